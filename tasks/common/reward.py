@@ -1,0 +1,85 @@
+"""What every task's reward.py is built from: read the response, and refuse a broken score.
+
+verl calls ``compute_score`` once for each rollout (verl/experimental/reward_loop/reward_manager/naive.py) and logs
+every key of the dict that it returns.
+"""
+
+import functools
+import json
+import re
+import sys
+from collections.abc import Callable
+from fractions import Fraction
+
+MAX_RESPONSE_CHARS = 100_000
+_THINK_END = re.compile(r"</think>", re.IGNORECASE)
+_ANSWER_TAG = re.compile(r"</?answer>", re.IGNORECASE)
+
+
+class RewardError(RuntimeError):
+    """A reward function raised, or returned something that is not a score."""
+
+
+def read_ground_truth(ground_truth) -> object:
+    """The ground truth as an object: JSON text is parsed, anything else is returned as it is."""
+    try:
+        return json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
+    except ValueError:
+        return ground_truth
+
+
+def last_answer(response: str) -> str | None:
+    """The text of the last ``<answer>…</answer>`` after any ``</think>``, stripped; None if there is none.
+
+    Only the last 100,000 characters are looked at: a response is model output and may have any length.
+    """
+    start, answer, opened = 0, None, None
+    tail = response[-MAX_RESPONSE_CHARS:]
+    for match in _THINK_END.finditer(tail):
+        start = match.end()
+    for tag in _ANSWER_TAG.finditer(tail, start):  # one pass: a search for pairs takes quadratic time on open tags
+        if tag[0][1] != "/":
+            opened = tag.end()
+        elif opened is not None:
+            answer, opened = tail[opened : tag.start()].strip(), None
+    return answer
+
+
+_NUMBER = re.compile(r"[-+]?[0-9]{1,18}(?:,[0-9]{3})*(?:\.[0-9]{1,18})?(?:\s*/\s*[0-9]{1,18})?")
+
+
+def parse_number(text: str) -> Fraction | None:
+    """The number that ``text`` is, exactly: 18, 18.0, -3, 1,000 or 36/2. None if it is anything else."""
+    if len(text) > 100 or not _NUMBER.fullmatch(text.strip()):
+        return None
+    numerator, _, denominator = text.replace(",", "").partition("/")
+    try:
+        return Fraction(numerator.strip()) / Fraction(denominator.strip() or 1)
+    except ZeroDivisionError:
+        return None
+
+
+def reward_function(compute_score: Callable[..., dict]) -> Callable[..., dict]:
+    """Decorator for a task's ``compute_score``: it must return ``{"score": float, "acc": 0 or 1, ...}``, all finite.
+
+    Raises RewardError in one line, with the ground truth that caused it, when the function raises, returns no dict, no
+    score, or a value that is not a finite number: an advantage computed from NaN would ruin the policy in silence.
+    """
+
+    @functools.wraps(compute_score)
+    def checked(data_source, solution_str, ground_truth, extra_info=None, **kwargs) -> dict:
+        where = f"reward of {data_source!r} on ground_truth={str(ground_truth)[:200]!r}"
+        try:
+            result = compute_score(data_source, solution_str, ground_truth, extra_info, **kwargs)
+        except Exception as error:
+            text = " ".join(str(error).split())
+            raise RewardError(f"{where}: compute_score raised {type(error).__name__}: {text[:200]}") from error
+        if not isinstance(result, dict) or not {"score", "acc"} <= result.keys():
+            raise RewardError(f"{where}: compute_score must return a dict with `score` and `acc`, not {result!r}")
+        for key, value in result.items():
+            if not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:  # false for NaN too
+                shown = "a huge integer" if isinstance(value, int) else repr(value)[:50]
+                raise RewardError(f"{where}: {key} is {shown}, not a finite number")
+        return {key: float(value) for key, value in result.items()}
+
+    return checked

@@ -1,0 +1,175 @@
+"""The settings of a run: read from the environment that train.sh exports, checked, with the paths they imply."""
+
+import hashlib
+import json
+import os
+import re
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+METHODS = sorted(path.stem for path in (ROOT / "tasks/common/methods").glob("[a-z]*.py"))
+
+
+class SettingsError(ValueError):
+    """A variable has a value that cannot be; the message is one line for the user."""
+
+
+def _setting(help: str, check=None):
+    return field(metadata={"help": help, "check": check})
+
+
+def _positive(value) -> str | None:
+    return None if 0 < value < 1e15 else "must be greater than 0"  # false for NaN and infinity
+
+
+def _not_negative(value) -> str | None:
+    return None if 0 <= value < 1e15 else "must be 0 or more"
+
+
+def _fraction(value) -> str | None:
+    return None if 0 < value <= 1 else "must be above 0 and at most 1"
+
+
+def _one_of(*choices: str):
+    return lambda value: None if value in choices else f"must be one of {', '.join(choices)}"
+
+
+def _name(value: str) -> str | None:
+    return None if re.fullmatch(r"[A-Za-z0-9._-]{0,64}", value) and not value.startswith(".") else "must be a plain name"
+
+
+def _not_empty(value: str) -> str | None:
+    return None if value.strip() else "must not be empty"
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One field for each variable of a train.sh config block, under the same name; `make help` prints them."""
+
+    TASK: str = _setting("folder under tasks/", _name)
+    STACK: str = _setting("packages and hardware: cpu, current; default from the machine", _name)
+    # model and data
+    MODEL: str = _setting("a hub id, a folder, or `embedded` (SmolLM2-135M-Instruct)", _not_empty)
+    INIT: str = _setting("start from `base`, or from an SFT warm-up (`sft`)", _one_of("base", "sft"))
+    SOURCE: str = _setting("where the data comes from; what a task knows stands in its train.sh", _not_empty)
+    DIFFICULTY: str = _setting("of generated problems: easy or hard", _one_of("easy", "hard"))
+    TRAIN_SIZE: int = _setting("training prompts", _positive)
+    TEST_SIZE: int = _setting("held-out prompts, all of them evaluated", _positive)
+    SFT_SIZE: int = _setting("demonstrations, of training prompts", _not_negative)
+    SEED: int = _setting("of data, sampling and shuffling", _not_negative)
+    # optimisation
+    METHOD: str = _setting(f"one of {', '.join(METHODS)}", _one_of(*METHODS))
+    STEPS: int = _setting("RL steps; a larger number continues the same run", _positive)
+    TRAIN_BATCH_SIZE: int = _setting("prompts a step", _positive)
+    MINI_BATCH_SIZE: int = _setting("prompts an optimizer step", _positive)
+    LR: float = _setting("learning rate of the policy", _positive)
+    KL_COEF: float = _setting("weight of the KL loss against the start; 0: no reference model", _not_negative)
+    SFT_STEPS: int = _setting("optimizer steps of the warm-up", _positive)
+    SFT_BATCH_SIZE: int = _setting("demonstrations a step", _positive)
+    SFT_LR: float = _setting("learning rate of the warm-up", _positive)
+    # rollouts and lengths
+    ROLLOUT_N: int = _setting("samples a prompt, the group of a group advantage", _positive)
+    TEMPERATURE: float = _setting("of rollouts and of sampled evaluation", _positive)
+    MAX_PROMPT_LENGTH: int = _setting("tokens", _positive)
+    MAX_RESPONSE_LENGTH: int = _setting("tokens", _positive)
+    # hardware
+    N_GPUS: int = _setting("GPUs of this machine (on the cpu stack: processes that play one)", _positive)
+    MICRO_BATCH_SIZE: int = _setting("sequences a GPU in one forward pass", _positive)
+    GPU_MEMORY_UTILIZATION: float = _setting("share of GPU memory for vLLM", _fraction)
+    # LoRA
+    LORA_RANK: int = _setting("0: full fine-tuning", _not_negative)
+    LORA_ALPHA: int = _setting("LoRA scale", _positive)
+    # run
+    RUN: str = _setting("name of the run; empty: made from the settings", _name)
+    SAVE_FREQ: int = _setting("steps between checkpoints", _positive)
+    EVAL_N: int = _setting("samples a held-out prompt", _positive)
+    LOGGER: str = _setting("more verl loggers beside console and file, e.g. wandb,tensorboard")
+
+    @property
+    def task_dir(self) -> Path:
+        return ROOT / "tasks" / self.TASK
+
+    @property
+    def data_dir(self) -> Path:
+        return artifacts() / "data" / self.TASK
+
+    @property
+    def runs_dir(self) -> Path:
+        return artifacts() / "runs" / self.TASK
+
+    def data_fingerprint(self) -> str:
+        """Changes when the data would."""
+        names = ("SOURCE", "DIFFICULTY", "TRAIN_SIZE", "TEST_SIZE", "SFT_SIZE", "SEED")
+        return fingerprint({name: getattr(self, name) for name in names}, self.task_dir / "prepare_data.py")
+
+    def sft_fingerprint(self, arguments: list[str] | None = None) -> str:
+        """Changes when the warm-up would."""
+        names = ("STACK", "MODEL", "SFT_STEPS", "SFT_BATCH_SIZE", "SFT_LR", "LORA_RANK", "LORA_ALPHA")
+        names += ("MAX_PROMPT_LENGTH", "MAX_RESPONSE_LENGTH")
+        values = {name: getattr(self, name) for name in names} | {"data": self.data_fingerprint()}
+        return fingerprint(values | {"arguments": arguments or []})
+
+    def rl_fingerprint(self, arguments: list[str]) -> str:
+        """Changes when the training would; not with STEPS, which continues a run, nor with what only reports."""
+        left_out = {"RUN", "STEPS", "SAVE_FREQ", "EVAL_N", "LOGGER", "GPU_MEMORY_UTILIZATION"}
+        sft = {name for name in asdict(self) if name.startswith("SFT_")} if self.INIT == "base" else set()
+        values = {name: value for name, value in asdict(self).items() if name not in left_out | sft}
+        values |= {"data": self.data_fingerprint(), "arguments": arguments}
+        return fingerprint(values, self.task_dir / "reward.py")
+
+
+def artifacts() -> Path:
+    """Where everything that a run writes goes."""
+    return Path(os.environ.get("ARTIFACTS", ROOT / "artifacts"))
+
+
+def fingerprint(values: dict, *files: Path) -> str:
+    """Eight hex digits of a digest of ``values`` and of the contents of ``files``."""
+    digest = hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=4)
+    for file in files:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def load_settings(environ: dict[str, str] | None = None) -> Settings:
+    """Settings from ``environ`` (default: the process environment). Raises SettingsError for the first bad value."""
+    environ = os.environ if environ is None else environ
+    values = {}
+    for f in fields(Settings):
+        text = environ.get(f.name)
+        shown = " ".join((text or "").split())[:80]
+        if text is None:
+            raise SettingsError(f"{f.name} is not set: run this through `make` or the task's train.sh")
+        try:
+            value = f.type(text)
+        except ValueError:
+            kind = {int: "a whole number", float: "a number"}[f.type]
+            raise SettingsError(f"{f.name}={shown}: must be {kind} ({f.metadata['help']})") from None
+        check = f.metadata["check"]
+        if check and (problem := check(value)):
+            raise SettingsError(f"{f.name}={shown}: {problem} ({f.metadata['help']})")
+        values[f.name] = value
+    settings = Settings(**values)
+    if settings.TRAIN_BATCH_SIZE % settings.MINI_BATCH_SIZE:
+        raise SettingsError(
+            f"MINI_BATCH_SIZE={settings.MINI_BATCH_SIZE}: must divide TRAIN_BATCH_SIZE={settings.TRAIN_BATCH_SIZE}"
+        )
+    if settings.TRAIN_BATCH_SIZE > settings.TRAIN_SIZE:
+        raise SettingsError(
+            f"TRAIN_BATCH_SIZE={settings.TRAIN_BATCH_SIZE}: larger than TRAIN_SIZE={settings.TRAIN_SIZE}"
+        )
+    if settings.MINI_BATCH_SIZE * settings.ROLLOUT_N % settings.N_GPUS:
+        raise SettingsError(f"N_GPUS={settings.N_GPUS}: must divide MINI_BATCH_SIZE x ROLLOUT_N")
+    if settings.INIT == "sft" and settings.SFT_SIZE < settings.SFT_BATCH_SIZE:
+        raise SettingsError(f"SFT_BATCH_SIZE={settings.SFT_BATCH_SIZE}: larger than SFT_SIZE={settings.SFT_SIZE}")
+    return settings
+
+
+def help_text() -> str:
+    """One line for each variable."""
+    return "\n".join(f"  {f.name:<24}{f.metadata['help']}" for f in fields(Settings))
+
+
+if __name__ == "__main__":
+    print(help_text())

@@ -1,0 +1,13 @@
+# Sourced by every train.sh before its config block: where we are, and the defaults of the hardware at hand.
+# Exports what it sets, and what the config block sets after it.
+set -euo pipefail
+set -a
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
+TASK=$(basename "$(cd "$(dirname "${BASH_SOURCE[1]}")" && pwd)")
+STACK=${STACK:-$(nvidia-smi -L >/dev/null 2>&1 && echo current || echo cpu)}
+if [[ ! -f $ROOT/tasks/common/stacks/$STACK.sh ]]; then
+  echo "error: STACK=$STACK: no such stack; there are: $(cd "$ROOT/tasks/common/stacks" && echo *.sh | sed 's/\.sh//g')" >&2
+  exit 2
+fi
+# shellcheck source=/dev/null
+source "$ROOT/tasks/common/stacks/$STACK.sh"

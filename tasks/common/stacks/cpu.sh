@@ -1,0 +1,54 @@
+# No GPU: verl 0.9.1 and vLLM on the CPU, a small embedded model, small batches, short lengths, no compilation.
+# Packages: stacks/cpu/requirements.txt. How verl and vLLM run on a CPU: stacks/cpu/verl_platform.py, vllm_worker.py.
+
+: "${MODEL:=embedded}" "${INIT:=sft}" "${DIFFICULTY:=easy}"
+: "${TRAIN_SIZE:=512}" "${TEST_SIZE:=128}" "${SFT_SIZE:=512}"
+: "${STEPS:=12}" "${TRAIN_BATCH_SIZE:=8}" "${ROLLOUT_N:=8}" "${MINI_BATCH_SIZE:=8}" "${MICRO_BATCH_SIZE:=32}"
+: "${LR:=3e-5}" "${SFT_STEPS:=12}" "${SFT_BATCH_SIZE:=32}" "${SFT_LR:=3e-4}"
+: "${MAX_PROMPT_LENGTH:=128}" "${MAX_RESPONSE_LENGTH:=64}"
+: "${N_GPUS:=1}" "${SAVE_FREQ:=5}" "${EVAL_N:=4}"
+
+# verl and vLLM read these in every process.
+VERL_PLATFORM=cpu
+VERL_USE_EXTERNAL_MODULES=tasks.common.stacks.cpu.verl_platform
+VLLM_CPU_KVCACHE_SPACE=1
+VLLM_CPU_OMP_THREADS_BIND=nobind
+OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(nproc)}
+# Huge pages for large allocations: the logits alone are hundreds of MB a micro-batch, page faults cost about 15 %.
+GLIBC_TUNABLES=glibc.malloc.hugetlb=1
+
+# Hydra overrides of this stack, one on a line, for both trainers or one of them.
+STACK_OVERRIDES="
+trainer.device=cpu
+"
+STACK_RL_OVERRIDES="
+actor_rollout_ref.actor.strategy=fsdp2
+actor_rollout_ref.ref.strategy=fsdp2
+critic.strategy=fsdp2
+actor_rollout_ref.actor.use_torch_compile=False
+actor_rollout_ref.actor.fsdp_config.use_torch_compile=False
++actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=bf16
++actor_rollout_ref.model.override_config.attn_implementation=sdpa
+actor_rollout_ref.model.use_remove_padding=False
+actor_rollout_ref.model.enable_gradient_checkpointing=False
+actor_rollout_ref.rollout.enforce_eager=True
+actor_rollout_ref.rollout.free_cache_engine=False
++actor_rollout_ref.rollout.enable_sleep_mode=False
+actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=1024
++actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=tasks.common.stacks.cpu.vllm_worker.CPUColocateWorkerExtension
+actor_rollout_ref.rollout.agent.num_workers=1
+reward.num_workers=1
+transfer_queue.backend.SimpleStorage.num_data_storage_units=1
+data.dataloader_num_workers=0
++ray_kwargs.ray_init.num_gpus=$N_GPUS
+ray_kwargs.ray_init.num_cpus=$((16 * N_GPUS))
+"
+STACK_SFT_OVERRIDES="
+engine.strategy=fsdp2
+engine.use_torch_compile=False
++engine.mixed_precision.param_dtype=bf16
++model.override_config.attn_implementation=sdpa
+model.use_remove_padding=False
+model.enable_gradient_checkpointing=False
+data.num_workers=0
+"

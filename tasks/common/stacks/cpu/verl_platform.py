@@ -1,0 +1,201 @@
+"""verl 0.9.1 on a CPU, through verl's own extension points.
+
+Loaded into the driver and every Ray and vLLM process by VERL_USE_EXTERNAL_MODULES (stacks/cpu.sh).
+Registers a platform and two engines; each patch below names the verl line it answers, and ``expect``
+stops the run with one line when a verl upgrade has changed that line.
+"""
+
+import contextlib
+import inspect
+import os
+import resource
+import types
+from unittest import mock
+
+import torch
+from verl.plugin.platform.platform_base import PlatformBase
+from verl.plugin.platform.platform_manager import PlatformRegistry
+
+
+def expect(function, *lines: str) -> None:
+    """Raise RuntimeError unless every one of ``lines`` still stands in the source of ``function``."""
+    source = inspect.getsource(function)
+    for line in lines:
+        if line not in source:
+            raise RuntimeError(
+                f"{function.__module__}.{function.__qualname__} no longer contains `{line}`: "
+                f"the patch for it in {__name__} must be looked at again"
+            )
+
+
+class _CPUDevice(str):
+    """verl uses current_device() both as ``tensor.to(x)`` and in ``f"cpu:{x}"``: "cpu", formatted as 0."""
+
+    def __format__(self, spec: str) -> str:
+        return "0"
+
+
+def _device_module() -> types.ModuleType:
+    """torch.cpu with the memory and RNG functions that verl calls on every device module."""
+    module = types.ModuleType("verl_cpu_device")
+    module.__dict__.update({name: getattr(torch.cpu, name) for name in dir(torch.cpu) if not name.startswith("__")})
+    page = os.sysconf("SC_PAGE_SIZE")
+
+    def resident(*_) -> int:
+        with open("/proc/self/statm") as f:
+            return int(f.read().split()[1]) * page
+
+    def peak(*_) -> int:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+    def mem_get_info(*_) -> tuple[int, int]:
+        return os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
+
+    def nothing(*_, **__) -> None:
+        return None
+
+    module.is_available = lambda: True
+    module.memory_allocated = module.memory_reserved = resident
+    module.max_memory_allocated = module.max_memory_reserved = peak
+    module.mem_get_info = mem_get_info
+    module.empty_cache = module.ipc_collect = module.synchronize = module.set_device = nothing
+    module.reset_peak_memory_stats = nothing
+    module.manual_seed = module.manual_seed_all = torch.manual_seed
+    module.get_rng_state, module.set_rng_state = torch.get_rng_state, torch.set_rng_state
+    module.get_device_name = lambda *_: "cpu"
+    module.current_device = lambda: _CPUDevice("cpu")
+    return module
+
+
+@PlatformRegistry.register(platform="cpu")
+class PlatformCPU(PlatformBase):
+    """One CPU process plays one GPU: gloo, no IPC (weights reach vLLM through shared memory)."""
+
+    _module = _device_module()
+
+    device_name = "cpu"
+    vendor_name = "cpu"
+    device_module = _module
+
+    def is_available(self):
+        return True
+
+    def current_device(self):
+        return _CPUDevice("cpu")
+
+    def device_count(self):
+        return int(os.environ.get("N_GPUS", 1))
+
+    def set_device(self, device_index):
+        pass
+
+    def synchronize(self, device_index=None):
+        pass
+
+    def manual_seed(self, seed):
+        torch.manual_seed(seed)
+
+    def manual_seed_all(self, seed):
+        torch.manual_seed(seed)
+
+    def set_allocator_settings(self, settings):
+        pass
+
+    def empty_cache(self):
+        pass
+
+    def get_device_capability(self, device_index=0):
+        return None, None
+
+    def communication_backend_name(self):
+        return "gloo"
+
+    def visible_devices_envvar(self):
+        return "CUDA_VISIBLE_DEVICES"  # what Ray sets for its "GPU" resource
+
+    @contextlib.contextmanager
+    def nvtx_range(self, msg):
+        yield
+
+    def profiler_start(self):
+        pass
+
+    def profiler_stop(self):
+        pass
+
+    def ray_resource_name(self):
+        return "GPU"  # satisfied by ray_init.num_gpus, see stacks/cpu.sh
+
+    def ray_noset_envvars(self):
+        return []
+
+    def is_ipc_supported(self):
+        return False
+
+    def cudart(self):
+        return None
+
+
+# ---- verl/utils/distributed.py:63,89 build "cpu:gloo,cpu:gloo", which torch refuses --------------------------------
+
+import verl.utils.distributed as verl_distributed  # noqa: E402  (needs the platform above)
+
+for _function in (
+    verl_distributed.initialize_global_process_group,
+    verl_distributed.initialize_global_process_group_ray,
+):
+    expect(_function, 'f"cpu:gloo,{get_device_name()}:{get_nccl_backend()}"', "torch.distributed.init_process_group(")
+
+_init_process_group = torch.distributed.init_process_group
+
+
+def _init_process_group_once_per_device(backend=None, *args, **kwargs):
+    return _init_process_group("cpu:gloo" if backend == "cpu:gloo,cpu:gloo" else backend, *args, **kwargs)
+
+
+torch.distributed.init_process_group = _init_process_group_once_per_device
+
+
+# ---- verl/workers/engine/fsdp/transformer_impl.py registers its engines for cuda and npu only ----------------------
+
+import verl.utils.model as verl_model  # noqa: E402
+from verl.workers.engine.base import EngineRegistry  # noqa: E402
+from verl.workers.engine.fsdp import transformer_impl  # noqa: E402
+
+expect(transformer_impl.FSDPEngine._build_fsdp_module, "offload_policy = CPUOffloadPolicy(pin_memory=True)")
+expect(transformer_impl.FSDPEngine._build_module, "from verl.utils.model import load_valuehead_model")
+expect(verl_model.load_valuehead_model, 'attn_implementation="flash_attention_2"')
+
+
+class _OnCPU:
+    """What both engines need on a CPU."""
+
+    def _build_fsdp_module(self, module):
+        # transformer_impl.py:462 offloads the reference model to pinned host memory. It is in host memory already,
+        # and torch pins nothing without an accelerator.
+        from torch.distributed.fsdp import OffloadPolicy
+
+        with mock.patch.object(transformer_impl, "CPUOffloadPolicy", lambda pin_memory: OffloadPolicy()):
+            return super()._build_fsdp_module(module)
+
+
+@EngineRegistry.register(model_type="language_model", backend=["fsdp", "fsdp2"], device=["cpu"])
+class CPUEngineWithLMHead(_OnCPU, transformer_impl.FSDPEngineWithLMHead):
+    """verl's FSDP actor and reference engine."""
+
+
+@EngineRegistry.register(model_type="value_model", backend=["fsdp", "fsdp2"], device=["cpu"])
+class CPUEngineWithValueHead(_OnCPU, transformer_impl.FSDPEngineWithValueHead):
+    """verl's FSDP critic engine."""
+
+    def _build_module(self):
+        # verl/utils/model.py:649 asks for flash_attention_2, which has no CPU build.
+        from transformers import AutoModelForTokenClassification
+
+        from_pretrained = AutoModelForTokenClassification.from_pretrained
+
+        def with_sdpa(*args, **kwargs):
+            return from_pretrained(*args, **{**kwargs, "attn_implementation": "sdpa"})
+
+        with mock.patch.object(AutoModelForTokenClassification, "from_pretrained", with_sdpa):
+            return super()._build_module()

@@ -1,0 +1,27 @@
+"""verl's vLLM worker extension on a CPU: keeps the weights that vLLM would free after packing them."""
+
+from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
+from vllm.model_executor.layers import linear, utils
+
+from tasks.common.stacks.cpu.verl_platform import expect
+
+# vllm/model_executor/layers/linear.py:215 packs a weight for oneDNN and replaces the original by an empty tensor.
+# verl's next weight sync then finds no parameter of that shape to load into.
+expect(
+    linear.UnquantizedLinearMethod.process_weights_after_loading,
+    "from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm",
+    "dispatch_cpu_unquantized_gemm(layer, remove_weight=True)",
+)
+_dispatch = utils.dispatch_cpu_unquantized_gemm
+
+
+def _keep_weight(layer, remove_weight):
+    return _dispatch(layer, remove_weight=False)
+
+
+class CPUColocateWorkerExtension(vLLMColocateWorkerExtension):
+    """Named by ``engine_kwargs.vllm.worker_extension_cls``; vLLM makes its worker class inherit from it."""
+
+    def __new__(cls, **kwargs):
+        utils.dispatch_cpu_unquantized_gemm = _keep_weight
+        return super().__new__(cls, **kwargs)

@@ -1,0 +1,140 @@
+"""From our variables to verl's hydra keys. This is the only place where the mapping stands.
+
+One list for each group of verl's config; the stack's overrides come after them, the method's next, the user's last.
+"""
+
+import importlib
+import importlib.util
+import os
+from pathlib import Path
+
+from tasks.common.settings import Settings
+
+# Hydra must not make an outputs/ folder of its own; what it would log is in our log file.
+HYDRA = [
+    "hydra.run.dir=.",
+    "hydra.output_subdir=null",
+    "hydra/job_logging=none",
+    "hydra/hydra_logging=none",
+]
+
+
+def stack_overrides(*names: str) -> list[str]:
+    """The overrides that the stack's file (stacks/*.sh) exports under ``names``."""
+    return [line for name in names for line in os.environ.get(name, "").splitlines() if line]
+
+
+def _quoted(path) -> str:
+    """A value that hydra's override grammar takes as one text, whatever it contains."""
+    text = str(path).replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{text}'"
+
+
+def _loggers(s: Settings) -> str:
+    return "[" + ",".join(["console", "file", *filter(None, s.LOGGER.split(","))]) + "]"
+
+
+def rl_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
+    """Overrides for ``verl.trainer.main_ppo``: train ``model`` for s.STEPS steps, writing to ``run_dir``."""
+    data = [
+        f"data.train_files={_quoted(s.data_dir / 'train.parquet')}",
+        f"data.val_files={_quoted(s.data_dir / 'test.parquet')}",
+        f"data.train_batch_size={s.TRAIN_BATCH_SIZE}",
+        f"data.max_prompt_length={s.MAX_PROMPT_LENGTH}",
+        f"data.max_response_length={s.MAX_RESPONSE_LENGTH}",
+        "data.filter_overlong_prompts=True",
+        f"data.seed={s.SEED}",
+    ]
+    model_ = [
+        f"actor_rollout_ref.model.path={_quoted(model)}",
+        f"actor_rollout_ref.model.lora_rank={s.LORA_RANK}",
+        f"actor_rollout_ref.model.lora_alpha={s.LORA_ALPHA}",
+    ]
+    actor = [
+        f"actor_rollout_ref.actor.optim.lr={s.LR}",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={s.MINI_BATCH_SIZE}",
+        f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={s.MICRO_BATCH_SIZE}",
+        # hf_model: each checkpoint holds a folder that vLLM and transformers load as it is.
+        "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
+        "actor_rollout_ref.actor.checkpoint.load_contents=[model,optimizer,extra]",
+    ]
+    rollout = [
+        "actor_rollout_ref.rollout.name=vllm",
+        f"actor_rollout_ref.rollout.n={s.ROLLOUT_N}",
+        f"actor_rollout_ref.rollout.temperature={s.TEMPERATURE}",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+        f"actor_rollout_ref.rollout.gpu_memory_utilization={s.GPU_MEMORY_UTILIZATION}",
+        f"actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu={s.MICRO_BATCH_SIZE}",
+        f"actor_rollout_ref.rollout.seed={s.SEED}",
+        f"actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu={s.MICRO_BATCH_SIZE}",
+    ]
+    # Not the old top-level key `custom_reward_function`: verl 0.9.1 accepts and ignores it.
+    reward = [
+        f"reward.custom_reward_function.path={_quoted(s.task_dir / 'reward.py')}",
+        "reward.custom_reward_function.name=compute_score",
+    ]
+    trainer = [
+        f"trainer.total_training_steps={s.STEPS}",
+        "trainer.total_epochs=1000000",  # STEPS ends the training
+        f"trainer.n_gpus_per_node={s.N_GPUS}",
+        "trainer.nnodes=1",
+        f"trainer.project_name={s.TASK}",
+        f"trainer.experiment_name={run_dir.name}",
+        f"trainer.logger={_loggers(s)}",
+        f"trainer.default_local_dir={_quoted(run_dir / 'checkpoints')}",
+        f"trainer.rollout_data_dir={_quoted(run_dir / 'rollouts')}",
+        f"trainer.save_freq={s.SAVE_FREQ}",
+        "trainer.max_actor_ckpt_to_keep=2",
+        "trainer.val_before_train=False",
+        "trainer.test_freq=-1",
+    ]
+    ray = ["+ray_kwargs.ray_init.include_dashboard=False"]
+    method = importlib.import_module(f"tasks.common.methods.{s.METHOD}").overrides(s)
+    stack = stack_overrides("STACK_OVERRIDES", "STACK_RL_OVERRIDES")
+    return [*data, *model_, *actor, *rollout, *reward, *trainer, *ray, *stack, *method]
+
+
+def sft_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
+    """Overrides for ``verl.trainer.sft_trainer``: the warm-up on the task's demonstrations."""
+    data = [
+        f"data.train_files={_quoted(s.data_dir / 'sft.parquet')}",
+        f"data.train_batch_size={s.SFT_BATCH_SIZE}",
+        f"data.micro_batch_size_per_gpu={s.MICRO_BATCH_SIZE}",
+        f"data.max_length={s.MAX_PROMPT_LENGTH + s.MAX_RESPONSE_LENGTH}",
+        "data.use_dynamic_bsz=False",
+    ]
+    model_ = [
+        f"model.path={_quoted(model)}",
+        f"model.lora_rank={s.LORA_RANK}",
+        f"model.lora_alpha={s.LORA_ALPHA}",
+    ]
+    optim = [f"optim.lr={s.SFT_LR}", "optim.lr_scheduler_type=cosine", "optim.lr_warmup_steps_ratio=0.1"]
+    trainer = [
+        f"trainer.total_training_steps={s.SFT_STEPS}",
+        "trainer.total_epochs=1000000",  # SFT_STEPS ends the training
+        f"trainer.n_gpus_per_node={s.N_GPUS}",
+        f"trainer.project_name={s.TASK}",
+        f"trainer.experiment_name={run_dir.name}",
+        f"trainer.logger={_loggers(s)}",
+        f"trainer.seed={s.SEED}",
+        f"trainer.default_local_dir={_quoted(run_dir / 'checkpoints')}",
+        f"trainer.save_freq={s.SFT_STEPS}",
+        "trainer.max_ckpt_to_keep=1",
+        "checkpoint.save_contents=[model,optimizer,extra,hf_model]",
+        "checkpoint.load_contents=[model,optimizer,extra]",
+    ]
+    stack = stack_overrides("STACK_OVERRIDES", "STACK_SFT_OVERRIDES")
+    return [*data, *model_, *optim, *trainer, *stack]
+
+
+def compose(config_name: str, overrides: list[str]):
+    """verl's config ("ppo_trainer" or "sft_trainer_engine") under ``overrides``, strictly: an unknown key raises.
+
+    Reads verl's yaml files without importing verl, which would load torch.
+    """
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+
+    folder = Path(importlib.util.find_spec("verl").submodule_search_locations[0]) / "trainer/config"
+    with initialize_config_dir(str(folder), version_base=None):
+        return hydra_compose(config_name, overrides)

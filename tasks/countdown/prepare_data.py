@@ -1,0 +1,122 @@
+"""Countdown problems: reach a target with all the given numbers. Generated here, or the public set (SOURCE=hub)."""
+
+import itertools
+import random
+from collections.abc import Iterator
+from fractions import Fraction
+
+from tasks.common import prepare
+from tasks.common.data import DataError
+
+HUB_DATASET = "Jiayi-Pan/Countdown-Tasks-3to4"
+# DIFFICULTY: how many numbers, the largest number, the largest target
+DIFFICULTIES = {"easy": ((2, 3), 12, 100), "hard": ((3, 4), 99, 999)}
+
+PROMPT = (
+    "Make {target} from {numbers} with + - * / and parentheses, each number exactly once. "
+    "Think in <think></think>, then give the expression in <answer></answer>."
+)
+
+Term = tuple[Fraction, str]
+
+
+def combine(a: Term, b: Term) -> Iterator[tuple[Term, str]]:
+    """Every result of one operation on two terms, with the worked step, e.g. ``((8, "(3+5)"), "3+5=8")``."""
+    for (x, x_text), (y, y_text) in ((a, b), (b, a)):
+        for symbol, value in (
+            ("+", x + y),
+            ("-", x - y),
+            ("*", x * y),
+            ("/", x / y if y else None),
+        ):
+            if value is None or (symbol in "+*" and (x, x_text) > (y, y_text)):
+                continue  # + and * once, not in both orders
+            yield (value, f"({x_text}{symbol}{y_text})"), f"{_text(x)}{symbol}{_text(y)}={value}"
+
+
+def _text(value: Fraction) -> str:
+    return str(value) if value.denominator == 1 and value >= 0 else f"({value})"
+
+
+def solve(numbers: list[int], target: int) -> tuple[str, list[str]] | None:
+    """An expression over all ``numbers`` that equals ``target``, and its steps; None if there is none.
+
+    Exhaustive search over pairs; steps stay within the non-negative integers when such a solution exists.
+    """
+    terms: list[Term] = [(Fraction(n), str(n)) for n in numbers]
+    for natural in (True, False):
+        found = _search(terms, Fraction(target), [], natural)
+        if found:
+            return found
+    return None
+
+
+def _search(terms: list[Term], target: Fraction, steps: list[str], natural: bool) -> tuple[str, list[str]] | None:
+    if len(terms) == 1:
+        value, text = terms[0]
+        return (text[1:-1] if text.startswith("(") else text, steps) if value == target else None
+    for i, j in itertools.combinations(range(len(terms)), 2):
+        rest = [term for k, term in enumerate(terms) if k not in (i, j)]
+        for term, step in combine(terms[i], terms[j]):
+            if natural and (term[0] < 0 or term[0].denominator != 1):
+                continue
+            if found := _search([*rest, term], target, [*steps, step], natural):
+                return found
+    return None
+
+
+def problems(rng: random.Random, difficulty: str) -> Iterator[dict]:
+    """An endless stream of solvable problems ``{numbers, target}``.
+
+    Numbers are sorted, so that the same problem is the same prompt, which ``prepare`` takes only once.
+    """
+    counts, largest, largest_target = DIFFICULTIES[difficulty]
+    while True:
+        numbers = sorted(rng.randint(1, largest) for _ in range(rng.choice(counts)))
+        target = _random_target(rng, numbers)
+        if 0 < target <= largest_target:
+            yield {"numbers": numbers, "target": target}
+
+
+def _random_target(rng: random.Random, numbers: list[int]) -> int:
+    """Value of a random expression over all ``numbers``: solvable by construction, a natural number at each step."""
+    terms = [(Fraction(n), str(n)) for n in numbers]
+    while len(terms) > 1:
+        a, b = (terms.pop(rng.randrange(len(terms))) for _ in range(2))
+        natural = [term for term, _ in combine(a, b) if term[0] >= 0 and term[0].denominator == 1]
+        terms.append(rng.choice(natural))
+    return int(terms[0][0])
+
+
+def example(numbers: list[int], target: int) -> prepare.Example:
+    """The prompt, the ground truth, and a demonstration from our own solver."""
+    solution = solve(numbers, target)
+    demonstration = None
+    if solution:
+        expression, steps = solution
+        demonstration = f"<think>{', '.join(steps)}</think>\n<answer>{expression}</answer>"
+    prompt = PROMPT.format(numbers=", ".join(map(str, numbers)), target=target)
+    return prepare.Example(prompt, {"target": target, "numbers": numbers}, demonstration)
+
+
+def generate(settings) -> Iterator[prepare.Example]:
+    """Problems made here (SOURCE=generate)."""
+    return (example(**problem) for problem in problems(random.Random(settings.SEED), settings.DIFFICULTY))
+
+
+def from_hub(settings) -> Iterator[prepare.Example]:
+    """The public set, or a local folder of its form (columns ``nums``, ``target``), in a seeded order."""
+    from datasets import load_dataset
+
+    name = HUB_DATASET if settings.SOURCE == "hub" else settings.SOURCE
+    rows = load_dataset(name, split="train", streaming=True).shuffle(settings.SEED, buffer_size=10_000)
+    for index, row in enumerate(rows):
+        try:
+            numbers, target = [int(n) for n in row["nums"]], int(row["target"])
+        except (KeyError, TypeError, ValueError):
+            raise DataError(f"{name}: row {index}: needs columns `nums` (integers) and `target` (integer)") from None
+        yield example(sorted(numbers), target)  # in any order it is the same problem, taken once
+
+
+if __name__ == "__main__":
+    prepare.main({"generate": generate, "hub": from_hub})

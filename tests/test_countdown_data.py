@@ -1,0 +1,214 @@
+"""tasks/countdown/prepare_data.py: the solver against an exhaustive one, and the problems that it makes."""
+
+import random
+import re
+from fractions import Fraction
+from functools import cache
+from itertools import islice
+from types import SimpleNamespace
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tasks.common.data import DataError
+from tasks.common.prepare import distinct
+from tasks.countdown.prepare_data import DIFFICULTIES, combine, from_hub, generate, problems, solve
+from tasks.countdown.reward import compute_score
+
+
+def score(answer, numbers, target):
+    return compute_score("countdown", f"<answer>{answer}</answer>", {"target": target, "numbers": numbers})["score"]
+
+
+@cache
+def reachable(numbers):
+    """Every value of an expression over all ``numbers``: by splitting them in two in every way."""
+    if len(numbers) == 1:
+        return {Fraction(numbers[0])}
+    values = set()
+    for mask in range(1, 2 ** len(numbers) - 1):
+        left = tuple(n for i, n in enumerate(numbers) if mask >> i & 1)
+        right = tuple(n for i, n in enumerate(numbers) if not mask >> i & 1)
+        for x in reachable(left):
+            for y in reachable(right):
+                values |= {x + y, x - y, x * y} | ({x / y} if y else set())
+    return values
+
+
+def exact(text):
+    """The value of arithmetic as it is written, in exact fractions."""
+    assert re.fullmatch(r"[0-9+\-*/() ]+", text)
+    return eval(re.sub(r"\d+", r"Fraction(\g<0>)", text), {"Fraction": Fraction})
+
+
+def assert_worked(numbers, target, steps):
+    """Each step takes two terms at hand and puts their result in their place, in natural numbers; the last is left."""
+    terms = list(numbers)
+    for step in steps:
+        x, symbol, y, result = re.fullmatch(r"(\d+)([-+*/])(\d+)=(\d+)", step).groups()
+        assert exact(f"{x}{symbol}{y}") == int(result)
+        terms.remove(int(x))
+        terms.remove(int(y))
+        terms.append(int(result))
+    assert terms == [target]
+
+
+# ---- combine and solve
+
+
+@pytest.mark.parametrize(
+    "a, b, expected",
+    [
+        (3, 5, {"3+5=8", "3-5=-2", "5-3=2", "3*5=15", "3/5=3/5", "5/3=5/3"}),
+        (4, 4, {"4+4=8", "4-4=0", "4*4=16", "4/4=1"}),
+        (0, 5, {"0+5=5", "0-5=-5", "5-0=5", "0*5=0", "0/5=0"}),
+        (0, 0, {"0+0=0", "0-0=0", "0*0=0"}),
+    ],
+)
+def test_combine_gives_every_result_of_one_operation(a, b, expected):
+    found = list(combine((Fraction(a), str(a)), (Fraction(b), str(b))))
+    assert {step for _, step in found} == expected
+    for (value, text), step in found:
+        assert exact(text) == value == Fraction(step.partition("=")[2])
+
+
+def test_combine_keeps_the_expressions_of_its_terms():
+    found = list(combine((Fraction(8), "(3+5)"), (Fraction(2), "2")))
+    assert ((Fraction(4), "((3+5)/2)"), "8/2=4") in found
+    assert all(exact(text) == value for (value, text), _ in found)
+
+
+@settings(max_examples=100, deadline=None, database=None)
+@given(st.lists(st.integers(1, 12), min_size=1, max_size=3), st.integers(-10, 60))
+def test_solve_agrees_with_the_exhaustive_search(numbers, target):
+    solution = solve(numbers, target)
+    assert (solution is not None) == (target in reachable(tuple(numbers)))
+    if solution:
+        expression, steps = solution
+        assert score(expression, numbers, target) == 1.0
+        assert len(steps) == len(numbers) - 1
+
+
+@settings(max_examples=20, deadline=None, database=None)
+@given(st.lists(st.integers(1, 10), min_size=4, max_size=4), st.integers(1, 999))
+def test_solve_agrees_with_the_exhaustive_search_of_four_numbers(numbers, target):
+    solution = solve(numbers, target)
+    assert (solution is not None) == (target in reachable(tuple(numbers)))
+    assert solution is None or score(solution[0], numbers, target) == 1.0
+
+
+@pytest.mark.parametrize(
+    "numbers, target, solvable",
+    [
+        ([5], 5, True),
+        ([5], 6, False),
+        ([2, 3], 4, False),
+        ([2, 3], 6, True),
+        ([1, 3], -2, True),
+        ([1, 1, 1, 1], 24, False),
+        ([3, 3, 8, 8], 24, True),
+        ([1, 5, 5, 5], 24, True),
+        ([97, 89, 83, 79], 998, False),
+    ],
+)
+def test_solve_of_known_problems(numbers, target, solvable):
+    solution = solve(numbers, target)
+    assert (solution is not None) == solvable
+    assert not solvable or exact(solution[0]) == target
+
+
+@pytest.mark.parametrize("numbers, target", [([3, 3, 8, 8], 24), ([1, 5, 5, 5], 24), ([1, 3], -2), ([2, 6, 8], -4)])
+def test_steps_with_fractions_and_negative_numbers_are_true_as_written(numbers, target):
+    _, steps = solve(numbers, target)
+    for step in steps:
+        left, _, right = step.partition("=")
+        assert exact(left) == exact(right), step
+
+
+# ---- problems and examples
+
+
+@pytest.mark.parametrize("difficulty", DIFFICULTIES)
+def test_problems_are_solvable_and_within_bounds(difficulty):
+    counts, largest, largest_target = DIFFICULTIES[difficulty]
+    found = list(islice(problems(random.Random(1), difficulty), 200))
+    assert {len(problem["numbers"]) for problem in found} == set(counts)
+    for problem in found:
+        numbers, target = problem["numbers"], problem["target"]
+        assert all(type(n) is int and 1 <= n <= largest for n in numbers)
+        assert type(target) is int and 1 <= target <= largest_target
+        expression, steps = solve(numbers, target)
+        assert score(expression, numbers, target) == 1.0
+        assert_worked(numbers, target, steps)
+    for problem in found[:40]:
+        assert problem["target"] in reachable(tuple(problem["numbers"]))
+
+
+@pytest.mark.parametrize("difficulty", DIFFICULTIES)
+def test_problems_depend_on_the_seed_alone(difficulty):
+    first, again, other = (list(islice(problems(random.Random(s), difficulty), 50)) for s in (7, 7, 8))
+    assert first == again
+    assert first != other
+
+
+@pytest.mark.parametrize("difficulty", DIFFICULTIES)
+def test_generated_examples(difficulty):
+    source = SimpleNamespace(SEED=3, DIFFICULTY=difficulty)
+    examples = list(islice(distinct(generate(source)), 300))
+    assert examples == list(islice(distinct(generate(source)), 300))
+    seen = {(tuple(sorted(e.ground_truth["numbers"])), e.ground_truth["target"]) for e in examples}
+    assert len(seen) == 300  # the same problem is the same prompt: train and test stay disjoint
+    for example in examples:
+        numbers, target = example.ground_truth["numbers"], example.ground_truth["target"]
+        assert sorted(map(int, re.findall(r"\d+", example.prompt))) == sorted([*numbers, target])
+        assert "<answer></answer>" in example.prompt
+        assert compute_score("countdown", example.demonstration, example.ground_truth)["score"] == 1.0
+        thinking = re.match(r"<think>(.*)</think>", example.demonstration).group(1)
+        assert_worked(numbers, target, thinking.split(", "))
+
+
+# ---- a local folder in the form of the public set
+
+
+def write_hub_folder(folder, rows):
+    folder.mkdir()
+    pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
+    return SimpleNamespace(SOURCE=str(folder), SEED=1)
+
+
+@pytest.fixture
+def datasets_here(tmp_path, monkeypatch):
+    """The datasets library with its cache in a temporary folder, and without its pause of 5 s after each stream."""
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(datasets.config, "SLEEP_TIME_ON_THREADS_SHUTDOWN", 0)
+
+
+def test_examples_from_a_local_folder(tmp_path, datasets_here):
+    rows = [{"target": 10 + n, "nums": [4, 6, n]} for n in range(1, 21)] + [{"target": 4, "nums": [2, 3, 99]}]
+    source = write_hub_folder(tmp_path / "set", rows)
+    examples = list(from_hub(source))
+    assert examples == list(from_hub(source))
+    assert sorted(e.ground_truth["target"] for e in examples) == sorted(row["target"] for row in rows)
+    for example in examples:
+        assert str(example.ground_truth["target"]) in example.prompt
+        if example.ground_truth["target"] == 4:
+            assert example.demonstration is None  # not solvable
+        else:
+            assert compute_score("countdown", example.demonstration, example.ground_truth)["score"] == 1.0
+
+
+@pytest.mark.parametrize(
+    "row",
+    [{"target": 7, "numbers": [3, 4]}, {"nums": [3, 4]}, {"target": "seven", "nums": [3, 4]}, {"target": 7, "nums": 3}],
+)
+def test_folder_of_another_form_is_refused_in_one_line(tmp_path, datasets_here, row):
+    source = write_hub_folder(tmp_path / "set", [row])
+    with pytest.raises(DataError) as error:
+        list(from_hub(source))
+    message = str(error.value)
+    assert str(tmp_path / "set") in message and "row 0" in message and "nums" in message
+    assert "\n" not in message

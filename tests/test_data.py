@@ -1,0 +1,461 @@
+"""tasks/common/data.py and tasks/common/prepare.py: parquet files written, validated, and made from a source."""
+
+import json
+import re
+import tracemalloc
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tasks.common.data import (
+    BATCH_ROWS,
+    RL_SCHEMA,
+    SFT_SCHEMA,
+    DataError,
+    read_rows,
+    rl_row,
+    sft_row,
+    validate_parquet,
+    write_parquet,
+)
+from tasks.common.prepare import Example, distinct, prepare
+from tasks.common.settings import ROOT, load_settings
+
+
+def rl_rows(count):
+    return (rl_row("toy", f"prompt {i} é", {"target": i, "numbers": [i, 1]}, "train", i) for i in range(count))
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+# ---- write and read
+
+
+@pytest.mark.parametrize("count", [1, 10, BATCH_ROWS, BATCH_ROWS + 1])
+def test_rows_come_back_as_they_were_written(tmp_path, count):
+    path = tmp_path / "new" / "folder" / "train.parquet"
+    assert write_parquet(rl_rows(count), path, RL_SCHEMA) == count
+    assert list(read_rows(path)) == list(rl_rows(count))
+    assert validate_parquet(path) == count
+    assert names(path.parent) == ["train.parquet"]
+
+
+def test_demonstrations_come_back_as_they_were_written(tmp_path):
+    rows = [sft_row(f"question {i}", f"<think>a\nb</think>\n<answer>{i}</answer>") for i in range(5)]
+    assert write_parquet(rows, tmp_path / "sft.parquet", SFT_SCHEMA, total=5) == 5
+    assert list(read_rows(tmp_path / "sft.parquet")) == rows
+    assert validate_parquet(tmp_path / "sft.parquet", "sft") == 5
+    assert [message["role"] for message in rows[0]["messages"]] == ["user", "assistant"]
+
+
+@pytest.mark.parametrize("truth", [{"target": 3, "numbers": [1, 2]}, {"a": "x"}, {}, [1, "x"], 3, 2.5, True])
+def test_ground_truth_is_stored_as_json_text_of_its_own_row(tmp_path, truth):
+    rows = [rl_row("toy", "p", truth, "train", 0), rl_row("toy", "p", {"other": {"key": []}}, "train", 1)]
+    write_parquet(rows, tmp_path / "x.parquet", RL_SCHEMA)
+    stored = next(read_rows(tmp_path / "x.parquet"))["reward_model"]["ground_truth"]
+    assert json.loads(stored) == truth
+
+
+def test_ground_truth_that_is_text_stays_as_it_is():
+    assert rl_row("toy", "p", "the answer", "test", 0)["reward_model"]["ground_truth"] == "the answer"
+
+
+@pytest.mark.parametrize("limit, expected", [(None, 20), (0, 0), (1, 1), (19, 19), (20, 20), (100, 20)])
+def test_read_rows_limit(tmp_path, limit, expected):
+    write_parquet(rl_rows(20), tmp_path / "x.parquet", RL_SCHEMA)
+    assert list(read_rows(tmp_path / "x.parquet", limit)) == list(rl_rows(expected))
+
+
+def failing(good_rows):
+    yield from rl_rows(good_rows)
+    raise RuntimeError("no more")
+
+
+@pytest.mark.parametrize("good_rows", [0, 3, BATCH_ROWS + 3])
+def test_error_while_writing_leaves_the_old_file_alone(tmp_path, good_rows):
+    path = tmp_path / "train.parquet"
+    write_parquet(rl_rows(7), path, RL_SCHEMA)
+    before = path.read_bytes()
+    with pytest.raises(RuntimeError, match="no more"):
+        write_parquet(failing(good_rows), path, RL_SCHEMA)
+    assert path.read_bytes() == before
+    assert names(tmp_path) == ["train.parquet"]
+
+
+def test_error_while_writing_leaves_no_new_file(tmp_path):
+    with pytest.raises(RuntimeError, match="no more"):
+        write_parquet(failing(3), tmp_path / "train.parquet", RL_SCHEMA)
+    assert names(tmp_path) == []
+
+
+def test_row_that_does_not_fit_the_schema_leaves_the_old_file_alone(tmp_path):
+    path = tmp_path / "train.parquet"
+    write_parquet(rl_rows(7), path, RL_SCHEMA)
+    with pytest.raises((pa.ArrowException, DataError)):
+        write_parquet([{"data_source": "toy", "prompt": 3}], path, RL_SCHEMA)
+    assert validate_parquet(path) == 7
+    assert names(tmp_path) == ["train.parquet"]
+
+
+def test_old_file_stays_readable_until_the_new_one_is_complete(tmp_path):
+    path = tmp_path / "train.parquet"
+    write_parquet(rl_rows(7), path, RL_SCHEMA)
+    counts = []
+
+    def rows():
+        for row in rl_rows(BATCH_ROWS + 1):
+            if row["extra_info"]["index"] in (0, BATCH_ROWS):
+                counts.append(validate_parquet(path))
+            yield row
+
+    before = path.read_bytes()
+    with path.open("rb") as reader:
+        write_parquet(rows(), path, RL_SCHEMA)
+        assert reader.read() == before  # replaced, not overwritten
+    assert counts == [7, 7]
+    assert validate_parquet(path) == BATCH_ROWS + 1
+
+
+def peak_of_writing(path, count):
+    tracemalloc.start()
+    try:
+        assert write_parquet(rl_rows(count), path, RL_SCHEMA) == count
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def test_memory_does_not_grow_with_the_number_of_rows(tmp_path):
+    one_batch = peak_of_writing(tmp_path / "small.parquet", BATCH_ROWS)
+    many = peak_of_writing(tmp_path / "large.parquet", 50_000)
+    assert many < 3 * one_batch
+    assert many < 32e6
+
+
+def test_reading_the_first_rows_of_a_large_file_is_lazy(tmp_path):
+    path = tmp_path / "large.parquet"
+    write_parquet(rl_rows(5 * BATCH_ROWS), path, RL_SCHEMA)
+    data = bytearray(path.read_bytes())
+    last_group = pq.ParquetFile(path).metadata.row_group(4).column(0)
+    start = last_group.dictionary_page_offset or last_group.data_page_offset
+    data[start : start + 64] = b"\xff" * 64  # the last rows cannot be read
+    path.write_bytes(data)
+    assert list(read_rows(path, 3)) == list(rl_rows(3))
+    with pytest.raises(DataError):
+        list(read_rows(path))
+
+
+# ---- validation
+
+
+def bad_rl(**changes):
+    """A good RL row with some columns changed; a value of ... removes the column."""
+    row = next(rl_rows(1)) | changes
+    return {column: value for column, value in row.items() if value is not ...}
+
+
+def write_any(path, rows, schema=None):
+    pq.write_table(pa.Table.from_pylist(rows, schema), path)
+    return path
+
+
+USER = {"role": "user", "content": "x"}
+ASSISTANT = {"role": "assistant", "content": "y"}
+BAD_RL = {
+    "no data_source": ("data_source", {"data_source": ...}),
+    "empty data_source": ("data_source", {"data_source": ""}),
+    "null data_source": ("data_source", {"data_source": None}),
+    "data_source is a number": ("data_source", {"data_source": 3}),
+    "no prompt": ("prompt", {"prompt": ...}),
+    "empty prompt": ("prompt", {"prompt": []}),
+    "null prompt": ("prompt", {"prompt": None}),
+    "prompt is text": ("prompt", {"prompt": "x"}),
+    "prompt is a list of text": ("prompt", {"prompt": ["x"]}),
+    "prompt is one message": ("prompt", {"prompt": USER}),
+    "wrong role": ("prompt", {"prompt": [{"role": "human", "content": "x"}]}),
+    "wrong role later": ("prompt", {"prompt": [USER, {"role": "bot", "content": "x"}]}),
+    "null role": ("prompt", {"prompt": [{"role": None, "content": "x"}]}),
+    "no role": ("prompt", {"prompt": [{"content": "x"}]}),
+    "no content": ("prompt", {"prompt": [{"role": "user"}]}),
+    "null content": ("prompt", {"prompt": [{"role": "user", "content": None}]}),
+    "content is a number": ("prompt", {"prompt": [{"role": "user", "content": 3}]}),
+    "no ability": ("ability", {"ability": ...}),
+    "no reward_model": ("reward_model", {"reward_model": ...}),
+    "null reward_model": ("reward_model", {"reward_model": None}),
+    "reward_model is text": ("reward_model", {"reward_model": "rule"}),
+    "no style": ("reward_model.style", {"reward_model": {"ground_truth": "3"}}),
+    "no ground_truth": ("reward_model.ground_truth", {"reward_model": {"style": "rule"}}),
+    "null ground_truth": ("reward_model.ground_truth", {"reward_model": {"style": "rule", "ground_truth": None}}),
+    "empty ground_truth": ("reward_model.ground_truth", {"reward_model": {"style": "rule", "ground_truth": ""}}),
+    "no extra_info": ("extra_info", {"extra_info": ...}),
+    "extra_info is a number": ("extra_info", {"extra_info": 3}),
+}
+
+
+def refusal(path, kind="rl"):
+    """The message of the DataError for ``path``."""
+    with pytest.raises(DataError) as error:
+        validate_parquet(path, kind)
+    message = str(error.value)
+    assert message.startswith(f"{path}: ")
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("column, changes", BAD_RL.values(), ids=BAD_RL)
+def test_bad_rl_row_is_named(tmp_path, column, changes):
+    path = write_any(tmp_path / "bad.parquet", [bad_rl(**changes)])
+    assert re.search(rf": row 0, column {re.escape(column)}: \S", refusal(path))
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        None,
+        [],
+        "x",
+        [USER],
+        [ASSISTANT, USER],
+        [{"role": "user", "content": None}, ASSISTANT],
+        [USER, {"role": "assistant", "content": None}],
+        [USER, {"role": "model", "content": "y"}],
+    ],
+)
+def test_bad_sft_row_is_named(tmp_path, messages):
+    path = write_any(tmp_path / "bad.parquet", [{"messages": messages}])
+    assert re.search(r": row 0, column messages: \S", refusal(path, "sft"))
+
+
+@pytest.mark.parametrize("index", [0, 5, BATCH_ROWS, BATCH_ROWS + 7])
+def test_first_bad_row_is_named(tmp_path, index):
+    rows = list(rl_rows(BATCH_ROWS + 10))
+    rows[index]["prompt"] = []
+    rows[-1]["data_source"] = ""
+    path = write_any(tmp_path / "bad.parquet", rows, RL_SCHEMA)
+    assert f"row {index}, column prompt" in refusal(path)
+
+
+def test_rl_data_is_no_sft_data_and_the_other_way_round(tmp_path):
+    write_parquet(rl_rows(2), tmp_path / "rl.parquet", RL_SCHEMA)
+    write_parquet([sft_row("a", "b")], tmp_path / "sft.parquet", SFT_SCHEMA)
+    assert "row 0, column messages" in refusal(tmp_path / "rl.parquet", "sft")
+    assert "row 0, column data_source" in refusal(tmp_path / "sft.parquet", "rl")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"prompt": [{"role": "system", "content": "be brief"}, USER, ASSISTANT, {"role": "tool", "content": ""}, USER]},
+        {"reward_model": {"style": "rule", "ground_truth": 0}},
+        {"reward_model": {"style": "rule", "ground_truth": {"target": 3, "numbers": [1, 2]}}},
+        {"reward_model": {"style": "rule", "ground_truth": "3", "note": None}},
+        {"extra_info": {"index": 0}},
+        {"another_column": 3},
+    ],
+)
+def test_data_of_others_is_accepted(tmp_path, changes):
+    assert validate_parquet(write_any(tmp_path / "good.parquet", [bad_rl(**changes)] * 3)) == 3
+
+
+@pytest.mark.parametrize("kind, schema", [("rl", RL_SCHEMA), ("sft", SFT_SCHEMA)])
+def test_file_without_rows_is_refused(tmp_path, kind, schema):
+    write_parquet([], tmp_path / "empty.parquet", schema)
+    assert "no rows" in refusal(tmp_path / "empty.parquet", kind)
+
+
+def test_missing_file_is_refused(tmp_path):
+    assert "no such file" in refusal(tmp_path / "nowhere.parquet")
+    assert "no such file" in refusal(tmp_path)
+
+
+def damaged(kind, good):
+    """The bytes of a parquet file after some accident."""
+    return {
+        "nothing in it": b"",
+        "not parquet": b'{"prompt": "x"}\n' * 100,
+        "cut in half": good[: len(good) // 2],
+        "cut at the end": good[:-1],
+        "no start": b"XXXX" + good[100:],
+        "damaged pages": good[:4] + b"\xff" * 200 + good[204:],
+        "damaged footer": good[:-40] + b"\xff" * 32 + good[-8:],
+        "text that is no UTF-8": good.replace(b"prompt 1 \xc3\xa9", b"prompt 1 \xff\xa9"),
+    }[kind]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "nothing in it",
+        "not parquet",
+        "cut in half",
+        "cut at the end",
+        "no start",
+        "damaged pages",
+        "damaged footer",
+        "text that is no UTF-8",
+    ],
+)
+def test_corrupt_file_is_refused(tmp_path, kind):
+    path = tmp_path / "x.parquet"
+    pq.write_table(pa.Table.from_pylist(list(rl_rows(50)), RL_SCHEMA), path, compression="none", use_dictionary=False)
+    good = path.read_bytes()
+    path.write_bytes(damaged(kind, good))
+    assert path.read_bytes() != good
+    refusal(path)
+
+
+# ---- prepare
+
+
+def settings_for(**changes):
+    """Settings from the defaults of countdown's train.sh, for a few rows of data."""
+    defaults = re.findall(r"^(\w+)=\$\{\1:-([^}]*)\}", (ROOT / "tasks/countdown/train.sh").read_text(), re.MULTILINE)
+    small = {"TASK": "countdown", "STACK": "cpu", "SOURCE": "toy", "N_GPUS": "1", "SEED": "5"}
+    small |= {"TRAIN_SIZE": "20", "TEST_SIZE": "6", "SFT_SIZE": "8", "TRAIN_BATCH_SIZE": "4", "MINI_BATCH_SIZE": "4"}
+    return load_settings(dict(defaults) | small | changes)
+
+
+def toy(settings):
+    """Endless examples, each prompt twice, every third without a demonstration."""
+    number = 0
+    while True:
+        demonstration = f"<answer>{number}</answer>" if number % 3 else None
+        example = Example(f"say {settings.SEED} {number}", {"target": number}, demonstration)
+        yield example
+        yield example
+        number += 1
+
+
+def short(settings):
+    """Twenty different prompts."""
+    for index, example in enumerate(toy(settings)):
+        if index == 40:
+            return
+        yield example
+
+
+def broken(settings):
+    yield from short(settings)
+    raise DataError("toy: row 40: needs a column")
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """The data folder of the task."""
+    monkeypatch.setenv("ARTIFACTS", str(tmp_path))
+    return tmp_path / "data" / "countdown"
+
+
+def prompts(path):
+    return [row["prompt"][0]["content"] for row in read_rows(path)]
+
+
+def test_prepare_writes_disjoint_sets_of_the_asked_sizes(folder):
+    settings = settings_for()
+    manifest = prepare(settings, {"toy": toy})
+    train, test = prompts(folder / "train.parquet"), prompts(folder / "test.parquet")
+    assert (len(train), len(test)) == (20, 6)
+    assert len({*train, *test}) == 26
+    assert names(folder) == ["manifest.json", "sft.parquet", "test.parquet", "train.parquet"]
+    assert manifest["rows"] == {
+        "train": validate_parquet(folder / "train.parquet"),
+        "test": validate_parquet(folder / "test.parquet"),
+        "sft": validate_parquet(folder / "sft.parquet", "sft"),
+    }
+
+
+def test_prepare_fills_the_rows(folder):
+    prepare(settings_for(), {"toy": toy})
+    for split, first in (("test", 0), ("train", 6)):
+        for index, row in enumerate(read_rows(folder / f"{split}.parquet")):
+            assert row == rl_row("countdown", f"say 5 {first + index}", {"target": first + index}, split, index)
+
+
+def test_demonstrations_are_those_of_the_first_training_prompts_that_have_one(folder):
+    prepare(settings_for(), {"toy": toy})
+    rows = list(read_rows(folder / "sft.parquet"))
+    expected = [number for number in range(6, 26) if number % 3][:8]
+    assert rows == [sft_row(f"say 5 {number}", f"<answer>{number}</answer>") for number in expected]
+    assert {row["messages"][0]["content"] for row in rows} <= set(prompts(folder / "train.parquet"))
+
+
+def test_manifest_says_what_the_files_are(folder):
+    settings = settings_for()
+    manifest = prepare(settings, {"other": short, "toy": toy})
+    assert json.loads((folder / "manifest.json").read_text()) == manifest
+    assert manifest["fingerprint"] == settings.data_fingerprint()
+    assert (manifest["source"], manifest["seed"]) == ("toy", 5)
+    assert manifest["rows"] == {"test": 6, "train": 20, "sft": 8}
+
+
+def test_prepare_is_reproducible_and_follows_the_seed(folder):
+    contents = []
+    for seed in ("5", "5", "6"):
+        prepare(settings_for(SEED=seed), {"toy": toy})
+        contents.append([list(read_rows(folder / f"{name}.parquet")) for name in ("train", "test", "sft")])
+    assert contents[0] == contents[1] != contents[2]
+
+
+@pytest.mark.parametrize("changes", [{"SFT_SIZE": "0"}, {"SOURCE": "plain"}])
+def test_data_without_demonstrations(folder, changes):
+    def plain(settings):
+        return (Example(example.prompt, example.ground_truth) for example in toy(settings))
+
+    manifest = prepare(settings_for(**changes), {"toy": toy, "plain": plain})
+    assert manifest["rows"] == {"test": 6, "train": 20}
+    assert names(folder) == ["manifest.json", "test.parquet", "train.parquet"]
+
+
+@pytest.mark.parametrize("source, message", [(short, "different prompts"), (broken, "needs a column")])
+@pytest.mark.parametrize("prepared_before", [False, True])
+def test_source_that_ends_early_is_refused_and_leaves_no_false_manifest(folder, source, message, prepared_before):
+    if prepared_before:
+        prepare(settings_for(), {"toy": toy})
+    with pytest.raises(DataError) as error:
+        prepare(settings_for(), {"toy": source})
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+    assert not any(name.endswith(".partial") for name in names(folder))
+    manifest = folder / "manifest.json"
+    rows = json.loads(manifest.read_text())["rows"] if manifest.exists() else {}
+    assert rows == {
+        name: validate_parquet(folder / f"{name}.parquet", "sft" if name == "sft" else "rl") for name in rows
+    }
+
+
+def test_too_few_prompts_names_what_to_change(folder):
+    with pytest.raises(DataError, match=r"^SOURCE=toy: has only 20 .*TEST_SIZE=6 .*TRAIN_SIZE=20[^\n]*$"):
+        prepare(settings_for(), {"toy": short})
+
+
+def test_source_with_exactly_enough_prompts(folder):
+    assert prepare(settings_for(TRAIN_SIZE="14"), {"toy": short})["rows"] == {"test": 6, "train": 14, "sft": 8}
+
+
+def test_unknown_source_is_refused_and_nothing_touched(folder):
+    manifest = prepare(settings_for(), {"toy": toy})
+    with pytest.raises(DataError, match=r"^SOURCE=nosuch: [^\n]*toy[^\n]*short[^\n]*$"):
+        prepare(settings_for(SOURCE="nosuch"), {"toy": toy, "short": short})
+    assert json.loads((folder / "manifest.json").read_text()) == manifest
+
+
+def test_folder_as_source_goes_to_the_hub_reader(folder, tmp_path):
+    seen = []
+
+    def hub(settings):
+        seen.append(settings.SOURCE)
+        return toy(settings)
+
+    manifest = prepare(settings_for(SOURCE=str(tmp_path)), {"generate": short, "hub": hub})
+    assert seen == [str(tmp_path)] == [manifest["source"]]
+    with pytest.raises(DataError, match=r"^SOURCE="):
+        prepare(settings_for(SOURCE=str(tmp_path)), {"generate": short})
+
+
+@pytest.mark.parametrize("patience, expected", [(1, ["a"]), (2, ["a", "b"]), (3, ["a", "b", "c"])])
+def test_distinct_ends_after_repeats_in_a_row(patience, expected):
+    examples = (Example(prompt, "1") for prompt in "aabaacaaaadaaaa")
+    assert [example.prompt for example in distinct(examples, patience)] == expected

@@ -1,0 +1,125 @@
+"""tasks/common/reward.py: finding the answer, reading the ground truth, refusing a broken score."""
+
+import json
+import math
+
+import pytest
+
+from tasks.common.reward import RewardError, last_answer, read_ground_truth, reward_function
+
+
+@pytest.mark.parametrize(
+    "response, expected",
+    [
+        ("<answer>1+2</answer>", "1+2"),
+        ("<answer> \n 1+2\t</answer>", "1+2"),
+        ("<answer>1\n+2</answer>", "1\n+2"),
+        ("<ANSWER>1+2</Answer>", "1+2"),
+        ("<answer>1</answer> no, <answer>2</answer> done", "2"),
+        ("<think><answer>1</answer></think><answer>2</answer>", "2"),
+        ("<think>a</think><answer>1</answer><think>b</think><answer>2</answer>", "2"),
+        ("<think>never closed <answer>1</answer>", "1"),
+        ("<answer></answer>", ""),
+        ("<answer>1</answer><answer></answer>", ""),
+        ("x" * 1_000_000 + "<answer>1</answer>", "1"),
+        ("<answer>1</answer></think> no answer after the thinking", None),
+        ("<answer>1</answer><think>again</think>", None),
+        ("<answer>1", None),
+        ("1</answer>", None),
+        ("</answer>1<answer>", None),
+        ("", None),
+        ("1+2", None),
+    ],
+)
+def test_last_answer(response, expected):
+    assert last_answer(response) == expected
+
+
+@pytest.mark.parametrize("value", [{"target": 3, "numbers": [1, 2]}, [1, 2], 3, "text", None, 1.5])
+def test_json_text_and_object_are_the_same_ground_truth(value):
+    assert read_ground_truth(json.dumps(value)) == value
+
+
+@pytest.mark.parametrize("value", [{"target": 3}, [1, 2], 3, None])
+def test_other_ground_truth_is_returned_as_it_is(value):
+    assert read_ground_truth(value) is value
+
+
+def scorer(result):
+    """A checked reward function that returns ``result``, or raises it if it is an exception."""
+
+    @reward_function
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    return compute_score
+
+
+@pytest.mark.parametrize(
+    "result, reason",
+    [
+        (ZeroDivisionError("division by zero"), "ZeroDivisionError: division by zero"),
+        (KeyError("target"), "KeyError"),
+        (ValueError("first line\nsecond line"), "first line"),
+        (RecursionError(), "RecursionError"),
+        ({"score": math.nan, "acc": 0.0}, "score is nan"),
+        ({"score": math.inf, "acc": 0.0}, "score is inf"),
+        ({"score": 1.0, "acc": -math.inf}, "acc is -inf"),
+        ({"score": 1.0, "acc": 1.0, "length": math.nan}, "length is nan"),
+        ({"score": 1.0, "acc": None}, "acc is None"),
+        ({"score": "1.0", "acc": 1.0}, "score is '1.0'"),
+        ({"score": [1.0], "acc": 1.0}, "score is [1.0]"),
+        ({"score": 1.0, "acc": 1.0, "note": "two\nlines"}, "note is"),
+        ({"score": 10**400, "acc": 1.0}, "score"),
+        ({"score": 1.0}, "`acc`"),
+        ({"acc": 1.0}, "`score`"),
+        ({}, "`score`"),
+        (1.0, "must return a dict"),
+        (True, "must return a dict"),
+        (None, "must return a dict"),
+        ([("score", 1.0), ("acc", 1.0)], "must return a dict"),
+    ],
+)
+def test_broken_score_is_refused_in_one_line(result, reason):
+    with pytest.raises(RewardError) as error:
+        scorer(result)("some_source", "response", {"target": 7, "note": "a\nb"})
+    message = str(error.value)
+    assert reason in message
+    assert "some_source" in message
+    assert "'target': 7" in message
+    assert "\n" not in message
+
+
+def test_long_ground_truth_is_cut_in_the_message():
+    with pytest.raises(RewardError) as error:
+        scorer(None)("source", "response", "x" * 100_000)
+    assert len(str(error.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    "result, expected",
+    [
+        ({"score": 0.5, "acc": 0}, {"score": 0.5, "acc": 0.0}),
+        ({"score": 1, "acc": True}, {"score": 1.0, "acc": 1.0}),
+        ({"score": -2.0, "acc": False, "extra": 3}, {"score": -2.0, "acc": 0.0, "extra": 3.0}),
+    ],
+)
+def test_good_score_is_returned_as_floats(result, expected):
+    returned = scorer(result)("source", "response", "truth")
+    assert returned == expected
+    assert {type(value) for value in returned.values()} == {float}
+
+
+def test_arguments_and_name_reach_the_function():
+    @reward_function
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
+        seen.append((data_source, solution_str, ground_truth, extra_info, kwargs))
+        return {"score": 0.0, "acc": 0.0}
+
+    seen = []
+    compute_score(data_source="a", solution_str="b", ground_truth="c", extra_info={"index": 1}, other=2)
+    compute_score("a", "b", "c")
+    assert seen == [("a", "b", "c", {"index": 1}, {"other": 2}), ("a", "b", "c", None, {})]
+    assert compute_score.__name__ == "compute_score"

@@ -1,0 +1,302 @@
+"""tasks/common/settings.py, and the config block of train.sh, which has one line for each of its fields."""
+
+import os
+import re
+import subprocess
+from dataclasses import fields
+
+import pytest
+
+from tasks.common.settings import METHODS, ROOT, Settings, SettingsError, fingerprint, help_text, load_settings
+
+VALUES = {
+    "TASK": "countdown",
+    "STACK": "cpu",
+    "MODEL": "embedded",
+    "INIT": "sft",
+    "SOURCE": "generate",
+    "DIFFICULTY": "easy",
+    "TRAIN_SIZE": "64",
+    "TEST_SIZE": "16",
+    "SFT_SIZE": "32",
+    "SEED": "42",
+    "METHOD": "grpo",
+    "STEPS": "10",
+    "TRAIN_BATCH_SIZE": "8",
+    "MINI_BATCH_SIZE": "4",
+    "LR": "3e-5",
+    "KL_COEF": "0",
+    "SFT_STEPS": "16",
+    "SFT_BATCH_SIZE": "8",
+    "SFT_LR": "3e-4",
+    "ROLLOUT_N": "4",
+    "TEMPERATURE": "1.0",
+    "MAX_PROMPT_LENGTH": "128",
+    "MAX_RESPONSE_LENGTH": "64",
+    "N_GPUS": "1",
+    "MICRO_BATCH_SIZE": "32",
+    "GPU_MEMORY_UTILIZATION": "0.5",
+    "LORA_RANK": "0",
+    "LORA_ALPHA": "32",
+    "RUN": "",
+    "SAVE_FREQ": "5",
+    "EVAL_N": "4",
+    "LOGGER": "",
+}
+NAMES = [f.name for f in fields(Settings)]
+INTEGERS = [f.name for f in fields(Settings) if f.type is int]
+FLOATS = [f.name for f in fields(Settings) if f.type is float]
+ZERO_ALLOWED = {"SFT_SIZE", "SEED", "KL_COEF", "LORA_RANK"}
+
+
+def load(**changes):
+    """Settings of a small run with some variables changed."""
+    return load_settings(VALUES | changes)
+
+
+def error_of(**changes):
+    """The message of the SettingsError that ``changes`` cause."""
+    with pytest.raises(SettingsError) as error:
+        load(**changes)
+    return str(error.value)
+
+
+# ---- values
+
+
+def test_every_field_is_read_with_its_type():
+    settings = load()
+    assert set(VALUES) == set(NAMES)
+    for f in fields(Settings):
+        value = getattr(settings, f.name)
+        assert type(value) is f.type
+        assert value == f.type(VALUES[f.name])
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_missing_variable_is_named(name):
+    with pytest.raises(SettingsError, match=rf"^{name} is not set[^\n]*$"):
+        load_settings({key: value for key, value in VALUES.items() if key != name})
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [(name, value) for name in INTEGERS for value in ("abc", "", "1.5", "1e3", "-1", "nan", "inf", "-inf", "0x10")]
+    + [(name, value) for name in FLOATS for value in ("abc", "", "1,5", "-1", "-1e-9", "nan", "inf", "-inf", "1e999")]
+    + [(name, "0") for name in INTEGERS + FLOATS if name not in ZERO_ALLOWED]
+    + [("GPU_MEMORY_UTILIZATION", "1.01"), ("GPU_MEMORY_UTILIZATION", "50")]
+    + [("METHOD", value) for value in ("", "nosuch", "GRPO", "__init__", "../grpo", "grpo.py")]
+    + [("INIT", value) for value in ("", "rl", "SFT")]
+    + [("DIFFICULTY", value) for value in ("", "medium")]
+    + [("MODEL", ""), ("MODEL", "  "), ("SOURCE", "")]
+    + [
+        (name, value)
+        for name in ("RUN", "TASK", "STACK")
+        for value in (
+            "../x",
+            "..",
+            ".",
+            "a/b",
+            "/tmp/x",
+            "a\\b",
+            ".hidden",
+            "a b",
+            "$HOME",
+            "*",
+            "~",
+            "x" * 65,
+            "naïve",
+        )
+    ],
+)
+def test_bad_value_is_named_in_one_line(name, value):
+    message = error_of(**{name: value})
+    assert f"{name}={value.strip()}" in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("name", ["RUN", "METHOD", "STEPS", "LR", "INIT"])
+def test_value_with_a_line_break_is_named_in_one_line(name):
+    message = error_of(**{name: "a\nb"})
+    assert name in message
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize("name", ["STEPS", "SEED", "SFT_SIZE"])
+def test_number_beyond_any_float_is_no_crash(name):
+    assert name in error_of(**{name: "1" + "0" * 400})
+
+
+@pytest.mark.parametrize(
+    "changes, names",
+    [
+        ({"MINI_BATCH_SIZE": "3"}, ("MINI_BATCH_SIZE=3", "TRAIN_BATCH_SIZE=8")),
+        ({"MINI_BATCH_SIZE": "16"}, ("MINI_BATCH_SIZE=16", "TRAIN_BATCH_SIZE=8")),
+        ({"TRAIN_SIZE": "7"}, ("TRAIN_BATCH_SIZE=8", "TRAIN_SIZE=7")),
+        ({"N_GPUS": "3"}, ("N_GPUS=3", "MINI_BATCH_SIZE", "ROLLOUT_N")),
+        ({"SFT_SIZE": "7"}, ("SFT_BATCH_SIZE=8", "SFT_SIZE=7")),
+    ],
+)
+def test_values_that_do_not_fit_together_are_named_in_one_line(changes, names):
+    message = error_of(**changes)
+    assert all(name in message for name in names)
+    assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [(name, "0") for name in sorted(ZERO_ALLOWED - {"SFT_SIZE"})]
+    + [("GPU_MEMORY_UTILIZATION", "1"), ("RUN", "a.b_c-1"), ("RUN", "x" * 64), ("LOGGER", "wandb,tensorboard")]
+    + [("METHOD", method) for method in METHODS],
+)
+def test_value_at_the_edge_is_accepted(name, value):
+    settings = load(**{name: value})
+    assert getattr(settings, name) == type(getattr(settings, name))(value)
+
+
+def test_small_demonstration_set_is_no_problem_without_a_warm_up():
+    assert load(INIT="base", SFT_SIZE="0").SFT_SIZE == 0
+
+
+def test_paths_follow_task_and_artifacts(monkeypatch, tmp_path):
+    monkeypatch.setenv("ARTIFACTS", str(tmp_path))
+    assert load().data_dir == tmp_path / "data" / "countdown"
+    assert load().runs_dir == tmp_path / "runs" / "countdown"
+    monkeypatch.delenv("ARTIFACTS")
+    assert load().data_dir == ROOT / "artifacts" / "data" / "countdown"
+
+
+def test_process_environment_is_the_default(monkeypatch):
+    for name, value in (VALUES | {"STEPS": "77"}).items():
+        monkeypatch.setenv(name, value)
+    assert load_settings().STEPS == 77
+
+
+# ---- fingerprints
+
+DATA = {"SOURCE": "hub", "DIFFICULTY": "hard", "TRAIN_SIZE": "65", "TEST_SIZE": "17", "SFT_SIZE": "33", "SEED": "43"}
+WARM_UP = {
+    "STACK": "current",
+    "MODEL": "other",
+    "SFT_STEPS": "17",
+    "SFT_BATCH_SIZE": "9",
+    "SFT_LR": "1e-4",
+    "LORA_RANK": "8",
+    "LORA_ALPHA": "16",
+}
+TRAINING = {
+    "INIT": "base",
+    "TRAIN_BATCH_SIZE": "16",
+    "MINI_BATCH_SIZE": "8",
+    "LR": "1e-6",
+    "KL_COEF": "0.01",
+    "ROLLOUT_N": "8",
+    "TEMPERATURE": "0.7",
+    "MAX_PROMPT_LENGTH": "129",
+    "MAX_RESPONSE_LENGTH": "65",
+}
+REPORTING = {"RUN": "name", "STEPS": "20", "LOGGER": "wandb", "SAVE_FREQ": "6", "EVAL_N": "8"}
+
+
+def fingerprints(**changes):
+    settings = load(**changes)
+    return settings.data_fingerprint(), settings.sft_fingerprint(), settings.rl_fingerprint([])
+
+
+def changed(**changes):
+    """Which of the three fingerprints change."""
+    pairs = zip(("data", "sft", "rl"), fingerprints(), fingerprints(**changes), strict=True)
+    return {name for name, before, after in pairs if before != after}
+
+
+@pytest.mark.parametrize("name", DATA)
+def test_data_variable_changes_all_fingerprints(name):
+    assert changed(**{name: DATA[name]}) == {"data", "sft", "rl"}
+
+
+@pytest.mark.parametrize("name", WARM_UP)
+def test_warm_up_variable_changes_warm_up_and_training(name):
+    assert changed(**{name: WARM_UP[name]}) == {"sft", "rl"}
+
+
+@pytest.mark.parametrize("name", TRAINING)
+def test_training_variable_changes_the_training(name):
+    assert "rl" in changed(**{name: TRAINING[name]})
+    assert "data" not in changed(**{name: TRAINING[name]})
+
+
+@pytest.mark.parametrize("name", REPORTING)
+def test_length_and_reports_of_a_run_change_no_fingerprint(name):
+    assert changed(**{name: REPORTING[name]}) == set()
+
+
+@pytest.mark.parametrize("name", ["SFT_STEPS", "SFT_BATCH_SIZE", "SFT_LR"])
+def test_warm_up_does_not_matter_to_a_training_from_base(name):
+    assert load(INIT="base").rl_fingerprint([]) == load(INIT="base", **{name: WARM_UP[name]}).rl_fingerprint([])
+
+
+def test_arguments_change_the_fingerprint_of_what_they_go_to():
+    settings = load()
+    assert settings.rl_fingerprint(["a=1"]) != settings.rl_fingerprint([])
+    assert settings.rl_fingerprint(["a=1"]) != settings.rl_fingerprint(["a=2"])
+    assert settings.sft_fingerprint(["a=1"]) != settings.sft_fingerprint([])
+
+
+def test_fingerprint_of_values_and_files(tmp_path):
+    file = tmp_path / "reward.py"
+    file.write_text("a")
+    before = fingerprint({"x": 1, "y": 2}, file)
+    assert re.fullmatch("[0-9a-f]{8}", before)
+    assert fingerprint({"y": 2, "x": 1}, file) == before
+    assert fingerprint({"x": 1, "y": 3}, file) != before
+    file.write_text("b")
+    assert fingerprint({"x": 1, "y": 2}, file) != before
+
+
+# ---- train.sh, its stacks, and the help
+
+TRAIN_SH = (ROOT / "tasks/countdown/train.sh").read_text()
+BLOCK = re.findall(r"^(\w+)=\$\{(\w+):-", TRAIN_SH, re.MULTILINE)
+
+
+def test_train_sh_sets_every_field_once_and_nothing_else():
+    assert all(name == default_of for name, default_of in BLOCK)
+    assert sorted(name for name, _ in BLOCK) == sorted(set(NAMES) - {"TASK", "STACK"})
+
+
+@pytest.mark.parametrize("stack", sorted((ROOT / "tasks/common/stacks").glob("*.sh")), ids=lambda path: path.stem)
+def test_defaults_of_a_stack_are_fields(stack):
+    assert set(re.findall(r'"\$\{(\w+):=', stack.read_text())) <= set(NAMES) - {"TASK", "STACK"}
+
+
+@pytest.fixture
+def exported(tmp_path):
+    """Function: what train.sh exports to Python under some variables and no others of ours."""
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nenv -0\n")
+    python.chmod(0o755)
+
+    def run(**variables):
+        environment = {name: value for name, value in os.environ.items() if name not in NAMES}
+        command = ["bash", str(ROOT / "tasks/countdown/train.sh")]
+        environment |= {"STACK": "cpu", "PYTHON": str(python)} | variables
+        output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=30).stdout
+        return dict(line.partition("=")[::2] for line in output.split("\0") if line)
+
+    return run
+
+
+def test_train_sh_exports_settings_that_load(exported):
+    settings = load_settings(exported())
+    assert (settings.TASK, settings.STACK, settings.MODEL, settings.RUN) == ("countdown", "cpu", "embedded", "")
+
+
+def test_environment_overrides_the_defaults_of_train_sh_and_stack(exported):
+    settings = load_settings(exported(LR="2e-6", ROLLOUT_N="16", KL_COEF="0.5", TASK="ignored"))
+    assert (settings.LR, settings.ROLLOUT_N, settings.KL_COEF, settings.TASK) == (2e-6, 16, 0.5, "countdown")
+
+
+def test_help_has_one_line_for_each_variable():
+    lines = help_text().splitlines()
+    assert [line.split()[0] for line in lines] == NAMES
+    assert all(len(line.split()) > 1 for line in lines)

@@ -1,0 +1,96 @@
+"""The override lists of every stage, composed strictly against verl's own config tree."""
+
+import os
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, exported
+from hydra.errors import HydraException
+from omegaconf import OmegaConf
+
+from tasks.common import verl_config
+from tasks.common.settings import METHODS, load_settings
+
+TASKS = sorted(path.parent.name for path in ROOT.glob("tasks/*/train.sh"))
+STACKS = sorted(path.stem for path in ROOT.glob("tasks/common/stacks/*.sh"))
+
+
+def settings_of(task, monkeypatch, **changes):
+    environment = exported(ROOT / "tasks" / task / "train.sh", {"N_GPUS": "1", **changes})
+    for name, value in environment.items():
+        if name.startswith("STACK"):
+            monkeypatch.setenv(name, value)
+    return load_settings(environment)
+
+
+def composed(config_name, overrides):
+    config = verl_config.compose(config_name, overrides)
+    return OmegaConf.to_container(config, resolve=True)
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("stack", STACKS)
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("changes", [{}, {"KL_COEF": "0.01"}, {"LORA_RANK": "8"}, {"LOGGER": "wandb,tensorboard"}])
+def test_rl_overrides_compose(task, stack, method, changes, monkeypatch):
+    s = settings_of(task, monkeypatch, STACK=stack, METHOD=method, **changes)
+    config = composed("ppo_trainer", verl_config.rl_overrides(s, "some/model", Path("/runs/r")))
+    actor, rollout = config["actor_rollout_ref"]["actor"], config["actor_rollout_ref"]["rollout"]
+    assert config["data"]["train_batch_size"] == s.TRAIN_BATCH_SIZE
+    assert actor["optim"]["lr"] == s.LR
+    assert actor["ppo_mini_batch_size"] == s.MINI_BATCH_SIZE
+    assert actor["use_kl_loss"] == (s.KL_COEF > 0)
+    assert actor["kl_loss_coef"] == s.KL_COEF
+    assert rollout["name"] == "vllm"
+    assert rollout["n"] == s.ROLLOUT_N
+    assert rollout["response_length"] == s.MAX_RESPONSE_LENGTH
+    assert config["actor_rollout_ref"]["model"]["lora_rank"] == s.LORA_RANK
+    assert config["reward"]["custom_reward_function"]["path"] == str(s.task_dir / "reward.py")
+    assert config["trainer"]["total_training_steps"] == s.STEPS
+    assert config["trainer"]["default_local_dir"] == "/runs/r/checkpoints"
+    assert config["trainer"]["device"] == ("cpu" if stack == "cpu" else "cuda")
+    assert config["trainer"]["logger"] == ["console", "file", *filter(None, s.LOGGER.split(","))]
+
+
+@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("stack", STACKS)
+def test_sft_overrides_compose(task, stack, monkeypatch):
+    s = settings_of(task, monkeypatch, STACK=stack)
+    config = composed("sft_trainer_engine", verl_config.sft_overrides(s, "some/model", Path("/runs/r")))
+    assert config["data"]["train_batch_size"] == s.SFT_BATCH_SIZE
+    assert config["optim"]["lr"] == s.SFT_LR
+    assert config["trainer"]["total_training_steps"] == s.SFT_STEPS
+    assert config["model"]["path"] == "some/model"
+
+
+@pytest.mark.parametrize("typo", ["actor_rollout_ref.actor.optim.lrr=1", "trainer.step=3", "data.nope=1", "data.seed"])
+def test_a_typo_in_an_override_fails(typo):
+    with pytest.raises(HydraException):
+        verl_config.compose("ppo_trainer", [typo])
+
+
+def test_paths_with_any_character_survive_the_override_grammar(monkeypatch):
+    s = settings_of("countdown", monkeypatch)
+    run_dir = Path("/a b/it's, [x]={y}:$z/é")
+    config = composed("ppo_trainer", verl_config.rl_overrides(s, "m", run_dir))
+    assert config["trainer"]["default_local_dir"] == str(run_dir / "checkpoints")
+
+
+def test_the_last_override_is_the_users(monkeypatch):
+    s = settings_of("countdown", monkeypatch)
+    overrides = verl_config.rl_overrides(s, "m", Path("/r")) + ["trainer.total_epochs=1"]
+    assert composed("ppo_trainer", overrides)["trainer"]["total_epochs"] == 1
+
+
+def test_the_mapping_to_verls_keys_exists_once():
+    """No hydra key of verl stands in a second file, but for the stacks' and the methods' own."""
+    key = "actor_rollout_ref."
+    files = [p for p in ROOT.glob("tasks/**/*") if p.suffix in (".py", ".sh") and key in p.read_text()]
+    allowed = {"tasks/common/verl_config.py", "tasks/common/stacks", "tasks/common/methods"}
+    strays = [f for f in files if not str(f.relative_to(ROOT)).startswith(tuple(allowed))]
+    assert files and not strays
+
+
+def test_stack_defaults_are_overridden_by_the_environment(monkeypatch):
+    assert settings_of("countdown", monkeypatch, LR="2e-6", ROLLOUT_N="16").LR == 2e-6
+    assert os.environ["STACK_RL_OVERRIDES"]
