@@ -4,60 +4,87 @@ SHELL := bash
 .DEFAULT_GOAL := help
 MAKEFLAGS += --no-print-directory
 
-TASKS := $(filter-out common,$(notdir $(patsubst %/train.sh,%,$(wildcard tasks/*/train.sh))))
+TASKS := $(notdir $(patsubst %/train.sh,%,$(wildcard tasks/*/train.sh)))
+STACKS := $(basename $(notdir $(wildcard tasks/common/stacks/*.sh)))
 STACK ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo current || echo cpu)
-VENV := .venv
-PYTHON := $(VENV)/bin/python
-INSTALLED := $(VENV)/.installed-$(STACK)
 STAGES := data sft train eval config
 ARGS ?=
 export STACK
 export STARTED := $(shell date +%s)
 
-# Said before anything is made, so also under `make -n`.
+# PYTHON=/some/python uses an environment of your own; without it, .venv is made from the stack's pinned list.
+ifdef PYTHON
+  INSTALLED :=
+else
+  VENV := .venv
+  INSTALLED := $(VENV)/.installed-$(STACK)
+  PYTHON := $(CURDIR)/$(VENV)/bin/python
+endif
+BIN = $(dir $(PYTHON))
+
+# Refused before anything is made, so also under `make -n`.
+ifeq ($(filter $(STACK),$(STACKS)),)
+  $(error STACK=$(STACK): no such stack; there are: $(STACKS))
+endif
 ifneq ($(filter $(STAGES),$(MAKECMDGOALS)),)
   ifeq ($(filter $(TASK),$(TASKS)),)
     $(error TASK=$(TASK): no such task; there are: $(TASKS))
   endif
 endif
+ifneq ($(filter new,$(MAKECMDGOALS)),)
+  ifeq ($(TASK),)
+    $(error TASK is empty; give the new task a name: make new TASK=my_task)
+  endif
+endif
+
+RUN_STAGE = PYTHON='$(PYTHON)' STAGE=$@ bash tasks/$(TASK)/train.sh $(ARGS)
+# Installation counts as the first stage of `make train`.
+NUMBER = $(if $(filter train,$(MAKECMDGOALS)),[1/$(shell STAGE=count bash tasks/$(TASK)/train.sh)] )
 
 .PHONY: help install new test test-all lint format clean $(STAGES)
 
 help: ## this text
-	@echo "make TARGET TASK=<$(subst $() ,|,$(TASKS))> [VARIABLE=value ...] [ARGS=\"hydra.key=value ...\"]"
+	@echo 'make TARGET TASK=<$(subst $() ,|,$(TASKS))> [VARIABLE=value ...] [ARGS="hydra.key=value ..."]'
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  %-10s%s\n", $$1, $$2}'
-	@echo; echo "Variables, the same in every task (defaults: tasks/<task>/train.sh and tasks/common/stacks/$(STACK).sh):"
+	@printf '\nVariables, the same in every task (defaults: tasks/TASK/train.sh, tasks/common/stacks/$(STACK).sh):\n'
 	@PYTHONPATH=. python3 -m tasks.common.settings
 
-install: $(INSTALLED) ## install the pinned packages of the stack into .venv
+install: $(INSTALLED) ## install the stack's pinned packages into .venv
 
-$(INSTALLED): tasks/common/stacks/$(STACK)/requirements.txt tasks/common/install.sh
-	@bash tasks/common/install.sh $(STACK) $(VENV) "$(if $(filter train,$(MAKECMDGOALS)),[1/$(STAGE_COUNT)] )"
+ifneq ($(INSTALLED),)
+$(INSTALLED): $(wildcard tasks/common/stacks/$(STACK)/requirements.txt) tasks/common/install.sh
+	@bash tasks/common/install.sh $(STACK) $(VENV) '$(NUMBER)'
 	@touch $@
+endif
 
 data: $(INSTALLED) ## prepare the task's data
 sft: $(INSTALLED) ## SFT warm-up on the task's demonstrations
 train: $(INSTALLED) ## everything: data, model, SFT warm-up, RL, evaluation, closing table
-eval: $(INSTALLED) ## evaluate base, warm-up and trained model again
+eval: $(INSTALLED) ## evaluate base, warm-up and trained model
 config: $(INSTALLED) ## print verl's resolved config without training
-$(STAGES):
-	@PYTHON=$(CURDIR)/$(PYTHON) STAGE=$@ bash tasks/$(TASK)/train.sh $(ARGS)
+data sft eval config:
+	@$(RUN_STAGE)
+train:
+	@[[ $$(stat -c %Y $(INSTALLED) 2>/dev/null || echo 0) -ge $(STARTED) ]] || echo '$(NUMBER)install: up to date'
+	@$(RUN_STAGE)
 
-new: $(INSTALLED) ## scaffold tasks/$(TASK) from the template
-	@$(PYTHON) -m cookiecutter template -o tasks --no-input task="$(TASK)" $(OPTIONS)
+new: $(INSTALLED) ## scaffold tasks/TASK from the template; OPTIONS="reward=exact lora=yes"
+	@'$(PYTHON)' -m cookiecutter template -o tasks --no-input 'task=$(TASK)' $(OPTIONS)
 
-test: $(INSTALLED) ## fast tests
-	@PYTHONPATH=. $(PYTHON) -m pytest -q -m "not slow" tests tasks
+test: $(INSTALLED) ## the fast tests
+	@PYTHONPATH=. '$(PYTHON)' -m pytest -q -m 'not slow and not gpu' tests tasks
 
-test-all: $(INSTALLED) ## fast tests and slow end-to-end runs
-	@PYTHONPATH=. $(PYTHON) -m pytest -q tests tasks
+test-all: $(INSTALLED) ## the fast tests and the slow end-to-end runs
+	@PYTHONPATH=. '$(PYTHON)' -m pytest -q -m 'not gpu' tests tasks
 
 lint: $(INSTALLED) ## ruff, shellcheck, format
-	@$(VENV)/bin/ruff check . && $(VENV)/bin/ruff format --check .
-	@$(VENV)/bin/shellcheck -x $$(git ls-files '*.sh' | grep -v '{{') .ci/run
+	@'$(BIN)ruff' check .
+	@'$(BIN)ruff' format --check .
+	@'$(BIN)shellcheck' -x .ci/run $$(git ls-files '*.sh' ':!template')
 
 format: $(INSTALLED) ## format the Python code
-	@$(VENV)/bin/ruff check --fix . && $(VENV)/bin/ruff format .
+	@'$(BIN)ruff' check --fix .
+	@'$(BIN)ruff' format .
 
 clean: ## remove artifacts/ (data, models, runs)
 	rm -rf artifacts

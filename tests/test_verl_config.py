@@ -4,12 +4,11 @@ import os
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, exported
-from hydra.errors import HydraException
 from omegaconf import OmegaConf
 
 from tasks.common import verl_config
-from tasks.common.settings import METHODS, load_settings
+from tasks.common.settings import METHODS, SettingsError, load_settings
+from tests.helpers import ROOT, exported
 
 TASKS = sorted(path.parent.name for path in ROOT.glob("tasks/*/train.sh"))
 STACKS = sorted(path.stem for path in ROOT.glob("tasks/common/stacks/*.sh"))
@@ -65,7 +64,7 @@ def test_sft_overrides_compose(task, stack, monkeypatch):
 
 @pytest.mark.parametrize("typo", ["actor_rollout_ref.actor.optim.lrr=1", "trainer.step=3", "data.nope=1", "data.seed"])
 def test_a_typo_in_an_override_fails(typo):
-    with pytest.raises(HydraException):
+    with pytest.raises(SettingsError):
         verl_config.compose("ppo_trainer", [typo])
 
 

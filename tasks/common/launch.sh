@@ -2,7 +2,11 @@
 # The last line of every train.sh: run one stage (STAGE, default train) with the exported settings.
 # Arguments are hydra overrides and go to verl after ours.
 set -euo pipefail
-export PYTHONPATH=$ROOT PYTHONUNBUFFERED=1
+if [[ ${STAGE:-} == count ]]; then # of `make train`: install, data, model, (sft), train, eval
+  [[ $INIT == sft ]] && echo 6 || echo 5
+  exit
+fi
+export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 PYTHON=${PYTHON:-$ROOT/.venv/bin/python}
 if [[ ! -x $PYTHON ]]; then
   echo "error: $PYTHON: no such Python; run \`make install\` first" >&2

@@ -8,7 +8,7 @@ import importlib.util
 import os
 from pathlib import Path
 
-from tasks.common.settings import Settings
+from tasks.common.settings import Settings, SettingsError
 
 # Hydra must not make an outputs/ folder of its own; what it would log is in our log file.
 HYDRA = [
@@ -79,7 +79,7 @@ def rl_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
         f"trainer.n_gpus_per_node={s.N_GPUS}",
         "trainer.nnodes=1",
         f"trainer.project_name={s.TASK}",
-        f"trainer.experiment_name={run_dir.name}",
+        f"trainer.experiment_name={_quoted(run_dir.name)}",
         f"trainer.logger={_loggers(s)}",
         f"trainer.default_local_dir={_quoted(run_dir / 'checkpoints')}",
         f"trainer.rollout_data_dir={_quoted(run_dir / 'rollouts')}",
@@ -114,7 +114,7 @@ def sft_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
         "trainer.total_epochs=1000000",  # SFT_STEPS ends the training
         f"trainer.n_gpus_per_node={s.N_GPUS}",
         f"trainer.project_name={s.TASK}",
-        f"trainer.experiment_name={run_dir.name}",
+        f"trainer.experiment_name={_quoted(run_dir.name)}",
         f"trainer.logger={_loggers(s)}",
         f"trainer.seed={s.SEED}",
         f"trainer.default_local_dir={_quoted(run_dir / 'checkpoints')}",
@@ -130,11 +130,15 @@ def sft_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
 def compose(config_name: str, overrides: list[str]):
     """verl's config ("ppo_trainer" or "sft_trainer_engine") under ``overrides``, strictly: an unknown key raises.
 
-    Reads verl's yaml files without importing verl, which would load torch.
+    Reads verl's yaml files without importing verl, which would load torch. Raises SettingsError.
     """
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
+    from hydra.errors import HydraException
 
     folder = Path(importlib.util.find_spec("verl").submodule_search_locations[0]) / "trainer/config"
     with initialize_config_dir(str(folder), version_base=None):
-        return hydra_compose(config_name, overrides)
+        try:
+            return hydra_compose(config_name, overrides)
+        except HydraException as error:
+            raise SettingsError(f"verl's config refuses an override (ARGS?): {' '.join(str(error).split())}") from error

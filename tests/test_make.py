@@ -1,0 +1,74 @@
+"""What make says and refuses, before anything long starts."""
+
+import subprocess
+
+import pytest
+
+from tasks.common.settings import Settings
+from tests.helpers import ROOT, make
+
+
+@pytest.mark.parametrize("target", ["train", "data", "eval", "config"])
+@pytest.mark.parametrize("dry", [[], ["-n"]])
+def test_unknown_task_lists_the_known_ones(target, dry):
+    result = make(*dry, target, TASK="nosuch")
+    assert result.returncode != 0
+    assert "nosuch" in result.stdout and "countdown" in result.stdout
+    assert len(result.stdout.strip().splitlines()) == 1
+
+
+def test_train_without_a_task_lists_the_known_ones():
+    result = make("train")
+    assert result.returncode != 0 and "countdown" in result.stdout
+
+
+def test_help_lists_every_variable_and_target():
+    text = make("help").stdout
+    for name in Settings.__dataclass_fields__:
+        assert name in text
+    for target in ("install", "new", "train", "data", "eval", "config", "test", "lint"):
+        assert f"  {target}" in text
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"LR": "fast"}, "LR=fast: must be a number"),
+        ({"ROLLOUT_N": "0"}, "ROLLOUT_N=0: must be greater than 0"),
+        ({"METHOD": "magic"}, "METHOD=magic: must be one of"),
+        ({"INIT": "zero"}, "INIT=zero: must be one of base, sft"),
+        ({"STACK": "tpu"}, "STACK=tpu: no such stack"),
+        ({"MODEL": "/no/such/model"}, "MODEL=/no/such/model: no such folder"),
+        ({"RUN": "../../x"}, "RUN=../../x: must be a plain name"),
+        ({"ARGS": "trainer.no_such_key=1"}, "trainer.no_such_key"),
+    ],
+)
+def test_bad_value_is_refused_in_one_line(variables, said, tmp_path):
+    result = make("train", TASK="countdown", ARTIFACTS=str(tmp_path / "artifacts"), **variables)
+    errors = [line for line in result.stdout.splitlines() if line.startswith("error:")]
+    assert result.returncode != 0
+    assert len(errors) == 1 and said in errors[0], result.stdout
+    assert "Traceback" not in result.stdout
+
+
+def test_config_prints_the_resolved_config_and_writes_nothing(tmp_path):
+    overrides = "trainer.total_epochs=7"
+    result = make("config", TASK="countdown", LR="0.125", ARGS=overrides, INIT="base", MODEL="some/model", cwd=ROOT)
+    assert result.returncode == 0, result.stdout
+    assert "lr: 0.125" in result.stdout and "total_epochs: 7" in result.stdout
+    assert "???" not in result.stdout.replace("strategy: ???", "")
+    assert not (ROOT / "outputs").exists()
+
+
+def test_new_refuses_a_bad_name_and_leaves_nothing():
+    before = sorted(p.name for p in (ROOT / "tasks").iterdir())
+    result = make("new", TASK="Bad-Name")
+    assert result.returncode != 0
+    assert "error: task 'Bad-Name'" in result.stdout
+    assert sorted(p.name for p in (ROOT / "tasks").iterdir()) == before
+
+
+def test_top_level_folders_are_those_of_the_house():
+    files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    folders = {name.split("/")[0] for name in files if "/" in name}
+    assert folders <= {"template", "hooks", "tasks", "tests", "docs", ".ci"}
