@@ -1,12 +1,13 @@
 """Put the task where `make` finds it, and say what comes next."""
 
 import os
+import shlex
 import shutil
+import subprocess
 import sys
 
 task = {{ cookiecutter.task | jsonify }}  # fmt: skip
-template = {{ cookiecutter._template | jsonify }}  # fmt: skip
-repository = {{ cookiecutter._repo_dir | jsonify }}  # fmt: skip
+repo_dir = {{ cookiecutter._repo_dir | jsonify }}  # fmt: skip
 
 
 def checkout_above(folder):
@@ -33,9 +34,12 @@ if checkout:
     first = f"cd {checkout}" if os.path.realpath(checkout) != os.path.realpath(os.environ.get("PWD", "")) else None
 else:
     home = here
-    first = f"git clone {template} verl-tasks && mv {task} verl-tasks/tasks/ && cd verl-tasks    # where make is"
+    source = checkout_above(os.path.abspath(repo_dir))
+    origin = subprocess.run(["git", "-C", source, "remote", "get-url", "origin"], capture_output=True, text=True)
+    url = shlex.quote(origin.stdout.strip() or source)
+    first = f"git clone {url} verl-tasks && mv {task} verl-tasks/tasks/ && cd verl-tasks"
 
-print(f"wrote {home}\n")
+print(f"wrote {os.path.relpath(home, checkout) if checkout else home}\n")
 print("fill in   prepare_data.py   where the problems come from")
 print("          reward.py         when a response is right (test_reward.py, examples.jsonl check it)")
 print("\nnext")

@@ -69,6 +69,8 @@ def test_new_refuses_a_bad_name_and_leaves_nothing():
 
 
 def test_top_level_folders_are_those_of_the_house():
-    files = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    files = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.splitlines()
     folders = {name.split("/")[0] for name in files if "/" in name}
     assert folders <= {"template", "hooks", "tasks", "tests", "docs", ".ci"}

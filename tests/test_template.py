@@ -30,7 +30,7 @@ FILES = {
 @pytest.fixture(scope="module")
 def checkout(tmp_path_factory) -> Path:
     """A git clone of the working tree, as a user has it."""
-    source, clone = tmp_path_factory.mktemp("source") / "repository", tmp_path_factory.mktemp("clone") / "verl tasks"
+    source, clone = tmp_path_factory.mktemp("source") / "tasks.git", tmp_path_factory.mktemp("clone") / "verl tasks"
     files = subprocess.run(
         ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
     ).stdout.splitlines()
@@ -48,13 +48,17 @@ def tree(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if ".git/" not in f"{path}/"}
 
 
+def git_url(checkout: Path) -> str:
+    return f"git+file://{checkout}"
+
+
 def ways_in(checkout: Path) -> dict[str, list[str]]:
     return {
         "cookiecutter .": ["."],
         "cookiecutter template -o tasks": ["template", "-o", "tasks"],
-        "cookiecutter GIT_URL": [f"file://{checkout}"],
-        "cookiecutter GIT_URL -o tasks": [f"file://{checkout}", "-o", "tasks"],
-        "cookiecutter GIT_URL --directory template": [f"file://{checkout}", "--directory", "template"],
+        "cookiecutter GIT_URL": [git_url(checkout)],
+        "cookiecutter GIT_URL -o tasks": [git_url(checkout), "-o", "tasks"],
+        "cookiecutter GIT_URL --directory template": [git_url(checkout), "--directory", "template"],
     }
 
 
@@ -101,7 +105,7 @@ def test_an_existing_task_is_kept(checkout, own_home):
 
 
 def test_outside_a_checkout_the_next_commands_lead_into_one(checkout, own_home, tmp_path):
-    result = cookiecutter(f"file://{checkout}", "--no-input", "task=far", cwd=tmp_path)
+    result = cookiecutter(git_url(checkout), "--no-input", "task=far", cwd=tmp_path)
     assert result.returncode == 0, result.stdout
     assert tree(tmp_path / "far") == FILES
     command = next(line for line in result.stdout.splitlines() if "git clone" in line).partition("#")[0]

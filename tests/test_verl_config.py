@@ -77,7 +77,7 @@ def test_paths_with_any_character_survive_the_override_grammar(monkeypatch):
 
 def test_the_last_override_is_the_users(monkeypatch):
     s = settings_of("countdown", monkeypatch)
-    overrides = verl_config.rl_overrides(s, "m", Path("/r")) + ["trainer.total_epochs=1"]
+    overrides = [*verl_config.rl_overrides(s, "m", Path("/r")), "trainer.total_epochs=1"]
     assert composed("ppo_trainer", overrides)["trainer"]["total_epochs"] == 1
 
 

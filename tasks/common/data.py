@@ -58,7 +58,7 @@ def sft_row(prompt: str, response: str) -> dict:
 
 @contextmanager
 def written_beside(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside ``path`` and rename it to ``path`` at the end; on an error ``path`` stays as it was."""
+    """Yield a path beside ``path`` that becomes ``path`` at the end; on an error ``path`` stays as it was."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
@@ -137,7 +137,10 @@ def _rl_problem(row: dict) -> tuple[str, str] | None:
         ("data_source", lambda: _text_problem(row.get("data_source"))),
         ("prompt", lambda: _messages_problem(row.get("prompt"))),
         ("ability", lambda: _text_problem(row.get("ability"))),
-        ("reward_model", lambda: None if isinstance(row.get("reward_model"), dict) else "must be {style, ground_truth}"),
+        (
+            "reward_model",
+            lambda: None if isinstance(row.get("reward_model"), dict) else "must be {style, ground_truth}",
+        ),
         ("reward_model.style", lambda: _text_problem(row["reward_model"].get("style"))),
         (
             "reward_model.ground_truth",

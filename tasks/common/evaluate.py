@@ -1,4 +1,4 @@
-"""`make eval`: models on the same held-out prompts, one greedy and EVAL_N sampled completions each, scored and compared.
+"""`make eval`: models on the same held-out prompts, one greedy and EVAL_N sampled completions each, scored.
 
 A task's evaluate.py calls ``main`` with its own ``compute_score``: the reward that trains is the reward that reports.
 """

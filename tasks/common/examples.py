@@ -21,7 +21,9 @@ def check_examples(task_dir: Path, compute_score: Callable[..., dict]) -> int:
             row = json.loads(line)
             truth, response, stated = row["ground_truth"], row["response"], float(row["score"])
         except (ValueError, TypeError, KeyError) as error:
-            raise RewardError(f"{path}: line {number}: not a row {{ground_truth, response, score}} ({error})") from error
+            raise RewardError(
+                f"{path}: line {number}: not a row {{ground_truth, response, score}} ({error})"
+            ) from error
         score = compute_score(Path(task_dir).name, response, truth)["score"]
         if abs(score - stated) > 1e-6:
             raise RewardError(f"{path}: line {number}: the score is {score}, the row states {stated}")

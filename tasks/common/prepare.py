@@ -53,7 +53,9 @@ def prepare(settings: Settings, sources: dict[str, Source]) -> dict:
     """
     source = sources.get(settings.SOURCE) or (sources.get("hub") if Path(settings.SOURCE).is_dir() else None)
     if source is None:
-        raise DataError(f"SOURCE={settings.SOURCE}: this task knows {', '.join(sources)}, or a folder of the hub's form")
+        raise DataError(
+            f"SOURCE={settings.SOURCE}: this task knows {', '.join(sources)}, or a folder of the hub's form"
+        )
     examples = distinct(source(settings))
     test = list(islice(examples, settings.TEST_SIZE))
     demonstrations: list[dict] = []
@@ -84,7 +86,7 @@ def prepare(settings: Settings, sources: dict[str, Source]) -> dict:
             rows["sft"] = write_parquet(demonstrations, new / "sft.parquet", SFT_SCHEMA)
         manifest = {"fingerprint": settings.data_fingerprint(), "source": settings.SOURCE, "seed": settings.SEED}
         manifest["rows"] = rows
-        # All is written: replace what was there. The manifest goes first and comes last, so it never tells of a mixture.
+        # All is written: replace what was there. The manifest goes first and comes last: it never tells of a mixture.
         (directory / "manifest.json").unlink(missing_ok=True)
         for name in ("test", "train", "sft"):
             (directory / f"{name}.parquet").unlink(missing_ok=True)
@@ -98,7 +100,6 @@ def prepare(settings: Settings, sources: dict[str, Source]) -> dict:
 def main(sources: dict[str, Source]) -> None:
     """Command line of a task's prepare_data.py: settings come from the environment (`make data`)."""
     try:
-        manifest = prepare(load_settings(), sources)
+        prepare(load_settings(), sources)
     except (DataError, SettingsError, OSError) as error:
         sys.exit(f"error: {error}")
-    print("  " + ", ".join(f"{count} {name}" for name, count in manifest["rows"].items()))

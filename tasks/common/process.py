@@ -2,6 +2,7 @@
 
 import contextlib
 import ctypes
+import io
 import os
 import re
 import shutil
@@ -26,7 +27,9 @@ _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 _PREFIX = re.compile(r"^(\([^()]*pid=\d+[^()]*\)\s*)*([A-Z]+ \d\d-\d\d [\d:]+ \[[^\]]*\]\s*)?")
 _ERROR = re.compile(r"^(?:[A-Za-z_][\w.]*\.)?([A-Z]\w*(?:Error|Exception|Exit)): \S")
 # These wrap or hide the error that came first: a BufferError comes from closing shared memory while unwinding.
-_NOT_THE_CAUSE = re.compile(r"RayTaskError|RayActorError|ActorDiedError|BufferError|cannot close exported pointers|ChildFailedError")
+_NOT_THE_CAUSE = re.compile(
+    r"RayTaskError|RayActorError|ActorDiedError|BufferError|cannot close exported pointers|ChildFailedError"
+)
 # After such a line verl may wait for minutes for an engine that is gone.
 _FATAL = re.compile(r"EngineDeadError|EngineCore encountered a fatal error|Worker failed with error|RewardError: ")
 
@@ -80,7 +83,11 @@ def _cleaned_up(temporary: Path) -> Iterator[None]:
 
 def _remove_unused(files: set[Path]) -> None:
     """Remove our new shared-memory files, but not those another process has mapped (another run's)."""
-    ours = {str(f) for f in files if f.name.startswith(("psm_", "verl_weights_", "sem.mp-")) and f.stat().st_uid == os.getuid()}
+    ours = {
+        str(f)
+        for f in files
+        if f.name.startswith(("psm_", "verl_weights_", "sem.mp-")) and f.stat().st_uid == os.getuid()
+    }
     for process in psutil.process_iter() if ours else ():
         with contextlib.suppress(OSError):
             ours -= set(re.findall(r"/dev/shm/\S+", Path(f"/proc/{process.pid}/maps").read_text()))
@@ -100,7 +107,7 @@ class _Screen:
         self.bar = tqdm(
             total=total,
             desc=f"  {name}",
-            file=sys.stdout if self.live else open(os.devnull, "w"),
+            file=sys.stdout if self.live else io.StringIO(),
             bar_format="{desc} {n_fmt}/{total_fmt} |{bar:20}| {elapsed}<{remaining}{postfix}",
             dynamic_ncols=True,
             leave=True,

@@ -30,7 +30,9 @@ def print_report(s: Settings, run_dir: Path) -> None:
         table.add_row(label, *cells, f"{summary['tokens']:.0f}")
     start, trained = labels[-2], labels[-1]
     differences = {
-        key: paired_difference(_scored(run_dir / f"eval/{start}.jsonl"), _scored(run_dir / f"eval/{trained}.jsonl"), key)
+        key: paired_difference(
+            _scored(run_dir / f"eval/{start}.jsonl"), _scored(run_dir / f"eval/{trained}.jsonl"), key
+        )
         for key in ("score", "acc")
     }
     seconds = sum(step["timing_s/step"] for step in read_metrics(run_dir).values())
@@ -38,11 +40,16 @@ def print_report(s: Settings, run_dir: Path) -> None:
     console.print()
     console.print(table)
     console.print(f"{trained} - {start}, paired: mean score {differences['score']}, pass@1 {differences['acc']}")
-    console.print(f"{last_step(run_dir)} steps, {seconds:.0f} s of training{_total_time()}; all of it in {run_dir}", soft_wrap=True)
+    console.print(
+        f"{last_step(run_dir)} steps, {seconds:.0f} s of training{_total_time()}; all of it in {run_dir}",
+        soft_wrap=True,
+    )
     console.print("\nNext:")
     console.print(f"  make train TASK={s.TASK} STEPS={2 * s.STEPS}    # continue this run")
-    console.print(f"  make train TASK={s.TASK} LR={s.LR / 2:g} ROLLOUT_N={2 * s.ROLLOUT_N}    # a new run with other settings")
-    console.print(f"  make new TASK=my_task    # a task of your own")
+    console.print(
+        f"  make train TASK={s.TASK} LR={s.LR / 2:g} ROLLOUT_N={2 * s.ROLLOUT_N}    # a new run with other settings"
+    )
+    console.print("  make new TASK=my_task    # a task of your own")
 
 
 def _total_time() -> str:

@@ -10,7 +10,7 @@ GREEDY, SAMPLED = "greedy", "sampled"
 
 @dataclass(frozen=True)
 class Completion:
-    """One response. ``index``: the prompt's place in the test set; ``sample``: which of its n; ``mode``: how decoded."""
+    """One response. ``index``: the prompt's place in the test set; ``sample``: which of its n."""
 
     index: int
     mode: str
@@ -71,7 +71,7 @@ def _generate(
         model,
         dtype=dtype,
         max_model_len=max_model_len,
-        seed=seed,  # of the engine: vLLM 0.30 on a CPU fails on a seed for each request ("CPU Generator does not use offset")
+        seed=seed,  # of the engine: on a CPU vLLM 0.30 fails on a seed of a request (gpu_model_runner.py:3723)
         enforce_eager=True,
         gpu_memory_utilization=gpu_memory_utilization,
         disable_log_stats=True,

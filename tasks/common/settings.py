@@ -1,5 +1,6 @@
 """The settings of a run: read from the environment that train.sh exports, checked, with the paths they imply."""
 
+import functools
 import hashlib
 import json
 import os
@@ -36,7 +37,9 @@ def _one_of(*choices: str):
 
 
 def _name(value: str) -> str | None:
-    return None if re.fullmatch(r"[A-Za-z0-9._-]{0,64}", value) and not value.startswith(".") else "must be a plain name"
+    return (
+        None if re.fullmatch(r"[A-Za-z0-9._-]{0,64}", value) and not value.startswith(".") else "must be a plain name"
+    )
 
 
 def _not_empty(value: str) -> str | None:
@@ -128,8 +131,14 @@ def fingerprint(values: dict, *files: Path) -> str:
     """Eight hex digits of a digest of ``values`` and of the contents of ``files``."""
     digest = hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=4)
     for file in files:
-        digest.update(file.read_bytes())
+        digest.update(_contents(file))
     return digest.hexdigest()
+
+
+@functools.cache
+def _contents(file: Path) -> bytes:
+    """Read once in a process: a file that is edited during a run must not change what the run is called."""
+    return file.read_bytes()
 
 
 def load_settings(environ: dict[str, str] | None = None) -> Settings:

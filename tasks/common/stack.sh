@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Sourced by every train.sh before its config block: where we are, and the defaults of the hardware at hand.
 # Exports what it sets, and what the config block sets after it.
 set -euo pipefail

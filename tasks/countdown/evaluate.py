@@ -6,9 +6,7 @@ from tasks.countdown.reward import compute_score
 
 def metrics(scored: list[dict]) -> dict[str, float]:
     """The task's own metrics of the sampled completions, each in [0, 1]."""
-    return {
-        name: sum(row["reward"][name] for row in scored) / len(scored) for name in ("format", "numbers")
-    }
+    return {name: sum(row["reward"][name] for row in scored) / len(scored) for name in ("format", "numbers")}
 
 
 if __name__ == "__main__":

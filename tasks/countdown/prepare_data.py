@@ -13,8 +13,8 @@ HUB_DATASET = "Jiayi-Pan/Countdown-Tasks-3to4"
 DIFFICULTIES = {"easy": ((2, 3), 12, 100), "hard": ((3, 4), 99, 999)}
 
 PROMPT = (
-    "Make {target} from {numbers} with + - * / and parentheses, each number exactly once. "
-    "Think in <think></think>, then give the expression in <answer></answer>."
+    "Make {target} from {numbers} with + - * / and parentheses, each number once. "
+    "Think in <think></think>, answer in <answer></answer>."
 )
 
 Term = tuple[Fraction, str]

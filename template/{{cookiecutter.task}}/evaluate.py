@@ -1,7 +1,12 @@
 """Evaluation of {{ cookiecutter.task }}: the shared one (tasks/common/evaluate.py) and the task's own metrics."""
 
+{% if cookiecutter.task < "common" -%}
+from tasks.{{ cookiecutter.task }}.reward import compute_score
+from tasks.common import evaluate
+{%- else -%}
 from tasks.common import evaluate
 from tasks.{{ cookiecutter.task }}.reward import compute_score
+{%- endif %}
 
 
 def metrics(scored: list[dict]) -> dict[str, float]:

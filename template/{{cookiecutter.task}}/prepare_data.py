@@ -8,7 +8,7 @@ from tasks.common import prepare
 {% if cookiecutter.reward == "number" -%}
 PROMPT = "What is {a} + {b}? Think in <think></think>, then give the number in <answer></answer>."
 {%- else -%}
-WORDS = "apple bread chair dream eagle flame grape house ivory joker knife lemon mango night ocean piano queen".split()
+WORDS = ["apple", "bread", "chair", "dream", "eagle", "flame", "grape", "house", "ivory", "joker", "knife", "lemon"]
 PROMPT = "Sort these words: {words}. Think in <think></think>, then give them in <answer></answer>."
 {%- endif %}
 

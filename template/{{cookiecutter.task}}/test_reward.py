@@ -4,8 +4,13 @@ from pathlib import Path
 
 import pytest
 
+{% if cookiecutter.task < "common" -%}
+from tasks.{{ cookiecutter.task }}.reward import compute_score
+from tasks.common.examples import check_examples
+{%- else -%}
 from tasks.common.examples import check_examples
 from tasks.{{ cookiecutter.task }}.reward import compute_score
+{%- endif %}
 
 {% if cookiecutter.reward == "number" -%}
 TRUTH = "12"

@@ -1,12 +1,13 @@
+# shellcheck shell=bash
 # No GPU: verl 0.9.1 and vLLM on the CPU, a small embedded model, small batches, short lengths, no compilation.
 # Packages: stacks/cpu/requirements.txt. How verl and vLLM run on a CPU: stacks/cpu/verl_platform.py, vllm_worker.py.
 
 : "${MODEL:=embedded}" "${INIT:=sft}" "${DIFFICULTY:=easy}"
 : "${TRAIN_SIZE:=512}" "${TEST_SIZE:=128}" "${SFT_SIZE:=512}"
-: "${STEPS:=12}" "${TRAIN_BATCH_SIZE:=8}" "${ROLLOUT_N:=8}" "${MINI_BATCH_SIZE:=8}" "${MICRO_BATCH_SIZE:=32}"
-: "${LR:=3e-5}" "${SFT_STEPS:=12}" "${SFT_BATCH_SIZE:=32}" "${SFT_LR:=3e-4}"
+: "${STEPS:=10}" "${TRAIN_BATCH_SIZE:=8}" "${ROLLOUT_N:=8}" "${MINI_BATCH_SIZE:=8}" "${MICRO_BATCH_SIZE:=32}"
+: "${LR:=4e-5}" "${SFT_STEPS:=10}" "${SFT_BATCH_SIZE:=32}" "${SFT_LR:=3e-4}"
 : "${MAX_PROMPT_LENGTH:=128}" "${MAX_RESPONSE_LENGTH:=64}"
-: "${N_GPUS:=1}" "${SAVE_FREQ:=5}" "${EVAL_N:=4}"
+: "${N_GPUS:=1}" "${SAVE_FREQ:=5}" "${EVAL_N:=2}"
 
 # verl and vLLM read these in every process.
 VERL_PLATFORM=cpu

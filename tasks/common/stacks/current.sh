@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # NVIDIA GPUs, verl 0.9.1 with vLLM 0.24.0. The values are those of the task's config block.
 # How to install: docs/GPU.md. Attention is sdpa: there is no flash-attn wheel for torch 2.11.
 
