@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # install.sh STACK VENV [PREFIX]: install exactly the packages of the stack's list into VENV.
 #
-# The list is complete, so pip resolves nothing (--no-deps). uv is used where it is on the PATH, except for torch:
-# its CPU build comes from whatever index or folder pip is configured with, which uv does not read.
+# The list is complete, so pip resolves nothing (--no-deps). pip, not uv: indexes, certificates and folders of wheels
+# are configured for pip on many machines, and uv does not read that configuration.
 set -euo pipefail
 STACK=$1 VENV=$2 PREFIX=${3:-}
 HERE=tasks/common/stacks/$STACK
@@ -59,11 +59,7 @@ if [[ $STACK == cpu && $("$PYTHON" -c 'import importlib.metadata as m; print(m.v
   # The default index has CUDA builds only: take the CPU build from PyTorch's own index.
   step "$TORCH, CPU build" "${PIP[@]}" --force-reinstall --index-url "$CPU_INDEX" "$TORCH"
 fi
-if command -v uv >/dev/null; then
-  step "$(grep -c == "$LIST") packages (uv)" uv pip install --no-deps --python "$PYTHON" -r <(grep -v '^torch==' "$LIST")
-else
-  step "$(grep -c == "$LIST") packages" "${PIP[@]}" -r "$LIST"
-fi
+step "$(grep -c == "$LIST") packages" "${PIP[@]}" -r "$LIST"
 if [[ -f $HERE/after_install.py ]]; then
   "$PYTHON" "$HERE/after_install.py" >>"$LOG" 2>&1 || fail "$HERE/after_install.py failed"
 fi
