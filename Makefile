@@ -39,7 +39,7 @@ endif
 
 RUN_STAGE = PYTHON='$(PYTHON)' STAGE=$@ bash tasks/$(TASK)/train.sh $(ARGS)
 # Installation counts as the first stage of `make train`.
-NUMBER = $(if $(filter train,$(MAKECMDGOALS)),[1/$(shell STAGE=count bash tasks/$(TASK)/train.sh)] )
+NUMBER = $(if $(filter train,$(MAKECMDGOALS)),[1/$$(STAGE=count bash tasks/$(TASK)/train.sh)] )
 
 .PHONY: help install new test test-all lint format clean $(STAGES)
 
@@ -53,7 +53,7 @@ install: $(INSTALLED) ## install the stack's pinned packages into .venv
 
 ifneq ($(INSTALLED),)
 $(INSTALLED): $(wildcard tasks/common/stacks/$(STACK)/requirements.txt) tasks/common/install.sh
-	@bash tasks/common/install.sh $(STACK) $(VENV) '$(NUMBER)'
+	@bash tasks/common/install.sh $(STACK) $(VENV) "$(NUMBER)"
 	@touch $@
 endif
 
@@ -65,7 +65,7 @@ config: $(INSTALLED) ## print verl's resolved config without training
 data sft eval config:
 	@$(RUN_STAGE)
 train:
-	@[[ $$(stat -c %Y $(INSTALLED) 2>/dev/null || echo 0) -ge $(STARTED) ]] || echo '$(NUMBER)install: up to date'
+	@[[ $$(stat -c %Y $(INSTALLED) 2>/dev/null || echo 0) -ge $(STARTED) ]] || echo "$(NUMBER)install: up to date"
 	@$(RUN_STAGE)
 
 new: $(INSTALLED) ## scaffold tasks/TASK from the template; OPTIONS="reward=exact lora=yes"

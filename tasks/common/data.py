@@ -88,7 +88,7 @@ def write_parquet(rows: Iterable[dict], path: Path, schema: pa.Schema, total: in
     with (
         written_beside(path) as partial,
         pq.ParquetWriter(partial, schema) as writer,
-        tqdm(total=total, desc=f"  {Path(path).name}", unit=" rows", leave=False, mininterval=1) as bar,
+        tqdm(total=total, desc=f"  {Path(path).name}", unit=" rows", leave=False, mininterval=1, disable=None) as bar,
     ):
         for row in rows:
             batch.append(row)

@@ -63,4 +63,4 @@ step "$(grep -c == "$LIST") packages" "${PIP[@]}" -r "$LIST"
 if [[ -f $HERE/after_install.py ]]; then
   "$PYTHON" "$HERE/after_install.py" >>"$LOG" 2>&1 || fail "$HERE/after_install.py failed"
 fi
-"$PYTHON" -c 'import torch, ray, pandas, pyarrow, hydra' >>"$LOG" 2>&1 || fail "the installed packages do not import"
+step "import of all of it" env PYTHONPATH=. "$PYTHON" -c 'import verl.trainer.main_ppo, verl.workers.rollout.vllm_rollout.vllm_async_server; from vllm import LLM'

@@ -173,7 +173,7 @@ def evaluate(s: Settings, arguments: list[str]) -> str:
             log=run_dir / "logs/eval.log",
             total=len(todo) * s.TEST_SIZE * (1 + s.EVAL_N),
             watch=watch,
-            environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+            environment={"VLLM_ENABLE_V1_MULTIPROCESSING": os.environ.get("EVAL_MULTIPROCESSING", "1")},
         )
     return ("" if todo else "up to date: ") + f"{', '.join(models)} on {s.TEST_SIZE} held-out prompts"
 

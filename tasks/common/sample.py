@@ -92,4 +92,4 @@ def _generate(
                     Completion(int(index), mode, o.index, o.text, str(o.finish_reason), len(o.token_ids))
                     for o in output.outputs
                 ]
-    del llm, engine
+    engine.engine_core.shutdown()

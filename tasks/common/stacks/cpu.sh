@@ -14,6 +14,9 @@ VERL_PLATFORM=cpu
 VERL_USE_EXTERNAL_MODULES=tasks.common.stacks.cpu.verl_platform
 VLLM_CPU_KVCACHE_SPACE=1
 VLLM_CPU_OMP_THREADS_BIND=nobind
+# Evaluation's engines in one process after another would each import everything again (10 s each); a GPU's memory is
+# freed for sure only by the end of a process.
+EVAL_MULTIPROCESSING=0
 OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(nproc)}
 # Huge pages for large allocations: the logits alone are hundreds of MB a micro-batch, page faults cost about 15 %.
 GLIBC_TUNABLES=glibc.malloc.hugetlb=1
