@@ -1,0 +1,168 @@
+"""The real stack on a very small random model: real verl, real vLLM, real Ray, on the CPU."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from tasks.countdown.reward import compute_score
+from tests.helpers import ROOT, make
+
+pytestmark = pytest.mark.slow
+
+SMALL = {
+    "TASK": "countdown",
+    "STACK": "cpu",
+    "TRAIN_SIZE": "16",
+    "TEST_SIZE": "8",
+    "SFT_SIZE": "8",
+    "SFT_STEPS": "2",
+    "SFT_BATCH_SIZE": "4",
+    "TRAIN_BATCH_SIZE": "4",
+    "MINI_BATCH_SIZE": "4",
+    "ROLLOUT_N": "4",
+    "MAX_PROMPT_LENGTH": "256",  # a byte is a token
+    "MAX_RESPONSE_LENGTH": "48",
+    "EVAL_N": "2",
+    "SAVE_FREQ": "1",
+}
+
+
+@pytest.fixture(scope="module")
+def variables(small_model, tmp_path_factory) -> dict[str, str]:
+    return {**SMALL, "MODEL": str(small_model), "ARTIFACTS": str(tmp_path_factory.mktemp("run") / "artifacts")}
+
+
+def run_dir(variables) -> Path:
+    return next((Path(variables["ARTIFACTS"]) / "runs/countdown").glob("grpo-*"))
+
+
+def steps_logged(folder: Path) -> list[int]:
+    return [json.loads(x)["step"] for f in sorted((folder / "metrics").glob("*")) for x in f.read_text().splitlines()]
+
+
+def our_processes() -> str:
+    return subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True).stdout
+
+
+def test_a_killed_run_resumes_and_ends_with_the_table(variables):
+    """SFT and two GRPO steps; the launcher is killed after the first; the same command does the second and the rest."""
+    command = ["make", "train", *(f"{k}={v}" for k, v in variables.items()), "STEPS=2"]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("MAKE")}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, start_new_session=True) as first:
+        deadline = time.monotonic() + 400
+        tracker = "runs/countdown/grpo-*/checkpoints/latest_checkpointed_iteration.txt"
+        while not list(Path(variables["ARTIFACTS"]).glob(tracker)):
+            assert first.poll() is None and time.monotonic() < deadline, "ended before its first checkpoint"
+            time.sleep(0.2)
+        os.killpg(first.pid, signal.SIGKILL)
+    time.sleep(5)  # for the engines to notice that their parent is gone
+    assert variables["MODEL"] not in our_processes()
+    saved = int((run_dir(variables) / "checkpoints/latest_checkpointed_iteration.txt").read_text())
+
+    shared_memory = set(os.listdir("/dev/shm"))
+    second = make("train", STEPS="2", **variables)
+    assert second.returncode == 0, second.stdout
+    if saved < 2:
+        assert f"resuming from step {saved}" in second.stdout
+    assert sorted(set(steps_logged(run_dir(variables)))) == [1, 2]
+    assert "pass@1" in second.stdout and "[6/6] eval" in second.stdout and "Next:" in second.stdout
+    for label in ("base", "sft", "grpo"):
+        summary = json.loads((run_dir(variables) / f"eval/{label}.json").read_text())
+        assert summary["prompts"] == 8 and 0 <= summary["score"]["value"] <= 1
+    assert {name for name in os.listdir("/dev/shm") if name.startswith(("psm_", "verl_"))} <= shared_memory
+
+
+def test_rewards_in_the_rollout_dump_are_those_of_our_function(variables):
+    rows = [json.loads(x) for f in (run_dir(variables) / "rollouts").glob("*.jsonl") for x in f.read_text().splitlines()]
+    assert len(rows) >= 16
+    for row in rows:
+        expected = compute_score("countdown", row["output"], row["gts"])
+        assert {key: pytest.approx(row[key]) for key in expected} == expected
+
+
+def test_the_checkpoint_loads_in_transformers_and_differs_from_its_start(variables):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = run_dir(variables) / "checkpoints/global_step_2/actor/huggingface"
+    trained, start = (AutoModelForCausalLM.from_pretrained(f) for f in (folder, variables["MODEL"]))
+    assert AutoTokenizer.from_pretrained(folder).eos_token_id == 1
+    pairs = zip(trained.parameters(), start.parameters(), strict=True)
+    assert any(not torch.equal(a.float(), b.float()) for a, b in pairs)
+    assert all(torch.isfinite(p).all() for p in trained.parameters())
+
+
+def test_a_second_run_reuses_everything(variables):
+    before = {p: p.stat().st_mtime_ns for p in run_dir(variables).rglob("*") if p.is_file()}
+    result = make("train", STEPS="2", **variables)
+    assert result.returncode == 0, result.stdout
+    assert result.stdout.count("up to date") >= 4
+    assert {p: p.stat().st_mtime_ns for p in run_dir(variables).rglob("*") if p.is_file()} == before
+
+
+def test_two_runs_of_one_task_do_not_mix(variables):
+    runs = Path(variables["ARTIFACTS"]) / "runs/countdown"
+    holder = subprocess.Popen(["flock", runs / ".lock", "sleep", "30"])
+    try:
+        time.sleep(0.5)
+        result = make("train", STEPS="2", **variables)
+        assert result.returncode != 0 and "TASK=countdown: is already running" in result.stdout
+    finally:
+        holder.terminate()
+        holder.wait()
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [("raise ZeroDivisionError('in reward')", "ZeroDivisionError: in reward"), ("return {'score': float('nan'), 'acc': 0}", "score is nan")],
+)
+def test_a_reward_that_breaks_during_training_is_named_in_one_line(variables, tmp_path, body, said):
+    """The reward passes examples.jsonl and breaks on the rollouts: verl's own process reports it, and ends."""
+    task = ROOT / "tasks/broken_reward"
+    subprocess.run(["make", "new", "TASK=broken_reward"], cwd=ROOT, check=True, capture_output=True)
+    try:
+        reward = (task / "reward.py").read_text()
+        marker = "    answer = last_answer(solution_str)\n"
+        broken = f"    if ground_truth != '12':\n        {body}\n"
+        (task / "reward.py").write_text(reward.replace(marker, broken + marker))
+        changed = {**variables, "TASK": "broken_reward", "INIT": "base", "ARTIFACTS": str(tmp_path)}
+        result = make("train", STEPS="1", **changed)
+    finally:
+        subprocess.run(["rm", "-rf", task], check=True)
+    assert result.returncode != 0
+    errors = [line for line in result.stdout.splitlines() if line.startswith("error:")]
+    assert len(errors) == 1 and said in errors[0] and "broken_reward" in errors[0], result.stdout
+    assert str(tmp_path) not in our_processes()
+
+
+def test_ctrl_c_ends_every_process_and_keeps_what_there_was(variables, tmp_path):
+    changed = {**variables, "INIT": "base", "ARTIFACTS": str(tmp_path)}
+    command = ["make", "train", *(f"{k}={v}" for k, v in changed.items()), "STEPS=2"]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("MAKE")}
+    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True) as run:
+        for line in run.stdout:
+            if "starting Ray" in line:
+                break
+        time.sleep(15)
+        os.killpg(run.pid, signal.SIGINT)
+        run.stdout.read()
+        assert run.wait(timeout=60) != 0
+    assert str(tmp_path) not in our_processes()
+    assert (tmp_path / "data/countdown/manifest.json").is_file()
+
+
+def test_a_lora_task_from_the_template_trains_at_once(variables, tmp_path):
+    task = ROOT / "tasks/fresh_lora"
+    subprocess.run(["make", "new", "TASK=fresh_lora", "OPTIONS=lora=yes"], cwd=ROOT, check=True, capture_output=True)
+    try:
+        changed = {**variables, "TASK": "fresh_lora", "INIT": "base", "ARTIFACTS": str(tmp_path)}
+        result = make("train", STEPS="1", **changed)
+    finally:
+        subprocess.run(["rm", "-rf", task], check=True)
+    assert result.returncode == 0, result.stdout
+    assert "1 steps" in result.stdout

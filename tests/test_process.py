@@ -1,0 +1,94 @@
+"""Running an engine process: what is said when it fails, and that nothing of it is left."""
+
+import os
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from tasks.common import process
+from tasks.common.process import Progress, StageFailed, run
+
+
+def run_python(code, tmp_path, **kwargs):
+    return run(
+        [sys.executable, "-c", code],
+        name="stage",
+        log=tmp_path / "logs/stage.log",
+        total=2,
+        watch=kwargs.pop("watch", lambda: Progress()),
+        **kwargs,
+    )
+
+
+def test_output_goes_to_the_log_and_progress_to_the_screen(tmp_path, capfd):
+    steps = iter([Progress(0, " starting"), Progress(1, " reward 0.5")])
+    run_python("import time; print('noise'); time.sleep(1.2)", tmp_path, watch=lambda: next(steps, Progress(2, " end")))
+    screen = capfd.readouterr().out
+    assert "noise" not in screen and "logs/stage.log" in screen
+    assert "reward 0.5" in screen and "2/2" in screen
+    assert (tmp_path / "logs/stage.log").read_text() == "noise\n"
+
+
+def test_failure_names_the_first_real_error_and_the_log(tmp_path):
+    code = """
+print("(WorkerDict pid=7) ValueError: the cause")
+print("BufferError: cannot close exported pointers exist")
+print("ray.exceptions.RayTaskError(ValueError): ray::f()")
+raise SystemExit(3)
+"""
+    with pytest.raises(StageFailed) as failure:
+        run_python(code, tmp_path)
+    first, *rest = str(failure.value).splitlines()
+    assert first == "ValueError: the cause"
+    assert any("BufferError" in line for line in rest) and rest[-1].endswith("logs/stage.log")
+
+
+def test_failure_without_an_error_line_names_the_exit_code(tmp_path):
+    with pytest.raises(StageFailed, match="stage ended with exit code 5"):
+        run_python("raise SystemExit(5)", tmp_path)
+
+
+def test_a_process_that_hangs_after_its_engine_died_is_ended(tmp_path, monkeypatch):
+    monkeypatch.setattr(process, "GRACE_SECONDS", 1)
+    started = time.monotonic()
+    with pytest.raises(StageFailed, match="EngineDeadError: gone"):
+        run_python("print('EngineDeadError: gone', flush=True); import time; time.sleep(60)", tmp_path)
+    assert time.monotonic() - started < 30
+
+
+def test_daemons_and_shared_memory_of_the_process_do_not_outlive_it(tmp_path):
+    code = """
+import subprocess, sys, multiprocessing.resource_tracker as tracker
+from multiprocessing import shared_memory
+tracker.register = lambda *a: None
+memory = shared_memory.SharedMemory(create=True, size=64)
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+print(child.pid, memory.name, flush=True)
+"""
+    run_python(code, tmp_path)
+    pid, name = (tmp_path / "logs/stage.log").read_text().split()
+    assert name.startswith("psm_")
+    assert not psutil.pid_exists(int(pid)) and not os.path.exists(f"/dev/shm/{name}")
+
+
+def test_shared_memory_that_another_process_uses_is_kept(tmp_path):
+    code = "from multiprocessing import shared_memory as s; m = s.SharedMemory(create=True, size=64); print(m.name, flush=True); input()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+        name = other.stdout.readline().strip()
+        try:
+            process._remove_unused({process.Path("/dev/shm") / name})
+            assert os.path.exists(f"/dev/shm/{name}")
+        finally:
+            other.communicate("\n")
+
+
+def test_interruption_ends_the_process(tmp_path):
+    def interrupt():
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_python("import time; print('x', flush=True); time.sleep(600)", tmp_path, watch=interrupt)
+    assert not psutil.Process().children(recursive=True)
