@@ -13,6 +13,7 @@ from tasks.common.data import (
     RL_SCHEMA,
     SFT_SCHEMA,
     DataError,
+    chat,
     read_rows,
     rl_row,
     sft_row,
@@ -24,7 +25,7 @@ from tasks.common.settings import ROOT, load_settings
 
 
 def rl_rows(count):
-    return (rl_row("toy", f"prompt {i} é", {"target": i, "numbers": [i, 1]}, "train", i) for i in range(count))
+    return (rl_row("toy", chat(f"prompt {i} é"), {"target": i, "numbers": [i, 1]}, "train", i) for i in range(count))
 
 
 def names(folder):
@@ -44,7 +45,7 @@ def test_rows_come_back_as_they_were_written(tmp_path, count):
 
 
 def test_demonstrations_come_back_as_they_were_written(tmp_path):
-    rows = [sft_row(f"question {i}", f"<think>a\nb</think>\n<answer>{i}</answer>") for i in range(5)]
+    rows = [sft_row(chat(f"question {i}"), f"<think>a\nb</think>\n<answer>{i}</answer>") for i in range(5)]
     assert write_parquet(rows, tmp_path / "sft.parquet", SFT_SCHEMA, total=5) == 5
     assert list(read_rows(tmp_path / "sft.parquet")) == rows
     assert validate_parquet(tmp_path / "sft.parquet", "sft") == 5
@@ -53,14 +54,14 @@ def test_demonstrations_come_back_as_they_were_written(tmp_path):
 
 @pytest.mark.parametrize("truth", [{"target": 3, "numbers": [1, 2]}, {"a": "x"}, {}, [1, "x"], 3, 2.5, True])
 def test_ground_truth_is_stored_as_json_text_of_its_own_row(tmp_path, truth):
-    rows = [rl_row("toy", "p", truth, "train", 0), rl_row("toy", "p", {"other": {"key": []}}, "train", 1)]
+    rows = [rl_row("toy", chat("p"), truth, "train", 0), rl_row("toy", chat("p"), {"other": {"key": []}}, "train", 1)]
     write_parquet(rows, tmp_path / "x.parquet", RL_SCHEMA)
     stored = next(read_rows(tmp_path / "x.parquet"))["reward_model"]["ground_truth"]
     assert json.loads(stored) == truth
 
 
 def test_ground_truth_that_is_text_stays_as_it_is():
-    assert rl_row("toy", "p", "the answer", "test", 0)["reward_model"]["ground_truth"] == "the answer"
+    assert rl_row("toy", chat("p"), "the answer", "test", 0)["reward_model"]["ground_truth"] == "the answer"
 
 
 @pytest.mark.parametrize("limit, expected", [(None, 20), (0, 0), (1, 1), (19, 19), (20, 20), (100, 20)])
@@ -240,7 +241,7 @@ def test_first_bad_row_is_named(tmp_path, index):
 
 def test_rl_data_is_no_sft_data_and_the_other_way_round(tmp_path):
     write_parquet(rl_rows(2), tmp_path / "rl.parquet", RL_SCHEMA)
-    write_parquet([sft_row("a", "b")], tmp_path / "sft.parquet", SFT_SCHEMA)
+    write_parquet([sft_row(chat("a"), "b")], tmp_path / "sft.parquet", SFT_SCHEMA)
     assert "row 0, column messages" in refusal(tmp_path / "rl.parquet", "sft")
     assert "row 0, column data_source" in refusal(tmp_path / "sft.parquet", "rl")
 
@@ -378,7 +379,7 @@ def test_demonstrations_are_those_of_the_first_training_prompts_that_have_one(fo
     prepare(settings_for(), {"toy": toy})
     rows = list(read_rows(folder / "sft.parquet"))
     expected = [number for number in range(6, 26) if number % 3][:8]
-    assert rows == [sft_row(f"say 5 {number}", f"<answer>{number}</answer>") for number in expected]
+    assert rows == [sft_row(chat(f"say 5 {number}"), f"<answer>{number}</answer>") for number in expected]
     assert {row["messages"][0]["content"] for row in rows} <= set(prompts(folder / "train.parquet"))
 
 

@@ -53,7 +53,9 @@ def test_a_killed_run_resumes_and_ends_with_the_table(variables):
     """SFT and two GRPO steps; the launcher is killed after the first; the same command does the second and the rest."""
     command = ["make", "train", *(f"{k}={v}" for k, v in variables.items()), "STEPS=2"]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("MAKE")}
-    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, start_new_session=True) as first:
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, start_new_session=True
+    ) as first:
         deadline = time.monotonic() + 400
         tracker = "runs/countdown/grpo-*/checkpoints/latest_checkpointed_iteration.txt"
         while not list(Path(variables["ARTIFACTS"]).glob(tracker)):
@@ -78,7 +80,9 @@ def test_a_killed_run_resumes_and_ends_with_the_table(variables):
 
 
 def test_rewards_in_the_rollout_dump_are_those_of_our_function(variables):
-    rows = [json.loads(x) for f in (run_dir(variables) / "rollouts").glob("*.jsonl") for x in f.read_text().splitlines()]
+    rows = [
+        json.loads(x) for f in (run_dir(variables) / "rollouts").glob("*.jsonl") for x in f.read_text().splitlines()
+    ]
     assert len(rows) >= 16
     for row in rows:
         expected = compute_score("countdown", row["output"], row["gts"])
@@ -119,7 +123,10 @@ def test_two_runs_of_one_task_do_not_mix(variables):
 
 @pytest.mark.parametrize(
     ("body", "said"),
-    [("raise ZeroDivisionError('in reward')", "ZeroDivisionError: in reward"), ("return {'score': float('nan'), 'acc': 0}", "score is nan")],
+    [
+        ("raise ZeroDivisionError('in reward')", "ZeroDivisionError: in reward"),
+        ("return {'score': float('nan'), 'acc': 0}", "score is nan"),
+    ],
 )
 def test_a_reward_that_breaks_during_training_is_named_in_one_line(variables, tmp_path, body, said):
     """The reward passes examples.jsonl and breaks on the rollouts: verl's own process reports it, and ends."""
@@ -144,7 +151,9 @@ def test_ctrl_c_ends_every_process_and_keeps_what_there_was(variables, tmp_path)
     changed = {**variables, "INIT": "base", "ARTIFACTS": str(tmp_path)}
     command = ["make", "train", *(f"{k}={v}" for k, v in changed.items()), "STEPS=2"]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("MAKE")}
-    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True) as run:
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as run:
         for line in run.stdout:
             if "starting Ray" in line:
                 break

@@ -15,7 +15,11 @@ from tasks.common.sample import GREEDY, SAMPLED, Completion, read_completions
 from tasks.countdown.reward import compute_score
 
 RIGHT, WRONG = "<answer>5*3-4</answer>", "<answer>3+4+5</answer>"
-ROW = {"data_source": "countdown", "reward_model": {"ground_truth": '{"target": 11, "numbers": [3, 4, 5]}'}, "extra_info": {}}
+ROW = {
+    "data_source": "countdown",
+    "reward_model": {"ground_truth": '{"target": 11, "numbers": [3, 4, 5]}'},
+    "extra_info": {},
+}
 
 
 @given(st.integers(1, 500).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
@@ -49,7 +53,7 @@ def test_by_prompt_takes_the_mean_of_each_prompt():
 
 
 def fixed_table(right_of_four: list[int]) -> list[dict]:
-    """One greedy and four sampled completions a prompt; prompt i has right_of_four[i] right ones, greedy right if all."""
+    """A greedy and four sampled completions a prompt; right_of_four[i] are right, the greedy one if all are."""
     completions = []
     for index, right in enumerate(right_of_four):
         completions.append(Completion(index, GREEDY, 0, RIGHT if right == 4 else WRONG, "stop", 10))
@@ -77,7 +81,9 @@ def test_paired_difference_is_taken_prompt_by_prompt():
 
 def test_completions_that_were_cut_in_a_line_are_read_up_to_it(tmp_path):
     path = tmp_path / "c.jsonl"
-    whole = json.dumps({"index": 0, "mode": GREEDY, "sample": 0, "response": "a\nb", "finish_reason": "stop", "tokens": 2})
+    whole = json.dumps(
+        {"index": 0, "mode": GREEDY, "sample": 0, "response": "a\nb", "finish_reason": "stop", "tokens": 2}
+    )
     path.write_text(whole + "\n" + whole[:30])
     assert read_completions(path) == [Completion(0, GREEDY, 0, "a\nb", "stop", 2)]
     assert read_completions(tmp_path / "none.jsonl") == []

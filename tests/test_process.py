@@ -75,8 +75,15 @@ print(child.pid, memory.name, flush=True)
 
 
 def test_shared_memory_that_another_process_uses_is_kept(tmp_path):
-    code = "from multiprocessing import shared_memory as s; m = s.SharedMemory(create=True, size=64); print(m.name, flush=True); input()"
-    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
+    code = (
+        "from multiprocessing import shared_memory\n"
+        "memory = shared_memory.SharedMemory(create=True, size=64)\n"
+        "print(memory.name, flush=True)\n"
+        "input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as other:
         name = other.stdout.readline().strip()
         try:
             process._remove_unused({process.Path("/dev/shm") / name})

@@ -34,8 +34,13 @@ class DataError(ValueError):
     """Data that a stage cannot use; the message names file, row and column."""
 
 
-def rl_row(data_source: str, prompt: str, ground_truth, split: str, index: int, ability: str = "reasoning") -> dict:
-    """One RL row.
+def chat(prompt: str, system: str | None = None) -> list[dict]:
+    """The messages of a prompt; without ``system`` the model's chat template puts in what it has."""
+    return [*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": prompt}]
+
+
+def rl_row(data_source: str, messages: list[dict], ground_truth, split: str, index: int) -> dict:
+    """One RL row: the ``messages`` that the model answers, and what its reward needs.
 
     ``ground_truth`` is stored as JSON text unless it is text already: parquet merges the keys of dicts over all rows
     and refuses mixed types, JSON text keeps each row as it was.
@@ -44,16 +49,16 @@ def rl_row(data_source: str, prompt: str, ground_truth, split: str, index: int, 
         ground_truth = json.dumps(ground_truth)
     return {
         "data_source": data_source,
-        "prompt": [{"role": "user", "content": prompt}],
-        "ability": ability,
+        "prompt": messages,
+        "ability": data_source,
         "reward_model": {"style": "rule", "ground_truth": ground_truth},
         "extra_info": {"split": split, "index": index},
     }
 
 
-def sft_row(prompt: str, response: str) -> dict:
-    """One demonstration for SFT."""
-    return {"messages": [{"role": "user", "content": prompt}, {"role": "assistant", "content": response}]}
+def sft_row(messages: list[dict], response: str) -> dict:
+    """One demonstration for SFT: ``messages`` answered by ``response``."""
+    return {"messages": [*messages, {"role": "assistant", "content": response}]}
 
 
 @contextmanager

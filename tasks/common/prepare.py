@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from tasks.common.data import RL_SCHEMA, SFT_SCHEMA, DataError, rl_row, sft_row, write_parquet, written_beside
+from tasks.common.data import RL_SCHEMA, SFT_SCHEMA, DataError, chat, rl_row, sft_row, write_parquet, written_beside
 from tasks.common.settings import Settings, SettingsError, load_settings
 
 
@@ -21,6 +21,7 @@ class Example:
     prompt: str
     ground_truth: dict | str
     demonstration: str | None = None
+    system: str | None = None
 
 
 Source = Callable[[Settings], Iterable[Example]]
@@ -63,11 +64,11 @@ def prepare(settings: Settings, sources: dict[str, Source]) -> dict:
     def train() -> Iterator[dict]:
         for index, example in enumerate(islice(examples, settings.TRAIN_SIZE)):
             if example.demonstration and len(demonstrations) < settings.SFT_SIZE:
-                demonstrations.append(sft_row(example.prompt, example.demonstration))
+                demonstrations.append(sft_row(chat(example.prompt, example.system), example.demonstration))
             yield row(example, "train", index)
 
     def row(example: Example, split: str, index: int) -> dict:
-        return rl_row(settings.TASK, example.prompt, example.ground_truth, split, index)
+        return rl_row(settings.TASK, chat(example.prompt, example.system), example.ground_truth, split, index)
 
     directory = settings.data_dir
     directory.mkdir(parents=True, exist_ok=True)

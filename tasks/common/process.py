@@ -100,7 +100,7 @@ def _die_with_parent() -> None:
 
 
 class _Screen:
-    """A tqdm bar on a terminal; elsewhere the same bar as a line, when it changed or every 15 seconds."""
+    """A tqdm bar on a terminal; elsewhere the same bar as a line, every 2 % or 15 seconds."""
 
     def __init__(self, name: str, total: int):
         self.live = sys.stdout.isatty()
@@ -112,7 +112,7 @@ class _Screen:
             dynamic_ncols=True,
             leave=True,
         )
-        self.shown, self.printed = Progress(), time.monotonic()
+        self.shown, self.printed, self.lines_at = Progress(), 0.0, 0
 
     def show(self, progress: Progress) -> None:
         changed = progress != self.shown
@@ -123,9 +123,10 @@ class _Screen:
         self.bar.set_postfix_str(progress.note, refresh=False)
         self.bar.update(progress.done - self.bar.n)
         self.bar.refresh()
-        if not self.live and (changed or time.monotonic() - self.printed > REPORT_SECONDS):
+        percent_since = 100 * (progress.done - self.lines_at) / max(1, self.bar.total)
+        if not self.live and (percent_since >= 2 or time.monotonic() - self.printed > REPORT_SECONDS):
             print(str(self.bar), flush=True)
-            self.printed = time.monotonic()
+            self.printed, self.lines_at = time.monotonic(), progress.done
         self.shown = progress
 
     def close(self) -> None:

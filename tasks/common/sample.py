@@ -66,6 +66,7 @@ def _generate(
     model, prompts, todo, n, temperature, max_tokens, max_model_len, seed, dtype, gpu_memory_utilization
 ) -> Iterator[list[Completion]]:
     from vllm import LLM, SamplingParams
+    from vllm.sampling_params import RequestOutputKind
 
     llm = LLM(
         model,
@@ -77,9 +78,11 @@ def _generate(
         disable_log_stats=True,
     )
     tokenizer, engine = llm.get_tokenizer(), llm.llm_engine
+    # FINAL_ONLY: one output with all n; the default gives each of the n in an output of its own, as it ends.
+    common = {"max_tokens": max_tokens, "output_kind": RequestOutputKind.FINAL_ONLY}
     modes = {
-        GREEDY: SamplingParams(n=1, temperature=0.0, max_tokens=max_tokens),
-        SAMPLED: SamplingParams(n=n, temperature=temperature, max_tokens=max_tokens),
+        GREEDY: SamplingParams(n=1, temperature=0.0, **common),
+        SAMPLED: SamplingParams(n=n, temperature=temperature, **common),
     }
     for index, mode in todo:
         ids = tokenizer.apply_chat_template(prompts[index], add_generation_prompt=True, return_dict=True)["input_ids"]

@@ -12,10 +12,11 @@ HUB_DATASET = "Jiayi-Pan/Countdown-Tasks-3to4"
 # DIFFICULTY: how many numbers, the largest number, the largest target
 DIFFICULTIES = {"easy": ((2, 3), 12, 100), "hard": ((3, 4), 99, 999)}
 
-PROMPT = (
-    "Make {target} from {numbers} with + - * / and parentheses, each number once. "
+SYSTEM = (
+    "Make the target from the numbers with + - * / and parentheses, each number once. "
     "Think in <think></think>, answer in <answer></answer>."
 )
+PROMPT = "Numbers: {numbers}. Target: {target}."
 
 Term = tuple[Fraction, str]
 
@@ -96,7 +97,7 @@ def example(numbers: list[int], target: int) -> prepare.Example:
         expression, steps = solution
         demonstration = f"<think>{', '.join(steps)}</think>\n<answer>{expression}</answer>"
     prompt = PROMPT.format(numbers=", ".join(map(str, numbers)), target=target)
-    return prepare.Example(prompt, {"target": target, "numbers": numbers}, demonstration)
+    return prepare.Example(prompt, {"target": target, "numbers": numbers}, demonstration, SYSTEM)
 
 
 def generate(settings) -> Iterator[prepare.Example]:

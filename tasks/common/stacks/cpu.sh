@@ -4,10 +4,10 @@
 
 : "${MODEL:=embedded}" "${INIT:=sft}" "${DIFFICULTY:=easy}"
 : "${TRAIN_SIZE:=512}" "${TEST_SIZE:=128}" "${SFT_SIZE:=512}"
-: "${STEPS:=10}" "${TRAIN_BATCH_SIZE:=8}" "${ROLLOUT_N:=8}" "${MINI_BATCH_SIZE:=8}" "${MICRO_BATCH_SIZE:=32}"
-: "${LR:=4e-5}" "${SFT_STEPS:=10}" "${SFT_BATCH_SIZE:=32}" "${SFT_LR:=3e-4}"
+: "${STEPS:=8}" "${TRAIN_BATCH_SIZE:=8}" "${ROLLOUT_N:=8}" "${MINI_BATCH_SIZE:=8}" "${MICRO_BATCH_SIZE:=32}"
+: "${LR:=6e-5}" "${SFT_STEPS:=8}" "${SFT_BATCH_SIZE:=32}" "${SFT_LR:=3e-4}"
 : "${MAX_PROMPT_LENGTH:=128}" "${MAX_RESPONSE_LENGTH:=64}"
-: "${N_GPUS:=1}" "${SAVE_FREQ:=5}" "${EVAL_N:=2}"
+: "${N_GPUS:=1}" "${SAVE_FREQ:=4}" "${EVAL_N:=2}"
 
 # verl and vLLM read these in every process.
 VERL_PLATFORM=cpu
