@@ -7,6 +7,8 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+# With the interpreter that runs the tests, so that a test never installs anything.
+MAKE = ["make", f"PYTHON={sys.executable}"]
 
 
 def exported(train_sh: Path, changes: dict[str, str]) -> dict[str, str]:
@@ -21,13 +23,17 @@ def exported(train_sh: Path, changes: dict[str, str]) -> dict[str, str]:
     return dict(line.split("=", 1) for line in result.stdout.split("\0") if "=" in line)
 
 
+def outside_make() -> dict[str, str]:
+    """The environment without what the make that runs the tests put into it."""
+    return {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "STACK", "STARTED")}
+
+
 def make(*arguments: str, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess:
-    """Run make with the environment's Python installed already; standard output and error in one text."""
-    clean = {k: v for k, v in os.environ.items() if not k.startswith(("MAKE", "MFLAGS"))}
+    """Run make; standard output and error in one text."""
     return subprocess.run(
-        ["make", *arguments, *(f"{k}={v}" for k, v in variables.items())],
+        [*MAKE, *arguments, *(f"{k}={v}" for k, v in variables.items())],
         cwd=cwd,
-        env=clean,
+        env=outside_make(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tasks.countdown.reward import compute_score
-from tests.helpers import ROOT, make
+from tests.helpers import MAKE, ROOT, make, outside_make
 
 pytestmark = pytest.mark.slow
 
@@ -51,10 +51,9 @@ def our_processes() -> str:
 
 def test_a_killed_run_resumes_and_ends_with_the_table(variables):
     """SFT and two GRPO steps; the launcher is killed after the first; the same command does the second and the rest."""
-    command = ["make", "train", *(f"{k}={v}" for k, v in variables.items()), "STEPS=2"]
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("MAKE")}
+    command = [*MAKE, "train", *(f"{k}={v}" for k, v in variables.items()), "STEPS=2"]
     with subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, start_new_session=True
+        command, cwd=ROOT, env=outside_make(), stdout=subprocess.DEVNULL, start_new_session=True
     ) as first:
         deadline = time.monotonic() + 400
         tracker = "runs/countdown/grpo-*/checkpoints/latest_checkpointed_iteration.txt"
@@ -76,6 +75,8 @@ def test_a_killed_run_resumes_and_ends_with_the_table(variables):
     for label in ("base", "sft", "grpo"):
         summary = json.loads((run_dir(variables) / f"eval/{label}.json").read_text())
         assert summary["prompts"] == 8 and 0 <= summary["score"]["value"] <= 1
+        completions = (run_dir(variables) / f"eval/{label}.jsonl").read_text().splitlines()
+        assert len(completions) == 8 * (1 + int(SMALL["EVAL_N"]))
     assert {name for name in os.listdir("/dev/shm") if name.startswith(("psm_", "verl_"))} <= shared_memory
 
 
@@ -131,7 +132,7 @@ def test_two_runs_of_one_task_do_not_mix(variables):
 def test_a_reward_that_breaks_during_training_is_named_in_one_line(variables, tmp_path, body, said):
     """The reward passes examples.jsonl and breaks on the rollouts: verl's own process reports it, and ends."""
     task = ROOT / "tasks/broken_reward"
-    subprocess.run(["make", "new", "TASK=broken_reward"], cwd=ROOT, check=True, capture_output=True)
+    assert make("new", TASK="broken_reward").returncode == 0
     try:
         reward = (task / "reward.py").read_text()
         marker = "    answer = last_answer(solution_str)\n"
@@ -149,10 +150,9 @@ def test_a_reward_that_breaks_during_training_is_named_in_one_line(variables, tm
 
 def test_ctrl_c_ends_every_process_and_keeps_what_there_was(variables, tmp_path):
     changed = {**variables, "INIT": "base", "ARTIFACTS": str(tmp_path)}
-    command = ["make", "train", *(f"{k}={v}" for k, v in changed.items()), "STEPS=2"]
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("MAKE")}
+    command = [*MAKE, "train", *(f"{k}={v}" for k, v in changed.items()), "STEPS=2"]
     with subprocess.Popen(
-        command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
+        command, cwd=ROOT, env=outside_make(), stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as run:
         for line in run.stdout:
             if "starting Ray" in line:
@@ -167,7 +167,7 @@ def test_ctrl_c_ends_every_process_and_keeps_what_there_was(variables, tmp_path)
 
 def test_a_lora_task_from_the_template_trains_at_once(variables, tmp_path):
     task = ROOT / "tasks/fresh_lora"
-    subprocess.run(["make", "new", "TASK=fresh_lora", "OPTIONS=lora=yes"], cwd=ROOT, check=True, capture_output=True)
+    assert make("new", TASK="fresh_lora", OPTIONS="lora=yes").returncode == 0
     try:
         changed = {**variables, "TASK": "fresh_lora", "INIT": "base", "ARTIFACTS": str(tmp_path)}
         result = make("train", STEPS="1", **changed)
