@@ -43,5 +43,5 @@ print(f"wrote {os.path.relpath(home, checkout) if checkout else home}\n")
 print("fill in   prepare_data.py   where the problems come from")
 print("          reward.py         when a response is right (test_reward.py, examples.jsonl check it)")
 print("\nnext")
-for line in filter(None, [first, f"make train TASK={task}    # trains as it is: a small arithmetic task"]):
+for line in filter(None, [first, f"make train TASK={task}    # trains as it is"]):
     print(f"  {line}")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -9,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from tasks.countdown.reward import compute_score
 from tests.helpers import MAKE, ROOT, make, outside_make
 
 pytestmark = pytest.mark.slow
@@ -80,16 +80,6 @@ def test_a_killed_run_resumes_and_ends_with_the_table(variables):
     assert {name for name in os.listdir("/dev/shm") if name.startswith(("psm_", "verl_"))} <= shared_memory
 
 
-def test_rewards_in_the_rollout_dump_are_those_of_our_function(variables):
-    rows = [
-        json.loads(x) for f in (run_dir(variables) / "rollouts").glob("*.jsonl") for x in f.read_text().splitlines()
-    ]
-    assert len(rows) >= 16
-    for row in rows:
-        expected = compute_score("countdown", row["output"], row["gts"])
-        assert {key: pytest.approx(row[key]) for key in expected} == expected
-
-
 def test_the_checkpoint_loads_in_transformers_and_differs_from_its_start(variables):
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -122,6 +112,14 @@ def test_two_runs_of_one_task_do_not_mix(variables):
         holder.wait()
 
 
+def change_reward(task: Path, body: str) -> None:
+    """Let ``body`` score all but the ground truth of examples.jsonl, which is checked before the training."""
+    reward = (task / "reward.py").read_text()
+    marker = "    answer = last_answer(solution_str)\n"
+    assert marker in reward
+    (task / "reward.py").write_text(reward.replace(marker, f"    if ground_truth != '12':\n        {body}\n{marker}"))
+
+
 @pytest.mark.parametrize(
     ("body", "said"),
     [
@@ -134,14 +132,11 @@ def test_a_reward_that_breaks_during_training_is_named_in_one_line(variables, tm
     task = ROOT / "tasks/broken_reward"
     assert make("new", TASK="broken_reward").returncode == 0
     try:
-        reward = (task / "reward.py").read_text()
-        marker = "    answer = last_answer(solution_str)\n"
-        broken = f"    if ground_truth != '12':\n        {body}\n"
-        (task / "reward.py").write_text(reward.replace(marker, broken + marker))
+        change_reward(task, body)
         changed = {**variables, "TASK": "broken_reward", "INIT": "base", "ARTIFACTS": str(tmp_path)}
         result = make("train", STEPS="1", **changed)
     finally:
-        subprocess.run(["rm", "-rf", task], check=True)
+        shutil.rmtree(task)
     assert result.returncode != 0
     errors = [line for line in result.stdout.splitlines() if line.startswith("error:")]
     assert len(errors) == 1 and said in errors[0] and "broken_reward" in errors[0], result.stdout
@@ -165,13 +160,19 @@ def test_ctrl_c_ends_every_process_and_keeps_what_there_was(variables, tmp_path)
     assert (tmp_path / "data/countdown/manifest.json").is_file()
 
 
-def test_a_lora_task_from_the_template_trains_at_once(variables, tmp_path):
+def test_a_new_lora_task_trains_on_the_rewards_of_its_own_function(variables, tmp_path):
+    """A random model answers nothing, so the function under test counts digits: the dump must hold those counts."""
     task = ROOT / "tasks/fresh_lora"
     assert make("new", TASK="fresh_lora", OPTIONS="lora=yes").returncode == 0
     try:
+        change_reward(task, "return {'score': sum(c in '0123456789' for c in solution_str) / 10, 'acc': 0.0}")
         changed = {**variables, "TASK": "fresh_lora", "INIT": "base", "ARTIFACTS": str(tmp_path)}
         result = make("train", STEPS="1", **changed)
     finally:
-        subprocess.run(["rm", "-rf", task], check=True)
+        shutil.rmtree(task)
     assert result.returncode == 0, result.stdout
-    assert "1 steps" in result.stdout
+    dump = next(tmp_path.glob("runs/fresh_lora/*/rollouts/1.jsonl"))
+    rows = [json.loads(line) for line in dump.read_text().splitlines()]
+    scores = [row["score"] for row in rows]
+    assert scores == pytest.approx([sum(c in "0123456789" for c in row["output"]) / 10 for row in rows])
+    assert len(rows) == 16 and len(set(scores)) > 1

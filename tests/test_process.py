@@ -99,3 +99,10 @@ def test_interruption_ends_the_process(tmp_path):
     with pytest.raises(KeyboardInterrupt):
         run_python("import time; print('x', flush=True); time.sleep(600)", tmp_path, watch=interrupt)
     assert not psutil.Process().children(recursive=True)
+
+
+def test_what_a_killed_launcher_left_is_ended_before_the_next_start(tmp_path):
+    environment = {**os.environ, process.MARK: str(tmp_path / "logs")}
+    with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], env=environment) as leftover:
+        run_python("pass", tmp_path)
+        assert leftover.wait(timeout=10) != 0

@@ -93,3 +93,8 @@ def test_the_mapping_to_verls_keys_exists_once():
 def test_stack_defaults_are_overridden_by_the_environment(monkeypatch):
     assert settings_of("countdown", monkeypatch, LR="2e-6", ROLLOUT_N="16").LR == 2e-6
     assert os.environ["STACK_RL_OVERRIDES"]
+
+
+@pytest.mark.parametrize(("limit", "sequences", "size"), [(32, 64, 32), (32, 48, 24), (32, 4, 4), (1, 7, 1), (5, 7, 1)])
+def test_micro_batches_divide_the_sequences(limit, sequences, size):
+    assert verl_config.micro_batch(limit, sequences) == size

@@ -119,7 +119,8 @@ def read_rows(path: Path, limit: int | None = None) -> Iterator[dict]:
                     limit = None if limit is None else limit - 1
                     yield row
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: not a readable parquet file ({str(error).splitlines()[0]})") from error
+        problem = str(error).splitlines()[0]
+        raise DataError(f"{path}: not a readable parquet file ({problem}); remove it and run `make data`") from error
 
 
 def _messages_problem(messages) -> str | None:

@@ -94,6 +94,7 @@ def rl_dir(s: Settings, arguments: list[str]) -> Path:
 def data(s: Settings) -> str:
     manifest = read_json(s.data_dir / "manifest.json")
     fresh = manifest.get("fingerprint") == s.data_fingerprint()
+    fresh = fresh and all((s.data_dir / f"{name}.parquet").is_file() for name in manifest["rows"])
     if not fresh:
         _script(s, "prepare_data.py")
         manifest = read_json(s.data_dir / "manifest.json")
@@ -314,8 +315,9 @@ def main(stage: str, arguments: list[str]) -> None:
 
             print_report(s, rl_dir(s, arguments))
         else:
-            upto = list(everything)[: list(everything).index(stage) + 1]
-            run_stages(s, {name: everything[name] for name in upto})
+            before = {"data": [], "sft": ["data", "model"], "eval": ["data", "model"]}[stage]
+            everything["sft"] = lambda: sft(s, [])
+            run_stages(s, {name: everything[name] for name in [*before, stage]})
 
 
 def _interrupted(signum, frame):

@@ -104,3 +104,5 @@ def main(sources: dict[str, Source]) -> None:
         prepare(load_settings(), sources)
     except (DataError, SettingsError, OSError) as error:
         sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -19,6 +19,7 @@ import psutil
 from tqdm import tqdm
 
 POLL_SECONDS = 0.5
+MARK = "VERL_TASK_LOGS"  # in the environment of all that ``run`` starts
 GRACE_SECONDS = 20  # how long a process may take to end by itself after a fatal line in its log
 REPORT_SECONDS = 15  # how often a line is printed where there is no terminal
 
@@ -95,6 +96,20 @@ def _remove_unused(files: set[Path]) -> None:
         Path(name).unlink(missing_ok=True)
 
 
+def _end_leftovers(log: Path) -> None:
+    """End what a launcher that was killed left running: processes that carry the mark of the same folder of logs.
+
+    The caller holds the task's lock, so none of them belongs to a run that is alive.
+    """
+    leftovers = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(MARK) == str(log.parent):
+                process.kill()
+                leftovers.append(process)
+    psutil.wait_procs(leftovers, timeout=10)
+
+
 def _die_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a killed launcher leaves no training behind
 
@@ -150,7 +165,8 @@ def run(
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix="verl-"))  # short: Ray's socket paths must fit in 107 bytes
-    env = {**os.environ, "RAY_TMPDIR": str(temporary), **(environment or {})}
+    env = {**os.environ, "RAY_TMPDIR": str(temporary), MARK: str(log.parent), **(environment or {})}
+    _end_leftovers(log)
     print(f"  log: {log}", flush=True)
     screen = _Screen(name, total)
     try:

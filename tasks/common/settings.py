@@ -78,7 +78,7 @@ class Settings:
     MAX_RESPONSE_LENGTH: int = _setting("tokens", _positive)
     # hardware
     N_GPUS: int = _setting("GPUs of this machine (on the cpu stack: processes that play one)", _positive)
-    MICRO_BATCH_SIZE: int = _setting("sequences a GPU in one forward pass", _positive)
+    MICRO_BATCH_SIZE: int = _setting("at most so many sequences a GPU in one forward pass", _positive)
     GPU_MEMORY_UTILIZATION: float = _setting("share of GPU memory for vLLM", _fraction)
     # LoRA
     LORA_RANK: int = _setting("0: full fine-tuning", _not_negative)
@@ -170,6 +170,8 @@ def load_settings(environ: dict[str, str] | None = None) -> Settings:
         )
     if settings.MINI_BATCH_SIZE * settings.ROLLOUT_N % settings.N_GPUS:
         raise SettingsError(f"N_GPUS={settings.N_GPUS}: must divide MINI_BATCH_SIZE x ROLLOUT_N")
+    if settings.SFT_BATCH_SIZE % settings.N_GPUS:
+        raise SettingsError(f"N_GPUS={settings.N_GPUS}: must divide SFT_BATCH_SIZE={settings.SFT_BATCH_SIZE}")
     if settings.INIT == "sft" and settings.SFT_SIZE < settings.SFT_BATCH_SIZE:
         raise SettingsError(f"SFT_BATCH_SIZE={settings.SFT_BATCH_SIZE}: larger than SFT_SIZE={settings.SFT_SIZE}")
     return settings

@@ -30,12 +30,18 @@ def _quoted(path) -> str:
     return f"'{text}'"
 
 
+def micro_batch(limit: int, sequences: int) -> int:
+    """The largest number of sequences up to ``limit`` that divides ``sequences``, as verl wants of micro-batches."""
+    return max(size for size in range(1, limit + 1) if sequences % size == 0)
+
+
 def _loggers(s: Settings) -> str:
     return "[" + ",".join(["console", "file", *filter(None, s.LOGGER.split(","))]) + "]"
 
 
 def rl_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
     """Overrides for ``verl.trainer.main_ppo``: train ``model`` for s.STEPS steps, writing to ``run_dir``."""
+    micro = micro_batch(s.MICRO_BATCH_SIZE, s.MINI_BATCH_SIZE * s.ROLLOUT_N // s.N_GPUS)
     data = [
         f"data.train_files={_quoted(s.data_dir / 'train.parquet')}",
         f"data.val_files={_quoted(s.data_dir / 'test.parquet')}",
@@ -53,7 +59,7 @@ def rl_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
     actor = [
         f"actor_rollout_ref.actor.optim.lr={s.LR}",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={s.MINI_BATCH_SIZE}",
-        f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={s.MICRO_BATCH_SIZE}",
+        f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={micro}",
         # hf_model: each checkpoint holds a folder that vLLM and transformers load as it is.
         "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
         "actor_rollout_ref.actor.checkpoint.load_contents=[model,optimizer,extra]",
@@ -64,9 +70,9 @@ def rl_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
         f"actor_rollout_ref.rollout.temperature={s.TEMPERATURE}",
         "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
         f"actor_rollout_ref.rollout.gpu_memory_utilization={s.GPU_MEMORY_UTILIZATION}",
-        f"actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu={s.MICRO_BATCH_SIZE}",
+        f"actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu={micro}",
         f"actor_rollout_ref.rollout.seed={s.SEED}",
-        f"actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu={s.MICRO_BATCH_SIZE}",
+        f"actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu={micro}",
     ]
     # Not the old top-level key `custom_reward_function`: verl 0.9.1 accepts and ignores it.
     reward = [
@@ -99,7 +105,7 @@ def sft_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
     data = [
         f"data.train_files={_quoted(s.data_dir / 'sft.parquet')}",
         f"data.train_batch_size={s.SFT_BATCH_SIZE}",
-        f"data.micro_batch_size_per_gpu={s.MICRO_BATCH_SIZE}",
+        f"data.micro_batch_size_per_gpu={micro_batch(s.MICRO_BATCH_SIZE, s.SFT_BATCH_SIZE // s.N_GPUS)}",
         f"data.max_length={s.MAX_PROMPT_LENGTH + s.MAX_RESPONSE_LENGTH}",
         "data.use_dynamic_bsz=False",
     ]

@@ -1,0 +1,44 @@
+#!/usr/bin/env bash
+# Add two numbers. Every value can be set from the environment:
+#   make train TASK=fresh_lora LR=2e-6 ROLLOUT_N=16 ARGS="trainer.total_epochs=1"
+# Hardware without a GPU has smaller defaults: tasks/common/stacks/cpu.sh.
+source "$(dirname "${BASH_SOURCE[0]}")/../common/stack.sh"
+
+# ---- model and data
+MODEL=${MODEL:-Qwen/Qwen2.5-1.5B-Instruct} # a hub id, a folder, or `embedded` (SmolLM2-135M-Instruct)
+INIT=${INIT:-base}                         # train from `base`, or from an SFT warm-up (`sft`)
+SOURCE=${SOURCE:-generate}                 # a name in prepare_data.py's `sources`
+DIFFICULTY=${DIFFICULTY:-hard}             # easy | hard
+TRAIN_SIZE=${TRAIN_SIZE:-8192}
+TEST_SIZE=${TEST_SIZE:-512}
+SFT_SIZE=${SFT_SIZE:-2048}
+SEED=${SEED:-42}
+# ---- optimisation
+METHOD=${METHOD:-grpo}
+STEPS=${STEPS:-100}
+TRAIN_BATCH_SIZE=${TRAIN_BATCH_SIZE:-128}  # prompts a step
+MINI_BATCH_SIZE=${MINI_BATCH_SIZE:-128}    # prompts an optimizer step
+LR=${LR:-1e-5}
+KL_COEF=${KL_COEF:-0}
+SFT_STEPS=${SFT_STEPS:-64}
+SFT_BATCH_SIZE=${SFT_BATCH_SIZE:-64}
+SFT_LR=${SFT_LR:-1e-5}
+# ---- rollouts and lengths
+ROLLOUT_N=${ROLLOUT_N:-8}                  # samples a prompt
+TEMPERATURE=${TEMPERATURE:-1.0}
+MAX_PROMPT_LENGTH=${MAX_PROMPT_LENGTH:-256}
+MAX_RESPONSE_LENGTH=${MAX_RESPONSE_LENGTH:-1024}
+# ---- hardware
+N_GPUS=${N_GPUS:-$(nvidia-smi -L | wc -l)}
+MICRO_BATCH_SIZE=${MICRO_BATCH_SIZE:-16}   # sequences a GPU in one forward pass
+GPU_MEMORY_UTILIZATION=${GPU_MEMORY_UTILIZATION:-0.5}
+# ---- LoRA (0: full fine-tuning)
+LORA_RANK=${LORA_RANK:-8}
+LORA_ALPHA=${LORA_ALPHA:-16}
+# ---- run
+RUN=${RUN:-}                               # name of the run; empty: made from the settings
+SAVE_FREQ=${SAVE_FREQ:-20}
+EVAL_N=${EVAL_N:-4}                        # samples a held-out prompt
+LOGGER=${LOGGER:-}                         # more verl loggers beside console and file, e.g. wandb,tensorboard
+
+exec bash "$ROOT/tasks/common/launch.sh" "$@"
