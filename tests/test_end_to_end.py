@@ -162,10 +162,15 @@ def test_ctrl_c_ends_every_process_and_keeps_what_there_was(variables, tmp_path)
 
 def test_a_new_lora_task_trains_on_the_rewards_of_its_own_function(variables, tmp_path):
     """A random model answers nothing, so the function under test counts digits: the dump must hold those counts."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
     task = ROOT / "tasks/fresh_lora"
     assert make("new", TASK="fresh_lora", OPTIONS="lora=yes").returncode == 0
     try:
-        change_reward(task, "return {'score': sum(c in '0123456789' for c in solution_str) / 10, 'acc': 0.0}")
+        change_reward(
+            task, "return {'score': sum(c in '0123456789' for c in solution_str) / 10, 'acc': 0.0, 'format': 0.0}"
+        )
         changed = {**variables, "TASK": "fresh_lora", "INIT": "base", "ARTIFACTS": str(tmp_path)}
         result = make("train", STEPS="1", **changed)
     finally:
@@ -176,3 +181,7 @@ def test_a_new_lora_task_trains_on_the_rewards_of_its_own_function(variables, tm
     scores = [row["score"] for row in rows]
     assert scores == pytest.approx([sum(c in "0123456789" for c in row["output"]) / 10 for row in rows])
     assert len(rows) == 16 and len(set(scores)) > 1
+    merged = AutoModelForCausalLM.from_pretrained(next(tmp_path.glob("runs/fresh_lora/*/checkpoints/*/actor/merged")))
+    start = AutoModelForCausalLM.from_pretrained(variables["MODEL"])
+    changed = {n for n, p in merged.named_parameters() if not torch.equal(p.float(), start.get_parameter(n).float())}
+    assert changed and all("_proj" in name for name in changed)

@@ -20,6 +20,7 @@ from pathlib import Path
 from tasks.common import verl_config
 from tasks.common.data import DataError, validate_parquet, written_beside
 from tasks.common.examples import check_examples
+from tasks.common.merge import is_lora, merge_lora
 from tasks.common.model import EMBEDDED, resolve_model, weights_bytes
 from tasks.common.process import Progress, StageFailed, run
 from tasks.common.reward import RewardError
@@ -69,8 +70,11 @@ def last_step(run_dir: Path) -> int:
 
 def hf_folder(run_dir: Path, kind: str) -> Path:
     """The last checkpoint as a folder that vLLM and transformers load; ``kind`` is "rl" or "sft"."""
-    actor = "actor/" if kind == "rl" else ""
-    return run_dir / f"checkpoints/global_step_{last_step(run_dir)}" / f"{actor}huggingface"
+    checkpoint = run_dir / f"checkpoints/global_step_{last_step(run_dir)}" / ("actor" if kind == "rl" else "")
+    try:
+        return merge_lora(checkpoint) if is_lora(checkpoint) else checkpoint / "huggingface"
+    except RuntimeError as error:
+        raise StageFailed(str(error)) from error
 
 
 def sft_dir(s: Settings, arguments: list[str]) -> Path:

@@ -39,6 +39,12 @@ def _loggers(s: Settings) -> str:
     return "[" + ",".join(["console", "file", *filter(None, s.LOGGER.split(","))]) + "]"
 
 
+def _save_contents(s: Settings) -> str:
+    """With hf_model a checkpoint holds a folder that vLLM and transformers load as it is; an adapter is merged later
+    (tasks/common/merge.py), because verl's hf_model of it holds peft's names, which nothing loads."""
+    return "[model,optimizer,extra]" if s.LORA_RANK else "[model,optimizer,extra,hf_model]"
+
+
 def rl_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
     """Overrides for ``verl.trainer.main_ppo``: train ``model`` for s.STEPS steps, writing to ``run_dir``."""
     micro = micro_batch(s.MICRO_BATCH_SIZE, s.MINI_BATCH_SIZE * s.ROLLOUT_N // s.N_GPUS)
@@ -60,8 +66,7 @@ def rl_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
         f"actor_rollout_ref.actor.optim.lr={s.LR}",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={s.MINI_BATCH_SIZE}",
         f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={micro}",
-        # hf_model: each checkpoint holds a folder that vLLM and transformers load as it is.
-        "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra,hf_model]",
+        f"actor_rollout_ref.actor.checkpoint.save_contents={_save_contents(s)}",
         "actor_rollout_ref.actor.checkpoint.load_contents=[model,optimizer,extra]",
     ]
     rollout = [
@@ -126,7 +131,7 @@ def sft_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
         f"trainer.default_local_dir={_quoted(run_dir / 'checkpoints')}",
         f"trainer.save_freq={s.SFT_STEPS}",
         "trainer.max_ckpt_to_keep=1",
-        "checkpoint.save_contents=[model,optimizer,extra,hf_model]",
+        f"checkpoint.save_contents={_save_contents(s)}",
         "checkpoint.load_contents=[model,optimizer,extra]",
     ]
     stack = stack_overrides("STACK_OVERRIDES", "STACK_SFT_OVERRIDES")

@@ -41,6 +41,7 @@ actor_rollout_ref.rollout.free_cache_engine=False
 actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=1024
 +actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=tasks.common.stacks.cpu.vllm_worker.CPUColocateWorkerExtension
 actor_rollout_ref.rollout.agent.num_workers=1
+actor_rollout_ref.model.lora.merge=True
 reward.num_workers=1
 transfer_queue.backend.SimpleStorage.num_data_storage_units=1
 data.dataloader_num_workers=0
