@@ -164,7 +164,7 @@ def test_generated_examples(difficulty):
     for example in examples:
         numbers, target = example.ground_truth["numbers"], example.ground_truth["target"]
         assert sorted(map(int, re.findall(r"\d+", example.prompt))) == sorted([*numbers, target])
-        assert "<answer></answer>" in example.prompt
+        assert "<answer></answer>" in example.system
         assert compute_score("countdown", example.demonstration, example.ground_truth)["score"] == 1.0
         thinking = re.match(r"<think>(.*)</think>", example.demonstration).group(1)
         assert_worked(numbers, target, thinking.split(", "))

@@ -372,7 +372,7 @@ def test_prepare_fills_the_rows(folder):
     prepare(settings_for(), {"toy": toy})
     for split, first in (("test", 0), ("train", 6)):
         for index, row in enumerate(read_rows(folder / f"{split}.parquet")):
-            assert row == rl_row("countdown", f"say 5 {first + index}", {"target": first + index}, split, index)
+            assert row == rl_row("countdown", chat(f"say 5 {first + index}"), {"target": first + index}, split, index)
 
 
 def test_demonstrations_are_those_of_the_first_training_prompts_that_have_one(folder):

@@ -105,4 +105,4 @@ def test_what_a_killed_launcher_left_is_ended_before_the_next_start(tmp_path):
     environment = {**os.environ, process.MARK: str(tmp_path / "logs")}
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], env=environment) as leftover:
         run_python("pass", tmp_path)
-        assert leftover.wait(timeout=10) != 0
+        leftover.wait(timeout=10)  # raises if it still runs
