@@ -20,76 +20,14 @@ from pathlib import Path
 from tasks.common import verl_config
 from tasks.common.data import DataError, validate_parquet, written_beside
 from tasks.common.examples import check_examples
-from tasks.common.merge import is_lora, merge_lora
 from tasks.common.model import EMBEDDED, resolve_model, weights_bytes
 from tasks.common.process import Progress, StageFailed, run
+from tasks.common.report import print_report
 from tasks.common.reward import RewardError
+from tasks.common.runs import hf_folder, last_step, next_metrics_file, read_json, read_metrics, rl_dir, sft_dir
 from tasks.common.settings import Settings, SettingsError, artifacts, load_settings
 
 Problem = (SettingsError, DataError, RewardError, StageFailed)
-
-
-# ---- what is on disk -----------------------------------------------------------------------------------------------
-
-
-def read_json(path: Path) -> dict:
-    """The JSON object in ``path``; empty if the file is missing or unreadable."""
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-
-
-def read_metrics(run_dir: Path) -> dict[int, dict]:
-    """verl's metrics by step, over all launches of a run.
-
-    verl's file logger truncates its file when it starts (verl/utils/tracking.py:541), so each launch has its own,
-    metrics/000.jsonl and on; for a step that was trained again after a resume the later launch counts.
-    """
-    metrics: dict[int, dict] = {}
-    for file in sorted((run_dir / "metrics").glob("*.jsonl")):
-        for line in file.read_text().split("\n")[:-1]:
-            record = json.loads(line)
-            metrics[record["step"]] = record["data"]
-    return metrics
-
-
-def next_metrics_file(run_dir: Path) -> Path:
-    """Path for the metrics of the coming launch."""
-    folder = run_dir / "metrics"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder / f"{len(list(folder.glob('*.jsonl'))):03}.jsonl"
-
-
-def last_step(run_dir: Path) -> int:
-    """Step of the last whole checkpoint; 0 if there is none. verl writes the tracker file after the checkpoint."""
-    tracker = run_dir / "checkpoints/latest_checkpointed_iteration.txt"
-    step = int(tracker.read_text()) if tracker.exists() else 0
-    return step if (run_dir / f"checkpoints/global_step_{step}").is_dir() else 0
-
-
-def hf_folder(run_dir: Path, kind: str) -> Path:
-    """The last checkpoint as a folder that vLLM and transformers load; ``kind`` is "rl" or "sft"."""
-    checkpoint = run_dir / f"checkpoints/global_step_{last_step(run_dir)}" / ("actor" if kind == "rl" else "")
-    try:
-        return merge_lora(checkpoint) if is_lora(checkpoint) else checkpoint / "huggingface"
-    except RuntimeError as error:
-        raise StageFailed(str(error)) from error
-
-
-def sft_dir(s: Settings, arguments: list[str]) -> Path:
-    return s.runs_dir / f"sft-{s.sft_fingerprint(arguments)}"
-
-
-def rl_dir(s: Settings, arguments: list[str]) -> Path:
-    """Folder of the run; raises SettingsError when RUN names one that was made with other settings."""
-    mark = s.rl_fingerprint(arguments)
-    run_dir = s.runs_dir / (s.RUN or f"{s.METHOD}-{mark}")
-    made_with = read_json(run_dir / "settings.json")
-    if made_with and made_with["fingerprint"] != mark:
-        changed = [k for k, v in asdict(s).items() if made_with["settings"].get(k) != v] or ["data, reward.py or ARGS"]
-        raise SettingsError(f"RUN={run_dir.name}: exists with other settings ({', '.join(changed)}); take another name")
-    return run_dir
 
 
 # ---- stages --------------------------------------------------------------------------------------------------------
@@ -187,8 +125,8 @@ def evaluate(s: Settings, arguments: list[str]) -> str:
 
 
 def _script(s: Settings, name: str) -> None:
-    if subprocess.run([sys.executable, str(s.task_dir / name)]).returncode:
-        raise StageFailed(f"{s.task_dir / name} failed")
+    if code := subprocess.run([sys.executable, str(s.task_dir / name)]).returncode:
+        sys.exit(code)  # the script has said why
 
 
 def _compute_score(s: Settings) -> Callable[..., dict]:
@@ -315,8 +253,6 @@ def main(stage: str, arguments: list[str]) -> None:
             rl_dir(s, arguments)  # a wrong RUN is said before anything starts
             verl_config.compose("ppo_trainer", verl_config.rl_overrides(s, s.MODEL, s.runs_dir) + arguments)
             run_stages(s, everything, before=1)
-            from tasks.common.report import print_report
-
             print_report(s, rl_dir(s, arguments))
         else:
             before = {"data": [], "sft": ["data", "model"], "eval": ["data", "model"]}[stage]

@@ -103,6 +103,6 @@ def main(sources: dict[str, Source]) -> None:
     try:
         prepare(load_settings(), sources)
     except (DataError, SettingsError, OSError) as error:
-        sys.exit(f"error: {error}")
+        sys.exit(f"error: {' '.join(str(error).split())}")
     except KeyboardInterrupt:
         sys.exit(130)

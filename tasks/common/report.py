@@ -9,8 +9,8 @@ from rich.console import Console
 from rich.table import Table
 
 from tasks.common.evaluate import paired_difference
-from tasks.common.launch import last_step, read_json, read_metrics
 from tasks.common.metrics import Estimate
+from tasks.common.runs import last_step, read_json, read_metrics
 from tasks.common.settings import Settings
 
 

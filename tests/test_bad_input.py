@@ -1,0 +1,91 @@
+"""Bad files and models: one clear line, a non-zero exit, and nothing lost. No engine starts in these tests."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import ROOT, make
+
+SIZES = {"TASK": "countdown", "STACK": "cpu", "TRAIN_SIZE": "32", "TEST_SIZE": "8", "SFT_SIZE": "32"}
+
+
+def errors_of(result) -> list[str]:
+    assert result.returncode != 0, result.stdout
+    assert "Traceback" not in result.stdout
+    return [line for line in result.stdout.splitlines() if line.startswith("error:")]
+
+
+@pytest.fixture
+def variables(tmp_path) -> dict[str, str]:
+    return {**SIZES, "ARTIFACTS": str(tmp_path / "artifacts")}
+
+
+@pytest.fixture
+def data_dir(variables) -> Path:
+    assert make("data", **variables).returncode == 0
+    return Path(variables["ARTIFACTS"]) / "data/countdown"
+
+
+def test_data_is_reused_until_a_setting_changes_it(variables, data_dir):
+    assert "up to date" in make("data", **variables).stdout
+    assert "up to date" not in make("data", **variables, SEED="7").stdout
+
+
+def test_a_corrupt_parquet_is_named(variables, data_dir):
+    (data_dir / "train.parquet").write_bytes(b"PAR1 not really PAR1")
+    (error,) = errors_of(make("data", **variables))
+    assert str(data_dir / "train.parquet") in error and "make data" in error
+
+
+def test_a_missing_parquet_is_made_again(variables, data_dir):
+    before = (data_dir / "train.parquet").read_bytes()
+    (data_dir / "train.parquet").unlink()
+    assert make("data", **variables).returncode == 0
+    assert (data_dir / "train.parquet").read_bytes() == before
+
+
+def test_too_few_problems_keep_the_data_that_was_there(variables, data_dir):
+    before = (data_dir / "train.parquet").read_bytes()
+    folder = data_dir.parent / "public"
+    folder.mkdir()
+    rows = [{"nums": [1, 2, n], "target": n + 3} for n in range(3, 20)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (error,) = errors_of(make("data", **variables, SOURCE=str(folder)))
+    assert "has only 17 different prompts" in error
+    assert (data_dir / "train.parquet").read_bytes() == before
+    assert "up to date" in make("data", **variables).stdout
+
+
+def test_a_model_without_weights_and_one_without_config_are_named(variables, tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (error,) = errors_of(make("train", **variables, MODEL=str(folder)))
+    assert f"MODEL={folder}" in error and "no config.json" in error
+    (folder / "config.json").write_text("{}")
+    (error,) = errors_of(make("train", **variables, MODEL=str(folder)))
+    assert f"MODEL={folder}" in error and "no weights" in error
+
+
+def test_a_model_whose_checkpoints_do_not_fit_on_the_disk_is_refused(variables, tmp_path):
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    with (folder / "model.safetensors").open("wb") as f:
+        f.truncate(2 * 10**12)  # sparse: takes no space
+    (error,) = errors_of(make("train", **variables, MODEL=str(folder), INIT="base"))
+    assert "GB free" in error and "ARTIFACTS" in error
+
+
+def test_an_example_with_another_score_stops_before_the_training(variables, small_model):
+    examples = ROOT / "tasks/wrong_example/examples.jsonl"
+    assert make("new", TASK="wrong_example").returncode == 0
+    try:
+        examples.write_text(examples.read_text().replace('"score": 1.0', '"score": 0.5'))
+        changed = {**variables, "TASK": "wrong_example", "MODEL": str(small_model), "INIT": "base"}
+        (error,) = errors_of(make("train", **changed))
+    finally:
+        for file in examples.parent.iterdir():
+            file.unlink()
+        examples.parent.rmdir()
+    assert "examples.jsonl: line 1: the score is 1.0, the row states 0.5" in error
