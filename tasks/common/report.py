@@ -46,9 +46,7 @@ def print_report(s: Settings, run_dir: Path) -> None:
     )
     console.print("\nNext:")
     console.print(f"  make train TASK={s.TASK} STEPS={2 * s.STEPS}    # continue this run")
-    console.print(
-        f"  make train TASK={s.TASK} LR={s.LR / 2:g} ROLLOUT_N={2 * s.ROLLOUT_N}    # a new run with other settings"
-    )
+    console.print(f"  make train TASK={s.TASK} LR={s.LR / 2:g}    # a new run with another setting")
     console.print("  make new TASK=my_task    # a task of your own")
 
 
