@@ -31,6 +31,12 @@ def score_completions(completions: list[Completion], rows: list[dict], compute_s
     return scored
 
 
+def sampled_by_prompt(scored: list[dict], key: str) -> np.ndarray:
+    """``key`` of the reward, mean over the sampled completions of each prompt; shape (prompts,)."""
+    sampled = [row for row in scored if row["mode"] == SAMPLED]
+    return by_prompt(np.array([row["reward"][key] for row in sampled]), np.array([row["index"] for row in sampled]))
+
+
 def summarize(scored: list[dict], own_metrics: Metrics | None = None) -> dict:
     """Metrics of one model over its scored completions.
 
@@ -40,16 +46,11 @@ def summarize(scored: list[dict], own_metrics: Metrics | None = None) -> dict:
     """
     greedy = [row for row in scored if row["mode"] == GREEDY]
     sampled = [row for row in scored if row["mode"] == SAMPLED]
-    prompts = np.array([row["index"] for row in sampled])
-
-    def mean(key: str) -> Estimate:
-        return bootstrap_mean(by_prompt(np.array([row["reward"][key] for row in sampled]), prompts))
-
     return {
         "prompts": len(greedy),
         "accuracy": asdict(proportion(int(sum(row["reward"]["acc"] for row in greedy)), len(greedy))),
-        "pass@1": asdict(mean("acc")),
-        "score": asdict(mean("score")),
+        "pass@1": asdict(bootstrap_mean(sampled_by_prompt(scored, "acc"))),
+        "score": asdict(bootstrap_mean(sampled_by_prompt(scored, "score"))),
         "tokens": float(np.mean([row["tokens"] for row in sampled])),
         "truncated": float(np.mean([row["finish_reason"] == "length" for row in sampled])),
         "own": own_metrics(sampled) if own_metrics else {},
@@ -58,12 +59,7 @@ def summarize(scored: list[dict], own_metrics: Metrics | None = None) -> dict:
 
 def paired_difference(base: list[dict], model: list[dict], key: str) -> Estimate:
     """Mean over prompts of ``key`` of ``model`` less that of ``base``, with the paired bootstrap interval."""
-
-    def values(scored):
-        sampled = [row for row in scored if row["mode"] == SAMPLED]
-        return by_prompt(np.array([r["reward"][key] for r in sampled]), np.array([r["index"] for r in sampled]))
-
-    return bootstrap_mean(values(model) - values(base))
+    return bootstrap_mean(sampled_by_prompt(model, key) - sampled_by_prompt(base, key))
 
 
 def evaluation_fingerprint(settings: Settings, model: str) -> str:

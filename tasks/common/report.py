@@ -29,12 +29,8 @@ def print_report(s: Settings, run_dir: Path) -> None:
         cells = [str(Estimate(**summary[key])) for key in ("accuracy", "pass@1", "score")]
         table.add_row(label, *cells, f"{summary['tokens']:.0f}")
     start, trained = labels[-2], labels[-1]
-    differences = {
-        key: paired_difference(
-            _scored(run_dir / f"eval/{start}.jsonl"), _scored(run_dir / f"eval/{trained}.jsonl"), key
-        )
-        for key in ("score", "acc")
-    }
+    scored = [_scored(run_dir / f"eval/{label}.jsonl") for label in (start, trained)]
+    differences = {key: paired_difference(*scored, key) for key in ("score", "acc")}
     seconds = sum(step["timing_s/step"] for step in read_metrics(run_dir).values())
     console = Console(width=110, highlight=False)
     console.print()
