@@ -7,7 +7,7 @@ MAKEFLAGS += --no-print-directory
 TASKS := $(notdir $(patsubst %/train.sh,%,$(wildcard tasks/*/train.sh)))
 STACKS := $(basename $(notdir $(wildcard tasks/common/stacks/*.sh)))
 STACK ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo current || echo cpu)
-STAGES := data sft train eval config
+STAGES := data probe sft train merge eval compare rescore chat batch config
 ARGS ?=
 export STACK
 export STARTED := $(shell date +%s)
@@ -60,9 +60,15 @@ endif
 data: $(INSTALLED) ## prepare the task's data
 sft: $(INSTALLED) ## SFT warm-up on the task's demonstrations
 train: $(INSTALLED) ## everything: data, model, SFT warm-up, RL, evaluation, closing table
-eval: $(INSTALLED) ## evaluate base, warm-up and trained model
+probe: $(INSTALLED) ## before training: has the data signal for this model? FILTER=1 keeps the prompts that have
+eval: $(INSTALLED) ## evaluate MODEL, or base, warm-up and trained model
+compare: $(INSTALLED) ## BASE against MODEL or the trained model: paired tests, prompts gained and lost
+rescore: $(INSTALLED) ## score stored ROLLOUTS again, without a model
+merge: $(INSTALLED) ## the checkpoint STEP as one folder that vLLM and transformers load
+chat: $(INSTALLED) ## talk to MODEL, or to the trained model
+batch: $(INSTALLED) ## answer the prompts of INPUT with MODEL, or with the trained model, into OUTPUT
 config: $(INSTALLED) ## print verl's resolved config without training
-data sft eval config:
+$(filter-out train,$(STAGES)):
 	@$(RUN_STAGE)
 train:
 	@[[ $$(stat -c %Y $(INSTALLED) 2>/dev/null || echo 0) -ge $(STARTED) ]] || echo "$(NUMBER)install: up to date"

@@ -27,7 +27,7 @@ SMALL = {
     "ROLLOUT_N": "4",
     "MAX_PROMPT_LENGTH": "256",  # a byte is a token
     "MAX_RESPONSE_LENGTH": "48",
-    "EVAL_N": "2",
+    "N": "2",
     "SAVE_FREQ": "1",
 }
 
@@ -76,7 +76,7 @@ def test_a_killed_run_resumes_and_ends_with_the_table(variables):
         summary = json.loads((run_dir(variables) / f"eval/{label}.json").read_text())
         assert summary["prompts"] == 8 and 0 <= summary["score"]["value"] <= 1
         completions = (run_dir(variables) / f"eval/{label}.jsonl").read_text().splitlines()
-        assert len(completions) == 8 * (1 + int(SMALL["EVAL_N"]))
+        assert len(completions) == 8 * (1 + int(SMALL["N"]))
     assert {name for name in os.listdir("/dev/shm") if name.startswith(("psm_", "verl_"))} <= shared_memory
 
 

@@ -49,7 +49,7 @@ VALUES = {
     "LORA_ALPHA": "32",
     "RUN": "",
     "SAVE_FREQ": "5",
-    "EVAL_N": "4",
+    "N": "4",
     "LOGGER": "",
 }
 NAMES = [f.name for f in fields(Settings)]
@@ -204,7 +204,7 @@ TRAINING = {
     "MAX_PROMPT_LENGTH": "129",
     "MAX_RESPONSE_LENGTH": "65",
 }
-REPORTING = {"RUN": "name", "STEPS": "20", "LOGGER": "wandb", "SAVE_FREQ": "6", "EVAL_N": "8"}
+REPORTING = {"RUN": "name", "STEPS": "20", "LOGGER": "wandb", "SAVE_FREQ": "6", "N": "8"}
 
 
 def fingerprints(**changes):

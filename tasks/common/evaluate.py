@@ -1,105 +1,110 @@
-"""`make eval`: models on the same held-out prompts, one greedy and EVAL_N sampled completions each, scored.
+"""The command line of a task's evaluate.py: sample models on the task's prompts, score, report.
 
-A task's evaluate.py calls ``main`` with its own ``compute_score``: the reward that trains is the reward that reports.
+The reward that trains is the reward that reports. A task's evaluate.py calls ``main`` with its own ``compute_score``
+and, if it has any, its own metrics.
 """
 
-import argparse
-import gc
 import json
+import signal
+import sys
 from collections.abc import Callable
-from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
-
-from tasks.common.data import read_rows, written_beside
-from tasks.common.metrics import Estimate, bootstrap_mean, by_prompt, proportion
-from tasks.common.sample import GREEDY, SAMPLED, Completion, sample
-from tasks.common.settings import Settings, fingerprint, load_settings
-
-Metrics = Callable[[list[dict]], dict[str, float]]
-
-
-def score_completions(completions: list[Completion], rows: list[dict], compute_score: Callable) -> list[dict]:
-    """Each completion as a dict with the keys of the reward beside it, ground truth included."""
-    scored = []
-    for completion in completions:
-        row = rows[completion.index]
-        truth = row["reward_model"]["ground_truth"]
-        reward = compute_score(row["data_source"], completion.response, truth, row["extra_info"])
-        scored.append({**asdict(completion), "ground_truth": truth, "reward": reward})
-    return scored
+from tasks.common import batch, chat, compare, probe
+from tasks.common.data import DataError, written_beside
+from tasks.common.process import StageFailed
+from tasks.common.report import comparison_rows, console, screen_table, sizes
+from tasks.common.rollouts import in_order, read_rollouts, rescored, write_rollouts
+from tasks.common.sample import Scoring, report_errors, sample_here, sampled, test_job
+from tasks.common.settings import Command, Settings, SettingsError, artifacts, fingerprint, load_settings
+from tasks.common.summary import OwnMetrics, differences, summarize
 
 
-def sampled_by_prompt(scored: list[dict], key: str) -> np.ndarray:
-    """``key`` of the reward, mean over the sampled completions of each prompt; shape (prompts,)."""
-    sampled = [row for row in scored if row["mode"] == SAMPLED]
-    return by_prompt(np.array([row["reward"][key] for row in sampled]), np.array([row["index"] for row in sampled]))
-
-
-def summarize(scored: list[dict], own_metrics: Metrics | None = None) -> dict:
-    """Metrics of one model over its scored completions.
-
-    ``accuracy``: share of prompts whose greedy response is right, Wilson interval. ``pass@1`` and ``score``: mean over
-    prompts of the mean over sampled completions, bootstrap over prompts. ``truncated``: share of sampled completions
-    that hit the length limit. ``own``: the task's metrics of the sampled completions.
-    """
-    greedy = [row for row in scored if row["mode"] == GREEDY]
-    sampled = [row for row in scored if row["mode"] == SAMPLED]
-    return {
-        "prompts": len(greedy),
-        "accuracy": asdict(proportion(int(sum(row["reward"]["acc"] for row in greedy)), len(greedy))),
-        "pass@1": asdict(bootstrap_mean(sampled_by_prompt(scored, "acc"))),
-        "score": asdict(bootstrap_mean(sampled_by_prompt(scored, "score"))),
-        "tokens": float(np.mean([row["tokens"] for row in sampled])),
-        "truncated": float(np.mean([row["finish_reason"] == "length" for row in sampled])),
-        "own": own_metrics(sampled) if own_metrics else {},
-    }
-
-
-def paired_difference(base: list[dict], model: list[dict], key: str) -> Estimate:
-    """Mean over prompts of ``key`` of ``model`` less that of ``base``, with the paired bootstrap interval."""
-    return bootstrap_mean(sampled_by_prompt(model, key) - sampled_by_prompt(base, key))
-
-
-def evaluation_fingerprint(settings: Settings, model: str) -> str:
-    """Changes when the completions would: model, its weights' time stamps, prompts, sampling."""
-    names = ("TEST_SIZE", "EVAL_N", "TEMPERATURE", "MAX_PROMPT_LENGTH", "MAX_RESPONSE_LENGTH", "SEED", "STACK")
-    values = {name: getattr(settings, name) for name in names}
-    weights = sorted(Path(model).glob("*.safetensors")) if Path(model).is_dir() else []
-    values |= {"model": model, "weights": [w.stat().st_mtime_ns for w in weights], "data": settings.data_fingerprint()}
-    return fingerprint(values)
-
-
-def evaluate(settings: Settings, models: dict[str, str], out: Path, compute_score, own_metrics: Metrics | None) -> None:
-    """Sample, score and summarize each of ``models`` (label to path), writing ``out/<label>.jsonl`` and ``.json``."""
-    rows = list(read_rows(settings.data_dir / "test.parquet"))
+def evaluate(s: Settings, command: Command, scoring: Scoring, models: dict[str, str]) -> int:
+    """`make eval`: a table of ``models`` (label to path), the last one's difference to the one before it, and
+    summary.json beside each model's rollouts. Returns the number of completions on which the reward raised."""
+    summaries, all_rollouts, fresh = {}, {}, False
     for label, model in models.items():
-        mark = evaluation_fingerprint(settings, model)
-        completions = sample(
-            model,
-            [row["prompt"] for row in rows],
-            out / f"{label}-{mark}.jsonl",
-            n=settings.EVAL_N,
-            temperature=settings.TEMPERATURE,
-            max_tokens=settings.MAX_RESPONSE_LENGTH,
-            max_model_len=settings.MAX_PROMPT_LENGTH + settings.MAX_RESPONSE_LENGTH,
-            seed=settings.SEED,
-            gpu_memory_utilization=settings.GPU_MEMORY_UTILIZATION,
-        )
-        gc.collect()  # the engine before the next one starts
-        scored = score_completions(completions, rows, compute_score)
-        with written_beside(out / f"{label}.jsonl") as partial:
-            partial.write_text("".join(json.dumps(row) + "\n" for row in scored))
-        with written_beside(out / f"{label}.json") as partial:
-            partial.write_text(json.dumps({"model": model, "mark": mark, **summarize(scored, own_metrics)}, indent=2))
+        job = test_job(s, model)
+        folder = job.folder(artifacts() / "eval" / s.TASK)
+        all_rollouts[label], new = sampled(job, folder, label, scoring)
+        fresh |= new
+        summaries[label] = summarize(all_rollouts[label], scoring.own_metrics)
+        write_summary(folder / "summary.json", model, summaries[label])
+        if command.STAGE == "eval":
+            print(f"  {label}: {model}\n    {folder}")
+    if not fresh:
+        print("  up to date: nothing to sample")
+    labels = list(models)
+    changes = None
+    if len(labels) > 1:
+        changes = differences(all_rollouts[labels[-2]], all_rollouts[labels[-1]], scoring.own_metrics)
+    rows = [row[:-1] if changes else row for row in comparison_rows(summaries, changes)]
+    header = ["metric", *labels, *([f"{labels[-1]} - {labels[-2]}, paired"] if changes else [])]
+    title = f"{s.TASK}: {sizes(summaries[labels[-1]])}; mean [95 % interval]"
+    screen = console()
+    screen.print()
+    screen.print(screen_table(title, header, rows))
+    return report_errors([r for rollouts in all_rollouts.values() for r in rollouts])
 
 
-def main(compute_score: Callable, own_metrics: Metrics | None = None) -> None:
-    """Command line of a task's evaluate.py: ``--out DIR label=model [label=model ...]``."""
-    parser = argparse.ArgumentParser(description="Evaluate models on the task's held-out prompts.")
-    parser.add_argument("--out", type=Path, required=True, help="folder for completions and summaries")
-    parser.add_argument("models", nargs="+", metavar="LABEL=MODEL")
-    arguments = parser.parse_args()
-    models = dict(pair.split("=", 1) for pair in arguments.models)
-    evaluate(load_settings(), models, arguments.out, compute_score, own_metrics)
+def write_summary(path: Path, model: str, summary: dict) -> None:
+    with written_beside(path) as partial:
+        partial.write_text(json.dumps({"model": model, **summary}, indent=2) + "\n")
+
+
+def rescore(s: Settings, command: Command, scoring: Scoring) -> int:
+    """`make rescore ROLLOUTS=file`: score stored rollouts again, without a model; the file itself stays as it is."""
+    if not command.ROLLOUTS:
+        raise SettingsError("ROLLOUTS is empty: give a rollouts.jsonl (under artifacts/eval, artifacts/probe)")
+    source = Path(command.ROLLOUTS)
+    stored, cut = read_rollouts(source)
+    if not stored:
+        raise DataError(f"{source}: has no whole line")
+    if cut:
+        print(f"  {source}: its last line was cut off and is left out")
+    rollouts = in_order(rescored(rollout, scoring.compute_score) for rollout in stored)
+    before = {(r.index, r.mode, r.sample): r.reward for r in stored}
+    changed = sum(before[(r.index, r.mode, r.sample)] != r.reward for r in rollouts)
+    summary = summarize(rollouts, scoring.own_metrics)
+    folder = artifacts() / "eval" / s.TASK / f"rescored-{fingerprint({'file': str(source.resolve())})}"
+    write_rollouts(folder / "rollouts.jsonl", rollouts)
+    write_summary(folder / "summary.json", f"rollouts of {source}", summary)
+    screen = console()
+    screen.print(screen_table(f"{s.TASK}: {sizes(summary)}", ["metric", "value"], comparison_rows({"": summary})))
+    print(f"{changed} of {len(rollouts)} completions have another reward than stored; written to {folder}")
+    return report_errors(rollouts)
+
+
+def main(compute_score: Callable, own_metrics: OwnMetrics | None = None) -> None:
+    """Run one command: ``probe MODEL``, ``eval LABEL=MODEL ...``, ``compare BASE MODEL``, ``rescore``, ``chat MODEL``,
+    ``batch MODEL`` or, called by these, ``sample JOB``. All else comes from the environment that train.sh exports.
+
+    Exits with 1 after one line that says why, also when the reward raised on some completion.
+    """
+    signal.signal(signal.SIGTERM, _interrupted)
+    name, *arguments = sys.argv[1:]
+    try:
+        s, command = load_settings(), load_settings(cls=Command)
+        scoring = Scoring(compute_score, own_metrics, fingerprint({}, s.task_dir / "reward.py"))
+        commands: dict[str, Callable[[], int]] = {
+            "probe": lambda: probe.probe(s, command, scoring, *arguments),
+            "eval": lambda: evaluate(s, command, scoring, dict(pair.split("=", 1) for pair in arguments)),
+            "compare": lambda: compare.compare(s, scoring, *arguments),
+            "rescore": lambda: rescore(s, command, scoring),
+            "chat": lambda: chat.chat(s, scoring, *arguments),
+            "batch": lambda: batch.batch(s, command, scoring, *arguments),
+            "sample": lambda: sample_here(*arguments, scoring),
+        }
+        if errors := commands[name]():
+            sys.exit(f"error: the reward raised on {errors} completions, which count in no metric; all else was done")
+    except (SettingsError, DataError, StageFailed) as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        if name != "sample":
+            print("\nstopped; what was sampled is kept, the same command goes on from there", file=sys.stderr)
+        sys.exit(130)
+
+
+def _interrupted(signum, frame):
+    raise KeyboardInterrupt

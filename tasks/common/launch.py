@@ -1,4 +1,4 @@
-"""The stages of a task: data, model, sft, train, eval. Run by train.sh through launch.sh; settings are the environment.
+"""The stages of a task. Run by train.sh through launch.sh; settings are the environment.
 
 Each stage leaves a mark of what it was made from under artifacts/, and is skipped while that is still true.
 """
@@ -20,12 +20,25 @@ from pathlib import Path
 from tasks.common import verl_config
 from tasks.common.data import DataError, validate_parquet, written_beside
 from tasks.common.examples import check_examples
+from tasks.common.merge import base_of, is_adapter, merge, merged_folder
 from tasks.common.model import EMBEDDED, resolve_model, weights_bytes
-from tasks.common.process import Progress, StageFailed, run
-from tasks.common.report import print_report
+from tasks.common.process import Progress, StageFailed, die_with_parent, run
+from tasks.common.report import total_time
 from tasks.common.reward import RewardError
-from tasks.common.runs import hf_folder, last_step, next_metrics_file, read_json, read_metrics, rl_dir, sft_dir
-from tasks.common.settings import Settings, SettingsError, artifacts, load_settings
+from tasks.common.runs import (
+    find_run,
+    find_step,
+    hf_folder,
+    last_step,
+    next_metrics_file,
+    read_json,
+    read_metrics,
+    rl_dir,
+    settings_of,
+    sft_dir,
+    shards,
+)
+from tasks.common.settings import Command, Settings, SettingsError, artifacts, load_settings
 
 Problem = (SettingsError, DataError, RewardError, StageFailed)
 
@@ -51,8 +64,8 @@ def model(s: Settings) -> str:
     return f"{'' if fresh else 'unpacked '}{resolve_model(s.MODEL)}"
 
 
-def sft(s: Settings, arguments: list[str]) -> str:
-    run_dir = sft_dir(s, arguments)
+def sft(s: Settings) -> str:
+    run_dir = sft_dir(s)
     if last_step(run_dir) >= s.SFT_STEPS:
         return f"up to date: {s.SFT_STEPS} steps"
     demonstrations = read_json(s.data_dir / "manifest.json")["rows"].get("sft", 0)
@@ -63,10 +76,10 @@ def sft(s: Settings, arguments: list[str]) -> str:
         )
     start = resolve_model(s.MODEL)
     _check_disk(run_dir, start, checkpoints=1)
-    overrides = verl_config.sft_overrides(s, start, run_dir) + arguments
+    overrides = verl_config.sft_overrides(s, start, run_dir)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={s.N_GPUS}"]
     command += ["-m", "verl.trainer.sft_trainer", *verl_config.HYDRA, *overrides]
-    _train(s, "SFT", run_dir, command, s.SFT_STEPS, _sft_progress)
+    _train("SFT", run_dir, command, s.SFT_STEPS, ("loss", "train/loss"))
     return f"{s.SFT_STEPS} steps, loss {read_metrics(run_dir)[s.SFT_STEPS]['train/loss']:.3f}"
 
 
@@ -83,50 +96,88 @@ def train(s: Settings, arguments: list[str]) -> str:
     run_dir.mkdir(parents=True, exist_ok=True)
     with written_beside(run_dir / "settings.json") as partial:
         record = {"fingerprint": s.rl_fingerprint(arguments), "settings": asdict(s), "arguments": arguments}
+        record["start"] = start
         partial.write_text(json.dumps(record, indent=2) + "\n")
     if resumed:
         print(f"  resuming from step {resumed}")
-    _train(s, s.METHOD.upper(), run_dir, command, s.STEPS, _rl_progress)
+    _train(s.METHOD.upper(), run_dir, command, s.STEPS, ("reward", "critic/score/mean"))
     return f"{s.STEPS} steps in {run_dir}"
 
 
-def evaluate(s: Settings, arguments: list[str]) -> str:
-    """Evaluate base, warm-up and trained model; what was evaluated before with the same settings is reused."""
-    from tasks.common.evaluate import evaluation_fingerprint
+def evaluate(s: Settings, command: Command, run_dir: Path | None) -> str:
+    """Base, warm-up and the checkpoint STEP of ``run_dir``; without a run MODEL alone."""
+    models = {"base": resolve_model(s.MODEL, command.BASE)}
+    if run_dir:
+        recorded = read_json(run_dir / "settings.json")
+        if recorded["settings"]["INIT"] == "sft":
+            models["sft"] = recorded["start"]
+        models[s.METHOD] = str(hf_folder(run_dir, command.STEP))
+    _script(s, "evaluate.py", "eval", *(f"{label}={path}" for label, path in models.items()))
+    return ", ".join(models)
 
-    run_dir = rl_dir(s, arguments)
-    out = run_dir / "eval"
-    models = _models(s, arguments)
-    marks = {label: evaluation_fingerprint(s, path) for label, path in models.items()}
-    todo = {
-        label: path for label, path in models.items() if read_json(out / f"{label}.json").get("mark") != marks[label]
-    }
-    if todo:
-        files = {label: out / f"{label}-{marks[label]}.jsonl" for label in todo}
-        command = [sys.executable, str(s.task_dir / "evaluate.py"), "--out", str(out)]
-        command += [f"{label}={path}" for label, path in todo.items()]
 
-        def watch() -> Progress:
-            current = [label for label, file in files.items() if file.exists()]
-            return Progress(sum(_count_lines(f) for f in files.values()), f" {current[-1]}" if current else "")
+def probe(s: Settings, command: Command) -> str:
+    """MODEL, or the warm-up that RL would start from once there is one."""
+    start = resolve_model(s.MODEL, command.BASE)
+    if not command.MODEL_GIVEN and s.INIT == "sft" and last_step(sft_dir(s)):
+        start = str(hf_folder(sft_dir(s)))
+    _script(s, "evaluate.py", "probe", start)
+    return start
 
-        run(
-            command,
-            name="eval",
-            log=run_dir / "logs/eval.log",
-            total=len(todo) * s.TEST_SIZE * (1 + s.EVAL_N),
-            watch=watch,
-            environment={"VLLM_ENABLE_V1_MULTIPROCESSING": os.environ.get("EVAL_MULTIPROCESSING", "1")},
-        )
-    return ("" if todo else "up to date: ") + f"{', '.join(models)} on {s.TEST_SIZE} held-out prompts"
+
+def compare(s: Settings, command: Command, run_dir: Path | None) -> str:
+    """BASE (default: what the run began with) against MODEL, or against the checkpoint STEP of ``run_dir``."""
+    if run_dir:
+        base, trained = command.BASE or s.MODEL, str(hf_folder(run_dir, command.STEP))
+    elif command.MODEL_GIVEN:
+        adapter = Path(command.MODEL_GIVEN).expanduser()
+        trained = resolve_model(command.MODEL_GIVEN, command.BASE)
+        base = command.BASE or (base_of(adapter) if is_adapter(adapter) else _default_model(s))
+    else:
+        raise SettingsError(f"there is no trained model yet: run `make train TASK={s.TASK}`, or set MODEL")
+    _script(s, "evaluate.py", "compare", resolve_model(base), trained)
+    return f"{base} -> {trained}"
+
+
+def chosen_model(s: Settings, command: Command, run_dir: Path | None) -> str:
+    """For chat and batch: MODEL if it was given, else the checkpoint STEP of ``run_dir``, else the base model."""
+    if run_dir and not command.MODEL_GIVEN:
+        return str(hf_folder(run_dir, command.STEP))
+    return resolve_model(s.MODEL, command.BASE)
+
+
+def merged(s: Settings, command: Command, run_dir: Path | None) -> str:
+    if run_dir is None:
+        raise SettingsError(f"there is no checkpoint to merge yet: run `make train TASK={s.TASK}`, or set RUN")
+    checkpoint = shards(run_dir, find_step(run_dir, command.STEP))
+    if folder := merged_folder(checkpoint):
+        return f"nothing to do: {folder} has the whole model already"
+    return f"written: {merge(checkpoint)}"
 
 
 # ---- parts of stages -----------------------------------------------------------------------------------------------
 
 
-def _script(s: Settings, name: str) -> None:
-    if code := subprocess.run([sys.executable, str(s.task_dir / name)]).returncode:
-        sys.exit(code)  # the script has said why
+def _script(s: Settings, name: str, *arguments: str) -> None:
+    """Run a script of the task, with the settings as they are now. Exits as it exits: it has said why."""
+    environment = os.environ | {name: str(value) for name, value in asdict(s).items()}
+    command = [sys.executable, str(s.task_dir / name), *arguments]
+    with subprocess.Popen(command, env=environment, preexec_fn=die_with_parent) as script:
+        try:
+            code = script.wait()
+        except KeyboardInterrupt:
+            script.send_signal(signal.SIGINT)  # of a terminal it has had it already, and is ending
+            script.wait()
+            raise
+    if code:
+        sys.exit(code if code > 0 else 1)
+
+
+def _default_model(s: Settings) -> str:
+    """The MODEL that the task's train.sh has when none is given."""
+    environment = {name: value for name, value in os.environ.items() if name != "MODEL"} | {"STAGE": "default_model"}
+    command = ["bash", str(s.task_dir / "train.sh")]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout.strip()
 
 
 def _compute_score(s: Settings) -> Callable[..., dict]:
@@ -139,22 +190,14 @@ def _compute_score(s: Settings) -> Callable[..., dict]:
 def _start_model(s: Settings) -> str:
     if s.INIT == "base":
         return resolve_model(s.MODEL)
-    run_dir = sft_dir(s, [])
+    run_dir = sft_dir(s)
     if not last_step(run_dir):
         raise SettingsError("INIT=sft: there is no warm-up for these settings; run `make sft` first")
-    return str(hf_folder(run_dir, "sft"))
+    return str(hf_folder(run_dir))
 
 
-def _models(s: Settings, arguments: list[str]) -> dict[str, str]:
-    models = {"base": resolve_model(s.MODEL)}
-    if s.INIT == "sft" and last_step(sft_dir(s, [])):
-        models["sft"] = str(hf_folder(sft_dir(s, []), "sft"))
-    if last_step(rl_dir(s, arguments)):
-        models[s.METHOD] = str(hf_folder(rl_dir(s, arguments), "rl"))
-    return models
-
-
-def _train(s: Settings, name: str, run_dir: Path, command: list[str], total: int, progress: Callable) -> None:
+def _train(name: str, run_dir: Path, command: list[str], total: int, shown: tuple[str, str]) -> None:
+    """Run verl to step ``total``; the progress line shows ``shown``: a name and verl's metric."""
     metrics = next_metrics_file(run_dir)
     log = run_dir / f"logs/{name.lower()}-{metrics.stem}.log"
     start = last_step(run_dir)
@@ -163,32 +206,20 @@ def _train(s: Settings, name: str, run_dir: Path, command: list[str], total: int
         name=name,
         log=log,
         total=total,
-        watch=lambda: progress(metrics, start),
+        watch=lambda: _progress(metrics, start, *shown),
         environment={"VERL_FILE_LOGGER_PATH": str(metrics)},
     )
     if last_step(run_dir) < total:
         raise StageFailed(f"{name} ended without a checkpoint of step {total}\n  log: {log}")
 
 
-def _last_record(metrics: Path) -> dict:
+def _progress(metrics: Path, start: int, name: str, key: str) -> Progress:
+    """The last step that verl logged, with its metric ``key`` shown as ``name``."""
     lines = metrics.read_bytes().split(b"\n")[:-1] if metrics.exists() else []
-    return json.loads(lines[-1]) if lines else {}
-
-
-def _rl_progress(metrics: Path, start: int) -> Progress:
-    if record := _last_record(metrics):
-        return Progress(record["step"], f" reward {record['data']['critic/score/mean']:.3f}")
-    return Progress(start, " starting Ray, FSDP and vLLM")
-
-
-def _sft_progress(metrics: Path, start: int) -> Progress:
-    if record := _last_record(metrics):
-        return Progress(record["step"], f" loss {record['data']['train/loss']:.3f}")
-    return Progress(start, " starting")
-
-
-def _count_lines(file: Path) -> int:
-    return file.read_bytes().count(b"\n") if file.exists() else 0
+    if not lines:
+        return Progress(start, " starting")
+    record = json.loads(lines[-1])
+    return Progress(record["step"], f" {name} {record['data'][key]:.3f}")
 
 
 def _check_disk(run_dir: Path, start: str, checkpoints: int) -> None:
@@ -222,7 +253,7 @@ def _locked(s: Settings) -> Iterator[None]:
 # ---- command line --------------------------------------------------------------------------------------------------
 
 
-def run_stages(s: Settings, stages: dict[str, Callable[[], str]], before: int = 0) -> None:
+def run_stages(stages: dict[str, Callable[[], str]], before: int = 0) -> None:
     """Run ``stages`` in order, saying which of how many; ``before`` counts those that make ran already (install)."""
     for number, (name, stage) in enumerate(stages.items(), before + 1):
         print(f"[{number}/{before + len(stages)}] {name}", flush=True)
@@ -230,34 +261,61 @@ def run_stages(s: Settings, stages: dict[str, Callable[[], str]], before: int = 
         print(f"  {stage()} ({time.monotonic() - started:.0f} s)", flush=True)
 
 
+def closing(s: Settings, run_dir: Path) -> None:
+    """After the table: how long it took, where it is, what to type next."""
+    seconds = sum(step["timing_s/step"] for step in read_metrics(run_dir).values())
+    print(f"{last_step(run_dir)} steps, {seconds:.0f} s of training{total_time()}; all of it in {run_dir}\n\nNext:")
+    print(f"  make train TASK={s.TASK} STEPS={2 * s.STEPS}    # continue this run")
+    print(f"  make compare TASK={s.TASK}    # base -> trained with tests, prompts gained and lost; files")
+    print(f"  make chat TASK={s.TASK}    # talk to it")
+    print("  make new TASK=my_task    # a task of your own")
+
+
 def main(stage: str, arguments: list[str]) -> None:
-    s = load_settings()
-    everything: dict[str, Callable[[], str]] = {
-        "data": lambda: data(s),
-        "model": lambda: model(s),
-        "sft": lambda: sft(s, []),
-        "train": lambda: train(s, arguments),
-        "eval": lambda: evaluate(s, arguments),
-    }
-    if s.INIT == "base":
-        del everything["sft"]
+    s, command = load_settings(), load_settings(cls=Command)
     if stage == "config":
         from omegaconf import OmegaConf
 
-        start = resolve_model(s.MODEL) if s.INIT == "base" else hf_folder(sft_dir(s, []), "sft")
+        start = resolve_model(s.MODEL) if s.INIT == "base" else hf_folder(sft_dir(s))
         overrides = verl_config.rl_overrides(s, start, rl_dir(s, arguments)) + arguments
         print(OmegaConf.to_yaml(verl_config.compose("ppo_trainer", overrides), resolve=True))
         return
+    if stage == "rescore":
+        _script(s, "evaluate.py", "rescore")
+        return
+    run_dir = None
+    if stage in ("eval", "compare", "merge", "chat", "batch"):
+        run_dir = find_run(s, arguments, command.MODEL_GIVEN)
+        if run_dir:
+            s = settings_of(run_dir, s)
+            print(f"run {run_dir.name}, checkpoint of step {find_step(run_dir, command.STEP)}")
     with _locked(s):
         if stage == "train":
             rl_dir(s, arguments)  # a wrong RUN is said before anything starts
             verl_config.compose("ppo_trainer", verl_config.rl_overrides(s, s.MODEL, s.runs_dir) + arguments)
-            run_stages(s, everything, before=1)
-            print_report(s, rl_dir(s, arguments))
+        before: dict[str, Callable[[], str]] = {"data": lambda: data(s), "model": lambda: model(s)}
+        stages: dict[str, Callable[[], str]] = {
+            "sft": lambda: sft(s),
+            "train": lambda: train(s, arguments),
+            "eval": lambda: evaluate(s, command, rl_dir(s, arguments) if stage == "train" else run_dir),
+            "probe": lambda: probe(s, command),
+            "compare": lambda: compare(s, command, run_dir),
+            "merge": lambda: merged(s, command, run_dir),
+        }
+        if stage == "train":
+            wanted = [name for name in ("sft", "train", "eval") if name != "sft" or s.INIT == "sft"]
+            run_stages(before | {name: stages[name] for name in wanted}, before=1)
+            closing(s, rl_dir(s, arguments))
+        elif stage == "data":
+            run_stages({"data": before["data"]})
+        elif stage == "merge":
+            run_stages({"merge": stages["merge"]})
+        elif stage in stages:
+            run_stages(before | {stage: stages[stage]})
         else:
-            before = {"data": [], "sft": ["data", "model"], "eval": ["data", "model"]}[stage]
-            everything["sft"] = lambda: sft(s, [])
-            run_stages(s, {name: everything[name] for name in [*before, stage]})
+            run_stages(before)
+    if stage in ("chat", "batch"):
+        _script(s, "evaluate.py", stage, chosen_model(s, command, run_dir))
 
 
 def _interrupted(signum, frame):

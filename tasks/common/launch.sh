@@ -5,6 +5,9 @@ set -euo pipefail
 if [[ ${STAGE:-} == count ]]; then # of `make train`: install, data, model, (sft), train, eval
   [[ $INIT == sft ]] && echo 6 || echo 5
   exit
+elif [[ ${STAGE:-} == default_model ]]; then
+  echo "$MODEL"
+  exit
 fi
 export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 PYTHON=${PYTHON:-$ROOT/.venv/bin/python}

@@ -1,25 +1,44 @@
-"""A LoRA checkpoint of verl as one folder that vLLM and transformers load: the adapter merged into its base."""
+"""One folder that vLLM and transformers load: from a checkpoint of verl, or from a LoRA adapter and its base."""
 
+import json
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+from tasks.common.process import StageFailed
+from tasks.common.settings import SettingsError
 
-def is_lora(checkpoint: Path) -> bool:
-    """Whether verl saved an adapter in ``checkpoint`` (the folder with the FSDP shards)."""
+
+def has_weights(folder: Path) -> bool:
+    """Whether ``folder`` is a whole model in transformers' form."""
+    return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether ``folder`` is a LoRA adapter in peft's form."""
+    return (folder / "adapter_config.json").is_file()
+
+
+def merged_folder(checkpoint: Path) -> Path | None:
+    """The loadable folder of ``checkpoint`` (the folder with the FSDP shards) if there is one already."""
+    folders = [checkpoint / "merged", *([] if _is_lora(checkpoint) else [checkpoint / "huggingface"])]
+    return next((folder for folder in folders if has_weights(folder)), None)
+
+
+def _is_lora(checkpoint: Path) -> bool:
     return (checkpoint / "lora_train_meta.json").is_file()
 
 
-def merge_lora(checkpoint: Path) -> Path:
-    """Merge once and return ``checkpoint/merged``.
+def merge(checkpoint: Path) -> Path:
+    """The loadable folder of ``checkpoint``, made from its FSDP shards if there is none yet.
 
-    verl's merger (verl/model_merger) joins the shards to a base model and an adapter, peft merges the two. Raises
-    RuntimeError with the merger's last line if it fails.
+    verl's merger (verl/model_merger) joins the shards; of a LoRA run it makes a base model and an adapter, which peft
+    merges. Raises StageFailed with the merger's last line if it fails; nothing is left then.
     """
+    if folder := merged_folder(checkpoint):
+        return folder
     merged = checkpoint / "merged"
-    if merged.is_dir():
-        return merged
     partial = checkpoint / ".merged.partial"
     shutil.rmtree(partial, ignore_errors=True)
     command = [sys.executable, "-m", "verl.model_merger", "merge", "--backend", "fsdp"]
@@ -27,13 +46,40 @@ def merge_lora(checkpoint: Path) -> Path:
         [*command, "--local_dir", checkpoint, "--target_dir", partial], capture_output=True, text=True
     )
     if result.returncode:
-        raise RuntimeError(f"{checkpoint}: verl.model_merger failed: {(result.stderr.splitlines() or [''])[-1]}")
-
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
-    base = AutoModelForCausalLM.from_pretrained(partial, dtype="auto")
-    model = PeftModel.from_pretrained(base, partial / "lora_adapter").merge_and_unload()
-    model.save_pretrained(partial)
+        shutil.rmtree(partial, ignore_errors=True)
+        raise StageFailed(f"{checkpoint}: verl.model_merger failed: {(result.stderr.splitlines() or [''])[-1]}")
+    if is_adapter(partial / "lora_adapter"):
+        _merge_adapter(str(partial), partial / "lora_adapter", partial)
     partial.rename(merged)
     return merged
+
+
+def merge_adapter(adapter: Path, base: str, target: Path) -> Path:
+    """``target``: the model ``base`` with ``adapter`` merged into it; made once."""
+    if not has_weights(target):
+        partial = target.with_name(f".{target.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        _merge_adapter(base, adapter, partial)
+        partial.rename(target)
+    return target
+
+
+def _merge_adapter(base: str, adapter: Path, target: Path) -> None:
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype="auto"), adapter)
+    except Exception as error:
+        raise SettingsError(f"{adapter}: is no adapter of {base}: {' '.join(str(error).split())[:200]}") from error
+    model.merge_and_unload().save_pretrained(target)
+    AutoTokenizer.from_pretrained(base).save_pretrained(target)
+
+
+def base_of(adapter: Path) -> str:
+    """The base model that an adapter names; empty if it names none."""
+    return json.loads((adapter / "adapter_config.json").read_text()).get("base_model_name_or_path") or ""

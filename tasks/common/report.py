@@ -1,51 +1,97 @@
-"""The table that closes `make train`: base, warm-up and trained model on the same held-out prompts."""
+"""The tables of every report, on screen and as Markdown. Text that a model wrote is made harmless first."""
 
-import json
 import os
+import re
 import time
-from pathlib import Path
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
-from tasks.common.evaluate import paired_difference
 from tasks.common.metrics import Estimate
-from tasks.common.runs import last_step, read_json, read_metrics
-from tasks.common.settings import Settings
+from tasks.common.summary import MEANING, Difference
+
+# All control characters but line feed and tab: a response must not move the cursor or set the terminal's title.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
-def _scored(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
+def console() -> Console:
+    """For tables; wide enough for them also where there is no terminal."""
+    return Console(width=None if os.isatty(1) else 140, highlight=False)
 
 
-def print_report(s: Settings, run_dir: Path) -> None:
-    """Print the table, the paired difference of the trained model to its start, the time, and what to type next."""
-    labels = ["base", *(["sft"] if s.INIT == "sft" else []), s.METHOD]
-    table = Table(title=f"{s.TASK}: {s.TEST_SIZE} held-out prompts, mean [95 % interval]", title_justify="left")
-    for column in ("model", "accuracy (greedy)", f"pass@1 ({s.EVAL_N} samples)", "mean score", "tokens"):
-        table.add_column(column)
-    for label in labels:
-        summary = read_json(run_dir / f"eval/{label}.json")
-        cells = [str(Estimate(**summary[key])) for key in ("accuracy", "pass@1", "score")]
-        table.add_row(label, *cells, f"{summary['tokens']:.0f}")
-    start, trained = labels[-2], labels[-1]
-    scored = [_scored(run_dir / f"eval/{label}.jsonl") for label in (start, trained)]
-    differences = {key: paired_difference(*scored, key) for key in ("score", "acc")}
-    seconds = sum(step["timing_s/step"] for step in read_metrics(run_dir).values())
-    console = Console(width=110, highlight=False)
-    console.print()
-    console.print(table)
-    console.print(f"{trained} - {start}, paired: mean score {differences['score']}, pass@1 {differences['acc']}")
-    console.print(
-        f"{last_step(run_dir)} steps, {seconds:.0f} s of training{_total_time()}; all of it in {run_dir}",
-        soft_wrap=True,
-    )
-    console.print("\nNext:")
-    console.print(f"  make train TASK={s.TASK} STEPS={2 * s.STEPS}    # continue this run")
-    console.print(f"  make train TASK={s.TASK} LR={s.LR / 2:g}    # a new run with another setting")
-    console.print("  make new TASK=my_task    # a task of your own")
+def printable(text: str) -> str:
+    """``text`` of a model without control characters."""
+    return _CONTROL.sub("", text)
 
 
-def _total_time() -> str:
-    started = os.environ.get("STARTED")  # set by make, before the installation
+def one_line(text: str, length: int = 100) -> str:
+    """``text`` of a model as one line of at most ``length`` characters."""
+    text = " ".join(printable(text).split())
+    return text if len(text) <= length else text[: length - 1] + "…"
+
+
+def meaning(name: str) -> str:
+    """What a metric is; empty for a component of the reward and a task's own metrics."""
+    return MEANING.get("pass@k" if name.startswith("pass@") else name, "")
+
+
+def sizes(summary: dict) -> str:
+    """How much a summary rests on, with what could not be counted."""
+    text = f"{summary['prompts']} prompts, {summary['samples']} samples each"
+    if summary["left_out"]:
+        text += f"; {summary['left_out']} prompts left out (longer than MAX_PROMPT_LENGTH)"
+    if summary["errors"]:
+        text += f"; {summary['errors']} completions not counted: the reward raised on them"
+    return text
+
+
+def p_text(difference: Difference) -> str:
+    return f"{difference.p_value:.4f} ({difference.test})"
+
+
+def comparison_rows(summaries: dict[str, dict], changes: dict[str, Difference] | None = None) -> list[list[str]]:
+    """One row a metric: its name, its estimate for each model, and the difference with its p-value if given."""
+    names = list(dict.fromkeys(name for summary in summaries.values() for name in summary["metrics"]))
+    rows = []
+    for name in names:
+        cells = [name]
+        for summary in summaries.values():
+            value = summary["metrics"].get(name)
+            cells.append(str(Estimate(**value)) if value else "-")
+        if changes is not None:
+            cells += [_signed(changes[name].estimate), p_text(changes[name])] if name in changes else ["-", "-"]
+        rows.append(cells)
+    return rows
+
+
+def _signed(estimate: Estimate) -> str:
+    text = str(estimate)
+    return text if estimate.value < 0 else f"+{text}"
+
+
+def screen_table(title: str, header: list[str], rows: list[list[str]]) -> Table:
+    table = Table(title=escape(title), title_justify="left")
+    for name in header:
+        table.add_column(escape(name), overflow="fold")
+    for row in rows:
+        table.add_row(*map(escape, row))
+    return table
+
+
+def markdown_table(header: list[str], rows: list[list[str]]) -> str:
+    """A table in GitHub's form; what a cell contains cannot end it."""
+    lines = [header, ["---"] * len(header), *[[markdown_text(cell) for cell in row] for row in rows]]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def markdown_text(text: str) -> str:
+    """``text`` as plain text: no markup, no HTML, on one line."""
+    text = re.sub(r"([\\`*_{}\[\]>#|!~])", r"\\\1", one_line(text, 300))
+    return text.replace("&", "&amp;").replace("<", "&lt;")
+
+
+def total_time() -> str:
+    """``, 830 s in all`` since make started, installation included; empty outside make."""
+    started = os.environ.get("STARTED")
     return f", {time.time() - float(started):.0f} s in all" if started else ""

@@ -1,12 +1,11 @@
 """What is on disk of a run: its folder, checkpoints and metrics."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 
-from tasks.common.merge import is_lora, merge_lora
-from tasks.common.process import StageFailed
-from tasks.common.settings import Settings, SettingsError
+from tasks.common.merge import merge
+from tasks.common.settings import REPORTING, Settings, SettingsError
 
 
 def read_json(path: Path) -> dict:
@@ -45,17 +44,85 @@ def last_step(run_dir: Path) -> int:
     return step if (run_dir / f"checkpoints/global_step_{step}").is_dir() else 0
 
 
-def hf_folder(run_dir: Path, kind: str) -> Path:
-    """The last checkpoint as a folder that vLLM and transformers load; ``kind`` is "rl" or "sft"."""
-    checkpoint = run_dir / f"checkpoints/global_step_{last_step(run_dir)}" / ("actor" if kind == "rl" else "")
-    try:
-        return merge_lora(checkpoint) if is_lora(checkpoint) else checkpoint / "huggingface"
-    except RuntimeError as error:
-        raise StageFailed(str(error)) from error
+def checkpoints(run_dir: Path) -> list[int]:
+    """Steps of the whole checkpoints on disk, ascending."""
+    last = last_step(run_dir)
+    found = [f.name.removeprefix("global_step_") for f in (run_dir / "checkpoints").glob("global_step_*")]
+    return sorted(int(step) for step in found if step.isdigit() and int(step) <= last)
 
 
-def sft_dir(s: Settings, arguments: list[str]) -> Path:
-    return s.runs_dir / f"sft-{s.sft_fingerprint(arguments)}"
+def find_step(run_dir: Path, step: str) -> int:
+    """The step of the checkpoint that ``step`` names: latest, best, or its number. Raises SettingsError.
+
+    best: the highest validation score (``val-core/``) where verl validated at a checkpoint's step
+    (ARGS=trainer.test_freq=...), else the highest mean training reward of that step, which is a noisy guide.
+    """
+    steps = checkpoints(run_dir)
+    if not steps:
+        raise SettingsError(f"STEP={step}: {run_dir} has no checkpoint yet")
+    if step == "latest":
+        return steps[-1]
+    if step == "best":
+        metrics = read_metrics(run_dir)
+        return max(steps, key=lambda step: _quality(metrics.get(step, {})))
+    if not step.isdigit() or int(step) not in steps:
+        raise SettingsError(
+            f"STEP={step}: {run_dir} has the checkpoints {', '.join(map(str, steps))}; take one of them, latest or best"
+        )
+    return int(step)
+
+
+def _quality(metrics: dict) -> tuple[float, float]:
+    validation = [value for name, value in metrics.items() if name.startswith("val-core/")]
+    return max(validation, default=float("-inf")), metrics.get("critic/score/mean", float("-inf"))
+
+
+def shards(run_dir: Path, step: int) -> Path:
+    """The folder of a checkpoint that holds the policy's shards."""
+    folder = run_dir / f"checkpoints/global_step_{step}"
+    return folder / "actor" if (folder / "actor").is_dir() else folder
+
+
+def hf_folder(run_dir: Path, step: str = "latest") -> Path:
+    """A checkpoint as a folder that vLLM and transformers load."""
+    return merge(shards(run_dir, find_step(run_dir, step)))
+
+
+def find_run(s: Settings, arguments: list[str], model_given: str = "") -> Path | None:
+    """The run that `make eval`, compare, merge, chat and batch are about; None if there is none.
+
+    RUN if set, else the run of these very settings, else the newest run of the task with a checkpoint. With
+    ``model_given`` only a run that was trained from that model: any other MODEL stands for itself. Raises
+    SettingsError when RUN names no run with a checkpoint.
+    """
+    runs = [f.parent.parent for f in s.runs_dir.glob("*/checkpoints/latest_checkpointed_iteration.txt")]
+    runs = sorted((run for run in runs if last_step(run)), key=lambda run: run.stat().st_mtime)
+    if s.RUN:
+        run_dir = s.runs_dir / s.RUN
+        if run_dir not in runs:
+            known = ", ".join(run.name for run in runs) or "none"
+            raise SettingsError(f"RUN={s.RUN}: no such run with a checkpoint in {s.runs_dir}; there are: {known}")
+        return run_dir
+    if (run_dir := rl_dir(s, arguments)) in runs:
+        return run_dir
+    trained = [run for run in runs if "settings" in read_json(run / "settings.json")]
+    if model_given:
+        trained = [run for run in trained if read_json(run / "settings.json")["settings"]["MODEL"] == model_given]
+    return trained[-1] if trained else None
+
+
+def settings_of(run_dir: Path, s: Settings) -> Settings:
+    """The settings that ``run_dir`` was trained with; how to evaluate is taken from ``s``.
+
+    The test prompts of other data settings could be among those that the run was trained on.
+    """
+    recorded = read_json(run_dir / "settings.json").get("settings", {})
+    own = {f.name for f in fields(Settings)} - REPORTING
+    return replace(s, **{name: value for name, value in recorded.items() if name in own})
+
+
+def sft_dir(s: Settings) -> Path:
+    return s.runs_dir / f"sft-{s.sft_fingerprint()}"
 
 
 def rl_dir(s: Settings, arguments: list[str]) -> Path:

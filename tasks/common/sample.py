@@ -1,98 +1,224 @@
-"""Sample from a model with vLLM's offline engine; completions are written as JSONL while they come."""
+"""Sample a model on the rows of a parquet file and score each completion; what was sampled before is kept.
+
+``sampled`` is what the commands call: it runs ``sample`` in a process of its own, whose noise goes to a log.
+"""
 
 import json
-from collections.abc import Iterator
+import os
+import sys
+import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-GREEDY, SAMPLED = "greedy", "sampled"
+from tasks.common.data import DataError, read_rows, written_beside
+from tasks.common.engines import ENGINES, Request, Sampling
+from tasks.common.process import Progress, StageFailed, run
+from tasks.common.rollouts import (
+    GREEDY,
+    SAMPLED,
+    TOO_LONG,
+    Rollout,
+    in_order,
+    read_rollouts,
+    rescored,
+    scored,
+    to_line,
+    write_rollouts,
+)
+from tasks.common.settings import Settings, fingerprint
+from tasks.common.summary import OwnMetrics
 
 
 @dataclass(frozen=True)
-class Completion:
-    """One response. ``index``: the prompt's place in the test set; ``sample``: which of its n."""
+class Job:
+    """Sample ``model`` on the first ``limit`` (0: all) prompts of the parquet file ``rows``."""
 
-    index: int
-    mode: str
-    sample: int
-    response: str
-    finish_reason: str
-    tokens: int
+    model: str
+    rows: str
+    limit: int
+    sampling: Sampling
+    backend: str = "vllm"
+    gpu_memory_utilization: float = 0.5
 
+    def fingerprint(self) -> str:
+        """Changes when the completions would. Not with ``limit``: more prompts continue the same file."""
+        values = asdict(self)
+        for name in ("limit", "gpu_memory_utilization"):
+            del values[name]
+        folder = Path(self.model)
+        weights = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
+        values["weights"] = [(w.name, w.stat().st_size, w.stat().st_mtime_ns) for w in weights]
+        del values["rows"]
+        return fingerprint(values, Path(self.rows))
 
-def read_completions(path: Path) -> list[Completion]:
-    """The completions in ``path``; none if it does not exist. A last line that was cut off is left out."""
-    if not path.exists():
-        return []
-    lines = path.read_text().split("\n")
-    return [Completion(**json.loads(line)) for line in lines[:-1]]  # what follows the last newline is incomplete
-
-
-def sample(
-    model: str,
-    prompts: list[list[dict]],
-    out: Path,
-    *,
-    n: int,
-    temperature: float,
-    max_tokens: int,
-    max_model_len: int,
-    seed: int,
-    dtype: str = "bfloat16",
-    gpu_memory_utilization: float = 0.5,
-) -> list[Completion]:
-    """One greedy and ``n`` sampled completions for each chat prompt, in the model's own chat template.
-
-    Appends to ``out`` as prompts finish; prompts that are complete there already are not sampled again. Returns all
-    completions sorted by prompt, mode and sample.
-    """
-    done = read_completions(out)
-    complete = {(c.index, c.mode) for c in done}
-    todo = [(i, mode) for i in range(len(prompts)) for mode in (GREEDY, SAMPLED) if (i, mode) not in complete]
-    if todo:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text("".join(json.dumps(asdict(c)) + "\n" for c in done))  # drops a line that was cut off
-        with out.open("a") as file:
-            for completions in _generate(
-                model, prompts, todo, n, temperature, max_tokens, max_model_len, seed, dtype, gpu_memory_utilization
-            ):
-                file.write("".join(json.dumps(asdict(c)) + "\n" for c in completions))
-                file.flush()
-                done.extend(completions)
-    return sorted(done, key=lambda c: (c.index, c.mode, c.sample))
+    def folder(self, root: Path) -> Path:
+        """Where the completions go, under ``root``."""
+        return root / f"{model_name(self.model)}-{self.fingerprint()}"
 
 
-def _generate(
-    model, prompts, todo, n, temperature, max_tokens, max_model_len, seed, dtype, gpu_memory_utilization
-) -> Iterator[list[Completion]]:
-    from vllm import LLM, SamplingParams
-    from vllm.sampling_params import RequestOutputKind
+@dataclass(frozen=True)
+class Scoring:
+    """What a task brings: its reward, its own metrics, and a mark that changes when the reward does."""
 
-    llm = LLM(
-        model,
-        dtype=dtype,
-        max_model_len=max_model_len,
-        seed=seed,  # of the engine: on a CPU vLLM 0.30 fails on a seed of a request (gpu_model_runner.py:3723)
-        enforce_eager=True,
-        gpu_memory_utilization=gpu_memory_utilization,
-        disable_log_stats=True,
+    compute_score: Callable
+    own_metrics: OwnMetrics | None
+    mark: str
+
+
+def sampling(s: Settings) -> Sampling:
+    """How the settings sample. EVAL_TEMPERATURE=0 is greedy: one response a prompt."""
+    greedy_only = s.EVAL_TEMPERATURE == 0
+    return Sampling(
+        n=1 if greedy_only else s.N,
+        greedy=bool(s.GREEDY) and not greedy_only,
+        temperature=s.EVAL_TEMPERATURE,
+        top_p=s.TOP_P,
+        max_prompt_tokens=s.MAX_PROMPT_LENGTH,
+        max_tokens=s.MAX_NEW_TOKENS,
+        seed=s.EVAL_SEED,
     )
-    tokenizer, engine = llm.get_tokenizer(), llm.llm_engine
-    # FINAL_ONLY: one output with all n; the default gives each of the n in an output of its own, as it ends.
-    common = {"max_tokens": max_tokens, "output_kind": RequestOutputKind.FINAL_ONLY}
-    modes = {
-        GREEDY: SamplingParams(n=1, temperature=0.0, **common),
-        SAMPLED: SamplingParams(n=n, temperature=temperature, **common),
+
+
+def test_job(s: Settings, model: str) -> Job:
+    """Sample ``model`` on the task's held-out prompts."""
+    rows = str(s.data_dir / "test.parquet")
+    return Job(model, rows, s.LIMIT, sampling(s), gpu_memory_utilization=s.GPU_MEMORY_UTILIZATION)
+
+
+def report_errors(rollouts: list[Rollout]) -> int:
+    """Print the first five completions on which the reward raised; return how many there are."""
+    errors = [r for r in rollouts if r.error]
+    for rollout in errors[:5]:
+        print(f"  reward raised on prompt {rollout.index}, {rollout.mode} {rollout.sample}: {rollout.error}")
+    if len(errors) > 5:
+        print(f"  ... and on {len(errors) - 5} more")
+    return len(errors)
+
+
+def model_name(model: str) -> str:
+    """A short name for a model: the run and step of one of our checkpoints, else the last part of its path or id."""
+    parts = Path(model).parts
+    if "checkpoints" in parts:
+        place = parts.index("checkpoints")
+        return f"{parts[place - 1]}-{parts[place + 1].replace('global_step_', 'step')}"
+    return parts[-1]
+
+
+def load(job: Job, out: Path, scoring: Scoring) -> tuple[list[Rollout], list[Request]]:
+    """The rollouts of ``job`` that ``out`` holds, in order, and the requests that are missing.
+
+    A group of which a line was cut off counts as missing. What was scored with another version of the
+    reward is scored again.
+    """
+    rows = list(read_rows(Path(job.rows), job.limit or None))
+    if not rows:
+        raise DataError(f"{job.rows}: has no rows to sample")
+    stored, cut = read_rollouts(out) if out.exists() else ([], 0)
+    groups: dict[tuple[int, str], dict[int, Rollout]] = {}
+    for rollout in stored:
+        groups.setdefault((rollout.index, rollout.mode), {})[rollout.sample] = rollout
+    size = {GREEDY: 1, SAMPLED: job.sampling.n}
+    groups = {
+        key: group
+        for key, group in groups.items()
+        if len(group) == size.get(key[1]) or any(r.finish_reason == TOO_LONG for r in group.values())
     }
-    for index, mode in todo:
-        ids = tokenizer.apply_chat_template(prompts[index], add_generation_prompt=True, return_dict=True)["input_ids"]
-        engine.add_request(f"{index}:{mode}", {"prompt_token_ids": ids}, modes[mode])
-    while engine.has_unfinished_requests():
-        for output in engine.step():
-            if output.finished:
-                index, mode = output.request_id.split(":")
-                yield [
-                    Completion(int(index), mode, o.index, o.text, str(o.finish_reason), len(o.token_ids))
-                    for o in output.outputs
-                ]
-    engine.engine_core.shutdown()
+    kept = [rollout for group in groups.values() for rollout in group.values()]
+    meta = out.with_name("rollouts.meta.json")
+    if not meta.exists() or json.loads(meta.read_text())["reward"] != scoring.mark:
+        kept = [rescored(rollout, scoring.compute_score) for rollout in kept]
+        with written_beside(meta) as partial:
+            partial.write_text(json.dumps({"reward": scoring.mark, **asdict(job)}, indent=2) + "\n")
+    if cut or kept != stored:
+        write_rollouts(out, kept)
+    modes = [GREEDY, SAMPLED] if job.sampling.greedy else [SAMPLED]
+    missing = [
+        Request(index, mode, row["prompt"])
+        for index, row in enumerate(rows)
+        for mode in modes
+        if (index, mode) not in groups
+    ]
+    return in_order(rollout for rollout in kept if rollout.index < len(rows)), missing
+
+
+def sample(engine, job: Job, out: Path, missing: list[Request], scoring: Scoring) -> None:
+    """Append the completions of the ``missing`` requests to ``out``, each scored and written when it ends."""
+    rows = list(read_rows(Path(job.rows), job.limit or None))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with out.open("a", encoding="utf-8") as file:
+        for request, completions in engine.generate(missing, job.sampling):
+            row = rows[request.index]
+            group = [
+                scored(row, request.index, request.mode, number, completion, scoring.compute_score)
+                for number, completion in enumerate(completions)
+            ]
+            file.write("".join(map(to_line, group)))
+            file.flush()
+
+
+def sample_here(argument: str, scoring: Scoring) -> int:
+    """The child of ``sampled``: ``argument`` is the job as JSON, with the path ``out``."""
+    values = json.loads(argument)
+    out = Path(values.pop("out"))
+    job = Job(**{**values, "sampling": Sampling(**values["sampling"])})
+    _, missing = load(job, out, scoring)
+    limits = job.sampling.max_prompt_tokens + job.sampling.max_tokens
+    engine = ENGINES[job.backend](job.model, limits, job.sampling.seed, job.gpu_memory_utilization)
+    sample(engine, job, out, missing, scoring)
+    engine.close()
+    return 0
+
+
+class _Tail:
+    """Progress of a file of rollouts that another process writes: lines, and tokens a second since the first one."""
+
+    def __init__(self, path: Path, note: str):
+        self.path, self.note = path, note
+        self.place = self.lines = self.tokens = 0
+        self.started: float | None = None
+
+    def progress(self) -> Progress:
+        first = self.place == 0
+        if self.path.exists():
+            with self.path.open("rb") as file:
+                file.seek(self.place)
+                new = file.read()
+            end = new.rfind(b"\n") + 1
+            self.place += end
+            lines = new[:end].splitlines()
+            self.lines += len(lines)
+            if not first:  # what was there at the first look was sampled before
+                self.tokens += sum(json.loads(line)["tokens"] for line in lines)
+        if self.started is None:
+            if self.tokens == 0:
+                return Progress(self.lines, f" {self.note}, starting vLLM")
+            self.started = time.monotonic()
+            self.tokens = 0
+        seconds = time.monotonic() - self.started
+        rate = f", {self.tokens / seconds:.0f} tokens/s" if seconds > 1 else ""
+        return Progress(self.lines, f" {self.note}{rate}")
+
+
+def sampled(job: Job, folder: Path, label: str, scoring: Scoring) -> tuple[list[Rollout], bool]:
+    """All rollouts of ``job``, in order, and whether any had to be sampled; they are kept in ``folder/rollouts.jsonl``.
+
+    Sampling runs in a process of its own (the script of the task that runs now, with the command ``sample``): the end
+    of a process is what frees a GPU's memory for sure. Raises DataError, or StageFailed when the engine fails.
+    """
+    out = folder / "rollouts.jsonl"
+    rollouts, missing = load(job, out, scoring)
+    if missing:
+        tail = _Tail(out, label)
+        run(
+            [sys.executable, sys.argv[0], "sample", json.dumps({**asdict(job), "out": str(out)})],
+            name="sampling",
+            log=folder / "sampling.log",
+            total=len(rollouts) + sum(1 if request.mode == GREEDY else job.sampling.n for request in missing),
+            watch=tail.progress,
+            environment={"VLLM_ENABLE_V1_MULTIPROCESSING": os.environ.get("EVAL_MULTIPROCESSING", "1")},
+        )
+        rollouts, still_missing = load(job, out, scoring)
+        if still_missing:
+            raise StageFailed(f"sampling ended with {len(still_missing)} of {len(missing)} prompts missing in {out}")
+    return rollouts, bool(missing)

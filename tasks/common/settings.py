@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 import re
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -16,8 +16,8 @@ class SettingsError(ValueError):
     """A variable has a value that cannot be; the message is one line for the user."""
 
 
-def _setting(help: str, check=None):
-    return field(metadata={"help": help, "check": check})
+def _setting(help: str, check=None, default=MISSING):
+    return field(default=default, metadata={"help": help, "check": check})
 
 
 def _positive(value) -> str | None:
@@ -32,8 +32,8 @@ def _fraction(value) -> str | None:
     return None if 0 < value <= 1 else "must be above 0 and at most 1"
 
 
-def _one_of(*choices: str):
-    return lambda value: None if value in choices else f"must be one of {', '.join(choices)}"
+def _one_of(*choices):
+    return lambda value: None if value in choices else f"must be one of {', '.join(map(str, choices))}"
 
 
 def _name(value: str) -> str | None:
@@ -60,6 +60,7 @@ class Settings:
     TRAIN_SIZE: int = _setting("training prompts", _positive)
     TEST_SIZE: int = _setting("held-out prompts, all of them evaluated", _positive)
     SFT_SIZE: int = _setting("demonstrations, of training prompts", _not_negative)
+    TRAIN_FILE: str = _setting("parquet to train on in place of train.parquet, e.g. the signal.parquet of a probe")
     SEED: int = _setting("of data, sampling and shuffling", _not_negative)
     # optimisation
     METHOD: str = _setting(f"one of {', '.join(METHODS)}", _one_of(*METHODS))
@@ -83,11 +84,22 @@ class Settings:
     # LoRA
     LORA_RANK: int = _setting("0: full fine-tuning", _not_negative)
     LORA_ALPHA: int = _setting("LoRA scale", _positive)
+    # evaluation: make eval, compare, probe, chat, batch
+    N: int = _setting("samples a prompt", _positive)
+    LIMIT: int = _setting("the first so many prompts; 0: all", _not_negative)
+    GREEDY: int = _setting("1: a greedy response a prompt besides the samples; 0: none", _one_of(0, 1))
+    EVAL_TEMPERATURE: float = _setting("of evaluation; 0: greedy, one response a prompt", _not_negative)
+    TOP_P: float = _setting("of evaluation", _fraction)
+    MAX_NEW_TOKENS: int = _setting("tokens a response in evaluation", _positive)
+    EVAL_SEED: int = _setting("of the engine in evaluation", _not_negative)
     # run
     RUN: str = _setting("name of the run; empty: made from the settings", _name)
     SAVE_FREQ: int = _setting("steps between checkpoints", _positive)
-    EVAL_N: int = _setting("samples a held-out prompt", _positive)
     LOGGER: str = _setting("more verl loggers beside console and file, e.g. wandb,tensorboard")
+
+    @property
+    def train_file(self) -> Path:
+        return Path(self.TRAIN_FILE) if self.TRAIN_FILE else self.data_dir / "train.parquet"
 
     @property
     def task_dir(self) -> Path:
@@ -106,20 +118,47 @@ class Settings:
         names = ("SOURCE", "DIFFICULTY", "TRAIN_SIZE", "TEST_SIZE", "SFT_SIZE", "SEED")
         return fingerprint({name: getattr(self, name) for name in names}, self.task_dir / "prepare_data.py")
 
-    def sft_fingerprint(self, arguments: list[str] | None = None) -> str:
+    def sft_fingerprint(self) -> str:
         """Changes when the warm-up would."""
         names = ("STACK", "MODEL", "SFT_STEPS", "SFT_BATCH_SIZE", "SFT_LR", "LORA_RANK", "LORA_ALPHA")
         names += ("MAX_PROMPT_LENGTH", "MAX_RESPONSE_LENGTH")
         values = {name: getattr(self, name) for name in names} | {"data": self.data_fingerprint()}
-        return fingerprint(values | {"arguments": arguments or []})
+        return fingerprint(values)
 
     def rl_fingerprint(self, arguments: list[str]) -> str:
         """Changes when the training would; not with STEPS, which continues a run, nor with what only reports."""
-        left_out = {"RUN", "STEPS", "SAVE_FREQ", "EVAL_N", "LOGGER", "GPU_MEMORY_UTILIZATION"}
         sft = {name for name in asdict(self) if name.startswith("SFT_")} if self.INIT == "base" else set()
-        values = {name: value for name, value in asdict(self).items() if name not in left_out | sft}
+        values = {name: value for name, value in asdict(self).items() if name not in REPORTING | sft | {"TRAIN_FILE"}}
         values |= {"data": self.data_fingerprint(), "arguments": arguments}
-        return fingerprint(values, self.task_dir / "reward.py")
+        own_file = [self.train_file] if self.TRAIN_FILE and self.train_file.is_file() else []
+        return fingerprint(values, self.task_dir / "reward.py", *own_file)
+
+
+# What a run is not known by: what continues it, or only reports.
+REPORTING = {"RUN", "STEPS", "SAVE_FREQ", "LOGGER", "GPU_MEMORY_UTILIZATION"}
+REPORTING |= {"N", "LIMIT", "GREEDY", "EVAL_TEMPERATURE", "TOP_P", "MAX_NEW_TOKENS", "EVAL_SEED"}
+
+
+@dataclass(frozen=True)
+class Command:
+    """Variables of single commands; they stand in no config block."""
+
+    STAGE: str = _setting("what train.sh runs", default="train")
+    STEP: str = _setting("eval, compare, merge, chat, batch: checkpoint `latest`, `best` or its step", default="latest")
+    BASE: str = _setting("compare: the model to compare with; the base model of an adapter", default="")
+    MODEL_GIVEN: str = _setting("MODEL as it was given, before defaults", default="")
+    FILTER: int = _setting("probe: 1 writes the prompts with signal to signal.parquet", _one_of(0, 1), default=0)
+    FILTER_LOW: float = _setting("probe: accuracy strictly above", _not_negative, default=0.0)
+    FILTER_HIGH: float = _setting("probe: accuracy strictly below", _fraction, default=1.0)
+    ROLLOUTS: str = _setting("rescore: a rollouts.jsonl", default="")
+    INPUT: str = _setting("batch: json, jsonl, csv or xlsx with a column prompt", default="")
+    OUTPUT: str = _setting("batch: xlsx, json, jsonl or csv to write", default="")
+    TEMPLATE: str = _setting(
+        "batch: chat template default (the model's own), chatml or llama",
+        _one_of("default", "chatml", "llama"),
+        default="default",
+    )
+    BACKEND: str = _setting("batch: vllm or transformers", _one_of("vllm", "transformers"), default="vllm")
 
 
 def artifacts() -> Path:
@@ -141,12 +180,15 @@ def _contents(file: Path) -> bytes:
     return file.read_bytes()
 
 
-def load_settings(environ: dict[str, str] | None = None) -> Settings:
-    """Settings from ``environ`` (default: the process environment). Raises SettingsError for the first bad value."""
+def load_settings(environ: dict[str, str] | None = None, cls: type = Settings):
+    """``cls`` (Settings or Command) from ``environ`` (default: the process environment). Raises SettingsError for the
+    first bad value, and for a variable that is missing and has no default."""
     environ = os.environ if environ is None else environ
     values = {}
-    for f in fields(Settings):
+    for f in fields(cls):
         text = environ.get(f.name)
+        if not text and f.default is not MISSING:
+            continue
         shown = " ".join((text or "").split())[:80]
         if text is None:
             raise SettingsError(f"{f.name} is not set: run this through `make` or the task's train.sh")
@@ -159,7 +201,13 @@ def load_settings(environ: dict[str, str] | None = None) -> Settings:
         if check and (problem := check(value)):
             raise SettingsError(f"{f.name}={shown}: {problem} ({f.metadata['help']})")
         values[f.name] = value
-    settings = Settings(**values)
+    settings = cls(**values)
+    if cls is Settings:
+        _check_together(settings)
+    return settings
+
+
+def _check_together(settings: Settings) -> None:
     if settings.TRAIN_BATCH_SIZE % settings.MINI_BATCH_SIZE:
         raise SettingsError(
             f"MINI_BATCH_SIZE={settings.MINI_BATCH_SIZE}: must divide TRAIN_BATCH_SIZE={settings.TRAIN_BATCH_SIZE}"
@@ -174,12 +222,13 @@ def load_settings(environ: dict[str, str] | None = None) -> Settings:
         raise SettingsError(f"N_GPUS={settings.N_GPUS}: must divide SFT_BATCH_SIZE={settings.SFT_BATCH_SIZE}")
     if settings.INIT == "sft" and settings.SFT_SIZE < settings.SFT_BATCH_SIZE:
         raise SettingsError(f"SFT_BATCH_SIZE={settings.SFT_BATCH_SIZE}: larger than SFT_SIZE={settings.SFT_SIZE}")
-    return settings
 
 
 def help_text() -> str:
     """One line for each variable."""
-    return "\n".join(f"  {f.name:<24}{f.metadata['help']}" for f in fields(Settings))
+    lines = [f"  {f.name:<24}{f.metadata['help']}" for f in fields(Settings)]
+    own = [f"  {f.name:<24}{f.metadata['help']}" for f in fields(Command) if f.name not in ("STAGE", "MODEL_GIVEN")]
+    return "\n".join([*lines, "", "Variables of single commands:", *own])
 
 
 if __name__ == "__main__":

@@ -5,6 +5,15 @@ set -euo pipefail
 set -a
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 TASK=$(basename "$(cd "$(dirname "${BASH_SOURCE[1]}")" && pwd)")
+MODEL_GIVEN=${MODEL:-} # before the defaults: `make compare MODEL=x` compares with x
+case ${STAGE:-train} in
+  probe | eval | compare | chat | batch) # a TEMPERATURE given to these is that of evaluation
+    EVAL_TEMPERATURE=${EVAL_TEMPERATURE:-${TEMPERATURE:-}}
+    unset TEMPERATURE
+    ;;&
+  probe) N=${N:-16} ;;
+  batch) N=${N:-1} ;;
+esac
 STACK=${STACK:-$(nvidia-smi -L >/dev/null 2>&1 && echo current || echo cpu)}
 if [[ ! -f $ROOT/tasks/common/stacks/$STACK.sh ]]; then
   echo "error: STACK=$STACK: no such stack; there are: $(cd "$ROOT/tasks/common/stacks" && echo *.sh | sed 's/\.sh//g')" >&2
@@ -12,3 +21,4 @@ if [[ ! -f $ROOT/tasks/common/stacks/$STACK.sh ]]; then
 fi
 # shellcheck source=/dev/null
 source "$ROOT/tasks/common/stacks/$STACK.sh"
+if [[ ${STAGE:-} == probe ]]; then LIMIT=${LIMIT:-256}; fi

@@ -12,6 +12,7 @@ DIFFICULTY=${DIFFICULTY:-hard}             # easy | hard
 TRAIN_SIZE=${TRAIN_SIZE:-8192}
 TEST_SIZE=${TEST_SIZE:-512}
 SFT_SIZE=${SFT_SIZE:-2048}
+TRAIN_FILE=${TRAIN_FILE:-}                 # a parquet in place of train.parquet, e.g. the signal.parquet of a probe
 SEED=${SEED:-42}
 # ---- optimisation
 METHOD=${METHOD:-grpo}
@@ -35,10 +36,17 @@ GPU_MEMORY_UTILIZATION=${GPU_MEMORY_UTILIZATION:-0.5}
 # ---- LoRA (0: full fine-tuning)
 LORA_RANK=${LORA_RANK:-{{ 8 if cookiecutter.lora == 'yes' else 0 }}}
 LORA_ALPHA=${LORA_ALPHA:-16}
+# ---- evaluation: make eval, compare, probe, chat, batch
+N=${N:-4}                                  # samples a prompt (probe: 16, batch: 1)
+LIMIT=${LIMIT:-0}                          # the first so many prompts; 0: all (probe: 256)
+GREEDY=${GREEDY:-1}                        # 1: also a greedy response a prompt
+EVAL_TEMPERATURE=${EVAL_TEMPERATURE:-$TEMPERATURE} # 0: greedy, one response a prompt
+TOP_P=${TOP_P:-1.0}
+MAX_NEW_TOKENS=${MAX_NEW_TOKENS:-$MAX_RESPONSE_LENGTH}
+EVAL_SEED=${EVAL_SEED:-0}
 # ---- run
 RUN=${RUN:-}                               # name of the run; empty: made from the settings
 SAVE_FREQ=${SAVE_FREQ:-20}
-EVAL_N=${EVAL_N:-4}                        # samples a held-out prompt
 LOGGER=${LOGGER:-}                         # more verl loggers beside console and file, e.g. wandb,tensorboard
 
 exec bash "$ROOT/tasks/common/launch.sh" "$@"

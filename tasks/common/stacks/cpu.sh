@@ -7,7 +7,8 @@
 : "${STEPS:=8}" "${TRAIN_BATCH_SIZE:=8}" "${ROLLOUT_N:=8}" "${MINI_BATCH_SIZE:=8}" "${MICRO_BATCH_SIZE:=32}"
 : "${LR:=6e-5}" "${SFT_STEPS:=8}" "${SFT_BATCH_SIZE:=32}" "${SFT_LR:=3e-4}"
 : "${MAX_PROMPT_LENGTH:=128}" "${MAX_RESPONSE_LENGTH:=64}"
-: "${N_GPUS:=1}" "${SAVE_FREQ:=4}" "${EVAL_N:=2}"
+: "${N_GPUS:=1}" "${SAVE_FREQ:=4}" "${N:=2}"
+if [[ ${STAGE:-} == probe ]]; then LIMIT=${LIMIT:-64}; fi
 
 # verl and vLLM read these in every process.
 VERL_PLATFORM=cpu
