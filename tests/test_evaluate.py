@@ -1,89 +1,354 @@
-"""Metrics, stored completions and summaries, on values that are known."""
+"""probe, eval, compare and rescore as commands, with an engine that answers from a table: every number is known."""
 
-import itertools
 import json
 import math
+import subprocess
+import sys
+from pathlib import Path
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from tasks.common.evaluate import paired_difference, score_completions, summarize
-from tasks.common.metrics import bootstrap_mean, by_prompt, proportion
-from tasks.common.sample import GREEDY, SAMPLED, Completion, read_completions
-from tasks.countdown.reward import compute_score
+from tasks.common.data import RL_SCHEMA, chat, rl_row, write_parquet
+from tests.helpers import ROOT, exported
 
-RIGHT, WRONG = "<answer>5*3-4</answer>", "<answer>3+4+5</answer>"
-ROW = {
-    "data_source": "countdown",
-    "reward_model": {"ground_truth": '{"target": 11, "numbers": [3, 4, 5]}'},
-    "extra_info": {},
-}
+PROMPTS = 6
+TRUTH = "7"
 
 
-@given(st.integers(1, 500).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
-def test_proportion_is_the_wilson_interval(case):
-    k, n = case
-    p, z = k / n, 1.959963984540054
-    centre = (p + z * z / (2 * n)) / (1 + z * z / n)
-    half = z / (1 + z * z / n) * math.sqrt(p * (1 - p) / n + z * z / (4 * n * n))
-    estimate = proportion(k, n)
-    assert estimate.value == p
-    assert (estimate.low, estimate.high) == pytest.approx((max(0, centre - half), min(1, centre + half)), abs=1e-9)
+@pytest.fixture
+def workplace(tmp_path):
+    """Artifacts with test and training rows whose right answer is 7, and a way to write models."""
+
+    class Workplace:
+        artifacts = tmp_path / "artifacts"
+
+        def model(self, name: str, table: list) -> Path:
+            folder = tmp_path / name
+            folder.mkdir(exist_ok=True)
+            (folder / "table.json").write_text(json.dumps(table))
+            return folder
+
+        def run(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess:
+            environment = exported(ROOT / "tasks/countdown/train.sh", {"ARTIFACTS": str(self.artifacts), **variables})
+            environment["PYTHONPATH"] = str(ROOT)
+            command = [sys.executable, str(ROOT / "tests/stub_evaluate.py"), *arguments]
+            return subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+        def only(self, pattern: str) -> Path:
+            (path,) = self.artifacts.glob(pattern)
+            return path
+
+    for name in ("test", "train"):
+        rows = [rl_row("countdown", chat(f"{name} {i}"), TRUTH, name, i) for i in range(PROMPTS)]
+        write_parquet(rows, Workplace.artifacts / f"data/countdown/{name}.parquet", RL_SCHEMA)
+    return Workplace()
 
 
-def test_bootstrap_agrees_with_the_enumeration_of_all_resamples():
-    values = np.array([0.0, 0.1, 0.3, 1.0, 1.0])
-    means = [np.mean(resample) for resample in itertools.product(values, repeat=len(values))]
-    low, high = np.percentile(means, [2.5, 97.5])
-    estimate = bootstrap_mean(values)
-    assert estimate.value == pytest.approx(0.48)
-    assert (estimate.low, estimate.high) == pytest.approx((low, high), abs=0.03)
+def answer(text: str, reason: str = "stop", tokens: int = 10, entropy: float = 0.5) -> list:
+    return [text, reason, tokens, entropy]
 
 
-def test_the_same_values_give_the_same_interval_and_equal_values_no_width():
-    values = np.random.default_rng(0).random(50)
-    assert bootstrap_mean(values) == bootstrap_mean(values)
-    assert bootstrap_mean(np.ones(9)).low == bootstrap_mean(np.ones(9)).high == 1
+def table(right: list[int], n: int, greedy_right: list[bool]) -> list:
+    """right[i] of prompt i's n samples are right, the next is a wrong number, the rest are words cut at the limit."""
+    entries = []
+    for count, greedy in zip(right, greedy_right, strict=True):
+        samples = [answer(TRUTH, tokens=20, entropy=0.25)] * count
+        samples += [answer("8", tokens=20, entropy=0.25)] * min(1, n - count)
+        samples += [answer("words", "length", 40, 0.75)] * (n - len(samples))
+        entries.append({"greedy": answer(TRUTH if greedy else "no"), "sampled": samples})
+    return entries
 
 
-def test_by_prompt_takes_the_mean_of_each_prompt():
-    assert by_prompt(np.array([1.0, 0.0, 0.5]), np.array([2, 2, 0])).tolist() == [0.5, 0.5]
+RIGHT = [16, 8, 4, 1, 0, 0]
+GREEDY = [True, True, False, False, True, False]
 
 
-def fixed_table(right_of_four: list[int]) -> list[dict]:
-    """A greedy and four sampled completions a prompt; right_of_four[i] are right, the greedy one if all are."""
-    completions = []
-    for index, right in enumerate(right_of_four):
-        completions.append(Completion(index, GREEDY, 0, RIGHT if right == 4 else WRONG, "stop", 10))
-        for sample in range(4):
-            reason = "length" if sample == 3 else "stop"
-            completions.append(Completion(index, SAMPLED, sample, RIGHT if sample < right else WRONG, reason, 20))
-    return score_completions(completions, [ROW] * len(right_of_four), compute_score)
+def unbiased(n: int, c: int, k: int) -> float:
+    return 1 - math.comb(n - c, k) / math.comb(n, k)
 
 
-def test_a_model_that_answers_from_a_fixed_table_gets_the_exact_metrics():
-    summary = summarize(fixed_table([4, 2, 0, 0]), lambda rows: {"rows": float(len(rows))})
-    assert summary["prompts"] == 4
-    assert summary["accuracy"]["value"] == 0.25
-    assert summary["pass@1"]["value"] == pytest.approx(6 / 16)
-    assert summary["score"]["value"] == pytest.approx((6 * 1.0 + 10 * 0.3) / 16)
-    assert summary["truncated"] == 0.25 and summary["tokens"] == 20
-    assert summary["own"] == {"rows": 16.0}
+def test_a_model_that_answers_from_a_table_gets_the_exact_metrics_of_16_samples(workplace):
+    model = workplace.model("m", table(RIGHT, 16, GREEDY))
+    result = workplace.run("eval", f"m={model}", N="16")
+    assert result.returncode == 0, result.stdout
+    summary = json.loads(workplace.only("eval/countdown/m-*/summary.json").read_text())
+    assert (summary["prompts"], summary["samples"], summary["left_out"], summary["errors"]) == (6, 16, 0, 0)
+    value = {name: estimate["value"] for name, estimate in summary["metrics"].items()}
+    wrong_number = [min(1, 16 - c) for c in RIGHT]
+    words = [16 - c - w for c, w in zip(RIGHT, wrong_number, strict=True)]
+    expected = {
+        "accuracy": 3 / 6,
+        **{f"pass@{k}": sum(unbiased(16, c, k) for c in RIGHT) / 6 for k in (1, 2, 4, 8, 16)},
+        "score": sum(c + 0.5 * w for c, w in zip(RIGHT, wrong_number, strict=True)) / 96,
+        "format": sum(c + w for c, w in zip(RIGHT, wrong_number, strict=True)) / 96,
+        "tokens": (96 * 20 + 20 * sum(words)) / 96,
+        "truncated": sum(words) / 96,
+        "entropy": (96 * 0.25 + 0.5 * sum(words)) / 96,
+        "different": 3 / 96,
+    }
+    assert value == pytest.approx(expected)
+    assert list(value) == list(expected)
+    for estimate in summary["metrics"].values():
+        assert estimate["low"] <= estimate["value"] <= estimate["high"]
+    for name in expected:
+        assert name in result.stdout
 
 
-def test_paired_difference_is_taken_prompt_by_prompt():
-    base, model = fixed_table([0, 1, 2, 3] * 8), fixed_table([1, 2, 3, 4] * 8)
-    difference = paired_difference(base, model, "acc")
-    assert (difference.value, difference.low, difference.high) == pytest.approx((0.25, 0.25, 0.25))
+def test_with_one_sample_pass_at_1_is_a_proportion_with_wilsons_interval(workplace):
+    one = [1, 1, 1, 0, 0, 0]
+    model = workplace.model("m", table(one, 1, GREEDY))
+    assert workplace.run("eval", f"m={model}", N="1", GREEDY="0").returncode == 0
+    summary = json.loads(workplace.only("eval/countdown/m-*/summary.json").read_text())
+    assert "accuracy" not in summary["metrics"] and "pass@2" not in summary["metrics"]
+    pass_1 = summary["metrics"]["pass@1"]
+    assert (pass_1["value"], pass_1["low"], pass_1["high"]) == pytest.approx((0.5, 0.18761, 0.81239), abs=1e-5)
+    assert summary["metrics"]["score"]["value"] == pytest.approx((3 + 3 * 0.5) / 6)
 
 
-def test_completions_that_were_cut_in_a_line_are_read_up_to_it(tmp_path):
-    path = tmp_path / "c.jsonl"
-    whole = json.dumps(
-        {"index": 0, "mode": GREEDY, "sample": 0, "response": "a\nb", "finish_reason": "stop", "tokens": 2}
+def test_greedy_evaluation_is_one_response_a_prompt(workplace):
+    model = workplace.model("m", table([1, 1, 1, 0, 0, 0], 1, GREEDY))
+    assert workplace.run("eval", f"m={model}", N="4", EVAL_TEMPERATURE="0").returncode == 0
+    summary = json.loads(workplace.only("eval/countdown/m-*/summary.json").read_text())
+    assert summary["samples"] == 1 and "accuracy" not in summary["metrics"]
+
+
+@pytest.mark.parametrize("n", [1, 16])
+def test_failing_rows_and_long_prompts_are_counted_and_left_out(workplace, n):
+    entries = table([n, n, 0, 0, 0, 0], n, [True] * 6)
+    entries[2] = None
+    entries[3]["sampled"][0] = answer("raise")
+    model = workplace.model("m", entries)
+    result = workplace.run("eval", f"m={model}", N=str(n))
+    assert result.returncode == 1
+    assert "reward raised on prompt 3, sampled 0: RewardError: " in result.stdout
+    assert "cannot score this" in result.stdout and "Traceback" not in result.stdout
+    assert "error: the reward raised on 1 completions" in result.stdout
+    assert "1 prompts left out (longer than MAX_PROMPT_LENGTH)" in result.stdout
+    summary = json.loads(workplace.only("eval/countdown/m-*/summary.json").read_text())
+    assert (summary["prompts"], summary["left_out"], summary["errors"]) == (5, 1, 1)
+    assert summary["metrics"]["accuracy"]["value"] == 1.0
+    # Prompt 3 has one sample less; with one sample it has none, and does not count.
+    assert summary["metrics"]["pass@1"]["value"] == pytest.approx(2 / 5 if n > 1 else 2 / 4)
+
+
+def test_when_nothing_can_be_scored_the_reason_is_the_error(workplace):
+    entries = [{"greedy": answer("raise"), "sampled": [answer("raise")]}] * PROMPTS
+    result = workplace.run("eval", f"m={workplace.model('m', entries)}", N="1")
+    assert result.returncode == 1
+    (error,) = [line for line in result.stdout.splitlines() if line.startswith("error:")]
+    assert "none of 12 completions could be scored" in error and "cannot score this" in error
+
+
+def asked(model: Path) -> list:
+    return [json.loads(line) for line in (model / "asked.jsonl").read_text().splitlines()]
+
+
+def test_what_was_sampled_is_kept_when_the_engine_dies_and_is_not_asked_again(workplace):
+    model = workplace.model("m", table(RIGHT, 16, GREEDY))
+    (model / "die").touch()
+    died = workplace.run("eval", f"m={model}", N="16")
+    assert died.returncode == 1 and "error: RuntimeError: the engine died" in died.stdout
+    rollouts = workplace.only("eval/countdown/m-*/rollouts.jsonl")
+    assert len(rollouts.read_text().splitlines()) == 1
+    rollouts.write_text(rollouts.read_text() + '{"index": 3, "mode": "gre')  # and a line was cut off
+    (model / "die").unlink()
+    assert workplace.run("eval", f"m={model}", N="16").returncode == 0
+    assert sorted(asked(model)) == sorted([i, mode] for i in range(PROMPTS) for mode in ("greedy", "sampled"))
+    assert len(rollouts.read_text().splitlines()) == PROMPTS * 17
+
+
+def test_a_second_run_samples_nothing_and_a_larger_limit_only_the_rest(workplace):
+    model = workplace.model("m", table(RIGHT, 16, GREEDY))
+    assert workplace.run("eval", f"m={model}", N="16", LIMIT="2").returncode == 0
+    assert len(asked(model)) == 4
+    again = workplace.run("eval", f"m={model}", N="16", LIMIT="2")
+    assert "up to date" in again.stdout and len(asked(model)) == 4
+    assert workplace.run("eval", f"m={model}", N="16").returncode == 0
+    assert len(asked(model)) == 12
+    assert json.loads(workplace.only("eval/countdown/m-*/summary.json").read_text())["prompts"] == 6
+
+
+def test_every_rollout_has_what_it_takes_to_score_it_again(workplace):
+    model = workplace.model("m", table(RIGHT, 16, GREEDY))
+    workplace.run("eval", f"m={model}", N="16")
+    record = json.loads(workplace.only("eval/countdown/m-*/rollouts.jsonl").read_text().splitlines()[0])
+    assert {"response", "finish_reason", "tokens", "entropy", "reward", "prompt", "ground_truth"} <= record.keys()
+    assert record["reward"].keys() == {"score", "acc", "format"}
+
+
+def test_rescore_repeats_the_summary_without_a_model_and_leaves_the_file(workplace):
+    model = workplace.model("m", table(RIGHT, 16, GREEDY))
+    workplace.run("eval", f"m={model}", N="16")
+    rollouts = workplace.only("eval/countdown/m-*/rollouts.jsonl")
+    stored = json.loads((rollouts.parent / "summary.json").read_text())
+    changed = rollouts.read_text().replace('"score": 1.0', '"score": 0.9').rstrip("\n") + "\n" + '{"index"'
+    rollouts.write_text(changed)
+    result = workplace.run("rescore", ROLLOUTS=str(rollouts))
+    assert result.returncode == 0, result.stdout
+    assert "its last line was cut off" in result.stdout and "32 of 102 completions have another reward" in result.stdout
+    again = json.loads(workplace.only("eval/countdown/rescored-*/summary.json").read_text())
+    assert again["metrics"] == stored["metrics"]
+    assert rollouts.read_text() == changed
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "no such file of rollouts"),
+        ("", "has no whole line"),
+        ("{}\n", "line 1: is not a rollout"),
+        ("[1, 2]\n", "line 1: is not a rollout"),
+        ("not json\n{}\n", "line 1: is not a rollout"),
+    ],
+)
+def test_rescore_refuses_what_is_no_file_of_rollouts_in_one_line(workplace, tmp_path, content, said):
+    file = tmp_path / "r.jsonl"
+    if content is not None:
+        file.write_text(content)
+    result = workplace.run("rescore", ROLLOUTS=str(file))
+    assert result.returncode == 1
+    (line,) = result.stdout.strip().splitlines()
+    assert line.startswith("error:") and said in line and str(file) in line
+
+
+# ---- probe
+
+
+def test_probe_gives_the_exact_signal_of_each_prompt_and_the_verdict(workplace):
+    model = workplace.model("m", table(RIGHT, 16, GREEDY))
+    result = workplace.run("probe", str(model), N="16", LIMIT="0", FILTER="1")
+    assert result.returncode == 0, result.stdout
+    folder = workplace.only("probe/countdown/m-*")
+    found = json.loads((folder / "probe.json").read_text())
+    rows = {row["index"]: row for row in found["by_prompt"]}
+    assert [rows[i]["accuracy"] for i in range(6)] == [c / 16 for c in RIGHT]
+    scores = [[1.0] * c + [0.5] * min(1, 16 - c) + [0.0] * (15 - c) for c in RIGHT]
+    for index, values in enumerate(scores):
+        mean = sum(values) / 16
+        assert rows[index]["variance"] == pytest.approx(sum((v - mean) ** 2 for v in values) / 16)
+    accuracy = sum(RIGHT) / 96
+    assert found["distributions"]["accuracy"]["value"] == pytest.approx(accuracy)
+    assert found["zero_variance_groups"] == pytest.approx(1 / 6)  # all right; one wrong number differs from words
+    verdict = {v["name"]: v for v in found["verdicts"]}
+    assert verdict["accuracy"]["value"] == pytest.approx(accuracy) and verdict["accuracy"]["good"]
+    assert sum(found["accuracy_histogram"]["prompts"]) == 6
+    assert "=> train: the data has signal" in result.stdout
+    assert (folder / "probe.png").read_bytes().startswith(b"\x89PNG")
+    # Strictly between 0 and 1: prompts 1, 2 and 3.
+    from tasks.common.data import read_rows, validate_parquet
+
+    assert validate_parquet(folder / "signal.parquet") == 3
+    assert [row["prompt"][0]["content"] for row in read_rows(folder / "signal.parquet")] == [
+        "train 1",
+        "train 2",
+        "train 3",
+    ]
+    assert f"TRAIN_FILE={folder}/signal.parquet" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("right", "said"), [(0, "do SFT first"), (16, "take harder data"), (1, "weak signal"), (8, "train:")]
+)
+def test_probe_says_what_to_do(workplace, right, said):
+    model = workplace.model("m", table([right] * 6, 16, GREEDY))
+    result = workplace.run("probe", str(model), N="16")
+    assert result.returncode == 0, result.stdout
+    assert f"=> {said}" in result.stdout
+
+
+def test_a_filter_that_leaves_nothing_says_so_and_writes_no_parquet(workplace):
+    model = workplace.model("m", table([16, 16, 0, 0, 0, 0], 16, GREEDY))
+    result = workplace.run("probe", str(model), N="16", FILTER="1")
+    assert (
+        result.returncode == 1 and "error: FILTER=1: no prompt has accuracy strictly between 0 and 1" in result.stdout
     )
-    path.write_text(whole + "\n" + whole[:30])
-    assert read_completions(path) == [Completion(0, GREEDY, 0, "a\nb", "stop", 2)]
-    assert read_completions(tmp_path / "none.jsonl") == []
+    folder = workplace.only("probe/countdown/m-*")
+    assert (folder / "probe.json").is_file() and not (folder / "signal.parquet").exists()
+
+
+# ---- compare
+
+
+def test_compare_pairs_the_prompts_and_tests_the_difference(workplace):
+    base = workplace.model("base", table([0, 2, 4, 4, 0, 16], 16, [False, False, False, False, False, True]))
+    trained = workplace.model("trained", table([16, 16, 8, 4, 0, 0], 16, [True, True, True, True, False, False]))
+    result = workplace.run("compare", str(base), str(trained), N="16")
+    assert result.returncode == 0, result.stdout
+    folder = workplace.only("compare/countdown/*")
+    found = json.loads((folder / "compare.json").read_text())
+    accuracy = found["metrics"]["accuracy"]
+    assert accuracy["test"] == "exact McNemar"
+    assert accuracy["difference"]["value"] == pytest.approx(4 / 6 - 1 / 6)
+    assert found["gained"] == [0, 1, 2, 3] and found["lost"] == [5]
+    assert accuracy["p_value"] == found["mcnemar"]["p_value"] == pytest.approx(12 / 32)  # 4 of 5, both sides
+    pass_1 = found["metrics"]["pass@1"]
+    assert pass_1["test"] == "paired bootstrap"
+    assert pass_1["difference"]["value"] == pytest.approx((16 + 14 + 4 + 0 + 0 - 16) / 96)
+    assert pass_1["difference"]["low"] < pass_1["difference"]["value"] < pass_1["difference"]["high"]
+    assert found["metrics"]["different"]["base"]["value"] == pytest.approx(3 / 96)
+    text = (folder / "compare.md").read_text()
+    assert "## Prompts gained (4)" in text and "- 5: test 5" in text and "exact McNemar" in text
+    import openpyxl
+
+    sheet = openpyxl.load_workbook(folder / "compare.xlsx").active
+    rows = list(sheet.iter_rows(values_only=True))
+    assert len(rows) == 1 + PROMPTS and rows[0][:4] == ("index", "prompt", "ground_truth", "change")
+    assert [row[3] for row in rows[1:]] == ["gained"] * 4 + [None, "lost"]
+    assert "0.167 [0.030, 0.564] -> 0.667" in result.stdout.replace("\n", "")
+
+
+def test_the_same_rollouts_give_the_same_report_byte_for_byte(workplace):
+    base = workplace.model("base", table([0, 2, 4, 4, 0, 16], 16, GREEDY))
+    trained = workplace.model("trained", table(RIGHT, 16, GREEDY))
+    first = workplace.run("compare", str(base), str(trained), N="16")
+    assert first.returncode == 0, first.stdout
+    folder = workplace.only("compare/countdown/*")
+    before = {f.name: f.read_bytes() for f in folder.iterdir()}
+    assert before.keys() == {"compare.json", "compare.md", "compare.png", "compare.xlsx"}
+    for name in before:
+        (folder / name).unlink()
+    import time
+
+    time.sleep(2.1)  # the dates in a zip file have steps of two seconds
+    assert workplace.run("compare", str(base), str(trained), N="16").returncode == 0
+    assert {f.name: f.read_bytes() for f in folder.iterdir()} == before
+
+
+def test_what_a_model_wrote_stays_text_in_every_report(workplace):
+    bad = '=HYPERLINK("http://x")\x00\x1b]0;title\x07[bold]</td><script>|`'
+    entries = [{"greedy": answer(bad), "sampled": [answer(bad)]}] * PROMPTS
+    base, trained = workplace.model("base", entries), workplace.model("trained", table([1] * 6, 1, [True] * 6))
+    result = workplace.run("compare", str(base), str(trained), N="1")
+    assert result.returncode == 0, result.stdout
+    assert "\x1b]0" not in result.stdout
+    import openpyxl
+
+    sheet = openpyxl.load_workbook(workplace.only("compare/countdown/*") / "compare.xlsx").active
+    cells = [cell for row in sheet.iter_rows() for cell in row if str(cell.value).startswith("=HYPERLINK")]
+    assert cells and all(cell.data_type == "s" for cell in cells)
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"N": "0"}, "N=0: must be greater than 0"),
+        ({"LIMIT": "-1"}, "LIMIT=-1: must be 0 or more"),
+        ({"TOP_P": "0"}, "TOP_P=0: must be above 0"),
+        ({"GREEDY": "2"}, "GREEDY=2: must be one of 0, 1"),
+        ({"FILTER": "yes"}, "FILTER=yes: must be a whole number"),
+        ({"FILTER": "1", "FILTER_LOW": "0.9", "FILTER_HIGH": "0.1"}, "FILTER_LOW=0.9: must be less than FILTER_HIGH"),
+        ({"EVAL_TEMPERATURE": "0"}, "EVAL_TEMPERATURE=0: a probe looks at how samples differ"),
+        ({"TRAIN_FILE": "/no/such.parquet"}, "/no/such.parquet: no such file"),
+    ],
+)
+def test_bad_values_are_refused_in_one_line(workplace, variables, said):
+    result = workplace.run("probe", "/no/model", **variables)
+    assert result.returncode != 0
+    (line,) = result.stdout.strip().splitlines()
+    assert line.startswith("error:") and said in line
+
+
+def test_empty_data_is_named(workplace):
+    write_parquet([], workplace.artifacts / "data/countdown/test.parquet", RL_SCHEMA)
+    result = workplace.run("eval", f"m={workplace.model('m', [])}")
+    assert result.returncode == 1 and "test.parquet: has no rows to sample" in result.stdout

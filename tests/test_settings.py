@@ -10,6 +10,7 @@ import pytest
 from tasks.common.settings import (
     METHODS,
     ROOT,
+    Command,
     Settings,
     SettingsError,
     _contents,
@@ -28,6 +29,7 @@ VALUES = {
     "TRAIN_SIZE": "64",
     "TEST_SIZE": "16",
     "SFT_SIZE": "32",
+    "TRAIN_FILE": "",
     "SEED": "42",
     "METHOD": "grpo",
     "STEPS": "10",
@@ -47,15 +49,21 @@ VALUES = {
     "GPU_MEMORY_UTILIZATION": "0.5",
     "LORA_RANK": "0",
     "LORA_ALPHA": "32",
+    "N": "4",
+    "LIMIT": "0",
+    "GREEDY": "1",
+    "EVAL_TEMPERATURE": "1.0",
+    "TOP_P": "1.0",
+    "MAX_NEW_TOKENS": "64",
+    "EVAL_SEED": "0",
     "RUN": "",
     "SAVE_FREQ": "5",
-    "N": "4",
     "LOGGER": "",
 }
 NAMES = [f.name for f in fields(Settings)]
 INTEGERS = [f.name for f in fields(Settings) if f.type is int]
 FLOATS = [f.name for f in fields(Settings) if f.type is float]
-ZERO_ALLOWED = {"SFT_SIZE", "SEED", "KL_COEF", "LORA_RANK"}
+ZERO_ALLOWED = {"SFT_SIZE", "SEED", "KL_COEF", "LORA_RANK", "LIMIT", "GREEDY", "EVAL_TEMPERATURE", "EVAL_SEED"}
 
 
 def load(**changes):
@@ -204,7 +212,8 @@ TRAINING = {
     "MAX_PROMPT_LENGTH": "129",
     "MAX_RESPONSE_LENGTH": "65",
 }
-REPORTING = {"RUN": "name", "STEPS": "20", "LOGGER": "wandb", "SAVE_FREQ": "6", "N": "8"}
+REPORTING = {"RUN": "name", "STEPS": "20", "LOGGER": "wandb", "SAVE_FREQ": "6", "N": "8", "LIMIT": "9", "GREEDY": "0"}
+REPORTING |= {"EVAL_TEMPERATURE": "0", "TOP_P": "0.5", "MAX_NEW_TOKENS": "5", "EVAL_SEED": "3"}
 
 
 def fingerprints(**changes):
@@ -248,7 +257,6 @@ def test_arguments_change_the_fingerprint_of_what_they_go_to():
     settings = load()
     assert settings.rl_fingerprint(["a=1"]) != settings.rl_fingerprint([])
     assert settings.rl_fingerprint(["a=1"]) != settings.rl_fingerprint(["a=2"])
-    assert settings.sft_fingerprint(["a=1"]) != settings.sft_fingerprint([])
 
 
 def test_fingerprint_of_values_and_files(tmp_path):
@@ -308,6 +316,33 @@ def test_environment_overrides_the_defaults_of_train_sh_and_stack(exported):
 
 
 def test_help_has_one_line_for_each_variable():
-    lines = help_text().splitlines()
-    assert [line.split()[0] for line in lines] == NAMES
+    lines = [line for line in help_text().splitlines() if line.startswith("  ")]
+    commands = [f.name for f in fields(Command) if f.name not in ("STAGE", "MODEL_GIVEN")]
+    assert [line.split()[0] for line in lines] == NAMES + commands
     assert all(len(line.split()) > 1 for line in lines)
+
+
+def test_variables_of_commands_have_defaults_and_are_checked():
+    assert load_settings({}, cls=Command) == Command()
+    assert load_settings({"STEP": "4", "FILTER": "1"}, cls=Command).STEP == "4"
+    for name, value in {
+        "FILTER": "2",
+        "FILTER_HIGH": "1.1",
+        "FILTER_LOW": "-1",
+        "TEMPLATE": "x",
+        "BACKEND": "x",
+    }.items():
+        with pytest.raises(SettingsError, match=f"{name}={value}: must be"):
+            load_settings({name: value}, cls=Command)
+
+
+def test_another_training_file_is_another_run(tmp_path):
+    file = tmp_path / "signal.parquet"
+    file.write_bytes(b"one")
+    assert load(TRAIN_FILE=str(file)).train_file == file
+    assert load().train_file == load().data_dir / "train.parquet"
+    first = load(TRAIN_FILE=str(file)).rl_fingerprint([])
+    assert first != load().rl_fingerprint([])
+    _contents.cache_clear()
+    file.write_bytes(b"two")
+    assert load(TRAIN_FILE=str(file)).rl_fingerprint([]) != first

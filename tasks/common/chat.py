@@ -11,7 +11,8 @@ from typing import TextIO
 
 from tasks.common.data import read_rows
 from tasks.common.engines import VLLMEngine, window
-from tasks.common.report import printable
+from tasks.common.process import StageFailed
+from tasks.common.report import one_line, printable
 from tasks.common.rollouts import Completion, scored
 from tasks.common.sample import Scoring, model_name, sampling
 from tasks.common.settings import Settings, artifacts
@@ -104,7 +105,10 @@ def chat(s: Settings, scoring: Scoring, model: str) -> int:
     with engine_noise_to(log) as screen:
         size = window(model)
         how = replace(sampling(s), max_prompt_tokens=max(1, size - s.MAX_NEW_TOKENS))
-        engine = VLLMEngine(model, size, how.seed, s.GPU_MEMORY_UTILIZATION)
+        try:
+            engine = VLLMEngine(model, size, how.seed, s.GPU_MEMORY_UTILIZATION)
+        except Exception as error:
+            raise StageFailed(f"the engine did not start: {one_line(str(error), 300)}\n  log: {log}") from error
         screen.write(HELP + "\n")
 
         def ask() -> str:

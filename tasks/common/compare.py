@@ -9,12 +9,11 @@ from tasks.common.data import written_beside
 from tasks.common.metrics import mcnemar
 from tasks.common.report import (
     comparison_rows,
-    console,
     markdown_table,
     markdown_text,
     meaning,
     one_line,
-    screen_table,
+    show_table,
     sizes,
 )
 from tasks.common.rollouts import GREEDY, SAMPLED, Rollout
@@ -142,10 +141,8 @@ def compare(s: Settings, scoring: Scoring, base: str, trained: str) -> int:
     found, changes = write_reports(folder, s.TASK, rollouts["base"], rollouts["trained"], (base, trained), scoring)
     summaries = {"base": found["base"], "trained": found["trained"]}
     rows = [[name, f"{left} -> {right}", *rest] for name, left, right, *rest in comparison_rows(summaries, changes)]
-    screen = console()
-    screen.print()
     title = f"{s.TASK}: {model_name(base)} -> {model_name(trained)}; {sizes(found['trained'])}"
-    screen.print(screen_table(title, ["metric", "base -> trained", "difference [95 % interval]", "p"], rows))
+    show_table(title, ["metric", "base -> trained", "difference [95 % interval]", "p"], rows)
     test = found["mcnemar"]
     print(f"prompts gained {test['gained']}, lost {test['lost']}: exact McNemar p = {test['p_value']:.4f}")
     texts = {r.index: one_line(prompt_text(r)) for r in rollouts["base"]}

@@ -61,14 +61,16 @@ class Request:
 def token_entropy(logprobs: np.ndarray) -> np.ndarray:
     """Entropy in nats of each next-token distribution, from its ``logprobs`` of the k likeliest tokens, (tokens, k).
 
-    ``-sum p_i ln p_i - r ln r`` with ``r = 1 - sum p_i``: the tail is taken as one symbol. Merging symbols lowers
-    entropy, so this is a lower bound; it is short of the entropy by r times the entropy within the tail, at most
-    ``r ln(V - k)`` for a vocabulary of V. Exact where k = V.
+    ``-sum p_i ln p_i - r ln min(r, p_k)`` with ``r = 1 - sum p_i``, the mass of the tail, and p_k the smallest of the
+    k: no tail token is likelier than p_k or than r, so each has at least that much surprise. A lower bound, exact
+    where k = V and for a uniform distribution; short of the entropy by at most ``r ln((V - k) min(r, p_k) / r)`` for a
+    vocabulary of V.
     """
     p = np.exp(logprobs)
     rest = np.clip(1 - p.sum(-1), 0, 1)
-    tail = np.where(rest > 1e-6, rest * np.log(np.maximum(rest, 1e-300)), 0.0)  # below that it is rounding
-    return np.maximum(-(p * np.where(p > 0, logprobs, 0)).sum(-1) - tail, 0.0)
+    known = -(p * np.where(p > 0, logprobs, 0)).sum(-1)
+    tail = np.where(rest > 1e-6, -rest * np.log(np.maximum(np.minimum(rest, p.min(-1)), 1e-300)), 0.0)  # else: rounding
+    return np.maximum(known + tail, 0.0)
 
 
 def prompt_ids(tokenizer, messages: list[dict], template: str = "default") -> list[int]:
@@ -206,7 +208,9 @@ class TransformersEngine:
         for mode in sorted({request.mode for request, _ in fitting}):
             of_mode = [pair for pair in fitting if pair[0].mode == mode]
             for start in range(0, len(of_mode), self.BATCH):
-                yield from self._batch(of_mode[start : start + self.BATCH], sampling, mode == GREEDY)
+                yield from self._batch(
+                    of_mode[start : start + self.BATCH], sampling, mode == GREEDY or sampling.temperature == 0
+                )
 
     def _batch(self, batch: list[tuple[Request, list[int]]], sampling: Sampling, greedy: bool):
         import torch

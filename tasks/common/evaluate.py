@@ -13,7 +13,7 @@ from pathlib import Path
 from tasks.common import batch, chat, compare, probe
 from tasks.common.data import DataError, written_beside
 from tasks.common.process import StageFailed
-from tasks.common.report import comparison_rows, console, screen_table, sizes
+from tasks.common.report import comparison_rows, show_table, sizes
 from tasks.common.rollouts import in_order, read_rollouts, rescored, write_rollouts
 from tasks.common.sample import Scoring, report_errors, sample_here, sampled, test_job
 from tasks.common.settings import Command, Settings, SettingsError, artifacts, fingerprint, load_settings
@@ -42,9 +42,7 @@ def evaluate(s: Settings, command: Command, scoring: Scoring, models: dict[str, 
     rows = [row[:-1] if changes else row for row in comparison_rows(summaries, changes)]
     header = ["metric", *labels, *([f"{labels[-1]} - {labels[-2]}, paired"] if changes else [])]
     title = f"{s.TASK}: {sizes(summaries[labels[-1]])}; mean [95 % interval]"
-    screen = console()
-    screen.print()
-    screen.print(screen_table(title, header, rows))
+    show_table(title, header, rows)
     return report_errors([r for rollouts in all_rollouts.values() for r in rollouts])
 
 
@@ -70,8 +68,7 @@ def rescore(s: Settings, command: Command, scoring: Scoring) -> int:
     folder = artifacts() / "eval" / s.TASK / f"rescored-{fingerprint({'file': str(source.resolve())})}"
     write_rollouts(folder / "rollouts.jsonl", rollouts)
     write_summary(folder / "summary.json", f"rollouts of {source}", summary)
-    screen = console()
-    screen.print(screen_table(f"{s.TASK}: {sizes(summary)}", ["metric", "value"], comparison_rows({"": summary})))
+    show_table(f"{s.TASK}: {sizes(summary)}", ["metric", "mean [95 % interval]"], comparison_rows({"": summary}))
     print(f"{changed} of {len(rollouts)} completions have another reward than stored; written to {folder}")
     return report_errors(rollouts)
 

@@ -55,8 +55,13 @@ def data(s: Settings) -> str:
         manifest = read_json(s.data_dir / "manifest.json")
     for name in manifest["rows"]:
         validate_parquet(s.data_dir / f"{name}.parquet", "sft" if name == "sft" else "rl")
+    if s.TRAIN_FILE and (own := validate_parquet(s.train_file)) < s.TRAIN_BATCH_SIZE:
+        raise DataError(
+            f"TRAIN_FILE={s.train_file}: has {own} prompts, less than TRAIN_BATCH_SIZE={s.TRAIN_BATCH_SIZE}"
+        )
     rows = ", ".join(f"{count} {name}" for name, count in manifest["rows"].items())
-    return f"{'up to date: ' if fresh else ''}{rows} ({manifest['source']})"
+    own_file = f"; training on {s.train_file}" if s.TRAIN_FILE else ""
+    return f"{'up to date: ' if fresh else ''}{rows} ({manifest['source']}){own_file}"
 
 
 def model(s: Settings) -> str:

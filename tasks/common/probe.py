@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 from tasks.common import plots
 from tasks.common.data import DataError, read_rows, write_parquet, written_beside
 from tasks.common.metrics import Estimate, bootstrap_mean
-from tasks.common.report import console, screen_table, sizes
+from tasks.common.report import show_table, sizes
 from tasks.common.rollouts import SAMPLED, Rollout
 from tasks.common.sample import Job, Scoring, model_name, report_errors, sampled, sampling
 from tasks.common.settings import Command, Settings, SettingsError, artifacts
@@ -185,18 +185,16 @@ def probe(s: Settings, command: Command, scoring: Scoring, model: str) -> int:
 
 
 def _print(title: str, result: dict) -> None:
-    screen = console()
     rows = []
     for name, values in result["distributions"].items():
         quantiles = [f"{values[q]:.3f}" for q in ("p10", "p50", "p90")]
         rows.append([name, str(Estimate(values["value"], values["low"], values["high"])), *quantiles])
     for name, value in [*result["pass@k"].items(), *result["components"].items(), ("tokens", result["tokens"])]:
         rows.append([name, str(Estimate(**value)), "", "", ""])
-    screen.print()
-    screen.print(screen_table(title, ["of a prompt", "mean [95 % interval]", "p10", "median", "p90"], rows))
+    show_table(title, ["of a prompt", "mean [95 % interval]", "p10", "median", "p90"], rows)
     rows = [
         ["ok" if v["good"] else "!", v["name"], f"{v['value']:.3f}", v["threshold"], v["words"]]
         for v in result["verdicts"]
     ]
-    screen.print(screen_table("verdict", ["", "", "value", "good", "what it means"], rows))
-    screen.print(f"=> {result['conclusion']}", markup=False)
+    show_table("verdict", ["", "", "value", "good", "what it means"], rows)
+    print(f"=> {result['conclusion']}")

@@ -15,11 +15,6 @@ from tasks.common.summary import MEANING, Difference
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
 
 
-def console() -> Console:
-    """For tables; wide enough for them also where there is no terminal."""
-    return Console(width=None if os.isatty(1) else 140, highlight=False)
-
-
 def printable(text: str) -> str:
     """``text`` of a model without control characters."""
     return _CONTROL.sub("", text)
@@ -70,13 +65,15 @@ def _signed(estimate: Estimate) -> str:
     return text if estimate.value < 0 else f"+{text}"
 
 
-def screen_table(title: str, header: list[str], rows: list[list[str]]) -> Table:
-    table = Table(title=escape(title), title_justify="left")
+def show_table(title: str, header: list[str], rows: list[list[str]]) -> None:
+    """Print a table under its title; wide enough for it where there is no terminal."""
+    table = Table()
     for name in header:
         table.add_column(escape(name), overflow="fold")
     for row in rows:
         table.add_row(*map(escape, row))
-    return table
+    print(f"\n{printable(title)}", flush=True)
+    Console(width=None if os.isatty(1) else 140, highlight=False).print(table)
 
 
 def markdown_table(header: list[str], rows: list[list[str]]) -> str:

@@ -43,6 +43,8 @@ class Job:
 
     def fingerprint(self) -> str:
         """Changes when the completions would. Not with ``limit``: more prompts continue the same file."""
+        if not Path(self.rows).is_file():
+            raise DataError(f"{self.rows}: no such file; run `make data` or give the path of a parquet file")
         values = asdict(self)
         for name in ("limit", "gpu_memory_utilization"):
             del values[name]
@@ -146,6 +148,7 @@ def sample(engine, job: Job, out: Path, missing: list[Request], scoring: Scoring
     """Append the completions of the ``missing`` requests to ``out``, each scored and written when it ends."""
     rows = list(read_rows(Path(job.rows), job.limit or None))
     out.parent.mkdir(parents=True, exist_ok=True)
+    out.touch()  # its time stamp tells the process that shows the progress that sampling begins
     with out.open("a", encoding="utf-8") as file:
         for request, completions in engine.generate(missing, job.sampling):
             row = rows[request.index]
@@ -171,33 +174,34 @@ def sample_here(argument: str, scoring: Scoring) -> int:
 
 
 class _Tail:
-    """Progress of a file of rollouts that another process writes: lines, and tokens a second since the first one."""
+    """Progress of a file of rollouts that another process writes: lines, and tokens a second since sampling began."""
 
-    def __init__(self, path: Path, note: str):
-        self.path, self.note = path, note
-        self.place = self.lines = self.tokens = 0
-        self.started: float | None = None
+    def __init__(self, path: Path, label: str):
+        self.path, self.label = path, label
+        self.first = self._stamp()
+        self.place = path.stat().st_size if path.exists() else 0
+        self.lines = path.read_bytes().count(b"\n") if path.exists() else 0
+        self.tokens, self.started = 0, 0.0
+
+    def _stamp(self) -> int:
+        return self.path.stat().st_mtime_ns if self.path.exists() else 0
 
     def progress(self) -> Progress:
-        first = self.place == 0
-        if self.path.exists():
-            with self.path.open("rb") as file:
-                file.seek(self.place)
-                new = file.read()
-            end = new.rfind(b"\n") + 1
-            self.place += end
-            lines = new[:end].splitlines()
-            self.lines += len(lines)
-            if not first:  # what was there at the first look was sampled before
-                self.tokens += sum(json.loads(line)["tokens"] for line in lines)
-        if self.started is None:
-            if self.tokens == 0:
-                return Progress(self.lines, f" {self.note}, starting vLLM")
+        if not self.started:
+            if self._stamp() == self.first:
+                return Progress(self.lines, f" {self.label}, starting the engine")
             self.started = time.monotonic()
-            self.tokens = 0
-        seconds = time.monotonic() - self.started
-        rate = f", {self.tokens / seconds:.0f} tokens/s" if seconds > 1 else ""
-        return Progress(self.lines, f" {self.note}{rate}")
+        with self.path.open("rb") as file:
+            file.seek(self.place)
+            new = file.read()
+        end = new.rfind(b"\n") + 1
+        self.place += end
+        for line in new[:end].splitlines():
+            self.lines += 1
+            self.tokens += json.loads(line)["tokens"]
+        return Progress(
+            self.lines, f" {self.label}, {self.tokens / (time.monotonic() - self.started + 0.1):.0f} tokens/s"
+        )
 
 
 def sampled(job: Job, folder: Path, label: str, scoring: Scoring) -> tuple[list[Rollout], bool]:

@@ -49,7 +49,7 @@ def rl_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
     """Overrides for ``verl.trainer.main_ppo``: train ``model`` for s.STEPS steps, writing to ``run_dir``."""
     micro = micro_batch(s.MICRO_BATCH_SIZE, s.MINI_BATCH_SIZE * s.ROLLOUT_N // s.N_GPUS)
     data = [
-        f"data.train_files={_quoted(s.data_dir / 'train.parquet')}",
+        f"data.train_files={_quoted(s.train_file)}",
         f"data.val_files={_quoted(s.data_dir / 'test.parquet')}",
         f"data.train_batch_size={s.TRAIN_BATCH_SIZE}",
         f"data.max_prompt_length={s.MAX_PROMPT_LENGTH}",

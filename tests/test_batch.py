@@ -1,0 +1,90 @@
+"""Tables in and out of `make batch`."""
+
+import json
+
+import openpyxl
+import pandas as pd
+import pytest
+
+from tasks.common.batch import answers, read_table, rl_rows, write_table
+from tasks.common.data import DataError
+from tasks.common.rollouts import Rollout
+
+ROWS = [{"prompt": "a", "ground_truth": "1"}, {"prompt": "b", "ground_truth": "2"}]
+
+
+@pytest.mark.parametrize("kind", ["json", "jsonl", "csv", "xlsx"])
+def test_every_kind_of_table_is_read(tmp_path, kind):
+    path = tmp_path / f"in.{kind}"
+    if kind == "json":
+        path.write_text(json.dumps(ROWS))
+    elif kind == "jsonl":
+        path.write_text("\n".join(map(json.dumps, ROWS)))
+    elif kind == "csv":
+        pd.DataFrame(ROWS).to_csv(path, index=False)
+    else:
+        pd.DataFrame(ROWS).to_excel(path, index=False)
+    assert read_table(path) == ROWS
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("in.txt", "x", "must end in"),
+        ("none.csv", None, "no such file"),
+        ("in.csv", "question,ground_truth\na,1\n", "needs a column `prompt`; it has question, ground_truth"),
+        ("in.csv", "prompt\n", "has no rows"),
+        ("in.csv", "prompt,x\n  ,1\n", "row 1, column prompt: is empty"),
+        ("in.json", '{"prompt": "a"}', "must be a list of objects"),
+        ("in.json", '[{"prompt": "a"}, {"prompt": 5}]', "row 2, column prompt: must be text or a list"),
+        ("in.json", '[{"prompt": [{"role": "user"}]}]', "each message needs a role and a text content"),
+        ("in.json", "[{", "cannot be read"),
+        ("in.jsonl", '{"prompt": "a"}\n{"pro', "cannot be read"),
+        ("in.xlsx", "no zip", "cannot be read"),
+    ],
+)
+def test_a_bad_table_is_named_in_one_line(tmp_path, name, content, said):
+    path = tmp_path / name
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(DataError) as error:
+        read_table(path)
+    assert str(path) in str(error.value) and said in str(error.value) and "\n" not in str(error.value)
+
+
+def test_text_prompts_get_the_tasks_system_message_and_chats_stay():
+    system = [{"role": "system", "content": "s"}]
+    chat = [{"role": "user", "content": "u"}]
+    rows = rl_rows([{"prompt": "a", "ground_truth": {"x": 1}}, {"prompt": chat}], "t", system)
+    assert rows[0]["prompt"] == [*system, {"role": "user", "content": "a"}]
+    assert json.loads(rows[0]["reward_model"]["ground_truth"]) == {"x": 1}
+    assert rows[1]["prompt"] == chat and rows[1]["reward_model"]["ground_truth"] == ""
+
+
+def rollout(index: int, response: str, reward: dict | None) -> Rollout:
+    return Rollout(index, "sampled", 0, response, "stop", 3, 0.5, [], "t", "", {}, reward)
+
+
+BAD = "=1+1 \x00 ü 漢"
+
+
+@pytest.mark.parametrize("kind", ["json", "jsonl", "csv", "xlsx"])
+def test_every_kind_of_table_is_written_with_score_columns(tmp_path, kind):
+    path = tmp_path / f"out.{kind}"
+    columns, rows = answers(
+        [{"prompt": "a", "id": 7}, {"prompt": "b", "id": 8}],
+        [rollout(0, BAD, {"score": 1.0, "acc": 1.0}), rollout(1, "no", None)],
+    )
+    assert columns == ["prompt", "id", "response", "finish_reason", "tokens", "entropy", "score", "acc", "error"]
+    write_table(path, columns, rows)
+    if kind == "xlsx":
+        sheet = openpyxl.load_workbook(path).active
+        values = list(sheet.iter_rows(values_only=True))
+        assert values[0] == tuple(columns) and values[1][2] == BAD.replace("\x00", "") and values[2][6] is None
+        assert sheet["C2"].data_type == "s" and values[1][1] == 7
+    elif kind == "csv":
+        assert list(pd.read_csv(path)["score"].fillna(-1)) == [1.0, -1.0]
+    else:
+        text = path.read_text()
+        written = json.loads(text) if kind == "json" else [json.loads(line) for line in text.splitlines()]
+        assert written[0]["response"] == BAD and written[1]["score"] is None and written[0]["id"] == 7

@@ -1,0 +1,65 @@
+"""The conversation of `make chat`, with an engine that repeats what it is asked."""
+
+import io
+
+from tasks.common.chat import talk, task_system
+from tasks.common.data import RL_SCHEMA, chat, rl_row, write_parquet
+from tasks.common.engines import Sampling
+from tasks.common.sample import Scoring
+
+HOW = Sampling(n=1, greedy=False, temperature=1.0, top_p=1.0, max_prompt_tokens=50, max_tokens=5, seed=0)
+SYSTEM = [{"role": "system", "content": "be brief"}]
+ROWS = [rl_row("t", [*SYSTEM, *chat("what is 3+4")], "7", "test", 0)]
+
+
+class Echo:
+    def __init__(self):
+        self.asked = []
+
+    def stream(self, messages, how):
+        self.asked.append(list(messages))
+        if "long" in messages[-1]["content"]:
+            raise ValueError("the conversation has 99 tokens, 50 fit: /reset")
+        yield from ("you said ", "\x1b[31m" + messages[-1]["content"])
+
+
+def converse(*lines: str):
+    said, engine, screen = iter(lines), Echo(), io.StringIO()
+
+    def ask():
+        try:
+            return next(said)
+        except StopIteration:
+            raise EOFError from None
+
+    def score(data_source, solution_str, ground_truth, extra_info=None):
+        return {"score": float(ground_truth in solution_str), "acc": 0.0}
+
+    talk(engine, HOW, ROWS, SYSTEM, Scoring(score, None, ""), ask, screen)
+    return engine.asked, screen.getvalue()
+
+
+def test_turns_are_kept_until_reset():
+    asked, shown = converse("one", "two", "/reset", "three")
+    assert [len(messages) for messages in asked] == [2, 4, 2]
+    assert asked[1][2] == {"role": "assistant", "content": "you said \x1b[31mone"}
+    assert all(messages[0] == SYSTEM[0] for messages in asked)
+    assert "you said [31mone\n" in shown and "\x1b" not in shown
+
+
+def test_sample_shows_a_prompt_of_the_test_set_its_reward_and_the_ground_truth():
+    asked, shown = converse("/sample", "and 8?")
+    assert asked[0] == ROWS[0]["prompt"] and len(asked[1]) == 4
+    assert "prompt 0: what is 3+4\n" in shown and "reward: score 0, acc 0\n" in shown and "ground truth: 7\n" in shown
+
+
+def test_exit_unknown_commands_and_a_conversation_that_is_too_long():
+    asked, shown = converse("/what", "", "a long one", "short", "/exit", "never")
+    assert "/sample: a prompt" in shown and "error: the conversation has 99 tokens" in shown
+    assert len(asked) == 2 and len(asked[1]) == 2  # the refused turn is not part of it
+
+
+def test_the_tasks_system_message_comes_from_its_data(tmp_path):
+    write_parquet(ROWS, tmp_path / "a.parquet", RL_SCHEMA)
+    write_parquet([rl_row("t", chat("x"), "7", "test", 0)], tmp_path / "b.parquet", RL_SCHEMA)
+    assert task_system(tmp_path / "a.parquet") == SYSTEM and task_system(tmp_path / "b.parquet") == []

@@ -1,0 +1,93 @@
+"""Entropy from the likeliest tokens, and both engines on a real (very small) model."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tasks.common.engines import TEMPLATES, Request, Sampling, TransformersEngine, prompt_ids, token_entropy
+
+HOW = Sampling(n=3, greedy=True, temperature=1.0, top_p=1.0, max_prompt_tokens=200, max_tokens=12, seed=0)
+
+
+def exact(p: np.ndarray) -> float:
+    p = p[p > 0]
+    return float(-(p * np.log(p)).sum())
+
+
+@given(st.lists(st.floats(0.001, 100), min_size=5, max_size=60), st.integers(1, 20))
+def test_entropy_is_a_lower_bound_within_its_stated_error(weights, k):
+    p = np.sort(np.array(weights) / sum(weights))[::-1]
+    k = min(k, len(p))
+    estimate = token_entropy(np.log(p[:k])[None])[0]
+    rest = p[k:].sum()
+    gap = rest * np.log((len(p) - k) * min(rest, p[k - 1]) / rest) if rest > 1e-6 else 1e-4
+    assert estimate - 1e-6 <= exact(p) <= estimate + gap + 1e-4
+
+
+def test_entropy_is_exact_for_all_tokens_for_a_uniform_and_for_a_certain_distribution():
+    p = np.array([0.5, 0.25, 0.125, 0.125])
+    assert token_entropy(np.log(p)[None])[0] == pytest.approx(exact(p))
+    assert token_entropy(np.full((2, 20), -np.log(1000))) == pytest.approx([np.log(1000)] * 2)
+    certain = np.full((1, 20), -np.inf)
+    certain[0, 0] = 0.0
+    assert token_entropy(certain)[0] == 0
+
+
+def test_templates_end_where_the_assistant_begins(small_model):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(small_model)
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    own = tokenizer.decode(prompt_ids(tokenizer, messages))
+    assert own == tokenizer.decode(prompt_ids(tokenizer, messages, "chatml"))  # its own template is chatml
+    assert own.endswith("<|im_start|>assistant\n")
+    llama = tokenizer.decode(prompt_ids(tokenizer, messages, "llama"))
+    assert "<|start_header_id|>user<|end_header_id|>\n\nu<|eot_id|>" in llama
+    assert llama.endswith("<|start_header_id|>assistant<|end_header_id|>\n\n")
+    assert set(TEMPLATES) == {"default", "chatml", "llama"}
+    tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="no chat template"):
+        prompt_ids(tokenizer, messages)
+
+
+def test_transformers_engine_samples_and_gives_the_exact_entropy(small_model):
+    import torch
+
+    engine = TransformersEngine(str(small_model), 300, 0, 0.5)
+    requests = [
+        Request(i, mode, [{"role": "user", "content": "x" * i}]) for i in (1, 5) for mode in ("greedy", "sampled")
+    ]
+    too_long = Request(9, "sampled", [{"role": "user", "content": "x" * 300}])
+    results = {(r.index, r.mode): completions for r, completions in engine.generate([*requests, too_long], HOW)}
+    assert results[9, "sampled"][0].finish_reason == "prompt_too_long"
+    assert [len(results[i, "sampled"]) for i in (1, 5)] == [3, 3] and len(results[1, "greedy"]) == 1
+    greedy = results[5, "greedy"][0]
+    # Token by token, without padding, batches or a cache.
+    ids = prompt_ids(engine.tokenizer, requests[2].messages)
+    entropies = []
+    for _ in range(greedy.tokens):
+        logits = engine.model(torch.tensor([ids])).logits[0, -1].float()
+        entropies.append(exact(logits.softmax(-1).detach().numpy().astype(float)))
+        ids.append(int(logits.argmax()))
+    assert greedy.entropy == pytest.approx(np.mean(entropies), abs=0.02)
+
+
+@pytest.mark.slow
+def test_vllm_engine_agrees_with_transformers(small_model, monkeypatch):
+    """Greedy text is the same; the entropy from 20 of 258 tokens is below the exact one and near it."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    from tasks.common.engines import VLLMEngine
+
+    requests = [Request(i, "greedy", [{"role": "user", "content": "hello" * i}]) for i in range(4)]
+    engine = VLLMEngine(str(small_model), 300, 0, 0.5)
+    ours = {r.index: c[0] for r, c in engine.generate(requests, HOW)}
+    streamed = "".join(engine.stream(requests[1].messages, HOW))
+    engine.close()
+    exact_ones = {r.index: c[0] for r, c in TransformersEngine(str(small_model), 300, 0, 0.5).generate(requests, HOW)}
+    same = sum(ours[i].response == exact_ones[i].response for i in range(4))
+    assert same >= 3  # two tokens of a random model may be equally likely in bfloat16
+    for i in range(4):
+        assert ours[i].entropy <= exact_ones[i].entropy + 0.02
+        assert ours[i].entropy > exact_ones[i].entropy - 0.6
+    assert isinstance(streamed, str) and streamed

@@ -1,0 +1,114 @@
+"""Which run and which checkpoint `make eval`, compare, merge, chat and batch take."""
+
+import json
+import os
+from dataclasses import asdict, replace
+
+import pytest
+
+from tasks.common.merge import merge, merged_folder
+from tasks.common.process import StageFailed
+from tasks.common.runs import find_run, find_step, hf_folder, rl_dir, settings_of
+from tasks.common.sample import model_name
+from tasks.common.settings import SettingsError, load_settings
+from tests.test_settings import VALUES
+
+
+@pytest.fixture
+def settings(tmp_path, monkeypatch):
+    monkeypatch.setenv("ARTIFACTS", str(tmp_path))
+    return load_settings(VALUES)
+
+
+def make_run(s, name=None, steps=(2, 4), metrics=None, age=0):
+    run_dir = rl_dir(s, []) if name is None else s.runs_dir / name
+    for step in steps:
+        actor = run_dir / f"checkpoints/global_step_{step}/actor/huggingface"
+        actor.mkdir(parents=True)
+        (actor / "config.json").write_text("{}")
+        (actor / "model.safetensors").write_text("")
+    (run_dir / "checkpoints/latest_checkpointed_iteration.txt").write_text(str(max(steps)))
+    record = {"fingerprint": s.rl_fingerprint([]), "settings": asdict(s), "start": "x"}
+    (run_dir / "settings.json").write_text(json.dumps(record))
+    (run_dir / "metrics").mkdir()
+    lines = [json.dumps({"step": step, "data": data}) + "\n" for step, data in (metrics or {}).items()]
+    (run_dir / "metrics/000.jsonl").write_text("".join(lines))
+    os.utime(run_dir, (1e9 - age, 1e9 - age))
+    return run_dir
+
+
+def test_a_checkpoint_is_found_by_latest_best_and_number(settings):
+    metrics = {2: {"critic/score/mean": 0.9}, 3: {"critic/score/mean": 0.95}, 4: {"critic/score/mean": 0.1}}
+    run_dir = make_run(settings, metrics=metrics)
+    assert [find_step(run_dir, step) for step in ("latest", "best", "2")] == [4, 2, 2]
+    assert hf_folder(run_dir, "best") == run_dir / "checkpoints/global_step_2/actor/huggingface"
+
+
+def test_validation_counts_before_training_reward(settings):
+    metrics = {
+        2: {"critic/score/mean": 0.9, "val-core/t/acc/mean@1": 0.1},
+        4: {"critic/score/mean": 0.1, "val-core/t/acc/mean@1": 0.3},
+    }
+    assert find_step(make_run(settings, metrics=metrics), "best") == 4
+
+
+@pytest.mark.parametrize("step", ["3", "first", "-2", "2.0", "../x"])
+def test_an_unknown_checkpoint_is_refused_with_those_there_are(settings, step):
+    run_dir = make_run(settings)
+    with pytest.raises(SettingsError, match=r"has the checkpoints 2, 4; take one of them, latest or best"):
+        find_step(run_dir, step)
+
+
+def test_a_checkpoint_that_was_not_finished_does_not_count(settings):
+    run_dir = make_run(settings)
+    (run_dir / "checkpoints/global_step_6").mkdir()
+    assert find_step(run_dir, "latest") == 4
+
+
+def test_the_run_of_these_settings_comes_before_the_newest(settings):
+    other = make_run(replace(settings, LR=1.0), age=0)
+    assert find_run(settings, []) == other
+    mine = make_run(settings, age=100)
+    assert find_run(settings, []) == mine
+    assert find_run(replace(settings, LR=2.0), []) == other
+    assert find_run(replace(settings, RUN=mine.name), []) == mine
+
+
+def test_a_model_that_no_run_started_from_stands_for_itself(settings):
+    run_dir = make_run(replace(settings, MODEL="a/b"))
+    assert find_run(replace(settings, MODEL="c/d"), [], "c/d") is None
+    assert find_run(replace(settings, MODEL="a/b", LR=9.0), [], "a/b") == run_dir
+
+
+def test_an_unknown_run_is_refused_with_those_there_are(settings):
+    make_run(settings, "mine")
+    with pytest.raises(SettingsError, match=r"RUN=yours: no such run with a checkpoint in .*; there are: mine"):
+        find_run(replace(settings, RUN="yours"), [])
+
+
+def test_without_a_checkpoint_there_is_no_run(settings):
+    (settings.runs_dir / "grpo-1").mkdir(parents=True)
+    assert find_run(settings, []) is None
+
+
+def test_a_run_is_evaluated_on_its_own_data_with_todays_sampling(settings):
+    run_dir = make_run(replace(settings, TEST_SIZE=77, SEED=5, N=1))
+    found = settings_of(run_dir, replace(settings, N=9, LIMIT=3))
+    assert (found.TEST_SIZE, found.SEED, found.N, found.LIMIT) == (77, 5, 9, 3)
+
+
+def test_a_model_is_named_after_its_run_and_step(settings):
+    run_dir = make_run(settings, "my-run")
+    assert model_name(str(hf_folder(run_dir))) == "my-run-step4"
+    assert model_name("Qwen/Qwen2.5-1.5B") == "Qwen2.5-1.5B" and model_name("/models/x") == "x"
+
+
+def test_a_whole_checkpoint_is_not_merged_and_a_broken_one_leaves_nothing(settings):
+    run_dir = make_run(settings)
+    whole = run_dir / "checkpoints/global_step_4/actor"
+    assert merge(whole) == merged_folder(whole) == whole / "huggingface"
+    broken = run_dir / "checkpoints/global_step_2/actor"
+    (broken / "huggingface/model.safetensors").unlink()
+    with pytest.raises(StageFailed, match=r"verl\.model_merger failed"):
+        merge(broken)
+    assert {f.name for f in broken.iterdir()} == {"huggingface"}
