@@ -26,7 +26,7 @@ BIN = $(dir $(PYTHON))
 ifeq ($(filter $(STACK),$(STACKS)),)
   $(error STACK=$(STACK): no such stack; there are: $(STACKS))
 endif
-ifneq ($(filter $(STAGES),$(MAKECMDGOALS)),)
+ifneq ($(filter $(STAGES) bench,$(MAKECMDGOALS)),)
   ifeq ($(filter $(TASK),$(TASKS)),)
     $(error TASK=$(TASK): no such task; there are: $(TASKS))
   endif
@@ -41,7 +41,7 @@ RUN_STAGE = PYTHON='$(PYTHON)' STAGE=$@ bash tasks/$(TASK)/train.sh $(ARGS)
 # Installation counts as the first stage of `make train`.
 NUMBER = $(if $(filter train,$(MAKECMDGOALS)),[1/$$(STAGE=count bash tasks/$(TASK)/train.sh)] )
 
-.PHONY: help install new test test-all lint format clean $(STAGES)
+.PHONY: help install bench new test test-all lint format clean $(STAGES)
 
 help: ## this text
 	@echo 'make TARGET TASK=<$(subst $() ,|,$(TASKS))> [VARIABLE=value ...] [ARGS="hydra.key=value ..."]'
@@ -72,6 +72,9 @@ $(filter-out train,$(STAGES)):
 	@$(RUN_STAGE)
 train:
 	@[[ $$(stat -c %Y $(INSTALLED) 2>/dev/null || echo 0) -ge $(STARTED) ]] || echo "$(NUMBER)install: up to date"
+	@$(RUN_STAGE)
+
+bench: data ## throughput of our sampling beside plain LLM.generate, in one run; ARGS="--out file.json"
 	@$(RUN_STAGE)
 
 new: $(INSTALLED) ## scaffold tasks/TASK from the template; OPTIONS="reward=exact lora=yes"

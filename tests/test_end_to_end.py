@@ -72,11 +72,14 @@ def test_a_killed_run_resumes_and_ends_with_the_table(variables):
         assert f"resuming from step {saved}" in second.stdout
     assert sorted(set(steps_logged(run_dir(variables)))) == [1, 2]
     assert "pass@1" in second.stdout and "[6/6] eval" in second.stdout and "Next:" in second.stdout
-    for label in ("base", "sft", "grpo"):
-        summary = json.loads((run_dir(variables) / f"eval/{label}.json").read_text())
-        assert summary["prompts"] == 8 and 0 <= summary["score"]["value"] <= 1
-        completions = (run_dir(variables) / f"eval/{label}.jsonl").read_text().splitlines()
-        assert len(completions) == 8 * (1 + int(SMALL["N"]))
+    summaries = list(Path(variables["ARTIFACTS"]).glob("eval/countdown/*/summary.json"))
+    assert len(summaries) == 3  # base, sft, grpo
+    for file in summaries:
+        summary = json.loads(file.read_text())
+        assert summary["prompts"] == 8 and 0 <= summary["metrics"]["score"]["value"] <= 1
+        rollouts = [json.loads(line) for line in (file.parent / "rollouts.jsonl").read_text().splitlines()]
+        assert len(rollouts) == 8 * (1 + int(SMALL["N"]))
+        assert all(0 < r["entropy"] < 5.6 and 0 < r["tokens"] <= 48 for r in rollouts)  # ln 258 = 5.55
     assert {name for name in os.listdir("/dev/shm") if name.startswith(("psm_", "verl_"))} <= shared_memory
 
 
@@ -93,11 +96,118 @@ def test_the_checkpoint_loads_in_transformers_and_differs_from_its_start(variabl
 
 
 def test_a_second_run_reuses_everything(variables):
-    before = {p: p.stat().st_mtime_ns for p in run_dir(variables).rglob("*") if p.is_file()}
+    def files() -> dict:
+        found = [*run_dir(variables).rglob("*"), *Path(variables["ARTIFACTS"]).glob("eval/countdown/*/rollouts.jsonl")]
+        return {p: p.stat().st_mtime_ns for p in found if p.is_file()}
+
+    before = files()
     result = make("train", STEPS="2", **variables)
     assert result.returncode == 0, result.stdout
     assert result.stdout.count("up to date") >= 4
-    assert {p: p.stat().st_mtime_ns for p in run_dir(variables).rglob("*") if p.is_file()} == before
+    assert files() == before
+
+
+def only(variables, pattern: str) -> Path:
+    (path,) = Path(variables["ARTIFACTS"]).glob(pattern)
+    return path
+
+
+def test_probe_samples_the_training_prompts(variables):
+    result = make("probe", **{**variables, "N": "4", "LIMIT": "5"})
+    assert result.returncode == 0, result.stdout
+    found = json.loads(only(variables, "probe/countdown/*/probe.json").read_text())
+    assert (found["prompts"], found["samples"]) == (5, 4)
+    assert found["zero_variance_groups"] == 1.0 and "=> do SFT first" in result.stdout  # a random model
+    assert found["distributions"]["entropy"]["value"] > 4
+    assert only(variables, "probe/countdown/*/probe.png").stat().st_size > 10_000
+    assert "tokens/s" in result.stdout
+
+
+def test_compare_reuses_the_rollouts_of_the_training_and_writes_every_report(variables):
+    result = make("compare", LIMIT="6", **variables)
+    assert result.returncode == 0, result.stdout
+    assert "sampling" not in result.stdout  # base and step 2 were sampled by the training's evaluation
+    found = json.loads(only(variables, "compare/countdown/*/compare.json").read_text())
+    assert found["base"]["prompts"] == found["trained"]["prompts"] == 6
+    assert found["base"]["model"] == variables["MODEL"] and "global_step_2" in found["trained"]["model"]
+    assert {"accuracy", "pass@1", "pass@2", "score", "entropy", "one_operator"} <= found["metrics"].keys()
+    for kind in ("md", "png", "xlsx"):
+        assert only(variables, f"compare/countdown/*/compare.{kind}").stat().st_size > 1000
+
+
+def test_eval_takes_an_earlier_checkpoint_and_refuses_one_that_is_not_there(variables):
+    result = make("eval", STEP="1", LIMIT="2", **variables)
+    assert result.returncode == 0, result.stdout
+    assert "checkpoint of step 1" in result.stdout and "-step1-" in result.stdout
+    result = make("eval", STEP="9", **variables)
+    assert result.returncode != 0 and "error: STEP=9: " in result.stdout and "1, 2" in result.stdout
+
+
+def test_merge_copies_nothing_where_the_weights_are_there(variables):
+    result = make("merge", **variables)
+    assert result.returncode == 0, result.stdout
+    assert "nothing to do" in result.stdout and "global_step_2/actor/huggingface" in result.stdout
+
+
+def test_merge_joins_the_shards_of_a_checkpoint_without_them(variables, tmp_path):
+    """What verl leaves when hf_model is not among the contents that it saves."""
+    from transformers import AutoModelForCausalLM
+
+    actor = run_dir(variables) / "checkpoints/global_step_1/actor"
+    weights = list((actor / "huggingface").glob("*.safetensors"))
+    before = AutoModelForCausalLM.from_pretrained(actor / "huggingface").state_dict()
+    for file in weights:
+        file.rename(tmp_path / file.name)
+    try:
+        result = make("merge", STEP="1", **variables)
+        assert result.returncode == 0, result.stdout
+        after = AutoModelForCausalLM.from_pretrained(actor / "merged").state_dict()
+        assert all((after[name].float() - before[name].float()).abs().max() < 1e-2 for name in before)
+    finally:
+        for file in weights:
+            (tmp_path / file.name).rename(file)
+
+
+def test_chat_answers_from_a_pipe(variables):
+    command = [*MAKE, "chat", *(f"{k}={v}" for k, v in variables.items() if k != "MODEL")]
+    result = subprocess.run(
+        [*command, f"RUN={run_dir(variables).name}"],
+        cwd=ROOT,
+        env=outside_make(),
+        input="hello\n/sample\n/reset\n/exit\n",
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert result.returncode == 0, result.stdout
+    assert f"loading {run_dir(variables).name}-step2" in result.stdout
+    assert "reward: score 0, acc 0" in result.stdout and "ground truth: {" in result.stdout
+    assert "INFO" not in result.stdout
+
+
+@pytest.mark.parametrize("backend", ["vllm", "transformers"])
+def test_batch_answers_a_table(variables, tmp_path, backend):
+    import openpyxl
+
+    (tmp_path / "in.csv").write_text(
+        'prompt,ground_truth\nhi,\n"Numbers: 1, 2. Target: 3.","{""target"": 3, ""numbers"": [1, 2]}"\n'
+    )
+    chosen = {"INPUT": str(tmp_path / "in.csv"), "OUTPUT": str(tmp_path / "out.xlsx"), "BACKEND": backend}
+    chosen |= {"TEMPLATE": "chatml", "TEMPERATURE": "0", "MAX_NEW_TOKENS": "5"}
+    result = make("batch", **{**variables, **chosen, "N": "1"})
+    assert result.returncode == 0, result.stdout
+    rows = list(openpyxl.load_workbook(tmp_path / "out.xlsx").active.iter_rows(values_only=True))
+    assert len(rows) == 3 and {"response", "tokens", "score", "format"} <= set(rows[0])
+    named = [dict(zip(rows[0], row, strict=True)) for row in rows[1:]]
+    assert [row["score"] for row in named] == [None, 0] and all(1 <= row["tokens"] <= 5 for row in named)
+
+
+def test_batch_refuses_wrong_columns_in_one_line(variables, tmp_path):
+    (tmp_path / "in.csv").write_text("question\nhi\n")
+    result = make("batch", INPUT=str(tmp_path / "in.csv"), OUTPUT=str(tmp_path / "out.xlsx"), **variables)
+    errors = [line for line in result.stdout.splitlines() if line.startswith("error:")]
+    assert result.returncode != 0 and len(errors) == 1 and "needs a column `prompt`" in errors[0]
+    assert not (tmp_path / "out.xlsx").exists()
 
 
 def test_two_runs_of_one_task_do_not_mix(variables):
@@ -150,7 +260,7 @@ def test_ctrl_c_ends_every_process_and_keeps_what_there_was(variables, tmp_path)
         command, cwd=ROOT, env=outside_make(), stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as run:
         for line in run.stdout:
-            if "starting Ray" in line:
+            if "starting the engines" in line:
                 break
         time.sleep(15)
         os.killpg(run.pid, signal.SIGINT)
@@ -183,5 +293,10 @@ def test_a_new_lora_task_trains_on_the_rewards_of_its_own_function(variables, tm
     assert len(rows) == 16 and len(set(scores)) > 1
     merged = AutoModelForCausalLM.from_pretrained(next(tmp_path.glob("runs/fresh_lora/*/checkpoints/*/actor/merged")))
     start = AutoModelForCausalLM.from_pretrained(variables["MODEL"])
+    adapter = next(tmp_path.glob("runs/fresh_lora/*/checkpoints/*/actor/merged/lora_adapter"))
+    changed = {**variables, "MODEL": str(adapter), "BASE": variables["MODEL"], "LIMIT": "2"}
+    evaluated = make("eval", **changed)
+    assert evaluated.returncode == 0, evaluated.stdout
+    assert "lora_adapter-" in evaluated.stdout
     changed = {n for n, p in merged.named_parameters() if not torch.equal(p.float(), start.get_parameter(n).float())}
     assert changed and all("_proj" in name for name in changed)

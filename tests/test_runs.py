@@ -2,13 +2,13 @@
 
 import json
 import os
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 
 from tasks.common.merge import merge, merged_folder
 from tasks.common.process import StageFailed
-from tasks.common.runs import find_run, find_step, hf_folder, rl_dir, settings_of
+from tasks.common.runs import find_run, find_step, hf_folder, record, rl_dir, settings_of
 from tasks.common.sample import model_name
 from tasks.common.settings import SettingsError, load_settings
 from tests.test_settings import VALUES
@@ -20,7 +20,7 @@ def settings(tmp_path, monkeypatch):
     return load_settings(VALUES)
 
 
-def make_run(s, name=None, steps=(2, 4), metrics=None, age=0):
+def make_run(s, name=None, steps=(2, 4), metrics=None, age=0, kind="rl"):
     run_dir = rl_dir(s, []) if name is None else s.runs_dir / name
     for step in steps:
         actor = run_dir / f"checkpoints/global_step_{step}/actor/huggingface"
@@ -28,12 +28,11 @@ def make_run(s, name=None, steps=(2, 4), metrics=None, age=0):
         (actor / "config.json").write_text("{}")
         (actor / "model.safetensors").write_text("")
     (run_dir / "checkpoints/latest_checkpointed_iteration.txt").write_text(str(max(steps)))
-    record = {"fingerprint": s.rl_fingerprint([]), "settings": asdict(s), "start": "x"}
-    (run_dir / "settings.json").write_text(json.dumps(record))
+    record(run_dir, kind, s.rl_fingerprint([]), s, "start", [])
     (run_dir / "metrics").mkdir()
     lines = [json.dumps({"step": step, "data": data}) + "\n" for step, data in (metrics or {}).items()]
     (run_dir / "metrics/000.jsonl").write_text("".join(lines))
-    os.utime(run_dir, (1e9 - age, 1e9 - age))
+    os.utime(run_dir / "checkpoints/latest_checkpointed_iteration.txt", (1e9 - age, 1e9 - age))
     return run_dir
 
 
@@ -72,6 +71,14 @@ def test_the_run_of_these_settings_comes_before_the_newest(settings):
     assert find_run(settings, []) == mine
     assert find_run(replace(settings, LR=2.0), []) == other
     assert find_run(replace(settings, RUN=mine.name), []) == mine
+
+
+def test_rl_comes_before_a_newer_warm_up_and_a_warm_up_before_nothing(settings):
+    warm_up = make_run(replace(settings, LR=1.0), "sft-1", kind="sft")
+    assert find_run(settings, []) == warm_up
+    rl = make_run(replace(settings, LR=2.0), age=100)
+    assert find_run(settings, []) == rl
+    assert find_run(replace(settings, RUN="sft-1"), []) == warm_up
 
 
 def test_a_model_that_no_run_started_from_stands_for_itself(settings):

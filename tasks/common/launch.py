@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from tasks.common import verl_config
-from tasks.common.data import DataError, validate_parquet, written_beside
+from tasks.common.data import DataError, validate_parquet
 from tasks.common.examples import check_examples
 from tasks.common.merge import base_of, is_adapter, merge, merged_folder
 from tasks.common.model import EMBEDDED, resolve_model, weights_bytes
@@ -33,6 +33,8 @@ from tasks.common.runs import (
     next_metrics_file,
     read_json,
     read_metrics,
+    record,
+    recorded,
     rl_dir,
     settings_of,
     sft_dir,
@@ -81,6 +83,7 @@ def sft(s: Settings) -> str:
         )
     start = resolve_model(s.MODEL)
     _check_disk(run_dir, start, checkpoints=1)
+    record(run_dir, "sft", s.sft_fingerprint(), s, start, [])
     overrides = verl_config.sft_overrides(s, start, run_dir)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={s.N_GPUS}"]
     command += ["-m", "verl.trainer.sft_trainer", *verl_config.HYDRA, *overrides]
@@ -98,11 +101,7 @@ def train(s: Settings, arguments: list[str]) -> str:
     check_examples(s.task_dir, _compute_score(s))
     overrides = verl_config.rl_overrides(s, start, run_dir) + arguments
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *verl_config.HYDRA, *overrides]
-    run_dir.mkdir(parents=True, exist_ok=True)
-    with written_beside(run_dir / "settings.json") as partial:
-        record = {"fingerprint": s.rl_fingerprint(arguments), "settings": asdict(s), "arguments": arguments}
-        record["start"] = start
-        partial.write_text(json.dumps(record, indent=2) + "\n")
+    record(run_dir, "rl", s.rl_fingerprint(arguments), s, start, arguments)
     if resumed:
         print(f"  resuming from step {resumed}")
     _train(s.METHOD.upper(), run_dir, command, s.STEPS, ("reward", "critic/score/mean"))
@@ -111,12 +110,14 @@ def train(s: Settings, arguments: list[str]) -> str:
 
 def evaluate(s: Settings, command: Command, run_dir: Path | None) -> str:
     """Base, warm-up and the checkpoint STEP of ``run_dir``; without a run MODEL alone."""
-    models = {"base": resolve_model(s.MODEL, command.BASE)}
-    if run_dir:
-        recorded = read_json(run_dir / "settings.json")
-        if recorded["settings"]["INIT"] == "sft":
-            models["sft"] = recorded["start"]
-        models[s.METHOD] = str(hf_folder(run_dir, command.STEP))
+    if run_dir is None:
+        models = {"model" if command.MODEL_GIVEN else "base": resolve_model(s.MODEL, command.BASE)}
+    else:
+        models = {"base": resolve_model(s.MODEL, command.BASE)}
+        made = recorded(run_dir)
+        if made["kind"] == "rl" and s.INIT == "sft":
+            models["sft"] = made["start"]
+        models["sft" if made["kind"] == "sft" else s.METHOD] = str(hf_folder(run_dir, command.STEP))
     _script(s, "evaluate.py", "eval", *(f"{label}={path}" for label, path in models.items()))
     return ", ".join(models)
 
@@ -222,7 +223,7 @@ def _progress(metrics: Path, start: int, name: str, key: str) -> Progress:
     """The last step that verl logged, with its metric ``key`` shown as ``name``."""
     lines = metrics.read_bytes().split(b"\n")[:-1] if metrics.exists() else []
     if not lines:
-        return Progress(start, " starting")
+        return Progress(start, " starting the engines")
     record = json.loads(lines[-1])
     return Progress(record["step"], f" {name} {record['data'][key]:.3f}")
 

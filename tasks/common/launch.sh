@@ -15,4 +15,7 @@ if [[ ! -x $PYTHON ]]; then
   echo "error: $PYTHON: no such Python; run \`make install\` first" >&2
   exit 2
 fi
+if [[ ${STAGE:-} == bench ]]; then
+  exec "$PYTHON" "$ROOT/tests/benchmarks/sampling.py" "$@"
+fi
 exec "$PYTHON" -m tasks.common.launch "${STAGE:-train}" "$@"

@@ -4,6 +4,7 @@ import json
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
+from tasks.common.data import written_beside
 from tasks.common.merge import merge
 from tasks.common.settings import REPORTING, Settings, SettingsError
 
@@ -37,10 +38,25 @@ def next_metrics_file(run_dir: Path) -> Path:
     return folder / f"{len(list(folder.glob('*.jsonl'))):03}.jsonl"
 
 
+def record(run_dir: Path, kind: str, mark: str, s: Settings, start: str, arguments: list[str]) -> None:
+    """Note in ``run_dir`` what it is made with: ``kind`` ("rl" or "sft"), settings, the model it starts from."""
+    values = {"kind": kind, "fingerprint": mark, "settings": asdict(s), "arguments": arguments, "start": start}
+    with written_beside(run_dir / "settings.json") as partial:
+        partial.write_text(json.dumps(values, indent=2) + "\n")
+
+
+def recorded(run_dir: Path) -> dict:
+    """What ``record`` noted; empty where nothing was."""
+    return read_json(run_dir / "settings.json")
+
+
+def _tracker(run_dir: Path) -> Path:
+    return run_dir / "checkpoints/latest_checkpointed_iteration.txt"
+
+
 def last_step(run_dir: Path) -> int:
     """Step of the last whole checkpoint; 0 if there is none. verl writes the tracker file after the checkpoint."""
-    tracker = run_dir / "checkpoints/latest_checkpointed_iteration.txt"
-    step = int(tracker.read_text()) if tracker.exists() else 0
+    step = int(_tracker(run_dir).read_text()) if _tracker(run_dir).exists() else 0
     return step if (run_dir / f"checkpoints/global_step_{step}").is_dir() else 0
 
 
@@ -91,12 +107,12 @@ def hf_folder(run_dir: Path, step: str = "latest") -> Path:
 def find_run(s: Settings, arguments: list[str], model_given: str = "") -> Path | None:
     """The run that `make eval`, compare, merge, chat and batch are about; None if there is none.
 
-    RUN if set, else the run of these very settings, else the newest run of the task with a checkpoint. With
+    RUN if set, else the run of these very settings, else the newest with a checkpoint, RL before SFT. With
     ``model_given`` only a run that was trained from that model: any other MODEL stands for itself. Raises
     SettingsError when RUN names no run with a checkpoint.
     """
-    runs = [f.parent.parent for f in s.runs_dir.glob("*/checkpoints/latest_checkpointed_iteration.txt")]
-    runs = sorted((run for run in runs if last_step(run)), key=lambda run: run.stat().st_mtime)
+    runs = [run for run in s.runs_dir.glob("*") if last_step(run) and "settings" in recorded(run)]
+    runs.sort(key=lambda run: (recorded(run)["kind"] == "rl", _tracker(run).stat().st_mtime))
     if s.RUN:
         run_dir = s.runs_dir / s.RUN
         if run_dir not in runs:
@@ -105,10 +121,9 @@ def find_run(s: Settings, arguments: list[str], model_given: str = "") -> Path |
         return run_dir
     if (run_dir := rl_dir(s, arguments)) in runs:
         return run_dir
-    trained = [run for run in runs if "settings" in read_json(run / "settings.json")]
     if model_given:
-        trained = [run for run in trained if read_json(run / "settings.json")["settings"]["MODEL"] == model_given]
-    return trained[-1] if trained else None
+        runs = [run for run in runs if recorded(run)["settings"]["MODEL"] == model_given]
+    return runs[-1] if runs else None
 
 
 def settings_of(run_dir: Path, s: Settings) -> Settings:
@@ -116,9 +131,8 @@ def settings_of(run_dir: Path, s: Settings) -> Settings:
 
     The test prompts of other data settings could be among those that the run was trained on.
     """
-    recorded = read_json(run_dir / "settings.json").get("settings", {})
     own = {f.name for f in fields(Settings)} - REPORTING
-    return replace(s, **{name: value for name, value in recorded.items() if name in own})
+    return replace(s, **{name: value for name, value in recorded(run_dir)["settings"].items() if name in own})
 
 
 def sft_dir(s: Settings) -> Path:
@@ -129,7 +143,7 @@ def rl_dir(s: Settings, arguments: list[str]) -> Path:
     """Folder of the run; raises SettingsError when RUN names one that was made with other settings."""
     mark = s.rl_fingerprint(arguments)
     run_dir = s.runs_dir / (s.RUN or f"{s.METHOD}-{mark}")
-    made_with = read_json(run_dir / "settings.json")
+    made_with = recorded(run_dir)
     if made_with and made_with["fingerprint"] != mark:
         changed = [k for k, v in asdict(s).items() if made_with["settings"].get(k) != v] or ["data, reward.py or ARGS"]
         raise SettingsError(f"RUN={run_dir.name}: exists with other settings ({', '.join(changed)}); take another name")

@@ -32,8 +32,7 @@ MEANING = {
 
 
 def as_dicts(rollouts: list[Rollout]) -> list[dict]:
-    """What a task's own metrics get: the sampled completions with a reward (the greedy ones if nothing was sampled),
-    each with the fields of ``Rollout``."""
+    """What a task's own metrics get: the sampled completions with a reward, each with the fields of ``Rollout``."""
     return [asdict(r) for r in rollouts if r.mode == SAMPLED and r.reward is not None]
 
 
@@ -51,9 +50,9 @@ def by_prompt(rollouts: list[Rollout]) -> pd.DataFrame:
     """
     rows = [
         {
+            **r.reward,
             "index": r.index,
             "mode": r.mode,
-            **r.reward,
             "tokens": r.tokens,
             "truncated": float(r.finish_reason == "length"),
             "entropy": r.entropy,
