@@ -13,6 +13,7 @@ from tasks.common.report import (
     markdown_text,
     meaning,
     one_line,
+    p_text,
     show_table,
     sizes,
 )
@@ -76,7 +77,7 @@ def markdown(task: str, found: dict, changes: dict[str, Difference], texts: dict
         f"- trained: {markdown_text(found['trained']['model'])}, {sizes(found['trained'])}",
         markdown_table(["metric", "base", "trained", "difference [95 % interval]", "p", "meaning"], rows),
         "Intervals and differences are over the prompts that both models answered; a difference is taken prompt by "
-        f"prompt. {test['gained']} prompts gained, {test['lost']} lost: exact McNemar p = {test['p_value']:.4f}.",
+        f"prompt. {test['gained']} prompts gained, {test['lost']} lost: exact McNemar p = {p_text(test['p_value'])}.",
     ]
     for name in ("gained", "lost"):
         parts.append(f"## Prompts {name} ({len(found[name])})")
@@ -144,7 +145,7 @@ def compare(s: Settings, scoring: Scoring, base: str, trained: str) -> int:
     title = f"{s.TASK}: {model_name(base)} -> {model_name(trained)}; {sizes(found['trained'])}"
     show_table(title, ["metric", "base -> trained", "difference [95 % interval]", "p"], rows)
     test = found["mcnemar"]
-    print(f"prompts gained {test['gained']}, lost {test['lost']}: exact McNemar p = {test['p_value']:.4f}")
+    print(f"prompts gained {test['gained']}, lost {test['lost']}: exact McNemar p = {p_text(test['p_value'])}")
     texts = {r.index: one_line(prompt_text(r)) for r in rollouts["base"]}
     for name in ("gained", "lost"):
         for index in found[name][:3]:

@@ -38,11 +38,11 @@ def probe_png(prompts: pd.DataFrame, title: str, path: Path) -> None:
 
 
 def compare_png(summaries: dict[str, dict], score_change: np.ndarray, title: str, path: Path) -> None:
-    """Metrics in [0, 1] of two models with their intervals, and the histogram of the score's change by prompt."""
+    """Two models' metrics but tokens and entropy, with their intervals; histogram of the score's change by prompt."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4), layout="constrained", width_ratios=(2, 1))
     shared = set.intersection(*(set(summary["metrics"]) for summary in summaries.values()))
     first = next(iter(summaries.values()))["metrics"]
-    names = [name for name in first if name in shared and name != "tokens"]
+    names = [name for name in first if name in shared and name not in ("tokens", "entropy")]
     for place, ((label, summary), color) in enumerate(zip(summaries.items(), COLORS, strict=False)):
         values = [summary["metrics"][name] for name in names]
         height = [value["value"] for value in values]

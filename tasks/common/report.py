@@ -41,8 +41,8 @@ def sizes(summary: dict) -> str:
     return text
 
 
-def p_text(difference: Difference) -> str:
-    return f"{difference.p_value:.4f} ({difference.test})"
+def p_text(p_value: float) -> str:
+    return f"{p_value:.4f}" if p_value >= 0.0001 else "< 0.0001"
 
 
 def comparison_rows(summaries: dict[str, dict], changes: dict[str, Difference] | None = None) -> list[list[str]]:
@@ -55,14 +55,14 @@ def comparison_rows(summaries: dict[str, dict], changes: dict[str, Difference] |
             value = summary["metrics"].get(name)
             cells.append(str(Estimate(**value)) if value else "-")
         if changes is not None:
-            cells += [_signed(changes[name].estimate), p_text(changes[name])] if name in changes else ["-", "-"]
+            cells += _change_cells(changes[name]) if name in changes else ["-", "-"]
         rows.append(cells)
     return rows
 
 
-def _signed(estimate: Estimate) -> str:
-    text = str(estimate)
-    return text if estimate.value < 0 else f"+{text}"
+def _change_cells(change: Difference) -> list[str]:
+    sign = "" if change.estimate.value < 0 else "+"
+    return [f"{sign}{change.estimate}", f"{p_text(change.p_value)} ({change.test})"]
 
 
 def show_table(title: str, header: list[str], rows: list[list[str]]) -> None:
