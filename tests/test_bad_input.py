@@ -39,6 +39,20 @@ def test_a_corrupt_parquet_is_named(variables, data_dir):
     assert str(data_dir / "train.parquet") in error and "make data" in error
 
 
+def test_a_training_file_that_cannot_be_used_is_named(variables, data_dir, tmp_path):
+    for file, said in (
+        (tmp_path / "none.parquet", "no such file"),
+        (data_dir / "sft.parquet", "column data_source"),
+    ):
+        (error,) = errors_of(make("data", **variables, TRAIN_FILE=str(file)))
+        assert str(file) in error and said in error
+    own = {**variables, "TRAIN_FILE": str(data_dir / "test.parquet")}
+    (error,) = errors_of(make("data", **own, TRAIN_BATCH_SIZE="16"))
+    assert "8 prompts, less than TRAIN_BATCH_SIZE=16" in error
+    result = make("data", **own)
+    assert result.returncode == 0 and f"training on {data_dir}/test.parquet" in result.stdout
+
+
 def test_a_missing_parquet_is_made_again(variables, data_dir):
     before = (data_dir / "train.parquet").read_bytes()
     (data_dir / "train.parquet").unlink()

@@ -135,6 +135,23 @@ def test_compare_reuses_the_rollouts_of_the_training_and_writes_every_report(var
         assert only(variables, f"compare/countdown/*/compare.{kind}").stat().st_size > 1000
 
 
+def test_probe_eval_and_compare_run_on_the_embedded_model(tmp_path):
+    """The real small model; compared with itself, it does not differ."""
+    variables = {"TASK": "countdown", "STACK": "cpu", "ARTIFACTS": str(tmp_path), "LIMIT": "4", "N": "2"}
+    result = make("probe", **variables)
+    assert result.returncode == 0, result.stdout
+    found = json.loads(only(variables, "probe/countdown/SmolLM2-135M-Instruct-*/probe.json").read_text())
+    assert found["prompts"] == 4 and 0.3 < found["distributions"]["entropy"]["value"] < 6
+    for command in ("eval", "compare"):
+        result = make(command, MODEL="embedded", **variables)
+        assert result.returncode == 0, result.stdout
+    summary = json.loads(only(variables, "eval/countdown/*/summary.json").read_text())
+    assert summary["prompts"] == 4 and 1 <= summary["metrics"]["tokens"]["value"] <= 64
+    found = json.loads(only(variables, "compare/countdown/*/compare.json").read_text())
+    assert all(m["difference"]["value"] == 0 and m["p_value"] == 1 for m in found["metrics"].values())
+    assert found["gained"] == found["lost"] == []
+
+
 def test_eval_takes_an_earlier_checkpoint_and_refuses_one_that_is_not_there(variables):
     result = make("eval", STEP="1", LIMIT="2", **variables)
     assert result.returncode == 0, result.stdout

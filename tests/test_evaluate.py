@@ -246,6 +246,16 @@ def test_probe_gives_the_exact_signal_of_each_prompt_and_the_verdict(workplace):
     assert f"TRAIN_FILE={folder}/signal.parquet" in result.stdout
 
 
+def test_the_same_rollouts_give_the_same_probe_byte_for_byte(workplace):
+    model = workplace.model("m", table(RIGHT, 16, GREEDY))
+    contents = []
+    for _ in range(2):
+        assert workplace.run("probe", str(model), N="16", FILTER="1").returncode == 0
+        folder = workplace.only("probe/countdown/m-*")
+        contents.append({name: (folder / name).read_bytes() for name in ("probe.json", "probe.png", "signal.parquet")})
+    assert contents[0] == contents[1]
+
+
 @pytest.mark.parametrize(
     ("right", "said"), [(0, "do SFT first"), (16, "take harder data"), (1, "weak signal"), (8, "train:")]
 )

@@ -98,3 +98,23 @@ def test_stack_defaults_are_overridden_by_the_environment(monkeypatch):
 @pytest.mark.parametrize(("limit", "sequences", "size"), [(32, 64, 32), (32, 48, 24), (32, 4, 4), (1, 7, 1), (5, 7, 1)])
 def test_micro_batches_divide_the_sequences(limit, sequences, size):
     assert verl_config.micro_batch(limit, sequences) == size
+
+
+def test_training_reads_the_file_that_is_given(monkeypatch):
+    for given in ("", "/probe/signal.parquet"):
+        s = settings_of("countdown", monkeypatch, TRAIN_FILE=given)
+        config = composed("ppo_trainer", verl_config.rl_overrides(s, "m", Path("/r")))
+        assert config["data"]["train_files"] == (given or str(s.data_dir / "train.parquet"))
+
+
+@pytest.mark.parametrize("stage", ["probe", "eval", "compare", "chat", "batch"])
+def test_temperature_given_to_an_evaluation_is_that_of_the_evaluation(stage, monkeypatch):
+    s = settings_of("countdown", monkeypatch, STAGE=stage, TEMPERATURE="0.5")
+    assert (s.EVAL_TEMPERATURE, s.TEMPERATURE) == (0.5, 1.0)
+    assert settings_of("countdown", monkeypatch, STAGE="train", TEMPERATURE="0.5").TEMPERATURE == 0.5
+
+
+def test_a_probe_takes_more_samples_of_fewer_prompts(monkeypatch):
+    defaults = {stage: settings_of("countdown", monkeypatch, STAGE=stage) for stage in ("eval", "probe", "batch")}
+    assert [(s.N, s.LIMIT) for s in defaults.values()] == [(2, 0), (16, 64), (1, 0)]
+    assert settings_of("countdown", monkeypatch, STAGE="probe", N="3", LIMIT="0").N == 3

@@ -125,8 +125,7 @@ def batch(s: Settings, command: Command, scoring: Scoring, model: str) -> int:
     room = max(1, window(model) - s.MAX_NEW_TOKENS)  # not MAX_PROMPT_LENGTH: these are other prompts than the task's
     how = replace(sampling(s), greedy=False, max_prompt_tokens=room, template=command.TEMPLATE)
     job = Job(model, str(file), 0, how, command.BACKEND, s.GPU_MEMORY_UTILIZATION)
-    folder = job.folder(artifacts() / "batch" / s.TASK)
-    rollouts, _ = sampled(job, folder, "batch", scoring)
+    rollouts = sampled({"batch": job}, artifacts() / "batch" / s.TASK, scoring)[0]["batch"]
     write_table(output, *answers(rows, rollouts))
     scores = [r.reward["score"] for r in rollouts if r.reward]
     text = f"{len(rollouts)} responses to {len(rows)} prompts"

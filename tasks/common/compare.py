@@ -133,12 +133,14 @@ def compare(s: Settings, scoring: Scoring, base: str, trained: str) -> int:
 
     Returns the number of completions on which the reward raised.
     """
-    rollouts, folders = {}, []
-    for label, model in (("base", base), ("trained", trained)):
-        job = test_job(s, model)
-        folders.append(job.folder(artifacts() / "eval" / s.TASK))
-        rollouts[label], _ = sampled(job, folders[-1], label, scoring)
-    folder = artifacts() / "compare" / s.TASK / "--".join(f.name for f in folders)
+    root = artifacts() / "eval" / s.TASK
+    jobs = {"base": test_job(s, base), "trained": test_job(s, trained)}
+    if jobs["base"] == jobs["trained"]:  # one file: sample it once
+        rollouts, _ = sampled({"base": jobs["base"]}, root, scoring)
+        rollouts["trained"] = rollouts["base"]
+    else:
+        rollouts, _ = sampled(jobs, root, scoring)
+    folder = artifacts() / "compare" / s.TASK / "--".join(job.folder(root).name for job in jobs.values())
     found, changes = write_reports(folder, s.TASK, rollouts["base"], rollouts["trained"], (base, trained), scoring)
     summaries = {"base": found["base"], "trained": found["trained"]}
     rows = [[name, f"{left} -> {right}", *rest] for name, left, right, *rest in comparison_rows(summaries, changes)]

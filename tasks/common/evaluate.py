@@ -23,17 +23,16 @@ from tasks.common.summary import OwnMetrics, differences, summarize
 def evaluate(s: Settings, command: Command, scoring: Scoring, models: dict[str, str]) -> int:
     """`make eval`: a table of ``models`` (label to path), the last one's difference to the one before it, and
     summary.json beside each model's rollouts. Returns the number of completions on which the reward raised."""
-    summaries, all_rollouts, fresh = {}, {}, False
-    for label, model in models.items():
-        job = test_job(s, model)
-        folder = job.folder(artifacts() / "eval" / s.TASK)
-        all_rollouts[label], new = sampled(job, folder, label, scoring)
-        fresh |= new
+    root = artifacts() / "eval" / s.TASK
+    jobs = {label: test_job(s, model) for label, model in models.items()}
+    all_rollouts, any_sampled = sampled(jobs, root, scoring)
+    summaries = {}
+    for label, job in jobs.items():
         summaries[label] = summarize(all_rollouts[label], scoring.own_metrics)
-        write_summary(folder / "summary.json", model, summaries[label])
+        write_summary(job.folder(root) / "summary.json", job.model, summaries[label])
         if command.STAGE == "eval":
-            print(f"  {label}: {model}\n    {folder}")
-    if not fresh:
+            print(f"  {label}: {job.model}\n    {job.folder(root)}")
+    if not any_sampled:
         print("  up to date: nothing to sample")
     labels = list(models)
     changes = None
@@ -91,7 +90,7 @@ def main(compute_score: Callable, own_metrics: OwnMetrics | None = None) -> None
             "rescore": lambda: rescore(s, command, scoring),
             "chat": lambda: chat.chat(s, scoring, *arguments),
             "batch": lambda: batch.batch(s, command, scoring, *arguments),
-            "sample": lambda: sample_here(*arguments, scoring),
+            "sample": lambda: sample_here(arguments, scoring),
         }
         if errors := commands[name]():
             sys.exit(f"error: the reward raised on {errors} completions, which count in no metric; all else was done")

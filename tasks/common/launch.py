@@ -146,13 +146,15 @@ def compare(s: Settings, command: Command, run_dir: Path | None) -> str:
 
 
 def chosen_model(s: Settings, command: Command, run_dir: Path | None) -> str:
-    """For chat and batch: MODEL if it was given, else the checkpoint STEP of ``run_dir``, else the base model."""
-    if run_dir and not command.MODEL_GIVEN:
+    """For chat and batch: the checkpoint STEP of ``run_dir``, without a run MODEL."""
+    if run_dir:
         return str(hf_folder(run_dir, command.STEP))
     return resolve_model(s.MODEL, command.BASE)
 
 
 def merged(s: Settings, command: Command, run_dir: Path | None) -> str:
+    if is_adapter(Path(command.MODEL_GIVEN).expanduser()):
+        return f"written: {resolve_model(command.MODEL_GIVEN, command.BASE)}"
     if run_dir is None:
         raise SettingsError(f"there is no checkpoint to merge yet: run `make train TASK={s.TASK}`, or set RUN")
     checkpoint = shards(run_dir, find_step(run_dir, command.STEP))
@@ -290,7 +292,9 @@ def main(stage: str, arguments: list[str]) -> None:
         _script(s, "evaluate.py", "rescore")
         return
     run_dir = None
-    if stage in ("eval", "compare", "merge", "chat", "batch"):
+    # What is given in full is not about a run.
+    given = command.MODEL_GIVEN and (stage in ("chat", "batch") or (stage == "compare" and command.BASE))
+    if stage in ("eval", "compare", "merge", "chat", "batch") and not given:
         run_dir = find_run(s, arguments, command.MODEL_GIVEN)
         if run_dir:
             s = settings_of(run_dir, s)

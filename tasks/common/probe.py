@@ -159,8 +159,9 @@ def probe(s: Settings, command: Command, scoring: Scoring, model: str) -> int:
         raise SettingsError("EVAL_TEMPERATURE=0: a probe looks at how samples differ; it must be greater than 0")
     how = {**asdict(sampling(s)), "greedy": False}
     job = Job(model, str(s.train_file), s.LIMIT, type(sampling(s))(**how), "vllm", s.GPU_MEMORY_UTILIZATION)
-    folder = job.folder(artifacts() / "probe" / s.TASK)
-    rollouts, _ = sampled(job, folder, model_name(model), scoring)
+    root = artifacts() / "probe" / s.TASK
+    folder, label = job.folder(root), model_name(model)
+    rollouts = sampled({label: job}, root, scoring)[0][label]
     result = summary(rollouts, prompts := by_prompt(rollouts))
     with written_beside(folder / "probe.json") as partial:
         partial.write_text(json.dumps({"model": model, "data": str(s.train_file), **result}, indent=2) + "\n")

@@ -130,7 +130,7 @@ class _Screen:
         )
         self.shown, self.printed, self.lines_at = Progress(), 0.0, 0
 
-    def show(self, progress: Progress) -> None:
+    def show(self, progress: Progress, last: bool = False) -> None:
         changed = progress != self.shown
         if changed and self.shown.done == 0 < progress.done:
             # Rate and time left count from the first step on, not from the engines' start-up.
@@ -140,7 +140,8 @@ class _Screen:
         self.bar.update(progress.done - self.bar.n)
         self.bar.refresh()
         percent_since = 100 * (progress.done - self.lines_at) / max(1, self.bar.total)
-        if not self.live and (percent_since >= 2 or time.monotonic() - self.printed > REPORT_SECONDS):
+        due = percent_since >= 2 or time.monotonic() - self.printed > REPORT_SECONDS or (last and percent_since)
+        if not self.live and due:
             print(str(self.bar), flush=True)
             self.printed, self.lines_at = time.monotonic(), progress.done
         self.shown = progress
@@ -195,7 +196,7 @@ def run(
                 time.sleep(POLL_SECONDS)
             code = child.poll()
             if code == 0:
-                screen.show(watch())
+                screen.show(watch(), last=True)
     finally:
         screen.close()
     if code != 0:

@@ -3,6 +3,7 @@
 ``sampled`` is what the commands call: it runs ``sample`` in a process of its own, whose noise goes to a log.
 """
 
+import gc
 import json
 import os
 import sys
@@ -160,24 +161,27 @@ def sample(engine, job: Job, out: Path, missing: list[Request], scoring: Scoring
             file.flush()
 
 
-def sample_here(argument: str, scoring: Scoring) -> int:
-    """The child of ``sampled``: ``argument`` is the job as JSON, with the path ``out``."""
-    values = json.loads(argument)
-    out = Path(values.pop("out"))
-    job = Job(**{**values, "sampling": Sampling(**values["sampling"])})
-    _, missing = load(job, out, scoring)
-    limits = job.sampling.max_prompt_tokens + job.sampling.max_tokens
-    engine = ENGINES[job.backend](job.model, limits, job.sampling.seed, job.gpu_memory_utilization)
-    sample(engine, job, out, missing, scoring)
-    engine.close()
+def sample_here(arguments: list[str], scoring: Scoring) -> int:
+    """The child of ``sampled``: complete each job (as JSON, with its file ``out``), one after the other."""
+    for argument in arguments:
+        values = json.loads(argument)
+        out = Path(values.pop("out"))
+        job = Job(**{**values, "sampling": Sampling(**values["sampling"])})
+        _, missing = load(job, out, scoring)
+        limits = job.sampling.max_prompt_tokens + job.sampling.max_tokens
+        engine = ENGINES[job.backend](job.model, limits, job.sampling.seed, job.gpu_memory_utilization)
+        sample(engine, job, out, missing, scoring)
+        engine.close()
+        del engine
+        gc.collect()  # before the next one starts
     return 0
 
 
 class _Tail:
     """Progress of a file of rollouts that another process writes: lines, and tokens a second since sampling began."""
 
-    def __init__(self, path: Path, label: str):
-        self.path, self.label = path, label
+    def __init__(self, label: str, path: Path):
+        self.label, self.path = label, path
         self.first = self._stamp()
         self.place = path.stat().st_size if path.exists() else 0
         self.lines = path.read_bytes().count(b"\n") if path.exists() else 0
@@ -186,10 +190,11 @@ class _Tail:
     def _stamp(self) -> int:
         return self.path.stat().st_mtime_ns if self.path.exists() else 0
 
-    def progress(self) -> Progress:
+    def read(self) -> None:
+        """Count what was written since the last look."""
         if not self.started:
             if self._stamp() == self.first:
-                return Progress(self.lines, f" {self.label}, starting the engine")
+                return
             self.started = time.monotonic()
         with self.path.open("rb") as file:
             file.seek(self.place)
@@ -199,30 +204,41 @@ class _Tail:
         for line in new[:end].splitlines():
             self.lines += 1
             self.tokens += json.loads(line)["tokens"]
-        return Progress(
-            self.lines, f" {self.label}, {self.tokens / (time.monotonic() - self.started + 0.1):.0f} tokens/s"
-        )
+
+    def __str__(self) -> str:
+        return f" {self.label}, {self.tokens / (time.monotonic() - self.started + 0.1):.0f} tokens/s"
 
 
-def sampled(job: Job, folder: Path, label: str, scoring: Scoring) -> tuple[list[Rollout], bool]:
-    """All rollouts of ``job``, in order, and whether any had to be sampled; they are kept in ``folder/rollouts.jsonl``.
+def _progress(tails: list[_Tail]) -> Progress:
+    for tail in tails:
+        tail.read()
+    current = [tail for tail in tails if tail.started]
+    return Progress(sum(tail.lines for tail in tails), str(current[-1]) if current else " starting the engine")
 
-    Sampling runs in a process of its own (the script of the task that runs now, with the command ``sample``): the end
-    of a process is what frees a GPU's memory for sure. Raises DataError, or StageFailed when the engine fails.
+
+def sampled(jobs: dict[str, Job], root: Path, scoring: Scoring) -> tuple[dict[str, list[Rollout]], bool]:
+    """All rollouts of each of ``jobs`` (by label), in order, and whether any had to be sampled.
+
+    They are kept in ``job.folder(root)/rollouts.jsonl``. Sampling runs in a process of its own, the script of the task
+    that runs now with the command ``sample``: its noise goes to a log, and its end frees the memory. Raises DataError,
+    or StageFailed when the engine fails.
     """
-    out = folder / "rollouts.jsonl"
-    rollouts, missing = load(job, out, scoring)
-    if missing:
-        tail = _Tail(out, label)
+    files = {label: job.folder(root) / "rollouts.jsonl" for label, job in jobs.items()}
+    found = {label: load(job, files[label], scoring) for label, job in jobs.items()}
+    todo = {label: jobs[label] for label, (_, missing) in found.items() if missing}
+    if todo:
+        tails = [_Tail(label, files[label]) for label in todo]
+        missing = [(request, job) for label, job in todo.items() for request in found[label][1]]
+        arguments = [json.dumps({**asdict(job), "out": str(files[label])}) for label, job in todo.items()]
         run(
-            [sys.executable, sys.argv[0], "sample", json.dumps({**asdict(job), "out": str(out)})],
+            [sys.executable, sys.argv[0], "sample", *arguments],
             name="sampling",
-            log=folder / "sampling.log",
-            total=len(rollouts) + sum(1 if request.mode == GREEDY else job.sampling.n for request in missing),
-            watch=tail.progress,
+            log=root / "sampling.log",
+            total=sum(t.lines for t in tails) + sum(1 if r.mode == GREEDY else j.sampling.n for r, j in missing),
+            watch=lambda: _progress(tails),
             environment={"VLLM_ENABLE_V1_MULTIPROCESSING": os.environ.get("EVAL_MULTIPROCESSING", "1")},
         )
-        rollouts, still_missing = load(job, out, scoring)
-        if still_missing:
-            raise StageFailed(f"sampling ended with {len(still_missing)} of {len(missing)} prompts missing in {out}")
-    return rollouts, bool(missing)
+        found = {label: load(job, files[label], scoring) for label, job in jobs.items()}
+        if still := {label: len(missing) for label, (_, missing) in found.items() if missing}:
+            raise StageFailed(f"sampling ended, but prompts are missing: {still}\n  log: {root}/sampling.log")
+    return {label: rollouts for label, (rollouts, _) in found.items()}, bool(todo)
