@@ -5,6 +5,7 @@ The model is a folder with table.json: for each prompt (in the order of the rows
 """
 
 import json
+import os
 from pathlib import Path
 
 from tasks.common import engines, evaluate
@@ -40,10 +41,12 @@ engines.ENGINES["vllm"] = TableEngine
 @reward_function
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     """1 for the ground truth, 0.5 for any number; raises on "raise"."""
-    if solution_str == "raise":
-        raise ValueError("cannot score this")
+    if solution_str.startswith("raise"):
+        raise ValueError(f"cannot score this: {solution_str}")
     right = solution_str == ground_truth
+    odd = {"accuracy": 0.25, "tokens": -3, "index": 9, "mode": 1} if os.environ.get("ODD_KEYS") else {}
     return {
+        **odd,
         "score": 1.0 if right else 0.5 if solution_str.isdigit() else 0.0,
         "acc": right,
         "format": solution_str.isdigit(),
@@ -51,6 +54,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 def metrics(scored):
+    if any(row["response"] == "break the metrics" for row in scored):
+        raise KeyError("broken")
     return {"different": len({row["response"] for row in scored}) / len(scored)}
 
 

@@ -39,6 +39,18 @@ def test_a_corrupt_parquet_is_named(variables, data_dir):
     assert str(data_dir / "train.parquet") in error and "make data" in error
 
 
+@pytest.mark.parametrize("command", ["probe", "eval", "rescore"])
+def test_a_reward_that_cannot_be_loaded_is_named_before_anything_starts(command, variables):
+    task = ROOT / "tasks/unloadable"
+    assert make("new", TASK="unloadable").returncode == 0
+    try:
+        (task / "reward.py").write_text("def compute_score(:")
+        (error,) = errors_of(make(command, **{**variables, "TASK": "unloadable"}, ROLLOUTS="x"))
+    finally:
+        shutil.rmtree(task)
+    assert "unloadable/reward.py: cannot be loaded: SyntaxError" in error
+
+
 def test_a_training_file_that_cannot_be_used_is_named(variables, data_dir, tmp_path):
     for file, said in (
         (tmp_path / "none.parquet", "no such file"),

@@ -2,6 +2,8 @@
 
 import io
 
+import pytest
+
 from tasks.common.chat import talk, task_system
 from tasks.common.data import RL_SCHEMA, chat, rl_row, write_parquet
 from tasks.common.engines import Sampling
@@ -57,6 +59,19 @@ def test_exit_unknown_commands_and_a_conversation_that_is_too_long():
     asked, shown = converse("/what", "", "a long one", "short", "/exit", "never")
     assert "/sample: a prompt" in shown and "error: the conversation has 99 tokens" in shown
     assert len(asked) == 2 and len(asked[1]) == 2  # the refused turn is not part of it
+
+
+def test_windows_are_those_of_the_model(tmp_path):
+    from tasks.common.engines import window
+    from tasks.common.settings import SettingsError
+
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "max_position_embeddings": 2048}')
+    assert window(str(tmp_path), 64) == 2048
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "max_position_embeddings": 32768}')
+    assert window(str(tmp_path), 8192) == 4096 + 8192
+    for model, tokens, said in ((tmp_path, 40000, "has a window of 32768 tokens"), (tmp_path / "none", 5, "MODEL=")):
+        with pytest.raises(SettingsError, match=said):
+            window(str(model), tokens)
 
 
 def test_the_tasks_system_message_comes_from_its_data(tmp_path):

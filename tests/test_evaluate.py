@@ -105,6 +105,59 @@ def test_with_one_sample_pass_at_1_is_a_proportion_with_wilsons_interval(workpla
     assert summary["metrics"]["score"]["value"] == pytest.approx((3 + 3 * 0.5) / 6)
 
 
+def test_a_share_that_is_0_in_every_completion_has_an_interval_all_the_same(workplace):
+    model = workplace.model("m", table([0] * 6, 16, [False] * 6))
+    assert workplace.run("eval", f"m={model}", N="16").returncode == 0
+    metrics = json.loads(workplace.only("eval/countdown/m-*/summary.json").read_text())["metrics"]
+    for name in ("accuracy", "pass@1", "pass@16"):
+        assert (metrics[name]["low"], metrics[name]["high"]) == pytest.approx((0, 0.39033), abs=1e-5)
+    assert metrics["score"]["low"] == metrics["score"]["high"] == 0.5 / 16  # the same for every prompt, and no share
+
+
+def test_own_metrics_that_raise_are_named_and_what_was_sampled_is_kept(workplace):
+    entries = [{"greedy": answer("1"), "sampled": [answer("break the metrics")]}] * PROMPTS
+    result = workplace.run("eval", f"m={workplace.model('m', entries)}", N="1")
+    (error,) = [line for line in result.stdout.splitlines() if line.startswith("error:")]
+    assert result.returncode == 1 and "own metrics (evaluate.py) raised KeyError: 'broken'" in error
+    assert len(workplace.only("eval/countdown/m-*/rollouts.jsonl").read_text().splitlines()) == 2 * PROMPTS
+
+
+@pytest.mark.parametrize("command", ["probe", "compare"])
+def test_probe_and_compare_too_say_why_nothing_can_be_scored(workplace, command):
+    entries = [{"greedy": answer("raise"), "sampled": [answer("raise")] * 2}] * PROMPTS
+    models = [str(workplace.model(name, entries)) for name in ("m", "other")[: 1 if command == "probe" else 2]]
+    result = workplace.run(command, *models, N="2")
+    (error,) = [line for line in result.stdout.splitlines() if line.startswith("error:")]
+    assert result.returncode == 1 and "completions could be scored" in error and "cannot score this" in error
+
+
+def test_an_error_of_the_reward_shows_no_terminal_escape(workplace):
+    entries = table([1] * 6, 1, [True] * 6)
+    entries[0]["sampled"][0] = answer("raise \x1b]0;title\x07")
+    result = workplace.run("eval", f"m={workplace.model('m', entries)}", N="1")
+    assert result.returncode == 1 and "reward raised on prompt 0" in result.stdout
+    assert "\x1b" not in result.stdout and "\x07" not in result.stdout
+
+
+def test_keys_of_the_reward_that_are_named_like_a_metric_do_not_replace_it(workplace):
+    result = workplace.run("eval", f"m={workplace.model('m', table([1] * 6, 1, [True] * 6))}", N="1", ODD_KEYS="1")
+    assert result.returncode == 0, result.stdout
+    metrics = json.loads(workplace.only("eval/countdown/m-*/summary.json").read_text())["metrics"]
+    assert metrics["accuracy"]["value"] == 1.0 and metrics["tokens"]["value"] == 20
+    assert metrics["reward accuracy"]["value"] == 0.25 and metrics["reward tokens"]["value"] == -3
+
+
+def test_rescore_counts_a_repeated_line_once(workplace):
+    model = workplace.model("m", table(RIGHT, 16, GREEDY))
+    workplace.run("eval", f"m={model}", N="16")
+    rollouts = workplace.only("eval/countdown/m-*/rollouts.jsonl")
+    doubled = rollouts.with_name("doubled.jsonl")
+    doubled.write_text(rollouts.read_text() * 2)
+    assert workplace.run("rescore", ROLLOUTS=str(doubled)).returncode == 0
+    again = json.loads(workplace.only("eval/countdown/rescored-*/summary.json").read_text())
+    assert again["metrics"] == json.loads((rollouts.parent / "summary.json").read_text())["metrics"]
+
+
 def test_greedy_evaluation_is_one_response_a_prompt(workplace):
     model = workplace.model("m", table([1, 1, 1, 0, 0, 0], 1, GREEDY))
     assert workplace.run("eval", f"m={model}", N="4", EVAL_TEMPERATURE="0").returncode == 0
@@ -347,6 +400,7 @@ def test_what_a_model_wrote_stays_text_in_every_report(workplace):
         ({"GREEDY": "2"}, "GREEDY=2: must be one of 0, 1"),
         ({"FILTER": "yes"}, "FILTER=yes: must be a whole number"),
         ({"FILTER": "1", "FILTER_LOW": "0.9", "FILTER_HIGH": "0.1"}, "FILTER_LOW=0.9: must be less than FILTER_HIGH"),
+        ({"N": "1"}, "N=1: a probe looks at how samples differ"),
         ({"EVAL_TEMPERATURE": "0"}, "EVAL_TEMPERATURE=0: a probe looks at how samples differ"),
         ({"TRAIN_FILE": "/no/such.parquet"}, "/no/such.parquet: no such file"),
     ],

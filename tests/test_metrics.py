@@ -82,12 +82,14 @@ def test_bootstrap_p_value_agrees_with_the_enumeration(values):
         return
     means = resampled_means(values)
     exact = min(1.0, 2 * min(np.mean(means <= 0), np.mean(means >= 0)))
+    exact = max(exact, 2.0 ** (1 - np.count_nonzero(values)))
     assert bootstrap_p_value(np.array(values)) == pytest.approx(exact, abs=0.03)
 
 
 def test_bootstrap_p_value_at_its_ends():
     assert bootstrap_p_value(np.zeros(5)) == 1.0
-    assert bootstrap_p_value(np.ones(5)) == 2 / (metrics.RESAMPLES + 1)
+    assert bootstrap_p_value(np.ones(5)) == 1 / 16 and bootstrap_p_value(np.arange(1, 4)) == 1 / 4
+    assert bootstrap_p_value(np.ones(50)) == bootstrap_p_value(np.arange(1, 51)) == 2 / (metrics.RESAMPLES + 1)
     assert bootstrap_p_value(np.array([1.0])) == 1.0
 
 

@@ -58,6 +58,13 @@ def test_an_unknown_checkpoint_is_refused_with_those_there_are(settings, step):
         find_step(run_dir, step)
 
 
+def test_without_scores_the_best_is_the_latest_and_an_empty_tracker_means_no_checkpoint(settings):
+    run_dir = make_run(settings)
+    assert find_step(run_dir, "best") == 4
+    (run_dir / "checkpoints/latest_checkpointed_iteration.txt").write_text("")
+    assert find_run(settings, []) is None
+
+
 def test_a_checkpoint_that_was_not_finished_does_not_count(settings):
     run_dir = make_run(settings)
     (run_dir / "checkpoints/global_step_6").mkdir()
@@ -104,10 +111,19 @@ def test_a_run_is_evaluated_on_its_own_data_with_todays_sampling(settings):
     assert (found.TEST_SIZE, found.SEED, found.N, found.LIMIT) == (77, 5, 9, 3)
 
 
+def test_length_and_temperature_follow_the_run_unless_they_were_given(settings):
+    run_dir = make_run(replace(settings, MAX_RESPONSE_LENGTH=512, TEMPERATURE=0.7))
+    found = settings_of(run_dir, settings)
+    assert (found.MAX_NEW_TOKENS, found.EVAL_TEMPERATURE) == (512, 0.7)
+    found = settings_of(run_dir, replace(settings, MAX_NEW_TOKENS=99, EVAL_TEMPERATURE=0.2))
+    assert (found.MAX_NEW_TOKENS, found.EVAL_TEMPERATURE) == (99, 0.2)
+
+
 def test_a_model_is_named_after_its_run_and_step(settings):
     run_dir = make_run(settings, "my-run")
     assert model_name(str(hf_folder(run_dir))) == "my-run-step4"
     assert model_name("Qwen/Qwen2.5-1.5B") == "Qwen2.5-1.5B" and model_name("/models/x") == "x"
+    assert model_name("/data/checkpoints") == "checkpoints" and model_name("me/checkpoints") == "checkpoints"
 
 
 def test_a_whole_checkpoint_is_not_merged_and_a_broken_one_leaves_nothing(settings):

@@ -1,6 +1,8 @@
 """`make batch`: a table of prompts in, the same table with responses and scores out."""
 
+import csv
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -105,7 +107,7 @@ def write_table(path: Path, columns: list[str], rows: list[dict]) -> None:
         cells = [[json.dumps(v) if isinstance(v, list | dict) else v for v in map(row.get, columns)] for row in rows]
         if kind == ".xlsx":
             return write_xlsx(path, columns, cells, "batch")
-        text = pd.DataFrame(cells, columns=columns).to_csv(index=False)
+        text = pd.DataFrame(cells, columns=columns).to_csv(index=False, quoting=csv.QUOTE_NONNUMERIC)
     with written_beside(path) as partial:
         partial.write_text(text, encoding="utf-8", errors="replace")
 
@@ -122,13 +124,19 @@ def batch(s: Settings, command: Command, scoring: Scoring, model: str) -> int:
     prompts = rl_rows(rows, s.TASK, task_system(s.data_dir / "test.parquet"))
     file = artifacts() / "batch" / s.TASK / f"{fingerprint({'rows': prompts})}.parquet"
     write_parquet(prompts, file, RL_SCHEMA)
-    room = max(1, window(model) - s.MAX_NEW_TOKENS)  # not MAX_PROMPT_LENGTH: these are other prompts than the task's
+    if not os.access(output.parent, os.W_OK):  # said before the sampling, not after it
+        raise SettingsError(f"OUTPUT={output}: the folder is not there or cannot be written to")
+    # Not MAX_PROMPT_LENGTH: these are other prompts than the task's.
+    room = window(model, s.MAX_NEW_TOKENS) - s.MAX_NEW_TOKENS
     how = replace(sampling(s), greedy=False, max_prompt_tokens=room, template=command.TEMPLATE)
     job = Job(model, str(file), 0, how, command.BACKEND, s.GPU_MEMORY_UTILIZATION)
     rollouts = sampled({"batch": job}, artifacts() / "batch" / s.TASK, scoring)[0]["batch"]
     write_table(output, *answers(rows, rollouts))
     scores = [r.reward["score"] for r in rollouts if r.reward]
-    text = f"{len(rollouts)} responses to {len(rows)} prompts"
+    too_long = sum(r.finish_reason == TOO_LONG for r in rollouts)
+    text = f"{len(rollouts) - too_long} responses to {len(rows)} prompts"
+    if too_long:
+        text += f" ({too_long} are longer than the model's window)"
     if scores:
         text += f", mean score {sum(scores) / len(scores):.3f} of {len(scores)}"
     print(f"  {text}: {output}")

@@ -12,10 +12,10 @@ from typing import TextIO
 from tasks.common.data import read_rows
 from tasks.common.engines import VLLMEngine, window
 from tasks.common.process import StageFailed
-from tasks.common.report import one_line, printable
 from tasks.common.rollouts import Completion, scored
 from tasks.common.sample import Scoring, model_name, sampling
 from tasks.common.settings import Settings, artifacts
+from tasks.common.text import one_line, printable
 
 HELP = "/sample: a prompt of the test set with its reward, /reset: a new conversation, /exit"
 
@@ -97,14 +97,14 @@ def talk(engine, how, rows: list[dict], system: list[dict], scoring: Scoring, as
 
 def chat(s: Settings, scoring: Scoring, model: str) -> int:
     """Load ``model`` and talk until /exit or the end of the input."""
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", os.environ.get("EVAL_MULTIPROCESSING", "1"))
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # Ctrl-C stops an answer; an engine's own process it would end
     log = artifacts() / "chat" / s.TASK / "engine.log"
     test_file = s.data_dir / "test.parquet"
     rows = list(read_rows(test_file))
     print(f"loading {model_name(model)}; log: {log}", flush=True)
     with engine_noise_to(log) as screen:
-        size = window(model)
-        how = replace(sampling(s), max_prompt_tokens=max(1, size - s.MAX_NEW_TOKENS))
+        size = window(model, s.MAX_NEW_TOKENS)
+        how = replace(sampling(s), max_prompt_tokens=size - s.MAX_NEW_TOKENS)
         try:
             engine = VLLMEngine(model, size, how.seed, s.GPU_MEMORY_UTILIZATION)
         except Exception as error:

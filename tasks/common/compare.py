@@ -4,6 +4,8 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
+import numpy as np
+
 from tasks.common import plots
 from tasks.common.data import written_beside
 from tasks.common.metrics import mcnemar
@@ -12,7 +14,6 @@ from tasks.common.report import (
     markdown_table,
     markdown_text,
     meaning,
-    one_line,
     p_text,
     show_table,
     sizes,
@@ -22,6 +23,7 @@ from tasks.common.sample import Scoring, model_name, report_errors, sampled, tes
 from tasks.common.settings import Settings, artifacts
 from tasks.common.spreadsheet import write_xlsx
 from tasks.common.summary import Difference, by_prompt, differences, right_by_prompt, summarize
+from tasks.common.text import one_line
 
 SHOWN = 20  # gained and lost prompts in the Markdown report; the JSON has all
 
@@ -76,8 +78,8 @@ def markdown(task: str, found: dict, changes: dict[str, Difference], texts: dict
         f"- base: {markdown_text(found['base']['model'])}, {sizes(found['base'])}",
         f"- trained: {markdown_text(found['trained']['model'])}, {sizes(found['trained'])}",
         markdown_table(["metric", "base", "trained", "difference [95 % interval]", "p", "meaning"], rows),
-        "Intervals and differences are over the prompts that both models answered; a difference is taken prompt by "
-        f"prompt. {test['gained']} prompts gained, {test['lost']} lost: exact McNemar p = {p_text(test['p_value'])}.",
+        "A difference is taken prompt by prompt, over the prompts that both models answered: "
+        f"{test['gained']} prompts gained, {test['lost']} lost: exact McNemar p = {p_text(test['p_value'])}.",
     ]
     for name in ("gained", "lost"):
         parts.append(f"## Prompts {name} ({len(found[name])})")
@@ -121,7 +123,8 @@ def write_reports(folder: Path, task: str, base: list[Rollout], trained: list[Ro
     with written_beside(folder / "compare.md") as partial:
         partial.write_text(markdown(task, found, changes, texts), encoding="utf-8")
     tables = [by_prompt(rollouts) for rollouts in (base, trained)]
-    change = (tables[1]["score"] - tables[0]["score"]).dropna().to_numpy()
+    both = all("score" in table for table in tables)
+    change = (tables[1]["score"] - tables[0]["score"]).dropna().to_numpy() if both else np.zeros(0)
     summaries = {"base": found["base"], "trained": found["trained"]}
     plots.compare_png(summaries, change, f"{task}: {sizes(found['trained'])}", folder / "compare.png")
     write_xlsx(folder / "compare.xlsx", *sheet(base, trained, found["gained"], found["lost"]), "prompts")

@@ -84,7 +84,7 @@ def write_parquet(rows: Iterable[dict], path: Path, schema: pa.Schema, total: in
     def flush() -> None:
         try:
             writer.write_table(pa.Table.from_pylist(batch, schema))
-        except (pa.ArrowException, AttributeError, TypeError) as error:
+        except (pa.ArrowException, AttributeError, TypeError, UnicodeEncodeError) as error:
             where = f"{path}: rows {count - len(batch)} to {count - 1}"
             raise DataError(f"{where}: do not fit the schema ({str(error).splitlines()[0]})") from error
         bar.update(len(batch))

@@ -8,10 +8,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
+from jinja2 import TemplateError
 
 from tasks.common.rollouts import GREEDY, TOO_LONG, Completion
+from tasks.common.settings import SettingsError
+from tasks.common.text import one_line
 
-WINDOW = 4096  # tokens of a conversation in `make chat` and `make batch`
+WINDOW = 4096  # tokens of a prompt in `make batch`, of a conversation in `make chat`
 LOGPROBS = 20  # vLLM's default limit (max_logprobs)
 
 # Chat templates to put in place of the model's own (`make batch TEMPLATE=`), and what ends an answer in them.
@@ -74,13 +77,17 @@ def token_entropy(logprobs: np.ndarray) -> np.ndarray:
 
 
 def prompt_ids(tokenizer, messages: list[dict], template: str = "default") -> list[int]:
-    """Token ids of the chat, ready for the assistant's answer. Raises ValueError when there is no chat template."""
+    """Token ids of the chat, ready for the assistant's answer. Raises ValueError when there is no chat template, or it
+    refuses the chat."""
     chat_template = TEMPLATES[template][0]
     if not chat_template and not tokenizer.chat_template:
         raise ValueError("the model has no chat template: it is no instruct model (`make batch` can take TEMPLATE=)")
-    encoded = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, return_dict=True, chat_template=chat_template
-    )
+    try:
+        encoded = tokenizer.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=True, chat_template=chat_template
+        )
+    except TemplateError as error:  # some refuse a system message, or two turns of one side
+        raise ValueError(f"the model's chat template refuses this conversation: {error}") from error
     return list(encoded["input_ids"])
 
 
@@ -233,6 +240,7 @@ class TransformersEngine:
                 output = self.model.generate(
                     **inputs,
                     **how,
+                    repetition_penalty=1.0,  # a model's generation_config may have another; vLLM is given none
                     num_return_sequences=n,
                     max_new_tokens=sampling.max_tokens,
                     eos_token_id=ends,
@@ -259,9 +267,16 @@ class TransformersEngine:
 ENGINES = {"vllm": VLLMEngine, "transformers": TransformersEngine}
 
 
-def window(model: str) -> int:
-    """Tokens of prompt and response that fit: WINDOW, or fewer where the model was made for fewer."""
+def window(model: str, max_new_tokens: int) -> int:
+    """Tokens of prompt and response to ask the engine for: WINDOW besides the response, fewer where the model was made
+    for fewer. Raises SettingsError for a model that cannot be found, and when the response alone would fill it."""
     from transformers import AutoConfig
 
-    config = AutoConfig.from_pretrained(model).get_text_config()
-    return min(WINDOW, getattr(config, "max_position_embeddings", None) or WINDOW)
+    try:
+        config = AutoConfig.from_pretrained(model).get_text_config()
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"MODEL={model}: {one_line(str(error), 200)}") from error
+    largest = getattr(config, "max_position_embeddings", None) or WINDOW + max_new_tokens
+    if max_new_tokens >= largest:
+        raise SettingsError(f"MAX_NEW_TOKENS={max_new_tokens}: {model} has a window of {largest} tokens; lower it")
+    return min(largest, WINDOW + max_new_tokens)

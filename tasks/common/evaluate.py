@@ -60,8 +60,9 @@ def rescore(s: Settings, command: Command, scoring: Scoring) -> int:
         raise DataError(f"{source}: has no whole line")
     if cut:
         print(f"  {source}: its last line was cut off and is left out")
-    rollouts = in_order(rescored(rollout, scoring.compute_score) for rollout in stored)
-    before = {(r.index, r.mode, r.sample): r.reward for r in stored}
+    unique = {(r.index, r.mode, r.sample): r for r in stored}  # the last of repeated ones
+    rollouts = in_order(rescored(rollout, scoring.compute_score) for rollout in unique.values())
+    before = {key: rollout.reward for key, rollout in unique.items()}
     changed = sum(before[(r.index, r.mode, r.sample)] != r.reward for r in rollouts)
     summary = summarize(rollouts, scoring.own_metrics)
     folder = artifacts() / "eval" / s.TASK / f"rescored-{fingerprint({'file': str(source.resolve())})}"
@@ -94,7 +95,7 @@ def main(compute_score: Callable, own_metrics: OwnMetrics | None = None) -> None
         }
         if errors := commands[name]():
             sys.exit(f"error: the reward raised on {errors} completions, which count in no metric; all else was done")
-    except (SettingsError, DataError, StageFailed) as error:
+    except (SettingsError, DataError, StageFailed, OSError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         if name != "sample":

@@ -42,13 +42,14 @@ from tasks.common.runs import (
 )
 from tasks.common.settings import Command, Settings, SettingsError, artifacts, load_settings
 
-Problem = (SettingsError, DataError, RewardError, StageFailed)
+Problem = (SettingsError, DataError, RewardError, StageFailed, OSError)
 
 
 # ---- stages --------------------------------------------------------------------------------------------------------
 
 
-def data(s: Settings) -> str:
+def data(s: Settings, training: bool = True) -> str:
+    """Prepare the data if it is not up to date; ``training``: TRAIN_FILE is about to be used, so check it."""
     manifest = read_json(s.data_dir / "manifest.json")
     fresh = manifest.get("fingerprint") == s.data_fingerprint()
     fresh = fresh and all((s.data_dir / f"{name}.parquet").is_file() for name in manifest["rows"])
@@ -57,18 +58,18 @@ def data(s: Settings) -> str:
         manifest = read_json(s.data_dir / "manifest.json")
     for name in manifest["rows"]:
         validate_parquet(s.data_dir / f"{name}.parquet", "sft" if name == "sft" else "rl")
-    if s.TRAIN_FILE and (own := validate_parquet(s.train_file)) < s.TRAIN_BATCH_SIZE:
+    if training and s.TRAIN_FILE and (own := validate_parquet(s.train_file)) < s.TRAIN_BATCH_SIZE:
         raise DataError(
             f"TRAIN_FILE={s.train_file}: has {own} prompts, less than TRAIN_BATCH_SIZE={s.TRAIN_BATCH_SIZE}"
         )
     rows = ", ".join(f"{count} {name}" for name, count in manifest["rows"].items())
-    own_file = f"; training on {s.train_file}" if s.TRAIN_FILE else ""
+    own_file = f"; training on {s.train_file}" if training and s.TRAIN_FILE else ""
     return f"{'up to date: ' if fresh else ''}{rows} ({manifest['source']}){own_file}"
 
 
-def model(s: Settings) -> str:
+def model(s: Settings, base: str = "") -> str:
     fresh = s.MODEL != "embedded" or (artifacts() / "models" / EMBEDDED).is_dir()
-    return f"{'' if fresh else 'unpacked '}{resolve_model(s.MODEL)}"
+    return f"{'' if fresh else 'unpacked '}{resolve_model(s.MODEL, base)}"
 
 
 def sft(s: Settings) -> str:
@@ -168,17 +169,22 @@ def merged(s: Settings, command: Command, run_dir: Path | None) -> str:
 
 def _script(s: Settings, name: str, *arguments: str) -> None:
     """Run a script of the task, with the settings as they are now. Exits as it exits: it has said why."""
-    environment = os.environ | {name: str(value) for name, value in asdict(s).items()}
     command = [sys.executable, str(s.task_dir / name), *arguments]
-    with subprocess.Popen(command, env=environment, preexec_fn=die_with_parent) as script:
+    with subprocess.Popen(command, env=_environment(s), preexec_fn=die_with_parent) as script:
         try:
             code = script.wait()
         except KeyboardInterrupt:
             script.send_signal(signal.SIGINT)  # of a terminal it has had it already, and is ending
             script.wait()
             raise
+    if code < 0:
+        raise StageFailed(f"{s.task_dir / name} was ended by signal {-code} (9 may mean: out of memory)")
     if code:
-        sys.exit(code if code > 0 else 1)
+        sys.exit(code)
+
+
+def _environment(s: Settings) -> dict[str, str]:
+    return os.environ | {name: str(value) for name, value in asdict(s).items()}
 
 
 def _default_model(s: Settings) -> str:
@@ -289,6 +295,7 @@ def main(stage: str, arguments: list[str]) -> None:
         print(OmegaConf.to_yaml(verl_config.compose("ppo_trainer", overrides), resolve=True))
         return
     if stage == "rescore":
+        _compute_score(s)
         _script(s, "evaluate.py", "rescore")
         return
     run_dir = None
@@ -299,11 +306,17 @@ def main(stage: str, arguments: list[str]) -> None:
         if run_dir:
             s = settings_of(run_dir, s)
             print(f"run {run_dir.name}, checkpoint of step {find_step(run_dir, command.STEP)}")
+    if stage in ("probe", "eval", "compare", "chat", "batch"):
+        _compute_score(s)  # a reward.py that cannot be loaded is said before anything starts
     with _locked(s):
         if stage == "train":
             rl_dir(s, arguments)  # a wrong RUN is said before anything starts
             verl_config.compose("ppo_trainer", verl_config.rl_overrides(s, s.MODEL, s.runs_dir) + arguments)
-        before: dict[str, Callable[[], str]] = {"data": lambda: data(s), "model": lambda: model(s)}
+        training = stage in ("data", "sft", "train", "probe")
+        before: dict[str, Callable[[], str]] = {
+            "data": lambda: data(s, training),
+            "model": lambda: model(s, command.BASE),
+        }
         stages: dict[str, Callable[[], str]] = {
             "sft": lambda: sft(s),
             "train": lambda: train(s, arguments),
@@ -324,8 +337,11 @@ def main(stage: str, arguments: list[str]) -> None:
             run_stages(before | {stage: stages[stage]})
         else:
             run_stages(before)
-    if stage in ("chat", "batch"):
-        _script(s, "evaluate.py", stage, chosen_model(s, command, run_dir))
+        if stage == "batch":
+            _script(s, "evaluate.py", "batch", chosen_model(s, command, run_dir))
+    if stage == "chat":  # in place of this process, so that Ctrl-C reaches it alone; the lock is free again
+        command_line = [sys.executable, str(s.task_dir / "evaluate.py"), "chat", chosen_model(s, command, run_dir)]
+        os.execve(sys.executable, command_line, _environment(s))
 
 
 def _interrupted(signum, frame):

@@ -82,4 +82,7 @@ def _merge_adapter(base: str, adapter: Path, target: Path) -> None:
 
 def base_of(adapter: Path) -> str:
     """The base model that an adapter names; empty if it names none."""
-    return json.loads((adapter / "adapter_config.json").read_text()).get("base_model_name_or_path") or ""
+    try:
+        return json.loads((adapter / "adapter_config.json").read_text()).get("base_model_name_or_path") or ""
+    except (ValueError, AttributeError) as error:
+        raise SettingsError(f"{adapter}/adapter_config.json: cannot be read ({error})") from error

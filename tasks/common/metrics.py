@@ -51,15 +51,23 @@ def bootstrap_p_value(differences: np.ndarray, seed: int = 0) -> float:
     """Two-sided p-value of "the mean of ``differences`` (shape: prompts) is 0", from the paired bootstrap.
 
     Twice the smaller share of resampled means on one side of 0, the observed mean counted as one of them (Davison and
-    Hinkley 1997, eq. 4.11); at least 2 / (RESAMPLES + 1), at most 1. It is about 0.05 where the interval of
-    ``bootstrap_mean`` ends at 0.
+    Hinkley 1997, eq. 4.11), at most 1. It is about 0.05 where the interval of ``bootstrap_mean`` ends at 0. Resamples
+    of a few values of one sign never cross 0, so it is at least 2^(1 - d) for d differences that are not 0: the
+    smallest p-value of the exact test that flips their signs.
     """
     differences = np.asarray(differences, dtype=float)
-    if len(differences) < 2 or np.ptp(differences) == 0:
-        return 1.0 if not np.any(differences) or len(differences) < 2 else 2 / (RESAMPLES + 1)
-    means = _bootstrap(differences, seed).bootstrap_distribution
-    side = min(np.count_nonzero(means <= 0), np.count_nonzero(means >= 0))
-    return min(1.0, 2 * (side + 1) / (len(means) + 1))
+    if not np.any(differences):
+        return 1.0
+    smallest = 2.0 ** (1 - np.count_nonzero(differences))
+    if np.ptp(differences) == 0:
+        return max(smallest, 2 / (RESAMPLES + 1))
+    return max(smallest, share_p_value(_bootstrap(differences, seed).bootstrap_distribution))
+
+
+def share_p_value(resampled: np.ndarray) -> float:
+    """Two-sided p-value of "it is 0" from the ``resampled`` values of a statistic, shape (resamples,)."""
+    side = min(np.count_nonzero(resampled <= 0), np.count_nonzero(resampled >= 0))
+    return min(1.0, 2 * (side + 1) / (len(resampled) + 1))
 
 
 def mcnemar(gained: int, lost: int) -> float:

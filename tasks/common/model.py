@@ -45,8 +45,8 @@ def _with_adapter(adapter: Path, base: str) -> Path:
         base_model = resolve_model(base or named)
     except SettingsError as error:
         raise SettingsError(f"MODEL={adapter}: its base model {base or named} is not there; set BASE") from error
-    weights = sorted(adapter.glob("adapter_model.*"))
-    mark = fingerprint({"base": base_model, "adapter": str(adapter)}, *weights)
+    files = sorted(adapter.glob("adapter_*"))
+    mark = fingerprint({"base": base_model, "adapter": str(adapter)}, *files)
     return merge_adapter(adapter, base_model, artifacts() / "models" / f"{adapter.name}-{mark}")
 
 

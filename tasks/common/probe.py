@@ -1,7 +1,7 @@
 """`make probe`: does the training data hold signal for this model? Asked before any GPU hour is spent on training."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +15,7 @@ from tasks.common.report import show_table, sizes
 from tasks.common.rollouts import SAMPLED, Rollout
 from tasks.common.sample import Job, Scoring, model_name, report_errors, sampled, sampling
 from tasks.common.settings import Command, Settings, SettingsError, artifacts
-from tasks.common.summary import summarize
+from tasks.common.summary import nothing_scored, summarize
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,8 @@ def by_prompt(rollouts: list[Rollout]) -> pd.DataFrame:
         for r in rollouts
         if r.mode == SAMPLED and r.reward is not None
     )
+    if frame.empty:
+        raise nothing_scored(rollouts)
     grouped = frame.groupby("index")
     table = grouped.mean()
     table.insert(0, "samples", grouped.size())
@@ -157,8 +159,10 @@ def probe(s: Settings, command: Command, scoring: Scoring, model: str) -> int:
         raise SettingsError(f"FILTER_LOW={command.FILTER_LOW:g}: must be less than FILTER_HIGH={command.FILTER_HIGH:g}")
     if s.EVAL_TEMPERATURE == 0:
         raise SettingsError("EVAL_TEMPERATURE=0: a probe looks at how samples differ; it must be greater than 0")
-    how = {**asdict(sampling(s)), "greedy": False}
-    job = Job(model, str(s.train_file), s.LIMIT, type(sampling(s))(**how), "vllm", s.GPU_MEMORY_UTILIZATION)
+    if s.N < 2:
+        raise SettingsError("N=1: a probe looks at how samples differ; it must be 2 or more")
+    how = replace(sampling(s), greedy=False)
+    job = Job(model, str(s.train_file), s.LIMIT, how, gpu_memory_utilization=s.GPU_MEMORY_UTILIZATION)
     root = artifacts() / "probe" / s.TASK
     folder, label = job.folder(root), model_name(model)
     rollouts = sampled({label: job}, root, scoring)[0][label]
@@ -175,8 +179,7 @@ def probe(s: Settings, command: Command, scoring: Scoring, model: str) -> int:
         kept = with_signal(prompts, command.FILTER_LOW, command.FILTER_HIGH)
         bounds = f"accuracy strictly between {command.FILTER_LOW:g} and {command.FILTER_HIGH:g}"
         if not kept:
-            signal.unlink(missing_ok=True)
-            raise DataError(f"FILTER=1: no prompt has {bounds}; {signal} is not written")
+            raise DataError(f"FILTER=1: no prompt has {bounds}; nothing is written")
         write_signal(s.train_file, kept, signal)
         print(f"  {len(kept)} of {len(prompts)} prompts have {bounds}; train on them:")
         print(f"  make train TASK={s.TASK} TRAIN_FILE={signal}")

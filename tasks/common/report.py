@@ -10,20 +10,7 @@ from rich.table import Table
 
 from tasks.common.metrics import Estimate
 from tasks.common.summary import MEANING, Difference
-
-# All control characters but line feed and tab: a response must not move the cursor or set the terminal's title.
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
-
-
-def printable(text: str) -> str:
-    """``text`` of a model without control characters."""
-    return _CONTROL.sub("", text)
-
-
-def one_line(text: str, length: int = 100) -> str:
-    """``text`` of a model as one line of at most ``length`` characters."""
-    text = " ".join(printable(text).split())
-    return text if len(text) <= length else text[: length - 1] + "…"
+from tasks.common.text import one_line, printable
 
 
 def meaning(name: str) -> str:

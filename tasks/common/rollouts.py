@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from tasks.common.data import DataError, written_beside
+from tasks.common.text import one_line
 
 GREEDY, SAMPLED = "greedy", "sampled"
 # finish_reason of a prompt that was not sampled because it is longer than MAX_PROMPT_LENGTH
@@ -77,7 +78,7 @@ def rescored(rollout: Rollout, compute_score: Callable) -> Rollout:
     try:
         reward = compute_score(rollout.data_source, rollout.response, rollout.ground_truth, rollout.extra_info)
     except Exception as error:
-        return replace(rollout, reward=None, error=" ".join(f"{type(error).__name__}: {error}".split())[:500])
+        return replace(rollout, reward=None, error=one_line(f"{type(error).__name__}: {error}", 500))
     return replace(rollout, reward=reward, error="")
 
 

@@ -56,7 +56,8 @@ def _tracker(run_dir: Path) -> Path:
 
 def last_step(run_dir: Path) -> int:
     """Step of the last whole checkpoint; 0 if there is none. verl writes the tracker file after the checkpoint."""
-    step = int(_tracker(run_dir).read_text()) if _tracker(run_dir).exists() else 0
+    text = _tracker(run_dir).read_text().strip() if _tracker(run_dir).exists() else ""
+    step = int(text) if text.isascii() and text.isdigit() else 0
     return step if (run_dir / f"checkpoints/global_step_{step}").is_dir() else 0
 
 
@@ -70,8 +71,9 @@ def checkpoints(run_dir: Path) -> list[int]:
 def find_step(run_dir: Path, step: str) -> int:
     """The step of the checkpoint that ``step`` names: latest, best, or its number. Raises SettingsError.
 
-    best: the highest validation score (``val-core/``) where verl validated at a checkpoint's step
-    (ARGS=trainer.test_freq=...), else the highest mean training reward of that step, which is a noisy guide.
+    best, of the checkpoints on disk (verl keeps the last two): the highest validation score (``val-core/``) where verl
+    validated at a checkpoint's step (ARGS=trainer.test_freq=...), else the highest mean training reward of that step,
+    which is a noisy guide.
     """
     steps = checkpoints(run_dir)
     if not steps:
@@ -80,8 +82,8 @@ def find_step(run_dir: Path, step: str) -> int:
         return steps[-1]
     if step == "best":
         metrics = read_metrics(run_dir)
-        return max(steps, key=lambda step: _quality(metrics.get(step, {})))
-    if not step.isdigit() or int(step) not in steps:
+        return max(steps, key=lambda step: (*_quality(metrics.get(step, {})), step))
+    if not (step.isascii() and step.isdigit()) or int(step) not in steps:
         raise SettingsError(
             f"STEP={step}: {run_dir} has the checkpoints {', '.join(map(str, steps))}; take one of them, latest or best"
         )
@@ -132,7 +134,13 @@ def settings_of(run_dir: Path, s: Settings) -> Settings:
     The test prompts of other data settings could be among those that the run was trained on.
     """
     own = {f.name for f in fields(Settings)} - REPORTING
-    return replace(s, **{name: value for name, value in recorded(run_dir)["settings"].items() if name in own})
+    found = replace(s, **{name: value for name, value in recorded(run_dir)["settings"].items() if name in own})
+    # Where these follow the training's, they follow the run's.
+    if s.MAX_NEW_TOKENS == s.MAX_RESPONSE_LENGTH:
+        found = replace(found, MAX_NEW_TOKENS=found.MAX_RESPONSE_LENGTH)
+    if s.EVAL_TEMPERATURE == s.TEMPERATURE:
+        found = replace(found, EVAL_TEMPERATURE=found.TEMPERATURE)
+    return found
 
 
 def sft_dir(s: Settings) -> Path:

@@ -50,8 +50,9 @@ class Job:
         for name in ("limit", "gpu_memory_utilization"):
             del values[name]
         folder = Path(self.model)
-        weights = sorted(folder.glob("*.safetensors")) if folder.is_dir() else []
-        values["weights"] = [(w.name, w.stat().st_size, w.stat().st_mtime_ns) for w in weights]
+        kinds = (".safetensors", ".bin", ".json", ".jinja", ".model")
+        files = sorted(f for f in folder.iterdir() if f.suffix in kinds) if folder.is_dir() else []
+        values["files"] = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]
         del values["rows"]
         return fingerprint(values, Path(self.rows))
 
@@ -102,9 +103,9 @@ def report_errors(rollouts: list[Rollout]) -> int:
 def model_name(model: str) -> str:
     """A short name for a model: the run and step of one of our checkpoints, else the last part of its path or id."""
     parts = Path(model).parts
-    if "checkpoints" in parts:
-        place = parts.index("checkpoints")
-        return f"{parts[place - 1]}-{parts[place + 1].replace('global_step_', 'step')}"
+    for name, folder, step in zip(parts, parts[1:], parts[2:], strict=False):
+        if folder == "checkpoints" and step.startswith("global_step_"):
+            return f"{name}-{step.replace('global_step_', 'step')}"
     return parts[-1]
 
 

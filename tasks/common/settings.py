@@ -58,7 +58,7 @@ class Settings:
     SOURCE: str = _setting("where the data comes from; what a task knows stands in its train.sh", _not_empty)
     DIFFICULTY: str = _setting("of generated problems: easy or hard", _one_of("easy", "hard"))
     TRAIN_SIZE: int = _setting("training prompts", _positive)
-    TEST_SIZE: int = _setting("held-out prompts, all of them evaluated", _positive)
+    TEST_SIZE: int = _setting("held-out prompts", _positive)
     SFT_SIZE: int = _setting("demonstrations, of training prompts", _not_negative)
     TRAIN_FILE: str = _setting("parquet to train on in place of train.parquet, e.g. the signal.parquet of a probe")
     SEED: int = _setting("of data, sampling and shuffling", _not_negative)
@@ -74,7 +74,7 @@ class Settings:
     SFT_LR: float = _setting("learning rate of the warm-up", _positive)
     # rollouts and lengths
     ROLLOUT_N: int = _setting("samples a prompt, the group of a group advantage", _positive)
-    TEMPERATURE: float = _setting("of rollouts and of sampled evaluation", _positive)
+    TEMPERATURE: float = _setting("of rollouts", _positive)
     MAX_PROMPT_LENGTH: int = _setting("tokens", _positive)
     MAX_RESPONSE_LENGTH: int = _setting("tokens", _positive)
     # hardware

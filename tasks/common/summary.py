@@ -15,6 +15,7 @@ from tasks.common.metrics import (
     mcnemar,
     pass_at_k,
     proportion,
+    share_p_value,
 )
 from tasks.common.rollouts import GREEDY, SAMPLED, TOO_LONG, Rollout
 
@@ -50,7 +51,7 @@ def by_prompt(rollouts: list[Rollout]) -> pd.DataFrame:
     """
     rows = [
         {
-            **r.reward,
+            **{_column(key): value for key, value in r.reward.items()},
             "index": r.index,
             "mode": r.mode,
             "tokens": r.tokens,
@@ -61,33 +62,53 @@ def by_prompt(rollouts: list[Rollout]) -> pd.DataFrame:
         if r.reward is not None
     ]
     if not rows:
-        why = next((r.error for r in rollouts if r.error), "every prompt is longer than MAX_PROMPT_LENGTH")
-        raise DataError(f"none of {len(rollouts)} completions could be scored; the first: {why}")
+        raise nothing_scored(rollouts)
     frame = pd.DataFrame(rows)
     greedy, samples = frame[frame["mode"] == GREEDY], frame[frame["mode"] == SAMPLED].drop(columns="mode")
     table = pd.DataFrame(index=pd.Index(sorted(frame["index"].unique()), name="index"))
     if len(greedy):
-        table["accuracy"] = greedy.set_index("index")["acc"]
+        table["accuracy"] = (greedy.set_index("index")["acc"] > 0).astype(float)
     if len(samples):
         grouped = samples.groupby("index")
-        counts = grouped["acc"].agg(["count", "sum"])
-        for k in ks(int(counts["count"].min())):
-            values = pass_at_k(counts["count"].to_numpy(), counts["sum"].round().astype(int).to_numpy(), k)
-            table[f"pass@{k}"] = pd.Series(values, index=counts.index)
+        n, right = grouped["acc"].size(), grouped["acc"].agg(lambda acc: int((acc > 0).sum()))
+        for k in ks(int(n.min())):
+            table[f"pass@{k}"] = pd.Series(pass_at_k(n.to_numpy(), right.to_numpy(), k), index=n.index)
         means = grouped.mean()
         last = ["tokens", "truncated", "entropy"]
         components = [name for name in means.columns if name not in ("acc", "score", *last)]
         for name in ["score", *components, *last]:
             table[name] = means[name]
-    return table
+    return table.dropna(axis="columns", how="all")
 
 
-def estimate(values: pd.Series, one_response: bool) -> Estimate:
-    """Mean over prompts: Wilson where each prompt has one response and it is right or wrong, else the bootstrap."""
+def _column(key: str) -> str:
+    """The column of a reward's key: its name, unless a metric has that name."""
+    taken = key in ("index", "mode", *MEANING) and key != "score"
+    return f"reward {key}" if taken or key.startswith("pass@") else key
+
+
+def nothing_scored(rollouts: list[Rollout]) -> DataError:
+    """The error for rollouts of which none has a reward."""
+    why = next((r.error for r in rollouts if r.error), "every prompt is longer than MAX_PROMPT_LENGTH")
+    return DataError(f"none of {len(rollouts)} completions could be scored; the first: {why}")
+
+
+def estimate(values: pd.Series, one_response: bool, yes_or_no: bool) -> Estimate:
+    """Mean over prompts. Wilson where each prompt has one response that is 0 or 1, and where all responses of all
+    prompts are the same 0 or 1 (the bootstrap of equal values has no width, and 0 of 128 is not exactly 0): then of
+    prompts, since the samples of one depend on each other. Else the bootstrap."""
     values = values.dropna()
-    if one_response and values.isin([0.0, 1.0]).all():
+    shares = values.isin([0.0, 1.0]).all() and values.name not in ("tokens", "entropy")
+    if shares and (one_response or (yes_or_no and values.nunique() == 1)):
         return proportion(int(values.sum()), len(values))
     return bootstrap_mean(values.to_numpy())
+
+
+def _yes_or_no(rollouts: list[Rollout], name: str) -> bool:
+    """Whether ``name`` is 0 or 1 in every completion."""
+    if name.startswith("pass@") or name in ("accuracy", "truncated"):
+        return True
+    return all(r.reward.get(name, 0) in (0.0, 1.0) for r in rollouts if r.reward is not None)
 
 
 def _one_response(rollouts: list[Rollout], name: str) -> bool:
@@ -99,7 +120,7 @@ def _own_groups(rollouts: list[Rollout], prompts: list[int]) -> list[list[dict]]
     for row in as_dicts(rollouts):
         if row["index"] in groups:
             groups[row["index"]].append(row)
-    return list(groups.values())
+    return [group for group in groups.values() if group]
 
 
 def _own(own_metrics: OwnMetrics | None, rollouts: list[Rollout], prompts: list[int]):
@@ -108,8 +129,17 @@ def _own(own_metrics: OwnMetrics | None, rollouts: list[Rollout], prompts: list[
     rows = [row for group in groups for row in group]
     if own_metrics is None or not rows:
         return {}, {}
-    values = {name: float(value) for name, value in own_metrics(rows).items()}
-    return values, bootstrap_statistics(groups, own_metrics) if values else {}
+    try:
+        values = {name: float(value) for name, value in own_metrics(rows).items()}
+        resampled = bootstrap_statistics(groups, own_metrics) if values else {}
+        if resampled.keys() != values.keys():
+            raise ValueError("its keys differ between prompts")
+        if not all(np.isfinite(value).all() for value in [list(values.values()), *resampled.values()]):
+            raise ValueError("a value is not a finite number")
+        return values, resampled
+    except Exception as error:
+        why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        raise DataError(f"the task's own metrics (evaluate.py) raised {why}; what was sampled is kept") from error
 
 
 def summarize(rollouts: list[Rollout], own_metrics: OwnMetrics | None = None) -> dict:
@@ -119,7 +149,7 @@ def summarize(rollouts: list[Rollout], own_metrics: OwnMetrics | None = None) ->
     counts in a metric. The task's own metrics come last in ``metrics``.
     """
     table = by_prompt(rollouts)
-    metrics = {name: estimate(table[name], _one_response(rollouts, name)) for name in table}
+    metrics = {name: estimate(table[name], _one_response(rollouts, name), _yes_or_no(rollouts, name)) for name in table}
     own, resampled = _own(own_metrics, rollouts, list(table.index))
     for name, value in own.items():
         metrics[name] = Estimate(value, *_interval(resampled[name]))
@@ -167,11 +197,12 @@ def differences(
         else:
             p_value, test = bootstrap_p_value(change), "paired bootstrap"
         result[name] = Difference(bootstrap_mean(change), p_value, test)
-    own = [_own(own_metrics, rollouts, list(prompts)) for rollouts in (base, trained)]
+    sampled = [{row["index"] for row in as_dicts(rollouts)} for rollouts in (base, trained)]
+    prompts = sorted(sampled[0] & sampled[1])
+    own = [_own(own_metrics, rollouts, prompts) for rollouts in (base, trained)]
     for name in [name for name in own[0][0] if name in own[1][0]]:
         change = own[1][1][name] - own[0][1][name]  # the same prompts in each resample
-        side = min(np.count_nonzero(change <= 0), np.count_nonzero(change >= 0))
-        p_value = min(1.0, 2 * (side + 1) / (len(change) + 1))
+        p_value = max(share_p_value(change), 2.0 ** (1 - len(prompts))) if np.any(change) else 1.0
         value = Estimate(own[1][0][name] - own[0][0][name], *_interval(change))
         result[name] = Difference(value, p_value, "paired bootstrap")
     return result

@@ -1,0 +1,17 @@
+"""Text that a model wrote, made harmless before it is shown."""
+
+import re
+
+# All control characters but line feed and tab: a response must not move the cursor or set the terminal's title.
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]")
+
+
+def printable(text: str) -> str:
+    """``text`` without control characters."""
+    return _CONTROL.sub("", text)
+
+
+def one_line(text: str, length: int = 100) -> str:
+    """``text`` as one line of at most ``length`` characters."""
+    text = " ".join(printable(text).split())
+    return text if len(text) <= length else text[: length - 1] + "…"
