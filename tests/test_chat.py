@@ -23,6 +23,8 @@ class Echo:
         if "long" in messages[-1]["content"]:
             raise ValueError("the conversation has 99 tokens, 50 fit: /reset")
         yield from ("you said ", "\x1b[31m" + messages[-1]["content"])
+        if "stop me" in messages[-1]["content"]:
+            raise KeyboardInterrupt
 
 
 def converse(*lines: str):
@@ -59,6 +61,11 @@ def test_exit_unknown_commands_and_a_conversation_that_is_too_long():
     asked, shown = converse("/what", "", "a long one", "short", "/exit", "never")
     assert "/sample: a prompt" in shown and "error: the conversation has 99 tokens" in shown
     assert len(asked) == 2 and len(asked[1]) == 2  # the refused turn is not part of it
+
+
+def test_ctrl_c_stops_an_answer_and_not_the_conversation():
+    asked, shown = converse("stop me", "go on")
+    assert "stop me [stopped]\n" in shown and len(asked) == 2 and len(asked[1]) == 4
 
 
 def test_windows_are_those_of_the_model(tmp_path):
