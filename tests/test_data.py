@@ -1,5 +1,6 @@
 """tasks/common/data.py and tasks/common/prepare.py: parquet files written, validated, and made from a source."""
 
+import functools
 import json
 import re
 import tracemalloc
@@ -22,6 +23,7 @@ from tasks.common.data import (
 )
 from tasks.common.prepare import Example, distinct, prepare
 from tasks.common.settings import ROOT, load_settings
+from tests.helpers import exported
 
 
 def rl_rows(count):
@@ -313,10 +315,14 @@ def test_corrupt_file_is_refused(tmp_path, kind):
 
 def settings_for(**changes):
     """Settings from the defaults of countdown's train.sh, for a few rows of data."""
-    defaults = re.findall(r"^(\w+)=\$\{\1:-([^}]*)\}", (ROOT / "tasks/countdown/train.sh").read_text(), re.MULTILINE)
-    small = {"TASK": "countdown", "STACK": "cpu", "SOURCE": "toy", "N_GPUS": "1", "SEED": "5"}
+    small = {"SOURCE": "toy", "N_GPUS": "1", "SEED": "5"}
     small |= {"TRAIN_SIZE": "20", "TEST_SIZE": "6", "SFT_SIZE": "8", "TRAIN_BATCH_SIZE": "4", "MINI_BATCH_SIZE": "4"}
-    return load_settings(dict(defaults) | small | changes)
+    return load_settings(defaults() | small | changes)
+
+
+@functools.cache
+def defaults():
+    return exported(ROOT / "tasks/countdown/train.sh", {})
 
 
 def toy(settings):
