@@ -315,7 +315,7 @@ def test_corrupt_file_is_refused(tmp_path, kind):
 
 def settings_for(**changes):
     """Settings from the defaults of countdown's train.sh, for a few rows of data."""
-    small = {"SOURCE": "toy", "N_GPUS": "1", "SEED": "5"}
+    small = {"SOURCE": "toy", "INIT": "base", "SEED": "5"}
     small |= {"TRAIN_SIZE": "20", "TEST_SIZE": "6", "SFT_SIZE": "8", "TRAIN_BATCH_SIZE": "4", "MINI_BATCH_SIZE": "4"}
     return load_settings(defaults() | small | changes)
 
