@@ -9,7 +9,7 @@ from pathlib import Path
 import pandas as pd
 
 from tasks.common.chat import task_system
-from tasks.common.data import RL_SCHEMA, ROLES, DataError, chat, rl_row, write_parquet, written_beside
+from tasks.common.data import RL_SCHEMA, DataError, chat, messages_problem, rl_row, write_parquet, written_beside
 from tasks.common.engines import window
 from tasks.common.rollouts import TOO_LONG, Rollout
 from tasks.common.sample import Job, Scoring, report_errors, sampled, sampling
@@ -60,14 +60,7 @@ def _prompt_problem(prompt) -> str | None:
         return None if prompt.strip() else "is empty"
     if not isinstance(prompt, list) or not prompt:
         return "must be text or a list of {role, content}"
-    for message in prompt:
-        if (
-            not isinstance(message, dict)
-            or message.get("role") not in ROLES
-            or not isinstance(message.get("content"), str)
-        ):
-            return "each message needs a role and a text content"
-    return None
+    return "each message needs a role and a text content" if messages_problem(prompt) else None
 
 
 def rl_rows(rows: list[dict], task: str, system: list[dict]) -> list[dict]:

@@ -1,13 +1,13 @@
 """`make compare`: base against trained, prompt by prompt, with the chance that the difference is none."""
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 
 from tasks.common import plots
-from tasks.common.data import written_beside
+from tasks.common.data import write_json, written_beside
 from tasks.common.metrics import mcnemar
 from tasks.common.report import (
     comparison_rows,
@@ -89,13 +89,13 @@ def markdown(task: str, found: dict, changes: dict[str, Difference], texts: dict
     return "\n\n".join(parts) + "\n"
 
 
-def sheet(base: list[Rollout], trained: list[Rollout], gained: list[int], lost: list[int]) -> tuple[list[str], list]:
-    """Columns and rows of compare.xlsx: one row a prompt, with the response that stands for it."""
-    tables = [by_prompt(rollouts) for rollouts in (base, trained)]
-    shown = [{}, {}]
+def sheet(
+    base: list[Rollout], trained: list[Rollout], tables: list[pd.DataFrame], gained: list[int], lost: list[int]
+) -> tuple[list[str], list]:
+    """Columns and rows of compare.xlsx: one row a prompt, with the response that stands for it; ``tables``: both
+    models' ``by_prompt``."""
     mode = GREEDY if any(r.mode == GREEDY for r in base) else SAMPLED
-    for place, rollouts in enumerate((base, trained)):
-        shown[place] = {r.index: r for r in rollouts if r.mode == mode and r.sample == 0}
+    shown = [{r.index: r for r in rollouts if r.mode == mode and r.sample == 0} for rollouts in (base, trained)]
     metrics = [name for name in tables[0] if name in tables[1]]
     columns = ["index", "prompt", "ground_truth", "change"]
     for label in ("base", "trained"):
@@ -118,8 +118,7 @@ def write_reports(folder: Path, task: str, base: list[Rollout], trained: list[Ro
     """compare.json, .md, .png and .xlsx in ``folder``; the same rollouts give the same bytes. Returns ``result``."""
     found, changes = result(base, trained, names, scoring)
     texts = {r.index: prompt_text(r) for r in base + trained}
-    with written_beside(folder / "compare.json") as partial:
-        partial.write_text(json.dumps(found, indent=2) + "\n")
+    write_json(folder / "compare.json", found)
     with written_beside(folder / "compare.md") as partial:
         partial.write_text(markdown(task, found, changes, texts), encoding="utf-8")
     tables = [by_prompt(rollouts) for rollouts in (base, trained)]
@@ -127,7 +126,7 @@ def write_reports(folder: Path, task: str, base: list[Rollout], trained: list[Ro
     change = (tables[1]["score"] - tables[0]["score"]).dropna().to_numpy() if both else np.zeros(0)
     summaries = {"base": found["base"], "trained": found["trained"]}
     plots.compare_png(summaries, change, f"{task}: {sizes(found['trained'])}", folder / "compare.png")
-    write_xlsx(folder / "compare.xlsx", *sheet(base, trained, found["gained"], found["lost"]), "prompts")
+    write_xlsx(folder / "compare.xlsx", *sheet(base, trained, tables, found["gained"], found["lost"]), "prompts")
     return found, changes
 
 

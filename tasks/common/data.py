@@ -74,6 +74,12 @@ def written_beside(path: Path) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
+def write_json(path: Path, value) -> None:
+    """Replace ``path`` by ``value`` as indented JSON."""
+    with written_beside(path) as partial:
+        partial.write_text(json.dumps(value, indent=2) + "\n")
+
+
 def write_parquet(rows: Iterable[dict], path: Path, schema: pa.Schema, total: int | None = None) -> int:
     """Write ``rows`` to ``path`` and return their number. Memory does not grow with the number of rows.
 
@@ -123,7 +129,8 @@ def read_rows(path: Path, limit: int | None = None) -> Iterator[dict]:
         raise DataError(f"{path}: not a readable parquet file ({problem}); remove it and run `make data`") from error
 
 
-def _messages_problem(messages) -> str | None:
+def messages_problem(messages) -> str | None:
+    """What is wrong with a chat; None if it is one."""
     if not isinstance(messages, list) or not messages:
         return "must be a non-empty list of {role, content}"
     for message in messages:
@@ -141,7 +148,7 @@ def _text_problem(value) -> str | None:
 def _rl_problem(row: dict) -> tuple[str, str] | None:
     checks: list[tuple[str, Callable[[], str | None]]] = [
         ("data_source", lambda: _text_problem(row.get("data_source"))),
-        ("prompt", lambda: _messages_problem(row.get("prompt"))),
+        ("prompt", lambda: messages_problem(row.get("prompt"))),
         ("ability", lambda: _text_problem(row.get("ability"))),
         (
             "reward_model",
@@ -161,7 +168,7 @@ def _rl_problem(row: dict) -> tuple[str, str] | None:
 
 
 def _sft_problem(row: dict) -> tuple[str, str] | None:
-    problem = _messages_problem(row.get("messages"))
+    problem = messages_problem(row.get("messages"))
     if problem is None and row["messages"][-1]["role"] != "assistant":
         problem = "the last message must be the assistant's"
     return ("messages", problem) if problem else None

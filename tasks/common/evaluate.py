@@ -4,15 +4,13 @@ The reward that trains is the reward that reports. A task's evaluate.py calls ``
 and, if it has any, its own metrics.
 """
 
-import json
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from tasks.common import batch, chat, compare, probe
-from tasks.common.data import DataError, written_beside
-from tasks.common.process import StageFailed
+from tasks.common.data import DataError, write_json
+from tasks.common.process import StageFailed, interrupt_on_sigterm
 from tasks.common.report import comparison_rows, show_table, sizes
 from tasks.common.rollouts import in_order, read_rollouts, rescored, write_rollouts
 from tasks.common.sample import Scoring, report_errors, sample_here, sampled, test_job
@@ -29,7 +27,7 @@ def evaluate(s: Settings, command: Command, scoring: Scoring, models: dict[str, 
     summaries = {}
     for label, job in jobs.items():
         summaries[label] = summarize(all_rollouts[label], scoring.own_metrics)
-        write_summary(job.folder(root) / "summary.json", job.model, summaries[label])
+        write_json(job.folder(root) / "summary.json", {"model": job.model, **summaries[label]})
         if command.STAGE == "eval":
             print(f"  {label}: {job.model}\n    {job.folder(root)}")
     if not any_sampled:
@@ -43,11 +41,6 @@ def evaluate(s: Settings, command: Command, scoring: Scoring, models: dict[str, 
     title = f"{s.TASK}: {sizes(summaries[labels[-1]])}; mean [95 % interval]"
     show_table(title, header, rows)
     return report_errors([r for rollouts in all_rollouts.values() for r in rollouts])
-
-
-def write_summary(path: Path, model: str, summary: dict) -> None:
-    with written_beside(path) as partial:
-        partial.write_text(json.dumps({"model": model, **summary}, indent=2) + "\n")
 
 
 def rescore(s: Settings, command: Command, scoring: Scoring) -> int:
@@ -67,7 +60,7 @@ def rescore(s: Settings, command: Command, scoring: Scoring) -> int:
     summary = summarize(rollouts, scoring.own_metrics)
     folder = artifacts() / "eval" / s.TASK / f"rescored-{fingerprint({'file': str(source.resolve())})}"
     write_rollouts(folder / "rollouts.jsonl", rollouts)
-    write_summary(folder / "summary.json", f"rollouts of {source}", summary)
+    write_json(folder / "summary.json", {"model": f"rollouts of {source}", **summary})
     show_table(f"{s.TASK}: {sizes(summary)}", ["metric", "mean [95 % interval]"], comparison_rows({"": summary}))
     print(f"{changed} of {len(rollouts)} completions have another reward than stored; written to {folder}")
     return report_errors(rollouts)
@@ -79,7 +72,7 @@ def main(compute_score: Callable, own_metrics: OwnMetrics | None = None) -> None
 
     Exits with 1 after one line that says why, also when the reward raised on some completion.
     """
-    signal.signal(signal.SIGTERM, _interrupted)
+    interrupt_on_sigterm()
     name, *arguments = sys.argv[1:]
     try:
         s, command = load_settings(), load_settings(cls=Command)
@@ -101,7 +94,3 @@ def main(compute_score: Callable, own_metrics: OwnMetrics | None = None) -> None
         if name != "sample":
             print("\nstopped; what was sampled is kept, the same command goes on from there", file=sys.stderr)
         sys.exit(130)
-
-
-def _interrupted(signum, frame):
-    raise KeyboardInterrupt

@@ -22,7 +22,7 @@ from tasks.common.data import DataError, validate_parquet
 from tasks.common.examples import check_examples
 from tasks.common.merge import base_of, is_adapter, merge, merged_folder
 from tasks.common.model import EMBEDDED, resolve_model, weights_bytes
-from tasks.common.process import Progress, StageFailed, die_with_parent, run
+from tasks.common.process import Progress, StageFailed, die_with_parent, interrupt_on_sigterm, run
 from tasks.common.report import total_time
 from tasks.common.reward import RewardError
 from tasks.common.runs import (
@@ -344,12 +344,8 @@ def main(stage: str, arguments: list[str]) -> None:
         os.execve(sys.executable, command_line, _environment(s))
 
 
-def _interrupted(signum, frame):
-    raise KeyboardInterrupt
-
-
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, _interrupted)
+    interrupt_on_sigterm()
     try:
         main(sys.argv[1], sys.argv[2:])
     except Problem as error:

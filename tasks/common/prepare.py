@@ -1,7 +1,6 @@
 """`make data`: turn a task's examples into train, test and SFT parquet files with a manifest beside them."""
 
 import hashlib
-import json
 import os
 import sys
 import tempfile
@@ -10,7 +9,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
-from tasks.common.data import RL_SCHEMA, SFT_SCHEMA, DataError, chat, rl_row, sft_row, write_parquet, written_beside
+from tasks.common.data import RL_SCHEMA, SFT_SCHEMA, DataError, chat, rl_row, sft_row, write_json, write_parquet
 from tasks.common.settings import Settings, SettingsError, load_settings
 
 
@@ -93,8 +92,7 @@ def prepare(settings: Settings, sources: dict[str, Source]) -> dict:
             (directory / f"{name}.parquet").unlink(missing_ok=True)
             if name in rows:
                 os.replace(new / f"{name}.parquet", directory / f"{name}.parquet")
-    with written_beside(directory / "manifest.json") as partial:
-        partial.write_text(json.dumps(manifest, indent=2) + "\n")
+    write_json(directory / "manifest.json", manifest)
     return manifest
 
 

@@ -1,6 +1,5 @@
 """`make probe`: does the training data hold signal for this model? Asked before any GPU hour is spent on training."""
 
-import json
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -9,7 +8,7 @@ import pandas as pd
 import pyarrow.parquet as pq
 
 from tasks.common import plots
-from tasks.common.data import DataError, read_rows, write_parquet, written_beside
+from tasks.common.data import DataError, read_rows, write_json, write_parquet
 from tasks.common.metrics import Estimate, bootstrap_mean
 from tasks.common.report import show_table, sizes
 from tasks.common.rollouts import SAMPLED, Rollout
@@ -167,9 +166,8 @@ def probe(s: Settings, command: Command, scoring: Scoring, model: str) -> int:
     folder, label = job.folder(root), model_name(model)
     rollouts = sampled({label: job}, root, scoring)[0][label]
     result = summary(rollouts, prompts := by_prompt(rollouts))
-    with written_beside(folder / "probe.json") as partial:
-        partial.write_text(json.dumps({"model": model, "data": str(s.train_file), **result}, indent=2) + "\n")
-    title = f"{s.TASK}, {model_name(model)}: {sizes(result)}"
+    write_json(folder / "probe.json", {"model": model, "data": str(s.train_file), **result})
+    title = f"{s.TASK}, {label}: {sizes(result)}"
     plots.probe_png(prompts, title, folder / "probe.png")
     _print(title, result)
     print(f"  {folder}/probe.json, probe.png, rollouts.jsonl")

@@ -115,6 +115,15 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a killed launcher leaves no training behind
 
 
+def interrupt_on_sigterm() -> None:
+    """Let SIGTERM end this process as Ctrl-C does, with all clean-up."""
+
+    def interrupted(signum, frame):
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupted)
+
+
 class _Screen:
     """A tqdm bar on a terminal; elsewhere the same bar as a line, every 2 % or 15 seconds."""
 

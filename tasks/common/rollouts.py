@@ -18,7 +18,7 @@ class Completion:
     """What an engine returns for one response.
 
     ``finish_reason``: "stop", "length" (the length limit) or "prompt_too_long" (not sampled). ``entropy``: mean over
-    the response's tokens of the entropy of the next-token distribution, in nats (see ``token_entropy`` in sample.py).
+    the response's tokens of the entropy of the next-token distribution, in nats (see ``token_entropy`` in engines.py).
     """
 
     response: str

@@ -4,7 +4,7 @@ import json
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
-from tasks.common.data import written_beside
+from tasks.common.data import write_json
 from tasks.common.merge import merge
 from tasks.common.settings import REPORTING, Settings, SettingsError
 
@@ -41,8 +41,7 @@ def next_metrics_file(run_dir: Path) -> Path:
 def record(run_dir: Path, kind: str, mark: str, s: Settings, start: str, arguments: list[str]) -> None:
     """Note in ``run_dir`` what it is made with: ``kind`` ("rl" or "sft"), settings, the model it starts from."""
     values = {"kind": kind, "fingerprint": mark, "settings": asdict(s), "arguments": arguments, "start": start}
-    with written_beside(run_dir / "settings.json") as partial:
-        partial.write_text(json.dumps(values, indent=2) + "\n")
+    write_json(run_dir / "settings.json", values)
 
 
 def recorded(run_dir: Path) -> dict:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tasks.common.data import DataError, read_rows, written_beside
+from tasks.common.data import DataError, read_rows, write_json
 from tasks.common.engines import ENGINES, Request, Sampling
 from tasks.common.process import Progress, StageFailed, run
 from tasks.common.rollouts import (
@@ -132,8 +132,7 @@ def load(job: Job, out: Path, scoring: Scoring) -> tuple[list[Rollout], list[Req
     meta = out.with_name("rollouts.meta.json")
     if not meta.exists() or json.loads(meta.read_text())["reward"] != scoring.mark:
         kept = [rescored(rollout, scoring.compute_score) for rollout in kept]
-        with written_beside(meta) as partial:
-            partial.write_text(json.dumps({"reward": scoring.mark, **asdict(job)}, indent=2) + "\n")
+        write_json(meta, {"reward": scoring.mark, **asdict(job)})
     if cut or kept != stored:
         write_rollouts(out, kept)
     modes = [GREEDY, SAMPLED] if job.sampling.greedy else [SAMPLED]
