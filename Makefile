@@ -7,7 +7,7 @@ MAKEFLAGS += --no-print-directory
 TASKS := $(notdir $(patsubst %/train.sh,%,$(wildcard tasks/*/train.sh)))
 STACKS := $(basename $(notdir $(wildcard tasks/common/stacks/*.sh)))
 STACK ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo current || echo cpu)
-STAGES := data probe sft train merge eval compare rescore chat batch config
+STAGES := data probe sft train merge eval compare rescore chat batch config bfcl simulate
 ARGS ?=
 export STACK
 export STARTED := $(shell date +%s)
@@ -39,13 +39,16 @@ endif
 
 RUN_STAGE = PYTHON='$(PYTHON)' STAGE=$@ bash tasks/$(TASK)/train.sh $(ARGS)
 # Installation counts as the first stage of `make train`.
+# What `make new` tells the template besides OPTIONS.
+export CONFIG
+NEW = $(if $(SOURCE),'source=$(SOURCE)') $(if $(ENV),'env=$(ENV)') $(if $(CONFIG),"config=$$CONFIG")
 NUMBER = $(if $(filter train,$(MAKECMDGOALS)),[1/$$(STAGE=count bash tasks/$(TASK)/train.sh)] )
 
-.PHONY: help install bench new test test-all lint format clean $(STAGES)
+.PHONY: help install bench new json_to_parquet test test-all lint format clean $(STAGES)
 
 help: ## this text
 	@echo 'make TARGET TASK=<$(subst $() ,|,$(TASKS))> [VARIABLE=value ...] [ARGS="hydra.key=value ..."]'
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  %-10s%s\n", $$1, $$2}'
+	@grep -hE '^[a-z_-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  %-16s%s\n", $$1, $$2}'
 	@printf '\nVariables, the same in every task (defaults: tasks/TASK/train.sh, tasks/common/stacks/$(STACK).sh):\n'
 	@PYTHONPATH=. python3 -m tasks.common.settings
 
@@ -63,6 +66,8 @@ train: $(INSTALLED) ## everything: data, model, SFT warm-up, RL, evaluation, clo
 probe: $(INSTALLED) ## before training: has the data signal for this model? FILTER=1 keeps the prompts that have
 eval: $(INSTALLED) ## evaluate MODEL, or base, warm-up and trained model
 compare: $(INSTALLED) ## BASE against MODEL or the trained model: paired tests, prompts gained and lost
+bfcl: $(INSTALLED) ## tool_calling: the single-turn categories of BFCL, the first LIMIT of each
+simulate: $(INSTALLED) ## econ_agent: the policies run the economy for MONTHS
 rescore: $(INSTALLED) ## score stored ROLLOUTS again, without a model
 merge: $(INSTALLED) ## the checkpoint STEP as one folder that vLLM and transformers load
 chat: $(INSTALLED) ## talk to MODEL, or to the trained model
@@ -77,8 +82,11 @@ train:
 bench: data ## throughput of our sampling beside plain LLM.generate, in one run; ARGS="--out file.json"
 	@$(RUN_STAGE)
 
-new: $(INSTALLED) ## scaffold tasks/TASK from the template; OPTIONS="reward=exact lora=yes"
-	@'$(PYTHON)' -m cookiecutter template -o tasks --no-input 'task=$(TASK)' $(OPTIONS)
+new: $(INSTALLED) ## scaffold tasks/TASK; OPTIONS="reward=exact lora=yes", SOURCE=reasoning_gym ENV=name CONFIG='{"key": 1}'
+	@'$(PYTHON)' -m cookiecutter template -o tasks --no-input 'task=$(TASK)' $(NEW) $(OPTIONS)
+
+json_to_parquet: $(INSTALLED) ## any FILE of chats, questions or pairs as verl's parquet files in OUTPUT; ARGS="--help"
+	@PYTHONPATH=. '$(PYTHON)' -m tasks.common.json_to_parquet $(if $(FILE),'$(FILE)') $(if $(OUTPUT),'$(OUTPUT)') $(ARGS)
 
 test: $(INSTALLED) ## the fast tests
 	@PYTHONPATH=. '$(PYTHON)' -m pytest -q -m 'not slow and not gpu' tests tasks

@@ -33,7 +33,7 @@ def small_model(tmp_path_factory) -> Path:
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=2,
-        max_position_embeddings=1024,
+        max_position_embeddings=4096,
         tie_word_embeddings=True,
         bos_token_id=0,
         eos_token_id=1,

@@ -5,7 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.common.engines import TEMPLATES, Request, Sampling, TransformersEngine, prompt_ids, token_entropy
+from tasks.common.chat_template import prompt_ids
+from tasks.common.engines import TEMPLATES, Request, Sampling, TransformersEngine, token_entropy
 
 HOW = Sampling(n=3, greedy=True, temperature=1.0, top_p=1.0, max_prompt_tokens=200, max_tokens=12, seed=0)
 
@@ -40,9 +41,9 @@ def test_templates_end_where_the_assistant_begins(small_model):
     tokenizer = AutoTokenizer.from_pretrained(small_model)
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
     own = tokenizer.decode(prompt_ids(tokenizer, messages))
-    assert own == tokenizer.decode(prompt_ids(tokenizer, messages, "chatml"))  # its own template is chatml
+    assert own == tokenizer.decode(prompt_ids(tokenizer, messages, chat_template=TEMPLATES["chatml"][0]))  # its own template is chatml
     assert own.endswith("<|im_start|>assistant\n")
-    llama = tokenizer.decode(prompt_ids(tokenizer, messages, "llama"))
+    llama = tokenizer.decode(prompt_ids(tokenizer, messages, chat_template=TEMPLATES["llama"][0]))
     assert "<|start_header_id|>user<|end_header_id|>\n\nu<|eot_id|>" in llama
     assert llama.endswith("<|start_header_id|>assistant<|end_header_id|>\n\n")
     assert set(TEMPLATES) == {"default", "chatml", "llama"}

@@ -13,7 +13,7 @@ from tasks.common.settings import (
     Command,
     Settings,
     SettingsError,
-    _contents,
+    _digest,
     fingerprint,
     help_text,
     load_settings,
@@ -25,6 +25,8 @@ VALUES = {
     "MODEL": "embedded",
     "INIT": "sft",
     "SOURCE": "generate",
+    "FILE": "",
+    "MAX_SAMPLES": "0",
     "DIFFICULTY": "easy",
     "TRAIN_SIZE": "64",
     "TEST_SIZE": "16",
@@ -32,6 +34,7 @@ VALUES = {
     "TRAIN_FILE": "",
     "SEED": "42",
     "METHOD": "grpo",
+    "REWARD": "",
     "STEPS": "10",
     "TRAIN_BATCH_SIZE": "8",
     "MINI_BATCH_SIZE": "4",
@@ -63,7 +66,19 @@ VALUES = {
 NAMES = [f.name for f in fields(Settings)]
 INTEGERS = [f.name for f in fields(Settings) if f.type is int]
 FLOATS = [f.name for f in fields(Settings) if f.type is float]
-ZERO_ALLOWED = {"SFT_SIZE", "SEED", "KL_COEF", "LORA_RANK", "LIMIT", "GREEDY", "EVAL_TEMPERATURE", "EVAL_SEED"}
+ZERO_ALLOWED = {
+    "MAX_SAMPLES",
+    "TRAIN_SIZE",
+    "TEST_SIZE",
+    "SFT_SIZE",
+    "SEED",
+    "KL_COEF",
+    "LORA_RANK",
+    "LIMIT",
+    "GREEDY",
+    "EVAL_TEMPERATURE",
+    "EVAL_SEED",
+}
 
 
 def load(**changes):
@@ -101,7 +116,7 @@ def test_missing_variable_is_named(name):
     [(name, value) for name in INTEGERS for value in ("abc", "", "1.5", "1e3", "-1", "nan", "inf", "-inf", "0x10")]
     + [(name, value) for name in FLOATS for value in ("abc", "", "1,5", "-1", "-1e-9", "nan", "inf", "-inf", "1e999")]
     + [(name, "0") for name in INTEGERS + FLOATS if name not in ZERO_ALLOWED]
-    + [("GPU_MEMORY_UTILIZATION", "1.01"), ("GPU_MEMORY_UTILIZATION", "50")]
+    + [("TEST_SIZE", "1.5"), ("GPU_MEMORY_UTILIZATION", "1.01"), ("GPU_MEMORY_UTILIZATION", "50")]
     + [("METHOD", value) for value in ("", "nosuch", "GRPO", "__init__", "../grpo", "grpo.py")]
     + [("INIT", value) for value in ("", "rl", "SFT")]
     + [("DIFFICULTY", value) for value in ("", "medium")]
@@ -192,6 +207,7 @@ def test_process_environment_is_the_default(monkeypatch):
 # ---- fingerprints
 
 DATA = {"SOURCE": "hub", "DIFFICULTY": "hard", "TRAIN_SIZE": "65", "TEST_SIZE": "17", "SFT_SIZE": "33", "SEED": "43"}
+DATA |= {"MAX_SAMPLES": "99", "REWARD": "strict", "MAX_PROMPT_LENGTH": "129"}
 WARM_UP = {
     "STACK": "current",
     "MODEL": "other",
@@ -209,7 +225,6 @@ TRAINING = {
     "KL_COEF": "0.01",
     "ROLLOUT_N": "8",
     "TEMPERATURE": "0.7",
-    "MAX_PROMPT_LENGTH": "129",
     "MAX_RESPONSE_LENGTH": "65",
 }
 REPORTING = {"RUN": "name", "STEPS": "20", "LOGGER": "wandb", "SAVE_FREQ": "6", "N": "8", "LIMIT": "9", "GREEDY": "0"}
@@ -268,7 +283,7 @@ def test_fingerprint_of_values_and_files(tmp_path):
     assert fingerprint({"x": 1, "y": 3}, file) != before
     file.write_text("b")  # during a process a file counts as it was when first read
     assert fingerprint({"x": 1, "y": 2}, file) == before
-    _contents.cache_clear()
+    _digest.cache_clear()
     assert fingerprint({"x": 1, "y": 2}, file) != before
 
 
@@ -343,6 +358,6 @@ def test_another_training_file_is_another_run(tmp_path):
     assert load().train_file == load().data_dir / "train.parquet"
     first = load(TRAIN_FILE=str(file)).rl_fingerprint([])
     assert first != load().rl_fingerprint([])
-    _contents.cache_clear()
+    _digest.cache_clear()
     file.write_bytes(b"two")
     assert load(TRAIN_FILE=str(file)).rl_fingerprint([]) != first

@@ -17,17 +17,35 @@ from tqdm import tqdm
 ROLES = ("system", "user", "assistant", "tool")
 BATCH_ROWS = 4096
 
+FUNCTION = pa.struct([("name", pa.string()), ("arguments", pa.string())])  # arguments as JSON text
+CALLS = pa.list_(pa.struct([("type", pa.string()), ("function", FUNCTION)]))
 MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
-RL_SCHEMA = pa.schema(
-    [
-        ("data_source", pa.string()),
-        ("prompt", MESSAGES),
-        ("ability", pa.string()),
-        ("reward_model", pa.struct([("style", pa.string()), ("ground_truth", pa.string())])),
-        ("extra_info", pa.struct([("split", pa.string()), ("index", pa.int64())])),
-    ]
+TOOL_MESSAGES = pa.list_(
+    pa.struct([("role", pa.string()), ("content", pa.string()), ("name", pa.string()), ("tool_calls", CALLS)])
 )
-SFT_SCHEMA = pa.schema([("messages", MESSAGES)])
+
+
+def rl_schema(tools: bool = False) -> pa.Schema:
+    """Of RL rows; with ``tools`` their messages may call functions, whose schemas are JSON text in extra_info."""
+    own = [("tools", pa.string())] if tools else []
+    return pa.schema(
+        [
+            ("data_source", pa.string()),
+            ("prompt", TOOL_MESSAGES if tools else MESSAGES),
+            ("ability", pa.string()),
+            ("reward_model", pa.struct([("style", pa.string()), ("ground_truth", pa.string())])),
+            ("extra_info", pa.struct([("split", pa.string()), ("index", pa.int64()), *own])),
+        ]
+    )
+
+
+def sft_schema(tools: bool = False) -> pa.Schema:
+    """Of demonstrations; with ``tools`` as in ``rl_schema``, the tools in a column of their own."""
+    own = [("tools", pa.string())] if tools else []
+    return pa.schema([("messages", TOOL_MESSAGES if tools else MESSAGES), *own])
+
+
+RL_SCHEMA, SFT_SCHEMA = rl_schema(), sft_schema()
 
 
 class DataError(ValueError):
@@ -39,26 +57,57 @@ def chat(prompt: str, system: str | None = None) -> list[dict]:
     return [*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": prompt}]
 
 
-def rl_row(data_source: str, messages: list[dict], ground_truth, split: str, index: int) -> dict:
-    """One RL row: the ``messages`` that the model answers, and what its reward needs.
+def encoded(messages: list[dict]) -> list[dict]:
+    """OpenAI messages as they are stored: the arguments of tool calls as JSON text, for parquet merges the keys of
+    objects over all rows."""
+    return [_with_calls(message, json.dumps) for message in messages]
+
+
+def decoded(messages: list[dict]) -> list[dict]:
+    """Stored messages as OpenAI messages: no empty fields, the arguments of tool calls as objects."""
+    return [_with_calls({k: v for k, v in m.items() if v is not None}, json.loads) for m in messages]
+
+
+def _with_calls(message: dict, convert: Callable) -> dict:
+    if not message.get("tool_calls"):
+        return {name: value for name, value in message.items() if name != "tool_calls"}
+    calls = [
+        {"type": "function", "function": {**call["function"], "arguments": convert(call["function"]["arguments"])}}
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
+
+
+def tools_of(row: dict) -> list[dict] | None:
+    """The tool schemas of an RL row (extra_info.tools) or a demonstration (tools); None if it has none."""
+    text = row.get("tools") or (row.get("extra_info") or {}).get("tools")
+    return json.loads(text) if text else None
+
+
+def rl_row(
+    data_source: str, messages: list[dict], ground_truth, split: str, index: int, tools: list[dict] | None = None
+) -> dict:
+    """One RL row: the ``messages`` that the model answers, the ``tools`` it may call, and what its reward needs.
 
     ``ground_truth`` is stored as JSON text unless it is text already: parquet merges the keys of dicts over all rows
     and refuses mixed types, JSON text keeps each row as it was.
     """
     if not isinstance(ground_truth, str):
         ground_truth = json.dumps(ground_truth)
+    extra = {"split": split, "index": index} | ({} if tools is None else {"tools": json.dumps(tools)})
     return {
         "data_source": data_source,
-        "prompt": messages,
+        "prompt": encoded(messages),
         "ability": data_source,
         "reward_model": {"style": "rule", "ground_truth": ground_truth},
-        "extra_info": {"split": split, "index": index},
+        "extra_info": extra,
     }
 
 
-def sft_row(messages: list[dict], response: str) -> dict:
+def sft_row(messages: list[dict], response: str, tools: list[dict] | None = None) -> dict:
     """One demonstration for SFT: ``messages`` answered by ``response``."""
-    return {"messages": [*messages, {"role": "assistant", "content": response}]}
+    row = {"messages": [*encoded(messages), {"role": "assistant", "content": response}]}
+    return row | ({} if tools is None else {"tools": json.dumps(tools)})
 
 
 @contextmanager
@@ -138,11 +187,34 @@ def messages_problem(messages) -> str | None:
             return f"each message needs a role among {', '.join(ROLES)}"
         if not isinstance(message.get("content"), str):
             return "each message needs a text content"
+        if message.get("tool_calls") and (problem := _calls_problem(message["tool_calls"])):
+            return problem
+    return None
+
+
+def _calls_problem(calls) -> str | None:
+    try:
+        for call in calls:
+            arguments = call["function"]["arguments"]
+            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+            if not isinstance(call["function"]["name"], str) or not isinstance(arguments, dict):
+                raise TypeError
+    except (ValueError, TypeError, KeyError):
+        return "each of tool_calls must be {function: {name, arguments}}, the arguments an object or its JSON text"
     return None
 
 
 def _text_problem(value) -> str | None:
     return None if isinstance(value, str) and value else "must be non-empty text"
+
+
+def _tools_problem(text) -> str | None:
+    try:
+        tools = json.loads(text) if text else []
+        named = isinstance(tools, list) and all(isinstance(tool["function"]["name"], str) for tool in tools)
+    except (ValueError, TypeError, KeyError):
+        named = False
+    return None if named else "must be JSON text, a list of {type, function: {name, ...}}"
 
 
 def _rl_problem(row: dict) -> tuple[str, str] | None:
@@ -160,6 +232,7 @@ def _rl_problem(row: dict) -> tuple[str, str] | None:
             lambda: "is missing" if row["reward_model"].get("ground_truth") in (None, "") else None,
         ),
         ("extra_info", lambda: None if isinstance(row.get("extra_info"), dict) else "must be a dict"),
+        ("extra_info.tools", lambda: _tools_problem(row["extra_info"].get("tools"))),
     ]
     for column, check in checks:
         if problem := check():

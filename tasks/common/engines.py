@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-from jinja2 import TemplateError
 
+from tasks.common.chat_template import opens_thinking, prompt_ids
 from tasks.common.rollouts import GREEDY, TOO_LONG, Completion
 from tasks.common.settings import SettingsError
 from tasks.common.text import one_line
@@ -54,11 +54,13 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """One greedy response (``mode`` greedy) or n sampled ones to the chat ``messages`` of prompt ``index``."""
+    """One greedy response (``mode`` greedy) or n sampled ones to the chat ``messages`` of prompt ``index``, which may
+    call ``tools`` (OpenAI schemas)."""
 
     index: int
     mode: str
     messages: list[dict]
+    tools: list[dict] | None = None
 
 
 def token_entropy(logprobs: np.ndarray) -> np.ndarray:
@@ -76,19 +78,9 @@ def token_entropy(logprobs: np.ndarray) -> np.ndarray:
     return np.maximum(known + tail, 0.0)
 
 
-def prompt_ids(tokenizer, messages: list[dict], template: str = "default") -> list[int]:
-    """Token ids of the chat, ready for the assistant's answer. Raises ValueError when there is no chat template, or it
-    refuses the chat."""
-    chat_template = TEMPLATES[template][0]
-    if not chat_template and not tokenizer.chat_template:
-        raise ValueError("the model has no chat template: it is no instruct model (`make batch` can take TEMPLATE=)")
-    try:
-        encoded = tokenizer.apply_chat_template(
-            messages, add_generation_prompt=True, return_dict=True, chat_template=chat_template
-        )
-    except TemplateError as error:  # some refuse a system message, or two turns of one side
-        raise ValueError(f"the model's chat template refuses this conversation: {error}") from error
-    return list(encoded["input_ids"])
+def request_ids(tokenizer, request: "Request", template: str = "default") -> list[int]:
+    """Token ids of a request's prompt. Raises ValueError as chat_template.prompt_ids."""
+    return prompt_ids(tokenizer, request.messages, request.tools, TEMPLATES[template][0])
 
 
 def _stop_ids(tokenizer, template: str) -> list[int]:
@@ -136,27 +128,28 @@ class VLLMEngine:
         sampled = SamplingParams(n=sampling.n, temperature=sampling.temperature, top_p=sampling.top_p, **common)
         engine, running = self.llm.llm_engine, {}
         for number, request in enumerate(requests):
-            ids = prompt_ids(self.tokenizer, request.messages, sampling.template)
+            ids = request_ids(self.tokenizer, request, sampling.template)
             if len(ids) > sampling.max_prompt_tokens:
                 yield request, [Completion("", TOO_LONG, 0, 0.0)]
                 continue
-            running[str(number)] = request
+            running[str(number)] = request, opens_thinking(self.tokenizer, ids)
             params = greedy if request.mode == GREEDY else sampled
             engine.add_request(str(number), {"prompt_token_ids": ids}, params)
         while engine.has_unfinished_requests():
             for output in engine.step():
                 if output.finished:
-                    completions = [self._completion(o, sampling.template) for o in output.outputs]
-                    yield running.pop(output.request_id), completions
+                    request, thinking = running.pop(output.request_id)
+                    yield request, [self._completion(o, sampling.template, thinking) for o in output.outputs]
 
-    def _completion(self, output, template: str) -> Completion:
+    def _completion(self, output, template: str, thinking: bool) -> Completion:
         ids = list(output.token_ids)
         entropy = 0.0
         if ids:
             # For each token: the one that was drawn, then the LOGPROBS likeliest.
             logprobs = np.array(output.logprobs.logprobs).reshape(len(ids), -1)[:, 1:]
             entropy = float(token_entropy(logprobs).mean())
-        return Completion(_text(self.tokenizer, ids, template), str(output.finish_reason), len(ids), entropy)
+        text = _text(self.tokenizer, ids, template)
+        return Completion(text, str(output.finish_reason), len(ids), entropy, thinking)
 
     def stream(self, messages: list[dict], sampling: Sampling) -> Iterator[str]:
         """The pieces of one answer as they come. Raises ValueError when the chat is longer than the model's window."""
@@ -206,7 +199,7 @@ class TransformersEngine:
         """As VLLMEngine.generate; the entropy is exact, from the logits."""
         fitting = []
         for request in requests:
-            ids = prompt_ids(self.tokenizer, request.messages, sampling.template)
+            ids = request_ids(self.tokenizer, request, sampling.template)
             if len(ids) > sampling.max_prompt_tokens:
                 yield request, [Completion("", TOO_LONG, 0, 0.0)]
             else:
@@ -250,14 +243,15 @@ class TransformersEngine:
             hook.remove()
         entropy = torch.stack(entropies, 1)
         new = output[:, inputs["input_ids"].shape[1] :].tolist()
-        for place, (request, _) in enumerate(batch):
+        for place, (request, prompt) in enumerate(batch):
             completions = []
+            thinking = opens_thinking(self.tokenizer, prompt)
             for row in range(place * n, (place + 1) * n):
                 end = next((i + 1 for i, token in enumerate(new[row]) if token in ends), None)
                 ids = new[row][:end]
                 text = _text(self.tokenizer, ids, sampling.template)
                 mean = float(entropy[row, : len(ids)].mean()) if ids else 0.0
-                completions.append(Completion(text, "stop" if end else "length", len(ids), mean))
+                completions.append(Completion(text, "stop" if end else "length", len(ids), mean, thinking))
             yield request, completions
 
     def close(self) -> None:

@@ -12,9 +12,18 @@ from tasks.common import batch, chat, compare, probe
 from tasks.common.data import DataError, write_json
 from tasks.common.process import StageFailed, interrupt_on_sigterm
 from tasks.common.report import comparison_rows, show_table, sizes
+from tasks.common.reward import JudgeError, of_variant
 from tasks.common.rollouts import in_order, read_rollouts, rescored, write_rollouts
 from tasks.common.sample import Scoring, report_errors, sample_here, sampled, test_job
-from tasks.common.settings import Command, Settings, SettingsError, artifacts, fingerprint, load_settings
+from tasks.common.settings import (
+    Command,
+    Settings,
+    SettingsError,
+    artifacts,
+    fingerprint,
+    judge_settings,
+    load_settings,
+)
 from tasks.common.summary import OwnMetrics, differences, summarize
 
 
@@ -76,7 +85,8 @@ def main(compute_score: Callable, own_metrics: OwnMetrics | None = None) -> None
     name, *arguments = sys.argv[1:]
     try:
         s, command = load_settings(), load_settings(cls=Command)
-        scoring = Scoring(compute_score, own_metrics, fingerprint({}, s.task_dir / "reward.py"))
+        mark = fingerprint({"variant": s.REWARD} | judge_settings(), s.task_dir / "reward.py")
+        scoring = Scoring(of_variant(compute_score, s.REWARD), own_metrics, mark)
         commands: dict[str, Callable[[], int]] = {
             "probe": lambda: probe.probe(s, command, scoring, *arguments),
             "eval": lambda: evaluate(s, command, scoring, dict(pair.split("=", 1) for pair in arguments)),
@@ -88,7 +98,7 @@ def main(compute_score: Callable, own_metrics: OwnMetrics | None = None) -> None
         }
         if errors := commands[name]():
             sys.exit(f"error: the reward raised on {errors} completions, which count in no metric; all else was done")
-    except (SettingsError, DataError, StageFailed, OSError) as error:
+    except (SettingsError, DataError, JudgeError, StageFailed, OSError) as error:
         sys.exit(f"error: {error}")
     except KeyboardInterrupt:
         if name != "sample":

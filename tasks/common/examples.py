@@ -8,7 +8,8 @@ from tasks.common.reward import RewardError
 
 
 def check_examples(task_dir: Path, compute_score: Callable[..., dict]) -> int:
-    """Score every row of ``task_dir/examples.jsonl`` (``ground_truth``, ``response``, ``score``); return their number.
+    """Score every row of ``task_dir/examples.jsonl`` (``ground_truth``, ``response``, ``score``, and ``variant`` and
+    ``extra_info`` where the reward needs them); return their number.
 
     Raises RewardError naming the line whose score differs from the one it states, or that is no such row.
     """
@@ -24,7 +25,8 @@ def check_examples(task_dir: Path, compute_score: Callable[..., dict]) -> int:
             raise RewardError(
                 f"{path}: line {number}: not a row {{ground_truth, response, score}} ({error})"
             ) from error
-        score = compute_score(Path(task_dir).name, response, truth)["score"]
+        kwargs = {name: row[name] for name in ("variant", "extra_info") if name in row}
+        score = compute_score(Path(task_dir).name, response, truth, **kwargs)["score"]
         if abs(score - stated) > 1e-6:
             raise RewardError(f"{path}: line {number}: the score is {score}, the row states {stated}")
     return len(lines)

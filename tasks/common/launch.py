@@ -22,9 +22,10 @@ from tasks.common.data import DataError, validate_parquet
 from tasks.common.examples import check_examples
 from tasks.common.merge import base_of, is_adapter, merge, merged_folder
 from tasks.common.model import EMBEDDED, resolve_model, weights_bytes
+from tasks.common.prepare import describe
 from tasks.common.process import Progress, StageFailed, die_with_parent, interrupt_on_sigterm, run
 from tasks.common.report import total_time
-from tasks.common.reward import RewardError
+from tasks.common.reward import RewardError, variants
 from tasks.common.runs import (
     find_run,
     find_step,
@@ -41,6 +42,9 @@ from tasks.common.runs import (
     shards,
 )
 from tasks.common.settings import Command, Settings, SettingsError, artifacts, load_settings
+
+# Stages that a task has by having a script of that name.
+OWN_EVALUATIONS = ("bfcl", "simulate")
 
 Problem = (SettingsError, DataError, RewardError, StageFailed, OSError)
 
@@ -62,9 +66,8 @@ def data(s: Settings, training: bool = True) -> str:
         raise DataError(
             f"TRAIN_FILE={s.train_file}: has {own} prompts, less than TRAIN_BATCH_SIZE={s.TRAIN_BATCH_SIZE}"
         )
-    rows = ", ".join(f"{count} {name}" for name, count in manifest["rows"].items())
     own_file = f"; training on {s.train_file}" if training and s.TRAIN_FILE else ""
-    return f"{'up to date: ' if fresh else ''}{rows} ({manifest['source']}){own_file}"
+    return f"{'up to date: ' if fresh else ''}{describe(manifest)}{own_file}"
 
 
 def model(s: Settings, base: str = "") -> str:
@@ -109,17 +112,32 @@ def train(s: Settings, arguments: list[str]) -> str:
     return f"{s.STEPS} steps in {run_dir}"
 
 
-def evaluate(s: Settings, command: Command, run_dir: Path | None) -> str:
-    """Base, warm-up and the checkpoint STEP of ``run_dir``; without a run MODEL alone."""
+def models_of(s: Settings, command: Command, run_dir: Path | None) -> dict[str, str]:
+    """What to evaluate, by label: base, warm-up and the checkpoint STEP of ``run_dir``; without a run MODEL alone."""
     if run_dir is None:
-        models = {"model" if command.MODEL_GIVEN else "base": resolve_model(s.MODEL, command.BASE)}
-    else:
-        models = {"base": resolve_model(s.MODEL, command.BASE)}
-        made = recorded(run_dir)
-        if made["kind"] == "rl" and s.INIT == "sft":
-            models["sft"] = made["start"]
-        models["sft" if made["kind"] == "sft" else s.METHOD] = str(hf_folder(run_dir, command.STEP))
+        return {"model" if command.MODEL_GIVEN else "base": resolve_model(s.MODEL, command.BASE)}
+    models = {"base": resolve_model(s.MODEL, command.BASE)}
+    made = recorded(run_dir)
+    if made["kind"] == "rl" and s.INIT == "sft":
+        models["sft"] = made["start"]
+    models["sft" if made["kind"] == "sft" else s.METHOD] = str(hf_folder(run_dir, command.STEP))
+    return models
+
+
+def evaluate(s: Settings, command: Command, run_dir: Path | None) -> str:
+    models = models_of(s, command, run_dir)
     _script(s, "evaluate.py", "eval", *(f"{label}={path}" for label, path in models.items()))
+    return ", ".join(models)
+
+
+def own_evaluation(s: Settings, command: Command, run_dir: Path | None) -> str:
+    """An evaluation that only some tasks have: the task's script of the stage's name."""
+    script = f"{command.STAGE}.py"
+    if not (s.task_dir / script).is_file():
+        having = sorted(path.parent.name for path in s.task_dir.parent.glob(f"*/{script}"))
+        raise SettingsError(f"TASK={s.TASK}: has no {script}; `make {command.STAGE}` is for {', '.join(having)}")
+    models = models_of(s, command, run_dir)
+    _script(s, script, *(f"{label}={path}" for label, path in models.items()))
     return ", ".join(models)
 
 
@@ -196,9 +214,13 @@ def _default_model(s: Settings) -> str:
 
 def _compute_score(s: Settings) -> Callable[..., dict]:
     try:
-        return importlib.import_module(f"tasks.{s.TASK}.reward").compute_score
+        compute_score = importlib.import_module(f"tasks.{s.TASK}.reward").compute_score
     except Exception as error:
         raise RewardError(f"{s.task_dir}/reward.py: cannot be loaded: {type(error).__name__}: {error}") from error
+    if s.REWARD and s.REWARD not in variants(compute_score):
+        known = ", ".join(variants(compute_score)) or "none: it has one reward"
+        raise SettingsError(f"REWARD={s.REWARD}: TASK={s.TASK} knows {known}")
+    return compute_score
 
 
 def _start_model(s: Settings) -> str:
@@ -301,15 +323,16 @@ def main(stage: str, arguments: list[str]) -> None:
     run_dir = None
     # What is given in full is not about a run.
     given = command.MODEL_GIVEN and (stage in ("chat", "batch") or (stage == "compare" and command.BASE))
-    if stage in ("eval", "compare", "merge", "chat", "batch") and not given:
+    if stage in ("eval", "compare", "merge", "chat", "batch", *OWN_EVALUATIONS) and not given:
         run_dir = find_run(s, arguments, command.MODEL_GIVEN)
         if run_dir:
             s = settings_of(run_dir, s)
             print(f"run {run_dir.name}, checkpoint of step {find_step(run_dir, command.STEP)}")
-    if stage in ("probe", "eval", "compare", "chat", "batch"):
+    if stage in ("data", "sft", "probe", "eval", "compare", "chat", "batch"):
         _compute_score(s)  # a reward.py that cannot be loaded is said before anything starts
     with _locked(s):
         if stage == "train":
+            _compute_score(s)
             rl_dir(s, arguments)  # a wrong RUN is said before anything starts
             verl_config.compose("ppo_trainer", verl_config.rl_overrides(s, s.MODEL, s.runs_dir) + arguments)
         training = stage in ("data", "sft", "train", "probe")
@@ -321,6 +344,7 @@ def main(stage: str, arguments: list[str]) -> None:
             "sft": lambda: sft(s),
             "train": lambda: train(s, arguments),
             "eval": lambda: evaluate(s, command, rl_dir(s, arguments) if stage == "train" else run_dir),
+            **{name: lambda: own_evaluation(s, command, run_dir) for name in OWN_EVALUATIONS},
             "probe": lambda: probe(s, command),
             "compare": lambda: compare(s, command, run_dir),
             "merge": lambda: merged(s, command, run_dir),

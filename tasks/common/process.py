@@ -32,7 +32,9 @@ _NOT_THE_CAUSE = re.compile(
     r"RayTaskError|RayActorError|ActorDiedError|BufferError|cannot close exported pointers|ChildFailedError"
 )
 # After such a line verl may wait for minutes for an engine that is gone.
-_FATAL = re.compile(r"EngineDeadError|EngineCore encountered a fatal error|Worker failed with error|RewardError: ")
+_FATAL = re.compile(
+    r"EngineDeadError|EngineCore encountered a fatal error|Worker failed with error|(?:Reward|Judge)Error: "
+)
 
 
 class StageFailed(RuntimeError):

@@ -20,6 +20,10 @@ class RewardError(RuntimeError):
     """A reward function raised, or returned something that is not a score."""
 
 
+class JudgeError(RewardError):
+    """The judge behind an API gave no score. No fault of the response, so the run stops; it is never scored 0."""
+
+
 def read_ground_truth(ground_truth) -> object:
     """The ground truth as an object: JSON text is parsed, anything else is returned as it is."""
     try:
@@ -59,6 +63,16 @@ def parse_number(text: str) -> Fraction | None:
         return None
 
 
+def variants(compute_score: Callable[..., dict]) -> tuple[str, ...]:
+    """The values of REWARD that a task's reward.py knows: its VARIANTS, the default first; empty if it has only one."""
+    return getattr(sys.modules[compute_score.__module__], "VARIANTS", ())
+
+
+def of_variant(compute_score: Callable[..., dict], variant: str) -> Callable[..., dict]:
+    """``compute_score`` with ``variant``, as verl calls it (reward.custom_reward_function.reward_kwargs)."""
+    return functools.partial(compute_score, variant=variant) if variant else compute_score
+
+
 def reward_function(compute_score: Callable[..., dict]) -> Callable[..., dict]:
     """Decorator for a task's ``compute_score``: it must return ``{"score": float, "acc": 0 or 1, ...}``, all finite.
 
@@ -71,6 +85,8 @@ def reward_function(compute_score: Callable[..., dict]) -> Callable[..., dict]:
         where = f"reward of {data_source!r} on ground_truth={str(ground_truth)[:200]!r}"
         try:
             result = compute_score(data_source, solution_str, ground_truth, extra_info, **kwargs)
+        except RewardError:
+            raise
         except Exception as error:
             text = " ".join(str(error).split())
             raise RewardError(f"{where}: compute_score raised {type(error).__name__}: {text[:200]}") from error

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 from tasks.common.data import DataError, written_beside
+from tasks.common.reward import JudgeError
 from tasks.common.text import one_line
 
 GREEDY, SAMPLED = "greedy", "sampled"
@@ -19,12 +20,14 @@ class Completion:
 
     ``finish_reason``: "stop", "length" (the length limit) or "prompt_too_long" (not sampled). ``entropy``: mean over
     the response's tokens of the entropy of the next-token distribution, in nats (see ``token_entropy`` in engines.py).
+    ``think_opened``: the prompt ended in an open ``<think>``, so the response begins inside of it.
     """
 
     response: str
     finish_reason: str
     tokens: int
     entropy: float
+    think_opened: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,15 +59,17 @@ FIELDS = {f.name for f in fields(Rollout)}
 
 def scored(row: dict, index: int, mode: str, sample: int, completion: Completion, compute_score: Callable) -> Rollout:
     """``completion`` of the RL row ``row``, with its reward."""
+    values = asdict(completion)
+    opened = {"think_opened": True} if values.pop("think_opened") else {}
     rollout = Rollout(
         index,
         mode,
         sample,
-        **asdict(completion),
+        **values,
         prompt=row["prompt"],
         data_source=row["data_source"],
         ground_truth=row["reward_model"]["ground_truth"],
-        extra_info=row["extra_info"],
+        extra_info=row["extra_info"] | opened,
         reward=None,
     )
     return rescored(rollout, compute_score)
@@ -72,11 +77,13 @@ def scored(row: dict, index: int, mode: str, sample: int, completion: Completion
 
 def rescored(rollout: Rollout, compute_score: Callable) -> Rollout:
     """``rollout`` with the reward that ``compute_score`` gives now. An exception becomes its ``error``: one bad row
-    must not cost the others."""
+    must not cost the others. Raises JudgeError: without its judge no row can be scored."""
     if rollout.finish_reason == TOO_LONG or rollout.ground_truth in (None, ""):
         return replace(rollout, reward=None, error="")
     try:
         reward = compute_score(rollout.data_source, rollout.response, rollout.ground_truth, rollout.extra_info)
+    except JudgeError:
+        raise
     except Exception as error:
         return replace(rollout, reward=None, error=one_line(f"{type(error).__name__}: {error}", 500))
     return replace(rollout, reward=reward, error="")

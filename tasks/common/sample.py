@@ -9,10 +9,11 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tasks.common.data import DataError, read_rows, write_json
+from tasks.common.data import DataError, decoded, read_rows, tools_of, write_json
 from tasks.common.engines import ENGINES, Request, Sampling
 from tasks.common.process import Progress, StageFailed, run
 from tasks.common.rollouts import (
@@ -137,7 +138,7 @@ def load(job: Job, out: Path, scoring: Scoring) -> tuple[list[Rollout], list[Req
         write_rollouts(out, kept)
     modes = [GREEDY, SAMPLED] if job.sampling.greedy else [SAMPLED]
     missing = [
-        Request(index, mode, row["prompt"])
+        Request(index, mode, decoded(row["prompt"]), tools_of(row))
         for index, row in enumerate(rows)
         for mode in modes
         if (index, mode) not in groups
@@ -150,13 +151,12 @@ def sample(engine, job: Job, out: Path, missing: list[Request], scoring: Scoring
     rows = list(read_rows(Path(job.rows), job.limit or None))
     out.parent.mkdir(parents=True, exist_ok=True)
     out.touch()  # its time stamp tells the process that shows the progress that sampling begins
-    with out.open("a", encoding="utf-8") as file:
+    # Threads, as verl scores: a judge is asked about the samples of a prompt at once.
+    with out.open("a", encoding="utf-8") as file, ThreadPoolExecutor(job.sampling.n) as pool:
         for request, completions in engine.generate(missing, job.sampling):
-            row = rows[request.index]
-            group = [
-                scored(row, request.index, request.mode, number, completion, scoring.compute_score)
-                for number, completion in enumerate(completions)
-            ]
+            place = [rows[request.index], request.index, request.mode]
+            futures = [pool.submit(scored, *place, i, c, scoring.compute_score) for i, c in enumerate(completions)]
+            group = [future.result() for future in futures]
             file.write("".join(map(to_line, group)))
             file.flush()
 

@@ -28,6 +28,11 @@ def _not_negative(value) -> str | None:
     return None if 0 <= value < 1e15 else "must be 0 or more"
 
 
+def _count_or_share(value) -> str | None:
+    good = 0 <= value < 1e15 and (value < 1 or value == int(value))
+    return None if good else "must be a count, or a share below 1"
+
+
 def _fraction(value) -> str | None:
     return None if 0 < value <= 1 else "must be above 0 and at most 1"
 
@@ -56,14 +61,17 @@ class Settings:
     MODEL: str = _setting("a hub id, a folder, or `embedded` (SmolLM2-135M-Instruct)", _not_empty)
     INIT: str = _setting("start from `base`, or from an SFT warm-up (`sft`)", _one_of("base", "sft"))
     SOURCE: str = _setting("where the data comes from; what a task knows stands in its train.sh", _not_empty)
+    FILE: str = _setting("a data file (json, jsonl, csv, parquet), or a folder of them; then the source")
+    MAX_SAMPLES: int = _setting("at most so many examples of a file or data set; 0: all", _not_negative)
     DIFFICULTY: str = _setting("of generated problems: easy or hard", _one_of("easy", "hard"))
-    TRAIN_SIZE: int = _setting("training prompts", _positive)
-    TEST_SIZE: int = _setting("held-out prompts", _positive)
+    TRAIN_SIZE: int = _setting("training prompts; 0: all that a file or data set has", _not_negative)
+    TEST_SIZE: float = _setting("held-out prompts: count, share below 1, or 0: all of a test split", _count_or_share)
     SFT_SIZE: int = _setting("demonstrations, of training prompts", _not_negative)
     TRAIN_FILE: str = _setting("parquet to train on in place of train.parquet, e.g. the signal.parquet of a probe")
     SEED: int = _setting("of data, sampling and shuffling", _not_negative)
     # optimisation
     METHOD: str = _setting(f"one of {', '.join(METHODS)}", _one_of(*METHODS))
+    REWARD: str = _setting("variant of the task's reward; what a task knows stands in its train.sh", _name)
     STEPS: int = _setting("RL steps; a larger number continues the same run", _positive)
     TRAIN_BATCH_SIZE: int = _setting("prompts a step", _positive)
     MINI_BATCH_SIZE: int = _setting("prompts an optimizer step", _positive)
@@ -113,10 +121,24 @@ class Settings:
     def runs_dir(self) -> Path:
         return artifacts() / "runs" / self.TASK
 
+    @property
+    def source_files(self) -> list[Path]:
+        """FILE, or the files in it where it is a folder. Raises SettingsError when there is none."""
+        path = Path(self.FILE).expanduser()
+        if not self.FILE or path.is_file():
+            return [path] if self.FILE else []
+        files = [f for f in sorted(path.glob("*")) if f.suffix in (".json", ".jsonl", ".csv", ".parquet")]
+        if not files:
+            raise SettingsError(f"FILE={self.FILE}: no such file, nor a folder with json, jsonl, csv or parquet files")
+        return files
+
     def data_fingerprint(self) -> str:
-        """Changes when the data would."""
-        names = ("SOURCE", "DIFFICULTY", "TRAIN_SIZE", "TEST_SIZE", "SFT_SIZE", "SEED")
-        return fingerprint({name: getattr(self, name) for name in names}, self.task_dir / "prepare_data.py")
+        """Changes when the data would. Not with MODEL, so that several models share the same data."""
+        names = ("SOURCE", "MAX_SAMPLES", "DIFFICULTY", "TRAIN_SIZE", "TEST_SIZE", "SFT_SIZE", "SEED", "REWARD")
+        names += ("MAX_PROMPT_LENGTH",)
+        other = ("reward.py", "evaluate.py")
+        code = [f for f in self.task_dir.glob("*.py") if f.name not in other and not f.name.startswith("test_")]
+        return fingerprint({name: getattr(self, name) for name in names}, *sorted(code), *self.source_files)
 
     def sft_fingerprint(self) -> str:
         """Changes when the warm-up would."""
@@ -128,8 +150,10 @@ class Settings:
     def rl_fingerprint(self, arguments: list[str]) -> str:
         """Changes when the training would; not with STEPS, which continues a run, nor with what only reports."""
         sft = {name for name in asdict(self) if name.startswith("SFT_")} if self.INIT == "base" else set()
-        values = {name: value for name, value in asdict(self).items() if name not in REPORTING | sft | {"TRAIN_FILE"}}
-        values |= {"data": self.data_fingerprint(), "arguments": arguments}
+        values = {
+            name: value for name, value in asdict(self).items() if name not in REPORTING | sft | {"TRAIN_FILE", "FILE"}
+        }
+        values |= {"data": self.data_fingerprint(), "arguments": arguments} | judge_settings()
         own_file = [self.train_file] if self.TRAIN_FILE and self.train_file.is_file() else []
         return fingerprint(values, self.task_dir / "reward.py", *own_file)
 
@@ -158,6 +182,8 @@ class Command:
         _one_of("default", "chatml", "llama"),
         default="default",
     )
+    MONTHS: int = _setting("simulate: months of the economy", _positive, default=24)
+    AGENTS: int = _setting("simulate: workers, each asked every month", _positive, default=16)
     BACKEND: str = _setting("batch: vllm or transformers", _one_of("vllm", "transformers"), default="vllm")
 
 
@@ -166,18 +192,24 @@ def artifacts() -> Path:
     return Path(os.environ.get("ARTIFACTS", ROOT / "artifacts"))
 
 
+def judge_settings() -> dict[str, str]:
+    """What of a judge (tasks/common/judge.py) changes its scores; empty without one."""
+    return {name: os.environ[name] for name in ("JUDGE_MODEL", "JUDGE_SAMPLING") if os.environ.get(name)}
+
+
 def fingerprint(values: dict, *files: Path) -> str:
     """Eight hex digits of a digest of ``values`` and of the contents of ``files``."""
     digest = hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=4)
     for file in files:
-        digest.update(_contents(file))
+        digest.update(_digest(file))
     return digest.hexdigest()
 
 
 @functools.cache
-def _contents(file: Path) -> bytes:
-    """Read once in a process: a file that is edited during a run must not change what the run is called."""
-    return file.read_bytes()
+def _digest(file: Path) -> bytes:
+    """Taken once in a process: a file that is edited during a run must not change what the run is called."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").digest()
 
 
 def load_settings(environ: dict[str, str] | None = None, cls: type = Settings):
@@ -212,7 +244,7 @@ def _check_together(settings: Settings) -> None:
         raise SettingsError(
             f"MINI_BATCH_SIZE={settings.MINI_BATCH_SIZE}: must divide TRAIN_BATCH_SIZE={settings.TRAIN_BATCH_SIZE}"
         )
-    if settings.TRAIN_BATCH_SIZE > settings.TRAIN_SIZE:
+    if 0 < settings.TRAIN_SIZE < settings.TRAIN_BATCH_SIZE:
         raise SettingsError(
             f"TRAIN_BATCH_SIZE={settings.TRAIN_BATCH_SIZE}: larger than TRAIN_SIZE={settings.TRAIN_SIZE}"
         )

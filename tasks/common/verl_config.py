@@ -8,7 +8,7 @@ import importlib.util
 import os
 from pathlib import Path
 
-from tasks.common.settings import Settings, SettingsError
+from tasks.common.settings import ROOT, Settings, SettingsError
 
 # Hydra must not make an outputs/ folder of its own; what it would log is in our log file.
 HYDRA = [
@@ -55,6 +55,8 @@ def rl_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
         f"data.max_prompt_length={s.MAX_PROMPT_LENGTH}",
         f"data.max_response_length={s.MAX_RESPONSE_LENGTH}",
         "data.filter_overlong_prompts=True",
+        f"data.custom_cls.path={_quoted(ROOT / 'tasks/common/verl_data.py')}",
+        "data.custom_cls.name=Prompts",
         f"data.seed={s.SEED}",
     ]
     model_ = [
@@ -77,6 +79,8 @@ def rl_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
         f"actor_rollout_ref.rollout.gpu_memory_utilization={s.GPU_MEMORY_UTILIZATION}",
         f"actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu={micro}",
         f"actor_rollout_ref.rollout.seed={s.SEED}",
+        f"actor_rollout_ref.rollout.agent.agent_loop_config_path={_quoted(ROOT / 'tasks/common/agent_loops.yaml')}",
+        "actor_rollout_ref.rollout.agent.default_agent_loop=single_turn_of_row",
         f"actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu={micro}",
     ]
     # Not the old top-level key `custom_reward_function`: verl 0.9.1 accepts and ignores it.
@@ -84,6 +88,8 @@ def rl_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
         f"reward.custom_reward_function.path={_quoted(s.task_dir / 'reward.py')}",
         "reward.custom_reward_function.name=compute_score",
     ]
+    if s.REWARD:
+        reward.append(f"+reward.custom_reward_function.reward_kwargs.variant={s.REWARD}")
     trainer = [
         f"trainer.total_training_steps={s.STEPS}",
         "trainer.total_epochs=1000000",  # STEPS ends the training
@@ -109,6 +115,8 @@ def sft_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
     """Overrides for ``verl.trainer.sft_trainer``: the warm-up on the task's demonstrations."""
     data = [
         f"data.train_files={_quoted(s.data_dir / 'sft.parquet')}",
+        f"data.custom_cls.path={_quoted(ROOT / 'tasks/common/verl_data.py')}",
+        "data.custom_cls.name=Demonstrations",
         f"data.train_batch_size={s.SFT_BATCH_SIZE}",
         f"data.micro_batch_size_per_gpu={micro_batch(s.MICRO_BATCH_SIZE, s.SFT_BATCH_SIZE // s.N_GPUS)}",
         f"data.max_length={s.MAX_PROMPT_LENGTH + s.MAX_RESPONSE_LENGTH}",

@@ -8,6 +8,8 @@ source "$(dirname "${BASH_SOURCE[0]}")/../common/stack.sh"
 MODEL=${MODEL:-Qwen/Qwen2.5-1.5B-Instruct} # a hub id, a folder, or `embedded` (SmolLM2-135M-Instruct)
 INIT=${INIT:-base}                         # train from `base`, or from an SFT warm-up (`sft`)
 SOURCE=${SOURCE:-generate}                 # generate | hub (Jiayi-Pan/Countdown-Tasks-3to4) | a folder of that form
+FILE=${FILE:-}                             # a data file or a folder of them; then the source
+MAX_SAMPLES=${MAX_SAMPLES:-0}              # of a file or data set, before the split; 0: all
 DIFFICULTY=${DIFFICULTY:-hard}             # easy: 2 or 3 numbers up to 12 | hard: 3 or 4 numbers up to 99
 TRAIN_SIZE=${TRAIN_SIZE:-8192}
 TEST_SIZE=${TEST_SIZE:-512}
@@ -16,6 +18,7 @@ TRAIN_FILE=${TRAIN_FILE:-}                 # a parquet in place of train.parquet
 SEED=${SEED:-42}
 # ---- optimisation
 METHOD=${METHOD:-grpo}
+REWARD=${REWARD:-}                         # variant of the reward; this task has one
 STEPS=${STEPS:-100}
 TRAIN_BATCH_SIZE=${TRAIN_BATCH_SIZE:-128}  # prompts a step
 MINI_BATCH_SIZE=${MINI_BATCH_SIZE:-128}    # prompts an optimizer step

@@ -22,7 +22,8 @@ from pathlib import Path
 import torch
 
 from tasks.common.data import read_rows
-from tasks.common.engines import LOGPROBS, VLLMEngine, prompt_ids
+from tasks.common.chat_template import prompt_ids
+from tasks.common.engines import LOGPROBS, VLLMEngine
 from tasks.common.model import resolve_model
 from tasks.common.sample import Job, Scoring, load, sample, sampling
 from tasks.common.settings import load_settings

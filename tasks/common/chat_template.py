@@ -1,0 +1,100 @@
+"""From a chat, and the tools that it may call, to the tokens of a prompt: the same for data, training and evaluation.
+
+The model's own chat template renders both. A template that knows no tools gets them in words, in the form in which
+Hermes and Qwen models were trained (https://github.com/NousResearch/Hermes-Function-Calling).
+"""
+
+import functools
+import json
+
+from jinja2 import TemplateError
+
+TOOLS_IN_WORDS = """You may call functions to answer. Their signatures are in <tools></tools>:
+<tools>
+{tools}
+</tools>
+For each call, write a JSON object in <tool_call></tool_call>:
+<tool_call>
+{{"name": <function name>, "arguments": <object of arguments>}}
+</tool_call>"""
+
+
+def prompt_ids(tokenizer, messages: list[dict], tools: list[dict] | None = None, chat_template=None) -> list[int]:
+    """Token ids of the chat, ready for the assistant's answer.
+
+    ``messages``: OpenAI messages, the arguments of their tool calls as objects; ``tools``: OpenAI tool schemas;
+    ``chat_template``: Jinja in place of the model's own. Raises ValueError when there is no chat template, or it
+    refuses the chat.
+    """
+    if not chat_template and not tokenizer.chat_template:
+        raise ValueError("the model has no chat template: it is no instruct model (`make batch` can take TEMPLATE=)")
+    if tools and not _knows_tools(tokenizer, chat_template):
+        messages, tools = in_words(messages, tools), None
+    try:
+        encoded = tokenizer.apply_chat_template(
+            messages, tools=tools or None, add_generation_prompt=True, return_dict=True, chat_template=chat_template
+        )
+    except TemplateError as error:  # some refuse a system message, or two turns of one side
+        raise ValueError(f"the model's chat template refuses this conversation: {error}") from error
+    return list(encoded["input_ids"])
+
+
+def opens_thinking(tokenizer, ids: list[int]) -> bool:
+    """Whether the prompt ``ids`` ends in an open ``<think>``: the response then begins inside of it."""
+    return tokenizer.decode(ids[-8:]).rstrip().endswith("<think>")
+
+
+def answer_ids(tokenizer, response: str, think_opened: bool = False) -> list[int]:
+    """Token ids of ``response`` as the answer to a rendered prompt, with what ends a turn in the model's template.
+
+    ``think_opened``: the prompt ended in ``<think>``, which is not repeated; a response without thinking closes it.
+    """
+    if think_opened:
+        thinks = response.lstrip().startswith("<think>")
+        response = response.lstrip().removeprefix("<think>").lstrip() if thinks else f"\n</think>\n\n{response}"
+    return tokenizer(response + _end_of_turn(tokenizer), add_special_tokens=False)["input_ids"]
+
+
+@functools.lru_cache(maxsize=8)
+def _end_of_turn(tokenizer) -> str:
+    """What the template puts after an answer, e.g. <|im_end|>; the end-of-sequence token where it puts nothing."""
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "probe_7f3a"}]
+    text = tokenizer.apply_chat_template(chat, tokenize=False)
+    return text.rpartition("probe_7f3a")[2].strip() or tokenizer.eos_token or ""
+
+
+@functools.lru_cache(maxsize=8)
+def _knows_tools(tokenizer, chat_template: str | None) -> bool:
+    """Whether tools that are given to the template come out of it."""
+    tool = {"type": "function", "function": {"name": "probe_7f3a", "description": "", "parameters": {}}}
+    chat = [{"role": "user", "content": "hi"}]
+    try:
+        text = tokenizer.apply_chat_template(chat, tools=[tool], tokenize=False, chat_template=chat_template)
+    except (TemplateError, TypeError, ValueError):
+        return False
+    return "probe_7f3a" in text
+
+
+def in_words(messages: list[dict], tools: list[dict]) -> list[dict]:
+    """The same chat without ``tools``, ``tool_calls`` and the role ``tool``: all of them written out as text."""
+    words = TOOLS_IN_WORDS.format(tools="\n".join(json.dumps(tool) for tool in tools))
+    system = [m["content"] for m in messages[:1] if m["role"] == "system"]
+    chat = [{"role": "system", "content": "\n\n".join([*filter(None, system), words])}]
+    for message in messages[len(system) :]:
+        if message["role"] == "tool":
+            result = f"<tool_response>\n{message['content']}\n</tool_response>"
+            if chat[-1].get("results"):  # results of parallel calls are one turn
+                chat[-1]["content"] += "\n" + result
+            else:
+                chat.append({"role": "user", "content": result, "results": True})
+        else:
+            text = "\n".join(filter(None, [message.get("content"), *map(call_text, message.get("tool_calls") or [])]))
+            chat.append({"role": message["role"], "content": text})
+    return [{"role": message["role"], "content": message["content"]} for message in chat]
+
+
+def call_text(call: dict) -> str:
+    """A call ``{"function": {"name", "arguments"}}`` as Hermes and Qwen models write it."""
+    function = call["function"]
+    body = json.dumps({"name": function["name"], "arguments": function["arguments"]}, ensure_ascii=False)
+    return f"<tool_call>\n{body}\n</tool_call>"

@@ -1,0 +1,316 @@
+"""The final answer of a worked solution: find it, read it as an exact number, compare it with the truth.
+
+Plain numbers are read here, exactly (Fraction). What else LaTeX can say goes to math-verify, in one worker process: its
+own time limits need the main thread and cannot interrupt C code, and verl calls a reward in threads.
+"""
+
+import atexit
+import functools
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+
+from tasks.common.reward import MAX_RESPONSE_CHARS, RewardError
+
+MAX_ANSWER_CHARS = 200
+MAX_CANDIDATES = 50  # so many of one form are looked at, from the last back
+# Of the worker, for one comparison. CPU time does not depend on what else runs; the other ends a worker that waits.
+CPU_SECONDS, WALL_SECONDS = 1.0, 20.0
+START_SECONDS = 60.0
+MEMORY_BYTES = 1 << 30
+
+_THINK = re.compile(r"<(/?)think>", re.IGNORECASE)
+_HASHES = re.compile(r"(?<!#)####(?!#)")
+_BOXED = re.compile(r"\\f?boxed\s*\{")
+_SENTENCE = re.compile(r"\banswers?\b[^.\n]{0,60}?(?:\bis\b|\bare\b|[:=])", re.IGNORECASE)
+_SENTENCE_END = re.compile(r"[.!?][*_`\"')\]]*(?=\s|$)|\n")
+_LABEL = re.compile(r"[A-Za-z][A-Za-z' ]{0,40}?(?:\bis\b|[:=])[*_`]*\s*")
+
+_SPELLING = str.maketrans({"−": "-", "–": "-", "\u00a0": " ", "\u2009": " ", "\u202f": " ", "\t": " "})
+_WRAPPER = re.compile(r"\\(?:text|mathrm|mathbf|mathit|textbf|textit|boldsymbol|bm|mbox|f?boxed)\s*\{([^{}]*)\}")
+_FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{\s*([\d.,]{1,30})\s*\}\s*\{\s*([\d.,]{1,30})\s*\}|(\d)\s*(\d))")
+_BOLD = re.compile(r"(?<![\w)])(\*{1,3}|_{1,3}|`)(?=\S)([^*_`]*)(?<=\S)\1(?![\w(])")
+_REMOVED = re.compile(r"\\?[$€£¥]|\\[()\[\]]|\\[,!;: ]|\\(?:left|right|displaystyle)(?![a-zA-Z])")
+_DEGREES = re.compile(r"\^\s*\{?\\circ\}?")
+
+_NUMBER = r"(?:\d{1,3}(?:,\d{3}){1,6}(?:\.\d{1,18})?|\d{1,18}(?:\.\d{1,18})?|\.\d{1,18})"
+_SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_UNIT = r"(?:[gmhslLcCF]|km|cm|mm|kg|mg|ml|mL|lbs?|oz|ft|in|hrs?|mins?|secs?|mph)\b"
+_NOT_A_UNIT = r"(?!(?:and|or|to|by|half|times|plus|minus|divided|over|squared|cubed)\b)"
+_PLAIN = re.compile(
+    rf"(?:[≈~]\s*)?(?P<sign>[-+]?)\s*(?:(?P<whole>\d{{1,18}})\s+(?=\d+\s*/))?(?P<number>{_NUMBER})"
+    rf"(?:\s*/\s*(?P<denominator>{_NUMBER}))?\)?(?:\s*(?P<scale>{'|'.join(_SCALES)})\b)?(?:\s*[%°])?"
+)
+# What may follow it: a unit in words, without a second number, operator or LaTeX.
+_REST = re.compile(rf"[\s.,;:?'\")\]}}]*|(?:{_UNIT}|[\s,(/]+{_NOT_A_UNIT}(?:[A-Za-z]{{2,}}|{_UNIT}))[^\d=+*^\\<>|]*")
+_TOKEN = re.compile(rf"(?<![\w.,])(?:(?<![\d)\]%]\s)-)?{_NUMBER}(?:\s?/\s?{_NUMBER})?(?!\d)")
+_RELATION = re.compile(r"[<>≤≥≠]|\\(?:[lg]eq?|neq?)(?![a-zA-Z])")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a response gives as its final answer: the text, and what marked it (``hashes``, ``boxed``, ``sentence``, or
+    ``last``, the last number of a response that marks none)."""
+
+    text: str
+    how: str
+
+
+def after_thinking(response: str) -> str:
+    """What follows the last ``</think>``, without a ``<think>`` that is not closed; of the last 100,000 characters."""
+    tail = response[-MAX_RESPONSE_CHARS:]
+    start, end = 0, len(tail)
+    for tag in _THINK.finditer(tail):
+        if tag[1]:
+            start, end = tag.end(), len(tail)
+        elif end == len(tail):
+            end = tag.start()
+    return tail[start:end]
+
+
+def find_answer(response: str, flexible: bool = False) -> Answer | None:
+    """The final answer after any thinking: what follows the last ``####``, else what is in the last ``\\boxed{}``, else
+    the last number of the last "the answer is" sentence that has one; ``flexible``: else the last number. None: none.
+
+    A ``####`` that is a Markdown heading (words follow it) marks no answer. Text after the answer changes nothing.
+    """
+    text = after_thinking(response)
+    for how, find in (("hashes", _after_hashes), ("boxed", _in_box), ("sentence", _in_sentence)):
+        if found := find(text):
+            return Answer(found, how)
+    if flexible and (found := _last_number(text[-2000:])):
+        return Answer(found, "last")
+    return None
+
+
+def _first_sentence(text: str) -> str:
+    """The first line that is not empty, up to the end of its first sentence, at most MAX_ANSWER_CHARS."""
+    text = text[: 2 * MAX_ANSWER_CHARS].lstrip()
+    end = _SENTENCE_END.search(text)
+    return text[: end.start() if end else len(text)][:MAX_ANSWER_CHARS].strip()
+
+
+def _last(pattern: re.Pattern, text: str) -> list[re.Match]:
+    return list(pattern.finditer(text))[-MAX_CANDIDATES:][::-1]
+
+
+def _after_hashes(text: str) -> str | None:
+    for match in _last(_HASHES, text):
+        line = _first_sentence(text[match.end() : match.end() + 2 * MAX_ANSWER_CHARS])
+        line = _BOLD.sub(r"\2", line).strip("*_` ")
+        if label := _LABEL.match(line):
+            line = line[label.end() :]
+        if line and not re.match(r"#|[A-Za-z]{2}", line):
+            return line
+    return None
+
+
+def _in_box(text: str) -> str | None:
+    for match in _last(_BOXED, text):
+        depth = 1
+        for place in range(match.end(), min(len(text), match.end() + MAX_ANSWER_CHARS + 1)):
+            if text[place] in "{}" and text[place - 1] != "\\":
+                depth += 1 if text[place] == "{" else -1
+            if not depth:
+                return text[match.end() : place].strip() or None
+    return None
+
+
+def _in_sentence(text: str) -> str | None:
+    for match in _last(_SENTENCE, text):
+        sentence = _first_sentence(text[match.end() : match.end() + 2 * MAX_ANSWER_CHARS].lstrip("*_`:= \n"))
+        if read_number(sentence) is not None:
+            return sentence
+        formulas = [a or b for a, b in re.findall(r"\$([^$]+)\$|\\\((.+?)\\\)", sentence)]
+        if formulas and "\\" in formulas[-1]:
+            return formulas[-1]
+        if found := _last_number(sentence):
+            return found
+    return None
+
+
+def _last_number(text: str) -> str | None:
+    found = _TOKEN.findall(tidy(text))
+    return found[-1] if found else None
+
+
+def tidy(text: str) -> str:
+    """``text`` without the markup, currency signs and LaTeX wrappers that do not change a number; ``\\frac{a}{b}`` as
+    ``a/b`` where both are plain."""
+    text = text.translate(_SPELLING).replace("{,}", ",").replace("\\%", "%").replace("~", " ")
+    text = _DEGREES.sub("°", text)
+    for _ in range(3):  # wrappers in wrappers
+        text = _WRAPPER.sub(r" \1 ", text)
+    text = _FRACTION.sub(lambda m: f" {m[1] or m[3]}/{m[2] or m[4]} ", text)
+    return _BOLD.sub(r"\2", _REMOVED.sub("", text))
+
+
+def read_number(text: str) -> Fraction | None:
+    """The one number that ``text`` states, exactly; None if it states none, several, or a formula.
+
+    Read are 18, 18.00, 1,000, - 3, 36/2, 1 1/2, \\frac{36}{2}, $18, 18%, **18**, 3 million, 18 eggs a day, x = 18 and
+    9 * 2 = 18. A currency, ``%`` and a unit do not change the number: 18% is 18, as GSM8K writes percentages.
+    """
+    if len(text) > MAX_ANSWER_CHARS or _RELATION.search(text):
+        return None
+    text = tidy(text).rpartition("=")[2].strip(" *_`\"'()[]{},;:?\n")
+    if label := _LABEL.match(text):
+        text = text[label.end() :]
+    match = _PLAIN.match(text)
+    if not match or not _REST.fullmatch(text, match.end()):
+        return None
+    try:
+        value = _fraction(match["number"]) / _fraction(match["denominator"] or "1") + int(match["whole"] or 0)
+    except ZeroDivisionError:
+        return None
+    value *= _SCALES.get(match["scale"], 1)
+    return -value if match["sign"] == "-" else value
+
+
+def _fraction(text: str) -> Fraction:
+    return Fraction(text.replace(",", ""))
+
+
+def compare(answer: str, truth: str) -> tuple[bool, bool]:
+    """Whether ``answer`` is well-formed, and whether it equals ``truth``.
+
+    Two plain numbers are compared exactly: 18.00 is 18, 0.33 is not 1/3. All else is for math-verify, which reads LaTeX
+    and compares values or formulas, decimals to 6 places; well-formed is then what it can read and, where the truth is
+    a number, a number. What it cannot read within its limits of time and memory is not well-formed.
+    """
+    number, true = read_number(answer), read_number(truth)
+    if number is not None and true is not None:
+        return True, number == true
+    if not answer.strip() or len(answer) > MAX_ANSWER_CHARS:
+        return False, False
+    return _math_verify(answer, str(truth)[: 10 * MAX_ANSWER_CHARS])
+
+
+@functools.lru_cache(maxsize=4096)  # the responses of a group repeat themselves
+def _math_verify(answer: str, truth: str) -> tuple[bool, bool]:
+    return _worker.ask(answer, truth)
+
+
+class _Worker:
+    """A process that runs math-verify; started when first needed, and again after it was killed. Thread-safe.
+
+    The kernel's timers end it (a timer in Python would wait for C code that does not return), so the time limit holds
+    whatever thread asks, and a worker outlives its parent by no more than that. It has no credentials in its
+    environment, may write no file, and 1 GiB of address space.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.process: subprocess.Popen | None = None
+
+    def ask(self, answer: str, truth: str) -> tuple[bool, bool]:
+        with self.lock:
+            if self.process is None or self.process.poll() is not None:
+                self.process = self._start()
+            try:
+                self.process.stdin.write(json.dumps([answer, truth]) + "\n")
+                self.process.stdin.flush()
+                well_formed, right = json.loads(self.process.stdout.readline())
+            except (OSError, ValueError):  # killed by a limit: the pipe is closed, or the line is empty
+                self.stop()
+                return False, False
+            return well_formed, right
+
+    def _start(self) -> subprocess.Popen:
+        root = str(Path(__file__).resolve().parents[2])
+        kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
+        process = subprocess.Popen(
+            [sys.executable, "-B", "-m", "tasks.common.math_answer"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            cwd=root,
+            env={**kept, "PYTHONPATH": os.pathsep.join([root, *filter(None, sys.path)])},
+        )
+        if process.stdout.readline() != "ready\n":
+            process.kill()
+            process.wait()
+            raise RewardError(
+                "the process that runs math-verify did not start; see why: `python -m tasks.common.math_answer`"
+            )
+        return process
+
+    def stop(self) -> None:
+        if self.process is not None:
+            self.process.kill()
+            self.process.communicate()
+            self.process = None
+
+    def forget(self) -> None:
+        """In a forked child: the pipes are the parent's."""
+        self.__init__()
+
+
+_worker = _Worker()
+atexit.register(_worker.stop)
+os.register_at_fork(after_in_child=_worker.forget)
+
+
+def _limit(cpu_seconds: float, wall_seconds: float) -> None:
+    signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
+    signal.setitimer(signal.ITIMER_REAL, wall_seconds)
+
+
+def _serve() -> None:
+    """The worker: one JSON pair (answer, truth) a line in, one JSON pair (well-formed, right) a line out."""
+    for number in (signal.SIGALRM, signal.SIGPROF):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
+    _limit(START_SECONDS, START_SECONDS)
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a library prints is no answer
+
+    import logging
+
+    from math_verify import LatexExtractionConfig, parse, verify
+    from sympy import Basic, Eq
+
+    logging.disable(logging.CRITICAL)
+    # The LaTeX grammar alone: math-verify's other reader evaluates text as Python (sympy.parse_expr).
+    reader = [LatexExtractionConfig()]
+
+    def read(text: str):
+        found = parse(f"${text.replace('$', '')}$", reader, parsing_timeout=None)
+        return found[0] if found and isinstance(found[0], Basic) else None
+
+    def is_number(value) -> bool:
+        value = value.rhs if isinstance(value, Eq) else value
+        return bool(getattr(value, "is_number", False)) and value.is_finite is not False
+
+    def judge(answer: str, truth: str) -> tuple[bool, bool]:
+        given, true = read(answer), read(truth)
+        well_formed = given is not None and (not is_number(true) or is_number(given))
+        return well_formed, well_formed and true is not None and bool(verify(true, given, timeout_seconds=None))
+
+    judge("\\frac{1}{2}", "\\sqrt{4}")  # loads the grammar
+    print("ready", file=out, flush=True)
+    _limit(0, 0)
+    for line in sys.stdin:
+        _limit(CPU_SECONDS, WALL_SECONDS)
+        try:
+            result = judge(*json.loads(line))
+        except Exception:  # whatever a library raises on hostile text
+            result = (False, False)
+        _limit(0, 0)
+        print(json.dumps(result), file=out, flush=True)
+
+
+if __name__ == "__main__":
+    _serve()

@@ -1,0 +1,184 @@
+"""`make simulate`: each model as all workers of the same small economy, beside the rule of the reward's targets."""
+
+import gc
+import json
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import numpy as np
+
+from tasks.common import engines
+from tasks.common.data import DataError, chat, write_json, written_beside
+from tasks.common.process import Progress, StageFailed, interrupt_on_sigterm, run
+from tasks.common.report import markdown_table, show_table
+from tasks.common.rollouts import SAMPLED, TOO_LONG
+from tasks.common.sample import sampling
+from tasks.common.settings import Command, Settings, SettingsError, artifacts, fingerprint, load_settings
+from tasks.econ_agent.prepare_data import SHOTS, SYSTEM, prompt
+from tasks.econ_agent.retrieval import Memory, roll_out
+from tasks.econ_agent.reward import read_decision
+from tasks.econ_agent.simulation import Economy, Month, Parameters, indicators
+
+STREAM = 2  # of the seed: see retrieval.STREAM
+RULE = "rule"  # the label of the policy that decides by the reward's targets
+
+
+# What each worker decides in the present state of the economy: work and consumption, each (agents,), and how many gave
+# no decision.
+Policy = Callable[[Economy], tuple[np.ndarray, np.ndarray, int]]
+
+
+def rule(economy: Economy) -> tuple[np.ndarray, np.ndarray, int]:
+    """Everybody decides by the reward's targets."""
+    return *economy.targets(), 0
+
+
+def model_policy(engine, how: engines.Sampling, memory: Memory, difficulty: str, strict: bool) -> Policy:
+    """Every worker is asked, all of a month at once, with the prompt of the task. An answer without a decision is
+    counted, and its worker neither works nor spends. Raises DataError for a prompt longer than MAX_PROMPT_LENGTH."""
+
+    def decide(economy: Economy) -> tuple[np.ndarray, np.ndarray, int]:
+        requests = [
+            engines.Request(
+                i, SAMPLED, chat(prompt(state, memory.similar(state, SHOTS[difficulty]), difficulty), SYSTEM)
+            )
+            for i, state in enumerate(economy.states())
+        ]
+        work, consumption = np.zeros(len(requests)), np.zeros(len(requests))
+        missing = len(requests)
+        for request, (completion, *_) in engine.generate(requests, how):
+            if completion.finish_reason == TOO_LONG:
+                raise DataError(f"a prompt is longer than MAX_PROMPT_LENGTH={how.max_prompt_tokens} tokens; raise it")
+            response = f"<think>{completion.response}" if completion.think_opened else completion.response
+            if decision := read_decision(response, strict):
+                work[request.index], consumption[request.index] = decision
+                missing -= 1
+        return work, consumption, missing
+
+    return decide
+
+
+def simulate(policy: Policy, agents: int, months: int, seed: tuple[int, ...]) -> Iterator[tuple[Month, int]]:
+    """Each month of an economy in which all ``agents`` follow ``policy``, with its number of missing decisions. The
+    same seed is the same economy and luck for every policy."""
+    economy = Economy(seed, Parameters(agents=agents))
+    for _ in range(months):
+        work, consumption, missing = policy(economy)
+        yield economy.step(work, consumption), missing
+
+
+def sample_months(out: Path, models: dict[str, str]) -> None:
+    """The child of ``simulate_models``: writes ``out/LABEL.jsonl``, a line a month, for each model."""
+    s, own = load_settings(), load_settings(cls=Command)
+    memory, how = Memory(roll_out(s.SEED)), _sampling(s)
+    for label, model in models.items():
+        limit = how.max_prompt_tokens + how.max_tokens
+        engine = engines.ENGINES["vllm"](model, limit, how.seed, s.GPU_MEMORY_UTILIZATION)
+        policy = model_policy(engine, how, memory, s.DIFFICULTY, s.REWARD != "lenient")
+        with (out / f"{label}.jsonl").open("w") as file:
+            for month, missing in simulate(policy, own.AGENTS, own.MONTHS, (s.SEED, STREAM, s.EVAL_SEED)):
+                file.write(json.dumps({**asdict(month), "missing": missing}) + "\n")
+                file.flush()
+        engine.close()
+        del engine, policy
+        gc.collect()  # before the next one starts
+
+
+def _sampling(s: Settings) -> engines.Sampling:
+    return replace(sampling(s), n=1, greedy=False)
+
+
+def simulate_models(models: dict[str, str]) -> None:
+    """`make simulate`: a table of ``models`` (label to path) and of the rule, and simulation.json with every month."""
+    s, own = load_settings(), load_settings(cls=Command)
+    if wrong := [label for label in models if not re.fullmatch(r"[\w-]{1,64}", label) or label == RULE]:
+        raise SettingsError(f"simulate: {wrong[0]}: a label has letters, digits, _ and -, and is not `{RULE}`")
+    setup = {
+        "MONTHS": own.MONTHS,
+        "AGENTS": own.AGENTS,
+        "SEED": s.SEED,
+        "DIFFICULTY": s.DIFFICULTY,
+        "REWARD": s.REWARD,
+        "sampling": asdict(_sampling(s)),
+    }
+    folder = artifacts() / "eval" / s.TASK / f"simulation-{fingerprint({**setup, 'models': models})}"
+    working = folder / ".working"
+    shutil.rmtree(working, ignore_errors=True)
+    working.mkdir(parents=True)
+    run(
+        [sys.executable, sys.argv[0], "sample", str(working), *(f"{k}={v}" for k, v in models.items())],
+        name="months",
+        log=folder / "simulation.log",
+        total=own.MONTHS * len(models),
+        watch=lambda: _progress(working, list(models)),
+        environment={"VLLM_ENABLE_V1_MULTIPROCESSING": os.environ.get("EVAL_MULTIPROCESSING", "1")},
+    )
+    months = {label: _read(working / f"{label}.jsonl", own.MONTHS) for label in models}
+    months[RULE] = list(simulate(rule, own.AGENTS, own.MONTHS, (s.SEED, STREAM, s.EVAL_SEED)))
+    shutil.rmtree(working)
+    report(s.TASK, folder, setup, models, months)
+
+
+def _progress(working: Path, labels: list[str]) -> Progress:
+    lines = {label: path.read_bytes().count(b"\n") for label in labels if (path := working / f"{label}.jsonl").exists()}
+    return Progress(sum(lines.values()), f" {list(lines)[-1]}" if lines else " starting the engine")
+
+
+def _read(path: Path, months: int) -> list[tuple[Month, int]]:
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    if len(rows) < months:
+        raise StageFailed(f"the simulation ended after {len(rows)} of {months} months: {path}")
+    return [(Month(**{k: v for k, v in row.items() if k != "missing"}), row["missing"]) for row in rows]
+
+
+def report(task: str, folder: Path, setup: dict, models: dict[str, str], months: dict) -> None:
+    """The table on screen and as simulation.md, and simulation.json, in ``folder``."""
+    results = {}
+    for label, history in months.items():
+        missing = sum(count for _, count in history) / (len(history) * setup["AGENTS"])
+        results[label] = {**indicators([month for month, _ in history]), "no_decision": missing}
+    header = ["indicator", *results]
+    rows = [[name, *(_shown(values[name]) for values in results.values())] for name in results[RULE]]
+    title = f"{task}: {setup['MONTHS']} months of one economy of {setup['AGENTS']} workers, SEED={setup['SEED']}"
+    show_table(title, header, rows)
+    with written_beside(folder / "simulation.md") as partial:
+        partial.write_text(f"{title}\n\n{markdown_table(header, rows)}\n")
+    histories = {label: [asdict(month) for month, _ in history] for label, history in months.items()}
+    write_json(
+        folder / "simulation.json", {"settings": setup, "models": models, "indicators": results, "months": histories}
+    )
+    print(f"  {folder}/simulation.json, simulation.md")
+
+
+def _shown(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3f}"
+
+
+def main() -> None:
+    """``LABEL=MODEL ...``, or, called by it, ``sample FOLDER LABEL=MODEL ...``."""
+    interrupt_on_sigterm()
+    arguments = sys.argv[1:]
+    try:
+        if arguments[:1] == ["sample"]:
+            sample_months(Path(arguments[1]), _labels(arguments[2:]))
+        else:
+            simulate_models(_labels(arguments))
+    except (SettingsError, DataError, StageFailed, OSError) as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def _labels(arguments: list[str]) -> dict[str, str]:
+    if wrong := [argument for argument in arguments if "=" not in argument]:
+        raise SettingsError(f"simulate: {wrong[0]}: give each model as LABEL=MODEL")
+    return dict(argument.split("=", 1) for argument in arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""GSM8K: grade school word problems. The hub set, its original files, or problems generated here."""
+
+import random
+import re
+from collections.abc import Iterator
+
+from tasks.common import prepare
+from tasks.common.data import DataError
+from tasks.common.math_answer import read_number
+from tasks.common.records import hub, load
+
+HUB_DATASET, HUB_CONFIG = "openai/gsm8k", "main"
+INSTRUCTION = 'Reason step by step, then end with "#### " and the answer as a number.'
+
+# Templates of reasoning-gym's gsm_symbolic with two or three short steps: prompt and demonstration fit into 192 and 96
+# tokens of SmolLM2.
+EASY = (6, 10, 20, 31, 43, 50, 54, 56, 58, 62, 72, 95)
+
+_CALCULATOR = re.compile(r"<<[^<>]*>>")  # 16-3-4=<<16-3-4=9>>9
+
+
+def example(question: str, answer: str) -> prepare.Example:
+    """One row of the public set. The ground truth is what follows ``####``, without commas; the demonstration is
+    ``answer`` without its calculator annotations. Raises DataError if no number follows a ``####``."""
+    truth = answer.rpartition("####")[2].strip().replace(",", "") if "####" in answer else ""
+    if read_number(truth) is None:
+        raise DataError("`answer` must end with `#### ` and a number")
+    prompt = f"{question.strip()}\n{INSTRUCTION}"
+    return prepare.Example(prompt, truth, _CALCULATOR.sub("", answer).strip())
+
+
+def from_record(record: dict) -> list[prepare.Example]:
+    """The example of one record with ``question`` and ``answer``. Raises DataError if it has not both as text."""
+    question, answer = record.get("question"), record.get("answer")
+    if not isinstance(question, str) or not isinstance(answer, str) or not question.strip():
+        raise DataError("needs the texts `question` and `answer`")
+    return [example(question, answer)]
+
+
+def generate(settings) -> Iterator[prepare.Example]:
+    """Endless problems of reasoning-gym's gsm_symbolic (Mirzadeh et al. 2024), with its worked solutions. Its templates
+    that are known to be broken, and problems whose answer is negative or not whole, are left out."""
+    from reasoning_gym.arithmetic.gsm_symbolic import gsm_symbolic
+
+    config = gsm_symbolic.GSMSymbolicDatasetConfig(seed=settings.SEED, size=1)
+    templates = gsm_symbolic.GSMSymbolicDataset(config).generators
+    chosen = EASY if settings.DIFFICULTY == "easy" else gsm_symbolic.tasks_ok
+    rng = random.Random(settings.SEED)
+    while True:
+        problem = templates[rng.choice(chosen)](random.Random(rng.getrandbits(64)), 1.0)
+        solution, _, stated = problem["metadata"]["answer_cot"].rpartition("####")
+        answer = problem["answer"]
+        if answer.isdecimal() and read_number(stated) == int(answer):
+            yield example(problem["question"], f"{solution.strip()}\n#### {answer}")
+
+
+def from_hub(settings) -> prepare.Examples:
+    """The public set, or a local copy of its folder, with its own splits: 7,473 train, 1,319 test."""
+    name = HUB_DATASET if settings.SOURCE in ("auto", "hub") else settings.SOURCE
+    return prepare.Examples([hub(name, HUB_CONFIG, split) for split in ("train", "test")], from_record)
+
+
+def from_file(settings) -> prepare.Examples:
+    """FILE: a folder with the original train.jsonl and test.jsonl, or one file of such rows, to be split by seed."""
+    return prepare.Examples(load(settings.FILE), from_record)
+
+
+if __name__ == "__main__":
+    prepare.main({"generate": generate, "file": from_file, "hub": from_hub})

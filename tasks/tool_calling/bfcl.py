@@ -1,0 +1,286 @@
+"""`make bfcl`: models on the single-turn Python categories of BFCL (https://gorilla.cs.berkeley.edu/leaderboard.html).
+
+Questions, conversion to tools and AST checker are those of the PyPI package bfcl-eval; the prompt is rendered by the
+model's own tool template and sampled greedily. docs/BFCL.md says how the numbers compare with the leaderboard's.
+"""
+
+import functools
+import importlib
+import importlib.metadata
+import json
+import math
+import os
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+
+from tasks.common.data import DataError, rl_row, rl_schema, write_json, write_parquet
+from tasks.common.metrics import Estimate, bootstrap_mean, proportion
+from tasks.common.process import StageFailed, interrupt_on_sigterm
+from tasks.common.report import show_table
+from tasks.common.reward import reward_function
+from tasks.common.rollouts import TOO_LONG, Rollout
+from tasks.common.sample import Job, Scoring, report_errors, sample_here, sampled, sampling
+from tasks.common.settings import ROOT, Settings, SettingsError, artifacts, fingerprint, load_settings
+from tasks.common.tool_calls import Malformed, parse_response
+
+VERSION = "2026.3.23"
+AST = ("simple_python", "multiple", "parallel", "parallel_multiple")
+CATEGORIES = (*AST, "irrelevance")
+MODEL = "local"  # what the checker calls the model under test; it replaces "_" in a name
+
+# The package's checker imports the table of all models, and with it every provider's SDK, for one flag: whether dots in
+# function names were replaced by underscores, as OpenAI's API asks for. Its conversion to tools imports parsers of Java
+# and JavaScript answers, and retries of API calls. None of it runs here.
+STAND_INS = {
+    "bfcl_eval.constants.model_config": {"MODEL_CONFIG_MAPPING": {MODEL: SimpleNamespace(underscore_to_dot=True)}},
+    "bfcl_eval.model_handler.parser.java_parser": {"parse_java_function_call": None},
+    "bfcl_eval.model_handler.parser.js_parser": {"parse_javascript_function_call": None},
+    "tenacity": dict.fromkeys(
+        ("retry", "retry_if_exception_message", "retry_if_exception_type", "wait_random_exponential")
+    ),
+}
+
+USED = {
+    "Language": "constants.enums",
+    "ModelStyle": "constants.enums",
+    "GORILLA_TO_OPENAPI": "constants.type_mappings",
+    "ast_checker": "eval_checker.ast_eval.ast_checker",
+    "convert_to_tool": "model_handler.utils",
+    "is_empty_output": "utils",
+    "load_dataset_entry": "utils",
+    "load_ground_truth_entry": "utils",
+}
+
+
+@contextmanager
+def _stand_ins() -> Iterator[None]:
+    """STAND_INS in sys.modules; afterwards what was there before."""
+    before = {name: sys.modules.get(name) for name in STAND_INS}
+    for name, content in STAND_INS.items():
+        sys.modules[name] = ModuleType(name)
+        vars(sys.modules[name]).update(content)
+    try:
+        yield
+    finally:
+        for name, module in before.items():
+            sys.modules.pop(name)
+            if module is not None:
+                sys.modules[name] = module
+
+
+@functools.cache
+def package() -> SimpleNamespace:
+    """What is used of bfcl-eval. Raises DataError unless it is installed in the version that was tried."""
+    try:
+        found = importlib.metadata.version("bfcl-eval")
+    except importlib.metadata.PackageNotFoundError:
+        found = "none"
+    if found != VERSION:
+        raise DataError(
+            f"bfcl-eval {VERSION} is needed, {found} is installed in {sys.prefix}; "
+            f"run `pip install --no-deps bfcl-eval=={VERSION}` there"
+        )
+    # On import it makes folders for results and locks: beside itself, in site-packages, unless it is told where.
+    os.environ.setdefault("BFCL_PROJECT_ROOT", str(artifacts() / "data/bfcl/package"))
+    with _stand_ins():
+        used = {name: getattr(importlib.import_module(f"bfcl_eval.{module}"), name) for name, module in USED.items()}
+    return SimpleNamespace(**used)
+
+
+def questions(category: str) -> list[dict]:
+    """RL rows of ``category``, in the package's order. ``ground_truth``: the functions as the checker wants them, and
+    BFCL's possible answers (none for irrelevance)."""
+    bfcl = package()
+    entries = bfcl.load_dataset_entry(category)  # descriptions get BFCL's hint that this is Python
+    answers = bfcl.load_ground_truth_entry(category) if category in AST else [{"ground_truth": []}] * len(entries)
+    rows = []
+    for index, (entry, answer) in enumerate(zip(entries, answers, strict=True)):
+        tools = bfcl.convert_to_tool(entry["function"], bfcl.GORILLA_TO_OPENAPI, bfcl.ModelStyle.OPENAI_COMPLETIONS)
+        (messages,) = entry["question"]  # one turn
+        truth = {"function": entry["function"], "possible_answer": answer["ground_truth"]}
+        rows.append(rl_row(category, messages, truth, "test", index, tools))
+    return rows
+
+
+def prepare(path: Path) -> dict[str, int]:
+    """Write the questions of all categories to the parquet file ``path``; return how many each has.
+
+    The first of each category come first, then the second, ...: the first n of each are the first rows, and a larger
+    LIMIT goes on from a smaller one.
+    """
+    rows = {category: questions(category) for category in CATEGORIES}
+    ordered = sorted((row for category in CATEGORIES for row in rows[category]), key=lambda r: r["extra_info"]["index"])
+    write_parquet(ordered, path, rl_schema(tools=True))
+    return {category: len(rows[category]) for category in CATEGORIES}
+
+
+def judge(category: str, response: str, truth: dict, think_opened: bool = False) -> tuple[bool, str, list | None]:
+    """Whether ``response`` is right, why not (empty if it is; the checker's ``error_type``), and its calls in BFCL's
+    form ``[{name: {argument: value}}]``, None where they cannot be read.
+
+    As BFCL's eval_runner.py: irrelevance wants no call, and what cannot be read is none; elsewhere it is wrong.
+    """
+    bfcl = package()
+    try:
+        calls = [{call["name"]: call["arguments"]} for call in parse_response(response, think_opened).calls]
+    except Malformed:
+        calls = None
+    if category not in AST:
+        right = bfcl.is_empty_output(calls)
+        return right, "" if right else "called a function", calls
+    if not calls:
+        return False, "call cannot be read" if calls is None else "no call", calls
+    arguments = (truth["function"], calls, truth["possible_answer"], bfcl.Language.PYTHON, category, MODEL)
+    try:
+        result = bfcl.ast_checker(*arguments)
+    except Exception as error:  # such as float(10 ** 400): the model's answer, so it is wrong
+        return False, f"checker raised {type(error).__name__}", calls
+    return result["valid"], "" if result["valid"] else result["error_type"], calls
+
+
+@reward_function
+def compute_score(data_source, solution_str, ground_truth, extra_info=None) -> dict:
+    """``score``, ``acc``: 1.0 if BFCL's checker takes the response; ``unreadable``: 1.0 if its calls cannot be read."""
+    opened = bool((extra_info or {}).get("think_opened"))
+    right, _, calls = judge(data_source, solution_str, json.loads(ground_truth), opened)
+    return {"score": right, "acc": right, "unreadable": calls is None}
+
+
+def unweighted_mean(estimates: list[Estimate]) -> Estimate:
+    """The mean of independent ``estimates``; its interval from theirs by MOVER (Zou and Donner 2008):
+    ``mean - sqrt(sum (value - low)^2) / k`` to ``mean + sqrt(sum (high - value)^2) / k``."""
+    k = len(estimates)
+    value = sum(e.value for e in estimates) / k
+    below = math.hypot(*(e.value - e.low for e in estimates)) / k
+    above = math.hypot(*(e.high - e.value for e in estimates)) / k
+    return Estimate(value, value - below, value + above)
+
+
+def right_by_category(rollouts: list[Rollout]) -> dict[str, np.ndarray]:
+    """1.0 for each response that is right, else 0.0, in the order of the questions; shape (prompts of the category,).
+
+    A prompt that was too long, or on which the reward raised, is wrong: all models answer the same questions.
+    """
+    right = {category: [] for category in CATEGORIES}
+    for rollout in rollouts:
+        right[rollout.data_source].append(rollout.reward["acc"] if rollout.reward else 0.0)
+    return {category: np.array(values) for category, values in right.items()}
+
+
+def why_wrong(rollouts: list[Rollout]) -> dict[str, dict[str, int]]:
+    """For each category, how many of its responses are wrong for what reason, the most frequent first."""
+    counts = {category: Counter() for category in CATEGORIES}
+    for r in rollouts:
+        if not r.reward:
+            counts[r.data_source]["the reward raised" if r.error else "prompt too long"] += 1
+        elif not r.reward["acc"]:
+            opened = bool(r.extra_info.get("think_opened"))
+            counts[r.data_source][judge(r.data_source, r.response, json.loads(r.ground_truth), opened)[1]] += 1
+    return {category: dict(count.most_common()) for category, count in counts.items()}
+
+
+def summarize(rollouts: list[Rollout]) -> dict:
+    """``{"bfcl_eval": version, "prompts": {category: count}, "too_long": count, "metrics": {name: Estimate as dict},
+    "wrong": {category: {why: count}}}``; ``unreadable`` and ``truncated`` are shares of the prompts that were not too
+    long."""
+    right = right_by_category(rollouts)
+    metrics = {category: proportion(int(values.sum()), len(values)) for category, values in right.items()}
+    metrics["AST mean"] = unweighted_mean([metrics[category] for category in AST])
+    answered = [r for r in rollouts if r.finish_reason != TOO_LONG]
+    if answered:
+        unreadable = sum(bool(r.reward and r.reward["unreadable"]) for r in answered)
+        metrics["unreadable"] = proportion(unreadable, len(answered))
+        metrics["truncated"] = proportion(sum(r.finish_reason == "length" for r in answered), len(answered))
+    return {
+        "bfcl_eval": VERSION,
+        "prompts": {category: len(values) for category, values in right.items()},
+        "too_long": len(rollouts) - len(answered),
+        "metrics": {name: asdict(value) for name, value in metrics.items()},
+        "wrong": why_wrong(rollouts),
+    }
+
+
+def changes(base: list[Rollout], trained: list[Rollout]) -> dict[str, Estimate]:
+    """Accuracy of ``trained`` less that of ``base`` on the same questions: by category, and their AST mean."""
+    before, after = right_by_category(base), right_by_category(trained)
+    result = {category: bootstrap_mean(after[category] - before[category]) for category in CATEGORIES}
+    return {**result, "AST mean": unweighted_mean([result[category] for category in AST])}
+
+
+def table_rows(summaries: dict[str, dict], change: dict[str, Estimate] | None) -> list[list[str]]:
+    """A row a metric: its name, its number of prompts, each model's estimate, the change from the model before."""
+    (first, *_) = summaries.values()
+    rows = []
+    for name in (*AST, "AST mean", "irrelevance", "unreadable", "truncated"):
+        cells = [name, str(first["prompts"].get(name, ""))]
+        for summary in summaries.values():
+            value = summary["metrics"].get(name)
+            cells.append(str(Estimate(**value)) if value else "-")
+        if change is not None:
+            by = change.get(name)
+            cells.append(f"{by.value:+.3f} [{by.low:.3f}, {by.high:.3f}]" if by else "-")
+        rows.append(cells)
+    longest = [str(summary["too_long"]) for summary in summaries.values()]
+    rows.append(["prompts too long", "", *longest, *(["-"] if change is not None else [])])
+    return rows
+
+
+def evaluate(s: Settings, scoring: Scoring, models: dict[str, str]) -> int:
+    """`make bfcl`: a table of ``models`` (label to path), and summary.json beside each model's rollouts. LIMIT counts
+    questions of each category. Returns the number of completions on which the reward raised."""
+    if not models:
+        raise SettingsError("no model is given: bfcl.py LABEL=MODEL ...")
+    root, data = artifacts() / "eval/bfcl", artifacts() / "data/bfcl/test.parquet"
+    sizes = prepare(data)
+    limit = sum(min(s.LIMIT, size) for size in sizes.values())
+    how = sampling(replace(s, EVAL_TEMPERATURE=0.0, TOP_P=1.0))
+    jobs = {
+        label: Job(model, str(data), limit, how, gpu_memory_utilization=s.GPU_MEMORY_UTILIZATION)
+        for label, model in models.items()
+    }
+    rollouts, any_sampled = sampled(jobs, root, scoring)
+    summaries = {label: summarize(rollouts[label]) for label in models}
+    for label, job in jobs.items():
+        write_json(job.folder(root) / "summary.json", {"model": job.model, **summaries[label]})
+        print(f"  {label}: {job.model}\n    {job.folder(root)}")
+    if not any_sampled:
+        print("  up to date: nothing to sample")
+    labels = list(models)
+    change = changes(rollouts[labels[-2]], rollouts[labels[-1]]) if len(labels) > 1 else None
+    header = ["category", "prompts", *labels, *([f"{labels[-1]} - {labels[-2]}, paired"] if change else [])]
+    show_table(f"BFCL, greedy, bfcl-eval {VERSION}: share right [95 % interval]", header, table_rows(summaries, change))
+    return report_errors([r for of_model in rollouts.values() for r in of_model])
+
+
+def main() -> None:
+    """Run ``LABEL=MODEL ...`` or, called by that, ``sample JOB ...``; all else comes from the environment that train.sh
+    exports. Exits with 1 after one line that says why."""
+    interrupt_on_sigterm()
+    arguments = sys.argv[1:]
+    child = arguments[:1] == ["sample"]
+    try:
+        parser = ROOT / "tasks/common/tool_calls.py"
+        scoring = Scoring(compute_score, None, fingerprint({"bfcl-eval": VERSION}, Path(__file__).resolve(), parser))
+        if child:
+            errors = sample_here(arguments[1:], scoring)
+        else:
+            errors = evaluate(load_settings(), scoring, dict(pair.split("=", 1) for pair in arguments))
+        if errors:
+            sys.exit(f"error: the reward raised on {errors} completions, which count as wrong; all else was done")
+    except (SettingsError, DataError, StageFailed, OSError) as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        if not child:
+            print("\nstopped; what was sampled is kept, the same command goes on from there", file=sys.stderr)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,24 @@
+"""tool_calling's evaluation: the shared one, with the mean of each key of the reward, and how the calls go wrong."""
+
+from tasks.common import evaluate
+from tasks.tool_calling.reward import compute_score
+
+
+def _share(rows: list[dict], holds) -> float:
+    return sum(map(holds, rows)) / len(rows) if rows else 0.0
+
+
+def metrics(scored: list[dict]) -> dict[str, float]:
+    """Of the sampled completions, each in [0, 1]; 0 where there is nothing to count. ``over_calling``: of those where
+    no call is expected, the share that calls. ``no_call``: where one is, the share of well-formed responses without
+    any. ``wrong_arguments``: of those that call the right functions, the share with other arguments."""
+    rewards = [row["reward"] for row in scored]
+    return {
+        "over_calling": _share([r for r in rewards if not r["expected"]], lambda r: r["made"] > 0),
+        "no_call": _share([r for r in rewards if r["expected"]], lambda r: r["parsed"] and not r["made"]),
+        "wrong_arguments": _share([r for r in rewards if r["made"] and r["names"]], lambda r: not r["arguments"]),
+    }
+
+
+if __name__ == "__main__":
+    evaluate.main(compute_score, metrics)

@@ -1,0 +1,374 @@
+"""tasks/common/formats.py: records of other people's data sets as OpenAI messages and tools."""
+
+import json
+import os
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tasks.common.data import DataError, messages_problem
+from tasks.common.formats import Columns, conversation, split_thinking, tool_schemas
+from tasks.common.records import Records
+
+SHARED = Path(os.environ.get("SHARED_DATA", Path(__file__).resolve().parents[2] / "shared/data"))
+
+HI = {"role": "user", "content": "hi"}
+YES = {"role": "assistant", "content": "yes"}
+BE = {"role": "system", "content": "be brief"}
+CALL = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+CALLED = {"role": "assistant", "content": "", "tool_calls": [CALL]}
+RESULT = {"role": "tool", "content": "2"}
+
+
+def openai(arguments):
+    return {"role": "assistant", "content": None, "tool_calls": [{"id": "1", "function": {"name": "f", **arguments}}]}
+
+
+def sharegpt(*turns):
+    return {"conversations": [{"from": role, "value": value} for role, value in turns]}
+
+
+# ---- forms: (record, messages, answer)
+FORMS = {
+    "messages": ({"messages": [BE, HI, YES]}, [BE, HI, YES], None),
+    "messages as JSON text": ({"messages": json.dumps([HI, YES])}, [HI, YES], None),
+    "messages with system column": ({"messages": [HI, YES], "system": "be brief"}, [BE, HI, YES], None),
+    "messages with two system messages": ({"messages": [BE, HI, YES], "system": "other"}, [BE, HI, YES], None),
+    "messages and an answer": ({"messages": [BE, HI], "answer": 3}, [BE, HI], 3),
+    "messages that end without answer": ({"messages": [HI]}, [HI], None),
+    "arguments as object": ({"messages": [HI, openai({"arguments": {"x": 1}})]}, [HI, CALLED], None),
+    "arguments as text": ({"messages": [HI, openai({"arguments": '{"x": 1}'})]}, [HI, CALLED], None),
+    "function_call of old": (
+        {"messages": [HI, {"role": "assistant", "content": None, "function_call": CALL["function"]}, RESULT]},
+        [HI, CALLED, RESULT],
+        None,
+    ),
+    "no tool calls": ({"messages": [HI, YES | {"tool_calls": None}]}, [HI, YES], None),
+    "name of a tool": ({"messages": [HI, CALLED, RESULT | {"name": "f"}]}, [HI, CALLED, RESULT | {"name": "f"}], None),
+    "tool result that is an object": (
+        {"messages": [HI, CALLED, {"role": "tool", "content": {"n": 2}}]},
+        [HI, CALLED, {"role": "tool", "content": '{"n": 2}'}],
+        None,
+    ),
+    "tool result that is a list": (
+        {"messages": [HI, CALLED, {"role": "tool", "content": [1]}]},
+        [HI, CALLED, {"role": "tool", "content": "[1]"}],
+        None,
+    ),
+    "reasoning_content": (
+        {"messages": [HI, YES | {"reasoning_content": "hm"}]},
+        [HI, YES | {"content": "<think>\nhm\n</think>\n\nyes"}],
+        None,
+    ),
+    "typed parts": (
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "text", "text": "h"}, {"type": "text", "value": "i"}]},
+                {
+                    "role": "assistant",
+                    "content": [
+                        {"type": "reasoning", "value": "hm"},
+                        {"type": "tool_call", "value": '{"name": "f", "arguments": {"x": 1}}'},
+                        {"type": "tool_call", "value": {"name": "f", "arguments": '{"x": 1}'}},
+                    ],
+                },
+                {"role": "tool", "content": [{"type": "text", "value": "2"}]},
+            ]
+        },
+        [HI, CALLED | {"content": "<think>\nhm\n</think>", "tool_calls": [CALL, CALL]}, RESULT],
+        None,
+    ),
+    "sharegpt": (sharegpt(("system", "be brief"), ("human", "hi"), ("gpt", "yes")), [BE, HI, YES], None),
+    "sharegpt calls": (
+        sharegpt(
+            ("human", "hi"), ("function_call", json.dumps(CALL["function"])), ("observation", "2"), ("gpt", "yes")
+        ),
+        [HI, CALLED, RESULT, YES],
+        None,
+    ),
+    "sharegpt parallel calls": (
+        sharegpt(("human", "hi"), ("function_call", json.dumps([CALL["function"]] * 2))),
+        [HI, CALLED | {"tool_calls": [CALL, CALL]}],
+        None,
+    ),
+    "alpaca": ({"instruction": "hi", "input": "", "output": "yes"}, [HI, YES], None),
+    "alpaca with input": ({"instruction": "h", "input": "i", "output": "yes"}, [HI | {"content": "h\ni"}, YES], None),
+    "alpaca with all": (
+        {"instruction": "hi", "output": "yes", "system": "be brief", "history": [["hi", "yes"]]},
+        [BE, HI, YES, HI, YES],
+        None,
+    ),
+    "prompt as messages": ({"prompt": [BE, HI], "completion": "yes"}, [BE, HI], "yes"),
+    "system of a prompt": ({"prompt": "hi", "system": "be brief", "answer": "yes"}, [BE, HI], "yes"),
+    "answer before the others": ({"problem": "hi", "solution": "long", "answer": "yes"}, [HI], "yes"),
+    "input as prompt": ({"input": "hi", "target": "yes"}, [HI], "yes"),
+    "answer that is an object": ({"prompt": "hi", "ground_truth": {"a": [1, None]}}, [HI], {"a": [1, None]}),
+    "answer that is 0": ({"prompt": "hi", "answer": 0}, [HI], 0),
+    "unknown columns": ({"id": 3, "prompt": "hi", "answer": "yes", "level": None}, [HI], "yes"),
+}
+FORMS |= {
+    f"{prompt} and {answer}": ({prompt: "hi", answer: "yes"}, [HI], "yes")
+    for prompt in ("prompt", "question", "query")
+    for answer in ("answer", "response", "completion", "output", "solution", "target", "ground_truth")
+}
+
+
+@pytest.mark.parametrize("record, messages, answer", FORMS.values(), ids=FORMS)
+def test_form_is_recognised(record, messages, answer):
+    before = json.dumps(record)
+    found = conversation(record)
+    assert (found.messages, found.answer, found.tools) == (messages, answer, None)
+    assert messages_problem(found.messages) is None
+    assert found.kind == ("sft" if answer is None else "rl")
+    assert json.dumps(record) == before  # read, not changed
+
+
+PAIRS = {
+    "text": {"prompt": "hi", "chosen": "yes", "rejected": "no"},
+    "question": {"question": "hi", "chosen": "yes", "rejected": "no"},
+    "sharegpt ranking": {
+        "conversations": [{"from": "human", "value": "hi"}],
+        "chosen": {"from": "gpt", "value": "yes"},
+        "rejected": {"from": "gpt", "value": "no"},
+    },
+    "messages": {"messages": [HI], "chosen": YES, "rejected": YES | {"content": "no"}},
+    "messages with the prompt": {"chosen": [HI, YES], "rejected": [HI, YES | {"content": "no"}]},
+    "prompt and messages": {"prompt": "hi", "chosen": [HI, YES], "rejected": [HI, YES | {"content": "no"}]},
+}
+
+
+@pytest.mark.parametrize("record", PAIRS.values(), ids=PAIRS)
+def test_pair_is_recognised(record):
+    found = conversation(record)
+    assert (found.kind, found.messages, found.chosen, found.rejected) == ("dpo", [HI], "yes", "no")
+
+
+@pytest.mark.parametrize(
+    "record, columns, expected",
+    [
+        ({"a": "hi", "b": "yes"}, {"prompt": "a", "answer": "b"}, ([HI], "yes")),
+        ({"a": "hi", "answer": "yes"}, {"prompt": "a"}, ([HI], "yes")),
+        ({"prompt": "hi", "answer": "no", "b": 4}, {"answer": "b"}, ([HI], 4)),
+        ({"prompt": "x", "input": "hi", "answer": "yes"}, {"prompt": "input"}, ([HI], "yes")),
+        ({"prompt": "hi", "s": "be brief", "answer": "yes"}, {"system": "s"}, ([BE, HI], "yes")),
+        ({"chat": [HI, YES]}, {"messages": "chat"}, ([HI, YES], None)),
+        ({"messages": [YES], "question": "hi", "b": "yes"}, {"prompt": "question", "answer": "b"}, ([HI], "yes")),
+        ({"instruction": "hi", "output": "yes"}, {"answer": "output"}, ([HI], "yes")),
+    ],
+)
+def test_columns_come_before_recognition(record, columns, expected):
+    found = conversation(record, Columns(**columns))
+    assert (found.messages, found.answer) == expected
+
+
+def test_columns_of_pairs_and_tools():
+    record = {"prompt": "hi", "good": "yes", "bad": "no", "functions": [{"name": "f"}]}
+    found = conversation(record, Columns(chosen="good", rejected="bad", tools="functions"))
+    assert (found.chosen, found.rejected, found.tools[0]["function"]["name"]) == ("yes", "no", "f")
+
+
+def test_column_that_is_not_there_is_named():
+    with pytest.raises(DataError, match="has no column `a`; it has columns prompt, answer"):
+        conversation({"prompt": "hi", "answer": "yes"}, Columns(prompt="a"))
+
+
+REFUSED = {
+    "nothing": ({}, "no columns"),
+    "unknown": ({"text": "hi"}, "columns text.*--prompt-column"),
+    "prompt alone": ({"prompt": "hi"}, "no answer"),
+    "answer alone": ({"answer": "hi"}, "no known form"),
+    "null prompt": ({"prompt": None, "answer": "x"}, "`prompt` must be text, is null"),
+    "empty prompt": ({"prompt": " ", "answer": "x"}, "`prompt` must be text"),
+    "number as prompt": ({"prompt": 3, "answer": "x"}, "`prompt` must be text, is 3"),
+    "null answer": ({"prompt": "hi", "answer": None}, "`answer`: .*null"),
+    "empty answer": ({"prompt": "hi", "answer": ""}, "`answer`"),
+    "NaN answer": ({"prompt": "hi", "answer": float("nan")}, "`answer`: .*nan"),
+    "NaN within an answer": ({"prompt": "hi", "answer": {"a": float("inf")}}, "`answer`"),
+    "answer of bytes": ({"prompt": "hi", "answer": b"x"}, "`answer`"),
+    "system is a list": ({"prompt": "hi", "answer": "x", "system": []}, "`system` must be text"),
+    "messages is text": ({"messages": "hi"}, "`messages`: is not JSON"),
+    "messages is an object": ({"messages": HI}, "`messages`: must be a non-empty list"),
+    "no messages": ({"messages": []}, "non-empty list"),
+    "message is text": ({"messages": ["hi"]}, "message 0: must be an object"),
+    "null message": ({"messages": [HI, None]}, "message 1: must be an object"),
+    "unknown role": ({"messages": [{"role": "bard", "content": "x"}]}, "message 0: role.*'bard'"),
+    "role is a list": ({"messages": [{"role": [], "content": "x"}]}, "message 0: role"),
+    "no content": ({"messages": [HI, {"role": "assistant"}]}, "message 1: content must be text, is null"),
+    "number as content": ({"messages": [{"role": "user", "content": 3}]}, "content must be text, is 3"),
+    "empty user turn": ({"messages": [{"role": "user", "content": ""}]}, "user says nothing"),
+    "empty assistant turn": ({"messages": [HI, {"role": "assistant", "content": ""}]}, "says nothing"),
+    "late system": ({"messages": [HI, BE, YES]}, "system message after"),
+    "image": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only text"),
+    "part is text": ({"messages": [{"role": "user", "content": ["hi"]}]}, "content part must be an object"),
+    "part without text": ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "must have text"),
+    "type is a list": ({"messages": [{"role": "user", "content": [{"type": []}]}]}, "of type"),
+    "user calls": ({"messages": [HI | {"tool_calls": [CALL]}]}, "only the assistant"),
+    "call without name": ({"messages": [HI, {"role": "assistant", "tool_calls": [{"function": {}}]}]}, "tool call"),
+    "call is text": (sharegpt(("human", "hi"), ("function_call", "f(1)")), "message 1: is not JSON"),
+    "call is a number": (sharegpt(("human", "hi"), ("function_call", "3")), "message 1: a tool call"),
+    "no call": (sharegpt(("human", "hi"), ("function_call", "[]")), "empty"),
+    "null call": (sharegpt(("human", "hi"), ("function_call", None)), "tool call"),
+    "arguments are a list": ({"messages": [HI, openai({"arguments": "[1]"})]}, "arguments of the call of f"),
+    "arguments are cut": ({"messages": [HI, openai({"arguments": '{"x": '})]}, "is not JSON"),
+    "arguments have NaN": ({"messages": [HI, openai({"arguments": '{"x": NaN}'})]}, "is not JSON.*NaN"),
+    "tools is text": ({"messages": [HI, YES], "tools": "f"}, "`tools`: is not JSON"),
+    "tools is a number": ({"messages": [HI, YES], "tools": 3}, "`tools`: must be a list"),
+    "tool without name": ({"messages": [HI, YES], "tools": [{}]}, "`tools`: a tool must"),
+    "tool parameters": ({"messages": [HI, YES], "tools": [{"name": "f", "parameters": [1]}]}, "parameters of f"),
+    "chosen is null": ({"prompt": "hi", "chosen": None, "rejected": "x"}, "`chosen`"),
+    "chosen is the user's": ({"prompt": "hi", "chosen": HI, "rejected": "x"}, "`chosen`"),
+    "chosen calls": ({"prompt": "hi", "chosen": CALLED, "rejected": "x"}, "`chosen`"),
+    "pair without prompt": ({"chosen": "a", "rejected": "b"}, "no prompt"),
+    "pair after the assistant": ({"messages": [HI, YES], "chosen": "a", "rejected": "b"}, "must end with the user"),
+    "instruction is null": ({"instruction": None, "output": "x"}, "`instruction`"),
+    "input is a list": ({"instruction": "hi", "input": [], "output": "x"}, "`input`"),
+    "output is null": ({"instruction": "hi", "output": None}, "content must be text"),
+    "history is text": ({"instruction": "hi", "output": "x", "history": "h"}, "`history`"),
+    "history has one": ({"instruction": "hi", "output": "x", "history": [["h"]]}, "`history`"),
+}
+
+
+@pytest.mark.parametrize("record, message", REFUSED.values(), ids=REFUSED)
+def test_what_does_not_fit_is_said_on_one_line(record, message):
+    with pytest.raises(DataError, match=message) as error:
+        conversation(record)
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 700
+
+
+def test_explicit_answer_beside_an_answered_conversation_is_refused():
+    with pytest.raises(DataError, match="`b` is an answer too"):
+        conversation({"messages": [HI, YES], "b": "x"}, Columns(answer="b"))
+
+
+def deep(levels):
+    value = {}
+    for _ in range(levels):
+        value = {"type": "array", "items": value}
+    return value
+
+
+def test_deep_nesting_is_refused():
+    with pytest.raises(DataError, match="nested too deeply"):
+        conversation({"messages": [HI, YES], "tools": [{"name": "f", "parameters": {"properties": {"a": deep(9000)}}}]})
+    with pytest.raises(DataError, match=r"nested too deeply|is not JSON"):
+        conversation({"messages": [HI, openai({"arguments": "[" * 100_000})]})
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+ROLE = st.sampled_from(["user", "assistant", "tool", "system", "gpt", "human", "function_call", "observation"]) | JSON
+PART = st.fixed_dictionaries({"type": st.sampled_from(["text", "reasoning", "tool_call"]) | JSON, "value": JSON})
+TURN = st.fixed_dictionaries(
+    {}, optional={"role": ROLE, "from": ROLE, "content": st.lists(PART, max_size=2) | JSON, "value": JSON}
+    | {"tool_calls": st.lists(st.fixed_dictionaries({"function": JSON}), max_size=2) | JSON, "name": JSON},
+)  # fmt: skip
+COLUMNS = ("messages", "conversations", "prompt", "input", "instruction", "output", "answer", "chosen", "rejected")
+RECORD = st.dictionaries(
+    st.sampled_from([*COLUMNS, "system", "tools", "history"]), st.lists(TURN, max_size=3) | TURN | JSON, max_size=5
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(RECORD)
+def test_any_record_is_read_or_refused(record):
+    try:
+        found = conversation(record)
+    except DataError as error:
+        assert str(error).isprintable() or "\n" not in str(error)
+        return
+    assert messages_problem(found.messages) is None
+    assert found.kind in ("rl", "sft", "dpo")
+    for message in found.messages:
+        for call in message.get("tool_calls", []):
+            assert isinstance(call["function"]["arguments"], dict)
+
+
+# ---- tools
+
+STRING = {"type": "object", "properties": {"a": {"type": "string"}}}
+TOOLS = {
+    "openai": ({"type": "function", "function": {"name": "f", "parameters": STRING}}, STRING),
+    "bare": ({"name": "f", "parameters": STRING}, STRING),
+    "parameters as text": ({"name": "f", "parameters": json.dumps(STRING)}, STRING),
+    "names of Python": ({"name": "f", "parameters": {"type": "dict", "properties": {"a": {"type": "str"}}}}, STRING),
+    "properties alone": ({"name": "f", "parameters": {"a": {"type": "str"}}}, STRING),
+    "optional": ({"name": "f", "parameters": {"a": {"type": "str, optional"}}}, STRING),
+    "no parameters": ({"name": "f"}, {"type": "object", "properties": {}}),
+    "null parameters": ({"name": "f", "parameters": None}, {"type": "object", "properties": {}}),
+    "required beside parameters": (
+        {"name": "f", "parameters": STRING, "required": ["a"]},
+        {**STRING, "required": ["a"]},
+    ),
+    "nulls of parquet": ({"name": "f", "parameters": {**STRING, "required": None}}, STRING),
+    "a property called type": (
+        {"name": "f", "parameters": {"type": "dict", "properties": {"type": {"type": "int"}}}},
+        {"type": "object", "properties": {"type": {"type": "integer"}}},
+    ),
+    "nested": (
+        {"name": "f", "parameters": {"a": {"type": "List[int]", "items": {"type": "float"}}, "b": {"type": "any"}}},
+        {"type": "object", "properties": {"a": {"type": "array", "items": {"type": "number"}}, "b": {}}},
+    ),
+    "several types": (
+        {"name": "f", "parameters": {"a": {"type": ["str", "NoneType"]}, "b": {"anyOf": [{"type": "bool"}]}}},
+        {
+            "type": "object",
+            "properties": {"a": {"type": ["string", "null"]}, "b": {"anyOf": [{"type": "boolean"}]}},
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("tool, parameters", TOOLS.values(), ids=TOOLS)
+@pytest.mark.parametrize("form", [list, json.dumps], ids=["list", "text"])
+def test_tools_become_openai_schemas(tool, parameters, form):
+    expected = {"type": "function", "function": {"name": "f", "description": "", "parameters": parameters}}
+    assert tool_schemas(form([tool])) == [expected]
+    assert tool_schemas([expected]) == [expected]  # what is right stays
+
+
+@pytest.mark.parametrize("value", [None, "", [], "[]"])
+def test_no_tools(value):
+    assert tool_schemas(value) is None
+
+
+@pytest.mark.parametrize(
+    "content, expected",
+    [
+        ("<think>\nhm\n</think>\n\nyes", ("hm", "yes")),
+        ("<think>hm</think>", ("hm", "")),
+        ("yes", ("", "yes")),
+        ("yes <think>hm</think>", ("", "yes <think>hm</think>")),
+        ("<think>hm", ("", "<think>hm")),
+        ("hm</think>yes", ("", "hm</think>yes")),
+    ],
+)
+def test_split_thinking(content, expected):
+    assert split_thinking(content) == expected
+
+
+# ---- data that was not made here
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="no shared data")
+@pytest.mark.parametrize(
+    "name, kinds, with_tools, calls",
+    [
+        ("gsm8k/test.jsonl", {"rl": 1319}, 0, 0),
+        ("tool_calls/glaive_toolcall_en_demo.json", {"sft": 300}, 191, 211),
+        ("tool_calls/reason_tool_use_demo_50.jsonl", {"sft": 50}, 48, 68),
+        ("preferences/dpo_en_demo.json", {"dpo": 300}, 0, 0),
+    ],
+)
+def test_real_rows_are_recognised(name, kinds, with_tools, calls):
+    found = [conversation(record) for record in Records(SHARED / name)]
+    assert Counter(each.kind for each in found) == kinds
+    assert sum(bool(each.tools) for each in found) == with_tools
+    assert sum(len(m.get("tool_calls", [])) for each in found for m in each.messages) == calls
+    assert not any(messages_problem(each.messages) for each in found)

@@ -1,0 +1,297 @@
+"""tasks/common/gym.py: every environment of reasoning-gym as a task, through the sandbox."""
+
+import json
+import os
+import re
+from itertools import islice
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tasks.common import gym
+from tasks.common.data import DataError
+from tasks.common.prepare import Example
+from tasks.common.reward import last_answer
+
+ALONE = [env for env in gym.environments() if env != "composite"]
+NO_WORKED_ANSWER = {"boxnet", "rush_hour"}
+KEYS = {"score", "acc", "format", "failed"}
+WRONG = ("", "junk", "0", "1", "No", "[]", "{}", "1+1", "[[1]]", "4*6*1*1", "Integral(x, x)", "x" * 5000)
+
+
+@pytest.fixture(scope="module")
+def score():
+    """One scorer for all environments: a composite of them, so one worker."""
+    return gym.scorer("composite", {"datasets": [{"name": env} for env in ALONE]})
+
+
+def answered(text: str) -> str:
+    return f"<think>{text} <answer>no</answer></think>\n<answer>{text}</answer>"
+
+
+def some(env: str, count: int, config: dict | None = None, seed: int = 1) -> list[Example]:
+    return list(islice(gym.examples(env, config, seed), count))
+
+
+def test_there_are_106():
+    assert len(gym.environments()) == 106
+
+
+@pytest.mark.parametrize("env", ALONE)
+def test_an_environment_is_trainable(env, score):
+    """Its own answers get 1 after the way through JSON to the worker, wrong ones less, on average, and the same keys."""
+    examples = some(env, 4)
+    assert len({example.prompt for example in examples}) > 1
+    wrong = []
+    for example in examples:
+        truth = json.dumps(example.ground_truth)
+        if env in NO_WORKED_ANSWER:
+            assert example.demonstration is None
+        elif example.demonstration or env != "intermediate_integration":
+            assert score(example.demonstration, truth) == {"score": 1.0, "acc": 1.0, "format": 1.0, "failed": 0.0}
+            assert score(answered(last_answer(example.demonstration)), truth)["acc"] == 1.0
+        wrong += [score(answered(text), truth) for text in WRONG]
+        assert score("no answer", truth) == {"score": 0.0, "acc": 0.0, "format": 0.0, "failed": 0.0}
+    assert {frozenset(row) for row in wrong} == {frozenset(KEYS)}
+    assert all(0 <= value <= 1 for row in wrong for value in row.values())
+    assert sum(row["score"] for row in wrong) < 0.5 * len(wrong)
+
+
+def test_boxnet_can_be_solved(score):
+    """Its entries come without an answer: carry each box to its target, a square at a time."""
+    for example in some("boxnet", 3):
+        squares = gym._decoded(example.ground_truth)["metadata"]["initial_state"]
+        places = {item: tuple(map(float, name.split("_"))) for name, items in squares.items() for item in items}
+        steps = []
+        for box in [item for item in places if item.startswith("box_")]:
+            target = box.replace("box_", "target_")
+            (x, y), goal = places[box], places[target]
+            while (x, y) != goal:
+                new = (x + (goal[0] > x) - (goal[0] < x), y) if x != goal[0] else (x, y + (1 if goal[1] > y else -1))
+                steps.append({f"Agent[{x}, {y}]": f"move({box}, square[{new[0]}, {new[1]}])"})
+                x, y = new
+            steps.append({f"Agent[{x}, {y}]": f"move({box}, {target})"})
+        assert score(answered(json.dumps(steps)), example.ground_truth)["acc"] == 1.0
+
+
+def test_rush_hour_can_be_solved(score):
+    """Its entries come without an answer: search the moves of a short puzzle."""
+    from reasoning_gym.games.rush_hour import Board
+
+    example = some("rush_hour", 1, {"min_moves": 1, "max_moves": 4})[0]
+    start = gym._decoded(example.ground_truth)["metadata"]["board_config"]
+
+    def after(moves):
+        board = Board(start)
+        board.perform_moves(" ".join(moves))
+        return board
+
+    letters = sorted(set(re.findall("[A-Z]", str(after([])))))
+    paths, seen = [[]], {str(after([]))}
+    while paths and not after(paths[0]).solved:
+        path = paths.pop(0)
+        for move in (f"{letter}{sign}{n}" for letter in letters for sign in "+-" for n in range(1, 5)):
+            board = str(after([*path, move]))
+            if board not in seen:
+                seen.add(board)
+                paths.append([*path, move])
+    assert score(answered(" ".join(paths[0])), example.ground_truth)["acc"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("env", "answer", "fraction"),
+    [
+        ("game_of_life_halting", "any text", 0.0),  # the package gives it 1
+        ("puzzle24", "4*6*1*1", 0.01),  # so too: four numbers, but not these
+        ("intermediate_integration", "Integral({integrand}, x)", 0.0),  # and the problem as its own answer
+    ],
+)
+def test_what_the_package_takes_wrongly(score, env, answer, fraction):
+    for example in some(env, 8):
+        entry = gym._decoded(example.ground_truth)
+        if sorted(entry["metadata"].get("numbers", [])) != [1, 1, 4, 6]:
+            text = answer.format(integrand=entry["metadata"].get("integrand"))
+            assert score(answered(text), example.ground_truth)["score"] == fraction
+
+
+ATTACKS = [
+    "__import__('os').system('touch {new}')",
+    "[open('{new}', 'w')]",
+    "[[c for c in open('{new}', 'w').name]]",
+    "exec('import os; os.remove(\"{old}\")')",
+    "__import__('os').kill(__import__('os').getppid(), 9)",
+    "__import__('os')._exit(0)",
+    "exit()",
+    "[0] * 10**12",
+    "().__class__.__base__.__subclasses__()",
+    "(lambda: __import__('os').fork())()",
+    "x.__class__",
+    "preview(x)",
+    "sympify('__import__(chr(111))')",
+    "(" * 5000 + ")" * 5000,
+    "9**9**9**9",
+    "\x00\ud800",
+]
+EVALUATING = [
+    "binary_matrix",
+    "spiral_matrix",
+    "string_insertion",
+    "n_queens",
+    "number_sorting",
+    "countdown",
+    "puzzle24",
+    "simple_integration",
+    "intermediate_integration",
+    "polynomial_multiplication",
+]
+
+
+@pytest.mark.parametrize("env", EVALUATING)
+def test_a_hostile_answer_writes_nothing_and_stops_nothing(env, tmp_path):
+    score = gym.scorer(env, seconds=1)
+    example = next(example for example in gym.examples(env, None, 3) if example.demonstration)
+    (tmp_path / "old").write_text("a")
+    for attack in ATTACKS:
+        row = score(
+            answered(attack.replace("{new}", f"{tmp_path}/new").replace("{old}", f"{tmp_path}/old")),
+            example.ground_truth,
+        )
+        assert row.keys() == KEYS and row["acc"] == 0.0
+        assert os.listdir(tmp_path) == ["old"]
+    assert score(example.demonstration, example.ground_truth)["acc"] == 1.0
+
+
+def test_an_answer_cannot_score_itself():
+    """Not even the code that would replace the scorer in the worker is run."""
+    score = gym.scorer("spiral_matrix")
+    example = some("spiral_matrix", 1)[0]
+    patch = "setattr(__import__('tasks.common.gym').common.gym, 'score_entry', lambda *a: 1.0)"
+    assert score(answered(patch), example.ground_truth)["score"] == 0.0
+    assert score(answered("wrong"), example.ground_truth)["score"] == 0.0
+
+
+def test_an_endless_computation_fails_and_the_next_answer_scores():
+    score = gym.scorer("countdown", seconds=1)
+    example = some("countdown", 1)[0]
+    assert score(answered("9**9**9"), example.ground_truth) == {"score": 0, "acc": 0, "format": 1, "failed": 1}
+    assert score(example.demonstration, example.ground_truth)["acc"] == 1.0
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    env=st.sampled_from(
+        ["boxnet", "codeio", "complex_arithmetic", "cryptarithm", "knight_swap", "rubiks_cube", "sudoku"]
+    ),
+    answer=st.one_of(st.text(), st.text(alphabet="[]{}(),:\"'0123456789.eE+-ABCwB \n"), st.integers().map(str)),
+    wrapped=st.booleans(),
+)
+def test_any_text_gets_a_score(score, env, answer, wrapped):
+    row = score(answered(answer) if wrapped else answer, some(env, 1)[0].ground_truth)
+    assert row.keys() == KEYS
+    assert all(type(value) is float and 0 <= value <= 1 for value in row.values())
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=st.one_of(st.text(), st.from_regex(r"[0-9x+*/()., ^a-z_-]{0,60}")))
+def test_only_expressions_reach_sympy(text):
+    parsed = []
+    try:
+        gym.parse_expression(lambda text, local_dict: parsed.append(text), text)
+    except ValueError:
+        assert not parsed
+    else:
+        assert not re.search(r"__|[a-zA-Z_]\.|\.[a-zA-Z_]{2}|[^\x00-\x7f]|['\"\[\]{};=]", text.replace("..", "??"))
+
+
+@pytest.mark.parametrize(
+    ("env", "config", "problem"),
+    [
+        ("chain_summ", {}, "chain_summ.*did you mean chain_sum"),
+        ("", {}, "no environment ''; it has"),
+        ("chain_sum", {"min_term": 2}, "'min_term'; did you mean min_terms"),
+        ("chain_sum", {"min_terms": "2"}, "min_terms='2'.*type int"),
+        ("chain_sum", {"min_terms": True}, "type int"),
+        ("chain_sum", {"min_terms": -1}, "CONFIG of chain_sum"),
+        ("chain_sum", {"min_terms": 9, "max_terms": 2}, "CONFIG of chain_sum.*max"),
+        ("chain_sum", {"seed": 1}, "seed comes from SEED"),
+        ("chain_sum", [1], "must be a JSON object"),
+        ("word_sorting", {"transformation": "upside"}, "transformation='upside'.*not a valid"),
+        ("time_intervals", {"min_date": "soon"}, "min_date='soon'"),
+        ("composite", {}, "at least one dataset"),
+        ("composite", {"datasets": [{"name": "gdc"}]}, "gdc.*did you mean gcd"),
+        ("composite", {"datasets": [{"name": "gcd", "config": {"min_number": 1}}]}, "did you mean.*min_numbers"),
+        ("composite", {"datasets": ["gcd"]}, "must be .*name"),
+    ],
+)
+def test_a_bad_setting_is_one_line_that_helps(env, config, problem):
+    with pytest.raises(DataError, match=problem) as raised:
+        next(gym.examples(env, config, 1))
+    assert "\n" not in str(raised.value)
+
+
+def test_a_bad_setting_is_said_by_the_scorer_too():
+    with pytest.raises(RuntimeError, match="DataError.*did you mean chain_sum"):
+        gym.scorer("chain_summ")(answered("1"), {"answer": "1", "metadata": {}})
+
+
+def test_a_ground_truth_of_another_kind_is_said():
+    with pytest.raises(DataError, match="make data"):
+        gym.scorer("chain_sum")(answered("1"), "12")
+
+
+@pytest.mark.parametrize(
+    ("env", "config"),
+    [
+        ("chain_sum", {"min_terms": 5, "max_terms": 5, "min_digits": 1}),
+        ("word_sorting", {"transformation": "uppercase"}),
+        ("time_intervals", {"min_date": "2000-01-01", "max_date": "2010-12-31", "task_types": ["date"]}),
+        ("polynomial_multiplication", {"variables": ["a", "b"]}),
+        ("arc_agi", {"board_format_opts": {"alphabet": ["a", "b", "c", "d", "e", "f", "g", "h", "i", "j"]}}),
+        ("graph_color", {"num_colors": 4}),
+        ("composite", {"datasets": [{"name": "gcd", "weight": 2}, {"name": "lcm", "config": {"max_numbers": 3}}]}),
+    ],
+)
+def test_settings_reach_questions_and_scorer(env, config):
+    example = some(env, 1, config)[0]
+    assert example.prompt not in {other.prompt for other in some(env, 1)} if env != "composite" else True
+    assert gym.scorer(env, config)(example.demonstration, example.ground_truth)["acc"] == 1.0
+    gym._sandbox(env, json.dumps(config, sort_keys=True), gym.CALL_SECONDS).close()
+
+
+def test_examples_depend_on_the_seed_and_go_on(monkeypatch):
+    monkeypatch.setattr(gym, "CHUNK", 5)
+    examples = some("chain_sum", 12)
+    assert len({example.prompt for example in examples}) == 12
+    assert examples == some("chain_sum", 12)
+    assert not {example.prompt for example in examples} & {example.prompt for example in some("chain_sum", 12, seed=2)}
+
+
+VALUES = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), st.text(), st.fractions()),
+    lambda inner: st.one_of(
+        st.lists(inner),
+        st.lists(inner).map(tuple),
+        st.dictionaries(st.text(), inner),
+        st.dictionaries(st.one_of(st.integers(), st.tuples(st.integers(), st.text())), inner),
+        st.sets(st.integers()),
+        st.frozensets(st.text()),
+    ),
+    max_leaves=10,
+)
+
+
+@given(value=VALUES)
+def test_what_is_stored_comes_back_with_its_types(value):
+    back = gym._decoded(json.loads(json.dumps(gym._encoded(value))))
+    assert (back, repr(type(back))) == (value, repr(type(value)))
+    assert repr(back) == repr(value) or isinstance(value, set | frozenset | dict | list | tuple)
+
+
+def test_numpy_is_stored_as_plain_numbers():
+    import numpy
+
+    value = {"a": numpy.int64(3), "b": numpy.array([[1, 2]]), "c": numpy.str_("x"), "d": numpy.bool_(True)}
+    assert gym._encoded(value) == {"a": 3, "b": [[1, 2]], "c": "x", "d": True}
+    with pytest.raises(DataError, match="complex"):
+        gym._encoded([1j])

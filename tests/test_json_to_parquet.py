@@ -1,0 +1,462 @@
+"""tasks/common/records.py and tasks/common/json_to_parquet.py: files of every form read, converted, or refused."""
+
+import csv
+import json
+import os
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tasks.common import records
+from tasks.common.data import DataError, read_rows, validate_parquet
+from tasks.common.json_to_parquet import convert, parse
+from tasks.common.prepare import describe
+from tasks.common.records import HubUnreachable, Records, hub, load
+from tasks.common.settings import ROOT
+
+SHARED = Path(os.environ.get("SHARED_DATA", ROOT.parent / "shared/data"))
+
+ROWS = [
+    {"question": "one, \"two\"\nthree", "answer": "é 😀"},
+    {"question": "x" * 5000, "answer": "2"},
+    {"question": "three", "answer": "3"},
+]  # fmt: skip
+
+
+def write(path, content):
+    path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    return path
+
+
+def write_rows(path, rows):
+    """``rows`` in the form of the file's suffix."""
+    if path.suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    elif path.suffix == ".csv":
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, rows[0])
+            writer.writeheader()
+            writer.writerows(rows)
+    elif path.suffix == ".json":
+        path.write_text(json.dumps(rows, indent=1))
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+# ---- records
+
+
+@pytest.mark.parametrize("suffix", records.SUFFIXES)
+def test_records_come_back_and_can_be_read_again(tmp_path, suffix):
+    found = Records(write_rows(tmp_path / f"x{suffix}", ROWS))
+    assert list(found) == list(found) == ROWS
+    first = iter(found)
+    next(first)
+    assert next(iter(found)) == ROWS[0]
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 7, 100])
+def test_array_is_read_whatever_the_window(tmp_path, monkeypatch, chunk):
+    rows = [*ROWS, {"a": [{"b": "]},{"}, 1.5, None, True, 2**70]}, {}]
+    path = write(tmp_path / "x.json", f"\ufeff \n[ {' , '.join(json.dumps(row) for row in rows)}\n ] \n")
+    monkeypatch.setattr(records, "CHUNK", chunk)
+    assert list(Records(path)) == rows
+
+
+@pytest.mark.parametrize("suffix", [".json", ".jsonl", ".csv"])
+def test_byte_order_mark_is_no_part_of_the_text(tmp_path, suffix):
+    path = write_rows(tmp_path / f"x{suffix}", ROWS)
+    path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
+    assert list(Records(path)) == ROWS
+
+
+def test_lines_in_a_json_file_and_empty_lines(tmp_path):
+    path = write(tmp_path / "x.json", '{"a": 1}\n\n  \r\n{"a": 2}')
+    assert list(Records(path)) == [{"a": 1}, {"a": 2}]
+    assert [place for place, _ in Records(path).located()] == [f"{path}: line 1", f"{path}: line 4"]
+
+
+BAD = {
+    "json: empty": (".json", "", "is empty"),
+    "json: spaces": (".json", " \n ", "is empty"),
+    "json: no rows": (".json", "[]", "has no rows"),
+    "json: text": (".json", '"x"', "not a JSON array"),
+    "json: one object on lines": (".json", '{\n "a": 1}', "line 1: is not JSON .*an array, or one object a line"),
+    "json: cut in a row": (".json", '[{"a": 1}, {"a": [1', "row 1: is not JSON .*complete"),
+    "json: cut in text": (".json", '[{"a": 1}, {"a": "x', "row 1: is not JSON .*complete"),
+    "json: cut after a row": (".json", '[{"a": 1}', "after row 0: .*the end"),
+    "json: cut after a comma": (".json", '[{"a": 1},', "after row 0: ends within"),
+    "json: cut at once": (".json", "[", "ends within"),
+    "json: comma at the end": (".json", '[{"a": 1},]', "row 1: must be an object"),
+    "json: no comma": (".json", '[{"a": 1} {"a": 2}]', "after row 0: must be `,`"),
+    "json: more": (".json", '[{"a": 1}] x', "after row 0: more after"),
+    "json: numbers": (".json", '[{"a": 1}, 2]', "row 1: must be an object, begins with '2'"),
+    "json: null": (".json", "[null]", "row 0: must be an object"),
+    "json: arrays": (".json", "[[]]", "row 0: must be an object"),
+    "json: NaN": (".json", '[{"a": 1}, {"a": NaN}]', "row 1: .*NaN"),
+    "json: infinity": (".json", '[{"a": 1e999}]', "row 0: .*1e999"),
+    "json: long number": (".json", '[{"a": ' + "9" * 5000 + "}]", "row 0: is not JSON"),
+    "json: single quotes": (".json", "[{'a': 1}]", "row 0: is not JSON"),
+    "json: half a surrogate": (".json", '[{"a": "\\ud800"}]', "row 0: .*surrogate"),
+    "json: no UTF-8": (".json", b'[{"a": "\xe9"}]', "row 0.*: is not UTF-8"),
+    "json: UTF-16": (".json", '[{"a": 1}]'.encode("utf-16"), "row 0.*: is not UTF-8"),
+    "json: deep": (".json", '[{"a": ' + "[" * 100_000, "row 0: is nested too deeply"),
+    "json: deep at once": (".json", "[" * 100_000, "row 0: must be an object"),
+    "jsonl: empty": (".jsonl", "", "has no rows"),
+    "jsonl: cut": (".jsonl", '{"a": 1}\n{"a": ', "line 2: is not JSON"),
+    "jsonl: numbers": (".jsonl", "1\n", "line 1: must be an object"),
+    "jsonl: two on a line": (".jsonl", '{"a": 1} {"a": 2}', "line 1: more after"),
+    "jsonl: an array": (".jsonl", '[{"a": 1}]', "line 1: must be an object"),
+    "jsonl: NaN": (".jsonl", '{"a": 1}\n{"a": -Infinity}', "line 2: .*-Infinity"),
+    "jsonl: no UTF-8": (".jsonl", b'{"a": 1}\n{"a": "\xff"}', "line 2: is not UTF-8"),
+    "jsonl: half a surrogate": (".jsonl", '{"a": "\\uDFFF"}', "line 1: .*surrogate"),
+    "csv: empty": (".csv", "", "has no rows"),
+    "csv: header alone": (".csv", "a,b\n", "has no rows"),
+    "csv: too many": (".csv", "a,b\n1,2\n1,2,3\n", r"row 1 \(line 3\): has 3 fields, the header has 2"),
+    "csv: too few": (".csv", "a,b\n1\n", r"row 0 \(line 2\): has 1 fields"),
+    "csv: open quote": (".csv", 'a,b\n1,"2\n3,4\n', "row 0.*: is not CSV"),
+    "csv: text after quote": (".csv", 'a,b\n"1"x,2\n', "row 0.*: is not CSV"),
+    "csv: header twice": (".csv", "a,a\n1,2\n", "empty or repeated name"),
+    "csv: header with nothing": (".csv", "a,\n1,2\n", "empty or repeated name"),
+    "csv: no UTF-8": (".csv", b"a,b\n1,\xe9\n", "not UTF-8"),
+    "parquet: empty": (".parquet", "", "not readable parquet"),
+    "parquet: text": (".parquet", "a,b\n1,2\n", "not readable parquet"),
+}
+
+
+@pytest.mark.parametrize("suffix, content, message", BAD.values(), ids=BAD)
+def test_bad_file_is_refused_with_file_and_row_and_nothing_is_written(tmp_path, suffix, content, message):
+    path = write(tmp_path / f"x{suffix}", content)
+    with pytest.raises(DataError, match=rf"^{path}: .*{message}") as error:
+        list(Records(path))
+    assert "\n" not in str(error.value)
+    with pytest.raises(DataError):
+        convert(parse([str(path), str(tmp_path / "out")]))
+    assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
+
+
+@pytest.mark.parametrize("suffix, message", [(".json", "row 1: "), (".jsonl", "line 2: "), (".csv", "row 1 ")])
+def test_row_without_end_is_refused_before_it_fills_the_memory(tmp_path, monkeypatch, suffix, message):
+    monkeypatch.setattr(records, "LONGEST", 10_000)
+    monkeypatch.setattr(records, "CHUNK", 1000)
+    path = write_rows(tmp_path / f"x{suffix}", [{"a": "1"}, {"a": "x" * 200_000}])
+    with pytest.raises(DataError, match=message):
+        list(Records(path))
+
+
+def test_csv_with_long_fields(tmp_path):
+    assert list(Records(write_rows(tmp_path / "x.csv", [{"a": "x" * 500_000}]))) == [{"a": "x" * 500_000}]
+
+
+def test_parquet_that_is_damaged_inside_is_refused(tmp_path):
+    path = tmp_path / "x.parquet"
+    pq.write_table(pa.table({"a": ["b" * 100] * 1000}), path, compression="none", use_dictionary=False)
+    content = bytearray(path.read_bytes())
+    content[4:200] = b"\xff" * 196
+    path.write_bytes(content)
+    with pytest.raises(DataError, match="not readable parquet"):
+        list(Records(path))
+
+
+@pytest.mark.parametrize("name, message", [("no.json", "no such file"), ("x.xlsx", "unknown kind"), ("", "unknown")])
+def test_file_that_cannot_be(tmp_path, name, message):
+    with pytest.raises(DataError, match=message):
+        Records(tmp_path / name)
+
+
+def test_folder_needs_a_training_file(tmp_path):
+    write_rows(tmp_path / "test.jsonl", ROWS)
+    with pytest.raises(DataError, match="no training file"):
+        load(tmp_path)
+    write_rows(tmp_path / "train-00001-of-00002.parquet", ROWS)
+    write_rows(tmp_path / "train-00000-of-00002.parquet", ROWS)
+    write(tmp_path / "README.md", "x")
+    assert [(part.path.name[:11], part.split) for part in load(tmp_path)] == [
+        ("train-00000", "train"),
+        ("train-00001", "train"),
+        ("test.jsonl", "test"),
+    ]
+
+
+def peak_of_reading(path):
+    tracemalloc.start()
+    try:
+        return sum(1 for _ in Records(path)), tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("suffix", records.SUFFIXES)
+def test_memory_of_reading_does_not_grow_with_the_rows(tmp_path, monkeypatch, suffix):
+    monkeypatch.setattr(records, "CHUNK", 1 << 16)
+    rows = [{"a": f"{number} {'x' * 500}"} for number in range(2000)]
+    count, few = peak_of_reading(write_rows(tmp_path / f"few{suffix}", rows))
+    assert count == 2000
+    count, many = peak_of_reading(write_rows(tmp_path / f"many{suffix}", rows * 5))
+    assert count == 10_000
+    assert many < 1.5 * few + 100_000
+
+
+# ---- the hub
+
+
+@pytest.fixture
+def no_hub(monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "0")  # put back after the test, whatever hub() sets
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+
+
+def test_hub_that_cannot_be_reached(no_hub):
+    code = "from tasks.common.records import hub; hub('openai/gsm8k', 'main', 'test')"
+    for offline in ("0", "1"):
+        result = run_python(code, HF_HUB_OFFLINE=offline, HF_ENDPOINT="http://127.0.0.1:9", HF_HOME="/nonexistent")
+        assert "HubUnreachable: openai/gsm8k (main), split test: the hub cannot be reached" in result.stderr
+        assert "Retrying" not in result.stderr
+
+
+def run_python(code, **environment):
+    return subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | environment, cwd=ROOT, capture_output=True, text=True
+    )
+
+
+@pytest.fixture
+def hub_folder(tmp_path, monkeypatch):
+    """A folder of a hub data set's form."""
+    monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "set"
+    folder.mkdir()
+    for name in ("train", "test"):
+        write_rows(folder / f"{name}.jsonl", [{"question": f"{name} {n}", "answer": str(n)} for n in range(5)])
+    return folder
+
+
+def test_folder_of_the_hub_s_form(hub_folder):
+    found = hub(str(hub_folder), split="test")
+    assert [record["question"] for record in found] == [f"test {n}" for n in range(5)]
+    assert next(iter(found.located())) == (f"{hub_folder}: row 0", {"question": "test 0", "answer": "0"})
+    assert found.split == "test"
+    assert found.origin() == {"hub": str(hub_folder), "config": None, "split": "test"}
+
+
+@pytest.mark.parametrize("config, split", [(None, "nosuch"), ("nosuch", "train")])
+def test_config_or_split_that_is_not_there_is_one_line(hub_folder, config, split):
+    with pytest.raises(DataError, match="cannot be loaded.*nosuch") as error:
+        hub(str(hub_folder), config, split)
+    assert not isinstance(error.value, HubUnreachable)
+    assert "\n" not in str(error.value)
+
+
+# ---- json_to_parquet
+
+USER = {"role": "user", "content": "hi"}
+
+
+def plain(count):
+    return [{"question": f"what is {n}?", "answer": n} for n in range(count)]
+
+
+def chats(count):
+    return [
+        {"conversations": [{"from": "human", "value": f"hi {n}"}, {"from": "gpt", "value": "yes"}]}
+        for n in range(count)
+    ]
+
+
+def pairs(count):
+    return [{"prompt": f"hi {n}", "chosen": "yes", "rejected": "no"} for n in range(count)]
+
+
+def converted(path, output, *options):
+    """Manifest, train and test."""
+    manifest = convert(parse([str(path), str(output), *options]))
+    assert sorted(file.name for file in output.iterdir()) == ["manifest.json", "test.parquet", "train.parquet"]
+    assert json.loads((output / "manifest.json").read_text()) == manifest
+    train, test = (list(read_rows(output / f"{name}.parquet")) for name in ("train", "test"))
+    assert manifest["rows"] == {"train": len(train), "test": len(test)}
+    return manifest, train, test
+
+
+@pytest.mark.parametrize("suffix", records.SUFFIXES)
+def test_rl_rows(tmp_path, suffix):
+    path = write_rows(tmp_path / f"sums{suffix}", plain(100))
+    manifest, train, test = converted(path, tmp_path / "out")
+    assert (manifest["kind"], len(train), len(test)) == ("rl", 95, 5)
+    assert validate_parquet(tmp_path / "out/train.parquet") == 95
+    assert {row["prompt"][0]["content"]: row["reward_model"]["ground_truth"] for row in [*train, *test]} == {
+        f"what is {n}?": str(n) for n in range(100)
+    }
+    assert {row["data_source"] for row in train} == {"sums"}
+    assert manifest["origin"] == [Records(path).origin()]
+
+
+def test_the_same_rows_from_every_form_of_file(tmp_path):
+    rows = [{"question": row["question"], "answer": f"n {row['answer']}"} for row in plain(60)]
+    found = [
+        converted(write_rows(tmp_path / f"x{suffix}", rows), tmp_path / suffix, "--data-source", "x")[1:]
+        for suffix in records.SUFFIXES
+    ]
+    assert all(each == found[0] for each in found)
+
+
+def test_sft_rows(tmp_path):
+    manifest, train, _ = converted(write_rows(tmp_path / "x.json", chats(40)), tmp_path / "out")
+    assert (manifest["kind"], validate_parquet(tmp_path / "out/train.parquet", "sft")) == ("sft", 38)
+    assert [message["role"] for message in train[0]["messages"]] == ["user", "assistant"]
+
+
+def test_dpo_rows(tmp_path):
+    rows = [*pairs(40), *pairs(3), {"prompt": "hi", "chosen": "same", "rejected": "same"}]
+    manifest, train, _ = converted(write_rows(tmp_path / "x.json", rows), tmp_path / "out")
+    assert manifest["kind"] == "dpo"
+    assert manifest["dropped"] == {"unusable": 1, "too_long": 0, "duplicates": 3, "over_limit": 0}
+    assert train[0]["chosen"] == [{"role": "assistant", "content": "yes"}]
+    assert train[0]["rejected"] == [{"role": "assistant", "content": "no"}]
+
+
+CALL = {"name": "f", "arguments": {"x": 1}}
+CALLING = {
+    "messages": [USER, {"role": "assistant", "content": None, "tool_calls": [{"function": CALL}]}],
+    "tools": [{"name": "f"}],
+}
+
+
+def test_calls_and_tools_are_kept(tmp_path):
+    path = write_rows(tmp_path / "x.jsonl", [CALLING, *chats(20)])
+    for kind, messages in (("sft", "messages"), ("rl", "prompt")):
+        _, train, test = converted(path, tmp_path / kind, "--kind", kind)
+        (row,) = [row for row in [*train, *test] if row[messages][0]["content"] == "hi"]
+        tools = row["tools"] if kind == "sft" else row["extra_info"]["tools"]
+        assert json.loads(tools)[0]["function"]["name"] == "f"
+        if kind == "sft":
+            function = row["messages"][1]["tool_calls"][0]["function"]
+            assert (function["name"], json.loads(function["arguments"])) == ("f", {"x": 1})
+        else:
+            assert json.loads(row["reward_model"]["ground_truth"]) == [CALL]
+
+
+@pytest.mark.parametrize("rows, kind", [(plain(20), "sft"), (chats(20), "rl")])
+def test_kind_can_be_chosen(tmp_path, rows, kind):
+    path = write_rows(tmp_path / "x.jsonl", rows)
+    manifest, _, _ = converted(path, tmp_path / "out", "--kind", kind)
+    assert manifest["kind"] == kind
+    assert validate_parquet(tmp_path / "out/train.parquet", kind) == 19
+
+
+def test_conversation_without_last_answer_is_counted(tmp_path):
+    path = write_rows(tmp_path / "x.jsonl", [*chats(20), {"messages": [USER]}])
+    manifest, _, _ = converted(path, tmp_path / "out")
+    assert manifest["dropped"]["unusable"] == 1
+    assert "dropped: 1 unusable" in describe(manifest)
+
+
+def test_columns_seed_and_sizes(tmp_path):
+    rows = [{"q": f"what {n}", "a": n, "prompt": "other", "s": "be brief"} for n in range(50)]
+    path = write_rows(tmp_path / "x.jsonl", rows)
+    options = ["--prompt-column", "q", "--answer-column", "a", "--system-column", "s", "--max-samples", "20"]
+    _, train, test = converted(path, tmp_path / "out", *options, "--test-size", "4", "--seed", "1")
+    assert (len(train), len(test)) == (16, 4)
+    assert [message["role"] for message in train[0]["prompt"]] == ["system", "user"]
+    assert converted(path, tmp_path / "out", *options, "--test-size", "4", "--seed", "1")[1:] == (train, test)
+    assert converted(path, tmp_path / "out", *options, "--test-size", "4", "--seed", "2")[1:] != (train, test)
+
+
+def test_folder_keeps_its_own_split(tmp_path):
+    folder = tmp_path / "sums"
+    folder.mkdir()
+    write_rows(folder / "train.jsonl", plain(30))
+    write_rows(folder / "test.csv", plain(40)[25:])
+    manifest, train, test = converted(folder, tmp_path / "out")
+    assert (len(train), len(test), manifest["dropped"]["duplicates"]) == (25, 15, 5)
+
+
+def test_long_prompts_are_dropped_by_the_tokenizer(tmp_path, small_model):
+    rows = [*plain(20), {"question": "x" * 500, "answer": 1}]
+    path = write_rows(tmp_path / "x.jsonl", rows)
+    options = ("--tokenizer", str(small_model), "--max-prompt-tokens", "100")
+    assert converted(path, tmp_path / "out", *options)[0]["dropped"]["too_long"] == 1
+    with pytest.raises(DataError, match="^--tokenizer /nowhere: no tokenizer"):
+        convert(parse([str(path), str(tmp_path / "out"), "--tokenizer", "/nowhere", "--max-prompt-tokens", "9"]))
+
+
+ODD = {
+    "unknown form": ([{"a": 1}], [], "line 1: is of no known form; it has columns a"),
+    "a later row": ([*plain(3), {"question": "x", "answer": None}], [], "line 4: column `answer`"),
+    "a column that goes": ([*plain(3), {"question": "x"}], [], "line 4: has a prompt but no answer"),
+    "another type": ([*plain(3), {"question": 3, "answer": 1}], [], "line 4: column `question` must be text"),
+    "no such column": (plain(3), ["--prompt-column", "q"], "line 1: has no column `q`"),
+    "pairs as rl": (pairs(3), ["--kind", "rl"], "line 1: has chosen and rejected.*--kind dpo"),
+    "no pairs": (plain(3), ["--kind", "dpo"], "line 1: has no chosen and rejected"),
+    "one row": (plain(1), [], "only 1 different rows"),
+    "no test split": (plain(5), ["--test-size", "0"], "no test split of its own"),
+}
+
+
+@pytest.mark.parametrize("rows, options, message", ODD.values(), ids=ODD)
+def test_rows_that_do_not_fit_are_refused_and_old_files_stay(tmp_path, rows, options, message):
+    converted(write_rows(tmp_path / "good.jsonl", plain(20)), tmp_path / "out")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    path = write_rows(tmp_path / "x.jsonl", rows)
+    with pytest.raises(DataError, match=rf"^{path}: .*{message}") as error:
+        convert(parse([str(path), str(tmp_path / "out"), *options]))
+    assert "\n" not in str(error.value)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--test-size", "1.5"],
+        ["--test-size", "nan"],
+        ["--test-size", "-1"],
+        ["--max-samples", "-1"],
+        ["--seed", "x"],
+        ["--kind", "ppo"],
+        ["--tokenizer", "x"],
+        ["--max-prompt-tokens", "9"],
+        ["--prompt", "q"],
+    ],
+)
+def test_wrong_options_are_refused(options):
+    with pytest.raises(SystemExit) as error:
+        parse(["a", "b", *options])
+    assert error.value.code == 2
+
+
+def command(*arguments):
+    arguments = [sys.executable, "-m", "tasks.common.json_to_parquet", *map(str, arguments)]
+    return subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True)
+
+
+def test_command_line(tmp_path):
+    result = command(write_rows(tmp_path / "x.jsonl", [*plain(40), *plain(2)]), tmp_path / "out")
+    assert (result.returncode, result.stderr) == (0, "")
+    assert "rl rows" in result.stdout and "38 train" in result.stdout and "dropped: 2 duplicates" in result.stdout
+    assert f"TRAIN_FILE={tmp_path}/out/train.parquet" in result.stdout
+    result = command(tmp_path / "no.json", tmp_path / "out")
+    assert (result.returncode, result.stdout) == (1, "")
+    assert result.stderr == f"error: {tmp_path}/no.json: no such file\n"
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="no shared data")
+@pytest.mark.parametrize(
+    "name, kind, rows, duplicates",
+    [
+        ("gsm8k", "rl", {"train": 7473, "test": 1319}, 0),
+        ("gsm8k/train.jsonl", "rl", {"train": 7099, "test": 374}, 0),
+        ("tool_calls/glaive_toolcall_en_demo.json", "sft", {"train": 252, "test": 13}, 35),
+        ("tool_calls/reason_tool_use_demo_50.jsonl", "sft", {"train": 48, "test": 2}, 0),
+        ("preferences/dpo_en_demo.json", "dpo", {"train": 280, "test": 15}, 5),
+    ],
+)
+def test_real_files(tmp_path, name, kind, rows, duplicates):
+    manifest, _, _ = converted(SHARED / name, tmp_path / "out")
+    assert (manifest["kind"], manifest["rows"], manifest["dropped"]["duplicates"]) == (kind, rows, duplicates)
+    if kind != "dpo":
+        assert validate_parquet(tmp_path / "out/train.parquet", kind) == rows["train"]

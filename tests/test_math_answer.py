@@ -1,0 +1,379 @@
+"""tasks/common/math_answer.py: which text is the final answer, which number it states, what equals what."""
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from fractions import Fraction
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tasks.common import math_answer
+from tasks.common.math_answer import MAX_ANSWER_CHARS, compare, find_answer, read_number
+
+
+@pytest.mark.parametrize(
+    "text, number",
+    [
+        ("18", 18),
+        ("018", 18),
+        ("+18", 18),
+        ("18.", 18),
+        ("18.00", 18),
+        ("18.5", Fraction(37, 2)),
+        (".5", Fraction(1, 2)),
+        ("-3", -3),
+        ("- 3", -3),
+        ("−3", -3),
+        ("-$3", -3),
+        ("$-3", -3),
+        ("-0", 0),
+        ("$18", 18),
+        (r"\$18", 18),
+        ("€18", 18),
+        ("$18.", 18),
+        ("1,000", 1000),
+        ("1,000,000.50", Fraction(2000001, 2)),
+        (r"1{,}000", 1000),
+        (r"1\,000", 1000),
+        ("36/2", 18),
+        ("1 1/2", Fraction(3, 2)),
+        ("- 1 1/2", Fraction(-3, 2)),
+        (r"\frac{36}{2}", 18),
+        (r"\dfrac{ 36 }{ 2 }", 18),
+        (r"-\frac{1}{2}", Fraction(-1, 2)),
+        (r"1\frac12", Fraction(3, 2)),
+        ("18%", 18),
+        (r"18\%", 18),
+        ("18.0 %", 18),
+        ("**18**", 18),
+        ("**$18**", 18),
+        ("18**", 18),
+        ("_18_", 18),
+        ("`18`", 18),
+        (r"\(18\)", 18),
+        ("(18)", 18),
+        (r"$\boxed{18}$", 18),
+        (r"\textbf{18}", 18),
+        (r"\boxed{\text{18}}", 18),
+        (r"\left(18\right)", 18),
+        (r"18\text{ dollars}", 18),
+        (r"18 \text{ eggs}", 18),
+        (r"18^\circ", 18),
+        ("18°C", 18),
+        ("18 dollars.", 18),
+        ("18 eggs per day", 18),
+        ("18 (eggs)", 18),
+        ("18, which is what she makes", 18),
+        ("18km", 18),
+        ("18 km/h", 18),
+        ("18/hour", 18),
+        ("18\u00a0eggs", 18),
+        ("18 dozen", 18),
+        ("18 million", 18_000_000),
+        ("$1.5 million dollars", 1_500_000),
+        ("x = 18", 18),
+        ("9 * 2 = 18", 18),
+        ("9 * 2 = $18 dollars", 18),
+        ("≈ 18", 18),
+        ("Answer: 18", 18),
+        ("the total is 18", 18),
+        ("9" * 18, 10**18 - 1),
+        ("", None),
+        ("eggs", None),
+        ("9" * 19, None),
+        ("1/0", None),
+        ("1/2/3", None),
+        ("1.2.3", None),
+        ("1,00", None),
+        ("1 000", None),
+        ("18 19", None),
+        ("17, 18, 19", None),
+        ("18 or 19", None),
+        ("18 or nineteen", None),
+        ("18 and a half", None),
+        ("18 dollars and 5 cents", None),
+        ("18 (2 each)", None),
+        ("18-20", None),
+        ("18 - 20", None),
+        ("18:30", None),
+        ("18|19", None),
+        ("18x", None),
+        ("18 x", None),
+        ("18k", None),
+        ("1e5", None),
+        ("18 squared", None),
+        ("18!", None),
+        ("18+", None),
+        ("9+9", None),
+        ("9*2", None),
+        ("9**2", None),
+        ("9^2", None),
+        (r"9 \times 2", None),
+        (r"2\sqrt{81}", None),
+        (r"\frac{9 + 9}{1}", None),
+        ("x >= 18", None),
+        (r"x \leq 18", None),
+        ("18 = 9 * 2", None),
+        ("9**9**9**9", None),
+        (" " * MAX_ANSWER_CHARS + "18", None),
+    ],
+)
+def test_read_number(text, number):
+    assert read_number(text) == number
+
+
+@pytest.mark.parametrize(
+    "response, text, how",
+    [
+        ("#### 18", "18", "hashes"),
+        ("####18", "18", "hashes"),
+        ("####\n18", "18", "hashes"),
+        ("**#### 18**", "18", "hashes"),
+        ("#### **18** eggs.", "18 eggs", "hashes"),
+        ("#### **Answer:** 18", "18", "hashes"),
+        ("#### The answer is 18", "18", "hashes"),
+        ("#### Total = 18", "18", "hashes"),
+        ("#### 17\n#### 18", "18", "hashes"),
+        ("#### 18 or 19", "18 or 19", "hashes"),
+        ("#### 18\nThere are 24 hours in a day.", "18", "hashes"),
+        ("#### 18. There are 24 hours in a day.", "18", "hashes"),
+        ("#### 18.50 dollars. Or so.", "18.50 dollars", "hashes"),
+        ("#### 18" + " and so on, 24 hours a day" * 1000, None, "hashes"),
+        ("#### 18\n" + "24 hours a day. " * 6000, "18", "hashes"),
+        ("#### 18\n#### Note\nThat was all.", "18", "hashes"),
+        ("#### 18 \\boxed{19} The answer is 20.", "18 \\boxed{19} The answer is 20", "hashes"),
+        ("#### 18\nThe answer is \\boxed{20}.", "18", "hashes"),
+        ("#### Step 3: add them\n\\boxed{18}", "18", "boxed"),
+        ("### 19\n\\boxed{18}", "18", "boxed"),
+        ("##### 19\n\\boxed{18}", "18", "boxed"),
+        ("\\boxed{17} or \\boxed{18}", "18", "boxed"),
+        ("\\boxed{\\frac{36}{2}}", "\\frac{36}{2}", "boxed"),
+        ("\\boxed{\\text{\\textbf{18}}}", "\\text{\\textbf{18}}", "boxed"),
+        ("\\boxed{\\{18\\}}", "\\{18\\}", "boxed"),
+        ("\\boxed{\\boxed{18}}", "18", "boxed"),
+        ("\\boxed {18}. The answer is 20.", "18", "boxed"),
+        ("\\boxed{18} and \\boxed{19", "18", "boxed"),
+        ("The answer is 18.", "18", "sentence"),
+        ("the Answer is: $18", "$18", "sentence"),
+        ("**Answer:** 18", "18", "sentence"),
+        ("**Final Answer**: 18", "18", "sentence"),
+        ("The answer is:\n\n18", "18", "sentence"),
+        ("The answer to the question of 24 hours is 18.", "18", "sentence"),
+        ("The answer is 2 eggs for 9 days, which makes 18. There are 24 hours.", "18", "sentence"),
+        ("The answer is - 3.", "- 3", "sentence"),
+        ("The answer is $2\\sqrt{81}$.", "2\\sqrt{81}", "sentence"),
+        ("The answer is 17. No, the answer is 18.", "18", "sentence"),
+        ("The answer is 18. The answer is unknown.", "18", "sentence"),
+        ("<think>#### 17</think>#### 18", "18", "hashes"),
+        ("#### 17</think>a</THINK>#### 18", "18", "hashes"),
+        ("#### 18<think>#### 17", "18", "hashes"),
+        ("x" * 200_000 + "#### 18", "18", "hashes"),
+        ("#### 18</think>", None, None),
+        ("<think>#### 18", None, None),
+        ("<think>a</think><think>#### 18", None, None),
+        ("#### 18" + "x" * 200_000, None, None),
+        ("####", None, None),
+        ("#### none", None, None),
+        ("\\boxed{}", None, None),
+        ("\\boxed{" + "1" * 300 + "}", None, None),
+        ("It is 18.", None, None),
+        ("The answer is unknown.\n18", None, None),
+        ("", None, None),
+    ],
+)
+def test_find_answer(response, text, how):
+    found = find_answer(response)
+    assert (found and found.how) == how
+    if text is not None:
+        assert found.text == text
+    elif how:
+        assert len(found.text) <= MAX_ANSWER_CHARS
+
+
+@pytest.mark.parametrize(
+    "response, text",
+    [
+        ("It is 18.", "18"),
+        ("9 * 2 = 18", "18"),
+        ("9*2=$1,018.50, so it is", "1,018.50"),
+        ("It is -3", "-3"),
+        ("from 21-3", "3"),
+        ("from 21 -3", "3"),
+        ("It is \\frac{1}{2}", "1/2"),
+        ("24 hours</think>none", None),
+        ("none", None),
+        ("#### 18\n24 hours", "18"),
+    ],
+)
+def test_flexible_takes_the_last_number_where_no_answer_is_marked(response, text):
+    found = find_answer(response, flexible=True)
+    assert (found and found.text) == text
+
+
+@pytest.mark.parametrize(
+    "answer, truth, well_formed, right",
+    [
+        ("18.00", "18", True, True),
+        ("0.33", "1/3", True, False),
+        ("1/3", r"\frac{2}{6}", True, True),
+        ("18%", "0.18", True, False),
+        (r"2\sqrt{81}", "18", True, True),
+        (r"1.8 \times 10^{1}", "18", True, True),
+        (r"\sqrt{323}", "18", True, False),
+        (r"2\sqrt{3}", r"\sqrt{12}", True, True),
+        (r"\frac{1}{\sqrt 2}", r"\frac{\sqrt2}{2}", True, True),
+        ("x^2+1", "1+x^2", True, True),
+        ("x^2+1", "x^2", True, False),
+        ("(1,2)", "(1, 2)", True, True),
+        ("(2,1)", "(1, 2)", True, False),
+        (r"\{1,2\}", r"\{2,1\}", True, True),
+        ("18x", "18", False, False),
+        ("18, 19", "18", False, False),
+        (r"\infty", "18", False, False),
+        ("18 or 19", "18", False, False),
+        ("eggs", "18", False, False),
+        ("", "18", False, False),
+        ("", "", False, False),
+        ("1 + " * 100 + "1", "101", False, False),
+    ],
+)
+def test_compare(answer, truth, well_formed, right):
+    assert compare(answer, truth) == (well_formed, right)
+
+
+HOSTILE = [
+    "9^{9^{9^{9^{9}}}}",
+    "99999999999999999!",
+    r"\binom{99999999}{9999999}",
+    r"\sum_{i=1}^{100000000} \frac{1}{i^2}",
+    "^" * 100,
+    "{" * 200,
+    r"\frac{" * 30,
+    "\x00",
+    "\ud800",
+]
+
+
+def in_thread(call, *arguments):
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(call, *arguments).result(timeout=120)
+
+
+@pytest.mark.parametrize("answer", HOSTILE)
+def test_a_hostile_answer_ends_in_a_thread_too_and_the_next_one_is_judged(answer):
+    assert in_thread(compare, answer, "18") == (False, False)
+    assert in_thread(compare, rf"\sqrt{{{18 + len(answer)}^2}}", str(18 + len(answer))) == (True, True)
+
+
+@pytest.mark.parametrize(
+    "response",
+    [
+        "9**9**9**9",
+        "#### " * 20_000,
+        "#### 1" * 20_000,
+        "\\boxed{" * 20_000,
+        "\\boxed{1" * 20_000,
+        "The answer is " * 10_000,
+        "The answer is 9" * 10_000,
+        "answer" * 20_000,
+        "<think>" * 20_000,
+        "</think>" * 20_000,
+        "#### " + "9" * 100_000,
+        "#### " + "*" * 100_000,
+        "#### " + "`9" * 50_000,
+        "#### " + " " * 100_000,
+        "#### " + "\\text{" * 20_000,
+        "The answer is " + "1/" * 50_000,
+        "1," * 50_000,
+    ],
+)
+def test_a_long_response_gives_a_short_answer(response):
+    for flexible in (False, True):
+        found = find_answer(response, flexible)
+        assert found is None or len(found.text) <= MAX_ANSWER_CHARS
+
+
+def test_the_worker_sees_no_credentials_and_is_bounded(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    math_answer._worker.stop()
+    assert compare(r"\sqrt{16}", "4") == (True, True)
+    process = psutil.Process(math_answer._worker.process.pid)
+    assert "HF_TOKEN" not in process.environ()
+    assert process.rlimit(psutil.RLIMIT_AS)[0] == math_answer.MEMORY_BYTES
+    assert process.rlimit(psutil.RLIMIT_FSIZE)[0] == 0
+
+
+def test_text_is_never_run_as_python(tmp_path):
+    file = tmp_path / "written"
+    for text in (f"__import__('os').system('touch {file}')", rf"\text{{__import__('os').system('touch {file}')}}"):
+        assert compare(text[:MAX_ANSWER_CHARS], "18") == (False, False)
+    assert not file.exists()
+
+
+def test_a_killed_worker_is_replaced():
+    assert compare(r"\sqrt{25}", "5") == (True, True)
+    psutil.Process(math_answer._worker.process.pid).kill()
+    math_answer._worker.process.wait()
+    assert compare(r"\sqrt{36}", "6") == (True, True)
+
+
+def test_threads_get_their_own_answers():
+    numbers = range(100, 140)
+    with ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(lambda n: compare(rf"\sqrt{{{n * n}}}", str(n + n % 2)), numbers))
+    assert results == [(True, n % 2 == 0) for n in numbers]
+
+
+def test_a_forked_child_starts_its_own_worker():
+    assert compare(r"\sqrt{49}", "7") == (True, True)
+    parents = math_answer._worker.process.pid
+    child = os.fork()
+    if child == 0:
+        try:
+            good = compare(r"\sqrt{64}", "8") == (True, True) and math_answer._worker.process.pid != parents
+            math_answer._worker.stop()
+            os._exit(0 if good else 1)
+        finally:
+            os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+    assert math_answer._worker.process.pid == parents
+    assert compare(r"\sqrt{81}", "9") == (True, True)
+
+
+def test_a_worker_that_cannot_start_is_an_error(monkeypatch):
+    monkeypatch.setattr(math_answer.sys, "executable", "/bin/false")
+    worker = math_answer._Worker()
+    with pytest.raises(math_answer.RewardError, match="did not start"):
+        worker.ask("1", "1")
+
+
+numbers = st.fractions(max_denominator=10**6).filter(lambda f: abs(f.numerator) < 10**12)
+
+
+@given(numbers, st.sampled_from(["{}", "${}", "**{}**", "{} eggs", "\\boxed{{{}}}", "$\\text{{{}}}$", "x = {}", "{}%"]))
+def test_a_decorated_number_is_the_number(number, style):
+    assert read_number(style.format(number)) == number
+
+
+@given(st.integers(-(10**15), 10**15), st.sampled_from(["{:,}", "{}.0", "{}.000", "{}", "{}/1"]))
+def test_spellings_of_an_integer(number, style):
+    assert read_number(style.format(number)) == number
+
+
+FRAGMENTS = (
+    "#### \\boxed{ } { answer is \\frac \\text \\sqrt <think> </think> $ \\ % , . - 18 1/2 ** _ = ( ) million e ^ !"
+)
+FRAGMENTS = [*FRAGMENTS.split(" "), " ", "\n", "9" * 30, "é", "²", "١٨", "\x00", "\ud800"]
+responses = st.one_of(st.text(max_size=300), st.lists(st.sampled_from(FRAGMENTS), max_size=40).map("".join))
+
+
+@given(responses, st.booleans())
+def test_any_response_gives_a_bounded_answer_or_none(response, flexible):
+    found = find_answer(response, flexible)
+    if found:
+        assert found.text
+        assert len(found.text) <= MAX_ANSWER_CHARS
+        number = read_number(found.text)
+        assert number is None or isinstance(number, Fraction)

@@ -1,0 +1,335 @@
+"""tasks/common/tool_calls.py: what parses as calls, and which calls are equal."""
+
+import itertools
+import json
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from tasks.common.tool_calls import (
+    MAX_CALLS,
+    MAX_CHARS,
+    MAX_DEPTH,
+    Malformed,
+    matched,
+    parse_calls,
+    parse_response,
+    render_calls,
+    same_value,
+    split_thinking,
+    strict_json,
+)
+
+F = {"name": "f", "arguments": {"x": 1}}
+G = {"name": "g", "arguments": {}}
+F_TEXT, G_TEXT = json.dumps(F), json.dumps(G)
+
+
+def block(text: str) -> str:
+    return f"<tool_call>\n{text}\n</tool_call>"
+
+
+# ---- parsing
+
+
+@pytest.mark.parametrize(
+    "text, calls, outside",
+    [
+        ("", [], ""),
+        ("  It is 12 degrees.\n", [], "It is 12 degrees."),
+        (block(F_TEXT), [F], ""),
+        (f"{block(F_TEXT)}\n{block(G_TEXT)}\n", [F, G], ""),
+        (f"<tool_call>{F_TEXT}</tool_call><tool_call>{G_TEXT}</tool_call>", [F, G], ""),
+        (f"I look.\n{block(F_TEXT)} Done.", [F], "I look.\n Done."),
+        (block('{"name": "f", "parameters": {"x": 1}}'), [F], ""),
+        (block('{"name": "f", "arguments": "{\\"x\\": 1}"}'), [F], ""),
+        (block('{"name": "f", "arguments": {"x": "</tool_call>"}}'), [{**F, "arguments": {"x": "</tool_call>"}}], ""),
+        # bare JSON, as Llama 3.1 and Mistral write it
+        (F_TEXT, [F], ""),
+        (f" [{F_TEXT}, {G_TEXT}]", [F, G], ""),
+        ('{"type": "function", "name": "f", "parameters": {"x": 1}}', [F], ""),
+        ('[{"name": "f", "arguments": {"x": 1}, "id": "abcdefghi"}]', [F], ""),
+        (f"[TOOL_CALLS] [{F_TEXT}]", [F], ""),
+        (f"<|python_tag|>{F_TEXT}; {G_TEXT}", [F, G], ""),
+        (f"{F_TEXT}\n{G_TEXT}", [F, G], ""),
+        # JSON that is no call, and prose
+        ('{"answer": 12}', [], '{"answer": 12}'),
+        ('{"name": "Ann", "age": 3}', [], '{"name": "Ann", "age": 3}'),
+        ("[1] a source", [], "[1] a source"),
+        ("[]", [], "[]"),
+        ('{"a": 1} is JSON', [], '{"a": 1} is JSON'),
+        ("[" * 10_000, [], "[" * 10_000),
+    ],
+)
+def test_parse_calls(text, calls, outside):
+    assert parse_calls(text) == (calls, outside)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "<tool_call>",
+        "</tool_call>",
+        f"<tool_call>\n{F_TEXT}",
+        f"{F_TEXT}\n</tool_call>",
+        f"{block(F_TEXT)}\n</tool_call>",
+        f"{block(F_TEXT)}\n<tool_call>\n{F_TEXT}",  # one good block does not save a bad one
+        f"<tool_call>\n<tool_call>\n{F_TEXT}\n</tool_call>\n</tool_call>",
+        block(""),
+        block("f(x=1)"),
+        block("{'name': 'f', 'arguments': {}}"),
+        block(F_TEXT[:-1]),
+        block(F_TEXT + F_TEXT),
+        block(f"[{F_TEXT}]"),  # a block is one call
+        block('"f"'),
+        block("null"),
+        block('{"name": "f"}'),
+        block('{"arguments": {}}'),
+        block('{"name": 3, "arguments": {}}'),
+        block('{"name": "f", "arguments": null}'),
+        block('{"name": "f", "arguments": [1]}'),
+        block('{"name": "f", "arguments": "x=1"}'),
+        block('{"name": "f", "arguments": "{\\"x\\": NaN}"}'),
+        block('{"name": "f", "arguments": {}, "parameters": {}}'),
+        block('{"name": "f", "arguments": {}, "more": 1}'),
+        block('{"name": "f", "arguments": {"x": NaN}}'),
+        block('{"name": "f", "arguments": {"x": -Infinity}}'),
+        block('{"name": "f", "arguments": {"x": 1e999}}'),
+        block('{"name": "f", "arguments": {"x": 1, "x": 2}}'),
+        block('{"name": "f", "name": "g", "arguments": {}}'),
+        block('{"name": "f", "arguments": {"x": ' + "9" * 5000 + "}}"),
+        block('{"name": "f", "arguments": {"x": ' + "[" * MAX_DEPTH + "1" + "]" * MAX_DEPTH + "}}"),
+        block('{"name": "f", "arguments": {"x": ' + "[" * 7000 + "]" * 7000 + "}}"),
+        "\n".join([block(F_TEXT)] * (MAX_CALLS + 1)),
+        f"[{','.join([F_TEXT] * (MAX_CALLS + 1))}]",
+        block(json.dumps({"name": "f", "arguments": {"x": "a" * MAX_CHARS}})),
+        F_TEXT[:-1],
+        F_TEXT + " Done.",
+        f"I call {F_TEXT}",
+        f"```json\n{F_TEXT}\n```",
+        f'[{F_TEXT}, {{"answer": 1}}]',
+        f"[{F_TEXT}",
+        '{"name": "f", ',
+        "[TOOL_CALLS]",
+        "[TOOL_CALLS] f",
+        '<|python_tag|>{"answer": 1}',
+    ],
+)
+def test_what_begins_as_a_call_and_is_none_is_malformed(text):
+    with pytest.raises(Malformed):
+        parse_calls(text)
+
+
+@pytest.mark.parametrize(
+    "response, opened, expected",
+    [
+        ("", False, (None, "")),
+        ("hi", False, (None, "hi")),
+        ("<think>a</think>b", False, ("a", "b")),
+        ("\n<think>\n a \n</think>\n\nb", False, ("a", "\n\nb")),
+        ("<think></think>b", False, ("", "b")),
+        ("a</think>b", True, ("a", "b")),
+        ("</think>b", True, ("", "b")),
+    ],
+)
+def test_split_thinking(response, opened, expected):
+    assert split_thinking(response, opened) == expected
+
+
+@pytest.mark.parametrize(
+    "response, opened",
+    [
+        ("<think>a", False),
+        ("a</think>b", False),
+        ("</think>a<think>", False),
+        ("b<think>a</think>", False),
+        ("<think>a</think>b</think>", False),
+        ("<think>a</think><think>b</think>", False),
+        ("<think><think>a</think>", False),
+        ("b", True),
+        ("<think>a</think>b", True),  # the prompt has opened it: that makes two
+    ],
+)
+def test_thinking_stands_once_at_the_start(response, opened):
+    with pytest.raises(Malformed):
+        split_thinking(response, opened)
+
+
+def test_calls_in_the_thinking_do_not_count():
+    found = parse_response(f"<think>{block(F_TEXT)} or {F_TEXT[:-1]}?</think>{block(G_TEXT)}")
+    assert found.calls == [G] and found.text == ""
+
+
+@pytest.mark.parametrize("text", ['{"a": 1} x', "", "NaN", '{"a": {"b": 1, "b": 1}}', "[1e400]", "nul"])
+def test_strict_json_refuses(text):
+    with pytest.raises(Malformed):
+        strict_json(text)
+
+
+SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text()
+VALUES = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4), max_leaves=12
+)
+CALLS = st.lists(
+    st.fixed_dictionaries({"name": st.text(), "arguments": st.dictionaries(st.text(), VALUES, max_size=4)}), max_size=4
+)
+
+
+@given(CALLS)
+def test_what_is_rendered_is_parsed_and_equal_in_any_order(calls):
+    parsed, outside = parse_calls(render_calls(calls))
+    assert parsed == calls and outside == ""
+    assert matched(parsed[::-1], calls, []) == len(calls)
+
+
+PIECES = ["<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "<|python_tag|>", F_TEXT, G_TEXT]
+PIECES += [
+    '{"name":',
+    '"arguments":',
+    "{",
+    "}",
+    "[",
+    "]",
+    '"',
+    "\\",
+    ",",
+    ";",
+    ":",
+    "NaN",
+    "1e999",
+    "\n",
+    "\ud800",
+    "é",
+]
+
+
+@settings(max_examples=500)
+@given(st.lists(st.sampled_from(PIECES) | st.text(max_size=5), max_size=12).map("".join), st.booleans())
+@example("{" * 10_000, False)
+@example('{"name":' * 1500, False)
+def test_any_text_is_parsed_or_malformed(text, opened):
+    try:
+        found = parse_response(text, opened)
+    except Malformed:
+        return
+    assert all(call.keys() == {"name", "arguments"} for call in found.calls)
+    json.dumps(found.calls, allow_nan=False)
+
+
+# ---- equality
+
+INTEGER, NUMBER = {"type": "integer"}, {"type": "number"}
+
+
+@pytest.mark.parametrize(
+    "made, expected, schema, equal",
+    [
+        (1, 1, {}, True),
+        (1, "1", {}, False),
+        ("1", 1, {"type": "string"}, False),
+        (True, 1, {}, False),
+        (1, True, {}, False),
+        (0, False, {"type": "boolean"}, False),
+        (True, 1.0, NUMBER, False),
+        (None, None, {}, True),
+        (None, 0, {}, False),
+        (None, "", {}, False),
+        ("a", "A", {}, False),
+        ("a", "a ", {}, False),
+        # an int may stand where a float is expected
+        (1, 1.0, {}, True),
+        (1, 1.0, NUMBER, True),
+        (1, 1.0, INTEGER, True),
+        (2, 1.0, NUMBER, False),
+        (10**400, 1e300, NUMBER, False),
+        # a float where an int is expected only if the schema takes any number
+        (1.0, 1, {}, False),
+        (1.0, 1, INTEGER, False),
+        (1.0, 1, NUMBER, True),
+        (1.5, 1, NUMBER, False),
+        (1.0, 1, {"type": ["number", "null"]}, True),
+        (1.0, 1, {"anyOf": [{"type": "null"}, {"type": "number"}]}, True),
+        (1.0, 1, {"type": {"odd": 1}, "anyOf": 3}, False),
+        (0.1 + 0.2, 0.3, NUMBER, False),
+        # lists, in order
+        ([1, 2], [1, 2], {}, True),
+        ([2, 1], [1, 2], {}, False),
+        ([1], [1, 1], {}, False),
+        ([1.0], [1], {"items": NUMBER}, True),
+        ([1.0], [1], {"items": INTEGER}, False),
+        ([True], [1], {"items": NUMBER}, False),
+        ([], {}, {}, False),
+        # objects
+        ({"a": 1, "b": 2}, {"b": 2, "a": 1}, {}, True),
+        ({"a": 1}, {"a": 1, "b": None}, {}, False),
+        ({"a": {"b": 1.0}}, {"a": {"b": 1}}, {"properties": {"a": {"properties": {"b": NUMBER}}}}, True),
+        ({"a": 1.0}, {"a": 1}, {"additionalProperties": NUMBER}, True),
+        ({"a": 1.0}, {"a": 1}, {"additionalProperties": True}, False),
+        # optional arguments that equal their default
+        ({}, {"a": 1}, {"properties": {"a": {"default": 1}}}, True),
+        ({"a": 1}, {}, {"properties": {"a": {"default": 1}}}, True),
+        ({"a": 2}, {}, {"properties": {"a": {"default": 1}}}, False),
+        ({}, {"a": 2}, {"properties": {"a": {"default": 1}}}, False),
+        ({"a": True}, {}, {"properties": {"a": {"default": 1}}}, False),
+        ({"a": None}, {}, {"properties": {"a": {"default": None}}}, True),
+        ({"a": None}, {}, {"properties": {"a": {"type": "string"}}}, False),
+        ({}, {"a": 1}, {"properties": {"a": {"default": 1}}, "required": ["a"]}, False),
+        ({}, {"a": 1.0}, {"properties": {"a": {"default": 1, "type": "number"}}}, True),
+        ({"o": {}}, {"o": {"a": 1}}, {"properties": {"o": {"properties": {"a": {"default": 1}}}}}, True),
+        # schemas that are none
+        ({"a": 1}, {"a": 1}, {"properties": 3, "required": 5}, True),
+        ({"a": 1}, {"a": 1}, "object", True),
+        ({"a": 1}, {}, {"properties": {"a": 3}}, False),
+    ],
+)
+def test_same_value(made, expected, schema, equal):
+    assert same_value(made, expected, schema) is equal
+
+
+def call(x):
+    return {"name": "f", "arguments": {"x": x}}
+
+
+def test_matching_is_maximal_where_taking_the_first_partner_is_not():
+    # 1 and 1.0 may stand for 1.0, only 1 for 1: the first of `made` must leave 1.0 to the second.
+    assert matched([call(1), call(1.0)], [call(1.0), call(1)], []) == 2
+    assert matched([call(1.0), call(1)], [call(1.0), call(1)], []) == 2
+    assert matched([call(1.0), call(1.0)], [call(1.0), call(1)], []) == 1
+
+
+@pytest.mark.parametrize(
+    "made, expected, pairs",
+    [
+        ([], [], 0),
+        ([F], [], 0),
+        ([], [F], 0),
+        ([F, F], [F], 1),
+        ([F], [F, F], 1),
+        ([F, G], [G, F], 2),
+        ([F, F], [F, G], 1),
+        ([{**F, "name": "F"}], [F], 0),
+    ],
+)
+def test_matched(made, expected, pairs):
+    assert matched(made, expected, [{"type": "function", "function": {"name": "f"}}]) == pairs
+
+
+NUMBERS = st.lists(st.sampled_from([0, 0.0, 1, 1.0, 2]), max_size=4)
+
+
+@given(NUMBERS, NUMBERS)
+def test_matched_agrees_with_trying_every_order(made, expected):
+    made, expected = [call(x) for x in made], [call(x) for x in expected]
+    short, long = sorted((made, expected), key=len)
+    best = 0
+    for order in itertools.permutations(long, len(short)):
+        pairs = zip(short, order, strict=True) if short is made else zip(order, short, strict=True)
+        best = max(best, sum(same_value(a, b, {}) for a, b in pairs))
+    assert matched(made, expected, []) == best
+
+
+def test_tools_may_come_without_the_function_around_them():
+    function = {"name": "f", "parameters": {"properties": {"x": {"default": 1}}}}
+    for tools in ([function], [{"type": "function", "function": function}], [None, 3, {"name": []}, function]):
+        assert matched([{"name": "f", "arguments": {}}], [F], tools) == 1
