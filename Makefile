@@ -44,7 +44,7 @@ export CONFIG
 NEW = $(if $(SOURCE),'source=$(SOURCE)') $(if $(ENV),'env=$(ENV)') $(if $(CONFIG),"config=$$CONFIG")
 NUMBER = $(if $(filter train,$(MAKECMDGOALS)),[1/$$(STAGE=count bash tasks/$(TASK)/train.sh)] )
 
-.PHONY: help install bench new json_to_parquet test test-all lint format clean $(STAGES)
+.PHONY: help install bench bench_rewards new json_to_parquet test test-all lint format clean $(STAGES)
 
 help: ## this text
 	@echo 'make TARGET TASK=<$(subst $() ,|,$(TASKS))> [VARIABLE=value ...] [ARGS="hydra.key=value ..."]'
@@ -81,6 +81,9 @@ train:
 
 bench: data ## throughput of our sampling beside plain LLM.generate, in one run; ARGS="--out file.json"
 	@$(RUN_STAGE)
+
+bench_rewards: $(INSTALLED) ## rows a second of every reward, beside the scorers of verl, reasoning-gym and math-verify
+	@PYTHONPATH=. '$(PYTHON)' tests/benchmarks/rewards.py $(ARGS)
 
 new: $(INSTALLED) ## scaffold tasks/TASK; OPTIONS="reward=exact lora=yes", SOURCE=reasoning_gym ENV=name CONFIG='{"key": 1}'
 	@'$(PYTHON)' -m cookiecutter template -o tasks --no-input 'task=$(TASK)' $(NEW) $(OPTIONS)

@@ -7,6 +7,8 @@ import subprocess
 import sys
 
 task = {{ cookiecutter.task | jsonify }}  # fmt: skip
+reward = {{ cookiecutter.reward | jsonify }}  # fmt: skip
+source = {{ cookiecutter.source | jsonify }}  # fmt: skip
 repo_dir = {{ cookiecutter._repo_dir | jsonify }}  # fmt: skip
 
 
@@ -34,14 +36,24 @@ if checkout:
     first = f"cd {checkout}" if os.path.realpath(checkout) != os.path.realpath(os.environ.get("PWD", "")) else None
 else:
     home = here
-    source = checkout_above(os.path.abspath(repo_dir))
-    origin = subprocess.run(["git", "-C", source, "remote", "get-url", "origin"], capture_output=True, text=True)
-    url = shlex.quote(origin.stdout.strip() or source)
+    clone = checkout_above(os.path.abspath(repo_dir))
+    origin = subprocess.run(["git", "-C", clone, "remote", "get-url", "origin"], capture_output=True, text=True)
+    url = shlex.quote(origin.stdout.strip() or clone)
     first = f"git clone {url} verl-tasks && mv {task} verl-tasks/tasks/ && cd verl-tasks"
 
 print(f"wrote {os.path.relpath(home, checkout) if checkout else home}\n")
-print("fill in   prepare_data.py   where the problems come from")
-print("          reward.py         when a response is right (test_reward.py, examples.jsonl check it)")
+data = {
+    "generate": "where the problems come from: generate()",
+    "hub": "the data set (HUB_DATASET), its columns, and the prompt",
+    "file": "the columns of your file and the prompt; put the file in place of data.jsonl, or give FILE=",
+    "reasoning_gym": "the settings of the environment (CONFIG)",
+}[source]
+print(f"fill in   prepare_data.py   {data}")
+own = {"json": ": SCHEMA", "judge": ": RUBRIC"}.get(reward, "")
+if reward != "environment":
+    print(f"          reward.py         when a response is right{own} (test_reward.py, examples.jsonl check it)")
+judge = "export JUDGE_URL=http://localhost:8000/v1 JUDGE_MODEL=name    # the model that judges: docs/JUDGE.md"
+trains = {"hub": "downloads the data", "file": "trains as it is, on the samples in data.jsonl"}.get(source, "trains as it is")
 print("\nnext")
-for line in filter(None, [first, f"make train TASK={task}    # trains as it is"]):
+for line in filter(None, [first, reward == "judge" and judge, f"make train TASK={task}    # {trains}"]):
     print(f"  {line}")

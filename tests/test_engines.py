@@ -41,7 +41,8 @@ def test_templates_end_where_the_assistant_begins(small_model):
     tokenizer = AutoTokenizer.from_pretrained(small_model)
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
     own = tokenizer.decode(prompt_ids(tokenizer, messages))
-    assert own == tokenizer.decode(prompt_ids(tokenizer, messages, chat_template=TEMPLATES["chatml"][0]))  # its own template is chatml
+    own_template = TEMPLATES["chatml"][0]  # its own template is chatml
+    assert own == tokenizer.decode(prompt_ids(tokenizer, messages, chat_template=own_template))
     assert own.endswith("<|im_start|>assistant\n")
     llama = tokenizer.decode(prompt_ids(tokenizer, messages, chat_template=TEMPLATES["llama"][0]))
     assert "<|start_header_id|>user<|end_header_id|>\n\nu<|eot_id|>" in llama

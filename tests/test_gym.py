@@ -1,8 +1,12 @@
 """tasks/common/gym.py: every environment of reasoning-gym as a task, through the sandbox."""
 
+import contextlib
+import functools
 import json
 import os
 import re
+import sys
+import types
 from itertools import islice
 
 import pytest
@@ -34,13 +38,25 @@ def some(env: str, count: int, config: dict | None = None, seed: int = 1) -> lis
     return list(islice(gym.examples(env, config, seed), count))
 
 
+@contextlib.contextmanager
+def scorer(env: str, config: dict | None = None, seconds: float = 5.0):
+    """gym.scorer, whose worker ends with the block."""
+    yield gym.scorer(env, config, seconds)
+    gym._sandbox(env, json.dumps(config or {}, sort_keys=True), seconds).close()
+
+
+@functools.cache
+def truth_of(env: str):
+    return some(env, 1)[0].ground_truth
+
+
 def test_there_are_106():
     assert len(gym.environments()) == 106
 
 
 @pytest.mark.parametrize("env", ALONE)
 def test_an_environment_is_trainable(env, score):
-    """Its own answers get 1 after the way through JSON to the worker, wrong ones less, on average, and the same keys."""
+    """Its own answers get 1 after the way through JSON to the worker, wrong ones less; each row has the same keys."""
     examples = some(env, 4)
     assert len({example.prompt for example in examples}) > 1
     wrong = []
@@ -56,6 +72,12 @@ def test_an_environment_is_trainable(env, score):
     assert {frozenset(row) for row in wrong} == {frozenset(KEYS)}
     assert all(0 <= value <= 1 for row in wrong for value in row.values())
     assert sum(row["score"] for row in wrong) < 0.5 * len(wrong)
+
+
+def test_an_empty_answer_can_be_right(score):
+    example = next(e for e in gym.examples("ab", None, 1) if e.ground_truth["answer"] == "")
+    assert example.demonstration == "<answer></answer>"
+    assert score(example.demonstration, example.ground_truth) == {"score": 1, "acc": 1, "format": 1, "failed": 0}
 
 
 def test_boxnet_can_be_solved(score):
@@ -130,7 +152,6 @@ ATTACKS = [
     "preview(x)",
     "sympify('__import__(chr(111))')",
     "(" * 5000 + ")" * 5000,
-    "9**9**9**9",
     "\x00\ud800",
 ]
 EVALUATING = [
@@ -148,34 +169,46 @@ EVALUATING = [
 
 
 @pytest.mark.parametrize("env", EVALUATING)
-def test_a_hostile_answer_writes_nothing_and_stops_nothing(env, tmp_path):
-    score = gym.scorer(env, seconds=1)
+def test_a_hostile_answer_writes_nothing_and_stops_nothing(env, tmp_path, score):
     example = next(example for example in gym.examples(env, None, 3) if example.demonstration)
     (tmp_path / "old").write_text("a")
     for attack in ATTACKS:
-        row = score(
-            answered(attack.replace("{new}", f"{tmp_path}/new").replace("{old}", f"{tmp_path}/old")),
-            example.ground_truth,
-        )
+        attack = attack.replace("{new}", f"{tmp_path}/new").replace("{old}", f"{tmp_path}/old")
+        row = score(answered(attack), example.ground_truth)
         assert row.keys() == KEYS and row["acc"] == 0.0
         assert os.listdir(tmp_path) == ["old"]
     assert score(example.demonstration, example.ground_truth)["acc"] == 1.0
 
 
-def test_an_answer_cannot_score_itself():
-    """Not even the code that would replace the scorer in the worker is run."""
-    score = gym.scorer("spiral_matrix")
-    example = some("spiral_matrix", 1)[0]
-    patch = "setattr(__import__('tasks.common.gym').common.gym, 'score_entry', lambda *a: 1.0)"
-    assert score(answered(patch), example.ground_truth)["score"] == 0.0
-    assert score(answered("wrong"), example.ground_truth)["score"] == 0.0
+def test_code_in_an_answer_is_not_run():
+    """Nor could it score itself: in one process with the scorer, with ``eval``, it can."""
+    dataset = gym.dataset("spiral_matrix")
+    entry = dataset[0]
+    cheat = "setattr(__import__('sys').modules['tests_cheat'], 'done', True)"
+    sys.modules["tests_cheat"] = cheated = types.ModuleType("tests_cheat")
+    try:
+        with gym.answers_not_run():
+            assert gym.score_entry(dataset, cheat, entry) == 0.0
+        assert not hasattr(cheated, "done")
+        gym.score_entry(dataset, cheat, entry)
+        assert cheated.done  # the package's own scorer runs it
+    finally:
+        del sys.modules["tests_cheat"]
+
+
+@pytest.mark.parametrize("env", EVALUATING)
+def test_the_worker_runs_no_code_of_an_answer(env, score):
+    """Code that ends the worker leaves a mark in every later row: there would be a new one."""
+    example = some(env, 1)[0]
+    for code in ("__import__('os')._exit(0)", "[__import__('os')._exit(0)]", "exit(0)", "quit()"):
+        assert score(answered(code), example.ground_truth)["failed"] == 0.0
 
 
 def test_an_endless_computation_fails_and_the_next_answer_scores():
-    score = gym.scorer("countdown", seconds=1)
     example = some("countdown", 1)[0]
-    assert score(answered("9**9**9"), example.ground_truth) == {"score": 0, "acc": 0, "format": 1, "failed": 1}
-    assert score(example.demonstration, example.ground_truth)["acc"] == 1.0
+    with scorer("countdown", seconds=1) as score:
+        assert score(answered("9**9**9"), example.ground_truth) == {"score": 0, "acc": 0, "format": 1, "failed": 1}
+        assert score(example.demonstration, example.ground_truth)["acc"] == 1.0
 
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -187,7 +220,7 @@ def test_an_endless_computation_fails_and_the_next_answer_scores():
     wrapped=st.booleans(),
 )
 def test_any_text_gets_a_score(score, env, answer, wrapped):
-    row = score(answered(answer) if wrapped else answer, some(env, 1)[0].ground_truth)
+    row = score(answered(answer) if wrapped else answer, truth_of(env))
     assert row.keys() == KEYS
     assert all(type(value) is float and 0 <= value <= 1 for value in row.values())
 
@@ -231,7 +264,7 @@ def test_a_bad_setting_is_one_line_that_helps(env, config, problem):
 
 
 def test_a_bad_setting_is_said_by_the_scorer_too():
-    with pytest.raises(RuntimeError, match="DataError.*did you mean chain_sum"):
+    with pytest.raises(RuntimeError, match=r"DataError.*did you mean chain_sum"):
         gym.scorer("chain_summ")(answered("1"), {"answer": "1", "metadata": {}})
 
 
@@ -255,16 +288,23 @@ def test_a_ground_truth_of_another_kind_is_said():
 def test_settings_reach_questions_and_scorer(env, config):
     example = some(env, 1, config)[0]
     assert example.prompt not in {other.prompt for other in some(env, 1)} if env != "composite" else True
-    assert gym.scorer(env, config)(example.demonstration, example.ground_truth)["acc"] == 1.0
-    gym._sandbox(env, json.dumps(config, sort_keys=True), gym.CALL_SECONDS).close()
+    with scorer(env, config) as score:
+        assert score(example.demonstration, example.ground_truth)["acc"] == 1.0
 
 
-def test_examples_depend_on_the_seed_and_go_on(monkeypatch):
+@pytest.mark.parametrize("env", ["chain_sum", "list_functions"])  # the second draws from the global generator
+def test_examples_depend_on_the_seed_and_go_on(env, monkeypatch):
     monkeypatch.setattr(gym, "CHUNK", 5)
-    examples = some("chain_sum", 12)
+    examples = some(env, 12)
     assert len({example.prompt for example in examples}) == 12
-    assert examples == some("chain_sum", 12)
-    assert not {example.prompt for example in examples} & {example.prompt for example in some("chain_sum", 12, seed=2)}
+    assert examples == some(env, 12)
+    assert not {example.prompt for example in examples} & {example.prompt for example in some(env, 12, seed=2)}
+
+
+def test_an_environment_that_makes_nothing_is_said(monkeypatch):
+    monkeypatch.setattr(gym, "dataset", lambda *arguments: {})
+    with pytest.raises(DataError, match="word_ladder: makes no entry"):
+        next(gym.examples("word_ladder", None, 1))
 
 
 VALUES = st.recursive(

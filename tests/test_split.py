@@ -134,6 +134,13 @@ def test_test_split_of_the_source_stays_its_own(tmp_path):
     assert {*prompts(test)} <= {f"prompt {number}" for number in range(45, 60)}
 
 
+def test_a_small_limit_keeps_a_row_of_the_own_test_split(tmp_path):
+    given = [*items(500, split="train"), Item("test", split="test")]
+    for seed in range(5):
+        train, test, _ = done(given, tmp_path, Sizes(limit=10, test=0), seed)
+        assert (len(train), prompts(test)) == (9, ["test"])
+
+
 def test_the_source_s_own_train_split_alone_is_split(tmp_path):
     train, test, _ = done(items(100, split="train"), tmp_path)
     assert (len(train), len(test)) == (95, 5)
@@ -294,11 +301,11 @@ def said(path):
     return [row["prompt"][-1]["content"] for row in read_rows(path)]
 
 
-def test_finite_source_gives_what_there_is(folder, small_model, capsys):
+def test_finite_source_gives_what_there_is(folder, small_model):
     manifest = prepare(settings_for(MODEL=small_model, TRAIN_SIZE=50), {"toy": Fixed(examples(30))})
     assert manifest["rows"] == {"test": 6, "train": 24, "sft": 8}
-    assert "TRAIN_SIZE=50: there are 24" in capsys.readouterr().out
-    assert "TRAIN_SIZE=50: there are 24" in manifest["note"]
+    assert manifest["note"] == "TRAIN_SIZE=50: there are 24"
+    assert manifest["note"] in describe(manifest)
     for name, count in manifest["rows"].items():
         assert validate_parquet(folder / f"{name}.parquet", "sft" if name == "sft" else "rl") == count
     sft = [row["messages"][0]["content"] for row in read_rows(folder / "sft.parquet")]
@@ -446,14 +453,13 @@ SOURCES = {"hub": Fixed(examples(40)), "generate": endless, "file": Fixed(exampl
         ({"SOURCE": "auto", "DIFFICULTY": "easy"}, {"hub": Fixed(examples(40))}, ("hub", "")),
     ],
 )
-def test_source_that_is_taken(folder, small_model, tmp_path, capsys, changes, sources, expected):
+def test_source_that_is_taken(folder, small_model, tmp_path, changes, sources, expected):
     if "FILE" in changes:
         changes = changes | {"FILE": write_lines(tmp_path / "x.jsonl", [{"question": "q"}])}
     settings = settings_for(MODEL=small_model, **changes)
     manifest = prepare(settings, sources)
     assert manifest["source"] == expected[0]
     assert expected[1] in manifest["note"] and bool(manifest["note"]) == bool(expected[1])
-    assert expected[1] in capsys.readouterr().out
     assert expected[1] in describe(manifest)
 
 
@@ -462,6 +468,11 @@ def test_source_that_is_taken(folder, small_model, tmp_path, capsys, changes, so
     [
         ({"SOURCE": "hub"}, SOURCES | {"hub": unreachable}, "the hub cannot be reached"),
         ({"SOURCE": "auto", "DIFFICULTY": "hard"}, {"hub": unreachable}, "the hub cannot be reached"),
+        (
+            {"SOURCE": "auto", "DIFFICULTY": "hard", "TRAIN_SIZE": 0},
+            SOURCES | {"hub": unreachable},
+            r"SOURCE=generate: .*set TEST_SIZE and TRAIN_SIZE \(generated here, for openai/x",
+        ),
         ({"FILE": "x.jsonl"}, {"generate": endless}, "FILE=x.jsonl: this task reads no files"),
         ({"SOURCE": "file"}, SOURCES, "SOURCE=file: set FILE"),
         ({"SOURCE": "auto", "DIFFICULTY": "hard"}, {"file": endless}, "for a data file set FILE"),

@@ -1,20 +1,31 @@
 """The template: every way in, every combination of answers, bad names."""
 
+import importlib
 import itertools
 import json
 import re
+import runpy
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from cookiecutter import main
+from jinja2 import Environment
 
-from tests.helpers import ROOT, cookiecutter
+import tasks
+from tasks.common import judge, prepare, verl_config
+from tasks.common.data import decoded, read_rows, tools_of, validate_parquet
+from tasks.common.model import resolve_model
+from tasks.common.settings import METHODS, load_settings
+from tests.helpers import ROOT, cookiecutter, exported
 
 QUESTIONS = json.loads((ROOT / "template/cookiecutter.json").read_text())
 CHOICES = {name: values for name, values in QUESTIONS.items() if isinstance(values, list)}
 COMBINATIONS = [dict(zip(CHOICES, values, strict=True)) for values in itertools.product(*CHOICES.values())]
+TASKS = sorted(path.parent.name for path in ROOT.glob("tasks/*/answers.json"))
+STACKS = sorted(path.stem for path in ROOT.glob("tasks/common/stacks/*.sh"))
 FILES = {
     "README.md",
     "answers.json",
@@ -113,26 +124,222 @@ def test_outside_a_checkout_the_next_commands_lead_into_one(checkout, own_home, 
     assert (tmp_path / "verl-tasks/tasks/far/train.sh").is_file()
 
 
-@pytest.mark.parametrize("answers", COMBINATIONS, ids=lambda answers: "-".join(answers.values()))
-def test_every_combination_renders_lints_and_passes_its_own_tests(answers, checkout, own_home):
-    name = "combo_" + "_".join(answers.values())
-    options = [f"{key}={value}" for key, value in answers.items()]
-    result = cookiecutter("template", "-o", "tasks", "--no-input", f"task={name}", *options, cwd=checkout)
-    assert result.returncode == 0, result.stdout
-    home = checkout / "tasks" / name
-    assert tree(home) == FILES
-    for file in FILES:
-        assert not re.search(r"\{\{|\{%|cookiecutter\.", (home / file).read_text()), f"{file} has stray Jinja"
+# ---- every combination of choices: rendered once, then linted, tested, composed, and run
+
+
+def accepted(answers: dict[str, str]) -> bool:
+    """Whether hooks/pre_gen_project.py takes this reward with this source."""
+    if answers["source"] == "reasoning_gym":
+        return answers["reward"] in ("environment", "math", "exact", "judge")
+    return answers["reward"] != "environment"
+
+
+ACCEPTED = [answers for answers in COMBINATIONS if accepted(answers)]
+REFUSED = [
+    dict(pair) for pair in {tuple((n, c[n]) for n in ("reward", "source")) for c in COMBINATIONS if not accepted(c)}
+]
+# Short and long names, before and after `common` in the order of imports; a long name makes long lines.
+NAMES = {f"{'az'[i % 2]}{i}".ljust(40 if i % 3 == 0 else 0, "x"): answers for i, answers in enumerate(ACCEPTED)}
+ABOUT = {name: "-".join(answers.values()) for name, answers in NAMES.items()}
+# Options that are free text, each tried in one of the combinations.
+OTHERS = [
+    {"model": "embedded", "gpus": "8", "description": "d" * 120},
+    {"model": "/data/some.folder/with-a-long-name/of-a-model", "gpus": "1"},
+]
+CONFIGS = [
+    {"env": "chain_sum", "config": '{"min_terms": 2, "max_terms": 3, "allow_negation": false}'},
+    {"env": "leg_counting", "config": '{"min_animals": 1, "max_animals": 2, "min_instances": 1, "max_instances": 3}'},
+    {"env": "needle_haystack", "config": '{"min_num_statements": 2, "max_num_statements": 4}'},
+]
+
+
+def options(index: int, answers: dict[str, str]) -> dict[str, str]:
+    """All answers of a combination: its choices, and some free text."""
+    others = OTHERS[index] if index < len(OTHERS) else {}
+    own = CONFIGS[index % 4] if answers["source"] == "reasoning_gym" and index % 4 < 3 else {}
+    return {**answers, **others, **own}
+
+
+@pytest.fixture(scope="module")
+def rendered(checkout, tmp_path_factory) -> dict[str, Path]:
+    """The folder of each name in NAMES."""
+    home = tmp_path_factory.mktemp("home")
+    config = home / "config.yaml"
+    config.write_text(f"cookiecutters_dir: {home}\nreplay_dir: {home}\n")
+    folders = {}
+    for index, (name, answers) in enumerate(NAMES.items()):
+        folder = main.cookiecutter(
+            str(checkout / "template"),
+            no_input=True,
+            extra_context={"task": name, **options(index, answers)},
+            output_dir=str(checkout / "tasks"),
+            config_file=str(config),
+        )
+        folders[name] = Path(folder)
+    return folders
+
+
+@pytest.fixture(scope="module")
+def checked(rendered, checkout) -> dict[str, subprocess.CompletedProcess]:
+    """Each linter, and the tasks' own tests, once over all of the rendered tasks."""
+    tools, homes = Path(sys.executable).parent, list(rendered.values())
+    commands = {
+        "ruff check": [tools / "ruff", "check", "--no-cache", *homes],
+        "ruff format": [tools / "ruff", "format", "--no-cache", "--diff", *homes],
+        "shellcheck": [tools / "shellcheck", "-x", *(home / "train.sh" for home in homes)],
+        "pytest": [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *homes],
+    }
+    run = {"cwd": checkout, "env": environment(checkout), "capture_output": True, "text": True}
+    return {name: subprocess.run(command, **run) for name, command in commands.items()}
+
+
+@pytest.mark.parametrize("tool", ["ruff check", "ruff format", "shellcheck", "pytest"])
+def test_every_combination_lints_and_passes_its_own_tests(tool, checked):
+    done = checked[tool]
+    assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
+
+
+@pytest.mark.parametrize("name", NAMES, ids=ABOUT.get)
+def test_every_combination_renders_to_a_few_plain_files(name, rendered):
+    home, answers = rendered[name], NAMES[name]
+    assert tree(home) == FILES | ({"data.jsonl"} if answers["source"] == "file" else set())
+    for file in tree(home):
+        assert not re.search(r"\{\{[^}]|\{%|cookiecutter\.", (home / file).read_text()), f"{file} has stray Jinja"
     assert json.loads((home / "answers.json").read_text())["cookiecutter"].items() >= answers.items()
-    tools = Path(sys.executable).parent
-    for command in (
-        [tools / "ruff", "check", home],
-        [tools / "ruff", "format", "--check", home],
-        [tools / "shellcheck", "-x", home / "train.sh"],
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", home],
-    ):
-        done = subprocess.run(command, cwd=checkout, env=environment(checkout), capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def settings_of(home: Path, monkeypatch, **changes: str):
+    environment = exported(home / "train.sh", {"N_GPUS": "1", **changes})
+    for variable, value in environment.items():
+        if variable.startswith("STACK"):
+            monkeypatch.setenv(variable, value)
+    return load_settings(environment)
+
+
+@pytest.mark.parametrize("name", NAMES, ids=ABOUT.get)
+def test_every_combination_composes_against_verls_config(name, rendered, monkeypatch):
+    answers = NAMES[name]
+    for stack in STACKS:
+        s = settings_of(rendered[name], monkeypatch, STACK=stack)
+        assert (answers["method"], answers["source"]) == (s.METHOD, s.SOURCE)
+        assert bool(s.LORA_RANK) == (answers["lora"] == "yes")
+        rl = verl_config.compose("ppo_trainer", verl_config.rl_overrides(s, "some/model", Path("/r")))
+        assert rl.actor_rollout_ref.model.lora_rank == s.LORA_RANK
+        sft = verl_config.compose("sft_trainer_engine", verl_config.sft_overrides(s, "some/model", Path("/r")))
+        assert sft.model.lora_rank == s.LORA_RANK
+
+
+def module_of(home: Path, file: str):
+    """A module of a rendered task, beside the tasks of this working tree, whose tasks.common it takes."""
+    if str(home.parent) not in tasks.__path__:
+        tasks.__path__.append(str(home.parent))
+    return importlib.import_module(f"tasks.{home.name}.{file}")
+
+
+def judged(question, response, reference="", rubric="") -> dict[str, float]:
+    """In place of the model that judges."""
+    return {"score": float(response != ""), "acc": float(response != ""), "format": float(response != "")}
+
+
+def local_copy_of_hub(home: Path, folder: Path) -> Path:
+    """A folder of the form of the task's hub data set: its sample rows, under the names of its columns."""
+    reward = json.loads((home / "answers.json").read_text())["cookiecutter"]["reward"]
+    text = (ROOT / f"template/templates/{reward}/data.jsonl").read_text()
+    rows = Environment(trim_blocks=True, lstrip_blocks=True).from_string(text).render().splitlines()
+    columns = getattr(module_of(home, "prepare_data"), "COLUMNS", None)
+    folder.mkdir()
+    for split, part in (("test", rows[::4]), ("train", [row for i, row in enumerate(rows) if i % 4])):
+        with (folder / f"{split}.jsonl").open("w") as file:
+            for row in map(json.loads, part):
+                if columns:
+                    row = {columns.prompt: row.pop("question"), columns.answer: row.pop("answer"), **row}
+                file.write(json.dumps(row) + "\n")
+    return folder
+
+
+# What is trained does not change the data.
+OF_DATA = [name for name, answers in NAMES.items() if answers["lora"] == "no" and answers["method"] == METHODS[0]]
+
+
+@pytest.mark.parametrize("name", OF_DATA, ids=ABOUT.get)
+def test_every_combination_makes_data_whose_demonstrations_are_right(name, rendered, monkeypatch, tmp_path):
+    home = rendered[name]
+    changes = {"MODEL": resolve_model("embedded"), "TRAIN_SIZE": "64", "TEST_SIZE": "16", "SFT_SIZE": "32"}
+    if NAMES[name]["source"] == "hub":
+        changes["SOURCE"] = str(local_copy_of_hub(home, tmp_path / "hub"))
+    monkeypatch.setenv("ARTIFACTS", str(tmp_path / "artifacts"))
+    monkeypatch.setattr(judge, "score", judged)
+    s = settings_of(home, monkeypatch, **changes)
+    sources = {}
+    monkeypatch.setattr(prepare, "main", sources.update)
+    runpy.run_path(str(home / "prepare_data.py"), run_name="__main__")
+    manifest = prepare.prepare(s, sources)
+    assert manifest["rows"] == {"test": 16, "train": 64, "sft": 32}
+    for part in ("train", "test"):
+        assert validate_parquet(s.data_dir / f"{part}.parquet", "rl") == manifest["rows"][part]
+    assert validate_parquet(s.data_dir / "sft.parquet", "sft") == 32
+    truths = {json.dumps(row["prompt"]): row["reward_model"]["ground_truth"] for row in rows_of(s, "train")}
+    tokenizer = prepare.load_tokenizer(s.MODEL)
+    compute_score = module_of(home, "reward").compute_score
+    for row in rows_of(s, "sft"):
+        *prompt, answer = row["messages"]
+        assert compute_score(s.TASK, answer["content"], truths[json.dumps(prompt)])["score"] == 1.0
+        assert len(tokenizer(answer["content"])["input_ids"]) < s.MAX_RESPONSE_LENGTH
+    for row in rows_of(s, "train"):
+        assert not prepare.too_long(tokenizer, s.MAX_PROMPT_LENGTH, decoded(row["prompt"]), tools_of(row))
+
+
+def rows_of(s, part: str) -> list[dict]:
+    return list(read_rows(s.data_dir / f"{part}.parquet"))
+
+
+def test_the_methods_are_those_that_there_are():
+    assert sorted(QUESTIONS["method"]) == METHODS
+
+
+def test_every_question_and_choice_has_a_readable_prompt():
+    prompts = QUESTIONS["__prompts__"]
+    assert prompts.keys() == {name for name in QUESTIONS if not name.startswith("_")}
+    for name, choices in CHOICES.items():
+        assert prompts[name].keys() == {"__prompt__", *choices}
+
+
+# ---- answers that cannot be
+
+
+@pytest.mark.parametrize(
+    ("answers", "said"),
+    [
+        *[(f"reward={c['reward']} source={c['source']}", f"reward {c['reward']}: ") for c in REFUSED],
+        ("gpus=three", "gpus 'three': must be all, or 1, 2, 4"),
+        ("gpus=0", "gpus '0'"),
+        ("gpus=3", "gpus '3'"),
+        ("model=gpt", "model 'gpt': must be a hub id owner/name"),
+        ("model=a/b/c", "model 'a/b/c'"),
+        ("model=a/$(id)", "model 'a/$(id)'"),
+        ("model=/a/`id`", "model '/a/`id`'"),
+        ('model=/a/"b', "model "),
+        ("model=", "model ''"),
+        ("env=chain_sum", "env: only for source=reasoning_gym"),
+        ('config={"max_terms":3}', "config: only for source=reasoning_gym"),
+        ("source=reasoning_gym reward=environment env=chain_sums", "did you mean chain_sum"),
+        ("source=reasoning_gym reward=environment env=a/b", "env 'a/b'"),
+        ("source=reasoning_gym reward=environment config=[1]", "config '[1]': must be a JSON object"),
+        ('source=reasoning_gym reward=environment config={"a":', "must be a JSON object"),
+        ('source=reasoning_gym reward=environment config={"min_terms":NaN}', "must be a JSON object"),
+        ('source=reasoning_gym reward=environment config={"min_termz":3}', "min_terms"),
+        ('source=reasoning_gym reward=environment config={"min_terms":"3"}', "must be of type int"),
+        ('source=reasoning_gym reward=environment config={"min_terms":9,"max_terms":3}', "CONFIG of basic_arithmetic"),
+        ('description=a"b', "description: "),
+    ],
+)
+def test_bad_answers_get_one_line_and_leave_nothing(answers, said, checkout, own_home):
+    before = tree(checkout.parent)
+    result = cookiecutter("template", "-o", "tasks", "--no-input", "task=bad", *answers.split(" "), cwd=checkout)
+    assert result.returncode != 0
+    assert [line for line in result.stdout.splitlines() if line and line != "Aborted!"][:-1] == []
+    assert result.stdout.startswith("error: ") and said in result.stdout
+    assert tree(checkout.parent) == before
 
 
 def environment(checkout: Path) -> dict[str, str]:
@@ -140,7 +347,8 @@ def environment(checkout: Path) -> dict[str, str]:
 
 
 def test_rendering_again_from_the_answers_gives_the_same_task(checkout, own_home):
-    cookiecutter("template", "-o", "tasks", "--no-input", "task=again", "reward=exact", "lora=yes", cwd=checkout)
+    answers = ["source=reasoning_gym", "reward=environment", "env=leg_counting", 'config={"max_animals": 4}']
+    cookiecutter("template", "-o", "tasks", "--no-input", "task=again", "lora=yes", *answers, cwd=checkout)
     home = checkout / "tasks/again"
     before = {file: (home / file).read_bytes() for file in FILES}
     replay = ["template", "-o", "tasks", "-f", "--replay-file", str(home / "answers.json")]
@@ -149,6 +357,11 @@ def test_rendering_again_from_the_answers_gives_the_same_task(checkout, own_home
     assert {file: (home / file).read_bytes() for file in FILES} == before
 
 
-def test_countdown_has_the_files_of_the_template():
-    names = {path.name for path in (ROOT / "tasks/countdown").iterdir() if path.is_file()}
-    assert names == FILES
+@pytest.mark.parametrize("task", TASKS)
+def test_a_task_has_the_files_of_the_template_and_its_answers(task):
+    home = ROOT / "tasks" / task
+    assert {path.name for path in home.iterdir() if path.is_file()} >= FILES
+    answers = json.loads((home / "answers.json").read_text())["cookiecutter"]
+    assert answers.keys() == {name for name in QUESTIONS if not name.startswith("_")}
+    assert answers["task"] == task
+    assert all(answers[name] in choices for name, choices in CHOICES.items())

@@ -12,6 +12,7 @@ import datetime
 import difflib
 import functools
 import importlib
+import io
 import json
 import math
 import random
@@ -85,7 +86,8 @@ def examples(env: str, config: dict | None, seed: int) -> Iterator[Example]:
         for index in range(CHUNK):
             random.seed(rng.random())  # list_functions draws from the global generator
             try:
-                entry = source[index]
+                with contextlib.redirect_stdout(io.StringIO()):  # bf prints dots
+                    entry = source[index]
                 barren = 0
             except Exception as error:  # e.g. no word ladder of that length: the next chunk starts elsewhere
                 barren += 1
@@ -97,14 +99,14 @@ def examples(env: str, config: dict | None, seed: int) -> Iterator[Example]:
 
 def _example(source, entry: dict) -> Example:
     answer = _worked_answer(entry)
-    demonstration = f"<answer>{answer}</answer>" if answer else None
+    demonstration = None if answer is None else f"<answer>{answer}</answer>"
     if demonstration:
         try:
             with answers_not_run():
-                read = last_answer(demonstration)
-                demonstration = demonstration if read and score_entry(source, read, entry) >= RIGHT else None
+                right = score_entry(source, last_answer(demonstration), entry) >= RIGHT
         except Exception:
-            demonstration = None
+            right = False
+        demonstration = demonstration if right else None
     truth = {"answer": entry["answer"], "metadata": entry["metadata"]}
     return Example(f"{entry['question']}\n\n{ANSWER_FORM}", _encoded(truth), demonstration)
 
@@ -134,12 +136,12 @@ def scorer(env: str, config: dict | None = None, seconds: float = CALL_SECONDS) 
             raise DataError(f"{env}: the ground truth must be {{answer, metadata}}, as `make data` wrote it")
         answer = last_answer(response)
         value, failed = 0.0, 0.0
-        if answer:
+        if answer is not None:  # an empty one may be right
             try:
                 value = float(_sandbox(env, config_text, seconds).call(answer, truth))
             except CallFailed:
                 failed = 1.0
-        return {"score": value, "acc": float(value >= RIGHT), "format": float(bool(answer)), "failed": failed}
+        return {"score": value, "acc": float(value >= RIGHT), "format": float(answer is not None), "failed": failed}
 
     return score
 

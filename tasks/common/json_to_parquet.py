@@ -178,7 +178,7 @@ def _count(text: str) -> int:
 
 def _size(text: str) -> float:
     value = float(text)
-    if not (0 <= value < 1 or (value < 1e15 and value == int(value))):  # false for NaN
+    if not (0 <= value < 1 or (1 <= value < 1e15 and value == int(value))):  # false for NaN
         raise ValueError
     return value
 

@@ -130,14 +130,17 @@ def evaluate(s: Settings, command: Command, run_dir: Path | None) -> str:
     return ", ".join(models)
 
 
+def own_script(s: Settings, stage: str) -> str:
+    """The task's script for an evaluation that only some tasks have: it has the stage's name. Raises SettingsError."""
+    if not (s.task_dir / f"{stage}.py").is_file():
+        having = sorted(path.parent.name for path in s.task_dir.parent.glob(f"*/{stage}.py"))
+        raise SettingsError(f"TASK={s.TASK}: has no {stage}.py; `make {stage}` is for {', '.join(having)}")
+    return f"{stage}.py"
+
+
 def own_evaluation(s: Settings, command: Command, run_dir: Path | None) -> str:
-    """An evaluation that only some tasks have: the task's script of the stage's name."""
-    script = f"{command.STAGE}.py"
-    if not (s.task_dir / script).is_file():
-        having = sorted(path.parent.name for path in s.task_dir.parent.glob(f"*/{script}"))
-        raise SettingsError(f"TASK={s.TASK}: has no {script}; `make {command.STAGE}` is for {', '.join(having)}")
     models = models_of(s, command, run_dir)
-    _script(s, script, *(f"{label}={path}" for label, path in models.items()))
+    _script(s, own_script(s, command.STAGE), *(f"{label}={path}" for label, path in models.items()))
     return ", ".join(models)
 
 
@@ -202,7 +205,8 @@ def _script(s: Settings, name: str, *arguments: str) -> None:
 
 
 def _environment(s: Settings) -> dict[str, str]:
-    return os.environ | {name: str(value) for name, value in asdict(s).items()}
+    # Some environments of reasoning-gym draw from sets: the same data again needs the same hashes.
+    return os.environ | {name: str(value) for name, value in asdict(s).items()} | {"PYTHONHASHSEED": "0"}
 
 
 def _default_model(s: Settings) -> str:
@@ -320,6 +324,8 @@ def main(stage: str, arguments: list[str]) -> None:
         _compute_score(s)
         _script(s, "evaluate.py", "rescore")
         return
+    if stage in OWN_EVALUATIONS:
+        own_script(s, stage)
     run_dir = None
     # What is given in full is not about a run.
     given = command.MODEL_GIVEN and (stage in ("chat", "batch") or (stage == "compare" and command.BASE))

@@ -129,7 +129,11 @@ def prepare(settings: Settings, sources: dict[str, Source]) -> dict:
     except HubUnreachable as error:
         if settings.FILE or settings.SOURCE != "auto" or "generate" not in sources:
             raise
-        return _prepare(settings, "generate", sources["generate"], f"generated here, for {error}")
+        note = f"generated here, for {error}"
+        try:
+            return _prepare(settings, "generate", sources["generate"], note)
+        except DataError as second:
+            raise DataError(f"{second} ({note})") from second
 
 
 def _resolve(settings: Settings, sources: dict[str, Source]) -> tuple[str, str]:
@@ -152,8 +156,6 @@ def _resolve(settings: Settings, sources: dict[str, Source]) -> tuple[str, str]:
 
 
 def _prepare(settings: Settings, name: str, source: Source, note: str) -> dict:
-    if note:
-        print(f"  {note}", flush=True)
     examples = source(settings)
     finite = iter(examples) is not examples
     shown = f"FILE={settings.FILE}" if name == "file" else f"SOURCE={name}"
@@ -168,9 +170,7 @@ def _prepare(settings: Settings, name: str, source: Source, note: str) -> dict:
                 f"TRAIN_BATCH_SIZE={settings.TRAIN_BATCH_SIZE}; lower it, or take more data"
             )
         if rows["train"] < settings.TRAIN_SIZE:
-            short = f"TRAIN_SIZE={settings.TRAIN_SIZE}: there are {rows['train']}"
-            print(f"  {short}", flush=True)
-            note = "; ".join(filter(None, [note, short]))
+            note = "; ".join(filter(None, [note, f"TRAIN_SIZE={settings.TRAIN_SIZE}: there are {rows['train']}"]))
         manifest = {"fingerprint": settings.data_fingerprint(), "source": name, "note": note}
         manifest |= {"origin": _origin(settings, name, examples), "seed": settings.SEED, "rows": rows, **details}
         write_json(new / "manifest.json", manifest)

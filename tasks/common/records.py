@@ -122,11 +122,14 @@ def hub(name: str, config: str | None = None, split: str = "train") -> HubRecord
     datasets.disable_progress_bars()
     where = f"{name}{f' ({config})' if config else ''}, split {split}"
     try:
+        if folder and config not in datasets.get_dataset_config_names(name):
+            config = None  # a folder without a card has no configs
         return HubRecords(datasets.load_dataset(name, config, split=split), name, config, split)
     except Exception as error:  # a dozen classes of datasets, huggingface_hub, fsspec and httpx
         problem = " ".join(str(error).split())[:300]
         if not folder and (offline or isinstance(error, ConnectionError)):
-            raise HubUnreachable(f"{where}: the hub cannot be reached ({problem})") from error
+            what = "" if isinstance(error, ConnectionError) else f" ({type(error).__name__}: {problem})"
+            raise HubUnreachable(f"{where}: the hub cannot be reached, and the cache has no copy{what}") from error
         raise DataError(f"{where}: cannot be loaded ({type(error).__name__}: {problem})") from error
 
 

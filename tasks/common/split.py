@@ -80,14 +80,15 @@ def choose(own_test: np.ndarray, others: np.ndarray, sizes: Sizes) -> tuple[np.n
         at[at == len(own_test)] = 0
         others = others[own_test[at] >> np.uint64(64 - PROMPT_BITS) != others >> np.uint64(64 - PROMPT_BITS)]
     leaked = before - len(others)
+    has_own = len(own_test) > 0
     total = len(own_test) + len(others)
     if sizes.limit and sizes.limit < total:
         total = sizes.limit
         first_out = np.partition(np.concatenate([own_test, others]), total)[total]
-        own_test = own_test[: np.searchsorted(own_test, first_out)]
-        others = others[: np.searchsorted(others, first_out)]
+        kept = max(int(np.searchsorted(own_test, first_out)), int(has_own))  # one at least, or there is no test set
+        own_test, others = own_test[:kept], others[: total - kept]
     count = int(sizes.test) if sizes.test >= 1 else max(1, round(sizes.test * total)) if sizes.test else 0
-    if len(own_test):
+    if has_own:
         test, train = own_test[: count or None], others
     elif not count:
         raise SplitError("has no test split of its own: set TEST_SIZE, a count or a share below 1")

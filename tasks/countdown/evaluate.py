@@ -3,8 +3,9 @@
 from collections import Counter
 
 from tasks.common import evaluate
+from tasks.common.expression import parse_expression
 from tasks.common.reward import last_answer
-from tasks.countdown.reward import compute_score, parse_expression
+from tasks.countdown.reward import compute_score
 
 
 def metrics(scored: list[dict]) -> dict[str, float]:

@@ -1,43 +1,104 @@
-"""Where the problems of {{ cookiecutter.task }} come from. FILL IN: replace ``generate`` by your own source."""
+{% set reward, source = cookiecutter.reward, cookiecutter.source %}
+{% set from_records = source in ("file", "hub") %}
+{% set own_columns = reward in ("expression", "tool_call") %}
+{% set hub_sets = {
+  "math": ("openai/gsm8k", "main", ["train", "test"], ("question", "answer")),
+  "exact": ("SetFit/sst2", none, ["train", "test"], ("text", "label_text")),
+  "expression": ("Jiayi-Pan/Countdown-Tasks-3to4", none, ["train"], ()),
+  "tool_call": ("Bingguang/HardGen", none, ["train"], ()),
+  "judge": ("databricks/databricks-dolly-15k", none, ["train"], ("instruction", "response")),
+} %}
+{% set hub_set = hub_sets.get(reward, ("owner/name", none, ["train"], ("question", "answer"))) %}
+{% set columns = hub_set[3] if source == "hub" else ("question", "answer") %}
+"""Where the problems come from. FILL IN: {{ {
+  "generate": "replace ``generate`` by your own.",
+  "hub": "the data set and how a record of it becomes a problem.",
+  "file": "your own data.jsonl, or FILE=, and how a record becomes a problem.",
+  "reasoning_gym": "the environment's settings (docs/REASONING_GYM.md).",
+}[source] }}"""
 
+{% if reward == "json" %}
+import json
+{% endif %}
+{% if source == "generate" %}
 import random
+{% endif %}
+{% if not from_records %}
 from collections.abc import Iterator
+{% endif %}
+{% if reward == "json" or not from_records %}
 
-from tasks.common import prepare
+{% endif %}
+{% if reward == "regex" %}
+import regex
 
-{% if cookiecutter.reward == "number" -%}
-PROMPT = "What is {a} + {b}? Think in <think></think>, then give the number in <answer></answer>."
-{%- else -%}
-WORDS = ["apple", "bread", "chair", "dream", "eagle", "flame", "grape", "house", "ivory", "joker", "knife", "lemon"]
-PROMPT = "Sort these words: {words}. Think in <think></think>, then give them in <answer></answer>."
-{%- endif %}
+{% endif %}
+from tasks.common import {{ "gym, " if source == "reasoning_gym" }}prepare
+{% if reward == "regex" or (from_records and reward == "expression") %}
+from tasks.common.data import DataError
+{% endif %}
+{% if from_records and reward != "expression" %}
+from tasks.common.formats import {{ "" if own_columns else "Columns, " }}conversation
+{% endif %}
+{% if from_records %}
+from tasks.common.records import {{ "hub" if source == "hub" else "load" }}
+{% endif %}
+{% if reward == "tool_call" %}
+from tasks.common.tool_calls import render_calls
+{% endif %}
+
+{% if source == "reasoning_gym" %}
+ENV = "{{ cookiecutter.env }}"
+CONFIG = {{ cookiecutter.config | literal }}
+{% elif source == "hub" %}
+HUB_DATASET, HUB_CONFIG, HUB_SPLITS = "{{ hub_set[0] }}", {{ '"' ~ hub_set[1] ~ '"' if hub_set[1] else "None" }}, [{{ '"' ~ hub_set[2] | join('", "') ~ '"' }}]  # FILL IN
+{% elif source == "generate" %}
+{% include reward ~ "/constants.py" ignore missing %}
+{% endif %}
+{% if reward in ("tool_call", "judge", "environment") %}{## a function comes next: two empty lines before it ##}
+{% if source in ("generate", "hub", "reasoning_gym") %}
+
+{% endif %}
+
+{% endif %}
+{% if reward != "environment" %}
+{% include reward ~ "/example.py" %}
 
 
+{% endif %}
+{% if source == "generate" %}
 def generate(settings) -> Iterator[prepare.Example]:
-    """Problems without end, different for each SEED; equal prompts are taken once.
-
-    ``ground_truth`` is what reward.py gets; ``demonstration`` is a worked answer for the SFT warm-up, or None.
-    """
+    """Problems without end, different for each SEED; equal prompts are taken once."""
     rng = random.Random(settings.SEED)
-    while True:
-{%- if cookiecutter.reward == "number" %}
-        largest = {"easy": 50, "hard": 10_000}[settings.DIFFICULTY]
-        a, b = rng.randint(1, largest), rng.randint(1, largest)
-        yield prepare.Example(
-            prompt=PROMPT.format(a=a, b=b),
-            ground_truth=str(a + b),
-            demonstration=f"<think>{a} + {b} = {a + b}</think>\n<answer>{a + b}</answer>",
-        )
-{%- else %}
-        words = rng.sample(WORDS, {"easy": 3, "hard": 8}[settings.DIFFICULTY])
-        answer = " ".join(sorted(words))
-        yield prepare.Example(
-            prompt=PROMPT.format(words=" ".join(words)),
-            ground_truth=answer,
-            demonstration=f"<think>{words[0]} or {min(words)} first</think>\n<answer>{answer}</answer>",
-        )
-{%- endif %}
+{% include reward ~ "/generate.py" %}
+{% elif source == "reasoning_gym" %}
+{% if reward == "environment" %}
+def generate(settings) -> Iterator[prepare.Example]:
+    """Entries of the environment without end, different for each SEED; equal prompts are taken once."""
+    return gym.examples(ENV, CONFIG, settings.SEED)
+{% else %}
+def generate(settings) -> Iterator[prepare.Example | None]:
+    """Entries of the environment without end, different for each SEED; None where it accepts more than one answer."""
+    for found in gym.examples(ENV, CONFIG, settings.SEED):
+        question, answer = found.prompt.removesuffix(gym.ANSWER_FORM).strip(), found.ground_truth["answer"]
+        yield example(question, answer) if isinstance(answer, str) else None
+{% endif %}
+{% else %}
+{% include [reward ~ "/record.py", "record.py"] %}
+
+
+{% if source == "hub" %}
+def from_hub(settings) -> prepare.Examples:
+    """The public set, or a local folder of its form (SOURCE=folder)."""
+    name = HUB_DATASET if settings.SOURCE == "hub" else settings.SOURCE
+    return prepare.Examples([hub(name, HUB_CONFIG, split) for split in HUB_SPLITS], from_record)
+{% else %}
+def from_file(settings) -> prepare.Examples:
+    """FILE: a file that is split by SEED, or a folder with train.* and test.*."""
+    return prepare.Examples(load(settings.FILE), from_record)
+{% endif %}
+{% endif %}
 
 
 if __name__ == "__main__":
-    prepare.main({"generate": generate})
+    prepare.main({"{{ source }}": {{ {"hub": "from_hub", "file": "from_file"}.get(source, "generate") }}})

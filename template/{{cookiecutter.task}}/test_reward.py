@@ -1,43 +1,28 @@
 """Tests of this task's reward; `make test` runs them."""
 
+{% if cookiecutter.reward == "environment" %}
+from itertools import islice
+{% endif %}
 from pathlib import Path
 
 import pytest
 
-{% if cookiecutter.task < "common" -%}
-from tasks.{{ cookiecutter.task }}.reward import compute_score
-from tasks.common.examples import check_examples
-{%- else -%}
-from tasks.common.examples import check_examples
-from tasks.{{ cookiecutter.task }}.reward import compute_score
-{%- endif %}
-
-{% if cookiecutter.reward == "number" -%}
-TRUTH = "12"
-{%- else -%}
-TRUTH = "apple bread"
-{%- endif %}
+{% import "imports.jinja" as imports with context %}
+{% set of_reward = {"judge": ["from tasks.common import judge"], "environment": ["from tasks.common import gym"]} %}
+{% set common = of_reward.get(cookiecutter.reward, []) + ["from tasks.common.examples import check_examples"] %}
+{{ imports.sorted(common, "reward import " ~ ("CONFIG, ENV, " if cookiecutter.reward == "environment" else "") ~ "compute_score") }}
+{% include cookiecutter.reward ~ "/tests.py" %}
 
 
 def test_examples_get_the_scores_that_they_state():
     assert check_examples(Path(__file__).parent, compute_score) > 0
 
 
-@pytest.mark.parametrize(
-    ("response", "score"),
-    [
-        (f"<think>so</think><answer>{TRUTH}</answer>", 1.0),
-        (f"<answer>{TRUTH}</answer> and more text", 1.0),
-        (f"<answer>{TRUTH}</answer><answer>7</answer>", 0.1),  # the last answer counts
-        (f"<think><answer>{TRUTH}</answer></think>", 0.0),  # thinking is no answer
-        (f"the answer is {TRUTH}", 0.0),
-        ("", 0.0),
-    ],
-)
+@pytest.mark.parametrize(("response", "score"), CASES)
 def test_score(response, score):
-    assert compute_score("{{ cookiecutter.task }}", response, TRUTH)["score"] == score
+    assert compute_score("", response, TRUTH)["score"] == score
 
 
 def test_every_response_gets_the_same_keys():
-    keys = {frozenset(compute_score("{{ cookiecutter.task }}", response, TRUTH)) for response in ("", "<answer>1</answer>")}
+    keys = {frozenset(compute_score("", response, TRUTH)) for response, _ in CASES}
     assert len(keys) == 1

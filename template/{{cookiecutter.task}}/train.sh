@@ -1,23 +1,37 @@
+{% macro line(name, default, comment) %}
+{{ ("%s=${%s:-%s}" % (name, name, default)).ljust(42) }} # {{ comment }}
+{%- endmacro %}
 #!/usr/bin/env bash
 # {{ cookiecutter.description }}. Every value can be set from the environment:
 #   make train TASK={{ cookiecutter.task }} LR=2e-6 ROLLOUT_N=16 ARGS="trainer.total_epochs=1"
 # Hardware without a GPU has smaller defaults: tasks/common/stacks/cpu.sh.
+{% set small = "reasoning_gym" if cookiecutter.source == "reasoning_gym" else cookiecutter.reward %}
+{% set lengths = {"tool_call": (320, 96), "reasoning_gym": (512, 128)} %}
+{% if small in lengths %}
+# Tokens on a machine without a GPU.
+SMALL_PROMPT_LENGTH={{ lengths[small][0] }} SMALL_RESPONSE_LENGTH={{ lengths[small][1] }}
+{% endif %}
 source "$(dirname "${BASH_SOURCE[0]}")/../common/stack.sh"
 
 # ---- model and data
-MODEL=${MODEL:-Qwen/Qwen2.5-1.5B-Instruct} # a hub id, a folder, or `embedded` (SmolLM2-135M-Instruct)
+{{ line("MODEL", cookiecutter.model, "a hub id, a folder, or `embedded` (SmolLM2-135M-Instruct)") }}
 INIT=${INIT:-base}                         # train from `base`, or from an SFT warm-up (`sft`)
-SOURCE=${SOURCE:-generate}                 # a name in prepare_data.py's `sources`
-FILE=${FILE:-}                             # a data file or a folder of them; then the source
+{{ line("SOURCE", cookiecutter.source, "hub, or a local folder of its form" if cookiecutter.source == "hub" else "a name that prepare_data.py knows") }}
+{{ line("FILE", "$ROOT/tasks/" ~ cookiecutter.task ~ "/data.jsonl" if cookiecutter.source == "file" else "", "a data file, or a folder with train.* and test.*" if cookiecutter.source == "file" else "this task reads no files") }}
 MAX_SAMPLES=${MAX_SAMPLES:-0}              # of a file or data set, before the split; 0: all
-DIFFICULTY=${DIFFICULTY:-hard}             # easy | hard
+DIFFICULTY=${DIFFICULTY:-hard}             # {{ "easy | hard" if cookiecutter.source == "generate" else "of generated problems: not used here" }}
+{% if cookiecutter.source in ("hub", "file") %}
+TRAIN_SIZE=${TRAIN_SIZE:-0}                # 0: all
+TEST_SIZE=${TEST_SIZE:-{{ "0.1" if cookiecutter.source == "file" else "512" }}}                # a count, a share below 1, or 0: all of a test split
+{% else %}
 TRAIN_SIZE=${TRAIN_SIZE:-8192}
 TEST_SIZE=${TEST_SIZE:-512}
+{% endif %}
 SFT_SIZE=${SFT_SIZE:-2048}
 TRAIN_FILE=${TRAIN_FILE:-}                 # a parquet in place of train.parquet, e.g. the signal.parquet of a probe
 SEED=${SEED:-42}
 # ---- optimisation
-METHOD=${METHOD:-grpo}
+METHOD=${METHOD:-{{ cookiecutter.method }}}
 REWARD=${REWARD:-}                         # variant of the reward; this task has one
 STEPS=${STEPS:-100}
 TRAIN_BATCH_SIZE=${TRAIN_BATCH_SIZE:-128}  # prompts a step
@@ -30,10 +44,10 @@ SFT_LR=${SFT_LR:-1e-5}
 # ---- rollouts and lengths
 ROLLOUT_N=${ROLLOUT_N:-8}                  # samples a prompt
 TEMPERATURE=${TEMPERATURE:-1.0}
-MAX_PROMPT_LENGTH=${MAX_PROMPT_LENGTH:-256}
+MAX_PROMPT_LENGTH=${MAX_PROMPT_LENGTH:-{{ 256 if cookiecutter.source == "generate" and cookiecutter.reward != "tool_call" else 2048 }}}
 MAX_RESPONSE_LENGTH=${MAX_RESPONSE_LENGTH:-1024}
 # ---- hardware
-N_GPUS=${N_GPUS:-$(nvidia-smi -L | wc -l)}
+N_GPUS=${N_GPUS:-{{ "$(nvidia-smi -L | wc -l)" if cookiecutter.gpus == "all" else cookiecutter.gpus }}}
 MICRO_BATCH_SIZE=${MICRO_BATCH_SIZE:-16}   # sequences a GPU in one forward pass
 GPU_MEMORY_UTILIZATION=${GPU_MEMORY_UTILIZATION:-0.5}
 # ---- LoRA (0: full fine-tuning)

@@ -21,8 +21,8 @@ from pathlib import Path
 
 import torch
 
-from tasks.common.data import read_rows
 from tasks.common.chat_template import prompt_ids
+from tasks.common.data import read_rows
 from tasks.common.engines import LOGPROBS, VLLMEngine
 from tasks.common.model import resolve_model
 from tasks.common.sample import Job, Scoring, load, sample, sampling

@@ -1,0 +1,1 @@
+WORDS = ["apple", "bread", "chair", "dream", "eagle", "flame", "grape", "house", "ivory", "joker", "knife", "lemon"]

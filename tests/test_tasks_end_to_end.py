@@ -1,0 +1,105 @@
+"""Every task by its stages, as a user types them, on a very small random model, without a network.
+
+What is trained is real (verl, vLLM); a random model learns nothing in two steps, so only the shape of results is told.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import ROOT, make
+
+pytestmark = pytest.mark.slow
+
+SMALL = {
+    "STACK": "cpu",
+    "TRAIN_SIZE": "16",
+    "TEST_SIZE": "8",
+    "SFT_SIZE": "8",
+    "SFT_STEPS": "2",
+    "SFT_BATCH_SIZE": "4",
+    "TRAIN_BATCH_SIZE": "4",
+    "MINI_BATCH_SIZE": "4",
+    "ROLLOUT_N": "4",
+    "MAX_RESPONSE_LENGTH": "224",  # a byte is a token
+    "MAX_NEW_TOKENS": "32",
+    "SAVE_FREQ": "2",
+    "N": "2",
+}
+# Variables of the task, its own metrics, and keys of its reward.
+TASKS = {
+    "gsm8k": ({"MAX_PROMPT_LENGTH": "800"}, {"hashes", "format_loss"}, {"marked", "boxed"}),
+    "tool_calling": (
+        {"MAX_PROMPT_LENGTH": "2000", "MAX_SAMPLES": "24"},
+        set(),
+        {"parsed", "names", "missing", "extra"},
+    ),
+    "econ_agent": (
+        {"MAX_PROMPT_LENGTH": "1000", "INIT": "base"},
+        {"json", "minus_one", "work_std"},
+        {"work", "consumption", "unemployment"},
+    ),
+    "gym_sums": ({"MAX_PROMPT_LENGTH": "800", "INIT": "base"}, set(), {"failed"}),
+}
+
+
+@pytest.fixture(scope="module", params=TASKS)
+def task(request, small_model, tmp_path_factory):
+    """A task's name and its variables; gym_sums is made from a reasoning-gym environment first."""
+    name = request.param
+    artifacts = tmp_path_factory.mktemp(name)
+    made = ROOT / "tasks" / name
+    if name == "gym_sums":
+        result = make("new", TASK=name, SOURCE="reasoning_gym", ENV="chain_sum", CONFIG='{"max_terms": 3}')
+        assert result.returncode == 0, result.stdout
+    try:
+        yield name, {**SMALL, "TASK": name, "MODEL": str(small_model), "ARTIFACTS": str(artifacts), **TASKS[name][0]}
+    finally:
+        if name == "gym_sums":
+            shutil.rmtree(made)
+
+
+def only(variables: dict[str, str], pattern: str) -> Path:
+    (path,) = Path(variables["ARTIFACTS"]).glob(pattern)
+    return path
+
+
+def test_data_probe_train_and_eval(task):
+    name, variables = task
+    result = make("data", **variables)
+    assert result.returncode == 0, result.stdout
+    assert "8 test, 16 train, 8 sft from generate" in result.stdout or name == "gym_sums", result.stdout
+    manifest = json.loads(only(variables, f"data/{name}/manifest.json").read_text())
+    assert (manifest["rows"]["train"], manifest["rows"]["test"]) == (16, 8)
+
+    result = make("probe", **{**variables, "LIMIT": "8", "N": "4"})
+    assert result.returncode == 0, result.stdout
+    assert json.loads(only(variables, f"probe/{name}/*/probe.json").read_text())["prompts"] == 8
+
+    result = make("train", STEPS="2", **variables)
+    assert result.returncode == 0, result.stdout
+    run = only(variables, f"runs/{name}/grpo-*")
+    _, metrics, keys = TASKS[name]
+    rows = [json.loads(line) for line in (run / "rollouts/1.jsonl").read_text().splitlines()]
+    assert len(rows) == 16 and keys <= rows[0].keys()
+    assert {"score", "acc", "format"} <= rows[0].keys()
+
+    result = make("eval", LIMIT="8", **variables)
+    assert result.returncode == 0, result.stdout
+    for file in Path(variables["ARTIFACTS"]).glob(f"eval/{name}/*/summary.json"):
+        summary = json.loads(file.read_text())
+        assert summary["prompts"] == 8 and summary["errors"] == 0
+        assert metrics | {"accuracy", "pass@2", "score"} <= summary["metrics"].keys()
+
+    if name == "econ_agent":
+        result = make("simulate", MONTHS="2", AGENTS="3", **variables)
+        assert result.returncode == 0, result.stdout
+        found = json.loads(only(variables, "eval/econ_agent/simulation-*/simulation.json").read_text())
+        assert found["indicators"].keys() == {"base", "grpo", "rule"}
+        assert (run / "checkpoints/global_step_2/actor/merged").is_dir()
+    if name == "tool_calling":
+        result = make("bfcl", **{**variables, "LIMIT": "2", "MAX_PROMPT_LENGTH": "3000"})
+        assert result.returncode == 0, result.stdout
+        assert "irrelevance" in result.stdout
