@@ -41,7 +41,9 @@ RUN_STAGE = PYTHON='$(PYTHON)' STAGE=$@ bash tasks/$(TASK)/train.sh $(ARGS)
 # Installation counts as the first stage of `make train`.
 # What `make new` tells the template besides OPTIONS.
 export CONFIG
-NEW = $(if $(SOURCE),'source=$(SOURCE)') $(if $(ENV),'env=$(ENV)') $(if $(CONFIG),"config=$$CONFIG")
+NEW = $(if $(SOURCE),'source=$(SOURCE)') $(if $(filter reasoning_gym,$(SOURCE)),reward=environment) $(if $(ENV),'env=$(ENV)') $(if $(CONFIG),"config=$$CONFIG")
+# cookiecutter's own command, but a choice that there is not is said in one line.
+COOKIECUTTER = 'import sys; sys.tracebacklimit = 0; import cookiecutter.cli as c; c.main(prog_name="cookiecutter")'
 NUMBER = $(if $(filter train,$(MAKECMDGOALS)),[1/$$(STAGE=count bash tasks/$(TASK)/train.sh)] )
 
 .PHONY: help install bench bench_rewards new json_to_parquet test test-all lint format clean $(STAGES)
@@ -86,7 +88,7 @@ bench_rewards: $(INSTALLED) ## rows a second of every reward, beside the scorers
 	@PYTHONPATH=. '$(PYTHON)' tests/benchmarks/rewards.py $(ARGS)
 
 new: $(INSTALLED) ## scaffold tasks/TASK; OPTIONS="reward=exact lora=yes", SOURCE=reasoning_gym ENV=name CONFIG='{"key": 1}'
-	@'$(PYTHON)' -m cookiecutter template -o tasks --no-input 'task=$(TASK)' $(NEW) $(OPTIONS)
+	@'$(PYTHON)' -c $(COOKIECUTTER) template -o tasks --no-input 'task=$(TASK)' $(NEW) $(OPTIONS)
 
 json_to_parquet: $(INSTALLED) ## any FILE of chats, questions or pairs as verl's parquet files in OUTPUT; ARGS="--help"
 	@PYTHONPATH=. '$(PYTHON)' -m tasks.common.json_to_parquet $(if $(FILE),'$(FILE)') $(if $(OUTPUT),'$(OUTPUT)') $(ARGS)

@@ -53,7 +53,7 @@ own = {"json": ": SCHEMA", "judge": ": RUBRIC"}.get(reward, "")
 if reward != "environment":
     print(f"          reward.py         when a response is right{own} (test_reward.py, examples.jsonl check it)")
 judge = "export JUDGE_URL=http://localhost:8000/v1 JUDGE_MODEL=name    # the model that judges: docs/JUDGE.md"
-trains = {"hub": "downloads the data", "file": "trains as it is, on the samples in data.jsonl"}.get(source, "trains as it is")
+trains = "downloads the data" if source == "hub" else "trains as it is"
 print("\nnext")
 for line in filter(None, [first, reward == "judge" and judge, f"make train TASK={task}    # {trains}"]):
     print(f"  {line}")

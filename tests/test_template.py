@@ -1,6 +1,8 @@
 """The template: every way in, every combination of answers, bad names."""
 
+import ast
 import importlib
+import importlib.util
 import itertools
 import json
 import re
@@ -22,7 +24,7 @@ from tasks.common.settings import METHODS, load_settings
 from tests.helpers import ROOT, cookiecutter, exported
 
 QUESTIONS = json.loads((ROOT / "template/cookiecutter.json").read_text())
-CHOICES = {name: values for name, values in QUESTIONS.items() if isinstance(values, list)}
+CHOICES = {name: values for name, values in QUESTIONS.items() if isinstance(values, list) and name[0] != "_"}
 COMBINATIONS = [dict(zip(CHOICES, values, strict=True)) for values in itertools.product(*CHOICES.values())]
 TASKS = sorted(path.parent.name for path in ROOT.glob("tasks/*/answers.json"))
 STACKS = sorted(path.stem for path in ROOT.glob("tasks/common/stacks/*.sh"))
@@ -56,7 +58,8 @@ def checkout(tmp_path_factory) -> Path:
 
 
 def tree(folder: Path) -> set[str]:
-    return {str(path.relative_to(folder)) for path in folder.rglob("*") if ".git/" not in f"{path}/"}
+    hidden = (".git", "__pycache__")
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if not set(hidden) & set(path.parts)}
 
 
 def git_url(checkout: Path) -> str:
@@ -148,15 +151,19 @@ OTHERS = [
 ]
 CONFIGS = [
     {"env": "chain_sum", "config": '{"min_terms": 2, "max_terms": 3, "allow_negation": false}'},
-    {"env": "leg_counting", "config": '{"min_animals": 1, "max_animals": 2, "min_instances": 1, "max_instances": 3}'},
-    {"env": "needle_haystack", "config": '{"min_num_statements": 2, "max_num_statements": 4}'},
+    {
+        "env": "basic_arithmetic",
+        "config": '{"min_terms": 2, "max_terms": 3, "min_digits": 1, "max_digits": 2, "operators": ["+", "-"], '
+        '"allow_parentheses": false, "whitespace": "single"}',
+    },
+    {},
 ]
 
 
 def options(index: int, answers: dict[str, str]) -> dict[str, str]:
     """All answers of a combination: its choices, and some free text."""
     others = OTHERS[index] if index < len(OTHERS) else {}
-    own = CONFIGS[index % 4] if answers["source"] == "reasoning_gym" and index % 4 < 3 else {}
+    own = CONFIGS[index % 3] if answers["source"] == "reasoning_gym" else {}
     return {**answers, **others, **own}
 
 
@@ -244,8 +251,7 @@ def judged(question, response, reference="", rubric="") -> dict[str, float]:
 def local_copy_of_hub(home: Path, folder: Path) -> Path:
     """A folder of the form of the task's hub data set: its sample rows, under the names of its columns."""
     reward = json.loads((home / "answers.json").read_text())["cookiecutter"]["reward"]
-    text = (ROOT / f"template/templates/{reward}/data.jsonl").read_text()
-    rows = Environment(trim_blocks=True, lstrip_blocks=True).from_string(text).render().splitlines()
+    rows = render((ROOT / f"template/templates/{reward}/data.jsonl").read_text()).splitlines()
     columns = getattr(module_of(home, "prepare_data"), "COLUMNS", None)
     folder.mkdir()
     for split, part in (("test", rows[::4]), ("train", [row for i, row in enumerate(rows) if i % 4])):
@@ -287,6 +293,72 @@ def test_every_combination_makes_data_whose_demonstrations_are_right(name, rende
         assert len(tokenizer(answer["content"])["input_ids"]) < s.MAX_RESPONSE_LENGTH
     for row in rows_of(s, "train"):
         assert not prepare.too_long(tokenizer, s.MAX_PROMPT_LENGTH, decoded(row["prompt"]), tools_of(row))
+
+
+@pytest.mark.parametrize("reward", sorted({c["reward"] for c in ACCEPTED if c["source"] == "generate"}))
+@pytest.mark.parametrize("stack", STACKS)
+def test_a_generator_makes_as_many_problems_as_its_defaults_ask_for(reward, stack, rendered, monkeypatch):
+    answers = {"reward": reward, "source": "generate"}
+    home = next(rendered[name] for name in NAMES if NAMES[name].items() >= answers.items())
+    s = settings_of(home, monkeypatch, STACK=stack)
+    wanted = s.TRAIN_SIZE + int(s.TEST_SIZE)
+    examples = prepare.distinct(module_of(home, "prepare_data").generate(s))
+    assert sum(1 for _ in itertools.islice(examples, wanted)) == wanted
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        {},
+        {"a": 1, "b": [True, False, None, 1.5, 1e20, -3]},
+        {"a": "x" * 50, "b": "y" * 50, "c": "z" * 50},
+        {"a": {"b": [{"c": ["word"] * 30, "d": {}}] * 2}},
+        {
+            "quote": 'say "so"',
+            "apostrophe": "it's",
+            "both": 'it\'s "so" and "so"',
+            "path": "a\\b",
+            "line": "a\nb",
+            "é": "→",
+        },
+    ],
+)
+def test_settings_of_an_environment_become_plain_python(value, tmp_path):
+    source = render("CONFIG = {{ config | literal }}\n", config=json.dumps(value))
+    assert ast.literal_eval(source.partition(" = ")[2]) == value
+    (tmp_path / "x.py").write_text(source)
+    ruff = [Path(sys.executable).parent / "ruff", "format", "--no-cache", "--diff", "--config", ROOT / "pyproject.toml"]
+    done = subprocess.run([*ruff, tmp_path / "x.py"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def render(text: str, **context) -> str:
+    """As cookiecutter renders a template of ours, with its filters."""
+    spec = importlib.util.spec_from_file_location("local_extensions", ROOT / "template/local_extensions.py")
+    extensions = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(extensions)
+    environment = Environment(
+        trim_blocks=True, lstrip_blocks=True, keep_trailing_newline=True, extensions=[extensions.literal]
+    )
+    return environment.from_string(text).render(**context)
+
+
+@pytest.mark.parametrize(
+    ("env", "prompt", "response", "init"),
+    [("gcd", 128, 64, "sft"), ("tower_of_hanoi", 256, 1024, "sft"), ("rush_hour", 256, 256, "base")],
+)
+def test_lengths_and_start_suit_the_environment(env, prompt, response, init, checkout, own_home, monkeypatch):
+    answers = ["task=suited", "source=reasoning_gym", "reward=environment", f"env={env}"]
+    result = cookiecutter("template", "-o", "tasks", "--no-input", *answers, cwd=checkout)
+    home = checkout / "tasks/suited"
+    try:
+        assert result.returncode == 0, result.stdout
+        s = settings_of(home, monkeypatch)
+        assert prompt <= s.MAX_PROMPT_LENGTH < 512
+        assert response <= s.MAX_RESPONSE_LENGTH
+        assert init == s.INIT
+    finally:
+        shutil.rmtree(home)
 
 
 def rows_of(s, part: str) -> list[dict]:

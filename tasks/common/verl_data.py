@@ -47,31 +47,39 @@ class SingleTurnOfRow(SingleTurnAgentLoop):
 class Demonstrations(Dataset):
     """SFT rows: the last message is learned, given all before it. Built as verl builds its MultiTurnSFTDataset.
 
-    Raises ValueError for a row that is longer than data.max_length tokens.
+    Rows longer than data.max_length tokens are left out, and counted in the log. Raises ValueError when that leaves
+    less than data.train_batch_size.
     """
 
     def __init__(self, parquet_files, tokenizer, config, processor=None, max_samples: int = -1):
         files = [parquet_files] if isinstance(parquet_files, str) else list(parquet_files)
         rows = [row for file in files for row in pq.read_table(file).to_pylist()]
-        self.rows = rows[:max_samples] if max_samples > 0 else rows
-        self.tokenizer, self.max_length = tokenizer, config.get("max_length", 1024)
+        rows = rows[:max_samples] if max_samples > 0 else rows
+        limit, least = config.get("max_length", 1024), config.get("train_batch_size", 1)
+        self.tokens = [
+            tokens for tokens in (_demonstration(tokenizer, row) for row in rows) if sum(map(len, tokens)) <= limit
+        ]
+        print(f"{len(rows) - len(self.tokens)} of {len(rows)} demonstrations are longer than {limit} tokens")
+        if len(self.tokens) < least:
+            raise ValueError(
+                f"only {len(self.tokens)} of {len(rows)} demonstrations fit MAX_PROMPT_LENGTH + MAX_RESPONSE_LENGTH = "
+                f"{limit} tokens, less than SFT_BATCH_SIZE={least}; raise MAX_RESPONSE_LENGTH, or use INIT=base"
+            )
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.tokens)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        row = self.rows[index]
-        *chat, answer = decoded(row["messages"])
-        prompt = prompt_ids(self.tokenizer, chat, tools_of(row))
-        response = answer_ids(self.tokenizer, answer["content"], opens_thinking(self.tokenizer, prompt))
-        length = len(prompt) + len(response)
-        if length > self.max_length:
-            raise ValueError(
-                f"demonstration {index} has {length} tokens, more than MAX_PROMPT_LENGTH + MAX_RESPONSE_LENGTH = "
-                f"{self.max_length}"
-            )
+        prompt, response = self.tokens[index]
         return {
             "input_ids": torch.tensor(prompt + response),
-            "position_ids": torch.arange(length),
+            "position_ids": torch.arange(len(prompt) + len(response)),
             "loss_mask": torch.tensor([0] * len(prompt) + [1] * len(response)),
         }
+
+
+def _demonstration(tokenizer, row: dict) -> tuple[list[int], list[int]]:
+    """Token ids of the prompt and of the answer."""
+    *chat, answer = decoded(row["messages"])
+    prompt = prompt_ids(tokenizer, chat, tools_of(row))
+    return prompt, answer_ids(tokenizer, answer["content"], opens_thinking(tokenizer, prompt))

@@ -34,11 +34,14 @@ import regex
 
 {% endif %}
 from tasks.common import {{ "gym, " if source == "reasoning_gym" }}prepare
-{% if reward == "regex" or (from_records and reward == "expression") %}
+{% if reward in ("math", "regex") or (from_records and reward == "expression") %}
 from tasks.common.data import DataError
 {% endif %}
 {% if from_records and reward != "expression" %}
 from tasks.common.formats import {{ "" if own_columns else "Columns, " }}conversation
+{% endif %}
+{% if reward == "math" %}
+from tasks.common.math_answer import compare
 {% endif %}
 {% if from_records %}
 from tasks.common.records import {{ "hub" if source == "hub" else "load" }}

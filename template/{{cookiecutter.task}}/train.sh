@@ -5,11 +5,16 @@
 # {{ cookiecutter.description }}. Every value can be set from the environment:
 #   make train TASK={{ cookiecutter.task }} LR=2e-6 ROLLOUT_N=16 ARGS="trainer.total_epochs=1"
 # Hardware without a GPU has smaller defaults: tasks/common/stacks/cpu.sh.
-{% set small = "reasoning_gym" if cookiecutter.source == "reasoning_gym" else cookiecutter.reward %}
-{% set lengths = {"tool_call": (320, 96), "reasoning_gym": (512, 128)} %}
-{% if small in lengths %}
+{% set small = {"tool_call": (256, 64)}.get(cookiecutter.reward) %}
+{% if cookiecutter.source == "reasoning_gym" %}
+{% set small = cookiecutter.env | lengths(cookiecutter.config) %}
+{% endif %}
+{% if small %}
 # Tokens on a machine without a GPU.
-SMALL_PROMPT_LENGTH={{ lengths[small][0] }} SMALL_RESPONSE_LENGTH={{ lengths[small][1] }}
+SMALL_PROMPT_LENGTH={{ small[0] }} SMALL_RESPONSE_LENGTH={{ small[1] or 256 }}
+{% if not small[1] %}
+INIT=${INIT:-base} # there too: the environment gives no worked answers for an SFT warm-up
+{% endif %}
 {% endif %}
 source "$(dirname "${BASH_SOURCE[0]}")/../common/stack.sh"
 
@@ -44,7 +49,7 @@ SFT_LR=${SFT_LR:-1e-5}
 # ---- rollouts and lengths
 ROLLOUT_N=${ROLLOUT_N:-8}                  # samples a prompt
 TEMPERATURE=${TEMPERATURE:-1.0}
-MAX_PROMPT_LENGTH=${MAX_PROMPT_LENGTH:-{{ 256 if cookiecutter.source == "generate" and cookiecutter.reward != "tool_call" else 2048 }}}
+MAX_PROMPT_LENGTH=${MAX_PROMPT_LENGTH:-{{ 256 if cookiecutter.source == "generate" and cookiecutter.reward != "tool_call" else [1024, 2 * (small or [0])[0]] | max }}}
 MAX_RESPONSE_LENGTH=${MAX_RESPONSE_LENGTH:-1024}
 # ---- hardware
 N_GPUS=${N_GPUS:-{{ "$(nvidia-smi -L | wc -l)" if cookiecutter.gpus == "all" else cookiecutter.gpus }}}

@@ -1,5 +1,5 @@
     while True:
-        minutes, label = rng.randint(1, 90), rng.choice(LABELS)
+        minutes, label = rng.randint(1, {"easy": 90, "hard": 600}[settings.DIFFICULTY]), rng.choice(LABELS)
         calls = [{"name": "set_timer", "arguments": {"minutes": minutes, "label": label}}]
         text = f"Set a timer for the {label}: {minutes} minutes."
         if settings.DIFFICULTY == "hard":
