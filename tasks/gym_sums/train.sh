@@ -1,0 +1,57 @@
+#!/usr/bin/env bash
+# Add two numbers. Every value can be set from the environment:
+#   make train TASK=gym_sums LR=2e-6 ROLLOUT_N=16 ARGS="trainer.total_epochs=1"
+# Hardware without a GPU has smaller defaults: tasks/common/stacks/cpu.sh.
+# Tokens on a machine without a GPU.
+SMALL_PROMPT_LENGTH=128 SMALL_RESPONSE_LENGTH=64
+source "$(dirname "${BASH_SOURCE[0]}")/../common/stack.sh"
+
+# ---- model and data
+MODEL=${MODEL:-Qwen/Qwen2.5-1.5B-Instruct} # a hub id, a folder, or `embedded` (SmolLM2-135M-Instruct)
+INIT=${INIT:-base}                         # train from `base`, or from an SFT warm-up (`sft`)
+SOURCE=${SOURCE:-reasoning_gym}            # a name that prepare_data.py knows
+FILE=${FILE:-}                             # this task reads no files
+MAX_SAMPLES=${MAX_SAMPLES:-0}              # of a file or data set, before the split; 0: all
+DIFFICULTY=${DIFFICULTY:-hard}             # of generated problems: not used here
+TRAIN_SIZE=${TRAIN_SIZE:-8192}
+TEST_SIZE=${TEST_SIZE:-512}
+SFT_SIZE=${SFT_SIZE:-2048}
+TRAIN_FILE=${TRAIN_FILE:-}                 # a parquet in place of train.parquet, e.g. the signal.parquet of a probe
+SEED=${SEED:-42}
+# ---- optimisation
+METHOD=${METHOD:-grpo}
+REWARD=${REWARD:-}                         # variant of the reward; this task has one
+STEPS=${STEPS:-100}
+TRAIN_BATCH_SIZE=${TRAIN_BATCH_SIZE:-128}  # prompts a step
+MINI_BATCH_SIZE=${MINI_BATCH_SIZE:-128}    # prompts an optimizer step
+LR=${LR:-1e-6}
+KL_COEF=${KL_COEF:-0}
+SFT_STEPS=${SFT_STEPS:-64}
+SFT_BATCH_SIZE=${SFT_BATCH_SIZE:-64}
+SFT_LR=${SFT_LR:-1e-5}
+# ---- rollouts and lengths
+ROLLOUT_N=${ROLLOUT_N:-8}                  # samples a prompt
+TEMPERATURE=${TEMPERATURE:-1.0}
+MAX_PROMPT_LENGTH=${MAX_PROMPT_LENGTH:-1024}
+MAX_RESPONSE_LENGTH=${MAX_RESPONSE_LENGTH:-1024}
+# ---- hardware
+N_GPUS=${N_GPUS:-$(nvidia-smi -L | wc -l)}
+MICRO_BATCH_SIZE=${MICRO_BATCH_SIZE:-16}   # sequences a GPU in one forward pass
+GPU_MEMORY_UTILIZATION=${GPU_MEMORY_UTILIZATION:-0.5}
+# ---- LoRA (0: full fine-tuning)
+LORA_RANK=${LORA_RANK:-0}
+LORA_ALPHA=${LORA_ALPHA:-16}
+# ---- evaluation: make eval, compare, probe, chat, batch
+N=${N:-4}                                  # samples a prompt (probe: 16, batch: 1)
+LIMIT=${LIMIT:-0}                          # the first so many prompts; 0: all (probe: 256)
+GREEDY=${GREEDY:-1}                        # 1: also a greedy response a prompt
+EVAL_TEMPERATURE=${EVAL_TEMPERATURE:-$TEMPERATURE} # 0: greedy, one response a prompt
+TOP_P=${TOP_P:-1.0}
+MAX_NEW_TOKENS=${MAX_NEW_TOKENS:-$MAX_RESPONSE_LENGTH}
+EVAL_SEED=${EVAL_SEED:-0}
+# ---- run
+RUN=${RUN:-}                               # name of the run; empty: made from the settings
+SAVE_FREQ=${SAVE_FREQ:-20}
+LOGGER=${LOGGER:-}                         # more verl loggers beside console and file, e.g. wandb,tensorboard
+
+exec bash "$ROOT/tasks/common/launch.sh" "$@"
