@@ -41,7 +41,7 @@ RUN_STAGE = PYTHON='$(PYTHON)' STAGE=$@ bash tasks/$(TASK)/train.sh $(ARGS)
 # Installation counts as the first stage of `make train`.
 # What `make new` tells the template besides OPTIONS.
 export CONFIG
-NEW = $(if $(SOURCE),'source=$(SOURCE)') $(if $(filter reasoning_gym,$(SOURCE)),reward=environment) $(if $(ENV),'env=$(ENV)') $(if $(CONFIG),"config=$$CONFIG")
+NEW = $(if $(SOURCE),'source=$(SOURCE)') $(if $(filter reasoning_gym,$(SOURCE)),reward=environment 'description=$(or $(ENV),An environment) of reasoning-gym') $(if $(ENV),'env=$(ENV)') $(if $(CONFIG),"config=$$CONFIG")
 # cookiecutter's own command, but a choice that there is not is said in one line.
 COOKIECUTTER = 'import sys; sys.tracebacklimit = 0; import cookiecutter.cli as c; c.main(prog_name="cookiecutter")'
 NUMBER = $(if $(filter train,$(MAKECMDGOALS)),[1/$$(STAGE=count bash tasks/$(TASK)/train.sh)] )
