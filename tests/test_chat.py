@@ -15,11 +15,14 @@ ROWS = [rl_row("t", [*SYSTEM, *chat("what is 3+4")], "7", "test", 0)]
 
 
 class Echo:
-    def __init__(self):
-        self.asked = []
+    think_opened = False
 
-    def stream(self, messages, how):
+    def __init__(self):
+        self.asked, self.tools = [], []
+
+    def stream(self, messages, how, tools=None):
         self.asked.append(list(messages))
+        self.tools.append(tools)
         if "long" in messages[-1]["content"]:
             raise ValueError("the conversation has 99 tokens, 50 fit: /reset")
         yield from ("you said ", "\x1b[31m" + messages[-1]["content"])
@@ -27,8 +30,12 @@ class Echo:
             raise KeyboardInterrupt
 
 
-def converse(*lines: str):
-    said, engine, screen = iter(lines), Echo(), io.StringIO()
+def score(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": float(ground_truth in solution_str), "acc": 0.0}
+
+
+def asking(*lines: str):
+    said = iter(lines)
 
     def ask():
         try:
@@ -36,10 +43,12 @@ def converse(*lines: str):
         except StopIteration:
             raise EOFError from None
 
-    def score(data_source, solution_str, ground_truth, extra_info=None):
-        return {"score": float(ground_truth in solution_str), "acc": 0.0}
+    return ask
 
-    talk(engine, HOW, ROWS, SYSTEM, Scoring(score, None, ""), ask, screen)
+
+def converse(*lines: str):
+    engine, screen = Echo(), io.StringIO()
+    talk(engine, HOW, ROWS, SYSTEM, Scoring(score, None, ""), asking(*lines), screen)
     return engine.asked, screen.getvalue()
 
 
@@ -55,6 +64,16 @@ def test_sample_shows_a_prompt_of_the_test_set_its_reward_and_the_ground_truth()
     asked, shown = converse("/sample", "and 8?")
     assert asked[0] == ROWS[0]["prompt"] and len(asked[1]) == 4
     assert "prompt 0: what is 3+4\n" in shown and "reward: score 0, acc 0\n" in shown and "ground truth: 7\n" in shown
+
+
+def test_a_sample_with_tools_is_asked_with_them_until_reset():
+    call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    history = [*chat("first"), {"role": "assistant", "content": "", "tool_calls": [call]}, *chat("then")]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    engine, rows = Echo(), [rl_row("t", history, "7", "test", 0, tools)]
+    talk(engine, HOW, rows, SYSTEM, Scoring(score, None, ""), asking("/sample", "more", "/reset", "x"), io.StringIO())
+    assert engine.asked[0] == history
+    assert engine.tools == [tools, tools, None]
 
 
 def test_exit_unknown_commands_and_a_conversation_that_is_too_long():

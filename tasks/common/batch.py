@@ -9,7 +9,7 @@ from pathlib import Path
 import pandas as pd
 
 from tasks.common.chat import task_system
-from tasks.common.data import RL_SCHEMA, DataError, chat, messages_problem, rl_row, write_parquet, written_beside
+from tasks.common.data import DataError, chat, messages_problem, rl_row, rl_schema, write_parquet, written_beside
 from tasks.common.engines import window
 from tasks.common.rollouts import TOO_LONG, Rollout
 from tasks.common.sample import Job, Scoring, report_errors, sampled, sampling
@@ -116,7 +116,7 @@ def batch(s: Settings, command: Command, scoring: Scoring, model: str) -> int:
     rows = read_table(Path(command.INPUT))[: s.LIMIT or None]
     prompts = rl_rows(rows, s.TASK, task_system(s.data_dir / "test.parquet"))
     file = artifacts() / "batch" / s.TASK / f"{fingerprint({'rows': prompts})}.parquet"
-    write_parquet(prompts, file, RL_SCHEMA)
+    write_parquet(prompts, file, rl_schema(tools=True))  # a chat may hold calls
     if not os.access(output.parent, os.W_OK):  # said before the sampling, not after it
         raise SettingsError(f"OUTPUT={output}: the folder is not there or cannot be written to")
     # Not MAX_PROMPT_LENGTH: these are other prompts than the task's.

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
-from tasks.common.data import read_rows
+from tasks.common.data import decoded, read_rows, tools_of
 from tasks.common.engines import VLLMEngine, window
 from tasks.common.process import StageFailed
 from tasks.common.rollouts import Completion, scored
@@ -48,10 +48,10 @@ def engine_noise_to(log: Path) -> Iterator[TextIO]:
 def talk(engine, how, rows: list[dict], system: list[dict], scoring: Scoring, ask, screen: TextIO) -> None:
     """The conversation: ``ask()`` gives the user's next line (EOFError ends), answers are streamed to ``screen``."""
 
-    def answer(messages: list[dict]) -> str | None:
+    def answer(messages: list[dict], tools: list[dict] | None) -> str | None:
         pieces = []
         try:
-            for piece in engine.stream(messages, how):
+            for piece in engine.stream(messages, how, tools):
                 pieces.append(piece)
                 screen.write(printable(piece))
                 screen.flush()
@@ -62,7 +62,7 @@ def talk(engine, how, rows: list[dict], system: list[dict], scoring: Scoring, as
         screen.write("\n")
         return "".join(pieces) if pieces else None
 
-    messages = list(system)
+    messages, tools = list(system), None
     choose = random.Random(how.seed)
     while True:
         try:
@@ -75,22 +75,24 @@ def talk(engine, how, rows: list[dict], system: list[dict], scoring: Scoring, as
         if line == "/exit":
             return
         if line == "/reset":
-            messages = list(system)
+            messages, tools = list(system), None
             screen.write("(new conversation)\n")
         elif line == "/sample":
             index = choose.randrange(len(rows))
             row = rows[index]
-            screen.write(f"prompt {index}: {printable(row['prompt'][-1]['content'])}\n")
-            text = answer(row["prompt"])
+            prompt = decoded(row["prompt"])
+            screen.write(f"prompt {index}: {printable(prompt[-1]['content'])}\n")
+            text = answer(prompt, tools_of(row))
             if text is not None:
-                rollout = scored(row, index, "chat", 0, Completion(text, "stop", 0, 0.0), scoring.compute_score)
+                completion = Completion(text, "stop", 0, 0.0, engine.think_opened)
+                rollout = scored(row, index, "chat", 0, completion, scoring.compute_score)
                 reward = rollout.error or ", ".join(f"{k} {v:g}" for k, v in rollout.reward.items())
                 screen.write(f"reward: {reward}\nground truth: {printable(rollout.ground_truth)}\n")
-                messages = [*row["prompt"], {"role": "assistant", "content": text}]
+                messages, tools = [*prompt, {"role": "assistant", "content": text}], tools_of(row)
         elif line.startswith("/"):
             screen.write(HELP + "\n")
         else:
-            text = answer([*messages, {"role": "user", "content": line}])
+            text = answer([*messages, {"role": "user", "content": line}], tools)
             if text is not None:
                 messages += [{"role": "user", "content": line}, {"role": "assistant", "content": text}]
 

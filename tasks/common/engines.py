@@ -151,12 +151,14 @@ class VLLMEngine:
         text = _text(self.tokenizer, ids, template)
         return Completion(text, str(output.finish_reason), len(ids), entropy, thinking)
 
-    def stream(self, messages: list[dict], sampling: Sampling) -> Iterator[str]:
-        """The pieces of one answer as they come. Raises ValueError when the chat is longer than the model's window."""
+    def stream(self, messages: list[dict], sampling: Sampling, tools: list[dict] | None = None) -> Iterator[str]:
+        """The pieces of one answer as they come; ``think_opened`` then says whether it began inside of ``<think>``.
+        Raises ValueError when the chat is longer than the model's window."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        ids = prompt_ids(self.tokenizer, messages)
+        ids = prompt_ids(self.tokenizer, messages, tools)
+        self.think_opened = opens_thinking(self.tokenizer, ids)
         if len(ids) > sampling.max_prompt_tokens:
             raise ValueError(f"the conversation has {len(ids)} tokens, {sampling.max_prompt_tokens} fit: /reset")
         params = SamplingParams(
