@@ -1,15 +1,12 @@
 """tasks/common/math_answer.py: which text is the final answer, which number it states, what equals what."""
 
-import os
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 
-import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.common import math_answer
 from tasks.common.math_answer import MAX_ANSWER_CHARS, compare, find_answer, read_number
 
 
@@ -295,16 +292,6 @@ def test_a_long_response_gives_a_short_answer(response):
         assert found is None or len(found.text) <= MAX_ANSWER_CHARS
 
 
-def test_the_worker_sees_no_credentials_and_is_bounded(monkeypatch):
-    monkeypatch.setenv("HF_TOKEN", "secret")
-    math_answer._worker.stop()
-    assert compare(r"\sqrt{16}", "4") == (True, True)
-    process = psutil.Process(math_answer._worker.process.pid)
-    assert "HF_TOKEN" not in process.environ()
-    assert process.rlimit(psutil.RLIMIT_AS)[0] == math_answer.MEMORY_BYTES
-    assert process.rlimit(psutil.RLIMIT_FSIZE)[0] == 0
-
-
 def test_text_is_never_run_as_python(tmp_path):
     file = tmp_path / "written"
     for text in (f"__import__('os').system('touch {file}')", rf"\text{{__import__('os').system('touch {file}')}}"):
@@ -312,10 +299,8 @@ def test_text_is_never_run_as_python(tmp_path):
     assert not file.exists()
 
 
-def test_a_killed_worker_is_replaced():
-    assert compare(r"\sqrt{25}", "5") == (True, True)
-    psutil.Process(math_answer._worker.process.pid).kill()
-    math_answer._worker.process.wait()
+def test_an_answer_that_takes_too_long_is_wrong_and_the_next_is_read():
+    assert compare(r"9^{9^{9^9}}", "3") == (False, False)
     assert compare(r"\sqrt{36}", "6") == (True, True)
 
 
@@ -324,29 +309,6 @@ def test_threads_get_their_own_answers():
     with ThreadPoolExecutor(8) as pool:
         results = list(pool.map(lambda n: compare(rf"\sqrt{{{n * n}}}", str(n + n % 2)), numbers))
     assert results == [(True, n % 2 == 0) for n in numbers]
-
-
-def test_a_forked_child_starts_its_own_worker():
-    assert compare(r"\sqrt{49}", "7") == (True, True)
-    parents = math_answer._worker.process.pid
-    child = os.fork()
-    if child == 0:
-        try:
-            good = compare(r"\sqrt{64}", "8") == (True, True) and math_answer._worker.process.pid != parents
-            math_answer._worker.stop()
-            os._exit(0 if good else 1)
-        finally:
-            os._exit(2)
-    assert os.waitpid(child, 0)[1] == 0
-    assert math_answer._worker.process.pid == parents
-    assert compare(r"\sqrt{81}", "9") == (True, True)
-
-
-def test_a_worker_that_cannot_start_is_an_error(monkeypatch):
-    monkeypatch.setattr(math_answer.sys, "executable", "/bin/false")
-    worker = math_answer._Worker()
-    with pytest.raises(math_answer.RewardError, match="did not start"):
-        worker.ask("1", "1")
 
 
 numbers = st.fractions(max_denominator=10**6).filter(lambda f: abs(f.numerator) < 10**12)

@@ -1,31 +1,21 @@
 """The final answer of a worked solution: find it, read it as an exact number, compare it with the truth.
 
-Plain numbers are read here, exactly (Fraction). What else LaTeX can say goes to math-verify, in one worker process: its
-own time limits need the main thread and cannot interrupt C code, and verl calls a reward in threads.
+Plain numbers are read here, exactly (Fraction). What else LaTeX can say goes to math-verify, in a sandbox: its own time
+limits need the main thread and cannot interrupt C code, and verl calls a reward in threads.
 """
 
-import atexit
 import functools
-import json
-import os
 import re
-import resource
-import signal
-import subprocess
-import sys
-import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
-from pathlib import Path
 
-from tasks.common.reward import MAX_RESPONSE_CHARS, RewardError
+from tasks.common.reward import MAX_RESPONSE_CHARS
+from tasks.common.sandbox import CallFailed, Sandbox
 
 MAX_ANSWER_CHARS = 200
 MAX_CANDIDATES = 50  # so many of one form are looked at, from the last back
-# Of the worker, for one comparison. CPU time does not depend on what else runs; the other ends a worker that waits.
-CPU_SECONDS, WALL_SECONDS = 1.0, 20.0
-START_SECONDS = 60.0
-MEMORY_BYTES = 1 << 30
+SECONDS = 2.0  # of wall clock for one comparison; ordinary formulas take milliseconds
 
 _THINK = re.compile(r"<(/?)think>", re.IGNORECASE)
 _HASHES = re.compile(r"(?<!#)####(?!#)")
@@ -191,92 +181,23 @@ def compare(answer: str, truth: str) -> tuple[bool, bool]:
         return True, number == true
     if not answer.strip() or len(answer) > MAX_ANSWER_CHARS:
         return False, False
-    return _math_verify(answer, str(truth)[: 10 * MAX_ANSWER_CHARS])
+    try:
+        return _math_verify(answer, str(truth)[: 10 * MAX_ANSWER_CHARS])
+    except CallFailed:  # not kept: it may be the machine that was slow
+        return False, False
 
 
 @functools.lru_cache(maxsize=4096)  # the responses of a group repeat themselves
 def _math_verify(answer: str, truth: str) -> tuple[bool, bool]:
-    return _worker.ask(answer, truth)
+    well_formed, right = _sandbox.call(answer, truth)
+    return well_formed, right
 
 
-class _Worker:
-    """A process that runs math-verify; started when first needed, and again after it was killed. Thread-safe.
-
-    The kernel's timers end it (a timer in Python would wait for C code that does not return), so the time limit holds
-    whatever thread asks, and a worker outlives its parent by no more than that. It has no credentials in its
-    environment, may write no file, and 1 GiB of address space.
-    """
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.process: subprocess.Popen | None = None
-
-    def ask(self, answer: str, truth: str) -> tuple[bool, bool]:
-        with self.lock:
-            if self.process is None or self.process.poll() is not None:
-                self.process = self._start()
-            try:
-                self.process.stdin.write(json.dumps([answer, truth]) + "\n")
-                self.process.stdin.flush()
-                well_formed, right = json.loads(self.process.stdout.readline())
-            except (OSError, ValueError):  # killed by a limit: the pipe is closed, or the line is empty
-                self.stop()
-                return False, False
-            return well_formed, right
-
-    def _start(self) -> subprocess.Popen:
-        root = str(Path(__file__).resolve().parents[2])
-        kept = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
-        process = subprocess.Popen(
-            [sys.executable, "-B", "-m", "tasks.common.math_answer"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            text=True,
-            cwd=root,
-            env={**kept, "PYTHONPATH": os.pathsep.join([root, *filter(None, sys.path)])},
-        )
-        if process.stdout.readline() != "ready\n":
-            process.kill()
-            process.wait()
-            raise RewardError(
-                "the process that runs math-verify did not start; see why: `python -m tasks.common.math_answer`"
-            )
-        return process
-
-    def stop(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process.communicate()
-            self.process = None
-
-    def forget(self) -> None:
-        """In a forked child: the pipes are the parent's."""
-        self.__init__()
+_sandbox = Sandbox("tasks.common.math_answer:math_verify_judge", seconds=SECONDS)
 
 
-_worker = _Worker()
-atexit.register(_worker.stop)
-os.register_at_fork(after_in_child=_worker.forget)
-
-
-def _limit(cpu_seconds: float, wall_seconds: float) -> None:
-    signal.setitimer(signal.ITIMER_PROF, cpu_seconds)
-    signal.setitimer(signal.ITIMER_REAL, wall_seconds)
-
-
-def _serve() -> None:
-    """The worker: one JSON pair (answer, truth) a line in, one JSON pair (well-formed, right) a line out."""
-    for number in (signal.SIGALRM, signal.SIGPROF):
-        signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
-    _limit(START_SECONDS, START_SECONDS)
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a library prints is no answer
-
+def math_verify_judge() -> Callable[[str, str], tuple[bool, bool]]:
+    """What the sandbox calls: (answer, truth) to (well formed, right), by math-verify."""
     import logging
 
     from math_verify import LatexExtractionConfig, parse, verify
@@ -300,17 +221,4 @@ def _serve() -> None:
         return well_formed, well_formed and true is not None and bool(verify(true, given, timeout_seconds=None))
 
     judge("\\frac{1}{2}", "\\sqrt{4}")  # loads the grammar
-    print("ready", file=out, flush=True)
-    _limit(0, 0)
-    for line in sys.stdin:
-        _limit(CPU_SECONDS, WALL_SECONDS)
-        try:
-            result = judge(*json.loads(line))
-        except Exception:  # whatever a library raises on hostile text
-            result = (False, False)
-        _limit(0, 0)
-        print(json.dumps(result), file=out, flush=True)
-
-
-if __name__ == "__main__":
-    _serve()
+    return judge
