@@ -7,6 +7,7 @@ from fractions import Fraction
 
 from tasks.common import prepare
 from tasks.common.data import DataError
+from tasks.common.records import hub
 
 HUB_DATASET = "Jiayi-Pan/Countdown-Tasks-3to4"
 # DIFFICULTY: how many numbers, the largest number, the largest target
@@ -105,18 +106,19 @@ def generate(settings) -> Iterator[prepare.Example]:
     return (example(**problem) for problem in problems(random.Random(settings.SEED), settings.DIFFICULTY))
 
 
-def from_hub(settings) -> Iterator[prepare.Example]:
-    """The public set, or a local folder of its form (columns ``nums``, ``target``), in a seeded order."""
-    from datasets import load_dataset
+def from_record(record: dict) -> list[prepare.Example]:
+    """The example of a row of the public set. Raises DataError for one of another form."""
+    try:
+        numbers, target = [int(n) for n in record["nums"]], int(record["target"])
+    except (KeyError, TypeError, ValueError):
+        raise DataError("needs columns `nums` (integers) and `target` (integer)") from None
+    return [example(sorted(numbers), target)]  # in any order it is the same problem, taken once
 
+
+def from_hub(settings) -> prepare.Examples:
+    """The public set, or a local folder of its form (columns ``nums``, ``target``)."""
     name = HUB_DATASET if settings.SOURCE == "hub" else settings.SOURCE
-    rows = load_dataset(name, split="train", streaming=True).shuffle(settings.SEED, buffer_size=10_000)
-    for index, row in enumerate(rows):
-        try:
-            numbers, target = [int(n) for n in row["nums"]], int(row["target"])
-        except (KeyError, TypeError, ValueError):
-            raise DataError(f"{name}: row {index}: needs columns `nums` (integers) and `target` (integer)") from None
-        yield example(sorted(numbers), target)  # in any order it is the same problem, taken once
+    return prepare.Examples([hub(name, None, "train")], from_record)
 
 
 if __name__ == "__main__":
