@@ -242,9 +242,9 @@ def test_two_runs_of_one_task_do_not_mix(variables):
 def change_reward(task: Path, body: str) -> None:
     """Let ``body`` score all but the ground truth of examples.jsonl, which is checked before the training."""
     reward = (task / "reward.py").read_text()
-    marker = "    answer = last_answer(solution_str)\n"
-    assert marker in reward
-    (task / "reward.py").write_text(reward.replace(marker, f"    if ground_truth != '12':\n        {body}\n{marker}"))
+    first = "    answer, truth = find_answer("
+    assert first in reward
+    (task / "reward.py").write_text(reward.replace(first, f"    if ground_truth != '12':\n        {body}\n{first}"))
 
 
 @pytest.mark.parametrize(
