@@ -2,8 +2,8 @@
 # Each month a worker decides how much to work and to consume. Every value can be set from the environment:
 #   make train TASK=econ_agent LR=2e-6 ROLLOUT_N=16 ARGS="trainer.total_epochs=1"
 # Hardware without a GPU has smaller defaults: tasks/common/stacks/cpu.sh.
-# Tokens on a machine without a GPU.
-SMALL_PROMPT_LENGTH=384 SMALL_RESPONSE_LENGTH=48
+# On a machine without a GPU: tokens, and the learning rates of an adapter.
+SMALL_PROMPT_LENGTH=256 SMALL_RESPONSE_LENGTH=48 SMALL_SFT_STEPS=12 SMALL_SFT_LR=2e-3 SMALL_LR=2e-4
 source "$(dirname "${BASH_SOURCE[0]}")/../common/stack.sh"
 
 # ---- model and data

@@ -16,6 +16,10 @@ SMALL_PROMPT_LENGTH={{ small[0] }} SMALL_RESPONSE_LENGTH={{ small[1] or 256 }}
 INIT=${INIT:-base} # there too: the environment gives no worked answers for an SFT warm-up
 {% endif %}
 {% endif %}
+{% if cookiecutter.lora == "yes" %}
+# An adapter's learning rates on a machine without a GPU.
+SMALL_SFT_STEPS=12 SMALL_SFT_LR=2e-3 SMALL_LR=2e-4
+{% endif %}
 source "$(dirname "${BASH_SOURCE[0]}")/../common/stack.sh"
 
 # ---- model and data

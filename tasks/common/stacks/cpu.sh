@@ -1,11 +1,13 @@
 # shellcheck shell=bash
 # No GPU: verl 0.9.1 and vLLM on the CPU, a small embedded model, small batches, short lengths, no compilation.
 # Packages: stacks/cpu/requirements.txt. How verl and vLLM run on a CPU: stacks/cpu/verl_platform.py, vllm_worker.py.
+# SMALL_*: what a task needs here besides, set in its train.sh before this file is read.
 
 : "${MODEL:=embedded}" "${INIT:=sft}" "${DIFFICULTY:=easy}"
 : "${TRAIN_SIZE:=${SMALL_TRAIN_SIZE:-512}}" "${TEST_SIZE:=${SMALL_TEST_SIZE:-128}}" "${SFT_SIZE:=512}"
 : "${STEPS:=8}" "${TRAIN_BATCH_SIZE:=8}" "${ROLLOUT_N:=8}" "${MINI_BATCH_SIZE:=8}" "${MICRO_BATCH_SIZE:=32}"
-: "${LR:=6e-5}" "${SFT_STEPS:=8}" "${SFT_BATCH_SIZE:=32}" "${SFT_LR:=3e-4}"
+: "${LR:=${SMALL_LR:-6e-5}}" "${SFT_LR:=${SMALL_SFT_LR:-3e-4}}"
+: "${SFT_STEPS:=${SMALL_SFT_STEPS:-8}}" "${SFT_BATCH_SIZE:=32}"
 : "${MAX_PROMPT_LENGTH:=${SMALL_PROMPT_LENGTH:-128}}" "${MAX_RESPONSE_LENGTH:=${SMALL_RESPONSE_LENGTH:-64}}"
 : "${N_GPUS:=1}" "${SAVE_FREQ:=4}" "${N:=2}"
 if [[ ${STAGE:-} == probe ]]; then LIMIT=${LIMIT:-64}; fi
