@@ -76,10 +76,10 @@ def test_too_few_problems_keep_the_data_that_was_there(variables, data_dir):
     before = (data_dir / "train.parquet").read_bytes()
     folder = data_dir.parent / "public"
     folder.mkdir()
-    rows = [{"nums": [1, 2, n], "target": n + 3} for n in range(3, 20)]
+    rows = [{"nums": [1, 2, n], "target": n + 3} for n in range(3, 13)]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (error,) = errors_of(make("data", **variables, SOURCE=str(folder)))
-    assert "has only 17 different prompts" in error
+    assert "only 2 training prompts" in error and "less than TRAIN_BATCH_SIZE=" in error
     assert (data_dir / "train.parquet").read_bytes() == before
     assert "up to date" in make("data", **variables).stdout
 
