@@ -88,13 +88,13 @@ def in_words(messages: list[dict], tools: list[dict]) -> list[dict]:
             else:
                 chat.append({"role": "user", "content": result, "results": True})
         else:
-            text = "\n".join(filter(None, [message.get("content"), *map(call_text, message.get("tool_calls") or [])]))
+            functions = [call["function"] for call in message.get("tool_calls") or []]
+            calls = [call_text({"name": f["name"], "arguments": f["arguments"]}) for f in functions]
+            text = "\n".join(filter(None, [message.get("content"), *calls]))
             chat.append({"role": message["role"], "content": text})
     return [{"role": message["role"], "content": message["content"]} for message in chat]
 
 
 def call_text(call: dict) -> str:
-    """A call ``{"function": {"name", "arguments"}}`` as Hermes and Qwen models write it."""
-    function = call["function"]
-    body = json.dumps({"name": function["name"], "arguments": function["arguments"]}, ensure_ascii=False)
-    return f"<tool_call>\n{body}\n</tool_call>"
+    """A call ``{"name", "arguments"}`` as Hermes and Qwen models write it."""
+    return f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>"

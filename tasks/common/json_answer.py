@@ -16,15 +16,13 @@ from jsonschema.exceptions import SchemaError, best_match
 from referencing import Registry
 from referencing.exceptions import Unresolvable
 
-from tasks.common.reward import MAX_RESPONSE_CHARS, RewardError
+from tasks.common.reward import RewardError, after_thinking
 from tasks.common.text import one_line
 
 MAX_OBJECT_CHARS = 10_000
 MAX_DEPTH = 32
 MAX_DIGITS = 18  # of an integer: it fits in 64 bits, and no arithmetic on it is slow
 
-_THINK_START = re.compile(r"<think>", re.IGNORECASE)
-_THINK_END = re.compile(r"</think>", re.IGNORECASE)
 _STRUCTURE = re.compile(r'[{}]|"(?:[^"\\]|\\.)*+"?', re.DOTALL)  # a brace, or a string with the braces in it
 
 
@@ -38,7 +36,7 @@ def read_object(text: str, strict: bool = True) -> dict | None:
     """
     if strict:
         return _parse(text)
-    answer = _after_thinking(text)
+    answer = after_thinking(text)
     if len(answer) > MAX_OBJECT_CHARS:
         return None
     found = list(islice((value for value in map(_parse, _braced(answer)) if value is not None), 2))
@@ -89,14 +87,6 @@ def _depth_at_most(value: object, depth: int) -> bool:
         if not level:
             return True
     return not any(isinstance(v, dict | list) for v in level)
-
-
-def _after_thinking(text: str) -> str:
-    """What follows the last ``</think>``, up to a ``<think>`` that stays open; of the last 100,000 characters."""
-    tail = text[-MAX_RESPONSE_CHARS:]
-    start = max((tag.end() for tag in _THINK_END.finditer(tail)), default=0)
-    opened = _THINK_START.search(tail, start)
-    return tail[start : opened.start() if opened else None]
 
 
 def _braced(text: str) -> Iterator[str]:

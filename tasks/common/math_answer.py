@@ -10,14 +10,13 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 
-from tasks.common.reward import MAX_RESPONSE_CHARS
+from tasks.common.reward import after_thinking
 from tasks.common.sandbox import CallFailed, Sandbox
 
 MAX_ANSWER_CHARS = 200
 MAX_CANDIDATES = 50  # so many of one form are looked at, from the last back
 SECONDS = 2.0  # of wall clock for one comparison; ordinary formulas take milliseconds
 
-_THINK = re.compile(r"<(/?)think>", re.IGNORECASE)
 _HASHES = re.compile(r"(?<!#)####(?!#)")
 _BOXED = re.compile(r"\\f?boxed\s*\{")
 _SENTENCE = re.compile(r"\banswers?\b[^.\n]{0,60}?(?:\bis\b|\bare\b|[:=])", re.IGNORECASE)
@@ -52,18 +51,6 @@ class Answer:
 
     text: str
     how: str
-
-
-def after_thinking(response: str) -> str:
-    """What follows the last ``</think>``, without a ``<think>`` that is not closed; of the last 100,000 characters."""
-    tail = response[-MAX_RESPONSE_CHARS:]
-    start, end = 0, len(tail)
-    for tag in _THINK.finditer(tail):
-        if tag[1]:
-            start, end = tag.end(), len(tail)
-        elif end == len(tail):
-            end = tag.start()
-    return tail[start:end]
 
 
 def find_answer(response: str, flexible: bool = False) -> Answer | None:

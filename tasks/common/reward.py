@@ -13,6 +13,7 @@ from fractions import Fraction
 
 MAX_RESPONSE_CHARS = 100_000
 _THINK_END = re.compile(r"</think>", re.IGNORECASE)
+_THINK = re.compile(r"<(/?)think>", re.IGNORECASE)
 _ANSWER_TAG = re.compile(r"</?answer>", re.IGNORECASE)
 
 
@@ -30,6 +31,18 @@ def read_ground_truth(ground_truth) -> object:
         return json.loads(ground_truth) if isinstance(ground_truth, str) else ground_truth
     except ValueError:
         return ground_truth
+
+
+def after_thinking(response: str) -> str:
+    """What follows the last ``</think>``, without a ``<think>`` that is not closed; of the last 100,000 characters."""
+    tail = response[-MAX_RESPONSE_CHARS:]
+    start, end = 0, len(tail)
+    for tag in _THINK.finditer(tail):
+        if tag[1]:
+            start, end = tag.end(), len(tail)
+        elif end == len(tail):
+            end = tag.start()
+    return tail[start:end]
 
 
 def last_answer(response: str) -> str | None:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import networkx
 
+from tasks.common.chat_template import call_text
+
 # Of what follows the thinking. Reading more would cost more than the 5 ms a row that a reward may take.
 MAX_CHARS = 16_384
 MAX_DEPTH = 32
@@ -195,7 +197,7 @@ def _check_depth(value) -> None:
 
 def render_calls(calls: list[dict]) -> str:
     """``calls`` as Hermes and Qwen write them: a ``<tool_call>`` block each."""
-    return "\n".join(f"{OPEN}\n{json.dumps(call, ensure_ascii=False)}\n{CLOSE}" for call in calls)
+    return "\n".join(map(call_text, calls))
 
 
 def functions(tools: list[dict]) -> dict[str, dict]:

@@ -4,7 +4,7 @@ import functools
 import re
 
 from tasks.common import evaluate
-from tasks.common.math_answer import after_thinking
+from tasks.common.reward import after_thinking
 from tasks.gsm8k.reward import compute_score
 
 _CALCULATION = re.compile(r"\d[^\n=]{0,80}=[^\n=\d]{0,4}\d")
