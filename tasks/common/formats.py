@@ -9,6 +9,7 @@ import math
 from dataclasses import dataclass, fields
 
 from tasks.common.data import DataError
+from tasks.common.strict_json import no_constant
 
 PROMPTS = ("prompt", "question", "query", "problem", "instruction", "input")
 ANSWERS = ("answer", "response", "completion", "output", "solution", "target", "ground_truth")
@@ -382,13 +383,9 @@ def _parsed(value):
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value, parse_constant=_no_number)
+        return json.loads(value, parse_constant=no_constant)
     except ValueError as error:
         raise DataError(f"is not JSON ({error}): {_shown(value)}") from error
-
-
-def _no_number(name: str):
-    raise ValueError(f"the number {name}")
 
 
 def _shown(value) -> str:

@@ -6,7 +6,6 @@ looks at the values.
 
 import functools
 import json
-import math
 import re
 from collections.abc import Iterator
 from itertools import islice
@@ -17,6 +16,7 @@ from referencing import Registry
 from referencing.exceptions import Unresolvable
 
 from tasks.common.reward import RewardError, after_thinking
+from tasks.common.strict_json import finite, no_constant, once
 from tasks.common.text import one_line
 
 MAX_OBJECT_CHARS = 10_000
@@ -47,36 +47,16 @@ def _parse(text: str) -> dict | None:
     if len(text) > MAX_OBJECT_CHARS:
         return None
     try:
-        value = json.loads(
-            text, object_pairs_hook=_pairs, parse_int=_int, parse_float=_float, parse_constant=_no_constant
-        )
+        value = json.loads(text, object_pairs_hook=once, parse_int=_int, parse_float=finite, parse_constant=no_constant)
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) and _depth_at_most(value, MAX_DEPTH) else None
-
-
-def _pairs(pairs: list[tuple[str, object]]) -> dict:
-    value = dict(pairs)
-    if len(value) < len(pairs):
-        raise ValueError("a key stands twice")
-    return value
 
 
 def _int(text: str) -> int:
     if len(text) > MAX_DIGITS + text.startswith("-"):
         raise ValueError("a huge integer")
     return int(text)
-
-
-def _float(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise ValueError("beyond a float")
-    return value
-
-
-def _no_constant(name: str):
-    raise ValueError(f"{name} is no JSON")
 
 
 def _depth_at_most(value: object, depth: int) -> bool:

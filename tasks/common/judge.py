@@ -30,6 +30,7 @@ import httpx
 from tasks.common.data import write_json
 from tasks.common.reward import JudgeError
 from tasks.common.settings import SettingsError, artifacts, load_settings
+from tasks.common.strict_json import once
 from tasks.common.text import one_line, printable
 
 RIGHT = 0.7  # a score from here on is acc 1; the judge is told that 7 of 10 is acceptable
@@ -250,13 +251,7 @@ def _quoted(text: str) -> str:
     return _CONTROL_TOKEN.sub(lambda found: found[0] + " ", text)
 
 
-def _once(pairs: list[tuple]) -> dict:
-    if len(dict(pairs)) < len(pairs):
-        raise ValueError("a key occurs twice")
-    return dict(pairs)
-
-
-_JSON = json.JSONDecoder(object_pairs_hook=_once)
+_JSON = json.JSONDecoder(object_pairs_hook=once)
 
 
 def parse_score(text: str) -> float | None:

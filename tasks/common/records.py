@@ -6,7 +6,6 @@ A record is read, given on and forgotten: memory grows with the longest record, 
 import csv
 import hashlib
 import json
-import math
 import os
 import re
 import urllib.error
@@ -18,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tasks.common.data import DataError
+from tasks.common.strict_json import finite, no_constant
 
 CHUNK = 1 << 20  # characters
 LONGEST = 64 << 20  # characters of one record: more is a broken file
@@ -293,18 +293,7 @@ def _parquet(path: Path) -> Iterator[tuple[str, dict]]:
 
 _SPACE = re.compile(r"[ \t\r\n]*")
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
-
-
-def _constant(name: str):
-    raise ValueError(f"the number {name[:20]}")
-
-
-def _float(text: str) -> float:
-    value = float(text)
-    return value if math.isfinite(value) else _constant(text)
-
-
-_DECODER = json.JSONDecoder(parse_constant=_constant, parse_float=_float)
+_DECODER = json.JSONDecoder(parse_constant=no_constant, parse_float=finite)
 
 
 class _NotJSON(DataError):

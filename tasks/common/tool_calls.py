@@ -4,13 +4,13 @@ Model output is hostile: JSON is read strictly and within bounds, nothing is eva
 """
 
 import json
-import math
 import re
 from dataclasses import dataclass
 
 import networkx
 
 from tasks.common.chat_template import call_text
+from tasks.common.strict_json import finite, no_constant, once
 
 # Of what follows the thinking. Reading more would cost more than the 5 ms a row that a reward may take.
 MAX_CHARS = 16_384
@@ -162,25 +162,7 @@ def _decode(text: str, start: int):
     return value, end
 
 
-def _object(pairs: list[tuple]) -> dict:
-    value = dict(pairs)
-    if len(value) != len(pairs):
-        raise Malformed("a key stands twice")
-    return value
-
-
-def _float(text: str) -> float:
-    value = float(text)
-    if not math.isfinite(value):
-        raise Malformed("a number is out of range")
-    return value
-
-
-def _refuse(text: str):
-    raise Malformed(f"{text} is not JSON")
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=_object, parse_float=_float, parse_constant=_refuse)
+_DECODER = json.JSONDecoder(object_pairs_hook=once, parse_float=finite, parse_constant=no_constant)
 
 
 def _check_depth(value) -> None:
