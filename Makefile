@@ -7,7 +7,7 @@ MAKEFLAGS += --no-print-directory
 TASKS := $(notdir $(patsubst %/train.sh,%,$(wildcard tasks/*/train.sh)))
 STACKS := $(basename $(notdir $(wildcard tasks/common/stacks/*.sh)))
 STACK ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo current || echo cpu)
-STAGES := data probe sft train merge eval compare rescore chat batch config bfcl simulate
+STAGES := data probe sft train dpo all experiment merge eval compare rescore chat batch config bfcl simulate
 ARGS ?=
 export STACK
 export STARTED := $(shell date +%s)
@@ -44,7 +44,8 @@ export CONFIG
 NEW = $(if $(SOURCE),'source=$(SOURCE)') $(if $(filter reasoning_gym,$(SOURCE)),reward=environment 'description=$(or $(ENV),An environment) of reasoning-gym') $(if $(ENV),'env=$(ENV)') $(if $(CONFIG),"config=$$CONFIG")
 # cookiecutter's own command, but a choice that there is not is said in one line.
 COOKIECUTTER = 'import sys; sys.tracebacklimit = 0; import cookiecutter.cli as c; c.main(prog_name="cookiecutter")'
-NUMBER = $(if $(filter train,$(MAKECMDGOALS)),[1/$$(STAGE=count bash tasks/$(TASK)/train.sh)] )
+WHOLE := $(filter train dpo all,$(MAKECMDGOALS))
+NUMBER = $(if $(WHOLE),[1/$$(GOAL=$(WHOLE) STAGE=count bash tasks/$(TASK)/train.sh)] )
 
 .PHONY: help install bench bench_rewards new json_to_parquet test test-all lint format clean $(STAGES)
 
@@ -65,6 +66,9 @@ endif
 data: $(INSTALLED) ## prepare the task's data
 sft: $(INSTALLED) ## SFT warm-up on the task's demonstrations
 train: $(INSTALLED) ## everything: data, model, SFT warm-up, RL, evaluation, closing table
+dpo: $(INSTALLED) ## the same with DPO: on pairs of PAIRS_FILE, or of the policy's own samples
+all: $(INSTALLED) ## data, (sft), train, merge, eval, compare; FROM=train starts later, on data that is there
+experiment: $(INSTALLED) ## train with each of METHODS=grpo,gspo,egpo on the same data, and compare them
 probe: $(INSTALLED) ## before training: has the data signal for this model? FILTER=1 keeps the prompts that have
 eval: $(INSTALLED) ## evaluate MODEL, or base, warm-up and trained model
 compare: $(INSTALLED) ## BASE against MODEL or the trained model: paired tests, prompts gained and lost
@@ -75,9 +79,9 @@ merge: $(INSTALLED) ## the checkpoint STEP as one folder that vLLM and transform
 chat: $(INSTALLED) ## talk to MODEL, or to the trained model
 batch: $(INSTALLED) ## answer the prompts of INPUT with MODEL, or with the trained model, into OUTPUT
 config: $(INSTALLED) ## print verl's resolved config without training
-$(filter-out train,$(STAGES)):
+$(filter-out train dpo all,$(STAGES)):
 	@$(RUN_STAGE)
-train:
+train dpo all:
 	@[[ $$(stat -c %Y $(INSTALLED) 2>/dev/null || echo 0) -ge $(STARTED) ]] || echo "$(NUMBER)install: up to date"
 	@$(RUN_STAGE)
 

@@ -31,15 +31,24 @@ VALUES = {
     "TRAIN_SIZE": "64",
     "TEST_SIZE": "16",
     "SFT_SIZE": "32",
+    "SFT_SOURCE": "task",
     "TRAIN_FILE": "",
+    "PAIRS_FILE": "",
+    "SAMPLED_PROMPTS": "16",
     "SEED": "42",
     "METHOD": "grpo",
     "REWARD": "",
+    "REWARD_MODEL": "",
     "STEPS": "10",
+    "SELF_PLAY_ROUNDS": "1",
     "TRAIN_BATCH_SIZE": "8",
     "MINI_BATCH_SIZE": "4",
     "LR": "3e-5",
+    "CRITIC_LR": "1e-5",
     "KL_COEF": "0",
+    "EGPO_LAMBDA": "0.4",
+    "EGPO_ALPHA": "2.0",
+    "DPO_BETA": "0.1",
     "SFT_STEPS": "16",
     "SFT_BATCH_SIZE": "8",
     "SFT_LR": "3e-4",
@@ -67,6 +76,9 @@ NAMES = [f.name for f in fields(Settings)]
 INTEGERS = [f.name for f in fields(Settings) if f.type is int]
 FLOATS = [f.name for f in fields(Settings) if f.type is float]
 ZERO_ALLOWED = {
+    "SAMPLED_PROMPTS",
+    "MINI_BATCH_SIZE",
+    "EGPO_LAMBDA",
     "MAX_SAMPLES",
     "TRAIN_SIZE",
     "TEST_SIZE",
@@ -177,13 +189,20 @@ def test_values_that_do_not_fit_together_are_named_in_one_line(changes, names):
 
 @pytest.mark.parametrize(
     "name, value",
-    [(name, "0") for name in sorted(ZERO_ALLOWED - {"SFT_SIZE"})]
+    [(name, "0") for name in sorted(ZERO_ALLOWED - {"SFT_SIZE", "MINI_BATCH_SIZE"})]
     + [("GPU_MEMORY_UTILIZATION", "1"), ("RUN", "a.b_c-1"), ("RUN", "x" * 64), ("LOGGER", "wandb,tensorboard")]
     + [("METHOD", method) for method in METHODS],
 )
 def test_value_at_the_edge_is_accepted(name, value):
     settings = load(**{name: value})
     assert getattr(settings, name) == type(getattr(settings, name))(value)
+
+
+@pytest.mark.parametrize(
+    ("method", "prompts", "mini"), [("grpo", 8, 8), ("gspo", 8, 2), ("gspo", 10, 2), ("gspo", 9, 1), ("ppo", 2, 1)]
+)
+def test_the_method_chooses_its_mini_batches(method, prompts, mini):
+    assert load(METHOD=method, TRAIN_BATCH_SIZE=str(prompts), MINI_BATCH_SIZE="0").MINI_BATCH_SIZE == mini
 
 
 def test_small_demonstration_set_is_no_problem_without_a_warm_up():

@@ -2,8 +2,9 @@
 # The last line of every train.sh: run one stage (STAGE, default train) with the exported settings.
 # Arguments are hydra overrides and go to verl after ours.
 set -euo pipefail
-if [[ ${STAGE:-} == count ]]; then # of `make train`: install, data, model, (sft), train, eval
-  [[ $INIT == sft ]] && echo 6 || echo 5
+if [[ ${STAGE:-} == count ]]; then # of `make train`: install, data, model, (sft), train, eval; all: merge, compare
+  steps=$([[ ${GOAL:-train} == all ]] && echo 7 || echo 5)
+  [[ $INIT == sft ]] && echo $((steps + 1)) || echo "$steps"
   exit
 elif [[ ${STAGE:-} == default_model ]]; then
   echo "$MODEL"

@@ -1,4 +1,4 @@
-"""What is on disk of a run: its folder, checkpoints and metrics."""
+"""What is on disk of a run: its folder, checkpoints and metrics. DPO (tasks/common/dpo.py) writes them as verl does."""
 
 import json
 from dataclasses import asdict, fields, replace
@@ -49,13 +49,14 @@ def recorded(run_dir: Path) -> dict:
     return read_json(run_dir / "settings.json")
 
 
-def _tracker(run_dir: Path) -> Path:
+def tracker(run_dir: Path) -> Path:
+    """The file that names the step of the last whole checkpoint."""
     return run_dir / "checkpoints/latest_checkpointed_iteration.txt"
 
 
 def last_step(run_dir: Path) -> int:
     """Step of the last whole checkpoint; 0 if there is none. verl writes the tracker file after the checkpoint."""
-    text = _tracker(run_dir).read_text().strip() if _tracker(run_dir).exists() else ""
+    text = tracker(run_dir).read_text().strip() if tracker(run_dir).exists() else ""
     step = int(text) if text.isascii() and text.isdigit() else 0
     return step if (run_dir / f"checkpoints/global_step_{step}").is_dir() else 0
 
@@ -113,14 +114,14 @@ def find_run(s: Settings, arguments: list[str], model_given: str = "") -> Path |
     SettingsError when RUN names no run with a checkpoint.
     """
     runs = [run for run in s.runs_dir.glob("*") if last_step(run) and "settings" in recorded(run)]
-    runs.sort(key=lambda run: (recorded(run)["kind"] == "rl", _tracker(run).stat().st_mtime))
+    runs.sort(key=lambda run: (recorded(run)["kind"] == "rl", tracker(run).stat().st_mtime))
     if s.RUN:
         run_dir = s.runs_dir / s.RUN
         if run_dir not in runs:
             known = ", ".join(run.name for run in runs) or "none"
             raise SettingsError(f"RUN={s.RUN}: no such run with a checkpoint in {s.runs_dir}; there are: {known}")
         return run_dir
-    if (run_dir := rl_dir(s, arguments)) in runs:
+    if (run_dir := rounds(s, arguments)[-1]) in runs:
         return run_dir
     if model_given:
         runs = [run for run in runs if recorded(run)["settings"]["MODEL"] == model_given]
@@ -146,12 +147,38 @@ def sft_dir(s: Settings) -> Path:
     return s.runs_dir / f"sft-{s.sft_fingerprint()}"
 
 
-def rl_dir(s: Settings, arguments: list[str]) -> Path:
-    """Folder of the run; raises SettingsError when RUN names one that was made with other settings."""
-    mark = s.rl_fingerprint(arguments)
-    run_dir = s.runs_dir / (s.RUN or f"{s.METHOD}-{mark}")
+def rl_dir(s: Settings, arguments: list[str], number: int = 1, start: str = "") -> Path:
+    """Folder of the run, of its round ``number``, which begins with the model ``start``.
+
+    Raises SettingsError when RUN names one that was made with other settings.
+    """
+    mark = s.rl_fingerprint(arguments, number, start)
+    run_dir = s.runs_dir / ((s.RUN or f"{s.METHOD}-{mark}") + (f"-round{number}" if number > 1 else ""))
     made_with = recorded(run_dir)
     if made_with and made_with["fingerprint"] != mark:
-        changed = [k for k, v in asdict(s).items() if made_with["settings"].get(k) != v] or ["data, reward.py or ARGS"]
+        changed = [k for k, v in asdict(s).items() if made_with["settings"].get(k) != v]
+        changed = [k for k in changed if k not in REPORTING] or ["data, reward.py, ARGS or the round before"]
         raise SettingsError(f"RUN={run_dir.name}: exists with other settings ({', '.join(changed)}); take another name")
     return run_dir
+
+
+def rounds(s: Settings, arguments: list[str]) -> list[Path]:
+    """Folders of the rounds up to SELF_PLAY_ROUNDS that have begun; the first in any case."""
+    found = [rl_dir(s, arguments)]
+    while len(found) < s.SELF_PLAY_ROUNDS and last_step(found[-1]) >= s.STEPS:
+        following = rl_dir(s, arguments, len(found) + 1, str(hf_folder(found[-1])))
+        if not last_step(following):
+            break
+        found.append(following)
+    return found
+
+
+def lineage(run_dir: Path) -> list[Path]:
+    """``run_dir`` and the rounds before it, the first one first."""
+    made = recorded(run_dir)
+    start = Path(made["start"])
+    if run_dir.parent in start.parents and made["start"] != made["settings"]["MODEL"]:
+        before = run_dir.parent / start.relative_to(run_dir.parent).parts[0]
+        if recorded(before).get("kind") == "rl":
+            return [*lineage(before), run_dir]
+    return [run_dir]

@@ -2,10 +2,11 @@
 
 import functools
 import hashlib
+import importlib
 import json
 import os
 import re
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,16 +68,27 @@ class Settings:
     TRAIN_SIZE: int = _setting("training prompts; 0: all that a file or data set has", _not_negative)
     TEST_SIZE: float = _setting("held-out prompts: count, share below 1, or 0: all of a test split", _count_or_share)
     SFT_SIZE: int = _setting("demonstrations, of training prompts", _not_negative)
+    SFT_SOURCE: str = _setting("demonstrations: the `task`'s, or right `samples` of MODEL", _one_of("task", "samples"))
     TRAIN_FILE: str = _setting("parquet to train on in place of train.parquet, e.g. the signal.parquet of a probe")
+    PAIRS_FILE: str = _setting(
+        "dpo: parquet, json or jsonl of prompt, chosen, rejected; empty: of the policy's samples"
+    )
+    SAMPLED_PROMPTS: int = _setting("training prompts sampled for SFT_SOURCE=samples and dpo; 0: all", _not_negative)
     SEED: int = _setting("of data, sampling and shuffling", _not_negative)
     # optimisation
     METHOD: str = _setting(f"one of {', '.join(METHODS)}", _one_of(*METHODS))
     REWARD: str = _setting("variant of the task's reward; what a task knows stands in its train.sh", _name)
-    STEPS: int = _setting("RL steps; a larger number continues the same run", _positive)
-    TRAIN_BATCH_SIZE: int = _setting("prompts a step", _positive)
-    MINI_BATCH_SIZE: int = _setting("prompts an optimizer step", _positive)
+    REWARD_MODEL: str = _setting("a sequence classifier (hub id or folder) whose score is the reward in training")
+    STEPS: int = _setting("training steps; a larger number continues the same run", _positive)
+    SELF_PLAY_ROUNDS: int = _setting("trainings of STEPS, each from, and held to, the result of the last", _positive)
+    TRAIN_BATCH_SIZE: int = _setting("prompts (dpo: pairs) a step", _positive)
+    MINI_BATCH_SIZE: int = _setting("prompts an optimizer step; 0: as the method wants", _not_negative)
     LR: float = _setting("learning rate of the policy", _positive)
-    KL_COEF: float = _setting("weight of the KL loss against the start; 0: no reference model", _not_negative)
+    CRITIC_LR: float = _setting("ppo: learning rate of the critic", _positive)
+    KL_COEF: float = _setting("weight of the KL to the start; 0: no reference model", _not_negative)
+    EGPO_LAMBDA: float = _setting("egpo: weight of the entropy in the advantage; 0: GRPO", _not_negative)
+    EGPO_ALPHA: float = _setting("egpo: the entropy counts up to advantage / EGPO_ALPHA", _positive)
+    DPO_BETA: float = _setting("dpo: how strongly the policy is held to the start", _positive)
     SFT_STEPS: int = _setting("optimizer steps of the warm-up", _positive)
     SFT_BATCH_SIZE: int = _setting("demonstrations a step", _positive)
     SFT_LR: float = _setting("learning rate of the warm-up", _positive)
@@ -145,21 +157,35 @@ class Settings:
         names = ("STACK", "MODEL", "SFT_STEPS", "SFT_BATCH_SIZE", "SFT_LR", "LORA_RANK", "LORA_ALPHA")
         names += ("MAX_PROMPT_LENGTH", "MAX_RESPONSE_LENGTH")
         values = {name: getattr(self, name) for name in names} | {"data": self.data_fingerprint()}
-        return fingerprint(values)
+        if self.SFT_SOURCE == "task":
+            return fingerprint(values)
+        names = ("SFT_SOURCE", "SAMPLED_PROMPTS", "ROLLOUT_N", "TEMPERATURE", "SEED", "REWARD", "TRAIN_FILE")
+        values |= {name: getattr(self, name) for name in names} | judge_settings()
+        return fingerprint(values, self.task_dir / "reward.py")
 
-    def rl_fingerprint(self, arguments: list[str]) -> str:
-        """Changes when the training would; not with STEPS, which continues a run, nor with what only reports."""
+    def rl_fingerprint(self, arguments: list[str], number: int = 1, start: str = "") -> str:
+        """Changes when the training would; not with STEPS, which continues a run, nor with what only reports.
+
+        A round of self-play beyond the first has its ``number`` and the model ``start`` that it begins with.
+        """
         sft = {name for name in asdict(self) if name.startswith("SFT_")} if self.INIT == "base" else set()
         values = {
-            name: value for name, value in asdict(self).items() if name not in REPORTING | sft | {"TRAIN_FILE", "FILE"}
+            name: value
+            for name, value in asdict(self).items()
+            if name not in REPORTING | sft | {"TRAIN_FILE", "FILE", "PAIRS_FILE"}
         }
+        if number > 1:
+            values |= {"round": number, "start": start}
         values |= {"data": self.data_fingerprint(), "arguments": arguments} | judge_settings()
-        own_file = [self.train_file] if self.TRAIN_FILE and self.train_file.is_file() else []
-        return fingerprint(values, self.task_dir / "reward.py", *own_file)
+        own_files = [Path(name).expanduser() for name in (self.TRAIN_FILE, self.PAIRS_FILE) if name]
+        return fingerprint(values, self.task_dir / "reward.py", *filter(Path.is_file, own_files))
 
+
+# The stages of `make all`, in order.
+WHOLE = ("data", "model", "sft", "train", "merge", "eval", "compare")
 
 # What a run is not known by: what continues it, or only reports.
-REPORTING = {"RUN", "STEPS", "SAVE_FREQ", "LOGGER", "GPU_MEMORY_UTILIZATION"}
+REPORTING = {"RUN", "STEPS", "SELF_PLAY_ROUNDS", "SAVE_FREQ", "LOGGER", "GPU_MEMORY_UTILIZATION"}
 REPORTING |= {"N", "LIMIT", "GREEDY", "EVAL_TEMPERATURE", "TOP_P", "MAX_NEW_TOKENS", "EVAL_SEED"}
 
 
@@ -168,6 +194,8 @@ class Command:
     """Variables of single commands; they stand in no config block."""
 
     STAGE: str = _setting("what train.sh runs", default="train")
+    FROM: str = _setting("all: the stage to start with, on what is there", _one_of(*WHOLE), default="data")
+    METHODS: str = _setting("experiment: methods to compare, with the same data and settings", default="grpo,gspo,egpo")
     STEP: str = _setting("eval, compare, merge, chat, batch: checkpoint `latest`, `best` or its step", default="latest")
     BASE: str = _setting("compare: the model to compare with; the base model of an adapter", default="")
     MODEL_GIVEN: str = _setting("MODEL as it was given, before defaults", default="")
@@ -212,6 +240,11 @@ def _digest(file: Path) -> bytes:
         return hashlib.file_digest(stream, "sha256").digest()
 
 
+def method(name: str):
+    """The module of a method."""
+    return importlib.import_module(f"tasks.common.methods.{name}")
+
+
 def load_settings(environ: dict[str, str] | None = None, cls: type = Settings):
     """``cls`` (Settings or Command) from ``environ`` (default: the process environment). Raises SettingsError for the
     first bad value, and for a variable that is missing and has no default."""
@@ -235,6 +268,10 @@ def load_settings(environ: dict[str, str] | None = None, cls: type = Settings):
         values[f.name] = value
     settings = cls(**values)
     if cls is Settings:
+        if not settings.MINI_BATCH_SIZE:
+            prompts, steps = settings.TRAIN_BATCH_SIZE, method(settings.METHOD).MINI_BATCHES
+            mini = max(size for size in range(1, max(1, prompts // steps) + 1) if prompts % size == 0)
+            settings = replace(settings, MINI_BATCH_SIZE=mini)
         _check_together(settings)
     return settings
 
@@ -250,9 +287,13 @@ def _check_together(settings: Settings) -> None:
         )
     if settings.MINI_BATCH_SIZE * settings.ROLLOUT_N % settings.N_GPUS:
         raise SettingsError(f"N_GPUS={settings.N_GPUS}: must divide MINI_BATCH_SIZE x ROLLOUT_N")
+    if settings.METHOD == "dpo" and settings.TRAIN_BATCH_SIZE % settings.N_GPUS:
+        raise SettingsError(f"N_GPUS={settings.N_GPUS}: must divide TRAIN_BATCH_SIZE={settings.TRAIN_BATCH_SIZE}")
+    if settings.METHOD == "dpo" and settings.REWARD_MODEL:
+        raise SettingsError("REWARD_MODEL: is for the RL methods; METHOD=dpo learns from pairs")
     if settings.SFT_BATCH_SIZE % settings.N_GPUS:
         raise SettingsError(f"N_GPUS={settings.N_GPUS}: must divide SFT_BATCH_SIZE={settings.SFT_BATCH_SIZE}")
-    if settings.INIT == "sft" and settings.SFT_SIZE < settings.SFT_BATCH_SIZE:
+    if settings.INIT == "sft" and settings.SFT_SOURCE == "task" and settings.SFT_SIZE < settings.SFT_BATCH_SIZE:
         raise SettingsError(f"SFT_BATCH_SIZE={settings.SFT_BATCH_SIZE}: larger than SFT_SIZE={settings.SFT_SIZE}")
 
 

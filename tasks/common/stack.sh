@@ -12,6 +12,7 @@ case ${STAGE:-train} in
     unset TEMPERATURE
     ;;&
   probe) N=${N:-16} ;;
+  dpo) METHOD=dpo ;;
   batch) N=${N:-1} ;;
 esac
 STACK=${STACK:-$(nvidia-smi -L >/dev/null 2>&1 && echo current || echo cpu)}

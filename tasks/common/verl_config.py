@@ -3,12 +3,12 @@
 One list for each group of verl's config; the stack's overrides come after them, the method's next, the user's last.
 """
 
-import importlib
 import importlib.util
 import os
 from pathlib import Path
 
-from tasks.common.settings import ROOT, Settings, SettingsError
+from tasks.common import reward_model
+from tasks.common.settings import ROOT, Settings, SettingsError, method
 
 # Hydra must not make an outputs/ folder of its own; what it would log is in our log file.
 HYDRA = [
@@ -43,6 +43,30 @@ def _save_contents(s: Settings) -> str:
     """With hf_model a checkpoint holds a folder that vLLM and transformers load as it is; an adapter is merged later
     (tasks/common/merge.py), because verl's hf_model of it holds peft's names, which nothing loads."""
     return "[model,optimizer,extra]" if s.LORA_RANK else "[model,optimizer,extra,hf_model]"
+
+
+def _reward_function(s: Settings) -> list[str]:
+    # Not the old top-level key `custom_reward_function`: verl 0.9.1 accepts and ignores it.
+    function = [
+        f"reward.custom_reward_function.path={_quoted(s.task_dir / 'reward.py')}",
+        "reward.custom_reward_function.name=compute_score",
+    ]
+    return [*function, f"+reward.custom_reward_function.reward_kwargs.variant={s.REWARD}"] if s.REWARD else function
+
+
+def _reward_model(s: Settings) -> list[str]:
+    """A classifier behind a vLLM of its own, on the same GPUs; it sleeps while the policy samples and learns."""
+    path, context = reward_model.find(s.REWARD_MODEL), reward_model.context_length(s)
+    return [
+        "reward.reward_model.enable=True",
+        f"reward.reward_model.model_path={_quoted(path)}",
+        "reward.reward_model.rollout.name=vllm",
+        "reward.reward_model.rollout.tensor_model_parallel_size=1",
+        f"reward.reward_model.rollout.gpu_memory_utilization={s.GPU_MEMORY_UTILIZATION}",
+        f"reward.reward_model.rollout.prompt_length={s.MAX_PROMPT_LENGTH}",
+        f"reward.reward_model.rollout.response_length={s.MAX_RESPONSE_LENGTH}",
+        f"reward.reward_model.rollout.max_model_len={context}",
+    ]
 
 
 def rl_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
@@ -83,13 +107,7 @@ def rl_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
         "actor_rollout_ref.rollout.agent.default_agent_loop=single_turn_of_row",
         f"actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu={micro}",
     ]
-    # Not the old top-level key `custom_reward_function`: verl 0.9.1 accepts and ignores it.
-    reward = [
-        f"reward.custom_reward_function.path={_quoted(s.task_dir / 'reward.py')}",
-        "reward.custom_reward_function.name=compute_score",
-    ]
-    if s.REWARD:
-        reward.append(f"+reward.custom_reward_function.reward_kwargs.variant={s.REWARD}")
+    reward = _reward_model(s) if s.REWARD_MODEL else _reward_function(s)
     trainer = [
         f"trainer.total_training_steps={s.STEPS}",
         "trainer.total_epochs=1000000",  # STEPS ends the training
@@ -102,19 +120,19 @@ def rl_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
         f"trainer.rollout_data_dir={_quoted(run_dir / 'rollouts')}",
         f"trainer.save_freq={s.SAVE_FREQ}",
         "trainer.max_actor_ckpt_to_keep=2",
+        "trainer.v1.trainer_mode=task",  # tasks/common/verl_trainer.py
         "trainer.val_before_train=False",
         "trainer.test_freq=-1",
     ]
     ray = ["+ray_kwargs.ray_init.include_dashboard=False"]
-    method = importlib.import_module(f"tasks.common.methods.{s.METHOD}").overrides(s)
     stack = stack_overrides("STACK_OVERRIDES", "STACK_RL_OVERRIDES")
-    return [*data, *model_, *actor, *rollout, *reward, *trainer, *ray, *stack, *method]
+    return [*data, *model_, *actor, *rollout, *reward, *trainer, *ray, *stack, *method(s.METHOD).overrides(s)]
 
 
-def sft_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
-    """Overrides for ``verl.trainer.sft_trainer``: the warm-up on the task's demonstrations."""
+def sft_overrides(s: Settings, model: Path | str, run_dir: Path, demonstrations: Path) -> list[str]:
+    """Overrides for ``verl.trainer.sft_trainer``: the warm-up on a parquet file of demonstrations."""
     data = [
-        f"data.train_files={_quoted(s.data_dir / 'sft.parquet')}",
+        f"data.train_files={_quoted(demonstrations)}",
         f"data.custom_cls.path={_quoted(ROOT / 'tasks/common/verl_data.py')}",
         "data.custom_cls.name=Demonstrations",
         f"data.train_batch_size={s.SFT_BATCH_SIZE}",
@@ -137,7 +155,7 @@ def sft_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
         f"trainer.logger={_loggers(s)}",
         f"trainer.seed={s.SEED}",
         f"trainer.default_local_dir={_quoted(run_dir / 'checkpoints')}",
-        f"trainer.save_freq={s.SFT_STEPS}",
+        f"trainer.save_freq={s.SAVE_FREQ}",
         "trainer.max_ckpt_to_keep=1",
         f"checkpoint.save_contents={_save_contents(s)}",
         "checkpoint.load_contents=[model,optimizer,extra]",
@@ -161,3 +179,13 @@ def compose(config_name: str, overrides: list[str]):
             return hydra_compose(config_name, overrides)
         except HydraException as error:
             raise SettingsError(f"verl's config refuses an override (ARGS?): {' '.join(str(error).split())}") from error
+
+
+def check(config) -> None:
+    """Raise SettingsError for what verl would accept in ``config`` (of "ppo_trainer") and do otherwise than it says."""
+    kl, actor = config.algorithm.kl_ctrl.kl_coef, config.actor_rollout_ref.actor
+    default = 0.001  # verl/trainer/config/ppo_trainer.yaml, both coefficients
+    if not config.algorithm.use_kl_in_reward and kl not in (0, default):
+        raise SettingsError(f"algorithm.kl_ctrl.kl_coef={kl:g}: does nothing without use_kl_in_reward; set KL_COEF")
+    if not actor.use_kl_loss and actor.kl_loss_coef not in (0, default):
+        raise SettingsError(f"actor.kl_loss_coef={actor.kl_loss_coef:g}: does nothing without use_kl_loss; set KL_COEF")

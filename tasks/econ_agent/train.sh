@@ -16,16 +16,25 @@ DIFFICULTY=${DIFFICULTY:-hard}             # easy: in brief, one example | hard:
 TRAIN_SIZE=${TRAIN_SIZE:-8192}
 TEST_SIZE=${TEST_SIZE:-512}
 SFT_SIZE=${SFT_SIZE:-2048}
+SFT_SOURCE=${SFT_SOURCE:-task}             # demonstrations of the `task`, or right `samples` of MODEL
 TRAIN_FILE=${TRAIN_FILE:-}                 # a parquet in place of train.parquet, e.g. the signal.parquet of a probe
+PAIRS_FILE=${PAIRS_FILE:-}                 # dpo: parquet, json or jsonl of prompt, chosen, rejected; empty: of own samples
+SAMPLED_PROMPTS=${SAMPLED_PROMPTS:-1024}   # training prompts sampled for SFT_SOURCE=samples and dpo; 0: all
 SEED=${SEED:-42}
 # ---- optimisation
-METHOD=${METHOD:-grpo}
+METHOD=${METHOD:-grpo}                     # grpo | gspo | egpo | ppo | dpo
 REWARD=${REWARD:-strict}                   # strict | lenient (text around the JSON object is allowed)
+REWARD_MODEL=${REWARD_MODEL:-}             # a sequence classifier in place of the reward in training
 STEPS=${STEPS:-100}
+SELF_PLAY_ROUNDS=${SELF_PLAY_ROUNDS:-1}    # trainings of STEPS, each from, and held to, the result of the last
 TRAIN_BATCH_SIZE=${TRAIN_BATCH_SIZE:-128}  # prompts a step
-MINI_BATCH_SIZE=${MINI_BATCH_SIZE:-128}    # prompts an optimizer step
+MINI_BATCH_SIZE=${MINI_BATCH_SIZE:-0}      # prompts an optimizer step; 0: as the method wants
 LR=${LR:-1e-5}
-KL_COEF=${KL_COEF:-0}
+CRITIC_LR=${CRITIC_LR:-1e-5}               # ppo
+KL_COEF=${KL_COEF:-$([[ $SELF_PLAY_ROUNDS == 1 ]] && echo 0 || echo 0.01)} # weight of the KL to the start
+EGPO_LAMBDA=${EGPO_LAMBDA:-0.4}            # egpo: weight of the entropy in the advantage
+EGPO_ALPHA=${EGPO_ALPHA:-2.0}              # egpo: the entropy counts up to advantage / EGPO_ALPHA
+DPO_BETA=${DPO_BETA:-0.1}                  # dpo: how strongly the policy is held to the start
 SFT_STEPS=${SFT_STEPS:-64}
 SFT_BATCH_SIZE=${SFT_BATCH_SIZE:-64}
 SFT_LR=${SFT_LR:-1e-5}

@@ -2,6 +2,9 @@
 
 from tasks.common.settings import Settings
 
+MINI_BATCHES = 1  # optimizer steps a training step, where MINI_BATCH_SIZE=0
+TRAINER = "tasks.common.verl_trainer"
+
 
 def overrides(s: Settings) -> list[str]:
     """What GRPO sets in verl's config."""

@@ -1,0 +1,181 @@
+"""The stages that train: SFT warm-up, RL with verl, DPO with TRL, and rounds of self-play over them."""
+
+import json
+import os
+import shutil
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pyarrow.parquet as pq
+
+from tasks.common import verl_config
+from tasks.common.data import DataError
+from tasks.common.examples import check_examples
+from tasks.common.model import resolve_model, weights_bytes
+from tasks.common.process import Progress, StageFailed, run
+from tasks.common.runs import (
+    hf_folder,
+    last_step,
+    next_metrics_file,
+    read_metrics,
+    record,
+    rl_dir,
+    rounds,
+    sft_dir,
+)
+from tasks.common.script import compute_score_of, environment, script
+from tasks.common.settings import Settings, SettingsError, method
+
+
+def check(s: Settings, arguments: list[str]) -> None:
+    """Say what cannot work before anything starts. Raises SettingsError; prints warnings."""
+    compute_score_of(s)
+    rounds(s, arguments)  # a wrong RUN is said now
+    if s.METHOD == "dpo":
+        if arguments:
+            raise SettingsError(f"ARGS={' '.join(arguments)}: are verl's; METHOD=dpo trains with TRL")
+        if s.PAIRS_FILE and s.SELF_PLAY_ROUNDS > 1:
+            raise SettingsError("PAIRS_FILE: holds samples of another policy; leave it out with SELF_PLAY_ROUNDS")
+        return
+    config = verl_config.compose("ppo_trainer", verl_config.rl_overrides(s, s.MODEL, s.runs_dir) + arguments)
+    verl_config.check(config)
+    if problem := getattr(method(s.METHOD), "problem", lambda config: None)(config):
+        raise SettingsError(problem)
+    if warning := getattr(method(s.METHOD), "warning", lambda config: None)(config):
+        print(f"warning: {warning}")
+
+
+# ---- stages --------------------------------------------------------------------------------------------------------
+
+
+def sft(s: Settings) -> str:
+    """The warm-up on the task's demonstrations, or on right samples of MODEL."""
+    run_dir = sft_dir(s)
+    if last_step(run_dir) >= s.SFT_STEPS:
+        return f"up to date: {s.SFT_STEPS} steps"
+    start = resolve_model(s.MODEL)
+    demonstrations = s.data_dir / "sft.parquet"
+    if s.SFT_SOURCE == "samples":
+        demonstrations = run_dir / "accepted.parquet"
+        if not demonstrations.exists():
+            script(s, "evaluate.py", "accepted", start, str(demonstrations))
+    count = pq.read_metadata(demonstrations).num_rows if demonstrations.exists() else 0
+    if count < s.SFT_BATCH_SIZE:
+        raise DataError(
+            f"INIT=sft: {demonstrations} has {count} demonstrations, less than SFT_BATCH_SIZE={s.SFT_BATCH_SIZE}; "
+            "lower it, or use INIT=base"
+        )
+    _check_disk(run_dir, start, checkpoints=1)
+    record(run_dir, "sft", s.sft_fingerprint(), s, start, [])
+    overrides = verl_config.sft_overrides(s, start, run_dir, demonstrations)
+    command = [*_torchrun(s), "-m", "verl.trainer.sft_trainer", *verl_config.HYDRA, *overrides]
+    _train("SFT", run_dir, command, s.SFT_STEPS, ("loss", "train/loss"))
+    return f"{s.SFT_STEPS} steps on {count} demonstrations, loss {read_metrics(run_dir)[s.SFT_STEPS]['train/loss']:.3f}"
+
+
+def train(s: Settings, arguments: list[str]) -> str:
+    """SELF_PLAY_ROUNDS trainings of STEPS, each from the result of the one before, which is its reference too."""
+    start, said = start_model(s), ""
+    for number in range(1, s.SELF_PLAY_ROUNDS + 1):
+        run_dir = rl_dir(s, arguments, number, start)
+        if s.SELF_PLAY_ROUNDS > 1:
+            print(f"  round {number} of {s.SELF_PLAY_ROUNDS}: {run_dir.name}")
+        # Other prompts and samples in each round.
+        said = _round(replace(s, SEED=s.SEED + number - 1), s, arguments, number, start, run_dir)
+        start = str(hf_folder(run_dir))
+    return said
+
+
+def _round(seeded: Settings, s: Settings, arguments: list[str], number: int, start: str, run_dir: Path) -> str:
+    resumed = last_step(run_dir)
+    if resumed >= s.STEPS:
+        return f"up to date: {resumed} steps in {run_dir}"
+    _check_disk(run_dir, start, checkpoints=3)
+    if s.METHOD != "dpo":
+        check_examples(s.task_dir, compute_score_of(s))
+    record(run_dir, "rl", s.rl_fingerprint(arguments, number, start), s, start, arguments)
+    if resumed:
+        print(f"  resuming from step {resumed}")
+    if s.METHOD == "dpo":
+        pairs = _pairs(seeded, start, run_dir)
+        command = [*_torchrun(s), "-m", "tasks.common.dpo", start, str(pairs), str(run_dir)]
+        _train("DPO", run_dir, command, s.STEPS, ("loss", "train/loss"), environment(seeded))
+    else:
+        overrides = verl_config.rl_overrides(seeded, start, run_dir) + arguments
+        command = [sys.executable, "-m", "verl.trainer.main_ppo", *verl_config.HYDRA, *overrides]
+        _train(s.METHOD.upper(), run_dir, command, s.STEPS, ("reward", "critic/score/mean"), _trainer_module(s))
+    return f"{s.STEPS} steps in {run_dir}"
+
+
+def start_model(s: Settings) -> str:
+    """What RL and DPO begin with: MODEL, or its warm-up. Raises SettingsError when there is no warm-up yet."""
+    if s.INIT == "base":
+        return resolve_model(s.MODEL)
+    run_dir = sft_dir(s)
+    if last_step(run_dir) < s.SFT_STEPS:
+        raise SettingsError(f"INIT=sft: there is no warm-up for these settings; run `make sft TASK={s.TASK}` first")
+    return str(hf_folder(run_dir))
+
+
+# ---- parts ---------------------------------------------------------------------------------------------------------
+
+
+def _pairs(s: Settings, start: str, run_dir: Path) -> Path:
+    """PAIRS_FILE, or pairs of samples of ``start``, made once."""
+    if s.PAIRS_FILE:
+        return Path(s.PAIRS_FILE).expanduser()
+    pairs = run_dir / "pairs.parquet"
+    if not pairs.exists():
+        script(s, "evaluate.py", "pairs", start, str(pairs))
+    return pairs
+
+
+def _torchrun(s: Settings) -> list[str]:
+    return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={s.N_GPUS}"]
+
+
+def _trainer_module(s: Settings) -> dict[str, str]:
+    """The environment in which every verl process loads the trainer of the method."""
+    modules = [os.environ.get("VERL_USE_EXTERNAL_MODULES"), method(s.METHOD).TRAINER]
+    return {"VERL_USE_EXTERNAL_MODULES": ",".join(filter(None, modules))}
+
+
+def _train(
+    name: str, run_dir: Path, command: list[str], total: int, shown: tuple[str, str], extra: dict | None = None
+) -> None:
+    """Run a trainer to step ``total``; the progress line shows ``shown``: a name and the trainer's metric."""
+    metrics = next_metrics_file(run_dir)
+    log = run_dir / f"logs/{name.lower()}-{metrics.stem}.log"
+    start = last_step(run_dir)
+    run(
+        command,
+        name=name,
+        log=log,
+        total=total,
+        watch=lambda: _progress(metrics, start, *shown),
+        environment={**(extra or {}), "VERL_FILE_LOGGER_PATH": str(metrics)},
+    )
+    if last_step(run_dir) < total:
+        raise StageFailed(f"{name} ended without a checkpoint of step {total}\n  log: {log}")
+
+
+def _progress(metrics: Path, start: int, name: str, key: str) -> Progress:
+    """The last step that was logged, with its metric ``key`` shown as ``name``."""
+    lines = metrics.read_bytes().split(b"\n")[:-1] if metrics.exists() else []
+    if not lines:
+        return Progress(start, " starting the engines")
+    step = json.loads(lines[-1])
+    return Progress(step["step"], f" {name} {step['data'][key]:.3f}")
+
+
+def _check_disk(run_dir: Path, start: str, checkpoints: int) -> None:
+    """fp32 weights, two Adam moments and an exported copy are 16 bytes a parameter; weights on disk have 2 or 4."""
+    need = (weights_bytes(start) or 0) * 8 * checkpoints
+    existing = next(p for p in (run_dir, *run_dir.parents) if p.exists())
+    free = shutil.disk_usage(existing).free
+    if free < need:
+        raise SettingsError(
+            f"{existing}: {free / 1e9:.1f} GB free, {checkpoints} checkpoints need about {need / 1e9:.1f} GB; "
+            "free some space, or set ARTIFACTS to a folder on a larger disk"
+        )
