@@ -59,6 +59,27 @@ def test_a_process_that_hangs_after_its_engine_died_is_ended(tmp_path, monkeypat
     assert time.monotonic() - started < 30
 
 
+@pytest.mark.parametrize(
+    ("lines", "seconds"),
+    [
+        (["tasks.common.reward.JudgeError: down"], process.NOTICE_SECONDS),
+        (["RewardError: broken", "(TaskRunnerV1 pid=7) saving step 3 before the end"], process.SAVING_SECONDS),
+        (["RewardError: broken", "saving step 3 before the end", "EngineDeadError: gone"], process.GRACE_SECONDS),
+        (["EngineDeadError: gone", "saving step 3 before the end"], process.GRACE_SECONDS),
+        (["RewardError: broken", "RewardError: broken"], process.NOTICE_SECONDS),
+        (["all is well"], float("inf")),
+    ],
+)
+def test_what_the_log_says_decides_how_long_the_end_may_take(lines, seconds, monkeypatch):
+    now, due = 1000.0, {}
+    monkeypatch.setattr(process.time, "monotonic", lambda: now)
+    deadlines = []
+    for line in lines:
+        deadlines.append(process._deadline(line, due))
+    now += 5
+    assert process._deadline("", due) == deadlines[-1] == 1000 + seconds
+
+
 def test_daemons_and_shared_memory_of_the_process_do_not_outlive_it(tmp_path):
     code = """
 import subprocess, sys, multiprocessing.resource_tracker as tracker
@@ -74,20 +95,27 @@ print(child.pid, memory.name, flush=True)
     assert not psutil.pid_exists(int(pid)) and not os.path.exists(f"/dev/shm/{name}")
 
 
-def test_shared_memory_that_another_process_uses_is_kept(tmp_path):
-    code = (
+@pytest.mark.parametrize(
+    "code",
+    [
         "from multiprocessing import shared_memory\n"
         "memory = shared_memory.SharedMemory(create=True, size=64)\n"
-        "print(memory.name, flush=True)\n"
-        "input()"
-    )
+        "print(memory.name, flush=True)\n",
+        "import multiprocessing\n"
+        "lock = multiprocessing.get_context('spawn').Lock()\n"
+        "print('sem.' + lock._semlock.name[1:], flush=True)\n",
+    ],
+    ids=["memory", "semaphore"],
+)
+def test_shared_memory_that_another_process_uses_is_kept(code):
     with subprocess.Popen(
-        [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", code + "input()"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as other:
-        name = other.stdout.readline().strip()
+        file = process.Path("/dev/shm") / other.stdout.readline().strip()
         try:
-            process._remove_unused({process.Path("/dev/shm") / name})
-            assert os.path.exists(f"/dev/shm/{name}")
+            assert file.exists()
+            process._remove_unused({file})
+            assert file.exists()
         finally:
             other.communicate("\n")
 

@@ -7,10 +7,11 @@ import pytest
 from omegaconf import OmegaConf
 
 from tasks.common import verl_config
-from tasks.common.settings import METHODS, SettingsError, load_settings
+from tasks.common.settings import METHODS, SettingsError, load_settings, method
 from tests.helpers import ROOT, exported
 
 TASKS = sorted(path.parent.name for path in ROOT.glob("tasks/*/train.sh"))
+RL_METHODS = [name for name in METHODS if name != "dpo"]
 STACKS = sorted(path.stem for path in ROOT.glob("tasks/common/stacks/*.sh"))
 
 
@@ -29,7 +30,7 @@ def composed(config_name, overrides):
 
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("stack", STACKS)
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", RL_METHODS)
 @pytest.mark.parametrize("changes", [{}, {"KL_COEF": "0.01"}, {"LORA_RANK": "8"}, {"LOGGER": "wandb,tensorboard"}])
 def test_rl_overrides_compose(task, stack, method, changes, monkeypatch):
     s = settings_of(task, monkeypatch, STACK=stack, METHOD=method, **changes)
@@ -38,8 +39,13 @@ def test_rl_overrides_compose(task, stack, method, changes, monkeypatch):
     assert config["data"]["train_batch_size"] == s.TRAIN_BATCH_SIZE
     assert actor["optim"]["lr"] == s.LR
     assert actor["ppo_mini_batch_size"] == s.MINI_BATCH_SIZE
-    assert actor["use_kl_loss"] == (s.KL_COEF > 0)
-    assert actor["kl_loss_coef"] == s.KL_COEF
+    algorithm = config["algorithm"]
+    if method == "ppo":  # the KL is taken off the reward, the others add it to the loss
+        assert (algorithm["use_kl_in_reward"], algorithm["kl_ctrl"]["kl_coef"]) == (s.KL_COEF > 0, s.KL_COEF)
+        assert not actor["use_kl_loss"]
+    else:
+        assert (actor["use_kl_loss"], actor["kl_loss_coef"]) == (s.KL_COEF > 0, s.KL_COEF)
+        assert actor["kl_loss_type"] == "low_var_kl" and not algorithm["use_kl_in_reward"]
     assert rollout["name"] == "vllm"
     assert rollout["n"] == s.ROLLOUT_N
     assert rollout["response_length"] == s.MAX_RESPONSE_LENGTH
@@ -51,15 +57,66 @@ def test_rl_overrides_compose(task, stack, method, changes, monkeypatch):
     assert config["trainer"]["logger"] == ["console", "file", *filter(None, s.LOGGER.split(","))]
 
 
+def config_of(monkeypatch, *arguments, **changes):
+    s = settings_of("countdown", monkeypatch, **changes)
+    return verl_config.compose("ppo_trainer", [*verl_config.rl_overrides(s, "some/model", Path("/r")), *arguments])
+
+
+def test_what_each_method_sets(monkeypatch):
+    grpo, gspo, egpo, ppo = (config_of(monkeypatch, METHOD=name) for name in ("grpo", "gspo", "egpo", "ppo"))
+    assert [c.algorithm.adv_estimator for c in (grpo, gspo, egpo, ppo)] == ["grpo", "grpo", "grpo", "gae"]
+    assert [c.trainer.v1.trainer_mode for c in (grpo, gspo, egpo, ppo)] == ["task", "task", "egpo", "task"]
+    loss = gspo.actor_rollout_ref.actor
+    assert (loss.policy_loss.loss_mode, loss.loss_agg_mode) == ("gspo", "seq-mean-token-mean")
+    assert (loss.clip_ratio_low, loss.clip_ratio_high) == (3e-4, 4e-4)
+    assert grpo.actor_rollout_ref.actor.policy_loss.loss_mode == "vanilla"
+    assert (egpo.trainer.v1.egpo.egpo_lambda, egpo.trainer.v1.egpo.egpo_alpha) == (0.4, 2.0)
+    assert (ppo.critic.model.path, ppo.critic.optim.lr) == ("some/model", 1e-5)
+    assert ppo.critic.ppo_mini_batch_size == ppo.actor_rollout_ref.actor.ppo_mini_batch_size == 2
+
+
+@pytest.mark.parametrize(
+    ("argument", "named"),
+    [
+        ("algorithm.kl_ctrl.kl_coef=0.05", "algorithm.kl_ctrl.kl_coef=0.05: does nothing without use_kl_in_reward"),
+        ("actor_rollout_ref.actor.kl_loss_coef=0.05", "actor.kl_loss_coef=0.05: does nothing without use_kl_loss"),
+    ],
+)
+def test_a_kl_coefficient_that_would_do_nothing_is_refused(argument, named, monkeypatch):
+    with pytest.raises(SettingsError, match=named):
+        verl_config.check(config_of(monkeypatch, argument))
+    for name in RL_METHODS:
+        for coefficient in ("0", "0.001", "0.05"):
+            verl_config.check(config_of(monkeypatch, METHOD=name, KL_COEF=coefficient))
+    verl_config.check(config_of(monkeypatch, argument, "algorithm.use_kl_in_reward=True", KL_COEF="0.05"))
+
+
+def test_gspo_with_one_mini_batch_is_warned_of(monkeypatch):
+    gspo = method("gspo")
+    assert gspo.warning(config_of(monkeypatch, METHOD="gspo")) is None
+    assert "MINI_BATCH_SIZE=2" in gspo.warning(config_of(monkeypatch, METHOD="gspo", MINI_BATCH_SIZE="8"))
+    again = config_of(monkeypatch, "actor_rollout_ref.actor.ppo_epochs=2", METHOD="gspo", MINI_BATCH_SIZE="8")
+    assert gspo.warning(again) is None
+
+
+def test_rounds_of_self_play_have_a_kl_term(monkeypatch):
+    assert settings_of("countdown", monkeypatch, SELF_PLAY_ROUNDS="2").KL_COEF > 0
+    assert settings_of("countdown", monkeypatch, SELF_PLAY_ROUNDS="2", KL_COEF="0").KL_COEF == 0
+    assert settings_of("countdown", monkeypatch).KL_COEF == 0
+
+
 @pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("stack", STACKS)
 def test_sft_overrides_compose(task, stack, monkeypatch):
     s = settings_of(task, monkeypatch, STACK=stack)
-    config = composed("sft_trainer_engine", verl_config.sft_overrides(s, "some/model", Path("/runs/r")))
+    config = composed(
+        "sft_trainer_engine", verl_config.sft_overrides(s, "some/model", Path("/runs/r"), Path("/r/d.parquet"))
+    )
     assert config["data"]["train_batch_size"] == s.SFT_BATCH_SIZE
     assert config["optim"]["lr"] == s.SFT_LR
     assert config["trainer"]["total_training_steps"] == s.SFT_STEPS
     assert config["model"]["path"] == "some/model"
+    assert config["data"]["train_files"] == "/r/d.parquet"
 
 
 @pytest.mark.parametrize("typo", ["actor_rollout_ref.actor.optim.lrr=1", "trainer.step=3", "data.nope=1", "data.seed"])

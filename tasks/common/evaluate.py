@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from tasks.common import batch, chat, compare, probe
+from tasks.common import batch, chat, compare, experiment, own_samples, probe
 from tasks.common.data import DataError, write_json
 from tasks.common.process import StageFailed, interrupt_on_sigterm
 from tasks.common.report import comparison_rows, show_table, sizes
@@ -77,7 +77,8 @@ def rescore(s: Settings, command: Command, scoring: Scoring) -> int:
 
 def main(compute_score: Callable, own_metrics: OwnMetrics | None = None) -> None:
     """Run one command: ``probe MODEL``, ``eval LABEL=MODEL ...``, ``compare BASE MODEL``, ``rescore``, ``chat MODEL``,
-    ``batch MODEL`` or, called by these, ``sample JOB``. All else comes from the environment that train.sh exports.
+    ``batch MODEL``, ``pairs MODEL OUT``, ``accepted MODEL OUT`` or, called by these, ``sample JOB``. All else comes
+    from the environment that train.sh exports.
 
     Exits with 1 after one line that says why, also when the reward raised on some completion.
     """
@@ -91,9 +92,12 @@ def main(compute_score: Callable, own_metrics: OwnMetrics | None = None) -> None
             "probe": lambda: probe.probe(s, command, scoring, *arguments),
             "eval": lambda: evaluate(s, command, scoring, dict(pair.split("=", 1) for pair in arguments)),
             "compare": lambda: compare.compare(s, scoring, *arguments),
+            "experiment": lambda: experiment.experiment(s, scoring, dict(pair.split("=", 1) for pair in arguments)),
             "rescore": lambda: rescore(s, command, scoring),
             "chat": lambda: chat.chat(s, scoring, *arguments),
             "batch": lambda: batch.batch(s, command, scoring, *arguments),
+            "pairs": lambda: own_samples.write_pairs(s, scoring, *arguments),
+            "accepted": lambda: own_samples.write_accepted(s, scoring, *arguments),
             "sample": lambda: sample_here(arguments, scoring),
         }
         if errors := commands[name]():

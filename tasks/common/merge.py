@@ -1,4 +1,4 @@
-"""One folder that vLLM and transformers load: from a checkpoint of verl, or from a LoRA adapter and its base."""
+"""One folder that vLLM and transformers load: from a checkpoint of verl or of DPO, or from an adapter and its base."""
 
 import json
 import shutil
@@ -21,8 +21,9 @@ def is_adapter(folder: Path) -> bool:
 
 
 def merged_folder(checkpoint: Path) -> Path | None:
-    """The loadable folder of ``checkpoint`` (the folder with the FSDP shards) if there is one already."""
-    folders = [checkpoint / "merged", *([] if _is_lora(checkpoint) else [checkpoint / "huggingface"])]
+    """The loadable folder of ``checkpoint`` if there is one already. ``checkpoint`` is the folder with verl's FSDP
+    shards, or one of DPO (tasks/common/dpo.py), which has the model or the adapter in it."""
+    folders = [checkpoint / "merged", checkpoint, *([] if _is_lora(checkpoint) else [checkpoint / "huggingface"])]
     return next((folder for folder in folders if has_weights(folder)), None)
 
 
@@ -31,14 +32,18 @@ def _is_lora(checkpoint: Path) -> bool:
 
 
 def merge(checkpoint: Path) -> Path:
-    """The loadable folder of ``checkpoint``, made from its FSDP shards if there is none yet.
+    """The loadable folder of ``checkpoint``, made if there is none yet: from an adapter and the base that it names, or
+    from FSDP shards.
 
     verl's merger (verl/model_merger) joins the shards; of a LoRA run it makes a base model and an adapter, which peft
-    merges. Raises StageFailed with the merger's last line if it fails; nothing is left then.
+    merges. Raises StageFailed with the merger's last line if it fails, SettingsError when an adapter's base is gone;
+    nothing is left then.
     """
     if folder := merged_folder(checkpoint):
         return folder
     merged = checkpoint / "merged"
+    if is_adapter(checkpoint):
+        return merge_adapter(checkpoint, base_of(checkpoint), merged)
     partial = checkpoint / ".merged.partial"
     shutil.rmtree(partial, ignore_errors=True)
     command = [sys.executable, "-m", "verl.model_merger", "merge", "--backend", "fsdp"]

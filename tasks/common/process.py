@@ -20,7 +20,10 @@ from tqdm import tqdm
 
 POLL_SECONDS = 0.5
 MARK = "VERL_TASK_LOGS"  # in the environment of all that ``run`` starts
-GRACE_SECONDS = 20  # how long a process may take to end by itself after a fatal line in its log
+# How long a process may take to end by itself after a line in its log that says
+GRACE_SECONDS = 20  # that an engine died: verl may wait for minutes for one that is gone
+SAVING_SECONDS = 1800  # that the last step is being saved before the end (tasks/common/verl_trainer.py)
+NOTICE_SECONDS = 60  # that a reward failed: the trainer looks every 2 seconds, then saves or ends
 REPORT_SECONDS = 15  # how often a line is printed where there is no terminal
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
@@ -31,10 +34,9 @@ _ERROR = re.compile(r"^(?:[A-Za-z_][\w.]*\.)?([A-Z]\w*(?:Error|Exception|Exit)):
 _NOT_THE_CAUSE = re.compile(
     r"RayTaskError|RayActorError|ActorDiedError|BufferError|cannot close exported pointers|ChildFailedError"
 )
-# After such a line verl may wait for minutes for an engine that is gone.
-_FATAL = re.compile(
-    r"EngineDeadError|EngineCore encountered a fatal error|Worker failed with error|(?:Reward|Judge)Error: "
-)
+_ENGINE = re.compile(r"EngineDeadError|EngineCore encountered a fatal error|Worker failed with error")
+_SAVING = re.compile(r"saving step \d+ before the end")
+_REWARD = re.compile(r"(?:Reward|Judge)Error: ")
 
 
 class StageFailed(RuntimeError):
@@ -52,13 +54,23 @@ class Progress:
 def _report(log: Path, status: str) -> str:
     lines = [_PREFIX.sub("", _ANSI.sub("", line)).rstrip() for line in _lines(log)]
     errors = [line for line in lines if _ERROR.match(line) and not _NOT_THE_CAUSE.search(line)]
-    first = next((line for line in errors if line.startswith(("RewardError", "tasks."))), errors[0] if errors else "")
+    ours = ("RewardError", "tasks.")  # before errors that only follow from a reward's
+    first = next((line for line in errors if line.startswith(ours)), errors[0] if errors else "")
     tail = "\n".join(f"  | {line[:200]}" for line in lines[-12:] if line.strip())
     return f"{first[:400] or status}\n{tail}\n  log: {log}"
 
 
 def _lines(log: Path) -> list[str]:
     return log.read_text(errors="replace").splitlines() if log.exists() else []
+
+
+def _deadline(text: str, due: dict[re.Pattern, float]) -> float:
+    """When the process must have ended. ``text``: what is new in its log; ``due``: what the rest of it has led to."""
+    now = time.monotonic()
+    for pattern, seconds in ((_ENGINE, GRACE_SECONDS), (_SAVING, SAVING_SECONDS), (_REWARD, NOTICE_SECONDS)):
+        if pattern.search(text):
+            due.setdefault(pattern, now + seconds)
+    return next((due[pattern] for pattern in (_ENGINE, _SAVING, _REWARD) if pattern in due), float("inf"))
 
 
 @contextlib.contextmanager
@@ -85,17 +97,21 @@ def _cleaned_up(temporary: Path) -> Iterator[None]:
 
 
 def _remove_unused(files: set[Path]) -> None:
-    """Remove our new shared-memory files, but not those another process has mapped (another run's)."""
-    ours = {
-        str(f)
-        for f in files
-        if f.name.startswith(("psm_", "verl_weights_", "sem.mp-")) and f.stat().st_uid == os.getuid()
-    }
+    """Remove our new shared-memory files, but not those another process has mapped (another run's).
+
+    By inode: a semaphore is mapped under a name that glibc gave it before the one that it has in the folder.
+    """
+    ours = {}
+    for file in files:
+        with contextlib.suppress(FileNotFoundError):
+            if file.name.startswith(("psm_", "verl_weights_", "sem.mp-")) and file.stat().st_uid == os.getuid():
+                ours[file.stat().st_ino] = file
     for process in psutil.process_iter() if ours else ():
         with contextlib.suppress(OSError):
-            ours -= set(re.findall(r"/dev/shm/\S+", Path(f"/proc/{process.pid}/maps").read_text()))
-    for name in ours:
-        Path(name).unlink(missing_ok=True)
+            for mapped in re.findall(r"(\d+) +/dev/shm/", Path(f"/proc/{process.pid}/maps").read_text()):
+                ours.pop(int(mapped), None)
+    for file in ours.values():
+        file.unlink(missing_ok=True)
 
 
 def _end_leftovers(log: Path) -> None:
@@ -193,16 +209,14 @@ def run(
                 start_new_session=True,  # Ctrl-C reaches us alone; we end the child
                 preexec_fn=die_with_parent,
             )
-            deadline, read = None, 0
+            read, due = 0, {}
             while child.poll() is None:
                 screen.show(watch())
                 with log.open("rb") as f:
                     f.seek(read)
                     text = f.read().decode(errors="replace")
                     read = f.tell()
-                if deadline is None and _FATAL.search(text):
-                    deadline = time.monotonic() + GRACE_SECONDS
-                if deadline and time.monotonic() > deadline:
+                if time.monotonic() > _deadline(text, due):
                     break
                 time.sleep(POLL_SECONDS)
             code = child.poll()

@@ -56,6 +56,7 @@ def _reward_function(s: Settings) -> list[str]:
 
 def _reward_model(s: Settings) -> list[str]:
     """A classifier behind a vLLM of its own, on the same GPUs; it sleeps while the policy samples and learns."""
+    reward_model.check(s)
     path, context = reward_model.find(s.REWARD_MODEL), reward_model.context_length(s)
     return [
         "reward.reward_model.enable=True",

@@ -11,7 +11,7 @@ from tasks.common.records import hub
 
 HUB_DATASET = "Jiayi-Pan/Countdown-Tasks-3to4"
 # DIFFICULTY: how many numbers, the largest number, the largest target
-DIFFICULTIES = {"easy": ((2, 3), 12, 100), "hard": ((3, 4), 99, 999)}
+DIFFICULTIES = {"easy": ((2,), 99, 999), "hard": ((3, 4), 99, 999)}
 
 SYSTEM = (
     "Make the target from the numbers with + - * / and parentheses, each number once. "

@@ -5,7 +5,7 @@
 
 : "${MODEL:=embedded}" "${INIT:=sft}" "${DIFFICULTY:=easy}"
 : "${TRAIN_SIZE:=${SMALL_TRAIN_SIZE:-512}}" "${TEST_SIZE:=${SMALL_TEST_SIZE:-128}}" "${SFT_SIZE:=512}"
-: "${STEPS:=8}" "${TRAIN_BATCH_SIZE:=8}" "${ROLLOUT_N:=8}" "${MINI_BATCH_SIZE:=8}" "${MICRO_BATCH_SIZE:=32}"
+: "${STEPS:=8}" "${TRAIN_BATCH_SIZE:=8}" "${ROLLOUT_N:=8}" "${SAMPLED_PROMPTS:=128}" "${MICRO_BATCH_SIZE:=32}"
 : "${LR:=${SMALL_LR:-6e-5}}" "${SFT_LR:=${SMALL_SFT_LR:-3e-4}}"
 : "${SFT_STEPS:=${SMALL_SFT_STEPS:-8}}" "${SFT_BATCH_SIZE:=32}"
 : "${MAX_PROMPT_LENGTH:=${SMALL_PROMPT_LENGTH:-128}}" "${MAX_RESPONSE_LENGTH:=${SMALL_RESPONSE_LENGTH:-64}}"
@@ -14,7 +14,7 @@ if [[ ${STAGE:-} == probe ]]; then LIMIT=${LIMIT:-64}; fi
 
 # verl and vLLM read these in every process.
 VERL_PLATFORM=cpu
-VERL_USE_EXTERNAL_MODULES=tasks.common.stacks.cpu.verl_platform
+VERL_USE_EXTERNAL_MODULES=tasks.common.stacks.cpu.verl_platform,tasks.common.verl_patches${VERL_USE_EXTERNAL_MODULES:+,$VERL_USE_EXTERNAL_MODULES}
 VLLM_CPU_KVCACHE_SPACE=1
 VLLM_CPU_OMP_THREADS_BIND=nobind
 # Evaluation's engines in one process after another would each import everything again (10 s each); a GPU's memory is
@@ -34,10 +34,14 @@ actor_rollout_ref.ref.strategy=fsdp2
 critic.strategy=fsdp2
 actor_rollout_ref.actor.use_torch_compile=False
 actor_rollout_ref.actor.fsdp_config.use_torch_compile=False
+critic.fsdp.use_torch_compile=False
 +actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=bf16
 +actor_rollout_ref.model.override_config.attn_implementation=sdpa
 actor_rollout_ref.model.use_remove_padding=False
 actor_rollout_ref.model.enable_gradient_checkpointing=False
++critic.fsdp.mixed_precision.param_dtype=bf16
+critic.model.use_remove_padding=False
+critic.model.enable_gradient_checkpointing=False
 actor_rollout_ref.rollout.enforce_eager=True
 actor_rollout_ref.rollout.free_cache_engine=False
 +actor_rollout_ref.rollout.enable_sleep_mode=False
@@ -46,6 +50,8 @@ actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=1024
 actor_rollout_ref.rollout.agent.num_workers=1
 actor_rollout_ref.model.lora.merge=True
 reward.num_workers=1
+reward.reward_model.rollout.free_cache_engine=False
++reward.reward_model.rollout.enable_sleep_mode=False
 transfer_queue.backend.SimpleStorage.num_data_storage_units=1
 data.dataloader_num_workers=0
 +ray_kwargs.ray_init.num_gpus=$N_GPUS

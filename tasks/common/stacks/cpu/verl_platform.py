@@ -6,7 +6,6 @@ stops the run with one line when a verl upgrade has changed that line.
 """
 
 import contextlib
-import inspect
 import os
 import resource
 import types
@@ -16,16 +15,7 @@ import torch
 from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
 
-
-def expect(function, *lines: str) -> None:
-    """Raise RuntimeError unless every one of ``lines`` still stands in the source of ``function``."""
-    source = inspect.getsource(function)
-    for line in lines:
-        if line not in source:
-            raise RuntimeError(
-                f"{function.__module__}.{function.__qualname__} no longer contains `{line}`: "
-                f"the patch for it in {__name__} must be looked at again"
-            )
+from tasks.common.patch import expect
 
 
 class _CPUDevice(str):
@@ -158,13 +148,10 @@ torch.distributed.init_process_group = _init_process_group_once_per_device
 
 # ---- verl/workers/engine/fsdp/transformer_impl.py registers its engines for cuda and npu only ----------------------
 
-import verl.utils.model as verl_model  # noqa: E402
 from verl.workers.engine.base import EngineRegistry  # noqa: E402
 from verl.workers.engine.fsdp import transformer_impl  # noqa: E402
 
 expect(transformer_impl.FSDPEngine._build_fsdp_module, "offload_policy = CPUOffloadPolicy(pin_memory=True)")
-expect(transformer_impl.FSDPEngine._build_module, "from verl.utils.model import load_valuehead_model")
-expect(verl_model.load_valuehead_model, 'attn_implementation="flash_attention_2"')
 
 
 class _OnCPU:
@@ -187,15 +174,3 @@ class CPUEngineWithLMHead(_OnCPU, transformer_impl.FSDPEngineWithLMHead):
 @EngineRegistry.register(model_type="value_model", backend=["fsdp", "fsdp2"], device=["cpu"])
 class CPUEngineWithValueHead(_OnCPU, transformer_impl.FSDPEngineWithValueHead):
     """verl's FSDP critic engine."""
-
-    def _build_module(self):
-        # verl/utils/model.py:649 asks for flash_attention_2, which has no CPU build.
-        from transformers import AutoModelForTokenClassification
-
-        from_pretrained = AutoModelForTokenClassification.from_pretrained
-
-        def with_sdpa(*args, **kwargs):
-            return from_pretrained(*args, **{**kwargs, "attn_implementation": "sdpa"})
-
-        with mock.patch.object(AutoModelForTokenClassification, "from_pretrained", with_sdpa):
-            return super()._build_module()

@@ -1,0 +1,75 @@
+"""What needs changing in verl 0.9.1 on every stack.
+
+Loaded in every verl process by VERL_USE_EXTERNAL_MODULES (stacks/*.sh).
+"""
+
+import importlib.util
+from pathlib import Path
+from unittest import mock
+
+import verl.utils.model as verl_model
+from transformers import AutoModelForTokenClassification
+from transformers.utils import is_flash_attn_2_available
+from verl.experimental.reward_loop import reward_loop
+from verl.models.transformers import monkey_patch
+from verl.workers.engine.fsdp import transformer_impl
+
+from tasks.common.patch import expect
+
+# ---- verl/models/transformers/monkey_patch.py:352 and utils/model.py:654 take a class from trl that trl 1 has no more
+
+for _function in (monkey_patch.apply_monkey_patch, verl_model.load_valuehead_model):
+    expect(_function, "is_trl_available()", "from trl.experimental.ppo import AutoModelForCausalLMWithValueHead")
+
+_trl = importlib.util.find_spec("trl")
+if _trl and not Path(_trl.submodule_search_locations[0], "experimental/ppo").exists():
+    monkey_patch.is_trl_available = verl_model.is_trl_available = lambda: False
+
+
+# ---- verl/utils/model.py:649 loads the critic with flash_attention_2, whatever there is -----------------------------
+
+expect(verl_model.load_valuehead_model, 'attn_implementation="flash_attention_2"', "AutoModelForTokenClassification")
+expect(transformer_impl.FSDPEngine._build_module, "from verl.utils.model import load_valuehead_model")
+
+_load_valuehead_model = verl_model.load_valuehead_model
+_from_pretrained = AutoModelForTokenClassification.from_pretrained
+
+
+def _from_pretrained_with_sdpa(*args, **kwargs):
+    return _from_pretrained(*args, **{**kwargs, "attn_implementation": "sdpa"})
+
+
+def _load_valuehead_model_with_sdpa(*args, **kwargs):
+    with mock.patch.object(AutoModelForTokenClassification, "from_pretrained", _from_pretrained_with_sdpa):
+        return _load_valuehead_model(*args, **kwargs)
+
+
+if not is_flash_attn_2_available():
+    verl_model.load_valuehead_model = _load_valuehead_model_with_sdpa
+
+
+# ---- verl/experimental/reward_loop/reward_loop.py:125,129 run the code that comes with a tokenizer ------------------
+
+expect(
+    reward_loop.RewardLoopWorker._init_reward_fn,
+    "hf_tokenizer(input_tokenizer_local_path, trust_remote_code=True)",
+    "hf_tokenizer(reward_model_tokenizer_local_path, trust_remote_code=True)",
+)
+_init_reward_fn = reward_loop.RewardLoopWorker._init_reward_fn
+_hf_tokenizer = reward_loop.hf_tokenizer
+
+
+def _init_reward_fn_without_code(self):
+    """As verl's, but only the policy's tokenizer may bring code, and only where the policy's config allows it."""
+    policy = self.config.actor_rollout_ref
+    trusted = policy.model.get("trust_remote_code", False)
+    rewarding = self.config.reward.reward_model.model_path
+
+    def tokenizer(path, trust_remote_code):
+        return _hf_tokenizer(path, trust_remote_code=trusted and path != rewarding)
+
+    with mock.patch.object(reward_loop, "hf_tokenizer", tokenizer):
+        _init_reward_fn(self)
+
+
+reward_loop.RewardLoopWorker._init_reward_fn = _init_reward_fn_without_code

@@ -1,0 +1,104 @@
+"""The trainer of every RL method: verl's synchronous one (verl/trainer/ppo/v1/trainer_sync.py), with a checked reward.
+
+Loaded in every verl process by VERL_USE_EXTERNAL_MODULES (tasks/common/training.py).
+"""
+
+import copy
+import time
+from types import SimpleNamespace
+
+import torch
+import transfer_queue as tq
+from verl.trainer.ppo.v1 import PPOTrainerSync, register_trainer
+from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+
+import tasks.common.verl_patches  # noqa: F401
+from tasks.common.patch import expect
+from tasks.common.reward import RewardError
+from tasks.common.text import one_line
+
+# verl marks a prompt whose reward raised as failed, and trains on padding in its place.
+expect(AgentLoopWorkerTQ.__ray_actor_class__._run_prompt, 'status = "failure"')
+expect(ReplayBuffer.sample, "self._sync_metadata_from_transfer_queue()")
+expect(ReplayBuffer._sync_metadata_from_transfer_queue, "self.failure_keys[partition_id].add(key)")
+
+LOG_SECONDS = 2  # Ray brings the lines of other processes to the log, among them the reason, by then
+
+
+class GroupFailed(RuntimeError):
+    """A prompt has no samples, or no rewards; the reason is in the log (tasks/common/process.py shows it)."""
+
+
+@register_trainer("task")
+class TaskTrainer(PPOTrainerSync):
+    """verl's synchronous trainer, which ends, after a checkpoint, where a reward fails.
+
+    Nothing is learned from such a step, not even from its other prompts: the same command does it again.
+    """
+
+    _complete = 0, None  # the last step that this process has trained, and where its data went on then
+    _saved = 0
+
+    # verl/trainer/ppo/v1/trainer_base.py compares the mode with the literal "sync" to know that it is synchronous.
+    @property
+    def trainer_mode(self) -> str:
+        return "sync"
+
+    @trainer_mode.setter
+    def trainer_mode(self, name: str) -> None:
+        pass
+
+    def on_step_end(self):
+        self._complete = self.global_steps, copy.deepcopy(self.train_dataloader.state_dict())
+        super().on_step_end()
+
+    def _save_checkpoint(self):
+        super()._save_checkpoint()
+        self._saved = self.global_steps
+
+    def _build_replay_buffer(self):
+        buffer = super()._build_replay_buffer()
+        look = buffer._sync_metadata_from_transfer_queue
+
+        def look_for_failures():
+            look()
+            failed = sum(map(len, buffer.failure_keys.values()))
+            if failed:
+                self._save_complete_step()
+                time.sleep(LOG_SECONDS)
+                raise GroupFailed(f"step {self.global_steps}: {failed} prompts failed; the reason is further up")
+
+        buffer._sync_metadata_from_transfer_queue = look_for_failures
+        return buffer
+
+    def _compute_reward_colocate(self, batch, metrics=None):
+        try:
+            batch = super()._compute_reward_colocate(batch, metrics)
+            scores = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["rm_scores"])
+            if not torch.isfinite(scores["rm_scores"].values()).all():
+                raise RewardError("a score is not a finite number")
+        except Exception as error:
+            self._save_complete_step()
+            reason = getattr(error, "cause", error)  # of Ray's error, whose own text is a traceback
+            reason = f"{type(reason).__name__}: {one_line(str(reason), 300)}"
+            model = self.config.reward.reward_model.model_path
+            raise RewardError(f"REWARD_MODEL={model} gave no reward: {reason}") from error
+        return batch
+
+    def _save_complete_step(self) -> None:
+        """Save the last step that was trained, unless it was: the weights are still those of it."""
+        step, data = self._complete
+        if step <= self._saved:
+            return
+        print(f"saving step {step} before the end", flush=True)  # tasks/common/process.py waits from this line on
+        try:
+            self.checkpoint_manager.abort_replicas()  # other prompts may still be sampled
+            self.checkpoint_manager.sleep_replicas()  # as always when verl saves: the GPU has no room for both
+        except Exception as error:
+            print(f"the engine cannot sleep: {error}", flush=True)
+        # The next step's prompts were taken already; they are to be taken again.
+        self.train_dataloader = SimpleNamespace(state_dict=lambda: data)
+        now, self.global_steps = self.global_steps, step
+        self._save_checkpoint()
+        self.global_steps = now

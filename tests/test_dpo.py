@@ -1,0 +1,329 @@
+"""DPO: pairs of every form as tokens, the order of training, checkpoints, and a training held against the formula."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tasks.common.chat_template import answer_ids, prompt_ids
+from tasks.common.data import DataError, write_parquet
+from tasks.common.json_to_parquet import dpo_line, dpo_schema
+from tasks.common.pairs import read_pairs, token_pairs
+from tasks.common.prepare import Example
+from tasks.common.runs import checkpoints, hf_folder, last_step, read_metrics, tracker
+from tasks.common.settings import load_settings
+from tests.helpers import ROOT
+from tests.test_chat_template import CHAT, TOOLS
+from tests.test_settings import VALUES
+
+USER = [{"role": "user", "content": "2+2?"}]
+GOOD, BAD = [{"role": "assistant", "content": "4"}], [{"role": "assistant", "content": "5"}]
+
+
+@pytest.fixture
+def tokenizer(small_model):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(small_model)
+
+
+def written(path: Path, records: list[dict]) -> Path:
+    if path.suffix == ".parquet":
+        write_parquet(records, path, dpo_schema())
+    else:
+        path.write_text("\n".join(map(json.dumps, records)))
+    return path
+
+
+# ---- rows
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        {"prompt": "2+2?", "chosen": "4", "rejected": "5"},
+        {"question": "2+2?", "chosen": GOOD[0], "rejected": BAD[0]},
+        {"prompt": USER, "chosen": GOOD, "rejected": BAD},
+        {"chosen": USER + GOOD, "rejected": USER + BAD},
+        {"messages": USER, "chosen": "4", "rejected": "5"},
+        {
+            "conversations": [{"from": "human", "value": "2+2?"}],
+            "chosen": {"from": "gpt", "value": "4"},
+            "rejected": {"from": "gpt", "value": "5"},
+        },
+    ],
+)
+@pytest.mark.parametrize("name", ["pairs.jsonl", "pairs.json"])
+def test_a_record_of_every_form_is_the_same_pair(tmp_path, record, name):
+    ((_, pair),) = read_pairs(written(tmp_path / name, [record]))
+    assert (pair.messages(), pair.ground_truth, pair.tools) == (USER, {"chosen": "4", "rejected": "5"}, None)
+
+
+def test_parquet_of_plain_text_columns_is_read(tmp_path):
+    import pandas as pd
+
+    pd.DataFrame([{"prompt": "2+2?", "chosen": "4", "rejected": "5"}]).to_parquet(tmp_path / "pairs.parquet")
+    ((_, pair),) = read_pairs(tmp_path / "pairs.parquet")
+    assert (pair.messages(), pair.ground_truth) == (USER, {"chosen": "4", "rejected": "5"})
+
+
+def test_tools_of_our_own_parquet_are_taken_as_they_are(tmp_path):
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "dict", "default": None}}}]
+    example = Example(CHAT, {"chosen": "a", "rejected": ""}, tools=tools)
+    write_parquet([dpo_line(example, "train", 0)], tmp_path / "pairs.parquet", dpo_schema(tools=True))
+    ((_, pair),) = read_pairs(tmp_path / "pairs.parquet")
+    assert (pair.messages(), pair.ground_truth, pair.tools) == (CHAT, {"chosen": "a", "rejected": ""}, tools)
+
+
+def test_a_bad_row_is_named(tmp_path):
+    lines = [{"prompt": "a", "chosen": "b", "rejected": "c"}, {"prompt": "a", "chosen": "b", "rejected": 7}]
+    with pytest.raises(DataError, match=r"pairs.jsonl: line 2: column `rejected`: message 0"):
+        list(read_pairs(written(tmp_path / "pairs.jsonl", lines)))
+    with pytest.raises(DataError, match=r"pairs.jsonl: line 1: has no chosen and rejected answers"):
+        list(read_pairs(written(tmp_path / "pairs.jsonl", [{"prompt": "a", "answer": "b"}])))
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"prompt": []}, "row 1: column prompt: must be a non-empty list"),
+        ({"chosen": None}, "row 1: column chosen: must be a non-empty list"),
+        ({"rejected": [{"role": "assistant", "content": None}]}, "row 1: column rejected: each message needs a text"),
+        ({"rejected": USER}, "row 1: columns chosen and rejected: must be one message of the assistant"),
+        ({"rejected": BAD + BAD}, "row 1: columns chosen and rejected: must be one message of the assistant"),
+    ],
+)
+def test_a_bad_row_of_our_own_parquet_is_named(tmp_path, changes, said):
+    good = {"prompt": USER, "chosen": GOOD, "rejected": BAD}
+    with pytest.raises(DataError, match=said):
+        list(read_pairs(written(tmp_path / "pairs.parquet", [good, {**good, **changes}])))
+
+
+def test_tools_that_are_no_json_are_named(tmp_path):
+    row = {"prompt": USER, "chosen": GOOD, "rejected": BAD, "tools": "[{"}
+    write_parquet([row], tmp_path / "pairs.parquet", dpo_schema(tools=True))
+    with pytest.raises(DataError, match="row 0: column tools: is not JSON"):
+        list(read_pairs(tmp_path / "pairs.parquet"))
+
+
+@pytest.mark.parametrize("content, said", [(b"PAR1 and no more", "not readable parquet"), (None, "no such file")])
+def test_a_file_that_is_no_parquet_is_one_line(tmp_path, content, said):
+    path = tmp_path / "pairs.parquet"
+    if content:
+        path.write_bytes(content)
+    with pytest.raises(DataError, match=said):
+        list(read_pairs(path))
+
+
+# ---- tokens
+
+
+@pytest.mark.parametrize("thinks", [False, True])
+def test_tokens_are_those_of_evaluation_and_sft(tmp_path, tokenizer, thinks):
+    if thinks:
+        tokenizer.chat_template = tokenizer.chat_template.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
+    example = Example(CHAT, {"chosen": "<think>hm</think> 4", "rejected": "5"}, tools=TOOLS)
+    write_parquet([dpo_line(example, "train", 0)], tmp_path / "pairs.parquet", dpo_schema(tools=True))
+    ((pair,), left_out) = token_pairs(tmp_path / "pairs.parquet", tokenizer, 10**6)
+    assert pair.prompt.tolist() == prompt_ids(tokenizer, CHAT, TOOLS) and not left_out
+    assert pair.chosen.tolist() == answer_ids(tokenizer, "<think>hm</think> 4", thinks)
+    assert pair.rejected.tolist() == answer_ids(tokenizer, "5", thinks)
+    text = tokenizer.decode(pair.prompt.tolist() + pair.rejected.tolist())
+    assert text.endswith("<think>\n\n</think>\n\n5<|im_end|>" if thinks else "assistant\n5<|im_end|>")
+
+
+def test_what_is_left_out_is_counted_by_reason(tmp_path, tokenizer):
+    tokenizer.chat_template = (
+        "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}" + tokenizer.chat_template
+    )
+    rows = [{"prompt": "2+2?", "chosen": "4", "rejected": text} for text in ("5", "4", "5" * 60)]
+    rows.append({"prompt": [{"role": "system", "content": "s"}, *USER], "chosen": "4", "rejected": "5"})
+    path = written(tmp_path / "pairs.jsonl", rows)
+    prompt = len(prompt_ids(tokenizer, USER))
+    kept, left_out = token_pairs(path, tokenizer, prompt + 60)  # "5" * 60 and <|im_end|> are 61 tokens
+    assert len(kept) == 1 and len(kept[0]) == prompt + 2
+    assert left_out == Counter(same_answers=1, refused_by_chat_template=1, too_long=1)
+    assert len(token_pairs(path, tokenizer, prompt + 61)[0]) == 2
+
+
+# ---- order, batches, checkpoints
+
+
+def test_more_steps_begin_as_fewer_do_and_an_epoch_has_no_pair_twice():
+    from tasks.common.dpo import training_order
+
+    order = training_order(pairs=11, batch=4, steps=5, seed=1)
+    assert order.shape == (20,) and set(order.tolist()) <= set(range(11))
+    assert len(set(order[:8].tolist())) == len(set(order[8:16].tolist())) == 8
+    assert order[:8].tolist() != order[8:16].tolist()
+    assert np.array_equal(order, training_order(11, 4, 9, 1)[:20])
+    assert not np.array_equal(order, training_order(11, 4, 5, 2))
+    assert training_order(4, 4, 1, 0).shape == (4,)
+
+
+@pytest.mark.parametrize(
+    "batch, sequences, gpus, micro, accumulation",
+    [(8, 32, 1, 8, 1), (8, 4, 1, 2, 4), (6, 8, 1, 3, 2), (8, 4, 2, 2, 2), (8, 1, 1, 1, 8), (8, 7, 1, 2, 4)],
+)
+def test_a_step_has_the_whole_batch_in_micro_batches_of_two_sequences_a_pair(
+    tmp_path, batch, sequences, gpus, micro, accumulation
+):
+    from tasks.common.dpo import arguments
+
+    s = replace(load_settings(VALUES), TRAIN_BATCH_SIZE=batch, MICRO_BATCH_SIZE=sequences, N_GPUS=gpus)
+    config = arguments(s, tmp_path)
+    assert (config.per_device_train_batch_size, config.gradient_accumulation_steps) == (micro, accumulation)
+    assert config.report_to == [] and config.use_cpu and config.bf16 and not config.trust_remote_code
+
+
+def test_the_last_two_checkpoints_stay_and_what_a_killed_run_left_is_removed(tmp_path):
+    from tasks.common.dpo import publish, remove_unfinished
+
+    folder = tmp_path / "checkpoints"
+    for step in (2, 4, 10):
+        (folder / f"checkpoint-{step}").mkdir(parents=True)
+        (folder / f"checkpoint-{step}/model.safetensors").touch()
+        publish(tmp_path, step)
+        assert last_step(tmp_path) == step
+    assert checkpoints(tmp_path) == [4, 10] and tracker(tmp_path).read_text() == "10"
+    for name in ("checkpoint-12", "global_step_11", ".global_step_2"):
+        (folder / name).mkdir()
+    remove_unfinished(tmp_path)
+    assert sorted(f.name for f in folder.iterdir()) == ["global_step_10", "global_step_4", tracker(tmp_path).name]
+
+
+# ---- a training
+
+PAIRS = [{"prompt": f"What is {i}?", "chosen": f"It is {i}.", "rejected": f"no idea {i * i}"} for i in range(4)]
+
+
+@pytest.mark.parametrize(
+    "changes, said",
+    [
+        ({"PAIRS_FILE": "x"}, "raise MAX_PROMPT_LENGTH or MAX_RESPONSE_LENGTH, or lower TRAIN_BATCH_SIZE"),
+        ({"PAIRS_FILE": "x", "MAX_PROMPT_LENGTH": 999}, "PAIRS_FILE needs more pairs, or lower"),
+        ({"MAX_PROMPT_LENGTH": 999}, "raise SAMPLED_PROMPTS, or lower"),
+    ],
+)
+def test_too_few_pairs_are_refused_with_what_to_raise(small_model, tmp_path, changes, said):
+    from tasks.common.dpo import train
+
+    pairs = written(tmp_path / "pairs.jsonl", [*PAIRS[:3], {**PAIRS[3], "chosen": "x" * 300}])
+    s = replace(load_settings(VALUES), TRAIN_BATCH_SIZE=5, **changes)
+    with pytest.raises(DataError, match=said) as error:
+        train(s, str(small_model), str(pairs), tmp_path / "run", tmp_path / "metrics.jsonl")
+    assert "are less than TRAIN_BATCH_SIZE=5" in str(error.value) and "\n" not in str(error.value)
+    assert not (tmp_path / "run").exists()
+
+
+def launch(start: Path, pairs: Path, run_dir: Path, **changes) -> subprocess.CompletedProcess:
+    """The command of the launcher; every launch has a file of metrics of its own."""
+    metrics = run_dir / "metrics"
+    metrics.mkdir(parents=True, exist_ok=True)
+    inherited = {name: os.environ[name] for name in ("PATH", "HOME")}
+    small = {"METHOD": "dpo", "INIT": "base", "TRAIN_BATCH_SIZE": "4", "MICRO_BATCH_SIZE": "4", "LR": "1e-3"}
+    own = {"PYTHONPATH": str(ROOT), "VERL_FILE_LOGGER_PATH": str(metrics / f"{len(list(metrics.iterdir())):03}.jsonl")}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += [f"--nproc_per_node={changes.get('N_GPUS', 1)}"]
+    return subprocess.run(
+        [*command, "-m", "tasks.common.dpo", start, pairs, run_dir],
+        cwd=ROOT,
+        env=inherited | VALUES | small | own | changes,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def losses(run_dir: Path) -> list[float]:
+    """By step, which must be 1, 2 and on."""
+    metrics = read_metrics(run_dir)
+    assert list(metrics) == list(range(1, len(metrics) + 1))
+    return [step["train/loss"] for step in metrics.values()]
+
+
+def log_prob(model, pair, answer: np.ndarray) -> float:
+    """Of the answer's tokens, one sequence without padding, from the logits."""
+    import torch
+
+    ids = torch.tensor(np.concatenate([pair.prompt, answer])).long()[None]
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        logits = model(ids).logits[0, :-1].float()
+    rows = torch.arange(len(pair.prompt) - 1, ids.shape[1] - 1)
+    return float(logits.log_softmax(-1)[rows, ids[0, rows + 1]].sum())
+
+
+def dpo_loss(policy: Path, reference: Path, pairs, beta: float) -> float:
+    """The mean over ``pairs`` of -log sigmoid(beta ((log p_chosen - ref_chosen) - (log p_rejected - ref_rejected)))."""
+    from transformers import AutoModelForCausalLM
+
+    p, r = (AutoModelForCausalLM.from_pretrained(folder, dtype="float32").eval() for folder in (policy, reference))
+    margins = [
+        beta
+        * (
+            log_prob(p, x, x.chosen)
+            - log_prob(r, x, x.chosen)
+            - log_prob(p, x, x.rejected)
+            + log_prob(r, x, x.rejected)
+        )
+        for x in pairs
+    ]
+    return float(np.mean([math.log1p(math.exp(-margin)) for margin in margins]))
+
+
+def weights(folder: Path) -> dict:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype="float32").state_dict()
+
+
+@pytest.mark.slow
+def test_a_continued_training_follows_the_formula_and_is_the_uninterrupted_one(small_model, tokenizer, tmp_path):
+    pairs = written(tmp_path / "pairs.jsonl", PAIRS)
+    run_dir, whole = tmp_path / "run", tmp_path / "whole"
+    first = launch(small_model, pairs, run_dir, STEPS="1", SAVE_FREQ="9")
+    assert first.returncode == 0, first.stdout
+    assert losses(run_dir) == pytest.approx([math.log(2)], abs=1e-6)
+    after_one = dpo_loss(hf_folder(run_dir), small_model, token_pairs(pairs, tokenizer, 192)[0], beta=0.1)
+    for name in ("checkpoint-2", "global_step_2"):  # as if the next launch had been killed while it saved
+        (run_dir / "checkpoints" / name).mkdir()
+    second = launch(small_model, pairs, run_dir, STEPS="3", SAVE_FREQ="1")
+    assert second.returncode == 0, second.stdout
+    assert [len(f.read_text().splitlines()) for f in sorted((run_dir / "metrics").iterdir())] == [1, 2]
+    assert checkpoints(run_dir) == [2, 3]  # SAVE_FREQ of the launch counts, not that of the checkpoint
+
+    # Every batch has all four pairs.
+    assert 0.3 < after_one < 0.68 and losses(run_dir)[1] == pytest.approx(after_one, abs=1e-3)
+    metrics = read_metrics(run_dir)[2]
+    assert metrics["dpo/rewards/margins"] > 0.05 and metrics["timing_s/step"] > 0
+    assert metrics["train/learning_rate"] == pytest.approx(1e-3) and metrics["train/grad_norm"] > 0
+
+    assert launch(small_model, pairs, whole, STEPS="3", SAVE_FREQ="9").returncode == 0
+    assert losses(whole) == losses(run_dir) and checkpoints(whole) == [3]
+    start, ours, theirs = weights(small_model), weights(hf_folder(run_dir)), weights(hf_folder(whole))
+    assert all(ours[name].equal(theirs[name]) for name in ours)
+    assert not any(ours[name].equal(start[name]) for name in ours)
+
+
+@pytest.mark.slow
+def test_lora_in_two_processes_starts_from_its_base_and_changes_the_projections_alone(small_model, tmp_path):
+    pairs, run_dir = written(tmp_path / "pairs.jsonl", PAIRS), tmp_path / "run"
+    lora = {"LORA_RANK": "8", "LORA_ALPHA": "16", "N_GPUS": "2"}
+    first = launch(small_model, pairs, run_dir, STEPS="1", **lora)
+    assert first.returncode == 0, first.stdout
+    second = launch(small_model, pairs, run_dir, STEPS="2", **lora)
+    assert second.returncode == 0, second.stdout
+    one, two = losses(run_dir)
+    assert one == pytest.approx(math.log(2), abs=1e-6) and 0.3 < two < 0.69
+    folder = hf_folder(run_dir)
+    assert folder == run_dir / "checkpoints/global_step_2/merged"
+    start, merged = weights(small_model), weights(folder)
+    changed = {name for name in start if not start[name].equal(merged[name])}
+    assert changed == {name for name in start if "_proj." in name} and len(changed) == 14

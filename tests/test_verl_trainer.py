@@ -1,0 +1,129 @@
+"""The trainer without a training: what it does when a reward fails. In a training: test_judge_training.py."""
+
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+from tasks.common.reward import RewardError
+
+MODEL = "the/classifier"
+
+
+@pytest.fixture(scope="module")
+def module():
+    from tasks.common import verl_trainer  # here: importing verl takes seconds
+
+    return verl_trainer
+
+
+@pytest.fixture
+def trainer(module, monkeypatch):
+    """A trainer in step 4 that has trained 3 steps since its start; ``saved``: what it has written."""
+    monkeypatch.setattr(module, "LOG_SECONDS", 0)
+    trainer = object.__new__(module.TaskTrainer)
+    reward = SimpleNamespace(reward_model=SimpleNamespace(model_path=MODEL))
+    trainer.config = SimpleNamespace(reward=reward)
+    trainer.checkpoint_manager = mock.Mock()
+    trainer.saved, trainer.timing_raw = [], {}
+
+    def save(self):
+        self.saved.append((self.global_steps, self.train_dataloader.state_dict()))
+
+    monkeypatch.setattr(module.PPOTrainerSync, "_save_checkpoint", save)
+    data = {"taken": 0}
+    trainer.train_dataloader = SimpleNamespace(state_dict=lambda: data)
+    for trainer.global_steps in (1, 2, 3):
+        data["taken"] += 1
+        trainer.on_step_end()
+    trainer.global_steps = 4
+    data["taken"] += 1  # verl takes a step's prompts at its start
+    return trainer
+
+
+def buffer_of(trainer, module, monkeypatch, **statuses: str):
+    """The trainer's replay buffer where TransferQueue has prompts with ``statuses``."""
+    built = module.ReplayBuffer("sync", None, None, "drop", {}, poll_interval=0.01)
+    monkeypatch.setattr(module.PPOTrainerSync, "_build_replay_buffer", lambda self: built)
+    items = {name: {"is_prompt": True, "status": status, "global_steps": 4} for name, status in statuses.items()}
+    items |= {f"{name}_0_0": {"seq_len": 3} for name, status in statuses.items() if status == "finished"}
+    tq = SimpleNamespace(kv_list=lambda: {"train": items}, kv_clear=mock.Mock())
+    monkeypatch.setattr("verl.trainer.ppo.v1.replay_buffer.tq", tq)
+    return trainer._build_replay_buffer()
+
+
+def test_a_batch_without_failures_is_sampled(trainer, module, monkeypatch):
+    buffer = buffer_of(trainer, module, monkeypatch, a="finished", b="finished")
+    batch, _ = buffer.sample(global_steps=4, partition_id="train", batch_size=2)
+    assert sorted(batch.keys) == ["a_0_0", "b_0_0"] and trainer.saved == []
+
+
+@pytest.mark.parametrize("other", ["finished", "running", "failure"])
+def test_one_failed_prompt_ends_the_run_after_the_last_step_is_saved(trainer, module, monkeypatch, other):
+    buffer = buffer_of(trainer, module, monkeypatch, a="failure", b=other)
+    with pytest.raises(module.GroupFailed, match=r"step 4: [12] prompts failed"):
+        buffer.sample(global_steps=4, partition_id="train", batch_size=2)
+    assert trainer.saved == [(3, {"taken": 3})]  # so step 4 takes its prompts again
+    assert trainer.checkpoint_manager.sleep_replicas.called
+
+
+def test_a_step_that_is_saved_is_not_saved_again(trainer, module, monkeypatch):
+    trainer.global_steps = 3
+    trainer._save_checkpoint()
+    trainer.global_steps, written = 4, list(trainer.saved)
+    buffer = buffer_of(trainer, module, monkeypatch, a="failure")
+    with pytest.raises(module.GroupFailed):
+        buffer.sample(global_steps=4, partition_id="train", batch_size=1)
+    assert trainer.saved == written
+
+
+def test_nothing_is_saved_before_the_first_step(trainer, module, monkeypatch):
+    trainer._complete = module.TaskTrainer._complete
+    buffer = buffer_of(trainer, module, monkeypatch, a="failure")
+    with pytest.raises(module.GroupFailed):
+        buffer.sample(global_steps=1, partition_id="train", batch_size=1)
+    assert trainer.saved == []
+
+
+def test_an_engine_that_is_gone_does_not_keep_from_saving(trainer, module, monkeypatch):
+    trainer.checkpoint_manager.sleep_replicas.side_effect = RuntimeError("gone")
+    buffer = buffer_of(trainer, module, monkeypatch, a="failure")
+    with pytest.raises(module.GroupFailed):
+        buffer.sample(global_steps=4, partition_id="train", batch_size=1)
+    assert trainer.saved == [(3, {"taken": 3})]
+
+
+def reward_of(trainer, module, monkeypatch, scores):
+    """What the trainer does with the reward model's ``scores``, a list or an error."""
+
+    def compute(self, batch, metrics):
+        if isinstance(scores, Exception):
+            raise scores
+        return batch
+
+    rm_scores = SimpleNamespace(values=lambda: torch.tensor(scores))
+    monkeypatch.setattr(module.PPOTrainerSync, "_compute_reward_colocate", compute)
+    monkeypatch.setattr(module.tq, "kv_batch_get", lambda **_: {"rm_scores": rm_scores}, raising=False)
+    batch = SimpleNamespace(keys=["a"], partition_id="train")
+    return trainer._compute_reward_colocate(batch, metrics={}) is batch
+
+
+def test_scores_of_a_reward_model_are_kept(trainer, module, monkeypatch):
+    assert reward_of(trainer, module, monkeypatch, [0.0, -1.5]) and trainer.saved == []
+
+
+@pytest.mark.parametrize(
+    ("scores", "reason"),
+    [
+        ([0.5, float("nan")], "a score is not a finite number"),
+        ([float("inf")], "a score is not a finite number"),
+        (ConnectionError("no\nanswer"), "ConnectionError: no answer"),
+    ],
+)
+def test_a_reward_model_that_fails_ends_the_run_in_one_line(trainer, module, monkeypatch, scores, reason):
+    with pytest.raises(RewardError) as raised:
+        reward_of(trainer, module, monkeypatch, scores)
+    text = str(raised.value)
+    assert text.startswith(f"REWARD_MODEL={MODEL} gave no reward: ") and text.endswith(reason) and "\n" not in text
+    assert trainer.saved == [(3, {"taken": 3})]
