@@ -9,6 +9,23 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 # With the interpreter that runs the tests, so that a test never installs anything.
 MAKE = ["make", f"PYTHON={sys.executable}"]
+# A training of the very small random model.
+SMALL = {
+    "TASK": "countdown",
+    "STACK": "cpu",
+    "TRAIN_SIZE": "16",
+    "TEST_SIZE": "8",
+    "SFT_SIZE": "8",
+    "SFT_STEPS": "2",
+    "SFT_BATCH_SIZE": "4",
+    "TRAIN_BATCH_SIZE": "4",
+    "MINI_BATCH_SIZE": "4",
+    "ROLLOUT_N": "4",
+    "MAX_PROMPT_LENGTH": "256",  # a byte is a token
+    "MAX_RESPONSE_LENGTH": "48",
+    "N": "2",
+    "SAVE_FREQ": "1",
+}
 
 
 def exported(train_sh: Path, changes: dict[str, str]) -> dict[str, str]:
@@ -49,3 +66,15 @@ def cookiecutter(*arguments: str, cwd: Path) -> subprocess.CompletedProcess:
         stderr=subprocess.STDOUT,
         text=True,
     )
+
+
+def change_reward(task: Path, body: str) -> None:
+    """Let ``body`` score all but the ground truth of examples.jsonl, which is checked before the training."""
+    reward = (task / "reward.py").read_text()
+    first = "    answer, truth = find_answer("
+    assert first in reward
+    (task / "reward.py").write_text(reward.replace(first, f"    if ground_truth != '12':\n        {body}\n{first}"))
+
+
+def our_processes() -> str:
+    return subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True).stdout

@@ -10,26 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import MAKE, ROOT, make, outside_make
+from tests.helpers import MAKE, ROOT, SMALL, change_reward, make, our_processes, outside_make
 
 pytestmark = pytest.mark.slow
-
-SMALL = {
-    "TASK": "countdown",
-    "STACK": "cpu",
-    "TRAIN_SIZE": "16",
-    "TEST_SIZE": "8",
-    "SFT_SIZE": "8",
-    "SFT_STEPS": "2",
-    "SFT_BATCH_SIZE": "4",
-    "TRAIN_BATCH_SIZE": "4",
-    "MINI_BATCH_SIZE": "4",
-    "ROLLOUT_N": "4",
-    "MAX_PROMPT_LENGTH": "256",  # a byte is a token
-    "MAX_RESPONSE_LENGTH": "48",
-    "N": "2",
-    "SAVE_FREQ": "1",
-}
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +26,6 @@ def run_dir(variables) -> Path:
 
 def steps_logged(folder: Path) -> list[int]:
     return [json.loads(x)["step"] for f in sorted((folder / "metrics").glob("*")) for x in f.read_text().splitlines()]
-
-
-def our_processes() -> str:
-    return subprocess.run(["ps", "-eo", "pid,args"], capture_output=True, text=True).stdout
 
 
 def test_a_killed_run_resumes_and_ends_with_the_table(variables):
@@ -237,14 +216,6 @@ def test_two_runs_of_one_task_do_not_mix(variables):
     finally:
         holder.terminate()
         holder.wait()
-
-
-def change_reward(task: Path, body: str) -> None:
-    """Let ``body`` score all but the ground truth of examples.jsonl, which is checked before the training."""
-    reward = (task / "reward.py").read_text()
-    first = "    answer, truth = find_answer("
-    assert first in reward
-    (task / "reward.py").write_text(reward.replace(first, f"    if ground_truth != '12':\n        {body}\n{first}"))
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,13 @@ def test_help_lists_every_variable_and_target():
         ({"MODEL": "/no/such/model"}, "MODEL=/no/such/model: no such folder"),
         ({"RUN": "../../x"}, "RUN=../../x: must be a plain name"),
         ({"ARGS": "trainer.no_such_key=1"}, "trainer.no_such_key"),
+        ({"ARGS": "algorithm.kl_ctrl.kl_coef=0.1"}, "does nothing without use_kl_in_reward; set KL_COEF"),
+        ({"METHOD": "egpo", "ARGS": "algorithm.rollout_correction.bypass_mode=True"}, "bypass_mode=True: leaves out"),
+        ({"METHOD": "dpo", "ARGS": "trainer.total_epochs=1"}, "METHOD=dpo trains with TRL"),
+        ({"METHOD": "dpo", "PAIRS_FILE": "p.jsonl", "SELF_PLAY_ROUNDS": "2"}, "PAIRS_FILE: holds samples of another"),
+        ({"METHOD": "dpo", "PAIRS_FILE": "/no/such.jsonl"}, "PAIRS_FILE=/no/such.jsonl: no such file"),
+        ({"METHOD": "dpo", "REWARD_MODEL": "some/classifier"}, "REWARD_MODEL: is for the RL methods"),
+        ({"SELF_PLAY_ROUNDS": "two"}, "SELF_PLAY_ROUNDS=two: must be a whole number"),
     ],
 )
 def test_bad_value_is_refused_in_one_line(variables, said, tmp_path):
@@ -49,6 +56,30 @@ def test_bad_value_is_refused_in_one_line(variables, said, tmp_path):
     assert result.returncode != 0
     assert len(errors) == 1 and said in errors[0], result.stdout
     assert "Traceback" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("goal", "variables", "said"),
+    [
+        ("all", {"FROM": "start"}, "FROM=start: must be one of data, model, sft"),
+        ("all", {"FROM": "train"}, "is not there; run `make data TASK=countdown`"),
+        ("experiment", {"METHODS": "grpo"}, "METHODS=grpo: name two or more"),
+        ("experiment", {"METHODS": "grpo,magic"}, "METHOD=magic: must be one of"),
+        ("config", {"METHOD": "dpo"}, "METHOD=dpo: has no config of verl"),
+    ],
+)
+def test_other_goals_refuse_in_one_line(goal, variables, said, tmp_path):
+    result = make(goal, TASK="countdown", STACK="cpu", ARTIFACTS=str(tmp_path / "artifacts"), **variables)
+    errors = [line for line in result.stdout.splitlines() if line.startswith("error:")]
+    assert result.returncode != 0
+    assert len(errors) == 1 and said in errors[0], result.stdout
+    assert "Traceback" not in result.stdout
+
+
+def test_gspo_with_one_mini_batch_is_warned_of_on_the_screen(tmp_path):
+    chosen = {"METHOD": "gspo", "MINI_BATCH_SIZE": "8", "TRAIN_BATCH_SIZE": "8", "MODEL": "/no/such/model"}
+    result = make("train", TASK="countdown", STACK="cpu", ARTIFACTS=str(tmp_path / "artifacts"), **chosen)
+    assert "warning: METHOD=gspo with one mini-batch a step" in result.stdout and result.returncode != 0
 
 
 def test_config_prints_the_resolved_config_and_writes_nothing(tmp_path):

@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import MAKE, ROOT, make, outside_make
-from tests.test_end_to_end import SMALL, change_reward, our_processes
+from tests.helpers import MAKE, ROOT, SMALL, change_reward, make, our_processes, outside_make
 
 pytestmark = pytest.mark.slow
 

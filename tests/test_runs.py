@@ -8,7 +8,7 @@ import pytest
 
 from tasks.common.merge import merge, merged_folder
 from tasks.common.process import StageFailed
-from tasks.common.runs import find_run, find_step, hf_folder, record, rl_dir, settings_of
+from tasks.common.runs import find_run, find_step, hf_folder, lineage, record, rl_dir, rounds, settings_of
 from tasks.common.sample import model_name
 from tasks.common.settings import SettingsError, load_settings
 from tests.test_settings import VALUES
@@ -34,6 +34,47 @@ def make_run(s, name=None, steps=(2, 4), metrics=None, age=0, kind="rl"):
     (run_dir / "metrics/000.jsonl").write_text("".join(lines))
     os.utime(run_dir / "checkpoints/latest_checkpointed_iteration.txt", (1e9 - age, 1e9 - age))
     return run_dir
+
+
+def begun(run_dir, start, settings, mark=None, steps=(4,)):
+    """A round with a checkpoint."""
+    for step in steps:
+        folder = run_dir / f"checkpoints/global_step_{step}/actor/huggingface"
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+        (folder / "model.safetensors").write_text("")
+    (run_dir / "checkpoints/latest_checkpointed_iteration.txt").write_text(str(max(steps)))
+    record(run_dir, "rl", mark or "x", settings, start, [])
+    return run_dir
+
+
+def test_rounds_are_those_that_began_each_from_the_last_step_of_the_one_before(settings):
+    s = replace(settings, SELF_PLAY_ROUNDS=3, STEPS=4)
+    assert rounds(s, []) == [rl_dir(s, [])]
+    first = begun(rl_dir(s, []), "start", s, s.rl_fingerprint([]))
+    assert rounds(s, []) == [first]
+    start = str(hf_folder(first))
+    second = begun(rl_dir(s, [], 2, start), start, s, s.rl_fingerprint([], 2, start), steps=(2,))
+    assert second.name.endswith("-round2") and rounds(s, []) == [first, second] == lineage(second)
+    assert lineage(first) == [first]
+    assert find_run(s, []) == second
+    assert rounds(replace(s, SELF_PLAY_ROUNDS=1), []) == [first]
+    assert rounds(replace(s, STEPS=5), []) == [first]  # to be continued before another round can begin
+
+
+def test_a_run_from_another_runs_checkpoint_as_MODEL_is_no_round_of_it(settings):
+    first = begun(settings.runs_dir / "one", "start", settings)
+    start = str(hf_folder(first))
+    own = begun(settings.runs_dir / "two", start, replace(settings, MODEL=start))
+    assert lineage(own) == [own]
+
+
+def test_rounds_of_a_named_run_have_its_name(settings):
+    s = replace(settings, RUN="mine")
+    assert rl_dir(s, [], 2, "a").name == "mine-round2"
+    begun(rl_dir(s, [], 2, "a"), "a", s, s.rl_fingerprint([], 2, "a"))
+    with pytest.raises(SettingsError, match=r"RUN=mine-round2: exists with other settings .*the round before"):
+        rl_dir(s, [], 2, "b")
 
 
 def test_a_checkpoint_is_found_by_latest_best_and_number(settings):

@@ -202,7 +202,28 @@ def test_value_at_the_edge_is_accepted(name, value):
     ("method", "prompts", "mini"), [("grpo", 8, 8), ("gspo", 8, 2), ("gspo", 10, 2), ("gspo", 9, 1), ("ppo", 2, 1)]
 )
 def test_the_method_chooses_its_mini_batches(method, prompts, mini):
-    assert load(METHOD=method, TRAIN_BATCH_SIZE=str(prompts), MINI_BATCH_SIZE="0").MINI_BATCH_SIZE == mini
+    chosen = load(METHOD=method, TRAIN_BATCH_SIZE=str(prompts), MINI_BATCH_SIZE="0")
+    assert mini == chosen.MINI_BATCH_SIZE
+
+
+def test_what_dpo_cannot_use_is_refused():
+    assert "REWARD_MODEL" in error_of(METHOD="dpo", REWARD_MODEL="some/classifier")
+    assert "N_GPUS=3" in error_of(METHOD="dpo", N_GPUS="3", ROLLOUT_N="3", SFT_BATCH_SIZE="9")
+
+
+def test_a_run_is_not_known_by_its_rounds_but_a_round_is_by_its_start():
+    marks = [load(SELF_PLAY_ROUNDS=rounds).rl_fingerprint([]) for rounds in ("1", "3")]
+    assert marks[0] == marks[1]
+    starts = {load().rl_fingerprint([], number, start) for number, start in ((2, "a"), (2, "b"), (3, "a"))}
+    assert len({*starts, marks[0]}) == 4
+
+
+def test_own_samples_are_in_the_name_of_a_warm_up_only_when_it_learns_from_them():
+    task, samples = load(SFT_SOURCE="task"), load(SFT_SOURCE="samples")
+    assert task.sft_fingerprint() == load(SFT_SOURCE="task", ROLLOUT_N="8").sft_fingerprint()
+    assert samples.sft_fingerprint() != load(SFT_SOURCE="samples", ROLLOUT_N="8").sft_fingerprint()
+    assert task.sft_fingerprint() != samples.sft_fingerprint()
+    assert load(SFT_SOURCE="samples", SFT_SIZE="0").INIT == "sft"  # the task need not have demonstrations
 
 
 def test_small_demonstration_set_is_no_problem_without_a_warm_up():

@@ -167,7 +167,7 @@ def _next_step(kind: str, folder: Path) -> str:
         return f"next: make train TASK=… TRAIN_FILE={(folder / 'train.parquet').resolve()}"
     if kind == "sft":
         return f"next: give it to verl.trainer.sft_trainer as data.train_files={(folder / 'train.parquet').resolve()}"
-    return "next: give it to a DPO trainer; prompt, chosen and rejected are messages, as TRL reads them"
+    return f"next: make dpo TASK=… PAIRS_FILE={(folder / 'train.parquet').resolve()}"
 
 
 def _count(text: str) -> int:

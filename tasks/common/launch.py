@@ -228,6 +228,8 @@ def main(stage: str, arguments: list[str]) -> None:
     if stage == "config":
         from omegaconf import OmegaConf
 
+        if s.METHOD == "dpo":
+            raise SettingsError("METHOD=dpo: has no config of verl; it trains with TRL (tasks/common/dpo.py)")
         start = s.MODEL if s.INIT == "base" else training.start_model(s)
         overrides = verl_config.rl_overrides(s, start, rl_dir(s, arguments)) + arguments
         print(OmegaConf.to_yaml(verl_config.compose("ppo_trainer", overrides), resolve=True))

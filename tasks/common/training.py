@@ -37,6 +37,8 @@ def check(s: Settings, arguments: list[str]) -> None:
             raise SettingsError(f"ARGS={' '.join(arguments)}: are verl's; METHOD=dpo trains with TRL")
         if s.PAIRS_FILE and s.SELF_PLAY_ROUNDS > 1:
             raise SettingsError("PAIRS_FILE: holds samples of another policy; leave it out with SELF_PLAY_ROUNDS")
+        if s.PAIRS_FILE and not Path(s.PAIRS_FILE).expanduser().is_file():
+            raise SettingsError(f"PAIRS_FILE={s.PAIRS_FILE}: no such file")
         return
     config = verl_config.compose("ppo_trainer", verl_config.rl_overrides(s, s.MODEL, s.runs_dir) + arguments)
     verl_config.check(config)
@@ -105,6 +107,8 @@ def _round(seeded: Settings, s: Settings, arguments: list[str], number: int, sta
         overrides = verl_config.rl_overrides(seeded, start, run_dir) + arguments
         command = [sys.executable, "-m", "verl.trainer.main_ppo", *verl_config.HYDRA, *overrides]
         _train(s.METHOD.upper(), run_dir, command, s.STEPS, ("reward", "critic/score/mean"), _trainer_module(s))
+        if warning := getattr(method(s.METHOD), "warning_after", lambda metrics: None)(read_metrics(run_dir)):
+            print(f"  warning: {warning}")
     return f"{s.STEPS} steps in {run_dir}"
 
 

@@ -33,3 +33,12 @@ def problem(config) -> str | None:
     if not config.trainer.v1.egpo.egpo_alpha > 0:
         return f"trainer.v1.egpo.egpo_alpha={config.trainer.v1.egpo.egpo_alpha}: must be greater than 0"
     return None
+
+
+def warning_after(metrics: dict[int, dict]) -> str | None:
+    """What to know after a run with ``metrics`` (by step)."""
+    shares = [step["egpo/no_reasoning_block"] for step in metrics.values() if "egpo/no_reasoning_block" in step]
+    share = sum(shares) / max(1, len(shares))
+    if not share:
+        return None
+    return f"METHOD=egpo: {share:.0%} of the responses have no <think> block; their whole response counted as reasoning"

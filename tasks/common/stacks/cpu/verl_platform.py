@@ -170,6 +170,11 @@ class _OnCPU:
 class CPUEngineWithLMHead(_OnCPU, transformer_impl.FSDPEngineWithLMHead):
     """verl's FSDP actor and reference engine."""
 
+    def prepare_model_outputs(self, output, *args, **kwargs):
+        # Autocast computes softmax in float32 on CUDA, in bfloat16 on a CPU: ratios would be off by 1 %.
+        output.logits = output.logits.float()
+        return super().prepare_model_outputs(output, *args, **kwargs)
+
 
 @EngineRegistry.register(model_type="value_model", backend=["fsdp", "fsdp2"], device=["cpu"])
 class CPUEngineWithValueHead(_OnCPU, transformer_impl.FSDPEngineWithValueHead):
