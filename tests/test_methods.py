@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from tasks.common.runs import hf_folder, recorded
 from tests.helpers import MAKE, ROOT, SMALL, change_reward, make, our_processes, outside_make
 
 pytestmark = pytest.mark.slow
@@ -24,7 +25,8 @@ COMMON = SMALL | {
     "INIT": "base",
     "STEPS": "2",
     "MINI_BATCH_SIZE": "2",
-    "SAMPLED_PROMPTS": "8",
+    "TRAIN_SIZE": "64",
+    "SAMPLED_PROMPTS": "0",  # most responses of a random model are cut, and make no chosen one
     "KL_COEF": "0.01",
     "MAX_PROMPT_LENGTH": "384",
 }
@@ -61,13 +63,28 @@ def trained_parameters(variables, run: Path, step: int = 2) -> set[str]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from tasks.common.runs import hf_folder
-
     trained = AutoModelForCausalLM.from_pretrained(hf_folder(run, str(step)))
     start = AutoModelForCausalLM.from_pretrained(variables["MODEL"])
     assert all(torch.isfinite(p).all() for p in trained.parameters())
     named = trained.named_parameters()
     return {name for name, p in named if not torch.equal(p.float(), start.get_parameter(name).float())}
+
+
+def kill_after_a_checkpoint(goal: str, chosen: dict[str, str], run: str) -> int:
+    """Run make and end it with SIGKILL once ``run`` (a pattern) has a checkpoint; its step is returned."""
+    command = [*MAKE, goal, *(f"{k}={v}" for k, v in chosen.items())]
+    tracker = f"{run}/checkpoints/latest_checkpointed_iteration.txt"
+    with subprocess.Popen(
+        command, cwd=ROOT, env=outside_make(), stdout=subprocess.DEVNULL, start_new_session=True
+    ) as killed:
+        deadline = time.monotonic() + 600
+        while not list(Path(chosen["ARTIFACTS"]).glob(tracker)):
+            assert killed.poll() is None and time.monotonic() < deadline, "ended before its first checkpoint"
+            time.sleep(0.2)
+        os.killpg(killed.pid, signal.SIGKILL)
+    time.sleep(5)  # for the engines to notice that their parent is gone
+    assert chosen["ARTIFACTS"] not in our_processes()
+    return int(next(Path(chosen["ARTIFACTS"]).glob(tracker)).read_text())
 
 
 def check_run(variables, method: str, rank: int) -> Path:
@@ -139,18 +156,7 @@ def test_rounds_of_dpo_start_from_the_round_before(variables):
 def test_a_round_that_was_killed_goes_on_from_its_checkpoint(variables):
     """The second round of LoRA GRPO, killed after its first step; the first round is the run of the test above."""
     chosen = variables | {"METHOD": "grpo", "LORA_RANK": "8", "SELF_PLAY_ROUNDS": "2"}
-    command = [*MAKE, "train", *(f"{k}={v}" for k, v in chosen.items())]
-    with subprocess.Popen(
-        command, cwd=ROOT, env=outside_make(), stdout=subprocess.DEVNULL, start_new_session=True
-    ) as killed:
-        deadline = time.monotonic() + 400
-        tracker = f"runs/{TASK}/grpo-*-round2/checkpoints/latest_checkpointed_iteration.txt"
-        while not list(Path(variables["ARTIFACTS"]).glob(tracker)):
-            assert killed.poll() is None and time.monotonic() < deadline, "ended before its first checkpoint"
-            time.sleep(0.2)
-        os.killpg(killed.pid, signal.SIGKILL)
-    time.sleep(5)
-    assert variables["ARTIFACTS"] not in our_processes()
+    kill_after_a_checkpoint("train", chosen, f"runs/{TASK}/grpo-*-round2")
     result = make("train", **chosen)
     assert result.returncode == 0, result.stdout
     (second,) = (run for run in runs_of(variables, "grpo") if run.name.endswith("-round2"))
@@ -168,10 +174,21 @@ def test_sft_on_accepted_samples_says_when_none_is_accepted(variables):
     assert not list((Path(variables["ARTIFACTS"]) / "runs" / TASK).glob("sft-*/checkpoints"))
 
 
+def test_a_warm_up_that_was_killed_goes_on_from_its_checkpoint(variables):
+    chosen = variables | {"INIT": "sft", "SFT_STEPS": "30"}
+    saved = kill_after_a_checkpoint("sft", chosen, f"runs/{TASK}/sft-*")
+    result = make("sft", **chosen)
+    assert result.returncode == 0, result.stdout
+    (run,) = runs_of(variables, "sft")
+    launches = [file.read_text().splitlines() for file in sorted((run / "metrics").glob("*.jsonl"))]
+    first, second = ([json.loads(line)["step"] for line in lines] for lines in launches)
+    assert first[0] == 1 and saved < 30 and second == list(range(saved + 1, 31))
+
+
 def test_sft_with_lora_exports_its_adapter(variables):
     result = make("sft", **{**variables, "INIT": "sft", "LORA_RANK": "8"})
     assert result.returncode == 0, result.stdout
-    (run,) = (Path(variables["ARTIFACTS"]) / "runs" / TASK).glob("sft-*")
+    (run,) = (run for run in runs_of(variables, "sft") if recorded(run)["settings"]["LORA_RANK"])
     changed = trained_parameters(variables, run)
     assert changed and all("_proj" in name for name in changed)
     assert (run / "checkpoints/global_step_2/merged/lora_adapter/adapter_config.json").is_file()
@@ -183,6 +200,6 @@ def test_all_runs_every_stage_and_from_leaves_out_the_first(variables):
     assert result.returncode == 0, result.stdout
     assert result.stdout.count("left out (FROM=train)") == 2 and "[7/7] compare" in result.stdout
     assert "prompts gained" in result.stdout
-    refused = make("all", **{**chosen, "TRAIN_SIZE": "15"}, FROM="train")
+    refused = make("all", **{**chosen, "TRAIN_SIZE": "63"}, FROM="train")
     assert refused.returncode != 0 and "error: FROM=train: " in refused.stdout
     assert "was made with other settings" in refused.stdout

@@ -72,6 +72,12 @@ class TaskTrainer(PPOTrainerSync):
         buffer._sync_metadata_from_transfer_queue = look_for_failures
         return buffer
 
+    def _compute_ref_log_prob(self, batch, metrics):
+        batch = super()._compute_ref_log_prob(batch, metrics)
+        # trainer_base.py:1704 leaves it in the batch, for the critic, which has no adapter to leave out.
+        batch.extra_info.pop("no_lora_adapter", None)
+        return batch
+
     def _compute_reward_colocate(self, batch, metrics=None):
         try:
             batch = super()._compute_reward_colocate(batch, metrics)
