@@ -2,7 +2,6 @@
 # Countdown: reach a target with all the given numbers. Every value can be set from the environment:
 #   make train TASK=countdown LR=2e-6 ROLLOUT_N=16 ARGS="trainer.total_epochs=1"
 # Hardware without a GPU has smaller defaults: tasks/common/stacks/cpu.sh.
-SMALL_LR=4e-5 # without a GPU: tasks/common/stacks/cpu.sh
 source "$(dirname "${BASH_SOURCE[0]}")/../common/stack.sh"
 
 # ---- model and data
