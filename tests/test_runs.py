@@ -20,14 +20,18 @@ def settings(tmp_path, monkeypatch):
     return load_settings(VALUES)
 
 
+def write_checkpoints(run_dir, steps):
+    for step in steps:
+        folder = run_dir / f"checkpoints/global_step_{step}/actor/huggingface"
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+        (folder / "model.safetensors").write_text("")
+    (run_dir / "checkpoints/latest_checkpointed_iteration.txt").write_text(str(max(steps)))
+
+
 def make_run(s, name=None, steps=(2, 4), metrics=None, age=0, kind="rl"):
     run_dir = rl_dir(s, []) if name is None else s.runs_dir / name
-    for step in steps:
-        actor = run_dir / f"checkpoints/global_step_{step}/actor/huggingface"
-        actor.mkdir(parents=True)
-        (actor / "config.json").write_text("{}")
-        (actor / "model.safetensors").write_text("")
-    (run_dir / "checkpoints/latest_checkpointed_iteration.txt").write_text(str(max(steps)))
+    write_checkpoints(run_dir, steps)
     record(run_dir, kind, s.rl_fingerprint([]), s, "start", [])
     (run_dir / "metrics").mkdir()
     lines = [json.dumps({"step": step, "data": data}) + "\n" for step, data in (metrics or {}).items()]
@@ -38,12 +42,7 @@ def make_run(s, name=None, steps=(2, 4), metrics=None, age=0, kind="rl"):
 
 def begun(run_dir, start, settings, mark=None, steps=(4,)):
     """A round with a checkpoint."""
-    for step in steps:
-        folder = run_dir / f"checkpoints/global_step_{step}/actor/huggingface"
-        folder.mkdir(parents=True)
-        (folder / "config.json").write_text("{}")
-        (folder / "model.safetensors").write_text("")
-    (run_dir / "checkpoints/latest_checkpointed_iteration.txt").write_text(str(max(steps)))
+    write_checkpoints(run_dir, steps)
     record(run_dir, "rl", mark or "x", settings, start, [])
     return run_dir
 

@@ -9,24 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from tests import helpers
 from tests.helpers import ROOT, make
 
 pytestmark = pytest.mark.slow
 
-SMALL = {
-    "STACK": "cpu",
-    "TRAIN_SIZE": "16",
-    "TEST_SIZE": "8",
-    "SFT_SIZE": "8",
-    "SFT_STEPS": "2",
-    "SFT_BATCH_SIZE": "4",
-    "TRAIN_BATCH_SIZE": "4",
-    "MINI_BATCH_SIZE": "4",
-    "ROLLOUT_N": "4",
+SMALL = helpers.SMALL | {
     "MAX_RESPONSE_LENGTH": "224",  # a byte is a token
     "MAX_NEW_TOKENS": "32",
     "SAVE_FREQ": "2",
-    "N": "2",
 }
 # Variables of the task, its own metrics, and keys of its reward.
 TASKS = {

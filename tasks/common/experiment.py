@@ -1,13 +1,12 @@
 """`make experiment`: what several methods made of the same start, data and settings, side by side."""
 
 from dataclasses import asdict
-from pathlib import Path
 
 import numpy as np
 
 from tasks.common.data import write_json, written_beside
 from tasks.common.report import comparison_rows, markdown_table, markdown_text, p_text, show_table, sizes
-from tasks.common.runs import read_metrics
+from tasks.common.runs import read_metrics, run_of
 from tasks.common.sample import Scoring, report_errors, sampled, test_job
 from tasks.common.settings import REPORTING, Settings, artifacts, fingerprint
 from tasks.common.summary import Difference, differences, summarize
@@ -16,10 +15,10 @@ from tasks.common.summary import Difference, differences, summarize
 def training_figures(s: Settings, model: str) -> dict | None:
     """Steps, mean seconds a step and the reward in the first and last quarter of the steps of the run that made
     ``model``; None if no run did."""
-    path = Path(model)
-    if s.runs_dir not in path.parents:
+    run_dir = run_of(model, s.runs_dir)
+    if run_dir is None:
         return None
-    metrics = read_metrics(s.runs_dir / path.relative_to(s.runs_dir).parts[0])
+    metrics = read_metrics(run_dir)
     steps = [metrics[step] for step in sorted(metrics)]
     rewards = [step["critic/score/mean"] for step in steps if "critic/score/mean" in step]
     quarter = max(1, len(rewards) // 4)

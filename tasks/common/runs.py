@@ -173,12 +173,16 @@ def rounds(s: Settings, arguments: list[str]) -> list[Path]:
     return found
 
 
+def run_of(model: str, runs_dir: Path) -> Path | None:
+    """The folder of the run under ``runs_dir`` that made ``model``; None if none there did."""
+    path = Path(model)
+    return runs_dir / path.relative_to(runs_dir).parts[0] if runs_dir in path.parents else None
+
+
 def lineage(run_dir: Path) -> list[Path]:
     """``run_dir`` and the rounds before it, the first one first."""
     made = recorded(run_dir)
-    start = Path(made["start"])
-    if run_dir.parent in start.parents and made["start"] != made["settings"]["MODEL"]:
-        before = run_dir.parent / start.relative_to(run_dir.parent).parts[0]
-        if recorded(before).get("kind") == "rl":
-            return [*lineage(before), run_dir]
+    before = run_of(made["start"], run_dir.parent)
+    if before and made["start"] != made["settings"]["MODEL"] and recorded(before).get("kind") == "rl":
+        return [*lineage(before), run_dir]
     return [run_dir]
