@@ -26,7 +26,7 @@ BIN = $(dir $(PYTHON))
 ifeq ($(filter $(STACK),$(STACKS)),)
   $(error STACK=$(STACK): no such stack; there are: $(STACKS))
 endif
-ifneq ($(filter $(STAGES) bench,$(MAKECMDGOALS)),)
+ifneq ($(filter $(STAGES) bench bench_training,$(MAKECMDGOALS)),)
   ifeq ($(filter $(TASK),$(TASKS)),)
     $(error TASK=$(TASK): no such task; there are: $(TASKS))
   endif
@@ -47,7 +47,7 @@ COOKIECUTTER = 'import sys; sys.tracebacklimit = 0; import cookiecutter.cli as c
 WHOLE := $(filter train dpo all,$(MAKECMDGOALS))
 NUMBER = $(if $(WHOLE),[1/$$(GOAL=$(WHOLE) STAGE=count bash tasks/$(TASK)/train.sh)] )
 
-.PHONY: help install bench bench_rewards new json_to_parquet test test-all lint format clean $(STAGES)
+.PHONY: help install bench bench_training bench_rewards new json_to_parquet test test-all lint format clean $(STAGES)
 
 help: ## this text
 	@echo 'make TARGET TASK=<$(subst $() ,|,$(TASKS))> [VARIABLE=value ...] [ARGS="hydra.key=value ..."]'
@@ -85,7 +85,9 @@ train dpo all:
 	@[[ $$(stat -c %Y $(INSTALLED) 2>/dev/null || echo 0) -ge $(STARTED) ]] || echo "$(NUMBER)install: up to date"
 	@$(RUN_STAGE)
 
-bench: data ## throughput of our sampling beside plain LLM.generate, in one run; ARGS="--out file.json"
+bench: ## throughput of our sampling beside plain LLM.generate, in one run; ARGS="--out file.json"
+bench_training: ## a GRPO step with our settings, with those of verl's example and with naive ones; ARGS="--help"
+bench bench_training: data
 	@$(RUN_STAGE)
 
 bench_rewards: $(INSTALLED) ## rows a second of every reward, beside the scorers of verl, reasoning-gym and math-verify

@@ -57,6 +57,7 @@ VALUES = {
     "MAX_PROMPT_LENGTH": "128",
     "MAX_RESPONSE_LENGTH": "64",
     "N_GPUS": "1",
+    "MAX_TOKENS_PER_GPU": "0",
     "MICRO_BATCH_SIZE": "32",
     "GPU_MEMORY_UTILIZATION": "0.5",
     "LORA_RANK": "0",
@@ -76,6 +77,7 @@ NAMES = [f.name for f in fields(Settings)]
 INTEGERS = [f.name for f in fields(Settings) if f.type is int]
 FLOATS = [f.name for f in fields(Settings) if f.type is float]
 ZERO_ALLOWED = {
+    "MAX_TOKENS_PER_GPU",
     "SAMPLED_PROMPTS",
     "MINI_BATCH_SIZE",
     "EGPO_LAMBDA",

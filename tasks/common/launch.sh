@@ -16,7 +16,8 @@ if [[ ! -x $PYTHON ]]; then
   echo "error: $PYTHON: no such Python; run \`make install\` first" >&2
   exit 2
 fi
-if [[ ${STAGE:-} == bench ]]; then
-  exec "$PYTHON" "$ROOT/tests/benchmarks/sampling.py" "$@"
-fi
+case ${STAGE:-} in
+  bench) exec "$PYTHON" "$ROOT/tests/benchmarks/sampling.py" "$@" ;;
+  bench_training) exec "$PYTHON" "$ROOT/tests/benchmarks/training.py" "$@" ;;
+esac
 exec "$PYTHON" -m tasks.common.launch "${STAGE:-train}" "$@"

@@ -99,7 +99,8 @@ class Settings:
     MAX_RESPONSE_LENGTH: int = _setting("tokens", _positive)
     # hardware
     N_GPUS: int = _setting("GPUs of this machine (on the cpu stack: processes that play one)", _positive)
-    MICRO_BATCH_SIZE: int = _setting("at most so many sequences a GPU in one forward pass", _positive)
+    MAX_TOKENS_PER_GPU: int = _setting("in one forward pass, padding left out; 0: MICRO_BATCH_SIZE", _not_negative)
+    MICRO_BATCH_SIZE: int = _setting("dpo, MAX_TOKENS_PER_GPU=0: sequences a GPU in one forward pass", _positive)
     GPU_MEMORY_UTILIZATION: float = _setting("share of GPU memory for vLLM", _fraction)
     # LoRA
     LORA_RANK: int = _setting("0: full fine-tuning", _not_negative)
@@ -284,6 +285,11 @@ def _check_together(settings: Settings) -> None:
     if 0 < settings.TRAIN_SIZE < settings.TRAIN_BATCH_SIZE:
         raise SettingsError(
             f"TRAIN_BATCH_SIZE={settings.TRAIN_BATCH_SIZE}: larger than TRAIN_SIZE={settings.TRAIN_SIZE}"
+        )
+    if 0 < settings.MAX_TOKENS_PER_GPU < settings.MAX_PROMPT_LENGTH + settings.MAX_RESPONSE_LENGTH:
+        raise SettingsError(
+            f"MAX_TOKENS_PER_GPU={settings.MAX_TOKENS_PER_GPU}: less than MAX_PROMPT_LENGTH + MAX_RESPONSE_LENGTH = "
+            f"{settings.MAX_PROMPT_LENGTH + settings.MAX_RESPONSE_LENGTH}, one sequence"
         )
     if settings.MINI_BATCH_SIZE * settings.ROLLOUT_N % settings.N_GPUS:
         raise SettingsError(f"N_GPUS={settings.N_GPUS}: must divide MINI_BATCH_SIZE x ROLLOUT_N")

@@ -70,9 +70,26 @@ def _reward_model(s: Settings) -> list[str]:
     ]
 
 
+def _micro_batches(s: Settings) -> list[str]:
+    """What a GPU takes in one pass: sequences up to a number of tokens, or a number of sequences.
+
+    The rollout's and the reference model's log-probs, and the critic, follow the actor's.
+    """
+    if s.MAX_TOKENS_PER_GPU:
+        return [
+            "actor_rollout_ref.actor.use_dynamic_bsz=True",
+            f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={s.MAX_TOKENS_PER_GPU}",
+        ]
+    micro = micro_batch(s.MICRO_BATCH_SIZE, s.MINI_BATCH_SIZE * s.ROLLOUT_N // s.N_GPUS)
+    return [
+        f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={micro}",
+        f"actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu={micro}",
+        f"actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu={micro}",
+    ]
+
+
 def rl_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
     """Overrides for ``verl.trainer.main_ppo``: train ``model`` for s.STEPS steps, writing to ``run_dir``."""
-    micro = micro_batch(s.MICRO_BATCH_SIZE, s.MINI_BATCH_SIZE * s.ROLLOUT_N // s.N_GPUS)
     data = [
         f"data.train_files={_quoted(s.train_file)}",
         f"data.val_files={_quoted(s.data_dir / 'test.parquet')}",
@@ -92,7 +109,6 @@ def rl_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
     actor = [
         f"actor_rollout_ref.actor.optim.lr={s.LR}",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={s.MINI_BATCH_SIZE}",
-        f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={micro}",
         f"actor_rollout_ref.actor.checkpoint.save_contents={_save_contents(s)}",
         "actor_rollout_ref.actor.checkpoint.load_contents=[model,optimizer,extra]",
     ]
@@ -102,11 +118,9 @@ def rl_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
         f"actor_rollout_ref.rollout.temperature={s.TEMPERATURE}",
         "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
         f"actor_rollout_ref.rollout.gpu_memory_utilization={s.GPU_MEMORY_UTILIZATION}",
-        f"actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu={micro}",
         f"actor_rollout_ref.rollout.seed={s.SEED}",
         f"actor_rollout_ref.rollout.agent.agent_loop_config_path={_quoted(ROOT / 'tasks/common/agent_loops.yaml')}",
         "actor_rollout_ref.rollout.agent.default_agent_loop=single_turn_of_row",
-        f"actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu={micro}",
     ]
     reward = _reward_model(s) if s.REWARD_MODEL else _reward_function(s)
     trainer = [
@@ -127,7 +141,8 @@ def rl_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
     ]
     ray = ["+ray_kwargs.ray_init.include_dashboard=False"]
     stack = stack_overrides("STACK_OVERRIDES", "STACK_RL_OVERRIDES")
-    return [*data, *model_, *actor, *rollout, *reward, *trainer, *ray, *stack, *method(s.METHOD).overrides(s)]
+    batches = _micro_batches(s)
+    return [*data, *model_, *actor, *batches, *rollout, *reward, *trainer, *ray, *stack, *method(s.METHOD).overrides(s)]
 
 
 def sft_overrides(s: Settings, model: Path | str, run_dir: Path, demonstrations: Path) -> list[str]:
@@ -137,9 +152,10 @@ def sft_overrides(s: Settings, model: Path | str, run_dir: Path, demonstrations:
         f"data.custom_cls.path={_quoted(ROOT / 'tasks/common/verl_data.py')}",
         "data.custom_cls.name=Demonstrations",
         f"data.train_batch_size={s.SFT_BATCH_SIZE}",
-        f"data.micro_batch_size_per_gpu={micro_batch(s.MICRO_BATCH_SIZE, s.SFT_BATCH_SIZE // s.N_GPUS)}",
         f"data.max_length={s.MAX_PROMPT_LENGTH + s.MAX_RESPONSE_LENGTH}",
-        "data.use_dynamic_bsz=False",
+        f"data.micro_batch_size_per_gpu={micro_batch(s.MICRO_BATCH_SIZE, s.SFT_BATCH_SIZE // s.N_GPUS)}",
+        f"data.use_dynamic_bsz={s.MAX_TOKENS_PER_GPU > 0}",
+        f"data.max_token_len_per_gpu={s.MAX_TOKENS_PER_GPU}",
     ]
     model_ = [
         f"model.path={_quoted(model)}",

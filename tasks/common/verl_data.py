@@ -11,6 +11,7 @@ from torch.utils.data import Dataset
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 from verl.utils.dataset.rl_dataset import RLHFDataset
 
+
 from tasks.common.chat_template import answer_ids, opens_thinking, prompt_ids
 from tasks.common.data import decoded, tools_of
 
@@ -34,7 +35,11 @@ class SingleTurnOfRow(SingleTurnAgentLoop):
     """verl's single turn with the tools of the row (extra_info.tools). verl makes one for each rollout."""
 
     async def run(self, sampling_params, **kwargs):
+        from vllm.sampling_params import RequestOutputKind  # not for SFT, which loads this file too
+
         self.row = kwargs
+        # verl reads the tokens of a finished response; by default vLLM hands over, and decodes, each as it comes.
+        sampling_params = {**sampling_params, "output_kind": RequestOutputKind.FINAL_ONLY, "detokenize": False}
         return await super().run(sampling_params, **kwargs)
 
     async def ct_build_initial_tokens(self, messages, **kwargs) -> list[int]:

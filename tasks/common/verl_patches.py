@@ -26,7 +26,7 @@ if _trl and not Path(_trl.submodule_search_locations[0], "experimental/ppo").exi
     monkey_patch.is_trl_available = verl_model.is_trl_available = lambda: False
 
 
-# ---- verl/utils/model.py:649 loads the critic with flash_attention_2, whatever there is -----------------------------
+# ---- verl/utils/model.py:649 loads the critic with flash_attention_2, whatever there is, or its config says ---------
 
 expect(verl_model.load_valuehead_model, 'attn_implementation="flash_attention_2"', "AutoModelForTokenClassification")
 expect(transformer_impl.FSDPEngine._build_module, "from verl.utils.model import load_valuehead_model")
@@ -35,17 +35,19 @@ _load_valuehead_model = verl_model.load_valuehead_model
 _from_pretrained = AutoModelForTokenClassification.from_pretrained
 
 
-def _from_pretrained_with_sdpa(*args, **kwargs):
-    return _from_pretrained(*args, **{**kwargs, "attn_implementation": "sdpa"})
+def _from_pretrained_without_flash(*args, config, **kwargs):
+    asked = config._attn_implementation  # of critic.model.override_config
+    attention = "sdpa" if asked == "flash_attention_2" else asked
+    return _from_pretrained(*args, config=config, **{**kwargs, "attn_implementation": attention})
 
 
-def _load_valuehead_model_with_sdpa(*args, **kwargs):
-    with mock.patch.object(AutoModelForTokenClassification, "from_pretrained", _from_pretrained_with_sdpa):
+def _load_valuehead_model_without_flash(*args, **kwargs):
+    with mock.patch.object(AutoModelForTokenClassification, "from_pretrained", _from_pretrained_without_flash):
         return _load_valuehead_model(*args, **kwargs)
 
 
 if not is_flash_attn_2_available():
-    verl_model.load_valuehead_model = _load_valuehead_model_with_sdpa
+    verl_model.load_valuehead_model = _load_valuehead_model_without_flash
 
 
 # ---- verl/experimental/reward_loop/reward_loop.py:125,129 run the code that comes with a tokenizer ------------------

@@ -23,6 +23,7 @@ expect(AgentLoopWorkerTQ.__ray_actor_class__._run_prompt, 'status = "failure"')
 expect(ReplayBuffer.sample, "self._sync_metadata_from_transfer_queue()")
 expect(ReplayBuffer._sync_metadata_from_transfer_queue, "self.failure_keys[partition_id].add(key)")
 
+POLL_SECONDS = 0.2  # verl looks every 2 s whether the rollouts are complete
 LOG_SECONDS = 2  # Ray brings the lines of other processes to the log, among them the reason, by then
 
 
@@ -59,6 +60,7 @@ class TaskTrainer(PPOTrainerSync):
 
     def _build_replay_buffer(self):
         buffer = super()._build_replay_buffer()
+        buffer.poll_interval = POLL_SECONDS
         look = buffer._sync_metadata_from_transfer_queue
 
         def look_for_failures():

@@ -45,7 +45,8 @@ MAX_PROMPT_LENGTH=${MAX_PROMPT_LENGTH:-4096}
 MAX_RESPONSE_LENGTH=${MAX_RESPONSE_LENGTH:-1024}
 # ---- hardware
 N_GPUS=${N_GPUS:-$(nvidia-smi -L | wc -l)}
-MICRO_BATCH_SIZE=${MICRO_BATCH_SIZE:-16}   # sequences a GPU in one forward pass
+MAX_TOKENS_PER_GPU=${MAX_TOKENS_PER_GPU:-32768} # in one forward pass, padding left out; 0: MICRO_BATCH_SIZE
+MICRO_BATCH_SIZE=${MICRO_BATCH_SIZE:-16}   # dpo, MAX_TOKENS_PER_GPU=0: sequences a GPU in one forward pass
 GPU_MEMORY_UTILIZATION=${GPU_MEMORY_UTILIZATION:-0.5}
 # ---- LoRA (0: full fine-tuning)
 LORA_RANK=${LORA_RANK:-0}

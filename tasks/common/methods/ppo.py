@@ -16,5 +16,6 @@ def overrides(s: Settings) -> list[str]:
         "critic.model.path=${actor_rollout_ref.model.path}",
         f"critic.optim.lr={s.CRITIC_LR}",
         "critic.ppo_micro_batch_size_per_gpu=${actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu}",
+        "critic.ppo_max_token_len_per_gpu=${actor_rollout_ref.actor.ppo_max_token_len_per_gpu}",
         "trainer.max_critic_ckpt_to_keep=${trainer.max_actor_ckpt_to_keep}",
     ]

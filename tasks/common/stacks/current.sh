@@ -1,23 +1,32 @@
 # shellcheck shell=bash
 # NVIDIA GPUs, verl 0.9.1 with vLLM 0.24.0. The values are those of the task's config block.
-# How to install: docs/GPU.md. Attention is sdpa: there is no flash-attn wheel for torch 2.11.
+# How to install: docs/INSTALLATION.md. What makes it fast, measured: docs/GPU.md.
 
-# verl reads this in every process.
-VERL_USE_EXTERNAL_MODULES=tasks.common.verl_patches${VERL_USE_EXTERNAL_MODULES:+,$VERL_USE_EXTERNAL_MODULES}
+# verl reads this in every process. There is no flash-attn wheel for torch 2.11: attention is torch's own kernel.
+VERL_USE_EXTERNAL_MODULES=tasks.common.verl_patches,tasks.common.stacks.current.varlen_attention${VERL_USE_EXTERNAL_MODULES:+,$VERL_USE_EXTERNAL_MODULES}
 
 STACK_OVERRIDES="
 "
+# Fused kernels: log-probs and entropy from the hidden states. Without flash-attn verl takes them from the logits,
+# a few kernels for each token (verl/utils/torch_functional.py, logprobs_from_logits_v2).
 STACK_RL_OVERRIDES="
-+actor_rollout_ref.model.override_config.attn_implementation=sdpa
-actor_rollout_ref.model.use_remove_padding=False
++actor_rollout_ref.model.override_config.attn_implementation=varlen
+actor_rollout_ref.model.use_remove_padding=True
+actor_rollout_ref.model.use_fused_kernels=True
+actor_rollout_ref.model.fused_kernel_options.impl_backend=torch
 actor_rollout_ref.actor.strategy=fsdp2
 actor_rollout_ref.ref.strategy=fsdp2
+actor_rollout_ref.rollout.max_num_seqs=1024
+actor_rollout_ref.rollout.max_num_batched_tokens=16384
 critic.strategy=fsdp2
-critic.model.use_remove_padding=False
++critic.model.override_config.attn_implementation=varlen
+critic.model.use_remove_padding=True
 "
 STACK_SFT_OVERRIDES="
 engine.strategy=fsdp2
-+model.override_config.attn_implementation=sdpa
-model.use_remove_padding=False
++model.override_config.attn_implementation=varlen
+model.use_remove_padding=True
+model.use_fused_kernels=True
+model.fused_kernel_options.impl_backend=torch
 "
 VLLM_USE_FLASHINFER_SAMPLER=${VLLM_USE_FLASHINFER_SAMPLER:-0}

@@ -1,0 +1,167 @@
+"""Speed of GRPO steps with our settings, with those of verl's example, and with naive ones, in one run.
+
+    make bench_training TASK=countdown [MODEL=...] [N_GPUS=...] [ARGS="--steps 4 --out file.json"]
+
+Each trains the same model on the same prompts, TRAIN_BATCH_SIZE x ROLLOUT_N rollouts a step, with the same method,
+one after the other on the same GPUs. The first step of each is left out (compilation); of the others the median.
+
+- ours: what STACK and the task's train.sh set
+- example: verl's examples/grpo_trainer/run_qwen3_8b_fsdp.sh (0.9.1), with verl's own trainer and agent loop. Its
+  flash_attention_2 is not there for torch 2.11: it is given our attention, so that padding is left out as it wants
+- naive: sdpa with padding, eager rollouts, MICRO_BATCH_SIZE sequences a pass, verl's own trainer and agent loop
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+
+from tasks.common import verl_config
+from tasks.common.model import resolve_model
+from tasks.common.settings import Settings, artifacts, load_settings, method
+
+PHASES = ("gen", "reward", "old_log_prob", "adv", "update_actor", "update_weights", "step")
+QWEN2_5_3B = {  # https://huggingface.co/Qwen/Qwen2.5-3B/blob/main/config.json
+    "hidden_size": 2048,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "intermediate_size": 11008,
+    "vocab_size": 151936,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": True,
+}
+VERLS_OWN = [
+    "trainer.v1.trainer_mode=sync",
+    "actor_rollout_ref.rollout.agent.default_agent_loop=single_turn_agent",
+    "actor_rollout_ref.rollout.max_num_seqs=256",
+    "actor_rollout_ref.rollout.max_num_batched_tokens=8192",
+    "actor_rollout_ref.model.use_fused_kernels=False",
+    "actor_rollout_ref.actor.strategy=fsdp",
+    "actor_rollout_ref.ref.strategy=fsdp",
+]
+
+
+def variants(s: Settings) -> dict[str, list[str]]:
+    """Overrides after ours."""
+    micro = verl_config.micro_batch(s.MICRO_BATCH_SIZE, s.MINI_BATCH_SIZE * s.ROLLOUT_N // s.N_GPUS)
+    return {
+        "ours": [],
+        "example": [
+            *VERLS_OWN,
+            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=24576",
+            "actor_rollout_ref.rollout.gpu_memory_utilization=0.6",
+        ],
+        "naive": [
+            *VERLS_OWN,
+            "++actor_rollout_ref.model.override_config.attn_implementation=sdpa",
+            "actor_rollout_ref.model.use_remove_padding=False",
+            "actor_rollout_ref.rollout.enforce_eager=True",
+            "actor_rollout_ref.actor.use_dynamic_bsz=False",
+            f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={micro}",
+            f"actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu={micro}",
+        ],
+    }
+
+
+def random_model(folder: Path) -> Path:
+    """A Qwen2.5-3B with random weights, and the embedded model's tokenizer."""
+    if not (folder / "config.json").exists():
+        from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+
+        torch.manual_seed(0)
+        tokenizer = AutoTokenizer.from_pretrained(resolve_model("embedded"))
+        torch.set_default_dtype(torch.bfloat16)
+        with torch.device("cuda"):
+            model = Qwen2ForCausalLM(Qwen2Config(**QWEN2_5_3B, eos_token_id=tokenizer.eos_token_id))
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    return folder
+
+
+def train(s: Settings, model: str, out: Path, steps: int, extra: list[str]) -> dict[int, dict]:
+    """Metrics by step of ``steps`` GRPO steps. Raises RuntimeError when the training fails."""
+    out.mkdir(parents=True)
+    overrides = [
+        *verl_config.rl_overrides(s, model, out),
+        *extra,
+        f"trainer.total_training_steps={steps}",
+        "trainer.save_freq=-1",
+        "trainer.rollout_data_dir=null",
+    ]
+    modules = f"{os.environ['VERL_USE_EXTERNAL_MODULES']},{method(s.METHOD).TRAINER}"
+    environ = os.environ | {"VERL_FILE_LOGGER_PATH": str(out / "metrics.jsonl"), "VERL_USE_EXTERNAL_MODULES": modules}
+    command = [sys.executable, "-m", "verl.trainer.main_ppo", *verl_config.HYDRA, *overrides]
+    with (out / "log").open("w") as log:
+        code = subprocess.run(command, env=environ, stdout=log, stderr=subprocess.STDOUT).returncode
+    if code:
+        raise RuntimeError(f"training failed, log: {out / 'log'}")
+    lines = (out / "metrics.jsonl").read_text().splitlines()
+    return {line["step"]: line["data"] for line in map(json.loads, lines)}
+
+
+def summary(metrics: dict[int, dict]) -> dict[str, float]:
+    """Medians over the steps after the first."""
+    later = [step for number, step in sorted(metrics.items()) if number > 1]
+
+    def median(key: str) -> float | None:
+        values = [step[key] for step in later if key in step]
+        return statistics.median(values) if values else None
+
+    figures = {f"seconds_{name}": median(f"timing_s/{name}") for name in PHASES}
+    figures |= {
+        "tokens_per_second_per_gpu": median("perf/throughput"),
+        "tokens": median("perf/total_num_tokens"),
+        "response_length": median("response_length/mean"),
+        "share_of_bf16_peak_in_update": median("perf/mfu/actor"),
+        "peak_gb_of_trainer": max(step.get("perf/max_memory_allocated_gb", 0) for step in later),
+        "score": median("critic/score/mean"),
+    }
+    return {name: value for name, value in figures.items() if value is not None}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--variants", default="naive,example,ours")
+    parser.add_argument("--steps", type=int, default=4, help="of each; the first is left out")
+    parser.add_argument("--random-3b", action="store_true", help="a Qwen2.5-3B with random weights in place of MODEL")
+    parser.add_argument("--out", type=Path, help="write the result as JSON")
+    arguments, extra = parser.parse_known_args()
+    s = load_settings()
+    work = artifacts() / "bench" / time.strftime("%Y%m%d-%H%M%S")
+    model = str(
+        random_model(artifacts() / "bench/random-qwen2.5-3b") if arguments.random_3b else resolve_model(s.MODEL)
+    )
+    result = {
+        "date": time.strftime("%Y-%m-%d"),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
+        "gpus": s.N_GPUS,
+        "versions": {name: version(name) for name in ("verl", "vllm", "torch", "transformers")},
+        "model": "random Qwen2.5-3B" if arguments.random_3b else s.MODEL,
+        "rollouts": f"{s.TRAIN_BATCH_SIZE} x {s.ROLLOUT_N}, lengths {s.MAX_PROMPT_LENGTH} + {s.MAX_RESPONSE_LENGTH}",
+        "overrides": extra,
+        "variants": {},
+    }
+    for name in arguments.variants.split(","):
+        started = time.monotonic()
+        metrics = train(s, model, work / name, arguments.steps, variants(s)[name] + extra)
+        figures = summary(metrics) | {"seconds_in_all": time.monotonic() - started}
+        result["variants"][name] = figures
+        print(name, " ".join(f"{key}={value:.4g}" for key, value in figures.items()), flush=True)
+    steps = {name: figures["seconds_step"] for name, figures in result["variants"].items()}
+    if "ours" in steps:
+        result["faster_than"] = {name: steps[name] / steps["ours"] for name in steps if name != "ours"}
+        print("ours is faster by", result["faster_than"])
+    if arguments.out:
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
