@@ -11,7 +11,6 @@ from torch.utils.data import Dataset
 from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
 from verl.utils.dataset.rl_dataset import RLHFDataset
 
-
 from tasks.common.chat_template import answer_ids, opens_thinking, prompt_ids
 from tasks.common.data import decoded, tools_of
 

@@ -19,7 +19,7 @@ def boundaries(position_ids: torch.Tensor) -> tuple[torch.Tensor, int]:
         position_ids: (rows, tokens); 0 where a sequence begins, and in a row's padding.
 
     Returns:
-        int32 offsets of shape (sequences + 1,) into the flattened tokens, the last one their number; the longest length.
+        int32 offsets of shape (sequences + 1,) into the flattened tokens, the last their number; the longest length.
     """
     global _last
     if _last is None or _last[0] is not position_ids:
