@@ -71,18 +71,20 @@ def variants(s: Settings) -> dict[str, list[str]]:
     }
 
 
-def random_model(folder: Path) -> Path:
-    """A Qwen2.5-3B with random weights, and the embedded model's tokenizer."""
+def random_model(folder: Path, tokenizer_of: str) -> Path:
+    """A Qwen2.5-3B with random weights, and the tokenizer of another model: it knows fewer tokens, which is enough."""
     if not (folder / "config.json").exists():
-        from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
         torch.manual_seed(0)
-        tokenizer = AutoTokenizer.from_pretrained(resolve_model("embedded"))
-        torch.set_default_dtype(torch.bfloat16)
+        tokenizer = AutoTokenizer.from_pretrained(tokenizer_of)
+        config = AutoConfig.for_model("qwen2", **QWEN2_5_3B, eos_token_id=tokenizer.eos_token_id)
         with torch.device("cuda"):
-            model = Qwen2ForCausalLM(Qwen2Config(**QWEN2_5_3B, eos_token_id=tokenizer.eos_token_id))
-        model.save_pretrained(folder)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         tokenizer.save_pretrained(folder)
+        model.save_pretrained(folder)
+        del model
+        torch.cuda.empty_cache()
     return folder
 
 
@@ -121,7 +123,7 @@ def summary(metrics: dict[int, dict]) -> dict[str, float]:
         "tokens": median("perf/total_num_tokens"),
         "response_length": median("response_length/mean"),
         "share_of_bf16_peak_in_update": median("perf/mfu/actor"),
-        "peak_gb_of_trainer": max(step.get("perf/max_memory_allocated_gb", 0) for step in later),
+        "peak_gb_of_trainer": max(step["actor/perf/max_memory_allocated_gb"] for step in later),
         "score": median("critic/score/mean"),
     }
     return {name: value for name, value in figures.items() if value is not None}
