@@ -2,6 +2,7 @@
 work? Says what is installed, imports it, and runs one small kernel of torch, flash-attn and vLLM on a GPU.
 """
 
+import contextlib
 import importlib
 import importlib.metadata
 import importlib.util
@@ -71,6 +72,10 @@ def summary() -> str:
 # ---- kernels
 
 
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
 def _compare(name: str, found, expected, tolerance: float) -> None:
     error = ((found.float() - expected.float()).abs().max() / expected.float().abs().max()).item()
     if not error <= tolerance:  # NaN too
@@ -125,8 +130,7 @@ def kernels(device: str = "cuda") -> list[str]:
         except InstallError:
             raise
         except Exception as error:
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise InstallError(f"{name} does not run on {device}: {reason}") from error
+            raise InstallError(f"{name} does not run on {device}: {_first_line(error)}") from error
     return list(checks)
 
 
@@ -143,11 +147,12 @@ def main(stack: str) -> None:
     if stack == "cpu" and torch.version.cuda:
         raise InstallError(f"torch {torch.__version__} is a CUDA build; set TORCH_INDEX to an index of CPU builds")
     started = time.perf_counter()
-    for name in IMPORTED:
-        try:
-            importlib.import_module(name)
-        except Exception as error:
-            raise InstallError(f"import {name}: {type(error).__name__}: {str(error).strip().splitlines()[0]}") from error
+    with contextlib.redirect_stdout(sys.stderr):  # what vLLM logs
+        for name in (*IMPORTED, *(["flash_attn"] if "flash-attn" in listed(stack) else [])):
+            try:
+                importlib.import_module(name)
+            except Exception as error:
+                raise InstallError(f"import {name}: {type(error).__name__}: {_first_line(error)}") from error
     said = f"  all {len(packages)} as listed, imported ({time.perf_counter() - started:.0f} s)"
     if stack != "cpu" and not torch.cuda.is_available():
         print(f"{said}; torch finds no GPU, so no kernel was run")

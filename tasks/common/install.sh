@@ -71,7 +71,7 @@ fi
 
 # ---- the packages
 
-# What runs, a dot for each five seconds of it. ON_FAILURE is what to say when it fails.
+# What runs, a dot for each five seconds of it. ON_FAILURE is what to say when it fails, empty: nothing yet.
 step() {
   local name=$1
   shift
@@ -87,6 +87,7 @@ step() {
   trap - INT TERM
   wait $pid || {
     echo
+    [[ -n ${ON_FAILURE-x} ]] || return 1
     fail "${ON_FAILURE:-installing $name failed}"
   }
   echo " $seconds s"
@@ -130,7 +131,7 @@ elif [[ -n $(only flash-attn) ]]; then
   SEPARATE=flash-attn==
 fi
 awk -v name="$SEPARATE" '/^[^ ]/ { on = index($0, name) != 1 } on' "$LIST" >"$LISTS/most.txt"
-step "$(grep -c '^[a-z0-9].*==' "$LISTS/most.txt") packages with ${UV:+uv}${UV:-pip}" \
+step "$(grep -c '^[a-z0-9].*==' "$LISTS/most.txt") packages, by $([[ -n $UV ]] && echo uv || echo pip)" \
   "${INSTALL[@]}" --require-hashes -r "$LISTS/most.txt"
 
 # Its source fetches the wheel that is built for this torch, or builds it: both need torch beside it.
@@ -147,8 +148,14 @@ fi
 if [[ -f $HERE/after_install.py ]]; then
   "$PYTHON" "$HERE/after_install.py" >>"$LOG" 2>&1 || fail "$HERE/after_install.py failed"
 fi
-PYTHONPATH=. "$PYTHON" -W ignore -m tasks.common.check_install "$STACK" 2>>"$LOG" ||
+check() {
+  PYTHONPATH=. "$PYTHON" -W ignore -m tasks.common.check_install "$STACK" >"$LISTS/said.txt"
+}
+ON_FAILURE='' step "import and check" check || {
+  cat "$LISTS/said.txt"
   fail "$(sed -n 's/^error: //p' "$LOG" | tail -n 1 | grep . || echo "what is installed does not work")"
+}
+cat "$LISTS/said.txt"
 cp "$LIST" "$MARK"
 trap - EXIT
 rm -rf "$VENV.before" "$LISTS"
