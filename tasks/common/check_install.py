@@ -34,7 +34,7 @@ class Package(NamedTuple):
     @property
     def matches(self) -> bool:
         """The same version; builds (``+cpu``, ``+cu128``) do not matter."""
-        return self.found is not None and Version(self.found).public == Version(self.wanted).public
+        return self.found is not None and Version(Version(self.found).public) == Version(self.wanted)
 
 
 def listed(stack: str) -> dict[str, str]:

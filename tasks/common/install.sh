@@ -122,9 +122,9 @@ cpu_torch() {
   if [[ $build == *+cpu ]]; then "${PIP[@]}" "$1"; else "${PIP[@]}" --index-url "$CPU_INDEX" "$1"; fi
 }
 
-SEPARATE='^$'
-if [[ $STACK == cpu ]]; then
-  SEPARATE=torch== TORCH=$(only torch)
+SEPARATE='^$' TORCH=$(only torch)
+if [[ -n $TORCH && $TORCH != *--hash=* ]]; then
+  SEPARATE=torch==
   ON_FAILURE="no CPU build of $TORCH; set TORCH_INDEX to an index that has it, or PIP_FIND_LINKS to a folder with its wheel" \
     step "$TORCH, CPU build" cpu_torch "$TORCH"
 elif [[ -n $(only flash-attn) ]]; then
