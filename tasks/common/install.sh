@@ -30,7 +30,7 @@ fi
 echo "${PREFIX}install"
 mkdir -p artifacts && : >"$LOG"
 UV=$(command -v uv || true)
-if [[ -n $UV ]] && ! "$UV" --version >>"$LOG" 2>&1; then UV=; fi
+if [[ -n $UV ]] && ! "$UV" --version >/dev/null 2>&1; then UV=; fi
 
 # ---- the Python
 
@@ -103,13 +103,11 @@ PIP=("$PYTHON" -m pip install --no-deps --no-input --disable-pip-version-check)
 INSTALL=("${PIP[@]}")
 if [[ -n $UV ]]; then
   INSTALL=("$UV" pip install --no-deps --python "$PYTHON")
-  # uv does not read pip's configuration: it gets the indexes and folders of wheels that are named there.
-  index=$(pip_setting index-url) more=$(pip_setting extra-index-url) wheels=$(pip_setting find-links)
+  # uv does not read pip's configuration: it gets the index and the folders of wheels that are named there. Not further
+  # indexes: of a version that two of them have uv takes the files of one, which need not be those for this machine.
+  index=$(pip_setting index-url) wheels=$(pip_setting find-links)
   if [[ -z ${UV_DEFAULT_INDEX:-}${UV_INDEX_URL:-} && -n $index ]]; then export UV_DEFAULT_INDEX=$index; fi
-  if [[ -z ${UV_INDEX:-}${UV_EXTRA_INDEX_URL:-} && -n $more ]]; then export UV_INDEX=$more; fi
   if [[ -z ${UV_FIND_LINKS:-} && -n $wheels ]]; then export UV_FIND_LINKS=${wheels// /,}; fi
-  # Any index will do, because every file is hashed.
-  export UV_INDEX_STRATEGY=${UV_INDEX_STRATEGY:-unsafe-best-match}
 fi
 
 # The CPU build of torch has no hash in the list, as each index has its own, and PyPI has CUDA builds only: from where
