@@ -101,6 +101,10 @@ def test_sft_composes_against_the_verl_of_the_stack(stack, version, changes, mon
     # 0.6.1 removes the only checkpoint before it writes the next.
     assert config["trainer"]["max_ckpt_to_keep"] == (2 if version == "0.6.1" else 1)
     assert config["model"]["use_remove_padding"] == (stack == "a100")
+    if version == "0.6.1":
+        longest = s.MAX_PROMPT_LENGTH + s.MAX_RESPONSE_LENGTH
+        assert config["data"]["use_dynamic_bsz"]
+        assert config["data"]["max_token_len_per_gpu"] == s.MICRO_BATCH_SIZE * longest
 
 
 def test_an_unknown_key_fails(version, monkeypatch):

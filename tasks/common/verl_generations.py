@@ -41,6 +41,11 @@ def _rl_of_061(s: Settings) -> list[str]:
     return [*needed, "actor_rollout_ref.rollout.load_format=safetensors"] if s.LORA_RANK else needed
 
 
+def _sft_of_061(s: Settings) -> list[str]:
+    # As many tokens as MICRO_BATCH_SIZE of the longest sequences have.
+    return [f"data.max_token_len_per_gpu={s.MICRO_BATCH_SIZE * (s.MAX_PROMPT_LENGTH + s.MAX_RESPONSE_LENGTH)}"]
+
+
 # By version, then by the name of the config.
 DIFFERENCES = {
     "0.9.1": {"ppo_trainer": Differences(), "sft_trainer_engine": Differences()},
@@ -66,9 +71,14 @@ DIFFERENCES = {
             needed=_rl_of_061,
         ),
         "sft_trainer_engine": Differences(
-            # With 1 it removes the checkpoint before it writes the next (fsdp_checkpoint_manager.py, save_checkpoint).
-            values={"trainer.max_ckpt_to_keep": "2"},
+            values={
+                # With 1 it removes the checkpoint before it writes the next (fsdp_checkpoint_manager.py).
+                "trainer.max_ckpt_to_keep": "2",
+                # A fixed number of sequences it takes by TensorDict.split, which torch 2.8 refuses for nested tensors.
+                "data.use_dynamic_bsz": "True",
+            },
             left_out=("trainer.n_gpus_per_node",),  # torchrun says it
+            needed=_sft_of_061,
         ),
     },
 }
