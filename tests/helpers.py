@@ -1,5 +1,6 @@
 """What several tests call: make, cookiecutter, and the environment that a train.sh exports."""
 
+import importlib.metadata
 import os
 import subprocess
 import sys
@@ -26,6 +27,12 @@ SMALL = {
     "N": "2",
     "SAVE_FREQ": "1",
 }
+
+
+def stacks() -> list[str]:
+    """The stacks for the verl of the Python that runs the tests; those of both: test_verl_generations.py."""
+    mark = f"\nSTACK_VERL={importlib.metadata.version('verl')}\n"
+    return sorted(path.stem for path in ROOT.glob("tasks/common/stacks/*.sh") if mark in path.read_text())
 
 
 def exported(train_sh: Path, changes: dict[str, str]) -> dict[str, str]:

@@ -21,13 +21,13 @@ from tasks.common import judge, prepare, verl_config
 from tasks.common.data import decoded, read_rows, tools_of, validate_parquet
 from tasks.common.model import resolve_model
 from tasks.common.settings import METHODS, load_settings
-from tests.helpers import ROOT, cookiecutter, exported
+from tests.helpers import ROOT, cookiecutter, exported, stacks
 
 QUESTIONS = json.loads((ROOT / "template/cookiecutter.json").read_text())
 CHOICES = {name: values for name, values in QUESTIONS.items() if isinstance(values, list) and name[0] != "_"}
 COMBINATIONS = [dict(zip(CHOICES, values, strict=True)) for values in itertools.product(*CHOICES.values())]
 TASKS = sorted(path.parent.name for path in ROOT.glob("tasks/*/answers.json"))
-STACKS = sorted(path.stem for path in ROOT.glob("tasks/common/stacks/*.sh"))
+STACKS = stacks()
 FILES = {
     "README.md",
     "answers.json",

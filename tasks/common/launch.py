@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from tasks.common import training, verl_config
+from tasks.common import training, verl_config, verl_generations
 from tasks.common.data import DataError, validate_parquet
 from tasks.common.merge import base_of, is_adapter, merge, merged_folder
-from tasks.common.model import EMBEDDED, resolve_model
+from tasks.common.model import embedded_folder, resolve_model
 from tasks.common.prepare import describe
 from tasks.common.process import StageFailed, interrupt_on_sigterm
 from tasks.common.report import total_time
@@ -37,8 +37,10 @@ from tasks.common.runs import (
     shards,
 )
 from tasks.common.script import compute_score_of, default_model, environment, script
-from tasks.common.settings import WHOLE, Command, Settings, SettingsError, artifacts, load_settings
+from tasks.common.settings import WHOLE, Command, Settings, SettingsError, load_settings
 
+# Stages that verl trains in, or says its config.
+TRAINING = ("sft", "train", "dpo", "all", "experiment", "config")
 # Stages that a task has by having a script of that name.
 OWN_EVALUATIONS = ("bfcl", "simulate")
 # What evaluates, reports or uses a model that is there: about a run, or about MODEL.
@@ -69,7 +71,7 @@ def data(s: Settings, training: bool = True) -> str:
 
 
 def model(s: Settings, base: str = "") -> str:
-    fresh = s.MODEL != "embedded" or (artifacts() / "models" / EMBEDDED).is_dir()
+    fresh = s.MODEL != "embedded" or embedded_folder().is_dir()
     return f"{'' if fresh else 'unpacked '}{resolve_model(s.MODEL, base)}"
 
 
@@ -225,6 +227,9 @@ def _shared_data(s: Settings, first: str) -> None:
 
 def main(stage: str, arguments: list[str]) -> None:
     s, command = load_settings(), load_settings(cls=Command)
+    # DPO trains with TRL; its warm-up with verl.
+    if stage in TRAINING and not (s.METHOD == "dpo" and s.INIT == "base"):
+        verl_generations.check_installed(s)
     if stage == "config":
         from omegaconf import OmegaConf
 

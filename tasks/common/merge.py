@@ -54,9 +54,18 @@ def merge(checkpoint: Path) -> Path:
         shutil.rmtree(partial, ignore_errors=True)
         raise StageFailed(f"{checkpoint}: verl.model_merger failed: {(result.stderr.splitlines() or [''])[-1]}")
     if is_adapter(partial / "lora_adapter"):
+        _set_alpha(partial / "lora_adapter", checkpoint)
         _merge_adapter(str(partial), partial / "lora_adapter", partial)
     partial.rename(merged)
     return merged
+
+
+def _set_alpha(adapter: Path, checkpoint: Path) -> None:
+    """verl 0.6.1's merger writes lora_alpha 0, with which the adapter would do nothing; the training noted the real one
+    (stacks/a100/verl_patches.py; 0.9.1 does by itself, and its merger reads it)."""
+    file = adapter / "adapter_config.json"
+    config, noted = json.loads(file.read_text()), json.loads((checkpoint / "lora_train_meta.json").read_text())
+    file.write_text(json.dumps(config | {"lora_alpha": noted["lora_alpha"]}))
 
 
 def merge_adapter(adapter: Path, base: str, target: Path) -> Path:

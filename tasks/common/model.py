@@ -1,6 +1,7 @@
 """Find the model: a hub id, a folder, or the one that is embedded in a PyPI package (no hub needed)."""
 
 import contextlib
+import importlib.metadata
 import importlib.util
 import io
 import os
@@ -51,9 +52,16 @@ def _with_adapter(adapter: Path, base: str) -> Path:
     return merge_adapter(adapter, base_model, artifacts() / "models" / f"{adapter.name}-{mark}")
 
 
+def embedded_folder() -> Path:
+    """Where the embedded model is unpacked to. transformers 4 has a folder of its own: of a config that 5 wrote it does
+    not read the rotary base, and its tokenizer class it does not know."""
+    old = importlib.metadata.version("transformers").startswith("4.")
+    return artifacts() / "models" / (f"{EMBEDDED}-transformers4" if old else EMBEDDED)
+
+
 def embedded_model() -> Path:
     """Folder of the embedded model in transformers' format; unpacked on the first call (about 20 seconds)."""
-    folder = artifacts() / "models" / EMBEDDED
+    folder = embedded_folder()
     if folder.is_dir():
         return folder
     spec = importlib.util.find_spec(PACKAGE)

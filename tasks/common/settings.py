@@ -57,7 +57,7 @@ class Settings:
     """One field for each variable of a train.sh config block, under the same name; `make help` prints them."""
 
     TASK: str = _setting("folder under tasks/", _name)
-    STACK: str = _setting("packages and hardware: cpu, current; default from the machine", _name)
+    STACK: str = _setting("packages and hardware: cpu, a100, current; default from the machine", _name)
     # model and data
     MODEL: str = _setting("a hub id, a folder, or `embedded` (SmolLM2-135M-Instruct)", _not_empty)
     INIT: str = _setting("start from `base`, or from an SFT warm-up (`sft`)", _one_of("base", "sft"))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from tasks.common import verl_config
+from tasks.common import verl_config, verl_generations
 from tasks.common.data import DataError
 from tasks.common.examples import check_examples
 from tasks.common.model import resolve_model, weights_bytes
@@ -140,8 +140,9 @@ def _torchrun(s: Settings) -> list[str]:
 
 
 def _trainer_module(s: Settings) -> dict[str, str]:
-    """The environment in which every verl process loads the trainer of the method."""
-    modules = [os.environ.get("VERL_USE_EXTERNAL_MODULES"), method(s.METHOD).TRAINER]
+    """The environment in which every verl process loads the trainer of the method, where verl lets one choose it."""
+    own = method(s.METHOD).TRAINER if verl_generations.has_own_trainers() else None
+    modules = [os.environ.get("VERL_USE_EXTERNAL_MODULES"), own]
     return {"VERL_USE_EXTERNAL_MODULES": ",".join(filter(None, modules))}
 
 

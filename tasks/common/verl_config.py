@@ -1,13 +1,15 @@
 """From our variables to verl's hydra keys. This is the only place where the mapping stands.
 
 One list for each group of verl's config; the stack's overrides come after them, the method's next, the user's last.
+All are in the names of verl 0.9.1; tasks/common/verl_generations.py makes those of another version of them, but for the
+user's, which are in the names of the verl that is installed.
 """
 
 import importlib.util
 import os
 from pathlib import Path
 
-from tasks.common import reward_model
+from tasks.common import reward_model, verl_generations
 from tasks.common.settings import ROOT, Settings, SettingsError, method
 
 # Hydra must not make an outputs/ folder of its own; what it would log is in our log file.
@@ -142,7 +144,9 @@ def rl_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
     ray = ["+ray_kwargs.ray_init.include_dashboard=False"]
     stack = stack_overrides("STACK_OVERRIDES", "STACK_RL_OVERRIDES")
     batches = _micro_batches(s)
-    return [*data, *model_, *actor, *batches, *rollout, *reward, *trainer, *ray, *stack, *method(s.METHOD).overrides(s)]
+    method_ = method(s.METHOD).overrides(s)
+    overrides = [*data, *model_, *actor, *batches, *rollout, *reward, *trainer, *ray, *stack, *method_]
+    return verl_generations.translated(overrides, "ppo_trainer", s)
 
 
 def sft_overrides(s: Settings, model: Path | str, run_dir: Path, demonstrations: Path) -> list[str]:
@@ -178,20 +182,21 @@ def sft_overrides(s: Settings, model: Path | str, run_dir: Path, demonstrations:
         "checkpoint.load_contents=[model,optimizer,extra]",
     ]
     stack = stack_overrides("STACK_OVERRIDES", "STACK_SFT_OVERRIDES")
-    return [*data, *model_, *optim, *trainer, *stack]
+    return verl_generations.translated([*data, *model_, *optim, *trainer, *stack], "sft_trainer_engine", s)
 
 
-def compose(config_name: str, overrides: list[str]):
+def compose(config_name: str, overrides: list[str], package: Path | None = None):
     """verl's config ("ppo_trainer" or "sft_trainer_engine") under ``overrides``, strictly: an unknown key raises.
 
-    Reads verl's yaml files without importing verl, which would load torch. Raises SettingsError.
+    Reads the yaml files of the folder ``package`` (default: the installed verl) without importing verl, which would
+    load torch. Raises SettingsError.
     """
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from hydra.errors import HydraException
 
-    folder = Path(importlib.util.find_spec("verl").submodule_search_locations[0]) / "trainer/config"
-    with initialize_config_dir(str(folder), version_base=None):
+    package = package or Path(importlib.util.find_spec("verl").submodule_search_locations[0])
+    with initialize_config_dir(str(package / "trainer/config"), version_base=None):
         try:
             return hydra_compose(config_name, overrides)
         except HydraException as error:

@@ -1,2 +1,24 @@
 # shellcheck shell=bash
-# NVIDIA A100, verl 0.6.1 with vLLM 0.11.0, torch 2.8.0 and flash-attn 2.8.1.
+# NVIDIA GPUs of the Ampere generation and later: verl 0.6.1 with torch 2.8.0, vLLM 0.11.0 and flash-attn 2.8.1.
+# The values are those of the task's config block. The overrides are in the names of verl 0.9.1, as all are;
+# tasks/common/verl_generations.py says what 0.6.1 calls them, and what it needs besides.
+
+STACK_VERL=0.6.1
+# verl reads this in every process.
+VERL_USE_EXTERNAL_MODULES=tasks.common.stacks.a100.verl_patches${VERL_USE_EXTERNAL_MODULES:+,$VERL_USE_EXTERNAL_MODULES}
+
+STACK_OVERRIDES="
+"
+STACK_RL_OVERRIDES="
++actor_rollout_ref.model.override_config.attn_implementation=flash_attention_2
+actor_rollout_ref.model.use_remove_padding=True
+actor_rollout_ref.actor.strategy=fsdp
+actor_rollout_ref.ref.strategy=fsdp
+critic.strategy=fsdp
+critic.model.use_remove_padding=True
+"
+STACK_SFT_OVERRIDES="
+engine.strategy=fsdp
++model.override_config.attn_implementation=flash_attention_2
+model.use_remove_padding=True
+"

@@ -14,6 +14,7 @@ if [[ ${METHOD:-} == dpo ]]; then : "${LR:=1e-5}"; fi
 : "${N_GPUS:=1}" "${SAVE_FREQ:=4}" "${N:=2}"
 if [[ ${STAGE:-} == probe ]]; then LIMIT=${LIMIT:-64}; fi
 
+STACK_VERL=0.9.1
 # verl and vLLM read these in every process.
 VERL_PLATFORM=cpu
 VERL_USE_EXTERNAL_MODULES=tasks.common.stacks.cpu.verl_platform,tasks.common.verl_patches${VERL_USE_EXTERNAL_MODULES:+,$VERL_USE_EXTERNAL_MODULES}

@@ -2,6 +2,7 @@
 # NVIDIA GPUs, verl 0.9.1 with vLLM 0.24.0. The values are those of the task's config block.
 # How to install: docs/INSTALLATION.md. What makes it fast, measured: docs/GPU.md.
 
+STACK_VERL=0.9.1
 # verl reads this in every process. There is no flash-attn wheel for torch 2.11: attention is torch's own kernel.
 VERL_USE_EXTERNAL_MODULES=tasks.common.verl_patches,tasks.common.stacks.current.varlen_attention${VERL_USE_EXTERNAL_MODULES:+,$VERL_USE_EXTERNAL_MODULES}
 

@@ -1,0 +1,220 @@
+"""Every stage's overrides, composed strictly against the config files of both generations of verl, not imported."""
+
+import importlib.metadata
+import re
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from tasks.common import verl_config, verl_generations
+from tasks.common.settings import METHODS, SettingsError, load_settings
+from tests.helpers import ROOT, exported, make
+from tests.verl_wheels import SHA256, verl_package
+
+RL_METHODS = [name for name in METHODS if name != "dpo"]
+# With the versions that their overrides must be of: those of the GPU stacks of both, those of the cpu stack of its own.
+STACKS = [(stack, version) for stack in ("a100", "current") for version in SHA256] + [("cpu", "0.9.1")]
+# Dynamic batches, in the names that are the same in both.
+TOKENS = ["actor.use_dynamic_bsz", "actor.ppo_max_token_len_per_gpu"]
+TOKENS += [
+    f"{part}.log_prob_{key}" for part in ("rollout", "ref") for key in ("use_dynamic_bsz", "max_token_len_per_gpu")
+]
+
+
+@pytest.fixture(scope="module", params=SHA256)
+def version(request):
+    return request.param
+
+
+def settings_of(monkeypatch, stack: str, version: str, **changes):
+    """Settings of countdown as train.sh exports them, with that stack, for a verl of ``version``."""
+    environment = exported(ROOT / "tasks/countdown/train.sh", {"STACK": stack, "N_GPUS": "1", **changes})
+    for name, value in environment.items():
+        if name.startswith("STACK"):
+            monkeypatch.setenv(name, value)
+    monkeypatch.setenv("STACK_VERL", version)
+    return load_settings(environment)
+
+
+def rl(s, version: str, *arguments: str) -> dict:
+    overrides = [*verl_config.rl_overrides(s, "some/model", Path("/runs/r")), *arguments]
+    config = verl_config.compose("ppo_trainer", overrides, verl_package(version))
+    verl_config.check(config)
+    return OmegaConf.to_container(config, resolve=True)
+
+
+def sft(s, version: str, *arguments: str) -> dict:
+    overrides = [*verl_config.sft_overrides(s, "some/model", Path("/runs/r"), Path("/r/d.parquet")), *arguments]
+    return OmegaConf.to_container(
+        verl_config.compose("sft_trainer_engine", overrides, verl_package(version)), resolve=True
+    )
+
+
+@pytest.mark.parametrize(("stack", "version"), STACKS)
+@pytest.mark.parametrize("method", RL_METHODS)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"KL_COEF": "0.01", "N_GPUS": "4", "REWARD": "strict"},
+        {"LORA_RANK": "8", "N_GPUS": "8", "SELF_PLAY_ROUNDS": "2", "LOGGER": "wandb,tensorboard"},
+    ],
+)
+def test_rl_composes_against_the_verl_of_the_stack(stack, version, method, changes, monkeypatch):
+    s = settings_of(monkeypatch, stack, version, METHOD=method, **changes)
+    if method == "egpo" and version == "0.6.1":
+        with pytest.raises(SettingsError, match=r"^METHOD=egpo: STACK=\w+ has verl 0\.6\.1, .* take STACK=current$"):
+            rl(s, version)
+        return
+    config = rl(s, version)
+    actor, rollout = config["actor_rollout_ref"]["actor"], config["actor_rollout_ref"]["rollout"]
+    assert actor["ppo_mini_batch_size"] == s.MINI_BATCH_SIZE and actor["optim"]["lr"] == s.LR
+    assert config["algorithm"]["adv_estimator"] == ("gae" if method == "ppo" else "grpo")
+    assert config["trainer"]["n_gpus_per_node"] == s.N_GPUS
+    assert config["actor_rollout_ref"]["model"]["lora_rank"] == s.LORA_RANK
+    assert config["data"]["custom_cls"]["name"] == "Prompts" and config["data"]["return_raw_chat"]
+    assert rollout["mode"] == "async" and rollout["agent"]["default_agent_loop"] == "single_turn_of_row"
+    if version == "0.6.1":
+        assert s.TRAIN_BATCH_SIZE * s.ROLLOUT_N % rollout["agent"]["num_workers"] == 0
+        assert rollout["load_format"] == ("safetensors" if s.LORA_RANK else "dummy")
+        assert "v1" not in config["trainer"]
+    else:
+        assert config["trainer"]["v1"]["trainer_mode"] == ("egpo" if method == "egpo" else "task")
+    reward = config if version == "0.6.1" else config["reward"]
+    function = reward["custom_reward_function"]
+    assert (function["path"], function["name"]) == (str(s.task_dir / "reward.py"), "compute_score")
+    assert function.get("reward_kwargs") == ({"variant": "strict"} if s.REWARD else None)
+    padded = stack != "a100"
+    used = actor["use_remove_padding"], config["actor_rollout_ref"]["model"]["use_remove_padding"]
+    assert used == (not padded, not padded)
+
+
+@pytest.mark.parametrize(("stack", "version"), STACKS)
+@pytest.mark.parametrize("changes", [{}, {"N_GPUS": "8", "LORA_RANK": "8"}])
+def test_sft_composes_against_the_verl_of_the_stack(stack, version, changes, monkeypatch):
+    s = settings_of(monkeypatch, stack, version, **changes)
+    config = sft(s, version)
+    assert (config["data"]["train_batch_size"], config["optim"]["lr"]) == (s.SFT_BATCH_SIZE, s.SFT_LR)
+    assert config["data"]["custom_cls"]["name"] == "Demonstrations"
+    assert config["model"]["lora_rank"] == s.LORA_RANK and config["trainer"]["seed"] == s.SEED
+    # 0.6.1 removes the only checkpoint before it writes the next.
+    assert config["trainer"]["max_ckpt_to_keep"] == (2 if version == "0.6.1" else 1)
+    assert config["model"]["use_remove_padding"] == (stack == "a100")
+    if version == "0.6.1":
+        longest = s.MAX_PROMPT_LENGTH + s.MAX_RESPONSE_LENGTH
+        assert config["data"]["use_dynamic_bsz"]
+        assert config["data"]["max_token_len_per_gpu"] == s.MICRO_BATCH_SIZE * longest
+
+
+def test_an_unknown_key_fails(version, monkeypatch):
+    s = settings_of(monkeypatch, "a100", version)
+    for key in ("actor_rollout_ref.actor.optim.lrr=1", "data.nope=1", "trainer.v2.mode=x"):
+        with pytest.raises(SettingsError, match=re.escape(key.partition("=")[0].rpartition(".")[2])):
+            rl(s, version, key)
+    with pytest.raises(SettingsError, match="nope"):
+        sft(s, version, "engine.nope=1")
+    # Also where a stack has it.
+    monkeypatch.setenv("STACK_RL_OVERRIDES", "actor_rollout_ref.rollout.nope=1")
+    with pytest.raises(SettingsError, match="nope"):
+        rl(s, version)
+
+
+def test_without_the_table_the_other_verl_refuses_our_names(monkeypatch):
+    """What the table is for: each of its entries is one that verl 0.6.1 refuses, or would do otherwise."""
+    s = settings_of(monkeypatch, "a100", "0.9.1")
+    untranslated = verl_config.rl_overrides(s, "some/model", Path("/r"))
+    with pytest.raises(SettingsError):
+        verl_config.compose("ppo_trainer", untranslated, verl_package("0.6.1"))
+
+
+def test_the_users_arguments_are_not_translated(monkeypatch):
+    s = settings_of(monkeypatch, "a100", "0.6.1")
+    assert rl(s, "0.6.1", "critic.model.fsdp_config.fsdp_size=2")["critic"]["model"]["fsdp_config"]["fsdp_size"] == 2
+    with pytest.raises(SettingsError, match=r"critic\.fsdp"):
+        rl(s, "0.6.1", "critic.fsdp.fsdp_size=2")
+
+
+def test_a_stacks_overrides_are_translated(version, monkeypatch):
+    s = settings_of(monkeypatch, "a100", version)
+    monkeypatch.setenv(
+        "STACK_RL_OVERRIDES", "critic.fsdp.fsdp_size=2\n+critic.fsdp.own=3\nreward.reward_manager.name=dapo"
+    )
+    config = rl(s, version)
+    fsdp = config["critic"]["model"]["fsdp_config"] if version == "0.6.1" else config["critic"]["fsdp"]
+    assert (fsdp["fsdp_size"], fsdp["own"]) == (2, 3)
+    manager = (
+        config["reward_model"]["reward_manager"] if version == "0.6.1" else config["reward"]["reward_manager"]["name"]
+    )
+    assert manager == "dapo"
+
+
+def test_what_verl_061_cannot_do_is_refused_in_one_line(small_model, monkeypatch):
+    def error(**changes) -> str:
+        s = settings_of(monkeypatch, "a100", "0.6.1", **changes)
+        with pytest.raises(SettingsError) as raised:
+            rl(s, "0.6.1")
+        return str(raised.value)
+
+    monkeypatch.setattr(verl_config.reward_model, "check", lambda s: None)  # the small model is no classifier
+    assert error(METHOD="egpo").startswith("METHOD=egpo: STACK=a100 has verl 0.6.1, ")
+    assert error(REWARD_MODEL=str(small_model)).startswith("REWARD_MODEL: STACK=a100 has verl 0.6.1, ")
+    s = settings_of(monkeypatch, "current", "0.9.1", REWARD_MODEL=str(small_model))
+    assert rl(s, "0.9.1")["reward"]["reward_model"]["model_path"] == str(small_model)
+
+
+def test_the_keys_of_dynamic_batches_are_in_both(version, monkeypatch):
+    s = settings_of(monkeypatch, "a100", version, METHOD="ppo", KL_COEF="0.01")
+    rl(s, version, *(f"actor_rollout_ref.{key}={key.endswith('bsz') or 65536}" for key in TOKENS))
+    sft(s, version, "data.use_dynamic_bsz=True", "data.max_token_len_per_gpu=65536")
+
+
+# ---- which verl
+
+
+@pytest.mark.parametrize("file", sorted(ROOT.glob("tasks/common/stacks/*.sh")), ids=lambda file: file.stem)
+def test_a_stack_names_the_verl_of_its_list(file):
+    (version,) = re.findall(r"^STACK_VERL=(.*)$", file.read_text(), re.MULTILINE)
+    assert version in verl_generations.DIFFERENCES
+    pinned = file.with_suffix("") / "requirements.txt"
+    if pinned.exists():
+        assert re.findall(r"^verl==([\d.]+)", pinned.read_text(), re.MULTILINE) == [version]
+
+
+@pytest.mark.parametrize(("stack", "installed"), [("a100", "0.9.1"), ("current", "0.6.1"), ("cpu", None)])
+def test_another_verl_than_the_stacks_is_said(stack, installed, monkeypatch):
+    wanted = "0.6.1" if stack == "a100" else "0.9.1"
+    s = settings_of(monkeypatch, stack, wanted)
+
+    def version(name):
+        if installed is None:
+            raise importlib.metadata.PackageNotFoundError(name)
+        return installed
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    with pytest.raises(SettingsError) as raised:
+        verl_generations.check_installed(s)
+    text = str(raised.value)
+    assert text.startswith(f"STACK={stack}: needs verl {wanted}, ") and f"has {installed or 'none'}; " in text
+    assert f"`make install STACK={stack}`" in text and "PYTHON" in text and "\n" not in text
+    installed = wanted
+    verl_generations.check_installed(s)
+
+
+@pytest.mark.parametrize("goal", ["train", "sft", "config", "experiment"])
+def test_a_stack_with_another_verl_ends_before_anything_is_made(goal, tmp_path):
+    """With the real verl of the Python that runs the tests."""
+    other = "a100" if importlib.metadata.version("verl") == "0.9.1" else "current"
+    folder = tmp_path / "artifacts"
+    result = make(goal, TASK="countdown", STACK=other, N_GPUS="1", MODEL="some/model", ARTIFACTS=str(folder))
+    errors = [line for line in result.stdout.splitlines() if line.startswith("error:")]
+    assert result.returncode != 0 and len(errors) == 1, result.stdout
+    assert errors[0].startswith(f"error: STACK={other}: needs verl ") and not folder.exists()
+
+
+def test_only_the_verl_that_has_them_loads_the_trainers(version, monkeypatch):
+    from tasks.common.training import _trainer_module
+
+    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "some.module")
+    modules = _trainer_module(settings_of(monkeypatch, "a100", version))["VERL_USE_EXTERNAL_MODULES"]
+    assert modules == ("some.module" if version == "0.6.1" else "some.module,tasks.common.verl_trainer")
