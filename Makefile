@@ -7,7 +7,7 @@ MAKEFLAGS += --no-print-directory
 TASKS := $(notdir $(patsubst %/train.sh,%,$(wildcard tasks/*/train.sh)))
 STACKS := $(basename $(notdir $(wildcard tasks/common/stacks/*.sh)))
 STACK ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo current || echo cpu)
-STAGES := data probe sft train dpo all experiment merge eval compare rescore chat batch config bfcl simulate
+STAGES := doctor data probe sft train dpo all experiment merge eval compare rescore chat batch config bfcl simulate
 ARGS ?=
 export STACK
 export STARTED := $(shell date +%s)
@@ -63,6 +63,7 @@ $(INSTALLED): $(wildcard tasks/common/stacks/$(STACK)/requirements.txt) tasks/co
 	@touch $@
 endif
 
+doctor: $(INSTALLED) ## what this machine, the settings and the data would come to grief on, and what to do
 data: $(INSTALLED) ## prepare the task's data
 sft: $(INSTALLED) ## SFT warm-up on the task's demonstrations
 train: $(INSTALLED) ## everything: data, model, SFT warm-up, RL, evaluation, closing table
