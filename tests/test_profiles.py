@@ -82,7 +82,7 @@ def test_parameters_are_those_that_the_model_is_known_by(config, parameters):
 def test_a_profile_composes_and_fits_its_hardware(profile, stack, monkeypatch, tmp_path):
     s = loaded(profile, monkeypatch, STACK=stack)
     model, plan = shapes_of(s.MODEL, tmp_path), doctor.plan(s, [])
-    assert s.N_GPUS == int(profile.stem.rsplit("-", 1)[1].split("x")[0])  # as its name says
+    assert int(profile.stem.rsplit("-", 1)[1].split("x")[0]) == s.N_GPUS  # as its name says
     assert plan.gpus == s.N_GPUS and plan.share == s.GPU_MEMORY_UTILIZATION
     assert memory.too_much(model, plan, A100, RAM) == []
 

@@ -22,7 +22,7 @@ from tasks.common.chat_template import prompt_ids
 from tasks.common.data import DataError, decoded, read_rows, tools_of, validate_parquet
 from tasks.common.examples import check_examples
 from tasks.common.merge import base_of, is_adapter
-from tasks.common.model import EMBEDDED, resolve_model
+from tasks.common.model import EMBEDDED, resolve_model, weights_bytes
 from tasks.common.reward import RewardError
 from tasks.common.runs import read_json
 from tasks.common.script import compute_score_of
@@ -81,7 +81,7 @@ def hardware(s: Settings, found: machine.Nvidia | None) -> Iterator[Finding]:
     names = ", ".join(sorted({gpu.name for gpu in found.gpus}))
     free_now = ", ".join(gb(gpu.free) for gpu in found.gpus)
     yield ok("gpu", f"driver {found.driver}, CUDA {found.cuda}, {len(found.gpus)} x {names}, free {free_now}")
-    if s.N_GPUS > len(found.gpus):
+    if len(found.gpus) < s.N_GPUS:
         yield error("gpu", f"N_GPUS={s.N_GPUS}, and there are {len(found.gpus)}", f"set N_GPUS={len(found.gpus)}")
     for number, gpu in enumerate(found.gpus[: s.N_GPUS]):
         if not gpu.processes:
@@ -94,10 +94,11 @@ def hardware(s: Settings, found: machine.Nvidia | None) -> Iterator[Finding]:
 
 def disk(s: Settings) -> Iterator[Finding]:
     """Room for checkpoints, and Ray's and NCCL's shared memory."""
-    shapes = memory.shapes_of(_base(s.MODEL))
+    shapes, weights = memory.shapes_of(_base(s.MODEL)), weights_bytes(s.MODEL) or 0
     existing, free = machine.free_disk(s.runs_dir)
     checkpoints = 3  # verl keeps two, and writes the next beside them
-    need = checkpoints * memory.checkpoint_bytes(shapes.parameters, s.LORA_RANK) if shapes else 0
+    parameters = shapes.parameters if shapes else weights // 2  # of an unknown kind: in bf16, as most are
+    need = checkpoints * memory.checkpoint_bytes(parameters, s.LORA_RANK)
     if free < need:
         yield error(
             "disk",
@@ -119,7 +120,7 @@ def ray(s: Settings) -> Iterator[Finding]:
     if address and address not in ("auto", "local"):
         place = address.removeprefix("ray://")
         if not machine.listens(place):
-            yield error("ray", f"RAY_ADDRESS={address}: nothing answers there", "run `ray start --head` there, or unset it")
+            yield error("ray", f"RAY_ADDRESS={address}: nothing answers", "run `ray start --head` there, or unset it")
             return
         yield ok("ray", f"RAY_ADDRESS={address} answers")
         left = [process for process in left if machine.ray_address(process) != place]
@@ -150,7 +151,7 @@ def judge(s: Settings) -> Iterator[Finding]:
         if machine.listens(place):
             yield ok("judge", f"{place} answers")
         else:
-            yield warning("judge", f"JUDGE_URL: nothing answers at {place}", "start the judge's server, or correct JUDGE_URL")
+            yield warning("judge", f"JUDGE_URL: nothing answers at {place}", "start its server, or correct JUDGE_URL")
 
 
 # ---- packages ------------------------------------------------------------------------------------------------------
@@ -321,10 +322,14 @@ def batches_and_memory(
     if s.STACK != "cpu" and not gpus:
         return
     least = min((gpu.free for gpu in gpus), default=0)
-    short = memory.too_much(shapes, planned, least, machine.ram()[0])
+    free, total = machine.ram()
+    short = memory.too_much(shapes, planned, least, total)
     for text, fix in short:
         yield error("memory", text, fix)
-    if not short:
+    ram = sum(memory.estimate(shapes, planned, least).ram.values())
+    if not short and ram > free:
+        yield warning("memory", f"about {gb(ram)} RAM are needed, {gb(free)} are free", "end other programs")
+    elif not short:
         yield ok("memory", f"estimated: {memory.summary(shapes, planned, least)}")
 
 

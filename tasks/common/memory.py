@@ -12,7 +12,6 @@ import threading
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-
 GIB = 2**30
 HUB_SECONDS = 5.0
 # config.json of SmolLM2-135M-Instruct, for before it is unpacked.
@@ -27,15 +26,17 @@ EMBEDDED_CONFIG = {
     "vocab_size": 49152,
     "tie_word_embeddings": True,
 }
-# Bytes a logit in the update without fused kernels: bf16 logits, their log-softmax and the gradients of both, measured
-# with verl 0.9.1's logprobs_from_logits (tests/benchmarks/logits_memory.py); the pass without gradients takes less.
-LOGIT_BYTES = 8.5
+# Bytes a logit in the update without fused kernels: bf16 logits, their copy without padding, its log-softmax and the
+# gradients of both (verl/workers/engine/fsdp/transformer_impl.py, prepare_model_outputs); with use_remove_padding there
+# is no copy, and the pass without gradients takes less.
+LOGIT_BYTES = 10
 FUSED_CHUNK = 512  # tokens of logits at once with use_fused_kernels (verl/utils/experimental/torch_functional.py)
 # Without use_remove_padding a micro-batch by tokens counts real ones, and its rows are then padded to the longest: of
 # countdown's tokens two thirds were padding.
 PADDED = 3
 OVERHEAD = 2e9  # a GPU: the CUDA contexts of trainer and vLLM, NCCL's buffers, CUDA graphs; assumed, not measured
-PROCESSES = 4.5e9  # of a run on the CPU: Ray, reward and data workers, and Python with torch in each (measured)
+# Of a training on the CPU besides: Python with torch in each process of verl, Ray and vLLM; of one without these.
+PROCESSES, TRAINER = 7.4e9, 1.5e9  # measured: docs/DOCTOR.md
 
 
 @dataclass(frozen=True)
@@ -199,8 +200,8 @@ def training_state(model: Shapes, plan: Plan) -> dict[str, float]:
     """Bytes a GPU of what lasts from step to step.
 
     Mixed precision with Adam: fp32 weights 4 bytes a parameter, gradients 4, two moments 8 (Rajbhandari et al. 2020,
-    arXiv 1910.02054, section 3.1), sharded over the GPUs by FSDP2. verl loads the actor and the critic in fp32, and so a
-    frozen base model too (actor.fsdp_config.model_dtype; verl/workers/engine/fsdp/transformer_impl.py, _build_module).
+    arXiv 1910.02054, section 3.1), sharded over the GPUs by FSDP2. verl loads the actor and the critic in fp32, and
+    so a frozen base model too (fsdp_config.model_dtype; verl/workers/engine/fsdp/transformer_impl.py, _build_module).
     The critic is trained in full. The reference lies in RAM (CPUOffloadPolicy there, forward_only), and with LoRA
     it is the model without its adapter.
     """
@@ -267,7 +268,8 @@ def estimate(model: Shapes, plan: Plan, gpu_bytes: float = 0) -> Estimate:
     if (step := state["weights"] if not plan.lora_rank else state["gradients"]) > sum(work.values()):
         work = {"Adam's step": step}
     if plan.on_cpu:
-        ram = {name: bytes_ * plan.gpus for name, bytes_ in (state | work).items()} | {"processes": PROCESSES}
+        ram = {name: bytes_ * plan.gpus for name, bytes_ in (state | work).items()}
+        ram["processes"] = PROCESSES if plan.share else TRAINER * plan.gpus
         if plan.reference and not plan.lora_rank:
             ram["reference"] = 4 * model.parameters
         if plan.share:
@@ -306,7 +308,7 @@ def checkpoint_bytes(parameters: int, lora_rank: int = 0) -> float:
 
 
 def too_much(model: Shapes, plan: Plan, gpu_bytes: float, ram_bytes: float) -> list[tuple[str, str]]:
-    """What of ``plan`` does not fit into GPUs of ``gpu_bytes`` (each) and ``ram_bytes``: (what, the variable to change).
+    """What of ``plan`` does not fit into GPUs of ``gpu_bytes`` each, and ``ram_bytes``: what, the variable to change.
 
     ``ram_bytes`` 0: not looked at.
     """
@@ -327,8 +329,8 @@ def too_much(model: Shapes, plan: Plan, gpu_bytes: float, ram_bytes: float) -> l
         wanted = math.ceil(least / gpu_bytes * 20) / 20
         if plan.share * gpu_bytes < least:
             text = (
-                f"vLLM: GPU_MEMORY_UTILIZATION={plan.share:g} is {_gb(plan.share * gpu_bytes)}, and its weights with one "
-                f"sequence of {plan.sequence} tokens take about {_gb(least)}"
+                f"vLLM: GPU_MEMORY_UTILIZATION={plan.share:g} is {_gb(plan.share * gpu_bytes)}, and its weights with "
+                f"one sequence of {plan.sequence} tokens take about {_gb(least)}"
             )
             fits = f"set GPU_MEMORY_UTILIZATION={wanted:g}"
             found.append((text, fits if wanted <= room else _more_gpus(model, plan, gpu_bytes)))
@@ -395,7 +397,7 @@ def _parts(parts: dict[str, float]) -> str:
 def summary(model: Shapes, plan: Plan, gpu_bytes: float) -> str:
     """The estimate in a line."""
     needs = estimate(model, plan, gpu_bytes)
-    sizes = [f"{model.parameters / 1e9:.2f} B parameters" if model.parameters >= 1e8 else f"{model.parameters:,} parameters"]
+    sizes = [f"{model.parameters / 1e6:,.1f} M parameters"]
     if needs.update:
         sizes.append(f"update {_gb(sum(needs.update.values()))}")
     if needs.sampling:

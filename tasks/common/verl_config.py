@@ -201,19 +201,20 @@ def _indivisible(config) -> str | None:
     gpus = config.trainer.n_gpus_per_node * config.trainer.nnodes
     shown = f"N_GPUS={config.trainer.n_gpus_per_node}"
     shown += f" x NNODES={config.trainer.nnodes}" if config.trainer.nnodes > 1 else ""
-    batch, mini = config.data.train_batch_size * rollout.n, actor.ppo_mini_batch_size * rollout.n
+    prompts, mini_prompts = config.data.train_batch_size, actor.ppo_mini_batch_size
+    batch, mini = prompts * rollout.n, mini_prompts * rollout.n
     if gpus % rollout.tensor_model_parallel_size:  # verl/workers/engine_workers.py, init_model
         return f"rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size}: must divide {shown}"
     if batch % gpus:  # verl/utils/config.py, validate_config
         return f"{shown}: must divide TRAIN_BATCH_SIZE x ROLLOUT_N = {batch}"
-    if config.data.train_batch_size % actor.ppo_mini_batch_size:
-        return f"MINI_BATCH_SIZE={actor.ppo_mini_batch_size}: must divide TRAIN_BATCH_SIZE={config.data.train_batch_size}"
+    if prompts % mini_prompts:
+        return f"MINI_BATCH_SIZE={mini_prompts}: must divide TRAIN_BATCH_SIZE={prompts}"
     if mini % gpus:  # verl/workers/engine_workers.py, train_mini_batch
         return f"{shown}: must divide MINI_BATCH_SIZE x ROLLOUT_N = {mini}"
     if not actor.use_dynamic_bsz:  # verl/workers/engine/utils.py, prepare_micro_batches
         micro, log_prob = actor.ppo_micro_batch_size_per_gpu, rollout.log_prob_micro_batch_size_per_gpu
         if micro and mini // gpus % micro:
-            return f"actor.ppo_micro_batch_size_per_gpu={micro}: must divide a GPU's mini-batch, {mini // gpus}; lower it"
+            return f"actor.ppo_micro_batch_size_per_gpu={micro}: must divide a GPU's mini-batch, {mini // gpus}"
         if log_prob and batch // gpus % log_prob:
             return f"rollout.log_prob_micro_batch_size_per_gpu={log_prob}: must divide a GPU's batch, {batch // gpus}"
         return None
