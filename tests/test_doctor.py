@@ -292,3 +292,21 @@ def test_what_adds_to_the_memory():
     reference = memory.estimate(model, replace(plan, reference=True), 80e9)
     assert reference.ram["reference"] == 4 * P and reference.update == memory.estimate(model, plan, 80e9).update
     assert memory.estimate(model, plan, 80e9).sampling["vLLM"] == 40e9
+    assert sum(memory.resting(model, plan).values()) == 12 * P / 2
+    away = replace(plan, weights_offloaded=True, optimizer_offloaded=True)
+    assert sum(memory.resting(model, away).values()) == 0 and total(optimizer_offloaded=True) == total()
+
+
+def test_a_share_of_the_gpu_that_does_not_fit_is_told_with_one_that_does():
+    model, plan = shapes(EMBEDDED_CONFIG), Plan(tokens=512, sequence=512)
+    for share, said in ((0.95, "lower GPU_MEMORY_UTILIZATION to 0."), (0.05, "set GPU_MEMORY_UTILIZATION=0.")):
+        gpu = 8e9
+        ((_, fix),) = memory.too_much(model, replace(plan, share=share), gpu, 0)
+        assert fix.startswith(said)
+        better = float(fix.replace("=", " ").split()[-1])
+        assert memory.too_much(model, replace(plan, share=better), gpu, 0) == []
+    many = replace(plan, tokens=64 * 512)
+    ((_, fix),) = memory.too_much(model, many, 20e9, 0)
+    assert fix.startswith("lower MICRO_BATCH_SIZE to ")
+    fewer = int(fix.split()[-1]) * 512
+    assert memory.too_much(model, replace(many, tokens=fewer), 20e9, 0) == []

@@ -75,6 +75,9 @@ def hardware(s: Settings, found: machine.Nvidia | None) -> Iterator[Finding]:
     yield ok("cpu", f"{os.cpu_count()} cores, {gb(free)} of {gb(total)} RAM free")
     if s.STACK == "cpu":
         return
+    if (found is None or not found.gpus) and os.environ.get("RAY_ADDRESS", "local") not in ("", "local"):
+        yield ok("gpu", "none in this machine; those of the cluster are not looked at")
+        return
     if found is None or not found.gpus:
         yield error("gpu", "nvidia-smi finds no GPU", "install NVIDIA's driver, or set STACK=cpu")
         return
@@ -116,7 +119,8 @@ def disk(s: Settings) -> Iterator[Finding]:
 
 def ray(s: Settings) -> Iterator[Finding]:
     """Rays that nobody holds, and the cluster that RAY_ADDRESS names."""
-    address, left = os.environ.get("RAY_ADDRESS", ""), machine.orphaned_rays()
+    address, running = os.environ.get("RAY_ADDRESS", ""), machine.ray_daemons()
+    left = [process for process in running if machine.is_orphaned(process)]
     if address and address not in ("auto", "local"):
         place = address.removeprefix("ray://")
         if not machine.listens(place):
@@ -125,10 +129,11 @@ def ray(s: Settings) -> Iterator[Finding]:
         yield ok("ray", f"RAY_ADDRESS={address} answers")
         left = [process for process in left if machine.ray_address(process) != place]
     if address == "auto":
-        if not left:
+        if not running:
             yield error("ray", "RAY_ADDRESS=auto: no Ray runs here", "run `ray start --head`, or unset it")
             return
-        left = []
+        yield ok("ray", "RAY_ADDRESS=auto: a Ray runs here")
+        return
     if left:
         where = ", ".join(sorted({machine.ray_address(process) for process in left} - {""}))
         named = ", ".join(f"{process.name()} {process.pid}" for process in left)
@@ -244,6 +249,9 @@ def prompts(s: Settings, by: float) -> Iterator[Finding]:
     manifest = read_json(s.data_dir / "manifest.json")
     current = manifest.get("fingerprint") == s.data_fingerprint()
     if not s.train_file.is_file() or not (current or s.TRAIN_FILE) or folder is None:
+        return
+    if current and not s.TRAIN_FILE and manifest.get("tokenizer") == s.MODEL:
+        yield ok("prompts", "measured with MODEL's tokenizer when the data was made")
         return
     if time.monotonic() > by:
         yield ok("prompts", "not measured: this machine is busy, the other checks took long")

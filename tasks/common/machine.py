@@ -106,20 +106,25 @@ def listens(address: str, seconds: float = 2.0) -> bool:
         return False
 
 
-def orphaned_rays() -> list[psutil.Process]:
-    """Ray's daemons of this user that no program holds: started by `ray start`, or left by one that was killed.
+def ray_daemons() -> list[psutil.Process]:
+    """Ray's daemons on this machine, whoever began them."""
+    found = []
+    for process in psutil.process_iter(["name"]):
+        with contextlib.suppress(psutil.Error):
+            if process.info["name"] in RAY_DAEMONS and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def is_orphaned(process: psutil.Process) -> bool:
+    """Whether a daemon of this user is held by no program: begun by `ray start`, or left by one that was killed.
 
     A run's own Ray descends from the Python that began it; one that was left behind has become a child of init.
     """
-    found = []
-    for process in psutil.process_iter(["name", "uids"]):
-        with contextlib.suppress(psutil.Error):
-            ours = process.info["uids"] and process.info["uids"].real == os.getuid()
-            if ours and process.info["name"] in RAY_DAEMONS and process.status() != psutil.STATUS_ZOMBIE:
-                holders = [parent for parent in process.parents() if parent.pid != 1]
-                if not any(_is_python(parent) for parent in holders):
-                    found.append(process)
-    return found
+    with contextlib.suppress(psutil.Error):
+        holders = [parent for parent in process.parents() if parent.pid != 1]
+        return process.uids().real == os.getuid() and not any(map(_is_python, holders))
+    return False
 
 
 def _is_python(process: psutil.Process) -> bool:

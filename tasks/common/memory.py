@@ -214,11 +214,17 @@ def training_state(model: Shapes, plan: Plan) -> dict[str, float]:
         state["critic"] = 16 * critic / over
     if plan.reference and not plan.reference_offloaded and not plan.lora_rank:
         state["reference"] = 4 * model.parameters / over
-    if plan.weights_offloaded:
-        state |= {"weights": 0, "gradients": 0}
-    if plan.optimizer_offloaded:
-        state["optimizer"] = 0
     return state
+
+
+def resting(model: Shapes, plan: Plan) -> dict[str, float]:
+    """Bytes a GPU of the training state while vLLM samples: no gradients, and nothing that is offloaded until then."""
+    state = training_state(model, plan)
+    left = {"gradients"} | ({"weights"} if plan.weights_offloaded else set())
+    left |= {"optimizer"} if plan.optimizer_offloaded else set()
+    if plan.critic:
+        state["critic"] *= 12 / 16
+    return {name: size for name, size in state.items() if name not in left}
 
 
 def working(model: Shapes, plan: Plan) -> dict[str, float]:
@@ -234,11 +240,10 @@ def working(model: Shapes, plan: Plan) -> dict[str, float]:
     logits = FUSED_CHUNK * 16 if plan.fused else tokens * LOGIT_BYTES
     block = 22 * model.hidden + 4 * (model.queries + 2 * model.keys) + 8 * model.intermediate
     kept = 2 * model.hidden * model.layers + block if plan.checkpointing else block * model.layers
-    offloaded = 8 * model.parameters / plan.gpus if plan.weights_offloaded else 0
     return {
         "logits": logits * model.vocabulary,
         "activations": tokens * kept,
-        "gathered weights": 2 * (model.embeddings + 2 * model.layer) + offloaded,
+        "gathered weights": 2 * (model.embeddings + 2 * model.layer),
     }
 
 
@@ -276,15 +281,12 @@ def estimate(model: Shapes, plan: Plan, gpu_bytes: float = 0) -> Estimate:
             ram["vLLM's weights"] = vllm["weights"] * plan.gpus
             ram["vLLM's cache"] = plan.cache_bytes * plan.gpus
         return Estimate(ram=ram)
-    sampling = {name: bytes_ for name, bytes_ in state.items() if name not in ("gradients", "critic")}
-    if "critic" in state:
-        sampling["critic"] = state["critic"] * 12 / 16
     ram = {"loading": 4 * model.parameters * (plan.gpus_here if model.tied else 1)}
     machines = max(1, plan.gpus // plan.gpus_here)
     if plan.reference and not plan.lora_rank and plan.reference_offloaded:
         ram["reference"] = 4 * model.parameters / machines
     if plan.weights_offloaded:
-        ram["offloaded weights"] = 8 * model.parameters / machines
+        ram["offloaded weights"] = 4 * model.parameters / machines
     if plan.optimizer_offloaded:
         trained = model.adapter(plan.lora_rank) if plan.lora_rank else model.parameters
         ram["offloaded optimizer"] = 8 * trained / machines
@@ -292,7 +294,7 @@ def estimate(model: Shapes, plan: Plan, gpu_bytes: float = 0) -> Estimate:
         ram["vLLM asleep"] = vllm["weights"] * plan.gpus_here
     return Estimate(
         update=state | work | {"contexts": OVERHEAD},
-        sampling=sampling | {"vLLM": plan.share * gpu_bytes, "contexts": OVERHEAD} if plan.share else {},
+        sampling=resting(model, plan) | {"vLLM": plan.share * gpu_bytes, "contexts": OVERHEAD} if plan.share else {},
         engine=vllm,
         ram=ram,
     )
@@ -347,8 +349,7 @@ def too_much(model: Shapes, plan: Plan, gpu_bytes: float, ram_bytes: float) -> l
 def _fits(model: Shapes, plan: Plan, gpu_bytes: float) -> bool:
     """Whether the plan would fit with the best share for vLLM and with few tokens."""
     small = replace(plan, tokens=plan.sequence, share=0.0)
-    rest = {name: value for name, value in training_state(model, plan).items() if name != "gradients"}
-    sampling = sum(rest.values()) + OVERHEAD + (sum(engine(model, plan).values()) if plan.share else 0)
+    sampling = sum(resting(model, plan).values()) + OVERHEAD + (sum(engine(model, plan).values()) if plan.share else 0)
     return max(sampling, sum(estimate(model, small, gpu_bytes).update.values())) <= gpu_bytes
 
 
