@@ -4,6 +4,7 @@ Where a figure is measured, docs/DOCTOR.md says how far the estimate was off.
 """
 
 import contextlib
+import functools
 import json
 import math
 import re
@@ -118,6 +119,7 @@ def shapes_of(model: str) -> Shapes | None:
         return None
 
 
+@functools.cache
 def _of_the_hub(model: str) -> Path | None:
     """config.json of a hub id, from the cache or the hub; None where neither has it within HUB_SECONDS."""
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
