@@ -266,7 +266,9 @@ def prompts(s: Settings, by: float) -> Iterator[Finding]:
             lengths.append(len(prompt_ids(tokenizer, decoded(row["prompt"]), tools_of(row))))
             if time.monotonic() > until:
                 break
-    except (DataError, OSError, ValueError, KeyError, TypeError) as problem:
+    except pa.ArrowException:
+        return  # said of the data
+    except Exception as problem:  # a config or tokenizer that is wrong may raise anything
         text = one_line(str(problem), 300)
         yield error("prompts", f"MODEL={s.MODEL}: cannot be asked them: {text}", "take an instruct model")
         return
