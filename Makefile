@@ -7,7 +7,7 @@ MAKEFLAGS += --no-print-directory
 TASKS := $(notdir $(patsubst %/train.sh,%,$(wildcard tasks/*/train.sh)))
 STACKS := $(basename $(notdir $(wildcard tasks/common/stacks/*.sh)))
 STACK ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo a100 || echo cpu)
-STAGES := data probe sft train dpo all experiment merge eval compare rescore chat batch config bfcl simulate
+STAGES := doctor data probe sft train dpo all experiment merge eval compare rescore chat batch config bfcl simulate
 ARGS ?=
 export STACK
 export STARTED := $(shell date +%s)
@@ -66,6 +66,7 @@ endif
 lock: $(INSTALLED) ## pin all packages of every stack from pyproject.toml; UPGRADE=1: newest versions
 	@PYTHONPATH=. '$(PYTHON)' -m tasks.common.lock $(if $(UPGRADE),--upgrade) $(ARGS)
 
+doctor: $(INSTALLED) ## what this machine, the settings and the data would come to grief on, and what to do
 data: $(INSTALLED) ## prepare the task's data
 sft: $(INSTALLED) ## SFT warm-up on the task's demonstrations
 train: $(INSTALLED) ## everything: data, model, SFT warm-up, RL, evaluation, closing table

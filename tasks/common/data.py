@@ -247,14 +247,15 @@ def _sft_problem(row: dict) -> tuple[str, str] | None:
     return ("messages", problem) if problem else None
 
 
-def validate_parquet(path: Path, kind: str = "rl") -> int:
-    """Check every row of ``path`` against the schema of ``kind`` ("rl" or "sft") and return the number of rows.
+def validate_parquet(path: Path, kind: str = "rl", most: int | None = None) -> int:
+    """Check every row of ``path``, or the first ``most``, against the schema of ``kind`` ("rl" or "sft") and return how
+    many there were.
 
     Raises DataError naming the row (from 0) and the column of the first problem.
     """
     find_problem = {"rl": _rl_problem, "sft": _sft_problem}[kind]
     count = 0
-    for index, row in enumerate(read_rows(path)):
+    for index, row in enumerate(read_rows(path, most)):
         if found := find_problem(row):
             column, problem = found
             raise DataError(f"{path}: row {index}, column {column}: {problem}")

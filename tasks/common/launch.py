@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from tasks.common import training, verl_config, verl_generations
+from tasks.common import doctor, training, verl_config, verl_generations
 from tasks.common.data import DataError, validate_parquet
 from tasks.common.merge import base_of, is_adapter, merge, merged_folder
 from tasks.common.model import embedded_folder, resolve_model
@@ -239,6 +239,9 @@ def main(stage: str, arguments: list[str]) -> None:
         overrides = verl_config.rl_overrides(s, start, rl_dir(s, arguments)) + arguments
         print(OmegaConf.to_yaml(verl_config.compose("ppo_trainer", overrides), resolve=True))
         return
+    if stage == "doctor":
+        doctor.report(s, arguments)
+        return
     if stage == "rescore":
         compute_score_of(s)
         script(s, "evaluate.py", "rescore")
@@ -264,6 +267,8 @@ def main(stage: str, arguments: list[str]) -> None:
     with _locked(s):
         if trains:
             training.check(s, arguments)
+        if trains or stage in ("sft", "experiment"):
+            doctor.before_training(s, arguments, stage)
         training_data = trains or stage in ("data", "sft", "probe")
         before: dict[str, Callable[[], str]] = {
             "data": lambda: data(s, training_data),

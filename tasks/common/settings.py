@@ -195,6 +195,7 @@ class Command:
     """Variables of single commands; they stand in no config block."""
 
     STAGE: str = _setting("what train.sh runs", default="train")
+    PROFILE: str = _setting("values for a typical use: a file of tasks/TASK/profiles, by its name", default="")
     FROM: str = _setting("all: the stage to start with, on what is there", _one_of(*WHOLE), default="data")
     METHODS: str = _setting("experiment: methods to compare, with the same data and settings", default="grpo,gspo,egpo")
     STEP: str = _setting("eval, compare, merge, chat, batch: checkpoint `latest`, `best` or its step", default="latest")

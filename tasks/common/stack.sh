@@ -20,6 +20,16 @@ if [[ ! -f $ROOT/tasks/common/stacks/$STACK.sh ]]; then
   echo "error: STACK=$STACK: no such stack; there are: $(cd "$ROOT/tasks/common/stacks" && echo *.sh | sed 's/\.sh//g')" >&2
   exit 2
 fi
+if [[ -n ${PROFILE:-} ]]; then # values for a typical use, before those of the hardware
+  PROFILES=$ROOT/tasks/$TASK/profiles
+  if [[ ! -f $PROFILES/$PROFILE.sh ]]; then
+    known=$(cd "$PROFILES" 2>/dev/null && echo *.sh | sed 's/\.sh//g') || known=none
+    echo "error: PROFILE=$PROFILE: TASK=$TASK has no such profile; there are: $known" >&2
+    exit 2
+  fi
+  # shellcheck source=/dev/null
+  source "$PROFILES/$PROFILE.sh"
+fi
 # shellcheck source=/dev/null
 source "$ROOT/tasks/common/stacks/$STACK.sh"
 if [[ ${STAGE:-} == probe ]]; then LIMIT=${LIMIT:-256}; fi

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,8 +10,7 @@ import pyarrow.parquet as pq
 
 from tasks.common import verl_config, verl_generations
 from tasks.common.data import DataError
-from tasks.common.examples import check_examples
-from tasks.common.model import resolve_model, weights_bytes
+from tasks.common.model import resolve_model
 from tasks.common.process import Progress, StageFailed, run
 from tasks.common.runs import (
     hf_folder,
@@ -68,7 +66,6 @@ def sft(s: Settings) -> str:
             f"INIT=sft: {demonstrations} has {count} demonstrations, less than SFT_BATCH_SIZE={s.SFT_BATCH_SIZE}; "
             "lower it, or use INIT=base"
         )
-    _check_disk(run_dir, start, checkpoints=1)
     record(run_dir, "sft", s.sft_fingerprint(), s, start, [])
     overrides = verl_config.sft_overrides(s, start, run_dir, demonstrations)
     command = [*_torchrun(s), "-m", "verl.trainer.sft_trainer", *verl_config.HYDRA, *overrides]
@@ -93,9 +90,6 @@ def _round(seeded: Settings, s: Settings, arguments: list[str], number: int, sta
     resumed = last_step(run_dir)
     if resumed >= s.STEPS:
         return f"up to date: {resumed} steps in {run_dir}"
-    _check_disk(run_dir, start, checkpoints=3)
-    if s.METHOD != "dpo":
-        check_examples(s.task_dir, compute_score_of(s))
     record(run_dir, "rl", s.rl_fingerprint(arguments, number, start), s, start, arguments)
     if resumed:
         print(f"  resuming from step {resumed}")
@@ -172,15 +166,3 @@ def _progress(metrics: Path, start: int, name: str, key: str) -> Progress:
         return Progress(start, " starting the engines")
     step = json.loads(lines[-1])
     return Progress(step["step"], f" {name} {step['data'][key]:.3f}")
-
-
-def _check_disk(run_dir: Path, start: str, checkpoints: int) -> None:
-    """fp32 weights, two Adam moments and an exported copy are 16 bytes a parameter; weights on disk have 2 or 4."""
-    need = (weights_bytes(start) or 0) * 8 * checkpoints
-    existing = next(p for p in (run_dir, *run_dir.parents) if p.exists())
-    free = shutil.disk_usage(existing).free
-    if free < need:
-        raise SettingsError(
-            f"{existing}: {free / 1e9:.1f} GB free, {checkpoints} checkpoints need about {need / 1e9:.1f} GB; "
-            "free some space, or set ARTIFACTS to a folder on a larger disk"
-        )

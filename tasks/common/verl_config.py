@@ -10,6 +10,7 @@ import os
 from pathlib import Path
 
 from tasks.common import reward_model, verl_generations
+from tasks.common.memory import GIB, Plan
 from tasks.common.settings import ROOT, Settings, SettingsError, method
 
 # Hydra must not make an outputs/ folder of its own; what it would log is in our log file.
@@ -159,8 +160,9 @@ def sft_overrides(s: Settings, model: Path | str, run_dir: Path, demonstrations:
         f"data.max_length={s.MAX_PROMPT_LENGTH + s.MAX_RESPONSE_LENGTH}",
         f"data.micro_batch_size_per_gpu={micro_batch(s.MICRO_BATCH_SIZE, s.SFT_BATCH_SIZE // s.N_GPUS)}",
         f"data.use_dynamic_bsz={s.MAX_TOKENS_PER_GPU > 0}",
-        f"data.max_token_len_per_gpu={s.MAX_TOKENS_PER_GPU}",
     ]
+    if s.MAX_TOKENS_PER_GPU:
+        data += [f"data.max_token_len_per_gpu={s.MAX_TOKENS_PER_GPU}"]
     model_ = [
         f"model.path={_quoted(model)}",
         f"model.lora_rank={s.LORA_RANK}",
@@ -211,3 +213,68 @@ def check(config) -> None:
         raise SettingsError(f"algorithm.kl_ctrl.kl_coef={kl:g}: does nothing without use_kl_in_reward; set KL_COEF")
     if not actor.use_kl_loss and actor.kl_loss_coef not in (0, default):
         raise SettingsError(f"actor.kl_loss_coef={actor.kl_loss_coef:g}: does nothing without use_kl_loss; set KL_COEF")
+    if problem := _indivisible(config):
+        raise SettingsError(problem)
+
+
+def _indivisible(config) -> str | None:
+    """What verl would refuse of the batch sizes, once its engines are up, or leave out in silence."""
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    gpus = config.trainer.n_gpus_per_node * config.trainer.nnodes
+    shown = f"N_GPUS={config.trainer.n_gpus_per_node}"
+    shown += f" x NNODES={config.trainer.nnodes}" if config.trainer.nnodes > 1 else ""
+    prompts, mini_prompts = config.data.train_batch_size, actor.ppo_mini_batch_size
+    batch, mini = prompts * rollout.n, mini_prompts * rollout.n
+    if gpus % rollout.tensor_model_parallel_size:  # verl/workers/engine_workers.py, init_model
+        return f"rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size}: must divide {shown}"
+    if batch % gpus:  # verl/utils/config.py, validate_config
+        return f"{shown}: must divide TRAIN_BATCH_SIZE x ROLLOUT_N = {batch}"
+    if prompts % mini_prompts:
+        return f"MINI_BATCH_SIZE={mini_prompts}: must divide TRAIN_BATCH_SIZE={prompts}"
+    if mini % gpus:  # verl/workers/engine_workers.py, train_mini_batch
+        return f"{shown}: must divide MINI_BATCH_SIZE x ROLLOUT_N = {mini}"
+    if not actor.use_dynamic_bsz:  # verl/workers/engine/utils.py, prepare_micro_batches
+        micro, log_prob = actor.ppo_micro_batch_size_per_gpu, rollout.log_prob_micro_batch_size_per_gpu
+        if micro and mini // gpus % micro:
+            return f"actor.ppo_micro_batch_size_per_gpu={micro}: must divide a GPU's mini-batch, {mini // gpus}"
+        if log_prob and batch // gpus % log_prob:
+            return f"rollout.log_prob_micro_batch_size_per_gpu={log_prob}: must divide a GPU's batch, {batch // gpus}"
+        return None
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    if actor.ppo_max_token_len_per_gpu < longest:  # verl/utils/seqlen_balancing.py, rearrange_micro_batches
+        return (
+            f"MAX_TOKENS_PER_GPU={actor.ppo_max_token_len_per_gpu}: must be at least MAX_PROMPT_LENGTH + "
+            f"MAX_RESPONSE_LENGTH = {longest}"
+        )
+    return None
+
+
+def memory_plan(config) -> Plan:
+    """What of ``config`` (of "ppo_trainer") decides on the memory of a training."""
+    policy, trainer = config.actor_rollout_ref, config.trainer
+    actor, rollout, model = policy.actor, policy.rollout, policy.model
+    sequence = config.data.max_prompt_length + config.data.max_response_length
+    dynamic, on_cpu = actor.use_dynamic_bsz, trainer.get("device") == "cpu"
+    by_size = (actor.ppo_micro_batch_size_per_gpu or 1) * sequence
+    return Plan(
+        gpus=trainer.n_gpus_per_node * trainer.nnodes,
+        gpus_here=trainer.n_gpus_per_node,
+        tokens=actor.ppo_max_token_len_per_gpu if dynamic else by_size,
+        tokens_by="MAX_TOKENS_PER_GPU" if dynamic else "MICRO_BATCH_SIZE",
+        sequence=sequence,
+        lora_rank=model.lora_rank,
+        fused=bool(model.use_fused_kernels),
+        padded=bool(dynamic and not model.use_remove_padding),
+        checkpointing=bool(model.enable_gradient_checkpointing),
+        weights_offloaded=bool(actor.fsdp_config.param_offload),
+        optimizer_offloaded=bool(actor.fsdp_config.optimizer_offload),
+        critic=bool(config.critic.enable or config.algorithm.adv_estimator == "gae"),
+        reference=bool(config.algorithm.use_kl_in_reward or actor.use_kl_loss),
+        reference_offloaded=not on_cpu,
+        share=rollout.gpu_memory_utilization,
+        tensor_parallel=rollout.tensor_model_parallel_size,
+        batched_tokens=rollout.max_num_batched_tokens or 8192,
+        sequences=rollout.max_num_seqs or 256,
+        on_cpu=on_cpu,
+        cache_bytes=float(os.environ.get("VLLM_CPU_KVCACHE_SPACE") or 4) * GIB,
+    )

