@@ -57,6 +57,7 @@ VALUES = {
     "MAX_PROMPT_LENGTH": "128",
     "MAX_RESPONSE_LENGTH": "64",
     "N_GPUS": "1",
+    "NNODES": "1",
     "MICRO_BATCH_SIZE": "32",
     "GPU_MEMORY_UTILIZATION": "0.5",
     "LORA_RANK": "0",

@@ -99,6 +99,7 @@ class Settings:
     MAX_RESPONSE_LENGTH: int = _setting("tokens", _positive)
     # hardware
     N_GPUS: int = _setting("GPUs of this machine (on the cpu stack: processes that play one)", _positive)
+    NNODES: int = _setting("machines with N_GPUS each; more than one: of the Ray cluster at RAY_ADDRESS", _positive)
     MICRO_BATCH_SIZE: int = _setting("at most so many sequences a GPU in one forward pass", _positive)
     GPU_MEMORY_UTILIZATION: float = _setting("share of GPU memory for vLLM", _fraction)
     # LoRA
@@ -116,6 +117,11 @@ class Settings:
     RUN: str = _setting("name of the run; empty: made from the settings", _name)
     SAVE_FREQ: int = _setting("steps between checkpoints", _positive)
     LOGGER: str = _setting("more verl loggers beside console and file, e.g. wandb,tensorboard")
+
+    @property
+    def world_size(self) -> int:
+        """GPUs that RL trains on: of all machines."""
+        return self.N_GPUS * self.NNODES
 
     @property
     def train_file(self) -> Path:
@@ -285,8 +291,11 @@ def _check_together(settings: Settings) -> None:
         raise SettingsError(
             f"TRAIN_BATCH_SIZE={settings.TRAIN_BATCH_SIZE}: larger than TRAIN_SIZE={settings.TRAIN_SIZE}"
         )
-    if settings.MINI_BATCH_SIZE * settings.ROLLOUT_N % settings.N_GPUS:
-        raise SettingsError(f"N_GPUS={settings.N_GPUS}: must divide MINI_BATCH_SIZE x ROLLOUT_N")
+    if settings.MINI_BATCH_SIZE * settings.ROLLOUT_N % settings.world_size:
+        machines = f" x NNODES={settings.NNODES}" if settings.NNODES > 1 else ""
+        raise SettingsError(f"N_GPUS={settings.N_GPUS}{machines}: must divide MINI_BATCH_SIZE x ROLLOUT_N")
+    if settings.METHOD == "dpo" and settings.NNODES > 1:
+        raise SettingsError(f"NNODES={settings.NNODES}: METHOD=dpo trains on one machine; leave NNODES out")
     if settings.METHOD == "dpo" and settings.TRAIN_BATCH_SIZE % settings.N_GPUS:
         raise SettingsError(f"N_GPUS={settings.N_GPUS}: must divide TRAIN_BATCH_SIZE={settings.TRAIN_BATCH_SIZE}")
     if settings.METHOD == "dpo" and settings.REWARD_MODEL:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from tasks.common import verl_config
+from tasks.common import cluster, verl_config
 from tasks.common.data import DataError
 from tasks.common.examples import check_examples
 from tasks.common.model import resolve_model, weights_bytes
@@ -104,9 +104,15 @@ def _round(seeded: Settings, s: Settings, arguments: list[str], number: int, sta
         command = [*_torchrun(s), "-m", "tasks.common.dpo", start, str(pairs), str(run_dir)]
         _train("DPO", run_dir, command, s.STEPS, ("loss", "train/loss"), environment(seeded))
     else:
+        extra = _trainer_module(s) | {"VERL_FILE_LOGGER_PATH": str(next_metrics_file(run_dir))}
         overrides = verl_config.rl_overrides(seeded, start, run_dir) + arguments
+        overrides = verl_config.sent_environment(environment(seeded) | extra) + overrides
         command = [sys.executable, "-m", "verl.trainer.main_ppo", *verl_config.HYDRA, *overrides]
-        _train(s.METHOD.upper(), run_dir, command, s.STEPS, ("reward", "critic/score/mean"), _trainer_module(s))
+        nodes = cluster.join(s)
+        try:
+            _train(s.METHOD.upper(), run_dir, command, s.STEPS, ("reward", "critic/score/mean"), extra)
+        except StageFailed as error:
+            raise cluster.explained(error, nodes) from error
         if warning := getattr(method(s.METHOD), "warning_after", lambda metrics: None)(read_metrics(run_dir)):
             print(f"  warning: {warning}")
     return f"{s.STEPS} steps in {run_dir}"

@@ -7,7 +7,7 @@ import importlib.util
 import os
 from pathlib import Path
 
-from tasks.common import reward_model
+from tasks.common import cluster, reward_model
 from tasks.common.settings import ROOT, Settings, SettingsError, method
 
 # Hydra must not make an outputs/ folder of its own; what it would log is in our log file.
@@ -70,9 +70,24 @@ def _reward_model(s: Settings) -> list[str]:
     ]
 
 
+def _ray(s: Settings) -> list[str]:
+    """A Ray of this machine; nothing where Ray itself joins the one at RAY_ADDRESS. Raises SettingsError."""
+    if cluster.address(s.NNODES):
+        return []
+    return ["+ray_kwargs.ray_init.include_dashboard=False", *stack_overrides("STACK_RAY_OVERRIDES")]
+
+
+def sent_environment(environment: dict[str, str]) -> list[str]:
+    """Overrides that bring ``environment`` to a cluster's workers, which else have that of `ray start` alone."""
+    if not os.environ.get("RAY_ADDRESS"):
+        return []
+    sent = cluster.sent(environment).items()
+    return [f"+ray_kwargs.ray_init.runtime_env.env_vars.{name}={_quoted(value)}" for name, value in sent]
+
+
 def rl_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
     """Overrides for ``verl.trainer.main_ppo``: train ``model`` for s.STEPS steps, writing to ``run_dir``."""
-    micro = micro_batch(s.MICRO_BATCH_SIZE, s.MINI_BATCH_SIZE * s.ROLLOUT_N // s.N_GPUS)
+    micro = micro_batch(s.MICRO_BATCH_SIZE, s.MINI_BATCH_SIZE * s.ROLLOUT_N // s.world_size)
     data = [
         f"data.train_files={_quoted(s.train_file)}",
         f"data.val_files={_quoted(s.data_dir / 'test.parquet')}",
@@ -113,7 +128,7 @@ def rl_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
         f"trainer.total_training_steps={s.STEPS}",
         "trainer.total_epochs=1000000",  # STEPS ends the training
         f"trainer.n_gpus_per_node={s.N_GPUS}",
-        "trainer.nnodes=1",
+        f"trainer.nnodes={s.NNODES}",
         f"trainer.project_name={s.TASK}",
         f"trainer.experiment_name={_quoted(run_dir.name)}",
         f"trainer.logger={_loggers(s)}",
@@ -125,9 +140,8 @@ def rl_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
         "trainer.val_before_train=False",
         "trainer.test_freq=-1",
     ]
-    ray = ["+ray_kwargs.ray_init.include_dashboard=False"]
     stack = stack_overrides("STACK_OVERRIDES", "STACK_RL_OVERRIDES")
-    return [*data, *model_, *actor, *rollout, *reward, *trainer, *ray, *stack, *method(s.METHOD).overrides(s)]
+    return [*data, *model_, *actor, *rollout, *reward, *trainer, *_ray(s), *stack, *method(s.METHOD).overrides(s)]
 
 
 def sft_overrides(s: Settings, model: Path | str, run_dir: Path, demonstrations: Path) -> list[str]:
