@@ -125,7 +125,7 @@ class Settings:
 
     @property
     def train_file(self) -> Path:
-        return Path(self.TRAIN_FILE) if self.TRAIN_FILE else self.data_dir / "train.parquet"
+        return Path(self.TRAIN_FILE).absolute() if self.TRAIN_FILE else self.data_dir / "train.parquet"
 
     @property
     def task_dir(self) -> Path:
@@ -223,7 +223,7 @@ class Command:
 
 def artifacts() -> Path:
     """Where everything that a run writes goes."""
-    return Path(os.environ.get("ARTIFACTS", ROOT / "artifacts"))
+    return Path(os.environ.get("ARTIFACTS", ROOT / "artifacts")).absolute()  # workers of a cluster run elsewhere
 
 
 def judge_settings() -> dict[str, str]:

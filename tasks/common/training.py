@@ -31,7 +31,7 @@ from tasks.common.settings import Settings, SettingsError, method
 def check(s: Settings, arguments: list[str]) -> None:
     """Say what cannot work before anything starts. Raises SettingsError; prints warnings."""
     compute_score_of(s)
-    rounds(s, arguments)  # a wrong RUN is said now
+    last_round = rounds(s, arguments)[-1]  # a wrong RUN is said now
     if s.METHOD == "dpo":
         if arguments:
             raise SettingsError(f"ARGS={' '.join(arguments)}: are verl's; METHOD=dpo trains with TRL")
@@ -46,6 +46,8 @@ def check(s: Settings, arguments: list[str]) -> None:
         raise SettingsError(problem)
     if warning := getattr(method(s.METHOD), "warning", lambda config: None)(config):
         print(f"warning: {warning}")
+    if last_step(last_round) < s.STEPS:
+        cluster.join(s)
 
 
 # ---- stages --------------------------------------------------------------------------------------------------------
