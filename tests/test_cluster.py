@@ -379,7 +379,7 @@ def test_a_lost_node_ends_the_training_with_one_line_and_it_resumes(nodes, small
     first = start()
     try:
         assert other.stdout.readline() == "alive\n"
-        deadline, taken, asked = time.monotonic() + 500, 0, time.monotonic()
+        deadline, taken, asked = time.monotonic() + 600, 0, time.monotonic()
         while not checkpoint():
             assert first.poll() is None and time.monotonic() < deadline, first.stdout.read()
             if time.monotonic() > asked + 15 and taken < 2:
@@ -399,7 +399,7 @@ def test_a_lost_node_ends_the_training_with_one_line_and_it_resumes(nodes, small
         # The head and the other job on it are as they were, and what the run had is free.
         other.stdin.write("\n")
         other.stdin.flush()
-        assert other.stdout.readline() == "alive\n"
+        assert "alive\n" in iter(other.stdout.readline, "")  # after what Ray tells every driver of the lost node
         assert nodes.raylet(HEAD) and not nodes.raylet(WORKER)
         deadline = time.monotonic() + 30
         while "1 of 1" not in (said := status(1)).stdout and time.monotonic() < deadline:
