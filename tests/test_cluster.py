@@ -104,15 +104,15 @@ NODES = [
 @pytest.mark.parametrize(
     ("nnodes", "gpus", "said"),
     [
-        ("1", "8", ""),
-        ("2", "4", ""),
-        ("2", "8", "NNODES=2 x N_GPUS=8: 1 node has 8 free GPUs; end the jobs"),
-        ("3", "4", "NNODES=3 x N_GPUS=4: 2 nodes have 4 free GPUs; start more nodes"),
+        (1, 8, ""),
+        (2, 4, ""),
+        (2, 8, "NNODES=2 x N_GPUS=8: 1 node has 8 free GPUs; end the jobs"),
+        (3, 4, "NNODES=3 x N_GPUS=4: 2 nodes have 4 free GPUs; start more nodes"),
     ],
 )
 def test_which_nodes_are_enough(nnodes, gpus, said):
-    s = settings(NNODES=nnodes, N_GPUS=gpus, TRAIN_BATCH_SIZE="24", MINI_BATCH_SIZE="24", SFT_BATCH_SIZE="8")
-    assert cluster.enough(NODES, s).startswith(said) and bool(cluster.enough(NODES, s)) == bool(said)
+    found = cluster.enough(NODES, nnodes, gpus)
+    assert found.startswith(said) and bool(found) == bool(said)
 
 
 HERE = Seen(python="3.12.1", verl="0.9.1", repository="digest", artifacts="/a", secrets=("JUDGE_API_KEY",))
@@ -145,6 +145,11 @@ def test_what_a_process_sees(tmp_path, monkeypatch):
     (tmp_path / "root/tasks/reward.py").write_text("x = 1\n")
     assert cluster.see(*arguments).repository != before.repository
     assert cluster.see("/nowhere", "/nowhere", []).repository == cluster.see("/nowhere", "/nowhere", []).artifacts == ""
+
+
+def test_a_bad_number_is_one_line():
+    result = make("cluster-status", NNODES="two", RAY_ADDRESS="auto")
+    assert result.returncode != 0 and result.stdout.startswith("error: NNODES=two: must be a whole number")
 
 
 def test_no_cluster_is_one_line():

@@ -88,16 +88,15 @@ def secrets(environment: dict[str, str]) -> list[str]:
     return sorted(name for name in names if not name.endswith(("_PATH", "_FILE")))
 
 
-def enough(nodes: list[Node], s: Settings) -> str:
-    """Empty, or what the cluster lacks for NNODES x N_GPUS, with what to do about it."""
-    having = [node for node in nodes if node.alive and node.free_gpus >= s.N_GPUS]
-    if len(having) >= s.NNODES:
+def enough(nodes: list[Node], nnodes: int, gpus: int) -> str:
+    """Empty, or what the cluster lacks for ``nnodes`` nodes with ``gpus`` free GPUs each, with what to do about it."""
+    having = [node for node in nodes if node.alive and node.free_gpus >= gpus]
+    if len(having) >= nnodes:
         return ""
-    large = [node for node in nodes if node.alive and node.gpus >= s.N_GPUS]
-    fix = "end the jobs that hold them" if len(large) >= s.NNODES else f"start more nodes ({HELP})"
-    nodes = "1 node has" if len(having) == 1 else f"{len(having)} nodes have"
-    gpus = f"{s.N_GPUS} free GPU{'s' if s.N_GPUS > 1 else ''}"
-    return f"NNODES={s.NNODES} x N_GPUS={s.N_GPUS}: {nodes} {gpus}; {fix}"
+    large = [node for node in nodes if node.alive and node.gpus >= gpus]
+    fix = "end the jobs that hold them" if len(large) >= nnodes else f"start more nodes ({HELP})"
+    found = "1 node has" if len(having) == 1 else f"{len(having)} nodes have"
+    return f"NNODES={nnodes} x N_GPUS={gpus}: {found} {gpus} free GPU{'s' if gpus > 1 else ''}; {fix}"
 
 
 def join(s: Settings) -> list[Node]:
@@ -121,7 +120,7 @@ def join(s: Settings) -> list[Node]:
         for file in mark.iterdir():
             file.unlink()
         mark.rmdir()
-    if problem := enough(nodes, s):
+    if problem := enough(nodes, s.NNODES, s.N_GPUS):
         raise SettingsError(problem)
     return nodes
 
@@ -304,25 +303,23 @@ def main(arguments: list[str]) -> None:
 def status() -> None:
     """`make cluster-status`. Raises SettingsError when there is no cluster."""
     os.environ.setdefault("RAY_ADDRESS", "auto")
-    wanted = {name: int(os.environ.get(name) or 1) for name in ("NNODES", "N_GPUS")}
-    address(wanted["NNODES"])
+    given = {name: os.environ.get(name) or "1" for name in ("NNODES", "N_GPUS")}
+    for name, value in given.items():
+        if not re.fullmatch(r"[1-9]\d{0,5}", value):
+            raise SettingsError(f"{name}={value[:80]}: must be a whole number greater than 0")
+    nnodes, gpus = map(int, given.values())
+    address(nnodes)
     nodes = [Node(**node) for node in _ask("status")["nodes"]]
     print(f"{'node':<18}{'GPUs free':>12}{'CPUs free':>12}")
     for node in nodes:
         if not node.alive:
             print(f"{node.address:<18}{'lost':>12}")
             continue
-        gpus, cpus = f"{node.free_gpus:g} of {node.gpus:g}", f"{node.free_cpus:g} of {node.cpus:g}"
-        print(f"{node.address:<18}{gpus:>12}{cpus:>12}{'  this machine' if node.here else ''}")
-    if problem := enough(nodes, _Wanted(**wanted)):
+        free = f"{f'{node.free_gpus:g} of {node.gpus:g}':>12}{f'{node.free_cpus:g} of {node.cpus:g}':>12}"
+        print(f"{node.address:<18}{free}{'  this machine' if node.here else ''}")
+    if problem := enough(nodes, nnodes, gpus):
         raise SettingsError(problem)
-    print(f"enough for NNODES={wanted['NNODES']} x N_GPUS={wanted['N_GPUS']}")
-
-
-@dataclass(frozen=True)
-class _Wanted:
-    NNODES: int
-    N_GPUS: int
+    print(f"enough for NNODES={nnodes} x N_GPUS={gpus}")
 
 
 if __name__ == "__main__":
@@ -331,5 +328,5 @@ if __name__ == "__main__":
     else:
         try:
             status()
-        except (SettingsError, ValueError) as error:
+        except SettingsError as error:
             sys.exit(f"error: {error}")
