@@ -48,7 +48,7 @@ COOKIECUTTER = 'import sys; sys.tracebacklimit = 0; import cookiecutter.cli as c
 WHOLE := $(filter train dpo all,$(MAKECMDGOALS))
 NUMBER = $(if $(WHOLE),[1/$$(GOAL=$(WHOLE) STAGE=count bash tasks/$(TASK)/train.sh)] )
 
-.PHONY: help install lock bench bench_training bench_rewards new json_to_parquet test test-all lint format clean $(STAGES)
+.PHONY: help install lock bench bench_training bench_rewards new json_to_parquet test test-all lint format clean cluster-status $(STAGES)
 
 help: ## this text
 	@echo 'make TARGET TASK=<$(subst $() ,|,$(TASKS))> [VARIABLE=value ...] [ARGS="hydra.key=value ..."]'
@@ -112,11 +112,14 @@ test-all: $(INSTALLED) ## the fast tests and the slow end-to-end runs
 lint: $(INSTALLED) ## ruff, shellcheck, format
 	@'$(BIN)ruff' check .
 	@'$(BIN)ruff' format --check .
-	@'$(BIN)shellcheck' -x .ci/run $$(git ls-files '*.sh' ':!template')
+	@'$(BIN)shellcheck' -x .ci/run $$(git ls-files '*.sh' '*.sbatch' ':!template')
 
 format: $(INSTALLED) ## format the Python code
 	@'$(BIN)ruff' check --fix .
 	@'$(BIN)ruff' format .
+
+cluster-status: $(INSTALLED) ## the nodes of the Ray cluster at RAY_ADDRESS, and whether they are enough for NNODES x N_GPUS
+	@PYTHONPATH=. '$(PYTHON)' -m tasks.common.cluster
 
 clean: ## remove artifacts/ (data, models, runs)
 	rm -rf artifacts

@@ -58,6 +58,7 @@ VALUES = {
     "MAX_RESPONSE_LENGTH": "64",
     "N_GPUS": "1",
     "MAX_TOKENS_PER_GPU": "0",
+    "NNODES": "1",
     "MICRO_BATCH_SIZE": "32",
     "GPU_MEMORY_UTILIZATION": "0.5",
     "LORA_RANK": "0",

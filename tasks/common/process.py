@@ -36,6 +36,14 @@ _NOT_THE_CAUSE = re.compile(
 )
 _ENGINE = re.compile(r"EngineDeadError|EngineCore encountered a fatal error|Worker failed with error")
 _SAVING = re.compile(r"saving step \d+ before the end")
+# A worker of a local Ray, or one whose loss is raised to the driver. On a cluster Ray's own count is of all jobs.
+_MEMORY = re.compile(
+    r"killed due to the node running low on memory|[1-9]\d* Workers \(tasks / actors\) killed due to mem"
+)
+_MEMORY_USED = re.compile(r"Memory on the node \(IP: ([^,]+), .*? was (\S+) used / (\S+) limit")
+# Ray tells every driver of every node: this one has lost it when its log had lines from there, "(WorkerDict ip=...)".
+_NODE = re.compile(r"address: (\S+) and node name: \S+ has been marked dead")
+_FROM = re.compile(r"^(?:\x1b\[[0-9;]*m)?\([^()]*pid=\d+, ip=([^()\s]+)\)", re.MULTILINE)
 _REWARD = re.compile(r"(?:Reward|Judge)Error: ")
 
 
@@ -51,26 +59,66 @@ class Progress:
     note: str = ""
 
 
+def node_lost(address: str) -> str:
+    """What to say of the loss of a node of the Ray cluster."""
+    return (
+        f"node {address} of the Ray cluster was lost; run `ray start` there again (docs/MULTI_NODE.md), then the same "
+        "command continues from the last checkpoint"
+    )
+
+
+def _known(text: str) -> str:
+    """What is behind all errors of a log, where Ray has told; else empty."""
+    ours = set(_FROM.findall(text))
+    if gone := next((address for address in _NODE.findall(text) if address in ours), ""):
+        return node_lost(gone)
+    if _out_of_memory(text):
+        used = _MEMORY_USED.search(text)
+        where = " (node {}: {} of {} used)".format(*used.groups()) if used else ""
+        return (
+            f"out of memory{where}: Ray ended a worker; lower MICRO_BATCH_SIZE or N_GPUS, or free memory on the "
+            "machine, then the same command continues from the last checkpoint"
+        )
+    return ""
+
+
+def _out_of_memory(text: str) -> bool:
+    found = {match.group() for match in _MEMORY.finditer(text)}
+    return any("running low" in words for words in found) or bool(found and not os.environ.get("RAY_ADDRESS"))
+
+
 def _report(log: Path, status: str) -> str:
     lines = [_PREFIX.sub("", _ANSI.sub("", line)).rstrip() for line in _lines(log)]
     errors = [line for line in lines if _ERROR.match(line) and not _NOT_THE_CAUSE.search(line)]
     ours = ("RewardError", "tasks.")  # before errors that only follow from a reward's
     first = next((line for line in errors if line.startswith(ours)), errors[0] if errors else "")
     tail = "\n".join(f"  | {line[:200]}" for line in lines[-12:] if line.strip())
-    return f"{first[:400] or status}\n{tail}\n  log: {log}"
+    return f"{_known(_text(log)) or first[:400] or status}\n{tail}\n  log: {log}"
+
+
+def _text(log: Path) -> str:
+    return log.read_text(errors="replace") if log.exists() else ""
 
 
 def _lines(log: Path) -> list[str]:
-    return log.read_text(errors="replace").splitlines() if log.exists() else []
+    return _text(log).splitlines()
 
 
-def _deadline(text: str, due: dict[re.Pattern, float]) -> float:
-    """When the process must have ended. ``text``: what is new in its log; ``due``: what the rest of it has led to."""
-    now = time.monotonic()
+def _deadline(text: str, due: dict[re.Pattern, float], ours: set[str] | None = None) -> float:
+    """When the process must have ended. ``text``: what is new in its log; ``due``: what the rest of it has led to;
+    ``ours``: the nodes that the rest has lines from."""
+    now, ours = time.monotonic(), set() if ours is None else ours
+    ours.update(_FROM.findall(text))
+    if ours.intersection(_NODE.findall(text)):
+        due.setdefault(_NODE, now + GRACE_SECONDS)
+    if _out_of_memory(text):
+        due.setdefault(_MEMORY, now + GRACE_SECONDS)
     for pattern, seconds in ((_ENGINE, GRACE_SECONDS), (_SAVING, SAVING_SECONDS), (_REWARD, NOTICE_SECONDS)):
         if pattern.search(text):
             due.setdefault(pattern, now + seconds)
-    return next((due[pattern] for pattern in (_ENGINE, _SAVING, _REWARD) if pattern in due), float("inf"))
+    return next(
+        (due[pattern] for pattern in (_NODE, _MEMORY, _ENGINE, _SAVING, _REWARD) if pattern in due), float("inf")
+    )
 
 
 @contextlib.contextmanager
@@ -194,7 +242,8 @@ def run(
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix="verl-"))  # short: Ray's socket paths must fit in 107 bytes
-    env = {**os.environ, "RAY_TMPDIR": str(temporary), MARK: str(log.parent), **(environment or {})}
+    own_ray = {} if os.environ.get("RAY_ADDRESS") else {"RAY_TMPDIR": str(temporary)}
+    env = {**os.environ, **own_ray, MARK: str(log.parent), **(environment or {})}
     _end_leftovers(log)
     print(f"  log: {log}", flush=True)
     screen = _Screen(name, total)
@@ -209,14 +258,14 @@ def run(
                 start_new_session=True,  # Ctrl-C reaches us alone; we end the child
                 preexec_fn=die_with_parent,
             )
-            read, due = 0, {}
+            read, due, ours = 0, {}, set()
             while child.poll() is None:
                 screen.show(watch())
                 with log.open("rb") as f:
                     f.seek(read)
                     text = f.read().decode(errors="replace")
                     read = f.tell()
-                if time.monotonic() > _deadline(text, due):
+                if time.monotonic() > _deadline(text, due, ours):
                     break
                 time.sleep(POLL_SECONDS)
             code = child.poll()

@@ -99,6 +99,7 @@ class Settings:
     MAX_RESPONSE_LENGTH: int = _setting("tokens", _positive)
     # hardware
     N_GPUS: int = _setting("GPUs of this machine (on the cpu stack: processes that play one)", _positive)
+    NNODES: int = _setting("machines with N_GPUS each; more than one: of the Ray cluster at RAY_ADDRESS", _positive)
     MAX_TOKENS_PER_GPU: int = _setting("in one forward pass, padding left out; 0: MICRO_BATCH_SIZE", _not_negative)
     MICRO_BATCH_SIZE: int = _setting("dpo, MAX_TOKENS_PER_GPU=0: sequences a GPU in one forward pass", _positive)
     GPU_MEMORY_UTILIZATION: float = _setting("share of GPU memory for vLLM", _fraction)
@@ -119,8 +120,13 @@ class Settings:
     LOGGER: str = _setting("more verl loggers beside console and file, e.g. wandb,tensorboard")
 
     @property
+    def world_size(self) -> int:
+        """GPUs that RL trains on: of all machines."""
+        return self.N_GPUS * self.NNODES
+
+    @property
     def train_file(self) -> Path:
-        return Path(self.TRAIN_FILE) if self.TRAIN_FILE else self.data_dir / "train.parquet"
+        return Path(self.TRAIN_FILE).absolute() if self.TRAIN_FILE else self.data_dir / "train.parquet"
 
     @property
     def task_dir(self) -> Path:
@@ -219,7 +225,7 @@ class Command:
 
 def artifacts() -> Path:
     """Where everything that a run writes goes."""
-    return Path(os.environ.get("ARTIFACTS", ROOT / "artifacts"))
+    return Path(os.environ.get("ARTIFACTS", ROOT / "artifacts")).absolute()  # workers of a cluster run elsewhere
 
 
 def judge_settings() -> dict[str, str]:
@@ -292,8 +298,11 @@ def _check_together(settings: Settings) -> None:
             f"MAX_TOKENS_PER_GPU={settings.MAX_TOKENS_PER_GPU}: less than MAX_PROMPT_LENGTH + MAX_RESPONSE_LENGTH = "
             f"{settings.MAX_PROMPT_LENGTH + settings.MAX_RESPONSE_LENGTH}, one sequence"
         )
-    if settings.MINI_BATCH_SIZE * settings.ROLLOUT_N % settings.N_GPUS:
-        raise SettingsError(f"N_GPUS={settings.N_GPUS}: must divide MINI_BATCH_SIZE x ROLLOUT_N")
+    if settings.MINI_BATCH_SIZE * settings.ROLLOUT_N % settings.world_size:
+        machines = f" x NNODES={settings.NNODES}" if settings.NNODES > 1 else ""
+        raise SettingsError(f"N_GPUS={settings.N_GPUS}{machines}: must divide MINI_BATCH_SIZE x ROLLOUT_N")
+    if settings.METHOD == "dpo" and settings.NNODES > 1:
+        raise SettingsError(f"NNODES={settings.NNODES}: METHOD=dpo trains on one machine; leave NNODES out")
     if settings.METHOD == "dpo" and settings.TRAIN_BATCH_SIZE % settings.N_GPUS:
         raise SettingsError(f"N_GPUS={settings.N_GPUS}: must divide TRAIN_BATCH_SIZE={settings.TRAIN_BATCH_SIZE}")
     if settings.METHOD == "dpo" and settings.REWARD_MODEL:

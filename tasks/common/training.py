@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from tasks.common import verl_config, verl_generations
+from tasks.common import cluster, verl_config, verl_generations
 from tasks.common.data import DataError
 from tasks.common.model import resolve_model
 from tasks.common.process import Progress, StageFailed, run
@@ -29,7 +29,7 @@ from tasks.common.settings import Settings, SettingsError, method
 def check(s: Settings, arguments: list[str]) -> None:
     """Say what cannot work before anything starts. Raises SettingsError; prints warnings."""
     compute_score_of(s)
-    rounds(s, arguments)  # a wrong RUN is said now
+    last_round = rounds(s, arguments)[-1]  # a wrong RUN is said now
     if s.METHOD == "dpo":
         if arguments:
             raise SettingsError(f"ARGS={' '.join(arguments)}: are verl's; METHOD=dpo trains with TRL")
@@ -44,6 +44,8 @@ def check(s: Settings, arguments: list[str]) -> None:
         raise SettingsError(problem)
     if warning := getattr(method(s.METHOD), "warning", lambda config: None)(config):
         print(f"warning: {warning}")
+    if last_step(last_round) < s.STEPS:
+        cluster.join(s)
 
 
 # ---- stages --------------------------------------------------------------------------------------------------------
@@ -98,9 +100,15 @@ def _round(seeded: Settings, s: Settings, arguments: list[str], number: int, sta
         command = [*_torchrun(s), "-m", "tasks.common.dpo", start, str(pairs), str(run_dir)]
         _train("DPO", run_dir, command, s.STEPS, ("loss", "train/loss"), environment(seeded))
     else:
+        extra = _trainer_module(s) | {"VERL_FILE_LOGGER_PATH": str(next_metrics_file(run_dir))}
         overrides = verl_config.rl_overrides(seeded, start, run_dir) + arguments
+        overrides = verl_config.sent_environment(environment(seeded) | extra) + overrides
         command = [sys.executable, "-m", "verl.trainer.main_ppo", *verl_config.HYDRA, *overrides]
-        _train(s.METHOD.upper(), run_dir, command, s.STEPS, ("reward", "critic/score/mean"), _trainer_module(s))
+        nodes = cluster.join(s)
+        try:
+            _train(s.METHOD.upper(), run_dir, command, s.STEPS, ("reward", "critic/score/mean"), extra)
+        except StageFailed as error:
+            raise cluster.explained(error, nodes) from error
         if warning := getattr(method(s.METHOD), "warning_after", lambda metrics: None)(read_metrics(run_dir)):
             print(f"  warning: {warning}")
     return f"{s.STEPS} steps in {run_dir}"

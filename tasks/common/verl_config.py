@@ -9,7 +9,7 @@ import importlib.util
 import os
 from pathlib import Path
 
-from tasks.common import reward_model, verl_generations
+from tasks.common import cluster, reward_model, verl_generations
 from tasks.common.memory import GIB, Plan
 from tasks.common.settings import ROOT, Settings, SettingsError, method
 
@@ -83,12 +83,27 @@ def _micro_batches(s: Settings) -> list[str]:
             "actor_rollout_ref.actor.use_dynamic_bsz=True",
             f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={s.MAX_TOKENS_PER_GPU}",
         ]
-    micro = micro_batch(s.MICRO_BATCH_SIZE, s.MINI_BATCH_SIZE * s.ROLLOUT_N // s.N_GPUS)
+    micro = micro_batch(s.MICRO_BATCH_SIZE, s.MINI_BATCH_SIZE * s.ROLLOUT_N // s.world_size)
     return [
         f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={micro}",
         f"actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu={micro}",
         f"actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu={micro}",
     ]
+
+
+def _ray(s: Settings) -> list[str]:
+    """A Ray of this machine; nothing where Ray itself joins the one at RAY_ADDRESS. Raises SettingsError."""
+    if cluster.address(s.NNODES):
+        return []
+    return ["+ray_kwargs.ray_init.include_dashboard=False", *stack_overrides("STACK_RAY_OVERRIDES")]
+
+
+def sent_environment(environment: dict[str, str]) -> list[str]:
+    """Overrides that bring ``environment`` to a cluster's workers, which else have that of `ray start` alone."""
+    if not os.environ.get("RAY_ADDRESS"):
+        return []
+    sent = cluster.sent(environment).items()
+    return [f"+ray_kwargs.ray_init.runtime_env.env_vars.{name}={_quoted(value)}" for name, value in sent]
 
 
 def rl_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
@@ -130,7 +145,7 @@ def rl_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
         f"trainer.total_training_steps={s.STEPS}",
         "trainer.total_epochs=1000000",  # STEPS ends the training
         f"trainer.n_gpus_per_node={s.N_GPUS}",
-        "trainer.nnodes=1",
+        f"trainer.nnodes={s.NNODES}",
         f"trainer.project_name={s.TASK}",
         f"trainer.experiment_name={_quoted(run_dir.name)}",
         f"trainer.logger={_loggers(s)}",
@@ -141,12 +156,13 @@ def rl_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
         "trainer.v1.trainer_mode=task",  # tasks/common/verl_trainer.py
         "trainer.val_before_train=False",
         "trainer.test_freq=-1",
+        # Between GPUs; with one, verl would spend a second a step on it (1,024 rollouts).
+        f"trainer.balance_batch={s.world_size > 1}",
     ]
-    ray = ["+ray_kwargs.ray_init.include_dashboard=False"]
     stack = stack_overrides("STACK_OVERRIDES", "STACK_RL_OVERRIDES")
     batches = _micro_batches(s)
     method_ = method(s.METHOD).overrides(s)
-    overrides = [*data, *model_, *actor, *batches, *rollout, *reward, *trainer, *ray, *stack, *method_]
+    overrides = [*data, *model_, *actor, *batches, *rollout, *reward, *trainer, *_ray(s), *stack, *method_]
     return verl_generations.translated(overrides, "ppo_trainer", s)
 
 

@@ -57,6 +57,9 @@ reward.reward_model.rollout.free_cache_engine=False
 +reward.reward_model.rollout.enable_sleep_mode=False
 transfer_queue.backend.SimpleStorage.num_data_storage_units=1
 data.dataloader_num_workers=0
+"
+# Of a Ray that the training starts itself; a cluster has been told by `ray start`.
+STACK_RAY_OVERRIDES="
 +ray_kwargs.ray_init.num_gpus=$N_GPUS
 ray_kwargs.ray_init.num_cpus=$((16 * N_GPUS))
 "
