@@ -85,9 +85,12 @@ def test_rl_composes_against_the_verl_of_the_stack(stack, version, method, chang
     function = reward["custom_reward_function"]
     assert (function["path"], function["name"]) == (str(s.task_dir / "reward.py"), "compute_score")
     assert function.get("reward_kwargs") == ({"variant": "strict"} if s.REWARD else None)
-    padded = stack != "a100"
+    padded = stack == "cpu"
     used = actor["use_remove_padding"], config["actor_rollout_ref"]["model"]["use_remove_padding"]
     assert used == (not padded, not padded)
+    tokens = (actor["ppo_max_token_len_per_gpu"], rollout["log_prob_max_token_len_per_gpu"])
+    assert actor["use_dynamic_bsz"] == rollout["log_prob_use_dynamic_bsz"] == (stack != "cpu")
+    assert stack == "cpu" or tokens == (s.MAX_TOKENS_PER_GPU, s.MAX_TOKENS_PER_GPU)
 
 
 @pytest.mark.parametrize(("stack", "version"), STACKS)
@@ -100,7 +103,7 @@ def test_sft_composes_against_the_verl_of_the_stack(stack, version, changes, mon
     assert config["model"]["lora_rank"] == s.LORA_RANK and config["trainer"]["seed"] == s.SEED
     # 0.6.1 removes the only checkpoint before it writes the next.
     assert config["trainer"]["max_ckpt_to_keep"] == (2 if version == "0.6.1" else 1)
-    assert config["model"]["use_remove_padding"] == (stack == "a100")
+    assert config["model"]["use_remove_padding"] == (stack != "cpu")
     if version == "0.6.1":
         longest = s.MAX_PROMPT_LENGTH + s.MAX_RESPONSE_LENGTH
         assert config["data"]["use_dynamic_bsz"]

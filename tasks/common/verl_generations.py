@@ -42,7 +42,8 @@ def _rl_of_061(s: Settings) -> list[str]:
 
 
 def _sft_of_061(s: Settings) -> list[str]:
-    # As many tokens as MICRO_BATCH_SIZE of the longest sequences have.
+    # As many tokens as MICRO_BATCH_SIZE of the longest sequences have: all their logits are there at once, since its SFT
+    # has no fused kernels, so MAX_TOKENS_PER_GPU would be too many.
     return [f"data.max_token_len_per_gpu={s.MICRO_BATCH_SIZE * (s.MAX_PROMPT_LENGTH + s.MAX_RESPONSE_LENGTH)}"]
 
 
@@ -77,7 +78,10 @@ DIFFERENCES = {
                 # A fixed number of sequences it takes by TensorDict.split, which torch 2.8 refuses for nested tensors.
                 "data.use_dynamic_bsz": "True",
             },
-            left_out=("trainer.n_gpus_per_node",),  # torchrun says it
+            left_out=(
+                "trainer.n_gpus_per_node",  # torchrun says it
+                "data.max_token_len_per_gpu",
+            ),
             needed=_sft_of_061,
         ),
     },
