@@ -42,8 +42,8 @@ def _rl_of_061(s: Settings) -> list[str]:
 
 
 def _sft_of_061(s: Settings) -> list[str]:
-    # As many tokens as MICRO_BATCH_SIZE of the longest sequences have: all their logits are there at once, since its SFT
-    # has no fused kernels, so MAX_TOKENS_PER_GPU would be too many.
+    # As many tokens as MICRO_BATCH_SIZE of the longest sequences have. Its SFT has no fused kernels: all logits of a
+    # pass are there at once, and MAX_TOKENS_PER_GPU would be too many.
     return [f"data.max_token_len_per_gpu={s.MICRO_BATCH_SIZE * (s.MAX_PROMPT_LENGTH + s.MAX_RESPONSE_LENGTH)}"]
 
 

@@ -9,9 +9,11 @@ from types import SimpleNamespace
 
 import torch
 import transfer_queue as tq
+from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1 import PPOTrainerSync, register_trainer
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+from verl.utils.transferqueue_utils import kv_batch_meta2batch_meta
 
 import tasks.common.verl_patches  # noqa: F401
 from tasks.common.patch import expect
@@ -74,8 +76,22 @@ class TaskTrainer(PPOTrainerSync):
         buffer._sync_metadata_from_transfer_queue = look_for_failures
         return buffer
 
+    # The workers would fetch the chat and the reward's details of each row too, as Python objects, which took about a
+    # quarter of their time (1,024 rollouts of a small model).
+    def _compute_old_log_prob(self, batch, metrics):
+        return super()._compute_old_log_prob(_tensors(batch), metrics)
+
+    def _compute_values(self, batch, metrics):
+        return super()._compute_values(_tensors(batch), metrics)
+
+    def _update_critic(self, batch, metrics):
+        return super()._update_critic(_tensors(batch), metrics)
+
+    def _update_actor(self, batch, metrics):
+        return super()._update_actor(_tensors(batch), metrics)
+
     def _compute_ref_log_prob(self, batch, metrics):
-        batch = super()._compute_ref_log_prob(batch, metrics)
+        batch = super()._compute_ref_log_prob(_tensors(batch), metrics)
         # trainer_base.py:1704 leaves it in the batch, for the critic, which has no adapter to leave out.
         batch.extra_info.pop("no_lora_adapter", None)
         return batch
@@ -110,3 +126,10 @@ class TaskTrainer(PPOTrainerSync):
         now, self.global_steps = self.global_steps, step
         self._save_checkpoint()
         self.global_steps = now
+
+
+def _tensors(batch: KVBatchMeta) -> KVBatchMeta:
+    """``batch`` with only those of its fields in TransferQueue that are tensors."""
+    schema = kv_batch_meta2batch_meta(batch).field_schema
+    batch.fields = [name for name, field in schema.items() if not field["is_non_tensor"]]
+    return batch
