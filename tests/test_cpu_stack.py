@@ -38,3 +38,17 @@ def test_a_patch_stops_in_one_line_when_its_line_of_verl_has_changed():
     assert result.returncode != 0
     last = result.stderr.strip().splitlines()[-1]
     assert "verl.utils.model.load_valuehead_model no longer contains `a line that verl never had`" in last
+
+
+def test_log_probs_of_verl_are_taken_in_one_operation():
+    result = in_verl(
+        "import torch\n"
+        "from verl.utils import torch_functional as f\n"
+        "torch.manual_seed(0)\n"
+        "logits = 5 * torch.randn(2, 7, 50)\n"
+        "labels = torch.randint(0, 50, (2, 7))\n"
+        "found = f.logprobs_from_logits(logits, labels)\n"
+        "exact = logits.double().log_softmax(-1).gather(-1, labels[..., None])[..., 0]\n"
+        "print(f.logprobs_from_logits_v2.__module__, tuple(found.shape), (found - exact).abs().max().item() < 1e-6)"
+    )
+    assert result.stdout.splitlines()[-1:] == ["tasks.common.stacks.cpu.verl_platform (2, 7) True"], result.stderr
