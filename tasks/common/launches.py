@@ -30,7 +30,7 @@ _NAME = (
 _SECRET = re.compile(_NAME, re.IGNORECASE)
 # In text: the name, then a value in quotes or up to a space; not a call, another variable or nothing.
 _ASSIGNED = re.compile(
-    rf"(?<![\w.-])({_NAME}[\"']?\s*[:=]\s*)"
+    rf"(?<![\w.-])({_NAME}[\"']?\s*(?:=|:(?![-=+?]))\s*)"
     r"(?!(?:null|none|true|false)\b)(\"[^\"\n]+\"|'[^'\n]+'|[^\s\"'$(){}\[\],;&|]+(?=[\s\"',;}\]&|]|$))",
     re.IGNORECASE | re.MULTILINE,
 )

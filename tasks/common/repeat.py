@@ -8,12 +8,13 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 from tasks.common import launches
 from tasks.common.launches import MASK
 from tasks.common.runs import last_step, lineage, named, recorded
-from tasks.common.settings import Command, SettingsError, artifacts, judge_settings
+from tasks.common.settings import Command, SettingsError, artifacts, judge_settings, load_settings
 
 SHOWN = 6  # packages in the warning
 
@@ -53,6 +54,23 @@ def variables(made: dict, judge: dict[str, str], name: str, environ: dict[str, s
     left_out = {*Command.__dataclass_fields__, "MAKEFLAGS", "MFLAGS", "MAKELEVEL"}
     kept = {key: value for key, value in environ.items() if key not in left_out}
     return kept | recorded_values | judge | {"RUN": name}
+
+
+def not_kept(made: dict, train_sh: Path, environ: dict[str, str]) -> list[str]:
+    """Variables that ``train_sh`` makes another value of than the recorded one: an empty one gets the default that it
+    has by now. Raises SettingsError; returns the variables of which the record does not know."""
+    output = subprocess.run(
+        ["bash", str(train_sh)], env=environ | {"STAGE": "environment"}, capture_output=True, text=True
+    )
+    if output.returncode:
+        raise SettingsError(f"{train_sh}: {(output.stderr.strip().splitlines() or ['failed'])[-1]}")
+    now = asdict(load_settings(dict(line.split("=", 1) for line in output.stdout.split("\0") if "=" in line)))
+    for key, value in made["settings"].items():
+        if key != "RUN" and now.get(key) != value:
+            raise SettingsError(
+                f"{key}={now.get(key)}: the run had {key}={value or '(none)'}, which {train_sh} changes"
+            )
+    return sorted(now.keys() - made["settings"].keys())
 
 
 def _same(given: str, value: str) -> bool:
@@ -125,13 +143,14 @@ def main() -> None:
     made, launch = check(run_dir)
     environ = variables(made, launch["judge"], next_name(run_dir), dict(os.environ))
     task_dir = Path(__file__).resolve().parents[1] / run_dir.parent.name
-    train_sh = str(task_dir / "train.sh")
-    if not Path(train_sh).is_file():
+    train_sh = task_dir / "train.sh"
+    if not train_sh.is_file():
         raise SettingsError(f"RUN={name}: its task is no more: there is no {train_sh}")
-    if not_as_it_was := differences(launch, launches.now(task_dir)):
+    unknown = [f"{key} (not in the record)" for key in not_kept(made, train_sh, environ)]
+    if not_as_it_was := differences(launch, launches.now(task_dir)) + unknown:
         print(f"warning: not as it was: {'; '.join(not_as_it_was)}")
     print(f"RUN={name} again, as RUN={environ['RUN']}", flush=True)
-    if code := subprocess.run(["bash", train_sh], env=environ | {"STAGE": "data"}).returncode:
+    if code := subprocess.run(["bash", str(train_sh)], env=environ | {"STAGE": "data"}).returncode:
         sys.exit(code)
     settings = made["settings"]
     now = launches.data_digests(
@@ -139,7 +158,7 @@ def main() -> None:
     )
     if changed := different_data(launch["data"], now):
         raise SettingsError(f"RUN={name}: was trained on other data than there is now ({changed} differ)")
-    os.execvpe("bash", ["bash", train_sh, *made["arguments"]], environ | {"STAGE": "train"})
+    os.execvpe("bash", ["bash", str(train_sh), *made["arguments"]], environ | {"STAGE": "train"})
 
 
 if __name__ == "__main__":
