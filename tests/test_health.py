@@ -56,7 +56,7 @@ def test_a_benchmark_without_reward_is_ill_in_three_ways():
     ill = findings(metrics, replace(SETTINGS, MAX_RESPONSE_LENGTH=256))
     by_rule = {rule: [finding.step for finding in ill if finding.rule == rule] for rule in {f.rule for f in ill}}
     steps = sorted(metrics)
-    assert by_rule == {"groups": steps, "truncation": steps, "reward": steps[2:]}
+    assert by_rule == {"zero_variance": steps, "truncation": steps, "no_reward": steps[2:]}
     assert [finding.step for finding in newest_by_rule(ill)] == [6, 6, 6]
     for finding, variable in zip(newest_by_rule(ill), ("ROLLOUT_N", "MAX_RESPONSE_LENGTH=256", "INIT"), strict=True):
         assert variable in finding.text and "\n" not in finding.text
@@ -75,12 +75,12 @@ def test_metrics_that_are_fine_or_missing_are_no_finding():
         ("nan", {"actor/grad_norm": float("nan")}, {"training/rollout_actor_probs_pearson_corr": float("nan")}),
         ("nan", {"critic/score/mean": float("inf")}, {"critic/score/mean": 1e9}),
         ("nan", {"train/loss": float("nan")}, {"train/loss": 0.0}),
-        ("entropy", {"actor/entropy": 0.0099}, {"actor/entropy": 0.0101}),
+        ("collapse", {"actor/entropy": 0.0099}, {"actor/entropy": 0.0101}),
         ("kl", {"actor/kl_loss": 0.11}, {"actor/kl_loss": 0.09}),
         ("kl", {"actor/reward_kl_penalty": 0.11}, {"actor/reward_kl_penalty": 0.09}),
-        ("gradient", {"actor/grad_norm": 5.1}, {"actor/grad_norm": 4.9}),
+        ("spike", {"actor/grad_norm": 5.1}, {"actor/grad_norm": 4.9}),
         (
-            "groups",
+            "zero_variance",
             {"critic/advantages/min": 0.0, "critic/advantages/max": 0.0},
             {"critic/advantages/min": 0.0, "critic/advantages/max": 0.1},
         ),
@@ -97,7 +97,7 @@ def test_a_rule_fires_at_its_step_and_not_short_of_it(rule, ill, fine):
 
 
 def test_a_spike_needs_steps_to_be_held_against():
-    assert found({5: {"actor/grad_norm": 100.0}}) == [] and found({6: {"actor/grad_norm": 100.0}}) == [("gradient", 6)]
+    assert found({5: {"actor/grad_norm": 100.0}}) == [] and found({6: {"actor/grad_norm": 100.0}}) == [("spike", 6)]
     silent = {step: {"actor/grad_norm": 0.0} for step in range(1, 19)}
     assert found(silent) == []  # the first gradients after none are no spike
 
@@ -110,7 +110,7 @@ def test_kl_below_the_band_counts_when_it_stays_there():
 
 def test_no_reward_counts_when_it_lasts_and_the_same_score_for_all_is_not_none():
     none = {"critic/score/min": 0.0, "critic/score/max": 0.0, "critic/score/mean": 0.0}
-    assert found({4: none, 5: none}) == [] and found({4: none, 5: none, 6: none}) == [("reward", 6)]
+    assert found({4: none, 5: none}) == [] and found({4: none, 5: none, 6: none}) == [("no_reward", 6)]
     all_right = {"critic/score/min": 1.0, "critic/score/max": 1.0, "critic/score/mean": 1.0}
     assert found({step: all_right for step in (4, 5, 6)}) == []
 

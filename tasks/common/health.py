@@ -37,7 +37,7 @@ def findings(metrics: dict[int, dict], s: Settings) -> list[Finding]:
     found = []
     for index, step in enumerate(steps):
         before, row = rows[max(0, index - BEFORE) : index], rows[index]
-        for rule in (_nan, _entropy, _kl, _gradient, _groups, _truncation, _reward):
+        for rule in (_nan, _collapse, _kl, _spike, _zero_variance, _truncation, _no_reward):
             found += [Finding(rule.__name__[1:], step, text) for text in rule(row, before, s)]
     return found
 
@@ -57,7 +57,7 @@ def _nan(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
         yield f"{', '.join(names[:3])}: not a finite number; the training has diverged, or a reward is none: lower LR"
 
 
-def _entropy(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
+def _collapse(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
     if (value := row.get("actor/entropy", 1.0)) < ENTROPY:
         yield (
             f"entropy {value:.4f} < {ENTROPY}: the policy has collapsed, its samples are all alike; lower LR, set "
@@ -85,7 +85,7 @@ def _kl(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
         )
 
 
-def _gradient(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
+def _spike(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
     norms = [each["actor/grad_norm"] for each in before if each.get("actor/grad_norm", 0.0) > 0]
     value = row.get("actor/grad_norm", 0.0)
     if len(norms) >= SPIKE_STEPS and SPIKE * median(norms) < value < math.inf:
@@ -95,12 +95,12 @@ def _gradient(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
         )
 
 
-def _groups(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
+def _zero_variance(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
     # GRPO's advantages are 0 in a group whose scores are all the same. A critic's are not.
     ends = [row.get(f"critic/advantages/{end}") for end in ("min", "max")]
     if s.METHOD != "ppo" and s.ROLLOUT_N > 1 and ends == [0, 0]:
         yield (
-            "all advantages are 0: in every group the samples have the same score, so nothing was learned; raise "
+            "all advantages are 0: in every group the samples have the same score, which teaches nothing; raise "
             "ROLLOUT_N or TEMPERATURE, or train on the prompts with signal (make probe FILTER=1, TRAIN_FILE)"
         )
 
@@ -115,7 +115,7 @@ def _truncation(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
         )
 
 
-def _reward(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
+def _no_reward(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
     last = [*before, row][-REWARD_STEPS:]
     names = [f"critic/score/{name}" for name in ("min", "max")]
     if len(last) == REWARD_STEPS and all(each.get(name) == 0 for each in last for name in names):

@@ -118,8 +118,10 @@ def _round(seeded: Settings, s: Settings, arguments: list[str], number: int, sta
             raise cluster.explained(error, nodes) from error
         if warning := getattr(method(s.METHOD), "warning_after", lambda metrics: None)(read_metrics(run_dir)):
             print(f"  warning: {warning}")
-    for finding in health.newest_by_rule(health.findings(read_metrics(run_dir), s)):
-        print(f"  warning: step {finding.step}: {finding.text}")
+    found = health.findings(read_metrics(run_dir), s)
+    for finding in health.newest_by_rule(found):
+        times = sum(finding.rule == each.rule for each in found)
+        print(f"  warning: step {finding.step}{f' and {times - 1} before' if times > 1 else ''}: {finding.text}")
     return f"{s.STEPS} steps in {run_dir}"
 
 
@@ -197,4 +199,4 @@ def _progress(metrics: Path, start: int, s: Settings, name: str, key: str) -> Pr
 def _ill(run_dir: Path, last: int, s: Settings) -> str:
     """The newest finding up to the step ``last``, in two words; empty if there is none."""
     found = health.findings({step: data for step, data in read_metrics(run_dir).items() if step <= last}, s)
-    return f", {found[-1].rule} (step {found[-1].step})" if found else ""
+    return f", {found[-1].rule.replace('_', ' ')} (step {found[-1].step})" if found else ""
