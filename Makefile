@@ -32,6 +32,11 @@ ifneq ($(filter $(STAGES) bench bench_training,$(MAKECMDGOALS)),)
     $(error TASK=$(TASK): no such task; there are: $(TASKS))
   endif
 endif
+ifneq ($(filter repeat runs diff,$(MAKECMDGOALS)),)
+  ifneq ($(filter-out $(TASKS),$(TASK)),)
+    $(error TASK=$(TASK): no such task; there are: $(TASKS))
+  endif
+endif
 ifneq ($(filter new,$(MAKECMDGOALS)),)
   ifeq ($(TASK),)
     $(error TASK is empty; give the new task a name: make new TASK=my_task)
@@ -48,7 +53,7 @@ COOKIECUTTER = 'import sys; sys.tracebacklimit = 0; import cookiecutter.cli as c
 WHOLE := $(filter train dpo all,$(MAKECMDGOALS))
 NUMBER = $(if $(WHOLE),[1/$$(GOAL=$(WHOLE) STAGE=count bash tasks/$(TASK)/train.sh)] )
 
-.PHONY: help install lock bench bench_training bench_rewards new json_to_parquet test test-all lint format clean cluster-status $(STAGES)
+.PHONY: help install lock bench bench_training bench_rewards new json_to_parquet test test-all lint format clean cluster-status repeat runs diff $(STAGES)
 
 help: ## this text
 	@echo 'make TARGET TASK=<$(subst $() ,|,$(TASKS))> [VARIABLE=value ...] [ARGS="hydra.key=value ..."]'
@@ -88,6 +93,14 @@ $(filter-out train dpo all,$(STAGES)):
 train dpo all:
 	@[[ $$(stat -c %Y $(INSTALLED) 2>/dev/null || echo 0) -ge $(STARTED) ]] || echo "$(NUMBER)install: up to date"
 	@$(RUN_STAGE)
+
+repeat: $(INSTALLED) ## train again as RUN was, from its record, into a run of another name (docs/RUNS.md)
+	@PYTHONPATH=. PYTHON='$(PYTHON)' '$(PYTHON)' -m tasks.common.repeat
+
+runs: $(INSTALLED) ## all runs, or those of TASK: steps, reward, accuracy, when and how long
+diff: $(INSTALLED) ## RUN=a,b: what differs between two runs in settings, code, packages and results
+runs diff:
+	@PYTHONPATH=. '$(PYTHON)' -m tasks.common.overview $@
 
 bench: ## throughput of our sampling beside plain LLM.generate, in one run; ARGS="--out file.json"
 bench_training: ## a GRPO step with our settings, with those of verl's example and with naive ones; ARGS="--help"

@@ -26,7 +26,7 @@ def test_help_lists_every_variable_and_target():
     text = make("help").stdout
     for name in Settings.__dataclass_fields__:
         assert name in text
-    for target in ("install", "new", "train", "data", "eval", "config", "test", "lint"):
+    for target in ("install", "new", "train", "data", "eval", "config", "test", "lint", "repeat", "runs", "diff"):
         assert f"  {target}" in text
 
 

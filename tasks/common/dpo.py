@@ -21,6 +21,7 @@ from peft import LoraConfig
 from transformers import TrainerCallback
 from trl import DPOConfig, DPOTrainer
 
+from tasks.common import launches
 from tasks.common.data import DataError, written_beside
 from tasks.common.pairs import TokenPair, token_pairs
 from tasks.common.prepare import load_tokenizer
@@ -182,6 +183,8 @@ def train(s: Settings, start: str, pairs: str, run_dir: Path, metrics: Path) -> 
         peft_config=LoraConfig(**adapter) if s.LORA_RANK else None,
     )
     if trainer.is_world_process_zero():
+        for launch in launches.launches(run_dir)[-1:]:
+            launches.write_config(launch, config.to_dict())
         print(f"{len(kept)} pairs of {pairs} ({reasons})", flush=True)
         remove_unfinished(run_dir)
     # The device of a process of several on the CPU is cpu:0 by accelerate, a place that torch.load does not know.

@@ -9,6 +9,9 @@ if [[ ${STAGE:-} == count ]]; then # of `make train`: install, data, model, (sft
 elif [[ ${STAGE:-} == default_model ]]; then
   echo "$MODEL"
   exit
+elif [[ ${STAGE:-} == environment ]]; then # what a stage would get (tasks/common/repeat.py)
+  env -0
+  exit
 fi
 export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
 VENV=$ROOT/.venv-$STACK

@@ -1,12 +1,15 @@
 """What is on disk of a run: its folder, checkpoints and metrics. DPO (tasks/common/dpo.py) writes them as verl does."""
 
+import difflib
 import json
+import math
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 from tasks.common.data import write_json
+from tasks.common.launches import masked
 from tasks.common.merge import merge
-from tasks.common.settings import REPORTING, Settings, SettingsError
+from tasks.common.settings import REPORTING, Settings, SettingsError, artifacts
 
 
 def read_json(path: Path) -> dict:
@@ -27,7 +30,8 @@ def read_metrics(run_dir: Path) -> dict[int, dict]:
     for file in sorted((run_dir / "metrics").glob("*.jsonl")):
         for line in file.read_text().split("\n")[:-1]:
             record = json.loads(line)
-            metrics[record["step"]] = record["data"]
+            data = record["data"]
+            metrics[record["step"]] = {name: math.nan if value is None else value for name, value in data.items()}
     return metrics
 
 
@@ -40,13 +44,31 @@ def next_metrics_file(run_dir: Path) -> Path:
 
 def record(run_dir: Path, kind: str, mark: str, s: Settings, start: str, arguments: list[str]) -> None:
     """Note in ``run_dir`` what it is made with: ``kind`` ("rl" or "sft"), settings, the model it starts from."""
-    values = {"kind": kind, "fingerprint": mark, "settings": asdict(s), "arguments": arguments, "start": start}
+    values = {"kind": kind, "fingerprint": mark, "settings": asdict(s), "start": start}
+    values["arguments"] = [masked(argument) for argument in arguments]
     write_json(run_dir / "settings.json", values)
 
 
 def recorded(run_dir: Path) -> dict:
     """What ``record`` noted; empty where nothing was."""
     return read_json(run_dir / "settings.json")
+
+
+def all_runs(task: str = "") -> list[Path]:
+    """Folders of the runs of ``task`` (empty: of every task), by task and name."""
+    return [run for run in sorted((artifacts() / "runs").glob(f"{task or '*'}/*")) if "settings" in recorded(run)]
+
+
+def named(name: str, task: str = "") -> Path:
+    """The run called ``name``, of ``task`` if that is given. Raises SettingsError, with the names that are near."""
+    found = [run for run in all_runs(task) if run.name == name]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise SettingsError(f"RUN={name}: {' and '.join(run.parent.name for run in found)} have one; set TASK")
+    near = difflib.get_close_matches(name, {run.name for run in all_runs(task)})
+    hint = f"is it {' or '.join(near)}? " if near else ""
+    raise SettingsError(f"RUN={name}: no such run in {artifacts() / 'runs' / task}; {hint}`make runs` lists all")
 
 
 def tracker(run_dir: Path) -> Path:

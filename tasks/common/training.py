@@ -1,5 +1,6 @@
 """The stages that train: SFT warm-up, RL with verl, DPO with TRL, and rounds of self-play over them."""
 
+import functools
 import importlib.metadata
 import json
 import os
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from tasks.common import cluster, verl_config, verl_generations
+from tasks.common import cluster, health, launches, verl_config, verl_generations
 from tasks.common.data import DataError
 from tasks.common.model import resolve_model
 from tasks.common.process import Progress, StageFailed, run
@@ -74,7 +75,8 @@ def sft(s: Settings) -> str:
     record(run_dir, "sft", s.sft_fingerprint(), s, start, [])
     overrides = verl_config.sft_overrides(s, start, run_dir, demonstrations)
     command = [*_torchrun(s), "-m", "verl.trainer.sft_trainer", *verl_config.HYDRA, *overrides]
-    _train("SFT", run_dir, command, s.SFT_STEPS, ("loss", "train/loss"))
+    launches.begin(run_dir, s, command, verl_config.resolved("sft_trainer_engine", overrides))
+    _train("SFT", run_dir, command, s, s.SFT_STEPS, ("loss", "train/loss"))
     return f"{s.SFT_STEPS} steps on {count} demonstrations, loss {read_metrics(run_dir)[s.SFT_STEPS]['train/loss']:.3f}"
 
 
@@ -101,19 +103,25 @@ def _round(seeded: Settings, s: Settings, arguments: list[str], number: int, sta
     if s.METHOD == "dpo":
         pairs = _pairs(seeded, start, run_dir)
         command = [*_torchrun(s), "-m", "tasks.common.dpo", start, str(pairs), str(run_dir)]
-        _train("DPO", run_dir, command, s.STEPS, ("loss", "train/loss"), environment(seeded))
+        launches.begin(run_dir, seeded, command)
+        _train("DPO", run_dir, command, s, s.STEPS, ("loss", "train/loss"), environment(seeded))
     else:
         extra = _trainer_module(s) | {"VERL_FILE_LOGGER_PATH": str(next_metrics_file(run_dir))}
         overrides = verl_config.rl_overrides(seeded, start, run_dir) + arguments
         overrides = verl_config.sent_environment(environment(seeded) | extra) + overrides
         command = [sys.executable, "-m", "verl.trainer.main_ppo", *verl_config.HYDRA, *overrides]
         nodes = cluster.join(s)
+        launches.begin(run_dir, seeded, command, verl_config.resolved("ppo_trainer", overrides))
         try:
-            _train(s.METHOD.upper(), run_dir, command, s.STEPS, ("reward", "critic/score/mean"), extra)
+            _train(s.METHOD.upper(), run_dir, command, s, s.STEPS, ("reward", "critic/score/mean"), extra)
         except StageFailed as error:
             raise cluster.explained(error, nodes) from error
         if warning := getattr(method(s.METHOD), "warning_after", lambda metrics: None)(read_metrics(run_dir)):
             print(f"  warning: {warning}")
+    found = health.findings(read_metrics(run_dir), s)
+    for finding in health.newest_by_rule(found):
+        times = sum(finding.rule == each.rule for each in found)
+        print(f"  warning: step {finding.step}{f' and {times - 1} before' if times > 1 else ''}: {finding.text}")
     return f"{s.STEPS} steps in {run_dir}"
 
 
@@ -152,7 +160,13 @@ def _trainer_module(s: Settings) -> dict[str, str]:
 
 
 def _train(
-    name: str, run_dir: Path, command: list[str], total: int, shown: tuple[str, str], extra: dict | None = None
+    name: str,
+    run_dir: Path,
+    command: list[str],
+    s: Settings,
+    total: int,
+    shown: tuple[str, str],
+    extra: dict | None = None,
 ) -> None:
     """Run a trainer to step ``total``; the progress line shows ``shown``: a name and the trainer's metric."""
     metrics = next_metrics_file(run_dir)
@@ -163,17 +177,26 @@ def _train(
         name=name,
         log=log,
         total=total,
-        watch=lambda: _progress(metrics, start, *shown),
+        watch=lambda: _progress(metrics, start, s, *shown),
         environment={**(extra or {}), "VERL_FILE_LOGGER_PATH": str(metrics)},
     )
     if last_step(run_dir) < total:
         raise StageFailed(f"{name} ended without a checkpoint of step {total}\n  log: {log}")
 
 
-def _progress(metrics: Path, start: int, name: str, key: str) -> Progress:
-    """The last step that was logged, with its metric ``key`` shown as ``name``."""
+def _progress(metrics: Path, start: int, s: Settings, name: str, key: str) -> Progress:
+    """The last step that was logged, with its metric ``key`` shown as ``name``, and what is ill by then."""
     lines = metrics.read_bytes().split(b"\n")[:-1] if metrics.exists() else []
     if not lines:
         return Progress(start, " starting the engines")
     step = json.loads(lines[-1])
-    return Progress(step["step"], f" {name} {step['data'][key]:.3f}")
+    value = step["data"][key]
+    shown = "nan" if value is None else f"{value:.3f}"  # verl writes NaN as null
+    return Progress(step["step"], f" {name} {shown}{_ill(metrics.parents[1], step['step'], s)}")
+
+
+@functools.lru_cache(1)  # asked twice a second, for the same step
+def _ill(run_dir: Path, last: int, s: Settings) -> str:
+    """The newest finding up to the step ``last``, in two words; empty if there is none."""
+    found = health.findings({step: data for step, data in read_metrics(run_dir).items() if step <= last}, s)
+    return f", {found[-1].rule.replace('_', ' ')} (step {found[-1].step})" if found else ""

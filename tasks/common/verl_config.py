@@ -221,6 +221,13 @@ def compose(config_name: str, overrides: list[str], package: Path | None = None)
             raise SettingsError(f"verl's config refuses an override (ARGS?): {' '.join(str(error).split())}") from error
 
 
+def resolved(config_name: str, overrides: list[str]) -> dict:
+    """``compose`` as plain values, every reference followed."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_container(compose(config_name, overrides), resolve=True)
+
+
 def check(config) -> None:
     """Raise SettingsError for what verl would accept in ``config`` (of "ppo_trainer") and do otherwise than it says."""
     kl, actor = config.algorithm.kl_ctrl.kl_coef, config.actor_rollout_ref.actor

@@ -1,0 +1,125 @@
+"""Rules over the metrics of an RL training: each says at which step it looks ill, why that may be, and what to turn.
+
+The names are verl's, the same in both versions that the stacks have, and tell of the whole batch: that all groups are
+without variance is seen from the advantages, how many of them are is not known.
+"""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import median
+
+from tasks.common.settings import Settings
+
+ENTROPY = 0.01  # nats a token
+KL = (1e-4, 0.1)  # to the reference model
+KL_STEPS = 10  # in a row below the band: at the start the policy is the reference
+SPIKE = 5  # times the median gradient norm of the steps before
+SPIKE_STEPS = 5  # that there must be before
+BEFORE = 50  # so many steps before a step are looked at
+TRUNCATED = 0.3  # share of the responses
+REWARD_STEPS = 3  # in a row with no reward at all
+
+
+@dataclass(frozen=True)
+class Finding:
+    """``rule`` fired at ``step``; ``text`` says what was seen, the likely cause and the variable to turn."""
+
+    rule: str
+    step: int
+    text: str
+
+
+def findings(metrics: dict[int, dict], s: Settings) -> list[Finding]:
+    """What is ill in ``metrics`` (``runs.read_metrics``: by step) of a training with ``s``, in order of the steps."""
+    steps = sorted(metrics)
+    rows = [metrics[step] for step in steps]
+    found = []
+    for index, step in enumerate(steps):
+        before, row = rows[max(0, index - BEFORE) : index], rows[index]
+        for rule in (_nan, _collapse, _kl, _spike, _zero_variance, _truncation, _no_reward):
+            found += [Finding(rule.__name__[1:], step, text) for text in rule(row, before, s)]
+    return found
+
+
+def newest_by_rule(found: list[Finding]) -> list[Finding]:
+    """The last finding of each rule, in order of the steps."""
+    return sorted({finding.rule: finding for finding in found}.values(), key=lambda finding: finding.step)
+
+
+# ---- rules: what they say of a step, given the steps before it
+
+
+def _nan(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
+    trained = ("actor/", "critic/", "train/")
+    names = [n for n, v in row.items() if n.startswith(trained) and isinstance(v, float) and not math.isfinite(v)]
+    if names:
+        yield f"{', '.join(names[:3])}: not a finite number; the training has diverged, or a reward is none: lower LR"
+
+
+def _collapse(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
+    if (value := row.get("actor/entropy", 1.0)) < ENTROPY:
+        yield (
+            f"entropy {value:.4f} < {ENTROPY}: the policy has collapsed, its samples are all alike; lower LR, set "
+            "KL_COEF, or raise TEMPERATURE"
+        )
+
+
+def _kl_of(row: dict) -> float | None:
+    """KL to the reference model: of the loss (GRPO and its kin), or of the penalty on the reward (PPO)."""
+    return row.get("actor/kl_loss", row.get("actor/reward_kl_penalty"))
+
+
+def _kl(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
+    low, high = KL
+    value = _kl_of(row)
+    if value is None:  # without a KL term there is no reference model, and nothing is known
+        return
+    if value > high:
+        yield f"KL to the start {value:.3f} > {high}: the policy has left its start; lower LR, or raise KL_COEF"
+    last = [_kl_of(each) for each in [*before, row][-KL_STEPS:]]
+    if len(last) == KL_STEPS and all(each is not None and abs(each) < low for each in last):
+        yield (
+            f"KL to the start below {low:g} for {KL_STEPS} steps: the policy hardly moves; raise LR, or lower "
+            f"KL_COEF={s.KL_COEF:g}"
+        )
+
+
+def _spike(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
+    norms = [each["actor/grad_norm"] for each in before if each.get("actor/grad_norm", 0.0) > 0]
+    value = row.get("actor/grad_norm", 0.0)
+    if len(norms) >= SPIKE_STEPS and SPIKE * median(norms) < value < math.inf:
+        yield (
+            f"gradient norm {value:.3g}, {value / median(norms):.1f} times its median before: an unstable step; lower "
+            "LR, or raise TRAIN_BATCH_SIZE"
+        )
+
+
+def _zero_variance(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
+    # GRPO's advantages are 0 in a group whose scores are all the same. A critic's are not.
+    ends = [row.get(f"critic/advantages/{end}") for end in ("min", "max")]
+    if s.METHOD != "ppo" and s.ROLLOUT_N > 1 and ends == [0, 0]:
+        yield (
+            "all advantages are 0: in every group the samples have the same score, which teaches nothing; raise "
+            "ROLLOUT_N or TEMPERATURE, or train on the prompts with signal (make probe FILTER=1, TRAIN_FILE)"
+        )
+
+
+def _truncation(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
+    # verl counts the responses as long as the longest of the batch; they are cut off where that is the limit.
+    share, longest = row.get("response_length/clip_ratio", 0.0), row.get("response_length/max", 0)
+    if share > TRUNCATED and longest >= s.MAX_RESPONSE_LENGTH:
+        yield (
+            f"{share:.0%} of the responses are cut off at MAX_RESPONSE_LENGTH={s.MAX_RESPONSE_LENGTH}: too short, or "
+            "the policy does not end; raise it, or warm up with INIT=sft"
+        )
+
+
+def _no_reward(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
+    last = [*before, row][-REWARD_STEPS:]
+    names = [f"critic/score/{name}" for name in ("min", "max")]
+    if len(last) == REWARD_STEPS and all(each.get(name) == 0 for each in last for name in names):
+        yield (
+            f"no reward in {REWARD_STEPS} steps: the task is too hard for this start, or its answers are not "
+            "recognised; warm up with INIT=sft, take DIFFICULTY=easy, and look at the rollouts"
+        )

@@ -1,0 +1,135 @@
+"""Health rules: on the metrics of real trainings (docs/results), and on such as each rule is about."""
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from tasks.common.health import findings, newest_by_rule
+from tasks.common.runs import read_metrics
+from tasks.common.settings import ROOT, load_settings
+from tests.test_settings import VALUES
+
+SETTINGS = replace(load_settings(VALUES), MAX_RESPONSE_LENGTH=64, KL_COEF=0.01)
+FINE = {
+    "actor/entropy": 0.3,
+    "actor/grad_norm": 1.0,
+    "critic/score/mean": 0.4,
+    "critic/score/min": 0.0,
+    "critic/score/max": 1.0,
+    "critic/advantages/min": -1.5,
+    "critic/advantages/max": 1.5,
+    "response_length/clip_ratio": 0.02,
+    "response_length/max": 50.0,
+}
+
+
+def real(name: str) -> dict[int, dict]:
+    lines = (ROOT / f"docs/results/h200-{name}.metrics.jsonl").read_text().splitlines()
+    return {record["step"]: record["data"] for record in map(json.loads, lines)}
+
+
+def found(changes: dict[int, dict], steps: int = 20, **settings) -> list[tuple[str, int]]:
+    metrics = {step: FINE | changes.get(step, {}) for step in range(1, steps + 1)}
+    return [(finding.rule, finding.step) for finding in findings(metrics, replace(SETTINGS, **settings))]
+
+
+# ---- real trainings
+
+
+@pytest.mark.parametrize("name", ["countdown-grpo", "gsm8k-grpo", "tool_calling-grpo", "countdown-dpo"])
+def test_nothing_is_said_of_a_training_that_went_well(name):
+    assert findings(real(name), SETTINGS) == []
+
+
+def test_the_longest_of_a_batch_are_not_cut_off_below_the_limit():
+    """verl pads to the longest of the batch, and its clip_ratio counts those: here 63 % have all of 19 tokens."""
+    metrics = real("econ_agent-grpo")
+    assert metrics[11]["response_length/clip_ratio"] > 0.6 and metrics[11]["response_length/max"] == 19
+    assert findings(metrics, SETTINGS) == []
+    cut_off = findings(metrics, replace(SETTINGS, MAX_RESPONSE_LENGTH=19))
+    assert [(finding.rule, finding.step) for finding in cut_off] == [("truncation", step) for step in (9, 11, 12)]
+
+
+def test_a_benchmark_without_reward_is_ill_in_three_ways():
+    metrics = real("step-ours")
+    ill = findings(metrics, replace(SETTINGS, MAX_RESPONSE_LENGTH=256))
+    by_rule = {rule: [finding.step for finding in ill if finding.rule == rule] for rule in {f.rule for f in ill}}
+    steps = sorted(metrics)
+    assert by_rule == {"zero_variance": steps, "truncation": steps, "no_reward": steps[2:]}
+    assert [finding.step for finding in newest_by_rule(ill)] == [6, 6, 6]
+    for finding, variable in zip(newest_by_rule(ill), ("ROLLOUT_N", "MAX_RESPONSE_LENGTH=256", "INIT"), strict=True):
+        assert variable in finding.text and "\n" not in finding.text
+
+
+# ---- each rule, at its edge
+
+
+def test_metrics_that_are_fine_or_missing_are_no_finding():
+    assert found({}) == [] == findings({}, SETTINGS) == findings({1: {}, 2: {"timing_s/step": 1.0}}, SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("rule", "ill", "fine"),
+    [
+        ("nan", {"actor/grad_norm": float("nan")}, {"training/rollout_actor_probs_pearson_corr": float("nan")}),
+        ("nan", {"critic/score/mean": float("inf")}, {"critic/score/mean": 1e9}),
+        ("nan", {"train/loss": float("nan")}, {"train/loss": 0.0}),
+        ("collapse", {"actor/entropy": 0.0099}, {"actor/entropy": 0.0101}),
+        ("kl", {"actor/kl_loss": 0.11}, {"actor/kl_loss": 0.09}),
+        ("kl", {"actor/reward_kl_penalty": 0.11}, {"actor/reward_kl_penalty": 0.09}),
+        ("spike", {"actor/grad_norm": 5.1}, {"actor/grad_norm": 4.9}),
+        (
+            "zero_variance",
+            {"critic/advantages/min": 0.0, "critic/advantages/max": 0.0},
+            {"critic/advantages/min": 0.0, "critic/advantages/max": 0.1},
+        ),
+        (
+            "truncation",
+            {"response_length/clip_ratio": 0.31, "response_length/max": 64.0},
+            {"response_length/clip_ratio": 0.29, "response_length/max": 64.0},
+        ),
+    ],
+)
+def test_a_rule_fires_at_its_step_and_not_short_of_it(rule, ill, fine):
+    assert found({12: ill}) == [(rule, 12)]
+    assert found({12: fine}) == []
+
+
+def test_a_spike_needs_steps_to_be_held_against():
+    assert found({5: {"actor/grad_norm": 100.0}}) == [] and found({6: {"actor/grad_norm": 100.0}}) == [("spike", 6)]
+    silent = {step: {"actor/grad_norm": 0.0} for step in range(1, 19)}
+    assert found(silent) == []  # the first gradients after none are no spike
+
+
+def test_kl_below_the_band_counts_when_it_stays_there():
+    low = {step: {"actor/kl_loss": 0.00005} for step in range(1, 21)}
+    assert found(low) == [("kl", step) for step in range(10, 21)]
+    assert found(low | {8: {"actor/kl_loss": 0.001}}) == [("kl", step) for step in (18, 19, 20)]
+
+
+def test_no_reward_counts_when_it_lasts_and_the_same_score_for_all_is_not_none():
+    none = {"critic/score/min": 0.0, "critic/score/max": 0.0, "critic/score/mean": 0.0}
+    assert found({4: none, 5: none}) == [] and found({4: none, 5: none, 6: none}) == [("no_reward", 6)]
+    all_right = {"critic/score/min": 1.0, "critic/score/max": 1.0, "critic/score/mean": 1.0}
+    assert found({step: all_right for step in (4, 5, 6)}) == []
+
+
+def test_a_critics_advantages_and_a_sample_alone_have_no_groups():
+    zero = {3: {"critic/advantages/min": 0.0, "critic/advantages/max": 0.0}}
+    assert found(zero, METHOD="ppo") == [] == found(zero, ROLLOUT_N=1)
+
+
+def test_the_null_that_verl_writes_for_nan_is_found(tmp_path):
+    (tmp_path / "metrics").mkdir()
+    (tmp_path / "metrics/000.jsonl").write_text('{"step": 1, "data": {"actor/grad_norm": null}}\n')
+    (finding,) = findings(read_metrics(tmp_path), SETTINGS)
+    assert (finding.rule, finding.step) == ("nan", 1) and "actor/grad_norm" in finding.text
+
+
+def test_a_thousand_steps_are_looked_through_at_once():
+    import time
+
+    before = time.process_time()
+    findings({step: FINE for step in range(1, 1001)}, SETTINGS)
+    assert time.process_time() - before < 2

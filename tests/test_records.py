@@ -1,0 +1,419 @@
+"""What a launch leaves on record, `make repeat` from it, and the tables of `make runs` and `make diff`."""
+
+import importlib.metadata
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tasks.common import launches, overview, repeat, training, verl_config
+from tasks.common.process import StageFailed
+from tasks.common.runs import find_step, named, read_metrics, record
+from tasks.common.settings import ROOT, SettingsError, load_settings
+from tests.helpers import exported, make
+from tests.test_runs import write_checkpoints
+from tests.test_settings import VALUES
+
+SECRETS = {"JUDGE_API_KEY": "sk-judge-12345", "WANDB_API_KEY": "wandb-12345", "HF_TOKEN": "hf_12345"}
+
+
+@pytest.fixture
+def settings(tmp_path, monkeypatch):
+    monkeypatch.setenv("ARTIFACTS", str(tmp_path / "artifacts"))
+    monkeypatch.setenv("STACK_VERL", importlib.metadata.version("verl"))
+    for name, value in SECRETS.items():
+        monkeypatch.setenv(name, value)
+    return load_settings(VALUES)
+
+
+def make_run(s, name="mine", metrics=None, arguments=(), steps=(10,), kind="rl", start="embedded", launched=True):
+    """A run's folder as a training leaves it, with checkpoints at ``steps``."""
+    run_dir = s.runs_dir / name
+    write_checkpoints(run_dir, steps)
+    record(run_dir, kind, s.rl_fingerprint(list(arguments)), s, start, list(arguments))
+    if launched:
+        launches.begin(run_dir, s, ["python", "-m", "verl.trainer.main_ppo", *arguments], {"trainer": {"nnodes": 1}})
+    (run_dir / "metrics").mkdir()
+    lines = [json.dumps({"step": step, "data": data}) + "\n" for step, data in (metrics or {}).items()]
+    (run_dir / "metrics/000.jsonl").write_text("".join(lines))
+    return run_dir
+
+
+def evaluate(run_dir, step, accuracy):
+    """An evaluation's folder as `make eval` leaves it."""
+    folder = run_dir.parents[2] / f"eval/{run_dir.parent.name}/{run_dir.name}-step{step}-0"
+    folder.mkdir(parents=True)
+    estimate = {"value": accuracy, "low": accuracy - 0.1, "high": accuracy + 0.1}
+    model = f"/elsewhere/artifacts/runs/{run_dir.parent.name}/{run_dir.name}/checkpoints/global_step_{step}/actor/hf"
+    summary = {"model": model, "prompts": 16, "samples": 4, "metrics": {"accuracy": estimate}}
+    (folder / "summary.json").write_text(json.dumps(summary))
+
+
+def everything(folder: Path) -> str:
+    return "\n".join(path.read_text() for path in folder.rglob("*") if path.is_file())
+
+
+# ---- a launch's record
+
+
+def test_a_record_has_what_a_repetition_needs_and_is_there_before_the_trainer(settings, capsys):
+    """The trainer here is a program that looks for the record, logs a step that is ill, and saves."""
+    run_dir = settings.runs_dir / "mine"
+    trainer = """
+import os, sys
+from pathlib import Path
+run = Path(sys.argv[1])
+assert (run / "launches/000/config.yaml").is_file()
+Path(os.environ["VERL_FILE_LOGGER_PATH"]).write_text('{"step": 1, "data": {"critic/score/mean": null}}\\n')
+(run / "checkpoints/global_step_1").mkdir(parents=True)
+(run / "checkpoints/latest_checkpointed_iteration.txt").write_text("1")
+"""
+    overrides = verl_config.rl_overrides(settings, "some/model", run_dir)
+    command = [sys.executable, "-c", trainer, str(run_dir), *overrides]
+    launch = launches.begin(run_dir, settings, command, verl_config.resolved("ppo_trainer", overrides))
+    assert [path.name for path in (run_dir / "launches").iterdir()] == ["000"]
+    training._train("GRPO", run_dir, command, settings, 1, ("reward", "critic/score/mean"))
+    assert "GRPO 1/1" in (screen := capsys.readouterr().out) and "reward nan, nan (step 1)" in screen
+
+    found = launches.read(launch)
+    assert found["command"] == command and found["settings"]["LR"] == settings.LR and found["stack"] == "cpu"
+    assert found["seeds"] == {"SEED": 42, "EVAL_SEED": 0} and found["date"].endswith("+00:00")
+    assert {"reward.py", "prepare_data.py", "train.sh"} <= found["task"].keys()
+    assert f"pytest=={pytest.__version__}" in found["packages"] == sorted(found["packages"], key=str.lower)
+    config = yaml.safe_load((launch / "config.yaml").read_text())
+    assert config["actor_rollout_ref"]["actor"]["optim"]["lr"] == settings.LR
+    # Resolved: the critic's model is the policy's.
+    assert config["critic"]["ppo_mini_batch_size"] == config["actor_rollout_ref"]["actor"]["ppo_mini_batch_size"]
+    assert config["actor_rollout_ref"]["rollout"]["prompt_length"] == settings.MAX_PROMPT_LENGTH
+    assert config["data"]["prompt_key"] == "prompt" and launches.MASK not in (launch / "config.yaml").read_text()
+
+
+def test_each_launch_has_its_own_record_and_a_torn_one_does_not_count(settings, tmp_path):
+    (tmp_path / "launches/.000.partial").mkdir(parents=True)
+    (tmp_path / "launches/.000.partial/launch.json").write_text("{")
+    begun = [launches.begin(tmp_path, replace(settings, STEPS=steps), ["x"], {}) for steps in (4, 8)]
+    assert launches.launches(tmp_path) == begun and [path.name for path in begun] == ["000", "001"]
+    assert [launches.read(launch)["settings"]["STEPS"] for launch in begun] == [4, 8]
+    assert len(list((tmp_path / "launches").iterdir())) == 2
+
+
+def test_no_secret_and_no_machine_is_in_a_run(settings):
+    import platform
+
+    given = [
+        "+ray_kwargs.x.api_key=sk-abcdef",
+        "+x.hub_token='hf abc'",
+        "+proxy=http://me:pass123@host/x",
+        "+max_token=8",
+    ]
+    run_dir = make_run(settings, arguments=given)
+    launch = launches.launches(run_dir)[-1]
+    nested = {"judge": {"api_key": "sk-abcdef", "password": "", "eos_token": "</s>"}, "urls": ["ftp://a:pass123@b/c"]}
+    launches.write_config(launch, nested)
+    text = everything(run_dir)
+    for secret in (*SECRETS.values(), "sk-abcdef", "hf abc", "pass123"):
+        assert secret not in text, secret
+    assert "ray_kwargs.x.api_key=***" in text and "http://***@host/x" in text
+    assert yaml.safe_load((launch / "config.yaml").read_text()) == {
+        "judge": {"api_key": "***", "password": "", "eos_token": "</s>"},
+        "urls": ["ftp://***@b/c"],
+    }
+    if len(host := platform.node()) > 3:
+        assert host not in text
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("api_key: abc", "api_key: ***"),
+        ('+  "HF_TOKEN": "hf_abc",', '+  "HF_TOKEN": ***,'),
+        ("+JUDGE_API_KEY=sk-1 make train", "+JUDGE_API_KEY=*** make train"),
+        ("password='a b'", "password=***"),
+        ("token = tokenizer.decode(ids)", None),
+        ("HF_TOKEN=${HF_TOKEN:-}", None),
+        ("max_tokens=64 tokenizer=x max_token_len_per_gpu=8", None),
+        ("eos_token: <|im_end|> api_key: null prompt_key: prompt", None),
+        ("https://host/path@1", None),
+    ],
+)
+def test_what_is_masked_and_what_is_not(text, expected):
+    assert launches.masked(text) == (text if expected is None else expected)
+
+
+def test_git_says_commit_changes_and_new_files_or_why_not(tmp_path, monkeypatch):
+    def git(*arguments):
+        names = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run(["git", *names, *arguments], cwd=tmp_path, check=True, capture_output=True)
+
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    state, diff = launches.git_state(tmp_path)
+    assert "not a git repository" in state["missing"] and diff == "" and repeat.commit_text(state).startswith("none (")
+    git("init")
+    (tmp_path / "a.py").write_text("x = 1\n")
+    git("add", ".")
+    git("commit", "-m", "first")
+    clean, diff = launches.git_state(tmp_path)
+    assert len(clean["commit"]) == 40 and not clean["changed"] and clean["untracked"] == [] and diff == ""
+    (tmp_path / "a.py").write_text("x = 2\n")
+    (tmp_path / "ä b.py").touch()
+    state, diff = launches.git_state(tmp_path)
+    assert state == clean | {"changed": True, "untracked": ["ä b.py"]} and "\n+x = 2\n" in diff
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert launches.git_state(tmp_path) == ({"missing": "git is not installed"}, "")
+
+
+def test_the_digest_of_data_is_of_what_it_holds(tmp_path):
+    manifest = {"fingerprint": "1", "note": "no hub: error 17", "rows": {"train": 2}}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    (tmp_path / "train.parquet").write_bytes(b"a")
+    before = launches.data_digests(tmp_path)
+    assert before.keys() == {"manifest.json", "train.parquet"}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest | {"fingerprint": "2", "note": ""}))
+    assert launches.data_digests(tmp_path) == before
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest | {"rows": {"train": 3}}))
+    (tmp_path / "test.parquet").touch()
+    (tmp_path / "own.jsonl").touch()
+    now = launches.data_digests(tmp_path, str(tmp_path / "own.jsonl"), "")
+    assert repeat.different_data(before, now) == f"{tmp_path}/own.jsonl, manifest.json, test.parquet"
+
+
+def test_the_arguments_of_trl_are_a_config_without_a_path_to_the_machine(settings, tmp_path):
+    from tasks.common.dpo import arguments
+
+    launch = launches.begin(tmp_path, settings, ["x"])
+    assert not (launch / "config.yaml").exists()
+    launches.write_config(launch, arguments(replace(settings, METHOD="dpo"), tmp_path).to_dict())
+    config = yaml.safe_load((launch / "config.yaml").read_text())
+    assert (config["beta"], config["max_steps"], config["learning_rate"]) == (settings.DPO_BETA, 10, settings.LR)
+    assert config["model_init_kwargs"] == {"dtype": "float32", "device_map": None}
+
+
+# ---- make repeat
+
+
+@pytest.mark.parametrize("task", ["countdown", "gsm8k"])
+def test_train_sh_hands_the_recorded_settings_on_under_another_name(settings, task):
+    s = replace(settings, TASK=task, LR=3e-7, TEST_SIZE=0.25, LOGGER="wandb", N_GPUS=2, REWARD="strict")
+    run_dir = make_run(s, arguments=["a.b='x y'", "trainer.total_epochs=1"])
+    made, launch = repeat.check(run_dir)
+    environ = repeat.variables(made, launch["judge"], repeat.next_name(run_dir), {"PATH": os.environ["PATH"]})
+    train_sh = ROOT / f"tasks/{task}/train.sh"
+    assert load_settings(exported(train_sh, environ)) == replace(s, RUN="mine-repeat-1")
+    assert made["arguments"] == ["a.b='x y'", "trainer.total_epochs=1"]
+    assert repeat.not_kept(made, train_sh, environ) == []
+    del made["settings"]["NNODES"]
+    assert repeat.not_kept(made, train_sh, environ) == ["NNODES"]
+
+
+def test_a_default_that_came_after_the_run_is_not_put_in_its_place(settings):
+    made = {"settings": asdict(replace(settings, TASK="gsm8k", REWARD=""))}
+    environ = repeat.variables(made, {}, "x", {"PATH": os.environ["PATH"]})
+    with pytest.raises(SettingsError, match=r"^REWARD=strict: the run had REWARD=\(none\), which .*train.sh changes$"):
+        repeat.not_kept(made, ROOT / "tasks/gsm8k/train.sh", environ)
+
+
+def test_a_repetition_has_the_first_name_without_a_complete_run(settings):
+    run_dir = make_run(settings)
+    assert repeat.next_name(run_dir) == "mine-repeat-1"
+    first = make_run(settings, "mine-repeat-1", steps=(5,))
+    assert repeat.next_name(run_dir) == "mine-repeat-1"  # it was interrupted, and goes on
+    write_checkpoints(first, (10,))
+    assert repeat.next_name(run_dir) == repeat.next_name(first) == "mine-repeat-2"
+    assert len(repeat.next_name(settings.runs_dir / ("x" * 64))) == 64
+    rounds = replace(settings, SELF_PLAY_ROUNDS=2)
+    make_run(rounds, "two-repeat-1")
+    assert repeat.next_name(make_run(rounds, "two")) == "two-repeat-1"
+    make_run(rounds, "two-repeat-1-round2")
+    assert repeat.next_name(settings.runs_dir / "two") == "two-repeat-2"
+
+
+def test_what_cannot_be_repeated_says_why(settings):
+    first = make_run(settings, "one")
+    runs = {
+        "left no record in": make_run(settings, "old", launched=False),
+        "is a warm-up": make_run(settings, "sft-1", kind="sft"),
+        "is a round of RUN=one; repeat that": make_run(
+            settings, "one-round2", start=str(first / "checkpoints/global_step_10/actor/huggingface")
+        ),
+        "had a secret among its ARGS": make_run(settings, "secret", arguments=["+a.api_key=1"]),
+    }
+    for reason, run_dir in runs.items():
+        with pytest.raises(SettingsError, match=rf"^RUN={run_dir.name}: [^\n]*{reason}[^\n]*$"):
+            repeat.check(run_dir)
+    assert repeat.check(first)[0]["kind"] == "rl"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"LR": "0.5"}, "LR=0.5: the run had LR=3e-05; leave it out"),
+        ({"STACK": "a100"}, "STACK=a100: the run had STACK=cpu; make repeat STACK=cpu does"),
+        ({"ARGS": "a=1"}, "ARGS=a=1: the run has its own"),
+        ({"JUDGE_MODEL": "other"}, r"JUDGE_MODEL=other: the run had JUDGE_MODEL=judge"),
+    ],
+)
+def test_other_values_are_no_repetition(settings, given, said):
+    made = {"settings": asdict(load_settings(VALUES))}
+    with pytest.raises(SettingsError, match=said):
+        repeat.variables(made, {"JUDGE_MODEL": "judge"}, "x", given)
+    same = {"LR": "0.00003", "STACK": "cpu", "RUN": "mine", "PROFILE": "p"}
+    environ = repeat.variables(made, {"JUDGE_MODEL": "judge"}, "x", same)
+    assert (environ["RUN"], environ["JUDGE_MODEL"], environ["LR"]) == (
+        "x",
+        "judge",
+        "3e-05",
+    ) and "PROFILE" not in environ
+
+
+def test_the_warning_names_what_is_not_as_it_was():
+    then = {
+        "git": {"commit": "a" * 40, "untracked": []},
+        "changes": "",
+        "task": {"reward.py": "1"},
+        "python": "3.11.1",
+        "packages": ["a==1", "torch==2.8.0"],
+    }
+    assert repeat.differences(then, then) == []
+    now = {
+        "git": {"missing": "git is not installed"},
+        "changes": "diff",
+        "task": {"reward.py": "2", "new.py": "1"},
+        "python": "3.12.1",
+        "packages": ["torch==2.9.0", "zip==1"],
+    }
+    assert repeat.differences(then, now) == [
+        "commit aaaaaaaaaaaa -> none (git is not installed)",
+        "uncommitted changes",
+        "the task's new.py, reward.py",
+        "Python 3.11.1 -> 3.12.1",
+        "packages: a 1 -> none, torch 2.8.0 -> 2.9.0, zip none -> 1",
+    ]
+
+
+def errors(result) -> list[str]:
+    return [line for line in result.stdout.splitlines() if line.startswith("error:") or "*** TASK" in line]
+
+
+def test_make_repeat_prepares_the_data_checks_it_and_trains_by_the_ordinary_path(settings):
+    """The model is gone: the training refuses to start, in its own words."""
+    s = replace(settings, MODEL="/no/such/model", INIT="base")
+    where = {"ARTIFACTS": os.environ["ARTIFACTS"]}
+    assert make("data", **{name: str(value) for name, value in asdict(s).items()}, **where).returncode == 0
+    run_dir = make_run(s)
+    shutil.rmtree(s.data_dir)
+
+    result = make("repeat", RUN="mine", STACK="cpu", **where)
+    assert "RUN=mine again, as RUN=mine-repeat-1" in result.stdout and "warning: not as it was" not in result.stdout
+    assert "16 test, 64 train, 32 sft from generate" in result.stdout
+    assert len(errors(result)) == 1 and "MODEL=/no/such/model: no such folder" in errors(result)[0], result.stdout
+
+    file = launches.launches(run_dir)[-1] / "launch.json"
+    noted = json.loads(file.read_text())
+    file.write_text(json.dumps(noted | {"data": noted["data"] | {"train.parquet": "0"}, "git": {"commit": "0" * 40}}))
+    result = make("repeat", RUN="mine", STACK="cpu", **where)
+    assert "warning: not as it was: commit 000000000000 -> " in result.stdout
+    assert errors(result) == ["error: RUN=mine: was trained on other data than there is now (train.parquet differ)"]
+    assert result.returncode != 0 and not (s.runs_dir / "mine-repeat-1").exists()
+
+
+def test_make_refuses_wrong_names_in_one_line(settings):
+    where = {"ARTIFACTS": os.environ["ARTIFACTS"], "STACK": "cpu"}
+    make_run(settings, "grpo-lr2")
+    said = {
+        ("repeat",): "error: RUN is empty: name the run to repeat",
+        ("repeat", "RUN=grpo-lr3"): "no such run in",
+        ("repeat", "TASK=nosuch"): "TASK=nosuch: no such task",
+        ("diff", "RUN=grpo-lr2,gpro-lr2"): "RUN=gpro-lr2: no such run",
+        ("diff", "RUN=grpo-lr2"): "name two runs",
+    }
+    for (target, *arguments), words in said.items():
+        result = make(target, *arguments, **where)
+        assert result.returncode != 0 and len(errors(result)) == 1 and words in errors(result)[0], result.stdout
+    with pytest.raises(SettingsError, match=r"is it grpo-lr2\?"):
+        named("gpro-lr2")
+
+
+# ---- make runs, make diff
+
+
+def test_without_runs_one_line_says_what_to_run(settings):
+    assert overview.table() == f"no runs in {os.environ['ARTIFACTS']}/runs yet: run `make train TASK=countdown`"
+    assert "TASK=gsm8k" in overview.table("gsm8k") and "\n" not in overview.table("gsm8k")
+
+
+def test_the_table_has_a_line_for_each_run_the_newest_first(settings):
+    step = {"critic/score/mean": 0.25, "timing_s/step": 300.5}
+    mine = make_run(settings, metrics={1: step, 2: step | {"critic/score/mean": 0.5}})
+    for number, accuracy in ((5, 0.9), (10, 0.75)):
+        evaluate(mine, number, accuracy)
+    old = make_run(replace(settings, MODEL="/models/small"), "sft-1", kind="sft", launched=False)
+    os.utime(old / "settings.json", (1e9, 1e9))
+    make_run(replace(settings, TASK="gsm8k", METHOD="gspo", MODEL="Qwen/Qwen3-4B"), "other", metrics={1: {}})
+    (settings.runs_dir / "not-a-run").mkdir()
+    header, *lines = [line.split() for line in overview.table().splitlines()]
+    assert header == overview.HEADER
+    rows = {line[0]: line[1:] for line in lines}
+    assert rows["mine"][:6] == ["countdown", "grpo", "embedded", "2/10", "0.500", "0.750"]
+    assert rows["mine"][-4:] == ["10", "min", "01", "s"]
+    assert rows["sft-1"][:6] == ["countdown", "sft", "small", "0/16", "-", "-"] and "2001-09-09" in rows["sft-1"]
+    assert rows["other"][:6] == ["gsm8k", "gspo", "Qwen/Qwen3-4B", "1/10", "-", "-"]
+    assert lines[-1][0] == "sft-1" and len(lines) == 3
+    assert [line.split()[0] for line in overview.table("gsm8k").splitlines()[1:]] == ["other"]
+    starts = {line.index("countdown") for line in overview.table("countdown").splitlines()[1:]}
+    assert len(starts) == 1
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.4, "0 s"), (59.6, "1 min 00 s"), (557, "9 min 17 s"), (3600, "1 h 00 min"), (7530, "2 h 05 min")],
+)
+def test_durations(seconds, text):
+    assert overview.duration(seconds) == text
+
+
+def test_the_comparison_has_what_differs_and_the_results_side_by_side(settings):
+    left = make_run(settings, "a", metrics={9: {"critic/score/mean": 0.25}}, arguments=["trainer.x=1"])
+    right = make_run(replace(settings, LR=1e-3, RUN="b"), "b", metrics={10: {"critic/score/mean": 0.5}})
+    evaluate(right, 10, 0.75)
+    launch = launches.launches(right)[-1]
+    packages = (launch / "packages.txt").read_text()
+    (launch / "packages.txt").write_text(packages.replace(f"pytest=={pytest.__version__}", "pytest==0.0"))
+    noted = json.loads((launch / "launch.json").read_text())
+    noted["git"] = {"commit": "f" * 40, "untracked": ["own.py"]}
+    (launch / "launch.json").write_text(json.dumps(noted))
+    (launch / "changes.diff").write_text("diff --git a/tasks/x.py b/tasks/x.py\n")
+    sections = [part.splitlines() for part in overview.comparison("a,b").split("\n\n")]
+    found = {line.split("  ")[0]: line.split("  ", 1)[1].split() for part in sections for line in part}
+    assert found["settings"] == ["a", "b"] and found["LR"] == ["3e-05", "0.001"]
+    assert found["ARGS"] == ["trainer.x=1", "(empty)"] and "SEED" not in found and "RUN" not in found
+    assert found["commit"][-1] == "f" * 12 and found["pytest"] == [pytest.__version__, "0.0"]
+    assert found["uncommitted changes"][-3:] == ["tasks/x.py,", "own.py", "(new)"]
+    assert found["step"] == ["9", "10"] and found["critic/score/mean"] == ["0.25", "0.5"]
+    assert found["eval: accuracy"] == ["-", "0.750", "[0.650,", "0.850]"]
+    assert overview.comparison("a,a").startswith("settings: the same\n\ncode, data and packages: the same\n\nresults ")
+    shutil.rmtree(left / "launches")
+    assert "(not recorded)" in overview.comparison("a,b")
+
+
+def test_a_run_of_an_older_version_is_listed_and_compared(settings):
+    run_dir = make_run(settings, "old", launched=False)
+    noted = json.loads((run_dir / "settings.json").read_text())
+    del noted["settings"]["NNODES"]
+    (run_dir / "settings.json").write_text(json.dumps(noted))
+    make_run(settings, "new")
+    assert "old" in overview.table()
+    assert "NNODES" in (text := overview.comparison("old,new")) and overview.OLDER in text
+
+
+def test_nan_in_the_metrics_breaks_nothing(settings):
+    run_dir = make_run(settings, metrics={10: {"critic/score/mean": None}}, steps=(10,))
+    assert str(read_metrics(run_dir)[10]["critic/score/mean"]) == "nan" and "nan" in overview.table()
+    assert find_step(run_dir, "best") == 10
+    with pytest.raises(StageFailed):
+        training._train("GRPO", run_dir, [sys.executable, "-c", "raise SystemExit(1)"], settings, 11, ("a", "b"))
