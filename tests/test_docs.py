@@ -155,7 +155,8 @@ def test_commands_name_targets_and_variables_that_there_are(name):
 
 
 def test_a_wrong_target_or_variable_is_found():
-    text = "`make train TASK=x LR=1`, `cannot make this`, `make trian TASK=x`\n```\nA=1 make train TASK=x \\\n  LEARNING_RATE=1  # so\n```\n"
+    text = "`make train TASK=x LR=1`, `cannot make this`, `make trian TASK=x`\n"
+    text += "```\nA=1 make train TASK=x \\\n  LEARNING_RATE=1  # so\n```\n"
     assert wrong_commands(text) == ["make train TASK=x LEARNING_RATE=1  # so", "make trian TASK=x"]
 
 
