@@ -210,6 +210,12 @@ def test_files_that_are_named_are_there(name):
     assert missing_files(ROOT / name, text, own) == []
 
 
+def test_the_architecture_says_what_each_file_is_for():
+    text = (ROOT / "docs/ARCHITECTURE.md").read_text()
+    files = [path.name for kind in ("py", "sh", "yaml") for path in ROOT.glob(f"tasks/common/*.{kind}")]
+    assert [name for name in files if name != "__init__.py" and f"`{name}`" not in text] == []
+
+
 def test_a_file_that_is_not_there_is_found():
     text = "`tasks/common/nowhere.py` `stacks/*.sh` `tasks/<task>/reward.py` docs/NOWHERE.md `nowhere.py` `reward.py`"
     missing = missing_files(ROOT / "README.md", text + " `no/path` `a b/c`", set())
