@@ -116,8 +116,8 @@ new: $(INSTALLED) ## scaffold tasks/TASK; OPTIONS="reward=exact lora=yes", SOURC
 json_to_parquet: $(INSTALLED) ## any FILE of chats, questions or pairs as verl's parquet files in OUTPUT; ARGS="--help"
 	@PYTHONPATH=. '$(PYTHON)' -m tasks.common.json_to_parquet $(if $(FILE),'$(FILE)') $(if $(OUTPUT),'$(OUTPUT)') $(ARGS)
 
-test: $(INSTALLED) ## the fast tests
-	@PYTHONPATH=. '$(PYTHON)' -m pytest -q -m 'not slow and not gpu' tests tasks
+test: $(INSTALLED) ## the fast tests; with TASK only those of tasks/TASK
+	@PYTHONPATH=. '$(PYTHON)' -m pytest -q -m 'not slow and not gpu' $(if $(TASK),'tasks/$(TASK)',tests tasks)
 
 test-all: $(INSTALLED) ## the fast tests and the slow end-to-end runs
 	@PYTHONPATH=. '$(PYTHON)' -m pytest -q -m 'not gpu' tests tasks

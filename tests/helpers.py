@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -27,6 +28,16 @@ SMALL = {
     "N": "2",
     "SAVE_FREQ": "1",
 }
+
+
+def copy_of_checkout(folder: Path) -> Path:
+    """The files of the working tree that git knows or would add, in ``folder``."""
+    listed = ["git", "ls-files", "-co", "--exclude-standard"]
+    for name in subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines():
+        if (ROOT / name).exists() or (ROOT / name).is_symlink():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name, follow_symlinks=False)
+    return folder
 
 
 def stacks() -> list[str]:

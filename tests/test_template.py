@@ -21,7 +21,7 @@ from tasks.common import judge, prepare, verl_config
 from tasks.common.data import decoded, read_rows, tools_of, validate_parquet
 from tasks.common.model import resolve_model
 from tasks.common.settings import METHODS, load_settings
-from tests.helpers import ROOT, cookiecutter, exported, stacks
+from tests.helpers import ROOT, cookiecutter, copy_of_checkout, exported, stacks
 
 QUESTIONS = json.loads((ROOT / "template/cookiecutter.json").read_text())
 CHOICES = {name: values for name, values in QUESTIONS.items() if isinstance(values, list) and name[0] != "_"}
@@ -44,12 +44,7 @@ FILES = {
 def checkout(tmp_path_factory) -> Path:
     """A git clone of the working tree, as a user has it."""
     source, clone = tmp_path_factory.mktemp("source") / "tasks.git", tmp_path_factory.mktemp("clone") / "verl tasks"
-    files = subprocess.run(
-        ["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout.splitlines()
-    for name in filter(lambda name: (ROOT / name).exists() or (ROOT / name).is_symlink(), files):
-        (source / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy2(ROOT / name, source / name, follow_symlinks=False)
+    copy_of_checkout(source)
     git = ["git", "-c", "user.name=t", "-c", "user.email=t@example.org"]
     for command in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "all"]):
         subprocess.run([*git, *command], cwd=source, check=True)

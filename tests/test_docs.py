@@ -1,0 +1,307 @@
+"""The documents: their links, the commands and files that they name, and the blocks that are marked to be run.
+
+An HTML comment on the line before a fenced block says what a test does with the block, in the order of the document, in
+a copy of the repository:
+
+    <!-- test: run -->       its commands are run by bash; one that fails, fails the test
+    <!-- test: output -->    its lines are lines of what the last block printed; `...` stands for any, times may differ
+    <!-- test: file PATH --> it is written to PATH
+    <!-- test: slow -->      its commands are run by the slow test, with the very small random model, after all others
+"""
+
+import ast
+import importlib
+import json
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import pytest
+
+from tasks.common.judge import Judge
+from tasks.common.settings import Command, Settings
+from tests.helpers import ROOT, SMALL, copy_of_checkout, outside_make
+
+DOCUMENTS = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "template/README.md")),
+    *sorted(ROOT.glob("docs/**/*.md")),
+    *sorted(ROOT.glob("tasks/*/README.md")),
+]
+NAMES = [str(path.relative_to(ROOT)) for path in DOCUMENTS]
+FENCE = re.compile(r"(?:<!-- test: (?P<mark>[^\n]*?) -->\n)?```(?P<language>\w*)\n(?P<text>.*?)^```$", re.M | re.S)
+MARKS = re.compile(r"run|output|slow|file \S+")
+CODE = re.compile(r"`([^`\n]+)`")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a document, and how it is marked."""
+
+    mark: str
+    language: str
+    text: str
+
+
+def blocks(text: str) -> list[Block]:
+    return [Block(found["mark"] or "", found["language"], found["text"]) for found in FENCE.finditer(text)]
+
+
+def prose(text: str) -> str:
+    """Without fenced blocks."""
+    return FENCE.sub("", text)
+
+
+# ---- links
+
+
+def anchors(path: Path) -> set[str]:
+    """The anchors of a document's headings, as GitHub makes them."""
+    found: dict[str, int] = {}
+    names = set()
+    for title in re.findall(r"^#+ +(.+?)\s*$", prose(path.read_text()), re.M):
+        slug = re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-")
+        count = found.setdefault(slug, 0)
+        found[slug] += 1
+        names.add(f"{slug}-{count}" if count else slug)
+    return names
+
+
+def broken_links(path: Path, text: str) -> list[str]:
+    """The links of ``text``, which stands in ``path``, that lead nowhere."""
+    broken = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", CODE.sub("", prose(text))):
+        if re.match(r"https?://", link):
+            continue
+        file, _, anchor = link.partition("#")
+        target = path.parent / file if file else path
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            broken.append(link)
+    return broken
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_links_lead_somewhere(name):
+    assert broken_links(ROOT / name, (ROOT / name).read_text()) == []
+
+
+def test_a_broken_link_is_found():
+    text = "[a](docs/NOWHERE.md) [b](README.md#no-such-heading) [c](README.md#tests) `[d](x)` [e](https://example.org)"
+    assert broken_links(ROOT / "README.md", text) == ["docs/NOWHERE.md", "README.md#no-such-heading"]
+
+
+def test_every_document_can_be_reached_from_the_readme():
+    reached, waiting = set(), [ROOT / "README.md"]
+    while waiting:
+        path = waiting.pop()
+        if path in reached or path.suffix != ".md":
+            continue
+        reached.add(path)
+        links = re.findall(r"\]\(([^)\s#]+)", prose(path.read_text()))
+        waiting += [(path.parent / link).resolve() for link in links if not link.startswith("http")]
+    assert set(DOCUMENTS) - reached == set()
+
+
+# ---- commands of make
+
+MAKEFILE = (ROOT / "Makefile").read_text()
+TARGETS = set(re.findall(r"^([a-z_-]+):", MAKEFILE, re.M))
+CALL = re.compile(r"(?:^|&&|;)\s*((?:[A-Z_]+=\S+\s+)*)make\s+([^\n]*)", re.M)
+
+
+def variables() -> set[str]:
+    """What a user can set: the settings, and what the Makefile and our scripts read."""
+    names = {f.name for cls in (Settings, Command, Judge) for f in fields(cls)} - {"STAGE", "MODEL_GIVEN"}
+    names |= set(re.findall(r"\$\(([A-Z_]+)\)", MAKEFILE))
+    for path in ROOT.glob("tasks/**/*"):
+        if path.suffix == ".sh":
+            names |= set(re.findall(r"\$\{([A-Z_]+):?[-=]", path.read_text()))
+        elif path.suffix == ".py":
+            names |= set(re.findall(r"environ[^\n]{0,12}\"([A-Z_]+)\"", path.read_text()))
+    return names
+
+
+def commands(text: str) -> list[tuple[str, list[str], list[str]]]:
+    """Each command of make in blocks and inline code: as it stands, its targets, and the variables that it sets."""
+    shown = [b.text for b in blocks(text) if b.language in ("", "bash", "sh")] + CODE.findall(prose(text))
+    found = []
+    for before, rest in (call for code in shown for call in CALL.findall(re.sub(r"\\\n\s*", "", code))):
+        try:
+            words = shlex.split(rest, comments=True)
+        except ValueError:  # a sentence with an apostrophe
+            words = rest.split()
+        end = next((i for i, word in enumerate(words) if word in ("&&", "||", "|", ";")), len(words))
+        words = [word.rstrip(",;:") for word in words[:end]]
+        targets = [word for word in words if re.fullmatch(r"[a-z][a-z_-]*", word)]
+        names = re.findall(r"([A-Z_]+)=", before) + [w.split("=")[0] for w in words if re.match(r"[A-Z_]+=", w)]
+        found.append((f"make {rest}", targets, names))
+    return found
+
+
+def wrong_commands(text: str) -> list[str]:
+    known = variables()
+    return [
+        shown
+        for shown, targets, names in commands(text)
+        if set(targets) - TARGETS or set(names) - known or (names and not targets)
+    ]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_commands_name_targets_and_variables_that_there_are(name):
+    assert wrong_commands((ROOT / name).read_text()) == []
+
+
+def test_a_wrong_target_or_variable_is_found():
+    text = "`make train TASK=x LR=1`, `cannot make this`, `make trian TASK=x`\n"
+    text += "```\nA=1 make train TASK=x \\\n  LEARNING_RATE=1  # so\n```\n"
+    assert wrong_commands(text) == ["make train TASK=x LEARNING_RATE=1  # so", "make trian TASK=x"]
+
+
+def test_targets_and_variables_are_read_where_they_are_said():
+    assert {"train", "eval", "new", "cluster-status", "test-all"} <= TARGETS
+    assert {"LR", "STEP", "OPTIONS", "PYTHON", "ARTIFACTS", "RAY_ADDRESS", "JUDGE_URL", "TORCH_INDEX"} <= variables()
+
+
+# ---- files that are named
+
+FOLDERS = {path.name for path in ROOT.iterdir() if path.is_dir()} - {"artifacts"}
+# Paths may be short for those in here.
+HOMES = [ROOT, ROOT / "tasks/common", ROOT / "docs", ROOT / "tests"]
+PLACEHOLDER = re.compile(r"<[\w-]+>|\b[A-Z]+\b(?![\w.])")
+# Of other projects, not of this repository.
+FOREIGN = {"setup.py", "gsm8k.py"}
+
+
+def files_named(text: str) -> list[str]:
+    """What looks like a path of the repository: in inline code, and documents and scripts named anywhere."""
+    found = re.findall(r"(?<![\w/])(?:docs|tasks|tests)/[\w./-]+\.(?:md|py|sh|json)\b", text)
+    for code in CODE.findall(prose(text)):
+        in_a_folder = re.fullmatch(r"[\w.<>*{}-]+(?:/[\w.<>*{}-]+)+/?", code) and code.split("/")[0] in folders()
+        if in_a_folder or re.fullmatch(r"\w+\.(?:py|sh|toml)", code):
+            found.append(code)
+    return sorted(set(found) - FOREIGN)
+
+
+def folders() -> set[str]:
+    """Names with which a path of ours begins."""
+    return FOLDERS | {path.name for home in HOMES for path in home.iterdir() if path.is_dir()}
+
+
+def missing_files(path: Path, text: str, own: set[str]) -> list[str]:
+    """The files that ``text`` names and that are not there; ``own``: those that its commands make."""
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    basenames = {Path(name).name for name in tracked.splitlines()}
+    missing = []
+    for name in files_named(text):
+        pattern = PLACEHOLDER.sub("*", name).rstrip("/")
+        there = any(any(home.glob(pattern)) for home in [*HOMES, path.parent]) if "/" in name else name in basenames
+        if not there and name not in own:
+            missing.append(name)
+    return missing
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_files_that_are_named_are_there(name):
+    text = (ROOT / name).read_text()
+    own = {block.mark.removeprefix("file ") for block in blocks(text) if block.mark.startswith("file ")}
+    assert missing_files(ROOT / name, text, own) == []
+
+
+def test_the_architecture_says_what_each_file_is_for():
+    text = (ROOT / "docs/ARCHITECTURE.md").read_text()
+    files = [path.name for kind in ("py", "sh", "yaml") for path in ROOT.glob(f"tasks/common/*.{kind}")]
+    assert [name for name in files if name != "__init__.py" and f"`{name}`" not in text] == []
+
+
+def test_a_file_that_is_not_there_is_found():
+    text = "`tasks/common/nowhere.py` `stacks/*.sh` `tasks/<task>/reward.py` docs/NOWHERE.md `nowhere.py` `reward.py`"
+    missing = missing_files(ROOT / "README.md", text + " `no/path` `a b/c`", set())
+    assert missing == ["docs/NOWHERE.md", "nowhere.py", "tasks/common/nowhere.py"]
+
+
+# ---- blocks
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_blocks_are_what_they_are_called(name):
+    """Marks are known; Python compiles, and what it imports of ours is there; JSON is JSON, by lines or as a whole."""
+    for block in blocks((ROOT / name).read_text()):
+        assert not block.mark or MARKS.fullmatch(block.mark), block.mark
+        if block.language == "python":
+            for node in ast.walk(ast.parse(block.text)):
+                own = isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tasks.common")
+                for each in node.names if own else []:
+                    module = importlib.import_module(node.module)
+                    if not hasattr(module, each.name):
+                        importlib.import_module(f"{node.module}.{each.name}")
+        elif block.language == "json":
+            for text in block.text.splitlines() if block.text.count("\n{") else [block.text]:
+                json.loads(text)
+
+
+def marked(name: str) -> set[str]:
+    return {block.mark for block in blocks((ROOT / name).read_text())} - {""}
+
+
+def steady(text: str) -> list[str]:
+    """Lines whose times are the same for any machine."""
+    return [re.sub(r"\d+(\.\d+)? ?s\b", "N s", line.rstrip()) for line in text.splitlines()]
+
+
+def run_blocks(name: str, repository: Path, marks: tuple[str, ...], **variables: str) -> None:
+    """Do in ``repository`` what the blocks of document ``name`` say that are marked `file` or with one of ``marks``."""
+    environment = outside_make() | {"PYTHON": sys.executable, "STACK": "cpu", **variables}
+    printed = ""
+    for block in blocks((ROOT / name).read_text()):
+        kind, _, path = block.mark.partition(" ")
+        if kind == "file":
+            (repository / path).write_text(block.text)
+        elif kind in marks and kind in ("run", "slow"):
+            command = ["bash", "-euo", "pipefail", "-c", block.text]
+            result = subprocess.run(
+                command, cwd=repository, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
+            printed = result.stdout
+            assert result.returncode == 0, f"{block.text}\n{printed}"
+        elif kind in marks and kind == "output":
+            lines = steady(printed)
+            wanted = [line for line in steady(block.text) if line.strip() != "..."]
+            assert [line for line in wanted if line not in lines] == [], printed
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if marked(name) & {"run", "output"}])
+def test_commands_run_and_print_what_the_document_shows(name, tmp_path):
+    repository = copy_of_checkout(tmp_path / "repository")
+    run_blocks(name, repository, ("run", "output"))
+    ruff = Path(sys.executable).parent / "ruff"
+    for check in (["check"], ["format", "--diff"]):
+        result = subprocess.run([ruff, *check, "--no-cache", "tasks"], cwd=repository, capture_output=True, text=True)
+        assert result.returncode == 0, result.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in NAMES if "slow" in marked(name)])
+def test_slow_commands_run(name, tmp_path, small_model):
+    """All commands of a document with the very small random model, as the environment says to train.sh."""
+    repository = copy_of_checkout(tmp_path / "repository")
+    small = {key: value for key, value in SMALL.items() if key not in ("TASK", "STACK")}
+    run_blocks(name, repository, ("run", "slow"), **small, MODEL=str(small_model), STEPS="1", LIMIT="4")
+
+
+def test_what_differs_is_found(tmp_path, monkeypatch):
+    """The runner itself: a failed command, and a line that is not printed."""
+    for name, text, fails in (
+        ("good.md", "<!-- test: run -->\n```bash\necho 'a (3 s)'\n```\n", False),
+        ("bad.md", "<!-- test: run -->\n```bash\nfalse\ntrue\n```\n", True),
+        ("other.md", "<!-- test: run -->\n```bash\necho b\n```\n", True),
+    ):
+        (tmp_path / name).write_text(text + "<!-- test: output -->\n```\na (12 s)\n...\n```\n")
+        monkeypatch.setattr(sys.modules[__name__], "ROOT", tmp_path)
+        if fails:
+            with pytest.raises(AssertionError):
+                run_blocks(name, tmp_path, ("run", "output"))
+        else:
+            run_blocks(name, tmp_path, ("run", "output"))
