@@ -187,7 +187,7 @@ def files_named(text: str) -> list[str]:
 
 def folders() -> set[str]:
     """Names with which a path of ours begins."""
-    return FOLDERS | {path.name for home in HOMES for path in home.iterdir() if path.is_dir()}
+    return FOLDERS | {path.name for home in HOMES for path in home.iterdir() if path.is_dir()} - {"artifacts"}
 
 
 def missing_files(path: Path, text: str, own: set[str]) -> list[str]:

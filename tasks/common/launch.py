@@ -235,7 +235,7 @@ def main(stage: str, arguments: list[str]) -> None:
 
         if s.METHOD == "dpo":
             raise SettingsError("METHOD=dpo: has no config of verl; it trains with TRL (tasks/common/dpo.py)")
-        start = s.MODEL if s.INIT == "base" else training.start_model(s)
+        start = s.MODEL if s.INIT == "base" else sft_dir(s)  # the warm-up need not be there yet
         overrides = verl_config.rl_overrides(s, start, rl_dir(s, arguments)) + arguments
         print(OmegaConf.to_yaml(verl_config.compose("ppo_trainer", overrides), resolve=True))
         return
