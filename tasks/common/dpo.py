@@ -25,6 +25,7 @@ from tasks.common import launches
 from tasks.common.data import DataError, written_beside
 from tasks.common.pairs import TokenPair, token_pairs
 from tasks.common.prepare import load_tokenizer
+from tasks.common.process import die_with_torchrun
 from tasks.common.runs import checkpoints, last_step, tracker
 from tasks.common.settings import Settings, load_settings
 from tasks.common.verl_config import micro_batch
@@ -196,5 +197,6 @@ def train(s: Settings, start: str, pairs: str, run_dir: Path, metrics: Path) -> 
 
 
 if __name__ == "__main__":
+    die_with_torchrun()
     start, pairs, run_dir = sys.argv[1:]
     train(load_settings(), start, pairs, Path(run_dir), Path(os.environ["VERL_FILE_LOGGER_PATH"]))

@@ -181,6 +181,12 @@ def die_with_parent() -> None:
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a killed launcher leaves no training behind
 
 
+def die_with_torchrun() -> None:
+    """In a worker of torchrun: end when torchrun does, which, killed, leaves its workers training. Else nothing."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        die_with_parent()
+
+
 def interrupt_on_sigterm() -> None:
     """Let SIGTERM end this process as Ctrl-C does, with all clean-up."""
 

@@ -18,6 +18,9 @@ from verl.workers.engine import utils as engine_utils
 from verl.workers.engine.fsdp import transformer_impl
 
 from tasks.common.patch import expect
+from tasks.common.process import die_with_torchrun
+
+die_with_torchrun()
 
 # ---- verl/models/transformers/monkey_patch.py:352 and utils/model.py:654 take a class from trl that trl 1 has no more
 

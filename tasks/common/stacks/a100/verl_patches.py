@@ -13,6 +13,9 @@ from verl.utils import tracking
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 
 from tasks.common.patch import expect
+from tasks.common.process import die_with_torchrun
+
+die_with_torchrun()
 
 # ---- verl/models/transformers/monkey_patch.py:282 and utils/model.py:639 take a class from trl that trl has no more --
 
