@@ -20,6 +20,7 @@ from pathlib import Path
 import yaml
 
 from tasks.common.data import write_json, written_beside
+from tasks.common.records import sha256
 from tasks.common.settings import ROOT, Settings, judge_settings
 
 MASK = "***"
@@ -151,7 +152,7 @@ def _git(root: Path, *arguments: str) -> str:
 
 def digests(folder: Path, *patterns: str) -> dict[str, str]:
     """sha256 of the files in ``folder``, by name."""
-    return {path.name: _sha256(path) for pattern in patterns for path in sorted(folder.glob(pattern))}
+    return {path.name: sha256(path) for pattern in patterns for path in sorted(folder.glob(pattern))}
 
 
 def data_digests(data_dir: Path, *own_files: str) -> dict[str, str]:
@@ -166,9 +167,4 @@ def data_digests(data_dir: Path, *own_files: str) -> dict[str, str]:
         found["manifest.json"] = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
         found |= digests(data_dir, "*.parquet")
     own = [Path(name).expanduser() for name in own_files if name]
-    return found | {str(path): _sha256(path) for path in own if path.is_file()}
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
+    return found | {str(path): sha256(path) for path in own if path.is_file()}
