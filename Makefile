@@ -116,11 +116,14 @@ new: $(INSTALLED) ## scaffold tasks/TASK; OPTIONS="reward=exact lora=yes", SOURC
 json_to_parquet: $(INSTALLED) ## any FILE of chats, questions or pairs as verl's parquet files in OUTPUT; ARGS="--help"
 	@PYTHONPATH=. '$(PYTHON)' -m tasks.common.json_to_parquet $(if $(FILE),'$(FILE)') $(if $(OUTPUT),'$(OUTPUT)') $(ARGS)
 
+# Two tests at a time, those of a file one after another: most of a small training is one process that starts.
+IN_TWO := -n 2 --dist loadfile --no-loadscope-reorder
+
 test: $(INSTALLED) ## the fast tests; with TASK only those of tasks/TASK
-	@PYTHONPATH=. '$(PYTHON)' -m pytest -q -m 'not slow and not gpu' $(if $(TASK),'tasks/$(TASK)',tests tasks)
+	@PYTHONPATH=. '$(PYTHON)' -m pytest -q -m 'not slow and not gpu' $(if $(TASK),'tasks/$(TASK)',$(IN_TWO) tests tasks)
 
 test-all: $(INSTALLED) ## the fast tests and the slow end-to-end runs
-	@PYTHONPATH=. '$(PYTHON)' -m pytest -q -m 'not gpu' tests tasks
+	@PYTHONPATH=. '$(PYTHON)' -m pytest -q -m 'not gpu' $(IN_TWO) tests tasks
 
 lint: $(INSTALLED) ## ruff, shellcheck, format
 	@'$(BIN)ruff' check .

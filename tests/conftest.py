@@ -1,8 +1,17 @@
 """Fixtures of the tests."""
 
+from collections import Counter
 from pathlib import Path
 
 import pytest
+
+from tests.helpers import change_reward, checkout_with
+
+
+def pytest_collection_modifyitems(items):
+    """Files with the most trainings first: the two workers of `make test-all` then end at about the same time."""
+    slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
+    items.sort(key=lambda item: -slow[item.path])
 
 
 @pytest.fixture(scope="session")
@@ -41,3 +50,12 @@ def small_model(tmp_path_factory) -> Path:
     )
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def digits_checkout(tmp_path_factory) -> Path:
+    """A copy of the checkout with the task `digits`, whose reward a random model can get: the digits it writes."""
+    checkout = checkout_with("digits", tmp_path_factory.mktemp("digits"))
+    counted = "return {'score': sum(c in '0123456789' for c in solution_str) / 10, 'acc': 0.0, 'format': 0.0}"
+    change_reward(checkout / "tasks/digits", counted)
+    return checkout

@@ -3,9 +3,11 @@
 import importlib.metadata
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -73,6 +75,42 @@ def make(*arguments: str, cwd: Path = ROOT, **variables: str) -> subprocess.Comp
         stderr=subprocess.STDOUT,
         text=True,
     )
+
+
+def kill_after_a_checkpoint(goal: str, run: str, cwd: Path = ROOT, **variables: str) -> int:
+    """Run make and end it with SIGKILL once ``run`` (a pattern) has a checkpoint; its step is returned."""
+    artifacts = Path(variables["ARTIFACTS"])
+    tracker = f"{run}/checkpoints/latest_checkpointed_iteration.txt"
+    with tempfile.TemporaryFile("w+") as output:
+        killed = subprocess.Popen(
+            [*MAKE, goal, *(f"{k}={v}" for k, v in variables.items())],
+            cwd=cwd,
+            env=outside_make(),
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        deadline = time.monotonic() + 900
+        while not list(artifacts.glob(tracker)):
+            if killed.poll() is not None or time.monotonic() > deadline:
+                output.seek(0)
+                raise AssertionError("ended before its first checkpoint:\n" + output.read())
+            time.sleep(0.2)
+        os.killpg(killed.pid, signal.SIGKILL)
+        killed.wait()
+    deadline = time.monotonic() + 20  # for the engines to notice that their parent is gone
+    while str(artifacts) in our_processes() and time.monotonic() < deadline:
+        time.sleep(0.5)
+    assert str(artifacts) not in our_processes()
+    return int(next(artifacts.glob(tracker)).read_text())
+
+
+def checkout_with(task: str, folder: Path, **answers: str) -> Path:
+    """A copy of the checkout with a new task, for tests that change it: those that run meanwhile do not see it."""
+    checkout = copy_of_checkout(folder / "checkout")
+    result = make("new", TASK=task, cwd=checkout, **answers)
+    assert result.returncode == 0, result.stdout
+    return checkout
 
 
 def cookiecutter(*arguments: str, cwd: Path) -> subprocess.CompletedProcess:

@@ -1,12 +1,11 @@
 """Bad files and models: one clear line, a non-zero exit, and nothing lost. No engine starts in these tests."""
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.helpers import ROOT, make
+from tests.helpers import checkout_with, make
 
 SIZES = {"TASK": "countdown", "STACK": "cpu", "TRAIN_SIZE": "32", "TEST_SIZE": "8", "SFT_SIZE": "32"}
 
@@ -40,14 +39,10 @@ def test_a_corrupt_parquet_is_named(variables, data_dir):
 
 
 @pytest.mark.parametrize("command", ["probe", "eval", "rescore"])
-def test_a_reward_that_cannot_be_loaded_is_named_before_anything_starts(command, variables):
-    task = ROOT / "tasks/unloadable"
-    assert make("new", TASK="unloadable").returncode == 0
-    try:
-        (task / "reward.py").write_text("def compute_score(:")
-        (error,) = errors_of(make(command, **{**variables, "TASK": "unloadable"}, ROLLOUTS="x"))
-    finally:
-        shutil.rmtree(task)
+def test_a_reward_that_cannot_be_loaded_is_named_before_anything_starts(command, variables, tmp_path):
+    checkout = checkout_with("unloadable", tmp_path)
+    (checkout / "tasks/unloadable/reward.py").write_text("def compute_score(:")
+    (error,) = errors_of(make(command, cwd=checkout, **{**variables, "TASK": "unloadable"}, ROLLOUTS="x"))
     assert "unloadable/reward.py: cannot be loaded: SyntaxError" in error
 
 
@@ -104,13 +99,10 @@ def test_a_model_whose_checkpoints_do_not_fit_on_the_disk_is_refused(variables, 
     assert "GB free" in error and "ARTIFACTS" in error
 
 
-def test_an_example_with_another_score_stops_before_the_training(variables, small_model):
-    examples = ROOT / "tasks/wrong_example/examples.jsonl"
-    assert make("new", TASK="wrong_example").returncode == 0
-    try:
-        examples.write_text(examples.read_text().replace('"score": 1.0', '"score": 0.5'))
-        changed = {**variables, "TASK": "wrong_example", "MODEL": str(small_model), "INIT": "base"}
-        (error,) = errors_of(make("train", **changed))
-    finally:
-        shutil.rmtree(examples.parent)
+def test_an_example_with_another_score_stops_before_the_training(variables, small_model, tmp_path):
+    checkout = checkout_with("wrong_example", tmp_path)
+    examples = checkout / "tasks/wrong_example/examples.jsonl"
+    examples.write_text(examples.read_text().replace('"score": 1.0', '"score": 0.5'))
+    changed = {**variables, "TASK": "wrong_example", "MODEL": str(small_model), "INIT": "base"}
+    (error,) = errors_of(make("train", cwd=checkout, **changed))
     assert "examples.jsonl: line 1: the score is 1.0, the row states 0.5" in error

@@ -1,9 +1,8 @@
 """Training on the scores of a judge: real runs on the CPU, against a local HTTP server that fails and comes back."""
 
 import hashlib
-import importlib
 import json
-import shutil
+import runpy
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tasks.common.judge import messages
-from tests.helpers import ROOT, make, outside_make
+from tests.helpers import checkout_with, make, outside_make
 
 pytestmark = pytest.mark.slow
 
@@ -82,18 +81,18 @@ def test_a_judge_that_fails_stops_the_run_after_a_checkpoint_from_which_it_goes_
     for name, value in {**given, "JUDGE_RETRIES": "1", "JUDGE_TIMEOUT": "10"}.items():
         monkeypatch.setenv(name, value)
     assert outside_make()["JUDGE_API_KEY"] == KEY
-    assert make("new", TASK="judged", OPTIONS="reward=judge").returncode == 0
-    variables = {**SMALL, "MODEL": str(small_model), "ARTIFACTS": str(tmp_path)}
+    checkout = checkout_with("judged", tmp_path, OPTIONS="reward=judge")
+    artifacts = tmp_path / "artifacts"
+    variables = {**SMALL, "MODEL": str(small_model), "ARTIFACTS": str(artifacts)}
     try:
-        rubric = importlib.import_module("tasks.judged.reward").RUBRIC
-        failed = make("train", **variables)
-        (run_dir,) = tmp_path.glob("runs/judged/grpo-*")
+        rubric = runpy.run_path(str(checkout / "tasks/judged/reward.py"))["RUBRIC"]
+        failed = make("train", cwd=checkout, **variables)
+        (run_dir,) = artifacts.glob("runs/judged/grpo-*")
         left = {path.name for path in run_dir.glob("checkpoints/global_step_*")}
         dumped = {path.name for path in run_dir.glob("rollouts/*")}
         server.healthy = None
-        resumed = make("train", **variables)
+        resumed = make("train", cwd=checkout, **variables)
     finally:
-        shutil.rmtree(ROOT / "tasks/judged")
         server.shutdown()
         server.server_close()
 
@@ -122,6 +121,6 @@ def test_a_judge_that_fails_stops_the_run_after_a_checkpoint_from_which_it_goes_
     assert len(prompts[0] | prompts[1]) == 2 * PROMPTS
 
     assert server.keys == {f"Bearer {KEY}"}
-    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    files = [path for path in artifacts.rglob("*") if path.is_file()]
     assert len(files) > 20 and not [path for path in files if KEY.encode() in path.read_bytes()]
     assert KEY not in failed.stdout + resumed.stdout

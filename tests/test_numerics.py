@@ -5,13 +5,12 @@ mini-batches a step make the ratios differ from 1, and a high learning rate driv
 """
 
 import json
-import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.helpers import ROOT, change_reward, make
+from tests.helpers import change_reward, checkout_with, make
 
 pytestmark = pytest.mark.slow
 
@@ -66,22 +65,20 @@ def thinking_model(small_model, tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def task():
-    """A task whose reward differs between the responses of a random model: it counts some characters."""
-    folder = ROOT / "tasks" / TASK
-    assert make("new", TASK=TASK).returncode == 0
-    try:
-        counted = "float(sum(c.isascii() and c.isalnum() for c in solution_str))"
-        change_reward(folder, f"return {{'score': {counted}, 'acc': 0.0, 'format': 0.0}}")
-        yield folder
-    finally:
-        shutil.rmtree(folder)
+def checkout(tmp_path_factory) -> Path:
+    """A copy of the checkout with a task whose reward, which counts characters, differs between random responses."""
+    checkout = checkout_with(TASK, tmp_path_factory.mktemp("numerics"))
+    counted = "float(sum(c.isascii() and c.isalnum() for c in solution_str))"
+    change_reward(checkout / "tasks" / TASK, f"return {{'score': {counted}, 'acc': 0.0, 'format': 0.0}}")
+    return checkout
 
 
-def train(method: str, model: Path, folder: Path, **changes: str) -> tuple[list[dict], list[dict], dict]:
+def train(
+    method: str, model: Path, checkout: Path, folder: Path, **changes: str
+) -> tuple[list[dict], list[dict], dict]:
     """The recorded batches and policy losses, in order, and verl's metrics of the only step."""
     variables = {"METHOD": method, "MODEL": str(model), "ARTIFACTS": str(folder), "DUMP_FOLDER": str(folder / "dump")}
-    result = make("train", **{**SMALL, **variables, **changes})
+    result = make("train", cwd=checkout, **{**SMALL, **variables, **changes})
     assert result.returncode == 0, result.stdout
     updates, losses = (
         [dict(np.load(file)) for file in sorted((folder / "dump").glob(f"{kind}-*.npz"))] for kind in ("update", "loss")
@@ -161,8 +158,8 @@ def check_losses(losses: list[dict], reference) -> float:
     return difference
 
 
-def test_grpo(thinking_model, task, tmp_path):
-    (update,), losses, metrics = train("grpo", thinking_model, tmp_path)
+def test_grpo(thinking_model, checkout, tmp_path):
+    (update,), losses, metrics = train("grpo", thinking_model, checkout, tmp_path)
     reference = grpo_advantages(update)
     assert largest(update["advantages"], reference) < 1e-6 and np.abs(reference).max() > 0.5
     check_the_batches(update, losses, "vanilla", "token-mean")
@@ -177,8 +174,8 @@ def test_grpo(thinking_model, task, tmp_path):
     assert metrics["actor/pg_loss"] == pytest.approx(total, abs=1e-5)
 
 
-def test_gspo(thinking_model, task, tmp_path):
-    (update,), losses, _ = train("gspo", thinking_model, tmp_path, LR="0.0005")  # ratios on both sides of 1
+def test_gspo(thinking_model, checkout, tmp_path):
+    (update,), losses, _ = train("gspo", thinking_model, checkout, tmp_path, LR="0.0005")  # ratios on both sides of 1
     reference = grpo_advantages(update)
     assert largest(update["advantages"], reference) < 1e-6
     check_the_batches(update, losses, "gspo", "seq-mean-token-mean")
@@ -210,10 +207,10 @@ def reasoning(tokenizer, prompt: list[int], response: list[int]) -> tuple[str, s
     return kind, slice(inside[0], inside[-1] + 1) if inside else slice(0, 0)
 
 
-def test_egpo(thinking_model, task, tmp_path):
+def test_egpo(thinking_model, checkout, tmp_path):
     from transformers import AutoTokenizer
 
-    (update,), losses, metrics = train("egpo", thinking_model, tmp_path)
+    (update,), losses, metrics = train("egpo", thinking_model, checkout, tmp_path)
     tokenizer = AutoTokenizer.from_pretrained(thinking_model)
     grpo, mask = grpo_advantages(update), update["response_mask"] > 0
     assert largest(update["grpo"], grpo) < 1e-6

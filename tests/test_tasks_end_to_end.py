@@ -4,13 +4,13 @@ What is trained is real (verl, vLLM); a random model learns nothing in two steps
 """
 
 import json
-import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from tests import helpers
-from tests.helpers import ROOT, make
+from tests.helpers import ROOT, checkout_with, make
 
 pytestmark = pytest.mark.slow
 
@@ -38,18 +38,13 @@ TASKS = {
 
 @pytest.fixture(scope="module", params=TASKS)
 def task(request, small_model, tmp_path_factory):
-    """A task's name and its variables; gym_sums is made from a reasoning-gym environment first."""
+    """A task's name, `make` where it is, and its variables; gym_sums is made from a reasoning-gym environment first."""
     name = request.param
-    artifacts = tmp_path_factory.mktemp(name)
-    made = ROOT / "tasks" / name
+    folder, checkout = tmp_path_factory.mktemp(name), ROOT
     if name == "gym_sums":
-        result = make("new", TASK=name, SOURCE="reasoning_gym", ENV="chain_sum", CONFIG='{"max_terms": 3}')
-        assert result.returncode == 0, result.stdout
-    try:
-        yield name, {**SMALL, "TASK": name, "MODEL": str(small_model), "ARTIFACTS": str(artifacts), **TASKS[name][0]}
-    finally:
-        if name == "gym_sums":
-            shutil.rmtree(made)
+        checkout = checkout_with(name, folder, SOURCE="reasoning_gym", ENV="chain_sum", CONFIG='{"max_terms": 3}')
+    own = {"TASK": name, "MODEL": str(small_model), "ARTIFACTS": str(folder / "artifacts"), **TASKS[name][0]}
+    return name, partial(make, cwd=checkout), SMALL | own
 
 
 def only(variables: dict[str, str], pattern: str) -> Path:
@@ -58,7 +53,7 @@ def only(variables: dict[str, str], pattern: str) -> Path:
 
 
 def test_data_probe_train_and_eval(task):
-    name, variables = task
+    name, make, variables = task
     result = make("data", **variables)
     assert result.returncode == 0, result.stdout
     assert "8 test, 16 train, 8 sft from generate" in result.stdout or name == "gym_sums", result.stdout

@@ -134,7 +134,8 @@ def accepted(answers: dict[str, str]) -> bool:
 
 ACCEPTED = [answers for answers in COMBINATIONS if accepted(answers)]
 REFUSED = [
-    dict(pair) for pair in {tuple((n, c[n]) for n in ("reward", "source")) for c in COMBINATIONS if not accepted(c)}
+    dict(pair)
+    for pair in dict.fromkeys(tuple((n, c[n]) for n in ("reward", "source")) for c in COMBINATIONS if not accepted(c))
 ]
 # The method is one line of train.sh: all combinations are rendered and linted, one method's are run as well, and each
 # other method with one reward.

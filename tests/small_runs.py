@@ -1,0 +1,57 @@
+"""Small trainings of the task `digits` (conftest.py) by every method, and what they left."""
+
+import json
+import math
+from pathlib import Path
+
+from tasks.common.runs import hf_folder
+from tests.helpers import SMALL
+
+TASK = "digits"
+COMMON = SMALL | {
+    "TASK": TASK,
+    "INIT": "base",
+    "STEPS": "2",
+    "MINI_BATCH_SIZE": "2",
+    "TRAIN_SIZE": "64",
+    "SAMPLED_PROMPTS": "0",  # most responses of a random model are cut, and make no chosen one
+    "KL_COEF": "0.01",
+    "MAX_PROMPT_LENGTH": "384",
+}
+
+
+def runs_of(variables, method: str) -> list[Path]:
+    """The runs of a method, the newest last."""
+    found = (Path(variables["ARTIFACTS"]) / "runs" / TASK).glob(f"{method}-*")
+    return sorted(found, key=lambda run: (run / "settings.json").stat().st_mtime)
+
+
+def metrics_of(run: Path) -> dict[int, dict]:
+    lines = [line for file in sorted((run / "metrics").glob("*.jsonl")) for line in file.read_text().splitlines()]
+    return {record["step"]: record["data"] for record in map(json.loads, lines)}
+
+
+def trained_parameters(variables, run: Path, step: int = 2) -> set[str]:
+    """Names of the parameters in which the checkpoint differs from MODEL; all of it must be finite."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    trained = AutoModelForCausalLM.from_pretrained(hf_folder(run, str(step)))
+    start = AutoModelForCausalLM.from_pretrained(variables["MODEL"])
+    assert all(torch.isfinite(p).all() for p in trained.parameters())
+    named = trained.named_parameters()
+    return {name for name, p in named if not torch.equal(p.float(), start.get_parameter(name).float())}
+
+
+def check_run(variables, method: str, rank: int) -> Path:
+    run = runs_of(variables, method)[-1]
+    metrics = metrics_of(run)
+    assert sorted(metrics) == [1, 2]
+    losses = {"dpo": ["train/loss"], "ppo": ["actor/pg_loss", "critic/vf_loss"]}.get(method, ["actor/pg_loss"])
+    for step in metrics.values():
+        assert all(math.isfinite(value) for value in step.values() if isinstance(value, float))
+        assert set(losses) <= step.keys()
+    changed = trained_parameters(variables, run)
+    assert changed
+    assert bool(rank) == all("_proj" in name for name in changed)
+    return run
