@@ -53,7 +53,7 @@ COOKIECUTTER = 'import sys; sys.tracebacklimit = 0; import cookiecutter.cli as c
 WHOLE := $(filter train dpo all,$(MAKECMDGOALS))
 NUMBER = $(if $(WHOLE),[1/$$(GOAL=$(WHOLE) STAGE=count bash tasks/$(TASK)/train.sh)] )
 
-.PHONY: help install lock bench bench_training bench_rewards new json_to_parquet test test-all lint format clean cluster-status repeat runs diff $(STAGES)
+.PHONY: help install lock bench bench_training bench_rewards new json_to_parquet test test-all lint format clean cluster-status repeat monitor runs diff $(STAGES)
 
 help: ## this text
 	@echo 'make TARGET TASK=<$(subst $() ,|,$(TASKS))> [VARIABLE=value ...] [ARGS="hydra.key=value ..."]'
@@ -96,6 +96,9 @@ train dpo all:
 
 repeat: $(INSTALLED) ## train again as RUN was, from its record, into a run of another name (docs/RUNS.md)
 	@PYTHONPATH=. PYTHON='$(PYTHON)' '$(PYTHON)' -m tasks.common.repeat
+
+monitor: $(INSTALLED) ## a dashboard of all runs on PORT=7860 of this machine: curves, samples, comparison, live
+	@PYTHONPATH=. '$(PYTHON)' -m tasks.common.monitor
 
 runs: $(INSTALLED) ## all runs, or those of TASK: steps, reward, accuracy, when and how long
 diff: $(INSTALLED) ## RUN=a,b: what differs between two runs in settings, code, packages and results

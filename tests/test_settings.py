@@ -72,12 +72,15 @@ VALUES = {
     "EVAL_SEED": "0",
     "RUN": "",
     "SAVE_FREQ": "5",
+    "ABORT_ON": "",
+    "WANDB": "0",
     "LOGGER": "",
 }
 NAMES = [f.name for f in fields(Settings)]
 INTEGERS = [f.name for f in fields(Settings) if f.type is int]
 FLOATS = [f.name for f in fields(Settings) if f.type is float]
 ZERO_ALLOWED = {
+    "WANDB",
     "MAX_TOKENS_PER_GPU",
     "SAMPLED_PROMPTS",
     "MINI_BATCH_SIZE",
@@ -270,7 +273,17 @@ TRAINING = {
     "TEMPERATURE": "0.7",
     "MAX_RESPONSE_LENGTH": "65",
 }
-REPORTING = {"RUN": "name", "STEPS": "20", "LOGGER": "wandb", "SAVE_FREQ": "6", "N": "8", "LIMIT": "9", "GREEDY": "0"}
+REPORTING = {
+    "RUN": "name",
+    "STEPS": "20",
+    "LOGGER": "wandb",
+    "WANDB": "1",
+    "ABORT_ON": "nan",
+    "SAVE_FREQ": "6",
+    "N": "8",
+    "LIMIT": "9",
+    "GREEDY": "0",
+}
 REPORTING |= {"EVAL_TEMPERATURE": "0", "TOP_P": "0.5", "MAX_NEW_TOKENS": "5", "EVAL_SEED": "3"}
 
 

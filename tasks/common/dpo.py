@@ -21,12 +21,12 @@ from peft import LoraConfig
 from transformers import TrainerCallback
 from trl import DPOConfig, DPOTrainer
 
-from tasks.common import launches
+from tasks.common import health, launches, tracking
 from tasks.common.data import DataError, written_beside
 from tasks.common.pairs import TokenPair, token_pairs
 from tasks.common.prepare import load_tokenizer
 from tasks.common.process import die_with_torchrun
-from tasks.common.runs import checkpoints, last_step, tracker
+from tasks.common.runs import checkpoints, last_step, read_metrics, tracker
 from tasks.common.settings import Settings, load_settings
 from tasks.common.verl_config import micro_batch
 
@@ -77,6 +77,24 @@ class MetricsFile(TrainerCallback):
             file.write(json.dumps({"step": state.global_step, "data": data}) + "\n")
 
 
+class AbortOn(TrainerCallback):
+    """Ends the training where a rule of ABORT_ON has fired, with a checkpoint, but not of weights that are NaN.
+
+    Every process decides alike: it looks at the steps before the one that ends, whose line the first process has
+    written by then.
+    """
+
+    def __init__(self, run_dir: Path, s: Settings):
+        self.run_dir, self.s, self.found = run_dir, s, None
+
+    def on_step_end(self, args, state, control, **_):
+        before = {step: row for step, row in read_metrics(self.run_dir).items() if step < state.global_step}
+        self.found = health.aborted_by(before, self.s)
+        if self.found:
+            control.should_training_stop = True
+            control.should_save = self.found.rule != "nan"
+
+
 # ---- checkpoints
 
 
@@ -110,12 +128,10 @@ def arguments(s: Settings, run_dir: Path) -> DPOConfig:
     pairs = s.TRAIN_BATCH_SIZE // s.N_GPUS
     micro = micro_batch(max(1, s.MICRO_BATCH_SIZE // 2), pairs)  # a pair is two sequences
     on_cpu = s.STACK == "cpu"
-    os.environ.setdefault("WANDB_PROJECT", s.TASK)
-    os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(run_dir / "tensorboard"))
     return DPOConfig(
         output_dir=str(run_dir / "checkpoints"),
         run_name=run_dir.name,
-        project=s.TASK,
+        project=tracking.project(s),
         beta=s.DPO_BETA,
         max_steps=s.STEPS,
         learning_rate=s.LR,
@@ -136,7 +152,7 @@ def arguments(s: Settings, run_dir: Path) -> DPOConfig:
         logging_nan_inf_filter=False,  # it would show the mean of other steps in place of a loss that is NaN
         save_strategy="steps",
         save_steps=s.SAVE_FREQ,
-        report_to=[name for name in s.LOGGER.split(",") if name not in ("", "console", "file")],
+        report_to=tracking.loggers(s),
         disable_tqdm=True,
     )
 
@@ -175,12 +191,13 @@ def train(s: Settings, start: str, pairs: str, run_dir: Path, metrics: Path) -> 
             f"are less than TRAIN_BATCH_SIZE={s.TRAIN_BATCH_SIZE}; {advice}, or lower TRAIN_BATCH_SIZE"
         )
     adapter = {"r": s.LORA_RANK, "lora_alpha": s.LORA_ALPHA, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+    abort = AbortOn(run_dir, s)
     trainer = Trainer(
         model=start,
         args=config,
         train_dataset=rows(s, kept),
         processing_class=tokenizer,
-        callbacks=[MetricsFile(metrics)],
+        callbacks=[MetricsFile(metrics), *([abort] if s.ABORT_ON else [])],
         peft_config=LoraConfig(**adapter) if s.LORA_RANK else None,
     )
     if trainer.is_world_process_zero():
@@ -194,6 +211,8 @@ def train(s: Settings, start: str, pairs: str, run_dir: Path, metrics: Path) -> 
     )
     step = last_step(run_dir)
     trainer.train(resume_from_checkpoint=str(run_dir / f"checkpoints/global_step_{step}") if step else None)
+    if abort.found:
+        raise health.AbortedError(f"ABORT_ON={abort.found}")
 
 
 if __name__ == "__main__":

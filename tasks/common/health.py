@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
 
-from tasks.common.settings import Settings
+from tasks.common.settings import HEALTH_RULES, Settings
 
 ENTROPY = 0.01  # nats a token
 KL = (1e-4, 0.1)  # to the reference model
@@ -29,6 +29,9 @@ class Finding:
     step: int
     text: str
 
+    def __str__(self) -> str:
+        return f"{self.rule}: step {self.step}: {self.text}"
+
 
 def findings(metrics: dict[int, dict], s: Settings) -> list[Finding]:
     """What is ill in ``metrics`` (``runs.read_metrics``: by step) of a training with ``s``, in order of the steps."""
@@ -37,9 +40,20 @@ def findings(metrics: dict[int, dict], s: Settings) -> list[Finding]:
     found = []
     for index, step in enumerate(steps):
         before, row = rows[max(0, index - BEFORE) : index], rows[index]
-        for rule in (_nan, _collapse, _kl, _spike, _zero_variance, _truncation, _no_reward):
-            found += [Finding(rule.__name__[1:], step, text) for text in rule(row, before, s)]
+        for name in HEALTH_RULES:
+            found += [Finding(name, step, text) for text in globals()[f"_{name}"](row, before, s)]
     return found
+
+
+class AbortedError(RuntimeError):
+    """The training was ended because a rule of ABORT_ON fired; its text is one line for the user."""
+
+
+def aborted_by(metrics: dict[int, dict], s: Settings) -> Finding | None:
+    """What ABORT_ON ends a training for: a finding of its rules at the last step of ``metrics``."""
+    last = max(metrics, default=0)
+    chosen = s.ABORT_ON.split(",")
+    return next((each for each in findings(metrics, s) if each.step == last and each.rule in chosen), None)
 
 
 def newest_by_rule(found: list[Finding]) -> list[Finding]:

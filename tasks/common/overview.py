@@ -22,7 +22,12 @@ OLDER = "(not recorded)"
 
 
 def evaluations(run_dir: Path) -> list[tuple[int, dict]]:
-    """Step and summary of the evaluations of a run's checkpoints (`make eval`), the last one of the last step last.
+    """Step and summary of the evaluations of a run's checkpoints (`make eval`), the last one of the last step last."""
+    return [(step, summary) for step, summary, _ in evaluation_folders(run_dir)]
+
+
+def evaluation_folders(run_dir: Path) -> list[tuple[int, dict, Path]]:
+    """The same with the folder of each.
 
     An evaluation names its model by path; only the part from runs/ on counts, so that artifacts/ may be moved.
     """
@@ -34,8 +39,8 @@ def evaluations(run_dir: Path) -> list[tuple[int, dict]]:
         summary = read_json(file)
         # What was scored again names a file of rollouts, of which the original's summary tells.
         if match := place.search(f"{summary.get('model', '')}/"):
-            found.append((int(match[1]), file.stat().st_mtime, summary))
-    return [(step, summary) for step, _, summary in sorted(found, key=lambda each: each[:2])]
+            found.append((int(match[1]), file.stat().st_mtime, summary, file.parent))
+    return [(step, summary, folder) for step, _, summary, folder in sorted(found, key=lambda each: each[:2])]
 
 
 def started(run_dir: Path) -> float:

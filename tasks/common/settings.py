@@ -10,6 +10,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+HEALTH_RULES = ("nan", "collapse", "kl", "spike", "zero_variance", "truncation", "no_reward")  # tasks/common/health.py
 METHODS = sorted(path.stem for path in (ROOT / "tasks/common/methods").glob("[a-z]*.py"))
 
 
@@ -46,6 +47,11 @@ def _name(value: str) -> str | None:
     return (
         None if re.fullmatch(r"[A-Za-z0-9._-]{0,64}", value) and not value.startswith(".") else "must be a plain name"
     )
+
+
+def _rules(value: str) -> str | None:
+    unknown = [name for name in value.split(",") if name and name not in HEALTH_RULES]
+    return f"{unknown[0]}: must be some of {', '.join(HEALTH_RULES)}" if unknown else None
 
 
 def _not_empty(value: str) -> str | None:
@@ -117,7 +123,9 @@ class Settings:
     # run
     RUN: str = _setting("name of the run; empty: made from the settings", _name)
     SAVE_FREQ: int = _setting("steps between checkpoints", _positive)
-    LOGGER: str = _setting("more verl loggers beside console and file, e.g. wandb,tensorboard")
+    ABORT_ON: str = _setting("health rules that end the training after a checkpoint, e.g. nan,collapse", _rules)
+    WANDB: int = _setting("1: also to Weights & Biases", _one_of(0, 1))
+    LOGGER: str = _setting("more verl loggers beside console and file, e.g. tensorboard,mlflow")
 
     @property
     def world_size(self) -> int:
@@ -192,7 +200,7 @@ class Settings:
 WHOLE = ("data", "model", "sft", "train", "merge", "eval", "compare")
 
 # What a run is not known by: what continues it, or only reports.
-REPORTING = {"RUN", "STEPS", "SELF_PLAY_ROUNDS", "SAVE_FREQ", "LOGGER", "GPU_MEMORY_UTILIZATION"}
+REPORTING = {"RUN", "STEPS", "SELF_PLAY_ROUNDS", "SAVE_FREQ", "ABORT_ON", "WANDB", "LOGGER", "GPU_MEMORY_UTILIZATION"}
 REPORTING |= {"N", "LIMIT", "GREEDY", "EVAL_TEMPERATURE", "TOP_P", "MAX_NEW_TOKENS", "EVAL_SEED"}
 
 

@@ -4,14 +4,16 @@ import functools
 import importlib.metadata
 import json
 import os
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from tasks.common import cluster, health, launches, verl_config, verl_generations
+from tasks.common import cluster, health, launches, tracking, verl_config, verl_generations
 from tasks.common.data import DataError
+from tasks.common.gpu_state import Sampler
 from tasks.common.model import resolve_model
 from tasks.common.process import Progress, StageFailed, run
 from tasks.common.runs import (
@@ -31,6 +33,7 @@ from tasks.common.settings import Settings, SettingsError, method
 def check(s: Settings, arguments: list[str]) -> None:
     """Say what cannot work before anything starts. Raises SettingsError; prints warnings."""
     compute_score_of(s)
+    tracking.check(s)
     last_round = rounds(s, arguments)[-1]  # a wrong RUN is said now
     if s.METHOD == "dpo":
         if not importlib.metadata.version("trl").startswith("1."):
@@ -42,6 +45,8 @@ def check(s: Settings, arguments: list[str]) -> None:
         if s.PAIRS_FILE and not Path(s.PAIRS_FILE).expanduser().is_file():
             raise SettingsError(f"PAIRS_FILE={s.PAIRS_FILE}: no such file")
         return
+    if s.ABORT_ON and not verl_generations.has_own_trainers():
+        raise SettingsError(f"ABORT_ON={s.ABORT_ON}: STACK={s.STACK} has a verl that cannot do it; take STACK=current")
     config = verl_config.compose("ppo_trainer", verl_config.rl_overrides(s, s.MODEL, s.runs_dir) + arguments)
     verl_config.check(config)
     if problem := getattr(method(s.METHOD), "problem", lambda config: None)(config):
@@ -106,7 +111,8 @@ def _round(seeded: Settings, s: Settings, arguments: list[str], number: int, sta
         launches.begin(run_dir, seeded, command)
         _train("DPO", run_dir, command, s, s.STEPS, ("loss", "train/loss"), environment(seeded))
     else:
-        extra = _trainer_module(s) | {"VERL_FILE_LOGGER_PATH": str(next_metrics_file(run_dir))}
+        extra = _trainer_module(s) | tracking.environment(s, run_dir)
+        extra |= {"VERL_FILE_LOGGER_PATH": str(next_metrics_file(run_dir))}
         overrides = verl_config.rl_overrides(seeded, start, run_dir) + arguments
         overrides = verl_config.sent_environment(environment(seeded) | extra) + overrides
         command = [sys.executable, "-m", "verl.trainer.main_ppo", *verl_config.HYDRA, *overrides]
@@ -171,15 +177,20 @@ def _train(
     """Run a trainer to step ``total``; the progress line shows ``shown``: a name and the trainer's metric."""
     metrics = next_metrics_file(run_dir)
     log = run_dir / f"logs/{name.lower()}-{metrics.stem}.log"
-    start = last_step(run_dir)
-    run(
-        command,
-        name=name,
-        log=log,
-        total=total,
-        watch=lambda: _progress(metrics, start, s, *shown),
-        environment={**(extra or {}), "VERL_FILE_LOGGER_PATH": str(metrics)},
-    )
+    start, gpus = last_step(run_dir), Sampler(run_dir / "gpu.jsonl")
+
+    def watch() -> Progress:
+        gpus.sample()
+        return _progress(metrics, start, s, *shown)
+
+    own = tracking.environment(s, run_dir) | {"VERL_FILE_LOGGER_PATH": str(metrics)}
+    try:
+        run(command, name=name, log=log, total=total, watch=watch, environment={**(extra or {}), **own})
+    except StageFailed as error:
+        if ended := re.search(r"AbortedError: (ABORT_ON=.*)", str(error)):
+            kept = f"the checkpoint of step {last_step(run_dir)} is kept, and the same command goes on from it"
+            raise StageFailed(f"{ended[1]}; {kept}\n  log: {log}") from error
+        raise
     if last_step(run_dir) < total:
         raise StageFailed(f"{name} ended without a checkpoint of step {total}\n  log: {log}")
 

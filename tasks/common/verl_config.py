@@ -9,7 +9,7 @@ import importlib.util
 import os
 from pathlib import Path
 
-from tasks.common import cluster, reward_model, verl_generations
+from tasks.common import cluster, reward_model, tracking, verl_generations
 from tasks.common.memory import GIB, Plan
 from tasks.common.settings import ROOT, Settings, SettingsError, method
 
@@ -39,7 +39,7 @@ def micro_batch(limit: int, sequences: int) -> int:
 
 
 def _loggers(s: Settings) -> str:
-    return "[" + ",".join(["console", "file", *filter(None, s.LOGGER.split(","))]) + "]"
+    return "[" + ",".join(["console", "file", *tracking.loggers(s)]) + "]"
 
 
 def _save_contents(s: Settings) -> str:
@@ -146,7 +146,7 @@ def rl_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
         "trainer.total_epochs=1000000",  # STEPS ends the training
         f"trainer.n_gpus_per_node={s.N_GPUS}",
         f"trainer.nnodes={s.NNODES}",
-        f"trainer.project_name={s.TASK}",
+        f"trainer.project_name={_quoted(tracking.project(s))}",
         f"trainer.experiment_name={_quoted(run_dir.name)}",
         f"trainer.logger={_loggers(s)}",
         f"trainer.default_local_dir={_quoted(run_dir / 'checkpoints')}",
@@ -189,7 +189,7 @@ def sft_overrides(s: Settings, model: Path | str, run_dir: Path, demonstrations:
         f"trainer.total_training_steps={s.SFT_STEPS}",
         "trainer.total_epochs=1000000",  # SFT_STEPS ends the training
         f"trainer.n_gpus_per_node={s.N_GPUS}",
-        f"trainer.project_name={s.TASK}",
+        f"trainer.project_name={_quoted(tracking.project(s))}",
         f"trainer.experiment_name={_quoted(run_dir.name)}",
         f"trainer.logger={_loggers(s)}",
         f"trainer.seed={s.SEED}",

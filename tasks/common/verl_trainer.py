@@ -4,7 +4,9 @@ Loaded in every verl process by VERL_USE_EXTERNAL_MODULES (tasks/common/training
 """
 
 import copy
+import os
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import torch
@@ -16,8 +18,11 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 from verl.utils.transferqueue_utils import kv_batch_meta2batch_meta
 
 import tasks.common.verl_patches  # noqa: F401
+from tasks.common.health import AbortedError, aborted_by
 from tasks.common.patch import expect
 from tasks.common.reward import RewardError
+from tasks.common.runs import read_metrics
+from tasks.common.settings import load_settings
 from tasks.common.text import one_line
 
 # verl marks a prompt whose reward raised as failed, and trains on padding in its place.
@@ -51,6 +56,24 @@ class TaskTrainer(PPOTrainerSync):
     @trainer_mode.setter
     def trainer_mode(self, name: str) -> None:
         pass
+
+    def on_step_begin(self):
+        if os.environ.get("ABORT_ON"):
+            self._abort_if_ill()
+        super().on_step_begin()
+
+    def _abort_if_ill(self) -> None:
+        """End before the step that begins, with a checkpoint, where ABORT_ON names a rule that the last one broke.
+
+        verl takes no optimizer step with a gradient that is not finite (fsdp/transformer_impl.py, optimizer_step):
+        the weights that are saved are those before.
+        """
+        run_dir = Path(os.environ["VERL_FILE_LOGGER_PATH"]).parents[1]
+        done = {step: row for step, row in read_metrics(run_dir).items() if step < self.global_steps}
+        found = aborted_by(done, load_settings()) if self._complete[0] else None  # after a resume: not at once again
+        if found:
+            self._save_complete_step()
+            raise AbortedError(f"ABORT_ON={found}")
 
     def on_step_end(self):
         self._complete = self.global_steps, copy.deepcopy(self.train_dataloader.state_dict())

@@ -63,6 +63,8 @@ EVAL_SEED=${EVAL_SEED:-0}
 # ---- run
 RUN=${RUN:-}                               # name of the run; empty: made from the settings
 SAVE_FREQ=${SAVE_FREQ:-20}
-LOGGER=${LOGGER:-}                         # more verl loggers beside console and file, e.g. wandb,tensorboard
+ABORT_ON=${ABORT_ON:-}                     # health rules that end the training, e.g. nan,collapse (docs/MONITORING.md)
+WANDB=${WANDB:-0}                          # 1: also to Weights & Biases
+LOGGER=${LOGGER:-}                         # more verl loggers beside console and file, e.g. tensorboard,mlflow
 
 exec bash "$ROOT/tasks/common/launch.sh" "$@"

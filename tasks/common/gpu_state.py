@@ -1,0 +1,47 @@
+"""What the GPUs of this machine were doing during a run: <run>/gpu.jsonl, a line every SECONDS."""
+
+import json
+import subprocess
+import time
+from pathlib import Path
+
+SECONDS = 15
+FIELDS = {"memory.used": "memory_gib", "utilization.gpu": "load_percent", "power.draw": "power_w"}
+QUERY = ["nvidia-smi", f"--query-gpu=index,{','.join(FIELDS)}", "--format=csv,noheader,nounits"]
+
+
+def parse(output: str) -> dict[str, float]:
+    """``gpu/<index>/memory_gib`` (GiB in use), ``load_percent`` and ``power_w`` from what QUERY prints.
+
+    What a GPU does not tell ("[N/A]") is left out.
+    """
+    found = {}
+    for line in output.splitlines():
+        index, *values = (part.strip() for part in line.split(","))
+        for name, value in zip(FIELDS.values(), values, strict=True):
+            try:
+                found[f"gpu/{index}/{name}"] = float(value) / (1024 if name == "memory_gib" else 1)
+            except ValueError:
+                continue
+    return found
+
+
+class Sampler:
+    """Appends the state of the GPUs to ``path``; asked more often, or without nvidia-smi, it does nothing."""
+
+    def __init__(self, path: Path):
+        self.path, self.due, self.missing = path, 0.0, False
+
+    def sample(self) -> None:
+        if self.missing or time.monotonic() < self.due:
+            return
+        self.due = time.monotonic() + SECONDS
+        try:
+            state = parse(subprocess.run(QUERY, capture_output=True, text=True, check=True, timeout=5).stdout)
+        except subprocess.TimeoutExpired:
+            return  # a busy driver
+        except (OSError, subprocess.SubprocessError, ValueError):
+            self.missing = True
+            return
+        with self.path.open("a") as file:
+            file.write(json.dumps({"time": time.time()} | state) + "\n")

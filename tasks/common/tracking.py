@@ -1,0 +1,76 @@
+"""Trackers beside verl's console and file: Weights & Biases (WANDB=1) and whatever else LOGGER names.
+
+`make monitor` needs none of them: it reads the metrics that every run writes to its own folder.
+"""
+
+import hashlib
+import importlib.util
+import netrc
+import os
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from tasks.common.settings import Settings, SettingsError, artifacts
+
+# verl/utils/tracking.py, supported_backend of both versions, with the package of each.
+PACKAGES = {
+    "wandb": "wandb",
+    "tensorboard": "tensorboard",
+    "trackio": "trackio",
+    "mlflow": "mlflow",
+    "swanlab": "swanlab",
+    "clearml": "clearml",
+}
+NO_KEY_MODES = ("offline", "dryrun", "disabled")
+
+
+def loggers(s: Settings) -> list[str]:
+    """verl's names of the trackers that ``s`` asks for, each once."""
+    named = [name.strip() for name in s.LOGGER.split(",")]
+    chosen = [*named, *(["wandb"] if s.WANDB else [])]
+    return [name for name in dict.fromkeys(chosen) if name not in ("", "console", "file")]
+
+
+def project(s: Settings) -> str:
+    """What trackers call the project: WANDB_PROJECT where it is set, else the task."""
+    return os.environ.get("WANDB_PROJECT") or s.TASK
+
+
+def check(s: Settings) -> None:
+    """Say before the training what a tracker would stop it with. Raises SettingsError."""
+    for name in loggers(s):
+        if name not in PACKAGES:
+            raise SettingsError(f"LOGGER={s.LOGGER}: verl has no logger {name}; it has {', '.join(PACKAGES)}")
+        if not importlib.util.find_spec(PACKAGES[name]):
+            raise SettingsError(f"LOGGER={s.LOGGER}: {name} is not installed; `pip install {PACKAGES[name]}`")
+    if "wandb" in loggers(s) and os.environ.get("WANDB_MODE") not in NO_KEY_MODES and not _has_wandb_key():
+        raise SettingsError(
+            "WANDB=1: no key; run `wandb login`, set WANDB_API_KEY, or record here with WANDB_MODE=offline"
+        )
+
+
+def _has_wandb_key() -> bool:
+    """In the environment, or where `wandb login` writes it."""
+    if os.environ.get("WANDB_API_KEY"):
+        return True
+    host = urlsplit(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
+    try:
+        return bool(netrc.netrc(os.environ.get("NETRC")).authenticators(host or ""))
+    except (OSError, netrc.NetrcParseError):
+        return False
+
+
+def environment(s: Settings, run_dir: Path) -> dict[str, str]:
+    """Variables with which the trackers write into ``run_dir`` and go on with the run that a resume continues."""
+    found = {}
+    if "wandb" in loggers(s):
+        # Its ids are unique in a project: two folders of artifacts/ may hold runs of the same name.
+        mark = hashlib.blake2b(str(run_dir).encode(), digest_size=4).hexdigest()
+        found |= {"WANDB_RUN_ID": f"{run_dir.name}-{mark}", "WANDB_RESUME": "allow", "WANDB_DIR": str(run_dir)}
+        found |= {"WANDB_PROJECT": project(s)}
+    if "tensorboard" in loggers(s):
+        folder = str(run_dir / "tensorboard")
+        found |= {"TENSORBOARD_DIR": folder, "TENSORBOARD_LOGGING_DIR": folder}  # verl's name, transformers'
+    if "trackio" in loggers(s):
+        found |= {"TRACKIO_DIR": str(artifacts() / "trackio")}
+    return found
