@@ -29,7 +29,10 @@ from tests.benchmarks import curve
 from tests.helpers import ROOT, SMALL, copy_of_checkout, outside_make
 
 DOCUMENTS = [
-    *(ROOT / name for name in ("README.md", "README.zh-CN.md", "CONTRIBUTING.md", "CHANGELOG.md", "template/README.md")),
+    *(
+        ROOT / name
+        for name in ("README.md", "README.zh-CN.md", "CONTRIBUTING.md", "CHANGELOG.md", "template/README.md")
+    ),
     *sorted(ROOT.glob("docs/**/*.md")),
     *sorted(ROOT.glob("tasks/*/README.md")),
 ]
@@ -256,6 +259,30 @@ def test_a_test_that_is_not_there_is_found():
     text += "`tests/test_gsm8k.py::test_links_lead_somewhere`, `tests/test_nowhere.py::test_score`, `test_score`"
     found = ["::test_nowhere", "tests/test_gsm8k.py::test_links_lead_somewhere", "tests/test_nowhere.py::test_score"]
     assert missing_tests(text) == found
+
+
+# ---- messages that are explained
+
+
+def unknown_messages(text: str) -> list[str]:
+    """Of the tables `message | what to do` of ``text``, the messages that our code does not print; `...` stands for
+    what varies."""
+    paths = [ROOT / "Makefile", *ROOT.glob("tasks/common/*.py"), *ROOT.glob("tasks/common/*.sh")]
+    said = "".join(re.sub(r'"\n\s+f?"', "", path.read_text()) for path in paths)  # texts that go over two lines
+    tables = re.findall(r"^\| message \| what to do \|\n\|.*\n((?:\|.*\n)+)", text, re.M)
+    messages = [code for table in tables for row in table.splitlines() for code in CODE.findall(row.split(" | ")[0])]
+    assert messages
+    patterns = {message: ".{0,120}".join(map(re.escape, message.split("..."))) for message in messages}
+    return [message for message, pattern in patterns.items() if not re.search(pattern, said)]
+
+
+def test_messages_that_the_installation_explains_are_printed():
+    assert unknown_messages((ROOT / "docs/INSTALLATION.md").read_text()) == []
+
+
+def test_a_message_that_is_not_printed_is_found():
+    text = "| message | what to do |\n|---|---|\n| `nvidia-smi finds no GPU`, `N_GPUS=... is too many` | `nothing` |\n"
+    assert unknown_messages(text) == ["N_GPUS=... is too many"]
 
 
 # ---- the README, its picture and its translation

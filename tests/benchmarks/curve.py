@@ -1,6 +1,8 @@
 """A training by step: mean score and entropy of a metrics file, as the picture that the README shows.
 
     PYTHONPATH=. python tests/benchmarks/curve.py [FILE.metrics.jsonl] [PICTURE.png]
+
+FILE has a line for each step, as verl writes them.
 """
 
 import json
