@@ -232,9 +232,9 @@ def test_a_file_that_is_not_there_is_found():
 
 
 def named_tests(text: str) -> list[tuple[str, str]]:
-    """``(file, test)`` of each `tests/file.py::test_name` and `test_name` in inline code; file is empty where none is
-    given."""
-    return re.findall(r"(?<![\w/`])`(?:([\w/.]+\.py)::)?(test_\w+)`", prose(text))
+    """``(file, test)`` of each `file::test_name` and `test_name` in inline code; file is empty where none is given."""
+    found = [re.fullmatch(r"(?:(\S+)::)?(test_\w+)", code) for code in CODE.findall(prose(text))]
+    return [(match[1] or "", match[2]) for match in found if match]
 
 
 def missing_tests(text: str) -> list[str]:
