@@ -19,14 +19,20 @@ import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tasks.common.judge import Judge
+from tasks.common.plots import plt
 from tasks.common.settings import Command, Settings
+from tests.benchmarks import curve
 from tests.helpers import ROOT, SMALL, copy_of_checkout, outside_make
 
 DOCUMENTS = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "template/README.md")),
+    *(
+        ROOT / name
+        for name in ("README.md", "README.zh-CN.md", "CONTRIBUTING.md", "CHANGELOG.md", "template/README.md")
+    ),
     *sorted(ROOT.glob("docs/**/*.md")),
     *sorted(ROOT.glob("tasks/*/README.md")),
 ]
@@ -88,7 +94,7 @@ def test_links_lead_somewhere(name):
 
 
 def test_a_broken_link_is_found():
-    text = "[a](docs/NOWHERE.md) [b](README.md#no-such-heading) [c](README.md#tests) `[d](x)` [e](https://example.org)"
+    text = "[a](docs/NOWHERE.md) [b](README.md#no-such-heading) [c](README.md#quick-start) `[d](x)` [e](https://example.org)"
     assert broken_links(ROOT / "README.md", text) == ["docs/NOWHERE.md", "README.md#no-such-heading"]
 
 
@@ -220,6 +226,117 @@ def test_a_file_that_is_not_there_is_found():
     text = "`tasks/common/nowhere.py` `stacks/*.sh` `tasks/<task>/reward.py` docs/NOWHERE.md `nowhere.py` `reward.py`"
     missing = missing_files(ROOT / "README.md", text + " `no/path` `a b/c`", set())
     assert missing == ["docs/NOWHERE.md", "nowhere.py", "tasks/common/nowhere.py"]
+
+
+# ---- tests that are named
+
+
+def named_tests(text: str) -> list[tuple[str, str]]:
+    """``(file, test)`` of each `file::test_name` and `test_name` in inline code; file is empty where none is given."""
+    found = [re.fullmatch(r"(?:(\S+)::)?(test_\w+)", code) for code in CODE.findall(prose(text))]
+    return [(match[1] or "", match[2]) for match in found if match]
+
+
+def missing_tests(text: str) -> list[str]:
+    """The tests that ``text`` names and that are not there; a name alone may be in any file of tests."""
+    paths = [*ROOT.glob("tests/test_*.py"), *ROOT.glob("tasks/*/test_*.py")]
+    functions = {
+        str(path.relative_to(ROOT)): set(re.findall(r"^def (test_\w+)\(", path.read_text(), re.M)) for path in paths
+    }
+    everywhere = set().union(*functions.values())
+    named = named_tests(text)
+    return [f"{file}::{name}" for file, name in named if name not in (functions.get(file, ()) if file else everywhere)]
+
+
+def test_tests_that_the_rewards_name_are_there():
+    text = (ROOT / "docs/REWARDS.md").read_text()
+    assert len(named_tests(text)) > 20
+    assert missing_tests(text) == []
+
+
+def test_a_test_that_is_not_there_is_found():
+    text = "`tests/test_docs.py::test_a_test_that_is_not_there_is_found`, `test_nowhere`, `tests/test_gsm8k.py`, "
+    text += "`tests/test_gsm8k.py::test_links_lead_somewhere`, `tests/test_nowhere.py::test_score`, `test_score`"
+    found = ["::test_nowhere", "tests/test_gsm8k.py::test_links_lead_somewhere", "tests/test_nowhere.py::test_score"]
+    assert missing_tests(text) == found
+
+
+# ---- messages that are explained
+
+
+def unknown_messages(text: str) -> list[str]:
+    """Of the tables `message | what to do` of ``text``, the messages that our code does not print; `...` stands for
+    what varies."""
+    paths = [ROOT / "Makefile", *ROOT.glob("tasks/common/*.py"), *ROOT.glob("tasks/common/*.sh")]
+    said = "".join(re.sub(r'"\n\s+f?"', "", path.read_text()) for path in paths)  # texts that go over two lines
+    tables = re.findall(r"^\| message \| what to do \|\n\|.*\n((?:\|.*\n)+)", text, re.M)
+    messages = [code for table in tables for row in table.splitlines() for code in CODE.findall(row.split(" | ")[0])]
+    assert messages
+    patterns = {message: ".{0,120}".join(map(re.escape, message.split("..."))) for message in messages}
+    return [message for message, pattern in patterns.items() if not re.search(pattern, said)]
+
+
+def test_messages_that_the_installation_explains_are_printed():
+    assert unknown_messages((ROOT / "docs/INSTALLATION.md").read_text()) == []
+
+
+def test_a_message_that_is_not_printed_is_found():
+    text = "| message | what to do |\n|---|---|\n| `nvidia-smi finds no GPU`, `N_GPUS=... is too many` | `nothing` |\n"
+    assert unknown_messages(text) == ["N_GPUS=... is too many"]
+
+
+# ---- the README, its picture and its translation
+
+
+def shape(text: str) -> dict[str, list]:
+    """What a translation must not change: levels of headings, code, targets of links and pictures, rows of tables,
+    numbers. Links to the other README are left out."""
+    plain = prose(text)
+    return {
+        "headings": [len(marks) for marks in re.findall(r"^(#+) ", plain, re.M)],
+        "blocks": [(block.mark, block.language, block.text) for block in blocks(text)],
+        "code": sorted(CODE.findall(plain)),
+        "links": sorted(link for link in re.findall(r"\]\(([^)\s]+)\)", plain) if not link.startswith("README")),
+        "pictures": re.findall(r"!\[[^\]]+\]\(([^)\s]+)\)", plain),
+        "rows": [row.count("|") for row in re.findall(r"^\|.*$", plain, re.M)],
+        "numbers": sorted(re.findall(r"\d+(?:\.\d+)?", plain)),
+    }
+
+
+def test_the_translation_says_the_same():
+    english, chinese = ((ROOT / name).read_text() for name in ("README.md", "README.zh-CN.md"))
+    assert "(README.zh-CN.md)" in english and "(README.md)" in chinese
+    assert shape(english) == shape(chinese)
+
+
+@pytest.mark.parametrize(
+    "part, old, new",
+    [
+        ("headings", "## ", "### "),
+        ("blocks", "make test", "make lint"),
+        ("code", "`make help`", "`make data`"),
+        ("links", "(docs/QUICKSTART.md)", "(docs/DATA.md)"),
+        ("pictures", "docs/images/countdown-h200.png", "docs/results/h200-countdown-compare.png"),
+        ("rows", "\n| stack `a100`", "\nstack `a100`"),
+        ("numbers", "0.85", "0.95"),
+    ],
+)
+@pytest.mark.parametrize("name", ["README.md", "README.zh-CN.md"])
+def test_a_change_of_one_language_alone_is_found(name, part, old, new):
+    text = (ROOT / name).read_text()
+    assert shape(text)[part] != shape(text.replace(old, new, 1))[part]
+
+
+def test_the_picture_of_the_readme_is_drawn_from_its_file_and_its_caption_says_what_is_in_it(tmp_path):
+    curve.draw(curve.METRICS, tmp_path / "new.png")
+    assert np.array_equal(plt.imread(tmp_path / "new.png"), plt.imread(curve.PICTURE))
+    assert curve.PICTURE.stat().st_size < 60_000
+    values = curve.curve(curve.METRICS)
+    scores, entropies = values[curve.SCORE], values[curve.ENTROPY]
+    text = (ROOT / "README.md").read_text()
+    caption = f"({scores[0]:.2f} → {scores[-1]:.2f}) and entropy ({entropies[0]:.3f} → {entropies[-1]:.3f} nats)"
+    assert f"{caption} in {values['step'][-1]} GRPO steps" in text
+    assert f"]({curve.PICTURE.relative_to(ROOT)})" in text
 
 
 # ---- blocks
