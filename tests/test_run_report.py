@@ -396,7 +396,8 @@ def test_long_texts_lose_their_middle(settings):
 
 def test_lines_that_are_no_rollout_are_counted_and_the_last_step_that_has_any_is_taken(settings):
     run_dir = make_run(settings, metrics={1: STEP})
-    write_rollouts(run_dir, [ROLLOUT | {"output": "of step 9"}], 9)
+    for step in (1, 9):
+        write_rollouts(run_dir, [ROLLOUT | {"output": f"of step {step}"}], step)
     write_rollouts(run_dir, [ROLLOUT | {"output": "of step 10"}, ROLLOUT | {"score": math.nan}, [1], {"score": 1}], 10)
     with (run_dir / "rollouts/10.jsonl").open("a") as file:
         file.write('{"input": "torn')
