@@ -27,7 +27,7 @@ BIN = $(dir $(PYTHON))
 ifeq ($(filter $(STACK),$(STACKS)),)
   $(error STACK=$(STACK): no such stack; there are: $(STACKS))
 endif
-ifneq ($(filter $(STAGES) bench bench_training,$(MAKECMDGOALS)),)
+ifneq ($(filter $(STAGES) bench bench_training report,$(MAKECMDGOALS)),)
   ifeq ($(filter $(TASK),$(TASKS)),)
     $(error TASK=$(TASK): no such task; there are: $(TASKS))
   endif
@@ -53,7 +53,7 @@ COOKIECUTTER = 'import sys; sys.tracebacklimit = 0; import cookiecutter.cli as c
 WHOLE := $(filter train dpo all,$(MAKECMDGOALS))
 NUMBER = $(if $(WHOLE),[1/$$(GOAL=$(WHOLE) STAGE=count bash tasks/$(TASK)/train.sh)] )
 
-.PHONY: help install lock bench bench_training bench_rewards new json_to_parquet test test-all lint format clean cluster-status repeat monitor runs diff $(STAGES)
+.PHONY: help install lock bench bench_training bench_rewards new json_to_parquet test test-all lint format clean cluster-status repeat monitor runs diff report $(STAGES)
 
 help: ## this text
 	@echo 'make TARGET TASK=<$(subst $() ,|,$(TASKS))> [VARIABLE=value ...] [ARGS="hydra.key=value ..."]'
@@ -104,6 +104,9 @@ runs: $(INSTALLED) ## all runs, or those of TASK: steps, reward, accuracy, when 
 diff: $(INSTALLED) ## RUN=a,b: what differs between two runs in settings, code, packages and results
 runs diff:
 	@PYTHONPATH=. '$(PYTHON)' -m tasks.common.overview $@
+
+report: $(INSTALLED) ## the newest run of TASK, or RUN, as one HTML file to attach to a pull request
+	@PYTHONPATH=. '$(PYTHON)' -m tasks.common.run_report
 
 bench: ## throughput of our sampling beside plain LLM.generate, in one run; ARGS="--out file.json"
 bench_training: ## a GRPO step with our settings, with those of verl's example and with naive ones; ARGS="--help"

@@ -20,10 +20,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from tasks.common import health, launches, machine
-from tasks.common.overview import evaluation_folders
+from tasks.common.overview import evaluation_files
 from tasks.common.process import interrupt_on_sigterm
 from tasks.common.rollouts import SAMPLED
-from tasks.common.runs import all_runs, read_metrics, recorded
+from tasks.common.runs import all_runs, read_json, read_metrics, recorded
 from tasks.common.settings import SettingsError, artifacts
 
 PORT = 7860
@@ -72,7 +72,8 @@ def look(run_dir: Path) -> Seen:
     """Everything that ``run_dir`` has to show."""
     metrics = read_metrics(run_dir)
     seen = Seen(steps={step: _numbers(row) for step, row in metrics.items()})
-    for step, summary, folder in evaluation_folders(run_dir):
+    for step, file in evaluation_files(run_dir):
+        summary, folder = read_json(file), file.parent
         seen.evaluations[step] = {f"eval/{name}": value["value"] for name, value in summary["metrics"].items()}
         seen.samples |= {f"eval-{folder.name}-{i}": s for i, s in enumerate(_evaluated(folder, step))}
     for file in sorted((run_dir / "rollouts").glob("*.jsonl")):

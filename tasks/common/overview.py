@@ -21,26 +21,30 @@ SHOWN += ("response_length/mean", "response_length/clip_ratio", "timing_s/step")
 OLDER = "(not recorded)"
 
 
-def evaluations(run_dir: Path) -> list[tuple[int, dict]]:
-    """Step and summary of the evaluations of a run's checkpoints (`make eval`), the last one of the last step last."""
-    return [(step, summary) for step, summary, _ in evaluation_folders(run_dir)]
+def step_of(model: str, run_dir: Path) -> int | None:
+    """The step of ``run_dir``'s checkpoint that the path ``model`` names; None if it names none.
 
-
-def evaluation_folders(run_dir: Path) -> list[tuple[int, dict, Path]]:
-    """The same with the folder of each.
-
-    An evaluation names its model by path; only the part from runs/ on counts, so that artifacts/ may be moved.
+    Only the part from runs/ on counts, so that artifacts/ may be moved.
     """
+    place = rf"/runs/{re.escape(run_dir.parent.name)}/{re.escape(run_dir.name)}/checkpoints/global_step_(\d+)/"
+    found = re.search(place, f"{model}/")
+    return int(found[1]) if found else None
+
+
+def evaluation_files(run_dir: Path) -> list[tuple[int, Path]]:
+    """Step and summary.json of the evaluations of a run's checkpoints (`make eval`), the last one of the last step
+    last."""
     found = []
-    place = re.compile(
-        rf"/runs/{re.escape(run_dir.parent.name)}/{re.escape(run_dir.name)}/checkpoints/global_step_(\d+)/"
-    )
     for file in (artifacts() / "eval" / run_dir.parent.name).glob("*/summary.json"):
-        summary = read_json(file)
         # What was scored again names a file of rollouts, of which the original's summary tells.
-        if match := place.search(f"{summary.get('model', '')}/"):
-            found.append((int(match[1]), file.stat().st_mtime, summary, file.parent))
-    return [(step, summary, folder) for step, _, summary, folder in sorted(found, key=lambda each: each[:2])]
+        if (step := step_of(read_json(file).get("model", ""), run_dir)) is not None:
+            found.append((step, file))
+    return sorted(found, key=lambda each: (each[0], each[1].stat().st_mtime))
+
+
+def evaluations(run_dir: Path) -> list[tuple[int, dict]]:
+    """The same with what the files say."""
+    return [(step, read_json(file)) for step, file in evaluation_files(run_dir)]
 
 
 def started(run_dir: Path) -> float:
@@ -114,7 +118,7 @@ def code_rows(left: Path, right: Path) -> list[list[str]]:
     first, second = records
     pairs = {
         "commit": [commit_text(record["git"]) for record in records],
-        "uncommitted changes": [_changes(record) for record in records],
+        "uncommitted changes": [uncommitted(record) for record in records],
         "python": [record["python"] for record in records],
     }
     for part in ("task", "data"):
@@ -129,7 +133,8 @@ def code_rows(left: Path, right: Path) -> list[list[str]]:
     return rows
 
 
-def _changes(record: dict) -> str:
+def uncommitted(record: dict) -> str:
+    """The files that a launch's record has changes of, and the untracked ones."""
     files = re.findall(r"^diff --git a/.* b/(.*)$", record["changes"], re.MULTILINE)
     return ", ".join([*files, *(f"{name} (new)" for name in record["git"].get("untracked", []))]) or "none"
 

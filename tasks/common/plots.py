@@ -1,5 +1,7 @@
-"""The pictures of the reports: PNG, the same bytes for the same numbers."""
+"""The pictures of the reports: PNG and SVG, the same bytes for the same numbers."""
 
+import io
+import math
 from pathlib import Path
 
 import matplotlib
@@ -10,8 +12,10 @@ from tasks.common.data import written_beside
 
 matplotlib.use("Agg")  # no screen
 from matplotlib import pyplot as plt
+from matplotlib.ticker import MaxNLocator
 
 COLORS = ("#4c72b0", "#dd8452")
+DRAWN = 1e100  # matplotlib cannot place what is near the largest float
 
 
 def save(figure, path: Path) -> None:
@@ -59,3 +63,34 @@ def compare_png(summaries: dict[str, dict], score_change: np.ndarray, title: str
     right.set(xlabel="change of a prompt's mean score", ylabel="prompts", title="Prompt by prompt")
     figure.suptitle(title, x=0.01, ha="left")
     save(figure, path)
+
+
+def lines_svg(lines: dict[str, dict[int, float]], title: str, wide: bool = False) -> bytes:
+    """Metrics over the steps, as SVG without a reference to anything; ``lines``: value by step, by the metric's name.
+
+    What is no finite number leaves a gap. ``wide``: twice as wide. More than one line: a legend below.
+    """
+    with plt.rc_context({"svg.hashsalt": "run"}):  # else the ids in it are random
+        width, many = 10.6 if wide else 5.2, len(lines) > 1
+        figure, axes = plt.subplots(figsize=(width, 3.3 if many else 2.9))
+        # The same margins, so that pictures below each other are aligned.
+        figure.subplots_adjust(left=0.65 / width, right=0.99, top=0.9, bottom=0.3 if many else 0.18)
+        colors = plt.get_cmap("tab10").colors if many else COLORS
+        for (name, values), color in zip(lines.items(), colors, strict=False):
+            drawn = [value if math.isfinite(value) and abs(value) < DRAWN else math.nan for value in values.values()]
+            axes.plot(list(values), drawn, marker=".", markersize=4, linewidth=1.3, color=color, label=name)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.ticklabel_format(axis="y", scilimits=(-3, 5))
+        axes.grid(alpha=0.3)
+        axes.set_xlabel("step")
+        axes.set_title(title, loc="left", fontsize=10)
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+        if many:
+            legend = figure.legend(loc="lower center", ncols=4 if wide else 2, fontsize=7, frameon=False)
+            for text in legend.get_texts():
+                text.set_parse_math(False)  # a name may have dollars
+        picture = io.BytesIO()
+        figure.savefig(picture, format="svg", metadata={"Date": None, "Creator": None, "Type": None, "Format": None})
+        plt.close(figure)
+    return picture.getvalue()

@@ -56,15 +56,20 @@ def variables(made: dict, judge: dict[str, str], name: str, environ: dict[str, s
     return kept | recorded_values | judge | {"RUN": name}
 
 
-def not_kept(made: dict, train_sh: Path, environ: dict[str, str]) -> list[str]:
-    """Variables that ``train_sh`` makes another value of than the recorded one: an empty one gets the default that it
-    has by now. Raises SettingsError; returns the variables of which the record does not know."""
+def handed_on(train_sh: Path, environ: dict[str, str]) -> dict:
+    """The settings that ``train_sh`` makes of ``environ``. Raises SettingsError."""
     output = subprocess.run(
         ["bash", str(train_sh)], env=environ | {"STAGE": "environment"}, capture_output=True, text=True
     )
     if output.returncode:
         raise SettingsError(f"{train_sh}: {(output.stderr.strip().splitlines() or ['failed'])[-1]}")
-    now = asdict(load_settings(dict(line.split("=", 1) for line in output.stdout.split("\0") if "=" in line)))
+    return asdict(load_settings(dict(line.split("=", 1) for line in output.stdout.split("\0") if "=" in line)))
+
+
+def not_kept(made: dict, train_sh: Path, environ: dict[str, str]) -> list[str]:
+    """Variables that ``train_sh`` makes another value of than the recorded one: an empty one gets the default that it
+    has by now. Raises SettingsError; returns the variables of which the record does not know."""
+    now = handed_on(train_sh, environ)
     for key, value in made["settings"].items():
         if key != "RUN" and now.get(key) != value:
             raise SettingsError(

@@ -1,0 +1,480 @@
+"""`make report`: what stands on the page of a run's folder, read back from its HTML."""
+
+import base64
+import importlib.metadata
+import json
+import math
+import os
+import re
+from dataclasses import replace
+from html.parser import HTMLParser
+
+import pytest
+
+from tasks.common import launches, run_report
+from tasks.common.metrics import Estimate
+from tasks.common.runs import named
+from tasks.common.settings import ROOT, SettingsError, load_settings
+from tests.helpers import make
+from tests.test_records import make_run
+from tests.test_settings import VALUES
+
+STEP = {"critic/score/mean": 0.25, "actor/entropy": 0.5, "actor/grad_norm": 1.5, "timing_s/gen": 2.0}
+STEP |= {"timing_s/step": 3.0, "perf/throughput": 1234.0, "response_length/mean": 17.0}
+ROLLOUT = {"input": "user\n2 and 3\nassistant\n", "output": "<answer>2+3</answer>", "gts": "5", "score": 1.0, "step": 2}
+VOID = {"meta", "img", "br"}
+
+
+@pytest.fixture
+def settings(tmp_path, monkeypatch):
+    monkeypatch.setenv("ARTIFACTS", str(tmp_path / "artifacts"))
+    monkeypatch.setenv("STACK_VERL", importlib.metadata.version("verl"))
+    return load_settings(VALUES | {"INIT": "base", "MODEL": "/models/start"})
+
+
+class Page(HTMLParser):
+    """What a browser would see: per section its text, rows of cells, blocks and pictures; all tags, links and ids."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.tags, self.open, self.links, self.rows, self.blocks, self.pictures = [], [], [], {}, {}, {}
+        self.text, self.title = {"": ""}, ""
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        values = dict(attributes)
+        assert not [name for name in values if name.startswith("on")]
+        self.links += [values[name] for name in ("src", "href", "srcset", "action", "data") if name in values]
+        if tag not in VOID:
+            self.open.append(tag)
+        if tag == "h2":
+            self.title = ""
+        elif tag == "tr":
+            self.rows.setdefault(self.title, []).append([])
+        elif tag in ("td", "th"):
+            self.rows[self.title][-1].append("")
+        elif tag == "pre":
+            self.blocks.setdefault(self.title, []).append("")
+        elif tag == "img":
+            self.pictures.setdefault(self.title, []).append((values["alt"], values["src"]))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+        self.text[self.title] = self.text.get(self.title, "") + " "
+
+    def handle_data(self, data):
+        if self.open and self.open[-1] == "h2":
+            self.title += data
+        elif self.open and self.open[-1] in ("td", "th"):
+            self.rows[self.title][-1][-1] += data
+        elif self.open and self.open[-1] == "pre":
+            self.blocks[self.title][-1] += data
+        elif "style" not in self.open:
+            self.text[self.title] = self.text.get(self.title, "") + data
+
+    def row(self, section: str, name: str) -> list[str]:
+        return next(row for row in self.rows[section] if row[0] == name)
+
+
+def report(run_dir) -> Page:
+    path = run_report.write(run_dir)
+    assert path.read_text() == run_report.page(run_dir)  # the same again
+    assert [file.name for file in path.parent.iterdir()] == ["report.html"]
+    return Page(path.read_text())
+
+
+def write_rollouts(run_dir, records, step=2):
+    (run_dir / "rollouts").mkdir(exist_ok=True)
+    lines = [json.dumps(record) + "\n" for record in records]
+    (run_dir / f"rollouts/{step}.jsonl").write_text("".join(lines))
+
+
+def estimate(value):
+    return {"value": value, "low": value - 0.0123, "high": value + 0.0456}
+
+
+def summary(model, **metrics):
+    values = {name.replace("_at_", "@"): estimate(value) for name, value in metrics.items()}
+    return {"model": model, "prompts": 128, "samples": 4, "left_out": 0, "errors": 0, "metrics": values}
+
+
+def checkpoint(run_dir, step=10):
+    return f"/elsewhere/artifacts/runs/{run_dir.parent.name}/{run_dir.name}/checkpoints/global_step_{step}/actor/hf"
+
+
+def evaluate(run_dir, name, model, sampling=None, **metrics):
+    folder = run_dir.parents[2] / f"eval/{run_dir.parent.name}/{name}"
+    folder.mkdir(parents=True)
+    (folder / "summary.json").write_text(json.dumps(summary(model, **metrics)))
+    meta = {"reward": "r", "model": model, "rows": "test.parquet", "limit": 0, "sampling": sampling or {"n": 4}}
+    (folder / "rollouts.meta.json").write_text(json.dumps(meta))
+
+
+def compare(run_dir, base, trained, step=10):
+    folder = run_dir.parents[2] / f"compare/{run_dir.parent.name}/{step}"
+    folder.mkdir(parents=True)
+    change = {"difference": estimate(trained - base), "p_value": 0.0321, "test": "exact McNemar"}
+    found = {
+        "base": summary("/models/start", accuracy=base),
+        "trained": summary(checkpoint(run_dir, step), accuracy=trained),
+        "metrics": {"accuracy": change},
+        "mcnemar": {"gained": 17, "lost": 5, "p_value": 0.0169},
+    }
+    (folder / "compare.json").write_text(json.dumps(found))
+    (folder / "compare.png").write_bytes(b"\x89PNG of compare")
+    return folder
+
+
+def probe_of(run_dir, name, model, conclusion):
+    folder = run_dir.parents[2] / f"probe/{run_dir.parent.name}/{name}"
+    folder.mkdir(parents=True)
+    verdict = {"name": "accuracy", "value": 0.4321, "threshold": "0.10 to 0.80", "good": True, "words": "good: so"}
+    found = summary(model) | {"data": "/d/train.parquet", "conclusion": conclusion, "verdicts": [verdict]}
+    (folder / "probe.json").write_text(json.dumps(found))
+    return folder
+
+
+# ---- a whole run
+
+
+def test_a_run_with_all_has_every_section(settings):
+    s = replace(settings, LR=3e-7)
+    s.data_dir.mkdir(parents=True)
+    manifest = {"fingerprint": "1", "source": "generate", "note": "", "origin": [], "seed": 77, "rows": {"train": 4096}}
+    (s.data_dir / "manifest.json").write_text(json.dumps(manifest))
+    (s.data_dir / "train.parquet").write_bytes(b"rows")
+    metrics = {1: STEP, 2: STEP | {"critic/score/mean": 0.5, "actor/entropy": 0.004}}
+    run_dir = make_run(s, metrics=metrics, arguments=["trainer.test_freq=5"], start="/models/start")
+    write_rollouts(run_dir, [ROLLOUT | {"score": score} for score in (0.0, 0.5, 1.0)])
+    probe_of(run_dir, "a", "/models/start", "train: there is signal")
+    folder = compare(run_dir, 0.125, 0.375)
+    launch = launches.launches(run_dir)[-1]
+    noted = json.loads((launch / "launch.json").read_text())
+    noted["git"] = {"commit": "c0ffee" + "0" * 34, "changed": True, "untracked": ["own.py"]}
+    noted["judge"] = {"JUDGE_MODEL": "a-judge"}
+    (launch / "launch.json").write_text(json.dumps(noted))
+    (launch / "changes.diff").write_text("diff --git a/tasks/x.py b/tasks/x.py\n")
+    page = report(run_dir)
+
+    titles = ["Settings", "Data", "Environment", "Probe", "Curves", "Health", "Base → trained", "Samples"]
+    assert list(page.text) == ["", *titles]
+    head = " ".join(page.text[""].split())
+    for words in ("countdown: mine", "method grpo", "model start", "steps 2/10", "reward 0.500", "trained 6 s"):
+        assert words in head, words
+    before, after, change = (Estimate(**estimate(value)) for value in (0.125, 0.375, 0.25))
+    assert f"accuracy {before} → {after}, difference +{change}, p 0.0321 (exact McNemar), step 10" in head
+    assert str(after) == "0.375 [0.363, 0.421]"
+
+    assert page.row("Settings", "LR") == ["LR", "3e-07", "6e-05"]
+    assert page.rows["Settings"][0] == ["setting", "this run", "default"]
+    end = page.rows["Settings"].index(["setting", "value"])
+    other = [row[0] for row in page.rows["Settings"][1:end]]
+    assert {"LR", "TRAIN_SIZE", "MODEL"} <= set(other) and "STACK" not in other and "TOP_P" not in other
+    every = [row[0] for row in page.rows["Settings"][end:]]
+    assert {"STACK", "TOP_P", "LR"} <= set(every) and ["ARGS", "trainer.test_freq=5"] in page.rows["Settings"]
+    assert page.row("Settings", "ARGS") == ["ARGS", "trainer.test_freq=5", "(none)"]
+    assert page.row("Settings", "JUDGE_MODEL") == ["JUDGE_MODEL", "a-judge", "(none)"]
+    assert page.blocks["Settings"] == ["make repeat TASK=countdown RUN=mine"]
+
+    assert "4096 train from generate, seed 77" in page.text["Data"]
+    assert page.row("Data", "train.parquet") == ["train.parquet", noted["data"]["train.parquet"]]
+    assert len(noted["data"]["train.parquet"]) == 64
+
+    found = dict(page.rows["Environment"])
+    assert found["commit"] == "c0ffee000000" and found["uncommitted changes"] == "tasks/x.py, own.py (new)"
+    assert found["stack"] == "cpu" and found["last launch"] == noted["date"] and found["python"] == noted["python"]
+    for name in ("torch", "verl", "transformers", "ray"):
+        assert found[name] == importlib.metadata.version(name)
+    assert found["machines x GPUs"].startswith("1 x 1")
+
+    assert "train: there is signal" in page.text["Probe"]
+    assert ["ok", "accuracy", "0.432", "0.10 to 0.80", "good: so"] in page.rows["Probe"]
+
+    drawn = [text.partition(": ")[0] for text, _ in page.pictures["Curves"]]
+    assert drawn[:3] == ["reward", "entropy, nats", "gradient norm"] and "seconds of each phase" in drawn
+    assert "validation (val-core/*)" in page.text["Curves"] and "KL to the start" in page.text["Curves"]
+    assert page.row("Curves", "critic/score/mean") == ["critic/score/mean", "0.25", "0.5", "0.25", "0.5", "1 to 2"]
+    assert page.row("Curves", "perf/throughput")[1] == "1234"
+
+    assert page.row("Health", "collapse")[1:4] == ["2", "1", "2"] and "0.0040" in page.row("Health", "collapse")[4]
+
+    table = page.row("Base → trained", "accuracy")
+    assert table[:5] == ["accuracy", str(before), str(after), f"+{change}", "0.0321 (exact McNemar)"]
+    assert "17 prompts gained, 5 lost: exact McNemar p = 0.0169" in page.text["Base → trained"]
+    [(_, picture)] = page.pictures["Base → trained"]
+    assert base64.b64decode(picture.partition("base64,")[2]) == (folder / "compare.png").read_bytes()
+
+    assert re.findall(r"score (?:is )?([\d.]+)", page.text["Samples"]) == ["0.500", "1", "0.5", "0"]
+    assert page.blocks["Samples"][:3] == [ROLLOUT["input"], ROLLOUT["output"], ROLLOUT["gts"]]
+
+
+def test_the_numbers_of_a_real_training_are_those_of_its_file(settings):
+    run_dir = make_run(settings)
+    lines = (ROOT / "docs/results/h200-countdown-two-numbers.metrics.jsonl").read_text()
+    (run_dir / "metrics/000.jsonl").write_text(lines)
+    records = [json.loads(line)["data"] for line in lines.splitlines()]
+    page = report(run_dir)
+    rows = {row[0]: row[1:] for row in page.rows["Curves"][1:]}
+    phases = {name for name in records[0] if name.startswith("timing_s/")}
+    assert phases | {"critic/score/mean", "response_length/clip_ratio"} <= rows.keys() and len(phases) > 4
+    for name, cells in rows.items():
+        values = [record[name] for record in records if name in record]
+        assert cells[:4] == [f"{value:.4g}" for value in (values[0], values[-1], min(values), max(values))], name
+    for text, source in page.pictures["Curves"]:
+        kind, _, content = source.partition(";base64,")
+        svg = base64.b64decode(content).decode()
+        assert kind == "data:image/svg+xml" and "</svg>" in svg and "<script" not in svg
+        assert not re.findall(r"(?:href|src)=\"(?!#)", svg), text
+
+
+def test_a_curve_is_drawn_where_its_values_are():
+    rising, falling = (
+        run_report.plots.lines_svg({"a": values}, "t") for values in ({1: 0.0, 2: 1.0}, {1: 1.0, 2: 0.0})
+    )
+    ends = []
+    for svg in (rising, falling):
+        paths = re.findall(r'd="M ([\d.]+) ([\d.]+) \s*L ([\d.]+) ([\d.]+) \s*"', svg.decode())
+        [line] = [path for path in paths if path[0] != path[2] and path[1] != path[3]]  # not of the grid
+        ends.append([float(number) for number in line])
+    assert ends[0][0] < ends[0][2] and ends[0][1] > ends[0][3]  # y grows downwards
+    assert ends[1][0] < ends[1][2] and ends[1][1] < ends[1][3]
+
+
+# ---- which evaluation, which probe
+
+
+def test_evaluations_count_that_were_made_in_the_same_way(settings):
+    run_dir = make_run(settings, metrics={1: STEP}, start="/models/start")
+    evaluate(run_dir, "other", "/models/other", accuracy=0.9)
+    evaluate(run_dir, "trained", checkpoint(run_dir), accuracy=0.5, pass_at_4=0.75)
+    page = report(run_dir)
+    assert page.rows["Base → trained"][0] == ["metric", "grpo", "meaning"]
+    assert "no evaluation of its base" in page.text["Base → trained"]
+    evaluate(run_dir, "base-hot", "/models/start", {"n": 64}, accuracy=0.8)
+    assert page.rows == report(run_dir).rows
+    evaluate(run_dir, "base", "/models/start", accuracy=0.25, pass_at_4=0.5)
+    page = report(run_dir)
+    assert page.rows["Base → trained"][0] == ["metric", "base", "grpo", "meaning"]
+    before, after = (str(Estimate(**estimate(value))) for value in (0.25, 0.5))
+    assert page.row("Base → trained", "accuracy")[:3] == ["accuracy", before, after]
+    assert f"accuracy {before} → {after}, step 10" in page.text[""]
+    assert "paired differences and their tests: make compare TASK=countdown RUN=mine" in page.text["Base → trained"]
+    compare(run_dir, 0.1, 0.2, step=5)  # of an earlier step than the evaluation
+    assert report(run_dir).rows["Base → trained"] == page.rows["Base → trained"]
+    compare(run_dir, 0.1, 0.3, step=10)
+    assert report(run_dir).row("Base → trained", "accuracy")[2] == str(Estimate(**estimate(0.3)))
+
+
+def test_the_warm_up_stands_between_base_and_trained(settings):
+    s = replace(settings, INIT="sft", MODEL="embedded")
+    warm = "/a/artifacts/runs/countdown/sft-1/checkpoints/global_step_8/huggingface"
+    run_dir = make_run(s, metrics={1: STEP}, start=warm)
+    evaluate(run_dir, "0", "/b/artifacts/models/" + run_report.embedded_folder().name, accuracy=0.1)
+    evaluate(run_dir, "1", warm.replace("/a/", "/b/"), accuracy=0.2)
+    evaluate(run_dir, "2", checkpoint(run_dir), accuracy=0.3)
+    probe_of(run_dir, "warm", warm, "weak signal")
+    page = report(run_dir)
+    assert page.rows["Base → trained"][0] == ["metric", "base", "sft", "grpo", "meaning"]
+    wanted = [str(Estimate(**estimate(value))) for value in (0.1, 0.2, 0.3)]
+    assert page.row("Base → trained", "accuracy")[1:4] == wanted
+    assert "weak signal" in page.text["Probe"]
+
+
+def test_the_newest_probe_of_this_model_is_shown(settings):
+    run_dir = make_run(settings, metrics={1: STEP}, start="/models/start")
+    probe_of(run_dir, "other", "/models/other", "of another model")
+    assert "no probe of this model: make probe TASK=countdown" in report(run_dir).text["Probe"]
+    old = probe_of(run_dir, "old", "/models/start", "the old one")
+    os.utime(old / "probe.json", (1e9, 1e9))
+    new = probe_of(run_dir, "new", "/models/start", "the new one")
+    (new / "probe.png").write_bytes(b"\x89PNG")
+    page = report(run_dir)
+    assert "the new one" in page.text["Probe"] and "old" not in page.text["Probe"]
+    assert page.pictures["Probe"] == [("probe", "data:image/png;base64," + base64.b64encode(b"\x89PNG").decode())]
+
+
+# ---- what is not there
+
+
+def test_what_a_run_does_not_have_is_said(settings):
+    run_dir = make_run(settings, metrics={1: {"training/epoch": 0}}, launched=False)
+    page = report(run_dir)
+    said = {
+        "": "not evaluated: make eval TASK=countdown RUN=mine",
+        "Settings": "make repeat cannot: RUN=mine: was trained by an older version",
+        "Data": "no manifest in",
+        "Environment": "no launch record in",
+        "Probe": "no probe of this model: make probe TASK=countdown",
+        "Curves": "not in this run's metrics: reward (critic/score/mean)",
+        "Health": "no rule fired",
+        "Base → trained": "no evaluation of this run: make eval TASK=countdown RUN=mine",
+        "Samples": "no rollouts in",
+    }
+    for section, words in said.items():
+        assert words in page.text[section], section
+    assert "no digests" in page.text["Data"] and "img" not in page.tags
+
+
+def test_other_data_than_the_run_had_is_not_shown_as_its_own(settings):
+    settings.data_dir.mkdir(parents=True)
+    manifest = settings.data_dir / "manifest.json"
+    manifest.write_text(json.dumps({"source": "generate", "origin": [], "seed": 1, "rows": {"train": 123}}))
+    run_dir = make_run(settings, metrics={1: STEP})
+    assert "123 train" in report(run_dir).text["Data"]
+    manifest.write_text(json.dumps({"source": "generate", "origin": [], "seed": 2, "rows": {"train": 456}}))
+    text = report(run_dir).text["Data"]
+    assert "not what the run was trained on (manifest.json differ)" in text and "456" not in text
+
+
+def test_a_run_of_an_older_version_and_a_task_that_is_gone(settings):
+    made = make_run(settings, metrics={1: STEP | {"actor/entropy": 0.001}})
+    run_dir = made.parent.rename(made.parents[1] / "was_here") / "mine"
+    noted = json.loads((run_dir / "settings.json").read_text())
+    del noted["settings"]["NNODES"]
+    (run_dir / "settings.json").write_text(json.dumps(noted))
+    page = report(run_dir)
+    assert "the task's defaults are not known" in page.text["Settings"] and page.row("Settings", "LR")[1] == "3e-05"
+    assert page.row("Health", "collapse")[1] == "1"
+
+
+def test_dpo_and_a_warm_up_have_their_own_curves(settings):
+    lines = (ROOT / "docs/results/h200-countdown-dpo.metrics.jsonl").read_text().splitlines()
+    metrics = {record["step"]: record["data"] for record in map(json.loads, lines)}
+    page = report(make_run(replace(settings, METHOD="dpo"), "dpo-1", metrics=metrics))
+    assert {"train/loss", "dpo/rewards/accuracies", "timing_s/step"} <= {row[0] for row in page.rows["Curves"]}
+    assert "not in this run's metrics" not in page.text["Curves"]
+    page = report(make_run(settings, "sft-1", kind="sft", metrics={1: {"train/loss": 2.5}}))
+    assert page.row("Curves", "train/loss")[1] == "2.5" and "the rules are about RL" in page.text["Health"]
+    assert "make repeat cannot: RUN=sft-1: is a warm-up" in page.text["Settings"]
+
+
+# ---- hostile input
+
+HOSTILE = [
+    "<script>alert(1)</script>",
+    "</pre></div></body><img src=http://evil.example/x onerror=alert(1)>",
+    "{{ 7 * 7 }}{% raw %}&lt;b&gt;&amp;",
+    "\x1b[31mred\x00\x08\u202eback\u2028" + "\ud800",
+    "']\"><svg onload=alert(1)><a href='javascript:alert(1)'>",
+]
+
+
+def test_what_a_model_wrote_is_text_and_nothing_is_loaded(settings):
+    run_dir = make_run(settings, metrics={1: STEP | {f"val-core/{HOSTILE[1]}$\\frac$/acc": 0.5}}, start=HOSTILE[0])
+    write_rollouts(run_dir, [ROLLOUT | {"output": text, "input": text, "gts": text} for text in HOSTILE])
+    probe_of(run_dir, "x", HOSTILE[0], HOSTILE[4])
+    raw = run_report.write(run_dir).read_text()
+    page = Page(raw)
+    allowed = {"html", "head", "meta", "title", "style", "body", "h1", "h2", "h3", "h4", "dl", "div", "dt", "dd", "p"}
+    allowed |= {"nav", "a", "section", "table", "thead", "tbody", "tr", "th", "td", "details", "summary", "pre", "img"}
+    assert set(page.tags) <= allowed
+    assert page.links and all(link.startswith(("#part-", "data:image/")) for link in page.links)
+    assert not re.search(r"url\(|@import", raw)
+    assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069]", raw)
+    shown = page.blocks["Samples"][1::3]
+    assert shown[:3] == HOSTILE[:3] and shown[3] == "[31mredback?" and shown[4] == HOSTILE[4]
+    assert page.blocks["Samples"][0::3] == page.blocks["Samples"][2::3] == shown
+    assert HOSTILE[4] in page.text["Probe"]
+
+
+def test_long_texts_lose_their_middle(settings):
+    run_dir = make_run(settings, metrics={1: STEP})
+    text = "begin" + "x" * 1_000_000 + "end"
+    write_rollouts(run_dir, [ROLLOUT | {"output": text, "input": text, "gts": {"a": text}}] * 100)
+    page = report(run_dir)
+    prompt, response, truth = page.blocks["Samples"][:3]
+    for shown, limit in ((prompt, 1500), (response, 3000), (truth, 500)):
+        assert limit < len(shown) < limit + 60 and "characters left out" in shown
+    assert response.startswith("beginx") and response.endswith("xend")
+    left_out = int(re.search(r"(\d+) characters", response)[1])
+    assert left_out == len(text) - 3000
+    assert len(page.blocks["Samples"]) == 3 * run_report.SAMPLES
+
+
+def test_lines_that_are_no_rollout_are_counted_and_the_last_step_that_has_any_is_taken(settings):
+    run_dir = make_run(settings, metrics={1: STEP})
+    for step in (1, 9):
+        write_rollouts(run_dir, [ROLLOUT | {"output": f"of step {step}"}], step)
+    write_rollouts(run_dir, [ROLLOUT | {"output": "of step 10"}, ROLLOUT | {"score": math.nan}, [1], {"score": 1}], 10)
+    with (run_dir / "rollouts/10.jsonl").open("a") as file:
+        file.write('{"input": "torn')
+    page = report(run_dir)
+    assert "1 of 1 rollouts of step 10" in page.text["Samples"] and "left out: 4 lines" in page.text["Samples"]
+    write_rollouts(run_dir, [], 11)
+    assert report(run_dir).blocks["Samples"][1] == "of step 10"
+
+
+@pytest.mark.parametrize(
+    ("scores", "shown"),
+    [
+        ([0] * 50 + [1], [1, 0, 0, 0, 0, 0]),
+        ([0, 1] * 9, [1, 1, 1, 0, 0, 0]),
+        (range(101), [100, 80, 60, 40, 20, 0]),
+        ([0.5, 0.25], [0.5, 0.25]),
+        ([-1, -1, 3, 2, 2, 2], [3, 2, 2, 2, -1, -1]),
+    ],
+)
+def test_samples_are_of_the_highest_the_lowest_and_scores_between(scores, shown):
+    assert [record["score"] for record in run_report.spread([{"score": score} for score in scores])] == shown
+
+
+def test_secrets_are_masked(settings):
+    s = replace(settings, MODEL="https://me:pass123@host/model", LOGGER="wandb")
+    run_dir = make_run(s, metrics={1: STEP}, start="https://me:pass123@host/model")
+    noted = json.loads((run_dir / "settings.json").read_text())
+    noted["arguments"] = ["+x.api_key=sk-12345", "+y.eos_token=kept"]  # of a version that did not mask
+    noted["settings"]["HF_TOKEN"] = "hf_12345"
+    (run_dir / "settings.json").write_text(json.dumps(noted))
+    raw = run_report.write(run_dir).read_text()
+    for secret in ("pass123", "sk-12345", "hf_12345"):
+        assert secret not in raw, secret
+    assert "+x.api_key=***" in raw and "eos_token=kept" in raw and "https://***@host/model" in raw
+
+
+def test_numbers_that_are_none_or_huge_break_nothing(settings):
+    steps = {1: STEP, 2: STEP | {"actor/grad_norm": None, "actor/entropy": 1e308, "training/x": "text"}}
+    page = report(make_run(settings, metrics=steps | {3: {"actor/grad_norm": math.inf, "actor/entropy": -1e308}}))
+    assert page.row("Curves", "actor/grad_norm") == ["actor/grad_norm", "1.5", "inf", "1.5", "1.5", "1 to 3"]
+    assert page.row("Curves", "actor/entropy")[3:5] == ["-1e+308", "1e+308"]
+    assert page.row("Health", "nan")[1:3] == ["3", "2"]
+
+
+# ---- which run, and errors
+
+
+def test_the_newest_run_of_rl_or_dpo_is_taken(settings):
+    for name, date, kind in (("old", "2026-01-01", "rl"), ("new", "2026-03-01", "rl"), ("sft-1", "2026-05-01", "sft")):
+        launch = launches.launches(make_run(settings, name, kind=kind, metrics={1: STEP}))[-1]
+        noted = json.loads((launch / "launch.json").read_text())
+        (launch / "launch.json").write_text(json.dumps(noted | {"date": f"{date}T00:00:00+00:00"}))
+    assert run_report.chosen("countdown", "").name == "new"
+    assert run_report.chosen("countdown", "sft-1").name == "sft-1"
+    with pytest.raises(SettingsError, match=r"^no RL or DPO run in [^\n]*gsm8k yet: run `make train TASK=gsm8k`$"):
+        run_report.chosen("gsm8k", "")
+
+
+def test_make_report_prints_the_path_or_one_line_of_error(settings):
+    where = {"ARTIFACTS": os.environ["ARTIFACTS"], "STACK": "cpu", "TASK": "countdown"}
+    make_run(settings, "empty")
+    broken = make_run(settings, "broken")
+    (broken / "metrics/000.jsonl").write_text("{no json\n")
+    make_run(settings, "good", metrics={1: STEP})
+    said = {
+        "empty": "error: RUN=empty: has no metrics in ",
+        "broken": "/broken/metrics: a line is no metrics (JSONDecodeError: ",
+        "goood": "is it good? `make runs` lists all",
+    }
+    for name, words in said.items():
+        result = make("report", RUN=name, **where)
+        lines = [line for line in result.stdout.splitlines() if not line.startswith("make: ***")]
+        assert result.returncode and len(lines) == 1 and words in lines[0], result.stdout
+    result = make("report", TASK="nosuch", STACK="cpu")
+    assert result.returncode and "TASK=nosuch: no such task" in result.stdout
+    assert not (settings.runs_dir.parents[1] / "reports").exists()
+    result = make("report", RUN="good", LR="0.5", **where)  # what is given for a training says nothing of this run
+    path = settings.runs_dir.parents[1] / "reports/countdown/good/report.html"
+    assert (result.returncode, result.stdout) == (0, f"{path}\n")
+    assert path.read_text() == run_report.page(named("good"))
