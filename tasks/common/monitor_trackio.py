@@ -33,9 +33,11 @@ class Trackio:
         rows = [(step, row) for part in (new.steps, new.evaluations) for step, row in sorted(part.items())]
         ids = [f"{run}-step-{step}" for step in sorted(new.steps)]
         ids += [f"{run}-eval-{step}" for step in sorted(new.evaluations)]
-        for key, sample in new.samples.items():
-            rows.append((sample.step, {sample.kind: self._trace(sample)}))
-            ids.append(f"{run}-{key}")
+        traces: dict[tuple[str, int], list[dict]] = {}
+        for sample in new.samples.values():
+            traces.setdefault((sample.kind, sample.step), []).append(self._trace(sample))
+        rows += [(step, {kind: found}) for (kind, step), found in traces.items()]
+        ids += [f"{run}-{next(iter(new.samples))}-{kind}-{step}" for kind, step in traces]
         if rows:
             self.store.bulk_log(
                 project=project,
@@ -65,6 +67,7 @@ class Trackio:
     def _trace(self, sample) -> dict:
         messages = [{"role": "user", "content": sample.prompt}, {"role": "assistant", "content": sample.response}]
         told = {"kind": sample.kind, "ground_truth": sample.ground_truth, **sample.rewards}
+        told["status"] = f"score {sample.rewards.get('score', float('nan')):.3g}"  # a column of the list
         return self.trackio.Trace(messages, told)._to_dict("", "", sample.step)
 
     @contextlib.contextmanager
