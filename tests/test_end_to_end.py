@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import time
@@ -11,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests import browser
 from tests.helpers import (
     MAKE,
     ROOT,
@@ -28,7 +30,9 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def variables(small_model, tmp_path_factory) -> dict[str, str]:
-    return {**SMALL, "MODEL": str(small_model), "ARTIFACTS": str(tmp_path_factory.mktemp("run") / "artifacts")}
+    tracked = {"WANDB": "1", "WANDB_MODE": "offline"}
+    own = {"MODEL": str(small_model), "ARTIFACTS": str(tmp_path_factory.mktemp("run") / "artifacts")}
+    return SMALL | tracked | own
 
 
 def run_dir(variables) -> Path:
@@ -52,6 +56,7 @@ def abandoned_shared_memory() -> set[str]:
 def test_a_killed_run_resumes_and_ends_with_the_table(variables):
     """SFT and two GRPO steps; the launcher is killed after the first; the same command does the second and the rest."""
     saved = kill_after_a_checkpoint("train", "runs/countdown/grpo-*", **variables, STEPS="2")
+    before = abandoned_shared_memory()
     second = make("train", STEPS="2", **variables)
     assert second.returncode == 0, second.stdout
     if saved < 2:
@@ -66,7 +71,9 @@ def test_a_killed_run_resumes_and_ends_with_the_table(variables):
         rollouts = [json.loads(line) for line in (file.parent / "rollouts.jsonl").read_text().splitlines()]
         assert len(rollouts) == 8 * (1 + int(SMALL["N"]))
         assert all(0 < r["entropy"] < 5.6 and 0 < r["tokens"] <= 48 for r in rollouts)  # ln 258 = 5.55
-    assert not abandoned_shared_memory()
+    assert abandoned_shared_memory() <= before
+    records = [folder.name.rpartition("grpo-")[2] for folder in run_dir(variables).glob("wandb/offline-run-*")]
+    assert len(records) == 2 and len(set(records)) == 1  # of both launches, under one id
 
 
 def test_the_checkpoint_loads_in_transformers_and_differs_from_its_start(variables):
@@ -253,3 +260,43 @@ def test_ctrl_c_ends_every_process_and_keeps_what_there_was(variables, tmp_path)
         assert run.wait(timeout=60) != 0
     assert str(tmp_path) not in our_processes()
     assert (tmp_path / "data/countdown/manifest.json").is_file()
+
+
+def test_the_report_is_of_this_run(variables):
+    result = make("report", TASK="countdown", ARTIFACTS=variables["ARTIFACTS"])
+    assert result.returncode == 0, result.stdout
+    page = only(variables, "reports/countdown/*/report.html").read_text()
+    assert run_dir(variables).name in page and "data:image" in page and "<script" not in page
+
+
+def test_the_dashboard_shows_curves_samples_and_both_runs_in_a_browser(variables, tmp_path):
+    """The warm-up and the GRPO run of the tests above, in `make monitor`, as a reader finds them."""
+    if not browser.path():
+        pytest.skip("no Chromium; apt-get install chromium")
+    with browser.monitor(Path(variables["ARTIFACTS"])) as (address, page):
+        names = {run.name for run in (Path(variables["ARTIFACTS"]) / "runs/countdown").glob("[gs]*")}
+        assert len(names) == 2
+        page.goto(address)
+        for name in names:
+            page.get_by_text(name, exact=True).first.wait_for()
+        curve = browser.curve(page, "critic/score/mean")
+        assert [(row["run"], row["step"]) for row in curve] == [(run_dir(variables).name, step) for step in "12"]
+        assert [float(row["critic/score/mean"]) for row in curve] == [0, 0]
+        page.get_by_role("button", name="Traces", exact=True).click()
+        sample = json.loads((run_dir(variables) / "rollouts/2.jsonl").read_text().splitlines()[0])
+        target = re.search(r"Target: \d+", sample["input"])[0]
+        page.get_by_placeholder("Search traces").fill(target)
+        page.get_by_text(target).first.click()
+        page.get_by_text("ground_truth").first.wait_for()
+        assert json.loads(sample["gts"])["target"] == int(target.split()[1])
+        assert sample["gts"] in page.inner_text("body")
+
+
+def test_abort_on_ends_the_training_with_a_checkpoint_in_one_line(variables):
+    """A random model has no reward, so no group has variance; no checkpoint was due before step 100."""
+    result = make("train", **variables | {"STEPS": "9", "SAVE_FREQ": "100", "ABORT_ON": "nan,zero_variance"})
+    (error,) = [line for line in result.stdout.splitlines() if line.startswith("error:")]
+    assert result.returncode != 0 and "ABORT_ON=zero_variance: step 3: all advantages are 0" in error
+    assert "the checkpoint of step 3 is kept" in error
+    assert (run_dir(variables) / "checkpoints/latest_checkpointed_iteration.txt").read_text() == "3"
+    assert sorted(set(steps_logged(run_dir(variables)))) == [1, 2, 3]

@@ -1,6 +1,7 @@
 """REWARD_MODEL: what is refused before the start, and training on the scores of a small classifier on the CPU."""
 
 import json
+import math
 import shutil
 import statistics
 from pathlib import Path
@@ -9,6 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tasks.common import reward_model, verl_config
+from tasks.common.runs import hf_folder, read_metrics
 from tasks.common.settings import SettingsError, load_settings
 from tests.helpers import ROOT, exported, make
 
@@ -145,7 +147,7 @@ def test_make_refuses_it_before_anything_starts(small_model, tmp_path):
 def test_training_is_on_the_classifiers_own_scores(small_model, classifier, tmp_path, method):
     """The dumped scores are those of transformers for the same chats; evaluation keeps the task's reward."""
     import torch
-    from transformers import AutoTokenizer, LlamaForSequenceClassification
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForSequenceClassification
 
     given = {**SMALL, "METHOD": method, "MODEL": str(small_model), "REWARD_MODEL": str(classifier)}
     result = make("train", ARTIFACTS=str(tmp_path), **given)
@@ -178,6 +180,13 @@ def test_training_is_on_the_classifiers_own_scores(small_model, classifier, tmp_
     print(f"with the policy's template {with_another_template:.4f} in the mean")
     assert len(scores) == 16 and max(scores) - min(scores) > 0.5
     assert largest < 0.1 < with_another_template / 2  # vLLM computes in bf16
+
+    (run,) = tmp_path.glob("runs/countdown/*")
+    trained = AutoModelForCausalLM.from_pretrained(hf_folder(run))
+    assert all(torch.isfinite(p).all() for p in trained.parameters())
+    steps = read_metrics(run)
+    assert sorted(steps) == [1, 2]
+    assert all(math.isfinite(row[name]) for row in steps.values() for name in ("actor/pg_loss", "critic/vf_loss"))
 
     (evaluated,) = {
         json.loads(f.read_text())["metrics"]["score"]["value"] for f in tmp_path.glob("eval/**/summary.json")
