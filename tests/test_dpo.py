@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -327,3 +328,17 @@ def test_lora_in_two_processes_starts_from_its_base_and_changes_the_projections_
     start, merged = weights(small_model), weights(folder)
     changed = {name for name in start if not start[name].equal(merged[name])}
     assert changed == {name for name in start if "_proj." in name} and len(changed) == 14
+
+
+@pytest.mark.slow
+def test_abort_on_ends_a_training_whose_loss_is_no_number_without_a_checkpoint_of_it(small_model, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(small_model)
+    model.model.norm.weight.data.fill_(math.nan)
+    broken = shutil.copytree(small_model, tmp_path / "model")
+    model.save_pretrained(broken)
+    pairs, run_dir = written(tmp_path / "pairs.jsonl", PAIRS), tmp_path / "run"
+    ended = launch(broken, pairs, run_dir, STEPS="9", SAVE_FREQ="1", ABORT_ON="nan", N_GPUS="2")
+    assert ended.returncode != 0 and "AbortedError: ABORT_ON=nan: step 1: train/loss" in ended.stdout, ended.stdout
+    assert [math.isnan(loss) for loss in losses(run_dir)] == [True] and checkpoints(run_dir) == []

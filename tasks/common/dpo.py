@@ -26,7 +26,7 @@ from tasks.common.data import DataError, written_beside
 from tasks.common.pairs import TokenPair, token_pairs
 from tasks.common.prepare import load_tokenizer
 from tasks.common.process import die_with_torchrun
-from tasks.common.runs import checkpoints, last_step, read_metrics, tracker
+from tasks.common.runs import checkpoints, last_step, tracker
 from tasks.common.settings import Settings, load_settings
 from tasks.common.verl_config import micro_batch
 
@@ -78,21 +78,20 @@ class MetricsFile(TrainerCallback):
 
 
 class AbortOn(TrainerCallback):
-    """Ends the training where a rule of ABORT_ON has fired, with a checkpoint, but not of weights that are NaN.
+    """Ends the training at a loss or gradient that is not a number, without a checkpoint of such weights.
 
-    Every process decides alike: it looks at the steps before the one that ends, whose line the first process has
-    written by then.
+    Of the rules of ABORT_ON it is the only one that DPO's metrics can break. Every process is told the same.
     """
 
-    def __init__(self, run_dir: Path, s: Settings):
-        self.run_dir, self.s, self.found = run_dir, s, None
+    def __init__(self, s: Settings):
+        self.s, self.found = s, None
 
-    def on_step_end(self, args, state, control, **_):
-        before = {step: row for step, row in read_metrics(self.run_dir).items() if step < state.global_step}
-        self.found = health.aborted_by(before, self.s)
+    def on_log(self, args, state, control, logs, **_):
+        row = {f"train/{name}": logs[name] for name in ("loss", "grad_norm") if name in logs}
+        self.found = self.found or health.aborted_by({state.global_step: row}, self.s)
         if self.found:
             control.should_training_stop = True
-            control.should_save = self.found.rule != "nan"
+            control.should_save = False
 
 
 # ---- checkpoints
@@ -191,7 +190,7 @@ def train(s: Settings, start: str, pairs: str, run_dir: Path, metrics: Path) -> 
             f"are less than TRAIN_BATCH_SIZE={s.TRAIN_BATCH_SIZE}; {advice}, or lower TRAIN_BATCH_SIZE"
         )
     adapter = {"r": s.LORA_RANK, "lora_alpha": s.LORA_ALPHA, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
-    abort = AbortOn(run_dir, s)
+    abort = AbortOn(s)
     trainer = Trainer(
         model=start,
         args=config,
