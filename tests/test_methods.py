@@ -1,4 +1,4 @@
-"""Every RL method with LoRA, two real steps on a very small random model; rounds, comparison.
+"""Every RL method with LoRA, two real steps on a very small random model, and their comparison.
 
 All weights are trained with grpo, gspo and egpo in test_numerics.py, with ppo in test_reward_model.py;
 test_end_to_end.py resumes and evaluates grpo.
@@ -69,18 +69,6 @@ def test_two_steps_of_ppo_with_lora(variables):
     assert result.returncode == 0, result.stdout
     assert "PPO 2/2" in result.stdout and " ppo " in result.stdout  # a column of the table
     check_metrics(variables, "ppo")
-
-
-def test_a_second_round_starts_from_the_first(variables):
-    """The first round is the LoRA GRPO run of the experiment."""
-    result = make("train", **variables, METHOD="grpo", LORA_RANK="8", SELF_PLAY_ROUNDS="2")
-    assert result.returncode == 0, result.stdout
-    assert "up to date: 2 steps" not in result.stdout.split("round 2 of 2")[1]
-    (second,) = (run for run in runs_of(variables, "grpo") if run.name.endswith("-round2"))
-    assert sorted(metrics_of(second)) == [1, 2]
-    start = json.loads((second / "settings.json").read_text())["start"]
-    assert start.endswith("global_step_2/actor/merged")
-    assert all(f" {name} " in result.stdout for name in ("round1", "round2"))
 
 
 def test_all_runs_every_stage_and_from_leaves_out_the_first(variables):

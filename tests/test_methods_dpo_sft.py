@@ -29,15 +29,16 @@ def test_two_steps_of_dpo_on_the_policys_own_samples(variables, rank):
     assert metrics_of(run)[1]["train/loss"] == pytest.approx(math.log(2), abs=1e-3)  # policy and reference are equal
 
 
-def test_rounds_of_dpo_start_from_the_round_before(variables):
-    result = make("dpo", **variables, SELF_PLAY_ROUNDS="2")
+def test_rounds_start_from_the_round_before(variables):
+    """The first round is the LoRA run of the test above, whose merged weights the second starts from."""
+    result = make("dpo", **variables, LORA_RANK="8", SELF_PLAY_ROUNDS="2")
     assert result.returncode == 0, result.stdout
     assert "up to date: 2 steps" not in result.stdout.split("round 2 of 2")[1]
     assert "round 1 of 2" in result.stdout
     assert all(f" {name} " in result.stdout for name in ("round1", "round2"))  # columns of the table
     (second,) = (run for run in runs_of(variables, "dpo") if run.name.endswith("-round2"))
     start = json.loads((second / "settings.json").read_text())["start"]
-    (first,) = (run for run in runs_of(variables, "dpo") if start.startswith(f"{run}/"))
+    (first,) = (run for run in runs_of(variables, "dpo") if start == f"{run}/checkpoints/global_step_2/merged")
     assert metrics_of(second)[1]["train/loss"] == pytest.approx(math.log(2), abs=1e-3)  # the reference is new
     assert (second / "pairs.parquet").read_bytes() != (first / "pairs.parquet").read_bytes()
 

@@ -71,6 +71,15 @@ def test_everything_that_a_run_has_is_seen(run_dir):
     assert seen.findings == {} and seen.gpus == {}
 
 
+def test_verls_validations_are_seen_with_the_parts_of_the_reward(run_dir):
+    row = rollout(2, 0.3) | {"reward": 0.3, "acc": False, "format": 0.0, "note": "x"}
+    del row["uid"]
+    write_lines(run_dir / "validation/2.jsonl", [row])
+    (sample,) = [sample for sample in look(run_dir).samples.values() if sample.kind == "validation"]
+    assert (sample.step, sample.response) == (2, row["output"])
+    assert sample.rewards == {"score": 0.3, "reward": 0.3, "acc": 0.0, "format": 0.0}
+
+
 def test_a_rule_that_keeps_firing_is_told_of_where_it_begins(settings):  # noqa: F811
     ill = {step: {"actor/entropy": 0.001 if step in (2, 3, 5) else 0.3} for step in range(1, 6)}
     assert sorted(look(make_run(settings, metrics=ill)).findings) == ["collapse-2", "collapse-5"]

@@ -28,13 +28,16 @@ from tasks.common.settings import SettingsError, artifacts
 
 PORT = 7860
 SECONDS = 3  # between two looks at the runs
-TRAINING_SAMPLES, EVALUATION_SAMPLES = 8, 256  # of a step, of an evaluation
+TRAINING_SAMPLES, EVALUATION_SAMPLES = 8, 256  # of a step, of a validation or evaluation
+# What verl writes of a step, in which folder of the run: validations with ARGS=trainer.test_freq=...
+DUMPS = (("training", "rollouts", TRAINING_SAMPLES), ("validation", "validation", EVALUATION_SAMPLES))
+NO_REWARD = ("step", "uid")  # numbers beside a dumped response that are no part of its reward
 LONGEST = 8000  # characters of a text that are shown
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A response to a prompt, of a step of the training or of an evaluation of its checkpoint (``kind``)."""
+    """A response to a prompt. ``kind``: of a training step, of verl's validation, of an evaluation of a checkpoint."""
 
     kind: str
     step: int
@@ -76,9 +79,11 @@ def look(run_dir: Path) -> Seen:
         summary, folder = read_json(file), file.parent
         seen.evaluations[step] = {f"eval/{name}": value["value"] for name, value in summary["metrics"].items()}
         seen.samples |= {f"eval-{folder.name}-{i}": s for i, s in enumerate(_evaluated(folder, step))}
-    for file in sorted((run_dir / "rollouts").glob("*.jsonl")):
-        if file.stem.isdigit():
-            seen.samples |= {f"train-{file.stem}-{i}": sample for i, sample in enumerate(_trained(file))}
+    for kind, folder, most in DUMPS:
+        for file in sorted((run_dir / folder).glob("*.jsonl")):
+            if file.stem.isdigit():
+                found = enumerate(_dumped(file, kind, most))
+                seen.samples |= {f"{kind}-{file.stem}-{i}": sample for i, sample in found}
     found = health.findings(metrics, SimpleNamespace(**recorded(run_dir)["settings"]))  # of any version's variables
     fired = {(each.rule, each.step) for each in found}
     for each in found:  # a rule that keeps firing is told of once
@@ -122,16 +127,11 @@ def _once_written(read):
 
 
 @_once_written
-def _trained(file: Path) -> Iterator[Sample]:
-    for row in _rows(file, TRAINING_SAMPLES):
-        yield Sample(
-            "training",
-            int(file.stem),
-            _cut(row["input"]),
-            _cut(row["output"]),
-            _cut(row["gts"]),
-            {"score": row["score"]},
-        )
+def _dumped(file: Path, kind: str, most: int) -> Iterator[Sample]:
+    for row in _rows(file, most):
+        texts = (_cut(row.pop(name)) for name in ("input", "output", "gts"))
+        rewards = {name: value for name, value in _numbers(row).items() if name not in NO_REWARD}
+        yield Sample(kind, int(file.stem), *texts, rewards)
 
 
 def _evaluated(folder: Path, step: int) -> list[Sample]:
@@ -157,7 +157,8 @@ def _cut(text: str) -> str:
 
 def changed(run_dir: Path) -> tuple:
     """Something that differs when ``look`` would."""
-    files = [*run_dir.glob("metrics/*"), *run_dir.glob("rollouts/*"), run_dir / "gpu.jsonl", run_dir / "settings.json"]
+    files = [file for folder in ("metrics", "rollouts", "validation") for file in run_dir.glob(f"{folder}/*")]
+    files += [run_dir / "gpu.jsonl", run_dir / "settings.json"]
     files += (artifacts() / "eval" / run_dir.parent.name).glob("*/summary.json")
     found = []
     for file in files:

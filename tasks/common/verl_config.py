@@ -151,6 +151,7 @@ def rl_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
         f"trainer.logger={_loggers(s)}",
         f"trainer.default_local_dir={_quoted(run_dir / 'checkpoints')}",
         f"trainer.rollout_data_dir={_quoted(run_dir / 'rollouts')}",
+        f"trainer.validation_data_dir={_quoted(run_dir / 'validation')}",
         f"trainer.save_freq={s.SAVE_FREQ}",
         "trainer.max_actor_ckpt_to_keep=2",
         "trainer.v1.trainer_mode=task",  # tasks/common/verl_trainer.py

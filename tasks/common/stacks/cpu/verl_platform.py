@@ -6,6 +6,7 @@ stops the run with one line when a verl upgrade has changed that line.
 """
 
 import contextlib
+import gc
 import os
 import resource
 import types
@@ -16,6 +17,9 @@ from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
 
 from tasks.common.patch import expect
+
+# Each of a dozen processes imports some 6,000 modules, and Python looks through all of their objects again and again.
+gc.set_threshold(100_000, 20, 50)
 
 
 class _CPUDevice(str):
