@@ -10,14 +10,14 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from importlib.metadata import packages_distributions
+from importlib.metadata import distributions, packages_distributions
 from pathlib import Path
 
 import pytest
 import torch
 from packaging.utils import canonicalize_name
 
-from tasks.common import check_install, lock
+from tasks.common import check_install, launches, lock
 from tasks.common.check_install import InstallError, Package
 from tests.helpers import ROOT, outside_make
 
@@ -100,7 +100,16 @@ def test_every_package_that_the_code_imports_is_in_the_list(stack):
     assert missing == set()
 
 
-def test_the_tests_run_with_the_list_of_the_cpu_stack():
+def test_the_tests_run_with_the_list_of_the_cpu_stack(tmp_path, monkeypatch):
+    """Also where something later on sys.path has another version, and where setuptools has appended its own copies."""
+    for folder, name in (("later", "packaging"), ("setuptools/_vendor", "only_there")):
+        info = tmp_path / folder / f"{name}-0.1.dist-info"
+        info.mkdir(parents=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1\n")
+        monkeypatch.setattr(sys, "path", [*sys.path, str(info.parent)])
+    seen = {(d.name, d.version) for d in distributions()}
+    assert {("packaging", "0.1"), ("only_there", "0.1")} < seen
+    assert not {"packaging==0.1", "only_there==0.1"} & set(launches.packages())
     assert [package for package in check_install.installed("cpu") if not package.matches] == []
 
 

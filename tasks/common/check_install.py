@@ -49,9 +49,21 @@ def listed(stack: str) -> dict[str, str]:
     return pins
 
 
+def versions() -> dict[str, str]:
+    """Version by name of what this Python has; of two copies on sys.path the first, which is the one imported.
+
+    Without the copies that setuptools has for itself and appends to sys.path when something imports it.
+    """
+    found: dict[str, str] = {}
+    for distribution in importlib.metadata.distributions():
+        if distribution.name and Path(str(distribution.locate_file(""))).name != "_vendor":
+            found.setdefault(distribution.name, distribution.version)
+    return found
+
+
 def installed(stack: str) -> list[Package]:
     """Every package of the list of ``stack``, beside what this Python has. Imports none of them."""
-    found = {canonicalize_name(d.name): d.version for d in importlib.metadata.distributions() if d.name}
+    found = {canonicalize_name(name): version for name, version in versions().items()}
     return [Package(name, wanted, found.get(name)) for name, wanted in listed(stack).items()]
 
 

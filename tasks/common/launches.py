@@ -6,7 +6,6 @@ The environment is not in it, nor the machine's name, and the values of what is 
 """
 
 import hashlib
-import importlib.metadata
 import json
 import os
 import platform
@@ -19,6 +18,7 @@ from pathlib import Path
 
 import yaml
 
+from tasks.common.check_install import versions
 from tasks.common.data import write_json, written_beside
 from tasks.common.records import sha256
 from tasks.common.settings import ROOT, Settings, judge_settings
@@ -121,8 +121,7 @@ def now(task_dir: Path) -> dict:
 
 def packages() -> list[str]:
     """name==version of every installed package, sorted: `pip freeze` without paths and URLs."""
-    found = {(d.name, d.version) for d in importlib.metadata.distributions() if d.name}
-    return sorted((f"{name}=={version}" for name, version in found), key=str.lower)
+    return sorted((f"{name}=={version}" for name, version in versions().items()), key=str.lower)
 
 
 def git_state(root: Path) -> tuple[dict, str]:
