@@ -369,7 +369,8 @@ def test_a_lost_node_ends_the_training_with_one_line_and_it_resumes(nodes, small
         return subprocess.run(asked, cwd=ROOT, env=nodes.environment, capture_output=True, text=True)
 
     said = status(2)
-    assert said.returncode == 0 and said.stdout.count("1 of 1") == 2 and "enough for NNODES=2" in said.stdout
+    assert said.returncode == 0 and len(re.findall(r"\b1 of 1\b", said.stdout)) == 2
+    assert "enough for NNODES=2" in said.stdout
     said = status(3)
     assert said.returncode != 0 and "error: NNODES=3 x N_GPUS=1: 2 nodes have 1 free GPU" in said.stderr
 
@@ -387,7 +388,7 @@ def test_a_lost_node_ends_the_training_with_one_line_and_it_resumes(nodes, small
         while not checkpoint():
             assert first.poll() is None and time.monotonic() < deadline, first.stdout.read()
             if time.monotonic() > asked + 15 and taken < 2:
-                taken, asked = status(1).stdout.count("0 of 1"), time.monotonic()
+                taken, asked = len(re.findall(r"\b0 of 1\b", status(1).stdout)), time.monotonic()
             time.sleep(0.1)
         assert taken == 2  # a GPU of each node
         nodes.kill(nodes.raylet(WORKER))
@@ -406,7 +407,7 @@ def test_a_lost_node_ends_the_training_with_one_line_and_it_resumes(nodes, small
         assert "alive\n" in iter(other.stdout.readline, "")  # after what Ray tells every driver of the lost node
         assert nodes.raylet(HEAD) and not nodes.raylet(WORKER)
         deadline = time.monotonic() + 30
-        while "1 of 1" not in (said := status(1)).stdout and time.monotonic() < deadline:
+        while not re.search(r"\b1 of 1\b", (said := status(1)).stdout) and time.monotonic() < deadline:
             time.sleep(1)
         assert re.search(rf"{HEAD} +1 of 1 +15 of 16", said.stdout) and re.search(rf"{WORKER} +lost", said.stdout)
 

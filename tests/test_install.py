@@ -101,8 +101,8 @@ def test_every_package_that_the_code_imports_is_in_the_list(stack):
 
 
 def test_the_tests_run_with_the_list_of_the_cpu_stack(tmp_path, monkeypatch):
-    """Also where something later on sys.path has another version, and where setuptools has appended its own copies."""
-    for folder, name in (("later", "packaging"), ("setuptools/_vendor", "only_there")):
+    """Also where something later on sys.path has another version, and where a package has put its own copies there."""
+    for folder, name in (("later", "packaging"), ("later/setuptools/_vendor", "only_there")):
         info = tmp_path / folder / f"{name}-0.1.dist-info"
         info.mkdir(parents=True)
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.1\n")

@@ -181,7 +181,7 @@ def test_training_is_on_the_classifiers_own_scores(small_model, classifier, tmp_
     assert len(scores) == 16 and max(scores) - min(scores) > 0.5
     assert largest < 0.1 < with_another_template / 2  # vLLM computes in bf16
 
-    (run,) = tmp_path.glob("runs/countdown/*")
+    (run,) = tmp_path.glob(f"runs/countdown/{method}-*")
     trained = AutoModelForCausalLM.from_pretrained(hf_folder(run))
     assert all(torch.isfinite(p).all() for p in trained.parameters())
     steps = read_metrics(run)

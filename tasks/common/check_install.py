@@ -52,11 +52,14 @@ def listed(stack: str) -> dict[str, str]:
 def versions() -> dict[str, str]:
     """Version by name of what this Python has; of two copies on sys.path the first, which is the one imported.
 
-    Without the copies that setuptools has for itself and appends to sys.path when something imports it.
+    Without the copies that packages have for themselves and put on sys.path when they are imported: setuptools in its
+    ``_vendor``, Ray in its ``thirdparty_files``. They lie below a folder of packages.
     """
+    present = [(one, Path(str(one.locate_file("")))) for one in importlib.metadata.distributions() if one.name]
+    folders = {folder for _, folder in present}
     found: dict[str, str] = {}
-    for distribution in importlib.metadata.distributions():
-        if distribution.name and Path(str(distribution.locate_file(""))).name != "_vendor":
+    for distribution, folder in present:
+        if folders.isdisjoint(folder.parents):
             found.setdefault(distribution.name, distribution.version)
     return found
 
