@@ -24,9 +24,9 @@ import pytest
 
 from tasks.common.judge import Judge
 from tasks.common.plots import plt
-from tasks.common.settings import Command, Settings
+from tasks.common.settings import Command, Settings, SettingsError, load_settings
 from tests.benchmarks import curve
-from tests.helpers import ROOT, SMALL, copy_of_checkout, outside_make
+from tests.helpers import ROOT, SMALL, copy_of_checkout, exported, outside_make
 
 DOCUMENTS = [
     *(
@@ -164,6 +164,35 @@ def test_a_wrong_target_or_variable_is_found():
     text = "`make train TASK=x LR=1`, `cannot make this`, `make trian TASK=x`\n"
     text += "```\nA=1 make train TASK=x \\\n  LEARNING_RATE=1  # so\n```\n"
     assert wrong_commands(text) == ["make train TASK=x LEARNING_RATE=1  # so", "make trian TASK=x"]
+
+
+def refused_settings(text: str) -> list[str]:
+    """The commands for a task that ships whose values train.sh or the settings would refuse."""
+    refused = []
+    for shown, _, _ in commands(text):
+        given = dict(re.findall(r"(?<!\S)([A-Z_]+)=([^\s'\"]+)", shown.split("#")[0]))
+        train_sh = ROOT / "tasks" / given.get("TASK", "none") / "train.sh"
+        if train_sh.exists() and not any("..." in value for value in given.values()):
+            given.pop("PYTHON", None)
+            try:
+                load_settings(exported(train_sh, {"N_GPUS": "1", **given}))
+            except (SettingsError, subprocess.CalledProcessError):
+                refused.append(shown)
+    return refused
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_commands_have_values_that_are_taken(name):
+    assert refused_settings((ROOT / name).read_text()) == []
+
+
+def test_a_value_that_is_refused_is_found():
+    text = "`make train TASK=countdown LR=2e-6`, `make train TASK=countdown LR=-1`, `make train TASK=my_task LR=-1`"
+    text += "\n```\nmake train TASK=gsm8k PROFILE=nowhere   # STEPS=-1\n```\n"
+    assert refused_settings(text) == [
+        "make train TASK=gsm8k PROFILE=nowhere   # STEPS=-1",
+        "make train TASK=countdown LR=-1",
+    ]
 
 
 def test_targets_and_variables_are_read_where_they_are_said():
