@@ -138,9 +138,9 @@ def main() -> None:
     arguments, extra = parser.parse_known_args()
     s = load_settings()
     work = artifacts() / "bench" / time.strftime("%Y%m%d-%H%M%S")
-    model = str(
-        random_model(artifacts() / "bench/random-qwen2.5-3b") if arguments.random_3b else resolve_model(s.MODEL)
-    )
+    model = str(resolve_model(s.MODEL))
+    if arguments.random_3b:
+        model = str(random_model(artifacts() / "bench/random-qwen2.5-3b", tokenizer_of=model))
     result = {
         "date": time.strftime("%Y-%m-%d"),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
