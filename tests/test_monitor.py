@@ -172,6 +172,24 @@ def test_runs_of_several_tasks_are_projects(run_dir, settings, trackio):  # noqa
     assert sorted(trackio.store.get_runs("countdown")) == ["mine", "other"]
 
 
+def test_a_run_that_cannot_be_read_is_told_of_once_and_the_others_are_shown(run_dir, settings, trackio, capsys):  # noqa: F811
+    broken = make_run(settings, "broken", metrics=METRICS)
+    file = broken / "metrics/000.jsonl"
+    whole = file.read_text()
+    file.write_text(whole + "\0" * 10 + "\n")  # as a file system may leave it after a power cut
+    follower = Follower(trackio)
+    assert follower.update() == 1 and follower.update() == 0
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1 and said[0].startswith(
+        f"warning: {broken}: cannot be read (SettingsError: {file}: line 4 is "
+    )
+    listed = make("runs", ARTIFACTS=os.environ["ARTIFACTS"])
+    assert listed.returncode != 0 and f"\nerror: {file}: line 4 is not JSON; remove that line" in f"\n{listed.stdout}"
+    file.write_text(whole)
+    assert follower.update() == 1
+    assert sorted(trackio.store.get_runs("countdown")) == ["broken", "mine"]
+
+
 def test_tensorboard_has_the_same(run_dir, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 

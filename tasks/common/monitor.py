@@ -1,8 +1,8 @@
 """`make monitor`: every run under artifacts/ in a dashboard on this machine, followed while it trains.
 
-Nothing has to be logged for it: it reads what each run writes to its own folder (docs/RUNS.md), so that a
-resumed run is one curve. The dashboard is trackio's, or tensorboard's where
-trackio is not installed (the a100 stack); its data is a copy that is made anew and goes with the dashboard.
+Nothing has to be logged for it: it reads what each run writes to its own folder (docs/RUNS.md), so that a resumed run
+is one curve. The dashboard is trackio's, or tensorboard's where trackio is not installed (the a100 stack); its data is
+a copy that is made anew and goes with the dashboard.
 """
 
 import functools
@@ -25,6 +25,7 @@ from tasks.common.process import interrupt_on_sigterm
 from tasks.common.rollouts import SAMPLED
 from tasks.common.runs import all_runs, read_json, read_metrics, recorded
 from tasks.common.settings import SettingsError, artifacts
+from tasks.common.text import one_line
 
 PORT = 7860
 SECONDS = 3  # between two looks at the runs
@@ -180,7 +181,14 @@ class Follower:
             state = changed(run_dir)
             if self.state.get(run_dir) == state:
                 continue
-            now, before = look(run_dir), self.shown.get(run_dir, Seen())
+            try:
+                now = look(run_dir)
+            except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:  # the others are shown
+                what = f"{type(error).__name__}: {one_line(str(error), 200)}"
+                print(f"warning: {run_dir}: cannot be read ({what})", file=sys.stderr, flush=True)
+                self.state[run_dir] = state
+                continue
+            before = self.shown.get(run_dir, Seen())
             new = now.since(before)
             if new is None:
                 self.dashboard.remove(run_dir)

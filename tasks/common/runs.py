@@ -24,12 +24,16 @@ def read_metrics(run_dir: Path) -> dict[int, dict]:
     """verl's metrics by step, over all launches of a run.
 
     verl's file logger truncates its file when it starts (verl/utils/tracking.py:541), so each launch has its own,
-    metrics/000.jsonl and on; for a step that was trained again after a resume the later launch counts.
+    metrics/000.jsonl and on; for a step that was trained again after a resume the later launch counts. Raises
+    SettingsError at a line that is not JSON, as a machine that lost its power leaves them.
     """
     metrics: dict[int, dict] = {}
     for file in sorted((run_dir / "metrics").glob("*.jsonl")):
-        for line in file.read_text().split("\n")[:-1]:
-            record = json.loads(line)
+        for number, line in enumerate(file.read_text(errors="replace").split("\n")[:-1], start=1):
+            try:
+                record = json.loads(line)
+            except ValueError:
+                raise SettingsError(f"{file}: line {number} is not JSON; remove that line") from None
             data = record["data"]
             metrics[record["step"]] = {name: math.nan if value is None else value for name, value in data.items()}
     return metrics
