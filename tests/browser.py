@@ -1,6 +1,6 @@
 """`make monitor` in a headless Chromium (test_end_to_end.py).
 
-As a program it takes the picture of docs/MONITORING.md: python -m tests.browser ARTIFACTS FILE.png
+As a program it takes the pictures of docs/MONITORING.md: python -m tests.browser ARTIFACTS docs/images
 """
 
 import contextlib
@@ -62,15 +62,19 @@ def curve(page, metric: str) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def take_picture(artifacts: Path, file: Path) -> None:
-    """A PNG of some curves of the dashboard, for docs/MONITORING.md."""
+def take_pictures(artifacts: Path, folder: Path) -> None:
+    """PNGs of some curves and of a sample in the dashboard, for docs/MONITORING.md."""
     with monitor(artifacts) as (address, page):
         page.goto(address)
         page.get_by_placeholder("e.g., loss").fill("score/mean|actor/entropy|actor/grad_norm|response_length/mean")
         page.locator('[data-metric="critic/score/mean"] canvas').wait_for()
         page.wait_for_timeout(3000)
-        page.screenshot(path=file)
+        page.screenshot(path=folder / "monitor-curves.png")
+        page.goto(address + "traces")
+        page.get_by_placeholder("Search traces").fill("<answer>")
+        page.wait_for_timeout(3000)
+        page.screenshot(path=folder / "monitor-samples.png")
 
 
 if __name__ == "__main__":
-    take_picture(*map(Path, sys.argv[1:]))
+    take_pictures(*map(Path, sys.argv[1:]))

@@ -60,9 +60,13 @@ def exported(train_sh: Path, changes: dict[str, str]) -> dict[str, str]:
     return dict(line.split("=", 1) for line in result.stdout.split("\0") if "=" in line)
 
 
+# What make put into the environment, and what pytest was called with.
+OURS = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "STACK", "STARTED", "PYTEST_ADDOPTS")
+
+
 def outside_make() -> dict[str, str]:
     """The environment without what the make that runs the tests put into it."""
-    return {k: v for k, v in os.environ.items() if k not in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "STACK", "STARTED")}
+    return {k: v for k, v in os.environ.items() if k not in OURS}
 
 
 def make(*arguments: str, cwd: Path = ROOT, **variables: str) -> subprocess.CompletedProcess:
