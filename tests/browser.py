@@ -72,6 +72,8 @@ def take_pictures(artifacts: Path, folder: Path) -> None:
         page.screenshot(path=folder / "monitor-curves.png")
         page.goto(address + "traces")
         page.get_by_placeholder("Search traces").fill("<answer>")
+        page.get_by_text("<answer>").nth(1).click()
+        page.get_by_text("ground_truth").first.wait_for()
         page.wait_for_timeout(3000)
         page.screenshot(path=folder / "monitor-samples.png")
 

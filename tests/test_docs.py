@@ -347,7 +347,7 @@ def test_the_translation_says_the_same():
         ("links", "(docs/QUICKSTART.md)", "(docs/DATA.md)"),
         ("pictures", "docs/images/countdown-h200.png", "docs/results/h200-countdown-compare.png"),
         ("rows", "\n| stack `a100`", "\nstack `a100`"),
-        ("numbers", "0.85", "0.95"),
+        ("numbers", "→ 0.85", "→ 0.95"),
     ],
 )
 @pytest.mark.parametrize("name", ["README.md", "README.zh-CN.md"])
