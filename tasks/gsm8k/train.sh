@@ -2,8 +2,8 @@
 # Grade-school math word problems with a number as the answer. Every value can be set from the environment:
 #   make train TASK=gsm8k LR=2e-6 ROLLOUT_N=16 ARGS="trainer.total_epochs=1"
 # Hardware without a GPU has smaller defaults: tasks/common/stacks/cpu.sh.
-# On a machine without a GPU: tokens, a longer warm-up and a smaller learning rate than other tasks.
-SMALL_PROMPT_LENGTH=192 SMALL_RESPONSE_LENGTH=96 SMALL_SFT_STEPS=16 SMALL_LR=2e-5
+# On a machine without a GPU: tokens, and a longer warm-up than other tasks.
+SMALL_PROMPT_LENGTH=192 SMALL_RESPONSE_LENGTH=96 SMALL_SFT_STEPS=16
 source "$(dirname "${BASH_SOURCE[0]}")/../common/stack.sh"
 
 # ---- model and data
