@@ -168,7 +168,7 @@ def test_a_run_with_all_has_every_section(settings):
     assert f"accuracy {before} → {after}, difference +{change}, p 0.0321 (exact McNemar), step 10" in head
     assert str(after) == "0.375 [0.363, 0.421]"
 
-    assert page.row("Settings", "LR") == ["LR", "3e-07", "6e-05"]
+    assert page.row("Settings", "LR") == ["LR", "3e-07", "1e-05"]
     assert page.rows["Settings"][0] == ["setting", "this run", "default"]
     end = page.rows["Settings"].index(["setting", "value"])
     other = [row[0] for row in page.rows["Settings"][1:end]]
