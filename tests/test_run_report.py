@@ -464,7 +464,7 @@ def test_make_report_prints_the_path_or_one_line_of_error(settings):
     make_run(settings, "good", metrics={1: STEP})
     said = {
         "empty": "error: RUN=empty: has no metrics in ",
-        "broken": "/broken/metrics: a line is no metrics (JSONDecodeError: ",
+        "broken": "/broken/metrics/000.jsonl: line 1 is not JSON; remove that line",
         "goood": "is it good? `make runs` lists all",
     }
     for name, words in said.items():
