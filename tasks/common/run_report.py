@@ -131,12 +131,7 @@ def chosen(task: str, name: str) -> Path:
 
 def metrics_of(run_dir: Path) -> dict[int, dict[str, float]]:
     """The numbers among a run's metrics, by step in order. Raises SettingsError when there are none."""
-    try:
-        metrics = read_metrics(run_dir)
-    except SettingsError:  # names file and line
-        raise
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise SettingsError(f"{run_dir}/metrics: a line is no metrics ({type(error).__name__}: {error})") from error
+    metrics = read_metrics(run_dir)
     if not metrics:
         raise SettingsError(f"RUN={run_dir.name}: has no metrics in {run_dir}/metrics; it ended before its first step")
     return {

@@ -25,17 +25,20 @@ def read_metrics(run_dir: Path) -> dict[int, dict]:
 
     verl's file logger truncates its file when it starts (verl/utils/tracking.py:541), so each launch has its own,
     metrics/000.jsonl and on; for a step that was trained again after a resume the later launch counts. Raises
-    SettingsError at a line that is not JSON, as a machine that lost its power leaves them.
+    SettingsError at a line that is not JSON, as a machine that lost its power leaves them, or no line of metrics.
     """
     metrics: dict[int, dict] = {}
     for file in sorted((run_dir / "metrics").glob("*.jsonl")):
         for number, line in enumerate(file.read_text(errors="replace").split("\n")[:-1], start=1):
             try:
                 record = json.loads(line)
+                data = {name: math.nan if value is None else value for name, value in record["data"].items()}
+                metrics[record["step"]] = data
             except ValueError:
                 raise SettingsError(f"{file}: line {number} is not JSON; remove that line") from None
-            data = record["data"]
-            metrics[record["step"]] = {name: math.nan if value is None else value for name, value in data.items()}
+            except (KeyError, TypeError, AttributeError) as error:
+                what = f"{type(error).__name__}: {error}"
+                raise SettingsError(f"{file}: line {number} is no metrics ({what}); remove that line") from error
     return metrics
 
 
