@@ -277,6 +277,19 @@ def test_the_state_of_the_gpus_is_what_nvidia_smi_says(tmp_path, monkeypatch):
     }
 
 
+def test_only_the_gpus_that_the_run_sees_are_asked(tmp_path, monkeypatch):
+    fake = tmp_path / "nvidia-smi"
+    fake.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\" >>$(dirname $0)/asked\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    gpu_state.Sampler(tmp_path / "gpu.jsonl").sample()
+    assert (tmp_path / "asked").read_text().split() == gpu_state.QUERY[1:]
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    gpu_state.Sampler(tmp_path / "gpu.jsonl").sample()
+    assert (tmp_path / "asked").read_text().split()[len(gpu_state.QUERY) - 1 :] == [*gpu_state.QUERY[1:], "--id=2,3"]
+
+
 def test_without_a_gpu_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
     sampler = gpu_state.Sampler(tmp_path / "gpu.jsonl")

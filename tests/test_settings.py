@@ -18,6 +18,7 @@ from tasks.common.settings import (
     help_text,
     load_settings,
 )
+from tests.helpers import exported as exported_by
 
 VALUES = {
     "TASK": "countdown",
@@ -384,6 +385,18 @@ def test_train_sh_exports_settings_that_load(exported):
 def test_environment_overrides_the_defaults_of_train_sh_and_stack(exported):
     settings = load_settings(exported(LR="2e-6", ROLLOUT_N="16", KL_COEF="0.5", TASK="ignored"))
     assert (settings.LR, settings.ROLLOUT_N, settings.KL_COEF, settings.TASK) == (2e-6, 16, 0.5, "countdown")
+
+
+@pytest.mark.parametrize("task", ["countdown", "gsm8k", "tool_calling", "econ_agent"])
+def test_all_gpus_that_are_visible_are_used(task, tmp_path):
+    fake = tmp_path / "nvidia-smi"
+    fake.write_text("#!/bin/sh\nprintf 'GPU 0: H200\\nGPU 1: H200\\nGPU 2: H200\\nGPU 3: H200\\n'\n")
+    fake.chmod(0o755)
+    train_sh = ROOT / "tasks" / task / "train.sh"
+    given = {"STACK": "current", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    assert exported_by(train_sh, given)["N_GPUS"] == "4"
+    assert exported_by(train_sh, {**given, "CUDA_VISIBLE_DEVICES": "1,3"})["N_GPUS"] == "2"
+    assert exported_by(train_sh, {**given, "CUDA_VISIBLE_DEVICES": "1", "N_GPUS": "3"})["N_GPUS"] == "3"
 
 
 def test_help_has_one_line_for_each_variable():

@@ -1,6 +1,7 @@
-"""What the GPUs of this machine were doing during a run: <run>/gpu.jsonl, a line every SECONDS."""
+"""What the GPUs that a run sees were doing meanwhile: <run>/gpu.jsonl, a line every SECONDS."""
 
 import json
+import os
 import subprocess
 import time
 from pathlib import Path
@@ -37,7 +38,9 @@ class Sampler:
             return
         self.due = time.monotonic() + SECONDS
         try:
-            state = parse(subprocess.run(QUERY, capture_output=True, text=True, check=True, timeout=5).stdout)
+            seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+            query = [*QUERY, f"--id={seen}"] if seen else QUERY
+            state = parse(subprocess.run(query, capture_output=True, text=True, check=True, timeout=5).stdout)
         except subprocess.TimeoutExpired:
             return  # a busy driver
         except (OSError, subprocess.SubprocessError, ValueError):

@@ -2,6 +2,13 @@
 # Sourced by every train.sh before its config block: where we are, and the defaults of the hardware at hand.
 # Exports what it sets, and what the config block sets after it.
 set -euo pipefail
+visible_gpus() { # how many a training would see
+  if [[ -n ${CUDA_VISIBLE_DEVICES:-} ]]; then
+    tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | wc -l
+  else
+    nvidia-smi -L | wc -l
+  fi
+}
 set -a
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 TASK=$(basename "$(cd "$(dirname "${BASH_SOURCE[1]}")" && pwd)")

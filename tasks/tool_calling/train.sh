@@ -44,7 +44,7 @@ TEMPERATURE=${TEMPERATURE:-1.0}
 MAX_PROMPT_LENGTH=${MAX_PROMPT_LENGTH:-4096}
 MAX_RESPONSE_LENGTH=${MAX_RESPONSE_LENGTH:-1024}
 # ---- hardware
-N_GPUS=${N_GPUS:-$(nvidia-smi -L | wc -l)}
+N_GPUS=${N_GPUS:-$(visible_gpus)}
 NNODES=${NNODES:-1}                        # machines; more than one: a Ray cluster at RAY_ADDRESS (docs/MULTI_NODE.md)
 MAX_TOKENS_PER_GPU=${MAX_TOKENS_PER_GPU:-32768} # in one forward pass, padding left out; 0: MICRO_BATCH_SIZE
 MICRO_BATCH_SIZE=${MICRO_BATCH_SIZE:-16}   # dpo, MAX_TOKENS_PER_GPU=0: sequences a GPU in one forward pass

@@ -19,6 +19,7 @@ actor_rollout_ref.actor.strategy=fsdp2
 actor_rollout_ref.ref.strategy=fsdp2
 actor_rollout_ref.rollout.max_num_seqs=1024
 actor_rollout_ref.rollout.max_num_batched_tokens=16384
++actor_rollout_ref.rollout.engine_kwargs.vllm.max_cudagraph_capture_size=1024
 critic.strategy=fsdp2
 +critic.model.override_config.attn_implementation=varlen
 critic.model.use_remove_padding=True
