@@ -19,6 +19,7 @@ import pytest
 from tasks.common import doctor, machine, memory
 from tasks.common.memory import EMBEDDED_CONFIG, Plan, shapes, shapes_of
 from tasks.common.settings import load_settings
+from tests.benchmarks.training import QWEN2_5_3B
 from tests.helpers import ROOT, SMALL, exported, make
 
 SECONDS = 20
@@ -275,6 +276,17 @@ def test_the_estimate_follows_what_was_measured_on_a_gpu():
         if number == 1:  # the peak comes before Adam has its moments
             needs.pop("optimizer")
         assert sum(needs.values()) / 2**30 == pytest.approx(step["actor/perf/max_memory_allocated_gb"], rel=0.05)
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 4])
+def test_the_estimate_follows_what_was_measured_with_billions_of_parameters_on_several_gpus(gpus):
+    """docs/GPU.md's benchmark: the last step's peak, fused kernels, passes of 32,768 tokens."""
+    lines = (ROOT / f"docs/results/h200-3b-{gpus}gpu.metrics.jsonl").read_text().splitlines()
+    plan = Plan(gpus=gpus, gpus_here=gpus, tokens=32768, sequence=512, share=0, fused=True)
+    needs = memory.estimate(shapes({"model_type": "qwen2", **QWEN2_5_3B}), plan).update
+    needs.pop("contexts")
+    measured = json.loads(lines[-1])["data"]["actor/perf/max_memory_allocated_gb"]
+    assert sum(needs.values()) / 2**30 == pytest.approx(measured, rel=0.05)
 
 
 def test_what_adds_to_the_memory():

@@ -22,6 +22,7 @@ import psutil
 from tasks.common import doctor
 from tasks.common.memory import EMBEDDED_CONFIG, Plan, estimate, shapes
 from tasks.common.settings import ROOT, load_settings
+from tests.benchmarks.training import QWEN2_5_3B
 from tests.helpers import exported
 from tests.test_profiles import A100, CONFIGS, PROFILES
 
@@ -44,6 +45,15 @@ def recorded() -> None:
             del parts["optimizer"]  # its moments come after the first peak
         found, measured = sum(parts.values()) / GB, step["actor/perf/max_memory_allocated_gb"] * 2**30 / GB
         print(f"| {longest} tokens | {measured:.2f} | {found:.2f} | {found / measured - 1:+.0%} |")
+    model = shapes({"model_type": "qwen2", **QWEN2_5_3B})
+    for gpus in (1, 2, 4):  # fused kernels, 32,768 tokens a pass; the last step, with Adam's moments
+        plan = Plan(gpus=gpus, gpus_here=gpus, tokens=32768, sequence=512, share=0, fused=True)
+        parts = estimate(model, plan).update
+        del parts["contexts"]
+        lines = (ROOT / f"docs/results/h200-3b-{gpus}gpu.metrics.jsonl").read_text().splitlines()
+        measured = json.loads(lines[-1])["data"]["actor/perf/max_memory_allocated_gb"] * 2**30 / GB
+        found = sum(parts.values()) / GB
+        print(f"| Qwen2.5-3B's shape, {gpus} GPUs | {measured:.2f} | {found:.2f} | {found / measured - 1:+.0%} |")
     naive = estimate(shapes(EMBEDDED_CONFIG), Plan(tokens=65536, sequence=512, share=0, padded=True)).update
     print(f"\n65,536 tokens a batch, without fused kernels and with padding: {sum(naive.values()) / GB:.0f} GB\n")
 
