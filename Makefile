@@ -129,7 +129,7 @@ test: $(INSTALLED) ## the fast tests; with TASK only those of tasks/TASK
 	@PYTHONPATH=. '$(PYTHON)' -m pytest -q -m 'not slow and not gpu' $(if $(TASK),'tasks/$(TASK)',$(IN_TWO) tests tasks)
 
 test-all: $(INSTALLED) ## the fast tests and the slow end-to-end runs
-	@PYTHONPATH=. '$(PYTHON)' -m pytest -q -m 'not gpu' $(IN_TWO) tests tasks
+	@PYTHONPATH=. '$(PYTHON)' -m pytest -q -m 'not gpu' --durations=15 $(IN_TWO) tests tasks
 
 lint: $(INSTALLED) ## ruff, shellcheck, format
 	@'$(BIN)ruff' check .

@@ -8,6 +8,23 @@ import pytest
 from tests.helpers import change_reward, checkout_with
 
 
+class TellsFailuresAtOnce:
+    """pytest tells which tests failed at its end, which a run that a time limit ends does not reach."""
+
+    def __init__(self, reporter):
+        self.reporter = reporter
+
+    def pytest_runtest_logreport(self, report):
+        if report.failed:
+            self.reporter.write_line(f"\nfailed: {report.nodeid} ({report.when}) {report.longreprtext[-300:]}")
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_configure(config):
+    if reporter := config.pluginmanager.get_plugin("terminalreporter"):  # not in the workers of pytest-xdist
+        config.pluginmanager.register(TellsFailuresAtOnce(reporter))
+
+
 def pytest_collection_modifyitems(items):
     """Files with the most trainings first: the two workers of `make test-all` then end at about the same time."""
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
