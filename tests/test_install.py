@@ -257,6 +257,20 @@ def test_what_was_there_stays_when_an_installation_fails(by, made, said, checkou
     assert said in refused(result, checkout)
 
 
+@pytest.mark.slow
+def test_uv_is_told_where_pip_looks_and_whom_it_trusts(checkout):
+    (checkout / "tasks/common/stacks/cpu/requirements.txt").write_text(f"tiny==1.0 --hash=sha256:{'0' * 64}\n")
+    (checkout / "bin").mkdir()
+    (checkout / "bin/uv").write_text('#!/bin/sh\n[ "$1" = --version ] || { env; exit 1; }\n')
+    (checkout / "bin/uv").chmod(0o755)
+    given = {"PIP_INDEX_URL": "https://mirror.example/simple", "PIP_FIND_LINKS": "/wheels", "PIP_CERT": "/own.pem"}
+    unset = {"UV_DEFAULT_INDEX": "", "UV_INDEX_URL": "", "UV_FIND_LINKS": "", "SSL_CERT_FILE": ""}
+    path = f"{checkout / 'bin'}:/usr/bin:/bin"
+    refused(install(checkout, "cpu", **given, **unset, BASE_PYTHON=sys.executable, PATH=path), checkout)
+    told = set((checkout / "artifacts/install.log").read_text().splitlines())
+    assert told > {"UV_DEFAULT_INDEX=https://mirror.example/simple", "UV_FIND_LINKS=/wheels", "SSL_CERT_FILE=/own.pem"}
+
+
 def test_nothing_is_done_when_the_list_is_that_of_the_environment(checkout):
     shutil.copy(checkout / ".venv/.installed-cpu", checkout / "tasks/common/stacks/cpu/requirements.txt")
     result = install(checkout, "cpu")

@@ -105,11 +105,13 @@ if [[ -n $UV ]]; then
   # Compiled, as pip does: where Python may not write beside a package (PYTHONDONTWRITEBYTECODE, an image), each of a
   # training's nine processes would compile all of verl and vLLM anew, which doubles the time of its imports.
   INSTALL=("$UV" pip install --no-deps --compile-bytecode --python "$PYTHON")
-  # uv does not read pip's configuration: it gets the index and the folders of wheels that are named there. Not further
-  # indexes: of a version that two of them have uv takes the files of one, which need not be those for this machine.
-  index=$(pip_setting index-url) wheels=$(pip_setting find-links)
+  # uv does not read pip's configuration: it gets the index, the folders of wheels and the certificates that are named
+  # there. Not further indexes: of a version that two of them have uv takes the files of one, which need not be those
+  # for this machine.
+  index=$(pip_setting index-url) wheels=$(pip_setting find-links) certificates=$(pip_setting cert)
   if [[ -z ${UV_DEFAULT_INDEX:-}${UV_INDEX_URL:-} && -n $index ]]; then export UV_DEFAULT_INDEX=$index; fi
   if [[ -z ${UV_FIND_LINKS:-} && -n $wheels ]]; then export UV_FIND_LINKS=${wheels// /,}; fi
+  if [[ -z ${SSL_CERT_FILE:-} && -n $certificates ]]; then export SSL_CERT_FILE=$certificates; fi
 fi
 
 # The CPU build of torch has no hash in the list, as each index has its own, and PyPI has CUDA builds only: from where

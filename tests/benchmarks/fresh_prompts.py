@@ -1,0 +1,58 @@
+"""Pass@1 by step of a training, of the prompts that no step before had: what a policy can do on what it never saw.
+
+    PYTHONPATH=. python tests/benchmarks/fresh_prompts.py RUN_DIR [--out FILE.json]
+
+A step's rollouts are sampled before it trains on them; with more training prompts than all steps take, each has prompts
+of its own. RUN_DIR is a folder of artifacts/runs/<task>, with rollouts/<step>.jsonl; a response of score 1 is right.
+"""
+
+import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+
+from tasks.common.metrics import bootstrap_mean
+from tasks.common.records import read_jsonl
+
+LAST = 4  # steps taken together at the end
+
+
+def by_step(folder: Path) -> dict[int, dict[str, list[float]]]:
+    """Of each step: prompt → 1.0 or 0.0 of its responses. Prompts of earlier steps are left out."""
+    seen, steps = set(), {}
+    for file in sorted(folder.glob("*.jsonl"), key=lambda file: int(file.stem)):
+        right = {}
+        for row in read_jsonl(file):
+            if row["input"] not in seen:
+                right.setdefault(row["input"], []).append(float(row["score"] == 1))
+        seen |= right.keys()
+        steps[int(file.stem)] = right
+    return steps
+
+
+def figures(steps: list[dict[str, list[float]]]) -> dict:
+    """Number of prompts and responses, and pass@1 with its interval over prompts."""
+    prompts = [right for step in steps for right in step.values()]
+    pass_1 = bootstrap_mean(np.array([np.mean(right) for right in prompts]))
+    return {"prompts": len(prompts), "responses": sum(map(len, prompts)), "pass@1": asdict(pass_1)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("run", type=Path, metavar="RUN_DIR")
+    parser.add_argument("--out", type=Path, help="write the result as JSON")
+    arguments = parser.parse_args()
+    steps = by_step(arguments.run / "rollouts")
+    result = {"steps": {step: figures([right]) for step, right in steps.items()}}
+    result[f"last {LAST} steps"] = figures(list(steps.values())[-LAST:])
+    for name, found in [*result["steps"].items(), (f"last {LAST}", result[f"last {LAST} steps"])]:
+        pass_1 = found["pass@1"]
+        print(f"{name}: {found['prompts']} prompts, {pass_1['value']:.3f} [{pass_1['low']:.3f}, {pass_1['high']:.3f}]")
+    if arguments.out:
+        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
