@@ -12,7 +12,7 @@ from pathlib import Path
 from tasks.common.plots import COLORS, plt, save
 from tests.helpers import ROOT
 
-METRICS = ROOT / "docs/results/h200-countdown-two-numbers.metrics.jsonl"
+METRICS = ROOT / "docs/results/h200-countdown-lr-1e-5.metrics.jsonl"
 PICTURE = ROOT / "docs/images/countdown-h200.png"
 SCORE, ENTROPY = "critic/score/mean", "actor/entropy"
 

@@ -1,6 +1,6 @@
 """Pass@1 by step of a training, of the prompts that no step before had: what a policy can do on what it never saw.
 
-    PYTHONPATH=. python tests/benchmarks/fresh_prompts.py RUN_DIR [--out FILE.json]
+    PYTHONPATH=. python tests/benchmarks/fresh_prompts.py RUN_DIR [--without sft.parquet] [--out FILE.json]
 
 A step's rollouts are sampled before it trains on them; with more training prompts than all steps take, each has prompts
 of its own. RUN_DIR is a folder of artifacts/runs/<task>, with rollouts/<step>.jsonl; a response of score 1 is right.
@@ -12,23 +12,30 @@ from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 
 from tasks.common.metrics import bootstrap_mean
-from tasks.common.records import read_jsonl
 
 LAST = 4  # steps taken together at the end
 
 
-def by_step(folder: Path) -> dict[int, dict[str, list[float]]]:
-    """Of each step: prompt → 1.0 or 0.0 of its responses. Prompts of earlier steps are left out."""
-    seen, steps = set(), {}
+def demonstrated(parquet: Path) -> set[str]:
+    """The users' messages of a file of demonstrations."""
+    chats = pd.read_parquet(parquet)["messages"]
+    return {message["content"] for chat in chats for message in chat if message["role"] == "user"}
+
+
+def by_step(folder: Path, known: set[str] = frozenset()) -> list[tuple[int, dict[str, list[float]]]]:
+    """Of each step its number, and prompt → 1.0 or 0.0 of each response; less prompts of earlier steps, and those with
+    a line of ``known``."""
+    seen, steps = set(), []
     for file in sorted(folder.glob("*.jsonl"), key=lambda file: int(file.stem)):
         right = {}
-        for row in read_jsonl(file):
-            if row["input"] not in seen:
+        for row in map(json.loads, file.read_text().splitlines()):
+            if row["input"] not in seen and known.isdisjoint(row["input"].splitlines()):
                 right.setdefault(row["input"], []).append(float(row["score"] == 1))
         seen |= right.keys()
-        steps[int(file.stem)] = right
+        steps.append((int(file.stem), right))
     return steps
 
 
@@ -42,12 +49,14 @@ def figures(steps: list[dict[str, list[float]]]) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("run", type=Path, metavar="RUN_DIR")
+    parser.add_argument("--without", type=Path, help="demonstrations whose prompts are left out")
     parser.add_argument("--out", type=Path, help="write the result as JSON")
     arguments = parser.parse_args()
-    steps = by_step(arguments.run / "rollouts")
-    result = {"steps": {step: figures([right]) for step, right in steps.items()}}
-    result[f"last {LAST} steps"] = figures(list(steps.values())[-LAST:])
-    for name, found in [*result["steps"].items(), (f"last {LAST}", result[f"last {LAST} steps"])]:
+    steps = by_step(arguments.run / "rollouts", demonstrated(arguments.without) if arguments.without else frozenset())
+    result = {str(number): figures([right]) for number, right in steps}
+    last = steps[-LAST:]
+    result[f"{last[0][0]} to {last[-1][0]}"] = figures([right for _, right in last])
+    for name, found in result.items():
         pass_1 = found["pass@1"]
         print(f"{name}: {found['prompts']} prompts, {pass_1['value']:.3f} [{pass_1['low']:.3f}, {pass_1['high']:.3f}]")
     if arguments.out:
