@@ -96,8 +96,8 @@ step() {
 only() { # NAME: its lines of the list
   awk -v name="$1==" '/^[^ ]/ { on = index($0, name) == 1 } on' "$LIST"
 }
-pip_setting() { # NAME: what pip's files and environment say
-  "$PYTHON" -m pip config list 2>/dev/null | sed -nE "s/^[^=]*[.]$1='(.*)'\$/\1/p" | sed 's/\\n/ /g' | head -n 1
+pip_setting() { # NAME: what PIP_SETTINGS has of it
+  sed -nE "s/^[^=]*[.]$1='(.*)'\$/\1/p" <<<"$PIP_SETTINGS" | sed 's/\\n/ /g' | head -n 1
 }
 PIP=("$PYTHON" -m pip install --no-deps --no-input --disable-pip-version-check)
 INSTALL=("${PIP[@]}")
@@ -108,6 +108,7 @@ if [[ -n $UV ]]; then
   # uv does not read pip's configuration: it gets the index, the folders of wheels and the certificates that are named
   # there. Not further indexes: of a version that two of them have uv takes the files of one, which need not be those
   # for this machine.
+  PIP_SETTINGS=$("$PYTHON" -m pip config list 2>/dev/null) # of its files and of the environment
   index=$(pip_setting index-url) wheels=$(pip_setting find-links) certificates=$(pip_setting cert)
   if [[ -z ${UV_DEFAULT_INDEX:-}${UV_INDEX_URL:-} && -n $index ]]; then export UV_DEFAULT_INDEX=$index; fi
   if [[ -z ${UV_FIND_LINKS:-} && -n $wheels ]]; then export UV_FIND_LINKS=${wheels// /,}; fi

@@ -40,10 +40,10 @@ def by_step(folder: Path, known: set[str] = frozenset()) -> list[tuple[int, dict
 
 
 def figures(steps: list[dict[str, list[float]]]) -> dict:
-    """Number of prompts and responses, and pass@1 with its interval over prompts."""
+    """Number of prompts and responses, and pass@1 (an Estimate) with its interval over prompts."""
     prompts = [right for step in steps for right in step.values()]
     pass_1 = bootstrap_mean(np.array([np.mean(right) for right in prompts]))
-    return {"prompts": len(prompts), "responses": sum(map(len, prompts)), "pass@1": asdict(pass_1)}
+    return {"prompts": len(prompts), "responses": sum(map(len, prompts)), "pass@1": pass_1}
 
 
 def main() -> None:
@@ -57,10 +57,9 @@ def main() -> None:
     last = steps[-LAST:]
     result[f"{last[0][0]} to {last[-1][0]}"] = figures([right for _, right in last])
     for name, found in result.items():
-        pass_1 = found["pass@1"]
-        print(f"{name}: {found['prompts']} prompts, {pass_1['value']:.3f} [{pass_1['low']:.3f}, {pass_1['high']:.3f}]")
+        print(f"{name}: {found['prompts']} prompts, {found['pass@1']}")
     if arguments.out:
-        arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+        arguments.out.write_text(json.dumps(result, indent=1, default=asdict) + "\n")
 
 
 if __name__ == "__main__":
