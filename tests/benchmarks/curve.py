@@ -12,7 +12,7 @@ from pathlib import Path
 from tasks.common.plots import COLORS, plt, save
 from tests.helpers import ROOT
 
-METRICS = ROOT / "docs/results/h200-countdown-lr-1e-5.metrics.jsonl"
+METRICS = ROOT / "docs/results/h200-countdown-learning.metrics.jsonl"
 PICTURE = ROOT / "docs/images/countdown-h200.png"
 SCORE, ENTROPY = "critic/score/mean", "actor/entropy"
 
@@ -38,6 +38,7 @@ def draw(metrics: Path, picture: Path) -> None:
         axis.set_ylim(0, top)
         axis.set_ylabel(label, color=color)
     left.set_xlabel("step")
+    left.locator_params(axis="x", integer=True)
     save(figure, picture)
 
 
