@@ -47,6 +47,9 @@ _update_actor = PPOTrainer._update_actor
 
 @functools.wraps(_update_actor)
 def update_actor(self, batch, metrics):
+    verls = {}
+    if batch.extra_info["on_policy"]:  # verl's own pass, beside what the update measures
+        PPOTrainer._compute_old_log_prob(self, batch, verls)
     uid = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["uid"])["uid"]
     before = padded(batch, *FIELDS)
     again = {}
@@ -60,7 +63,8 @@ def update_actor(self, batch, metrics):
         settings.egpo_lambda = weight
         self._compute_advantage(batch, {})
         again["repeated"] = padded(batch, "advantages")["advantages"]
-    save("update", uid=np.array([str(name) for name in uid]), **before, **again)
+    verls = {name.replace("/", "_"): np.array(value) for name, value in verls.items()}
+    save("update", uid=np.array([str(name) for name in uid]), **before, **again, **verls)
     return _update_actor(self, batch, metrics)
 
 

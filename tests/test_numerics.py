@@ -174,6 +174,25 @@ def test_grpo(thinking_model, checkout, tmp_path):
     assert metrics["actor/pg_loss"] == pytest.approx(total, abs=1e-5)
 
 
+def test_grpo_with_one_update_a_step(thinking_model, checkout, tmp_path):
+    """No pass for the old log-probs; what verl's own pass finds on the same batch is what the update used, and says."""
+    (update,), losses, metrics = train("grpo", thinking_model, checkout, tmp_path, MINI_BATCH_SIZE="8")
+    assert metrics["timing_s/old_log_prob"] < 0.1 and metrics["actor/ppo_kl"] == 0
+    assert all((call["old_log_prob"] == call["log_prob"])[call["response_mask"] > 0].all() for call in losses)
+    print("losses", check_losses(losses, vanilla_loss))
+    assert metrics["actor/pg_loss"] == pytest.approx(sum(float(call["loss"]) for call in losses), abs=1e-5)
+    total = sum(float((call["old_log_prob"] * (call["response_mask"] > 0)).sum()) for call in losses)
+    assert total == pytest.approx(float((update["old_log_probs"] * update["response_mask"]).sum()), rel=1e-5)
+    for name, tolerance in {
+        "actor/entropy": 1e-5,
+        "training/rollout_probs_diff_max": 1e-3,
+        "training/rollout_probs_diff_mean": 0.3,  # of micro-batches of 4, whatever their numbers of tokens
+        "training/rollout_actor_probs_pearson_corr": 1e-4,
+    }.items():
+        assert metrics[name] == pytest.approx(float(update[name.replace("/", "_")]), rel=tolerance), name
+    assert "rollout_corr/kl" in metrics
+
+
 def test_gspo(thinking_model, checkout, tmp_path):
     (update,), losses, _ = train("gspo", thinking_model, checkout, tmp_path, LR="0.0005")  # ratios on both sides of 1
     reference = grpo_advantages(update)

@@ -93,6 +93,8 @@ class EGPOTrainer(TaskTrainer):
     ``problem`` (tasks/common/methods/egpo.py).
     """
 
+    reads_entropy = True
+
     def __init__(self, config):
         if problem := egpo.problem(config):
             raise ValueError(problem)

@@ -17,6 +17,7 @@ from verl.utils import seqlen_balancing, tensordict_utils
 from verl.workers.engine import utils as engine_utils
 from verl.workers.engine.fsdp import transformer_impl
 
+import tasks.common.verl_on_policy  # noqa: F401
 from tasks.common.patch import expect
 from tasks.common.process import die_with_torchrun
 

@@ -18,6 +18,7 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 from verl.utils.transferqueue_utils import kv_batch_meta2batch_meta
 
 import tasks.common.verl_patches  # noqa: F401
+from tasks.common import verl_on_policy
 from tasks.common.health import AbortedError, aborted_by
 from tasks.common.patch import expect
 from tasks.common.reward import RewardError
@@ -45,6 +46,8 @@ class TaskTrainer(PPOTrainerSync):
     Nothing is learned from such a step, not even from its other prompts: the same command does it again.
     """
 
+    reads_entropy = False  # of before the step's update
+    _on_policy = False  # this step has no pass for the old log-probs
     _complete = 0, None  # the last step that this process has trained, and where its data went on then
     _saved = 0
 
@@ -102,7 +105,16 @@ class TaskTrainer(PPOTrainerSync):
     # The workers would fetch the chat and the reward's details of each row too, as Python objects, which took about a
     # quarter of their time (1,024 rollouts of a small model).
     def _compute_old_log_prob(self, batch, metrics):
-        return super()._compute_old_log_prob(_tensors(batch), metrics)
+        self._on_policy = not self.reads_entropy and verl_on_policy.applies(self.config, len(batch))
+        return batch if self._on_policy else super()._compute_old_log_prob(_tensors(batch), metrics)
+
+    def _compute_advantage(self, batch, metrics):
+        correction = self.config.algorithm.get("rollout_correction")
+        if not (self._on_policy and correction):
+            return super()._compute_advantage(batch, metrics)
+        # verl's word for "there are no old log-probs to compare the engine's with"
+        with verl_on_policy.set_to(correction, "bypass_mode", True):
+            return super()._compute_advantage(batch, metrics)
 
     def _compute_values(self, batch, metrics):
         return super()._compute_values(_tensors(batch), metrics)
@@ -111,7 +123,13 @@ class TaskTrainer(PPOTrainerSync):
         return super()._update_critic(_tensors(batch), metrics)
 
     def _update_actor(self, batch, metrics):
-        return super()._update_actor(_tensors(batch), metrics)
+        policy, update = self.config.actor_rollout_ref, {}
+        batch.extra_info[verl_on_policy.ON_POLICY] = self._on_policy
+        entropy = self._on_policy or policy.actor.calculate_entropy
+        with verl_on_policy.set_to(policy.actor, "calculate_entropy", entropy):
+            batch = super()._update_actor(_tensors(batch), update)
+        metrics.update(verl_on_policy.taken_out(update))
+        return batch
 
     def _compute_ref_log_prob(self, batch, metrics):
         batch = super()._compute_ref_log_prob(_tensors(batch), metrics)

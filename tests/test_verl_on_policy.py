@@ -1,0 +1,155 @@
+"""tasks/common/verl_on_policy.py: when the pass for the old log-probs is left out, and that the loss is then verl's.
+
+In a real training, beside verl's own pass: test_numerics.py."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from omegaconf import OmegaConf
+from tensordict import TensorDict
+
+from tasks.common import verl_config
+from tests.test_verl_config import settings_of
+
+PROMPTS, LENGTHS = (3, 5, 2), (4, 1, 6)
+
+
+@pytest.fixture(scope="module")
+def module():
+    from tasks.common import verl_on_policy  # here: importing verl takes seconds
+
+    return verl_on_policy
+
+
+def nested(rows: list[torch.Tensor]) -> torch.Tensor:
+    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+
+@pytest.fixture
+def batch(module):
+    """A micro-batch as a worker has it, and of each of its tokens log-prob and entropy, as the model gives them out."""
+    torch.manual_seed(0)
+    rows = [prompt + length for prompt, length in zip(PROMPTS, LENGTHS, strict=True)]
+    data = TensorDict(
+        {
+            "prompts": nested([torch.ones(length, dtype=torch.int64) for length in PROMPTS]),
+            "responses": nested([torch.ones(length, dtype=torch.int64) for length in LENGTHS]),
+            "response_mask": nested([torch.ones(length, dtype=torch.int64) for length in LENGTHS]),
+            "rollout_log_probs": nested([-torch.rand(length) for length in LENGTHS]),
+            "advantages": nested([torch.randn(1).expand(length).clone() for length in LENGTHS]),
+        },
+        batch_size=len(rows),
+    )
+    counts = {"dp_size": 1, "batch_num_tokens": sum(LENGTHS), "global_batch_size": len(rows)}
+    module.tensordict_utils.assign_non_tensor(data, **counts)
+    values = {name: torch.rand(sum(rows), requires_grad=True) for name in ("log_probs", "entropy")}
+    offsets = torch.tensor([0, *rows]).cumsum(0)
+    output = {name: torch.nested.nested_tensor_from_jagged(-value, offsets) for name, value in values.items()}
+    return data, output, values
+
+
+def loss_of(function, config, batch):
+    """The loss, its metrics, and its gradients for log-probs and entropies."""
+    data, output, values = batch
+    loss, metrics = function(config, output, data)
+    gradients = torch.autograd.grad(loss, list(values.values()), allow_unused=True)
+    return loss.item(), metrics, [torch.zeros(1) if gradient is None else gradient for gradient in gradients]
+
+
+def actor_config(**changes):
+    from verl.workers.config import FSDPActorConfig
+
+    return FSDPActorConfig(strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=1, **changes)
+
+
+@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean"])
+@pytest.mark.parametrize("coefficient", [0, 0.1])
+def test_the_loss_is_verls_with_its_own_log_probs_as_the_old_ones(module, batch, coefficient, aggregation):
+    data, output, _ = batch
+    own = module.response_from_nested(output["log_probs"].detach(), data["response_mask"])
+    config = actor_config(entropy_coeff=coefficient, loss_agg_mode=aggregation)
+    wanted, _, gradients = loss_of(module._ppo_loss, config, (data.clone().set("old_log_probs", own), *batch[1:]))
+    module.tensordict_utils.assign_non_tensor(data, **{module.ON_POLICY: True})
+    loss, metrics, ours = loss_of(module.ppo_loss, config, batch)
+    assert loss == pytest.approx(wanted) and wanted != 0
+    for gradient, reference in zip(ours, gradients, strict=True):
+        assert torch.allclose(gradient, reference)
+    assert ours[0].any() and bool(ours[1].any()) == (coefficient > 0)
+    assert metrics["actor/ppo_kl"].aggregate() == 0
+
+
+def test_what_the_pass_would_have_measured(module, batch):
+    data, output, _ = batch
+    log_probs, entropies = (
+        module.response_from_nested(output[name].detach(), data["response_mask"]).values()
+        for name in ("log_probs", "entropy")
+    )
+    module.tensordict_utils.assign_non_tensor(data, **{module.ON_POLICY: True})
+    _, metrics, _ = loss_of(module.ppo_loss, actor_config(), batch)
+    difference = (log_probs.exp() - data["rollout_log_probs"].values().exp()).abs()
+    assert metrics["entropy"].aggregate() == pytest.approx(entropies.mean().item())
+    assert metrics["training/rollout_probs_diff_max"] == pytest.approx(difference.max().item())
+    assert metrics["training/rollout_probs_diff_mean"] == pytest.approx(difference.mean().item())
+    kl = (data["rollout_log_probs"].values() - log_probs).mean().item()
+    assert metrics["rollout_corr/kl"] == pytest.approx(kl, abs=1e-6)
+
+
+def test_other_batches_keep_their_old_log_probs(module, batch):
+    data, _, _ = batch
+    old = nested([-torch.rand(length) for length in LENGTHS])
+    data = data.set("old_log_probs", old)
+    results = [loss_of(f, actor_config(), (data.clone(), *batch[1:])) for f in (module.ppo_loss, module._ppo_loss)]
+    assert results[0][0] == results[1][0] and set(results[0][1]) == set(results[1][1])
+    assert results[0][1]["actor/ppo_kl"].aggregate() != 0
+
+
+def test_metrics_of_the_pass_have_the_names_of_verl(module):
+    metrics = {"actor/training/rollout_probs_diff_max": 1, "actor/rollout_corr/kl": 2, "actor/entropy": 3, "perf/x": 4}
+    assert list(module.taken_out(metrics)) == [
+        "training/rollout_probs_diff_max",
+        "rollout_corr/kl",
+        "actor/entropy",
+        "perf/x",
+    ]
+
+
+def test_a_value_is_set_for_a_block_alone(module):
+    config = OmegaConf.create({"a": 1})
+    OmegaConf.set_struct(config, True)
+    with pytest.raises(RuntimeError), module.set_to(config, "a", 2):
+        assert config.a == 2
+        raise RuntimeError
+    assert config.a == 1
+
+
+def composed(monkeypatch, *overrides: str, **changes: str):
+    settings = {"STACK": "current", "TRAIN_BATCH_SIZE": "8", "ROLLOUT_N": "4", **changes}
+    s = settings_of("countdown", monkeypatch, **settings)
+    return verl_config.compose("ppo_trainer", [*verl_config.rl_overrides(s, "m", Path("/runs/r")), *overrides])
+
+
+@pytest.mark.parametrize(
+    "changes", [{}, {"KL_COEF": "0.01"}, {"LORA_RANK": "8"}, {"METHOD": "ppo", "MINI_BATCH_SIZE": "8"}]
+)
+def test_there_is_no_pass_where_a_step_is_one_update(module, monkeypatch, changes):
+    assert module.applies(composed(monkeypatch, **changes), 32)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "changes", "responses"),
+    [
+        ([], {"MINI_BATCH_SIZE": "4"}, 32),
+        ([], {"METHOD": "gspo"}, 32),
+        ([], {}, 40),  # a rollout of several turns can be several rows: then there are two updates
+        (["actor_rollout_ref.actor.ppo_epochs=2"], {}, 32),
+        (["actor_rollout_ref.rollout.calculate_log_probs=False"], {}, 32),
+        (["algorithm.rollout_correction.rollout_is=token"], {}, 32),
+        (["algorithm.rollout_correction.rollout_rs=token_k1"], {}, 32),
+        (["algorithm.rollout_correction.bypass_mode=True"], {}, 32),
+        (["distillation.enabled=True"], {}, 32),
+        ([], {"METHOD": "ppo", "MINI_BATCH_SIZE": "8", "KL_COEF": "0.01"}, 32),
+    ],
+)
+def test_there_is_a_pass_where_something_wants_it(module, monkeypatch, overrides, changes, responses):
+    assert not module.applies(composed(monkeypatch, *overrides, **changes), responses)
