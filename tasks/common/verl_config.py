@@ -127,7 +127,6 @@ def rl_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
     actor = [
         f"actor_rollout_ref.actor.optim.lr={s.LR}",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={s.MINI_BATCH_SIZE}",
-        "actor_rollout_ref.actor.entropy_checkpointing=True",  # an update measures it, nothing is kept for a gradient
         f"actor_rollout_ref.actor.checkpoint.save_contents={_save_contents(s)}",
         "actor_rollout_ref.actor.checkpoint.load_contents=[model,optimizer,extra]",
     ]

@@ -27,7 +27,8 @@ OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(nproc)}
 # Huge pages for large allocations: the logits alone are hundreds of MB a micro-batch, page faults cost about 15 %.
 GLIBC_TUNABLES=glibc.malloc.hugetlb=1
 
-# Hydra overrides of this stack, one on a line, for both trainers or one of them.
+# Hydra overrides of this stack, one on a line, for both trainers or one of them. entropy_checkpointing: an update that
+# measures the entropy (tasks/common/verl_on_policy.py) keeps nothing for a gradient of it.
 STACK_OVERRIDES="
 trainer.device=cpu
 "
@@ -35,6 +36,7 @@ STACK_RL_OVERRIDES="
 actor_rollout_ref.actor.strategy=fsdp2
 actor_rollout_ref.ref.strategy=fsdp2
 critic.strategy=fsdp2
+actor_rollout_ref.actor.entropy_checkpointing=True
 actor_rollout_ref.actor.use_torch_compile=False
 actor_rollout_ref.actor.fsdp_config.use_torch_compile=False
 critic.fsdp.use_torch_compile=False
