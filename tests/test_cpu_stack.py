@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.helpers import ROOT
 
 
@@ -52,3 +54,19 @@ def test_log_probs_of_verl_are_taken_in_one_operation():
         "print(f.logprobs_from_logits_v2.__module__, tuple(found.shape), (found - exact).abs().max().item() < 1e-6)"
     )
     assert result.stdout.splitlines()[-1:] == ["tasks.common.stacks.cpu.verl_platform (2, 7) True"], result.stderr
+
+
+@pytest.mark.parametrize("shape", [(2, 7), (3, 256), (700,)])
+def test_the_entropy_of_verl_is_taken_in_parts(shape):
+    result = in_verl(
+        "import torch\n"
+        "from verl.utils import torch_functional as f\n"
+        "torch.manual_seed(0)\n"
+        f"logits = (5 * torch.randn(*{shape}, 50)).requires_grad_()\n"
+        "found = f.entropy_from_logits(logits)\n"
+        "exact = torch.distributions.Categorical(logits=logits.double()).entropy()\n"
+        "(gradient,), (wanted,) = (torch.autograd.grad(e.sum(), logits) for e in (found, exact))\n"
+        "print(f.entropy_from_logits.__module__, found.shape == exact.shape)\n"
+        "print((found - exact).abs().max().item() < 1e-5, (gradient - wanted).abs().max().item() < 1e-5)"
+    )
+    assert result.stdout.splitlines()[-2:] == ["tasks.common.stacks.cpu.verl_platform True", "True True"], result.stderr

@@ -169,6 +169,22 @@ def _log_probs(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 torch_functional.logprobs_from_logits_v2 = _log_probs
 
+# ---- verl/workers/engine/fsdp/transformer_impl.py:1491,1493: the entropy of all sequences at once, padded -----------
+
+expect(transformer_impl.FSDPEngineWithLMHead.prepare_model_outputs, "checkpoint(verl_F.entropy_from_logits, logits)")
+
+_entropy = torch_functional.entropy_from_logits
+
+
+def _entropy_in_parts(logits: torch.Tensor) -> torch.Tensor:
+    """verl's, of ``logits`` (..., vocabulary), 256 tokens after another: it makes copies of what it is given, and a
+    micro-batch of the default size is 1.2 GB."""
+    parts = logits.flatten(0, -2).split(256)
+    return torch.cat([_entropy(part) for part in parts]).view(logits.shape[:-1])
+
+
+torch_functional.entropy_from_logits = _entropy_in_parts
+
 
 class _OnCPU:
     """What both engines need on a CPU."""
