@@ -181,7 +181,7 @@ def test_a_step_has_the_whole_batch_in_micro_batches_of_two_sequences_a_pair(
     s = replace(load_settings(VALUES), TRAIN_BATCH_SIZE=batch, MICRO_BATCH_SIZE=sequences, N_GPUS=gpus)
     config = arguments(s, tmp_path)
     assert (config.per_device_train_batch_size, config.gradient_accumulation_steps) == (micro, accumulation)
-    assert config.report_to == [] and config.use_cpu and config.bf16 and not config.trust_remote_code
+    assert config.report_to == [] and config.use_cpu and config.bf16
 
 
 def test_the_last_two_checkpoints_stay_and_what_a_killed_run_left_is_removed(tmp_path):

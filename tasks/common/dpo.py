@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from datasets import Dataset
 from peft import LoraConfig
+from torch.utils.data import SequentialSampler
 from transformers import TrainerCallback
 from trl import DPOConfig, DPOTrainer
 
@@ -39,6 +40,9 @@ class Trainer(DPOTrainer):
     def _prepare_dataset(self, dataset, *_):
         return dataset  # TRL's own tokens would not be those of evaluation and RL
 
+    def _get_train_sampler(self, train_dataset=None):
+        return SequentialSampler(self.train_dataset)  # the rows are in the order of training
+
     def _send_telemetry(self):
         pass
 
@@ -46,6 +50,7 @@ class Trainer(DPOTrainer):
         pass
 
     def _save_checkpoint(self, model, trial):
+        self.model.config.use_cache = True  # in the config that is saved: False would slow down generation
         super()._save_checkpoint(model, trial)
         self.accelerator.wait_for_everyone()  # each process writes the state of its random numbers
         if self.is_world_process_zero():
@@ -137,15 +142,12 @@ def arguments(s: Settings, run_dir: Path) -> DPOConfig:
         lr_scheduler_type="constant",
         per_device_train_batch_size=micro,
         gradient_accumulation_steps=pairs // micro,
-        train_sampling_strategy="sequential",  # the rows are in the order of training
         max_length=None,  # longer pairs are left out, none is cut
         seed=s.SEED,
         bf16=True,
         model_init_kwargs={"dtype": "float32", "device_map": None},
-        trust_remote_code=False,
         gradient_checkpointing=not on_cpu,
         use_cpu=on_cpu,
-        use_cache=True,  # only for the config that is saved: False would slow down generation
         dataloader_pin_memory=not on_cpu,
         logging_steps=1,
         logging_nan_inf_filter=False,  # it would show the mean of other steps in place of a loss that is NaN

@@ -16,6 +16,7 @@ from tasks.common.text import one_line
 
 WINDOW = 4096  # tokens of a prompt in `make batch`, of a conversation in `make chat`
 LOGPROBS = 20  # vLLM's default limit (max_logprobs)
+MAX_NUM_SEQS = 1024  # that vLLM 0.11.0 samples at once
 
 # Chat templates to put in place of the model's own (`make batch TEMPLATE=`), and what ends an answer in them.
 TEMPLATES = {
@@ -93,16 +94,33 @@ def _text(tokenizer, ids: list[int], template: str) -> str:
     return text.split(end)[0] if end else text
 
 
+def likeliest(logprobs, tokens: int) -> np.ndarray:
+    """The logprobs of the LOGPROBS likeliest of each of ``tokens`` tokens, (tokens, LOGPROBS), from vLLM's output.
+
+    It holds those and the sampled token's: flat, the sampled one first, or (vLLM 0.11.0) as a dict for each token, in
+    which the sampled one is no further entry where it is among the likeliest.
+    """
+    if hasattr(logprobs, "logprobs"):
+        return np.array(logprobs.logprobs).reshape(tokens, -1)[:, 1:]
+    return np.array([sorted((entry.logprob for entry in of.values()), reverse=True)[:LOGPROBS] for of in logprobs])
+
+
 class VLLMEngine:
     """vLLM's offline engine."""
 
     def __init__(self, model: str, max_model_len: int, seed: int, gpu_memory_utilization: float):
-        from vllm import LLM
+        import vllm
 
-        self.llm = LLM(
+        most = None  # vLLM's default
+        if vllm.__version__.startswith("0.11.0"):
+            # v1/worker/gpu_model_runner.py:438 has a row for each of max_model_len tokens, and uses one a sequence.
+            max_model_len = min(_longest(model), max(max_model_len, MAX_NUM_SEQS))
+            most = min(MAX_NUM_SEQS, max_model_len)
+        self.llm = vllm.LLM(
             model,
             dtype="bfloat16",
             max_model_len=max_model_len,
+            max_num_seqs=most,
             seed=seed,
             max_logprobs=LOGPROBS,
             enforce_eager=True,  # CUDA graphs start later and, with this many requests at once, gain nothing
@@ -120,12 +138,24 @@ class VLLMEngine:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        # FINAL_ONLY: one output with all n; the default gives each of the n in an output of its own, as it ends.
-        common = {"max_tokens": sampling.max_tokens, "output_kind": RequestOutputKind.FINAL_ONLY}
-        common |= {"logprobs": LOGPROBS, "flat_logprobs": True, "detokenize": False}
-        common |= {"stop_token_ids": _stop_ids(self.tokenizer, sampling.template)}
-        greedy = SamplingParams(n=1, temperature=0.0, **common)
-        sampled = SamplingParams(n=sampling.n, temperature=sampling.temperature, top_p=sampling.top_p, **common)
+        def how(n: int, temperature: float, top_p: float) -> SamplingParams:
+            found = SamplingParams(
+                n=n,
+                temperature=temperature,
+                top_p=top_p,
+                max_tokens=sampling.max_tokens,
+                # One output with all n; the default gives each of the n in an output of its own, as it ends.
+                output_kind=RequestOutputKind.FINAL_ONLY,
+                logprobs=LOGPROBS,
+                detokenize=False,
+                stop_token_ids=_stop_ids(self.tokenizer, sampling.template),
+            )
+            if hasattr(found, "flat_logprobs"):  # not in vLLM 0.11.0; without, each token's are objects in a dict
+                found.flat_logprobs = True
+            return found
+
+        greedy = how(1, 0.0, 1.0)
+        sampled = how(sampling.n, sampling.temperature, sampling.top_p)
         engine, running = self.llm.llm_engine, {}
         for number, request in enumerate(requests):
             ids = request_ids(self.tokenizer, request, sampling.template)
@@ -145,9 +175,7 @@ class VLLMEngine:
         ids = list(output.token_ids)
         entropy = 0.0
         if ids:
-            # For each token: the one that was drawn, then the LOGPROBS likeliest.
-            logprobs = np.array(output.logprobs.logprobs).reshape(len(ids), -1)[:, 1:]
-            entropy = float(token_entropy(logprobs).mean())
+            entropy = float(token_entropy(likeliest(output.logprobs, len(ids))).mean())
         text = _text(self.tokenizer, ids, template)
         return Completion(text, str(output.finish_reason), len(ids), entropy, thinking)
 
@@ -263,16 +291,21 @@ class TransformersEngine:
 ENGINES = {"vllm": VLLMEngine, "transformers": TransformersEngine}
 
 
-def window(model: str, max_new_tokens: int) -> int:
-    """Tokens of prompt and response to ask the engine for: WINDOW besides the response, fewer where the model was made
-    for fewer. Raises SettingsError for a model that cannot be found, and when the response alone would fill it."""
+def _longest(model: str, unknown: int = 2**31) -> int:
+    """The window of ``model`` in tokens, ``unknown`` where its config does not say. Raises SettingsError."""
     from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(model).get_text_config()
     except (OSError, ValueError) as error:
         raise SettingsError(f"MODEL={model}: {one_line(str(error), 200)}") from error
-    largest = getattr(config, "max_position_embeddings", None) or WINDOW + max_new_tokens
+    return getattr(config, "max_position_embeddings", None) or unknown
+
+
+def window(model: str, max_new_tokens: int) -> int:
+    """Tokens of prompt and response to ask the engine for: WINDOW besides the response, fewer where the model was made
+    for fewer. Raises SettingsError for a model that cannot be found, and when the response alone would fill it."""
+    largest = _longest(model, WINDOW + max_new_tokens)
     if max_new_tokens >= largest:
         raise SettingsError(f"MAX_NEW_TOKENS={max_new_tokens}: {model} has a window of {largest} tokens; lower it")
     return min(largest, WINDOW + max_new_tokens)

@@ -1,7 +1,6 @@
 """The stages that train: SFT warm-up, RL with verl, DPO with TRL, and rounds of self-play over them."""
 
 import functools
-import importlib.metadata
 import json
 import os
 import re
@@ -36,8 +35,6 @@ def check(s: Settings, arguments: list[str]) -> None:
     tracking.check(s)
     last_round = rounds(s, arguments)[-1]  # a wrong RUN is said now
     if s.METHOD == "dpo":
-        if not importlib.metadata.version("trl").startswith("1."):
-            raise SettingsError(f"METHOD=dpo: needs TRL 1, which STACK={s.STACK} does not have; take STACK=current")
         if arguments:
             raise SettingsError(f"ARGS={' '.join(arguments)}: are verl's; METHOD=dpo trains with TRL")
         if s.PAIRS_FILE and s.SELF_PLAY_ROUNDS > 1:
