@@ -16,7 +16,6 @@ from tasks.common.text import one_line
 
 WINDOW = 4096  # tokens of a prompt in `make batch`, of a conversation in `make chat`
 LOGPROBS = 20  # vLLM's default limit (max_logprobs)
-MAX_NUM_SEQS = 1024  # that vLLM 0.11.0 samples at once
 
 # Chat templates to put in place of the model's own (`make batch TEMPLATE=`), and what ends an answer in them.
 TEMPLATES = {
@@ -111,16 +110,13 @@ class VLLMEngine:
     def __init__(self, model: str, max_model_len: int, seed: int, gpu_memory_utilization: float):
         import vllm
 
-        most = None  # vLLM's default
-        if vllm.__version__.startswith("0.11.0"):
-            # v1/worker/gpu_model_runner.py:438 has a row for each of max_model_len tokens, and uses one a sequence.
-            max_model_len = min(_longest(model), max(max_model_len, MAX_NUM_SEQS))
-            most = min(MAX_NUM_SEQS, max_model_len)
+        # Of vLLM 0.11.0 alone: more sequences at once than max_model_len end its engine.
+        old = vllm.__version__.startswith("0.11.0")
         self.llm = vllm.LLM(
             model,
             dtype="bfloat16",
             max_model_len=max_model_len,
-            max_num_seqs=most,
+            worker_extension_cls="tasks.common.stacks.a100.vllm_worker.ManySequences" if old else "",
             seed=seed,
             max_logprobs=LOGPROBS,
             enforce_eager=True,  # CUDA graphs start later and, with this many requests at once, gain nothing
@@ -291,21 +287,16 @@ class TransformersEngine:
 ENGINES = {"vllm": VLLMEngine, "transformers": TransformersEngine}
 
 
-def _longest(model: str, unknown: int = 2**31) -> int:
-    """The window of ``model`` in tokens, ``unknown`` where its config does not say. Raises SettingsError."""
+def window(model: str, max_new_tokens: int) -> int:
+    """Tokens of prompt and response to ask the engine for: WINDOW besides the response, fewer where the model was made
+    for fewer. Raises SettingsError for a model that cannot be found, and when the response alone would fill it."""
     from transformers import AutoConfig
 
     try:
         config = AutoConfig.from_pretrained(model).get_text_config()
     except (OSError, ValueError) as error:
         raise SettingsError(f"MODEL={model}: {one_line(str(error), 200)}") from error
-    return getattr(config, "max_position_embeddings", None) or unknown
-
-
-def window(model: str, max_new_tokens: int) -> int:
-    """Tokens of prompt and response to ask the engine for: WINDOW besides the response, fewer where the model was made
-    for fewer. Raises SettingsError for a model that cannot be found, and when the response alone would fill it."""
-    largest = _longest(model, WINDOW + max_new_tokens)
+    largest = getattr(config, "max_position_embeddings", None) or WINDOW + max_new_tokens
     if max_new_tokens >= largest:
         raise SettingsError(f"MAX_NEW_TOKENS={max_new_tokens}: {model} has a window of {largest} tokens; lower it")
     return min(largest, WINDOW + max_new_tokens)

@@ -108,7 +108,7 @@ def _round(seeded: Settings, s: Settings, arguments: list[str], number: int, sta
         launches.begin(run_dir, seeded, command)
         _train("DPO", run_dir, command, s, s.STEPS, ("loss", "train/loss"), environment(seeded))
     else:
-        extra = _trainer_module(s) | tracking.environment(s, run_dir)
+        extra = trainer_module(s) | tracking.environment(s, run_dir)
         extra |= {"VERL_FILE_LOGGER_PATH": str(next_metrics_file(run_dir))}
         overrides = verl_config.rl_overrides(seeded, start, run_dir) + arguments
         overrides = verl_config.sent_environment(environment(seeded) | extra) + overrides
@@ -155,7 +155,7 @@ def _torchrun(s: Settings) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={s.N_GPUS}"]
 
 
-def _trainer_module(s: Settings) -> dict[str, str]:
+def trainer_module(s: Settings) -> dict[str, str]:
     """The environment in which every verl process loads the trainer of the method, where verl lets one choose it."""
     own = method(s.METHOD).TRAINER if verl_generations.has_own_trainers() else None
     modules = [os.environ.get("VERL_USE_EXTERNAL_MODULES"), own]

@@ -36,9 +36,22 @@ def _rl_of_061(s: Settings) -> list[str]:
         "data.return_raw_chat=True",
         # Its workers share a batch evenly or not at all (verl/protocol.py, DataProto.chunk); 8 are verl's default.
         f"actor_rollout_ref.rollout.agent.num_workers={max(n for n in range(1, 9) if rollouts % n == 0)}",
+        # Off by default there. Without them algorithm.rollout_correction does nothing.
+        "actor_rollout_ref.rollout.calculate_log_probs=True",
+        # A sampler of one's own is loaded in the trainer's process alone.
+        "data.sampler.class_path=pkg://tasks.common.stacks.a100.sampler",
+        "data.sampler.class_name=Shuffled",
+        "data.dataloader_num_workers=0",
     ]
-    # With LoRA vLLM is handed the adapter alone, so it must read the base model itself.
-    return [*needed, "actor_rollout_ref.rollout.load_format=safetensors"] if s.LORA_RANK else needed
+    if not s.LORA_RANK:
+        return needed
+    # vLLM is handed the adapter alone, so it must read the base model itself, and keep it while it sleeps: at verl's
+    # default, sleep level 2, verl sends the base model again under names that vLLM's layers with an adapter lack.
+    return [
+        *needed,
+        "actor_rollout_ref.rollout.load_format=safetensors",
+        "actor_rollout_ref.rollout.layered_summon=True",
+    ]
 
 
 def _sft_of_061(s: Settings) -> list[str]:
@@ -119,9 +132,13 @@ def translated(overrides: list[str], config_name: str, s: Settings) -> list[str]
 
     Raises SettingsError for what that version cannot do.
     """
+    return [*DIFFERENCES[wanted()][config_name].needed(s), *renamed(overrides, config_name, s)]
+
+
+def renamed(overrides: list[str], config_name: str, s: Settings) -> list[str]:
+    """``translated`` without what the version needs besides."""
     version = wanted()
-    differences = DIFFERENCES[version][config_name]
-    result = differences.needed(s)
+    differences, result = DIFFERENCES[version][config_name], []
     for override in overrides:
         plus, key, value = re.fullmatch(r"([+~]*)([^=]*)(.*)", override, re.DOTALL).groups()
         if what := _find(key, differences.refused):

@@ -19,28 +19,13 @@ from verl.utils.metric import AggregationType, Metric
 from verl.workers import engine_workers
 from verl.workers.utils.padding import no_padding_2_padding, response_from_nested
 
+from tasks.common.one_update import ON_POLICY
 from tasks.common.patch import expect
 
-ON_POLICY = "on_policy"  # in a batch for the actor
 MEASURED = ("training/", "rollout_corr/")  # metrics that verl takes from the pass
 
 expect(engine_workers.ppo_loss, 'old_log_prob = data["old_log_probs"]', 'entropy = model_output.get("entropy", None)')
 expect(engine_workers.ActorRolloutRefWorker.init_model, "self.loss_fn = partial(ppo_loss, config=actor_config)")
-
-
-def applies(config, responses: int) -> bool:
-    """Whether a step on ``responses`` with verl's ``config`` makes one update, and nothing but it wants the log-probs
-    of before: no KL in the reward, no correction for what the engine's log-probs differ, no distillation."""
-    policy, algorithm = config.actor_rollout_ref, config.algorithm
-    correction = algorithm.get("rollout_correction") or {}
-    return (
-        responses == policy.actor.ppo_mini_batch_size * policy.rollout.n
-        and policy.actor.ppo_epochs == 1
-        and policy.rollout.calculate_log_probs
-        and not algorithm.use_kl_in_reward
-        and not any(correction.get(name) for name in ("rollout_is", "rollout_rs", "bypass_mode"))
-        and not config.distillation.enabled
-    )
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 from verl.utils.transferqueue_utils import kv_batch_meta2batch_meta
 
 import tasks.common.verl_patches  # noqa: F401
-from tasks.common import verl_on_policy
+from tasks.common import one_update, verl_on_policy
 from tasks.common.health import AbortedError, aborted_by
 from tasks.common.patch import expect
 from tasks.common.reward import RewardError
@@ -105,7 +105,7 @@ class TaskTrainer(PPOTrainerSync):
     # The workers would fetch the chat and the reward's details of each row too, as Python objects, which took about a
     # quarter of their time (1,024 rollouts of a small model).
     def _compute_old_log_prob(self, batch, metrics):
-        self._on_policy = not self.reads_entropy and verl_on_policy.applies(self.config, len(batch))
+        self._on_policy = not self.reads_entropy and one_update.applies(self.config, len(batch))
         return batch if self._on_policy else super()._compute_old_log_prob(_tensors(batch), metrics)
 
     def _compute_advantage(self, batch, metrics):
@@ -124,7 +124,7 @@ class TaskTrainer(PPOTrainerSync):
 
     def _update_actor(self, batch, metrics):
         policy, update = self.config.actor_rollout_ref, {}
-        batch.extra_info[verl_on_policy.ON_POLICY] = self._on_policy
+        batch.extra_info[one_update.ON_POLICY] = self._on_policy
         entropy = self._on_policy or policy.actor.calculate_entropy
         with verl_on_policy.set_to(policy.actor, "calculate_entropy", entropy):
             batch = super()._update_actor(_tensors(batch), update)

@@ -6,9 +6,12 @@ Each trains the same model on the same prompts, TRAIN_BATCH_SIZE x ROLLOUT_N rol
 one after the other on the same GPUs. The first step of each is left out (compilation); of the others the median.
 
 - ours: what STACK and the task's train.sh set
-- example: verl's examples/grpo_trainer/run_qwen3_8b_fsdp.sh (0.9.1), with verl's own trainer and agent loop. Its
-  flash_attention_2 is not there for torch 2.11: it is given our attention, so that padding is left out as it wants
+- example: verl's examples/grpo_trainer/run_qwen3_8b_fsdp.sh (0.9.1) or run_qwen3-8b.sh (0.6.1), with verl's own trainer
+  and agent loop. The first one's flash_attention_2 is not there for torch 2.11: it is given our attention, so that
+  padding is left out as it wants. The second runs with flash-attn, as it is meant to; its 32 sequences a pass
 - naive: sdpa with padding, eager rollouts, MICRO_BATCH_SIZE sequences a pass, verl's own trainer and agent loop
+
+All are without a KL term, which the examples have. ``a100``'s have vllm_worker.py: without it vLLM 0.11.0 ends.
 """
 
 import argparse
@@ -23,9 +26,9 @@ from pathlib import Path
 
 import torch
 
-from tasks.common import verl_config
+from tasks.common import training, verl_config, verl_generations
 from tasks.common.model import resolve_model
-from tasks.common.settings import Settings, artifacts, load_settings, method
+from tasks.common.settings import Settings, artifacts, load_settings
 
 PHASES = ("gen", "reward", "old_log_prob", "adv", "update_actor", "update_weights", "step")
 QWEN2_5_3B = {  # https://huggingface.co/Qwen/Qwen2.5-3B/blob/main/config.json
@@ -38,38 +41,49 @@ QWEN2_5_3B = {  # https://huggingface.co/Qwen/Qwen2.5-3B/blob/main/config.json
     "max_position_embeddings": 32768,
     "tie_word_embeddings": True,
 }
+# What ours sets, as verl has it; in the names of 0.9.1.
 VERLS_OWN = [
     "trainer.v1.trainer_mode=sync",
     "actor_rollout_ref.rollout.agent.default_agent_loop=single_turn_agent",
-    "actor_rollout_ref.rollout.max_num_seqs=256",
-    "actor_rollout_ref.rollout.max_num_batched_tokens=8192",
-    "++actor_rollout_ref.rollout.engine_kwargs.vllm.max_cudagraph_capture_size=null",
     "actor_rollout_ref.model.use_fused_kernels=False",
     "actor_rollout_ref.actor.strategy=fsdp",
     "actor_rollout_ref.ref.strategy=fsdp",
 ]
+# The same of what only the stack current sets.
+OF_CURRENT = [
+    "actor_rollout_ref.rollout.max_num_seqs=256",
+    "actor_rollout_ref.rollout.max_num_batched_tokens=8192",
+    "++actor_rollout_ref.rollout.engine_kwargs.vllm.max_cudagraph_capture_size=null",
+]
+
+
+def _by_sequences(s: Settings, most: int) -> list[str]:
+    """Overrides for passes of at most ``most`` sequences, in place of tokens."""
+    micro = verl_config.micro_batch(most, s.MINI_BATCH_SIZE * s.ROLLOUT_N // s.N_GPUS)
+    return [
+        "actor_rollout_ref.actor.use_dynamic_bsz=False",
+        f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={micro}",
+        f"actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu={micro}",
+    ]
 
 
 def variants(s: Settings) -> dict[str, list[str]]:
-    """Overrides after ours."""
-    micro = verl_config.micro_batch(s.MICRO_BATCH_SIZE, s.MINI_BATCH_SIZE * s.ROLLOUT_N // s.N_GPUS)
-    return {
-        "ours": [],
-        "example": [
-            *VERLS_OWN,
-            "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=24576",
-            "actor_rollout_ref.rollout.gpu_memory_utilization=0.6",
-        ],
-        "naive": [
-            *VERLS_OWN,
-            "++actor_rollout_ref.model.override_config.attn_implementation=sdpa",
-            "actor_rollout_ref.model.use_remove_padding=False",
-            "actor_rollout_ref.rollout.enforce_eager=True",
-            "actor_rollout_ref.actor.use_dynamic_bsz=False",
-            f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={micro}",
-            f"actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu={micro}",
-        ],
-    }
+    """Overrides after ours, in the names of the verl that is installed."""
+    newer = verl_generations.has_own_trainers()
+    verls_own = [*VERLS_OWN, *(OF_CURRENT if newer else [])]
+    example = ["actor_rollout_ref.rollout.gpu_memory_utilization=0.6"]
+    if newer:
+        example += ["actor_rollout_ref.actor.ppo_max_token_len_per_gpu=24576"]
+    else:
+        example += [*_by_sequences(s, 32), "actor_rollout_ref.rollout.calculate_log_probs=False"]
+    naive = [
+        "++actor_rollout_ref.model.override_config.attn_implementation=sdpa",
+        "actor_rollout_ref.model.use_remove_padding=False",
+        "actor_rollout_ref.rollout.enforce_eager=True",
+        *_by_sequences(s, s.MICRO_BATCH_SIZE),
+    ]
+    every = {"ours": [], "example": [*verls_own, *example], "naive": [*verls_own, *naive]}
+    return {name: verl_generations.renamed(overrides, "ppo_trainer", s) for name, overrides in every.items()}
 
 
 def random_model(folder: Path, tokenizer_of: str) -> Path:
@@ -99,8 +113,7 @@ def train(s: Settings, model: str, out: Path, steps: int, extra: list[str]) -> d
         "trainer.save_freq=-1",
         "trainer.rollout_data_dir=null",
     ]
-    modules = f"{os.environ['VERL_USE_EXTERNAL_MODULES']},{method(s.METHOD).TRAINER}"
-    environ = os.environ | {"VERL_FILE_LOGGER_PATH": str(out / "metrics.jsonl"), "VERL_USE_EXTERNAL_MODULES": modules}
+    environ = os.environ | training.trainer_module(s) | {"VERL_FILE_LOGGER_PATH": str(out / "metrics.jsonl")}
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *verl_config.HYDRA, *overrides]
     with (out / "log").open("w") as log:
         code = subprocess.run(command, env=environ, stdout=log, stderr=subprocess.STDOUT).returncode

@@ -16,6 +16,7 @@ actor_rollout_ref.model.use_fused_kernels=True
 actor_rollout_ref.model.fused_kernel_options.impl_backend=torch
 actor_rollout_ref.actor.strategy=fsdp
 actor_rollout_ref.ref.strategy=fsdp
++actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=tasks.common.stacks.a100.vllm_worker.ManySequences
 critic.strategy=fsdp
 critic.model.use_remove_padding=True
 "

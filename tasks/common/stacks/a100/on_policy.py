@@ -1,0 +1,80 @@
+"""No pass for the old log-probs in a step of one update, with verl 0.6.1 (0.9.1: tasks/common/verl_on_policy.py).
+
+verl 0.6.1 takes the update's own log-probs there (workers/actor/dp_actor.py, ``on_policy``), but makes the pass all the
+same. What it takes from the pass for its metrics is measured in the update. Loaded in every verl process by
+verl_patches.py.
+"""
+
+from unittest import mock
+
+import torch
+from verl import DataProto
+from verl.trainer.ppo.core_algos import agg_loss
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.utils.debug.metrics import calculate_debug_metrics
+from verl.workers.actor.dp_actor import DataParallelPPOActor
+
+from tasks.common.one_update import ON_POLICY, applies
+from tasks.common.patch import expect
+
+expect(
+    DataParallelPPOActor,
+    "on_policy = len(mini_batches) == 1 and self.config.ppo_epochs == 1",
+    "old_log_prob = log_prob.detach()",
+    "entropy, log_prob = self._forward_micro_batch(",
+)
+expect(
+    RayPPOTrainer.fit,
+    "old_log_prob = self.actor_rollout_wg.compute_log_prob(batch)",
+    'entropys = old_log_prob.batch["entropys"]',
+    "metrics.update(actor_output_metrics)",
+)
+
+_init_workers = RayPPOTrainer.init_workers
+
+
+def init_workers(self) -> None:
+    """verl's; where a step is one update, ``compute_log_prob`` then gives what nothing reads, and marks the batch."""
+    _init_workers(self)
+    # Without fused kernels the update would keep what the gradient of the entropy needs.
+    if not self.config.actor_rollout_ref.model.use_fused_kernels or self.config.trainer.critic_warmup:
+        return
+    compute_log_prob = self.actor_rollout_wg.compute_log_prob
+
+    def without_pass(batch: DataProto) -> DataProto:
+        if not applies(self.config, len(batch)):
+            return compute_log_prob(batch)
+        batch.meta_info[ON_POLICY] = True
+        sampled = batch.batch["rollout_log_probs"]
+        return DataProto.from_dict({"old_log_probs": sampled, "entropys": torch.zeros_like(sampled)})
+
+    self.actor_rollout_wg.compute_log_prob = without_pass
+
+
+RayPPOTrainer.init_workers = init_workers
+
+
+_update_policy = DataParallelPPOActor.update_policy
+
+
+def update_policy(self, data: DataProto) -> dict:
+    """verl's; of an ON_POLICY batch with the metrics of the pass: of all this worker's responses, before the update."""
+    if not data.meta_info.get(ON_POLICY):
+        return _update_policy(self, data)
+    parts, forward = [], self._forward_micro_batch
+
+    def forward_and_keep(inputs, temperature, calculate_entropy=False):
+        entropy, log_probs = forward(inputs, temperature=temperature, calculate_entropy=True)
+        kept = {name: inputs[name] for name in ("responses", "response_mask", "rollout_log_probs")}
+        parts.append(kept | {"old_log_probs": log_probs.detach(), "entropy": entropy.detach()})
+        return entropy if calculate_entropy else None, log_probs
+
+    with mock.patch.object(self, "_forward_micro_batch", forward_and_keep):
+        metrics = _update_policy(self, data)
+    batch = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    entropy = agg_loss(batch.pop("entropy"), batch["response_mask"], self.config.loss_agg_mode)
+    found = calculate_debug_metrics(DataProto.from_dict(batch)) | {"actor/entropy": entropy}
+    return metrics | {name: [float(value)] for name, value in found.items()}
+
+
+DataParallelPPOActor.update_policy = update_policy
