@@ -45,16 +45,17 @@ QWEN2_5_3B = {  # https://huggingface.co/Qwen/Qwen2.5-3B/blob/main/config.json
 VERLS_OWN = [
     "trainer.v1.trainer_mode=sync",
     "actor_rollout_ref.rollout.agent.default_agent_loop=single_turn_agent",
+    "actor_rollout_ref.rollout.max_num_batched_tokens=8192",
     "actor_rollout_ref.model.use_fused_kernels=False",
     "actor_rollout_ref.actor.strategy=fsdp",
     "actor_rollout_ref.ref.strategy=fsdp",
 ]
-# The same of what only the stack current sets.
+# The same of what only one stack sets.
 OF_CURRENT = [
     "actor_rollout_ref.rollout.max_num_seqs=256",
-    "actor_rollout_ref.rollout.max_num_batched_tokens=8192",
     "++actor_rollout_ref.rollout.engine_kwargs.vllm.max_cudagraph_capture_size=null",
 ]
+OF_A100 = ["++actor_rollout_ref.rollout.engine_kwargs.vllm.cuda_graph_sizes=null"]
 
 
 def _by_sequences(s: Settings, most: int) -> list[str]:
@@ -70,7 +71,7 @@ def _by_sequences(s: Settings, most: int) -> list[str]:
 def variants(s: Settings) -> dict[str, list[str]]:
     """Overrides after ours, in the names of the verl that is installed."""
     newer = verl_generations.has_own_trainers()
-    verls_own = [*VERLS_OWN, *(OF_CURRENT if newer else [])]
+    verls_own = [*VERLS_OWN, *(OF_CURRENT if newer else OF_A100)]
     example = ["actor_rollout_ref.rollout.gpu_memory_utilization=0.6"]
     if newer:
         example += ["actor_rollout_ref.actor.ppo_max_token_len_per_gpu=24576"]
