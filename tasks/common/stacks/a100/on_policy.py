@@ -46,7 +46,8 @@ def init_workers(self) -> None:
             return compute_log_prob(batch)
         batch.meta_info[ON_POLICY] = True
         sampled = batch.batch["rollout_log_probs"]
-        return DataProto.from_dict({"old_log_probs": sampled, "entropys": torch.zeros_like(sampled)})
+        given = {"temperature": self.config.actor_rollout_ref.rollout.temperature}  # the update reads it
+        return DataProto.from_dict({"old_log_probs": sampled, "entropys": torch.zeros_like(sampled)}, meta_info=given)
 
     self.actor_rollout_wg.compute_log_prob = without_pass
 
