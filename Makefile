@@ -6,7 +6,10 @@ MAKEFLAGS += --no-print-directory
 
 TASKS := $(notdir $(patsubst %/train.sh,%,$(wildcard tasks/*/train.sh)))
 STACKS := $(basename $(notdir $(wildcard tasks/common/stacks/*.sh)))
-STACK ?= $(shell nvidia-smi -L >/dev/null 2>&1 && echo a100 || echo cpu)
+ifndef STACK
+  CHOSEN := $(shell bash tasks/common/choose_stack.sh)
+  STACK := $(firstword $(subst :, ,$(CHOSEN)))
+endif
 STAGES := doctor data probe sft train dpo all experiment merge eval compare rescore chat batch config bfcl simulate
 ARGS ?=
 export STACK
@@ -41,6 +44,10 @@ ifneq ($(filter new,$(MAKECMDGOALS)),)
   ifeq ($(TASK),)
     $(error TASK is empty; give the new task a name: make new TASK=my_task)
   endif
+endif
+
+ifneq ($(filter install $(filter-out config,$(STAGES)),$(MAKECMDGOALS)),)
+  $(if $(CHOSEN),$(info STACK=$(CHOSEN)))
 endif
 
 RUN_STAGE = PYTHON='$(PYTHON)' STAGE=$@ bash tasks/$(TASK)/train.sh $(ARGS)

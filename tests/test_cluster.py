@@ -240,11 +240,14 @@ def test_the_rayjob_has_the_machines_that_its_command_wants():
     assert dry.returncode == 0 and "tasks/countdown/train.sh" in dry.stdout, dry.stderr
 
 
-def test_the_sbatch_script_starts_ray_on_each_node_and_trains_on_the_first(tmp_path):
+@pytest.mark.parametrize("tokens", [True, False], ids=["ray with tokens", "ray 2.51.1"])
+def test_the_sbatch_script_starts_ray_on_each_node_and_trains_on_the_first(tmp_path, tokens):
     """Run with Slurm's commands replaced by ones that write down how they were called."""
     calls = tmp_path / "calls"
-    for name, said in {"srun": "10.0.0.1", "make": "", "ray": "", "scontrol": "'node1\nnode2'"}.items():
-        (tmp_path / name).write_text(f'#!/bin/sh\necho {name} "$@" >> {calls}\necho {said}\n')
+    ray = "" if tokens else "; [ $1 = get-auth-token ] && exit 2 || echo ray, version 2.51.1"
+    for name, said in {"srun": "10.0.0.1", "make": "", "ray": ray, "scontrol": "'node1\nnode2'"}.items():
+        shown = f" mode=$RAY_AUTH_MODE >> {calls}" if name == "make" else f" >> {calls}"
+        (tmp_path / name).write_text(f'#!/bin/sh\necho {name} "$@"{shown}\necho {said}\n')
         (tmp_path / name).chmod(0o755)
     slurm = {"SLURM_SUBMIT_DIR": str(tmp_path), "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node[1-2]"}
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_CPUS_PER_TASK": "64", **slurm}
@@ -258,6 +261,8 @@ def test_the_sbatch_script_starts_ray_on_each_node_and_trains_on_the_first(tmp_p
     assert any("--nodelist=node2" in line and "--address=10.0.0.1:6379" in line for line in started)
     lines = [line for line in called if line.startswith("make ")]
     assert lines[0].startswith("make cluster-status") and lines[-1].startswith("make train TASK=countdown NNODES=2")
+    assert all(line.endswith(" mode=token" if tokens else " mode=") for line in lines)
+    assert ("2.51.1 has no tokens" in result.stderr) != tokens
     options = dict(re.findall(r"^#SBATCH --([\w-]+)=(\S+)", SBATCH.read_text(), re.MULTILINE))
     assert (options["nodes"], options["gpus-per-node"]) == ("2", variables_of(lines[-1])["N_GPUS"])
     assert f"--num-gpus={options['gpus-per-node']}" in started[0] and options["ntasks-per-node"] == "1"

@@ -1,11 +1,12 @@
 """What make says and refuses, before anything long starts."""
 
+import os
 import subprocess
 
 import pytest
 
 from tasks.common.settings import Settings
-from tests.helpers import ROOT, make
+from tests.helpers import MAKE, ROOT, make, outside_make
 
 
 @pytest.mark.parametrize("target", ["train", "data", "eval", "config"])
@@ -28,6 +29,44 @@ def test_help_lists_every_variable_and_target():
         assert name in text
     for target in ("install", "new", "train", "data", "eval", "config", "test", "lint", "repeat", "runs", "diff"):
         assert f"  {target}" in text
+
+
+A100, H200 = "8.0, NVIDIA A100-SXM4-80GB", "9.0, NVIDIA H200"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "visible", "said"),
+    [
+        ([A100, A100], "", "STACK=a100: NVIDIA A100-SXM4-80GB, compute capability 8.0"),
+        ([H200], "", "STACK=current: NVIDIA H200, compute capability 9.0"),
+        (["8.9, NVIDIA L40S"], "", "STACK=a100: NVIDIA L40S, compute capability 8.9"),
+        (["12.0, NVIDIA RTX PRO 6000"], "", "STACK=current: NVIDIA RTX PRO 6000, compute capability 12.0"),
+        ([H200, A100], "", "STACK=a100: NVIDIA A100-SXM4-80GB, compute capability 8.0"),
+        ([H200, A100], "0", "STACK=current: NVIDIA H200, compute capability 9.0"),
+        (["[Not Supported]"], "", "STACK=a100: an NVIDIA GPU, whose driver does not tell its compute capability"),
+        ([], "", "STACK=cpu: no NVIDIA GPU"),
+    ],
+)
+def test_the_stack_follows_from_the_gpu_and_is_said_once(gpus, visible, said, tmp_path):
+    smi = tmp_path / "nvidia-smi"
+    rows = "".join(f"[ -z $2 ] || [ $2 = {i} ] && echo '{gpu}'\n" for i, gpu in enumerate(gpus))
+    none = f"[ {len(gpus)} = 0 ] && exit 9\n"
+    smi.write_text(f"#!/bin/bash\n{none}[ $1 = -L ] && exit 0\n[ $1 = -i ] || set -- x ''\n{rows}exit 0\n")
+    smi.chmod(0o755)
+    environment = {k: v for k, v in outside_make().items() if k != "CUDA_VISIBLE_DEVICES"}
+    environment |= {"PATH": f"{tmp_path}:{os.environ['PATH']}"} | ({"CUDA_VISIBLE_DEVICES": visible} if visible else {})
+
+    def screen(*arguments: str) -> list[str]:
+        command = [*MAKE, "-n", *arguments, "TASK=countdown"]
+        result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+        return [line for line in result.stdout.splitlines() if line.startswith("STACK=")]
+
+    assert screen("train") == screen("install") == [said]
+    assert screen("config") == screen("train", "STACK=cpu") == []  # printed for a program; or chosen by the user
+    environment["STAGE"] = "environment"
+    script = ["bash", ROOT / "tasks/countdown/train.sh"]
+    exported = subprocess.run(script, env=environment, capture_output=True, text=True, check=True).stdout.split("\0")
+    assert f"STACK={said[6:].partition(':')[0]}" in exported
 
 
 @pytest.mark.parametrize(

@@ -43,7 +43,33 @@ raise SystemExit(3)
         run_python(code, tmp_path)
     first, *rest = str(failure.value).splitlines()
     assert first == "ValueError: the cause"
-    assert any("BufferError" in line for line in rest) and rest[-1].endswith("logs/stage.log")
+    assert rest[-2] == "  | ValueError: the cause" and rest[-1].endswith("logs/stage.log")
+
+
+FRAMES = """\
+(WorkerDict pid=7) *** SIGTERM received at time=1795386071 on cpu 3 ***
+(WorkerDict pid=7) PC: @     0x7f1e5a3f1e26  (unknown)  epoll_wait
+(WorkerDict pid=7)     @     0x7f1e5a30f520       3600  (unknown)
+(WorkerDict pid=7)     @ ... and at least 3 more frames
+(WorkerDict pid=7) [2026-11-22 22:31:11,001 E 7 7] logging.cc:501: *** SIGTERM received at time=1795386071 on cpu 3 ***
+(WorkerDict pid=7) [2026-11-22 22:31:11,002 E 7 7] logging.cc:501:     @     0x7f1e5a30f520       3600  (unknown)
+"""
+
+
+@pytest.mark.parametrize("cause", ["RuntimeError: The size of tensor a (192) must match", ""])
+def test_frames_of_workers_that_ray_ended_are_not_shown_in_place_of_the_cause(tmp_path, cause):
+    code = f"""
+print('  File "/verl/core.py", line 9, in step\\n    return f(x)\\n           ^^^^')
+print({cause!r})
+print({FRAMES!r})
+raise SystemExit(3)
+"""
+    with pytest.raises(StageFailed) as failure:
+        run_python(code, tmp_path)
+    first, *rest = str(failure.value).splitlines()
+    assert first == (cause or "stage ended with exit code 3")
+    shown = ['File "/verl/core.py", line 9, in step', "return f(x)", *([cause] if cause else [])]
+    assert [line.removeprefix("  | ").strip() for line in rest[:-1]] == shown
 
 
 def test_failure_without_an_error_line_names_the_exit_code(tmp_path):

@@ -34,6 +34,11 @@ _ERROR = re.compile(r"^(?:[A-Za-z_][\w.]*\.)?([A-Z]\w*(?:Error|Exception|Exit)):
 _NOT_THE_CAUSE = re.compile(
     r"RayTaskError|RayActorError|ActorDiedError|BufferError|cannot close exported pointers|ChildFailedError"
 )
+# C++ frames that Ray's workers print when they are ended, marks below a line of Python's traceback, Hydra's advice.
+_NOISE = re.compile(
+    r"^(\[[^]]* E \d+ \d+\] logging\.cc:\d+: )?(\*\*\* SIG[A-Z]+ received|(PC: )?\s*@ )"
+    r"|^[\s^~]*$|^Set the environment variable HYDRA_FULL_ERROR"
+)
 _ENGINE = re.compile(r"EngineDeadError|EngineCore encountered a fatal error|Worker failed with error")
 _SAVING = re.compile(r"saving step \d+ before the end")
 # A worker of a local Ray, or one whose loss is raised to the driver. On a cluster Ray's own count is of all jobs.
@@ -89,10 +94,12 @@ def _out_of_memory(text: str) -> bool:
 
 def _report(log: Path, status: str) -> str:
     lines = [_PREFIX.sub("", _ANSI.sub("", line)).rstrip() for line in _lines(log)]
+    lines = [line for line in lines if not _NOISE.match(line)]
     errors = [line for line in lines if _ERROR.match(line) and not _NOT_THE_CAUSE.search(line)]
     ours = ("RewardError", "tasks.")  # before errors that only follow from a reward's
     first = next((line for line in errors if line.startswith(ours)), errors[0] if errors else "")
-    tail = "\n".join(f"  | {line[:200]}" for line in lines[-12:] if line.strip())
+    end = lines.index(first) + 1 if first else len(lines)  # what comes after the cause follows from it
+    tail = "\n".join(f"  | {line[:200]}" for line in lines[max(0, end - 12) : end])
     return f"{_known(_text(log)) or first[:400] or status}\n{tail}\n  log: {log}"
 
 

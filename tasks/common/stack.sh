@@ -22,7 +22,8 @@ case ${STAGE:-train} in
   dpo) METHOD=dpo ;;
   batch) N=${N:-1} ;;
 esac
-STACK=${STACK:-$(nvidia-smi -L >/dev/null 2>&1 && echo a100 || echo cpu)}
+CHOSEN=${STACK:-$(bash "$ROOT/tasks/common/choose_stack.sh")}
+STACK=${CHOSEN%%:*}
 if [[ ! -f $ROOT/tasks/common/stacks/$STACK.sh ]]; then
   echo "error: STACK=$STACK: no such stack; there are: $(cd "$ROOT/tasks/common/stacks" && echo *.sh | sed 's/\.sh//g')" >&2
   exit 2

@@ -1,0 +1,17 @@
+#!/usr/bin/env bash
+# Print the stack of this machine and why it is the one, e.g. "current: NVIDIA H200, compute capability 9.0".
+#
+# a100: flash-attn 2.8.1 and vLLM 0.11.0's FlashAttention 2 are built for 8.x. current: 9.0 and later.
+set -euo pipefail
+gpus() { nvidia-smi ${1:+-i "$1"} --query-gpu=compute_cap,name --format=csv,noheader 2>/dev/null | grep -E '^[0-9]+\.[0-9]+, '; }
+
+# The least of those that a training would see.
+if found=$(gpus "${CUDA_VISIBLE_DEVICES:-}" || gpus "") && found=$(sort -V <<<"$found" | head -n 1); then
+  capability=${found%%,*}
+  if ((${capability%.*} >= 9)); then stack=current; else stack=a100; fi
+  echo "$stack: ${found#*, }, compute capability $capability"
+elif nvidia-smi -L >/dev/null 2>&1; then
+  echo "a100: an NVIDIA GPU, whose driver does not tell its compute capability"
+else
+  echo "cpu: no NVIDIA GPU"
+fi
