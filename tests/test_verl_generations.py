@@ -10,11 +10,11 @@ from omegaconf import OmegaConf
 from tasks.common import verl_config, verl_generations
 from tasks.common.settings import METHODS, SettingsError, load_settings
 from tests.helpers import ROOT, exported, make
-from tests.verl_wheels import SHA256, verl_package
+from tests.wheels import VERLS, verl_package
 
 RL_METHODS = [name for name in METHODS if name != "dpo"]
 # With the versions that their overrides must be of: those of the GPU stacks of both, those of the cpu stack of its own.
-STACKS = [(stack, version) for stack in ("a100", "current") for version in SHA256] + [("cpu", "0.9.1")]
+STACKS = [(stack, version) for stack in ("a100", "current") for version in VERLS] + [("cpu", "0.9.1")]
 # Dynamic batches, in the names that are the same in both.
 TOKENS = ["actor.use_dynamic_bsz", "actor.ppo_max_token_len_per_gpu"]
 TOKENS += [
@@ -22,7 +22,7 @@ TOKENS += [
 ]
 
 
-@pytest.fixture(scope="module", params=SHA256)
+@pytest.fixture(scope="module", params=VERLS)
 def version(request):
     return request.param
 

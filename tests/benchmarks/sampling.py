@@ -52,10 +52,12 @@ def main() -> None:
     def plain(logprobs: int | None) -> int:
         from vllm import SamplingParams
 
-        how = {"temperature": s.EVAL_TEMPERATURE, "top_p": s.TOP_P, "max_tokens": s.MAX_NEW_TOKENS}
-        params = [SamplingParams(n=s.N, logprobs=logprobs, **how)]
-        if job.sampling.greedy:
-            params.insert(0, SamplingParams(n=1, logprobs=logprobs, **{**how, "temperature": 0.0}))
+        def how(n: int, temperature: float) -> SamplingParams:
+            length = s.MAX_NEW_TOKENS
+            return SamplingParams(n=n, temperature=temperature, top_p=s.TOP_P, max_tokens=length, logprobs=logprobs)
+
+        params = [how(1, 0.0)] if job.sampling.greedy else []
+        params.append(how(s.N, s.EVAL_TEMPERATURE))
         prompts = [{"prompt_token_ids": prompt_ids(engine.tokenizer, row["prompt"])} for row in rows]
         outputs = engine.llm.generate(
             [prompt for prompt in prompts for _ in params], params * len(prompts), use_tqdm=False
