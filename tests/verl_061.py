@@ -1,0 +1,169 @@
+"""What test_a100_stack.py runs in a process of its own, with the real verl 0.6.1 on the CPU; prints JSON.
+
+PYTHONPATH=<the wheel's folder>:<the repository> python -m tests.verl_061
+"""
+
+import json
+import os
+import sys
+
+import torch
+import transformers
+
+# verl 0.6.1 is made for transformers 4, which had the name.
+transformers.AutoModelForVision2Seq = transformers.AutoModelForImageTextToText
+
+from omegaconf import OmegaConf  # noqa: E402
+from torchdata.stateful_dataloader import StatefulDataLoader  # noqa: E402
+from verl import DataProto, __version__  # noqa: E402
+from verl.trainer.main_ppo import create_rl_sampler  # noqa: E402
+from verl.trainer.ppo.core_algos import agg_loss  # noqa: E402
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer  # noqa: E402
+from verl.utils.debug.metrics import calculate_debug_metrics  # noqa: E402
+from verl.workers.actor.dp_actor import DataParallelPPOActor  # noqa: E402
+from verl.workers.config import FSDPActorConfig  # noqa: E402
+
+from tasks.common.stacks.a100 import on_policy, verl_patches  # noqa: E402, F401  (each stops where verl has changed)
+
+PROMPT, RESPONSE, ROWS = 5, 6, 8
+
+
+# ---- the order of the prompts
+
+
+def prompts(sampler: dict) -> StatefulDataLoader:
+    """As RayPPOTrainer._create_dataloader makes it: 10 prompts, 4 a step, two steps an epoch."""
+    rows = list(range(10))
+    config = OmegaConf.create({"sampler": sampler, "shuffle": True, "seed": 3, "dataloader_num_workers": 0})
+    return StatefulDataLoader(
+        rows, batch_size=4, num_workers=0, drop_last=True, sampler=create_rl_sampler(config, rows)
+    )
+
+
+def steps(loader: StatefulDataLoader, count: int, state=None, save_after: int = 0):
+    if state:
+        loader.load_state_dict(state)
+    taken, saved = [], None
+    while True:
+        for batch in loader:
+            taken.append(batch.tolist())
+            saved = loader.state_dict() if len(taken) == save_after else saved
+            if len(taken) == count:
+                return taken, saved
+
+
+def resumes_where_it_was(sampler: dict, after: int) -> bool:
+    whole, saved = steps(prompts(sampler), 9, save_after=after)
+    return steps(prompts(sampler), 9 - after, saved)[0] == whole[after:]
+
+
+# ---- a step of one update
+
+
+def actor() -> DataParallelPPOActor:
+    torch.manual_seed(0)
+    shape = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    config = transformers.LlamaConfig(**shape, num_attention_heads=2, num_key_value_heads=2)
+    model = transformers.LlamaForCausalLM(config)
+    sizes = {"ppo_mini_batch_size": ROWS, "ppo_micro_batch_size_per_gpu": 4, "ppo_epochs": 1, "rollout_n": 1}
+    settings = FSDPActorConfig(strategy="fsdp", use_dynamic_bsz=False, use_torch_compile=False, **sizes)
+    return DataParallelPPOActor(settings, model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def batch() -> DataProto:
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, 50, (ROWS, PROMPT + RESPONSE), generator=generator)
+    mask = torch.ones_like(ids)
+    for row in range(ROWS):
+        mask[row, PROMPT + 2 + row % 4 :] = 0
+    tensors = {
+        "input_ids": ids,
+        "responses": ids[:, PROMPT:].contiguous(),
+        "attention_mask": mask,
+        "position_ids": torch.arange(PROMPT + RESPONSE).repeat(ROWS, 1),
+        "response_mask": mask[:, PROMPT:].contiguous(),
+        "advantages": torch.randn(ROWS, 1, generator=generator).repeat(1, RESPONSE),
+        "rollout_log_probs": -torch.rand(ROWS, RESPONSE, generator=generator),
+    }
+    return DataProto.from_dict(tensors, meta_info={"micro_batch_size": 4, "use_dynamic_bsz": False})
+
+
+def with_verls_pass() -> tuple[dict, list[torch.Tensor]]:
+    """Metrics of verl's own step, those of its pass included, and the weights after it."""
+    ours, data = actor(), batch()
+    data.meta_info["temperature"] = 0.7
+    data.batch["old_log_probs"], entropy = ours.compute_log_prob(data, calculate_entropy=True)
+    metrics = on_policy._update_policy(ours, data) | calculate_debug_metrics(data)
+    metrics["actor/entropy"] = agg_loss(entropy, data.batch["response_mask"], "token-mean")
+    return metrics, list(ours.actor_module.parameters())
+
+
+class Workers:
+    """In place of the worker group: tells whether the pass was asked for."""
+
+    def compute_log_prob(self, data: DataProto) -> str:
+        return "verl's pass"
+
+
+def trainer(**changes):
+    """A trainer after init_workers, with a step of one update but for ``changes`` (dotted keys)."""
+    config = OmegaConf.create(
+        {
+            "actor_rollout_ref": {
+                "model": {"use_fused_kernels": True},
+                "actor": {"ppo_mini_batch_size": ROWS, "ppo_epochs": 1},
+                "rollout": {"n": 1, "calculate_log_probs": True, "temperature": 0.7},
+            },
+            "algorithm": {"use_kl_in_reward": False, "rollout_correction": {"rollout_is": None}},
+            "trainer": {"critic_warmup": 0},
+        }
+    )
+    for key, value in changes.items():
+        OmegaConf.update(config, key, value)
+    made = object.__new__(RayPPOTrainer)
+    made.config, made.actor_rollout_wg = config, Workers()
+    on_policy._init_workers = lambda self: None  # Ray and the engines
+    made.init_workers()
+    return made
+
+
+def without_pass() -> tuple[dict, list[torch.Tensor]]:
+    data = batch()
+    data = data.union(trainer().actor_rollout_wg.compute_log_prob(data))
+    data.batch.pop("entropys")
+    ours = actor()
+    return ours.update_policy(data), list(ours.actor_module.parameters())
+
+
+def main() -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[1])
+    torch.distributed.init_process_group("gloo", rank=0, world_size=1)
+    own = {"class_path": "pkg://tasks.common.stacks.a100.sampler", "class_name": "Shuffled"}
+    none = {"class_path": None, "class_name": None}
+    (wanted, weights), (found, other_weights) = with_verls_pass(), without_pass()
+    made_with = [
+        {"actor_rollout_ref.actor.ppo_epochs": 2},
+        {"actor_rollout_ref.actor.ppo_mini_batch_size": 4},
+        {"actor_rollout_ref.rollout.calculate_log_probs": False},
+        {"actor_rollout_ref.model.use_fused_kernels": False},
+        {"algorithm.rollout_correction.rollout_is": "token"},
+        {"algorithm.use_kl_in_reward": True},
+        {"trainer.critic_warmup": 2},
+    ]
+    result = {
+        "version": __version__,
+        "resumes": {
+            name: [resumes_where_it_was(s, n) for n in range(1, 6)] for name, s in (("own", own), ("verl", none))
+        },
+        "same weights": all(torch.equal(a, b) for a, b in zip(weights, other_weights, strict=True)),
+        "wanted": {name: float(torch.as_tensor(value).float().mean()) for name, value in wanted.items()},
+        "found": {name: float(torch.as_tensor(value).float().mean()) for name, value in found.items()},
+        "pass": [
+            trainer(**changes).actor_rollout_wg.compute_log_prob(batch()) == "verl's pass" for changes in made_with
+        ],
+    }
+    print(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
