@@ -132,10 +132,10 @@ json_to_parquet: $(INSTALLED) ## any FILE of chats, questions or pairs as verl's
 # Two tests at a time, those of a file one after another: most of a small training is one process that starts.
 IN_TWO := -n 2 --dist loadfile --no-loadscope-reorder
 
-test: $(INSTALLED) ## the fast tests; with TASK only those of tasks/TASK
-	@PYTHONPATH=. '$(PYTHON)' -m pytest -q -m 'not slow and not gpu' $(if $(TASK),'tasks/$(TASK)',$(IN_TWO) tests tasks)
+test: $(INSTALLED) ## the fast tests; with TASK only those of tasks/TASK; SLOW=1: real trainings too, except long ones
+	@PYTHONPATH=. '$(PYTHON)' -m pytest -q -m 'not $(if $(SLOW),long,slow) and not gpu' $(if $(TASK),'tasks/$(TASK)',$(IN_TWO) tests tasks)
 
-test-all: $(INSTALLED) ## the fast tests and the slow end-to-end runs
+test-all: $(INSTALLED) ## all tests: also the long end-to-end runs
 	@PYTHONPATH=. '$(PYTHON)' -m pytest -q -m 'not gpu' --durations=15 $(IN_TWO) tests tasks
 
 lint: $(INSTALLED) ## ruff, shellcheck, format

@@ -349,7 +349,7 @@ def nodes():
     shutil.rmtree(folder, ignore_errors=True)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_lost_node_ends_the_training_with_one_line_and_it_resumes(nodes, small_model, tmp_path):
     variables = {**SMALL, "MODEL": str(small_model), "ARTIFACTS": str(tmp_path), "INIT": "base"}
     variables |= {"NNODES": "2", "N_GPUS": "1"}

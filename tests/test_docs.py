@@ -431,7 +431,7 @@ def test_commands_run_and_print_what_the_document_shows(name, tmp_path):
         assert result.returncode == 0, result.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", [name for name in NAMES if "slow" in marked(name)])
 def test_slow_commands_run(name, tmp_path, small_model):
     """All commands of a document with the very small random model, as the environment says to train.sh."""

@@ -12,7 +12,7 @@ import pytest
 from tasks.common.judge import messages
 from tests.helpers import checkout_with, make, outside_make
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 KEY = "sk-secret-4711"
 PROMPTS, SAMPLES = 4, 4

@@ -35,6 +35,7 @@ def check_metrics(variables, method: str) -> None:
     assert ("critic/values/mean" in metrics) == (method == "ppo")
 
 
+@pytest.mark.long
 def test_the_experiment_trains_each_method_with_the_same_settings_and_compares_them(variables):
     result = make("experiment", **variables, METHODS="grpo,gspo,egpo", LORA_RANK="8")
     assert result.returncode == 0, result.stdout

@@ -20,7 +20,7 @@ def variables(digits_checkout, small_model, tmp_path_factory):
     return COMMON | {"cwd": digits_checkout, "MODEL": str(small_model), "ARTIFACTS": str(artifacts)}
 
 
-@pytest.mark.parametrize("rank", [0, 8])
+@pytest.mark.parametrize("rank", [0, pytest.param(8, marks=pytest.mark.long)])
 def test_two_steps_of_dpo_on_the_policys_own_samples(variables, rank):
     result = make("dpo", **variables, LORA_RANK=str(rank))
     assert result.returncode == 0, result.stdout
@@ -29,6 +29,7 @@ def test_two_steps_of_dpo_on_the_policys_own_samples(variables, rank):
     assert metrics_of(run)[1]["train/loss"] == pytest.approx(math.log(2), abs=1e-3)  # policy and reference are equal
 
 
+@pytest.mark.long
 def test_rounds_start_from_the_round_before(variables):
     """The first round is the LoRA run of the test above, whose merged weights the second starts from."""
     result = make("dpo", **variables, LORA_RANK="8", SELF_PLAY_ROUNDS="2")
@@ -51,6 +52,7 @@ def test_sft_on_accepted_samples_says_when_none_is_accepted(variables):
     assert not list((Path(variables["ARTIFACTS"]) / "runs" / TASK).glob("sft-*/checkpoints"))
 
 
+@pytest.mark.long
 def test_a_warm_up_that_was_killed_goes_on_from_its_checkpoint(variables):
     chosen = variables | {"INIT": "sft", "SFT_STEPS": "30"}
     saved = kill_after_a_checkpoint("sft", f"runs/{TASK}/sft-*", **chosen)

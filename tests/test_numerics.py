@@ -174,6 +174,7 @@ def test_grpo(thinking_model, checkout, tmp_path):
     assert metrics["actor/pg_loss"] == pytest.approx(total, abs=1e-5)
 
 
+@pytest.mark.long
 def test_grpo_with_one_update_a_step(thinking_model, checkout, tmp_path):
     """No pass for the old log-probs; what verl's own pass finds on the same batch is what the update used, and says."""
     (update,), losses, metrics = train("grpo", thinking_model, checkout, tmp_path, MINI_BATCH_SIZE="8")

@@ -36,7 +36,11 @@ TASKS = {
 }
 
 
-@pytest.fixture(scope="module", params=TASKS)
+# tool_calling has the longest prompts and tools; the others go the same way.
+LONG = [name if name == "tool_calling" else pytest.param(name, marks=pytest.mark.long) for name in TASKS]
+
+
+@pytest.fixture(scope="module", params=LONG)
 def task(request, small_model, tmp_path_factory):
     """A task's name, `make` where it is, and its variables; gym_sums is made from a reasoning-gym environment first."""
     name = request.param

@@ -74,10 +74,13 @@ def test_rl_composes_against_the_verl_of_the_stack(stack, version, method, chang
     assert config["trainer"]["n_gpus_per_node"] == s.N_GPUS
     assert config["actor_rollout_ref"]["model"]["lora_rank"] == s.LORA_RANK
     assert config["data"]["custom_cls"]["name"] == "Prompts" and config["data"]["return_raw_chat"]
+    assert rollout["calculate_log_probs"]
     assert rollout["mode"] == "async" and rollout["agent"]["default_agent_loop"] == "single_turn_of_row"
     if version == "0.6.1":
         assert s.TRAIN_BATCH_SIZE * s.ROLLOUT_N % rollout["agent"]["num_workers"] == 0
         assert rollout["load_format"] == ("safetensors" if s.LORA_RANK else "dummy")
+        assert rollout["layered_summon"] == bool(s.LORA_RANK)
+        assert config["data"]["sampler"]["class_name"] == "Shuffled" and config["data"]["dataloader_num_workers"] == 0
         assert "v1" not in config["trainer"]
     else:
         assert config["trainer"]["v1"]["trainer_mode"] == ("egpo" if method == "egpo" else "task")
@@ -129,6 +132,16 @@ def test_without_the_table_the_other_verl_refuses_our_names(monkeypatch):
     untranslated = verl_config.rl_overrides(s, "some/model", Path("/r"))
     with pytest.raises(SettingsError):
         verl_config.compose("ppo_trainer", untranslated, verl_package("0.6.1"))
+
+
+def test_a_correction_that_would_do_nothing_is_refused(version, monkeypatch):
+    s = settings_of(monkeypatch, "a100", version)
+    is_ = "algorithm.rollout_correction.rollout_is=token"
+    assert rl(s, version, is_)["algorithm"]["rollout_correction"]["rollout_is"] == "token"
+    with pytest.raises(
+        SettingsError, match=r"^algorithm\.rollout_correction\.rollout_is=token: does nothing without .*$"
+    ):
+        rl(s, version, is_, "actor_rollout_ref.rollout.calculate_log_probs=False")
 
 
 def test_the_users_arguments_are_not_translated(monkeypatch):

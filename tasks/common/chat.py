@@ -99,6 +99,8 @@ def talk(engine, how, rows: list[dict], system: list[dict], scoring: Scoring, as
 
 def chat(s: Settings, scoring: Scoring, model: str) -> int:
     """Load ``model`` and talk until /exit or the end of the input."""
+    from torch import distributed
+
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # Ctrl-C stops an answer; an engine's own process it would end
     log = artifacts() / "chat" / s.TASK / "engine.log"
     test_file = s.data_dir / "test.parquet"
@@ -123,4 +125,6 @@ def chat(s: Settings, scoring: Scoring, model: str) -> int:
 
         talk(engine, how, rows, task_system(test_file), scoring, ask, screen)
         engine.close()
+        if distributed.is_initialized():  # else NCCL complains on the screen after the end
+            distributed.destroy_process_group()
     return 0

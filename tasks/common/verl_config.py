@@ -237,6 +237,13 @@ def check(config) -> None:
         raise SettingsError(f"algorithm.kl_ctrl.kl_coef={kl:g}: does nothing without use_kl_in_reward; set KL_COEF")
     if not actor.use_kl_loss and actor.kl_loss_coef not in (0, default):
         raise SettingsError(f"actor.kl_loss_coef={actor.kl_loss_coef:g}: does nothing without use_kl_loss; set KL_COEF")
+    correction = config.algorithm.get("rollout_correction") or {}
+    for name in ("rollout_is", "rollout_rs", "bypass_mode"):
+        if correction.get(name) and not config.actor_rollout_ref.rollout.calculate_log_probs:
+            raise SettingsError(
+                f"algorithm.rollout_correction.{name}={correction[name]}: does nothing without "
+                "actor_rollout_ref.rollout.calculate_log_probs=True; leave that on"
+            )
     if problem := _indivisible(config):
         raise SettingsError(problem)
 
