@@ -9,7 +9,6 @@ import sys
 task = {{ cookiecutter.task | jsonify }}  # fmt: skip
 reward = {{ cookiecutter.reward | jsonify }}  # fmt: skip
 source = {{ cookiecutter.source | jsonify }}  # fmt: skip
-repo_dir = {{ cookiecutter._repo_dir | jsonify }}  # fmt: skip
 
 
 def checkout_above(folder):
@@ -36,7 +35,7 @@ if checkout:
     first = f"cd {checkout}" if os.path.realpath(checkout) != os.path.realpath(os.environ.get("PWD", "")) else None
 else:
     home = here
-    clone = checkout_above(os.path.abspath(repo_dir))
+    clone = checkout_above(os.readlink(f"/proc/{os.getppid()}/cwd"))  # cookiecutter is in the template's folder
     origin = subprocess.run(["git", "-C", clone, "remote", "get-url", "origin"], capture_output=True, text=True)
     url = shlex.quote(origin.stdout.strip() or clone)
     first = f"git clone {url} verl-tasks && mv {task} verl-tasks/tasks/ && cd verl-tasks"

@@ -17,7 +17,6 @@ gpus = {{ cookiecutter.gpus | jsonify }}  # fmt: skip
 env = {{ cookiecutter.env | jsonify }}  # fmt: skip
 config = {{ cookiecutter.config | jsonify }}  # fmt: skip
 output_dir = {{ cookiecutter._output_dir | jsonify }}  # fmt: skip
-repo_dir = {{ cookiecutter._repo_dir | jsonify }}  # fmt: skip
 
 
 def refuse(problem):
@@ -50,7 +49,7 @@ def read_config(text):
 
 def check_environment(env, config):
     """With reasoning-gym itself, where that and a checkout are at hand; else `make data` says what is wrong."""
-    folder = os.path.abspath(repo_dir)  # if it is relative, in what is generated
+    folder = os.readlink(f"/proc/{os.getppid()}/cwd")  # cookiecutter is in the template's folder
     while folder != "/" and not os.path.isfile(os.path.join(folder, "tasks/common/gym.py")):
         folder = os.path.dirname(folder)
     sys.path.insert(0, folder)

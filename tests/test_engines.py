@@ -1,12 +1,22 @@
 """Entropy from the likeliest tokens, and both engines on a real (very small) model."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tasks.common.chat_template import prompt_ids
-from tasks.common.engines import TEMPLATES, Request, Sampling, TransformersEngine, token_entropy
+from tasks.common.engines import (
+    LOGPROBS,
+    TEMPLATES,
+    Request,
+    Sampling,
+    TransformersEngine,
+    likeliest,
+    token_entropy,
+)
 
 HOW = Sampling(n=3, greedy=True, temperature=1.0, top_p=1.0, max_prompt_tokens=200, max_tokens=12, seed=0)
 
@@ -33,6 +43,24 @@ def test_entropy_is_exact_for_all_tokens_for_a_uniform_and_for_a_certain_distrib
     certain = np.full((1, 20), -np.inf)
     certain[0, 0] = 0.0
     assert token_entropy(certain)[0] == 0
+
+
+def test_the_likeliest_tokens_are_read_from_both_forms_of_vllms_output():
+    """Flat, and vLLM 0.11.0's dict for each token: the sampled one first, and no entry of its own among the likeliest."""
+    random = np.random.default_rng(0)
+    top = -np.sort(random.exponential(size=(3, LOGPROBS)))
+    sampled = [top[0, 4], -50.0, top[2, 0]]  # of the second token not among the likeliest
+    flat = SimpleNamespace(logprobs=np.column_stack([sampled, top]).ravel().tolist())
+    dicts = []
+    for row, drawn in zip(top, sampled, strict=True):
+        ids = {value: number for number, value in enumerate(row)}
+        order = [drawn, *row]
+        dicts.append(
+            {ids.get(value, 99): SimpleNamespace(logprob=value, rank=ids.get(value, 98) + 1) for value in order}
+        )
+    assert [len(of) for of in dicts] == [LOGPROBS, LOGPROBS + 1, LOGPROBS]
+    assert likeliest(flat, 3) == pytest.approx(top)
+    assert likeliest(dicts, 3) == pytest.approx(top)
 
 
 def test_templates_end_where_the_assistant_begins(small_model):

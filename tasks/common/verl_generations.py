@@ -36,9 +36,9 @@ def _rl_of_061(s: Settings) -> list[str]:
         "data.return_raw_chat=True",
         # Its workers share a batch evenly or not at all (verl/protocol.py, DataProto.chunk); 8 are verl's default.
         f"actor_rollout_ref.rollout.agent.num_workers={max(n for n in range(1, 9) if rollouts % n == 0)}",
-        # Off by default there. Without them algorithm.rollout_correction does nothing.
+        # Off by default there; algorithm.rollout_correction does nothing without them.
         "actor_rollout_ref.rollout.calculate_log_probs=True",
-        # A sampler of one's own is loaded in the trainer's process alone.
+        # verl takes another sampler than its own only where no process of its own loads the data.
         "data.sampler.class_path=pkg://tasks.common.stacks.a100.sampler",
         "data.sampler.class_name=Shuffled",
         "data.dataloader_num_workers=0",
