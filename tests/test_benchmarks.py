@@ -1,12 +1,16 @@
 """What the benchmarks compute of a run's files."""
 
 import json
+import os
+import subprocess
 import sys
 
 import pandas as pd
 import pytest
 
+from tasks.common.settings import Command, load_settings
 from tests.benchmarks import fresh_prompts
+from tests.helpers import ROOT, exported
 
 
 def rows(**scores) -> str:
@@ -53,3 +57,45 @@ def test_pass_1_is_of_prompts_that_were_not_seen_before(run_dir, tmp_path, monke
 
 def test_demonstrations_count_where_they_are_not_named(run_dir):
     assert fresh_prompts.figures([right for _, right in fresh_prompts.by_step(run_dir / "rollouts")])["prompts"] == 8
+
+
+ON_A_GPU = ROOT / "tests/benchmarks/on_a_gpu.sh"
+
+
+def on_a_gpu(tmp_path, *runs: str) -> subprocess.CompletedProcess:
+    """The script with a make that writes down how it was called."""
+    fake = tmp_path / "make"
+    writes = f"open('{tmp_path}/calls', 'a').write(json.dumps(sys.argv[1:]) + chr(10))"
+    fake.write_text(f"#!/usr/bin/env python3\nimport json, sys\n{writes}\n")
+    fake.chmod(0o755)
+    environment = os.environ | {"MAKE": str(fake), "STACK": "a100", "ARTIFACTS": str(tmp_path)}
+    return subprocess.run(["bash", ON_A_GPU, *runs], env=environment, capture_output=True, text=True)
+
+
+def test_the_runs_on_a_gpu_have_settings_that_are_taken(tmp_path):
+    result = on_a_gpu(tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+    calls = [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
+    assert {target for target, *_ in calls} == {
+        "all",
+        "train",
+        "dpo",
+        "probe",
+        "batch",
+        "chat",
+        "simulate",
+        "bench_training",
+    }
+    for target, *variables in calls:
+        given = dict(text.split("=", 1) for text in variables)  # the last counts, as make has it
+        task = given.pop("TASK")
+        given["STAGE"] = "train" if target == "bench_training" else target
+        environment = exported(ROOT / "tasks" / task / "train.sh", given)
+        s, _ = load_settings(environment), load_settings(environment, cls=Command)
+        assert s.TASK == task and s.STACK == "a100"
+
+
+def test_a_run_on_a_gpu_that_there_is_not_is_refused(tmp_path):
+    result = on_a_gpu(tmp_path, "learn", "nosuch")
+    assert result.returncode == 2 and result.stderr.startswith("error: nosuch: no such run; there are: learn gspo")
+    assert not (tmp_path / "calls").exists()

@@ -52,6 +52,7 @@ def test_the_experiment_trains_each_method_with_the_same_settings_and_compares_t
     assert file.with_suffix(".md").read_text().count("|") > 50
 
 
+@pytest.mark.long  # after the experiment
 def test_the_rollouts_have_the_rewards_of_the_tasks_own_function(variables):
     """Those of the LoRA GRPO run of the experiment, whose adapter alone is evaluated as well."""
     run = runs_of(variables, "grpo")[-1]
@@ -72,6 +73,7 @@ def test_two_steps_of_ppo_with_lora(variables):
     check_metrics(variables, "ppo")
 
 
+@pytest.mark.long  # after the experiment
 def test_all_runs_every_stage_and_from_leaves_out_the_first(variables):
     chosen = variables | {"METHOD": "grpo", "LORA_RANK": "8"}
     result = make("all", **chosen, FROM="train")

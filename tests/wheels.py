@@ -1,8 +1,10 @@
 """Python files of the packages that the stacks of both generations pin, unpacked and not imported."""
 
 import importlib.util
+import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 from tests.helpers import ROOT
@@ -27,8 +29,8 @@ def unpacked(requirement: str) -> Path:
     15), without its compiled files."""
     folder = ROOT / "artifacts/wheels" / requirement
     if not folder.is_dir():
-        partial = folder.with_name(f".{requirement}.partial")
-        partial.mkdir(parents=True, exist_ok=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{requirement}-", dir=folder.parent))
         wanted = partial / "wanted.txt"
         wanted.write_text(f"{requirement} --hash=sha256:{SHA256[requirement]}\n")
         where = ["--python-version", "3.12", "--only-binary", ":all:"]
@@ -43,7 +45,11 @@ def unpacked(requirement: str) -> Path:
         assert result.returncode == 0, result.stderr
         for library in partial.rglob("*.so"):
             library.unlink()
-        partial.rename(folder)
+        try:
+            partial.rename(folder)
+        except OSError:  # another process of the tests was first
+            shutil.rmtree(partial)
+    assert folder.is_dir()
     return folder
 
 

@@ -1,0 +1,83 @@
+#!/usr/bin/env bash
+# The runs behind the table in docs/GPU.md: every method and task with a small model on one GPU.
+#
+#   STACK=a100 bash tests/benchmarks/on_a_gpu.sh [RUN ...]     default: all of RUNS, one after the other
+#
+# Each run has a folder artifacts/on_a_gpu/STACK/RUN of its own, and its screen beside it in RUN.txt. A run that fails does
+# not stop the others; the last lines say how each ended. PYTHON=/some/python takes an environment of your own.
+# shellcheck disable=SC2329 # the functions are called by their names
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit
+RUNS=(learn gspo ppo egpo dpo lora resume gsm8k tool_calling econ_agent speed speed_3b)
+STACK=${STACK:?set STACK to a100 or current}
+OUT=${ARTIFACTS:-$PWD/artifacts}/on_a_gpu/$STACK
+
+start() { # TARGET VARIABLE=value ...
+  "${MAKE:-make}" "$@" STACK="$STACK" N_GPUS=1
+}
+EASY=(MODEL=embedded INIT=sft SOURCE=generate DIFFICULTY=easy SFT_SIZE=512 SFT_LR=3e-4)
+LENGTHS=(MAX_PROMPT_LENGTH=128 MAX_RESPONSE_LENGTH=64)
+COUNTDOWN=(TASK=countdown "${EASY[@]}" "${LENGTHS[@]}" SFT_STEPS=8 SFT_BATCH_SIZE=64 LR=1e-5)
+SHORT=("${COUNTDOWN[@]}" TRAIN_SIZE=512 TEST_SIZE=64 STEPS=4 TRAIN_BATCH_SIZE=64 N=2)
+OTHER=("${EASY[@]}" SFT_BATCH_SIZE=32 TRAIN_SIZE=512 TEST_SIZE=64 STEPS=4 TRAIN_BATCH_SIZE=32 N=2)
+STEP=(TASK=countdown MODEL=embedded SOURCE=generate DIFFICULTY=easy TRAIN_BATCH_SIZE=128 MAX_PROMPT_LENGTH=256 MAX_RESPONSE_LENGTH=256)
+
+learn() { # docs/GPU.md, Learning
+  start all "${COUNTDOWN[@]}" TRAIN_SIZE=8192 TEST_SIZE=1024 STEPS=20 TRAIN_BATCH_SIZE=256 MINI_BATCH_SIZE=64 SAVE_FREQ=12
+}
+gspo() {
+  start train "${SHORT[@]}" METHOD=gspo &&
+    start probe "${SHORT[@]}" METHOD=gspo LIMIT=64 &&
+    printf '{"prompt": "Say hello"}\n{"prompt": "2+2?"}\n' >"$ARTIFACTS/in.jsonl" &&
+    start batch TASK=countdown "${LENGTHS[@]}" INPUT="$ARTIFACTS/in.jsonl" OUTPUT="$ARTIFACTS/out.jsonl" &&
+    printf 'hello\n/sample\n/sample\n/exit\n' | start chat TASK=countdown "${LENGTHS[@]}"
+}
+ppo() { start train "${SHORT[@]}" METHOD=ppo; }
+egpo() { start train "${SHORT[@]}" METHOD=egpo; }
+dpo() { start dpo "${SHORT[@]}" TRAIN_BATCH_SIZE=16 SAMPLED_PROMPTS=128; }
+lora() { start train "${SHORT[@]}" LORA_RANK=8 SFT_LR=1e-3 LR=1e-4; }
+gsm8k() { start train TASK=gsm8k "${OTHER[@]}" SFT_STEPS=16 LR=3e-5 MAX_PROMPT_LENGTH=192 MAX_RESPONSE_LENGTH=96; }
+tool_calling() {
+  start train TASK=tool_calling "${OTHER[@]}" SFT_STEPS=16 LR=2e-5 MAX_PROMPT_LENGTH=448 MAX_RESPONSE_LENGTH=64
+}
+econ_agent() { # its default is LoRA
+  local own=(SFT_STEPS=16 SFT_LR=1e-3 LR=1e-4 MAX_PROMPT_LENGTH=256 MAX_RESPONSE_LENGTH=48)
+  start train TASK=econ_agent "${OTHER[@]}" "${own[@]}" &&
+    start simulate TASK=econ_agent "${OTHER[@]}" "${own[@]}" MONTHS=3
+}
+resume() { # killed after step 3, in the second epoch of two steps; the same command then goes on with step 4
+  local same=("${SHORT[@]}" TRAIN_SIZE=64 TRAIN_BATCH_SIZE=32 STEPS=5 SAVE_FREQ=1 RUN=resumed
+    ARGS=algorithm.rollout_correction.rollout_is=token)
+  local saved=$ARTIFACTS/runs/countdown/resumed/checkpoints/latest_checkpointed_iteration.txt
+  set -m # the launcher and make in a process group of their own
+  start train "${same[@]}" &
+  local launcher=$!
+  while kill -0 "$launcher" 2>/dev/null && ! grep -qs '^3$' "$saved"; do sleep 1; done
+  kill -9 -- "-$launcher"
+  set +m
+  echo "killed after step $(cat "$saved")"
+  start train "${same[@]}"
+}
+speed() { start bench_training "${STEP[@]}" ARGS="--variants ours,example,naive --steps 4 --out $OUT/speed.json"; }
+speed_3b() { start bench_training "${STEP[@]}" ARGS="--random-3b --variants ours,example --steps 4 --out $OUT/speed_3b.json"; }
+
+for run in "${@:-${RUNS[@]}}"; do
+  if [[ " ${RUNS[*]} " != *" $run "* ]]; then
+    echo "error: $run: no such run; there are: ${RUNS[*]}" >&2
+    exit 2
+  fi
+done
+status=0
+for run in "${@:-${RUNS[@]}}"; do
+  export ARTIFACTS=$OUT/$run
+  mkdir -p "$ARTIFACTS"
+  echo "$run: $OUT/$run.txt"
+  SECONDS=0
+  if "$run" >"$OUT/$run.txt" 2>&1; then
+    echo "$run: done in $SECONDS s"
+  else
+    status=1
+    echo "$run: failed after $SECONDS s: $(grep -m1 '^error:' "$OUT/$run.txt" || tail -n 1 "$OUT/$run.txt")"
+  fi
+done
+exit $status
