@@ -92,7 +92,7 @@ def test_the_runs_on_a_gpu_have_settings_that_are_taken(tmp_path):
         given["STAGE"] = "train" if target == "bench_training" else target
         environment = exported(ROOT / "tasks" / task / "train.sh", given)
         s, _ = load_settings(environment), load_settings(environment, cls=Command)
-        assert s.TASK == task and s.STACK == "a100"
+        assert task == s.TASK and s.STACK == "a100"
 
 
 def test_a_run_on_a_gpu_that_there_is_not_is_refused(tmp_path):
