@@ -1,9 +1,9 @@
 """Python files of the packages that the stacks of both generations pin, unpacked and not imported."""
 
-import importlib.util
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from pathlib import Path
 
@@ -34,7 +34,8 @@ def unpacked(requirement: str) -> Path:
         wanted = partial / "wanted.txt"
         wanted.write_text(f"{requirement} --hash=sha256:{SHA256[requirement]}\n")
         where = ["--python-version", "3.12", "--only-binary", ":all:"]
-        if importlib.util.find_spec("pip"):
+        # Not by find_spec("pip"): setuptools, when it is asked for pip, leaves distutils to Python, and fails later.
+        if Path(sysconfig.get_path("purelib"), "pip").is_dir():
             pip = [sys.executable, "-m", "pip"]
             where += [f"--platform=manylinux_2_{minor}_x86_64" for minor in (17, 28)] + ["--platform=any"]
         else:
