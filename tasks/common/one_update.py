@@ -7,8 +7,10 @@ ON_POLICY = "on_policy"  # marks a batch for the actor
 
 
 def applies(config, responses: int) -> bool:
-    """Whether a step on ``responses`` with verl's ``config`` makes one update, and nothing but it wants the log-probs
-    of before: no KL in the reward, no correction for what the engine's log-probs differ, no distillation."""
+    """Whether a step on ``responses`` rows makes one update, and nothing else needs the old log-probs.
+
+    ``config`` is verl's. KL in the reward, rollout correction and distillation need them.
+    """
     policy, algorithm = config.actor_rollout_ref, config.algorithm
     correction = algorithm.get("rollout_correction") or {}
     return bool(

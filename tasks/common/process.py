@@ -34,7 +34,7 @@ _ERROR = re.compile(r"^(?:[A-Za-z_][\w.]*\.)?([A-Z]\w*(?:Error|Exception|Exit)):
 _NOT_THE_CAUSE = re.compile(
     r"RayTaskError|RayActorError|ActorDiedError|BufferError|cannot close exported pointers|ChildFailedError"
 )
-# C++ frames that Ray's workers print when they are ended, marks below a line of Python's traceback, Hydra's advice.
+# C++ frames of workers that Ray ends, markers below a line of a traceback, Hydra's advice.
 _NOISE = re.compile(
     r"^(\[[^]]* E \d+ \d+\] logging\.cc:\d+: )?(\*\*\* SIG[A-Z]+ received|(PC: )?\s*@ )"
     r"|^[\s^~]*$|^Set the environment variable HYDRA_FULL_ERROR"
@@ -98,7 +98,7 @@ def _report(log: Path, status: str) -> str:
     errors = [line for line in lines if _ERROR.match(line) and not _NOT_THE_CAUSE.search(line)]
     ours = ("RewardError", "tasks.")  # before errors that only follow from a reward's
     first = next((line for line in errors if line.startswith(ours)), errors[0] if errors else "")
-    end = lines.index(first) + 1 if first else len(lines)  # what comes after the cause follows from it
+    end = lines.index(first) + 1 if first else len(lines)  # later lines only follow from the cause
     tail = "\n".join(f"  | {line[:200]}" for line in lines[max(0, end - 12) : end])
     return f"{_known(_text(log)) or first[:400] or status}\n{tail}\n  log: {log}"
 

@@ -38,15 +38,15 @@ def _rl_of_061(s: Settings) -> list[str]:
         f"actor_rollout_ref.rollout.agent.num_workers={max(n for n in range(1, 9) if rollouts % n == 0)}",
         # Off by default there; algorithm.rollout_correction does nothing without them.
         "actor_rollout_ref.rollout.calculate_log_probs=True",
-        # verl takes another sampler than its own only where no process of its own loads the data.
+        # With a custom sampler verl requires that the trainer's own process loads the data.
         "data.sampler.class_path=pkg://tasks.common.stacks.a100.sampler",
         "data.sampler.class_name=Shuffled",
         "data.dataloader_num_workers=0",
     ]
     if not s.LORA_RANK:
         return needed
-    # vLLM is handed the adapter alone, so it must read the base model itself, and keep it while it sleeps: at verl's
-    # default, sleep level 2, verl sends the base model again under names that vLLM's layers with an adapter lack.
+    # vLLM gets the adapter alone, so it must read the base model itself and keep it while it sleeps. At verl's default,
+    # sleep level 2, verl sends the base model again, under names that vLLM's LoRA layers do not have.
     return [
         *needed,
         "actor_rollout_ref.rollout.load_format=safetensors",

@@ -1,8 +1,7 @@
 """No pass for the old log-probs in a step of one update, with verl 0.6.1 (0.9.1: tasks/common/verl_on_policy.py).
 
 verl 0.6.1 takes the update's own log-probs there (workers/actor/dp_actor.py, ``on_policy``), but makes the pass all the
-same. What it takes from the pass for its metrics is measured in the update. Loaded in every verl process by
-verl_patches.py.
+same. Here the update measures what verl's metrics take from the pass. verl_patches.py loads this in every verl process.
 """
 
 from unittest import mock
@@ -34,7 +33,7 @@ _init_workers = RayPPOTrainer.init_workers
 
 
 def init_workers(self) -> None:
-    """verl's; where a step is one update, ``compute_log_prob`` then gives what nothing reads, and marks the batch."""
+    """verl's. Where a step is one update, ``compute_log_prob`` then marks the batch and returns unused values."""
     _init_workers(self)
     # Without fused kernels the update would keep what the gradient of the entropy needs.
     if not self.config.actor_rollout_ref.model.use_fused_kernels or self.config.trainer.critic_warmup:
@@ -59,7 +58,7 @@ _update_policy = DataParallelPPOActor.update_policy
 
 
 def update_policy(self, data: DataProto) -> dict:
-    """verl's; of an ON_POLICY batch with the metrics of the pass: of all this worker's responses, before the update."""
+    """verl's. For an ON_POLICY batch it adds the metrics of the pass, over all responses of this worker."""
     if not data.meta_info.get(ON_POLICY):
         return _update_policy(self, data)
     parts, forward = [], self._forward_micro_batch
