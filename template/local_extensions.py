@@ -1,11 +1,14 @@
 """Filters of the template's own; cookiecutter finds them by `_extensions` in cookiecutter.json."""
 
 import json
+import keyword
 import re
 import sys
 from itertools import islice
 from pathlib import Path
+from typing import NoReturn
 
+import click
 from cookiecutter.utils import simple_filter
 
 WIDTH = 120
@@ -70,3 +73,79 @@ def _line(value) -> str:
     if isinstance(value, str) and '"' not in value:
         return '"' + repr(value + '"')[1:-2].replace("\\'", "'") + '"'  # repr takes ' where the text has a "
     return repr(value).replace("e+", "e") if isinstance(value, float) else repr(value)
+
+
+# ---- answers that cannot be a task
+
+
+class Refused(click.ClickException):
+    """cookiecutter's command ends with this one line, before anything is written."""
+
+    def show(self, file=None) -> None:
+        click.echo(f"error: {self.message}", err=True)
+
+
+def refuse(problem: str) -> NoReturn:
+    raise Refused(problem)
+
+
+def _read_config(text: str) -> dict:
+    try:
+        value = json.loads(text)
+        json.dumps(value, allow_nan=False)
+    except (ValueError, RecursionError) as error:
+        refuse(f"config {text[:80]!r}: must be a JSON object ({str(error)[:80]})")
+    if not isinstance(value, dict):
+        refuse(f"config {text[:80]!r}: must be a JSON object")
+    return value
+
+
+def _check_environment(env: str, config: dict) -> None:
+    """With reasoning-gym itself, where that is at hand; else `make data` says what is wrong."""
+    sys.path.append(str(Path(__file__).resolve().parents[1]))
+    try:
+        from tasks.common.gym import dataset
+
+        dataset(env, config)
+    except ImportError:
+        pass
+    except ValueError as error:
+        refuse(" ".join(str(error).split()))
+    finally:
+        sys.path.pop()
+
+
+@simple_filter
+def checked(answers: dict) -> str:
+    """Empty text for answers (cookiecutter's dict) that make a task. Raises Refused for the first that does not.
+
+    A replay asks nothing, and gives no answers here: those of its file were checked when it was written.
+    """
+    if "task" not in answers:
+        return ""
+    task, description, reward, source = (answers[name] for name in ("task", "description", "reward", "source"))
+    model, gpus, env, config = (answers[name] for name in ("model", "gpus", "env", "config"))
+    if not re.fullmatch(r"[a-z][a-z0-9_]{0,39}", task):
+        refuse(
+            f"task {task!r}: must be lower-case letters, digits and _, start with a letter and have at most 40 characters"
+        )
+    if keyword.iskeyword(task) or task == "common":
+        refuse(f"task {task!r}: this name is taken (Python's own word, or tasks/common)")
+    if not description.strip() or not re.fullmatch(r"[^\n\"\\`$]{1,120}", description):
+        refuse("description: must be one line of at most 120 characters, without quotes, backslash, ` and $")
+    if not re.fullmatch(r"embedded|[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9._-]+|[~.]{0,2}/[A-Za-z0-9._/+@=,-]+", model):
+        refuse(f"model {model[:80]!r}: must be a hub id owner/name, the path of a folder, or embedded")
+    if not re.fullmatch(r"all|1|2|4|8|16|32|64", gpus):
+        refuse(f"gpus {gpus[:80]!r}: must be all, or 1, 2, 4, 8, 16, 32 or 64, by which the batches can be divided")
+    if source != "reasoning_gym":
+        if reward == "environment":
+            refuse("reward environment: needs source=reasoning_gym, or take another reward")
+        if env or config != "{}":
+            refuse(f"{'env' if env else 'config'}: only for source=reasoning_gym")
+    elif reward not in ("environment", "math", "exact", "judge"):
+        refuse(f"reward {reward}: with source=reasoning_gym it must be environment, math, exact or judge")
+    elif not re.fullmatch(r"[a-z0-9_]{1,60}", env):
+        refuse(f"env {env[:80]!r}: must be the name of a reasoning-gym environment")
+    else:
+        _check_environment(env, _read_config(config))
+    return ""

@@ -96,10 +96,7 @@ def test_bad_name_gets_one_line_and_leaves_nothing(way, name, checkout, own_home
     before = tree(checkout.parent)
     result = cookiecutter(*ways_in(checkout)[way], "--no-input", f"task={name}", cwd=checkout)
     assert result.returncode != 0
-    assert [line for line in result.stdout.splitlines() if line and line != "Aborted!"][-1:] == [
-        line for line in result.stdout.splitlines() if line.startswith("error: task ")
-    ]
-    assert "Traceback" not in result.stdout
+    assert len(result.stdout.splitlines()) == 1 and result.stdout.startswith("error: task ")
     assert tree(checkout.parent) == before
 
 
@@ -135,7 +132,7 @@ def test_a_task_can_be_written_outside_of_the_checkout_from_inside(template, che
 
 
 def accepted(answers: dict[str, str]) -> bool:
-    """Whether hooks/pre_gen_project.py takes this reward with this source."""
+    """Whether template/local_extensions.py takes this reward with this source."""
     if answers["source"] == "reasoning_gym":
         return answers["reward"] in ("environment", "math", "exact", "judge")
     return answers["reward"] != "environment"
@@ -425,7 +422,7 @@ def test_bad_answers_get_one_line_and_leave_nothing(answers, said, checkout, own
     before = tree(checkout.parent)
     result = cookiecutter("template", "-o", "tasks", "--no-input", "task=bad", *answers.split(" "), cwd=checkout)
     assert result.returncode != 0
-    assert [line for line in result.stdout.splitlines() if line and line != "Aborted!"][:-1] == []
+    assert [line for line in result.stdout.splitlines() if line][:-1] == []
     assert result.stdout.startswith("error: ") and said in result.stdout
     assert tree(checkout.parent) == before
 
