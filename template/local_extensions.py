@@ -1,5 +1,6 @@
 """Filters of the template's own; cookiecutter finds them by `_extensions` in cookiecutter.json."""
 
+import contextlib
 import json
 import keyword
 import re
@@ -119,10 +120,29 @@ def _check_environment(env: str, config: dict) -> None:
 def checked(answers: dict) -> str:
     """Empty text for answers (cookiecutter's dict) that make a task. Raises Refused for the first that does not.
 
-    A replay asks nothing, and gives no answers here: those of its file were checked when it was written.
+    cookiecutter.json asks for it before anything is written. A replay has no answers then: for it the hook asks, with
+    the task's folder made, which goes again if it is empty.
     """
     if "task" not in answers:
         return ""
+    try:
+        _check(answers)
+    except Refused:
+        if "_output_dir" in answers:
+            _remove_empty(Path(answers["_output_dir"]), answers["task"])
+        raise
+    return ""
+
+
+def _remove_empty(output: Path, task: str) -> None:
+    folder = (output / task).resolve()
+    with contextlib.suppress(OSError):  # not empty: it was there before
+        folder.rmdir()
+        while output.resolve() in (folder := folder.parent).parents:
+            folder.rmdir()
+
+
+def _check(answers: dict) -> None:
     task, description, reward, source = (answers[name] for name in ("task", "description", "reward", "source"))
     model, gpus, env, config = (answers[name] for name in ("model", "gpus", "env", "config"))
     if not re.fullmatch(r"[a-z][a-z0-9_]{0,39}", task):
@@ -148,4 +168,3 @@ def checked(answers: dict) -> str:
         refuse(f"env {env[:80]!r}: must be the name of a reasoning-gym environment")
     else:
         _check_environment(env, _read_config(config))
-    return ""

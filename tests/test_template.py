@@ -442,6 +442,21 @@ def test_rendering_again_from_the_answers_gives_the_same_task(checkout, own_home
     assert {file: (home / file).read_bytes() for file in FILES} == before
 
 
+@pytest.mark.parametrize(
+    ("changed", "said"),
+    [({"task": "a/b"}, "task 'a/b'"), ({"task": "../evil"}, "task '../evil'"), ({"gpus": "3"}, "gpus '3'")],
+)
+def test_a_replay_of_bad_answers_is_refused_and_leaves_nothing(changed, said, checkout, own_home, tmp_path):
+    answers = json.loads((ROOT / "tasks/countdown/answers.json").read_text())
+    answers["cookiecutter"] |= {"task": "again"} | changed
+    (tmp_path / "answers.json").write_text(json.dumps(answers))
+    before = tree(checkout.parent)
+    result = cookiecutter("template", "-o", "tasks", "--replay-file", tmp_path / "answers.json", cwd=checkout)
+    assert result.returncode != 0
+    assert len(result.stdout.splitlines()) == 1 and result.stdout.startswith(f"error: {said}")
+    assert tree(checkout.parent) == before
+
+
 @pytest.mark.parametrize("task", TASKS)
 def test_a_task_has_the_files_of_the_template_and_its_answers(task):
     home = ROOT / "tasks" / task
