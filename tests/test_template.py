@@ -448,7 +448,7 @@ def test_rendering_again_from_the_answers_gives_the_same_task(checkout, own_home
 )
 def test_a_replay_of_bad_answers_is_refused_and_leaves_nothing(changed, said, checkout, own_home, tmp_path):
     answers = json.loads((ROOT / "tasks/countdown/answers.json").read_text())
-    answers["cookiecutter"] |= {"task": "again"} | changed
+    answers["cookiecutter"] |= {"task": "replayed"} | changed
     (tmp_path / "answers.json").write_text(json.dumps(answers))
     before = tree(checkout.parent)
     result = cookiecutter("template", "-o", "tasks", "--replay-file", tmp_path / "answers.json", cwd=checkout)
