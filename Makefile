@@ -7,7 +7,7 @@ MAKEFLAGS += --no-print-directory
 TASKS := $(notdir $(patsubst %/train.sh,%,$(wildcard tasks/*/train.sh)))
 STACKS := $(basename $(notdir $(wildcard tasks/common/stacks/*.sh)))
 ifndef STACK
-  CHOSEN := $(shell bash tasks/common/choose_stack.sh)
+  CHOSEN := $(shell bash tasks/common/install/choose_stack.sh)
   STACK := $(firstword $(subst :, ,$(CHOSEN)))
 endif
 STAGES := doctor data probe sft train dpo all experiment merge eval compare rescore chat batch config bfcl simulate
@@ -71,12 +71,12 @@ help: ## this text
 install: $(INSTALLED) ## install the STACK's pinned packages into .venv, and check them
 
 ifneq ($(INSTALLED),)
-$(INSTALLED): $(wildcard tasks/common/stacks/$(STACK)/requirements.txt) tasks/common/install.sh
-	@bash tasks/common/install.sh $(STACK) $(VENV) "$(NUMBER)"
+$(INSTALLED): $(wildcard tasks/common/stacks/$(STACK)/requirements.txt) tasks/common/install/install.sh
+	@bash tasks/common/install/install.sh $(STACK) $(VENV) "$(NUMBER)"
 endif
 
 lock: $(INSTALLED) ## pin all packages of every stack from pyproject.toml; UPGRADE=1: newest versions
-	@PYTHONPATH=. '$(PYTHON)' -m tasks.common.lock $(if $(UPGRADE),--upgrade) $(ARGS)
+	@PYTHONPATH=. '$(PYTHON)' -m tasks.common.install.lock $(if $(UPGRADE),--upgrade) $(ARGS)
 
 doctor: $(INSTALLED) ## what this machine, the settings and the data would come to grief on, and what to do
 data: $(INSTALLED) ## prepare the task's data
@@ -102,18 +102,18 @@ train dpo all:
 	@$(RUN_STAGE)
 
 repeat: $(INSTALLED) ## train again as RUN was, from its record, into a run of another name (docs/RUNS.md)
-	@PYTHONPATH=. PYTHON='$(PYTHON)' '$(PYTHON)' -m tasks.common.repeat
+	@PYTHONPATH=. PYTHON='$(PYTHON)' '$(PYTHON)' -m tasks.common.runs.repeat
 
 monitor: $(INSTALLED) ## a dashboard of all runs on PORT=7860 of this machine: curves, samples, comparison, live
-	@PYTHONPATH=. '$(PYTHON)' -m tasks.common.monitor
+	@PYTHONPATH=. '$(PYTHON)' -m tasks.common.reports.monitor
 
 runs: $(INSTALLED) ## all runs, or those of TASK: steps, reward, accuracy, when and how long
 diff: $(INSTALLED) ## RUN=a,b: what differs between two runs in settings, code, packages and results
 runs diff:
-	@PYTHONPATH=. '$(PYTHON)' -m tasks.common.overview $@
+	@PYTHONPATH=. '$(PYTHON)' -m tasks.common.reports.overview $@
 
 report: $(INSTALLED) ## the newest run of TASK, or RUN, as one HTML file to attach to a pull request
-	@PYTHONPATH=. '$(PYTHON)' -m tasks.common.run_report
+	@PYTHONPATH=. '$(PYTHON)' -m tasks.common.reports.run_report
 
 bench: ## throughput of our sampling beside plain LLM.generate, in one run; ARGS="--out file.json"
 bench_training: ## a GRPO step with our settings, with those of verl's example and with naive ones; ARGS="--help"
@@ -127,7 +127,7 @@ new: $(INSTALLED) ## scaffold tasks/TASK; OPTIONS="reward=exact lora=yes", SOURC
 	@'$(PYTHON)' -c $(COOKIECUTTER) template -o tasks --no-input 'task=$(TASK)' $(NEW) $(OPTIONS)
 
 json_to_parquet: $(INSTALLED) ## any FILE of chats, questions or pairs as verl's parquet files in OUTPUT; ARGS="--help"
-	@PYTHONPATH=. '$(PYTHON)' -m tasks.common.json_to_parquet $(if $(FILE),'$(FILE)') $(if $(OUTPUT),'$(OUTPUT)') $(ARGS)
+	@PYTHONPATH=. '$(PYTHON)' -m tasks.common.data.convert $(if $(FILE),'$(FILE)') $(if $(OUTPUT),'$(OUTPUT)') $(ARGS)
 
 # Two tests at a time, those of a file one after another: most of a small training is one process that starts.
 IN_TWO := -n 2 --dist loadfile --no-loadscope-reorder
@@ -148,7 +148,7 @@ format: $(INSTALLED) ## format the Python code
 	@'$(BIN)ruff' format .
 
 cluster-status: $(INSTALLED) ## the nodes of the Ray cluster at RAY_ADDRESS, and whether they are enough for NNODES x N_GPUS
-	@PYTHONPATH=. '$(PYTHON)' -m tasks.common.cluster
+	@PYTHONPATH=. '$(PYTHON)' -m tasks.common.machine.cluster
 
 clean: ## remove artifacts/ (data, models, runs)
 	rm -rf artifacts

@@ -14,7 +14,7 @@ source = {{ cookiecutter.source | jsonify }}  # fmt: skip
 def checkout_above(folder):
     """The checkout of this repository that ``folder`` lies in; None if there is none."""
     while folder != os.path.dirname(folder):
-        if os.path.isfile(os.path.join(folder, "tasks/common/launch.py")):
+        if os.path.isfile(os.path.join(folder, "tasks/common/launch/main.py")):
             return folder
         folder = os.path.dirname(folder)
     return None

@@ -4,7 +4,7 @@ import json
 import math
 from pathlib import Path
 
-from tasks.common.runs import hf_folder
+from tasks.common.runs.folder import hf_folder
 from tests.helpers import SMALL
 
 TASK = "digits"

@@ -1,4 +1,4 @@
-"""An evaluate.py whose engine answers from a table; run by test_evaluate.py as the whole command line.
+"""An evaluation/main.py whose engine answers from a table; run by test_evaluate.py as the whole command line.
 
 The model is a folder with table.json: for each prompt (in the order of the rows) ``{"greedy": answer, "sampled":
 [answer, ...]}``; an answer is ``[text, finish_reason, tokens, entropy]``, and null for a prompt that is too long.
@@ -8,9 +8,9 @@ import json
 import os
 from pathlib import Path
 
-from tasks.common import engines, evaluate
-from tasks.common.reward import reward_function
-from tasks.common.rollouts import TOO_LONG, Completion
+from tasks.common.evaluation import engines, main
+from tasks.common.evaluation.rollouts import TOO_LONG, Completion
+from tasks.common.rewards.answers import reward_function
 
 
 class TableEngine:
@@ -60,4 +60,4 @@ def metrics(scored):
 
 
 if __name__ == "__main__":
-    evaluate.main(compute_score, metrics)
+    main.main(compute_score, metrics)

@@ -6,9 +6,9 @@ import openpyxl
 import pandas as pd
 import pytest
 
-from tasks.common.batch import answers, read_table, rl_rows, write_table
-from tasks.common.data import DataError
-from tasks.common.rollouts import Rollout
+from tasks.common.data.rows import DataError
+from tasks.common.evaluation.batch import answers, read_table, rl_rows, write_table
+from tasks.common.evaluation.rollouts import Rollout
 
 ROWS = [{"prompt": "a", "ground_truth": "1"}, {"prompt": "b", "ground_truth": "2"}]
 

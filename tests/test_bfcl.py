@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.common.data import DataError, read_rows, tools_of, validate_parquet
-from tasks.common.metrics import Estimate, proportion
-from tasks.common.tool_calls import render_calls
+from tasks.common.data.rows import DataError, read_rows, tools_of, validate_parquet
+from tasks.common.evaluation.statistics import Estimate, proportion
+from tasks.common.rewards.tool_calls import render_calls
 from tasks.tool_calling import bfcl
 from tests.helpers import ROOT, exported
 
@@ -260,8 +260,8 @@ def test_the_interval_of_an_unweighted_mean():
 STUB = """
 import json
 from pathlib import Path
-from tasks.common import engines
-from tasks.common.rollouts import TOO_LONG, Completion
+from tasks.common.evaluation import engines
+from tasks.common.evaluation.rollouts import TOO_LONG, Completion
 from tasks.tool_calling import bfcl
 
 

@@ -4,10 +4,10 @@ import io
 
 import pytest
 
-from tasks.common.chat import talk, task_system
-from tasks.common.data import RL_SCHEMA, chat, rl_row, write_parquet
-from tasks.common.engines import Sampling
-from tasks.common.sample import Scoring
+from tasks.common.data.rows import RL_SCHEMA, chat, rl_row, write_parquet
+from tasks.common.evaluation.chat import talk, task_system
+from tasks.common.evaluation.engines import Sampling
+from tasks.common.evaluation.sample import Scoring
 
 HOW = Sampling(n=1, greedy=False, temperature=1.0, top_p=1.0, max_prompt_tokens=50, max_tokens=5, seed=0)
 SYSTEM = [{"role": "system", "content": "be brief"}]
@@ -88,7 +88,7 @@ def test_ctrl_c_stops_an_answer_and_not_the_conversation():
 
 
 def test_windows_are_those_of_the_model(tmp_path):
-    from tasks.common.engines import window
+    from tasks.common.evaluation.engines import window
     from tasks.common.settings import SettingsError
 
     (tmp_path / "config.json").write_text('{"model_type": "llama", "max_position_embeddings": 2048}')

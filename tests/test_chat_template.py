@@ -6,8 +6,8 @@ import types
 
 import pytest
 
-from tasks.common.chat_template import answer_ids, in_words, opens_thinking, prompt_ids
-from tasks.common.data import decoded, rl_row, rl_schema, sft_row, sft_schema, write_parquet
+from tasks.common.data.rows import decoded, rl_row, rl_schema, sft_row, sft_schema, write_parquet
+from tasks.common.models.chat_template import answer_ids, in_words, opens_thinking, prompt_ids
 
 TOOLS = [
     {
@@ -89,7 +89,7 @@ def test_thinking_that_the_prompt_opened_is_seen(tokenizer, end, opened):
 
 
 def test_stored_messages_come_back_as_they_were(tmp_path):
-    from tasks.common.data import read_rows, tools_of, validate_parquet
+    from tasks.common.data.rows import read_rows, tools_of, validate_parquet
 
     rows = [rl_row("t", CHAT, "x", "train", 0, TOOLS), rl_row("t", CHAT[:2], "x", "train", 1, [])]
     write_parquet(rows, tmp_path / "x.parquet", rl_schema(tools=True))
@@ -108,7 +108,7 @@ def test_stored_messages_come_back_as_they_were(tmp_path):
     ],
 )
 def test_tools_that_are_none_are_refused(tmp_path, change):
-    from tasks.common.data import DataError, validate_parquet
+    from tasks.common.data.rows import DataError, validate_parquet
 
     row = rl_row("t", CHAT, "x", "train", 0, TOOLS)
     row["extra_info"] |= change
@@ -123,7 +123,7 @@ def test_tools_that_are_none_are_refused(tmp_path, change):
 def test_verl_leaves_out_prompts_that_are_too_long_with_their_tools(tmp_path, tokenizer):
     from omegaconf import OmegaConf
 
-    from tasks.common.verl_data import Prompts
+    from tasks.common.verl_plugins.dataset import Prompts
 
     rows = [rl_row("t", CHAT, "x", "train", 0, TOOLS), rl_row("t", CHAT[:2], "x", "train", 1, [])]
     write_parquet(rows, tmp_path / "x.parquet", rl_schema(tools=True))
@@ -137,7 +137,7 @@ def test_verl_leaves_out_prompts_that_are_too_long_with_their_tools(tmp_path, to
 
 @pytest.mark.parametrize("opened", [False, True])
 def test_rollouts_get_the_prompt_of_evaluation(tokenizer, opened):
-    from tasks.common.verl_data import SingleTurnOfRow
+    from tasks.common.verl_plugins.dataset import SingleTurnOfRow
 
     if opened:
         tokenizer.chat_template = KNOWS_TOOLS.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
@@ -150,7 +150,7 @@ def test_rollouts_get_the_prompt_of_evaluation(tokenizer, opened):
 
 
 def test_a_demonstration_learns_its_answer_alone(tmp_path, tokenizer):
-    from tasks.common.verl_data import Demonstrations
+    from tasks.common.verl_plugins.dataset import Demonstrations
 
     answer = "<think>rain</think>\n<tool_call>x</tool_call>"
     write_parquet([sft_row(CHAT, answer, TOOLS)], tmp_path / "x.parquet", sft_schema(tools=True))

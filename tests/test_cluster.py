@@ -19,9 +19,11 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from tasks.common import cluster, process, verl_config
-from tasks.common.cluster import Node, Seen
+from tasks.common import process
+from tasks.common.machine import cluster
+from tasks.common.machine.cluster import Node, Seen
 from tasks.common.settings import SettingsError, load_settings
+from tasks.common.training import verl_config
 from tests.helpers import MAKE, ROOT, SMALL, exported, make, outside_make
 from tests.test_settings import VALUES, error_of
 
@@ -203,7 +205,7 @@ def test_a_lost_node_and_a_killed_worker_end_the_run_with_their_fix(log, address
 
 def test_other_failures_on_a_cluster_are_not_blamed_on_a_node():
     """`lost` would ask a cluster that is not there, and raise."""
-    error = process.StageFailed("tasks.common.reward.RewardError: broken\n  | x\n  log: y")
+    error = process.StageFailed("tasks.common.rewards.answers.RewardError: broken\n  | x\n  log: y")
     assert cluster.explained(error, NODES) is error
     assert cluster.explained(process.StageFailed("Connection closed by peer"), []).args == (
         "Connection closed by peer",

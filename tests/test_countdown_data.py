@@ -13,8 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.common.data import DataError
-from tasks.common.prepare import distinct
+from tasks.common.data.prepare import distinct
+from tasks.common.data.rows import DataError
 from tasks.countdown.prepare_data import DIFFICULTIES, combine, from_hub, generate, problems, solve
 from tasks.countdown.reward import compute_score
 

@@ -1,4 +1,4 @@
-"""tasks/common/data.py and tasks/common/prepare.py: parquet files written, validated, and made from a source."""
+"""data/rows.py and tasks/common/data/prepare.py: parquet files written, validated, and made from a source."""
 
 import functools
 import json
@@ -9,7 +9,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tasks.common.data import (
+from tasks.common.data.prepare import Example, distinct, prepare
+from tasks.common.data.rows import (
     BATCH_ROWS,
     RL_SCHEMA,
     SFT_SCHEMA,
@@ -21,7 +22,6 @@ from tasks.common.data import (
     validate_parquet,
     write_parquet,
 )
-from tasks.common.prepare import Example, distinct, prepare
 from tasks.common.settings import ROOT, load_settings
 from tests.helpers import exported
 

@@ -22,8 +22,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tasks.common.judge import Judge
-from tasks.common.plots import plt
+from tasks.common.evaluation.plots import plt
+from tasks.common.rewards.judge import Judge
 from tasks.common.settings import Command, Settings, SettingsError, load_settings
 from tests.benchmarks import curve
 from tests.helpers import ROOT, SMALL, copy_of_checkout, exported, outside_make
@@ -245,10 +245,12 @@ def test_files_that_are_named_are_there(name):
     assert missing_files(ROOT / name, text, own) == []
 
 
-def test_the_architecture_says_what_each_file_is_for():
+def test_the_architecture_says_what_each_room_is_for():
     text = (ROOT / "docs/ARCHITECTURE.md").read_text()
-    files = [path.name for kind in ("py", "sh", "yaml") for path in ROOT.glob(f"tasks/common/*.{kind}")]
-    assert [name for name in files if name != "__init__.py" and f"`{name}`" not in text] == []
+    rooms = [path.parent.name for path in ROOT.glob("tasks/common/*/__init__.py")]
+    files = [path.stem for path in ROOT.glob("tasks/common/*/*.py") if path.stem != "__init__"]
+    assert len(rooms) > 10 and [room for room in rooms if f"`{room}/`" not in text] == []
+    assert [name for name in files if not re.search(rf"\b{name}\b", text)] == []
 
 
 def test_a_file_that_is_not_there_is_found():
@@ -296,7 +298,7 @@ def test_a_test_that_is_not_there_is_found():
 def unknown_messages(text: str) -> list[str]:
     """Of the tables `message | what to do` of ``text``, the messages that our code does not print; `...` stands for
     what varies."""
-    paths = [ROOT / "Makefile", *ROOT.glob("tasks/common/*.py"), *ROOT.glob("tasks/common/*.sh")]
+    paths = [ROOT / "Makefile", *ROOT.glob("tasks/common/**/*.py"), *ROOT.glob("tasks/common/**/*.sh")]
     said = "".join(re.sub(r'"\n\s+f?"', "", path.read_text()) for path in paths)  # texts that go over two lines
     tables = re.findall(r"^\| message \| what to do \|\n\|.*\n((?:\|.*\n)+)", text, re.M)
     messages = [code for table in tables for row in table.splitlines() for code in CODE.findall(row.split(" | ")[0])]

@@ -16,8 +16,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tasks.common import doctor, machine, memory
-from tasks.common.memory import EMBEDDED_CONFIG, Plan, shapes, shapes_of
+from tasks.common.launch import doctor
+from tasks.common.machine import hardware, memory
+from tasks.common.machine.memory import EMBEDDED_CONFIG, Plan, shapes, shapes_of
 from tasks.common.settings import load_settings
 from tests.benchmarks.training import QWEN2_5_3B
 from tests.helpers import ROOT, SMALL, exported, make
@@ -180,9 +181,9 @@ LOG = """<?xml version="1.0" ?>
 <attached_gpus>{count}</attached_gpus>{gpus}</nvidia_smi_log>"""
 
 
-def smi(*used: int, processes: str = "") -> machine.Nvidia:
+def smi(*used: int, processes: str = "") -> hardware.Nvidia:
     gpus = [GPU.format(number=n, used=u, free=81385 - u, processes=processes) for n, u in enumerate(used)]
-    return machine.parse_nvidia_smi(LOG.format(count=len(used), gpus="".join(gpus)))
+    return hardware.parse_nvidia_smi(LOG.format(count=len(used), gpus="".join(gpus)))
 
 
 def settings(monkeypatch, **changes):
@@ -199,16 +200,16 @@ def test_nvidia_smi_is_read():
     assert found.gpus[1].name == "NVIDIA A100-SXM4-80GB" and found.gpus[1].free == 51385 * 2**20
     assert found.gpus[1].processes == ((4321, "/usr/bin/python3", 29000 * 2**20),)
     with pytest.raises(ValueError, match="nvidia-smi"):
-        machine.parse_nvidia_smi("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.")
+        hardware.parse_nvidia_smi("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.")
 
 
 def test_gpus_that_are_missing_or_taken_are_said(monkeypatch):
     s = settings(monkeypatch, N_GPUS="4")
-    found = list(doctor.hardware(s, smi(4, 30000, processes=PROCESS.format(pid=2**22, name="python3", used=29000))))
+    found = list(doctor.of_machine(s, smi(4, 30000, processes=PROCESS.format(pid=2**22, name="python3", used=29000))))
     assert [f.state for f in found] == ["ok", "ok", "error", "warning", "warning"]
     assert "N_GPUS=4, and there are 2; set N_GPUS=2" in str(found[2])
     assert "python3 (30.4 GB)" in str(found[3]) and "CUDA_VISIBLE_DEVICES" in found[3].fix
-    (_, error) = doctor.hardware(s, None)
+    (_, error) = doctor.of_machine(s, None)
     assert error.state == "error" and "STACK=cpu" in error.fix
 
 

@@ -13,12 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tasks.common.chat_template import answer_ids, prompt_ids
-from tasks.common.data import DataError, write_parquet
-from tasks.common.json_to_parquet import dpo_line, dpo_schema
-from tasks.common.pairs import read_pairs, token_pairs
-from tasks.common.prepare import Example
-from tasks.common.runs import checkpoints, hf_folder, last_step, read_metrics, tracker
+from tasks.common.data.convert import dpo_line, dpo_schema
+from tasks.common.data.pairs import read_pairs, token_pairs
+from tasks.common.data.prepare import Example
+from tasks.common.data.rows import DataError, write_parquet
+from tasks.common.models.chat_template import answer_ids, prompt_ids
+from tasks.common.runs.folder import checkpoints, hf_folder, last_step, read_metrics, tracker
 from tasks.common.settings import load_settings
 from tests.helpers import ROOT
 from tests.test_chat_template import CHAT, TOOLS
@@ -158,7 +158,7 @@ def test_what_is_left_out_is_counted_by_reason(tmp_path, tokenizer):
 
 
 def test_more_steps_begin_as_fewer_do_and_an_epoch_has_no_pair_twice():
-    from tasks.common.dpo import training_order
+    from tasks.common.training.trl_dpo import training_order
 
     order = training_order(pairs=11, batch=4, steps=5, seed=1)
     assert order.shape == (20,) and set(order.tolist()) <= set(range(11))
@@ -176,7 +176,7 @@ def test_more_steps_begin_as_fewer_do_and_an_epoch_has_no_pair_twice():
 def test_a_step_has_the_whole_batch_in_micro_batches_of_two_sequences_a_pair(
     tmp_path, batch, sequences, gpus, micro, accumulation
 ):
-    from tasks.common.dpo import arguments
+    from tasks.common.training.trl_dpo import arguments
 
     s = replace(load_settings(VALUES), TRAIN_BATCH_SIZE=batch, MICRO_BATCH_SIZE=sequences, N_GPUS=gpus)
     config = arguments(s, tmp_path)
@@ -185,7 +185,7 @@ def test_a_step_has_the_whole_batch_in_micro_batches_of_two_sequences_a_pair(
 
 
 def test_the_last_two_checkpoints_stay_and_what_a_killed_run_left_is_removed(tmp_path):
-    from tasks.common.dpo import publish, remove_unfinished
+    from tasks.common.training.trl_dpo import publish, remove_unfinished
 
     folder = tmp_path / "checkpoints"
     for step in (2, 4, 10):
@@ -214,7 +214,7 @@ PAIRS = [{"prompt": f"What is {i}?", "chosen": f"It is {i}.", "rejected": f"no i
     ],
 )
 def test_too_few_pairs_are_refused_with_what_to_raise(small_model, tmp_path, changes, said):
-    from tasks.common.dpo import train
+    from tasks.common.training.trl_dpo import train
 
     pairs = written(tmp_path / "pairs.jsonl", [*PAIRS[:3], {**PAIRS[3], "chosen": "x" * 300}])
     s = replace(load_settings(VALUES), TRAIN_BATCH_SIZE=5, **changes)
@@ -234,7 +234,7 @@ def launch(start: Path, pairs: Path, run_dir: Path, **changes) -> subprocess.Com
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc_per_node={changes.get('N_GPUS', 1)}"]
     return subprocess.run(
-        [*command, "-m", "tasks.common.dpo", start, pairs, run_dir],
+        [*command, "-m", "tasks.common.training.trl_dpo", start, pairs, run_dir],
         cwd=ROOT,
         env=inherited | VALUES | small | own | changes,
         stdout=subprocess.PIPE,

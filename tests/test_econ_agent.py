@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.common.reward import RewardError
+from tasks.common.rewards.answers import RewardError
 from tasks.econ_agent import evaluate, prepare_data, retrieval, simulate
 from tasks.econ_agent.reward import BASKET, compute_score, decision_score, targets
 from tasks.econ_agent.simulation import Economy, Month, Parameters, behave, gini, income_tax, indicators, taylor_rate
@@ -386,8 +386,8 @@ def test_all_rule_based_workers_need_no_model():
 STUB = """
 import json, os, sys
 from pathlib import Path
-from tasks.common import engines
-from tasks.common.rollouts import Completion, TOO_LONG
+from tasks.common.evaluation import engines
+from tasks.common.evaluation.rollouts import Completion, TOO_LONG
 from tasks.econ_agent import simulate
 
 class Engine:

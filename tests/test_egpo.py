@@ -7,17 +7,17 @@ from types import SimpleNamespace
 
 import pytest
 
-from tasks.common import verl_config
-from tasks.common.methods import egpo as method
+from tasks.common.training import verl_config
+from tasks.common.training.methods import egpo as method
 from tests.test_numerics import reasoning
 from tests.test_verl_config import settings_of
 
 
 @pytest.fixture(scope="module")
 def egpo():
-    from tasks.common import verl_egpo  # here: importing verl takes seconds
+    from tasks.common.verl_plugins import egpo  # here: importing verl takes seconds
 
-    return verl_egpo
+    return egpo
 
 
 def byte_level(merges: list[tuple[str, str]], special: list[str]):
@@ -255,7 +255,7 @@ def test_without_weight_every_bit_stays(step):
 def test_the_trainer_is_registered(egpo):
     from verl.trainer.ppo.v1 import get_trainer_cls
 
-    from tasks.common.verl_trainer import TaskTrainer
+    from tasks.common.verl_plugins.trainer import TaskTrainer
 
     assert get_trainer_cls("egpo") is egpo.EGPOTrainer and issubclass(egpo.EGPOTrainer, TaskTrainer)
 

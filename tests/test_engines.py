@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.common.chat_template import prompt_ids
-from tasks.common.engines import (
+from tasks.common.evaluation.engines import (
     LOGPROBS,
     TEMPLATES,
     Request,
@@ -17,6 +16,7 @@ from tasks.common.engines import (
     likeliest,
     token_entropy,
 )
+from tasks.common.models.chat_template import prompt_ids
 
 HOW = Sampling(n=3, greedy=True, temperature=1.0, top_p=1.0, max_prompt_tokens=200, max_tokens=12, seed=0)
 
@@ -107,7 +107,7 @@ def test_transformers_engine_samples_and_gives_the_exact_entropy(small_model):
 def test_vllm_engine_agrees_with_transformers(small_model, monkeypatch):
     """Greedy text is the same; the entropy from 20 of 258 tokens is below the exact one and near it."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    from tasks.common.engines import VLLMEngine
+    from tasks.common.evaluation.engines import VLLMEngine
 
     requests = [Request(i, "greedy", [{"role": "user", "content": "hello" * i}]) for i in range(4)]
     engine = VLLMEngine(str(small_model), 300, 0, 0.5)

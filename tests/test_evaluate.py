@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.common.data import RL_SCHEMA, chat, rl_row, write_parquet
+from tasks.common.data.rows import RL_SCHEMA, chat, rl_row, write_parquet
 from tests.helpers import ROOT, exported
 
 PROMPTS = 6
@@ -288,7 +288,7 @@ def test_probe_gives_the_exact_signal_of_each_prompt_and_the_verdict(workplace):
     assert "=> train: the data has signal" in result.stdout
     assert (folder / "probe.png").read_bytes().startswith(b"\x89PNG")
     # Strictly between 0 and 1: prompts 1, 2 and 3.
-    from tasks.common.data import read_rows, validate_parquet
+    from tasks.common.data.rows import read_rows, validate_parquet
 
     assert validate_parquet(folder / "signal.parquet") == 3
     assert [row["prompt"][0]["content"] for row in read_rows(folder / "signal.parquet")] == [

@@ -1,4 +1,4 @@
-"""tasks/common/formats.py: records of other people's data sets as OpenAI messages and tools."""
+"""data/formats.py: records of other people's data sets as OpenAI messages and tools."""
 
 import json
 import os
@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.common.data import DataError, messages_problem
-from tasks.common.formats import Columns, conversation, split_thinking, tool_schemas
-from tasks.common.records import Records
+from tasks.common.data.formats import Columns, conversation, split_thinking, tool_schemas
+from tasks.common.data.records import Records
+from tasks.common.data.rows import DataError, messages_problem
 
 SHARED = Path(os.environ.get("SHARED_DATA", Path(__file__).resolve().parents[2] / "shared/data"))
 

@@ -1,4 +1,4 @@
-"""tasks/common/gym.py: every environment of reasoning-gym as a task, through the sandbox."""
+"""rewards/gym.py: every environment of reasoning-gym as a task, through the sandbox."""
 
 import contextlib
 import functools
@@ -13,10 +13,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from tasks.common import gym
-from tasks.common.data import DataError
-from tasks.common.prepare import Example
-from tasks.common.reward import last_answer
+from tasks.common.data.prepare import Example
+from tasks.common.data.rows import DataError
+from tasks.common.rewards import gym
+from tasks.common.rewards.answers import last_answer
 
 ALONE = [env for env in gym.environments() if env != "composite"]
 NO_WORKED_ANSWER = {"boxnet", "rush_hour"}

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from tasks.common.health import findings, newest_by_rule
-from tasks.common.runs import read_metrics
+from tasks.common.runs.folder import read_metrics
+from tasks.common.runs.health import findings, newest_by_rule
 from tasks.common.settings import ROOT, load_settings
 from tests.test_settings import VALUES
 

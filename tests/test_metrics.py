@@ -1,4 +1,4 @@
-"""tasks/common/metrics.py against independent computations: formulas written out, and enumerations of all outcomes."""
+"""evaluation/statistics.py against independent computations: formulas written out, and enumerations of all outcomes."""
 
 import itertools
 import math
@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.common import metrics
-from tasks.common.metrics import (
+from tasks.common.evaluation import statistics
+from tasks.common.evaluation.statistics import (
     bootstrap_mean,
     bootstrap_p_value,
     bootstrap_statistics,
@@ -89,7 +89,7 @@ def test_bootstrap_p_value_agrees_with_the_enumeration(values):
 def test_bootstrap_p_value_at_its_ends():
     assert bootstrap_p_value(np.zeros(5)) == 1.0
     assert bootstrap_p_value(np.ones(5)) == 1 / 16 and bootstrap_p_value(np.arange(1, 4)) == 1 / 4
-    assert bootstrap_p_value(np.ones(50)) == bootstrap_p_value(np.arange(1, 51)) == 2 / (metrics.RESAMPLES + 1)
+    assert bootstrap_p_value(np.ones(50)) == bootstrap_p_value(np.arange(1, 51)) == 2 / (statistics.RESAMPLES + 1)
     assert bootstrap_p_value(np.array([1.0])) == 1.0
 
 

@@ -12,9 +12,11 @@ from urllib.request import urlopen
 
 import pytest
 
-from tasks.common import gpu_state, monitor, tracking
-from tasks.common.monitor import Follower, Sample, Seen, look
+from tasks.common.machine import gpus
+from tasks.common.reports import monitor
+from tasks.common.reports.monitor import Follower, Sample, Seen, look
 from tasks.common.settings import ROOT, SettingsError
+from tasks.common.training import tracking
 from tests.helpers import MAKE, make, outside_make
 from tests.test_records import evaluate, make_run, settings  # noqa: F401  (a fixture)
 from tests.test_settings import error_of, load
@@ -123,7 +125,7 @@ def trackio(tmp_path, monkeypatch):
     for name in [name for name in sys.modules if name.partition(".")[0] == "trackio"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setenv("TRACKIO_DIR", "")
-    from tasks.common.monitor_trackio import Trackio
+    from tasks.common.reports.monitor_trackio import Trackio
 
     return Trackio(tmp_path / "store")
 
@@ -193,7 +195,7 @@ def test_a_run_that_cannot_be_read_is_told_of_once_and_the_others_are_shown(run_
 def test_tensorboard_has_the_same(run_dir, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    from tasks.common.monitor_tensorboard import Tensorboard
+    from tasks.common.reports.monitor_tensorboard import Tensorboard
 
     follower = Follower(Tensorboard(tmp_path / "events"))
     follower.update()
@@ -226,7 +228,7 @@ def test_make_monitor_serves_until_it_is_interrupted_and_leaves_nothing(run_dir,
         hidden = "import importlib.util as u\nfind = u.find_spec\n"
         hidden += "u.find_spec = lambda name, *a: None if name == 'trackio' else find(name, *a)\n"
         (tmp_path / "sitecustomize.py").write_text(hidden)
-    command = [sys.executable, "-m", "tasks.common.monitor"]
+    command = [sys.executable, "-m", "tasks.common.reports.monitor"]
     environment = outside_make() | {"PORT": str(port), "PYTHONPATH": f"{tmp_path}:{ROOT}", "PYTHONUNBUFFERED": "1"}
     with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
         ended = threading.Timer(120, process.kill)
@@ -262,7 +264,7 @@ def test_the_state_of_the_gpus_is_what_nvidia_smi_says(tmp_path, monkeypatch):
     fake.write_text("#!/bin/sh\nprintf '0, 61952, 97, 612.40\\n1, 1024, 0, [N/A]\\n'\n")
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    sampler = gpu_state.Sampler(tmp_path / "gpu.jsonl")
+    sampler = gpus.Sampler(tmp_path / "gpu.jsonl")
     before = time.time()
     sampler.sample()
     sampler.sample()  # too early
@@ -283,16 +285,16 @@ def test_only_the_gpus_that_the_run_sees_are_asked(tmp_path, monkeypatch):
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    gpu_state.Sampler(tmp_path / "gpu.jsonl").sample()
-    assert (tmp_path / "asked").read_text().split() == gpu_state.QUERY[1:]
+    gpus.Sampler(tmp_path / "gpu.jsonl").sample()
+    assert (tmp_path / "asked").read_text().split() == gpus.QUERY[1:]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
-    gpu_state.Sampler(tmp_path / "gpu.jsonl").sample()
-    assert (tmp_path / "asked").read_text().split()[len(gpu_state.QUERY) - 1 :] == [*gpu_state.QUERY[1:], "--id=2,3"]
+    gpus.Sampler(tmp_path / "gpu.jsonl").sample()
+    assert (tmp_path / "asked").read_text().split()[len(gpus.QUERY) - 1 :] == [*gpus.QUERY[1:], "--id=2,3"]
 
 
 def test_without_a_gpu_nothing_is_written(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    sampler = gpu_state.Sampler(tmp_path / "gpu.jsonl")
+    sampler = gpus.Sampler(tmp_path / "gpu.jsonl")
     sampler.sample()
     assert sampler.missing and not (tmp_path / "gpu.jsonl").exists()
 

@@ -5,10 +5,10 @@ import json
 import pyarrow.parquet as pq
 import pytest
 
-from tasks.common.data import decoded, encoded, read_rows, tools_of, validate_parquet
-from tasks.common.own_samples import MOST_ACCEPTED, best_against_worst, right_responses
-from tasks.common.pairs import read_pairs
-from tasks.common.rollouts import GREEDY, SAMPLED, Rollout
+from tasks.common.data.pairs import read_pairs
+from tasks.common.data.rows import decoded, encoded, read_rows, tools_of, validate_parquet
+from tasks.common.evaluation.rollouts import GREEDY, SAMPLED, Rollout
+from tasks.common.evaluation.self_samples import MOST_ACCEPTED, best_against_worst, right_responses
 from tests.test_chat_template import CHAT, TOOLS
 from tests.test_evaluate import answer, table, workplace  # noqa: F401 (a fixture)
 
@@ -169,7 +169,7 @@ def test_without_anything_to_learn_from_one_line_says_so_and_no_file_is_written(
 
 
 def test_tools_calls_and_hostile_texts_come_through_as_they_were(workplace, tmp_path):  # noqa: F811
-    from tasks.common.data import rl_row, rl_schema, write_parquet
+    from tasks.common.data.rows import rl_row, rl_schema, write_parquet
 
     prompts = [rl_row("countdown", CHAT, "7", "train", i, TOOLS) for i in range(len(HOSTILE))]
     write_parquet(prompts, workplace.artifacts / "data/countdown/train.parquet", rl_schema(tools=True))

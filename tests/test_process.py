@@ -88,7 +88,7 @@ def test_a_process_that_hangs_after_its_engine_died_is_ended(tmp_path, monkeypat
 @pytest.mark.parametrize(
     ("lines", "seconds"),
     [
-        (["tasks.common.reward.JudgeError: down"], process.NOTICE_SECONDS),
+        (["tasks.common.rewards.answers.JudgeError: down"], process.NOTICE_SECONDS),
         (["RewardError: broken", "(TaskRunnerV1 pid=7) saving step 3 before the end"], process.SAVING_SECONDS),
         (["RewardError: broken", "saving step 3 before the end", "EngineDeadError: gone"], process.GRACE_SECONDS),
         (["EngineDeadError: gone", "saving step 3 before the end"], process.GRACE_SECONDS),

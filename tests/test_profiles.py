@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tasks.common import doctor, memory, verl_config, verl_generations
+from tasks.common.launch import doctor
+from tasks.common.machine import memory
 from tasks.common.settings import load_settings
+from tasks.common.training import verl_config, verl_versions
 from tests.helpers import ROOT, exported, make
 from tests.wheels import verl_package
 
@@ -83,7 +85,7 @@ def test_parameters_are_those_that_the_model_is_known_by(config, parameters):
 @pytest.mark.parametrize("profile", PROFILES, ids=lambda path: path.stem)
 def test_a_profile_composes_and_fits_its_hardware(profile, stack, monkeypatch, tmp_path):
     s = loaded(profile, monkeypatch, STACK=stack)
-    package = verl_package(verl_generations.wanted())  # the stack's verl, not the one that is installed
+    package = verl_package(verl_versions.wanted())  # the stack's verl, not the one that is installed
     monkeypatch.setattr(verl_config, "compose", partial(verl_config.compose, package=package))
     model, plan = shapes_of(s.MODEL, tmp_path), doctor.plan(s, [])
     assert int(profile.stem.rsplit("-", 1)[1].split("x")[0]) == s.N_GPUS  # as its name says

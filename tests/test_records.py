@@ -12,10 +12,13 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tasks.common import launches, overview, repeat, training, verl_config
+from tasks.common.launch import train
 from tasks.common.process import StageFailed
-from tasks.common.runs import find_step, named, read_metrics, record
+from tasks.common.reports import overview
+from tasks.common.runs import launches, repeat
+from tasks.common.runs.folder import find_step, named, read_metrics, record
 from tasks.common.settings import ROOT, SettingsError, load_settings
+from tasks.common.training import verl_config
 from tests.helpers import exported, make
 from tests.test_runs import write_checkpoints
 from tests.test_settings import VALUES
@@ -78,7 +81,7 @@ Path(os.environ["VERL_FILE_LOGGER_PATH"]).write_text('{"step": 1, "data": {"crit
     command = [sys.executable, "-c", trainer, str(run_dir), *overrides]
     launch = launches.begin(run_dir, settings, command, verl_config.resolved("ppo_trainer", overrides))
     assert [path.name for path in (run_dir / "launches").iterdir()] == ["000"]
-    training._train("GRPO", run_dir, command, settings, 1, ("reward", "critic/score/mean"))
+    train._train("GRPO", run_dir, command, settings, 1, ("reward", "critic/score/mean"))
     assert "GRPO 1/1" in (screen := capsys.readouterr().out) and "reward nan, nan (step 1)" in screen
 
     found = launches.read(launch)
@@ -184,7 +187,7 @@ def test_the_digest_of_data_is_of_what_it_holds(tmp_path):
 
 
 def test_the_arguments_of_trl_are_a_config_without_a_path_to_the_machine(settings, tmp_path):
-    from tasks.common.dpo import arguments
+    from tasks.common.training.trl_dpo import arguments
 
     launch = launches.begin(tmp_path, settings, ["x"])
     assert not (launch / "config.yaml").exists()
@@ -416,4 +419,4 @@ def test_nan_in_the_metrics_breaks_nothing(settings):
     assert str(read_metrics(run_dir)[10]["critic/score/mean"]) == "nan" and "nan" in overview.table()
     assert find_step(run_dir, "best") == 10
     with pytest.raises(StageFailed):
-        training._train("GRPO", run_dir, [sys.executable, "-c", "raise SystemExit(1)"], settings, 11, ("a", "b"))
+        train._train("GRPO", run_dir, [sys.executable, "-c", "raise SystemExit(1)"], settings, 11, ("a", "b"))

@@ -1,11 +1,11 @@
-"""tasks/common/reward.py: finding the answer, reading the ground truth, refusing a broken score."""
+"""rewards/answers.py: finding the answer, reading the ground truth, refusing a broken score."""
 
 import json
 import math
 
 import pytest
 
-from tasks.common.reward import RewardError, last_answer, read_ground_truth, reward_function
+from tasks.common.rewards.answers import RewardError, last_answer, read_ground_truth, reward_function
 
 
 @pytest.mark.parametrize(

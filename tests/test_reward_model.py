@@ -9,9 +9,10 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from tasks.common import reward_model, verl_config
-from tasks.common.runs import hf_folder, read_metrics
+from tasks.common.models import reward_model
+from tasks.common.runs.folder import hf_folder, read_metrics
 from tasks.common.settings import SettingsError, load_settings
+from tasks.common.training import verl_config
 from tests.helpers import ROOT, exported, make
 
 SMALL = {

@@ -11,9 +11,10 @@ from html.parser import HTMLParser
 
 import pytest
 
-from tasks.common import launches, run_report
-from tasks.common.metrics import Estimate
-from tasks.common.runs import named
+from tasks.common.evaluation.statistics import Estimate
+from tasks.common.reports import run_report
+from tasks.common.runs import launches
+from tasks.common.runs.folder import named
 from tasks.common.settings import ROOT, SettingsError, load_settings
 from tests.helpers import make
 from tests.test_records import make_run

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from tasks.common.merge import merge, merged_folder
+from tasks.common.evaluation.sample import model_name
+from tasks.common.models.merge import merge, merged_folder
 from tasks.common.process import StageFailed
-from tasks.common.runs import find_run, find_step, hf_folder, lineage, record, rl_dir, rounds, settings_of
-from tasks.common.sample import model_name
+from tasks.common.runs.folder import find_run, find_step, hf_folder, lineage, record, rl_dir, rounds, settings_of
 from tasks.common.settings import SettingsError, load_settings
 from tests.test_settings import VALUES
 

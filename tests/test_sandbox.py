@@ -1,4 +1,4 @@
-"""tasks/common/sandbox.py: hostile code in the worker, which would run it, does no harm and stops nothing."""
+"""rewards/sandbox.py: hostile code in the worker, which would run it, does no harm and stops nothing."""
 
 import contextlib
 import errno
@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tasks.common.sandbox import CallFailed, Sandbox, SandboxError
+from tasks.common.rewards.sandbox import CallFailed, Sandbox, SandboxError
 
 ROOT = Path(__file__).parents[1]
 EVALUATOR = """
@@ -237,7 +237,7 @@ def test_the_worker_ends_with_its_parent(folder, busy):
     program = (
         "import sys, threading, time\n"
         f"sys.path[:0] = [{str(ROOT)!r}, {str(folder)!r}]\n"
-        "from tasks.common.sandbox import Sandbox\n"
+        "from tasks.common.rewards.sandbox import Sandbox\n"
         "sandbox = Sandbox('evaluator_of_the_tests:evaluator', seconds=60)\n"
         "print(sandbox.call(\"__import__('os').getpid()\"), flush=True)\n"
         + ("threading.Thread(target=sandbox.call, args=['9 ** 9 ** 9'], daemon=True).start()\n" if busy else "")

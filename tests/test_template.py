@@ -17,10 +17,12 @@ from cookiecutter import main
 from jinja2 import Environment
 
 import tasks
-from tasks.common import judge, prepare, verl_config
-from tasks.common.data import decoded, read_rows, tools_of, validate_parquet
-from tasks.common.model import resolve_model
+from tasks.common.data import prepare
+from tasks.common.data.rows import decoded, read_rows, tools_of, validate_parquet
+from tasks.common.models.find import resolve_model
+from tasks.common.rewards import judge
 from tasks.common.settings import METHODS, load_settings
+from tasks.common.training import verl_config
 from tests.helpers import ROOT, cookiecutter, copy_of_checkout, exported, stacks
 
 QUESTIONS = json.loads((ROOT / "template/cookiecutter.json").read_text())

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.common.prepare import Example, distinct
-from tasks.common.records import load
-from tasks.common.reward import RewardError
-from tasks.common.tool_calls import render_calls
+from tasks.common.data.prepare import Example, distinct
+from tasks.common.data.records import load
+from tasks.common.rewards.answers import RewardError
+from tasks.common.rewards.tool_calls import render_calls
 from tasks.tool_calling.dialogues import DIFFICULTIES, TOOLS, dialogues
 from tasks.tool_calling.prepare_data import examples, from_file, generate
 from tasks.tool_calling.reward import VARIANTS, compute_score

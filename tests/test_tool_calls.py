@@ -1,4 +1,4 @@
-"""tasks/common/tool_calls.py: what parses as calls, and which calls are equal."""
+"""rewards/tool_calls.py: what parses as calls, and which calls are equal."""
 
 import itertools
 import json
@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tasks.common.tool_calls import (
+from tasks.common.rewards.tool_calls import (
     MAX_CALLS,
     MAX_CHARS,
     MAX_DEPTH,

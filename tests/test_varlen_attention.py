@@ -1,4 +1,4 @@
-"""tasks/common/stacks/current/varlen_attention.py: where sequences begin; on a GPU, the same as sdpa on each alone."""
+"""stacks/current/varlen_attention.py: where sequences begin; on a GPU, the same as sdpa on each alone."""
 
 import pytest
 import torch

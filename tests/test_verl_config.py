@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from tasks.common import verl_config
 from tasks.common.settings import METHODS, SettingsError, load_settings, method
+from tasks.common.training import verl_config
 from tests.helpers import ROOT, exported, stacks
 
 TASKS = sorted(path.parent.name for path in ROOT.glob("tasks/*/train.sh"))
@@ -142,8 +142,8 @@ def test_the_mapping_to_verls_keys_exists_once():
     """No hydra key of verl stands in a second file but the stacks' and methods' own and the generations' table."""
     key = "actor_rollout_ref."
     files = [p for p in ROOT.glob("tasks/**/*") if p.suffix in (".py", ".sh") and key in p.read_text()]
-    allowed = {"tasks/common/verl_config.py", "tasks/common/verl_generations.py"}
-    allowed |= {"tasks/common/stacks", "tasks/common/methods"}
+    allowed = {"tasks/common/training/verl_config.py", "tasks/common/training/verl_versions.py"}
+    allowed |= {"tasks/common/stacks", "tasks/common/training/methods"}
     strays = [f for f in files if not str(f.relative_to(ROOT)).startswith(tuple(allowed))]
     assert files and not strays
 

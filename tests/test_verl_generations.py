@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from tasks.common import verl_config, verl_generations
 from tasks.common.settings import METHODS, SettingsError, load_settings
+from tasks.common.training import verl_config, verl_versions
 from tests.helpers import ROOT, exported, make
 from tests.wheels import VERLS, verl_package
 
@@ -191,7 +191,7 @@ def test_the_keys_of_dynamic_batches_are_in_both(version, monkeypatch):
 @pytest.mark.parametrize("file", sorted(ROOT.glob("tasks/common/stacks/*.sh")), ids=lambda file: file.stem)
 def test_a_stack_names_the_verl_of_its_list(file):
     (version,) = re.findall(r"^STACK_VERL=(.*)$", file.read_text(), re.MULTILINE)
-    assert version in verl_generations.DIFFERENCES
+    assert version in verl_versions.DIFFERENCES
     pinned = file.with_suffix("") / "requirements.txt"
     if pinned.exists():
         assert re.findall(r"^verl==([\d.]+)", pinned.read_text(), re.MULTILINE) == [version]
@@ -209,12 +209,12 @@ def test_another_verl_than_the_stacks_is_said(stack, installed, monkeypatch):
 
     monkeypatch.setattr(importlib.metadata, "version", version)
     with pytest.raises(SettingsError) as raised:
-        verl_generations.check_installed(s)
+        verl_versions.check_installed(s)
     text = str(raised.value)
     assert text.startswith(f"STACK={stack}: needs verl {wanted}, ") and f"has {installed or 'none'}; " in text
     assert f"`make install STACK={stack}`" in text and "PYTHON" in text and "\n" not in text
     installed = wanted
-    verl_generations.check_installed(s)
+    verl_versions.check_installed(s)
 
 
 @pytest.mark.parametrize("goal", ["train", "sft", "config", "experiment"])
@@ -229,8 +229,8 @@ def test_a_stack_with_another_verl_ends_before_anything_is_made(goal, tmp_path):
 
 
 def test_only_the_verl_that_has_them_loads_the_trainers(version, monkeypatch):
-    from tasks.common.training import trainer_module
+    from tasks.common.launch.train import trainer_module
 
     monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "some.module")
     modules = trainer_module(settings_of(monkeypatch, "a100", version))["VERL_USE_EXTERNAL_MODULES"]
-    assert modules == ("some.module" if version == "0.6.1" else "some.module,tasks.common.verl_trainer")
+    assert modules == ("some.module" if version == "0.6.1" else "some.module,tasks.common.verl_plugins.trainer")

@@ -1,4 +1,4 @@
-"""tasks/common/verl_on_policy.py: when the pass for the old log-probs is left out, and that the loss is then verl's.
+"""verl_plugins/on_policy.py: when the pass for the old log-probs is left out, and that the loss is then verl's.
 
 In a real training, beside verl's own pass: test_numerics.py."""
 
@@ -9,8 +9,8 @@ import torch
 from omegaconf import OmegaConf
 from tensordict import TensorDict
 
-from tasks.common import verl_config
-from tasks.common.one_update import applies
+from tasks.common.training import verl_config
+from tasks.common.verl_plugins.one_update import applies
 from tests.test_verl_config import settings_of
 
 PROMPTS, LENGTHS = (3, 5, 2), (4, 1, 6)
@@ -18,9 +18,9 @@ PROMPTS, LENGTHS = (3, 5, 2), (4, 1, 6)
 
 @pytest.fixture(scope="module")
 def module():
-    from tasks.common import verl_on_policy  # here: importing verl takes seconds
+    from tasks.common.verl_plugins import on_policy  # here: importing verl takes seconds
 
-    return verl_on_policy
+    return on_policy
 
 
 def nested(rows: list[torch.Tensor]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""tasks/common/verl_patches.py beside what it replaces."""
+"""verl_plugins/patches.py beside what it replaces."""
 
 import pytest
 import torch
@@ -7,9 +7,9 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 @pytest.fixture(scope="module")
 def patches():
-    from tasks.common import verl_patches  # here: importing verl takes seconds
+    from tasks.common.verl_plugins import patches  # here: importing verl takes seconds
 
-    return verl_patches
+    return patches
 
 
 def sequences(lengths: list[int], dtype=torch.int64) -> torch.Tensor:

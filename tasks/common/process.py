@@ -22,7 +22,7 @@ POLL_SECONDS = 0.5
 MARK = "VERL_TASK_LOGS"  # in the environment of all that ``run`` starts
 # How long a process may take to end by itself after a line in its log that says
 GRACE_SECONDS = 20  # that an engine died: verl may wait for minutes for one that is gone
-SAVING_SECONDS = 1800  # that the last step is being saved before the end (tasks/common/verl_trainer.py)
+SAVING_SECONDS = 1800  # that the last step is being saved before the end (tasks/common/verl_plugins/trainer.py)
 NOTICE_SECONDS = 60  # that a reward failed: the trainer looks every 2 seconds, then saves or ends
 REPORT_SECONDS = 15  # how often a line is printed where there is no terminal
 

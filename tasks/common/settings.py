@@ -10,8 +10,16 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-HEALTH_RULES = ("nan", "collapse", "kl", "spike", "zero_variance", "truncation", "no_reward")  # tasks/common/health.py
-METHODS = sorted(path.stem for path in (ROOT / "tasks/common/methods").glob("[a-z]*.py"))
+HEALTH_RULES = (
+    "nan",
+    "collapse",
+    "kl",
+    "spike",
+    "zero_variance",
+    "truncation",
+    "no_reward",
+)  # tasks/common/runs/health.py
+METHODS = sorted(path.stem for path in (ROOT / "tasks/common/training/methods").glob("[a-z]*.py"))
 
 
 class SettingsError(ValueError):
@@ -237,7 +245,7 @@ def artifacts() -> Path:
 
 
 def judge_settings() -> dict[str, str]:
-    """What of a judge (tasks/common/judge.py) changes its scores; empty without one."""
+    """What of a judge (tasks/common/rewards/judge.py) changes its scores; empty without one."""
     return {name: os.environ[name] for name in ("JUDGE_MODEL", "JUDGE_SAMPLING") if os.environ.get(name)}
 
 
@@ -258,7 +266,7 @@ def _digest(file: Path) -> bytes:
 
 def method(name: str):
     """The module of a method."""
-    return importlib.import_module(f"tasks.common.methods.{name}")
+    return importlib.import_module(f"tasks.common.training.methods.{name}")
 
 
 def load_settings(environ: dict[str, str] | None = None, cls: type = Settings):

@@ -2,9 +2,9 @@
 
 from collections import Counter
 
-from tasks.common import evaluate
-from tasks.common.expression import parse_expression
-from tasks.common.reward import last_answer
+from tasks.common.evaluation.main import main
+from tasks.common.rewards.answers import last_answer
+from tasks.common.rewards.expression import parse_expression
 from tasks.countdown.reward import compute_score
 
 
@@ -24,4 +24,4 @@ def metrics(scored: list[dict]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    evaluate.main(compute_score, metrics)
+    main(compute_score, metrics)

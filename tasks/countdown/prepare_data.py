@@ -5,9 +5,9 @@ import random
 from collections.abc import Iterator
 from fractions import Fraction
 
-from tasks.common import prepare
-from tasks.common.data import DataError
-from tasks.common.records import hub
+from tasks.common.data import prepare
+from tasks.common.data.records import hub
+from tasks.common.data.rows import DataError
 
 HUB_DATASET = "Jiayi-Pan/Countdown-Tasks-3to4"
 # DIFFICULTY: how many numbers, the largest number, the largest target

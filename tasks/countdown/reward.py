@@ -2,8 +2,8 @@
 
 from collections import Counter
 
-from tasks.common.expression import parse_expression
-from tasks.common.reward import last_answer, read_ground_truth, reward_function
+from tasks.common.rewards.answers import last_answer, read_ground_truth, reward_function
+from tasks.common.rewards.expression import parse_expression
 
 
 @reward_function

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.common.examples import check_examples
+from tasks.common.rewards.examples import check_examples
 from tasks.countdown.reward import compute_score
 
 TRUTH = {"target": 11, "numbers": [3, 4, 5]}

@@ -2,7 +2,7 @@
 # Countdown: reach a target with all the given numbers. Every value can be set from the environment:
 #   make train TASK=countdown LR=2e-6 ROLLOUT_N=16 ARGS="trainer.total_epochs=1"
 # Hardware without a GPU has smaller defaults: tasks/common/stacks/cpu.sh.
-source "$(dirname "${BASH_SOURCE[0]}")/../common/stack.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/../common/launch/defaults.sh"
 
 # ---- model and data
 MODEL=${MODEL:-Qwen/Qwen2.5-1.5B-Instruct} # a hub id, a folder, or `embedded` (SmolLM2-135M-Instruct)
@@ -65,4 +65,4 @@ ABORT_ON=${ABORT_ON:-}                     # health rules that end the training,
 WANDB=${WANDB:-0}                          # 1: also to Weights & Biases
 LOGGER=${LOGGER:-}                         # more verl loggers beside console and file, e.g. tensorboard,mlflow
 
-exec bash "$ROOT/tasks/common/launch.sh" "$@"
+exec bash "$ROOT/tasks/common/launch/launch.sh" "$@"

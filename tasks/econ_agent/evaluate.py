@@ -4,8 +4,8 @@ import functools
 
 import numpy as np
 
-from tasks.common import evaluate
-from tasks.common.json_answer import read_object
+from tasks.common.evaluation.main import main
+from tasks.common.rewards.json_answer import read_object
 from tasks.econ_agent.reward import INVALID, compute_score
 
 
@@ -31,4 +31,4 @@ def _is_json(response: str) -> bool:
 
 
 if __name__ == "__main__":
-    evaluate.main(compute_score, metrics)
+    main(compute_score, metrics)

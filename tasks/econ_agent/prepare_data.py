@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from tasks.common import prepare
+from tasks.common.data import prepare
 from tasks.econ_agent.retrieval import Memory, Shot, roll_out
 from tasks.econ_agent.reward import BASKET, targets
 from tasks.econ_agent.simulation import Economy, State, behave

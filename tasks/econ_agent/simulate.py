@@ -12,12 +12,13 @@ from pathlib import Path
 
 import numpy as np
 
-from tasks.common import engines
-from tasks.common.data import DataError, chat, write_json, written_beside
+from tasks.common.data.rows import DataError, chat
+from tasks.common.evaluation import engines
+from tasks.common.evaluation.rollouts import SAMPLED, TOO_LONG
+from tasks.common.evaluation.sample import sampling
+from tasks.common.evaluation.tables import markdown_table, show_table
+from tasks.common.files import write_json, written_beside
 from tasks.common.process import Progress, StageFailed, interrupt_on_sigterm, run
-from tasks.common.report import markdown_table, show_table
-from tasks.common.rollouts import SAMPLED, TOO_LONG
-from tasks.common.sample import sampling
 from tasks.common.settings import Command, Settings, SettingsError, artifacts, fingerprint, load_settings
 from tasks.econ_agent.prepare_data import SHOTS, SYSTEM, prompt
 from tasks.econ_agent.retrieval import Memory, roll_out

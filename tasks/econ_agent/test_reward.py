@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.common.examples import check_examples
+from tasks.common.rewards.examples import check_examples
 from tasks.econ_agent.reward import compute_score
 
 # Targets by hand: nothing saved, so work 1; essentials cost 60 * 25 = 1500 of 6000, so consumption sqrt(1/4) = 0.5.

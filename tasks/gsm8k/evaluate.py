@@ -3,8 +3,8 @@
 import functools
 import re
 
-from tasks.common import evaluate
-from tasks.common.reward import after_thinking
+from tasks.common.evaluation.main import main
+from tasks.common.rewards.answers import after_thinking
 from tasks.gsm8k.reward import compute_score
 
 _CALCULATION = re.compile(r"\d[^\n=]{0,80}=[^\n=\d]{0,4}\d")
@@ -29,4 +29,4 @@ def metrics(scored: list[dict]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    evaluate.main(compute_score, metrics)
+    main(compute_score, metrics)

@@ -4,10 +4,10 @@ import random
 import re
 from collections.abc import Iterator
 
-from tasks.common import prepare
-from tasks.common.data import DataError
-from tasks.common.math_answer import read_number
-from tasks.common.records import hub, load
+from tasks.common.data import prepare
+from tasks.common.data.records import hub, load
+from tasks.common.data.rows import DataError
+from tasks.common.rewards.math_answer import read_number
 
 HUB_DATASET, HUB_CONFIG = "openai/gsm8k", "main"
 INSTRUCTION = 'Reason step by step, then end with "#### " and the answer as a number.'

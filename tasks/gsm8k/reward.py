@@ -2,8 +2,8 @@
 
 import re
 
-from tasks.common.math_answer import compare, find_answer, read_number, tidy
-from tasks.common.reward import reward_function
+from tasks.common.rewards.answers import reward_function
+from tasks.common.rewards.math_answer import compare, find_answer, read_number, tidy
 
 VARIANTS = ("strict", "flexible")
 FORMAT_SCORE = 0.1

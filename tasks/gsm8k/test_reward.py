@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.common.examples import check_examples
+from tasks.common.rewards.examples import check_examples
 from tasks.gsm8k.reward import compute_score
 
 

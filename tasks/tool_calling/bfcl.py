@@ -20,15 +20,16 @@ from types import ModuleType, SimpleNamespace
 
 import numpy as np
 
-from tasks.common.data import DataError, rl_row, rl_schema, write_json, write_parquet
-from tasks.common.metrics import Estimate, bootstrap_mean, proportion
+from tasks.common.data.rows import DataError, rl_row, rl_schema, write_parquet
+from tasks.common.evaluation.rollouts import TOO_LONG, Rollout
+from tasks.common.evaluation.sample import Job, Scoring, report_errors, sample_here, sampled, sampling
+from tasks.common.evaluation.statistics import Estimate, bootstrap_mean, proportion
+from tasks.common.evaluation.tables import show_table
+from tasks.common.files import write_json
 from tasks.common.process import StageFailed, interrupt_on_sigterm
-from tasks.common.report import show_table
-from tasks.common.reward import reward_function
-from tasks.common.rollouts import TOO_LONG, Rollout
-from tasks.common.sample import Job, Scoring, report_errors, sample_here, sampled, sampling
+from tasks.common.rewards.answers import reward_function
+from tasks.common.rewards.tool_calls import Malformed, parse_response
 from tasks.common.settings import ROOT, Settings, SettingsError, artifacts, fingerprint, load_settings
-from tasks.common.tool_calls import Malformed, parse_response
 
 VERSION = "2026.3.23"
 AST = ("simple_python", "multiple", "parallel", "parallel_multiple")
@@ -266,7 +267,7 @@ def main() -> None:
     arguments = sys.argv[1:]
     child = arguments[:1] == ["sample"]
     try:
-        parser = ROOT / "tasks/common/tool_calls.py"
+        parser = ROOT / "tasks/common/rewards/tool_calls.py"
         scoring = Scoring(compute_score, None, fingerprint({"bfcl-eval": VERSION}, Path(__file__).resolve(), parser))
         if child:
             errors = sample_here(arguments[1:], scoring)

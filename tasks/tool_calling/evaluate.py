@@ -1,6 +1,6 @@
 """tool_calling's evaluation: the shared one, with the mean of each key of the reward, and how the calls go wrong."""
 
-from tasks.common import evaluate
+from tasks.common.evaluation.main import main
 from tasks.tool_calling.reward import compute_score
 
 
@@ -21,4 +21,4 @@ def metrics(scored: list[dict]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    evaluate.main(compute_score, metrics)
+    main(compute_score, metrics)

@@ -8,10 +8,10 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 
-from tasks.common import prepare, records
-from tasks.common.data import DataError
-from tasks.common.formats import conversation, split_thinking
-from tasks.common.tool_calls import Malformed, functions, parse_response, render_calls
+from tasks.common.data import prepare, records
+from tasks.common.data.formats import conversation, split_thinking
+from tasks.common.data.rows import DataError
+from tasks.common.rewards.tool_calls import Malformed, functions, parse_response, render_calls
 from tasks.tool_calling.dialogues import dialogues
 
 HUB_DATASET = "Bingguang/HardGen"

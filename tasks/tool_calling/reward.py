@@ -2,8 +2,8 @@
 
 from collections import Counter
 
-from tasks.common.reward import read_ground_truth, reward_function
-from tasks.common.tool_calls import Malformed, Response, matched, parse_response
+from tasks.common.rewards.answers import read_ground_truth, reward_function
+from tasks.common.rewards.tool_calls import Malformed, Response, matched, parse_response
 
 VARIANTS = ("instruct", "strict")
 

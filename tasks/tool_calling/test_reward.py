@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.common.examples import check_examples
+from tasks.common.rewards.examples import check_examples
 from tasks.tool_calling.reward import VARIANTS, compute_score
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}

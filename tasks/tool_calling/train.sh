@@ -4,7 +4,7 @@
 # Hardware without a GPU has smaller defaults: tasks/common/stacks/cpu.sh.
 # On a machine without a GPU: tokens, and all that MAX_SAMPLES leaves.
 SMALL_PROMPT_LENGTH=448 SMALL_RESPONSE_LENGTH=64 SMALL_TRAIN_SIZE=0 SMALL_TEST_SIZE=0.05
-source "$(dirname "${BASH_SOURCE[0]}")/../common/stack.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/../common/launch/defaults.sh"
 
 # ---- model and data
 MODEL=${MODEL:-Qwen/Qwen3-4B-Instruct-2507} # a hub id, a folder, or `embedded` (SmolLM2-135M-Instruct)
@@ -67,4 +67,4 @@ ABORT_ON=${ABORT_ON:-}                     # health rules that end the training,
 WANDB=${WANDB:-0}                          # 1: also to Weights & Biases
 LOGGER=${LOGGER:-}                         # more verl loggers beside console and file, e.g. tensorboard,mlflow
 
-exec bash "$ROOT/tasks/common/launch.sh" "$@"
+exec bash "$ROOT/tasks/common/launch/launch.sh" "$@"

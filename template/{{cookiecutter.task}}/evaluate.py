@@ -1,7 +1,7 @@
-"""Evaluation of the task: the shared one (tasks/common/evaluate.py) and the task's own metrics."""
+"""Evaluation of the task: the shared one (tasks/common/evaluation/main.py) and the task's own metrics."""
 
 {% import "imports.jinja" as imports with context %}
-{{ imports.sorted(["from tasks.common import evaluate"], "reward import compute_score") }}
+{{ imports.sorted(["from tasks.common.evaluation.main import main"], "reward import compute_score") }}
 
 def metrics(scored: list[dict]) -> dict[str, float]:
     """The task's own metrics, from the sampled completions; every key of the reward is reported without them.
@@ -13,4 +13,4 @@ def metrics(scored: list[dict]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    evaluate.main(compute_score, metrics)
+    main(compute_score, metrics)

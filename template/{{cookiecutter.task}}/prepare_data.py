@@ -33,21 +33,24 @@ from collections.abc import Iterator
 import regex
 
 {% endif %}
-from tasks.common import {{ "gym, " if source == "reasoning_gym" }}prepare
-{% if reward in ("math", "regex") or (from_records and reward == "expression") %}
-from tasks.common.data import DataError
-{% endif %}
+from tasks.common.data import prepare
 {% if from_records and reward != "expression" %}
-from tasks.common.formats import {{ "" if own_columns else "Columns, " }}conversation
-{% endif %}
-{% if reward == "math" %}
-from tasks.common.math_answer import compare
+from tasks.common.data.formats import {{ "" if own_columns else "Columns, " }}conversation
 {% endif %}
 {% if from_records %}
-from tasks.common.records import {{ "hub" if source == "hub" else "load" }}
+from tasks.common.data.records import {{ "hub" if source == "hub" else "load" }}
+{% endif %}
+{% if reward in ("math", "regex") or (from_records and reward == "expression") %}
+from tasks.common.data.rows import DataError
+{% endif %}
+{% if source == "reasoning_gym" %}
+from tasks.common.rewards import gym
+{% endif %}
+{% if reward == "math" %}
+from tasks.common.rewards.math_answer import compare
 {% endif %}
 {% if reward == "tool_call" %}
-from tasks.common.tool_calls import render_calls
+from tasks.common.rewards.tool_calls import render_calls
 {% endif %}
 
 {% if source == "reasoning_gym" %}

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 {% import "imports.jinja" as imports with context %}
-{% set of_reward = {"judge": ["from tasks.common import judge"], "environment": ["from tasks.common import gym"]} %}
-{% set common = of_reward.get(cookiecutter.reward, []) + ["from tasks.common.examples import check_examples"] %}
+{% set of_reward = {"judge": ["from tasks.common.rewards import judge"], "environment": ["from tasks.common.rewards import gym"]} %}
+{% set common = of_reward.get(cookiecutter.reward, []) + ["from tasks.common.rewards.examples import check_examples"] %}
 {{ imports.sorted(common, "reward import " ~ ("CONFIG, ENV, " if cookiecutter.reward == "environment" else "") ~ "compute_score") }}
 {% include cookiecutter.reward ~ "/tests.py" %}
 

@@ -20,7 +20,7 @@ INIT=${INIT:-base} # there too: the environment gives no worked answers for an S
 # An adapter's learning rates on a machine without a GPU.
 SMALL_SFT_STEPS=12 SMALL_SFT_LR=2e-3 SMALL_LR=2e-4
 {% endif %}
-source "$(dirname "${BASH_SOURCE[0]}")/../common/stack.sh"
+source "$(dirname "${BASH_SOURCE[0]}")/../common/launch/defaults.sh"
 
 # ---- model and data
 {{ line("MODEL", cookiecutter.model, "a hub id, a folder, or `embedded` (SmolLM2-135M-Instruct)") }}
@@ -88,4 +88,4 @@ ABORT_ON=${ABORT_ON:-}                     # health rules that end the training,
 WANDB=${WANDB:-0}                          # 1: also to Weights & Biases
 LOGGER=${LOGGER:-}                         # more verl loggers beside console and file, e.g. tensorboard,mlflow
 
-exec bash "$ROOT/tasks/common/launch.sh" "$@"
+exec bash "$ROOT/tasks/common/launch/launch.sh" "$@"

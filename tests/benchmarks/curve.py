@@ -9,7 +9,7 @@ import json
 import sys
 from pathlib import Path
 
-from tasks.common.plots import COLORS, plt, save
+from tasks.common.evaluation.plots import COLORS, plt, save
 from tests.helpers import ROOT
 
 METRICS = ROOT / "docs/results/h200-countdown-learning.metrics.jsonl"

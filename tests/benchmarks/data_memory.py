@@ -18,7 +18,7 @@ from pathlib import Path
 
 RUN = """
 import resource, sys, time
-from tasks.common.json_to_parquet import convert, parse
+from tasks.common.data.convert import convert, parse
 start = time.perf_counter()
 if len(sys.argv) > 1:
     convert(parse(sys.argv[1:]))

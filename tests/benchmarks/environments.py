@@ -13,8 +13,8 @@ import os
 import statistics
 import time
 
-from tasks.common import gym
-from tasks.common.reward import last_answer
+from tasks.common.rewards import gym
+from tasks.common.rewards.answers import last_answer
 
 
 def timed(function, *arguments):

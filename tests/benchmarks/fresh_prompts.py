@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 
-from tasks.common.metrics import bootstrap_mean
+from tasks.common.evaluation.statistics import bootstrap_mean
 
 LAST = 4  # steps taken together at the end
 

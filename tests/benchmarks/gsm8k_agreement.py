@@ -19,8 +19,8 @@ from pathlib import Path
 from math_verify import parse, verify
 from verl.utils.reward_score import gsm8k as verl_gsm8k
 
-from tasks.common.data import write_json
-from tasks.common.records import Records
+from tasks.common.data.records import Records
+from tasks.common.files import write_json
 from tasks.gsm8k.reward import compute_score
 
 AFTER = " This follows from the steps above, each of which can be checked on its own." * 5

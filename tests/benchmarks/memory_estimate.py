@@ -1,4 +1,4 @@
-"""The estimate of memory (tasks/common/memory.py) beside what was measured.
+"""The estimate of memory (tasks/common/machine/memory.py) beside what was measured.
 
     PYTHONPATH=. python tests/benchmarks/memory_estimate.py                     # recorded runs, and the profiles
     PYTHONPATH=. python tests/benchmarks/memory_estimate.py make train TASK=countdown STACK=cpu STEPS=2 ...
@@ -19,8 +19,8 @@ from pathlib import Path
 
 import psutil
 
-from tasks.common import doctor
-from tasks.common.memory import EMBEDDED_CONFIG, Plan, estimate, shapes
+from tasks.common.launch import doctor
+from tasks.common.machine.memory import EMBEDDED_CONFIG, Plan, estimate, shapes
 from tasks.common.settings import ROOT, load_settings
 from tests.benchmarks.training import QWEN2_5_3B
 from tests.helpers import exported

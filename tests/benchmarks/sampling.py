@@ -21,11 +21,11 @@ from pathlib import Path
 
 import torch
 
-from tasks.common.chat_template import prompt_ids
-from tasks.common.data import read_rows
-from tasks.common.engines import LOGPROBS, VLLMEngine
-from tasks.common.model import resolve_model
-from tasks.common.sample import Job, Scoring, load, sample, sampling
+from tasks.common.data.rows import read_rows
+from tasks.common.evaluation.engines import LOGPROBS, VLLMEngine
+from tasks.common.evaluation.sample import Job, Scoring, load, sample, sampling
+from tasks.common.models.chat_template import prompt_ids
+from tasks.common.models.find import resolve_model
 from tasks.common.settings import load_settings
 
 LIMIT_RATIO = 0.95

@@ -26,9 +26,10 @@ from pathlib import Path
 
 import torch
 
-from tasks.common import training, verl_config, verl_generations
-from tasks.common.model import resolve_model
+from tasks.common.launch.train import trainer_module
+from tasks.common.models.find import resolve_model
 from tasks.common.settings import Settings, artifacts, load_settings
+from tasks.common.training import verl_config, verl_versions
 
 PHASES = ("gen", "reward", "old_log_prob", "adv", "update_actor", "update_weights", "step")
 QWEN2_5_3B = {  # https://huggingface.co/Qwen/Qwen2.5-3B/blob/main/config.json
@@ -70,7 +71,7 @@ def _by_sequences(s: Settings, most: int) -> list[str]:
 
 def variants(s: Settings) -> dict[str, list[str]]:
     """Overrides after ours, in the names of the verl that is installed."""
-    newer = verl_generations.has_own_trainers()
+    newer = verl_versions.has_own_trainers()
     verls_own = [*VERLS_OWN, *(OF_CURRENT if newer else OF_A100)]
     example = ["actor_rollout_ref.rollout.gpu_memory_utilization=0.6"]
     if newer:
@@ -84,7 +85,7 @@ def variants(s: Settings) -> dict[str, list[str]]:
         *_by_sequences(s, s.MICRO_BATCH_SIZE),
     ]
     every = {"ours": [], "example": [*verls_own, *example], "naive": [*verls_own, *naive]}
-    return {name: verl_generations.renamed(overrides, "ppo_trainer", s) for name, overrides in every.items()}
+    return {name: verl_versions.renamed(overrides, "ppo_trainer", s) for name, overrides in every.items()}
 
 
 def random_model(folder: Path, tokenizer_of: str) -> Path:
@@ -114,7 +115,7 @@ def train(s: Settings, model: str, out: Path, steps: int, extra: list[str]) -> d
         "trainer.save_freq=-1",
         "trainer.rollout_data_dir=null",
     ]
-    environ = os.environ | training.trainer_module(s) | {"VERL_FILE_LOGGER_PATH": str(out / "metrics.jsonl")}
+    environ = os.environ | trainer_module(s) | {"VERL_FILE_LOGGER_PATH": str(out / "metrics.jsonl")}
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *verl_config.HYDRA, *overrides]
     with (out / "log").open("w") as log:
         code = subprocess.run(command, env=environ, stdout=log, stderr=subprocess.STDOUT).returncode

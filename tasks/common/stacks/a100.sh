@@ -1,7 +1,7 @@
 # shellcheck shell=bash
 # NVIDIA GPUs of the Ampere generation and later: verl 0.6.1 with torch 2.8.0, vLLM 0.11.0 and flash-attn 2.8.1.
 # The values are those of the task's config block. The overrides are in the names of verl 0.9.1, as all are;
-# tasks/common/verl_generations.py says what 0.6.1 calls them, and what it needs besides.
+# tasks/common/training/verl_versions.py says what 0.6.1 calls them, and what it needs besides.
 
 STACK_VERL=0.6.1
 # verl reads this in every process.

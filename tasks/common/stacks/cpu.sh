@@ -17,7 +17,7 @@ if [[ ${STAGE:-} == probe ]]; then LIMIT=${LIMIT:-64}; fi
 STACK_VERL=0.9.1
 # verl and vLLM read these in every process.
 VERL_PLATFORM=cpu
-VERL_USE_EXTERNAL_MODULES=tasks.common.stacks.cpu.verl_platform,tasks.common.verl_patches${VERL_USE_EXTERNAL_MODULES:+,$VERL_USE_EXTERNAL_MODULES}
+VERL_USE_EXTERNAL_MODULES=tasks.common.stacks.cpu.verl_platform,tasks.common.verl_plugins.patches${VERL_USE_EXTERNAL_MODULES:+,$VERL_USE_EXTERNAL_MODULES}
 VLLM_CPU_KVCACHE_SPACE=1
 VLLM_CPU_OMP_THREADS_BIND=nobind
 # Evaluation's engines in one process after another would each import everything again (10 s each); a GPU's memory is
@@ -28,7 +28,7 @@ OMP_NUM_THREADS=${OMP_NUM_THREADS:-$(nproc)}
 GLIBC_TUNABLES=glibc.malloc.hugetlb=1
 
 # Hydra overrides of this stack, one on a line, for both trainers or one of them. entropy_checkpointing: an update that
-# measures the entropy (tasks/common/verl_on_policy.py) keeps nothing for a gradient of it.
+# measures the entropy (tasks/common/verl_plugins/on_policy.py) keeps nothing for a gradient of it.
 STACK_OVERRIDES="
 trainer.device=cpu
 "

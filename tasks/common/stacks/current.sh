@@ -4,7 +4,7 @@
 
 STACK_VERL=0.9.1
 # verl reads this in every process. There is no flash-attn wheel for torch 2.11: attention is torch's own kernel.
-VERL_USE_EXTERNAL_MODULES=tasks.common.verl_patches,tasks.common.stacks.current.varlen_attention${VERL_USE_EXTERNAL_MODULES:+,$VERL_USE_EXTERNAL_MODULES}
+VERL_USE_EXTERNAL_MODULES=tasks.common.verl_plugins.patches,tasks.common.stacks.current.varlen_attention${VERL_USE_EXTERNAL_MODULES:+,$VERL_USE_EXTERNAL_MODULES}
 
 STACK_OVERRIDES="
 "

@@ -1,7 +1,7 @@
 """The reward: what reasoning-gym's environment gives the answer, in a process of its own (docs/REASONING_GYM.md)."""
 
 {% import "imports.jinja" as imports with context %}
-{{ imports.sorted(["from tasks.common import gym", "from tasks.common.reward import reward_function"], "prepare_data import CONFIG, ENV") }}
+{{ imports.sorted(["from tasks.common.rewards import gym", "from tasks.common.rewards.answers import reward_function"], "prepare_data import CONFIG, ENV") }}
 _score = gym.scorer(ENV, CONFIG)
 
 

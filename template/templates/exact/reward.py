@@ -1,6 +1,6 @@
 """The reward: 0.0 no answer, 0.1 an answer, 1.0 the right one. FILL IN: partial credit."""
 
-from tasks.common.reward import last_answer, reward_function
+from tasks.common.rewards.answers import last_answer, reward_function
 
 
 @reward_function

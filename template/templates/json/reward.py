@@ -1,8 +1,8 @@
 """The reward: 0.0 no object that fits the schema, 0.1 one that does, 1.0 the right one. FILL IN: SCHEMA."""
 
-from tasks.common.json_answer import read_object, schema_problem
-from tasks.common.reward import read_ground_truth, reward_function
-from tasks.common.tool_calls import same_value
+from tasks.common.rewards.answers import read_ground_truth, reward_function
+from tasks.common.rewards.json_answer import read_object, schema_problem
+from tasks.common.rewards.tool_calls import same_value
 
 SCHEMA = {
     "type": "object",

@@ -3,8 +3,8 @@
 Set JUDGE_URL and JUDGE_MODEL before training. FILL IN: RUBRIC.
 """
 
-from tasks.common import judge
-from tasks.common.reward import read_ground_truth, reward_function
+from tasks.common.rewards import judge
+from tasks.common.rewards.answers import read_ground_truth, reward_function
 
 RUBRIC = "The answer does what the question asks, in correct sentences, and agrees with the reference if there is one."
 

@@ -1,7 +1,7 @@
 """The reward: 0.0 no answer, 0.1 an answer, 1.0 the right one. FILL IN: partial credit."""
 
-from tasks.common.math_answer import compare, find_answer, read_number
-from tasks.common.reward import reward_function
+from tasks.common.rewards.answers import reward_function
+from tasks.common.rewards.math_answer import compare, find_answer, read_number
 
 
 @reward_function

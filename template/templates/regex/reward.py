@@ -2,7 +2,7 @@
 
 import regex
 
-from tasks.common.reward import last_answer, reward_function
+from tasks.common.rewards.answers import last_answer, reward_function
 
 MAX_ANSWER_CHARS = 200
 SECONDS = 0.1  # some patterns, such as (a+)+b, take exponential time on some answers: those do not match

@@ -1,7 +1,7 @@
 """The reward: 0.0 no call where one is expected (or the reverse), 0.1 a call, 1.0 the right calls."""
 
-from tasks.common.reward import read_ground_truth, reward_function
-from tasks.common.tool_calls import Malformed, matched, parse_response
+from tasks.common.rewards.answers import read_ground_truth, reward_function
+from tasks.common.rewards.tool_calls import Malformed, matched, parse_response
 
 
 @reward_function

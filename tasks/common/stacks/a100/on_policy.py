@@ -1,4 +1,4 @@
-"""No pass for the old log-probs in a step of one update, with verl 0.6.1 (0.9.1: tasks/common/verl_on_policy.py).
+"""No pass for the old log-probs in a step of one update, with verl 0.6.1 (0.9.1: verl_plugins/on_policy.py).
 
 verl 0.6.1 takes the update's own log-probs there (workers/actor/dp_actor.py, ``on_policy``), but makes the pass all the
 same. Here the update measures what verl's metrics take from the pass. verl_patches.py loads this in every verl process.
@@ -13,8 +13,8 @@ from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.utils.debug.metrics import calculate_debug_metrics
 from verl.workers.actor.dp_actor import DataParallelPPOActor
 
-from tasks.common.one_update import ON_POLICY, applies
-from tasks.common.patch import expect
+from tasks.common.verl_plugins.expect import expect
+from tasks.common.verl_plugins.one_update import ON_POLICY, applies
 
 expect(
     DataParallelPPOActor,

@@ -13,8 +13,8 @@ from verl.utils import tracking
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 
 import tasks.common.stacks.a100.on_policy  # noqa: F401
-from tasks.common.patch import expect
 from tasks.common.process import die_with_torchrun
+from tasks.common.verl_plugins.expect import expect
 
 die_with_torchrun()
 
@@ -68,7 +68,7 @@ agent_loop.hf_processor = _without_code(agent_loop.hf_processor)
 
 
 # ---- verl/model_merger/base_model_merger.py:268 writes lora_alpha 0: nothing in a checkpoint says it -----------------
-# 0.9.1's fsdp_checkpoint_manager.py writes this file, from which tasks/common/merge.py takes it.
+# 0.9.1's fsdp_checkpoint_manager.py writes this file, from which tasks/common/models/merge.py takes it.
 
 expect(FSDPCheckpointManager.save_checkpoint, "hf_local_path")
 _save_checkpoint = FSDPCheckpointManager.save_checkpoint

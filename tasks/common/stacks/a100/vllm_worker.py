@@ -6,7 +6,7 @@ v1/worker/gpu_model_runner.py:438 makes a buffer of max_model_len rows, and line
 import torch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from tasks.common.patch import expect
+from tasks.common.verl_plugins.expect import expect
 
 expect(
     GPUModelRunner.__init__, "self.sampled_token_ids_pinned_cpu = torch.empty(\n            (self.max_model_len, 1),"

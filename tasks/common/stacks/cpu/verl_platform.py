@@ -16,7 +16,7 @@ import torch
 from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
 
-from tasks.common.patch import expect
+from tasks.common.verl_plugins.expect import expect
 
 # Each of a dozen processes imports some 6,000 modules, and Python looks through all of their objects again and again.
 gc.set_threshold(100_000, 20, 50)

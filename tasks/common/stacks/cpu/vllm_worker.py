@@ -3,7 +3,7 @@
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 from vllm.model_executor.layers import linear, utils
 
-from tasks.common.patch import expect
+from tasks.common.verl_plugins.expect import expect
 
 # vllm/model_executor/layers/linear.py:215 packs a weight for oneDNN and replaces the original by an empty tensor.
 # verl's next weight sync then finds no parameter of that shape to load into.

@@ -1,0 +1,214 @@
+"""From a data file of almost any form to verl's parquet files: train, test and a manifest. docs/DATA.md describes it.
+
+python -m tasks.common.data.convert INPUT OUTPUT_DIR [--kind rl|sft|dpo] [--prompt-column NAME] …
+"""
+
+import argparse
+import functools
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from pathlib import Path
+
+import pyarrow as pa
+
+from tasks.common.data.formats import KINDS, Columns, Conversation, conversation
+from tasks.common.data.prepare import (
+    Example,
+    Examples,
+    describe,
+    load_tokenizer,
+    needs_tools,
+    prompt_text,
+    replaced_as_a_whole,
+    too_long,
+)
+from tasks.common.data.records import Records, load
+from tasks.common.data.rows import MESSAGES, TOOL_MESSAGES, DataError, encoded, rl_row, rl_schema, sft_schema
+from tasks.common.data.split import Form, Sizes, SplitError, write_split
+from tasks.common.files import write_json
+
+
+def dpo_schema(tools: bool = False) -> pa.Schema:
+    """Of preference pairs, as TRL's DPOTrainer reads them: chosen and rejected are one assistant message each."""
+    own = [("tools", pa.string())] if tools else []
+    prompt = TOOL_MESSAGES if tools else MESSAGES
+    return pa.schema([("prompt", prompt), ("chosen", MESSAGES), ("rejected", MESSAGES), *own])
+
+
+# ---- from a conversation to (prompt, answer); the answer of an Example is its ground_truth
+
+
+def rl_example(found: Conversation) -> Example | None:
+    """The answer is what the reward gets: that of the record, else the last turn's text, or its calls if it has any."""
+    if found.answer is not None:
+        return Example(found.messages, found.answer, tools=found.tools)
+    *prompt, last = found.messages
+    if last["role"] != "assistant" or not prompt:
+        return None
+    calls = [call["function"] for call in last.get("tool_calls", [])]
+    return Example(prompt, calls or last["content"], tools=found.tools)
+
+
+def sft_example(found: Conversation) -> Example | None:
+    """The answer is the last message."""
+    *prompt, last = found.messages
+    if found.answer is not None:
+        text = found.answer if isinstance(found.answer, str) else json.dumps(found.answer, ensure_ascii=False)
+        prompt, last = found.messages, {"role": "assistant", "content": text}
+    if last["role"] != "assistant" or not prompt:
+        return None
+    return Example(prompt, last, tools=found.tools)
+
+
+def dpo_example(found: Conversation) -> Example | None:
+    """The answer is the pair."""
+    if found.chosen is None:
+        raise DataError("has no chosen and rejected answers; name them with --chosen-column and --rejected-column")
+    if found.chosen == found.rejected:
+        return None
+    return Example(found.messages, {"chosen": found.chosen, "rejected": found.rejected}, tools=found.tools)
+
+
+# ---- rows
+
+
+def sft_line(example: Example, split: str, index: int) -> dict:
+    return {"messages": encoded([*example.prompt, example.ground_truth]), **_tools(example)}
+
+
+def dpo_line(example: Example, split: str, index: int) -> dict:
+    answers = {name: [{"role": "assistant", "content": text}] for name, text in example.ground_truth.items()}
+    return {"prompt": encoded(example.prompt), **answers, **_tools(example)}
+
+
+def _tools(example: Example) -> dict:
+    return {"tools": json.dumps(example.tools)} if example.tools else {}
+
+
+def _rl_line(name: str, example: Example, split: str, index: int) -> dict:
+    return rl_row(name, example.prompt, example.ground_truth, split, index, example.tools)
+
+
+# ---- the command
+
+
+def convert(options: argparse.Namespace) -> dict:
+    """Write the files and return the manifest. Raises DataError; OUTPUT_DIR then is as it was."""
+    parts = load(options.input)
+    columns = Columns(**{field.name: getattr(options, f"{field.name}_column") for field in fields(Columns)})
+    kind = options.kind or _kind(parts[0], columns)
+    examples = Examples(parts, _converter(kind, columns))
+    tokenizer = load_tokenizer(options.tokenizer, "--tokenizer ") if options.tokenizer else None
+    own_test = any(part.split == "test" for part in parts)
+    test_size = options.test_size if options.test_size is not None else 0 if own_test else 0.05
+    name = options.data_source or Path(options.input).stem
+
+    def answer_text(example: Example) -> str:
+        return "" if kind == "rl" else json.dumps(example.ground_truth)
+
+    form = Form(
+        identity=lambda example: (prompt_text(example), answer_text(example)),
+        row={"rl": functools.partial(_rl_line, name), "sft": sft_line, "dpo": dpo_line}[kind],
+        schema={"rl": rl_schema, "sft": sft_schema, "dpo": dpo_schema}[kind],
+        needs_tools=_calls if kind == "sft" else needs_tools,
+        problem=lambda e: too_long(tokenizer, options.max_prompt_tokens, e.prompt, e.tools) if tokenizer else None,
+    )
+    with replaced_as_a_whole(Path(options.output_dir), ("test", "train")) as new:
+        try:
+            sizes = Sizes(options.max_samples, test_size)
+            rows, dropped = write_split(examples, new, form, sizes, options.seed)
+        except SplitError as error:
+            raise DataError(f"{options.input}: {error}") from error
+        manifest = {"source": "file", "kind": kind, "origin": examples.origin(), "seed": options.seed, "rows": rows}
+        manifest |= {"dropped": dropped, "test_size": test_size, "max_samples": options.max_samples}
+        manifest |= {"tokenizer": options.tokenizer, "max_prompt_tokens": options.max_prompt_tokens}
+        write_json(new / "manifest.json", manifest)
+    return manifest
+
+
+def _calls(example: Example) -> bool:
+    return needs_tools(example) or "tool_calls" in example.ground_truth
+
+
+def _kind(records: Records, columns: Columns) -> str:
+    """The kind of the first record."""
+    place, record = next(records.located())
+    try:
+        return conversation(record, columns).kind
+    except DataError as error:
+        raise DataError(f"{place}: {error}") from error
+
+
+def _converter(kind: str, columns: Columns) -> Callable[[dict], Iterator[Example]]:
+    make = {"rl": rl_example, "sft": sft_example, "dpo": dpo_example}[kind]
+
+    def examples(record: dict) -> Iterator[Example]:
+        found = conversation(record, columns)
+        if found.chosen is not None and kind != "dpo":
+            raise DataError(f"has chosen and rejected answers, which are no {kind} row; use --kind dpo")
+        if example := make(found):
+            yield example
+
+    return examples
+
+
+def _next_step(kind: str, folder: Path) -> str:
+    if kind == "rl":
+        return f"next: make train TASK=… TRAIN_FILE={(folder / 'train.parquet').resolve()}"
+    if kind == "sft":
+        return f"next: give it to verl.trainer.sft_trainer as data.train_files={(folder / 'train.parquet').resolve()}"
+    return f"next: make dpo TASK=… PAIRS_FILE={(folder / 'train.parquet').resolve()}"
+
+
+def _count(text: str) -> int:
+    if (value := int(text)) < 0:
+        raise ValueError
+    return value
+
+
+def _size(text: str) -> float:
+    value = float(text)
+    if not (0 <= value < 1 or (1 <= value < 1e15 and value == int(value))):  # false for NaN
+        raise ValueError
+    return value
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """Options from a command line; exits with a message when they are wrong."""
+    parser = argparse.ArgumentParser(prog="json_to_parquet", description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("input", help="json, jsonl, csv or parquet file, or a folder with train.* and test.*")
+    parser.add_argument("output_dir", help="gets train.parquet, test.parquet and manifest.json")
+    parser.add_argument("--kind", choices=KINDS, help="of rows to write (default: by the first record)")
+    for field in fields(Columns):
+        parser.add_argument(f"--{field.name}-column", metavar="NAME", help="in place of recognition")
+    parser.add_argument(
+        "--test-size", type=_size, help="a count, or a share below 1 (default 0.05; with a test file all of it: 0)"
+    )
+    parser.add_argument("--max-samples", type=_count, default=0, help="use so many rows of all; 0: all")
+    parser.add_argument("--seed", type=_count, default=42, help="of the split (default 42)")
+    parser.add_argument("--tokenizer", metavar="MODEL", help="hub id or folder of the model that measures prompts")
+    parser.add_argument("--max-prompt-tokens", type=_count, metavar="N", help="drop longer prompts")
+    parser.add_argument("--data-source", metavar="NAME", help="of RL rows (default: the file's name)")
+    options = parser.parse_args(arguments)
+    if bool(options.tokenizer) != bool(options.max_prompt_tokens):
+        parser.error("--tokenizer and --max-prompt-tokens go together")
+    return options
+
+
+def main() -> None:
+    """Command line."""
+    options = parse(sys.argv[1:])
+    try:
+        manifest = convert(options)
+    except (DataError, OSError) as error:
+        sys.exit(f"error: {' '.join(str(error).split())}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+    print(f"{manifest['kind']} rows in {options.output_dir}: {describe(manifest)}")
+    print(_next_step(manifest["kind"], Path(options.output_dir)))
+
+
+if __name__ == "__main__":
+    main()

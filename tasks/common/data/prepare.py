@@ -1,0 +1,352 @@
+"""`make data`: turn a task's examples into train, test and SFT parquet files with a manifest beside them."""
+
+import hashlib
+import heapq
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import chain, islice
+from pathlib import Path
+
+from tasks.common.data.records import HubRecords, HubUnreachable, Records, load
+from tasks.common.data.rows import (
+    BATCH_ROWS,
+    DataError,
+    chat,
+    messages_problem,
+    rl_row,
+    rl_schema,
+    sft_row,
+    sft_schema,
+    write_parquet,
+)
+from tasks.common.data.split import Form, Sizes, SplitError, write_split
+from tasks.common.files import write_json
+from tasks.common.models.chat_template import prompt_ids
+from tasks.common.models.find import resolve_model
+from tasks.common.settings import Settings, SettingsError, load_settings
+
+
+@dataclass(frozen=True)
+class Example:
+    """One problem: what the model is asked, what the reward needs, and a worked answer for SFT if there is one.
+
+    ``prompt`` is the text of the user's turn, or OpenAI messages; ``ground_truth`` is stored as JSON text unless it is
+    text. ``tools`` are OpenAI tool schemas that go into the prompt. ``split`` is "train" or "test" where the source has
+    its own split; examples of one ``group`` (turns of a conversation) go to one side of a split that is made here.
+    """
+
+    prompt: str | list[dict]
+    ground_truth: dict | list | str
+    demonstration: str | None = None
+    system: str | None = None
+    tools: list[dict] | None = None
+    split: str | None = None
+    group: str | None = None
+
+    def messages(self) -> list[dict]:
+        """The prompt as OpenAI messages."""
+        if isinstance(self.prompt, str):
+            return chat(self.prompt, self.system)
+        own = self.system and self.prompt[0]["role"] != "system"
+        return [*([{"role": "system", "content": self.system}] if own else []), *self.prompt]
+
+
+# A generator is read once and in order: its first examples are the test set, the next train. What can be iterated again
+# (``Examples``) is split by seed. None in place of an example is a record that gave none, which is counted.
+Source = Callable[[Settings], Iterable[Example | None]]
+
+
+class Examples:
+    """Examples made of the records of files or of the hub; they can be iterated again.
+
+    ``parts``: ``records.load(path)``, or ``[records.hub(name, config, split), …]``. ``convert``: the examples of a
+    record, perhaps none; a DataError of it gets the record's place put before.
+    """
+
+    def __init__(self, parts: list[Records | HubRecords], convert: Callable[[dict], Iterable[Example]]):
+        self.parts, self.convert = parts, convert
+
+    def __iter__(self) -> Iterator[Example | None]:
+        for part in self.parts:
+            for place, record in part.located():
+                try:
+                    found = None
+                    for found in self.convert(record):
+                        if problem := messages_problem(found.messages()):
+                            raise DataError(f"the prompt {problem}")
+                        yield replace(found, split=part.split) if part.split else found
+                    if found is None:
+                        yield None
+                except DataError as error:
+                    raise DataError(f"{place}: {error}") from error
+
+    def origin(self) -> list[dict]:
+        """What the manifest says of the parts."""
+        return [part.origin() for part in self.parts]
+
+
+def distinct(examples: Iterable[Example], patience: int = 100_000) -> Iterator[Example]:
+    """Each prompt once, so that train and test are disjoint. Ends when ``patience`` repeats come in a row.
+
+    Memory: 16 bytes of digest for each prompt.
+    """
+    seen: set[bytes] = set()
+    repeats = 0
+    for example in examples:
+        key = hashlib.blake2b(prompt_text(example).encode(), digest_size=16).digest() if example else b""
+        if not example or key in seen:
+            repeats += 1
+            if repeats >= patience:
+                return
+            continue
+        seen.add(key)
+        repeats = 0
+        yield example
+
+
+def prompt_text(example: Example) -> str:
+    """The same text for the same prompt: its messages and tools."""
+    return json.dumps([example.messages(), example.tools])
+
+
+def prepare(settings: Settings, sources: dict[str, Source]) -> dict:
+    """Write ``train.parquet``, ``test.parquet`` and ``sft.parquet`` to ``settings.data_dir`` and return the manifest.
+
+    A generator: its first TEST_SIZE distinct examples are the test set, the next TRAIN_SIZE train the policy. A finite
+    source: without prompts over MAX_PROMPT_LENGTH tokens and duplicates, MAX_SAMPLES are chosen by SEED, of those
+    TEST_SIZE (or the source's own test split), then at most TRAIN_SIZE. The demonstrations of the first SFT_SIZE
+    training prompts that have one are the SFT set. Raises DataError when the source has too few; the data of before
+    then stays.
+    """
+    name, note = _resolve(settings, sources)
+    try:
+        return _prepare(settings, name, sources.get(name) or sources["hub"], note)
+    except HubUnreachable as error:
+        if settings.FILE or settings.SOURCE != "auto" or "generate" not in sources:
+            raise
+        note = f"generated here, for {error}"
+        try:
+            return _prepare(settings, "generate", sources["generate"], note)
+        except DataError as second:
+            raise DataError(f"{second} ({note})") from second
+
+
+def _resolve(settings: Settings, sources: dict[str, Source]) -> tuple[str, str]:
+    """The name of the source to take, and a note why."""
+    name = "file" if settings.FILE else settings.SOURCE
+    if name == "file" and not settings.FILE:
+        raise DataError("SOURCE=file: set FILE, the path of a data file or of a folder with train.* and test.*")
+    if name == "file" and "file" not in sources:
+        raise DataError(f"FILE={settings.FILE}: this task reads no files; it knows SOURCE={', '.join(sources)}")
+    if name == "auto":
+        if settings.DIFFICULTY == "easy" and "generate" in sources:
+            return "generate", "generated here, for DIFFICULTY=easy"
+        known = [name for name in ("hub", "generate") if name in sources]
+        if not known:
+            raise DataError(f"SOURCE=auto: this task knows {', '.join(sources)}; for a data file set FILE")
+        return known[0], ""
+    if name not in sources and not ("hub" in sources and Path(name).is_dir()):
+        raise DataError(f"SOURCE={name}: this task knows {', '.join(sources)}, or a folder of the hub's form")
+    return name, ""
+
+
+def _prepare(settings: Settings, name: str, source: Source, note: str) -> dict:
+    examples = source(settings)
+    finite = iter(examples) is not examples
+    shown = f"FILE={settings.FILE}" if name == "file" else f"SOURCE={name}"
+    with replaced_as_a_whole(settings.data_dir, ("test", "train", "sft")) as new:
+        try:
+            rows, details = (_finite if finite else _endless)(settings, examples, new)
+        except SplitError as error:
+            raise DataError(f"{shown}: {error}") from error
+        if rows["train"] < settings.TRAIN_BATCH_SIZE:
+            raise DataError(
+                f"{shown}: only {rows['train']} training prompts{_because(details)}, less than "
+                f"TRAIN_BATCH_SIZE={settings.TRAIN_BATCH_SIZE}; lower it, or take more data"
+            )
+        if rows["train"] < settings.TRAIN_SIZE:
+            note = "; ".join(filter(None, [note, f"TRAIN_SIZE={settings.TRAIN_SIZE}: there are {rows['train']}"]))
+        manifest = {"fingerprint": settings.data_fingerprint(), "source": name, "note": note}
+        manifest |= {"origin": _origin(settings, name, examples), "seed": settings.SEED, "rows": rows, **details}
+        write_json(new / "manifest.json", manifest)
+    return manifest
+
+
+def _finite(settings: Settings, examples: Iterable[Example | None], new: Path) -> tuple[dict, dict]:
+    """Split by seed: rows of each file, and what the manifest says besides."""
+    tokenizer = load_tokenizer(settings.MODEL)
+    demonstrations: list[tuple[int, dict]] = []  # a heap of the first so many, the last of them on top
+
+    def row(example: Example, split: str, index: int) -> dict:
+        if split == "train" and example.demonstration and settings.SFT_SIZE:
+            found = (-index, sft_row(example.messages(), example.demonstration, example.tools))
+            keep = heapq.heappush if len(demonstrations) < settings.SFT_SIZE else heapq.heappushpop
+            keep(demonstrations, found)
+        return _row(settings, example, split, index)
+
+    form = Form(
+        identity=lambda e: (e.group, prompt_text(e)) if e.group else (prompt_text(e), ""),
+        row=row,
+        schema=rl_schema,
+        needs_tools=needs_tools,
+        problem=lambda e: too_long(tokenizer, settings.MAX_PROMPT_LENGTH, e.messages(), e.tools),
+    )
+    sizes = Sizes(settings.MAX_SAMPLES, settings.TEST_SIZE, settings.TRAIN_SIZE)
+    rows, dropped = write_split(examples, new, form, sizes, settings.SEED)
+    if demonstrations:
+        sft = [row for _, row in sorted(demonstrations, key=lambda found: -found[0])]
+        rows["sft"] = _write_sft(sft, new)
+    return rows, {"dropped": dropped, "tokenizer": settings.MODEL, "max_prompt_tokens": settings.MAX_PROMPT_LENGTH}
+
+
+def _endless(settings: Settings, examples: Iterator[Example], new: Path) -> tuple[dict, dict]:
+    """The first are the test set, the next train: as ``_finite``."""
+    test_size, train_size = _counts(settings)
+    examples = distinct(examples)
+    test = list(islice(examples, test_size))
+    train = islice(examples, train_size)
+    ahead = list(islice(train, BATCH_ROWS))
+    tools = any(map(needs_tools, chain(test, ahead)))
+    demonstrations: list[dict] = []
+
+    def train_rows() -> Iterator[dict]:
+        for index, example in enumerate(chain(ahead, train)):
+            if needs_tools(example) and not tools:
+                raise DataError(f"training prompt {index} has tools, and none of the {len(test) + len(ahead)} before")
+            if example.demonstration and len(demonstrations) < settings.SFT_SIZE:
+                demonstrations.append(sft_row(example.messages(), example.demonstration, example.tools))
+            yield _row(settings, example, "train", index)
+
+    test_rows = (_row(settings, example, "test", index) for index, example in enumerate(test))
+    schema = rl_schema(tools)
+    rows = {
+        "test": write_parquet(test_rows, new / "test.parquet", schema),
+        "train": write_parquet(train_rows(), new / "train.parquet", schema, total=train_size),
+    }
+    if rows["train"] < train_size:
+        raise SplitError(
+            f"has only {rows['test'] + rows['train']} different prompts for TEST_SIZE={settings.TEST_SIZE:g} "
+            f"and TRAIN_SIZE={settings.TRAIN_SIZE}; lower them, or take another source"
+        )
+    if demonstrations:
+        rows["sft"] = _write_sft(demonstrations, new)
+    return rows, {}
+
+
+def _counts(settings: Settings) -> tuple[int, int]:
+    """Test and training prompts to take of a source that has no end."""
+    share = settings.TEST_SIZE if settings.TEST_SIZE < 1 else 0
+    total = settings.MAX_SAMPLES or round(settings.TRAIN_SIZE / (1 - share))
+    test = max(1, round(share * total)) if share else int(settings.TEST_SIZE)
+    train = min(settings.TRAIN_SIZE or total, total - test) if settings.MAX_SAMPLES else settings.TRAIN_SIZE
+    if test < 1 or train < 1:
+        raise SplitError(
+            f"makes as many prompts as are asked for, and TEST_SIZE={settings.TEST_SIZE:g}, TRAIN_SIZE="
+            f"{settings.TRAIN_SIZE}, MAX_SAMPLES={settings.MAX_SAMPLES} ask for none: set TEST_SIZE and TRAIN_SIZE"
+        )
+    return test, train
+
+
+def _row(settings: Settings, example: Example, split: str, index: int) -> dict:
+    return rl_row(settings.TASK, example.messages(), example.ground_truth, split, index, example.tools)
+
+
+def _write_sft(rows: list[dict], new: Path) -> int:
+    tools = any(
+        "tools" in row or any(message.keys() - {"role", "content"} for message in row["messages"]) for row in rows
+    )
+    return write_parquet(rows, new / "sft.parquet", sft_schema(tools))
+
+
+def _origin(settings: Settings, name: str, examples: Iterable) -> list[dict]:
+    if hasattr(examples, "origin"):
+        return examples.origin()
+    return [part.origin() for part in load(settings.FILE)] if name == "file" else []
+
+
+# ---- shared with json_to_parquet
+
+
+def needs_tools(example: Example) -> bool:
+    """Whether the prompt has tools, or messages that call them."""
+    return bool(example.tools) or any(map(_calls, example.messages()))
+
+
+def _calls(message: dict) -> bool:
+    """Whether it is more than a role and a text."""
+    return bool(message.keys() - {"role", "content"})
+
+
+def load_tokenizer(model: str, shown: str = "MODEL="):
+    """The tokenizer of ``model``, by which prompts are measured. Raises DataError when it cannot be had; ``shown``
+    stands before the model's name."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(resolve_model(model))
+    except (SettingsError, OSError, ValueError) as error:
+        problem = " ".join(str(error).split())[:300]
+        raise DataError(f"{shown}{model}: no tokenizer, by which prompts are measured ({problem})") from error
+    if not tokenizer.chat_template:
+        raise DataError(f"{shown}{model}: has no chat template, so no prompt can be made; take an instruct model")
+    return tokenizer
+
+
+def too_long(tokenizer, limit: int, messages: list[dict], tools: list[dict] | None) -> str | None:
+    """Why a prompt cannot be used: "too_long" with over ``limit`` tokens, "refused_by_chat_template", or None."""
+    try:
+        return "too_long" if len(prompt_ids(tokenizer, messages, tools)) > limit else None
+    except ValueError:
+        return "refused_by_chat_template"
+
+
+@contextmanager
+def replaced_as_a_whole(directory: Path, names: tuple[str, ...]) -> Iterator[Path]:
+    """Yield a folder whose ``names``.parquet and manifest.json replace those of ``directory`` at the end; on an error
+    ``directory`` stays as it was."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=directory, prefix=".partial-") as partial:
+        new = Path(partial)
+        yield new
+        # The manifest goes first and comes last: it never tells of a mixture.
+        (directory / "manifest.json").unlink(missing_ok=True)
+        for name in (*(f"{name}.parquet" for name in names), "manifest.json"):
+            (directory / name).unlink(missing_ok=True)
+            if (new / name).exists():
+                os.replace(new / name, directory / name)
+
+
+def describe(manifest: dict) -> str:
+    """A manifest in a line or two: rows, source, what was dropped."""
+    rows = ", ".join(f"{count} {name}" for name, count in manifest["rows"].items())
+    parts = []
+    for part in manifest.get("origin") or []:
+        if "file" in part:
+            parts.append(f"{part['file']} (sha256 {part['sha256'][:12]})")
+        else:
+            details = [part["config"], part["split"], part.get("revision", "")[:12]]
+            parts.append(f"{part['hub']} ({', '.join(filter(None, details))})")
+    line = f"{rows} from {', '.join([manifest['source'], *parts])}, seed {manifest['seed']}"
+    extra = "; ".join(filter(None, [_because(manifest).strip(" ()"), manifest.get("note")]))
+    return f"{line}\n  {extra}" if extra else line
+
+
+def _because(details: dict) -> str:
+    """(dropped: 3 duplicates, 2 too long) or nothing."""
+    counts = [f"{count} {reason.replace('_', ' ')}" for reason, count in details.get("dropped", {}).items() if count]
+    return f" (dropped: {', '.join(counts)})" if counts else ""
+
+
+def main(sources: dict[str, Source]) -> None:
+    """Command line of a task's prepare_data.py: settings come from the environment (`make data`)."""
+    try:
+        prepare(load_settings(), sources)
+    except (DataError, SettingsError, OSError) as error:
+        sys.exit(f"error: {' '.join(str(error).split())}")
+    except KeyboardInterrupt:
+        sys.exit(130)

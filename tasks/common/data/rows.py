@@ -1,0 +1,246 @@
+"""Rows in verl's format: build them, write them to parquet as a stream, validate any parquet against the schema.
+
+verl reads ``data_source, prompt, ability, reward_model{style, ground_truth}, extra_info`` for RL
+(verl/utils/dataset/rl_dataset.py) and ``messages`` for SFT (verl/utils/dataset/multiturn_sft_dataset.py).
+"""
+
+import json
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from tqdm import tqdm
+
+from tasks.common.files import written_beside
+
+ROLES = ("system", "user", "assistant", "tool")
+BATCH_ROWS = 4096
+
+FUNCTION = pa.struct([("name", pa.string()), ("arguments", pa.string())])  # arguments as JSON text
+CALLS = pa.list_(pa.struct([("type", pa.string()), ("function", FUNCTION)]))
+MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+TOOL_MESSAGES = pa.list_(
+    pa.struct([("role", pa.string()), ("content", pa.string()), ("name", pa.string()), ("tool_calls", CALLS)])
+)
+
+
+def rl_schema(tools: bool = False) -> pa.Schema:
+    """Of RL rows; with ``tools`` their messages may call functions, whose schemas are JSON text in extra_info."""
+    own = [("tools", pa.string())] if tools else []
+    return pa.schema(
+        [
+            ("data_source", pa.string()),
+            ("prompt", TOOL_MESSAGES if tools else MESSAGES),
+            ("ability", pa.string()),
+            ("reward_model", pa.struct([("style", pa.string()), ("ground_truth", pa.string())])),
+            ("extra_info", pa.struct([("split", pa.string()), ("index", pa.int64()), *own])),
+        ]
+    )
+
+
+def sft_schema(tools: bool = False) -> pa.Schema:
+    """Of demonstrations; with ``tools`` as in ``rl_schema``, the tools in a column of their own."""
+    own = [("tools", pa.string())] if tools else []
+    return pa.schema([("messages", TOOL_MESSAGES if tools else MESSAGES), *own])
+
+
+RL_SCHEMA, SFT_SCHEMA = rl_schema(), sft_schema()
+
+
+class DataError(ValueError):
+    """Data that a stage cannot use; the message names file, row and column."""
+
+
+def chat(prompt: str, system: str | None = None) -> list[dict]:
+    """The messages of a prompt; without ``system`` the model's chat template puts in what it has."""
+    return [*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": prompt}]
+
+
+def encoded(messages: list[dict]) -> list[dict]:
+    """OpenAI messages as they are stored: the arguments of tool calls as JSON text, for parquet merges the keys of
+    objects over all rows."""
+    return [_with_calls(message, json.dumps) for message in messages]
+
+
+def decoded(messages: list[dict]) -> list[dict]:
+    """Stored messages as OpenAI messages: no empty fields, the arguments of tool calls as objects."""
+    return [_with_calls({k: v for k, v in m.items() if v is not None}, json.loads) for m in messages]
+
+
+def _with_calls(message: dict, convert: Callable) -> dict:
+    if not message.get("tool_calls"):
+        return {name: value for name, value in message.items() if name != "tool_calls"}
+    calls = [
+        {"type": "function", "function": {**call["function"], "arguments": convert(call["function"]["arguments"])}}
+        for call in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
+
+
+def tools_of(row: dict) -> list[dict] | None:
+    """The tool schemas of an RL row (extra_info.tools) or a demonstration (tools); None if it has none."""
+    text = row.get("tools") or (row.get("extra_info") or {}).get("tools")
+    return json.loads(text) if text else None
+
+
+def rl_row(
+    data_source: str, messages: list[dict], ground_truth, split: str, index: int, tools: list[dict] | None = None
+) -> dict:
+    """One RL row: the ``messages`` that the model answers, the ``tools`` it may call, and what its reward needs.
+
+    ``ground_truth`` is stored as JSON text unless it is text already: parquet merges the keys of dicts over all rows
+    and refuses mixed types, JSON text keeps each row as it was.
+    """
+    if not isinstance(ground_truth, str):
+        ground_truth = json.dumps(ground_truth)
+    extra = {"split": split, "index": index} | ({} if tools is None else {"tools": json.dumps(tools)})
+    return {
+        "data_source": data_source,
+        "prompt": encoded(messages),
+        "ability": data_source,
+        "reward_model": {"style": "rule", "ground_truth": ground_truth},
+        "extra_info": extra,
+    }
+
+
+def sft_row(messages: list[dict], response: str, tools: list[dict] | None = None) -> dict:
+    """One demonstration for SFT: ``messages`` answered by ``response``."""
+    row = {"messages": [*encoded(messages), {"role": "assistant", "content": response}]}
+    return row | ({} if tools is None else {"tools": json.dumps(tools)})
+
+
+def write_parquet(rows: Iterable[dict], path: Path, schema: pa.Schema, total: int | None = None) -> int:
+    """Write ``rows`` to ``path`` and return their number. Memory does not grow with the number of rows.
+
+    Raises DataError when a row does not fit ``schema``; ``path`` is then as it was.
+    """
+    count, batch = 0, []
+
+    def flush() -> None:
+        try:
+            writer.write_table(pa.Table.from_pylist(batch, schema))
+        except (pa.ArrowException, AttributeError, TypeError, UnicodeEncodeError) as error:
+            where = f"{path}: rows {count - len(batch)} to {count - 1}"
+            raise DataError(f"{where}: do not fit the schema ({str(error).splitlines()[0]})") from error
+        bar.update(len(batch))
+        batch.clear()
+
+    with (
+        written_beside(path) as partial,
+        pq.ParquetWriter(partial, schema) as writer,
+        tqdm(total=total, desc=f"  {Path(path).name}", unit=" rows", leave=False, mininterval=1, disable=None) as bar,
+    ):
+        for row in rows:
+            batch.append(row)
+            count += 1
+            if len(batch) == BATCH_ROWS:
+                flush()
+        if batch:
+            flush()
+    return count
+
+
+def read_rows(path: Path, limit: int | None = None) -> Iterator[dict]:
+    """Rows of a parquet file in order, a batch at a time. Raises DataError if the file is missing or corrupt."""
+    path = Path(path)
+    if not path.is_file():
+        raise DataError(f"{path}: no such file; run `make data` or give the path of a parquet file")
+    try:
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(BATCH_ROWS):
+                for row in batch.to_pylist():
+                    if limit is not None and limit <= 0:
+                        return
+                    limit = None if limit is None else limit - 1
+                    yield row
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        problem = str(error).splitlines()[0]
+        raise DataError(f"{path}: not a readable parquet file ({problem}); remove it and run `make data`") from error
+
+
+def messages_problem(messages) -> str | None:
+    """What is wrong with a chat; None if it is one."""
+    if not isinstance(messages, list) or not messages:
+        return "must be a non-empty list of {role, content}"
+    for message in messages:
+        if not isinstance(message, dict) or message.get("role") not in ROLES:
+            return f"each message needs a role among {', '.join(ROLES)}"
+        if not isinstance(message.get("content"), str):
+            return "each message needs a text content"
+        if message.get("tool_calls") and (problem := _calls_problem(message["tool_calls"])):
+            return problem
+    return None
+
+
+def _calls_problem(calls) -> str | None:
+    try:
+        for call in calls:
+            arguments = call["function"]["arguments"]
+            arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+            if not isinstance(call["function"]["name"], str) or not isinstance(arguments, dict):
+                raise TypeError
+    except (ValueError, TypeError, KeyError):
+        return "each of tool_calls must be {function: {name, arguments}}, the arguments an object or its JSON text"
+    return None
+
+
+def _text_problem(value) -> str | None:
+    return None if isinstance(value, str) and value else "must be non-empty text"
+
+
+def _tools_problem(text) -> str | None:
+    try:
+        tools = json.loads(text) if text else []
+        named = isinstance(tools, list) and all(isinstance(tool["function"]["name"], str) for tool in tools)
+    except (ValueError, TypeError, KeyError):
+        named = False
+    return None if named else "must be JSON text, a list of {type, function: {name, ...}}"
+
+
+def _rl_problem(row: dict) -> tuple[str, str] | None:
+    checks: list[tuple[str, Callable[[], str | None]]] = [
+        ("data_source", lambda: _text_problem(row.get("data_source"))),
+        ("prompt", lambda: messages_problem(row.get("prompt"))),
+        ("ability", lambda: _text_problem(row.get("ability"))),
+        (
+            "reward_model",
+            lambda: None if isinstance(row.get("reward_model"), dict) else "must be {style, ground_truth}",
+        ),
+        ("reward_model.style", lambda: _text_problem(row["reward_model"].get("style"))),
+        (
+            "reward_model.ground_truth",
+            lambda: "is missing" if row["reward_model"].get("ground_truth") in (None, "") else None,
+        ),
+        ("extra_info", lambda: None if isinstance(row.get("extra_info"), dict) else "must be a dict"),
+        ("extra_info.tools", lambda: _tools_problem(row["extra_info"].get("tools"))),
+    ]
+    for column, check in checks:
+        if problem := check():
+            return column, problem
+    return None
+
+
+def _sft_problem(row: dict) -> tuple[str, str] | None:
+    problem = messages_problem(row.get("messages"))
+    if problem is None and row["messages"][-1]["role"] != "assistant":
+        problem = "the last message must be the assistant's"
+    return ("messages", problem) if problem else None
+
+
+def validate_parquet(path: Path, kind: str = "rl", most: int | None = None) -> int:
+    """Check every row of ``path``, or the first ``most``, against the schema of ``kind`` ("rl" or "sft") and return how
+    many there were.
+
+    Raises DataError naming the row (from 0) and the column of the first problem.
+    """
+    find_problem = {"rl": _rl_problem, "sft": _sft_problem}[kind]
+    count = 0
+    for index, row in enumerate(read_rows(path, most)):
+        if found := find_problem(row):
+            column, problem = found
+            raise DataError(f"{path}: row {index}, column {column}: {problem}")
+        count += 1
+    if count == 0:
+        raise DataError(f"{path}: has no rows")
+    return count

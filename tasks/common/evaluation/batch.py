@@ -1,0 +1,137 @@
+"""`make batch`: a table of prompts in, the same table with responses and scores out."""
+
+import csv
+import json
+import os
+from dataclasses import replace
+from pathlib import Path
+
+import pandas as pd
+
+from tasks.common.data.rows import DataError, chat, messages_problem, rl_row, rl_schema, write_parquet
+from tasks.common.evaluation.chat import task_system
+from tasks.common.evaluation.engines import window
+from tasks.common.evaluation.rollouts import TOO_LONG, Rollout
+from tasks.common.evaluation.sample import Job, Scoring, report_errors, sampled, sampling
+from tasks.common.evaluation.spreadsheet import write_xlsx
+from tasks.common.files import written_beside
+from tasks.common.settings import Command, Settings, SettingsError, artifacts, fingerprint
+
+READ = {
+    ".json": lambda path: _frame(json.loads(path.read_text(encoding="utf-8"))),
+    ".jsonl": lambda path: _frame([json.loads(line) for line in path.read_bytes().split(b"\n") if line.strip()]),
+    ".csv": lambda path: pd.read_csv(path, dtype=str, keep_default_na=False),
+    ".xlsx": lambda path: pd.read_excel(path, dtype=str, keep_default_na=False),
+}
+WRITE = (".xlsx", ".json", ".jsonl", ".csv")
+
+
+def _frame(value) -> pd.DataFrame:
+    if not isinstance(value, list) or not all(isinstance(row, dict) for row in value):
+        raise ValueError("must be a list of objects")
+    return pd.DataFrame(value, dtype=object)
+
+
+def read_table(path: Path) -> list[dict]:
+    """The rows of ``path`` as dicts with ``prompt`` and, if there is such a column, ``ground_truth``.
+
+    Raises DataError naming what is wrong: the kind of file, its columns, or the first row without a prompt.
+    """
+    if path.suffix.lower() not in READ:
+        raise DataError(f"INPUT={path}: must end in {', '.join(READ)}")
+    if not path.is_file():
+        raise DataError(f"INPUT={path}: no such file")
+    try:
+        table = READ[path.suffix.lower()](path)
+    except Exception as error:
+        raise DataError(f"INPUT={path}: cannot be read: {' '.join(str(error).split())[:200]}") from error
+    if "prompt" not in table.columns:
+        raise DataError(f"INPUT={path}: needs a column `prompt`; it has {', '.join(map(str, table.columns)) or 'none'}")
+    rows = table.astype(object).where(table.notna(), None).to_dict("records")
+    if not rows:
+        raise DataError(f"INPUT={path}: has no rows")
+    for number, row in enumerate(rows, 1):
+        if problem := _prompt_problem(row["prompt"]):
+            raise DataError(f"INPUT={path}: row {number}, column prompt: {problem}")
+    return rows
+
+
+def _prompt_problem(prompt) -> str | None:
+    if isinstance(prompt, str):
+        return None if prompt.strip() else "is empty"
+    if not isinstance(prompt, list) or not prompt:
+        return "must be text or a list of {role, content}"
+    return "each message needs a role and a text content" if messages_problem(prompt) else None
+
+
+def rl_rows(rows: list[dict], task: str, system: list[dict]) -> list[dict]:
+    """The table's rows as RL rows; a text prompt gets the task's system message. No ground truth: nothing to score."""
+    result = []
+    for index, row in enumerate(rows):
+        messages = row["prompt"] if isinstance(row["prompt"], list) else [*system, *chat(row["prompt"])]
+        truth = row.get("ground_truth")
+        result.append(rl_row(task, messages, "" if truth is None else truth, "batch", index))
+    return result
+
+
+def answers(rows: list[dict], rollouts: list[Rollout]) -> tuple[list[str], list[dict]]:
+    """Columns and rows of the output: one row a response, the input's columns first, then those of the reward."""
+    keys = list(dict.fromkeys(key for r in rollouts for key in (r.reward or {})))
+    new = ["response", "finish_reason", "tokens", "entropy", *keys, "error"]
+    if any(r.sample for r in rollouts):
+        new.insert(0, "sample")
+    own = [name for name in rows[0] if name not in new]
+    result = []
+    for r in rollouts:
+        error = "longer than the model's window" if r.finish_reason == TOO_LONG else r.error
+        values = {"sample": r.sample, "response": r.response, "finish_reason": r.finish_reason, "tokens": r.tokens}
+        values |= {"entropy": r.entropy, **dict.fromkeys(keys), **(r.reward or {}), "error": error}
+        result.append({**{name: rows[r.index][name] for name in own}, **{name: values[name] for name in new}})
+    return [*own, *new], result
+
+
+def write_table(path: Path, columns: list[str], rows: list[dict]) -> None:
+    """Write ``rows`` in the form that the ending of ``path`` names; a list of messages becomes JSON text in a cell."""
+    kind = path.suffix.lower()
+    if kind == ".json":
+        text = json.dumps(rows, indent=2, ensure_ascii=False)
+    elif kind == ".jsonl":
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    else:
+        cells = [[json.dumps(v) if isinstance(v, list | dict) else v for v in map(row.get, columns)] for row in rows]
+        if kind == ".xlsx":
+            return write_xlsx(path, columns, cells, "batch")
+        text = pd.DataFrame(cells, columns=columns).to_csv(index=False, quoting=csv.QUOTE_NONNUMERIC)
+    with written_beside(path) as partial:
+        partial.write_text(text, encoding="utf-8", errors="replace")
+
+
+def batch(s: Settings, command: Command, scoring: Scoring, model: str) -> int:
+    """Answer each row of INPUT with ``model`` and write OUTPUT. Returns on how many the reward raised."""
+    for name in ("INPUT", "OUTPUT"):
+        if not getattr(command, name):
+            raise SettingsError(f"{name} is empty: give INPUT=in.jsonl OUTPUT=out.xlsx")
+    output = Path(command.OUTPUT)
+    if output.suffix.lower() not in WRITE:
+        raise SettingsError(f"OUTPUT={output}: must end in {', '.join(WRITE)}")
+    rows = read_table(Path(command.INPUT))[: s.LIMIT or None]
+    prompts = rl_rows(rows, s.TASK, task_system(s.data_dir / "test.parquet"))
+    file = artifacts() / "batch" / s.TASK / f"{fingerprint({'rows': prompts})}.parquet"
+    write_parquet(prompts, file, rl_schema(tools=True))  # a chat may hold calls
+    if not os.access(output.parent, os.W_OK):  # said before the sampling, not after it
+        raise SettingsError(f"OUTPUT={output}: the folder is not there or cannot be written to")
+    # Not MAX_PROMPT_LENGTH: these are other prompts than the task's.
+    room = window(model, s.MAX_NEW_TOKENS) - s.MAX_NEW_TOKENS
+    how = replace(sampling(s), greedy=False, max_prompt_tokens=room, template=command.TEMPLATE)
+    job = Job(model, str(file), 0, how, command.BACKEND, s.GPU_MEMORY_UTILIZATION)
+    rollouts = sampled({"batch": job}, artifacts() / "batch" / s.TASK, scoring)[0]["batch"]
+    write_table(output, *answers(rows, rollouts))
+    scores = [r.reward["score"] for r in rollouts if r.reward]
+    too_long = sum(r.finish_reason == TOO_LONG for r in rollouts)
+    text = f"{len(rollouts) - too_long} responses to {len(rows)} prompts"
+    if too_long:
+        text += f" ({too_long} are longer than the model's window)"
+    if scores:
+        text += f", mean score {sum(scores) / len(scores):.3f} of {len(scores)}"
+    print(f"  {text}: {output}")
+    return report_errors(rollouts)

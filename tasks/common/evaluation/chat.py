@@ -1,0 +1,130 @@
+"""`make chat`: talk to a model in the terminal."""
+
+import contextlib
+import os
+import random
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TextIO
+
+from tasks.common.data.rows import decoded, read_rows, tools_of
+from tasks.common.evaluation.engines import VLLMEngine, window
+from tasks.common.evaluation.rollouts import Completion, scored
+from tasks.common.evaluation.sample import Scoring, model_name, sampling
+from tasks.common.process import StageFailed
+from tasks.common.settings import Settings, artifacts
+from tasks.common.text import one_line, printable
+
+HELP = "/sample: a prompt of the test set with its reward, /reset: a new conversation, /exit"
+
+
+def task_system(test_file: Path) -> list[dict]:
+    """The system message that the task's prompts begin with, as a list of at most one message: the model was trained
+    with it, so a conversation starts with it too."""
+    row = next(read_rows(test_file, 1), None)
+    return [message for message in row["prompt"][:1] if message["role"] == "system"] if row else []
+
+
+@contextlib.contextmanager
+def engine_noise_to(log: Path) -> Iterator[TextIO]:
+    """Send all that this process and its children print to ``log``; yields the terminal's standard output."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    sys.stdout.flush()
+    saved = [os.dup(1), os.dup(2)]
+    with log.open("wb") as file, os.fdopen(os.dup(1), "w", encoding="utf-8", errors="replace") as screen:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+        try:
+            yield screen
+        finally:
+            sys.stdout.flush()
+            for number, copy in zip((1, 2), saved, strict=True):
+                os.dup2(copy, number)
+                os.close(copy)
+
+
+def talk(engine, how, rows: list[dict], system: list[dict], scoring: Scoring, ask, screen: TextIO) -> None:
+    """The conversation: ``ask()`` gives the user's next line (EOFError ends), answers are streamed to ``screen``."""
+
+    def answer(messages: list[dict], tools: list[dict] | None) -> str | None:
+        pieces = []
+        try:
+            for piece in engine.stream(messages, how, tools):
+                pieces.append(piece)
+                screen.write(printable(piece))
+                screen.flush()
+        except ValueError as error:
+            screen.write(f"error: {error}")
+        except KeyboardInterrupt:
+            screen.write(" [stopped]")
+        screen.write("\n")
+        return "".join(pieces) if pieces else None
+
+    messages, tools = list(system), None
+    choose = random.Random(how.seed)
+    while True:
+        try:
+            line = ask().strip()
+        except (EOFError, KeyboardInterrupt):
+            screen.write("\n")
+            return
+        if not line:
+            continue
+        if line == "/exit":
+            return
+        if line == "/reset":
+            messages, tools = list(system), None
+            screen.write("(new conversation)\n")
+        elif line == "/sample":
+            index = choose.randrange(len(rows))
+            row = rows[index]
+            prompt = decoded(row["prompt"])
+            screen.write(f"prompt {index}: {printable(prompt[-1]['content'])}\n")
+            text = answer(prompt, tools_of(row))
+            if text is not None:
+                completion = Completion(text, "stop", 0, 0.0, engine.think_opened)
+                rollout = scored(row, index, "chat", 0, completion, scoring.compute_score)
+                reward = rollout.error or ", ".join(f"{k} {v:g}" for k, v in rollout.reward.items())
+                screen.write(f"reward: {reward}\nground truth: {printable(rollout.ground_truth)}\n")
+                messages, tools = [*prompt, {"role": "assistant", "content": text}], tools_of(row)
+        elif line.startswith("/"):
+            screen.write(HELP + "\n")
+        else:
+            text = answer([*messages, {"role": "user", "content": line}], tools)
+            if text is not None:
+                messages += [{"role": "user", "content": line}, {"role": "assistant", "content": text}]
+
+
+def chat(s: Settings, scoring: Scoring, model: str) -> int:
+    """Load ``model`` and talk until /exit or the end of the input."""
+    from torch import distributed
+
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # Ctrl-C stops an answer; an engine's own process it would end
+    log = artifacts() / "chat" / s.TASK / "engine.log"
+    test_file = s.data_dir / "test.parquet"
+    rows = list(read_rows(test_file))
+    print(f"loading {model_name(model)}; log: {log}", flush=True)
+    with engine_noise_to(log) as screen:
+        size = window(model, s.MAX_NEW_TOKENS)
+        how = replace(sampling(s), max_prompt_tokens=size - s.MAX_NEW_TOKENS)
+        try:
+            engine = VLLMEngine(model, size, how.seed, s.GPU_MEMORY_UTILIZATION)
+        except Exception as error:
+            raise StageFailed(f"the engine did not start: {one_line(str(error), 300)}\n  log: {log}") from error
+        screen.write(HELP + "\n")
+
+        def ask() -> str:
+            screen.write("> ")
+            screen.flush()
+            line = sys.stdin.readline()
+            if not line:
+                raise EOFError
+            return line
+
+        talk(engine, how, rows, task_system(test_file), scoring, ask, screen)
+        engine.close()
+        if distributed.is_initialized():  # else NCCL complains on the screen after the end
+            distributed.destroy_process_group()
+    return 0

@@ -1,0 +1,302 @@
+"""What samples: vLLM's offline engine, and plain transformers for `make batch`. Both take the same requests.
+
+An engine has ``generate(requests, sampling)``, which yields each request with its completions as it ends; a test puts
+a table of answers in its place.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from tasks.common.evaluation.rollouts import GREEDY, TOO_LONG, Completion
+from tasks.common.models.chat_template import opens_thinking, prompt_ids
+from tasks.common.settings import SettingsError
+from tasks.common.text import one_line
+
+WINDOW = 4096  # tokens of a prompt in `make batch`, of a conversation in `make chat`
+LOGPROBS = 20  # vLLM's default limit (max_logprobs)
+
+# Chat templates to put in place of the model's own (`make batch TEMPLATE=`), and what ends an answer in them.
+TEMPLATES = {
+    "default": (None, None),
+    "chatml": (
+        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
+        "<|im_end|>",
+    ),
+    "llama": (  # Llama 3
+        "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n\n"
+        "{{ m['content'] }}<|eot_id|>{% endfor %}"
+        "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
+        "<|eot_id|>",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """``n`` samples a prompt at ``temperature`` and ``top_p``, a greedy one besides if ``greedy``.
+
+    ``seed`` is the engine's: vLLM 0.30 on a CPU fails on the seed of a request (gpu_model_runner.py:3723). Lengths are
+    in tokens.
+    """
+
+    n: int
+    greedy: bool
+    temperature: float
+    top_p: float
+    max_prompt_tokens: int
+    max_tokens: int
+    seed: int
+    template: str = "default"
+
+
+@dataclass(frozen=True)
+class Request:
+    """One greedy response (``mode`` greedy) or n sampled ones to the chat ``messages`` of prompt ``index``, which may
+    call ``tools`` (OpenAI schemas)."""
+
+    index: int
+    mode: str
+    messages: list[dict]
+    tools: list[dict] | None = None
+
+
+def token_entropy(logprobs: np.ndarray) -> np.ndarray:
+    """Entropy in nats of each next-token distribution, from its ``logprobs`` of the k likeliest tokens, (tokens, k).
+
+    ``-sum p_i ln p_i - r ln min(r, p_k)`` with ``r = 1 - sum p_i``, the mass of the tail, and p_k the smallest of the
+    k: no tail token is likelier than p_k or than r, so each has at least that much surprise. A lower bound, exact
+    where k = V and for a uniform distribution; short of the entropy by at most ``r ln((V - k) min(r, p_k) / r)`` for a
+    vocabulary of V.
+    """
+    p = np.exp(logprobs)
+    rest = np.clip(1 - p.sum(-1), 0, 1)
+    known = -(p * np.where(p > 0, logprobs, 0)).sum(-1)
+    tail = np.where(rest > 1e-6, -rest * np.log(np.maximum(np.minimum(rest, p.min(-1)), 1e-300)), 0.0)  # else: rounding
+    return np.maximum(known + tail, 0.0)
+
+
+def request_ids(tokenizer, request: "Request", template: str = "default") -> list[int]:
+    """Token ids of a request's prompt. Raises ValueError as chat_template.prompt_ids."""
+    return prompt_ids(tokenizer, request.messages, request.tools, TEMPLATES[template][0])
+
+
+def _stop_ids(tokenizer, template: str) -> list[int]:
+    end = TEMPLATES[template][1]
+    return [tokenizer.get_vocab()[end]] if end in tokenizer.get_vocab() else []
+
+
+def _text(tokenizer, ids: list[int], template: str) -> str:
+    text, end = tokenizer.decode(ids, skip_special_tokens=True), TEMPLATES[template][1]
+    return text.split(end)[0] if end else text
+
+
+def likeliest(logprobs, tokens: int) -> np.ndarray:
+    """The logprobs of the LOGPROBS likeliest of each of ``tokens`` tokens, (tokens, LOGPROBS), from vLLM's output.
+
+    It holds those and the sampled token's: flat, the sampled one first, or (vLLM 0.11.0) as a dict for each token, in
+    which the sampled one is no further entry where it is among the likeliest.
+    """
+    if hasattr(logprobs, "logprobs"):
+        return np.array(logprobs.logprobs).reshape(tokens, -1)[:, 1:]
+    return np.array([sorted((entry.logprob for entry in of.values()), reverse=True)[:LOGPROBS] for of in logprobs])
+
+
+class VLLMEngine:
+    """vLLM's offline engine."""
+
+    def __init__(self, model: str, max_model_len: int, seed: int, gpu_memory_utilization: float):
+        import vllm
+
+        # Of vLLM 0.11.0 alone: more sequences at once than max_model_len end its engine.
+        old = vllm.__version__.startswith("0.11.0")
+        self.llm = vllm.LLM(
+            model,
+            dtype="bfloat16",
+            max_model_len=max_model_len,
+            worker_extension_cls="tasks.common.stacks.a100.vllm_worker.ManySequences" if old else "",
+            seed=seed,
+            max_logprobs=LOGPROBS,
+            enforce_eager=True,  # CUDA graphs start later and, with this many requests at once, gain nothing
+            gpu_memory_utilization=gpu_memory_utilization,
+            disable_log_stats=True,
+        )
+        self.tokenizer = self.llm.get_tokenizer()
+
+    def generate(self, requests: list[Request], sampling: Sampling) -> Iterator[tuple[Request, list[Completion]]]:
+        """Each request with its completions, in the order in which they end.
+
+        Text is decoded once, at a response's end, and alternatives to a token never: vLLM's own output decodes all 20
+        of each token, which only costs time here.
+        """
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        def how(n: int, temperature: float, top_p: float) -> SamplingParams:
+            found = SamplingParams(
+                n=n,
+                temperature=temperature,
+                top_p=top_p,
+                max_tokens=sampling.max_tokens,
+                # One output with all n; the default gives each of the n in an output of its own, as it ends.
+                output_kind=RequestOutputKind.FINAL_ONLY,
+                logprobs=LOGPROBS,
+                detokenize=False,
+                stop_token_ids=_stop_ids(self.tokenizer, sampling.template),
+            )
+            if hasattr(found, "flat_logprobs"):  # not in vLLM 0.11.0; without, each token's are objects in a dict
+                found.flat_logprobs = True
+            return found
+
+        greedy = how(1, 0.0, 1.0)
+        sampled = how(sampling.n, sampling.temperature, sampling.top_p)
+        engine, running = self.llm.llm_engine, {}
+        for number, request in enumerate(requests):
+            ids = request_ids(self.tokenizer, request, sampling.template)
+            if len(ids) > sampling.max_prompt_tokens:
+                yield request, [Completion("", TOO_LONG, 0, 0.0)]
+                continue
+            running[str(number)] = request, opens_thinking(self.tokenizer, ids)
+            params = greedy if request.mode == GREEDY else sampled
+            engine.add_request(str(number), {"prompt_token_ids": ids}, params)
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                if output.finished:
+                    request, thinking = running.pop(output.request_id)
+                    yield request, [self._completion(o, sampling.template, thinking) for o in output.outputs]
+
+    def _completion(self, output, template: str, thinking: bool) -> Completion:
+        ids = list(output.token_ids)
+        entropy = 0.0
+        if ids:
+            entropy = float(token_entropy(likeliest(output.logprobs, len(ids))).mean())
+        text = _text(self.tokenizer, ids, template)
+        return Completion(text, str(output.finish_reason), len(ids), entropy, thinking)
+
+    def stream(self, messages: list[dict], sampling: Sampling, tools: list[dict] | None = None) -> Iterator[str]:
+        """The pieces of one answer as they come; ``think_opened`` then says whether it began inside of ``<think>``.
+        Raises ValueError when the chat is longer than the model's window."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        ids = prompt_ids(self.tokenizer, messages, tools)
+        self.think_opened = opens_thinking(self.tokenizer, ids)
+        if len(ids) > sampling.max_prompt_tokens:
+            raise ValueError(f"the conversation has {len(ids)} tokens, {sampling.max_prompt_tokens} fit: /reset")
+        params = SamplingParams(
+            temperature=sampling.temperature,
+            top_p=sampling.top_p,
+            max_tokens=sampling.max_tokens,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        engine = self.llm.llm_engine
+        self.asked = getattr(self, "asked", 0) + 1
+        engine.add_request(f"chat-{self.asked}", {"prompt_token_ids": ids}, params)
+        try:
+            while engine.has_unfinished_requests():
+                for output in engine.step():
+                    yield output.outputs[0].text
+        finally:  # interrupted: the next question must not wait for this answer
+            engine.abort_request([f"chat-{self.asked}"])
+
+    def close(self) -> None:
+        self.llm.llm_engine.engine_core.shutdown()
+
+
+class TransformersEngine:
+    """Plain transformers, a batch at a time: slower, for models and machines that vLLM does not know."""
+
+    BATCH = 8
+
+    def __init__(self, model: str, max_model_len: int, seed: int, gpu_memory_utilization: float):
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+
+        set_seed(seed)
+        self.tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
+        if self.tokenizer.pad_token is None:
+            self.tokenizer.pad_token = self.tokenizer.eos_token
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self.model = AutoModelForCausalLM.from_pretrained(model, dtype="bfloat16").to(device).eval()
+
+    def generate(self, requests: list[Request], sampling: Sampling) -> Iterator[tuple[Request, list[Completion]]]:
+        """As VLLMEngine.generate; the entropy is exact, from the logits."""
+        fitting = []
+        for request in requests:
+            ids = request_ids(self.tokenizer, request, sampling.template)
+            if len(ids) > sampling.max_prompt_tokens:
+                yield request, [Completion("", TOO_LONG, 0, 0.0)]
+            else:
+                fitting.append((request, ids))
+        for mode in sorted({request.mode for request, _ in fitting}):
+            of_mode = [pair for pair in fitting if pair[0].mode == mode]
+            for start in range(0, len(of_mode), self.BATCH):
+                yield from self._batch(
+                    of_mode[start : start + self.BATCH], sampling, mode == GREEDY or sampling.temperature == 0
+                )
+
+    def _batch(self, batch: list[tuple[Request, list[int]]], sampling: Sampling, greedy: bool):
+        import torch
+
+        inputs = self.tokenizer.pad({"input_ids": [ids for _, ids in batch]}, return_tensors="pt").to(self.model.device)
+        n = 1 if greedy else sampling.n
+        own = self.model.generation_config.eos_token_id or self.tokenizer.eos_token_id
+        ends = [*(own if isinstance(own, list) else [own]), *_stop_ids(self.tokenizer, sampling.template)]
+        how = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        if not greedy:
+            how = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
+        entropies = []  # of each step, shape (rows,)
+
+        def keep_entropy(module, arguments, logits):
+            logprobs = logits[:, -1].float().log_softmax(-1)
+            entropies.append(-(logprobs.exp() * logprobs).sum(-1).cpu())
+
+        hook = self.model.get_output_embeddings().register_forward_hook(keep_entropy)
+        try:
+            with torch.inference_mode():
+                output = self.model.generate(
+                    **inputs,
+                    **how,
+                    repetition_penalty=1.0,  # a model's generation_config may have another; vLLM is given none
+                    num_return_sequences=n,
+                    max_new_tokens=sampling.max_tokens,
+                    eos_token_id=ends,
+                    pad_token_id=self.tokenizer.pad_token_id,
+                )
+        finally:
+            hook.remove()
+        entropy = torch.stack(entropies, 1)
+        new = output[:, inputs["input_ids"].shape[1] :].tolist()
+        for place, (request, prompt) in enumerate(batch):
+            completions = []
+            thinking = opens_thinking(self.tokenizer, prompt)
+            for row in range(place * n, (place + 1) * n):
+                end = next((i + 1 for i, token in enumerate(new[row]) if token in ends), None)
+                ids = new[row][:end]
+                text = _text(self.tokenizer, ids, sampling.template)
+                mean = float(entropy[row, : len(ids)].mean()) if ids else 0.0
+                completions.append(Completion(text, "stop" if end else "length", len(ids), mean, thinking))
+            yield request, completions
+
+    def close(self) -> None:
+        del self.model
+
+
+ENGINES = {"vllm": VLLMEngine, "transformers": TransformersEngine}
+
+
+def window(model: str, max_new_tokens: int) -> int:
+    """Tokens of prompt and response to ask the engine for: WINDOW besides the response, fewer where the model was made
+    for fewer. Raises SettingsError for a model that cannot be found, and when the response alone would fill it."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(model).get_text_config()
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"MODEL={model}: {one_line(str(error), 200)}") from error
+    largest = getattr(config, "max_position_embeddings", None) or WINDOW + max_new_tokens
+    if max_new_tokens >= largest:
+        raise SettingsError(f"MAX_NEW_TOKENS={max_new_tokens}: {model} has a window of {largest} tokens; lower it")
+    return min(largest, WINDOW + max_new_tokens)

@@ -1,0 +1,111 @@
+"""The command line of a task's evaluate.py: sample models on the task's prompts, score, report.
+
+The reward that trains is the reward that reports. A task's evaluate.py calls ``main`` with its own ``compute_score``
+and, if it has any, its own metrics.
+"""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from tasks.common.data.rows import DataError
+from tasks.common.evaluation import batch, chat, compare, experiment, probe, self_samples
+from tasks.common.evaluation.rollouts import in_order, read_rollouts, rescored, write_rollouts
+from tasks.common.evaluation.sample import Scoring, report_errors, sample_here, sampled, test_job
+from tasks.common.evaluation.summary import OwnMetrics, differences, summarize
+from tasks.common.evaluation.tables import comparison_rows, show_table, sizes
+from tasks.common.files import write_json
+from tasks.common.process import StageFailed, interrupt_on_sigterm
+from tasks.common.rewards.answers import JudgeError, of_variant
+from tasks.common.settings import (
+    Command,
+    Settings,
+    SettingsError,
+    artifacts,
+    fingerprint,
+    judge_settings,
+    load_settings,
+)
+
+
+def evaluate(s: Settings, command: Command, scoring: Scoring, models: dict[str, str]) -> int:
+    """`make eval`: a table of ``models`` (label to path), the last one's difference to the one before it, and
+    summary.json beside each model's rollouts. Returns the number of completions on which the reward raised."""
+    root = artifacts() / "eval" / s.TASK
+    jobs = {label: test_job(s, model) for label, model in models.items()}
+    all_rollouts, any_sampled = sampled(jobs, root, scoring)
+    summaries = {}
+    for label, job in jobs.items():
+        summaries[label] = summarize(all_rollouts[label], scoring.own_metrics)
+        write_json(job.folder(root) / "summary.json", {"model": job.model, **summaries[label]})
+        if command.STAGE == "eval":
+            print(f"  {label}: {job.model}\n    {job.folder(root)}")
+    if not any_sampled:
+        print("  up to date: nothing to sample")
+    labels = list(models)
+    changes = None
+    if len(labels) > 1:
+        changes = differences(all_rollouts[labels[-2]], all_rollouts[labels[-1]], scoring.own_metrics)
+    rows = [row[:-1] if changes else row for row in comparison_rows(summaries, changes)]
+    header = ["metric", *labels, *([f"{labels[-1]} - {labels[-2]}, paired"] if changes else [])]
+    title = f"{s.TASK}: {sizes(summaries[labels[-1]])}; mean [95 % interval]"
+    show_table(title, header, rows)
+    return report_errors([r for rollouts in all_rollouts.values() for r in rollouts])
+
+
+def rescore(s: Settings, command: Command, scoring: Scoring) -> int:
+    """`make rescore ROLLOUTS=file`: score stored rollouts again, without a model; the file itself stays as it is."""
+    if not command.ROLLOUTS:
+        raise SettingsError("ROLLOUTS is empty: give a rollouts.jsonl (under artifacts/eval, artifacts/probe)")
+    source = Path(command.ROLLOUTS)
+    stored, cut = read_rollouts(source)
+    if not stored:
+        raise DataError(f"{source}: has no whole line")
+    if cut:
+        print(f"  {source}: its last line was cut off and is left out")
+    unique = {(r.index, r.mode, r.sample): r for r in stored}  # the last of repeated ones
+    rollouts = in_order(rescored(rollout, scoring.compute_score) for rollout in unique.values())
+    before = {key: rollout.reward for key, rollout in unique.items()}
+    changed = sum(before[(r.index, r.mode, r.sample)] != r.reward for r in rollouts)
+    summary = summarize(rollouts, scoring.own_metrics)
+    folder = artifacts() / "eval" / s.TASK / f"rescored-{fingerprint({'file': str(source.resolve())})}"
+    write_rollouts(folder / "rollouts.jsonl", rollouts)
+    write_json(folder / "summary.json", {"model": f"rollouts of {source}", **summary})
+    show_table(f"{s.TASK}: {sizes(summary)}", ["metric", "mean [95 % interval]"], comparison_rows({"": summary}))
+    print(f"{changed} of {len(rollouts)} completions have another reward than stored; written to {folder}")
+    return report_errors(rollouts)
+
+
+def main(compute_score: Callable, own_metrics: OwnMetrics | None = None) -> None:
+    """Run one command: ``probe MODEL``, ``eval LABEL=MODEL ...``, ``compare BASE MODEL``, ``rescore``, ``chat MODEL``,
+    ``batch MODEL``, ``pairs MODEL OUT``, ``accepted MODEL OUT`` or, called by these, ``sample JOB``. All else comes
+    from the environment that train.sh exports.
+
+    Exits with 1 after one line that says why, also when the reward raised on some completion.
+    """
+    interrupt_on_sigterm()
+    name, *arguments = sys.argv[1:]
+    try:
+        s, command = load_settings(), load_settings(cls=Command)
+        mark = fingerprint({"variant": s.REWARD} | judge_settings(), s.task_dir / "reward.py")
+        scoring = Scoring(of_variant(compute_score, s.REWARD), own_metrics, mark)
+        commands: dict[str, Callable[[], int]] = {
+            "probe": lambda: probe.probe(s, command, scoring, *arguments),
+            "eval": lambda: evaluate(s, command, scoring, dict(pair.split("=", 1) for pair in arguments)),
+            "compare": lambda: compare.compare(s, scoring, *arguments),
+            "experiment": lambda: experiment.experiment(s, scoring, dict(pair.split("=", 1) for pair in arguments)),
+            "rescore": lambda: rescore(s, command, scoring),
+            "chat": lambda: chat.chat(s, scoring, *arguments),
+            "batch": lambda: batch.batch(s, command, scoring, *arguments),
+            "pairs": lambda: self_samples.write_pairs(s, scoring, *arguments),
+            "accepted": lambda: self_samples.write_accepted(s, scoring, *arguments),
+            "sample": lambda: sample_here(arguments, scoring),
+        }
+        if errors := commands[name]():
+            sys.exit(f"error: the reward raised on {errors} completions, which count in no metric; all else was done")
+    except (SettingsError, DataError, JudgeError, StageFailed, OSError) as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        if name != "sample":
+            print("\nstopped; what was sampled is kept, the same command goes on from there", file=sys.stderr)
+        sys.exit(130)

@@ -1,0 +1,96 @@
+"""The pictures of the reports: PNG and SVG, the same bytes for the same numbers."""
+
+import io
+import math
+from pathlib import Path
+
+import matplotlib
+import numpy as np
+import pandas as pd
+
+from tasks.common.files import written_beside
+
+matplotlib.use("Agg")  # no screen
+from matplotlib import pyplot as plt
+from matplotlib.ticker import MaxNLocator
+
+COLORS = ("#4c72b0", "#dd8452")
+DRAWN = 1e100  # matplotlib cannot place what is near the largest float
+
+
+def save(figure, path: Path) -> None:
+    """Write ``figure`` without the version and the date that would make each file different."""
+    with written_beside(path) as partial:
+        figure.savefig(partial, format="png", dpi=120, metadata={"Software": None})
+    plt.close(figure)
+
+
+def probe_png(prompts: pd.DataFrame, title: str, path: Path) -> None:
+    """Accuracy histogram, variance against accuracy, entropy histogram; ``prompts``: one row a prompt."""
+    figure, (left, middle, right) = plt.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
+    left.hist(prompts["accuracy"], bins=np.linspace(0, 1, 21), color=COLORS[0])
+    left.set(xlabel="accuracy over the samples", ylabel="prompts", title="Accuracy", xlim=(0, 1))
+    sizes = prompts.groupby(["accuracy", "variance"]).size().reset_index(name="count")
+    middle.scatter(sizes["accuracy"], sizes["variance"], s=12 + 4 * sizes["count"], alpha=0.5, color=COLORS[0])
+    middle.axhline(0.05, color="grey", linestyle="--", linewidth=1)
+    middle.set(xlabel="accuracy", ylabel="reward variance", title="Signal (area: prompts)", xlim=(-0.05, 1.05))
+    right.hist(prompts["entropy"], bins=20, color=COLORS[0])
+    right.axvspan(0.2, 0.8, color="green", alpha=0.12)
+    right.set(xlabel="mean token entropy (nats)", ylabel="prompts", title="Entropy (0.2 to 0.8 shaded)")
+    figure.suptitle(title, x=0.01, ha="left")
+    save(figure, path)
+
+
+def compare_png(summaries: dict[str, dict], score_change: np.ndarray, title: str, path: Path) -> None:
+    """Two models' metrics but tokens and entropy, with their intervals; histogram of the score's change by prompt."""
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4), layout="constrained", width_ratios=(2, 1))
+    shared = set.intersection(*(set(summary["metrics"]) for summary in summaries.values()))
+    first = next(iter(summaries.values()))["metrics"]
+    names = [name for name in first if name in shared and name not in ("tokens", "entropy")]
+    for place, ((label, summary), color) in enumerate(zip(summaries.items(), COLORS, strict=False)):
+        values = [summary["metrics"][name] for name in names]
+        height = [value["value"] for value in values]
+        error = [
+            [max(0, v["value"] - v["low"]) for v in values],
+            [max(0, v["high"] - v["value"]) for v in values],
+        ]
+        left.bar(np.arange(len(names)) + 0.4 * place, height, 0.38, yerr=error, capsize=2, label=label, color=color)
+    left.set_xticks(np.arange(len(names)) + 0.2, names, rotation=30, ha="right")
+    left.set(title="95 % intervals")
+    left.legend()
+    right.hist(score_change, bins=21, color=COLORS[1])
+    right.axvline(0, color="grey", linewidth=1)
+    right.set(xlabel="change of a prompt's mean score", ylabel="prompts", title="Prompt by prompt")
+    figure.suptitle(title, x=0.01, ha="left")
+    save(figure, path)
+
+
+def lines_svg(lines: dict[str, dict[int, float]], title: str, wide: bool = False) -> bytes:
+    """Metrics over the steps, as SVG without a reference to anything; ``lines``: value by step, by the metric's name.
+
+    What is no finite number leaves a gap. ``wide``: twice as wide. More than one line: a legend below.
+    """
+    with plt.rc_context({"svg.hashsalt": "run"}):  # else the ids in it are random
+        width, many = 10.6 if wide else 5.2, len(lines) > 1
+        figure, axes = plt.subplots(figsize=(width, 3.3 if many else 2.9))
+        # The same margins, so that pictures below each other are aligned.
+        figure.subplots_adjust(left=0.65 / width, right=0.99, top=0.9, bottom=0.3 if many else 0.18)
+        colors = plt.get_cmap("tab10").colors if many else COLORS
+        for (name, values), color in zip(lines.items(), colors, strict=False):
+            drawn = [value if math.isfinite(value) and abs(value) < DRAWN else math.nan for value in values.values()]
+            axes.plot(list(values), drawn, marker=".", markersize=4, linewidth=1.3, color=color, label=name)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.ticklabel_format(axis="y", scilimits=(-3, 5))
+        axes.grid(alpha=0.3)
+        axes.set_xlabel("step")
+        axes.set_title(title, loc="left", fontsize=10)
+        for side in ("top", "right"):
+            axes.spines[side].set_visible(False)
+        if many:
+            legend = figure.legend(loc="lower center", ncols=4 if wide else 2, fontsize=7, frameon=False)
+            for text in legend.get_texts():
+                text.set_parse_math(False)  # a name may have dollars
+        picture = io.BytesIO()
+        figure.savefig(picture, format="svg", metadata={"Date": None, "Creator": None, "Type": None, "Format": None})
+        plt.close(figure)
+    return picture.getvalue()

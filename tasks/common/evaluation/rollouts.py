@@ -1,0 +1,131 @@
+"""Scored completions on disk: JSONL, one completion a line, written while they come and read back by every report."""
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+
+from tasks.common.data.rows import DataError
+from tasks.common.files import written_beside
+from tasks.common.rewards.answers import JudgeError
+from tasks.common.text import one_line
+
+GREEDY, SAMPLED = "greedy", "sampled"
+# finish_reason of a prompt that was not sampled because it is longer than MAX_PROMPT_LENGTH
+TOO_LONG = "prompt_too_long"
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What an engine returns for one response.
+
+    ``finish_reason``: "stop", "length" (the length limit) or "prompt_too_long" (not sampled). ``entropy``: mean over
+    the response's tokens of the entropy of the next-token distribution, in nats (see ``token_entropy`` in engines.py).
+    ``think_opened``: the prompt ended in an open ``<think>``, so the response begins inside of it.
+    """
+
+    response: str
+    finish_reason: str
+    tokens: int
+    entropy: float
+    think_opened: bool = False
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One completion with all that is needed to score it again.
+
+    ``index``: the prompt's place in its parquet file; ``mode``: greedy or sampled; ``sample``: which of the n.
+    ``reward``: the dict of the task's reward.py, None where it raised (``error`` says what) or where there is nothing
+    to score.
+    """
+
+    index: int
+    mode: str
+    sample: int
+    response: str
+    finish_reason: str
+    tokens: int
+    entropy: float
+    prompt: list[dict]
+    data_source: str
+    ground_truth: str
+    extra_info: dict
+    reward: dict[str, float] | None
+    error: str = ""
+
+
+FIELDS = {f.name for f in fields(Rollout)}
+
+
+def scored(row: dict, index: int, mode: str, sample: int, completion: Completion, compute_score: Callable) -> Rollout:
+    """``completion`` of the RL row ``row``, with its reward."""
+    values = asdict(completion)
+    opened = {"think_opened": True} if values.pop("think_opened") else {}
+    rollout = Rollout(
+        index,
+        mode,
+        sample,
+        **values,
+        prompt=row["prompt"],
+        data_source=row["data_source"],
+        ground_truth=row["reward_model"]["ground_truth"],
+        extra_info=row["extra_info"] | opened,
+        reward=None,
+    )
+    return rescored(rollout, compute_score)
+
+
+def rescored(rollout: Rollout, compute_score: Callable) -> Rollout:
+    """``rollout`` with the reward that ``compute_score`` gives now. An exception becomes its ``error``: one bad row
+    must not cost the others. Raises JudgeError: without its judge no row can be scored."""
+    if rollout.finish_reason == TOO_LONG or rollout.ground_truth in (None, ""):
+        return replace(rollout, reward=None, error="")
+    try:
+        reward = compute_score(rollout.data_source, rollout.response, rollout.ground_truth, rollout.extra_info)
+    except JudgeError:
+        raise
+    except Exception as error:
+        return replace(rollout, reward=None, error=one_line(f"{type(error).__name__}: {error}", 500))
+    return replace(rollout, reward=reward, error="")
+
+
+def to_line(rollout: Rollout) -> str:
+    return json.dumps(asdict(rollout)) + "\n"
+
+
+def read_rollouts(path: Path) -> tuple[list[Rollout], int]:
+    """The rollouts in ``path``, in its order, and the number of lines left out (0 or 1): a last line that was cut off.
+
+    Raises DataError naming file and line where a line is no rollout.
+    """
+    if not path.is_file():
+        raise DataError(f"{path}: no such file of rollouts")
+    rollouts, cut = [], 0
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, 1):
+            if not line.endswith("\n"):  # each line is written with its end: this one was not finished
+                cut = 1
+                break
+            try:
+                record = json.loads(line)
+                rollout = Rollout(**{name: value for name, value in record.items() if name in FIELDS})
+                if not isinstance(rollout.index, int) or not isinstance(rollout.response, str):
+                    raise TypeError
+                rollouts.append(rollout)
+            except (ValueError, TypeError, AttributeError):
+                raise DataError(
+                    f"{path}: line {number}: is not a rollout (an object with {', '.join(FIELDS)})"
+                ) from None
+    return rollouts, cut
+
+
+def write_rollouts(path: Path, rollouts: Iterable[Rollout]) -> None:
+    """Replace ``path`` as a whole."""
+    with written_beside(path) as partial, partial.open("w", encoding="utf-8") as file:
+        file.writelines(map(to_line, rollouts))
+
+
+def in_order(rollouts: Iterable[Rollout]) -> list[Rollout]:
+    """By prompt, mode and sample: the order of a report must not depend on which response ended first."""
+    return sorted(rollouts, key=lambda r: (r.index, r.mode, r.sample))

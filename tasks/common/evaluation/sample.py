@@ -1,0 +1,245 @@
+"""Sample a model on the rows of a parquet file and score each completion; what was sampled before is kept.
+
+``sampled`` is what the commands call: it runs ``sample`` in a process of its own, whose noise goes to a log.
+"""
+
+import gc
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from tasks.common.data.rows import DataError, decoded, read_rows, tools_of
+from tasks.common.evaluation.engines import ENGINES, Request, Sampling
+from tasks.common.evaluation.rollouts import (
+    GREEDY,
+    SAMPLED,
+    TOO_LONG,
+    Rollout,
+    in_order,
+    read_rollouts,
+    rescored,
+    scored,
+    to_line,
+    write_rollouts,
+)
+from tasks.common.evaluation.summary import OwnMetrics
+from tasks.common.files import write_json
+from tasks.common.process import Progress, StageFailed, run
+from tasks.common.settings import Settings, fingerprint
+
+
+@dataclass(frozen=True)
+class Job:
+    """Sample ``model`` on the first ``limit`` (0: all) prompts of the parquet file ``rows``."""
+
+    model: str
+    rows: str
+    limit: int
+    sampling: Sampling
+    backend: str = "vllm"
+    gpu_memory_utilization: float = 0.5
+
+    def fingerprint(self) -> str:
+        """Changes when the completions would. Not with ``limit``: more prompts continue the same file."""
+        if not Path(self.rows).is_file():
+            raise DataError(f"{self.rows}: no such file; run `make data` or give the path of a parquet file")
+        values = asdict(self)
+        for name in ("limit", "gpu_memory_utilization"):
+            del values[name]
+        folder = Path(self.model)
+        kinds = (".safetensors", ".bin", ".json", ".jinja", ".model")
+        files = sorted(f for f in folder.iterdir() if f.suffix in kinds) if folder.is_dir() else []
+        values["files"] = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]
+        del values["rows"]
+        return fingerprint(values, Path(self.rows))
+
+    def folder(self, root: Path) -> Path:
+        """Where the completions go, under ``root``."""
+        return root / f"{model_name(self.model)}-{self.fingerprint()}"
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """What a task brings: its reward, its own metrics, and a mark that changes when the reward does."""
+
+    compute_score: Callable
+    own_metrics: OwnMetrics | None
+    mark: str
+
+
+def sampling(s: Settings) -> Sampling:
+    """How the settings sample. EVAL_TEMPERATURE=0 is greedy: one response a prompt."""
+    greedy_only = s.EVAL_TEMPERATURE == 0
+    return Sampling(
+        n=1 if greedy_only else s.N,
+        greedy=bool(s.GREEDY) and not greedy_only,
+        temperature=s.EVAL_TEMPERATURE,
+        top_p=s.TOP_P,
+        max_prompt_tokens=s.MAX_PROMPT_LENGTH,
+        max_tokens=s.MAX_NEW_TOKENS,
+        seed=s.EVAL_SEED,
+    )
+
+
+def test_job(s: Settings, model: str) -> Job:
+    """Sample ``model`` on the task's held-out prompts."""
+    rows = str(s.data_dir / "test.parquet")
+    return Job(model, rows, s.LIMIT, sampling(s), gpu_memory_utilization=s.GPU_MEMORY_UTILIZATION)
+
+
+def report_errors(rollouts: list[Rollout]) -> int:
+    """Print the first five completions on which the reward raised; return how many there are."""
+    errors = [r for r in rollouts if r.error]
+    for rollout in errors[:5]:
+        print(f"  reward raised on prompt {rollout.index}, {rollout.mode} {rollout.sample}: {rollout.error}")
+    if len(errors) > 5:
+        print(f"  ... and on {len(errors) - 5} more")
+    return len(errors)
+
+
+def model_name(model: str) -> str:
+    """A short name for a model: the run and step of one of our checkpoints, else the last part of its path or id."""
+    parts = Path(model).parts
+    for name, folder, step in zip(parts, parts[1:], parts[2:], strict=False):
+        if folder == "checkpoints" and step.startswith("global_step_"):
+            return f"{name}-{step.replace('global_step_', 'step')}"
+    return parts[-1]
+
+
+def load(job: Job, out: Path, scoring: Scoring) -> tuple[list[Rollout], list[Request]]:
+    """The rollouts of ``job`` that ``out`` holds, in order, and the requests that are missing.
+
+    A group of which a line was cut off counts as missing. What was scored with another version of the
+    reward is scored again.
+    """
+    rows = list(read_rows(Path(job.rows), job.limit or None))
+    if not rows:
+        raise DataError(f"{job.rows}: has no rows to sample")
+    stored, cut = read_rollouts(out) if out.exists() else ([], 0)
+    groups: dict[tuple[int, str], dict[int, Rollout]] = {}
+    for rollout in stored:
+        groups.setdefault((rollout.index, rollout.mode), {})[rollout.sample] = rollout
+    size = {GREEDY: 1, SAMPLED: job.sampling.n}
+    groups = {
+        key: group
+        for key, group in groups.items()
+        if len(group) == size.get(key[1]) or any(r.finish_reason == TOO_LONG for r in group.values())
+    }
+    kept = [rollout for group in groups.values() for rollout in group.values()]
+    meta = out.with_name("rollouts.meta.json")
+    if not meta.exists() or json.loads(meta.read_text())["reward"] != scoring.mark:
+        kept = [rescored(rollout, scoring.compute_score) for rollout in kept]
+        write_json(meta, {"reward": scoring.mark, **asdict(job)})
+    if cut or kept != stored:
+        write_rollouts(out, kept)
+    modes = [GREEDY, SAMPLED] if job.sampling.greedy else [SAMPLED]
+    missing = [
+        Request(index, mode, decoded(row["prompt"]), tools_of(row))
+        for index, row in enumerate(rows)
+        for mode in modes
+        if (index, mode) not in groups
+    ]
+    return in_order(rollout for rollout in kept if rollout.index < len(rows)), missing
+
+
+def sample(engine, job: Job, out: Path, missing: list[Request], scoring: Scoring) -> None:
+    """Append the completions of the ``missing`` requests to ``out``, each scored and written when it ends."""
+    rows = list(read_rows(Path(job.rows), job.limit or None))
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.touch()  # its time stamp tells the process that shows the progress that sampling begins
+    # Threads, as verl scores: a judge is asked about the samples of a prompt at once.
+    with out.open("a", encoding="utf-8") as file, ThreadPoolExecutor(job.sampling.n) as pool:
+        for request, completions in engine.generate(missing, job.sampling):
+            place = [rows[request.index], request.index, request.mode]
+            futures = [pool.submit(scored, *place, i, c, scoring.compute_score) for i, c in enumerate(completions)]
+            group = [future.result() for future in futures]
+            file.write("".join(map(to_line, group)))
+            file.flush()
+
+
+def sample_here(arguments: list[str], scoring: Scoring) -> int:
+    """The child of ``sampled``: complete each job (as JSON, with its file ``out``), one after the other."""
+    for argument in arguments:
+        values = json.loads(argument)
+        out = Path(values.pop("out"))
+        job = Job(**{**values, "sampling": Sampling(**values["sampling"])})
+        _, missing = load(job, out, scoring)
+        limits = job.sampling.max_prompt_tokens + job.sampling.max_tokens
+        engine = ENGINES[job.backend](job.model, limits, job.sampling.seed, job.gpu_memory_utilization)
+        sample(engine, job, out, missing, scoring)
+        engine.close()
+        del engine
+        gc.collect()  # before the next one starts
+    return 0
+
+
+class _Tail:
+    """Progress of a file of rollouts that another process writes: lines, and tokens a second since sampling began."""
+
+    def __init__(self, label: str, path: Path):
+        self.label, self.path = label, path
+        self.first = self._stamp()
+        self.place = path.stat().st_size if path.exists() else 0
+        self.lines = path.read_bytes().count(b"\n") if path.exists() else 0
+        self.tokens, self.started = 0, 0.0
+
+    def _stamp(self) -> int:
+        return self.path.stat().st_mtime_ns if self.path.exists() else 0
+
+    def read(self) -> None:
+        """Count what was written since the last look."""
+        if not self.started:
+            if self._stamp() == self.first:
+                return
+            self.started = time.monotonic()
+        with self.path.open("rb") as file:
+            file.seek(self.place)
+            new = file.read()
+        end = new.rfind(b"\n") + 1
+        self.place += end
+        for line in new[:end].splitlines():
+            self.lines += 1
+            self.tokens += json.loads(line)["tokens"]
+
+    def __str__(self) -> str:
+        return f" {self.label}, {self.tokens / (time.monotonic() - self.started + 0.1):.0f} tokens/s"
+
+
+def _progress(tails: list[_Tail]) -> Progress:
+    for tail in tails:
+        tail.read()
+    current = [tail for tail in tails if tail.started]
+    return Progress(sum(tail.lines for tail in tails), str(current[-1]) if current else " starting the engine")
+
+
+def sampled(jobs: dict[str, Job], root: Path, scoring: Scoring) -> tuple[dict[str, list[Rollout]], bool]:
+    """All rollouts of each of ``jobs`` (by label), in order, and whether any had to be sampled.
+
+    They are kept in ``job.folder(root)/rollouts.jsonl``. Sampling runs in a process of its own, the script of the task
+    that runs now with the command ``sample``: its noise goes to a log, and its end frees the memory. Raises DataError,
+    or StageFailed when the engine fails.
+    """
+    files = {label: job.folder(root) / "rollouts.jsonl" for label, job in jobs.items()}
+    found = {label: load(job, files[label], scoring) for label, job in jobs.items()}
+    todo = {label: jobs[label] for label, (_, missing) in found.items() if missing}
+    if todo:
+        tails = [_Tail(label, files[label]) for label in todo]
+        missing = [(request, job) for label, job in todo.items() for request in found[label][1]]
+        arguments = [json.dumps({**asdict(job), "out": str(files[label])}) for label, job in todo.items()]
+        run(
+            [sys.executable, sys.argv[0], "sample", *arguments],
+            name="sampling",
+            log=root / "sampling.log",
+            total=sum(t.lines for t in tails) + sum(1 if r.mode == GREEDY else j.sampling.n for r, j in missing),
+            watch=lambda: _progress(tails),
+            environment={"VLLM_ENABLE_V1_MULTIPROCESSING": os.environ.get("EVAL_MULTIPROCESSING", "1")},
+        )
+        found = {label: load(job, files[label], scoring) for label, job in jobs.items()}
+        if still := {label: len(missing) for label, (_, missing) in found.items() if missing}:
+            raise StageFailed(f"sampling ended, but prompts are missing: {still}\n  log: {root}/sampling.log")
+    return {label: rollouts for label, (rollouts, _) in found.items()}, bool(todo)

@@ -1,0 +1,145 @@
+"""What a policy's own samples are good for besides RL: pairs for DPO, and right responses to learn from by SFT.
+
+SFT on right samples is rejection sampling (RFT; Yuan et al. 2023, arXiv 2308.01825); the pair of the best and the worst
+of several samples is that of best-vs-worst DPO (e.g. Yuan et al. 2024, arXiv 2401.10020).
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from tasks.common.data.convert import dpo_line, dpo_schema
+from tasks.common.data.prepare import Example, needs_tools
+from tasks.common.data.rows import DataError, decoded, sft_row, sft_schema, tools_of, write_parquet
+from tasks.common.evaluation.engines import Sampling
+from tasks.common.evaluation.rollouts import SAMPLED, Rollout
+from tasks.common.evaluation.sample import Job, Scoring, report_errors, sampled
+from tasks.common.settings import Settings, SettingsError, artifacts
+
+MOST_ACCEPTED = 4  # responses a prompt, so that easy prompts do not crowd out the others
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """``examples`` have ``{"chosen", "rejected"}`` as their ground_truth. ``ties``: prompts without a response that
+    scored above another; ``unscored``: prompts with less than two different responses that were scored."""
+
+    examples: list[Example]
+    ties: int
+    unscored: int
+
+
+def scored_by_prompt(rollouts: list[Rollout]) -> list[list[Rollout]]:
+    """Of each prompt, in order, the sampled responses that have a reward, each text once."""
+    prompts: dict[int, dict[str, Rollout]] = {}
+    for rollout in rollouts:
+        texts = prompts.setdefault(rollout.index, {})
+        if rollout.mode == SAMPLED and rollout.reward is not None:
+            texts.setdefault(rollout.response, rollout)
+    return [list(texts.values()) for texts in prompts.values()]
+
+
+def best_against_worst(rollouts: list[Rollout]) -> Pairs:
+    """For each prompt the response of the highest score against that of the lowest; prompts where they tie are dropped.
+
+    The better one must have ended by itself: a response that was cut off would be learned as one that ends there.
+    """
+    examples, ties, unscored = [], 0, 0
+    for group in scored_by_prompt(rollouts):
+        if len(group) < 2:
+            unscored += 1
+            continue
+        ended = [r for r in group if r.finish_reason == "stop"]
+        best = max(ended, key=_score, default=None)
+        worst = min(group, key=_score)
+        if best is None or _score(best) <= _score(worst):
+            ties += 1
+            continue
+        examples.append(_example(best, {"chosen": _text(best), "rejected": _text(worst)}))
+    return Pairs(examples, ties, unscored)
+
+
+def right_responses(rollouts: list[Rollout]) -> list[Example]:
+    """Responses that are right (acc 1) and ended by themselves, the first MOST_ACCEPTED different ones of a prompt; the
+    text is the example's demonstration."""
+    accepted = []
+    for group in scored_by_prompt(rollouts):
+        right = [r for r in group if r.reward["acc"] == 1 and r.finish_reason == "stop"]
+        accepted += [_example(r, {}, _text(r)) for r in right[:MOST_ACCEPTED]]
+    return accepted
+
+
+def _score(rollout: Rollout) -> float:
+    return rollout.reward["score"]
+
+
+def _text(rollout: Rollout) -> str:
+    """The response as an assistant's message: with the ``<think>`` that the prompt ended in."""
+    return ("<think>\n" if rollout.extra_info.get("think_opened") else "") + rollout.response
+
+
+def _example(rollout: Rollout, ground_truth: dict, demonstration: str | None = None) -> Example:
+    tools = tools_of({"extra_info": rollout.extra_info})
+    return Example(decoded(rollout.prompt), ground_truth, demonstration, tools=tools)
+
+
+# ---- the commands of evaluate.py
+
+
+def write_pairs(s: Settings, scoring: Scoring, model: str, out: str) -> int:
+    """``pairs MODEL OUT.parquet``: what `make train METHOD=dpo` trains on without PAIRS_FILE.
+
+    Returns the number of completions on which the reward raised. Raises SettingsError when ROLLOUT_N is 1, DataError
+    when no prompt gives a pair; OUT then is as it was.
+    """
+    if s.ROLLOUT_N < 2:
+        raise SettingsError(f"ROLLOUT_N={s.ROLLOUT_N}: pairs of own samples need at least 2 samples a prompt")
+    rollouts = _samples(s, scoring, model)
+    found = best_against_worst(rollouts)
+    prompts = len({r.index for r in rollouts})
+    counts = f"{prompts} prompts, {len(found.examples)} pairs of the best and the worst of {s.ROLLOUT_N} samples, "
+    counts += f"{found.ties} ties dropped"
+    counts += f", {found.unscored} with less than two different scored samples" if found.unscored else ""
+    if not found.examples:
+        raise DataError(
+            f"{model}: no pair in its own samples ({counts}); raise SAMPLED_PROMPTS, ROLLOUT_N or MAX_RESPONSE_LENGTH, "
+            "take easier data, or give PAIRS_FILE"
+        )
+    rows = (dpo_line(example, "train", index) for index, example in enumerate(found.examples))
+    write_parquet(rows, Path(out), dpo_schema(any(map(needs_tools, found.examples))))
+    print(f"  {counts}: {out}")
+    return report_errors(rollouts)
+
+
+def write_accepted(s: Settings, scoring: Scoring, model: str, out: str) -> int:
+    """``accepted MODEL OUT.parquet``: demonstrations for SFT_SOURCE=samples.
+
+    Returns the number of completions on which the reward raised. Raises DataError when no response is right; OUT then
+    is as it was.
+    """
+    rollouts = _samples(s, scoring, model)
+    found = right_responses(rollouts)
+    counts = f"{len({r.index for r in rollouts})} prompts, {s.ROLLOUT_N} samples each, {len(found)} accepted"
+    if not found:
+        raise DataError(
+            f"{model}: none of its own samples is right and complete ({counts}); raise SAMPLED_PROMPTS, ROLLOUT_N or "
+            "MAX_RESPONSE_LENGTH, take easier data, or use SFT_SOURCE=task"
+        )
+    rows = (sft_row(example.messages(), example.demonstration, example.tools) for example in found)
+    write_parquet(rows, Path(out), sft_schema(any(map(needs_tools, found))))
+    print(f"  {counts}: {out}")
+    return report_errors(rollouts)
+
+
+def _samples(s: Settings, scoring: Scoring, model: str) -> list[Rollout]:
+    """ROLLOUT_N responses of ``model`` to each of the first SAMPLED_PROMPTS training prompts, sampled as RL samples."""
+    how = Sampling(
+        n=s.ROLLOUT_N,
+        greedy=False,
+        temperature=s.TEMPERATURE,
+        top_p=1.0,
+        max_prompt_tokens=s.MAX_PROMPT_LENGTH,
+        max_tokens=s.MAX_RESPONSE_LENGTH,
+        seed=s.SEED,
+    )
+    job = Job(model, str(s.train_file), s.SAMPLED_PROMPTS, how, gpu_memory_utilization=s.GPU_MEMORY_UTILIZATION)
+    return sampled({"samples": job}, artifacts() / "samples" / s.TASK, scoring)[0]["samples"]

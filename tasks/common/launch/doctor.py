@@ -1,0 +1,395 @@
+"""`make doctor`: what this machine, these settings and this data would come to grief on, each with what to do.
+
+The same checks run before every training, where only what is not ok is printed and an error ends the command. All of
+them together stay under 20 seconds: nothing imports verl or vLLM, and large data is sampled.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from tasks.common.data.rows import DataError, decoded, read_rows, tools_of, validate_parquet
+from tasks.common.files import read_json
+from tasks.common.install.check import installed
+from tasks.common.launch.task import compute_score_of
+from tasks.common.machine import hardware, memory
+from tasks.common.models.chat_template import prompt_ids
+from tasks.common.models.find import EMBEDDED, resolve_model, weights_bytes
+from tasks.common.models.merge import base_of, is_adapter
+from tasks.common.rewards.answers import RewardError
+from tasks.common.rewards.examples import check_examples
+from tasks.common.settings import Settings, SettingsError, artifacts
+from tasks.common.text import one_line
+from tasks.common.training import verl_config
+
+ROWS = 20_000  # of a data file at most are looked at, the first
+PROMPTS = 2_000  # are measured in tokens, spread over the file
+PROMPT_SECONDS = 3.0
+TOKENIZER_BY = 6.0  # seconds after which the tokenizer, whose import may take 14 on a busy machine, is not loaded
+SHARED_MEMORY = 2e9  # below it Ray's object store goes to disk, and NCCL and data workers may not start
+PINNED = ("verl", "torch", "vllm", "transformers", "ray", "tensordict")  # others of another version are a warning
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a check found: ``state`` is ok, warning or error; ``fix`` is what to do about it."""
+
+    what: str
+    state: str
+    text: str
+    fix: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.text}" + (f"; {self.fix}" if self.fix else "")
+
+
+def ok(what: str, text: str) -> Finding:
+    return Finding(what, "ok", text)
+
+
+def warning(what: str, text: str, fix: str) -> Finding:
+    return Finding(what, "warning", text, fix)
+
+
+def error(what: str, text: str, fix: str) -> Finding:
+    return Finding(what, "error", text, fix)
+
+
+def gb(count: float) -> str:
+    return f"{count / 1e9:.1f} GB"
+
+
+# ---- the machine ---------------------------------------------------------------------------------------------------
+
+
+def of_machine(s: Settings, found: hardware.Nvidia | None) -> Iterator[Finding]:
+    """Processor, RAM and GPUs. ``found``: by nvidia-smi; None on the cpu stack, or without a driver."""
+    free, total = hardware.ram()
+    yield ok("cpu", f"{os.cpu_count()} cores, {gb(free)} of {gb(total)} RAM free")
+    if s.STACK == "cpu":
+        return
+    if (found is None or not found.gpus) and os.environ.get("RAY_ADDRESS", "local") not in ("", "local"):
+        yield ok("gpu", "none in this machine; those of the cluster are not looked at")
+        return
+    if found is None or not found.gpus:
+        yield error("gpu", "nvidia-smi finds no GPU", "install NVIDIA's driver, or set STACK=cpu")
+        return
+    names = ", ".join(sorted({gpu.name for gpu in found.gpus}))
+    free_now = ", ".join(gb(gpu.free) for gpu in found.gpus)
+    yield ok("gpu", f"driver {found.driver}, CUDA {found.cuda}, {len(found.gpus)} x {names}, free {free_now}")
+    if len(found.gpus) < s.N_GPUS:
+        yield error("gpu", f"N_GPUS={s.N_GPUS}, and there are {len(found.gpus)}", f"set N_GPUS={len(found.gpus)}")
+    for number, gpu in enumerate(found.gpus[: s.N_GPUS]):
+        if not gpu.processes:
+            continue
+        named = ", ".join(f"{pid} {Path(name).name} ({gb(size)})" for pid, name, size in gpu.processes[:4])
+        ours = [str(pid) for pid, _, _ in gpu.processes if hardware.own_process(pid)]
+        fix = f"kill {' '.join(ours)}" if ours else "wait for them, or choose other GPUs with CUDA_VISIBLE_DEVICES"
+        yield warning("gpu", f"other processes are on GPU {number}: {named}", fix)
+
+
+def disk(s: Settings) -> Iterator[Finding]:
+    """Room for checkpoints, and Ray's and NCCL's shared memory."""
+    shapes, weights = memory.shapes_of(_base(s.MODEL)), weights_bytes(s.MODEL) or 0
+    existing, free = hardware.free_disk(s.runs_dir)
+    checkpoints = 3  # verl keeps two, and writes the next beside them
+    parameters = shapes.parameters if shapes else weights // 2  # of an unknown kind: in bf16, as most are
+    need = checkpoints * memory.checkpoint_bytes(parameters, s.LORA_RANK)
+    if free < need:
+        yield error(
+            "disk",
+            f"{existing}: {gb(free)} free, {checkpoints} checkpoints need about {gb(need)}",
+            "free some space, or set ARTIFACTS to a folder on a larger disk",
+        )
+    else:
+        yield ok("disk", f"{existing}: {gb(free)} free" + (f", checkpoints need about {gb(need)}" if need else ""))
+    shared = hardware.free_disk(Path("/dev/shm"))[1]
+    if shared < SHARED_MEMORY:
+        yield warning("shared memory", f"/dev/shm: {gb(shared)} free", "in a container: docker run --shm-size=16g")
+    else:
+        yield ok("shared memory", f"/dev/shm: {gb(shared)} free")
+
+
+def ray(s: Settings) -> Iterator[Finding]:
+    """Rays that nobody holds, and the cluster that RAY_ADDRESS names."""
+    address, running = os.environ.get("RAY_ADDRESS", ""), hardware.ray_daemons()
+    left = [process for process in running if hardware.is_orphaned(process)]
+    if address and address not in ("auto", "local"):
+        place = address.removeprefix("ray://")
+        if not hardware.listens(place):
+            yield error("ray", f"RAY_ADDRESS={address}: nothing answers", "run `ray start --head` there, or unset it")
+            return
+        yield ok("ray", f"RAY_ADDRESS={address} answers")
+        left = [process for process in left if hardware.ray_address(process) != place]
+    if address == "auto":
+        if not running:
+            yield error("ray", "RAY_ADDRESS=auto: no Ray runs here", "run `ray start --head`, or unset it")
+            return
+        yield ok("ray", "RAY_ADDRESS=auto: a Ray runs here")
+        return
+    if left:
+        where = ", ".join(sorted({hardware.ray_address(process) for process in left} - {""}))
+        named = ", ".join(f"{process.name()} {process.pid}" for process in left)
+        yield warning(
+            "ray",
+            f"a Ray that no run holds is still up ({named}{f'; {where}' if where else ''}) and takes memory",
+            "`ray stop` ends it; to train on it set RAY_ADDRESS",
+        )
+    elif not address:
+        yield ok("ray", "no other Ray of yours; verl takes free ports")
+
+
+def judge(s: Settings) -> Iterator[Finding]:
+    """The only fixed address of a run: the judge's (tasks/common/rewards/judge.py), where the task has one."""
+    from urllib.parse import urlsplit
+
+    url = urlsplit(os.environ.get("JUDGE_URL", ""))
+    if url.hostname:
+        place = f"{url.hostname}:{url.port or (443 if url.scheme == 'https' else 80)}"  # not the URL: it may hold a key
+        if hardware.listens(place):
+            yield ok("judge", f"{place} answers")
+        else:
+            yield warning("judge", f"JUDGE_URL: nothing answers at {place}", "start its server, or correct JUDGE_URL")
+
+
+# ---- packages ------------------------------------------------------------------------------------------------------
+
+
+def packages(s: Settings) -> Iterator[Finding]:
+    """Installed versions against the stack's list."""
+    every = installed(s.STACK)
+    other = {p.name: f"{p.name} {p.found or 'missing'} (list: {p.wanted})" for p in every if not p.matches}
+    fix = "run `make install`, without PYTHON"
+    needed = [name for name in other if name.removesuffix("-cpu") in PINNED]
+    if needed:
+        yield error("packages", ", ".join(other[name] for name in needed), fix)
+    if rest := [text for name, text in other.items() if name not in needed]:
+        more = f" and {len(rest) - 5} more" if len(rest) > 5 else ""
+        yield warning("packages", f"other versions than the list's: {', '.join(rest[:5])}{more}", fix)
+    if not other:
+        core = ", ".join(f"{p.name} {p.found}" for p in every if p.name in ("verl", "torch"))
+        yield ok("packages", f"STACK={s.STACK}: {len(every)} as listed ({core})")
+
+
+# ---- data and reward -----------------------------------------------------------------------------------------------
+
+
+def data(s: Settings, training: bool) -> Iterator[Finding]:
+    """The data files, where they are there. ``training``: a training is about to make those that are not."""
+    manifest = read_json(s.data_dir / "manifest.json")
+    if manifest.get("fingerprint") != s.data_fingerprint():
+        text = f"{s.data_dir}: {'made with other settings' if manifest else 'not there yet'}"
+        makes = f"`make data TASK={s.TASK}` or `make train TASK={s.TASK}` makes it"
+        yield ok("data", text) if training else warning("data", text, makes)
+        if not s.TRAIN_FILE:
+            return
+    fix = f"remove {s.data_dir} and run `make data TASK={s.TASK}`"
+    files = {name: s.data_dir / f"{name}.parquet" for name in manifest.get("rows", {})}
+    files |= {"train": s.train_file} if s.TRAIN_FILE else {}
+    for name, file in files.items():
+        try:
+            if not file.is_file():
+                raise DataError(f"{file}: no such file")
+            validate_parquet(file, "sft" if name == "sft" else "rl", most=ROWS)
+            rows = pq.read_metadata(file).num_rows
+        except (DataError, OSError, pa.ArrowException) as problem:
+            own = s.TRAIN_FILE and name == "train"
+            yield error("data", one_line(str(problem), 400), "correct TRAIN_FILE" if own else fix)
+            continue
+        wanted, by = (s.TRAIN_BATCH_SIZE, "TRAIN_BATCH_SIZE") if name == "train" else (0, "")
+        if name == "sft" and s.INIT == "sft" and s.SFT_SOURCE == "task":
+            wanted, by = s.SFT_BATCH_SIZE, "SFT_BATCH_SIZE"
+        if rows < wanted:
+            yield error("data", f"{file}: {rows} rows, less than {by}={wanted}", f"lower {by}, or take more data")
+        else:
+            yield ok("data", f"{file}: {rows} rows")
+
+
+def reward(s: Settings) -> Iterator[Finding]:
+    """The task's reward on the cases that state their score."""
+    try:
+        count = check_examples(s.task_dir, compute_score_of(s))
+    except (RewardError, SettingsError) as problem:
+        yield error("reward", one_line(str(problem), 400), f"correct {s.task_dir}/reward.py or examples.jsonl")
+        return
+    yield ok("reward", f"as stated on {count} cases of examples.jsonl")
+
+
+def prompts(s: Settings, by: float) -> Iterator[Finding]:
+    """How many prompts fit MAX_PROMPT_LENGTH with the model's tokenizer; verl leaves out those that do not. Not after
+    ``by`` (time.monotonic)."""
+    folder = _folder(s.MODEL)
+    manifest = read_json(s.data_dir / "manifest.json")
+    current = manifest.get("fingerprint") == s.data_fingerprint()
+    if not s.train_file.is_file() or not (current or s.TRAIN_FILE) or folder is None:
+        return
+    if current and not s.TRAIN_FILE and manifest.get("tokenizer") == s.MODEL:
+        yield ok("prompts", "measured with MODEL's tokenizer when the data was made")
+        return
+    if time.monotonic() > by:
+        yield ok("prompts", "not measured: this machine is busy, the other checks took long")
+        return
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        total = pq.read_metadata(s.train_file).num_rows
+        every, lengths, until = max(1, total // PROMPTS), [], time.monotonic() + PROMPT_SECONDS
+        for row in islice(read_rows(s.train_file), 0, None, every):
+            lengths.append(len(prompt_ids(tokenizer, decoded(row["prompt"]), tools_of(row))))
+            if time.monotonic() > until:
+                break
+    except pa.ArrowException:
+        return  # said of the data
+    except Exception as problem:  # a config or tokenizer that is wrong may raise anything
+        text = one_line(str(problem), 300)
+        yield error("prompts", f"MODEL={s.MODEL}: cannot be asked them: {text}", "take an instruct model")
+        return
+    long = sum(length > s.MAX_PROMPT_LENGTH for length in lengths)
+    text = f"{len(lengths)} of {total} measured, the longest has {max(lengths)} tokens"
+    raise_it = f"raise MAX_PROMPT_LENGTH={s.MAX_PROMPT_LENGTH}"
+    if (len(lengths) - long) * total < s.TRAIN_BATCH_SIZE * len(lengths):
+        yield error("prompts", f"{text}; {long} are longer than MAX_PROMPT_LENGTH, too many for a batch", raise_it)
+    elif long:
+        yield warning("prompts", f"{text}; {long} are longer than MAX_PROMPT_LENGTH and are left out", raise_it)
+    else:
+        yield ok("prompts", f"{text}, MAX_PROMPT_LENGTH={s.MAX_PROMPT_LENGTH}")
+
+
+# ---- settings ------------------------------------------------------------------------------------------------------
+
+
+def model(s: Settings) -> Iterator[Finding]:
+    if s.MODEL == "embedded":
+        return
+    try:
+        if not is_adapter(Path(s.MODEL).expanduser()):
+            resolve_model(s.MODEL)
+    except SettingsError as problem:
+        yield Finding("model", "error", str(problem), "set MODEL")
+
+
+def plan(s: Settings, arguments: list[str], stage: str = "train") -> memory.Plan:
+    """What decides on the memory; of RL from verl's config, which is checked. Raises SettingsError."""
+    sequence = s.MAX_PROMPT_LENGTH + s.MAX_RESPONSE_LENGTH
+    own = {"gpus": s.N_GPUS, "gpus_here": s.N_GPUS, "sequence": sequence, "lora_rank": s.LORA_RANK, "share": 0}
+    own |= {"on_cpu": s.STACK == "cpu", "checkpointing": s.STACK != "cpu"}
+    if stage == "sft":
+        overrides = verl_config.sft_overrides(s, s.MODEL, s.runs_dir, s.data_dir / "sft.parquet")
+        config = verl_config.compose("sft_trainer_engine", overrides)
+        by_tokens, rows = config.data.use_dynamic_bsz, config.data.micro_batch_size_per_gpu
+        tokens = config.data.max_token_len_per_gpu if by_tokens else rows * sequence
+        named = "MAX_TOKENS_PER_GPU" if tokens == s.MAX_TOKENS_PER_GPU else "MICRO_BATCH_SIZE"
+        return memory.Plan(**own, tokens=tokens, tokens_by=named, fused=bool(config.model.use_fused_kernels))
+    if s.METHOD == "dpo":  # TRL: each GPU has all of the policy and of the reference
+        pairs = verl_config.micro_batch(max(1, s.MICRO_BATCH_SIZE // 2), s.TRAIN_BATCH_SIZE // s.N_GPUS)
+        held = {"sharded": False, "reference": True, "reference_offloaded": False}
+        return memory.Plan(**own, **held, tokens=2 * pairs * sequence)
+    config = verl_config.compose("ppo_trainer", verl_config.rl_overrides(s, s.MODEL, s.runs_dir) + arguments)
+    verl_config.check(config)
+    return verl_config.memory_plan(config)
+
+
+def batches_and_memory(
+    s: Settings, arguments: list[str], stage: str, found: hardware.Nvidia | None
+) -> Iterator[Finding]:
+    """Batch sizes as verl wants them, and the estimate of memory against what is free."""
+    try:
+        planned = plan(s, arguments, stage)
+    except SettingsError as problem:
+        yield Finding("settings", "error", str(problem), "correct the variable")
+        return
+    yield ok("settings", f"{s.TRAIN_BATCH_SIZE} x {s.ROLLOUT_N}, mini-batches of {s.MINI_BATCH_SIZE}: verl takes them")
+    shapes = memory.shapes_of(_base(s.MODEL))
+    if shapes is None:
+        text = f"not estimated: MODEL={s.MODEL} has no config.json in the hub's cache, or one of an unknown kind"
+        yield warning("memory", text, f"download it (`hf download {s.MODEL}`), or watch the first steps")
+        return
+    gpus = found.gpus[: s.N_GPUS] if found and s.STACK != "cpu" else ()
+    if s.STACK != "cpu" and not gpus:
+        return
+    least = min((gpu.free for gpu in gpus), default=0)
+    free, total = hardware.ram()
+    short = memory.too_much(shapes, planned, least, total)
+    for text, fix in short:
+        yield error("memory", text, fix)
+    ram = sum(memory.estimate(shapes, planned, least).ram.values())
+    if not short and ram > free:
+        yield warning("memory", f"about {gb(ram)} RAM are needed, {gb(free)} are free", "end other programs")
+    elif not short:
+        yield ok("memory", f"estimated: {memory.summary(shapes, planned, least)}")
+
+
+def _base(model: str) -> str:
+    """MODEL, or what it is an adapter of."""
+    folder = Path(model).expanduser()
+    return base_of(folder) or model if is_adapter(folder) else model
+
+
+def _folder(model: str) -> str | None:
+    """Where the tokenizer of MODEL is on this machine; None where it is not yet."""
+    if model == "embedded":
+        folder = artifacts() / "models" / EMBEDDED
+        return str(folder) if folder.is_dir() else None
+    if Path(model).expanduser().is_dir():
+        return str(Path(model).expanduser())
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(model, "tokenizer_config.json") if "/" in model and model[0] not in "/.~" else None
+    return str(Path(found).parent) if isinstance(found, str) else None
+
+
+# ---- all of it -----------------------------------------------------------------------------------------------------
+
+
+def findings(s: Settings, arguments: list[str], stage: str = "doctor") -> list[Finding]:
+    """What all checks found. ``stage``: doctor, or the stage that is about to train."""
+    started = time.monotonic()
+    smi = hardware.nvidia() if s.STACK != "cpu" else None
+    wrong = list(model(s))
+    checks: list[Callable[[], Iterator[Finding]]] = [
+        lambda: of_machine(s, smi),
+        lambda: disk(s),
+        lambda: packages(s),
+        lambda: ray(s),
+        lambda: judge(s),
+        lambda: reward(s),
+        lambda: data(s, stage != "doctor"),
+    ]
+    if not wrong:
+        checks += [lambda: batches_and_memory(s, arguments, stage, smi), lambda: prompts(s, started + TOKENIZER_BY)]
+    return [*wrong, *(finding for check in checks for finding in check())]
+
+
+def before_training(s: Settings, arguments: list[str], stage: str) -> None:
+    """Print what is not ok; raise SettingsError with the last error, so that it ends the command."""
+    found = findings(s, arguments, stage)
+    bad = [finding for finding in found if finding.state != "ok"]
+    errors = [finding for finding in bad if finding.state == "error"]
+    for finding in bad:
+        if finding not in errors[-1:]:
+            print(f"{finding.state}: {finding}", flush=True)
+    if errors:
+        raise SettingsError(str(errors[-1]))
+    if not bad:
+        print(f"doctor: {len(found)} checks ok", flush=True)
+
+
+def report(s: Settings, arguments: list[str]) -> None:
+    """`make doctor`: a line for each finding. Exits with 1 when there is an error."""
+    started = time.monotonic()
+    found = findings(s, arguments)
+    for finding in found:
+        print(f"{finding.state:<8} {finding}", flush=True)
+    counts = {state: sum(finding.state == state for finding in found) for state in ("ok", "warning", "error")}
+    seconds = time.monotonic() - started
+    print(f"{counts['ok']} ok, {counts['warning']} warnings, {counts['error']} errors ({seconds:.1f} s)")
+    if counts["error"]:
+        sys.exit(1)

@@ -1,0 +1,332 @@
+"""The Ray cluster at RAY_ADDRESS: whether there is one, its nodes, and that they see what this machine sees.
+
+As a program it prints `make cluster-status`. Ray is asked in a process of its own, because it ends the process that
+asks when the cluster goes away.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import uuid
+from dataclasses import asdict, dataclass, fields
+from importlib.metadata import version
+from pathlib import Path
+
+from tasks.common.process import StageFailed, die_with_parent, node_lost
+from tasks.common.settings import ROOT, Settings, SettingsError, artifacts
+
+HELP = "docs/MULTI_NODE.md"
+CONNECT_SECONDS = 5  # to the head's port; Ray itself waits for a minute
+ASK_SECONDS = 120  # a node starts a process, which imports verl's version and looks at the folders
+LOST_SECONDS = 30  # Ray's head gives a node up after 5 checks, one every 3 seconds, that found it silent
+
+# What a node has besides the environment that `ray start` had there. NCCL's and gloo's variables are a node's own.
+SENT = re.compile(r"(VERL|VLLM|JUDGE|HF|WANDB|RAY_TASK|OMP|GLIBC)_\w+|PYTHON(PATH|UNBUFFERED|HASHSEED)|ROOT|ARTIFACTS")
+SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL")
+
+# What the others say when one of them is gone.
+BROKEN = re.compile(r"(?i)connection|socket|gloo|nccl|died|unavailable|raylet|GCS|timed out|exit code -|lost")
+
+
+@dataclass(frozen=True)
+class Node:
+    """A machine of the cluster; ``free_*`` is what no job has taken."""
+
+    id: str
+    address: str
+    alive: bool
+    gpus: float = 0
+    free_gpus: float = 0
+    cpus: float = 0
+    free_cpus: float = 0
+    here: bool = False
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a process on a node sees; the nodes must see the same."""
+
+    python: str
+    verl: str
+    repository: str
+    artifacts: str
+    secrets: tuple[str, ...]
+
+
+def address(nnodes: int) -> str:
+    """RAY_ADDRESS; empty: no cluster. Raises SettingsError where ``nnodes`` wants one, or Ray would not join it."""
+    given = os.environ.get("RAY_ADDRESS", "")
+    if not given and nnodes > 1:
+        raise SettingsError(
+            f"NNODES={nnodes}: needs a Ray cluster; start it with `ray start` and set RAY_ADDRESS=auto ({HELP})"
+        )
+    if given and given != "auto" and not re.fullmatch(r"\[?[\w.:-]+\]?:\d{1,5}", given):
+        raise SettingsError(
+            f"RAY_ADDRESS={given}: must be auto or host:port; run make on a node of the cluster, "
+            f"e.g. as the command of `ray job submit` ({HELP})"
+        )
+    return given
+
+
+def sent(environment: dict[str, str]) -> dict[str, str]:
+    """What of ``environment`` the workers of a cluster get. Never a secret: Ray shows it in its logs and dashboard."""
+    ours = {f.name for f in fields(Settings)}
+    names = [name for name in environment if SENT.fullmatch(name) and not SECRET.search(name)]
+    return {name: environment[name] for name in sorted({*names, *(ours & environment.keys())})}
+
+
+def secrets(environment: dict[str, str]) -> list[str]:
+    """Names of the keys in ``environment`` that a training may need; a node must have them from its `ray start`."""
+    names = [name for name in environment if SENT.fullmatch(name) and SECRET.search(name) and environment[name]]
+    return sorted(name for name in names if not name.endswith(("_PATH", "_FILE")))
+
+
+def enough(nodes: list[Node], nnodes: int, gpus: int) -> str:
+    """Empty, or what the cluster lacks for ``nnodes`` nodes with ``gpus`` free GPUs each, with what to do about it."""
+    having = [node for node in nodes if node.alive and node.free_gpus >= gpus]
+    if len(having) >= nnodes:
+        return ""
+    large = [node for node in nodes if node.alive and node.gpus >= gpus]
+    fix = "end the jobs that hold them" if len(large) >= nnodes else f"start more nodes ({HELP})"
+    found = "1 node has" if len(having) == 1 else f"{len(having)} nodes have"
+    return f"NNODES={nnodes} x N_GPUS={gpus}: {found} {gpus} free GPU{'s' if gpus > 1 else ''}; {fix}"
+
+
+def join(s: Settings) -> list[Node]:
+    """The nodes of the cluster; empty without RAY_ADDRESS. Raises SettingsError when there is no cluster, when it is
+    too small, or when a node does not see this repository, this Python and ARTIFACTS."""
+    if not address(s.NNODES):
+        return []
+    artifacts().mkdir(parents=True, exist_ok=True)
+    mark = artifacts() / f".cluster-{uuid.uuid4().hex[:8]}"
+    mark.mkdir()
+    try:
+        answer = _ask("check", str(mark))
+        nodes = [Node(**node) for node in answer["nodes"]]
+        here = see(str(ROOT), str(mark), secrets(dict(os.environ)))
+        for node in nodes:
+            if problem := difference(node.address, Seen(**answer["seen"][node.id]), here):
+                raise SettingsError(problem)
+            if not (mark / node.id).exists():
+                raise SettingsError(_other_folder(node.address))
+    finally:
+        for file in mark.iterdir():
+            file.unlink()
+        mark.rmdir()
+    if problem := enough(nodes, s.NNODES, s.N_GPUS):
+        raise SettingsError(problem)
+    return nodes
+
+
+def difference(name: str, node: Seen, here: Seen) -> str:
+    """Empty, or in one line what node ``name`` sees otherwise than this machine, and what to do."""
+    if node.artifacts != here.artifacts:
+        return _other_folder(name)
+    if node.repository != here.repository:
+        what = f"{ROOT} is another version there" if node.repository else f"{ROOT} is not there"
+        return f"node {name}: {what}; put the repository into a folder that all nodes share ({HELP})"
+    for package in ("python", "verl"):
+        there, wanted = getattr(node, package), getattr(here, package)
+        if there != wanted:
+            return (
+                f"node {name}: {package} {there or 'is not installed'}, here {wanted}; run `ray start` there with the "
+                f"same environment ({HELP})"
+            )
+    if missing := sorted(set(here.secrets) - set(node.secrets)):
+        return f"node {name}: has no {missing[0]}; keys are not sent: set it where `ray start` is run there ({HELP})"
+    return ""
+
+
+def _other_folder(name: str) -> str:
+    return f"node {name}: {artifacts()} is another folder there, or cannot be written; set ARTIFACTS to a shared folder"
+
+
+def see(root: str, mark: str, names: list[str], write_as: str = "") -> Seen:
+    """What a process sees here. ``mark``: a folder under ARTIFACTS; a node leaves a file ``write_as`` in it."""
+    digest = hashlib.sha256()
+    for file in sorted(Path(root, "tasks").rglob("*")):
+        if file.suffix in (".py", ".sh", ".yaml") and file.is_file():
+            digest.update(str(file).encode() + file.read_bytes())
+    folder = mark if os.path.isdir(mark) and os.access(mark, os.W_OK) else ""
+    if folder and write_as:
+        Path(folder, write_as).touch()
+    try:
+        verl = version("verl")
+    except ModuleNotFoundError:  # PackageNotFoundError is one
+        verl = ""
+    return Seen(
+        python=platform.python_version(),
+        verl=verl,
+        repository=digest.hexdigest() if os.path.isdir(root) else "",
+        artifacts=folder,
+        secrets=tuple(name for name in names if os.environ.get(name)),
+    )
+
+
+def explained(error: StageFailed, nodes: list[Node]) -> StageFailed:
+    """``error`` of a training on ``nodes``, led by the node that was lost where that is what it comes from: the others
+    may fail, and end the training, before Ray has told."""
+    said = str(error)
+    if not nodes or "of the Ray cluster was lost" in said or not BROKEN.search(said):
+        return error
+    gone = lost(nodes)
+    return StageFailed(f"{node_lost(gone)}\n  | {said}") if gone else error
+
+
+def lost(before: list[Node]) -> str:
+    """The address of a node among ``before`` that is gone; empty: all are there. Waits as long as Ray takes to tell."""
+    try:
+        answer = _ask("lost", *(node.id for node in before), seconds=LOST_SECONDS + 30)
+    except SettingsError:
+        return "of the head"
+    return answer["lost"]
+
+
+# ---- in a process of its own ---------------------------------------------------------------------------------------
+
+
+def _ask(question: str, *arguments: str, seconds: float = ASK_SECONDS) -> dict:
+    """The answer of this module in a process of its own. Raises SettingsError, one line."""
+    given = os.environ["RAY_ADDRESS"]
+    if given != "auto":
+        host, port = given.rsplit(":", 1)
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
+        except OSError as error:
+            raise SettingsError(
+                f"RAY_ADDRESS={given}: no Ray cluster answers there ({error}); run `ray start --head` ({HELP})"
+            ) from error
+    command = [sys.executable, "-m", "tasks.common.machine.cluster", question, *arguments]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    child = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        preexec_fn=die_with_parent,
+        start_new_session=True,
+    )
+    try:
+        output, errors = child.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        os.killpg(child.pid, signal.SIGKILL)
+        child.communicate()
+        raise SettingsError(
+            f"RAY_ADDRESS={given}: the cluster did not answer in {seconds:.0f} s; see `ray status`"
+        ) from None
+    if child.returncode:
+        lines = [line.strip() for line in errors.splitlines() if re.match(r"\S*(Error|Exception)\b", line)]
+        raise SettingsError(f"RAY_ADDRESS={given}: {_advice((lines or errors.splitlines() or ['no answer'])[-1])}")
+    return json.loads(output.splitlines()[-1])
+
+
+def _advice(error: str) -> str:
+    """What a user can do about an ``error`` of ray.init."""
+    if "Could not find any running Ray" in error:
+        return f"no Ray cluster runs on this machine; start it with `ray start --head`, or join one ({HELP})"
+    if "AuthenticationError" in error or "InvalidAuthToken" in error:
+        return f"the cluster wants a token; set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH ({HELP})"
+    if "No node info" in error or "Can't find" in error:
+        return f"this machine is no node of the cluster; run `ray start --address=...` on it first ({HELP})"
+    return f"{error[:300]} ({HELP})"
+
+
+def _nodes() -> list[Node]:
+    import ray
+
+    free = ray._private.state.available_resources_per_node()  # as verl does, single_controller/ray/base.py
+    here = ray.get_runtime_context().get_node_id()
+
+    def node(found: dict) -> Node:
+        total, left = found["Resources"], free.get(found["NodeID"], {})
+        return Node(
+            id=found["NodeID"],
+            address=found["NodeManagerAddress"],
+            alive=found["Alive"],
+            gpus=total.get("GPU", 0),
+            free_gpus=left.get("GPU", 0),
+            cpus=total.get("CPU", 0),
+            free_cpus=left.get("CPU", 0),
+            here=found["NodeID"] == here,
+        )
+
+    return sorted(map(node, ray.nodes()), key=lambda found: (found.address, found.id))
+
+
+def _check(mark: str) -> dict:
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    def asdict_of(*arguments):
+        return asdict(see(*arguments))
+
+    nodes = [node for node in _nodes() if node.alive]
+    asked = {}
+    for node in nodes:
+        strategy = NodeAffinitySchedulingStrategy(node.id, soft=False)
+        task = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=strategy)(asdict_of)
+        asked[node.id] = task.remote(str(ROOT), mark, secrets(dict(os.environ)), node.id)
+    return {"nodes": [asdict(node) for node in nodes], "seen": {name: ray.get(ref) for name, ref in asked.items()}}
+
+
+def _lost(*before: str) -> dict:
+    deadline = time.monotonic() + LOST_SECONDS
+    while True:
+        nodes = {node.id: node for node in _nodes()}
+        gone = [name for name in before if name not in nodes or not nodes[name].alive]
+        if gone or time.monotonic() > deadline:
+            return {"lost": nodes[gone[0]].address if gone and gone[0] in nodes else "".join(gone[:1])}
+        time.sleep(1)
+
+
+def _status() -> dict:
+    return {"nodes": [asdict(node) for node in _nodes()]}
+
+
+def main(arguments: list[str]) -> None:
+    import ray
+
+    question, *rest = arguments
+    ray.init(address="auto", logging_level="ERROR", log_to_driver=False)  # RAY_ADDRESS, where it names one
+    print(json.dumps({"check": _check, "lost": _lost, "status": _status}[question](*rest)), flush=True)
+    ray.shutdown()
+
+
+def status() -> None:
+    """`make cluster-status`. Raises SettingsError when there is no cluster."""
+    os.environ.setdefault("RAY_ADDRESS", "auto")
+    given = {name: os.environ.get(name) or "1" for name in ("NNODES", "N_GPUS")}
+    for name, value in given.items():
+        if not re.fullmatch(r"[1-9]\d{0,5}", value):
+            raise SettingsError(f"{name}={value[:80]}: must be a whole number greater than 0")
+    nnodes, gpus = map(int, given.values())
+    address(nnodes)
+    nodes = [Node(**node) for node in _ask("status")["nodes"]]
+    print(f"{'node':<18}{'GPUs free':>12}{'CPUs free':>12}")
+    for node in nodes:
+        if not node.alive:
+            print(f"{node.address:<18}{'lost':>12}")
+            continue
+        free = f"{f'{node.free_gpus:g} of {node.gpus:g}':>12}{f'{node.free_cpus:g} of {node.cpus:g}':>12}"
+        print(f"{node.address:<18}{free}{'  this machine' if node.here else ''}")
+    if problem := enough(nodes, nnodes, gpus):
+        raise SettingsError(problem)
+    print(f"enough for NNODES={nnodes} x N_GPUS={gpus}")
+
+
+if __name__ == "__main__":
+    if sys.argv[1:]:
+        main(sys.argv[1:])
+    else:
+        try:
+            status()
+        except SettingsError as error:
+            sys.exit(f"error: {error}")

@@ -1,0 +1,408 @@
+"""How much memory a training will need, from the model's shapes and verl's config: an estimate, before anything starts.
+
+Where a figure is measured, docs/DOCTOR.md says how far the estimate was off.
+"""
+
+import contextlib
+import functools
+import json
+import math
+import re
+import struct
+import threading
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+GIB = 2**30
+HUB_SECONDS = 5.0
+# config.json of SmolLM2-135M-Instruct, for before it is unpacked.
+EMBEDDED_CONFIG = {
+    "model_type": "llama",
+    "hidden_size": 576,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "head_dim": 64,
+    "intermediate_size": 1536,
+    "vocab_size": 49152,
+    "tie_word_embeddings": True,
+}
+# Bytes a logit in the update without fused kernels: bf16 logits, their copy without padding, its log-softmax and the
+# gradients of both (verl/workers/engine/fsdp/transformer_impl.py, prepare_model_outputs); with use_remove_padding there
+# is no copy, and the pass without gradients takes less.
+LOGIT_BYTES = 10
+FUSED_CHUNK = 512  # tokens of logits at once with use_fused_kernels (verl/utils/experimental/torch_functional.py)
+# Without use_remove_padding a micro-batch by tokens counts real ones, and its rows are then padded to the longest: of
+# countdown's tokens two thirds were padding.
+PADDED = 3
+OVERHEAD = 2e9  # a GPU: the CUDA contexts of trainer and vLLM, NCCL's buffers, CUDA graphs; assumed, not measured
+# Of a training on the CPU besides: Python with torch in each process of verl, Ray and vLLM; of one without these.
+PROCESSES, TRAINER = 7.4e9, 1.5e9  # measured: docs/DOCTOR.md
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What of a model takes memory. Widths are of one token; ``linear``: inputs and outputs of a layer's matrices."""
+
+    parameters: int
+    embeddings: int  # parameters that are no layer's
+    layer: int  # parameters of one layer
+    layers: int
+    hidden: int
+    intermediate: int
+    queries: int
+    keys: int  # of the keys; as many of the values
+    vocabulary: int
+    linear: int
+    tied: bool
+
+    def adapter(self, rank: int) -> int:
+        """Parameters of a LoRA adapter on all linear layers: a matrix (inputs x rank) and one (rank x outputs)."""
+        return rank * self.linear * self.layers
+
+
+def shapes(config: dict, parameters: int = 0) -> Shapes | None:
+    """The shapes of a model by its config.json; exact for llama, qwen2 and qwen3.
+
+    Others need the number of their ``parameters``, from the weights: a layer is then the mean of all. None where the
+    config names other fields.
+    """
+    try:
+        hidden, layers, vocabulary = config["hidden_size"], config["num_hidden_layers"], config["vocab_size"]
+        heads, intermediate = config["num_attention_heads"], config["intermediate_size"]
+    except KeyError:
+        return None
+    head = config.get("head_dim") or hidden // heads
+    queries, keys = heads * head, (config.get("num_key_value_heads") or heads) * head
+    linear = (hidden + queries) * 2 + (hidden + keys) * 2 + (hidden + intermediate) * 3
+    tied = bool(config.get("tie_word_embeddings", False))
+    embeddings = vocabulary * hidden * (1 if tied else 2) + hidden  # with the last norm
+    kind = config.get("model_type")
+    if kind in ("llama", "qwen2", "qwen3"):
+        layer = 2 * hidden * queries + 2 * hidden * keys + 3 * hidden * intermediate + 2 * hidden
+        if kind == "qwen2" or config.get("attention_bias"):
+            layer += queries + 2 * keys + (0 if kind == "qwen2" else hidden)
+        layer += 2 * head if kind == "qwen3" else 0  # norms of queries and keys
+        layer += 2 * intermediate + hidden if config.get("mlp_bias") else 0
+        parameters = embeddings + layers * layer
+    elif not parameters:
+        return None
+    return Shapes(
+        parameters,
+        embeddings,
+        (parameters - embeddings) // layers,
+        layers,
+        hidden,
+        intermediate,
+        queries,
+        keys,
+        vocabulary,
+        linear,
+        tied,
+    )
+
+
+def shapes_of(model: str) -> Shapes | None:
+    """The shapes of MODEL: a folder, `embedded`, or a hub id whose config is in the cache or can be had; else None."""
+    folder = Path(model).expanduser()
+    if model == "embedded":
+        return shapes(EMBEDDED_CONFIG)
+    if folder.is_dir():
+        file = folder / "config.json"
+    else:
+        file = _of_the_hub(model)
+        if file is None:
+            return None
+    try:
+        return shapes(json.loads(file.read_text()), _stored_parameters(folder))
+    except (OSError, ValueError):
+        return None
+
+
+@functools.cache
+def _of_the_hub(model: str) -> Path | None:
+    """config.json of a hub id, from the cache or the hub; None where neither has it within HUB_SECONDS."""
+    from huggingface_hub import hf_hub_download, try_to_load_from_cache
+    from huggingface_hub.utils import logging
+
+    if not re.fullmatch(r"\w[\w.-]*/[\w.-]+", model):
+        return None
+    if isinstance(found := try_to_load_from_cache(model, "config.json"), str):
+        return Path(found)
+    logging.set_verbosity_error()  # it would tell of each retry
+    files = []
+
+    def ask():
+        with contextlib.suppress(Exception):  # no network, no such model, no leave to read it: each of its own kind
+            files.append(Path(hf_hub_download(model, "config.json")))
+
+    asking = threading.Thread(target=ask, daemon=True)  # without a network it goes on trying for half a minute
+    asking.start()
+    asking.join(HUB_SECONDS)
+    return files[0] if files else None
+
+
+def _stored_parameters(folder: Path) -> int:
+    """Numbers in the safetensors files of ``folder``, by their headers; 0 without any.
+
+    A file begins with the length of its header, 8 bytes, and the header, JSON
+    (https://github.com/huggingface/safetensors, "Format").
+    """
+    count = 0
+    for file in folder.glob("*.safetensors"):
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8).ljust(8, b"\0"))
+            header = json.loads(stream.read(min(length, 100_000_000)) or b"{}")
+        count += sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+    return count
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What of a training decides on its memory (tasks/common/training/verl_config.py reads it from verl's config).
+
+    ``tokens``: at most so many in one forward pass on a GPU. ``share``: of a GPU's memory for vLLM; 0: there is none.
+    """
+
+    gpus: int = 1  # that share the training
+    gpus_here: int = 1  # of them in this machine
+    tokens: int = 8192
+    sequence: int = 1024  # tokens of a prompt and its response
+    tokens_by: str = "MICRO_BATCH_SIZE"  # the variable that sets tokens
+    lora_rank: int = 0
+    fused: bool = False
+    padded: bool = False  # micro-batches by tokens, with padding
+    checkpointing: bool = True
+    weights_offloaded: bool = False
+    optimizer_offloaded: bool = False
+    sharded: bool = True
+    critic: bool = False
+    reference: bool = False
+    reference_offloaded: bool = True
+    share: float = 0.5
+    tensor_parallel: int = 1
+    batched_tokens: int = 8192  # of vLLM in one pass
+    sequences: int = 256  # of vLLM at once
+    on_cpu: bool = False
+    cache_bytes: float = 0  # of vLLM on a CPU
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes by what they are for: of each GPU while the weights are updated and while vLLM samples, and of the
+    machine's RAM. On a CPU all is RAM, and both at once."""
+
+    update: dict[str, float] = field(default_factory=dict)
+    sampling: dict[str, float] = field(default_factory=dict)
+    engine: dict[str, float] = field(default_factory=dict)  # what vLLM's share must hold at least
+    ram: dict[str, float] = field(default_factory=dict)
+
+
+def training_state(model: Shapes, plan: Plan) -> dict[str, float]:
+    """Bytes a GPU of what lasts from step to step.
+
+    Mixed precision with Adam: fp32 weights 4 bytes a parameter, gradients 4, two moments 8 (Rajbhandari et al. 2020,
+    arXiv 1910.02054, section 3.1), sharded over the GPUs by FSDP2. verl loads the actor and the critic in fp32, and
+    so a frozen base model too (fsdp_config.model_dtype; verl/workers/engine/fsdp/transformer_impl.py, _build_module).
+    The critic is trained in full. The reference lies in RAM (CPUOffloadPolicy there, forward_only), and with LoRA
+    it is the model without its adapter.
+    """
+    over = plan.gpus if plan.sharded else 1
+    trained = model.adapter(plan.lora_rank) if plan.lora_rank else model.parameters
+    whole = model.parameters + (trained if plan.lora_rank else 0)
+    state = {"weights": 4 * whole / over, "gradients": 4 * trained / over, "optimizer": 8 * trained / over}
+    if plan.critic:
+        critic = model.parameters - (0 if model.tied else model.vocabulary * model.hidden)
+        state["critic"] = 16 * critic / over
+    if plan.reference and not plan.reference_offloaded and not plan.lora_rank:
+        state["reference"] = 4 * model.parameters / over
+    return state
+
+
+def resting(model: Shapes, plan: Plan) -> dict[str, float]:
+    """Bytes a GPU of the training state while vLLM samples: no gradients, and nothing that is offloaded until then."""
+    state = training_state(model, plan)
+    left = {"gradients"} | ({"weights"} if plan.weights_offloaded else set())
+    left |= {"optimizer"} if plan.optimizer_offloaded else set()
+    if plan.critic:
+        state["critic"] *= 12 / 16
+    return {name: size for name, size in state.items() if name not in left}
+
+
+def working(model: Shapes, plan: Plan) -> dict[str, float]:
+    """Bytes a GPU that only the update needs: logits, activations, and weights while they are gathered.
+
+    Logits: tokens x vocabulary x LOGIT_BYTES; with fused kernels of FUSED_CHUNK tokens at once. Activations: with
+    gradient checkpointing the bf16 input of each layer and all of one layer (Chen et al. 2016, arXiv 1604.06174),
+    without it all of every layer, counted over a llama block: four norms and sums in bf16 and fp32, queries, keys and
+    values before and after their rotation, four of the MLP; attention itself stores none of its scores (sdpa or flash).
+    Gathered: FSDP2 has embeddings and two layers (the next is fetched ahead) in bf16 at once.
+    """
+    tokens = plan.tokens * (PADDED if plan.padded else 1)
+    logits = FUSED_CHUNK * 16 if plan.fused else tokens * LOGIT_BYTES
+    block = 22 * model.hidden + 4 * (model.queries + 2 * model.keys) + 8 * model.intermediate
+    kept = 2 * model.hidden * model.layers + block if plan.checkpointing else block * model.layers
+    return {
+        "logits": logits * model.vocabulary,
+        "activations": tokens * kept,
+        "gathered weights": 2 * (model.embeddings + 2 * model.layer),
+    }
+
+
+def engine(model: Shapes, plan: Plan) -> dict[str, float]:
+    """Bytes a GPU that vLLM needs at least: bf16 weights, keys and values of one sequence of full length (2 x layers x
+    width of the keys x 2 bytes a token; Kwon et al. 2023, arXiv 2309.06180, section 3.1), and a pass of
+    max_num_batched_tokens with the fp32 logits of max_num_seqs."""
+    parts = plan.tensor_parallel
+    return {
+        "weights": 2 * model.parameters / parts,
+        "one sequence": 4 * model.layers * model.keys * plan.sequence / parts,
+        "one pass": plan.batched_tokens * 2 * (2 * model.intermediate + 4 * model.hidden)
+        + plan.sequences * model.vocabulary * 8,
+    }
+
+
+def estimate(model: Shapes, plan: Plan, gpu_bytes: float = 0) -> Estimate:
+    """The memory that ``plan`` needs with ``model``, on GPUs of ``gpu_bytes`` in all (of which vLLM takes its share).
+
+    The update's peak is its working set, or Adam's step, whose intermediate results take once more the trained weights
+    (torch.optim.AdamW, "foreach"). While vLLM samples the gradients are gone and the rest of the training state stays;
+    while the weights are updated vLLM sleeps (free_cache_engine). RAM: each process loads the whole model in fp32, only
+    the first of them where embeddings are not tied (transformer_impl.py, use_meta_tensor); vLLM asleep keeps weights
+    there when it serves an adapter.
+    """
+    state, work, vllm = training_state(model, plan), working(model, plan), engine(model, plan) if plan.share else {}
+    if (step := state["weights"] if not plan.lora_rank else state["gradients"]) > sum(work.values()):
+        work = {"Adam's step": step}
+    if plan.on_cpu:
+        ram = {name: bytes_ * plan.gpus for name, bytes_ in (state | work).items()}
+        ram["processes"] = PROCESSES if plan.share else TRAINER * plan.gpus
+        if plan.reference and not plan.lora_rank:
+            ram["reference"] = 4 * model.parameters
+        if plan.share:
+            ram["vLLM's weights"] = vllm["weights"] * plan.gpus
+            ram["vLLM's cache"] = plan.cache_bytes * plan.gpus
+        return Estimate(ram=ram)
+    ram = {"loading": 4 * model.parameters * (plan.gpus_here if model.tied else 1)}
+    machines = max(1, plan.gpus // plan.gpus_here)
+    if plan.reference and not plan.lora_rank and plan.reference_offloaded:
+        ram["reference"] = 4 * model.parameters / machines
+    if plan.weights_offloaded:
+        ram["offloaded weights"] = 4 * model.parameters / machines
+    if plan.optimizer_offloaded:
+        trained = model.adapter(plan.lora_rank) if plan.lora_rank else model.parameters
+        ram["offloaded optimizer"] = 8 * trained / machines
+    if plan.lora_rank and plan.share:
+        ram["vLLM asleep"] = vllm["weights"] * plan.gpus_here
+    return Estimate(
+        update=state | work | {"contexts": OVERHEAD},
+        sampling=resting(model, plan) | {"vLLM": plan.share * gpu_bytes, "contexts": OVERHEAD} if plan.share else {},
+        engine=vllm,
+        ram=ram,
+    )
+
+
+def checkpoint_bytes(parameters: int, lora_rank: int = 0) -> float:
+    """Of one checkpoint: fp32 weights and two moments of Adam, and an exported copy in fp32; with LoRA the fp32
+    weights, beside which the adapter's are little."""
+    return parameters * (4 if lora_rank else 16)
+
+
+# ---- what does not fit ---------------------------------------------------------------------------------------------
+
+
+def too_much(model: Shapes, plan: Plan, gpu_bytes: float, ram_bytes: float) -> list[tuple[str, str]]:
+    """What of ``plan`` does not fit into GPUs of ``gpu_bytes`` each, and ``ram_bytes``: what, the variable to change.
+
+    ``ram_bytes`` 0: not looked at.
+    """
+    found, needs = [], estimate(model, plan, gpu_bytes)
+    ram = sum(needs.ram.values())
+    if ram_bytes and ram > ram_bytes:
+        text = f"RAM: about {_gb(ram)} of {_gb(ram_bytes)} ({_parts(needs.ram)})"
+        found.append((text, _less_ram(model, plan, ram_bytes)))
+    if plan.on_cpu:
+        return found
+    update, state = sum(needs.update.values()), sum(training_state(model, plan).values())
+    if update > gpu_bytes:
+        text = f"update: about {_gb(update)} of {_gb(gpu_bytes)} on each GPU ({_parts(needs.update)})"
+        found.append((text, _smaller_update(model, plan, gpu_bytes, state)))
+    if plan.share:
+        least, rest = sum(needs.engine.values()), sum(needs.sampling.values()) - plan.share * gpu_bytes
+        room = math.floor((gpu_bytes - rest) / gpu_bytes * 20) / 20
+        wanted = math.ceil(least / gpu_bytes * 20) / 20
+        if plan.share * gpu_bytes < least:
+            text = (
+                f"vLLM: GPU_MEMORY_UTILIZATION={plan.share:g} is {_gb(plan.share * gpu_bytes)}, and its weights with "
+                f"one sequence of {plan.sequence} tokens take about {_gb(least)}"
+            )
+            fits = f"set GPU_MEMORY_UTILIZATION={wanted:g}"
+            found.append((text, fits if wanted <= room else _more_gpus(model, plan, gpu_bytes)))
+        elif sum(needs.sampling.values()) > gpu_bytes:
+            text = (
+                f"sampling: about {_gb(sum(needs.sampling.values()))} of {_gb(gpu_bytes)} on each GPU "
+                f"({_parts(needs.sampling)})"
+            )
+            fits = f"lower GPU_MEMORY_UTILIZATION to {room:g}"
+            found.append((text, fits if wanted <= room else _more_gpus(model, plan, gpu_bytes)))
+    return found
+
+
+def _fits(model: Shapes, plan: Plan, gpu_bytes: float) -> bool:
+    """Whether the plan would fit with the best share for vLLM and with few tokens."""
+    small = replace(plan, tokens=plan.sequence, share=0.0)
+    sampling = sum(resting(model, plan).values()) + OVERHEAD + (sum(engine(model, plan).values()) if plan.share else 0)
+    return max(sampling, sum(estimate(model, small, gpu_bytes).update.values())) <= gpu_bytes
+
+
+def _more_gpus(model: Shapes, plan: Plan, gpu_bytes: float) -> str:
+    counts = [plan.gpus * 2**power for power in range(1, 7)] if plan.sharded else []
+    enough = next((count for count in counts if _fits(model, replace(plan, gpus=count), gpu_bytes)), 0)
+    adapter = not plan.lora_rank and _fits(model, replace(plan, lora_rank=16), gpu_bytes)
+    ways = [f"raise N_GPUS to {enough}"] if enough else []
+    ways += ["set LORA_RANK=16"] if adapter else []
+    return " or ".join([*ways, "take a smaller MODEL"])
+
+
+def _smaller_update(model: Shapes, plan: Plan, gpu_bytes: float, state: float) -> str:
+    fewer = plan.tokens
+    while fewer > plan.sequence:
+        fewer = max(plan.sequence, fewer // 2)
+        if sum(estimate(model, replace(plan, tokens=fewer), gpu_bytes).update.values()) <= gpu_bytes:
+            value = fewer // plan.sequence if plan.tokens_by == "MICRO_BATCH_SIZE" else fewer
+            return f"lower {plan.tokens_by} to {value}"
+    if state + OVERHEAD < gpu_bytes and _fits(model, replace(plan, sequence=plan.sequence // 2), gpu_bytes):
+        return "lower MAX_PROMPT_LENGTH or MAX_RESPONSE_LENGTH"
+    return _more_gpus(model, plan, gpu_bytes)
+
+
+def _less_ram(model: Shapes, plan: Plan, ram_bytes: float) -> str:
+    if not plan.on_cpu:
+        return "take a machine with more RAM, or a smaller MODEL"
+    fewer = plan.tokens
+    while fewer > plan.sequence:
+        fewer = max(plan.sequence, fewer // 2)
+        if sum(estimate(model, replace(plan, tokens=fewer)).ram.values()) <= ram_bytes:
+            value = fewer // plan.sequence if plan.tokens_by == "MICRO_BATCH_SIZE" else fewer
+            return f"lower {plan.tokens_by} to {value}"
+    adapter = not plan.lora_rank and sum(estimate(model, replace(plan, lora_rank=8)).ram.values()) <= ram_bytes
+    return " or ".join([*(["set LORA_RANK=8"] if adapter else []), "take a smaller MODEL"])
+
+
+def _gb(count: float) -> str:
+    return f"{count / 1e9:.1f} GB" if count < 100e9 else f"{count / 1e9:.0f} GB"
+
+
+def _parts(parts: dict[str, float]) -> str:
+    return ", ".join(f"{name} {_gb(value)}" for name, value in parts.items() if value >= 5e7)
+
+
+def summary(model: Shapes, plan: Plan, gpu_bytes: float) -> str:
+    """The estimate in a line."""
+    needs = estimate(model, plan, gpu_bytes)
+    sizes = [f"{model.parameters / 1e6:,.1f} M parameters"]
+    if needs.update:
+        sizes.append(f"update {_gb(sum(needs.update.values()))}")
+    if needs.sampling:
+        sizes.append(f"sampling {_gb(sum(needs.sampling.values()))} on each GPU")
+    return ", ".join([*sizes, f"RAM {_gb(sum(needs.ram.values()))}"])

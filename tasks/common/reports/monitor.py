@@ -1,0 +1,254 @@
+"""`make monitor`: every run under artifacts/ in a dashboard on this machine, followed while it trains.
+
+Nothing has to be logged for it: it reads what each run writes to its own folder (docs/RUNS.md), so that a resumed run
+is one curve. The dashboard is trackio's, or tensorboard's where trackio is not installed (the a100 stack); its data is
+a copy that is made anew and goes with the dashboard.
+"""
+
+import functools
+import importlib.util
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field, fields
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+
+from tasks.common.evaluation.rollouts import SAMPLED
+from tasks.common.files import read_json
+from tasks.common.machine import hardware
+from tasks.common.process import interrupt_on_sigterm
+from tasks.common.reports.overview import evaluation_files
+from tasks.common.runs import health, launches
+from tasks.common.runs.folder import all_runs, read_metrics, recorded
+from tasks.common.settings import SettingsError, artifacts
+from tasks.common.text import one_line
+
+PORT = 7860
+SECONDS = 3  # between two looks at the runs
+TRAINING_SAMPLES, EVALUATION_SAMPLES = 8, 256  # of a step, of a validation or evaluation
+# What verl writes of a step, in which folder of the run: validations with ARGS=trainer.test_freq=...
+DUMPS = (("training", "rollouts", TRAINING_SAMPLES), ("validation", "validation", EVALUATION_SAMPLES))
+NO_REWARD = ("step", "uid")  # numbers beside a dumped response that are no part of its reward
+LONGEST = 8000  # characters of a text that are shown
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A response to a prompt. ``kind``: of a training step, of verl's validation, of an evaluation of a checkpoint."""
+
+    kind: str
+    step: int
+    prompt: str
+    response: str
+    ground_truth: str
+    rewards: dict[str, float]
+
+
+@dataclass
+class Seen:
+    """What there is to show of a run, each thing under a key that it keeps."""
+
+    steps: dict[int, dict[str, float]] = field(default_factory=dict)  # training metrics
+    evaluations: dict[int, dict[str, float]] = field(default_factory=dict)  # eval/<metric>, by step
+    samples: dict[str, Sample] = field(default_factory=dict)
+    findings: dict[str, health.Finding] = field(default_factory=dict)
+    gpus: dict[float, dict[str, float]] = field(default_factory=dict)  # by time, seconds since 1970
+
+    def since(self, shown: "Seen") -> "Seen | None":
+        """What is new beyond ``shown``; None where something that was shown has changed (steps trained again)."""
+        new = Seen()
+        for part in (f.name for f in fields(Seen)):
+            now, before = getattr(self, part), getattr(shown, part)
+            if any(key not in now or str(now[key]) != str(value) for key, value in before.items()):  # nan != nan
+                return None
+            setattr(new, part, {key: value for key, value in now.items() if key not in before})
+        return new
+
+    def __bool__(self) -> bool:
+        return any(getattr(self, f.name) for f in fields(Seen))
+
+
+def look(run_dir: Path) -> Seen:
+    """Everything that ``run_dir`` has to show."""
+    metrics = read_metrics(run_dir)
+    seen = Seen(steps={step: _numbers(row) for step, row in metrics.items()})
+    for step, file in evaluation_files(run_dir):
+        summary, folder = read_json(file), file.parent
+        seen.evaluations[step] = {f"eval/{name}": value["value"] for name, value in summary["metrics"].items()}
+        seen.samples |= {f"eval-{folder.name}-{i}": s for i, s in enumerate(_evaluated(folder, step))}
+    for kind, folder, most in DUMPS:
+        for file in sorted((run_dir / folder).glob("*.jsonl")):
+            if file.stem.isdigit():
+                found = enumerate(_dumped(file, kind, most))
+                seen.samples |= {f"{kind}-{file.stem}-{i}": sample for i, sample in found}
+    found = health.findings(metrics, SimpleNamespace(**recorded(run_dir)["settings"]))  # of any version's variables
+    fired = {(each.rule, each.step) for each in found}
+    for each in found:  # a rule that keeps firing is told of once
+        if (each.rule, each.step - 1) not in fired:
+            seen.findings[f"{each.rule}-{each.step}"] = each
+    for row in _rows(run_dir / "gpu.jsonl"):
+        seen.gpus[row.pop("time")] = row
+    return seen
+
+
+def config_of(run_dir: Path) -> dict:
+    """What one compares runs by: settings, ARGS, start and commit, with secrets masked."""
+    made = recorded(run_dir)
+    config = dict(made["settings"]) | {"ARGS": " ".join(made["arguments"]), "start": made["start"]}
+    for launch in launches.launches(run_dir)[-1:]:
+        record = launches.read(launch)
+        config |= {"stack": record["stack"], "commit": record["git"].get("commit", "")}
+    return launches.masked_values(config)
+
+
+# ---- parts ---------------------------------------------------------------------------------------------------------
+
+
+def _numbers(row: dict) -> dict[str, float]:
+    return {name: float(value) for name, value in row.items() if isinstance(value, int | float)}
+
+
+def _rows(file: Path, most: int | None = None) -> Iterator[dict]:
+    """The first ``most`` whole lines of ``file``; none if it is not there."""
+    with suppress(OSError), file.open(errors="replace") as stream:
+        for line in islice(stream, most):
+            if line.endswith("\n"):  # else it is being written
+                with suppress(ValueError):
+                    yield json.loads(line)
+
+
+def _once_written(read):
+    """``read(file, ...)``, again only when the file has changed."""
+    cached = functools.lru_cache(maxsize=4096)(lambda file, changed, *rest: list(read(file, *rest)))
+    return lambda file, *rest: cached(file, (file.stat().st_mtime_ns, file.stat().st_size), *rest)
+
+
+@_once_written
+def _dumped(file: Path, kind: str, most: int) -> Iterator[Sample]:
+    for row in _rows(file, most):
+        texts = (_cut(row.pop(name)) for name in ("input", "output", "gts"))
+        rewards = {name: value for name, value in _numbers(row).items() if name not in NO_REWARD}
+        yield Sample(kind, int(file.stem), *texts, rewards)
+
+
+def _evaluated(folder: Path, step: int) -> list[Sample]:
+    file = folder / "rollouts.jsonl"
+    return _evaluated_rows(file, step) if file.exists() else []
+
+
+@_once_written
+def _evaluated_rows(file: Path, step: int) -> Iterator[Sample]:
+    for row in _rows(file, EVALUATION_SAMPLES):
+        prompt = "\n".join(f"{message['role']}: {message['content']}" for message in row["prompt"])
+        rewards = dict(row["reward"] or {}) | {"sampled": float(row["mode"] == SAMPLED)}
+        yield Sample("evaluation", step, _cut(prompt), _cut(row["response"]), _cut(row["ground_truth"]), rewards)
+
+
+def _cut(text: str) -> str:
+    text = str(text)
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]} ... ({len(text)} characters)"
+
+
+# ---- following -----------------------------------------------------------------------------------------------------
+
+
+def changed(run_dir: Path) -> tuple:
+    """Something that differs when ``look`` would."""
+    files = [file for folder in ("metrics", "rollouts", "validation") for file in run_dir.glob(f"{folder}/*")]
+    files += [run_dir / "gpu.jsonl", run_dir / "settings.json"]
+    files += (artifacts() / "eval" / run_dir.parent.name).glob("*/summary.json")
+    found = []
+    for file in files:
+        with suppress(OSError):
+            found.append((str(file), file.stat().st_size, file.stat().st_mtime_ns))
+    return tuple(sorted(found))
+
+
+class Follower:
+    """Brings to ``dashboard`` what the runs have that it does not show yet."""
+
+    def __init__(self, dashboard):
+        self.dashboard, self.shown, self.state = dashboard, {}, {}
+
+    def update(self) -> int:
+        """One look at all runs. Returns how many had something new."""
+        count = 0
+        for run_dir in all_runs():
+            state = changed(run_dir)
+            if self.state.get(run_dir) == state:
+                continue
+            try:
+                now = look(run_dir)
+            except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:  # the others are shown
+                what = f"{type(error).__name__}: {one_line(str(error), 200)}"
+                print(f"warning: {run_dir}: cannot be read ({what})", file=sys.stderr, flush=True)
+                self.state[run_dir] = state
+                continue
+            before = self.shown.get(run_dir, Seen())
+            new = now.since(before)
+            if new is None:
+                self.dashboard.remove(run_dir)
+                new = now
+            if new:
+                self.dashboard.add(run_dir, new, config_of(run_dir))
+                count += 1
+            self.shown[run_dir], self.state[run_dir] = now, state
+        return count
+
+
+def open_dashboard(folder: Path):
+    """trackio's, or tensorboard's where that is what is installed; its data in ``folder``. Raises SettingsError."""
+    if importlib.util.find_spec("trackio"):
+        from tasks.common.reports.monitor_trackio import Trackio
+
+        return Trackio(folder)
+    if importlib.util.find_spec("tensorboard"):
+        from tasks.common.reports.monitor_tensorboard import Tensorboard
+
+        return Tensorboard(folder)
+    raise SettingsError("make monitor: neither trackio nor tensorboard is installed; run `make install`")
+
+
+def _port() -> int:
+    text = os.environ.get("PORT") or str(PORT)
+    if not (text.isascii() and text.isdigit() and 0 < int(text) < 65536):
+        raise SettingsError(f"PORT={text[:80]}: must be a number from 1 to 65535")
+    if hardware.listens(f"127.0.0.1:{text}"):
+        raise SettingsError(
+            f"PORT={text}: something listens there already; take another, make monitor PORT={int(text) + 1}"
+        )
+    return int(text)
+
+
+def main() -> None:
+    interrupt_on_sigterm()
+    port = _port()
+    place = artifacts() / "monitor"
+    place.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=place, prefix=f"{port}-") as folder:
+        dashboard = open_dashboard(Path(folder))
+        follower = Follower(dashboard)
+        follower.update()
+        with dashboard.served(port):
+            runs = len(follower.shown)
+            what = f"{runs} run{'s' * (runs != 1)}" if runs else "no runs yet; they appear when they train"
+            print(f"{dashboard.name}: http://127.0.0.1:{port} ({artifacts() / 'runs'}: {what})", flush=True)
+            print(f"Ctrl-C ends it. From another machine: ssh -L {port}:127.0.0.1:{port} this-machine", flush=True)
+            while True:
+                time.sleep(SECONDS)
+                follower.update()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except SettingsError as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(0)

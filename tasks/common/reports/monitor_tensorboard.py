@@ -1,0 +1,84 @@
+"""The runs in tensorboard, for stacks whose packages leave no room for trackio (a100: huggingface-hub below 1)."""
+
+import contextlib
+import json
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from tasks.common.machine import hardware
+from tasks.common.process import die_with_parent
+from tasks.common.settings import SettingsError
+
+SECONDS_TO_START = 60
+
+
+class Tensorboard:
+    """See ``monitor.Follower``; the event files are in ``folder``."""
+
+    name = "tensorboard"
+
+    def __init__(self, folder: Path):
+        self.folder, self.writers = folder, {}
+
+    def _writer(self, run_dir: Path):
+        from torch.utils.tensorboard import SummaryWriter
+
+        if run_dir not in self.writers:
+            self.writers[run_dir] = SummaryWriter(self.folder / run_dir.parent.name / run_dir.name)
+        return self.writers[run_dir]
+
+    def remove(self, run_dir: Path) -> None:
+        if writer := self.writers.pop(run_dir, None):
+            writer.close()
+        shutil.rmtree(self.folder / run_dir.parent.name / run_dir.name, ignore_errors=True)
+
+    def add(self, run_dir: Path, new, config: dict) -> None:
+        """Write the ``monitor.Seen`` of a run."""
+        first = run_dir not in self.writers
+        writer = self._writer(run_dir)
+        if first:
+            writer.add_text("settings", _as_code(json.dumps(config, indent=1)))
+        for part in (new.steps, new.evaluations):
+            for step, row in sorted(part.items()):
+                for name, value in row.items():
+                    writer.add_scalar(name, value, step)
+        for when, row in new.gpus.items():
+            for name, value in row.items():
+                writer.add_scalar(name, value, round(when), walltime=when)  # a step for each second
+        for key, sample in new.samples.items():
+            text = f"{sample.prompt}\n\n{sample.response}\n\nground truth: {sample.ground_truth}\n{sample.rewards}"
+            writer.add_text(f"{sample.kind}/{key.rpartition('-')[2]}", _as_code(text), sample.step)
+        for each in new.findings.values():
+            writer.add_text(f"health/{each.rule}", each.text, each.step)
+        writer.flush()
+
+    @contextlib.contextmanager
+    def served(self, port: int) -> Iterator[None]:
+        """Serve the dashboard on loopback until the end of the block. Raises SettingsError when it does not start."""
+        command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(self.folder)]
+        command += ["--host", "127.0.0.1", "--port", str(port), "--reload_interval", "5"]
+        log = self.folder / "tensorboard.log"
+        with log.open("wb") as output:
+            server = subprocess.Popen(command, stdout=output, stderr=output, preexec_fn=die_with_parent)
+        try:
+            deadline = time.monotonic() + SECONDS_TO_START
+            while not hardware.listens(f"127.0.0.1:{port}"):
+                if server.poll() is not None or time.monotonic() > deadline:
+                    said = (log.read_text(errors="replace").strip().splitlines() or ["nothing said"])[-1]
+                    raise SettingsError(f"PORT={port}: tensorboard did not start: {said[:200]}")
+                time.sleep(0.2)
+            yield
+        finally:
+            server.terminate()
+            server.wait()
+            for writer in self.writers.values():
+                writer.close()
+
+
+def _as_code(text: str) -> str:
+    """As a block of Markdown in which nothing is read as Markdown or HTML: each line indented by a tab."""
+    return "".join(f"\t{line}\n" for line in text.splitlines())

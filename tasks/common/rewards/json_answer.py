@@ -1,0 +1,109 @@
+"""Answers that are one JSON object: read strictly, and check them against a JSON Schema.
+
+A response is model output and may be anything: length, depth and the size of numbers are bounded before anything
+looks at the values.
+"""
+
+import functools
+import json
+import re
+from collections.abc import Iterator
+from itertools import islice
+
+from jsonschema import Draft202012Validator
+from jsonschema.exceptions import SchemaError, best_match
+from referencing import Registry
+from referencing.exceptions import Unresolvable
+
+from tasks.common.rewards.answers import RewardError, after_thinking
+from tasks.common.strict_json import finite, no_constant, once
+from tasks.common.text import one_line
+
+MAX_OBJECT_CHARS = 10_000
+MAX_DEPTH = 32
+MAX_DIGITS = 18  # of an integer: it fits in 64 bits, and no arithmetic on it is slow
+
+_STRUCTURE = re.compile(r'[{}]|"(?:[^"\\]|\\.)*+"?', re.DOTALL)  # a brace, or a string with the braces in it
+
+
+def read_object(text: str, strict: bool = True) -> dict | None:
+    """The JSON object that ``text`` is; None if it is anything else.
+
+    Not read: another JSON value, NaN and Infinity, a number beyond a float, an integer of more than 18 digits, a key
+    given twice, more than 10,000 characters, nesting deeper than 32. White space around the object is allowed.
+    ``strict=False``: exactly one object may stand within other text, all of it after any ``</think>`` at most 10,000
+    characters; what an open ``<think>`` begins is no answer, and each brace before the object needs its other half.
+    """
+    if strict:
+        return _parse(text)
+    answer = after_thinking(text)
+    if len(answer) > MAX_OBJECT_CHARS:
+        return None
+    found = list(islice((value for value in map(_parse, _braced(answer)) if value is not None), 2))
+    return found[0] if len(found) == 1 else None
+
+
+def _parse(text: str) -> dict | None:
+    if len(text) > MAX_OBJECT_CHARS:
+        return None
+    try:
+        value = json.loads(text, object_pairs_hook=once, parse_int=_int, parse_float=finite, parse_constant=no_constant)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) and _depth_at_most(value, MAX_DEPTH) else None
+
+
+def _int(text: str) -> int:
+    if len(text) > MAX_DIGITS + text.startswith("-"):
+        raise ValueError("a huge integer")
+    return int(text)
+
+
+def _depth_at_most(value: object, depth: int) -> bool:
+    level = [value]
+    for _ in range(depth):
+        nested = [v.values() if isinstance(v, dict) else v for v in level if isinstance(v, dict | list)]
+        level = [item for items in nested for item in items]
+        if not level:
+            return True
+    return not any(isinstance(v, dict | list) for v in level)
+
+
+def _braced(text: str) -> Iterator[str]:
+    """The outermost ``{…}`` of ``text``, in one pass. A quotation mark counts only within braces: prose has its own."""
+    depth = start = position = 0
+    while True:
+        if depth == 0:
+            start = position = text.find("{", position)
+            if start < 0:
+                return
+        match = _STRUCTURE.search(text, position)
+        if match is None:
+            return
+        position = match.end()
+        depth += {"{": 1, "}": -1}.get(match[0], 0)
+        if depth == 0:
+            yield text[start:position]
+
+
+def schema_problem(value: object, schema: dict) -> str | None:
+    """What is wrong with ``value`` by the JSON Schema ``schema`` (draft 2020-12), in one line; None if nothing is.
+
+    true and false are no numbers there. Raises RewardError when ``schema`` is no JSON Schema, or has a ``$ref`` to
+    another document, which is never fetched.
+    """
+    try:
+        error = best_match(_validator(json.dumps(schema, sort_keys=True)).iter_errors(value))
+    except Unresolvable as missing:
+        raise RewardError(f"no JSON Schema: its $ref {missing.ref} is not in it") from missing
+    return one_line(f"{error.json_path}: {error.message}", 200) if error else None
+
+
+@functools.lru_cache(maxsize=64)
+def _validator(schema: str) -> Draft202012Validator:
+    schema = json.loads(schema)
+    try:
+        Draft202012Validator.check_schema(schema)
+    except SchemaError as error:
+        raise RewardError(f"no JSON Schema: {one_line(f'{error.json_path}: {error.message}', 200)}") from error
+    return Draft202012Validator(schema, registry=Registry())  # the default registry would fetch a remote $ref

@@ -1,0 +1,211 @@
+"""The final answer of a worked solution: find it, read it as an exact number, compare it with the truth.
+
+Plain numbers are read here, exactly (Fraction). What else LaTeX can say goes to math-verify, in a sandbox: its own time
+limits need the main thread and cannot interrupt C code, and verl calls a reward in threads.
+"""
+
+import functools
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
+
+from tasks.common.rewards.answers import after_thinking
+from tasks.common.rewards.sandbox import CallFailed, Sandbox
+
+MAX_ANSWER_CHARS = 200
+MAX_CANDIDATES = 50  # so many of one form are looked at, from the last back
+SECONDS = 2.0  # of wall clock for one comparison; ordinary formulas take milliseconds
+
+_HASHES = re.compile(r"(?<!#)####(?!#)")
+_BOXED = re.compile(r"\\f?boxed\s*\{")
+_SENTENCE = re.compile(r"\banswers?\b[^.\n]{0,60}?(?:\bis\b|\bare\b|[:=])", re.IGNORECASE)
+_SENTENCE_END = re.compile(r"[.!?][*_`\"')\]]*(?=\s|$)|\n")
+_LABEL = re.compile(r"[A-Za-z][A-Za-z' ]{0,40}?(?:\bis\b|[:=])[*_`]*\s*")
+
+_SPELLING = str.maketrans({"−": "-", "–": "-", "\u00a0": " ", "\u2009": " ", "\u202f": " ", "\t": " "})
+_WRAPPER = re.compile(r"\\(?:text|mathrm|mathbf|mathit|textbf|textit|boldsymbol|bm|mbox|f?boxed)\s*\{([^{}]*)\}")
+_FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{\s*([\d.,]{1,30})\s*\}\s*\{\s*([\d.,]{1,30})\s*\}|(\d)\s*(\d))")
+_BOLD = re.compile(r"(?<![\w)])(\*{1,3}|_{1,3}|`)(?=\S)([^*_`]*)(?<=\S)\1(?![\w(])")
+_REMOVED = re.compile(r"\\?[$€£¥]|\\[()\[\]]|\\[,!;: ]|\\(?:left|right|displaystyle)(?![a-zA-Z])")
+_DEGREES = re.compile(r"\^\s*\{?\\circ\}?")
+
+_NUMBER = r"(?:\d{1,3}(?:,\d{3}){1,6}(?:\.\d{1,18})?|\d{1,18}(?:\.\d{1,18})?|\.\d{1,18})"
+_SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_UNIT = r"(?:[gmhslLcCF]|km|cm|mm|kg|mg|ml|mL|lbs?|oz|ft|in|hrs?|mins?|secs?|mph)\b"
+_NOT_A_UNIT = r"(?!(?:and|or|to|by|half|times|plus|minus|divided|over|squared|cubed)\b)"
+_PLAIN = re.compile(
+    rf"(?:[≈~]\s*)?(?P<sign>[-+]?)\s*(?:(?P<whole>\d{{1,18}})\s+(?=\d+\s*/))?(?P<number>{_NUMBER})"
+    rf"(?:\s*/\s*(?P<denominator>{_NUMBER}))?\)?(?:\s*(?P<scale>{'|'.join(_SCALES)})\b)?(?:\s*[%°])?"
+)
+# What may follow it: a unit in words, without a second number, operator or LaTeX.
+_REST = re.compile(rf"[\s.,;:?'\")\]}}]*|(?:{_UNIT}|[\s,(/]+{_NOT_A_UNIT}(?:[A-Za-z]{{2,}}|{_UNIT}))[^\d=+*^\\<>|]*")
+_TOKEN = re.compile(rf"(?<![\w.,])(?:(?<![\d)\]%]\s)-)?{_NUMBER}(?:\s?/\s?{_NUMBER})?(?!\d)")
+_RELATION = re.compile(r"[<>≤≥≠]|\\(?:[lg]eq?|neq?)(?![a-zA-Z])")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a response gives as its final answer: the text, and what marked it (``hashes``, ``boxed``, ``sentence``, or
+    ``last``, the last number of a response that marks none)."""
+
+    text: str
+    how: str
+
+
+def find_answer(response: str, flexible: bool = False) -> Answer | None:
+    """The final answer after any thinking: what follows the last ``####``, else what is in the last ``\\boxed{}``, else
+    the last number of the last "the answer is" sentence that has one; ``flexible``: else the last number. None: none.
+
+    A ``####`` that is a Markdown heading (words follow it) marks no answer. Text after the answer changes nothing.
+    """
+    text = after_thinking(response)
+    for how, find in (("hashes", _after_hashes), ("boxed", _in_box), ("sentence", _in_sentence)):
+        if found := find(text):
+            return Answer(found, how)
+    if flexible and (found := _last_number(text[-2000:])):
+        return Answer(found, "last")
+    return None
+
+
+def _first_sentence(text: str) -> str:
+    """The first line that is not empty, up to the end of its first sentence, at most MAX_ANSWER_CHARS."""
+    text = text[: 2 * MAX_ANSWER_CHARS].lstrip()
+    end = _SENTENCE_END.search(text)
+    return text[: end.start() if end else len(text)][:MAX_ANSWER_CHARS].strip()
+
+
+def _last(pattern: re.Pattern, text: str) -> list[re.Match]:
+    return list(pattern.finditer(text))[-MAX_CANDIDATES:][::-1]
+
+
+def _after_hashes(text: str) -> str | None:
+    for match in _last(_HASHES, text):
+        line = _first_sentence(text[match.end() : match.end() + 2 * MAX_ANSWER_CHARS])
+        line = _BOLD.sub(r"\2", line).strip("*_` ")
+        if label := _LABEL.match(line):
+            line = line[label.end() :]
+        if line and not re.match(r"#|[A-Za-z]{2}", line):
+            return line
+    return None
+
+
+def _in_box(text: str) -> str | None:
+    for match in _last(_BOXED, text):
+        depth = 1
+        for place in range(match.end(), min(len(text), match.end() + MAX_ANSWER_CHARS + 1)):
+            if text[place] in "{}" and text[place - 1] != "\\":
+                depth += 1 if text[place] == "{" else -1
+            if not depth:
+                return text[match.end() : place].strip() or None
+    return None
+
+
+def _in_sentence(text: str) -> str | None:
+    for match in _last(_SENTENCE, text):
+        sentence = _first_sentence(text[match.end() : match.end() + 2 * MAX_ANSWER_CHARS].lstrip("*_`:= \n"))
+        if read_number(sentence) is not None:
+            return sentence
+        formulas = [a or b for a, b in re.findall(r"\$([^$]+)\$|\\\((.+?)\\\)", sentence)]
+        if formulas and "\\" in formulas[-1]:
+            return formulas[-1]
+        if found := _last_number(sentence):
+            return found
+    return None
+
+
+def _last_number(text: str) -> str | None:
+    found = _TOKEN.findall(tidy(text))
+    return found[-1] if found else None
+
+
+def tidy(text: str) -> str:
+    """``text`` without the markup, currency signs and LaTeX wrappers that do not change a number; ``\\frac{a}{b}`` as
+    ``a/b`` where both are plain."""
+    text = text.translate(_SPELLING).replace("{,}", ",").replace("\\%", "%").replace("~", " ")
+    text = _DEGREES.sub("°", text)
+    for _ in range(3):  # wrappers in wrappers
+        text = _WRAPPER.sub(r" \1 ", text)
+    text = _FRACTION.sub(lambda m: f" {m[1] or m[3]}/{m[2] or m[4]} ", text)
+    return _BOLD.sub(r"\2", _REMOVED.sub("", text))
+
+
+def read_number(text: str) -> Fraction | None:
+    """The one number that ``text`` states, exactly; None if it states none, several, or a formula.
+
+    Read are 18, 18.00, 1,000, - 3, 36/2, 1 1/2, \\frac{36}{2}, $18, 18%, **18**, 3 million, 18 eggs a day, x = 18 and
+    9 * 2 = 18. A currency, ``%`` and a unit do not change the number: 18% is 18, as GSM8K writes percentages.
+    """
+    if len(text) > MAX_ANSWER_CHARS or _RELATION.search(text):
+        return None
+    text = tidy(text).rpartition("=")[2].strip(" *_`\"'()[]{},;:?\n")
+    if label := _LABEL.match(text):
+        text = text[label.end() :]
+    match = _PLAIN.match(text)
+    if not match or not _REST.fullmatch(text, match.end()):
+        return None
+    try:
+        value = _fraction(match["number"]) / _fraction(match["denominator"] or "1") + int(match["whole"] or 0)
+    except ZeroDivisionError:
+        return None
+    value *= _SCALES.get(match["scale"], 1)
+    return -value if match["sign"] == "-" else value
+
+
+def _fraction(text: str) -> Fraction:
+    return Fraction(text.replace(",", ""))
+
+
+def compare(answer: str, truth: str) -> tuple[bool, bool]:
+    """Whether ``answer`` is well-formed, and whether it equals ``truth``.
+
+    Two plain numbers are compared exactly: 18.00 is 18, 0.33 is not 1/3. All else is for math-verify, which reads LaTeX
+    and compares values or formulas, decimals to 6 places; well-formed is then what it can read and, where the truth is
+    a number, a number. What it cannot read within its limits of time and memory is not well-formed.
+    """
+    number, true = read_number(answer), read_number(truth)
+    if number is not None and true is not None:
+        return True, number == true
+    if not answer.strip() or len(answer) > MAX_ANSWER_CHARS:
+        return False, False
+    try:
+        return _math_verify(answer, str(truth)[: 10 * MAX_ANSWER_CHARS])
+    except CallFailed:  # not kept: it may be the machine that was slow
+        return False, False
+
+
+@functools.lru_cache(maxsize=4096)  # the responses of a group repeat themselves
+def _math_verify(answer: str, truth: str) -> tuple[bool, bool]:
+    well_formed, right = _sandbox.call(answer, truth)
+    return well_formed, right
+
+
+_sandbox = Sandbox("tasks.common.rewards.math_answer:math_verify_judge", seconds=SECONDS)
+
+
+def math_verify_judge() -> Callable[[str, str], tuple[bool, bool]]:
+    """What the sandbox calls: (answer, truth) to (well formed, right), by math-verify."""
+    import logging
+
+    from math_verify import LatexExtractionConfig, parse, verify
+    from sympy import Basic, Eq
+
+    logging.disable(logging.CRITICAL)
+    # The LaTeX grammar alone: math-verify's other reader evaluates text as Python (sympy.parse_expr).
+    reader = [LatexExtractionConfig()]
+
+    def read(text: str):
+        found = parse(f"${text.replace('$', '')}$", reader, parsing_timeout=None)
+        return found[0] if found and isinstance(found[0], Basic) else None
+
+    def is_number(value) -> bool:
+        value = value.rhs if isinstance(value, Eq) else value
+        return bool(getattr(value, "is_number", False)) and value.is_finite is not False
+
+    def judge(answer: str, truth: str) -> tuple[bool, bool]:
+        given, true = read(answer), read(truth)
+        well_formed = given is not None and (not is_number(true) or is_number(given))
+        return well_formed, well_formed and true is not None and bool(verify(true, given, timeout_seconds=None))
+
+    judge("\\frac{1}{2}", "\\sqrt{4}")  # loads the grammar
+    return judge

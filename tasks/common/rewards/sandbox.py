@@ -1,0 +1,353 @@
+"""Call a function on hostile input in a process of its own, which can hurt nothing: see docs/REASONING_GYM.md.
+
+The worker has no credentials in its environment, a memory limit, and, once its modules are loaded, a seccomp filter: it
+computes, reads files of the Python installation, and answers. It writes, creates and removes no file, starts no
+process, opens no socket, signals nobody. One that dies or takes too long is replaced at the next call.
+"""
+
+import contextlib
+import ctypes
+import errno
+import importlib
+import json
+import os
+import platform
+import resource
+import select
+import socket
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import weakref
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[3]
+START_SECONDS = 120  # for the imports of a worker, on a machine that is busy with training
+MAX_REQUEST_BYTES = 16 * 2**20
+MAX_REPLY_BYTES = 2**16
+_LENGTH = struct.Struct(">I")  # before each message, which is JSON
+
+
+class SandboxError(RuntimeError):
+    """The worker cannot be started: nothing that the input could have caused."""
+
+
+class CallFailed(Exception):
+    """The function raised, took too long, or died on this input."""
+
+
+class Sandbox:
+    """A function in a worker process. One call at a time; safe for threads and after a fork.
+
+    ``target`` is ``"module:factory"``; the worker calls ``factory(*setup)`` once and keeps the function that it
+    returns. All arguments and results are JSON. ``seconds``: wall clock for a call; ``memory``: bytes that the worker
+    may take beyond what it has after its start. It ends with this process, however that ends.
+    """
+
+    def __init__(self, target: str, *setup, seconds: float = 5.0, memory: int = 2**30):
+        self._start_message = {"target": target, "setup": setup, "memory": memory, "path": [str(ROOT), *sys.path]}
+        self._seconds = seconds
+        self.protections: dict = {}  # of the worker that was started last: {"seccomp": bool, "landlock": its version}
+        self._forget()
+        _SANDBOXES.add(self)
+
+    def call(self, *arguments):
+        """The function's result. Raises CallFailed when this input broke it, SandboxError when it cannot be started."""
+        return self._thread.submit(self._call, arguments).result()
+
+    def close(self) -> None:
+        """End the worker; a later call starts a new one."""
+        self._thread.submit(self._kill).result()
+
+    def _forget(self) -> None:
+        """Start from nothing; in a forked child the worker and the thread are the parent's."""
+        if getattr(self, "_socket", None):
+            self._socket.close()
+        self._process, self._socket = None, None
+        # All that touches the worker happens in one thread. The kernel ends a worker with the *thread* that started it
+        # (PR_SET_PDEATHSIG), and the threads of a reward manager come and go.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="sandbox")
+
+    def _call(self, arguments: tuple):
+        request = json.dumps(arguments).encode()
+        if len(request) > MAX_REQUEST_BYTES:
+            raise CallFailed(f"an input of {len(request)} bytes")
+        # What can be read before a request is no answer to it: the end of a dead worker, or a forged reply.
+        if self._process and select.select([self._socket], [], [], 0)[0]:
+            self._kill()
+        if not self._process:
+            self._start()
+        try:
+            reply = self._exchange(request, self._seconds)
+        except (OSError, ValueError) as error:
+            self._kill()
+            raise CallFailed("too slow" if isinstance(error, TimeoutError) else "the worker died") from error
+        if not isinstance(reply, dict) or "value" not in reply:
+            raise CallFailed(str(reply.get("error"))[:200] if isinstance(reply, dict) else "not a reply")
+        return reply["value"]
+
+    def _start(self) -> None:
+        self._socket, theirs = socket.socketpair()
+        with theirs, tempfile.TemporaryDirectory(prefix="sandbox-") as home:  # gone once the worker has started
+            environment = {"PATH": os.defpath, "HOME": home, "TMPDIR": home, "LANG": "C.UTF-8"}
+            # Threads that started before the filter would be outside Landlock.
+            environment |= {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-B", __file__, str(theirs.fileno()), str(os.getpid())],
+                env=environment,
+                cwd=home,
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            theirs.close()
+            try:
+                reply = self._exchange(json.dumps(self._start_message).encode(), START_SECONDS)
+                self.protections = reply["value"]
+            except (OSError, ValueError, LookupError) as error:
+                self._kill()
+                why = reply["error"] if isinstance(error, LookupError) else type(error).__name__
+                raise SandboxError(f"{self._start_message['target']}: the worker cannot start: {why}") from error
+
+    def _exchange(self, message: bytes, seconds: float):
+        deadline = time.monotonic() + seconds
+
+        def read(size: int) -> bytes:
+            data = b""
+            while len(data) < size:
+                self._socket.settimeout(max(1e-3, deadline - time.monotonic()))
+                part = self._socket.recv(size - len(data))
+                if not part:
+                    raise ConnectionError("the worker ended")
+                data += part
+            return data
+
+        self._socket.settimeout(seconds)
+        self._socket.sendall(_LENGTH.pack(len(message)) + message)
+        (size,) = _LENGTH.unpack(read(_LENGTH.size))
+        if size > MAX_REPLY_BYTES:
+            raise ValueError(f"a reply of {size} bytes")
+        return json.loads(read(size))
+
+    def _kill(self) -> None:
+        if self._process:
+            self._socket.close()
+            self._process.kill()
+            self._process.wait()
+        self._process, self._socket = None, None
+
+
+_SANDBOXES: "weakref.WeakSet[Sandbox]" = weakref.WeakSet()
+os.register_at_fork(after_in_child=lambda: [sandbox._forget() for sandbox in list(_SANDBOXES)])
+
+
+# ---- the worker ----
+
+
+def _serve(channel: int, parent: int) -> None:
+    def read(size: int) -> bytes:
+        data = b""
+        while len(data) < size:
+            part = os.read(channel, size - len(data))
+            if not part:
+                os._exit(0)  # the parent is gone
+            data += part
+        return data
+
+    def receive():
+        return json.loads(read(_LENGTH.unpack(read(_LENGTH.size))[0]))
+
+    def send(message: dict) -> None:
+        data = json.dumps(message).encode()
+        data = _LENGTH.pack(len(data)) + data
+        while data:
+            data = data[os.write(channel, data) :]
+
+    try:
+        function, protections = _set_up(receive(), parent)
+    except Exception as error:
+        send({"error": f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"})
+        return
+    send({"value": protections})
+    while True:
+        arguments = receive()
+        try:
+            reply = {"value": function(*arguments)}
+            json.dumps(reply)
+        except BaseException as error:  # SystemExit too: the input may have raised it
+            reply = {"error": type(error).__name__}
+        send(reply)
+
+
+def _set_up(message: dict, parent: int) -> tuple[Callable, dict]:
+    sys.path[:] = [path for path in message["path"] if os.path.isabs(path)]
+    from tasks.common.process import die_with_parent
+
+    die_with_parent()
+    if os.getppid() != parent:
+        os._exit(0)  # it ended before
+    module, _, factory = message["target"].partition(":")
+    function = getattr(importlib.import_module(module), factory)(*message["setup"])
+    os.chdir("/")
+    _limit_resources(message["memory"])
+    landlock = _landlock(
+        [sys.prefix, sys.base_prefix, "/usr", "/lib", "/lib64", "/dev/null", "/dev/urandom", str(ROOT / "tasks")]
+        + [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+    )
+    _seccomp()
+    return function, {"seccomp": True, "landlock": landlock}
+
+
+def _limit_resources(memory: int) -> None:
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    limits = {
+        resource.RLIMIT_AS: pages * resource.getpagesize() + memory,
+        resource.RLIMIT_FSIZE: 0,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_NOFILE: 64,
+        resource.RLIMIT_NPROC: 0,  # the kernel does not hold root to it; seccomp does
+    }
+    for limit, value in limits.items():
+        resource.setrlimit(limit, (value, value))
+
+
+def _system_call(number: int, *arguments) -> int:
+    libc = ctypes.CDLL(None, use_errno=True)
+    result = libc.syscall(ctypes.c_long(number), *arguments)
+    if result < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return result
+
+
+def _no_new_privileges() -> None:
+    ctypes.CDLL(None).prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS, which both filters need
+
+
+def _landlock(readable: list[str]) -> int:
+    """Read what is under ``readable`` and touch no other file, nor a network, nor a process outside. Returns the
+    version of Landlock that does it, 0 if this kernel has none (before 5.13). linux/landlock.h, landlock(7)."""
+    create, add_rule, restrict_self = 444, 445, 446  # the same on all architectures
+    no_ruleset = ctypes.c_void_p(None)
+    try:
+        version = _system_call(create, no_ruleset, ctypes.c_size_t(0), ctypes.c_uint(1))
+    except OSError:
+        return 0
+    file_rights = {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)  # how many there are: a bit each
+    handled = [(1 << file_rights) - 1]
+    handled += [0b11] if version >= 4 else []  # TCP: bind, connect
+    handled += [0b11] if version >= 6 else []  # abstract UNIX sockets, signals
+    attribute = struct.pack(f"={len(handled)}Q", *handled)
+    ruleset = _system_call(create, attribute, ctypes.c_size_t(len(attribute)), ctypes.c_uint(0))
+    read_file, read_folder = 1 << 2, 1 << 3
+    for path in readable:
+        if os.path.exists(path):
+            folder = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            rights = read_file | (read_folder if os.path.isdir(path) else 0)
+            rule = struct.pack("=Qi", rights, folder)
+            _system_call(add_rule, ctypes.c_int(ruleset), ctypes.c_int(1), rule, ctypes.c_uint(0))
+            os.close(folder)
+    _no_new_privileges()
+    _system_call(restrict_self, ctypes.c_int(ruleset), ctypes.c_uint(0))
+    os.close(ruleset)
+    return version
+
+
+# What the worker may ask of the kernel, x86_64 and aarch64 (None: it does not exist there). Anything else gives EPERM.
+_ALLOWED = {
+    "read": (0, 63),
+    "write": (1, 64),  # to the parent: no other file can be opened for writing
+    "pread64": (17, 67),
+    "lseek": (8, 62),
+    "close": (3, 57),
+    "fstat": (5, 80),
+    "stat": (4, None),
+    "lstat": (6, None),
+    "newfstatat": (262, 79),
+    "statx": (332, 291),
+    "access": (21, None),
+    "faccessat": (269, 48),
+    "faccessat2": (439, 439),
+    "readlink": (89, None),
+    "readlinkat": (267, 78),
+    "getdents64": (217, 61),
+    "getcwd": (79, 17),
+    "mmap": (9, 222),
+    "mprotect": (10, 226),
+    "munmap": (11, 215),
+    "mremap": (25, 216),
+    "brk": (12, 214),
+    "madvise": (28, 233),
+    "futex": (202, 98),
+    "rt_sigaction": (13, 134),
+    "rt_sigprocmask": (14, 135),
+    "rt_sigreturn": (15, 139),
+    "sigaltstack": (131, 132),
+    "restart_syscall": (219, 128),
+    "sched_yield": (24, 124),
+    "sched_getaffinity": (204, 123),
+    "clock_gettime": (228, 113),
+    "clock_getres": (229, 114),
+    "clock_nanosleep": (230, 115),
+    "gettimeofday": (96, 169),
+    "time": (201, None),
+    "getrusage": (98, 165),
+    "getrandom": (318, 278),
+    "uname": (63, 160),
+    "getpid": (39, 172),
+    "getppid": (110, 173),
+    "gettid": (186, 178),
+    "getuid": (102, 174),
+    "geteuid": (107, 175),
+    "getgid": (104, 176),
+    "getegid": (108, 177),
+    "exit": (60, 93),
+    "exit_group": (231, 94),
+}
+_MACHINES = {"x86_64": 0, "aarch64": 1}
+_WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | (os.O_TMPFILE & ~os.O_DIRECTORY)
+
+
+def _seccomp() -> None:
+    """Allow ``_ALLOWED`` and opening files to read; nothing else, for all threads. Raises OSError where the kernel
+    has no seccomp filters: then there is no worker. seccomp(2); offsets and codes from linux/seccomp.h, linux/filter.h.
+    """
+    if platform.machine() not in _MACHINES or sys.byteorder != "little":
+        raise OSError(errno.ENOSYS, f"no table of system calls for {platform.machine()}")
+    column = _MACHINES[platform.machine()]
+    architecture = (0xC000003E, 0xC00000B7)[column]
+    load, equal, any_bit, end = 0x20, 0x15, 0x45, 0x06
+    allow, refuse, kill = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x80000000
+
+    def low_word_of_argument(index: int) -> int:
+        return 16 + 8 * index
+
+    program = [(load, 0, 0, 4), (equal, 1, 0, architecture), (end, 0, 0, kill), (load, 0, 0, 0)]
+    for numbers in _ALLOWED.values():
+        if numbers[column] is not None:
+            program += [(equal, 0, 1, numbers[column]), (end, 0, 0, allow)]
+    for numbers, flags in (((2, None), 1), ((257, 56), 2)):  # open, openat, and which argument holds the flags
+        if numbers[column] is not None:
+            program += [(equal, 0, 4, numbers[column]), (load, 0, 0, low_word_of_argument(flags))]
+            program += [(any_bit, 1, 0, _WRITING), (end, 0, 0, allow), (end, 0, 0, refuse)]
+    # fcntl: flags may be asked for (F_GETFD, F_GETFL), but no signals be sent about a file (F_SETOWN).
+    program += [(equal, 0, 5, (72, 25)[column]), (load, 0, 0, low_word_of_argument(1))]
+    program += [(equal, 1, 0, 1), (equal, 0, 1, 3), (end, 0, 0, allow), (end, 0, 0, refuse)]
+    program += [(equal, 0, 1, 435), (end, 0, 0, 0x00050000 | errno.ENOSYS)]  # clone3: glibc then tries clone
+    program += [(end, 0, 0, refuse)]
+
+    code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *instruction) for instruction in program))
+    filter_program = struct.pack("@HP", len(program), ctypes.addressof(code))
+    _no_new_privileges()
+    set_filter, all_threads = ctypes.c_uint(1), ctypes.c_uint(1)
+    _system_call((317, 277)[column], set_filter, all_threads, filter_program)
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(OSError):
+        _serve(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,0 +1,254 @@
+"""Tool calls in a model's text: split off the thinking, parse the calls, compare them with the expected ones.
+
+Model output is hostile: JSON is read strictly and within bounds, nothing is evaluated.
+"""
+
+import json
+import re
+from dataclasses import dataclass
+
+import networkx
+
+from tasks.common.models.chat_template import call_text
+from tasks.common.strict_json import finite, no_constant, once
+
+# Of what follows the thinking. Reading more would cost more than the 5 ms a row that a reward may take.
+MAX_CHARS = 16_384
+MAX_DEPTH = 32
+MAX_CALLS = 64
+
+THINK, THINK_END = "<think>", "</think>"
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+_CLOSE = re.compile(r"\s*</tool_call>")
+# What Mistral's and Llama's templates put before bare JSON; both are special tokens, which decoding mostly strips.
+_MARKER = re.compile(r"\s*(?:\[TOOL_CALLS\]|<\|python_tag\|>)\s*")
+_BETWEEN = re.compile(r"\s*;?\s*")  # Llama writes parallel calls as {...}; {...}
+_BARE = re.compile(r"\s*(?:\[\s*)?\{\s*\"")
+_NAME, _ARGUMENTS = re.compile(r'"name"\s*:'), re.compile(r'"(?:arguments|parameters)"\s*:')
+_NESTED = (dict, list)
+_FLOATS = {"number", "float", "double"}
+
+
+class Malformed(ValueError):
+    """Text that means to be thinking or a tool call, and is none; the message says why."""
+
+
+@dataclass(frozen=True)
+class Response:
+    """A response in its parts. ``thinking`` and ``text`` (what stands outside of calls) are stripped; ``thinking`` is
+    None without tags. A call is ``{"name": str, "arguments": dict}``."""
+
+    thinking: str | None
+    calls: list[dict]
+    text: str
+
+
+def parse_response(response: str, think_opened: bool = False) -> Response:
+    """Thinking, calls and other text of ``response``. ``think_opened``: the prompt ended with ``<think>``.
+
+    Calls count only after ``</think>``. Raises Malformed.
+    """
+    thinking, answer = split_thinking(response, think_opened)
+    calls, text = parse_calls(answer)
+    return Response(thinking, calls, text)
+
+
+def split_thinking(response: str, think_opened: bool = False) -> tuple[str | None, str]:
+    """The stripped text in ``<think>…</think>`` (None without tags) and what follows.
+
+    Raises Malformed unless the tags are absent, or there exactly once with nothing before them.
+    """
+    text = THINK + response if think_opened else response
+    opened, closed = text.count(THINK), text.count(THINK_END)
+    if opened == closed == 0:
+        return None, text
+    before, _, rest = text.partition(THINK)
+    thinking, end, answer = rest.partition(THINK_END)
+    if (opened, closed) != (1, 1) or before.strip() or not end:
+        raise Malformed("<think>…</think> must stand once, at the start")
+    return thinking.strip(), answer
+
+
+def parse_calls(text: str) -> tuple[list[dict], str]:
+    """The calls in ``text``, in order, and the stripped text outside of them.
+
+    Read are ``<tool_call>{"name": …, "arguments": {…}}</tool_call>`` blocks (Hermes, Qwen) or, where there are none,
+    a text that is nothing but JSON: objects of that form, after each other or in a list, with ``arguments`` or
+    ``parameters`` (Llama 3.1, Mistral). Raises Malformed for anything that begins as a call and is none, for more than
+    64 calls and for more than 16,384 characters.
+    """
+    if len(text) > MAX_CHARS:
+        raise Malformed(f"longer than {MAX_CHARS} characters")
+    calls, outside = _blocks(text) if OPEN in text else _bare(text)
+    if len(calls) > MAX_CALLS:
+        raise Malformed(f"more than {MAX_CALLS} calls")
+    return calls, outside.strip()
+
+
+def _blocks(text: str) -> tuple[list[dict], str]:
+    calls, outside, start = [], "", 0
+    while (opened := text.find(OPEN, start)) >= 0:
+        value, end = _decode(text, opened + len(OPEN))
+        closed = _CLOSE.match(text, end)  # after the JSON: a string in it may hold the tag
+        if not closed:
+            raise Malformed(f"no {CLOSE} after a call")
+        calls.append(_call(value))
+        outside += text[start:opened]
+        start = closed.end()
+    outside += text[start:]
+    if CLOSE in outside:
+        raise Malformed(f"{CLOSE} without {OPEN}")
+    return calls, outside
+
+
+def _bare(text: str) -> tuple[list[dict], str]:
+    marker = _MARKER.match(text)
+    values, problem, start = [], None, marker.end() if marker else 0
+    if marker or _BARE.match(text):
+        try:
+            while not values or start < len(text):
+                value, start = _decode(text, start)
+                values += value if isinstance(value, list) else [value]
+                start = _BETWEEN.match(text, start).end()
+        except Malformed as error:
+            problem = error
+    if values and not problem and (marker or all(_looks_like_call(value) for value in values)):
+        return [_call(value) for value in values], ""
+    # Prose and JSON that is no call are text; what tries to be a call and is none must not pass as text.
+    if marker or CLOSE in text or (_NAME.search(text) and (problem or _ARGUMENTS.search(text))):
+        raise Malformed(str(problem or "a call must stand alone or between its tags"))
+    return [], text
+
+
+def _looks_like_call(value) -> bool:
+    return isinstance(value, dict) and "name" in value and ("arguments" in value or "parameters" in value)
+
+
+def _call(value) -> dict:
+    """``value`` as ``{"name", "arguments"}``; ``id`` and ``type``, which some models write, are left out."""
+    if not isinstance(value, dict) or not value.keys() <= {"name", "arguments", "parameters", "id", "type"}:
+        raise Malformed("a call is an object with name and arguments")
+    if not isinstance(value.get("name"), str) or ("arguments" in value) == ("parameters" in value):
+        raise Malformed("a call has a name and arguments, each once")
+    arguments = value.get("arguments", value.get("parameters"))
+    if isinstance(arguments, str):
+        arguments = strict_json(arguments)
+    if not isinstance(arguments, dict):
+        raise Malformed("arguments must be an object")
+    return {"name": value["name"], "arguments": arguments}
+
+
+# ---- JSON
+
+
+def strict_json(text: str):
+    """The value of JSON text. Raises Malformed, also for NaN, Infinity, floats out of range, repeated keys (of which
+    one reader takes the first and another the last), more than 32 levels and anything after the value."""
+    value, end = _decode(text, 0)
+    if text[end:].strip():
+        raise Malformed("text after the JSON")
+    return value
+
+
+def _decode(text: str, start: int):
+    """The JSON value that begins at ``start`` (white space is skipped) and where it ends."""
+    while start < len(text) and text[start] in " \t\r\n":
+        start += 1
+    try:
+        value, end = _DECODER.raw_decode(text, start)
+    except (ValueError, RecursionError) as error:
+        raise Malformed(f"not JSON ({str(error)[:80]})") from None
+    _check_depth(value)
+    return value, end
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=once, parse_float=finite, parse_constant=no_constant)
+
+
+def _check_depth(value) -> None:
+    level = [value]
+    for _ in range(MAX_DEPTH):
+        level = [x for v in level if isinstance(v, _NESTED) for x in (v.values() if isinstance(v, dict) else v)]
+        if not level:
+            return
+    raise Malformed(f"nested deeper than {MAX_DEPTH} levels")
+
+
+# ---- writing and comparing
+
+
+def render_calls(calls: list[dict]) -> str:
+    """``calls`` as Hermes and Qwen write them: a ``<tool_call>`` block each."""
+    return "\n".join(map(call_text, calls))
+
+
+def functions(tools: list[dict]) -> dict[str, dict]:
+    """Name to function schema of OpenAI ``tools``, with or without the ``{"type": "function"}`` around."""
+    found = [tool.get("function", tool) if isinstance(tool, dict) else None for tool in tools]
+    return {f["name"]: f for f in found if isinstance(f, dict) and isinstance(f.get("name"), str)}
+
+
+def matched(made: list[dict], expected: list[dict], tools: list[dict]) -> int:
+    """How many calls of ``made`` find a partner of their own in ``expected``, in any order, at most.
+
+    A maximum matching (Hopcroft and Karp 1973): "equals" is not transitive (1 and 1.0 may stand where 1.0 is
+    expected, only 1 where 1 is), so that taking the first partner at hand may leave out a pair.
+    """
+    known = functions(tools)
+    pairs = [
+        (("made", i), ("expected", j))
+        for i, call in enumerate(made)
+        for j, other in enumerate(expected)
+        if same_call(call, other, known)
+    ]
+    graph = networkx.Graph(pairs)
+    top = {node for node in graph if node[0] == "made"}
+    return len(networkx.bipartite.hopcroft_karp_matching(graph, top)) // 2
+
+
+def same_call(made: dict, expected: dict, known: dict[str, dict]) -> bool:
+    """Whether ``made`` is the ``expected`` call; ``known``: name to function schema, for types and defaults."""
+    if made["name"] != expected["name"]:
+        return False
+    schema = known.get(expected["name"], {}).get("parameters")
+    return same_value(made["arguments"], expected["arguments"], schema)
+
+
+def same_value(made, expected, schema) -> bool:
+    """Whether two JSON values are equal, types included: 1 is not "1", true is not 1.
+
+    An int may stand for a float. A float may stand for an int of the same value only where ``schema`` (JSON schema)
+    has type number. Members of objects that are not required and equal their ``default`` may be missing on either
+    side. Lists keep their order.
+    """
+    schema = _dict(schema)
+    if isinstance(made, dict) and isinstance(expected, dict):
+        properties, required = _dict(schema.get("properties")), schema.get("required")
+        required = required if isinstance(required, list) else []
+        for name in made.keys() | expected.keys():
+            own = _dict(properties.get(name, schema.get("additionalProperties")))
+            if not (name in made and name in expected) and (name in required or "default" not in own):
+                return False
+            default = own.get("default")
+            if not same_value(made.get(name, default), expected.get(name, default), own):
+                return False
+        return True
+    if isinstance(made, list) and isinstance(expected, list):
+        items = schema.get("items")
+        return len(made) == len(expected) and all(same_value(a, b, items) for a, b in zip(made, expected, strict=True))
+    if type(made) is type(expected) or (type(made) is int and type(expected) is float):
+        return made == expected
+    return type(made) is float and type(expected) is int and made == expected and _takes_float(schema)
+
+
+def _takes_float(schema: dict) -> bool:
+    types = schema.get("type")
+    names = [t for t in (types if isinstance(types, list) else [types]) if isinstance(t, str)]
+    if _FLOATS.intersection(names):
+        return True
+    choices = [c for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list) for c in schema[key]]
+    return any(_takes_float({"type": _dict(choice).get("type")}) for choice in choices)
+
+
+def _dict(value) -> dict:
+    return value if isinstance(value, dict) else {}

@@ -1,0 +1,209 @@
+"""What is on disk of a run: its folder, checkpoints and metrics. DPO writes them as verl does."""
+
+import difflib
+import json
+import math
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+
+from tasks.common.files import read_json, write_json
+from tasks.common.models.merge import merge
+from tasks.common.runs.launches import masked
+from tasks.common.settings import REPORTING, Settings, SettingsError, artifacts
+
+
+def read_metrics(run_dir: Path) -> dict[int, dict]:
+    """verl's metrics by step, over all launches of a run.
+
+    verl's file logger truncates its file when it starts (verl/utils/tracking.py:541), so each launch has its own,
+    metrics/000.jsonl and on; for a step that was trained again after a resume the later launch counts. Raises
+    SettingsError at a line that is not JSON, as a machine that lost its power leaves them, or no line of metrics.
+    """
+    metrics: dict[int, dict] = {}
+    for file in sorted((run_dir / "metrics").glob("*.jsonl")):
+        for number, line in enumerate(file.read_text(errors="replace").split("\n")[:-1], start=1):
+            try:
+                record = json.loads(line)
+                data = {name: math.nan if value is None else value for name, value in record["data"].items()}
+                metrics[record["step"]] = data
+            except ValueError:
+                raise SettingsError(f"{file}: line {number} is not JSON; remove that line") from None
+            except (KeyError, TypeError, AttributeError) as error:
+                what = f"{type(error).__name__}: {error}"
+                raise SettingsError(f"{file}: line {number} is no metrics ({what}); remove that line") from error
+    return metrics
+
+
+def next_metrics_file(run_dir: Path) -> Path:
+    """Path for the metrics of the coming launch."""
+    folder = run_dir / "metrics"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder / f"{len(list(folder.glob('*.jsonl'))):03}.jsonl"
+
+
+def record(run_dir: Path, kind: str, mark: str, s: Settings, start: str, arguments: list[str]) -> None:
+    """Note in ``run_dir`` what it is made with: ``kind`` ("rl" or "sft"), settings, the model it starts from."""
+    values = {"kind": kind, "fingerprint": mark, "settings": asdict(s), "start": start}
+    values["arguments"] = [masked(argument) for argument in arguments]
+    write_json(run_dir / "settings.json", values)
+
+
+def recorded(run_dir: Path) -> dict:
+    """What ``record`` noted; empty where nothing was."""
+    return read_json(run_dir / "settings.json")
+
+
+def all_runs(task: str = "") -> list[Path]:
+    """Folders of the runs of ``task`` (empty: of every task), by task and name."""
+    return [run for run in sorted((artifacts() / "runs").glob(f"{task or '*'}/*")) if "settings" in recorded(run)]
+
+
+def named(name: str, task: str = "") -> Path:
+    """The run called ``name``, of ``task`` if that is given. Raises SettingsError, with the names that are near."""
+    found = [run for run in all_runs(task) if run.name == name]
+    if len(found) == 1:
+        return found[0]
+    if found:
+        raise SettingsError(f"RUN={name}: {' and '.join(run.parent.name for run in found)} have one; set TASK")
+    near = difflib.get_close_matches(name, {run.name for run in all_runs(task)})
+    hint = f"is it {' or '.join(near)}? " if near else ""
+    raise SettingsError(f"RUN={name}: no such run in {artifacts() / 'runs' / task}; {hint}`make runs` lists all")
+
+
+def tracker(run_dir: Path) -> Path:
+    """The file that names the step of the last whole checkpoint."""
+    return run_dir / "checkpoints/latest_checkpointed_iteration.txt"
+
+
+def last_step(run_dir: Path) -> int:
+    """Step of the last whole checkpoint; 0 if there is none. verl writes the tracker file after the checkpoint."""
+    text = tracker(run_dir).read_text().strip() if tracker(run_dir).exists() else ""
+    step = int(text) if text.isascii() and text.isdigit() else 0
+    return step if (run_dir / f"checkpoints/global_step_{step}").is_dir() else 0
+
+
+def checkpoints(run_dir: Path) -> list[int]:
+    """Steps of the whole checkpoints on disk, ascending."""
+    last = last_step(run_dir)
+    found = [f.name.removeprefix("global_step_") for f in (run_dir / "checkpoints").glob("global_step_*")]
+    return sorted(int(step) for step in found if step.isdigit() and int(step) <= last)
+
+
+def find_step(run_dir: Path, step: str) -> int:
+    """The step of the checkpoint that ``step`` names: latest, best, or its number. Raises SettingsError.
+
+    best, of the checkpoints on disk (verl keeps the last two): the highest validation score (``val-core/``) where verl
+    validated at a checkpoint's step (ARGS=trainer.test_freq=...), else the highest mean training reward of that step,
+    which is a noisy guide.
+    """
+    steps = checkpoints(run_dir)
+    if not steps:
+        raise SettingsError(f"STEP={step}: {run_dir} has no checkpoint yet")
+    if step == "latest":
+        return steps[-1]
+    if step == "best":
+        metrics = read_metrics(run_dir)
+        return max(steps, key=lambda step: (*_quality(metrics.get(step, {})), step))
+    if not (step.isascii() and step.isdigit()) or int(step) not in steps:
+        raise SettingsError(
+            f"STEP={step}: {run_dir} has the checkpoints {', '.join(map(str, steps))}; take one of them, latest or best"
+        )
+    return int(step)
+
+
+def _quality(metrics: dict) -> tuple[float, float]:
+    validation = [value for name, value in metrics.items() if name.startswith("val-core/")]
+    return max(validation, default=float("-inf")), metrics.get("critic/score/mean", float("-inf"))
+
+
+def shards(run_dir: Path, step: int) -> Path:
+    """The folder of a checkpoint that holds the policy's shards."""
+    folder = run_dir / f"checkpoints/global_step_{step}"
+    return folder / "actor" if (folder / "actor").is_dir() else folder
+
+
+def hf_folder(run_dir: Path, step: str = "latest") -> Path:
+    """A checkpoint as a folder that vLLM and transformers load."""
+    return merge(shards(run_dir, find_step(run_dir, step)))
+
+
+def find_run(s: Settings, arguments: list[str], model_given: str = "") -> Path | None:
+    """The run that `make eval`, compare, merge, chat and batch are about; None if there is none.
+
+    RUN if set, else the run of these very settings, else the newest with a checkpoint, RL before SFT. With
+    ``model_given`` only a run that was trained from that model: any other MODEL stands for itself. Raises
+    SettingsError when RUN names no run with a checkpoint.
+    """
+    runs = [run for run in s.runs_dir.glob("*") if last_step(run) and "settings" in recorded(run)]
+    runs.sort(key=lambda run: (recorded(run)["kind"] == "rl", tracker(run).stat().st_mtime))
+    if s.RUN:
+        run_dir = s.runs_dir / s.RUN
+        if run_dir not in runs:
+            known = ", ".join(run.name for run in runs) or "none"
+            raise SettingsError(f"RUN={s.RUN}: no such run with a checkpoint in {s.runs_dir}; there are: {known}")
+        return run_dir
+    if (run_dir := rounds(s, arguments)[-1]) in runs:
+        return run_dir
+    if model_given:
+        runs = [run for run in runs if recorded(run)["settings"]["MODEL"] == model_given]
+    return runs[-1] if runs else None
+
+
+def settings_of(run_dir: Path, s: Settings) -> Settings:
+    """The settings that ``run_dir`` was trained with; how to evaluate is taken from ``s``.
+
+    The test prompts of other data settings could be among those that the run was trained on.
+    """
+    own = {f.name for f in fields(Settings)} - REPORTING
+    found = replace(s, **{name: value for name, value in recorded(run_dir)["settings"].items() if name in own})
+    # Where these follow the training's, they follow the run's.
+    if s.MAX_NEW_TOKENS == s.MAX_RESPONSE_LENGTH:
+        found = replace(found, MAX_NEW_TOKENS=found.MAX_RESPONSE_LENGTH)
+    if s.EVAL_TEMPERATURE == s.TEMPERATURE:
+        found = replace(found, EVAL_TEMPERATURE=found.TEMPERATURE)
+    return found
+
+
+def sft_dir(s: Settings) -> Path:
+    return s.runs_dir / f"sft-{s.sft_fingerprint()}"
+
+
+def rl_dir(s: Settings, arguments: list[str], number: int = 1, start: str = "") -> Path:
+    """Folder of the run, of its round ``number``, which begins with the model ``start``.
+
+    Raises SettingsError when RUN names one that was made with other settings.
+    """
+    mark = s.rl_fingerprint(arguments, number, start)
+    run_dir = s.runs_dir / ((s.RUN or f"{s.METHOD}-{mark}") + (f"-round{number}" if number > 1 else ""))
+    made_with = recorded(run_dir)
+    if made_with and made_with["fingerprint"] != mark:
+        changed = [k for k, v in asdict(s).items() if made_with["settings"].get(k) != v]
+        changed = [k for k in changed if k not in REPORTING] or ["data, reward.py, ARGS or the round before"]
+        raise SettingsError(f"RUN={run_dir.name}: exists with other settings ({', '.join(changed)}); take another name")
+    return run_dir
+
+
+def rounds(s: Settings, arguments: list[str]) -> list[Path]:
+    """Folders of the rounds up to SELF_PLAY_ROUNDS that have begun; the first in any case."""
+    found = [rl_dir(s, arguments)]
+    while len(found) < s.SELF_PLAY_ROUNDS and last_step(found[-1]) >= s.STEPS:
+        following = rl_dir(s, arguments, len(found) + 1, str(hf_folder(found[-1])))
+        if not last_step(following):
+            break
+        found.append(following)
+    return found
+
+
+def run_of(model: str, runs_dir: Path) -> Path | None:
+    """The folder of the run under ``runs_dir`` that made ``model``; None if none there did."""
+    path = Path(model)
+    return runs_dir / path.relative_to(runs_dir).parts[0] if runs_dir in path.parents else None
+
+
+def lineage(run_dir: Path) -> list[Path]:
+    """``run_dir`` and the rounds before it, the first one first."""
+    made = recorded(run_dir)
+    before = run_of(made["start"], run_dir.parent)
+    if before and made["start"] != made["settings"]["MODEL"] and recorded(before).get("kind") == "rl":
+        return [*lineage(before), run_dir]
+    return [run_dir]

@@ -1,0 +1,168 @@
+"""What each launch of a run was made with: <run>/launches/000 and on, written as a whole before the trainer starts.
+
+launch.json has the settings, the trainer's command line, git's state, digests of data and task, seeds and date;
+config.yaml the trainer's resolved config, packages.txt what `pip freeze` says, changes.diff what git has not committed.
+The environment is not in it, nor the machine's name, and the values of what is named as a secret are masked.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import re
+import shutil
+import subprocess
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+
+import yaml
+
+from tasks.common.files import sha256, write_json, written_beside
+from tasks.common.install.check import versions
+from tasks.common.settings import ROOT, Settings, judge_settings
+
+MASK = "***"
+_NAME = (
+    r"(?:[\w.-]*[_.-])?(?<!pad_)(?<!eos_)(?<!bos_)(?<!unk_)(?<!sep_)(?<!cls_)(?<!mask_)(?<!image_)(?<!video_)"
+    r"(?:api_?key|access_?key|private_?key|secret(?:_?key)?|passw(?:or)?d|token|credentials?)"
+)
+_SECRET = re.compile(_NAME, re.IGNORECASE)
+# In text: the name, then a value in quotes or up to a space; not a call, another variable or nothing.
+_ASSIGNED = re.compile(
+    rf"(?<![\w.-])({_NAME}[\"']?\s*(?:=|:(?![-=+?]))\s*)"
+    r"(?!(?:null|none|true|false)\b)(\"[^\"\n]+\"|'[^'\n]+'|[^\s\"'$(){}\[\],;&|]+(?=[\s\"',;}\]&|]|$))",
+    re.IGNORECASE | re.MULTILINE,
+)
+_IN_URL = re.compile(r"(\w://)[^/@\s\"']+@")
+
+
+def masked(text: str) -> str:
+    """``text`` without the values of what is named as a secret (``api_key=...``), or stands before a URL's host."""
+    return _IN_URL.sub(rf"\g<1>{MASK}@", _ASSIGNED.sub(rf"\g<1>{MASK}", text))
+
+
+def masked_values(value, name: str = ""):
+    """A config of dicts and lists with the same left out."""
+    if isinstance(value, dict):
+        return {key: masked_values(each, str(key)) for key, each in value.items()}
+    if isinstance(value, list):
+        return [masked_values(each, name) for each in value]
+    if isinstance(value, str):
+        return MASK if value and _SECRET.fullmatch(name) else masked(value)
+    return value
+
+
+def begin(run_dir: Path, s: Settings, command: list[str], config: dict | None = None) -> Path:
+    """Write the record of the launch that is about to run ``command`` with ``s``; return its folder.
+
+    ``config``: the trainer's, resolved; None where the trainer writes it itself (``write_config``).
+    """
+    folder = run_dir / "launches"
+    number = f"{len(launches(run_dir)):03}"
+    partial = folder / f".{number}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    git, diff = git_state(ROOT)
+    (partial / "packages.txt").write_text("".join(f"{line}\n" for line in packages()))
+    (partial / "changes.diff").write_text(masked(diff))
+    if config is not None:
+        write_config(partial, config)
+    write_json(
+        partial / "launch.json",
+        {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "stack": s.STACK,
+            "python": platform.python_version(),
+            "command": [masked(word) for word in command],
+            "git": git,
+            "task": digests(s.task_dir, "*.py", "train.sh"),
+            "data": data_digests(s.data_dir, s.TRAIN_FILE, s.PAIRS_FILE),
+            "seeds": {"SEED": s.SEED, "EVAL_SEED": s.EVAL_SEED},
+            "judge": judge_settings(),
+            "settings": asdict(s),
+        },
+    )
+    partial.rename(folder / number)
+    return folder / number
+
+
+def write_config(launch: Path, config: dict) -> None:
+    """Write a trainer's resolved ``config`` beside a launch's record."""
+    plain = masked_values(json.loads(json.dumps(config, default=str)))
+    with written_beside(launch / "config.yaml") as partial:
+        partial.write_text(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True))
+
+
+def launches(run_dir: Path) -> list[Path]:
+    """The folders of a run's launches, the first one first."""
+    return sorted(path for path in (run_dir / "launches").glob("[0-9]*") if path.is_dir())
+
+
+def read(launch: Path) -> dict:
+    """launch.json of a launch, with the lines of ``packages`` and the text of ``changes``."""
+    found = json.loads((launch / "launch.json").read_text())
+    names = {"packages": "packages.txt", "changes": "changes.diff"}
+    texts = {name: (launch / file).read_text() for name, file in names.items()}
+    return found | {"packages": texts["packages"].splitlines(), "changes": texts["changes"]}
+
+
+def now(task_dir: Path) -> dict:
+    """What of a record can be said of this moment, in its form."""
+    git, diff = git_state(ROOT)
+    task = digests(task_dir, "*.py", "train.sh")
+    own = {"python": platform.python_version(), "git": git, "changes": masked(diff), "task": task}
+    return own | {"packages": packages()}
+
+
+# ---- parts ---------------------------------------------------------------------------------------------------------
+
+
+def packages() -> list[str]:
+    """name==version of every installed package, sorted: `pip freeze` without paths and URLs."""
+    return sorted((f"{name}=={version}" for name, version in versions().items()), key=str.lower)
+
+
+def git_state(root: Path) -> tuple[dict, str]:
+    """What git says of ``root``: commit and names of untracked files, or why it says nothing; `git diff HEAD`."""
+    try:
+        commit = _git(root, "rev-parse", "HEAD").strip()
+        diff = _git(root, "diff", "HEAD", "--no-color", "--no-ext-diff", "--", ".")
+        untracked = _git(root, "ls-files", "--others", "--exclude-standard", "-z").split("\0")
+    except FileNotFoundError:
+        return {"missing": "git is not installed"}, ""
+    except subprocess.CalledProcessError as error:
+        return {"missing": next(iter(error.stderr.splitlines()), "git failed").removeprefix("fatal: ")}, ""
+    return {"commit": commit, "changed": bool(diff), "untracked": [name for name in untracked if name]}, diff
+
+
+def _git(root: Path, *arguments: str) -> str:
+    """Output of git; it takes no lock, for others may be working in the repository."""
+    return subprocess.run(
+        ["git", "-C", root, *arguments],
+        env=os.environ | {"GIT_OPTIONAL_LOCKS": "0"},
+        capture_output=True,
+        text=True,
+        errors="replace",
+        check=True,
+    ).stdout
+
+
+def digests(folder: Path, *patterns: str) -> dict[str, str]:
+    """sha256 of the files in ``folder``, by name."""
+    return {path.name: sha256(path) for pattern in patterns for path in sorted(folder.glob(pattern))}
+
+
+def data_digests(data_dir: Path, *own_files: str) -> dict[str, str]:
+    """sha256 of the data: of what the manifest says, of each parquet file, and of ``own_files`` (TRAIN_FILE, ...).
+
+    The manifest counts without its note (the words of an error) and its fingerprint (of the task's code, too).
+    """
+    found = {}
+    if (data_dir / "manifest.json").is_file():
+        manifest = json.loads((data_dir / "manifest.json").read_text())
+        said = {name: value for name, value in manifest.items() if name not in ("note", "fingerprint")}
+        found["manifest.json"] = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+        found |= digests(data_dir, "*.parquet")
+    own = [Path(name).expanduser() for name in own_files if name]
+    return found | {str(path): sha256(path) for path in own if path.is_file()}

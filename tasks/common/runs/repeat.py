@@ -1,0 +1,175 @@
+"""`make repeat RUN=name`: train again as a run was trained, from its record (launches.py), into a run of another name.
+
+It checks stack and data, says what is not as it was, and becomes the task's train.sh with the recorded settings.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from tasks.common.runs import launches
+from tasks.common.runs.folder import last_step, lineage, named, recorded
+from tasks.common.runs.launches import MASK
+from tasks.common.settings import Command, SettingsError, artifacts, judge_settings, load_settings
+
+SHOWN = 6  # packages in the warning
+
+
+def check(run_dir: Path) -> tuple[dict, dict]:
+    """What ``record`` noted of a run, and the record of its last launch. Raises SettingsError where there is no such
+    record, or where it is not of a training that can be repeated under another name."""
+    made, found = recorded(run_dir), launches.launches(run_dir)
+    problem = ""
+    if not found:
+        problem = f"was trained by an older version, which left no record in {run_dir}/launches"
+    elif made["kind"] == "sft":
+        problem = "is a warm-up, which its settings name; repeat the run that began with it"
+    elif (first := lineage(run_dir)[0]) != run_dir:
+        problem = f"is a round of RUN={first.name}; repeat that"
+    elif any(MASK in argument for argument in made["arguments"]):
+        problem = "had a secret among its ARGS, which is not in its record; train with the same variables again"
+    if problem:
+        raise SettingsError(f"RUN={run_dir.name}: {problem}")
+    return made, launches.read(found[-1])
+
+
+def variables(made: dict, judge: dict[str, str], name: str, environ: dict[str, str]) -> dict[str, str]:
+    """The environment that train.sh gets: ``environ`` with the recorded settings and judge, under the name ``name``.
+
+    Raises SettingsError when ``environ`` asks for another value than the recorded one: that were no repetition.
+    """
+    recorded_values = {key: str(value) for key, value in made["settings"].items()}
+    for key, value in {**recorded_values, **{key: judge.get(key, "") for key in judge_settings() | judge}}.items():
+        given = environ.get(key, "")
+        if key not in ("RUN", "TASK") and given and not _same(given, value):
+            hint = f"make repeat STACK={value} does" if key == "STACK" else "leave it out, or use make train"
+            raise SettingsError(f"{key}={given}: the run had {key}={value or '(none)'}; {hint}")
+    if environ.get("ARGS"):
+        raise SettingsError(f"ARGS={environ['ARGS']}: the run has its own; leave it out, or use make train")
+    # Not the variables of single commands, a PROFILE among them, nor make's own.
+    left_out = {*Command.__dataclass_fields__, "MAKEFLAGS", "MFLAGS", "MAKELEVEL"}
+    kept = {key: value for key, value in environ.items() if key not in left_out}
+    return kept | recorded_values | judge | {"RUN": name}
+
+
+def handed_on(train_sh: Path, environ: dict[str, str]) -> dict:
+    """The settings that ``train_sh`` makes of ``environ``. Raises SettingsError."""
+    output = subprocess.run(
+        ["bash", str(train_sh)], env=environ | {"STAGE": "environment"}, capture_output=True, text=True
+    )
+    if output.returncode:
+        raise SettingsError(f"{train_sh}: {(output.stderr.strip().splitlines() or ['failed'])[-1]}")
+    return asdict(load_settings(dict(line.split("=", 1) for line in output.stdout.split("\0") if "=" in line)))
+
+
+def not_kept(made: dict, train_sh: Path, environ: dict[str, str]) -> list[str]:
+    """Variables that ``train_sh`` makes another value of than the recorded one: an empty one gets the default that it
+    has by now. Raises SettingsError; returns the variables of which the record does not know."""
+    now = handed_on(train_sh, environ)
+    for key, value in made["settings"].items():
+        if key != "RUN" and now.get(key) != value:
+            raise SettingsError(
+                f"{key}={now.get(key)}: the run had {key}={value or '(none)'}, which {train_sh} changes"
+            )
+    return sorted(now.keys() - made["settings"].keys())
+
+
+def _same(given: str, value: str) -> bool:
+    try:
+        return given == value or float(given) == float(value)
+    except ValueError:
+        return False
+
+
+def next_name(run_dir: Path) -> str:
+    """name-repeat-1, or the first such name that has no complete run: one that was interrupted goes on."""
+    base, number = re.sub(r"-repeat-\d+$", "", run_dir.name), 1
+    while True:
+        suffix = f"-repeat-{number}"
+        name = base[: 64 - len(suffix)] + suffix  # names have at most 64 characters
+        if name != run_dir.name and not _complete(run_dir.parent / name):
+            return name
+        number += 1
+
+
+def _complete(run_dir: Path) -> bool:
+    if not (made := recorded(run_dir)):
+        return False
+    rounds = made["settings"]["SELF_PLAY_ROUNDS"]
+    last = run_dir.with_name(f"{run_dir.name}-round{rounds}") if rounds > 1 else run_dir
+    return last_step(last) >= made["settings"]["STEPS"]
+
+
+def different_data(then: dict[str, str], now: dict[str, str]) -> str:
+    """Names of the files of data that are not as they were; empty if all are."""
+    return ", ".join(name for name in sorted(then.keys() | now.keys()) if then.get(name) != now.get(name))
+
+
+def differences(then: dict, now: dict) -> list[str]:
+    """What of code and packages is not as in the record ``then``, a few words each."""
+    found = []
+    left, right = then["git"], now["git"]
+    if left.get("commit") != right.get("commit"):
+        found.append(f"commit {commit_text(left)} -> {commit_text(right)}")
+    if (then["changes"], left.get("untracked")) != (now["changes"], right.get("untracked")):
+        found.append("uncommitted changes")
+    files = [name for name in sorted(then["task"] | now["task"]) if then["task"].get(name) != now["task"].get(name)]
+    if files:
+        found.append(f"the task's {', '.join(files)}")
+    if then["python"] != now["python"]:
+        found.append(f"Python {then['python']} -> {now['python']}")
+    if changed := package_changes(then["packages"], now["packages"]):
+        more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
+        found.append(f"packages: {', '.join(changed[:SHOWN])}{more}")
+    return found
+
+
+def commit_text(git: dict) -> str:
+    """A commit in a few letters, or why there is none."""
+    return git["commit"][:12] if "commit" in git else f"none ({git['missing']})"
+
+
+def package_changes(then: list[str], now: list[str]) -> list[str]:
+    """``torch 2.8.0 -> 2.9.0`` for each package of two lists that differs."""
+    left, right = (dict(line.split("==", 1) for line in lines) for lines in (then, now))
+    names = sorted(left.keys() | right.keys(), key=str.lower)
+    return [f"{n} {left.get(n, 'none')} -> {right.get(n, 'none')}" for n in names if left.get(n) != right.get(n)]
+
+
+def main() -> None:
+    name = os.environ.get("RUN", "")
+    if not name:
+        raise SettingsError("RUN is empty: name the run to repeat; `make runs` lists all")
+    run_dir = named(name, os.environ.get("TASK", ""))
+    made, launch = check(run_dir)
+    environ = variables(made, launch["judge"], next_name(run_dir), dict(os.environ))
+    task_dir = Path(__file__).resolve().parents[2] / run_dir.parent.name
+    train_sh = task_dir / "train.sh"
+    if not train_sh.is_file():
+        raise SettingsError(f"RUN={name}: its task is no more: there is no {train_sh}")
+    unknown = [f"{key} (not in the record)" for key in not_kept(made, train_sh, environ)]
+    if not_as_it_was := differences(launch, launches.now(task_dir)) + unknown:
+        print(f"warning: not as it was: {'; '.join(not_as_it_was)}")
+    print(f"RUN={name} again, as RUN={environ['RUN']}", flush=True)
+    if code := subprocess.run(["bash", str(train_sh)], env=environ | {"STAGE": "data"}).returncode:
+        sys.exit(code)
+    settings = made["settings"]
+    now = launches.data_digests(
+        artifacts() / "data" / run_dir.parent.name, settings["TRAIN_FILE"], settings["PAIRS_FILE"]
+    )
+    if changed := different_data(launch["data"], now):
+        raise SettingsError(f"RUN={name}: was trained on other data than there is now ({changed} differ)")
+    os.execvpe("bash", ["bash", str(train_sh), *made["arguments"]], environ | {"STAGE": "train"})
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (SettingsError, OSError, json.JSONDecodeError) as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)

@@ -1,0 +1,44 @@
+"""EGPO (Hao et al. 2025, arXiv 2508.05118): GRPO with the entropy of the reasoning in the advantage.
+
+The term itself is in verl_plugins/egpo.py: verl hands no advantage estimator the entropy, a trainer has it.
+"""
+
+from tasks.common.settings import Settings
+from tasks.common.training.methods import grpo
+
+MINI_BATCHES = grpo.MINI_BATCHES
+TRAINER = "tasks.common.verl_plugins.egpo"
+
+
+def overrides(s: Settings) -> list[str]:
+    """What EGPO sets in verl's config."""
+    return [
+        *grpo.overrides(s),
+        "trainer.v1.trainer_mode=egpo",
+        f"+trainer.v1.egpo.egpo_lambda={s.EGPO_LAMBDA}",
+        f"+trainer.v1.egpo.egpo_alpha={s.EGPO_ALPHA}",
+    ]
+
+
+def problem(config) -> str | None:
+    """Why EGPO cannot train with verl's composed ``config`` (a DictConfig), in one line; None where it can."""
+    if (config.algorithm.get("rollout_correction") or {}).get("bypass_mode"):
+        return (
+            "algorithm.rollout_correction.bypass_mode=True: leaves out the pass that METHOD=egpo has the entropy from; "
+            "take another METHOD, or leave it off"
+        )
+    mode, v1 = config.trainer.v1.trainer_mode, config.trainer.use_v1
+    if mode != "egpo" or not v1:
+        return f"trainer.v1.trainer_mode={mode}, trainer.use_v1={v1}: METHOD=egpo has a trainer of its own; leave both"
+    if not config.trainer.v1.egpo.egpo_alpha > 0:
+        return f"trainer.v1.egpo.egpo_alpha={config.trainer.v1.egpo.egpo_alpha}: must be greater than 0"
+    return None
+
+
+def warning_after(metrics: dict[int, dict]) -> str | None:
+    """What to know after a run with ``metrics`` (by step)."""
+    shares = [step["egpo/no_reasoning_block"] for step in metrics.values() if "egpo/no_reasoning_block" in step]
+    share = sum(shares) / max(1, len(shares))
+    if not share:
+        return None
+    return f"METHOD=egpo: {share:.0%} of the responses have no <think> block; their whole response counted as reasoning"

@@ -1,0 +1,30 @@
+"""GSPO (Zheng et al. 2025, arXiv 2507.18071): GRPO's advantages; ratio and clip of whole sequences, not of tokens."""
+
+from tasks.common.settings import Settings
+from tasks.common.training.methods import grpo
+
+# The first of a step's mini-batches is on-policy: its ratios are 1 and nothing is clipped.
+MINI_BATCHES = 4
+TRAINER = grpo.TRAINER
+
+
+def overrides(s: Settings) -> list[str]:
+    """What GSPO sets in verl's config; the clip range is the paper's (section 5.1)."""
+    return [
+        *grpo.overrides(s),
+        "actor_rollout_ref.actor.policy_loss.loss_mode=gspo",
+        "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean",
+        "actor_rollout_ref.actor.clip_ratio_low=3e-4",
+        "actor_rollout_ref.actor.clip_ratio_high=4e-4",
+    ]
+
+
+def warning(config) -> str | None:
+    """What to know before a run with ``config``, the composed config of verl."""
+    actor = config.actor_rollout_ref.actor
+    if actor.ppo_mini_batch_size < config.data.train_batch_size or actor.ppo_epochs > 1:
+        return None
+    return (
+        "METHOD=gspo with one mini-batch a step: all ratios are 1, which is plain policy gradient; "
+        f"MINI_BATCH_SIZE={max(1, config.data.train_batch_size // MINI_BATCHES)} makes {MINI_BATCHES}"
+    )

@@ -1,0 +1,224 @@
+"""DPO with TRL: `torchrun --nproc_per_node=N_GPUS -m tasks.common.training.trl_dpo START PAIRS RUN_DIR`, with the
+settings in the environment.
+
+START, a folder or a hub id, is the policy's start and the reference (with LoRA: the model without its adapter); PAIRS
+is any file that pairs.py reads. RUN_DIR gets checkpoints as verl's are, and the same command goes on from the
+last whole one. Metrics go as JSON lines to the file that VERL_FILE_LOGGER_PATH names, as those of verl's file logger.
+"""
+
+import json
+import math
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from torch.utils.data import SequentialSampler
+from transformers import TrainerCallback
+from trl import DPOConfig, DPOTrainer
+
+from tasks.common.data.pairs import TokenPair, token_pairs
+from tasks.common.data.prepare import load_tokenizer
+from tasks.common.data.rows import DataError
+from tasks.common.files import written_beside
+from tasks.common.process import die_with_torchrun
+from tasks.common.runs import health, launches
+from tasks.common.runs.folder import checkpoints, last_step, tracker
+from tasks.common.settings import Settings, load_settings
+from tasks.common.training import tracking
+from tasks.common.training.verl_config import micro_batch
+
+KEPT = 2  # checkpoints, as verl keeps
+
+
+class Trainer(DPOTrainer):
+    """TRL's trainer on rows that are token ids already, with checkpoints where runs/folder.py looks for them."""
+
+    def _prepare_dataset(self, dataset, *_):
+        return dataset  # TRL's own tokens would not be those of evaluation and RL
+
+    def _get_train_sampler(self, train_dataset=None):
+        return SequentialSampler(self.train_dataset)  # the rows are in the order of training
+
+    def _send_telemetry(self):
+        pass
+
+    def create_model_card(self, *args, **kwargs):
+        pass
+
+    def _save_checkpoint(self, model, trial):
+        self.model.config.use_cache = True  # in the config that is saved: False would slow down generation
+        super()._save_checkpoint(model, trial)
+        self.accelerator.wait_for_everyone()  # each process writes the state of its random numbers
+        if self.is_world_process_zero():
+            publish(Path(self.args.output_dir).parent, self.state.global_step)
+
+
+class MetricsFile(TrainerCallback):
+    """One line of JSON for each step: ``{"step", "data"}``, loss, gradient norm and rate under ``train/``, what TRL
+    measures of the pairs under ``dpo/``, the step's seconds as ``timing_s/step``."""
+
+    def __init__(self, path: Path):
+        self.path, self.started = path, 0.0
+
+    def on_train_begin(self, args, state, control, **_):
+        state.save_steps = args.save_steps  # on a resume it is the one of the checkpoint
+
+    def on_step_begin(self, args, state, control, **_):
+        self.started = time.perf_counter()
+
+    def on_log(self, args, state, control, logs, **_):
+        if "loss" not in logs or not state.is_world_process_zero:  # there is a last one without, for the whole training
+            return
+        own = ("loss", "grad_norm", "learning_rate")
+        data = {f"train/{name}": logs[name] for name in own}
+        # Of the epoch (of all steps) and the tokens (since the launch) the logged value would mislead.
+        data |= {f"dpo/{name}": value for name, value in logs.items() if name not in (*own, "epoch", "num_tokens")}
+        data["timing_s/step"] = time.perf_counter() - self.started
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": state.global_step, "data": data}) + "\n")
+
+
+class AbortOn(TrainerCallback):
+    """Ends the training at a loss or gradient that is not a number, without a checkpoint of such weights.
+
+    Of the rules of ABORT_ON it is the only one that DPO's metrics can break. Every process is told the same.
+    """
+
+    def __init__(self, s: Settings):
+        self.s, self.found = s, None
+
+    def on_log(self, args, state, control, logs, **_):
+        row = {f"train/{name}": logs[name] for name in ("loss", "grad_norm") if name in logs}
+        self.found = self.found or health.aborted_by({state.global_step: row}, self.s)
+        if self.found:
+            control.should_training_stop = True
+            control.should_save = False
+
+
+# ---- checkpoints
+
+
+def publish(run_dir: Path, step: int) -> None:
+    """Give the checkpoint that transformers wrote, which is whole now, its name, then leave the last KEPT."""
+    folder = run_dir / "checkpoints"
+    (folder / f"checkpoint-{step}").rename(folder / f"global_step_{step}")
+    with written_beside(tracker(run_dir)) as partial:
+        partial.write_text(str(step))
+    for old in checkpoints(run_dir)[:-KEPT]:
+        unwanted = folder / f".global_step_{old}"  # under its name it would count as whole while it is removed
+        (folder / f"global_step_{old}").rename(unwanted)
+        shutil.rmtree(unwanted)
+
+
+def remove_unfinished(run_dir: Path) -> None:
+    """Remove what a killed run left behind: checkpoints that are not whole, or that the tracker does not know of."""
+    folder = run_dir / "checkpoints"
+    whole = {f"global_step_{step}" for step in checkpoints(run_dir)}
+    for pattern in ("checkpoint-*", "global_step_*", ".global_step_*"):
+        for path in folder.glob(pattern):
+            if path.name not in whole:
+                shutil.rmtree(path)
+
+
+# ---- training
+
+
+def arguments(s: Settings, run_dir: Path) -> DPOConfig:
+    """The settings as TRL's."""
+    pairs = s.TRAIN_BATCH_SIZE // s.N_GPUS
+    micro = micro_batch(max(1, s.MICRO_BATCH_SIZE // 2), pairs)  # a pair is two sequences
+    on_cpu = s.STACK == "cpu"
+    return DPOConfig(
+        output_dir=str(run_dir / "checkpoints"),
+        run_name=run_dir.name,
+        project=tracking.project(s),
+        beta=s.DPO_BETA,
+        max_steps=s.STEPS,
+        learning_rate=s.LR,
+        lr_scheduler_type="constant",
+        per_device_train_batch_size=micro,
+        gradient_accumulation_steps=pairs // micro,
+        max_length=None,  # longer pairs are left out, none is cut
+        seed=s.SEED,
+        bf16=True,
+        model_init_kwargs={"dtype": "float32", "device_map": None},
+        gradient_checkpointing=not on_cpu,
+        use_cpu=on_cpu,
+        dataloader_pin_memory=not on_cpu,
+        logging_steps=1,
+        logging_nan_inf_filter=False,  # it would show the mean of other steps in place of a loss that is NaN
+        save_strategy="steps",
+        save_steps=s.SAVE_FREQ,
+        report_to=tracking.loggers(s),
+        disable_tqdm=True,
+    )
+
+
+def training_order(pairs: int, batch: int, steps: int, seed: int) -> np.ndarray:
+    """Which pair comes when, (steps x batch,): every epoch in an order of its own, without the rest that fills no
+    batch. More steps begin as fewer do, so that a run that is continued goes on where it was."""
+    generator = np.random.default_rng(seed)
+    in_epoch = pairs // batch
+    epochs = [generator.permutation(pairs)[: in_epoch * batch] for _ in range(math.ceil(steps / in_epoch))]
+    return np.concatenate(epochs)[: steps * batch]
+
+
+def rows(s: Settings, kept: list[TokenPair]) -> Dataset:
+    """The pairs of all STEPS, as the columns that TRL's collator reads."""
+    columns = {name: [getattr(pair, name) for pair in kept] for name in ("prompt", "chosen", "rejected")}
+    dataset = Dataset.from_dict({f"{name}_ids": column for name, column in columns.items()})
+    return dataset.select(training_order(len(kept), s.TRAIN_BATCH_SIZE, s.STEPS, s.SEED))
+
+
+def train(s: Settings, start: str, pairs: str, run_dir: Path, metrics: Path) -> None:
+    """Train to step STEPS, from the last whole checkpoint of ``run_dir`` if there is one.
+
+    Raises DataError when START has no chat template, when PAIRS cannot be read, or has too few pairs.
+    """
+    config = arguments(s, run_dir)
+    tokenizer = load_tokenizer(start)
+    limit = s.MAX_PROMPT_LENGTH + s.MAX_RESPONSE_LENGTH
+    kept, left_out = token_pairs(pairs, tokenizer, limit)
+    reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.items()) or "none left out"
+    if len(kept) < s.TRAIN_BATCH_SIZE:
+        more = "PAIRS_FILE needs more pairs" if s.PAIRS_FILE else "raise SAMPLED_PROMPTS"
+        advice = "raise MAX_PROMPT_LENGTH or MAX_RESPONSE_LENGTH" if left_out["too_long"] else more
+        raise DataError(
+            f"{pairs}: {len(kept)} pairs ({reasons}; limit MAX_PROMPT_LENGTH + MAX_RESPONSE_LENGTH = {limit} tokens) "
+            f"are less than TRAIN_BATCH_SIZE={s.TRAIN_BATCH_SIZE}; {advice}, or lower TRAIN_BATCH_SIZE"
+        )
+    adapter = {"r": s.LORA_RANK, "lora_alpha": s.LORA_ALPHA, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+    abort = AbortOn(s)
+    trainer = Trainer(
+        model=start,
+        args=config,
+        train_dataset=rows(s, kept),
+        processing_class=tokenizer,
+        callbacks=[MetricsFile(metrics), *([abort] if s.ABORT_ON else [])],
+        peft_config=LoraConfig(**adapter) if s.LORA_RANK else None,
+    )
+    if trainer.is_world_process_zero():
+        for launch in launches.launches(run_dir)[-1:]:
+            launches.write_config(launch, config.to_dict())
+        print(f"{len(kept)} pairs of {pairs} ({reasons})", flush=True)
+        remove_unfinished(run_dir)
+    # The device of a process of several on the CPU is cpu:0 by accelerate, a place that torch.load does not know.
+    torch.serialization.register_package(
+        0, lambda _: None, lambda storage, place: storage if place == "cpu:0" else None
+    )
+    step = last_step(run_dir)
+    trainer.train(resume_from_checkpoint=str(run_dir / f"checkpoints/global_step_{step}") if step else None)
+    if abort.found:
+        raise health.AbortedError(f"ABORT_ON={abort.found}")
+
+
+if __name__ == "__main__":
+    die_with_torchrun()
+    start, pairs, run_dir = sys.argv[1:]
+    train(load_settings(), start, pairs, Path(run_dir), Path(os.environ["VERL_FILE_LOGGER_PATH"]))

@@ -1,0 +1,315 @@
+"""From our variables to verl's hydra keys. This is the only place where the mapping stands.
+
+One list for each group of verl's config; the stack's overrides come after them, the method's next, the user's last.
+All are in the names of verl 0.9.1; training/verl_versions.py makes those of another version of them, but for the
+user's, which are in the names of the verl that is installed.
+"""
+
+import importlib.util
+import os
+from pathlib import Path
+
+from tasks.common.machine import cluster
+from tasks.common.machine.memory import GIB, Plan
+from tasks.common.models import reward_model
+from tasks.common.settings import ROOT, Settings, SettingsError, method
+from tasks.common.training import tracking, verl_versions
+
+PLUGINS = ROOT / "tasks/common/verl_plugins"
+
+# Hydra must not make an outputs/ folder of its own; what it would log is in our log file.
+HYDRA = [
+    "hydra.run.dir=.",
+    "hydra.output_subdir=null",
+    "hydra/job_logging=none",
+    "hydra/hydra_logging=none",
+]
+
+
+def stack_overrides(*names: str) -> list[str]:
+    """The overrides that the stack's file (stacks/*.sh) exports under ``names``."""
+    return [line for name in names for line in os.environ.get(name, "").splitlines() if line]
+
+
+def _quoted(path) -> str:
+    """A value that hydra's override grammar takes as one text, whatever it contains."""
+    text = str(path).replace("\\", "\\\\").replace("'", "\\'")
+    return f"'{text}'"
+
+
+def micro_batch(limit: int, sequences: int) -> int:
+    """The largest number of sequences up to ``limit`` that divides ``sequences``, as verl wants of micro-batches."""
+    return max(size for size in range(1, limit + 1) if sequences % size == 0)
+
+
+def _loggers(s: Settings) -> str:
+    return "[" + ",".join(["console", "file", *tracking.loggers(s)]) + "]"
+
+
+def _save_contents(s: Settings) -> str:
+    """With hf_model a checkpoint holds a folder that vLLM and transformers load as it is; an adapter is merged later
+    (tasks/common/models/merge.py), because verl's hf_model of it holds peft's names, which nothing loads."""
+    return "[model,optimizer,extra]" if s.LORA_RANK else "[model,optimizer,extra,hf_model]"
+
+
+def _reward_function(s: Settings) -> list[str]:
+    # Not the old top-level key `custom_reward_function`: verl 0.9.1 accepts and ignores it.
+    function = [
+        f"reward.custom_reward_function.path={_quoted(s.task_dir / 'reward.py')}",
+        "reward.custom_reward_function.name=compute_score",
+    ]
+    return [*function, f"+reward.custom_reward_function.reward_kwargs.variant={s.REWARD}"] if s.REWARD else function
+
+
+def _reward_model(s: Settings) -> list[str]:
+    """A classifier behind a vLLM of its own, on the same GPUs; it sleeps while the policy samples and learns."""
+    reward_model.check(s)
+    path, context = reward_model.find(s.REWARD_MODEL), reward_model.context_length(s)
+    return [
+        "reward.reward_model.enable=True",
+        f"reward.reward_model.model_path={_quoted(path)}",
+        "reward.reward_model.rollout.name=vllm",
+        "reward.reward_model.rollout.tensor_model_parallel_size=1",
+        f"reward.reward_model.rollout.gpu_memory_utilization={s.GPU_MEMORY_UTILIZATION}",
+        f"reward.reward_model.rollout.prompt_length={s.MAX_PROMPT_LENGTH}",
+        f"reward.reward_model.rollout.response_length={s.MAX_RESPONSE_LENGTH}",
+        f"reward.reward_model.rollout.max_model_len={context}",
+    ]
+
+
+def _micro_batches(s: Settings) -> list[str]:
+    """What a GPU takes in one pass: sequences up to a number of tokens, or a number of sequences.
+
+    The rollout's and the reference model's log-probs, and the critic, follow the actor's.
+    """
+    if s.MAX_TOKENS_PER_GPU:
+        return [
+            "actor_rollout_ref.actor.use_dynamic_bsz=True",
+            f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={s.MAX_TOKENS_PER_GPU}",
+        ]
+    micro = micro_batch(s.MICRO_BATCH_SIZE, s.MINI_BATCH_SIZE * s.ROLLOUT_N // s.world_size)
+    return [
+        f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu={micro}",
+        f"actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu={micro}",
+        f"actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu={micro}",
+    ]
+
+
+def _ray(s: Settings) -> list[str]:
+    """A Ray of this machine; nothing where Ray itself joins the one at RAY_ADDRESS. Raises SettingsError."""
+    if cluster.address(s.NNODES):
+        return []
+    return ["+ray_kwargs.ray_init.include_dashboard=False", *stack_overrides("STACK_RAY_OVERRIDES")]
+
+
+def sent_environment(environment: dict[str, str]) -> list[str]:
+    """Overrides that bring ``environment`` to a cluster's workers, which else have that of `ray start` alone."""
+    if not os.environ.get("RAY_ADDRESS"):
+        return []
+    sent = cluster.sent(environment).items()
+    return [f"+ray_kwargs.ray_init.runtime_env.env_vars.{name}={_quoted(value)}" for name, value in sent]
+
+
+def rl_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
+    """Overrides for ``verl.trainer.main_ppo``: train ``model`` for s.STEPS steps, writing to ``run_dir``."""
+    data = [
+        f"data.train_files={_quoted(s.train_file)}",
+        f"data.val_files={_quoted(s.data_dir / 'test.parquet')}",
+        f"data.train_batch_size={s.TRAIN_BATCH_SIZE}",
+        f"data.max_prompt_length={s.MAX_PROMPT_LENGTH}",
+        f"data.max_response_length={s.MAX_RESPONSE_LENGTH}",
+        "data.filter_overlong_prompts=True",
+        f"data.custom_cls.path={_quoted(PLUGINS / 'dataset.py')}",
+        "data.custom_cls.name=Prompts",
+        f"data.seed={s.SEED}",
+    ]
+    model_ = [
+        f"actor_rollout_ref.model.path={_quoted(model)}",
+        f"actor_rollout_ref.model.lora_rank={s.LORA_RANK}",
+        f"actor_rollout_ref.model.lora_alpha={s.LORA_ALPHA}",
+    ]
+    actor = [
+        f"actor_rollout_ref.actor.optim.lr={s.LR}",
+        f"actor_rollout_ref.actor.ppo_mini_batch_size={s.MINI_BATCH_SIZE}",
+        f"actor_rollout_ref.actor.checkpoint.save_contents={_save_contents(s)}",
+        "actor_rollout_ref.actor.checkpoint.load_contents=[model,optimizer,extra]",
+    ]
+    rollout = [
+        "actor_rollout_ref.rollout.name=vllm",
+        f"actor_rollout_ref.rollout.n={s.ROLLOUT_N}",
+        f"actor_rollout_ref.rollout.temperature={s.TEMPERATURE}",
+        "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+        f"actor_rollout_ref.rollout.gpu_memory_utilization={s.GPU_MEMORY_UTILIZATION}",
+        f"actor_rollout_ref.rollout.seed={s.SEED}",
+        f"actor_rollout_ref.rollout.agent.agent_loop_config_path={_quoted(PLUGINS / 'agent_loops.yaml')}",
+        "actor_rollout_ref.rollout.agent.default_agent_loop=single_turn_of_row",
+    ]
+    reward = _reward_model(s) if s.REWARD_MODEL else _reward_function(s)
+    trainer = [
+        f"trainer.total_training_steps={s.STEPS}",
+        "trainer.total_epochs=1000000",  # STEPS ends the training
+        f"trainer.n_gpus_per_node={s.N_GPUS}",
+        f"trainer.nnodes={s.NNODES}",
+        f"trainer.project_name={_quoted(tracking.project(s))}",
+        f"trainer.experiment_name={_quoted(run_dir.name)}",
+        f"trainer.logger={_loggers(s)}",
+        f"trainer.default_local_dir={_quoted(run_dir / 'checkpoints')}",
+        f"trainer.rollout_data_dir={_quoted(run_dir / 'rollouts')}",
+        f"trainer.validation_data_dir={_quoted(run_dir / 'validation')}",
+        f"trainer.save_freq={s.SAVE_FREQ}",
+        "trainer.max_actor_ckpt_to_keep=2",
+        "trainer.v1.trainer_mode=task",  # tasks/common/verl_plugins/trainer.py
+        "trainer.val_before_train=False",
+        "trainer.test_freq=-1",
+        # Between GPUs; with one, verl would spend a second a step on it (1,024 rollouts).
+        f"trainer.balance_batch={s.world_size > 1}",
+    ]
+    stack = stack_overrides("STACK_OVERRIDES", "STACK_RL_OVERRIDES")
+    batches = _micro_batches(s)
+    method_ = method(s.METHOD).overrides(s)
+    overrides = [*data, *model_, *actor, *batches, *rollout, *reward, *trainer, *_ray(s), *stack, *method_]
+    return verl_versions.translated(overrides, "ppo_trainer", s)
+
+
+def sft_overrides(s: Settings, model: Path | str, run_dir: Path, demonstrations: Path) -> list[str]:
+    """Overrides for ``verl.trainer.sft_trainer``: the warm-up on a parquet file of demonstrations."""
+    data = [
+        f"data.train_files={_quoted(demonstrations)}",
+        f"data.custom_cls.path={_quoted(PLUGINS / 'dataset.py')}",
+        "data.custom_cls.name=Demonstrations",
+        f"data.train_batch_size={s.SFT_BATCH_SIZE}",
+        f"data.max_length={s.MAX_PROMPT_LENGTH + s.MAX_RESPONSE_LENGTH}",
+        f"data.micro_batch_size_per_gpu={micro_batch(s.MICRO_BATCH_SIZE, s.SFT_BATCH_SIZE // s.N_GPUS)}",
+        f"data.use_dynamic_bsz={s.MAX_TOKENS_PER_GPU > 0}",
+    ]
+    if s.MAX_TOKENS_PER_GPU:
+        data += [f"data.max_token_len_per_gpu={s.MAX_TOKENS_PER_GPU}"]
+    model_ = [
+        f"model.path={_quoted(model)}",
+        f"model.lora_rank={s.LORA_RANK}",
+        f"model.lora_alpha={s.LORA_ALPHA}",
+    ]
+    optim = [f"optim.lr={s.SFT_LR}", "optim.lr_scheduler_type=cosine", "optim.lr_warmup_steps_ratio=0.1"]
+    trainer = [
+        f"trainer.total_training_steps={s.SFT_STEPS}",
+        "trainer.total_epochs=1000000",  # SFT_STEPS ends the training
+        f"trainer.n_gpus_per_node={s.N_GPUS}",
+        f"trainer.project_name={_quoted(tracking.project(s))}",
+        f"trainer.experiment_name={_quoted(run_dir.name)}",
+        f"trainer.logger={_loggers(s)}",
+        f"trainer.seed={s.SEED}",
+        f"trainer.default_local_dir={_quoted(run_dir / 'checkpoints')}",
+        f"trainer.save_freq={s.SAVE_FREQ}",
+        "trainer.max_ckpt_to_keep=1",
+        f"checkpoint.save_contents={_save_contents(s)}",
+        "checkpoint.load_contents=[model,optimizer,extra]",
+    ]
+    stack = stack_overrides("STACK_OVERRIDES", "STACK_SFT_OVERRIDES")
+    return verl_versions.translated([*data, *model_, *optim, *trainer, *stack], "sft_trainer_engine", s)
+
+
+def compose(config_name: str, overrides: list[str], package: Path | None = None):
+    """verl's config ("ppo_trainer" or "sft_trainer_engine") under ``overrides``, strictly: an unknown key raises.
+
+    Reads the yaml files of the folder ``package`` (default: the installed verl) without importing verl, which would
+    load torch. Raises SettingsError.
+    """
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+    from hydra.errors import HydraException
+
+    package = package or Path(importlib.util.find_spec("verl").submodule_search_locations[0])
+    with initialize_config_dir(str(package / "trainer/config"), version_base=None):
+        try:
+            return hydra_compose(config_name, overrides)
+        except HydraException as error:
+            raise SettingsError(f"verl's config refuses an override (ARGS?): {' '.join(str(error).split())}") from error
+
+
+def resolved(config_name: str, overrides: list[str]) -> dict:
+    """``compose`` as plain values, every reference followed."""
+    from omegaconf import OmegaConf
+
+    return OmegaConf.to_container(compose(config_name, overrides), resolve=True)
+
+
+def check(config) -> None:
+    """Raise SettingsError for what verl would accept in ``config`` (of "ppo_trainer") and do otherwise than it says."""
+    kl, actor = config.algorithm.kl_ctrl.kl_coef, config.actor_rollout_ref.actor
+    default = 0.001  # verl/trainer/config/ppo_trainer.yaml, both coefficients
+    if not config.algorithm.use_kl_in_reward and kl not in (0, default):
+        raise SettingsError(f"algorithm.kl_ctrl.kl_coef={kl:g}: does nothing without use_kl_in_reward; set KL_COEF")
+    if not actor.use_kl_loss and actor.kl_loss_coef not in (0, default):
+        raise SettingsError(f"actor.kl_loss_coef={actor.kl_loss_coef:g}: does nothing without use_kl_loss; set KL_COEF")
+    correction = config.algorithm.get("rollout_correction") or {}
+    for name in ("rollout_is", "rollout_rs", "bypass_mode"):
+        if correction.get(name) and not config.actor_rollout_ref.rollout.calculate_log_probs:
+            raise SettingsError(
+                f"algorithm.rollout_correction.{name}={correction[name]}: does nothing without "
+                "actor_rollout_ref.rollout.calculate_log_probs=True; leave that on"
+            )
+    if problem := _indivisible(config):
+        raise SettingsError(problem)
+
+
+def _indivisible(config) -> str | None:
+    """What verl would refuse of the batch sizes, once its engines are up, or leave out in silence."""
+    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
+    gpus = config.trainer.n_gpus_per_node * config.trainer.nnodes
+    shown = f"N_GPUS={config.trainer.n_gpus_per_node}"
+    shown += f" x NNODES={config.trainer.nnodes}" if config.trainer.nnodes > 1 else ""
+    prompts, mini_prompts = config.data.train_batch_size, actor.ppo_mini_batch_size
+    batch, mini = prompts * rollout.n, mini_prompts * rollout.n
+    if gpus % rollout.tensor_model_parallel_size:  # verl/workers/engine_workers.py, init_model
+        return f"rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size}: must divide {shown}"
+    if batch % gpus:  # verl/utils/config.py, validate_config
+        return f"{shown}: must divide TRAIN_BATCH_SIZE x ROLLOUT_N = {batch}"
+    if prompts % mini_prompts:
+        return f"MINI_BATCH_SIZE={mini_prompts}: must divide TRAIN_BATCH_SIZE={prompts}"
+    if mini % gpus:  # verl/workers/engine_workers.py, train_mini_batch
+        return f"{shown}: must divide MINI_BATCH_SIZE x ROLLOUT_N = {mini}"
+    if not actor.use_dynamic_bsz:  # verl/workers/engine/utils.py, prepare_micro_batches
+        micro, log_prob = actor.ppo_micro_batch_size_per_gpu, rollout.log_prob_micro_batch_size_per_gpu
+        if micro and mini // gpus % micro:
+            return f"actor.ppo_micro_batch_size_per_gpu={micro}: must divide a GPU's mini-batch, {mini // gpus}"
+        if log_prob and batch // gpus % log_prob:
+            return f"rollout.log_prob_micro_batch_size_per_gpu={log_prob}: must divide a GPU's batch, {batch // gpus}"
+        return None
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    if actor.ppo_max_token_len_per_gpu < longest:  # verl/utils/seqlen_balancing.py, rearrange_micro_batches
+        return (
+            f"MAX_TOKENS_PER_GPU={actor.ppo_max_token_len_per_gpu}: must be at least MAX_PROMPT_LENGTH + "
+            f"MAX_RESPONSE_LENGTH = {longest}"
+        )
+    return None
+
+
+def memory_plan(config) -> Plan:
+    """What of ``config`` (of "ppo_trainer") decides on the memory of a training."""
+    policy, trainer = config.actor_rollout_ref, config.trainer
+    actor, rollout, model = policy.actor, policy.rollout, policy.model
+    sequence = config.data.max_prompt_length + config.data.max_response_length
+    dynamic, on_cpu = actor.use_dynamic_bsz, trainer.get("device") == "cpu"
+    by_size = (actor.ppo_micro_batch_size_per_gpu or 1) * sequence
+    return Plan(
+        gpus=trainer.n_gpus_per_node * trainer.nnodes,
+        gpus_here=trainer.n_gpus_per_node,
+        tokens=actor.ppo_max_token_len_per_gpu if dynamic else by_size,
+        tokens_by="MAX_TOKENS_PER_GPU" if dynamic else "MICRO_BATCH_SIZE",
+        sequence=sequence,
+        lora_rank=model.lora_rank,
+        fused=bool(model.use_fused_kernels),
+        padded=bool(dynamic and not model.use_remove_padding),
+        checkpointing=bool(model.enable_gradient_checkpointing),
+        weights_offloaded=bool(actor.fsdp_config.param_offload),
+        optimizer_offloaded=bool(actor.fsdp_config.optimizer_offload),
+        critic=bool(config.critic.enable or config.algorithm.adv_estimator == "gae"),
+        reference=bool(config.algorithm.use_kl_in_reward or actor.use_kl_loss),
+        reference_offloaded=not on_cpu,
+        share=rollout.gpu_memory_utilization,
+        tensor_parallel=rollout.tensor_model_parallel_size,
+        batched_tokens=rollout.max_num_batched_tokens or 8192,
+        sequences=rollout.max_num_seqs or 256,
+        on_cpu=on_cpu,
+        cache_bytes=float(os.environ.get("VLLM_CPU_KVCACHE_SPACE") or 4) * GIB,
+    )

@@ -1,0 +1,129 @@
+"""verl's data sets and agent loop with our rows: prompts rendered with their tools, as evaluation renders them.
+
+Loaded by verl (data.custom_cls, rollout.agent.agent_loop_config_path). verl knows tools for a whole run only, not for
+a row (verl/utils/dataset/rl_dataset.py), and splits a demonstration into messages that it renders one by one, which the
+templates of thinking models refuse (verl/utils/dataset/multiturn_sft_dataset.py).
+
+verl 0.9.1 renders a prompt in the agent loop, 0.6.1 in the data set and again in the agent loop.
+"""
+
+from uuid import uuid4
+
+import pyarrow.parquet as pq
+import torch
+from torch.utils.data import Dataset
+from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
+from verl.experimental.agent_loop.single_turn_agent_loop import SingleTurnAgentLoop
+from verl.utils.dataset.rl_dataset import RLHFDataset
+from verl.utils.model import compute_position_id_with_mask
+from verl.utils.profiler import simple_timer
+from verl.utils.torch_functional import postprocess_data
+
+from tasks.common.data.rows import decoded, tools_of
+from tasks.common.models.chat_template import answer_ids, opens_thinking, prompt_ids
+
+RENDERS_ONCE = hasattr(SingleTurnAgentLoop, "ct_build_initial_tokens")  # verl 0.9.1
+
+
+class Prompts(RLHFDataset):
+    """RL rows; too long ones are left out, and counted in the log, after rendering with their tools."""
+
+    def maybe_filter_out_long_prompts(self, dataframe=None):
+        if not self.filter_overlong_prompts:
+            return dataframe
+        lengths = [len(prompt_ids(self.tokenizer, decoded(row["prompt"]), tools_of(row))) for row in dataframe]
+        kept = [index for index, length in enumerate(lengths) if length <= self.max_prompt_length]
+        print(f"{len(lengths) - len(kept)} of {len(lengths)} prompts are longer than {self.max_prompt_length} tokens")
+        return dataframe.select(kept)
+
+    def _build_messages(self, example: dict, key: str = "prompt") -> list[dict]:
+        return decoded(example[key])
+
+    def __getitem__(self, item: int) -> dict:
+        if RENDERS_ONCE:
+            return super().__getitem__(item)
+        row = self.dataframe[item]
+        row["raw_prompt"] = self._build_messages(row, self.prompt_key)
+        row["index"] = row["extra_info"]["index"]
+        ids = torch.tensor([prompt_ids(self.tokenizer, row["raw_prompt"], tools_of(row))])
+        ids, mask = postprocess_data(
+            ids, torch.ones_like(ids), self.max_prompt_length, self.tokenizer.pad_token_id, truncation=self.truncation
+        )
+        tensors = {"input_ids": ids, "attention_mask": mask, "position_ids": compute_position_id_with_mask(mask)}
+        return row | {name: tensor[0] for name, tensor in tensors.items()}
+
+
+class SingleTurnOfRow(SingleTurnAgentLoop):
+    """verl's single turn with the tools of the row (extra_info.tools). verl makes one for each rollout."""
+
+    async def run(self, sampling_params, **kwargs):
+        from vllm.sampling_params import RequestOutputKind  # not for SFT, which loads this file too
+
+        self.row = kwargs
+        # verl reads the tokens of a finished response; by default vLLM hands over, and decodes, each as it comes.
+        sampling_params = {**sampling_params, "output_kind": RequestOutputKind.FINAL_ONLY, "detokenize": False}
+        if RENDERS_ONCE:
+            return await super().run(sampling_params, **kwargs)
+        ids, metrics = self._prompt(list(kwargs["raw_prompt"])), {}
+        with simple_timer("generate_sequences", metrics):
+            output = await self.server_manager.generate(uuid4().hex, prompt_ids=ids, sampling_params=sampling_params)
+        response = output.token_ids[: self.response_length]
+        return AgentLoopOutput(
+            prompt_ids=ids,
+            response_ids=response,
+            response_mask=[1] * len(response),
+            response_logprobs=output.log_probs[: self.response_length] if output.log_probs else None,
+            multi_modal_data={},
+            num_turns=2,
+            metrics=metrics,
+        )
+
+    async def ct_build_initial_tokens(self, messages, **kwargs) -> list[int]:
+        return self._cap_text_prompt_length(self._prompt(messages))
+
+    def _prompt(self, messages: list[dict]) -> list[int]:
+        ids = prompt_ids(self.tokenizer, messages, tools_of(self.row))
+        if opens_thinking(self.tokenizer, ids):
+            self.row["extra_info"]["think_opened"] = True  # the reward is given the same object
+        return ids
+
+
+class Demonstrations(Dataset):
+    """SFT rows: the last message is learned, given all before it. Built as verl builds its MultiTurnSFTDataset.
+
+    Rows longer than data.max_length tokens are left out, and counted in the log. Raises ValueError when that leaves
+    less than data.train_batch_size.
+    """
+
+    def __init__(self, parquet_files, tokenizer, config, processor=None, max_samples: int = -1):
+        files = [parquet_files] if isinstance(parquet_files, str) else list(parquet_files)
+        rows = [row for file in files for row in pq.read_table(file).to_pylist()]
+        rows = rows[:max_samples] if max_samples > 0 else rows
+        limit, least = config.get("max_length", 1024), config.get("train_batch_size", 1)
+        self.tokens = [
+            tokens for tokens in (_demonstration(tokenizer, row) for row in rows) if sum(map(len, tokens)) <= limit
+        ]
+        print(f"{len(rows) - len(self.tokens)} of {len(rows)} demonstrations are longer than {limit} tokens")
+        if len(self.tokens) < least:
+            raise ValueError(
+                f"only {len(self.tokens)} of {len(rows)} demonstrations fit MAX_PROMPT_LENGTH + MAX_RESPONSE_LENGTH = "
+                f"{limit} tokens, less than SFT_BATCH_SIZE={least}; raise MAX_RESPONSE_LENGTH, or use INIT=base"
+            )
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        prompt, response = self.tokens[index]
+        return {
+            "input_ids": torch.tensor(prompt + response),
+            "position_ids": torch.arange(len(prompt) + len(response)),
+            "loss_mask": torch.tensor([0] * len(prompt) + [1] * len(response)),
+        }
+
+
+def _demonstration(tokenizer, row: dict) -> tuple[list[int], list[int]]:
+    """Token ids of the prompt and of the answer."""
+    *chat, answer = decoded(row["messages"])
+    prompt = prompt_ids(tokenizer, chat, tools_of(row))
+    return prompt, answer_ids(tokenizer, answer["content"], opens_thinking(tokenizer, prompt))

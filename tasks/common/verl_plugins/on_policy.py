@@ -1,0 +1,79 @@
+"""No pass for the old log-probs where every response is trained on once, by the weights that sampled it.
+
+The ratio of PPO and GRPO is to the log-probs of before the step's first update. Where that is the only update, they are
+the ones that it computes itself: verl 0.6.1 took them so (workers/actor/dp_actor.py, ``on_policy``), but had the pass
+as well; TRL leaves it out. The metrics that verl takes from the pass are measured in the update. Loaded in every verl
+process by tasks/common/verl_plugins/patches.py.
+"""
+
+from contextlib import contextmanager
+
+import torch
+from tensordict import TensorDict
+from verl import DataProto
+from verl.trainer.ppo.core_algos import agg_loss
+from verl.trainer.ppo.rollout_corr_helper import compute_rollout_corr_metrics_from_logprobs
+from verl.utils import tensordict_utils
+from verl.utils.debug.metrics import calculate_debug_metrics
+from verl.utils.metric import AggregationType, Metric
+from verl.workers import engine_workers
+from verl.workers.utils.padding import no_padding_2_padding, response_from_nested
+
+from tasks.common.verl_plugins.expect import expect
+from tasks.common.verl_plugins.one_update import ON_POLICY
+
+MEASURED = ("training/", "rollout_corr/")  # metrics that verl takes from the pass
+
+expect(engine_workers.ppo_loss, 'old_log_prob = data["old_log_probs"]', 'entropy = model_output.get("entropy", None)')
+expect(engine_workers.ActorRolloutRefWorker.init_model, "self.loss_fn = partial(ppo_loss, config=actor_config)")
+
+
+@contextmanager
+def set_to(config, name: str, value):
+    """``config`` with another value while the block runs."""
+    before, config[name] = config[name], value
+    try:
+        yield
+    finally:
+        config[name] = before
+
+
+def taken_out(metrics: dict) -> dict:
+    """``metrics`` of an update with those under verl's own names that the pass would have measured."""
+    names = {name: name.removeprefix("actor/") for name in metrics}
+    return {short if short.startswith(MEASURED) else name: metrics[name] for name, short in names.items()}
+
+
+def measured(config, log_probs: torch.Tensor, entropy: torch.Tensor, data: TensorDict) -> dict:
+    """The metrics of the pass for one micro-batch; verl means them over micro-batches, or takes the largest.
+
+    ``log_probs``, ``entropy``: shape (responses, tokens), nats; ``data`` has ``response_mask`` and
+    ``rollout_log_probs``, nested. The entropy is of the whole batch, as the loss is.
+    """
+    batch = data.select("response_mask", "rollout_log_probs", "responses").to_padded_tensor()
+    mask = batch["response_mask"].bool()
+    batch["old_log_probs"] = log_probs
+    with torch.autocast(log_probs.device.type, enabled=False):  # the loss is computed under it
+        found = calculate_debug_metrics(DataProto(batch=batch))
+        found |= compute_rollout_corr_metrics_from_logprobs(log_probs, batch["rollout_log_probs"], mask)
+    total = agg_loss(entropy, mask, config.loss_agg_mode, **config.global_batch_info)
+    return found | {"entropy": Metric(AggregationType.SUM, total)}
+
+
+_ppo_loss = engine_workers.ppo_loss
+
+
+def ppo_loss(config, model_output: dict, data: TensorDict, dp_group=None):
+    """verl's loss (workers/utils/losses.py), with the model's own log-probs as the old ones in an ON_POLICY batch."""
+    if not tensordict_utils.get_non_tensor_data(data=data, key=ON_POLICY, default=False):
+        return _ppo_loss(config, model_output, data, dp_group)
+    log_probs, entropy = model_output["log_probs"].detach(), model_output["entropy"].detach()
+    data["old_log_probs"] = response_from_nested(log_probs, data["response_mask"])
+    if config.entropy_coeff == 0:  # verl would take its gradient, times 0
+        model_output = {name: value for name, value in model_output.items() if name != "entropy"}
+    loss, metrics = _ppo_loss(config, model_output, data, dp_group)
+    padded = (no_padding_2_padding(values, data) for values in (log_probs, entropy))
+    return loss, metrics | measured(config, *padded, data)
+
+
+engine_workers.ppo_loss = ppo_loss

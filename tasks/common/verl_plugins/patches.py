@@ -1,0 +1,114 @@
+"""What needs changing in verl 0.9.1 on every stack.
+
+Loaded in every verl process by VERL_USE_EXTERNAL_MODULES (stacks/*.sh).
+"""
+
+import importlib.util
+from pathlib import Path
+from unittest import mock
+
+import torch
+import verl.utils.model as verl_model
+from transformers import AutoModelForTokenClassification
+from transformers.utils import is_flash_attn_2_available
+from verl.experimental.reward_loop import reward_loop
+from verl.models.transformers import monkey_patch
+from verl.utils import seqlen_balancing, tensordict_utils
+from verl.workers.engine import utils as engine_utils
+from verl.workers.engine.fsdp import transformer_impl
+
+import tasks.common.verl_plugins.on_policy  # noqa: F401
+from tasks.common.process import die_with_torchrun
+from tasks.common.verl_plugins.expect import expect
+
+die_with_torchrun()
+
+# ---- verl/models/transformers/monkey_patch.py:352 and utils/model.py:654 take a class from trl that trl 1 has no more
+
+for _function in (monkey_patch.apply_monkey_patch, verl_model.load_valuehead_model):
+    expect(_function, "is_trl_available()", "from trl.experimental.ppo import AutoModelForCausalLMWithValueHead")
+
+_trl = importlib.util.find_spec("trl")
+if _trl and not Path(_trl.submodule_search_locations[0], "experimental/ppo").exists():
+    monkey_patch.is_trl_available = verl_model.is_trl_available = lambda: False
+
+
+# ---- verl/utils/model.py:649 loads the critic with flash_attention_2, whatever there is, or its config says ---------
+
+expect(verl_model.load_valuehead_model, 'attn_implementation="flash_attention_2"', "AutoModelForTokenClassification")
+expect(transformer_impl.FSDPEngine._build_module, "from verl.utils.model import load_valuehead_model")
+
+_load_valuehead_model = verl_model.load_valuehead_model
+_from_pretrained = AutoModelForTokenClassification.from_pretrained
+
+
+def _from_pretrained_without_flash(*args, config, **kwargs):
+    asked = config._attn_implementation  # of critic.model.override_config
+    attention = "sdpa" if asked == "flash_attention_2" else asked
+    return _from_pretrained(*args, config=config, **{**kwargs, "attn_implementation": attention})
+
+
+def _load_valuehead_model_without_flash(*args, **kwargs):
+    with mock.patch.object(AutoModelForTokenClassification, "from_pretrained", _from_pretrained_without_flash):
+        return _load_valuehead_model(*args, **kwargs)
+
+
+if not is_flash_attn_2_available():
+    verl_model.load_valuehead_model = _load_valuehead_model_without_flash
+
+
+# ---- verl/experimental/reward_loop/reward_loop.py:125,129 run the code that comes with a tokenizer ------------------
+
+expect(
+    reward_loop.RewardLoopWorker._init_reward_fn,
+    "hf_tokenizer(input_tokenizer_local_path, trust_remote_code=True)",
+    "hf_tokenizer(reward_model_tokenizer_local_path, trust_remote_code=True)",
+)
+_init_reward_fn = reward_loop.RewardLoopWorker._init_reward_fn
+_hf_tokenizer = reward_loop.hf_tokenizer
+
+
+def _init_reward_fn_without_code(self):
+    """As verl's, but only the policy's tokenizer may bring code, and only where the policy's config allows it."""
+    policy = self.config.actor_rollout_ref
+    trusted = policy.model.get("trust_remote_code", False)
+    rewarding = self.config.reward.reward_model.model_path
+
+    def tokenizer(path, trust_remote_code):
+        return _hf_tokenizer(path, trust_remote_code=trusted and path != rewarding)
+
+    with mock.patch.object(reward_loop, "hf_tokenizer", tokenizer):
+        _init_reward_fn(self)
+
+
+reward_loop.RewardLoopWorker._init_reward_fn = _init_reward_fn_without_code
+
+
+# ---- verl/utils/seqlen_balancing.py:501 takes nested tensors apart anew for every micro-batch -----------------------
+
+expect(seqlen_balancing.rearrange_micro_batches, "tu.index_select_tensor_dict(batch, partition)")
+expect(tensordict_utils.index_select_tensor_dict, "tensor_lst = tensor.unbind()", "nested_tensor_from_tensor_list(")
+
+_index_select = tensordict_utils.index_select_tensor_dict
+_rearrange = seqlen_balancing.rearrange_micro_batches
+
+
+def _rearrange_taking_apart_once(batch, *args, **kwargs):
+    """verl's, which for 1,024 sequences in 7 micro-batches spent more than a second a step on it."""
+    nested = {name: tensor for name, tensor in batch.items() if isinstance(tensor, torch.Tensor) and tensor.is_nested}
+    rows = {name: tensor.unbind() for name, tensor in nested.items()}
+    others = batch.exclude(*nested)
+
+    def select(_, indices):
+        selected = _index_select(others, indices)
+        for name, tensor in nested.items():
+            ragged = getattr(tensor, "_ragged_idx", tensor.dim() - 1)
+            chosen = [rows[name][index] for index in indices]
+            selected[name] = tensordict_utils.nested_tensor_from_tensor_list(chosen, ragged_idx=ragged)
+        return selected
+
+    with mock.patch.object(tensordict_utils, "index_select_tensor_dict", select):
+        return _rearrange(batch, *args, **kwargs)
+
+
+engine_utils.rearrange_micro_batches = _rearrange_taking_apart_once

@@ -1,0 +1,176 @@
+"""The trainer of every RL method: verl's synchronous one (verl/trainer/ppo/v1/trainer_sync.py), with a checked reward.
+
+Loaded in every verl process by VERL_USE_EXTERNAL_MODULES (tasks/common/launch/train.py).
+"""
+
+import copy
+import os
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import torch
+import transfer_queue as tq
+from transfer_queue import KVBatchMeta
+from verl.trainer.ppo.v1 import PPOTrainerSync, register_trainer
+from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+from verl.utils.transferqueue_utils import kv_batch_meta2batch_meta
+
+import tasks.common.verl_plugins.patches  # noqa: F401
+from tasks.common.rewards.answers import RewardError
+from tasks.common.runs.folder import read_metrics
+from tasks.common.runs.health import AbortedError, aborted_by
+from tasks.common.settings import load_settings
+from tasks.common.text import one_line
+from tasks.common.verl_plugins import on_policy, one_update
+from tasks.common.verl_plugins.expect import expect
+
+# verl marks a prompt whose reward raised as failed, and trains on padding in its place.
+expect(AgentLoopWorkerTQ.__ray_actor_class__._run_prompt, 'status = "failure"')
+expect(ReplayBuffer.sample, "self._sync_metadata_from_transfer_queue()")
+expect(ReplayBuffer._sync_metadata_from_transfer_queue, "self.failure_keys[partition_id].add(key)")
+
+POLL_SECONDS = 0.2  # verl looks every 2 s whether the rollouts are complete
+LOG_SECONDS = 2  # Ray brings the lines of other processes to the log, among them the reason, by then
+
+
+class GroupFailed(RuntimeError):
+    """A prompt has no samples, or no rewards; the reason is in the log (tasks/common/process.py shows it)."""
+
+
+@register_trainer("task")
+class TaskTrainer(PPOTrainerSync):
+    """verl's synchronous trainer, which ends, after a checkpoint, where a reward fails.
+
+    Nothing is learned from such a step, not even from its other prompts: the same command does it again.
+    """
+
+    reads_entropy = False  # of before the step's update
+    _on_policy = False  # this step has no pass for the old log-probs
+    _complete = 0, None  # the last step that this process has trained, and where its data went on then
+    _saved = 0
+
+    # verl/trainer/ppo/v1/trainer_base.py compares the mode with the literal "sync" to know that it is synchronous.
+    @property
+    def trainer_mode(self) -> str:
+        return "sync"
+
+    @trainer_mode.setter
+    def trainer_mode(self, name: str) -> None:
+        pass
+
+    def on_step_begin(self):
+        if os.environ.get("ABORT_ON"):
+            self._abort_if_ill()
+        super().on_step_begin()
+
+    def _abort_if_ill(self) -> None:
+        """End before the step that begins, with a checkpoint, where ABORT_ON names a rule that the last one broke.
+
+        verl takes no optimizer step with a gradient that is not finite (fsdp/transformer_impl.py, optimizer_step):
+        the weights that are saved are those before.
+        """
+        run_dir = Path(os.environ["VERL_FILE_LOGGER_PATH"]).parents[1]
+        done = {step: row for step, row in read_metrics(run_dir).items() if step < self.global_steps}
+        found = aborted_by(done, load_settings()) if self._complete[0] else None  # after a resume: not at once again
+        if found:
+            self._save_complete_step()
+            raise AbortedError(f"ABORT_ON={found}")
+
+    def on_step_end(self):
+        self._complete = self.global_steps, copy.deepcopy(self.train_dataloader.state_dict())
+        super().on_step_end()
+
+    def _save_checkpoint(self):
+        super()._save_checkpoint()
+        self._saved = self.global_steps
+
+    def _build_replay_buffer(self):
+        buffer = super()._build_replay_buffer()
+        buffer.poll_interval = POLL_SECONDS
+        look = buffer._sync_metadata_from_transfer_queue
+
+        def look_for_failures():
+            look()
+            failed = sum(map(len, buffer.failure_keys.values()))
+            if failed:
+                self._save_complete_step()
+                time.sleep(LOG_SECONDS)
+                raise GroupFailed(f"step {self.global_steps}: {failed} prompts failed; the reason is further up")
+
+        buffer._sync_metadata_from_transfer_queue = look_for_failures
+        return buffer
+
+    # The workers would fetch the chat and the reward's details of each row too, as Python objects, which took about a
+    # quarter of their time (1,024 rollouts of a small model).
+    def _compute_old_log_prob(self, batch, metrics):
+        self._on_policy = not self.reads_entropy and one_update.applies(self.config, len(batch))
+        return batch if self._on_policy else super()._compute_old_log_prob(_tensors(batch), metrics)
+
+    def _compute_advantage(self, batch, metrics):
+        correction = self.config.algorithm.get("rollout_correction")
+        if not (self._on_policy and correction):
+            return super()._compute_advantage(batch, metrics)
+        # verl's word for "there are no old log-probs to compare the engine's with"
+        with on_policy.set_to(correction, "bypass_mode", True):
+            return super()._compute_advantage(batch, metrics)
+
+    def _compute_values(self, batch, metrics):
+        return super()._compute_values(_tensors(batch), metrics)
+
+    def _update_critic(self, batch, metrics):
+        return super()._update_critic(_tensors(batch), metrics)
+
+    def _update_actor(self, batch, metrics):
+        policy, update = self.config.actor_rollout_ref, {}
+        batch.extra_info[one_update.ON_POLICY] = self._on_policy
+        entropy = self._on_policy or policy.actor.calculate_entropy
+        with on_policy.set_to(policy.actor, "calculate_entropy", entropy):
+            batch = super()._update_actor(_tensors(batch), update)
+        metrics.update(on_policy.taken_out(update))
+        return batch
+
+    def _compute_ref_log_prob(self, batch, metrics):
+        batch = super()._compute_ref_log_prob(_tensors(batch), metrics)
+        # trainer_base.py:1704 leaves it in the batch, for the critic, which has no adapter to leave out.
+        batch.extra_info.pop("no_lora_adapter", None)
+        return batch
+
+    def _compute_reward_colocate(self, batch, metrics=None):
+        try:
+            batch = super()._compute_reward_colocate(batch, metrics)
+            scores = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["rm_scores"])
+            if not torch.isfinite(scores["rm_scores"].values()).all():
+                raise RewardError("a score is not a finite number")
+        except Exception as error:
+            self._save_complete_step()
+            reason = getattr(error, "cause", error)  # of Ray's error, whose own text is a traceback
+            reason = f"{type(reason).__name__}: {one_line(str(reason), 300)}"
+            model = self.config.reward.reward_model.model_path
+            raise RewardError(f"REWARD_MODEL={model} gave no reward: {reason}") from error
+        return batch
+
+    def _save_complete_step(self) -> None:
+        """Save the last step that was trained, unless it was: the weights are still those of it."""
+        step, data = self._complete
+        if step <= self._saved:
+            return
+        print(f"saving step {step} before the end", flush=True)  # tasks/common/process.py waits from this line on
+        try:
+            self.checkpoint_manager.abort_replicas()  # other prompts may still be sampled
+            self.checkpoint_manager.sleep_replicas()  # as always when verl saves: the GPU has no room for both
+        except Exception as error:
+            print(f"the engine cannot sleep: {error}", flush=True)
+        # The next step's prompts were taken already; they are to be taken again.
+        self.train_dataloader = SimpleNamespace(state_dict=lambda: data)
+        now, self.global_steps = self.global_steps, step
+        self._save_checkpoint()
+        self.global_steps = now
+
+
+def _tensors(batch: KVBatchMeta) -> KVBatchMeta:
+    """``batch`` with only those of its fields in TransferQueue that are tensors."""
+    schema = kv_batch_meta2batch_meta(batch).field_schema
+    batch.fields = [name for name, field in schema.items() if not field["is_non_tensor"]]
+    return batch
