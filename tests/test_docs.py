@@ -215,7 +215,8 @@ def files_named(text: str) -> list[str]:
     found = re.findall(r"(?<![\w/])(?:docs|tasks|tests)/[\w./-]+\.(?:md|py|sh|json)\b", text)
     for code in CODE.findall(prose(text)):
         in_a_folder = re.fullmatch(r"[\w.<>*{}-]+(?:/[\w.<>*{}-]+)+/?", code) and code.split("/")[0] in folders()
-        if in_a_folder or re.fullmatch(r"\w+\.(?:py|sh|toml)", code):
+        metric = code.startswith("training/") and "." not in code  # verl's, e.g. training/rollout_probs_diff_mean
+        if (in_a_folder and not metric) or re.fullmatch(r"\w+\.(?:py|sh|toml)", code):
             found.append(code)
     return sorted(set(found) - FOREIGN)
 
