@@ -50,6 +50,7 @@ VALUES = {
     "EGPO_LAMBDA": "0.4",
     "EGPO_ALPHA": "2.0",
     "DPO_BETA": "0.1",
+    "DPO_EPOCHS": "1",
     "SFT_STEPS": "16",
     "SFT_BATCH_SIZE": "8",
     "SFT_LR": "3e-4",

@@ -93,7 +93,7 @@ class Settings:
     METHOD: str = _setting(f"one of {', '.join(METHODS)}", _one_of(*METHODS))
     REWARD: str = _setting("variant of the task's reward; what a task knows stands in its train.sh", _name)
     REWARD_MODEL: str = _setting("a sequence classifier (hub id or folder) whose score is the reward in training")
-    STEPS: int = _setting("training steps; a larger number continues the same run", _positive)
+    STEPS: int = _setting("training steps (dpo: see DPO_EPOCHS); a larger number continues the same run", _positive)
     SELF_PLAY_ROUNDS: int = _setting("trainings of STEPS, each from, and held to, the result of the last", _positive)
     TRAIN_BATCH_SIZE: int = _setting("prompts (dpo: pairs) a step", _positive)
     MINI_BATCH_SIZE: int = _setting("prompts an optimizer step; 0: as the method wants", _not_negative)
@@ -102,6 +102,9 @@ class Settings:
     KL_COEF: float = _setting("weight of the KL to the start; 0: no reference model", _not_negative)
     EGPO_LAMBDA: float = _setting("egpo: weight of the entropy in the advantage; 0: GRPO", _not_negative)
     EGPO_ALPHA: float = _setting("egpo: the entropy counts up to advantage / EGPO_ALPHA", _positive)
+    DPO_EPOCHS: int = _setting(
+        "dpo: times through the pairs; its steps follow from it, and STEPS is not used", _positive
+    )
     DPO_BETA: float = _setting("dpo: how strongly the policy is held to the start", _positive)
     SFT_STEPS: int = _setting("optimizer steps of the warm-up", _positive)
     SFT_BATCH_SIZE: int = _setting("demonstrations a step", _positive)

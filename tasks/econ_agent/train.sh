@@ -21,23 +21,27 @@ TRAIN_FILE=${TRAIN_FILE:-}                 # a parquet in place of train.parquet
 PAIRS_FILE=${PAIRS_FILE:-}                 # dpo: parquet, json or jsonl of prompt, chosen, rejected; empty: of own samples
 SAMPLED_PROMPTS=${SAMPLED_PROMPTS:-1024}   # training prompts sampled for SFT_SOURCE=samples and dpo; 0: all
 SEED=${SEED:-42}
+# ---- LoRA (0: full fine-tuning)
+LORA_RANK=${LORA_RANK:-8}
+LORA_ALPHA=${LORA_ALPHA:-16}
 # ---- optimisation
 METHOD=${METHOD:-grpo}                     # grpo | gspo | egpo | ppo | dpo
 REWARD=${REWARD:-strict}                   # strict | lenient (text around the JSON object is allowed)
 REWARD_MODEL=${REWARD_MODEL:-}             # a sequence classifier in place of the reward in training
-STEPS=${STEPS:-100}
+STEPS=${STEPS:-100}                       # dpo has DPO_EPOCHS
 SELF_PLAY_ROUNDS=${SELF_PLAY_ROUNDS:-1}    # trainings of STEPS, each from, and held to, the result of the last
-TRAIN_BATCH_SIZE=${TRAIN_BATCH_SIZE:-128}  # prompts a step
+TRAIN_BATCH_SIZE=${TRAIN_BATCH_SIZE:-$([[ $METHOD == dpo ]] && echo 32 || echo 128)} # prompts (dpo: pairs) a step
 MINI_BATCH_SIZE=${MINI_BATCH_SIZE:-0}      # prompts an optimizer step; 0: as the method wants
-LR=${LR:-1e-5}
+LR=${LR:-$(lora_defaults 1e-6)}
 CRITIC_LR=${CRITIC_LR:-1e-5}               # ppo
 KL_COEF=${KL_COEF:-$([[ $SELF_PLAY_ROUNDS == 1 ]] && echo 0 || echo 0.01)} # weight of the KL to the start
 EGPO_LAMBDA=${EGPO_LAMBDA:-0.4}            # egpo: weight of the entropy in the advantage
 EGPO_ALPHA=${EGPO_ALPHA:-2.0}              # egpo: the entropy counts up to advantage / EGPO_ALPHA
 DPO_BETA=${DPO_BETA:-0.1}                  # dpo: how strongly the policy is held to the start
+DPO_EPOCHS=${DPO_EPOCHS:-1}                # dpo: times through the pairs, in place of STEPS
 SFT_STEPS=${SFT_STEPS:-64}
 SFT_BATCH_SIZE=${SFT_BATCH_SIZE:-64}
-SFT_LR=${SFT_LR:-1e-5}
+SFT_LR=${SFT_LR:-$(lora_defaults 1e-5)}
 # ---- rollouts and lengths
 ROLLOUT_N=${ROLLOUT_N:-8}                  # samples a prompt
 TEMPERATURE=${TEMPERATURE:-1.0}
@@ -49,9 +53,6 @@ NNODES=${NNODES:-1}                        # machines; more than one: a Ray clus
 MAX_TOKENS_PER_GPU=${MAX_TOKENS_PER_GPU:-32768} # in one forward pass, padding left out; 0: MICRO_BATCH_SIZE
 MICRO_BATCH_SIZE=${MICRO_BATCH_SIZE:-16}   # dpo, MAX_TOKENS_PER_GPU=0: sequences a GPU in one forward pass
 GPU_MEMORY_UTILIZATION=${GPU_MEMORY_UTILIZATION:-0.5}
-# ---- LoRA (0: full fine-tuning)
-LORA_RANK=${LORA_RANK:-8}
-LORA_ALPHA=${LORA_ALPHA:-16}
 # ---- evaluation: make eval, compare, probe, chat, batch
 N=${N:-4}                                  # samples a prompt (probe: 16, batch: 1)
 LIMIT=${LIMIT:-0}                          # the first so many prompts; 0: all (probe: 256)

@@ -9,6 +9,9 @@ visible_gpus() { # how many a training would see
     nvidia-smi -L | wc -l
   fi
 }
+lora_defaults() { # a default learning rate, as 1e-6: ten times as high where an adapter is trained
+  if ((${LORA_RANK:-0} > 0)); then echo "${1%e*}e$((${1##*e} + 1))"; else echo "$1"; fi
+}
 set -a
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../../.." && pwd)
 TASK=$(basename "$(cd "$(dirname "${BASH_SOURCE[1]}")" && pwd)")
