@@ -4,7 +4,7 @@ import json
 import math
 from pathlib import Path
 
-from tasks.common.runs.folder import hf_folder
+from tasks.common.runs.folder import merged_folder
 from tests.helpers import SMALL
 
 TASK = "digits"
@@ -36,7 +36,7 @@ def trained_parameters(variables, run: Path, step: int = 2) -> set[str]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    trained = AutoModelForCausalLM.from_pretrained(hf_folder(run, str(step)))
+    trained = AutoModelForCausalLM.from_pretrained(merged_folder(run, str(step)))
     start = AutoModelForCausalLM.from_pretrained(variables["MODEL"])
     assert all(torch.isfinite(p).all() for p in trained.parameters())
     named = trained.named_parameters()

@@ -19,8 +19,8 @@ from tasks.common.evaluation.tables import total_time
 from tasks.common.files import read_json
 from tasks.common.launch import doctor, train
 from tasks.common.launch.task import compute_score_of, default_model, environment, script
-from tasks.common.models.find import embedded_folder, resolve_model
-from tasks.common.models.merge import base_of, is_adapter, merge, merged_folder
+from tasks.common.models.find import embedded_folder, resolve_model, whole_model
+from tasks.common.models.merge import base_of, is_adapter, merge_note, whole_folder
 from tasks.common.process import StageFailed, interrupt_on_sigterm
 from tasks.common.rewards.answers import RewardError
 from tasks.common.runs.folder import (
@@ -29,6 +29,7 @@ from tasks.common.runs.folder import (
     hf_folder,
     last_step,
     lineage,
+    merged_folder,
     read_metrics,
     recorded,
     rl_dir,
@@ -143,13 +144,15 @@ def chosen_model(s: Settings, command: Command, run_dir: Path | None) -> str:
 
 def merged(s: Settings, command: Command, run_dir: Path | None) -> str:
     if is_adapter(Path(command.MODEL_GIVEN).expanduser()):
-        return f"written: {resolve_model(command.MODEL_GIVEN, command.BASE)}"
+        folder = whole_model(resolve_model(command.MODEL_GIVEN, command.BASE))
+        return f"written: {folder}{merge_note(Path(folder))}"
     if run_dir is None:
         raise SettingsError(f"there is no checkpoint to merge yet: run `make train TASK={s.TASK}`, or set RUN")
     checkpoint = shards(run_dir, find_step(run_dir, command.STEP))
-    if folder := merged_folder(checkpoint):
-        return f"nothing to do: {folder} has the whole model already"
-    return f"written: {merge(checkpoint)}"
+    if folder := whole_folder(checkpoint):
+        return f"nothing to do: {folder} has the whole model already{merge_note(folder)}"
+    folder = merged_folder(run_dir, command.STEP)
+    return f"written: {folder}{merge_note(folder)}"
 
 
 def experiment(s: Settings, command: Command, arguments: list[str], before: dict[str, Callable[[], str]]) -> None:
@@ -212,7 +215,12 @@ def closing(s: Settings, run_dirs: list[Path]) -> None:
     seconds = sum(step["timing_s/step"] for run_dir in run_dirs for step in read_metrics(run_dir).values())
     steps = sum(map(last_step, run_dirs))
     print(f"{steps} steps, {seconds:.0f} s of training{total_time()}; all of it in {run_dirs[-1]}\n\nNext:")
-    print(f"  the same command with STEPS={2 * s.STEPS}    # continues this run")
+    if s.METHOD == "dpo":
+        print(
+            f"  the same command with SELF_PLAY_ROUNDS={s.SELF_PLAY_ROUNDS + 1}    # pairs of the new policy's samples"
+        )
+    else:
+        print(f"  the same command with STEPS={2 * s.STEPS}    # continues this run")
     print(f"  make compare TASK={s.TASK}    # base -> trained with tests, prompts gained and lost; files")
     print(f"  make chat TASK={s.TASK}    # talk to it")
     print("  make new TASK=my_task    # a task of your own")
@@ -236,7 +244,8 @@ def main(stage: str, arguments: list[str]) -> None:
 
         if s.METHOD == "dpo":
             raise SettingsError(
-                "METHOD=dpo: has no config of verl; it trains with TRL (tasks/common/training/trl_dpo.py)"
+                "METHOD=dpo: has no config of verl; it trains with TRL (tasks/common/training/trl_dpo.py): "
+                f"DPO_EPOCHS={s.DPO_EPOCHS} x (pairs / TRAIN_BATCH_SIZE={s.TRAIN_BATCH_SIZE}) steps, STEPS is not used"
             )
         start = s.MODEL if s.INIT == "base" else sft_dir(s)  # the warm-up need not be there yet
         overrides = verl_config.rl_overrides(s, start, rl_dir(s, arguments)) + arguments
