@@ -199,6 +199,15 @@ def test_the_default_batch_makes_sixteen_steps_of_570_pairs_and_epochs_multiply_
     assert steps(replace(s, DPO_EPOCHS=3), found) == 48
 
 
+@pytest.mark.parametrize("epochs", [3, 4])
+def test_more_than_three_epochs_are_warned_of(epochs, monkeypatch, tmp_path, capsys):
+    from tasks.common.launch.train import check
+
+    monkeypatch.setenv("ARTIFACTS", str(tmp_path))
+    check(replace(load_settings(VALUES), METHOD="dpo", DPO_EPOCHS=epochs), [])
+    assert ("warning: DPO_EPOCHS=4: more than 3 epochs" in capsys.readouterr().out) == (epochs == 4)
+
+
 # ---- order, batches, checkpoints
 
 

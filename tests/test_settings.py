@@ -431,3 +431,19 @@ def test_another_training_file_is_another_run(tmp_path):
     _digest.cache_clear()
     file.write_bytes(b"two")
     assert load(TRAIN_FILE=str(file)).rl_fingerprint([]) != first
+
+
+@pytest.mark.parametrize(
+    "stack, changes, rates",
+    [
+        ("current", {}, ("1e-6", "1e-5")),
+        ("current", {"LORA_RANK": "8"}, ("1e-5", "1e-4")),
+        ("current", {"LORA_RANK": "8", "LR": "7e-6"}, ("7e-6", "1e-4")),
+        ("cpu", {}, ("1e-5", "3e-4")),
+        ("cpu", {"LORA_RANK": "8"}, ("1e-4", "3e-3")),
+        ("cpu", {"LORA_RANK": "8", "METHOD": "dpo"}, ("1e-4", "3e-3")),
+    ],
+)
+def test_an_adapter_has_ten_times_the_rates(stack, changes, rates):
+    found = exported_by(ROOT / "tasks/countdown/train.sh", {"STACK": stack, "N_GPUS": "1", **changes})
+    assert (found["LR"], found["SFT_LR"]) == rates
