@@ -16,6 +16,7 @@ from tasks.common.settings import SettingsError
 
 # The ranks that vLLM makes room for, and the layers in which both versions apply an adapter.
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+SPECIAL = ("use_dora", "modules_to_save", "target_parameters", "rank_pattern", "alpha_pattern")
 LAYERS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
@@ -53,8 +54,9 @@ def sampled_as_adapter(adapter: Path) -> bool:
     """Whether vLLM applies ``adapter`` to its base model as it is; any other is merged."""
     config = adapter_config(adapter)
     names = config.get("target_modules")
-    plain = not (config.get("use_dora") or config.get("modules_to_save")) and config.get("bias", "none") == "none"
-    return plain and isinstance(names, list) and set(names) <= LAYERS and config.get("r", 0) <= RANKS[-1]
+    if not isinstance(names, list) or any(config.get(name) for name in SPECIAL) or config.get("r", 0) > RANKS[-1]:
+        return False
+    return config.get("bias", "none") == "none" and {name.rpartition(".")[2] for name in names} <= LAYERS
 
 
 def max_rank(adapter: Path) -> int:
