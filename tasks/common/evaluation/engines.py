@@ -12,7 +12,7 @@ import numpy as np
 
 from tasks.common.evaluation.rollouts import GREEDY, TOO_LONG, Completion
 from tasks.common.models.chat_template import opens_thinking, prompt_ids
-from tasks.common.models.merge import base_model, is_adapter, max_rank
+from tasks.common.models.merge import RANKS, base_model, is_adapter, max_rank
 from tasks.common.settings import SettingsError
 from tasks.common.text import one_line
 
@@ -115,13 +115,12 @@ class VLLMEngine:
 
         # Of vLLM 0.11.0 alone: more sequences at once than max_model_len end its engine.
         old = vllm.__version__.startswith("0.11.0")
-        self.adapter, lora = None, {}
-        if is_adapter(Path(model)):
-            self.adapter = LoRARequest("adapter", 1, model)
-            lora = {"enable_lora": True, "max_loras": 1, "max_lora_rank": max_rank(Path(model))}
+        lora = is_adapter(Path(model))
+        self.adapter = LoRARequest("adapter", 1, model) if lora else None
         self.llm = vllm.LLM(
             base_model(model),
-            **lora,
+            enable_lora=lora,
+            max_lora_rank=max_rank(Path(model)) if lora else RANKS[0],
             dtype="bfloat16",
             max_model_len=max_model_len,
             worker_extension_cls="tasks.common.stacks.a100.vllm_worker.ManySequences" if old else "",
