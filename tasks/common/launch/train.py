@@ -44,7 +44,7 @@ def check(s: Settings, arguments: list[str]) -> None:
         if s.PAIRS_FILE and not Path(s.PAIRS_FILE).expanduser().is_file():
             raise SettingsError(f"PAIRS_FILE={s.PAIRS_FILE}: no such file")
         return
-    if s.ABORT_ON and not verl_versions.has_own_trainers():
+    if s.ABORT_ON and not verl_versions.has_own_trainers(s):
         raise SettingsError(f"ABORT_ON={s.ABORT_ON}: STACK={s.STACK} has a verl that cannot do it; take STACK=current")
     config = verl_config.compose("ppo_trainer", verl_config.rl_overrides(s, s.MODEL, s.runs_dir) + arguments)
     verl_config.check(config)
@@ -159,7 +159,7 @@ def _torchrun(s: Settings) -> list[str]:
 
 def trainer_module(s: Settings) -> dict[str, str]:
     """The environment in which every verl process loads the trainer of the method, where verl lets one choose it."""
-    own = method(s.METHOD).TRAINER if verl_versions.has_own_trainers() else None
+    own = method(s.METHOD).TRAINER if verl_versions.has_own_trainers(s) else None
     modules = [os.environ.get("VERL_USE_EXTERNAL_MODULES"), own]
     return {"VERL_USE_EXTERNAL_MODULES": ",".join(filter(None, modules))}
 
