@@ -13,6 +13,7 @@ import importlib
 import json
 import os
 import re
+import shutil
 import subprocess
 from collections.abc import Iterable, Mapping
 from dataclasses import Field, asdict, dataclass, field, fields, replace
@@ -100,8 +101,9 @@ def _visible_gpus(values: dict[str, str]) -> str:
     """all that are visible"""
     if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
         return str(len(visible.split(",")))
-    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True)
-    return str(len(listed.stdout.splitlines()))
+    if not shutil.which("nvidia-smi"):
+        return "0"
+    return str(len(subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout.splitlines()))
 
 
 @dataclass(frozen=True)
