@@ -10,7 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tasks.common.settings import STACKS, stack, values_of
+from tasks.common.settings import COMPLETE, STACKS, stack, values_of
 
 ROOT = Path(__file__).resolve().parents[1]
 # With the interpreter that runs the tests, so that a test never installs anything.
@@ -49,24 +49,12 @@ def stacks() -> list[str]:
     return [name for name in STACKS if importlib.metadata.version("verl") == stack(name).VERL]
 
 
-def noted(train_sh: Path, changes: dict[str, str]) -> dict[str, str]:
-    """The environment in which ``train_sh`` starts Python on the cpu stack: `env` runs in its place."""
-    clean = {k: v for k, v in os.environ.items() if k in ("PATH", "HOME", "LANG", "TMPDIR")}
-    with tempfile.TemporaryDirectory() as folder:
-        python = Path(folder) / "python"
-        python.write_text("#!/bin/sh\nexec env -0\n")
-        python.chmod(0o755)
-        environment = {**clean, "STACK": "cpu", "PYTHON": str(python), **changes}
-        result = subprocess.run(["bash", str(train_sh)], env=environment, capture_output=True, text=True, check=True)
-    return dict(line.split("=", 1) for line in result.stdout.split("\0") if "=" in line)
-
-
 def exported(train_sh: Path, changes: dict[str, str]) -> dict[str, str]:
-    """The environment that the scripts of a stage get from ``train_sh`` under ``changes``."""
-    environ = noted(train_sh, changes)
-    values = {name: value.text for name, value in values_of(environ).items()}
-    module = stack(environ["STACK"])
-    return {name: value for name, value in environ.items() if name != "DEFAULTS"} | module.ENVIRONMENT | values
+    """The environment that the scripts of a stage get of a task under ``changes``, on the cpu stack by default."""
+    clean = {k: v for k, v in os.environ.items() if k in ("PATH", "HOME", "LANG", "TMPDIR")}
+    given = {**clean, "STACK": "cpu", **changes, "TASK": train_sh.parent.name}
+    values = {name: value.text for name, value in values_of(given, train_sh.parents[2]).items()}
+    return given | stack(given["STACK"]).ENVIRONMENT | values | {COMPLETE: "1", "PYTHONPATH": str(train_sh.parents[2])}
 
 
 # What make put into the environment, and what pytest was called with.

@@ -202,7 +202,7 @@ def test_a_repetition_gets_every_recorded_setting_under_another_name(settings):
     s = replace(settings, TASK="gsm8k", LR=3e-7, TEST_SIZE=0.25, LOGGER="wandb", N_GPUS=2, REWARD="")
     run_dir = make_run(s, arguments=["a.b='x y'", "trainer.total_epochs=1"])
     made, launch = repeat.check(run_dir)
-    given = {"PATH": os.environ["PATH"], "DEFAULTS": "task REWARD strict", "GIVEN": "RUN"}
+    given = {"PATH": os.environ["PATH"], "GIVEN": "RUN"}
     environ = repeat.variables(made, launch["judge"], repeat.next_name(run_dir), given)
     assert load_settings(environ) == replace(s, RUN="mine-repeat-1")  # no default of today in place of an empty one
     assert made["arguments"] == ["a.b='x y'", "trainer.total_epochs=1"]

@@ -353,44 +353,64 @@ def test_fingerprint_of_values_and_files(tmp_path):
 # ---- where a value comes from
 
 
-def sources(defaults: str = "", **given: str) -> dict[str, tuple[str, str]]:
-    """Value and source of each variable on the cpu stack, with these lines of DEFAULTS."""
-    environ = {"TASK": "countdown", "STACK": "cpu", "PROFILE": "big", "DEFAULTS": defaults, **given}
-    return {name: (value.text, value.source) for name, value in values_of(environ).items()}
+@pytest.fixture
+def sources(tmp_path):
+    """Function: value and source of each variable on the cpu stack, with these lines of train.sh and of a profile."""
+
+    def run(train_sh: str = "", profile: str = "", **given: str) -> dict[str, tuple[str, str]]:
+        folder = tmp_path / "tasks/mine"
+        (folder / "profiles").mkdir(parents=True, exist_ok=True)
+        (folder / "train.sh").write_text(train_sh)
+        (folder / "profiles/big.sh").write_text(profile)
+        environ = {"TASK": "mine", "STACK": "cpu", **({"PROFILE": "big"} if profile else {}), **given}
+        return {name: (value.text, value.source) for name, value in values_of(environ, tmp_path).items()}
+
+    return run
 
 
-def test_the_first_of_the_sources_that_has_a_value_gives_it():
-    lines = ["profile STEPS 1", "task@cpu STEPS 2", "task STEPS 3", "task@a100 STEPS 4"]
-    assert sources("\n".join(lines), STEPS="9", GIVEN="STEPS")["STEPS"] == ("9", "command line")
-    assert sources("\n".join(lines), STEPS="9")["STEPS"] == ("9", "environment")
-    assert sources("\n".join(lines))["STEPS"] == ("1", "profile big")
-    assert sources("\n".join(lines[1:]))["STEPS"] == ("2", "train.sh, cpu")
-    assert sources("\n".join(lines[2:]))["STEPS"] == ("3", "train.sh")
+def test_the_first_of_the_sources_that_has_a_value_gives_it(sources):
+    task, profile = "default STEPS 3 cpu=2 a100=4  # steps", "default STEPS 1"
+    assert sources(task, profile, STEPS="9", GIVEN="STEPS")["STEPS"] == ("9", "command line")
+    assert sources(task, profile, STEPS="9")["STEPS"] == ("9", "environment")
+    assert sources(task, profile)["STEPS"] == ("1", "profile big")
+    assert sources(task)["STEPS"] == ("2", "train.sh, cpu")
+    assert sources(task, STACK="current", N_GPUS="1")["STEPS"] == ("3", "train.sh")
     assert sources()["STEPS"] == ("8", "stack cpu")
     assert sources(STACK="a100")["STEPS"] == ("100", "default")
-    assert sources("task STEPS")["STEPS"] == ("8", "stack cpu")  # an empty value is none
+    assert sources('default STEPS ""')["STEPS"] == ("8", "stack cpu")  # an empty value is none
+    assert sources(task, profile, SETTINGS_COMPLETE="1")["STEPS"] == ("8", "stack cpu")
+    assert sources('default FILE "$ROOT/a b.jsonl"')["FILE"][0].endswith("/a b.jsonl")
 
 
-def test_the_method_goes_before_the_stack_and_after_the_task(monkeypatch):
+def test_the_method_goes_before_the_stack_and_after_the_task(sources, monkeypatch):
     monkeypatch.setattr(method("gspo"), "DEFAULTS", {"LR": "7e-6"}, raising=False)
     assert sources(METHOD="gspo")["LR"] == ("7e-6", "METHOD=gspo")
-    assert sources("task METHOD gspo")["LR"] == ("7e-6", "METHOD=gspo")
-    assert sources("task LR 1e-7", METHOD="gspo")["LR"] == ("1e-7", "train.sh")
+    assert sources("default METHOD gspo")["LR"] == ("7e-6", "METHOD=gspo")
+    assert sources("default LR 1e-7", METHOD="gspo")["LR"] == ("1e-7", "train.sh")
     assert sources()["LR"] == ("1e-5", "stack cpu")
 
 
-def test_an_adapter_learns_at_ten_times_the_rate():
-    adapter = sources("task LORA_RANK 8")
+def test_an_adapter_learns_at_ten_times_the_rate(sources):
+    adapter = sources("default LORA_RANK 8")
     assert (adapter["LR"], adapter["SFT_LR"]) == (("0.0001", "LORA_RANK"), ("0.003", "LORA_RANK"))
-    assert sources("task LORA_RANK 8\ntask LR 3e-5")["LR"] == ("3e-5", "train.sh")
+    assert sources("default LORA_RANK 8\ndefault LR 3e-5")["LR"] == ("3e-5", "train.sh")
     assert sources(LORA_RANK="0")["LR"] == ("1e-5", "stack cpu")
 
 
-def test_a_task_that_wants_what_there_is_not_is_refused():
-    with pytest.raises(SettingsError, match=r"^tasks/countdown/train.sh: default MODLE: .* did you mean MODEL\?$"):
-        sources("task MODLE x")
-    with pytest.raises(SettingsError, match="default STEPS: cpuu: no such stack; there are: a100, cpu, current"):
-        sources("task@cpuu STEPS 3")
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("default MODLE x", "train.sh: default MODLE: no such variable; did you mean MODEL?"),
+        ("default STEPS 3 cpuu=2", "default STEPS: cpuu: no such stack; there are: a100, cpu, current"),
+        ("default STEPS", "default STEPS: must be default NAME VALUE"),
+        ("default N_GPUS $(nproc)", "a value is plain text, bash does not read it"),
+        ("default STEPS 'x", "must be default NAME VALUE"),
+    ],
+)
+def test_a_line_of_train_sh_that_says_nothing_is_refused(line, said, sources):
+    with pytest.raises(SettingsError) as error:
+        sources(line)
+    assert said in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("task", sorted(path.parent.name for path in ROOT.glob("tasks/*/train.sh")))
@@ -407,7 +427,6 @@ def test_each_train_sh_is_short_and_every_line_of_it_takes_effect(task, stack, t
 
 def test_editing_a_value_takes_effect_on_a_machine_without_a_gpu(tmp_path):
     shutil.copytree(ROOT / "tasks/countdown", tmp_path / "tasks/countdown")
-    (tmp_path / "tasks/common").symlink_to(ROOT / "tasks/common")
     train_sh = tmp_path / "tasks/countdown/train.sh"
     text = train_sh.read_text()
     assert exported(train_sh, {})["STEPS"] == "8"
@@ -427,7 +446,7 @@ def test_defaults_of_a_stack_are_variables(stack):
         assert all(type(value) is str for value in values.values())
 
 
-def test_all_gpus_that_are_visible_are_used(monkeypatch, tmp_path):
+def test_all_gpus_that_are_visible_are_used(sources, monkeypatch, tmp_path):
     fake = tmp_path / "nvidia-smi"
     fake.write_text("#!/bin/sh\nprintf 'GPU 0: H200\\nGPU 1: H200\\nGPU 2: H200\\nGPU 3: H200\\n'\n")
     fake.chmod(0o755)

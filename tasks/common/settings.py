@@ -1,8 +1,8 @@
 """Our variables: name, type, range, default and help of each, where its value comes from, and the paths it implies.
 
 A value comes from the first of: what is given (make's command line, the environment), the profile, the stage, the task
-on this stack, the task, LoRA and the method, the stack, the table below. train.sh notes what profile and task want as
-lines of DEFAULTS: ``task NAME VALUE``, ``task@STACK NAME VALUE``, ``profile NAME VALUE``.
+on this stack, the task, LoRA and the method, the stack, the table below. Profile and task say theirs in lines
+``default NAME VALUE [STACK=VALUE ...]  # comment`` of tasks/TASK/profiles/PROFILE.sh and tasks/TASK/train.sh.
 """
 
 import ast
@@ -13,6 +13,7 @@ import importlib
 import json
 import os
 import re
+import shlex
 import shutil
 import subprocess
 from collections.abc import Iterable, Mapping
@@ -365,6 +366,7 @@ def stack(name: str):
 # Of single stages, before the task's: more samples of fewer prompts for a probe, one answer for a table of prompts.
 STAGE_DEFAULTS = {"probe": {"N": "16", "LIMIT": "256"}, "batch": {"N": "1"}, "dpo": {"METHOD": "dpo"}}
 EVALUATING = ("probe", "eval", "compare", "chat", "batch")
+COMPLETE = "SETTINGS_COMPLETE"  # set where the environment has every variable: nothing else is read then
 LORA_RATES = 10  # times the rates of a full fine-tuning (Schulman et al. 2025, "LoRA Without Regret")
 
 
@@ -376,37 +378,64 @@ class Value:
     source: str
 
 
-def noted(environ: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """The lines of DEFAULTS by level (profile, task, task@STACK), as NAME: VALUE. Raises SettingsError."""
-    levels: dict[str, dict[str, str]] = {}
-    where = f"tasks/{environ.get('TASK', '')}/train.sh"
-    for line in environ.get("DEFAULTS", "").splitlines():
-        level, name, value = [*line.split(" ", 2), "", ""][:3]
-        file = f"the profile {environ.get('PROFILE')}" if level.startswith("profile") else where
+def read_defaults(file: Path) -> dict[str, dict[str, str]]:
+    """The `default` lines of ``file`` as {STACK, or "" for all: {NAME: VALUE}}. Raises SettingsError.
+
+    A value is plain text, in quotes where it has spaces; $ROOT stands for the repository.
+    """
+    found: dict[str, dict[str, str]] = {"": {}} | {stack: {} for stack in STACKS}
+    for line in file.read_text().splitlines():
+        if not re.match(r"\s*default\s", line):
+            continue
+        try:
+            _, name, value, *own = shlex.split(line, comments=True)
+        except ValueError:
+            raise SettingsError(f"{file}: {line.strip()[:80]}: must be default NAME VALUE [STACK=VALUE ...]") from None
         if name not in Settings.__dataclass_fields__:
             raise SettingsError(f"{file}: default {name}: {unknown(name, Settings.__dataclass_fields__)}")
-        if (of := level.partition("@")[2]) and of not in STACKS:
-            raise SettingsError(f"{file}: default {name}: {of}: no such stack; there are: {', '.join(STACKS)}")
-        levels.setdefault(level, {})[name] = value
-    return levels
+        for of, _, text in (("", "", value), *(pair.partition("=") for pair in own)):
+            if of not in found:
+                raise SettingsError(f"{file}: default {name}: {of}: no such stack; there are: {', '.join(STACKS)}")
+            text = text.replace("$ROOT", str(file.resolve().parents[2]))
+            if "$" in text or "`" in text:
+                raise SettingsError(f"{file}: default {name}: {text}: a value is plain text, bash does not read it")
+            found[of][name] = text
+    return found
 
 
-def values_of(environ: Mapping[str, str]) -> dict[str, Value]:
-    """The value of every variable of Settings as text, and where it comes from. Raises SettingsError."""
+def profile_file(task_dir: Path, name: str) -> Path:
+    """The file of a profile. Raises SettingsError when the task has no such profile."""
+    known = sorted(path.stem for path in task_dir.glob("profiles/*.sh"))
+    if name not in known:
+        there = f"there are: {', '.join(known) or 'none'}"
+        raise SettingsError(f"PROFILE={name}: TASK={task_dir.name} has no such profile; {there}")
+    return task_dir / f"profiles/{name}.sh"
+
+
+def values_of(environ: Mapping[str, str], root: Path = ROOT) -> dict[str, Value]:
+    """The value of every variable of Settings as text, and where it comes from, with the tasks of ``root``.
+
+    Raises SettingsError.
+    """
     given = {name: environ[name] for name in Settings.__dataclass_fields__ if environ.get(name)}
     stage = environ.get("STAGE", "train")
-    if stage in EVALUATING and "TEMPERATURE" in given and "DEFAULTS" in environ:  # of the evaluation, then
+    complete = environ.get(COMPLETE)
+    if stage in EVALUATING and "TEMPERATURE" in given and not complete:  # of the evaluation, then
         given.setdefault("EVAL_TEMPERATURE", given["TEMPERATURE"])
         del given["TEMPERATURE"]
     typed = environ.get("GIVEN", "").split()
-    levels, name = noted(environ), given.get("STACK", "")
-    module = stack(name) if name in STACKS else None
+    name, task, none = given.get("STACK", ""), given.get("TASK", ""), {}
+    module, profile, own = (stack(name) if name in STACKS else None), none, none
+    if task and not complete:
+        folder = root / "tasks" / task
+        own = read_defaults(folder / "train.sh") if (folder / "train.sh").exists() else none
+        profile = read_defaults(profile_file(folder, environ["PROFILE"])) if environ.get("PROFILE") else none
     layers = [
-        *((f"profile {environ.get('PROFILE')}", levels.get(level, {})) for level in (f"profile@{name}", "profile")),
+        *((f"profile {environ.get('PROFILE')}", profile.get(of, none)) for of in (name, "")),
         (f"make {stage}", getattr(module, "STAGE_DEFAULTS", {}).get(stage, {})),
         (f"make {stage}", STAGE_DEFAULTS.get(stage, {})),
-        (f"train.sh, {name}", levels.get(f"task@{name}", {})),
-        ("train.sh", levels.get("task", {})),
+        (f"train.sh, {name}", own.get(name, none)),
+        ("train.sh", own.get("", none)),
     ]
     below = [(f"stack {name}", getattr(module, "DEFAULTS", {}))]
     shared = {name: f.metadata["default"] for name, f in Settings.__dataclass_fields__.items()}

@@ -10,7 +10,7 @@ from dataclasses import asdict
 
 from tasks.common.process import StageFailed, die_with_parent
 from tasks.common.rewards.answers import RewardError, variants
-from tasks.common.settings import Settings, SettingsError, stack
+from tasks.common.settings import COMPLETE, Settings, SettingsError, stack
 
 
 def script(s: Settings, name: str, *arguments: str) -> None:
@@ -31,7 +31,7 @@ def script(s: Settings, name: str, *arguments: str) -> None:
 
 def environment(s: Settings) -> dict[str, str]:
     """This process's environment with every variable as it is now: a script reads no defaults."""
-    own = {name: value for name, value in os.environ.items() if name not in ("DEFAULTS", "GIVEN")}
+    own = {name: value for name, value in os.environ.items() if name != "GIVEN"} | {COMPLETE: "1"}
     # Some environments of reasoning-gym draw from sets: the same data again needs the same hashes.
     return own | {name: str(value) for name, value in asdict(s).items()} | {"PYTHONHASHSEED": "0"}
 

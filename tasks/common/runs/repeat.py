@@ -1,6 +1,6 @@
 """`make repeat RUN=name`: train again as a run was trained, from its record (launches.py), into a run of another name.
 
-It checks stack and data, says what is not as it was, and becomes the task's train.sh with the recorded settings.
+It checks stack and data, says what is not as it was, and trains with the recorded settings.
 """
 
 import json
@@ -13,7 +13,16 @@ from pathlib import Path
 from tasks.common.runs import launches
 from tasks.common.runs.folder import last_step, lineage, named, recorded
 from tasks.common.runs.launches import MASK
-from tasks.common.settings import ROOT, Command, Settings, SettingsError, artifacts, judge_settings, load_settings
+from tasks.common.settings import (
+    COMPLETE,
+    ROOT,
+    Command,
+    Settings,
+    SettingsError,
+    artifacts,
+    judge_settings,
+    load_settings,
+)
 
 SHOWN = 6  # packages in the warning
 
@@ -37,7 +46,7 @@ def check(run_dir: Path) -> tuple[dict, dict]:
 
 
 def variables(made: dict, judge: dict[str, str], name: str, environ: dict[str, str]) -> dict[str, str]:
-    """The environment that train.sh gets: ``environ`` with the recorded settings and judge, under the name ``name``.
+    """The environment of the training: ``environ`` with the recorded settings and judge, under the name ``name``.
 
     Raises SettingsError when ``environ`` asks for another value than the recorded one: that were no repetition.
     """
@@ -50,9 +59,9 @@ def variables(made: dict, judge: dict[str, str], name: str, environ: dict[str, s
     if environ.get("ARGS"):
         raise SettingsError(f"ARGS={environ['ARGS']}: the run has its own; leave it out, or use make train")
     # Not the variables of single commands, a PROFILE among them, nor make's own.
-    left_out = {*Command.__dataclass_fields__, "MAKEFLAGS", "MFLAGS", "MAKELEVEL", "GIVEN", "DEFAULTS"}
+    left_out = {*Command.__dataclass_fields__, "MAKEFLAGS", "MFLAGS", "MAKELEVEL", "GIVEN"}
     kept = {key: value for key, value in environ.items() if key not in left_out}
-    return kept | recorded_values | judge | {"RUN": name}
+    return kept | recorded_values | judge | {"RUN": name, COMPLETE: "1"}
 
 
 def not_recorded(made: dict) -> list[str]:
