@@ -558,7 +558,10 @@ def help_text() -> str:
 def table(environ: Mapping[str, str]) -> str:
     """`make settings`: every variable with its value, where that comes from, and its help. Raises SettingsError."""
     values, settings = values_of(environ), load_settings(environ)
-    rows = [(f.name, str(getattr(settings, f.name)) or "-", values[f.name].source, f) for f in fields(Settings)]
+    shown = {name: value.text or "-" for name, value in values.items()} | {
+        "MINI_BATCH_SIZE": str(settings.MINI_BATCH_SIZE)
+    }
+    rows = [(f.name, shown[f.name], values[f.name].source, f) for f in fields(Settings)]
     wide = max(len(text) for _, text, _, _ in rows)
     return "\n".join(f"{name:<24}{text:<{wide + 2}}{source:<20}{f.metadata['help']}" for name, text, source, f in rows)
 
