@@ -20,7 +20,7 @@ from tasks.common.data.rows import DataError, write_parquet
 from tasks.common.models.chat_template import answer_ids, prompt_ids
 from tasks.common.runs.folder import checkpoints, hf_folder, last_step, merged_folder, read_metrics, tracker
 from tasks.common.settings import load_settings
-from tests.helpers import ROOT, exported
+from tests.helpers import ROOT
 from tests.test_chat_template import CHAT, TOOLS
 from tests.test_settings import VALUES
 from tests.wheels import unpacked
@@ -192,8 +192,8 @@ def test_a_tenth_of_the_prompts_is_held_out_with_all_of_their_pairs(tmp_path, to
 
 
 def test_the_default_batch_makes_sixteen_steps_of_570_pairs_and_epochs_multiply_them(tmp_path, tokenizer):
-    batch = exported(ROOT / "tasks/countdown/train.sh", {"STACK": "current", "METHOD": "dpo", "N_GPUS": "1"})
-    s = replace(load_settings(VALUES), TRAIN_BATCH_SIZE=int(batch["TRAIN_BATCH_SIZE"]), METHOD="dpo")
+    given = {"TASK": "countdown", "STACK": "current", "METHOD": "dpo", "N_GPUS": "1", "MAX_RESPONSE_LENGTH": "256"}
+    s = load_settings(given)
     found = pair_set(s, many_pairs(tmp_path, prompts=570), tokenizer)
     assert len(found.train) == 513 and steps(s, found) == 16
     assert steps(replace(s, DPO_EPOCHS=3), found) == 48
@@ -432,4 +432,6 @@ def test_abort_on_ends_a_training_whose_loss_is_no_number_without_a_checkpoint_o
     pairs, run_dir = written(tmp_path / "pairs.jsonl", PAIRS), tmp_path / "run"
     ended = launch(broken, pairs, run_dir, STEPS="9", SAVE_FREQ="1", ABORT_ON="nan", N_GPUS="2")
     assert ended.returncode != 0 and "AbortedError: ABORT_ON=nan: step 1: train/loss" in ended.stdout, ended.stdout
+    outcome = json.loads((run_dir / "outcome.json").read_text())
+    assert outcome["outcome"] == "aborted" and outcome["reason"].startswith("ABORT_ON=nan: step 1: train/loss")
     assert [math.isnan(loss) for loss in losses(run_dir)] == [True] and checkpoints(run_dir) == []

@@ -19,11 +19,11 @@ from tasks.common.models.merge import (
     merge_note,
     sampled_as_adapter,
 )
-from tasks.common.settings import load_settings
+from tasks.common.settings import STACKS, load_settings, stack
 from tasks.common.training import verl_config
 from tests.adapters import adapted, saved
 from tests.test_settings import VALUES
-from tests.wheels import VERLS, verl_package
+from tests.wheels import verl_package
 
 
 @pytest.fixture(autouse=True)
@@ -142,11 +142,10 @@ def test_a_checkpoint_gives_its_adapter_in_float32_by_verls_own_merger(small_mod
 # ---- going on with an adapter
 
 
-@pytest.mark.parametrize("version", VERLS)
-def test_verl_goes_on_with_an_adapter_on_its_base(small_model, tmp_path, monkeypatch, version):
-    monkeypatch.setenv("STACK_VERL", version)
-    adapter, s = saved(small_model, tmp_path / "adapter"), load_settings(VALUES | {"LORA_RANK": "8"})
-    package = verl_package(version)
+@pytest.mark.parametrize("name", STACKS)
+def test_verl_goes_on_with_an_adapter_on_its_base(small_model, tmp_path, name):
+    adapter, s = saved(small_model, tmp_path / "adapter"), load_settings(VALUES | {"LORA_RANK": "8", "STACK": name})
+    package = verl_package(stack(name).VERL)
     overrides = verl_config.rl_overrides(s, adapter, tmp_path)
     model = verl_config.compose("ppo_trainer", overrides, package).actor_rollout_ref.model
     assert (model.path, model.lora_adapter_path, model.lora_rank) == (str(small_model), str(adapter), 8)
@@ -155,8 +154,7 @@ def test_verl_goes_on_with_an_adapter_on_its_base(small_model, tmp_path, monkeyp
     assert (model.path, model.lora_adapter_path) == (str(small_model), None)
 
 
-def test_a_critic_begins_as_the_policy_and_not_as_its_base(small_model, tmp_path, monkeypatch):
-    monkeypatch.setenv("STACK_VERL", "0.9.1")
+def test_a_critic_begins_as_the_policy_and_not_as_its_base(small_model, tmp_path):
     adapter = saved(small_model, tmp_path / "adapter")
     s = load_settings(VALUES | {"LORA_RANK": "8", "METHOD": "ppo"})
     config = verl_config.compose("ppo_trainer", verl_config.rl_overrides(s, adapter, tmp_path), verl_package("0.9.1"))

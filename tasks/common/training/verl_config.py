@@ -14,7 +14,7 @@ from tasks.common.machine.memory import GIB, Plan
 from tasks.common.models import reward_model
 from tasks.common.models.find import whole_model
 from tasks.common.models.merge import base_model, is_adapter
-from tasks.common.settings import ROOT, Settings, SettingsError, method
+from tasks.common.settings import ROOT, Settings, SettingsError, method, stack
 from tasks.common.training import tracking, verl_versions
 
 PLUGINS = ROOT / "tasks/common/verl_plugins"
@@ -26,11 +26,6 @@ HYDRA = [
     "hydra/job_logging=none",
     "hydra/hydra_logging=none",
 ]
-
-
-def stack_overrides(*names: str) -> list[str]:
-    """The overrides that the stack's file (stacks/*.sh) exports under ``names``."""
-    return [line for name in names for line in os.environ.get(name, "").splitlines() if line]
 
 
 def _quoted(path) -> str:
@@ -101,7 +96,7 @@ def _ray(s: Settings) -> list[str]:
     """A Ray of this machine; nothing where Ray itself joins the one at RAY_ADDRESS. Raises SettingsError."""
     if cluster.address(s.NNODES):
         return []
-    return ["+ray_kwargs.ray_init.include_dashboard=False", *stack_overrides("STACK_RAY_OVERRIDES")]
+    return ["+ray_kwargs.ray_init.include_dashboard=False", *getattr(stack(s.STACK), "ray_overrides", lambda s: [])(s)]
 
 
 def sent_environment(environment: dict[str, str]) -> list[str]:
@@ -169,12 +164,12 @@ def rl_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
         "trainer.val_before_train=False",
         "trainer.test_freq=-1",
     ]
-    stack = stack_overrides("STACK_OVERRIDES", "STACK_RL_OVERRIDES")
+    own = [*stack(s.STACK).OVERRIDES, *stack(s.STACK).RL_OVERRIDES]
     batches = _micro_batches(s)
     method_ = method(s.METHOD).overrides(s)
     if goes_on and any(override.startswith("critic.model.path=") for override in method_):
         method_ += [f"critic.model.path={_quoted(whole_model(str(model)))}"]  # it begins as the policy
-    overrides = [*data, *model_, *actor, *batches, *rollout, *reward, *trainer, *_ray(s), *stack, *method_]
+    overrides = [*data, *model_, *actor, *batches, *rollout, *reward, *trainer, *_ray(s), *own, *method_]
     return verl_versions.translated(overrides, "ppo_trainer", s)
 
 
@@ -211,8 +206,8 @@ def sft_overrides(s: Settings, model: Path | str, run_dir: Path, demonstrations:
         f"checkpoint.save_contents={_save_contents(s)}",
         "checkpoint.load_contents=[model,optimizer,extra]",
     ]
-    stack = stack_overrides("STACK_OVERRIDES", "STACK_SFT_OVERRIDES")
-    return verl_versions.translated([*data, *model_, *optim, *trainer, *stack], "sft_trainer_engine", s)
+    own = [*stack(s.STACK).OVERRIDES, *stack(s.STACK).SFT_OVERRIDES]
+    return verl_versions.translated([*data, *model_, *optim, *trainer, *own], "sft_trainer_engine", s)
 
 
 def compose(config_name: str, overrides: list[str], package: Path | None = None):
