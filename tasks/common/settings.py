@@ -149,9 +149,7 @@ class Settings:
     METHOD: str = variable("grpo", f"one of {', '.join(METHODS)}", _one_of(*METHODS))
     REWARD: str = variable("", "variant of the task's reward; what a task knows stands in its train.sh", _name)
     REWARD_MODEL: str = variable("", "a sequence classifier (hub id or folder) whose score is the reward in training")
-    STEPS: int = variable(
-        "100", "training steps (dpo: DPO_EPOCHS); a larger number continues the same run", positive
-    )
+    STEPS: int = variable("100", "training steps (dpo: DPO_EPOCHS); a larger number continues the same run", positive)
     SELF_PLAY_ROUNDS: int = variable(
         "1", "trainings of STEPS, each from, and held to, the result of the last", positive
     )
