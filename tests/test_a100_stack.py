@@ -42,3 +42,7 @@ def test_a_step_of_one_update_without_the_pass_is_verls_with_it(result):
 
 def test_the_pass_is_made_where_something_wants_it(result):
     assert result["pass"] == [True] * 7
+
+
+def test_each_worker_is_seeded_before_it_builds_a_model(result):
+    assert result["seeds"] == [7, 7, 7]

@@ -14,15 +14,16 @@ import numpy as np
 import pytest
 
 from tasks.common.data.convert import dpo_line, dpo_schema
-from tasks.common.data.pairs import read_pairs, token_pairs
+from tasks.common.data.pairs import pair_set, read_pairs, steps, token_pairs
 from tasks.common.data.prepare import Example
 from tasks.common.data.rows import DataError, write_parquet
 from tasks.common.models.chat_template import answer_ids, prompt_ids
-from tasks.common.runs.folder import checkpoints, hf_folder, last_step, read_metrics, tracker
+from tasks.common.runs.folder import checkpoints, hf_folder, last_step, merged_folder, read_metrics, tracker
 from tasks.common.settings import load_settings
 from tests.helpers import ROOT
 from tests.test_chat_template import CHAT, TOOLS
 from tests.test_settings import VALUES
+from tests.wheels import unpacked
 
 USER = [{"role": "user", "content": "2+2?"}]
 GOOD, BAD = [{"role": "assistant", "content": "4"}], [{"role": "assistant", "content": "5"}]
@@ -154,6 +155,59 @@ def test_what_is_left_out_is_counted_by_reason(tmp_path, tokenizer):
     assert len(token_pairs(path, tokenizer, prompt + 61)[0]) == 2
 
 
+def test_a_response_that_was_cut_off_is_read_back_without_an_end(tmp_path, tokenizer):
+    example = Example(CHAT, {"chosen": "yes", "rejected": "no and", "truncated": ["rejected"]})
+    write_parquet([dpo_line(example, "train", 0)], tmp_path / "pairs.parquet", dpo_schema(truncated=True))
+    ((pair,), _) = token_pairs(tmp_path / "pairs.parquet", tokenizer, 10**6)
+    assert tokenizer.decode(pair.chosen.tolist()) == "yes<|im_end|>"
+    assert tokenizer.decode(pair.rejected.tolist()) == "no and"
+
+
+def test_an_answer_of_special_tokens_that_was_cut_off_is_left_out(tmp_path, tokenizer):
+    example = Example(CHAT, {"chosen": "yes", "rejected": "", "truncated": ["rejected"]})
+    write_parquet([dpo_line(example, "train", 0)], tmp_path / "pairs.parquet", dpo_schema(truncated=True))
+    assert token_pairs(tmp_path / "pairs.parquet", tokenizer, 10**6) == ([], Counter(empty_answer=1))
+
+
+# ---- what is held out, epochs
+
+
+def many_pairs(tmp_path: Path, prompts: int, each: int = 1) -> Path:
+    answers = {"chosen": "yes"}
+    records = [{"prompt": f"q {i}", "rejected": f"no {n}", **answers} for i in range(prompts) for n in range(each)]
+    return written(tmp_path / f"{prompts}-{each}.jsonl", records)
+
+
+def test_a_tenth_of_the_prompts_is_held_out_with_all_of_their_pairs(tmp_path, tokenizer):
+    s = replace(load_settings(VALUES), TRAIN_BATCH_SIZE=4)
+    found = pair_set(s, many_pairs(tmp_path, prompts=40, each=2), tokenizer)
+    held_out, trained = ({pair.prompt.tobytes() for pair in pairs} for pairs in (found.held_out, found.train))
+    assert (len(held_out), len(trained), len(found.held_out), len(found.train)) == (4, 36, 8, 72)
+    assert not held_out & trained and found.said == "72 pairs, 8 held out (none left out)"
+    other = pair_set(replace(s, SEED=s.SEED + 1), tmp_path / "40-2.jsonl", tokenizer)
+    assert {pair.prompt.tobytes() for pair in other.held_out} != held_out
+    # Each of several processes has as many of them.
+    assert len(pair_set(replace(s, N_GPUS=3), tmp_path / "40-2.jsonl", tokenizer).held_out) == 6
+    assert pair_set(s, many_pairs(tmp_path, prompts=9), tokenizer).held_out == []
+
+
+def test_the_default_batch_makes_sixteen_steps_of_570_pairs_and_epochs_multiply_them(tmp_path, tokenizer):
+    given = {"TASK": "countdown", "STACK": "current", "METHOD": "dpo", "N_GPUS": "1", "MAX_RESPONSE_LENGTH": "256"}
+    s = load_settings(given)
+    found = pair_set(s, many_pairs(tmp_path, prompts=570), tokenizer)
+    assert len(found.train) == 513 and steps(s, found) == 16
+    assert steps(replace(s, DPO_EPOCHS=3), found) == 48
+
+
+@pytest.mark.parametrize("epochs", [3, 4])
+def test_more_than_three_epochs_are_warned_of(epochs, monkeypatch, tmp_path, capsys):
+    from tasks.common.launch.train import check
+
+    monkeypatch.setenv("ARTIFACTS", str(tmp_path))
+    check(replace(load_settings(VALUES), METHOD="dpo", DPO_EPOCHS=epochs), [])
+    assert ("warning: DPO_EPOCHS=4: more than 3 epochs" in capsys.readouterr().out) == (epochs == 4)
+
+
 # ---- order, batches, checkpoints
 
 
@@ -179,7 +233,7 @@ def test_a_step_has_the_whole_batch_in_micro_batches_of_two_sequences_a_pair(
     from tasks.common.training.trl_dpo import arguments
 
     s = replace(load_settings(VALUES), TRAIN_BATCH_SIZE=batch, MICRO_BATCH_SIZE=sequences, N_GPUS=gpus)
-    config = arguments(s, tmp_path)
+    config = arguments(s, tmp_path, 0)
     assert (config.per_device_train_batch_size, config.gradient_accumulation_steps) == (micro, accumulation)
     assert config.report_to == [] and config.use_cpu and config.bf16
 
@@ -288,42 +342,79 @@ def weights(folder: Path) -> dict:
 @pytest.mark.slow
 def test_a_continued_training_follows_the_formula_and_is_the_uninterrupted_one(small_model, tokenizer, tmp_path):
     pairs = written(tmp_path / "pairs.jsonl", PAIRS)
-    run_dir, whole = tmp_path / "run", tmp_path / "whole"
-    first = launch(small_model, pairs, run_dir, STEPS="1", SAVE_FREQ="9")
-    assert first.returncode == 0, first.stdout
-    assert losses(run_dir) == pytest.approx([math.log(2)], abs=1e-6)
-    after_one = dpo_loss(hf_folder(run_dir), small_model, token_pairs(pairs, tokenizer, 192)[0], beta=0.1)
-    for name in ("checkpoint-2", "global_step_2"):  # as if the next launch had been killed while it saved
-        (run_dir / "checkpoints" / name).mkdir()
-    second = launch(small_model, pairs, run_dir, STEPS="3", SAVE_FREQ="1")
-    assert second.returncode == 0, second.stdout
-    assert [len(f.read_text().splitlines()) for f in sorted((run_dir / "metrics").iterdir())] == [1, 2]
-    assert checkpoints(run_dir) == [2, 3]  # SAVE_FREQ of the launch counts, not that of the checkpoint
+    whole, run_dir = tmp_path / "whole", tmp_path / "run"
+    assert launch(small_model, pairs, whole, STEPS="3", SAVE_FREQ="2").returncode == 0
+    assert checkpoints(whole) == [2, 3]
+    # As if a launch had been killed while it saved its third step.
+    shutil.copytree(whole, run_dir)
+    folder = run_dir / "checkpoints"
+    (folder / "global_step_3").rename(folder / "checkpoint-3")
+    tracker(run_dir).write_text("2")
+    resumed = launch(small_model, pairs, run_dir, STEPS="3", SAVE_FREQ="9")
+    assert resumed.returncode == 0, resumed.stdout
+    assert [len(f.read_text().splitlines()) for f in sorted((run_dir / "metrics").iterdir())] == [3, 1]
+    assert checkpoints(run_dir) == [2, 3] and losses(whole) == losses(run_dir)
 
     # Every batch has all four pairs.
-    assert 0.3 < after_one < 0.68 and losses(run_dir)[1] == pytest.approx(after_one, abs=1e-3)
-    metrics = read_metrics(run_dir)[2]
-    assert metrics["dpo/rewards/margins"] > 0.05 and metrics["timing_s/step"] > 0
-    assert metrics["train/learning_rate"] == pytest.approx(1e-3) and metrics["train/grad_norm"] > 0
-
-    assert launch(small_model, pairs, whole, STEPS="3", SAVE_FREQ="9").returncode == 0
-    assert losses(whole) == losses(run_dir) and checkpoints(whole) == [3]
+    after_two = dpo_loss(hf_folder(run_dir, "2"), small_model, token_pairs(pairs, tokenizer, 192)[0], beta=0.1)
+    assert losses(run_dir)[0] == pytest.approx(math.log(2), abs=1e-6)
+    assert 0.3 < after_two < 0.68 and losses(run_dir)[2] == pytest.approx(after_two, abs=1e-3)
+    metrics = read_metrics(run_dir)
+    assert metrics[2]["dpo/rewards/margins"] > 0.05 and metrics[2]["timing_s/step"] > 0
+    # The rate after each step: it decays to 0.
+    rates = [metrics[step]["train/learning_rate"] for step in (1, 2, 3)]
+    assert rates == pytest.approx([2e-3 / 3, 1e-3 / 3, 0]) and metrics[3]["train/grad_norm"] > 0
     start, ours, theirs = weights(small_model), weights(hf_folder(run_dir)), weights(hf_folder(whole))
     assert all(ours[name].equal(theirs[name]) for name in ours)
     assert not any(ours[name].equal(start[name]) for name in ours)
+
+
+@pytest.fixture(scope="module", params=["1.16.0", "0.29.1"])
+def trained_on(request, small_model, tmp_path_factory) -> dict:
+    """What tests/trl_dpo.py found with that version of TRL."""
+    environment = os.environ | {"PYTHONPATH": f"{unpacked(f'trl=={request.param}')}:{ROOT}"}
+    command = [sys.executable, "-m", "tests.trl_dpo", small_model, tmp_path_factory.mktemp("dpo")]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["version"] == request.param
+    return found
+
+
+@pytest.mark.slow
+def test_a_response_that_was_cut_off_has_no_end_token(trained_on):
+    texts = trained_on["texts"]
+    assert len(texts) == 16 and sum("cut" in text for text in texts) == 8
+    for text in texts:
+        cut = "cut" in text and int(text.removesuffix("<|im_end|>").rsplit(maxsplit=1)[1]) % 2
+        assert text.endswith("<|im_end|>") == (not cut), text
+
+
+@pytest.mark.slow
+def test_held_out_pairs_give_margin_and_accuracy_at_the_last_step(trained_on):
+    metrics = trained_on["metrics"]
+    assert list(metrics) == ["1", "2"]
+    values = [metrics["2"][f"val/{name}"] for name in ("loss", "margin", "accuracy")]
+    assert values[0] != math.log(2) and values[1] != 0 and values[2] in (0, 1)  # of one pair
+    assert values[0] == pytest.approx(math.log1p(math.exp(-values[1])), abs=1e-3)
+
+
+@pytest.mark.slow
+def test_a_training_goes_on_with_an_adapter_whose_copy_is_its_reference(trained_on):
+    assert trained_on["metrics"]["1"]["train/loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert trained_on["same"] and len(trained_on["changed"]) == trained_on["parameters"] > 0
 
 
 @pytest.mark.slow
 def test_lora_in_two_processes_starts_from_its_base_and_changes_the_projections_alone(small_model, tmp_path):
     pairs, run_dir = written(tmp_path / "pairs.jsonl", PAIRS), tmp_path / "run"
     lora = {"LORA_RANK": "8", "LORA_ALPHA": "16", "N_GPUS": "2"}
-    first = launch(small_model, pairs, run_dir, STEPS="1", **lora)
-    assert first.returncode == 0, first.stdout
-    second = launch(small_model, pairs, run_dir, STEPS="2", **lora)
-    assert second.returncode == 0, second.stdout
+    result = launch(small_model, pairs, run_dir, STEPS="2", **lora)
+    assert result.returncode == 0, result.stdout
     one, two = losses(run_dir)
     assert one == pytest.approx(math.log(2), abs=1e-6) and 0.3 < two < 0.69
-    folder = hf_folder(run_dir)
+    assert hf_folder(run_dir) == run_dir / "checkpoints/global_step_2"
+    folder = merged_folder(run_dir)
     assert folder == run_dir / "checkpoints/global_step_2/merged"
     start, merged = weights(small_model), weights(folder)
     changed = {name for name in start if not start[name].equal(merged[name])}

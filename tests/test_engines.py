@@ -17,6 +17,7 @@ from tasks.common.evaluation.engines import (
     token_entropy,
 )
 from tasks.common.models.chat_template import prompt_ids
+from tests.adapters import saved
 
 HOW = Sampling(n=3, greedy=True, temperature=1.0, top_p=1.0, max_prompt_tokens=200, max_tokens=12, seed=0)
 
@@ -121,3 +122,36 @@ def test_vllm_engine_agrees_with_transformers(small_model, monkeypatch):
         assert ours[i].entropy <= exact_ones[i].entropy + 0.02
         assert ours[i].entropy > exact_ones[i].entropy - 0.6
     assert isinstance(streamed, str) and streamed
+
+
+def agreeing(ours: dict, theirs: dict) -> int:
+    return sum(ours[index].response == theirs[index].response for index in ours)
+
+
+def test_transformers_engine_samples_through_an_adapter(small_model, tmp_path):
+    requests = [Request(i, "greedy", [{"role": "user", "content": "hello" * i}]) for i in range(4)]
+    found = []
+    for model in (saved(small_model, tmp_path / "adapter"), small_model):
+        engine = TransformersEngine(str(model), 300, 0, 0.5)
+        found.append({r.index: c[0] for r, c in engine.generate(requests, HOW)})
+    assert agreeing(*found) == 0
+
+
+@pytest.mark.slow
+def test_vllm_engine_samples_through_an_adapter(small_model, tmp_path, monkeypatch):
+    """Greedy text is that of peft's model, and not that of the base."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    from tasks.common.evaluation.engines import VLLMEngine
+
+    adapter = saved(small_model, tmp_path / "adapter")
+    requests = [Request(i, "greedy", [{"role": "user", "content": "hello" * i}]) for i in range(4)]
+    engine = VLLMEngine(str(adapter), 300, 0, 0.5)
+    ours = {r.index: c[0] for r, c in engine.generate(requests, HOW)}
+    streamed = "".join(engine.stream(requests[1].messages, HOW))
+    engine.close()
+    with_peft, base = (
+        {r.index: c[0] for r, c in TransformersEngine(str(model), 300, 0, 0.5).generate(requests, HOW)}
+        for model in (adapter, small_model)
+    )
+    assert agreeing(ours, with_peft) >= 3  # two tokens of a random model may be equally likely in bfloat16
+    assert agreeing(ours, base) == 0 and streamed

@@ -60,10 +60,10 @@ def test_the_rollouts_have_the_rewards_of_the_tasks_own_function(variables):
     scores = [row["score"] for row in rows]
     assert scores == pytest.approx([sum(c in "0123456789" for c in row["output"]) / 10 for row in rows])
     assert len(rows) == 16 and len(set(scores)) > 1
-    adapter = run / "checkpoints/global_step_2/actor/merged/lora_adapter"
+    adapter = run / "checkpoints/global_step_2/actor/adapter"
     evaluated = make("eval", **{**variables, "MODEL": str(adapter), "BASE": variables["MODEL"], "LIMIT": "2"})
     assert evaluated.returncode == 0, evaluated.stdout
-    assert "lora_adapter-" in evaluated.stdout
+    assert "adapter-" in evaluated.stdout and not (run / "checkpoints/global_step_2/actor/merged").exists()
 
 
 def test_two_steps_of_ppo_with_lora(variables):

@@ -8,7 +8,7 @@ import pytest
 from tasks.common.data.pairs import read_pairs
 from tasks.common.data.rows import decoded, encoded, read_rows, tools_of, validate_parquet
 from tasks.common.evaluation.rollouts import GREEDY, SAMPLED, Rollout
-from tasks.common.evaluation.self_samples import MOST_ACCEPTED, best_against_worst, right_responses
+from tasks.common.evaluation.self_samples import MOST_ACCEPTED, best_against_worst, chosen_prompts, right_responses
 from tests.test_chat_template import CHAT, TOOLS
 from tests.test_evaluate import answer, table, workplace  # noqa: F401 (a fixture)
 
@@ -115,7 +115,9 @@ def test_pairs_are_written_and_read_back_and_every_prompt_is_accounted_for(workp
     entries[2]["sampled"] = [answer("7")] * 3 + [answer("raise this")]
     entries[3]["sampled"] = [answer("words")] * 4
     entries[4] = None  # its prompt was too long
-    model, out = workplace.model("m", entries), tmp_path / "pairs.parquet"
+    model, out = workplace.model("m", entries[:5]), tmp_path / "pairs.parquet"
+    train = workplace.artifacts / "data/countdown/train.parquet"
+    pq.write_table(pq.read_table(train).slice(0, 5), train)
     result = workplace.run("pairs", str(model), str(out), ROLLOUT_N="4", SAMPLED_PROMPTS="5")
     assert result.returncode == 1 and "the reward raised on 1 completions" in result.stdout
     said = "5 prompts, 2 pairs of the best and the worst of 4 samples, 0 ties dropped, 3 with less than two different"
@@ -126,6 +128,34 @@ def test_pairs_are_written_and_read_back_and_every_prompt_is_accounted_for(workp
     ]
     assert [(p.messages(), p.ground_truth["chosen"]) for _, p in read_pairs(out)] == [(r["prompt"], "7") for r in rows]
     assert len(list((workplace.artifacts / "samples/countdown").glob("m-*/rollouts.jsonl"))) == 1
+
+
+def test_each_round_samples_other_prompts_until_all_were_sampled():
+    first, second, third, fourth = (chosen_prompts(7, 3, number, seed=1).tolist() for number in (1, 2, 3, 4))
+    assert len({*first, *second}) == 6 and first == sorted(first)
+    assert first == chosen_prompts(7, 3, 1, seed=1).tolist() != chosen_prompts(7, 3, 1, seed=2).tolist()
+    # There are none left for a third round: another order begins.
+    assert len({*third, *fourth}) == 6 and (third, fourth) != (first, second)
+    assert all(chosen_prompts(7, wanted, 2, seed=1).tolist() == list(range(7)) for wanted in (0, 7, 9))
+
+
+def test_a_second_round_makes_its_pairs_on_the_prompts_that_the_first_has_left(workplace, tmp_path):  # noqa: F811
+    model, prompts = workplace.model("m", table([1, 1, 1, 0, 0, 0], 2, [True] * 6)), []
+    for number in ("1", "2"):
+        out = tmp_path / number / "pairs.parquet"
+        result = workplace.run("pairs", str(model), str(out), number, ROLLOUT_N="2", SAMPLED_PROMPTS="3")
+        assert result.returncode == 0, result.stdout
+        prompts.append({row["prompt"][0]["content"] for row in rows_of(out)})
+    assert [len(each) for each in prompts] == [3, 3] and not prompts[0] & prompts[1]
+
+
+def test_a_worse_response_that_was_cut_off_is_noted_in_the_file(workplace, tmp_path):  # noqa: F811
+    entries = [{"sampled": [answer("7"), answer("and so", "length")]}] + [{"sampled": [answer("7"), answer("x")]}] * 5
+    model, out = workplace.model("m", entries), tmp_path / "pairs.parquet"
+    assert workplace.run("pairs", str(model), str(out), ROLLOUT_N="2", SAMPLED_PROMPTS="0").returncode == 0
+    assert [row["truncated"] for row in rows_of(out)] == [["rejected"], [], [], [], [], []]
+    found = [pair.ground_truth for _, pair in read_pairs(out)]
+    assert found[0]["truncated"] == ["rejected"] and "truncated" not in found[1]
 
 
 def assistant(text):

@@ -7,9 +7,19 @@ from dataclasses import replace
 import pytest
 
 from tasks.common.evaluation.sample import model_name
-from tasks.common.models.merge import merge, merged_folder
+from tasks.common.models.merge import merge, whole_folder
 from tasks.common.process import StageFailed
-from tasks.common.runs.folder import find_run, find_step, hf_folder, lineage, record, rl_dir, rounds, settings_of
+from tasks.common.runs.folder import (
+    find_run,
+    find_step,
+    hf_folder,
+    is_complete,
+    lineage,
+    record,
+    rl_dir,
+    rounds,
+    settings_of,
+)
 from tasks.common.settings import SettingsError, load_settings
 from tests.test_settings import VALUES
 
@@ -59,6 +69,14 @@ def test_rounds_are_those_that_began_each_from_the_last_step_of_the_one_before(s
     assert find_run(s, []) == second
     assert rounds(replace(s, SELF_PLAY_ROUNDS=1), []) == [first]
     assert rounds(replace(s, STEPS=5), []) == [first]  # to be continued before another round can begin
+
+
+def test_a_round_of_dpo_is_complete_with_the_steps_that_its_pairs_made(settings):
+    s = replace(settings, METHOD="dpo", SELF_PLAY_ROUNDS=2, STEPS=4)
+    first = begun(rl_dir(s, []), "start", replace(s, STEPS=9), s.rl_fingerprint([]), steps=(4,))
+    assert not is_complete(first, s) and not is_complete(rl_dir(s, [], 2, "x"), s)
+    write_checkpoints(first, (9,))
+    assert is_complete(first, s) and not is_complete(first, replace(s, METHOD="grpo", STEPS=10))
 
 
 def test_a_run_from_another_runs_checkpoint_as_MODEL_is_no_round_of_it(settings):
@@ -169,7 +187,7 @@ def test_a_model_is_named_after_its_run_and_step(settings):
 def test_a_whole_checkpoint_is_not_merged_and_a_broken_one_leaves_nothing(settings):
     run_dir = make_run(settings)
     whole = run_dir / "checkpoints/global_step_4/actor"
-    assert merge(whole) == merged_folder(whole) == whole / "huggingface"
+    assert merge(whole) == whole_folder(whole) == whole / "huggingface"
     broken = run_dir / "checkpoints/global_step_2/actor"
     (broken / "huggingface/model.safetensors").unlink()
     with pytest.raises(StageFailed, match=r"verl\.model_merger failed"):

@@ -56,6 +56,7 @@ VALUES = {
     "EGPO_LAMBDA": "0.4",
     "EGPO_ALPHA": "2.0",
     "DPO_BETA": "0.1",
+    "DPO_EPOCHS": "1",
     "SFT_STEPS": "16",
     "SFT_BATCH_SIZE": "8",
     "SFT_LR": "3e-4",
@@ -515,3 +516,11 @@ def test_another_training_file_is_another_run(tmp_path):
     _digest.cache_clear()
     file.write_bytes(b"two")
     assert load(TRAIN_FILE=str(file)).rl_fingerprint([]) != first
+
+
+@pytest.mark.parametrize(
+    "stack, method, batch", [("current", "grpo", "128"), ("current", "dpo", "32"), ("cpu", "dpo", "8")]
+)
+def test_dpo_has_a_batch_of_its_own_where_the_stack_has_none(stack, method, batch):
+    values = values_of({"TASK": "countdown", "STACK": stack, "METHOD": method, "N_GPUS": "1"})
+    assert values["TRAIN_BATCH_SIZE"].text == batch

@@ -6,6 +6,7 @@ PYTHONPATH=<the wheel's folder>:<the repository> python -m tests.verl_061
 import json
 import os
 import sys
+from contextlib import suppress
 
 import torch
 import transformers
@@ -20,8 +21,10 @@ from verl.trainer.main_ppo import create_rl_sampler  # noqa: E402
 from verl.trainer.ppo.core_algos import agg_loss  # noqa: E402
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer  # noqa: E402
 from verl.utils.debug.metrics import calculate_debug_metrics  # noqa: E402
+from verl.workers import fsdp_workers  # noqa: E402
 from verl.workers.actor.dp_actor import DataParallelPPOActor  # noqa: E402
 from verl.workers.config import FSDPActorConfig  # noqa: E402
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngine  # noqa: E402
 
 from tasks.common.stacks.a100 import on_policy, verl_patches  # noqa: E402, F401  (each stops where verl has changed)
 
@@ -135,6 +138,26 @@ def without_pass() -> tuple[dict, list[torch.Tensor]]:
     return ours.update_policy(data), list(ours.actor_module.parameters())
 
 
+# ---- what is drawn
+
+
+def seeds_set() -> list[int]:
+    """What torch is seeded with when the workers begin to build a model, SEED being 7."""
+    os.environ["SEED"], found = "7", []
+    for build in (
+        fsdp_workers.ActorRolloutRefWorker._build_model_optimizer,
+        fsdp_workers.CriticWorker._build_critic_model_optimizer,
+        FSDPEngine._build_model_optimizer,
+    ):
+        torch.manual_seed(1)
+        with suppress(AttributeError, TypeError):  # there is no worker, and it ends at once
+            build(None)
+        with suppress(AttributeError, TypeError):
+            build(None, None)
+        found.append(torch.initial_seed())
+    return found
+
+
 def main() -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[1])
     torch.distributed.init_process_group("gloo", rank=0, world_size=1)
@@ -155,6 +178,7 @@ def main() -> None:
         "resumes": {
             name: [resumes_where_it_was(s, n) for n in range(1, 6)] for name, s in (("own", own), ("verl", none))
         },
+        "seeds": seeds_set(),
         "same weights": all(torch.equal(a, b) for a, b in zip(weights, other_weights, strict=True)),
         "wanted": {name: float(torch.as_tensor(value).float().mean()) for name, value in wanted.items()},
         "found": {name: float(torch.as_tensor(value).float().mean()) for name, value in found.items()},

@@ -88,6 +88,11 @@ def _kl_coef(values: dict[str, str]) -> str:
     return "0" if values["SELF_PLAY_ROUNDS"] == "1" else "0.01"
 
 
+def _batch_size(values: dict[str, str]) -> str:
+    """128; dpo: 32"""
+    return "32" if values["METHOD"] == "dpo" else "128"
+
+
 def _temperature(values: dict[str, str]) -> str:
     """TEMPERATURE"""
     return values["TEMPERATURE"]
@@ -144,17 +149,20 @@ class Settings:
     METHOD: str = variable("grpo", f"one of {', '.join(METHODS)}", _one_of(*METHODS))
     REWARD: str = variable("", "variant of the task's reward; what a task knows stands in its train.sh", _name)
     REWARD_MODEL: str = variable("", "a sequence classifier (hub id or folder) whose score is the reward in training")
-    STEPS: int = variable("100", "training steps; a larger number continues the same run", positive)
+    STEPS: int = variable("100", "training steps (dpo: DPO_EPOCHS); a larger number continues the same run", positive)
     SELF_PLAY_ROUNDS: int = variable(
         "1", "trainings of STEPS, each from, and held to, the result of the last", positive
     )
-    TRAIN_BATCH_SIZE: int = variable("128", "prompts (dpo: pairs) a step", positive)
+    TRAIN_BATCH_SIZE: int = variable(_batch_size, "prompts (dpo: pairs) a step", positive)
     MINI_BATCH_SIZE: int = variable("0", "prompts an optimizer step; 0: as the method wants", _not_negative)
     LR: float = variable("1e-6", "learning rate of the policy", positive)
     CRITIC_LR: float = variable("1e-5", "ppo: learning rate of the critic", positive)
     KL_COEF: float = variable(_kl_coef, "weight of the KL to the start; 0: no reference model", _not_negative)
     EGPO_LAMBDA: float = variable("0.4", "egpo: weight of the entropy in the advantage; 0: GRPO", _not_negative)
     EGPO_ALPHA: float = variable("2.0", "egpo: the entropy counts up to advantage / EGPO_ALPHA", positive)
+    DPO_EPOCHS: int = variable(
+        "1", "dpo: times through the pairs; its steps follow from it, and STEPS is not used", positive
+    )
     DPO_BETA: float = variable("0.1", "dpo: how strongly the policy is held to the start", positive)
     SFT_STEPS: int = variable("64", "optimizer steps of the warm-up", positive)
     SFT_BATCH_SIZE: int = variable("64", "demonstrations a step", positive)

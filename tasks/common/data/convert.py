@@ -30,9 +30,13 @@ from tasks.common.data.split import Form, Sizes, SplitError, write_split
 from tasks.common.files import write_json
 
 
-def dpo_schema(tools: bool = False) -> pa.Schema:
-    """Of preference pairs, as TRL's DPOTrainer reads them: chosen and rejected are one assistant message each."""
+def dpo_schema(tools: bool = False, truncated: bool = False) -> pa.Schema:
+    """Of preference pairs, as TRL's DPOTrainer reads them: chosen and rejected are one assistant message each.
+
+    ``truncated``: with the column ``truncated``, the names of those that were cut at the length limit.
+    """
     own = [("tools", pa.string())] if tools else []
+    own += [("truncated", pa.list_(pa.string()))] if truncated else []
     prompt = TOOL_MESSAGES if tools else MESSAGES
     return pa.schema([("prompt", prompt), ("chosen", MESSAGES), ("rejected", MESSAGES), *own])
 
@@ -79,8 +83,10 @@ def sft_line(example: Example, split: str, index: int) -> dict:
 
 
 def dpo_line(example: Example, split: str, index: int) -> dict:
-    answers = {name: [{"role": "assistant", "content": text}] for name, text in example.ground_truth.items()}
-    return {"prompt": encoded(example.prompt), **answers, **_tools(example)}
+    texts = {name: example.ground_truth[name] for name in ("chosen", "rejected")}
+    answers = {name: [{"role": "assistant", "content": text}] for name, text in texts.items()}
+    cut = {name: example.ground_truth[name] for name in ("truncated",) if name in example.ground_truth}
+    return {"prompt": encoded(example.prompt), **answers, **cut, **_tools(example)}
 
 
 def _tools(example: Example) -> dict:

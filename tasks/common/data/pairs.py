@@ -1,4 +1,4 @@
-"""Preference pairs for DPO: read from a file of any form, as the token ids of prompt and answers."""
+"""Preference pairs for DPO: read from a file of any form, as the token ids of prompt and answers; what is held out."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -15,11 +15,15 @@ from tasks.common.data.prepare import Example
 from tasks.common.data.records import Records
 from tasks.common.data.rows import DataError, decoded, messages_problem, tools_of
 from tasks.common.models.chat_template import answer_ids, opens_thinking, prompt_ids
+from tasks.common.settings import Settings
+
+ANSWERS = ("chosen", "rejected")
+MOST_HELD_OUT = 256  # pairs: the accuracy is then known to 6 points (95 %)
 
 
 @dataclass(frozen=True)
 class TokenPair:
-    """A pair as token ids (int32, one dimension), each answer with what ends a turn."""
+    """A pair as token ids (int32, one dimension), each answer with what ends a turn unless it was cut off."""
 
     prompt: np.ndarray
     chosen: np.ndarray
@@ -32,7 +36,7 @@ class TokenPair:
 
 def read_pairs(path: Path | str) -> Iterator[tuple[str, Example | None]]:
     """Each row of ``path`` with its place, as an Example whose ground_truth is ``{"chosen", "rejected"}``, both text;
-    None where the two are the same.
+    None where the two are the same. ``truncated`` in it names those that were cut at the length limit, if there are.
 
     ``path`` is a parquet of our own (``dpo_schema``), or a file in any form that formats.py knows. Raises DataError
     that names file and row.
@@ -52,7 +56,8 @@ def _is_own(path: Path) -> bool:
     if path.suffix.lower() != ".parquet":
         return False
     try:
-        return pq.read_schema(path) in (dpo_schema(), dpo_schema(tools=True))
+        forms = [dpo_schema(tools, truncated) for tools in (False, True) for truncated in (False, True)]
+        return pq.read_schema(path) in forms
     except (pa.ArrowException, OSError):
         return False  # Records says what is wrong with the file
 
@@ -61,7 +66,7 @@ def _own_pair(record: dict) -> Example | None:
     for name in ("prompt", "chosen", "rejected"):
         if problem := messages_problem(record[name]):
             raise DataError(f"column {name}: {problem}")
-    answers = {name: record[name][-1]["content"] for name in ("chosen", "rejected")}
+    answers = {name: record[name][-1]["content"] for name in ANSWERS}
     if any(len(record[name]) > 1 or record[name][0]["role"] != "assistant" for name in answers):
         raise DataError("columns chosen and rejected: must be one message of the assistant each")
     try:
@@ -69,14 +74,15 @@ def _own_pair(record: dict) -> Example | None:
     except ValueError as error:
         raise DataError(f"column tools: is not JSON ({error})") from error
     same = answers["chosen"] == answers["rejected"]
-    return None if same else Example(decoded(record["prompt"]), answers, tools=tools)
+    cut = {"truncated": record["truncated"]} if record.get("truncated") else {}
+    return None if same else Example(decoded(record["prompt"]), answers | cut, tools=tools)
 
 
 def token_pairs(path: Path | str, tokenizer, limit: int) -> tuple[list[TokenPair], Counter]:
     """The pairs of ``path`` with at most ``limit`` tokens, rendered as in evaluation, RL and SFT (chat_template.py).
 
-    Also how many rows are left out, by reason: same_answers, refused_by_chat_template, too_long. Raises DataError as
-    ``read_pairs``.
+    Also how many rows are left out, by reason: same_answers, refused_by_chat_template, empty_answer, too_long. Raises
+    DataError as ``read_pairs``.
     """
     kept: list[TokenPair] = []
     left_out: Counter = Counter()
@@ -89,7 +95,9 @@ def token_pairs(path: Path | str, tokenizer, limit: int) -> tuple[list[TokenPair
         except ValueError:
             left_out["refused_by_chat_template"] += 1
             continue
-        if len(tokens) > limit:
+        if not (len(tokens.chosen) and len(tokens.rejected)):  # one that was cut off and has special tokens only
+            left_out["empty_answer"] += 1
+        elif len(tokens) > limit:
             left_out["too_long"] += 1
         else:
             kept.append(tokens)
@@ -99,5 +107,53 @@ def token_pairs(path: Path | str, tokenizer, limit: int) -> tuple[list[TokenPair
 def _tokens(tokenizer, pair: Example) -> TokenPair:
     prompt = prompt_ids(tokenizer, pair.messages(), pair.tools)
     opened = opens_thinking(tokenizer, prompt)
-    answers = (answer_ids(tokenizer, pair.ground_truth[name], opened) for name in ("chosen", "rejected"))
+    cut = pair.ground_truth.get("truncated", ())
+    answers = (answer_ids(tokenizer, pair.ground_truth[name], opened, name not in cut) for name in ANSWERS)
     return TokenPair(*(np.array(ids, dtype=np.int32) for ids in (prompt, *answers)))
+
+
+@dataclass(frozen=True)
+class PairSet:
+    """The pairs of a training. ``held_out`` are of other prompts, for margin and accuracy; ``said``: the counts."""
+
+    train: list[TokenPair]
+    held_out: list[TokenPair]
+    said: str
+
+
+def pair_set(s: Settings, path: Path | str, tokenizer) -> PairSet:
+    """The pairs of ``path`` for a training with ``s``: a tenth of the prompts is held out, chosen by SEED.
+
+    Raises DataError as ``read_pairs``, and when fewer pairs than TRAIN_BATCH_SIZE are left.
+    """
+    limit = s.MAX_PROMPT_LENGTH + s.MAX_RESPONSE_LENGTH
+    kept, left_out = token_pairs(path, tokenizer, limit)
+    train, held_out = _split(kept, s.SEED, s.N_GPUS)
+    reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.items()) or "none left out"
+    if len(train) < s.TRAIN_BATCH_SIZE:
+        more = "PAIRS_FILE needs more pairs" if s.PAIRS_FILE else "raise SAMPLED_PROMPTS"
+        advice = "raise MAX_PROMPT_LENGTH or MAX_RESPONSE_LENGTH" if left_out["too_long"] else more
+        raise DataError(
+            f"{path}: {len(kept)} pairs ({reasons}; {len(held_out)} held out; limit MAX_PROMPT_LENGTH + "
+            f"MAX_RESPONSE_LENGTH = {limit} tokens) are less than TRAIN_BATCH_SIZE={s.TRAIN_BATCH_SIZE}; {advice}, "
+            "or lower TRAIN_BATCH_SIZE"
+        )
+    return PairSet(train, held_out, f"{len(train)} pairs, {len(held_out)} held out ({reasons})")
+
+
+def steps(s: Settings, pairs: PairSet) -> int:
+    """Optimizer steps of DPO_EPOCHS epochs; the rest of an epoch that fills no batch is left out."""
+    return s.DPO_EPOCHS * (len(pairs.train) // s.TRAIN_BATCH_SIZE)
+
+
+def _split(kept: list[TokenPair], seed: int, processes: int) -> tuple[list[TokenPair], list[TokenPair]]:
+    """Pairs to train on, and those that are held out: a tenth of the prompts, evenly among ``processes``.
+
+    All pairs of a prompt stay together. Fewer than ten prompts: none is held out.
+    """
+    prompts = list(dict.fromkeys(pair.prompt.tobytes() for pair in kept))
+    order = np.random.default_rng(seed).permutation(len(prompts))
+    apart = {prompts[index] for index in order[: len(prompts) // 10]}
+    held_out = [pair for pair in kept if pair.prompt.tobytes() in apart][:MOST_HELD_OUT]
+    held_out = held_out[: len(held_out) // processes * processes]
+    return [pair for pair in kept if pair.prompt.tobytes() not in apart], held_out

@@ -28,6 +28,7 @@ from tasks.common.data.split import Form, Sizes, SplitError, write_split
 from tasks.common.files import write_json
 from tasks.common.models.chat_template import prompt_ids
 from tasks.common.models.find import resolve_model
+from tasks.common.models.merge import base_model
 from tasks.common.settings import Settings, SettingsError, load_settings
 
 
@@ -288,7 +289,7 @@ def load_tokenizer(model: str, shown: str = "MODEL="):
     from transformers import AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(resolve_model(model))
+        tokenizer = AutoTokenizer.from_pretrained(base_model(resolve_model(model)))
     except (SettingsError, OSError, ValueError) as error:
         problem = " ".join(str(error).split())[:300]
         raise DataError(f"{shown}{model}: no tokenizer, by which prompts are measured ({problem})") from error

@@ -6,11 +6,13 @@ a table of answers in its place.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from tasks.common.evaluation.rollouts import GREEDY, TOO_LONG, Completion
 from tasks.common.models.chat_template import opens_thinking, prompt_ids
+from tasks.common.models.merge import RANKS, base_model, is_adapter, max_rank
 from tasks.common.settings import SettingsError
 from tasks.common.text import one_line
 
@@ -105,15 +107,20 @@ def likeliest(logprobs, tokens: int) -> np.ndarray:
 
 
 class VLLMEngine:
-    """vLLM's offline engine."""
+    """vLLM's offline engine. ``model`` may be a LoRA adapter, which is applied to its base model as it samples."""
 
     def __init__(self, model: str, max_model_len: int, seed: int, gpu_memory_utilization: float):
         import vllm
+        from vllm.lora.request import LoRARequest
 
         # Of vLLM 0.11.0 alone: more sequences at once than max_model_len end its engine.
         old = vllm.__version__.startswith("0.11.0")
+        lora = is_adapter(Path(model))
+        self.adapter = LoRARequest("adapter", 1, model) if lora else None
         self.llm = vllm.LLM(
-            model,
+            base_model(model),
+            enable_lora=lora,
+            max_lora_rank=max_rank(Path(model)) if lora else RANKS[0],
             dtype="bfloat16",
             max_model_len=max_model_len,
             worker_extension_cls="tasks.common.stacks.a100.vllm_worker.ManySequences" if old else "",
@@ -160,7 +167,7 @@ class VLLMEngine:
                 continue
             running[str(number)] = request, opens_thinking(self.tokenizer, ids)
             params = greedy if request.mode == GREEDY else sampled
-            engine.add_request(str(number), {"prompt_token_ids": ids}, params)
+            engine.add_request(str(number), {"prompt_token_ids": ids}, params, lora_request=self.adapter)
         while engine.has_unfinished_requests():
             for output in engine.step():
                 if output.finished:
@@ -193,7 +200,7 @@ class VLLMEngine:
         )
         engine = self.llm.llm_engine
         self.asked = getattr(self, "asked", 0) + 1
-        engine.add_request(f"chat-{self.asked}", {"prompt_token_ids": ids}, params)
+        engine.add_request(f"chat-{self.asked}", {"prompt_token_ids": ids}, params, lora_request=self.adapter)
         try:
             while engine.has_unfinished_requests():
                 for output in engine.step():
@@ -215,11 +222,16 @@ class TransformersEngine:
         from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
         set_seed(seed)
-        self.tokenizer = AutoTokenizer.from_pretrained(model, padding_side="left")
+        self.tokenizer = AutoTokenizer.from_pretrained(base_model(model), padding_side="left")
         if self.tokenizer.pad_token is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.model = AutoModelForCausalLM.from_pretrained(model, dtype="bfloat16").to(device).eval()
+        self.model = AutoModelForCausalLM.from_pretrained(base_model(model), dtype="bfloat16")
+        if is_adapter(Path(model)):
+            from peft import PeftModel
+
+            self.model = PeftModel.from_pretrained(self.model, model)
+        self.model = self.model.to(device).eval()
 
     def generate(self, requests: list[Request], sampling: Sampling) -> Iterator[tuple[Request, list[Completion]]]:
         """As VLLMEngine.generate; the entropy is exact, from the logits."""
@@ -293,7 +305,7 @@ def window(model: str, max_new_tokens: int) -> int:
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(model).get_text_config()
+        config = AutoConfig.from_pretrained(base_model(model)).get_text_config()
     except (OSError, ValueError) as error:
         raise SettingsError(f"MODEL={model}: {one_line(str(error), 200)}") from error
     largest = getattr(config, "max_position_embeddings", None) or WINDOW + max_new_tokens

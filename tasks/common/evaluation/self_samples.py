@@ -7,12 +7,16 @@ of several samples is that of best-vs-worst DPO (e.g. Yuan et al. 2024, arXiv 24
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import pyarrow.parquet as pq
+
 from tasks.common.data.convert import dpo_line, dpo_schema
 from tasks.common.data.prepare import Example, needs_tools
 from tasks.common.data.rows import DataError, decoded, sft_row, sft_schema, tools_of, write_parquet
 from tasks.common.evaluation.engines import Sampling
 from tasks.common.evaluation.rollouts import SAMPLED, Rollout
 from tasks.common.evaluation.sample import Job, Scoring, report_errors, sampled
+from tasks.common.files import written_beside
 from tasks.common.settings import Settings, SettingsError, artifacts
 
 MOST_ACCEPTED = 4  # responses a prompt, so that easy prompts do not crowd out the others
@@ -41,7 +45,7 @@ def scored_by_prompt(rollouts: list[Rollout]) -> list[list[Rollout]]:
 def best_against_worst(rollouts: list[Rollout]) -> Pairs:
     """For each prompt the response of the highest score against that of the lowest; prompts where they tie are dropped.
 
-    The better one must have ended by itself: a response that was cut off would be learned as one that ends there.
+    The better one must have ended by itself. The worse one may have been cut at the length limit; that is noted.
     """
     examples, ties, unscored = [], 0, 0
     for group in scored_by_prompt(rollouts):
@@ -54,7 +58,8 @@ def best_against_worst(rollouts: list[Rollout]) -> Pairs:
         if best is None or _score(best) <= _score(worst):
             ties += 1
             continue
-        examples.append(_example(best, {"chosen": _text(best), "rejected": _text(worst)}))
+        cut = ["rejected"] if worst.finish_reason != "stop" else []
+        examples.append(_example(best, {"chosen": _text(best), "rejected": _text(worst), "truncated": cut}))
     return Pairs(examples, ties, unscored)
 
 
@@ -85,15 +90,15 @@ def _example(rollout: Rollout, ground_truth: dict, demonstration: str | None = N
 # ---- the commands of evaluate.py
 
 
-def write_pairs(s: Settings, scoring: Scoring, model: str, out: str) -> int:
-    """``pairs MODEL OUT.parquet``: what `make train METHOD=dpo` trains on without PAIRS_FILE.
+def write_pairs(s: Settings, scoring: Scoring, model: str, out: str, number: str = "1") -> int:
+    """``pairs MODEL OUT.parquet ROUND``: what `make train METHOD=dpo` trains on without PAIRS_FILE.
 
     Returns the number of completions on which the reward raised. Raises SettingsError when ROLLOUT_N is 1, DataError
     when no prompt gives a pair; OUT then is as it was.
     """
     if s.ROLLOUT_N < 2:
         raise SettingsError(f"ROLLOUT_N={s.ROLLOUT_N}: pairs of own samples need at least 2 samples a prompt")
-    rollouts = _samples(s, scoring, model)
+    rollouts = _samples(s, scoring, model, Path(out), int(number))
     found = best_against_worst(rollouts)
     prompts = len({r.index for r in rollouts})
     counts = f"{prompts} prompts, {len(found.examples)} pairs of the best and the worst of {s.ROLLOUT_N} samples, "
@@ -105,7 +110,7 @@ def write_pairs(s: Settings, scoring: Scoring, model: str, out: str) -> int:
             "take easier data, or give PAIRS_FILE"
         )
     rows = (dpo_line(example, "train", index) for index, example in enumerate(found.examples))
-    write_parquet(rows, Path(out), dpo_schema(any(map(needs_tools, found.examples))))
+    write_parquet(rows, Path(out), dpo_schema(any(map(needs_tools, found.examples)), truncated=True))
     print(f"  {counts}: {out}")
     return report_errors(rollouts)
 
@@ -116,7 +121,7 @@ def write_accepted(s: Settings, scoring: Scoring, model: str, out: str) -> int:
     Returns the number of completions on which the reward raised. Raises DataError when no response is right; OUT then
     is as it was.
     """
-    rollouts = _samples(s, scoring, model)
+    rollouts = _samples(s, scoring, model, Path(out))
     found = right_responses(rollouts)
     counts = f"{len({r.index for r in rollouts})} prompts, {s.ROLLOUT_N} samples each, {len(found)} accepted"
     if not found:
@@ -130,8 +135,29 @@ def write_accepted(s: Settings, scoring: Scoring, model: str, out: str) -> int:
     return report_errors(rollouts)
 
 
-def _samples(s: Settings, scoring: Scoring, model: str) -> list[Rollout]:
-    """ROLLOUT_N responses of ``model`` to each of the first SAMPLED_PROMPTS training prompts, sampled as RL samples."""
+def chosen_prompts(count: int, wanted: int, number: int, seed: int) -> np.ndarray:
+    """Which of ``count`` prompts round ``number`` (from 1) samples: ``wanted`` (0: all), ascending.
+
+    Rounds have different prompts until all of them were sampled; then comes another order.
+    """
+    if not 0 < wanted < count:
+        return np.arange(count)
+    generator = np.random.default_rng(seed)
+    for _ in range((number - 1) // (count // wanted) + 1):
+        order = generator.permutation(count)
+    first = (number - 1) % (count // wanted) * wanted
+    return np.sort(order[first : first + wanted])
+
+
+def _samples(s: Settings, scoring: Scoring, model: str, out: Path, number: int = 1) -> list[Rollout]:
+    """ROLLOUT_N responses of ``model`` to each of SAMPLED_PROMPTS training prompts, sampled as RL samples.
+
+    The prompts are those of round ``number``; they are kept beside ``out``.
+    """
+    table = pq.read_table(s.train_file)
+    prompts = out.with_name("prompts.parquet")
+    with written_beside(prompts) as partial:
+        pq.write_table(table.take(chosen_prompts(len(table), s.SAMPLED_PROMPTS, number, s.SEED)), partial)
     how = Sampling(
         n=s.ROLLOUT_N,
         greedy=False,
@@ -139,7 +165,7 @@ def _samples(s: Settings, scoring: Scoring, model: str) -> list[Rollout]:
         top_p=1.0,
         max_prompt_tokens=s.MAX_PROMPT_LENGTH,
         max_tokens=s.MAX_RESPONSE_LENGTH,
-        seed=s.SEED,
+        seed=s.SEED + number - 1,
     )
-    job = Job(model, str(s.train_file), s.SAMPLED_PROMPTS, how, gpu_memory_utilization=s.GPU_MEMORY_UTILIZATION)
+    job = Job(model, str(prompts), 0, how, gpu_memory_utilization=s.GPU_MEMORY_UTILIZATION)
     return sampled({"samples": job}, artifacts() / "samples" / s.TASK, scoring)[0]["samples"]

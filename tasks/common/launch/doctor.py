@@ -306,7 +306,11 @@ def batches_and_memory(
     except SettingsError as problem:
         yield Finding("settings", "error", str(problem), "correct the variable")
         return
-    yield ok("settings", f"{s.TRAIN_BATCH_SIZE} x {s.ROLLOUT_N}, mini-batches of {s.MINI_BATCH_SIZE}: verl takes them")
+    if s.METHOD == "dpo" and stage != "sft":
+        text = f"DPO_EPOCHS={s.DPO_EPOCHS} of the pairs, {s.TRAIN_BATCH_SIZE} a step; STEPS is not used"
+    else:
+        text = f"{s.TRAIN_BATCH_SIZE} x {s.ROLLOUT_N}, mini-batches of {s.MINI_BATCH_SIZE}: verl takes them"
+    yield ok("settings", text)
     shapes = memory.shapes_of(_base(s.MODEL))
     if shapes is None:
         text = f"not estimated: MODEL={s.MODEL} has no config.json in the hub's cache, or one of an unknown kind"

@@ -19,8 +19,8 @@ from tasks.common.evaluation.tables import total_time
 from tasks.common.files import read_json
 from tasks.common.launch import doctor, train
 from tasks.common.launch.task import compute_score_of, environment, own_stages, script, stack_environment
-from tasks.common.models.find import embedded_folder, resolve_model
-from tasks.common.models.merge import base_of, is_adapter, merge, merged_folder
+from tasks.common.models.find import embedded_folder, resolve_model, whole_model
+from tasks.common.models.merge import base_of, is_adapter, merge_note, whole_folder
 from tasks.common.process import StageFailed, interrupt_on_sigterm
 from tasks.common.rewards.answers import RewardError
 from tasks.common.runs.folder import (
@@ -29,6 +29,7 @@ from tasks.common.runs.folder import (
     hf_folder,
     last_step,
     lineage,
+    merged_folder,
     read_metrics,
     recorded,
     rl_dir,
@@ -180,13 +181,15 @@ def chosen_model(job: Job) -> str:
 
 def merged(job: Job) -> str:
     if is_adapter(Path(job.model).expanduser()):
-        return f"written: {resolve_model(job.model, job.command.BASE)}"
+        folder = whole_model(resolve_model(job.model, job.command.BASE))
+        return f"written: {folder}{merge_note(Path(folder))}"
     if (run_dir := job.trained) is None:
         raise SettingsError(f"there is no checkpoint to merge yet: run `make train TASK={job.s.TASK}`, or set RUN")
     checkpoint = shards(run_dir, find_step(run_dir, job.command.STEP))
-    if folder := merged_folder(checkpoint):
-        return f"nothing to do: {folder} has the whole model already"
-    return f"written: {merge(checkpoint)}"
+    if folder := whole_folder(checkpoint):
+        return f"nothing to do: {folder} has the whole model already{merge_note(folder)}"
+    folder = merged_folder(run_dir, job.command.STEP)
+    return f"written: {folder}{merge_note(folder)}"
 
 
 STAGES: dict[str, Callable[[Job], str]] = {
@@ -263,7 +266,12 @@ def closing(s: Settings, run_dirs: list[Path]) -> None:
     seconds = sum(step["timing_s/step"] for run_dir in run_dirs for step in read_metrics(run_dir).values())
     steps = sum(map(last_step, run_dirs))
     print(f"{steps} steps, {seconds:.0f} s of training{total_time()}; all of it in {run_dirs[-1]}\n\nNext:")
-    print(f"  the same command with STEPS={2 * s.STEPS}    # continues this run")
+    if s.METHOD == "dpo":
+        print(
+            f"  the same command with SELF_PLAY_ROUNDS={s.SELF_PLAY_ROUNDS + 1}    # pairs of the new policy's samples"
+        )
+    else:
+        print(f"  the same command with STEPS={2 * s.STEPS}    # continues this run")
     print(f"  make compare TASK={s.TASK}    # base -> trained with tests, prompts gained and lost; files")
     print(f"  make chat TASK={s.TASK}    # talk to it")
     print("  make new TASK=my_task    # a task of your own")
@@ -283,7 +291,10 @@ def print_config(job: Job) -> None:
 
     s = job.s
     if s.METHOD == "dpo":
-        raise SettingsError("METHOD=dpo: has no config of verl; it trains with TRL (training/trl_dpo.py)")
+        raise SettingsError(
+            "METHOD=dpo: has no config of verl; it trains with TRL (tasks/common/training/trl_dpo.py): "
+            f"DPO_EPOCHS={s.DPO_EPOCHS} x (pairs / TRAIN_BATCH_SIZE={s.TRAIN_BATCH_SIZE}) steps, STEPS is not used"
+        )
     start = s.MODEL if s.INIT == "base" else sft_dir(s)  # the warm-up need not be there yet
     overrides = verl_config.rl_overrides(s, start, rl_dir(s, job.arguments)) + job.arguments
     print(OmegaConf.to_yaml(verl_config.compose("ppo_trainer", overrides), resolve=True))

@@ -9,16 +9,20 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
+from tasks.common.data import pairs as dpo_pairs
+from tasks.common.data.prepare import load_tokenizer
 from tasks.common.data.rows import DataError
 from tasks.common.files import read_json, write_json
 from tasks.common.launch.task import compute_score_of, environment, script
 from tasks.common.machine import cluster
 from tasks.common.machine.gpus import Sampler
-from tasks.common.models.find import resolve_model
+from tasks.common.models.find import resolve_model, whole_model
+from tasks.common.models.merge import adapter_config, base_model, is_adapter
 from tasks.common.process import Progress, StageFailed, run
 from tasks.common.runs import health, launches
 from tasks.common.runs.folder import (
     hf_folder,
+    is_complete,
     last_step,
     next_metrics_file,
     read_metrics,
@@ -29,6 +33,8 @@ from tasks.common.runs.folder import (
 )
 from tasks.common.settings import Settings, SettingsError, method
 from tasks.common.training import tracking, verl_config, verl_versions
+
+MANY_EPOCHS = 3  # of DPO
 
 
 def check(s: Settings, arguments: list[str]) -> None:
@@ -43,6 +49,11 @@ def check(s: Settings, arguments: list[str]) -> None:
             raise SettingsError("PAIRS_FILE: holds samples of another policy; leave it out with SELF_PLAY_ROUNDS")
         if s.PAIRS_FILE and not Path(s.PAIRS_FILE).expanduser().is_file():
             raise SettingsError(f"PAIRS_FILE={s.PAIRS_FILE}: no such file")
+        if s.DPO_EPOCHS > MANY_EPOCHS:
+            print(
+                f"warning: DPO_EPOCHS={s.DPO_EPOCHS}: more than {MANY_EPOCHS} epochs over the same pairs usually "
+                "learn them by heart; watch val/accuracy, or sample new pairs with SELF_PLAY_ROUNDS"
+            )
         return
     if s.ABORT_ON and not verl_versions.has_own_trainers(s):
         raise SettingsError(f"ABORT_ON={s.ABORT_ON}: STACK={s.STACK} has a verl that cannot do it; take STACK=current")
@@ -64,7 +75,7 @@ def sft(s: Settings) -> str:
     run_dir = sft_dir(s)
     if last_step(run_dir) >= s.SFT_STEPS:
         return f"up to date: {s.SFT_STEPS} steps"
-    start = resolve_model(s.MODEL)
+    start = whole_model(resolve_model(s.MODEL))
     demonstrations = s.data_dir / "sft.parquet"
     if s.SFT_SOURCE == "samples":
         demonstrations = run_dir / "accepted.parquet"
@@ -78,7 +89,7 @@ def sft(s: Settings) -> str:
         )
     record(run_dir, "sft", s.sft_fingerprint(), s, start, [])
     overrides = verl_config.sft_overrides(s, start, run_dir, demonstrations)
-    command = [*_torchrun(s), "-m", "verl.trainer.sft_trainer", *verl_config.HYDRA, *overrides]
+    command = [*_torchrun(s), "-m", "tasks.common.verl_plugins.sft", *verl_config.HYDRA, *overrides]
     launches.begin(run_dir, s, command, verl_config.resolved("sft_trainer_engine", overrides))
     _train("SFT", run_dir, command, s, s.SFT_STEPS, ("loss", "train/loss"))
     return f"{s.SFT_STEPS} steps on {count} demonstrations, loss {read_metrics(run_dir)[s.SFT_STEPS]['train/loss']:.3f}"
@@ -99,20 +110,26 @@ def train(s: Settings, arguments: list[str]) -> str:
 
 def _round(seeded: Settings, s: Settings, arguments: list[str], number: int, start: str, run_dir: Path) -> str:
     resumed = last_step(run_dir)
-    if resumed >= s.STEPS:
+    if is_complete(run_dir, s):
         return f"up to date: {resumed} steps in {run_dir}"
-    record(run_dir, "rl", s.rl_fingerprint(arguments, number, start), s, start, arguments)
+    begins = _trainer_start(s, start)
+    if s.METHOD == "dpo":
+        pairs = _pairs(s, number, start, run_dir)
+        found = dpo_pairs.pair_set(seeded, pairs, load_tokenizer(base_model(start)))
+        s, seeded = (replace(each, STEPS=dpo_pairs.steps(s, found)) for each in (s, seeded))
+        print(f"  {found.said}: {s.STEPS} steps of {s.TRAIN_BATCH_SIZE} in DPO_EPOCHS={s.DPO_EPOCHS}")
+    mark = s.rl_fingerprint(arguments, number, start)
+    record(run_dir, "rl", mark, s, start, arguments, base_model(begins))
     if resumed:
         print(f"  resuming from step {resumed}")
     if s.METHOD == "dpo":
-        pairs = _pairs(seeded, start, run_dir)
-        command = [*_torchrun(s), "-m", "tasks.common.training.trl_dpo", start, str(pairs), str(run_dir)]
+        command = [*_torchrun(s), "-m", "tasks.common.training.trl_dpo", begins, str(pairs), str(run_dir)]
         launches.begin(run_dir, seeded, command)
         _train("DPO", run_dir, command, s, s.STEPS, ("loss", "train/loss"), environment(seeded))
     else:
         extra = trainer_module(s) | tracking.environment(s, run_dir)
-        extra |= {"VERL_FILE_LOGGER_PATH": str(next_metrics_file(run_dir))}
-        overrides = verl_config.rl_overrides(seeded, start, run_dir) + arguments
+        extra |= {"VERL_FILE_LOGGER_PATH": str(next_metrics_file(run_dir)), "SEED": str(seeded.SEED)}
+        overrides = verl_config.rl_overrides(seeded, begins, run_dir) + arguments
         overrides = verl_config.sent_environment(environment(seeded) | extra) + overrides
         command = [sys.executable, "-m", "verl.trainer.main_ppo", *verl_config.HYDRA, *overrides]
         nodes = cluster.join(s)
@@ -143,13 +160,26 @@ def start_model(s: Settings) -> str:
 # ---- parts ---------------------------------------------------------------------------------------------------------
 
 
-def _pairs(s: Settings, start: str, run_dir: Path) -> Path:
-    """PAIRS_FILE, or pairs of samples of ``start``, made once."""
+def _trainer_start(s: Settings, start: str) -> str:
+    """``start`` as the trainer begins with it: an adapter where the training goes on with it, else a whole model.
+
+    verl's reference model is the policy without its adapter, which is not ``start``: with KL_COEF the adapter is
+    merged, and a new one is trained. DPO keeps a copy of the adapter as its reference.
+    """
+    if not is_adapter(Path(start)):
+        return start
+    config = adapter_config(Path(start))
+    same = (config["r"], config["lora_alpha"]) == (s.LORA_RANK, s.LORA_ALPHA)
+    return start if same and (s.METHOD == "dpo" or not s.KL_COEF) else whole_model(start)
+
+
+def _pairs(s: Settings, number: int, start: str, run_dir: Path) -> Path:
+    """PAIRS_FILE, or pairs of samples of ``start`` on the prompts of round ``number``, made once."""
     if s.PAIRS_FILE:
         return Path(s.PAIRS_FILE).expanduser()
     pairs = run_dir / "pairs.parquet"
     if not pairs.exists():
-        script(s, "evaluate.py", "pairs", start, str(pairs))
+        script(s, "evaluate.py", "pairs", start, str(pairs), str(number))
     return pairs
 
 

@@ -44,15 +44,17 @@ def opens_thinking(tokenizer, ids: list[int]) -> bool:
     return tokenizer.decode(ids[-8:]).rstrip().endswith("<think>")
 
 
-def answer_ids(tokenizer, response: str, think_opened: bool = False) -> list[int]:
+def answer_ids(tokenizer, response: str, think_opened: bool = False, ended: bool = True) -> list[int]:
     """Token ids of ``response`` as the answer to a rendered prompt, with what ends a turn in the model's template.
 
     ``think_opened``: the prompt ended in ``<think>``, which is not repeated; a response without thinking closes it.
+    ``ended``: False for a response that was cut at the length limit: the model never ended that turn.
     """
     if think_opened:
         thinks = response.lstrip().startswith("<think>")
         response = response.lstrip().removeprefix("<think>").lstrip() if thinks else f"\n</think>\n\n{response}"
-    return tokenizer(response + _end_of_turn(tokenizer), add_special_tokens=False)["input_ids"]
+    end = _end_of_turn(tokenizer) if ended else ""
+    return tokenizer(response + end, add_special_tokens=False)["input_ids"]
 
 
 @functools.lru_cache(maxsize=8)

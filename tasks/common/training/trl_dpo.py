@@ -1,8 +1,9 @@
 """DPO with TRL: `torchrun --nproc_per_node=N_GPUS -m tasks.common.training.trl_dpo START PAIRS RUN_DIR`, with the
 settings in the environment.
 
-START, a folder or a hub id, is the policy's start and the reference (with LoRA: the model without its adapter); PAIRS
-is any file that pairs.py reads. RUN_DIR gets checkpoints as verl's are, and the same command goes on from the
+START, a folder or a hub id, is the policy's start and the reference. With LoRA the reference is the model without its
+adapter; where START is an adapter, it is trained on, and a copy of it is the reference. PAIRS is any file that
+pairs.py reads. RUN_DIR gets checkpoints as verl's are, and the same command goes on from the
 last whole one. Metrics go as JSON lines to the file that VERL_FILE_LOGGER_PATH names, as those of verl's file logger.
 """
 
@@ -17,15 +18,15 @@ from pathlib import Path
 import numpy as np
 import torch
 from datasets import Dataset
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel
 from torch.utils.data import SequentialSampler
-from transformers import TrainerCallback
+from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import DPOConfig, DPOTrainer
 
-from tasks.common.data.pairs import TokenPair, token_pairs
+from tasks.common.data.pairs import ANSWERS, TokenPair, pair_set
 from tasks.common.data.prepare import load_tokenizer
-from tasks.common.data.rows import DataError
 from tasks.common.files import written_beside
+from tasks.common.models.merge import base_model, base_of, is_adapter
 from tasks.common.process import die_with_torchrun
 from tasks.common.runs import health, launches
 from tasks.common.runs.folder import checkpoints, last_step, tracker
@@ -34,6 +35,7 @@ from tasks.common.training import tracking
 from tasks.common.training.verl_config import micro_batch
 
 KEPT = 2  # checkpoints, as verl keeps
+EVALUATIONS = 4  # on the held-out pairs, the last one after the last step
 
 
 class Trainer(DPOTrainer):
@@ -56,15 +58,19 @@ class Trainer(DPOTrainer):
         super()._save_checkpoint(model, trial)
         self.accelerator.wait_for_everyone()  # each process writes the state of its random numbers
         if self.is_world_process_zero():
-            publish(Path(self.args.output_dir).parent, self.state.global_step)
+            run_dir, step = Path(self.args.output_dir).parent, self.state.global_step
+            # The reference's copy of the adapter. A resume would load it alone, and not the policy's adapter
+            # (transformers/trainer.py, _load_from_checkpoint: adapter_subdirs).
+            shutil.rmtree(run_dir / f"checkpoints/checkpoint-{step}/ref", ignore_errors=True)
+            publish(run_dir, step)
 
 
 class MetricsFile(TrainerCallback):
     """One line of JSON for each step: ``{"step", "data"}``, loss, gradient norm and rate under ``train/``, what TRL
-    measures of the pairs under ``dpo/``, the step's seconds as ``timing_s/step``."""
+    measures of the pairs under ``dpo/``, the step's seconds as ``timing_s/step``; ``val/`` is of the held-out pairs."""
 
     def __init__(self, path: Path):
-        self.path, self.started = path, 0.0
+        self.path, self.started, self.data = path, 0.0, {}
 
     def on_train_begin(self, args, state, control, **_):
         state.save_steps = args.save_steps  # on a resume it is the one of the checkpoint
@@ -72,14 +78,30 @@ class MetricsFile(TrainerCallback):
     def on_step_begin(self, args, state, control, **_):
         self.started = time.perf_counter()
 
+    def on_step_end(self, args, state, control, **_):
+        if args.eval_strategy != "no" and state.global_step >= state.max_steps:
+            control.should_evaluate = True
+
     def on_log(self, args, state, control, logs, **_):
-        if "loss" not in logs or not state.is_world_process_zero:  # there is a last one without, for the whole training
+        if not state.is_world_process_zero:
+            return
+        if "eval_loss" in logs:
+            names = {"loss": "loss", "margin": "rewards/margins", "accuracy": "rewards/accuracies"}
+            self._write(state, self.data | {f"val/{ours}": logs[f"eval_{trls}"] for ours, trls in names.items()})
+            return
+        if "loss" not in logs:  # the last one, for the whole training
             return
         own = ("loss", "grad_norm", "learning_rate")
         data = {f"train/{name}": logs[name] for name in own}
         # Of the epoch (of all steps) and the tokens (since the launch) the logged value would mislead.
         data |= {f"dpo/{name}": value for name, value in logs.items() if name not in (*own, "epoch", "num_tokens")}
         data["timing_s/step"] = time.perf_counter() - self.started
+        if control.should_evaluate:  # comes next
+            self.data = data
+        else:
+            self._write(state, data)
+
+    def _write(self, state, data: dict) -> None:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": state.global_step, "data": data}) + "\n")
 
@@ -129,8 +151,8 @@ def remove_unfinished(run_dir: Path) -> None:
 # ---- training
 
 
-def arguments(s: Settings, run_dir: Path) -> DPOConfig:
-    """The settings as TRL's."""
+def arguments(s: Settings, run_dir: Path, held_out: int) -> DPOConfig:
+    """The settings as TRL's, for a training of STEPS with so many pairs held out."""
     pairs = s.TRAIN_BATCH_SIZE // s.N_GPUS
     micro = micro_batch(max(1, s.MICRO_BATCH_SIZE // 2), pairs)  # a pair is two sequences
     on_cpu = s.STACK == "cpu"
@@ -141,7 +163,10 @@ def arguments(s: Settings, run_dir: Path) -> DPOConfig:
         beta=s.DPO_BETA,
         max_steps=s.STEPS,
         learning_rate=s.LR,
-        lr_scheduler_type="constant",
+        lr_scheduler_type="linear",  # to 0 at the last step
+        eval_strategy="steps" if held_out else "no",
+        eval_steps=math.ceil(s.STEPS / EVALUATIONS),
+        per_device_eval_batch_size=micro_batch(micro, held_out // s.N_GPUS) if held_out else micro,
         per_device_train_batch_size=micro,
         gradient_accumulation_steps=pairs // micro,
         max_length=None,  # longer pairs are left out, none is cut
@@ -170,10 +195,22 @@ def training_order(pairs: int, batch: int, steps: int, seed: int) -> np.ndarray:
 
 
 def rows(s: Settings, kept: list[TokenPair]) -> Dataset:
-    """The pairs of all STEPS, as the columns that TRL's collator reads."""
-    columns = {name: [getattr(pair, name) for pair in kept] for name in ("prompt", "chosen", "rejected")}
-    dataset = Dataset.from_dict({f"{name}_ids": column for name, column in columns.items()})
-    return dataset.select(training_order(len(kept), s.TRAIN_BATCH_SIZE, s.STEPS, s.SEED))
+    """The pairs of all STEPS, in the order of training."""
+    return _columns(kept).select(training_order(len(kept), s.TRAIN_BATCH_SIZE, s.STEPS, s.SEED))
+
+
+def _columns(pairs: list[TokenPair]) -> Dataset:
+    """As TRL's collator reads them."""
+    names = ("prompt", *ANSWERS)
+    return Dataset.from_dict({f"{name}_ids": [getattr(pair, name) for pair in pairs] for name in names})
+
+
+def policy(start: str):
+    """START for TRL: its name, or the adapter on its base, both in fp32."""
+    if not is_adapter(Path(start)):
+        return start
+    base = AutoModelForCausalLM.from_pretrained(base_of(Path(start)), dtype="float32")
+    return PeftModel.from_pretrained(base, start, is_trainable=True)
 
 
 def train(s: Settings, start: str, pairs: str, run_dir: Path, metrics: Path) -> None:
@@ -181,32 +218,25 @@ def train(s: Settings, start: str, pairs: str, run_dir: Path, metrics: Path) -> 
 
     Raises DataError when START has no chat template, when PAIRS cannot be read, or has too few pairs.
     """
-    config = arguments(s, run_dir)
-    tokenizer = load_tokenizer(start)
-    limit = s.MAX_PROMPT_LENGTH + s.MAX_RESPONSE_LENGTH
-    kept, left_out = token_pairs(pairs, tokenizer, limit)
-    reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.items()) or "none left out"
-    if len(kept) < s.TRAIN_BATCH_SIZE:
-        more = "PAIRS_FILE needs more pairs" if s.PAIRS_FILE else "raise SAMPLED_PROMPTS"
-        advice = "raise MAX_PROMPT_LENGTH or MAX_RESPONSE_LENGTH" if left_out["too_long"] else more
-        raise DataError(
-            f"{pairs}: {len(kept)} pairs ({reasons}; limit MAX_PROMPT_LENGTH + MAX_RESPONSE_LENGTH = {limit} tokens) "
-            f"are less than TRAIN_BATCH_SIZE={s.TRAIN_BATCH_SIZE}; {advice}, or lower TRAIN_BATCH_SIZE"
-        )
+    tokenizer = load_tokenizer(base_model(start))
+    found = pair_set(s, pairs, tokenizer)
+    config = arguments(s, run_dir, len(found.held_out))
+    model = policy(start)
     adapter = {"r": s.LORA_RANK, "lora_alpha": s.LORA_ALPHA, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
     abort = AbortOn(s)
     trainer = Trainer(
-        model=start,
+        model=model,
         args=config,
-        train_dataset=rows(s, kept),
+        train_dataset=rows(s, found.train),
+        eval_dataset=_columns(found.held_out) if found.held_out else None,
         processing_class=tokenizer,
         callbacks=[MetricsFile(metrics), *([abort] if s.ABORT_ON else [])],
-        peft_config=LoraConfig(**adapter) if s.LORA_RANK else None,
+        peft_config=LoraConfig(**adapter) if s.LORA_RANK and model == start else None,
     )
     if trainer.is_world_process_zero():
         for launch in launches.launches(run_dir)[-1:]:
             launches.write_config(launch, config.to_dict())
-        print(f"{len(kept)} pairs of {pairs} ({reasons})", flush=True)
+        print(f"{pairs}: {found.said}", flush=True)
         remove_unfinished(run_dir)
     # The device of a process of several on the CPU is cpu:0 by accelerate, a place that torch.load does not know.
     torch.serialization.register_package(

@@ -12,6 +12,8 @@ from pathlib import Path
 from tasks.common.machine import cluster
 from tasks.common.machine.memory import GIB, Plan
 from tasks.common.models import reward_model
+from tasks.common.models.find import whole_model
+from tasks.common.models.merge import base_model, is_adapter
 from tasks.common.settings import ROOT, Settings, SettingsError, method, stack
 from tasks.common.training import tracking, verl_versions
 
@@ -106,7 +108,10 @@ def sent_environment(environment: dict[str, str]) -> list[str]:
 
 
 def rl_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
-    """Overrides for ``verl.trainer.main_ppo``: train ``model`` for s.STEPS steps, writing to ``run_dir``."""
+    """Overrides for ``verl.trainer.main_ppo``: train ``model`` for s.STEPS steps, writing to ``run_dir``.
+
+    Where ``model`` is a LoRA adapter, it is trained on.
+    """
     data = [
         f"data.train_files={_quoted(s.train_file)}",
         f"data.val_files={_quoted(s.data_dir / 'test.parquet')}",
@@ -119,10 +124,12 @@ def rl_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
         f"data.seed={s.SEED}",
     ]
     model_ = [
-        f"actor_rollout_ref.model.path={_quoted(model)}",
+        f"actor_rollout_ref.model.path={_quoted(base_model(str(model)))}",
         f"actor_rollout_ref.model.lora_rank={s.LORA_RANK}",
         f"actor_rollout_ref.model.lora_alpha={s.LORA_ALPHA}",
     ]
+    if goes_on := is_adapter(Path(model)):
+        model_ += [f"actor_rollout_ref.model.lora_adapter_path={_quoted(model)}"]
     actor = [
         f"actor_rollout_ref.actor.optim.lr={s.LR}",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={s.MINI_BATCH_SIZE}",
@@ -156,12 +163,12 @@ def rl_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
         "trainer.v1.trainer_mode=task",  # tasks/common/verl_plugins/trainer.py
         "trainer.val_before_train=False",
         "trainer.test_freq=-1",
-        # Between GPUs; with one, verl would spend a second a step on it (1,024 rollouts).
-        f"trainer.balance_batch={s.world_size > 1}",
     ]
     own = [*stack(s.STACK).OVERRIDES, *stack(s.STACK).RL_OVERRIDES]
     batches = _micro_batches(s)
     method_ = method(s.METHOD).overrides(s)
+    if goes_on and any(override.startswith("critic.model.path=") for override in method_):
+        method_ += [f"critic.model.path={_quoted(whole_model(str(model)))}"]  # it begins as the policy
     overrides = [*data, *model_, *actor, *batches, *rollout, *reward, *trainer, *_ray(s), *own, *method_]
     return verl_versions.translated(overrides, "ppo_trainer", s)
 

@@ -20,6 +20,7 @@ from verl.workers.engine.fsdp import transformer_impl
 import tasks.common.verl_plugins.on_policy  # noqa: F401
 from tasks.common.process import die_with_torchrun
 from tasks.common.verl_plugins.expect import expect
+from tasks.common.verl_plugins.seeded import seeded
 
 die_with_torchrun()
 
@@ -55,6 +56,18 @@ def _load_valuehead_model_without_flash(*args, **kwargs):
 
 if not is_flash_attn_2_available():
     verl_model.load_valuehead_model = _load_valuehead_model_without_flash
+
+
+# ---- verl/workers/engine/fsdp/transformer_impl.py:592,599: what is drawn follows no seed but under full_determinism --
+
+expect(
+    transformer_impl.FSDPEngine._build_model_optimizer,
+    "module = self._build_module()",
+    "module = self._build_lora_module(module)",
+)
+expect(transformer_impl.FSDPEngine.__init__, "enable_full_determinism(seed=self.engine_config.seed)")
+
+transformer_impl.FSDPEngine._build_model_optimizer = seeded(transformer_impl.FSDPEngine._build_model_optimizer)
 
 
 # ---- verl/experimental/reward_loop/reward_loop.py:125,129 run the code that comes with a tokenizer ------------------

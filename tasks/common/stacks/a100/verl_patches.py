@@ -11,10 +11,13 @@ from verl.experimental.reward import reward_manager
 from verl.models.transformers import monkey_patch
 from verl.utils import tracking
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
+from verl.workers import fsdp_workers
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
 import tasks.common.stacks.a100.on_policy  # noqa: F401
 from tasks.common.process import die_with_torchrun
 from tasks.common.verl_plugins.expect import expect
+from tasks.common.verl_plugins.seeded import seeded
 
 die_with_torchrun()
 
@@ -85,3 +88,15 @@ def _save_checkpoint_with_alpha(self, local_path, *args, **kwargs):
 
 
 FSDPCheckpointManager.save_checkpoint = _save_checkpoint_with_alpha
+
+
+# ---- verl/workers/fsdp_workers.py:439,1282, engine/fsdp/transformer_impl.py:418: what is drawn follows no seed -------
+
+_builders = {
+    (fsdp_workers.ActorRolloutRefWorker, "_build_model_optimizer"): "get_peft_model(actor_module, ",
+    (fsdp_workers.CriticWorker, "_build_critic_model_optimizer"): "critic_module = load_valuehead_model(",
+    (FSDPEngine, "_build_model_optimizer"): "module = self._build_lora_module(module)",
+}
+for (_class, _name), _line in _builders.items():
+    expect(getattr(_class, _name), _line)
+    setattr(_class, _name, seeded(getattr(_class, _name)))

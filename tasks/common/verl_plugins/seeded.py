@@ -1,0 +1,18 @@
+"""The weights that verl draws, LoRA's A and a critic's head, follow SEED: neither version seeds a worker before."""
+
+import functools
+import os
+from collections.abc import Callable
+
+import torch
+
+
+def seeded(build: Callable) -> Callable:
+    """``build``, a method of verl that builds a model, after torch's random numbers are set to SEED."""
+
+    @functools.wraps(build)
+    def seeds_and_builds(*args, **kwargs):
+        torch.manual_seed(int(os.environ.get("SEED") or 0))
+        return build(*args, **kwargs)
+
+    return seeds_and_builds

@@ -1,0 +1,34 @@
+"""verl's SFT trainer, 0.9.1's and 0.6.1's: the order of the rows follows the seed, and a resume skips no epoch.
+
+In place of verl's: `torchrun -m tasks.common.verl_plugins.sft`, with the same overrides.
+"""
+
+from verl.trainer import sft_trainer
+
+from tasks.common.verl_plugins.expect import expect
+
+# verl reads trainer.seed nowhere: its sampler has the seed 0.
+expect(sft_trainer.SFTTrainer._build_dataloader, "self.train_sampler = DistributedSampler(")
+# A loader that is restored at an epoch's end has nothing left, and fit() takes that for the whole next epoch (verl
+# issue 7401).
+expect(sft_trainer.SFTTrainer.__init__, "self.resume_global_step = self.ckpt_handler.load_checkpoint()")
+expect(sft_trainer.SFTTrainer.fit, "start_epoch = global_step // self.steps_per_epoch")
+
+
+class SFTTrainer(sft_trainer.SFTTrainer):
+    """verl's, with what its config says of the seed, and a new loader where a resume begins an epoch."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        if self.resume_global_step and self.resume_global_step % self.steps_per_epoch == 0:
+            self._build_dataloader()
+            self.ckpt_handler.train_dataloader = self.train_dataloader
+
+    def _build_dataloader(self):
+        super()._build_dataloader()
+        self.train_sampler.seed = self.config.trainer.seed
+
+
+if __name__ == "__main__":
+    sft_trainer.SFTTrainer = SFTTrainer
+    sft_trainer.main()
