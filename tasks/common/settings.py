@@ -99,9 +99,14 @@ class Settings:
     MINI_BATCH_SIZE: int = _setting("prompts an optimizer step; 0: as the method wants", _not_negative)
     LR: float = _setting("learning rate of the policy", _positive)
     CRITIC_LR: float = _setting("ppo: learning rate of the critic", _positive)
+    CRITIC_WARMUP: int = _setting("ppo: of STEPS, the first in which the critic alone learns", _not_negative)
     KL_COEF: float = _setting("weight of the KL to the start; 0: no reference model", _not_negative)
     EGPO_LAMBDA: float = _setting("egpo: weight of the entropy in the advantage; 0: GRPO", _not_negative)
     EGPO_ALPHA: float = _setting("egpo: the entropy counts up to advantage / EGPO_ALPHA", _positive)
+    ROLLOUT_CORRECTION: str = _setting(
+        "for the engine's other log-probs: weigh `token`s, also leave out responses (`sequence`), or `none`",
+        _one_of("token", "sequence", "none"),
+    )
     DPO_BETA: float = _setting("dpo: how strongly the policy is held to the start", _positive)
     SFT_STEPS: int = _setting("optimizer steps of the warm-up", _positive)
     SFT_BATCH_SIZE: int = _setting("demonstrations a step", _positive)
@@ -317,6 +322,10 @@ def _check_together(settings: Settings) -> None:
     if settings.MINI_BATCH_SIZE * settings.ROLLOUT_N % settings.world_size:
         machines = f" x NNODES={settings.NNODES}" if settings.NNODES > 1 else ""
         raise SettingsError(f"N_GPUS={settings.N_GPUS}{machines}: must divide MINI_BATCH_SIZE x ROLLOUT_N")
+    if settings.METHOD == "ppo" and settings.CRITIC_WARMUP >= settings.STEPS:
+        raise SettingsError(
+            f"CRITIC_WARMUP={settings.CRITIC_WARMUP}: leaves none of STEPS={settings.STEPS} to the policy; set it lower"
+        )
     if settings.METHOD == "dpo" and settings.NNODES > 1:
         raise SettingsError(f"NNODES={settings.NNODES}: METHOD=dpo trains on one machine; leave NNODES out")
     if settings.METHOD == "dpo" and settings.TRAIN_BATCH_SIZE % settings.N_GPUS:

@@ -52,9 +52,11 @@ TRAIN_BATCH_SIZE=${TRAIN_BATCH_SIZE:-128}  # prompts a step
 MINI_BATCH_SIZE=${MINI_BATCH_SIZE:-0}      # prompts an optimizer step; 0: as the method wants
 LR=${LR:-{{ '1e-5' if cookiecutter.lora == 'yes' else '1e-6' }}}
 CRITIC_LR=${CRITIC_LR:-1e-5}               # ppo
+CRITIC_WARMUP=${CRITIC_WARMUP:-5}          # ppo: steps in which the critic alone learns
 KL_COEF=${KL_COEF:-$([[ $SELF_PLAY_ROUNDS == 1 ]] && echo 0 || echo 0.01)} # weight of the KL to the start
 EGPO_LAMBDA=${EGPO_LAMBDA:-0.4}            # egpo: weight of the entropy in the advantage
 EGPO_ALPHA=${EGPO_ALPHA:-2.0}              # egpo: the entropy counts up to advantage / EGPO_ALPHA
+ROLLOUT_CORRECTION=${ROLLOUT_CORRECTION:-token} # of engine and trainer: token | sequence | none
 DPO_BETA=${DPO_BETA:-0.1}                  # dpo: how strongly the policy is held to the start
 SFT_STEPS=${SFT_STEPS:-64}
 SFT_BATCH_SIZE=${SFT_BATCH_SIZE:-64}

@@ -3,6 +3,7 @@
 # The values are those of the task's config block. The overrides are in the names of verl 0.9.1, as all are;
 # tasks/common/training/verl_versions.py says what 0.6.1 calls them, and what it needs besides.
 
+: "${ROLLOUT_CORRECTION:=none}" # not on by default before a training of this stack has learned with it
 STACK_VERL=0.6.1
 # verl reads this in every process.
 VERL_USE_EXTERNAL_MODULES=tasks.common.stacks.a100.verl_patches${VERL_USE_EXTERNAL_MODULES:+,$VERL_USE_EXTERNAL_MODULES}

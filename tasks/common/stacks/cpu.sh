@@ -8,6 +8,7 @@
 : "${STEPS:=8}" "${TRAIN_BATCH_SIZE:=8}" "${ROLLOUT_N:=8}" "${SAMPLED_PROMPTS:=128}" "${MICRO_BATCH_SIZE:=32}"
 : "${MAX_TOKENS_PER_GPU:=0}" # padding can be left out with a GPU's kernels only
 if [[ ${METHOD:-} == dpo ]]; then : "${LR:=1e-5}"; fi
+: "${CRITIC_WARMUP:=1}"
 : "${LR:=${SMALL_LR:-1e-5}}" "${SFT_LR:=${SMALL_SFT_LR:-3e-4}}"
 : "${SFT_STEPS:=${SMALL_SFT_STEPS:-8}}" "${SFT_BATCH_SIZE:=32}"
 : "${MAX_PROMPT_LENGTH:=${SMALL_PROMPT_LENGTH:-128}}" "${MAX_RESPONSE_LENGTH:=${SMALL_RESPONSE_LENGTH:-64}}"
