@@ -15,6 +15,7 @@ HEALTH_RULES = (
     "collapse",
     "kl",
     "spike",
+    "mismatch",
     "zero_variance",
     "truncation",
     "no_reward",
