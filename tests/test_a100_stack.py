@@ -45,7 +45,6 @@ def test_a_step_of_one_update_without_the_pass_is_verls_with_it(correction, resu
 def test_the_tokens_weights_change_the_step(result):
     metrics = result["token"]["found"]
     assert 0 < metrics["rollout_corr/rollout_is_ratio_fraction_high"] < 1
-    assert metrics["rollout_corr/rollout_is_mean"] < 0.03 < metrics["rollout_corr/rollout_is_max"]
     assert result["token"]["first weights"] != pytest.approx(result["none"]["first weights"], abs=1e-6)
 
 
