@@ -12,11 +12,14 @@ from pathlib import Path
 import numpy as np
 import torch
 import transfer_queue as tq
+from verl import DataProto
 from verl.trainer.ppo import core_algos
+from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
 FOLDER = Path(os.environ["DUMP_FOLDER"])
 FIELDS = ["prompts", "responses", "response_mask", "rm_scores", "old_log_probs", "entropy", "advantages"]
+FIELDS += ["rollout_log_probs"]
 _number = itertools.count()
 
 
@@ -52,6 +55,9 @@ def update_actor(self, batch, metrics):
         PPOTrainer._compute_old_log_prob(self, batch, verls)
     uid = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["uid"])["uid"]
     before = padded(batch, *FIELDS)
+    if batch.extra_info["on_policy"]:  # and its correction, beside what the update computes
+        data = DataProto.from_dict({n: before[n] for n in ("response_mask", "old_log_probs", "rollout_log_probs")})
+        verls |= compute_rollout_correction_and_add_to_batch(data, self.config.algorithm.rollout_correction)[1]
     again = {}
     if settings := self.config.trainer.v1.get("egpo"):
         # The same batch by GRPO, by EGPO with λ = 0, and last as it is trained on.

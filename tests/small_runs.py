@@ -48,10 +48,13 @@ def check_run(variables, method: str, rank: int) -> Path:
     metrics = metrics_of(run)
     steps = recorded(run)["settings"]["STEPS"]
     assert sorted(metrics) == list(range(1, steps + 1)) and (steps == 2 or method == "dpo")
-    losses = {"dpo": ["train/loss"], "ppo": ["actor/pg_loss", "critic/vf_loss"]}.get(method, ["actor/pg_loss"])
-    for step in metrics.values():
+    losses = {"dpo": ["train/loss"], "ppo": ["critic/vf_loss"]}.get(method, ["actor/pg_loss"])
+    for number, step in metrics.items():
         assert all(math.isfinite(value) for value in step.values() if isinstance(value, float))
         assert set(losses) <= step.keys()
+        # PPO's first step is the critic's warm-up on the cpu stack.
+        assert ("actor/pg_loss" in step) == (method != "dpo" and (method, number) != ("ppo", 1))
+        assert ("rollout_corr/rollout_is_mean" in step) == (method != "dpo")
     changed = trained_parameters(variables, run)
     assert changed
     assert bool(rank) == all("_proj" in name for name in changed)

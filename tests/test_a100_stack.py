@@ -34,14 +34,37 @@ def test_prompts_go_on_in_the_same_order_after_a_resume_in_any_epoch(result):
     assert result["resumes"]["verl"] == [True, True, False, False, False]
 
 
-def test_a_step_of_one_update_without_the_pass_is_verls_with_it(result):
-    assert result["same weights"]
-    assert result["found"] == pytest.approx(result["wanted"], rel=1e-5)
-    assert {"actor/entropy", "training/rollout_probs_diff_mean"} < set(result["wanted"])
+@pytest.mark.parametrize("correction", ["none", "token"])
+def test_a_step_of_one_update_without_the_pass_is_verls_with_it(correction, result):
+    step = result[correction]
+    assert step["same weights"]
+    assert step["found"] == pytest.approx(step["wanted"], rel=1e-4)
+    assert {"actor/entropy", "training/rollout_probs_diff_mean", "rollout_corr/k3_kl"} < set(step["wanted"])
+
+
+def test_the_tokens_weights_change_the_step(result):
+    metrics = result["token"]["found"]
+    assert 0 < metrics["rollout_corr/rollout_is_ratio_fraction_high"] < 1
+    assert result["token"]["first weights"] != pytest.approx(result["none"]["first weights"], abs=1e-6)
+
+
+def test_mini_batches_of_several_gpus_are_of_mixed_lengths(result):
+    """What the shuffling is for: verl's own order has all the long responses in the middle of the step."""
+    for name, least, most in (("verl", 200, 400), ("own", 0, 60), ("next step", 0, 60)):
+        lengths = result["lengths"][name]
+        assert len(lengths) == 4 and least < max(lengths) - min(lengths) < most
+    assert result["lengths"]["own"] != result["lengths"]["next step"]
+
+
+def test_the_kl_as_a_loss_has_the_gradient_of_the_kl(result):
+    exact, estimated, difference = result["kl"]["low_var_kl+"]
+    assert estimated == pytest.approx(exact, abs=1e-12) and difference < 1e-12
+    exact, biased, difference = result["kl"]["low_var_kl"]
+    assert biased != pytest.approx(exact, abs=0.01) and difference < 1e-12
 
 
 def test_the_pass_is_made_where_something_wants_it(result):
-    assert result["pass"] == [True] * 7
+    assert result["pass"] == [True] * 8
 
 
 def test_each_worker_is_seeded_before_it_builds_a_model(result):

@@ -108,6 +108,28 @@ def test_kl_below_the_band_counts_when_it_stays_there():
     assert found(low | {8: {"actor/kl_loss": 0.001}}) == [("kl", step) for step in (18, 19, 20)]
 
 
+def test_a_mismatch_counts_when_it_lasts():
+    high = {step: {"rollout_corr/k3_kl": 0.011} for step in (4, 5, 6, 7)}
+    assert found(high) == [("mismatch", 6), ("mismatch", 7)]
+    assert found(high | {6: {"rollout_corr/k3_kl": 0.009}}) == [] == found(high | {6: {}})
+
+
+def test_a_mismatch_names_the_correction_that_is_left():
+    high = {step: {"rollout_corr/k3_kl": 0.5} for step in (1, 2, 3)}
+    for chosen, said in (("none", "set ROLLOUT_CORRECTION=token"), ("token", "try ROLLOUT_CORRECTION=sequence")):
+        (finding,) = findings(high, replace(SETTINGS, ROLLOUT_CORRECTION=chosen))
+        assert said in finding.text and "another policy" in finding.text and "\n" not in finding.text
+
+
+def test_the_real_trainings_are_below_the_limit_of_a_mismatch_and_a_random_model_is_not():
+    for name in ("countdown-grpo", "countdown-ppo", "econ_agent-grpo", "a100-countdown-gspo"):
+        metrics = real(name)
+        assert "rollout_corr/k3_kl" in metrics[max(metrics)]
+        assert "mismatch" not in {finding.rule for finding in findings(metrics, SETTINGS)}
+    random = real("3b-ours")
+    assert [f.step for f in findings(random, SETTINGS) if f.rule == "mismatch"] == [max(random)]
+
+
 def test_no_reward_counts_when_it_lasts_and_the_same_score_for_all_is_not_none():
     none = {"critic/score/min": 0.0, "critic/score/max": 0.0, "critic/score/mean": 0.0}
     assert found({4: none, 5: none}) == [] and found({4: none, 5: none, 6: none}) == [("no_reward", 6)]

@@ -83,7 +83,19 @@ def test_the_stack_follows_from_the_gpu_and_is_said_once(gpus, visible, said, tm
         ({"RUN": "../../x"}, "RUN=../../x: must be a plain name"),
         ({"ARGS": "trainer.no_such_key=1"}, "trainer.no_such_key"),
         ({"ARGS": "algorithm.kl_ctrl.kl_coef=0.1"}, "does nothing without use_kl_in_reward; set KL_COEF"),
-        ({"METHOD": "egpo", "ARGS": "algorithm.rollout_correction.bypass_mode=True"}, "bypass_mode=True: leaves out"),
+        (
+            {"ARGS": "algorithm.rollout_correction.bypass_mode=True"},
+            "rollout_is=token then does nothing; set ROLLOUT_COR",
+        ),
+        (
+            {
+                "METHOD": "egpo",
+                "ROLLOUT_CORRECTION": "none",
+                "ARGS": "algorithm.rollout_correction.bypass_mode=True",
+            },
+            "bypass_mode=True: leaves out",
+        ),
+        ({"METHOD": "ppo", "STEPS": "1"}, "CRITIC_WARMUP=1: leaves none of STEPS=1 to the policy"),
         ({"METHOD": "dpo", "ARGS": "trainer.total_epochs=1"}, "METHOD=dpo trains with TRL"),
         ({"METHOD": "dpo", "PAIRS_FILE": "p.jsonl", "SELF_PLAY_ROUNDS": "2"}, "PAIRS_FILE: holds samples of another"),
         ({"METHOD": "dpo", "PAIRS_FILE": "/no/such.jsonl"}, "PAIRS_FILE=/no/such.jsonl: no such file"),

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.slow
 
 TASK = "numerics"
 LAMBDA, ALPHA = 0.4, 0.1
+CAP = 1.01  # of the tokens' weights: met by some of them
 SMALL = {
     "TASK": TASK,
     "STACK": "cpu",
@@ -32,6 +33,7 @@ SMALL = {
     "MAX_RESPONSE_LENGTH": "128",
     "N": "1",
     "SAVE_FREQ": "1",
+    "ARGS": f"algorithm.rollout_correction.rollout_is_threshold={CAP}",
     "EGPO_LAMBDA": str(LAMBDA),
     "EGPO_ALPHA": str(ALPHA),  # entropies up to ln 260 = 5.6 are then both above and below |A| / α
     "VERL_USE_EXTERNAL_MODULES": "tests.dump",
@@ -106,14 +108,25 @@ def grpo_advantages(update: dict) -> np.ndarray:
 
 
 def check_the_batches(update: dict, losses: list[dict], mode: str, aggregation: str) -> None:
-    """Every response was trained on once, with the batch's advantages and log-probs; counts are of a mini-batch."""
+    """Every response was trained on once, with the batch's advantages, log-probs and weights, min(ratio, CAP) of the
+    trainer's to the engine's probability; counts are of a mini-batch."""
+    ratio = np.exp(update["old_log_probs"].astype(np.float64) - update["rollout_log_probs"])
+    capped = (ratio > CAP)[update["response_mask"] > 0].mean()
+    assert 0 < capped < 1
+    weights = np.minimum(ratio, CAP) * update["response_mask"]
 
     def rows(call: dict, old: str) -> list[tuple]:
         mask = call["response_mask"] > 0
         return sorted((*call["advantages"][i][m], *call[old][i][m]) for i, m in enumerate(mask))
 
+    def by_old(call: dict, old: str, name: str) -> dict:
+        return {call[old][i][m].tobytes(): call[name][i][m] for i, m in enumerate(call["response_mask"] > 0)}
+
     trained = sorted(row for call in losses for row in rows(call, "old_log_prob"))
     assert trained == rows(update, "old_log_probs")
+    wanted = by_old(update | {"weights": weights}, "old_log_probs", "weights")
+    used = [by_old(call, "old_log_prob", "rollout_is_weights") for call in losses]
+    assert all(np.allclose(values, wanted[row], atol=1e-5) for call in used for row, values in call.items())
     for pair in zip(losses[::2], losses[1::2], strict=True):
         tokens = sum(call["response_mask"].sum() for call in pair)
         for call in pair:
@@ -128,22 +141,25 @@ def parts(call: dict) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 def vanilla_loss(call: dict) -> float:
-    """Minus the mean of min(r A, clip(r) A), and of 3 A where that is less than 3 A < 0 (dual clip); token-mean."""
+    """Minus the mean of min(r A, clip(r) A), and of 3 A where that is less than 3 A < 0 (dual clip), times the
+    weight of a token; token-mean."""
     advantages, log_ratio, mask = parts(call)
     ratio = np.exp(log_ratio)
     objective = np.minimum(ratio * advantages, np.clip(ratio, 0.8, 1.2) * advantages)
     objective = np.where(advantages < 0, np.maximum(objective, 3 * advantages), objective)
-    return -(objective * mask).sum() / call["batch_num_tokens"]
+    return -(objective * call["rollout_is_weights"] * mask).sum() / call["batch_num_tokens"]
 
 
 def gspo_loss(call: dict) -> float:
-    """Minus the mean over sequences of min(s A, clip(s) A), s the geometric mean of a sequence's token ratios."""
+    """Minus the mean over sequences of min(s A, clip(s) A), s the geometric mean of a sequence's token ratios, times
+    the mean of its tokens' weights."""
     advantages, log_ratio, mask = parts(call)
     length = mask.sum(1)
     advantage = (advantages * mask).sum(1) / length
     ratio = np.exp((log_ratio * mask).sum(1) / length)
     objective = np.minimum(ratio * advantage, np.clip(ratio, 1 - 3e-4, 1 + 4e-4) * advantage)
-    return -objective.sum() / call["global_batch_size"]
+    weight = (call["rollout_is_weights"].astype(np.float64) * mask).sum(1) / length
+    return -(objective * weight).sum() / call["global_batch_size"]
 
 
 def largest(a: np.ndarray, b: np.ndarray) -> float:
@@ -187,11 +203,18 @@ def test_grpo_with_one_update_a_step(thinking_model, checkout, tmp_path):
     for name, tolerance in {
         "actor/entropy": 1e-5,
         "training/rollout_probs_diff_max": 1e-3,
-        "training/rollout_probs_diff_mean": 0.3,  # of micro-batches of 4, whatever their numbers of tokens
+        "training/rollout_probs_diff_mean": 1e-3,
+        "rollout_corr/rollout_is_mean": 1e-5,
+        "rollout_corr/rollout_is_ratio_fraction_high": 1e-5,
+        "rollout_corr/k3_kl": 1e-3,
         "training/rollout_actor_probs_pearson_corr": 1e-4,
     }.items():
         assert metrics[name] == pytest.approx(float(update[name.replace("/", "_")]), rel=tolerance), name
-    assert "rollout_corr/kl" in metrics
+    ratio = np.exp(update["old_log_probs"].astype(np.float64) - update["rollout_log_probs"])
+    weights = np.minimum(ratio, CAP)[update["response_mask"] > 0]
+    assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx(weights.mean(), rel=1e-5)
+    used = sum(float((call["rollout_is_weights"] * (call["response_mask"] > 0)).sum()) for call in losses)
+    assert used == pytest.approx(weights.sum(), rel=1e-5)
 
 
 def test_gspo(thinking_model, checkout, tmp_path):

@@ -7,6 +7,7 @@ from omegaconf import OmegaConf
 
 from tasks.common.settings import METHODS, SettingsError, load_settings, method
 from tasks.common.training import verl_config
+from tests.exact_kl import gradients
 from tests.helpers import ROOT, exported, stacks
 
 TASKS = sorted(path.parent.name for path in ROOT.glob("tasks/*/train.sh"))
@@ -41,7 +42,7 @@ def test_rl_overrides_compose(task, stack, method, changes, monkeypatch):
         assert not actor["use_kl_loss"]
     else:
         assert (actor["use_kl_loss"], actor["kl_loss_coef"]) == (s.KL_COEF > 0, s.KL_COEF)
-        assert actor["kl_loss_type"] == "low_var_kl" and not algorithm["use_kl_in_reward"]
+        assert actor["kl_loss_type"] == "low_var_kl+" and not algorithm["use_kl_in_reward"]
     assert rollout["name"] == "vllm"
     assert rollout["n"] == s.ROLLOUT_N
     assert rollout["response_length"] == s.MAX_RESPONSE_LENGTH
@@ -171,3 +172,52 @@ def test_a_probe_takes_more_samples_of_fewer_prompts(monkeypatch):
     defaults = {stage: settings_of("countdown", monkeypatch, STAGE=stage) for stage in ("eval", "probe", "batch")}
     assert [(s.N, s.LIMIT) for s in defaults.values()] == [(2, 0), (16, 64), (1, 0)]
     assert settings_of("countdown", monkeypatch, STAGE="probe", N="3", LIMIT="0").N == 3
+
+
+def test_the_kl_as_a_loss_has_the_gradient_of_the_kl(monkeypatch):
+    """By verl's own function; its estimator without the plus, k3, has another. For verl 0.6.1: test_a100_stack.py."""
+    from verl.trainer.ppo.core_algos import kl_penalty
+
+    kind = config_of(monkeypatch, KL_COEF="0.01").actor_rollout_ref.actor.kl_loss_type
+    exact, estimated, difference = gradients(kl_penalty, kind)
+    assert estimated.tolist() == pytest.approx(exact.tolist(), abs=1e-12) and difference < 1e-12
+    exact, biased, _ = gradients(kl_penalty, "low_var_kl")
+    assert biased.tolist() != pytest.approx(exact.tolist(), abs=0.01)
+
+
+@pytest.mark.parametrize(("chosen", "preset"), [("token", "token_is"), ("sequence", "k3_rs_token_tis")])
+@pytest.mark.parametrize("method", RL_METHODS)
+def test_rollout_correction_is_a_preset_of_verl(method, chosen, preset, monkeypatch):
+    from verl.trainer.config import RolloutCorrectionConfig
+
+    config = config_of(monkeypatch, METHOD=method, ROLLOUT_CORRECTION=chosen)
+    verls = getattr(RolloutCorrectionConfig, f"decoupled_{preset}")()
+    for name, value in config.algorithm.rollout_correction.items():
+        assert value == getattr(verls, name), name
+    verl_config.check(config)
+
+
+def test_tokens_are_weighed_by_default_and_not_where_it_is_switched_off(monkeypatch):
+    assert config_of(monkeypatch).algorithm.rollout_correction.rollout_is == "token"
+    assert config_of(monkeypatch, ROLLOUT_CORRECTION="none").algorithm.rollout_correction.rollout_is is None
+
+
+def test_a_correction_that_bypass_mode_would_leave_out_is_refused(monkeypatch):
+    bypass = "algorithm.rollout_correction.bypass_mode=True"
+    with pytest.raises(SettingsError, match=r"bypass_mode=True: rollout_is=token then does nothing; set ROLLOUT_COR"):
+        verl_config.check(config_of(monkeypatch, bypass))
+    verl_config.check(config_of(monkeypatch, bypass, ROLLOUT_CORRECTION="none"))
+
+
+def test_the_critics_warm_up_is_counted_in_steps(monkeypatch):
+    """verl's key is the number of the first step that trains the policy."""
+    for steps, key in (("0", 0), ("1", 2), ("5", 6)):
+        assert config_of(monkeypatch, METHOD="ppo", CRITIC_WARMUP=steps, STEPS="9").trainer.critic_warmup == key
+    assert config_of(monkeypatch).trainer.critic_warmup == 0  # without a critic
+    with pytest.raises(SettingsError, match=r"^CRITIC_WARMUP=2: leaves none of STEPS=2 to the policy; set it lower$"):
+        config_of(monkeypatch, METHOD="ppo", CRITIC_WARMUP="2", STEPS="2")
+
+
+def test_mini_batches_are_shuffled_the_critics_too(monkeypatch):
+    config = config_of(monkeypatch, METHOD="ppo")
+    assert config.actor_rollout_ref.actor.shuffle and config.critic.shuffle

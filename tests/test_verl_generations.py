@@ -132,6 +132,36 @@ def test_without_the_table_the_other_verl_refuses_our_names(monkeypatch):
         verl_config.compose("ppo_trainer", untranslated, verl_package("0.6.1"))
 
 
+@pytest.mark.parametrize("chosen", ["token", "none", "sequence"])
+def test_rollout_correction_is_done_or_refused(version, chosen, monkeypatch):
+    s = settings_of(monkeypatch, "a100", version, ROLLOUT_CORRECTION=chosen)
+    if (chosen, version) == ("sequence", "0.6.1"):
+        said = r"^ROLLOUT_CORRECTION=sequence: STACK=a100 has verl 0\.6\.1, .* take STACK=current$"
+        with pytest.raises(SettingsError, match=said):
+            rl(s, version)
+        return
+    config = rl(s, version)
+    correction = config["algorithm"]["rollout_correction"]
+    assert config["actor_rollout_ref"]["rollout"]["calculate_log_probs"]
+    assert correction["rollout_is"] == (None if chosen == "none" else "token")
+    assert correction["rollout_is_threshold"] == 2.0
+    assert correction["rollout_rs"] == ("seq_mean_k3" if chosen == "sequence" else None)
+
+
+def test_the_stacks_of_verl_091_weigh_tokens_by_default(monkeypatch):
+    chosen = {
+        stack: settings_of(monkeypatch, stack, "0.9.1").ROLLOUT_CORRECTION for stack in ("a100", "current", "cpu")
+    }
+    assert chosen == {"a100": "none", "current": "token", "cpu": "token"}
+
+
+def test_the_critics_warm_up_is_in_both(version, monkeypatch):
+    s = settings_of(monkeypatch, "a100", version, METHOD="ppo", CRITIC_WARMUP="3")
+    assert rl(s, version)["trainer"]["critic_warmup"] == 4  # the first step that trains the policy
+    trainer = verl_package(version) / f"trainer/ppo/{'ray_trainer' if version == '0.6.1' else 'v1/trainer_base'}.py"
+    assert "if self.config.trainer.critic_warmup <= self.global_steps:\n" in trainer.read_text()
+
+
 def test_a_correction_that_would_do_nothing_is_refused(version, monkeypatch):
     s = settings_of(monkeypatch, "a100", version)
     is_ = "algorithm.rollout_correction.rollout_is=token"

@@ -2,6 +2,7 @@
 
 In a real training, beside verl's own pass: test_numerics.py."""
 
+from functools import reduce
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from omegaconf import OmegaConf
 from tensordict import TensorDict
 
 from tasks.common.training import verl_config
-from tasks.common.verl_plugins.one_update import applies
+from tasks.common.verl_plugins.one_update import applies, cap
 from tests.test_verl_config import settings_of
 
 PROMPTS, LENGTHS = (3, 5, 2), (4, 1, 6)
@@ -91,9 +92,74 @@ def test_what_the_pass_would_have_measured(module, batch):
     difference = (log_probs.exp() - data["rollout_log_probs"].values().exp()).abs()
     assert metrics["entropy"].aggregate() == pytest.approx(entropies.mean().item())
     assert metrics["training/rollout_probs_diff_max"] == pytest.approx(difference.max().item())
-    assert metrics["training/rollout_probs_diff_mean"] == pytest.approx(difference.mean().item())
+    assert metrics["training/rollout_probs_diff_mean"].aggregate() == pytest.approx(difference.mean().item())
     kl = (data["rollout_log_probs"].values() - log_probs).mean().item()
-    assert metrics["rollout_corr/kl"] == pytest.approx(kl, abs=1e-6)
+    assert metrics["rollout_corr/kl"].aggregate() == pytest.approx(kl, abs=1e-6)
+
+
+def part(batch, rows: list[int]):
+    """Those ``rows`` of a batch as a micro-batch of it: the counts are still the batch's."""
+    data, output, _ = batch
+    chosen = {name: nested([tensor.unbind()[row] for row in rows]) for name, tensor in data.items() if row_wise(tensor)}
+    others = {name: data[name] for name in ("dp_size", "batch_num_tokens", "global_batch_size")}
+    made = TensorDict(chosen, batch_size=len(rows))
+    offsets = output["log_probs"].offsets()
+    values = {name: [output[name].values()[offsets[row] : offsets[row + 1]] for row in rows] for name in output}
+    return made, others, {name: nested_of(parts) for name, parts in values.items()}
+
+
+def row_wise(tensor) -> bool:
+    return isinstance(tensor, torch.Tensor) and tensor.is_nested
+
+
+def nested_of(parts: list[torch.Tensor]) -> torch.Tensor:
+    offsets = torch.tensor([0, *map(len, parts)]).cumsum(0)
+    return torch.nested.nested_tensor_from_jagged(torch.cat(parts), offsets)
+
+
+CAP = 1.2  # met by some of the tokens
+
+
+@pytest.mark.parametrize("loss", ["vanilla", "gspo", "gpg", "cispo"])
+@pytest.mark.parametrize("aggregation", ["token-mean", "seq-mean-token-mean"])
+def test_the_tokens_weights_are_those_of_verls_own_pass(module, batch, aggregation, loss):
+    """Loss, gradient and metrics of two micro-batches against verl's path: its weights of the whole batch, before."""
+    from verl import DataProto
+    from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
+
+    data, output, values = batch
+    config = actor_config(loss_agg_mode=aggregation, policy_loss={"loss_mode": loss})
+    own = module.response_from_nested(output["log_probs"].detach(), data["response_mask"])
+    padded = data.select("response_mask", "rollout_log_probs").set("old_log_probs", own).to_padded_tensor()
+    correction = {"rollout_is": "token", "rollout_is_threshold": CAP}
+    verls, metrics = compute_rollout_correction_and_add_to_batch(DataProto(batch=padded), correction)
+    weights = module.response_to_nested(verls.batch["rollout_is_weights"], data["response_mask"])
+    whole = data.clone().set("old_log_probs", own)
+    plain, _, _ = loss_of(module._ppo_loss, config, (whole.clone(), output, values))
+    wanted, _, gradients = loss_of(module._ppo_loss, config, (whole.set("rollout_is_weights", weights), output, values))
+    assert wanted != pytest.approx(plain) and 0 < metrics["rollout_corr/rollout_is_ratio_fraction_high"] < 1
+
+    total, found = 0, []
+    for rows in ([0, 2], [1]):
+        made, counts, outputs = part(batch, rows)
+        module.tensordict_utils.assign_non_tensor(made, **counts, **{module.ON_POLICY: True, module.CAP: CAP})
+        part_loss, part_metrics = module.ppo_loss(config, outputs, made)
+        total, found = total + part_loss, [*found, part_metrics]
+    (gradient,) = torch.autograd.grad(total, values["log_probs"])
+    assert total.item() == pytest.approx(wanted) and torch.allclose(gradient, gradients[0])
+    for name in module.OVER_TOKENS[:-1]:
+        together = reduce(lambda a, b: a.extend(b) or a, [each[name] for each in found])
+        assert together.aggregate() == pytest.approx(metrics[name], rel=1e-4, abs=1e-6), name
+    for name, end in (("rollout_corr/rollout_is_max", max), ("rollout_corr/rollout_is_min", min)):
+        assert end(each[name] for each in found) == pytest.approx(metrics[name])
+    assert set(metrics) <= set(found[0])
+
+
+def test_without_correction_nothing_is_weighed(module, batch):
+    data, _, _ = batch
+    module.tensordict_utils.assign_non_tensor(data, **{module.ON_POLICY: True, module.CAP: 0})
+    _, metrics, _ = loss_of(module.ppo_loss, actor_config(), batch)
+    assert not any("rollout_is" in name for name in metrics) and "rollout_corr/k3_kl" in metrics
 
 
 def test_other_batches_keep_their_old_log_probs(module, batch):
@@ -131,10 +197,18 @@ def composed(monkeypatch, *overrides: str, **changes: str):
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"KL_COEF": "0.01"}, {"LORA_RANK": "8"}, {"METHOD": "ppo", "MINI_BATCH_SIZE": "8"}]
+    ("changes", "weighed"),
+    [
+        ({}, 2.0),
+        ({"ROLLOUT_CORRECTION": "none"}, 0),
+        ({"KL_COEF": "0.01"}, 2.0),
+        ({"LORA_RANK": "8"}, 2.0),
+        ({"METHOD": "ppo", "MINI_BATCH_SIZE": "8"}, 2.0),
+    ],
 )
-def test_there_is_no_pass_where_a_step_is_one_update(module, monkeypatch, changes):
-    assert applies(composed(monkeypatch, **changes), 32)
+def test_there_is_no_pass_where_a_step_is_one_update(module, monkeypatch, changes, weighed):
+    config = composed(monkeypatch, **changes)
+    assert applies(config, 32) and cap(config) == weighed
 
 
 @pytest.mark.parametrize(
@@ -145,7 +219,9 @@ def test_there_is_no_pass_where_a_step_is_one_update(module, monkeypatch, change
         ([], {}, 40),  # a rollout of several turns can be several rows: then there are two updates
         (["actor_rollout_ref.actor.ppo_epochs=2"], {}, 32),
         (["actor_rollout_ref.rollout.calculate_log_probs=False"], {}, 32),
-        (["algorithm.rollout_correction.rollout_is=token"], {}, 32),
+        ([], {"ROLLOUT_CORRECTION": "sequence"}, 32),
+        (["algorithm.rollout_correction.rollout_is=sequence"], {}, 32),
+        (["algorithm.rollout_correction.rollout_is_batch_normalize=True"], {}, 32),
         (["algorithm.rollout_correction.rollout_rs=token_k1"], {}, 32),
         (["algorithm.rollout_correction.bypass_mode=True"], {}, 32),
         (["distillation.enabled=True"], {}, 32),

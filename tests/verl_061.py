@@ -18,15 +18,18 @@ from omegaconf import OmegaConf  # noqa: E402
 from torchdata.stateful_dataloader import StatefulDataLoader  # noqa: E402
 from verl import DataProto, __version__  # noqa: E402
 from verl.trainer.main_ppo import create_rl_sampler  # noqa: E402
+from verl.trainer.ppo import core_algos  # noqa: E402
 from verl.trainer.ppo.core_algos import agg_loss  # noqa: E402
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer  # noqa: E402
+from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch  # noqa: E402
 from verl.utils.debug.metrics import calculate_debug_metrics  # noqa: E402
 from verl.workers import fsdp_workers  # noqa: E402
 from verl.workers.actor.dp_actor import DataParallelPPOActor  # noqa: E402
 from verl.workers.config import FSDPActorConfig  # noqa: E402
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine  # noqa: E402
 
-from tasks.common.stacks.a100 import on_policy, verl_patches  # noqa: E402, F401  (each stops where verl has changed)
+from tasks.common.stacks.a100 import mini_batches, on_policy, verl_patches  # noqa: E402, F401  (each stops where verl has changed)
+from tests.exact_kl import gradients  # noqa: E402
 
 PROMPT, RESPONSE, ROWS = 5, 6, 8
 
@@ -91,12 +94,17 @@ def batch() -> DataProto:
     return DataProto.from_dict(tensors, meta_info={"micro_batch_size": 4, "use_dynamic_bsz": False})
 
 
-def with_verls_pass() -> tuple[dict, list[torch.Tensor]]:
+# Most ratios to the invented log-probs of the engine are small; a cap of 0.03 is met by some.
+TOKENS = {"rollout_is": "token", "rollout_is_threshold": 0.03}
+
+
+def with_verls_pass(correction: dict) -> tuple[dict, list[torch.Tensor]]:
     """Metrics of verl's own step, those of its pass included, and the weights after it."""
     ours, data = actor(), batch()
     data.meta_info["temperature"] = 0.7
     data.batch["old_log_probs"], entropy = ours.compute_log_prob(data, calculate_entropy=True)
-    metrics = on_policy._update_policy(ours, data) | calculate_debug_metrics(data)
+    data, found = compute_rollout_correction_and_add_to_batch(data, correction)
+    metrics = found | on_policy._update_policy(ours, data) | calculate_debug_metrics(data)
     metrics["actor/entropy"] = agg_loss(entropy, data.batch["response_mask"], "token-mean")
     return metrics, list(ours.actor_module.parameters())
 
@@ -117,7 +125,10 @@ def trainer(**changes):
                 "actor": {"ppo_mini_batch_size": ROWS, "ppo_epochs": 1},
                 "rollout": {"n": 1, "calculate_log_probs": True, "temperature": 0.7},
             },
-            "algorithm": {"use_kl_in_reward": False, "rollout_correction": {"rollout_is": None}},
+            "algorithm": {
+                "use_kl_in_reward": False,
+                "rollout_correction": {"rollout_is": None, "rollout_is_threshold": 2.0, "rollout_rs": None},
+            },
             "trainer": {"critic_warmup": 0},
         }
     )
@@ -130,12 +141,48 @@ def trainer(**changes):
     return made
 
 
-def without_pass() -> tuple[dict, list[torch.Tensor]]:
+def without_pass(correction: dict) -> tuple[dict, list[torch.Tensor]]:
     data = batch()
-    data = data.union(trainer().actor_rollout_wg.compute_log_prob(data))
+    changes = {f"algorithm.rollout_correction.{name}": value for name, value in correction.items()}
+    data = data.union(trainer(**changes).actor_rollout_wg.compute_log_prob(data))
     data.batch.pop("entropys")
+    data, found = compute_rollout_correction_and_add_to_batch(
+        data, correction
+    )  # as RayPPOTrainer.fit, of unused values
     ours = actor()
-    return ours.update_policy(data), list(ours.actor_module.parameters())
+    return found | ours.update_policy(data), list(ours.actor_module.parameters())
+
+
+def compared(correction: dict) -> dict:
+    """A step with verl's pass and one without it: their metrics, and whether they end at the same weights."""
+    (wanted, weights), (found, other_weights) = with_verls_pass(correction), without_pass(correction)
+    return {
+        "same weights": all(torch.allclose(a, b, atol=1e-7) for a, b in zip(weights, other_weights, strict=True)),
+        "first weights": weights[0].flatten()[:200].tolist(),
+        "wanted": {name: float(torch.as_tensor(value).float().mean()) for name, value in wanted.items()},
+        "found": {name: float(torch.as_tensor(value).float().mean()) for name, value in found.items()},
+    }
+
+
+# ---- mini-batches
+
+
+def mean_lengths(balance, gpus: int, step: int = 1) -> list[float]:
+    """Mean lengths of the four mini-batches of 128 responses after ``balance``, as dp_actor.py splits them."""
+    made = object.__new__(RayPPOTrainer)
+    made.config, made.global_steps = OmegaConf.create({"data": {"seed": 42}}), step
+    made.actor_rollout_wg = Workers()
+    made.actor_rollout_wg.world_size = gpus
+    lengths = torch.randint(10, 500, (128,), generator=torch.Generator().manual_seed(0))
+    mask = (torch.arange(500) < lengths[:, None]).long()
+    data = DataProto.from_dict({"attention_mask": mask})
+    balance(made, data, metrics={})
+    assert sorted(data.batch["attention_mask"].sum(1).tolist()) == sorted(lengths.tolist())
+    each = [part.split(128 // gpus // 4) for part in data.chunk(gpus)]  # of each GPU
+    return [
+        DataProto.concat(list(mini)).batch["attention_mask"].sum(1).float().mean().item()
+        for mini in zip(*each, strict=True)
+    ]
 
 
 # ---- what is drawn
@@ -163,13 +210,13 @@ def main() -> None:
     torch.distributed.init_process_group("gloo", rank=0, world_size=1)
     own = {"class_path": "pkg://tasks.common.stacks.a100.sampler", "class_name": "Shuffled"}
     none = {"class_path": None, "class_name": None}
-    (wanted, weights), (found, other_weights) = with_verls_pass(), without_pass()
     made_with = [
         {"actor_rollout_ref.actor.ppo_epochs": 2},
         {"actor_rollout_ref.actor.ppo_mini_batch_size": 4},
         {"actor_rollout_ref.rollout.calculate_log_probs": False},
         {"actor_rollout_ref.model.use_fused_kernels": False},
-        {"algorithm.rollout_correction.rollout_is": "token"},
+        {"algorithm.rollout_correction.rollout_is": "sequence"},
+        {"algorithm.rollout_correction.rollout_rs": "geometric"},
         {"algorithm.use_kl_in_reward": True},
         {"trainer.critic_warmup": 2},
     ]
@@ -179,9 +226,17 @@ def main() -> None:
             name: [resumes_where_it_was(s, n) for n in range(1, 6)] for name, s in (("own", own), ("verl", none))
         },
         "seeds": seeds_set(),
-        "same weights": all(torch.equal(a, b) for a, b in zip(weights, other_weights, strict=True)),
-        "wanted": {name: float(torch.as_tensor(value).float().mean()) for name, value in wanted.items()},
-        "found": {name: float(torch.as_tensor(value).float().mean()) for name, value in found.items()},
+        "none": compared({}),
+        "token": compared(TOKENS),
+        "lengths": {
+            "verl": mean_lengths(mini_batches._balance_batch, 2),
+            "own": mean_lengths(RayPPOTrainer._balance_batch, 2),
+            "next step": mean_lengths(RayPPOTrainer._balance_batch, 2, step=2),
+        },
+        "kl": {
+            kind: [tensor.tolist() for tensor in gradients(core_algos.kl_penalty, kind)]
+            for kind in ("low_var_kl", "low_var_kl+")
+        },
         "pass": [
             trainer(**changes).actor_rollout_wg.compute_log_prob(batch()) == "verl's pass" for changes in made_with
         ],

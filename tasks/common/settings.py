@@ -26,6 +26,7 @@ HEALTH_RULES = (
     "collapse",
     "kl",
     "spike",
+    "mismatch",
     "zero_variance",
     "truncation",
     "no_reward",
@@ -157,11 +158,17 @@ class Settings:
     MINI_BATCH_SIZE: int = variable("0", "prompts an optimizer step; 0: as the method wants", _not_negative)
     LR: float = variable("1e-6", "learning rate of the policy", positive)
     CRITIC_LR: float = variable("1e-5", "ppo: learning rate of the critic", positive)
+    CRITIC_WARMUP: int = variable("5", "ppo: of STEPS, the first, in which the critic alone learns", _not_negative)
     KL_COEF: float = variable(_kl_coef, "weight of the KL to the start; 0: no reference model", _not_negative)
     EGPO_LAMBDA: float = variable("0.4", "egpo: weight of the entropy in the advantage; 0: GRPO", _not_negative)
     EGPO_ALPHA: float = variable("2.0", "egpo: the entropy counts up to advantage / EGPO_ALPHA", positive)
     DPO_EPOCHS: int = variable(
         "1", "dpo: times through the pairs; its steps follow from it, and STEPS is not used", positive
+    )
+    ROLLOUT_CORRECTION: str = variable(
+        "token",
+        "for the engine's other log-probs: weigh each `token`, also leave out responses (`sequence`), or `none`",
+        _one_of("token", "sequence", "none"),
     )
     DPO_BETA: float = variable("0.1", "dpo: how strongly the policy is held to the start", positive)
     SFT_STEPS: int = variable("64", "optimizer steps of the warm-up", positive)
@@ -524,6 +531,10 @@ def _check_together(settings: Settings) -> None:
     if settings.MINI_BATCH_SIZE * settings.ROLLOUT_N % settings.world_size:
         machines = f" x NNODES={settings.NNODES}" if settings.NNODES > 1 else ""
         raise SettingsError(f"N_GPUS={settings.N_GPUS}{machines}: must divide MINI_BATCH_SIZE x ROLLOUT_N")
+    if settings.METHOD == "ppo" and settings.CRITIC_WARMUP >= settings.STEPS:
+        raise SettingsError(
+            f"CRITIC_WARMUP={settings.CRITIC_WARMUP}: leaves none of STEPS={settings.STEPS} to the policy; set it lower"
+        )
     if settings.METHOD == "dpo" and settings.NNODES > 1:
         raise SettingsError(f"NNODES={settings.NNODES}: METHOD=dpo trains on one machine; leave NNODES out")
     if settings.METHOD == "dpo" and settings.TRAIN_BATCH_SIZE % settings.N_GPUS:

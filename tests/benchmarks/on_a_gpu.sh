@@ -32,7 +32,7 @@ gspo() {
     start batch TASK=countdown "${LENGTHS[@]}" INPUT="$ARTIFACTS/in.jsonl" OUTPUT="$ARTIFACTS/out.jsonl" &&
     printf 'hello\n/sample\n/sample\n/exit\n' | start chat TASK=countdown "${LENGTHS[@]}"
 }
-ppo() { start train "${SHORT[@]}" METHOD=ppo; }
+ppo() { start train "${SHORT[@]}" METHOD=ppo CRITIC_WARMUP=1; }
 egpo() { start train "${SHORT[@]}" METHOD=egpo; }
 dpo() { start dpo "${SHORT[@]}" TRAIN_BATCH_SIZE=16 SAMPLED_PROMPTS=128; }
 lora() { start train "${SHORT[@]}" LORA_RANK=8 SFT_LR=1e-3 LR=1e-4; }
@@ -47,7 +47,7 @@ econ_agent() { # its default is LoRA
 }
 resume() { # killed after step 3, in the second epoch of two steps; the same command then goes on with step 4
   local same=("${SHORT[@]}" TRAIN_SIZE=64 TRAIN_BATCH_SIZE=32 STEPS=5 SAVE_FREQ=1 RUN=resumed
-    ARGS=algorithm.rollout_correction.rollout_is=token)
+    ROLLOUT_CORRECTION=token)
   local saved=$ARTIFACTS/runs/countdown/resumed/checkpoints/latest_checkpointed_iteration.txt
   set -m # the launcher and make in a process group of their own
   start train "${same[@]}" &

@@ -21,6 +21,8 @@ KL_STEPS = 10  # in a row below the band: at the start the policy is the referen
 SPIKE = 5  # times the median gradient norm of the steps before
 SPIKE_STEPS = 5  # that there must be before
 BEFORE = 50  # so many steps before a step are looked at
+MISMATCH = 0.01  # nats a token between the engine and the trainer; 0.0015 at most in the trainings of docs/results
+MISMATCH_STEPS = 3  # in a row above it
 TRUNCATED = 0.3  # share of the responses
 REWARD_STEPS = 3  # in a row with no reward at all
 
@@ -118,6 +120,22 @@ def _spike(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
             f"gradient norm {value:.3g}, {value / median(norms):.1f} times its median before: an unstable step; lower "
             "LR, or raise TRAIN_BATCH_SIZE"
         )
+
+
+def _mismatch(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
+    last = [each.get("rollout_corr/k3_kl") for each in [*before, row][-MISMATCH_STEPS:]]
+    if len(last) < MISMATCH_STEPS or not all(value is not None and value > MISMATCH for value in last):
+        return
+    advice = {
+        "none": "set ROLLOUT_CORRECTION=token",
+        "token": "try ROLLOUT_CORRECTION=sequence",
+        "sequence": "more than ROLLOUT_CORRECTION can mend",
+    }
+    yield (
+        f"KL between the log-probs of engine and trainer {last[-1]:.3g} > {MISMATCH} for {MISMATCH_STEPS} steps: the "
+        "samples are another policy's, by precision, kernels or ARGS of the rollout (top_p, quantization); "
+        f"{advice[s.ROLLOUT_CORRECTION]}, and lower LR"
+    )
 
 
 def _zero_variance(row: dict, before: list[dict], s: Settings) -> Iterator[str]:

@@ -28,6 +28,17 @@ HYDRA = [
 ]
 
 
+# ROLLOUT_CORRECTION: the engine's log-probs differ from the trainer's, so its samples are another policy's. Tokens
+# are weighed with their ratio, up to 2 (verl's preset decoupled_token_is). With `sequence`, responses whose mean k3
+# is above 0.01 are left out besides (decoupled_k3_rs_token_tis).
+TOKEN = ["algorithm.rollout_correction.rollout_is=token", "algorithm.rollout_correction.rollout_is_threshold=2.0"]
+SEQUENCE = [
+    "algorithm.rollout_correction.rollout_rs=seq_mean_k3",
+    "algorithm.rollout_correction.rollout_rs_threshold=0.01",
+]
+CORRECTIONS = {"none": [], "token": TOKEN, "sequence": [*TOKEN, *SEQUENCE]}
+
+
 def _quoted(path) -> str:
     """A value that hydra's override grammar takes as one text, whatever it contains."""
     text = str(path).replace("\\", "\\\\").replace("'", "\\'")
@@ -133,6 +144,7 @@ def rl_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
     actor = [
         f"actor_rollout_ref.actor.optim.lr={s.LR}",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={s.MINI_BATCH_SIZE}",
+        "actor_rollout_ref.actor.shuffle=True",  # the critic's too
         f"actor_rollout_ref.actor.checkpoint.save_contents={_save_contents(s)}",
         "actor_rollout_ref.actor.checkpoint.load_contents=[model,optimizer,extra]",
     ]
@@ -169,6 +181,7 @@ def rl_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
     method_ = method(s.METHOD).overrides(s)
     if goes_on and any(override.startswith("critic.model.path=") for override in method_):
         method_ += [f"critic.model.path={_quoted(whole_model(str(model)))}"]  # it begins as the policy
+    rollout += CORRECTIONS[s.ROLLOUT_CORRECTION]
     overrides = [*data, *model_, *actor, *batches, *rollout, *reward, *trainer, *_ray(s), *own, *method_]
     return verl_versions.translated(overrides, "ppo_trainer", s)
 
@@ -250,6 +263,14 @@ def check(config) -> None:
                 f"algorithm.rollout_correction.{name}={correction[name]}: does nothing without "
                 "actor_rollout_ref.rollout.calculate_log_probs=True; leave that on"
             )
+    # verl then takes the engine's log-probs for the old ones, and computes no weights.
+    if correction.get("bypass_mode") and not correction.get("use_policy_gradient"):
+        for name in ("rollout_is", "rollout_rs"):
+            if correction.get(name):
+                raise SettingsError(
+                    f"algorithm.rollout_correction.bypass_mode=True: {name}={correction[name]} then does nothing; set "
+                    "ROLLOUT_CORRECTION=none with it"
+                )
     if problem := _indivisible(config):
         raise SettingsError(problem)
 

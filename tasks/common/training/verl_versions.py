@@ -73,6 +73,7 @@ DIFFERENCES = {
             },
             left_out=(
                 "trainer.v1.trainer_mode",  # it has one trainer
+                "actor_rollout_ref.actor.shuffle",  # read by its Megatron workers only; stacks/a100/mini_batches.py
                 # Rollouts are seeded by the rank (verl/workers/fsdp_workers.py, gen_random_states).
                 "actor_rollout_ref.rollout.seed",
             ),
@@ -82,6 +83,7 @@ DIFFERENCES = {
                 # _get_gen_batch), and a classifier whose head is not called as a token classifier's gets a random one.
                 "reward.reward_model.": "REWARD_MODEL",
                 "algorithm.filter_groups.": "algorithm.filter_groups",  # known to its config, used by no trainer
+                "algorithm.rollout_correction.rollout_rs": "ROLLOUT_CORRECTION=sequence",  # it has no seq_mean_k3
             },
             needed=_rl_of_061,
         ),

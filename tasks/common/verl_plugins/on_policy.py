@@ -2,8 +2,9 @@
 
 The ratio of PPO and GRPO is to the log-probs of before the step's first update. Where that is the only update, they are
 the ones that it computes itself: verl 0.6.1 took them so (workers/actor/dp_actor.py, ``on_policy``), but had the pass
-as well; TRL leaves it out. The metrics that verl takes from the pass are measured in the update. Loaded in every verl
-process by tasks/common/verl_plugins/patches.py.
+as well; TRL leaves it out. The metrics that verl takes from the pass are measured in the update, and the importance
+weights of tokens (algorithm.rollout_correction) are computed there. Loaded in every verl process by
+tasks/common/verl_plugins/patches.py.
 """
 
 from contextlib import contextmanager
@@ -12,19 +13,32 @@ import torch
 from tensordict import TensorDict
 from verl import DataProto
 from verl.trainer.ppo.core_algos import agg_loss
-from verl.trainer.ppo.rollout_corr_helper import compute_rollout_corr_metrics_from_logprobs
+from verl.trainer.ppo.rollout_corr_helper import (
+    compute_rollout_corr_metrics_from_logprobs,
+    compute_rollout_correction_weights,
+)
 from verl.utils import tensordict_utils
 from verl.utils.debug.metrics import calculate_debug_metrics
 from verl.utils.metric import AggregationType, Metric
 from verl.workers import engine_workers
-from verl.workers.utils.padding import no_padding_2_padding, response_from_nested
+from verl.workers.utils.padding import no_padding_2_padding, response_from_nested, response_to_nested
 
 from tasks.common.verl_plugins.expect import expect
-from tasks.common.verl_plugins.one_update import ON_POLICY
+from tasks.common.verl_plugins.one_update import CAP, ON_POLICY
 
-MEASURED = ("training/", "rollout_corr/")  # metrics that verl takes from the pass
+CORRECTION = "rollout_corr/"
+MEASURED = ("training/", CORRECTION)  # metrics that verl takes from the pass
+# Those that are means over tokens. The others are taken over each micro-batch, and then their mean or extreme.
+OVER_TOKENS = [CORRECTION + name for name in ("kl", "k3_kl", "chi2_token", "rollout_is_mean")]
+OVER_TOKENS += [f"{CORRECTION}rollout_is_ratio_fraction_{end}" for end in ("high", "low")]
+OVER_TOKENS += ["training/rollout_probs_diff_mean"]
 
-expect(engine_workers.ppo_loss, 'old_log_prob = data["old_log_probs"]', 'entropy = model_output.get("entropy", None)')
+expect(
+    engine_workers.ppo_loss,
+    'old_log_prob = data["old_log_probs"]',
+    'entropy = model_output.get("entropy", None)',
+    'if "rollout_is_weights" in data:',
+)
 expect(engine_workers.ActorRolloutRefWorker.init_model, "self.loss_fn = partial(ppo_loss, config=actor_config)")
 
 
@@ -48,7 +62,7 @@ def measured(config, log_probs: torch.Tensor, entropy: torch.Tensor, data: Tenso
     """The metrics of the pass for one micro-batch; verl means them over micro-batches, or takes the largest.
 
     ``log_probs``, ``entropy``: shape (responses, tokens), nats; ``data`` has ``response_mask`` and
-    ``rollout_log_probs``, nested. The entropy is of the whole batch, as the loss is.
+    ``rollout_log_probs``, nested. The entropy is of the whole batch, as the loss is, and so are means over tokens.
     """
     batch = data.select("response_mask", "rollout_log_probs", "responses").to_padded_tensor()
     mask = batch["response_mask"].bool()
@@ -60,6 +74,27 @@ def measured(config, log_probs: torch.Tensor, entropy: torch.Tensor, data: Tenso
     return found | {"entropy": Metric(AggregationType.SUM, total)}
 
 
+def weighed(log_probs: torch.Tensor, data: TensorDict, cap: float | str) -> tuple[torch.Tensor, dict]:
+    """Truncated importance weights of one micro-batch's tokens, nested, and verl's metrics of them.
+
+    exp(log_probs - rollout_log_probs), at most ``cap``: what verl makes of the log-probs of its pass. ``log_probs``:
+    those of the update, which no gradient flows through, shape (responses, tokens).
+    """
+    batch = data.select("response_mask", "rollout_log_probs").to_padded_tensor()
+    ratio = log_probs - batch["rollout_log_probs"]
+    with torch.autocast(log_probs.device.type, enabled=False):
+        weights, found = compute_rollout_correction_weights(ratio, batch["response_mask"], "token", cap)
+    metrics = {CORRECTION + name: value for name, value in found.items()}
+    return response_to_nested(weights, data["response_mask"]), metrics
+
+
+def of_the_batch(metrics: dict, data: TensorDict) -> dict:
+    """``metrics`` of a micro-batch, those OVER_TOKENS as its part of the mean over all tokens of the batch."""
+    counts = data["response_mask"].values().sum().item() / data["batch_num_tokens"] * data["dp_size"]
+    parts = {name: Metric(AggregationType.SUM, metrics[name] * counts) for name in OVER_TOKENS if name in metrics}
+    return metrics | parts
+
+
 _ppo_loss = engine_workers.ppo_loss
 
 
@@ -67,13 +102,17 @@ def ppo_loss(config, model_output: dict, data: TensorDict, dp_group=None):
     """verl's loss (workers/utils/losses.py), with the model's own log-probs as the old ones in an ON_POLICY batch."""
     if not tensordict_utils.get_non_tensor_data(data=data, key=ON_POLICY, default=False):
         return _ppo_loss(config, model_output, data, dp_group)
-    log_probs, entropy = model_output["log_probs"].detach(), model_output["entropy"].detach()
-    data["old_log_probs"] = response_from_nested(log_probs, data["response_mask"])
+    nested, entropy = model_output["log_probs"].detach(), model_output["entropy"].detach()
+    log_probs, entropy = (no_padding_2_padding(values, data) for values in (nested, entropy))
+    data["old_log_probs"] = response_from_nested(nested, data["response_mask"])
+    found = {}
+    if cap := tensordict_utils.get_non_tensor_data(data=data, key=CAP, default=0):
+        data["rollout_is_weights"], found = weighed(log_probs, data, cap)
     if config.entropy_coeff == 0:  # verl would take its gradient, times 0
         model_output = {name: value for name, value in model_output.items() if name != "entropy"}
     loss, metrics = _ppo_loss(config, model_output, data, dp_group)
-    padded = (no_padding_2_padding(values, data) for values in (log_probs, entropy))
-    return loss, metrics | measured(config, *padded, data)
+    found |= measured(config, log_probs, entropy, data)
+    return loss, metrics | of_the_batch(found, data)
 
 
 engine_workers.ppo_loss = ppo_loss

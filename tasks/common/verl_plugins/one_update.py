@@ -4,12 +4,16 @@ on_policy.py leaves the pass out in verl 0.9.1, stacks/a100/on_policy.py in 0.6.
 """
 
 ON_POLICY = "on_policy"  # marks a batch for the actor
+CAP = "rollout_is_threshold"  # of the importance weights that the update of such a batch computes; 0: none
+
+# Of algorithm.rollout_correction, what wants log-probs of the whole batch before the update.
+BEFORE = ("rollout_rs", "bypass_mode", "rollout_is_batch_normalize", "rollout_token_veto_threshold")
 
 
 def applies(config, responses: int) -> bool:
     """Whether a step on ``responses`` rows makes one update, and nothing else needs the old log-probs.
 
-    ``config`` is verl's. KL in the reward, rollout correction and distillation need them.
+    ``config`` is verl's. KL in the reward, distillation and all of rollout correction but weights of tokens need them.
     """
     policy, algorithm = config.actor_rollout_ref, config.algorithm
     correction = algorithm.get("rollout_correction") or {}
@@ -18,6 +22,13 @@ def applies(config, responses: int) -> bool:
         and policy.actor.ppo_epochs == 1
         and policy.rollout.calculate_log_probs
         and not algorithm.use_kl_in_reward
-        and not any(correction.get(name) for name in ("rollout_is", "rollout_rs", "bypass_mode"))
+        and correction.get("rollout_is") in (None, "token")
+        and not any(correction.get(name) for name in BEFORE)
         and not (config.get("distillation") or {}).get("enabled")
     )
+
+
+def cap(config) -> float | str:
+    """The threshold of the tokens' importance weights, as verl takes it; 0 without such weights."""
+    correction = config.algorithm.get("rollout_correction") or {}
+    return correction.rollout_is_threshold if correction.get("rollout_is") else 0

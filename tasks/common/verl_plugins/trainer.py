@@ -119,14 +119,21 @@ class TaskTrainer(PPOTrainerSync):
     def _compute_values(self, batch, metrics):
         return super()._compute_values(_tensors(batch), metrics)
 
+    # A batch is in the order in which its responses were complete, the longest last. verl's shuffling of it into
+    # mini-batches (actor.shuffle) has one seed for all steps.
+    def _shuffled(self, part):
+        return on_policy.set_to(part, "data_loader_seed", self.config.data.seed + self.global_steps)
+
     def _update_critic(self, batch, metrics):
-        return super()._update_critic(_tensors(batch), metrics)
+        with self._shuffled(self.config.critic):
+            return super()._update_critic(_tensors(batch), metrics)
 
     def _update_actor(self, batch, metrics):
         policy, update = self.config.actor_rollout_ref, {}
         batch.extra_info[one_update.ON_POLICY] = self._on_policy
+        batch.extra_info[one_update.CAP] = one_update.cap(self.config)
         entropy = self._on_policy or policy.actor.calculate_entropy
-        with on_policy.set_to(policy.actor, "calculate_entropy", entropy):
+        with self._shuffled(policy.actor), on_policy.set_to(policy.actor, "calculate_entropy", entropy):
             batch = super()._update_actor(_tensors(batch), update)
         metrics.update(on_policy.taken_out(update))
         return batch

@@ -6,6 +6,8 @@ it needs besides.
 
 VERL = "0.6.1"
 
+DEFAULTS = {"ROLLOUT_CORRECTION": "none"}  # before a training of this stack has learned with it
+
 # verl reads this in every process.
 ENVIRONMENT = {"VERL_USE_EXTERNAL_MODULES": "tasks.common.stacks.a100.verl_patches"}
 

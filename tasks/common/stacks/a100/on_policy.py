@@ -1,7 +1,8 @@
 """No pass for the old log-probs in a step of one update, with verl 0.6.1 (0.9.1: verl_plugins/on_policy.py).
 
 verl 0.6.1 takes the update's own log-probs there (workers/actor/dp_actor.py, ``on_policy``), but makes the pass all the
-same. Here the update measures what verl's metrics take from the pass. verl_patches.py loads this in every verl process.
+same. Here the update measures what verl's metrics take from the pass, and computes the importance weights of tokens.
+verl_patches.py loads this in every verl process.
 """
 
 from unittest import mock
@@ -10,17 +11,19 @@ import torch
 from verl import DataProto
 from verl.trainer.ppo.core_algos import agg_loss
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
 from verl.utils.debug.metrics import calculate_debug_metrics
 from verl.workers.actor.dp_actor import DataParallelPPOActor
 
 from tasks.common.verl_plugins.expect import expect
-from tasks.common.verl_plugins.one_update import ON_POLICY, applies
+from tasks.common.verl_plugins.one_update import CAP, ON_POLICY, applies, cap
 
 expect(
     DataParallelPPOActor,
     "on_policy = len(mini_batches) == 1 and self.config.ppo_epochs == 1",
     "old_log_prob = log_prob.detach()",
-    "entropy, log_prob = self._forward_micro_batch(",
+    "entropy, log_prob = self._forward_micro_batch(\n                        model_inputs,",
+    'rollout_is_weights = model_inputs.get("rollout_is_weights", None)',
 )
 expect(
     RayPPOTrainer.fit,
@@ -43,7 +46,7 @@ def init_workers(self) -> None:
     def without_pass(batch: DataProto) -> DataProto:
         if not applies(self.config, len(batch)):
             return compute_log_prob(batch)
-        batch.meta_info[ON_POLICY] = True
+        batch.meta_info |= {ON_POLICY: True, CAP: cap(self.config)}
         sampled = batch.batch["rollout_log_probs"]
         given = {"temperature": self.config.actor_rollout_ref.rollout.temperature}  # the update reads it
         return DataProto.from_dict({"old_log_probs": sampled, "entropys": torch.zeros_like(sampled)}, meta_info=given)
@@ -54,6 +57,13 @@ def init_workers(self) -> None:
 RayPPOTrainer.init_workers = init_workers
 
 
+def weighed(batch: dict[str, torch.Tensor], limit: float) -> tuple[torch.Tensor, dict]:
+    """verl's truncated importance weights of tokens, shape (responses, tokens), and its metrics of them."""
+    ratio = batch["old_log_probs"] - batch["rollout_log_probs"]
+    weights, found = compute_rollout_correction_weights(ratio, batch["response_mask"], "token", limit)
+    return weights, {f"rollout_corr/{name}": value for name, value in found.items()}
+
+
 _update_policy = DataParallelPPOActor.update_policy
 
 
@@ -61,12 +71,14 @@ def update_policy(self, data: DataProto) -> dict:
     """verl's. For an ON_POLICY batch it adds the metrics of the pass, over all responses of this worker."""
     if not data.meta_info.get(ON_POLICY):
         return _update_policy(self, data)
-    parts, forward = [], self._forward_micro_batch
+    parts, forward, limit = [], self._forward_micro_batch, data.meta_info[CAP]
 
     def forward_and_keep(inputs, temperature, calculate_entropy=False):
         entropy, log_probs = forward(inputs, temperature=temperature, calculate_entropy=True)
         kept = {name: inputs[name] for name in ("responses", "response_mask", "rollout_log_probs")}
         parts.append(kept | {"old_log_probs": log_probs.detach(), "entropy": entropy.detach()})
+        if limit:  # in place of the trainer's, which have no log-probs to be taken from
+            inputs["rollout_is_weights"], _ = weighed(parts[-1], limit)
         return entropy if calculate_entropy else None, log_probs
 
     with mock.patch.object(self, "_forward_micro_batch", forward_and_keep):
@@ -74,6 +86,8 @@ def update_policy(self, data: DataProto) -> dict:
     batch = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     entropy = agg_loss(batch.pop("entropy"), batch["response_mask"], self.config.loss_agg_mode)
     found = calculate_debug_metrics(DataProto.from_dict(batch)) | {"actor/entropy": entropy}
+    if limit:
+        found |= weighed(batch, limit)[1]
     return metrics | {name: [float(value)] for name, value in found.items()}
 
 

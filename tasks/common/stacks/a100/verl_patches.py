@@ -9,11 +9,13 @@ import verl.utils.model as verl_model
 from verl.experimental.agent_loop import agent_loop
 from verl.experimental.reward import reward_manager
 from verl.models.transformers import monkey_patch
+from verl.trainer.ppo import core_algos
 from verl.utils import tracking
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from verl.workers import fsdp_workers
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
+import tasks.common.stacks.a100.mini_batches
 import tasks.common.stacks.a100.on_policy  # noqa: F401
 from tasks.common.process import die_with_torchrun
 from tasks.common.verl_plugins.expect import expect
@@ -68,6 +70,22 @@ def _without_code(load):
 
 agent_loop.hf_tokenizer = reward_manager.hf_tokenizer = _without_code(agent_loop.hf_tokenizer)
 agent_loop.hf_processor = _without_code(agent_loop.hf_processor)
+
+
+# ---- verl/trainer/ppo/core_algos.py:1424 looks for the value of `low_var_kl+` under that name, which has none --------
+
+expect(core_algos.kl_penalty, "forward_score = kl_penalty_forward(logprob, ref_logprob, kl_penalty)")
+expect(
+    core_algos.kl_penalty, 'if not kl_penalty.endswith("+")', "backward_score = 0.5 * (logprob - ref_logprob).square()"
+)
+_kl_penalty_forward = core_algos.kl_penalty_forward
+
+
+def _kl_penalty_forward_without_plus(logprob, ref_logprob, kl_penalty):
+    return _kl_penalty_forward(logprob, ref_logprob, kl_penalty.removesuffix("+"))
+
+
+core_algos.kl_penalty_forward = _kl_penalty_forward_without_plus
 
 
 # ---- verl/model_merger/base_model_merger.py:268 writes lora_alpha 0: nothing in a checkpoint says it -----------------

@@ -20,6 +20,7 @@ DEFAULTS = {
     "STEPS": "8",
     "TRAIN_BATCH_SIZE": "8",
     "ROLLOUT_N": "8",
+    "CRITIC_WARMUP": "1",
     "LR": "1e-5",
     "SFT_STEPS": "8",
     "SFT_BATCH_SIZE": "32",

@@ -14,5 +14,6 @@ def overrides(s: Settings) -> list[str]:
         # The reference model exists only with a KL term (verl/trainer/ppo/utils.py, need_reference_policy).
         f"actor_rollout_ref.actor.use_kl_loss={s.KL_COEF > 0}",
         f"actor_rollout_ref.actor.kl_loss_coef={s.KL_COEF}",
-        "actor_rollout_ref.actor.kl_loss_type=low_var_kl",
+        # The value is k3's, the gradient k2's, which is that of the KL; k3's own is not.
+        "actor_rollout_ref.actor.kl_loss_type=low_var_kl+",
     ]

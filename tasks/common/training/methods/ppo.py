@@ -15,6 +15,8 @@ def overrides(s: Settings) -> list[str]:
         f"algorithm.kl_ctrl.kl_coef={s.KL_COEF}",
         "critic.model.path=${actor_rollout_ref.model.path}",
         f"critic.optim.lr={s.CRITIC_LR}",
+        # verl updates the policy from the step on that has this number.
+        f"trainer.critic_warmup={s.CRITIC_WARMUP and s.CRITIC_WARMUP + 1}",
         "critic.ppo_micro_batch_size_per_gpu=${actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu}",
         "critic.ppo_max_token_len_per_gpu=${actor_rollout_ref.actor.ppo_max_token_len_per_gpu}",
         "trainer.max_critic_ckpt_to_keep=${trainer.max_actor_ckpt_to_keep}",
