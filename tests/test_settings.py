@@ -40,6 +40,7 @@ VALUES = {
     "METHOD": "grpo",
     "REWARD": "",
     "REWARD_MODEL": "",
+    "TRUNCATED": "counted",
     "STEPS": "10",
     "SELF_PLAY_ROUNDS": "1",
     "TRAIN_BATCH_SIZE": "8",
@@ -137,6 +138,7 @@ def test_missing_variable_is_named(name):
     + [(name, "0") for name in INTEGERS + FLOATS if name not in ZERO_ALLOWED]
     + [("TEST_SIZE", "1.5"), ("GPU_MEMORY_UTILIZATION", "1.01"), ("GPU_MEMORY_UTILIZATION", "50")]
     + [("METHOD", value) for value in ("", "nosuch", "GRPO", "__init__", "../grpo", "grpo.py")]
+    + [("TRUNCATED", value) for value in ("", "dropped")]
     + [("INIT", value) for value in ("", "rl", "SFT")]
     + [("DIFFICULTY", value) for value in ("", "medium")]
     + [("MODEL", ""), ("MODEL", "  "), ("SOURCE", "")]

@@ -93,6 +93,10 @@ class Settings:
     METHOD: str = _setting(f"one of {', '.join(METHODS)}", _one_of(*METHODS))
     REWARD: str = _setting("variant of the task's reward; what a task knows stands in its train.sh", _name)
     REWARD_MODEL: str = _setting("a sequence classifier (hub id or folder) whose score is the reward in training")
+    TRUNCATED: str = _setting(
+        "responses cut off at the limit: counted, masked (no loss), or shaped (a soft penalty near the limit)",
+        _one_of("counted", "masked", "shaped"),
+    )
     STEPS: int = _setting("training steps; a larger number continues the same run", _positive)
     SELF_PLAY_ROUNDS: int = _setting("trainings of STEPS, each from, and held to, the result of the last", _positive)
     TRAIN_BATCH_SIZE: int = _setting("prompts (dpo: pairs) a step", _positive)
