@@ -40,6 +40,7 @@ VALUES = {
     "METHOD": "grpo",
     "REWARD": "",
     "REWARD_MODEL": "",
+    "TEACHER": "",
     "TRUNCATED": "counted",
     "STEPS": "10",
     "SELF_PLAY_ROUNDS": "1",

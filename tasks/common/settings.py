@@ -93,6 +93,7 @@ class Settings:
     METHOD: str = _setting(f"one of {', '.join(METHODS)}", _one_of(*METHODS))
     REWARD: str = _setting("variant of the task's reward; what a task knows stands in its train.sh", _name)
     REWARD_MODEL: str = _setting("a sequence classifier (hub id or folder) whose score is the reward in training")
+    TEACHER: str = _setting("distill: a model (hub id or folder) with the tokenizer of MODEL; has a GPU of its own")
     TRUNCATED: str = _setting(
         "responses cut off at the limit: counted, masked (no loss), or shaped (a soft penalty near the limit)",
         _one_of("counted", "masked", "shaped"),

@@ -25,6 +25,7 @@ SEED=${SEED:-42}
 METHOD=${METHOD:-grpo}                     # grpo | gspo | egpo | ppo | dpo
 REWARD=${REWARD:-instruct}                 # strict (with thinking) | instruct
 REWARD_MODEL=${REWARD_MODEL:-}             # a sequence classifier in place of the reward in training
+TEACHER=${TEACHER:-}                       # distill: the model that scores each token, on a GPU of its own
 TRUNCATED=${TRUNCATED:-$([[ $METHOD == dapo ]] && echo shaped || echo counted)} # responses cut off: counted | masked | shaped
 STEPS=${STEPS:-100}
 SELF_PLAY_ROUNDS=${SELF_PLAY_ROUNDS:-1}    # trainings of STEPS, each from, and held to, the result of the last
