@@ -89,6 +89,7 @@ class Settings:
     )
     SAMPLED_PROMPTS: int = _setting("training prompts sampled for SFT_SOURCE=samples and dpo; 0: all", _not_negative)
     SEED: int = _setting("of data, sampling and shuffling", _not_negative)
+    TRAIN_SEED: int = _setting("of RL and DPO alone: order of prompts, sampling; default SEED", _not_negative)
     # optimisation
     METHOD: str = _setting(f"one of {', '.join(METHODS)}", _one_of(*METHODS))
     REWARD: str = _setting("variant of the task's reward; what a task knows stands in its train.sh", _name)

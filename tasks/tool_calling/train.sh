@@ -21,6 +21,7 @@ TRAIN_FILE=${TRAIN_FILE:-}                 # a parquet in place of train.parquet
 PAIRS_FILE=${PAIRS_FILE:-}                 # dpo: parquet, json or jsonl of prompt, chosen, rejected; empty: of own samples
 SAMPLED_PROMPTS=${SAMPLED_PROMPTS:-1024}   # training prompts sampled for SFT_SOURCE=samples and dpo; 0: all
 SEED=${SEED:-42}
+TRAIN_SEED=${TRAIN_SEED:-$SEED}            # of RL and DPO alone; the data and the warm-up keep SEED
 # ---- optimisation
 METHOD=${METHOD:-grpo}                     # grpo | gspo | egpo | ppo | dpo
 REWARD=${REWARD:-instruct}                 # strict (with thinking) | instruct
