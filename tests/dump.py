@@ -51,7 +51,7 @@ def update_actor(self, batch, metrics):
     if batch.extra_info["on_policy"]:  # verl's own pass, beside what the update measures
         PPOTrainer._compute_old_log_prob(self, batch, verls)
     uid = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["uid"])["uid"]
-    before = padded(batch, *FIELDS)
+    before = padded(batch, *FIELDS, *(["teacher_logprobs"] if self.use_teacher_policy else []))
     again = {}
     if settings := self.config.trainer.v1.get("egpo"):
         # The same batch by GRPO, by EGPO with λ = 0, and last as it is trained on.

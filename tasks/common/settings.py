@@ -327,6 +327,8 @@ def _check_together(settings: Settings) -> None:
         raise SettingsError(f"NNODES={settings.NNODES}: METHOD=dpo trains on one machine; leave NNODES out")
     if settings.METHOD == "dpo" and settings.TRAIN_BATCH_SIZE % settings.N_GPUS:
         raise SettingsError(f"N_GPUS={settings.N_GPUS}: must divide TRAIN_BATCH_SIZE={settings.TRAIN_BATCH_SIZE}")
+    if settings.TEACHER and settings.METHOD != "distill":
+        raise SettingsError(f"TEACHER={settings.TEACHER}: is for METHOD=distill; METHOD={settings.METHOD} has none")
     if settings.METHOD == "dpo" and settings.REWARD_MODEL:
         raise SettingsError("REWARD_MODEL: is for the RL methods; METHOD=dpo learns from pairs")
     if settings.SFT_BATCH_SIZE % settings.N_GPUS:

@@ -28,13 +28,14 @@ from tasks.common.runs.folder import (
     sft_dir,
 )
 from tasks.common.settings import Settings, SettingsError, method
-from tasks.common.training import tracking, verl_config, verl_versions
+from tasks.common.training import tracking, truncated, verl_config, verl_versions
 
 
 def check(s: Settings, arguments: list[str]) -> None:
     """Say what cannot work before anything starts. Raises SettingsError; prints warnings."""
     compute_score_of(s)
     tracking.check(s)
+    truncated.check(s)
     last_round = rounds(s, arguments)[-1]  # a wrong RUN is said now
     if s.METHOD == "dpo":
         if arguments:
@@ -92,7 +93,7 @@ def train(s: Settings, arguments: list[str]) -> str:
         if s.SELF_PLAY_ROUNDS > 1:
             print(f"  round {number} of {s.SELF_PLAY_ROUNDS}: {run_dir.name}")
         # Other prompts and samples in each round.
-        said = _round(replace(s, SEED=s.SEED + number - 1), s, arguments, number, start, run_dir)
+        said = _round(replace(s, SEED=s.TRAIN_SEED + number - 1), s, arguments, number, start, run_dir)
         start = str(hf_folder(run_dir))
     return said
 

@@ -13,7 +13,7 @@ from tasks.common.machine import cluster
 from tasks.common.machine.memory import GIB, Plan
 from tasks.common.models import reward_model
 from tasks.common.settings import ROOT, Settings, SettingsError, method
-from tasks.common.training import tracking, verl_versions
+from tasks.common.training import tracking, truncated, verl_versions
 
 PLUGINS = ROOT / "tasks/common/verl_plugins"
 
@@ -142,7 +142,6 @@ def rl_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
         f"actor_rollout_ref.rollout.gpu_memory_utilization={s.GPU_MEMORY_UTILIZATION}",
         f"actor_rollout_ref.rollout.seed={s.SEED}",
         f"actor_rollout_ref.rollout.agent.agent_loop_config_path={_quoted(PLUGINS / 'agent_loops.yaml')}",
-        "actor_rollout_ref.rollout.agent.default_agent_loop=single_turn_of_row",
     ]
     reward = _reward_model(s) if s.REWARD_MODEL else _reward_function(s)
     trainer = [
@@ -166,7 +165,7 @@ def rl_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
     ]
     stack = stack_overrides("STACK_OVERRIDES", "STACK_RL_OVERRIDES")
     batches = _micro_batches(s)
-    method_ = method(s.METHOD).overrides(s)
+    method_ = [*truncated.overrides(s), *method(s.METHOD).overrides(s)]
     overrides = [*data, *model_, *actor, *batches, *rollout, *reward, *trainer, *_ray(s), *stack, *method_]
     return verl_versions.translated(overrides, "ppo_trainer", s)
 
