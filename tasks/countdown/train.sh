@@ -21,7 +21,7 @@ SAMPLED_PROMPTS=${SAMPLED_PROMPTS:-1024}   # training prompts sampled for SFT_SO
 SEED=${SEED:-42}
 TRAIN_SEED=${TRAIN_SEED:-$SEED}            # of RL and DPO alone; the data and the warm-up keep SEED
 # ---- optimisation
-METHOD=${METHOD:-grpo}                     # grpo | gspo | egpo | ppo | dpo
+METHOD=${METHOD:-grpo}                     # a file of tasks/common/training/methods (docs/METHODS.md)
 REWARD=${REWARD:-}                         # variant of the reward; this task has one
 REWARD_MODEL=${REWARD_MODEL:-}             # a sequence classifier in place of the reward in training
 TEACHER=${TEACHER:-}                       # distill: the model that scores each token, on a GPU of its own

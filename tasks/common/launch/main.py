@@ -10,14 +10,13 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 from tasks.common.data.prepare import describe
 from tasks.common.data.rows import DataError, validate_parquet
 from tasks.common.evaluation.tables import total_time
 from tasks.common.files import read_json
-from tasks.common.launch import doctor, train
+from tasks.common.launch import doctor, experiments, train
 from tasks.common.launch.task import compute_score_of, default_model, environment, script
 from tasks.common.models.find import embedded_folder, resolve_model
 from tasks.common.models.merge import base_of, is_adapter, merge, merged_folder
@@ -153,25 +152,22 @@ def merged(s: Settings, command: Command, run_dir: Path | None) -> str:
 
 
 def experiment(s: Settings, command: Command, arguments: list[str], before: dict[str, Callable[[], str]]) -> None:
-    """`make experiment`: train with each of METHODS on the same data, with the same settings, and compare them."""
-    names = list(dict.fromkeys(filter(None, command.METHODS.split(","))))
-    chosen = [load_settings(os.environ | {"METHOD": name}) for name in names]
-    if len(chosen) < 2:
-        raise SettingsError(f"METHODS={command.METHODS}: name two or more, separated by commas")
-    # The same for all: as many optimizer steps as the one that wants most.
-    mini = min(each.MINI_BATCH_SIZE for each in chosen)
-    chosen = [replace(each, MINI_BATCH_SIZE=mini, RUN=f"{s.RUN}-{each.METHOD}" if s.RUN else "") for each in chosen]
-    for each in chosen:
+    """`make experiment`: train with each of METHODS, LRS and SEEDS on the same data, and compare the results."""
+    runs = experiments.planned(s, command)
+    for each in {each.METHOD: each for each in runs.values()}.values():
         train.check(each, arguments)
 
     def compared() -> str:
-        runs = {each.METHOD: rounds(each, arguments)[-1] for each in chosen}
-        models = {"start": train.start_model(s)} | {name: str(hf_folder(run)) for name, run in runs.items()}
-        script(chosen[0], "evaluate.py", "experiment", *(f"{label}={path}" for label, path in models.items()))
-        return ", ".join(models)
+        folders = {label: rounds(each, arguments)[-1] for label, each in runs.items()}
+        models = {"start": train.start_model(s)} | {label: str(hf_folder(run)) for label, run in folders.items()}
+        script(s, "evaluate.py", "experiment", *(f"{label}={path}" for label, path in models.items()))
+        return f"{len(models)} models"
 
     stages = before | ({"sft": lambda: train.sft(s)} if s.INIT == "sft" else {})
-    stages |= {each.METHOD: functools.partial(train.train, each, arguments) for each in chosen}
+    if command.JOBS > 1:
+        stages |= {"train": lambda: experiments.train_at_once(runs, arguments, command.JOBS)}
+    else:
+        stages |= {label: functools.partial(train.train, each, arguments) for label, each in runs.items()}
     run_stages(stages | {"compare": compared})
 
 
@@ -244,6 +240,9 @@ def main(stage: str, arguments: list[str]) -> None:
         return
     if stage == "doctor":
         doctor.report(s, arguments)
+        return
+    if stage == "job":  # of an experiment, which has the lock
+        print(train.train(s, arguments))
         return
     if stage == "rescore":
         compute_score_of(s)

@@ -43,9 +43,9 @@ def overrides(s: Settings) -> list[str]:
 
 
 def _teacher(s: Settings) -> str:
-    """The folder or hub id of TEACHER."""
+    """The folder or hub id of TEACHER; empty where none is set, which is a ``problem``."""
     if not s.TEACHER:
-        raise SettingsError("TEACHER is empty: METHOD=distill learns from a model; set a hub id or a folder")
+        return ""
     if is_adapter(Path(s.TEACHER).expanduser()):
         raise SettingsError(f"TEACHER={s.TEACHER}: is a LoRA adapter; merge it first (make merge MODEL=...)")
     try:
@@ -65,6 +65,8 @@ def problem(config) -> str | None:
     if rollout.temperature != 1:  # the teacher scores at 1 (verl/experimental/teacher_loop/teacher_manager.py)
         return f"TEMPERATURE={rollout.temperature}: METHOD=distill compares log-probs at TEMPERATURE=1; leave it out"
     teacher = config.distillation.teacher_models.teacher_model.model_path
+    if not teacher:
+        return "TEACHER is empty: METHOD=distill learns from a model; set its hub id or folder"
     policy = resolve_model(config.actor_rollout_ref.model.path)
     if _vocabulary(teacher, "TEACHER") != _vocabulary(policy, "MODEL"):
         return f"TEACHER={teacher}: has another tokenizer than MODEL={policy}; METHOD=distill compares their tokens"
