@@ -84,7 +84,7 @@ sft: $(INSTALLED) ## SFT warm-up on the task's demonstrations
 train: $(INSTALLED) ## everything: data, model, SFT warm-up, RL, evaluation, closing table
 dpo: $(INSTALLED) ## the same with DPO: on pairs of PAIRS_FILE, or of the policy's own samples
 all: $(INSTALLED) ## data, (sft), train, merge, eval, compare; FROM=train starts later, on data that is there
-experiment: $(INSTALLED) ## train with each of METHODS=grpo,gspo,egpo on the same data, and compare them
+experiment: $(INSTALLED) ## train with METHODS=grpo,gspo, SEEDS=3, LRS=1e-6,3e-6 on the same data, and compare them
 probe: $(INSTALLED) ## before training: has the data signal for this model? FILTER=1 keeps the prompts that have
 eval: $(INSTALLED) ## evaluate MODEL, or base, warm-up and trained model
 compare: $(INSTALLED) ## BASE against MODEL or the trained model: paired tests, prompts gained and lost
