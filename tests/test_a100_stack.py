@@ -42,3 +42,12 @@ def test_a_step_of_one_update_without_the_pass_is_verls_with_it(result):
 
 def test_the_pass_is_made_where_something_wants_it(result):
     assert result["pass"] == [True] * 7
+
+
+def test_dr_grpos_loss_is_a_mean_over_responses_however_they_are_split(result):
+    assert result["dr_grpo losses"] == pytest.approx([result["dr_grpo wanted"]] * 3, rel=1e-4)
+    assert result["dr_grpo weights"] < 1e-6
+
+
+def test_the_metric_of_the_entropy_is_of_a_token_whatever_the_loss(result):
+    assert result["entropy"] == pytest.approx(result["entropy wanted"])
