@@ -161,11 +161,11 @@ def largest(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.abs(a - b).max())
 
 
-def check_losses(losses: list[dict], reference) -> float:
-    """The largest difference from ``reference``."""
+def check_losses(losses: list[dict], reference, distinct: int = 5) -> float:
+    """The largest difference from ``reference``; at least ``distinct`` losses must differ from one another."""
     difference = max(abs(float(call["loss"]) - reference(call)) for call in losses)
     assert difference < 1e-5
-    assert len({round(float(call["loss"]), 4) for call in losses}) > 4  # not all of them nothing
+    assert len({round(float(call["loss"]), 4) for call in losses}) >= distinct  # not all of them nothing
     return difference
 
 
@@ -342,7 +342,8 @@ def test_rloo_with_truncated_responses_masked(thinking_model, checkout, tmp_path
     assert largest(update["advantages"], others) < 1e-5 and np.abs(others).max() > 2
     tokens = sum(call["response_mask"].sum() for call in losses)
     assert tokens == mask[~cut].sum()
-    print("advantages", largest(update["advantages"], others), "losses", check_losses(losses, vanilla_loss))
+    # A micro-batch may have no token left.
+    print("advantages", largest(update["advantages"], others), "losses", check_losses(losses, vanilla_loss, 3))
 
 
 @pytest.mark.long

@@ -93,7 +93,7 @@ FSDPCheckpointManager.save_checkpoint = _save_checkpoint_with_alpha
 # The actor weighs a micro-batch by its share of the mini-batch: a response would weigh more among more of them.
 
 expect(core_algos.agg_loss, "loss = torch.sum(seq_losses) / loss_mask.shape[-1]  # The divisor")
-expect(dp_actor.DataParallelPPOActor.update_policy, "loss_scale_factor = response_mask.shape[0] / self.config.ppo_mini")
+expect(dp_actor.DataParallelPPOActor, "loss_scale_factor = response_mask.shape[0] / self.config.ppo_mini_batch_size")
 _agg_loss = core_algos.agg_loss
 
 
