@@ -86,8 +86,9 @@ def of_machine(s: Settings, found: hardware.Nvidia | None) -> Iterator[Finding]:
     yield ok("gpu", f"driver {found.driver}, CUDA {found.cuda}, {len(found.gpus)} x {names}, free {free_now}")
     others = getattr(method(s.METHOD), "GPUS", 0)  # of a teacher
     if len(found.gpus) < s.N_GPUS + others:
-        wanted = f"N_GPUS={s.N_GPUS}{f' and {others} for TEACHER' if others else ''}"
-        yield error("gpu", f"{wanted}, and there are {len(found.gpus)}", f"set N_GPUS={len(found.gpus) - others}")
+        wanted = f"{s.N_GPUS}{f' and {others} for TEACHER' if others else ''}"
+        there = len(found.gpus)
+        yield error("gpu", f"N_GPUS={wanted}, and there are {there}", f"set N_GPUS={there - others}")
     for number, gpu in enumerate(found.gpus[: s.N_GPUS]):
         if not gpu.processes:
             continue
