@@ -46,7 +46,6 @@ def test_the_pass_is_made_where_something_wants_it(result):
 
 def test_dr_grpos_loss_is_a_mean_over_responses_however_they_are_split(result):
     assert result["dr_grpo losses"] == pytest.approx([result["dr_grpo wanted"]] * 3, rel=1e-4)
-    assert result["dr_grpo weights"] < 1e-6
 
 
 def test_the_metric_of_the_entropy_is_of_a_token_whatever_the_loss(result):
