@@ -53,9 +53,11 @@ def measured(config, log_probs: torch.Tensor, entropy: torch.Tensor, data: Tenso
     batch = data.select("response_mask", "rollout_log_probs", "responses").to_padded_tensor()
     mask = batch["response_mask"].bool()
     batch["old_log_probs"] = log_probs
-    with torch.autocast(log_probs.device.type, enabled=False):  # the loss is computed under it
-        found = calculate_debug_metrics(DataProto(batch=batch))
-        found |= compute_rollout_corr_metrics_from_logprobs(log_probs, batch["rollout_log_probs"], mask)
+    found = {}
+    if mask.any():  # TRUNCATED=masked may leave a micro-batch without a token
+        with torch.autocast(log_probs.device.type, enabled=False):  # the loss is computed under it
+            found = calculate_debug_metrics(DataProto(batch=batch))
+            found |= compute_rollout_corr_metrics_from_logprobs(log_probs, batch["rollout_log_probs"], mask)
     total = agg_loss(entropy, mask, "token-mean", **config.global_batch_info)  # nats a token, whatever the loss's mode
     return found | {"entropy": Metric(AggregationType.SUM, total)}
 
