@@ -147,6 +147,21 @@ def test_a_correction_that_would_do_nothing_is_refused(version, monkeypatch):
         rl(s, version, is_, "actor_rollout_ref.rollout.calculate_log_probs=False")
 
 
+def test_truncated_and_dr_grpo_in_the_names_of_the_version(version, monkeypatch):
+    s = settings_of(monkeypatch, "a100", version, METHOD="dr_grpo", TRUNCATED="shaped", MAX_RESPONSE_LENGTH="100")
+    config = rl(s, version)
+    reward = config["reward_model" if version == "0.6.1" else "reward"]
+    manager = reward["reward_manager"] if version == "0.6.1" else reward["reward_manager"]["name"]
+    assert manager == "dapo" and reward["reward_kwargs"]["max_resp_len"] == 100
+    assert reward["reward_kwargs"]["overlong_buffer_cfg"]["len"] == 20
+    actor = config["actor_rollout_ref"]["actor"]
+    assert actor["loss_agg_mode"] == "seq-mean-token-sum-norm"
+    assert actor.get("loss_scale_factor") == (None if version == "0.6.1" else 100)
+    masked = settings_of(monkeypatch, "a100", version, TRUNCATED="masked")
+    agent = rl(masked, version)["actor_rollout_ref"]["rollout"]["agent"]
+    assert agent["default_agent_loop"] == "single_turn_unless_truncated"
+
+
 def test_the_users_arguments_are_not_translated(monkeypatch):
     s = settings_of(monkeypatch, "a100", "0.6.1")
     assert rl(s, "0.6.1", "critic.model.fsdp_config.fsdp_size=2")["critic"]["model"]["fsdp_config"]["fsdp_size"] == 2
