@@ -330,6 +330,11 @@ def _check_together(settings: Settings) -> None:
         raise SettingsError(f"NNODES={settings.NNODES}: METHOD=dpo trains on one machine; leave NNODES out")
     if settings.METHOD == "dpo" and settings.TRAIN_BATCH_SIZE % settings.N_GPUS:
         raise SettingsError(f"N_GPUS={settings.N_GPUS}: must divide TRAIN_BATCH_SIZE={settings.TRAIN_BATCH_SIZE}")
+    if settings.TRUNCATED != "counted" and settings.METHOD == "dpo":
+        raise SettingsError(f"TRUNCATED={settings.TRUNCATED}: is for the RL methods; METHOD=dpo learns from pairs")
+    if settings.TRUNCATED == "shaped" and (settings.METHOD == "distill" or settings.REWARD_MODEL):
+        what = "REWARD_MODEL is the whole reward" if settings.REWARD_MODEL else "METHOD=distill learns from no reward"
+        raise SettingsError(f"TRUNCATED=shaped: {what}; take TRUNCATED=masked or counted")
     if settings.TEACHER and settings.METHOD != "distill":
         raise SettingsError(f"TEACHER={settings.TEACHER}: is for METHOD=distill; METHOD={settings.METHOD} has none")
     if settings.METHOD == "dpo" and settings.REWARD_MODEL:

@@ -28,14 +28,13 @@ from tasks.common.runs.folder import (
     sft_dir,
 )
 from tasks.common.settings import Settings, SettingsError, method
-from tasks.common.training import tracking, truncated, verl_config, verl_versions
+from tasks.common.training import tracking, verl_config, verl_versions
 
 
 def check(s: Settings, arguments: list[str]) -> None:
     """Say what cannot work before anything starts. Raises SettingsError; prints warnings."""
     compute_score_of(s)
     tracking.check(s)
-    truncated.check(s)
     last_round = rounds(s, arguments)[-1]  # a wrong RUN is said now
     if s.METHOD == "dpo":
         if arguments:

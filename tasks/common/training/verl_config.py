@@ -13,7 +13,7 @@ from tasks.common.machine import cluster
 from tasks.common.machine.memory import GIB, Plan
 from tasks.common.models import reward_model
 from tasks.common.settings import ROOT, Settings, SettingsError, method
-from tasks.common.training import tracking, truncated, verl_versions
+from tasks.common.training import tracking, verl_versions
 
 PLUGINS = ROOT / "tasks/common/verl_plugins"
 
@@ -95,6 +95,28 @@ def _micro_batches(s: Settings) -> list[str]:
     ]
 
 
+def _truncated(s: Settings) -> list[str]:
+    """What TRUNCATED does with a response that was cut off at MAX_RESPONSE_LENGTH.
+
+    masked: none of its tokens counts in a loss. shaped: verl's soft overlong punishment (Yu et al. 2025, arXiv
+    2503.14476, equation 13): from 0 at the start of a buffer, the last fifth as in the paper, to -1 at the limit.
+    """
+    loop = "single_turn_unless_truncated" if s.TRUNCATED == "masked" else "single_turn_of_row"
+    chosen = [f"actor_rollout_ref.rollout.agent.default_agent_loop={loop}"]
+    if s.TRUNCATED != "shaped":
+        return chosen
+    buffer = "+reward.reward_kwargs.overlong_buffer_cfg"
+    return [
+        *chosen,
+        "reward.reward_manager.name=dapo",
+        f"+reward.reward_kwargs.max_resp_len={s.MAX_RESPONSE_LENGTH}",
+        f"{buffer}.enable=True",
+        f"{buffer}.len={max(1, s.MAX_RESPONSE_LENGTH // 5)}",
+        f"{buffer}.penalty_factor=1.0",
+        f"{buffer}.log=False",  # the metric would be a tensor, which the file of metrics does not take
+    ]
+
+
 def _ray(s: Settings) -> list[str]:
     """A Ray of this machine; nothing where Ray itself joins the one at RAY_ADDRESS. Raises SettingsError."""
     if cluster.address(s.NNODES):
@@ -165,7 +187,7 @@ def rl_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
     ]
     stack = stack_overrides("STACK_OVERRIDES", "STACK_RL_OVERRIDES")
     batches = _micro_batches(s)
-    method_ = [*truncated.overrides(s), *method(s.METHOD).overrides(s)]
+    method_ = [*_truncated(s), *method(s.METHOD).overrides(s)]
     overrides = [*data, *model_, *actor, *batches, *rollout, *reward, *trainer, *_ray(s), *stack, *method_]
     return verl_versions.translated(overrides, "ppo_trainer", s)
 

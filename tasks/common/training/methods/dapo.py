@@ -1,7 +1,7 @@
 """DAPO (Yu et al. 2025, arXiv 2503.14476): GRPO on groups with signal alone, a wider clip upwards, long ones penalised.
 
 verl 0.9.1 drops groups and samples others (trainer/ppo/v1/replay_buffer.py); verl_plugins/dynamic_sampling.py bounds
-that. TRUNCATED=shaped, the default here, is the penalty (tasks/common/training/truncated.py).
+that. TRUNCATED=shaped, the default here, is the penalty.
 """
 
 from tasks.common.settings import Settings
