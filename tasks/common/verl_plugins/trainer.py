@@ -109,7 +109,8 @@ class TaskTrainer(PPOTrainerSync):
         if self._on_policy:
             return batch
         # Only the metric actor/entropy reads it there: nats a token, whatever the loss's mode.
-        with on_policy.set_to(self.config.actor_rollout_ref.actor, "loss_agg_mode", "token-mean"):
+        policy = self.config.actor_rollout_ref
+        with on_policy.set_to(policy.actor, "loss_agg_mode", "token-mean"):
             return super()._compute_old_log_prob(_tensors(batch), metrics)
 
     def _compute_advantage(self, batch, metrics):
