@@ -104,10 +104,11 @@ def _round(seeded: Settings, s: Settings, arguments: list[str], number: int, sta
     record(run_dir, "rl", s.rl_fingerprint(arguments, number, start), s, start, arguments)
     if resumed:
         print(f"  resuming from step {resumed}")
+    noted = replace(seeded, SEED=s.SEED, TRAIN_SEED=seeded.SEED)  # the data keep their seed
     if s.METHOD == "dpo":
         pairs = _pairs(seeded, start, run_dir)
         command = [*_torchrun(s), "-m", "tasks.common.training.trl_dpo", start, str(pairs), str(run_dir)]
-        launches.begin(run_dir, seeded, command)
+        launches.begin(run_dir, noted, command)
         _train("DPO", run_dir, command, s, s.STEPS, ("loss", "train/loss"), environment(seeded))
     else:
         extra = trainer_module(s) | tracking.environment(s, run_dir)
@@ -116,7 +117,7 @@ def _round(seeded: Settings, s: Settings, arguments: list[str], number: int, sta
         overrides = verl_config.sent_environment(environment(seeded) | extra) + overrides
         command = [sys.executable, "-m", "verl.trainer.main_ppo", *verl_config.HYDRA, *overrides]
         nodes = cluster.join(s)
-        launches.begin(run_dir, seeded, command, verl_config.resolved("ppo_trainer", overrides))
+        launches.begin(run_dir, noted, command, verl_config.resolved("ppo_trainer", overrides))
         try:
             _train(s.METHOD.upper(), run_dir, command, s, s.STEPS, ("reward", "critic/score/mean"), extra)
         except StageFailed as error:
