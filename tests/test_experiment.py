@@ -9,8 +9,7 @@ from scipy import stats
 
 from tasks.common.data.rows import RL_SCHEMA, chat, rl_row, write_parquet
 from tasks.common.launch import experiments
-from tasks.common.settings import Command, SettingsError, load_settings
-from tests.helpers import ROOT, exported
+from tasks.common.settings import Command, Settings, SettingsError, load_settings
 from tests.test_evaluate import PROMPTS, answer, table, workplace  # noqa: F401  (a fixture)
 
 N = 4
@@ -94,8 +93,9 @@ def test_one_seed_and_rate_are_compared_as_two_models_are(workplace):  # noqa: F
 
 
 def planned(monkeypatch, **changes: str) -> dict:
-    environment = exported(ROOT / "tasks/countdown/train.sh", {"N_GPUS": "1", **changes})
-    for name, value in environment.items():
+    for name in Settings.__dataclass_fields__:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"TASK": "countdown", "STACK": "cpu", **changes}.items():
         monkeypatch.setenv(name, value)
     return experiments.planned(load_settings(), load_settings(cls=Command))
 

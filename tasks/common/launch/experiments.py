@@ -12,7 +12,7 @@ from pathlib import Path
 from tasks.common.launch.task import environment
 from tasks.common.process import StageFailed, die_with_parent
 from tasks.common.runs.folder import rl_dir
-from tasks.common.settings import Command, Settings, SettingsError, load_settings, method
+from tasks.common.settings import Command, Settings, SettingsError, load_settings
 
 
 def planned(s: Settings, command: Command) -> dict[str, Settings]:
@@ -36,9 +36,7 @@ def planned(s: Settings, command: Command) -> dict[str, Settings]:
 
 
 def _of_method(name: str, rate: str) -> Settings:
-    given = {"METHOD": name} | ({"LR": rate} if rate else {})
-    load_settings(os.environ | given)  # refuses a name that is none
-    return load_settings(os.environ | getattr(method(name), "DEFAULTS", {}) | given)
+    return load_settings(os.environ | {"METHOD": name} | ({"LR": rate} if rate else {}))
 
 
 def train_at_once(runs: dict[str, Settings], arguments: list[str], jobs: int) -> str:
@@ -53,7 +51,7 @@ def train_at_once(runs: dict[str, Settings], arguments: list[str], jobs: int) ->
         log = rl_dir(each, arguments) / "job.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         share = replace(each, GPU_MEMORY_UTILIZATION=each.GPU_MEMORY_UTILIZATION / jobs)
-        command = [sys.executable, "-m", "tasks.common.launch.main", "job", *arguments]
+        command = [sys.executable, "-m", "tasks.common.launch.main", "one_of_many", *arguments]
         started = time.monotonic()
         print(f"  {label}: {log}", flush=True)
         with log.open("w") as output:

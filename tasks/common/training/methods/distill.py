@@ -22,9 +22,7 @@ _TEACHER = "distillation.teacher_models.teacher_model"
 
 def overrides(s: Settings) -> list[str]:
     """What distillation sets in verl's config. Raises SettingsError where TEACHER is no model."""
-    gpus = [f"++ray_kwargs.ray_init.num_gpus={s.N_GPUS + GPUS}"] if s.STACK == "cpu" else []  # Ray counts real ones
     return [
-        *gpus,
         "algorithm.adv_estimator=grpo",  # of the metrics alone
         "distillation.enabled=True",
         f"distillation.n_gpus_per_node={GPUS}",
