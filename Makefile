@@ -90,7 +90,7 @@ config: ## print verl's resolved config without training
 ##@ Training
 dpo: ## the same as train with DPO: on pairs of PAIRS_FILE, or of the policy's own samples
 all: ## the same, then merge and compare
-experiment: ## train with each of METHODS=grpo,gspo,egpo on the same data, and compare them
+experiment: ## train with METHODS=grpo,gspo SEEDS=3 LRS=1e-6,3e-6 on the same data, and compare them
 repeat: ## train again as RUN was, from its record, into a run of another name (docs/RUNS.md)
 monitor: ## a dashboard of all runs on PORT=7860 of this machine: curves, samples, comparison, live
 ##@ After a training
@@ -130,31 +130,7 @@ endif
 lock: $(INSTALLED)
 	@PYTHONPATH=. '$(PYTHON)' -m tasks.common.install.lock $(if $(UPGRADE),--upgrade) $(ARGS)
 
-<<<<<<< HEAD
-doctor: $(INSTALLED) ## what this machine, the settings and the data would come to grief on, and what to do
-data: $(INSTALLED) ## prepare the task's data
-sft: $(INSTALLED) ## SFT warm-up on the task's demonstrations
-train: $(INSTALLED) ## everything: data, model, SFT warm-up, RL, evaluation, closing table
-dpo: $(INSTALLED) ## the same with DPO: on pairs of PAIRS_FILE, or of the policy's own samples
-all: $(INSTALLED) ## data, (sft), train, merge, eval, compare; FROM=train starts later, on data that is there
-experiment: $(INSTALLED) ## train with METHODS=grpo,gspo, SEEDS=3, LRS=1e-6,3e-6 on the same data, and compare them
-probe: $(INSTALLED) ## before training: has the data signal for this model? FILTER=1 keeps the prompts that have
-eval: $(INSTALLED) ## evaluate MODEL, or base, warm-up and trained model
-compare: $(INSTALLED) ## BASE against MODEL or the trained model: paired tests, prompts gained and lost
-bfcl: $(INSTALLED) ## tool_calling: the single-turn categories of BFCL, the first LIMIT of each
-simulate: $(INSTALLED) ## econ_agent: the policies run the economy for MONTHS
-rescore: $(INSTALLED) ## score stored ROLLOUTS again, without a model
-merge: $(INSTALLED) ## the checkpoint STEP as one folder that vLLM and transformers load
-chat: $(INSTALLED) ## talk to MODEL, or to the trained model
-batch: $(INSTALLED) ## answer the prompts of INPUT with MODEL, or with the trained model, into OUTPUT
-config: $(INSTALLED) ## print verl's resolved config without training
-$(filter-out train dpo all,$(STAGES)):
-	@$(RUN_STAGE)
-train dpo all:
-	@[[ $$(stat -c %Y $(INSTALLED) 2>/dev/null || echo 0) -ge $(STARTED) ]] || echo "$(NUMBER)install: up to date"
-=======
 $(STAGES): $(INSTALLED)
->>>>>>> origin/main
 	@$(RUN_STAGE)
 
 repeat: $(INSTALLED)
