@@ -12,7 +12,7 @@ from tasks.common.settings import Settings, SettingsError
 from tasks.common.text import one_line
 from tasks.common.training.methods import grpo
 
-DEFAULTS: dict[str, str] = {}
+DEFAULTS = {"KL_COEF": "0"}  # in rounds of self-play too
 MINI_BATCHES = 1  # on-policy
 TRAINER = grpo.TRAINER
 GPUS = 1  # of the teacher, beside those of the training
