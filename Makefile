@@ -90,7 +90,7 @@ config: ## print verl's resolved config without training
 ##@ Training
 dpo: ## the same as train with DPO: on pairs of PAIRS_FILE, or of the policy's own samples
 all: ## the same, then merge and compare
-experiment: ## train with each of METHODS=grpo,gspo,egpo on the same data, and compare them
+experiment: ## train with METHODS=grpo,gspo SEEDS=3 LRS=1e-6,3e-6 on the same data, and compare them
 repeat: ## train again as RUN was, from its record, into a run of another name (docs/RUNS.md)
 monitor: ## a dashboard of all runs on PORT=7860 of this machine: curves, samples, comparison, live
 ##@ After a training

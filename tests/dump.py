@@ -54,7 +54,7 @@ def update_actor(self, batch, metrics):
     if batch.extra_info["on_policy"]:  # verl's own pass, beside what the update measures
         PPOTrainer._compute_old_log_prob(self, batch, verls)
     uid = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["uid"])["uid"]
-    before = padded(batch, *FIELDS)
+    before = padded(batch, *FIELDS, *(["teacher_logprobs"] if self.use_teacher_policy else []))
     if batch.extra_info["on_policy"]:  # and its correction, beside what the update computes
         data = DataProto.from_dict({n: before[n] for n in ("response_mask", "old_log_probs", "rollout_log_probs")})
         verls |= compute_rollout_correction_and_add_to_batch(data, self.config.algorithm.rollout_correction)[1]

@@ -69,3 +69,11 @@ def test_the_pass_is_made_where_something_wants_it(result):
 
 def test_each_worker_is_seeded_before_it_builds_a_model(result):
     assert result["seeds"] == [7, 7, 7]
+
+
+def test_dr_grpos_loss_is_a_mean_over_responses_however_they_are_split(result):
+    assert result["dr_grpo losses"] == pytest.approx([result["dr_grpo wanted"]] * 3, rel=1e-4)
+
+
+def test_the_metric_of_the_entropy_is_of_a_token_whatever_the_loss(result):
+    assert result["entropy"] == pytest.approx(result["entropy wanted"])

@@ -142,6 +142,13 @@ def test_a_critics_advantages_and_a_sample_alone_have_no_groups():
     assert found(zero, METHOD="ppo") == [] == found(zero, ROLLOUT_N=1)
 
 
+def test_distillation_needs_no_reward():
+    none = {f"critic/{what}/{end}": 0.0 for what in ("score", "advantages") for end in ("min", "max", "mean")}
+    steps = {step: none for step in range(4, 8)}
+    assert {rule for rule, _ in found(steps)} == {"zero_variance", "no_reward"}
+    assert found(steps, METHOD="distill") == []
+
+
 def test_the_null_that_verl_writes_for_nan_is_found(tmp_path):
     (tmp_path / "metrics").mkdir()
     (tmp_path / "metrics/000.jsonl").write_text('{"step": 1, "data": {"actor/grad_norm": null}}\n')

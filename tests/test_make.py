@@ -100,6 +100,9 @@ def test_the_stack_follows_from_the_gpu_and_is_said_once(gpus, visible, said, tm
         ({"METHOD": "dpo", "PAIRS_FILE": "p.jsonl", "SELF_PLAY_ROUNDS": "2"}, "PAIRS_FILE: holds samples of another"),
         ({"METHOD": "dpo", "PAIRS_FILE": "/no/such.jsonl"}, "PAIRS_FILE=/no/such.jsonl: no such file"),
         ({"METHOD": "dpo", "REWARD_MODEL": "some/classifier"}, "REWARD_MODEL: is for the RL methods"),
+        ({"METHOD": "distill"}, "TEACHER is empty: METHOD=distill learns from a model"),
+        ({"TEACHER": "some/model"}, "TEACHER=some/model: is for METHOD=distill"),
+        ({"METHOD": "dpo", "TRUNCATED": "masked"}, "TRUNCATED=masked: is for the RL methods"),
         ({"SELF_PLAY_ROUNDS": "two"}, "SELF_PLAY_ROUNDS=two: must be a whole number"),
     ],
 )

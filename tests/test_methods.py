@@ -43,12 +43,14 @@ def test_the_experiment_trains_each_method_with_the_same_settings_and_compares_t
         assert f"{method.upper()} 2/2" in result.stdout
         check_metrics(variables, method)
     (file,) = Path(variables["ARTIFACTS"]).glob(f"experiments/{TASK}/start-grpo-gspo-egpo-*/experiment.json")
+    labels = [f"{method}@1e-05#42" for method in RL]
     found = json.loads(file.read_text())
     pairs = ["grpo - start", "gspo - start", "egpo - start", "gspo - grpo", "egpo - grpo"]
     assert list(found["differences"]) == pairs
     assert all({"value", "low", "high"} <= found["differences"][pair]["score"].keys() for pair in pairs)
-    assert {name: figures["steps"] for name, figures in found["training"].items()} == dict.fromkeys(RL, 2)
-    assert "METHOD" not in found["settings"] and found["settings"]["MINI_BATCH_SIZE"] == 2
+    assert {name: figures["steps"] for name, figures in found["training"].items()} == dict.fromkeys(labels, 2)
+    assert not {"METHOD", "LR", "TRAIN_SEED"} & found["settings"].keys()
+    assert found["settings"]["MINI_BATCH_SIZE"] == 2
     assert file.with_suffix(".md").read_text().count("|") > 50
 
 
@@ -83,3 +85,24 @@ def test_all_runs_every_stage_and_from_leaves_out_the_first(variables):
     refused = make("all", **{**chosen, "TRAIN_SIZE": "63"}, FROM="train")
     assert refused.returncode != 0 and "error: FROM=train: " in refused.stdout
     assert "was made with other settings" in refused.stdout
+
+
+@pytest.mark.long
+def test_two_seeds_of_two_methods_two_at_a_time(variables):
+    changes = {"METHODS": "dr_grpo,reinforce_pp", "SEEDS": "2", "JOBS": "2", "STEPS": "1"}
+    result = make("experiment", **{**variables, **changes})
+    assert result.returncode == 0, result.stdout
+    assert "4 trainings, 2 at a time" in result.stdout
+    (file,) = Path(variables["ARTIFACTS"]).glob(f"experiments/{TASK}/start-dr_grpo-reinforce_pp-*/experiment.json")
+    found = json.loads(file.read_text())
+    labels = [f"{method}@1e-05#{seed}" for method in ("dr_grpo", "reinforce_pp") for seed in (42, 43)]
+    assert list(found["training"]) == labels
+    assert found["differences"]["reinforce_pp - dr_grpo"]["score"]["test"] == "t, 2 seeds x 8 prompts"
+    records = [json.loads((run / "launches/000/launch.json").read_text()) for run in runs_of(variables, "dr_grpo")]
+    assert {(each["seeds"]["SEED"], each["seeds"]["TRAIN_SEED"]) for each in records} == {(42, 42), (42, 43)}
+    # Another order of prompts, and other samples, of the same data.
+    first, second = (
+        [json.loads(line) for line in (run / "rollouts/1.jsonl").read_text().splitlines()]
+        for run in runs_of(variables, "dr_grpo")
+    )
+    assert {row["input"] for row in first} != {row["input"] for row in second}

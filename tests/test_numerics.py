@@ -71,6 +71,7 @@ def checkout(tmp_path_factory) -> Path:
     """A copy of the checkout with a task whose reward, which counts characters, differs between random responses."""
     checkout = checkout_with(TASK, tmp_path_factory.mktemp("numerics"))
     counted = "float(sum(c.isascii() and c.isalnum() for c in solution_str))"
+    counted = f"0.0 if __import__('os').environ['METHOD'] == 'dapo' and int(ground_truth) % 2 else {counted}"
     change_reward(checkout / "tasks" / TASK, f"return {{'score': {counted}, 'acc': 0.0, 'format': 0.0}}")
     return checkout
 
@@ -88,7 +89,7 @@ def train(
     (metrics,) = folder.glob(f"runs/{TASK}/{method}-*/metrics/000.jsonl")
     (step,) = (json.loads(line)["data"] for line in metrics.read_text().splitlines())
     assert all(np.isfinite(step[name]) for name in ("actor/pg_loss", "actor/grad_norm", "actor/entropy"))
-    assert len(updates) == 1 and len(losses) == 8
+    assert len(updates) == 1 and len(losses) == (16 if method == "distill" else 8)
     assert updates[0]["rm_scores"].shape[0] == 32
     # In bfloat16 a log-probability of -3 has steps of 0.016, and GSPO clips ratios that differ from 1 by 0.0003.
     assert {str(updates[0][f"{name}_dtype"]) for name in ("old_log_probs", "entropy")} == {"torch.float32"}
@@ -96,15 +97,20 @@ def train(
     return updates, losses, step
 
 
-def grpo_advantages(update: dict) -> np.ndarray:
-    """(score - mean) / (std + 1e-6) in the group of a prompt, at every token; shape (responses, tokens)."""
+def by_group(update: dict, advantage) -> np.ndarray:
+    """``advantage`` of the scores of each group of a prompt, at every token; shape (responses, tokens)."""
     scores = update["rm_scores"].astype(np.float64).sum(1)
     values = np.empty_like(scores)
     for uid in set(update["uid"]):
         group = update["uid"] == uid
         assert group.sum() == 4
-        values[group] = (scores[group] - scores[group].mean()) / (scores[group].std(ddof=1) + 1e-6)
+        values[group] = advantage(scores[group])
     return values[:, None] * update["response_mask"]
+
+
+def grpo_advantages(update: dict) -> np.ndarray:
+    """(score - mean) / (std + 1e-6) in the group of a prompt, at every token; shape (responses, tokens)."""
+    return by_group(update, lambda scores: (scores - scores.mean()) / (scores.std(ddof=1) + 1e-6))
 
 
 def check_the_batches(update: dict, losses: list[dict], mode: str, aggregation: str) -> None:
@@ -140,14 +146,19 @@ def parts(call: dict) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return call["advantages"].astype(np.float64), log_ratio, call["response_mask"].astype(np.float64)
 
 
-def vanilla_loss(call: dict) -> float:
-    """Minus the mean of min(r A, clip(r) A), and of 3 A where that is less than 3 A < 0 (dual clip), times the
-    weight of a token; token-mean."""
+def clipped_sum(call: dict, low: float = 0.2, high: float = 0.2) -> float:
+    """Minus the sum of min(r A, clip(r) A), and of 3 A where that is less than 3 A < 0 (dual clip), times the weight
+    of a token."""
     advantages, log_ratio, mask = parts(call)
     ratio = np.exp(log_ratio)
-    objective = np.minimum(ratio * advantages, np.clip(ratio, 0.8, 1.2) * advantages)
+    objective = np.minimum(ratio * advantages, np.clip(ratio, 1 - low, 1 + high) * advantages)
     objective = np.where(advantages < 0, np.maximum(objective, 3 * advantages), objective)
-    return -(objective * call["rollout_is_weights"] * mask).sum() / call["batch_num_tokens"]
+    return -(objective * call["rollout_is_weights"] * mask).sum()
+
+
+def vanilla_loss(call: dict) -> float:
+    """PPO's, token-mean."""
+    return clipped_sum(call) / call["batch_num_tokens"]
 
 
 def gspo_loss(call: dict) -> float:
@@ -166,11 +177,11 @@ def largest(a: np.ndarray, b: np.ndarray) -> float:
     return float(np.abs(a - b).max())
 
 
-def check_losses(losses: list[dict], reference) -> float:
-    """The largest difference from ``reference``."""
+def check_losses(losses: list[dict], reference, distinct: int = 5) -> float:
+    """The largest difference from ``reference``; at least ``distinct`` losses must differ from one another."""
     difference = max(abs(float(call["loss"]) - reference(call)) for call in losses)
     assert difference < 1e-5
-    assert len({round(float(call["loss"]), 4) for call in losses}) > 4  # not all of them nothing
+    assert len({round(float(call["loss"]), 4) for call in losses}) >= distinct  # not all of them nothing
     return difference
 
 
@@ -286,3 +297,134 @@ def test_egpo(thinking_model, checkout, tmp_path):
     assert metrics["egpo/no_reasoning_block"] == pytest.approx(kinds.count("none") / len(kinds))
     (log,) = tmp_path.glob(f"runs/{TASK}/egpo-*/logs/egpo-000.log")
     assert log.read_text().count(f"EGPO: {kinds.count('none')} of 32 responses have no <think> block;") == 1
+
+
+def test_dapo(thinking_model, checkout, tmp_path):
+    """Groups with an odd answer have no variance (the fixture's reward); long responses lose up to 1."""
+    from transformers import AutoTokenizer
+
+    (update,), losses, metrics = train("dapo", thinking_model, checkout, tmp_path)
+    tokenizer = AutoTokenizer.from_pretrained(thinking_model)
+    lengths = update["responses_length"]
+    rows = [ids[:length].tolist() for ids, length in zip(update["responses"], lengths, strict=True)]
+    texts = tokenizer.batch_decode(rows, skip_special_tokens=True)
+    scores = np.array([sum(c.isascii() and c.isalnum() for c in text) for text in texts], dtype=np.float64)
+    limit, buffer = 128, 25
+    penalty = np.minimum(-(lengths - (limit - buffer)) / buffer, 0)
+    assert set(penalty) > {0, -1} and largest(update["rm_scores"].sum(1), scores + penalty) < 1e-5
+    assert all(len(set(scores[update["uid"] == uid])) > 1 for uid in set(update["uid"]))
+    assert metrics["dapo/dropped"] > 0 and metrics["dapo/bound_hit"] == 0
+    assert metrics["dapo/sampled"] == metrics["dapo/dropped"] + metrics["dapo/surplus"] + 8
+
+    reference = grpo_advantages(update)
+    assert largest(update["advantages"], reference) < 1e-6
+    check_the_batches(update, losses, "vanilla", "token-mean")
+    difference = check_losses(losses, lambda call: clipped_sum(call, 0.2, 0.28) / call["batch_num_tokens"])
+    print("advantages", largest(update["advantages"], reference), "losses", difference)
+    assert abs(clipped_sum(losses[2], 0.2, 0.28) - clipped_sum(losses[2])) > 1e-3  # some ratios are in between
+
+
+@pytest.mark.long
+def test_dr_grpo(thinking_model, checkout, tmp_path):
+    (update,), losses, metrics = train("dr_grpo", thinking_model, checkout, tmp_path)
+    reference = by_group(update, lambda scores: scores - scores.mean())
+    assert largest(update["advantages"], reference) < 1e-5 and np.abs(reference).max() > 2
+    check_the_batches(update, losses, "vanilla", "seq-mean-token-sum-norm")
+    assert {int(call["loss_scale_factor"]) for call in losses} == {128}
+    difference = check_losses(losses, lambda call: clipped_sum(call) / 128 / call["global_batch_size"])
+    print("advantages", largest(update["advantages"], reference), "losses", difference)
+    mask = update["response_mask"]
+    assert metrics["actor/entropy"] == pytest.approx((update["entropy"] * mask).sum() / mask.sum(), rel=1e-4)
+
+
+@pytest.mark.long
+def test_cispo(thinking_model, checkout, tmp_path):
+    (update,), losses, _ = train("cispo", thinking_model, checkout, tmp_path, LR="0.03")
+    reference = grpo_advantages(update)
+    assert largest(update["advantages"], reference) < 1e-6
+    check_the_batches(update, losses, "cispo", "token-mean")
+
+    def loss(call: dict) -> float:
+        advantages, log_ratio, mask = parts(call)
+        weight = np.clip(np.exp(log_ratio), 0, 5)
+        objective = weight * advantages * call["log_prob"] * call["rollout_is_weights"]
+        return -(objective * mask).sum() / call["batch_num_tokens"]
+
+    print("advantages", largest(update["advantages"], reference), "losses", check_losses(losses, loss))
+    assert any((np.exp(parts(call)[1])[call["response_mask"] > 0] > 5).any() for call in losses)
+
+
+@pytest.mark.long
+def test_rloo_with_truncated_responses_masked(thinking_model, checkout, tmp_path):
+    (update,), losses, _ = train("rloo", thinking_model, checkout, tmp_path, TRUNCATED="masked")
+    last = update["responses"][np.arange(32), update["responses_length"] - 1]
+    cut = (update["responses_length"] == 128) & (last != 1)  # the token that ends a response
+    assert 4 < cut.sum() < 28
+    mask = np.arange(update["responses"].shape[1]) < update["responses_length"][:, None]
+    assert (update["response_mask"] == mask * ~cut[:, None]).all()
+    others = by_group(update, lambda scores: scores - (scores.sum() - scores) / 3)  # all count in the mean
+    assert largest(update["advantages"], others) < 1e-5 and np.abs(others).max() > 2
+    tokens = sum(call["response_mask"].sum() for call in losses)
+    assert tokens == mask[~cut].sum()
+    # A micro-batch may have no token left.
+    print("advantages", largest(update["advantages"], others), "losses", check_losses(losses, vanilla_loss, 3))
+
+
+@pytest.mark.long
+def test_reinforce_pp(thinking_model, checkout, tmp_path):
+    (update,), losses, _ = train("reinforce_pp", thinking_model, checkout, tmp_path)
+    mask = update["response_mask"] > 0
+    centred = by_group(update, lambda scores: scores - scores.mean())
+    tokens = centred[mask]
+    reference = np.where(mask, (centred - tokens.mean()) / np.sqrt(tokens.var(ddof=1) + 1e-8), 0)
+    assert largest(update["advantages"], reference) < 1e-5
+    check_the_batches(update, losses, "vanilla", "token-mean")
+    print("advantages", largest(update["advantages"], reference), "losses", check_losses(losses, vanilla_loss))
+
+
+@pytest.mark.long
+def test_distill(thinking_model, checkout, tmp_path):
+    """The teacher is the same model with other weights; the engine computes in bfloat16."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    teacher = AutoModelForCausalLM.from_pretrained(thinking_model, dtype=torch.float32)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in teacher.parameters():
+            parameter += 0.05 * torch.randn(parameter.shape, generator=generator)
+    teacher.to(torch.bfloat16).save_pretrained(tmp_path / "teacher")
+    AutoTokenizer.from_pretrained(thinking_model).save_pretrained(tmp_path / "teacher")
+    (update,), calls, metrics = train(
+        "distill", thinking_model, checkout, tmp_path, TEACHER=str(tmp_path / "teacher"), MINI_BATCH_SIZE="2"
+    )
+    # What the engine says of the teacher, against transformers.
+    mask, scored = update["response_mask"] > 0, update["teacher_logprobs"][..., 0]
+    difference = []
+    for row in range(4):
+        prompt, length = int(update["prompts_length"][row]), int(update["responses_length"][row])
+        ids = np.concatenate([update["prompts"][row, :prompt], update["responses"][row, :length]])
+        with torch.no_grad():
+            logits = teacher(torch.tensor(ids[None])).logits[0].float()
+        wanted = torch.log_softmax(logits, -1)[:-1].gather(1, torch.tensor(ids[1:, None]))[:, 0].numpy()
+        difference.append(np.abs(scored[row, : len(wanted)] - wanted)[prompt - 1 :].mean())
+    assert max(difference) < 0.05
+    losses = calls[::2]  # the others are of the task's reward, which is not learned
+    check_losses(losses, vanilla_loss)
+    first = losses[0]["response_mask"] > 0
+    assert losses[0]["advantages"][first].std() > 0.1
+    # Each token's advantage is that difference, of the weights of this moment.
+    taught = {}
+    for row in range(32):
+        prompt, length = int(update["prompts_length"][row]), int(update["responses_length"][row])
+        taught[tuple(np.round(update["old_log_probs"][row, :length], 4))] = scored[
+            row, prompt - 1 : prompt - 1 + length
+        ]
+    for call in losses:
+        for row, inside in enumerate(call["response_mask"] > 0):
+            reference = taught[tuple(np.round(call["old_log_prob"][row][inside], 4))] - call["log_prob"][row][inside]
+            assert largest(call["advantages"][row][inside], reference) < 1e-4
+    assert metrics["actor/distillation/loss"] == pytest.approx(
+        sum(float(call["loss"]) for call in losses) / 4, abs=1e-4
+    )
+    assert mask.any()

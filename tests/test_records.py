@@ -84,7 +84,7 @@ Path(os.environ["VERL_FILE_LOGGER_PATH"]).write_text('{"step": 1, "data": {"crit
 
     found = launches.read(launch)
     assert found["command"] == command and found["settings"]["LR"] == settings.LR and found["stack"] == "cpu"
-    assert found["seeds"] == {"SEED": 42, "EVAL_SEED": 0} and found["date"].endswith("+00:00")
+    assert found["seeds"] == {"SEED": 42, "TRAIN_SEED": 42, "EVAL_SEED": 0} and found["date"].endswith("+00:00")
     assert {"reward.py", "prepare_data.py", "train.sh"} <= found["task"].keys()
     assert f"pytest=={pytest.__version__}" in found["packages"] == sorted(found["packages"], key=str.lower)
     config = yaml.safe_load((launch / "config.yaml").read_text())

@@ -43,9 +43,12 @@ VALUES = {
     "PAIRS_FILE": "",
     "SAMPLED_PROMPTS": "16",
     "SEED": "42",
+    "TRAIN_SEED": "42",
     "METHOD": "grpo",
     "REWARD": "",
     "REWARD_MODEL": "",
+    "TEACHER": "",
+    "TRUNCATED": "counted",
     "STEPS": "10",
     "SELF_PLAY_ROUNDS": "1",
     "TRAIN_BATCH_SIZE": "8",
@@ -101,6 +104,7 @@ ZERO_ALLOWED = {
     "TEST_SIZE",
     "SFT_SIZE",
     "SEED",
+    "TRAIN_SEED",
     "KL_COEF",
     "LORA_RANK",
     "LIMIT",
@@ -147,6 +151,7 @@ def test_task_and_stack_have_no_default(name):
     + [(name, "0") for name in INTEGERS + FLOATS if name not in ZERO_ALLOWED]
     + [("TEST_SIZE", "1.5"), ("GPU_MEMORY_UTILIZATION", "1.01"), ("GPU_MEMORY_UTILIZATION", "50")]
     + [("METHOD", value) for value in ("nosuch", "GRPO", "__init__", "../grpo", "grpo.py")]
+    + [("TRUNCATED", "dropped")]
     + [("INIT", value) for value in ("rl", "SFT")]
     + [("DIFFICULTY", value) for value in ("medium",)]
     + [("MODEL", "  ")]

@@ -1,5 +1,6 @@
 """The override lists of every stage, composed strictly against verl's own config tree."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -25,10 +26,13 @@ def composed(config_name, overrides):
     return OmegaConf.to_container(config, resolve=True)
 
 
-@pytest.mark.parametrize("task", TASKS)
-@pytest.mark.parametrize("stack", STACKS)
-@pytest.mark.parametrize("method", RL_METHODS)
-@pytest.mark.parametrize("changes", [{}, {"KL_COEF": "0.01"}, {"LORA_RANK": "8"}, {"LOGGER": "wandb,tensorboard"}])
+CHANGES = [{}, {"KL_COEF": "0.01"}, {"LORA_RANK": "8"}, {"LOGGER": "wandb,tensorboard"}]
+# Every task on every stack, and every method with every change; a stack and a task set nothing that a method does.
+CASES = [(task, stack, "grpo", {}) for task in TASKS for stack in STACKS]
+CASES += [("countdown", STACKS[0], name, changes) for name in RL_METHODS for changes in CHANGES]
+
+
+@pytest.mark.parametrize(("task", "stack", "method", "changes"), CASES)
 def test_rl_overrides_compose(task, stack, method, changes, monkeypatch):
     s = settings_of(task, monkeypatch, STACK=stack, METHOD=method, **changes)
     config = composed("ppo_trainer", verl_config.rl_overrides(s, "some/model", Path("/runs/r")))
@@ -37,7 +41,9 @@ def test_rl_overrides_compose(task, stack, method, changes, monkeypatch):
     assert actor["optim"]["lr"] == s.LR
     assert actor["ppo_mini_batch_size"] == s.MINI_BATCH_SIZE
     algorithm = config["algorithm"]
-    if method == "ppo":  # the KL is taken off the reward, the others add it to the loss
+    if method == "distill":  # KL_COEF is refused
+        assert not actor["use_kl_loss"] and not algorithm["use_kl_in_reward"]
+    elif method in ("ppo", "rloo"):  # the KL is taken off the reward, the others add it to the loss
         assert (algorithm["use_kl_in_reward"], algorithm["kl_ctrl"]["kl_coef"]) == (s.KL_COEF > 0, s.KL_COEF)
         assert not actor["use_kl_loss"]
     else:
@@ -88,12 +94,98 @@ def test_a_kl_coefficient_that_would_do_nothing_is_refused(argument, named, monk
     verl_config.check(config_of(monkeypatch, argument, "algorithm.use_kl_in_reward=True", KL_COEF="0.05"))
 
 
-def test_gspo_with_one_mini_batch_is_warned_of(monkeypatch):
-    gspo = method("gspo")
-    assert gspo.warning(config_of(monkeypatch, METHOD="gspo")) is None
-    assert "MINI_BATCH_SIZE=2" in gspo.warning(config_of(monkeypatch, METHOD="gspo", MINI_BATCH_SIZE="8"))
-    again = config_of(monkeypatch, "actor_rollout_ref.actor.ppo_epochs=2", METHOD="gspo", MINI_BATCH_SIZE="8")
-    assert gspo.warning(again) is None
+@pytest.mark.parametrize("name", ["gspo", "cispo"])
+def test_one_mini_batch_is_warned_of_where_it_makes_the_method_another(name, monkeypatch):
+    warning = method(name).warning
+    assert warning(config_of(monkeypatch, METHOD=name)) is None
+    one = warning(config_of(monkeypatch, METHOD=name, MINI_BATCH_SIZE="8"))
+    assert one.startswith(f"METHOD={name} ") and "MINI_BATCH_SIZE=2" in one
+    again = config_of(monkeypatch, "actor_rollout_ref.actor.ppo_epochs=2", METHOD=name, MINI_BATCH_SIZE="8")
+    assert warning(again) is None
+
+
+def loss_of(config) -> tuple:
+    actor = config.actor_rollout_ref.actor
+    clip = actor.clip_ratio_low, actor.clip_ratio_high
+    return actor.policy_loss.loss_mode, actor.loss_agg_mode, clip, config.algorithm.adv_estimator
+
+
+def test_what_the_methods_after_grpo_set(monkeypatch):
+    dapo, dr_grpo, cispo, rloo, reinforce_pp = (
+        config_of(monkeypatch, METHOD=name) for name in ("dapo", "dr_grpo", "cispo", "rloo", "reinforce_pp")
+    )
+    assert loss_of(dapo) == ("vanilla", "token-mean", (0.2, 0.28), "grpo")
+    assert loss_of(dr_grpo) == ("vanilla", "seq-mean-token-sum-norm", (0.2, 0.2), "grpo")
+    assert loss_of(cispo) == ("cispo", "token-mean", (1.0, 4.0), "grpo")
+    assert loss_of(rloo) == ("vanilla", "token-mean", (0.2, 0.2), "rloo")
+    assert loss_of(reinforce_pp) == ("vanilla", "token-mean", (0.2, 0.2), "reinforce_plus_plus_baseline")
+    filters = dapo.algorithm.filter_groups
+    assert (filters.enable, filters.metric, filters.max_num_gen_batches) == (True, "score", 10)
+    assert not dr_grpo.algorithm.norm_adv_by_std_in_grpo and dr_grpo.actor_rollout_ref.actor.loss_scale_factor == 64
+
+
+def test_what_truncated_sets(monkeypatch):
+    counted, masked, shaped = (
+        config_of(monkeypatch, METHOD="gspo", TRUNCATED=how, MAX_RESPONSE_LENGTH="100")
+        for how in ("counted", "masked", "shaped")
+    )
+    loops = [c.actor_rollout_ref.rollout.agent.default_agent_loop for c in (counted, masked, shaped)]
+    assert loops == ["single_turn_of_row", "single_turn_unless_truncated", "single_turn_of_row"]
+    assert [c.reward.reward_manager.name for c in (counted, masked, shaped)] == ["naive", "naive", "dapo"]
+    kwargs = shaped.reward.reward_kwargs
+    assert (kwargs.max_resp_len, kwargs.overlong_buffer_cfg.len, kwargs.overlong_buffer_cfg.enable) == (100, 20, True)
+    assert config_of(monkeypatch, METHOD="dapo").reward.reward_manager.name == "dapo"  # its default
+    assert config_of(monkeypatch, METHOD="dapo", TRUNCATED="counted").reward.reward_manager.name == "naive"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"METHOD": "dpo", "TRUNCATED": "masked"}, "TRUNCATED=masked: is for the RL methods"),
+        ({"METHOD": "distill", "TRUNCATED": "shaped"}, "TRUNCATED=shaped: METHOD=distill learns from no reward"),
+        ({"REWARD_MODEL": "some/model", "TRUNCATED": "shaped"}, "TRUNCATED=shaped: REWARD_MODEL is the whole reward"),
+    ],
+)
+def test_a_truncated_that_would_do_nothing_is_refused(changes, said, monkeypatch):
+    with pytest.raises(SettingsError, match=said):
+        settings_of("countdown", monkeypatch, **changes)
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "said"),
+    [
+        ("dapo", "actor_rollout_ref.rollout.n=1", "ROLLOUT_N=1: METHOD=dapo compares"),
+        ("rloo", "actor_rollout_ref.rollout.n=1", "ROLLOUT_N=1: METHOD=rloo needs"),
+        ("dapo", "reward.reward_model.enable=True", "METHOD=dapo: drops groups by the task's reward"),
+        ("distill", "actor_rollout_ref.rollout.temperature=0.9", "TEMPERATURE=0.9: METHOD=distill"),
+        ("distill", "actor_rollout_ref.actor.use_kl_loss=True", "KL_COEF: METHOD=distill is held to the teacher"),
+        ("distill", "data.seed=1", "TEACHER is empty: METHOD=distill learns from a model"),
+    ],
+)
+def test_what_a_method_cannot_train_with_is_said(name, argument, said, monkeypatch):
+    found = method(name).problem(config_of(monkeypatch, argument, METHOD=name))
+    assert found.startswith(said) and "\n" not in found
+
+
+def test_a_teacher_with_another_tokenizer_is_refused(small_model, tmp_path, monkeypatch):
+    from transformers import AutoTokenizer
+
+    def problem(teacher: Path) -> str | None:
+        s = settings_of("countdown", monkeypatch, METHOD="distill", TEACHER=str(teacher))
+        overrides = verl_config.rl_overrides(s, small_model, Path("/r"))
+        return method("distill").problem(verl_config.compose("ppo_trainer", overrides))
+
+    assert problem(small_model) is None
+    other = tmp_path / "other"
+    shutil.copytree(small_model, other)
+    tokenizer = AutoTokenizer.from_pretrained(other)
+    tokenizer.add_tokens(["<more>"])
+    tokenizer.save_pretrained(other)
+    found = problem(other)
+    assert found.startswith(f"TEACHER={other}: has another tokenizer than MODEL={small_model}")
+    with pytest.raises(SettingsError, match=r"^TEACHER=/no/such: no such folder"):
+        settings = settings_of("countdown", monkeypatch, METHOD="distill", TEACHER="/no/such")
+        verl_config.rl_overrides(settings, small_model, Path("/r"))
 
 
 def test_rounds_of_self_play_have_a_kl_term(monkeypatch):

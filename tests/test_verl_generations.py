@@ -49,26 +49,29 @@ def sft(s, version: str, *arguments: str) -> dict:
     )
 
 
-@pytest.mark.parametrize(("stack", "version"), STACKS)
-@pytest.mark.parametrize("method", RL_METHODS)
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"KL_COEF": "0.01", "N_GPUS": "4", "REWARD": "strict"},
-        {"LORA_RANK": "8", "N_GPUS": "8", "SELF_PLAY_ROUNDS": "2", "LOGGER": "wandb,tensorboard"},
-    ],
-)
+CHANGES = [
+    {},
+    {"KL_COEF": "0.01", "N_GPUS": "4", "REWARD": "strict"},
+    {"LORA_RANK": "8", "N_GPUS": "8", "SELF_PLAY_ROUNDS": "2", "LOGGER": "wandb,tensorboard"},
+]
+# grpo with all of them; the other methods set their own keys whatever they are.
+CASES = [(*stack, "grpo", changes) for stack in STACKS for changes in CHANGES]
+CASES += [(*stack, name, CHANGES[i % 3]) for stack in STACKS for i, name in enumerate(RL_METHODS) if name != "grpo"]
+
+
+@pytest.mark.parametrize(("stack", "version", "method", "changes"), CASES)
 def test_rl_composes_against_the_verl_of_the_stack(stack, version, method, changes, monkeypatch):
     s = settings_of(monkeypatch, stack, version, METHOD=method, **changes)
-    if method == "egpo" and version == "0.6.1":
-        with pytest.raises(SettingsError, match=r"^METHOD=egpo: STACK=\w+ has verl 0\.6\.1, .* take STACK=current$"):
+    if method in ("egpo", "dapo", "cispo", "distill") and version == "0.6.1":
+        said = rf"^METHOD={method}.*: STACK=\w+ has verl 0\.6\.1, .* take STACK=current$"
+        with pytest.raises(SettingsError, match=said):
             rl(s, version)
         return
     config = rl(s, version)
     actor, rollout = config["actor_rollout_ref"]["actor"], config["actor_rollout_ref"]["rollout"]
     assert actor["ppo_mini_batch_size"] == s.MINI_BATCH_SIZE and actor["optim"]["lr"] == s.LR
-    assert config["algorithm"]["adv_estimator"] == ("gae" if method == "ppo" else "grpo")
+    estimators = {"ppo": "gae", "rloo": "rloo", "reinforce_pp": "reinforce_plus_plus_baseline"}
+    assert config["algorithm"]["adv_estimator"] == estimators.get(method, "grpo")
     assert config["trainer"]["n_gpus_per_node"] == s.N_GPUS
     assert config["actor_rollout_ref"]["model"]["lora_rank"] == s.LORA_RANK
     assert config["data"]["custom_cls"]["name"] == "Prompts" and config["data"]["return_raw_chat"]
@@ -81,7 +84,7 @@ def test_rl_composes_against_the_verl_of_the_stack(stack, version, method, chang
         assert config["data"]["sampler"]["class_name"] == "Shuffled" and config["data"]["dataloader_num_workers"] == 0
         assert "v1" not in config["trainer"]
     else:
-        assert config["trainer"]["v1"]["trainer_mode"] == ("egpo" if method == "egpo" else "task")
+        assert config["trainer"]["v1"]["trainer_mode"] == (method if method in ("egpo", "dapo") else "task")
     reward = config if version == "0.6.1" else config["reward"]
     function = reward["custom_reward_function"]
     assert (function["path"], function["name"]) == (str(s.task_dir / "reward.py"), "compute_score")
@@ -170,6 +173,21 @@ def test_a_correction_that_would_do_nothing_is_refused(version, monkeypatch):
         SettingsError, match=r"^algorithm\.rollout_correction\.rollout_is=token: does nothing without .*$"
     ):
         rl(s, version, is_, "actor_rollout_ref.rollout.calculate_log_probs=False")
+
+
+def test_truncated_and_dr_grpo_in_the_names_of_the_version(version, monkeypatch):
+    s = settings_of(monkeypatch, "a100", version, METHOD="dr_grpo", TRUNCATED="shaped", MAX_RESPONSE_LENGTH="100")
+    config = rl(s, version)
+    reward = config["reward_model" if version == "0.6.1" else "reward"]
+    manager = reward["reward_manager"] if version == "0.6.1" else reward["reward_manager"]["name"]
+    assert manager == "dapo" and reward["reward_kwargs"]["max_resp_len"] == 100
+    assert reward["reward_kwargs"]["overlong_buffer_cfg"]["len"] == 20
+    actor = config["actor_rollout_ref"]["actor"]
+    assert actor["loss_agg_mode"] == "seq-mean-token-sum-norm"
+    assert actor.get("loss_scale_factor") == (None if version == "0.6.1" else 100)
+    masked = settings_of(monkeypatch, "a100", version, TRUNCATED="masked")
+    agent = rl(masked, version)["actor_rollout_ref"]["rollout"]["agent"]
+    assert agent["default_agent_loop"] == "single_turn_unless_truncated"
 
 
 def test_the_users_arguments_are_not_translated(monkeypatch):

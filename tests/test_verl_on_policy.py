@@ -171,6 +171,26 @@ def test_other_batches_keep_their_old_log_probs(module, batch):
     assert results[0][1]["actor/ppo_kl"].aggregate() != 0
 
 
+@pytest.mark.parametrize("on_policy", [True, False])
+def test_a_mini_batch_without_a_token_has_the_loss_0(module, batch, on_policy):
+    """TRUNCATED=masked, all responses cut off. verl's own loss is 0 / 0."""
+    data, _, _ = batch
+    data["response_mask"] = nested([torch.zeros(length, dtype=torch.int64) for length in LENGTHS])
+    data["old_log_probs"] = nested([-torch.rand(length) for length in LENGTHS])
+    module.tensordict_utils.assign_non_tensor(data, batch_num_tokens=0, **{module.ON_POLICY: on_policy})
+    loss, _, gradients = loss_of(module.ppo_loss, actor_config(), batch)
+    assert loss == 0 and not any(gradient.any() for gradient in gradients)
+
+
+def test_the_metric_of_the_entropy_is_of_a_token_whatever_the_loss(module, batch):
+    data, output, _ = batch
+    module.tensordict_utils.assign_non_tensor(data, **{module.ON_POLICY: True})
+    config = actor_config(loss_agg_mode="seq-mean-token-sum-norm", loss_scale_factor=100)
+    _, metrics, _ = loss_of(module.ppo_loss, config, batch)
+    entropy = module.response_from_nested(output["entropy"].detach(), data["response_mask"])
+    assert metrics["entropy"].aggregate() == pytest.approx(float(entropy.values().mean()))
+
+
 def test_metrics_of_the_pass_have_the_names_of_verl(module):
     metrics = {"actor/training/rollout_probs_diff_max": 1, "actor/rollout_corr/kl": 2, "actor/entropy": 3, "perf/x": 4}
     assert list(module.taken_out(metrics)) == [

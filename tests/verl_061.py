@@ -18,7 +18,7 @@ from omegaconf import OmegaConf  # noqa: E402
 from torchdata.stateful_dataloader import StatefulDataLoader  # noqa: E402
 from verl import DataProto, __version__  # noqa: E402
 from verl.trainer.main_ppo import create_rl_sampler  # noqa: E402
-from verl.trainer.ppo import core_algos  # noqa: E402
+from verl.trainer.ppo import core_algos, ray_trainer  # noqa: E402
 from verl.trainer.ppo.core_algos import agg_loss  # noqa: E402
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer  # noqa: E402
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch  # noqa: E402
@@ -66,13 +66,13 @@ def resumes_where_it_was(sampler: dict, after: int) -> bool:
 # ---- a step of one update
 
 
-def actor() -> DataParallelPPOActor:
+def actor(micro: int = 4, **changes) -> DataParallelPPOActor:
     torch.manual_seed(0)
     shape = {"vocab_size": 50, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
     config = transformers.LlamaConfig(**shape, num_attention_heads=2, num_key_value_heads=2)
     model = transformers.LlamaForCausalLM(config)
-    sizes = {"ppo_mini_batch_size": ROWS, "ppo_micro_batch_size_per_gpu": 4, "ppo_epochs": 1, "rollout_n": 1}
-    settings = FSDPActorConfig(strategy="fsdp", use_dynamic_bsz=False, use_torch_compile=False, **sizes)
+    sizes = {"ppo_mini_batch_size": ROWS, "ppo_micro_batch_size_per_gpu": micro, "ppo_epochs": 1, "rollout_n": 1}
+    settings = FSDPActorConfig(strategy="fsdp", use_dynamic_bsz=False, use_torch_compile=False, **sizes, **changes)
     return DataParallelPPOActor(settings, model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
@@ -205,6 +205,17 @@ def seeds_set() -> list[int]:
     return found
 
 
+# ---- Dr. GRPO's loss
+
+
+def dr_grpo(micro: int) -> float:
+    """The loss of a step on policy, as it is summed up over its micro-batches."""
+    ours, data = actor(micro, loss_agg_mode="seq-mean-token-sum-norm"), batch()
+    data.meta_info["temperature"] = 0.7
+    data.batch["old_log_probs"] = data.batch["rollout_log_probs"]  # not used on policy
+    return sum(ours.update_policy(data)["actor/pg_loss"])
+
+
 def main() -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[1])
     torch.distributed.init_process_group("gloo", rank=0, world_size=1)
@@ -220,7 +231,12 @@ def main() -> None:
         {"algorithm.use_kl_in_reward": True},
         {"trainer.critic_warmup": 2},
     ]
+    advantages, mask = batch().batch["advantages"], batch().batch["response_mask"]
     result = {
+        "dr_grpo losses": [dr_grpo(micro) for micro in (2, 4, 8)],
+        "dr_grpo wanted": float(-(advantages * mask).sum() / RESPONSE / ROWS),
+        "entropy": float(ray_trainer.agg_loss(advantages, mask, "seq-mean-token-sum-norm")),
+        "entropy wanted": float((advantages * mask).sum() / mask.sum()),
         "version": __version__,
         "resumes": {
             name: [resumes_where_it_was(s, n) for n in range(1, 6)] for name, s in (("own", own), ("verl", none))

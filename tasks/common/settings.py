@@ -94,6 +94,11 @@ def _batch_size(values: dict[str, str]) -> str:
     return "32" if values["METHOD"] == "dpo" else "128"
 
 
+def _seed(values: dict[str, str]) -> str:
+    """SEED"""
+    return values["SEED"]
+
+
 def _temperature(values: dict[str, str]) -> str:
     """TEMPERATURE"""
     return values["TEMPERATURE"]
@@ -146,11 +151,18 @@ class Settings:
         "1024", "training prompts sampled for SFT_SOURCE=samples and dpo; 0: all", _not_negative
     )
     SEED: int = variable("42", "of data, sampling and shuffling", _not_negative)
+    TRAIN_SEED: int = variable(_seed, "of RL and DPO alone: order of prompts, sampling", _not_negative)
     # optimisation
     METHOD: str = variable("grpo", f"one of {', '.join(METHODS)}", _one_of(*METHODS))
     REWARD: str = variable("", "variant of the task's reward; what a task knows stands in its train.sh", _name)
     REWARD_MODEL: str = variable("", "a sequence classifier (hub id or folder) whose score is the reward in training")
     STEPS: int = variable("100", "training steps (dpo: DPO_EPOCHS); a larger number continues the same run", positive)
+    TEACHER: str = variable("", "distill: a model (hub id or folder) with MODEL's tokenizer, on a GPU of its own")
+    TRUNCATED: str = variable(
+        "counted",
+        "responses cut off at the limit: counted, masked (no loss), or shaped (a soft penalty near the limit)",
+        _one_of("counted", "masked", "shaped"),
+    )
     SELF_PLAY_ROUNDS: int = variable(
         "1", "trainings of STEPS, each from, and held to, the result of the last", positive
     )
@@ -290,6 +302,9 @@ class Command:
     PROFILE: str = variable("", "values for a typical use: a file of tasks/TASK/profiles, by its name")
     FROM: str = variable("data", "train, all: the stage to start with, on what is there", _one_of(*WHOLE))
     METHODS: str = variable("grpo,gspo,egpo", "experiment: methods to compare, with the same data and settings")
+    SEEDS: int = variable("1", "experiment: trainings of each method, with TRAIN_SEED and on", positive)
+    LRS: str = variable("", "experiment: rates to train each method with, e.g. 1e-6,3e-6; empty: LR")
+    JOBS: int = variable("1", "experiment: trainings at a time, on the same GPUs", positive)
     STEP: str = variable("latest", "eval, compare, merge, chat, batch: checkpoint `latest`, `best` or its step")
     BASE: str = variable("", "compare: the model to compare with; the base model of an adapter")
     FILTER: int = variable("0", "probe: 1 writes the prompts with signal to signal.parquet", _one_of(0, 1))
@@ -539,6 +554,13 @@ def _check_together(settings: Settings) -> None:
         raise SettingsError(f"NNODES={settings.NNODES}: METHOD=dpo trains on one machine; leave NNODES out")
     if settings.METHOD == "dpo" and settings.TRAIN_BATCH_SIZE % settings.N_GPUS:
         raise SettingsError(f"N_GPUS={settings.N_GPUS}: must divide TRAIN_BATCH_SIZE={settings.TRAIN_BATCH_SIZE}")
+    if settings.TRUNCATED != "counted" and settings.METHOD == "dpo":
+        raise SettingsError(f"TRUNCATED={settings.TRUNCATED}: is for the RL methods; METHOD=dpo learns from pairs")
+    if settings.TRUNCATED == "shaped" and (settings.METHOD == "distill" or settings.REWARD_MODEL):
+        what = "REWARD_MODEL is the whole reward" if settings.REWARD_MODEL else "METHOD=distill learns from no reward"
+        raise SettingsError(f"TRUNCATED=shaped: {what}; take TRUNCATED=masked or counted")
+    if settings.TEACHER and settings.METHOD != "distill":
+        raise SettingsError(f"TEACHER={settings.TEACHER}: is for METHOD=distill; METHOD={settings.METHOD} has none")
     if settings.METHOD == "dpo" and settings.REWARD_MODEL:
         raise SettingsError("REWARD_MODEL: is for the RL methods; METHOD=dpo learns from pairs")
     if settings.SFT_BATCH_SIZE % settings.N_GPUS:

@@ -86,10 +86,15 @@ def sampling(s: Settings) -> Sampling:
     )
 
 
-def test_job(s: Settings, model: str) -> Job:
-    """Sample ``model`` on the task's held-out prompts."""
-    rows = str(s.data_dir / "test.parquet")
-    return Job(model, rows, s.LIMIT, sampling(s), gpu_memory_utilization=s.GPU_MEMORY_UTILIZATION)
+def test_job(s: Settings, model: str, rows: Path | None = None) -> Job:
+    """Sample ``model`` on the task's held-out prompts, or on those of the file ``rows``."""
+    return Job(
+        model,
+        str(rows or s.data_dir / "test.parquet"),
+        s.LIMIT,
+        sampling(s),
+        gpu_memory_utilization=s.GPU_MEMORY_UTILIZATION,
+    )
 
 
 def report_errors(rollouts: list[Rollout]) -> int:

@@ -25,7 +25,7 @@ from tasks.common.models.find import EMBEDDED, resolve_model, weights_bytes
 from tasks.common.models.merge import base_of, is_adapter
 from tasks.common.rewards.answers import RewardError
 from tasks.common.rewards.examples import check_examples
-from tasks.common.settings import Settings, SettingsError, artifacts
+from tasks.common.settings import Settings, SettingsError, artifacts, method
 from tasks.common.text import one_line
 from tasks.common.training import verl_config
 
@@ -84,8 +84,11 @@ def of_machine(s: Settings, found: hardware.Nvidia | None) -> Iterator[Finding]:
     names = ", ".join(sorted({gpu.name for gpu in found.gpus}))
     free_now = ", ".join(gb(gpu.free) for gpu in found.gpus)
     yield ok("gpu", f"driver {found.driver}, CUDA {found.cuda}, {len(found.gpus)} x {names}, free {free_now}")
-    if len(found.gpus) < s.N_GPUS:
-        yield error("gpu", f"N_GPUS={s.N_GPUS}, and there are {len(found.gpus)}", f"set N_GPUS={len(found.gpus)}")
+    others = getattr(method(s.METHOD), "GPUS", 0)  # of a teacher
+    if len(found.gpus) < s.N_GPUS + others:
+        wanted = f"{s.N_GPUS}{f' and {others} for TEACHER' if others else ''}"
+        there = len(found.gpus)
+        yield error("gpu", f"N_GPUS={wanted}, and there are {there}", f"set N_GPUS={there - others}")
     for number, gpu in enumerate(found.gpus[: s.N_GPUS]):
         if not gpu.processes:
             continue

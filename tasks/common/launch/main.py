@@ -17,7 +17,7 @@ from tasks.common.data.prepare import describe
 from tasks.common.data.rows import DataError, validate_parquet
 from tasks.common.evaluation.tables import total_time
 from tasks.common.files import read_json
-from tasks.common.launch import doctor, train
+from tasks.common.launch import doctor, experiments, train
 from tasks.common.launch.task import compute_score_of, environment, own_stages, script, stack_environment
 from tasks.common.models.find import embedded_folder, resolve_model, whole_model
 from tasks.common.models.merge import base_of, is_adapter, merge_note, whole_folder
@@ -205,28 +205,25 @@ STAGES: dict[str, Callable[[Job], str]] = {
 
 
 def experiment(job: Job) -> None:
-    """`make experiment`: train with each of METHODS on the same data, with the same settings, and compare them."""
+    """`make experiment`: train with each of METHODS, LRS and SEEDS on the same data, and compare the results."""
     s, arguments = job.s, job.arguments
-    names = list(dict.fromkeys(filter(None, job.command.METHODS.split(","))))
-    chosen = [load_settings(os.environ | {"METHOD": name}) for name in names]
-    if len(chosen) < 2:
-        raise SettingsError(f"METHODS={job.command.METHODS}: name two or more, separated by commas")
-    # The same for all: as many optimizer steps as the one that wants most.
-    mini = min(each.MINI_BATCH_SIZE for each in chosen)
-    chosen = [replace(each, MINI_BATCH_SIZE=mini, RUN=f"{s.RUN}-{each.METHOD}" if s.RUN else "") for each in chosen]
-    for each in chosen:
+    runs = experiments.planned(s, job.command)
+    for each in {each.METHOD: each for each in runs.values()}.values():
         train.check(each, arguments)
 
     def compared() -> str:
-        runs = {each.METHOD: rounds(each, arguments)[-1] for each in chosen}
-        models = {"start": train.start_model(s)} | {name: str(hf_folder(run)) for name, run in runs.items()}
-        script(chosen[0], "evaluate.py", "experiment", *(f"{label}={path}" for label, path in models.items()))
-        return ", ".join(models)
+        folders = {label: rounds(each, arguments)[-1] for label, each in runs.items()}
+        models = {"start": train.start_model(s)} | {label: str(hf_folder(run)) for label, run in folders.items()}
+        script(s, "evaluate.py", "experiment", *(f"{label}={path}" for label, path in models.items()))
+        return f"{len(models)} models"
 
     stages = {
         name: functools.partial(STAGES[name], job) for name in STAGES_OF["sft"] if name != "sft" or s.INIT == "sft"
     }
-    stages |= {each.METHOD: functools.partial(train.train, each, arguments) for each in chosen}
+    if job.command.JOBS > 1:
+        stages |= {"train": lambda: experiments.train_at_once(runs, arguments, job.command.JOBS)}
+    else:
+        stages |= {label: functools.partial(train.train, each, arguments) for label, each in runs.items()}
     run_stages(stages | {"compare": compared})
 
 
@@ -318,6 +315,7 @@ AT_ONCE: dict[str, Callable[[Job], None]] = {
     "settings": lambda job: print(table(os.environ)),
     "doctor": lambda job: doctor.report(job.s, job.arguments),
     "rescore": rescore,
+    "one_of_many": lambda job: print(train.train(job.s, job.arguments)),  # of an experiment, which has the lock
     "bench": lambda job: benchmark(job, "sampling.py"),
     "bench_training": lambda job: benchmark(job, "training.py"),
 }

@@ -103,7 +103,7 @@ def train(s: Settings, arguments: list[str]) -> str:
         if s.SELF_PLAY_ROUNDS > 1:
             print(f"  round {number} of {s.SELF_PLAY_ROUNDS}: {run_dir.name}")
         # Other prompts and samples in each round.
-        said = _round(replace(s, SEED=s.SEED + number - 1), s, arguments, number, start, run_dir)
+        said = _round(replace(s, SEED=s.TRAIN_SEED + number - 1), s, arguments, number, start, run_dir)
         start = str(hf_folder(run_dir))
     return said
 
@@ -122,9 +122,10 @@ def _round(seeded: Settings, s: Settings, arguments: list[str], number: int, sta
     record(run_dir, "rl", mark, s, start, arguments, base_model(begins))
     if resumed:
         print(f"  resuming from step {resumed}")
+    noted = replace(seeded, SEED=s.SEED, TRAIN_SEED=seeded.SEED)  # the data keep their seed
     if s.METHOD == "dpo":
         command = [*_torchrun(s), "-m", "tasks.common.training.trl_dpo", begins, str(pairs), str(run_dir)]
-        launches.begin(run_dir, seeded, command)
+        launches.begin(run_dir, noted, command)
         _train("DPO", run_dir, command, s, s.STEPS, ("loss", "train/loss"), environment(seeded))
     else:
         extra = trainer_module(s) | tracking.environment(s, run_dir)
@@ -133,7 +134,7 @@ def _round(seeded: Settings, s: Settings, arguments: list[str], number: int, sta
         overrides = verl_config.sent_environment(environment(seeded) | extra) + overrides
         command = [sys.executable, "-m", "verl.trainer.main_ppo", *verl_config.HYDRA, *overrides]
         nodes = cluster.join(s)
-        launches.begin(run_dir, seeded, command, verl_config.resolved("ppo_trainer", overrides))
+        launches.begin(run_dir, noted, command, verl_config.resolved("ppo_trainer", overrides))
         try:
             _train(s.METHOD.upper(), run_dir, command, s, s.STEPS, ("reward", "critic/score/mean"), extra)
         except StageFailed as error:

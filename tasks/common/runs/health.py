@@ -139,9 +139,9 @@ def _mismatch(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
 
 
 def _zero_variance(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
-    # GRPO's advantages are 0 in a group whose scores are all the same. A critic's are not.
+    # GRPO's advantages are 0 in a group whose scores are all the same. A critic's are not, nor a teacher's.
     ends = [row.get(f"critic/advantages/{end}") for end in ("min", "max")]
-    if s.METHOD != "ppo" and s.ROLLOUT_N > 1 and ends == [0, 0]:
+    if s.METHOD not in ("ppo", "distill") and s.ROLLOUT_N > 1 and ends == [0, 0]:
         yield (
             "all advantages are 0: in every group the samples have the same score, which teaches nothing; raise "
             "ROLLOUT_N or TEMPERATURE, or train on the prompts with signal (make probe FILTER=1, TRAIN_FILE)"
@@ -161,7 +161,8 @@ def _truncation(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
 def _no_reward(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
     last = [*before, row][-REWARD_STEPS:]
     names = [f"critic/score/{name}" for name in ("min", "max")]
-    if len(last) == REWARD_STEPS and all(each.get(name) == 0 for each in last for name in names):
+    learned = s.METHOD != "distill"
+    if learned and len(last) == REWARD_STEPS and all(each.get(name) == 0 for each in last for name in names):
         yield (
             f"no reward in {REWARD_STEPS} steps: the task is too hard for this start, or its answers are not "
             "recognised; warm up with INIT=sft, take DIFFICULTY=easy, and look at the rollouts"

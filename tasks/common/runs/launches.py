@@ -78,7 +78,7 @@ def begin(run_dir: Path, s: Settings, command: list[str], config: dict | None = 
             "git": git,
             "task": digests(s.task_dir, "*.py", "train.sh"),
             "data": data_digests(s.data_dir, s.TRAIN_FILE, s.PAIRS_FILE),
-            "seeds": {"SEED": s.SEED, "EVAL_SEED": s.EVAL_SEED},
+            "seeds": {"SEED": s.SEED, "TRAIN_SEED": s.TRAIN_SEED, "EVAL_SEED": s.EVAL_SEED},
             "judge": judge_settings(),
             "settings": asdict(s),
         },

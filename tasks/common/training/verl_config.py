@@ -103,6 +103,28 @@ def _micro_batches(s: Settings) -> list[str]:
     ]
 
 
+def _truncated(s: Settings) -> list[str]:
+    """What TRUNCATED does with a response that was cut off at MAX_RESPONSE_LENGTH.
+
+    masked: none of its tokens counts in a loss. shaped: verl's soft overlong punishment (Yu et al. 2025, arXiv
+    2503.14476, equation 13): from 0 at the start of a buffer, the last fifth as in the paper, to -1 at the limit.
+    """
+    loop = "single_turn_unless_truncated" if s.TRUNCATED == "masked" else "single_turn_of_row"
+    chosen = [f"actor_rollout_ref.rollout.agent.default_agent_loop={loop}"]
+    if s.TRUNCATED != "shaped":
+        return chosen
+    buffer = "+reward.reward_kwargs.overlong_buffer_cfg"
+    return [
+        *chosen,
+        "reward.reward_manager.name=dapo",
+        f"+reward.reward_kwargs.max_resp_len={s.MAX_RESPONSE_LENGTH}",
+        f"{buffer}.enable=True",
+        f"{buffer}.len={max(1, s.MAX_RESPONSE_LENGTH // 5)}",
+        f"{buffer}.penalty_factor=1.0",
+        f"{buffer}.log=False",  # the metric would be a tensor, which the file of metrics does not take
+    ]
+
+
 def _ray(s: Settings) -> list[str]:
     """A Ray of this machine; nothing where Ray itself joins the one at RAY_ADDRESS. Raises SettingsError."""
     if cluster.address(s.NNODES):
@@ -156,7 +178,6 @@ def rl_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
         f"actor_rollout_ref.rollout.gpu_memory_utilization={s.GPU_MEMORY_UTILIZATION}",
         f"actor_rollout_ref.rollout.seed={s.SEED}",
         f"actor_rollout_ref.rollout.agent.agent_loop_config_path={_quoted(PLUGINS / 'agent_loops.yaml')}",
-        "actor_rollout_ref.rollout.agent.default_agent_loop=single_turn_of_row",
     ]
     reward = _reward_model(s) if s.REWARD_MODEL else _reward_function(s)
     trainer = [
@@ -178,7 +199,7 @@ def rl_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
     ]
     own = [*stack(s.STACK).OVERRIDES, *stack(s.STACK).RL_OVERRIDES]
     batches = _micro_batches(s)
-    method_ = method(s.METHOD).overrides(s)
+    method_ = [*_truncated(s), *method(s.METHOD).overrides(s)]
     if goes_on and any(override.startswith("critic.model.path=") for override in method_):
         method_ += [f"critic.model.path={_quoted(whole_model(str(model)))}"]  # it begins as the policy
     rollout += CORRECTIONS[s.ROLLOUT_CORRECTION]

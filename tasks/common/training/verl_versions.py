@@ -23,7 +23,8 @@ class Differences:
     renamed: dict[str, str] = field(default_factory=dict)
     values: dict[str, str] = field(default_factory=dict)  # keys whose value must be this one
     left_out: tuple[str, ...] = ()  # keys without counterpart
-    refused: dict[str, str] = field(default_factory=dict)  # keys of what it cannot do, and what to call that
+    # Keys, or key=value, of what it cannot do, and what to call that.
+    refused: dict[str, str] = field(default_factory=dict)
     needed: Callable[[Settings], list[str]] = lambda s: []  # overrides that come before all others
 
 
@@ -69,6 +70,7 @@ DIFFERENCES = {
             renamed={
                 "reward.custom_reward_function.": "custom_reward_function.",
                 "reward.reward_manager.name": "reward_model.reward_manager",
+                "reward.reward_kwargs.": "reward_model.reward_kwargs.",
                 "critic.fsdp.": "critic.model.fsdp_config.",
             },
             left_out=(
@@ -76,14 +78,19 @@ DIFFERENCES = {
                 "actor_rollout_ref.actor.shuffle",  # read by its Megatron workers only; stacks/a100/mini_batches.py
                 # Rollouts are seeded by the rank (verl/workers/fsdp_workers.py, gen_random_states).
                 "actor_rollout_ref.rollout.seed",
+                # It divides by the padded length, MAX_RESPONSE_LENGTH.
+                "actor_rollout_ref.actor.loss_scale_factor",
             ),
             refused={
                 "trainer.v1.egpo.": "METHOD=egpo",  # no trainer that can be replaced
                 # The chat is no longer in the batch when the scorer looks for it (verl/trainer/ppo/ray_trainer.py,
                 # _get_gen_batch), and a classifier whose head is not called as a token classifier's gets a random one.
                 "reward.reward_model.": "REWARD_MODEL",
-                "algorithm.filter_groups.": "algorithm.filter_groups",  # known to its config, used by no trainer
                 "algorithm.rollout_correction.rollout_rs": "ROLLOUT_CORRECTION=sequence",  # it has no seq_mean_k3
+                # Known to its config, used by no trainer.
+                "algorithm.filter_groups.": "METHOD=dapo (algorithm.filter_groups)",
+                "actor_rollout_ref.actor.policy_loss.loss_mode=cispo": "METHOD=cispo",  # not among its losses
+                "distillation.": "METHOD=distill",
             },
             needed=_rl_of_061,
         ),
@@ -141,7 +148,7 @@ def renamed(overrides: list[str], config_name: str, s: Settings) -> list[str]:
     differences, result = DIFFERENCES[version][config_name], []
     for override in overrides:
         plus, key, value = re.fullmatch(r"([+~]*)([^=]*)(.*)", override, re.DOTALL).groups()
-        if what := _find(key, differences.refused):
+        if what := _find(key, differences.refused) or _find(f"{key}{value}", differences.refused):
             name = differences.refused[what]
             raise SettingsError(f"{name}: STACK={s.STACK} has verl {version}, which cannot do it; take STACK=current")
         if _find(key, differences.left_out):

@@ -88,6 +88,17 @@ class SingleTurnOfRow(SingleTurnAgentLoop):
         return ids
 
 
+class SingleTurnUnlessTruncated(SingleTurnOfRow):
+    """TRUNCATED=masked: no token of a response that was cut off at the limit counts in a loss."""
+
+    async def run(self, sampling_params, **kwargs):
+        output = await super().run(sampling_params, **kwargs)
+        ids = output.response_ids
+        if len(ids) == self.response_length and ids[-1] != self.tokenizer.eos_token_id:
+            output.response_mask = [0] * len(ids)
+        return output
+
+
 class Demonstrations(Dataset):
     """SFT rows: the last message is learned, given all before it. Built as verl builds its MultiTurnSFTDataset.
 

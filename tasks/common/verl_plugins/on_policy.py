@@ -67,10 +67,12 @@ def measured(config, log_probs: torch.Tensor, entropy: torch.Tensor, data: Tenso
     batch = data.select("response_mask", "rollout_log_probs", "responses").to_padded_tensor()
     mask = batch["response_mask"].bool()
     batch["old_log_probs"] = log_probs
-    with torch.autocast(log_probs.device.type, enabled=False):  # the loss is computed under it
-        found = calculate_debug_metrics(DataProto(batch=batch))
-        found |= compute_rollout_corr_metrics_from_logprobs(log_probs, batch["rollout_log_probs"], mask)
-    total = agg_loss(entropy, mask, config.loss_agg_mode, **config.global_batch_info)
+    found = {}
+    if mask.any():  # TRUNCATED=masked may leave a micro-batch without a token
+        with torch.autocast(log_probs.device.type, enabled=False):  # the loss is computed under it
+            found = calculate_debug_metrics(DataProto(batch=batch))
+            found |= compute_rollout_corr_metrics_from_logprobs(log_probs, batch["rollout_log_probs"], mask)
+    total = agg_loss(entropy, mask, "token-mean", **config.global_batch_info)  # nats a token, whatever the loss's mode
     return found | {"entropy": Metric(AggregationType.SUM, total)}
 
 
@@ -100,6 +102,9 @@ _ppo_loss = engine_workers.ppo_loss
 
 def ppo_loss(config, model_output: dict, data: TensorDict, dp_group=None):
     """verl's loss (workers/utils/losses.py), with the model's own log-probs as the old ones in an ON_POLICY batch."""
+    # TRUNCATED=masked may leave a mini-batch without a token: its loss is 0, not 0 / 0.
+    if tensordict_utils.get_non_tensor_data(data=data, key="batch_num_tokens", default=None) == 0:
+        tensordict_utils.assign_non_tensor(data, batch_num_tokens=1)
     if not tensordict_utils.get_non_tensor_data(data=data, key=ON_POLICY, default=False):
         return _ppo_loss(config, model_output, data, dp_group)
     nested, entropy = model_output["log_probs"].detach(), model_output["entropy"].detach()

@@ -106,7 +106,12 @@ class TaskTrainer(PPOTrainerSync):
     # quarter of their time (1,024 rollouts of a small model).
     def _compute_old_log_prob(self, batch, metrics):
         self._on_policy = not self.reads_entropy and one_update.applies(self.config, len(batch))
-        return batch if self._on_policy else super()._compute_old_log_prob(_tensors(batch), metrics)
+        if self._on_policy:
+            return batch
+        # Only the metric actor/entropy reads it there: nats a token, whatever the loss's mode.
+        policy = self.config.actor_rollout_ref
+        with on_policy.set_to(policy.actor, "loss_agg_mode", "token-mean"):
+            return super()._compute_old_log_prob(_tensors(batch), metrics)
 
     def _compute_advantage(self, batch, metrics):
         correction = self.config.algorithm.get("rollout_correction")

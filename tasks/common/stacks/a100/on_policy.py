@@ -84,7 +84,7 @@ def update_policy(self, data: DataProto) -> dict:
     with mock.patch.object(self, "_forward_micro_batch", forward_and_keep):
         metrics = _update_policy(self, data)
     batch = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    entropy = agg_loss(batch.pop("entropy"), batch["response_mask"], self.config.loss_agg_mode)
+    entropy = agg_loss(batch.pop("entropy"), batch["response_mask"], "token-mean")
     found = calculate_debug_metrics(DataProto.from_dict(batch)) | {"actor/entropy": entropy}
     if limit:
         found |= weighed(batch, limit)[1]

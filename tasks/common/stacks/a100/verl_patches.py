@@ -9,10 +9,11 @@ import verl.utils.model as verl_model
 from verl.experimental.agent_loop import agent_loop
 from verl.experimental.reward import reward_manager
 from verl.models.transformers import monkey_patch
-from verl.trainer.ppo import core_algos
+from verl.trainer.ppo import core_algos, ray_trainer
 from verl.utils import tracking
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from verl.workers import fsdp_workers
+from verl.workers.actor import dp_actor
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
 import tasks.common.stacks.a100.mini_batches
@@ -118,3 +119,32 @@ _builders = {
 for (_class, _name), _line in _builders.items():
     expect(getattr(_class, _name), _line)
     setattr(_class, _name, seeded(getattr(_class, _name)))
+# ---- verl/trainer/ppo/core_algos.py:777: seq-mean-token-sum-norm (METHOD=dr_grpo) is a sum over a micro-batch --------
+# The actor weighs a micro-batch by its share of the mini-batch: a response would weigh more among more of them.
+
+expect(core_algos.agg_loss, "loss = torch.sum(seq_losses) / loss_mask.shape[-1]  # The divisor")
+expect(dp_actor.DataParallelPPOActor, "loss_scale_factor = response_mask.shape[0] / self.config.ppo_mini_batch_size")
+_agg_loss = core_algos.agg_loss
+
+
+def _agg_loss_mean(loss_mat: torch.Tensor, loss_mask: torch.Tensor, loss_agg_mode: str) -> torch.Tensor:
+    """verl's, but the mean over sequences in seq-mean-token-sum-norm; a row is padded to MAX_RESPONSE_LENGTH."""
+    if loss_agg_mode != "seq-mean-token-sum-norm":
+        return _agg_loss(loss_mat, loss_mask, loss_agg_mode)
+    return (loss_mat * loss_mask).sum(-1).mean() / loss_mask.shape[-1]
+
+
+core_algos.agg_loss = dp_actor.agg_loss = _agg_loss_mean
+
+
+# ---- verl/trainer/ppo/ray_trainer.py:1124: the metric actor/entropy follows the loss's normaliser --------------------
+
+expect(ray_trainer.RayPPOTrainer.fit, "entropy_agg = agg_loss(")
+
+
+def _entropy_of_a_token(loss_mat: torch.Tensor, loss_mask: torch.Tensor, loss_agg_mode: str) -> torch.Tensor:
+    """The mean over tokens, whatever the loss's mode."""
+    return _agg_loss(loss_mat, loss_mask, "token-mean")
+
+
+ray_trainer.agg_loss = _entropy_of_a_token

@@ -5,7 +5,7 @@ Packages: requirements.txt. How verl and vLLM run on a CPU: verl_platform.py, vl
 
 import os
 
-from tasks.common.settings import Settings
+from tasks.common.settings import Settings, method
 
 VERL = "0.9.1"
 
@@ -95,4 +95,5 @@ SFT_OVERRIDES = [
 
 def ray_overrides(s: Settings) -> list[str]:
     """Of a Ray that the training starts itself; a cluster has been told by `ray start`."""
-    return [f"+ray_kwargs.ray_init.num_gpus={s.N_GPUS}", f"ray_kwargs.ray_init.num_cpus={16 * s.N_GPUS}"]
+    gpus = s.N_GPUS + getattr(method(s.METHOD), "GPUS", 0)
+    return [f"+ray_kwargs.ray_init.num_gpus={gpus}", f"ray_kwargs.ray_init.num_cpus={16 * gpus}"]

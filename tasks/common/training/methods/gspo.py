@@ -21,10 +21,15 @@ def overrides(s: Settings) -> list[str]:
 
 def warning(config) -> str | None:
     """What to know before a run with ``config``, the composed config of verl."""
+    return one_update("gspo", config)
+
+
+def one_update(name: str, config) -> str | None:
+    """A warning where the METHOD ``name``, which differs from the second mini-batch on, gets only one."""
     actor = config.actor_rollout_ref.actor
     if actor.ppo_mini_batch_size < config.data.train_batch_size or actor.ppo_epochs > 1:
         return None
     return (
-        "METHOD=gspo with one mini-batch a step: all ratios are 1, which is plain policy gradient; "
+        f"METHOD={name} with one mini-batch a step: all ratios are 1, which is plain policy gradient; "
         f"MINI_BATCH_SIZE={max(1, config.data.train_batch_size // MINI_BATCHES)} makes {MINI_BATCHES}"
     )

@@ -1,0 +1,83 @@
+"""The trainings of `make experiment`: which there are, and several of them at a time."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+
+from tasks.common.launch.task import environment
+from tasks.common.process import StageFailed, die_with_parent
+from tasks.common.runs.folder import rl_dir
+from tasks.common.settings import Command, Settings, SettingsError, load_settings
+
+
+def planned(s: Settings, command: Command) -> dict[str, Settings]:
+    """The settings of each training, by its label METHOD@RATE#SEED, in order. Raises SettingsError.
+
+    All have the data and the warm-up of ``s``, and as many optimizer steps a step as the method that wants most.
+    """
+    names = list(dict.fromkeys(filter(None, command.METHODS.split(","))))
+    rates = list(dict.fromkeys(filter(None, command.LRS.split(",")))) or [""]
+    chosen = [_of_method(name, rate) for name in names for rate in rates]
+    if len(chosen) < 2:
+        raise SettingsError(f"METHODS={command.METHODS}: name two or more, separated by commas, or several LRS")
+    mini = min(each.MINI_BATCH_SIZE for each in chosen)
+    runs = {}
+    for each in chosen:
+        for seed in range(s.TRAIN_SEED, s.TRAIN_SEED + command.SEEDS):
+            name = f"{s.RUN}-{each.METHOD}-{each.LR:g}-{seed}" if s.RUN else ""
+            run = replace(each, MINI_BATCH_SIZE=mini, TRAIN_SEED=seed, RUN=name)
+            runs[f"{each.METHOD}@{each.LR:g}#{seed}"] = run
+    return runs
+
+
+def _of_method(name: str, rate: str) -> Settings:
+    return load_settings(os.environ | {"METHOD": name} | ({"LR": rate} if rate else {}))
+
+
+def train_at_once(runs: dict[str, Settings], arguments: list[str], jobs: int) -> str:
+    """Train ``runs``, ``jobs`` at a time, each in a process of its own that says the rest in a log.
+
+    They share the GPUs: each gets its part of GPU_MEMORY_UTILIZATION. Raises StageFailed after all have ended.
+    """
+    running: dict[str, subprocess.Popen] = {}
+
+    def job(label: str) -> int:
+        each = runs[label]
+        log = rl_dir(each, arguments) / "job.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        share = replace(each, GPU_MEMORY_UTILIZATION=each.GPU_MEMORY_UTILIZATION / jobs)
+        command = [sys.executable, "-m", "tasks.common.launch.main", "one_of_many", *arguments]
+        started = time.monotonic()
+        print(f"  {label}: {log}", flush=True)
+        with log.open("w") as output:
+            running[label] = subprocess.Popen(
+                command, env=environment(share), stdout=output, stderr=subprocess.STDOUT, preexec_fn=die_with_parent
+            )
+            code = running[label].wait()
+        print(f"  {label}: {_last_line(log)} ({time.monotonic() - started:.0f} s)", flush=True)
+        return code
+
+    with ThreadPoolExecutor(jobs) as pool:
+        futures = {label: pool.submit(job, label) for label in runs}
+        try:
+            failed = [label for label, future in futures.items() if future.result()]
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in running.values():
+                if process.poll() is None:
+                    process.send_signal(signal.SIGINT)  # each ends what it started
+            raise
+    if failed:
+        raise StageFailed(
+            f"{len(failed)} of {len(runs)} trainings failed: {', '.join(failed)}; the same command goes on"
+        )
+    return f"{len(runs)} trainings, {jobs} at a time"
+
+
+def _last_line(log: Path) -> str:
+    return next((line.strip() for line in reversed(log.read_text(errors="replace").splitlines()) if line.strip()), "")

@@ -1,0 +1,28 @@
+"""CISPO (MiniMax-M1, arXiv 2506.13585): the weight of a token is clipped, its gradient is not; no token is left out."""
+
+from tasks.common.settings import Settings
+from tasks.common.training.methods import grpo, gspo
+
+DEFAULTS: dict[str, str] = {}
+# The first of a step's mini-batches is on-policy: all weights are 1.
+MINI_BATCHES = 4
+TRAINER = grpo.TRAINER
+
+
+def overrides(s: Settings) -> list[str]:
+    """What CISPO sets in verl's config: weights in [0, 5], of all tokens alike.
+
+    The paper gives no number for its upper bound; 5 is that of ScaleRL (arXiv 2510.13786) and TRL's documentation.
+    """
+    return [
+        *grpo.overrides(s),
+        "actor_rollout_ref.actor.policy_loss.loss_mode=cispo",
+        "actor_rollout_ref.actor.loss_agg_mode=token-mean",
+        "actor_rollout_ref.actor.clip_ratio_low=1.0",
+        "actor_rollout_ref.actor.clip_ratio_high=4.0",
+    ]
+
+
+def warning(config) -> str | None:
+    """What to know before a run with ``config``, the composed config of verl."""
+    return gspo.one_update("cispo", config)

@@ -1,0 +1,37 @@
+"""DAPO (Yu et al. 2025, arXiv 2503.14476): GRPO on groups with signal alone, a wider clip upwards, long ones penalised.
+
+verl 0.9.1 drops groups and samples others (trainer/ppo/v1/replay_buffer.py); verl_plugins/dynamic_sampling.py bounds
+that. TRUNCATED=shaped, the default here, is the penalty.
+"""
+
+from tasks.common.settings import Settings
+from tasks.common.training.methods import grpo
+
+DEFAULTS = {"TRUNCATED": "shaped"}
+# The first of a step's mini-batches is on-policy: nothing is clipped there.
+MINI_BATCHES = 4
+TRAINER = "tasks.common.verl_plugins.dynamic_sampling"
+MAX_BATCHES = 10  # of prompts sampled for one step, as in the authors' scripts
+
+
+def overrides(s: Settings) -> list[str]:
+    """What DAPO sets in verl's config: clip range and token-mean of the paper (section 4.1)."""
+    return [
+        *grpo.overrides(s),
+        "actor_rollout_ref.actor.clip_ratio_low=0.2",
+        "actor_rollout_ref.actor.clip_ratio_high=0.28",
+        "actor_rollout_ref.actor.loss_agg_mode=token-mean",
+        "trainer.v1.trainer_mode=dapo",
+        "algorithm.filter_groups.enable=True",
+        "algorithm.filter_groups.metric=score",  # the task's reward, without the penalty
+        f"algorithm.filter_groups.max_num_gen_batches={MAX_BATCHES}",
+    ]
+
+
+def problem(config) -> str | None:
+    """Why DAPO cannot train with verl's composed ``config`` (a DictConfig), in one line; None where it can."""
+    if config.reward.reward_model.enable:
+        return "METHOD=dapo: drops groups by the task's reward while it samples; REWARD_MODEL scores only after that"
+    if config.actor_rollout_ref.rollout.n < 2:
+        return "ROLLOUT_N=1: METHOD=dapo compares the samples of a prompt; take 2 or more"
+    return None

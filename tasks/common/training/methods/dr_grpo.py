@@ -1,0 +1,22 @@
+"""Dr. GRPO (Liu et al. 2025, arXiv 2503.20783): GRPO without its two biases, the division by std and by length."""
+
+from tasks.common.settings import Settings
+from tasks.common.training.methods import grpo
+
+DEFAULTS: dict[str, str] = {}
+MINI_BATCHES = grpo.MINI_BATCHES
+TRAINER = grpo.TRAINER
+
+
+def overrides(s: Settings) -> list[str]:
+    """What Dr. GRPO sets in verl's config.
+
+    The sum over a response's tokens is divided by MAX_RESPONSE_LENGTH. Without loss_scale_factor verl divides by the
+    longest response of a micro-batch, which is no constant (verl/trainer/ppo/core_algos.py, agg_loss).
+    """
+    return [
+        *grpo.overrides(s),
+        "algorithm.norm_adv_by_std_in_grpo=False",
+        "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm",
+        f"actor_rollout_ref.actor.loss_scale_factor={s.MAX_RESPONSE_LENGTH}",
+    ]

@@ -1,0 +1,17 @@
+"""REINFORCE++-baseline (Hu et al. 2025, arXiv 2501.03262): minus the mean of the group, divided by the batch's std.
+
+Of the paper's two, the one for several samples of a prompt. With ROLLOUT_N=1 it is REINFORCE++ itself: there is no
+group, and mean and std are the batch's.
+"""
+
+from tasks.common.settings import Settings
+from tasks.common.training.methods import grpo
+
+DEFAULTS: dict[str, str] = {}
+MINI_BATCHES = grpo.MINI_BATCHES
+TRAINER = grpo.TRAINER
+
+
+def overrides(s: Settings) -> list[str]:
+    """What REINFORCE++-baseline sets in verl's config."""
+    return [*grpo.overrides(s), "algorithm.adv_estimator=reinforce_plus_plus_baseline"]

@@ -1,0 +1,69 @@
+"""DAPO's trainer: verl's filter of groups without signal, bounded, with its counts in the metrics.
+
+verl 0.9.1 drops each group whose samples have the same reward and samples two other prompts for it, without end
+(trainer/ppo/v1/replay_buffer.py). Where no prompt has signal that would never return. Loaded in every verl process by
+VERL_USE_EXTERNAL_MODULES (tasks/common/launch/train.py).
+"""
+
+from verl.trainer.ppo.v1 import register_trainer
+from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+
+from tasks.common.verl_plugins.expect import expect
+from tasks.common.verl_plugins.trainer import TaskTrainer
+
+DROPPED = "training/filter_groups/evicted_samples"  # verl's names; both count prompts
+SURPLUS = "training/filter_groups/discarded_surplus_samples"
+
+expect(ReplayBuffer.sample, "refill_credit += 2 * dapo_count + failed_count", "self.refill_fn(dispatch_count)")
+expect(ReplayBuffer._dapo_filtered_keys, "self.filter_groups_metric is None")
+expect(ReplayBuffer._evict_terminal_groups, 'metrics[f"{prefix}/filter_groups/evicted_samples"] = len(dapo_uids)')
+
+
+@register_trainer("dapo")
+class DynamicSamplingTrainer(TaskTrainer):
+    """Trains on groups with signal, of up to algorithm.filter_groups.max_num_gen_batches batches of prompts a step.
+
+    From that number on groups without signal are kept too, so that each step has its batch. Metrics, in prompts:
+    dapo/sampled = dapo/dropped (no signal) + dapo/surplus (more than a batch had some) + the batch; dapo/bound_hit: 1
+    where the step was filled up with whatever there was.
+    """
+
+    def _build_replay_buffer(self):
+        buffer = super()._build_replay_buffer()
+        return bounded(buffer, self.config.algorithm.filter_groups.max_num_gen_batches)
+
+
+def bounded(buffer: ReplayBuffer, batches: int) -> ReplayBuffer:
+    """``buffer``, whose filter rests for the remainder of a step once ``batches`` batches were sampled for it.
+
+    verl keeps as many prompts on their way as the batch lacks, so enough are then there.
+    """
+    metric, sample, refill = buffer.filter_groups_metric, buffer.sample, buffer.refill_fn
+    sampled = 0
+
+    def counted_refill(prompts: int) -> int:
+        nonlocal sampled
+        if buffer.filter_groups_metric is None:  # credit from before
+            return 0
+        sampled += prompts
+        if sampled >= batches * buffer.train_batch_size:
+            buffer.filter_groups_metric = None
+        return refill(prompts)
+
+    def counted_sample(global_steps: int, partition_id: str, batch_size: int):
+        nonlocal sampled
+        if partition_id != "train":
+            return sample(global_steps=global_steps, partition_id=partition_id, batch_size=batch_size)
+        sampled, buffer.filter_groups_metric = batch_size, metric
+        batch, metrics = sample(global_steps=global_steps, partition_id=partition_id, batch_size=batch_size)
+        metrics |= {
+            "dapo/sampled": sampled,
+            "dapo/dropped": metrics.get(DROPPED, 0),
+            "dapo/surplus": metrics.get(SURPLUS, 0),
+            "dapo/bound_hit": int(buffer.filter_groups_metric is None),
+        }
+        buffer.filter_groups_metric = metric
+        return batch, metrics
+
+    buffer.sample, buffer.refill_fn = counted_sample, counted_refill
+    return buffer

@@ -1,0 +1,150 @@
+"""`make experiment`: which trainings it plans, and what it makes of models whose every answer is known."""
+
+import json
+import sys
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from tasks.common.data.rows import RL_SCHEMA, chat, rl_row, write_parquet
+from tasks.common.launch import experiments
+from tasks.common.settings import Command, Settings, SettingsError, load_settings
+from tests.test_evaluate import PROMPTS, answer, table, workplace  # noqa: F401  (a fixture)
+
+N = 4
+
+
+def counts(workplace, name: str, right: list[int]) -> str:  # noqa: F811
+    """A model with that many right samples of each prompt."""
+    return f"{name}={workplace.model(name, table(right, N, [False] * PROMPTS))}"
+
+
+@pytest.fixture
+def models(workplace) -> list[str]:  # noqa: F811
+    """A start and two methods with two rates and two seeds each; label=folder."""
+    right = {
+        "start": [0, 1, 2, 0, 1, 0],
+        "rloo@1e-06#1": [1, 1, 2, 0, 1, 1],
+        "rloo@1e-06#2": [1, 2, 2, 0, 1, 0],
+        "rloo@3e-06#1": [4, 3, 4, 1, 3, 2],
+        "rloo@3e-06#2": [2, 3, 3, 1, 2, 1],
+        "dapo@1e-06#1": [3, 2, 4, 0, 2, 1],
+        "dapo@1e-06#2": [2, 2, 4, 1, 3, 0],
+        "dapo@3e-06#1": [0, 0, 1, 0, 0, 0],
+        "dapo@3e-06#2": [0, 1, 0, 0, 0, 0],
+    }
+    return [counts(workplace, name, values) for name, values in right.items()]
+
+
+def found_by(workplace, models: list[str]) -> tuple[dict, str]:  # noqa: F811
+    result = workplace.run("experiment", *models, N=str(N), GREEDY="0")
+    assert result.returncode == 0, result.stdout
+    return json.loads(workplace.only("experiments/countdown/*/experiment.json").read_text()), result.stdout
+
+
+def test_seeds_are_pooled_and_paired_by_prompt(workplace, models):  # noqa: F811
+    found, said = found_by(workplace, models)
+    assert found["rates"]["chosen"] == {"rloo": 3e-6, "dapo": 1e-6}
+    assert found["rates"]["by"].startswith("the score on these very test prompts: an oracle")
+    assert "an oracle" in said and "2 seeds" in said
+    assert list(found["differences"]) == [
+        "rloo LR 3e-06 - start",
+        "dapo LR 1e-06 - start",
+        "dapo LR 1e-06 - rloo LR 3e-06",
+    ]
+    start = np.array([0, 1, 2, 0, 1, 0]) / N
+    rloo = np.array([[4, 3, 4, 1, 3, 2], [2, 3, 3, 1, 2, 1]]) / N
+    dapo = np.array([[3, 2, 4, 0, 2, 1], [2, 2, 4, 1, 3, 0]]) / N
+    for pair, values in {"rloo LR 3e-06 - start": rloo - start, "dapo LR 1e-06 - rloo LR 3e-06": dapo - rloo}.items():
+        difference = found["differences"][pair]["pass@1"]
+        assert difference["test"] == "t, 2 seeds x 6 prompts"
+        # Written out: each factor's own standard error, and Welch's degrees of freedom of their sum.
+        seeds, prompts = stats.sem(values.mean(1)) ** 2, stats.sem(values.mean(0)) ** 2
+        degrees = (seeds + prompts) ** 2 / (seeds**2 / 1 + prompts**2 / 5)
+        low, high = stats.t.interval(0.95, degrees, values.mean(), (seeds + prompts) ** 0.5)
+        assert [difference[end] for end in ("value", "low", "high")] == pytest.approx([values.mean(), low, high])
+    arm = found["arms"]["dapo LR 3e-06"]  # the weak ones are in it too
+    assert arm["labels"] == ["dapo@3e-06#1", "dapo@3e-06#2"] and arm["metrics"]["pass@1"]["value"] == pytest.approx(
+        1 / 24
+    )
+    assert set(found["summaries"]) == {name.partition("=")[0] for name in models}
+
+
+def test_dev_prompts_choose_the_rate_where_there_are_any(workplace, models):  # noqa: F811
+    """A right answer on the test prompts is a wrong number there, so the other rate of each method wins."""
+    rows = [rl_row("countdown", chat(f"dev {i}"), "words", "dev", i) for i in range(PROMPTS)]
+    write_parquet(rows, workplace.artifacts / "data/countdown/dev.parquet", RL_SCHEMA)
+    found, said = found_by(workplace, models)
+    assert found["rates"] == {"chosen": {"rloo": 1e-6, "dapo": 3e-6}, "by": "the score on dev.parquet"}
+    assert "chosen by the score on dev.parquet" in said
+
+
+def test_one_seed_and_rate_are_compared_as_two_models_are(workplace):  # noqa: F811
+    right = {"start": [0, 1, 2, 0, 1, 0], "rloo@1e-06#1": [4, 3, 4, 1, 3, 2], "dapo@1e-06#1": [3, 2, 4, 0, 2, 1]}
+    found, said = found_by(workplace, [counts(workplace, name, values) for name, values in right.items()])
+    assert list(found["differences"]) == ["rloo - start", "dapo - start", "dapo - rloo"]
+    difference = found["differences"]["dapo - rloo"]
+    assert difference["pass@1"]["test"] == "paired bootstrap" and "different" in difference  # the task's own metric
+    assert found["rates"]["by"] == "" and "chosen by" not in said
+
+
+# ---- which trainings
+
+
+def planned(monkeypatch, **changes: str) -> dict:
+    for name in Settings.__dataclass_fields__:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"TASK": "countdown", "STACK": "cpu", **changes}.items():
+        monkeypatch.setenv(name, value)
+    return experiments.planned(load_settings(), load_settings(cls=Command))
+
+
+def test_each_method_rate_and_seed_is_trained_on_the_same_data(monkeypatch):
+    runs = planned(monkeypatch, METHODS="grpo,dapo", LRS="1e-6,3e-6", SEEDS="2", TRAIN_SEED="5")
+    assert list(runs) == [f"{m}@{lr}#{seed}" for m in ("grpo", "dapo") for lr in ("1e-06", "3e-06") for seed in (5, 6)]
+    assert {(run.METHOD, run.LR, run.TRAIN_SEED) for run in runs.values()} == {
+        (m, lr, seed) for m in ("grpo", "dapo") for lr in (1e-6, 3e-6) for seed in (5, 6)
+    }
+    assert len({run.data_fingerprint() for run in runs.values()}) == 1
+    assert len({run.sft_fingerprint() for run in runs.values()}) == 1
+    assert len({run.rl_fingerprint([]) for run in runs.values()}) == 8
+    assert len({run.MINI_BATCH_SIZE for run in runs.values()}) == 1
+    assert {run.TRUNCATED for run in runs.values()} == {"counted", "shaped"}  # each method's default
+
+
+def test_without_rates_each_method_has_its_own(monkeypatch):
+    runs = planned(monkeypatch, METHODS="grpo,gspo", LR="2e-6", RUN="mine")
+    assert {run.LR for run in runs.values()} == {2e-6}
+    assert [run.RUN for run in runs.values()] == ["mine-grpo-2e-06-42", "mine-gspo-2e-06-42"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"METHODS": "grpo"}, "METHODS=grpo: name two or more, separated by commas, or several LRS"),
+        ({"METHODS": "grpo,magic"}, "METHOD=magic: must be one of"),
+        ({"METHODS": "grpo,gspo", "LRS": "1e-6,fast"}, "LR=fast: must be a number"),
+    ],
+)
+def test_what_cannot_be_planned_is_said(changes, said, monkeypatch):
+    with pytest.raises(SettingsError, match=said):
+        planned(monkeypatch, **changes)
+
+
+def test_several_trainings_at_a_time_share_the_gpus_memory_and_say_which_failed(monkeypatch, tmp_path):
+    """Each is a launcher of its own; here one that notes its settings, and fails for one seed."""
+    runs = planned(monkeypatch, METHODS="grpo,gspo", SEEDS="2", ARTIFACTS=str(tmp_path), GPU_MEMORY_UTILIZATION="0.6")
+    python = tmp_path / "python"
+    python.write_text(
+        '#!/bin/sh\nset -e\ntouch "$ARTIFACTS/$METHOD-$TRAIN_SEED"\nsleep 1\n'
+        'echo "$# $4 $GPU_MEMORY_UTILIZATION $(ls $ARTIFACTS | grep -c pso) there"\n'
+        '[ "$TRAIN_SEED-$METHOD" != 43-gspo ]\n'
+    )
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    with pytest.raises(experiments.StageFailed, match=r"^1 of 4 trainings failed: gspo@\S+#43; the same command"):
+        experiments.train_at_once(runs, ["a=1"], 2)
+    logs = [log.read_text() for log in sorted(tmp_path.glob("runs/countdown/*/job.log"))]
+    assert len(logs) == 4 and all(text.startswith("4 a=1 ") and " 0.3 " in text for text in logs)
+    assert (tmp_path / "gspo-43").exists()
