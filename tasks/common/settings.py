@@ -81,6 +81,7 @@ class Settings:
     DIFFICULTY: str = _setting("of generated problems: easy or hard", _one_of("easy", "hard"))
     TRAIN_SIZE: int = _setting("training prompts; 0: all that a file or data set has", _not_negative)
     TEST_SIZE: float = _setting("held-out prompts: count, share below 1, or 0: all of a test split", _count_or_share)
+    DEV_SIZE: int = _setting("prompts for validation, of what would be training data; 0: none", _not_negative)
     SFT_SIZE: int = _setting("demonstrations, of training prompts", _not_negative)
     SFT_SOURCE: str = _setting("demonstrations: the `task`'s, or right `samples` of MODEL", _one_of("task", "samples"))
     TRAIN_FILE: str = _setting("parquet to train on in place of train.parquet, e.g. the signal.parquet of a probe")
@@ -131,6 +132,9 @@ class Settings:
     # run
     RUN: str = _setting("name of the run; empty: made from the settings", _name)
     SAVE_FREQ: int = _setting("steps between checkpoints", _positive)
+    TEST_FREQ: int = _setting("steps between validations on the dev set; 0: none", _not_negative)
+    KEEP: int = _setting("best checkpoints that stay besides the last one", _not_negative)
+    PATIENCE: int = _setting("validations without a gain that end the training; 0: never", _not_negative)
     ABORT_ON: str = _setting("health rules that end the training after a checkpoint, e.g. nan,collapse", _rules)
     WANDB: int = _setting("1: also to Weights & Biases", _one_of(0, 1))
     LOGGER: str = _setting("more verl loggers beside console and file, e.g. tensorboard,mlflow")
@@ -169,8 +173,8 @@ class Settings:
 
     def data_fingerprint(self) -> str:
         """Changes when the data would. Not with MODEL, so that several models share the same data."""
-        names = ("SOURCE", "MAX_SAMPLES", "DIFFICULTY", "TRAIN_SIZE", "TEST_SIZE", "SFT_SIZE", "SEED", "REWARD")
-        names += ("MAX_PROMPT_LENGTH",)
+        names = ("SOURCE", "MAX_SAMPLES", "DIFFICULTY", "TRAIN_SIZE", "TEST_SIZE", "DEV_SIZE", "SFT_SIZE", "SEED")
+        names += ("REWARD", "MAX_PROMPT_LENGTH")
         other = ("reward.py", "evaluate.py")
         code = [f for f in self.task_dir.glob("*.py") if f.name not in other and not f.name.startswith("test_")]
         return fingerprint({name: getattr(self, name) for name in names}, *sorted(code), *self.source_files)
@@ -209,6 +213,7 @@ WHOLE = ("data", "model", "sft", "train", "merge", "eval", "compare")
 
 # What a run is not known by: what continues it, or only reports.
 REPORTING = {"RUN", "STEPS", "SELF_PLAY_ROUNDS", "SAVE_FREQ", "ABORT_ON", "WANDB", "LOGGER", "GPU_MEMORY_UTILIZATION"}
+REPORTING |= {"TEST_FREQ", "KEEP", "PATIENCE"}
 REPORTING |= {"N", "LIMIT", "GREEDY", "EVAL_TEMPERATURE", "TOP_P", "MAX_NEW_TOKENS", "EVAL_SEED"}
 
 
@@ -309,6 +314,10 @@ def _check_together(settings: Settings) -> None:
         raise SettingsError(
             f"TRAIN_BATCH_SIZE={settings.TRAIN_BATCH_SIZE}: larger than TRAIN_SIZE={settings.TRAIN_SIZE}"
         )
+    if settings.TEST_FREQ and not settings.DEV_SIZE:
+        raise SettingsError(f"TEST_FREQ={settings.TEST_FREQ}: validates on the dev set; set DEV_SIZE, or TEST_FREQ=0")
+    if settings.PATIENCE and not settings.TEST_FREQ:
+        raise SettingsError(f"PATIENCE={settings.PATIENCE}: counts validations; set TEST_FREQ, or PATIENCE=0")
     if 0 < settings.MAX_TOKENS_PER_GPU < settings.MAX_PROMPT_LENGTH + settings.MAX_RESPONSE_LENGTH:
         raise SettingsError(
             f"MAX_TOKENS_PER_GPU={settings.MAX_TOKENS_PER_GPU}: less than MAX_PROMPT_LENGTH + MAX_RESPONSE_LENGTH = "

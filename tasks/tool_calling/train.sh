@@ -15,6 +15,7 @@ MAX_SAMPLES=${MAX_SAMPLES:-1000}           # turns with a call, before the split
 DIFFICULTY=${DIFFICULTY:-hard}             # hard: the hub, or long generated dialogues | easy: short generated ones
 TRAIN_SIZE=${TRAIN_SIZE:-0}                # 0: all
 TEST_SIZE=${TEST_SIZE:-0.05}               # a share, or a count
+DEV_SIZE=${DEV_SIZE:-128}                 # prompts for validation, of what would be training data; 0: none
 SFT_SIZE=${SFT_SIZE:-2048}
 SFT_SOURCE=${SFT_SOURCE:-task}             # demonstrations of the `task`, or right `samples` of MODEL
 TRAIN_FILE=${TRAIN_FILE:-}                 # a parquet in place of train.parquet, e.g. the signal.parquet of a probe
@@ -63,6 +64,9 @@ EVAL_SEED=${EVAL_SEED:-0}
 # ---- run
 RUN=${RUN:-}                               # name of the run; empty: made from the settings
 SAVE_FREQ=${SAVE_FREQ:-20}
+TEST_FREQ=${TEST_FREQ:-10}                 # steps between validations on the dev set, each with a checkpoint; 0: none
+KEEP=${KEEP:-1}                            # best checkpoints by the dev set that stay besides the last one
+PATIENCE=${PATIENCE:-0}                    # validations without a gain that end the training; 0: never
 ABORT_ON=${ABORT_ON:-}                     # health rules that end the training, e.g. nan,collapse (docs/MONITORING.md)
 WANDB=${WANDB:-0}                          # 1: also to Weights & Biases
 LOGGER=${LOGGER:-}                         # more verl loggers beside console and file, e.g. tensorboard,mlflow

@@ -11,6 +11,7 @@ if [[ ${METHOD:-} == dpo ]]; then : "${LR:=1e-5}"; fi
 : "${LR:=${SMALL_LR:-1e-5}}" "${SFT_LR:=${SMALL_SFT_LR:-3e-4}}"
 : "${SFT_STEPS:=${SMALL_SFT_STEPS:-8}}" "${SFT_BATCH_SIZE:=32}"
 : "${MAX_PROMPT_LENGTH:=${SMALL_PROMPT_LENGTH:-128}}" "${MAX_RESPONSE_LENGTH:=${SMALL_RESPONSE_LENGTH:-64}}"
+: "${DEV_SIZE:=32}" "${TEST_FREQ:=0}" # to choose by so few prompts of 8 steps would be chance
 : "${N_GPUS:=1}" "${SAVE_FREQ:=4}" "${N:=2}"
 if [[ ${STAGE:-} == probe ]]; then LIMIT=${LIMIT:-64}; fi
 
