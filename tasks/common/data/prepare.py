@@ -1,7 +1,6 @@
 """`make data`: turn a task's examples into train, test and SFT parquet files with a manifest beside them."""
 
 import hashlib
-import heapq
 import json
 import os
 import sys
@@ -180,13 +179,11 @@ def _prepare(settings: Settings, name: str, source: Source, note: str) -> dict:
 def _finite(settings: Settings, examples: Iterable[Example | None], new: Path) -> tuple[dict, dict]:
     """Split by seed: rows of each file, and what the manifest says besides."""
     tokenizer = load_tokenizer(settings.MODEL)
-    demonstrations: list[tuple[int, dict]] = []  # a heap of the first so many, the last of them on top
+    demonstrations: list[dict] = []
 
     def row(example: Example, split: str, index: int) -> dict:
-        if split == "train" and example.demonstration and settings.SFT_SIZE:
-            found = (-index, sft_row(example.messages(), example.demonstration, example.tools))
-            keep = heapq.heappush if len(demonstrations) < settings.SFT_SIZE else heapq.heappushpop
-            keep(demonstrations, found)
+        if split == "train" and example.demonstration and len(demonstrations) < settings.SFT_SIZE:
+            demonstrations.append(sft_row(example.messages(), example.demonstration, example.tools))
         return _row(settings, example, split, index)
 
     form = Form(
@@ -199,8 +196,7 @@ def _finite(settings: Settings, examples: Iterable[Example | None], new: Path) -
     sizes = Sizes(settings.MAX_SAMPLES, settings.TEST_SIZE, settings.TRAIN_SIZE)
     rows, dropped = write_split(examples, new, form, sizes, settings.SEED)
     if demonstrations:
-        sft = [row for _, row in sorted(demonstrations, key=lambda found: -found[0])]
-        rows["sft"] = _write_sft(sft, new)
+        rows["sft"] = _write_sft(demonstrations, new)
     return rows, {"dropped": dropped, "tokenizer": settings.MODEL, "max_prompt_tokens": settings.MAX_PROMPT_LENGTH}
 
 
