@@ -82,6 +82,29 @@ def test_sizes(tmp_path, count, sizes, expected):
     assert len({*prompts(train), *prompts(test)}) == len(train) + len(test)
 
 
+def dev_of(given, folder, **sizes):
+    write_split(given, folder, FORM, Sizes(**sizes), 1)
+    return prompts(read_rows(folder / "dev.parquet"))
+
+
+def test_the_dev_set_is_of_what_would_train_and_at_most_a_tenth_of_it(tmp_path):
+    test = prompts(done(items(300), tmp_path, Sizes(test=20))[1])
+    dev = dev_of(items(300), tmp_path, test=20, dev=16)
+    assert len(dev) == 16 and prompts(read_rows(tmp_path / "test.parquet")) == test
+    assert len({*dev, *test, *prompts(read_rows(tmp_path / "train.parquet"))}) == 300
+    assert len(dev_of(items(120), tmp_path, test=20, dev=16)) == 10
+    assert len(dev_of(items(22), tmp_path, test=20, dev=16)) == 1
+    # The same rows whatever else is asked for.
+    assert dev_of(items(300), tmp_path, test=20, dev=16, train=30) == dev
+    assert dev_of(random.Random(1).sample(items(300), 300), tmp_path, test=20, dev=16, limit=250) == dev
+
+
+def test_rows_of_one_prompt_are_not_divided_between_dev_and_train(tmp_path):
+    given = [Item(f"prompt {number % 50}", f"answer {number}") for number in range(1000)]
+    dev = dev_of(given, tmp_path, test=20, dev=30)
+    assert len(dev) == 40 and not {*dev} & {*prompts(read_rows(tmp_path / "train.parquet"))}
+
+
 def test_split_depends_on_prompt_and_seed_and_not_on_the_place(tmp_path):
     given = items(300)
     first = done(given, tmp_path)
@@ -192,20 +215,24 @@ PROMPT_NUMBERS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 3), st.bo
 
 
 @settings(max_examples=150, deadline=None)
-@given(PROMPT_NUMBERS, st.integers(0, 60), st.sampled_from([0, 0.05, 0.5, 1, 5, 30]), st.integers(0, 30))
-def test_choice_is_disjoint_and_within_its_sizes(numbers, limit, test_size, train_size):
+@given(
+    PROMPT_NUMBERS, st.integers(0, 60), st.sampled_from([0, 0.05, 0.5, 1, 5, 30]), st.integers(0, 30), st.integers(0, 9)
+)
+def test_choice_is_disjoint_and_within_its_sizes(numbers, limit, test_size, train_size, dev_size):
     rows = [(key(1, str(prompt), str(rest)), own) for prompt, rest, own in numbers]
     own, others = (sorted({k for k, own in rows if own is of_test}) for of_test in (True, False))
     try:
-        test, train, leaked = choose(own, others, Sizes(limit, test_size, train_size))
+        test, dev, train, leaked = choose(own, others, Sizes(limit, test_size, train_size, dev_size))
     except SplitError:
         return
     assert test and train
-    assert not {k >> 24 for k in test} & {k >> 24 for k in train}
-    assert {*test, *train} <= {*own, *others}
-    assert len(test) + len(train) <= len(own) + len(others) - leaked
+    of_sides = [{k >> 24 for k in side} for side in (test, dev, train)]
+    assert sum(map(len, of_sides)) == len(set.union(*of_sides))
+    assert {*test, *dev, *train} <= {*own, *others}
+    assert len(test) + len(dev) + len(train) <= len(own) + len(others) - leaked
     assert not train_size or len(train) <= train_size
-    assert not limit or len(test) + len(train) <= limit
+    assert len(of_sides[1]) <= dev_size
+    assert not limit or len(test) + len(dev) + len(train) <= limit
     if own:
         assert {*test} <= {*own}
         assert test_size < 1 or len(test) <= test_size
@@ -237,7 +264,14 @@ def test_a_row_takes_little_more_memory_than_its_text(tmp_path):
 def settings_for(**changes):
     """Settings of countdown for a few rows of data."""
     small = {"SOURCE": "toy", "INIT": "base", "SEED": "5", "FILE": "", "MAX_SAMPLES": "0"}
-    small |= {"TRAIN_SIZE": "20", "TEST_SIZE": "6", "SFT_SIZE": "8", "TRAIN_BATCH_SIZE": "4", "MINI_BATCH_SIZE": "4"}
+    small |= {
+        "DEV_SIZE": "0",
+        "TRAIN_SIZE": "20",
+        "TEST_SIZE": "6",
+        "SFT_SIZE": "8",
+        "TRAIN_BATCH_SIZE": "4",
+        "MINI_BATCH_SIZE": "4",
+    }
     return load_settings(defaults() | small | {name: str(value) for name, value in changes.items()})
 
 

@@ -1,7 +1,8 @@
 """Split rows by seed and write them to parquet.
 
 A row's key is a 64-bit digest of its prompt and the seed. The rows with the smallest keys are the test set, the next
-ones train. So the side and the place of a row depend neither on its place in the source nor on the other rows.
+ones the dev set, the next ones train. So the side and the place of a row depend neither on its place in the source nor
+on the other rows.
 """
 
 import hashlib
@@ -25,12 +26,13 @@ class Sizes:
     """How many rows, in the order in which they are cut.
 
     ``limit``: of all, 0: no limit. ``test``: a count, a share if below 1, 0: all of the source's own test split.
-    ``train``: at most, 0: all there are.
+    ``train``: at most, 0: all there are. ``dev``: of those that would train, at most a tenth of them.
     """
 
     limit: int = 0
     test: float = 0.05
     train: int = 0
+    dev: int = 0
 
 
 @dataclass(frozen=True)
@@ -62,9 +64,9 @@ def key(seed: int, prompt: str, rest: str = "") -> int:
     return int.from_bytes(upper[: PROMPT_BITS // 8] + lower[: 8 - PROMPT_BITS // 8])
 
 
-def choose(own_test: list[int], others: list[int], sizes: Sizes) -> tuple[list[int], list[int], int]:
-    """Keys of the test rows and of the training rows, and how many rows were dropped because the test split has
-    their prompt.
+def choose(own_test: list[int], others: list[int], sizes: Sizes) -> tuple[list[int], list[int], list[int], int]:
+    """Keys of the test, the dev and the training rows, and how many rows were dropped because the test split has their
+    prompt.
 
     ``own_test`` and ``others``: sorted and distinct. Raises SplitError when a side stays empty.
     """
@@ -83,20 +85,27 @@ def choose(own_test: list[int], others: list[int], sizes: Sizes) -> tuple[list[i
     elif not count:
         raise SplitError("has no test split of its own: set TEST_SIZE, a count or a share below 1")
     else:
-        while count < len(train) and train[count - 1] >> REST_BITS == train[count] >> REST_BITS:
-            count += 1  # rows of one prompt stay together
-        test, train = train[:count], train[count:]
+        test, train = _cut(train, count)
+    dev, train = _cut(train, min(sizes.dev, max(1, len(train) // 10)) if len(train) > 1 else 0)
     train = train[: sizes.train or None]
     if not test or not train:
         raise SplitError(
             f"has only {total} different rows: {len(test)} for the test set, {len(train)} to train on; "
             "lower TEST_SIZE, raise MAX_SAMPLES, or take another source"
         )
-    return test, train, leaked
+    return test, dev, train, leaked
+
+
+def _cut(keys: list[int], count: int) -> tuple[list[int], list[int]]:
+    """The first ``count`` keys, or more where rows of one prompt stay together, and the rest."""
+    while 0 < count < len(keys) and keys[count - 1] >> REST_BITS == keys[count] >> REST_BITS:
+        count += 1
+    return keys[:count], keys[count:]
 
 
 def write_split(items: Iterable, folder: Path, form: Form, sizes: Sizes, seed: int) -> tuple[dict, dict]:
-    """Write ``train.parquet`` and ``test.parquet`` to ``folder``; return their rows and counts of what was dropped.
+    """Write ``train.parquet``, ``test.parquet`` and, unless ``sizes.dev`` is 0, ``dev.parquet`` to ``folder``; return
+    their rows and counts of what was dropped.
 
     An item's ``split`` is "train", "test" or None; None in place of an item is a record that gave none. Memory: the
     distinct items as JSON text, and about 200 bytes for each. Raises SplitError when a side stays empty, and what
@@ -119,12 +128,14 @@ def write_split(items: Iterable, folder: Path, form: Form, sizes: Sizes, seed: i
     if not usable:
         left = ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in dropped.items() if count)
         raise SplitError(f"has no row that can be used{f' ({left})' if left else ''}")
-    test, train, leaked = choose(sorted(own_test), sorted(others), sizes)
+    test, dev, train, leaked = choose(sorted(own_test), sorted(others), sizes)
     distinct = len(own_test) + len(others)
     dropped["duplicates"] = usable - distinct + leaked
-    dropped["over_limit"] = distinct - leaked - len(test) - len(train)
+    dropped["over_limit"] = distinct - leaked - len(test) - len(dev) - len(train)
     rows, schema = {}, form.schema(tools)
-    for name, keys, side in (("test", test, own_test or others), ("train", train, others)):
+    for name, keys, side in (("test", test, own_test or others), ("dev", dev, others), ("train", train, others)):
+        if name == "dev" and not keys:
+            continue
         chosen = (kind(**json.loads(side[key])) for key in keys)
         made = (form.row(item, name, place) for place, item in enumerate(chosen))
         rows[name] = write_parquet(made, folder / f"{name}.parquet", schema, len(keys))

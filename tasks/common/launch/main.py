@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from tasks.common.data.held_out import HELD_OUT, check_disjoint
 from tasks.common.data.prepare import describe
 from tasks.common.data.rows import DataError, validate_parquet
 from tasks.common.evaluation.tables import total_time
@@ -63,10 +64,12 @@ def data(s: Settings, training: bool = True) -> str:
         manifest = read_json(s.data_dir / "manifest.json")
     for name in manifest["rows"]:
         validate_parquet(s.data_dir / f"{name}.parquet", "sft" if name == "sft" else "rl")
-    if training and s.TRAIN_FILE and (own := validate_parquet(s.train_file)) < s.TRAIN_BATCH_SIZE:
-        raise DataError(
-            f"TRAIN_FILE={s.train_file}: has {own} prompts, less than TRAIN_BATCH_SIZE={s.TRAIN_BATCH_SIZE}"
-        )
+    if training and s.TRAIN_FILE:
+        if (own := validate_parquet(s.train_file)) < s.TRAIN_BATCH_SIZE:
+            raise DataError(
+                f"TRAIN_FILE={s.train_file}: has {own} prompts, less than TRAIN_BATCH_SIZE={s.TRAIN_BATCH_SIZE}"
+            )
+        check_disjoint(s.train_file, [s.data_dir / f"{name}.parquet" for name in manifest["rows"] if name in HELD_OUT])
     own_file = f"; training on {s.train_file}" if training and s.TRAIN_FILE else ""
     return f"{'up to date: ' if fresh else ''}{describe(manifest)}{own_file}"
 
