@@ -225,7 +225,10 @@ class Command:
     PROFILE: str = _setting("values for a typical use: a file of tasks/TASK/profiles, by its name", default="")
     FROM: str = _setting("all: the stage to start with, on what is there", _one_of(*WHOLE), default="data")
     METHODS: str = _setting("experiment: methods to compare, with the same data and settings", default="grpo,gspo,egpo")
-    STEP: str = _setting("eval, compare, merge, chat, batch: checkpoint `latest`, `best` or its step", default="latest")
+    STEP: str = _setting(
+        "eval, compare, merge, chat, batch: checkpoint `best`, `latest` or its step; empty: best if validated",
+        default="",
+    )
     BASE: str = _setting("compare: the model to compare with; the base model of an adapter", default="")
     MODEL_GIVEN: str = _setting("MODEL as it was given, before defaults", default="")
     FILTER: int = _setting("probe: 1 writes the prompts with signal to signal.parquet", _one_of(0, 1), default=0)

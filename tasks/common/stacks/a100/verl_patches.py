@@ -12,6 +12,7 @@ from verl.models.transformers import monkey_patch
 from verl.utils import tracking
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 
+import tasks.common.stacks.a100.keep_best
 import tasks.common.stacks.a100.on_policy  # noqa: F401
 from tasks.common.process import die_with_torchrun
 from tasks.common.verl_plugins.expect import expect
