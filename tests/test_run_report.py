@@ -166,7 +166,8 @@ def test_a_run_with_all_has_every_section(settings):
     for words in ("countdown: mine", "method grpo", "model start", "steps 2/10", "reward 0.500", "trained 6 s"):
         assert words in head, words
     before, after, change = (Estimate(**estimate(value)) for value in (0.125, 0.375, 0.25))
-    assert f"accuracy {before} → {after}, difference +{change}, p 0.0321 (exact McNemar), step 10" in head
+    gain = f"trained - base: accuracy +{change}, p 0.0321 (exact McNemar): a gain"
+    assert f"{gain}; accuracy {before} → {after}, step 10" in head
     assert str(after) == "0.375 [0.363, 0.421]"
 
     assert page.row("Settings", "LR") == ["LR", "3e-07", "1e-05"]
@@ -262,7 +263,9 @@ def test_evaluations_count_that_were_made_in_the_same_way(settings):
     before, after = (str(Estimate(**estimate(value))) for value in (0.25, 0.5))
     assert page.row("Base → trained", "accuracy")[:3] == ["accuracy", before, after]
     assert f"accuracy {before} → {after}, step 10" in page.text[""]
-    assert "paired differences and their tests: make compare TASK=countdown RUN=mine" in page.text["Base → trained"]
+    assert (
+        "prompts gained and lost, and their test: make compare TASK=countdown RUN=mine" in page.text["Base → trained"]
+    )
     compare(run_dir, 0.1, 0.2, step=5)  # of an earlier step than the evaluation
     assert report(run_dir).rows["Base → trained"] == page.rows["Base → trained"]
     compare(run_dir, 0.1, 0.3, step=10)

@@ -124,17 +124,21 @@ def probe(s: Settings, command: Command) -> str:
 
 
 def compare(s: Settings, command: Command, run_dir: Path | None) -> str:
-    """BASE (default: what the run began with) against MODEL, or against the checkpoint STEP of ``run_dir``."""
+    """BASE (default: what the run began with, its warm-up beside it) against MODEL, or the checkpoint STEP of
+    ``run_dir``."""
+    warm_up = []
     if run_dir:
         base, trained = command.BASE or s.MODEL, str(hf_folder(run_dir, command.STEP))
+        if not command.BASE and recorded(run_dir)["kind"] == "rl" and s.INIT == "sft":
+            warm_up = [recorded(lineage(run_dir)[0])["start"]]
     elif command.MODEL_GIVEN:
         adapter = Path(command.MODEL_GIVEN).expanduser()
         trained = resolve_model(command.MODEL_GIVEN, command.BASE)
         base = command.BASE or (base_of(adapter) if is_adapter(adapter) else default_model(s))
     else:
         raise SettingsError(f"there is no trained model yet: run `make train TASK={s.TASK}`, or set MODEL")
-    script(s, "evaluate.py", "compare", resolve_model(base), trained)
-    return f"{base} -> {trained}"
+    script(s, "evaluate.py", "compare", resolve_model(base), *warm_up, trained)
+    return " -> ".join([base, *warm_up, trained])
 
 
 def chosen_model(s: Settings, command: Command, run_dir: Path | None) -> str:
@@ -261,7 +265,9 @@ def main(stage: str, arguments: list[str]) -> None:
         run_dir = find_run(s, arguments, command.MODEL_GIVEN)
         if run_dir:
             s = settings_of(run_dir, s)
-            print(f"run {run_dir.name}, checkpoint of step {find_step(run_dir, command.STEP)}")
+            step, last = find_step(run_dir, command.STEP), last_step(run_dir)
+            why = "" if command.STEP or step == last else f", the best of its validations (STEP=latest: {last})"
+            print(f"run {run_dir.name}, checkpoint of step {step}{why}")
     if stage in ("data", "sft", "probe", "eval", "compare", "chat", "batch"):
         compute_score_of(s)  # a reward.py that cannot be loaded is said before anything starts
     trains = stage in ("train", "dpo", "all")
