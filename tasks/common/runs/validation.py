@@ -49,6 +49,15 @@ def without_gain(metrics: dict[int, dict]) -> int:
     return sum(step > last for step in scores(metrics)) if last is not None else 0
 
 
+def curves(metrics: dict[int, dict]) -> dict[int, dict[str, float]]:
+    """For the dashboard: by validated step the dev score, and the best so far."""
+    found, best_so_far = {}, -math.inf
+    for step, value in scores(metrics).items():
+        best_so_far = max(best_so_far, value[0])
+        found[step] = {"dev/score": value[0], "dev/best": best_so_far}
+    return found
+
+
 def ranked(steps: list[int], metrics: dict[int, dict]) -> list[int]:
     """``steps``, the best first: by dev score, then those that were not validated, the newest first."""
     found = scores(metrics)
