@@ -101,7 +101,7 @@ def disk(s: Settings) -> Iterator[Finding]:
     existing, free = hardware.free_disk(s.runs_dir)
     checkpoints = 3 if s.METHOD == "dpo" else s.KEEP + 2  # the best, the last, and the one that is written
     parameters = shapes.parameters if shapes else weights // 2  # of an unknown kind: in bf16, as most are
-    need = checkpoints * memory.checkpoint_bytes(parameters, s.LORA_RANK)
+    need = checkpoints * memory.checkpoint_bytes(parameters, s.LORA_RANK, s.METHOD == "ppo")
     if free < need:
         yield error(
             "disk",
