@@ -358,7 +358,7 @@ def test_compare_pairs_the_prompts_and_tests_the_difference(workplace):
     assert len(rows) == 1 + PROMPTS and rows[0][:4] == ("index", "prompt", "ground_truth", "change")
     assert [row[3] for row in rows[1:]] == ["gained"] * 4 + [None, "lost"]
     assert "│ 0.167 [0.030, 0.564] │ 0.667" in result.stdout
-    assert "trained - base: pass@1 +0.146 [" in result.stdout and "so this may be chance" in result.stdout
+    assert "trained - base: pass@1 +0.188 [" in result.stdout and "so this may be chance" in result.stdout
 
 
 def test_compare_pairs_the_trained_model_with_its_warm_up_and_shows_the_base(workplace):
