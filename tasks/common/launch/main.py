@@ -269,8 +269,9 @@ def closing(s: Settings, run_dirs: list[Path]) -> None:
     seconds = sum(step["timing_s/step"] for run_dir in run_dirs for step in read_metrics(run_dir).values())
     steps = sum(map(last_step, run_dirs))
     print(f"{steps} steps, {seconds:.0f} s of training{total_time()}; all of it in {run_dirs[-1]}\n\nNext:")
-    print(f"  the same command with STEPS={2 * s.STEPS}    # continues this run")
-    print(f"  make compare TASK={s.TASK}    # base -> trained with tests, prompts gained and lost; files")
+    more = f"STEPS={2 * s.STEPS}" if last_step(run_dirs[-1]) >= s.STEPS else "PATIENCE=0"
+    print(f"  the same command with {more}    # continues this run")
+    print(f"  make compare TASK={s.TASK}    # base, warm-up and trained with tests, prompts gained and lost; files")
     print(f"  make chat TASK={s.TASK}    # talk to it")
     print("  make new TASK=my_task    # a task of your own")
 

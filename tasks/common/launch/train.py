@@ -118,6 +118,7 @@ def _round(seeded: Settings, s: Settings, arguments: list[str], number: int, sta
         prune(run_dir, s.KEEP)  # what a crash left, too
         extra = trainer_module(s) | tracking.environment(s, run_dir)
         extra |= {"VERL_FILE_LOGGER_PATH": str(next_metrics_file(run_dir))}
+        extra |= {"KEEP": str(s.KEEP), "PATIENCE": str(s.PATIENCE)}  # verl has no such keys
         overrides = verl_config.rl_overrides(seeded, start, run_dir) + arguments
         overrides = verl_config.sent_environment(environment(seeded) | extra) + overrides
         command = [sys.executable, "-m", "verl.trainer.main_ppo", *verl_config.HYDRA, *overrides]

@@ -1,5 +1,6 @@
 """Validation in verl 0.9.1's trainer: a checkpoint of each validated step, the best ones kept, and PATIENCE."""
 
+import os
 from pathlib import Path
 
 from verl.trainer.ppo.v1 import PPOTrainerSync
@@ -8,7 +9,6 @@ from verl.utils.debug import marked_timer
 
 from tasks.common.runs.folder import last_step
 from tasks.common.runs.keep import ends_run, prune
-from tasks.common.settings import load_settings
 from tasks.common.verl_plugins.expect import expect
 
 expect(
@@ -35,10 +35,10 @@ class KeepBest(PPOTrainerSync):
 
     def _save_checkpoint(self):
         super()._save_checkpoint()
-        prune(self.run_dir, load_settings().KEEP)
+        prune(self.run_dir, int(os.environ["KEEP"]))
 
     def _validate(self):
         found = super()._validate()
-        if ends_run(self.run_dir, self.global_steps, found, load_settings().PATIENCE):
+        if ends_run(self.run_dir, self.global_steps, found, int(os.environ["PATIENCE"])):
             self.total_training_steps = self.global_steps  # verl's loop ends when this step is logged
         return found

@@ -4,12 +4,12 @@
 """
 
 import contextlib
+import os
 from pathlib import Path
 
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
 from tasks.common.runs.keep import ends_run, prune
-from tasks.common.settings import load_settings
 from tasks.common.verl_plugins.expect import expect
 
 expect(
@@ -34,7 +34,7 @@ def _run_dir(trainer) -> Path:
 def save_checkpoint(self) -> None:
     """verl's, then the best ones stay: verl itself keeps the newest, whatever the validations say."""
     _save_checkpoint(self)
-    prune(_run_dir(self), load_settings().KEEP)
+    prune(_run_dir(self), int(os.environ["KEEP"]))
 
 
 def validate(self) -> dict:
@@ -42,7 +42,7 @@ def validate(self) -> dict:
     found, step = _validate(self), self.global_steps
     if step % self.config.trainer.save_freq and step < self.total_training_steps:
         self._save_checkpoint()
-    self._ended = ends_run(_run_dir(self), step, found, load_settings().PATIENCE)
+    self._ended = ends_run(_run_dir(self), step, found, int(os.environ["PATIENCE"]))
     return found
 
 
