@@ -35,6 +35,9 @@ class Batches(list):
     def state_dict(self) -> dict:
         return {}
 
+    def load_state_dict(self, state: dict) -> None:
+        pass
+
 
 def batches(count: int) -> Batches:
     ids = torch.ones(ROWS, PROMPT, dtype=torch.int64)
