@@ -21,6 +21,7 @@ SMALL = {
     "STACK": "cpu",
     "TRAIN_SIZE": "16",
     "TEST_SIZE": "8",
+    "DEV_SIZE": "4",
     "SFT_SIZE": "8",
     "SFT_STEPS": "2",
     "SFT_BATCH_SIZE": "4",

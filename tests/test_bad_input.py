@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pyarrow.parquet as pq
 import pytest
 
 from tests.helpers import checkout_with, make
@@ -53,11 +54,15 @@ def test_a_training_file_that_cannot_be_used_is_named(variables, data_dir, tmp_p
     ):
         (error,) = errors_of(make("data", **variables, TRAIN_FILE=str(file)))
         assert str(file) in error and said in error
-    own = {**variables, "TRAIN_FILE": str(data_dir / "test.parquet")}
-    (error,) = errors_of(make("data", **own, TRAIN_BATCH_SIZE="16"))
-    assert "8 prompts, less than TRAIN_BATCH_SIZE=16" in error
-    result = make("data", **own)
-    assert result.returncode == 0 and f"training on {data_dir}/test.parquet" in result.stdout
+    for name, count in (("test", 8), ("dev", 32)):
+        (error,) = errors_of(make("data", **variables, TRAIN_FILE=str(data_dir / f"{name}.parquet")))
+        assert f"{count} of its prompts are in {name}.parquet" in error
+    own_file = tmp_path / "own.parquet"
+    pq.write_table(pq.read_table(data_dir / "train.parquet").slice(0, 12), own_file)
+    (error,) = errors_of(make("data", **variables, TRAIN_FILE=str(own_file), TRAIN_BATCH_SIZE="16"))
+    assert "12 prompts, less than TRAIN_BATCH_SIZE=16" in error
+    result = make("data", **variables, TRAIN_FILE=str(own_file))
+    assert result.returncode == 0 and f"training on {own_file}" in result.stdout
 
 
 def test_a_missing_parquet_is_made_again(variables, data_dir):
@@ -73,7 +78,7 @@ def test_too_few_problems_keep_the_data_that_was_there(variables, data_dir):
     folder.mkdir()
     rows = [{"nums": [1, 2, n], "target": n + 3} for n in range(3, 13)]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (error,) = errors_of(make("data", **variables, SOURCE=str(folder)))
+    (error,) = errors_of(make("data", **variables, SOURCE=str(folder), DEV_SIZE="0", TEST_FREQ="0"))
     assert "only 2 training prompts" in error and "less than TRAIN_BATCH_SIZE=" in error
     assert (data_dir / "train.parquet").read_bytes() == before
     assert "up to date" in make("data", **variables).stdout

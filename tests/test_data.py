@@ -9,6 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tasks.common.data.held_out import check_disjoint
 from tasks.common.data.prepare import Example, distinct, prepare
 from tasks.common.data.rows import (
     BATCH_ROWS,
@@ -316,7 +317,14 @@ def test_corrupt_file_is_refused(tmp_path, kind):
 def settings_for(**changes):
     """Settings from the defaults of countdown's train.sh, for a few rows of data."""
     small = {"SOURCE": "toy", "INIT": "base", "SEED": "5"}
-    small |= {"TRAIN_SIZE": "20", "TEST_SIZE": "6", "SFT_SIZE": "8", "TRAIN_BATCH_SIZE": "4", "MINI_BATCH_SIZE": "4"}
+    small |= {
+        "TRAIN_SIZE": "20",
+        "TEST_SIZE": "6",
+        "DEV_SIZE": "4",
+        "SFT_SIZE": "8",
+        "TRAIN_BATCH_SIZE": "4",
+        "MINI_BATCH_SIZE": "4",
+    }
     return load_settings(defaults() | small | changes)
 
 
@@ -363,12 +371,13 @@ def prompts(path):
 def test_prepare_writes_disjoint_sets_of_the_asked_sizes(folder):
     settings = settings_for()
     manifest = prepare(settings, {"toy": toy})
-    train, test = prompts(folder / "train.parquet"), prompts(folder / "test.parquet")
-    assert (len(train), len(test)) == (20, 6)
-    assert len({*train, *test}) == 26
-    assert names(folder) == ["manifest.json", "sft.parquet", "test.parquet", "train.parquet"]
+    train, dev, test = (prompts(folder / f"{name}.parquet") for name in ("train", "dev", "test"))
+    assert (len(train), len(dev), len(test)) == (20, 4, 6)
+    assert len({*train, *dev, *test}) == 30
+    assert names(folder) == ["dev.parquet", "manifest.json", "sft.parquet", "test.parquet", "train.parquet"]
     assert manifest["rows"] == {
         "train": validate_parquet(folder / "train.parquet"),
+        "dev": validate_parquet(folder / "dev.parquet"),
         "test": validate_parquet(folder / "test.parquet"),
         "sft": validate_parquet(folder / "sft.parquet", "sft"),
     }
@@ -376,7 +385,7 @@ def test_prepare_writes_disjoint_sets_of_the_asked_sizes(folder):
 
 def test_prepare_fills_the_rows(folder):
     prepare(settings_for(), {"toy": toy})
-    for split, first in (("test", 0), ("train", 6)):
+    for split, first in (("test", 0), ("dev", 6), ("train", 10)):
         for index, row in enumerate(read_rows(folder / f"{split}.parquet")):
             assert row == rl_row("countdown", chat(f"say 5 {first + index}"), {"target": first + index}, split, index)
 
@@ -384,7 +393,7 @@ def test_prepare_fills_the_rows(folder):
 def test_demonstrations_are_those_of_the_first_training_prompts_that_have_one(folder):
     prepare(settings_for(), {"toy": toy})
     rows = list(read_rows(folder / "sft.parquet"))
-    expected = [number for number in range(6, 26) if number % 3][:8]
+    expected = [number for number in range(10, 30) if number % 3][:8]
     assert rows == [sft_row(chat(f"say 5 {number}"), f"<answer>{number}</answer>") for number in expected]
     assert {row["messages"][0]["content"] for row in rows} <= set(prompts(folder / "train.parquet"))
 
@@ -395,7 +404,7 @@ def test_manifest_says_what_the_files_are(folder):
     assert json.loads((folder / "manifest.json").read_text()) == manifest
     assert manifest["fingerprint"] == settings.data_fingerprint()
     assert (manifest["source"], manifest["seed"]) == ("toy", 5)
-    assert manifest["rows"] == {"test": 6, "train": 20, "sft": 8}
+    assert manifest["rows"] == {"test": 6, "dev": 4, "train": 20, "sft": 8}
 
 
 def test_prepare_is_reproducible_and_follows_the_seed(folder):
@@ -412,8 +421,8 @@ def test_data_without_demonstrations(folder, changes):
         return (Example(example.prompt, example.ground_truth) for example in toy(settings))
 
     manifest = prepare(settings_for(**changes), {"toy": toy, "plain": plain})
-    assert manifest["rows"] == {"test": 6, "train": 20}
-    assert names(folder) == ["manifest.json", "test.parquet", "train.parquet"]
+    assert manifest["rows"] == {"test": 6, "dev": 4, "train": 20}
+    assert names(folder) == ["dev.parquet", "manifest.json", "test.parquet", "train.parquet"]
 
 
 @pytest.mark.parametrize("source, message", [(short, "different prompts"), (broken, "needs a column")])
@@ -434,12 +443,17 @@ def test_source_that_ends_early_is_refused_and_leaves_no_false_manifest(folder, 
 
 
 def test_too_few_prompts_names_what_to_change(folder):
-    with pytest.raises(DataError, match=r"^SOURCE=toy: has only 20 .*TEST_SIZE=6 .*TRAIN_SIZE=20[^\n]*$"):
+    with pytest.raises(DataError, match=r"^SOURCE=toy: has only 20 .*TEST_SIZE=6, DEV_SIZE=4 .*TRAIN_SIZE=20[^\n]*$"):
         prepare(settings_for(), {"toy": short})
 
 
 def test_source_with_exactly_enough_prompts(folder):
-    assert prepare(settings_for(TRAIN_SIZE="14"), {"toy": short})["rows"] == {"test": 6, "train": 14, "sft": 8}
+    assert prepare(settings_for(TRAIN_SIZE="10"), {"toy": short})["rows"] == {
+        "test": 6,
+        "dev": 4,
+        "train": 10,
+        "sft": 7,
+    }
 
 
 def test_unknown_source_is_refused_and_nothing_touched(folder):
@@ -466,3 +480,63 @@ def test_folder_as_source_goes_to_the_hub_reader(folder, tmp_path):
 def test_distinct_ends_after_repeats_in_a_row(patience, expected):
     examples = (Example(prompt, "1") for prompt in "aabaacaaaadaaaa")
     assert [example.prompt for example in distinct(examples, patience)] == expected
+
+
+def test_without_a_dev_set_there_is_no_file_of_it(folder):
+    prepare(settings_for(), {"toy": toy})
+    assert prepare(settings_for(DEV_SIZE="0"), {"toy": toy})["rows"] == {"test": 6, "train": 20, "sft": 8}
+    assert names(folder) == ["manifest.json", "sft.parquet", "test.parquet", "train.parquet"]
+
+
+# ---- the same problem in other words
+
+
+def reworded(settings):
+    """Each problem twice, in other words."""
+    for number in range(1000):
+        for words in ("say", "write"):
+            yield Example(f"{words} {number}", str(number), key=str(number))
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_a_problem_is_taken_once_whatever_its_prompt(folder, small_model, again):
+    source = (lambda s: list(reworded(s))) if again else reworded
+    prepare(settings_for(MODEL=str(small_model)), {"toy": source})
+    rows = [row for name in ("train", "dev", "test") for row in read_rows(folder / f"{name}.parquet")]
+    keys = [row["extra_info"]["key"] for row in rows]
+    assert len(keys) == len({*keys}) == 30
+    assert [row["prompt"][0]["content"].split()[1] for row in rows] == keys
+
+
+def write_rows(path, prompts, key=None):
+    rows = [rl_row("toy", chat(prompt), "1", "train", i, key=key and key(prompt)) for i, prompt in enumerate(prompts)]
+    write_parquet(rows, path, RL_SCHEMA)
+    return path
+
+
+def test_a_training_file_with_held_out_problems_is_refused(tmp_path):
+    def number(prompt):
+        return prompt.split()[-1]
+
+    held_out = [write_rows(tmp_path / "dev.parquet", ["say 1", "say 2"], number)]
+    held_out += [write_rows(tmp_path / "test.parquet", ["say 3", "say 4"], number)]
+    check_disjoint(
+        write_rows(tmp_path / "other.parquet", ["say 5", "write 1"]), held_out
+    )  # without keys: by the prompt
+    for own, said in (
+        (write_rows(tmp_path / "a.parquet", ["say 4", "say 9", "say 3"]), "2 of its prompts are in test.parquet;"),
+        (
+            write_rows(tmp_path / "b.parquet", ["write 1", "write 4", "write 7"], number),
+            "1 of its prompts are in dev.parquet and 1 of its prompts are in test.parquet;",
+        ),
+    ):
+        with pytest.raises(DataError) as error:
+            check_disjoint(own, held_out)
+        assert str(error.value).startswith(f"TRAIN_FILE={own}: {said}") and "\n" not in str(error.value)
+
+
+def test_a_row_of_another_file_poses_the_same_problem_whatever_its_fields_order(tmp_path):
+    held_out = write_rows(tmp_path / "test.parquet", ["say 1"])
+    row = bad_rl(prompt=[{"content": "say 1", "role": "user", "name": None}])
+    with pytest.raises(DataError, match=r"1 of its prompts are in test\.parquet"):
+        check_disjoint(write_any(tmp_path / "own.parquet", [row]), [held_out])

@@ -321,3 +321,15 @@ def test_a_share_of_the_gpu_that_does_not_fit_is_told_with_one_that_does():
     assert fix.startswith("lower MICRO_BATCH_SIZE to ")
     fewer = int(fix.split()[-1]) * 512
     assert memory.too_much(model, replace(many, tokens=fewer), 20e9, 0) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "count", "bytes_each"),
+    [({}, 3, 16), ({"KEEP": "4"}, 6, 16), ({"METHOD": "ppo"}, 3, 28), ({"METHOD": "dpo", "KEEP": "4"}, 3, 16)],
+)
+def test_the_room_for_checkpoints_is_of_the_best_the_last_and_the_next(changes, count, bytes_each, monkeypatch):
+    monkeypatch.setattr(hardware, "free_disk", lambda path: (path, 0))
+    s = load_settings(exported(ROOT / "tasks/countdown/train.sh", {"MODEL": "embedded", **changes}))
+    disk = next(doctor.disk(s))
+    parameters = shapes(EMBEDDED_CONFIG).parameters
+    assert f"{count} checkpoints need about {doctor.gb(count * bytes_each * parameters)}" in disk.text

@@ -357,7 +357,69 @@ def test_compare_pairs_the_prompts_and_tests_the_difference(workplace):
     rows = list(sheet.iter_rows(values_only=True))
     assert len(rows) == 1 + PROMPTS and rows[0][:4] == ("index", "prompt", "ground_truth", "change")
     assert [row[3] for row in rows[1:]] == ["gained"] * 4 + [None, "lost"]
-    assert "0.167 [0.030, 0.564] -> 0.667" in result.stdout.replace("\n", "")
+    assert "│ 0.167 [0.030, 0.564] │ 0.667" in result.stdout
+    assert "trained - base: pass@1 +0.188 [" in result.stdout and "so this may be chance" in result.stdout
+
+
+def test_compare_pairs_the_trained_model_with_its_warm_up_and_shows_the_base(workplace):
+    base = workplace.model("base", table([0] * 6, 16, [False] * 6))
+    warm = workplace.model("warm", table([8] * 6, 16, [True, True, True, False, False, False]))
+    trained = workplace.model("trained", table([9, 9, 9, 9, 9, 10], 16, [True, True, True, True, False, False]))
+    result = workplace.run("compare", str(base), str(warm), str(trained), N="16")
+    assert result.returncode == 0, result.stdout
+    folder = workplace.only("compare/countdown/*")
+    found = json.loads((folder / "compare.json").read_text())
+    assert found["against"] == "warm-up" and found["gained"] == [3] and found["lost"] == []
+    accuracy = found["metrics"]["accuracy"]
+    assert [accuracy[label]["value"] for label in ("base", "warm-up", "trained")] == pytest.approx([0, 3 / 6, 4 / 6])
+    assert accuracy["difference"]["value"] == pytest.approx(1 / 6)
+    gain = found["metrics"]["pass@1"]["difference"]
+    assert gain["value"] == pytest.approx(7 / 96) and gain["low"] > 0
+    line = "trained - warm-up: pass@1 +0.073 ["
+    assert line in result.stdout and result.stdout.index("): a gain") > result.stdout.index(line)
+    text = (folder / "compare.md").read_text()
+    assert "| metric | base | warm-up | trained | trained - warm-up [95 % interval] | p | meaning |" in text
+    import openpyxl
+
+    rows = list(openpyxl.load_workbook(folder / "compare.xlsx").active.iter_rows(values_only=True))
+    assert {"base response", "warm-up response", "trained response"} <= {*rows[0]} and len(rows) == 1 + PROMPTS
+    # The same model twice is sampled once.
+    result = workplace.run("compare", str(base), str(warm), str(warm), N="16")
+    assert result.returncode == 0 and "pass@1 +0.000 [0.000, 0.000], p 1.0000" in result.stdout
+
+
+# ---- the closing table's words
+
+
+def three_models(workplace, trained: list[int]):
+    """`make eval` of base, warm-up (8 of 16 samples right) and a trained model; its output, and the models."""
+    counts = {"base": [0] * 6, "sft": [8] * 6, "grpo": trained}
+    models = {label: workplace.model(label, table(right, 16, [True] * 6)) for label, right in counts.items()}
+    arguments = [f"{label}={model}" for label, model in models.items()]
+    result = workplace.run("eval", *arguments, N="16", STEPS="8", LR="1e-5")
+    assert result.returncode == 0, result.stdout
+    return result.stdout, models
+
+
+def test_an_interval_with_0_is_said_in_words_with_what_to_try(workplace):
+    said, models = three_models(workplace, [10, 6, 8, 9, 7, 9])
+    assert "grpo - sft: pass@1 +0.010 [-" in said and "the interval includes 0, so this may be chance" in said
+    tries = said.partition("What to try:")[2]
+    assert "STEPS=16" in tries and "LR=2e-05" in tries and "make probe TASK=countdown" in tries
+    stored = json.loads(workplace.only("eval/countdown/grpo-*/summary.json").read_text())["paired"]
+    assert stored["to"] == str(models["sft"]) and stored["metrics"]["pass@1"]["difference"]["low"] < 0
+    assert "paired" not in json.loads(workplace.only("eval/countdown/sft-*/summary.json").read_text())
+
+    assert workplace.run("probe", str(models["sft"]), N="16").returncode == 0
+    again, _ = three_models(workplace, [10, 6, 8, 9, 7, 9])
+    assert "the probe of what it began with: train: the data has signal" in again and "make probe" not in again
+
+
+def test_a_clear_gain_needs_no_advice_and_a_loss_gets_other(workplace):
+    said, _ = three_models(workplace, [12, 12, 13, 12, 12, 14])
+    assert "): a gain" in said and "What to try" not in said
+    said, _ = three_models(workplace, [4, 4, 3, 4, 4, 5])
+    assert "): a loss" in said and "LR=5e-06" in said and "STEP=best" in said and "STEPS=16" not in said
 
 
 def test_the_same_rollouts_give_the_same_report_byte_for_byte(workplace):

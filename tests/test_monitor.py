@@ -82,6 +82,13 @@ def test_verls_validations_are_seen_with_the_parts_of_the_reward(run_dir):
     assert sample.rewards == {"score": 0.3, "reward": 0.3, "acc": 0.0, "format": 0.0}
 
 
+def test_the_dev_score_and_the_best_so_far_are_curves(settings):  # noqa: F811
+    metrics = {step: {"val-core/t/acc/mean@1": acc, "x": 1.0} for step, acc in ((2, 0.25), (4, 0.5), (6, 0.375))}
+    seen = look(make_run(settings, metrics=metrics | {5: {"x": 1.0}}))
+    drawn = {step: (row["dev/score"], row["dev/best"]) for step, row in seen.steps.items() if "dev/best" in row}
+    assert drawn == {2: (0.25, 0.25), 4: (0.5, 0.5), 6: (0.375, 0.5)}
+
+
 def test_a_rule_that_keeps_firing_is_told_of_where_it_begins(settings):  # noqa: F811
     ill = {step: {"actor/entropy": 0.001 if step in (2, 3, 5) else 0.3} for step in range(1, 6)}
     assert sorted(look(make_run(settings, metrics=ill)).findings) == ["collapse-2", "collapse-5"]

@@ -303,7 +303,7 @@ def test_make_repeat_prepares_the_data_checks_it_and_trains_by_the_ordinary_path
 
     result = make("repeat", RUN="mine", STACK="cpu", **where)
     assert "RUN=mine again, as RUN=mine-repeat-1" in result.stdout and "warning: not as it was" not in result.stdout
-    assert "16 test, 64 train, 32 sft from generate" in result.stdout
+    assert "16 test, 8 dev, 64 train, 32 sft from generate" in result.stdout
     assert len(errors(result)) == 1 and "MODEL=/no/such/model: no such folder" in errors(result)[0], result.stdout
 
     file = launches.launches(run_dir)[-1] / "launch.json"

@@ -165,7 +165,8 @@ def test_a_run_with_all_has_every_section(settings):
     for words in ("countdown: mine", "method grpo", "model start", "steps 2/10", "reward 0.500", "trained 6 s"):
         assert words in head, words
     before, after, change = (Estimate(**estimate(value)) for value in (0.125, 0.375, 0.25))
-    assert f"accuracy {before} → {after}, difference +{change}, p 0.0321 (exact McNemar), step 10" in head
+    gain = f"trained - base: accuracy +{change}, p 0.0321 (exact McNemar): a gain"
+    assert f"{gain}; accuracy {before} → {after}, step 10" in head
     assert str(after) == "0.375 [0.363, 0.421]"
 
     assert page.row("Settings", "LR") == ["LR", "3e-07", "1e-05"]
@@ -261,7 +262,9 @@ def test_evaluations_count_that_were_made_in_the_same_way(settings):
     before, after = (str(Estimate(**estimate(value))) for value in (0.25, 0.5))
     assert page.row("Base → trained", "accuracy")[:3] == ["accuracy", before, after]
     assert f"accuracy {before} → {after}, step 10" in page.text[""]
-    assert "paired differences and their tests: make compare TASK=countdown RUN=mine" in page.text["Base → trained"]
+    assert (
+        "prompts gained and lost, and their test: make compare TASK=countdown RUN=mine" in page.text["Base → trained"]
+    )
     compare(run_dir, 0.1, 0.2, step=5)  # of an earlier step than the evaluation
     assert report(run_dir).rows["Base → trained"] == page.rows["Base → trained"]
     compare(run_dir, 0.1, 0.3, step=10)
@@ -281,6 +284,35 @@ def test_the_warm_up_stands_between_base_and_trained(settings):
     wanted = [str(Estimate(**estimate(value))) for value in (0.1, 0.2, 0.3)]
     assert page.row("Base → trained", "accuracy")[1:4] == wanted
     assert "weak signal" in page.text["Probe"]
+
+
+def test_the_headline_is_what_the_training_itself_has_brought(settings):
+    """Of `make eval` alone, and of `make compare`; most of the way from base to trained was the warm-up's."""
+    s = replace(settings, INIT="sft", MODEL="embedded")
+    warm = "/a/artifacts/runs/countdown/sft-1/checkpoints/global_step_8/huggingface"
+    run_dir = make_run(s, metrics={1: STEP}, start=warm)
+    evaluate(run_dir, "0", "/b/artifacts/models/" + run_report.embedded_folder().name, accuracy=0.0)
+    evaluate(run_dir, "1", warm, accuracy=0.375)
+    evaluate(run_dir, "2", checkpoint(run_dir), accuracy=0.414)
+    change = {"difference": {"value": 0.039, "low": -0.016, "high": 0.094}, "p_value": 0.18, "test": "exact McNemar"}
+    file = run_dir.parents[2] / "eval/countdown/2/summary.json"
+    paired = {"paired": {"to": warm.replace("/a/", "/c/"), "metrics": {"accuracy": change}}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | paired))
+    gain = "accuracy +0.039 [-0.016, 0.094], p 0.1800 (exact McNemar): the interval includes 0, so this may be chance"
+    page = report(run_dir)
+    assert f"grpo - sft: {gain}; accuracy " in " ".join(page.text[""].split())
+    assert page.rows["Base → trained"][0][1:5] == ["base", "sft", "grpo", "grpo - sft [95 % interval]"]
+
+    folder = compare(run_dir, 0.0, 0.414)
+    found = json.loads((folder / "compare.json").read_text())
+    found |= {"warm-up": summary(warm, accuracy=0.375), "against": "warm-up", "metrics": {"accuracy": change}}
+    (folder / "compare.json").write_text(json.dumps(found))
+    page = report(run_dir)
+    values = " → ".join(str(Estimate(**estimate(value))) for value in (0.0, 0.375, 0.414))
+    assert f"trained - warm-up: {gain}; accuracy {values}, step 10" in " ".join(page.text[""].split())
+    header = ["metric", "base", "warm-up", "trained", "trained - warm-up [95 % interval]", "p", "meaning"]
+    assert page.rows["Base → trained"][0] == header
+    assert page.row("Base → trained", "accuracy")[4] == "+0.039 [-0.016, 0.094]"
 
 
 def test_the_newest_probe_of_this_model_is_shown(settings):

@@ -10,10 +10,10 @@ from tasks.common.evaluation.sample import model_name
 from tasks.common.models.merge import merge, whole_folder
 from tasks.common.process import StageFailed
 from tasks.common.runs.folder import (
+    complete,
     find_run,
     find_step,
     hf_folder,
-    is_complete,
     lineage,
     record,
     rl_dir,
@@ -74,9 +74,9 @@ def test_rounds_are_those_that_began_each_from_the_last_step_of_the_one_before(s
 def test_a_round_of_dpo_is_complete_with_the_steps_that_its_pairs_made(settings):
     s = replace(settings, METHOD="dpo", SELF_PLAY_ROUNDS=2, STEPS=4)
     first = begun(rl_dir(s, []), "start", replace(s, STEPS=9), s.rl_fingerprint([]), steps=(4,))
-    assert not is_complete(first, s) and not is_complete(rl_dir(s, [], 2, "x"), s)
+    assert not complete(first, s) and not complete(rl_dir(s, [], 2, "x"), s)
     write_checkpoints(first, (9,))
-    assert is_complete(first, s) and not is_complete(first, replace(s, METHOD="grpo", STEPS=10))
+    assert complete(first, s) and not complete(first, replace(s, METHOD="grpo", STEPS=10))
 
 
 def test_a_run_from_another_runs_checkpoint_as_MODEL_is_no_round_of_it(settings):
@@ -107,6 +107,25 @@ def test_validation_counts_before_training_reward(settings):
         4: {"critic/score/mean": 0.1, "val-core/t/acc/mean@1": 0.3},
     }
     assert find_step(make_run(settings, metrics=metrics), "best") == 4
+
+
+def test_the_best_is_the_default_where_a_checkpoint_was_validated(settings):
+    validated = {step: {"val-core/t/acc/mean@1": acc} for step, acc in ((2, 0.3), (3, 0.9), (4, 0.2))}
+    run_dir = make_run(settings, metrics=validated)
+    assert find_step(run_dir) == find_step(run_dir, "best") == 2  # of step 3 there is no checkpoint
+    assert hf_folder(run_dir) == run_dir / "checkpoints/global_step_2/actor/huggingface"
+    assert find_step(make_run(settings, "other", metrics={2: {"critic/score/mean": 0.9}})) == 4
+
+
+def test_a_run_that_patience_ended_is_complete_and_the_next_round_begins_with_its_best(settings):
+    validated = {step: {"val-core/t/acc/mean@1": acc} for step, acc in ((2, 0.3), (4, 0.2))}
+    s = replace(settings, SELF_PLAY_ROUNDS=2, STEPS=10, PATIENCE=1)
+    first = make_run(s, metrics=validated | {6: {"val-core/t/acc/mean@1": 0.9}})  # 6: of a launch that was lost
+    assert complete(first, s) and not complete(first, replace(s, PATIENCE=2))
+    assert not complete(first, replace(s, PATIENCE=0)) and complete(first, replace(s, PATIENCE=0, STEPS=4))
+    start = str(hf_folder(first, "2"))
+    second = begun(rl_dir(s, [], 2, start), start, s, s.rl_fingerprint([], 2, start))
+    assert rounds(s, []) == [first, second]
 
 
 @pytest.mark.parametrize("step", ["3", "first", "-2", "2.0", "../x"])

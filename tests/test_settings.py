@@ -37,6 +37,7 @@ VALUES = {
     "DIFFICULTY": "easy",
     "TRAIN_SIZE": "64",
     "TEST_SIZE": "16",
+    "DEV_SIZE": "8",
     "SFT_SIZE": "32",
     "SFT_SOURCE": "task",
     "TRAIN_FILE": "",
@@ -85,6 +86,9 @@ VALUES = {
     "EVAL_SEED": "0",
     "RUN": "",
     "SAVE_FREQ": "5",
+    "TEST_FREQ": "5",
+    "KEEP": "1",
+    "PATIENCE": "0",
     "ABORT_ON": "",
     "WANDB": "0",
     "LOGGER": "",
@@ -93,6 +97,10 @@ NAMES = [f.name for f in fields(Settings)]
 INTEGERS = [f.name for f in fields(Settings) if f.type is int]
 FLOATS = [f.name for f in fields(Settings) if f.type is float]
 ZERO_ALLOWED = {
+    "DEV_SIZE",
+    "TEST_FREQ",
+    "KEEP",
+    "PATIENCE",
     "WANDB",
     "MAX_TOKENS_PER_GPU",
     "SAMPLED_PROMPTS",
@@ -201,6 +209,8 @@ def test_number_beyond_any_float_is_no_crash(name):
         ({"TRAIN_SIZE": "7"}, ("TRAIN_BATCH_SIZE=8", "TRAIN_SIZE=7")),
         ({"N_GPUS": "3"}, ("N_GPUS=3", "MINI_BATCH_SIZE", "ROLLOUT_N")),
         ({"SFT_SIZE": "7"}, ("SFT_BATCH_SIZE=8", "SFT_SIZE=7")),
+        ({"DEV_SIZE": "0"}, ("TEST_FREQ=5", "DEV_SIZE")),
+        ({"PATIENCE": "2", "TEST_FREQ": "0"}, ("PATIENCE=2", "TEST_FREQ")),
     ],
 )
 def test_values_that_do_not_fit_together_are_named_in_one_line(changes, names):
@@ -211,7 +221,7 @@ def test_values_that_do_not_fit_together_are_named_in_one_line(changes, names):
 
 @pytest.mark.parametrize(
     "name, value",
-    [(name, "0") for name in sorted(ZERO_ALLOWED - {"SFT_SIZE", "MINI_BATCH_SIZE"})]
+    [(name, "0") for name in sorted(ZERO_ALLOWED - {"SFT_SIZE", "MINI_BATCH_SIZE", "DEV_SIZE"})]
     + [("GPU_MEMORY_UTILIZATION", "1"), ("RUN", "a.b_c-1"), ("RUN", "x" * 64), ("LOGGER", "wandb,tensorboard")]
     + [("METHOD", method) for method in METHODS],
 )
@@ -269,7 +279,7 @@ def test_process_environment_is_the_default(monkeypatch):
 # ---- fingerprints
 
 DATA = {"SOURCE": "hub", "DIFFICULTY": "hard", "TRAIN_SIZE": "65", "TEST_SIZE": "17", "SFT_SIZE": "33", "SEED": "43"}
-DATA |= {"MAX_SAMPLES": "99", "REWARD": "strict", "MAX_PROMPT_LENGTH": "129"}
+DATA |= {"DEV_SIZE": "9", "MAX_SAMPLES": "99", "REWARD": "strict", "MAX_PROMPT_LENGTH": "129"}
 WARM_UP = {
     "STACK": "current",
     "MODEL": "other",
@@ -296,6 +306,9 @@ REPORTING = {
     "WANDB": "1",
     "ABORT_ON": "nan",
     "SAVE_FREQ": "6",
+    "TEST_FREQ": "3",
+    "KEEP": "2",
+    "PATIENCE": "4",
     "N": "8",
     "LIMIT": "9",
     "GREEDY": "0",

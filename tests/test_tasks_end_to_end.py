@@ -60,7 +60,7 @@ def test_data_probe_train_and_eval(task):
     name, make, variables = task
     result = make("data", **variables)
     assert result.returncode == 0, result.stdout
-    assert "8 test, 16 train, 8 sft from generate" in result.stdout or name == "gym_sums", result.stdout
+    assert "8 test, 4 dev, 16 train, 8 sft from generate" in result.stdout or name == "gym_sums", result.stdout
     manifest = json.loads(only(variables, f"data/{name}/manifest.json").read_text())
     assert (manifest["rows"]["train"], manifest["rows"]["test"]) == (16, 8)
 

@@ -283,6 +283,7 @@ OF_DATA = [name for name, answers in NAMES.items() if answers["lora"] == "no" an
 def test_every_combination_makes_data_whose_demonstrations_are_right(name, rendered, monkeypatch, tmp_path):
     home = rendered[name]
     changes = {"MODEL": resolve_model("embedded"), "TRAIN_SIZE": "64", "TEST_SIZE": "16", "SFT_SIZE": "32"}
+    changes["DEV_SIZE"] = "8"
     if NAMES[name]["source"] == "hub":
         changes["SOURCE"] = str(local_copy_of_hub(home, tmp_path / "hub"))
     monkeypatch.setenv("ARTIFACTS", str(tmp_path / "artifacts"))
@@ -292,8 +293,8 @@ def test_every_combination_makes_data_whose_demonstrations_are_right(name, rende
     monkeypatch.setattr(prepare, "main", sources.update)
     runpy.run_path(str(home / "prepare_data.py"), run_name="__main__")
     manifest = prepare.prepare(s, sources)
-    assert manifest["rows"] == {"test": 16, "train": 64, "sft": 32}
-    for part in ("train", "test"):
+    assert manifest["rows"] == {"test": 16, "dev": 8, "train": 64, "sft": 32}
+    for part in ("train", "dev", "test"):
         assert validate_parquet(s.data_dir / f"{part}.parquet", "rl") == manifest["rows"][part]
     assert validate_parquet(s.data_dir / "sft.parquet", "sft") == 32
     truths = {json.dumps(row["prompt"]): row["reward_model"]["ground_truth"] for row in rows_of(s, "train")}
@@ -313,7 +314,7 @@ def test_a_generator_makes_as_many_problems_as_its_defaults_ask_for(reward, stac
     answers = {"reward": reward, "source": "generate"}
     home = next(rendered[name] for name in NAMES if NAMES[name].items() >= answers.items())
     s = settings_of(home, monkeypatch, STACK=stack)
-    wanted = s.TRAIN_SIZE + int(s.TEST_SIZE)
+    wanted = s.TRAIN_SIZE + s.DEV_SIZE + int(s.TEST_SIZE)
     examples = prepare.distinct(module_of(home, "prepare_data").generate(s))
     assert sum(1 for _ in itertools.islice(examples, wanted)) == wanted
 

@@ -72,7 +72,11 @@ def test_rl_composes_against_the_verl_of_the_stack(stack, version, method, chang
     assert actor["ppo_mini_batch_size"] == s.MINI_BATCH_SIZE and actor["optim"]["lr"] == s.LR
     estimators = {"ppo": "gae", "rloo": "rloo", "reinforce_pp": "reinforce_plus_plus_baseline"}
     assert config["algorithm"]["adv_estimator"] == estimators.get(method, "grpo")
-    assert config["trainer"]["n_gpus_per_node"] == s.N_GPUS
+    trainer = config["trainer"]
+    assert trainer["n_gpus_per_node"] == s.N_GPUS
+    assert (trainer["test_freq"], trainer["max_actor_ckpt_to_keep"]) == (s.TEST_FREQ or -1, None)
+    assert config["data"]["val_files"] == str(s.data_dir / "dev.parquet")  # the test set chooses nothing
+    assert (rollout["val_kwargs"]["n"], rollout["val_kwargs"]["do_sample"]) == (1, False)
     assert config["actor_rollout_ref"]["model"]["lora_rank"] == s.LORA_RANK
     assert config["data"]["custom_cls"]["name"] == "Prompts" and config["data"]["return_raw_chat"]
     assert rollout["calculate_log_probs"]

@@ -24,14 +24,14 @@ def trainer(module, monkeypatch):
     monkeypatch.setattr(module, "LOG_SECONDS", 0)
     trainer = object.__new__(module.TaskTrainer)
     reward = SimpleNamespace(reward_model=SimpleNamespace(model_path=MODEL))
-    trainer.config = SimpleNamespace(reward=reward)
+    trainer.config = SimpleNamespace(reward=reward, trainer=SimpleNamespace(test_freq=-1))
     trainer.checkpoint_manager = mock.Mock()
     trainer.saved, trainer.timing_raw = [], {}
 
     def save(self):
         self.saved.append((self.global_steps, self.train_dataloader.state_dict()))
 
-    monkeypatch.setattr(module.PPOTrainerSync, "_save_checkpoint", save)
+    monkeypatch.setattr(module.KeepBest, "_save_checkpoint", save)
     data = {"taken": 0}
     trainer.train_dataloader = SimpleNamespace(state_dict=lambda: data)
     for trainer.global_steps in (1, 2, 3):
@@ -45,7 +45,7 @@ def trainer(module, monkeypatch):
 def buffer_of(trainer, module, monkeypatch, **statuses: str):
     """The trainer's replay buffer where TransferQueue has prompts with ``statuses``."""
     built = module.ReplayBuffer("sync", None, None, "drop", {}, poll_interval=0.01)
-    monkeypatch.setattr(module.PPOTrainerSync, "_build_replay_buffer", lambda self: built)
+    monkeypatch.setattr(module.KeepBest, "_build_replay_buffer", lambda self: built)
     items = {name: {"is_prompt": True, "status": status, "global_steps": 4} for name, status in statuses.items()}
     items |= {f"{name}_0_0": {"seq_len": 3} for name, status in statuses.items() if status == "finished"}
     tq = SimpleNamespace(kv_list=lambda: {"train": items}, kv_clear=mock.Mock())
@@ -103,7 +103,7 @@ def reward_of(trainer, module, monkeypatch, scores):
         return batch
 
     rm_scores = SimpleNamespace(values=lambda: torch.tensor(scores))
-    monkeypatch.setattr(module.PPOTrainerSync, "_compute_reward_colocate", compute)
+    monkeypatch.setattr(module.KeepBest, "_compute_reward_colocate", compute)
     monkeypatch.setattr(module.tq, "kv_batch_get", lambda **_: {"rm_scores": rm_scores}, raising=False)
     batch = SimpleNamespace(keys=["a"], partition_id="train")
     return trainer._compute_reward_colocate(batch, metrics={}) is batch

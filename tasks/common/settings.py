@@ -139,6 +139,7 @@ class Settings:
     TEST_SIZE: float = variable(
         "512", "held-out prompts: count, share below 1, or 0: all of a test split", _count_or_share
     )
+    DEV_SIZE: int = variable("128", "prompts for validation, of what would be training data; 0: none", _not_negative)
     SFT_SIZE: int = variable("2048", "demonstrations, of training prompts", _not_negative)
     SFT_SOURCE: str = variable(
         "task", "demonstrations: the `task`'s, or right `samples` of MODEL", _one_of("task", "samples")
@@ -213,6 +214,11 @@ class Settings:
     # run
     RUN: str = variable("", "name of the run; empty: made from the settings", _name)
     SAVE_FREQ: int = variable("20", "steps between checkpoints", positive)
+    TEST_FREQ: int = variable(
+        "10", "steps between validations on the dev set, each with a checkpoint; 0: none", _not_negative
+    )
+    KEEP: int = variable("1", "best checkpoints by the dev set that stay besides the last one", _not_negative)
+    PATIENCE: int = variable("0", "validations without a gain that end the training; 0: never", _not_negative)
     ABORT_ON: str = variable("", "health rules that end the training after a checkpoint, e.g. nan,collapse", _rules)
     WANDB: int = variable("0", "1: also to Weights & Biases", _one_of(0, 1))
     LOGGER: str = variable("", "more verl loggers beside console and file, e.g. tensorboard,mlflow")
@@ -251,8 +257,8 @@ class Settings:
 
     def data_fingerprint(self) -> str:
         """Changes when the data would. Not with MODEL, so that several models share the same data."""
-        names = ("SOURCE", "MAX_SAMPLES", "DIFFICULTY", "TRAIN_SIZE", "TEST_SIZE", "SFT_SIZE", "SEED", "REWARD")
-        names += ("MAX_PROMPT_LENGTH",)
+        names = ("SOURCE", "MAX_SAMPLES", "DIFFICULTY", "TRAIN_SIZE", "TEST_SIZE", "DEV_SIZE", "SFT_SIZE", "SEED")
+        names += ("REWARD", "MAX_PROMPT_LENGTH")
         values = {name: getattr(self, name) for name in names}
         return fingerprint(values | {"code": code_digest(self.task_dir / "prepare_data.py")}, *self.source_files)
 
@@ -292,6 +298,7 @@ WHOLE = ("data", "model", "sft", "train", "merge", "eval", "compare")
 # What a run is not known by: what continues it, or only reports.
 REPORTING = {"RUN", "STEPS", "SELF_PLAY_ROUNDS", "SAVE_FREQ", "ABORT_ON", "WANDB", "LOGGER", "GPU_MEMORY_UTILIZATION"}
 REPORTING |= {"N", "LIMIT", "GREEDY", "EVAL_TEMPERATURE", "TOP_P", "MAX_NEW_TOKENS", "EVAL_SEED"}
+REPORTING |= {"TEST_FREQ", "KEEP", "PATIENCE"}
 
 
 @dataclass(frozen=True)
@@ -305,7 +312,9 @@ class Command:
     SEEDS: int = variable("1", "experiment: trainings of each method, with TRAIN_SEED and on", positive)
     LRS: str = variable("", "experiment: rates to train each method with, e.g. 1e-6,3e-6; empty: LR")
     JOBS: int = variable("1", "experiment: trainings at a time, on the same GPUs", positive)
-    STEP: str = variable("latest", "eval, compare, merge, chat, batch: checkpoint `latest`, `best` or its step")
+    STEP: str = variable(
+        "", "eval, compare, merge, chat, batch: checkpoint `best`, `latest` or its step; empty: best if validated"
+    )
     BASE: str = variable("", "compare: the model to compare with; the base model of an adapter")
     FILTER: int = variable("0", "probe: 1 writes the prompts with signal to signal.parquet", _one_of(0, 1))
     FILTER_LOW: float = variable("0.0", "probe: accuracy strictly above", _not_negative)
@@ -538,6 +547,10 @@ def _check_together(settings: Settings) -> None:
         raise SettingsError(
             f"TRAIN_BATCH_SIZE={settings.TRAIN_BATCH_SIZE}: larger than TRAIN_SIZE={settings.TRAIN_SIZE}"
         )
+    if settings.TEST_FREQ and not settings.DEV_SIZE:
+        raise SettingsError(f"TEST_FREQ={settings.TEST_FREQ}: validates on the dev set; set DEV_SIZE, or TEST_FREQ=0")
+    if settings.PATIENCE and not settings.TEST_FREQ:
+        raise SettingsError(f"PATIENCE={settings.PATIENCE}: counts validations; set TEST_FREQ, or PATIENCE=0")
     if 0 < settings.MAX_TOKENS_PER_GPU < settings.MAX_PROMPT_LENGTH + settings.MAX_RESPONSE_LENGTH:
         raise SettingsError(
             f"MAX_TOKENS_PER_GPU={settings.MAX_TOKENS_PER_GPU}: less than MAX_PROMPT_LENGTH + MAX_RESPONSE_LENGTH = "

@@ -98,7 +98,8 @@ def example(numbers: list[int], target: int) -> prepare.Example:
         expression, steps = solution
         demonstration = f"<think>{', '.join(steps)}</think>\n<answer>{expression}</answer>"
     prompt = PROMPT.format(numbers=", ".join(map(str, numbers)), target=target)
-    return prepare.Example(prompt, {"target": target, "numbers": numbers}, demonstration, SYSTEM)
+    key = f"{sorted(numbers)} {target}"
+    return prepare.Example(prompt, {"target": target, "numbers": numbers}, demonstration, SYSTEM, key=key)
 
 
 def generate(settings) -> Iterator[prepare.Example]:

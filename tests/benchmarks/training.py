@@ -113,6 +113,7 @@ def train(s: Settings, model: str, out: Path, steps: int, extra: list[str]) -> d
         *extra,
         f"trainer.total_training_steps={steps}",
         "trainer.save_freq=-1",
+        "trainer.test_freq=-1",
         "trainer.rollout_data_dir=null",
     ]
     environ = os.environ | trainer_module(s) | {"VERL_FILE_LOGGER_PATH": str(out / "metrics.jsonl")}

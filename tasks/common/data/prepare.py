@@ -1,7 +1,6 @@
 """`make data`: turn a task's examples into train, test and SFT parquet files with a manifest beside them."""
 
 import hashlib
-import heapq
 import json
 import os
 import sys
@@ -39,6 +38,7 @@ class Example:
     ``prompt`` is the text of the user's turn, or OpenAI messages; ``ground_truth`` is stored as JSON text unless it is
     text. ``tools`` are OpenAI tool schemas that go into the prompt. ``split`` is "train" or "test" where the source has
     its own split; examples of one ``group`` (turns of a conversation) go to one side of a split that is made here.
+    ``key``: the same text for the same problem, where different prompts may pose it; it is then taken once.
     """
 
     prompt: str | list[dict]
@@ -48,6 +48,7 @@ class Example:
     tools: list[dict] | None = None
     split: str | None = None
     group: str | None = None
+    key: str | None = None
 
     def messages(self) -> list[dict]:
         """The prompt as OpenAI messages."""
@@ -57,8 +58,9 @@ class Example:
         return [*([{"role": "system", "content": self.system}] if own else []), *self.prompt]
 
 
-# A generator is read once and in order: its first examples are the test set, the next train. What can be iterated again
-# (``Examples``) is split by seed. None in place of an example is a record that gave none, which is counted.
+# A generator is read once and in order: its first examples are the test set, the next the dev set, the next train. What
+# can be iterated again (``Examples``) is split by seed. None in place of an example is a record that gave none, which
+# is counted.
 Source = Callable[[Settings], Iterable[Example | None]]
 
 
@@ -92,7 +94,7 @@ class Examples:
 
 
 def distinct(examples: Iterable[Example], patience: int = 100_000) -> Iterator[Example]:
-    """Each prompt once, so that train and test are disjoint. Ends when ``patience`` repeats come in a row.
+    """Each problem once, so that train, dev and test are disjoint. Ends when ``patience`` repeats come in a row.
 
     Memory: 16 bytes of digest for each prompt.
     """
@@ -111,16 +113,17 @@ def distinct(examples: Iterable[Example], patience: int = 100_000) -> Iterator[E
 
 
 def prompt_text(example: Example) -> str:
-    """The same text for the same prompt: its messages and tools."""
-    return json.dumps([example.messages(), example.tools])
+    """The same text for the same problem: its key, or its messages and tools."""
+    return example.key or json.dumps([example.messages(), example.tools])
 
 
 def prepare(settings: Settings, sources: dict[str, Source]) -> dict:
-    """Write ``train.parquet``, ``test.parquet`` and ``sft.parquet`` to ``settings.data_dir`` and return the manifest.
+    """Write train, dev, test and SFT parquet files to ``settings.data_dir`` and return the manifest.
 
-    A generator: its first TEST_SIZE distinct examples are the test set, the next TRAIN_SIZE train the policy. A finite
-    source: without prompts over MAX_PROMPT_LENGTH tokens and duplicates, MAX_SAMPLES are chosen by SEED, of those
-    TEST_SIZE (or the source's own test split), then at most TRAIN_SIZE. The demonstrations of the first SFT_SIZE
+    A generator: its first TEST_SIZE distinct examples are the test set, the next DEV_SIZE the dev set, the next
+    TRAIN_SIZE train the policy. A finite source: without prompts over MAX_PROMPT_LENGTH tokens and duplicates,
+    MAX_SAMPLES are chosen by SEED, of those TEST_SIZE (or the source's own test split), then DEV_SIZE, at most a tenth
+    of what is left, then at most TRAIN_SIZE. The demonstrations of the first SFT_SIZE
     training prompts that have one are the SFT set. Raises DataError when the source has too few; the data of before
     then stays.
     """
@@ -160,7 +163,7 @@ def _prepare(settings: Settings, name: str, source: Source, note: str) -> dict:
     examples = source(settings)
     finite = iter(examples) is not examples
     shown = f"FILE={settings.FILE}" if name == "file" else f"SOURCE={name}"
-    with replaced_as_a_whole(settings.data_dir, ("test", "train", "sft")) as new:
+    with replaced_as_a_whole(settings.data_dir, ("test", "dev", "train", "sft")) as new:
         try:
             rows, details = (_finite if finite else _endless)(settings, examples, new)
         except SplitError as error:
@@ -170,6 +173,8 @@ def _prepare(settings: Settings, name: str, source: Source, note: str) -> dict:
                 f"{shown}: only {rows['train']} training prompts{_because(details)}, less than "
                 f"TRAIN_BATCH_SIZE={settings.TRAIN_BATCH_SIZE}; lower it, or take more data"
             )
+        if (dev := rows.get("dev", 0)) < settings.DEV_SIZE:
+            note = "; ".join(filter(None, [note, f"DEV_SIZE={settings.DEV_SIZE}: {dev}, a tenth of what can train"]))
         if rows["train"] < settings.TRAIN_SIZE:
             note = "; ".join(filter(None, [note, f"TRAIN_SIZE={settings.TRAIN_SIZE}: there are {rows['train']}"]))
         manifest = {"fingerprint": settings.data_fingerprint(), "source": name, "note": note}
@@ -181,13 +186,11 @@ def _prepare(settings: Settings, name: str, source: Source, note: str) -> dict:
 def _finite(settings: Settings, examples: Iterable[Example | None], new: Path) -> tuple[dict, dict]:
     """Split by seed: rows of each file, and what the manifest says besides."""
     tokenizer = load_tokenizer(settings.MODEL)
-    demonstrations: list[tuple[int, dict]] = []  # a heap of the first so many, the last of them on top
+    demonstrations: list[dict] = []
 
     def row(example: Example, split: str, index: int) -> dict:
-        if split == "train" and example.demonstration and settings.SFT_SIZE:
-            found = (-index, sft_row(example.messages(), example.demonstration, example.tools))
-            keep = heapq.heappush if len(demonstrations) < settings.SFT_SIZE else heapq.heappushpop
-            keep(demonstrations, found)
+        if split == "train" and example.demonstration and len(demonstrations) < settings.SFT_SIZE:
+            demonstrations.append(sft_row(example.messages(), example.demonstration, example.tools))
         return _row(settings, example, split, index)
 
     form = Form(
@@ -197,42 +200,42 @@ def _finite(settings: Settings, examples: Iterable[Example | None], new: Path) -
         needs_tools=needs_tools,
         problem=lambda e: too_long(tokenizer, settings.MAX_PROMPT_LENGTH, e.messages(), e.tools),
     )
-    sizes = Sizes(settings.MAX_SAMPLES, settings.TEST_SIZE, settings.TRAIN_SIZE)
+    sizes = Sizes(settings.MAX_SAMPLES, settings.TEST_SIZE, settings.TRAIN_SIZE, settings.DEV_SIZE)
     rows, dropped = write_split(examples, new, form, sizes, settings.SEED)
     if demonstrations:
-        sft = [row for _, row in sorted(demonstrations, key=lambda found: -found[0])]
-        rows["sft"] = _write_sft(sft, new)
+        rows["sft"] = _write_sft(demonstrations, new)
     return rows, {"dropped": dropped, "tokenizer": settings.MODEL, "max_prompt_tokens": settings.MAX_PROMPT_LENGTH}
 
 
 def _endless(settings: Settings, examples: Iterator[Example], new: Path) -> tuple[dict, dict]:
-    """The first are the test set, the next train: as ``_finite``."""
+    """The first are the test set, the next the dev set, the next train: as ``_finite``."""
     test_size, train_size = _counts(settings)
     examples = distinct(examples)
-    test = list(islice(examples, test_size))
+    test, dev = list(islice(examples, test_size)), list(islice(examples, settings.DEV_SIZE))
     train = islice(examples, train_size)
     ahead = list(islice(train, BATCH_ROWS))
-    tools = any(map(needs_tools, chain(test, ahead)))
+    seen = [*test, *dev, *ahead]
+    tools = any(map(needs_tools, seen))
     demonstrations: list[dict] = []
 
     def train_rows() -> Iterator[dict]:
         for index, example in enumerate(chain(ahead, train)):
             if needs_tools(example) and not tools:
-                raise DataError(f"training prompt {index} has tools, and none of the {len(test) + len(ahead)} before")
+                raise DataError(f"training prompt {index} has tools, and none of the {len(seen)} before")
             if example.demonstration and len(demonstrations) < settings.SFT_SIZE:
                 demonstrations.append(sft_row(example.messages(), example.demonstration, example.tools))
             yield _row(settings, example, "train", index)
 
-    test_rows = (_row(settings, example, "test", index) for index, example in enumerate(test))
-    schema = rl_schema(tools)
-    rows = {
-        "test": write_parquet(test_rows, new / "test.parquet", schema),
-        "train": write_parquet(train_rows(), new / "train.parquet", schema, total=train_size),
-    }
+    schema, rows = rl_schema(tools), {}
+    for name, held_out in (("test", test), ("dev", dev)):
+        if held_out:
+            made = (_row(settings, example, name, index) for index, example in enumerate(held_out))
+            rows[name] = write_parquet(made, new / f"{name}.parquet", schema)
+    rows["train"] = write_parquet(train_rows(), new / "train.parquet", schema, total=train_size)
     if rows["train"] < train_size:
         raise SplitError(
-            f"has only {rows['test'] + rows['train']} different prompts for TEST_SIZE={settings.TEST_SIZE:g} "
-            f"and TRAIN_SIZE={settings.TRAIN_SIZE}; lower them, or take another source"
+            f"has only {sum(rows.values())} different prompts for TEST_SIZE={settings.TEST_SIZE:g}, DEV_SIZE="
+            f"{settings.DEV_SIZE} and TRAIN_SIZE={settings.TRAIN_SIZE}; lower them, or take another source"
         )
     if demonstrations:
         rows["sft"] = _write_sft(demonstrations, new)
@@ -244,17 +247,21 @@ def _counts(settings: Settings) -> tuple[int, int]:
     share = settings.TEST_SIZE if settings.TEST_SIZE < 1 else 0
     total = settings.MAX_SAMPLES or round(settings.TRAIN_SIZE / (1 - share))
     test = max(1, round(share * total)) if share else int(settings.TEST_SIZE)
-    train = min(settings.TRAIN_SIZE or total, total - test) if settings.MAX_SAMPLES else settings.TRAIN_SIZE
+    train = settings.TRAIN_SIZE
+    if settings.MAX_SAMPLES:
+        train = min(train or total, total - test - settings.DEV_SIZE)
     if test < 1 or train < 1:
         raise SplitError(
-            f"makes as many prompts as are asked for, and TEST_SIZE={settings.TEST_SIZE:g}, TRAIN_SIZE="
-            f"{settings.TRAIN_SIZE}, MAX_SAMPLES={settings.MAX_SAMPLES} ask for none: set TEST_SIZE and TRAIN_SIZE"
+            f"makes as many prompts as are asked for, and TEST_SIZE={settings.TEST_SIZE:g}, DEV_SIZE="
+            f"{settings.DEV_SIZE}, TRAIN_SIZE={settings.TRAIN_SIZE}, MAX_SAMPLES={settings.MAX_SAMPLES} ask for none: "
+            "set TEST_SIZE and TRAIN_SIZE"
         )
     return test, train
 
 
 def _row(settings: Settings, example: Example, split: str, index: int) -> dict:
-    return rl_row(settings.TASK, example.messages(), example.ground_truth, split, index, example.tools)
+    truth = example.ground_truth
+    return rl_row(settings.TASK, example.messages(), truth, split, index, example.tools, example.key)
 
 
 def _write_sft(rows: list[dict], new: Path) -> int:

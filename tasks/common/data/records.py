@@ -1,6 +1,6 @@
-"""Records (dicts) from a JSON, JSONL, CSV or parquet file, or from the hub: a stream that can be read again.
+"""Records (dicts) from a JSON, JSONL, CSV or parquet file, or from the hub, one after the other.
 
-A record is read, given on and forgotten: memory grows with the longest record, not with their number.
+Only the text of a JSON array is in memory as a whole; of other files one record or batch is.
 """
 
 import csv
@@ -19,7 +19,6 @@ from tasks.common.data.rows import DataError
 from tasks.common.files import sha256
 from tasks.common.strict_json import finite, no_constant
 
-CHUNK = 1 << 20  # characters
 LONGEST = 64 << 20  # characters of one record: more is a broken file
 PARQUET_ROWS = 256  # rows that are objects at a time
 SUFFIXES = (".json", ".jsonl", ".csv", ".parquet")
@@ -151,68 +150,50 @@ def _hub_answers() -> bool:
 
 
 def _json(path: Path) -> Iterator[tuple[str, dict]]:
-    """Objects of an array, decoded one by one from a window of the file.
+    """Objects of an array, decoded one by one: as objects, all of them would take several times their text."""
+    content = path.read_bytes()
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise DataError(f"{path}: line {line}: is not UTF-8 ({error.reason})") from error
+    del content
 
-    Not with ijson: its memory is quadratic in the depth of nesting, so a file of brackets ends the machine; it refuses
-    integers of more than 64 bits, and reads half a surrogate pair as "?".
-    """
-    with path.open(encoding="utf-8-sig") as file:
-        window, position, index, opened = "", 0, 0, False
+    def skip(place: int) -> tuple[int, str]:
+        """Where the next character is that is no space, and that character; "" at the end."""
+        place = _SPACE.match(text, place).end()
+        return place, text[place : place + 1]
 
-        def more(size: int = CHUNK) -> bool:
-            nonlocal window, position
-            new = _read(file, size, path, f"row {index}")
-            window, position = window[position:] + new, 0
-            return bool(new)
-
-        def skip() -> str:
-            """The next character that is no space, "" at the end."""
-            nonlocal position
-            while True:
-                position = _SPACE.match(window, position).end()
-                if position < len(window):
-                    return window[position]
-                if not more():
-                    return ""
-
-        while (character := skip()) or not opened:
-            if not opened:
-                if character == "{":
-                    yield from _lines(path)
-                    return
-                if character != "[":
-                    raise DataError(f"{path}: {'is empty' if not character else 'is not a JSON array of objects'}")
-                position, opened = position + 1, True
-                if skip() == "]":
-                    break
-                continue
-            if character != "{":
-                raise DataError(f"{path}: row {index}: must be an object, begins with {character!r}")
-            while True:
-                try:
-                    record, end = _decode(window, position)
-                    break
-                except _NotJSON as error:  # or not all of it is in the window
-                    if len(window) - position > LONGEST:
-                        raise DataError(f"{path}: row {index}: {error}, or longer than {LONGEST >> 20} MiB") from error
-                    if not more(max(CHUNK, len(window) - position)):  # twice the window: no quadratic time
-                        raise DataError(f"{path}: row {index}: {error}; is the file complete?") from error
-                except DataError as error:
-                    raise DataError(f"{path}: row {index}: {error}") from error
-            position = end
-            yield f"row {index}", record
-            index += 1
-            separator = skip()
-            if separator == "]":
-                break
-            if separator != ",":
-                raise DataError(f"{path}: after row {index - 1}: must be `,` or `]`, is {separator or 'the end'!r}")
-            position += 1
-        else:
-            raise DataError(f"{path}: after row {index - 1}: ends within the array")
-        position += 1
-        if rest := skip():
-            raise DataError(f"{path}: after row {index - 1}: more after the array, from {rest!r}")
+    place, character = skip(0)
+    if character == "{":
+        yield from _lines(path)
+        return
+    if character != "[":
+        raise DataError(f"{path}: {'is not a JSON array of objects' if character else 'is empty'}")
+    place, character = skip(place + 1)
+    index, more = 0, character != "]"
+    while more:
+        if not character:
+            raise DataError(f"{path}: {f'after row {index - 1}: ' if index else ''}ends within the array")
+        if character != "{":
+            raise DataError(f"{path}: row {index}: must be an object, begins with {character!r}")
+        try:
+            record, end = _decode(text, place)
+            if end - place > LONGEST:
+                raise DataError(f"longer than {LONGEST >> 20} MiB")
+        except DataError as error:
+            hint = "; is the file complete?" if isinstance(error.__cause__, json.JSONDecodeError) else ""
+            raise DataError(f"{path}: row {index}: {error}{hint}") from error
+        yield f"row {index}", record
+        place, separator = skip(end)
+        if separator not in (",", "]"):
+            raise DataError(f"{path}: after row {index}: must be `,` or `]`, is {separator or 'the end'!r}")
+        index, more = index + 1, separator == ","
+        place, character = skip(place + 1)
+    if not index:
+        place, character = skip(place + 1)
+    if character:
+        raise DataError(f"{path}: after row {index - 1}: more after the array, from {character!r}")
 
 
 def _lines(path: Path) -> Iterator[tuple[str, dict]]:
@@ -290,10 +271,6 @@ _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 _DECODER = json.JSONDecoder(parse_constant=no_constant, parse_float=finite)
 
 
-class _NotJSON(DataError):
-    """The text is not JSON, or ends too early."""
-
-
 def _decode(text: str, position: int) -> tuple[dict, int]:
     """The object that begins at ``position``, and where it ends. Raises DataError that says why not."""
     try:
@@ -302,17 +279,10 @@ def _decode(text: str, position: int) -> tuple[dict, int]:
             json.dumps(record, ensure_ascii=False).encode()
         return record, end
     except json.JSONDecodeError as error:
-        raise _NotJSON(f"is not JSON ({error.msg})") from error
+        raise DataError(f"is not JSON ({error.msg})") from error
     except UnicodeEncodeError as error:
         raise DataError("has half a surrogate pair, which is no text") from error
     except ValueError as error:  # NaN, Infinity, an integer of more than 4300 digits
         raise DataError(f"is not JSON ({error})") from error
     except RecursionError as error:
         raise DataError("is nested too deeply") from error
-
-
-def _read(file, size: int, path: Path, place: str) -> str:
-    try:
-        return file.read(size)
-    except UnicodeDecodeError as error:
-        raise DataError(f"{path}: {place}, or soon after: is not UTF-8 ({error.reason})") from error

@@ -34,7 +34,7 @@ def rl_schema(tools: bool = False) -> pa.Schema:
             ("prompt", TOOL_MESSAGES if tools else MESSAGES),
             ("ability", pa.string()),
             ("reward_model", pa.struct([("style", pa.string()), ("ground_truth", pa.string())])),
-            ("extra_info", pa.struct([("split", pa.string()), ("index", pa.int64()), *own])),
+            ("extra_info", pa.struct([("split", pa.string()), ("index", pa.int64()), ("key", pa.string()), *own])),
         ]
     )
 
@@ -85,16 +85,23 @@ def tools_of(row: dict) -> list[dict] | None:
 
 
 def rl_row(
-    data_source: str, messages: list[dict], ground_truth, split: str, index: int, tools: list[dict] | None = None
+    data_source: str,
+    messages: list[dict],
+    ground_truth,
+    split: str,
+    index: int,
+    tools: list[dict] | None = None,
+    key: str | None = None,
 ) -> dict:
     """One RL row: the ``messages`` that the model answers, the ``tools`` it may call, and what its reward needs.
 
+    ``key``: the same text for rows of the same problem, where their prompts may differ.
     ``ground_truth`` is stored as JSON text unless it is text already: parquet merges the keys of dicts over all rows
     and refuses mixed types, JSON text keeps each row as it was.
     """
     if not isinstance(ground_truth, str):
         ground_truth = json.dumps(ground_truth)
-    extra = {"split": split, "index": index} | ({} if tools is None else {"tools": json.dumps(tools)})
+    extra = {"split": split, "index": index, "key": key} | ({} if tools is None else {"tools": json.dumps(tools)})
     return {
         "data_source": data_source,
         "prompt": encoded(messages),

@@ -12,8 +12,9 @@ from tasks.common.data.rows import DataError
 from tasks.common.evaluation import batch, chat, compare, experiment, probe, self_samples
 from tasks.common.evaluation.rollouts import in_order, read_rollouts, rescored, write_rollouts
 from tasks.common.evaluation.sample import Scoring, report_errors, sample_here, sampled, test_job
-from tasks.common.evaluation.summary import OwnMetrics, differences, summarize
+from tasks.common.evaluation.summary import OwnMetrics, changes_as_dicts, differences, summarize
 from tasks.common.evaluation.tables import comparison_rows, show_table, sizes
+from tasks.common.evaluation.verdict import gain, headline, next_steps
 from tasks.common.files import write_json
 from tasks.common.process import StageFailed, interrupt_on_sigterm
 from tasks.common.rewards.answers import JudgeError, of_variant
@@ -30,27 +31,33 @@ from tasks.common.settings import (
 
 
 def evaluate(s: Settings, command: Command, scoring: Scoring, models: dict[str, str]) -> int:
-    """`make eval`: a table of ``models`` (label to path), the last one's difference to the one before it, and
-    summary.json beside each model's rollouts. Returns the number of completions on which the reward raised."""
+    """`make eval`: a table of ``models`` (label to path), the last one's difference to the one before it, in words too,
+    and summary.json beside each model's rollouts. Returns the number of completions on which the reward raised."""
     root = artifacts() / "eval" / s.TASK
     jobs = {label: test_job(s, model) for label, model in models.items()}
     all_rollouts, any_sampled = sampled(jobs, root, scoring)
+    labels, changes, paired = list(models), None, {}
+    if len(labels) > 1:
+        before, last = labels[-2:]
+        changes = differences(all_rollouts[before], all_rollouts[last], scoring.own_metrics)
+        paired = {"paired": {"to": models[before], "metrics": changes_as_dicts(changes)}}
     summaries = {}
     for label, job in jobs.items():
         summaries[label] = summarize(all_rollouts[label], scoring.own_metrics)
-        write_json(job.folder(root) / "summary.json", {"model": job.model, **summaries[label]})
+        own = paired if label == labels[-1] else {}
+        write_json(job.folder(root) / "summary.json", {"model": job.model, **summaries[label], **own})
         if command.STAGE == "eval":
             print(f"  {label}: {job.model}\n    {job.folder(root)}")
     if not any_sampled:
         print("  up to date: nothing to sample")
-    labels = list(models)
-    changes = None
-    if len(labels) > 1:
-        changes = differences(all_rollouts[labels[-2]], all_rollouts[labels[-1]], scoring.own_metrics)
     rows = [row[:-1] if changes else row for row in comparison_rows(summaries, changes)]
     header = ["metric", *labels, *([f"{labels[-1]} - {labels[-2]}, paired"] if changes else [])]
     title = f"{s.TASK}: {sizes(summaries[labels[-1]])}; mean [95 % interval]"
     show_table(title, header, rows)
+    if changes and (name := headline(changes)):
+        print(gain(f"{last} - {before}", name, changes[name]))
+        if last != "sft" and (tries := next_steps(s, models[before], changes[name])):
+            print("\n".join(["What to try:", *(f"  {line}" for line in tries)]), flush=True)
     return report_errors([r for rollouts in all_rollouts.values() for r in rollouts])
 
 

@@ -14,7 +14,7 @@ matplotlib.use("Agg")  # no screen
 from matplotlib import pyplot as plt
 from matplotlib.ticker import MaxNLocator
 
-COLORS = ("#4c72b0", "#dd8452")
+COLORS = ("#4c72b0", "#dd8452", "#55a868")
 DRAWN = 1e100  # matplotlib cannot place what is near the largest float
 
 
@@ -42,11 +42,12 @@ def probe_png(prompts: pd.DataFrame, title: str, path: Path) -> None:
 
 
 def compare_png(summaries: dict[str, dict], score_change: np.ndarray, title: str, path: Path) -> None:
-    """Two models' metrics but tokens and entropy, with their intervals; histogram of the score's change by prompt."""
+    """The models' metrics but tokens and entropy, with their intervals; histogram of the score's change by prompt."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4), layout="constrained", width_ratios=(2, 1))
     shared = set.intersection(*(set(summary["metrics"]) for summary in summaries.values()))
     first = next(iter(summaries.values()))["metrics"]
     names = [name for name in first if name in shared and name not in ("tokens", "entropy")]
+    width = 0.8 / len(summaries)
     for place, ((label, summary), color) in enumerate(zip(summaries.items(), COLORS, strict=False)):
         values = [summary["metrics"][name] for name in names]
         height = [value["value"] for value in values]
@@ -54,8 +55,10 @@ def compare_png(summaries: dict[str, dict], score_change: np.ndarray, title: str
             [max(0, v["value"] - v["low"]) for v in values],
             [max(0, v["high"] - v["value"]) for v in values],
         ]
-        left.bar(np.arange(len(names)) + 0.4 * place, height, 0.38, yerr=error, capsize=2, label=label, color=color)
-    left.set_xticks(np.arange(len(names)) + 0.2, names, rotation=30, ha="right")
+        left.bar(
+            np.arange(len(names)) + width * place, height, 0.95 * width, yerr=error, capsize=2, label=label, color=color
+        )
+    left.set_xticks(np.arange(len(names)) + width * (len(summaries) - 1) / 2, names, rotation=30, ha="right")
     left.set(title="95 % intervals")
     left.legend()
     right.hist(score_change, bins=21, color=COLORS[1])

@@ -208,6 +208,21 @@ def differences(
     return result
 
 
+def changes_as_dicts(changes: dict[str, Difference]) -> dict[str, dict]:
+    """As the reports' JSON files hold them: ``difference``, ``p_value`` and ``test`` of each metric."""
+    return {
+        name: {"difference": asdict(change.estimate), "p_value": change.p_value, "test": change.test}
+        for name, change in changes.items()
+    }
+
+
+def changes_from(found: dict[str, dict]) -> dict[str, Difference]:
+    """What ``changes_as_dicts`` wrote."""
+    return {
+        name: Difference(Estimate(**each["difference"]), each["p_value"], each["test"]) for name, each in found.items()
+    }
+
+
 def right_by_prompt(rollouts: list[Rollout]) -> dict[int, bool]:
     """Whether the one response that stands for a prompt is right: the greedy one, without it the first sample."""
     modes = {r.mode for r in rollouts}

@@ -60,7 +60,7 @@ def show_table(title: str, header: list[str], rows: list[list[str]]) -> None:
     for row in rows:
         table.add_row(*map(escape, row))
     print(f"\n{printable(title)}", flush=True)
-    Console(width=None if os.isatty(1) else 140, highlight=False).print(table)
+    Console(width=None if os.isatty(1) else 160, highlight=False).print(table)
 
 
 def markdown_table(header: list[str], rows: list[list[str]]) -> str:

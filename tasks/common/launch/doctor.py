@@ -102,9 +102,9 @@ def disk(s: Settings) -> Iterator[Finding]:
     """Room for checkpoints, and Ray's and NCCL's shared memory."""
     shapes, weights = memory.shapes_of(_base(s.MODEL)), weights_bytes(s.MODEL) or 0
     existing, free = hardware.free_disk(s.runs_dir)
-    checkpoints = 3  # verl keeps two, and writes the next beside them
+    checkpoints = 3 if s.METHOD == "dpo" else s.KEEP + 2  # the best, the last, and the one that is written
     parameters = shapes.parameters if shapes else weights // 2  # of an unknown kind: in bf16, as most are
-    need = checkpoints * memory.checkpoint_bytes(parameters, s.LORA_RANK)
+    need = checkpoints * memory.checkpoint_bytes(parameters, s.LORA_RANK, s.METHOD == "ppo")
     if free < need:
         yield error(
             "disk",

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tasks.common.data.held_out import HELD_OUT, check_disjoint
 from tasks.common.data.prepare import describe
 from tasks.common.data.rows import DataError, validate_parquet
 from tasks.common.evaluation.tables import total_time
@@ -99,10 +100,12 @@ def data(job: Job) -> str:
         manifest = read_json(s.data_dir / "manifest.json")
     for name in manifest["rows"]:
         validate_parquet(s.data_dir / f"{name}.parquet", "sft" if name == "sft" else "rl")
-    if training and s.TRAIN_FILE and (own := validate_parquet(s.train_file)) < s.TRAIN_BATCH_SIZE:
-        raise DataError(
-            f"TRAIN_FILE={s.train_file}: has {own} prompts, less than TRAIN_BATCH_SIZE={s.TRAIN_BATCH_SIZE}"
-        )
+    if training and s.TRAIN_FILE:
+        if (own := validate_parquet(s.train_file)) < s.TRAIN_BATCH_SIZE:
+            raise DataError(
+                f"TRAIN_FILE={s.train_file}: has {own} prompts, less than TRAIN_BATCH_SIZE={s.TRAIN_BATCH_SIZE}"
+            )
+        check_disjoint(s.train_file, [s.data_dir / f"{name}.parquet" for name in manifest["rows"] if name in HELD_OUT])
     own_file = f"; training on {s.train_file}" if training and s.TRAIN_FILE else ""
     return f"{'up to date: ' if fresh else ''}{describe(manifest)}{own_file}"
 
@@ -153,18 +156,21 @@ def probe(job: Job) -> str:
 
 
 def compare(job: Job) -> str:
-    """BASE (default: what the run began with) against MODEL, or against the checkpoint STEP of the run."""
-    s, command, run_dir = job.s, job.command, job.trained
+    """BASE (default: what the run began with, its warm-up beside it) against MODEL, or the checkpoint STEP of the
+    run."""
+    s, command, run_dir, warm_up = job.s, job.command, job.trained, []
     if run_dir:
         base, trained = command.BASE or s.MODEL, str(hf_folder(run_dir, command.STEP))
+        if not command.BASE and recorded(run_dir)["kind"] == "rl" and s.INIT == "sft":
+            warm_up = [recorded(lineage(run_dir)[0])["start"]]
     elif job.model:
         adapter = Path(job.model).expanduser()
         trained = resolve_model(job.model, command.BASE)
         base = command.BASE or (base_of(adapter) if is_adapter(adapter) else default_model())
     else:
         raise SettingsError(f"there is no trained model yet: run `make train TASK={s.TASK}`, or set MODEL")
-    script(s, "evaluate.py", "compare", resolve_model(base), trained)
-    return f"{base} -> {trained}"
+    script(s, "evaluate.py", "compare", resolve_model(base), *warm_up, trained)
+    return " -> ".join([base, *warm_up, trained])
 
 
 def default_model() -> str:
@@ -264,12 +270,12 @@ def closing(s: Settings, run_dirs: list[Path]) -> None:
     steps = sum(map(last_step, run_dirs))
     print(f"{steps} steps, {seconds:.0f} s of training{total_time()}; all of it in {run_dirs[-1]}\n\nNext:")
     if s.METHOD == "dpo":
-        print(
-            f"  the same command with SELF_PLAY_ROUNDS={s.SELF_PLAY_ROUNDS + 1}    # pairs of the new policy's samples"
-        )
+        more = f"SELF_PLAY_ROUNDS={s.SELF_PLAY_ROUNDS + 1}    # pairs of the new policy's samples"
     else:
-        print(f"  the same command with STEPS={2 * s.STEPS}    # continues this run")
-    print(f"  make compare TASK={s.TASK}    # base -> trained with tests, prompts gained and lost; files")
+        ended = last_step(run_dirs[-1]) >= s.STEPS
+        more = f"{f'STEPS={2 * s.STEPS}' if ended else 'PATIENCE=0'}    # continues this run"
+    print(f"  the same command with {more}")
+    print(f"  make compare TASK={s.TASK}    # base, warm-up and trained with tests, prompts gained and lost; files")
     print(f"  make chat TASK={s.TASK}    # talk to it")
     print("  make new TASK=my_task    # a task of your own")
 
@@ -339,7 +345,9 @@ def about(job: Job) -> Job:
     if given or job.goal not in (*ABOUT_A_RUN, *own_stages(job.s)):
         return job
     if run_dir := find_run(job.s, job.arguments, job.model):
-        print(f"run {run_dir.name}, checkpoint of step {find_step(run_dir, job.command.STEP)}")
+        step, last = find_step(run_dir, job.command.STEP), last_step(run_dir)
+        why = "" if job.command.STEP or step == last else f", the best of its validations (STEP=latest: {last})"
+        print(f"run {run_dir.name}, checkpoint of step {step}{why}")
         return replace(job, s=settings_of(run_dir, job.s), run_dir=run_dir)
     return job
 

@@ -19,10 +19,11 @@ from tasks.common.machine.gpus import Sampler
 from tasks.common.models.find import resolve_model, whole_model
 from tasks.common.models.merge import adapter_config, base_model, is_adapter
 from tasks.common.process import Progress, StageFailed, run
-from tasks.common.runs import health, launches
+from tasks.common.runs import health, launches, validation
 from tasks.common.runs.folder import (
+    complete,
+    ended_early,
     hf_folder,
-    is_complete,
     last_step,
     next_metrics_file,
     read_metrics,
@@ -31,6 +32,7 @@ from tasks.common.runs.folder import (
     rounds,
     sft_dir,
 )
+from tasks.common.runs.keep import prune
 from tasks.common.settings import Settings, SettingsError, method
 from tasks.common.training import tracking, verl_config, verl_versions
 
@@ -59,11 +61,13 @@ def check(s: Settings, arguments: list[str]) -> None:
         raise SettingsError(f"ABORT_ON={s.ABORT_ON}: STACK={s.STACK} has a verl that cannot do it; take STACK=current")
     config = verl_config.compose("ppo_trainer", verl_config.rl_overrides(s, s.MODEL, s.runs_dir) + arguments)
     verl_config.check(config)
+    if config.trainer.test_freq > 0 and not s.DEV_SIZE:
+        raise SettingsError(f"trainer.test_freq={config.trainer.test_freq}: validates on the dev set; set DEV_SIZE")
     if problem := getattr(method(s.METHOD), "problem", lambda config: None)(config):
         raise SettingsError(problem)
     if warning := getattr(method(s.METHOD), "warning", lambda config: None)(config):
         print(f"warning: {warning}")
-    if last_step(last_round) < s.STEPS:
+    if not complete(last_round, s):
         cluster.join(s)
 
 
@@ -110,8 +114,8 @@ def train(s: Settings, arguments: list[str]) -> str:
 
 def _round(seeded: Settings, s: Settings, arguments: list[str], number: int, start: str, run_dir: Path) -> str:
     resumed = last_step(run_dir)
-    if is_complete(run_dir, s):
-        return f"up to date: {resumed} steps in {run_dir}"
+    if complete(run_dir, s):
+        return f"up to date: {_steps(run_dir, s)}"
     begins = _trainer_start(s, start)
     if s.METHOD == "dpo":
         pairs = _pairs(s, number, start, run_dir)
@@ -128,8 +132,10 @@ def _round(seeded: Settings, s: Settings, arguments: list[str], number: int, sta
         launches.begin(run_dir, noted, command)
         _train("DPO", run_dir, command, s, s.STEPS, ("loss", "train/loss"), environment(seeded))
     else:
+        prune(run_dir, s.KEEP)  # what a crash left, too
         extra = trainer_module(s) | tracking.environment(s, run_dir)
         extra |= {"VERL_FILE_LOGGER_PATH": str(next_metrics_file(run_dir)), "SEED": str(seeded.SEED)}
+        extra |= {"KEEP": str(s.KEEP), "PATIENCE": str(s.PATIENCE)}  # verl has no such keys
         overrides = verl_config.rl_overrides(seeded, begins, run_dir) + arguments
         overrides = verl_config.sent_environment(environment(seeded) | extra) + overrides
         command = [sys.executable, "-m", "verl.trainer.main_ppo", *verl_config.HYDRA, *overrides]
@@ -145,7 +151,16 @@ def _round(seeded: Settings, s: Settings, arguments: list[str], number: int, sta
     for finding in health.newest_by_rule(found):
         times = sum(finding.rule == each.rule for each in found)
         print(f"  warning: step {finding.step}{f' and {times - 1} before' if times > 1 else ''}: {finding.text}")
-    return f"{s.STEPS} steps in {run_dir}"
+    return _steps(run_dir, s)
+
+
+def _steps(run_dir: Path, s: Settings) -> str:
+    """How far a complete run has come, and what its validations said."""
+    last = last_step(run_dir)
+    early = f" of {s.STEPS}" if last < s.STEPS else ""
+    why = f", ended by PATIENCE={s.PATIENCE}" if last < s.STEPS else ""
+    said = validation.words(read_metrics(run_dir))
+    return f"{last}{early} steps{why} in {run_dir}{f'; {said}' if said else ''}"
 
 
 def start_model(s: Settings) -> str:
@@ -224,9 +239,10 @@ def _train(
             raise StageFailed(f"{reason}; {kept}\n  log: {log}") from error
         write_json(outcome, {"outcome": "failed", "reason": str(error).splitlines()[0]})
         raise
-    if last_step(run_dir) < total:
+    if last_step(run_dir) < total and not ended_early(run_dir, s.PATIENCE):
         raise StageFailed(f"{name} ended without a checkpoint of step {total}\n  log: {log}")
-    write_json(outcome, {"outcome": "finished", "reason": f"{total} steps"})
+    ended = f", ended by PATIENCE={s.PATIENCE}" if last_step(run_dir) < total else ""
+    write_json(outcome, {"outcome": "finished", "reason": f"{last_step(run_dir)} steps{ended}"})
 
 
 def _progress(metrics: Path, start: int, s: Settings, name: str, key: str) -> Progress:
@@ -237,11 +253,13 @@ def _progress(metrics: Path, start: int, s: Settings, name: str, key: str) -> Pr
     step = json.loads(lines[-1])
     value = step["data"][key]
     shown = "nan" if value is None else f"{value:.3f}"  # verl writes NaN as null
-    return Progress(step["step"], f" {name} {shown}{_ill(metrics.parents[1], step['step'], s)}")
+    return Progress(step["step"], f" {name} {shown}{_said(metrics.parents[1], step['step'], s)}")
 
 
 @functools.lru_cache(1)  # asked twice a second, for the same step
-def _ill(run_dir: Path, last: int, s: Settings) -> str:
-    """The newest finding up to the step ``last``, in two words; empty if there is none."""
-    found = health.findings({step: data for step, data in read_metrics(run_dir).items() if step <= last}, s)
-    return f", {found[-1].rule.replace('_', ' ')} (step {found[-1].step})" if found else ""
+def _said(run_dir: Path, last: int, s: Settings) -> str:
+    """The last validation and the best, and the newest finding in two words, up to the step ``last``."""
+    done = {step: data for step, data in read_metrics(run_dir).items() if step <= last}
+    found = health.findings(done, s)
+    ill = f"{found[-1].rule.replace('_', ' ')} (step {found[-1].step})" if found else ""
+    return "".join(f", {words}" for words in (validation.words(done), ill) if words)

@@ -302,10 +302,10 @@ def estimate(model: Shapes, plan: Plan, gpu_bytes: float = 0) -> Estimate:
     )
 
 
-def checkpoint_bytes(parameters: int, lora_rank: int = 0) -> float:
+def checkpoint_bytes(parameters: int, lora_rank: int = 0, critic: bool = False) -> float:
     """Of one checkpoint: fp32 weights and two moments of Adam, and an exported copy in fp32; with LoRA the fp32
-    weights, beside which the adapter's are little."""
-    return parameters * (4 if lora_rank else 16)
+    weights, beside which the adapter's are little. ``critic``: also its weights and moments, all in fp32."""
+    return parameters * ((4 if lora_rank else 16) + (12 if critic else 0))
 
 
 # ---- what does not fit ---------------------------------------------------------------------------------------------

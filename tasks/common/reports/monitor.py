@@ -24,7 +24,7 @@ from tasks.common.files import read_json
 from tasks.common.machine import hardware
 from tasks.common.process import interrupt_on_sigterm
 from tasks.common.reports.overview import evaluation_files
-from tasks.common.runs import health, launches
+from tasks.common.runs import health, launches, validation
 from tasks.common.runs.folder import all_runs, read_metrics, recorded
 from tasks.common.settings import SettingsError, artifacts
 from tasks.common.text import one_line
@@ -32,7 +32,7 @@ from tasks.common.text import one_line
 PORT = 7860
 SECONDS = 3  # between two looks at the runs
 TRAINING_SAMPLES, EVALUATION_SAMPLES = 8, 256  # of a step, of a validation or evaluation
-# What verl writes of a step, in which folder of the run: validations with ARGS=trainer.test_freq=...
+# What verl writes of a step, in which folder of the run: validations with TEST_FREQ
 DUMPS = (("training", "rollouts", TRAINING_SAMPLES), ("validation", "validation", EVALUATION_SAMPLES))
 NO_REWARD = ("step", "uid")  # numbers beside a dumped response that are no part of its reward
 LONGEST = 8000  # characters of a text that are shown
@@ -78,6 +78,8 @@ def look(run_dir: Path) -> Seen:
     """Everything that ``run_dir`` has to show."""
     metrics = read_metrics(run_dir)
     seen = Seen(steps={step: _numbers(row) for step, row in metrics.items()})
+    for step, values in validation.curves(metrics).items():
+        seen.steps[step] |= values
     for step, file in evaluation_files(run_dir):
         summary, folder = read_json(file), file.parent
         seen.evaluations[step] = {f"eval/{name}": value["value"] for name, value in summary["metrics"].items()}

@@ -1,19 +1,13 @@
 """The runs in tensorboard, for stacks whose packages leave no room for trackio (a100: huggingface-hub below 1)."""
 
 import contextlib
+import io
 import json
 import shutil
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from tasks.common.machine import hardware
-from tasks.common.process import die_with_parent
 from tasks.common.settings import SettingsError
-
-SECONDS_TO_START = 60
 
 
 class Tensorboard:
@@ -59,22 +53,19 @@ class Tensorboard:
     @contextlib.contextmanager
     def served(self, port: int) -> Iterator[None]:
         """Serve the dashboard on loopback until the end of the block. Raises SettingsError when it does not start."""
-        command = [sys.executable, "-m", "tensorboard.main", "--logdir", str(self.folder)]
-        command += ["--host", "127.0.0.1", "--port", str(port), "--reload_interval", "5"]
-        log = self.folder / "tensorboard.log"
-        with log.open("wb") as output:
-            server = subprocess.Popen(command, stdout=output, stderr=output, preexec_fn=die_with_parent)
+        from tensorboard import program
+
+        server = program.TensorBoard()
+        options = ["--host", "127.0.0.1", "--port", str(port), "--reload_interval", "5", "--load_fast", "false"]
+        server.configure(["tensorboard", "--logdir", str(self.folder), *options])
         try:
-            deadline = time.monotonic() + SECONDS_TO_START
-            while not hardware.listens(f"127.0.0.1:{port}"):
-                if server.poll() is not None or time.monotonic() > deadline:
-                    said = (log.read_text(errors="replace").strip().splitlines() or ["nothing said"])[-1]
-                    raise SettingsError(f"PORT={port}: tensorboard did not start: {said[:200]}")
-                time.sleep(0.2)
+            with contextlib.redirect_stderr(io.StringIO()):  # it says that TensorFlow is not installed
+                server.launch()  # threads, which end with this process
+        except program.TensorBoardServerException as error:
+            raise SettingsError(f"PORT={port}: tensorboard did not start: {error}") from error
+        try:
             yield
         finally:
-            server.terminate()
-            server.wait()
             for writer in self.writers.values():
                 writer.close()
 

@@ -17,10 +17,12 @@ import jinja2
 
 from tasks.common.data.prepare import describe
 from tasks.common.evaluation import plots
+from tasks.common.evaluation.compare import labels_of
 from tasks.common.evaluation.sample import model_name
 from tasks.common.evaluation.statistics import Estimate
-from tasks.common.evaluation.summary import Difference
+from tasks.common.evaluation.summary import Difference, changes_from
 from tasks.common.evaluation.tables import comparison_rows, meaning, p_text, sizes
+from tasks.common.evaluation.verdict import gain, headline
 from tasks.common.files import read_json, written_beside
 from tasks.common.models.find import EMBEDDED, embedded_folder
 from tasks.common.reports.overview import HEADER, evaluation_files, row, started, step_of, uncommitted
@@ -107,7 +109,8 @@ class Section:
 class Comparison:
     """Evaluations of the checkpoint of ``step`` and of what it began with: summaries by label, the trained model last.
 
-    ``changes`` (paired differences), ``test`` (McNemar's) and ``folder`` only where `make compare` made it.
+    ``changes``: the training's own, paired with what it began with (its warm-up, if there was one), by ``pair``.
+    ``test`` (McNemar's) and ``folder`` only where `make compare` made it.
     """
 
     step: int
@@ -115,6 +118,7 @@ class Comparison:
     changes: dict[str, Difference] | None = None
     test: dict | None = None
     folder: Path | None = None
+    pair: str = ""
 
 
 # ---- which run -----------------------------------------------------------------------------------------------------
@@ -321,12 +325,9 @@ def comparison(run_dir: Path, made: dict) -> Comparison | None:
     if compared and max(compared)[0] >= max((step for step, _ in evaluated), default=0):
         step, _, file = max(compared)
         found = read_json(file)
-        changes = {
-            name: Difference(Estimate(**each["difference"]), each["p_value"], each["test"])
-            for name, each in found["metrics"].items()
-        }
-        summaries = {"base": found["base"], "trained": found["trained"]}
-        return Comparison(step, summaries, changes, found["mcnemar"], file.parent)
+        summaries = {label: found[label] for label in labels_of(found)}
+        pair = f"trained - {found.get('against', 'base')}"  # an older version's has no warm-up
+        return Comparison(step, summaries, changes_from(found["metrics"]), found["mcnemar"], file.parent, pair)
     if not evaluated:
         return None
     step, last = evaluated[-1]
@@ -339,8 +340,11 @@ def comparison(run_dir: Path, made: dict) -> Comparison | None:
     for label, model in models.items():
         if same := [file for file in files if same_model(read_json(file).get("model", ""), model)]:
             summaries[label] = read_json(same[-1])
-    trained = "trained" if made["kind"] == "sft" else made["settings"]["METHOD"]
-    return Comparison(step, summaries | {trained: read_json(last)})
+    trained, summary = "trained" if made["kind"] == "sft" else made["settings"]["METHOD"], read_json(last)
+    paired = summary.get("paired") or {"to": "", "metrics": {}}
+    to = next((label for label, model in models.items() if same_model(paired["to"], model)), "")
+    changes = changes_from(paired["metrics"]) if to in summaries else None
+    return Comparison(step, summaries | {trained: summary}, changes, pair=f"{trained} - {to}")
 
 
 def _conditions(summary: Path) -> dict:
@@ -350,23 +354,15 @@ def _conditions(summary: Path) -> dict:
 
 
 def result_line(run_dir: Path, found: Comparison | None) -> str:
-    """The first metric of an evaluation, before and after, in one line."""
+    """What the training itself has brought, then base, warm-up and trained, in one line."""
     task = run_dir.parent.name
     if found is None:
         return f"not evaluated: make eval TASK={task} RUN={run_dir.name}"
-    *before, trained = found.summaries.values()
-    name, value = next(iter(trained["metrics"].items()))
-    text = str(Estimate(**value))
-    if before and name in before[0]["metrics"]:
-        text = f"{Estimate(**before[0]['metrics'][name])} → {text}"
-    if found.changes and name in found.changes:
-        change = found.changes[name]
-        text += f", difference {_signed(change.estimate)}, p {p_text(change.p_value)} ({change.test})"
-    return f"{name} {text}, step {found.step}"
-
-
-def _signed(estimate: Estimate) -> str:
-    return f"{'' if estimate.value < 0 else '+'}{estimate}"
+    *_, trained = found.summaries.values()
+    name = headline(found.changes or trained["metrics"])
+    values = [summary["metrics"].get(name) for summary in found.summaries.values()]
+    text = f"{name} {' → '.join(str(Estimate(**value)) for value in values if value)}, step {found.step}"
+    return f"{gain(found.pair, name, found.changes[name])}; {text}" if found.changes else text
 
 
 def evaluation(run_dir: Path, found: Comparison | None) -> Section:
@@ -377,13 +373,16 @@ def evaluation(run_dir: Path, found: Comparison | None) -> Section:
     lines = [f"{label}: {model_name(summary['model'])}, {sizes(summary)}" for label, summary in found.summaries.items()]
     header = ["metric", *found.summaries]
     if found.changes is not None:
-        header += ["difference [95 % interval]", "p"]
+        header += [f"{found.pair} [95 % interval]", "p"]
+        if name := headline(found.changes):
+            lines.insert(0, gain(found.pair, name, found.changes[name]))
+    if found.test is not None:
         test = found.test
         lines.append(
             f"{test['gained']} prompts gained, {test['lost']} lost: exact McNemar p = {p_text(test['p_value'])}"
         )
     else:
-        lines.append(f"paired differences and their tests: make compare {which}")
+        lines.append(f"prompts gained and lost, and their test: make compare {which}")
     if len(found.summaries) == 1:
         lines.append(f"no evaluation of its base on the same prompts with the same sampling: make eval {which}")
     rows = [[*cells, meaning(cells[0])] for cells in comparison_rows(found.summaries, found.changes)]

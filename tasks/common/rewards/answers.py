@@ -9,7 +9,6 @@ import json
 import re
 import sys
 from collections.abc import Callable
-from fractions import Fraction
 
 MAX_RESPONSE_CHARS = 100_000
 _THINK_END = re.compile(r"</think>", re.IGNORECASE)
@@ -60,20 +59,6 @@ def last_answer(response: str) -> str | None:
         elif opened is not None:
             answer, opened = tail[opened : tag.start()].strip(), None
     return answer
-
-
-_NUMBER = re.compile(r"[-+]?[0-9]{1,18}(?:,[0-9]{3})*(?:\.[0-9]{1,18})?(?:\s*/\s*[0-9]{1,18})?")
-
-
-def parse_number(text: str) -> Fraction | None:
-    """The number that ``text`` is, exactly: 18, 18.0, -3, 1,000 or 36/2. None if it is anything else."""
-    if len(text) > 100 or not _NUMBER.fullmatch(text.strip()):
-        return None
-    numerator, _, denominator = text.replace(",", "").partition("/")
-    try:
-        return Fraction(numerator.strip()) / Fraction(denominator.strip() or 1)
-    except ZeroDivisionError:
-        return None
 
 
 def variants(compute_score: Callable[..., dict]) -> tuple[str, ...]:

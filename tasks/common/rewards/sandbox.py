@@ -118,22 +118,13 @@ class Sandbox:
     def _exchange(self, message: bytes, seconds: float):
         deadline = time.monotonic() + seconds
 
-        def read(size: int) -> bytes:
-            data = b""
-            while len(data) < size:
-                self._socket.settimeout(max(1e-3, deadline - time.monotonic()))
-                part = self._socket.recv(size - len(data))
-                if not part:
-                    raise ConnectionError("the worker ended")
-                data += part
-            return data
+        def receive(size: int) -> bytes:
+            self._socket.settimeout(max(1e-3, deadline - time.monotonic()))
+            return self._socket.recv(size)
 
         self._socket.settimeout(seconds)
         self._socket.sendall(_LENGTH.pack(len(message)) + message)
-        (size,) = _LENGTH.unpack(read(_LENGTH.size))
-        if size > MAX_REPLY_BYTES:
-            raise ValueError(f"a reply of {size} bytes")
-        return json.loads(read(size))
+        return _received(receive, MAX_REPLY_BYTES)
 
     def _kill(self) -> None:
         if self._process:
@@ -141,6 +132,25 @@ class Sandbox:
             self._process.kill()
             self._process.wait()
         self._process, self._socket = None, None
+
+
+def _received(receive: Callable[[int], bytes], most: int):
+    """The JSON of a message that ``receive`` gives in parts. Raises ConnectionError at its end, ValueError when the
+    message is no JSON, or longer than ``most`` bytes."""
+
+    def read(size: int) -> bytes:
+        data = b""
+        while len(data) < size:
+            part = receive(size - len(data))
+            if not part:
+                raise ConnectionError("the other end is gone")
+            data += part
+        return data
+
+    (size,) = _LENGTH.unpack(read(_LENGTH.size))
+    if size > most:
+        raise ValueError(f"a message of {size} bytes")
+    return json.loads(read(size))
 
 
 _SANDBOXES: "weakref.WeakSet[Sandbox]" = weakref.WeakSet()
@@ -151,17 +161,8 @@ os.register_at_fork(after_in_child=lambda: [sandbox._forget() for sandbox in lis
 
 
 def _serve(channel: int, parent: int) -> None:
-    def read(size: int) -> bytes:
-        data = b""
-        while len(data) < size:
-            part = os.read(channel, size - len(data))
-            if not part:
-                os._exit(0)  # the parent is gone
-            data += part
-        return data
-
     def receive():
-        return json.loads(read(_LENGTH.unpack(read(_LENGTH.size))[0]))
+        return _received(lambda size: os.read(channel, size), 2 * MAX_REQUEST_BYTES)
 
     def send(message: dict) -> None:
         data = json.dumps(message).encode()
@@ -258,58 +259,20 @@ def _landlock(readable: list[str]) -> int:
     return version
 
 
-# What the worker may ask of the kernel, x86_64 and aarch64 (None: it does not exist there). Anything else gives EPERM.
+# System calls of x86_64 that the worker may make; anything else gives EPERM. It may write to the parent: it can open no
+# other file to write.
+# fmt: off
 _ALLOWED = {
-    "read": (0, 63),
-    "write": (1, 64),  # to the parent: no other file can be opened for writing
-    "pread64": (17, 67),
-    "lseek": (8, 62),
-    "close": (3, 57),
-    "fstat": (5, 80),
-    "stat": (4, None),
-    "lstat": (6, None),
-    "newfstatat": (262, 79),
-    "statx": (332, 291),
-    "access": (21, None),
-    "faccessat": (269, 48),
-    "faccessat2": (439, 439),
-    "readlink": (89, None),
-    "readlinkat": (267, 78),
-    "getdents64": (217, 61),
-    "getcwd": (79, 17),
-    "mmap": (9, 222),
-    "mprotect": (10, 226),
-    "munmap": (11, 215),
-    "mremap": (25, 216),
-    "brk": (12, 214),
-    "madvise": (28, 233),
-    "futex": (202, 98),
-    "rt_sigaction": (13, 134),
-    "rt_sigprocmask": (14, 135),
-    "rt_sigreturn": (15, 139),
-    "sigaltstack": (131, 132),
-    "restart_syscall": (219, 128),
-    "sched_yield": (24, 124),
-    "sched_getaffinity": (204, 123),
-    "clock_gettime": (228, 113),
-    "clock_getres": (229, 114),
-    "clock_nanosleep": (230, 115),
-    "gettimeofday": (96, 169),
-    "time": (201, None),
-    "getrusage": (98, 165),
-    "getrandom": (318, 278),
-    "uname": (63, 160),
-    "getpid": (39, 172),
-    "getppid": (110, 173),
-    "gettid": (186, 178),
-    "getuid": (102, 174),
-    "geteuid": (107, 175),
-    "getgid": (104, 176),
-    "getegid": (108, 177),
-    "exit": (60, 93),
-    "exit_group": (231, 94),
+    "read": 0, "write": 1, "close": 3, "stat": 4, "fstat": 5, "lstat": 6, "lseek": 8, "mmap": 9, "mprotect": 10,
+    "munmap": 11, "brk": 12, "rt_sigaction": 13, "rt_sigprocmask": 14, "rt_sigreturn": 15, "pread64": 17, "access": 21,
+    "sched_yield": 24, "mremap": 25, "madvise": 28, "getpid": 39, "exit": 60, "uname": 63, "getcwd": 79,
+    "readlink": 89, "gettimeofday": 96, "getrusage": 98, "getuid": 102, "getgid": 104, "geteuid": 107, "getegid": 108,
+    "getppid": 110, "sigaltstack": 131, "gettid": 186, "time": 201, "futex": 202, "sched_getaffinity": 204,
+    "getdents64": 217, "restart_syscall": 219, "clock_gettime": 228, "clock_getres": 229, "clock_nanosleep": 230,
+    "exit_group": 231, "newfstatat": 262, "readlinkat": 267, "faccessat": 269, "getrandom": 318, "statx": 332,
+    "faccessat2": 439,
 }
-_MACHINES = {"x86_64": 0, "aarch64": 1}
+# fmt: on
 _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | (os.O_TMPFILE & ~os.O_DIRECTORY)
 
 
@@ -317,10 +280,9 @@ def _seccomp() -> None:
     """Allow ``_ALLOWED`` and opening files to read; nothing else, for all threads. Raises OSError where the kernel
     has no seccomp filters: then there is no worker. seccomp(2); offsets and codes from linux/seccomp.h, linux/filter.h.
     """
-    if platform.machine() not in _MACHINES or sys.byteorder != "little":
+    if platform.machine() != "x86_64":
         raise OSError(errno.ENOSYS, f"no table of system calls for {platform.machine()}")
-    column = _MACHINES[platform.machine()]
-    architecture = (0xC000003E, 0xC00000B7)[column]
+    architecture = 0xC000003E
     load, equal, any_bit, end = 0x20, 0x15, 0x45, 0x06
     allow, refuse, kill = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x80000000
 
@@ -328,15 +290,13 @@ def _seccomp() -> None:
         return 16 + 8 * index
 
     program = [(load, 0, 0, 4), (equal, 1, 0, architecture), (end, 0, 0, kill), (load, 0, 0, 0)]
-    for numbers in _ALLOWED.values():
-        if numbers[column] is not None:
-            program += [(equal, 0, 1, numbers[column]), (end, 0, 0, allow)]
-    for numbers, flags in (((2, None), 1), ((257, 56), 2)):  # open, openat, and which argument holds the flags
-        if numbers[column] is not None:
-            program += [(equal, 0, 4, numbers[column]), (load, 0, 0, low_word_of_argument(flags))]
-            program += [(any_bit, 1, 0, _WRITING), (end, 0, 0, allow), (end, 0, 0, refuse)]
+    for number in _ALLOWED.values():
+        program += [(equal, 0, 1, number), (end, 0, 0, allow)]
+    for number, flags in ((2, 1), (257, 2)):  # open, openat, and which argument holds the flags
+        program += [(equal, 0, 4, number), (load, 0, 0, low_word_of_argument(flags))]
+        program += [(any_bit, 1, 0, _WRITING), (end, 0, 0, allow), (end, 0, 0, refuse)]
     # fcntl: flags may be asked for (F_GETFD, F_GETFL), but no signals be sent about a file (F_SETOWN).
-    program += [(equal, 0, 5, (72, 25)[column]), (load, 0, 0, low_word_of_argument(1))]
+    program += [(equal, 0, 5, 72), (load, 0, 0, low_word_of_argument(1))]
     program += [(equal, 1, 0, 1), (equal, 0, 1, 3), (end, 0, 0, allow), (end, 0, 0, refuse)]
     program += [(equal, 0, 1, 435), (end, 0, 0, 0x00050000 | errno.ENOSYS)]  # clone3: glibc then tries clone
     program += [(end, 0, 0, refuse)]
@@ -345,7 +305,7 @@ def _seccomp() -> None:
     filter_program = struct.pack("@HP", len(program), ctypes.addressof(code))
     _no_new_privileges()
     set_filter, all_threads = ctypes.c_uint(1), ctypes.c_uint(1)
-    _system_call((317, 277)[column], set_filter, all_threads, filter_program)
+    _system_call(317, set_filter, all_threads, filter_program)  # seccomp
 
 
 if __name__ == "__main__":

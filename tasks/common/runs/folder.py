@@ -8,6 +8,7 @@ from pathlib import Path
 
 from tasks.common.files import read_json, write_json
 from tasks.common.models.merge import base_model, loadable, merge
+from tasks.common.runs import validation
 from tasks.common.runs.launches import masked
 from tasks.common.settings import REPORTING, Settings, SettingsError, artifacts
 
@@ -85,15 +86,6 @@ def last_step(run_dir: Path) -> int:
     return step if (run_dir / f"checkpoints/global_step_{step}").is_dir() else 0
 
 
-def is_complete(run_dir: Path, s: Settings) -> bool:
-    """Whether ``run_dir`` has all the steps that ``s`` wants.
-
-    DPO has DPO_EPOCHS epochs of its pairs; the launch that had the pairs has noted the steps in place of STEPS.
-    """
-    steps = recorded(run_dir).get("settings", {}).get("STEPS", math.inf) if s.METHOD == "dpo" else s.STEPS
-    return last_step(run_dir) >= steps
-
-
 def checkpoints(run_dir: Path) -> list[int]:
     """Steps of the whole checkpoints on disk, ascending."""
     last = last_step(run_dir)
@@ -101,21 +93,23 @@ def checkpoints(run_dir: Path) -> list[int]:
     return sorted(int(step) for step in found if step.isdigit() and int(step) <= last)
 
 
-def find_step(run_dir: Path, step: str) -> int:
+def find_step(run_dir: Path, step: str = "") -> int:
     """The step of the checkpoint that ``step`` names: latest, best, or its number. Raises SettingsError.
 
-    best, of the checkpoints on disk (verl keeps the last two): the highest validation score (``val-core/``) where verl
-    validated at a checkpoint's step (ARGS=trainer.test_freq=...), else the highest mean training reward of that step,
-    which is a noisy guide.
+    Of the checkpoints on disk. Empty: best where one of them was validated, else latest. best: the highest dev score
+    (validation.py); without a validation the highest mean training reward of that step, which is a noisy guide.
     """
     steps = checkpoints(run_dir)
     if not steps:
         raise SettingsError(f"STEP={step}: {run_dir} has no checkpoint yet")
     if step == "latest":
         return steps[-1]
-    if step == "best":
+    if step in ("", "best"):
         metrics = read_metrics(run_dir)
-        return max(steps, key=lambda step: (*_quality(metrics.get(step, {})), step))
+        if validation.scores(metrics).keys() & set(steps):
+            return validation.ranked(steps, metrics)[0]
+        reward = {number: metrics.get(number, {}).get("critic/score/mean", -math.inf) for number in steps}
+        return max(steps, key=lambda number: (reward[number], number)) if step else steps[-1]
     if not (step.isascii() and step.isdigit()) or int(step) not in steps:
         raise SettingsError(
             f"STEP={step}: {run_dir} has the checkpoints {', '.join(map(str, steps))}; take one of them, latest or best"
@@ -123,9 +117,20 @@ def find_step(run_dir: Path, step: str) -> int:
     return int(step)
 
 
-def _quality(metrics: dict) -> tuple[float, float]:
-    validation = [value for name, value in metrics.items() if name.startswith("val-core/")]
-    return max(validation, default=float("-inf")), metrics.get("critic/score/mean", float("-inf"))
+def ended_early(run_dir: Path, patience: int) -> bool:
+    """Whether the run ended at its last checkpoint because ``patience`` validations brought no gain (0: never)."""
+    last = last_step(run_dir)
+    done = {step: row for step, row in read_metrics(run_dir).items() if step <= last}
+    return 0 < patience <= validation.without_gain(done)
+
+
+def complete(run_dir: Path, s: Settings) -> bool:
+    """Whether nothing is left to train with ``s``.
+
+    DPO has DPO_EPOCHS epochs of its pairs; the launch that had the pairs has noted the steps in place of STEPS.
+    """
+    steps = recorded(run_dir).get("settings", {}).get("STEPS", math.inf) if s.METHOD == "dpo" else s.STEPS
+    return last_step(run_dir) >= steps or ended_early(run_dir, s.PATIENCE)
 
 
 def shards(run_dir: Path, step: int) -> Path:
@@ -134,12 +139,12 @@ def shards(run_dir: Path, step: int) -> Path:
     return folder / "actor" if (folder / "actor").is_dir() else folder
 
 
-def hf_folder(run_dir: Path, step: str = "latest") -> Path:
+def hf_folder(run_dir: Path, step: str = "") -> Path:
     """A checkpoint as a folder that our engines and trainers load: a whole model, or a LoRA adapter."""
     return loadable(shards(run_dir, find_step(run_dir, step)), _base(run_dir))
 
 
-def merged_folder(run_dir: Path, step: str = "latest") -> Path:
+def merged_folder(run_dir: Path, step: str = "") -> Path:
     """A checkpoint as a whole model; an adapter is merged."""
     return merge(shards(run_dir, find_step(run_dir, step)), _base(run_dir))
 
@@ -209,7 +214,7 @@ def rl_dir(s: Settings, arguments: list[str], number: int = 1, start: str = "") 
 def rounds(s: Settings, arguments: list[str]) -> list[Path]:
     """Folders of the rounds up to SELF_PLAY_ROUNDS that have begun; the first in any case."""
     found = [rl_dir(s, arguments)]
-    while len(found) < s.SELF_PLAY_ROUNDS and is_complete(found[-1], s):
+    while len(found) < s.SELF_PLAY_ROUNDS and complete(found[-1], s):
         following = rl_dir(s, arguments, len(found) + 1, str(hf_folder(found[-1])))
         if not last_step(following):
             break

@@ -147,7 +147,8 @@ def rl_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
     """
     data = [
         f"data.train_files={_quoted(s.train_file)}",
-        f"data.val_files={_quoted(s.data_dir / 'test.parquet')}",
+        # Not the test set, which is for the final evaluation. verl must have one, validating or not.
+        f"data.val_files={_quoted(s.data_dir / 'dev.parquet' if s.DEV_SIZE else s.train_file)}",
         f"data.train_batch_size={s.TRAIN_BATCH_SIZE}",
         f"data.max_prompt_length={s.MAX_PROMPT_LENGTH}",
         f"data.max_response_length={s.MAX_RESPONSE_LENGTH}",
@@ -192,10 +193,10 @@ def rl_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
         f"trainer.rollout_data_dir={_quoted(run_dir / 'rollouts')}",
         f"trainer.validation_data_dir={_quoted(run_dir / 'validation')}",
         f"trainer.save_freq={s.SAVE_FREQ}",
-        "trainer.max_actor_ckpt_to_keep=2",
+        "trainer.max_actor_ckpt_to_keep=null",  # KEEP: runs/keep.py
         "trainer.v1.trainer_mode=task",  # tasks/common/verl_plugins/trainer.py
         "trainer.val_before_train=False",
-        "trainer.test_freq=-1",
+        f"trainer.test_freq={s.TEST_FREQ or -1}",
     ]
     own = [*stack(s.STACK).OVERRIDES, *stack(s.STACK).RL_OVERRIDES]
     batches = _micro_batches(s)

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import torch
 import transfer_queue as tq
 from transfer_queue import KVBatchMeta
-from verl.trainer.ppo.v1 import PPOTrainerSync, register_trainer
+from verl.trainer.ppo.v1 import register_trainer
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 from verl.utils.transferqueue_utils import kv_batch_meta2batch_meta
@@ -25,6 +25,7 @@ from tasks.common.settings import load_settings
 from tasks.common.text import one_line
 from tasks.common.verl_plugins import on_policy, one_update
 from tasks.common.verl_plugins.expect import expect
+from tasks.common.verl_plugins.keep_best import KeepBest
 
 # verl marks a prompt whose reward raised as failed, and trains on padding in its place.
 expect(AgentLoopWorkerTQ.__ray_actor_class__._run_prompt, 'status = "failure"')
@@ -40,7 +41,7 @@ class GroupFailed(RuntimeError):
 
 
 @register_trainer("task")
-class TaskTrainer(PPOTrainerSync):
+class TaskTrainer(KeepBest):
     """verl's synchronous trainer, which ends, after a checkpoint, where a reward fails.
 
     Nothing is learned from such a step, not even from its other prompts: the same command does it again.

@@ -16,6 +16,7 @@ from verl.workers import fsdp_workers
 from verl.workers.actor import dp_actor
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
+import tasks.common.stacks.a100.keep_best
 import tasks.common.stacks.a100.mini_batches
 import tasks.common.stacks.a100.on_policy  # noqa: F401
 from tasks.common.process import die_with_torchrun

@@ -15,6 +15,7 @@ DEFAULTS = {
     "DIFFICULTY": "easy",
     "TRAIN_SIZE": "512",
     "TEST_SIZE": "128",
+    "DEV_SIZE": "32",
     "SFT_SIZE": "512",
     "SAMPLED_PROMPTS": "128",
     "STEPS": "8",
@@ -31,6 +32,7 @@ DEFAULTS = {
     "MAX_TOKENS_PER_GPU": "0",  # padding can be left out with a GPU's kernels only
     "MICRO_BATCH_SIZE": "32",
     "SAVE_FREQ": "4",
+    "TEST_FREQ": "0",  # by 32 prompts and 8 steps the best would be chosen by chance
     "N": "2",
 }
 STAGE_DEFAULTS = {"probe": {"LIMIT": "64"}}

@@ -1,0 +1,42 @@
+"""Which checkpoints of a run stay on disk, and whether a validation ends it. Called by the trainers of both verls."""
+
+import shutil
+from pathlib import Path
+
+from tasks.common.runs.folder import checkpoints, last_step, read_metrics
+from tasks.common.runs.validation import ranked, without_gain, words
+
+REMOVED = "removed_"  # before the name of a folder that is no checkpoint any more
+
+
+def prune(run_dir: Path, keep: int) -> None:
+    """Remove all checkpoints except the last whole one and the ``keep`` best of the others.
+
+    What a crash left goes too: a folder behind the last whole checkpoint, or one that was half removed. A folder is
+    renamed before its files go, so that whatever is called a checkpoint is whole.
+    """
+    last, folder = last_step(run_dir), run_dir / "checkpoints"
+    if not last:
+        return
+    _remove(folder)
+    others = [step for step in checkpoints(run_dir) if step != last]
+    kept = {last, *ranked(others, read_metrics(run_dir))[:keep]}
+    for path in folder.glob("global_step_*"):
+        step = path.name.removeprefix("global_step_")
+        if step.isdigit() and int(step) not in kept:
+            path.rename(folder / f"{REMOVED}{path.name}")
+    _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    for path in folder.glob(f"{REMOVED}*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def ends_run(run_dir: Path, step: int, found: dict, patience: int) -> bool:
+    """Whether the run ends with the validation of ``step``, whose metrics ``found`` are not on disk yet: it is the
+    last of ``patience`` without a gain (0: never)."""
+    # Steps behind this one are of a launch that was lost, and are trained again.
+    done = {number: row for number, row in read_metrics(run_dir).items() if number < step} | {step: found}
+    print(f"step {step}: {words(done)}", flush=True)
+    return 0 < patience <= without_gain(done)

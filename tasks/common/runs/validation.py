@@ -1,0 +1,75 @@
+"""What the validations of a run say: verl's metrics of the dev set, the best step, and when to stop.
+
+Everything follows from the metrics by step (``runs.folder.read_metrics``), so trainer, launcher and reports agree.
+"""
+
+import math
+import re
+
+# verl's names (verl/trainer/ppo/metric_utils.py, process_validation_metrics): val-core/SOURCE/acc/mean@N, and
+# val-aux/SOURCE/reward/mean@N beside it; without `acc` in the reward, val-core/SOURCE/reward/mean@N.
+_MEAN = re.compile(r"val-(core|aux)/.+/(acc|reward)/mean@\d+")
+
+Score = tuple[float, float]
+
+
+def score(row: dict) -> Score | None:
+    """The dev score of a step's metrics: mean accuracy (without one: reward), then mean reward, which breaks ties.
+
+    Means over data sources. None where the step was not validated, or the values are not finite.
+    """
+    found: dict[str, list[float]] = {"core": [], "reward": []}
+    for name, value in row.items():
+        if match := _MEAN.fullmatch(name):
+            if match[1] == "core":
+                found["core"].append(value)
+            if match[2] == "reward":
+                found["reward"].append(value)
+    if not found["core"]:
+        return None
+    core, reward = (sum(values) / len(values) if values else 0.0 for values in found.values())
+    return (core, reward) if math.isfinite(core + reward) else None
+
+
+def scores(metrics: dict[int, dict]) -> dict[int, Score]:
+    """The dev score of each validated step, in order of the steps."""
+    found = {step: score(metrics[step]) for step in sorted(metrics)}
+    return {step: value for step, value in found.items() if value is not None}
+
+
+def best(metrics: dict[int, dict]) -> int | None:
+    """The step with the highest dev score, the first of equal ones; None without a validation."""
+    found = scores(metrics)
+    return max(found, key=lambda step: (found[step], -step), default=None)
+
+
+def without_gain(metrics: dict[int, dict]) -> int:
+    """How many validations there were since the best one."""
+    last = best(metrics)
+    return sum(step > last for step in scores(metrics)) if last is not None else 0
+
+
+def curves(metrics: dict[int, dict]) -> dict[int, dict[str, float]]:
+    """For the dashboard: by validated step the dev score, and the best so far."""
+    found, best_so_far = {}, -math.inf
+    for step, value in scores(metrics).items():
+        best_so_far = max(best_so_far, value[0])
+        found[step] = {"dev/score": value[0], "dev/best": best_so_far}
+    return found
+
+
+def ranked(steps: list[int], metrics: dict[int, dict]) -> list[int]:
+    """``steps``, the best first: by dev score, then those that were not validated, the newest first."""
+    found = scores(metrics)
+    validated = sorted((step for step in steps if step in found), key=lambda step: (found[step], -step), reverse=True)
+    return validated + sorted((step for step in steps if step not in found), reverse=True)
+
+
+def words(metrics: dict[int, dict]) -> str:
+    """The last validation and the best one, ``dev 0.414, best 0.430 (step 40)``; empty without one."""
+    found = scores(metrics)
+    if not found:
+        return ""
+    last, top = max(found), best(metrics)
+    text = f"dev {found[last][0]:.3f}"
+    return text if top == last else f"{text}, best {found[top][0]:.3f} (step {top})"

@@ -1,0 +1,62 @@
+"""Validation in verl 0.6.1's trainer: a checkpoint of each validated step, the best ones kept, and PATIENCE.
+
+0.9.1: tasks/common/verl_plugins/keep_best.py. verl_patches.py loads this in every verl process.
+"""
+
+import contextlib
+import os
+from pathlib import Path
+
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+
+from tasks.common.runs.keep import ends_run, prune
+from tasks.common.verl_plugins.expect import expect
+
+expect(
+    RayPPOTrainer.fit,
+    "val_metrics: dict = self._validate()",
+    "is_last_step or self.global_steps % self.config.trainer.save_freq == 0 or",
+    "logger.log(data=metrics, step=self.global_steps)",
+    "self.train_dataset.on_batch_end(batch=batch)",  # the end of a step, after its metrics are logged
+)
+
+_save_checkpoint, _validate, _fit = RayPPOTrainer._save_checkpoint, RayPPOTrainer._validate, RayPPOTrainer.fit
+
+
+class _Ended(Exception):
+    """PATIENCE is over; the step is saved and logged."""
+
+
+def _run_dir(trainer) -> Path:
+    return Path(trainer.config.trainer.default_local_dir).parent
+
+
+def save_checkpoint(self) -> None:
+    """verl's, then the best ones stay: verl itself keeps the newest, whatever the validations say."""
+    _save_checkpoint(self)
+    prune(_run_dir(self), int(os.environ["KEEP"]))
+
+
+def validate(self) -> dict:
+    """verl's. Saves the step where verl is not about to."""
+    found, step = _validate(self), self.global_steps
+    if step % self.config.trainer.save_freq and step < self.total_training_steps:
+        self._save_checkpoint()
+    self._ended = ends_run(_run_dir(self), step, found, int(os.environ["PATIENCE"]))
+    return found
+
+
+def fit(self) -> None:
+    """verl's, which ends after a step whose validation has ended the run."""
+    self._ended = False
+
+    def on_batch_end(batch):
+        if self._ended:
+            raise _Ended
+
+    self.train_dataset.on_batch_end = on_batch_end
+    with contextlib.suppress(_Ended):
+        _fit(self)
+
+
+RayPPOTrainer._save_checkpoint, RayPPOTrainer._validate, RayPPOTrainer.fit = save_checkpoint, validate, fit

@@ -1,0 +1,200 @@
+"""Validation, the best checkpoints and PATIENCE in verl's own training loop; only workers and engines are stand-ins."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tasks.common.runs import folder, keep, validation
+from tasks.common.training import verl_config
+from tests.test_settings import VALUES
+
+
+def row(acc: float, reward: float = 0.0) -> dict:
+    """What verl logs of a validation."""
+    return {
+        "val-core/t/acc/mean@1": acc,
+        "val-aux/t/reward/mean@1": reward,
+        "val-aux/num_turns/mean": 2.0,
+        "critic/score/mean": 9.0,
+    }
+
+
+class Workers:
+    """In place of the worker group: a checkpoint is a folder with a file."""
+
+    def save_checkpoint(self, local_path, remote_path, step, max_ckpt_to_keep=None):
+        assert max_ckpt_to_keep is None  # verl would remove the oldest
+        Path(local_path).mkdir(parents=True)
+        (Path(local_path) / "model.pt").write_text(str(step))
+
+
+@pytest.fixture(scope="module")
+def module():
+    from tasks.common.verl_plugins import trainer as verl_trainer  # here: importing verl takes seconds
+
+    return verl_trainer
+
+
+@pytest.fixture
+def fit(module, tmp_path, monkeypatch):
+    """Function: train in verl's loop; ``dev`` gives the dev accuracy of a step. Returns the run's folder."""
+    from verl.trainer.ppo.v1 import trainer_base
+
+    monkeypatch.setattr(trainer_base.tq, "kv_clear", lambda **_: None, raising=False)
+    run_dir = tmp_path / "run"
+
+    def run(dev, steps=8, start=0, **variables):
+        for name, value in (VALUES | {"ARTIFACTS": str(tmp_path)} | variables).items():
+            monkeypatch.setenv(name, value)
+        monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(folder.next_metrics_file(run_dir)))
+        trainer = object.__new__(module.TaskTrainer)
+        own = {
+            "save_freq": variables.get("SAVE_FREQ", "100"),
+            "test_freq": variables.get("TEST_FREQ", "-1"),
+            "default_local_dir": run_dir / "checkpoints",
+            "logger": "[file]",
+            "val_before_train": False,
+            "total_epochs": 100,
+        }
+        overrides = [f"trainer.{name}={value}" for name, value in own.items()]
+        trainer.config = verl_config.compose("ppo_trainer", overrides)
+        trainer.actor_rollout_wg, trainer.use_critic = Workers(), False
+        trainer.train_dataloader = SimpleNamespace(state_dict=dict)
+        trainer.checkpoint_manager = SimpleNamespace(update_weights=lambda step: None)
+        trainer.checkpoint_callback = SimpleNamespace(on_save=lambda **_: None)
+        trainer.global_steps, trainer.steps_per_epoch, trainer.total_training_steps = start, 1000, steps
+        trainer._restored_tq_prompt_count = 0
+        trainer._init_dump_executor()
+        trained = SimpleNamespace(keys=[], partition_id="train")
+        for name, value in {
+            "_start_profiling": lambda self: None,
+            "_stop_profiling": lambda self: None,
+            "step": lambda self, metrics, timing: trained,
+            "_compute_metrics": lambda self, batch, metrics, timing, global_steps, epoch: metrics.update(x=1.0),
+        }.items():
+            monkeypatch.setattr(module.TaskTrainer, name, value)
+        monkeypatch.setattr(trainer_base.PPOTrainer, "_validate", lambda self: row(dev(self.global_steps)))
+        trainer.fit(None)
+        return run_dir
+
+    return run
+
+
+def folders(run_dir) -> list[str]:
+    return sorted(path.name for path in (run_dir / "checkpoints").iterdir() if path.is_dir())
+
+
+def test_the_best_and_the_last_stay(fit):
+    dev = {1: 0.1, 2: 0.6, 3: 0.3, 4: 0.5, 5: 0.2, 6: 0.4, 7: 0.1, 8: 0.3}
+    run_dir = fit(dev.get, TEST_FREQ="1", KEEP="2")
+    assert folder.checkpoints(run_dir) == [2, 4, 8]
+    assert folders(run_dir) == ["global_step_2", "global_step_4", "global_step_8"]
+    assert folder.find_step(run_dir, "best") == 2
+
+
+def test_steps_are_saved_that_are_validated_and_the_newest_stay_without(fit):
+    assert folder.checkpoints(fit({2: 0.1, 4: 0.2, 6: 0.1, 8: 0.1}.get, TEST_FREQ="2", SAVE_FREQ="5", KEEP="1")) == [
+        4,
+        8,
+    ]
+
+
+def test_without_validations_the_newest_stay(fit):
+    run_dir = fit(None, SAVE_FREQ="2", KEEP="1")
+    assert folder.checkpoints(run_dir) == [6, 8]
+
+
+def test_patience_ends_the_run_and_more_of_it_continues(fit):
+    dev = {1: 0.1, 2: 0.6, 3: 0.6, 4: 0.5, 5: 0.7, 6: 0.1, 7: 0.1, 8: 0.1}
+    run_dir = fit(dev.get, TEST_FREQ="1", KEEP="1", PATIENCE="2")
+    assert (folder.checkpoints(run_dir), sorted(folder.read_metrics(run_dir))) == ([2, 4], [1, 2, 3, 4])
+    assert [folder.ended_early(run_dir, patience) for patience in (0, 2, 3)] == [False, True, False]
+    assert validation.words(folder.read_metrics(run_dir)) == "dev 0.500, best 0.600 (step 2)"
+    fit(dev.get, start=4, TEST_FREQ="1", KEEP="1", PATIENCE="3")  # history counts: 3, 4 and then a gain
+    assert (folder.checkpoints(run_dir), folder.ended_early(run_dir, 3)) == ([5, 8], True)
+
+
+# ---- what is on disk
+
+
+def whole(run_dir, steps, last=None):
+    for step in steps:
+        path = run_dir / f"checkpoints/global_step_{step}"
+        path.mkdir(parents=True)
+        (path / "model.pt").write_text(str(step))
+    folder.tracker(run_dir).write_text(str(last or max(steps)))
+
+
+def validated(run_dir, accuracies):
+    (run_dir / "metrics").mkdir(parents=True)
+    lines = [json.dumps({"step": step, "data": row(acc)}) + "\n" for step, acc in accuracies.items()]
+    (run_dir / "metrics/000.jsonl").write_text("".join(lines))
+
+
+def test_what_a_crash_left_goes_and_the_last_whole_one_never(tmp_path):
+    whole(tmp_path, [2, 4, 6, 8, 10], last=8)  # 10 was being written
+    (tmp_path / "checkpoints/removed_global_step_4/actor").mkdir(parents=True)  # an earlier 4 was being removed
+    validated(tmp_path, {2: 0.9, 4: 0.1, 6: 0.5, 8: 0.0, 10: 1.0})
+    keep.prune(tmp_path, 1)
+    assert folders(tmp_path) == ["global_step_2", "global_step_8"]
+    keep.prune(tmp_path, 0)
+    assert folders(tmp_path) == ["global_step_8"] and folder.last_step(tmp_path) == 8
+
+
+def test_nothing_goes_without_a_whole_checkpoint(tmp_path):
+    whole(tmp_path, [2, 4])
+    folder.tracker(tmp_path).unlink()
+    keep.prune(tmp_path, 0)
+    assert folders(tmp_path) == ["global_step_2", "global_step_4"]
+
+
+def test_a_crash_while_one_is_removed_leaves_no_half_checkpoint(tmp_path, monkeypatch):
+    whole(tmp_path, [2, 4, 6])
+
+    def killed(path, ignore_errors):
+        (path / "model.pt").unlink()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(keep.shutil, "rmtree", killed)
+        keep.prune(tmp_path, 0)
+    assert all(
+        (tmp_path / f"checkpoints/global_step_{step}/model.pt").exists() for step in folder.checkpoints(tmp_path)
+    )
+    assert folder.last_step(tmp_path) == 6
+    keep.prune(tmp_path, 0)
+    assert folders(tmp_path) == ["global_step_6"]
+
+
+# ---- which step is the best
+
+
+def test_the_best_is_by_accuracy_then_by_reward_then_the_first():
+    metrics = {1: row(0.2, 0.9), 2: row(0.3, 0.1), 3: row(0.3, 0.2), 4: row(0.3, 0.2), 5: {"critic/score/mean": 9.0}}
+    assert (validation.best(metrics), validation.without_gain(metrics)) == (3, 1)
+    assert validation.ranked([5, 4, 3, 2, 1], metrics) == [3, 4, 2, 1, 5]
+    assert validation.words(metrics) == "dev 0.300, best 0.300 (step 3)"
+
+
+def test_the_dev_score_is_verls_mean_whatever_else_it_logs():
+    from verl.trainer.ppo.metric_utils import process_validation_metrics
+
+    def logged(infos, sources):
+        """As trainer_base.py, _val_metrics_update, names them."""
+        found = {}
+        for source, variables in process_validation_metrics(sources, ["a", "a", "b", "b"], infos).items():
+            core = "acc" if "acc" in variables else "reward"
+            for name, values in variables.items():
+                section = "core" if name == core else "aux"
+                found |= {f"val-{section}/{source}/{name}/{metric}": value for metric, value in values.items()}
+        return found
+
+    rewards = [1.0, 0.5, 0.5, 0.0]
+    one = logged({"reward": rewards, "acc": [1.0, 0.0, 0.0, 0.0], "format": [1.0] * 4}, ["t"] * 4)
+    assert validation.score(one) == pytest.approx((0.25, 0.5)) and any("best@2" in name for name in one)
+    assert validation.score(logged({"reward": rewards}, ["t"] * 4)) == pytest.approx((0.5, 0.5))
+    two = logged({"reward": rewards, "acc": [1.0, 1.0, 0.0, 0.0]}, ["t", "t", "u/v", "u/v"])
+    assert validation.score(two) == pytest.approx((0.5, 0.5))
+    assert validation.score({"val-core/t/acc/mean@1": float("nan")}) is None is validation.score({"actor/entropy": 1.0})
