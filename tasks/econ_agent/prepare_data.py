@@ -69,7 +69,7 @@ def states(seed: int) -> Iterator[State]:
         economy, rng = Economy((seed, STREAM, number)), np.random.default_rng((seed, STREAM, number, 1))
         for _ in range(rng.integers(MONTHS)):
             economy.step(*behave(economy, rng))
-        yield economy.states()[rng.integers(economy.parameters.agents)]
+        yield economy.states()[rng.integers(economy.agents)]
 
 
 def example(state: State, memory: Memory, difficulty: str) -> prepare.Example:

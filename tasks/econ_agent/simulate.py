@@ -23,7 +23,7 @@ from tasks.common.settings import Command, Settings, SettingsError, artifacts, f
 from tasks.econ_agent.prepare_data import SHOTS, SYSTEM, prompt
 from tasks.econ_agent.retrieval import Memory, roll_out
 from tasks.econ_agent.reward import read_decision
-from tasks.econ_agent.simulation import Economy, Month, Parameters, indicators
+from tasks.econ_agent.simulation import Economy, Month, indicators
 
 STREAM = 2  # of the seed: see retrieval.STREAM
 RULE = "rule"  # the label of the policy that decides by the reward's targets
@@ -67,7 +67,7 @@ def model_policy(engine, how: engines.Sampling, memory: Memory, difficulty: str,
 def simulate(policy: Policy, agents: int, months: int, seed: tuple[int, ...]) -> Iterator[tuple[Month, int]]:
     """Each month of an economy in which all ``agents`` follow ``policy``, with its number of missing decisions. The
     same seed is the same economy and luck for every policy."""
-    economy = Economy(seed, Parameters(agents=agents))
+    economy = Economy(seed, agents)
     for _ in range(months):
         work, consumption, missing = policy(economy)
         yield economy.step(work, consumption), missing
