@@ -42,14 +42,10 @@ def comparison_rows(summaries: dict[str, dict], changes: dict[str, Difference] |
             value = summary["metrics"].get(name)
             cells.append(str(Estimate(**value)) if value else "-")
         if changes is not None:
-            cells += _change_cells(changes[name]) if name in changes else ["-", "-"]
+            change = changes.get(name)
+            cells += [change.estimate.signed(), f"{p_text(change.p_value)} ({change.test})"] if change else ["-", "-"]
         rows.append(cells)
     return rows
-
-
-def _change_cells(change: Difference) -> list[str]:
-    sign = "" if change.estimate.value < 0 else "+"
-    return [f"{sign}{change.estimate}", f"{p_text(change.p_value)} ({change.test})"]
 
 
 def show_table(title: str, header: list[str], rows: list[list[str]]) -> None:

@@ -77,7 +77,7 @@ class Seen:
 def look(run_dir: Path) -> Seen:
     """Everything that ``run_dir`` has to show."""
     metrics = read_metrics(run_dir)
-    seen = Seen(steps={step: _numbers(row) for step, row in metrics.items()})
+    seen = Seen(steps=metrics)
     for step, file in evaluation_files(run_dir):
         summary, folder = read_json(file), file.parent
         seen.evaluations[step] = {f"eval/{name}": value["value"] for name, value in summary["metrics"].items()}

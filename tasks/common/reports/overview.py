@@ -68,7 +68,7 @@ def row(run_dir: Path) -> list[str]:
     made, metrics = recorded(run_dir), read_metrics(run_dir)
     settings, warm_up = made["settings"], made["kind"] == "sft"
     model = settings["MODEL"]
-    rewards = [metrics[step][REWARD] for step in sorted(metrics) if REWARD in metrics[step]]
+    rewards = [data[REWARD] for data in metrics.values() if REWARD in data]
     accuracies = [s["metrics"]["accuracy"]["value"] for _, s in evaluations(run_dir) if "accuracy" in s["metrics"]]
     seconds = [data["timing_s/step"] for data in metrics.values() if "timing_s/step" in data]
     return [

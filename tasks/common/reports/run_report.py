@@ -9,8 +9,9 @@ import math
 import os
 import re
 import sys
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
+from itertools import zip_longest
 from pathlib import Path
 
 import jinja2
@@ -131,14 +132,10 @@ def chosen(task: str, name: str) -> Path:
 
 
 def metrics_of(run_dir: Path) -> dict[int, dict[str, float]]:
-    """The numbers among a run's metrics, by step in order. Raises SettingsError when there are none."""
-    metrics = read_metrics(run_dir)
-    if not metrics:
-        raise SettingsError(f"RUN={run_dir.name}: has no metrics in {run_dir}/metrics; it ended before its first step")
-    return {
-        step: {name: float(value) for name, value in metrics[step].items() if isinstance(value, int | float)}
-        for step in sorted(metrics)
-    }
+    """A run's metrics, by step in order. Raises SettingsError when there are none."""
+    if metrics := read_metrics(run_dir):
+        return metrics
+    raise SettingsError(f"RUN={run_dir.name}: has no metrics in {run_dir}/metrics; it ended before its first step")
 
 
 def base_of(run_dir: Path) -> str:
@@ -361,12 +358,8 @@ def result_line(run_dir: Path, found: Comparison | None) -> str:
         text = f"{Estimate(**before[0]['metrics'][name])} → {text}"
     if found.changes and name in found.changes:
         change = found.changes[name]
-        text += f", difference {_signed(change.estimate)}, p {p_text(change.p_value)} ({change.test})"
+        text += f", difference {change.estimate.signed()}, p {p_text(change.p_value)} ({change.test})"
     return f"{name} {text}, step {found.step}"
-
-
-def _signed(estimate: Estimate) -> str:
-    return f"{'' if estimate.value < 0 else '+'}{estimate}"
 
 
 def evaluation(run_dir: Path, found: Comparison | None) -> Section:
@@ -432,22 +425,16 @@ def spread(records: list[dict], count: int = SAMPLES) -> list[dict]:
     scores = sorted(by_score, reverse=True)
     if len(scores) > count:
         scores = [scores[round(place * (len(scores) - 1) / (count - 1))] for place in range(count)]
-    taken: dict[float, int] = dict.fromkeys(scores, 0)
-    while sum(taken.values()) < min(count, len(records)) and any(taken[s] < len(by_score[s]) for s in scores):
-        for score in scores:
-            if sum(taken.values()) < count and taken[score] < len(by_score[score]):
-                taken[score] += 1
-    return [record for score in scores for record in by_score[score][: taken[score]]]
+    rounds = zip_longest(*(by_score[score] for score in scores))  # one of each score, then the next of each
+    chosen = [record for each in rounds for record in each if record is not None][:count]
+    return sorted(chosen, key=lambda record: -record["score"])
 
 
 def _sample(record: dict) -> Sample:
     truth = record.get("gts", "(none)")
     truth = truth if isinstance(truth, str) else json.dumps(truth)
-    texts = [
-        cut(text, limit)
-        for text, limit in ((str(record.get("input", "")), PROMPT), (record["output"], RESPONSE), (truth, TRUTH))
-    ]
-    return Sample(record["score"], *texts)
+    prompt = str(record.get("input", ""))
+    return Sample(record["score"], cut(prompt, PROMPT), cut(record["output"], RESPONSE), cut(truth, TRUTH))
 
 
 def cut(text: str, limit: int) -> str:
@@ -497,7 +484,7 @@ def page(run_dir: Path) -> str:
     head = dict(zip(HEADER, row(run_dir), strict=True))
     del head["accuracy"]  # the line of the result says more
     return templates.get_template("run_report.html.jinja").render(
-        head=head, result=result_line(run_dir, compared), sections=[asdict(section) for section in sections]
+        head=head, result=result_line(run_dir, compared), sections=sections
     )
 
 

@@ -12,8 +12,8 @@ from tasks.common.runs.launches import masked
 from tasks.common.settings import REPORTING, Settings, SettingsError, artifacts
 
 
-def read_metrics(run_dir: Path) -> dict[int, dict]:
-    """verl's metrics by step, over all launches of a run.
+def read_metrics(run_dir: Path) -> dict[int, dict[str, float]]:
+    """The numbers among verl's metrics by step, in order, over all launches of a run.
 
     verl's file logger truncates its file when it starts (verl/utils/tracking.py:541), so each launch has its own,
     metrics/000.jsonl and on; for a step that was trained again after a resume the later launch counts. Raises
@@ -25,13 +25,13 @@ def read_metrics(run_dir: Path) -> dict[int, dict]:
             try:
                 record = json.loads(line)
                 data = {name: math.nan if value is None else value for name, value in record["data"].items()}
-                metrics[record["step"]] = data
+                metrics[record["step"]] = {name: float(v) for name, v in data.items() if isinstance(v, int | float)}
             except ValueError:
                 raise SettingsError(f"{file}: line {number} is not JSON; remove that line") from None
             except (KeyError, TypeError, AttributeError) as error:
                 what = f"{type(error).__name__}: {error}"
                 raise SettingsError(f"{file}: line {number} is no metrics ({what}); remove that line") from error
-    return metrics
+    return dict(sorted(metrics.items()))
 
 
 def next_metrics_file(run_dir: Path) -> Path:
