@@ -194,6 +194,20 @@ def die_with_torchrun() -> None:
         die_with_parent()
 
 
+@contextlib.contextmanager
+def errors_in_one_line(*kinds: type[Exception], stopped: str = "") -> Iterator[None]:
+    """End the command as a user expects. An error of ``kinds``, of a stage or of a file becomes a line and exit code 1;
+    Ctrl-C prints ``stopped`` and gives exit code 130."""
+    try:
+        yield
+    except (StageFailed, OSError, *kinds) as error:
+        sys.exit(f"error: {error if isinstance(error, StageFailed) else ' '.join(str(error).split())}")
+    except KeyboardInterrupt:
+        if stopped:
+            print(f"\n{stopped}", file=sys.stderr)
+        sys.exit(130)
+
+
 def interrupt_on_sigterm() -> None:
     """Let SIGTERM end this process as Ctrl-C does, with all clean-up."""
 

@@ -18,7 +18,7 @@ from tasks.common.evaluation.rollouts import SAMPLED, TOO_LONG
 from tasks.common.evaluation.sample import sampling
 from tasks.common.evaluation.tables import markdown_table, show_table
 from tasks.common.files import write_json, written_beside
-from tasks.common.process import Progress, StageFailed, interrupt_on_sigterm, run
+from tasks.common.process import Progress, StageFailed, errors_in_one_line, interrupt_on_sigterm, run
 from tasks.common.settings import Command, Settings, SettingsError, artifacts, fingerprint, load_settings
 from tasks.econ_agent.prepare_data import SHOTS, SYSTEM, prompt
 from tasks.econ_agent.retrieval import Memory, roll_out
@@ -164,15 +164,11 @@ def main() -> None:
     """``LABEL=MODEL ...``, or, called by it, ``sample FOLDER LABEL=MODEL ...``."""
     interrupt_on_sigterm()
     arguments = sys.argv[1:]
-    try:
+    with errors_in_one_line(SettingsError, DataError):
         if arguments[:1] == ["sample"]:
             sample_months(Path(arguments[1]), _labels(arguments[2:]))
         else:
             simulate_models(_labels(arguments))
-    except (SettingsError, DataError, StageFailed, OSError) as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
 
 
 def _labels(arguments: list[str]) -> dict[str, str]:

@@ -21,12 +21,13 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 
 from tasks.common.data.rows import DataError, rl_row, rl_schema, write_parquet
+from tasks.common.evaluation.main import STOPPED
 from tasks.common.evaluation.rollouts import TOO_LONG, Rollout
 from tasks.common.evaluation.sample import Job, Scoring, report_errors, sample_here, sampled, sampling
 from tasks.common.evaluation.statistics import Estimate, bootstrap_mean, proportion
 from tasks.common.evaluation.tables import show_table
 from tasks.common.files import write_json
-from tasks.common.process import StageFailed, interrupt_on_sigterm
+from tasks.common.process import errors_in_one_line, interrupt_on_sigterm
 from tasks.common.rewards.answers import reward_function
 from tasks.common.rewards.tool_calls import Malformed, parse_response
 from tasks.common.settings import ROOT, Settings, SettingsError, artifacts, fingerprint, load_settings
@@ -266,7 +267,7 @@ def main() -> None:
     interrupt_on_sigterm()
     arguments = sys.argv[1:]
     child = arguments[:1] == ["sample"]
-    try:
+    with errors_in_one_line(SettingsError, DataError, stopped="" if child else STOPPED):
         parser = ROOT / "tasks/common/rewards/tool_calls.py"
         scoring = Scoring(compute_score, None, fingerprint({"bfcl-eval": VERSION}, Path(__file__).resolve(), parser))
         if child:
@@ -275,12 +276,6 @@ def main() -> None:
             errors = evaluate(load_settings(), scoring, dict(pair.split("=", 1) for pair in arguments))
         if errors:
             sys.exit(f"error: the reward raised on {errors} completions, which count as wrong; all else was done")
-    except (SettingsError, DataError, StageFailed, OSError) as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        if not child:
-            print("\nstopped; what was sampled is kept, the same command goes on from there", file=sys.stderr)
-        sys.exit(130)
 
 
 if __name__ == "__main__":

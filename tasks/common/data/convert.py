@@ -28,6 +28,7 @@ from tasks.common.data.records import Records, load
 from tasks.common.data.rows import MESSAGES, TOOL_MESSAGES, DataError, encoded, rl_row, rl_schema, sft_schema
 from tasks.common.data.split import Form, Sizes, SplitError, write_split
 from tasks.common.files import write_json
+from tasks.common.process import errors_in_one_line
 
 
 def dpo_schema(tools: bool = False) -> pa.Schema:
@@ -200,12 +201,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def main() -> None:
     """Command line."""
     options = parse(sys.argv[1:])
-    try:
+    with errors_in_one_line(DataError):
         manifest = convert(options)
-    except (DataError, OSError) as error:
-        sys.exit(f"error: {' '.join(str(error).split())}")
-    except KeyboardInterrupt:
-        sys.exit(130)
     print(f"{manifest['kind']} rows in {options.output_dir}: {describe(manifest)}")
     print(_next_step(manifest["kind"], Path(options.output_dir)))
 

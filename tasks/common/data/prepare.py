@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -27,6 +26,7 @@ from tasks.common.data.split import Form, Sizes, SplitError, write_split
 from tasks.common.files import write_json
 from tasks.common.models.chat_template import prompt_ids
 from tasks.common.models.find import resolve_model
+from tasks.common.process import errors_in_one_line
 from tasks.common.settings import Settings, SettingsError, load_settings
 
 
@@ -340,9 +340,5 @@ def _because(details: dict) -> str:
 
 def main(sources: dict[str, Source]) -> None:
     """Command line of a task's prepare_data.py: settings come from the environment (`make data`)."""
-    try:
+    with errors_in_one_line(DataError, SettingsError):
         prepare(load_settings(), sources)
-    except (DataError, SettingsError, OSError) as error:
-        sys.exit(f"error: {' '.join(str(error).split())}")
-    except KeyboardInterrupt:
-        sys.exit(130)

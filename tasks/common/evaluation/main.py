@@ -15,7 +15,7 @@ from tasks.common.evaluation.sample import Scoring, report_errors, sample_here, 
 from tasks.common.evaluation.summary import OwnMetrics, differences, summarize
 from tasks.common.evaluation.tables import comparison_rows, show_table, sizes
 from tasks.common.files import write_json
-from tasks.common.process import StageFailed, interrupt_on_sigterm
+from tasks.common.process import errors_in_one_line, interrupt_on_sigterm
 from tasks.common.rewards.answers import JudgeError, of_variant
 from tasks.common.settings import (
     Command,
@@ -26,6 +26,8 @@ from tasks.common.settings import (
     judge_settings,
     load_settings,
 )
+
+STOPPED = "stopped; what was sampled is kept, the same command goes on from there"
 
 
 def evaluate(s: Settings, command: Command, scoring: Scoring, models: dict[str, str]) -> int:
@@ -85,7 +87,7 @@ def main(compute_score: Callable, own_metrics: OwnMetrics | None = None) -> None
     """
     interrupt_on_sigterm()
     name, *arguments = sys.argv[1:]
-    try:
+    with errors_in_one_line(SettingsError, DataError, JudgeError, stopped="" if name == "sample" else STOPPED):
         s, command = load_settings(), load_settings(cls=Command)
         mark = fingerprint({"variant": s.REWARD} | judge_settings(), s.task_dir / "reward.py")
         scoring = Scoring(of_variant(compute_score, s.REWARD), own_metrics, mark)
@@ -103,9 +105,3 @@ def main(compute_score: Callable, own_metrics: OwnMetrics | None = None) -> None
         }
         if errors := commands[name]():
             sys.exit(f"error: the reward raised on {errors} completions, which count in no metric; all else was done")
-    except (SettingsError, DataError, JudgeError, StageFailed, OSError) as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        if name != "sample":
-            print("\nstopped; what was sampled is kept, the same command goes on from there", file=sys.stderr)
-        sys.exit(130)

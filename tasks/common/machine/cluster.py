@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
 
-from tasks.common.process import StageFailed, die_with_parent, node_lost
+from tasks.common.process import StageFailed, die_with_parent, errors_in_one_line, node_lost
 from tasks.common.settings import ROOT, Settings, SettingsError, artifacts
 
 HELP = "docs/MULTI_NODE.md"
@@ -326,7 +326,5 @@ if __name__ == "__main__":
     if sys.argv[1:]:
         main(sys.argv[1:])
     else:
-        try:
+        with errors_in_one_line(SettingsError):
             status()
-        except SettingsError as error:
-            sys.exit(f"error: {error}")

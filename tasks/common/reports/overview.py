@@ -8,6 +8,7 @@ from datetime import datetime
 from pathlib import Path
 
 from tasks.common.files import read_json
+from tasks.common.process import errors_in_one_line
 from tasks.common.runs import launches
 from tasks.common.runs.folder import all_runs, named, read_metrics, recorded
 from tasks.common.runs.repeat import commit_text, package_changes
@@ -180,8 +181,6 @@ def comparison(names: str, task: str = "") -> str:
 
 
 if __name__ == "__main__":
-    try:
+    with errors_in_one_line(SettingsError):
         task = os.environ.get("TASK", "")
         print(table(task) if sys.argv[1] == "runs" else comparison(os.environ.get("RUN", ""), task))
-    except (SettingsError, OSError) as error:
-        sys.exit(f"error: {error}")

@@ -8,7 +8,6 @@ import json
 import math
 import os
 import re
-import sys
 from dataclasses import dataclass, field, fields
 from fnmatch import fnmatchcase
 from itertools import zip_longest
@@ -24,6 +23,7 @@ from tasks.common.evaluation.summary import Difference
 from tasks.common.evaluation.tables import comparison_rows, meaning, p_text, sizes
 from tasks.common.files import read_json, written_beside
 from tasks.common.models.find import EMBEDDED, embedded_folder
+from tasks.common.process import errors_in_one_line
 from tasks.common.reports.overview import HEADER, evaluation_files, row, started, step_of, uncommitted
 from tasks.common.runs import launches
 from tasks.common.runs.folder import all_runs, lineage, named, read_metrics, recorded
@@ -498,7 +498,5 @@ def write(run_dir: Path) -> Path:
 
 
 if __name__ == "__main__":
-    try:
+    with errors_in_one_line(SettingsError, json.JSONDecodeError):
         print(write(chosen(os.environ.get("TASK", ""), os.environ.get("RUN", ""))))
-    except (SettingsError, OSError, json.JSONDecodeError) as error:
-        sys.exit(f"error: {error}")

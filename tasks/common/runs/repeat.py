@@ -11,6 +11,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+from tasks.common.process import errors_in_one_line
 from tasks.common.runs import launches
 from tasks.common.runs.folder import last_step, lineage, named, recorded
 from tasks.common.runs.launches import MASK
@@ -167,9 +168,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
+    with errors_in_one_line(SettingsError, json.JSONDecodeError):
         main()
-    except (SettingsError, OSError, json.JSONDecodeError) as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
