@@ -81,7 +81,8 @@ def look(run_dir: Path) -> Seen:
     for step, file in evaluation_files(run_dir):
         summary, folder = read_json(file), file.parent
         seen.evaluations[step] = {f"eval/{name}": value["value"] for name, value in summary["metrics"].items()}
-        seen.samples |= {f"eval-{folder.name}-{i}": s for i, s in enumerate(_evaluated(folder, step))}
+        if (rollouts := folder / "rollouts.jsonl").exists():
+            seen.samples |= {f"eval-{folder.name}-{i}": s for i, s in enumerate(_evaluated(rollouts, step))}
     for kind, folder, most in DUMPS:
         for file in sorted((run_dir / folder).glob("*.jsonl")):
             if file.stem.isdigit():
@@ -110,10 +111,6 @@ def config_of(run_dir: Path) -> dict:
 # ---- parts ---------------------------------------------------------------------------------------------------------
 
 
-def _numbers(row: dict) -> dict[str, float]:
-    return {name: float(value) for name, value in row.items() if isinstance(value, int | float)}
-
-
 def _rows(file: Path, most: int | None = None) -> Iterator[dict]:
     """The first ``most`` whole lines of ``file``; none if it is not there."""
     with suppress(OSError), file.open(errors="replace") as stream:
@@ -133,17 +130,12 @@ def _once_written(read):
 def _dumped(file: Path, kind: str, most: int) -> Iterator[Sample]:
     for row in _rows(file, most):
         texts = (_cut(row.pop(name)) for name in ("input", "output", "gts"))
-        rewards = {name: value for name, value in _numbers(row).items() if name not in NO_REWARD}
+        rewards = {k: float(v) for k, v in row.items() if isinstance(v, int | float) and k not in NO_REWARD}
         yield Sample(kind, int(file.stem), *texts, rewards)
 
 
-def _evaluated(folder: Path, step: int) -> list[Sample]:
-    file = folder / "rollouts.jsonl"
-    return _evaluated_rows(file, step) if file.exists() else []
-
-
 @_once_written
-def _evaluated_rows(file: Path, step: int) -> Iterator[Sample]:
+def _evaluated(file: Path, step: int) -> Iterator[Sample]:
     for row in _rows(file, EVALUATION_SAMPLES):
         prompt = "\n".join(f"{message['role']}: {message['content']}" for message in row["prompt"])
         rewards = dict(row["reward"] or {}) | {"sampled": float(row["mode"] == SAMPLED)}
