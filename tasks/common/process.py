@@ -1,4 +1,4 @@
-"""Run one engine process: its noise to a log file, its progress to the screen, and nothing of it left behind."""
+"""Run one engine process: output to a log file, progress on the screen, and no process left behind."""
 
 import contextlib
 import ctypes

@@ -11,7 +11,7 @@ from tasks.econ_agent.retrieval import Memory, Shot, roll_out
 from tasks.econ_agent.reward import BASKET, targets
 from tasks.econ_agent.simulation import Economy, State, behave
 
-MONTHS = 36  # a state comes from one of the first so many
+MONTHS = 36  # a state comes from one of the first MONTHS months
 STREAM = 1  # of the seed: see retrieval.STREAM
 SHOTS = {"easy": 1, "hard": 3}
 

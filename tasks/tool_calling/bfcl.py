@@ -127,7 +127,8 @@ def judge(category: str, response: str, truth: dict, think_opened: bool = False)
     """Whether ``response`` is right, why not (empty if it is; the checker's ``error_type``), and its calls in BFCL's
     form ``[{name: {argument: value}}]``, None where they cannot be read.
 
-    As BFCL's eval_runner.py: irrelevance wants no call, and what cannot be read is none; elsewhere it is wrong.
+    As BFCL's eval_runner.py: irrelevance wants no call, and an unreadable one counts as none; in other categories it
+    is wrong.
     """
     bfcl = package()
     try:
@@ -210,7 +211,7 @@ def summarize(rollouts: list[Rollout]) -> dict:
 
 
 def changes(base: list[Rollout], trained: list[Rollout]) -> dict[str, Estimate]:
-    """Accuracy of ``trained`` less that of ``base`` on the same questions: by category, and their AST mean."""
+    """Accuracy of ``trained`` minus that of ``base`` on the same questions: by category, and the AST mean."""
     before, after = right_by_category(base), right_by_category(trained)
     result = {category: bootstrap_mean(after[category] - before[category]) for category in CATEGORIES}
     return {**result, "AST mean": unweighted_mean([result[category] for category in AST])}

@@ -1,4 +1,4 @@
-"""From a data file of almost any form to verl's parquet files: train, test and a manifest. docs/DATA.md describes it.
+"""Convert a data file to verl's parquet files: train, test and a manifest. See docs/DATA.md.
 
 python -m tasks.common.data.convert INPUT OUTPUT_DIR [--kind rl|sft|dpo] [--prompt-column NAME] …
 """
@@ -187,7 +187,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--test-size", type=_size, help="a count, or a share below 1 (default 0.05; with a test file all of it: 0)"
     )
-    parser.add_argument("--max-samples", type=_count, default=0, help="use so many rows of all; 0: all")
+    parser.add_argument("--max-samples", type=_count, default=0, help="largest number of rows to use; 0: all")
     parser.add_argument("--seed", type=_count, default=42, help="of the split (default 42)")
     parser.add_argument("--tokenizer", metavar="MODEL", help="hub id or folder of the model that measures prompts")
     parser.add_argument("--max-prompt-tokens", type=_count, metavar="N", help="drop longer prompts")

@@ -1,4 +1,4 @@
-"""What a record of somebody's data set says, as OpenAI messages and tools, whatever form it has.
+"""Records of common data-set formats as OpenAI messages and tools.
 
 Recognised: OpenAI ``messages`` (text or typed parts, tool calls), ShareGPT ``conversations``, Alpaca, plain prompt and
 answer, and prompt, chosen and rejected. Nothing is guessed within a form: what does not fit it is a DataError.
@@ -108,7 +108,7 @@ def _conversation(record: dict, columns: Columns) -> Conversation:
 
 
 def _messages(record: dict, columns: Columns) -> list[dict]:
-    """The messages of whichever form, the system message first; [] if there is none."""
+    """The messages in any form, the system message first; [] if there are none."""
     system_column = columns.system or "system"
     system = record.get(system_column)
     if system is not None and not isinstance(system, str):
@@ -351,7 +351,7 @@ def _schema(schema):
 
 
 def _types(named) -> dict:
-    """``{"type": …}`` of a type's name or names; {} for a name that JSON Schema has not ("any"): all are allowed."""
+    """``{"type": …}`` of a type's name or names; {} (all types) for a name that JSON Schema lacks ("any")."""
     if isinstance(named, list):
         known = [types["type"] for name in named if (types := _types(name))]
         return {"type": known} if known else {}

@@ -119,8 +119,8 @@ def prepare(settings: Settings, sources: dict[str, Source]) -> dict:
     A generator: its first TEST_SIZE distinct examples are the test set, the next TRAIN_SIZE train the policy. A finite
     source: without prompts over MAX_PROMPT_LENGTH tokens and duplicates, MAX_SAMPLES are chosen by SEED, of those
     TEST_SIZE (or the source's own test split), then at most TRAIN_SIZE. The demonstrations of the first SFT_SIZE
-    training prompts that have one are the SFT set. Raises DataError when the source has too few; the data of before
-    then stays.
+    training prompts that have one are the SFT set. Raises DataError when the source has too few; the previous
+    data then stays.
     """
     name, note = _resolve(settings, sources)
     try:
@@ -177,7 +177,7 @@ def _prepare(settings: Settings, name: str, source: Source, note: str) -> dict:
 
 
 def _finite(settings: Settings, examples: Iterable[Example | None], new: Path) -> tuple[dict, dict]:
-    """Split by seed: rows of each file, and what the manifest says besides."""
+    """Split by seed. Returns the rows of each file, and further fields of the manifest."""
     tokenizer = load_tokenizer(settings.MODEL)
     demonstrations: list[dict] = []
 
@@ -309,7 +309,7 @@ def replaced_as_a_whole(directory: Path, names: tuple[str, ...]) -> Iterator[Pat
     with tempfile.TemporaryDirectory(dir=directory, prefix=".partial-") as partial:
         new = Path(partial)
         yield new
-        # The manifest goes first and comes last: it never tells of a mixture.
+        # The manifest is removed first and written last: it never describes a mixture.
         (directory / "manifest.json").unlink(missing_ok=True)
         for name in (*(f"{name}.parquet" for name in names), "manifest.json"):
             (directory / name).unlink(missing_ok=True)

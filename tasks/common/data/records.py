@@ -1,6 +1,6 @@
 """Records (dicts) from a JSON, JSONL, CSV or parquet file, or from the hub, one after the other.
 
-Only the text of a JSON array is in memory as a whole; of other files one record or batch is.
+A JSON array is read into memory as text; other files are read one record or batch at a time.
 """
 
 import csv

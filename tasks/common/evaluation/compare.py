@@ -1,4 +1,4 @@
-"""`make compare`: base against trained, prompt by prompt, with the chance that the difference is none."""
+"""`make compare`: base against trained, prompt by prompt, with the p-values of the differences."""
 
 from dataclasses import asdict
 from pathlib import Path

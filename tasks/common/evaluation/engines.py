@@ -36,7 +36,7 @@ TEMPLATES = {
 
 @dataclass(frozen=True)
 class Sampling:
-    """``n`` samples a prompt at ``temperature`` and ``top_p``, a greedy one besides if ``greedy``.
+    """``n`` samples per prompt at ``temperature`` and ``top_p``, and a greedy response if ``greedy``.
 
     ``seed`` is the engine's: vLLM 0.30 on a CPU fails on the seed of a request (gpu_model_runner.py:3723). Lengths are
     in tokens.
@@ -288,8 +288,8 @@ ENGINES = {"vllm": VLLMEngine, "transformers": TransformersEngine}
 
 
 def window(model: str, max_new_tokens: int) -> int:
-    """Tokens of prompt and response to ask the engine for: WINDOW besides the response, fewer where the model was made
-    for fewer. Raises SettingsError for a model that cannot be found, and when the response alone would fill it."""
+    """Context length to ask the engine for: WINDOW plus the response, or the model's own limit where that is
+    smaller. Raises SettingsError for a model that cannot be found, and when the response alone would fill it."""
     from transformers import AutoConfig
 
     try:

@@ -108,7 +108,7 @@ def conclusion(found: list[Verdict]) -> str:
 
 
 def summary(rollouts: list[Rollout], prompts: pd.DataFrame) -> dict:
-    """What probe.json holds but for the paths: overall values, distributions, component rates, verdicts, prompts."""
+    """What probe.json holds except the paths: overall values, distributions, component rates, verdicts, prompts."""
     shared = summarize(rollouts)
     metrics = shared["metrics"]
     zero = float((prompts["variance"] == 0).mean())
@@ -153,7 +153,7 @@ def probe(s: Settings, command: Command, scoring: Scoring, model: str) -> int:
     """Sample ``model`` N times on the first LIMIT training prompts and say whether training can work.
 
     Writes probe.json and probe.png, and with FILTER=1 signal.parquet. Returns the number of completions on which the
-    reward raised. Raises DataError when the filter leaves nothing; all else is written by then.
+    reward raised. Raises DataError when the filter leaves nothing; everything else is written before.
     """
     if command.FILTER_LOW >= command.FILTER_HIGH:
         raise SettingsError(f"FILTER_LOW={command.FILTER_LOW:g}: must be less than FILTER_HIGH={command.FILTER_HIGH:g}")

@@ -1,6 +1,6 @@
 """Sample a model on the rows of a parquet file and score each completion; what was sampled before is kept.
 
-``sampled`` is what the commands call: it runs ``sample`` in a process of its own, whose noise goes to a log.
+The commands call ``sampled``. It runs ``sample`` in a separate process, whose output goes to a log.
 """
 
 import gc
@@ -220,9 +220,9 @@ def _progress(tails: list[_Tail]) -> Progress:
 def sampled(jobs: dict[str, Job], root: Path, scoring: Scoring) -> tuple[dict[str, list[Rollout]], bool]:
     """All rollouts of each of ``jobs`` (by label), in order, and whether any had to be sampled.
 
-    They are kept in ``job.folder(root)/rollouts.jsonl``. Sampling runs in a process of its own, the script of the task
-    that runs now with the command ``sample``: its noise goes to a log, and its end frees the memory. Raises DataError,
-    or StageFailed when the engine fails.
+    They are kept in ``job.folder(root)/rollouts.jsonl``. Sampling runs in a separate process: the task's
+    script that runs now, with the command ``sample``. Its output goes to a log, its end frees the memory. Raises
+    DataError, or StageFailed when the engine fails.
     """
     files = {label: job.folder(root) / "rollouts.jsonl" for label, job in jobs.items()}
     found = {label: load(job, files[label], scoring) for label, job in jobs.items()}

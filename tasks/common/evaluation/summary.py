@@ -169,7 +169,7 @@ def _interval(values: np.ndarray) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Difference:
-    """Trained less base, over the prompts that both have: its estimate, p-value, and which test gave that."""
+    """Trained minus base, over the prompts that both have: estimate, p-value, and the test."""
 
     estimate: Estimate
     p_value: float

@@ -1,6 +1,6 @@
 """The Ray cluster at RAY_ADDRESS: whether there is one, its nodes, and that they see what this machine sees.
 
-As a program it prints `make cluster-status`. Ray is asked in a process of its own, because it ends the process that
+As a program it prints `make cluster-status`. A separate process asks Ray, because Ray ends the process that
 asks when the cluster goes away.
 """
 
@@ -27,7 +27,7 @@ CONNECT_SECONDS = 5  # to the head's port; Ray itself waits for a minute
 ASK_SECONDS = 120  # a node starts a process, which imports verl's version and looks at the folders
 LOST_SECONDS = 30  # Ray's head gives a node up after 5 checks, one every 3 seconds, that found it silent
 
-# What a node has besides the environment that `ray start` had there. NCCL's and gloo's variables are a node's own.
+# Variables that workers get in addition to the environment of `ray start`. Each node keeps its own NCCL and gloo ones.
 SENT = re.compile(r"(VERL|VLLM|JUDGE|HF|WANDB|RAY_TASK|OMP|GLIBC)_\w+|PYTHON(PATH|UNBUFFERED|HASHSEED)|ROOT|ARTIFACTS")
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL")
 
@@ -189,11 +189,11 @@ def lost(before: list[Node]) -> str:
     return answer["lost"]
 
 
-# ---- in a process of its own ---------------------------------------------------------------------------------------
+# ---- in a separate process -----------------------------------------------------------------------------------------
 
 
 def _ask(question: str, *arguments: str, seconds: float = ASK_SECONDS) -> dict:
-    """The answer of this module in a process of its own. Raises SettingsError, one line."""
+    """The answer of this module, run as a separate process. Raises SettingsError, one line."""
     given = os.environ["RAY_ADDRESS"]
     if given != "auto":
         host, port = given.rsplit(":", 1)

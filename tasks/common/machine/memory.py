@@ -38,7 +38,7 @@ FUSED_CHUNK = 512  # tokens of logits at once with use_fused_kernels (verl/utils
 # countdown's tokens two thirds were padding.
 PADDED = 3
 OVERHEAD = 2e9  # a GPU: the CUDA contexts of trainer and vLLM, NCCL's buffers, CUDA graphs; assumed, not measured
-# Of a training on the CPU besides: Python with torch in each process of verl, Ray and vLLM; of one without these.
+# RAM of the processes of a training on the CPU: of verl, Ray and vLLM; of one without these.
 PROCESSES, TRAINER = 7.4e9, 1.5e9  # measured: docs/DOCTOR.md
 
 
@@ -120,14 +120,14 @@ def _of_the_hub(model: str) -> Path | None:
         return None
     if isinstance(found := try_to_load_from_cache(model, "config.json"), str):
         return Path(found)
-    logging.set_verbosity_error()  # it would tell of each retry
+    logging.set_verbosity_error()  # it would report each retry
     files = []
 
     def ask():
-        with contextlib.suppress(Exception):  # no network, no such model, no leave to read it: each of its own kind
+        with contextlib.suppress(Exception):  # no network, no such model, no permission: each raises another class
             files.append(Path(hf_hub_download(model, "config.json")))
 
-    asking = threading.Thread(target=ask, daemon=True)  # without a network it goes on trying for half a minute
+    asking = threading.Thread(target=ask, daemon=True)  # without a network it retries for half a minute
     asking.start()
     asking.join(HUB_SECONDS)
     return files[0] if files else None
@@ -146,7 +146,7 @@ def _stored_parameters(folder: Path) -> int:
 class Plan:
     """What of a training decides on its memory (tasks/common/training/verl_config.py reads it from verl's config).
 
-    ``tokens``: at most so many in one forward pass on a GPU. ``share``: of a GPU's memory for vLLM; 0: there is none.
+    ``tokens``: the most in one forward pass on a GPU. ``share``: of a GPU's memory for vLLM; 0: no vLLM.
     """
 
     gpus: int = 1  # that share the training

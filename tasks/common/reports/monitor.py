@@ -2,7 +2,7 @@
 
 Nothing has to be logged for it: it reads what each run writes to its own folder (docs/RUNS.md), so that a resumed run
 is one curve. The dashboard is trackio's, or tensorboard's where trackio is not installed (the a100 stack); its data is
-a copy that is made anew and goes with the dashboard.
+a copy, made at the start and removed at the end.
 """
 
 import functools

@@ -1,6 +1,6 @@
 """`make report TASK=x [RUN=name]`: a run as one HTML file that needs nothing beside it, to attach to a pull request.
 
-Every value reaches the page through run_report.html.jinja, which escapes it. What a run has not is said in a line.
+The template run_report.html.jinja escapes every value. A line says what a run lacks.
 """
 
 import base64
@@ -297,7 +297,7 @@ def health(made: dict, metrics: dict[int, dict]) -> Section:
     """What the rules of `make train` find in the metrics."""
     if made["kind"] == "sft":
         return Section("Health", ["the rules are about RL; this is a warm-up"])
-    # A run of an older version has not all settings; the rules ask for none that is new.
+    # A run of an older version lacks some settings; the rules use none of the new ones.
     found = findings(metrics, Settings(**{f.name: made["settings"].get(f.name) for f in fields(Settings)}))
     if not found:
         return Section("Health", ["no rule fired (docs/RUNS.md)"])
@@ -341,7 +341,7 @@ def comparison(run_dir: Path, made: dict) -> Comparison | None:
 
 
 def _conditions(summary: Path) -> dict:
-    """How an evaluation sampled and scored, but for the model. Of LIMIT the summary's number of prompts tells."""
+    """How an evaluation sampled and scored, without the model. The summary's number of prompts shows LIMIT."""
     meta = read_json(summary.with_name("rollouts.meta.json"))
     return {name: meta.get(name) for name in ("reward", "rows", "sampling", "backend")}
 

@@ -14,7 +14,7 @@ from tasks.common.rewards.answers import after_thinking
 from tasks.common.rewards.sandbox import CallFailed, Sandbox
 
 MAX_ANSWER_CHARS = 200
-MAX_CANDIDATES = 50  # so many of one form are looked at, from the last back
+MAX_CANDIDATES = 50  # most matches of one form that are checked, the last first
 SECONDS = 2.0  # of wall clock for one comparison; ordinary formulas take milliseconds
 
 _HASHES = re.compile(r"(?<!#)####(?!#)")

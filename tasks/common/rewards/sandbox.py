@@ -1,4 +1,4 @@
-"""Call a function on hostile input in a process of its own, which can hurt nothing: see docs/REASONING_GYM.md.
+"""Call a function on adversarial input in a separate process without privileges: see docs/REASONING_GYM.md.
 
 The worker has no credentials in its environment, a memory limit, and, once its modules are loaded, a seccomp filter: it
 computes, reads files of the Python installation, and answers. It writes, creates and removes no file, starts no

@@ -29,7 +29,7 @@ _FLOATS = {"number", "float", "double"}
 
 
 class Malformed(ValueError):
-    """Text that means to be thinking or a tool call, and is none; the message says why."""
+    """Text that looks like thinking or a tool call, but is malformed; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ def _bare(text: str) -> tuple[list[dict], str]:
             problem = error
     if values and not problem and (marker or all(_looks_like_call(value) for value in values)):
         return [_call(value) for value in values], ""
-    # Prose and JSON that is no call are text; what tries to be a call and is none must not pass as text.
+    # Prose, and JSON that is no call, are text. A broken call must not pass as text.
     if marker or CLOSE in text or (_NAME.search(text) and (problem or _ARGUMENTS.search(text))):
         raise Malformed(str(problem or "a call must stand alone or between its tags"))
     return [], text

@@ -1,4 +1,4 @@
-"""Rules over the metrics of an RL training: each says at which step it looks ill, why that may be, and what to turn.
+"""Rules over the metrics of an RL training. Each finds a bad step, names the likely cause and what to change.
 
 The names are verl's, the same in both versions that the stacks have, and tell of the whole batch: that all groups are
 without variance is seen from the advantages, how many of them are is not known.
@@ -16,7 +16,7 @@ KL = (1e-4, 0.1)  # to the reference model
 KL_STEPS = 10  # in a row below the band: at the start the policy is the reference
 SPIKE = 5  # times the median gradient norm of the steps before
 SPIKE_STEPS = 5  # that there must be before
-BEFORE = 50  # so many steps before a step are looked at
+BEFORE = 50  # steps before a step that its rules consider
 TRUNCATED = 0.3  # share of the responses
 REWARD_STEPS = 3  # in a row with no reward at all
 
@@ -34,7 +34,7 @@ class Finding:
 
 
 def findings(metrics: dict[int, dict], s: Settings) -> list[Finding]:
-    """What is ill in ``metrics`` (``runs.read_metrics``: by step) of a training with ``s``, in order of the steps."""
+    """Findings in ``metrics`` (``runs.read_metrics``: by step) of a training with ``s``, in order of the steps."""
     steps = sorted(metrics)
     rows = [metrics[step] for step in steps]
     found = []
@@ -68,7 +68,7 @@ def _nan(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
     trained = ("actor/", "critic/", "train/")
     names = [n for n, v in row.items() if n.startswith(trained) and isinstance(v, float) and not math.isfinite(v)]
     if names:
-        yield f"{', '.join(names[:3])}: not a finite number; the training has diverged, or a reward is none: lower LR"
+        yield f"{', '.join(names[:3])}: not a finite number; the training has diverged, or a reward is NaN: lower LR"
 
 
 def _collapse(row: dict, before: list[dict], s: Settings) -> Iterator[str]:

@@ -1,7 +1,7 @@
-"""What each launch of a run was made with: <run>/launches/000 and on, written as a whole before the trainer starts.
+"""What each launch of a run was made with: <run>/launches/000 and on, written before the trainer starts.
 
 launch.json has the settings, the trainer's command line, git's state, digests of data and task, seeds and date;
-config.yaml the trainer's resolved config, packages.txt what `pip freeze` says, changes.diff what git has not committed.
+config.yaml the trainer's resolved config, packages.txt what `pip freeze` says, changes.diff the uncommitted changes.
 The environment is not in it, nor the machine's name, and the values of what is named as a secret are masked.
 """
 
