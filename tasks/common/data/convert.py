@@ -4,7 +4,6 @@ python -m tasks.common.data.convert INPUT OUTPUT_DIR [--kind rl|sft|dpo] [--prom
 """
 
 import argparse
-import functools
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -88,11 +87,13 @@ def _tools(example: Example) -> dict:
     return {"tools": json.dumps(example.tools)} if example.tools else {}
 
 
-def _rl_line(name: str, example: Example, split: str, index: int) -> dict:
-    return rl_row(name, example.prompt, example.ground_truth, split, index, example.tools)
-
-
 # ---- the command
+
+NEXT = {  # what to do with the training rows of each kind
+    "rl": "make train TASK=… TRAIN_FILE=",
+    "sft": "give it to verl.trainer.sft_trainer as data.train_files=",
+    "dpo": "make dpo TASK=… PAIRS_FILE=",
+}
 
 
 def convert(options: argparse.Namespace) -> dict:
@@ -106,14 +107,14 @@ def convert(options: argparse.Namespace) -> dict:
     test_size = options.test_size if options.test_size is not None else 0 if own_test else 0.05
     name = options.data_source or Path(options.input).stem
 
-    def answer_text(example: Example) -> str:
-        return "" if kind == "rl" else json.dumps(example.ground_truth)
+    def rl_line(example: Example, split: str, index: int) -> dict:
+        return rl_row(name, example.prompt, example.ground_truth, split, index, example.tools)
 
     form = Form(
-        identity=lambda example: (prompt_text(example), answer_text(example)),
-        row={"rl": functools.partial(_rl_line, name), "sft": sft_line, "dpo": dpo_line}[kind],
+        identity=lambda e: (prompt_text(e), "" if kind == "rl" else json.dumps(e.ground_truth)),
+        row={"rl": rl_line, "sft": sft_line, "dpo": dpo_line}[kind],
         schema={"rl": rl_schema, "sft": sft_schema, "dpo": dpo_schema}[kind],
-        needs_tools=_calls if kind == "sft" else needs_tools,
+        needs_tools=lambda e: needs_tools(e) or (kind == "sft" and "tool_calls" in e.ground_truth),
         problem=lambda e: too_long(tokenizer, options.max_prompt_tokens, e.prompt, e.tools) if tokenizer else None,
     )
     with replaced_as_a_whole(Path(options.output_dir), ("test", "train")) as new:
@@ -127,10 +128,6 @@ def convert(options: argparse.Namespace) -> dict:
         manifest |= {"tokenizer": options.tokenizer, "max_prompt_tokens": options.max_prompt_tokens}
         write_json(new / "manifest.json", manifest)
     return manifest
-
-
-def _calls(example: Example) -> bool:
-    return needs_tools(example) or "tool_calls" in example.ground_truth
 
 
 def _kind(records: Records, columns: Columns) -> str:
@@ -153,14 +150,6 @@ def _converter(kind: str, columns: Columns) -> Callable[[dict], Iterator[Example
             yield example
 
     return examples
-
-
-def _next_step(kind: str, folder: Path) -> str:
-    if kind == "rl":
-        return f"next: make train TASK=… TRAIN_FILE={(folder / 'train.parquet').resolve()}"
-    if kind == "sft":
-        return f"next: give it to verl.trainer.sft_trainer as data.train_files={(folder / 'train.parquet').resolve()}"
-    return f"next: make dpo TASK=… PAIRS_FILE={(folder / 'train.parquet').resolve()}"
 
 
 def _count(text: str) -> int:
@@ -204,7 +193,7 @@ def main() -> None:
     with errors_in_one_line(DataError):
         manifest = convert(options)
     print(f"{manifest['kind']} rows in {options.output_dir}: {describe(manifest)}")
-    print(_next_step(manifest["kind"], Path(options.output_dir)))
+    print(f"next: {NEXT[manifest['kind']]}{(Path(options.output_dir) / 'train.parquet').resolve()}")
 
 
 if __name__ == "__main__":

@@ -93,6 +93,17 @@ def verdicts(accuracy: float, variance: float, entropy: float, zero_variance: fl
     return found
 
 
+VERDICT_HEADER = ["", "", "value", "good", "what it means"]
+
+
+def verdict_rows(result: dict) -> list[list[str]]:
+    """The verdicts of probe.json as rows under VERDICT_HEADER."""
+    return [
+        ["ok" if v["good"] else "!", v["name"], f"{v['value']:.3f}", v["threshold"], v["words"]]
+        for v in result["verdicts"]
+    ]
+
+
 def conclusion(found: list[Verdict]) -> str:
     """One sentence over all verdicts."""
     by_name = {verdict.name: verdict for verdict in found}
@@ -195,9 +206,5 @@ def _print(title: str, result: dict) -> None:
     for name, value in [*result["pass@k"].items(), *result["components"].items(), ("tokens", result["tokens"])]:
         rows.append([name, str(Estimate(**value)), "", "", ""])
     show_table(title, ["of a prompt", "mean [95 % interval]", "p10", "median", "p90"], rows)
-    rows = [
-        ["ok" if v["good"] else "!", v["name"], f"{v['value']:.3f}", v["threshold"], v["words"]]
-        for v in result["verdicts"]
-    ]
-    show_table("verdict", ["", "", "value", "good", "what it means"], rows)
+    show_table("verdict", VERDICT_HEADER, verdict_rows(result))
     print(f"=> {result['conclusion']}")

@@ -17,6 +17,7 @@ import jinja2
 
 from tasks.common.data.prepare import describe
 from tasks.common.evaluation import plots
+from tasks.common.evaluation.probe import VERDICT_HEADER, verdict_rows
 from tasks.common.evaluation.sample import model_name
 from tasks.common.evaluation.statistics import Estimate
 from tasks.common.evaluation.summary import Difference
@@ -255,11 +256,7 @@ def probe(run_dir: Path, made: dict) -> Section:
         f"{model_name(result['model'])} on {Path(result['data']).name}: {sizes(result)}",
         result["conclusion"],
     ]
-    rows = [
-        ["ok" if v["good"] else "!", v["name"], f"{v['value']:.3f}", v["threshold"], v["words"]]
-        for v in result["verdicts"]
-    ]
-    table = Table(["", "", "value", "good", "what it means"], rows)
+    table = Table(VERDICT_HEADER, verdict_rows(result))
     return Section("Probe", lines, pictures=_png(newest.with_name("probe.png"), "probe"), tables=[table])
 
 
