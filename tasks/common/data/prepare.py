@@ -64,11 +64,12 @@ class Examples:
     """Examples made of the records of files or of the hub; they can be iterated again.
 
     ``parts``: ``records.load(path)``, or ``[records.hub(name, config, split), …]``. ``convert``: the examples of a
-    record, perhaps none; a DataError of it gets the record's place put before.
+    record, perhaps none. Text in place of an example says why a part of the record cannot be used: the first such text
+    is printed, all are counted. A DataError of ``convert`` ends the reading; the record's place is put before it.
     """
 
-    def __init__(self, parts: list[Records | HubRecords], convert: Callable[[dict], Iterable[Example]]):
-        self.parts, self.convert = parts, convert
+    def __init__(self, parts: list[Records | HubRecords], convert: Callable[[dict], Iterable[Example | str]]):
+        self.parts, self.convert, self.told = parts, convert, False
 
     def __iter__(self) -> Iterator[Example | None]:
         for part in self.parts:
@@ -76,6 +77,12 @@ class Examples:
                 try:
                     found = None
                     for found in self.convert(record):
+                        if isinstance(found, str):
+                            if not self.told:
+                                print(f"  some cannot be used, the first of them: {place}: {found}", flush=True)
+                            self.told = True
+                            yield None
+                            continue
                         if problem := messages_problem(found.messages()):
                             raise DataError(f"the prompt {problem}")
                         yield replace(found, split=part.split) if part.split else found
