@@ -31,7 +31,7 @@ from tasks.common.process import errors_in_one_line
 
 
 def dpo_schema(tools: bool = False) -> pa.Schema:
-    """Of preference pairs, as TRL's DPOTrainer reads them: chosen and rejected are one assistant message each."""
+    """Schema of preference pairs for TRL's DPOTrainer: chosen and rejected are one assistant message each."""
     own = [("tools", pa.string())] if tools else []
     prompt = TOOL_MESSAGES if tools else MESSAGES
     return pa.schema([("prompt", prompt), ("chosen", MESSAGES), ("rejected", MESSAGES), *own])
@@ -97,7 +97,7 @@ NEXT = {  # what to do with the training rows of each kind
 
 
 def convert(options: argparse.Namespace) -> dict:
-    """Write the files and return the manifest. Raises DataError; OUTPUT_DIR then is as it was."""
+    """Write the files and return the manifest. Raises DataError; OUTPUT_DIR is then unchanged."""
     parts = load(options.input)
     columns = Columns(**{field.name: getattr(options, f"{field.name}_column") for field in fields(Columns)})
     kind = options.kind or _kind(parts[0], columns)
@@ -170,17 +170,19 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="json_to_parquet", description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("input", help="json, jsonl, csv or parquet file, or a folder with train.* and test.*")
     parser.add_argument("output_dir", help="gets train.parquet, test.parquet and manifest.json")
-    parser.add_argument("--kind", choices=KINDS, help="of rows to write (default: by the first record)")
+    parser.add_argument("--kind", choices=KINDS, help="kind of rows to write (default: that of the first record)")
     for field in fields(Columns):
-        parser.add_argument(f"--{field.name}-column", metavar="NAME", help="in place of recognition")
+        parser.add_argument(f"--{field.name}-column", metavar="NAME", help="use this column instead of recognizing it")
     parser.add_argument(
-        "--test-size", type=_size, help="a count, or a share below 1 (default 0.05; with a test file all of it: 0)"
+        "--test-size",
+        type=_size,
+        help="test rows: a count, or a share below 1 (default 0.05; 0, the default with a test file: all of it)",
     )
     parser.add_argument("--max-samples", type=_count, default=0, help="largest number of rows to use; 0: all")
-    parser.add_argument("--seed", type=_count, default=42, help="of the split (default 42)")
+    parser.add_argument("--seed", type=_count, default=42, help="seed of the split (default 42)")
     parser.add_argument("--tokenizer", metavar="MODEL", help="hub id or folder of the model that measures prompts")
     parser.add_argument("--max-prompt-tokens", type=_count, metavar="N", help="drop longer prompts")
-    parser.add_argument("--data-source", metavar="NAME", help="of RL rows (default: the file's name)")
+    parser.add_argument("--data-source", metavar="NAME", help="data_source of RL rows (default: the file's name)")
     options = parser.parse_args(arguments)
     if bool(options.tokenizer) != bool(options.max_prompt_tokens):
         parser.error("--tokenizer and --max-prompt-tokens go together")

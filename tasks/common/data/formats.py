@@ -29,7 +29,7 @@ JSON_TYPES = ("object", "string", "integer", "number", "boolean", "array", "null
 
 @dataclass(frozen=True)
 class Columns:
-    """Names of columns, where a record does not have the usual ones; each that is given must be there."""
+    """Names of columns that differ from the usual ones. A record must have each named column."""
 
     prompt: str | None = None
     answer: str | None = None
@@ -64,7 +64,7 @@ class Conversation:
 
 
 def conversation(record: dict, columns: Columns | None = None) -> Conversation:
-    """``record`` in its own form, or in the one that ``columns`` says. Raises DataError that says what does not fit;
+    """``record`` in the form that is recognized, or that ``columns`` names. Raises DataError with the mismatch;
     the reader of the file knows the row (``prepare.Examples`` puts it before)."""
     columns = columns or Columns()
     for name in (getattr(columns, field.name) for field in fields(Columns)):
@@ -227,7 +227,7 @@ def _message(turn) -> dict:
     thinking = [text for key in ("reasoning_content", "reasoning") if isinstance(text := turn.get(key), str) and text]
     typed = isinstance(content, list) and all(isinstance(part, dict) and "type" in part for part in content)
     if role == "tool" and content is not None and not isinstance(content, str) and not typed:
-        content = json.dumps(content, ensure_ascii=False)  # a result that is no text
+        content = json.dumps(content, ensure_ascii=False)  # a result that is not text
     elif isinstance(content, list):
         content = _parts(content, thinking, calls)
     elif content is None and (calls or thinking):

@@ -1,4 +1,4 @@
-"""Preference pairs for DPO: read from a file of any form, as the token ids of prompt and answers."""
+"""Preference pairs for DPO: read from a file of any known format, as token ids of prompt and answers."""
 
 from collections import Counter
 from collections.abc import Iterator

@@ -143,7 +143,7 @@ def prepare(settings: Settings, sources: dict[str, Source]) -> dict:
 
 
 def _resolve(settings: Settings, sources: dict[str, Source]) -> tuple[str, str]:
-    """The name of the source to take, and a note why."""
+    """The name of the source to use, and a note with the reason."""
     name = "file" if settings.FILE else settings.SOURCE
     if name == "file" and not settings.FILE:
         raise DataError("SOURCE=file: set FILE, the path of a data file or of a folder with train.* and test.*")
@@ -242,7 +242,7 @@ def _endless(settings: Settings, examples: Iterator[Example], new: Path) -> tupl
 
 
 def _counts(settings: Settings) -> tuple[int, int]:
-    """Test and training prompts to take of a source that has no end."""
+    """Numbers of test and training prompts to take from an endless source."""
     share = settings.TEST_SIZE if settings.TEST_SIZE < 1 else 0
     total = settings.MAX_SAMPLES or round(settings.TRAIN_SIZE / (1 - share))
     test = max(1, round(share * total)) if share else int(settings.TEST_SIZE)
@@ -281,12 +281,12 @@ def needs_tools(example: Example) -> bool:
 
 
 def _calls(message: dict) -> bool:
-    """Whether it is more than a role and a text."""
+    """Whether it has more than a role and a text."""
     return bool(message.keys() - {"role", "content"})
 
 
 def load_tokenizer(model: str, shown: str = "MODEL="):
-    """The tokenizer of ``model``, by which prompts are measured. Raises DataError when it cannot be had; ``shown``
+    """The tokenizer of ``model``, which measures prompts. Raises DataError when it cannot be loaded; ``shown``
     stands before the model's name."""
     from transformers import AutoTokenizer
 

@@ -27,7 +27,7 @@ TOOL_MESSAGES = pa.list_(
 
 
 def rl_schema(tools: bool = False) -> pa.Schema:
-    """Of RL rows; with ``tools`` their messages may call functions, whose schemas are JSON text in extra_info."""
+    """Schema of RL rows. With ``tools`` their messages may call functions; the schemas are JSON text in extra_info."""
     own = [("tools", pa.string())] if tools else []
     return pa.schema(
         [
@@ -41,7 +41,7 @@ def rl_schema(tools: bool = False) -> pa.Schema:
 
 
 def sft_schema(tools: bool = False) -> pa.Schema:
-    """Of demonstrations; with ``tools`` as in ``rl_schema``, the tools in a column of their own."""
+    """Schema of demonstrations; with ``tools`` as in ``rl_schema``, but the tools are a separate column."""
     own = [("tools", pa.string())] if tools else []
     return pa.schema([("messages", TOOL_MESSAGES if tools else MESSAGES), *own])
 
@@ -54,7 +54,7 @@ class DataError(ValueError):
 
 
 def chat(prompt: str, system: str | None = None) -> list[dict]:
-    """The messages of a prompt; without ``system`` the model's chat template puts in what it has."""
+    """The messages of a prompt; without ``system`` the chat template inserts its default, if it has one."""
     return [*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": prompt}]
 
 

@@ -140,13 +140,13 @@ class VLLMEngine:
                 temperature=temperature,
                 top_p=top_p,
                 max_tokens=sampling.max_tokens,
-                # One output with all n; the default gives each of the n in an output of its own, as it ends.
+                # One output with all n; the default returns each of the n separately, as it ends.
                 output_kind=RequestOutputKind.FINAL_ONLY,
                 logprobs=LOGPROBS,
                 detokenize=False,
                 stop_token_ids=_stop_ids(self.tokenizer, sampling.template),
             )
-            if hasattr(found, "flat_logprobs"):  # not in vLLM 0.11.0; without, each token's are objects in a dict
+            if hasattr(found, "flat_logprobs"):  # not in vLLM 0.11.0, which returns a dict of objects per token
                 found.flat_logprobs = True
             return found
 

@@ -1,4 +1,4 @@
-"""`make experiment`: what several methods made of the same start, data and settings, side by side."""
+"""`make experiment`: several methods with the same start, data and settings, side by side."""
 
 from dataclasses import asdict
 

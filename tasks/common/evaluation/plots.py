@@ -42,7 +42,7 @@ def probe_png(prompts: pd.DataFrame, title: str, path: Path) -> None:
 
 
 def compare_png(summaries: dict[str, dict], score_change: np.ndarray, title: str, path: Path) -> None:
-    """Two models' metrics but tokens and entropy, with their intervals; histogram of the score's change by prompt."""
+    """Two models' metrics, except tokens and entropy, with intervals; histogram of the score's change by prompt."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4), layout="constrained", width_ratios=(2, 1))
     shared = set.intersection(*(set(summary["metrics"]) for summary in summaries.values()))
     first = next(iter(summaries.values()))["metrics"]

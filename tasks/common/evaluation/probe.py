@@ -1,4 +1,4 @@
-"""`make probe`: does the training data hold signal for this model? Asked before any GPU hour is spent on training."""
+"""`make probe`: does the training data hold signal for this model? Run it before spending GPU hours on training."""
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -48,7 +48,7 @@ def by_prompt(rollouts: list[Rollout]) -> pd.DataFrame:
     grouped = frame.groupby("index")
     table = grouped.mean()
     table.insert(0, "samples", grouped.size())
-    # By the definition: equal scores must give exactly 0.
+    # By definition, equal scores give exactly 0.
     table["variance"] = grouped["score"].agg(lambda scores: np.var(scores) if np.ptp(scores) else 0.0)
     return table
 

@@ -1,4 +1,4 @@
-"""Scored completions on disk: JSONL, one completion a line, written while they come and read back by every report."""
+"""Scored completions on disk: JSONL, one completion per line, appended while sampling and read by every report."""
 
 import json
 from collections.abc import Callable, Iterable

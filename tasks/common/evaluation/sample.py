@@ -148,10 +148,10 @@ def load(job: Job, out: Path, scoring: Scoring) -> tuple[list[Rollout], list[Req
 
 
 def sample(engine, job: Job, out: Path, missing: list[Request], scoring: Scoring) -> None:
-    """Append the completions of the ``missing`` requests to ``out``, each scored and written when it ends."""
+    """Append the completions of the ``missing`` requests to ``out``, each scored and written as it ends."""
     rows = list(read_rows(Path(job.rows), job.limit or None))
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.touch()  # its time stamp tells the process that shows the progress that sampling begins
+    out.touch()  # its time stamp tells the progress display that sampling begins
     # Threads, as verl scores: a judge is asked about the samples of a prompt at once.
     with out.open("a", encoding="utf-8") as file, ThreadPoolExecutor(job.sampling.n) as pool:
         for request, completions in engine.generate(missing, job.sampling):

@@ -1,4 +1,4 @@
-"""What a model's rollouts say, and what those of two models say of their difference: the same for every report."""
+"""Metrics of a model's rollouts, and paired differences of two models: the same for every report."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass

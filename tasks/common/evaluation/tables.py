@@ -19,7 +19,7 @@ def meaning(name: str) -> str:
 
 
 def sizes(summary: dict) -> str:
-    """How much a summary rests on, with what could not be counted."""
+    """The numbers of prompts and samples of a summary, with what could not be counted."""
     text = f"{summary['prompts']} prompts, {summary['samples']} samples each"
     if summary["left_out"]:
         text += f"; {summary['left_out']} prompts left out (longer than MAX_PROMPT_LENGTH)"

@@ -25,7 +25,7 @@ from tasks.common.settings import ROOT, Settings, SettingsError, artifacts
 HELP = "docs/MULTI_NODE.md"
 CONNECT_SECONDS = 5  # to the head's port; Ray itself waits for a minute
 ASK_SECONDS = 120  # a node starts a process, which imports verl's version and looks at the folders
-LOST_SECONDS = 30  # Ray's head gives a node up after 5 checks, one every 3 seconds, that found it silent
+LOST_SECONDS = 30  # Ray's head gives a node up after 5 checks, one every 3 seconds, without an answer
 
 # Variables that workers get in addition to the environment of `ray start`. Each node keeps its own NCCL and gloo ones.
 SENT = re.compile(r"(VERL|VLLM|JUDGE|HF|WANDB|RAY_TASK|OMP|GLIBC)_\w+|PYTHON(PATH|UNBUFFERED|HASHSEED)|ROOT|ARTIFACTS")
@@ -76,7 +76,7 @@ def address(nnodes: int) -> str:
 
 
 def sent(environment: dict[str, str]) -> dict[str, str]:
-    """What of ``environment`` the workers of a cluster get. Never a secret: Ray shows it in its logs and dashboard."""
+    """The part of ``environment`` that is sent to the workers. Never a secret: Ray shows it in logs and dashboard."""
     ours = {f.name for f in fields(Settings)}
     names = [name for name in environment if SENT.fullmatch(name) and not SECRET.search(name)]
     return {name: environment[name] for name in sorted({*names, *(ours & environment.keys())})}
@@ -89,7 +89,7 @@ def secrets(environment: dict[str, str]) -> list[str]:
 
 
 def enough(nodes: list[Node], nnodes: int, gpus: int) -> str:
-    """Empty, or what the cluster lacks for ``nnodes`` nodes with ``gpus`` free GPUs each, with what to do about it."""
+    """What the cluster lacks for ``nnodes`` nodes with ``gpus`` free GPUs each, and the remedy; empty if nothing."""
     having = [node for node in nodes if node.alive and node.free_gpus >= gpus]
     if len(having) >= nnodes:
         return ""
@@ -126,7 +126,7 @@ def join(s: Settings) -> list[Node]:
 
 
 def difference(name: str, node: Seen, here: Seen) -> str:
-    """Empty, or in one line what node ``name`` sees otherwise than this machine, and what to do."""
+    """How node ``name`` differs from this machine, and the remedy, in one line; empty if it does not."""
     if node.artifacts != here.artifacts:
         return _other_folder(name)
     if node.repository != here.repository:

@@ -107,7 +107,7 @@ def listens(address: str, seconds: float = 2.0) -> bool:
 
 
 def ray_daemons() -> list[psutil.Process]:
-    """Ray's daemons on this machine, whoever began them."""
+    """Ray's daemons on this machine, of any user."""
     found = []
     for process in psutil.process_iter(["name"]):
         with contextlib.suppress(psutil.Error):

@@ -1,4 +1,4 @@
-"""How much memory a training will need, from the model's shapes and verl's config: an estimate, before anything starts.
+"""Estimate of the memory that a training needs, from the model's shapes and verl's config.
 
 Where a figure is measured, docs/DOCTOR.md says how far the estimate was off.
 """
@@ -44,16 +44,16 @@ PROCESSES, TRAINER = 7.4e9, 1.5e9  # measured: docs/DOCTOR.md
 
 @dataclass(frozen=True)
 class Shapes:
-    """What of a model takes memory. Widths are of one token; ``linear``: inputs and outputs of a layer's matrices."""
+    """Sizes of a model. Widths are per token; ``linear``: inputs and outputs of a layer's matrices."""
 
     parameters: int
-    embeddings: int  # parameters that are no layer's
+    embeddings: int  # parameters outside the layers
     layer: int  # parameters of one layer
     layers: int
     hidden: int
     intermediate: int
     queries: int
-    keys: int  # of the keys; as many of the values
+    keys: int  # width of the keys; the values have the same
     vocabulary: int
     linear: int
     tied: bool
@@ -144,12 +144,12 @@ def _stored_parameters(folder: Path) -> int:
 
 @dataclass(frozen=True)
 class Plan:
-    """What of a training decides on its memory (tasks/common/training/verl_config.py reads it from verl's config).
+    """Settings of a training that decide its memory (tasks/common/training/verl_config.py reads it from verl's config).
 
     ``tokens``: the most in one forward pass on a GPU. ``share``: of a GPU's memory for vLLM; 0: no vLLM.
     """
 
-    gpus: int = 1  # that share the training
+    gpus: int = 1  # of the training
     gpus_here: int = 1  # of them in this machine
     tokens: int = 8192
     sequence: int = 1024  # tokens of a prompt and its response
@@ -288,8 +288,8 @@ def estimate(model: Shapes, plan: Plan, gpu_bytes: float = 0) -> Estimate:
 
 
 def checkpoint_bytes(parameters: int, lora_rank: int = 0) -> float:
-    """Of one checkpoint: fp32 weights and two moments of Adam, and an exported copy in fp32; with LoRA the fp32
-    weights, beside which the adapter's are little."""
+    """Bytes of a checkpoint: fp32 weights, two moments of Adam and an exported copy in fp32; with LoRA only the fp32
+    weights (the adapter's are small)."""
     return parameters * (4 if lora_rank else 16)
 
 

@@ -177,7 +177,7 @@ def functions(tools: list[dict]) -> dict[str, dict]:
 
 
 def matched(made: list[dict], expected: list[dict], tools: list[dict]) -> int:
-    """How many calls of ``made`` find a partner of their own in ``expected``, in any order, at most.
+    """Size of the largest one-to-one matching of equal calls between ``made`` and ``expected``, in any order.
 
     A maximum matching (Hopcroft and Karp 1973): "equals" is not transitive (1 and 1.0 may stand where 1.0 is
     expected, only 1 where 1 is), so that taking the first partner at hand may leave out a pair.

@@ -1,4 +1,4 @@
-"""What is on disk of a run: its folder, checkpoints and metrics. DPO writes them as verl does."""
+"""A run on disk: its folder, checkpoints and metrics. DPO writes them as verl does."""
 
 import difflib
 import json
@@ -35,21 +35,21 @@ def read_metrics(run_dir: Path) -> dict[int, dict[str, float]]:
 
 
 def next_metrics_file(run_dir: Path) -> Path:
-    """Path for the metrics of the coming launch."""
+    """Path for the metrics of the next launch."""
     folder = run_dir / "metrics"
     folder.mkdir(parents=True, exist_ok=True)
     return folder / f"{len(list(folder.glob('*.jsonl'))):03}.jsonl"
 
 
 def record(run_dir: Path, kind: str, mark: str, s: Settings, start: str, arguments: list[str]) -> None:
-    """Note in ``run_dir`` what it is made with: ``kind`` ("rl" or "sft"), settings, the model it starts from."""
+    """Record in ``run_dir`` how it is trained: ``kind`` ("rl" or "sft"), settings, the model it starts from."""
     values = {"kind": kind, "fingerprint": mark, "settings": asdict(s), "start": start}
     values["arguments"] = [masked(argument) for argument in arguments]
     write_json(run_dir / "settings.json", values)
 
 
 def recorded(run_dir: Path) -> dict:
-    """What ``record`` noted; empty where nothing was."""
+    """What ``record`` wrote; empty without a record."""
     return read_json(run_dir / "settings.json")
 
 
@@ -184,7 +184,7 @@ def rl_dir(s: Settings, arguments: list[str], number: int = 1, start: str = "") 
 
 
 def rounds(s: Settings, arguments: list[str]) -> list[Path]:
-    """Folders of the rounds up to SELF_PLAY_ROUNDS that have begun; the first in any case."""
+    """Folders of the rounds up to SELF_PLAY_ROUNDS that have begun, always with the first."""
     found = [rl_dir(s, arguments)]
     while len(found) < s.SELF_PLAY_ROUNDS and last_step(found[-1]) >= s.STEPS:
         following = rl_dir(s, arguments, len(found) + 1, str(hf_folder(found[-1])))

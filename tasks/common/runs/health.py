@@ -11,11 +11,11 @@ from statistics import median
 
 from tasks.common.settings import HEALTH_RULES, Settings
 
-ENTROPY = 0.01  # nats a token
+ENTROPY = 0.01  # nats per token
 KL = (1e-4, 0.1)  # to the reference model
 KL_STEPS = 10  # in a row below the band: at the start the policy is the reference
 SPIKE = 5  # times the median gradient norm of the steps before
-SPIKE_STEPS = 5  # that there must be before
+SPIKE_STEPS = 5  # steps needed before the first check
 BEFORE = 50  # steps before a step that its rules consider
 TRUNCATED = 0.3  # share of the responses
 REWARD_STEPS = 3  # in a row with no reward at all
@@ -23,7 +23,7 @@ REWARD_STEPS = 3  # in a row with no reward at all
 
 @dataclass(frozen=True)
 class Finding:
-    """``rule`` fired at ``step``; ``text`` says what was seen, the likely cause and the variable to turn."""
+    """``rule`` fired at ``step``; ``text`` says what was seen, the likely cause and the variable to change."""
 
     rule: str
     step: int
@@ -50,7 +50,7 @@ class AbortedError(RuntimeError):
 
 
 def aborted_by(metrics: dict[int, dict], s: Settings) -> Finding | None:
-    """What ABORT_ON ends a training for: a finding of its rules at the last step of ``metrics``."""
+    """The finding that ends a training: of a rule in ABORT_ON, at the last step of ``metrics``."""
     last = max(metrics, default=0)
     chosen = s.ABORT_ON.split(",")
     return next((each for each in findings(metrics, s) if each.step == last and each.rule in chosen), None)
@@ -80,7 +80,7 @@ def _collapse(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
 
 
 def _kl_of(row: dict) -> float | None:
-    """KL to the reference model: of the loss (GRPO and its kin), or of the penalty on the reward (PPO)."""
+    """KL to the reference model: of the loss (GRPO and similar methods), or of the penalty on the reward (PPO)."""
     return row.get("actor/kl_loss", row.get("actor/reward_kl_penalty"))
 
 

@@ -1,4 +1,4 @@
-"""What each launch of a run was made with: <run>/launches/000 and on, written before the trainer starts.
+"""The record of each launch of a run: <run>/launches/000 and on, written before the trainer starts.
 
 launch.json has the settings, the trainer's command line, git's state, digests of data and task, seeds and date;
 config.yaml the trainer's resolved config, packages.txt what `pip freeze` says, changes.diff the uncommitted changes.
@@ -38,7 +38,7 @@ _IN_URL = re.compile(r"(\w://)[^/@\s\"']+@")
 
 
 def masked(text: str) -> str:
-    """``text`` without the values of what is named as a secret (``api_key=...``), or stands before a URL's host."""
+    """``text`` without the values of secrets (``api_key=...``) and without passwords in URLs."""
     return _IN_URL.sub(rf"\g<1>{MASK}@", _ASSIGNED.sub(rf"\g<1>{MASK}", text))
 
 
@@ -108,7 +108,7 @@ def read(launch: Path) -> dict:
 
 
 def now(task_dir: Path) -> dict:
-    """What of a record can be said of this moment, in its form."""
+    """The present state of code and packages, in the form of a record."""
     git, diff = git_state(ROOT)
     task = digests(task_dir, "*.py", "train.sh")
     own = {"python": platform.python_version(), "git": git, "changes": masked(diff), "task": task}
@@ -124,7 +124,7 @@ def packages() -> list[str]:
 
 
 def git_state(root: Path) -> tuple[dict, str]:
-    """What git says of ``root``: commit and names of untracked files, or why it says nothing; `git diff HEAD`."""
+    """State of git in ``root``: commit and untracked files, or why there is none; and `git diff HEAD`."""
     try:
         commit = _git(root, "rev-parse", "HEAD").strip()
         diff = _git(root, "diff", "HEAD", "--no-color", "--no-ext-diff", "--", ".")
@@ -137,7 +137,7 @@ def git_state(root: Path) -> tuple[dict, str]:
 
 
 def _git(root: Path, *arguments: str) -> str:
-    """Output of git; it takes no lock, for others may be working in the repository."""
+    """Output of git, which takes no lock: others may be working in the repository."""
     return subprocess.run(
         ["git", "-C", root, *arguments],
         env=os.environ | {"GIT_OPTIONAL_LOCKS": "0"},

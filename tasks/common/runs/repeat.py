@@ -1,4 +1,4 @@
-"""`make repeat RUN=name`: train again as a run was trained, from its record (launches.py), into a run of another name.
+"""`make repeat RUN=name`: train again with the recorded settings of a run (launches.py), under a new name.
 
 It checks stack and data, says what is not as it was, and becomes the task's train.sh with the recorded settings.
 """
@@ -106,12 +106,12 @@ def _complete(run_dir: Path) -> bool:
 
 
 def different_data(then: dict[str, str], now: dict[str, str]) -> str:
-    """Names of the files of data that are not as they were; empty if all are."""
+    """Names of the data files that have changed; empty if none has."""
     return ", ".join(name for name in sorted(then.keys() | now.keys()) if then.get(name) != now.get(name))
 
 
 def differences(then: dict, now: dict) -> list[str]:
-    """What of code and packages is not as in the record ``then``, a few words each."""
+    """Changes of code and packages since the record ``then``, a few words each."""
     found = []
     left, right = then["git"], now["git"]
     if left.get("commit") != right.get("commit"):
@@ -151,7 +151,7 @@ def main() -> None:
     task_dir = Path(__file__).resolve().parents[2] / run_dir.parent.name
     train_sh = task_dir / "train.sh"
     if not train_sh.is_file():
-        raise SettingsError(f"RUN={name}: its task is no more: there is no {train_sh}")
+        raise SettingsError(f"RUN={name}: its task is gone: there is no {train_sh}")
     unknown = [f"{key} (not in the record)" for key in not_kept(made, train_sh, environ)]
     if not_as_it_was := differences(launch, launches.now(task_dir)) + unknown:
         print(f"warning: not as it was: {'; '.join(not_as_it_was)}")
