@@ -21,12 +21,11 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 
 from tasks.common.data.rows import DataError, rl_row, rl_schema, write_parquet
-from tasks.common.evaluation.main import STOPPED
+from tasks.common.evaluation.main import STOPPED, summarized
 from tasks.common.evaluation.rollouts import TOO_LONG, Rollout
-from tasks.common.evaluation.sample import Job, Scoring, report_errors, sample_here, sampled, sampling
+from tasks.common.evaluation.sample import Job, Scoring, report_errors, sample_here, sampling
 from tasks.common.evaluation.statistics import Estimate, bootstrap_mean, proportion
-from tasks.common.evaluation.tables import show_table
-from tasks.common.files import write_json
+from tasks.common.evaluation.tables import comparison_rows, show_table
 from tasks.common.process import errors_in_one_line, interrupt_on_sigterm
 from tasks.common.rewards.answers import reward_function
 from tasks.common.rewards.tool_calls import Malformed, parse_response
@@ -220,12 +219,11 @@ def changes(base: list[Rollout], trained: list[Rollout]) -> dict[str, Estimate]:
 def table_rows(summaries: dict[str, dict], change: dict[str, Estimate] | None) -> list[list[str]]:
     """A row a metric: its name, its number of prompts, each model's estimate, the change from the model before."""
     (first, *_) = summaries.values()
+    estimates = {name: cells for name, *cells in comparison_rows(summaries)}
     rows = []
     for name in (*AST, "AST mean", "irrelevance", "unreadable", "truncated"):
-        cells = [name, str(first["prompts"].get(name, ""))]
-        for summary in summaries.values():
-            value = summary["metrics"].get(name)
-            cells.append(str(Estimate(**value)) if value else "-")
+        missing = ["-"] * len(summaries)
+        cells = [name, str(first["prompts"].get(name, "")), *estimates.get(name, missing)]
         if change is not None:
             by = change.get(name)
             cells.append(f"{by.value:+.3f} [{by.low:.3f}, {by.high:.3f}]" if by else "-")
@@ -248,13 +246,7 @@ def evaluate(s: Settings, scoring: Scoring, models: dict[str, str]) -> int:
         label: Job(model, str(data), limit, how, gpu_memory_utilization=s.GPU_MEMORY_UTILIZATION)
         for label, model in models.items()
     }
-    rollouts, any_sampled = sampled(jobs, root, scoring)
-    summaries = {label: summarize(rollouts[label]) for label in models}
-    for label, job in jobs.items():
-        write_json(job.folder(root) / "summary.json", {"model": job.model, **summaries[label]})
-        print(f"  {label}: {job.model}\n    {job.folder(root)}")
-    if not any_sampled:
-        print("  up to date: nothing to sample")
+    rollouts, summaries = summarized(jobs, root, scoring, summarize)
     labels = list(models)
     change = changes(rollouts[labels[-2]], rollouts[labels[-1]]) if len(labels) > 1 else None
     header = ["category", "prompts", *labels, *([f"{labels[-1]} - {labels[-2]}, paired"] if change else [])]

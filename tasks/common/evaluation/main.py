@@ -10,8 +10,8 @@ from pathlib import Path
 
 from tasks.common.data.rows import DataError
 from tasks.common.evaluation import batch, chat, compare, experiment, probe, self_samples
-from tasks.common.evaluation.rollouts import in_order, read_rollouts, rescored, write_rollouts
-from tasks.common.evaluation.sample import Scoring, report_errors, sample_here, sampled, test_job
+from tasks.common.evaluation.rollouts import Rollout, in_order, read_rollouts, rescored, write_rollouts
+from tasks.common.evaluation.sample import Job, Scoring, report_errors, sample_here, sampled, test_job
 from tasks.common.evaluation.summary import OwnMetrics, differences, summarize
 from tasks.common.evaluation.tables import comparison_rows, show_table, sizes
 from tasks.common.files import write_json
@@ -35,15 +35,9 @@ def evaluate(s: Settings, command: Command, scoring: Scoring, models: dict[str, 
     summary.json beside each model's rollouts. Returns the number of completions on which the reward raised."""
     root = artifacts() / "eval" / s.TASK
     jobs = {label: test_job(s, model) for label, model in models.items()}
-    all_rollouts, any_sampled = sampled(jobs, root, scoring)
-    summaries = {}
-    for label, job in jobs.items():
-        summaries[label] = summarize(all_rollouts[label], scoring.own_metrics)
-        write_json(job.folder(root) / "summary.json", {"model": job.model, **summaries[label]})
-        if command.STAGE == "eval":
-            print(f"  {label}: {job.model}\n    {job.folder(root)}")
-    if not any_sampled:
-        print("  up to date: nothing to sample")
+    all_rollouts, summaries = summarized(
+        jobs, root, scoring, lambda rollouts: summarize(rollouts, scoring.own_metrics), command.STAGE == "eval"
+    )
     labels = list(models)
     changes = None
     if len(labels) > 1:
@@ -53,6 +47,22 @@ def evaluate(s: Settings, command: Command, scoring: Scoring, models: dict[str, 
     title = f"{s.TASK}: {sizes(summaries[labels[-1]])}; mean [95 % interval]"
     show_table(title, header, rows)
     return report_errors([r for rollouts in all_rollouts.values() for r in rollouts])
+
+
+def summarized(
+    jobs: dict[str, Job], root: Path, scoring: Scoring, summary: Callable[[list[Rollout]], dict], shown: bool = True
+) -> tuple[dict[str, list[Rollout]], dict[str, dict]]:
+    """Rollouts and ``summary`` of each job, by label; the summary is written beside the rollouts. ``shown``: print
+    where."""
+    rollouts, any_sampled = sampled(jobs, root, scoring)
+    summaries = {label: summary(rollouts[label]) for label in jobs}
+    for label, job in jobs.items():
+        write_json(job.folder(root) / "summary.json", {"model": job.model, **summaries[label]})
+        if shown:
+            print(f"  {label}: {job.model}\n    {job.folder(root)}")
+    if not any_sampled:
+        print("  up to date: nothing to sample")
+    return rollouts, summaries
 
 
 def rescore(s: Settings, command: Command, scoring: Scoring) -> int:
