@@ -63,20 +63,18 @@ def begin(run_dir: Path, s: Settings, command: list[str], config: dict | None = 
     partial = folder / f".{number}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    git, diff = git_state(ROOT)
-    (partial / "packages.txt").write_text("".join(f"{line}\n" for line in packages()))
-    (partial / "changes.diff").write_text(masked(diff))
+    record = now(s.task_dir)
+    (partial / "packages.txt").write_text("".join(f"{line}\n" for line in record.pop("packages")))
+    (partial / "changes.diff").write_text(record.pop("changes"))
     if config is not None:
         write_config(partial, config)
     write_json(
         partial / "launch.json",
-        {
+        record
+        | {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "stack": s.STACK,
-            "python": platform.python_version(),
             "command": [masked(word) for word in command],
-            "git": git,
-            "task": digests(s.task_dir, "*.py", "train.sh"),
             "data": data_digests(s.data_dir, s.TRAIN_FILE, s.PAIRS_FILE),
             "seeds": {"SEED": s.SEED, "EVAL_SEED": s.EVAL_SEED},
             "judge": judge_settings(),
