@@ -61,36 +61,30 @@ def distribution(values: pd.Series) -> dict:
 
 def verdicts(accuracy: float, variance: float, entropy: float, zero_variance: float, truncated: float) -> list[Verdict]:
     """The values against the thresholds that practitioners use; all but entropy (nats) and variance are shares."""
-    if accuracy < 0.05:
-        words = "too hard for this model: do SFT first, or take easier data or a stronger model"
-    elif accuracy < 0.1:
-        words = "low: few samples are right to learn from; SFT first or easier data would help"
-    elif accuracy <= 0.8:
-        words = "good: right and wrong samples to tell apart"
-    elif accuracy <= 0.95:
-        words = "high: little is left to learn; harder data, or FILTER=1"
-    else:
-        words = "too easy for this model: take harder data"
-    found = [Verdict("accuracy", accuracy, "0.10 to 0.80", 0.1 <= accuracy <= 0.8, words)]
-    good = variance > 0.05
-    words = "good: the samples of a prompt differ in reward" if good else "low: the samples of a prompt score alike"
-    found.append(Verdict("reward variance", variance, "above 0.05", good, words))
-    good = 0.2 <= entropy <= 0.8
-    words = "good: it explores"
-    if not good:
-        words = (
-            "low: it repeats itself, RL finds nothing new" if entropy < 0.2 else "high: it guesses; SFT first sharpens"
-        )
-    found.append(Verdict("entropy (nats)", entropy, "0.20 to 0.80", good, words))
-    good = zero_variance < 0.5
-    words = "these groups give GRPO no gradient" + (
-        "" if good else ": FILTER=1 leaves out what is never or always right"
-    )
-    found.append(Verdict("groups with zero variance", zero_variance, "below 0.50", good, words))
-    good = truncated < 0.3
-    words = "few responses are cut" if good else "cut at MAX_RESPONSE_LENGTH: raise it, or the reward sees no answer"
-    found.append(Verdict("truncated", truncated, "below 0.30", good, words))
-    return found
+    accuracy_words = (
+        "too hard for this model: do SFT first, or take easier data or a stronger model",
+        "low: few samples are right to learn from; SFT first or easier data would help",
+        "good: right and wrong samples to tell apart",
+        "high: little is left to learn; harder data, or FILTER=1",
+        "too easy for this model: take harder data",
+    )[(accuracy >= 0.05) + (accuracy >= 0.1) + (accuracy > 0.8) + (accuracy > 0.95)]
+    variance_words = ("low: the samples of a prompt score alike", "good: the samples of a prompt differ in reward")
+    entropy_words = (
+        "low: it repeats itself, RL finds nothing new",
+        "good: it explores",
+        "high: it guesses; SFT first sharpens",
+    )[(entropy >= 0.2) + (entropy > 0.8)]
+    groups = "these groups give GRPO no gradient"
+    zero_words = (f"{groups}: FILTER=1 leaves out what is never or always right", groups)
+    cut_words = ("cut at MAX_RESPONSE_LENGTH: raise it, or the reward sees no answer", "few responses are cut")
+    good = variance > 0.05, 0.2 <= entropy <= 0.8, zero_variance < 0.5, truncated < 0.3
+    return [
+        Verdict("accuracy", accuracy, "0.10 to 0.80", 0.1 <= accuracy <= 0.8, accuracy_words),
+        Verdict("reward variance", variance, "above 0.05", good[0], variance_words[good[0]]),
+        Verdict("entropy (nats)", entropy, "0.20 to 0.80", good[1], entropy_words),
+        Verdict("groups with zero variance", zero_variance, "below 0.50", good[2], zero_words[good[2]]),
+        Verdict("truncated", truncated, "below 0.30", good[3], cut_words[good[3]]),
+    ]
 
 
 VERDICT_HEADER = ["", "", "value", "good", "what it means"]
