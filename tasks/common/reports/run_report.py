@@ -30,7 +30,7 @@ from tasks.common.runs import launches
 from tasks.common.runs.folder import all_runs, lineage, named, read_metrics, recorded
 from tasks.common.runs.health import findings, newest_by_rule
 from tasks.common.runs.launches import masked, masked_values
-from tasks.common.runs.repeat import check, commit_text, different_data, handed_on
+from tasks.common.runs.repeat import changed_files, check, commit_text, handed_on
 from tasks.common.settings import ROOT, Command, Settings, SettingsError, artifacts
 from tasks.common.text import one_line, printable
 
@@ -204,7 +204,7 @@ def data(run_dir: Path, made: dict, launch: dict | None) -> Section:
         lines.append(f"no manifest in {folder}: make data TASK={task}")
     else:
         own_files = (made["settings"].get("TRAIN_FILE", ""), made["settings"].get("PAIRS_FILE", ""))
-        changed = then is not None and different_data(then, launches.data_digests(folder, *own_files))
+        changed = then is not None and changed_files(then, launches.data_digests(folder, *own_files))
         if changed:
             lines.append(f"what is in {folder} now is not what the run was trained on ({changed} differ)")
         else:

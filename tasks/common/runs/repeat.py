@@ -105,8 +105,8 @@ def _complete(run_dir: Path) -> bool:
     return last_step(last) >= made["settings"]["STEPS"]
 
 
-def different_data(then: dict[str, str], now: dict[str, str]) -> str:
-    """Names of the data files that have changed; empty if none has."""
+def changed_files(then: dict[str, str], now: dict[str, str]) -> str:
+    """Names of the files whose digest has changed; empty if none has."""
     return ", ".join(name for name in sorted(then.keys() | now.keys()) if then.get(name) != now.get(name))
 
 
@@ -118,9 +118,8 @@ def differences(then: dict, now: dict) -> list[str]:
         found.append(f"commit {commit_text(left)} -> {commit_text(right)}")
     if (then["changes"], left.get("untracked")) != (now["changes"], right.get("untracked")):
         found.append("uncommitted changes")
-    files = [name for name in sorted(then["task"] | now["task"]) if then["task"].get(name) != now["task"].get(name)]
-    if files:
-        found.append(f"the task's {', '.join(files)}")
+    if files := changed_files(then["task"], now["task"]):
+        found.append(f"the task's {files}")
     if then["python"] != now["python"]:
         found.append(f"Python {then['python']} -> {now['python']}")
     if changed := package_changes(then["packages"], now["packages"]):
@@ -162,7 +161,7 @@ def main() -> None:
     now = launches.data_digests(
         artifacts() / "data" / run_dir.parent.name, settings["TRAIN_FILE"], settings["PAIRS_FILE"]
     )
-    if changed := different_data(launch["data"], now):
+    if changed := changed_files(launch["data"], now):
         raise SettingsError(f"RUN={name}: was trained on other data than there is now ({changed} differ)")
     os.execvpe("bash", ["bash", str(train_sh), *made["arguments"]], environ | {"STAGE": "train"})
 
