@@ -18,7 +18,18 @@ from hypothesis import strategies as st
 from tasks.common.rewards.answers import RewardError
 from tasks.econ_agent import evaluate, prepare_data, retrieval, simulate
 from tasks.econ_agent.reward import BASKET, compute_score, decision_score, targets
-from tasks.econ_agent.simulation import Economy, Month, Parameters, behave, gini, income_tax, indicators, taylor_rate
+from tasks.econ_agent.simulation import (
+    FLOOR,
+    PRICE_STEP,
+    WAGE_STEP,
+    Economy,
+    Month,
+    behave,
+    gini,
+    income_tax,
+    indicators,
+    taylor_rate,
+)
 from tests.helpers import ROOT, exported
 
 quick = settings(max_examples=200, deadline=None, database=None)
@@ -127,14 +138,14 @@ def test_a_broken_ground_truth_or_variant_is_said(truth, variant, message):
     ],
 )
 def test_tax_by_hand(income, tax):
-    assert income_tax(np.array([income]), Parameters())[0] == pytest.approx(tax)
+    assert income_tax(np.array([income]))[0] == pytest.approx(tax)
 
 
 @quick
 @given(st.lists(st.floats(0, 1e6), min_size=2, max_size=9))
 def test_tax_is_progressive_and_takes_no_more_than_the_income(incomes):
     incomes = np.sort(incomes)
-    tax = income_tax(incomes, Parameters())
+    tax = income_tax(incomes)
     assert np.all(tax >= 0)
     assert np.all(tax <= 0.37 * incomes + 1e-6)
     assert np.all(np.diff(incomes - tax) >= -1e-6)
@@ -144,7 +155,7 @@ def test_tax_is_progressive_and_takes_no_more_than_the_income(incomes):
     ("inflation", "unemployment", "rate"), [(0.02, 0.04, 0.03), (0.06, 0.04, 0.05), (0.02, 0.10, 0.0), (-0.5, 0.5, 0.0)]
 )
 def test_taylor_rule_by_hand(inflation, unemployment, rate):
-    assert taylor_rate(inflation, unemployment, Parameters()) == pytest.approx(rate)
+    assert taylor_rate(inflation, unemployment) == pytest.approx(rate)
 
 
 @pytest.mark.parametrize(
@@ -159,8 +170,7 @@ def test_gini_by_hand(values, expected):
     st.integers(0, 10**9), st.integers(1, 12), st.integers(1, 30), st.sampled_from(["behave", "all", "none", "random"])
 )
 def test_money_and_goods_are_conserved(seed, agents, months, policy):
-    p = Parameters(agents=agents)
-    economy, rng = Economy(seed, p), np.random.default_rng(seed)
+    economy, rng = Economy(seed, agents), np.random.default_rng(seed)
     for _ in range(months):
         savings, stock, wage, price = economy.savings.copy(), economy.stock, economy.wage.copy(), economy.price
         decisions = {
@@ -178,9 +188,9 @@ def test_money_and_goods_are_conserved(seed, agents, months, policy):
         assert economy.stock + month.spending / price == pytest.approx(stock + month.output, rel=1e-9, abs=1e-6)
         assert month.wages == pytest.approx(168 * wage[economy.worked].sum())
         assert month.output == 168 * economy.worked.sum()
-        assert abs(month.inflation) <= p.price_step + 1e-12
-        assert np.all(np.abs(economy.wage / wage - 1) <= p.wage_step + 1e-12)
-        assert economy.price >= p.floor
+        assert abs(month.inflation) <= PRICE_STEP + 1e-12
+        assert np.all(np.abs(economy.wage / wage - 1) <= WAGE_STEP + 1e-12)
+        assert economy.price >= FLOOR
         assert all(math.isfinite(value) for value in asdict(month).values())
 
 
@@ -206,7 +216,7 @@ def test_interest_is_paid_once_a_year_at_the_rate_that_the_taylor_rule_set():
     assert history[0].interest == pytest.approx(0.03)
     year = history[11].price / Economy(1).price - 1
     unemployment = np.mean([m.unemployment for m in history[:12]])
-    assert history[12].interest == pytest.approx(taylor_rate(year, unemployment, Parameters()))
+    assert history[12].interest == pytest.approx(taylor_rate(year, unemployment))
     before_interest = paid[11] / history[11].interest
     assert before_interest > 0
 

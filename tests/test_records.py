@@ -181,7 +181,7 @@ def test_the_digest_of_data_is_of_what_it_holds(tmp_path):
     (tmp_path / "test.parquet").touch()
     (tmp_path / "own.jsonl").touch()
     now = launches.data_digests(tmp_path, str(tmp_path / "own.jsonl"), "")
-    assert repeat.different_data(before, now) == f"{tmp_path}/own.jsonl, manifest.json, test.parquet"
+    assert repeat.changed_files(before, now) == f"{tmp_path}/own.jsonl, manifest.json, test.parquet"
 
 
 def test_the_arguments_of_trl_are_a_config_without_a_path_to_the_machine(settings, tmp_path):

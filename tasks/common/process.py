@@ -1,4 +1,4 @@
-"""Run one engine process: its noise to a log file, its progress to the screen, and nothing of it left behind."""
+"""Run one engine process: output to a log file, progress on the screen, and no process left behind."""
 
 import contextlib
 import ctypes
@@ -192,6 +192,20 @@ def die_with_torchrun() -> None:
     """In a worker of torchrun: end when torchrun does, which, killed, leaves its workers training. Else nothing."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent()
+
+
+@contextlib.contextmanager
+def errors_in_one_line(*kinds: type[Exception], stopped: str = "") -> Iterator[None]:
+    """End the command as a user expects. An error of ``kinds``, of a stage or of a file becomes a line and exit code 1;
+    Ctrl-C prints ``stopped`` and gives exit code 130."""
+    try:
+        yield
+    except (StageFailed, OSError, *kinds) as error:
+        sys.exit(f"error: {error if isinstance(error, StageFailed) else ' '.join(str(error).split())}")
+    except KeyboardInterrupt:
+        if stopped:
+            print(f"\n{stopped}", file=sys.stderr)
+        sys.exit(130)
 
 
 def interrupt_on_sigterm() -> None:

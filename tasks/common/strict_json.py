@@ -1,5 +1,6 @@
-"""Hooks for ``json`` that refuse what its reader lets pass: keys given twice, numbers beyond a float, NaN, Infinity."""
+"""Strict JSON: refuses what ``json`` accepts, such as repeated keys, numbers beyond a float, NaN and Infinity."""
 
+import json
 import math
 from typing import NoReturn
 
@@ -23,3 +24,14 @@ def finite(text: str) -> float:
 def no_constant(name: str) -> NoReturn:
     """``parse_constant``: raises ValueError for NaN, Infinity and -Infinity."""
     raise ValueError(f"the number {name[:20]}")
+
+
+DECODER = json.JSONDecoder(object_pairs_hook=once, parse_float=finite, parse_constant=no_constant)
+
+
+def deeper_than(value: object, levels: int) -> bool:
+    """Whether objects and lists are nested in ``value`` more than ``levels`` deep."""
+    level = [value]
+    for _ in range(levels):
+        level = [x for v in level for x in (v.values() if isinstance(v, dict) else v if isinstance(v, list) else ())]
+    return any(isinstance(v, dict | list) for v in level)

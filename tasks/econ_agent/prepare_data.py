@@ -11,7 +11,7 @@ from tasks.econ_agent.retrieval import Memory, Shot, roll_out
 from tasks.econ_agent.reward import BASKET, targets
 from tasks.econ_agent.simulation import Economy, State, behave
 
-MONTHS = 36  # a state comes from one of the first so many
+MONTHS = 36  # a state comes from one of the first MONTHS months
 STREAM = 1  # of the seed: see retrieval.STREAM
 SHOTS = {"easy": 1, "hard": 3}
 
@@ -69,7 +69,7 @@ def states(seed: int) -> Iterator[State]:
         economy, rng = Economy((seed, STREAM, number)), np.random.default_rng((seed, STREAM, number, 1))
         for _ in range(rng.integers(MONTHS)):
             economy.step(*behave(economy, rng))
-        yield economy.states()[rng.integers(economy.parameters.agents)]
+        yield economy.states()[rng.integers(economy.agents)]
 
 
 def example(state: State, memory: Memory, difficulty: str) -> prepare.Example:

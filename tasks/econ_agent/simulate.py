@@ -18,7 +18,7 @@ from tasks.common.evaluation.rollouts import SAMPLED, TOO_LONG
 from tasks.common.evaluation.sample import sampling
 from tasks.common.evaluation.tables import markdown_table, show_table
 from tasks.common.files import write_json, written_beside
-from tasks.common.process import Progress, StageFailed, interrupt_on_sigterm, run
+from tasks.common.process import Progress, StageFailed, errors_in_one_line, interrupt_on_sigterm, run
 from tasks.common.settings import (
     Settings,
     SettingsError,
@@ -31,7 +31,7 @@ from tasks.common.settings import (
 from tasks.econ_agent.prepare_data import SHOTS, SYSTEM, prompt
 from tasks.econ_agent.retrieval import Memory, roll_out
 from tasks.econ_agent.reward import read_decision
-from tasks.econ_agent.simulation import Economy, Month, Parameters, indicators
+from tasks.econ_agent.simulation import Economy, Month, indicators
 
 STREAM = 2  # of the seed: see retrieval.STREAM
 RULE = "rule"  # the label of the policy that decides by the reward's targets
@@ -75,7 +75,7 @@ def model_policy(engine, how: engines.Sampling, memory: Memory, difficulty: str,
 def simulate(policy: Policy, agents: int, months: int, seed: tuple[int, ...]) -> Iterator[tuple[Month, int]]:
     """Each month of an economy in which all ``agents`` follow ``policy``, with its number of missing decisions. The
     same seed is the same economy and luck for every policy."""
-    economy = Economy(seed, Parameters(agents=agents))
+    economy = Economy(seed, agents)
     for _ in range(months):
         work, consumption, missing = policy(economy)
         yield economy.step(work, consumption), missing
@@ -180,15 +180,11 @@ def main() -> None:
     """``LABEL=MODEL ...``, or, called by it, ``sample FOLDER LABEL=MODEL ...``."""
     interrupt_on_sigterm()
     arguments = sys.argv[1:]
-    try:
+    with errors_in_one_line(SettingsError, DataError):
         if arguments[:1] == ["sample"]:
             sample_months(Path(arguments[1]), _labels(arguments[2:]))
         else:
             simulate_models(_labels(arguments))
-    except (SettingsError, DataError, StageFailed, OSError) as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
 
 
 def _labels(arguments: list[str]) -> dict[str, str]:

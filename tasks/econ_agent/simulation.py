@@ -5,7 +5,7 @@ make goods, income is taxed and the tax shared out, goods are bought while there
 gap between demand and supply. Once a year savings earn interest, and a Taylor rule sets the next rate.
 """
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 
 import numpy as np
 
@@ -14,42 +14,25 @@ from tasks.econ_agent.reward import targets
 YEAR = 12
 
 
-@dataclass(frozen=True)
-class Parameters:
-    """Units: $ and months unless named. "EconAgent": arXiv 2310.10436 and its config.yaml.
-
-    ``agents``: workers. EconAgent has 100.
-    ``hours``: of a month's work; EconAgent.
-    ``wage_median``, ``wage_sigma``: hourly wages are lognormal. Median $18.58 and mean $24.98 (U.S. Bureau of Labor
-    Statistics, OEWS May 2018) give sigma = sqrt(2 ln(24.98 / 18.58)). EconAgent draws from a Pareto distribution.
-    ``savings_median``, ``savings_sigma``: savings at the start in months of a worker's income, lognormal. Ours, so that
-    workers differ from the first month on; EconAgent starts from 0.
-    ``productivity``: goods an hour; EconAgent. A good costs the mean hourly wage at the start, as there.
-    ``price_step``, ``wage_step``: largest change a month at a gap of 1; EconAgent.
-    ``floor``: of price and hourly wage, $; EconAgent.
-    ``natural_interest``, ``inflation_target``, ``natural_unemployment``, ``inflation_weight``,
-    ``unemployment_weight``: of the Taylor rule, rates a year; EconAgent.
-    ``bracket_from``, ``bracket_rates``: monthly income tax. EconAgent's brackets, there and in AI Economist named after
-    2018; the rates are those of 2018, the limits (a year's over 12) the US ones of 2019 for a single filer.
-    """
-
-    agents: int = 20
-    hours: float = 168.0
-    wage_median: float = 18.58
-    wage_sigma: float = 0.77
-    savings_median: float = 1.0
-    savings_sigma: float = 2.0
-    productivity: float = 1.0
-    price_step: float = 0.10
-    wage_step: float = 0.05
-    floor: float = 1.0
-    natural_interest: float = 0.01
-    inflation_target: float = 0.02
-    natural_unemployment: float = 0.04
-    inflation_weight: float = 0.5
-    unemployment_weight: float = 0.5
-    bracket_from: tuple[float, ...] = tuple(x / YEAR for x in (0, 9700, 39475, 84200, 160725, 204100, 510300))
-    bracket_rates: tuple[float, ...] = (0.10, 0.12, 0.22, 0.24, 0.32, 0.35, 0.37)
+# Units: $ and months unless named. "EconAgent": arXiv 2310.10436 and its config.yaml.
+AGENTS = 20  # workers; EconAgent has 100
+HOURS = 168.0  # of a month's work; EconAgent
+# Hourly wages are lognormal. Median $18.58 and mean $24.98 (U.S. Bureau of Labor Statistics, OEWS May 2018) give
+# sigma = sqrt(2 ln(24.98 / 18.58)). EconAgent draws from a Pareto distribution.
+WAGE_MEDIAN, WAGE_SIGMA = 18.58, 0.77
+# Savings at the start in months of a worker's income, lognormal, so that workers differ from the first month on;
+# EconAgent starts from 0.
+SAVINGS_MEDIAN, SAVINGS_SIGMA = 1.0, 2.0
+PRODUCTIVITY = 1.0  # goods an hour; EconAgent. A good costs the mean hourly wage at the start, as there
+PRICE_STEP, WAGE_STEP = 0.10, 0.05  # largest change per month at a gap of 1; EconAgent
+FLOOR = 1.0  # of price and hourly wage, $; EconAgent
+# Of the Taylor rule, rates per year; EconAgent.
+NATURAL_INTEREST, INFLATION_TARGET, NATURAL_UNEMPLOYMENT = 0.01, 0.02, 0.04
+INFLATION_WEIGHT = UNEMPLOYMENT_WEIGHT = 0.5
+# Monthly income tax. The limits (a year's over 12) are the US ones of 2019 for a single filer, the rates those of 2018,
+# as in EconAgent and AI Economist.
+BRACKET_FROM = np.array([0, 9700, 39475, 84200, 160725, 204100, 510300]) / YEAR
+BRACKET_RATES = np.array([0.10, 0.12, 0.22, 0.24, 0.32, 0.35, 0.37])
 
 
 @dataclass(frozen=True)
@@ -112,12 +95,10 @@ JOBS = ((12, "cook"), (15, "cashier"), (19, "driver"), (25, "clerk"), (33, "nurs
 LAST_JOB = "doctor"
 
 
-def income_tax(income: np.ndarray, parameters: Parameters) -> np.ndarray:
+def income_tax(income: np.ndarray) -> np.ndarray:
     """Tax on each monthly ``income`` (agents,), $: each bracket's rate on the part of the income within it."""
-    lower = np.array(parameters.bracket_from)
-    upper = np.append(lower[1:], np.inf)
-    within = np.clip(np.asarray(income)[..., None], lower, upper) - lower
-    return within @ np.array(parameters.bracket_rates)
+    upper = np.append(BRACKET_FROM[1:], np.inf)
+    return (np.clip(np.asarray(income)[..., None], BRACKET_FROM, upper) - BRACKET_FROM) @ BRACKET_RATES
 
 
 def gini(values: np.ndarray) -> float:
@@ -127,42 +108,37 @@ def gini(values: np.ndarray) -> float:
     return float((2 * np.arange(1, n + 1) - n - 1) @ ordered / (n * total)) if total > 0 else 0.0
 
 
-def taylor_rate(inflation: float, unemployment: float, p: Parameters) -> float:
+def taylor_rate(inflation: float, unemployment: float) -> float:
     """The interest rate a year, at least 0: ``r + t + a (inflation - t) + b (natural unemployment - unemployment)``."""
-    rate = p.natural_interest + p.inflation_target + p.inflation_weight * (inflation - p.inflation_target)
-    return max(rate + p.unemployment_weight * (p.natural_unemployment - unemployment), 0.0)
+    rate = NATURAL_INTEREST + INFLATION_TARGET + INFLATION_WEIGHT * (inflation - INFLATION_TARGET)
+    return max(rate + UNEMPLOYMENT_WEIGHT * (NATURAL_UNEMPLOYMENT - unemployment), 0.0)
 
 
-@dataclass
 class Economy:
     """The workers (arrays of shape (agents,)) and their market between two months. ``seed``: an integer or several;
     the random numbers of a month do not depend on what is decided, so policies meet the same luck."""
 
-    seed: int | tuple[int, ...]
-    parameters: Parameters = field(default_factory=Parameters)
-
-    def __post_init__(self):
-        p, self.rng = self.parameters, np.random.default_rng(self.seed)
-        self.wage = np.maximum(p.floor, p.wage_median * np.exp(p.wage_sigma * self.rng.standard_normal(p.agents)))
-        months = p.savings_median * np.exp(p.savings_sigma * self.rng.standard_normal(p.agents))
-        self.savings = months * p.hours * self.wage
-        self.name, self.age = self.rng.integers(len(NAMES), size=p.agents), self.rng.integers(20, 65, p.agents)
+    def __init__(self, seed: int | tuple[int, ...], agents: int = AGENTS):
+        self.agents, self.rng = agents, np.random.default_rng(seed)
+        self.wage = np.maximum(FLOOR, WAGE_MEDIAN * np.exp(WAGE_SIGMA * self.rng.standard_normal(agents)))
+        months = SAVINGS_MEDIAN * np.exp(SAVINGS_SIGMA * self.rng.standard_normal(agents))
+        self.savings = months * HOURS * self.wage
+        self.name, self.age = self.rng.integers(len(NAMES), size=agents), self.rng.integers(20, 65, agents)
         self.first_wage = self.wage.copy()
-        self.price = max(p.floor, float(self.wage.mean()))
+        self.price = max(FLOOR, float(self.wage.mean()))
         self.stock = 0.0
-        self.interest = p.natural_interest + p.inflation_target
+        self.interest = NATURAL_INTEREST + INFLATION_TARGET
         self.prices = [self.price]
         self.history: list[Month] = []
-        self.worked = self.rng.random(p.agents) >= p.natural_unemployment
-        self.spent = np.zeros(p.agents)
+        self.worked = self.rng.random(agents) >= NATURAL_UNEMPLOYMENT
+        self.spent = np.zeros(agents)
         self._pay()
 
     def _pay(self) -> None:
         """Income, tax and redistribution of those who worked; savings are not touched."""
-        p = self.parameters
-        self.earned = np.where(self.worked, p.hours * self.wage, 0.0)
-        self.tax = income_tax(self.earned, p)
-        self.redistribution = float(self.tax.sum()) / p.agents
+        self.earned = np.where(self.worked, HOURS * self.wage, 0.0)
+        self.tax = income_tax(self.earned)
+        self.redistribution = float(self.tax.sum()) / self.agents
 
     @property
     def unemployment(self) -> float:
@@ -176,8 +152,8 @@ class Economy:
 
     def income(self) -> np.ndarray:
         """What a month's work would bring each worker (agents,), after tax and last month's redistribution, $."""
-        pay = self.parameters.hours * self.wage
-        return pay - income_tax(pay, self.parameters) + self.redistribution
+        pay = HOURS * self.wage
+        return pay - income_tax(pay) + self.redistribution
 
     def targets(self) -> tuple[np.ndarray, np.ndarray]:
         """The reward's targets of work and consumption, each (agents,)."""
@@ -185,8 +161,6 @@ class Economy:
 
     def states(self) -> list[State]:
         """What each worker knows now."""
-        p = self.parameters
-        pay, income = p.hours * self.wage, self.income()
         shared = {
             "redistribution": float(round(self.redistribution)),
             "price": round(self.price, 2),
@@ -194,7 +168,7 @@ class Economy:
             "inflation": round(self.inflation, 3),
             "unemployment": round(self.unemployment, 3),
         }
-        own = {"pay": pay, "income": income, "earned": self.earned, "tax": self.tax}
+        own = {"pay": HOURS * self.wage, "income": self.income(), "earned": self.earned, "tax": self.tax}
         own |= {"spent": self.spent, "savings": self.savings}
         return [
             State(
@@ -205,28 +179,28 @@ class Economy:
                 **{name: float(round(values[i])) for name, values in own.items()},
                 **shared,
             )
-            for i in range(p.agents)
+            for i in range(self.agents)
         ]
 
     def step(self, work: np.ndarray, consumption: np.ndarray) -> Month:
         """One month in which each worker works with propensity ``work`` and offers the share ``consumption`` of savings
         and income for goods, both (agents,) in [0, 1]. Raises ValueError for other shapes and values."""
-        p, rng = self.parameters, self.rng
+        agents, rng = self.agents, self.rng
         work, consumption = np.asarray(work, float), np.asarray(consumption, float)
         for name, share in (("work", work), ("consumption", consumption)):
-            if share.shape != (p.agents,) or not np.all((share >= 0) & (share <= 1)):
-                raise ValueError(f"{name} must be {p.agents} numbers in [0, 1]")
-        luck, order = rng.random(p.agents), rng.permutation(p.agents)
-        wage_luck, price_luck = rng.random(p.agents), rng.random()
+            if share.shape != (agents,) or not np.all((share >= 0) & (share <= 1)):
+                raise ValueError(f"{name} must be {agents} numbers in [0, 1]")
+        luck, order = rng.random(agents), rng.permutation(agents)
+        wage_luck, price_luck = rng.random(agents), rng.random()
 
         self.worked = luck < work
         self._pay()
         self.savings = self.savings + self.earned - self.tax + self.redistribution
-        output = p.hours * p.productivity * float(self.worked.sum())
+        output = HOURS * PRODUCTIVITY * float(self.worked.sum())
         supply = self.stock + output
 
         demand = consumption * self.savings / self.price
-        before = np.empty(p.agents)  # goods that those ahead in the random order ask for
+        before = np.empty(agents)  # goods that those ahead in the random order ask for
         before[order] = np.cumsum(demand[order]) - demand[order]
         bought = np.clip(supply - before, 0.0, demand)
         self.spent = np.minimum(bought * self.price, self.savings)
@@ -235,9 +209,9 @@ class Economy:
 
         wanted = float(demand.sum())
         gap = (wanted - supply) / max(wanted, supply, 1e-9)  # in [-1, 1]
-        self.wage = np.maximum(p.floor, self.wage * (1 + wage_luck * p.wage_step * gap))
+        self.wage = np.maximum(FLOOR, self.wage * (1 + wage_luck * WAGE_STEP * gap))
         last_price = self.price
-        self.price = max(p.floor, self.price * (1 + price_luck * p.price_step * gap))
+        self.price = max(FLOOR, self.price * (1 + price_luck * PRICE_STEP * gap))
         self.prices.append(self.price)
 
         rate, interest_paid = self.interest, 0.0
@@ -245,7 +219,7 @@ class Economy:
             interest_paid = rate * float(self.savings.sum())
             self.savings = self.savings * (1 + rate)
             year = [m.unemployment for m in self.history[1 - YEAR :]] + [self.unemployment]
-            self.interest = taylor_rate(self.inflation, float(np.mean(year)), p)
+            self.interest = taylor_rate(self.inflation, float(np.mean(year)))
 
         month = Month(
             month=len(self.history) + 1,
@@ -257,7 +231,7 @@ class Economy:
             stock=self.stock,
             wages=float(self.earned.sum()),
             tax=float(self.tax.sum()),
-            redistributed=self.redistribution * p.agents,
+            redistributed=self.redistribution * agents,
             spending=float(self.spent.sum()),
             interest=rate,
             interest_paid=interest_paid,

@@ -21,12 +21,12 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 
 from tasks.common.data.rows import DataError, rl_row, rl_schema, write_parquet
+from tasks.common.evaluation.main import STOPPED, summarized
 from tasks.common.evaluation.rollouts import TOO_LONG, Rollout
-from tasks.common.evaluation.sample import Job, Scoring, report_errors, sample_here, sampled, sampling
+from tasks.common.evaluation.sample import Job, Scoring, report_errors, sample_here, sampling
 from tasks.common.evaluation.statistics import Estimate, bootstrap_mean, proportion
-from tasks.common.evaluation.tables import show_table
-from tasks.common.files import write_json
-from tasks.common.process import StageFailed, interrupt_on_sigterm
+from tasks.common.evaluation.tables import comparison_rows, show_table
+from tasks.common.process import errors_in_one_line, interrupt_on_sigterm
 from tasks.common.rewards.answers import reward_function
 from tasks.common.rewards.tool_calls import Malformed, parse_response
 from tasks.common.settings import ROOT, Settings, SettingsError, artifacts, fingerprint, load_settings
@@ -126,7 +126,8 @@ def judge(category: str, response: str, truth: dict, think_opened: bool = False)
     """Whether ``response`` is right, why not (empty if it is; the checker's ``error_type``), and its calls in BFCL's
     form ``[{name: {argument: value}}]``, None where they cannot be read.
 
-    As BFCL's eval_runner.py: irrelevance wants no call, and what cannot be read is none; elsewhere it is wrong.
+    As BFCL's eval_runner.py: irrelevance wants no call, and an unreadable one counts as none; in other categories it
+    is wrong.
     """
     bfcl = package()
     try:
@@ -209,7 +210,7 @@ def summarize(rollouts: list[Rollout]) -> dict:
 
 
 def changes(base: list[Rollout], trained: list[Rollout]) -> dict[str, Estimate]:
-    """Accuracy of ``trained`` less that of ``base`` on the same questions: by category, and their AST mean."""
+    """Accuracy of ``trained`` minus that of ``base`` on the same questions: by category, and the AST mean."""
     before, after = right_by_category(base), right_by_category(trained)
     result = {category: bootstrap_mean(after[category] - before[category]) for category in CATEGORIES}
     return {**result, "AST mean": unweighted_mean([result[category] for category in AST])}
@@ -218,12 +219,11 @@ def changes(base: list[Rollout], trained: list[Rollout]) -> dict[str, Estimate]:
 def table_rows(summaries: dict[str, dict], change: dict[str, Estimate] | None) -> list[list[str]]:
     """A row a metric: its name, its number of prompts, each model's estimate, the change from the model before."""
     (first, *_) = summaries.values()
+    estimates = {name: cells for name, *cells in comparison_rows(summaries)}
     rows = []
     for name in (*AST, "AST mean", "irrelevance", "unreadable", "truncated"):
-        cells = [name, str(first["prompts"].get(name, ""))]
-        for summary in summaries.values():
-            value = summary["metrics"].get(name)
-            cells.append(str(Estimate(**value)) if value else "-")
+        missing = ["-"] * len(summaries)
+        cells = [name, str(first["prompts"].get(name, "")), *estimates.get(name, missing)]
         if change is not None:
             by = change.get(name)
             cells.append(f"{by.value:+.3f} [{by.low:.3f}, {by.high:.3f}]" if by else "-")
@@ -246,13 +246,7 @@ def evaluate(s: Settings, scoring: Scoring, models: dict[str, str]) -> int:
         label: Job(model, str(data), limit, how, gpu_memory_utilization=s.GPU_MEMORY_UTILIZATION)
         for label, model in models.items()
     }
-    rollouts, any_sampled = sampled(jobs, root, scoring)
-    summaries = {label: summarize(rollouts[label]) for label in models}
-    for label, job in jobs.items():
-        write_json(job.folder(root) / "summary.json", {"model": job.model, **summaries[label]})
-        print(f"  {label}: {job.model}\n    {job.folder(root)}")
-    if not any_sampled:
-        print("  up to date: nothing to sample")
+    rollouts, summaries = summarized(jobs, root, scoring, summarize)
     labels = list(models)
     change = changes(rollouts[labels[-2]], rollouts[labels[-1]]) if len(labels) > 1 else None
     header = ["category", "prompts", *labels, *([f"{labels[-1]} - {labels[-2]}, paired"] if change else [])]
@@ -266,7 +260,7 @@ def main() -> None:
     interrupt_on_sigterm()
     arguments = sys.argv[1:]
     child = arguments[:1] == ["sample"]
-    try:
+    with errors_in_one_line(SettingsError, DataError, stopped="" if child else STOPPED):
         parser = ROOT / "tasks/common/rewards/tool_calls.py"
         scoring = Scoring(compute_score, None, fingerprint({"bfcl-eval": VERSION}, Path(__file__).resolve(), parser))
         if child:
@@ -275,12 +269,6 @@ def main() -> None:
             errors = evaluate(load_settings(), scoring, dict(pair.split("=", 1) for pair in arguments))
         if errors:
             sys.exit(f"error: the reward raised on {errors} completions, which count as wrong; all else was done")
-    except (SettingsError, DataError, StageFailed, OSError) as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        if not child:
-            print("\nstopped; what was sampled is kept, the same command goes on from there", file=sys.stderr)
-        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Small tool-use dialogues, made here: one call, several, after earlier turns, from a tool's result, and none.
 
 Every value that a call needs stands in the dialogue, in the form in which the call needs it, so that exactly one set of
-calls is right (but for optional arguments that equal their default).
+calls is right (except for optional arguments that equal their default).
 """
 
 import json

@@ -6,7 +6,6 @@ From a file (FILE), the public set (SOURCE=hub), or made here (SOURCE=generate, 
 import json
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 
 from tasks.common.data import prepare, records
 from tasks.common.data.formats import conversation, split_thinking
@@ -15,36 +14,6 @@ from tasks.common.rewards.tool_calls import Malformed, functions, parse_response
 from tasks.tool_calling.dialogues import dialogues
 
 HUB_DATASET = "Bingguang/HardGen"
-
-
-class Turns:
-    """The examples of ``parts`` (files, or the hub's), and None for each record or turn that cannot be used.
-
-    They can be iterated again. The first that cannot be used is printed, all are counted by ``prepare``.
-    """
-
-    def __init__(self, parts: list, settings):
-        self.parts, self.settings, self.shown = parts, settings, False
-
-    def __iter__(self) -> Iterator[prepare.Example | None]:
-        strict = self.settings.REWARD == "strict"
-        for part in self.parts:
-            for place, record in part.located():
-                for found in examples(record, strict):
-                    if isinstance(found, str):
-                        self._say(f"{place}: {found}")
-                        yield None
-                    else:
-                        yield replace(found, split=part.split)
-
-    def _say(self, problem: str) -> None:
-        if not self.shown:
-            print(f"  some cannot be used, the first of them: {problem}", flush=True)
-        self.shown = True
-
-    def origin(self) -> list[dict]:
-        """What the manifest says of the parts."""
-        return [part.origin() for part in self.parts]
 
 
 def examples(record: dict, strict: bool) -> Iterator[prepare.Example | str]:
@@ -103,15 +72,19 @@ def _reads_as(response: str, calls: list[dict]) -> bool:
         return False
 
 
-def from_file(settings) -> Turns:
+def from_file(settings) -> prepare.Examples:
     """A file, or a folder with train.* and test.* (FILE), of OpenAI ``messages`` or ShareGPT ``conversations``."""
-    return Turns(records.load(settings.FILE), settings)
+    return _from(records.load(settings.FILE), settings)
 
 
-def from_hub(settings) -> Turns:
+def from_hub(settings) -> prepare.Examples:
     """The public set, or a local folder of a hub data set's form."""
     name = HUB_DATASET if settings.SOURCE in ("hub", "auto") else settings.SOURCE
-    return Turns([records.hub(name)], settings)
+    return _from([records.hub(name)], settings)
+
+
+def _from(parts: list, settings) -> prepare.Examples:
+    return prepare.Examples(parts, lambda record: examples(record, settings.REWARD == "strict"))
 
 
 def generate(settings) -> Iterator[prepare.Example]:

@@ -16,7 +16,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, vari
     text; no calls: none is expected. ``variant`` (the setting REWARD) "strict" demands thinking, "instruct" allows it.
     ``extra_info["think_opened"]``: the model's template has put ``<think>`` into the prompt.
 
-    Returns the same keys for every row, floats in [0, 1] but for the counts: ``score`` and ``acc``, 1.0 if all is
+    Returns the same keys for every row, floats in [0, 1] except the counts: ``score`` and ``acc``, 1.0 if all is
     right; ``format``, of the form; ``parsed``, no malformed call or thinking; ``thinking``, not empty; ``text``, some
     outside of calls; ``names``, the right functions, each as often as expected; ``arguments``, the calls are equal,
     whatever the form; counts of calls: ``made``, ``expected``, ``missing``, ``extra``.

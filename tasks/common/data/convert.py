@@ -1,10 +1,9 @@
-"""From a data file of almost any form to verl's parquet files: train, test and a manifest. docs/DATA.md describes it.
+"""Convert a data file to verl's parquet files: train, test and a manifest. See docs/DATA.md.
 
 python -m tasks.common.data.convert INPUT OUTPUT_DIR [--kind rl|sft|dpo] [--prompt-column NAME] …
 """
 
 import argparse
-import functools
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -28,6 +27,7 @@ from tasks.common.data.records import Records, load
 from tasks.common.data.rows import MESSAGES, TOOL_MESSAGES, DataError, encoded, rl_row, rl_schema, sft_schema
 from tasks.common.data.split import Form, Sizes, SplitError, write_split
 from tasks.common.files import write_json
+from tasks.common.process import errors_in_one_line
 
 
 def dpo_schema(tools: bool = False, truncated: bool = False) -> pa.Schema:
@@ -93,15 +93,17 @@ def _tools(example: Example) -> dict:
     return {"tools": json.dumps(example.tools)} if example.tools else {}
 
 
-def _rl_line(name: str, example: Example, split: str, index: int) -> dict:
-    return rl_row(name, example.prompt, example.ground_truth, split, index, example.tools)
-
-
 # ---- the command
+
+NEXT = {  # what to do with the training rows of each kind
+    "rl": "make train TASK=… TRAIN_FILE=",
+    "sft": "give it to verl.trainer.sft_trainer as data.train_files=",
+    "dpo": "make dpo TASK=… PAIRS_FILE=",
+}
 
 
 def convert(options: argparse.Namespace) -> dict:
-    """Write the files and return the manifest. Raises DataError; OUTPUT_DIR then is as it was."""
+    """Write the files and return the manifest. Raises DataError; OUTPUT_DIR is then unchanged."""
     parts = load(options.input)
     columns = Columns(**{field.name: getattr(options, f"{field.name}_column") for field in fields(Columns)})
     kind = options.kind or _kind(parts[0], columns)
@@ -111,14 +113,14 @@ def convert(options: argparse.Namespace) -> dict:
     test_size = options.test_size if options.test_size is not None else 0 if own_test else 0.05
     name = options.data_source or Path(options.input).stem
 
-    def answer_text(example: Example) -> str:
-        return "" if kind == "rl" else json.dumps(example.ground_truth)
+    def rl_line(example: Example, split: str, index: int) -> dict:
+        return rl_row(name, example.prompt, example.ground_truth, split, index, example.tools)
 
     form = Form(
-        identity=lambda example: (prompt_text(example), answer_text(example)),
-        row={"rl": functools.partial(_rl_line, name), "sft": sft_line, "dpo": dpo_line}[kind],
+        identity=lambda e: (prompt_text(e), "" if kind == "rl" else json.dumps(e.ground_truth)),
+        row={"rl": rl_line, "sft": sft_line, "dpo": dpo_line}[kind],
         schema={"rl": rl_schema, "sft": sft_schema, "dpo": dpo_schema}[kind],
-        needs_tools=_calls if kind == "sft" else needs_tools,
+        needs_tools=lambda e: needs_tools(e) or (kind == "sft" and "tool_calls" in e.ground_truth),
         problem=lambda e: too_long(tokenizer, options.max_prompt_tokens, e.prompt, e.tools) if tokenizer else None,
     )
     with replaced_as_a_whole(Path(options.output_dir), ("test", "train")) as new:
@@ -132,10 +134,6 @@ def convert(options: argparse.Namespace) -> dict:
         manifest |= {"tokenizer": options.tokenizer, "max_prompt_tokens": options.max_prompt_tokens}
         write_json(new / "manifest.json", manifest)
     return manifest
-
-
-def _calls(example: Example) -> bool:
-    return needs_tools(example) or "tool_calls" in example.ground_truth
 
 
 def _kind(records: Records, columns: Columns) -> str:
@@ -160,14 +158,6 @@ def _converter(kind: str, columns: Columns) -> Callable[[dict], Iterator[Example
     return examples
 
 
-def _next_step(kind: str, folder: Path) -> str:
-    if kind == "rl":
-        return f"next: make train TASK=… TRAIN_FILE={(folder / 'train.parquet').resolve()}"
-    if kind == "sft":
-        return f"next: give it to verl.trainer.sft_trainer as data.train_files={(folder / 'train.parquet').resolve()}"
-    return f"next: make dpo TASK=… PAIRS_FILE={(folder / 'train.parquet').resolve()}"
-
-
 def _count(text: str) -> int:
     if (value := int(text)) < 0:
         raise ValueError
@@ -186,17 +176,19 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="json_to_parquet", description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("input", help="json, jsonl, csv or parquet file, or a folder with train.* and test.*")
     parser.add_argument("output_dir", help="gets train.parquet, test.parquet and manifest.json")
-    parser.add_argument("--kind", choices=KINDS, help="of rows to write (default: by the first record)")
+    parser.add_argument("--kind", choices=KINDS, help="kind of rows to write (default: that of the first record)")
     for field in fields(Columns):
-        parser.add_argument(f"--{field.name}-column", metavar="NAME", help="in place of recognition")
+        parser.add_argument(f"--{field.name}-column", metavar="NAME", help="use this column instead of recognizing it")
     parser.add_argument(
-        "--test-size", type=_size, help="a count, or a share below 1 (default 0.05; with a test file all of it: 0)"
+        "--test-size",
+        type=_size,
+        help="test rows: a count, or a share below 1 (default 0.05; 0, the default with a test file: all of it)",
     )
-    parser.add_argument("--max-samples", type=_count, default=0, help="use so many rows of all; 0: all")
-    parser.add_argument("--seed", type=_count, default=42, help="of the split (default 42)")
+    parser.add_argument("--max-samples", type=_count, default=0, help="largest number of rows to use; 0: all")
+    parser.add_argument("--seed", type=_count, default=42, help="seed of the split (default 42)")
     parser.add_argument("--tokenizer", metavar="MODEL", help="hub id or folder of the model that measures prompts")
     parser.add_argument("--max-prompt-tokens", type=_count, metavar="N", help="drop longer prompts")
-    parser.add_argument("--data-source", metavar="NAME", help="of RL rows (default: the file's name)")
+    parser.add_argument("--data-source", metavar="NAME", help="data_source of RL rows (default: the file's name)")
     options = parser.parse_args(arguments)
     if bool(options.tokenizer) != bool(options.max_prompt_tokens):
         parser.error("--tokenizer and --max-prompt-tokens go together")
@@ -206,14 +198,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def main() -> None:
     """Command line."""
     options = parse(sys.argv[1:])
-    try:
+    with errors_in_one_line(DataError):
         manifest = convert(options)
-    except (DataError, OSError) as error:
-        sys.exit(f"error: {' '.join(str(error).split())}")
-    except KeyboardInterrupt:
-        sys.exit(130)
     print(f"{manifest['kind']} rows in {options.output_dir}: {describe(manifest)}")
-    print(_next_step(manifest["kind"], Path(options.output_dir)))
+    print(f"next: {NEXT[manifest['kind']]}{(Path(options.output_dir) / 'train.parquet').resolve()}")
 
 
 if __name__ == "__main__":

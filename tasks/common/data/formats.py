@@ -1,4 +1,4 @@
-"""What a record of somebody's data set says, as OpenAI messages and tools, whatever form it has.
+"""Records of common data-set formats as OpenAI messages and tools.
 
 Recognised: OpenAI ``messages`` (text or typed parts, tool calls), ShareGPT ``conversations``, Alpaca, plain prompt and
 answer, and prompt, chosen and rejected. Nothing is guessed within a form: what does not fit it is a DataError.
@@ -29,7 +29,7 @@ JSON_TYPES = ("object", "string", "integer", "number", "boolean", "array", "null
 
 @dataclass(frozen=True)
 class Columns:
-    """Names of columns, where a record does not have the usual ones; each that is given must be there."""
+    """Names of columns that differ from the usual ones. A record must have each named column."""
 
     prompt: str | None = None
     answer: str | None = None
@@ -64,7 +64,7 @@ class Conversation:
 
 
 def conversation(record: dict, columns: Columns | None = None) -> Conversation:
-    """``record`` in its own form, or in the one that ``columns`` says. Raises DataError that says what does not fit;
+    """``record`` in the form that is recognized, or that ``columns`` names. Raises DataError with the mismatch;
     the reader of the file knows the row (``prepare.Examples`` puts it before)."""
     columns = columns or Columns()
     for name in (getattr(columns, field.name) for field in fields(Columns)):
@@ -94,8 +94,8 @@ def _conversation(record: dict, columns: Columns) -> Conversation:
         raise DataError(f"is of no known form; {_advice(record)}")
     answer = columns.answer
     if answer is None and messages[-1]["role"] != "assistant":
-        used = {columns.prompt} if columns.prompt else set(_prompt_column(record))
-        answer = next((name for name in ANSWERS if name in record and name not in used), None)
+        used = columns.prompt or _prompt_column(record)
+        answer = next((name for name in ANSWERS if name in record and name != used), None)
     if answer is None:
         if len(messages) == 1 and not _whole_column(record, columns):
             raise DataError(f"has a prompt but no answer; {_advice(record)}")
@@ -108,20 +108,21 @@ def _conversation(record: dict, columns: Columns) -> Conversation:
 
 
 def _messages(record: dict, columns: Columns) -> list[dict]:
-    """The messages of whichever form, the system message first; [] if there is none."""
+    """The messages in any form, the system message first; [] if there are none."""
     system_column = columns.system or "system"
     system = record.get(system_column)
     if system is not None and not isinstance(system, str):
         raise DataError(f"column `{system_column}` must be text")
     whole = _whole_column(record, columns)
-    prompt = [columns.prompt] if columns.prompt else _prompt_column(record)
+    prompt = columns.prompt or _prompt_column(record)
     if whole:
         messages = _at(whole, _turns, record[whole])
     elif _is_alpaca(record, columns):
         messages = _alpaca(record)
     elif prompt:
-        value = record[prompt[0]]
-        messages = _at(prompt[0], _turns, value) if isinstance(value, list) else _plain(prompt[0], value)
+        value = record[prompt]
+        listed = isinstance(value, list)
+        messages = _at(prompt, _turns, value) if listed else [{"role": "user", "content": _text(prompt, value)}]
     else:
         return []
     if system and messages[0]["role"] != "system":
@@ -136,9 +137,9 @@ def _whole_column(record: dict, columns: Columns) -> str | None:
     return next((name for name in ("messages", "conversations", "conversation") if record.get(name) is not None), None)
 
 
-def _prompt_column(record: dict) -> list[str]:
-    """The one column that is the prompt, or none."""
-    return [name for name in PROMPTS if name in record][:1]
+def _prompt_column(record: dict) -> str | None:
+    """The column that is the prompt, if one is."""
+    return next((name for name in PROMPTS if name in record), None)
 
 
 def _is_alpaca(record: dict, columns: Columns) -> bool:
@@ -160,10 +161,6 @@ def _alpaca(record: dict) -> list[dict]:
         raise DataError("column `input` must be text")
     content = "\n".join(filter(None, [_text("instruction", record["instruction"]), context]))
     return [*messages, {"role": "user", "content": content}]
-
-
-def _plain(name: str, value) -> list[dict]:
-    return [{"role": "user", "content": _text(name, value)}]
 
 
 def _text(name: str, value) -> str:
@@ -230,7 +227,7 @@ def _message(turn) -> dict:
     thinking = [text for key in ("reasoning_content", "reasoning") if isinstance(text := turn.get(key), str) and text]
     typed = isinstance(content, list) and all(isinstance(part, dict) and "type" in part for part in content)
     if role == "tool" and content is not None and not isinstance(content, str) and not typed:
-        content = json.dumps(content, ensure_ascii=False)  # a result that is no text
+        content = json.dumps(content, ensure_ascii=False)  # a result that is not text
     elif isinstance(content, list):
         content = _parts(content, thinking, calls)
     elif content is None and (calls or thinking):
@@ -347,17 +344,14 @@ def _schema(schema):
     if isinstance(schema.get("properties"), dict):
         properties = schema["properties"].items()
         schema["properties"] = {name: _schema(value) for name, value in properties if value is not None}
-    for key in ("items", "additionalProperties"):
-        if key in schema:
-            schema[key] = _schema(schema[key])
-    for key in ("anyOf", "oneOf", "allOf"):
-        if isinstance(schema.get(key), list):
-            schema[key] = [_schema(part) for part in schema[key]]
+    for key in {"items", "additionalProperties", "anyOf", "oneOf", "allOf"} & schema.keys():
+        value = schema[key]
+        schema[key] = [_schema(part) for part in value] if isinstance(value, list) else _schema(value)
     return schema
 
 
 def _types(named) -> dict:
-    """``{"type": …}`` of a type's name or names; {} for a name that JSON Schema has not ("any"): all are allowed."""
+    """``{"type": …}`` of a type's name or names; {} (all types) for a name that JSON Schema lacks ("any")."""
     if isinstance(named, list):
         known = [types["type"] for name in named if (types := _types(name))]
         return {"type": known} if known else {}
@@ -390,8 +384,8 @@ def _parsed(value):
 
 def _shown(value) -> str:
     """``value`` for a message: short, on one line."""
-    text = " ".join(repr(value[:80] if isinstance(value, str | list) else value)[:80].split())
-    return {type(None): "null"}.get(type(value), text)
+    shown = repr(value[:80] if isinstance(value, str | list) else value)[:80]
+    return "null" if value is None else " ".join(shown.split())
 
 
 def _names(record: dict) -> str:

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from tasks.common.files import write_json
 from tasks.common.models.chat_template import prompt_ids
 from tasks.common.models.find import resolve_model
 from tasks.common.models.merge import base_model
+from tasks.common.process import errors_in_one_line
 from tasks.common.settings import Settings, SettingsError, load_settings
 
 
@@ -68,11 +68,12 @@ class Examples:
     """Examples made of the records of files or of the hub; they can be iterated again.
 
     ``parts``: ``records.load(path)``, or ``[records.hub(name, config, split), …]``. ``convert``: the examples of a
-    record, perhaps none; a DataError of it gets the record's place put before.
+    record, perhaps none. Text in place of an example says why a part of the record cannot be used: the first such text
+    is printed, all are counted. A DataError of ``convert`` ends the reading; the record's place is put before it.
     """
 
-    def __init__(self, parts: list[Records | HubRecords], convert: Callable[[dict], Iterable[Example]]):
-        self.parts, self.convert = parts, convert
+    def __init__(self, parts: list[Records | HubRecords], convert: Callable[[dict], Iterable[Example | str]]):
+        self.parts, self.convert, self.told = parts, convert, False
 
     def __iter__(self) -> Iterator[Example | None]:
         for part in self.parts:
@@ -80,6 +81,12 @@ class Examples:
                 try:
                     found = None
                     for found in self.convert(record):
+                        if isinstance(found, str):
+                            if not self.told:
+                                print(f"  some cannot be used, the first of them: {place}: {found}", flush=True)
+                            self.told = True
+                            yield None
+                            continue
                         if problem := messages_problem(found.messages()):
                             raise DataError(f"the prompt {problem}")
                         yield replace(found, split=part.split) if part.split else found
@@ -141,7 +148,7 @@ def prepare(settings: Settings, sources: dict[str, Source]) -> dict:
 
 
 def _resolve(settings: Settings, sources: dict[str, Source]) -> tuple[str, str]:
-    """The name of the source to take, and a note why."""
+    """The name of the source to use, and a note with the reason."""
     name = "file" if settings.FILE else settings.SOURCE
     if name == "file" and not settings.FILE:
         raise DataError("SOURCE=file: set FILE, the path of a data file or of a folder with train.* and test.*")
@@ -184,7 +191,7 @@ def _prepare(settings: Settings, name: str, source: Source, note: str) -> dict:
 
 
 def _finite(settings: Settings, examples: Iterable[Example | None], new: Path) -> tuple[dict, dict]:
-    """Split by seed: rows of each file, and what the manifest says besides."""
+    """Split by seed. Returns the rows of each file, and further fields of the manifest."""
     tokenizer = load_tokenizer(settings.MODEL)
     demonstrations: list[dict] = []
 
@@ -243,7 +250,7 @@ def _endless(settings: Settings, examples: Iterator[Example], new: Path) -> tupl
 
 
 def _counts(settings: Settings) -> tuple[int, int]:
-    """Test and training prompts to take of a source that has no end."""
+    """Numbers of test and training prompts to take from an endless source."""
     share = settings.TEST_SIZE if settings.TEST_SIZE < 1 else 0
     total = settings.MAX_SAMPLES or round(settings.TRAIN_SIZE / (1 - share))
     test = max(1, round(share * total)) if share else int(settings.TEST_SIZE)
@@ -286,12 +293,12 @@ def needs_tools(example: Example) -> bool:
 
 
 def _calls(message: dict) -> bool:
-    """Whether it is more than a role and a text."""
+    """Whether it has more than a role and a text."""
     return bool(message.keys() - {"role", "content"})
 
 
 def load_tokenizer(model: str, shown: str = "MODEL="):
-    """The tokenizer of ``model``, by which prompts are measured. Raises DataError when it cannot be had; ``shown``
+    """The tokenizer of ``model``, which measures prompts. Raises DataError when it cannot be loaded; ``shown``
     stands before the model's name."""
     from transformers import AutoTokenizer
 
@@ -321,7 +328,7 @@ def replaced_as_a_whole(directory: Path, names: tuple[str, ...]) -> Iterator[Pat
     with tempfile.TemporaryDirectory(dir=directory, prefix=".partial-") as partial:
         new = Path(partial)
         yield new
-        # The manifest goes first and comes last: it never tells of a mixture.
+        # The manifest is removed first and written last: it never describes a mixture.
         (directory / "manifest.json").unlink(missing_ok=True)
         for name in (*(f"{name}.parquet" for name in names), "manifest.json"):
             (directory / name).unlink(missing_ok=True)
@@ -352,9 +359,5 @@ def _because(details: dict) -> str:
 
 def main(sources: dict[str, Source]) -> None:
     """Command line of a task's prepare_data.py: settings come from the environment (`make data`)."""
-    try:
+    with errors_in_one_line(DataError, SettingsError):
         prepare(load_settings(), sources)
-    except (DataError, SettingsError, OSError) as error:
-        sys.exit(f"error: {' '.join(str(error).split())}")
-    except KeyboardInterrupt:
-        sys.exit(130)

@@ -1,6 +1,6 @@
 """Records (dicts) from a JSON, JSONL, CSV or parquet file, or from the hub, one after the other.
 
-Only the text of a JSON array is in memory as a whole; of other files one record or batch is.
+A JSON array is read into memory as text; other files are read one record or batch at a time.
 """
 
 import csv
@@ -20,9 +20,9 @@ from tasks.common.files import sha256
 from tasks.common.strict_json import finite, no_constant
 
 LONGEST = 64 << 20  # characters of one record: more is a broken file
-PARQUET_ROWS = 256  # rows that are objects at a time
+PARQUET_ROWS = 256  # rows converted to objects at a time
 SUFFIXES = (".json", ".jsonl", ".csv", ".parquet")
-HUB_TIMEOUT = 5  # seconds, to learn whether there is a hub
+HUB_TIMEOUT = 5  # seconds to wait for the hub
 
 
 class HubUnreachable(DataError):
@@ -160,7 +160,7 @@ def _json(path: Path) -> Iterator[tuple[str, dict]]:
     del content
 
     def skip(place: int) -> tuple[int, str]:
-        """Where the next character is that is no space, and that character; "" at the end."""
+        """Place of the next character that is not white space, and that character; "" at the end."""
         place = _SPACE.match(text, place).end()
         return place, text[place : place + 1]
 
@@ -272,7 +272,7 @@ _DECODER = json.JSONDecoder(parse_constant=no_constant, parse_float=finite)
 
 
 def _decode(text: str, position: int) -> tuple[dict, int]:
-    """The object that begins at ``position``, and where it ends. Raises DataError that says why not."""
+    """The object that begins at ``position``, and where it ends. Raises DataError with the reason."""
     try:
         record, end = _DECODER.raw_decode(text, position)
         if _HALF.search(text, position, end):

@@ -6,6 +6,7 @@ verl reads ``data_source, prompt, ability, reward_model{style, ground_truth}, ex
 
 import json
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, islice
 from pathlib import Path
 
 import pyarrow as pa
@@ -26,7 +27,7 @@ TOOL_MESSAGES = pa.list_(
 
 
 def rl_schema(tools: bool = False) -> pa.Schema:
-    """Of RL rows; with ``tools`` their messages may call functions, whose schemas are JSON text in extra_info."""
+    """Schema of RL rows. With ``tools`` their messages may call functions; the schemas are JSON text in extra_info."""
     own = [("tools", pa.string())] if tools else []
     return pa.schema(
         [
@@ -40,7 +41,7 @@ def rl_schema(tools: bool = False) -> pa.Schema:
 
 
 def sft_schema(tools: bool = False) -> pa.Schema:
-    """Of demonstrations; with ``tools`` as in ``rl_schema``, the tools in a column of their own."""
+    """Schema of demonstrations; with ``tools`` as in ``rl_schema``, but the tools are a separate column."""
     own = [("tools", pa.string())] if tools else []
     return pa.schema([("messages", TOOL_MESSAGES if tools else MESSAGES), *own])
 
@@ -53,7 +54,7 @@ class DataError(ValueError):
 
 
 def chat(prompt: str, system: str | None = None) -> list[dict]:
-    """The messages of a prompt; without ``system`` the model's chat template puts in what it has."""
+    """The messages of a prompt; without ``system`` the chat template inserts its default, if it has one."""
     return [*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": prompt}]
 
 
@@ -122,29 +123,20 @@ def write_parquet(rows: Iterable[dict], path: Path, schema: pa.Schema, total: in
 
     Raises DataError when a row does not fit ``schema``; ``path`` is then as it was.
     """
-    count, batch = 0, []
-
-    def flush() -> None:
-        try:
-            writer.write_table(pa.Table.from_pylist(batch, schema))
-        except (pa.ArrowException, AttributeError, TypeError, UnicodeEncodeError) as error:
-            where = f"{path}: rows {count - len(batch)} to {count - 1}"
-            raise DataError(f"{where}: do not fit the schema ({str(error).splitlines()[0]})") from error
-        bar.update(len(batch))
-        batch.clear()
-
+    rows, count = iter(rows), 0
     with (
         written_beside(path) as partial,
         pq.ParquetWriter(partial, schema) as writer,
         tqdm(total=total, desc=f"  {Path(path).name}", unit=" rows", leave=False, mininterval=1, disable=None) as bar,
     ):
-        for row in rows:
-            batch.append(row)
-            count += 1
-            if len(batch) == BATCH_ROWS:
-                flush()
-        if batch:
-            flush()
+        while batch := list(islice(rows, BATCH_ROWS)):
+            try:
+                writer.write_table(pa.Table.from_pylist(batch, schema))
+            except (pa.ArrowException, AttributeError, TypeError, UnicodeEncodeError) as error:
+                where = f"{path}: rows {count} to {count + len(batch) - 1}"
+                raise DataError(f"{where}: do not fit the schema ({str(error).splitlines()[0]})") from error
+            count += len(batch)
+            bar.update(len(batch))
     return count
 
 
@@ -155,12 +147,8 @@ def read_rows(path: Path, limit: int | None = None) -> Iterator[dict]:
         raise DataError(f"{path}: no such file; run `make data` or give the path of a parquet file")
     try:
         with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(BATCH_ROWS):
-                for row in batch.to_pylist():
-                    if limit is not None and limit <= 0:
-                        return
-                    limit = None if limit is None else limit - 1
-                    yield row
+            batches = (batch.to_pylist() for batch in file.iter_batches(BATCH_ROWS))
+            yield from islice(chain.from_iterable(batches), limit)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         problem = str(error).splitlines()[0]
         raise DataError(f"{path}: not a readable parquet file ({problem}); remove it and run `make data`") from error
@@ -206,26 +194,18 @@ def _tools_problem(text) -> str | None:
 
 
 def _rl_problem(row: dict) -> tuple[str, str] | None:
-    checks: list[tuple[str, Callable[[], str | None]]] = [
-        ("data_source", lambda: _text_problem(row.get("data_source"))),
-        ("prompt", lambda: messages_problem(row.get("prompt"))),
-        ("ability", lambda: _text_problem(row.get("ability"))),
-        (
-            "reward_model",
-            lambda: None if isinstance(row.get("reward_model"), dict) else "must be {style, ground_truth}",
-        ),
-        ("reward_model.style", lambda: _text_problem(row["reward_model"].get("style"))),
-        (
-            "reward_model.ground_truth",
-            lambda: "is missing" if row["reward_model"].get("ground_truth") in (None, "") else None,
-        ),
-        ("extra_info", lambda: None if isinstance(row.get("extra_info"), dict) else "must be a dict"),
-        ("extra_info.tools", lambda: _tools_problem(row["extra_info"].get("tools"))),
-    ]
-    for column, check in checks:
-        if problem := check():
-            return column, problem
-    return None
+    model, extra = (row.get(name) if isinstance(row.get(name), dict) else {} for name in ("reward_model", "extra_info"))
+    problems = {
+        "data_source": _text_problem(row.get("data_source")),
+        "prompt": messages_problem(row.get("prompt")),
+        "ability": _text_problem(row.get("ability")),
+        "reward_model": None if isinstance(row.get("reward_model"), dict) else "must be {style, ground_truth}",
+        "reward_model.style": _text_problem(model.get("style")),
+        "reward_model.ground_truth": "is missing" if model.get("ground_truth") in (None, "") else None,
+        "extra_info": None if isinstance(row.get("extra_info"), dict) else "must be a dict",
+        "extra_info.tools": _tools_problem(extra.get("tools")),
+    }
+    return next(((column, problem) for column, problem in problems.items() if problem), None)
 
 
 def _sft_problem(row: dict) -> tuple[str, str] | None:
@@ -243,11 +223,10 @@ def validate_parquet(path: Path, kind: str = "rl", most: int | None = None) -> i
     """
     find_problem = {"rl": _rl_problem, "sft": _sft_problem}[kind]
     count = 0
-    for index, row in enumerate(read_rows(path, most)):
+    for count, row in enumerate(read_rows(path, most), 1):
         if found := find_problem(row):
             column, problem = found
-            raise DataError(f"{path}: row {index}, column {column}: {problem}")
-        count += 1
-    if count == 0:
+            raise DataError(f"{path}: row {count - 1}, column {column}: {problem}")
+    if not count:
         raise DataError(f"{path}: has no rows")
     return count

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pandas as pd
 
+from tasks.common.data.records import Records
 from tasks.common.data.rows import DataError, chat, messages_problem, rl_row, rl_schema, write_parquet
 from tasks.common.evaluation.chat import task_system
 from tasks.common.evaluation.engines import window
@@ -18,18 +19,12 @@ from tasks.common.files import written_beside
 from tasks.common.settings import Command, Settings, SettingsError, artifacts, fingerprint
 
 READ = {
-    ".json": lambda path: _frame(json.loads(path.read_text(encoding="utf-8"))),
-    ".jsonl": lambda path: _frame([json.loads(line) for line in path.read_bytes().split(b"\n") if line.strip()]),
+    ".json": lambda path: pd.DataFrame(list(Records(path)), dtype=object),
+    ".jsonl": lambda path: pd.DataFrame(list(Records(path)), dtype=object),
     ".csv": lambda path: pd.read_csv(path, dtype=str, keep_default_na=False),
     ".xlsx": lambda path: pd.read_excel(path, dtype=str, keep_default_na=False),
 }
 WRITE = (".xlsx", ".json", ".jsonl", ".csv")
-
-
-def _frame(value) -> pd.DataFrame:
-    if not isinstance(value, list) or not all(isinstance(row, dict) for row in value):
-        raise ValueError("must be a list of objects")
-    return pd.DataFrame(value, dtype=object)
 
 
 def read_table(path: Path) -> list[dict]:

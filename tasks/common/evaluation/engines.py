@@ -38,7 +38,7 @@ TEMPLATES = {
 
 @dataclass(frozen=True)
 class Sampling:
-    """``n`` samples a prompt at ``temperature`` and ``top_p``, a greedy one besides if ``greedy``.
+    """``n`` samples per prompt at ``temperature`` and ``top_p``, and a greedy response if ``greedy``.
 
     ``seed`` is the engine's: vLLM 0.30 on a CPU fails on the seed of a request (gpu_model_runner.py:3723). Lengths are
     in tokens.
@@ -147,13 +147,13 @@ class VLLMEngine:
                 temperature=temperature,
                 top_p=top_p,
                 max_tokens=sampling.max_tokens,
-                # One output with all n; the default gives each of the n in an output of its own, as it ends.
+                # One output with all n; the default returns each of the n separately, as it ends.
                 output_kind=RequestOutputKind.FINAL_ONLY,
                 logprobs=LOGPROBS,
                 detokenize=False,
                 stop_token_ids=_stop_ids(self.tokenizer, sampling.template),
             )
-            if hasattr(found, "flat_logprobs"):  # not in vLLM 0.11.0; without, each token's are objects in a dict
+            if hasattr(found, "flat_logprobs"):  # not in vLLM 0.11.0, which returns a dict of objects per token
                 found.flat_logprobs = True
             return found
 
@@ -300,8 +300,8 @@ ENGINES = {"vllm": VLLMEngine, "transformers": TransformersEngine}
 
 
 def window(model: str, max_new_tokens: int) -> int:
-    """Tokens of prompt and response to ask the engine for: WINDOW besides the response, fewer where the model was made
-    for fewer. Raises SettingsError for a model that cannot be found, and when the response alone would fill it."""
+    """Context length to ask the engine for: WINDOW plus the response, or the model's own limit where that is
+    smaller. Raises SettingsError for a model that cannot be found, and when the response alone would fill it."""
     from transformers import AutoConfig
 
     try:

@@ -46,8 +46,7 @@ def training_figures(s: Settings, model: str) -> dict | None:
     run_dir = run_of(model, s.runs_dir)
     if run_dir is None:
         return None
-    metrics = read_metrics(run_dir)
-    steps = [metrics[step] for step in sorted(metrics)]
+    steps = list(read_metrics(run_dir).values())
     rewards = [step["critic/score/mean"] for step in steps if "critic/score/mean" in step]
     quarter = max(1, len(rewards) // 4)
     ends = {"reward_first": rewards[:quarter], "reward_last": rewards[-quarter:]} if rewards else {}
@@ -102,13 +101,7 @@ def chosen_rates(arms: list[Arm], tables: dict[str, pd.DataFrame]) -> dict[str, 
 def change_rows(changes: dict[str, dict[str, Difference]]) -> list[list[str]]:
     """One row a pair of arms and metric: pair, metric, difference with its interval, p-value and test."""
     return [
-        [
-            pair,
-            name,
-            f"{'' if change.estimate.value < 0 else '+'}{change.estimate}",
-            p_text(change.p_value),
-            change.test,
-        ]
+        [pair, name, change.estimate.signed(), p_text(change.p_value), change.test]
         for pair, by_metric in changes.items()
         for name, change in by_metric.items()
     ]
@@ -160,7 +153,7 @@ def experiment(s: Settings, scoring: Scoring, models: dict[str, str]) -> int:
         "arms": {arm.name: {"labels": arm.labels, **shown[arm.name]} for arm in arms},
         "differences": {
             pair: {
-                name: {**asdict(change.estimate), "p_value": change.p_value, "test": change.test}
+                name: asdict(change.estimate) | {"p_value": change.p_value, "test": change.test}
                 for name, change in c.items()
             }
             for pair, c in pairs.items()

@@ -10,13 +10,13 @@ from pathlib import Path
 
 from tasks.common.data.rows import DataError
 from tasks.common.evaluation import batch, chat, compare, experiment, probe, self_samples
-from tasks.common.evaluation.rollouts import in_order, read_rollouts, rescored, write_rollouts
-from tasks.common.evaluation.sample import Scoring, report_errors, sample_here, sampled, test_job
+from tasks.common.evaluation.rollouts import Rollout, in_order, read_rollouts, rescored, write_rollouts
+from tasks.common.evaluation.sample import Job, Scoring, report_errors, sample_here, sampled, test_job
 from tasks.common.evaluation.summary import OwnMetrics, changes_as_dicts, differences, summarize
 from tasks.common.evaluation.tables import comparison_rows, show_table, sizes
 from tasks.common.evaluation.verdict import gain, headline, next_steps
 from tasks.common.files import write_json
-from tasks.common.process import StageFailed, interrupt_on_sigterm
+from tasks.common.process import errors_in_one_line, interrupt_on_sigterm
 from tasks.common.rewards.answers import JudgeError, of_variant
 from tasks.common.settings import (
     Command,
@@ -29,27 +29,23 @@ from tasks.common.settings import (
     load_settings,
 )
 
+STOPPED = "stopped; what was sampled is kept, the same command goes on from there"
+
 
 def evaluate(s: Settings, command: Command, scoring: Scoring, models: dict[str, str]) -> int:
     """`make eval`: a table of ``models`` (label to path), the last one's difference to the one before it, in words too,
     and summary.json beside each model's rollouts. Returns the number of completions on which the reward raised."""
     root = artifacts() / "eval" / s.TASK
     jobs = {label: test_job(s, model) for label, model in models.items()}
-    all_rollouts, any_sampled = sampled(jobs, root, scoring)
-    labels, changes, paired = list(models), None, {}
+    all_rollouts, summaries = summarized(
+        jobs, root, scoring, lambda rollouts: summarize(rollouts, scoring.own_metrics), command.STAGE == "eval"
+    )
+    labels, changes = list(models), None
     if len(labels) > 1:
         before, last = labels[-2:]
         changes = differences(all_rollouts[before], all_rollouts[last], scoring.own_metrics)
         paired = {"paired": {"to": models[before], "metrics": changes_as_dicts(changes)}}
-    summaries = {}
-    for label, job in jobs.items():
-        summaries[label] = summarize(all_rollouts[label], scoring.own_metrics)
-        own = paired if label == labels[-1] else {}
-        write_json(job.folder(root) / "summary.json", {"model": job.model, **summaries[label], **own})
-        if command.STAGE == "eval":
-            print(f"  {label}: {job.model}\n    {job.folder(root)}")
-    if not any_sampled:
-        print("  up to date: nothing to sample")
+        write_json(jobs[last].folder(root) / "summary.json", {"model": models[last], **summaries[last], **paired})
     rows = [row[:-1] if changes else row for row in comparison_rows(summaries, changes)]
     header = ["metric", *labels, *([f"{labels[-1]} - {labels[-2]}, paired"] if changes else [])]
     title = f"{s.TASK}: {sizes(summaries[labels[-1]])}; mean [95 % interval]"
@@ -59,6 +55,22 @@ def evaluate(s: Settings, command: Command, scoring: Scoring, models: dict[str, 
         if last != "sft" and (tries := next_steps(s, models[before], changes[name])):
             print("\n".join(["What to try:", *(f"  {line}" for line in tries)]), flush=True)
     return report_errors([r for rollouts in all_rollouts.values() for r in rollouts])
+
+
+def summarized(
+    jobs: dict[str, Job], root: Path, scoring: Scoring, summary: Callable[[list[Rollout]], dict], shown: bool = True
+) -> tuple[dict[str, list[Rollout]], dict[str, dict]]:
+    """Rollouts and ``summary`` of each job, by label; the summary is written beside the rollouts. ``shown``: print
+    where."""
+    rollouts, any_sampled = sampled(jobs, root, scoring)
+    summaries = {label: summary(rollouts[label]) for label in jobs}
+    for label, job in jobs.items():
+        write_json(job.folder(root) / "summary.json", {"model": job.model, **summaries[label]})
+        if shown:
+            print(f"  {label}: {job.model}\n    {job.folder(root)}")
+    if not any_sampled:
+        print("  up to date: nothing to sample")
+    return rollouts, summaries
 
 
 def rescore(s: Settings, command: Command, scoring: Scoring) -> int:
@@ -93,7 +105,7 @@ def main(compute_score: Callable, own_metrics: OwnMetrics | None = None) -> None
     """
     interrupt_on_sigterm()
     name, *arguments = sys.argv[1:]
-    try:
+    with errors_in_one_line(SettingsError, DataError, JudgeError, stopped="" if name == "sample" else STOPPED):
         s, command = load_settings(), load_settings(cls=Command)
         mark = fingerprint({"variant": s.REWARD, "code": code_digest(s.task_dir / "reward.py")} | judge_settings())
         scoring = Scoring(of_variant(compute_score, s.REWARD), own_metrics, mark)
@@ -111,9 +123,3 @@ def main(compute_score: Callable, own_metrics: OwnMetrics | None = None) -> None
         }
         if errors := commands[name]():
             sys.exit(f"error: the reward raised on {errors} completions, which count in no metric; all else was done")
-    except (SettingsError, DataError, JudgeError, StageFailed, OSError) as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        if name != "sample":
-            print("\nstopped; what was sampled is kept, the same command goes on from there", file=sys.stderr)
-        sys.exit(130)

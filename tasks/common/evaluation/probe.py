@@ -1,4 +1,4 @@
-"""`make probe`: does the training data hold signal for this model? Asked before any GPU hour is spent on training."""
+"""`make probe`: does the training data hold signal for this model? Run it before spending GPU hours on training."""
 
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -48,7 +48,7 @@ def by_prompt(rollouts: list[Rollout]) -> pd.DataFrame:
     grouped = frame.groupby("index")
     table = grouped.mean()
     table.insert(0, "samples", grouped.size())
-    # By the definition: equal scores must give exactly 0.
+    # By definition, equal scores give exactly 0.
     table["variance"] = grouped["score"].agg(lambda scores: np.var(scores) if np.ptp(scores) else 0.0)
     return table
 
@@ -61,36 +61,41 @@ def distribution(values: pd.Series) -> dict:
 
 def verdicts(accuracy: float, variance: float, entropy: float, zero_variance: float, truncated: float) -> list[Verdict]:
     """The values against the thresholds that practitioners use; all but entropy (nats) and variance are shares."""
-    if accuracy < 0.05:
-        words = "too hard for this model: do SFT first, or take easier data or a stronger model"
-    elif accuracy < 0.1:
-        words = "low: few samples are right to learn from; SFT first or easier data would help"
-    elif accuracy <= 0.8:
-        words = "good: right and wrong samples to tell apart"
-    elif accuracy <= 0.95:
-        words = "high: little is left to learn; harder data, or FILTER=1"
-    else:
-        words = "too easy for this model: take harder data"
-    found = [Verdict("accuracy", accuracy, "0.10 to 0.80", 0.1 <= accuracy <= 0.8, words)]
-    good = variance > 0.05
-    words = "good: the samples of a prompt differ in reward" if good else "low: the samples of a prompt score alike"
-    found.append(Verdict("reward variance", variance, "above 0.05", good, words))
-    good = 0.2 <= entropy <= 0.8
-    words = "good: it explores"
-    if not good:
-        words = (
-            "low: it repeats itself, RL finds nothing new" if entropy < 0.2 else "high: it guesses; SFT first sharpens"
-        )
-    found.append(Verdict("entropy (nats)", entropy, "0.20 to 0.80", good, words))
-    good = zero_variance < 0.5
-    words = "these groups give GRPO no gradient" + (
-        "" if good else ": FILTER=1 leaves out what is never or always right"
-    )
-    found.append(Verdict("groups with zero variance", zero_variance, "below 0.50", good, words))
-    good = truncated < 0.3
-    words = "few responses are cut" if good else "cut at MAX_RESPONSE_LENGTH: raise it, or the reward sees no answer"
-    found.append(Verdict("truncated", truncated, "below 0.30", good, words))
-    return found
+    accuracy_words = (
+        "too hard for this model: do SFT first, or take easier data or a stronger model",
+        "low: few samples are right to learn from; SFT first or easier data would help",
+        "good: right and wrong samples to tell apart",
+        "high: little is left to learn; harder data, or FILTER=1",
+        "too easy for this model: take harder data",
+    )[(accuracy >= 0.05) + (accuracy >= 0.1) + (accuracy > 0.8) + (accuracy > 0.95)]
+    variance_words = ("low: the samples of a prompt score alike", "good: the samples of a prompt differ in reward")
+    entropy_words = (
+        "low: it repeats itself, RL finds nothing new",
+        "good: it explores",
+        "high: it guesses; SFT first sharpens",
+    )[(entropy >= 0.2) + (entropy > 0.8)]
+    groups = "these groups give GRPO no gradient"
+    zero_words = (f"{groups}: FILTER=1 leaves out what is never or always right", groups)
+    cut_words = ("cut at MAX_RESPONSE_LENGTH: raise it, or the reward sees no answer", "few responses are cut")
+    good = variance > 0.05, 0.2 <= entropy <= 0.8, zero_variance < 0.5, truncated < 0.3
+    return [
+        Verdict("accuracy", accuracy, "0.10 to 0.80", 0.1 <= accuracy <= 0.8, accuracy_words),
+        Verdict("reward variance", variance, "above 0.05", good[0], variance_words[good[0]]),
+        Verdict("entropy (nats)", entropy, "0.20 to 0.80", good[1], entropy_words),
+        Verdict("groups with zero variance", zero_variance, "below 0.50", good[2], zero_words[good[2]]),
+        Verdict("truncated", truncated, "below 0.30", good[3], cut_words[good[3]]),
+    ]
+
+
+VERDICT_HEADER = ["", "", "value", "good", "what it means"]
+
+
+def verdict_rows(result: dict) -> list[list[str]]:
+    """The verdicts of probe.json as rows under VERDICT_HEADER."""
+    return [
+        ["ok" if v["good"] else "!", v["name"], f"{v['value']:.3f}", v["threshold"], v["words"]]
+        for v in result["verdicts"]
+    ]
 
 
 def conclusion(found: list[Verdict]) -> str:
@@ -108,7 +113,7 @@ def conclusion(found: list[Verdict]) -> str:
 
 
 def summary(rollouts: list[Rollout], prompts: pd.DataFrame) -> dict:
-    """What probe.json holds but for the paths: overall values, distributions, component rates, verdicts, prompts."""
+    """What probe.json holds except the paths: overall values, distributions, component rates, verdicts, prompts."""
     shared = summarize(rollouts)
     metrics = shared["metrics"]
     zero = float((prompts["variance"] == 0).mean())
@@ -153,7 +158,7 @@ def probe(s: Settings, command: Command, scoring: Scoring, model: str) -> int:
     """Sample ``model`` N times on the first LIMIT training prompts and say whether training can work.
 
     Writes probe.json and probe.png, and with FILTER=1 signal.parquet. Returns the number of completions on which the
-    reward raised. Raises DataError when the filter leaves nothing; all else is written by then.
+    reward raised. Raises DataError when the filter leaves nothing; everything else is written before.
     """
     if command.FILTER_LOW >= command.FILTER_HIGH:
         raise SettingsError(f"FILTER_LOW={command.FILTER_LOW:g}: must be less than FILTER_HIGH={command.FILTER_HIGH:g}")
@@ -195,9 +200,5 @@ def _print(title: str, result: dict) -> None:
     for name, value in [*result["pass@k"].items(), *result["components"].items(), ("tokens", result["tokens"])]:
         rows.append([name, str(Estimate(**value)), "", "", ""])
     show_table(title, ["of a prompt", "mean [95 % interval]", "p10", "median", "p90"], rows)
-    rows = [
-        ["ok" if v["good"] else "!", v["name"], f"{v['value']:.3f}", v["threshold"], v["words"]]
-        for v in result["verdicts"]
-    ]
-    show_table("verdict", ["", "", "value", "good", "what it means"], rows)
+    show_table("verdict", VERDICT_HEADER, verdict_rows(result))
     print(f"=> {result['conclusion']}")

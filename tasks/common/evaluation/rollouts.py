@@ -1,4 +1,4 @@
-"""Scored completions on disk: JSONL, one completion a line, written while they come and read back by every report."""
+"""Scored completions on disk: JSONL, one completion per line, appended while sampling and read by every report."""
 
 import json
 from collections.abc import Callable, Iterable
@@ -121,7 +121,7 @@ def read_rollouts(path: Path) -> tuple[list[Rollout], int]:
 
 
 def write_rollouts(path: Path, rollouts: Iterable[Rollout]) -> None:
-    """Replace ``path`` as a whole."""
+    """Replace ``path`` by ``rollouts``."""
     with written_beside(path) as partial, partial.open("w", encoding="utf-8") as file:
         file.writelines(map(to_line, rollouts))
 

@@ -1,6 +1,6 @@
 """Sample a model on the rows of a parquet file and score each completion; what was sampled before is kept.
 
-``sampled`` is what the commands call: it runs ``sample`` in a process of its own, whose noise goes to a log.
+The commands call ``sampled``. It runs ``sample`` in a separate process, whose output goes to a log.
 """
 
 import gc
@@ -153,10 +153,10 @@ def load(job: Job, out: Path, scoring: Scoring) -> tuple[list[Rollout], list[Req
 
 
 def sample(engine, job: Job, out: Path, missing: list[Request], scoring: Scoring) -> None:
-    """Append the completions of the ``missing`` requests to ``out``, each scored and written when it ends."""
+    """Append the completions of the ``missing`` requests to ``out``, each scored and written as it ends."""
     rows = list(read_rows(Path(job.rows), job.limit or None))
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.touch()  # its time stamp tells the process that shows the progress that sampling begins
+    out.touch()  # its time stamp tells the progress display that sampling begins
     # Threads, as verl scores: a judge is asked about the samples of a prompt at once.
     with out.open("a", encoding="utf-8") as file, ThreadPoolExecutor(job.sampling.n) as pool:
         for request, completions in engine.generate(missing, job.sampling):
@@ -225,9 +225,9 @@ def _progress(tails: list[_Tail]) -> Progress:
 def sampled(jobs: dict[str, Job], root: Path, scoring: Scoring) -> tuple[dict[str, list[Rollout]], bool]:
     """All rollouts of each of ``jobs`` (by label), in order, and whether any had to be sampled.
 
-    They are kept in ``job.folder(root)/rollouts.jsonl``. Sampling runs in a process of its own, the script of the task
-    that runs now with the command ``sample``: its noise goes to a log, and its end frees the memory. Raises DataError,
-    or StageFailed when the engine fails.
+    They are kept in ``job.folder(root)/rollouts.jsonl``. Sampling runs in a separate process: the task's
+    script that runs now, with the command ``sample``. Its output goes to a log, its end frees the memory. Raises
+    DataError, or StageFailed when the engine fails.
     """
     files = {label: job.folder(root) / "rollouts.jsonl" for label, job in jobs.items()}
     found = {label: load(job, files[label], scoring) for label, job in jobs.items()}

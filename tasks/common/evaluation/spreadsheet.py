@@ -8,6 +8,7 @@ from openpyxl import Workbook
 from openpyxl.cell import WriteOnlyCell
 from openpyxl.cell.cell import ILLEGAL_CHARACTERS_RE
 from openpyxl.styles import Alignment, Font
+from openpyxl.utils import get_column_letter
 
 from tasks.common.files import written_beside
 
@@ -21,7 +22,8 @@ def write_xlsx(path: Path, columns: list[str], rows: list[list], sheet: str) -> 
     page = book.create_sheet(sheet)
     page.freeze_panes = "A2"
     for number in range(len(columns)):
-        page.column_dimensions[_letter(number)].width = 50 if _has_long_text(rows, number) else 14
+        long_text = any(isinstance(row[number], str) and len(row[number]) > 20 for row in rows)
+        page.column_dimensions[get_column_letter(number + 1)].width = 50 if long_text else 14
     page.append([_cell(page, name, bold=True) for name in columns])
     for row in rows:
         page.append([_cell(page, value) for value in row])
@@ -30,16 +32,6 @@ def write_xlsx(path: Path, columns: list[str], rows: list[list], sheet: str) -> 
     with written_beside(path) as partial:
         book.save(partial)
         _without_dates(partial)
-
-
-def _letter(number: int) -> str:
-    from openpyxl.utils import get_column_letter
-
-    return get_column_letter(number + 1)
-
-
-def _has_long_text(rows: list[list], number: int) -> bool:
-    return any(isinstance(row[number], str) and len(row[number]) > 20 for row in rows)
 
 
 def _cell(page, value, bold: bool = False) -> WriteOnlyCell:

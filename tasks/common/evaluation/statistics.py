@@ -21,6 +21,10 @@ class Estimate:
         digits = 3 if max(abs(self.low), abs(self.high)) < 10 else 1
         return f"{self.value:.{digits}f} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
 
+    def signed(self) -> str:
+        """The same with a sign, for a difference."""
+        return f"{'' if self.value < 0 else '+'}{self}"
+
 
 def proportion(successes: int, total: int) -> Estimate:
     """``successes / total`` with the Wilson score interval (Wilson 1927)."""

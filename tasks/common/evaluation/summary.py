@@ -1,4 +1,4 @@
-"""What a model's rollouts say, and what those of two models say of their difference: the same for every report."""
+"""Metrics of a model's rollouts, and paired differences of two models: the same for every report."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -169,7 +169,7 @@ def _interval(values: np.ndarray) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Difference:
-    """Trained less base, over the prompts that both have: its estimate, p-value, and which test gave that."""
+    """Trained minus base, over the prompts that both have: estimate, p-value, and the test."""
 
     estimate: Estimate
     p_value: float

@@ -19,7 +19,7 @@ def meaning(name: str) -> str:
 
 
 def sizes(summary: dict) -> str:
-    """How much a summary rests on, with what could not be counted."""
+    """The numbers of prompts and samples of a summary, with what could not be counted."""
     text = f"{summary['prompts']} prompts, {summary['samples']} samples each"
     if summary["left_out"]:
         text += f"; {summary['left_out']} prompts left out (longer than MAX_PROMPT_LENGTH)"
@@ -42,14 +42,10 @@ def comparison_rows(summaries: dict[str, dict], changes: dict[str, Difference] |
             value = summary["metrics"].get(name)
             cells.append(str(Estimate(**value)) if value else "-")
         if changes is not None:
-            cells += _change_cells(changes[name]) if name in changes else ["-", "-"]
+            change = changes.get(name)
+            cells += [change.estimate.signed(), f"{p_text(change.p_value)} ({change.test})"] if change else ["-", "-"]
         rows.append(cells)
     return rows
-
-
-def _change_cells(change: Difference) -> list[str]:
-    sign = "" if change.estimate.value < 0 else "+"
-    return [f"{sign}{change.estimate}", f"{p_text(change.p_value)} ({change.test})"]
 
 
 def show_table(title: str, header: list[str], rows: list[list[str]]) -> None:

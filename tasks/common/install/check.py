@@ -21,7 +21,7 @@ IMPORTED = ("verl.trainer.main_ppo", "verl.workers.rollout.vllm_rollout.vllm_asy
 
 
 class InstallError(Exception):
-    """What is installed does not work; the message says what and how to mend it."""
+    """The installation does not work; the message says why and how to repair it."""
 
 
 class Package(NamedTuple):

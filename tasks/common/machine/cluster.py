@@ -1,6 +1,6 @@
 """The Ray cluster at RAY_ADDRESS: whether there is one, its nodes, and that they see what this machine sees.
 
-As a program it prints `make cluster-status`. Ray is asked in a process of its own, because it ends the process that
+As a program it prints `make cluster-status`. A separate process asks Ray, because Ray ends the process that
 asks when the cluster goes away.
 """
 
@@ -19,15 +19,15 @@ from dataclasses import asdict, dataclass, fields
 from importlib.metadata import version
 from pathlib import Path
 
-from tasks.common.process import StageFailed, die_with_parent, node_lost
+from tasks.common.process import StageFailed, die_with_parent, errors_in_one_line, node_lost
 from tasks.common.settings import ROOT, Settings, SettingsError, artifacts
 
 HELP = "docs/MULTI_NODE.md"
 CONNECT_SECONDS = 5  # to the head's port; Ray itself waits for a minute
 ASK_SECONDS = 120  # a node starts a process, which imports verl's version and looks at the folders
-LOST_SECONDS = 30  # Ray's head gives a node up after 5 checks, one every 3 seconds, that found it silent
+LOST_SECONDS = 30  # Ray's head gives a node up after 5 checks, one every 3 seconds, without an answer
 
-# What a node has besides the environment that `ray start` had there. NCCL's and gloo's variables are a node's own.
+# Variables that workers get in addition to the environment of `ray start`. Each node keeps its own NCCL and gloo ones.
 SENT = re.compile(
     r"(VERL|VLLM|JUDGE|HF|WANDB|RAY_TASK|OMP|GLIBC)_\w+|PYTHON(PATH|UNBUFFERED|HASHSEED)|SETTINGS_COMPLETE|ARTIFACTS"
 )
@@ -78,7 +78,7 @@ def address(nnodes: int) -> str:
 
 
 def sent(environment: dict[str, str]) -> dict[str, str]:
-    """What of ``environment`` the workers of a cluster get. Never a secret: Ray shows it in its logs and dashboard."""
+    """The part of ``environment`` that is sent to the workers. Never a secret: Ray shows it in logs and dashboard."""
     ours = {f.name for f in fields(Settings)}
     names = [name for name in environment if SENT.fullmatch(name) and not SECRET.search(name)]
     return {name: environment[name] for name in sorted({*names, *(ours & environment.keys())})}
@@ -91,7 +91,7 @@ def secrets(environment: dict[str, str]) -> list[str]:
 
 
 def enough(nodes: list[Node], nnodes: int, gpus: int) -> str:
-    """Empty, or what the cluster lacks for ``nnodes`` nodes with ``gpus`` free GPUs each, with what to do about it."""
+    """What the cluster lacks for ``nnodes`` nodes with ``gpus`` free GPUs each, and the remedy; empty if nothing."""
     having = [node for node in nodes if node.alive and node.free_gpus >= gpus]
     if len(having) >= nnodes:
         return ""
@@ -128,7 +128,7 @@ def join(s: Settings) -> list[Node]:
 
 
 def difference(name: str, node: Seen, here: Seen) -> str:
-    """Empty, or in one line what node ``name`` sees otherwise than this machine, and what to do."""
+    """How node ``name`` differs from this machine, and the remedy, in one line; empty if it does not."""
     if node.artifacts != here.artifacts:
         return _other_folder(name)
     if node.repository != here.repository:
@@ -191,11 +191,11 @@ def lost(before: list[Node]) -> str:
     return answer["lost"]
 
 
-# ---- in a process of its own ---------------------------------------------------------------------------------------
+# ---- in a separate process -----------------------------------------------------------------------------------------
 
 
 def _ask(question: str, *arguments: str, seconds: float = ASK_SECONDS) -> dict:
-    """The answer of this module in a process of its own. Raises SettingsError, one line."""
+    """The answer of this module, run as a separate process. Raises SettingsError, one line."""
     given = os.environ["RAY_ADDRESS"]
     if given != "auto":
         host, port = given.rsplit(":", 1)
@@ -328,7 +328,5 @@ if __name__ == "__main__":
     if sys.argv[1:]:
         main(sys.argv[1:])
     else:
-        try:
+        with errors_in_one_line(SettingsError):
             status()
-        except SettingsError as error:
-            sys.exit(f"error: {error}")

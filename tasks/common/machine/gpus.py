@@ -1,4 +1,4 @@
-"""What the GPUs that a run sees were doing meanwhile: <run>/gpu.jsonl, a line every SECONDS."""
+"""The state of a run's GPUs while it trains: <run>/gpu.jsonl, a line every SECONDS."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What this machine has: GPUs by nvidia-smi, memory, and Rays that nobody holds any more."""
+"""What this machine has: GPUs (from nvidia-smi), memory, and orphaned Ray daemons."""
 
 import contextlib
 import os
@@ -75,7 +75,7 @@ def own_process(pid: int) -> bool:
 
 
 def ram() -> tuple[int, int]:
-    """Bytes of RAM that are free, and in all; no more than the container may have (cgroup v2)."""
+    """Bytes of RAM: free, and in total, within the container's limit (cgroup v2)."""
     memory = psutil.virtual_memory()
     limit, used = (_number(Path("/sys/fs/cgroup") / name) for name in ("memory.max", "memory.current"))
     if limit:
@@ -107,7 +107,7 @@ def listens(address: str, seconds: float = 2.0) -> bool:
 
 
 def ray_daemons() -> list[psutil.Process]:
-    """Ray's daemons on this machine, whoever began them."""
+    """Ray's daemons on this machine, of any user."""
     found = []
     for process in psutil.process_iter(["name"]):
         with contextlib.suppress(psutil.Error):

@@ -1,4 +1,4 @@
-"""How much memory a training will need, from the model's shapes and verl's config: an estimate, before anything starts.
+"""Estimate of the memory that a training needs, from the model's shapes and verl's config.
 
 Where a figure is measured, docs/DOCTOR.md says how far the estimate was off.
 """
@@ -8,10 +8,12 @@ import functools
 import json
 import math
 import re
-import struct
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
 
 GIB = 2**30
 HUB_SECONDS = 5.0
@@ -36,22 +38,22 @@ FUSED_CHUNK = 512  # tokens of logits at once with use_fused_kernels (verl/utils
 # countdown's tokens two thirds were padding.
 PADDED = 3
 OVERHEAD = 2e9  # a GPU: the CUDA contexts of trainer and vLLM, NCCL's buffers, CUDA graphs; assumed, not measured
-# Of a training on the CPU besides: Python with torch in each process of verl, Ray and vLLM; of one without these.
+# RAM of the processes of a training on the CPU: of verl, Ray and vLLM; of one without these.
 PROCESSES, TRAINER = 7.4e9, 1.5e9  # measured: docs/DOCTOR.md
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """What of a model takes memory. Widths are of one token; ``linear``: inputs and outputs of a layer's matrices."""
+    """Sizes of a model. Widths are per token; ``linear``: inputs and outputs of a layer's matrices."""
 
     parameters: int
-    embeddings: int  # parameters that are no layer's
+    embeddings: int  # parameters outside the layers
     layer: int  # parameters of one layer
     layers: int
     hidden: int
     intermediate: int
     queries: int
-    keys: int  # of the keys; as many of the values
+    keys: int  # width of the keys; the values have the same
     vocabulary: int
     linear: int
     tied: bool
@@ -87,19 +89,8 @@ def shapes(config: dict, parameters: int = 0) -> Shapes | None:
         parameters = embeddings + layers * layer
     elif not parameters:
         return None
-    return Shapes(
-        parameters,
-        embeddings,
-        (parameters - embeddings) // layers,
-        layers,
-        hidden,
-        intermediate,
-        queries,
-        keys,
-        vocabulary,
-        linear,
-        tied,
-    )
+    layer = (parameters - embeddings) // layers
+    return Shapes(parameters, embeddings, layer, layers, hidden, intermediate, queries, keys, vocabulary, linear, tied)
 
 
 def shapes_of(model: str) -> Shapes | None:
@@ -115,7 +106,7 @@ def shapes_of(model: str) -> Shapes | None:
             return None
     try:
         return shapes(json.loads(file.read_text()), _stored_parameters(folder))
-    except (OSError, ValueError):
+    except (OSError, ValueError, SafetensorError):
         return None
 
 
@@ -129,42 +120,36 @@ def _of_the_hub(model: str) -> Path | None:
         return None
     if isinstance(found := try_to_load_from_cache(model, "config.json"), str):
         return Path(found)
-    logging.set_verbosity_error()  # it would tell of each retry
+    logging.set_verbosity_error()  # it would report each retry
     files = []
 
     def ask():
-        with contextlib.suppress(Exception):  # no network, no such model, no leave to read it: each of its own kind
+        with contextlib.suppress(Exception):  # no network, no such model, no permission: each raises another class
             files.append(Path(hf_hub_download(model, "config.json")))
 
-    asking = threading.Thread(target=ask, daemon=True)  # without a network it goes on trying for half a minute
+    asking = threading.Thread(target=ask, daemon=True)  # without a network it retries for half a minute
     asking.start()
     asking.join(HUB_SECONDS)
     return files[0] if files else None
 
 
 def _stored_parameters(folder: Path) -> int:
-    """Numbers in the safetensors files of ``folder``, by their headers; 0 without any.
-
-    A file begins with the length of its header, 8 bytes, and the header, JSON
-    (https://github.com/huggingface/safetensors, "Format").
-    """
+    """Numbers in the safetensors files of ``folder``, by their headers; 0 without any."""
     count = 0
     for file in folder.glob("*.safetensors"):
-        with file.open("rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8).ljust(8, b"\0"))
-            header = json.loads(stream.read(min(length, 100_000_000)) or b"{}")
-        count += sum(math.prod(entry["shape"]) for name, entry in header.items() if name != "__metadata__")
+        with safe_open(file, "numpy") as tensors:
+            count += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
     return count
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What of a training decides on its memory (tasks/common/training/verl_config.py reads it from verl's config).
+    """Settings of a training that decide its memory (tasks/common/training/verl_config.py reads it from verl's config).
 
-    ``tokens``: at most so many in one forward pass on a GPU. ``share``: of a GPU's memory for vLLM; 0: there is none.
+    ``tokens``: the most in one forward pass on a GPU. ``share``: of a GPU's memory for vLLM; 0: no vLLM.
     """
 
-    gpus: int = 1  # that share the training
+    gpus: int = 1  # of the training
     gpus_here: int = 1  # of them in this machine
     tokens: int = 8192
     sequence: int = 1024  # tokens of a prompt and its response
@@ -323,10 +308,10 @@ def too_much(model: Shapes, plan: Plan, gpu_bytes: float, ram_bytes: float) -> l
         found.append((text, _less_ram(model, plan, ram_bytes)))
     if plan.on_cpu:
         return found
-    update, state = sum(needs.update.values()), sum(training_state(model, plan).values())
+    update = sum(needs.update.values())
     if update > gpu_bytes:
         text = f"update: about {_gb(update)} of {_gb(gpu_bytes)} on each GPU ({_parts(needs.update)})"
-        found.append((text, _smaller_update(model, plan, gpu_bytes, state)))
+        found.append((text, _smaller_update(model, plan, gpu_bytes)))
     if plan.share:
         least, rest = sum(needs.engine.values()), sum(needs.sampling.values()) - plan.share * gpu_bytes
         room = math.floor((gpu_bytes - rest) / gpu_bytes * 20) / 20
@@ -364,29 +349,35 @@ def _more_gpus(model: Shapes, plan: Plan, gpu_bytes: float) -> str:
     return " or ".join([*ways, "take a smaller MODEL"])
 
 
-def _smaller_update(model: Shapes, plan: Plan, gpu_bytes: float, state: float) -> str:
-    fewer = plan.tokens
-    while fewer > plan.sequence:
-        fewer = max(plan.sequence, fewer // 2)
-        if sum(estimate(model, replace(plan, tokens=fewer), gpu_bytes).update.values()) <= gpu_bytes:
-            value = fewer // plan.sequence if plan.tokens_by == "MICRO_BATCH_SIZE" else fewer
-            return f"lower {plan.tokens_by} to {value}"
+def _smaller_update(model: Shapes, plan: Plan, gpu_bytes: float) -> str:
+    state = sum(training_state(model, plan).values())
+    if words := _fewer_tokens(plan, lambda p: sum(estimate(model, p, gpu_bytes).update.values()) <= gpu_bytes):
+        return words
     if state + OVERHEAD < gpu_bytes and _fits(model, replace(plan, sequence=plan.sequence // 2), gpu_bytes):
         return "lower MAX_PROMPT_LENGTH or MAX_RESPONSE_LENGTH"
     return _more_gpus(model, plan, gpu_bytes)
 
 
 def _less_ram(model: Shapes, plan: Plan, ram_bytes: float) -> str:
+    def fits(changed: Plan) -> bool:
+        return sum(estimate(model, changed).ram.values()) <= ram_bytes
+
     if not plan.on_cpu:
         return "take a machine with more RAM, or a smaller MODEL"
+    adapter = not plan.lora_rank and fits(replace(plan, lora_rank=8))
+    return _fewer_tokens(plan, fits) or ("set LORA_RANK=8 or " if adapter else "") + "take a smaller MODEL"
+
+
+def _fewer_tokens(plan: Plan, fits: Callable[[Plan], bool]) -> str:
+    """Which variable to lower to what, so that the plan fits; empty if no number of tokens does."""
     fewer = plan.tokens
     while fewer > plan.sequence:
         fewer = max(plan.sequence, fewer // 2)
-        if sum(estimate(model, replace(plan, tokens=fewer)).ram.values()) <= ram_bytes:
-            value = fewer // plan.sequence if plan.tokens_by == "MICRO_BATCH_SIZE" else fewer
-            return f"lower {plan.tokens_by} to {value}"
-    adapter = not plan.lora_rank and sum(estimate(model, replace(plan, lora_rank=8)).ram.values()) <= ram_bytes
-    return " or ".join([*(["set LORA_RANK=8"] if adapter else []), "take a smaller MODEL"])
+        if fits(replace(plan, tokens=fewer)):
+            return (
+                f"lower {plan.tokens_by} to {fewer // plan.sequence if plan.tokens_by == 'MICRO_BATCH_SIZE' else fewer}"
+            )
+    return ""
 
 
 def _gb(count: float) -> str:

@@ -78,8 +78,8 @@ def whole_model(model: str) -> str:
 
 
 def embedded_folder() -> Path:
-    """Where the embedded model is unpacked to. transformers 4 has a folder of its own: of a config that 5 wrote it does
-    not read the rotary base, and its tokenizer class it does not know."""
+    """Where the embedded model is unpacked. transformers 4 gets its own folder: it reads neither the rotary base nor
+    the tokenizer class that transformers 5 writes."""
     old = importlib.metadata.version("transformers").startswith("4.")
     return artifacts() / "models" / (f"{EMBEDDED}-transformers4" if old else EMBEDDED)
 

@@ -2,7 +2,7 @@
 
 Nothing has to be logged for it: it reads what each run writes to its own folder (docs/RUNS.md), so that a resumed run
 is one curve. The dashboard is trackio's, or tensorboard's where trackio is not installed (the a100 stack); its data is
-a copy that is made anew and goes with the dashboard.
+a copy, made at the start and removed at the end.
 """
 
 import functools
@@ -77,13 +77,14 @@ class Seen:
 def look(run_dir: Path) -> Seen:
     """Everything that ``run_dir`` has to show."""
     metrics = read_metrics(run_dir)
-    seen = Seen(steps={step: _numbers(row) for step, row in metrics.items()})
+    seen = Seen(steps=metrics)
     for step, values in validation.curves(metrics).items():
         seen.steps[step] |= values
     for step, file in evaluation_files(run_dir):
         summary, folder = read_json(file), file.parent
         seen.evaluations[step] = {f"eval/{name}": value["value"] for name, value in summary["metrics"].items()}
-        seen.samples |= {f"eval-{folder.name}-{i}": s for i, s in enumerate(_evaluated(folder, step))}
+        if (rollouts := folder / "rollouts.jsonl").exists():
+            seen.samples |= {f"eval-{folder.name}-{i}": s for i, s in enumerate(_evaluated(rollouts, step))}
     for kind, folder, most in DUMPS:
         for file in sorted((run_dir / folder).glob("*.jsonl")):
             if file.stem.isdigit():
@@ -112,10 +113,6 @@ def config_of(run_dir: Path) -> dict:
 # ---- parts ---------------------------------------------------------------------------------------------------------
 
 
-def _numbers(row: dict) -> dict[str, float]:
-    return {name: float(value) for name, value in row.items() if isinstance(value, int | float)}
-
-
 def _rows(file: Path, most: int | None = None) -> Iterator[dict]:
     """The first ``most`` whole lines of ``file``; none if it is not there."""
     with suppress(OSError), file.open(errors="replace") as stream:
@@ -135,17 +132,12 @@ def _once_written(read):
 def _dumped(file: Path, kind: str, most: int) -> Iterator[Sample]:
     for row in _rows(file, most):
         texts = (_cut(row.pop(name)) for name in ("input", "output", "gts"))
-        rewards = {name: value for name, value in _numbers(row).items() if name not in NO_REWARD}
+        rewards = {k: float(v) for k, v in row.items() if isinstance(v, int | float) and k not in NO_REWARD}
         yield Sample(kind, int(file.stem), *texts, rewards)
 
 
-def _evaluated(folder: Path, step: int) -> list[Sample]:
-    file = folder / "rollouts.jsonl"
-    return _evaluated_rows(file, step) if file.exists() else []
-
-
 @_once_written
-def _evaluated_rows(file: Path, step: int) -> Iterator[Sample]:
+def _evaluated(file: Path, step: int) -> Iterator[Sample]:
     for row in _rows(file, EVALUATION_SAMPLES):
         prompt = "\n".join(f"{message['role']}: {message['content']}" for message in row["prompt"])
         rewards = dict(row["reward"] or {}) | {"sampled": float(row["mode"] == SAMPLED)}

@@ -8,6 +8,7 @@ from datetime import datetime
 from pathlib import Path
 
 from tasks.common.files import read_json
+from tasks.common.process import errors_in_one_line
 from tasks.common.runs import launches
 from tasks.common.runs.folder import all_runs, named, read_metrics, recorded
 from tasks.common.runs.repeat import commit_text, package_changes
@@ -68,7 +69,7 @@ def row(run_dir: Path) -> list[str]:
     made, metrics = recorded(run_dir), read_metrics(run_dir)
     settings, warm_up = made["settings"], made["kind"] == "sft"
     model = settings["MODEL"]
-    rewards = [metrics[step][REWARD] for step in sorted(metrics) if REWARD in metrics[step]]
+    rewards = [data[REWARD] for data in metrics.values() if REWARD in data]
     accuracies = [s["metrics"]["accuracy"]["value"] for _, s in evaluations(run_dir) if "accuracy" in s["metrics"]]
     seconds = [data["timing_s/step"] for data in metrics.values() if "timing_s/step" in data]
     return [
@@ -180,8 +181,6 @@ def comparison(names: str, task: str = "") -> str:
 
 
 if __name__ == "__main__":
-    try:
+    with errors_in_one_line(SettingsError):
         task = os.environ.get("TASK", "")
         print(table(task) if sys.argv[1] == "runs" else comparison(os.environ.get("RUN", ""), task))
-    except (SettingsError, OSError) as error:
-        sys.exit(f"error: {error}")

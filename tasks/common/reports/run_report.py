@@ -1,6 +1,6 @@
 """`make report TASK=x [RUN=name]`: a run as one HTML file that needs nothing beside it, to attach to a pull request.
 
-Every value reaches the page through run_report.html.jinja, which escapes it. What a run has not is said in a line.
+The template run_report.html.jinja escapes every value. A line says what a run lacks.
 """
 
 import base64
@@ -8,9 +8,9 @@ import json
 import math
 import os
 import re
-import sys
 from dataclasses import asdict, dataclass, field, fields
 from fnmatch import fnmatchcase
+from itertools import zip_longest
 from pathlib import Path
 
 import jinja2
@@ -18,6 +18,7 @@ import jinja2
 from tasks.common.data.prepare import describe
 from tasks.common.evaluation import plots
 from tasks.common.evaluation.compare import labels_of
+from tasks.common.evaluation.probe import VERDICT_HEADER, verdict_rows
 from tasks.common.evaluation.sample import model_name
 from tasks.common.evaluation.statistics import Estimate
 from tasks.common.evaluation.summary import Difference, changes_from
@@ -25,12 +26,13 @@ from tasks.common.evaluation.tables import comparison_rows, meaning, p_text, siz
 from tasks.common.evaluation.verdict import gain, headline
 from tasks.common.files import read_json, written_beside
 from tasks.common.models.find import EMBEDDED, embedded_folder
+from tasks.common.process import errors_in_one_line
 from tasks.common.reports.overview import HEADER, evaluation_files, row, started, step_of, uncommitted
 from tasks.common.runs import launches
 from tasks.common.runs.folder import all_runs, lineage, named, read_metrics, recorded
 from tasks.common.runs.health import findings, newest_by_rule
 from tasks.common.runs.launches import masked, masked_values
-from tasks.common.runs.repeat import check, commit_text, different_data
+from tasks.common.runs.repeat import changed_files, check, commit_text
 from tasks.common.settings import ROOT, Settings, SettingsError, artifacts, load_settings
 from tasks.common.text import one_line, printable
 
@@ -135,14 +137,10 @@ def chosen(task: str, name: str) -> Path:
 
 
 def metrics_of(run_dir: Path) -> dict[int, dict[str, float]]:
-    """The numbers among a run's metrics, by step in order. Raises SettingsError when there are none."""
-    metrics = read_metrics(run_dir)
-    if not metrics:
-        raise SettingsError(f"RUN={run_dir.name}: has no metrics in {run_dir}/metrics; it ended before its first step")
-    return {
-        step: {name: float(value) for name, value in metrics[step].items() if isinstance(value, int | float)}
-        for step in sorted(metrics)
-    }
+    """A run's metrics, by step in order. Raises SettingsError when there are none."""
+    if metrics := read_metrics(run_dir):
+        return metrics
+    raise SettingsError(f"RUN={run_dir.name}: has no metrics in {run_dir}/metrics; it ended before its first step")
 
 
 def base_of(run_dir: Path) -> str:
@@ -210,7 +208,7 @@ def data(run_dir: Path, made: dict, launch: dict | None) -> Section:
         lines.append(f"no manifest in {folder}: make data TASK={task}")
     else:
         own_files = (made["settings"].get("TRAIN_FILE", ""), made["settings"].get("PAIRS_FILE", ""))
-        changed = then is not None and different_data(then, launches.data_digests(folder, *own_files))
+        changed = then is not None and changed_files(then, launches.data_digests(folder, *own_files))
         if changed:
             lines.append(f"what is in {folder} now is not what the run was trained on ({changed} differ)")
         else:
@@ -262,11 +260,7 @@ def probe(run_dir: Path, made: dict) -> Section:
         f"{model_name(result['model'])} on {Path(result['data']).name}: {sizes(result)}",
         result["conclusion"],
     ]
-    rows = [
-        ["ok" if v["good"] else "!", v["name"], f"{v['value']:.3f}", v["threshold"], v["words"]]
-        for v in result["verdicts"]
-    ]
-    table = Table(["", "", "value", "good", "what it means"], rows)
+    table = Table(VERDICT_HEADER, verdict_rows(result))
     return Section("Probe", lines, pictures=_png(newest.with_name("probe.png"), "probe"), tables=[table])
 
 
@@ -304,7 +298,7 @@ def health(made: dict, metrics: dict[int, dict]) -> Section:
     """What the rules of `make train` find in the metrics."""
     if made["kind"] == "sft":
         return Section("Health", ["the rules are about RL; this is a warm-up"])
-    # A run of an older version has not all settings; the rules ask for none that is new.
+    # A run of an older version lacks some settings; the rules use none of the new ones.
     found = findings(metrics, Settings(**{f.name: made["settings"].get(f.name) for f in fields(Settings)}))
     if not found:
         return Section("Health", ["no rule fired (docs/RUNS.md)"])
@@ -348,7 +342,7 @@ def comparison(run_dir: Path, made: dict) -> Comparison | None:
 
 
 def _conditions(summary: Path) -> dict:
-    """How an evaluation sampled and scored, but for the model. Of LIMIT the summary's number of prompts tells."""
+    """How an evaluation sampled and scored, without the model. The summary's number of prompts shows LIMIT."""
     meta = read_json(summary.with_name("rollouts.meta.json"))
     return {name: meta.get(name) for name in ("reward", "rows", "sampling", "backend")}
 
@@ -431,22 +425,16 @@ def spread(records: list[dict], count: int = SAMPLES) -> list[dict]:
     scores = sorted(by_score, reverse=True)
     if len(scores) > count:
         scores = [scores[round(place * (len(scores) - 1) / (count - 1))] for place in range(count)]
-    taken: dict[float, int] = dict.fromkeys(scores, 0)
-    while sum(taken.values()) < min(count, len(records)) and any(taken[s] < len(by_score[s]) for s in scores):
-        for score in scores:
-            if sum(taken.values()) < count and taken[score] < len(by_score[score]):
-                taken[score] += 1
-    return [record for score in scores for record in by_score[score][: taken[score]]]
+    rounds = zip_longest(*(by_score[score] for score in scores))  # one of each score, then the next of each
+    chosen = [record for each in rounds for record in each if record is not None][:count]
+    return sorted(chosen, key=lambda record: -record["score"])
 
 
 def _sample(record: dict) -> Sample:
     truth = record.get("gts", "(none)")
     truth = truth if isinstance(truth, str) else json.dumps(truth)
-    texts = [
-        cut(text, limit)
-        for text, limit in ((str(record.get("input", "")), PROMPT), (record["output"], RESPONSE), (truth, TRUTH))
-    ]
-    return Sample(record["score"], *texts)
+    prompt = str(record.get("input", ""))
+    return Sample(record["score"], cut(prompt, PROMPT), cut(record["output"], RESPONSE), cut(truth, TRUTH))
 
 
 def cut(text: str, limit: int) -> str:
@@ -496,7 +484,7 @@ def page(run_dir: Path) -> str:
     head = dict(zip(HEADER, row(run_dir), strict=True))
     del head["accuracy"]  # the line of the result says more
     return templates.get_template("run_report.html.jinja").render(
-        head=head, result=result_line(run_dir, compared), sections=[asdict(section) for section in sections]
+        head=head, result=result_line(run_dir, compared), sections=sections
     )
 
 
@@ -510,7 +498,5 @@ def write(run_dir: Path) -> Path:
 
 
 if __name__ == "__main__":
-    try:
+    with errors_in_one_line(SettingsError, json.JSONDecodeError):
         print(write(chosen(os.environ.get("TASK", ""), os.environ.get("RUN", ""))))
-    except (SettingsError, OSError, json.JSONDecodeError) as error:
-        sys.exit(f"error: {error}")

@@ -26,6 +26,7 @@ from tasks.common.data.prepare import Example
 from tasks.common.data.rows import DataError
 from tasks.common.rewards.answers import last_answer, read_ground_truth
 from tasks.common.rewards.sandbox import CallFailed, Sandbox
+from tasks.common.text import one_line
 
 ANSWER_FORM = (
     "Think step by step, then put the final answer in <answer></answer>: "
@@ -39,7 +40,9 @@ RIGHT = 1 - 1e-9
 
 def environments() -> list[str]:
     """Names of all environments, sorted."""
-    return sorted(_datasets())
+    from reasoning_gym.factory import DATASETS
+
+    return sorted(DATASETS)
 
 
 def dataset(env: str, config: dict | None = None, seed: int = 0, size: int = 1):
@@ -49,8 +52,9 @@ def dataset(env: str, config: dict | None = None, seed: int = 0, size: int = 1):
     that the environment refuses.
     """
     import reasoning_gym
+    from reasoning_gym.factory import DATASETS
 
-    config_class = _one_of(env, _datasets(), "ENV: reasoning-gym has no environment")[1]
+    config_class = _one_of(env, DATASETS, "ENV: reasoning-gym has no environment")[1]
     if not isinstance(config or {}, dict):
         raise DataError(f"CONFIG of {env}: must be a JSON object, not {config!r:.100}")
     default = config_class()
@@ -69,7 +73,7 @@ def dataset(env: str, config: dict | None = None, seed: int = 0, size: int = 1):
         raise
     except Exception as error:  # they raise all kinds: AssertionError, ValueError, TypeError, KeyError, ...
         shown = json.dumps(config or {})[:200]
-        raise DataError(f"CONFIG of {env}: {shown}: {_one_line(error) or 'not accepted'}") from error
+        raise DataError(f"CONFIG of {env}: {shown}: {one_line(str(error), 200) or 'not accepted'}") from error
 
 
 def examples(env: str, config: dict | None, seed: int) -> Iterator[Example]:
@@ -92,7 +96,9 @@ def examples(env: str, config: dict | None, seed: int) -> Iterator[Example]:
             except Exception as error:  # e.g. no word ladder of that length: the next chunk starts elsewhere
                 barren += 1
                 if barren == 100:
-                    raise DataError(f"ENV={env}: makes no entry with this CONFIG: {_one_line(error)}") from error
+                    raise DataError(
+                        f"ENV={env}: makes no entry with this CONFIG: {one_line(str(error), 200)}"
+                    ) from error
                 break
             yield _example(source, entry)
 
@@ -258,12 +264,6 @@ def _decoded(value):
 # ---- settings of an environment ----
 
 
-def _datasets() -> dict[str, tuple]:
-    from reasoning_gym.factory import DATASETS
-
-    return DATASETS
-
-
 def _one_of(name: str, known, problem: str):
     """``known[name]``, or the name itself of a list. Raises DataError with the nearest names."""
     if name in known:
@@ -283,7 +283,7 @@ def _value(value, default, where: str):
         if dataclasses.is_dataclass(default):
             return type(default)(**value)
     except (TypeError, ValueError) as error:
-        raise DataError(f"{where}: {_one_line(error)}") from error
+        raise DataError(f"{where}: {one_line(str(error), 200)}") from error
     if default is None or value is None:
         return value
     kinds = {bool: bool, int: int, float: (int, float), str: str, list: list, tuple: list}.get(type(default), object)
@@ -301,7 +301,3 @@ def _part(part):
     own = part.get("config") or {}
     settings = dataset(part["name"], own).config
     return DatasetSpec(part["name"], part.get("weight", 1), {name: getattr(settings, name) for name in own})
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:200]

@@ -16,7 +16,7 @@ from referencing import Registry
 from referencing.exceptions import Unresolvable
 
 from tasks.common.rewards.answers import RewardError, after_thinking
-from tasks.common.strict_json import finite, no_constant, once
+from tasks.common.strict_json import deeper_than, finite, no_constant, once
 from tasks.common.text import one_line
 
 MAX_OBJECT_CHARS = 10_000
@@ -50,23 +50,13 @@ def _parse(text: str) -> dict | None:
         value = json.loads(text, object_pairs_hook=once, parse_int=_int, parse_float=finite, parse_constant=no_constant)
     except (ValueError, RecursionError):
         return None
-    return value if isinstance(value, dict) and _depth_at_most(value, MAX_DEPTH) else None
+    return value if isinstance(value, dict) and not deeper_than(value, MAX_DEPTH) else None
 
 
 def _int(text: str) -> int:
     if len(text) > MAX_DIGITS + text.startswith("-"):
         raise ValueError("a huge integer")
     return int(text)
-
-
-def _depth_at_most(value: object, depth: int) -> bool:
-    level = [value]
-    for _ in range(depth):
-        nested = [v.values() if isinstance(v, dict) else v for v in level if isinstance(v, dict | list)]
-        level = [item for items in nested for item in items]
-        if not level:
-            return True
-    return not any(isinstance(v, dict | list) for v in level)
 
 
 def _braced(text: str) -> Iterator[str]:

@@ -387,7 +387,7 @@ def read_counters(path: Path) -> dict[str, dict]:
 
 
 def summary() -> str:
-    """What was asked so far and what it cost: a line for each model."""
+    """Requests so far and their cost: one line per model."""
     path = artifacts() / "judge/counters.json"
     lines = []
     for model, own in read_counters(path).items():

@@ -14,7 +14,7 @@ from tasks.common.rewards.answers import after_thinking
 from tasks.common.rewards.sandbox import CallFailed, Sandbox
 
 MAX_ANSWER_CHARS = 200
-MAX_CANDIDATES = 50  # so many of one form are looked at, from the last back
+MAX_CANDIDATES = 50  # most matches of one form that are checked, the last first
 SECONDS = 2.0  # of wall clock for one comparison; ordinary formulas take milliseconds
 
 _HASHES = re.compile(r"(?<!#)####(?!#)")
@@ -124,7 +124,7 @@ def tidy(text: str) -> str:
     ``a/b`` where both are plain."""
     text = text.translate(_SPELLING).replace("{,}", ",").replace("\\%", "%").replace("~", " ")
     text = _DEGREES.sub("°", text)
-    for _ in range(3):  # wrappers in wrappers
+    for _ in range(3):  # nested wrappers
         text = _WRAPPER.sub(r" \1 ", text)
     text = _FRACTION.sub(lambda m: f" {m[1] or m[3]}/{m[2] or m[4]} ", text)
     return _BOLD.sub(r"\2", _REMOVED.sub("", text))
@@ -170,11 +170,11 @@ def compare(answer: str, truth: str) -> tuple[bool, bool]:
         return False, False
     try:
         return _math_verify(answer, str(truth)[: 10 * MAX_ANSWER_CHARS])
-    except CallFailed:  # not kept: it may be the machine that was slow
+    except CallFailed:  # not cached: the machine may have been slow
         return False, False
 
 
-@functools.lru_cache(maxsize=4096)  # the responses of a group repeat themselves
+@functools.lru_cache(maxsize=4096)  # responses of a group repeat
 def _math_verify(answer: str, truth: str) -> tuple[bool, bool]:
     well_formed, right = _sandbox.call(answer, truth)
     return well_formed, right

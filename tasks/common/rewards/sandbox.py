@@ -1,4 +1,4 @@
-"""Call a function on hostile input in a process of its own, which can hurt nothing: see docs/REASONING_GYM.md.
+"""Call a function on adversarial input in a separate process without privileges: see docs/REASONING_GYM.md.
 
 The worker has no credentials in its environment, a memory limit, and, once its modules are loaded, a seccomp filter: it
 computes, reads files of the Python installation, and answers. It writes, creates and removes no file, starts no
@@ -26,7 +26,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
-START_SECONDS = 120  # for the imports of a worker, on a machine that is busy with training
+START_SECONDS = 120  # for a worker's imports while the machine trains
 MAX_REQUEST_BYTES = 16 * 2**20
 MAX_REPLY_BYTES = 2**16
 _LENGTH = struct.Struct(">I")  # before each message, which is JSON
@@ -51,7 +51,7 @@ class Sandbox:
     def __init__(self, target: str, *setup, seconds: float = 5.0, memory: int = 2**30):
         self._start_message = {"target": target, "setup": setup, "memory": memory, "path": [str(ROOT), *sys.path]}
         self._seconds = seconds
-        self.protections: dict = {}  # of the worker that was started last: {"seccomp": bool, "landlock": its version}
+        self.protections: dict = {}  # of the last worker: {"seccomp": bool, "landlock": its version}
         self._forget()
         _SANDBOXES.add(self)
 
@@ -64,19 +64,19 @@ class Sandbox:
         self._thread.submit(self._kill).result()
 
     def _forget(self) -> None:
-        """Start from nothing; in a forked child the worker and the thread are the parent's."""
+        """Forget worker and thread; in a forked child they are the parent's."""
         if getattr(self, "_socket", None):
             self._socket.close()
         self._process, self._socket = None, None
-        # All that touches the worker happens in one thread. The kernel ends a worker with the *thread* that started it
-        # (PR_SET_PDEATHSIG), and the threads of a reward manager come and go.
+        # One thread handles the worker. The kernel ends a worker with the *thread* that started it (PR_SET_PDEATHSIG),
+        # and the threads of a reward manager are short-lived.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="sandbox")
 
     def _call(self, arguments: tuple):
         request = json.dumps(arguments).encode()
         if len(request) > MAX_REQUEST_BYTES:
             raise CallFailed(f"an input of {len(request)} bytes")
-        # What can be read before a request is no answer to it: the end of a dead worker, or a forged reply.
+        # Data before a request is the end of a dead worker, or a forged reply.
         if self._process and select.select([self._socket], [], [], 0)[0]:
             self._kill()
         if not self._process:
@@ -212,7 +212,7 @@ def _limit_resources(memory: int) -> None:
         resource.RLIMIT_FSIZE: 0,
         resource.RLIMIT_CORE: 0,
         resource.RLIMIT_NOFILE: 64,
-        resource.RLIMIT_NPROC: 0,  # the kernel does not hold root to it; seccomp does
+        resource.RLIMIT_NPROC: 0,  # the kernel does not apply it to root; seccomp does
     }
     for limit, value in limits.items():
         resource.setrlimit(limit, (value, value))
@@ -239,7 +239,7 @@ def _landlock(readable: list[str]) -> int:
         version = _system_call(create, no_ruleset, ctypes.c_size_t(0), ctypes.c_uint(1))
     except OSError:
         return 0
-    file_rights = {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)  # how many there are: a bit each
+    file_rights = {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)  # their number: one bit each
     handled = [(1 << file_rights) - 1]
     handled += [0b11] if version >= 4 else []  # TCP: bind, connect
     handled += [0b11] if version >= 6 else []  # abstract UNIX sockets, signals
@@ -295,7 +295,7 @@ def _seccomp() -> None:
     for number, flags in ((2, 1), (257, 2)):  # open, openat, and which argument holds the flags
         program += [(equal, 0, 4, number), (load, 0, 0, low_word_of_argument(flags))]
         program += [(any_bit, 1, 0, _WRITING), (end, 0, 0, allow), (end, 0, 0, refuse)]
-    # fcntl: flags may be asked for (F_GETFD, F_GETFL), but no signals be sent about a file (F_SETOWN).
+    # fcntl: only to read flags (F_GETFD, F_GETFL), not to request signals about a file (F_SETOWN).
     program += [(equal, 0, 5, 72), (load, 0, 0, low_word_of_argument(1))]
     program += [(equal, 1, 0, 1), (equal, 0, 1, 3), (end, 0, 0, allow), (end, 0, 0, refuse)]
     program += [(equal, 0, 1, 435), (end, 0, 0, 0x00050000 | errno.ENOSYS)]  # clone3: glibc then tries clone

@@ -3,14 +3,14 @@
 Model output is hostile: JSON is read strictly and within bounds, nothing is evaluated.
 """
 
-import json
 import re
 from dataclasses import dataclass
 
-import networkx
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import maximum_bipartite_matching
 
 from tasks.common.models.chat_template import call_text
-from tasks.common.strict_json import finite, no_constant, once
+from tasks.common.strict_json import DECODER, deeper_than
 
 # Of what follows the thinking. Reading more would cost more than the 5 ms a row that a reward may take.
 MAX_CHARS = 16_384
@@ -25,12 +25,11 @@ _MARKER = re.compile(r"\s*(?:\[TOOL_CALLS\]|<\|python_tag\|>)\s*")
 _BETWEEN = re.compile(r"\s*;?\s*")  # Llama writes parallel calls as {...}; {...}
 _BARE = re.compile(r"\s*(?:\[\s*)?\{\s*\"")
 _NAME, _ARGUMENTS = re.compile(r'"name"\s*:'), re.compile(r'"(?:arguments|parameters)"\s*:')
-_NESTED = (dict, list)
 _FLOATS = {"number", "float", "double"}
 
 
 class Malformed(ValueError):
-    """Text that means to be thinking or a tool call, and is none; the message says why."""
+    """Text that looks like thinking or a tool call, but is malformed; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +113,7 @@ def _bare(text: str) -> tuple[list[dict], str]:
             problem = error
     if values and not problem and (marker or all(_looks_like_call(value) for value in values)):
         return [_call(value) for value in values], ""
-    # Prose and JSON that is no call are text; what tries to be a call and is none must not pass as text.
+    # Prose, and JSON that is no call, are text. A broken call must not pass as text.
     if marker or CLOSE in text or (_NAME.search(text) and (problem or _ARGUMENTS.search(text))):
         raise Malformed(str(problem or "a call must stand alone or between its tags"))
     return [], text
@@ -155,23 +154,12 @@ def _decode(text: str, start: int):
     while start < len(text) and text[start] in " \t\r\n":
         start += 1
     try:
-        value, end = _DECODER.raw_decode(text, start)
+        value, end = DECODER.raw_decode(text, start)
     except (ValueError, RecursionError) as error:
         raise Malformed(f"not JSON ({str(error)[:80]})") from None
-    _check_depth(value)
+    if deeper_than(value, MAX_DEPTH):
+        raise Malformed(f"nested deeper than {MAX_DEPTH} levels")
     return value, end
-
-
-_DECODER = json.JSONDecoder(object_pairs_hook=once, parse_float=finite, parse_constant=no_constant)
-
-
-def _check_depth(value) -> None:
-    level = [value]
-    for _ in range(MAX_DEPTH):
-        level = [x for v in level if isinstance(v, _NESTED) for x in (v.values() if isinstance(v, dict) else v)]
-        if not level:
-            return
-    raise Malformed(f"nested deeper than {MAX_DEPTH} levels")
 
 
 # ---- writing and comparing
@@ -189,21 +177,16 @@ def functions(tools: list[dict]) -> dict[str, dict]:
 
 
 def matched(made: list[dict], expected: list[dict], tools: list[dict]) -> int:
-    """How many calls of ``made`` find a partner of their own in ``expected``, in any order, at most.
+    """Size of the largest one-to-one matching of equal calls between ``made`` and ``expected``, in any order.
 
     A maximum matching (Hopcroft and Karp 1973): "equals" is not transitive (1 and 1.0 may stand where 1.0 is
     expected, only 1 where 1 is), so that taking the first partner at hand may leave out a pair.
     """
+    if not made or not expected:
+        return 0
     known = functions(tools)
-    pairs = [
-        (("made", i), ("expected", j))
-        for i, call in enumerate(made)
-        for j, other in enumerate(expected)
-        if same_call(call, other, known)
-    ]
-    graph = networkx.Graph(pairs)
-    top = {node for node in graph if node[0] == "made"}
-    return len(networkx.bipartite.hopcroft_karp_matching(graph, top)) // 2
+    pairs = csr_array([[same_call(call, other, known) for other in expected] for call in made])
+    return int((maximum_bipartite_matching(pairs) >= 0).sum())
 
 
 def same_call(made: dict, expected: dict, known: dict[str, dict]) -> bool:

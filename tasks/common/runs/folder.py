@@ -1,4 +1,4 @@
-"""What is on disk of a run: its folder, checkpoints and metrics. DPO writes them as verl does."""
+"""A run on disk: its folder, checkpoints and metrics. DPO writes them as verl does."""
 
 import difflib
 import json
@@ -13,8 +13,8 @@ from tasks.common.runs.launches import masked
 from tasks.common.settings import REPORTING, Settings, SettingsError, artifacts
 
 
-def read_metrics(run_dir: Path) -> dict[int, dict]:
-    """verl's metrics by step, over all launches of a run.
+def read_metrics(run_dir: Path) -> dict[int, dict[str, float]]:
+    """The numbers among verl's metrics by step, in order, over all launches of a run.
 
     verl's file logger truncates its file when it starts (verl/utils/tracking.py:541), so each launch has its own,
     metrics/000.jsonl and on; for a step that was trained again after a resume the later launch counts. Raises
@@ -26,17 +26,17 @@ def read_metrics(run_dir: Path) -> dict[int, dict]:
             try:
                 record = json.loads(line)
                 data = {name: math.nan if value is None else value for name, value in record["data"].items()}
-                metrics[record["step"]] = data
+                metrics[record["step"]] = {name: float(v) for name, v in data.items() if isinstance(v, int | float)}
             except ValueError:
                 raise SettingsError(f"{file}: line {number} is not JSON; remove that line") from None
             except (KeyError, TypeError, AttributeError) as error:
                 what = f"{type(error).__name__}: {error}"
                 raise SettingsError(f"{file}: line {number} is no metrics ({what}); remove that line") from error
-    return metrics
+    return dict(sorted(metrics.items()))
 
 
 def next_metrics_file(run_dir: Path) -> Path:
-    """Path for the metrics of the coming launch."""
+    """Path for the metrics of the next launch."""
     folder = run_dir / "metrics"
     folder.mkdir(parents=True, exist_ok=True)
     return folder / f"{len(list(folder.glob('*.jsonl'))):03}.jsonl"
@@ -53,7 +53,7 @@ def record(run_dir: Path, kind: str, mark: str, s: Settings, start: str, argumen
 
 
 def recorded(run_dir: Path) -> dict:
-    """What ``record`` noted; empty where nothing was."""
+    """What ``record`` wrote; empty without a record."""
     return read_json(run_dir / "settings.json")
 
 
@@ -212,7 +212,7 @@ def rl_dir(s: Settings, arguments: list[str], number: int = 1, start: str = "") 
 
 
 def rounds(s: Settings, arguments: list[str]) -> list[Path]:
-    """Folders of the rounds up to SELF_PLAY_ROUNDS that have begun; the first in any case."""
+    """Folders of the rounds up to SELF_PLAY_ROUNDS that have begun, always with the first."""
     found = [rl_dir(s, arguments)]
     while len(found) < s.SELF_PLAY_ROUNDS and complete(found[-1], s):
         following = rl_dir(s, arguments, len(found) + 1, str(hf_folder(found[-1])))

@@ -1,4 +1,4 @@
-"""Rules over the metrics of an RL training: each says at which step it looks ill, why that may be, and what to turn.
+"""Rules over the metrics of an RL training. Each finds a bad step, names the likely cause and what to change.
 
 The names are verl's, the same in both versions that the stacks have, and tell of the whole batch: that all groups are
 without variance is seen from the advantages, how many of them are is not known.
@@ -15,7 +15,7 @@ from tasks.common.files import write_json
 from tasks.common.settings import HEALTH_RULES, Settings
 
 OUTCOME = "outcome.json"  # of a run: what its last launch came to
-ENTROPY = 0.01  # nats a token
+ENTROPY = 0.01  # nats per token
 KL = (1e-4, 0.1)  # to the reference model
 KL_STEPS = 10  # in a row below the band: at the start the policy is the reference
 SPIKE = 5  # times the median gradient norm of the steps before
@@ -29,7 +29,7 @@ REWARD_STEPS = 3  # in a row with no reward at all
 
 @dataclass(frozen=True)
 class Finding:
-    """``rule`` fired at ``step``; ``text`` says what was seen, the likely cause and the variable to turn."""
+    """``rule`` fired at ``step``; ``text`` says what was seen, the likely cause and the variable to change."""
 
     rule: str
     step: int
@@ -40,7 +40,7 @@ class Finding:
 
 
 def findings(metrics: dict[int, dict], s: Settings) -> list[Finding]:
-    """What is ill in ``metrics`` (``runs.read_metrics``: by step) of a training with ``s``, in order of the steps."""
+    """Findings in ``metrics`` (``runs.read_metrics``: by step) of a training with ``s``, in order of the steps."""
     steps = sorted(metrics)
     rows = [metrics[step] for step in steps]
     found = []
@@ -56,7 +56,7 @@ class AbortedError(RuntimeError):
 
 
 def aborted_by(metrics: dict[int, dict], s: Settings) -> Finding | None:
-    """What ABORT_ON ends a training for: a finding of its rules at the last step of ``metrics``."""
+    """The finding that ends a training: of a rule in ABORT_ON, at the last step of ``metrics``."""
     last = max(metrics, default=0)
     chosen = s.ABORT_ON.split(",")
     return next((each for each in findings(metrics, s) if each.step == last and each.rule in chosen), None)
@@ -81,7 +81,7 @@ def _nan(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
     trained = ("actor/", "critic/", "train/")
     names = [n for n, v in row.items() if n.startswith(trained) and isinstance(v, float) and not math.isfinite(v)]
     if names:
-        yield f"{', '.join(names[:3])}: not a finite number; the training has diverged, or a reward is none: lower LR"
+        yield f"{', '.join(names[:3])}: not a finite number; the training has diverged, or a reward is NaN: lower LR"
 
 
 def _collapse(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
@@ -93,7 +93,7 @@ def _collapse(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
 
 
 def _kl_of(row: dict) -> float | None:
-    """KL to the reference model: of the loss (GRPO and its kin), or of the penalty on the reward (PPO)."""
+    """KL to the reference model: of the loss (GRPO and similar methods), or of the penalty on the reward (PPO)."""
     return row.get("actor/kl_loss", row.get("actor/reward_kl_penalty"))
 
 

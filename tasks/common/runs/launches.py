@@ -1,7 +1,7 @@
-"""What each launch of a run was made with: <run>/launches/000 and on, written as a whole before the trainer starts.
+"""The record of each launch of a run: <run>/launches/000 and on, written before the trainer starts.
 
 launch.json has the settings, the trainer's command line, git's state, digests of data and task, seeds and date;
-config.yaml the trainer's resolved config, packages.txt what `pip freeze` says, changes.diff what git has not committed.
+config.yaml the trainer's resolved config, packages.txt what `pip freeze` says, changes.diff the uncommitted changes.
 The environment is not in it, nor the machine's name, and the values of what is named as a secret are masked.
 """
 
@@ -38,7 +38,7 @@ _IN_URL = re.compile(r"(\w://)[^/@\s\"']+@")
 
 
 def masked(text: str) -> str:
-    """``text`` without the values of what is named as a secret (``api_key=...``), or stands before a URL's host."""
+    """``text`` without the values of secrets (``api_key=...``) and without passwords in URLs."""
     return _IN_URL.sub(rf"\g<1>{MASK}@", _ASSIGNED.sub(rf"\g<1>{MASK}", text))
 
 
@@ -63,20 +63,18 @@ def begin(run_dir: Path, s: Settings, command: list[str], config: dict | None = 
     partial = folder / f".{number}.partial"
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
-    git, diff = git_state(ROOT)
-    (partial / "packages.txt").write_text("".join(f"{line}\n" for line in packages()))
-    (partial / "changes.diff").write_text(masked(diff))
+    record = now(s.task_dir)
+    (partial / "packages.txt").write_text("".join(f"{line}\n" for line in record.pop("packages")))
+    (partial / "changes.diff").write_text(record.pop("changes"))
     if config is not None:
         write_config(partial, config)
     write_json(
         partial / "launch.json",
-        {
+        record
+        | {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),
             "stack": s.STACK,
-            "python": platform.python_version(),
             "command": [masked(word) for word in command],
-            "git": git,
-            "task": digests(s.task_dir, "*.py", "train.sh"),
             "data": data_digests(s.data_dir, s.TRAIN_FILE, s.PAIRS_FILE),
             "seeds": {"SEED": s.SEED, "TRAIN_SEED": s.TRAIN_SEED, "EVAL_SEED": s.EVAL_SEED},
             "judge": judge_settings(),
@@ -108,7 +106,7 @@ def read(launch: Path) -> dict:
 
 
 def now(task_dir: Path) -> dict:
-    """What of a record can be said of this moment, in its form."""
+    """The present state of code and packages, in the form of a record."""
     git, diff = git_state(ROOT)
     task = digests(task_dir, "*.py", "train.sh")
     own = {"python": platform.python_version(), "git": git, "changes": masked(diff), "task": task}
@@ -124,7 +122,7 @@ def packages() -> list[str]:
 
 
 def git_state(root: Path) -> tuple[dict, str]:
-    """What git says of ``root``: commit and names of untracked files, or why it says nothing; `git diff HEAD`."""
+    """State of git in ``root``: commit and untracked files, or why there is none; and `git diff HEAD`."""
     try:
         commit = _git(root, "rev-parse", "HEAD").strip()
         diff = _git(root, "diff", "HEAD", "--no-color", "--no-ext-diff", "--", ".")
@@ -137,7 +135,7 @@ def git_state(root: Path) -> tuple[dict, str]:
 
 
 def _git(root: Path, *arguments: str) -> str:
-    """Output of git; it takes no lock, for others may be working in the repository."""
+    """Output of git, which takes no lock: others may be working in the repository."""
     return subprocess.run(
         ["git", "-C", root, *arguments],
         env=os.environ | {"GIT_OPTIONAL_LOCKS": "0"},

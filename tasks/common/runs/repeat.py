@@ -1,4 +1,4 @@
-"""`make repeat RUN=name`: train again as a run was trained, from its record (launches.py), into a run of another name.
+"""`make repeat RUN=name`: train again with the recorded settings of a run (launches.py), under a new name.
 
 It checks stack and data, says what is not as it was, and trains with the recorded settings.
 """
@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tasks.common.process import errors_in_one_line
 from tasks.common.runs import launches
 from tasks.common.runs.folder import last_step, lineage, named, recorded
 from tasks.common.runs.launches import MASK
@@ -95,22 +96,21 @@ def _complete(run_dir: Path) -> bool:
     return last_step(last) >= made["settings"]["STEPS"]
 
 
-def different_data(then: dict[str, str], now: dict[str, str]) -> str:
-    """Names of the files of data that are not as they were; empty if all are."""
+def changed_files(then: dict[str, str], now: dict[str, str]) -> str:
+    """Names of the files whose digest has changed; empty if none has."""
     return ", ".join(name for name in sorted(then.keys() | now.keys()) if then.get(name) != now.get(name))
 
 
 def differences(then: dict, now: dict) -> list[str]:
-    """What of code and packages is not as in the record ``then``, a few words each."""
+    """Changes of code and packages since the record ``then``, a few words each."""
     found = []
     left, right = then["git"], now["git"]
     if left.get("commit") != right.get("commit"):
         found.append(f"commit {commit_text(left)} -> {commit_text(right)}")
     if (then["changes"], left.get("untracked")) != (now["changes"], right.get("untracked")):
         found.append("uncommitted changes")
-    files = [name for name in sorted(then["task"] | now["task"]) if then["task"].get(name) != now["task"].get(name)]
-    if files:
-        found.append(f"the task's {', '.join(files)}")
+    if files := changed_files(then["task"], now["task"]):
+        found.append(f"the task's {files}")
     if then["python"] != now["python"]:
         found.append(f"Python {then['python']} -> {now['python']}")
     if changed := package_changes(then["packages"], now["packages"]):
@@ -140,7 +140,7 @@ def main() -> None:
     environ = variables(made, launch["judge"], next_name(run_dir), dict(os.environ))
     task_dir = ROOT / "tasks" / run_dir.parent.name
     if not (task_dir / "train.sh").is_file():
-        raise SettingsError(f"RUN={name}: its task is no more: there is no {task_dir}/train.sh")
+        raise SettingsError(f"RUN={name}: its task is gone: there is no {task_dir}/train.sh")
     load_settings(environ)  # a record is data: its values are checked before anything runs
     unknown = [f"{key} (not in the record)" for key in not_recorded(made)]
     if not_as_it_was := differences(launch, launches.now(task_dir)) + unknown:
@@ -154,15 +154,11 @@ def main() -> None:
     now = launches.data_digests(
         artifacts() / "data" / run_dir.parent.name, settings["TRAIN_FILE"], settings["PAIRS_FILE"]
     )
-    if changed := different_data(launch["data"], now):
+    if changed := changed_files(launch["data"], now):
         raise SettingsError(f"RUN={name}: was trained on other data than there is now ({changed} differ)")
     os.execve(sys.executable, [*stage, "train", *made["arguments"]], environ | {"STAGE": "train"})
 
 
 if __name__ == "__main__":
-    try:
+    with errors_in_one_line(SettingsError, json.JSONDecodeError):
         main()
-    except (SettingsError, OSError, json.JSONDecodeError) as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
