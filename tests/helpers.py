@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+TASKS = sorted(path.parent.name for path in ROOT.glob("tasks/*/train.sh"))
 # With the interpreter that runs the tests, so that a test never installs anything.
 MAKE = ["make", f"PYTHON={sys.executable}"]
 # A training of the very small random model.

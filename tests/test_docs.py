@@ -287,9 +287,9 @@ def test_tests_that_the_rewards_name_are_there():
 
 
 def test_a_test_that_is_not_there_is_found():
-    text = "`tests/test_docs.py::test_a_test_that_is_not_there_is_found`, `test_nowhere`, `tests/test_gsm8k.py`, "
-    text += "`tests/test_gsm8k.py::test_links_lead_somewhere`, `tests/test_nowhere.py::test_score`, `test_score`"
-    found = ["::test_nowhere", "tests/test_gsm8k.py::test_links_lead_somewhere", "tests/test_nowhere.py::test_score"]
+    text = "`tests/test_docs.py::test_a_test_that_is_not_there_is_found`, `test_nowhere`, `tests/test_make.py`, "
+    text += "`tests/test_make.py::test_links_lead_somewhere`, `tests/test_nowhere.py::test_score`, `test_score`"
+    found = ["::test_nowhere", "tests/test_make.py::test_links_lead_somewhere", "tests/test_nowhere.py::test_score"]
     assert missing_tests(text) == found
 
 

@@ -18,6 +18,7 @@ from tasks.common.settings import (
     help_text,
     load_settings,
 )
+from tests.helpers import TASKS
 from tests.helpers import exported as exported_by
 
 VALUES = {
@@ -387,7 +388,7 @@ def test_environment_overrides_the_defaults_of_train_sh_and_stack(exported):
     assert (settings.LR, settings.ROLLOUT_N, settings.KL_COEF, settings.TASK) == (2e-6, 16, 0.5, "countdown")
 
 
-@pytest.mark.parametrize("task", ["countdown", "gsm8k", "tool_calling", "econ_agent"])
+@pytest.mark.parametrize("task", TASKS)
 def test_all_gpus_that_are_visible_are_used(task, tmp_path):
     fake = tmp_path / "nvidia-smi"
     fake.write_text("#!/bin/sh\nprintf 'GPU 0: H200\\nGPU 1: H200\\nGPU 2: H200\\nGPU 3: H200\\n'\n")

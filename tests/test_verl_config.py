@@ -8,9 +8,8 @@ from omegaconf import OmegaConf
 
 from tasks.common.settings import METHODS, SettingsError, load_settings, method
 from tasks.common.training import verl_config
-from tests.helpers import ROOT, exported, stacks
+from tests.helpers import ROOT, TASKS, exported, stacks
 
-TASKS = sorted(path.parent.name for path in ROOT.glob("tasks/*/train.sh"))
 RL_METHODS = [name for name in METHODS if name != "dpo"]
 STACKS = stacks()
 

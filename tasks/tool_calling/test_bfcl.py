@@ -295,7 +295,7 @@ def command(tmp_path):
 
     def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess:
         environment = exported(
-            ROOT / "tasks/countdown/train.sh", {"ARTIFACTS": str(tmp_path / "artifacts"), **variables}
+            ROOT / "tasks/tool_calling/train.sh", {"ARTIFACTS": str(tmp_path / "artifacts"), **variables}
         )
         environment["PYTHONPATH"] = str(ROOT)
         return subprocess.run(

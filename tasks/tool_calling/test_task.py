@@ -21,7 +21,7 @@ from tasks.tool_calling.dialogues import DIFFICULTIES, TOOLS, dialogues
 from tasks.tool_calling.prepare_data import examples, from_file, generate
 from tasks.tool_calling.reward import VARIANTS, compute_score
 
-SHARED = Path(os.environ.get("SHARED_DATA", Path(__file__).resolve().parents[2] / "shared/data")) / "tool_calls"
+SHARED = Path(os.environ.get("SHARED_DATA", Path(__file__).resolve().parents[3] / "shared/data")) / "tool_calls"
 real_data = pytest.mark.skipif(not SHARED.is_dir(), reason="no shared data here")
 
 
