@@ -26,7 +26,7 @@ from tasks.common.evaluation.plots import plt
 from tasks.common.rewards.judge import Judge
 from tasks.common.settings import Command, Settings, SettingsError, load_settings
 from tests.benchmarks import curve
-from tests.helpers import ROOT, SMALL, copy_of_checkout, exported, outside_make
+from tests.helpers import PYTHON, ROOT, SMALL, copy_of_checkout, exported, outside_make
 
 DOCUMENTS = [
     *(
@@ -405,7 +405,7 @@ def steady(text: str) -> list[str]:
 
 def run_blocks(name: str, repository: Path, marks: tuple[str, ...], **variables: str) -> None:
     """Do in ``repository`` what the blocks of document ``name`` say that are marked `file` or with one of ``marks``."""
-    environment = outside_make() | {"PYTHON": sys.executable, "STACK": "cpu", **variables}
+    environment = outside_make() | {"PYTHON": PYTHON, "STACK": "cpu", **variables}
     printed = ""
     for block in blocks((ROOT / name).read_text()):
         kind, _, path = block.mark.partition(" ")

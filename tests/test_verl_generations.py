@@ -51,16 +51,20 @@ def sft(s, version: str, *arguments: str) -> dict:
     )
 
 
-@pytest.mark.parametrize(("stack", "version"), STACKS)
-@pytest.mark.parametrize("method", RL_METHODS)
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {},
-        {"KL_COEF": "0.01", "N_GPUS": "4", "REWARD": "strict"},
-        {"LORA_RANK": "8", "N_GPUS": "8", "SELF_PLAY_ROUNDS": "2", "LOGGER": "wandb,tensorboard"},
-    ],
-)
+CHANGES = [
+    {},
+    {"KL_COEF": "0.01", "N_GPUS": "4", "REWARD": "strict"},
+    {"LORA_RANK": "8", "N_GPUS": "8", "SELF_PLAY_ROUNDS": "2", "LOGGER": "wandb,tensorboard"},
+]
+# Each stack with each method; the changes take turns.
+COVERING = [
+    (*stack, method, CHANGES[(i + j) % len(CHANGES)])
+    for i, stack in enumerate(STACKS)
+    for j, method in enumerate(RL_METHODS)
+]
+
+
+@pytest.mark.parametrize(("stack", "version", "method", "changes"), COVERING)
 def test_rl_composes_against_the_verl_of_the_stack(stack, version, method, changes, monkeypatch):
     s = settings_of(monkeypatch, stack, version, METHOD=method, **changes)
     if method == "egpo" and version == "0.6.1":

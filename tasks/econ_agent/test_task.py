@@ -5,7 +5,6 @@ import itertools
 import json
 import math
 import subprocess
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +18,7 @@ from tasks.common.rewards.answers import RewardError
 from tasks.econ_agent import evaluate, prepare_data, retrieval, simulate
 from tasks.econ_agent.reward import BASKET, compute_score, decision_score, targets
 from tasks.econ_agent.simulation import Economy, Month, Parameters, behave, gini, income_tax, indicators, taylor_rate
-from tests.helpers import ROOT, exported
+from tests.helpers import PYTHON, ROOT, exported
 
 quick = settings(max_examples=200, deadline=None, database=None)
 share = st.floats(0, 1)
@@ -430,7 +429,7 @@ def simulated(tmp_path):
         )
         arguments = [*(f"{label}={tmp_path}/{label}.json" for label in models), *more]
         result = subprocess.run(
-            [sys.executable, str(tmp_path / "stub.py"), *arguments],
+            [PYTHON, str(tmp_path / "stub.py"), *arguments],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

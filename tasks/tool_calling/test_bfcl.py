@@ -15,7 +15,7 @@ from tasks.common.data.rows import DataError, read_rows, tools_of, validate_parq
 from tasks.common.evaluation.statistics import Estimate, proportion
 from tasks.common.rewards.tool_calls import render_calls
 from tasks.tool_calling import bfcl
-from tests.helpers import ROOT, exported
+from tests.helpers import PYTHON, ROOT, exported
 
 SIZES = {"simple_python": 400, "multiple": 200, "parallel": 200, "parallel_multiple": 200, "irrelevance": 240}
 # Their possible answers have an argument that their function does not take; it may be left out.
@@ -299,7 +299,7 @@ def command(tmp_path):
         )
         environment["PYTHONPATH"] = str(ROOT)
         return subprocess.run(
-            [sys.executable, str(tmp_path / "stub.py"), *arguments],
+            [PYTHON, str(tmp_path / "stub.py"), *arguments],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
