@@ -5,12 +5,14 @@ SHELL := bash
 MAKEFLAGS += --no-print-directory
 
 TASKS := $(notdir $(patsubst %/train.sh,%,$(wildcard tasks/*/train.sh)))
-STACKS := $(basename $(notdir $(wildcard tasks/common/stacks/*.sh)))
+STACKS := $(patsubst tasks/common/stacks/%/__init__.py,%,$(wildcard tasks/common/stacks/*/__init__.py))
 ifndef STACK
   CHOSEN := $(shell bash tasks/common/install/choose_stack.sh)
   STACK := $(firstword $(subst :, ,$(CHOSEN)))
 endif
-STAGES := doctor data probe sft train dpo all experiment merge eval compare rescore chat batch config bfcl simulate
+# A program tasks/TASK/STAGE.py is a stage of that task.
+OWN := $(sort $(basename $(notdir $(shell grep -ls '^if __name__' $(filter-out tasks/common/% %/evaluate.py %/prepare_data.py,$(wildcard tasks/*/*.py))))))
+STAGES := settings doctor data probe sft train dpo all experiment merge eval compare rescore chat batch config $(OWN)
 ARGS ?=
 export STACK
 export STARTED := $(shell date +%s)
@@ -46,109 +48,135 @@ ifneq ($(filter new,$(MAKECMDGOALS)),)
   endif
 endif
 
-ifneq ($(filter install $(filter-out config,$(STAGES)),$(MAKECMDGOALS)),)
+# Variables of make's command line; the others come from the shell.
+export GIVEN := $(foreach name,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $(name)))),$(filter-out -%,$(name))))
+ifneq ($(GIVEN),)
+  REFUSED := $(shell PYTHONPATH=. OPTIONS='$(subst ','\'',$(OPTIONS))' $(or $(wildcard $(PYTHON)),python3) -m tasks.common.launch.names $(MAKECMDGOALS) -- $(GIVEN) 2>/dev/null)
+  $(if $(REFUSED),$(error $(REFUSED)))
+endif
+
+ifneq ($(filter install $(filter-out config settings,$(STAGES)),$(MAKECMDGOALS)),)
   $(if $(CHOSEN),$(info STACK=$(CHOSEN)))
 endif
 
 RUN_STAGE = PYTHON='$(PYTHON)' STAGE=$@ bash tasks/$(TASK)/train.sh $(ARGS)
-# Installation counts as the first stage of `make train`.
 # What `make new` tells the template besides OPTIONS.
 export CONFIG
 NEW = $(if $(SOURCE),'source=$(SOURCE)') $(if $(filter reasoning_gym,$(SOURCE)),reward=environment 'description=$(or $(ENV),An environment) of reasoning-gym') $(if $(ENV),'env=$(ENV)') $(if $(CONFIG),"config=$$CONFIG")
 # cookiecutter's own command, but a choice that there is not is said in one line.
 COOKIECUTTER = 'import sys; sys.tracebacklimit = 0; import cookiecutter.cli as c; c.main(prog_name="cookiecutter")'
-WHOLE := $(filter train dpo all,$(MAKECMDGOALS))
-NUMBER = $(if $(WHOLE),[1/$$(GOAL=$(WHOLE) STAGE=count bash tasks/$(TASK)/train.sh)] )
 
 .PHONY: help install lock bench bench_training bench_rewards new json_to_parquet test test-all lint format clean cluster-status repeat monitor runs diff report $(STAGES)
 
+# What `make help` shows, in this order.
+##@ Every day
 help: ## this text
+install: ## install the STACK's pinned packages into .venv, and check them
+new: ## scaffold tasks/TASK; OPTIONS="reward=exact lora=yes", SOURCE=reasoning_gym ENV=name CONFIG='{"key": 1}'
+settings: ## every variable of TASK with its value, where it comes from, and its help
+doctor: ## check this machine, the settings and the data before a training; says what to do
+train: ## everything: data, model, SFT warm-up, RL, evaluation, closing table; FROM=train starts later
+eval: ## evaluate MODEL, or base, warm-up and trained model
+compare: ## BASE against MODEL or the trained model: paired tests, prompts gained and lost
+chat: ## talk to MODEL, or to the trained model
+report: ## the newest run of TASK, or RUN, as one HTML file to attach to a pull request
+test: ## the fast tests; with TASK only those of tasks/TASK; SLOW=1: real trainings too, except long ones
+clean: ## remove artifacts/ (data, models, runs)
+##@ Before a training
+data: ## prepare the task's data
+probe: ## before training: do this model's rewards differ on the data? FILTER=1 keeps the prompts where they do
+sft: ## SFT warm-up on the task's demonstrations
+config: ## print verl's resolved config without training
+##@ Training
+dpo: ## the same as train with DPO: on pairs of PAIRS_FILE, or of the policy's own samples
+all: ## the same, then merge and compare
+experiment: ## train with each of METHODS=grpo,gspo,egpo on the same data, and compare them
+repeat: ## train again as RUN was, from its record, into a run of another name (docs/RUNS.md)
+monitor: ## a dashboard of all runs on PORT=7860 of this machine: curves, samples, comparison, live
+##@ After a training
+runs: ## all runs, or those of TASK: steps, reward, accuracy, when and how long
+diff: ## RUN=a,b: what differs between two runs in settings, code, packages and results
+merge: ## the checkpoint STEP as one folder that vLLM and transformers load
+batch: ## answer the prompts of INPUT with MODEL, or with the trained model, into OUTPUT
+rescore: ## score stored ROLLOUTS again, without a model
+##@ Data and rewards
+json_to_parquet: ## any FILE of chats, questions or pairs as verl's parquet files in OUTPUT; ARGS="--help"
+bench_rewards: ## rows a second of every reward, beside the scorers of verl, reasoning-gym and math-verify
+##@ This repository
+lock: ## pin all packages of every stack from pyproject.toml; UPGRADE=1: newest versions
+lint: ## ruff, shellcheck, format
+format: ## format the Python code
+test-all: ## all tests: also the long end-to-end runs
+bench: ## throughput of our sampling beside plain LLM.generate, in one run; ARGS="--out file.json"
+bench_training: ## a GRPO step with our settings, with those of verl's example and with naive ones; ARGS="--help"
+cluster-status: ## the nodes of the Ray cluster at RAY_ADDRESS, and whether they are enough for NNODES x N_GPUS
+
+help:
 	@echo 'make TARGET TASK=<$(subst $() ,|,$(TASKS))> [VARIABLE=value ...] [ARGS="hydra.key=value ..."]'
-	@grep -hE '^[a-z_-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | awk -F'\t' '{printf "  %-16s%s\n", $$1, $$2}'
-	@printf '\nVariables, the same in every task (defaults: tasks/TASK/train.sh, tasks/common/stacks/$(STACK).sh):\n'
+	@awk -F': ## ' '/^##@ /{printf "\n%s\n", substr($$0, 5)} /^[a-z_-]+: ## /{printf "  %-16s%s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+	@printf '\nOf one task\n'
+	@for stage in $(OWN); do file=$$(ls tasks/*/$$stage.py | grep -v common/ | head -n 1); \
+	  printf '  %-16s%s: %s\n' $$stage "$$(basename "$$(dirname "$$file")")" "$$(sed -n '1s/^"""//p' "$$file" | sed 's/"""$$//')"; done
+	@printf '\nVariables with their defaults. A task, a stack and a method have their own: make settings TASK=...\n'
 	@PYTHONPATH=. python3 -m tasks.common.settings
 
-install: $(INSTALLED) ## install the STACK's pinned packages into .venv, and check them
+install: $(INSTALLED)
 
 ifneq ($(INSTALLED),)
 $(INSTALLED): $(wildcard tasks/common/stacks/$(STACK)/requirements.txt) tasks/common/install/install.sh
-	@bash tasks/common/install/install.sh $(STACK) $(VENV) "$(NUMBER)"
+	@bash tasks/common/install/install.sh $(STACK) $(VENV)
 endif
 
-lock: $(INSTALLED) ## pin all packages of every stack from pyproject.toml; UPGRADE=1: newest versions
+lock: $(INSTALLED)
 	@PYTHONPATH=. '$(PYTHON)' -m tasks.common.install.lock $(if $(UPGRADE),--upgrade) $(ARGS)
 
-doctor: $(INSTALLED) ## what this machine, the settings and the data would come to grief on, and what to do
-data: $(INSTALLED) ## prepare the task's data
-sft: $(INSTALLED) ## SFT warm-up on the task's demonstrations
-train: $(INSTALLED) ## everything: data, model, SFT warm-up, RL, evaluation, closing table
-dpo: $(INSTALLED) ## the same with DPO: on pairs of PAIRS_FILE, or of the policy's own samples
-all: $(INSTALLED) ## data, (sft), train, merge, eval, compare; FROM=train starts later, on data that is there
-experiment: $(INSTALLED) ## train with each of METHODS=grpo,gspo,egpo on the same data, and compare them
-probe: $(INSTALLED) ## before training: has the data signal for this model? FILTER=1 keeps the prompts that have
-eval: $(INSTALLED) ## evaluate MODEL, or base, warm-up and trained model
-compare: $(INSTALLED) ## BASE against MODEL or the trained model: paired tests, prompts gained and lost
-bfcl: $(INSTALLED) ## tool_calling: the single-turn categories of BFCL, the first LIMIT of each
-simulate: $(INSTALLED) ## econ_agent: the policies run the economy for MONTHS
-rescore: $(INSTALLED) ## score stored ROLLOUTS again, without a model
-merge: $(INSTALLED) ## the checkpoint STEP as one folder that vLLM and transformers load
-chat: $(INSTALLED) ## talk to MODEL, or to the trained model
-batch: $(INSTALLED) ## answer the prompts of INPUT with MODEL, or with the trained model, into OUTPUT
-config: $(INSTALLED) ## print verl's resolved config without training
-$(filter-out train dpo all,$(STAGES)):
-	@$(RUN_STAGE)
-train dpo all:
-	@[[ $$(stat -c %Y $(INSTALLED) 2>/dev/null || echo 0) -ge $(STARTED) ]] || echo "$(NUMBER)install: up to date"
+$(STAGES): $(INSTALLED)
 	@$(RUN_STAGE)
 
-repeat: $(INSTALLED) ## train again as RUN was, from its record, into a run of another name (docs/RUNS.md)
+repeat: $(INSTALLED)
 	@PYTHONPATH=. PYTHON='$(PYTHON)' '$(PYTHON)' -m tasks.common.runs.repeat
 
-monitor: $(INSTALLED) ## a dashboard of all runs on PORT=7860 of this machine: curves, samples, comparison, live
+monitor: $(INSTALLED)
 	@PYTHONPATH=. '$(PYTHON)' -m tasks.common.reports.monitor
 
-runs: $(INSTALLED) ## all runs, or those of TASK: steps, reward, accuracy, when and how long
-diff: $(INSTALLED) ## RUN=a,b: what differs between two runs in settings, code, packages and results
-runs diff:
+runs diff: $(INSTALLED)
 	@PYTHONPATH=. '$(PYTHON)' -m tasks.common.reports.overview $@
 
-report: $(INSTALLED) ## the newest run of TASK, or RUN, as one HTML file to attach to a pull request
+report: $(INSTALLED)
 	@PYTHONPATH=. '$(PYTHON)' -m tasks.common.reports.run_report
 
-bench: ## throughput of our sampling beside plain LLM.generate, in one run; ARGS="--out file.json"
-bench_training: ## a GRPO step with our settings, with those of verl's example and with naive ones; ARGS="--help"
 bench bench_training: data
 	@$(RUN_STAGE)
 
-bench_rewards: $(INSTALLED) ## rows a second of every reward, beside the scorers of verl, reasoning-gym and math-verify
+bench_rewards: $(INSTALLED)
 	@PYTHONPATH=. '$(PYTHON)' tests/benchmarks/rewards.py $(ARGS)
 
-new: $(INSTALLED) ## scaffold tasks/TASK; OPTIONS="reward=exact lora=yes", SOURCE=reasoning_gym ENV=name CONFIG='{"key": 1}'
+new: $(INSTALLED)
 	@'$(PYTHON)' -c $(COOKIECUTTER) template -o tasks --no-input 'task=$(TASK)' $(NEW) $(OPTIONS)
 
-json_to_parquet: $(INSTALLED) ## any FILE of chats, questions or pairs as verl's parquet files in OUTPUT; ARGS="--help"
+json_to_parquet: $(INSTALLED)
 	@PYTHONPATH=. '$(PYTHON)' -m tasks.common.data.convert $(if $(FILE),'$(FILE)') $(if $(OUTPUT),'$(OUTPUT)') $(ARGS)
 
 # Two tests at a time, those of a file one after another: most of a small training is one process that starts.
 IN_TWO := -n 2 --dist loadfile --no-loadscope-reorder
 
-test: $(INSTALLED) ## the fast tests; with TASK only those of tasks/TASK; SLOW=1: real trainings too, except long ones
+test: $(INSTALLED)
 	@PYTHONPATH=. '$(PYTHON)' -m pytest -q -m 'not $(if $(SLOW),long,slow) and not gpu' $(if $(TASK),'tasks/$(TASK)',$(IN_TWO) tests tasks)
 
-test-all: $(INSTALLED) ## all tests: also the long end-to-end runs
+test-all: $(INSTALLED)
 	@PYTHONPATH=. '$(PYTHON)' -m pytest -q -m 'not gpu' --durations=15 $(IN_TWO) tests tasks
 
-lint: $(INSTALLED) ## ruff, shellcheck, format
+lint: $(INSTALLED)
 	@'$(BIN)ruff' check .
 	@'$(BIN)ruff' format --check .
 	@'$(BIN)shellcheck' -x .ci/run $$(git ls-files '*.sh' '*.sbatch' ':!template')
 
-format: $(INSTALLED) ## format the Python code
+format: $(INSTALLED)
 	@'$(BIN)ruff' check --fix .
 	@'$(BIN)ruff' format .
 
-cluster-status: $(INSTALLED) ## the nodes of the Ray cluster at RAY_ADDRESS, and whether they are enough for NNODES x N_GPUS
+cluster-status: $(INSTALLED)
 	@PYTHONPATH=. '$(PYTHON)' -m tasks.common.machine.cluster
 
-clean: ## remove artifacts/ (data, models, runs)
+clean:
 	rm -rf artifacts

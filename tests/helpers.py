@@ -10,6 +10,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from tasks.common.settings import COMPLETE, STACKS, stack, values_of
+
 ROOT = Path(__file__).resolve().parents[1]
 TASKS = sorted(path.parent.name for path in ROOT.glob("tasks/*/train.sh"))
 # The interpreter that runs the tests, so that a test never installs anything; in conftest.py's warm form.
@@ -46,20 +48,15 @@ def copy_of_checkout(folder: Path) -> Path:
 
 def stacks() -> list[str]:
     """The stacks for the verl of the Python that runs the tests; those of both: test_verl_generations.py."""
-    mark = f"\nSTACK_VERL={importlib.metadata.version('verl')}\n"
-    return sorted(path.stem for path in ROOT.glob("tasks/common/stacks/*.sh") if mark in path.read_text())
+    return [name for name in STACKS if importlib.metadata.version("verl") == stack(name).VERL]
 
 
 def exported(train_sh: Path, changes: dict[str, str]) -> dict[str, str]:
-    """Environment that ``train_sh`` hands to the launcher on the cpu stack: `env` runs in place of Python."""
+    """The environment that the scripts of a stage get of a task under ``changes``, on the cpu stack by default."""
     clean = {k: v for k, v in os.environ.items() if k in ("PATH", "HOME", "LANG", "TMPDIR")}
-    with tempfile.TemporaryDirectory() as folder:
-        python = Path(folder) / "python"
-        python.write_text("#!/bin/sh\nexec env -0\n")
-        python.chmod(0o755)
-        environment = {**clean, "STACK": "cpu", "PYTHON": str(python), **changes}
-        result = subprocess.run(["bash", str(train_sh)], env=environment, capture_output=True, text=True, check=True)
-    return dict(line.split("=", 1) for line in result.stdout.split("\0") if "=" in line)
+    given = {**clean, "STACK": "cpu", **changes, "TASK": train_sh.parent.name}
+    values = {name: value.text for name, value in values_of(given, train_sh.parents[2]).items()}
+    return given | stack(given["STACK"]).ENVIRONMENT | values | {COMPLETE: "1", "PYTHONPATH": str(train_sh.parents[2])}
 
 
 # What make put into the environment, and what pytest was called with.

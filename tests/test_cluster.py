@@ -70,9 +70,6 @@ def test_several_machines_need_a_cluster(given, monkeypatch):
 @pytest.mark.parametrize("stack", ["cpu", "current"])
 def test_joining_gives_ray_no_resources_and_sends_the_environment(stack, monkeypatch):
     environment = exported(ROOT / "tasks/countdown/train.sh", {"STACK": stack, "N_GPUS": "2", "NNODES": "2"})
-    for name, value in environment.items():
-        if name.startswith("STACK"):
-            monkeypatch.setenv(name, value)
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     environment |= {"PYTHONPATH": "/a b/c", "JUDGE_URL": "http://judge/v1?a='b'", "WANDB_API_KEY": "hidden"}
     environment |= {"JUDGE_API_KEY": "hidden", "HF_TOKEN": "hidden", "AWS_SECRET_ACCESS_KEY": "hidden", "HOME": "/me"}
@@ -84,7 +81,7 @@ def test_joining_gives_ray_no_resources_and_sends_the_environment(stack, monkeyp
     assert {name for name, value in joined.items() if value is not None} == {"runtime_env"}
     got = joined["runtime_env"]["env_vars"]
     assert all(type(value) is str and value == environment[name] for name, value in got.items())
-    assert {"PYTHONPATH", "JUDGE_URL", "VERL_USE_EXTERNAL_MODULES", "ROOT", "N_GPUS", "MAX_NEW_TOKENS"} <= got.keys()
+    assert {"PYTHONPATH", "JUDGE_URL", "VERL_USE_EXTERNAL_MODULES", "N_GPUS", "MAX_NEW_TOKENS"} <= got.keys()
     assert "HOME" not in got and "hidden" not in " ".join(overrides)
     monkeypatch.delenv("RAY_ADDRESS")
     assert verl_config.sent_environment(environment) == []

@@ -188,9 +188,6 @@ def smi(*used: int, processes: str = "") -> hardware.Nvidia:
 
 def settings(monkeypatch, **changes):
     environment = exported(ROOT / "tasks/countdown/train.sh", {"STACK": "current", "N_GPUS": "1", **changes})
-    for name, value in environment.items():
-        if name.startswith("STACK_"):
-            monkeypatch.setenv(name, value)
     return load_settings(environment)
 
 

@@ -341,4 +341,6 @@ def test_abort_on_ends_a_training_whose_loss_is_no_number_without_a_checkpoint_o
     pairs, run_dir = written(tmp_path / "pairs.jsonl", PAIRS), tmp_path / "run"
     ended = launch(broken, pairs, run_dir, STEPS="9", SAVE_FREQ="1", ABORT_ON="nan", N_GPUS="2")
     assert ended.returncode != 0 and "AbortedError: ABORT_ON=nan: step 1: train/loss" in ended.stdout, ended.stdout
+    outcome = json.loads((run_dir / "outcome.json").read_text())
+    assert outcome["outcome"] == "aborted" and outcome["reason"].startswith("ABORT_ON=nan: step 1: train/loss")
     assert [math.isnan(loss) for loss in losses(run_dir)] == [True] and checkpoints(run_dir) == []

@@ -63,10 +63,12 @@ def test_the_stack_follows_from_the_gpu_and_is_said_once(gpus, visible, said, tm
 
     assert screen("train") == screen("install") == [said]
     assert screen("config") == screen("train", "STACK=cpu") == []  # printed for a program; or chosen by the user
-    environment["STAGE"] = "environment"
-    script = ["bash", ROOT / "tasks/countdown/train.sh"]
-    exported = subprocess.run(script, env=environment, capture_output=True, text=True, check=True).stdout.split("\0")
-    assert f"STACK={said[6:].partition(':')[0]}" in exported
+    (tmp_path / "python").write_text("#!/bin/sh\nexec env -0\n")
+    (tmp_path / "python").chmod(0o755)
+    train_sh = ["bash", str(ROOT / "tasks/countdown/train.sh")]
+    environment |= {"PYTHON": str(tmp_path / "python")}
+    seen = subprocess.run(train_sh, env=environment, capture_output=True, text=True, check=True).stdout.split("\0")
+    assert f"STACK={said[6:].partition(':')[0]}" in seen
 
 
 @pytest.mark.parametrize(
@@ -113,6 +115,48 @@ def test_other_goals_refuse_in_one_line(goal, variables, said, tmp_path):
     assert result.returncode != 0
     assert len(errors) == 1 and said in errors[0], result.stdout
     assert "Traceback" not in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("goal", "given", "said"),
+    [
+        ("train", ["MODLE=x"], "MODLE: no such variable; did you mean MODEL?"),
+        ("train", ["LEARNING_RATE=1"], "LEARNING_RATE: no such variable; did you mean LR?"),
+        ("train", ["lr=1e-5"], "lr: no such variable; did you mean LR?"),
+        ("data", ["qqqqqq=1"], "qqqqqq: no such variable, see `make help`"),
+        (
+            "train",
+            ["ARGS=trainer.total_epochs=1", "trainer.save_freq=2"],
+            "trainer.save_freq: put all of ARGS in quotes",
+        ),
+        ("simulate", ["MONTH=3"], "MONTH: no such variable; did you mean MONTHS?"),
+        ("new", ["REWARD=json"], 'REWARD: make new takes it as OPTIONS="reward=..."'),
+        ("new", ["LR=1"], "LR: make new has no such variable"),
+        ("new", ["OPTIONS=rewrd=json"], "OPTIONS=rewrd=json: no such option; did you mean reward?"),
+    ],
+)
+def test_a_variable_that_nothing_knows_is_refused(goal, given, said):
+    result = make(goal, *given, TASK="not_there" if goal == "new" else "countdown")
+    assert result.returncode != 0 and len(result.stdout.strip().splitlines()) == 1
+    assert said in result.stdout and not (ROOT / "tasks/not_there").exists()
+
+
+def test_what_the_shell_exported_is_named_and_what_make_got_is_not(tmp_path):
+    environment = outside_make() | {"LR": "0.5", "N": "3", "MODEL": ""}
+    command = [*MAKE, "settings", "TASK=countdown", "STACK=cpu", "STEPS=7"]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    assert result.stderr.splitlines() == ["from your environment: LR=0.5, N=3"]
+    rows = {line.split()[0]: line for line in result.stdout.splitlines()}
+    assert rows.keys() == Settings.__dataclass_fields__.keys()
+    for name, value, source in (
+        ("LR", "0.5", "environment"),
+        ("STEPS", "7", "command line"),
+        ("TRAIN_SIZE", "512", "train.sh, cpu"),
+        ("SOURCE", "generate", "train.sh "),
+        ("ROLLOUT_N", "8", "stack cpu"),
+        ("DPO_BETA", "0.1", "default"),
+    ):
+        assert rows[name].split()[1] == value and f" {source}" in rows[name], rows[name]
 
 
 def test_gspo_with_one_mini_batch_is_warned_of_on_the_screen(tmp_path):

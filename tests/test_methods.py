@@ -78,7 +78,7 @@ def test_all_runs_every_stage_and_from_leaves_out_the_first(variables):
     chosen = variables | {"METHOD": "grpo", "LORA_RANK": "8"}
     result = make("all", **chosen, FROM="train")
     assert result.returncode == 0, result.stdout
-    assert result.stdout.count("left out (FROM=train)") == 2 and "[7/7] compare" in result.stdout
+    assert result.stdout.count("skipped (FROM=train)") == 2 and "[6/6] compare" in result.stdout
     assert "prompts gained" in result.stdout
     refused = make("all", **{**chosen, "TRAIN_SIZE": "63"}, FROM="train")
     assert refused.returncode != 0 and "error: FROM=train: " in refused.stdout

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tasks.common import settings
 from tasks.common.launch import doctor
 from tasks.common.machine import memory
 from tasks.common.settings import load_settings
@@ -15,7 +16,7 @@ from tests.helpers import ROOT, TASKS, exported, make
 from tests.wheels import verl_package
 
 PROFILES = sorted(path for path in ROOT.glob("tasks/*/profiles/*.sh"))
-STACKS = [name for name in ("a100", "current") if (ROOT / f"tasks/common/stacks/{name}.sh").exists()]
+STACKS = [name for name in ("a100", "current") if name in settings.STACKS]
 A100 = 80_000 * 2**20  # of 81,920 MiB, what a driver leaves free
 RAM = 1000e9  # of a machine with such GPUs
 # The model's shapes as its config.json states them, and what its makers say of its size.
@@ -56,12 +57,9 @@ CONFIGS = {
 
 
 def loaded(profile: Path, monkeypatch, **changes):
-    """The settings of a profile, with the stack's overrides in the environment."""
+    """The settings of a profile."""
     changes = {"PROFILE": profile.stem, "STACK": STACKS[-1], **changes}
     environment = exported(profile.parents[1] / "train.sh", changes)
-    for name, value in environment.items():
-        if name.startswith("STACK"):
-            monkeypatch.setenv(name, value)
     return load_settings(environment)
 
 
@@ -85,7 +83,7 @@ def test_parameters_are_those_that_the_model_is_known_by(config, parameters):
 @pytest.mark.parametrize("profile", PROFILES, ids=lambda path: path.stem)
 def test_a_profile_composes_and_fits_its_hardware(profile, stack, monkeypatch, tmp_path):
     s = loaded(profile, monkeypatch, STACK=stack)
-    package = verl_package(verl_versions.wanted())  # the stack's verl, not the one that is installed
+    package = verl_package(verl_versions.wanted(s))  # the stack's verl, not the one that is installed
     monkeypatch.setattr(verl_config, "compose", partial(verl_config.compose, package=package))
     model, plan = shapes_of(s.MODEL, tmp_path), doctor.plan(s, [])
     assert int(profile.stem.rsplit("-", 1)[1].split("x")[0]) == s.N_GPUS  # as its name says

@@ -1,6 +1,5 @@
 """What a launch leaves on record, `make repeat` from it, and the tables of `make runs` and `make diff`."""
 
-import importlib.metadata
 import json
 import os
 import shutil
@@ -17,9 +16,9 @@ from tasks.common.process import StageFailed
 from tasks.common.reports import overview
 from tasks.common.runs import launches, repeat
 from tasks.common.runs.folder import find_step, named, read_metrics, record
-from tasks.common.settings import ROOT, SettingsError, load_settings
+from tasks.common.settings import SettingsError, load_settings
 from tasks.common.training import verl_config
-from tests.helpers import TASKS, exported, make
+from tests.helpers import make
 from tests.test_runs import write_checkpoints
 from tests.test_settings import VALUES
 
@@ -29,7 +28,6 @@ SECRETS = {"JUDGE_API_KEY": "sk-judge-12345", "WANDB_API_KEY": "wandb-12345", "H
 @pytest.fixture
 def settings(tmp_path, monkeypatch):
     monkeypatch.setenv("ARTIFACTS", str(tmp_path / "artifacts"))
-    monkeypatch.setenv("STACK_VERL", importlib.metadata.version("verl"))
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
     return load_settings(VALUES)
@@ -200,18 +198,17 @@ def test_the_arguments_of_trl_are_a_config_without_a_path_to_the_machine(setting
 # ---- make repeat
 
 
-@pytest.mark.parametrize("task", TASKS)
-def test_train_sh_hands_the_recorded_settings_on_under_another_name(settings, task):
-    s = replace(settings, TASK=task, LR=3e-7, TEST_SIZE=0.25, LOGGER="wandb", N_GPUS=2, REWARD="strict")
+def test_a_repetition_gets_every_recorded_setting_under_another_name(settings):
+    s = replace(settings, TASK="gsm8k", LR=3e-7, TEST_SIZE=0.25, LOGGER="wandb", N_GPUS=2, REWARD="")
     run_dir = make_run(s, arguments=["a.b='x y'", "trainer.total_epochs=1"])
     made, launch = repeat.check(run_dir)
-    environ = repeat.variables(made, launch["judge"], repeat.next_name(run_dir), {"PATH": os.environ["PATH"]})
-    train_sh = ROOT / f"tasks/{task}/train.sh"
-    assert load_settings(exported(train_sh, environ)) == replace(s, RUN="mine-repeat-1")
+    given = {"PATH": os.environ["PATH"], "GIVEN": "RUN"}
+    environ = repeat.variables(made, launch["judge"], repeat.next_name(run_dir), given)
+    assert load_settings(environ) == replace(s, RUN="mine-repeat-1")  # no default of today in place of an empty one
     assert made["arguments"] == ["a.b='x y'", "trainer.total_epochs=1"]
-    assert repeat.not_kept(made, train_sh, environ) == []
+    assert repeat.not_recorded(made) == []
     del made["settings"]["NNODES"]
-    assert repeat.not_kept(made, train_sh, environ) == ["NNODES"]
+    assert repeat.not_recorded(made) == ["NNODES"]
 
 
 def test_a_repetition_has_the_first_name_without_a_complete_run(settings):

@@ -54,8 +54,6 @@ def classifier(small_model, tmp_path_factory) -> Path:
 
 def settings(monkeypatch, **changes: str):
     environment = exported(ROOT / "tasks/countdown/train.sh", {**SMALL, **changes})
-    for name in ("STACK_VERL", "STACK_OVERRIDES", "STACK_RL_OVERRIDES"):
-        monkeypatch.setenv(name, environment[name])
     return load_settings(environment)
 
 

@@ -29,7 +29,6 @@ VOID = {"meta", "img", "br"}
 @pytest.fixture
 def settings(tmp_path, monkeypatch):
     monkeypatch.setenv("ARTIFACTS", str(tmp_path / "artifacts"))
-    monkeypatch.setenv("STACK_VERL", importlib.metadata.version("verl"))
     return load_settings(VALUES | {"INIT": "base", "MODEL": "/models/start"})
 
 

@@ -1,25 +1,30 @@
-"""settings.py, and the config block of train.sh, which has one line for each of its fields."""
+"""settings.py: values, where they come from, what they imply."""
 
+import ast
 import os
 import re
-import subprocess
+import shutil
 from dataclasses import fields
 
 import pytest
 
+from tasks.common import settings
 from tasks.common.settings import (
     METHODS,
     ROOT,
+    STACKS,
     Command,
     Settings,
     SettingsError,
     _digest,
+    code_digest,
     fingerprint,
     help_text,
     load_settings,
+    method,
+    values_of,
 )
-from tests.helpers import TASKS
-from tests.helpers import exported as exported_by
+from tests.helpers import TASKS, exported
 
 VALUES = {
     "TASK": "countdown",
@@ -125,22 +130,22 @@ def test_every_field_is_read_with_its_type():
         assert value == f.type(VALUES[f.name])
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_missing_variable_is_named(name):
-    with pytest.raises(SettingsError, match=rf"^{name} is not set[^\n]*$"):
+@pytest.mark.parametrize("name", ["TASK", "STACK"])
+def test_task_and_stack_have_no_default(name):
+    with pytest.raises(SettingsError, match=rf"^{name}=: [^\n]*$"):
         load_settings({key: value for key, value in VALUES.items() if key != name})
 
 
 @pytest.mark.parametrize(
     "name, value",
-    [(name, value) for name in INTEGERS for value in ("abc", "", "1.5", "1e3", "-1", "nan", "inf", "-inf", "0x10")]
-    + [(name, value) for name in FLOATS for value in ("abc", "", "1,5", "-1", "-1e-9", "nan", "inf", "-inf", "1e999")]
+    [(name, value) for name in INTEGERS for value in ("abc", "1.5", "1e3", "-1", "nan", "inf", "-inf", "0x10")]
+    + [(name, value) for name in FLOATS for value in ("abc", "1,5", "-1", "-1e-9", "nan", "inf", "-inf", "1e999")]
     + [(name, "0") for name in INTEGERS + FLOATS if name not in ZERO_ALLOWED]
     + [("TEST_SIZE", "1.5"), ("GPU_MEMORY_UTILIZATION", "1.01"), ("GPU_MEMORY_UTILIZATION", "50")]
-    + [("METHOD", value) for value in ("", "nosuch", "GRPO", "__init__", "../grpo", "grpo.py")]
-    + [("INIT", value) for value in ("", "rl", "SFT")]
-    + [("DIFFICULTY", value) for value in ("", "medium")]
-    + [("MODEL", ""), ("MODEL", "  "), ("SOURCE", "")]
+    + [("METHOD", value) for value in ("nosuch", "GRPO", "__init__", "../grpo", "grpo.py")]
+    + [("INIT", value) for value in ("rl", "SFT")]
+    + [("DIFFICULTY", value) for value in ("medium",)]
+    + [("MODEL", "  ")]
     + [
         (name, value)
         for name in ("RUN", "TASK", "STACK")
@@ -345,70 +350,124 @@ def test_fingerprint_of_values_and_files(tmp_path):
     assert fingerprint({"x": 1, "y": 2}, file) != before
 
 
-# ---- train.sh, its stacks, and the help
-
-TRAIN_SH = (ROOT / "tasks/countdown/train.sh").read_text()
-BLOCK = re.findall(r"^(\w+)=\$\{(\w+):-", TRAIN_SH, re.MULTILINE)
-
-
-def test_train_sh_sets_every_field_once_and_nothing_else():
-    assert all(name == default_of for name, default_of in BLOCK)
-    assert sorted(name for name, _ in BLOCK) == sorted(set(NAMES) - {"TASK", "STACK"})
-
-
-@pytest.mark.parametrize("stack", sorted((ROOT / "tasks/common/stacks").glob("*.sh")), ids=lambda path: path.stem)
-def test_defaults_of_a_stack_are_fields(stack):
-    assert set(re.findall(r'"\$\{(\w+):=', stack.read_text())) <= set(NAMES) - {"TASK", "STACK"}
+# ---- where a value comes from
 
 
 @pytest.fixture
-def exported(tmp_path):
-    """Function: what train.sh exports to Python under some variables and no others of ours."""
-    python = tmp_path / "python"
-    python.write_text("#!/bin/sh\nenv -0\n")
-    python.chmod(0o755)
+def sources(tmp_path):
+    """Function: value and source of each variable on the cpu stack, with these lines of train.sh and of a profile."""
 
-    def run(**variables):
-        environment = {name: value for name, value in os.environ.items() if name not in NAMES}
-        command = ["bash", str(ROOT / "tasks/countdown/train.sh")]
-        environment |= {"STACK": "cpu", "PYTHON": str(python)} | variables
-        output = subprocess.run(command, env=environment, capture_output=True, text=True, check=True, timeout=30).stdout
-        return dict(line.partition("=")[::2] for line in output.split("\0") if line)
+    def run(train_sh: str = "", profile: str = "", **given: str) -> dict[str, tuple[str, str]]:
+        folder = tmp_path / "tasks/mine"
+        (folder / "profiles").mkdir(parents=True, exist_ok=True)
+        (folder / "train.sh").write_text(train_sh)
+        (folder / "profiles/big.sh").write_text(profile)
+        environ = {"TASK": "mine", "STACK": "cpu", **({"PROFILE": "big"} if profile else {}), **given}
+        return {name: (value.text, value.source) for name, value in values_of(environ, tmp_path).items()}
 
     return run
 
 
-def test_train_sh_exports_settings_that_load(exported):
-    settings = load_settings(exported())
-    assert (settings.TASK, settings.STACK, settings.MODEL, settings.RUN) == ("countdown", "cpu", "embedded", "")
+def test_the_first_of_the_sources_that_has_a_value_gives_it(sources):
+    task, profile = "default STEPS 3 cpu=2 a100=4  # steps", "default STEPS 1"
+    assert sources(task, profile, STEPS="9", GIVEN="STEPS")["STEPS"] == ("9", "command line")
+    assert sources(task, profile, STEPS="9")["STEPS"] == ("9", "environment")
+    assert sources(task, profile)["STEPS"] == ("1", "profile big")
+    assert sources(task)["STEPS"] == ("2", "train.sh, cpu")
+    assert sources(task, STACK="current", N_GPUS="1")["STEPS"] == ("3", "train.sh")
+    assert sources()["STEPS"] == ("8", "stack cpu")
+    assert sources(STACK="a100")["STEPS"] == ("100", "default")
+    assert sources('default STEPS ""')["STEPS"] == ("8", "stack cpu")  # an empty value is none
+    assert sources(task, profile, SETTINGS_COMPLETE="1")["STEPS"] == ("8", "stack cpu")
+    assert sources('default FILE "$ROOT/a b.jsonl"')["FILE"][0].endswith("/a b.jsonl")
 
 
-def test_environment_overrides_the_defaults_of_train_sh_and_stack(exported):
-    settings = load_settings(exported(LR="2e-6", ROLLOUT_N="16", KL_COEF="0.5", TASK="ignored"))
-    assert (settings.LR, settings.ROLLOUT_N, settings.KL_COEF, settings.TASK) == (2e-6, 16, 0.5, "countdown")
+def test_the_method_goes_before_the_stack_and_after_the_task(sources, monkeypatch):
+    monkeypatch.setattr(method("gspo"), "DEFAULTS", {"LR": "7e-6"}, raising=False)
+    assert sources(METHOD="gspo")["LR"] == ("7e-6", "METHOD=gspo")
+    assert sources("default METHOD gspo")["LR"] == ("7e-6", "METHOD=gspo")
+    assert sources("default LR 1e-7", METHOD="gspo")["LR"] == ("1e-7", "train.sh")
+    assert sources()["LR"] == ("1e-5", "stack cpu")
+
+
+def test_an_adapter_learns_at_ten_times_the_rate(sources):
+    adapter = sources("default LORA_RANK 8")
+    assert (adapter["LR"], adapter["SFT_LR"]) == (("0.0001", "LORA_RANK"), ("0.003", "LORA_RANK"))
+    assert sources("default LORA_RANK 8\ndefault LR 3e-5")["LR"] == ("3e-5", "train.sh")
+    assert sources(LORA_RANK="0")["LR"] == ("1e-5", "stack cpu")
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("default MODLE x", "train.sh: default MODLE: no such variable; did you mean MODEL?"),
+        ("default STEPS 3 cpuu=2", "default STEPS: cpuu: no such stack; there are: a100, cpu, current"),
+        ("default STEPS", "default STEPS: must be default NAME VALUE"),
+        ("default N_GPUS $(nproc)", "a value is plain text, bash does not read it"),
+        ("default STEPS 'x", "must be default NAME VALUE"),
+    ],
+)
+def test_a_line_of_train_sh_that_says_nothing_is_refused(line, said, sources):
+    with pytest.raises(SettingsError) as error:
+        sources(line)
+    assert said in str(error.value) and "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_all_gpus_that_are_visible_are_used(task, tmp_path):
+@pytest.mark.parametrize("stack", ["cpu", "a100"])
+def test_each_train_sh_is_short_and_every_line_of_it_takes_effect(task, stack, tmp_path):
+    train_sh = (ROOT / "tasks" / task / "train.sh").read_text()
+    block = re.findall(r"^default (\w+) (\S+)(?: cpu=(\S+))?", train_sh, re.MULTILINE)
+    assert 5 < len(block) <= 15
+    found = exported(ROOT / "tasks" / task / "train.sh", {"STACK": stack, "N_GPUS": "1"})
+    for name, value, small in block:
+        assert found[name] == (small if stack == "cpu" and small else value)
+    assert task == load_settings(found).TASK
+
+
+def test_editing_a_value_takes_effect_on_a_machine_without_a_gpu(tmp_path):
+    shutil.copytree(ROOT / "tasks/countdown", tmp_path / "tasks/countdown")
+    train_sh = tmp_path / "tasks/countdown/train.sh"
+    text = train_sh.read_text()
+    assert exported(train_sh, {})["STEPS"] == "8"
+    train_sh.write_text(text.replace("STEPS 100 cpu=8", "STEPS 300 cpu=12"))
+    assert exported(train_sh, {})["STEPS"] == "12"
+    train_sh.write_text(text.replace("STEPS 100 cpu=8", "STEPS 300"))
+    assert exported(train_sh, {})["STEPS"] == "300"
+    assert exported(train_sh, {"STEPS": "5", "TASK": "ignored"})["STEPS"] == "5"
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_defaults_of_a_stack_are_variables(stack):
+    module = settings.stack(stack)
+    of_stages = [values for values in getattr(module, "STAGE_DEFAULTS", {}).values()]
+    for values in [getattr(module, "DEFAULTS", {}), *of_stages]:
+        assert values.keys() <= set(NAMES) - {"TASK", "STACK"}
+        assert all(type(value) is str for value in values.values())
+
+
+def test_all_gpus_that_are_visible_are_used(sources, monkeypatch, tmp_path):
     fake = tmp_path / "nvidia-smi"
     fake.write_text("#!/bin/sh\nprintf 'GPU 0: H200\\nGPU 1: H200\\nGPU 2: H200\\nGPU 3: H200\\n'\n")
     fake.chmod(0o755)
-    train_sh = ROOT / "tasks" / task / "train.sh"
-    given = {"STACK": "current", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    assert exported_by(train_sh, given)["N_GPUS"] == "4"
-    assert exported_by(train_sh, {**given, "CUDA_VISIBLE_DEVICES": "1,3"})["N_GPUS"] == "2"
-    assert exported_by(train_sh, {**given, "CUDA_VISIBLE_DEVICES": "1", "N_GPUS": "3"})["N_GPUS"] == "3"
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert sources(STACK="current")["N_GPUS"] == ("4", "default")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,3")
+    assert sources(STACK="current")["N_GPUS"][0] == "2"
+    assert sources(STACK="current", N_GPUS="3")["N_GPUS"] == ("3", "environment")
 
 
 def test_help_has_one_line_for_each_variable():
     lines = [line for line in help_text().splitlines() if line.startswith("  ")]
-    commands = [f.name for f in fields(Command) if f.name not in ("STAGE", "MODEL_GIVEN")]
+    commands = [f.name for f in fields(Command) if f.name != "STAGE"]
     assert [line.split()[0] for line in lines] == NAMES + commands
-    assert all(len(line.split()) > 1 for line in lines)
+    assert all(len(line.split()) > 2 for line in lines)
+    assert [line.split()[1] for line in lines if line.split()[0] == "LR"] == ["1e-6"]
 
 
 def test_variables_of_commands_have_defaults_and_are_checked():
-    assert load_settings({}, cls=Command) == Command()
+    assert load_settings({}, cls=Command).STEP == "latest"
     assert load_settings({"STEP": "4", "FILTER": "1"}, cls=Command).STEP == "4"
     for name, value in {
         "FILTER": "2",
@@ -419,6 +478,31 @@ def test_variables_of_commands_have_defaults_and_are_checked():
     }.items():
         with pytest.raises(SettingsError, match=f"{name}={value}: must be"):
             load_settings({name: value}, cls=Command)
+
+
+def test_only_what_code_does_changes_its_digest(tmp_path):
+    """Of a task's program and what it imports of the task: comments, docstrings and blank lines do not count."""
+    program, helper = tmp_path / "prepare_data.py", tmp_path / "made.py"
+
+    def digest(text: str, imported: str = "x = 1\n") -> str:
+        program.write_text(text)
+        helper.write_text(imported)
+        code_digest.cache_clear()
+        return code_digest(program)
+
+    before = digest("def f():\n    return 1\n")
+    assert digest('"""What."""\n\n\ndef f():  # why\n    """Says."""\n    return 1\n') == before
+    assert digest("def f():\n    return 2\n") != before
+
+
+def test_a_comment_in_another_script_of_the_task_changes_no_data(monkeypatch):
+    imported = settings._imported(
+        ast.parse((ROOT / "tasks/tool_calling/prepare_data.py").read_bytes()),
+        ROOT / "tasks/tool_calling/prepare_data.py",
+    )
+    names = {str(path.relative_to(ROOT)) for path in imported}
+    assert "tasks/tool_calling/dialogues.py" in names and "tasks/common/data/prepare.py" in names
+    assert "tasks/tool_calling/bfcl.py" not in names
 
 
 def test_another_training_file_is_another_run(tmp_path):

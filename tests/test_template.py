@@ -223,9 +223,6 @@ def test_every_combination_renders_to_a_few_plain_files(name, rendered):
 
 def settings_of(home: Path, monkeypatch, **changes: str):
     environment = exported(home / "train.sh", {"N_GPUS": "1", **changes})
-    for variable, value in environment.items():
-        if variable.startswith("STACK"):
-            monkeypatch.setenv(variable, value)
     return load_settings(environment)
 
 

@@ -1,7 +1,6 @@
 """The override lists of every stage, composed strictly against verl's own config tree."""
 
 import itertools
-import os
 from pathlib import Path
 
 import pytest
@@ -17,9 +16,6 @@ STACKS = stacks()
 
 def settings_of(task, monkeypatch, **changes):
     environment = exported(ROOT / "tasks" / task / "train.sh", {"N_GPUS": "1", **changes})
-    for name, value in environment.items():
-        if name.startswith("STACK"):
-            monkeypatch.setenv(name, value)
     return load_settings(environment)
 
 
@@ -157,7 +153,6 @@ def test_the_mapping_to_verls_keys_exists_once():
 
 def test_stack_defaults_are_overridden_by_the_environment(monkeypatch):
     assert settings_of("countdown", monkeypatch, LR="2e-6", ROLLOUT_N="16").LR == 2e-6
-    assert os.environ["STACK_RL_OVERRIDES"]
 
 
 @pytest.mark.parametrize(("limit", "sequences", "size"), [(32, 64, 32), (32, 48, 24), (32, 4, 4), (1, 7, 1), (5, 7, 1)])

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
+from tasks.common import settings
 from tasks.common.settings import METHODS, SettingsError, load_settings
 from tasks.common.training import verl_config, verl_versions
 from tests.helpers import ROOT, exported, make
@@ -30,10 +31,7 @@ def version(request):
 def settings_of(monkeypatch, stack: str, version: str, **changes):
     """Settings of countdown as train.sh exports them, with that stack, for a verl of ``version``."""
     environment = exported(ROOT / "tasks/countdown/train.sh", {"STACK": stack, "N_GPUS": "1", **changes})
-    for name, value in environment.items():
-        if name.startswith("STACK"):
-            monkeypatch.setenv(name, value)
-    monkeypatch.setenv("STACK_VERL", version)
+    monkeypatch.setattr(settings.stack(stack), "VERL", version)
     return load_settings(environment)
 
 
@@ -125,7 +123,7 @@ def test_an_unknown_key_fails(version, monkeypatch):
     with pytest.raises(SettingsError, match="nope"):
         sft(s, version, "engine.nope=1")
     # Also where a stack has it.
-    monkeypatch.setenv("STACK_RL_OVERRIDES", "actor_rollout_ref.rollout.nope=1")
+    monkeypatch.setattr(settings.stack("a100"), "RL_OVERRIDES", ["actor_rollout_ref.rollout.nope=1"])
     with pytest.raises(SettingsError, match="nope"):
         rl(s, version)
 
@@ -157,9 +155,8 @@ def test_the_users_arguments_are_not_translated(monkeypatch):
 
 def test_a_stacks_overrides_are_translated(version, monkeypatch):
     s = settings_of(monkeypatch, "a100", version)
-    monkeypatch.setenv(
-        "STACK_RL_OVERRIDES", "critic.fsdp.fsdp_size=2\n+critic.fsdp.own=3\nreward.reward_manager.name=dapo"
-    )
+    own = ["critic.fsdp.fsdp_size=2", "+critic.fsdp.own=3", "reward.reward_manager.name=dapo"]
+    monkeypatch.setattr(settings.stack("a100"), "RL_OVERRIDES", own)
     config = rl(s, version)
     fsdp = config["critic"]["model"]["fsdp_config"] if version == "0.6.1" else config["critic"]["fsdp"]
     assert (fsdp["fsdp_size"], fsdp["own"]) == (2, 3)
@@ -192,11 +189,11 @@ def test_the_keys_of_dynamic_batches_are_in_both(version, monkeypatch):
 # ---- which verl
 
 
-@pytest.mark.parametrize("file", sorted(ROOT.glob("tasks/common/stacks/*.sh")), ids=lambda file: file.stem)
-def test_a_stack_names_the_verl_of_its_list(file):
-    (version,) = re.findall(r"^STACK_VERL=(.*)$", file.read_text(), re.MULTILINE)
+@pytest.mark.parametrize("stack", settings.STACKS)
+def test_a_stack_names_the_verl_of_its_list(stack):
+    version = settings.stack(stack).VERL
     assert version in verl_versions.DIFFERENCES
-    pinned = file.with_suffix("") / "requirements.txt"
+    pinned = ROOT / "tasks/common/stacks" / stack / "requirements.txt"
     if pinned.exists():
         assert re.findall(r"^verl==([\d.]+)", pinned.read_text(), re.MULTILINE) == [version]
 

@@ -1,12 +1,23 @@
-"""The settings of a run: read from the environment that train.sh exports, checked, with the paths they imply."""
+"""Our variables: name, type, range, default and help of each, where its value comes from, and the paths it implies.
 
+A value comes from the first of: what is given (make's command line, the environment), the profile, the stage, the task
+on this stack, the task, LoRA and the method, the stack, the table below. Profile and task say theirs in lines
+``default NAME VALUE [STACK=VALUE ...]  # comment`` of tasks/TASK/profiles/PROFILE.sh and tasks/TASK/train.sh.
+"""
+
+import ast
+import difflib
 import functools
 import hashlib
 import importlib
 import json
 import os
 import re
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterable, Mapping
+from dataclasses import Field, asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -20,17 +31,19 @@ HEALTH_RULES = (
     "no_reward",
 )  # tasks/common/runs/health.py
 METHODS = sorted(path.stem for path in (ROOT / "tasks/common/training/methods").glob("[a-z]*.py"))
+STACKS = sorted(path.parent.name for path in (ROOT / "tasks/common/stacks").glob("*/__init__.py"))
 
 
 class SettingsError(ValueError):
     """A variable has a value that cannot be; the message is one line for the user."""
 
 
-def _setting(help: str, check=None, default=MISSING):
-    return field(default=default, metadata={"help": help, "check": check})
+def variable(default, help: str, check=None):
+    """A variable: its shared default (a text, or a function of the other values), its help, and its check."""
+    return field(metadata={"default": default, "help": help, "check": check})
 
 
-def _positive(value) -> str | None:
+def positive(value) -> str | None:
     return None if 0 < value < 1e15 else "must be greater than 0"  # false for NaN and infinity
 
 
@@ -57,6 +70,10 @@ def _name(value: str) -> str | None:
     )
 
 
+def _task(value: str) -> str | None:
+    return _name(value) if value else "is not set: run this through `make` or the task's train.sh"
+
+
 def _rules(value: str) -> str | None:
     unknown = [name for name in value.split(",") if name and name not in HEALTH_RULES]
     return f"{unknown[0]}: must be some of {', '.join(HEALTH_RULES)}" if unknown else None
@@ -66,74 +83,112 @@ def _not_empty(value: str) -> str | None:
     return None if value.strip() else "must not be empty"
 
 
+def _kl_coef(values: dict[str, str]) -> str:
+    """Rounds of self-play are held to the round before."""
+    return "0" if values["SELF_PLAY_ROUNDS"] == "1" else "0.01"
+
+
+def _temperature(values: dict[str, str]) -> str:
+    """TEMPERATURE"""
+    return values["TEMPERATURE"]
+
+
+def _response_length(values: dict[str, str]) -> str:
+    """MAX_RESPONSE_LENGTH"""
+    return values["MAX_RESPONSE_LENGTH"]
+
+
+def _visible_gpus(values: dict[str, str]) -> str:
+    """all that are visible"""
+    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+        return str(len(visible.split(",")))
+    if not shutil.which("nvidia-smi"):
+        return "0"
+    return str(len(subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout.splitlines()))
+
+
 @dataclass(frozen=True)
 class Settings:
-    """One field for each variable of a train.sh config block, under the same name; `make help` prints them."""
+    """One field for each variable; `make help` and `make settings` print them."""
 
-    TASK: str = _setting("folder under tasks/", _name)
-    STACK: str = _setting("packages and hardware: cpu, a100, current; default from the machine", _name)
+    TASK: str = variable("", "folder under tasks/", _task)
+    STACK: str = variable("", "packages and hardware; default from the machine", _one_of(*STACKS))
     # model and data
-    MODEL: str = _setting("a hub id, a folder, or `embedded` (SmolLM2-135M-Instruct)", _not_empty)
-    INIT: str = _setting("start from `base`, or from an SFT warm-up (`sft`)", _one_of("base", "sft"))
-    SOURCE: str = _setting("where the data comes from; what a task knows stands in its train.sh", _not_empty)
-    FILE: str = _setting("a data file (json, jsonl, csv, parquet), or a folder of them; then the source")
-    MAX_SAMPLES: int = _setting("at most so many examples of a file or data set; 0: all", _not_negative)
-    DIFFICULTY: str = _setting("of generated problems: easy or hard", _one_of("easy", "hard"))
-    TRAIN_SIZE: int = _setting("training prompts; 0: all that a file or data set has", _not_negative)
-    TEST_SIZE: float = _setting("held-out prompts: count, share below 1, or 0: all of a test split", _count_or_share)
-    SFT_SIZE: int = _setting("demonstrations, of training prompts", _not_negative)
-    SFT_SOURCE: str = _setting("demonstrations: the `task`'s, or right `samples` of MODEL", _one_of("task", "samples"))
-    TRAIN_FILE: str = _setting("parquet to train on in place of train.parquet, e.g. the signal.parquet of a probe")
-    PAIRS_FILE: str = _setting(
-        "dpo: parquet, json or jsonl of prompt, chosen, rejected; empty: of the policy's samples"
+    MODEL: str = variable(
+        "Qwen/Qwen2.5-1.5B-Instruct", "a hub id, a folder, or `embedded` (SmolLM2-135M-Instruct)", _not_empty
     )
-    SAMPLED_PROMPTS: int = _setting("training prompts sampled for SFT_SOURCE=samples and dpo; 0: all", _not_negative)
-    SEED: int = _setting("of data, sampling and shuffling", _not_negative)
+    INIT: str = variable("base", "start from `base`, or from an SFT warm-up (`sft`)", _one_of("base", "sft"))
+    SOURCE: str = variable(
+        "generate", "where the data comes from; what a task knows stands in its train.sh", _not_empty
+    )
+    FILE: str = variable("", "a data file (json, jsonl, csv, parquet), or a folder of them; then the source")
+    MAX_SAMPLES: int = variable("0", "at most so many examples of a file or data set; 0: all", _not_negative)
+    DIFFICULTY: str = variable("hard", "of generated problems: easy or hard", _one_of("easy", "hard"))
+    TRAIN_SIZE: int = variable("8192", "training prompts; 0: all that a file or data set has", _not_negative)
+    TEST_SIZE: float = variable(
+        "512", "held-out prompts: count, share below 1, or 0: all of a test split", _count_or_share
+    )
+    SFT_SIZE: int = variable("2048", "demonstrations, of training prompts", _not_negative)
+    SFT_SOURCE: str = variable(
+        "task", "demonstrations: the `task`'s, or right `samples` of MODEL", _one_of("task", "samples")
+    )
+    TRAIN_FILE: str = variable("", "parquet to train on in place of train.parquet, e.g. the signal.parquet of a probe")
+    PAIRS_FILE: str = variable(
+        "", "dpo: parquet, json or jsonl of prompt, chosen, rejected; empty: of the policy's samples"
+    )
+    SAMPLED_PROMPTS: int = variable(
+        "1024", "training prompts sampled for SFT_SOURCE=samples and dpo; 0: all", _not_negative
+    )
+    SEED: int = variable("42", "of data, sampling and shuffling", _not_negative)
     # optimisation
-    METHOD: str = _setting(f"one of {', '.join(METHODS)}", _one_of(*METHODS))
-    REWARD: str = _setting("variant of the task's reward; what a task knows stands in its train.sh", _name)
-    REWARD_MODEL: str = _setting("a sequence classifier (hub id or folder) whose score is the reward in training")
-    STEPS: int = _setting("training steps; a larger number continues the same run", _positive)
-    SELF_PLAY_ROUNDS: int = _setting("trainings of STEPS, each from, and held to, the result of the last", _positive)
-    TRAIN_BATCH_SIZE: int = _setting("prompts (dpo: pairs) a step", _positive)
-    MINI_BATCH_SIZE: int = _setting("prompts an optimizer step; 0: as the method wants", _not_negative)
-    LR: float = _setting("learning rate of the policy", _positive)
-    CRITIC_LR: float = _setting("ppo: learning rate of the critic", _positive)
-    KL_COEF: float = _setting("weight of the KL to the start; 0: no reference model", _not_negative)
-    EGPO_LAMBDA: float = _setting("egpo: weight of the entropy in the advantage; 0: GRPO", _not_negative)
-    EGPO_ALPHA: float = _setting("egpo: the entropy counts up to advantage / EGPO_ALPHA", _positive)
-    DPO_BETA: float = _setting("dpo: how strongly the policy is held to the start", _positive)
-    SFT_STEPS: int = _setting("optimizer steps of the warm-up", _positive)
-    SFT_BATCH_SIZE: int = _setting("demonstrations a step", _positive)
-    SFT_LR: float = _setting("learning rate of the warm-up", _positive)
+    METHOD: str = variable("grpo", f"one of {', '.join(METHODS)}", _one_of(*METHODS))
+    REWARD: str = variable("", "variant of the task's reward; what a task knows stands in its train.sh", _name)
+    REWARD_MODEL: str = variable("", "a sequence classifier (hub id or folder) whose score is the reward in training")
+    STEPS: int = variable("100", "training steps; a larger number continues the same run", positive)
+    SELF_PLAY_ROUNDS: int = variable(
+        "1", "trainings of STEPS, each from, and held to, the result of the last", positive
+    )
+    TRAIN_BATCH_SIZE: int = variable("128", "prompts (dpo: pairs) a step", positive)
+    MINI_BATCH_SIZE: int = variable("0", "prompts an optimizer step; 0: as the method wants", _not_negative)
+    LR: float = variable("1e-6", "learning rate of the policy", positive)
+    CRITIC_LR: float = variable("1e-5", "ppo: learning rate of the critic", positive)
+    KL_COEF: float = variable(_kl_coef, "weight of the KL to the start; 0: no reference model", _not_negative)
+    EGPO_LAMBDA: float = variable("0.4", "egpo: weight of the entropy in the advantage; 0: GRPO", _not_negative)
+    EGPO_ALPHA: float = variable("2.0", "egpo: the entropy counts up to advantage / EGPO_ALPHA", positive)
+    DPO_BETA: float = variable("0.1", "dpo: how strongly the policy is held to the start", positive)
+    SFT_STEPS: int = variable("64", "optimizer steps of the warm-up", positive)
+    SFT_BATCH_SIZE: int = variable("64", "demonstrations a step", positive)
+    SFT_LR: float = variable("1e-5", "learning rate of the warm-up", positive)
     # rollouts and lengths
-    ROLLOUT_N: int = _setting("samples a prompt, the group of a group advantage", _positive)
-    TEMPERATURE: float = _setting("of rollouts", _positive)
-    MAX_PROMPT_LENGTH: int = _setting("tokens", _positive)
-    MAX_RESPONSE_LENGTH: int = _setting("tokens", _positive)
+    ROLLOUT_N: int = variable("8", "samples a prompt, the group of a group advantage", positive)
+    TEMPERATURE: float = variable("1.0", "of rollouts", positive)
+    MAX_PROMPT_LENGTH: int = variable("256", "tokens", positive)
+    MAX_RESPONSE_LENGTH: int = variable("1024", "tokens", positive)
     # hardware
-    N_GPUS: int = _setting("GPUs of this machine (on the cpu stack: processes that play one)", _positive)
-    NNODES: int = _setting("machines with N_GPUS each; more than one: of the Ray cluster at RAY_ADDRESS", _positive)
-    MAX_TOKENS_PER_GPU: int = _setting("in one forward pass, padding left out; 0: MICRO_BATCH_SIZE", _not_negative)
-    MICRO_BATCH_SIZE: int = _setting("dpo, MAX_TOKENS_PER_GPU=0: sequences a GPU in one forward pass", _positive)
-    GPU_MEMORY_UTILIZATION: float = _setting("share of GPU memory for vLLM", _fraction)
+    N_GPUS: int = variable(_visible_gpus, "GPUs of this machine (on the cpu stack: processes that play one)", positive)
+    NNODES: int = variable("1", "machines with N_GPUS each; more than one: of the Ray cluster at RAY_ADDRESS", positive)
+    MAX_TOKENS_PER_GPU: int = variable(
+        "32768", "in one forward pass, padding left out; 0: MICRO_BATCH_SIZE", _not_negative
+    )
+    MICRO_BATCH_SIZE: int = variable("16", "dpo, MAX_TOKENS_PER_GPU=0: sequences a GPU in one forward pass", positive)
+    GPU_MEMORY_UTILIZATION: float = variable("0.5", "share of GPU memory for vLLM", _fraction)
     # LoRA
-    LORA_RANK: int = _setting("0: full fine-tuning", _not_negative)
-    LORA_ALPHA: int = _setting("LoRA scale", _positive)
+    LORA_RANK: int = variable("0", "0: full fine-tuning", _not_negative)
+    LORA_ALPHA: int = variable("32", "LoRA scale", positive)
     # evaluation: make eval, compare, probe, chat, batch
-    N: int = _setting("samples a prompt", _positive)
-    LIMIT: int = _setting("the first so many prompts; 0: all", _not_negative)
-    GREEDY: int = _setting("1: a greedy response a prompt besides the samples; 0: none", _one_of(0, 1))
-    EVAL_TEMPERATURE: float = _setting("of evaluation; 0: greedy, one response a prompt", _not_negative)
-    TOP_P: float = _setting("of evaluation", _fraction)
-    MAX_NEW_TOKENS: int = _setting("tokens a response in evaluation", _positive)
-    EVAL_SEED: int = _setting("of the engine in evaluation", _not_negative)
+    N: int = variable("4", "samples a prompt", positive)
+    LIMIT: int = variable("0", "the first so many prompts; 0: all", _not_negative)
+    GREEDY: int = variable("1", "1: a greedy response a prompt besides the samples; 0: none", _one_of(0, 1))
+    EVAL_TEMPERATURE: float = variable(_temperature, "of evaluation; 0: greedy, one response a prompt", _not_negative)
+    TOP_P: float = variable("1.0", "of evaluation", _fraction)
+    MAX_NEW_TOKENS: int = variable(_response_length, "tokens a response in evaluation", positive)
+    EVAL_SEED: int = variable("0", "of the engine in evaluation", _not_negative)
     # run
-    RUN: str = _setting("name of the run; empty: made from the settings", _name)
-    SAVE_FREQ: int = _setting("steps between checkpoints", _positive)
-    ABORT_ON: str = _setting("health rules that end the training after a checkpoint, e.g. nan,collapse", _rules)
-    WANDB: int = _setting("1: also to Weights & Biases", _one_of(0, 1))
-    LOGGER: str = _setting("more verl loggers beside console and file, e.g. tensorboard,mlflow")
+    RUN: str = variable("", "name of the run; empty: made from the settings", _name)
+    SAVE_FREQ: int = variable("20", "steps between checkpoints", positive)
+    ABORT_ON: str = variable("", "health rules that end the training after a checkpoint, e.g. nan,collapse", _rules)
+    WANDB: int = variable("0", "1: also to Weights & Biases", _one_of(0, 1))
+    LOGGER: str = variable("", "more verl loggers beside console and file, e.g. tensorboard,mlflow")
 
     @property
     def world_size(self) -> int:
@@ -171,9 +226,8 @@ class Settings:
         """Changes when the data would. Not with MODEL, so that several models share the same data."""
         names = ("SOURCE", "MAX_SAMPLES", "DIFFICULTY", "TRAIN_SIZE", "TEST_SIZE", "SFT_SIZE", "SEED", "REWARD")
         names += ("MAX_PROMPT_LENGTH",)
-        other = ("reward.py", "evaluate.py")
-        code = [f for f in self.task_dir.glob("*.py") if f.name not in other and not f.name.startswith("test_")]
-        return fingerprint({name: getattr(self, name) for name in names}, *sorted(code), *self.source_files)
+        values = {name: getattr(self, name) for name in names}
+        return fingerprint(values | {"code": code_digest(self.task_dir / "prepare_data.py")}, *self.source_files)
 
     def sft_fingerprint(self) -> str:
         """Changes when the warm-up would."""
@@ -184,7 +238,7 @@ class Settings:
             return fingerprint(values)
         names = ("SFT_SOURCE", "SAMPLED_PROMPTS", "ROLLOUT_N", "TEMPERATURE", "SEED", "REWARD", "TRAIN_FILE")
         values |= {name: getattr(self, name) for name in names} | judge_settings()
-        return fingerprint(values, self.task_dir / "reward.py")
+        return fingerprint(values | {"reward": code_digest(self.task_dir / "reward.py")})
 
     def rl_fingerprint(self, arguments: list[str], number: int = 1, start: str = "") -> str:
         """Changes when the training would; not with STEPS, which continues a run, nor with what only reports.
@@ -200,8 +254,9 @@ class Settings:
         if number > 1:
             values |= {"round": number, "start": start}
         values |= {"data": self.data_fingerprint(), "arguments": arguments} | judge_settings()
+        values["reward"] = code_digest(self.task_dir / "reward.py")
         own_files = [Path(name).expanduser() for name in (self.TRAIN_FILE, self.PAIRS_FILE) if name]
-        return fingerprint(values, self.task_dir / "reward.py", *filter(Path.is_file, own_files))
+        return fingerprint(values, *filter(Path.is_file, own_files))
 
 
 # The stages of `make all`, in order.
@@ -216,27 +271,24 @@ REPORTING |= {"N", "LIMIT", "GREEDY", "EVAL_TEMPERATURE", "TOP_P", "MAX_NEW_TOKE
 class Command:
     """Variables of single commands; they stand in no config block."""
 
-    STAGE: str = _setting("what train.sh runs", default="train")
-    PROFILE: str = _setting("values for a typical use: a file of tasks/TASK/profiles, by its name", default="")
-    FROM: str = _setting("all: the stage to start with, on what is there", _one_of(*WHOLE), default="data")
-    METHODS: str = _setting("experiment: methods to compare, with the same data and settings", default="grpo,gspo,egpo")
-    STEP: str = _setting("eval, compare, merge, chat, batch: checkpoint `latest`, `best` or its step", default="latest")
-    BASE: str = _setting("compare: the model to compare with; the base model of an adapter", default="")
-    MODEL_GIVEN: str = _setting("MODEL as it was given, before defaults", default="")
-    FILTER: int = _setting("probe: 1 writes the prompts with signal to signal.parquet", _one_of(0, 1), default=0)
-    FILTER_LOW: float = _setting("probe: accuracy strictly above", _not_negative, default=0.0)
-    FILTER_HIGH: float = _setting("probe: accuracy strictly below", _fraction, default=1.0)
-    ROLLOUTS: str = _setting("rescore: a rollouts.jsonl", default="")
-    INPUT: str = _setting("batch: json, jsonl, csv or xlsx with a column prompt", default="")
-    OUTPUT: str = _setting("batch: xlsx, json, jsonl or csv to write", default="")
-    TEMPLATE: str = _setting(
+    STAGE: str = variable("train", "what train.sh runs")
+    PROFILE: str = variable("", "values for a typical use: a file of tasks/TASK/profiles, by its name")
+    FROM: str = variable("data", "train, all: the stage to start with, on what is there", _one_of(*WHOLE))
+    METHODS: str = variable("grpo,gspo,egpo", "experiment: methods to compare, with the same data and settings")
+    STEP: str = variable("latest", "eval, compare, merge, chat, batch: checkpoint `latest`, `best` or its step")
+    BASE: str = variable("", "compare: the model to compare with; the base model of an adapter")
+    FILTER: int = variable("0", "probe: 1 writes the prompts with signal to signal.parquet", _one_of(0, 1))
+    FILTER_LOW: float = variable("0.0", "probe: accuracy strictly above", _not_negative)
+    FILTER_HIGH: float = variable("1.0", "probe: accuracy strictly below", _fraction)
+    ROLLOUTS: str = variable("", "rescore: a rollouts.jsonl")
+    INPUT: str = variable("", "batch: json, jsonl, csv or xlsx with a column prompt")
+    OUTPUT: str = variable("", "batch: xlsx, json, jsonl or csv to write")
+    TEMPLATE: str = variable(
+        "default",
         "batch: chat template default (the model's own), chatml or llama",
         _one_of("default", "chatml", "llama"),
-        default="default",
     )
-    MONTHS: int = _setting("simulate: months of the economy", _positive, default=24)
-    AGENTS: int = _setting("simulate: workers, each asked every month", _positive, default=16)
-    BACKEND: str = _setting("batch: vllm or transformers", _one_of("vllm", "transformers"), default="vllm")
+    BACKEND: str = variable("vllm", "batch: vllm or transformers", _one_of("vllm", "transformers"))
 
 
 def artifacts() -> Path:
@@ -264,33 +316,166 @@ def _digest(file: Path) -> bytes:
         return hashlib.file_digest(stream, "sha256").digest()
 
 
+@functools.cache
+def code_digest(program: Path) -> str:
+    """Of what ``program`` computes: its code and that of what it imports, without comments and docstrings.
+
+    Of tasks/common the rooms count that make data and rewards; the others do not change what comes out.
+    """
+    digest, seen, left = hashlib.sha256(), set(), [program]
+    while left:
+        file = left.pop()
+        if file in seen or not file.is_file():
+            continue
+        seen.add(file)
+        tree = ast.parse(file.read_bytes())
+        for node in ast.walk(tree):
+            documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+            if documented and ast.get_docstring(node, clean=False) is not None:
+                del node.body[0]
+        left += sorted(_imported(tree, file), reverse=True)
+        digest.update(ast.dump(tree).encode())
+    return digest.hexdigest()
+
+
+def _imported(tree: ast.AST, file: Path) -> set[Path]:
+    """The files of the task, and of the rooms data and rewards, that a syntax tree imports."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+    counted = (f"tasks.{file.parent.name}.", "tasks.common.data.", "tasks.common.rewards.")
+    files = {ROOT / f"{name.replace('.', '/')}.py" for name in names if name.startswith(counted)}
+    return {each for each in files if each.is_file()}
+
+
 def method(name: str):
     """The module of a method."""
     return importlib.import_module(f"tasks.common.training.methods.{name}")
 
 
-def load_settings(environ: dict[str, str] | None = None, cls: type = Settings):
-    """``cls`` (Settings or Command) from ``environ`` (default: the process environment). Raises SettingsError for the
-    first bad value, and for a variable that is missing and has no default."""
-    environ = os.environ if environ is None else environ
-    values = {}
-    for f in fields(cls):
-        text = environ.get(f.name)
-        if not text and f.default is not MISSING:
+def stack(name: str):
+    """The module of a stack."""
+    return importlib.import_module(f"tasks.common.stacks.{name}")
+
+
+# ---- values --------------------------------------------------------------------------------------------------------
+
+# Of single stages, before the task's: more samples of fewer prompts for a probe, one answer for a table of prompts.
+STAGE_DEFAULTS = {"probe": {"N": "16", "LIMIT": "256"}, "batch": {"N": "1"}, "dpo": {"METHOD": "dpo"}}
+EVALUATING = ("probe", "eval", "compare", "chat", "batch")
+COMPLETE = "SETTINGS_COMPLETE"  # set where the environment has every variable: nothing else is read then
+LORA_RATES = 10  # times the rates of a full fine-tuning (Schulman et al. 2025, "LoRA Without Regret")
+
+
+@dataclass(frozen=True)
+class Value:
+    """A variable's ``text``, and ``source``: where it comes from, in a few words."""
+
+    text: str
+    source: str
+
+
+def read_defaults(file: Path) -> dict[str, dict[str, str]]:
+    """The `default` lines of ``file`` as {STACK, or "" for all: {NAME: VALUE}}. Raises SettingsError.
+
+    A value is plain text, in quotes where it has spaces; $ROOT stands for the repository.
+    """
+    found: dict[str, dict[str, str]] = {"": {}} | {stack: {} for stack in STACKS}
+    for line in file.read_text().splitlines():
+        if not re.match(r"\s*default\s", line):
             continue
-        shown = " ".join((text or "").split())[:80]
-        if text is None:
-            raise SettingsError(f"{f.name} is not set: run this through `make` or the task's train.sh")
         try:
-            value = f.type(text)
+            _, name, value, *own = shlex.split(line, comments=True)
         except ValueError:
-            kind = {int: "a whole number", float: "a number"}[f.type]
-            raise SettingsError(f"{f.name}={shown}: must be {kind} ({f.metadata['help']})") from None
-        check = f.metadata["check"]
-        if check and (problem := check(value)):
-            raise SettingsError(f"{f.name}={shown}: {problem} ({f.metadata['help']})")
-        values[f.name] = value
-    settings = cls(**values)
+            raise SettingsError(f"{file}: {line.strip()[:80]}: must be default NAME VALUE [STACK=VALUE ...]") from None
+        if name not in Settings.__dataclass_fields__:
+            raise SettingsError(f"{file}: default {name}: {unknown(name, Settings.__dataclass_fields__)}")
+        for of, _, text in (("", "", value), *(pair.partition("=") for pair in own)):
+            if of not in found:
+                raise SettingsError(f"{file}: default {name}: {of}: no such stack; there are: {', '.join(STACKS)}")
+            text = text.replace("$ROOT", str(file.resolve().parents[2]))
+            if "$" in text or "`" in text:
+                raise SettingsError(f"{file}: default {name}: {text}: a value is plain text, bash does not read it")
+            found[of][name] = text
+    return found
+
+
+def profile_file(task_dir: Path, name: str) -> Path:
+    """The file of a profile. Raises SettingsError when the task has no such profile."""
+    known = sorted(path.stem for path in task_dir.glob("profiles/*.sh"))
+    if name not in known:
+        there = f"there are: {', '.join(known) or 'none'}"
+        raise SettingsError(f"PROFILE={name}: TASK={task_dir.name} has no such profile; {there}")
+    return task_dir / f"profiles/{name}.sh"
+
+
+def values_of(environ: Mapping[str, str], root: Path = ROOT) -> dict[str, Value]:
+    """The value of every variable of Settings as text, and where it comes from, with the tasks of ``root``.
+
+    Raises SettingsError.
+    """
+    given = {name: environ[name] for name in Settings.__dataclass_fields__ if environ.get(name)}
+    stage = environ.get("STAGE", "train")
+    complete = environ.get(COMPLETE)
+    if stage in EVALUATING and "TEMPERATURE" in given and not complete:  # of the evaluation, then
+        given.setdefault("EVAL_TEMPERATURE", given["TEMPERATURE"])
+        del given["TEMPERATURE"]
+    typed = environ.get("GIVEN", "").split()
+    name, task, none = given.get("STACK", ""), given.get("TASK", ""), {}
+    module, profile, own = (stack(name) if name in STACKS else None), none, none
+    if task and not complete:
+        folder = root / "tasks" / task
+        own = read_defaults(folder / "train.sh") if (folder / "train.sh").exists() else none
+        profile = read_defaults(profile_file(folder, environ["PROFILE"])) if environ.get("PROFILE") else none
+    layers = [
+        *((f"profile {environ.get('PROFILE')}", profile.get(of, none)) for of in (name, "")),
+        (f"make {stage}", getattr(module, "STAGE_DEFAULTS", {}).get(stage, {})),
+        (f"make {stage}", STAGE_DEFAULTS.get(stage, {})),
+        (f"train.sh, {name}", own.get(name, none)),
+        ("train.sh", own.get("", none)),
+    ]
+    below = [(f"stack {name}", getattr(module, "DEFAULTS", {}))]
+    shared = {name: f.metadata["default"] for name, f in Settings.__dataclass_fields__.items()}
+
+    def first(name: str, layers: list) -> Value | None:
+        return next((Value(layer[name], source) for source, layer in layers if layer.get(name)), None)
+
+    def early(name: str) -> str:
+        """A variable that decides on layers, without them."""
+        found = first(name, [("", given), *layers, *below])
+        return found.text if found else shared[name]
+
+    if (chosen := early("METHOD")) in METHODS:
+        layers.append((f"METHOD={chosen}", getattr(method(chosen), "DEFAULTS", {})))
+    if early("LORA_RANK") not in ("", "0"):
+        rates = {name: (first(name, below) or Value(shared[name], "")).text for name in ("LR", "SFT_LR")}
+        layers.append(("LORA_RANK", {name: f"{LORA_RATES * float(rate):g}" for name, rate in rates.items()}))
+    values: dict[str, Value] = {}
+    for name, default in shared.items():
+        if name in given:
+            values[name] = Value(given[name], "command line" if name in typed else "environment")
+        else:
+            values[name] = first(name, [*layers, *below]) or Value(default, "default")
+    for name, value in values.items():  # those that follow from others
+        if callable(value.text):
+            values[name] = Value(value.text({name: each.text for name, each in values.items()}), "default")
+    return values
+
+
+def load_settings(environ: Mapping[str, str] | None = None, cls: type = Settings):
+    """``cls`` (Settings, or a dataclass of a command's variables) from ``environ`` (default: the process environment).
+
+    Raises SettingsError for the first bad value.
+    """
+    environ = os.environ if environ is None else environ
+    if cls is Settings:
+        texts = {name: value.text for name, value in values_of(environ).items()}
+    else:
+        texts = {f.name: environ.get(f.name) or f.metadata["default"] for f in fields(cls)}
+    settings = cls(**{f.name: _checked(f, texts[f.name]) for f in fields(cls)})
     if cls is Settings:
         if not settings.MINI_BATCH_SIZE:
             prompts, steps = settings.TRAIN_BATCH_SIZE, method(settings.METHOD).MINI_BATCHES
@@ -298,6 +483,20 @@ def load_settings(environ: dict[str, str] | None = None, cls: type = Settings):
             settings = replace(settings, MINI_BATCH_SIZE=mini)
         _check_together(settings)
     return settings
+
+
+def _checked(f: Field, text: str):
+    """The value that ``text`` says for the variable ``f``. Raises SettingsError."""
+    shown = " ".join(text.split())[:80]
+    try:
+        value = f.type(text)
+    except ValueError:
+        kind = {int: "a whole number", float: "a number"}[f.type]
+        raise SettingsError(f"{f.name}={shown}: must be {kind} ({f.metadata['help']})") from None
+    check = f.metadata["check"]
+    if check and (problem := check(value)):
+        raise SettingsError(f"{f.name}={shown}: {problem} ({f.metadata['help']})")
+    return value
 
 
 def _check_together(settings: Settings) -> None:
@@ -329,11 +528,42 @@ def _check_together(settings: Settings) -> None:
         raise SettingsError(f"SFT_BATCH_SIZE={settings.SFT_BATCH_SIZE}: larger than SFT_SIZE={settings.SFT_SIZE}")
 
 
+# ---- for people ----------------------------------------------------------------------------------------------------
+
+
+def unknown(name: str, known: Iterable[str]) -> str:
+    """Why a variable is refused: nothing knows it; with the nearest name that there is."""
+    near = difflib.get_close_matches(name.upper(), known, 1, 0.5)
+    if inside := [other for other in known if len(name) > 1 and name.upper().endswith(f"_{other}")]:
+        near = inside  # LEARNING_RATE has no near name, MY_LR has
+    near = {"LEARNING_RATE": ["LR"], "BATCH_SIZE": ["TRAIN_BATCH_SIZE"]}.get(name.upper(), near)
+    return f"no such variable{f'; did you mean {near[0]}?' if near else ', see `make help`'}"
+
+
+def shown_default(f: Field) -> str:
+    """A variable's default for people: its value, or the rule it follows."""
+    default = f.metadata["default"]
+    return (default.__doc__ if callable(default) else default) or "-"
+
+
 def help_text() -> str:
-    """One line for each variable."""
-    lines = [f"  {f.name:<24}{f.metadata['help']}" for f in fields(Settings)]
-    own = [f"  {f.name:<24}{f.metadata['help']}" for f in fields(Command) if f.name not in ("STAGE", "MODEL_GIVEN")]
-    return "\n".join([*lines, "", "Variables of single commands:", *own])
+    """One line for each variable: name, shared default, help."""
+
+    def lines(cls: type) -> list[str]:
+        return [f"  {f.name:<24}{shown_default(f):<28}{f.metadata['help']}" for f in fields(cls) if f.name != "STAGE"]
+
+    return "\n".join([*lines(Settings), "", "Variables of single commands:", *lines(Command)])
+
+
+def table(environ: Mapping[str, str]) -> str:
+    """`make settings`: every variable with its value, where that comes from, and its help. Raises SettingsError."""
+    values, settings = values_of(environ), load_settings(environ)
+    shown = {name: value.text or "-" for name, value in values.items()} | {
+        "MINI_BATCH_SIZE": str(settings.MINI_BATCH_SIZE)
+    }
+    rows = [(f.name, shown[f.name], values[f.name].source, f) for f in fields(Settings)]
+    wide = max(len(text) for _, text, _, _ in rows)
+    return "\n".join(f"{name:<24}{text:<{wide + 2}}{source:<20}{f.metadata['help']}" for name, text, source, f in rows)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`make simulate`: each model as all workers of the same small economy, beside the rule of the reward's targets."""
+"""Each model as all workers of the same small economy, beside the rule of the reward's targets."""
 
 import gc
 import json
@@ -7,7 +7,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,15 @@ from tasks.common.evaluation.sample import sampling
 from tasks.common.evaluation.tables import markdown_table, show_table
 from tasks.common.files import write_json, written_beside
 from tasks.common.process import Progress, StageFailed, interrupt_on_sigterm, run
-from tasks.common.settings import Command, Settings, SettingsError, artifacts, fingerprint, load_settings
+from tasks.common.settings import (
+    Settings,
+    SettingsError,
+    artifacts,
+    fingerprint,
+    load_settings,
+    positive,
+    variable,
+)
 from tasks.econ_agent.prepare_data import SHOTS, SYSTEM, prompt
 from tasks.econ_agent.retrieval import Memory, roll_out
 from tasks.econ_agent.reward import read_decision
@@ -73,9 +81,17 @@ def simulate(policy: Policy, agents: int, months: int, seed: tuple[int, ...]) ->
         yield economy.step(work, consumption), missing
 
 
+@dataclass(frozen=True)
+class Variables:
+    """Variables of `make simulate`."""
+
+    MONTHS: int = variable("24", "months of the economy", positive)
+    AGENTS: int = variable("16", "workers, each asked every month", positive)
+
+
 def sample_months(out: Path, models: dict[str, str]) -> None:
     """The child of ``simulate_models``: writes ``out/LABEL.jsonl``, a line a month, for each model."""
-    s, own = load_settings(), load_settings(cls=Command)
+    s, own = load_settings(), load_settings(cls=Variables)
     memory, how = Memory(roll_out(s.SEED)), _sampling(s)
     for label, model in models.items():
         limit = how.max_prompt_tokens + how.max_tokens
@@ -96,7 +112,7 @@ def _sampling(s: Settings) -> engines.Sampling:
 
 def simulate_models(models: dict[str, str]) -> None:
     """`make simulate`: a table of ``models`` (label to path) and of the rule, and simulation.json with every month."""
-    s, own = load_settings(), load_settings(cls=Command)
+    s, own = load_settings(), load_settings(cls=Variables)
     if wrong := [label for label in models if not re.fullmatch(r"[\w-]{1,64}", label) or label == RULE]:
         raise SettingsError(f"simulate: {wrong[0]}: a label has letters, digits, _ and -, and is not `{RULE}`")
     setup = {

@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import os
-from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,11 +14,8 @@ from hypothesis import strategies as st
 from tasks.common.data.rows import DataError
 from tasks.common.rewards.answers import RewardError
 from tasks.common.rewards.math_answer import read_number
-from tasks.common.runs import repeat
-from tasks.common.settings import SettingsError, load_settings
 from tasks.gsm8k import evaluate, prepare_data
 from tasks.gsm8k.reward import compute_score
-from tests.test_settings import VALUES
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = Path(os.environ.get("SHARED_DATA", ROOT.parent / "shared/data")) / "gsm8k"
@@ -278,13 +274,3 @@ def test_the_table_of_the_docs_on_a_few_rows(benchmark):
 def test_the_docs_show_the_table_that_the_script_wrote(benchmark):
     written = json.loads((ROOT / "docs/results/gsm8k-agreement.json").read_text())
     assert benchmark.markdown(written) in (ROOT / "docs/REWARD_GSM8K.md").read_text()
-
-
-# ---- make repeat
-
-
-def test_a_default_that_came_after_the_run_is_not_put_in_its_place():
-    made = {"settings": asdict(replace(load_settings(VALUES), TASK="gsm8k", REWARD=""))}
-    environ = repeat.variables(made, {}, "x", {"PATH": os.environ["PATH"]})
-    with pytest.raises(SettingsError, match=r"^REWARD=strict: the run had REWARD=\(none\), which .*train.sh changes$"):
-        repeat.not_kept(made, ROOT / "tasks/gsm8k/train.sh", environ)

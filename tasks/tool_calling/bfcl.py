@@ -1,4 +1,4 @@
-"""`make bfcl`: models on the single-turn Python categories of BFCL (https://gorilla.cs.berkeley.edu/leaderboard.html).
+"""Models on the single-turn Python categories of BFCL (https://gorilla.cs.berkeley.edu/leaderboard.html).
 
 Questions, conversion to tools and AST checker are those of the PyPI package bfcl-eval; the prompt is rendered by the
 model's own tool template and sampled greedily. docs/BFCL.md says how the numbers compare with the leaderboard's.

@@ -10,7 +10,6 @@ Prints Markdown tables. With a command: the memory of all its processes (PSS: wh
 import collections
 import contextlib
 import json
-import os
 import re
 import subprocess
 import sys
@@ -62,7 +61,6 @@ def profiles() -> None:
     print("| profile | parameters | update, GB a GPU | sampling, GB a GPU | RAM, GB |\n|---|---|---|---|---|")
     for profile in PROFILES:
         environment = exported(profile.parents[1] / "train.sh", {"STACK": "current", "PROFILE": profile.stem})
-        os.environ.update({name: value for name, value in environment.items() if name.startswith("STACK")})
         s = load_settings(environment)
         model = shapes(CONFIGS[s.MODEL])
         needs = estimate(model, doctor.plan(s, []), A100)

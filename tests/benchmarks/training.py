@@ -71,7 +71,7 @@ def _by_sequences(s: Settings, most: int) -> list[str]:
 
 def variants(s: Settings) -> dict[str, list[str]]:
     """Overrides after ours, in the names of the verl that is installed."""
-    newer = verl_versions.has_own_trainers()
+    newer = verl_versions.has_own_trainers(s)
     verls_own = [*VERLS_OWN, *(OF_CURRENT if newer else OF_A100)]
     example = ["actor_rollout_ref.rollout.gpu_memory_utilization=0.6"]
     if newer:

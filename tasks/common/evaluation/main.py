@@ -22,6 +22,7 @@ from tasks.common.settings import (
     Settings,
     SettingsError,
     artifacts,
+    code_digest,
     fingerprint,
     judge_settings,
     load_settings,
@@ -87,7 +88,7 @@ def main(compute_score: Callable, own_metrics: OwnMetrics | None = None) -> None
     name, *arguments = sys.argv[1:]
     try:
         s, command = load_settings(), load_settings(cls=Command)
-        mark = fingerprint({"variant": s.REWARD} | judge_settings(), s.task_dir / "reward.py")
+        mark = fingerprint({"variant": s.REWARD, "code": code_digest(s.task_dir / "reward.py")} | judge_settings())
         scoring = Scoring(of_variant(compute_score, s.REWARD), own_metrics, mark)
         commands: dict[str, Callable[[], int]] = {
             "probe": lambda: probe.probe(s, command, scoring, *arguments),

@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# install.sh STACK VENV [PREFIX]: make VENV with exactly the packages of the stack's list, and check them.
+# install.sh STACK VENV: make VENV with exactly the packages of the stack's list, and check them.
 #
 # The list is complete and hashed, so nothing is resolved (--no-deps --require-hashes); uv installs it where there is
 # one, else pip. VENV is made anew and gets its mark, a copy of the list, last: until then the one that was there is
 # beside it as VENV.before, and comes back when anything fails.
 set -euo pipefail
-STACK=$1 VENV=$2 PREFIX=${3:-}
+STACK=$1 VENV=$2
 HERE=tasks/common/stacks/$STACK
 LIST=$HERE/requirements.txt
 LOG=artifacts/install.log
@@ -27,7 +27,7 @@ if cmp -s "$LIST" "$MARK"; then
   touch "$MARK"
   exit
 fi
-echo "${PREFIX}install"
+echo "install"
 mkdir -p artifacts && : >"$LOG"
 UV=$(command -v uv || true)
 if [[ -n $UV ]] && ! "$UV" --version >/dev/null 2>&1; then UV=; fi

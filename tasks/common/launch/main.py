@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tasks.common.data.prepare import describe
@@ -18,7 +18,7 @@ from tasks.common.data.rows import DataError, validate_parquet
 from tasks.common.evaluation.tables import total_time
 from tasks.common.files import read_json
 from tasks.common.launch import doctor, train
-from tasks.common.launch.task import compute_score_of, default_model, environment, script
+from tasks.common.launch.task import compute_score_of, environment, own_stages, script, stack_environment
 from tasks.common.models.find import embedded_folder, resolve_model
 from tasks.common.models.merge import base_of, is_adapter, merge, merged_folder
 from tasks.common.process import StageFailed, interrupt_on_sigterm
@@ -37,24 +37,59 @@ from tasks.common.runs.folder import (
     sft_dir,
     shards,
 )
-from tasks.common.settings import WHOLE, Command, Settings, SettingsError, load_settings
+from tasks.common.settings import ROOT, WHOLE, Command, Settings, SettingsError, load_settings, table, values_of
 from tasks.common.training import verl_config, verl_versions
 
-# Stages that verl trains in, or says its config.
+# Goals that verl trains in, or says its config.
 TRAINING = ("sft", "train", "dpo", "all", "experiment", "config")
-# Stages that a task has by having a script of that name.
-OWN_EVALUATIONS = ("bfcl", "simulate")
 # What evaluates, reports or uses a model that is there: about a run, or about MODEL.
-ABOUT_A_RUN = ("eval", "compare", "merge", "chat", "batch", *OWN_EVALUATIONS)
+ABOUT_A_RUN = ("eval", "compare", "merge", "chat", "batch")
+# The stages of each goal, in order. A stage of the task's own comes after data and model.
+STAGES_OF = {
+    "data": ("data",),
+    "sft": ("data", "model", "sft"),
+    "train": ("data", "model", "sft", "train", "eval"),
+    "dpo": ("data", "model", "sft", "train", "eval"),
+    "all": WHOLE,
+    "probe": ("data", "model", "probe"),
+    "eval": ("data", "model", "eval"),
+    "compare": ("data", "model", "compare"),
+    "merge": ("merge",),
+    "chat": ("data", "model"),
+    "batch": ("data", "model"),
+}
 
 Problem = (SettingsError, DataError, RewardError, StageFailed, OSError)
+
+
+@dataclass(frozen=True)
+class Job:
+    """What `make GOAL` is to do: its settings, its command's variables, ARGS, the MODEL that was given, and the run it
+    is about (None: MODEL itself, or a training that is to come)."""
+
+    goal: str
+    s: Settings
+    command: Command
+    arguments: list[str]
+    model: str = ""
+    run_dir: Path | None = None
+
+    @property
+    def trains(self) -> bool:
+        return self.goal in ("train", "dpo", "all")
+
+    @property
+    def trained(self) -> Path | None:
+        """The run that a stage is about: after a training the one of these settings."""
+        return rounds(self.s, self.arguments)[-1] if self.trains else self.run_dir
 
 
 # ---- stages --------------------------------------------------------------------------------------------------------
 
 
-def data(s: Settings, training: bool = True) -> str:
-    """Prepare the data if it is not up to date; ``training``: TRAIN_FILE is about to be used, so check it."""
+def data(job: Job) -> str:
+    """Prepare the data if it is not up to date, and check TRAIN_FILE where a training reads it."""
+    s, training = job.s, job.trains or job.goal in ("data", "sft", "probe", "experiment")
     manifest = read_json(s.data_dir / "manifest.json")
     fresh = manifest.get("fingerprint") == s.data_fingerprint()
     fresh = fresh and all((s.data_dir / f"{name}.parquet").is_file() for name in manifest["rows"])
@@ -71,15 +106,16 @@ def data(s: Settings, training: bool = True) -> str:
     return f"{'up to date: ' if fresh else ''}{describe(manifest)}{own_file}"
 
 
-def model(s: Settings, base: str = "") -> str:
-    fresh = s.MODEL != "embedded" or embedded_folder().is_dir()
-    return f"{'' if fresh else 'unpacked '}{resolve_model(s.MODEL, base)}"
+def model(job: Job) -> str:
+    fresh = job.s.MODEL != "embedded" or embedded_folder().is_dir()
+    return f"{'' if fresh else 'unpacked '}{resolve_model(job.s.MODEL, job.command.BASE)}"
 
 
-def models_of(s: Settings, command: Command, run_dir: Path | None) -> dict[str, str]:
-    """What to evaluate, by label: base, warm-up and the checkpoint STEP of ``run_dir``; without a run MODEL alone."""
+def models_of(job: Job) -> dict[str, str]:
+    """What to evaluate, by label: base, warm-up and the checkpoint STEP of the run; without a run MODEL alone."""
+    s, command, run_dir = job.s, job.command, job.trained
     if run_dir is None:
-        return {"model" if command.MODEL_GIVEN else "base": resolve_model(s.MODEL, command.BASE)}
+        return {"model" if job.model else "base": resolve_model(s.MODEL, command.BASE)}
     models = {"base": resolve_model(s.MODEL, command.BASE)}
     if recorded(run_dir)["kind"] == "sft":
         return models | {"sft": str(hf_folder(run_dir, command.STEP))}
@@ -91,73 +127,87 @@ def models_of(s: Settings, command: Command, run_dir: Path | None) -> dict[str, 
     return models | {name: str(hf_folder(last, command.STEP))}
 
 
-def evaluate(s: Settings, command: Command, run_dir: Path | None) -> str:
-    models = models_of(s, command, run_dir)
-    script(s, "evaluate.py", "eval", *(f"{label}={path}" for label, path in models.items()))
+def evaluate(job: Job, name: str = "evaluate.py", *arguments: str) -> str:
+    """Run a script of the task on the models."""
+    models = models_of(job)
+    script(job.s, name, *arguments, *(f"{label}={path}" for label, path in models.items()))
     return ", ".join(models)
 
 
 def own_script(s: Settings, stage: str) -> str:
-    """The task's script for an evaluation that only some tasks have: it has the stage's name. Raises SettingsError."""
-    if not (s.task_dir / f"{stage}.py").is_file():
-        having = sorted(path.parent.name for path in s.task_dir.parent.glob(f"*/{stage}.py"))
-        raise SettingsError(f"TASK={s.TASK}: has no {stage}.py; `make {stage}` is for {', '.join(having)}")
+    """The script of a stage that only some tasks have. Raises SettingsError."""
+    if stage not in own_stages(s):
+        having = [path.parent.name for path in sorted(s.task_dir.parent.glob(f"*/{stage}.py"))]
+        raise SettingsError(f"TASK={s.TASK}: has no {stage}.py; `make {stage}` is for {', '.join(having) or 'no task'}")
     return f"{stage}.py"
 
 
-def own_evaluation(s: Settings, command: Command, run_dir: Path | None) -> str:
-    models = models_of(s, command, run_dir)
-    script(s, own_script(s, command.STAGE), *(f"{label}={path}" for label, path in models.items()))
-    return ", ".join(models)
-
-
-def probe(s: Settings, command: Command) -> str:
+def probe(job: Job) -> str:
     """MODEL, or the warm-up that RL would start from once there is one."""
-    start = resolve_model(s.MODEL, command.BASE)
-    if not command.MODEL_GIVEN and s.INIT == "sft" and last_step(sft_dir(s)):
+    s, start = job.s, resolve_model(job.s.MODEL, job.command.BASE)
+    if not job.model and s.INIT == "sft" and last_step(sft_dir(s)):
         start = str(hf_folder(sft_dir(s)))
     script(s, "evaluate.py", "probe", start)
     return start
 
 
-def compare(s: Settings, command: Command, run_dir: Path | None) -> str:
-    """BASE (default: what the run began with) against MODEL, or against the checkpoint STEP of ``run_dir``."""
+def compare(job: Job) -> str:
+    """BASE (default: what the run began with) against MODEL, or against the checkpoint STEP of the run."""
+    s, command, run_dir = job.s, job.command, job.trained
     if run_dir:
         base, trained = command.BASE or s.MODEL, str(hf_folder(run_dir, command.STEP))
-    elif command.MODEL_GIVEN:
-        adapter = Path(command.MODEL_GIVEN).expanduser()
-        trained = resolve_model(command.MODEL_GIVEN, command.BASE)
-        base = command.BASE or (base_of(adapter) if is_adapter(adapter) else default_model(s))
+    elif job.model:
+        adapter = Path(job.model).expanduser()
+        trained = resolve_model(job.model, command.BASE)
+        base = command.BASE or (base_of(adapter) if is_adapter(adapter) else default_model())
     else:
         raise SettingsError(f"there is no trained model yet: run `make train TASK={s.TASK}`, or set MODEL")
     script(s, "evaluate.py", "compare", resolve_model(base), trained)
     return f"{base} -> {trained}"
 
 
-def chosen_model(s: Settings, command: Command, run_dir: Path | None) -> str:
-    """For chat and batch: the checkpoint STEP of ``run_dir``, without a run MODEL."""
-    if run_dir:
-        return str(hf_folder(run_dir, command.STEP))
-    return resolve_model(s.MODEL, command.BASE)
+def default_model() -> str:
+    """The MODEL of this task and stack when none is given."""
+    return values_of({name: value for name, value in os.environ.items() if name != "MODEL"})["MODEL"].text
 
 
-def merged(s: Settings, command: Command, run_dir: Path | None) -> str:
-    if is_adapter(Path(command.MODEL_GIVEN).expanduser()):
-        return f"written: {resolve_model(command.MODEL_GIVEN, command.BASE)}"
-    if run_dir is None:
-        raise SettingsError(f"there is no checkpoint to merge yet: run `make train TASK={s.TASK}`, or set RUN")
-    checkpoint = shards(run_dir, find_step(run_dir, command.STEP))
+def chosen_model(job: Job) -> str:
+    """For chat and batch: the checkpoint STEP of the run, without a run MODEL."""
+    if job.run_dir:
+        return str(hf_folder(job.run_dir, job.command.STEP))
+    return resolve_model(job.s.MODEL, job.command.BASE)
+
+
+def merged(job: Job) -> str:
+    if is_adapter(Path(job.model).expanduser()):
+        return f"written: {resolve_model(job.model, job.command.BASE)}"
+    if (run_dir := job.trained) is None:
+        raise SettingsError(f"there is no checkpoint to merge yet: run `make train TASK={job.s.TASK}`, or set RUN")
+    checkpoint = shards(run_dir, find_step(run_dir, job.command.STEP))
     if folder := merged_folder(checkpoint):
         return f"nothing to do: {folder} has the whole model already"
     return f"written: {merge(checkpoint)}"
 
 
-def experiment(s: Settings, command: Command, arguments: list[str], before: dict[str, Callable[[], str]]) -> None:
+STAGES: dict[str, Callable[[Job], str]] = {
+    "data": data,
+    "model": model,
+    "sft": lambda job: train.sft(job.s),
+    "train": lambda job: train.train(job.s, job.arguments),
+    "merge": merged,
+    "eval": lambda job: evaluate(job, "evaluate.py", "eval"),
+    "probe": probe,
+    "compare": compare,
+}
+
+
+def experiment(job: Job) -> None:
     """`make experiment`: train with each of METHODS on the same data, with the same settings, and compare them."""
-    names = list(dict.fromkeys(filter(None, command.METHODS.split(","))))
+    s, arguments = job.s, job.arguments
+    names = list(dict.fromkeys(filter(None, job.command.METHODS.split(","))))
     chosen = [load_settings(os.environ | {"METHOD": name}) for name in names]
     if len(chosen) < 2:
-        raise SettingsError(f"METHODS={command.METHODS}: name two or more, separated by commas")
+        raise SettingsError(f"METHODS={job.command.METHODS}: name two or more, separated by commas")
     # The same for all: as many optimizer steps as the one that wants most.
     mini = min(each.MINI_BATCH_SIZE for each in chosen)
     chosen = [replace(each, MINI_BATCH_SIZE=mini, RUN=f"{s.RUN}-{each.METHOD}" if s.RUN else "") for each in chosen]
@@ -170,7 +220,9 @@ def experiment(s: Settings, command: Command, arguments: list[str], before: dict
         script(chosen[0], "evaluate.py", "experiment", *(f"{label}={path}" for label, path in models.items()))
         return ", ".join(models)
 
-    stages = before | ({"sft": lambda: train.sft(s)} if s.INIT == "sft" else {})
+    stages = {
+        name: functools.partial(STAGES[name], job) for name in STAGES_OF["sft"] if name != "sft" or s.INIT == "sft"
+    }
     stages |= {each.METHOD: functools.partial(train.train, each, arguments) for each in chosen}
     run_stages(stages | {"compare": compared})
 
@@ -194,14 +246,13 @@ def _locked(s: Settings) -> Iterator[None]:
 # ---- command line --------------------------------------------------------------------------------------------------
 
 
-def run_stages(stages: dict[str, Callable[[], str]], before: int = 0, first: str = "data") -> None:
-    """Run ``stages`` in order from ``first`` on, saying which of how many; ``before`` counts those that make ran
-    already (install)."""
-    left_out = list(stages)[: list(stages).index(first)] if first in stages else []
-    for number, (name, stage) in enumerate(stages.items(), before + 1):
-        print(f"[{number}/{before + len(stages)}] {name}", flush=True)
-        if name in left_out:
-            print(f"  left out (FROM={first})", flush=True)
+def run_stages(stages: dict[str, Callable[[], str]], first: str = "data") -> None:
+    """Run ``stages`` in order from ``first`` on, saying which of how many."""
+    skipped = list(stages)[: list(stages).index(first)] if first in stages else []
+    for number, (name, stage) in enumerate(stages.items(), 1):
+        print(f"[{number}/{len(stages)}] {name}", flush=True)
+        if name in skipped:
+            print(f"  skipped (FROM={first})", flush=True)
             continue
         started = time.monotonic()
         print(f"  {stage()} ({time.monotonic() - started:.0f} s)", flush=True)
@@ -226,90 +277,108 @@ def _shared_data(s: Settings, first: str) -> None:
         raise SettingsError(f"FROM={first}: {s.data_dir} {what}; run `make data TASK={s.TASK}`, or leave FROM out")
 
 
-def main(stage: str, arguments: list[str]) -> None:
-    s, command = load_settings(), load_settings(cls=Command)
-    # DPO trains with TRL; its warm-up with verl.
-    if stage in TRAINING and not (s.METHOD == "dpo" and s.INIT == "base"):
-        verl_versions.check_installed(s)
-    if stage == "config":
-        from omegaconf import OmegaConf
+def print_config(job: Job) -> None:
+    """`make config`: verl's resolved config of the training."""
+    from omegaconf import OmegaConf
 
-        if s.METHOD == "dpo":
-            raise SettingsError(
-                "METHOD=dpo: has no config of verl; it trains with TRL (tasks/common/training/trl_dpo.py)"
-            )
-        start = s.MODEL if s.INIT == "base" else sft_dir(s)  # the warm-up need not be there yet
-        overrides = verl_config.rl_overrides(s, start, rl_dir(s, arguments)) + arguments
-        print(OmegaConf.to_yaml(verl_config.compose("ppo_trainer", overrides), resolve=True))
-        return
-    if stage == "doctor":
-        doctor.report(s, arguments)
-        return
-    if stage == "rescore":
-        compute_score_of(s)
-        script(s, "evaluate.py", "rescore")
-        return
-    if stage in OWN_EVALUATIONS:
-        own_script(s, stage)
-    run_dir = None
+    s = job.s
+    if s.METHOD == "dpo":
+        raise SettingsError("METHOD=dpo: has no config of verl; it trains with TRL (training/trl_dpo.py)")
+    start = s.MODEL if s.INIT == "base" else sft_dir(s)  # the warm-up need not be there yet
+    overrides = verl_config.rl_overrides(s, start, rl_dir(s, job.arguments)) + job.arguments
+    print(OmegaConf.to_yaml(verl_config.compose("ppo_trainer", overrides), resolve=True))
+
+
+def benchmark(job: Job, file: str) -> None:
+    """In place of this process."""
+    os.execve(
+        sys.executable, [sys.executable, str(ROOT / "tests/benchmarks" / file), *job.arguments], environment(job.s)
+    )
+
+
+def rescore(job: Job) -> None:
+    compute_score_of(job.s)
+    script(job.s, "evaluate.py", "rescore")
+
+
+# Goals that take no lock and no stage.
+AT_ONCE: dict[str, Callable[[Job], None]] = {
+    "config": print_config,
+    "settings": lambda job: print(table(os.environ)),
+    "doctor": lambda job: doctor.report(job.s, job.arguments),
+    "rescore": rescore,
+    "bench": lambda job: benchmark(job, "sampling.py"),
+    "bench_training": lambda job: benchmark(job, "training.py"),
+}
+
+
+def say_environment() -> None:
+    """Name what the shell exported and make did not get on its command line: it changes what runs."""
+    if "GIVEN" not in os.environ:
+        return  # without make everything comes from the environment
+    names = {*Settings.__dataclass_fields__, *Command.__dataclass_fields__} - {"STAGE", "TASK", "STACK"}
+    exported = [name for name in sorted(names - set(os.environ["GIVEN"].split())) if os.environ.get(name)]
+    if exported:
+        said = ", ".join(f"{name}={os.environ[name]}" for name in exported)
+        print(f"from your environment: {said}", file=sys.stderr, flush=True)
+
+
+def about(job: Job) -> Job:
+    """``job`` with the run that an evaluation is about, and that run's settings."""
     # What is given in full is not about a run.
-    given = command.MODEL_GIVEN and (stage in ("chat", "batch") or (stage == "compare" and command.BASE))
-    if stage in ABOUT_A_RUN and not given:
-        run_dir = find_run(s, arguments, command.MODEL_GIVEN)
-        if run_dir:
-            s = settings_of(run_dir, s)
-            print(f"run {run_dir.name}, checkpoint of step {find_step(run_dir, command.STEP)}")
-    if stage in ("data", "sft", "probe", "eval", "compare", "chat", "batch"):
+    given = job.model and (job.goal in ("chat", "batch") or (job.goal == "compare" and job.command.BASE))
+    if given or job.goal not in (*ABOUT_A_RUN, *own_stages(job.s)):
+        return job
+    if run_dir := find_run(job.s, job.arguments, job.model):
+        print(f"run {run_dir.name}, checkpoint of step {find_step(run_dir, job.command.STEP)}")
+        return replace(job, s=settings_of(run_dir, job.s), run_dir=run_dir)
+    return job
+
+
+def main(goal: str, arguments: list[str]) -> None:
+    s, command = load_settings(), load_settings(cls=Command)
+    os.environ.update(stack_environment(s, os.environ))
+    job = Job(goal, s, command, arguments, os.environ.get("MODEL", ""))
+    say_environment()
+    # DPO trains with TRL; its warm-up with verl.
+    if goal in TRAINING and not (s.METHOD == "dpo" and s.INIT == "base"):
+        verl_versions.check_installed(s)
+    if goal in AT_ONCE:
+        AT_ONCE[goal](job)
+        return
+    if goal not in STAGES_OF and goal != "experiment":
+        own_script(s, goal)
+    job = about(job)
+    s = job.s
+    if goal in STAGES_OF and goal != "merge":
         compute_score_of(s)  # a reward.py that cannot be loaded is said before anything starts
-    trains = stage in ("train", "dpo", "all")
-
-    def trained() -> Path | None:
-        """The run that a stage is about: after a training the one of these settings."""
-        return rounds(s, arguments)[-1] if trains else run_dir
-
     with _locked(s):
-        if trains:
+        if job.trains:
             train.check(s, arguments)
-        if trains or stage in ("sft", "experiment"):
-            doctor.before_training(s, arguments, stage)
-        training_data = trains or stage in ("data", "sft", "probe")
-        before: dict[str, Callable[[], str]] = {
-            "data": lambda: data(s, training_data),
-            "model": lambda: model(s, command.BASE),
-        }
-        stages: dict[str, Callable[[], str]] = {
-            "sft": lambda: train.sft(s),
-            "train": lambda: train.train(s, arguments),
-            "eval": lambda: evaluate(s, command, trained()),
-            **{name: lambda: own_evaluation(s, command, run_dir) for name in OWN_EVALUATIONS},
-            "probe": lambda: probe(s, command),
-            "compare": lambda: compare(s, command, trained()),
-            "merge": lambda: merged(s, command, trained()),
-        }
-        if trains:
-            wanted = WHOLE if stage == "all" else ("data", "model", "sft", "train", "eval")
-            every = before | stages
-            if stage == "all" and command.FROM != "data":
-                _shared_data(s, command.FROM)
-            run_stages(
-                {name: every[name] for name in wanted if name != "sft" or s.INIT == "sft"}, before=1, first=command.FROM
-            )
-            closing(s, rounds(s, arguments))
-        elif stage == "experiment":
-            experiment(s, command, arguments, before)
-        elif stage == "data":
-            run_stages({"data": before["data"]})
-        elif stage == "merge":
-            run_stages({"merge": stages["merge"]})
-        elif stage in stages:
-            run_stages(before | {stage: stages[stage]})
+        if job.trains or goal in ("sft", "experiment"):
+            doctor.before_training(s, arguments, goal)
+        if job.trains and command.FROM != "data":
+            _shared_data(s, command.FROM)
+        if goal == "experiment":
+            experiment(job)
         else:
-            run_stages(before)
-        if stage == "batch":
-            script(s, "evaluate.py", "batch", chosen_model(s, command, run_dir))
-    if stage == "chat":  # in place of this process, so that Ctrl-C reaches it alone; the lock is free again
-        command_line = [sys.executable, str(s.task_dir / "evaluate.py"), "chat", chosen_model(s, command, run_dir)]
+            own = {goal: functools.partial(evaluate, job, f"{goal}.py")} if goal not in STAGES_OF else {}
+            names = [
+                name for name in STAGES_OF.get(goal, ("data", "model")) if not (job.trains and _no_warm_up(s, name))
+            ]
+            stages = {name: functools.partial(STAGES[name], job) for name in names} | own
+            run_stages(stages, command.FROM if job.trains else "data")
+        if job.trains:
+            closing(s, rounds(s, arguments))
+        if goal == "batch":
+            script(s, "evaluate.py", "batch", chosen_model(job))
+    if goal == "chat":  # in place of this process, so that Ctrl-C reaches it alone; the lock is free again
+        command_line = [sys.executable, str(s.task_dir / "evaluate.py"), "chat", chosen_model(job)]
         os.execve(sys.executable, command_line, environment(s))
+
+
+def _no_warm_up(s: Settings, stage: str) -> bool:
+    return stage == "sft" and s.INIT != "sft"
 
 
 if __name__ == "__main__":

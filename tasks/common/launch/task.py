@@ -5,12 +5,12 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 
 from tasks.common.process import StageFailed, die_with_parent
 from tasks.common.rewards.answers import RewardError, variants
-from tasks.common.settings import Settings, SettingsError
+from tasks.common.settings import COMPLETE, Settings, SettingsError, stack
 
 
 def script(s: Settings, name: str, *arguments: str) -> None:
@@ -30,16 +30,24 @@ def script(s: Settings, name: str, *arguments: str) -> None:
 
 
 def environment(s: Settings) -> dict[str, str]:
-    """This process's environment with the settings as they are now."""
+    """This process's environment with every variable as it is now: a script reads no defaults."""
+    own = {name: value for name, value in os.environ.items() if name != "GIVEN"} | {COMPLETE: "1"}
     # Some environments of reasoning-gym draw from sets: the same data again needs the same hashes.
-    return os.environ | {name: str(value) for name, value in asdict(s).items()} | {"PYTHONHASHSEED": "0"}
+    return own | {name: str(value) for name, value in asdict(s).items()} | {"PYTHONHASHSEED": "0"}
 
 
-def default_model(s: Settings) -> str:
-    """The MODEL that the task's train.sh has when none is given."""
-    clean = {name: value for name, value in os.environ.items() if name != "MODEL"} | {"STAGE": "default_model"}
-    command = ["bash", str(s.task_dir / "train.sh")]
-    return subprocess.run(command, env=clean, capture_output=True, text=True, check=True).stdout.strip()
+def stack_environment(s: Settings, environ: Mapping[str, str]) -> dict[str, str]:
+    """What verl and vLLM read on this stack. A value in ``environ`` stays; its modules are loaded after the stack's."""
+    own = {name: environ.get(name) or value for name, value in stack(s.STACK).ENVIRONMENT.items()}
+    name = "VERL_USE_EXTERNAL_MODULES"
+    modules = [*stack(s.STACK).ENVIRONMENT[name].split(","), *environ.get(name, "").split(",")]
+    return own | {name: ",".join(dict.fromkeys(filter(None, modules)))}
+
+
+def own_stages(s: Settings) -> list[str]:
+    """Stages that the task has by a script of that name, a program: tasks/TASK/STAGE.py."""
+    files = [path for path in s.task_dir.glob("*.py") if path.stem not in ("prepare_data", "evaluate")]
+    return sorted(path.stem for path in files if '\nif __name__ == "__main__":' in path.read_text())
 
 
 def compute_score_of(s: Settings) -> Callable[..., dict]:

@@ -3,7 +3,6 @@
 import functools
 import json
 import os
-import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 
 from tasks.common.data.rows import DataError
+from tasks.common.files import read_json, write_json
 from tasks.common.launch.task import compute_score_of, environment, script
 from tasks.common.machine import cluster
 from tasks.common.machine.gpus import Sampler
@@ -44,7 +44,7 @@ def check(s: Settings, arguments: list[str]) -> None:
         if s.PAIRS_FILE and not Path(s.PAIRS_FILE).expanduser().is_file():
             raise SettingsError(f"PAIRS_FILE={s.PAIRS_FILE}: no such file")
         return
-    if s.ABORT_ON and not verl_versions.has_own_trainers():
+    if s.ABORT_ON and not verl_versions.has_own_trainers(s):
         raise SettingsError(f"ABORT_ON={s.ABORT_ON}: STACK={s.STACK} has a verl that cannot do it; take STACK=current")
     config = verl_config.compose("ppo_trainer", verl_config.rl_overrides(s, s.MODEL, s.runs_dir) + arguments)
     verl_config.check(config)
@@ -159,7 +159,7 @@ def _torchrun(s: Settings) -> list[str]:
 
 def trainer_module(s: Settings) -> dict[str, str]:
     """The environment in which every verl process loads the trainer of the method, where verl lets one choose it."""
-    own = method(s.METHOD).TRAINER if verl_versions.has_own_trainers() else None
+    own = method(s.METHOD).TRAINER if verl_versions.has_own_trainers(s) else None
     modules = [os.environ.get("VERL_USE_EXTERNAL_MODULES"), own]
     return {"VERL_USE_EXTERNAL_MODULES": ",".join(filter(None, modules))}
 
@@ -183,15 +183,19 @@ def _train(
         return _progress(metrics, start, s, *shown)
 
     own = tracking.environment(s, run_dir) | {"VERL_FILE_LOGGER_PATH": str(metrics)}
+    outcome = run_dir / health.OUTCOME
+    outcome.unlink(missing_ok=True)
     try:
         run(command, name=name, log=log, total=total, watch=watch, environment={**(extra or {}), **own})
     except StageFailed as error:
-        if ended := re.search(r"AbortedError: (ABORT_ON=.*)", str(error)):
+        if reason := read_json(outcome).get("reason"):  # the trainer ended itself
             kept = f"the checkpoint of step {last_step(run_dir)} is kept, and the same command goes on from it"
-            raise StageFailed(f"{ended[1]}; {kept}\n  log: {log}") from error
+            raise StageFailed(f"{reason}; {kept}\n  log: {log}") from error
+        write_json(outcome, {"outcome": "failed", "reason": str(error).splitlines()[0]})
         raise
     if last_step(run_dir) < total:
         raise StageFailed(f"{name} ended without a checkpoint of step {total}\n  log: {log}")
+    write_json(outcome, {"outcome": "finished", "reason": f"{total} steps"})
 
 
 def _progress(metrics: Path, start: int, s: Settings, name: str, key: str) -> Progress:

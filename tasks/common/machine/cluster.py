@@ -28,7 +28,9 @@ ASK_SECONDS = 120  # a node starts a process, which imports verl's version and l
 LOST_SECONDS = 30  # Ray's head gives a node up after 5 checks, one every 3 seconds, that found it silent
 
 # What a node has besides the environment that `ray start` had there. NCCL's and gloo's variables are a node's own.
-SENT = re.compile(r"(VERL|VLLM|JUDGE|HF|WANDB|RAY_TASK|OMP|GLIBC)_\w+|PYTHON(PATH|UNBUFFERED|HASHSEED)|ROOT|ARTIFACTS")
+SENT = re.compile(
+    r"(VERL|VLLM|JUDGE|HF|WANDB|RAY_TASK|OMP|GLIBC)_\w+|PYTHON(PATH|UNBUFFERED|HASHSEED)|SETTINGS_COMPLETE|ARTIFACTS"
+)
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL")
 
 # What the others say when one of them is gone.

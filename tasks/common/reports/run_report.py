@@ -28,8 +28,8 @@ from tasks.common.runs import launches
 from tasks.common.runs.folder import all_runs, lineage, named, read_metrics, recorded
 from tasks.common.runs.health import findings, newest_by_rule
 from tasks.common.runs.launches import masked, masked_values
-from tasks.common.runs.repeat import check, commit_text, different_data, handed_on
-from tasks.common.settings import ROOT, Command, Settings, SettingsError, artifacts
+from tasks.common.runs.repeat import check, commit_text, different_data
+from tasks.common.settings import ROOT, Settings, SettingsError, artifacts, load_settings
 from tasks.common.text import one_line, printable
 
 SAMPLES = 6  # rollouts that are shown
@@ -167,9 +167,8 @@ def settings(run_dir: Path, made: dict, launch: dict | None) -> Section:
     task, values = run_dir.parent.name, masked_values(made["settings"])
     more = {"ARGS": " ".join(made["arguments"])} | (launch["judge"] if launch else {})
     lines, tables = [], []
-    train_sh = ROOT / "tasks" / task / "train.sh"
     try:
-        usual = defaults(train_sh, made["settings"])
+        usual = defaults(task, made["settings"])
         other = [name for name in values if name != "RUN" and made["settings"][name] != usual.get(name)]
         rows = [[name, values[name], usual.get(name, "(none today)")] for name in other]
         rows += [[name, value, "(none)"] for name, value in more.items() if value]
@@ -188,11 +187,12 @@ def settings(run_dir: Path, made: dict, launch: dict | None) -> Section:
     return Section("Settings", lines, tables=tables, commands=commands)
 
 
-def defaults(train_sh: Path, values: dict) -> dict:
-    """What ``train_sh`` sets by itself for the stack, the method and the GPUs of ``values``. Raises SettingsError."""
-    own = {f.name for cls in (Settings, Command) for f in fields(cls)}
-    environ = {name: value for name, value in os.environ.items() if name not in own}
-    return handed_on(train_sh, environ | {name: str(values[name]) for name in ("STACK", "METHOD", "N_GPUS")})
+def defaults(task: str, values: dict) -> dict:
+    """What ``task`` has by itself for the stack, the method and the GPUs of ``values``. Raises SettingsError."""
+    if not (train_sh := ROOT / "tasks" / task / "train.sh").is_file():
+        raise SettingsError(f"there is no {train_sh}")
+    given = {name: str(values[name]) for name in ("STACK", "METHOD", "N_GPUS")}
+    return asdict(load_settings(given | {"TASK": task}))
 
 
 def data(run_dir: Path, made: dict, launch: dict | None) -> Section:

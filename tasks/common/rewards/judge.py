@@ -76,7 +76,7 @@ def _variable(help: str, default, low: float | None = None, high: float = 1e6):
     def check(value) -> str | None:
         return None if low is None or low <= value <= high else f"must be from {low:g} to {high:g}"
 
-    return field(default=default, metadata={"help": help, "check": check})
+    return field(default=default, metadata={"default": str(default), "help": help, "check": check})
 
 
 @dataclass(frozen=True)

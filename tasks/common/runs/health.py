@@ -7,10 +7,14 @@ without variance is seen from the advantages, how many of them are is not known.
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from statistics import median
+from typing import NoReturn
 
+from tasks.common.files import write_json
 from tasks.common.settings import HEALTH_RULES, Settings
 
+OUTCOME = "outcome.json"  # of a run: what its last launch came to
 ENTROPY = 0.01  # nats a token
 KL = (1e-4, 0.1)  # to the reference model
 KL_STEPS = 10  # in a row below the band: at the start the policy is the reference
@@ -54,6 +58,13 @@ def aborted_by(metrics: dict[int, dict], s: Settings) -> Finding | None:
     last = max(metrics, default=0)
     chosen = s.ABORT_ON.split(",")
     return next((each for each in findings(metrics, s) if each.step == last and each.rule in chosen), None)
+
+
+def abort(run_dir: Path, found: Finding) -> NoReturn:
+    """End the training of ``run_dir``: leaves why in its outcome.json and raises AbortedError."""
+    reason = f"ABORT_ON={found}"
+    write_json(run_dir / OUTCOME, {"outcome": "aborted", "reason": reason})
+    raise AbortedError(reason)
 
 
 def newest_by_rule(found: list[Finding]) -> list[Finding]:

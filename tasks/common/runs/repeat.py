@@ -1,6 +1,6 @@
 """`make repeat RUN=name`: train again as a run was trained, from its record (launches.py), into a run of another name.
 
-It checks stack and data, says what is not as it was, and becomes the task's train.sh with the recorded settings.
+It checks stack and data, says what is not as it was, and trains with the recorded settings.
 """
 
 import json
@@ -8,13 +8,21 @@ import os
 import re
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 from tasks.common.runs import launches
 from tasks.common.runs.folder import last_step, lineage, named, recorded
 from tasks.common.runs.launches import MASK
-from tasks.common.settings import Command, SettingsError, artifacts, judge_settings, load_settings
+from tasks.common.settings import (
+    COMPLETE,
+    ROOT,
+    Command,
+    Settings,
+    SettingsError,
+    artifacts,
+    judge_settings,
+    load_settings,
+)
 
 SHOWN = 6  # packages in the warning
 
@@ -38,7 +46,7 @@ def check(run_dir: Path) -> tuple[dict, dict]:
 
 
 def variables(made: dict, judge: dict[str, str], name: str, environ: dict[str, str]) -> dict[str, str]:
-    """The environment that train.sh gets: ``environ`` with the recorded settings and judge, under the name ``name``.
+    """The environment of the training: ``environ`` with the recorded settings and judge, under the name ``name``.
 
     Raises SettingsError when ``environ`` asks for another value than the recorded one: that were no repetition.
     """
@@ -51,31 +59,14 @@ def variables(made: dict, judge: dict[str, str], name: str, environ: dict[str, s
     if environ.get("ARGS"):
         raise SettingsError(f"ARGS={environ['ARGS']}: the run has its own; leave it out, or use make train")
     # Not the variables of single commands, a PROFILE among them, nor make's own.
-    left_out = {*Command.__dataclass_fields__, "MAKEFLAGS", "MFLAGS", "MAKELEVEL"}
+    left_out = {*Command.__dataclass_fields__, "MAKEFLAGS", "MFLAGS", "MAKELEVEL", "GIVEN"}
     kept = {key: value for key, value in environ.items() if key not in left_out}
-    return kept | recorded_values | judge | {"RUN": name}
+    return kept | recorded_values | judge | {"RUN": name, COMPLETE: "1"}
 
 
-def handed_on(train_sh: Path, environ: dict[str, str]) -> dict:
-    """The settings that ``train_sh`` makes of ``environ``. Raises SettingsError."""
-    output = subprocess.run(
-        ["bash", str(train_sh)], env=environ | {"STAGE": "environment"}, capture_output=True, text=True
-    )
-    if output.returncode:
-        raise SettingsError(f"{train_sh}: {(output.stderr.strip().splitlines() or ['failed'])[-1]}")
-    return asdict(load_settings(dict(line.split("=", 1) for line in output.stdout.split("\0") if "=" in line)))
-
-
-def not_kept(made: dict, train_sh: Path, environ: dict[str, str]) -> list[str]:
-    """Variables that ``train_sh`` makes another value of than the recorded one: an empty one gets the default that it
-    has by now. Raises SettingsError; returns the variables of which the record does not know."""
-    now = handed_on(train_sh, environ)
-    for key, value in made["settings"].items():
-        if key != "RUN" and now.get(key) != value:
-            raise SettingsError(
-                f"{key}={now.get(key)}: the run had {key}={value or '(none)'}, which {train_sh} changes"
-            )
-    return sorted(now.keys() - made["settings"].keys())
+def not_recorded(made: dict) -> list[str]:
+    """Variables that there are now and that the record does not know: they have their default."""
+    return sorted(Settings.__dataclass_fields__.keys() - made["settings"].keys())
 
 
 def _same(given: str, value: str) -> bool:
@@ -147,15 +138,17 @@ def main() -> None:
     run_dir = named(name, os.environ.get("TASK", ""))
     made, launch = check(run_dir)
     environ = variables(made, launch["judge"], next_name(run_dir), dict(os.environ))
-    task_dir = Path(__file__).resolve().parents[2] / run_dir.parent.name
-    train_sh = task_dir / "train.sh"
-    if not train_sh.is_file():
-        raise SettingsError(f"RUN={name}: its task is no more: there is no {train_sh}")
-    unknown = [f"{key} (not in the record)" for key in not_kept(made, train_sh, environ)]
+    task_dir = ROOT / "tasks" / run_dir.parent.name
+    if not (task_dir / "train.sh").is_file():
+        raise SettingsError(f"RUN={name}: its task is no more: there is no {task_dir}/train.sh")
+    load_settings(environ)  # a record is data: its values are checked before anything runs
+    unknown = [f"{key} (not in the record)" for key in not_recorded(made)]
     if not_as_it_was := differences(launch, launches.now(task_dir)) + unknown:
         print(f"warning: not as it was: {'; '.join(not_as_it_was)}")
     print(f"RUN={name} again, as RUN={environ['RUN']}", flush=True)
-    if code := subprocess.run(["bash", str(train_sh)], env=environ | {"STAGE": "data"}).returncode:
+    stage = [sys.executable, "-m", "tasks.common.launch.main"]  # not train.sh: the record says every variable
+    environ |= {"PYTHONPATH": f"{ROOT}:{environ.get('PYTHONPATH', '')}".rstrip(":"), "PYTHONUNBUFFERED": "1"}
+    if code := subprocess.run([*stage, "data"], env=environ | {"STAGE": "data"}).returncode:
         sys.exit(code)
     settings = made["settings"]
     now = launches.data_digests(
@@ -163,7 +156,7 @@ def main() -> None:
     )
     if changed := different_data(launch["data"], now):
         raise SettingsError(f"RUN={name}: was trained on other data than there is now ({changed} differ)")
-    os.execvpe("bash", ["bash", str(train_sh), *made["arguments"]], environ | {"STAGE": "train"})
+    os.execve(sys.executable, [*stage, "train", *made["arguments"]], environ | {"STAGE": "train"})
 
 
 if __name__ == "__main__":

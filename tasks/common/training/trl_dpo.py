@@ -215,7 +215,7 @@ def train(s: Settings, start: str, pairs: str, run_dir: Path, metrics: Path) -> 
     step = last_step(run_dir)
     trainer.train(resume_from_checkpoint=str(run_dir / f"checkpoints/global_step_{step}") if step else None)
     if abort.found:
-        raise health.AbortedError(f"ABORT_ON={abort.found}")
+        health.abort(run_dir, abort.found)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from pathlib import Path
 from tasks.common.machine import cluster
 from tasks.common.machine.memory import GIB, Plan
 from tasks.common.models import reward_model
-from tasks.common.settings import ROOT, Settings, SettingsError, method
+from tasks.common.settings import ROOT, Settings, SettingsError, method, stack
 from tasks.common.training import tracking, verl_versions
 
 PLUGINS = ROOT / "tasks/common/verl_plugins"
@@ -24,11 +24,6 @@ HYDRA = [
     "hydra/job_logging=none",
     "hydra/hydra_logging=none",
 ]
-
-
-def stack_overrides(*names: str) -> list[str]:
-    """The overrides that the stack's file (stacks/*.sh) exports under ``names``."""
-    return [line for name in names for line in os.environ.get(name, "").splitlines() if line]
 
 
 def _quoted(path) -> str:
@@ -99,7 +94,7 @@ def _ray(s: Settings) -> list[str]:
     """A Ray of this machine; nothing where Ray itself joins the one at RAY_ADDRESS. Raises SettingsError."""
     if cluster.address(s.NNODES):
         return []
-    return ["+ray_kwargs.ray_init.include_dashboard=False", *stack_overrides("STACK_RAY_OVERRIDES")]
+    return ["+ray_kwargs.ray_init.include_dashboard=False", *getattr(stack(s.STACK), "ray_overrides", lambda s: [])(s)]
 
 
 def sent_environment(environment: dict[str, str]) -> list[str]:
@@ -164,10 +159,10 @@ def rl_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
         # Between GPUs; with one, verl would spend a second a step on it (1,024 rollouts).
         f"trainer.balance_batch={s.world_size > 1}",
     ]
-    stack = stack_overrides("STACK_OVERRIDES", "STACK_RL_OVERRIDES")
+    own = [*stack(s.STACK).OVERRIDES, *stack(s.STACK).RL_OVERRIDES]
     batches = _micro_batches(s)
     method_ = method(s.METHOD).overrides(s)
-    overrides = [*data, *model_, *actor, *batches, *rollout, *reward, *trainer, *_ray(s), *stack, *method_]
+    overrides = [*data, *model_, *actor, *batches, *rollout, *reward, *trainer, *_ray(s), *own, *method_]
     return verl_versions.translated(overrides, "ppo_trainer", s)
 
 
@@ -204,8 +199,8 @@ def sft_overrides(s: Settings, model: Path | str, run_dir: Path, demonstrations:
         f"checkpoint.save_contents={_save_contents(s)}",
         "checkpoint.load_contents=[model,optimizer,extra]",
     ]
-    stack = stack_overrides("STACK_OVERRIDES", "STACK_SFT_OVERRIDES")
-    return verl_versions.translated([*data, *model_, *optim, *trainer, *stack], "sft_trainer_engine", s)
+    own = [*stack(s.STACK).OVERRIDES, *stack(s.STACK).SFT_OVERRIDES]
+    return verl_versions.translated([*data, *model_, *optim, *trainer, *own], "sft_trainer_engine", s)
 
 
 def compose(config_name: str, overrides: list[str], package: Path | None = None):

@@ -1,17 +1,16 @@
 """The two generations of verl that the stacks pin. Our overrides are in the names of 0.9.1; how 0.6.1 differs is here.
 
-Which stack has which verl stands in stacks/*.sh (STACK_VERL). tests/test_verl_generations.py composes every stage's
+Which stack has which verl: VERL of stacks/STACK. tests/test_verl_generations.py composes every stage's
 overrides against the config files of both.
 """
 
 import importlib.metadata
-import os
 import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tasks.common.settings import Settings, SettingsError
+from tasks.common.settings import Settings, SettingsError, stack
 
 
 @dataclass(frozen=True)
@@ -101,12 +100,9 @@ DIFFERENCES = {
 }
 
 
-def wanted() -> str:
-    """The version of verl that the stack is for. Raises SettingsError when no stack's file was read."""
-    version = os.environ.get("STACK_VERL", "")
-    if version not in DIFFERENCES:
-        raise SettingsError(f"STACK_VERL={version}: must be one of {', '.join(DIFFERENCES)}; stacks/*.sh sets it")
-    return version
+def wanted(s: Settings) -> str:
+    """The version of verl that the stack is for."""
+    return stack(s.STACK).VERL
 
 
 def check_installed(s: Settings) -> None:
@@ -115,16 +111,16 @@ def check_installed(s: Settings) -> None:
         found = importlib.metadata.version("verl")
     except importlib.metadata.PackageNotFoundError:
         found = "none"
-    if found != wanted():
+    if found != wanted(s):
         raise SettingsError(
-            f"STACK={s.STACK}: needs verl {wanted()}, {sys.executable} has {found}; "
+            f"STACK={s.STACK}: needs verl {wanted(s)}, {sys.executable} has {found}; "
             f"run `make install STACK={s.STACK}`, or set PYTHON to a Python with that version"
         )
 
 
-def has_own_trainers() -> bool:
+def has_own_trainers(s: Settings) -> bool:
     """Whether the trainers of the methods (tasks/common/training/methods, TRAINER) run on the stack's verl."""
-    return wanted() == "0.9.1"
+    return wanted(s) == "0.9.1"
 
 
 def translated(overrides: list[str], config_name: str, s: Settings) -> list[str]:
@@ -132,12 +128,12 @@ def translated(overrides: list[str], config_name: str, s: Settings) -> list[str]
 
     Raises SettingsError for what that version cannot do.
     """
-    return [*DIFFERENCES[wanted()][config_name].needed(s), *renamed(overrides, config_name, s)]
+    return [*DIFFERENCES[wanted(s)][config_name].needed(s), *renamed(overrides, config_name, s)]
 
 
 def renamed(overrides: list[str], config_name: str, s: Settings) -> list[str]:
     """``translated`` without what the version needs besides."""
-    version = wanted()
+    version = wanted(s)
     differences, result = DIFFERENCES[version][config_name], []
     for override in overrides:
         plus, key, value = re.fullmatch(r"([+~]*)([^=]*)(.*)", override, re.DOTALL).groups()

@@ -1,6 +1,6 @@
 """What needs changing in verl 0.9.1 on every stack.
 
-Loaded in every verl process by VERL_USE_EXTERNAL_MODULES (stacks/*.sh).
+Loaded in every verl process by VERL_USE_EXTERNAL_MODULES (stacks).
 """
 
 import importlib.util

@@ -20,7 +20,7 @@ from verl.utils.transferqueue_utils import kv_batch_meta2batch_meta
 import tasks.common.verl_plugins.patches  # noqa: F401
 from tasks.common.rewards.answers import RewardError
 from tasks.common.runs.folder import read_metrics
-from tasks.common.runs.health import AbortedError, aborted_by
+from tasks.common.runs.health import abort, aborted_by
 from tasks.common.settings import load_settings
 from tasks.common.text import one_line
 from tasks.common.verl_plugins import on_policy, one_update
@@ -76,7 +76,7 @@ class TaskTrainer(PPOTrainerSync):
         found = aborted_by(done, load_settings()) if self._complete[0] else None  # after a resume: not at once again
         if found:
             self._save_complete_step()
-            raise AbortedError(f"ABORT_ON={found}")
+            abort(run_dir, found)
 
     def on_step_end(self):
         self._complete = self.global_steps, copy.deepcopy(self.train_dataloader.state_dict())

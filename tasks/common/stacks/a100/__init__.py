@@ -1,0 +1,30 @@
+"""NVIDIA GPUs of the Ampere generation: verl 0.6.1 with torch 2.8.0, vLLM 0.11.0 and flash-attn 2.8.1.
+
+The overrides are in the names of verl 0.9.1, as all are; training/verl_versions.py says what 0.6.1 calls them, and what
+it needs besides.
+"""
+
+VERL = "0.6.1"
+
+# verl reads this in every process.
+ENVIRONMENT = {"VERL_USE_EXTERNAL_MODULES": "tasks.common.stacks.a100.verl_patches"}
+
+OVERRIDES: list[str] = []
+RL_OVERRIDES = [
+    "+actor_rollout_ref.model.override_config.attn_implementation=flash_attention_2",
+    "actor_rollout_ref.model.use_remove_padding=True",
+    "actor_rollout_ref.model.use_fused_kernels=True",
+    "actor_rollout_ref.model.fused_kernel_options.impl_backend=torch",
+    "actor_rollout_ref.actor.strategy=fsdp",
+    "actor_rollout_ref.ref.strategy=fsdp",
+    "actor_rollout_ref.rollout.max_num_batched_tokens=16384",
+    "+actor_rollout_ref.rollout.engine_kwargs.vllm.cuda_graph_sizes=1024",
+    "+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=tasks.common.stacks.a100.vllm_worker.ManySequences",
+    "critic.strategy=fsdp",
+    "critic.model.use_remove_padding=True",
+]
+SFT_OVERRIDES = [
+    "engine.strategy=fsdp",
+    "+model.override_config.attn_implementation=flash_attention_2",
+    "model.use_remove_padding=True",
+]

@@ -1,0 +1,97 @@
+"""No GPU: verl 0.9.1 and vLLM on the CPU, a small embedded model, small batches, short lengths, no compilation.
+
+Packages: requirements.txt. How verl and vLLM run on a CPU: verl_platform.py, vllm_worker.py.
+"""
+
+import os
+
+from tasks.common.settings import Settings
+
+VERL = "0.9.1"
+
+DEFAULTS = {
+    "MODEL": "embedded",
+    "INIT": "sft",
+    "DIFFICULTY": "easy",
+    "TRAIN_SIZE": "512",
+    "TEST_SIZE": "128",
+    "SFT_SIZE": "512",
+    "SAMPLED_PROMPTS": "128",
+    "STEPS": "8",
+    "TRAIN_BATCH_SIZE": "8",
+    "ROLLOUT_N": "8",
+    "LR": "1e-5",
+    "SFT_STEPS": "8",
+    "SFT_BATCH_SIZE": "32",
+    "SFT_LR": "3e-4",
+    "MAX_PROMPT_LENGTH": "128",
+    "MAX_RESPONSE_LENGTH": "64",
+    "N_GPUS": "1",
+    "MAX_TOKENS_PER_GPU": "0",  # padding can be left out with a GPU's kernels only
+    "MICRO_BATCH_SIZE": "32",
+    "SAVE_FREQ": "4",
+    "N": "2",
+}
+STAGE_DEFAULTS = {"probe": {"LIMIT": "64"}}
+
+# verl and vLLM read these in every process.
+ENVIRONMENT = {
+    "VERL_PLATFORM": "cpu",
+    "VERL_USE_EXTERNAL_MODULES": "tasks.common.stacks.cpu.verl_platform,tasks.common.verl_plugins.patches",
+    "VLLM_CPU_KVCACHE_SPACE": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    # Evaluation's engines in one process after another would each import everything again (10 s each); a GPU's memory
+    # is freed for sure only by the end of a process.
+    "EVAL_MULTIPROCESSING": "0",
+    "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
+    # Huge pages for large allocations: the logits alone are hundreds of MB a micro-batch, page faults cost about 15 %.
+    "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
+}
+
+# Hydra overrides for both trainers or one of them.
+OVERRIDES = [
+    "trainer.device=cpu",
+]
+# entropy_checkpointing: an update that measures the entropy (verl_plugins/on_policy.py) keeps nothing for a gradient.
+RL_OVERRIDES = [
+    "actor_rollout_ref.actor.strategy=fsdp2",
+    "actor_rollout_ref.ref.strategy=fsdp2",
+    "critic.strategy=fsdp2",
+    "actor_rollout_ref.actor.entropy_checkpointing=True",
+    "actor_rollout_ref.actor.use_torch_compile=False",
+    "actor_rollout_ref.actor.fsdp_config.use_torch_compile=False",
+    "critic.fsdp.use_torch_compile=False",
+    "+actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=bf16",
+    "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
+    "actor_rollout_ref.model.use_remove_padding=False",
+    "actor_rollout_ref.model.enable_gradient_checkpointing=False",
+    "+critic.fsdp.mixed_precision.param_dtype=bf16",
+    "critic.model.use_remove_padding=False",
+    "critic.model.enable_gradient_checkpointing=False",
+    "actor_rollout_ref.rollout.enforce_eager=True",
+    "actor_rollout_ref.rollout.free_cache_engine=False",
+    "+actor_rollout_ref.rollout.enable_sleep_mode=False",
+    "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=1024",
+    "+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=tasks.common.stacks.cpu.vllm_worker.CPUColocateWorkerExtension",
+    "actor_rollout_ref.rollout.agent.num_workers=1",
+    "actor_rollout_ref.model.lora.merge=True",
+    "reward.num_workers=1",
+    "reward.reward_model.rollout.free_cache_engine=False",
+    "+reward.reward_model.rollout.enable_sleep_mode=False",
+    "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
+    "data.dataloader_num_workers=0",
+]
+SFT_OVERRIDES = [
+    "engine.strategy=fsdp2",
+    "engine.use_torch_compile=False",
+    "+engine.mixed_precision.param_dtype=bf16",
+    "+model.override_config.attn_implementation=sdpa",
+    "model.use_remove_padding=False",
+    "model.enable_gradient_checkpointing=False",
+    "data.num_workers=0",
+]
+
+
+def ray_overrides(s: Settings) -> list[str]:
+    """Of a Ray that the training starts itself; a cluster has been told by `ray start`."""
+    return [f"+ray_kwargs.ray_init.num_gpus={s.N_GPUS}", f"ray_kwargs.ray_init.num_cpus={16 * s.N_GPUS}"]

@@ -1,6 +1,6 @@
 """verl 0.9.1 on a CPU, through verl's own extension points.
 
-Loaded into the driver and every Ray and vLLM process by VERL_USE_EXTERNAL_MODULES (stacks/cpu.sh).
+Loaded into the driver and every Ray and vLLM process by VERL_USE_EXTERNAL_MODULES (stacks/cpu).
 Registers a platform and two engines; each patch below names the verl line it answers, and ``expect``
 stops the run with one line when a verl upgrade has changed that line.
 """
@@ -118,7 +118,7 @@ class PlatformCPU(PlatformBase):
         pass
 
     def ray_resource_name(self):
-        return "GPU"  # satisfied by ray_init.num_gpus, see stacks/cpu.sh
+        return "GPU"  # satisfied by ray_init.num_gpus, see stacks/cpu
 
     def ray_noset_envvars(self):
         return []

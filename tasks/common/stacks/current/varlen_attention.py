@@ -2,7 +2,7 @@
 
 There is no flash-attn wheel for torch 2.11, and sdpa cannot leave padding out: of sequences packed into one row
 (verl's use_remove_padding) it computes the whole square. Loaded in every verl process by VERL_USE_EXTERNAL_MODULES
-(stacks/current.sh).
+(stacks/current).
 """
 
 import torch

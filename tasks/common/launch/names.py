@@ -1,0 +1,58 @@
+"""Refuse variables on make's command line that nothing knows: `python3 -m tasks.common.launch.names GOALS -- NAMES`.
+
+Prints why, in one line, and nothing where all are known. Runs before anything is installed: only Python's own library.
+"""
+
+import ast
+import json
+import os
+import sys
+
+from tasks.common.settings import ROOT, Command, Settings, unknown
+
+# What the Makefile reads itself, and what other tools read.
+MAKES = {"ARGS", "ARTIFACTS", "CONFIG", "ENV", "OPTIONS", "PORT", "PYTHON", "BASE_PYTHON", "SLOW", "STACK", "UPGRADE"}
+MAKES |= {"EVAL_MULTIPROCESSING", "CUDA_VISIBLE_DEVICES", "HOME", "PATH", "TMPDIR", "STAGE"}
+PREFIXES = ("JUDGE_", "RAY_", "HF_", "VLLM_", "VERL_", "NCCL_", "TORCH_", "CUDA_", "OMP_", "PIP_", "UV_", "WANDB_")
+PREFIXES += ("TRACKIO_", "MLFLOW_", "SWANLAB_", "PYTEST_", "PYTHON", "TOKENIZERS_", "TRANSFORMERS_", "SSL_", "GLOO_")
+OF_NEW = {"TASK", "SOURCE", "ENV", "CONFIG", "OPTIONS", "PYTHON", "STACK"}
+
+
+def of_tasks() -> set[str]:
+    """Variables of the tasks' own stages: the fields of a class Variables in tasks/*/*.py."""
+    found = set()
+    for path in ROOT.glob("tasks/*/*.py"):
+        if "class Variables" not in (text := path.read_text()):
+            continue
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ClassDef) and node.name == "Variables":
+                found |= {each.target.id for each in node.body if isinstance(each, ast.AnnAssign)}
+    return found
+
+
+def refusal(goals: list[str], names: list[str], options: str = "") -> str:
+    """Why the first of ``names`` that nothing knows is refused, in one line; empty where all are known."""
+    if "new" in goals:
+        answers = [name for name in json.loads((ROOT / "template/cookiecutter.json").read_text()) if name[0] != "_"]
+        for name in sorted(set(names) - OF_NEW):
+            if name.lower() in answers:
+                return f'{name}: make new takes it as OPTIONS="{name.lower()}=..."'
+            return f"{name}: make new has no such variable; there are: {', '.join(sorted(OF_NEW))}"
+        for word in options.split():
+            if (name := word.partition("=")[0]) not in answers:
+                near = unknown(name, [each.upper() for each in answers]).lower()
+                return f"OPTIONS={word}: {near.replace('variable', 'option')}; there are: {', '.join(answers)}"
+        return ""
+    known = {*Settings.__dataclass_fields__, *Command.__dataclass_fields__, *MAKES}
+    for name in sorted(names):
+        if name in known or name.startswith(PREFIXES) or name in (known := known | of_tasks()):
+            continue
+        lost = "ARGS" in names and ("." in name or name.startswith("+"))
+        return f"{name}: " + ('put all of ARGS in quotes: ARGS="a=1 b=2"' if lost else unknown(name, known))
+    return ""
+
+
+if __name__ == "__main__":
+    words = sys.argv[1:]
+    middle = words.index("--")
+    print(refusal(words[:middle], words[middle + 1 :], os.environ.get("OPTIONS", "")))
