@@ -87,6 +87,7 @@ def main(folder: str, command: list[str]) -> None:
     if status is None:
         os.execv(command[0], [command[0], *arguments])
     if status < 0:
-        signal.signal(-status, signal.SIG_DFL)
+        if -status != signal.SIGKILL:
+            signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     os._exit(status)
