@@ -158,6 +158,7 @@ def check_losses(losses: list[dict], reference) -> float:
     return difference
 
 
+@pytest.mark.long
 def test_grpo(thinking_model, checkout, tmp_path):
     (update,), losses, metrics = train("grpo", thinking_model, checkout, tmp_path)
     reference = grpo_advantages(update)

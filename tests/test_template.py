@@ -173,14 +173,12 @@ def options(index: int, answers: dict[str, str]) -> dict[str, str]:
     return {**answers, **others, **own}
 
 
-@pytest.fixture(scope="module")
-def rendered(checkout, tmp_path_factory) -> dict[str, Path]:
-    """The folder of each name in NAMES."""
-    home = tmp_path_factory.mktemp("home")
+def render_tasks(checkout: Path, home: Path, names: dict[str, dict[str, str]]) -> dict[str, Path]:
+    """The folder of each task of ``names``; cookiecutter keeps what it keeps in ``home``."""
     config = home / "config.yaml"
     config.write_text(f"cookiecutters_dir: {home}\nreplay_dir: {home}\n")
     folders = {}
-    for index, (name, answers) in enumerate(NAMES.items()):
+    for index, (name, answers) in enumerate(names.items()):
         folder = main.cookiecutter(
             str(checkout / "template"),
             no_input=True,
@@ -192,10 +190,9 @@ def rendered(checkout, tmp_path_factory) -> dict[str, Path]:
     return folders
 
 
-@pytest.fixture(scope="module")
-def checked(rendered, checkout) -> dict[str, subprocess.CompletedProcess]:
-    """Each linter, and the tasks' own tests, once over all of the rendered tasks."""
-    tools, homes = Path(sys.executable).parent, list(rendered.values())
+def check_tasks(checkout: Path, homes: list[Path]) -> dict[str, subprocess.CompletedProcess]:
+    """Each linter, and the tasks' own tests, once over all of ``homes``."""
+    tools = Path(sys.executable).parent
     commands = {
         "ruff check": [tools / "ruff", "check", "--no-cache", *homes],
         "ruff format": [tools / "ruff", "format", "--no-cache", "--diff", *homes],
@@ -204,6 +201,27 @@ def checked(rendered, checkout) -> dict[str, subprocess.CompletedProcess]:
     }
     run = {"cwd": checkout, "env": environment(checkout), "capture_output": True, "text": True}
     return {name: subprocess.run(command, **run) for name, command in commands.items()}
+
+
+@pytest.fixture(scope="module")
+def rendered(checkout, tmp_path_factory) -> dict[str, Path]:
+    """The folder of each name in NAMES."""
+    return render_tasks(checkout, tmp_path_factory.mktemp("home"), NAMES)
+
+
+@pytest.fixture(scope="module")
+def checked(rendered, checkout) -> dict[str, subprocess.CompletedProcess]:
+    return check_tasks(checkout, list(rendered.values()))
+
+
+@pytest.mark.long
+def test_the_whole_product_of_answers_lints_and_passes_its_own_tests(tmp_path):
+    checkout = copy_of_checkout(tmp_path / "checkout")
+    product = [pair | other for pair in filter(accepted, PAIRS) for other in OTHER_CHOICES]
+    assert len(product) > 200
+    homes = render_tasks(checkout, tmp_path, {f"t{i}": answers for i, answers in enumerate(product)})
+    for done in check_tasks(checkout, list(homes.values())).values():
+        assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
 
 
 @pytest.mark.parametrize("tool", ["ruff check", "ruff format", "shellcheck", "pytest"])

@@ -90,7 +90,10 @@ WAITS = "import time\nprint('waits', __import__('os').getpid(), flush=True)\ntim
 @pytest.fixture
 def waiting(python, script, environment):
     """A command that waits in a fork, and the fork's process id."""
-    with subprocess.Popen([python, script(WAITS)], env=environment, stdout=subprocess.PIPE, text=True) as command:
+    heard = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.SIG_DFL)}  # `make test &` ignores it
+    with subprocess.Popen(
+        [python, script(WAITS)], env=environment, stdout=subprocess.PIPE, text=True, **heard
+    ) as command:
         yield command, int(command.stdout.readline().split()[1])
         command.kill()
 
