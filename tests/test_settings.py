@@ -495,16 +495,6 @@ def test_only_what_code_does_changes_its_digest(tmp_path):
     assert digest("def f():\n    return 2\n") != before
 
 
-def test_a_comment_in_another_script_of_the_task_changes_no_data(monkeypatch):
-    imported = settings._imported(
-        ast.parse((ROOT / "tasks/tool_calling/prepare_data.py").read_bytes()),
-        ROOT / "tasks/tool_calling/prepare_data.py",
-    )
-    names = {str(path.relative_to(ROOT)) for path in imported}
-    assert "tasks/tool_calling/dialogues.py" in names and "tasks/common/data/prepare.py" in names
-    assert "tasks/tool_calling/bfcl.py" not in names
-
-
 def test_another_training_file_is_another_run(tmp_path):
     file = tmp_path / "signal.parquet"
     file.write_bytes(b"one")

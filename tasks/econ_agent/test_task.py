@@ -18,7 +18,7 @@ from tasks.common.rewards.answers import RewardError
 from tasks.econ_agent import evaluate, prepare_data, retrieval, simulate
 from tasks.econ_agent.reward import BASKET, compute_score, decision_score, targets
 from tasks.econ_agent.simulation import Economy, Month, Parameters, behave, gini, income_tax, indicators, taylor_rate
-from tests.helpers import PYTHON, ROOT, exported
+from tests.helpers import PYTHON, ROOT, exported, make
 
 quick = settings(max_examples=200, deadline=None, database=None)
 share = st.floats(0, 1)
@@ -492,3 +492,9 @@ def test_what_cannot_be_simulated_is_said(simulated, models, more, variables, me
     assert result.returncode == 1
     assert message in result.stdout
     assert written == []
+
+
+def test_another_task_has_no_simulate():
+    result = make("simulate", TASK="countdown", STACK="cpu", MODEL="some/model", ARTIFACTS="/nonexistent")
+    assert result.returncode != 0
+    assert "error: TASK=countdown: has no simulate.py; `make simulate` is for econ_agent" in result.stdout
