@@ -1,6 +1,5 @@
 """settings.py: values, where they come from, what they imply."""
 
-import ast
 import os
 import re
 import shutil
