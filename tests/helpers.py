@@ -13,8 +13,10 @@ from pathlib import Path
 from tasks.common.settings import COMPLETE, STACKS, stack, values_of
 
 ROOT = Path(__file__).resolve().parents[1]
-# With the interpreter that runs the tests, so that a test never installs anything.
-MAKE = ["make", f"PYTHON={sys.executable}"]
+TASKS = sorted(path.parent.name for path in ROOT.glob("tasks/*/train.sh"))
+# The interpreter that runs the tests, so that a test never installs anything; in conftest.py's warm form.
+PYTHON = os.environ.get("WARM_PYTHON", sys.executable)
+MAKE = ["make", f"PYTHON={PYTHON}"]
 # A training of the very small random model.
 SMALL = {
     "TASK": "countdown",
@@ -118,7 +120,7 @@ def checkout_with(task: str, folder: Path, **answers: str) -> Path:
 def cookiecutter(*arguments: str, cwd: Path) -> subprocess.CompletedProcess:
     """Run cookiecutter's command as a user does."""
     return subprocess.run(
-        [sys.executable, "-m", "cookiecutter", *arguments],
+        [PYTHON, "-m", "cookiecutter", *arguments],
         cwd=cwd,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

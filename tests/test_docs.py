@@ -26,7 +26,7 @@ from tasks.common.evaluation.plots import plt
 from tasks.common.rewards.judge import Judge
 from tasks.common.settings import Command, Settings, SettingsError, load_settings
 from tests.benchmarks import curve
-from tests.helpers import ROOT, SMALL, copy_of_checkout, exported, outside_make
+from tests.helpers import PYTHON, ROOT, SMALL, copy_of_checkout, exported, outside_make
 
 DOCUMENTS = [
     *(
@@ -287,9 +287,9 @@ def test_tests_that_the_rewards_name_are_there():
 
 
 def test_a_test_that_is_not_there_is_found():
-    text = "`tests/test_docs.py::test_a_test_that_is_not_there_is_found`, `test_nowhere`, `tests/test_gsm8k.py`, "
-    text += "`tests/test_gsm8k.py::test_links_lead_somewhere`, `tests/test_nowhere.py::test_score`, `test_score`"
-    found = ["::test_nowhere", "tests/test_gsm8k.py::test_links_lead_somewhere", "tests/test_nowhere.py::test_score"]
+    text = "`tests/test_docs.py::test_a_test_that_is_not_there_is_found`, `test_nowhere`, `tests/test_make.py`, "
+    text += "`tests/test_make.py::test_links_lead_somewhere`, `tests/test_nowhere.py::test_score`, `test_score`"
+    found = ["::test_nowhere", "tests/test_make.py::test_links_lead_somewhere", "tests/test_nowhere.py::test_score"]
     assert missing_tests(text) == found
 
 
@@ -405,7 +405,7 @@ def steady(text: str) -> list[str]:
 
 def run_blocks(name: str, repository: Path, marks: tuple[str, ...], **variables: str) -> None:
     """Do in ``repository`` what the blocks of document ``name`` say that are marked `file` or with one of ``marks``."""
-    environment = outside_make() | {"PYTHON": sys.executable, "STACK": "cpu", **variables}
+    environment = outside_make() | {"PYTHON": PYTHON, "STACK": "cpu", **variables}
     printed = ""
     for block in blocks((ROOT / name).read_text()):
         kind, _, path = block.mark.partition(" ")

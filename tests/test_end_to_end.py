@@ -137,6 +137,7 @@ def test_compare_reuses_the_rollouts_of_the_training_and_writes_every_report(var
         assert only(variables, f"compare/countdown/*/compare.{kind}").stat().st_size > 1000
 
 
+@pytest.mark.long
 def test_probe_eval_and_compare_run_on_the_embedded_model(tmp_path):
     """The real small model; compared with itself, it does not differ."""
     variables = {"TASK": "countdown", "STACK": "cpu", "ARTIFACTS": str(tmp_path), "LIMIT": "4", "N": "2"}
@@ -243,6 +244,7 @@ def test_two_runs_of_one_task_do_not_mix(variables):
         holder.wait()
 
 
+@pytest.mark.long
 def test_ctrl_c_ends_every_process_and_keeps_what_there_was(variables, tmp_path):
     changed = {**variables, "INIT": "base", "STEPS": "2", "ARTIFACTS": str(tmp_path)}
     command = [*MAKE, "train", *(f"{k}={v}" for k, v in changed.items())]

@@ -3,13 +3,12 @@
 import json
 import math
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from tasks.common.data.rows import RL_SCHEMA, chat, rl_row, write_parquet
-from tests.helpers import ROOT, exported
+from tests.helpers import PYTHON, ROOT, exported
 
 PROMPTS = 6
 TRUTH = "7"
@@ -31,7 +30,7 @@ def workplace(tmp_path):
         def run(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess:
             environment = exported(ROOT / "tasks/countdown/train.sh", {"ARTIFACTS": str(self.artifacts), **variables})
             environment["PYTHONPATH"] = str(ROOT)
-            command = [sys.executable, str(ROOT / "tests/stub_evaluate.py"), *arguments]
+            command = [PYTHON, str(ROOT / "tests/stub_evaluate.py"), *arguments]
             return subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
         def only(self, pattern: str) -> Path:

@@ -114,7 +114,7 @@ def test_the_tests_run_with_the_list_of_the_cpu_stack(tmp_path, monkeypatch):
     assert [package for package in check.installed("cpu") if not package.matches] == []
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("stack", STACKS)
 def test_list_is_what_pyproject_compiles_to(stack):
     committed, fresh = (
@@ -137,7 +137,7 @@ def without(stack: str, name: str, folder: Path) -> Path:
     return path
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(("stack", "python"), [(stack, v) for stack in STACKS for v in lock.STACKS[stack]])
 def test_every_file_of_the_list_is_there(stack, python, tmp_path):
     path = without(stack, "torch", tmp_path) if stack == "cpu" else lock.list_of(stack)
@@ -148,7 +148,7 @@ def test_every_file_of_the_list_is_there(stack, python, tmp_path):
     assert f"Would install {len(check.listed(stack)) - (stack == 'cpu')} packages" in result.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_pip_takes_the_list_of_the_cpu_stack(tmp_path):
     command = [sys.executable, "-m", "pip", "install", "--dry-run", "--quiet", "--no-deps", "--require-hashes"]
     command += ["--report", str(tmp_path / "report.json"), "-r", str(without("cpu", "torch", tmp_path))]
@@ -157,7 +157,7 @@ def test_pip_takes_the_list_of_the_cpu_stack(tmp_path):
     assert json.loads((tmp_path / "report.json").read_text())["install"] == []  # this Python has all of it
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_uv_sync_resolves_the_a100_group_from_pyproject_alone(tmp_path):
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     environment = {k: v for k, v in os.environ.items() if k != "VIRTUAL_ENV"}

@@ -18,6 +18,7 @@ from tasks.common.data.prepare import describe
 from tasks.common.data.records import HubUnreachable, Records, hub, load
 from tasks.common.data.rows import DataError, read_rows, validate_parquet
 from tasks.common.settings import ROOT
+from tests.helpers import PYTHON
 
 SHARED = Path(os.environ.get("SHARED_DATA", ROOT.parent / "shared/data"))
 
@@ -431,7 +432,7 @@ def test_wrong_options_are_refused(options):
 
 
 def command(*arguments):
-    arguments = [sys.executable, "-m", "tasks.common.data.convert", *map(str, arguments)]
+    arguments = [PYTHON, "-m", "tasks.common.data.convert", *map(str, arguments)]
     return subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True)
 
 

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from tasks.common.rewards import judge
 from tasks.common.rewards.answers import RewardError, reward_function
 from tasks.common.rewards.judge import Judge, JudgeError, messages, parse_score
-from tests.helpers import ROOT
+from tests.helpers import PYTHON, ROOT
 
 KEY = "sk-secret-4711"
 
@@ -534,7 +534,7 @@ def test_a_reply_without_tokens_is_counted(serve, tmp_path, usage):
 
 
 def test_the_program_prints_the_counters(serve, tmp_path):
-    command = [sys.executable, "-m", "tasks.common.rewards.judge"]
+    command = [PYTHON, "-m", "tasks.common.rewards.judge"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     shown = [subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=True).stdout]
     serve((500, {}, ""), verdict(7), JUDGE_PRICE_IN=3, JUDGE_PRICE_OUT=15)

@@ -202,10 +202,3 @@ def test_top_level_folders_are_those_of_the_house():
     ).stdout.splitlines()
     folders = {name.split("/")[0] for name in files if "/" in name}
     assert folders <= {"template", "hooks", "tasks", "tests", "docs", ".ci"}
-
-
-def test_what_only_some_tasks_have_is_refused_by_the_others():
-    for stage, having in (("bfcl", "tool_calling"), ("simulate", "econ_agent")):
-        result = make(stage, TASK="countdown", STACK="cpu", MODEL="some/model", ARTIFACTS="/nonexistent")
-        assert result.returncode != 0
-        assert f"error: TASK=countdown: has no {stage}.py; `make {stage}` is for {having}" in result.stdout

@@ -1,6 +1,6 @@
-"""Every RL method with LoRA, two real steps on a very small random model, and their comparison.
+"""RL methods with LoRA, two real steps on a very small random model, and their comparison.
 
-All weights are trained with grpo, gspo and egpo in test_numerics.py, with ppo in test_reward_model.py;
+All weights are trained with grpo, gspo and egpo in test_numerics.py; ppo is in test_reward_model.py, with LoRA;
 test_end_to_end.py resumes and evaluates grpo.
 """
 
@@ -28,11 +28,8 @@ def check_metrics(variables, method: str) -> None:
     """Of the LoRA run of ``method``: finite losses, a checkpoint that loads and differs, and what its terms show."""
     metrics = metrics_of(check_run(variables, method, 8))[2]
     assert metrics["critic/score/max"] > metrics["critic/score/min"]
-    # The metric that shows that KL_COEF acts (docs/METHODS.md).
-    shown = {"ppo": "actor/reward_kl_penalty"}.get(method, "actor/kl_loss")
-    assert metrics[shown] != 0
+    assert metrics["actor/kl_loss"] != 0  # the metric that shows that KL_COEF acts (docs/METHODS.md)
     assert ("egpo/term" in metrics) == (method == "egpo")
-    assert ("critic/values/mean" in metrics) == (method == "ppo")
 
 
 @pytest.mark.long
@@ -66,13 +63,6 @@ def test_the_rollouts_have_the_rewards_of_the_tasks_own_function(variables):
     evaluated = make("eval", **{**variables, "MODEL": str(adapter), "BASE": variables["MODEL"], "LIMIT": "2"})
     assert evaluated.returncode == 0, evaluated.stdout
     assert "adapter-" in evaluated.stdout and not (run / "checkpoints/global_step_2/actor/merged").exists()
-
-
-def test_two_steps_of_ppo_with_lora(variables):
-    result = make("train", **variables, METHOD="ppo", LORA_RANK="8")
-    assert result.returncode == 0, result.stdout
-    assert "PPO 2/2" in result.stdout and " ppo " in result.stdout  # a column of the table
-    check_metrics(variables, "ppo")
 
 
 @pytest.mark.long  # after the experiment

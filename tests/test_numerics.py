@@ -185,6 +185,7 @@ def check_losses(losses: list[dict], reference, distinct: int = 5) -> float:
     return difference
 
 
+@pytest.mark.long
 def test_grpo(thinking_model, checkout, tmp_path):
     (update,), losses, metrics = train("grpo", thinking_model, checkout, tmp_path)
     reference = grpo_advantages(update)

@@ -142,13 +142,22 @@ def test_make_refuses_it_before_anything_starts(small_model, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["ppo"])  # the reward comes in the same way to all
-def test_training_is_on_the_classifiers_own_scores(small_model, classifier, tmp_path, method):
-    """The dumped scores are those of transformers for the same chats; evaluation keeps the task's reward."""
+def test_ppo_with_lora_trains_on_the_classifiers_own_scores(small_model, classifier, tmp_path):
+    """The dumped scores are those of transformers for the same chats; evaluation keeps the task's reward.
+
+    The reward comes in the same way to all methods."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForSequenceClassification
 
-    given = {**SMALL, "METHOD": method, "MODEL": str(small_model), "REWARD_MODEL": str(classifier)}
+    method = "ppo"
+    given = {
+        **SMALL,
+        "METHOD": method,
+        "LORA_RANK": "8",
+        "KL_COEF": "0.01",
+        "MODEL": str(small_model),
+        "REWARD_MODEL": str(classifier),
+    }
     result = make("train", ARTIFACTS=str(tmp_path), **given)
     assert result.returncode == 0, result.stdout
 
@@ -183,9 +192,15 @@ def test_training_is_on_the_classifiers_own_scores(small_model, classifier, tmp_
     (run,) = tmp_path.glob(f"runs/countdown/{method}-*")
     trained = AutoModelForCausalLM.from_pretrained(hf_folder(run))
     assert all(torch.isfinite(p).all() for p in trained.parameters())
+    start = AutoModelForCausalLM.from_pretrained(small_model)
+    changed = {
+        name for name, p in trained.named_parameters() if not torch.equal(p.float(), start.get_parameter(name).float())
+    }
+    assert changed and all("_proj" in name for name in changed)
     steps = read_metrics(run)
     assert sorted(steps) == [1, 2]
     assert all(math.isfinite(row[name]) for row in steps.values() for name in ("actor/pg_loss", "critic/vf_loss"))
+    assert steps[2]["actor/reward_kl_penalty"] != 0 and "critic/values/mean" in steps[2]  # KL_COEF acts, and the critic
 
     (evaluated,) = {
         json.loads(f.read_text())["metrics"]["score"]["value"] for f in tmp_path.glob("eval/**/summary.json")

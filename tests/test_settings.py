@@ -1,6 +1,5 @@
 """settings.py: values, where they come from, what they imply."""
 
-import ast
 import os
 import re
 import shutil
@@ -24,7 +23,7 @@ from tasks.common.settings import (
     method,
     values_of,
 )
-from tests.helpers import exported
+from tests.helpers import TASKS, exported
 
 VALUES = {
     "TASK": "countdown",
@@ -435,7 +434,7 @@ def test_a_line_of_train_sh_that_says_nothing_is_refused(line, said, sources):
     assert said in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.parametrize("task", sorted(path.parent.name for path in ROOT.glob("tasks/*/train.sh")))
+@pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("stack", ["cpu", "a100"])
 def test_each_train_sh_is_short_and_every_line_of_it_takes_effect(task, stack, tmp_path):
     train_sh = (ROOT / "tasks" / task / "train.sh").read_text()
@@ -515,16 +514,6 @@ def test_only_what_code_does_changes_its_digest(tmp_path):
     before = digest("def f():\n    return 1\n")
     assert digest('"""What."""\n\n\ndef f():  # why\n    """Says."""\n    return 1\n') == before
     assert digest("def f():\n    return 2\n") != before
-
-
-def test_a_comment_in_another_script_of_the_task_changes_no_data(monkeypatch):
-    imported = settings._imported(
-        ast.parse((ROOT / "tasks/tool_calling/prepare_data.py").read_bytes()),
-        ROOT / "tasks/tool_calling/prepare_data.py",
-    )
-    names = {str(path.relative_to(ROOT)) for path in imported}
-    assert "tasks/tool_calling/dialogues.py" in names and "tasks/common/data/prepare.py" in names
-    assert "tasks/tool_calling/bfcl.py" not in names
 
 
 def test_another_training_file_is_another_run(tmp_path):

@@ -27,7 +27,9 @@ from tests.helpers import ROOT, cookiecutter, copy_of_checkout, exported, stacks
 
 QUESTIONS = json.loads((ROOT / "template/cookiecutter.json").read_text())
 CHOICES = {name: values for name, values in QUESTIONS.items() if isinstance(values, list) and name[0] != "_"}
-COMBINATIONS = [dict(zip(CHOICES, values, strict=True)) for values in itertools.product(*CHOICES.values())]
+PAIRS = [{"reward": reward, "source": source} for reward in CHOICES["reward"] for source in CHOICES["source"]]
+OTHERS = [name for name in CHOICES if name not in ("reward", "source")]
+OTHER_CHOICES = [dict(zip(OTHERS, values, strict=True)) for values in itertools.product(*map(CHOICES.get, OTHERS))]
 TASKS = sorted(path.parent.name for path in ROOT.glob("tasks/*/answers.json"))
 STACKS = stacks()
 FILES = {
@@ -92,8 +94,10 @@ def test_every_way_in_scaffolds_under_tasks(way, checkout, own_home):
         shutil.rmtree(home, ignore_errors=True)
 
 
-@pytest.mark.parametrize("way", ways_in(Path()))
-@pytest.mark.parametrize("name", ["a/b", "../evil", "Bad-Name", "class", "9lives", "naïve", "a" * 41, "{{7*7}}", "a b"])
+BAD = ["a/b", "../evil", "Bad-Name", "class", "9lives", "naïve", "a" * 41, "{{7*7}}", "a b"]
+
+
+@pytest.mark.parametrize(("name", "way"), zip(BAD, itertools.cycle(ways_in(Path())), strict=False))
 def test_bad_name_gets_one_line_and_leaves_nothing(way, name, checkout, own_home):
     before = tree(checkout.parent)
     result = cookiecutter(*ways_in(checkout)[way], "--no-input", f"task={name}", cwd=checkout)
@@ -140,24 +144,14 @@ def accepted(answers: dict[str, str]) -> bool:
     return answers["reward"] != "environment"
 
 
-ACCEPTED = [answers for answers in COMBINATIONS if accepted(answers)]
-REFUSED = [
-    dict(pair)
-    for pair in dict.fromkeys(tuple((n, c[n]) for n in ("reward", "source")) for c in COMBINATIONS if not accepted(c))
-]
-# The method is one line of train.sh: all combinations are rendered and linted, one method's are run as well, and each
-# other method with one reward.
-RUN_METHOD, RUN_REWARD = CHOICES["method"][0], ("exact", "generate")
+REFUSED = [pair for pair in PAIRS if not accepted(pair)]
+# The method and LoRA are a line of train.sh each: they take turns over the rewards and sources.
+ACCEPTED = [pair | other for pair, other in zip(filter(accepted, PAIRS), itertools.cycle(OTHER_CHOICES), strict=False)]
 # Short and long names, before and after `common` in the order of imports; a long name makes long lines.
 NAMES = {f"{'az'[i % 2]}{i}".ljust(40 if i % 3 == 0 else 0, "x"): answers for i, answers in enumerate(ACCEPTED)}
 ABOUT = {name: "-".join(answers.values()) for name, answers in NAMES.items()}
-RUN = [
-    name
-    for name, answers in NAMES.items()
-    if answers["method"] == RUN_METHOD or (answers["reward"], answers["source"]) == RUN_REWARD
-]
 # Options that are free text, each tried in one of the combinations.
-OTHERS = [
+FREE = [
     {"model": "embedded", "gpus": "8", "description": "d" * 120},
     {"model": "/data/some.folder/with-a-long-name/of-a-model", "gpus": "1"},
 ]
@@ -174,19 +168,17 @@ CONFIGS = [
 
 def options(index: int, answers: dict[str, str]) -> dict[str, str]:
     """All answers of a combination: its choices, and some free text."""
-    others = OTHERS[index] if index < len(OTHERS) else {}
+    others = FREE[index] if index < len(FREE) else {}
     own = CONFIGS[index % 3] if answers["source"] == "reasoning_gym" else {}
     return {**answers, **others, **own}
 
 
-@pytest.fixture(scope="module")
-def rendered(checkout, tmp_path_factory) -> dict[str, Path]:
-    """The folder of each name in NAMES."""
-    home = tmp_path_factory.mktemp("home")
+def render_tasks(checkout: Path, home: Path, names: dict[str, dict[str, str]]) -> dict[str, Path]:
+    """The folder of each task of ``names``; cookiecutter keeps what it keeps in ``home``."""
     config = home / "config.yaml"
     config.write_text(f"cookiecutters_dir: {home}\nreplay_dir: {home}\n")
     folders = {}
-    for index, (name, answers) in enumerate(NAMES.items()):
+    for index, (name, answers) in enumerate(names.items()):
         folder = main.cookiecutter(
             str(checkout / "template"),
             no_input=True,
@@ -198,19 +190,38 @@ def rendered(checkout, tmp_path_factory) -> dict[str, Path]:
     return folders
 
 
-@pytest.fixture(scope="module")
-def checked(rendered, checkout) -> dict[str, subprocess.CompletedProcess]:
-    """Each linter, and the tasks' own tests, once over all of the rendered tasks."""
-    tools, homes = Path(sys.executable).parent, list(rendered.values())
-    run_homes = [rendered[name] for name in RUN]
+def check_tasks(checkout: Path, homes: list[Path]) -> dict[str, subprocess.CompletedProcess]:
+    """Each linter, and the tasks' own tests, once over all of ``homes``."""
+    tools = Path(sys.executable).parent
     commands = {
         "ruff check": [tools / "ruff", "check", "--no-cache", *homes],
         "ruff format": [tools / "ruff", "format", "--no-cache", "--diff", *homes],
         "shellcheck": [tools / "shellcheck", "-x", *(home / "train.sh" for home in homes)],
-        "pytest": [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *run_homes],
+        "pytest": [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *homes],
     }
     run = {"cwd": checkout, "env": environment(checkout), "capture_output": True, "text": True}
     return {name: subprocess.run(command, **run) for name, command in commands.items()}
+
+
+@pytest.fixture(scope="module")
+def rendered(checkout, tmp_path_factory) -> dict[str, Path]:
+    """The folder of each name in NAMES."""
+    return render_tasks(checkout, tmp_path_factory.mktemp("home"), NAMES)
+
+
+@pytest.fixture(scope="module")
+def checked(rendered, checkout) -> dict[str, subprocess.CompletedProcess]:
+    return check_tasks(checkout, list(rendered.values()))
+
+
+@pytest.mark.long
+def test_the_whole_product_of_answers_lints_and_passes_its_own_tests(tmp_path):
+    checkout = copy_of_checkout(tmp_path / "checkout")
+    product = [pair | other for pair in filter(accepted, PAIRS) for other in OTHER_CHOICES]
+    assert len(product) > 200
+    homes = render_tasks(checkout, tmp_path, {f"t{i}": answers for i, answers in enumerate(product)})
+    for done in check_tasks(checkout, list(homes.values())).values():
+        assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
 
 
 @pytest.mark.parametrize("tool", ["ruff check", "ruff format", "shellcheck", "pytest"])
@@ -233,10 +244,10 @@ def settings_of(home: Path, monkeypatch, **changes: str):
     return load_settings(environment)
 
 
-@pytest.mark.parametrize("name", RUN, ids=ABOUT.get)
+@pytest.mark.parametrize("name", NAMES, ids=ABOUT.get)
 def test_every_combination_composes_against_verls_config(name, rendered, monkeypatch):
     answers = NAMES[name]
-    for stack in STACKS:
+    for stack in STACKS[list(NAMES).index(name) % len(STACKS) :][:1]:
         s = settings_of(rendered[name], monkeypatch, STACK=stack)
         assert (answers["method"], answers["source"]) == (s.METHOD, s.SOURCE)
         assert bool(s.LORA_RANK) == (answers["lora"] == "yes")
@@ -275,11 +286,7 @@ def local_copy_of_hub(home: Path, folder: Path) -> Path:
     return folder
 
 
-# What is trained does not change the data.
-OF_DATA = [name for name, answers in NAMES.items() if answers["lora"] == "no" and answers["method"] == RUN_METHOD]
-
-
-@pytest.mark.parametrize("name", OF_DATA, ids=ABOUT.get)
+@pytest.mark.parametrize("name", NAMES, ids=ABOUT.get)
 def test_every_combination_makes_data_whose_demonstrations_are_right(name, rendered, monkeypatch, tmp_path):
     home = rendered[name]
     changes = {"MODEL": resolve_model("embedded"), "TRAIN_SIZE": "64", "TEST_SIZE": "16", "SFT_SIZE": "32"}

@@ -9,9 +9,8 @@ from omegaconf import OmegaConf
 from tasks.common.settings import METHODS, SettingsError, load_settings, method
 from tasks.common.training import verl_config
 from tests.exact_kl import gradients
-from tests.helpers import ROOT, exported, stacks
+from tests.helpers import ROOT, TASKS, exported, stacks
 
-TASKS = sorted(path.parent.name for path in ROOT.glob("tasks/*/train.sh"))
 RL_METHODS = [name for name in METHODS if name != "dpo"]
 STACKS = stacks()
 
@@ -88,9 +87,6 @@ def test_what_each_method_sets(monkeypatch):
 def test_a_kl_coefficient_that_would_do_nothing_is_refused(argument, named, monkeypatch):
     with pytest.raises(SettingsError, match=named):
         verl_config.check(config_of(monkeypatch, argument))
-    for name in RL_METHODS:
-        for coefficient in ("0", "0.001", "0.05"):
-            verl_config.check(config_of(monkeypatch, METHOD=name, KL_COEF=coefficient))
     verl_config.check(config_of(monkeypatch, argument, "algorithm.use_kl_in_reward=True", KL_COEF="0.05"))
 
 

@@ -1,4 +1,4 @@
-"""Tests of this task's reward; `make test` runs them. More of them: tests/test_countdown_reward.py."""
+"""Tests of this task's reward; `make test` runs them. More of them: test_scores.py."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Tests of this task's reward; `make test` runs them. More of them: tests/test_econ_agent.py."""
+"""Tests of this task's reward; `make test` runs them. More of them: test_task.py."""
 
 import json
 from pathlib import Path

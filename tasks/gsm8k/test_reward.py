@@ -1,4 +1,4 @@
-"""Tests of this task's reward; `make test` runs them. More of them: tests/test_gsm8k.py, tests/test_math_answer.py."""
+"""Tests of this task's reward; `make test` runs them. More of them: test_task.py, tests/test_math_answer.py."""
 
 from pathlib import Path
 

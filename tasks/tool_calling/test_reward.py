@@ -1,4 +1,4 @@
-"""Tests of this task's reward; `make test` runs them. More of them: tests/test_tool_calling.py, test_tool_calls.py."""
+"""Tests of this task's reward; `make test` runs them. More of them: test_task.py, tests/test_tool_calls.py."""
 
 import json
 from pathlib import Path

@@ -15,7 +15,7 @@ from tasks.common.data.rows import DataError, read_rows, tools_of, validate_parq
 from tasks.common.evaluation.statistics import Estimate, proportion
 from tasks.common.rewards.tool_calls import render_calls
 from tasks.tool_calling import bfcl
-from tests.helpers import ROOT, exported
+from tests.helpers import PYTHON, ROOT, exported, make
 
 SIZES = {"simple_python": 400, "multiple": 200, "parallel": 200, "parallel_multiple": 200, "irrelevance": 240}
 # Their possible answers have an argument that their function does not take; it may be left out.
@@ -295,11 +295,11 @@ def command(tmp_path):
 
     def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess:
         environment = exported(
-            ROOT / "tasks/countdown/train.sh", {"ARTIFACTS": str(tmp_path / "artifacts"), **variables}
+            ROOT / "tasks/tool_calling/train.sh", {"ARTIFACTS": str(tmp_path / "artifacts"), **variables}
         )
         environment["PYTHONPATH"] = str(ROOT)
         return subprocess.run(
-            [sys.executable, str(tmp_path / "stub.py"), *arguments],
+            [PYTHON, str(tmp_path / "stub.py"), *arguments],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -359,3 +359,9 @@ def test_the_command_counts_by_category_and_goes_on_from_a_smaller_limit(command
 def test_without_a_model_one_line_says_so(command):
     result = command()
     assert result.returncode == 1 and result.stdout == "error: no model is given: bfcl.py LABEL=MODEL ...\n"
+
+
+def test_another_task_has_no_bfcl():
+    result = make("bfcl", TASK="countdown", STACK="cpu", MODEL="some/model", ARTIFACTS="/nonexistent")
+    assert result.returncode != 0
+    assert "error: TASK=countdown: has no bfcl.py; `make bfcl` is for tool_calling" in result.stdout

@@ -17,7 +17,7 @@ from tasks.common.rewards.math_answer import read_number
 from tasks.gsm8k import evaluate, prepare_data
 from tasks.gsm8k.reward import compute_score
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 SHARED = Path(os.environ.get("SHARED_DATA", ROOT.parent / "shared/data")) / "gsm8k"
 needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="no public GSM8K files here")
 SMOLLM2 = ROOT / "artifacts/models/SmolLM2-135M-Instruct"

@@ -1,11 +1,11 @@
 """Fixtures of the tests."""
 
+import os
+import tempfile
 from collections import Counter
 from pathlib import Path
 
 import pytest
-
-from tests.helpers import change_reward, checkout_with
 
 
 class TellsFailuresAtOnce:
@@ -21,18 +21,35 @@ class TellsFailuresAtOnce:
 
 @pytest.hookimpl(trylast=True)
 def pytest_configure(config):
+    if "WARM_PYTHON" not in os.environ:  # the workers of pytest-xdist have their parent's
+        from tests.warm_python import install
+
+        folder = tempfile.TemporaryDirectory(prefix="warm-python-")
+        config.add_cleanup(folder.cleanup)
+        os.environ["WARM_PYTHON"] = str(install(Path(folder.name) / "bin"))  # before tests.helpers is imported
     if reporter := config.pluginmanager.get_plugin("terminalreporter"):  # not in the workers of pytest-xdist
         config.pluginmanager.register(TellsFailuresAtOnce(reporter))
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items):
-    """Files with the most trainings first: the two workers of `make test-all` then end at about the same time."""
+    """Longest files first, so that two workers end together: those with the most trainings, and the template's."""
     for item in items:
         if item.get_closest_marker("long"):
             item.add_marker(pytest.mark.slow)
     slow = Counter(item.path for item in items if item.get_closest_marker("slow"))
-    items.sort(key=lambda item: -slow[item.path])
+    items.sort(key=lambda item: (-slow[item.path], item.path.name != "test_template.py"))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """A slow test starts its commands as a user does."""
+    if item.get_closest_marker("slow"):
+        os.environ["FRESH_PYTHON"] = "1"
+    try:
+        return (yield)
+    finally:
+        os.environ.pop("FRESH_PYTHON", None)
 
 
 @pytest.fixture(scope="session")
@@ -76,6 +93,8 @@ def small_model(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def digits_checkout(tmp_path_factory) -> Path:
     """A copy of the checkout with the task `digits`, whose reward a random model can get: the digits it writes."""
+    from tests.helpers import change_reward, checkout_with
+
     checkout = checkout_with("digits", tmp_path_factory.mktemp("digits"))
     counted = "return {'score': sum(c in '0123456789' for c in solution_str) / 10, 'acc': 0.0, 'format': 0.0}"
     change_reward(checkout / "tasks/digits", counted)

@@ -5,7 +5,6 @@ import itertools
 import json
 import math
 import subprocess
-import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,7 +29,7 @@ from tasks.econ_agent.simulation import (
     indicators,
     taylor_rate,
 )
-from tests.helpers import ROOT, exported
+from tests.helpers import PYTHON, ROOT, exported, make
 
 quick = settings(max_examples=200, deadline=None, database=None)
 share = st.floats(0, 1)
@@ -440,7 +439,7 @@ def simulated(tmp_path):
         )
         arguments = [*(f"{label}={tmp_path}/{label}.json" for label in models), *more]
         result = subprocess.run(
-            [sys.executable, str(tmp_path / "stub.py"), *arguments],
+            [PYTHON, str(tmp_path / "stub.py"), *arguments],
             env=environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -503,3 +502,9 @@ def test_what_cannot_be_simulated_is_said(simulated, models, more, variables, me
     assert result.returncode == 1
     assert message in result.stdout
     assert written == []
+
+
+def test_another_task_has_no_simulate():
+    result = make("simulate", TASK="countdown", STACK="cpu", MODEL="some/model", ARTIFACTS="/nonexistent")
+    assert result.returncode != 0
+    assert "error: TASK=countdown: has no simulate.py; `make simulate` is for econ_agent" in result.stdout

@@ -1,0 +1,197 @@
+"""A Python that has already imported what our commands import: a fork of it starts a command in tenths of a second.
+
+The fast tests start hundreds of commands (`python -m tasks...`, `python tasks/<task>/evaluate.py`), which spend most of
+their time on the import of pandas, SciPy and torch. ``install`` makes a folder with a `python` for `make PYTHON=`. It
+hands its command line, environment, folder and standard streams to one server, which forks a child for each command.
+Modules of tasks/ are never imported beforehand: a command takes those of its own checkout.
+
+A command gets a fresh Python where the difference could matter (`eligible` in warm_client.py, ``suits`` below). One
+difference remains: all forks hash strings alike. The slow tests and tests/test_warm_python.py use fresh ones.
+"""
+
+import atexit
+import builtins
+import contextlib
+import ctypes
+import gc
+import importlib
+import io
+import marshal
+import os
+import resource
+import runpy
+import select
+import signal
+import socket
+import sys
+import threading
+import types
+from pathlib import Path
+
+# Not what reads the environment again later, or is told before its import, as huggingface_hub is (records.py).
+IMPORTS = ["pandas", "pyarrow.parquet", "scipy.stats", "matplotlib.pyplot", "openpyxl", "omegaconf", "hydra", "jinja2"]
+IMPORTS += ["torch", "sympy", "reasoning_gym", "math_verify", "httpx", "requests", "rich.console", "jsonschema"]
+# Variables that these, the C libraries or Python itself read when they start.
+EARLY = ("PYTHON", "LD_", "LC_", "LANG", "TZ", "OMP_", "MKL_", "OPENBLAS_", "KMP_", "GOMP_", "NUMEXPR_", "MALLOC_")
+EARLY += ("TORCH", "PYTORCH", "CUDA_", "NVIDIA_", "MPL", "ARROW_")
+LATE = ("PYTHON", "PYTHONPATH", "PYTHONUNBUFFERED")  # the launcher's own, and what a fork does
+UNSET = {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}  # what OpenMP takes when it is not told
+LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_DATA, resource.RLIMIT_CPU, resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE)
+
+
+def install(folder: Path) -> Path:
+    """Make ``folder`` the `bin` of a warm Python and return its `python`.
+
+    The server starts with the first command, and ends with this process.
+    """
+    folder.mkdir()
+    for tool in Path(sys.executable).parent.iterdir():
+        if tool.name != "python":
+            (folder / tool.name).symlink_to(tool)
+    (folder / "environment").write_bytes(marshal.dumps(dict(os.environ)))
+    client, server = (
+        Path(__file__).with_name("warm_client.py"),
+        [sys.executable, __file__, str(folder), str(os.getpid())],
+    )
+    code = f"#!{sys.executable} -IS\nimport sys\nsys.path.insert(0, {str(client.parent)!r})\n"
+    (folder / "python").write_text(f"{code}import {client.stem}\n{client.stem}.main({str(folder)!r}, {server!r})\n")
+    (folder / "python").chmod(0o755)
+    return folder / "python"
+
+
+def suits(peer: int, environment: dict[str, str]) -> bool:
+    """Whether a fork of this process does what a fresh Python with this ``environment`` would do for ``peer``."""
+    if os.getsid(peer) != os.getsid(0):  # a test may kill its group, which a fork of another session cannot join
+        return False
+    if any(resource.prlimit(peer, limit) != resource.getrlimit(limit) for limit in LIMITS):
+        return False
+    changed = {name for name, _ in (UNSET | environment).items() ^ (UNSET | dict(os.environ)).items()}
+    if any(name.startswith(EARLY) and name not in LATE for name in changed):
+        return False
+    return all(Path(entry, "tasks").is_dir() for entry in environment.get("PYTHONPATH", "").split(":") if entry)
+
+
+def fork() -> int:
+    """os.fork, whose child ends when this process does."""
+    child = os.fork()
+    if child == 0:
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    return child
+
+
+def serve(folder: str, owner: int) -> socket.socket:
+    """Accept clients until the process ``owner`` ends. Returns the connection, in a child of this process for each."""
+    listener, owned = socket.socket(socket.AF_UNIX), os.pidfd_open(owner)
+    listener.bind(f"{folder}/socket.new")
+    listener.listen(128)
+    os.rename(f"{folder}/socket.new", f"{folder}/socket")
+    for name in IMPORTS:  # the first clients wait meanwhile
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # the children share these pages
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children
+    while owned not in select.select([listener, owned], [], [])[0]:
+        client, _ = listener.accept()
+        if fork() == 0:
+            listener.close()
+            os.close(owned)
+            return client
+        client.close()
+    os._exit(0)
+
+
+def hand_over(client: socket.socket) -> tuple:
+    """Returns what ``client`` asks for in a child that has its standard streams. Tells it how the child ended."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    size, streams, _, _ = socket.recv_fds(client, 8, 3)
+    with client.makefile("rb") as file:
+        request = marshal.loads(file.read(int.from_bytes(size, "little")))
+    peer = int.from_bytes(client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 4), "little")
+    if not suits(peer, request[1]):
+        client.sendall(b"fresh\n")
+        os._exit(0)
+    child = fork()
+    if child == 0:
+        client.close()
+        for place, stream in enumerate(streams):
+            os.dup2(stream, place)
+            os.close(stream)
+        return request
+    for stream in streams:
+        os.close(stream)
+    with contextlib.suppress(BrokenPipeError):
+        client.sendall(b"%d\n" % child)
+        ended = os.pidfd_open(child)
+        if ended not in select.select([client, ended], [], [])[0]:  # the client was killed
+            os.kill(child, signal.SIGKILL)
+        client.sendall(b"%d\n" % os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    os._exit(0)
+
+
+def become(environment: dict[str, str], folder: str, mask: int, group: int, ignored: list[int]) -> None:
+    """Give this process what a command inherits from its parent."""
+    os.setpgid(0, group)
+    os.umask(mask)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
+    unbuffered = bool(environment.get("PYTHONUNBUFFERED"))
+    sys.stdin = sys.__stdin__ = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)))
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        bytes_, errors = io.FileIO(number, "w", closefd=False), getattr(sys, name).errors
+        text = io.TextIOWrapper(
+            bytes_ if unbuffered else io.BufferedWriter(bytes_),
+            errors=errors,
+            line_buffering=number == 2 or os.isatty(number),
+            write_through=unbuffered,
+        )
+        setattr(sys, name, text)
+        setattr(sys, f"__{name}__", text)
+    sys.modules["numpy"].random.seed()  # Python's own generator does so after each fork
+
+
+def run(executable: str, arguments: list[str]) -> None:
+    """What `executable *arguments` does."""
+    main = sys.modules["__main__"] = types.ModuleType("__main__")
+    main.__builtins__ = builtins
+    sys.executable = executable
+    entries = [os.path.abspath(entry) for entry in os.environ.get("PYTHONPATH", "").split(":") if entry]
+    sys.path[:] = [os.getcwd(), *entries, *sys.path[1:]]
+    match arguments:
+        case ["-m", module, *rest]:
+            sys.argv[:] = ["-m", *rest]
+            runpy._run_module_as_main(module)
+        case ["-c", code, *rest]:
+            sys.argv[:], sys.path[0] = ["-c", *rest], ""
+            exec(compile(code, "<string>", "exec"), main.__dict__)
+        case [script, *rest]:
+            sys.argv[:], sys.path[0] = [script, *rest], os.path.dirname(os.path.realpath(script))
+            main.__file__ = script
+            exec(compile(Path(script).read_bytes(), script, "exec"), main.__dict__)
+
+
+def end(status: int) -> None:
+    """End as Python does, but without taking the modules apart, which would copy their pages."""
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    arguments, *inherited = hand_over(serve(sys.argv[1], int(sys.argv[2])))
+    become(*inherited)
+    try:
+        run(f"{sys.argv[1]}/python", arguments)
+    except SystemExit as ended:
+        if not isinstance(ended.code, int | None):
+            print(ended.code, file=sys.stderr)
+        end(ended.code if isinstance(ended.code, int) else int(ended.code is not None))
+    except Exception:
+        sys.excepthook(*sys.exc_info())
+        end(1)
+    end(0)
