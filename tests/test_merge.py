@@ -157,8 +157,13 @@ def test_verl_goes_on_with_an_adapter_on_its_base(small_model, tmp_path, name):
 def test_a_critic_begins_as_the_policy_and_not_as_its_base(small_model, tmp_path):
     adapter = saved(small_model, tmp_path / "adapter")
     s = load_settings(VALUES | {"LORA_RANK": "8", "METHOD": "ppo"})
-    config = verl_config.compose("ppo_trainer", verl_config.rl_overrides(s, adapter, tmp_path), verl_package("0.9.1"))
+    found = verl_config.critic_overrides(s, str(adapter))
+    config = verl_config.compose(
+        "ppo_trainer", verl_config.rl_overrides(s, adapter, tmp_path) + found, verl_package("0.9.1")
+    )
     assert config.critic.model.path == whole_model(str(adapter)) != str(adapter)
+    assert verl_config.critic_overrides(s, str(small_model)) == []
+    assert verl_config.critic_overrides(replace(s, METHOD="grpo"), str(adapter)) == []
 
 
 def test_a_reference_that_is_not_the_base_takes_a_merged_start(small_model, tmp_path):

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from tasks.common.data.convert import dpo_line, dpo_schema
 from tasks.common.data.prepare import Example
-from tasks.common.data.rows import write_parquet
+from tasks.common.data.rows import chat, write_parquet
 from tasks.common.runs.folder import read_metrics, tracker
 from tasks.common.settings import load_settings
 from tasks.common.training import trl_dpo
@@ -28,7 +28,9 @@ def main() -> None:
     base, folder = sys.argv[1], Path(sys.argv[2])
     tokenizer, texts = AutoTokenizer.from_pretrained(base), []
     examples = [
-        Example(f"q {i}", {"chosen": f"yes {i}", "rejected": f"cut {i}", "truncated": ["rejected"] if i % 2 else []})
+        Example(
+            chat(f"q {i}"), {"chosen": f"yes {i}", "rejected": f"cut {i}", "truncated": ["rejected"] if i % 2 else []}
+        )
         for i in range(12)
     ]
     pairs, adapter = folder / "pairs.parquet", str(saved(base, folder / "adapter"))

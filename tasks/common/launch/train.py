@@ -136,7 +136,8 @@ def _round(seeded: Settings, s: Settings, arguments: list[str], number: int, sta
         extra = trainer_module(s) | tracking.environment(s, run_dir)
         extra |= {"VERL_FILE_LOGGER_PATH": str(next_metrics_file(run_dir)), "SEED": str(seeded.SEED)}
         extra |= {"KEEP": str(s.KEEP), "PATIENCE": str(s.PATIENCE)}  # verl has no such keys
-        overrides = verl_config.rl_overrides(seeded, begins, run_dir) + arguments
+        overrides = verl_config.rl_overrides(seeded, begins, run_dir) + verl_config.critic_overrides(s, begins)
+        overrides += arguments
         overrides = verl_config.sent_environment(environment(seeded) | extra) + overrides
         command = [sys.executable, "-m", "verl.trainer.main_ppo", *verl_config.HYDRA, *overrides]
         nodes = cluster.join(s)

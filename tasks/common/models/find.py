@@ -74,7 +74,9 @@ def whole_model(model: str) -> str:
     if artifacts() / "runs" in adapter.parents:
         checkpoint = adapter.parent if adapter.name == "adapter" else adapter
         return str(merge(checkpoint, base_of(adapter)))
-    return str(merge_adapter(adapter, base_of(adapter), adapter.with_name(f"{adapter.name}-merged")))
+    mark = fingerprint({"adapter": str(adapter)}, *sorted(adapter.glob("adapter_*")))
+    target = artifacts() / "models" / f"{adapter.name}-merged-{mark}"
+    return str(merge_adapter(adapter, base_of(adapter), target))
 
 
 def embedded_folder() -> Path:

@@ -162,7 +162,7 @@ def rl_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
         f"actor_rollout_ref.model.lora_rank={s.LORA_RANK}",
         f"actor_rollout_ref.model.lora_alpha={s.LORA_ALPHA}",
     ]
-    if goes_on := is_adapter(Path(model)):
+    if is_adapter(Path(model)):
         model_ += [f"actor_rollout_ref.model.lora_adapter_path={_quoted(model)}"]
     actor = [
         f"actor_rollout_ref.actor.optim.lr={s.LR}",
@@ -201,11 +201,16 @@ def rl_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
     own = [*stack(s.STACK).OVERRIDES, *stack(s.STACK).RL_OVERRIDES]
     batches = _micro_batches(s)
     method_ = [*_truncated(s), *method(s.METHOD).overrides(s)]
-    if goes_on and any(override.startswith("critic.model.path=") for override in method_):
-        method_ += [f"critic.model.path={_quoted(whole_model(str(model)))}"]  # it begins as the policy
     rollout += CORRECTIONS[s.ROLLOUT_CORRECTION]
     overrides = [*data, *model_, *actor, *batches, *rollout, *reward, *trainer, *_ray(s), *own, *method_]
     return verl_versions.translated(overrides, "ppo_trainer", s)
+
+
+def critic_overrides(s: Settings, model: str) -> list[str]:
+    """Where ``model`` is an adapter: a critic begins as the policy, not as its base. Merges the adapter."""
+    if not is_adapter(Path(model)) or not any("critic.model.path=" in each for each in method(s.METHOD).overrides(s)):
+        return []
+    return [f"critic.model.path={_quoted(whole_model(model))}"]
 
 
 def sft_overrides(s: Settings, model: Path | str, run_dir: Path, demonstrations: Path) -> list[str]:
