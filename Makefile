@@ -51,7 +51,7 @@ endif
 # Variables of make's command line; the others come from the shell.
 export GIVEN := $(foreach name,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $(name)))),$(filter-out -%,$(name))))
 ifneq ($(GIVEN),)
-  REFUSED := $(shell PYTHONPATH=. OPTIONS='$(subst ','\'',$(OPTIONS))' python3 -m tasks.common.launch.names $(MAKECMDGOALS) -- $(GIVEN))
+  REFUSED := $(shell PYTHONPATH=. OPTIONS='$(subst ','\'',$(OPTIONS))' $(or $(wildcard $(PYTHON)),python3) -m tasks.common.launch.names $(MAKECMDGOALS) -- $(GIVEN) 2>/dev/null)
   $(if $(REFUSED),$(error $(REFUSED)))
 endif
 

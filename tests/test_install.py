@@ -296,7 +296,7 @@ def test_stacks_have_environments_of_their_own(there, stack, folder, tmp_path):
     (tmp_path / ".venv/.installed-").unlink(missing_ok=True)
     touched = ["make", "-n", "-W", "tasks/common/install/install.sh", "install", f"STACK={stack}"]
     result = subprocess.run(touched, cwd=tmp_path, env=outside_make(), capture_output=True, text=True)
-    assert f"install.sh {stack} {folder} " in result.stdout, result.stderr
+    assert f"install.sh {stack} {folder}\n" in result.stdout, result.stderr
 
 
 # ---- check_install

@@ -29,7 +29,7 @@ from tasks.common.runs.folder import all_runs, lineage, named, read_metrics, rec
 from tasks.common.runs.health import findings, newest_by_rule
 from tasks.common.runs.launches import masked, masked_values
 from tasks.common.runs.repeat import check, commit_text, different_data
-from tasks.common.settings import Settings, SettingsError, artifacts, load_settings
+from tasks.common.settings import ROOT, Settings, SettingsError, artifacts, load_settings
 from tasks.common.text import one_line, printable
 
 SAMPLES = 6  # rollouts that are shown
@@ -189,6 +189,8 @@ def settings(run_dir: Path, made: dict, launch: dict | None) -> Section:
 
 def defaults(task: str, values: dict) -> dict:
     """What ``task`` has by itself for the stack, the method and the GPUs of ``values``. Raises SettingsError."""
+    if not (train_sh := ROOT / "tasks" / task / "train.sh").is_file():
+        raise SettingsError(f"there is no {train_sh}")
     given = {name: str(values[name]) for name in ("STACK", "METHOD", "N_GPUS")}
     return asdict(load_settings(given | {"TASK": task}))
 
