@@ -61,7 +61,7 @@ def exported(train_sh: Path, changes: dict[str, str]) -> dict[str, str]:
 
 
 # What make put into the environment, and what pytest was called with.
-OURS = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "STACK", "STARTED", "PYTEST_ADDOPTS")
+OURS = ("PYTHON", "GIVEN", "MAKEFLAGS", "MAKELEVEL", "MFLAGS", "STACK", "STARTED", "PYTEST_ADDOPTS")
 
 
 def outside_make() -> dict[str, str]:

@@ -23,6 +23,8 @@ import numpy as np
 import pytest
 
 from tasks.common.evaluation.plots import plt
+from tasks.common.launch.names import of_tasks
+from tasks.common.launch.task import own_stages
 from tasks.common.rewards.judge import Judge
 from tasks.common.settings import Command, Settings, SettingsError, load_settings
 from tests.benchmarks import curve
@@ -114,12 +116,14 @@ def test_every_document_can_be_reached_from_the_readme():
 
 MAKEFILE = (ROOT / "Makefile").read_text()
 TARGETS = set(re.findall(r"^([a-z_-]+):", MAKEFILE, re.M))
+TARGETS |= {stage for path in ROOT.glob("tasks/*/train.sh") for stage in own_stages(path.parent)}
 CALL = re.compile(r"(?:^|&&|;)\s*((?:[A-Z_]+=\S+\s+)*)make\s+([^\n]*)", re.M)
 
 
 def variables() -> set[str]:
     """What a user can set: the settings, and what the Makefile and our scripts read."""
-    names = {f.name for cls in (Settings, Command, Judge) for f in fields(cls)} - {"STAGE", "MODEL_GIVEN"}
+    names = {f.name for cls in (Settings, Command, Judge) for f in fields(cls)} - {"STAGE"}
+    names |= of_tasks() | {"FRESH_PYTHON"}
     names |= set(re.findall(r"\$\(([A-Z_]+)\)", MAKEFILE))
     for path in ROOT.glob("tasks/**/*"):
         if path.suffix == ".sh":
@@ -207,7 +211,7 @@ FOLDERS = {path.name for path in ROOT.iterdir() if path.is_dir()} - {"artifacts"
 HOMES = [ROOT, ROOT / "tasks/common", ROOT / "docs", ROOT / "tests"]
 PLACEHOLDER = re.compile(r"<[\w-]+>|\b[A-Z]+\b(?![\w.])")
 # Of other projects, not of this repository.
-FOREIGN = {"setup.py", "gsm8k.py"}
+FOREIGN = {"setup.py", "gsm8k.py", "reports/TASK/RUN/"}
 
 
 def files_named(text: str) -> list[str]:
@@ -255,7 +259,7 @@ def test_the_architecture_says_what_each_room_is_for():
 
 
 def test_a_file_that_is_not_there_is_found():
-    text = "`tasks/common/nowhere.py` `stacks/*.sh` `tasks/<task>/reward.py` docs/NOWHERE.md `nowhere.py` `reward.py`"
+    text = "`tasks/common/nowhere.py` `stacks/*/` `tasks/<task>/reward.py` docs/NOWHERE.md `nowhere.py` `reward.py`"
     missing = missing_files(ROOT / "README.md", text + " `no/path` `a b/c`", set())
     assert missing == ["docs/NOWHERE.md", "nowhere.py", "tasks/common/nowhere.py"]
 

@@ -85,7 +85,7 @@ def _not_empty(value: str) -> str | None:
 
 
 def _kl_coef(values: dict[str, str]) -> str:
-    """Rounds of self-play are held to the round before."""
+    """0; in self-play 0.01"""
     return "0" if values["SELF_PLAY_ROUNDS"] == "1" else "0.01"
 
 

@@ -140,7 +140,7 @@ def evaluate(job: Job, name: str = "evaluate.py", *arguments: str) -> str:
 
 def own_script(s: Settings, stage: str) -> str:
     """The script of a stage that only some tasks have. Raises SettingsError."""
-    if stage not in own_stages(s):
+    if stage not in own_stages(s.task_dir):
         having = [path.parent.name for path in sorted(s.task_dir.parent.glob(f"*/{stage}.py"))]
         raise SettingsError(f"TASK={s.TASK}: has no {stage}.py; `make {stage}` is for {', '.join(having) or 'no task'}")
     return f"{stage}.py"
@@ -342,7 +342,7 @@ def about(job: Job) -> Job:
     """``job`` with the run that an evaluation is about, and that run's settings."""
     # What is given in full is not about a run.
     given = job.model and (job.goal in ("chat", "batch") or (job.goal == "compare" and job.command.BASE))
-    if given or job.goal not in (*ABOUT_A_RUN, *own_stages(job.s)):
+    if given or job.goal not in (*ABOUT_A_RUN, *own_stages(job.s.task_dir)):
         return job
     if run_dir := find_run(job.s, job.arguments, job.model):
         step, last = find_step(run_dir, job.command.STEP), last_step(run_dir)

@@ -6,13 +6,24 @@ Prints why, in one line, and nothing where all are known. Runs before anything i
 import ast
 import json
 import os
+import shlex
 import sys
 
 from tasks.common.settings import ROOT, Command, Settings, unknown
 
 # What the Makefile reads itself, and what other tools read.
-MAKES = {"ARGS", "ARTIFACTS", "CONFIG", "ENV", "OPTIONS", "PORT", "PYTHON", "BASE_PYTHON", "SLOW", "STACK", "UPGRADE"}
-MAKES |= {"EVAL_MULTIPROCESSING", "CUDA_VISIBLE_DEVICES", "HOME", "PATH", "TMPDIR", "STAGE"}
+MAKES = {
+    "ARGS",
+    "ARTIFACTS",
+    "BASE_PYTHON",
+    "BFCL_PROJECT_ROOT",
+    "CONFIG",
+    "CUDA_VISIBLE_DEVICES",
+    "ENV",
+    "FLASH_ATTN_WHEEL",
+}
+MAKES |= {"EVAL_MULTIPROCESSING", "FRESH_PYTHON", "HOME", "NETRC", "ON_FAILURE", "OPTIONS", "PATH", "PORT", "PYTHON"}
+MAKES |= {"SHARED_DATA", "SLOW", "STACK", "STAGE", "TMPDIR", "TORCH_INDEX", "UPGRADE"}
 PREFIXES = ("JUDGE_", "RAY_", "HF_", "VLLM_", "VERL_", "NCCL_", "TORCH_", "CUDA_", "OMP_", "PIP_", "UV_", "WANDB_")
 PREFIXES += ("TRACKIO_", "MLFLOW_", "SWANLAB_", "PYTEST_", "PYTHON", "TOKENIZERS_", "TRANSFORMERS_", "SSL_", "GLOO_")
 OF_NEW = {"TASK", "SOURCE", "ENV", "CONFIG", "OPTIONS", "PYTHON", "STACK"}
@@ -30,6 +41,13 @@ def of_tasks() -> set[str]:
     return found
 
 
+def _words(options: str) -> list[str]:
+    try:
+        return shlex.split(options)
+    except ValueError:  # an open quote, which the shell refuses
+        return []
+
+
 def refusal(goals: list[str], names: list[str], options: str = "") -> str:
     """Why the first of ``names`` that nothing knows is refused, in one line; empty where all are known."""
     if "new" in goals:
@@ -38,7 +56,7 @@ def refusal(goals: list[str], names: list[str], options: str = "") -> str:
             if name.lower() in answers:
                 return f'{name}: make new takes it as OPTIONS="{name.lower()}=..."'
             return f"{name}: make new has no such variable; there are: {', '.join(sorted(OF_NEW))}"
-        for word in options.split():
+        for word in _words(options):
             if (name := word.partition("=")[0]) not in answers:
                 near = unknown(name, [each.upper() for each in answers]).lower()
                 return f"OPTIONS={word}: {near.replace('variable', 'option')}; there are: {', '.join(answers)}"

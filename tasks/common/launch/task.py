@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from pathlib import Path
 
 from tasks.common.process import StageFailed, die_with_parent
 from tasks.common.rewards.answers import RewardError, variants
@@ -44,9 +45,9 @@ def stack_environment(s: Settings, environ: Mapping[str, str]) -> dict[str, str]
     return own | {name: ",".join(dict.fromkeys(filter(None, modules)))}
 
 
-def own_stages(s: Settings) -> list[str]:
+def own_stages(task_dir: Path) -> list[str]:
     """Stages that the task has by a script of that name, a program: tasks/TASK/STAGE.py."""
-    files = [path for path in s.task_dir.glob("*.py") if path.stem not in ("prepare_data", "evaluate")]
+    files = [path for path in task_dir.glob("*.py") if path.stem not in ("prepare_data", "evaluate")]
     return sorted(path.stem for path in files if '\nif __name__ == "__main__":' in path.read_text())
 
 
