@@ -367,7 +367,11 @@ def code_digest(program: Path) -> str:
         if file in seen or not file.is_file():
             continue
         seen.add(file)
-        tree = ast.parse(file.read_bytes())
+        try:
+            tree = ast.parse(file.read_bytes())
+        except (SyntaxError, ValueError):  # said where it is run
+            digest.update(file.read_bytes())
+            continue
         for node in ast.walk(tree):
             documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
             if documented and ast.get_docstring(node, clean=False) is not None:
