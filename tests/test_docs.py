@@ -211,7 +211,7 @@ FOLDERS = {path.name for path in ROOT.iterdir() if path.is_dir()} - {"artifacts"
 HOMES = [ROOT, ROOT / "tasks/common", ROOT / "docs", ROOT / "tests"]
 PLACEHOLDER = re.compile(r"<[\w-]+>|\b[A-Z]+\b(?![\w.])")
 # Of other projects, not of this repository.
-FOREIGN = {"setup.py", "gsm8k.py", "reports/TASK/RUN/"}
+FOREIGN = {"setup.py", "gsm8k.py", "reports/TASK/RUN/", "runs/TASK/RUN/"}
 
 
 def files_named(text: str) -> list[str]:
