@@ -436,7 +436,7 @@ def other_process(code: str) -> subprocess.Popen:
     code = "\n".join(
         [
             "from concurrent.futures import ThreadPoolExecutor",
-            "from tasks.common import judge",
+            "from tasks.common.rewards import judge",
             inspect.getsource(score_in_threads),
             code,
         ]

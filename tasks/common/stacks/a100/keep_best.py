@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import functools
 import os
 from pathlib import Path
 
@@ -31,12 +32,14 @@ def _run_dir(trainer) -> Path:
     return Path(trainer.config.trainer.default_local_dir).parent
 
 
+@functools.wraps(_save_checkpoint)
 def save_checkpoint(self) -> None:
     """verl's, then the best ones stay: verl itself keeps the newest, whatever the validations say."""
     _save_checkpoint(self)
     prune(_run_dir(self), int(os.environ["KEEP"]))
 
 
+@functools.wraps(_validate)
 def validate(self) -> dict:
     """verl's. Saves the step where verl is not about to."""
     found, step = _validate(self), self.global_steps
@@ -46,6 +49,7 @@ def validate(self) -> dict:
     return found
 
 
+@functools.wraps(_fit)
 def fit(self) -> None:
     """verl's, which ends after a step whose validation has ended the run."""
     self._ended = False
