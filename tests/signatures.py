@@ -89,6 +89,8 @@ class Packages:
             return None
         module, node = found
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            if any(ast.unparse(word).startswith("hydra.main") for word in node.decorator_list):
+                return None  # hydra gives it its config
             method = "." in name and isinstance((self.find(name.rpartition(".")[0]) or (0, 0))[1], ast.ClassDef)
             static = any(ast.unparse(word) == "staticmethod" for word in node.decorator_list)
             return _of_function(node, skip=method and not static)

@@ -116,7 +116,7 @@ class VLLMEngine:
         # Of vLLM 0.11.0 alone: more sequences at once than max_model_len end its engine.
         old = vllm.__version__.startswith("0.11.0")
         lora = is_adapter(Path(model))
-        self.adapter = LoRARequest("adapter", 1, model) if lora else None
+        self.adapter = LoRARequest(lora_name="adapter", lora_int_id=1, lora_path=model) if lora else None
         self.llm = vllm.LLM(
             base_model(model),
             enable_lora=lora,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from verl.trainer.ppo.v1 import PPOTrainerSync
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
-from verl.utils.debug import marked_timer
+from verl.utils.profiler import marked_timer
 
 from tasks.common.runs.folder import last_step
 from tasks.common.runs.keep import ends_run, prune
