@@ -5,7 +5,9 @@ mini-batches a step make the ratios differ from 1, and a high learning rate driv
 """
 
 import json
+import os
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -80,8 +82,9 @@ def train(
     method: str, model: Path, checkout: Path, folder: Path, **changes: str
 ) -> tuple[list[dict], list[dict], dict]:
     """The recorded batches and policy losses, in order, and verl's metrics of the only step."""
-    variables = {"METHOD": method, "MODEL": str(model), "ARTIFACTS": str(folder), "DUMP_FOLDER": str(folder / "dump")}
-    result = make("train", cwd=checkout, **{**SMALL, **variables, **changes})
+    variables = {"METHOD": method, "MODEL": str(model), "ARTIFACTS": str(folder)}
+    with mock.patch.dict(os.environ, DUMP_FOLDER=str(folder / "dump")):
+        result = make("train", cwd=checkout, **{**SMALL, **variables, **changes})
     assert result.returncode == 0, result.stdout
     updates, losses = (
         [dict(np.load(file)) for file in sorted((folder / "dump").glob(f"{kind}-*.npz"))] for kind in ("update", "loss")
