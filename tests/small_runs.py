@@ -22,8 +22,8 @@ COMMON = SMALL | {
 
 def runs_of(variables, method: str) -> list[Path]:
     """The runs of a method, the newest last."""
-    found = (Path(variables["ARTIFACTS"]) / "runs" / TASK).glob(f"{method}-*")
-    return sorted(found, key=lambda run: (run / "settings.json").stat().st_mtime)
+    found = (Path(variables["ARTIFACTS"]) / "runs" / TASK).glob(f"{method}-*/settings.json")
+    return [file.parent for file in sorted(found, key=lambda file: file.stat().st_mtime)]
 
 
 def metrics_of(run: Path) -> dict[int, dict]:

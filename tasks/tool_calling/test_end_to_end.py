@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 def variables(small_model, tmp_path_factory) -> dict[str, str]:
     artifacts = tmp_path_factory.mktemp("tool-calling") / "artifacts"
     own = {"TASK": "tool_calling", "MODEL": str(small_model), "ARTIFACTS": str(artifacts)}
-    return VARIABLES | own | {"MAX_PROMPT_LENGTH": "2000", "MAX_SAMPLES": "24"}
+    return VARIABLES | own | {"MAX_PROMPT_LENGTH": "2000", "MAX_SAMPLES": "28"}
 
 
 def test_every_stage(variables):

@@ -34,6 +34,9 @@ from tasks.common.settings import Settings, load_settings
 from tasks.common.training import tracking
 from tasks.common.training.verl_config import micro_batch
 
+# The device of a process of several on the CPU is cpu:0 by accelerate, a place that torch.load does not know.
+torch.serialization.register_package(0, lambda _: None, lambda storage, place: storage if place == "cpu:0" else None)
+
 KEPT = 2  # checkpoints, as verl keeps
 EVALUATIONS = 4  # on the held-out pairs, the last one after the last step
 
@@ -238,10 +241,6 @@ def train(s: Settings, start: str, pairs: str, run_dir: Path, metrics: Path) -> 
             launches.write_config(launch, config.to_dict())
         print(f"{pairs}: {found.said}", flush=True)
         remove_unfinished(run_dir)
-    # The device of a process of several on the CPU is cpu:0 by accelerate, a place that torch.load does not know.
-    torch.serialization.register_package(
-        0, lambda _: None, lambda storage, place: storage if place == "cpu:0" else None
-    )
     step = last_step(run_dir)
     trainer.train(resume_from_checkpoint=str(run_dir / f"checkpoints/global_step_{step}") if step else None)
     if abort.found:
