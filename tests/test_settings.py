@@ -488,7 +488,7 @@ def test_help_has_one_line_for_each_variable():
 
 
 def test_variables_of_commands_have_defaults_and_are_checked():
-    assert load_settings({}, cls=Command).STEP == "latest"
+    assert load_settings({}, cls=Command).STEP == ""
     assert load_settings({"STEP": "4", "FILTER": "1"}, cls=Command).STEP == "4"
     for name, value in {
         "FILTER": "2",
