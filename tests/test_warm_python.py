@@ -100,7 +100,10 @@ def waiting(python, script, environment):
 
 def gone(pid: int) -> bool:
     for _ in range(200):
-        if not Path(f"/proc/{pid}").exists():
+        try:
+            if " Z " in Path(f"/proc/{pid}/stat").read_text():  # dead; its new parent has not yet noticed
+                return True
+        except FileNotFoundError:
             return True
         time.sleep(0.05)
     return False
