@@ -16,7 +16,7 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import Field, asdict, dataclass, field, fields, replace
 from pathlib import Path
 
@@ -94,19 +94,14 @@ def _batch_size(values: dict[str, str]) -> str:
     return "32" if values["METHOD"] == "dpo" else "128"
 
 
-def _seed(values: dict[str, str]) -> str:
-    """SEED"""
-    return values["SEED"]
+def _same_as(name: str) -> Callable[[dict[str, str]], str]:
+    """The default of a variable that follows the variable ``name``."""
 
+    def value(values: dict[str, str]) -> str:
+        return values[name]
 
-def _temperature(values: dict[str, str]) -> str:
-    """TEMPERATURE"""
-    return values["TEMPERATURE"]
-
-
-def _response_length(values: dict[str, str]) -> str:
-    """MAX_RESPONSE_LENGTH"""
-    return values["MAX_RESPONSE_LENGTH"]
+    value.__doc__ = name  # what `make help` shows
+    return value
 
 
 def _visible_gpus(values: dict[str, str]) -> str:
@@ -152,7 +147,7 @@ class Settings:
         "1024", "training prompts sampled for SFT_SOURCE=samples and dpo; 0: all", _not_negative
     )
     SEED: int = variable("42", "of data, sampling and shuffling", _not_negative)
-    TRAIN_SEED: int = variable(_seed, "of RL and DPO alone: order of prompts, sampling", _not_negative)
+    TRAIN_SEED: int = variable(_same_as("SEED"), "of RL and DPO alone: order of prompts, sampling", _not_negative)
     # optimisation
     METHOD: str = variable("grpo", f"one of {', '.join(METHODS)}", _one_of(*METHODS))
     REWARD: str = variable("", "variant of the task's reward; what a task knows stands in its train.sh", _name)
@@ -207,9 +202,11 @@ class Settings:
     N: int = variable("4", "samples a prompt", positive)
     LIMIT: int = variable("0", "the first so many prompts; 0: all", _not_negative)
     GREEDY: int = variable("1", "1: a greedy response a prompt besides the samples; 0: none", _one_of(0, 1))
-    EVAL_TEMPERATURE: float = variable(_temperature, "of evaluation; 0: greedy, one response a prompt", _not_negative)
+    EVAL_TEMPERATURE: float = variable(
+        _same_as("TEMPERATURE"), "of evaluation; 0: greedy, one response a prompt", _not_negative
+    )
     TOP_P: float = variable("1.0", "of evaluation", _fraction)
-    MAX_NEW_TOKENS: int = variable(_response_length, "tokens a response in evaluation", positive)
+    MAX_NEW_TOKENS: int = variable(_same_as("MAX_RESPONSE_LENGTH"), "tokens a response in evaluation", positive)
     EVAL_SEED: int = variable("0", "of the engine in evaluation", _not_negative)
     # run
     RUN: str = variable("", "name of the run; empty: made from the settings", _name)

@@ -210,6 +210,11 @@ STAGES: dict[str, Callable[[Job], str]] = {
 }
 
 
+def _wanted(s: Settings, names: tuple[str, ...]) -> list[str]:
+    """The stages of a training: the warm-up only where INIT asks for it."""
+    return [name for name in names if name != "sft" or s.INIT == "sft"]
+
+
 def experiment(job: Job) -> None:
     """`make experiment`: train with each of METHODS, LRS and SEEDS on the same data, and compare the results."""
     s, arguments = job.s, job.arguments
@@ -223,9 +228,7 @@ def experiment(job: Job) -> None:
         script(s, "evaluate.py", "experiment", *(f"{label}={path}" for label, path in models.items()))
         return f"{len(models)} models"
 
-    stages = {
-        name: functools.partial(STAGES[name], job) for name in STAGES_OF["sft"] if name != "sft" or s.INIT == "sft"
-    }
+    stages = {name: functools.partial(STAGES[name], job) for name in _wanted(s, STAGES_OF["sft"])}
     if job.command.JOBS > 1:
         stages |= {"train": lambda: experiments.train_at_once(runs, arguments, job.command.JOBS)}
     else:
@@ -380,9 +383,8 @@ def main(goal: str, arguments: list[str]) -> None:
             experiment(job)
         else:
             own = {goal: functools.partial(evaluate, job, f"{goal}.py")} if goal not in STAGES_OF else {}
-            names = [
-                name for name in STAGES_OF.get(goal, ("data", "model")) if not (job.trains and _no_warm_up(s, name))
-            ]
+            names = STAGES_OF.get(goal, ("data", "model"))
+            names = _wanted(s, names) if job.trains else names
             stages = {name: functools.partial(STAGES[name], job) for name in names} | own
             run_stages(stages, command.FROM if job.trains else "data")
         if job.trains:
@@ -392,10 +394,6 @@ def main(goal: str, arguments: list[str]) -> None:
     if goal == "chat":  # in place of this process, so that Ctrl-C reaches it alone; the lock is free again
         command_line = [sys.executable, str(s.task_dir / "evaluate.py"), "chat", chosen_model(job)]
         os.execve(sys.executable, command_line, environment(s))
-
-
-def _no_warm_up(s: Settings, stage: str) -> bool:
-    return stage == "sft" and s.INIT != "sft"
 
 
 if __name__ == "__main__":
