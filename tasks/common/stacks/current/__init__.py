@@ -24,6 +24,7 @@ RL_OVERRIDES = [
     "actor_rollout_ref.rollout.max_num_seqs=1024",
     "actor_rollout_ref.rollout.max_num_batched_tokens=16384",
     "+actor_rollout_ref.rollout.engine_kwargs.vllm.max_cudagraph_capture_size=1024",
+    "+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=tasks.common.stacks.current.vllm_worker.SharedGPUExtension",
     "critic.strategy=fsdp2",
     "+critic.model.override_config.attn_implementation=varlen",
     "critic.model.use_remove_padding=True",
