@@ -77,3 +77,7 @@ def test_dr_grpos_loss_is_a_mean_over_responses_however_they_are_split(result):
 
 def test_the_metric_of_the_entropy_is_of_a_token_whatever_the_loss(result):
     assert result["entropy"] == pytest.approx(result["entropy wanted"])
+
+
+def test_a_response_ends_at_its_length_and_not_where_the_window_is_full(result):
+    assert result["sampled"] == [256, 112, 452]  # the last as verl asks: 512 - 60

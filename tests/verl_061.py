@@ -3,10 +3,16 @@
 PYTHONPATH=<the wheel's folder>:<the repository> python -m tests.verl_061
 """
 
+import ast
+import asyncio
 import json
 import os
 import sys
 from contextlib import suppress
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, Optional
 
 import torch
 import transformers
@@ -28,7 +34,7 @@ from verl.workers.actor.dp_actor import DataParallelPPOActor  # noqa: E402
 from verl.workers.config import FSDPActorConfig  # noqa: E402
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine  # noqa: E402
 
-from tasks.common.stacks.a100 import mini_batches, on_policy, verl_patches  # noqa: E402, F401  (each stops where verl has changed)
+from tasks.common.stacks.a100 import mini_batches, on_policy, verl_patches  # noqa: E402  (each stops where verl has changed)
 from tests.exact_kl import gradients  # noqa: E402
 
 PROMPT, RESPONSE, ROWS = 5, 6, 8
@@ -216,6 +222,42 @@ def dr_grpo(micro: int) -> float:
     return sum(ours.update_policy(data)["actor/pg_loss"])
 
 
+# ---- the end of a response
+
+
+def server() -> ModuleType:
+    """verl's module of the rollout server with its ``generate`` alone: the rest imports what only vLLM 0.11.0 has."""
+    path = Path(find_spec("verl").origin).parent / "workers/rollout/vllm_rollout/vllm_async_server.py"
+    tree = ast.parse(path.read_text())
+    base = next(node for node in tree.body if getattr(node, "name", "") == "vLLMHttpServerBase")
+    base.body = [node for node in base.body if getattr(node, "name", "") == "generate"]
+    module = ModuleType("server")
+    names = ("TokensPrompt", "LoRARequest", "RequestOutput", "TokenOutput", "SamplingParams")
+    vars(module).update({name: SimpleNamespace for name in names})
+    vars(module).update(Any=Any, Optional=Optional, _qwen2_5_vl_dedup_image_tokens=lambda ids, processor: ids)
+    exec(compile(ast.Module([base], []), str(path), "exec"), vars(module))
+    sys.modules["server"] = module
+    verl_patches.end_at_response_length(module)
+    return module
+
+
+def sampled_for(prompt: int, response_length: int | None) -> int:
+    """``max_tokens`` that verl's server asks vLLM for, with a prompt of ``prompt`` tokens in a window of 512."""
+    asked = []
+
+    class Engine:
+        async def generate(self, prompt, sampling_params, **kwargs):
+            asked.append(sampling_params.max_tokens)
+            yield SimpleNamespace(outputs=[SimpleNamespace(token_ids=[1], logprobs=None)])
+
+    config = SimpleNamespace(max_model_len=512, get=lambda name, default: default)
+    model = SimpleNamespace(processor=None, lora_rank=0)
+    how = {"temperature": 1.0} | ({"response_length": response_length} if response_length else {})
+    generate = server().vLLMHttpServerBase.generate
+    asyncio.run(generate(SimpleNamespace(config=config, model_config=model, engine=Engine()), [5] * prompt, how, "1"))
+    return asked[0]
+
+
 def main() -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[1])
     torch.distributed.init_process_group("gloo", rank=0, world_size=1)
@@ -241,6 +283,7 @@ def main() -> None:
         "resumes": {
             name: [resumes_where_it_was(s, n) for n in range(1, 6)] for name, s in (("own", own), ("verl", none))
         },
+        "sampled": [sampled_for(60, 256), sampled_for(400, 256), sampled_for(60, None)],
         "seeds": seeds_set(),
         "none": compared({}),
         "token": compared(TOKENS),

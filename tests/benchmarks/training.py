@@ -32,6 +32,7 @@ from tasks.common.settings import Settings, artifacts, load_settings
 from tasks.common.training import verl_config, verl_versions
 
 PHASES = ("gen", "reward", "old_log_prob", "adv", "update_actor", "update_weights", "step")
+PEAK = ("actor/perf/max_memory_allocated_gb", "perf/max_memory_allocated_gb")  # of verl 0.9.1 and 0.6.1
 QWEN2_5_3B = {  # https://huggingface.co/Qwen/Qwen2.5-3B/blob/main/config.json
     "hidden_size": 2048,
     "num_hidden_layers": 36,
@@ -140,7 +141,7 @@ def summary(metrics: dict[int, dict]) -> dict[str, float]:
         "tokens": median("perf/total_num_tokens"),
         "response_length": median("response_length/mean"),
         "share_of_bf16_peak_in_update": median("perf/mfu/actor"),
-        "peak_gb_of_trainer": max(step["actor/perf/max_memory_allocated_gb"] for step in later),
+        "peak_gb_of_trainer": max((step[key] for step in later for key in PEAK if key in step), default=None),
         "score": median("critic/score/mean"),
     }
     return {name: value for name, value in figures.items() if value is not None}

@@ -56,7 +56,11 @@ def train_at_once(runs: dict[str, Settings], arguments: list[str], jobs: int) ->
         print(f"  {label}: {log}", flush=True)
         with log.open("w") as output:
             running[label] = subprocess.Popen(
-                command, env=environment(share) | {"SHARED_GPU": "1"}, stdout=output, stderr=subprocess.STDOUT, preexec_fn=die_with_parent
+                command,
+                env=environment(share) | {"SHARED_GPU": "1"},  # verl_plugins/shared_gpu.py
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                preexec_fn=die_with_parent,
             )
             code = running[label].wait()
         print(f"  {label}: {_last_line(log)} ({time.monotonic() - started:.0f} s)", flush=True)

@@ -1,7 +1,8 @@
 """vLLM's worker on a GPU that other trainings use too (`make experiment JOBS=`).
 
 It measures the free memory of the whole GPU (vllm/v1/worker/gpu_worker.py of 0.11.0 and 0.24.0). What another program
-takes while this one falls asleep ends it. What another takes or frees while it profiles ends it, or changes its KV cache.
+takes while this one falls asleep ends it. What another takes or frees while it profiles ends it, or changes its KV
+cache.
 """
 
 import os

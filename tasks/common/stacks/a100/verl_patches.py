@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 import verl.utils.model as verl_model
+import wrapt
 from verl.experimental.agent_loop import agent_loop
 from verl.experimental.reward import reward_manager
 from verl.models.transformers import monkey_patch
@@ -149,3 +150,23 @@ def _entropy_of_a_token(loss_mat: torch.Tensor, loss_mask: torch.Tensor, loss_ag
 
 
 ray_trainer.agg_loss = _entropy_of_a_token
+
+
+# ---- verl/workers/rollout/vllm_rollout/vllm_async_server.py:385 samples until prompt and response fill the window ----
+# What is beyond MAX_RESPONSE_LENGTH is dropped: of 256 + 256 tokens up to 450 were sampled, one round of all for each.
+
+
+@wrapt.when_imported("verl.workers.rollout.vllm_rollout.vllm_async_server")
+def end_at_response_length(server) -> None:
+    """Let ``sampling_params["response_length"]``, in tokens, end a response (verl_plugins/dataset.py sends it)."""
+    expect(
+        server.vLLMHttpServerBase.generate,
+        "max_tokens = self.config.max_model_len - len(prompt_ids)",
+        "SamplingParams(max_tokens=max_tokens, **sampling_params)",
+    )
+    verls_own = server.SamplingParams
+
+    def sampling_params(*, max_tokens: int, response_length: int | None = None, **others):
+        return verls_own(max_tokens=min(max_tokens, response_length or max_tokens), **others)
+
+    server.SamplingParams = sampling_params
