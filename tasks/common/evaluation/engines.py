@@ -1,7 +1,6 @@
-"""What samples: vLLM's offline engine, and plain transformers for `make batch`. Both take the same requests.
+"""The engines: vLLM's offline engine, and plain transformers for `make batch`. Both take the same requests.
 
-An engine has ``generate(requests, sampling)``, which yields each request with its completions as it ends; a test puts
-a table of answers in its place.
+``generate(requests, sampling)`` yields each request with its completions as it ends.
 """
 
 from collections.abc import Iterator
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tasks.common.evaluation.rollouts import GREEDY, TOO_LONG, Completion
+from tasks.common.evaluation.rollouts import GREEDY, SAMPLED, TOO_LONG, Completion
 from tasks.common.models.chat_template import opens_thinking, prompt_ids
 from tasks.common.models.merge import RANKS, base_model, is_adapter, max_rank
 from tasks.common.settings import SettingsError
@@ -38,11 +37,8 @@ TEMPLATES = {
 
 @dataclass(frozen=True)
 class Sampling:
-    """``n`` samples per prompt at ``temperature`` and ``top_p``, and a greedy response if ``greedy``.
-
-    ``seed`` is the engine's: vLLM 0.30 on a CPU fails on the seed of a request (gpu_model_runner.py:3723). Lengths are
-    in tokens.
-    """
+    """``n`` samples per prompt at ``temperature`` and ``top_p``, and a greedy response if ``greedy``. Lengths are in
+    tokens. ``seed`` is the engine's: vLLM 0.30 on a CPU fails on a request's seed (gpu_model_runner.py:3723)."""
 
     n: int
     greedy: bool
@@ -69,9 +65,8 @@ def token_entropy(logprobs: np.ndarray) -> np.ndarray:
     """Entropy in nats of each next-token distribution, from its ``logprobs`` of the k likeliest tokens, (tokens, k).
 
     ``-sum p_i ln p_i - r ln min(r, p_k)`` with ``r = 1 - sum p_i``, the mass of the tail, and p_k the smallest of the
-    k: no tail token is likelier than p_k or than r, so each has at least that much surprise. A lower bound, exact
-    where k = V and for a uniform distribution; short of the entropy by at most ``r ln((V - k) min(r, p_k) / r)`` for a
-    vocabulary of V.
+    k: no tail token is likelier than p_k or than r. A lower bound, exact where k = V and for a uniform distribution;
+    it misses at most ``r ln((V - k) min(r, p_k) / r)`` for a vocabulary of V.
     """
     p = np.exp(logprobs)
     rest = np.clip(1 - p.sum(-1), 0, 1)
@@ -80,9 +75,14 @@ def token_entropy(logprobs: np.ndarray) -> np.ndarray:
     return np.maximum(known + tail, 0.0)
 
 
-def request_ids(tokenizer, request: "Request", template: str = "default") -> list[int]:
-    """Token ids of a request's prompt. Raises ValueError as chat_template.prompt_ids."""
-    return prompt_ids(tokenizer, request.messages, request.tools, TEMPLATES[template][0])
+def request_ids(tokenizer, request: Request, sampling: Sampling) -> list[int] | None:
+    """Token ids of a request's prompt; None if it is too long. Raises ValueError as chat_template.prompt_ids."""
+    ids = prompt_ids(tokenizer, request.messages, request.tools, TEMPLATES[sampling.template][0])
+    return ids if len(ids) <= sampling.max_prompt_tokens else None
+
+
+def _too_long(request: Request) -> tuple[Request, list[Completion]]:
+    return request, [Completion("", TOO_LONG, 0, 0.0)]
 
 
 def _stop_ids(tokenizer, template: str) -> list[int]:
@@ -96,11 +96,8 @@ def _text(tokenizer, ids: list[int], template: str) -> str:
 
 
 def likeliest(logprobs, tokens: int) -> np.ndarray:
-    """The logprobs of the LOGPROBS likeliest of each of ``tokens`` tokens, (tokens, LOGPROBS), from vLLM's output.
-
-    It holds those and the sampled token's: flat, the sampled one first, or (vLLM 0.11.0) as a dict for each token, in
-    which the sampled one is no further entry where it is among the likeliest.
-    """
+    """The logprobs of the LOGPROBS likeliest of each of ``tokens`` tokens, (tokens, LOGPROBS), from vLLM's output: flat
+    with the sampled token's first, or (vLLM 0.11.0) a dict per token, where it is extra unless among the likeliest."""
     if hasattr(logprobs, "logprobs"):
         return np.array(logprobs.logprobs).reshape(tokens, -1)[:, 1:]
     return np.array([sorted((entry.logprob for entry in of.values()), reverse=True)[:LOGPROBS] for of in logprobs])
@@ -133,11 +130,8 @@ class VLLMEngine:
         self.tokenizer = self.llm.get_tokenizer()
 
     def generate(self, requests: list[Request], sampling: Sampling) -> Iterator[tuple[Request, list[Completion]]]:
-        """Each request with its completions, in the order in which they end.
-
-        Text is decoded once, at a response's end, and alternatives to a token never: vLLM's own output decodes all 20
-        of each token, which only costs time here.
-        """
+        """Each request with its completions, in the order in which they end. Decodes a response once, at its end, and
+        never the 20 alternatives to a token, as vLLM's own output does."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -157,30 +151,27 @@ class VLLMEngine:
                 found.flat_logprobs = True
             return found
 
-        greedy = how(1, 0.0, 1.0)
-        sampled = how(sampling.n, sampling.temperature, sampling.top_p)
+        modes = {GREEDY: how(1, 0.0, 1.0), SAMPLED: how(sampling.n, sampling.temperature, sampling.top_p)}
         engine, running = self.llm.llm_engine, {}
         for number, request in enumerate(requests):
-            ids = request_ids(self.tokenizer, request, sampling.template)
-            if len(ids) > sampling.max_prompt_tokens:
-                yield request, [Completion("", TOO_LONG, 0, 0.0)]
+            ids = request_ids(self.tokenizer, request, sampling)
+            if ids is None:
+                yield _too_long(request)
                 continue
             running[str(number)] = request, opens_thinking(self.tokenizer, ids)
-            params = greedy if request.mode == GREEDY else sampled
-            engine.add_request(str(number), {"prompt_token_ids": ids}, params, lora_request=self.adapter)
+            prompt = {"prompt_token_ids": ids}
+            engine.add_request(str(number), prompt, modes[request.mode], lora_request=self.adapter)
         while engine.has_unfinished_requests():
             for output in engine.step():
                 if output.finished:
                     request, thinking = running.pop(output.request_id)
-                    yield request, [self._completion(o, sampling.template, thinking) for o in output.outputs]
-
-    def _completion(self, output, template: str, thinking: bool) -> Completion:
-        ids = list(output.token_ids)
-        entropy = 0.0
-        if ids:
-            entropy = float(token_entropy(likeliest(output.logprobs, len(ids))).mean())
-        text = _text(self.tokenizer, ids, template)
-        return Completion(text, str(output.finish_reason), len(ids), entropy, thinking)
+                    completions = []
+                    for one in output.outputs:
+                        ids = list(one.token_ids)
+                        entropy = float(token_entropy(likeliest(one.logprobs, len(ids))).mean()) if ids else 0.0
+                        text = _text(self.tokenizer, ids, sampling.template)
+                        completions.append(Completion(text, str(one.finish_reason), len(ids), entropy, thinking))
+                    yield request, completions
 
     def stream(self, messages: list[dict], sampling: Sampling, tools: list[dict] | None = None) -> Iterator[str]:
         """The pieces of one answer as they come; ``think_opened`` then says whether it began inside of ``<think>``.
@@ -235,19 +226,13 @@ class TransformersEngine:
 
     def generate(self, requests: list[Request], sampling: Sampling) -> Iterator[tuple[Request, list[Completion]]]:
         """As VLLMEngine.generate; the entropy is exact, from the logits."""
-        fitting = []
-        for request in requests:
-            ids = request_ids(self.tokenizer, request, sampling.template)
-            if len(ids) > sampling.max_prompt_tokens:
-                yield request, [Completion("", TOO_LONG, 0, 0.0)]
-            else:
-                fitting.append((request, ids))
-        for mode in sorted({request.mode for request, _ in fitting}):
-            of_mode = [pair for pair in fitting if pair[0].mode == mode]
+        found = [(request, request_ids(self.tokenizer, request, sampling)) for request in requests]
+        yield from (_too_long(request) for request, ids in found if ids is None)
+        for mode in (GREEDY, SAMPLED):
+            of_mode = [(request, ids) for request, ids in found if ids is not None and request.mode == mode]
             for start in range(0, len(of_mode), self.BATCH):
-                yield from self._batch(
-                    of_mode[start : start + self.BATCH], sampling, mode == GREEDY or sampling.temperature == 0
-                )
+                batch = of_mode[start : start + self.BATCH]
+                yield from self._batch(batch, sampling, mode == GREEDY or sampling.temperature == 0)
 
     def _batch(self, batch: list[tuple[Request, list[int]]], sampling: Sampling, greedy: bool):
         import torch
@@ -256,9 +241,9 @@ class TransformersEngine:
         n = 1 if greedy else sampling.n
         own = self.model.generation_config.eos_token_id or self.tokenizer.eos_token_id
         ends = [*(own if isinstance(own, list) else [own]), *_stop_ids(self.tokenizer, sampling.template)]
-        how = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-        if not greedy:
-            how = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
+        how = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
+        if greedy:
+            how = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
         entropies = []  # of each step, shape (rows,)
 
         def keep_entropy(module, arguments, logits):
@@ -282,8 +267,7 @@ class TransformersEngine:
         entropy = torch.stack(entropies, 1)
         new = output[:, inputs["input_ids"].shape[1] :].tolist()
         for place, (request, prompt) in enumerate(batch):
-            completions = []
-            thinking = opens_thinking(self.tokenizer, prompt)
+            completions, thinking = [], opens_thinking(self.tokenizer, prompt)
             for row in range(place * n, (place + 1) * n):
                 end = next((i + 1 for i, token in enumerate(new[row]) if token in ends), None)
                 ids = new[row][:end]

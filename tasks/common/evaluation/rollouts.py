@@ -33,11 +33,10 @@ class Completion:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One completion with all that is needed to score it again.
+    """One completion with everything that scoring it again needs.
 
     ``index``: the prompt's place in its parquet file; ``mode``: greedy or sampled; ``sample``: which of the n.
-    ``reward``: the dict of the task's reward.py, None where it raised (``error`` says what) or where there is nothing
-    to score.
+    ``reward``: the dict of the task's reward.py; None where it raised (``error``) or where there is nothing to score.
     """
 
     index: int
@@ -62,18 +61,9 @@ def scored(row: dict, index: int, mode: str, sample: int, completion: Completion
     """``completion`` of the RL row ``row``, with its reward."""
     values = asdict(completion)
     opened = {"think_opened": True} if values.pop("think_opened") else {}
-    rollout = Rollout(
-        index,
-        mode,
-        sample,
-        **values,
-        prompt=row["prompt"],
-        data_source=row["data_source"],
-        ground_truth=row["reward_model"]["ground_truth"],
-        extra_info=row["extra_info"] | opened,
-        reward=None,
-    )
-    return rescored(rollout, compute_score)
+    values |= {"prompt": row["prompt"], "data_source": row["data_source"], "extra_info": row["extra_info"] | opened}
+    truth = row["reward_model"]["ground_truth"]
+    return rescored(Rollout(index, mode, sample, **values, ground_truth=truth, reward=None), compute_score)
 
 
 def rescored(rollout: Rollout, compute_score: Callable) -> Rollout:
@@ -95,10 +85,8 @@ def to_line(rollout: Rollout) -> str:
 
 
 def read_rollouts(path: Path) -> tuple[list[Rollout], int]:
-    """The rollouts in ``path``, in its order, and the number of lines left out (0 or 1): a last line that was cut off.
-
-    Raises DataError naming file and line where a line is no rollout.
-    """
+    """The rollouts in ``path``, in its order, and the number of skipped lines (0 or 1): a last line that was cut off.
+    Raises DataError with file and line where a line is no rollout."""
     if not path.is_file():
         raise DataError(f"{path}: no such file of rollouts")
     rollouts, cut = [], 0
@@ -114,9 +102,8 @@ def read_rollouts(path: Path) -> tuple[list[Rollout], int]:
                     raise TypeError
                 rollouts.append(rollout)
             except (ValueError, TypeError, AttributeError):
-                raise DataError(
-                    f"{path}: line {number}: is not a rollout (an object with {', '.join(FIELDS)})"
-                ) from None
+                what = f"is not a rollout (an object with {', '.join(FIELDS)})"
+                raise DataError(f"{path}: line {number}: {what}") from None
     return rollouts, cut
 
 
