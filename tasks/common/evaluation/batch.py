@@ -27,8 +27,7 @@ WRITE = (".xlsx", ".json", ".jsonl", ".csv")
 
 
 def read_table(path: Path) -> list[dict]:
-    """The rows of ``path``, dicts with ``prompt`` and perhaps ``ground_truth``. Raises DataError that names the kind of
-    file, its columns, or the first row without a prompt."""
+    """The rows of ``path``, dicts with ``prompt`` and perhaps ``ground_truth``. Raises DataError for other files."""
     if path.suffix.lower() not in READ:
         raise DataError(f"INPUT={path}: must end in {', '.join(READ)}")
     if not path.is_file():

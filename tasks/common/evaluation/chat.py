@@ -21,8 +21,7 @@ HELP = "/sample: a prompt of the test set with its reward, /reset: a new convers
 
 
 def task_system(test_file: Path) -> list[dict]:
-    """The task's system message, as a list of at most one message: the model was trained with it, so a conversation
-    starts with it too."""
+    """The task's system message, if any, in a list: the model was trained with it, so a conversation starts with it."""
     row = next(read_rows(test_file, 1), None)
     return [message for message in row["prompt"][:1] if message["role"] == "system"] if row else []
 

@@ -1,10 +1,6 @@
-"""`make compare`: base, warm-up and trained on the same prompts, and what the training itself brought.
-
-The paired difference is the trained model's to what its training began with: the warm-up if there was one.
-"""
+"""`make compare`: base, warm-up and trained on the same prompts, and the training's own paired difference."""
 
 from dataclasses import asdict
-from pathlib import Path
 
 import pandas as pd
 
@@ -90,8 +86,7 @@ def markdown(task: str, found: dict, changes: dict[str, Difference], texts: dict
 
 
 def sheet(rollouts: dict[str, list[Rollout]], by_model: dict[str, pd.DataFrame], found: dict) -> pd.DataFrame:
-    """compare.xlsx: one row per prompt, with each model's metrics (``by_model``: its ``by_prompt``) and its shown
-    response."""
+    """The rows of compare.xlsx, one per prompt: metrics (``by_model``: from ``by_prompt``) and shown responses."""
     shown = {label: shown_responses(each) for label, each in rollouts.items()}
     first = {index: r for responses in shown.values() for index, r in responses.items()}
     frame = pd.DataFrame(
@@ -111,26 +106,10 @@ def sheet(rollouts: dict[str, list[Rollout]], by_model: dict[str, pd.DataFrame],
     return frame
 
 
-def write_reports(
-    folder: Path, task: str, rollouts: dict[str, list[Rollout]], models: dict[str, str], scoring: Scoring
-) -> tuple[dict, dict[str, Difference]]:
-    """compare.json, .md, .png and .xlsx in ``folder``; the same rollouts give the same bytes. Returns ``result``."""
-    found, changes = result(rollouts, models, scoring)
-    write_json(folder / "compare.json", found)
-    texts = {r.index: prompt_text(r) for each in rollouts.values() for r in each}
-    with written_beside(folder / "compare.md") as partial:
-        partial.write_text(markdown(task, found, changes, texts), encoding="utf-8")
-    by_model = {label: by_prompt(each) for label, each in rollouts.items()}
-    before, trained = (by_model[label].get("score", pd.Series(dtype=float)) for label in (found["against"], "trained"))
-    title, summaries = f"{task}: {tables.sizes(found['trained'])}", {label: found[label] for label in models}
-    plots.compare_png(summaries, (trained - before).dropna(), title, folder / "compare.png")
-    write_xlsx(folder / "compare.xlsx", sheet(rollouts, by_model, found), "prompts")
-    return found, changes
-
-
 def compare(s: Settings, scoring: Scoring, base: str, *warm_up_and_trained: str) -> int:
     """Sample the models (base, perhaps the warm-up, trained) on the same prompts with the same settings and seed, and
-    report the paired difference. Returns the number of completions on which the reward raised."""
+    write compare.json, .md, .png and .xlsx; the same rollouts give the same bytes. Returns the number of completions on
+    which the reward raised."""
     labels = LABELS if len(warm_up_and_trained) > 1 else ("base", "trained")
     models = dict(zip(labels, (base, *warm_up_and_trained), strict=True))
     root = artifacts() / "eval" / s.TASK
@@ -139,14 +118,24 @@ def compare(s: Settings, scoring: Scoring, base: str, *warm_up_and_trained: str)
     found_once, _ = sampled({label: job for job, label in once.items()}, root, scoring)
     rollouts = {label: found_once[once[job]] for label, job in jobs.items()}
     folder = artifacts() / "compare" / s.TASK / "--".join(job.folder(root).name for job in jobs.values())
-    found, changes = write_reports(folder, s.TASK, rollouts, models, scoring)
-    pair = f"trained - {found['against']}"
-    title = f"{s.TASK}: {' -> '.join(map(model_name, models.values()))}; {tables.sizes(found['trained'])}"
-    tables.show_table(title, *tables.comparison_table({label: found[label] for label in models}, changes, pair))
+    found, changes = result(rollouts, models, scoring)
+    summaries, pair = {label: found[label] for label in models}, f"trained - {found['against']}"
+
+    write_json(folder / "compare.json", found)
+    texts = {r.index: prompt_text(r) for each in rollouts.values() for r in each}
+    with written_beside(folder / "compare.md") as partial:
+        partial.write_text(markdown(s.TASK, found, changes, texts), encoding="utf-8")
+    by_model = {label: by_prompt(each) for label, each in rollouts.items()}
+    before, trained = (by_model[label].get("score", pd.Series(dtype=float)) for label in (found["against"], "trained"))
+    sizes = tables.sizes(found["trained"])
+    plots.compare_png(summaries, (trained - before).dropna(), f"{s.TASK}: {sizes}", folder / "compare.png")
+    write_xlsx(folder / "compare.xlsx", sheet(rollouts, by_model, found), "prompts")
+
+    title = f"{s.TASK}: {' -> '.join(map(model_name, models.values()))}; {sizes}"
+    tables.show_table(title, *tables.comparison_table(summaries, changes, pair))
     print(*filter(None, [tables.gain(pair, changes), tables.gained_text(found["mcnemar"])]), sep="\n")
-    responses = shown_responses(rollouts["trained"])
     for name in ("gained", "lost"):
         for index in found[name][:3]:
-            print(f"  {name} {index}: {one_line(prompt_text(responses[index]))}")
+            print(f"  {name} {index}: {one_line(texts[index])}")
     print(f"{folder}/compare.json, .md, .png, .xlsx")
     return report_errors([r for each in found_once.values() for r in each])

@@ -1,7 +1,4 @@
-"""The engines: vLLM's offline engine, and plain transformers for `make batch`. Both take the same requests.
-
-``generate(requests, sampling)`` yields each request with its completions as it ends.
-"""
+"""The engines: vLLM's offline engine, and plain transformers for `make batch`. Both take the same requests."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -52,8 +49,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """One greedy response (``mode`` greedy) or n sampled ones to the chat ``messages`` of prompt ``index``, which may
-    call ``tools`` (OpenAI schemas)."""
+    """One greedy response or n samples (``mode``) to the chat ``messages`` of prompt ``index``; ``tools``: OpenAI's."""
 
     index: int
     mode: str
@@ -135,23 +131,18 @@ class VLLMEngine:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        def how(n: int, temperature: float, top_p: float) -> SamplingParams:
-            found = SamplingParams(
-                n=n,
-                temperature=temperature,
-                top_p=top_p,
-                max_tokens=sampling.max_tokens,
-                # One output with all n; the default returns each of the n separately, as it ends.
-                output_kind=RequestOutputKind.FINAL_ONLY,
-                logprobs=LOGPROBS,
-                detokenize=False,
-                stop_token_ids=_stop_ids(self.tokenizer, sampling.template),
-            )
-            if hasattr(found, "flat_logprobs"):  # not in vLLM 0.11.0, which returns a dict of objects per token
-                found.flat_logprobs = True
-            return found
-
-        modes = {GREEDY: how(1, 0.0, 1.0), SAMPLED: how(sampling.n, sampling.temperature, sampling.top_p)}
+        shared = {
+            "max_tokens": sampling.max_tokens,
+            # One output with all n; the default returns each of the n separately, as it ends.
+            "output_kind": RequestOutputKind.FINAL_ONLY,
+            "logprobs": LOGPROBS,
+            "detokenize": False,
+            "stop_token_ids": _stop_ids(self.tokenizer, sampling.template),
+        }
+        if hasattr(SamplingParams, "flat_logprobs"):  # not in vLLM 0.11.0, which returns a dict of objects per token
+            shared["flat_logprobs"] = True
+        drawn = {"n": sampling.n, "temperature": sampling.temperature, "top_p": sampling.top_p}
+        modes = {GREEDY: SamplingParams(temperature=0.0, **shared), SAMPLED: SamplingParams(**drawn, **shared)}
         engine, running = self.llm.llm_engine, {}
         for number, request in enumerate(requests):
             ids = request_ids(self.tokenizer, request, sampling)

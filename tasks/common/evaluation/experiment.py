@@ -56,8 +56,7 @@ def training_figures(s: Settings, model: str) -> dict | None:
 def pooled(
     tables: dict[str, pd.DataFrame], right: tuple[str, ...], left: tuple[str, ...] = ()
 ) -> dict[str, Difference]:
-    """Each metric of the models ``right`` (one per seed) minus that of ``left``, paired by prompt; by seed too, unless
-    ``left`` is one model. Without ``left`` the metric itself."""
+    """Each metric of the models ``right`` (one per seed), minus that of ``left`` if given (one, or one per seed)."""
     those = [tables[label] for label in (*left, *right)]
     result = {}
     for name in [name for name in those[0] if all(name in table for table in those)]:
@@ -66,13 +65,6 @@ def pooled(
             values = values[len(left) :] - values[: len(left)] if left else values
             result[name] = Difference(*pooled_mean(values), f"t, {values.shape[0]} seeds x {values.shape[1]} prompts")
     return result
-
-
-def chosen_rates(arms: list[Arm], tables: dict[str, pd.DataFrame]) -> dict[str, Arm]:
-    """The arm of each method whose seeds have the highest mean reward on the prompts of ``tables``."""
-    mean = {arm: np.mean([tables[label][CHOSEN_BY].mean() for label in arm.labels]) for arm in arms}
-    methods = dict.fromkeys(arm.method for arm in arms)
-    return {method: max((arm for arm in arms if arm.method == method), key=mean.get) for method in methods}
 
 
 def training_rows(arms: list[Arm], training: dict[str, dict]) -> list[list[str]]:
@@ -90,11 +82,9 @@ def training_rows(arms: list[Arm], training: dict[str, dict]) -> list[list[str]]
 
 def experiment(s: Settings, scoring: Scoring, models: dict[str, str]) -> int:
     """Sample ``models`` (label to path: the start, then ``METHOD@RATE#SEED``) on the held-out prompts; print and write
-    all metrics, and the paired differences of each method to the start and to the first one.
-
-    Where a method has several rates, dev.parquet picks one. Without that file the test prompts do, and the report says
-    that this is an oracle. Returns the number of completions on which the reward raised.
-    """
+    all metrics, and the paired differences of each method to the start and to the first one. dev.parquet picks the rate
+    of a method with several; without it the test prompts do, and the report calls this an oracle. Returns the number of
+    completions on which the reward raised."""
     root = artifacts() / "eval" / s.TASK
     arms = arms_of([label for label in models if label != START])
     rollouts, _ = sampled({label: test_job(s, model) for label, model in models.items()}, root, scoring)
@@ -164,13 +154,13 @@ def experiment(s: Settings, scoring: Scoring, models: dict[str, str]) -> int:
 
 
 def _chosen(s: Settings, scoring: Scoring, models, arms: list[Arm], tables, root) -> tuple[dict[str, Arm], str]:
-    """The arm of each method to compare, and by what it was chosen; empty where there was no choice."""
-    if len(arms) == len({arm.method for arm in arms}):
-        return {arm.method: arm for arm in arms}, ""
-    dev = s.data_dir / "dev.parquet"
-    if not dev.is_file():
-        return chosen_rates(arms, tables), f"the {CHOSEN_BY} on these very test prompts: an oracle, too good to be true"
-    labels = [label for arm in arms for label in arm.labels]
-    found, _ = sampled({label: test_job(s, models[label], dev) for label in labels}, root, scoring)
-    tables = {label: by_prompt(rollouts) for label, rollouts in found.items()}
-    return chosen_rates(arms, tables), f"the {CHOSEN_BY} on {dev.name}"
+    """The arm of each method whose seeds have the highest mean reward, and on which prompts; "" without a choice."""
+    methods, dev, how = dict.fromkeys(arm.method for arm in arms), s.data_dir / "dev.parquet", ""
+    if len(arms) > len(methods) and dev.is_file():
+        jobs = {label: test_job(s, models[label], dev) for arm in arms for label in arm.labels}
+        tables = {label: by_prompt(rollouts) for label, rollouts in sampled(jobs, root, scoring)[0].items()}
+        how = f"the {CHOSEN_BY} on {dev.name}"
+    elif len(arms) > len(methods):
+        how = f"the {CHOSEN_BY} on these very test prompts: an oracle, too good to be true"
+    mean = {arm: np.mean([tables[label][CHOSEN_BY].mean() for label in arm.labels]) for arm in arms}
+    return {method: max((arm for arm in arms if arm.method == method), key=mean.get) for method in methods}, how

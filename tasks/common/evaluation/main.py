@@ -1,8 +1,4 @@
-"""The command line of a task's evaluate.py: sample models on the task's prompts, score, report.
-
-The reward that trains is the reward that reports. A task's evaluate.py calls ``main`` with its own ``compute_score``
-and, if it has any, its own metrics.
-"""
+"""The command line of a task's evaluate.py: sample models on the task's prompts, score them with its reward, report."""
 
 import sys
 from collections.abc import Callable
@@ -71,8 +67,7 @@ def next_steps(s: Settings, start: str, change: Estimate) -> list[str]:
 def summarized(
     jobs: dict[str, Job], root: Path, scoring: Scoring, summary: Callable[[list[Rollout]], dict], shown: bool = True
 ) -> tuple[dict[str, list[Rollout]], dict[str, dict]]:
-    """Rollouts and ``summary`` of each job, by label; the summary is written beside the rollouts. ``shown``: print
-    where."""
+    """Rollouts and ``summary`` of each job, by label. Writes summaries beside the rollouts; ``shown``: prints where."""
     rollouts, any_sampled = sampled(jobs, root, scoring)
     summaries = {label: summary(rollouts[label]) for label in jobs}
     for label, job in jobs.items():
@@ -108,11 +103,8 @@ def rescore(s: Settings, command: Command, scoring: Scoring) -> int:
 
 def main(compute_score: Callable, own_metrics: OwnMetrics | None = None) -> None:
     """Run one command: ``probe MODEL``, ``eval LABEL=MODEL ...``, ``compare BASE MODEL``, ``rescore``, ``chat MODEL``,
-    ``batch MODEL``, ``pairs MODEL OUT``, ``accepted MODEL OUT`` or, called by these, ``sample JOB``. All else comes
-    from the environment that train.sh exports.
-
-    Exits with 1 after one line that says why, also when the reward raised on some completion.
-    """
+    ``batch MODEL``, ``pairs MODEL OUT``, ``accepted MODEL OUT`` or, called by these, ``sample JOB``. Settings come from
+    the environment. Exits with 1 after one line that says why, also when the reward raised on some completion."""
     interrupt_on_sigterm()
     name, *arguments = sys.argv[1:]
     with errors_in_one_line(SettingsError, DataError, JudgeError, stopped="" if name == "sample" else STOPPED):

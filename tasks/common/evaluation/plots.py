@@ -67,10 +67,8 @@ def compare_png(summaries: dict[str, dict], score_change: pd.Series, title: str,
 
 
 def lines_svg(lines: dict[str, dict[int, float]], title: str, wide: bool = False) -> bytes:
-    """Metrics over the steps, as SVG without a reference to anything; ``lines``: value by step, by the metric's name.
-
-    A value that is not finite leaves a gap. ``wide``: twice as wide. Several lines have a legend below.
-    """
+    """Metrics over the steps, as SVG without references; ``lines``: value by step, by metric. A value that is not
+    finite leaves a gap. Several lines have a legend below."""
     with plt.rc_context(LINES_STYLE):
         width, many = 10.6 if wide else 5.2, len(lines) > 1
         figure, axes = plt.subplots(figsize=(width, 3.3 if many else 2.9))

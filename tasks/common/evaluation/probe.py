@@ -32,8 +32,8 @@ class Verdict:
 
 
 def by_prompt(rollouts: list[Rollout]) -> pd.DataFrame:
-    """One row per prompt: ``samples``, ``accuracy``, ``score`` and ``variance`` (of the score over the samples,
-    population variance), ``entropy`` (nats), ``truncated``. Completions without a reward are left out."""
+    """One row per prompt, from the scored samples: ``samples``, ``accuracy``, ``score``, its population
+    ``variance``, ``entropy`` (nats), ``truncated``."""
     table = summary.by_prompt(rollouts)
     rewards = pd.DataFrame({"index": r["index"], **r["reward"]} for r in summary.as_dicts(rollouts)).groupby("index")
     # By definition, equal scores give exactly 0.
@@ -120,8 +120,8 @@ def newest(task: str, wanted: Callable[[str], bool]) -> Path | None:
 
 
 def write_signal(s: Settings, command: Command, prompts: pd.DataFrame, path: Path) -> None:
-    """Write the training prompts whose accuracy is strictly between FILTER_LOW and FILTER_HIGH to ``path``, in order
-    and in the same schema. Raises DataError when there are none."""
+    """Write the training prompts whose accuracy is strictly between FILTER_LOW and FILTER_HIGH, in order, to ``path``.
+    Raises DataError when there are none."""
     kept = prompts.index[prompts["accuracy"].between(command.FILTER_LOW, command.FILTER_HIGH, inclusive="neither")]
     bounds = f"accuracy strictly between {command.FILTER_LOW:g} and {command.FILTER_HIGH:g}"
     if not len(kept):
@@ -138,8 +138,8 @@ def write_signal(s: Settings, command: Command, prompts: pd.DataFrame, path: Pat
 def probe(s: Settings, command: Command, scoring: Scoring, model: str) -> int:
     """Sample ``model`` N times on the first LIMIT training prompts and say whether training can work.
 
-    Writes probe.json and probe.png, and with FILTER=1 signal.parquet. Returns the number of completions on which the
-    reward raised. Raises DataError when the filter leaves nothing; everything else is written before.
+    Writes probe.json and probe.png, then with FILTER=1 signal.parquet. Returns the number of completions on which the
+    reward raised. Raises DataError when the filter leaves nothing.
     """
     if command.FILTER_LOW >= command.FILTER_HIGH:
         raise SettingsError(f"FILTER_LOW={command.FILTER_LOW:g}: must be less than FILTER_HIGH={command.FILTER_HIGH:g}")

@@ -67,8 +67,7 @@ def scored(row: dict, index: int, mode: str, sample: int, completion: Completion
 
 
 def rescored(rollout: Rollout, compute_score: Callable) -> Rollout:
-    """``rollout`` with the reward that ``compute_score`` gives now. An exception becomes its ``error``: one bad row
-    must not cost the others. Raises JudgeError: without its judge no row can be scored."""
+    """``rollout`` with its reward from ``compute_score``; an exception becomes its ``error``. Raises JudgeError."""
     if rollout.finish_reason == TOO_LONG or rollout.ground_truth in (None, ""):
         return replace(rollout, reward=None, error="")
     try:
@@ -85,8 +84,7 @@ def to_line(rollout: Rollout) -> str:
 
 
 def read_rollouts(path: Path) -> tuple[list[Rollout], int]:
-    """The rollouts in ``path``, in its order, and the number of skipped lines (0 or 1): a last line that was cut off.
-    Raises DataError with file and line where a line is no rollout."""
+    """The rollouts in ``path``, and the number of skipped lines (0 or 1: the last, cut off). Raises DataError."""
     if not path.is_file():
         raise DataError(f"{path}: no such file of rollouts")
     rollouts, cut = [], 0

@@ -1,7 +1,4 @@
-"""Sample a model on the rows of a parquet file and score each completion; what was sampled before is kept.
-
-The commands call ``sampled``. It runs ``sample`` in a separate process, whose output goes to a log.
-"""
+"""Sample a model on the rows of a parquet file, in a process of its own, and score each completion; keep them all."""
 
 import gc
 import json
@@ -114,9 +111,9 @@ def model_name(model: str) -> str:
 
 
 def load(job: Job, out: Path, scoring: Scoring) -> tuple[list[Rollout], list[Request]]:
-    """The rollouts of ``job`` that ``out`` holds, in order, and the requests that are missing.
+    """The rollouts of ``job`` in ``out``, in order, and the requests that are missing: those without all their lines.
 
-    A group with a missing line counts as missing. Rollouts scored with another version of the reward are scored again.
+    Rollouts scored with another version of the reward are scored again.
     """
     rows = list(read_rows(Path(job.rows), job.limit or None))
     if not rows:
@@ -182,24 +179,18 @@ class _Tail:
     """Progress of a file of rollouts that another process writes: lines, and tokens per second since sampling began."""
 
     def __init__(self, label: str, path: Path):
-        self.label, self.path, self.tokens, self.started = label, path, 0, 0.0
-        text = path.read_bytes() if path.exists() else b""
-        self.place, self.lines, self.first = len(text), text.count(b"\n"), self._stamp()
-
-    def _stamp(self) -> int:
-        return self.path.stat().st_mtime_ns if self.path.exists() else 0
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.label, self.file, self.tokens, self.started = label, path.open("a+b"), 0, 0.0
+        self.file.seek(0)
+        self.lines, self.first = self.file.read().count(b"\n"), path.stat().st_mtime_ns
 
     def read(self) -> None:
         """Count what was written since the last look."""
-        if not self.started and self._stamp() == self.first:
-            return
-        self.started = self.started or time.monotonic()
-        with self.path.open("rb") as file:
-            file.seek(self.place)
-            new, whole, _ = file.read().rpartition(b"\n")
-        self.place += len(new + whole)
-        self.lines += len(new.splitlines())
-        self.tokens += sum(json.loads(line)["tokens"] for line in new.splitlines())
+        if self.started or os.fstat(self.file.fileno()).st_mtime_ns != self.first:
+            self.started = self.started or time.monotonic()
+            new = self.file.read()
+            self.lines += new.count(b"\n")
+            self.tokens += sum(map(int, re.findall(rb'"tokens": (\d+)', new)))  # in a text, its quotes are escaped
 
 
 def _progress(tails: list[_Tail]) -> Progress:
@@ -215,9 +206,8 @@ def _progress(tails: list[_Tail]) -> Progress:
 def sampled(jobs: dict[str, Job], root: Path, scoring: Scoring) -> tuple[dict[str, list[Rollout]], bool]:
     """All rollouts of each of ``jobs`` (by label), in order, and whether any had to be sampled.
 
-    They are kept in ``job.folder(root)/rollouts.jsonl``. A separate process samples: the script that runs now, with the
-    command ``sample``. Its output goes to a log, its end frees the memory. Raises DataError, or StageFailed when the
-    engine fails.
+    ``job.folder(root)/rollouts.jsonl`` keeps them. A child process samples: the script that runs now, with the command
+    ``sample``. Its end frees the memory. Raises DataError, or StageFailed when the engine fails.
     """
     files = {label: job.folder(root) / "rollouts.jsonl" for label, job in jobs.items()}
     found = {label: load(job, files[label], scoring) for label, job in jobs.items()}

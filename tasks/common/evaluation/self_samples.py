@@ -42,10 +42,8 @@ def scored_by_prompt(rollouts: list[Rollout]) -> list[list[Rollout]]:
 
 
 def best_against_worst(rollouts: list[Rollout]) -> Pairs:
-    """For each prompt the response with the highest score against the one with the lowest; ties are dropped.
-
-    The better one must have ended by itself. The worse one may be truncated; ``truncated`` then says so.
-    """
+    """For each prompt the response with the highest score against the one with the lowest; ties are dropped. The better
+    one must have ended by itself. The worse one may be truncated; ``truncated`` then says so."""
     examples, ties, unscored = [], 0, 0
     for group in scored_by_prompt(rollouts):
         if len(group) < 2:
@@ -62,8 +60,7 @@ def best_against_worst(rollouts: list[Rollout]) -> Pairs:
 
 
 def right_responses(rollouts: list[Rollout]) -> list[Example]:
-    """Responses that are right (acc 1) and ended by themselves, as demonstrations: the first MOST_ACCEPTED different
-    ones of each prompt."""
+    """The first MOST_ACCEPTED different responses per prompt that are right (acc 1) and ended by themselves."""
     accepted = []
     for group in scored_by_prompt(rollouts):
         right = [r for r in group if r.reward["acc"] == 1 and r.finish_reason == "stop"]
@@ -92,8 +89,7 @@ def _example(rollout: Rollout, ground_truth: dict, demonstration: str | None = N
 def write_pairs(s: Settings, scoring: Scoring, model: str, out: str, number: str = "1") -> int:
     """``pairs MODEL OUT.parquet ROUND``: what `make train METHOD=dpo` trains on without PAIRS_FILE.
 
-    Returns the number of completions on which the reward raised. Raises SettingsError when ROLLOUT_N is 1, and
-    DataError when no prompt gives a pair; OUT then stays as it was.
+    Returns the number of completions on which the reward raised. Raises DataError, without OUT, when there is no pair.
     """
     if s.ROLLOUT_N < 2:
         raise SettingsError(f"ROLLOUT_N={s.ROLLOUT_N}: pairs of own samples need at least 2 samples a prompt")
@@ -114,8 +110,7 @@ def write_pairs(s: Settings, scoring: Scoring, model: str, out: str, number: str
 
 
 def write_accepted(s: Settings, scoring: Scoring, model: str, out: str) -> int:
-    """``accepted MODEL OUT.parquet``: demonstrations for SFT_SOURCE=samples. Returns what ``write_pairs`` does. Raises
-    DataError when no response is right; OUT then stays as it was."""
+    """``accepted MODEL OUT.parquet``: demonstrations for SFT_SOURCE=samples. Returns and raises as ``write_pairs``."""
     rollouts = _samples(s, scoring, model, Path(out))
     found = right_responses(rollouts)
     counts = f"{_prompts(rollouts)}, {s.ROLLOUT_N} samples each, {len(found)} accepted"
@@ -131,10 +126,8 @@ def write_accepted(s: Settings, scoring: Scoring, model: str, out: str) -> int:
 
 
 def chosen_prompts(count: int, wanted: int, number: int, seed: int) -> np.ndarray:
-    """Which of ``count`` prompts round ``number`` (from 1) samples: ``wanted`` (0: all), ascending.
-
-    Rounds have different prompts until all of them were sampled; then a new order begins.
-    """
+    """Which of ``count`` prompts round ``number`` (from 1) samples: ``wanted`` (0: all), ascending. Rounds have
+    different prompts until all of them were sampled; then a new order begins."""
     if not 0 < wanted < count:
         return np.arange(count)
     generator = np.random.default_rng(seed)
@@ -144,8 +137,7 @@ def chosen_prompts(count: int, wanted: int, number: int, seed: int) -> np.ndarra
 
 
 def _samples(s: Settings, scoring: Scoring, model: str, out: Path, number: int = 1) -> list[Rollout]:
-    """ROLLOUT_N responses of ``model`` to each of SAMPLED_PROMPTS training prompts, sampled as RL samples. Keeps the
-    prompts of round ``number`` beside ``out``."""
+    """ROLLOUT_N responses of ``model`` to each training prompt of round ``number``, sampled as RL samples."""
     table = pq.read_table(s.train_file)
     prompts = out.with_name("prompts.parquet")
     with written_beside(prompts) as partial:

@@ -39,11 +39,8 @@ def _bootstrap(values: np.ndarray, seed: int):
 
 
 def bootstrap_mean(values: np.ndarray, seed: int = 0) -> Estimate:
-    """Mean of ``values`` (shape: prompts) with the percentile bootstrap over prompts (Efron 1979).
-
-    Prompts are resampled, not completions: the completions of a prompt depend on each other. For a paired comparison
-    pass the differences by prompt.
-    """
+    """Mean of ``values`` (shape: prompts) with the percentile bootstrap over prompts (Efron 1979). Not over
+    completions: those of a prompt depend on each other. For a paired comparison pass the differences by prompt."""
     values = np.asarray(values, dtype=float)
     mean = float(values.mean())
     if len(values) < 2 or np.ptp(values) == 0:
@@ -113,10 +110,8 @@ def pass_at_k(n: np.ndarray, correct: np.ndarray, k: int) -> np.ndarray:
 def bootstrap_statistics(
     groups: Sequence[list], statistic: Callable[[list], dict[str, float]], resamples: int = 200, seed: int = 0
 ) -> dict[str, np.ndarray]:
-    """``statistic`` of ``resamples`` resamples of ``groups`` (one list of rows a prompt), by name; shape (resamples,).
-
-    For statistics that are no mean over prompts. The same seed and number of groups resample the same prompts.
-    """
+    """``statistic`` of ``resamples`` resamples of ``groups`` (a list of rows per prompt), by name; shape (resamples,).
+    The same seed and number of groups resample the same prompts."""
     rng = np.random.default_rng(seed)
     results = []
     for _ in range(resamples):

@@ -152,11 +152,8 @@ class Difference:
 def differences(
     base: list[Rollout], trained: list[Rollout], own_metrics: OwnMetrics | None = None
 ) -> dict[str, Difference]:
-    """The paired difference of each metric that both have.
-
-    Exact McNemar where a prompt has one response that is right or wrong (accuracy; pass@1 of one sample), the paired
-    bootstrap over prompts for the rest.
-    """
+    """The paired difference of each metric that both have: exact McNemar where a prompt has one response that is right
+    or wrong (accuracy; pass@1 of one sample), else the paired bootstrap over prompts."""
     left, right = by_prompt(base), by_prompt(trained)
     result = {}
     for name in [name for name in left if name in right]:

@@ -50,8 +50,7 @@ def gained_text(test: dict) -> str:
 def comparison_table(
     summaries: dict[str, dict], changes: dict[str, Difference] | None = None, pair: str = "", meanings: bool = False
 ) -> tuple[list[str], list[list[str]]]:
-    """Header and one row per metric: its name, its estimate for each model, with ``changes`` the difference of ``pair``
-    and its p-value, with ``meanings`` what the metric is."""
+    """Header and a row per metric: each model's estimate, the difference of ``pair`` and its p-value, the meaning."""
     header = ["metric", *summaries, *([f"{pair} [95 % interval]", "p"] if changes is not None else [])]
     rows = []
     for name in dict.fromkeys(name for summary in summaries.values() for name in summary["metrics"]):

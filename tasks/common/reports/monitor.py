@@ -21,7 +21,7 @@ from types import SimpleNamespace
 
 from tasks.common.evaluation.rollouts import SAMPLED
 from tasks.common.machine import hardware
-from tasks.common.process import interrupt_on_sigterm
+from tasks.common.process import errors_in_one_line, interrupt_on_sigterm
 from tasks.common.reports.overview import evaluations, settings_of
 from tasks.common.runs import health, launches, validation
 from tasks.common.runs.folder import all_runs, read_metrics, recorded
@@ -105,9 +105,6 @@ def config_of(run_dir: Path) -> dict:
     return launches.masked_values(config)
 
 
-# ---- parts ---------------------------------------------------------------------------------------------------------
-
-
 def _rows(file: Path, most: int | None = None) -> Iterator[dict]:
     """The first ``most`` whole lines of ``file``; none if it is not there."""
     with suppress(OSError), file.open(errors="replace") as stream:
@@ -142,9 +139,6 @@ def _evaluated(file: Path, step: int) -> Iterator[Sample]:
 def _cut(text: str) -> str:
     text = str(text)
     return text if len(text) <= LONGEST else f"{text[:LONGEST]} ... ({len(text)} characters)"
-
-
-# ---- following -----------------------------------------------------------------------------------------------------
 
 
 def changed(run_dir: Path) -> tuple:
@@ -228,9 +222,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
+    with errors_in_one_line(SettingsError), suppress(KeyboardInterrupt):
         main()
-    except SettingsError as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit(0)

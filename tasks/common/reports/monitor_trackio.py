@@ -1,7 +1,4 @@
-"""The runs in trackio's dashboard (https://github.com/gradio-app/trackio): a project for each task.
-
-`trackio.log` writes one live run at a time. Many runs go to its store in bulk, as trackio/imports.py imports CSV files.
-"""
+"""The runs in trackio's dashboard (https://github.com/gradio-app/trackio): a project for each task."""
 
 import contextlib
 import io

@@ -25,10 +25,7 @@ OLDER = "(not recorded)"
 
 
 def step_of(model: str, run_dir: Path) -> int | None:
-    """The step of ``run_dir``'s checkpoint that the path ``model`` names; None if it names none.
-
-    Only the part from runs/ on counts, so that artifacts/ may be moved.
-    """
+    """The step of ``run_dir``'s checkpoint that the path ``model`` names, or None. artifacts/ may have been moved."""
     place = rf"/runs/{re.escape(run_dir.parent.name)}/{re.escape(run_dir.name)}/checkpoints/global_step_(\d+)/"
     found = re.search(place, f"{model}/")
     return int(found[1]) if found else None
@@ -46,8 +43,7 @@ def evaluations(run_dir: Path) -> list[tuple[int, Path, dict]]:
 
 
 def started(run_dir: Path) -> float:
-    """When a run began, in seconds since 1970: its first launch, or its settings' last change without a launch record
-    (older versions)."""
+    """When a run began, in seconds since 1970: its first launch; without a launch record, its settings' last change."""
     if found := launches.launches(run_dir):
         return datetime.fromisoformat(launches.read(found[0])["date"]).timestamp()
     return (run_dir / "settings.json").stat().st_mtime
@@ -94,9 +90,6 @@ def table(task: str = "") -> str:
     if not runs:
         return f"no runs in {artifacts() / 'runs' / task} yet: run `make train TASK={task or 'countdown'}`"
     return aligned([HEADER, *map(row, runs)])
-
-
-# ---- two runs side by side -----------------------------------------------------------------------------------------
 
 
 def settings_of(run_dir: Path) -> dict:

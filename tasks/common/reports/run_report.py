@@ -1,7 +1,4 @@
-"""`make report TASK=x [RUN=name]`: a run as one HTML file that needs nothing beside it, to attach to a pull request.
-
-The template run_report.html.jinja escapes every value. A line says what a run lacks.
-"""
+"""`make report TASK=x [RUN=name]`: a run as one HTML file that needs nothing beside it, to attach to a pull request."""
 
 import base64
 import json
@@ -16,9 +13,8 @@ from pathlib import Path
 import jinja2
 
 from tasks.common.data.prepare import describe
-from tasks.common.evaluation import plots
+from tasks.common.evaluation import compare, plots
 from tasks.common.evaluation import probe as probes
-from tasks.common.evaluation.compare import labels_of
 from tasks.common.evaluation.sample import model_name
 from tasks.common.evaluation.statistics import Estimate
 from tasks.common.evaluation.summary import Difference
@@ -105,8 +101,8 @@ class Section:
 class Comparison:
     """Evaluations of the checkpoint of ``step`` and of what it began with: summaries by label, the trained model last.
 
-    ``changes``: the training's own, paired with what it began with (its warm-up, if there was one), by ``pair``.
-    ``test`` (McNemar's) and ``picture`` only where `make compare` made it.
+    ``changes``: the training's own, paired with what it began with, by ``pair``. ``test`` (McNemar's) and ``picture``
+    only where `make compare` made it.
     """
 
     step: int
@@ -115,9 +111,6 @@ class Comparison:
     pair: str
     test: dict | None = None
     picture: Path | None = None
-
-
-# ---- which run -----------------------------------------------------------------------------------------------------
 
 
 def chosen(task: str, name: str) -> Path:
@@ -145,9 +138,6 @@ def same_model(left: str, right: str) -> bool:
     tail = rf"/(?:runs/[^/]+/[^/]+/checkpoints/.+|models/{EMBEDDED}[^/]*)$"
     tails = [found[0] for path in (left, right) if (found := re.search(tail, path))]
     return left == right or (len(tails) == 2 and tails[0] == tails[1])
-
-
-# ---- sections ------------------------------------------------------------------------------------------------------
 
 
 def settings(run_dir: Path, made: dict, launch: dict | None) -> Section:
@@ -281,7 +271,7 @@ def comparison(run_dir: Path, made: dict) -> Comparison | None:
     if compared and max(compared)[0] >= max((step for step, *_ in evaluated), default=0):
         step, _, file = max(compared)
         found = read_json(file)
-        summaries = {label: found[label] for label in labels_of(found)}
+        summaries = {label: found[label] for label in compare.labels_of(found)}
         pair = f"trained - {found.get('against', 'base')}"  # an older version's has no warm-up
         return Comparison(
             step, summaries, _changes(found), pair, found["mcnemar"], picture=file.with_name("compare.png")
@@ -341,9 +331,6 @@ def evaluation(run_dir: Path, found: Comparison | None) -> Section:
     return Section(title, lines, _png(found.picture, "base against trained") if found.picture else [], [table])
 
 
-# ---- samples -------------------------------------------------------------------------------------------------------
-
-
 def samples(run_dir: Path) -> Section:
     """Rollouts of the last step that has any, from the highest score to the lowest."""
     files = [file for file in (run_dir / "rollouts").glob("*.jsonl") if file.stem.isdigit()]
@@ -399,9 +386,6 @@ def cut(text: str, limit: int) -> str:
         return text
     half = limit // 2
     return f"{text[:half]}\n[… {len(text) - 2 * half} characters left out …]\n{text[-half:]}"
-
-
-# ---- the page ------------------------------------------------------------------------------------------------------
 
 
 def _png(path: Path, text: str) -> list[Picture]:
