@@ -74,7 +74,7 @@ def markdown(task: str, found: dict, changes: dict[str, Difference], texts: dict
             for label, each in summaries.items()
         ),
         tables.markdown_table(*tables.comparison_table(summaries, changes, pair, meanings=True)),
-        "A difference is taken prompt by prompt, over the prompts that both models answered: "
+        "Differences are paired by prompt, over the prompts that both models answered: "
         f"{tables.gained_text(found['mcnemar'])}.",
     ]
     for name in ("gained", "lost"):
@@ -89,20 +89,13 @@ def sheet(rollouts: dict[str, list[Rollout]], by_model: dict[str, pd.DataFrame],
     """The rows of compare.xlsx, one per prompt: metrics (``by_model``: from ``by_prompt``) and shown responses."""
     shown = {label: shown_responses(each) for label, each in rollouts.items()}
     first = {index: r for responses in shown.values() for index, r in responses.items()}
-    frame = pd.DataFrame(
-        {
-            "index": sorted(first),
-            "prompt": [prompt_text(first[index]) for index in sorted(first)],
-            "ground_truth": [first[index].ground_truth for index in sorted(first)],
-        },
-        index=sorted(first),
-    )
-    frame["change"] = pd.Series({index: name for name in ("gained", "lost") for index in found[name]}, dtype=object)
+    change = {index: name for name in ("gained", "lost") for index in found[name]}
+    rows = [[i, prompt_text(first[i]), first[i].ground_truth, change.get(i)] for i in sorted(first)]
+    frame = pd.DataFrame(rows, sorted(first), ["index", "prompt", "ground_truth", "change"])
     metrics = [name for name in by_model["base"] if all(name in table for table in by_model.values())]
     for label, responses in shown.items():
-        frame = frame.join(by_model[label][metrics].add_prefix(f"{label} "))
-        for name in ("response", "error"):
-            frame[f"{label} {name}"] = pd.Series({index: getattr(r, name) for index, r in responses.items()})
+        texts = pd.DataFrame({index: [r.response, r.error] for index, r in responses.items()}, ["response", "error"])
+        frame = frame.join(by_model[label][metrics].join(texts.T, how="outer").add_prefix(f"{label} "))
     return frame
 
 

@@ -17,7 +17,7 @@ from tasks.common.process import errors_in_one_line, interrupt_on_sigterm
 from tasks.common.rewards.answers import JudgeError
 from tasks.common.settings import Command, Settings, SettingsError, artifacts, fingerprint, load_settings
 
-STOPPED = "stopped; what was sampled is kept, the same command goes on from there"
+STOPPED = "stopped; finished samples are kept, the same command continues"
 
 
 def evaluate(s: Settings, command: Command, scoring: Scoring, models: dict[str, str]) -> int:
@@ -51,15 +51,15 @@ def next_steps(s: Settings, start: str, change: Estimate) -> list[str]:
         return []
     if change.high < 0:
         return [
-            f"a lower rate: LR={s.LR / 2:g}, or KL_COEF={s.KL_COEF or 0.01:g}",
+            f"a lower learning rate: LR={s.LR / 2:g}, or KL_COEF={s.KL_COEF or 0.01:g}",
             "an earlier checkpoint: validate (TEST_FREQ), keep more (KEEP) and take STEP=best",
         ]
     file = probe.newest(s.TASK, lambda model: model == start)
     without = f"make probe TASK={s.TASK} says whether the data has signal for it"
     return [
         f"more steps: the same command with STEPS={2 * s.STEPS}",
-        f"the probe of what it began with: {read_json(file)['conclusion'] if file else without}",
-        f"another rate: LR={2 * s.LR:g}, and lower if the reward falls",
+        f"the probe of the model it started from: {read_json(file)['conclusion'] if file else without}",
+        f"another learning rate: LR={2 * s.LR:g}, and lower if the reward falls",
         "more test prompts: a larger TEST_SIZE narrows the interval",
     ]
 
@@ -86,7 +86,7 @@ def rescore(s: Settings, command: Command, scoring: Scoring) -> int:
     source = Path(command.ROLLOUTS)
     stored, cut = read_rollouts(source)
     if not stored:
-        raise DataError(f"{source}: has no whole line")
+        raise DataError(f"{source}: has no complete line")
     if cut:
         print(f"  {source}: its last line was cut off and is skipped")
     stored = in_order({(r.index, r.mode, r.sample): r for r in stored}.values())  # the last of repeated ones

@@ -31,7 +31,7 @@ def save(figure, path: Path) -> None:
 
 
 def probe_png(prompts: pd.DataFrame, title: str, path: Path) -> None:
-    """Accuracy histogram, variance against accuracy, entropy histogram; ``prompts``: one row a prompt."""
+    """Accuracy histogram, variance against accuracy, entropy histogram; ``prompts``: one row per prompt."""
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
     left.hist(prompts["accuracy"], bins=np.linspace(0, 1, 21), color=COLORS[0])
     left.set(xlabel="accuracy over the samples", ylabel="prompts", title="Accuracy", xlim=(0, 1))

@@ -17,12 +17,12 @@ from tasks.common.evaluation.tables import show_table, sizes
 from tasks.common.files import read_json, write_json
 from tasks.common.settings import Command, Settings, SettingsError, artifacts
 
-VERDICT_HEADER = ["", "", "value", "good", "what it means"]
+VERDICT_HEADER = ["", "", "value", "good range", "meaning"]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """A value, the threshold it is held against, and what follows."""
+    """A value, its threshold, and what follows."""
 
     name: str
     value: float
@@ -58,7 +58,7 @@ def verdicts(accuracy: float, variance: float, entropy: float, zero_variance: fl
         "high: it guesses; SFT first sharpens",
     )[(entropy >= 0.2) + (entropy > 0.8)]
     groups = "these groups give GRPO no gradient"
-    zero_words = (f"{groups}: FILTER=1 leaves out what is never or always right", groups)
+    zero_words = (f"{groups}: FILTER=1 drops prompts that are never or always right", groups)
     cut_words = ("cut at MAX_RESPONSE_LENGTH: raise it, or the reward sees no answer", "few responses are cut")
     good = variance > 0.05, 0.2 <= entropy <= 0.8, zero_variance < 0.5, truncated < 0.3
     return [
@@ -87,7 +87,7 @@ def conclusion(found: list[Verdict]) -> str:
     if accuracy.value > 0.95:
         return "take harder data: this model is almost always right"
     if accuracy.good and variance.good:
-        return "train: the data has signal for this model" + (f"; mind {', '.join(bad)}" if bad else "")
+        return "train: the data has signal for this model" + (f"; watch {', '.join(bad)}" if bad else "")
     return "weak signal: " + ", ".join(name for name in bad if name in (accuracy.name, variance.name))
 
 
@@ -161,7 +161,7 @@ def probe(s: Settings, command: Command, scoring: Scoring, model: str) -> int:
     for name, values in estimates.items():
         mean = str(Estimate(values["value"], values["low"], values["high"]))
         rows.append([name, mean, *(f"{values[q]:.3f}" if q in values else "" for q in ("p10", "p50", "p90"))])
-    show_table(title, ["of a prompt", "mean [95 % interval]", "p10", "median", "p90"], rows)
+    show_table(title, ["per prompt", "mean [95 % interval]", "p10", "median", "p90"], rows)
     show_table("verdict", VERDICT_HEADER, verdict_rows(result))
     print(f"=> {result['conclusion']}\n  {folder}/probe.json, probe.png, rollouts.jsonl")
     errors = report_errors(rollouts)

@@ -18,7 +18,7 @@ from tasks.common.evaluation.sample import Job, Scoring, report_errors, sampled,
 from tasks.common.files import written_beside
 from tasks.common.settings import Settings, SettingsError, artifacts
 
-MOST_ACCEPTED = 4  # responses a prompt, so that easy prompts do not crowd out the others
+MOST_ACCEPTED = 4  # responses per prompt, so that easy prompts do not crowd out the others
 
 
 @dataclass(frozen=True)
@@ -44,19 +44,15 @@ def scored_by_prompt(rollouts: list[Rollout]) -> list[list[Rollout]]:
 def best_against_worst(rollouts: list[Rollout]) -> Pairs:
     """For each prompt the response with the highest score against the one with the lowest; ties are dropped. The better
     one must have ended by itself. The worse one may be truncated; ``truncated`` then says so."""
-    examples, ties, unscored = [], 0, 0
-    for group in scored_by_prompt(rollouts):
-        if len(group) < 2:
-            unscored += 1
-            continue
+    groups, examples = scored_by_prompt(rollouts), []
+    several = [group for group in groups if len(group) > 1]
+    for group in several:
         best = max((r for r in group if r.finish_reason == "stop"), key=_score, default=None)
         worst = min(group, key=_score)
-        if best is None or _score(best) <= _score(worst):
-            ties += 1
-            continue
-        cut = ["rejected"] if worst.finish_reason != "stop" else []
-        examples.append(_example(best, {"chosen": _text(best), "rejected": _text(worst), "truncated": cut}))
-    return Pairs(examples, ties, unscored)
+        if best and _score(best) > _score(worst):
+            cut = ["rejected"] if worst.finish_reason != "stop" else []
+            examples.append(_example(best, {"chosen": _text(best), "rejected": _text(worst), "truncated": cut}))
+    return Pairs(examples, len(several) - len(examples), len(groups) - len(several))
 
 
 def right_responses(rollouts: list[Rollout]) -> list[Example]:
@@ -66,10 +62,6 @@ def right_responses(rollouts: list[Rollout]) -> list[Example]:
         right = [r for r in group if r.reward["acc"] == 1 and r.finish_reason == "stop"]
         accepted += [_example(r, {}, _text(r)) for r in right[:MOST_ACCEPTED]]
     return accepted
-
-
-def _prompts(rollouts: list[Rollout]) -> str:
-    return f"{len({r.index for r in rollouts})} prompts"
 
 
 def _score(rollout: Rollout) -> float:
@@ -92,11 +84,11 @@ def write_pairs(s: Settings, scoring: Scoring, model: str, out: str, number: str
     Returns the number of completions on which the reward raised. Raises DataError, without OUT, when there is no pair.
     """
     if s.ROLLOUT_N < 2:
-        raise SettingsError(f"ROLLOUT_N={s.ROLLOUT_N}: pairs of own samples need at least 2 samples a prompt")
+        raise SettingsError(f"ROLLOUT_N={s.ROLLOUT_N}: pairs of own samples need at least 2 samples per prompt")
     rollouts = _samples(s, scoring, model, Path(out), int(number))
     found = best_against_worst(rollouts)
-    counts = f"{_prompts(rollouts)}, {len(found.examples)} pairs of the best and the worst of {s.ROLLOUT_N} samples, "
-    counts += f"{found.ties} ties dropped"
+    counts = f"{len({r.index for r in rollouts})} prompts, {len(found.examples)} pairs of the best and the worst of "
+    counts += f"{s.ROLLOUT_N} samples, {found.ties} ties dropped"
     counts += f", {found.unscored} with fewer than two different scored samples" if found.unscored else ""
     if not found.examples:
         raise DataError(
@@ -113,7 +105,7 @@ def write_accepted(s: Settings, scoring: Scoring, model: str, out: str) -> int:
     """``accepted MODEL OUT.parquet``: demonstrations for SFT_SOURCE=samples. Returns and raises as ``write_pairs``."""
     rollouts = _samples(s, scoring, model, Path(out))
     found = right_responses(rollouts)
-    counts = f"{_prompts(rollouts)}, {s.ROLLOUT_N} samples each, {len(found)} accepted"
+    counts = f"{len({r.index for r in rollouts})} prompts, {s.ROLLOUT_N} samples each, {len(found)} accepted"
     if not found:
         raise DataError(
             f"{model}: none of its own samples is right and complete ({counts}); raise SAMPLED_PROMPTS, ROLLOUT_N or "

@@ -56,11 +56,9 @@ def bootstrap_p_value(differences: np.ndarray, seed: int = 0) -> float:
     for d differences that are not 0: the smallest p-value of the exact test that flips their signs.
     """
     differences = np.asarray(differences, dtype=float)
-    if not np.any(differences):
+    if len(differences) < 2 or not np.any(differences):
         return 1.0
     smallest = 2.0 ** (1 - np.count_nonzero(differences))
-    if np.ptp(differences) == 0:
-        return max(smallest, 2 / (RESAMPLES + 1))
     return max(smallest, share_p_value(_bootstrap(differences, seed).bootstrap_distribution))
 
 

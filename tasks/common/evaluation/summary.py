@@ -109,7 +109,7 @@ def _own(own_metrics: OwnMetrics | None, rollouts: list[Rollout], prompts: set[i
         return values, resampled
     except Exception as error:
         why = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-        raise DataError(f"the task's own metrics (evaluate.py) raised {why}; what was sampled is kept") from error
+        raise DataError(f"the task's own metrics (evaluate.py) raised {why}; the samples are kept") from error
 
 
 def summarize(rollouts: list[Rollout], own_metrics: OwnMetrics | None = None) -> dict:

@@ -28,10 +28,9 @@ from tasks.common.runs.folder import all_runs, read_metrics, recorded
 from tasks.common.settings import SettingsError, artifacts
 from tasks.common.text import one_line
 
-PORT = 7860
 SECONDS = 3  # between two looks at the runs
 TRAINING_SAMPLES, EVALUATION_SAMPLES = 8, 256  # of a step, of a validation or evaluation
-# What verl writes of a step, in which folder of the run: validations with TEST_FREQ
+# What verl writes per step, and in which folder of the run; validations with TEST_FREQ
 DUMPS = (("training", "rollouts", TRAINING_SAMPLES), ("validation", "validation", EVALUATION_SAMPLES))
 NO_REWARD = ("step", "uid")  # numbers beside a dumped response that are no part of its reward
 LONGEST = 8000  # characters of a text that are shown
@@ -193,25 +192,21 @@ def open_dashboard(folder: Path):
     raise SettingsError("make monitor: neither trackio nor tensorboard is installed; run `make install`")
 
 
-def _port() -> int:
-    text = os.environ.get("PORT") or str(PORT)
-    if not (text.isascii() and text.isdigit() and 0 < int(text) < 65536):
-        raise SettingsError(f"PORT={text[:80]}: must be a number from 1 to 65535")
-    if hardware.listens(f"127.0.0.1:{text}"):
-        hint = f"take another, make monitor PORT={int(text) + 1}"
-        raise SettingsError(f"PORT={text}: something listens there already; {hint}")
-    return int(text)
-
-
 def main() -> None:
     interrupt_on_sigterm()
-    port, place = _port(), artifacts() / "monitor"
+    port = os.environ.get("PORT") or "7860"
+    if not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+        raise SettingsError(f"PORT={port[:80]}: must be a number from 1 to 65535")
+    if hardware.listens(f"127.0.0.1:{port}"):
+        hint = f"take another, make monitor PORT={int(port) + 1}"
+        raise SettingsError(f"PORT={port}: something listens there already; {hint}")
+    place = artifacts() / "monitor"
     place.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=place, prefix=f"{port}-") as folder:
         dashboard = open_dashboard(Path(folder))
         follower = Follower(dashboard)
         follower.update()
-        with dashboard.served(port):
+        with dashboard.served(int(port)):
             runs = len(follower.shown)
             what = f"{runs} run{'s' * (runs != 1)}" if runs else "no runs yet; they appear when they train"
             print(f"{dashboard.name}: http://127.0.0.1:{port} ({artifacts() / 'runs'}: {what})", flush=True)

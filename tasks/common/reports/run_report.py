@@ -5,6 +5,7 @@ import json
 import math
 import os
 import re
+from collections import Counter
 from dataclasses import asdict, dataclass, field, fields
 from fnmatch import fnmatchcase
 from itertools import zip_longest
@@ -155,7 +156,7 @@ def settings(run_dir: Path, made: dict, launch: dict | None) -> Section:
         rows += [[name, value, "(none)"] for name, value in more.items() if value]
         section.tables.append(Table(["setting", "this run", "default"], rows))
         section.lines.append(
-            f"what differs from the defaults of tasks/{task}/train.sh today, for STACK={given['STACK']}"
+            f"settings that differ from today's defaults of tasks/{task}/train.sh for STACK={given['STACK']}"
         )
     except (SettingsError, KeyError) as error:
         section.lines.append(f"the task's defaults are not known: {error}")
@@ -170,14 +171,14 @@ def settings(run_dir: Path, made: dict, launch: dict | None) -> Section:
 
 
 def data(run_dir: Path, made: dict, launch: dict | None) -> Section:
-    """Rows, source and seed of the data, if what is there is what the run was trained on; the digests of that."""
+    """Rows, source and seed of the data, if it has not changed since the run; its digests at the launch."""
     folder = artifacts() / "data" / run_dir.parent.name
     manifest = read_json(folder / "manifest.json")
     own_files = (made["settings"].get(name, "") for name in ("TRAIN_FILE", "PAIRS_FILE"))
     if not manifest:
         line = f"no manifest in {folder}: make data TASK={run_dir.parent.name}"
     elif launch and (changed := changed_files(launch["data"], launches.data_digests(folder, *own_files))):
-        line = f"what is in {folder} now is not what the run was trained on ({changed} differ)"
+        line = f"the data in {folder} has changed since the run ({changed} differ)"
     else:
         line = describe(manifest)
     if launch is None:
@@ -254,11 +255,9 @@ def health(made: dict, metrics: dict[int, dict]) -> Section:
     found = findings(metrics, Settings(**{f.name: made["settings"].get(f.name) for f in fields(Settings)}))
     if not found:
         return Section("Health", ["no rule fired (docs/RUNS.md)"])
-    rows = [
-        [f.rule, f.step, sum(f.rule == each.rule for each in found), len(metrics), f.text]
-        for f in newest_by_rule(found)
-    ]
-    return Section("Health", tables=[Table(["rule", "last step", "times", "of steps", "what was seen last"], rows)])
+    times = Counter(each.rule for each in found)
+    rows = [[f.rule, f.step, times[f.rule], len(metrics), f.text] for f in newest_by_rule(found)]
+    return Section("Health", tables=[Table(["rule", "last step", "times", "of steps", "last finding"], rows)])
 
 
 def comparison(run_dir: Path, made: dict) -> Comparison | None:
@@ -273,9 +272,8 @@ def comparison(run_dir: Path, made: dict) -> Comparison | None:
         found = read_json(file)
         summaries = {label: found[label] for label in compare.labels_of(found)}
         pair = f"trained - {found.get('against', 'base')}"  # an older version's has no warm-up
-        return Comparison(
-            step, summaries, _changes(found), pair, found["mcnemar"], picture=file.with_name("compare.png")
-        )
+        picture = file.with_name("compare.png")
+        return Comparison(step, summaries, _changes(found), pair, found["mcnemar"], picture)
     if not evaluated:
         return None
     step, last, trained = evaluated[-1]
@@ -339,7 +337,7 @@ def samples(run_dir: Path) -> Section:
         if records:
             mean, shown = sum(record["score"] for record in records) / len(records), spread(records)
             lines = [f"{len(shown)} of {len(records)} rollouts of step {file.stem}; their mean score is {mean:.3f}"]
-            lines += [f"left out: {bad} lines that are no rollout with a finite score"] if bad else []
+            lines += [f"skipped: {bad} lines without a response and a finite score"] if bad else []
             blocks = []
             for record in shown:
                 truth = record.get("gts", "(none)")
@@ -351,7 +349,7 @@ def samples(run_dir: Path) -> Section:
 
 
 def read_dump(file: Path) -> tuple[list[dict], int]:
-    """verl's rollouts of a step (``input``, ``output``, ``gts``, ``score``), and how many lines are none."""
+    """verl's rollouts of a step (``input``, ``output``, ``gts``, ``score``), and the number of other lines."""
     records, bad = [], 0
     with file.open(encoding="utf-8", errors="replace") as stream:
         for line in stream:
