@@ -14,6 +14,7 @@ from tasks.common.text import one_line
 
 WINDOW = 4096  # tokens of a prompt in `make batch`, of a conversation in `make chat`
 LOGPROBS = 20  # vLLM's default limit (max_logprobs)
+SKIPPED = Completion("", TOO_LONG, 0, 0.0)
 
 # Chat templates to put in place of the model's own (`make batch TEMPLATE=`), and what ends an answer in them.
 TEMPLATES = {
@@ -75,10 +76,6 @@ def request_ids(tokenizer, request: Request, sampling: Sampling) -> list[int] | 
     """Token ids of a request's prompt; None if it is too long. Raises ValueError as chat_template.prompt_ids."""
     ids = prompt_ids(tokenizer, request.messages, request.tools, TEMPLATES[sampling.template][0])
     return ids if len(ids) <= sampling.max_prompt_tokens else None
-
-
-def _too_long(request: Request) -> tuple[Request, list[Completion]]:
-    return request, [Completion("", TOO_LONG, 0, 0.0)]
 
 
 def _stop_ids(tokenizer, template: str) -> list[int]:
@@ -147,7 +144,7 @@ class VLLMEngine:
         for number, request in enumerate(requests):
             ids = request_ids(self.tokenizer, request, sampling)
             if ids is None:
-                yield _too_long(request)
+                yield request, [SKIPPED]
                 continue
             running[str(number)] = request, opens_thinking(self.tokenizer, ids)
             prompt = {"prompt_token_ids": ids}
@@ -174,12 +171,8 @@ class VLLMEngine:
         self.think_opened = opens_thinking(self.tokenizer, ids)
         if len(ids) > sampling.max_prompt_tokens:
             raise ValueError(f"the conversation has {len(ids)} tokens, {sampling.max_prompt_tokens} fit: /reset")
-        params = SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            max_tokens=sampling.max_tokens,
-            output_kind=RequestOutputKind.DELTA,
-        )
+        params = SamplingParams(temperature=sampling.temperature, top_p=sampling.top_p, max_tokens=sampling.max_tokens)
+        params.output_kind = RequestOutputKind.DELTA
         engine = self.llm.llm_engine
         self.asked = getattr(self, "asked", 0) + 1
         engine.add_request(f"chat-{self.asked}", {"prompt_token_ids": ids}, params, lora_request=self.adapter)
@@ -218,7 +211,7 @@ class TransformersEngine:
     def generate(self, requests: list[Request], sampling: Sampling) -> Iterator[tuple[Request, list[Completion]]]:
         """As VLLMEngine.generate; the entropy is exact, from the logits."""
         found = [(request, request_ids(self.tokenizer, request, sampling)) for request in requests]
-        yield from (_too_long(request) for request, ids in found if ids is None)
+        yield from ((request, [SKIPPED]) for request, ids in found if ids is None)
         for mode in (GREEDY, SAMPLED):
             of_mode = [(request, ids) for request, ids in found if ids is not None and request.mode == mode]
             for start in range(0, len(of_mode), self.BATCH):

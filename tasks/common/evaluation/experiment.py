@@ -43,14 +43,12 @@ def training_figures(s: Settings, model: str) -> dict | None:
     token), of the run that made ``model``; None if no run did."""
     if (run_dir := run_of(model, s.runs_dir)) is None:
         return None
-    steps = pd.DataFrame(read_metrics(run_dir).values())
-    rewards, entropy = (steps.get(name, pd.Series()).dropna() for name in ("critic/score/mean", "actor/entropy"))
+    steps, none = pd.DataFrame(read_metrics(run_dir).values()), pd.Series(dtype=float)
+    rewards, entropy = (steps.get(name, none).dropna() for name in ("critic/score/mean", "actor/entropy"))
     quarter, seconds = max(1, len(rewards) // 4), steps["timing_s/step"]
-    figures = {"steps": len(steps), "seconds": seconds.sum(), "seconds_per_step": seconds.mean()}
-    if len(rewards):
-        figures |= {"reward_first": rewards[:quarter].mean(), "reward_last": rewards[-quarter:].mean()}
-    figures |= {"entropy_last": entropy.iloc[-1]} if len(entropy) else {}
-    return {name: value if name == "steps" else float(value) for name, value in figures.items()}
+    figures = {"seconds": seconds.sum(), "seconds_per_step": seconds.mean(), "entropy_last": entropy[-1:].mean()}
+    figures |= {"reward_first": rewards[:quarter].mean(), "reward_last": rewards[-quarter:].mean()}
+    return {"steps": len(steps), **{name: float(value) for name, value in figures.items() if pd.notna(value)}}
 
 
 def pooled(
