@@ -16,11 +16,10 @@ from matplotlib.ticker import MaxNLocator
 
 COLORS = ("#4c72b0", "#dd8452", "#55a868")
 DRAWN = 1e100  # matplotlib cannot place what is near the largest float
-LINES_STYLE = {
-    **{"svg.hashsalt": "run", "text.parse_math": False},  # no random ids; a name may have dollars
-    **{"axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False},
-    **{"axes.titlelocation": "left", "axes.titlesize": 10, "axes.formatter.limits": (-3, 5), "legend.frameon": False},
-}
+LINES_STYLE = {"svg.hashsalt": "run", "text.parse_math": False}  # no random ids; a name may have dollars
+LINES_STYLE |= {"axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False}
+LINES_STYLE |= {"axes.titlelocation": "left", "axes.titlesize": 10, "axes.formatter.limits": (-3, 5)}
+LINES_STYLE |= {"legend.frameon": False}
 
 
 def save(figure, path: Path) -> None:
