@@ -36,8 +36,8 @@ def test_every_kind_of_table_is_read(tmp_path, kind):
         ("in.csv", "prompt\n", "has no rows"),
         ("in.csv", "prompt,x\n  ,1\n", "row 1, column prompt: is empty"),
         ("in.json", '["a"]', "row 0: must be an object"),
-        ("in.json", '[{"prompt": "a"}, {"prompt": 5}]', "row 2, column prompt: must be text or a list"),
-        ("in.json", '[{"prompt": [{"role": "user"}]}]', "each message needs a role and a text content"),
+        ("in.json", '[{"prompt": "a"}, {"prompt": 5}]', "row 2, column prompt: must be text or a chat"),
+        ("in.json", '[{"prompt": [{"role": "user"}]}]', "each message needs a text content"),
         ("in.json", "[{", "cannot be read"),
         ("in.jsonl", '{"prompt": "a"}\n{"pro', "line 2: is not JSON"),
         ("in.xlsx", "no zip", "cannot be read"),
@@ -71,12 +71,13 @@ BAD = "=1+1 \x00 ü 漢"
 @pytest.mark.parametrize("kind", ["json", "jsonl", "csv", "xlsx"])
 def test_every_kind_of_table_is_written_with_score_columns(tmp_path, kind):
     path = tmp_path / f"out.{kind}"
-    columns, rows = answers(
+    rows = answers(
         [{"prompt": "a", "id": 7}, {"prompt": "b", "id": 8}],
         [rollout(0, BAD, {"score": 1.0, "acc": 1.0}), rollout(1, "no", None)],
     )
+    columns = list(rows[0])
     assert columns == ["prompt", "id", "response", "finish_reason", "tokens", "entropy", "score", "acc", "error"]
-    write_table(path, columns, rows)
+    write_table(path, rows)
     if kind == "xlsx":
         sheet = openpyxl.load_workbook(path).active
         values = list(sheet.iter_rows(values_only=True))

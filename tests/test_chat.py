@@ -34,21 +34,9 @@ def score(data_source, solution_str, ground_truth, extra_info=None):
     return {"score": float(ground_truth in solution_str), "acc": 0.0}
 
 
-def asking(*lines: str):
-    said = iter(lines)
-
-    def ask():
-        try:
-            return next(said)
-        except StopIteration:
-            raise EOFError from None
-
-    return ask
-
-
 def converse(*lines: str):
     engine, screen = Echo(), io.StringIO()
-    talk(engine, HOW, ROWS, SYSTEM, Scoring(score, None, ""), asking(*lines), screen)
+    talk(engine, HOW, ROWS, SYSTEM, Scoring(score, None, ""), iter(lines), screen)
     return engine.asked, screen.getvalue()
 
 
@@ -71,7 +59,7 @@ def test_a_sample_with_tools_is_asked_with_them_until_reset():
     history = [*chat("first"), {"role": "assistant", "content": "", "tool_calls": [call]}, *chat("then")]
     tools = [{"type": "function", "function": {"name": "f"}}]
     engine, rows = Echo(), [rl_row("t", history, "7", "test", 0, tools)]
-    talk(engine, HOW, rows, SYSTEM, Scoring(score, None, ""), asking("/sample", "more", "/reset", "x"), io.StringIO())
+    talk(engine, HOW, rows, SYSTEM, Scoring(score, None, ""), iter(["/sample", "more", "/reset", "x"]), io.StringIO())
     assert engine.asked[0] == history
     assert engine.tools == [tools, tools, None]
 

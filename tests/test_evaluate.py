@@ -247,7 +247,7 @@ def test_rescore_repeats_the_summary_without_a_model_and_leaves_the_file(workpla
     ("content", "said"),
     [
         (None, "no such file of rollouts"),
-        ("", "has no whole line"),
+        ("", "has no complete line"),
         ("{}\n", "line 1: is not a rollout"),
         ("[1, 2]\n", "line 1: is not a rollout"),
         ("not json\n{}\n", "line 1: is not a rollout"),
@@ -411,7 +411,7 @@ def test_an_interval_with_0_is_said_in_words_with_what_to_try(workplace):
 
     assert workplace.run("probe", str(models["sft"]), N="16").returncode == 0
     again, _ = three_models(workplace, [10, 6, 8, 9, 7, 9])
-    assert "the probe of what it began with: train: the data has signal" in again and "make probe" not in again
+    assert "the probe of the model it started from: train: the data has signal" in again and "make probe" not in again
 
 
 def test_a_clear_gain_needs_no_advice_and_a_loss_gets_other(workplace):

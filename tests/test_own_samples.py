@@ -120,7 +120,7 @@ def test_pairs_are_written_and_read_back_and_every_prompt_is_accounted_for(workp
     pq.write_table(pq.read_table(train).slice(0, 5), train)
     result = workplace.run("pairs", str(model), str(out), ROLLOUT_N="4", SAMPLED_PROMPTS="5")
     assert result.returncode == 1 and "the reward raised on 1 completions" in result.stdout
-    said = "5 prompts, 2 pairs of the best and the worst of 4 samples, 0 ties dropped, 3 with less than two different"
+    said = "5 prompts, 2 pairs of the best and the worst of 4 samples, 0 ties dropped, 3 with fewer than two different"
     assert said in result.stdout
     rows = rows_of(out)
     assert [(r["prompt"], r["chosen"], r["rejected"]) for r in rows] == [

@@ -358,7 +358,7 @@ def test_other_data_than_the_run_had_is_not_shown_as_its_own(settings):
     assert "123 train" in report(run_dir).text["Data"]
     manifest.write_text(json.dumps({"source": "generate", "origin": [], "seed": 2, "rows": {"train": 456}}))
     text = report(run_dir).text["Data"]
-    assert "not what the run was trained on (manifest.json differ)" in text and "456" not in text
+    assert "has changed since the run (manifest.json differ)" in text and "456" not in text
 
 
 def test_a_run_of_an_older_version_and_a_task_that_is_gone(settings):
@@ -434,7 +434,7 @@ def test_lines_that_are_no_rollout_are_counted_and_the_last_step_that_has_any_is
     with (run_dir / "rollouts/10.jsonl").open("a") as file:
         file.write('{"input": "torn')
     page = report(run_dir)
-    assert "1 of 1 rollouts of step 10" in page.text["Samples"] and "left out: 4 lines" in page.text["Samples"]
+    assert "1 of 1 rollouts of step 10" in page.text["Samples"] and "skipped: 4 lines" in page.text["Samples"]
     write_rollouts(run_dir, [], 11)
     assert report(run_dir).blocks["Samples"][1] == "of step 10"
 

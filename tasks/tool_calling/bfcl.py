@@ -25,7 +25,7 @@ from tasks.common.evaluation.main import STOPPED, summarized
 from tasks.common.evaluation.rollouts import TOO_LONG, Rollout
 from tasks.common.evaluation.sample import Job, Scoring, report_errors, sample_here, sampling
 from tasks.common.evaluation.statistics import Estimate, bootstrap_mean, proportion
-from tasks.common.evaluation.tables import comparison_rows, show_table
+from tasks.common.evaluation.tables import comparison_table, show_table
 from tasks.common.process import errors_in_one_line, interrupt_on_sigterm
 from tasks.common.rewards.answers import reward_function
 from tasks.common.rewards.tool_calls import Malformed, parse_response
@@ -219,7 +219,7 @@ def changes(base: list[Rollout], trained: list[Rollout]) -> dict[str, Estimate]:
 def table_rows(summaries: dict[str, dict], change: dict[str, Estimate] | None) -> list[list[str]]:
     """A row a metric: its name, its number of prompts, each model's estimate, the change from the model before."""
     (first, *_) = summaries.values()
-    estimates = {name: cells for name, *cells in comparison_rows(summaries)}
+    estimates = {name: cells for name, *cells in comparison_table(summaries)[1]}
     rows = []
     for name in (*AST, "AST mean", "irrelevance", "unreadable", "truncated"):
         missing = ["-"] * len(summaries)

@@ -19,8 +19,7 @@ from tasks.common.files import written_beside
 from tasks.common.settings import Command, Settings, SettingsError, artifacts, fingerprint
 
 READ = {
-    ".json": lambda path: pd.DataFrame(list(Records(path)), dtype=object),
-    ".jsonl": lambda path: pd.DataFrame(list(Records(path)), dtype=object),
+    **dict.fromkeys((".json", ".jsonl"), lambda path: pd.DataFrame(list(Records(path)), dtype=object)),
     ".csv": lambda path: pd.read_csv(path, dtype=str, keep_default_na=False),
     ".xlsx": lambda path: pd.read_excel(path, dtype=str, keep_default_na=False),
 }
@@ -28,10 +27,7 @@ WRITE = (".xlsx", ".json", ".jsonl", ".csv")
 
 
 def read_table(path: Path) -> list[dict]:
-    """The rows of ``path`` as dicts with ``prompt`` and, if there is such a column, ``ground_truth``.
-
-    Raises DataError naming what is wrong: the kind of file, its columns, or the first row without a prompt.
-    """
+    """The rows of ``path``, dicts with ``prompt`` and perhaps ``ground_truth``. Raises DataError for other files."""
     if path.suffix.lower() not in READ:
         raise DataError(f"INPUT={path}: must end in {', '.join(READ)}")
     if not path.is_file():
@@ -46,17 +42,12 @@ def read_table(path: Path) -> list[dict]:
     if not rows:
         raise DataError(f"INPUT={path}: has no rows")
     for number, row in enumerate(rows, 1):
-        if problem := _prompt_problem(row["prompt"]):
-            raise DataError(f"INPUT={path}: row {number}, column prompt: {problem}")
+        prompt = row["prompt"]
+        problem = messages_problem([*chat(prompt)] if isinstance(prompt, str) and prompt.strip() else prompt)
+        if problem:
+            what = "is empty" if isinstance(prompt, str) else f"must be text or a chat: {problem}"
+            raise DataError(f"INPUT={path}: row {number}, column prompt: {what}")
     return rows
-
-
-def _prompt_problem(prompt) -> str | None:
-    if isinstance(prompt, str):
-        return None if prompt.strip() else "is empty"
-    if not isinstance(prompt, list) or not prompt:
-        return "must be text or a list of {role, content}"
-    return "each message needs a role and a text content" if messages_problem(prompt) else None
 
 
 def rl_rows(rows: list[dict], task: str, system: list[dict]) -> list[dict]:
@@ -69,23 +60,19 @@ def rl_rows(rows: list[dict], task: str, system: list[dict]) -> list[dict]:
     return result
 
 
-def answers(rows: list[dict], rollouts: list[Rollout]) -> tuple[list[str], list[dict]]:
-    """Columns and rows of the output: one row a response, the input's columns first, then those of the reward."""
-    keys = list(dict.fromkeys(key for r in rollouts for key in (r.reward or {})))
-    new = ["response", "finish_reason", "tokens", "entropy", *keys, "error"]
-    if any(r.sample for r in rollouts):
-        new.insert(0, "sample")
-    own = [name for name in rows[0] if name not in new]
-    result = []
+def answers(rows: list[dict], rollouts: list[Rollout]) -> list[dict]:
+    """The rows of the output: one per response, first the input's columns, then the response's and its reward's."""
+    keys = dict.fromkeys(key for r in rollouts for key in (r.reward or {}))
+    several, result = any(r.sample for r in rollouts), []
     for r in rollouts:
         error = "longer than the model's window" if r.finish_reason == TOO_LONG else r.error
-        values = {"sample": r.sample, "response": r.response, "finish_reason": r.finish_reason, "tokens": r.tokens}
-        values |= {"entropy": r.entropy, **dict.fromkeys(keys), **(r.reward or {}), "error": error}
-        result.append({**{name: rows[r.index][name] for name in own}, **{name: values[name] for name in new}})
-    return [*own, *new], result
+        new = {"response": r.response, "finish_reason": r.finish_reason, "tokens": r.tokens, "entropy": r.entropy}
+        new = ({"sample": r.sample} if several else {}) | new | keys | (r.reward or {}) | {"error": error}
+        result.append({name: value for name, value in rows[r.index].items() if name not in new} | new)
+    return result
 
 
-def write_table(path: Path, columns: list[str], rows: list[dict]) -> None:
+def write_table(path: Path, rows: list[dict]) -> None:
     """Write ``rows`` in the form that the ending of ``path`` names; a list of messages becomes JSON text in a cell."""
     kind = path.suffix.lower()
     if kind == ".json":
@@ -93,10 +80,10 @@ def write_table(path: Path, columns: list[str], rows: list[dict]) -> None:
     elif kind == ".jsonl":
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     else:
-        cells = [[json.dumps(v) if isinstance(v, list | dict) else v for v in map(row.get, columns)] for row in rows]
+        table = pd.DataFrame(rows, dtype=object).map(lambda v: json.dumps(v) if isinstance(v, list | dict) else v)
         if kind == ".xlsx":
-            return write_xlsx(path, columns, cells, "batch")
-        text = pd.DataFrame(cells, columns=columns).to_csv(index=False, quoting=csv.QUOTE_NONNUMERIC)
+            return write_xlsx(path, table, "batch")
+        text = table.to_csv(index=False, quoting=csv.QUOTE_NONNUMERIC)
     with written_beside(path) as partial:
         partial.write_text(text, encoding="utf-8", errors="replace")
 
@@ -115,18 +102,16 @@ def batch(s: Settings, command: Command, scoring: Scoring, model: str) -> int:
     write_parquet(prompts, file, rl_schema(tools=True))  # a chat may hold calls
     if not os.access(output.parent, os.W_OK):  # said before the sampling, not after it
         raise SettingsError(f"OUTPUT={output}: the folder is not there or cannot be written to")
-    # Not MAX_PROMPT_LENGTH: these are other prompts than the task's.
+    # Not MAX_PROMPT_LENGTH: these are not the task's prompts.
     room = window(model, s.MAX_NEW_TOKENS) - s.MAX_NEW_TOKENS
     how = replace(sampling(s), greedy=False, max_prompt_tokens=room, template=command.TEMPLATE)
     job = Job(model, str(file), 0, how, command.BACKEND, s.GPU_MEMORY_UTILIZATION)
     rollouts = sampled({"batch": job}, artifacts() / "batch" / s.TASK, scoring)[0]["batch"]
-    write_table(output, *answers(rows, rollouts))
+    write_table(output, answers(rows, rollouts))
     scores = [r.reward["score"] for r in rollouts if r.reward]
     too_long = sum(r.finish_reason == TOO_LONG for r in rollouts)
     text = f"{len(rollouts) - too_long} responses to {len(rows)} prompts"
-    if too_long:
-        text += f" ({too_long} are longer than the model's window)"
-    if scores:
-        text += f", mean score {sum(scores) / len(scores):.3f} of {len(scores)}"
+    text += f" ({too_long} are longer than the model's window)" if too_long else ""
+    text += f", mean score {sum(scores) / len(scores):.3f} of {len(scores)}" if scores else ""
     print(f"  {text}: {output}")
     return report_errors(rollouts)

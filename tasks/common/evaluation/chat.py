@@ -21,8 +21,7 @@ HELP = "/sample: a prompt of the test set with its reward, /reset: a new convers
 
 
 def task_system(test_file: Path) -> list[dict]:
-    """The system message that the task's prompts begin with, as a list of at most one message: the model was trained
-    with it, so a conversation starts with it too."""
+    """The task's system message, if any, in a list: the model was trained with it, so a conversation starts with it."""
     row = next(read_rows(test_file, 1), None)
     return [message for message in row["prompt"][:1] if message["role"] == "system"] if row else []
 
@@ -45,56 +44,60 @@ def engine_noise_to(log: Path) -> Iterator[TextIO]:
                 os.close(copy)
 
 
-def talk(engine, how, rows: list[dict], system: list[dict], scoring: Scoring, ask, screen: TextIO) -> None:
-    """The conversation: ``ask()`` gives the user's next line (EOFError ends), answers are streamed to ``screen``."""
-
-    def answer(messages: list[dict], tools: list[dict] | None) -> str | None:
-        pieces = []
-        try:
-            for piece in engine.stream(messages, how, tools):
-                pieces.append(piece)
-                screen.write(printable(piece))
-                screen.flush()
-        except ValueError as error:
-            screen.write(f"error: {error}")
-        except KeyboardInterrupt:
-            screen.write(" [stopped]")
-        screen.write("\n")
-        return "".join(pieces) if pieces else None
-
-    messages, tools = list(system), None
-    choose = random.Random(how.seed)
-    while True:
-        try:
-            line = ask().strip()
-        except (EOFError, KeyboardInterrupt):
-            screen.write("\n")
-            return
-        if not line:
-            continue
+def talk(engine, how, rows: list[dict], system: list[dict], scoring: Scoring, lines: Iterator[str], screen) -> None:
+    """The conversation: the user's ``lines`` until they end, with answers streamed to ``screen``."""
+    messages, tools, choose = system, None, random.Random(how.seed)
+    for line in map(str.strip, lines):
         if line == "/exit":
             return
         if line == "/reset":
-            messages, tools = list(system), None
+            messages, tools = system, None
             screen.write("(new conversation)\n")
         elif line == "/sample":
             index = choose.randrange(len(rows))
             row = rows[index]
             prompt = decoded(row["prompt"])
             screen.write(f"prompt {index}: {printable(prompt[-1]['content'])}\n")
-            text = answer(prompt, tools_of(row))
-            if text is not None:
+            if (text := _answer(engine, how, prompt, tools_of(row), screen)) is not None:
                 completion = Completion(text, "stop", 0, 0.0, engine.think_opened)
                 rollout = scored(row, index, "chat", 0, completion, scoring.compute_score)
-                reward = rollout.error or ", ".join(f"{k} {v:g}" for k, v in rollout.reward.items())
+                reward = rollout.error or ", ".join(f"{k} {v:g}" for k, v in (rollout.reward or {}).items())
                 screen.write(f"reward: {reward}\nground truth: {printable(rollout.ground_truth)}\n")
                 messages, tools = [*prompt, {"role": "assistant", "content": text}], tools_of(row)
         elif line.startswith("/"):
             screen.write(HELP + "\n")
-        else:
-            text = answer([*messages, {"role": "user", "content": line}], tools)
-            if text is not None:
-                messages += [{"role": "user", "content": line}, {"role": "assistant", "content": text}]
+        elif line:
+            asked = [*messages, {"role": "user", "content": line}]
+            if (text := _answer(engine, how, asked, tools, screen)) is not None:
+                messages = [*asked, {"role": "assistant", "content": text}]
+
+
+def _answer(engine, how, messages: list[dict], tools: list[dict] | None, screen: TextIO) -> str | None:
+    """The answer, streamed to ``screen``; None when there is none. Ctrl-C stops it."""
+    text = None
+    try:
+        for piece in engine.stream(messages, how, tools):
+            text = (text or "") + piece
+            screen.write(printable(piece))
+            screen.flush()
+    except ValueError as error:
+        screen.write(f"error: {error}")
+    except KeyboardInterrupt:
+        screen.write(" [stopped]")
+    screen.write("\n")
+    return text
+
+
+def typed(screen: TextIO) -> Iterator[str]:
+    """The lines that the user types, until Ctrl-D or Ctrl-C."""
+    with contextlib.suppress(KeyboardInterrupt):
+        while True:
+            screen.write("> ")
+            screen.flush()
+            if not (line := sys.stdin.readline()):
+                break
+            yield line
+    screen.write("\n")
 
 
 def chat(s: Settings, scoring: Scoring, model: str) -> int:
@@ -114,16 +117,7 @@ def chat(s: Settings, scoring: Scoring, model: str) -> int:
         except Exception as error:
             raise StageFailed(f"the engine did not start: {one_line(str(error), 300)}\n  log: {log}") from error
         screen.write(HELP + "\n")
-
-        def ask() -> str:
-            screen.write("> ")
-            screen.flush()
-            line = sys.stdin.readline()
-            if not line:
-                raise EOFError
-            return line
-
-        talk(engine, how, rows, task_system(test_file), scoring, ask, screen)
+        talk(engine, how, rows, task_system(test_file), scoring, typed(screen), screen)
         engine.close()
         if distributed.is_initialized():  # else NCCL complains on the screen after the end
             distributed.destroy_process_group()

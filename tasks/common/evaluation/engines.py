@@ -1,8 +1,4 @@
-"""What samples: vLLM's offline engine, and plain transformers for `make batch`. Both take the same requests.
-
-An engine has ``generate(requests, sampling)``, which yields each request with its completions as it ends; a test puts
-a table of answers in its place.
-"""
+"""The engines: vLLM's offline engine, and plain transformers for `make batch`. Both take the same requests."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -10,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tasks.common.evaluation.rollouts import GREEDY, TOO_LONG, Completion
+from tasks.common.evaluation.rollouts import GREEDY, SAMPLED, TOO_LONG, Completion
 from tasks.common.models.chat_template import opens_thinking, prompt_ids
 from tasks.common.models.merge import RANKS, base_model, is_adapter, max_rank
 from tasks.common.settings import SettingsError
@@ -18,6 +14,7 @@ from tasks.common.text import one_line
 
 WINDOW = 4096  # tokens of a prompt in `make batch`, of a conversation in `make chat`
 LOGPROBS = 20  # vLLM's default limit (max_logprobs)
+SKIPPED = Completion("", TOO_LONG, 0, 0.0)
 
 # Chat templates to put in place of the model's own (`make batch TEMPLATE=`), and what ends an answer in them.
 TEMPLATES = {
@@ -38,11 +35,8 @@ TEMPLATES = {
 
 @dataclass(frozen=True)
 class Sampling:
-    """``n`` samples per prompt at ``temperature`` and ``top_p``, and a greedy response if ``greedy``.
-
-    ``seed`` is the engine's: vLLM 0.30 on a CPU fails on the seed of a request (gpu_model_runner.py:3723). Lengths are
-    in tokens.
-    """
+    """``n`` samples per prompt at ``temperature`` and ``top_p``, and a greedy response if ``greedy``. Lengths are in
+    tokens. ``seed`` is the engine's: vLLM 0.30 on a CPU fails on a request's seed (gpu_model_runner.py:3723)."""
 
     n: int
     greedy: bool
@@ -56,8 +50,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """One greedy response (``mode`` greedy) or n sampled ones to the chat ``messages`` of prompt ``index``, which may
-    call ``tools`` (OpenAI schemas)."""
+    """One greedy response or n samples (``mode``) to the chat ``messages`` of prompt ``index``; ``tools``: OpenAI's."""
 
     index: int
     mode: str
@@ -69,9 +62,8 @@ def token_entropy(logprobs: np.ndarray) -> np.ndarray:
     """Entropy in nats of each next-token distribution, from its ``logprobs`` of the k likeliest tokens, (tokens, k).
 
     ``-sum p_i ln p_i - r ln min(r, p_k)`` with ``r = 1 - sum p_i``, the mass of the tail, and p_k the smallest of the
-    k: no tail token is likelier than p_k or than r, so each has at least that much surprise. A lower bound, exact
-    where k = V and for a uniform distribution; short of the entropy by at most ``r ln((V - k) min(r, p_k) / r)`` for a
-    vocabulary of V.
+    k: no tail token is likelier than p_k or than r. A lower bound, exact where k = V and for a uniform distribution;
+    it misses at most ``r ln((V - k) min(r, p_k) / r)`` for a vocabulary of V.
     """
     p = np.exp(logprobs)
     rest = np.clip(1 - p.sum(-1), 0, 1)
@@ -80,9 +72,10 @@ def token_entropy(logprobs: np.ndarray) -> np.ndarray:
     return np.maximum(known + tail, 0.0)
 
 
-def request_ids(tokenizer, request: "Request", template: str = "default") -> list[int]:
-    """Token ids of a request's prompt. Raises ValueError as chat_template.prompt_ids."""
-    return prompt_ids(tokenizer, request.messages, request.tools, TEMPLATES[template][0])
+def request_ids(tokenizer, request: Request, sampling: Sampling) -> list[int] | None:
+    """Token ids of a request's prompt; None if it is too long. Raises ValueError as chat_template.prompt_ids."""
+    ids = prompt_ids(tokenizer, request.messages, request.tools, TEMPLATES[sampling.template][0])
+    return ids if len(ids) <= sampling.max_prompt_tokens else None
 
 
 def _stop_ids(tokenizer, template: str) -> list[int]:
@@ -96,11 +89,8 @@ def _text(tokenizer, ids: list[int], template: str) -> str:
 
 
 def likeliest(logprobs, tokens: int) -> np.ndarray:
-    """The logprobs of the LOGPROBS likeliest of each of ``tokens`` tokens, (tokens, LOGPROBS), from vLLM's output.
-
-    It holds those and the sampled token's: flat, the sampled one first, or (vLLM 0.11.0) as a dict for each token, in
-    which the sampled one is no further entry where it is among the likeliest.
-    """
+    """The logprobs of the LOGPROBS likeliest of each of ``tokens`` tokens, (tokens, LOGPROBS), from vLLM's output: flat
+    with the sampled token's first, or (vLLM 0.11.0) a dict per token, where it is extra unless among the likeliest."""
     if hasattr(logprobs, "logprobs"):
         return np.array(logprobs.logprobs).reshape(tokens, -1)[:, 1:]
     return np.array([sorted((entry.logprob for entry in of.values()), reverse=True)[:LOGPROBS] for of in logprobs])
@@ -133,54 +123,43 @@ class VLLMEngine:
         self.tokenizer = self.llm.get_tokenizer()
 
     def generate(self, requests: list[Request], sampling: Sampling) -> Iterator[tuple[Request, list[Completion]]]:
-        """Each request with its completions, in the order in which they end.
-
-        Text is decoded once, at a response's end, and alternatives to a token never: vLLM's own output decodes all 20
-        of each token, which only costs time here.
-        """
+        """Each request with its completions, in the order in which they end. Decodes a response once, at its end, and
+        never the 20 alternatives to a token, as vLLM's own output does."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        def how(n: int, temperature: float, top_p: float) -> SamplingParams:
-            found = SamplingParams(
-                n=n,
-                temperature=temperature,
-                top_p=top_p,
-                max_tokens=sampling.max_tokens,
-                # One output with all n; the default returns each of the n separately, as it ends.
-                output_kind=RequestOutputKind.FINAL_ONLY,
-                logprobs=LOGPROBS,
-                detokenize=False,
-                stop_token_ids=_stop_ids(self.tokenizer, sampling.template),
-            )
-            if hasattr(found, "flat_logprobs"):  # not in vLLM 0.11.0, which returns a dict of objects per token
-                found.flat_logprobs = True
-            return found
-
-        greedy = how(1, 0.0, 1.0)
-        sampled = how(sampling.n, sampling.temperature, sampling.top_p)
+        shared = {
+            "max_tokens": sampling.max_tokens,
+            # One output with all n; the default returns each of the n separately, as it ends.
+            "output_kind": RequestOutputKind.FINAL_ONLY,
+            "logprobs": LOGPROBS,
+            "detokenize": False,
+            "stop_token_ids": _stop_ids(self.tokenizer, sampling.template),
+        }
+        if hasattr(SamplingParams, "flat_logprobs"):  # not in vLLM 0.11.0, which returns a dict of objects per token
+            shared["flat_logprobs"] = True
+        drawn = {"n": sampling.n, "temperature": sampling.temperature, "top_p": sampling.top_p}
+        modes = {GREEDY: SamplingParams(temperature=0.0, **shared), SAMPLED: SamplingParams(**drawn, **shared)}
         engine, running = self.llm.llm_engine, {}
         for number, request in enumerate(requests):
-            ids = request_ids(self.tokenizer, request, sampling.template)
-            if len(ids) > sampling.max_prompt_tokens:
-                yield request, [Completion("", TOO_LONG, 0, 0.0)]
+            ids = request_ids(self.tokenizer, request, sampling)
+            if ids is None:
+                yield request, [SKIPPED]
                 continue
             running[str(number)] = request, opens_thinking(self.tokenizer, ids)
-            params = greedy if request.mode == GREEDY else sampled
-            engine.add_request(str(number), {"prompt_token_ids": ids}, params, lora_request=self.adapter)
+            prompt = {"prompt_token_ids": ids}
+            engine.add_request(str(number), prompt, modes[request.mode], lora_request=self.adapter)
         while engine.has_unfinished_requests():
             for output in engine.step():
                 if output.finished:
                     request, thinking = running.pop(output.request_id)
-                    yield request, [self._completion(o, sampling.template, thinking) for o in output.outputs]
-
-    def _completion(self, output, template: str, thinking: bool) -> Completion:
-        ids = list(output.token_ids)
-        entropy = 0.0
-        if ids:
-            entropy = float(token_entropy(likeliest(output.logprobs, len(ids))).mean())
-        text = _text(self.tokenizer, ids, template)
-        return Completion(text, str(output.finish_reason), len(ids), entropy, thinking)
+                    completions = []
+                    for one in output.outputs:
+                        ids = list(one.token_ids)
+                        entropy = float(token_entropy(likeliest(one.logprobs, len(ids))).mean()) if ids else 0.0
+                        text = _text(self.tokenizer, ids, sampling.template)
+                        completions.append(Completion(text, str(one.finish_reason), len(ids), entropy, thinking))
+                    yield request, completions
 
     def stream(self, messages: list[dict], sampling: Sampling, tools: list[dict] | None = None) -> Iterator[str]:
         """The pieces of one answer as they come; ``think_opened`` then says whether it began inside of ``<think>``.
@@ -192,12 +171,8 @@ class VLLMEngine:
         self.think_opened = opens_thinking(self.tokenizer, ids)
         if len(ids) > sampling.max_prompt_tokens:
             raise ValueError(f"the conversation has {len(ids)} tokens, {sampling.max_prompt_tokens} fit: /reset")
-        params = SamplingParams(
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
-            max_tokens=sampling.max_tokens,
-            output_kind=RequestOutputKind.DELTA,
-        )
+        params = SamplingParams(temperature=sampling.temperature, top_p=sampling.top_p, max_tokens=sampling.max_tokens)
+        params.output_kind = RequestOutputKind.DELTA
         engine = self.llm.llm_engine
         self.asked = getattr(self, "asked", 0) + 1
         engine.add_request(f"chat-{self.asked}", {"prompt_token_ids": ids}, params, lora_request=self.adapter)
@@ -235,19 +210,13 @@ class TransformersEngine:
 
     def generate(self, requests: list[Request], sampling: Sampling) -> Iterator[tuple[Request, list[Completion]]]:
         """As VLLMEngine.generate; the entropy is exact, from the logits."""
-        fitting = []
-        for request in requests:
-            ids = request_ids(self.tokenizer, request, sampling.template)
-            if len(ids) > sampling.max_prompt_tokens:
-                yield request, [Completion("", TOO_LONG, 0, 0.0)]
-            else:
-                fitting.append((request, ids))
-        for mode in sorted({request.mode for request, _ in fitting}):
-            of_mode = [pair for pair in fitting if pair[0].mode == mode]
+        found = [(request, request_ids(self.tokenizer, request, sampling)) for request in requests]
+        yield from ((request, [SKIPPED]) for request, ids in found if ids is None)
+        for mode in (GREEDY, SAMPLED):
+            of_mode = [(request, ids) for request, ids in found if ids is not None and request.mode == mode]
             for start in range(0, len(of_mode), self.BATCH):
-                yield from self._batch(
-                    of_mode[start : start + self.BATCH], sampling, mode == GREEDY or sampling.temperature == 0
-                )
+                batch = of_mode[start : start + self.BATCH]
+                yield from self._batch(batch, sampling, mode == GREEDY or sampling.temperature == 0)
 
     def _batch(self, batch: list[tuple[Request, list[int]]], sampling: Sampling, greedy: bool):
         import torch
@@ -256,9 +225,9 @@ class TransformersEngine:
         n = 1 if greedy else sampling.n
         own = self.model.generation_config.eos_token_id or self.tokenizer.eos_token_id
         ends = [*(own if isinstance(own, list) else [own]), *_stop_ids(self.tokenizer, sampling.template)]
-        how = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-        if not greedy:
-            how = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
+        how = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
+        if greedy:
+            how = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
         entropies = []  # of each step, shape (rows,)
 
         def keep_entropy(module, arguments, logits):
@@ -282,8 +251,7 @@ class TransformersEngine:
         entropy = torch.stack(entropies, 1)
         new = output[:, inputs["input_ids"].shape[1] :].tolist()
         for place, (request, prompt) in enumerate(batch):
-            completions = []
-            thinking = opens_thinking(self.tokenizer, prompt)
+            completions, thinking = [], opens_thinking(self.tokenizer, prompt)
             for row in range(place * n, (place + 1) * n):
                 end = next((i + 1 for i, token in enumerate(new[row]) if token in ends), None)
                 ids = new[row][:end]

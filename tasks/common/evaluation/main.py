@@ -1,35 +1,23 @@
-"""The command line of a task's evaluate.py: sample models on the task's prompts, score, report.
-
-The reward that trains is the reward that reports. A task's evaluate.py calls ``main`` with its own ``compute_score``
-and, if it has any, its own metrics.
-"""
+"""The command line of a task's evaluate.py: sample models on the task's prompts, score them with its reward, report."""
 
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 
 from tasks.common.data.rows import DataError
 from tasks.common.evaluation import batch, chat, compare, experiment, probe, self_samples
 from tasks.common.evaluation.rollouts import Rollout, in_order, read_rollouts, rescored, write_rollouts
 from tasks.common.evaluation.sample import Job, Scoring, report_errors, sample_here, sampled, test_job
-from tasks.common.evaluation.summary import OwnMetrics, changes_as_dicts, differences, summarize
-from tasks.common.evaluation.tables import comparison_rows, show_table, sizes
-from tasks.common.evaluation.verdict import gain, headline, next_steps
-from tasks.common.files import write_json
+from tasks.common.evaluation.statistics import Estimate
+from tasks.common.evaluation.summary import OwnMetrics, differences, summarize
+from tasks.common.evaluation.tables import comparison_table, gain, headline, show_table, sizes
+from tasks.common.files import read_json, write_json
 from tasks.common.process import errors_in_one_line, interrupt_on_sigterm
-from tasks.common.rewards.answers import JudgeError, of_variant
-from tasks.common.settings import (
-    Command,
-    Settings,
-    SettingsError,
-    artifacts,
-    code_digest,
-    fingerprint,
-    judge_settings,
-    load_settings,
-)
+from tasks.common.rewards.answers import JudgeError
+from tasks.common.settings import Command, Settings, SettingsError, artifacts, fingerprint, load_settings
 
-STOPPED = "stopped; what was sampled is kept, the same command goes on from there"
+STOPPED = "stopped; finished samples are kept, the same command continues"
 
 
 def evaluate(s: Settings, command: Command, scoring: Scoring, models: dict[str, str]) -> int:
@@ -40,28 +28,46 @@ def evaluate(s: Settings, command: Command, scoring: Scoring, models: dict[str, 
     all_rollouts, summaries = summarized(
         jobs, root, scoring, lambda rollouts: summarize(rollouts, scoring.own_metrics), command.STAGE == "eval"
     )
-    labels, changes = list(models), None
-    if len(labels) > 1:
-        before, last = labels[-2:]
-        changes = differences(all_rollouts[before], all_rollouts[last], scoring.own_metrics)
-        paired = {"paired": {"to": models[before], "metrics": changes_as_dicts(changes)}}
-        write_json(jobs[last].folder(root) / "summary.json", {"model": models[last], **summaries[last], **paired})
-    rows = [row[:-1] if changes else row for row in comparison_rows(summaries, changes)]
-    header = ["metric", *labels, *([f"{labels[-1]} - {labels[-2]}, paired"] if changes else [])]
-    title = f"{s.TASK}: {sizes(summaries[labels[-1]])}; mean [95 % interval]"
-    show_table(title, header, rows)
-    if changes and (name := headline(changes)):
-        print(gain(f"{last} - {before}", name, changes[name]))
-        if last != "sft" and (tries := next_steps(s, models[before], changes[name])):
+    before, last = [None, *models][-2:]
+    title = f"{s.TASK}: {sizes(summaries[last])}; mean [95 % interval]"
+    if before is None:
+        show_table(title, *comparison_table(summaries))
+        return report_errors(all_rollouts[last])
+    changes, pair = differences(all_rollouts[before], all_rollouts[last], scoring.own_metrics), f"{last} - {before}"
+    paired = {"to": models[before], "metrics": {name: asdict(change) for name, change in changes.items()}}
+    write_json(jobs[last].folder(root) / "summary.json", {"model": models[last], **summaries[last], "paired": paired})
+    header, rows = comparison_table(summaries, changes, pair)
+    show_table(title, header[:-1], [row[:-1] for row in rows])
+    if changes:
+        print(gain(pair, changes))
+        if last != "sft" and (tries := next_steps(s, models[before], changes[headline(changes)].difference)):
             print("\n".join(["What to try:", *(f"  {line}" for line in tries)]), flush=True)
     return report_errors([r for rollouts in all_rollouts.values() for r in rollouts])
+
+
+def next_steps(s: Settings, start: str, change: Estimate) -> list[str]:
+    """What to try where a training from the model ``start`` with ``s`` brought no clear gain; else nothing."""
+    if change.low > 0:
+        return []
+    if change.high < 0:
+        return [
+            f"a lower learning rate: LR={s.LR / 2:g}, or KL_COEF={s.KL_COEF or 0.01:g}",
+            "an earlier checkpoint: validate (TEST_FREQ), keep more (KEEP) and take STEP=best",
+        ]
+    file = probe.newest(s.TASK, lambda model: model == start)
+    without = f"make probe TASK={s.TASK} says whether the data has signal for it"
+    return [
+        f"more steps: the same command with STEPS={2 * s.STEPS}",
+        f"the probe of the model it started from: {read_json(file)['conclusion'] if file else without}",
+        f"another learning rate: LR={2 * s.LR:g}, and lower if the reward falls",
+        "more test prompts: a larger TEST_SIZE narrows the interval",
+    ]
 
 
 def summarized(
     jobs: dict[str, Job], root: Path, scoring: Scoring, summary: Callable[[list[Rollout]], dict], shown: bool = True
 ) -> tuple[dict[str, list[Rollout]], dict[str, dict]]:
-    """Rollouts and ``summary`` of each job, by label; the summary is written beside the rollouts. ``shown``: print
-    where."""
+    """Rollouts and ``summary`` of each job, by label. Writes summaries beside the rollouts; ``shown``: prints where."""
     rollouts, any_sampled = sampled(jobs, root, scoring)
     summaries = {label: summary(rollouts[label]) for label in jobs}
     for label, job in jobs.items():
@@ -80,40 +86,36 @@ def rescore(s: Settings, command: Command, scoring: Scoring) -> int:
     source = Path(command.ROLLOUTS)
     stored, cut = read_rollouts(source)
     if not stored:
-        raise DataError(f"{source}: has no whole line")
+        raise DataError(f"{source}: has no complete line")
     if cut:
-        print(f"  {source}: its last line was cut off and is left out")
-    unique = {(r.index, r.mode, r.sample): r for r in stored}  # the last of repeated ones
-    rollouts = in_order(rescored(rollout, scoring.compute_score) for rollout in unique.values())
-    before = {key: rollout.reward for key, rollout in unique.items()}
-    changed = sum(before[(r.index, r.mode, r.sample)] != r.reward for r in rollouts)
+        print(f"  {source}: its last line was cut off and is skipped")
+    stored = in_order({(r.index, r.mode, r.sample): r for r in stored}.values())  # the last of repeated ones
+    rollouts = [rescored(rollout, scoring.compute_score) for rollout in stored]
+    changed = sum(old.reward != new.reward for old, new in zip(stored, rollouts, strict=True))
     summary = summarize(rollouts, scoring.own_metrics)
     folder = artifacts() / "eval" / s.TASK / f"rescored-{fingerprint({'file': str(source.resolve())})}"
     write_rollouts(folder / "rollouts.jsonl", rollouts)
     write_json(folder / "summary.json", {"model": f"rollouts of {source}", **summary})
-    show_table(f"{s.TASK}: {sizes(summary)}", ["metric", "mean [95 % interval]"], comparison_rows({"": summary}))
+    show_table(f"{s.TASK}: {sizes(summary)}", *comparison_table({"mean [95 % interval]": summary}))
     print(f"{changed} of {len(rollouts)} completions have another reward than stored; written to {folder}")
     return report_errors(rollouts)
 
 
 def main(compute_score: Callable, own_metrics: OwnMetrics | None = None) -> None:
     """Run one command: ``probe MODEL``, ``eval LABEL=MODEL ...``, ``compare BASE MODEL``, ``rescore``, ``chat MODEL``,
-    ``batch MODEL``, ``pairs MODEL OUT``, ``accepted MODEL OUT`` or, called by these, ``sample JOB``. All else comes
-    from the environment that train.sh exports.
-
-    Exits with 1 after one line that says why, also when the reward raised on some completion.
-    """
+    ``batch MODEL``, ``pairs MODEL OUT``, ``accepted MODEL OUT`` or, called by these, ``sample JOB``. Settings come from
+    the environment. Exits with 1 after one line that says why, also when the reward raised on some completion."""
     interrupt_on_sigterm()
     name, *arguments = sys.argv[1:]
     with errors_in_one_line(SettingsError, DataError, JudgeError, stopped="" if name == "sample" else STOPPED):
         s, command = load_settings(), load_settings(cls=Command)
-        mark = fingerprint({"variant": s.REWARD, "code": code_digest(s.task_dir / "reward.py")} | judge_settings())
-        scoring = Scoring(of_variant(compute_score, s.REWARD), own_metrics, mark)
+        scoring = Scoring.of(s, compute_score, own_metrics)
+        models = dict(each.split("=", 1) for each in arguments) if name in ("eval", "experiment") else {}
         commands: dict[str, Callable[[], int]] = {
             "probe": lambda: probe.probe(s, command, scoring, *arguments),
-            "eval": lambda: evaluate(s, command, scoring, dict(pair.split("=", 1) for pair in arguments)),
+            "eval": lambda: evaluate(s, command, scoring, models),
             "compare": lambda: compare.compare(s, scoring, *arguments),
-            "experiment": lambda: experiment.experiment(s, scoring, dict(pair.split("=", 1) for pair in arguments)),
+            "experiment": lambda: experiment.experiment(s, scoring, models),
             "rescore": lambda: rescore(s, command, scoring),
             "chat": lambda: chat.chat(s, scoring, *arguments),
             "batch": lambda: batch.batch(s, command, scoring, *arguments),

@@ -16,6 +16,10 @@ from matplotlib.ticker import MaxNLocator
 
 COLORS = ("#4c72b0", "#dd8452", "#55a868")
 DRAWN = 1e100  # matplotlib cannot place what is near the largest float
+LINES_STYLE = {"svg.hashsalt": "run", "text.parse_math": False}  # no random ids; a name may have dollars
+LINES_STYLE |= {"axes.grid": True, "grid.alpha": 0.3, "axes.spines.top": False, "axes.spines.right": False}
+LINES_STYLE |= {"axes.titlelocation": "left", "axes.titlesize": 10, "axes.formatter.limits": (-3, 5)}
+LINES_STYLE |= {"legend.frameon": False}
 
 
 def save(figure, path: Path) -> None:
@@ -26,7 +30,7 @@ def save(figure, path: Path) -> None:
 
 
 def probe_png(prompts: pd.DataFrame, title: str, path: Path) -> None:
-    """Accuracy histogram, variance against accuracy, entropy histogram; ``prompts``: one row a prompt."""
+    """Accuracy histogram, variance against accuracy, entropy histogram; ``prompts``: one row per prompt."""
     figure, (left, middle, right) = plt.subplots(1, 3, figsize=(12, 3.6), layout="constrained")
     left.hist(prompts["accuracy"], bins=np.linspace(0, 1, 21), color=COLORS[0])
     left.set(xlabel="accuracy over the samples", ylabel="prompts", title="Accuracy", xlim=(0, 1))
@@ -41,26 +45,19 @@ def probe_png(prompts: pd.DataFrame, title: str, path: Path) -> None:
     save(figure, path)
 
 
-def compare_png(summaries: dict[str, dict], score_change: np.ndarray, title: str, path: Path) -> None:
-    """The models' metrics but tokens and entropy, with their intervals; histogram of the score's change by prompt."""
+def compare_png(summaries: dict[str, dict], score_change: pd.Series, title: str, path: Path) -> None:
+    """The models' metrics except tokens and entropy, with intervals; histogram of the score's change by prompt."""
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4), layout="constrained", width_ratios=(2, 1))
-    shared = set.intersection(*(set(summary["metrics"]) for summary in summaries.values()))
-    first = next(iter(summaries.values()))["metrics"]
-    names = [name for name in first if name in shared and name not in ("tokens", "entropy")]
-    width = 0.8 / len(summaries)
-    for place, ((label, summary), color) in enumerate(zip(summaries.items(), COLORS, strict=False)):
-        values = [summary["metrics"][name] for name in names]
-        height = [value["value"] for value in values]
-        error = [
-            [max(0, v["value"] - v["low"]) for v in values],
-            [max(0, v["high"] - v["value"]) for v in values],
-        ]
-        left.bar(
-            np.arange(len(names)) + width * place, height, 0.95 * width, yerr=error, capsize=2, label=label, color=color
-        )
-    left.set_xticks(np.arange(len(names)) + width * (len(summaries) - 1) / 2, names, rotation=30, ha="right")
-    left.set(title="95 % intervals")
-    left.legend()
+    metrics = [pd.DataFrame(summary["metrics"]).T for summary in summaries.values()]
+    names = [name for name in metrics[0].index if all(name in each.index for each in metrics)]
+    names = [name for name in names if name not in ("tokens", "entropy")]
+    values, low, high = (
+        np.array([each.loc[names, end] for each in metrics], dtype=float) for end in ("value", "low", "high")
+    )
+    errors = np.stack([values - low, high - values], axis=1).clip(min=0)  # (models, 2, metrics), as pandas wants them
+    bars = pd.DataFrame(values.T, names, list(summaries))
+    if names:
+        bars.plot.bar(ax=left, yerr=errors, capsize=2, width=0.8, rot=30, color=list(COLORS), title="95 % intervals")
     right.hist(score_change, bins=21, color=COLORS[1])
     right.axvline(0, color="grey", linewidth=1)
     right.set(xlabel="change of a prompt's mean score", ylabel="prompts", title="Prompt by prompt")
@@ -69,11 +66,9 @@ def compare_png(summaries: dict[str, dict], score_change: np.ndarray, title: str
 
 
 def lines_svg(lines: dict[str, dict[int, float]], title: str, wide: bool = False) -> bytes:
-    """Metrics over the steps, as SVG without a reference to anything; ``lines``: value by step, by the metric's name.
-
-    What is no finite number leaves a gap. ``wide``: twice as wide. More than one line: a legend below.
-    """
-    with plt.rc_context({"svg.hashsalt": "run"}):  # else the ids in it are random
+    """Metrics over the steps, as SVG without references; ``lines``: value by step, by metric. A value that is not
+    finite leaves a gap. Several lines have a legend below."""
+    with plt.rc_context(LINES_STYLE):
         width, many = 10.6 if wide else 5.2, len(lines) > 1
         figure, axes = plt.subplots(figsize=(width, 3.3 if many else 2.9))
         # The same margins, so that pictures below each other are aligned.
@@ -83,16 +78,9 @@ def lines_svg(lines: dict[str, dict[int, float]], title: str, wide: bool = False
             drawn = [value if math.isfinite(value) and abs(value) < DRAWN else math.nan for value in values.values()]
             axes.plot(list(values), drawn, marker=".", markersize=4, linewidth=1.3, color=color, label=name)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.ticklabel_format(axis="y", scilimits=(-3, 5))
-        axes.grid(alpha=0.3)
-        axes.set_xlabel("step")
-        axes.set_title(title, loc="left", fontsize=10)
-        for side in ("top", "right"):
-            axes.spines[side].set_visible(False)
+        axes.set(xlabel="step", title=title)
         if many:
-            legend = figure.legend(loc="lower center", ncols=4 if wide else 2, fontsize=7, frameon=False)
-            for text in legend.get_texts():
-                text.set_parse_math(False)  # a name may have dollars
+            figure.legend(loc="lower center", ncols=4 if wide else 2, fontsize=7)
         picture = io.BytesIO()
         figure.savefig(picture, format="svg", metadata={"Date": None, "Creator": None, "Type": None, "Format": None})
         plt.close(figure)

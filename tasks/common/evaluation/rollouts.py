@@ -33,11 +33,10 @@ class Completion:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One completion with all that is needed to score it again.
+    """One completion with everything that scoring it again needs.
 
     ``index``: the prompt's place in its parquet file; ``mode``: greedy or sampled; ``sample``: which of the n.
-    ``reward``: the dict of the task's reward.py, None where it raised (``error`` says what) or where there is nothing
-    to score.
+    ``reward``: the dict of the task's reward.py; None where it raised (``error``) or where there is nothing to score.
     """
 
     index: int
@@ -62,23 +61,13 @@ def scored(row: dict, index: int, mode: str, sample: int, completion: Completion
     """``completion`` of the RL row ``row``, with its reward."""
     values = asdict(completion)
     opened = {"think_opened": True} if values.pop("think_opened") else {}
-    rollout = Rollout(
-        index,
-        mode,
-        sample,
-        **values,
-        prompt=row["prompt"],
-        data_source=row["data_source"],
-        ground_truth=row["reward_model"]["ground_truth"],
-        extra_info=row["extra_info"] | opened,
-        reward=None,
-    )
-    return rescored(rollout, compute_score)
+    values |= {"prompt": row["prompt"], "data_source": row["data_source"], "extra_info": row["extra_info"] | opened}
+    truth = row["reward_model"]["ground_truth"]
+    return rescored(Rollout(index, mode, sample, **values, ground_truth=truth, reward=None), compute_score)
 
 
 def rescored(rollout: Rollout, compute_score: Callable) -> Rollout:
-    """``rollout`` with the reward that ``compute_score`` gives now. An exception becomes its ``error``: one bad row
-    must not cost the others. Raises JudgeError: without its judge no row can be scored."""
+    """``rollout`` with its reward from ``compute_score``; an exception becomes its ``error``. Raises JudgeError."""
     if rollout.finish_reason == TOO_LONG or rollout.ground_truth in (None, ""):
         return replace(rollout, reward=None, error="")
     try:
@@ -95,10 +84,7 @@ def to_line(rollout: Rollout) -> str:
 
 
 def read_rollouts(path: Path) -> tuple[list[Rollout], int]:
-    """The rollouts in ``path``, in its order, and the number of lines left out (0 or 1): a last line that was cut off.
-
-    Raises DataError naming file and line where a line is no rollout.
-    """
+    """The rollouts in ``path``, and the number of skipped lines (0 or 1: the last, cut off). Raises DataError."""
     if not path.is_file():
         raise DataError(f"{path}: no such file of rollouts")
     rollouts, cut = [], 0
@@ -114,9 +100,8 @@ def read_rollouts(path: Path) -> tuple[list[Rollout], int]:
                     raise TypeError
                 rollouts.append(rollout)
             except (ValueError, TypeError, AttributeError):
-                raise DataError(
-                    f"{path}: line {number}: is not a rollout (an object with {', '.join(FIELDS)})"
-                ) from None
+                what = f"is not a rollout (an object with {', '.join(FIELDS)})"
+                raise DataError(f"{path}: line {number}: {what}") from None
     return rollouts, cut
 
 

@@ -1,11 +1,9 @@
-"""Sample a model on the rows of a parquet file and score each completion; what was sampled before is kept.
-
-The commands call ``sampled``. It runs ``sample`` in a separate process, whose output goes to a log.
-"""
+"""Sample a model on the rows of a parquet file, in a process of its own, and score each completion; keep them all."""
 
 import gc
 import json
 import os
+import re
 import sys
 import time
 from collections.abc import Callable
@@ -28,9 +26,10 @@ from tasks.common.evaluation.rollouts import (
     write_rollouts,
 )
 from tasks.common.evaluation.summary import OwnMetrics
-from tasks.common.files import write_json
+from tasks.common.files import read_json, write_json
 from tasks.common.process import Progress, StageFailed, run
-from tasks.common.settings import Settings, fingerprint
+from tasks.common.rewards.answers import of_variant
+from tasks.common.settings import Settings, code_digest, fingerprint, judge_settings
 
 
 @dataclass(frozen=True)
@@ -45,17 +44,15 @@ class Job:
     gpu_memory_utilization: float = 0.5
 
     def fingerprint(self) -> str:
-        """Changes when the completions would. Not with ``limit``: more prompts continue the same file."""
+        """Changes when the completions would, not with ``limit``: more prompts continue the same file."""
         if not Path(self.rows).is_file():
             raise DataError(f"{self.rows}: no such file; run `make data` or give the path of a parquet file")
-        values = asdict(self)
-        for name in ("limit", "gpu_memory_utilization"):
-            del values[name]
+        left_out = ("limit", "gpu_memory_utilization", "rows")
+        values = {name: value for name, value in asdict(self).items() if name not in left_out}
         folder = Path(self.model)
         kinds = (".safetensors", ".bin", ".json", ".jinja", ".model")
         files = sorted(f for f in folder.iterdir() if f.suffix in kinds) if folder.is_dir() else []
         values["files"] = [(f.name, f.stat().st_size, f.stat().st_mtime_ns) for f in files]
-        del values["rows"]
         return fingerprint(values, Path(self.rows))
 
     def folder(self, root: Path) -> Path:
@@ -71,9 +68,14 @@ class Scoring:
     own_metrics: OwnMetrics | None
     mark: str
 
+    @classmethod
+    def of(cls, s: Settings, compute_score: Callable, own_metrics: OwnMetrics | None) -> "Scoring":
+        mark = fingerprint({"variant": s.REWARD, "code": code_digest(s.task_dir / "reward.py")} | judge_settings())
+        return cls(of_variant(compute_score, s.REWARD), own_metrics, mark)
+
 
 def sampling(s: Settings) -> Sampling:
-    """How the settings sample. EVAL_TEMPERATURE=0 is greedy: one response a prompt."""
+    """How the settings sample. EVAL_TEMPERATURE=0 is greedy: one response per prompt."""
     greedy_only = s.EVAL_TEMPERATURE == 0
     return Sampling(
         n=1 if greedy_only else s.N,
@@ -88,13 +90,8 @@ def sampling(s: Settings) -> Sampling:
 
 def test_job(s: Settings, model: str, rows: Path | None = None) -> Job:
     """Sample ``model`` on the task's held-out prompts, or on those of the file ``rows``."""
-    return Job(
-        model,
-        str(rows or s.data_dir / "test.parquet"),
-        s.LIMIT,
-        sampling(s),
-        gpu_memory_utilization=s.GPU_MEMORY_UTILIZATION,
-    )
+    rows = rows or s.data_dir / "test.parquet"
+    return Job(model, str(rows), s.LIMIT, sampling(s), gpu_memory_utilization=s.GPU_MEMORY_UTILIZATION)
 
 
 def report_errors(rollouts: list[Rollout]) -> int:
@@ -109,18 +106,14 @@ def report_errors(rollouts: list[Rollout]) -> int:
 
 def model_name(model: str) -> str:
     """A short name for a model: the run and step of one of our checkpoints, else the last part of its path or id."""
-    parts = Path(model).parts
-    for name, folder, step in zip(parts, parts[1:], parts[2:], strict=False):
-        if folder == "checkpoints" and step.startswith("global_step_"):
-            return f"{name}-{step.replace('global_step_', 'step')}"
-    return parts[-1]
+    found = re.search(r"([^/]+)/checkpoints/global_step_([^/]+)", model)
+    return f"{found[1]}-step{found[2]}" if found else Path(model).name
 
 
 def load(job: Job, out: Path, scoring: Scoring) -> tuple[list[Rollout], list[Request]]:
-    """The rollouts of ``job`` that ``out`` holds, in order, and the requests that are missing.
+    """The rollouts of ``job`` in ``out``, in order, and the requests that are missing: those without all their lines.
 
-    A group of which a line was cut off counts as missing. What was scored with another version of the
-    reward is scored again.
+    Rollouts scored with another version of the reward are scored again.
     """
     rows = list(read_rows(Path(job.rows), job.limit or None))
     if not rows:
@@ -137,16 +130,15 @@ def load(job: Job, out: Path, scoring: Scoring) -> tuple[list[Rollout], list[Req
     }
     kept = [rollout for group in groups.values() for rollout in group.values()]
     meta = out.with_name("rollouts.meta.json")
-    if not meta.exists() or json.loads(meta.read_text())["reward"] != scoring.mark:
+    if read_json(meta).get("reward") != scoring.mark:
         kept = [rescored(rollout, scoring.compute_score) for rollout in kept]
         write_json(meta, {"reward": scoring.mark, **asdict(job)})
     if cut or kept != stored:
         write_rollouts(out, kept)
-    modes = [GREEDY, SAMPLED] if job.sampling.greedy else [SAMPLED]
     missing = [
         Request(index, mode, decoded(row["prompt"]), tools_of(row))
         for index, row in enumerate(rows)
-        for mode in modes
+        for mode in ([GREEDY, SAMPLED] if job.sampling.greedy else [SAMPLED])
         if (index, mode) not in groups
     ]
     return in_order(rollout for rollout in kept if rollout.index < len(rows)), missing
@@ -184,50 +176,38 @@ def sample_here(arguments: list[str], scoring: Scoring) -> int:
 
 
 class _Tail:
-    """Progress of a file of rollouts that another process writes: lines, and tokens a second since sampling began."""
+    """Progress of a file of rollouts that another process writes: lines, and tokens per second since sampling began."""
 
     def __init__(self, label: str, path: Path):
-        self.label, self.path = label, path
-        self.first = self._stamp()
-        self.place = path.stat().st_size if path.exists() else 0
-        self.lines = path.read_bytes().count(b"\n") if path.exists() else 0
-        self.tokens, self.started = 0, 0.0
-
-    def _stamp(self) -> int:
-        return self.path.stat().st_mtime_ns if self.path.exists() else 0
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.label, self.file, self.tokens, self.started = label, path.open("a+b"), 0, 0.0
+        self.file.seek(0)
+        self.lines, self.first = self.file.read().count(b"\n"), path.stat().st_mtime_ns
 
     def read(self) -> None:
         """Count what was written since the last look."""
-        if not self.started:
-            if self._stamp() == self.first:
-                return
-            self.started = time.monotonic()
-        with self.path.open("rb") as file:
-            file.seek(self.place)
-            new = file.read()
-        end = new.rfind(b"\n") + 1
-        self.place += end
-        for line in new[:end].splitlines():
-            self.lines += 1
-            self.tokens += json.loads(line)["tokens"]
-
-    def __str__(self) -> str:
-        return f" {self.label}, {self.tokens / (time.monotonic() - self.started + 0.1):.0f} tokens/s"
+        if self.started or os.fstat(self.file.fileno()).st_mtime_ns != self.first:
+            self.started = self.started or time.monotonic()
+            new = self.file.read()
+            self.lines += new.count(b"\n")
+            self.tokens += sum(map(int, re.findall(rb'"tokens": (\d+)', new)))  # in a text, its quotes are escaped
 
 
 def _progress(tails: list[_Tail]) -> Progress:
     for tail in tails:
         tail.read()
-    current = [tail for tail in tails if tail.started]
-    return Progress(sum(tail.lines for tail in tails), str(current[-1]) if current else " starting the engine")
+    note = " starting the engine"
+    if current := [tail for tail in tails if tail.started]:
+        speed = current[-1].tokens / (time.monotonic() - current[-1].started + 0.1)
+        note = f" {current[-1].label}, {speed:.0f} tokens/s"
+    return Progress(sum(tail.lines for tail in tails), note)
 
 
 def sampled(jobs: dict[str, Job], root: Path, scoring: Scoring) -> tuple[dict[str, list[Rollout]], bool]:
     """All rollouts of each of ``jobs`` (by label), in order, and whether any had to be sampled.
 
-    They are kept in ``job.folder(root)/rollouts.jsonl``. Sampling runs in a separate process: the task's
-    script that runs now, with the command ``sample``. Its output goes to a log, its end frees the memory. Raises
-    DataError, or StageFailed when the engine fails.
+    ``job.folder(root)/rollouts.jsonl`` keeps them. A child process samples: the script that runs now, with the command
+    ``sample``. Its end frees the memory. Raises DataError, or StageFailed when the engine fails.
     """
     files = {label: job.folder(root) / "rollouts.jsonl" for label, job in jobs.items()}
     found = {label: load(job, files[label], scoring) for label, job in jobs.items()}

@@ -4,7 +4,7 @@ SFT on right samples is rejection sampling (RFT; Yuan et al. 2023, arXiv 2308.01
 of several samples is that of best-vs-worst DPO (e.g. Yuan et al. 2024, arXiv 2401.10020).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -13,19 +13,18 @@ import pyarrow.parquet as pq
 from tasks.common.data.convert import dpo_line, dpo_schema
 from tasks.common.data.prepare import Example, needs_tools
 from tasks.common.data.rows import DataError, decoded, sft_row, sft_schema, tools_of, write_parquet
-from tasks.common.evaluation.engines import Sampling
 from tasks.common.evaluation.rollouts import SAMPLED, Rollout
-from tasks.common.evaluation.sample import Job, Scoring, report_errors, sampled
+from tasks.common.evaluation.sample import Job, Scoring, report_errors, sampled, sampling
 from tasks.common.files import written_beside
 from tasks.common.settings import Settings, SettingsError, artifacts
 
-MOST_ACCEPTED = 4  # responses a prompt, so that easy prompts do not crowd out the others
+MOST_ACCEPTED = 4  # responses per prompt, so that easy prompts do not crowd out the others
 
 
 @dataclass(frozen=True)
 class Pairs:
-    """``examples`` have ``{"chosen", "rejected"}`` as their ground_truth. ``ties``: prompts without a response that
-    scored above another; ``unscored``: prompts with less than two different responses that were scored."""
+    """``examples`` have ``{"chosen", "rejected"}`` as their ground_truth. ``ties``: prompts whose responses all scored
+    the same; ``unscored``: prompts with fewer than two different scored responses."""
 
     examples: list[Example]
     ties: int
@@ -43,29 +42,21 @@ def scored_by_prompt(rollouts: list[Rollout]) -> list[list[Rollout]]:
 
 
 def best_against_worst(rollouts: list[Rollout]) -> Pairs:
-    """For each prompt the response of the highest score against that of the lowest; prompts where they tie are dropped.
-
-    The better one must have ended by itself. The worse one may have been cut at the length limit; that is noted.
-    """
-    examples, ties, unscored = [], 0, 0
-    for group in scored_by_prompt(rollouts):
-        if len(group) < 2:
-            unscored += 1
-            continue
-        ended = [r for r in group if r.finish_reason == "stop"]
-        best = max(ended, key=_score, default=None)
+    """For each prompt the response with the highest score against the one with the lowest; ties are dropped. The better
+    one must have ended by itself. The worse one may be truncated; ``truncated`` then says so."""
+    groups, examples = scored_by_prompt(rollouts), []
+    several = [group for group in groups if len(group) > 1]
+    for group in several:
+        best = max((r for r in group if r.finish_reason == "stop"), key=_score, default=None)
         worst = min(group, key=_score)
-        if best is None or _score(best) <= _score(worst):
-            ties += 1
-            continue
-        cut = ["rejected"] if worst.finish_reason != "stop" else []
-        examples.append(_example(best, {"chosen": _text(best), "rejected": _text(worst), "truncated": cut}))
-    return Pairs(examples, ties, unscored)
+        if best and _score(best) > _score(worst):
+            cut = ["rejected"] if worst.finish_reason != "stop" else []
+            examples.append(_example(best, {"chosen": _text(best), "rejected": _text(worst), "truncated": cut}))
+    return Pairs(examples, len(several) - len(examples), len(groups) - len(several))
 
 
 def right_responses(rollouts: list[Rollout]) -> list[Example]:
-    """Responses that are right (acc 1) and ended by themselves, the first MOST_ACCEPTED different ones of a prompt; the
-    text is the example's demonstration."""
+    """The first MOST_ACCEPTED different responses per prompt that are right (acc 1) and ended by themselves."""
     accepted = []
     for group in scored_by_prompt(rollouts):
         right = [r for r in group if r.reward["acc"] == 1 and r.finish_reason == "stop"]
@@ -87,23 +78,18 @@ def _example(rollout: Rollout, ground_truth: dict, demonstration: str | None = N
     return Example(decoded(rollout.prompt), ground_truth, demonstration, tools=tools)
 
 
-# ---- the commands of evaluate.py
-
-
 def write_pairs(s: Settings, scoring: Scoring, model: str, out: str, number: str = "1") -> int:
     """``pairs MODEL OUT.parquet ROUND``: what `make train METHOD=dpo` trains on without PAIRS_FILE.
 
-    Returns the number of completions on which the reward raised. Raises SettingsError when ROLLOUT_N is 1, DataError
-    when no prompt gives a pair; OUT then is as it was.
+    Returns the number of completions on which the reward raised. Raises DataError, without OUT, when there is no pair.
     """
     if s.ROLLOUT_N < 2:
-        raise SettingsError(f"ROLLOUT_N={s.ROLLOUT_N}: pairs of own samples need at least 2 samples a prompt")
+        raise SettingsError(f"ROLLOUT_N={s.ROLLOUT_N}: pairs of own samples need at least 2 samples per prompt")
     rollouts = _samples(s, scoring, model, Path(out), int(number))
     found = best_against_worst(rollouts)
-    prompts = len({r.index for r in rollouts})
-    counts = f"{prompts} prompts, {len(found.examples)} pairs of the best and the worst of {s.ROLLOUT_N} samples, "
-    counts += f"{found.ties} ties dropped"
-    counts += f", {found.unscored} with less than two different scored samples" if found.unscored else ""
+    counts = f"{len({r.index for r in rollouts})} prompts, {len(found.examples)} pairs of the best and the worst of "
+    counts += f"{s.ROLLOUT_N} samples, {found.ties} ties dropped"
+    counts += f", {found.unscored} with fewer than two different scored samples" if found.unscored else ""
     if not found.examples:
         raise DataError(
             f"{model}: no pair in its own samples ({counts}); raise SAMPLED_PROMPTS, ROLLOUT_N or MAX_RESPONSE_LENGTH, "
@@ -116,11 +102,7 @@ def write_pairs(s: Settings, scoring: Scoring, model: str, out: str, number: str
 
 
 def write_accepted(s: Settings, scoring: Scoring, model: str, out: str) -> int:
-    """``accepted MODEL OUT.parquet``: demonstrations for SFT_SOURCE=samples.
-
-    Returns the number of completions on which the reward raised. Raises DataError when no response is right; OUT then
-    is as it was.
-    """
+    """``accepted MODEL OUT.parquet``: demonstrations for SFT_SOURCE=samples. Returns and raises as ``write_pairs``."""
     rollouts = _samples(s, scoring, model, Path(out))
     found = right_responses(rollouts)
     counts = f"{len({r.index for r in rollouts})} prompts, {s.ROLLOUT_N} samples each, {len(found)} accepted"
@@ -136,36 +118,23 @@ def write_accepted(s: Settings, scoring: Scoring, model: str, out: str) -> int:
 
 
 def chosen_prompts(count: int, wanted: int, number: int, seed: int) -> np.ndarray:
-    """Which of ``count`` prompts round ``number`` (from 1) samples: ``wanted`` (0: all), ascending.
-
-    Rounds have different prompts until all of them were sampled; then comes another order.
-    """
+    """Which of ``count`` prompts round ``number`` (from 1) samples: ``wanted`` (0: all), ascending. Rounds have
+    different prompts until all of them were sampled; then a new order begins."""
     if not 0 < wanted < count:
         return np.arange(count)
     generator = np.random.default_rng(seed)
-    for _ in range((number - 1) // (count // wanted) + 1):
-        order = generator.permutation(count)
-    first = (number - 1) % (count // wanted) * wanted
-    return np.sort(order[first : first + wanted])
+    order, place = divmod(number - 1, count // wanted)
+    orders = [generator.permutation(count) for _ in range(order + 1)]
+    return np.sort(orders[-1][place * wanted : (place + 1) * wanted])
 
 
 def _samples(s: Settings, scoring: Scoring, model: str, out: Path, number: int = 1) -> list[Rollout]:
-    """ROLLOUT_N responses of ``model`` to each of SAMPLED_PROMPTS training prompts, sampled as RL samples.
-
-    The prompts are those of round ``number``; they are kept beside ``out``.
-    """
+    """ROLLOUT_N responses of ``model`` to each training prompt of round ``number``, sampled as RL samples."""
     table = pq.read_table(s.train_file)
     prompts = out.with_name("prompts.parquet")
     with written_beside(prompts) as partial:
         pq.write_table(table.take(chosen_prompts(len(table), s.SAMPLED_PROMPTS, number, s.SEED)), partial)
-    how = Sampling(
-        n=s.ROLLOUT_N,
-        greedy=False,
-        temperature=s.TEMPERATURE,
-        top_p=1.0,
-        max_prompt_tokens=s.MAX_PROMPT_LENGTH,
-        max_tokens=s.MAX_RESPONSE_LENGTH,
-        seed=s.SEED + number - 1,
-    )
+    how = replace(sampling(s), n=s.ROLLOUT_N, greedy=False, temperature=s.TEMPERATURE, top_p=1.0)
+    how = replace(how, max_tokens=s.MAX_RESPONSE_LENGTH, seed=s.SEED + number - 1)
     job = Job(model, str(prompts), 0, how, gpu_memory_utilization=s.GPU_MEMORY_UTILIZATION)
     return sampled({"samples": job}, artifacts() / "samples" / s.TASK, scoring)[0]["samples"]

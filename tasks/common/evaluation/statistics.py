@@ -39,32 +39,26 @@ def _bootstrap(values: np.ndarray, seed: int):
 
 
 def bootstrap_mean(values: np.ndarray, seed: int = 0) -> Estimate:
-    """Mean of ``values`` (shape: prompts) with the percentile bootstrap over prompts (Efron 1979).
-
-    Prompts are resampled, not completions: the completions of a prompt depend on each other. For a paired comparison
-    pass the differences by prompt.
-    """
+    """Mean of ``values`` (shape: prompts) with the percentile bootstrap over prompts (Efron 1979). Not over
+    completions: those of a prompt depend on each other. For a paired comparison pass the differences by prompt."""
     values = np.asarray(values, dtype=float)
+    mean = float(values.mean())
     if len(values) < 2 or np.ptp(values) == 0:
-        return Estimate(float(values.mean()), float(values.mean()), float(values.mean()))
-    result = _bootstrap(values, seed)
-    return Estimate(float(values.mean()), *map(float, result.confidence_interval))
+        return Estimate(mean, mean, mean)
+    return Estimate(mean, *map(float, _bootstrap(values, seed).confidence_interval))
 
 
 def bootstrap_p_value(differences: np.ndarray, seed: int = 0) -> float:
     """Two-sided p-value of "the mean of ``differences`` (shape: prompts) is 0", from the paired bootstrap.
 
     Twice the smaller share of resampled means on one side of 0, the observed mean counted as one of them (Davison and
-    Hinkley 1997, eq. 4.11), at most 1. It is about 0.05 where the interval of ``bootstrap_mean`` ends at 0. Resamples
-    of a few values of one sign never cross 0, so it is at least 2^(1 - d) for d differences that are not 0: the
-    smallest p-value of the exact test that flips their signs.
+    Hinkley 1997, eq. 4.11), at most 1. Resamples of a few values of one sign never cross 0, so it is at least 2^(1 - d)
+    for d differences that are not 0: the smallest p-value of the exact test that flips their signs.
     """
     differences = np.asarray(differences, dtype=float)
-    if not np.any(differences):
+    if len(differences) < 2 or not np.any(differences):
         return 1.0
     smallest = 2.0 ** (1 - np.count_nonzero(differences))
-    if np.ptp(differences) == 0:
-        return max(smallest, 2 / (RESAMPLES + 1))
     return max(smallest, share_p_value(_bootstrap(differences, seed).bootstrap_distribution))
 
 
@@ -77,10 +71,10 @@ def share_p_value(resampled: np.ndarray) -> float:
 def pooled_mean(values: np.ndarray) -> tuple[Estimate, float]:
     """Mean of ``values``, shape (seeds, prompts), both at least 2, with its 95 % interval and two-sided p-value of 0.
 
-    For several trainings on the same prompts: the prompts are a sample, and so are the seeds. The variance of the mean
-    is that of the seeds' means by the number of seeds, plus that of the prompts' means by theirs (Cameron, Gelbach and
-    Miller 2011, without their third term, so rather too large); Student's t with Welch's and Satterthwaite's degrees of
-    freedom, because there are few seeds. A bootstrap of three seeds has no such correction, and is too narrow.
+    The prompts are a sample, and so are the seeds. The variance of the mean is that of the seeds' means by the number
+    of seeds, plus that of the prompts' means by theirs (Cameron, Gelbach and Miller 2011, without their third term, so
+    rather too large). Student's t with Welch's and Satterthwaite's degrees of freedom, because there are few seeds; a
+    bootstrap of three seeds has no such correction and is too narrow.
     """
     values = np.asarray(values, dtype=float)
     parts = [means.var(ddof=1) / len(means) for means in (values.mean(1), values.mean(0))]
@@ -114,10 +108,8 @@ def pass_at_k(n: np.ndarray, correct: np.ndarray, k: int) -> np.ndarray:
 def bootstrap_statistics(
     groups: Sequence[list], statistic: Callable[[list], dict[str, float]], resamples: int = 200, seed: int = 0
 ) -> dict[str, np.ndarray]:
-    """``statistic`` of ``resamples`` resamples of ``groups`` (one list of rows a prompt), by name; shape (resamples,).
-
-    For statistics that are no mean over prompts. The same seed and number of groups resample the same prompts.
-    """
+    """``statistic`` of ``resamples`` resamples of ``groups`` (a list of rows per prompt), by name; shape (resamples,).
+    The same seed and number of groups resample the same prompts."""
     rng = np.random.default_rng(seed)
     results = []
     for _ in range(resamples):

@@ -1,4 +1,4 @@
-"""The tables of every report, on screen and as Markdown. Text that a model wrote is made harmless first."""
+"""The tables and sentences of every report, on screen and as Markdown. Text that a model wrote is made harmless."""
 
 import os
 import re
@@ -11,11 +11,6 @@ from rich.table import Table
 from tasks.common.evaluation.statistics import Estimate
 from tasks.common.evaluation.summary import MEANING, Difference
 from tasks.common.text import one_line, printable
-
-
-def meaning(name: str) -> str:
-    """What a metric is; empty for a component of the reward and a task's own metrics."""
-    return MEANING.get("pass@k" if name.startswith("pass@") else name, "")
 
 
 def sizes(summary: dict) -> str:
@@ -32,20 +27,42 @@ def p_text(p_value: float) -> str:
     return f"{p_value:.4f}" if p_value >= 0.0001 else "< 0.0001"
 
 
-def comparison_rows(summaries: dict[str, dict], changes: dict[str, Difference] | None = None) -> list[list[str]]:
-    """One row a metric: its name, its estimate for each model, and the difference with its p-value if given."""
-    names = list(dict.fromkeys(name for summary in summaries.values() for name in summary["metrics"]))
+def headline(names) -> str | None:
+    """The metric that stands for all ``names``: pass@1 is what RL trains, and less noisy than one greedy response."""
+    return next((name for name in ("pass@1", "accuracy") if name in names), next(iter(names), None))
+
+
+def gain(pair: str, changes: dict[str, Difference] | None) -> str:
+    """The headline's difference in one line, and what its interval says; ``pair``: "grpo - sft". Empty without one."""
+    if not changes:
+        return ""
+    change = changes[name := headline(changes)]
+    low, high = change.difference.low, change.difference.high
+    said = "a loss" if high < 0 else "a gain" if low > 0 else "the interval includes 0, so this may be chance"
+    return f"{pair}: {name} {change.difference.signed()}, p {p_text(change.p_value)} ({change.test}): {said}"
+
+
+def gained_text(test: dict) -> str:
+    """The prompts gained and lost of compare.json, with their test."""
+    return f"{test['gained']} prompts gained, {test['lost']} lost: exact McNemar p = {p_text(test['p_value'])}"
+
+
+def comparison_table(
+    summaries: dict[str, dict], changes: dict[str, Difference] | None = None, pair: str = "", meanings: bool = False
+) -> tuple[list[str], list[list[str]]]:
+    """Header and a row per metric: each model's estimate, the difference of ``pair`` and its p-value, the meaning."""
+    header = ["metric", *summaries, *([f"{pair} [95 % interval]", "p"] if changes is not None else [])]
     rows = []
-    for name in names:
-        cells = [name]
-        for summary in summaries.values():
-            value = summary["metrics"].get(name)
-            cells.append(str(Estimate(**value)) if value else "-")
+    for name in dict.fromkeys(name for summary in summaries.values() for name in summary["metrics"]):
+        values = [summary["metrics"].get(name) for summary in summaries.values()]
+        row = [name, *(str(Estimate(**value)) if value else "-" for value in values)]
         if changes is not None:
             change = changes.get(name)
-            cells += [change.estimate.signed(), f"{p_text(change.p_value)} ({change.test})"] if change else ["-", "-"]
-        rows.append(cells)
-    return rows
+            row += [change.difference.signed(), f"{p_text(change.p_value)} ({change.test})"] if change else ["-", "-"]
+        if meanings:
+            row.append(MEANING.get("pass@k" if name.startswith("pass@") else name, ""))
+        rows.append(row)
+    return [*header, *(["meaning"] if meanings else [])], rows
 
 
 def show_table(title: str, header: list[str], rows: list[list[str]]) -> None:

@@ -1,11 +1,11 @@
 """`make monitor`: every run under artifacts/ in a dashboard on this machine, followed while it trains.
 
-Nothing has to be logged for it: it reads what each run writes to its own folder (docs/RUNS.md), so that a resumed run
-is one curve. The dashboard is trackio's, or tensorboard's where trackio is not installed (the a100 stack); its data is
-a copy, made at the start and removed at the end.
+It reads what each run writes to its own folder (docs/RUNS.md), so a resumed run is one curve. The dashboard is
+trackio's, or tensorboard's where trackio is not installed (the a100 stack). Its data is a copy, removed at the end.
 """
 
 import functools
+import importlib
 import importlib.util
 import json
 import os
@@ -14,25 +14,23 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
 from tasks.common.evaluation.rollouts import SAMPLED
-from tasks.common.files import read_json
 from tasks.common.machine import hardware
-from tasks.common.process import interrupt_on_sigterm
-from tasks.common.reports.overview import evaluation_files
+from tasks.common.process import errors_in_one_line, interrupt_on_sigterm
+from tasks.common.reports.overview import evaluations, settings_of
 from tasks.common.runs import health, launches, validation
 from tasks.common.runs.folder import all_runs, read_metrics, recorded
 from tasks.common.settings import SettingsError, artifacts
 from tasks.common.text import one_line
 
-PORT = 7860
 SECONDS = 3  # between two looks at the runs
 TRAINING_SAMPLES, EVALUATION_SAMPLES = 8, 256  # of a step, of a validation or evaluation
-# What verl writes of a step, in which folder of the run: validations with TEST_FREQ
+# What verl writes per step, and in which folder of the run; validations with TEST_FREQ
 DUMPS = (("training", "rollouts", TRAINING_SAMPLES), ("validation", "validation", EVALUATION_SAMPLES))
 NO_REWARD = ("step", "uid")  # numbers beside a dumped response that are no part of its reward
 LONGEST = 8000  # characters of a text that are shown
@@ -63,15 +61,15 @@ class Seen:
     def since(self, shown: "Seen") -> "Seen | None":
         """What is new beyond ``shown``; None where something that was shown has changed (steps trained again)."""
         new = Seen()
-        for part in (f.name for f in fields(Seen)):
-            now, before = getattr(self, part), getattr(shown, part)
+        for part, before in vars(shown).items():
+            now = getattr(self, part)
             if any(key not in now or str(now[key]) != str(value) for key, value in before.items()):  # nan != nan
                 return None
             setattr(new, part, {key: value for key, value in now.items() if key not in before})
         return new
 
     def __bool__(self) -> bool:
-        return any(getattr(self, f.name) for f in fields(Seen))
+        return any(vars(self).values())
 
 
 def look(run_dir: Path) -> Seen:
@@ -80,16 +78,13 @@ def look(run_dir: Path) -> Seen:
     seen = Seen(steps=metrics)
     for step, values in validation.curves(metrics).items():
         seen.steps[step] |= values
-    for step, file in evaluation_files(run_dir):
-        summary, folder = read_json(file), file.parent
+    for step, file, summary in evaluations(run_dir):
         seen.evaluations[step] = {f"eval/{name}": value["value"] for name, value in summary["metrics"].items()}
-        if (rollouts := folder / "rollouts.jsonl").exists():
-            seen.samples |= {f"eval-{folder.name}-{i}": s for i, s in enumerate(_evaluated(rollouts, step))}
+        if (rollouts := file.with_name("rollouts.jsonl")).exists():
+            seen.samples |= {f"eval-{file.parent.name}-{i}": s for i, s in enumerate(_evaluated(rollouts, step))}
     for kind, folder, most in DUMPS:
-        for file in sorted((run_dir / folder).glob("*.jsonl")):
-            if file.stem.isdigit():
-                found = enumerate(_dumped(file, kind, most))
-                seen.samples |= {f"{kind}-{file.stem}-{i}": sample for i, sample in found}
+        for file in sorted((run_dir / folder).glob("[0-9]*.jsonl")):
+            seen.samples |= {f"{kind}-{file.stem}-{i}": s for i, s in enumerate(_dumped(file, kind, most))}
     found = health.findings(metrics, SimpleNamespace(**recorded(run_dir)["settings"]))  # of any version's variables
     fired = {(each.rule, each.step) for each in found}
     for each in found:  # a rule that keeps firing is told of once
@@ -102,15 +97,11 @@ def look(run_dir: Path) -> Seen:
 
 def config_of(run_dir: Path) -> dict:
     """What one compares runs by: settings, ARGS, start and commit, with secrets masked."""
-    made = recorded(run_dir)
-    config = dict(made["settings"]) | {"ARGS": " ".join(made["arguments"]), "start": made["start"]}
+    config = settings_of(run_dir)
     for launch in launches.launches(run_dir)[-1:]:
         record = launches.read(launch)
         config |= {"stack": record["stack"], "commit": record["git"].get("commit", "")}
     return launches.masked_values(config)
-
-
-# ---- parts ---------------------------------------------------------------------------------------------------------
 
 
 def _rows(file: Path, most: int | None = None) -> Iterator[dict]:
@@ -149,19 +140,16 @@ def _cut(text: str) -> str:
     return text if len(text) <= LONGEST else f"{text[:LONGEST]} ... ({len(text)} characters)"
 
 
-# ---- following -----------------------------------------------------------------------------------------------------
-
-
 def changed(run_dir: Path) -> tuple:
     """Something that differs when ``look`` would."""
     files = [file for folder in ("metrics", "rollouts", "validation") for file in run_dir.glob(f"{folder}/*")]
     files += [run_dir / "gpu.jsonl", run_dir / "settings.json"]
     files += (artifacts() / "eval" / run_dir.parent.name).glob("*/summary.json")
     found = []
-    for file in files:
+    for file in sorted(files):
         with suppress(OSError):
-            found.append((str(file), file.stat().st_size, file.stat().st_mtime_ns))
-    return tuple(sorted(found))
+            found.append((file, file.stat().st_size, file.stat().st_mtime_ns))
+    return tuple(found)
 
 
 class Follower:
@@ -177,59 +165,48 @@ class Follower:
             state = changed(run_dir)
             if self.state.get(run_dir) == state:
                 continue
+            self.state[run_dir] = state
             try:
                 now = look(run_dir)
             except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:  # the others are shown
                 what = f"{type(error).__name__}: {one_line(str(error), 200)}"
                 print(f"warning: {run_dir}: cannot be read ({what})", file=sys.stderr, flush=True)
-                self.state[run_dir] = state
                 continue
-            before = self.shown.get(run_dir, Seen())
-            new = now.since(before)
+            new = now.since(self.shown.get(run_dir, Seen()))
             if new is None:
                 self.dashboard.remove(run_dir)
                 new = now
             if new:
                 self.dashboard.add(run_dir, new, config_of(run_dir))
                 count += 1
-            self.shown[run_dir], self.state[run_dir] = now, state
+            self.shown[run_dir] = now
         return count
 
 
 def open_dashboard(folder: Path):
-    """trackio's, or tensorboard's where that is what is installed; its data in ``folder``. Raises SettingsError."""
-    if importlib.util.find_spec("trackio"):
-        from tasks.common.reports.monitor_trackio import Trackio
-
-        return Trackio(folder)
-    if importlib.util.find_spec("tensorboard"):
-        from tasks.common.reports.monitor_tensorboard import Tensorboard
-
-        return Tensorboard(folder)
+    """trackio's, or tensorboard's where trackio is missing; its data in ``folder``. Raises SettingsError."""
+    for name in ("trackio", "tensorboard"):
+        if importlib.util.find_spec(name):
+            module = importlib.import_module(f"tasks.common.reports.monitor_{name}")
+            return getattr(module, name.capitalize())(folder)
     raise SettingsError("make monitor: neither trackio nor tensorboard is installed; run `make install`")
-
-
-def _port() -> int:
-    text = os.environ.get("PORT") or str(PORT)
-    if not (text.isascii() and text.isdigit() and 0 < int(text) < 65536):
-        raise SettingsError(f"PORT={text[:80]}: must be a number from 1 to 65535")
-    if hardware.listens(f"127.0.0.1:{text}"):
-        raise SettingsError(
-            f"PORT={text}: something listens there already; take another, make monitor PORT={int(text) + 1}"
-        )
-    return int(text)
 
 
 def main() -> None:
     interrupt_on_sigterm()
-    port = _port()
+    port = os.environ.get("PORT") or "7860"
+    if not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+        raise SettingsError(f"PORT={port[:80]}: must be a number from 1 to 65535")
+    if hardware.listens(f"127.0.0.1:{port}"):
+        hint = f"take another, make monitor PORT={int(port) + 1}"
+        raise SettingsError(f"PORT={port}: something listens there already; {hint}")
     place = artifacts() / "monitor"
     place.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=place, prefix=f"{port}-") as folder:
         dashboard = open_dashboard(Path(folder))
         follower = Follower(dashboard)
         follower.update()
-        with dashboard.served(port):
+        with dashboard.served(int(port)):
             runs = len(follower.shown)
             what = f"{runs} run{'s' * (runs != 1)}" if runs else "no runs yet; they appear when they train"
             print(f"{dashboard.name}: http://127.0.0.1:{port} ({artifacts() / 'runs'}: {what})", flush=True)
@@ -240,9 +217,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
+    with errors_in_one_line(SettingsError), suppress(KeyboardInterrupt):
         main()
-    except SettingsError as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        sys.exit(0)

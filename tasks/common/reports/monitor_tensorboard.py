@@ -18,13 +18,6 @@ class Tensorboard:
     def __init__(self, folder: Path):
         self.folder, self.writers = folder, {}
 
-    def _writer(self, run_dir: Path):
-        from torch.utils.tensorboard import SummaryWriter
-
-        if run_dir not in self.writers:
-            self.writers[run_dir] = SummaryWriter(self.folder / run_dir.parent.name / run_dir.name)
-        return self.writers[run_dir]
-
     def remove(self, run_dir: Path) -> None:
         if writer := self.writers.pop(run_dir, None):
             writer.close()
@@ -32,10 +25,12 @@ class Tensorboard:
 
     def add(self, run_dir: Path, new, config: dict) -> None:
         """Write the ``monitor.Seen`` of a run."""
-        first = run_dir not in self.writers
-        writer = self._writer(run_dir)
-        if first:
-            writer.add_text("settings", _as_code(json.dumps(config, indent=1)))
+        from torch.utils.tensorboard import SummaryWriter
+
+        if run_dir not in self.writers:
+            self.writers[run_dir] = SummaryWriter(self.folder / run_dir.parent.name / run_dir.name)
+            self.writers[run_dir].add_text("settings", _as_code(json.dumps(config, indent=1)))
+        writer = self.writers[run_dir]
         for part in (new.steps, new.evaluations):
             for step, row in sorted(part.items()):
                 for name, value in row.items():
@@ -56,8 +51,7 @@ class Tensorboard:
         from tensorboard import program
 
         server = program.TensorBoard()
-        options = ["--host", "127.0.0.1", "--port", str(port), "--reload_interval", "5", "--load_fast", "false"]
-        server.configure(["tensorboard", "--logdir", str(self.folder), *options])
+        server.configure(logdir=str(self.folder), host="127.0.0.1", port=port, reload_interval=5, load_fast="false")
         try:
             with contextlib.redirect_stderr(io.StringIO()):  # it says that TensorFlow is not installed
                 server.launch()  # threads, which end with this process

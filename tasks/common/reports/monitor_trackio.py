@@ -1,8 +1,4 @@
-"""The runs in trackio's dashboard (https://github.com/gradio-app/trackio): a project for each task.
-
-trackio's own `trackio.log` writes one run at a time, live. What is read back from many runs goes to its store in bulk,
-as its import of CSV files does (trackio/imports.py).
-"""
+"""The runs in trackio's dashboard (https://github.com/gradio-app/trackio): a project for each task."""
 
 import contextlib
 import io
@@ -30,24 +26,17 @@ class Trackio:
     def add(self, run_dir: Path, new, config: dict) -> None:
         """Write the ``monitor.Seen`` of a run."""
         project, run, now = run_dir.parent.name, run_dir.name, datetime.now(UTC).isoformat()
-        rows = [(step, row) for part in (new.steps, new.evaluations) for step, row in sorted(part.items())]
-        ids = [f"{run}-step-{step}" for step in sorted(new.steps)]
-        ids += [f"{run}-eval-{step}" for step in sorted(new.evaluations)]
+        rows = [(f"{run}-step-{step}", step, row) for step, row in sorted(new.steps.items())]
+        rows += [(f"{run}-eval-{step}", step, row) for step, row in sorted(new.evaluations.items())]
         traces: dict[tuple[str, int], list[dict]] = {}
         for sample in new.samples.values():
             traces.setdefault((sample.kind, sample.step), []).append(self._trace(sample))
-        rows += [(step, {kind: found}) for (kind, step), found in traces.items()]
-        ids += [f"{run}-{next(iter(new.samples))}-{kind}-{step}" for kind, step in traces]
+        first = next(iter(new.samples), "")
+        rows += [(f"{run}-{first}-{kind}-{step}", step, {kind: found}) for (kind, step), found in traces.items()]
         if rows:
-            self.store.bulk_log(
-                project=project,
-                run=run,
-                metrics_list=[row for _, row in rows],
-                steps=[step for step, _ in rows],
-                timestamps=[now] * len(rows),
-                config=config,
-                log_ids=ids,
-            )
+            ids, steps, values = map(list, zip(*rows, strict=True))
+            times = [now] * len(rows)
+            self.store.bulk_log(project, run, values, steps=steps, timestamps=times, config=config, log_ids=ids)
         if new.gpus:
             times = [datetime.fromtimestamp(time, UTC).isoformat() for time in new.gpus]
             marks = [f"{run}-gpu-{time}" for time in new.gpus]
@@ -74,14 +63,8 @@ class Trackio:
     def served(self, port: int) -> Iterator[None]:
         """Serve the dashboard on loopback until the end of the block."""
         with contextlib.redirect_stdout(io.StringIO()):  # an address with a token to write
-            server, *_ = self.trackio.show(
-                open_browser=False,
-                block_thread=False,
-                host="127.0.0.1",
-                server_port=port,
-                share=False,
-                mcp_server=False,
-            )
+            off = dict.fromkeys(("open_browser", "block_thread", "share", "mcp_server"), False)
+            server, *_ = self.trackio.show(host="127.0.0.1", server_port=port, **off)
         try:
             yield
         finally:

@@ -1,5 +1,6 @@
 """`make runs`: a table of all runs. `make diff RUN=a,b`: what differs between two, in settings and results."""
 
+import hashlib
 import os
 import re
 import sys
@@ -11,8 +12,8 @@ from tasks.common.files import read_json
 from tasks.common.process import errors_in_one_line
 from tasks.common.runs import launches
 from tasks.common.runs.folder import all_runs, named, read_metrics, recorded
-from tasks.common.runs.repeat import commit_text, package_changes
-from tasks.common.settings import Settings, SettingsError, artifacts
+from tasks.common.runs.repeat import commit_text
+from tasks.common.settings import SettingsError, artifacts
 from tasks.common.text import one_line
 
 REWARD = "critic/score/mean"
@@ -24,33 +25,25 @@ OLDER = "(not recorded)"
 
 
 def step_of(model: str, run_dir: Path) -> int | None:
-    """The step of ``run_dir``'s checkpoint that the path ``model`` names; None if it names none.
-
-    Only the part from runs/ on counts, so that artifacts/ may be moved.
-    """
+    """The step of ``run_dir``'s checkpoint that the path ``model`` names, or None. artifacts/ may have been moved."""
     place = rf"/runs/{re.escape(run_dir.parent.name)}/{re.escape(run_dir.name)}/checkpoints/global_step_(\d+)/"
     found = re.search(place, f"{model}/")
     return int(found[1]) if found else None
 
 
-def evaluation_files(run_dir: Path) -> list[tuple[int, Path]]:
-    """Step and summary.json of the evaluations of a run's checkpoints (`make eval`), the last one of the last step
-    last."""
+def evaluations(run_dir: Path) -> list[tuple[int, Path, dict]]:
+    """Step, summary.json and its content of each `make eval` of a run's checkpoints, by step and time."""
     found = []
     for file in (artifacts() / "eval" / run_dir.parent.name).glob("*/summary.json"):
-        # What was scored again names a file of rollouts, of which the original's summary tells.
-        if (step := step_of(read_json(file).get("model", ""), run_dir)) is not None:
-            found.append((step, file))
+        summary = read_json(file)
+        # A rescored file has "rollouts of FILE" as its model; the original's summary counts.
+        if (step := step_of(summary.get("model", ""), run_dir)) is not None:
+            found.append((step, file, summary))
     return sorted(found, key=lambda each: (each[0], each[1].stat().st_mtime))
 
 
-def evaluations(run_dir: Path) -> list[tuple[int, dict]]:
-    """The same with what the files say."""
-    return [(step, read_json(file)) for step, file in evaluation_files(run_dir)]
-
-
 def started(run_dir: Path) -> float:
-    """When a run was begun, in seconds: its first launch, or, of an older version's run, its settings' last change."""
+    """When a run began, in seconds since 1970: its first launch; without a launch record, its settings' last change."""
     if found := launches.launches(run_dir):
         return datetime.fromisoformat(launches.read(found[0])["date"]).timestamp()
     return (run_dir / "settings.json").stat().st_mtime
@@ -70,7 +63,7 @@ def row(run_dir: Path) -> list[str]:
     settings, warm_up = made["settings"], made["kind"] == "sft"
     model = settings["MODEL"]
     rewards = [data[REWARD] for data in metrics.values() if REWARD in data]
-    accuracies = [s["metrics"]["accuracy"]["value"] for _, s in evaluations(run_dir) if "accuracy" in s["metrics"]]
+    accuracies = [s["metrics"]["accuracy"]["value"] for *_, s in evaluations(run_dir) if "accuracy" in s["metrics"]]
     seconds = [data["timing_s/step"] for data in metrics.values() if "timing_s/step" in data]
     return [
         run_dir.name,
@@ -99,67 +92,51 @@ def table(task: str = "") -> str:
     return aligned([HEADER, *map(row, runs)])
 
 
-# ---- two runs side by side -----------------------------------------------------------------------------------------
+def settings_of(run_dir: Path) -> dict:
+    """A run's settings except its name, its ARGS and the model it starts from."""
+    made = recorded(run_dir)
+    settings = {name: value for name, value in made["settings"].items() if name != "RUN"}
+    return settings | {"ARGS": " ".join(made["arguments"]), "start": made["start"]}
 
 
-def settings_rows(left: dict, right: dict) -> list[list[str]]:
-    """The settings, ARGS and start that differ between two runs (``recorded``)."""
-    pairs = {
-        name: [run["settings"].get(name, OLDER) for run in (left, right)] for name in Settings.__dataclass_fields__
-    }
-    pairs["ARGS"] = [" ".join(run["arguments"]) for run in (left, right)]
-    pairs["start"] = [run["start"] for run in (left, right)]
-    return [[name, *map(str, values)] for name, values in pairs.items() if values[0] != values[1] and name != "RUN"]
-
-
-def code_rows(left: Path, right: Path) -> list[list[str]]:
-    """What of commit, uncommitted changes, task, data, Python and packages differs between the last launches."""
-    records = [launches.read(found[-1]) if (found := launches.launches(run)) else None for run in (left, right)]
-    if None in records:
-        return [["commit, packages", *(OLDER if record is None else "recorded" for record in records)]]
-    first, second = records
-    pairs = {
-        "commit": [commit_text(record["git"]) for record in records],
-        "uncommitted changes": [uncommitted(record) for record in records],
-        "python": [record["python"] for record in records],
-    }
+def code_of(run_dir: Path) -> dict:
+    """Commit, uncommitted changes, Python, digests of task and data, and packages of a run's last launch, if any."""
+    if not (found := launches.launches(run_dir)):
+        return {}
+    record = launches.read(found[-1])
+    code = {"commit": commit_text(record["git"]), "uncommitted changes": uncommitted(record)}
+    code["launches/*/changes.diff"] = hashlib.sha256(record["changes"].encode()).hexdigest()[:12]
+    code["python"] = record["python"]
     for part in ("task", "data"):
-        for name in sorted(first[part].keys() | second[part].keys()):
-            pairs[f"{part}: {Path(name).name}"] = [record[part].get(name, "none")[:12] for record in records]
-    rows = [[name, *values] for name, values in pairs.items() if values[0] != values[1]]
-    if first["changes"] != second["changes"] and pairs["uncommitted changes"][0] == pairs["uncommitted changes"][1]:
-        rows.append(["uncommitted changes", "differ: see launches/*/changes.diff", ""])
-    for change in package_changes(first["packages"], second["packages"]):
-        name, before, _, after = change.split()
-        rows.append([name, before, after])
-    return rows
+        code |= {f"{part}: {Path(name).name}": digest[:12] for name, digest in record[part].items()}
+    return code | dict(line.split("==", 1) for line in record["packages"])
 
 
 def uncommitted(record: dict) -> str:
-    """The files that a launch's record has changes of, and the untracked ones."""
+    """The files with uncommitted changes in a launch's record, and the untracked ones."""
     files = re.findall(r"^diff --git a/.* b/(.*)$", record["changes"], re.MULTILINE)
     return ", ".join([*files, *(f"{name} (new)" for name in record["git"].get("untracked", []))]) or "none"
 
 
-def result_rows(left: Path, right: Path) -> list[list[str]]:
-    """Steps, the last step's metrics, and the last evaluation's, of both runs."""
-    values = [_results(run) for run in (left, right)]
-    return [[name, *(each.get(name, "-") for each in values)] for name in values[0] | values[1]]
-
-
-def _results(run_dir: Path) -> dict[str, str]:
+def results_of(run_dir: Path) -> dict:
+    """The last step, its metrics, and the last evaluation's."""
     metrics = read_metrics(run_dir)
-    found = {"step": str(max(metrics, default=0))}
-    last = metrics.get(max(metrics, default=0), {})
+    step = max(metrics, default=0)
+    last = metrics.get(step, {})
     names = [*SHOWN, *sorted(name for name in last if name.startswith("val-core/"))]
-    found |= {name: f"{last[name]:.4g}" for name in names if name in last}
-    if done := evaluations(run_dir):
-        step, summary = done[-1]
-        found["evaluation of step"] = str(step)
+    found = {"step": step} | {name: f"{last[name]:.4g}" for name in names if name in last}
+    for evaluated, _, summary in evaluations(run_dir)[-1:]:
+        found["evaluation of step"] = evaluated
         found["prompts x samples"] = f"{summary['prompts']} x {summary['samples']}"
         for name, estimate in summary["metrics"].items():
             found[f"eval: {name}"] = f"{estimate['value']:.3f} [{estimate['low']:.3f}, {estimate['high']:.3f}]"
     return found
+
+
+def side_by_side(left: dict, right: dict, missing: str, same: bool = False) -> list[list[str]]:
+    """Rows of name and both values where they differ; ``same``: all of them."""
+    values = {name: (left.get(name, missing), right.get(name, missing)) for name in left | right}
+    return [[name, *map(str, pair)] for name, pair in values.items() if same or pair[0] != pair[1]]
 
 
 def comparison(names: str, task: str = "") -> str:
@@ -168,10 +145,13 @@ def comparison(names: str, task: str = "") -> str:
     if len(parts) != 2:
         raise SettingsError(f"RUN={names}: name two runs, RUN=a,b; `make runs` lists all")
     left, right = (named(name, task) for name in parts)
+    code = [code_of(left), code_of(right)]
+    if not all(code):
+        code = [{"commit, packages": "recorded" if each else OLDER} for each in code]
     sections = {
-        "settings": settings_rows(recorded(left), recorded(right)),
-        "code, data and packages": code_rows(left, right),
-        "results": result_rows(left, right),
+        "settings": side_by_side(settings_of(left), settings_of(right), OLDER),
+        "code, data and packages": side_by_side(*code, "none"),
+        "results": side_by_side(results_of(left), results_of(right), "-", same=True),
     }
     text = []
     for title, rows in sections.items():

