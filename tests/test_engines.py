@@ -1,11 +1,14 @@
 """Entropy from the likeliest tokens, and both engines on a real (very small) model."""
 
+import json
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tasks.common.evaluation.engines import (
     LOGPROBS,
@@ -155,3 +158,42 @@ def test_vllm_engine_samples_through_an_adapter(small_model, tmp_path, monkeypat
     )
     assert agreeing(ours, with_peft) >= 3  # two tokens of a random model may be equally likely in bfloat16
     assert agreeing(ours, base) == 0 and streamed
+
+
+def other_weights(model, folder) -> str:
+    """``model`` with other weights, in ``folder``."""
+    changed = AutoModelForCausalLM.from_pretrained(model)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for weight in changed.parameters():
+            weight.add_(0.5 * weight.std() * torch.randn_like(weight))
+    changed.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(model).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.slow
+def test_an_engine_that_takes_another_models_weights_samples_as_a_new_one(small_model, tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    from tasks.common.evaluation.engines import VLLMEngine
+
+    other = other_weights(small_model, tmp_path / "other")
+    chats = [[{"role": "user", "content": "hello" * i}] for i in range(4)]
+    requests = [Request(i, mode, chat) for i, chat in enumerate(chats) for mode in ("greedy", "sampled")]
+
+    def sampled(engine) -> dict:
+        return {(r.index, r.mode): [c.response for c in found] for r, found in engine.generate(requests, HOW)}
+
+    engine = VLLMEngine(str(small_model), 300, HOW.seed, 0.5)
+    first = sampled(engine)
+    assert engine.load(other, HOW.seed)
+    second = sampled(engine)
+    assert engine.load(str(small_model), HOW.seed) and sampled(engine) == first
+    engine.close()
+    new = VLLMEngine(other, 300, HOW.seed, 0.5)
+    assert sampled(new) == second != first
+    assert not new.load(str(saved(small_model, tmp_path / "adapter")), HOW.seed)
+    config = tmp_path / "other/config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"rope_theta": 5.0, "num_hidden_layers": 1}))
+    assert not new.load(other, HOW.seed)
+    new.close()

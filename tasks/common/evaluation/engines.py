@@ -12,6 +12,7 @@ from tasks.common.models.merge import RANKS, base_model, is_adapter, max_rank
 from tasks.common.settings import SettingsError
 from tasks.common.text import one_line
 
+RELOADING = "evaluation.vllm_worker.Reloading"
 WINDOW = 4096  # tokens of a prompt in `make batch`, of a conversation in `make chat`
 LOGPROBS = 20  # vLLM's default limit (max_logprobs)
 SKIPPED = Completion("", TOO_LONG, 0, 0.0)
@@ -96,6 +97,22 @@ def likeliest(logprobs, tokens: int) -> np.ndarray:
     return np.array([sorted((entry.logprob for entry in of.values()), reverse=True)[:LOGPROBS] for of in logprobs])
 
 
+def _kind(model: str) -> list | None:
+    """What two models share that can take each other's place in an engine; None for a LoRA adapter."""
+    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+
+    if is_adapter(Path(model)):
+        return None
+    config, tokenizer = AutoConfig.from_pretrained(model).to_dict(), AutoTokenizer.from_pretrained(model)
+    for name in ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"):
+        config.pop(name, None)
+    try:
+        ends = GenerationConfig.from_pretrained(model).eos_token_id
+    except OSError:  # the model has no generation_config.json
+        ends = config.get("eos_token_id")
+    return [config, tokenizer.get_vocab(), tokenizer.chat_template, tokenizer.eos_token_id, ends]
+
+
 class VLLMEngine:
     """vLLM's offline engine. ``model`` may be a LoRA adapter, which is applied to its base model as it samples."""
 
@@ -113,7 +130,7 @@ class VLLMEngine:
             max_lora_rank=max_rank(Path(model)) if lora else RANKS[0],
             dtype="bfloat16",
             max_model_len=max_model_len,
-            worker_extension_cls="tasks.common.stacks.a100.vllm_worker.ManySequences" if old else "",
+            worker_extension_cls=f"tasks.common.{'stacks.a100.vllm_worker.ManySequences' if old else RELOADING}",
             seed=seed,
             max_logprobs=LOGPROBS,
             enforce_eager=True,  # CUDA graphs start later and, with this many requests at once, gain nothing
@@ -121,6 +138,18 @@ class VLLMEngine:
             disable_log_stats=True,
         )
         self.tokenizer = self.llm.get_tokenizer()
+        self.kind = _kind(model)
+        self.llm.collective_rpc("seed_sampling", args=(seed,))
+
+    def load(self, model: str, seed: int) -> bool:
+        """Put ``model`` in place of the one that is loaded, as a new engine would have it; False where that takes a new
+        engine: for an adapter, another architecture, another tokenizer or other ends of an answer."""
+        if self.kind is None or _kind(model) != self.kind:
+            return False
+        self.llm.collective_rpc("take_weights", args=(model,))
+        self.llm.reset_prefix_cache()
+        self.llm.collective_rpc("seed_sampling", args=(seed,))
+        return True
 
     def generate(self, requests: list[Request], sampling: Sampling) -> Iterator[tuple[Request, list[Completion]]]:
         """Each request with its completions, in the order in which they end. Decodes a response once, at its end, and
@@ -207,6 +236,9 @@ class TransformersEngine:
 
             self.model = PeftModel.from_pretrained(self.model, model)
         self.model = self.model.to(device).eval()
+
+    def load(self, model: str, seed: int) -> bool:
+        return False
 
     def generate(self, requests: list[Request], sampling: Sampling) -> Iterator[tuple[Request, list[Completion]]]:
         """As VLLMEngine.generate; the entropy is exact, from the logits."""

@@ -160,18 +160,27 @@ def sample(engine, job: Job, out: Path, missing: list[Request], scoring: Scoring
 
 
 def sample_here(arguments: list[str], scoring: Scoring) -> int:
-    """The child of ``sampled``: complete each job (as JSON, with its file ``out``), one after the other."""
+    """The child of ``sampled``: complete each job (as JSON, with its file ``out``), one after the other.
+
+    Models of one kind share an engine, which takes half a minute to start.
+    """
+    engine, last = None, None
     for argument in arguments:
         values = json.loads(argument)
         out = Path(values.pop("out"))
         job = Job(**{**values, "sampling": Sampling(**values["sampling"])})
         _, missing = load(job, out, scoring)
         limits = job.sampling.max_prompt_tokens + job.sampling.max_tokens
-        engine = ENGINES[job.backend](job.model, limits, job.sampling.seed, job.gpu_memory_utilization)
+        made_for = [job.backend, limits, job.gpu_memory_utilization]
+        if engine is None or made_for != last or not engine.load(job.model, job.sampling.seed):
+            if engine:
+                engine.close()
+                del engine
+                gc.collect()  # before the next one starts
+            engine = ENGINES[job.backend](job.model, limits, job.sampling.seed, job.gpu_memory_utilization)
+        last = made_for
         sample(engine, job, out, missing, scoring)
-        engine.close()
-        del engine
-        gc.collect()  # before the next one starts
+    engine.close()
     return 0
 
 

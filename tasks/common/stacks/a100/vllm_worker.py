@@ -6,6 +6,7 @@ v1/worker/gpu_model_runner.py:438 makes a buffer of max_model_len rows, and line
 import torch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
+from tasks.common.evaluation.vllm_worker import Reloading
 from tasks.common.verl_plugins import shared_gpu  # noqa: F401
 from tasks.common.verl_plugins.expect import expect
 
@@ -26,5 +27,5 @@ def __init__(self, *args, **kwargs):
 GPUModelRunner.__init__ = __init__
 
 
-class ManySequences:
+class ManySequences(Reloading):
     """Named by ``worker_extension_cls``: vLLM imports this module in the process of its worker, before it makes one."""
