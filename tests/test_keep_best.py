@@ -48,7 +48,9 @@ def fit(module, tmp_path, monkeypatch):
     def run(dev, steps=8, start=0, **variables):
         for name, value in (VALUES | {"ARTIFACTS": str(tmp_path)} | variables).items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(folder.next_metrics_file(run_dir)))
+        metrics = folder.next_metrics_file(run_dir)
+        metrics.parent.mkdir(parents=True, exist_ok=True)
+        monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(metrics))
         trainer = object.__new__(module.TaskTrainer)
         own = {
             "save_freq": variables.get("SAVE_FREQ", "100"),

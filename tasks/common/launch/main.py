@@ -19,6 +19,7 @@ from tasks.common.data.rows import DataError, validate_parquet
 from tasks.common.evaluation.tables import total_time
 from tasks.common.files import read_json
 from tasks.common.launch import doctor, experiments, train
+from tasks.common.launch.plan import planned
 from tasks.common.launch.task import compute_score_of, environment, own_stages, script, stack_environment
 from tasks.common.models.find import embedded_folder, resolve_model, whole_model
 from tasks.common.models.merge import base_of, is_adapter, merge_note, whole_folder
@@ -301,9 +302,11 @@ def print_config(job: Job) -> None:
             "METHOD=dpo: has no config of verl; it trains with TRL (tasks/common/training/trl_dpo.py): "
             f"DPO_EPOCHS={s.DPO_EPOCHS} x (pairs / TRAIN_BATCH_SIZE={s.TRAIN_BATCH_SIZE}) steps, STEPS is not used"
         )
-    start = s.MODEL if s.INIT == "base" else sft_dir(s)  # the warm-up need not be there yet
-    overrides = verl_config.rl_overrides(s, start, rl_dir(s, job.arguments)) + job.arguments
-    print(OmegaConf.to_yaml(verl_config.compose("ppo_trainer", overrides), resolve=True))
+    *before, run_dir = rounds(s, job.arguments)
+    first = s.MODEL if s.INIT == "base" else str(sft_dir(s))  # the warm-up need not be there yet
+    start = str(hf_folder(before[-1])) if before else first
+    plan = planned(s.METHOD, s, run_dir, start, number=len(before) + 1, overrides=job.arguments)
+    print(f"{plan.comments()}\n{OmegaConf.to_yaml(OmegaConf.create(plan.config))}")
 
 
 def benchmark(job: Job, file: str) -> None:

@@ -18,28 +18,36 @@ def read_metrics(run_dir: Path) -> dict[int, dict[str, float]]:
 
     verl's file logger truncates its file when it starts (verl/utils/tracking.py:541), so each launch has its own,
     metrics/000.jsonl and on; for a step that was trained again after a resume the later launch counts. Raises
-    SettingsError at a line that is not JSON, as a machine that lost its power leaves them, or no line of metrics.
+    SettingsError as ``metrics_in``.
+    """
+    metrics: dict[int, dict[str, float]] = {}
+    for file in sorted(run_dir.glob("metrics/*.jsonl")):
+        metrics |= metrics_in(file)
+    return dict(sorted(metrics.items()))
+
+
+def metrics_in(file: Path) -> dict[int, dict[str, float]]:
+    """The numbers among the metrics of one launch by step; an unfinished last line does not count.
+
+    Raises SettingsError at a line that is not JSON, as a power failure leaves them, or that has no metrics.
     """
     metrics: dict[int, dict] = {}
-    for file in sorted((run_dir / "metrics").glob("*.jsonl")):
-        for number, line in enumerate(file.read_text(errors="replace").split("\n")[:-1], start=1):
-            try:
-                record = json.loads(line)
-                data = {name: math.nan if value is None else value for name, value in record["data"].items()}
-                metrics[record["step"]] = {name: float(v) for name, v in data.items() if isinstance(v, int | float)}
-            except ValueError:
-                raise SettingsError(f"{file}: line {number} is not JSON; remove that line") from None
-            except (KeyError, TypeError, AttributeError) as error:
-                what = f"{type(error).__name__}: {error}"
-                raise SettingsError(f"{file}: line {number} is no metrics ({what}); remove that line") from error
-    return dict(sorted(metrics.items()))
+    for number, line in enumerate(file.read_text(errors="replace").split("\n")[:-1], start=1):
+        try:
+            record = json.loads(line)
+            data = {name: math.nan if value is None else value for name, value in record["data"].items()}
+            metrics[record["step"]] = {name: float(v) for name, v in data.items() if isinstance(v, int | float)}
+        except ValueError:
+            raise SettingsError(f"{file}: line {number} is not JSON; remove that line") from None
+        except (KeyError, TypeError, AttributeError) as error:
+            what = f"{type(error).__name__}: {error}"
+            raise SettingsError(f"{file}: line {number} has no metrics ({what}); remove that line") from error
+    return metrics
 
 
 def next_metrics_file(run_dir: Path) -> Path:
     """Path for the metrics of the next launch."""
-    folder = run_dir / "metrics"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder / f"{len(list(folder.glob('*.jsonl'))):03}.jsonl"
+    return run_dir / f"metrics/{len(list(run_dir.glob('metrics/*.jsonl'))):03}.jsonl"
 
 
 def record(run_dir: Path, kind: str, mark: str, s: Settings, start: str, arguments: list[str], base: str = "") -> None:
@@ -124,13 +132,14 @@ def ended_early(run_dir: Path, patience: int) -> bool:
     return 0 < patience <= validation.without_gain(done)
 
 
-def complete(run_dir: Path, s: Settings) -> bool:
-    """Whether nothing is left to train with ``s``.
+def wanted_steps(run_dir: Path, s: Settings) -> float:
+    """STEPS; for DPO the steps that its pairs make, as the launch that had them noted; infinite before that."""
+    return recorded(run_dir).get("settings", {}).get("STEPS", math.inf) if s.METHOD == "dpo" else s.STEPS
 
-    DPO has DPO_EPOCHS epochs of its pairs; the launch that had the pairs has noted the steps in place of STEPS.
-    """
-    steps = recorded(run_dir).get("settings", {}).get("STEPS", math.inf) if s.METHOD == "dpo" else s.STEPS
-    return last_step(run_dir) >= steps or ended_early(run_dir, s.PATIENCE)
+
+def complete(run_dir: Path, s: Settings) -> bool:
+    """Whether nothing is left to train with ``s``."""
+    return last_step(run_dir) >= wanted_steps(run_dir, s) or ended_early(run_dir, s.PATIENCE)
 
 
 def shards(run_dir: Path, step: int) -> Path:

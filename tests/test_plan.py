@@ -1,0 +1,65 @@
+"""A training's plan: what the launcher and the trainer do follows from it."""
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tasks.common.launch.plan import planned
+from tasks.common.launch.task import environment
+from tasks.common.settings import load_settings
+from tests.test_runs import make_run
+from tests.test_settings import VALUES
+
+
+@pytest.fixture
+def settings(tmp_path, monkeypatch):
+    monkeypatch.setenv("ARTIFACTS", str(tmp_path / "artifacts"))
+    return load_settings(VALUES)
+
+
+def test_a_warm_up_a_round_of_rl_and_one_of_dpo_are_planned_alike(settings):
+    run_dir, data = settings.runs_dir / "mine", Path("/data/rows.parquet")
+    sft = planned("sft", settings, run_dir, "some/model", data=data)
+    rl = planned("grpo", settings, run_dir, "some/model", overrides=["trainer.total_epochs=3"])
+    dpo = planned("dpo", replace(settings, METHOD="dpo"), run_dir, "some/model", data=data)
+    assert [plan.steps for plan in (sft, rl, dpo)] == [settings.SFT_STEPS, settings.STEPS, settings.STEPS]
+    assert [plan.log.name for plan in (sft, rl, dpo)] == ["sft-000.log", "grpo-000.log", "dpo-000.log"]
+    assert [plan.shown[0] for plan in (sft, rl, dpo)] == ["loss", "reward", "loss"]
+    assert {plan.resumed for plan in (sft, rl, dpo)} == {0}
+    for plan in (sft, rl, dpo):
+        assert plan.metrics == run_dir / "metrics/000.jsonl" and plan.command[:2] == [sys.executable, "-m"]
+        assert plan.environment["VERL_FILE_LOGGER_PATH"] == str(plan.metrics)
+    assert sft.config["data"]["train_files"] == str(data) and sft.config["model"]["path"] == "some/model"
+    assert rl.config["trainer"]["total_epochs"] == 3 and rl.command[-1] == "trainer.total_epochs=3"
+    assert dpo.command[-3:] == ["some/model", str(data), str(run_dir)] and dpo.config is None
+    assert not run_dir.exists()
+
+
+def test_each_round_has_a_seed_of_its_own_and_the_data_keep_theirs(settings):
+    for method in ("grpo", "dpo"):
+        s = replace(settings, METHOD=method, TRAIN_SEED=7)
+        plan = planned(method, s, settings.runs_dir / "x", "some/model", number=3, data=Path("/pairs.parquet"))
+        assert plan.environment["SEED"] == "9"  # what the trainer's processes read
+        assert (plan.settings.SEED, plan.settings.TRAIN_SEED) == (42, 9)  # what the record says
+        assert method == "dpo" or plan.config["data"]["seed"] == 9
+    sft = planned("sft", settings, settings.runs_dir / "x", "some/model", data=Path("/rows.parquet"))
+    assert sft.settings == settings and "SEED" not in sft.environment
+
+
+def test_a_launch_after_others_goes_on_from_the_last_checkpoint(settings):
+    run_dir = make_run(settings, "mine", steps=(2, 4))
+    plan = planned("grpo", settings, run_dir, "some/model")
+    assert plan.resumed == 4 and (plan.metrics.name, plan.log.name) == ("001.jsonl", "grpo-001.log")
+    assert "# resumes from step: 4" in plan.comments().splitlines()
+    odd = replace(plan, start="a\nb").comments()
+    assert all(line.startswith("# ") for line in odd.splitlines())
+
+
+def test_verls_processes_learn_what_verl_has_no_key_for(settings):
+    s = replace(settings, KEEP=3, PATIENCE=2)
+    plan = planned("grpo", s, s.runs_dir / "mine", "some/model")
+    assert (plan.environment["KEEP"], plan.environment["PATIENCE"]) == ("3", "2")
+    dpo = planned("dpo", replace(s, METHOD="dpo", STEPS=6), s.runs_dir / "mine", "some/model", data=Path("/p"))
+    assert dpo.environment.items() >= (environment(replace(s, METHOD="dpo", STEPS=6))).items()
