@@ -17,20 +17,7 @@ from tasks.common.machine.gpus import Sampler
 from tasks.common.models.find import resolve_model, whole_model
 from tasks.common.models.merge import adapter_config, base_model, is_adapter
 from tasks.common.process import Progress, StageFailed, run
-from tasks.common.runs import health, launches, validation
-from tasks.common.runs.folder import (
-    complete,
-    ended_early,
-    hf_folder,
-    last_step,
-    metrics_in,
-    read_metrics,
-    record,
-    rl_dir,
-    rounds,
-    sft_dir,
-    wanted_steps,
-)
+from tasks.common.runs import folder, health, launches, validation
 from tasks.common.runs.keep import prune
 from tasks.common.settings import Settings, SettingsError, method
 from tasks.common.training import tracking, verl_config, verl_versions
@@ -42,7 +29,7 @@ def check(s: Settings, arguments: list[str]) -> None:
     """Say what cannot work before anything starts. Raises SettingsError; prints warnings."""
     compute_score_of(s)
     tracking.check(s)
-    last_round = rounds(s, arguments)[-1]  # raises for a RUN of other settings
+    last_round = folder.rounds(s, arguments)[-1]  # raises for a RUN of other settings
     if s.METHOD == "dpo":
         if arguments:
             raise SettingsError(f"ARGS={' '.join(arguments)}: are verl's; METHOD=dpo trains with TRL")
@@ -66,7 +53,7 @@ def check(s: Settings, arguments: list[str]) -> None:
         raise SettingsError(problem)
     if warning := getattr(method(s.METHOD), "warning", lambda config: None)(config):
         print(f"warning: {warning}")
-    if not complete(last_round, s):
+    if not folder.complete(last_round, s):
         cluster.join(s)
 
 
@@ -75,8 +62,8 @@ def check(s: Settings, arguments: list[str]) -> None:
 
 def sft(s: Settings) -> str:
     """The warm-up on the task's demonstrations, or on correct samples of MODEL."""
-    run_dir = sft_dir(s)
-    if last_step(run_dir) >= s.SFT_STEPS:
+    run_dir = folder.sft_dir(s)
+    if folder.last_step(run_dir) >= s.SFT_STEPS:
         return f"up to date: {s.SFT_STEPS} steps"
     start = whole_model(resolve_model(s.MODEL))
     demonstrations = s.data_dir / "sft.parquet"
@@ -90,7 +77,7 @@ def sft(s: Settings) -> str:
             f"INIT=sft: {demonstrations} has {count} demonstrations, less than SFT_BATCH_SIZE={s.SFT_BATCH_SIZE}; "
             "lower it, or use INIT=base"
         )
-    record(run_dir, "sft", s.sft_fingerprint(), s, start, [])
+    folder.record(run_dir, "sft", s.sft_fingerprint(), s, start, [])
     metrics = execute(planned("sft", s, run_dir, start, data=demonstrations))
     return f"{s.SFT_STEPS} steps on {count} demonstrations, loss {metrics[s.SFT_STEPS]['train/loss']:.3f}"
 
@@ -99,16 +86,16 @@ def train(s: Settings, arguments: list[str]) -> str:
     """SELF_PLAY_ROUNDS trainings of STEPS, each from the result of the last, which is its reference too."""
     start, said = start_model(s), ""
     for number in range(1, s.SELF_PLAY_ROUNDS + 1):
-        run_dir = rl_dir(s, arguments, number, start)
+        run_dir = folder.rl_dir(s, arguments, number, start)
         if s.SELF_PLAY_ROUNDS > 1:
             print(f"  round {number} of {s.SELF_PLAY_ROUNDS}: {run_dir.name}")
-        fresh = complete(run_dir, s)
+        fresh = folder.complete(run_dir, s)
         if not fresh:
             _round(s, arguments, number, start, run_dir)
-        dev = validation.words(read_metrics(run_dir))
-        steps = _steps(run_dir, wanted_steps(run_dir, s), s)
+        dev = validation.words(folder.read_metrics(run_dir))
+        steps = _steps(run_dir, folder.wanted_steps(run_dir, s), s)
         said = f"{'up to date: ' if fresh else ''}{steps} in {run_dir}{f'; {dev}' if dev else ''}"
-        start = str(hf_folder(run_dir))
+        start = str(folder.hf_folder(run_dir))
     return said
 
 
@@ -124,7 +111,7 @@ def _round(s: Settings, arguments: list[str], number: int, start: str, run_dir: 
         prune(run_dir, s.KEEP)  # what a crash left, too
         overrides = verl_config.critic_overrides(s, begins) + arguments
         nodes = cluster.join(s)
-    record(run_dir, "rl", s.rl_fingerprint(arguments, number, start), s, start, arguments, base_model(begins))
+    folder.record(run_dir, "rl", s.rl_fingerprint(arguments, number, start), s, start, arguments, base_model(begins))
     plan = planned(s.METHOD, s, run_dir, begins, number=number, data=pairs, overrides=overrides)
     try:
         metrics = execute(plan)
@@ -138,10 +125,10 @@ def start_model(s: Settings) -> str:
     """What RL and DPO begin with: MODEL, or its warm-up. Raises SettingsError when there is no warm-up yet."""
     if s.INIT == "base":
         return resolve_model(s.MODEL)
-    run_dir = sft_dir(s)
-    if last_step(run_dir) < s.SFT_STEPS:
+    run_dir = folder.sft_dir(s)
+    if folder.last_step(run_dir) < s.SFT_STEPS:
         raise SettingsError(f"INIT=sft: there is no warm-up for these settings; run `make sft TASK={s.TASK}` first")
-    return str(hf_folder(run_dir))
+    return str(folder.hf_folder(run_dir))
 
 
 def _trainer_start(s: Settings, start: str) -> str:
@@ -169,7 +156,7 @@ def _pairs(s: Settings, number: int, start: str, run_dir: Path) -> Path:
 
 def _steps(run_dir: Path, wanted: float, s: Settings) -> str:
     """How far a complete run has come, in words."""
-    last = last_step(run_dir)
+    last = folder.last_step(run_dir)
     return f"{last} steps" if last >= wanted else f"{last} of {wanted} steps, ended by PATIENCE={s.PATIENCE}"
 
 
@@ -197,14 +184,14 @@ def execute(plan: Plan) -> dict[int, dict[str, float]]:
         run(plan.command, name=plan.name, log=plan.log, total=plan.steps, watch=watch, environment=plan.environment)
     except StageFailed as error:
         if reason := read_json(outcome).get("reason"):  # the trainer ended itself
-            kept = f"the checkpoint of step {last_step(run_dir)} is kept, and the same command goes on from it"
+            kept = f"the checkpoint of step {folder.last_step(run_dir)} is kept, and the same command goes on from it"
             raise StageFailed(f"{reason}; {kept}\n  log: {plan.log}") from error
         write_json(outcome, {"outcome": "failed", "reason": str(error).splitlines()[0]})
         raise
-    if last_step(run_dir) < plan.steps and not ended_early(run_dir, s.PATIENCE):
+    if folder.last_step(run_dir) < plan.steps and not folder.ended_early(run_dir, s.PATIENCE):
         raise StageFailed(f"{plan.name} ended without a checkpoint of step {plan.steps}\n  log: {plan.log}")
     write_json(outcome, {"outcome": "finished", "reason": _steps(run_dir, plan.steps, s)})
-    metrics = read_metrics(run_dir)
+    metrics = folder.read_metrics(run_dir)
     found = health.findings(metrics, s)
     for finding in health.newest_by_rule(found):
         times = sum(finding.rule == each.rule for each in found)
@@ -218,11 +205,11 @@ def _progress(plan: Plan, size: int) -> Progress:
 
     ``size``: of the metrics file in bytes, which says whether there is anything new.
     """
-    here = metrics_in(plan.metrics) if size else {}
+    here = folder.metrics_in(plan.metrics) if size else {}
     if not here:
         return Progress(plan.resumed, " starting the engines")
     (name, key), last = plan.shown, max(here)
-    done = {step: row for step, row in read_metrics(plan.run_dir).items() if step <= last}
+    done = {step: row for step, row in folder.read_metrics(plan.run_dir).items() if step <= last}
     found = health.findings(done, plan.settings)
     newest = f"{found[-1].rule.replace('_', ' ')} (step {found[-1].step})" if found else ""
     more = "".join(f", {words}" for words in (validation.words(done), newest) if words)
