@@ -128,8 +128,7 @@ def find_step(run_dir: Path, step: str = "") -> int:
 def ended_early(run_dir: Path, patience: int) -> bool:
     """Whether the run ended at its last checkpoint because ``patience`` validations brought no gain (0: never)."""
     last = last_step(run_dir)
-    done = {step: row for step, row in read_metrics(run_dir).items() if step <= last}
-    return 0 < patience <= validation.without_gain(done)
+    return validation.ends_early({step: row for step, row in read_metrics(run_dir).items() if step <= last}, patience)
 
 
 def wanted_steps(run_dir: Path, s: Settings) -> float:

@@ -2,9 +2,9 @@
 settings in the environment.
 
 START, a folder or a hub id, is the policy's start and the reference. With LoRA the reference is the model without its
-adapter; where START is an adapter, it is trained on, and a copy of it is the reference. PAIRS is any file that
-pairs.py reads. RUN_DIR gets checkpoints as verl's are, and the same command goes on from the
-last whole one. Metrics go as JSON lines to the file that VERL_FILE_LOGGER_PATH names, as those of verl's file logger.
+adapter; where START is an adapter, training continues it, and a copy of it is the reference. PAIRS is any file that
+pairs.py reads. RUN_DIR gets checkpoints in verl's form; the same command continues from the last whole one. Metrics go
+as JSON lines to the file that VERL_FILE_LOGGER_PATH names, in the form of verl's file logger.
 """
 
 import json
@@ -197,11 +197,6 @@ def training_order(pairs: int, batch: int, steps: int, seed: int) -> np.ndarray:
     return np.concatenate(epochs)[: steps * batch]
 
 
-def rows(s: Settings, kept: list[TokenPair]) -> Dataset:
-    """The pairs of all STEPS, in the order of training."""
-    return _columns(kept).select(training_order(len(kept), s.TRAIN_BATCH_SIZE, s.STEPS, s.SEED))
-
-
 def _columns(pairs: list[TokenPair]) -> Dataset:
     """As TRL's collator reads them."""
     names = ("prompt", *ANSWERS)
@@ -223,14 +218,13 @@ def train(s: Settings, start: str, pairs: str, run_dir: Path, metrics: Path) -> 
     """
     tokenizer = load_tokenizer(base_model(start))
     found = pair_set(s, pairs, tokenizer)
-    config = arguments(s, run_dir, len(found.held_out))
-    model = policy(start)
+    order = training_order(len(found.train), s.TRAIN_BATCH_SIZE, s.STEPS, s.SEED)
+    config, model, abort = arguments(s, run_dir, len(found.held_out)), policy(start), AbortOn(s)
     adapter = {"r": s.LORA_RANK, "lora_alpha": s.LORA_ALPHA, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
-    abort = AbortOn(s)
     trainer = Trainer(
         model=model,
         args=config,
-        train_dataset=rows(s, found.train),
+        train_dataset=_columns(found.train).select(order),
         eval_dataset=_columns(found.held_out) if found.held_out else None,
         processing_class=tokenizer,
         callbacks=[MetricsFile(metrics), *([abort] if s.ABORT_ON else [])],

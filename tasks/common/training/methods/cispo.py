@@ -3,7 +3,6 @@
 from tasks.common.settings import Settings
 from tasks.common.training.methods import grpo, gspo
 
-DEFAULTS: dict[str, str] = {}
 # The first of a step's mini-batches is on-policy: all weights are 1.
 MINI_BATCHES = 4
 TRAINER = grpo.TRAINER

@@ -3,7 +3,6 @@
 from tasks.common.settings import Settings
 from tasks.common.training.methods import grpo
 
-DEFAULTS: dict[str, str] = {}
 MINI_BATCHES = grpo.MINI_BATCHES
 TRAINER = grpo.TRAINER
 

@@ -7,7 +7,6 @@ group, and mean and std are the batch's.
 from tasks.common.settings import Settings
 from tasks.common.training.methods import grpo
 
-DEFAULTS: dict[str, str] = {}
 MINI_BATCHES = grpo.MINI_BATCHES
 TRAINER = grpo.TRAINER
 

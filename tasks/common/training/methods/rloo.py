@@ -3,7 +3,6 @@
 from tasks.common.settings import Settings
 from tasks.common.training.methods import grpo
 
-DEFAULTS: dict[str, str] = {}
 MINI_BATCHES = 1  # on-policy, as in the paper
 TRAINER = grpo.TRAINER
 
