@@ -1,15 +1,19 @@
 """A training's plan: what the launcher and the trainer do follows from it."""
 
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from tasks.common.launch import train
 from tasks.common.launch.plan import planned
 from tasks.common.launch.task import environment
+from tasks.common.runs import launches
+from tasks.common.runs.folder import hf_folder, lineage, read_metrics
 from tasks.common.settings import load_settings
-from tests.test_runs import make_run
+from tests.test_runs import make_run, write_checkpoints
 from tests.test_settings import VALUES
 
 
@@ -63,3 +67,39 @@ def test_verls_processes_learn_what_verl_has_no_key_for(settings):
     assert (plan.environment["KEEP"], plan.environment["PATIENCE"]) == ("3", "2")
     dpo = planned("dpo", replace(s, METHOD="dpo", STEPS=6), s.runs_dir / "mine", "some/model", data=Path("/p"))
     assert dpo.environment.items() >= (environment(replace(s, METHOD="dpo", STEPS=6))).items()
+
+
+def test_rounds_are_trained_as_planned_skipped_when_done_and_continued_with_more_steps(
+    settings, tmp_path, monkeypatch, capsys
+):
+    """The trainer here logs one line and saves its last step."""
+    (tmp_path / "model").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "model" / name).write_text("{}")
+    s = replace(settings, INIT="base", MODEL=str(tmp_path / "model"), SELF_PLAY_ROUNDS=2, STEPS=4, TRAIN_SEED=7)
+    seen = []
+
+    def run(command, *, name, log, total, watch, environment):
+        assert watch().note == " starting the engines"
+        row = {"critic/score/mean": 0.5, "actor/entropy": 0.001}
+        Path(environment["VERL_FILE_LOGGER_PATH"]).write_text(json.dumps({"step": total, "data": row}) + "\n")
+        assert watch().note == f" reward 0.500, collapse (step {total})" and watch().done == total
+        write_checkpoints(log.parents[1], [total])
+        seen.append((name, total, log.name, environment["SEED"], command))
+
+    monkeypatch.setattr(train, "run", run)
+    said = train.train(s, ["trainer.total_epochs=3"])
+    assert [each[:4] for each in seen] == [("GRPO", 4, "grpo-000.log", "7"), ("GRPO", 4, "grpo-000.log", "8")]
+    first, second = sorted(s.runs_dir.iterdir(), key=lambda run: run.name.endswith("-round2"))
+    assert said == f"4 steps in {second}" and lineage(second) == [first, second]
+    start = f"actor_rollout_ref.model.path='{hf_folder(first)}'"
+    assert start in seen[1][4] and all(command[-1] == "trainer.total_epochs=3" for *_, command in seen)
+    assert "warning: step 4: entropy" in capsys.readouterr().out
+    noted = launches.read(second / "launches/000")
+    assert noted["command"] == seen[1][4] and noted["seeds"]["TRAIN_SEED"] == 8
+    assert json.loads((second / "outcome.json").read_text()) == {"outcome": "finished", "reason": "4 steps"}
+
+    assert train.train(s, ["trainer.total_epochs=3"]) == f"up to date: {said}" and len(seen) == 2
+    assert train.train(replace(s, SELF_PLAY_ROUNDS=1, STEPS=6), ["trainer.total_epochs=3"]) == f"6 steps in {first}"
+    assert "resuming from step 4" in capsys.readouterr().out and seen[2][1:4] == (6, "grpo-001.log", "7")
+    assert sorted(read_metrics(first)) == [4, 6]

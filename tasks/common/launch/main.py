@@ -136,14 +136,6 @@ def labelled(models: dict[str, str]) -> list[str]:
     return [f"{label}={path}" for label, path in models.items()]
 
 
-def own_script(s: Settings, stage: str) -> str:
-    """The script of a stage that only some tasks have. Raises SettingsError."""
-    if stage not in own_stages(s.task_dir):
-        having = [path.parent.name for path in sorted(s.task_dir.parent.glob(f"*/{stage}.py"))]
-        raise SettingsError(f"TASK={s.TASK}: has no {stage}.py; `make {stage}` is for {', '.join(having) or 'no task'}")
-    return f"{stage}.py"
-
-
 def probe(job: Job) -> str:
     """MODEL, or the warm-up that RL would start from once there is one."""
     s, start = job.s, job.base()
@@ -354,8 +346,9 @@ def main(goal: str, arguments: list[str]) -> None:
     if goal in AT_ONCE:
         AT_ONCE[goal](job)
         return
-    if goal not in STAGES_OF and goal != "experiment":
-        own_script(s, goal)
+    if goal not in (*STAGES_OF, "experiment", *own_stages(s.task_dir)):
+        having = [path.parent.name for path in sorted(s.task_dir.parent.glob(f"*/{goal}.py"))]
+        raise SettingsError(f"TASK={s.TASK}: has no {goal}.py; `make {goal}` is for {', '.join(having) or 'no task'}")
     job = about(job)
     s = job.s
     if goal in STAGES_OF and goal != "merge":

@@ -89,12 +89,12 @@ def train(s: Settings, arguments: list[str]) -> str:
         run_dir = folder.rl_dir(s, arguments, number, start)
         if s.SELF_PLAY_ROUNDS > 1:
             print(f"  round {number} of {s.SELF_PLAY_ROUNDS}: {run_dir.name}")
-        fresh = folder.complete(run_dir, s)
-        if not fresh:
+        done = folder.complete(run_dir, s)
+        if not done:
             _round(s, arguments, number, start, run_dir)
         dev = validation.words(folder.read_metrics(run_dir))
         steps = _steps(run_dir, folder.wanted_steps(run_dir, s), s)
-        said = f"{'up to date: ' if fresh else ''}{steps} in {run_dir}{f'; {dev}' if dev else ''}"
+        said = f"{'up to date: ' if done else ''}{steps} in {run_dir}{f'; {dev}' if dev else ''}"
         start = str(folder.hf_folder(run_dir))
     return said
 
