@@ -514,22 +514,33 @@ def _checked(f: Field, text: str):
     return value
 
 
+def batch_problems(prompts: int, mini: int, samples: int, gpus: int, nodes: int) -> Iterator[str]:
+    """Why verl would refuse to train on ``samples`` of ``prompts`` in mini-batches of ``mini`` prompts, in words."""
+    if prompts % mini:
+        yield f"MINI_BATCH_SIZE={mini}: must divide TRAIN_BATCH_SIZE={prompts}"
+    if mini * samples % (gpus * nodes):  # verl/workers/engine_workers.py, train_mini_batch
+        machines = f" x NNODES={nodes}" if nodes > 1 else ""
+        yield f"N_GPUS={gpus}{machines}: must divide MINI_BATCH_SIZE x ROLLOUT_N = {mini * samples}"
+
+
+def token_problems(tokens: int, prompt: int, response: int) -> Iterator[str]:
+    """Why a pass of ``tokens`` cannot take a sequence (verl/utils/seqlen_balancing.py, rearrange_micro_batches)."""
+    if tokens < prompt + response:
+        lengths = f"MAX_PROMPT_LENGTH + MAX_RESPONSE_LENGTH = {prompt + response}"
+        yield f"MAX_TOKENS_PER_GPU={tokens}: less than {lengths}, one sequence"
+
+
 def _problems(s: Settings) -> Iterator[str]:
     """Values that do not fit together."""
-    if s.TRAIN_BATCH_SIZE % s.MINI_BATCH_SIZE:
-        yield f"MINI_BATCH_SIZE={s.MINI_BATCH_SIZE}: must divide TRAIN_BATCH_SIZE={s.TRAIN_BATCH_SIZE}"
+    yield from batch_problems(s.TRAIN_BATCH_SIZE, s.MINI_BATCH_SIZE, s.ROLLOUT_N, s.N_GPUS, s.NNODES)
+    if s.MAX_TOKENS_PER_GPU:
+        yield from token_problems(s.MAX_TOKENS_PER_GPU, s.MAX_PROMPT_LENGTH, s.MAX_RESPONSE_LENGTH)
     if 0 < s.TRAIN_SIZE < s.TRAIN_BATCH_SIZE:
         yield f"TRAIN_BATCH_SIZE={s.TRAIN_BATCH_SIZE}: larger than TRAIN_SIZE={s.TRAIN_SIZE}"
     if s.TEST_FREQ and not s.DEV_SIZE:
         yield f"TEST_FREQ={s.TEST_FREQ}: validates on the dev set; set DEV_SIZE, or TEST_FREQ=0"
     if s.PATIENCE and not s.TEST_FREQ:
         yield f"PATIENCE={s.PATIENCE}: counts validations; set TEST_FREQ, or PATIENCE=0"
-    if 0 < s.MAX_TOKENS_PER_GPU < (longest := s.MAX_PROMPT_LENGTH + s.MAX_RESPONSE_LENGTH):
-        lengths = f"MAX_PROMPT_LENGTH + MAX_RESPONSE_LENGTH = {longest}"
-        yield f"MAX_TOKENS_PER_GPU={s.MAX_TOKENS_PER_GPU}: less than {lengths}, one sequence"
-    if s.MINI_BATCH_SIZE * s.ROLLOUT_N % s.world_size:
-        machines = f" x NNODES={s.NNODES}" if s.NNODES > 1 else ""
-        yield f"N_GPUS={s.N_GPUS}{machines}: must divide MINI_BATCH_SIZE x ROLLOUT_N"
     if s.METHOD == "ppo" and s.CRITIC_WARMUP >= s.STEPS:
         yield f"CRITIC_WARMUP={s.CRITIC_WARMUP}: leaves none of STEPS={s.STEPS} to the policy; set it lower"
     if s.METHOD == "dpo" and s.NNODES > 1:

@@ -29,7 +29,8 @@ from tasks.common.files import written_beside
 from tasks.common.models.merge import base_model, base_of, is_adapter
 from tasks.common.process import die_with_torchrun
 from tasks.common.runs import health, launches
-from tasks.common.runs.folder import checkpoints, last_step, tracker
+from tasks.common.runs.folder import last_step, tracker
+from tasks.common.runs.keep import prune
 from tasks.common.settings import Settings, load_settings
 from tasks.common.training import tracking
 from tasks.common.training.verl_config import micro_batch
@@ -132,23 +133,18 @@ class AbortOn(TrainerCallback):
 def publish(run_dir: Path, step: int) -> None:
     """Give the checkpoint that transformers wrote, which is whole now, its name, then leave the last KEPT."""
     folder = run_dir / "checkpoints"
+    shutil.rmtree(folder / f"global_step_{step}", ignore_errors=True)  # of a killed run, unknown to the tracker
     (folder / f"checkpoint-{step}").rename(folder / f"global_step_{step}")
     with written_beside(tracker(run_dir)) as partial:
         partial.write_text(str(step))
-    for old in checkpoints(run_dir)[:-KEPT]:
-        unwanted = folder / f".global_step_{old}"  # under its name it would count as whole while it is removed
-        (folder / f"global_step_{old}").rename(unwanted)
-        shutil.rmtree(unwanted)
+    prune(run_dir, KEPT - 1)
 
 
 def remove_unfinished(run_dir: Path) -> None:
-    """Remove what a killed run left behind: checkpoints that are not whole, or that the tracker does not know of."""
-    folder = run_dir / "checkpoints"
-    whole = {f"global_step_{step}" for step in checkpoints(run_dir)}
-    for pattern in ("checkpoint-*", "global_step_*", ".global_step_*"):
-        for path in folder.glob(pattern):
-            if path.name not in whole:
-                shutil.rmtree(path)
+    """Remove the checkpoints that a killed run left half-written or half-removed."""
+    for path in run_dir.glob("checkpoints/checkpoint-*"):
+        shutil.rmtree(path)
+    prune(run_dir, KEPT - 1)
 
 
 # ---- training

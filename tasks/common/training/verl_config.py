@@ -15,7 +15,7 @@ from tasks.common.machine.memory import GIB, Plan
 from tasks.common.models import reward_model
 from tasks.common.models.find import whole_model
 from tasks.common.models.merge import base_model, is_adapter
-from tasks.common.settings import ROOT, Settings, SettingsError, method, stack
+from tasks.common.settings import ROOT, Settings, SettingsError, batch_problems, method, stack, token_problems
 from tasks.common.training import tracking, verl_versions
 
 PLUGINS = ROOT / "tasks/common/verl_plugins"
@@ -286,35 +286,22 @@ def _without_effect(config) -> Iterator[str]:
 
 def _indivisible(config) -> Iterator[str]:
     """What verl would refuse of the batch sizes once its engines are up, or leave out silently."""
-    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    gpus = config.trainer.n_gpus_per_node * config.trainer.nnodes
-    shown = f"N_GPUS={config.trainer.n_gpus_per_node}"
-    shown += f" x NNODES={config.trainer.nnodes}" if config.trainer.nnodes > 1 else ""
+    actor, rollout, trainer = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout, config.trainer
+    gpus, parallel = trainer.n_gpus_per_node * trainer.nnodes, rollout.tensor_model_parallel_size
     prompts, mini_prompts = config.data.train_batch_size, actor.ppo_mini_batch_size
-    batch, mini = prompts * rollout.n, mini_prompts * rollout.n
-    if gpus % rollout.tensor_model_parallel_size:  # verl/workers/engine_workers.py, init_model
-        yield f"rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size}: must divide {shown}"
-    if batch % gpus:  # verl/utils/config.py, validate_config
-        yield f"{shown}: must divide TRAIN_BATCH_SIZE x ROLLOUT_N = {batch}"
-    if prompts % mini_prompts:
-        yield f"MINI_BATCH_SIZE={mini_prompts}: must divide TRAIN_BATCH_SIZE={prompts}"
-    if mini % gpus:  # verl/workers/engine_workers.py, train_mini_batch
-        yield f"{shown}: must divide MINI_BATCH_SIZE x ROLLOUT_N = {mini}"
-    if actor.use_dynamic_bsz:  # verl/utils/seqlen_balancing.py, rearrange_micro_batches
-        longest, tokens = (
-            config.data.max_prompt_length + config.data.max_response_length,
-            actor.ppo_max_token_len_per_gpu,
-        )
-        if tokens < longest:
-            lengths = f"MAX_PROMPT_LENGTH + MAX_RESPONSE_LENGTH = {longest}"
-            yield f"MAX_TOKENS_PER_GPU={tokens}: must be at least {lengths}"
+    if gpus % parallel:  # verl/workers/engine_workers.py, init_model
+        yield f"rollout.tensor_model_parallel_size={parallel}: must divide N_GPUS x NNODES = {gpus}"
+    yield from batch_problems(prompts, mini_prompts, rollout.n, trainer.n_gpus_per_node, trainer.nnodes)
+    if actor.use_dynamic_bsz:
+        lengths = config.data.max_prompt_length, config.data.max_response_length
+        yield from token_problems(actor.ppo_max_token_len_per_gpu, *lengths)
         return
     # verl/workers/engine/utils.py, prepare_micro_batches
     micro, log_prob = actor.ppo_micro_batch_size_per_gpu, rollout.log_prob_micro_batch_size_per_gpu
-    if micro and mini // gpus % micro:
-        yield f"actor.ppo_micro_batch_size_per_gpu={micro}: must divide a GPU's mini-batch, {mini // gpus}"
-    if log_prob and batch // gpus % log_prob:
-        yield f"rollout.log_prob_micro_batch_size_per_gpu={log_prob}: must divide a GPU's batch, {batch // gpus}"
+    if micro and (mini := mini_prompts * rollout.n // gpus) % micro:
+        yield f"actor.ppo_micro_batch_size_per_gpu={micro}: must divide a GPU's mini-batch, {mini}"
+    if log_prob and (batch := prompts * rollout.n // gpus) % log_prob:
+        yield f"rollout.log_prob_micro_batch_size_per_gpu={log_prob}: must divide a GPU's batch, {batch}"
 
 
 def memory_plan(config) -> Plan:

@@ -21,7 +21,6 @@ class Differences:
     """
 
     renamed: dict[str, str] = field(default_factory=dict)
-    values: dict[str, str] = field(default_factory=dict)  # keys whose value must be this one
     left_out: tuple[str, ...] = ()  # keys without counterpart
     # Keys, or key=value, of what it cannot do, and what to call that.
     refused: dict[str, str] = field(default_factory=dict)
@@ -57,9 +56,15 @@ def _rl_of_061(s: Settings) -> list[str]:
 
 
 def _sft_of_061(s: Settings) -> list[str]:
-    # As many tokens as MICRO_BATCH_SIZE of the longest sequences have. Its SFT has no fused kernels: all logits of a
-    # pass are there at once, and MAX_TOKENS_PER_GPU would be too many.
-    return [f"data.max_token_len_per_gpu={s.MICRO_BATCH_SIZE * (s.MAX_PROMPT_LENGTH + s.MAX_RESPONSE_LENGTH)}"]
+    return [
+        # With 1 it removes the checkpoint before it writes the next (fsdp_checkpoint_manager.py).
+        "trainer.max_ckpt_to_keep=2",
+        # A fixed number of sequences it takes by TensorDict.split, which torch 2.8 refuses for nested tensors.
+        "data.use_dynamic_bsz=True",
+        # As many tokens as MICRO_BATCH_SIZE of the longest sequences have. Its SFT has no fused kernels: all logits of
+        # a pass are there at once, and MAX_TOKENS_PER_GPU would be too many.
+        f"data.max_token_len_per_gpu={s.MICRO_BATCH_SIZE * (s.MAX_PROMPT_LENGTH + s.MAX_RESPONSE_LENGTH)}",
+    ]
 
 
 # By version, then by the name of the config.
@@ -95,14 +100,11 @@ DIFFERENCES = {
             needed=_rl_of_061,
         ),
         "sft_trainer_engine": Differences(
-            values={
-                # With 1 it removes the checkpoint before it writes the next (fsdp_checkpoint_manager.py).
-                "trainer.max_ckpt_to_keep": "2",
-                # A fixed number of sequences it takes by TensorDict.split, which torch 2.8 refuses for nested tensors.
-                "data.use_dynamic_bsz": "True",
-            },
+            # torchrun says how many GPUs; the others are in what it needs.
             left_out=(
-                "trainer.n_gpus_per_node",  # torchrun says it
+                "trainer.n_gpus_per_node",
+                "trainer.max_ckpt_to_keep",
+                "data.use_dynamic_bsz",
                 "data.max_token_len_per_gpu",
             ),
             needed=_sft_of_061,
@@ -155,8 +157,6 @@ def renamed(overrides: list[str], config_name: str, s: Settings) -> list[str]:
             continue
         if name := _find(key, differences.renamed):
             key = differences.renamed[name] + key.removeprefix(name)
-        if name := _find(key, differences.values):
-            value = f"={differences.values[name]}"
         result.append(f"{plus}{key}{value}")
     return result
 
