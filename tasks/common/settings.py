@@ -39,7 +39,7 @@ def positive(value) -> str | None:
     return None if 0 < value < 1e15 else "must be greater than 0"  # false for NaN and infinity
 
 
-def _not_negative(value) -> str | None:
+def _from_0(value) -> str | None:
     return None if 0 <= value < 1e15 else "must be 0 or more"
 
 
@@ -69,7 +69,7 @@ def _rules(value: str) -> str | None:
     return f"{unknown[0]}: must be some of {', '.join(HEALTH_RULES)}" if unknown else None
 
 
-def _not_empty(value: str) -> str | None:
+def _given(value: str) -> str | None:
     return None if value.strip() else "must not be empty"
 
 
@@ -109,28 +109,24 @@ class Settings:
     TASK: str = variable("", "folder under tasks/", _task)
     STACK: str = variable("", "packages and hardware; default from the machine", _one_of(*STACKS))
     # model and data
-    MODEL: str = variable(
-        "Qwen/Qwen2.5-1.5B-Instruct", "hub id, folder, or `embedded` (SmolLM2-135M-Instruct)", _not_empty
-    )
+    MODEL: str = variable("Qwen/Qwen2.5-1.5B-Instruct", "hub id, folder or `embedded` (SmolLM2-135M-Instruct)", _given)
     INIT: str = variable("base", "start from `base`, or from an SFT warm-up (`sft`)", _one_of("base", "sft"))
-    SOURCE: str = variable("generate", "where the data comes from; train.sh names the task's sources", _not_empty)
+    SOURCE: str = variable("generate", "where the data comes from; train.sh names the task's sources", _given)
     FILE: str = variable("", "a data file (json, jsonl, csv, parquet), or a folder of them, as the source")
-    MAX_SAMPLES: int = variable("0", "at most this many examples of a file or data set; 0: all", _not_negative)
+    MAX_SAMPLES: int = variable("0", "at most this many examples of a file or data set; 0: all", _from_0)
     DIFFICULTY: str = variable("hard", "of generated problems: easy or hard", _one_of("easy", "hard"))
-    TRAIN_SIZE: int = variable("8192", "training prompts; 0: all that a file or data set has", _not_negative)
+    TRAIN_SIZE: int = variable("8192", "training prompts; 0: all that a file or data set has", _from_0)
     TEST_SIZE: float = variable("512", "test prompts: count, share below 1, or 0: all of a test split", _count_or_share)
-    DEV_SIZE: int = variable("128", "prompts for validation, taken from the training data; 0: none", _not_negative)
-    SFT_SIZE: int = variable("2048", "demonstrations, of training prompts", _not_negative)
+    DEV_SIZE: int = variable("128", "prompts for validation, taken from the training data; 0: none", _from_0)
+    SFT_SIZE: int = variable("2048", "demonstrations, of training prompts", _from_0)
     SFT_SOURCE: str = variable(
         "task", "demonstrations: the `task`'s, or correct `samples` of MODEL", _one_of("task", "samples")
     )
     TRAIN_FILE: str = variable("", "parquet to train on in place of train.parquet, e.g. the signal.parquet of a probe")
-    PAIRS_FILE: str = variable(
-        "", "dpo: parquet, json or jsonl of prompt, chosen, rejected; empty: the policy's samples"
-    )
-    SAMPLED_PROMPTS: int = variable("1024", "prompts sampled for SFT_SOURCE=samples and dpo; 0: all", _not_negative)
-    SEED: int = variable("42", "of data, sampling and shuffling", _not_negative)
-    TRAIN_SEED: int = variable(_same_as("SEED"), "of RL and DPO alone: order of prompts, sampling", _not_negative)
+    PAIRS_FILE: str = variable("", "dpo: parquet, json or jsonl of prompt, chosen, rejected; empty: own samples")
+    SAMPLED_PROMPTS: int = variable("1024", "prompts sampled for SFT_SOURCE=samples and dpo; 0: all", _from_0)
+    SEED: int = variable("42", "of data, sampling and shuffling", _from_0)
+    TRAIN_SEED: int = variable(_same_as("SEED"), "of RL and DPO alone: order of prompts, sampling", _from_0)
     # optimisation
     METHOD: str = variable("grpo", f"one of {', '.join(METHODS)}", _one_of(*METHODS))
     REWARD: str = variable("", "variant of the task's reward; train.sh names the variants", _name)
@@ -144,12 +140,12 @@ class Settings:
     )
     SELF_PLAY_ROUNDS: int = variable("1", "trainings of STEPS; each starts from the last, its reference too", positive)
     TRAIN_BATCH_SIZE: int = variable(_batch_size, "prompts (dpo: pairs) per step", positive)
-    MINI_BATCH_SIZE: int = variable("0", "prompts per optimizer step; 0: the method's default", _not_negative)
+    MINI_BATCH_SIZE: int = variable("0", "prompts per optimizer step; 0: the method's default", _from_0)
     LR: float = variable("1e-6", "learning rate of the policy", positive)
     CRITIC_LR: float = variable("1e-5", "ppo: learning rate of the critic", positive)
-    CRITIC_WARMUP: int = variable("5", "ppo: the first steps, in which only the critic learns", _not_negative)
-    KL_COEF: float = variable(_kl_coef, "weight of the KL to the start; 0: no reference model", _not_negative)
-    EGPO_LAMBDA: float = variable("0.4", "egpo: weight of the entropy in the advantage; 0: GRPO", _not_negative)
+    CRITIC_WARMUP: int = variable("5", "ppo: the first steps, in which only the critic learns", _from_0)
+    KL_COEF: float = variable(_kl_coef, "weight of the KL to the start; 0: no reference model", _from_0)
+    EGPO_LAMBDA: float = variable("0.4", "egpo: weight of the entropy in the advantage; 0: GRPO", _from_0)
     EGPO_ALPHA: float = variable("2.0", "egpo: the entropy counts up to advantage / EGPO_ALPHA", positive)
     DPO_EPOCHS: int = variable("1", "dpo: epochs over the pairs, which make its steps; STEPS is not used", positive)
     ROLLOUT_CORRECTION: str = variable(
@@ -169,32 +165,26 @@ class Settings:
     # hardware
     N_GPUS: int = variable(_visible_gpus, "GPUs per machine (cpu stack: processes in place of GPUs)", positive)
     NNODES: int = variable("1", "machines with N_GPUS each; more than one: of the Ray cluster at RAY_ADDRESS", positive)
-    MAX_TOKENS_PER_GPU: int = variable(
-        "32768", "in one forward pass, without padding; 0: MICRO_BATCH_SIZE", _not_negative
-    )
+    MAX_TOKENS_PER_GPU: int = variable("32768", "in one forward pass, without padding; 0: MICRO_BATCH_SIZE", _from_0)
     MICRO_BATCH_SIZE: int = variable("16", "dpo, MAX_TOKENS_PER_GPU=0: sequences per GPU in a forward pass", positive)
     GPU_MEMORY_UTILIZATION: float = variable("0.5", "share of GPU memory for vLLM", _fraction)
     # LoRA
-    LORA_RANK: int = variable("0", "0: full fine-tuning", _not_negative)
+    LORA_RANK: int = variable("0", "0: full fine-tuning", _from_0)
     LORA_ALPHA: int = variable("32", "LoRA scale", positive)
     # evaluation: make eval, compare, probe, chat, batch
     N: int = variable("4", "samples per prompt", positive)
-    LIMIT: int = variable("0", "only the first LIMIT prompts; 0: all", _not_negative)
+    LIMIT: int = variable("0", "only the first LIMIT prompts; 0: all", _from_0)
     GREEDY: int = variable("1", "1: also a greedy response per prompt; 0: none", _one_of(0, 1))
-    EVAL_TEMPERATURE: float = variable(
-        _same_as("TEMPERATURE"), "of evaluation; 0: greedy, one response per prompt", _not_negative
-    )
+    EVAL_TEMPERATURE: float = variable(_same_as("TEMPERATURE"), "of evaluation; 0: one greedy response", _from_0)
     TOP_P: float = variable("1.0", "of evaluation", _fraction)
     MAX_NEW_TOKENS: int = variable(_same_as("MAX_RESPONSE_LENGTH"), "tokens per response in evaluation", positive)
-    EVAL_SEED: int = variable("0", "of the engine in evaluation", _not_negative)
+    EVAL_SEED: int = variable("0", "of the engine in evaluation", _from_0)
     # run
     RUN: str = variable("", "name of the run; empty: made from the settings", _name)
     SAVE_FREQ: int = variable("20", "steps between checkpoints", positive)
-    TEST_FREQ: int = variable(
-        "10", "steps between validations on the dev set, each with a checkpoint; 0: none", _not_negative
-    )
-    KEEP: int = variable("1", "best checkpoints by the dev set to keep, besides the last one", _not_negative)
-    PATIENCE: int = variable("0", "validations without a gain that end the training; 0: never", _not_negative)
+    TEST_FREQ: int = variable("10", "steps between dev-set validations, each with a checkpoint; 0: none", _from_0)
+    KEEP: int = variable("1", "best checkpoints by the dev set to keep, besides the last one", _from_0)
+    PATIENCE: int = variable("0", "validations without a gain that end the training; 0: never", _from_0)
     ABORT_ON: str = variable("", "health rules that end the training after a checkpoint, e.g. nan,collapse", _rules)
     WANDB: int = variable("0", "1: also to Weights & Biases", _one_of(0, 1))
     LOGGER: str = variable("", "more verl loggers beside console and file, e.g. tensorboard,mlflow")
@@ -292,7 +282,7 @@ class Command:
     )
     BASE: str = variable("", "compare: the model to compare with; the base model of an adapter")
     FILTER: int = variable("0", "probe: 1 writes the prompts with signal to signal.parquet", _one_of(0, 1))
-    FILTER_LOW: float = variable("0.0", "probe: accuracy strictly above", _not_negative)
+    FILTER_LOW: float = variable("0.0", "probe: accuracy strictly above", _from_0)
     FILTER_HIGH: float = variable("1.0", "probe: accuracy strictly below", _fraction)
     ROLLOUTS: str = variable("", "rescore: a rollouts.jsonl")
     INPUT: str = variable("", "batch: json, jsonl, csv or xlsx with a column prompt")
@@ -368,7 +358,8 @@ def _imported(tree: ast.AST, file: Path) -> set[Path]:
 
 
 def method(name: str):
-    """The module of a method."""
+    """The module of a method: ``overrides(settings)``, perhaps MINI_BATCHES (optimizer steps per step; default 1),
+    TRAINER, DEFAULTS, GPUS, ``problem``, ``warning`` (of verl's config), ``warning_after`` (of the metrics)."""
     return importlib.import_module(f"tasks.common.training.methods.{name}")
 
 
@@ -492,7 +483,7 @@ def load_settings(environ: Mapping[str, str] | None = None, cls: type = Settings
     settings = cls(**{f.name: _checked(f, texts[f.name]) for f in fields(cls)})
     if cls is Settings:
         if not settings.MINI_BATCH_SIZE:
-            prompts, steps = settings.TRAIN_BATCH_SIZE, method(settings.METHOD).MINI_BATCHES
+            prompts, steps = settings.TRAIN_BATCH_SIZE, getattr(method(settings.METHOD), "MINI_BATCHES", 1)
             mini = max(size for size in range(1, max(1, prompts // steps) + 1) if prompts % size == 0)
             settings = replace(settings, MINI_BATCH_SIZE=mini)
         for problem in _problems(settings):

@@ -98,9 +98,8 @@ def data(job: Job) -> str:
         validate_parquet(s.data_dir / f"{name}.parquet", "sft" if name == "sft" else "rl")
     if training and s.TRAIN_FILE:
         if (own := validate_parquet(s.train_file)) < s.TRAIN_BATCH_SIZE:
-            raise DataError(
-                f"TRAIN_FILE={s.train_file}: has {own} prompts, less than TRAIN_BATCH_SIZE={s.TRAIN_BATCH_SIZE}"
-            )
+            few = f"has {own} prompts, less than TRAIN_BATCH_SIZE={s.TRAIN_BATCH_SIZE}"
+            raise DataError(f"TRAIN_FILE={s.train_file}: {few}")
         check_disjoint(s.train_file, [s.data_dir / f"{name}.parquet" for name in manifest["rows"] if name in HELD_OUT])
     own_file = f"; training on {s.train_file}" if training and s.TRAIN_FILE else ""
     return f"{'up to date: ' if fresh else ''}{describe(manifest)}{own_file}"
@@ -271,15 +270,13 @@ def _shared_data(s: Settings, first: str) -> None:
 
 
 def print_config(job: Job) -> None:
-    """`make config`: verl's resolved config of the training."""
+    """`make config`: the plan of the training, or of its current round, and verl's resolved config."""
     from omegaconf import OmegaConf
 
     s = job.s
     if s.METHOD == "dpo":
-        raise SettingsError(
-            "METHOD=dpo: has no config of verl; it trains with TRL (tasks/common/training/trl_dpo.py): "
-            f"DPO_EPOCHS={s.DPO_EPOCHS} x (pairs / TRAIN_BATCH_SIZE={s.TRAIN_BATCH_SIZE}) steps, STEPS is not used"
-        )
+        steps = f"DPO_EPOCHS={s.DPO_EPOCHS} x (pairs / TRAIN_BATCH_SIZE={s.TRAIN_BATCH_SIZE}) steps"
+        raise SettingsError(f"METHOD=dpo: has no config of verl; it trains with TRL: {steps}, STEPS is not used")
     *before, run_dir = folder.rounds(s, job.arguments)
     first = s.MODEL if s.INIT == "base" else str(folder.sft_dir(s))  # the warm-up need not be there yet
     start = str(folder.hf_folder(before[-1])) if before else first

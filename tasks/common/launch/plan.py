@@ -95,6 +95,6 @@ def planned(
 
 def trainer_module(s: Settings) -> dict[str, str]:
     """The environment in which every verl process loads the method's trainer, where verl lets one choose it."""
-    own = method(s.METHOD).TRAINER if verl_versions.has_own_trainers(s) else None
-    modules = [os.environ.get("VERL_USE_EXTERNAL_MODULES"), own]
+    own = getattr(method(s.METHOD), "TRAINER", "tasks.common.verl_plugins.trainer")
+    modules = [os.environ.get("VERL_USE_EXTERNAL_MODULES"), own if verl_versions.has_own_trainers(s) else None]
     return {"VERL_USE_EXTERNAL_MODULES": ",".join(filter(None, modules))}

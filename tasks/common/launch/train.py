@@ -38,10 +38,8 @@ def check(s: Settings, arguments: list[str]) -> None:
         if s.PAIRS_FILE and not Path(s.PAIRS_FILE).expanduser().is_file():
             raise SettingsError(f"PAIRS_FILE={s.PAIRS_FILE}: no such file")
         if s.DPO_EPOCHS > MANY_EPOCHS:
-            print(
-                f"warning: DPO_EPOCHS={s.DPO_EPOCHS}: more than {MANY_EPOCHS} epochs over the same pairs usually "
-                "overfit; watch val/accuracy, or sample new pairs with SELF_PLAY_ROUNDS"
-            )
+            many = f"more than {MANY_EPOCHS} epochs over the same pairs usually overfit"
+            print(f"warning: DPO_EPOCHS={s.DPO_EPOCHS}: {many}; watch val/accuracy, or set SELF_PLAY_ROUNDS")
         return
     if s.ABORT_ON and not verl_versions.has_own_trainers(s):
         raise SettingsError(f"ABORT_ON={s.ABORT_ON}: STACK={s.STACK} has a verl that cannot do it; take STACK=current")
@@ -73,10 +71,8 @@ def sft(s: Settings) -> str:
             script(s, "evaluate.py", "accepted", start, str(demonstrations))
     count = pq.read_metadata(demonstrations).num_rows if demonstrations.exists() else 0
     if count < s.SFT_BATCH_SIZE:
-        raise DataError(
-            f"INIT=sft: {demonstrations} has {count} demonstrations, less than SFT_BATCH_SIZE={s.SFT_BATCH_SIZE}; "
-            "lower it, or use INIT=base"
-        )
+        few = f"has {count} demonstrations, less than SFT_BATCH_SIZE={s.SFT_BATCH_SIZE}"
+        raise DataError(f"INIT=sft: {demonstrations} {few}; lower it, or use INIT=base")
     folder.record(run_dir, "sft", s.sft_fingerprint(), s, start, [])
     metrics = execute(planned("sft", s, run_dir, start, data=demonstrations))
     return f"{s.SFT_STEPS} steps on {count} demonstrations, loss {metrics[s.SFT_STEPS]['train/loss']:.3f}"

@@ -110,18 +110,17 @@ def find_step(run_dir: Path, step: str = "") -> int:
     steps = checkpoints(run_dir)
     if not steps:
         raise SettingsError(f"STEP={step}: {run_dir} has no checkpoint yet")
-    if step == "latest":
-        return steps[-1]
     if step in ("", "best"):
         metrics = read_metrics(run_dir)
         if validation.scores(metrics).keys() & set(steps):
             return validation.ranked(steps, metrics)[0]
-        reward = {number: metrics.get(number, {}).get("critic/score/mean", -math.inf) for number in steps}
-        return max(steps, key=lambda number: (reward[number], number)) if step else steps[-1]
-    if not (step.isascii() and step.isdigit()) or int(step) not in steps:
-        raise SettingsError(
-            f"STEP={step}: {run_dir} has the checkpoints {', '.join(map(str, steps))}; take one of them, latest or best"
-        )
+        if step:
+            return max(steps, key=lambda number: (metrics.get(number, {}).get("critic/score/mean", -math.inf), number))
+    if step in ("", "latest"):
+        return steps[-1]
+    if step not in (known := [str(number) for number in steps]):
+        there = f"has the checkpoints {', '.join(known)}; take one of them, latest or best"
+        raise SettingsError(f"STEP={step}: {run_dir} {there}")
     return int(step)
 
 
@@ -192,11 +191,9 @@ def settings_of(run_dir: Path, s: Settings) -> Settings:
     """
     own = {f.name for f in fields(Settings)} - REPORTING
     found = replace(s, **{name: value for name, value in recorded(run_dir)["settings"].items() if name in own})
-    # Where these follow the training's, they follow the run's.
-    if s.MAX_NEW_TOKENS == s.MAX_RESPONSE_LENGTH:
-        found = replace(found, MAX_NEW_TOKENS=found.MAX_RESPONSE_LENGTH)
-    if s.EVAL_TEMPERATURE == s.TEMPERATURE:
-        found = replace(found, EVAL_TEMPERATURE=found.TEMPERATURE)
+    for name, followed in (("MAX_NEW_TOKENS", "MAX_RESPONSE_LENGTH"), ("EVAL_TEMPERATURE", "TEMPERATURE")):
+        if getattr(s, name) == getattr(s, followed):
+            found = replace(found, **{name: getattr(found, followed)})
     return found
 
 

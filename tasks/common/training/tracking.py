@@ -37,9 +37,7 @@ def check(s: Settings) -> None:
         if not importlib.util.find_spec(name):
             raise SettingsError(f"LOGGER={s.LOGGER}: {name} is not installed; `pip install {name}`")
     if "wandb" in loggers(s) and os.environ.get("WANDB_MODE") not in NO_KEY_MODES and not _has_wandb_key():
-        raise SettingsError(
-            "WANDB=1: no key; run `wandb login`, set WANDB_API_KEY, or record here with WANDB_MODE=offline"
-        )
+        raise SettingsError("WANDB=1: no key; run `wandb login`, set WANDB_API_KEY or WANDB_MODE=offline")
 
 
 def _has_wandb_key() -> bool:

@@ -125,10 +125,8 @@ def check_installed(s: Settings) -> None:
     except importlib.metadata.PackageNotFoundError:
         found = "none"
     if found != wanted(s):
-        raise SettingsError(
-            f"STACK={s.STACK}: needs verl {wanted(s)}, {sys.executable} has {found}; "
-            f"run `make install STACK={s.STACK}`, or set PYTHON to a Python with that version"
-        )
+        fix = f"run `make install STACK={s.STACK}`, or set PYTHON to a Python with that version"
+        raise SettingsError(f"STACK={s.STACK}: needs verl {wanted(s)}, {sys.executable} has {found}; {fix}")
 
 
 def has_own_trainers(s: Settings) -> bool:

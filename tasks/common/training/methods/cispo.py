@@ -5,7 +5,6 @@ from tasks.common.training.methods import grpo, gspo
 
 # The first of a step's mini-batches is on-policy: all weights are 1.
 MINI_BATCHES = 4
-TRAINER = grpo.TRAINER
 
 
 def overrides(s: Settings) -> list[str]:

@@ -6,7 +6,6 @@ The term itself is in verl_plugins/egpo.py: verl hands no advantage estimator th
 from tasks.common.settings import Settings
 from tasks.common.training.methods import grpo
 
-MINI_BATCHES = grpo.MINI_BATCHES
 TRAINER = "tasks.common.verl_plugins.egpo"
 
 
