@@ -35,29 +35,21 @@ def variable(default, help: str, check=None):
     return field(metadata={"default": default, "help": help, "check": check})
 
 
-def positive(value) -> str | None:
-    return None if 0 < value < 1e15 else "must be greater than 0"  # false for NaN and infinity
+def _must(hold: Callable, problem: str) -> Callable[[object], str | None]:
+    """The check that ``hold`` is true of a value; else ``problem`` says why not."""
+    return lambda value: None if hold(value) else problem
 
 
-def _from_0(value) -> str | None:
-    return None if 0 <= value < 1e15 else "must be 0 or more"
-
-
-def _count_or_share(value) -> str | None:
-    good = 0 <= value < 1e15 and (value < 1 or value == int(value))
-    return None if good else "must be a count, or a share below 1"
-
-
-def _fraction(value) -> str | None:
-    return None if 0 < value <= 1 else "must be above 0 and at most 1"
+positive = _must(lambda value: 0 < value < 1e15, "must be greater than 0")  # false for NaN and infinity
+_from_0 = _must(lambda value: 0 <= value < 1e15, "must be 0 or more")
+_count_or_share = _must(lambda n: 0 <= n < 1e15 and (n < 1 or n == int(n)), "must be a count, or a share below 1")
+_fraction = _must(lambda value: 0 < value <= 1, "must be above 0 and at most 1")
+_name = _must(re.compile(r"(?!\.)[A-Za-z0-9._-]{0,64}").fullmatch, "must be a plain name")
+_given = _must(str.strip, "must not be empty")
 
 
 def _one_of(*choices):
-    return lambda value: None if value in choices else f"must be one of {', '.join(map(str, choices))}"
-
-
-def _name(value: str) -> str | None:
-    return None if re.fullmatch(r"(?!\.)[A-Za-z0-9._-]{0,64}", value) else "must be a plain name"
+    return _must(choices.__contains__, f"must be one of {', '.join(map(str, choices))}")
 
 
 def _task(value: str) -> str | None:
@@ -67,10 +59,6 @@ def _task(value: str) -> str | None:
 def _rules(value: str) -> str | None:
     unknown = [name for name in value.split(",") if name and name not in HEALTH_RULES]
     return f"{unknown[0]}: must be some of {', '.join(HEALTH_RULES)}" if unknown else None
-
-
-def _given(value: str) -> str | None:
-    return None if value.strip() else "must not be empty"
 
 
 def _kl_coef(values: dict[str, str]) -> str:
