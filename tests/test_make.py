@@ -97,7 +97,7 @@ def test_the_stack_follows_from_the_gpu_and_is_said_once(gpus, visible, said, tm
                 "ROLLOUT_CORRECTION": "none",
                 "ARGS": "algorithm.rollout_correction.bypass_mode=True",
             },
-            "bypass_mode=True: leaves out",
+            "bypass_mode=True: skips the pass",
         ),
         ({"METHOD": "ppo", "STEPS": "1"}, "CRITIC_WARMUP=1: leaves none of STEPS=1 to the policy"),
         ({"METHOD": "dpo", "ARGS": "trainer.total_epochs=1"}, "METHOD=dpo trains with TRL"),

@@ -256,7 +256,7 @@ REPORTING |= {"N", "LIMIT", "GREEDY", "EVAL_TEMPERATURE", "TOP_P", "MAX_NEW_TOKE
 
 @dataclass(frozen=True)
 class Command:
-    """Variables of single commands; they stand in no config block."""
+    """Variables of single commands; no task or profile sets them."""
 
     STAGE: str = variable("train", "what train.sh runs")
     PROFILE: str = variable("", "values for a typical use: a file of tasks/TASK/profiles, by its name")
@@ -320,7 +320,7 @@ def code_digest(program: Path) -> str:
         seen.add(file)
         try:
             tree = ast.parse(file.read_bytes())
-        except (SyntaxError, ValueError):  # said where it is run
+        except (SyntaxError, ValueError):  # the error comes where it is run
             digest.update(file.read_bytes())
             continue
         for node in ast.walk(tree):
@@ -480,7 +480,7 @@ def load_settings(environ: Mapping[str, str] | None = None, cls: type = Settings
 
 
 def _checked(f: Field, text: str):
-    """The value that ``text`` says for the variable ``f``. Raises SettingsError."""
+    """``text`` as a value of the variable ``f``. Raises SettingsError."""
     shown = " ".join(text.split())[:80]
     try:
         value = f.type(text)
@@ -545,7 +545,7 @@ def _problems(s: Settings) -> Iterator[str]:
 
 
 def unknown(name: str, known: Iterable[str]) -> str:
-    """Why a variable is refused: nothing knows it; with the nearest name that there is."""
+    """Why an unknown variable is refused, with the nearest known name."""
     near = difflib.get_close_matches(name.upper(), known, 1, 0.5)
     if inside := [other for other in known if len(name) > 1 and name.upper().endswith(f"_{other}")]:
         near = inside  # LEARNING_RATE has no near name, MY_LR has

@@ -1,6 +1,6 @@
 """The stages of a task. Run by train.sh through launch.sh; settings are the environment.
 
-Each stage leaves a mark of what it was made from under artifacts/, and is skipped while that is still true.
+Each stage records under artifacts/ what its result depends on, and is skipped while that is unchanged.
 """
 
 import contextlib
@@ -29,9 +29,9 @@ from tasks.common.runs import folder
 from tasks.common.settings import ROOT, WHOLE, Command, Settings, SettingsError, load_settings, table, values_of
 from tasks.common.training import verl_versions
 
-# Goals that verl trains in, or says its config.
+# Goals that need verl to train or to show its config.
 TRAINING = ("sft", "train", "dpo", "all", "experiment", "config")
-# What evaluates, reports or uses a model that is there: about a run, or about MODEL.
+# Goals that use an existing model: of a run, or MODEL.
 ABOUT_A_RUN = ("eval", "compare", "merge", "chat", "batch")
 # The stages of each goal, in order. A stage of the task's own comes after data and model.
 STAGES_OF = {
@@ -216,7 +216,7 @@ def experiment(job: Job) -> None:
 
 @contextlib.contextmanager
 def _locked(s: Settings) -> Iterator[None]:
-    """One run of a task at a time; the lock goes with the process, however that ends."""
+    """One run of a task at a time; the lock ends with the process."""
     s.runs_dir.mkdir(parents=True, exist_ok=True)
     with (s.runs_dir / ".lock").open("a+") as lock:
         try:
@@ -234,7 +234,7 @@ def _locked(s: Settings) -> Iterator[None]:
 
 
 def run_stages(stages: dict[str, Callable[[], str]], first: str = "data") -> None:
-    """Run ``stages`` in order from ``first`` on, saying which of how many."""
+    """Run ``stages`` in order from ``first``, each with its number."""
     skipped = list(stages)[: list(stages).index(first)] if first in stages else []
     for number, (name, stage) in enumerate(stages.items(), 1):
         print(f"[{number}/{len(stages)}] {name}", flush=True)
@@ -246,7 +246,7 @@ def run_stages(stages: dict[str, Callable[[], str]], first: str = "data") -> Non
 
 
 def closing(s: Settings, run_dirs: list[Path]) -> None:
-    """After the table: how long it took, where it is, what to type next."""
+    """After the table: the time, the folder and the next commands."""
     seconds = sum(step["timing_s/step"] for run_dir in run_dirs for step in folder.read_metrics(run_dir).values())
     steps = sum(map(folder.last_step, run_dirs))
     print(f"{steps} steps, {seconds:.0f} s of training{total_time()}; all of it in {run_dirs[-1]}\n\nNext:")
@@ -262,7 +262,7 @@ def closing(s: Settings, run_dirs: list[Path]) -> None:
 
 
 def _shared_data(s: Settings, first: str) -> None:
-    """Raise SettingsError unless the data that FROM leaves out is there, made with these settings."""
+    """Raise SettingsError unless the data that FROM skips exists, made with these settings."""
     made = read_json(s.data_dir / "manifest.json").get("fingerprint")
     if made != s.data_fingerprint():
         what = "was made with other settings" if made else "is not there"
@@ -308,7 +308,7 @@ AT_ONCE: dict[str, Callable[[Job], None]] = {
 
 
 def say_environment() -> None:
-    """Name what the shell exported and make did not get on its command line: it changes what runs."""
+    """Print the variables from the shell, not from make's command line: they change what runs."""
     if "GIVEN" not in os.environ:
         return  # without make everything comes from the environment
     names = {*Settings.__dataclass_fields__, *Command.__dataclass_fields__} - {"STAGE", "TASK", "STACK"}
@@ -320,7 +320,7 @@ def say_environment() -> None:
 
 def about(job: Job) -> Job:
     """``job`` with the run that an evaluation is about, and that run's settings."""
-    # What is given in full is not about a run.
+    # These models are given, so it is not about a run.
     given = job.model and (job.goal in ("chat", "batch") or (job.goal == "compare" and job.command.BASE))
     if given or job.goal not in (*ABOUT_A_RUN, *own_stages(job.s.task_dir)):
         return job
@@ -349,7 +349,7 @@ def main(goal: str, arguments: list[str]) -> None:
     job = about(job)
     s = job.s
     if goal in STAGES_OF and goal != "merge":
-        compute_score_of(s)  # a reward.py that cannot be loaded is said before anything starts
+        compute_score_of(s)  # a broken reward.py ends the command before anything starts
     with _locked(s):
         if job.trains:
             train.check(s, arguments)

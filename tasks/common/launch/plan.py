@@ -22,10 +22,10 @@ class Plan:
     start: str  # the model: a folder or a hub id
     run_dir: Path
     resumed: int  # step of the last checkpoint; 0: none
-    steps: int  # optimizer (SFT, DPO) or training (RL) steps in all
+    steps: int  # in total: training steps; of SFT and DPO optimizer steps
     command: list[str]
     config: dict | None  # the trainer's, resolved; None: TRL makes it
-    environment: dict[str, str]  # besides that of this process
+    environment: dict[str, str]  # added to that of this process
     metrics: Path  # a JSON line a step, of this launch
     log: Path
     shown: tuple[str, str]  # on the progress bar: a name, and the metric

@@ -26,7 +26,7 @@ MANY_EPOCHS = 3  # of DPO
 
 
 def check(s: Settings, arguments: list[str]) -> None:
-    """Say what cannot work before anything starts. Raises SettingsError; prints warnings."""
+    """Raise SettingsError for what would fail later, before anything starts; print warnings."""
     compute_score_of(s)
     tracking.check(s)
     last_round = folder.rounds(s, arguments)[-1]  # raises for a RUN of other settings
@@ -104,7 +104,7 @@ def _round(s: Settings, arguments: list[str], number: int, start: str, run_dir: 
         s = replace(s, STEPS=dpo_pairs.steps(s, found))
         print(f"  {found.said}: {s.STEPS} steps of {s.TRAIN_BATCH_SIZE} in DPO_EPOCHS={s.DPO_EPOCHS}")
     else:
-        prune(run_dir, s.KEEP)  # what a crash left, too
+        prune(run_dir, s.KEEP)  # also what a crash left
         overrides = verl_config.critic_overrides(s, begins) + arguments
         nodes = cluster.join(s)
     folder.record(run_dir, "rl", s.rl_fingerprint(arguments, number, start), s, start, arguments, base_model(begins))
@@ -128,7 +128,7 @@ def start_model(s: Settings) -> str:
 
 
 def _trainer_start(s: Settings, start: str) -> str:
-    """``start`` as the trainer begins with it: an adapter where the training goes on with it, else a whole model.
+    """``start`` for the trainer: an adapter where the training continues it, else a whole model.
 
     verl's reference model is the policy without its adapter, which is not ``start``: with KL_COEF the adapter is
     merged, and a new one is trained. DPO keeps a copy of the adapter as its reference.
@@ -151,7 +151,7 @@ def _pairs(s: Settings, number: int, start: str, run_dir: Path) -> Path:
 
 
 def _steps(run_dir: Path, wanted: float, s: Settings) -> str:
-    """How far a complete run has come, in words."""
+    """The steps of a complete run, in words."""
     last = folder.last_step(run_dir)
     return f"{last} steps" if last >= wanted else f"{last} of {wanted} steps, ended by PATIENCE={s.PATIENCE}"
 
@@ -179,8 +179,8 @@ def execute(plan: Plan) -> dict[int, dict[str, float]]:
     try:
         run(plan.command, name=plan.name, log=plan.log, total=plan.steps, watch=watch, environment=plan.environment)
     except StageFailed as error:
-        if reason := read_json(outcome).get("reason"):  # the trainer ended itself
-            kept = f"the checkpoint of step {folder.last_step(run_dir)} is kept, and the same command goes on from it"
+        if reason := read_json(outcome).get("reason"):  # the trainer's own: ABORT_ON
+            kept = f"the checkpoint of step {folder.last_step(run_dir)} is kept; the same command continues from it"
             raise StageFailed(f"{reason}; {kept}\n  log: {plan.log}") from error
         write_json(outcome, {"outcome": "failed", "reason": str(error).splitlines()[0]})
         raise

@@ -29,7 +29,7 @@ REWARD_STEPS = 3  # in a row with no reward at all
 
 @dataclass(frozen=True)
 class Finding:
-    """``rule`` fired at ``step``; ``text`` says what was seen, the likely cause and the variable to change."""
+    """``rule`` fired at ``step``; ``text``: what was seen, the likely cause and the variable to change."""
 
     rule: str
     step: int
@@ -129,7 +129,7 @@ def _mismatch(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
         advice = {
             "none": "set ROLLOUT_CORRECTION=token",
             "token": "try ROLLOUT_CORRECTION=sequence",
-            "sequence": "more than ROLLOUT_CORRECTION can mend",
+            "sequence": "ROLLOUT_CORRECTION cannot correct this",
         }
         yield (
             f"KL between the log-probs of engine and trainer {row[key]:.3g} > {MISMATCH} for {MISMATCH_STEPS} steps: "

@@ -149,8 +149,8 @@ def data_digests(data_dir: Path, *own_files: str) -> dict[str, str]:
     found = {}
     if (data_dir / "manifest.json").is_file():
         manifest = json.loads((data_dir / "manifest.json").read_text())
-        said = {name: value for name, value in manifest.items() if name not in ("note", "fingerprint")}
-        found["manifest.json"] = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+        counted = {name: value for name, value in manifest.items() if name not in ("note", "fingerprint")}
+        found["manifest.json"] = hashlib.sha256(json.dumps(counted, sort_keys=True).encode()).hexdigest()
         found |= digests(data_dir, "*.parquet")
     own = [Path(name).expanduser() for name in own_files if name]
     return found | {str(path): sha256(path) for path in own if path.is_file()}

@@ -69,7 +69,7 @@ def _same(given: str, value: str) -> bool:
 
 
 def next_name(run_dir: Path) -> str:
-    """name-repeat-1, or the first such name that has no complete run: one that was interrupted goes on."""
+    """name-repeat-1, or the first such name that has no complete run: an interrupted one continues."""
     base, number = re.sub(r"-repeat-\d+$", "", run_dir.name), 1
     while True:
         suffix = f"-repeat-{number}"
@@ -136,7 +136,7 @@ def main() -> None:
     if not_as_it_was := differences(launch, launches.now(task_dir)) + unknown:
         print(f"warning: not as it was: {'; '.join(not_as_it_was)}")
     print(f"RUN={name} again, as RUN={environ['RUN']}", flush=True)
-    stage = [sys.executable, "-m", "tasks.common.launch.main"]  # not train.sh: the record says every variable
+    stage = [sys.executable, "-m", "tasks.common.launch.main"]  # not train.sh: the record has every variable
     environ |= {"PYTHONPATH": f"{ROOT}:{environ.get('PYTHONPATH', '')}".rstrip(":"), "PYTHONUNBUFFERED": "1"}
     if code := subprocess.run([*stage, "data"], env=environ | {"STAGE": "data"}).returncode:
         sys.exit(code)

@@ -168,7 +168,7 @@ def arguments(s: Settings, run_dir: Path, held_out: int) -> DPOConfig:
         per_device_eval_batch_size=micro_batch(micro, held_out // s.N_GPUS) if held_out else micro,
         per_device_train_batch_size=micro,
         gradient_accumulation_steps=pairs // micro,
-        max_length=None,  # longer pairs are left out, none is cut
+        max_length=None,  # longer pairs are dropped, none is cut
         seed=s.SEED,
         bf16=True,
         model_init_kwargs={"dtype": "float32", "device_map": None},
@@ -185,8 +185,8 @@ def arguments(s: Settings, run_dir: Path, held_out: int) -> DPOConfig:
 
 
 def training_order(pairs: int, batch: int, steps: int, seed: int) -> np.ndarray:
-    """Which pair comes when, (steps x batch,): every epoch in an order of its own, without the rest that fills no
-    batch. More steps begin as fewer do, so that a run that is continued goes on where it was."""
+    """Indices of the pairs in the order of training, (steps x batch,): each epoch in an order of its own, without the
+    rest that fills no batch. The order does not depend on ``steps``, so a longer run continues a shorter one."""
     generator = np.random.default_rng(seed)
     in_epoch = pairs // batch
     epochs = [generator.permutation(pairs)[: in_epoch * batch] for _ in range(math.ceil(steps / in_epoch))]

@@ -41,7 +41,7 @@ def _quoted(path) -> str:
 
 
 def micro_batch(limit: int, sequences: int) -> int:
-    """The largest number of sequences up to ``limit`` that divides ``sequences``, as verl wants of micro-batches."""
+    """The largest number of sequences up to ``limit`` that divides ``sequences``, as verl requires of micro-batches."""
     return max(size for size in range(1, limit + 1) if sequences % size == 0)
 
 

@@ -100,7 +100,7 @@ DIFFERENCES = {
             needed=_rl_of_061,
         ),
         "sft_trainer_engine": Differences(
-            # torchrun says how many GPUs; the others are in what it needs.
+            # torchrun sets the number of GPUs; _sft_of_061 has the others.
             left_out=(
                 "trainer.n_gpus_per_node",
                 "trainer.max_ckpt_to_keep",
@@ -143,7 +143,7 @@ def translated(overrides: list[str], config_name: str, s: Settings) -> list[str]
 
 
 def renamed(overrides: list[str], config_name: str, s: Settings) -> list[str]:
-    """``translated`` without what the version needs besides."""
+    """``translated`` without the version's own overrides (``needed``)."""
     version = wanted(s)
     differences, result = DIFFERENCES[version][config_name], []
     for override in overrides:

@@ -1,4 +1,4 @@
-"""CISPO (MiniMax-M1, arXiv 2506.13585): the weight of a token is clipped, its gradient is not; no token is left out."""
+"""CISPO (MiniMax-M1, arXiv 2506.13585): the weight of a token is clipped, its gradient is not; every token counts."""
 
 from tasks.common.settings import Settings
 from tasks.common.training.methods import grpo, gspo

@@ -23,7 +23,7 @@ def problem(config) -> str | None:
     """Why EGPO cannot train with verl's composed ``config`` (a DictConfig), in one line; None where it can."""
     if (config.algorithm.get("rollout_correction") or {}).get("bypass_mode"):
         return (
-            "algorithm.rollout_correction.bypass_mode=True: leaves out the pass that METHOD=egpo has the entropy from; "
+            "algorithm.rollout_correction.bypass_mode=True: skips the pass that gives METHOD=egpo the entropy; "
             "take another METHOD, or leave it off"
         )
     mode, v1 = config.trainer.v1.trainer_mode, config.trainer.use_v1
