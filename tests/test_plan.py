@@ -103,3 +103,23 @@ def test_rounds_are_trained_as_planned_skipped_when_done_and_continued_with_more
     assert train.train(replace(s, SELF_PLAY_ROUNDS=1, STEPS=6), ["trainer.total_epochs=3"]) == f"6 steps in {first}"
     assert "resuming from step 4" in capsys.readouterr().out and seen[2][1:4] == (6, "grpo-001.log", "7")
     assert sorted(read_metrics(first)) == [4, 6]
+
+
+def test_a_complete_training_by_dpo_is_up_to_date_with_the_steps_of_its_pairs(
+    settings, small_model, tmp_path, monkeypatch
+):
+    pairs = [{"prompt": f"What is {i}?", "chosen": f"It is {i}.", "rejected": "no idea"} for i in range(20)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    s = replace(settings, METHOD="dpo", INIT="base", MODEL=str(small_model), PAIRS_FILE=str(tmp_path / "pairs.jsonl"))
+    seen = []
+
+    def run(command, *, name, log, total, watch, environment):
+        Path(environment["VERL_FILE_LOGGER_PATH"]).write_text('{"step": 2, "data": {"train/loss": 0.7}}\n')
+        assert watch().note == " loss 0.700"
+        write_checkpoints(log.parents[1], [total])
+        seen.append((name, total, log.name, environment["STEPS"], command[-3:-1]))
+
+    monkeypatch.setattr(train, "run", run)
+    said = train.train(s, [])
+    assert seen == [("DPO", 2, "dpo-000.log", "2", [str(small_model), s.PAIRS_FILE])]  # a tenth is held out
+    assert said.startswith("2 steps in ") and train.train(s, []) == f"up to date: {said}" and len(seen) == 1

@@ -19,17 +19,13 @@ def score(row: dict) -> Score | None:
 
     Means over data sources. None where the step was not validated, or the values are not finite.
     """
-    found: dict[str, list[float]] = {"core": [], "reward": []}
-    for name, value in row.items():
-        if match := _MEAN.fullmatch(name):
-            if match[1] == "core":
-                found["core"].append(value)
-            if match[2] == "reward":
-                found["reward"].append(value)
-    if not found["core"]:
+    means = [(match, value) for name, value in row.items() if (match := _MEAN.fullmatch(name))]
+    core = [value for match, value in means if match[1] == "core"]
+    reward = [value for match, value in means if match[2] == "reward"]
+    if not core:
         return None
-    core, reward = (sum(values) / len(values) if values else 0.0 for values in found.values())
-    return (core, reward) if math.isfinite(core + reward) else None
+    found = (sum(core) / len(core), sum(reward) / len(reward) if reward else 0.0)
+    return found if math.isfinite(sum(found)) else None
 
 
 def scores(metrics: dict[int, dict]) -> dict[int, Score]:
