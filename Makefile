@@ -86,7 +86,7 @@ clean: ## remove artifacts/ (data, models, runs)
 data: ## prepare the task's data
 probe: ## before training: do this model's rewards differ on the data? FILTER=1 keeps the prompts where they do
 sft: ## SFT warm-up on the task's demonstrations
-config: ## print verl's resolved config without training
+config: ## print the training's plan and verl's resolved config, without training
 ##@ Training
 dpo: ## the same as train with DPO: on pairs of PAIRS_FILE, or of the policy's own samples
 all: ## the same, then merge and compare

@@ -248,7 +248,7 @@ def test_the_last_two_checkpoints_stay_and_what_a_killed_run_left_is_removed(tmp
         publish(tmp_path, step)
         assert last_step(tmp_path) == step
     assert checkpoints(tmp_path) == [4, 10] and tracker(tmp_path).read_text() == "10"
-    for name in ("checkpoint-12", "global_step_11", ".global_step_2"):
+    for name in ("checkpoint-12", "global_step_11", "removed_global_step_2"):
         (folder / name).mkdir()
     remove_unfinished(tmp_path)
     assert sorted(f.name for f in folder.iterdir()) == ["global_step_10", "global_step_4", tracker(tmp_path).name]

@@ -48,7 +48,9 @@ def fit(module, tmp_path, monkeypatch):
     def run(dev, steps=8, start=0, **variables):
         for name, value in (VALUES | {"ARTIFACTS": str(tmp_path)} | variables).items():
             monkeypatch.setenv(name, value)
-        monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(folder.next_metrics_file(run_dir)))
+        metrics = folder.next_metrics_file(run_dir)
+        metrics.parent.mkdir(parents=True, exist_ok=True)
+        monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(metrics))
         trainer = object.__new__(module.TaskTrainer)
         own = {
             "save_freq": variables.get("SAVE_FREQ", "100"),
@@ -173,7 +175,8 @@ def test_a_crash_while_one_is_removed_leaves_no_half_checkpoint(tmp_path, monkey
 
 def test_the_best_is_by_accuracy_then_by_reward_then_the_first():
     metrics = {1: row(0.2, 0.9), 2: row(0.3, 0.1), 3: row(0.3, 0.2), 4: row(0.3, 0.2), 5: {"critic/score/mean": 9.0}}
-    assert (validation.best(metrics), validation.without_gain(metrics)) == (3, 1)
+    assert validation.best(metrics) == 3
+    assert [validation.ends_early(metrics, patience) for patience in (0, 1, 2)] == [False, True, False]
     assert validation.ranked([5, 4, 3, 2, 1], metrics) == [3, 4, 2, 1, 5]
     assert validation.words(metrics) == "dev 0.300, best 0.300 (step 3)"
 

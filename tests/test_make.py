@@ -1,10 +1,14 @@
 """What make says and refuses, before anything long starts."""
 
 import os
+import shlex
 import subprocess
 
 import pytest
+import yaml
 
+from tasks.common.launch.names import of_the_judge, refusal
+from tasks.common.rewards.judge import Judge
 from tasks.common.settings import Settings
 from tests.helpers import MAKE, ROOT, make, outside_make
 
@@ -93,7 +97,7 @@ def test_the_stack_follows_from_the_gpu_and_is_said_once(gpus, visible, said, tm
                 "ROLLOUT_CORRECTION": "none",
                 "ARGS": "algorithm.rollout_correction.bypass_mode=True",
             },
-            "bypass_mode=True: leaves out",
+            "bypass_mode=True: skips the pass",
         ),
         ({"METHOD": "ppo", "STEPS": "1"}, "CRITIC_WARMUP=1: leaves none of STEPS=1 to the policy"),
         ({"METHOD": "dpo", "ARGS": "trainer.total_epochs=1"}, "METHOD=dpo trains with TRL"),
@@ -145,6 +149,7 @@ def test_other_goals_refuse_in_one_line(goal, variables, said, tmp_path):
             "trainer.save_freq: put all of ARGS in quotes",
         ),
         ("simulate", ["MONTH=3"], "MONTH: no such variable; did you mean MONTHS?"),
+        ("train", ["JUDGE_MODLE=x"], "JUDGE_MODLE: no such variable; did you mean JUDGE_MODEL?"),
         ("new", ["REWARD=json"], 'REWARD: make new takes it as OPTIONS="reward=..."'),
         ("new", ["LR=1"], "LR: make new has no such variable"),
         ("new", ["OPTIONS=rewrd=json"], "OPTIONS=rewrd=json: no such option; did you mean reward?"),
@@ -154,6 +159,12 @@ def test_a_variable_that_nothing_knows_is_refused(goal, given, said):
     result = make(goal, *given, TASK="not_there" if goal == "new" else "countdown")
     assert result.returncode != 0 and len(result.stdout.strip().splitlines()) == 1
     assert said in result.stdout and not (ROOT / "tasks/not_there").exists()
+
+
+def test_every_variable_of_the_judge_is_known_and_no_other_of_its_prefix():
+    known = {*Judge.__dataclass_fields__, "JUDGE_API_KEY"}
+    assert of_the_judge() == known and refusal(["train"], sorted(known)) == ""
+    assert refusal(["eval"], ["JUDGE_URI"]) == "JUDGE_URI: no such variable; did you mean JUDGE_URL?"
 
 
 def test_what_the_shell_exported_is_named_and_what_make_got_is_not(tmp_path):
@@ -180,12 +191,20 @@ def test_gspo_with_one_mini_batch_is_warned_of_on_the_screen(tmp_path):
     assert "warning: METHOD=gspo with one mini-batch a step" in result.stdout and result.returncode != 0
 
 
-def test_config_prints_the_resolved_config_and_writes_nothing(tmp_path):
-    overrides = "trainer.total_epochs=7"
-    result = make("config", TASK="countdown", LR="0.125", ARGS=overrides, INIT="base", MODEL="some/model", cwd=ROOT)
+def test_config_shows_the_plan_above_the_resolved_config_and_writes_nothing(tmp_path):
+    given = {"STACK": "cpu", "LR": "0.125", "INIT": "base", "MODEL": "some/model", "STEPS": "7", "TRAIN_SEED": "5"}
+    given |= {"ARTIFACTS": str(tmp_path / "artifacts"), "RUN": "mine", "ARGS": "trainer.total_epochs=7"}
+    result = make("config", TASK="countdown", **given)
     assert result.returncode == 0, result.stdout
-    assert "lr: 0.125" in result.stdout and "total_epochs: 7" in result.stdout
-    assert not (ROOT / "outputs").exists()
+    config = yaml.safe_load(result.stdout)
+    assert (config["actor_rollout_ref"]["actor"]["optim"]["lr"], config["trainer"]["total_epochs"]) == (0.125, 7)
+    assert config["data"]["seed"] == 5  # as the training has it
+    *plan, command = result.stdout.splitlines()[:5]
+    run_dir = tmp_path / "artifacts/runs/countdown/mine"
+    assert plan == ["# start: some/model", f"# run folder: {run_dir}", "# resumes from step: 0", "# steps: 7"]
+    words = shlex.split(command.removeprefix("# command: "))
+    assert words[1:3] == ["-m", "verl.trainer.main_ppo"] and words[-1] == "trainer.total_epochs=7"
+    assert not (ROOT / "outputs").exists() and not (tmp_path / "artifacts").exists()
 
 
 def test_new_refuses_a_bad_name_and_leaves_nothing():

@@ -12,12 +12,12 @@ import pytest
 import yaml
 
 from tasks.common.launch import train
+from tasks.common.launch.plan import planned
 from tasks.common.process import StageFailed
 from tasks.common.reports import overview
 from tasks.common.runs import launches, repeat
 from tasks.common.runs.folder import find_step, named, read_metrics, record
 from tasks.common.settings import SettingsError, load_settings
-from tasks.common.training import verl_config
 from tests.helpers import make
 from tests.test_runs import write_checkpoints
 from tests.test_settings import VALUES
@@ -75,14 +75,14 @@ Path(os.environ["VERL_FILE_LOGGER_PATH"]).write_text('{"step": 1, "data": {"crit
 (run / "checkpoints/global_step_1").mkdir(parents=True)
 (run / "checkpoints/latest_checkpointed_iteration.txt").write_text("1")
 """
-    overrides = verl_config.rl_overrides(settings, "some/model", run_dir)
-    command = [sys.executable, "-c", trainer, str(run_dir), *overrides]
-    launch = launches.begin(run_dir, settings, command, verl_config.resolved("ppo_trainer", overrides))
+    plan = planned("grpo", replace(settings, STEPS=1), run_dir, "some/model")
+    command = [sys.executable, "-c", trainer, str(run_dir), *plan.command]
+    assert not run_dir.exists()  # a plan writes nothing
+    train.execute(replace(plan, command=command))
     assert [path.name for path in (run_dir / "launches").iterdir()] == ["000"]
-    train._train("GRPO", run_dir, command, settings, 1, ("reward", "critic/score/mean"))
     assert "GRPO 1/1" in (screen := capsys.readouterr().out) and "reward nan, nan (step 1)" in screen
 
-    found = launches.read(launch)
+    found = launches.read(launch := run_dir / "launches/000")
     assert found["command"] == command and found["settings"]["LR"] == settings.LR and found["stack"] == "cpu"
     assert found["seeds"] == {"SEED": 42, "TRAIN_SEED": 42, "EVAL_SEED": 0} and found["date"].endswith("+00:00")
     assert {"reward.py", "prepare_data.py", "train.sh"} <= found["task"].keys()
@@ -409,4 +409,6 @@ def test_nan_in_the_metrics_breaks_nothing(settings):
     assert str(read_metrics(run_dir)[10]["critic/score/mean"]) == "nan" and "nan" in overview.table()
     assert find_step(run_dir, "best") == 10
     with pytest.raises(StageFailed):
-        train._train("GRPO", run_dir, [sys.executable, "-c", "raise SystemExit(1)"], settings, 11, ("a", "b"))
+        train.execute(
+            replace(planned("grpo", settings, run_dir, "some/model"), command=["false"], steps=11, shown=("a", "b"))
+        )

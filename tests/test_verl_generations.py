@@ -278,7 +278,7 @@ def test_a_stack_with_another_verl_ends_before_anything_is_made(goal, tmp_path):
 
 
 def test_only_the_verl_that_has_them_loads_the_trainers(version, monkeypatch):
-    from tasks.common.launch.train import trainer_module
+    from tasks.common.launch.plan import trainer_module
 
     monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "some.module")
     modules = trainer_module(settings_of(monkeypatch, "a100", version))["VERL_USE_EXTERNAL_MODULES"]

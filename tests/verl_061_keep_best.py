@@ -80,7 +80,9 @@ def reward(data: DataProto, return_dict: bool) -> dict:
 
 def trained(run_dir: Path, dev: dict[int, float], steps: int, **variables: str) -> dict:
     """What is left of a training whose validations give ``dev``; ``run_dir`` may hold an earlier part of it."""
-    os.environ.update(VALUES | variables | {"VERL_FILE_LOGGER_PATH": str(folder.next_metrics_file(run_dir))})
+    metrics = folder.next_metrics_file(run_dir)
+    metrics.parent.mkdir(parents=True, exist_ok=True)
+    os.environ.update(VALUES | variables | {"VERL_FILE_LOGGER_PATH": str(metrics)})
     own = {"save_freq": 4, "test_freq": variables["TEST_FREQ"], "default_local_dir": run_dir / "checkpoints"}
     own |= {"logger": "[file]", "val_before_train": False, "total_epochs": 100, "balance_batch": False}
     overrides = [f"trainer.{name}={value}" for name, value in own.items()]

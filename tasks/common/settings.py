@@ -1,8 +1,8 @@
 """Our variables: name, type, range, default and help of each, where its value comes from, and the paths it implies.
 
-A value comes from the first of: what is given (make's command line, the environment), the profile, the stage, the task
-on this stack, the task, LoRA and the method, the stack, the table below. Profile and task say theirs in lines
-``default NAME VALUE [STACK=VALUE ...]  # comment`` of tasks/TASK/profiles/PROFILE.sh and tasks/TASK/train.sh.
+A value comes from the first that has one: what is given (make's command line, the environment), the profile, the stage,
+the task on this stack, the task, LoRA and the method, the stack, the table below. Profiles (tasks/TASK/profiles/*.sh)
+and tasks (train.sh) set theirs in lines ``default NAME VALUE [STACK=VALUE ...]  # comment``.
 """
 
 import ast
@@ -16,27 +16,18 @@ import re
 import shlex
 import shutil
 import subprocess
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import Field, asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-HEALTH_RULES = (
-    "nan",
-    "collapse",
-    "kl",
-    "spike",
-    "mismatch",
-    "zero_variance",
-    "truncation",
-    "no_reward",
-)  # tasks/common/runs/health.py
+HEALTH_RULES = ("nan", "collapse", "kl", "spike", "mismatch", "zero_variance", "truncation", "no_reward")  # health.py
 METHODS = sorted(path.stem for path in (ROOT / "tasks/common/training/methods").glob("[a-z]*.py"))
 STACKS = sorted(path.parent.name for path in (ROOT / "tasks/common/stacks").glob("*/__init__.py"))
 
 
 class SettingsError(ValueError):
-    """A variable has a value that cannot be; the message is one line for the user."""
+    """A variable has a bad value; the message is one line for the user."""
 
 
 def variable(default, help: str, check=None):
@@ -44,31 +35,21 @@ def variable(default, help: str, check=None):
     return field(metadata={"default": default, "help": help, "check": check})
 
 
-def positive(value) -> str | None:
-    return None if 0 < value < 1e15 else "must be greater than 0"  # false for NaN and infinity
+def _must(hold: Callable, problem: str) -> Callable[[object], str | None]:
+    """The check that ``hold`` is true of a value; else ``problem`` says why not."""
+    return lambda value: None if hold(value) else problem
 
 
-def _not_negative(value) -> str | None:
-    return None if 0 <= value < 1e15 else "must be 0 or more"
-
-
-def _count_or_share(value) -> str | None:
-    good = 0 <= value < 1e15 and (value < 1 or value == int(value))
-    return None if good else "must be a count, or a share below 1"
-
-
-def _fraction(value) -> str | None:
-    return None if 0 < value <= 1 else "must be above 0 and at most 1"
+positive = _must(lambda value: 0 < value < 1e15, "must be greater than 0")  # false for NaN and infinity
+_from_0 = _must(lambda value: 0 <= value < 1e15, "must be 0 or more")
+_count_or_share = _must(lambda n: 0 <= n < 1e15 and (n < 1 or n == int(n)), "must be a count, or a share below 1")
+_fraction = _must(lambda value: 0 < value <= 1, "must be above 0 and at most 1")
+_name = _must(re.compile(r"(?!\.)[A-Za-z0-9._-]{0,64}").fullmatch, "must be a plain name")
+_given = _must(str.strip, "must not be empty")
 
 
 def _one_of(*choices):
-    return lambda value: None if value in choices else f"must be one of {', '.join(map(str, choices))}"
-
-
-def _name(value: str) -> str | None:
-    return (
-        None if re.fullmatch(r"[A-Za-z0-9._-]{0,64}", value) and not value.startswith(".") else "must be a plain name"
-    )
+    return _must(choices.__contains__, f"must be one of {', '.join(map(str, choices))}")
 
 
 def _task(value: str) -> str | None:
@@ -78,10 +59,6 @@ def _task(value: str) -> str | None:
 def _rules(value: str) -> str | None:
     unknown = [name for name in value.split(",") if name and name not in HEALTH_RULES]
     return f"{unknown[0]}: must be some of {', '.join(HEALTH_RULES)}" if unknown else None
-
-
-def _not_empty(value: str) -> str | None:
-    return None if value.strip() else "must not be empty"
 
 
 def _kl_coef(values: dict[str, str]) -> str:
@@ -120,37 +97,27 @@ class Settings:
     TASK: str = variable("", "folder under tasks/", _task)
     STACK: str = variable("", "packages and hardware; default from the machine", _one_of(*STACKS))
     # model and data
-    MODEL: str = variable(
-        "Qwen/Qwen2.5-1.5B-Instruct", "a hub id, a folder, or `embedded` (SmolLM2-135M-Instruct)", _not_empty
-    )
+    MODEL: str = variable("Qwen/Qwen2.5-1.5B-Instruct", "hub id, folder or `embedded` (SmolLM2-135M-Instruct)", _given)
     INIT: str = variable("base", "start from `base`, or from an SFT warm-up (`sft`)", _one_of("base", "sft"))
-    SOURCE: str = variable(
-        "generate", "where the data comes from; what a task knows stands in its train.sh", _not_empty
-    )
-    FILE: str = variable("", "a data file (json, jsonl, csv, parquet), or a folder of them; then the source")
-    MAX_SAMPLES: int = variable("0", "at most so many examples of a file or data set; 0: all", _not_negative)
+    SOURCE: str = variable("generate", "where the data comes from; train.sh names the task's sources", _given)
+    FILE: str = variable("", "a data file (json, jsonl, csv, parquet), or a folder of them, as the source")
+    MAX_SAMPLES: int = variable("0", "at most this many examples of a file or data set; 0: all", _from_0)
     DIFFICULTY: str = variable("hard", "of generated problems: easy or hard", _one_of("easy", "hard"))
-    TRAIN_SIZE: int = variable("8192", "training prompts; 0: all that a file or data set has", _not_negative)
-    TEST_SIZE: float = variable(
-        "512", "held-out prompts: count, share below 1, or 0: all of a test split", _count_or_share
-    )
-    DEV_SIZE: int = variable("128", "prompts for validation, of what would be training data; 0: none", _not_negative)
-    SFT_SIZE: int = variable("2048", "demonstrations, of training prompts", _not_negative)
+    TRAIN_SIZE: int = variable("8192", "training prompts; 0: all that a file or data set has", _from_0)
+    TEST_SIZE: float = variable("512", "test prompts: count, share below 1, or 0: all of a test split", _count_or_share)
+    DEV_SIZE: int = variable("128", "prompts for validation, taken from the training data; 0: none", _from_0)
+    SFT_SIZE: int = variable("2048", "demonstrations, of training prompts", _from_0)
     SFT_SOURCE: str = variable(
-        "task", "demonstrations: the `task`'s, or right `samples` of MODEL", _one_of("task", "samples")
+        "task", "demonstrations: the `task`'s, or correct `samples` of MODEL", _one_of("task", "samples")
     )
     TRAIN_FILE: str = variable("", "parquet to train on in place of train.parquet, e.g. the signal.parquet of a probe")
-    PAIRS_FILE: str = variable(
-        "", "dpo: parquet, json or jsonl of prompt, chosen, rejected; empty: of the policy's samples"
-    )
-    SAMPLED_PROMPTS: int = variable(
-        "1024", "training prompts sampled for SFT_SOURCE=samples and dpo; 0: all", _not_negative
-    )
-    SEED: int = variable("42", "of data, sampling and shuffling", _not_negative)
-    TRAIN_SEED: int = variable(_same_as("SEED"), "of RL and DPO alone: order of prompts, sampling", _not_negative)
+    PAIRS_FILE: str = variable("", "dpo: parquet, json or jsonl of prompt, chosen, rejected; empty: own samples")
+    SAMPLED_PROMPTS: int = variable("1024", "prompts sampled for SFT_SOURCE=samples and dpo; 0: all", _from_0)
+    SEED: int = variable("42", "of data, sampling and shuffling", _from_0)
+    TRAIN_SEED: int = variable(_same_as("SEED"), "of RL and DPO alone: order of prompts, sampling", _from_0)
     # optimisation
     METHOD: str = variable("grpo", f"one of {', '.join(METHODS)}", _one_of(*METHODS))
-    REWARD: str = variable("", "variant of the task's reward; what a task knows stands in its train.sh", _name)
+    REWARD: str = variable("", "variant of the task's reward; train.sh names the variants", _name)
     REWARD_MODEL: str = variable("", "a sequence classifier (hub id or folder) whose score is the reward in training")
     STEPS: int = variable("100", "training steps (dpo: DPO_EPOCHS); a larger number continues the same run", positive)
     TEACHER: str = variable("", "distill: a model (hub id or folder) with MODEL's tokenizer, on a GPU of its own")
@@ -159,63 +126,53 @@ class Settings:
         "responses cut off at the limit: counted, masked (no loss), or shaped (a soft penalty near the limit)",
         _one_of("counted", "masked", "shaped"),
     )
-    SELF_PLAY_ROUNDS: int = variable(
-        "1", "trainings of STEPS, each from, and held to, the result of the last", positive
-    )
-    TRAIN_BATCH_SIZE: int = variable(_batch_size, "prompts (dpo: pairs) a step", positive)
-    MINI_BATCH_SIZE: int = variable("0", "prompts an optimizer step; 0: as the method wants", _not_negative)
+    SELF_PLAY_ROUNDS: int = variable("1", "trainings of STEPS; each starts from the last, its reference too", positive)
+    TRAIN_BATCH_SIZE: int = variable(_batch_size, "prompts (dpo: pairs) per step", positive)
+    MINI_BATCH_SIZE: int = variable("0", "prompts per optimizer step; 0: the method's default", _from_0)
     LR: float = variable("1e-6", "learning rate of the policy", positive)
     CRITIC_LR: float = variable("1e-5", "ppo: learning rate of the critic", positive)
-    CRITIC_WARMUP: int = variable("5", "ppo: of STEPS, the first, in which the critic alone learns", _not_negative)
-    KL_COEF: float = variable(_kl_coef, "weight of the KL to the start; 0: no reference model", _not_negative)
-    EGPO_LAMBDA: float = variable("0.4", "egpo: weight of the entropy in the advantage; 0: GRPO", _not_negative)
+    CRITIC_WARMUP: int = variable("5", "ppo: the first steps, in which only the critic learns", _from_0)
+    KL_COEF: float = variable(_kl_coef, "weight of the KL to the start; 0: no reference model", _from_0)
+    EGPO_LAMBDA: float = variable("0.4", "egpo: weight of the entropy in the advantage; 0: GRPO", _from_0)
     EGPO_ALPHA: float = variable("2.0", "egpo: the entropy counts up to advantage / EGPO_ALPHA", positive)
-    DPO_EPOCHS: int = variable(
-        "1", "dpo: times through the pairs; its steps follow from it, and STEPS is not used", positive
-    )
+    DPO_EPOCHS: int = variable("1", "dpo: epochs over the pairs, which make its steps; STEPS is not used", positive)
     ROLLOUT_CORRECTION: str = variable(
         "token",
-        "for the engine's other log-probs: weigh each `token`, also leave out responses (`sequence`), or `none`",
+        "for the engine's other log-probs: weight each `token`, also reject responses (`sequence`), or `none`",
         _one_of("token", "sequence", "none"),
     )
-    DPO_BETA: float = variable("0.1", "dpo: how strongly the policy is held to the start", positive)
+    DPO_BETA: float = variable("0.1", "dpo: beta, how strongly the policy is held to the start", positive)
     SFT_STEPS: int = variable("64", "optimizer steps of the warm-up", positive)
-    SFT_BATCH_SIZE: int = variable("64", "demonstrations a step", positive)
+    SFT_BATCH_SIZE: int = variable("64", "demonstrations per step", positive)
     SFT_LR: float = variable("1e-5", "learning rate of the warm-up", positive)
     # rollouts and lengths
-    ROLLOUT_N: int = variable("8", "samples a prompt, the group of a group advantage", positive)
+    ROLLOUT_N: int = variable("8", "samples per prompt, the group of a group advantage", positive)
     TEMPERATURE: float = variable("1.0", "of rollouts", positive)
     MAX_PROMPT_LENGTH: int = variable("256", "tokens", positive)
     MAX_RESPONSE_LENGTH: int = variable("1024", "tokens", positive)
     # hardware
-    N_GPUS: int = variable(_visible_gpus, "GPUs of this machine (on the cpu stack: processes that play one)", positive)
+    N_GPUS: int = variable(_visible_gpus, "GPUs per machine (cpu stack: processes in place of GPUs)", positive)
     NNODES: int = variable("1", "machines with N_GPUS each; more than one: of the Ray cluster at RAY_ADDRESS", positive)
-    MAX_TOKENS_PER_GPU: int = variable(
-        "32768", "in one forward pass, padding left out; 0: MICRO_BATCH_SIZE", _not_negative
-    )
-    MICRO_BATCH_SIZE: int = variable("16", "dpo, MAX_TOKENS_PER_GPU=0: sequences a GPU in one forward pass", positive)
+    MAX_TOKENS_PER_GPU: int = variable("32768", "in one forward pass, without padding; 0: MICRO_BATCH_SIZE", _from_0)
+    MICRO_BATCH_SIZE: int = variable("16", "dpo, MAX_TOKENS_PER_GPU=0: sequences per GPU in a forward pass", positive)
     GPU_MEMORY_UTILIZATION: float = variable("0.5", "share of GPU memory for vLLM", _fraction)
     # LoRA
-    LORA_RANK: int = variable("0", "0: full fine-tuning", _not_negative)
+    LORA_RANK: int = variable("0", "0: full fine-tuning", _from_0)
     LORA_ALPHA: int = variable("32", "LoRA scale", positive)
     # evaluation: make eval, compare, probe, chat, batch
-    N: int = variable("4", "samples a prompt", positive)
-    LIMIT: int = variable("0", "the first so many prompts; 0: all", _not_negative)
-    GREEDY: int = variable("1", "1: a greedy response a prompt besides the samples; 0: none", _one_of(0, 1))
-    EVAL_TEMPERATURE: float = variable(
-        _same_as("TEMPERATURE"), "of evaluation; 0: greedy, one response a prompt", _not_negative
-    )
+    N: int = variable("4", "samples per prompt", positive)
+    LIMIT: int = variable("0", "only the first LIMIT prompts; 0: all", _from_0)
+    GREEDY: int = variable("1", "1: also a greedy response per prompt; 0: none", _one_of(0, 1))
+    EVAL_TEMPERATURE: float = variable(_same_as("TEMPERATURE"), "of evaluation; 0: one greedy response", _from_0)
     TOP_P: float = variable("1.0", "of evaluation", _fraction)
-    MAX_NEW_TOKENS: int = variable(_same_as("MAX_RESPONSE_LENGTH"), "tokens a response in evaluation", positive)
-    EVAL_SEED: int = variable("0", "of the engine in evaluation", _not_negative)
+    MAX_NEW_TOKENS: int = variable(_same_as("MAX_RESPONSE_LENGTH"), "tokens per response in evaluation", positive)
+    EVAL_SEED: int = variable("0", "of the engine in evaluation", _from_0)
     # run
     RUN: str = variable("", "name of the run; empty: made from the settings", _name)
     SAVE_FREQ: int = variable("20", "steps between checkpoints", positive)
-    TEST_FREQ: int = variable(
-        "10", "steps between validations on the dev set, each with a checkpoint; 0: none", _not_negative
-    )
-    KEEP: int = variable("1", "best checkpoints by the dev set that stay besides the last one", _not_negative)
-    PATIENCE: int = variable("0", "validations without a gain that end the training; 0: never", _not_negative)
+    TEST_FREQ: int = variable("10", "steps between dev-set validations, each with a checkpoint; 0: none", _from_0)
+    KEEP: int = variable("1", "best checkpoints by the dev set to keep, besides the last one", _from_0)
+    PATIENCE: int = variable("0", "validations without a gain that end the training; 0: never", _from_0)
     ABORT_ON: str = variable("", "health rules that end the training after a checkpoint, e.g. nan,collapse", _rules)
     WANDB: int = variable("0", "1: also to Weights & Biases", _one_of(0, 1))
     LOGGER: str = variable("", "more verl loggers beside console and file, e.g. tensorboard,mlflow")
@@ -252,35 +209,34 @@ class Settings:
             raise SettingsError(f"FILE={self.FILE}: no such file, nor a folder with json, jsonl, csv or parquet files")
         return files
 
+    def _values(self, names: str) -> dict:
+        return {name: getattr(self, name) for name in names.split()}
+
     def data_fingerprint(self) -> str:
         """Changes when the data would. Not with MODEL, so that several models share the same data."""
-        names = ("SOURCE", "MAX_SAMPLES", "DIFFICULTY", "TRAIN_SIZE", "TEST_SIZE", "DEV_SIZE", "SFT_SIZE", "SEED")
-        names += ("REWARD", "MAX_PROMPT_LENGTH")
-        values = {name: getattr(self, name) for name in names}
-        return fingerprint(values | {"code": code_digest(self.task_dir / "prepare_data.py")}, *self.source_files)
+        values = self._values("SOURCE MAX_SAMPLES DIFFICULTY TRAIN_SIZE TEST_SIZE DEV_SIZE SFT_SIZE SEED REWARD")
+        values |= self._values("MAX_PROMPT_LENGTH") | {"code": code_digest(self.task_dir / "prepare_data.py")}
+        return fingerprint(values, *self.source_files)
 
     def sft_fingerprint(self) -> str:
         """Changes when the warm-up would."""
-        names = ("STACK", "MODEL", "SFT_STEPS", "SFT_BATCH_SIZE", "SFT_LR", "LORA_RANK", "LORA_ALPHA")
-        names += ("MAX_PROMPT_LENGTH", "MAX_RESPONSE_LENGTH")
-        values = {name: getattr(self, name) for name in names} | {"data": self.data_fingerprint()}
-        if self.SFT_SOURCE == "task":
-            return fingerprint(values)
-        names = ("SFT_SOURCE", "SAMPLED_PROMPTS", "ROLLOUT_N", "TEMPERATURE", "SEED", "REWARD", "TRAIN_FILE")
-        values |= {name: getattr(self, name) for name in names} | judge_settings()
-        return fingerprint(values | {"reward": code_digest(self.task_dir / "reward.py")})
+        values = self._values("STACK MODEL SFT_STEPS SFT_BATCH_SIZE SFT_LR LORA_RANK LORA_ALPHA MAX_PROMPT_LENGTH")
+        values |= self._values("MAX_RESPONSE_LENGTH") | {"data": self.data_fingerprint()}
+        if self.SFT_SOURCE == "samples":
+            values |= self._values("SFT_SOURCE SAMPLED_PROMPTS ROLLOUT_N TEMPERATURE SEED REWARD TRAIN_FILE")
+            values |= judge_settings() | {"reward": code_digest(self.task_dir / "reward.py")}
+        return fingerprint(values)
 
     def rl_fingerprint(self, arguments: list[str], number: int = 1, start: str = "") -> str:
         """Changes when the training would; not with STEPS, which continues a run, nor with what only reports.
 
-        A round of self-play beyond the first has its ``number`` and the model ``start`` that it begins with.
+        A round of self-play after the first also counts its ``number`` and the model ``start`` that it begins with.
         """
-        sft = {name for name in asdict(self) if name.startswith("SFT_")} if self.INIT == "base" else set()
-        values = {
-            name: value
-            for name, value in asdict(self).items()
-            if name not in REPORTING | sft | {"TRAIN_FILE", "FILE", "PAIRS_FILE"}
-        }
+        values = {name: value for name, value in asdict(self).items() if name not in REPORTING}
+        for name in values.copy():
+            # Files count by their contents, the warm-up only where it is used.
+            if name in ("TRAIN_FILE", "FILE", "PAIRS_FILE") or (self.INIT == "base" and name.startswith("SFT_")):
+                del values[name]
         if number > 1:
             values |= {"round": number, "start": start}
         values |= {"data": self.data_fingerprint(), "arguments": arguments} | judge_settings()
@@ -292,15 +248,15 @@ class Settings:
 # The stages of `make all`, in order.
 WHOLE = ("data", "model", "sft", "train", "merge", "eval", "compare")
 
-# What a run is not known by: what continues it, or only reports.
-REPORTING = {"RUN", "STEPS", "SELF_PLAY_ROUNDS", "SAVE_FREQ", "ABORT_ON", "WANDB", "LOGGER", "GPU_MEMORY_UTILIZATION"}
+# Variables that do not tell runs apart: they continue a run, or only report.
+REPORTING = {"RUN", "STEPS", "SELF_PLAY_ROUNDS", "SAVE_FREQ", "TEST_FREQ", "KEEP", "PATIENCE", "ABORT_ON", "WANDB"}
+REPORTING |= {"LOGGER", "GPU_MEMORY_UTILIZATION"}
 REPORTING |= {"N", "LIMIT", "GREEDY", "EVAL_TEMPERATURE", "TOP_P", "MAX_NEW_TOKENS", "EVAL_SEED"}
-REPORTING |= {"TEST_FREQ", "KEEP", "PATIENCE"}
 
 
 @dataclass(frozen=True)
 class Command:
-    """Variables of single commands; they stand in no config block."""
+    """Variables of single commands; no task or profile sets them."""
 
     STAGE: str = variable("train", "what train.sh runs")
     PROFILE: str = variable("", "values for a typical use: a file of tasks/TASK/profiles, by its name")
@@ -314,15 +270,13 @@ class Command:
     )
     BASE: str = variable("", "compare: the model to compare with; the base model of an adapter")
     FILTER: int = variable("0", "probe: 1 writes the prompts with signal to signal.parquet", _one_of(0, 1))
-    FILTER_LOW: float = variable("0.0", "probe: accuracy strictly above", _not_negative)
+    FILTER_LOW: float = variable("0.0", "probe: accuracy strictly above", _from_0)
     FILTER_HIGH: float = variable("1.0", "probe: accuracy strictly below", _fraction)
     ROLLOUTS: str = variable("", "rescore: a rollouts.jsonl")
     INPUT: str = variable("", "batch: json, jsonl, csv or xlsx with a column prompt")
     OUTPUT: str = variable("", "batch: xlsx, json, jsonl or csv to write")
     TEMPLATE: str = variable(
-        "default",
-        "batch: chat template default (the model's own), chatml or llama",
-        _one_of("default", "chatml", "llama"),
+        "default", "batch: chat template: the model's `default`, chatml or llama", _one_of("default", "chatml", "llama")
     )
     BACKEND: str = variable("vllm", "batch: vllm or transformers", _one_of("vllm", "transformers"))
 
@@ -366,7 +320,7 @@ def code_digest(program: Path) -> str:
         seen.add(file)
         try:
             tree = ast.parse(file.read_bytes())
-        except (SyntaxError, ValueError):  # said where it is run
+        except (SyntaxError, ValueError):  # the error comes where it is run
             digest.update(file.read_bytes())
             continue
         for node in ast.walk(tree):
@@ -392,7 +346,8 @@ def _imported(tree: ast.AST, file: Path) -> set[Path]:
 
 
 def method(name: str):
-    """The module of a method."""
+    """The module of a method: ``overrides(settings)``, perhaps MINI_BATCHES (optimizer steps per step; default 1),
+    TRAINER, DEFAULTS, GPUS, ``problem``, ``warning`` (of verl's config), ``warning_after`` (of the metrics)."""
     return importlib.import_module(f"tasks.common.training.methods.{name}")
 
 
@@ -458,16 +413,14 @@ def values_of(environ: Mapping[str, str], root: Path = ROOT) -> dict[str, Value]
     Raises SettingsError.
     """
     given = {name: environ[name] for name in Settings.__dataclass_fields__ if environ.get(name)}
-    stage = environ.get("STAGE", "train")
-    complete = environ.get(COMPLETE)
+    stage, complete = environ.get("STAGE", "train"), environ.get(COMPLETE)
     if stage in EVALUATING and "TEMPERATURE" in given and not complete:  # of the evaluation, then
         given.setdefault("EVAL_TEMPERATURE", given["TEMPERATURE"])
         del given["TEMPERATURE"]
-    typed = environ.get("GIVEN", "").split()
-    name, task, none = given.get("STACK", ""), given.get("TASK", ""), {}
+    name, none = given.get("STACK", ""), {}
     module, profile, own = (stack(name) if name in STACKS else None), none, none
-    if task and not complete:
-        folder = root / "tasks" / task
+    if given.get("TASK") and not complete:
+        folder = root / "tasks" / given["TASK"]
         own = read_defaults(folder / "train.sh") if (folder / "train.sh").exists() else none
         profile = read_defaults(profile_file(folder, environ["PROFILE"])) if environ.get("PROFILE") else none
     layers = [
@@ -493,14 +446,14 @@ def values_of(environ: Mapping[str, str], root: Path = ROOT) -> dict[str, Value]
     if early("LORA_RANK") not in ("", "0"):
         rates = {name: (first(name, below) or Value(shared[name], "")).text for name in ("LR", "SFT_LR")}
         layers.append(("LORA_RANK", {name: f"{LORA_RATES * float(rate):g}" for name, rate in rates.items()}))
-    values: dict[str, Value] = {}
+    typed, values = environ.get("GIVEN", "").split(), {}
     for name, default in shared.items():
         if name in given:
             values[name] = Value(given[name], "command line" if name in typed else "environment")
         else:
             values[name] = first(name, [*layers, *below]) or Value(default, "default")
-    for name, value in values.items():  # those that follow from others
-        if callable(value.text):
+    for name, value in values.items():
+        if callable(value.text):  # it follows from others
             values[name] = Value(value.text({name: each.text for name, each in values.items()}), "default")
     return values
 
@@ -518,15 +471,16 @@ def load_settings(environ: Mapping[str, str] | None = None, cls: type = Settings
     settings = cls(**{f.name: _checked(f, texts[f.name]) for f in fields(cls)})
     if cls is Settings:
         if not settings.MINI_BATCH_SIZE:
-            prompts, steps = settings.TRAIN_BATCH_SIZE, method(settings.METHOD).MINI_BATCHES
+            prompts, steps = settings.TRAIN_BATCH_SIZE, getattr(method(settings.METHOD), "MINI_BATCHES", 1)
             mini = max(size for size in range(1, max(1, prompts // steps) + 1) if prompts % size == 0)
             settings = replace(settings, MINI_BATCH_SIZE=mini)
-        _check_together(settings)
+        for problem in _problems(settings):
+            raise SettingsError(problem)
     return settings
 
 
 def _checked(f: Field, text: str):
-    """The value that ``text`` says for the variable ``f``. Raises SettingsError."""
+    """``text`` as a value of the variable ``f``. Raises SettingsError."""
     shown = " ".join(text.split())[:80]
     try:
         value = f.type(text)
@@ -539,55 +493,59 @@ def _checked(f: Field, text: str):
     return value
 
 
-def _check_together(settings: Settings) -> None:
-    if settings.TRAIN_BATCH_SIZE % settings.MINI_BATCH_SIZE:
-        raise SettingsError(
-            f"MINI_BATCH_SIZE={settings.MINI_BATCH_SIZE}: must divide TRAIN_BATCH_SIZE={settings.TRAIN_BATCH_SIZE}"
-        )
-    if 0 < settings.TRAIN_SIZE < settings.TRAIN_BATCH_SIZE:
-        raise SettingsError(
-            f"TRAIN_BATCH_SIZE={settings.TRAIN_BATCH_SIZE}: larger than TRAIN_SIZE={settings.TRAIN_SIZE}"
-        )
-    if settings.TEST_FREQ and not settings.DEV_SIZE:
-        raise SettingsError(f"TEST_FREQ={settings.TEST_FREQ}: validates on the dev set; set DEV_SIZE, or TEST_FREQ=0")
-    if settings.PATIENCE and not settings.TEST_FREQ:
-        raise SettingsError(f"PATIENCE={settings.PATIENCE}: counts validations; set TEST_FREQ, or PATIENCE=0")
-    if 0 < settings.MAX_TOKENS_PER_GPU < settings.MAX_PROMPT_LENGTH + settings.MAX_RESPONSE_LENGTH:
-        raise SettingsError(
-            f"MAX_TOKENS_PER_GPU={settings.MAX_TOKENS_PER_GPU}: less than MAX_PROMPT_LENGTH + MAX_RESPONSE_LENGTH = "
-            f"{settings.MAX_PROMPT_LENGTH + settings.MAX_RESPONSE_LENGTH}, one sequence"
-        )
-    if settings.MINI_BATCH_SIZE * settings.ROLLOUT_N % settings.world_size:
-        machines = f" x NNODES={settings.NNODES}" if settings.NNODES > 1 else ""
-        raise SettingsError(f"N_GPUS={settings.N_GPUS}{machines}: must divide MINI_BATCH_SIZE x ROLLOUT_N")
-    if settings.METHOD == "ppo" and settings.CRITIC_WARMUP >= settings.STEPS:
-        raise SettingsError(
-            f"CRITIC_WARMUP={settings.CRITIC_WARMUP}: leaves none of STEPS={settings.STEPS} to the policy; set it lower"
-        )
-    if settings.METHOD == "dpo" and settings.NNODES > 1:
-        raise SettingsError(f"NNODES={settings.NNODES}: METHOD=dpo trains on one machine; leave NNODES out")
-    if settings.METHOD == "dpo" and settings.TRAIN_BATCH_SIZE % settings.N_GPUS:
-        raise SettingsError(f"N_GPUS={settings.N_GPUS}: must divide TRAIN_BATCH_SIZE={settings.TRAIN_BATCH_SIZE}")
-    if settings.TRUNCATED != "counted" and settings.METHOD == "dpo":
-        raise SettingsError(f"TRUNCATED={settings.TRUNCATED}: is for the RL methods; METHOD=dpo learns from pairs")
-    if settings.TRUNCATED == "shaped" and (settings.METHOD == "distill" or settings.REWARD_MODEL):
-        what = "REWARD_MODEL is the whole reward" if settings.REWARD_MODEL else "METHOD=distill learns from no reward"
-        raise SettingsError(f"TRUNCATED=shaped: {what}; take TRUNCATED=masked or counted")
-    if settings.TEACHER and settings.METHOD != "distill":
-        raise SettingsError(f"TEACHER={settings.TEACHER}: is for METHOD=distill; METHOD={settings.METHOD} has none")
-    if settings.METHOD == "dpo" and settings.REWARD_MODEL:
-        raise SettingsError("REWARD_MODEL: is for the RL methods; METHOD=dpo learns from pairs")
-    if settings.SFT_BATCH_SIZE % settings.N_GPUS:
-        raise SettingsError(f"N_GPUS={settings.N_GPUS}: must divide SFT_BATCH_SIZE={settings.SFT_BATCH_SIZE}")
-    if settings.INIT == "sft" and settings.SFT_SOURCE == "task" and settings.SFT_SIZE < settings.SFT_BATCH_SIZE:
-        raise SettingsError(f"SFT_BATCH_SIZE={settings.SFT_BATCH_SIZE}: larger than SFT_SIZE={settings.SFT_SIZE}")
+def batch_problems(prompts: int, mini: int, samples: int, gpus: int, nodes: int) -> Iterator[str]:
+    """Why verl would refuse to train on ``samples`` of ``prompts`` in mini-batches of ``mini`` prompts, in words."""
+    if prompts % mini:
+        yield f"MINI_BATCH_SIZE={mini}: must divide TRAIN_BATCH_SIZE={prompts}"
+    if mini * samples % (gpus * nodes):  # verl/workers/engine_workers.py, train_mini_batch
+        machines = f" x NNODES={nodes}" if nodes > 1 else ""
+        yield f"N_GPUS={gpus}{machines}: must divide MINI_BATCH_SIZE x ROLLOUT_N = {mini * samples}"
+
+
+def token_problems(tokens: int, prompt: int, response: int) -> Iterator[str]:
+    """Why a pass of ``tokens`` cannot take a sequence (verl/utils/seqlen_balancing.py, rearrange_micro_batches)."""
+    if tokens < prompt + response:
+        lengths = f"MAX_PROMPT_LENGTH + MAX_RESPONSE_LENGTH = {prompt + response}"
+        yield f"MAX_TOKENS_PER_GPU={tokens}: less than {lengths}, one sequence"
+
+
+def _problems(s: Settings) -> Iterator[str]:
+    """Values that do not fit together."""
+    yield from batch_problems(s.TRAIN_BATCH_SIZE, s.MINI_BATCH_SIZE, s.ROLLOUT_N, s.N_GPUS, s.NNODES)
+    if s.MAX_TOKENS_PER_GPU:
+        yield from token_problems(s.MAX_TOKENS_PER_GPU, s.MAX_PROMPT_LENGTH, s.MAX_RESPONSE_LENGTH)
+    if 0 < s.TRAIN_SIZE < s.TRAIN_BATCH_SIZE:
+        yield f"TRAIN_BATCH_SIZE={s.TRAIN_BATCH_SIZE}: larger than TRAIN_SIZE={s.TRAIN_SIZE}"
+    if s.TEST_FREQ and not s.DEV_SIZE:
+        yield f"TEST_FREQ={s.TEST_FREQ}: validates on the dev set; set DEV_SIZE, or TEST_FREQ=0"
+    if s.PATIENCE and not s.TEST_FREQ:
+        yield f"PATIENCE={s.PATIENCE}: counts validations; set TEST_FREQ, or PATIENCE=0"
+    if s.METHOD == "ppo" and s.CRITIC_WARMUP >= s.STEPS:
+        yield f"CRITIC_WARMUP={s.CRITIC_WARMUP}: leaves none of STEPS={s.STEPS} to the policy; set it lower"
+    if s.METHOD == "dpo" and s.NNODES > 1:
+        yield f"NNODES={s.NNODES}: METHOD=dpo trains on one machine; leave NNODES out"
+    if s.METHOD == "dpo" and s.TRAIN_BATCH_SIZE % s.N_GPUS:
+        yield f"N_GPUS={s.N_GPUS}: must divide TRAIN_BATCH_SIZE={s.TRAIN_BATCH_SIZE}"
+    if s.METHOD == "dpo" and s.TRUNCATED != "counted":
+        yield f"TRUNCATED={s.TRUNCATED}: is for the RL methods; METHOD=dpo learns from pairs"
+    if s.METHOD == "dpo" and s.REWARD_MODEL:
+        yield "REWARD_MODEL: is for the RL methods; METHOD=dpo learns from pairs"
+    if s.TRUNCATED == "shaped" and (s.METHOD == "distill" or s.REWARD_MODEL):
+        what = "REWARD_MODEL is the whole reward" if s.REWARD_MODEL else "METHOD=distill learns from no reward"
+        yield f"TRUNCATED=shaped: {what}; take TRUNCATED=masked or counted"
+    if s.TEACHER and s.METHOD != "distill":
+        yield f"TEACHER={s.TEACHER}: is for METHOD=distill; METHOD={s.METHOD} has none"
+    if s.SFT_BATCH_SIZE % s.N_GPUS:
+        yield f"N_GPUS={s.N_GPUS}: must divide SFT_BATCH_SIZE={s.SFT_BATCH_SIZE}"
+    if s.INIT == "sft" and s.SFT_SOURCE == "task" and s.SFT_SIZE < s.SFT_BATCH_SIZE:
+        yield f"SFT_BATCH_SIZE={s.SFT_BATCH_SIZE}: larger than SFT_SIZE={s.SFT_SIZE}"
 
 
 # ---- for people ----------------------------------------------------------------------------------------------------
 
 
 def unknown(name: str, known: Iterable[str]) -> str:
-    """Why a variable is refused: nothing knows it; with the nearest name that there is."""
+    """Why an unknown variable is refused, with the nearest known name."""
     near = difflib.get_close_matches(name.upper(), known, 1, 0.5)
     if inside := [other for other in known if len(name) > 1 and name.upper().endswith(f"_{other}")]:
         near = inside  # LEARNING_RATE has no near name, MY_LR has
@@ -613,12 +571,12 @@ def help_text() -> str:
 def table(environ: Mapping[str, str]) -> str:
     """`make settings`: every variable with its value, where that comes from, and its help. Raises SettingsError."""
     values, settings = values_of(environ), load_settings(environ)
-    shown = {name: value.text or "-" for name, value in values.items()} | {
-        "MINI_BATCH_SIZE": str(settings.MINI_BATCH_SIZE)
-    }
-    rows = [(f.name, shown[f.name], values[f.name].source, f) for f in fields(Settings)]
-    wide = max(len(text) for _, text, _, _ in rows)
-    return "\n".join(f"{name:<24}{text:<{wide + 2}}{source:<20}{f.metadata['help']}" for name, text, source, f in rows)
+    texts = {name: value.text or "-" for name, value in values.items()}
+    texts["MINI_BATCH_SIZE"] = str(settings.MINI_BATCH_SIZE)
+    wide = max(map(len, texts.values())) + 2
+    return "\n".join(
+        f"{f.name:<24}{texts[f.name]:<{wide}}{values[f.name].source:<20}{f.metadata['help']}" for f in fields(Settings)
+    )
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from pathlib import Path
 
 import torch
 
-from tasks.common.launch.train import trainer_module
+from tasks.common.launch.plan import trainer_module
 from tasks.common.models.find import resolve_model
 from tasks.common.settings import Settings, artifacts, load_settings
 from tasks.common.training import verl_config, verl_versions

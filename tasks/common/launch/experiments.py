@@ -18,11 +18,11 @@ from tasks.common.settings import Command, Settings, SettingsError, load_setting
 def planned(s: Settings, command: Command) -> dict[str, Settings]:
     """The settings of each training, by its label METHOD@RATE#SEED, in order. Raises SettingsError.
 
-    All have the data and the warm-up of ``s``, and as many optimizer steps a step as the method that wants most.
+    All have the data and the warm-up of ``s``, and the smallest mini-batches that one of the methods has.
     """
     names = list(dict.fromkeys(filter(None, command.METHODS.split(","))))
-    rates = list(dict.fromkeys(filter(None, command.LRS.split(",")))) or [""]
-    chosen = [_of_method(name, rate) for name in names for rate in rates]
+    rates = [{"LR": rate} for rate in dict.fromkeys(filter(None, command.LRS.split(",")))] or [{}]
+    chosen = [load_settings({**os.environ, "METHOD": name, **rate}) for name in names for rate in rates]
     if len(chosen) < 2:
         raise SettingsError(f"METHODS={command.METHODS}: name two or more, separated by commas, or several LRS")
     mini = min(each.MINI_BATCH_SIZE for each in chosen)
@@ -35,12 +35,8 @@ def planned(s: Settings, command: Command) -> dict[str, Settings]:
     return runs
 
 
-def _of_method(name: str, rate: str) -> Settings:
-    return load_settings(os.environ | {"METHOD": name} | ({"LR": rate} if rate else {}))
-
-
 def train_at_once(runs: dict[str, Settings], arguments: list[str], jobs: int) -> str:
-    """Train ``runs``, ``jobs`` at a time, each in a process of its own that says the rest in a log.
+    """Train ``runs``, ``jobs`` at a time, each in a process of its own with a log of its own.
 
     They share the GPUs: each gets its part of GPU_MEMORY_UTILIZATION. Raises StageFailed after all have ended.
     """
@@ -78,7 +74,7 @@ def train_at_once(runs: dict[str, Settings], arguments: list[str], jobs: int) ->
             raise
     if failed:
         raise StageFailed(
-            f"{len(failed)} of {len(runs)} trainings failed: {', '.join(failed)}; the same command goes on"
+            f"{len(failed)} of {len(runs)} trainings failed: {', '.join(failed)}; the same command continues"
         )
     return f"{len(runs)} trainings, {jobs} at a time"
 

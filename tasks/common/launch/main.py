@@ -1,6 +1,6 @@
 """The stages of a task. Run by train.sh through launch.sh; settings are the environment.
 
-Each stage leaves a mark of what it was made from under artifacts/, and is skipped while that is still true.
+Each stage records under artifacts/ what its result depends on, and is skipped while that is unchanged.
 """
 
 import contextlib
@@ -19,32 +19,19 @@ from tasks.common.data.rows import DataError, validate_parquet
 from tasks.common.evaluation.tables import total_time
 from tasks.common.files import read_json
 from tasks.common.launch import doctor, experiments, train
+from tasks.common.launch.plan import planned
 from tasks.common.launch.task import compute_score_of, environment, own_stages, script, stack_environment
 from tasks.common.models.find import embedded_folder, resolve_model, whole_model
 from tasks.common.models.merge import base_of, is_adapter, merge_note, whole_folder
-from tasks.common.process import StageFailed, interrupt_on_sigterm
+from tasks.common.process import errors_in_one_line, interrupt_on_sigterm
 from tasks.common.rewards.answers import RewardError
-from tasks.common.runs.folder import (
-    find_run,
-    find_step,
-    hf_folder,
-    last_step,
-    lineage,
-    merged_folder,
-    read_metrics,
-    recorded,
-    rl_dir,
-    rounds,
-    settings_of,
-    sft_dir,
-    shards,
-)
+from tasks.common.runs import folder
 from tasks.common.settings import ROOT, WHOLE, Command, Settings, SettingsError, load_settings, table, values_of
-from tasks.common.training import verl_config, verl_versions
+from tasks.common.training import verl_versions
 
-# Goals that verl trains in, or says its config.
+# Goals that need verl to train or to show its config.
 TRAINING = ("sft", "train", "dpo", "all", "experiment", "config")
-# What evaluates, reports or uses a model that is there: about a run, or about MODEL.
+# Goals that use an existing model: of a run, or MODEL.
 ABOUT_A_RUN = ("eval", "compare", "merge", "chat", "batch")
 # The stages of each goal, in order. A stage of the task's own comes after data and model.
 STAGES_OF = {
@@ -61,20 +48,17 @@ STAGES_OF = {
     "batch": ("data", "model"),
 }
 
-Problem = (SettingsError, DataError, RewardError, StageFailed, OSError)
-
 
 @dataclass(frozen=True)
 class Job:
-    """What `make GOAL` is to do: its settings, its command's variables, ARGS, the MODEL that was given, and the run it
-    is about (None: MODEL itself, or a training that is to come)."""
+    """What `make GOAL` is to do. ``arguments``: ARGS; ``model``: the MODEL that was given, else empty."""
 
     goal: str
     s: Settings
     command: Command
     arguments: list[str]
     model: str = ""
-    run_dir: Path | None = None
+    run_dir: Path | None = None  # the run that it is about; None: MODEL itself, or a training that is to come
 
     @property
     def trains(self) -> bool:
@@ -83,7 +67,19 @@ class Job:
     @property
     def trained(self) -> Path | None:
         """The run that a stage is about: after a training the one of these settings."""
-        return rounds(self.s, self.arguments)[-1] if self.trains else self.run_dir
+        return folder.rounds(self.s, self.arguments)[-1] if self.trains else self.run_dir
+
+    def base(self) -> str:
+        """MODEL as a folder or hub id."""
+        return resolve_model(self.s.MODEL, self.command.BASE)
+
+    def checkpoint(self, run_dir: Path) -> str:
+        """The checkpoint STEP of a run."""
+        return str(folder.hf_folder(run_dir, self.command.STEP))
+
+    def chosen(self) -> str:
+        """For chat and batch: the checkpoint STEP of the run; without a run MODEL."""
+        return self.checkpoint(self.run_dir) if self.run_dir else self.base()
 
 
 # ---- stages --------------------------------------------------------------------------------------------------------
@@ -102,9 +98,8 @@ def data(job: Job) -> str:
         validate_parquet(s.data_dir / f"{name}.parquet", "sft" if name == "sft" else "rl")
     if training and s.TRAIN_FILE:
         if (own := validate_parquet(s.train_file)) < s.TRAIN_BATCH_SIZE:
-            raise DataError(
-                f"TRAIN_FILE={s.train_file}: has {own} prompts, less than TRAIN_BATCH_SIZE={s.TRAIN_BATCH_SIZE}"
-            )
+            few = f"has {own} prompts, less than TRAIN_BATCH_SIZE={s.TRAIN_BATCH_SIZE}"
+            raise DataError(f"TRAIN_FILE={s.train_file}: {few}")
         check_disjoint(s.train_file, [s.data_dir / f"{name}.parquet" for name in manifest["rows"] if name in HELD_OUT])
     own_file = f"; training on {s.train_file}" if training and s.TRAIN_FILE else ""
     return f"{'up to date: ' if fresh else ''}{describe(manifest)}{own_file}"
@@ -112,45 +107,39 @@ def data(job: Job) -> str:
 
 def model(job: Job) -> str:
     fresh = job.s.MODEL != "embedded" or embedded_folder().is_dir()
-    return f"{'' if fresh else 'unpacked '}{resolve_model(job.s.MODEL, job.command.BASE)}"
+    return f"{'' if fresh else 'unpacked '}{job.base()}"
 
 
 def models_of(job: Job) -> dict[str, str]:
     """What to evaluate, by label: base, warm-up and the checkpoint STEP of the run; without a run MODEL alone."""
-    s, command, run_dir = job.s, job.command, job.trained
+    run_dir = job.trained
     if run_dir is None:
-        return {"model" if job.model else "base": resolve_model(s.MODEL, command.BASE)}
-    models = {"base": resolve_model(s.MODEL, command.BASE)}
-    if recorded(run_dir)["kind"] == "sft":
-        return models | {"sft": str(hf_folder(run_dir, command.STEP))}
-    *earlier, last = lineage(run_dir)
-    if s.INIT == "sft":
-        models["sft"] = recorded([*earlier, last][0])["start"]
-    models |= {f"round{number}": str(hf_folder(folder)) for number, folder in enumerate(earlier, 1)}
-    name = f"round{len(earlier) + 1}" if earlier else s.METHOD
-    return models | {name: str(hf_folder(last, command.STEP))}
+        return {"model" if job.model else "base": job.base()}
+    models, earlier = {"base": job.base()}, folder.lineage(run_dir)[:-1]
+    if folder.recorded(run_dir)["kind"] == "sft":
+        return models | {"sft": job.checkpoint(run_dir)}
+    if job.s.INIT == "sft":
+        models["sft"] = folder.recorded([*earlier, run_dir][0])["start"]
+    models |= {f"round{number}": str(folder.hf_folder(run)) for number, run in enumerate(earlier, 1)}
+    return models | {f"round{len(earlier) + 1}" if earlier else job.s.METHOD: job.checkpoint(run_dir)}
 
 
 def evaluate(job: Job, name: str = "evaluate.py", *arguments: str) -> str:
     """Run a script of the task on the models."""
     models = models_of(job)
-    script(job.s, name, *arguments, *(f"{label}={path}" for label, path in models.items()))
+    script(job.s, name, *arguments, *labelled(models))
     return ", ".join(models)
 
 
-def own_script(s: Settings, stage: str) -> str:
-    """The script of a stage that only some tasks have. Raises SettingsError."""
-    if stage not in own_stages(s.task_dir):
-        having = [path.parent.name for path in sorted(s.task_dir.parent.glob(f"*/{stage}.py"))]
-        raise SettingsError(f"TASK={s.TASK}: has no {stage}.py; `make {stage}` is for {', '.join(having) or 'no task'}")
-    return f"{stage}.py"
+def labelled(models: dict[str, str]) -> list[str]:
+    return [f"{label}={path}" for label, path in models.items()]
 
 
 def probe(job: Job) -> str:
     """MODEL, or the warm-up that RL would start from once there is one."""
-    s, start = job.s, resolve_model(job.s.MODEL, job.command.BASE)
-    if not job.model and s.INIT == "sft" and last_step(sft_dir(s)):
-        start = str(hf_folder(sft_dir(s)))
+    s, start = job.s, job.base()
+    if not job.model and s.INIT == "sft" and folder.last_step(folder.sft_dir(s)):
+        start = str(folder.hf_folder(folder.sft_dir(s)))
     script(s, "evaluate.py", "probe", start)
     return start
 
@@ -158,15 +147,15 @@ def probe(job: Job) -> str:
 def compare(job: Job) -> str:
     """BASE (default: what the run began with, its warm-up beside it) against MODEL, or the checkpoint STEP of the
     run."""
-    s, command, run_dir, warm_up = job.s, job.command, job.trained, []
+    s, base, run_dir, warm_up = job.s, job.command.BASE, job.trained, []
     if run_dir:
-        base, trained = command.BASE or s.MODEL, str(hf_folder(run_dir, command.STEP))
-        if not command.BASE and recorded(run_dir)["kind"] == "rl" and s.INIT == "sft":
-            warm_up = [recorded(lineage(run_dir)[0])["start"]]
+        trained = job.checkpoint(run_dir)
+        if not base and folder.recorded(run_dir)["kind"] == "rl" and s.INIT == "sft":
+            warm_up = [folder.recorded(folder.lineage(run_dir)[0])["start"]]
+        base = base or s.MODEL
     elif job.model:
-        adapter = Path(job.model).expanduser()
-        trained = resolve_model(job.model, command.BASE)
-        base = command.BASE or (base_of(adapter) if is_adapter(adapter) else default_model())
+        trained, adapter = job.base(), Path(job.model).expanduser()
+        base = base or (base_of(adapter) if is_adapter(adapter) else default_model())
     else:
         raise SettingsError(f"there is no trained model yet: run `make train TASK={s.TASK}`, or set MODEL")
     script(s, "evaluate.py", "compare", resolve_model(base), *warm_up, trained)
@@ -178,24 +167,17 @@ def default_model() -> str:
     return values_of({name: value for name, value in os.environ.items() if name != "MODEL"})["MODEL"].text
 
 
-def chosen_model(job: Job) -> str:
-    """For chat and batch: the checkpoint STEP of the run, without a run MODEL."""
-    if job.run_dir:
-        return str(hf_folder(job.run_dir, job.command.STEP))
-    return resolve_model(job.s.MODEL, job.command.BASE)
-
-
 def merged(job: Job) -> str:
+    run_dir = job.trained
     if is_adapter(Path(job.model).expanduser()):
-        folder = whole_model(resolve_model(job.model, job.command.BASE))
-        return f"written: {folder}{merge_note(Path(folder))}"
-    if (run_dir := job.trained) is None:
+        found = Path(whole_model(resolve_model(job.model, job.command.BASE)))
+    elif run_dir is None:
         raise SettingsError(f"there is no checkpoint to merge yet: run `make train TASK={job.s.TASK}`, or set RUN")
-    checkpoint = shards(run_dir, find_step(run_dir, job.command.STEP))
-    if folder := whole_folder(checkpoint):
-        return f"nothing to do: {folder} has the whole model already{merge_note(folder)}"
-    folder = merged_folder(run_dir, job.command.STEP)
-    return f"written: {folder}{merge_note(folder)}"
+    elif found := whole_folder(folder.shards(run_dir, folder.find_step(run_dir, job.command.STEP))):
+        return f"nothing to do: {found} has the whole model already{merge_note(found)}"
+    else:
+        found = folder.merged_folder(run_dir, job.command.STEP)
+    return f"written: {found}{merge_note(found)}"
 
 
 STAGES: dict[str, Callable[[Job], str]] = {
@@ -210,11 +192,6 @@ STAGES: dict[str, Callable[[Job], str]] = {
 }
 
 
-def _wanted(s: Settings, names: tuple[str, ...]) -> list[str]:
-    """The stages of a training: the warm-up only where INIT asks for it."""
-    return [name for name in names if name != "sft" or s.INIT == "sft"]
-
-
 def experiment(job: Job) -> None:
     """`make experiment`: train with each of METHODS, LRS and SEEDS on the same data, and compare the results."""
     s, arguments = job.s, job.arguments
@@ -223,12 +200,13 @@ def experiment(job: Job) -> None:
         train.check(each, arguments)
 
     def compared() -> str:
-        folders = {label: rounds(each, arguments)[-1] for label, each in runs.items()}
-        models = {"start": train.start_model(s)} | {label: str(hf_folder(run)) for label, run in folders.items()}
-        script(s, "evaluate.py", "experiment", *(f"{label}={path}" for label, path in models.items()))
+        folders = {label: folder.rounds(each, arguments)[-1] for label, each in runs.items()}
+        models = {"start": train.start_model(s)} | {label: str(folder.hf_folder(run)) for label, run in folders.items()}
+        script(s, "evaluate.py", "experiment", *labelled(models))
         return f"{len(models)} models"
 
-    stages = {name: functools.partial(STAGES[name], job) for name in _wanted(s, STAGES_OF["sft"])}
+    names = ("data", "model", "sft") if s.INIT == "sft" else ("data", "model")
+    stages = {name: functools.partial(STAGES[name], job) for name in names}
     if job.command.JOBS > 1:
         stages |= {"train": lambda: experiments.train_at_once(runs, arguments, job.command.JOBS)}
     else:
@@ -238,7 +216,7 @@ def experiment(job: Job) -> None:
 
 @contextlib.contextmanager
 def _locked(s: Settings) -> Iterator[None]:
-    """One run of a task at a time; the lock goes with the process, however that ends."""
+    """One run of a task at a time; the lock ends with the process."""
     s.runs_dir.mkdir(parents=True, exist_ok=True)
     with (s.runs_dir / ".lock").open("a+") as lock:
         try:
@@ -256,7 +234,7 @@ def _locked(s: Settings) -> Iterator[None]:
 
 
 def run_stages(stages: dict[str, Callable[[], str]], first: str = "data") -> None:
-    """Run ``stages`` in order from ``first`` on, saying which of how many."""
+    """Run ``stages`` in order from ``first``, each with its number."""
     skipped = list(stages)[: list(stages).index(first)] if first in stages else []
     for number, (name, stage) in enumerate(stages.items(), 1):
         print(f"[{number}/{len(stages)}] {name}", flush=True)
@@ -268,14 +246,14 @@ def run_stages(stages: dict[str, Callable[[], str]], first: str = "data") -> Non
 
 
 def closing(s: Settings, run_dirs: list[Path]) -> None:
-    """After the table: how long it took, where it is, what to type next."""
-    seconds = sum(step["timing_s/step"] for run_dir in run_dirs for step in read_metrics(run_dir).values())
-    steps = sum(map(last_step, run_dirs))
+    """After the table: the time, the folder and the next commands."""
+    seconds = sum(step["timing_s/step"] for run_dir in run_dirs for step in folder.read_metrics(run_dir).values())
+    steps = sum(map(folder.last_step, run_dirs))
     print(f"{steps} steps, {seconds:.0f} s of training{total_time()}; all of it in {run_dirs[-1]}\n\nNext:")
     if s.METHOD == "dpo":
         more = f"SELF_PLAY_ROUNDS={s.SELF_PLAY_ROUNDS + 1}    # pairs of the new policy's samples"
     else:
-        ended = last_step(run_dirs[-1]) >= s.STEPS
+        ended = folder.last_step(run_dirs[-1]) >= s.STEPS
         more = f"{f'STEPS={2 * s.STEPS}' if ended else 'PATIENCE=0'}    # continues this run"
     print(f"  the same command with {more}")
     print(f"  make compare TASK={s.TASK}    # base, warm-up and trained with tests, prompts gained and lost; files")
@@ -284,7 +262,7 @@ def closing(s: Settings, run_dirs: list[Path]) -> None:
 
 
 def _shared_data(s: Settings, first: str) -> None:
-    """Raise SettingsError unless the data that FROM leaves out is there, made with these settings."""
+    """Raise SettingsError unless the data that FROM skips exists, made with these settings."""
     made = read_json(s.data_dir / "manifest.json").get("fingerprint")
     if made != s.data_fingerprint():
         what = "was made with other settings" if made else "is not there"
@@ -292,25 +270,24 @@ def _shared_data(s: Settings, first: str) -> None:
 
 
 def print_config(job: Job) -> None:
-    """`make config`: verl's resolved config of the training."""
+    """`make config`: the plan of the training, or of its current round, and verl's resolved config."""
     from omegaconf import OmegaConf
 
     s = job.s
     if s.METHOD == "dpo":
-        raise SettingsError(
-            "METHOD=dpo: has no config of verl; it trains with TRL (tasks/common/training/trl_dpo.py): "
-            f"DPO_EPOCHS={s.DPO_EPOCHS} x (pairs / TRAIN_BATCH_SIZE={s.TRAIN_BATCH_SIZE}) steps, STEPS is not used"
-        )
-    start = s.MODEL if s.INIT == "base" else sft_dir(s)  # the warm-up need not be there yet
-    overrides = verl_config.rl_overrides(s, start, rl_dir(s, job.arguments)) + job.arguments
-    print(OmegaConf.to_yaml(verl_config.compose("ppo_trainer", overrides), resolve=True))
+        steps = f"DPO_EPOCHS={s.DPO_EPOCHS} x (pairs / TRAIN_BATCH_SIZE={s.TRAIN_BATCH_SIZE}) steps"
+        raise SettingsError(f"METHOD=dpo: has no config of verl; it trains with TRL: {steps}, STEPS is not used")
+    *before, run_dir = folder.rounds(s, job.arguments)
+    first = s.MODEL if s.INIT == "base" else str(folder.sft_dir(s))  # the warm-up need not be there yet
+    start = str(folder.hf_folder(before[-1])) if before else first
+    plan = planned(s.METHOD, s, run_dir, start, number=len(before) + 1, overrides=job.arguments)
+    print(f"{plan.comments()}\n{OmegaConf.to_yaml(OmegaConf.create(plan.config))}")
 
 
 def benchmark(job: Job, file: str) -> None:
     """In place of this process."""
-    os.execve(
-        sys.executable, [sys.executable, str(ROOT / "tests/benchmarks" / file), *job.arguments], environment(job.s)
-    )
+    program = [sys.executable, str(ROOT / "tests/benchmarks" / file), *job.arguments]
+    os.execve(sys.executable, program, environment(job.s))
 
 
 def rescore(job: Job) -> None:
@@ -331,7 +308,7 @@ AT_ONCE: dict[str, Callable[[Job], None]] = {
 
 
 def say_environment() -> None:
-    """Name what the shell exported and make did not get on its command line: it changes what runs."""
+    """Print the variables from the shell, not from make's command line: they change what runs."""
     if "GIVEN" not in os.environ:
         return  # without make everything comes from the environment
     names = {*Settings.__dataclass_fields__, *Command.__dataclass_fields__} - {"STAGE", "TASK", "STACK"}
@@ -343,15 +320,15 @@ def say_environment() -> None:
 
 def about(job: Job) -> Job:
     """``job`` with the run that an evaluation is about, and that run's settings."""
-    # What is given in full is not about a run.
+    # These models are given, so it is not about a run.
     given = job.model and (job.goal in ("chat", "batch") or (job.goal == "compare" and job.command.BASE))
     if given or job.goal not in (*ABOUT_A_RUN, *own_stages(job.s.task_dir)):
         return job
-    if run_dir := find_run(job.s, job.arguments, job.model):
-        step, last = find_step(run_dir, job.command.STEP), last_step(run_dir)
+    if run_dir := folder.find_run(job.s, job.arguments, job.model):
+        step, last = folder.find_step(run_dir, job.command.STEP), folder.last_step(run_dir)
         why = "" if job.command.STEP or step == last else f", the best of its validations (STEP=latest: {last})"
         print(f"run {run_dir.name}, checkpoint of step {step}{why}")
-        return replace(job, s=settings_of(run_dir, job.s), run_dir=run_dir)
+        return replace(job, s=folder.settings_of(run_dir, job.s), run_dir=run_dir)
     return job
 
 
@@ -366,12 +343,13 @@ def main(goal: str, arguments: list[str]) -> None:
     if goal in AT_ONCE:
         AT_ONCE[goal](job)
         return
-    if goal not in STAGES_OF and goal != "experiment":
-        own_script(s, goal)
+    if goal not in (*STAGES_OF, "experiment", *own_stages(s.task_dir)):
+        having = [path.parent.name for path in sorted(s.task_dir.parent.glob(f"*/{goal}.py"))]
+        raise SettingsError(f"TASK={s.TASK}: has no {goal}.py; `make {goal}` is for {', '.join(having) or 'no task'}")
     job = about(job)
     s = job.s
     if goal in STAGES_OF and goal != "merge":
-        compute_score_of(s)  # a reward.py that cannot be loaded is said before anything starts
+        compute_score_of(s)  # a broken reward.py ends the command before anything starts
     with _locked(s):
         if job.trains:
             train.check(s, arguments)
@@ -382,26 +360,24 @@ def main(goal: str, arguments: list[str]) -> None:
         if goal == "experiment":
             experiment(job)
         else:
-            own = {goal: functools.partial(evaluate, job, f"{goal}.py")} if goal not in STAGES_OF else {}
             names = STAGES_OF.get(goal, ("data", "model"))
-            names = _wanted(s, names) if job.trains else names
-            stages = {name: functools.partial(STAGES[name], job) for name in names} | own
+            stages = {name: functools.partial(STAGES[name], job) for name in names}
+            if job.trains and s.INIT == "base":
+                del stages["sft"]
+            if goal not in STAGES_OF:
+                stages[goal] = functools.partial(evaluate, job, f"{goal}.py")
             run_stages(stages, command.FROM if job.trains else "data")
         if job.trains:
-            closing(s, rounds(s, arguments))
+            closing(s, folder.rounds(s, arguments))
         if goal == "batch":
-            script(s, "evaluate.py", "batch", chosen_model(job))
+            script(s, "evaluate.py", "batch", job.chosen())
     if goal == "chat":  # in place of this process, so that Ctrl-C reaches it alone; the lock is free again
-        command_line = [sys.executable, str(s.task_dir / "evaluate.py"), "chat", chosen_model(job)]
-        os.execve(sys.executable, command_line, environment(s))
+        program = [sys.executable, str(s.task_dir / "evaluate.py"), "chat", job.chosen()]
+        os.execve(sys.executable, program, environment(s))
 
 
 if __name__ == "__main__":
     interrupt_on_sigterm()
-    try:
+    said = "stopped; the same command continues from the last checkpoint"
+    with errors_in_one_line(SettingsError, DataError, RewardError, stopped=said):
         main(sys.argv[1], sys.argv[2:])
-    except Problem as error:
-        sys.exit(f"error: {error}")
-    except KeyboardInterrupt:
-        print("\nstopped; the same command continues from the last checkpoint", file=sys.stderr)
-        sys.exit(130)

@@ -6,27 +6,24 @@ Prints why, in one line, and nothing where all are known. Runs before anything i
 import ast
 import json
 import os
+import re
 import shlex
 import sys
 
 from tasks.common.settings import ROOT, Command, Settings, unknown
 
 # What the Makefile reads itself, and what other tools read.
-MAKES = {
-    "ARGS",
-    "ARTIFACTS",
-    "BASE_PYTHON",
-    "BFCL_PROJECT_ROOT",
-    "CONFIG",
-    "CUDA_VISIBLE_DEVICES",
-    "ENV",
-    "FLASH_ATTN_WHEEL",
-}
-MAKES |= {"EVAL_MULTIPROCESSING", "FRESH_PYTHON", "HOME", "NETRC", "ON_FAILURE", "OPTIONS", "PATH", "PORT", "PYTHON"}
-MAKES |= {"SHARED_DATA", "SLOW", "STACK", "STAGE", "TMPDIR", "TORCH_INDEX", "UPGRADE"}
-PREFIXES = ("JUDGE_", "RAY_", "HF_", "VLLM_", "VERL_", "NCCL_", "TORCH_", "CUDA_", "OMP_", "PIP_", "UV_", "WANDB_")
-PREFIXES += ("TRACKIO_", "MLFLOW_", "SWANLAB_", "PYTEST_", "PYTHON", "TOKENIZERS_", "TRANSFORMERS_", "SSL_", "GLOO_")
+MAKES = {"ARGS", "ARTIFACTS", "BASE_PYTHON", "BFCL_PROJECT_ROOT", "CONFIG", "CUDA_VISIBLE_DEVICES", "ENV", "HOME"}
+MAKES |= {"EVAL_MULTIPROCESSING", "FLASH_ATTN_WHEEL", "FRESH_PYTHON", "NETRC", "ON_FAILURE", "OPTIONS", "PATH", "PORT"}
+MAKES |= {"PYTHON", "SHARED_DATA", "SLOW", "STACK", "STAGE", "TMPDIR", "TORCH_INDEX", "UPGRADE"}
+PREFIXES = ("RAY_", "HF_", "VLLM_", "VERL_", "NCCL_", "TORCH_", "CUDA_", "OMP_", "PIP_", "UV_", "WANDB_", "TRACKIO_")
+PREFIXES += ("MLFLOW_", "SWANLAB_", "PYTEST_", "PYTHON", "TOKENIZERS_", "TRANSFORMERS_", "SSL_", "GLOO_")
 OF_NEW = {"TASK", "SOURCE", "ENV", "CONFIG", "OPTIONS", "PYTHON", "STACK"}
+
+
+def of_the_judge() -> set[str]:
+    """Variables of the judge; its module imports what is not installed yet, so its text is read."""
+    return set(re.findall(r"\bJUDGE_[A-Z_]+", (ROOT / "tasks/common/rewards/judge.py").read_text()))
 
 
 def of_tasks() -> set[str]:
@@ -63,7 +60,7 @@ def refusal(goals: list[str], names: list[str], options: str = "") -> str:
         return ""
     known = {*Settings.__dataclass_fields__, *Command.__dataclass_fields__, *MAKES}
     for name in sorted(names):
-        if name in known or name.startswith(PREFIXES) or name in (known := known | of_tasks()):
+        if name in known or name.startswith(PREFIXES) or name in (known := known | of_tasks() | of_the_judge()):
             continue
         lost = "ARGS" in names and ("." in name or name.startswith("+"))
         return f"{name}: " + ('put all of ARGS in quotes: ARGS="a=1 b=2"' if lost else unknown(name, known))

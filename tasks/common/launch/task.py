@@ -15,13 +15,13 @@ from tasks.common.settings import COMPLETE, Settings, SettingsError, stack
 
 
 def script(s: Settings, name: str, *arguments: str) -> None:
-    """Run a script of the task, with the settings as they are now. Exits as it exits: it has said why."""
+    """Run a script of the task with the settings ``s``. Exits with its code where it fails: it has printed why."""
     command = [sys.executable, str(s.task_dir / name), *arguments]
     with subprocess.Popen(command, env=environment(s), preexec_fn=die_with_parent) as process:
         try:
             code = process.wait()
         except KeyboardInterrupt:
-            process.send_signal(signal.SIGINT)  # of a terminal it has had it already, and is ending
+            process.send_signal(signal.SIGINT)  # a terminal has sent it already
             process.wait()
             raise
     if code < 0:

@@ -18,28 +18,36 @@ def read_metrics(run_dir: Path) -> dict[int, dict[str, float]]:
 
     verl's file logger truncates its file when it starts (verl/utils/tracking.py:541), so each launch has its own,
     metrics/000.jsonl and on; for a step that was trained again after a resume the later launch counts. Raises
-    SettingsError at a line that is not JSON, as a machine that lost its power leaves them, or no line of metrics.
+    SettingsError as ``metrics_in``.
+    """
+    metrics: dict[int, dict[str, float]] = {}
+    for file in sorted(run_dir.glob("metrics/*.jsonl")):
+        metrics |= metrics_in(file)
+    return dict(sorted(metrics.items()))
+
+
+def metrics_in(file: Path) -> dict[int, dict[str, float]]:
+    """The numbers among the metrics of one launch by step; an unfinished last line does not count.
+
+    Raises SettingsError at a line that is not JSON, as a power failure leaves them, or that has no metrics.
     """
     metrics: dict[int, dict] = {}
-    for file in sorted((run_dir / "metrics").glob("*.jsonl")):
-        for number, line in enumerate(file.read_text(errors="replace").split("\n")[:-1], start=1):
-            try:
-                record = json.loads(line)
-                data = {name: math.nan if value is None else value for name, value in record["data"].items()}
-                metrics[record["step"]] = {name: float(v) for name, v in data.items() if isinstance(v, int | float)}
-            except ValueError:
-                raise SettingsError(f"{file}: line {number} is not JSON; remove that line") from None
-            except (KeyError, TypeError, AttributeError) as error:
-                what = f"{type(error).__name__}: {error}"
-                raise SettingsError(f"{file}: line {number} is no metrics ({what}); remove that line") from error
-    return dict(sorted(metrics.items()))
+    for number, line in enumerate(file.read_text(errors="replace").split("\n")[:-1], start=1):
+        try:
+            record = json.loads(line)
+            data = {name: math.nan if value is None else value for name, value in record["data"].items()}
+            metrics[record["step"]] = {name: float(v) for name, v in data.items() if isinstance(v, int | float)}
+        except ValueError:
+            raise SettingsError(f"{file}: line {number} is not JSON; remove that line") from None
+        except (KeyError, TypeError, AttributeError) as error:
+            what = f"{type(error).__name__}: {error}"
+            raise SettingsError(f"{file}: line {number} has no metrics ({what}); remove that line") from error
+    return metrics
 
 
 def next_metrics_file(run_dir: Path) -> Path:
     """Path for the metrics of the next launch."""
-    folder = run_dir / "metrics"
-    folder.mkdir(parents=True, exist_ok=True)
-    return folder / f"{len(list(folder.glob('*.jsonl'))):03}.jsonl"
+    return run_dir / f"metrics/{len(list(run_dir.glob('metrics/*.jsonl'))):03}.jsonl"
 
 
 def record(run_dir: Path, kind: str, mark: str, s: Settings, start: str, arguments: list[str], base: str = "") -> None:
@@ -102,35 +110,34 @@ def find_step(run_dir: Path, step: str = "") -> int:
     steps = checkpoints(run_dir)
     if not steps:
         raise SettingsError(f"STEP={step}: {run_dir} has no checkpoint yet")
-    if step == "latest":
-        return steps[-1]
     if step in ("", "best"):
         metrics = read_metrics(run_dir)
         if validation.scores(metrics).keys() & set(steps):
             return validation.ranked(steps, metrics)[0]
-        reward = {number: metrics.get(number, {}).get("critic/score/mean", -math.inf) for number in steps}
-        return max(steps, key=lambda number: (reward[number], number)) if step else steps[-1]
-    if not (step.isascii() and step.isdigit()) or int(step) not in steps:
-        raise SettingsError(
-            f"STEP={step}: {run_dir} has the checkpoints {', '.join(map(str, steps))}; take one of them, latest or best"
-        )
+        if step:
+            return max(steps, key=lambda number: (metrics.get(number, {}).get("critic/score/mean", -math.inf), number))
+    if step in ("", "latest"):
+        return steps[-1]
+    if step not in (known := [str(number) for number in steps]):
+        there = f"has the checkpoints {', '.join(known)}; take one of them, latest or best"
+        raise SettingsError(f"STEP={step}: {run_dir} {there}")
     return int(step)
 
 
 def ended_early(run_dir: Path, patience: int) -> bool:
     """Whether the run ended at its last checkpoint because ``patience`` validations brought no gain (0: never)."""
     last = last_step(run_dir)
-    done = {step: row for step, row in read_metrics(run_dir).items() if step <= last}
-    return 0 < patience <= validation.without_gain(done)
+    return validation.ends_early({step: row for step, row in read_metrics(run_dir).items() if step <= last}, patience)
+
+
+def wanted_steps(run_dir: Path, s: Settings) -> float:
+    """STEPS; for DPO the steps that its pairs make, as the launch that had them noted; infinite before that."""
+    return recorded(run_dir).get("settings", {}).get("STEPS", math.inf) if s.METHOD == "dpo" else s.STEPS
 
 
 def complete(run_dir: Path, s: Settings) -> bool:
-    """Whether nothing is left to train with ``s``.
-
-    DPO has DPO_EPOCHS epochs of its pairs; the launch that had the pairs has noted the steps in place of STEPS.
-    """
-    steps = recorded(run_dir).get("settings", {}).get("STEPS", math.inf) if s.METHOD == "dpo" else s.STEPS
-    return last_step(run_dir) >= steps or ended_early(run_dir, s.PATIENCE)
+    """Whether nothing is left to train with ``s``."""
+    return last_step(run_dir) >= wanted_steps(run_dir, s) or ended_early(run_dir, s.PATIENCE)
 
 
 def shards(run_dir: Path, step: int) -> Path:
@@ -184,11 +191,9 @@ def settings_of(run_dir: Path, s: Settings) -> Settings:
     """
     own = {f.name for f in fields(Settings)} - REPORTING
     found = replace(s, **{name: value for name, value in recorded(run_dir)["settings"].items() if name in own})
-    # Where these follow the training's, they follow the run's.
-    if s.MAX_NEW_TOKENS == s.MAX_RESPONSE_LENGTH:
-        found = replace(found, MAX_NEW_TOKENS=found.MAX_RESPONSE_LENGTH)
-    if s.EVAL_TEMPERATURE == s.TEMPERATURE:
-        found = replace(found, EVAL_TEMPERATURE=found.TEMPERATURE)
+    for name, followed in (("MAX_NEW_TOKENS", "MAX_RESPONSE_LENGTH"), ("EVAL_TEMPERATURE", "TEMPERATURE")):
+        if getattr(s, name) == getattr(s, followed):
+            found = replace(found, **{name: getattr(found, followed)})
     return found
 
 

@@ -1,11 +1,11 @@
 """Rules over the metrics of an RL training. Each finds a bad step, names the likely cause and what to change.
 
-The names are verl's, the same in both versions that the stacks have, and tell of the whole batch: that all groups are
-without variance is seen from the advantages, how many of them are is not known.
+The metrics are verl's, named alike in both versions, and are of the whole batch: the advantages show when no group has
+variance, not how many groups have none.
 """
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -14,13 +14,13 @@ from typing import NoReturn
 from tasks.common.files import write_json
 from tasks.common.settings import HEALTH_RULES, Settings
 
-OUTCOME = "outcome.json"  # of a run: what its last launch came to
+OUTCOME = "outcome.json"  # of a run: how its last launch ended
 ENTROPY = 0.01  # nats per token
 KL = (1e-4, 0.1)  # to the reference model
 KL_STEPS = 10  # in a row below the band: at the start the policy is the reference
-SPIKE = 5  # times the median gradient norm of the steps before
-SPIKE_STEPS = 5  # that there must be before
-BEFORE = 50  # so many steps before a step are looked at
+SPIKE = 5  # times the median gradient norm of the earlier steps
+SPIKE_STEPS = 5  # earlier steps at least
+BEFORE = 50  # earlier steps at most
 MISMATCH = 0.01  # nats a token between the engine and the trainer; 0.0015 at most in the trainings of docs/results
 MISMATCH_STEPS = 3  # in a row above it
 TRUNCATED = 0.3  # share of the responses
@@ -29,7 +29,7 @@ REWARD_STEPS = 3  # in a row with no reward at all
 
 @dataclass(frozen=True)
 class Finding:
-    """``rule`` fired at ``step``; ``text`` says what was seen, the likely cause and the variable to change."""
+    """``rule`` fired at ``step``; ``text``: what was seen, the likely cause and the variable to change."""
 
     rule: str
     step: int
@@ -74,7 +74,13 @@ def newest_by_rule(found: list[Finding]) -> list[Finding]:
     return sorted({finding.rule: finding for finding in found}.values(), key=lambda finding: finding.step)
 
 
-# ---- rules: what they say of a step, given the steps before it
+# ---- rules: what is wrong with a step, given the steps before it
+
+
+def _for_steps(count: int, row: dict, before: list[dict], holds: Callable[[dict], bool]) -> bool:
+    """Whether there are ``count`` steps up to ``row``, and ``holds`` is true of the last ``count``."""
+    last = [*before, row][-count:]
+    return len(last) == count and all(map(holds, last))
 
 
 def _nan(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
@@ -92,50 +98,44 @@ def _collapse(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
         )
 
 
-def _kl_of(row: dict) -> float | None:
-    """KL to the reference model: of the loss (GRPO and similar methods), or of the penalty on the reward (PPO)."""
-    return row.get("actor/kl_loss", row.get("actor/reward_kl_penalty"))
+def _kl_of(row: dict) -> float:
+    """KL to the reference model: of the loss (GRPO and similar methods), or of the penalty on the reward (PPO).
+
+    NaN without a KL term: there is no reference model then.
+    """
+    return row.get("actor/kl_loss", row.get("actor/reward_kl_penalty", math.nan))
 
 
 def _kl(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
     low, high = KL
-    value = _kl_of(row)
-    if value is None:  # without a KL term there is no reference model, and nothing is known
-        return
-    if value > high:
+    if (value := _kl_of(row)) > high:
         yield f"KL to the start {value:.3f} > {high}: the policy has left its start; lower LR, or raise KL_COEF"
-    last = [_kl_of(each) for each in [*before, row][-KL_STEPS:]]
-    if len(last) == KL_STEPS and all(each is not None and abs(each) < low for each in last):
-        yield (
-            f"KL to the start below {low:g} for {KL_STEPS} steps: the policy hardly moves; raise LR, or lower "
-            f"KL_COEF={s.KL_COEF:g}"
-        )
+    if _for_steps(KL_STEPS, row, before, lambda each: abs(_kl_of(each)) < low):
+        still = f"KL to the start below {low:g} for {KL_STEPS} steps: the policy hardly moves"
+        yield f"{still}; raise LR, or lower KL_COEF={s.KL_COEF:g}"
 
 
 def _spike(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
     norms = [each["actor/grad_norm"] for each in before if each.get("actor/grad_norm", 0.0) > 0]
     value = row.get("actor/grad_norm", 0.0)
     if len(norms) >= SPIKE_STEPS and SPIKE * median(norms) < value < math.inf:
-        yield (
-            f"gradient norm {value:.3g}, {value / median(norms):.1f} times its median before: an unstable step; lower "
-            "LR, or raise TRAIN_BATCH_SIZE"
-        )
+        times = f"{value / median(norms):.1f} times its median before"
+        yield f"gradient norm {value:.3g}, {times}: an unstable step; lower LR, or raise TRAIN_BATCH_SIZE"
 
 
 def _mismatch(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
-    last = [each.get("rollout_corr/k3_kl") for each in [*before, row][-MISMATCH_STEPS:]]
-    if len(last) < MISMATCH_STEPS or not all(value is not None and value > MISMATCH for value in last):
-        return
-    advice = {
-        "none": "set ROLLOUT_CORRECTION=token",
-        "token": "try ROLLOUT_CORRECTION=sequence",
-        "sequence": "more than ROLLOUT_CORRECTION can mend",
-    }
-    yield (
-        f"KL between the log-probs of engine and trainer {last[-1]:.3g} > {MISMATCH} for {MISMATCH_STEPS} steps: the "
-        "samples are another policy's, by precision, kernels or ARGS of the rollout (top_p, quantization); "
-        f"{advice[s.ROLLOUT_CORRECTION]}, and lower LR"
-    )
+    key = "rollout_corr/k3_kl"
+    if _for_steps(MISMATCH_STEPS, row, before, lambda each: each.get(key, 0.0) > MISMATCH):
+        advice = {
+            "none": "set ROLLOUT_CORRECTION=token",
+            "token": "try ROLLOUT_CORRECTION=sequence",
+            "sequence": "ROLLOUT_CORRECTION cannot correct this",
+        }
+        yield (
+            f"KL between the log-probs of engine and trainer {row[key]:.3g} > {MISMATCH} for {MISMATCH_STEPS} steps: "
+            "the samples are another policy's, by precision, kernels or ARGS of the rollout (top_p, quantization); "
+            f"{advice[s.ROLLOUT_CORRECTION]}, and lower LR"
+        )
 
 
 def _zero_variance(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
@@ -159,10 +159,10 @@ def _truncation(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
 
 
 def _no_reward(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
-    last = [*before, row][-REWARD_STEPS:]
-    names = [f"critic/score/{name}" for name in ("min", "max")]
-    learned = s.METHOD != "distill"
-    if learned and len(last) == REWARD_STEPS and all(each.get(name) == 0 for each in last for name in names):
+    def none(each: dict) -> bool:
+        return each.get("critic/score/min") == each.get("critic/score/max") == 0
+
+    if s.METHOD != "distill" and _for_steps(REWARD_STEPS, row, before, none):
         yield (
             f"no reward in {REWARD_STEPS} steps: the task is too hard for this start, or its answers are not "
             "recognised; warm up with INIT=sft, take DIFFICULTY=easy, and look at the rollouts"

@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 from tasks.common.runs.folder import checkpoints, last_step, read_metrics
-from tasks.common.runs.validation import ranked, without_gain, words
+from tasks.common.runs.validation import ends_early, ranked, words
 
 REMOVED = "removed_"  # before the name of a folder that is no checkpoint any more
 
@@ -12,8 +12,8 @@ REMOVED = "removed_"  # before the name of a folder that is no checkpoint any mo
 def prune(run_dir: Path, keep: int) -> None:
     """Remove all checkpoints except the last whole one and the ``keep`` best of the others.
 
-    What a crash left goes too: a folder behind the last whole checkpoint, or one that was half removed. A folder is
-    renamed before its files go, so that whatever is called a checkpoint is whole.
+    Also what a crash left: a folder after the last whole checkpoint, or a half removed one. A folder is renamed before
+    its files go, so that every folder with a checkpoint's name is whole.
     """
     last, folder = last_step(run_dir), run_dir / "checkpoints"
     if not last:
@@ -34,9 +34,8 @@ def _remove(folder: Path) -> None:
 
 
 def ends_run(run_dir: Path, step: int, found: dict, patience: int) -> bool:
-    """Whether the run ends with the validation of ``step``, whose metrics ``found`` are not on disk yet: it is the
-    last of ``patience`` without a gain (0: never)."""
-    # Steps behind this one are of a launch that was lost, and are trained again.
+    """Whether PATIENCE ends the run with the validation of ``step``, whose metrics ``found`` are not on disk yet."""
+    # Later steps on disk are of a launch that was lost, and are trained again.
     done = {number: row for number, row in read_metrics(run_dir).items() if number < step} | {step: found}
     print(f"step {step}: {words(done)}", flush=True)
-    return 0 < patience <= without_gain(done)
+    return ends_early(done, patience)

@@ -1,8 +1,8 @@
 """The record of each launch of a run: <run>/launches/000 and on, written before the trainer starts.
 
-launch.json has the settings, the trainer's command line, git's state, digests of data and task, seeds and date;
-config.yaml the trainer's resolved config, packages.txt what `pip freeze` says, changes.diff the uncommitted changes.
-The environment is not in it, nor the machine's name, and the values of what is named as a secret are masked.
+launch.json: settings, the trainer's command line, git's state, digests of data and task, seeds and date. config.yaml:
+the trainer's resolved config. packages.txt: as `pip freeze` prints it. changes.diff: the uncommitted changes. It has no
+environment and no machine's name; values under the name of a secret are masked.
 """
 
 import hashlib
@@ -43,7 +43,7 @@ def masked(text: str) -> str:
 
 
 def masked_values(value, name: str = ""):
-    """A config of dicts and lists with the same left out."""
+    """``masked`` for a config of dicts and lists."""
     if isinstance(value, dict):
         return {key: masked_values(each, str(key)) for key, each in value.items()}
     if isinstance(value, list):
@@ -58,9 +58,8 @@ def begin(run_dir: Path, s: Settings, command: list[str], config: dict | None = 
 
     ``config``: the trainer's, resolved; None where the trainer writes it itself (``write_config``).
     """
-    folder = run_dir / "launches"
-    number = f"{len(launches(run_dir)):03}"
-    partial = folder / f".{number}.partial"
+    folder = run_dir / f"launches/{len(launches(run_dir)):03}"
+    partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     record = now(s.task_dir)
@@ -68,21 +67,18 @@ def begin(run_dir: Path, s: Settings, command: list[str], config: dict | None = 
     (partial / "changes.diff").write_text(record.pop("changes"))
     if config is not None:
         write_config(partial, config)
-    write_json(
-        partial / "launch.json",
-        record
-        | {
-            "date": datetime.now(UTC).isoformat(timespec="seconds"),
-            "stack": s.STACK,
-            "command": [masked(word) for word in command],
-            "data": data_digests(s.data_dir, s.TRAIN_FILE, s.PAIRS_FILE),
-            "seeds": {"SEED": s.SEED, "TRAIN_SEED": s.TRAIN_SEED, "EVAL_SEED": s.EVAL_SEED},
-            "judge": judge_settings(),
-            "settings": asdict(s),
-        },
-    )
-    partial.rename(folder / number)
-    return folder / number
+    record |= {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "stack": s.STACK,
+        "command": [masked(word) for word in command],
+        "data": data_digests(s.data_dir, s.TRAIN_FILE, s.PAIRS_FILE),
+        "seeds": {"SEED": s.SEED, "TRAIN_SEED": s.TRAIN_SEED, "EVAL_SEED": s.EVAL_SEED},
+        "judge": judge_settings(),
+        "settings": asdict(s),
+    }
+    write_json(partial / "launch.json", record)
+    partial.rename(folder)
+    return folder
 
 
 def write_config(launch: Path, config: dict) -> None:
@@ -99,21 +95,21 @@ def launches(run_dir: Path) -> list[Path]:
 
 def read(launch: Path) -> dict:
     """launch.json of a launch, with the lines of ``packages`` and the text of ``changes``."""
-    found = json.loads((launch / "launch.json").read_text())
-    names = {"packages": "packages.txt", "changes": "changes.diff"}
-    texts = {name: (launch / file).read_text() for name, file in names.items()}
-    return found | {"packages": texts["packages"].splitlines(), "changes": texts["changes"]}
+    record = json.loads((launch / "launch.json").read_text())
+    record["packages"] = (launch / "packages.txt").read_text().splitlines()
+    return record | {"changes": (launch / "changes.diff").read_text()}
 
 
 def now(task_dir: Path) -> dict:
     """The present state of code and packages, in the form of a record."""
     git, diff = git_state(ROOT)
-    task = digests(task_dir, "*.py", "train.sh")
-    own = {"python": platform.python_version(), "git": git, "changes": masked(diff), "task": task}
-    return own | {"packages": packages()}
-
-
-# ---- parts ---------------------------------------------------------------------------------------------------------
+    return {
+        "python": platform.python_version(),
+        "git": git,
+        "changes": masked(diff),
+        "task": digests(task_dir, "*.py", "train.sh"),
+        "packages": packages(),
+    }
 
 
 def packages() -> list[str]:
@@ -135,15 +131,9 @@ def git_state(root: Path) -> tuple[dict, str]:
 
 
 def _git(root: Path, *arguments: str) -> str:
-    """Output of git, which takes no lock: others may be working in the repository."""
-    return subprocess.run(
-        ["git", "-C", root, *arguments],
-        env=os.environ | {"GIT_OPTIONAL_LOCKS": "0"},
-        capture_output=True,
-        text=True,
-        errors="replace",
-        check=True,
-    ).stdout
+    command = ["git", "-C", root, *arguments]
+    no_lock = os.environ | {"GIT_OPTIONAL_LOCKS": "0"}  # others may be working in the repository
+    return subprocess.run(command, env=no_lock, capture_output=True, text=True, errors="replace", check=True).stdout
 
 
 def digests(folder: Path, *patterns: str) -> dict[str, str]:
@@ -152,15 +142,15 @@ def digests(folder: Path, *patterns: str) -> dict[str, str]:
 
 
 def data_digests(data_dir: Path, *own_files: str) -> dict[str, str]:
-    """sha256 of the data: of what the manifest says, of each parquet file, and of ``own_files`` (TRAIN_FILE, ...).
+    """sha256 of the manifest, of each parquet file, and of ``own_files`` (TRAIN_FILE, ...).
 
-    The manifest counts without its note (the words of an error) and its fingerprint (of the task's code, too).
+    The manifest counts without its note (an error's words) and its fingerprint, which includes the task's code.
     """
     found = {}
     if (data_dir / "manifest.json").is_file():
         manifest = json.loads((data_dir / "manifest.json").read_text())
-        said = {name: value for name, value in manifest.items() if name not in ("note", "fingerprint")}
-        found["manifest.json"] = hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+        counted = {name: value for name, value in manifest.items() if name not in ("note", "fingerprint")}
+        found["manifest.json"] = hashlib.sha256(json.dumps(counted, sort_keys=True).encode()).hexdigest()
         found |= digests(data_dir, "*.parquet")
     own = [Path(name).expanduser() for name in own_files if name]
     return found | {str(path): sha256(path) for path in own if path.is_file()}

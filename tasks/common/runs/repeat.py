@@ -1,6 +1,6 @@
 """`make repeat RUN=name`: train again with the recorded settings of a run (launches.py), under a new name.
 
-It checks stack and data, says what is not as it was, and trains with the recorded settings.
+It checks stack and data, and warns of what has changed since.
 """
 
 import json
@@ -14,23 +14,14 @@ from tasks.common.process import errors_in_one_line
 from tasks.common.runs import launches
 from tasks.common.runs.folder import last_step, lineage, named, recorded
 from tasks.common.runs.launches import MASK
-from tasks.common.settings import (
-    COMPLETE,
-    ROOT,
-    Command,
-    Settings,
-    SettingsError,
-    artifacts,
-    judge_settings,
-    load_settings,
-)
+from tasks.common.settings import COMPLETE, ROOT, Command, Settings, SettingsError, judge_settings, load_settings
 
 SHOWN = 6  # packages in the warning
 
 
 def check(run_dir: Path) -> tuple[dict, dict]:
-    """What ``record`` noted of a run, and the record of its last launch. Raises SettingsError where there is no such
-    record, or where it is not of a training that can be repeated under another name."""
+    """A run's settings.json, and the record of its last launch. Raises SettingsError where there is none, or where the
+    training cannot be repeated under another name."""
     made, found = recorded(run_dir), launches.launches(run_dir)
     problem = ""
     if not found:
@@ -49,7 +40,7 @@ def check(run_dir: Path) -> tuple[dict, dict]:
 def variables(made: dict, judge: dict[str, str], name: str, environ: dict[str, str]) -> dict[str, str]:
     """The environment of the training: ``environ`` with the recorded settings and judge, under the name ``name``.
 
-    Raises SettingsError when ``environ`` asks for another value than the recorded one: that were no repetition.
+    Raises SettingsError when ``environ`` has another value than the record, which would be no repetition.
     """
     recorded_values = {key: str(value) for key, value in made["settings"].items()}
     for key, value in {**recorded_values, **{key: judge.get(key, "") for key in judge_settings() | judge}}.items():
@@ -66,7 +57,7 @@ def variables(made: dict, judge: dict[str, str], name: str, environ: dict[str, s
 
 
 def not_recorded(made: dict) -> list[str]:
-    """Variables that there are now and that the record does not know: they have their default."""
+    """Variables of today that the record lacks: they have their default."""
     return sorted(Settings.__dataclass_fields__.keys() - made["settings"].keys())
 
 
@@ -78,7 +69,7 @@ def _same(given: str, value: str) -> bool:
 
 
 def next_name(run_dir: Path) -> str:
-    """name-repeat-1, or the first such name that has no complete run: one that was interrupted goes on."""
+    """name-repeat-1, or the first such name that has no complete run: an interrupted one continues."""
     base, number = re.sub(r"-repeat-\d+$", "", run_dir.name), 1
     while True:
         suffix = f"-repeat-{number}"
@@ -89,11 +80,11 @@ def next_name(run_dir: Path) -> str:
 
 
 def _complete(run_dir: Path) -> bool:
-    if not (made := recorded(run_dir)):
+    if not (made := recorded(run_dir).get("settings")):
         return False
-    rounds = made["settings"]["SELF_PLAY_ROUNDS"]
+    rounds = made["SELF_PLAY_ROUNDS"]
     last = run_dir.with_name(f"{run_dir.name}-round{rounds}") if rounds > 1 else run_dir
-    return last_step(last) >= made["settings"]["STEPS"]
+    return last_step(last) >= made["STEPS"]
 
 
 def changed_files(then: dict[str, str], now: dict[str, str]) -> str:
@@ -103,8 +94,7 @@ def changed_files(then: dict[str, str], now: dict[str, str]) -> str:
 
 def differences(then: dict, now: dict) -> list[str]:
     """Changes of code and packages since the record ``then``, a few words each."""
-    found = []
-    left, right = then["git"], now["git"]
+    found, left, right = [], then["git"], now["git"]
     if left.get("commit") != right.get("commit"):
         found.append(f"commit {commit_text(left)} -> {commit_text(right)}")
     if (then["changes"], left.get("untracked")) != (now["changes"], right.get("untracked")):
@@ -141,19 +131,16 @@ def main() -> None:
     task_dir = ROOT / "tasks" / run_dir.parent.name
     if not (task_dir / "train.sh").is_file():
         raise SettingsError(f"RUN={name}: its task is gone: there is no {task_dir}/train.sh")
-    load_settings(environ)  # a record is data: its values are checked before anything runs
+    s = load_settings(environ)  # a record is data: its values are checked before anything runs
     unknown = [f"{key} (not in the record)" for key in not_recorded(made)]
     if not_as_it_was := differences(launch, launches.now(task_dir)) + unknown:
         print(f"warning: not as it was: {'; '.join(not_as_it_was)}")
     print(f"RUN={name} again, as RUN={environ['RUN']}", flush=True)
-    stage = [sys.executable, "-m", "tasks.common.launch.main"]  # not train.sh: the record says every variable
+    stage = [sys.executable, "-m", "tasks.common.launch.main"]  # not train.sh: the record has every variable
     environ |= {"PYTHONPATH": f"{ROOT}:{environ.get('PYTHONPATH', '')}".rstrip(":"), "PYTHONUNBUFFERED": "1"}
     if code := subprocess.run([*stage, "data"], env=environ | {"STAGE": "data"}).returncode:
         sys.exit(code)
-    settings = made["settings"]
-    now = launches.data_digests(
-        artifacts() / "data" / run_dir.parent.name, settings["TRAIN_FILE"], settings["PAIRS_FILE"]
-    )
+    now = launches.data_digests(s.data_dir, s.TRAIN_FILE, s.PAIRS_FILE)
     if changed := changed_files(launch["data"], now):
         raise SettingsError(f"RUN={name}: was trained on other data than there is now ({changed} differ)")
     os.execve(sys.executable, [*stage, "train", *made["arguments"]], environ | {"STAGE": "train"})

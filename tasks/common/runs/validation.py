@@ -1,10 +1,11 @@
-"""What the validations of a run say: verl's metrics of the dev set, the best step, and when to stop.
+"""The validations of a run: verl's metrics of the dev set, the best step, and when to stop.
 
-Everything follows from the metrics by step (``runs.folder.read_metrics``), so trainer, launcher and reports agree.
+All follow from the metrics by step (``runs.folder.read_metrics``), so trainer, launcher and reports agree.
 """
 
 import math
 import re
+from itertools import accumulate
 
 # verl's names (verl/trainer/ppo/metric_utils.py, process_validation_metrics): val-core/SOURCE/acc/mean@N, and
 # val-aux/SOURCE/reward/mean@N beside it; without `acc` in the reward, val-core/SOURCE/reward/mean@N.
@@ -18,17 +19,13 @@ def score(row: dict) -> Score | None:
 
     Means over data sources. None where the step was not validated, or the values are not finite.
     """
-    found: dict[str, list[float]] = {"core": [], "reward": []}
-    for name, value in row.items():
-        if match := _MEAN.fullmatch(name):
-            if match[1] == "core":
-                found["core"].append(value)
-            if match[2] == "reward":
-                found["reward"].append(value)
-    if not found["core"]:
+    means = [(match, value) for name, value in row.items() if (match := _MEAN.fullmatch(name))]
+    core = [value for match, value in means if match[1] == "core"]
+    reward = [value for match, value in means if match[2] == "reward"]
+    if not core:
         return None
-    core, reward = (sum(values) / len(values) if values else 0.0 for values in found.values())
-    return (core, reward) if math.isfinite(core + reward) else None
+    found = (sum(core) / len(core), sum(reward) / len(reward) if reward else 0.0)
+    return found if math.isfinite(sum(found)) else None
 
 
 def scores(metrics: dict[int, dict]) -> dict[int, Score]:
@@ -43,26 +40,24 @@ def best(metrics: dict[int, dict]) -> int | None:
     return max(found, key=lambda step: (found[step], -step), default=None)
 
 
-def without_gain(metrics: dict[int, dict]) -> int:
-    """How many validations there were since the best one."""
-    last = best(metrics)
-    return sum(step > last for step in scores(metrics)) if last is not None else 0
+def ends_early(metrics: dict[int, dict], patience: int) -> bool:
+    """Whether the last ``patience`` validations or more brought no gain (0: never)."""
+    top = best(metrics)
+    return top is not None and 0 < patience <= sum(step > top for step in scores(metrics))
 
 
 def curves(metrics: dict[int, dict]) -> dict[int, dict[str, float]]:
     """For the dashboard: by validated step the dev score, and the best so far."""
-    found, best_so_far = {}, -math.inf
-    for step, value in scores(metrics).items():
-        best_so_far = max(best_so_far, value[0])
-        found[step] = {"dev/score": value[0], "dev/best": best_so_far}
-    return found
+    found = {step: value for step, (value, _) in scores(metrics).items()}
+    tops = accumulate(found.values(), max)
+    return {step: {"dev/score": value, "dev/best": top} for (step, value), top in zip(found.items(), tops, strict=True)}
 
 
 def ranked(steps: list[int], metrics: dict[int, dict]) -> list[int]:
     """``steps``, the best first: by dev score, then those that were not validated, the newest first."""
     found = scores(metrics)
-    validated = sorted((step for step in steps if step in found), key=lambda step: (found[step], -step), reverse=True)
-    return validated + sorted((step for step in steps if step not in found), reverse=True)
+    rest = sorted((step for step in steps if step not in found), reverse=True)
+    return sorted(found.keys() & set(steps), key=lambda step: (found[step], -step), reverse=True) + rest
 
 
 def words(metrics: dict[int, dict]) -> str:

@@ -12,15 +12,8 @@ from urllib.parse import urlsplit
 
 from tasks.common.settings import Settings, SettingsError, artifacts
 
-# verl/utils/tracking.py, supported_backend of both versions, with the package of each.
-PACKAGES = {
-    "wandb": "wandb",
-    "tensorboard": "tensorboard",
-    "trackio": "trackio",
-    "mlflow": "mlflow",
-    "swanlab": "swanlab",
-    "clearml": "clearml",
-}
+# verl/utils/tracking.py, supported_backend of both versions; each needs the package of its name.
+BACKENDS = ("wandb", "tensorboard", "trackio", "mlflow", "swanlab", "clearml")
 NO_KEY_MODES = ("offline", "dryrun", "disabled")
 
 
@@ -37,16 +30,14 @@ def project(s: Settings) -> str:
 
 
 def check(s: Settings) -> None:
-    """Say before the training what a tracker would stop it with. Raises SettingsError."""
+    """Raise SettingsError for what a tracker would stop the training with."""
     for name in loggers(s):
-        if name not in PACKAGES:
-            raise SettingsError(f"LOGGER={s.LOGGER}: verl has no logger {name}; it has {', '.join(PACKAGES)}")
-        if not importlib.util.find_spec(PACKAGES[name]):
-            raise SettingsError(f"LOGGER={s.LOGGER}: {name} is not installed; `pip install {PACKAGES[name]}`")
+        if name not in BACKENDS:
+            raise SettingsError(f"LOGGER={s.LOGGER}: verl has no logger {name}; it has {', '.join(BACKENDS)}")
+        if not importlib.util.find_spec(name):
+            raise SettingsError(f"LOGGER={s.LOGGER}: {name} is not installed; `pip install {name}`")
     if "wandb" in loggers(s) and os.environ.get("WANDB_MODE") not in NO_KEY_MODES and not _has_wandb_key():
-        raise SettingsError(
-            "WANDB=1: no key; run `wandb login`, set WANDB_API_KEY, or record here with WANDB_MODE=offline"
-        )
+        raise SettingsError("WANDB=1: no key; run `wandb login`, set WANDB_API_KEY or WANDB_MODE=offline")
 
 
 def _has_wandb_key() -> bool:
@@ -61,7 +52,7 @@ def _has_wandb_key() -> bool:
 
 
 def environment(s: Settings, run_dir: Path) -> dict[str, str]:
-    """Variables with which the trackers write into ``run_dir`` and go on with the run that a resume continues."""
+    """Variables with which the trackers write into ``run_dir``, and continue its run on a resume."""
     found = {}
     if "wandb" in loggers(s):
         # Its ids are unique in a project: two folders of artifacts/ may hold runs of the same name.

@@ -2,9 +2,9 @@
 settings in the environment.
 
 START, a folder or a hub id, is the policy's start and the reference. With LoRA the reference is the model without its
-adapter; where START is an adapter, it is trained on, and a copy of it is the reference. PAIRS is any file that
-pairs.py reads. RUN_DIR gets checkpoints as verl's are, and the same command goes on from the
-last whole one. Metrics go as JSON lines to the file that VERL_FILE_LOGGER_PATH names, as those of verl's file logger.
+adapter; where START is an adapter, training continues it, and a copy of it is the reference. PAIRS is any file that
+pairs.py reads. RUN_DIR gets checkpoints in verl's form; the same command continues from the last whole one. Metrics go
+as JSON lines to the file that VERL_FILE_LOGGER_PATH names, in the form of verl's file logger.
 """
 
 import json
@@ -29,7 +29,8 @@ from tasks.common.files import written_beside
 from tasks.common.models.merge import base_model, base_of, is_adapter
 from tasks.common.process import die_with_torchrun
 from tasks.common.runs import health, launches
-from tasks.common.runs.folder import checkpoints, last_step, tracker
+from tasks.common.runs.folder import last_step, tracker
+from tasks.common.runs.keep import prune
 from tasks.common.settings import Settings, load_settings
 from tasks.common.training import tracking
 from tasks.common.training.verl_config import micro_batch
@@ -132,23 +133,18 @@ class AbortOn(TrainerCallback):
 def publish(run_dir: Path, step: int) -> None:
     """Give the checkpoint that transformers wrote, which is whole now, its name, then leave the last KEPT."""
     folder = run_dir / "checkpoints"
+    shutil.rmtree(folder / f"global_step_{step}", ignore_errors=True)  # of a killed run, unknown to the tracker
     (folder / f"checkpoint-{step}").rename(folder / f"global_step_{step}")
     with written_beside(tracker(run_dir)) as partial:
         partial.write_text(str(step))
-    for old in checkpoints(run_dir)[:-KEPT]:
-        unwanted = folder / f".global_step_{old}"  # under its name it would count as whole while it is removed
-        (folder / f"global_step_{old}").rename(unwanted)
-        shutil.rmtree(unwanted)
+    prune(run_dir, KEPT - 1)
 
 
 def remove_unfinished(run_dir: Path) -> None:
-    """Remove what a killed run left behind: checkpoints that are not whole, or that the tracker does not know of."""
-    folder = run_dir / "checkpoints"
-    whole = {f"global_step_{step}" for step in checkpoints(run_dir)}
-    for pattern in ("checkpoint-*", "global_step_*", ".global_step_*"):
-        for path in folder.glob(pattern):
-            if path.name not in whole:
-                shutil.rmtree(path)
+    """Remove the checkpoints that a killed run left half-written or half-removed."""
+    for path in run_dir.glob("checkpoints/checkpoint-*"):
+        shutil.rmtree(path)
+    prune(run_dir, KEPT - 1)
 
 
 # ---- training
@@ -172,7 +168,7 @@ def arguments(s: Settings, run_dir: Path, held_out: int) -> DPOConfig:
         per_device_eval_batch_size=micro_batch(micro, held_out // s.N_GPUS) if held_out else micro,
         per_device_train_batch_size=micro,
         gradient_accumulation_steps=pairs // micro,
-        max_length=None,  # longer pairs are left out, none is cut
+        max_length=None,  # longer pairs are dropped, none is cut
         seed=s.SEED,
         bf16=True,
         model_init_kwargs={"dtype": "float32", "device_map": None},
@@ -189,17 +185,12 @@ def arguments(s: Settings, run_dir: Path, held_out: int) -> DPOConfig:
 
 
 def training_order(pairs: int, batch: int, steps: int, seed: int) -> np.ndarray:
-    """Which pair comes when, (steps x batch,): every epoch in an order of its own, without the rest that fills no
-    batch. More steps begin as fewer do, so that a run that is continued goes on where it was."""
+    """Indices of the pairs in the order of training, (steps x batch,): each epoch in an order of its own, without the
+    rest that fills no batch. The order does not depend on ``steps``, so a longer run continues a shorter one."""
     generator = np.random.default_rng(seed)
     in_epoch = pairs // batch
     epochs = [generator.permutation(pairs)[: in_epoch * batch] for _ in range(math.ceil(steps / in_epoch))]
     return np.concatenate(epochs)[: steps * batch]
-
-
-def rows(s: Settings, kept: list[TokenPair]) -> Dataset:
-    """The pairs of all STEPS, in the order of training."""
-    return _columns(kept).select(training_order(len(kept), s.TRAIN_BATCH_SIZE, s.STEPS, s.SEED))
 
 
 def _columns(pairs: list[TokenPair]) -> Dataset:
@@ -223,14 +214,13 @@ def train(s: Settings, start: str, pairs: str, run_dir: Path, metrics: Path) -> 
     """
     tokenizer = load_tokenizer(base_model(start))
     found = pair_set(s, pairs, tokenizer)
-    config = arguments(s, run_dir, len(found.held_out))
-    model = policy(start)
+    order = training_order(len(found.train), s.TRAIN_BATCH_SIZE, s.STEPS, s.SEED)
+    config, model, abort = arguments(s, run_dir, len(found.held_out)), policy(start), AbortOn(s)
     adapter = {"r": s.LORA_RANK, "lora_alpha": s.LORA_ALPHA, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
-    abort = AbortOn(s)
     trainer = Trainer(
         model=model,
         args=config,
-        train_dataset=rows(s, found.train),
+        train_dataset=_columns(found.train).select(order),
         eval_dataset=_columns(found.held_out) if found.held_out else None,
         processing_class=tokenizer,
         callbacks=[MetricsFile(metrics), *([abort] if s.ABORT_ON else [])],

@@ -1,12 +1,13 @@
-"""From our variables to verl's hydra keys. This is the only place where the mapping stands.
+"""From our variables to verl's hydra keys: the mapping stands only here.
 
-One list for each group of verl's config; the stack's overrides come after them, the method's next, the user's last.
-All are in the names of verl 0.9.1; training/verl_versions.py makes those of another version of them, but for the
-user's, which are in the names of the verl that is installed.
+One list for each group of verl's config; the overrides of the stack come next, then the method's, last the user's. Ours
+are in the names of verl 0.9.1, which verl_versions.py translates; the user's in those of the installed verl.
 """
 
 import importlib.util
 import os
+from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 from tasks.common.machine import cluster
@@ -14,23 +15,17 @@ from tasks.common.machine.memory import GIB, Plan
 from tasks.common.models import reward_model
 from tasks.common.models.find import whole_model
 from tasks.common.models.merge import base_model, is_adapter
-from tasks.common.settings import ROOT, Settings, SettingsError, method, stack
+from tasks.common.settings import ROOT, Settings, SettingsError, batch_problems, method, stack, token_problems
 from tasks.common.training import tracking, verl_versions
 
 PLUGINS = ROOT / "tasks/common/verl_plugins"
 
-# Hydra must not make an outputs/ folder of its own; what it would log is in our log file.
-HYDRA = [
-    "hydra.run.dir=.",
-    "hydra.output_subdir=null",
-    "hydra/job_logging=none",
-    "hydra/hydra_logging=none",
-]
+# No outputs/ folder of hydra's own; what it would log is in our log file.
+HYDRA = ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"]
 
-
-# ROLLOUT_CORRECTION: the engine's log-probs differ from the trainer's, so its samples are another policy's. Tokens
-# are weighed with their ratio, up to 2 (verl's preset decoupled_token_is). With `sequence`, responses whose mean k3
-# is above 0.01 are left out besides (decoupled_k3_rs_token_tis).
+# ROLLOUT_CORRECTION: the log-probs of engine and trainer differ, so the samples are another policy's. `token` weights
+# each token with their ratio, at most 2 (verl's preset decoupled_token_is); `sequence` also rejects responses with a
+# mean k3 above 0.01 (decoupled_k3_rs_token_tis).
 TOKEN = ["algorithm.rollout_correction.rollout_is=token", "algorithm.rollout_correction.rollout_is_threshold=2.0"]
 SEQUENCE = [
     "algorithm.rollout_correction.rollout_rs=seq_mean_k3",
@@ -46,27 +41,35 @@ def _quoted(path) -> str:
 
 
 def micro_batch(limit: int, sequences: int) -> int:
-    """The largest number of sequences up to ``limit`` that divides ``sequences``, as verl wants of micro-batches."""
+    """The largest number of sequences up to ``limit`` that divides ``sequences``, as verl requires of micro-batches."""
     return max(size for size in range(1, limit + 1) if sequences % size == 0)
 
 
-def _loggers(s: Settings) -> str:
-    return "[" + ",".join(["console", "file", *tracking.loggers(s)]) + "]"
-
-
 def _save_contents(s: Settings) -> str:
-    """With hf_model a checkpoint holds a folder that vLLM and transformers load as it is; an adapter is merged later
-    (tasks/common/models/merge.py), because verl's hf_model of it holds peft's names, which nothing loads."""
+    """With hf_model a checkpoint has a folder that vLLM and transformers load; not for LoRA, where nothing loads it
+    because its names are peft's (tasks/common/models/merge.py makes the adapter)."""
     return "[model,optimizer,extra]" if s.LORA_RANK else "[model,optimizer,extra,hf_model]"
+
+
+def _trainer(s: Settings, run_dir: Path, steps: int) -> list[str]:
+    """What the trainers of RL and SFT have in common."""
+    return [
+        f"trainer.total_training_steps={steps}",
+        "trainer.total_epochs=1000000",  # the steps end the training
+        f"trainer.n_gpus_per_node={s.N_GPUS}",
+        f"trainer.project_name={_quoted(tracking.project(s))}",
+        f"trainer.experiment_name={_quoted(run_dir.name)}",
+        f"trainer.logger=[{','.join(['console', 'file', *tracking.loggers(s)])}]",
+        f"trainer.default_local_dir={_quoted(run_dir / 'checkpoints')}",
+        f"trainer.save_freq={s.SAVE_FREQ}",
+    ]
 
 
 def _reward_function(s: Settings) -> list[str]:
     # Not the old top-level key `custom_reward_function`: verl 0.9.1 accepts and ignores it.
-    function = [
-        f"reward.custom_reward_function.path={_quoted(s.task_dir / 'reward.py')}",
-        "reward.custom_reward_function.name=compute_score",
-    ]
-    return [*function, f"+reward.custom_reward_function.reward_kwargs.variant={s.REWARD}"] if s.REWARD else function
+    key = "reward.custom_reward_function"
+    function = [f"{key}.path={_quoted(s.task_dir / 'reward.py')}", f"{key}.name=compute_score"]
+    return [*function, f"+{key}.reward_kwargs.variant={s.REWARD}"] if s.REWARD else function
 
 
 def _reward_model(s: Settings) -> list[str]:
@@ -182,27 +185,19 @@ def rl_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
     ]
     reward = _reward_model(s) if s.REWARD_MODEL else _reward_function(s)
     trainer = [
-        f"trainer.total_training_steps={s.STEPS}",
-        "trainer.total_epochs=1000000",  # STEPS ends the training
-        f"trainer.n_gpus_per_node={s.N_GPUS}",
+        *_trainer(s, run_dir, s.STEPS),
         f"trainer.nnodes={s.NNODES}",
-        f"trainer.project_name={_quoted(tracking.project(s))}",
-        f"trainer.experiment_name={_quoted(run_dir.name)}",
-        f"trainer.logger={_loggers(s)}",
-        f"trainer.default_local_dir={_quoted(run_dir / 'checkpoints')}",
         f"trainer.rollout_data_dir={_quoted(run_dir / 'rollouts')}",
         f"trainer.validation_data_dir={_quoted(run_dir / 'validation')}",
-        f"trainer.save_freq={s.SAVE_FREQ}",
         "trainer.max_actor_ckpt_to_keep=null",  # KEEP: runs/keep.py
         "trainer.v1.trainer_mode=task",  # tasks/common/verl_plugins/trainer.py
         "trainer.val_before_train=False",
         f"trainer.test_freq={s.TEST_FREQ or -1}",
     ]
     own = [*stack(s.STACK).OVERRIDES, *stack(s.STACK).RL_OVERRIDES]
-    batches = _micro_batches(s)
     method_ = [*_truncated(s), *method(s.METHOD).overrides(s)]
     rollout += CORRECTIONS[s.ROLLOUT_CORRECTION]
-    overrides = [*data, *model_, *actor, *batches, *rollout, *reward, *trainer, *_ray(s), *own, *method_]
+    overrides = [*data, *model_, *actor, *_micro_batches(s), *rollout, *reward, *trainer, *_ray(s), *own, *method_]
     return verl_versions.translated(overrides, "ppo_trainer", s)
 
 
@@ -226,22 +221,11 @@ def sft_overrides(s: Settings, model: Path | str, run_dir: Path, demonstrations:
     ]
     if s.MAX_TOKENS_PER_GPU:
         data += [f"data.max_token_len_per_gpu={s.MAX_TOKENS_PER_GPU}"]
-    model_ = [
-        f"model.path={_quoted(model)}",
-        f"model.lora_rank={s.LORA_RANK}",
-        f"model.lora_alpha={s.LORA_ALPHA}",
-    ]
+    model_ = [f"model.path={_quoted(model)}", f"model.lora_rank={s.LORA_RANK}", f"model.lora_alpha={s.LORA_ALPHA}"]
     optim = [f"optim.lr={s.SFT_LR}", "optim.lr_scheduler_type=cosine", "optim.lr_warmup_steps_ratio=0.1"]
     trainer = [
-        f"trainer.total_training_steps={s.SFT_STEPS}",
-        "trainer.total_epochs=1000000",  # SFT_STEPS ends the training
-        f"trainer.n_gpus_per_node={s.N_GPUS}",
-        f"trainer.project_name={_quoted(tracking.project(s))}",
-        f"trainer.experiment_name={_quoted(run_dir.name)}",
-        f"trainer.logger={_loggers(s)}",
+        *_trainer(s, run_dir, s.SFT_STEPS),
         f"trainer.seed={s.SEED}",
-        f"trainer.default_local_dir={_quoted(run_dir / 'checkpoints')}",
-        f"trainer.save_freq={s.SAVE_FREQ}",
         "trainer.max_ckpt_to_keep=1",
         f"checkpoint.save_contents={_save_contents(s)}",
         "checkpoint.load_contents=[model,optimizer,extra]",
@@ -276,62 +260,48 @@ def resolved(config_name: str, overrides: list[str]) -> dict:
 
 
 def check(config) -> None:
-    """Raise SettingsError for what verl would accept in ``config`` (of "ppo_trainer") and do otherwise than it says."""
-    kl, actor = config.algorithm.kl_ctrl.kl_coef, config.actor_rollout_ref.actor
-    default = 0.001  # verl/trainer/config/ppo_trainer.yaml, both coefficients
-    if not config.algorithm.use_kl_in_reward and kl not in (0, default):
-        raise SettingsError(f"algorithm.kl_ctrl.kl_coef={kl:g}: does nothing without use_kl_in_reward; set KL_COEF")
-    if not actor.use_kl_loss and actor.kl_loss_coef not in (0, default):
-        raise SettingsError(f"actor.kl_loss_coef={actor.kl_loss_coef:g}: does nothing without use_kl_loss; set KL_COEF")
-    correction = config.algorithm.get("rollout_correction") or {}
-    for name in ("rollout_is", "rollout_rs", "bypass_mode"):
-        if correction.get(name) and not config.actor_rollout_ref.rollout.calculate_log_probs:
-            raise SettingsError(
-                f"algorithm.rollout_correction.{name}={correction[name]}: does nothing without "
-                "actor_rollout_ref.rollout.calculate_log_probs=True; leave that on"
-            )
-    # verl then takes the engine's log-probs for the old ones, and computes no weights.
-    if correction.get("bypass_mode") and not correction.get("use_policy_gradient"):
-        for name in ("rollout_is", "rollout_rs"):
-            if correction.get(name):
-                raise SettingsError(
-                    f"algorithm.rollout_correction.bypass_mode=True: {name}={correction[name]} then does nothing; set "
-                    "ROLLOUT_CORRECTION=none with it"
-                )
-    if problem := _indivisible(config):
+    """Raise SettingsError for the first of what verl would refuse late, or silently do otherwise than ``config`` (of
+    "ppo_trainer") says."""
+    for problem in chain(_without_effect(config), _indivisible(config)):
         raise SettingsError(problem)
 
 
-def _indivisible(config) -> str | None:
-    """What verl would refuse of the batch sizes, once its engines are up, or leave out in silence."""
-    actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
-    gpus = config.trainer.n_gpus_per_node * config.trainer.nnodes
-    shown = f"N_GPUS={config.trainer.n_gpus_per_node}"
-    shown += f" x NNODES={config.trainer.nnodes}" if config.trainer.nnodes > 1 else ""
+def _without_effect(config) -> Iterator[str]:
+    kl, actor = config.algorithm.kl_ctrl.kl_coef, config.actor_rollout_ref.actor
+    default = 0.001  # verl/trainer/config/ppo_trainer.yaml, both coefficients
+    if not config.algorithm.use_kl_in_reward and kl not in (0, default):
+        yield f"algorithm.kl_ctrl.kl_coef={kl:g}: does nothing without use_kl_in_reward; set KL_COEF"
+    if not actor.use_kl_loss and actor.kl_loss_coef not in (0, default):
+        yield f"actor.kl_loss_coef={actor.kl_loss_coef:g}: does nothing without use_kl_loss; set KL_COEF"
+    correction, key = config.algorithm.get("rollout_correction") or {}, "algorithm.rollout_correction"
+    given = [f"{name}={correction[name]}" for name in ("rollout_is", "rollout_rs") if correction.get(name)]
+    bypass = ["bypass_mode=True"] if correction.get("bypass_mode") else []
+    wanted = "actor_rollout_ref.rollout.calculate_log_probs=True"
+    if not config.actor_rollout_ref.rollout.calculate_log_probs and (lost := given + bypass):
+        yield f"{key}.{lost[0]}: does nothing without {wanted}; leave that on"
+    # verl then takes the engine's log-probs for the old ones, and computes no weights.
+    if given and bypass and not correction.get("use_policy_gradient"):
+        yield f"{key}.bypass_mode=True: {given[0]} then does nothing; set ROLLOUT_CORRECTION=none with it"
+
+
+def _indivisible(config) -> Iterator[str]:
+    """What verl would refuse of the batch sizes once its engines are up, or leave out silently."""
+    actor, rollout, trainer = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout, config.trainer
+    gpus, parallel = trainer.n_gpus_per_node * trainer.nnodes, rollout.tensor_model_parallel_size
     prompts, mini_prompts = config.data.train_batch_size, actor.ppo_mini_batch_size
-    batch, mini = prompts * rollout.n, mini_prompts * rollout.n
-    if gpus % rollout.tensor_model_parallel_size:  # verl/workers/engine_workers.py, init_model
-        return f"rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size}: must divide {shown}"
-    if batch % gpus:  # verl/utils/config.py, validate_config
-        return f"{shown}: must divide TRAIN_BATCH_SIZE x ROLLOUT_N = {batch}"
-    if prompts % mini_prompts:
-        return f"MINI_BATCH_SIZE={mini_prompts}: must divide TRAIN_BATCH_SIZE={prompts}"
-    if mini % gpus:  # verl/workers/engine_workers.py, train_mini_batch
-        return f"{shown}: must divide MINI_BATCH_SIZE x ROLLOUT_N = {mini}"
-    if not actor.use_dynamic_bsz:  # verl/workers/engine/utils.py, prepare_micro_batches
-        micro, log_prob = actor.ppo_micro_batch_size_per_gpu, rollout.log_prob_micro_batch_size_per_gpu
-        if micro and mini // gpus % micro:
-            return f"actor.ppo_micro_batch_size_per_gpu={micro}: must divide a GPU's mini-batch, {mini // gpus}"
-        if log_prob and batch // gpus % log_prob:
-            return f"rollout.log_prob_micro_batch_size_per_gpu={log_prob}: must divide a GPU's batch, {batch // gpus}"
-        return None
-    longest = config.data.max_prompt_length + config.data.max_response_length
-    if actor.ppo_max_token_len_per_gpu < longest:  # verl/utils/seqlen_balancing.py, rearrange_micro_batches
-        return (
-            f"MAX_TOKENS_PER_GPU={actor.ppo_max_token_len_per_gpu}: must be at least MAX_PROMPT_LENGTH + "
-            f"MAX_RESPONSE_LENGTH = {longest}"
-        )
-    return None
+    if gpus % parallel:  # verl/workers/engine_workers.py, init_model
+        yield f"rollout.tensor_model_parallel_size={parallel}: must divide N_GPUS x NNODES = {gpus}"
+    yield from batch_problems(prompts, mini_prompts, rollout.n, trainer.n_gpus_per_node, trainer.nnodes)
+    if actor.use_dynamic_bsz:
+        lengths = config.data.max_prompt_length, config.data.max_response_length
+        yield from token_problems(actor.ppo_max_token_len_per_gpu, *lengths)
+        return
+    # verl/workers/engine/utils.py, prepare_micro_batches
+    micro, log_prob = actor.ppo_micro_batch_size_per_gpu, rollout.log_prob_micro_batch_size_per_gpu
+    if micro and (mini := mini_prompts * rollout.n // gpus) % micro:
+        yield f"actor.ppo_micro_batch_size_per_gpu={micro}: must divide a GPU's mini-batch, {mini}"
+    if log_prob and (batch := prompts * rollout.n // gpus) % log_prob:
+        yield f"rollout.log_prob_micro_batch_size_per_gpu={log_prob}: must divide a GPU's batch, {batch}"
 
 
 def memory_plan(config) -> Plan:

@@ -21,7 +21,6 @@ class Differences:
     """
 
     renamed: dict[str, str] = field(default_factory=dict)
-    values: dict[str, str] = field(default_factory=dict)  # keys whose value must be this one
     left_out: tuple[str, ...] = ()  # keys without counterpart
     # Keys, or key=value, of what it cannot do, and what to call that.
     refused: dict[str, str] = field(default_factory=dict)
@@ -57,9 +56,15 @@ def _rl_of_061(s: Settings) -> list[str]:
 
 
 def _sft_of_061(s: Settings) -> list[str]:
-    # As many tokens as MICRO_BATCH_SIZE of the longest sequences have. Its SFT has no fused kernels: all logits of a
-    # pass are there at once, and MAX_TOKENS_PER_GPU would be too many.
-    return [f"data.max_token_len_per_gpu={s.MICRO_BATCH_SIZE * (s.MAX_PROMPT_LENGTH + s.MAX_RESPONSE_LENGTH)}"]
+    return [
+        # With 1 it removes the checkpoint before it writes the next (fsdp_checkpoint_manager.py).
+        "trainer.max_ckpt_to_keep=2",
+        # A fixed number of sequences it takes by TensorDict.split, which torch 2.8 refuses for nested tensors.
+        "data.use_dynamic_bsz=True",
+        # As many tokens as MICRO_BATCH_SIZE of the longest sequences have. Its SFT has no fused kernels: all logits of
+        # a pass are there at once, and MAX_TOKENS_PER_GPU would be too many.
+        f"data.max_token_len_per_gpu={s.MICRO_BATCH_SIZE * (s.MAX_PROMPT_LENGTH + s.MAX_RESPONSE_LENGTH)}",
+    ]
 
 
 # By version, then by the name of the config.
@@ -95,14 +100,11 @@ DIFFERENCES = {
             needed=_rl_of_061,
         ),
         "sft_trainer_engine": Differences(
-            values={
-                # With 1 it removes the checkpoint before it writes the next (fsdp_checkpoint_manager.py).
-                "trainer.max_ckpt_to_keep": "2",
-                # A fixed number of sequences it takes by TensorDict.split, which torch 2.8 refuses for nested tensors.
-                "data.use_dynamic_bsz": "True",
-            },
+            # torchrun sets the number of GPUs; _sft_of_061 has the others.
             left_out=(
-                "trainer.n_gpus_per_node",  # torchrun says it
+                "trainer.n_gpus_per_node",
+                "trainer.max_ckpt_to_keep",
+                "data.use_dynamic_bsz",
                 "data.max_token_len_per_gpu",
             ),
             needed=_sft_of_061,
@@ -123,10 +125,8 @@ def check_installed(s: Settings) -> None:
     except importlib.metadata.PackageNotFoundError:
         found = "none"
     if found != wanted(s):
-        raise SettingsError(
-            f"STACK={s.STACK}: needs verl {wanted(s)}, {sys.executable} has {found}; "
-            f"run `make install STACK={s.STACK}`, or set PYTHON to a Python with that version"
-        )
+        fix = f"run `make install STACK={s.STACK}`, or set PYTHON to a Python with that version"
+        raise SettingsError(f"STACK={s.STACK}: needs verl {wanted(s)}, {sys.executable} has {found}; {fix}")
 
 
 def has_own_trainers(s: Settings) -> bool:
@@ -143,7 +143,7 @@ def translated(overrides: list[str], config_name: str, s: Settings) -> list[str]
 
 
 def renamed(overrides: list[str], config_name: str, s: Settings) -> list[str]:
-    """``translated`` without what the version needs besides."""
+    """``translated`` without the version's own overrides (``needed``)."""
     version = wanted(s)
     differences, result = DIFFERENCES[version][config_name], []
     for override in overrides:
@@ -155,8 +155,6 @@ def renamed(overrides: list[str], config_name: str, s: Settings) -> list[str]:
             continue
         if name := _find(key, differences.renamed):
             key = differences.renamed[name] + key.removeprefix(name)
-        if name := _find(key, differences.values):
-            value = f"={differences.values[name]}"
         result.append(f"{plus}{key}{value}")
     return result
 

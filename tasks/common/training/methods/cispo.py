@@ -1,12 +1,10 @@
-"""CISPO (MiniMax-M1, arXiv 2506.13585): the weight of a token is clipped, its gradient is not; no token is left out."""
+"""CISPO (MiniMax-M1, arXiv 2506.13585): the weight of a token is clipped, its gradient is not; every token counts."""
 
 from tasks.common.settings import Settings
 from tasks.common.training.methods import grpo, gspo
 
-DEFAULTS: dict[str, str] = {}
 # The first of a step's mini-batches is on-policy: all weights are 1.
 MINI_BATCHES = 4
-TRAINER = grpo.TRAINER
 
 
 def overrides(s: Settings) -> list[str]:

@@ -10,11 +10,8 @@ from tasks.common.models.find import resolve_model
 from tasks.common.models.merge import is_adapter
 from tasks.common.settings import Settings, SettingsError
 from tasks.common.text import one_line
-from tasks.common.training.methods import grpo
 
 DEFAULTS = {"KL_COEF": "0"}  # in rounds of self-play too
-MINI_BATCHES = 1  # on-policy
-TRAINER = grpo.TRAINER
 GPUS = 1  # of the teacher, beside those of the training
 
 _TEACHER = "distillation.teacher_models.teacher_model"

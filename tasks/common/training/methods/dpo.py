@@ -2,5 +2,3 @@
 
 verl has no DPO: training/trl_dpo.py trains with TRL, on the pairs of PAIRS_FILE or of the policy's own samples.
 """
-
-MINI_BATCHES = 1

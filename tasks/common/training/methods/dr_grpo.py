@@ -3,10 +3,6 @@
 from tasks.common.settings import Settings
 from tasks.common.training.methods import grpo
 
-DEFAULTS: dict[str, str] = {}
-MINI_BATCHES = grpo.MINI_BATCHES
-TRAINER = grpo.TRAINER
-
 
 def overrides(s: Settings) -> list[str]:
     """What Dr. GRPO sets in verl's config.

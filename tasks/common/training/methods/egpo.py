@@ -6,7 +6,6 @@ The term itself is in verl_plugins/egpo.py: verl hands no advantage estimator th
 from tasks.common.settings import Settings
 from tasks.common.training.methods import grpo
 
-MINI_BATCHES = grpo.MINI_BATCHES
 TRAINER = "tasks.common.verl_plugins.egpo"
 
 
@@ -24,7 +23,7 @@ def problem(config) -> str | None:
     """Why EGPO cannot train with verl's composed ``config`` (a DictConfig), in one line; None where it can."""
     if (config.algorithm.get("rollout_correction") or {}).get("bypass_mode"):
         return (
-            "algorithm.rollout_correction.bypass_mode=True: leaves out the pass that METHOD=egpo has the entropy from; "
+            "algorithm.rollout_correction.bypass_mode=True: skips the pass that gives METHOD=egpo the entropy; "
             "take another METHOD, or leave it off"
         )
     mode, v1 = config.trainer.v1.trainer_mode, config.trainer.use_v1

@@ -2,9 +2,6 @@
 
 from tasks.common.settings import Settings
 
-MINI_BATCHES = 1  # optimizer steps a training step, where MINI_BATCH_SIZE=0
-TRAINER = "tasks.common.verl_plugins.trainer"
-
 
 def overrides(s: Settings) -> list[str]:
     """What GRPO sets in verl's config."""

@@ -5,7 +5,6 @@ from tasks.common.training.methods import grpo
 
 # The first of a step's mini-batches is on-policy: its ratios are 1 and nothing is clipped.
 MINI_BATCHES = 4
-TRAINER = grpo.TRAINER
 
 
 def overrides(s: Settings) -> list[str]:

@@ -3,7 +3,6 @@
 from tasks.common.settings import Settings
 
 MINI_BATCHES = 4
-TRAINER = "tasks.common.verl_plugins.trainer"
 
 
 def overrides(s: Settings) -> list[str]:

@@ -7,10 +7,6 @@ group, and mean and std are the batch's.
 from tasks.common.settings import Settings
 from tasks.common.training.methods import grpo
 
-DEFAULTS: dict[str, str] = {}
-MINI_BATCHES = grpo.MINI_BATCHES
-TRAINER = grpo.TRAINER
-
 
 def overrides(s: Settings) -> list[str]:
     """What REINFORCE++-baseline sets in verl's config."""

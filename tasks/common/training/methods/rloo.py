@@ -1,11 +1,6 @@
 """RLOO (Ahmadian et al. 2024, arXiv 2402.14740): the reward minus the mean of the other samples of the prompt."""
 
 from tasks.common.settings import Settings
-from tasks.common.training.methods import grpo
-
-DEFAULTS: dict[str, str] = {}
-MINI_BATCHES = 1  # on-policy, as in the paper
-TRAINER = grpo.TRAINER
 
 
 def overrides(s: Settings) -> list[str]:

@@ -1,0 +1,125 @@
+"""A training's plan: what the launcher and the trainer do follows from it."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tasks.common.launch import train
+from tasks.common.launch.plan import planned
+from tasks.common.launch.task import environment
+from tasks.common.runs import launches
+from tasks.common.runs.folder import hf_folder, lineage, read_metrics
+from tasks.common.settings import load_settings
+from tests.test_runs import make_run, write_checkpoints
+from tests.test_settings import VALUES
+
+
+@pytest.fixture
+def settings(tmp_path, monkeypatch):
+    monkeypatch.setenv("ARTIFACTS", str(tmp_path / "artifacts"))
+    return load_settings(VALUES)
+
+
+def test_a_warm_up_a_round_of_rl_and_one_of_dpo_are_planned_alike(settings):
+    run_dir, data = settings.runs_dir / "mine", Path("/data/rows.parquet")
+    sft = planned("sft", settings, run_dir, "some/model", data=data)
+    rl = planned("grpo", settings, run_dir, "some/model", overrides=["trainer.total_epochs=3"])
+    dpo = planned("dpo", replace(settings, METHOD="dpo"), run_dir, "some/model", data=data)
+    assert [plan.steps for plan in (sft, rl, dpo)] == [settings.SFT_STEPS, settings.STEPS, settings.STEPS]
+    assert [plan.log.name for plan in (sft, rl, dpo)] == ["sft-000.log", "grpo-000.log", "dpo-000.log"]
+    assert [plan.shown[0] for plan in (sft, rl, dpo)] == ["loss", "reward", "loss"]
+    assert {plan.resumed for plan in (sft, rl, dpo)} == {0}
+    for plan in (sft, rl, dpo):
+        assert plan.metrics == run_dir / "metrics/000.jsonl" and plan.command[:2] == [sys.executable, "-m"]
+        assert plan.environment["VERL_FILE_LOGGER_PATH"] == str(plan.metrics)
+    assert sft.config["data"]["train_files"] == str(data) and sft.config["model"]["path"] == "some/model"
+    assert rl.config["trainer"]["total_epochs"] == 3 and rl.command[-1] == "trainer.total_epochs=3"
+    assert dpo.command[-3:] == ["some/model", str(data), str(run_dir)] and dpo.config is None
+    assert not run_dir.exists()
+
+
+def test_each_round_has_a_seed_of_its_own_and_the_data_keep_theirs(settings):
+    for method in ("grpo", "dpo"):
+        s = replace(settings, METHOD=method, TRAIN_SEED=7)
+        plan = planned(method, s, settings.runs_dir / "x", "some/model", number=3, data=Path("/pairs.parquet"))
+        assert plan.environment["SEED"] == "9"  # what the trainer's processes read
+        assert (plan.settings.SEED, plan.settings.TRAIN_SEED) == (42, 9)  # what the record says
+        assert method == "dpo" or plan.config["data"]["seed"] == 9
+    sft = planned("sft", settings, settings.runs_dir / "x", "some/model", data=Path("/rows.parquet"))
+    assert sft.settings == settings and "SEED" not in sft.environment
+
+
+def test_a_launch_after_others_goes_on_from_the_last_checkpoint(settings):
+    run_dir = make_run(settings, "mine", steps=(2, 4))
+    plan = planned("grpo", settings, run_dir, "some/model")
+    assert plan.resumed == 4 and (plan.metrics.name, plan.log.name) == ("001.jsonl", "grpo-001.log")
+    assert "# resumes from step: 4" in plan.comments().splitlines()
+    odd = replace(plan, start="a\nb").comments()
+    assert all(line.startswith("# ") for line in odd.splitlines())
+
+
+def test_verls_processes_learn_what_verl_has_no_key_for(settings):
+    s = replace(settings, KEEP=3, PATIENCE=2)
+    plan = planned("grpo", s, s.runs_dir / "mine", "some/model")
+    assert (plan.environment["KEEP"], plan.environment["PATIENCE"]) == ("3", "2")
+    dpo = planned("dpo", replace(s, METHOD="dpo", STEPS=6), s.runs_dir / "mine", "some/model", data=Path("/p"))
+    assert dpo.environment.items() >= (environment(replace(s, METHOD="dpo", STEPS=6))).items()
+
+
+def test_rounds_are_trained_as_planned_skipped_when_done_and_continued_with_more_steps(
+    settings, tmp_path, monkeypatch, capsys
+):
+    """The trainer here logs one line and saves its last step."""
+    (tmp_path / "model").mkdir()
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / "model" / name).write_text("{}")
+    s = replace(settings, INIT="base", MODEL=str(tmp_path / "model"), SELF_PLAY_ROUNDS=2, STEPS=4, TRAIN_SEED=7)
+    seen = []
+
+    def run(command, *, name, log, total, watch, environment):
+        assert watch().note == " starting the engines"
+        row = {"critic/score/mean": 0.5, "actor/entropy": 0.001}
+        Path(environment["VERL_FILE_LOGGER_PATH"]).write_text(json.dumps({"step": total, "data": row}) + "\n")
+        assert watch().note == f" reward 0.500, collapse (step {total})" and watch().done == total
+        write_checkpoints(log.parents[1], [total])
+        seen.append((name, total, log.name, environment["SEED"], command))
+
+    monkeypatch.setattr(train, "run", run)
+    said = train.train(s, ["trainer.total_epochs=3"])
+    assert [each[:4] for each in seen] == [("GRPO", 4, "grpo-000.log", "7"), ("GRPO", 4, "grpo-000.log", "8")]
+    first, second = sorted(s.runs_dir.iterdir(), key=lambda run: run.name.endswith("-round2"))
+    assert said == f"4 steps in {second}" and lineage(second) == [first, second]
+    start = f"actor_rollout_ref.model.path='{hf_folder(first)}'"
+    assert start in seen[1][4] and all(command[-1] == "trainer.total_epochs=3" for *_, command in seen)
+    assert "warning: step 4: entropy" in capsys.readouterr().out
+    noted = launches.read(second / "launches/000")
+    assert noted["command"] == seen[1][4] and noted["seeds"]["TRAIN_SEED"] == 8
+    assert json.loads((second / "outcome.json").read_text()) == {"outcome": "finished", "reason": "4 steps"}
+
+    assert train.train(s, ["trainer.total_epochs=3"]) == f"up to date: {said}" and len(seen) == 2
+    assert train.train(replace(s, SELF_PLAY_ROUNDS=1, STEPS=6), ["trainer.total_epochs=3"]) == f"6 steps in {first}"
+    assert "resuming from step 4" in capsys.readouterr().out and seen[2][1:4] == (6, "grpo-001.log", "7")
+    assert sorted(read_metrics(first)) == [4, 6]
+
+
+def test_a_complete_training_by_dpo_is_up_to_date_with_the_steps_of_its_pairs(
+    settings, small_model, tmp_path, monkeypatch
+):
+    pairs = [{"prompt": f"What is {i}?", "chosen": f"It is {i}.", "rejected": "no idea"} for i in range(20)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    s = replace(settings, METHOD="dpo", INIT="base", MODEL=str(small_model), PAIRS_FILE=str(tmp_path / "pairs.jsonl"))
+    seen = []
+
+    def run(command, *, name, log, total, watch, environment):
+        Path(environment["VERL_FILE_LOGGER_PATH"]).write_text('{"step": 2, "data": {"train/loss": 0.7}}\n')
+        assert watch().note == " loss 0.700"
+        write_checkpoints(log.parents[1], [total])
+        seen.append((name, total, log.name, environment["STEPS"], command[-3:-1]))
+
+    monkeypatch.setattr(train, "run", run)
+    said = train.train(s, [])
+    assert seen == [("DPO", 2, "dpo-000.log", "2", [str(small_model), s.PAIRS_FILE])]  # a tenth is held out
+    assert said.startswith("2 steps in ") and train.train(s, []) == f"up to date: {said}" and len(seen) == 1
