@@ -6,7 +6,7 @@ python -m tasks.common.data.convert INPUT OUTPUT_DIR [--kind rl|sft|dpo] [--prom
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from tasks.common.data.prepare import (
     replaced_as_a_whole,
     too_long,
 )
-from tasks.common.data.records import Records, load
+from tasks.common.data.records import load
 from tasks.common.data.rows import MESSAGES, TOOL_MESSAGES, DataError, encoded, rl_row, rl_schema, sft_schema
 from tasks.common.data.split import Form, Sizes, SplitError, write_split
 from tasks.common.files import write_json
@@ -83,9 +83,9 @@ def sft_line(example: Example, split: str, index: int) -> dict:
 
 
 def dpo_line(example: Example, split: str, index: int) -> dict:
-    texts = {name: example.ground_truth[name] for name in ("chosen", "rejected")}
-    answers = {name: [{"role": "assistant", "content": text}] for name, text in texts.items()}
-    cut = {name: example.ground_truth[name] for name in ("truncated",) if name in example.ground_truth}
+    truth = example.ground_truth
+    answers = {name: [{"role": "assistant", "content": truth[name]}] for name in ("chosen", "rejected")}
+    cut = {"truncated": truth["truncated"]} if "truncated" in truth else {}
     return {"prompt": encoded(example.prompt), **answers, **cut, **_tools(example)}
 
 
@@ -106,16 +106,23 @@ def convert(options: argparse.Namespace) -> dict:
     """Write the files and return the manifest. Raises DataError; OUTPUT_DIR is then unchanged."""
     parts = load(options.input)
     columns = Columns(**{field.name: getattr(options, f"{field.name}_column") for field in fields(Columns)})
-    kind = options.kind or _kind(parts[0], columns)
-    examples = Examples(parts, _converter(kind, columns))
+    kind = options.kind or next(parts[0].converted(lambda record: conversation(record, columns).kind))[1]
+    make = {"rl": rl_example, "sft": sft_example, "dpo": dpo_example}[kind]
     tokenizer = load_tokenizer(options.tokenizer, "--tokenizer ") if options.tokenizer else None
     own_test = any(part.split == "test" for part in parts)
     test_size = options.test_size if options.test_size is not None else 0 if own_test else 0.05
     name = options.data_source or Path(options.input).stem
 
+    def made(record: dict) -> Iterator[Example]:
+        found = conversation(record, columns)
+        if found.chosen is not None and kind != "dpo":
+            raise DataError(f"has chosen and rejected answers, which are no {kind} row; use --kind dpo")
+        return filter(None, [make(found)])
+
     def rl_line(example: Example, split: str, index: int) -> dict:
         return rl_row(name, example.prompt, example.ground_truth, split, index, example.tools)
 
+    examples = Examples(parts, made)
     form = Form(
         identity=lambda e: (prompt_text(e), "" if kind == "rl" else json.dumps(e.ground_truth)),
         row={"rl": rl_line, "sft": sft_line, "dpo": dpo_line}[kind],
@@ -136,41 +143,6 @@ def convert(options: argparse.Namespace) -> dict:
     return manifest
 
 
-def _kind(records: Records, columns: Columns) -> str:
-    """The kind of the first record."""
-    place, record = next(records.located())
-    try:
-        return conversation(record, columns).kind
-    except DataError as error:
-        raise DataError(f"{place}: {error}") from error
-
-
-def _converter(kind: str, columns: Columns) -> Callable[[dict], Iterator[Example]]:
-    make = {"rl": rl_example, "sft": sft_example, "dpo": dpo_example}[kind]
-
-    def examples(record: dict) -> Iterator[Example]:
-        found = conversation(record, columns)
-        if found.chosen is not None and kind != "dpo":
-            raise DataError(f"has chosen and rejected answers, which are no {kind} row; use --kind dpo")
-        if example := make(found):
-            yield example
-
-    return examples
-
-
-def _count(text: str) -> int:
-    if (value := int(text)) < 0:
-        raise ValueError
-    return value
-
-
-def _size(text: str) -> float:
-    value = float(text)
-    if not (0 <= value < 1 or (1 <= value < 1e15 and value == int(value))):  # false for NaN
-        raise ValueError
-    return value
-
-
 def parse(arguments: list[str]) -> argparse.Namespace:
     """Options from a command line; exits with a message when they are wrong."""
     parser = argparse.ArgumentParser(prog="json_to_parquet", description=__doc__.splitlines()[0], allow_abbrev=False)
@@ -179,17 +151,19 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--kind", choices=KINDS, help="kind of rows to write (default: that of the first record)")
     for field in fields(Columns):
         parser.add_argument(f"--{field.name}-column", metavar="NAME", help="use this column instead of recognizing it")
-    parser.add_argument(
-        "--test-size",
-        type=_size,
-        help="test rows: a count, or a share below 1 (default 0.05; 0, the default with a test file: all of it)",
-    )
-    parser.add_argument("--max-samples", type=_count, default=0, help="largest number of rows to use; 0: all")
-    parser.add_argument("--seed", type=_count, default=42, help="seed of the split (default 42)")
+    sizes = "test rows: a count, or a share below 1 (default 0.05; 0, the default with a test file: all of it)"
+    parser.add_argument("--test-size", type=float, help=sizes)
+    parser.add_argument("--max-samples", type=int, default=0, help="largest number of rows to use; 0: all")
+    parser.add_argument("--seed", type=int, default=42, help="seed of the split (default 42)")
     parser.add_argument("--tokenizer", metavar="MODEL", help="hub id or folder of the model that measures prompts")
-    parser.add_argument("--max-prompt-tokens", type=_count, metavar="N", help="drop longer prompts")
+    parser.add_argument("--max-prompt-tokens", type=int, default=0, metavar="N", help="drop longer prompts")
     parser.add_argument("--data-source", metavar="NAME", help="data_source of RL rows (default: the file's name)")
     options = parser.parse_args(arguments)
+    size = options.test_size or 0
+    if not (0 <= size < 1 or (size >= 1 and size.is_integer())):  # false for NaN
+        parser.error("--test-size must be a count, or a share below 1")
+    if min(options.max_samples, options.max_prompt_tokens) < 0:
+        parser.error("--max-samples and --max-prompt-tokens must be 0 or more")
     if bool(options.tokenizer) != bool(options.max_prompt_tokens):
         parser.error("--tokenizer and --max-prompt-tokens go together")
     return options

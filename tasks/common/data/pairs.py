@@ -42,14 +42,8 @@ def read_pairs(path: Path | str) -> Iterator[tuple[str, Example | None]]:
     that names file and row.
     """
     records = Records(path)
-    # Of our own file the tools are taken as they are: formats.py would bring them to its form, and a prompt must be
-    # what the policy was sampled on.
-    pair = _own_pair if _is_own(records.path) else lambda record: dpo_example(conversation(record))
-    for place, record in records.located():
-        try:
-            yield place, pair(record)
-        except DataError as error:
-            raise DataError(f"{place}: {error}") from error
+    # The tools of our own file stay as they are: a prompt must be the one that the policy was sampled on.
+    return records.converted(_own_pair if _is_own(records.path) else lambda record: dpo_example(conversation(record)))
 
 
 def _is_own(path: Path) -> bool:
@@ -63,19 +57,20 @@ def _is_own(path: Path) -> bool:
 
 
 def _own_pair(record: dict) -> Example | None:
-    for name in ("prompt", "chosen", "rejected"):
+    for name in ("prompt", *ANSWERS):
         if problem := messages_problem(record[name]):
             raise DataError(f"column {name}: {problem}")
-    answers = {name: record[name][-1]["content"] for name in ANSWERS}
-    if any(len(record[name]) > 1 or record[name][0]["role"] != "assistant" for name in answers):
+    if any(len(record[name]) > 1 or record[name][0]["role"] != "assistant" for name in ANSWERS):
         raise DataError("columns chosen and rejected: must be one message of the assistant each")
     try:
         tools = tools_of(record)
     except ValueError as error:
         raise DataError(f"column tools: is not JSON ({error})") from error
-    same = answers["chosen"] == answers["rejected"]
+    truth = {name: record[name][0]["content"] for name in ANSWERS}
+    if truth["chosen"] == truth["rejected"]:
+        return None
     cut = {"truncated": record["truncated"]} if record.get("truncated") else {}
-    return None if same else Example(decoded(record["prompt"]), answers | cut, tools=tools)
+    return Example(decoded(record["prompt"]), truth | cut, tools=tools)
 
 
 def token_pairs(path: Path | str, tokenizer, limit: int) -> tuple[list[TokenPair], Counter]:

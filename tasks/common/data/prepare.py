@@ -12,7 +12,6 @@ from pathlib import Path
 
 from tasks.common.data.records import HubRecords, HubUnreachable, Records, load
 from tasks.common.data.rows import (
-    BATCH_ROWS,
     DataError,
     chat,
     messages_problem,
@@ -22,7 +21,7 @@ from tasks.common.data.rows import (
     sft_schema,
     write_parquet,
 )
-from tasks.common.data.split import Form, Sizes, SplitError, write_split
+from tasks.common.data.split import Form, Sizes, SplitError, write_sides, write_split
 from tasks.common.files import write_json
 from tasks.common.models.chat_template import prompt_ids
 from tasks.common.models.find import resolve_model
@@ -77,26 +76,23 @@ class Examples:
 
     def __iter__(self) -> Iterator[Example | None]:
         for part in self.parts:
-            for place, record in part.located():
-                try:
-                    found = None
-                    for found in self.convert(record):
-                        if isinstance(found, str):
-                            if not self.told:
-                                print(f"  some cannot be used, the first of them: {place}: {found}", flush=True)
-                            self.told = True
-                            yield None
-                            continue
-                        if problem := messages_problem(found.messages()):
-                            raise DataError(f"the prompt {problem}")
-                        yield replace(found, split=part.split) if part.split else found
-                    if found is None:
-                        yield None
-                except DataError as error:
-                    raise DataError(f"{place}: {error}") from error
+            for place, found in part.converted(self._examples):
+                for example in found or [None]:
+                    if isinstance(example, str):
+                        if not self.told:
+                            print(f"  some cannot be used, the first of them: {place}: {example}", flush=True)
+                        self.told, example = True, None
+                    yield replace(example, split=part.split) if example and part.split else example
+
+    def _examples(self, record: dict) -> list[Example | str]:
+        found = list(self.convert(record))
+        for example in found:
+            if not isinstance(example, str) and (problem := messages_problem(example.messages())):
+                raise DataError(f"the prompt {problem}")
+        return found
 
     def origin(self) -> list[dict]:
-        """What the manifest says of the parts."""
+        """The manifest's entries of the parts."""
         return [part.origin() for part in self.parts]
 
 
@@ -108,15 +104,13 @@ def distinct(examples: Iterable[Example], patience: int = 100_000) -> Iterator[E
     seen: set[bytes] = set()
     repeats = 0
     for example in examples:
-        key = hashlib.blake2b(prompt_text(example).encode(), digest_size=16).digest() if example else b""
-        if not example or key in seen:
-            repeats += 1
-            if repeats >= patience:
-                return
-            continue
-        seen.add(key)
-        repeats = 0
-        yield example
+        key = example and hashlib.blake2b(prompt_text(example).encode(), digest_size=16).digest()
+        if example and key not in seen:
+            seen.add(key)
+            repeats = 0
+            yield example
+        elif (repeats := repeats + 1) >= patience:
+            return
 
 
 def prompt_text(example: Example) -> str:
@@ -170,9 +164,23 @@ def _prepare(settings: Settings, name: str, source: Source, note: str) -> dict:
     examples = source(settings)
     finite = iter(examples) is not examples
     shown = f"FILE={settings.FILE}" if name == "file" else f"SOURCE={name}"
+    demonstrations: list[dict] = []
+
+    def row(example: Example, split: str, index: int) -> dict:
+        messages, tools = example.messages(), example.tools
+        if split == "train" and example.demonstration and len(demonstrations) < settings.SFT_SIZE:
+            demonstrations.append(sft_row(messages, example.demonstration, tools))
+        return rl_row(settings.TASK, messages, example.ground_truth, split, index, tools, example.key)
+
+    form = Form(
+        identity=lambda e: (e.group, prompt_text(e)) if e.group else (prompt_text(e), ""),
+        row=row,
+        schema=rl_schema,
+        needs_tools=needs_tools,
+    )
     with replaced_as_a_whole(settings.data_dir, ("test", "dev", "train", "sft")) as new:
         try:
-            rows, details = (_finite if finite else _endless)(settings, examples, new)
+            rows, details = (_finite if finite else _endless)(settings, examples, form, new)
         except SplitError as error:
             raise DataError(f"{shown}: {error}") from error
         if rows["train"] < settings.TRAIN_BATCH_SIZE:
@@ -180,73 +188,43 @@ def _prepare(settings: Settings, name: str, source: Source, note: str) -> dict:
                 f"{shown}: only {rows['train']} training prompts{_because(details)}, less than "
                 f"TRAIN_BATCH_SIZE={settings.TRAIN_BATCH_SIZE}; lower it, or take more data"
             )
+        if demonstrations:
+            tools = any("tools" in row or any(map(_calls, row["messages"])) for row in demonstrations)
+            rows["sft"] = write_parquet(demonstrations, new / "sft.parquet", sft_schema(tools))
+        notes = [note]
         if (dev := rows.get("dev", 0)) < settings.DEV_SIZE:
-            note = "; ".join(filter(None, [note, f"DEV_SIZE={settings.DEV_SIZE}: {dev}, a tenth of what can train"]))
+            notes.append(f"DEV_SIZE={settings.DEV_SIZE}: {dev}, a tenth of what can train")
         if rows["train"] < settings.TRAIN_SIZE:
-            note = "; ".join(filter(None, [note, f"TRAIN_SIZE={settings.TRAIN_SIZE}: there are {rows['train']}"]))
-        manifest = {"fingerprint": settings.data_fingerprint(), "source": name, "note": note}
-        manifest |= {"origin": _origin(settings, name, examples), "seed": settings.SEED, "rows": rows, **details}
+            notes.append(f"TRAIN_SIZE={settings.TRAIN_SIZE}: there are {rows['train']}")
+        if not isinstance(examples, Examples):
+            examples = Examples(load(settings.FILE) if name == "file" else [], iter)
+        manifest = {"fingerprint": settings.data_fingerprint(), "source": name, "note": "; ".join(filter(None, notes))}
+        manifest |= {"origin": examples.origin(), "seed": settings.SEED, "rows": rows, **details}
         write_json(new / "manifest.json", manifest)
     return manifest
 
 
-def _finite(settings: Settings, examples: Iterable[Example | None], new: Path) -> tuple[dict, dict]:
+def _finite(settings: Settings, examples: Iterable[Example | None], form: Form, new: Path) -> tuple[dict, dict]:
     """Split by seed. Returns the rows of each file, and further fields of the manifest."""
     tokenizer = load_tokenizer(settings.MODEL)
-    demonstrations: list[dict] = []
-
-    def row(example: Example, split: str, index: int) -> dict:
-        if split == "train" and example.demonstration and len(demonstrations) < settings.SFT_SIZE:
-            demonstrations.append(sft_row(example.messages(), example.demonstration, example.tools))
-        return _row(settings, example, split, index)
-
-    form = Form(
-        identity=lambda e: (e.group, prompt_text(e)) if e.group else (prompt_text(e), ""),
-        row=row,
-        schema=rl_schema,
-        needs_tools=needs_tools,
-        problem=lambda e: too_long(tokenizer, settings.MAX_PROMPT_LENGTH, e.messages(), e.tools),
-    )
+    form = replace(form, problem=lambda e: too_long(tokenizer, settings.MAX_PROMPT_LENGTH, e.messages(), e.tools))
     sizes = Sizes(settings.MAX_SAMPLES, settings.TEST_SIZE, settings.TRAIN_SIZE, settings.DEV_SIZE)
     rows, dropped = write_split(examples, new, form, sizes, settings.SEED)
-    if demonstrations:
-        rows["sft"] = _write_sft(demonstrations, new)
     return rows, {"dropped": dropped, "tokenizer": settings.MODEL, "max_prompt_tokens": settings.MAX_PROMPT_LENGTH}
 
 
-def _endless(settings: Settings, examples: Iterator[Example], new: Path) -> tuple[dict, dict]:
-    """The first are the test set, the next the dev set, the next train: as ``_finite``."""
-    test_size, train_size = _counts(settings)
+def _endless(settings: Settings, examples: Iterator[Example], form: Form, new: Path) -> tuple[dict, dict]:
+    """The first are the test set, the next the dev set, the next train. Returns as ``_finite``."""
+    test, train = _counts(settings)
     examples = distinct(examples)
-    test, dev = list(islice(examples, test_size)), list(islice(examples, settings.DEV_SIZE))
-    train = islice(examples, train_size)
-    ahead = list(islice(train, BATCH_ROWS))
-    seen = [*test, *dev, *ahead]
-    tools = any(map(needs_tools, seen))
-    demonstrations: list[dict] = []
-
-    def train_rows() -> Iterator[dict]:
-        for index, example in enumerate(chain(ahead, train)):
-            if needs_tools(example) and not tools:
-                raise DataError(f"training prompt {index} has tools, and none of the {len(seen)} before")
-            if example.demonstration and len(demonstrations) < settings.SFT_SIZE:
-                demonstrations.append(sft_row(example.messages(), example.demonstration, example.tools))
-            yield _row(settings, example, "train", index)
-
-    schema, rows = rl_schema(tools), {}
-    for name, held_out in (("test", test), ("dev", dev)):
-        if held_out:
-            made = (_row(settings, example, name, index) for index, example in enumerate(held_out))
-            rows[name] = write_parquet(made, new / f"{name}.parquet", schema)
-    rows["train"] = write_parquet(train_rows(), new / "train.parquet", schema, total=train_size)
-    if rows["train"] < train_size:
+    counts = {"test": test, "dev": settings.DEV_SIZE, "train": train}
+    sides = {name: list(islice(examples, count)) for name, count in counts.items()}
+    if len(sides["train"]) < train:
         raise SplitError(
-            f"has only {sum(rows.values())} different prompts for TEST_SIZE={settings.TEST_SIZE:g}, DEV_SIZE="
-            f"{settings.DEV_SIZE} and TRAIN_SIZE={settings.TRAIN_SIZE}; lower them, or take another source"
+            f"has only {sum(map(len, sides.values()))} different prompts for TEST_SIZE={settings.TEST_SIZE:g}, "
+            f"DEV_SIZE={settings.DEV_SIZE} and TRAIN_SIZE={settings.TRAIN_SIZE}; lower them, or take another source"
         )
-    if demonstrations:
-        rows["sft"] = _write_sft(demonstrations, new)
-    return rows, {}
+    return write_sides(sides, new, form, any(map(needs_tools, chain(*sides.values())))), {}
 
 
 def _counts(settings: Settings) -> tuple[int, int]:
@@ -264,24 +242,6 @@ def _counts(settings: Settings) -> tuple[int, int]:
             "set TEST_SIZE and TRAIN_SIZE"
         )
     return test, train
-
-
-def _row(settings: Settings, example: Example, split: str, index: int) -> dict:
-    truth = example.ground_truth
-    return rl_row(settings.TASK, example.messages(), truth, split, index, example.tools, example.key)
-
-
-def _write_sft(rows: list[dict], new: Path) -> int:
-    tools = any(
-        "tools" in row or any(message.keys() - {"role", "content"} for message in row["messages"]) for row in rows
-    )
-    return write_parquet(rows, new / "sft.parquet", sft_schema(tools))
-
-
-def _origin(settings: Settings, name: str, examples: Iterable) -> list[dict]:
-    if hasattr(examples, "origin"):
-        return examples.origin()
-    return [part.origin() for part in load(settings.FILE)] if name == "file" else []
 
 
 # ---- shared with json_to_parquet
