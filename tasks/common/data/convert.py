@@ -156,13 +156,13 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--max-samples", type=int, default=0, help="largest number of rows to use; 0: all")
     parser.add_argument("--seed", type=int, default=42, help="seed of the split (default 42)")
     parser.add_argument("--tokenizer", metavar="MODEL", help="hub id or folder of the model that measures prompts")
-    parser.add_argument("--max-prompt-tokens", type=int, default=0, metavar="N", help="drop longer prompts")
+    parser.add_argument("--max-prompt-tokens", type=int, metavar="N", help="drop longer prompts")
     parser.add_argument("--data-source", metavar="NAME", help="data_source of RL rows (default: the file's name)")
     options = parser.parse_args(arguments)
     size = options.test_size or 0
     if not (0 <= size < 1 or (size >= 1 and size.is_integer())):  # false for NaN
         parser.error("--test-size must be a count, or a share below 1")
-    if min(options.max_samples, options.max_prompt_tokens) < 0:
+    if min(options.max_samples, options.max_prompt_tokens or 0) < 0:
         parser.error("--max-samples and --max-prompt-tokens must be 0 or more")
     if bool(options.tokenizer) != bool(options.max_prompt_tokens):
         parser.error("--tokenizer and --max-prompt-tokens go together")

@@ -1,11 +1,10 @@
 """Call a function on adversarial input in a separate process without privileges: see docs/REASONING_GYM.md.
 
 The worker has no credentials in its environment, a memory limit, and, once its modules are loaded, a seccomp filter: it
-computes, reads files of the Python installation, and answers. It writes, creates and removes no file, starts no
-process, opens no socket, signals nobody. One that dies or takes too long is replaced at the next call.
+can compute, read files of the Python installation, and answer, nothing else. The next call replaces a worker that died
+or took too long.
 """
 
-import contextlib
 import ctypes
 import errno
 import importlib
@@ -29,7 +28,6 @@ ROOT = Path(__file__).resolve().parents[3]
 START_SECONDS = 120  # for a worker's imports while the machine trains
 MAX_REQUEST_BYTES = 16 * 2**20
 MAX_REPLY_BYTES = 2**16
-_LENGTH = struct.Struct(">I")  # before each message, which is JSON
 
 
 class SandboxError(RuntimeError):
@@ -73,7 +71,7 @@ class Sandbox:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="sandbox")
 
     def _call(self, arguments: tuple):
-        request = json.dumps(arguments).encode()
+        request = json.dumps(arguments)
         if len(request) > MAX_REQUEST_BYTES:
             raise CallFailed(f"an input of {len(request)} bytes")
         # Data before a request is the end of a dead worker, or a forged reply.
@@ -83,7 +81,7 @@ class Sandbox:
             self._start()
         try:
             reply = self._exchange(request, self._seconds)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:  # RecursionError: a forged reply
             self._kill()
             raise CallFailed("too slow" if isinstance(error, TimeoutError) else "the worker died") from error
         if not isinstance(reply, dict) or "value" not in reply:
@@ -108,23 +106,26 @@ class Sandbox:
             )
             theirs.close()
             try:
-                reply = self._exchange(json.dumps(self._start_message).encode(), START_SECONDS)
+                reply = self._exchange(json.dumps(self._start_message), START_SECONDS)
                 self.protections = reply["value"]
             except (OSError, ValueError, LookupError) as error:
                 self._kill()
                 why = reply["error"] if isinstance(error, LookupError) else type(error).__name__
                 raise SandboxError(f"{self._start_message['target']}: the worker cannot start: {why}") from error
 
-    def _exchange(self, message: bytes, seconds: float):
-        deadline = time.monotonic() + seconds
-
-        def receive(size: int) -> bytes:
-            self._socket.settimeout(max(1e-3, deadline - time.monotonic()))
-            return self._socket.recv(size)
-
+    def _exchange(self, message: str, seconds: float):
+        """Send a line of JSON and read one. Raises OSError at the end of the time or the worker, ValueError when the
+        reply is too long or not JSON."""
+        deadline, reply = time.monotonic() + seconds, b""
         self._socket.settimeout(seconds)
-        self._socket.sendall(_LENGTH.pack(len(message)) + message)
-        return _received(receive, MAX_REPLY_BYTES)
+        self._socket.sendall(message.encode() + b"\n")
+        while not reply.endswith(b"\n"):
+            self._socket.settimeout(max(1e-3, deadline - time.monotonic()))
+            part = self._socket.recv(MAX_REPLY_BYTES)
+            reply += part
+            if not part or len(reply) > MAX_REPLY_BYTES:
+                raise ValueError("no reply, or one that is too long")
+        return json.loads(reply)
 
     def _kill(self) -> None:
         if self._process:
@@ -132,25 +133,6 @@ class Sandbox:
             self._process.kill()
             self._process.wait()
         self._process, self._socket = None, None
-
-
-def _received(receive: Callable[[int], bytes], most: int):
-    """The JSON of a message that ``receive`` gives in parts. Raises ConnectionError at its end, ValueError when the
-    message is no JSON, or longer than ``most`` bytes."""
-
-    def read(size: int) -> bytes:
-        data = b""
-        while len(data) < size:
-            part = receive(size - len(data))
-            if not part:
-                raise ConnectionError("the other end is gone")
-            data += part
-        return data
-
-    (size,) = _LENGTH.unpack(read(_LENGTH.size))
-    if size > most:
-        raise ValueError(f"a message of {size} bytes")
-    return json.loads(read(size))
 
 
 _SANDBOXES: "weakref.WeakSet[Sandbox]" = weakref.WeakSet()
@@ -161,29 +143,20 @@ os.register_at_fork(after_in_child=lambda: [sandbox._forget() for sandbox in lis
 
 
 def _serve(channel: int, parent: int) -> None:
-    def receive():
-        return _received(lambda size: os.read(channel, size), 2 * MAX_REQUEST_BYTES)
-
-    def send(message: dict) -> None:
-        data = json.dumps(message).encode()
-        data = _LENGTH.pack(len(data)) + data
-        while data:
-            data = data[os.write(channel, data) :]
-
-    try:
-        function, protections = _set_up(receive(), parent)
-    except Exception as error:
-        send({"error": f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"})
-        return
-    send({"value": protections})
-    while True:
-        arguments = receive()
+    with open(channel, "rb") as requests, open(channel, "w", closefd=False) as replies:
         try:
-            reply = {"value": function(*arguments)}
-            json.dumps(reply)
-        except BaseException as error:  # SystemExit too: the input may have raised it
-            reply = {"error": type(error).__name__}
-        send(reply)
+            function, protections = _set_up(json.loads(requests.readline()), parent)
+        except Exception as error:
+            problem = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+            print(json.dumps({"error": problem}), file=replies, flush=True)
+            return
+        print(json.dumps({"value": protections}), file=replies, flush=True)
+        while request := requests.readline():
+            try:
+                reply = json.dumps({"value": function(*json.loads(request))})
+            except BaseException as error:  # SystemExit too: the input may have raised it
+                reply = json.dumps({"error": type(error).__name__})
+            print(reply, file=replies, flush=True)
 
 
 def _set_up(message: dict, parent: int) -> tuple[Callable, dict]:
@@ -309,5 +282,4 @@ def _seccomp() -> None:
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(OSError):
-        _serve(int(sys.argv[1]), int(sys.argv[2]))
+    _serve(int(sys.argv[1]), int(sys.argv[2]))
