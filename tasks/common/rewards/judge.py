@@ -19,9 +19,9 @@ import random
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import diskcache
@@ -29,7 +29,7 @@ import httpx
 
 from tasks.common.files import write_json
 from tasks.common.rewards.answers import JudgeError
-from tasks.common.settings import SettingsError, artifacts, load_settings
+from tasks.common.settings import SettingsError, artifacts, load_settings, variable
 from tasks.common.strict_json import once
 from tasks.common.text import one_line, printable
 
@@ -72,55 +72,53 @@ class _Failed(Exception):
         self.wait, self.final = wait, final
 
 
-def _variable(help: str, default, low: float | None = None, high: float = 1e6):
-    def check(value) -> str | None:
-        return None if low is None or low <= value <= high else f"must be from {low:g} to {high:g}"
+def _within(low: float, high: float) -> Callable[[float], str | None]:
+    return lambda value: None if low <= value <= high else f"must be from {low:g} to {high:g}"  # false for NaN
 
-    return field(default=default, metadata={"default": str(default), "help": help, "check": check})
+
+def _sampling(text: str) -> str | None:
+    with suppress(ValueError, RecursionError):
+        found = json.loads(text)
+        if isinstance(found, dict) and not found.keys() & {"model", "messages", "stream", "n"}:
+            return None
+    return "must be a JSON object without model, messages, stream and n"
 
 
 @dataclass(frozen=True)
 class Judge:
-    """A judge, one field for each environment variable of the same name. The key is no field: it is read from
-    JUDGE_API_KEY when a request is sent, so that nothing that shows or stores a Judge can hold it."""
+    """A judge, one field for each environment variable of the same name. JUDGE_API_KEY is not a field: it is read when
+    a request is sent, so nothing that shows or stores a Judge can hold the key."""
 
-    JUDGE_URL: str = _variable("base URL of an OpenAI-compatible API, such as http://localhost:8000/v1", "")
-    JUDGE_MODEL: str = _variable("name of the model there", "")
-    JUDGE_CONCURRENCY: int = _variable("requests in flight, over all processes of this machine", 16, 1, 1024)
-    JUDGE_TIMEOUT: float = _variable("seconds for one request, from connecting to its last byte", 60.0, 0.01, 3600)
-    JUDGE_RETRIES: int = _variable("further attempts after one that failed", 5, 0, 100)
-    JUDGE_SAMPLING: str = _variable("fields of the request, as JSON", '{"temperature": 0, "max_tokens": 512}')
-    JUDGE_PRICE_IN: float = _variable("price of a million tokens of prompts", 0.0, 0)
-    JUDGE_PRICE_OUT: float = _variable("price of a million tokens of replies", 0.0, 0)
-
-    def __post_init__(self):
-        for name in ("JUDGE_URL", "JUDGE_MODEL"):
-            if not getattr(self, name).strip():
-                raise JudgeError(f"{name} is not set: the reward of this task asks a judge ({_help(name)})")
-        problem = _url_problem(self.JUDGE_URL)
-        if problem:  # without the URL itself: it may hold a password
-            raise JudgeError(f"JUDGE_URL: {problem} ({_help('JUDGE_URL')})")
-        try:
-            sampling = json.loads(self.JUDGE_SAMPLING)
-        except (ValueError, RecursionError):
-            sampling = None
-        if not isinstance(sampling, dict) or sampling.keys() & {"model", "messages", "stream", "n"}:
-            raise JudgeError("JUDGE_SAMPLING: must be a JSON object without model, messages, stream and n")
+    JUDGE_URL: str = variable("", "base URL of an OpenAI-compatible API, such as http://localhost:8000/v1")
+    JUDGE_MODEL: str = variable("", "name of the model there", lambda value: None if value.strip() else "is not set")
+    JUDGE_CONCURRENCY: int = variable("16", "requests in flight, over all processes of this machine", _within(1, 1024))
+    JUDGE_TIMEOUT: float = variable(
+        "60", "seconds for one request, from connecting to its last byte", _within(0.01, 3600)
+    )
+    JUDGE_RETRIES: int = variable("5", "further attempts after one that failed", _within(0, 100))
+    JUDGE_SAMPLING: str = variable(
+        '{"temperature": 0, "max_tokens": 512}', "further fields of the request, as JSON", _sampling
+    )
+    JUDGE_PRICE_IN: float = variable("0", "price of a million tokens of prompts", _within(0, 1e6))
+    JUDGE_PRICE_OUT: float = variable("0", "price of a million tokens of replies", _within(0, 1e6))
 
     @classmethod
     def from_environment(cls, environ: dict[str, str] | None = None) -> "Judge":
         """The judge that ``environ`` (default: the process environment) describes. Raises JudgeError, one line."""
         try:
-            return load_settings(environ, cls)
+            judge = load_settings(environ, cls)
         except SettingsError as error:
             raise JudgeError(str(error)) from None
+        if problem := _url_problem(judge.JUDGE_URL):  # without the URL itself: it may hold a password
+            raise JudgeError(f"JUDGE_URL: {problem} ({fields(cls)[0].metadata['help']})")
+        return judge
 
     def score(self, question: str, response: str, reference: str = "", rubric: str = "") -> dict[str, float]:
         """Grade ``response``, an answer to ``question``, by ``rubric`` (DEFAULT_RUBRIC if empty).
 
         Returns ``score`` in [0, 1] (the judge's 0 to 10, divided by 10), ``acc`` 1.0 from RIGHT on, else 0.0, and
-        ``format`` 1.0 if there was a response to judge. An empty response scores 0 and is not sent. The same request
-        is sent once: its score is kept on disk. Safe in threads and processes.
+        ``format`` 0.0 for an empty response, which scores 0 and is not sent, else 1.0. A score is kept on disk, so the
+        same request is sent once. Safe in threads and processes.
 
         Raises JudgeError when the judge refuses the request, or gave no usable score after all retries.
         """
@@ -139,10 +137,10 @@ class Judge:
         return {"score": score, "acc": float(score >= RIGHT), "format": 1.0}
 
     def _ask(self, body: bytes) -> float:
-        """The judge's score of the request ``body``, in [0, 1], after as many attempts as it takes and is allowed."""
+        """The judge's score of the request ``body``, in [0, 1], after one attempt and at most JUDGE_RETRIES more."""
         counts: Counter = Counter()
+        name = f"judge {one_line(self.JUDGE_MODEL, 60)} at {one_line(self.JUDGE_URL, 80)}"
         attempts = self.JUDGE_RETRIES + 1
-        problem, final = "", False
         try:
             for attempt in range(1, attempts + 1):
                 try:
@@ -154,20 +152,17 @@ class Judge:
                 if final or attempt == attempts:
                     break
                 wait = max(wait, min(MAX_BACKOFF, BACKOFF * 2 ** (attempt - 1)) * _random.uniform(0.5, 1))
-                _log.warning(f"{self._name()}: {problem}; attempt {attempt + 1} of {attempts} in {wait:.1f} s")
+                _log.warning(f"{name}: {problem}; attempt {attempt + 1} of {attempts} in {wait:.1f} s")
                 counts["retries"] += 1
                 time.sleep(wait)
             counts["failures"] += 1
         finally:
             self._count(counts)
         tried = "refused the request" if final else f"no usable score in {attempts} attempts, the last"
-        raise JudgeError(f"{self._name()}: {tried}: {problem}; once that is mended, the same command goes on")
-
-    def _name(self) -> str:
-        return f"judge {one_line(self.JUDGE_MODEL, 60)} at {one_line(self.JUDGE_URL, 80)}"
+        raise JudgeError(f"{name}: {tried}: {problem}; fix this, then run the same command to go on")
 
     def _attempt(self, body: bytes, counts: Counter) -> float:
-        """Send ``body`` once; adds what the reply says of tokens to ``counts``. Raises _Failed."""
+        """Send ``body`` once, and add the reply's tokens to ``counts``. Raises _Failed."""
         key = _key()
         url = self.JUDGE_URL.strip().rstrip("/") + "/chat/completions"
         try:
@@ -180,22 +175,20 @@ class Judge:
             raise _refusal(status, headers, text, key)
         try:
             reply = json.loads(text)
-            choice = reply["choices"][0]
-            content = choice["message"]["content"]
-            usage = reply.get("usage")
+            content, finish = reply["choices"][0]["message"]["content"], reply["choices"][0].get("finish_reason")
             if not isinstance(content, str):
                 raise TypeError
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             raise _Failed(f"the reply is no chat completion: {_excerpt(text, key)!r}") from None
-        usage = usage if isinstance(usage, dict) else {}
-        tokens = [usage.get(name) for name in ("prompt_tokens", "completion_tokens")]
+        usage = reply.get("usage")
+        tokens = [isinstance(usage, dict) and usage.get(name) for name in ("prompt_tokens", "completion_tokens")]
         if all(type(number) is int and 0 <= number < 10**9 for number in tokens):
             counts["tokens_in"] += tokens[0]
             counts["tokens_out"] += tokens[1]
             counts["cost"] += (tokens[0] * self.JUDGE_PRICE_IN + tokens[1] * self.JUDGE_PRICE_OUT) / 1e6
         else:
             counts["without_usage"] += 1
-        if choice.get("finish_reason") == "length":
+        if finish == "length":
             raise _Failed("its reply was cut off at the limit of tokens; raise that in JUDGE_SAMPLING")
         score = parse_score(content)
         if score is None:
@@ -334,6 +327,8 @@ def _excerpt(text: str, key: str) -> str:
 
 
 def _url_problem(url: str) -> str | None:
+    if not url.strip():
+        return "is not set; the reward of this task asks a judge"
     try:
         parsed = httpx.URL(url.strip())
     except httpx.InvalidURL:
@@ -343,10 +338,6 @@ def _url_problem(url: str) -> str | None:
     if parsed.userinfo or parsed.query or parsed.fragment:
         return "must have no password, query or fragment; a key goes into JUDGE_API_KEY"
     return None
-
-
-def _help(name: str) -> str:
-    return Judge.__dataclass_fields__[name].metadata["help"]
 
 
 # ---- on disk -------------------------------------------------------------------------------------------------------
@@ -391,14 +382,11 @@ def summary() -> str:
     path = artifacts() / "judge/counters.json"
     lines = []
     for model, own in read_counters(path).items():
-        line = (
-            f"{model}, since {own['since']}: {own['calls']} calls, {own['cache_hits']} scores from the cache, "
-            f"{own['retries']} retries, {own['failures']} failures, "
-            f"{own['tokens_in']} tokens in, {own['tokens_out']} out, cost {own['cost']:.4f}"
-        )
+        counted = "{calls} calls, {cache_hits} scores from the cache, {retries} retries, {failures} failures, "
+        counted += "{tokens_in} tokens in, {tokens_out} out, cost {cost:.4f}"
         if own["without_usage"]:
-            line += f" and that of {own['without_usage']} replies that state no tokens"
-        lines.append(line)
+            counted += " and that of {without_usage} replies that state no tokens"
+        lines.append(f"{model}, since {own['since']}: {counted.format_map(own)}")
     return "\n".join(lines) or f"{path}: no judge was asked yet"
 
 
