@@ -1,4 +1,4 @@
-"""`make data`: turn a task's examples into train, test and SFT parquet files with a manifest beside them."""
+"""`make data`: a task's examples as train, dev, test and SFT parquet files, with a manifest."""
 
 import hashlib
 import json
@@ -28,16 +28,17 @@ from tasks.common.models.find import resolve_model
 from tasks.common.models.merge import base_model
 from tasks.common.process import errors_in_one_line
 from tasks.common.settings import Settings, SettingsError, load_settings
+from tasks.common.text import one_line
 
 
 @dataclass(frozen=True)
 class Example:
-    """One problem: what the model is asked, what the reward needs, and a worked answer for SFT if there is one.
+    """One problem: the prompt, what the reward needs, and a worked answer for SFT if there is one.
 
-    ``prompt`` is the text of the user's turn, or OpenAI messages; ``ground_truth`` is stored as JSON text unless it is
-    text. ``tools`` are OpenAI tool schemas that go into the prompt. ``split`` is "train" or "test" where the source has
-    its own split; examples of one ``group`` (turns of a conversation) go to one side of a split that is made here.
-    ``key``: the same text for the same problem, where different prompts may pose it; it is then taken once.
+    ``prompt``: text of the user's turn, or OpenAI messages. ``ground_truth``: stored as JSON text unless it is text.
+    ``tools``: OpenAI tool schemas for the prompt. ``split``: "train" or "test" where the source has its own split.
+    ``group``: examples of one group (turns of a conversation) go to one side of the split. ``key``: the same text for
+    the same problem, where different prompts may pose it; the problem is then taken once.
     """
 
     prompt: str | list[dict]
@@ -57,9 +58,8 @@ class Example:
         return [*([{"role": "system", "content": self.system}] if own else []), *self.prompt]
 
 
-# A generator is read once and in order: its first examples are the test set, the next the dev set, the next train. What
-# can be iterated again (``Examples``) is split by seed. None in place of an example is a record that gave none, which
-# is counted.
+# A generator is read once: its first examples are the test set, the next the dev set, the next train. A source that can
+# be iterated again (``Examples``) is split by seed. None is a record without an example, which is counted.
 Source = Callable[[Settings], Iterable[Example | None]]
 
 
@@ -67,8 +67,8 @@ class Examples:
     """Examples made of the records of files or of the hub; they can be iterated again.
 
     ``parts``: ``records.load(path)``, or ``[records.hub(name, config, split), …]``. ``convert``: the examples of a
-    record, perhaps none. Text in place of an example says why a part of the record cannot be used: the first such text
-    is printed, all are counted. A DataError of ``convert`` ends the reading; the record's place is put before it.
+    record, perhaps none. Text in place of an example says why a part of the record cannot be used: all such texts are
+    counted, the first is printed. A DataError of ``convert`` ends the reading, with the record's place in its message.
     """
 
     def __init__(self, parts: list[Records | HubRecords], convert: Callable[[dict], Iterable[Example | str]]):
@@ -96,11 +96,8 @@ class Examples:
         return [part.origin() for part in self.parts]
 
 
-def distinct(examples: Iterable[Example], patience: int = 100_000) -> Iterator[Example]:
-    """Each problem once, so that train, dev and test are disjoint. Ends when ``patience`` repeats come in a row.
-
-    Memory: 16 bytes of digest for each prompt.
-    """
+def distinct(examples: Iterable[Example | None], patience: int = 100_000) -> Iterator[Example]:
+    """Each problem once. Ends after ``patience`` repeats in a row. Memory: 16 bytes of digest per problem."""
     seen: set[bytes] = set()
     repeats = 0
     for example in examples:
@@ -121,12 +118,8 @@ def prompt_text(example: Example) -> str:
 def prepare(settings: Settings, sources: dict[str, Source]) -> dict:
     """Write train, dev, test and SFT parquet files to ``settings.data_dir`` and return the manifest.
 
-    A generator: its first TEST_SIZE distinct examples are the test set, the next DEV_SIZE the dev set, the next
-    TRAIN_SIZE train the policy. A finite source: without prompts over MAX_PROMPT_LENGTH tokens and duplicates,
-    MAX_SAMPLES are chosen by SEED, of those TEST_SIZE (or the source's own test split), then DEV_SIZE, at most a tenth
-    of what is left, then at most TRAIN_SIZE. The demonstrations of the first SFT_SIZE
-    training prompts that have one are the SFT set. Raises DataError when the source has too few; the data of before
-    then stays.
+    How many rows go where: docs/DATA.md. The SFT set has the demonstrations of the first SFT_SIZE training prompts that
+    have one. Raises DataError when the source has too few rows; the old data then stays.
     """
     name, note = _resolve(settings, sources)
     try:
@@ -143,20 +136,19 @@ def prepare(settings: Settings, sources: dict[str, Source]) -> dict:
 
 def _resolve(settings: Settings, sources: dict[str, Source]) -> tuple[str, str]:
     """The name of the source to use, and a note with the reason."""
-    name = "file" if settings.FILE else settings.SOURCE
+    name, known = "file" if settings.FILE else settings.SOURCE, ", ".join(sources)
     if name == "file" and not settings.FILE:
         raise DataError("SOURCE=file: set FILE, the path of a data file or of a folder with train.* and test.*")
     if name == "file" and "file" not in sources:
-        raise DataError(f"FILE={settings.FILE}: this task reads no files; it knows SOURCE={', '.join(sources)}")
+        raise DataError(f"FILE={settings.FILE}: this task reads no files; it knows SOURCE={known}")
     if name == "auto":
         if settings.DIFFICULTY == "easy" and "generate" in sources:
             return "generate", "generated here, for DIFFICULTY=easy"
-        known = [name for name in ("hub", "generate") if name in sources]
-        if not known:
-            raise DataError(f"SOURCE=auto: this task knows {', '.join(sources)}; for a data file set FILE")
-        return known[0], ""
-    if name not in sources and not ("hub" in sources and Path(name).is_dir()):
-        raise DataError(f"SOURCE={name}: this task knows {', '.join(sources)}, or a folder of the hub's form")
+        name = next((name for name in ("hub", "generate") if name in sources), None)
+        if not name:
+            raise DataError(f"SOURCE=auto: this task knows {known}; for a data file set FILE")
+    elif name not in sources and not ("hub" in sources and Path(name).is_dir()):
+        raise DataError(f"SOURCE={name}: this task knows {known}, or a folder of the hub's form")
     return name, ""
 
 
@@ -189,7 +181,7 @@ def _prepare(settings: Settings, name: str, source: Source, note: str) -> dict:
                 f"TRAIN_BATCH_SIZE={settings.TRAIN_BATCH_SIZE}; lower it, or take more data"
             )
         if demonstrations:
-            tools = any("tools" in row or any(map(_calls, row["messages"])) for row in demonstrations)
+            tools = any("tools" in row or has_calls(row["messages"]) for row in demonstrations)
             rows["sft"] = write_parquet(demonstrations, new / "sft.parquet", sft_schema(tools))
         notes = [note]
         if (dev := rows.get("dev", 0)) < settings.DEV_SIZE:
@@ -249,26 +241,25 @@ def _counts(settings: Settings) -> tuple[int, int]:
 
 def needs_tools(example: Example) -> bool:
     """Whether the prompt has tools, or messages that call them."""
-    return bool(example.tools) or any(map(_calls, example.messages()))
+    return bool(example.tools) or has_calls(example.messages())
 
 
-def _calls(message: dict) -> bool:
-    """Whether it has more than a role and a text."""
-    return bool(message.keys() - {"role", "content"})
+def has_calls(messages: list[dict]) -> bool:
+    """Whether a message has more than a role and a text."""
+    return any(message.keys() - {"role", "content"} for message in messages)
 
 
 def load_tokenizer(model: str, shown: str = "MODEL="):
-    """The tokenizer of ``model``, which measures prompts. Raises DataError when it cannot be loaded; ``shown``
-    stands before the model's name."""
+    """The tokenizer of ``model``. Raises DataError without one or its chat template; ``shown`` precedes the model's
+    name in the message."""
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(base_model(resolve_model(model)))
     except (SettingsError, OSError, ValueError) as error:
-        problem = " ".join(str(error).split())[:300]
-        raise DataError(f"{shown}{model}: no tokenizer, by which prompts are measured ({problem})") from error
+        raise DataError(f"{shown}{model}: no tokenizer to count prompt tokens ({one_line(str(error), 300)})") from error
     if not tokenizer.chat_template:
-        raise DataError(f"{shown}{model}: has no chat template, so no prompt can be made; take an instruct model")
+        raise DataError(f"{shown}{model}: has no chat template to render prompts; take an instruct model")
     return tokenizer
 
 
@@ -282,8 +273,8 @@ def too_long(tokenizer, limit: int, messages: list[dict], tools: list[dict] | No
 
 @contextmanager
 def replaced_as_a_whole(directory: Path, names: tuple[str, ...]) -> Iterator[Path]:
-    """Yield a folder whose ``names``.parquet and manifest.json replace those of ``directory`` at the end; on an error
-    ``directory`` stays as it was."""
+    """Yield a folder whose ``names``.parquet and manifest.json replace those of ``directory`` at the end. After an
+    error ``directory`` is unchanged."""
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory, prefix=".partial-") as partial:
         new = Path(partial)
@@ -299,16 +290,15 @@ def replaced_as_a_whole(directory: Path, names: tuple[str, ...]) -> Iterator[Pat
 def describe(manifest: dict) -> str:
     """A manifest in a line or two: rows, source, what was dropped."""
     rows = ", ".join(f"{count} {name}" for name, count in manifest["rows"].items())
-    parts = []
+    parts = [manifest["source"]]
     for part in manifest.get("origin") or []:
         if "file" in part:
             parts.append(f"{part['file']} (sha256 {part['sha256'][:12]})")
         else:
             details = [part["config"], part["split"], part.get("revision", "")[:12]]
             parts.append(f"{part['hub']} ({', '.join(filter(None, details))})")
-    line = f"{rows} from {', '.join([manifest['source'], *parts])}, seed {manifest['seed']}"
     extra = "; ".join(filter(None, [_because(manifest).strip(" ()"), manifest.get("note")]))
-    return f"{line}\n  {extra}" if extra else line
+    return f"{rows} from {', '.join(parts)}, seed {manifest['seed']}" + (f"\n  {extra}" if extra else "")
 
 
 def _because(details: dict) -> str:
