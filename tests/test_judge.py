@@ -541,7 +541,7 @@ def test_the_program_prints_the_counters(serve, tmp_path):
     judge.score("q", "a")
     judge.score("q", "a")
     shown.append(subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
-    assert shown[0].strip().endswith("judge/counters.json: no judge was asked yet")
+    assert shown[0].strip().endswith("judge/counters.json: no requests to a judge yet")
     assert re.fullmatch(
         r"model-x, since [-0-9: ]+: 2 calls, 1 scores from the cache, 1 retries, 0 failures, "
         r"1000 tokens in, 20 out, cost 0.0033\n",
@@ -553,7 +553,7 @@ def test_broken_counters_are_named(serve, tmp_path):
     serve()
     (tmp_path / "judge").mkdir()
     (tmp_path / "judge/counters.json").write_text("{")
-    with pytest.raises(JudgeError, match=r"judge/counters.json: is not what the judge's counters are kept in"):
+    with pytest.raises(JudgeError, match=r"judge/counters.json: is not a file of the judge's counters"):
         judge.score("q", "a")
 
 

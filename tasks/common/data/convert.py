@@ -7,7 +7,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -31,28 +31,26 @@ from tasks.common.process import errors_in_one_line
 
 
 def dpo_schema(tools: bool = False, truncated: bool = False) -> pa.Schema:
-    """Of preference pairs, as TRL's DPOTrainer reads them: chosen and rejected are one assistant message each.
+    """Schema of preference pairs for TRL's DPOTrainer: chosen and rejected are one assistant message each.
 
-    ``truncated``: with the column ``truncated``, the names of those that were cut at the length limit.
+    ``truncated``: add the column ``truncated``, the names of the answers that were cut at the length limit.
     """
-    own = [("tools", pa.string())] if tools else []
-    own += [("truncated", pa.list_(pa.string()))] if truncated else []
-    prompt = TOOL_MESSAGES if tools else MESSAGES
-    return pa.schema([("prompt", prompt), ("chosen", MESSAGES), ("rejected", MESSAGES), *own])
+    columns = {"prompt": TOOL_MESSAGES if tools else MESSAGES, "chosen": MESSAGES, "rejected": MESSAGES}
+    columns |= {"tools": pa.string()} if tools else {}
+    return pa.schema(columns | ({"truncated": pa.list_(pa.string())} if truncated else {}))
 
 
-# ---- from a conversation to (prompt, answer); the answer of an Example is its ground_truth
+# ---- from a conversation to an Example; the answer becomes its ground_truth
 
 
 def rl_example(found: Conversation) -> Example | None:
-    """The answer is what the reward gets: that of the record, else the last turn's text, or its calls if it has any."""
+    """The answer for the reward: that of the record, else the last turn's text, or its calls if it has any."""
     if found.answer is not None:
         return Example(found.messages, found.answer, tools=found.tools)
-    *prompt, last = found.messages
-    if last["role"] != "assistant" or not prompt:
+    if not (example := sft_example(found)):
         return None
-    calls = [call["function"] for call in last.get("tool_calls", [])]
-    return Example(prompt, calls or last["content"], tools=found.tools)
+    calls = [call["function"] for call in example.ground_truth.get("tool_calls", [])]
+    return replace(example, ground_truth=calls or example.ground_truth["content"])
 
 
 def sft_example(found: Conversation) -> Example | None:
@@ -61,9 +59,7 @@ def sft_example(found: Conversation) -> Example | None:
     if found.answer is not None:
         text = found.answer if isinstance(found.answer, str) else json.dumps(found.answer, ensure_ascii=False)
         prompt, last = found.messages, {"role": "assistant", "content": text}
-    if last["role"] != "assistant" or not prompt:
-        return None
-    return Example(prompt, last, tools=found.tools)
+    return Example(prompt, last, tools=found.tools) if last["role"] == "assistant" and prompt else None
 
 
 def dpo_example(found: Conversation) -> Example | None:

@@ -1,8 +1,7 @@
 """Split rows by seed and write them to parquet.
 
-A row's key is a 64-bit digest of its prompt and the seed. The rows with the smallest keys are the test set, the next
-ones the dev set, the next ones train. So the side and the place of a row depend neither on its place in the source nor
-on the other rows.
+A row's key is a 64-bit digest of its prompt and the seed. The smallest keys are the test set, the next the dev set, the
+next train. So a row's side and place depend neither on its place in the source nor on other rows.
 """
 
 import hashlib
@@ -23,11 +22,8 @@ REST_BITS = 64 - PROMPT_BITS
 
 @dataclass(frozen=True)
 class Sizes:
-    """How many rows, in the order in which they are cut.
-
-    ``limit``: of all, 0: no limit. ``test``: a count, a share if below 1, 0: all of the source's own test split.
-    ``train``: at most, 0: all there are. ``dev``: of those that would train, at most a tenth of them.
-    """
+    """``limit``: of all rows, 0: none. ``test``: a count, a share if below 1, 0: all of the source's own test split.
+    ``train``: at most, 0: all. ``dev``: taken from the training rows, at most a tenth of them."""
 
     limit: int = 0
     test: float = 0.05
@@ -39,10 +35,10 @@ class Sizes:
 class Form:
     """How items (dataclasses whose fields are JSON values) become rows.
 
-    ``identity``: texts of an item, its prompt and what tells it from other rows with the same prompt; rows of one
-    prompt go to one side. ``problem``: why an item cannot be used (a name for the count), or None. ``row``: of an item,
-    split and place in it; called in the order of the places, the test set first. ``schema``: of the file, or with
-    ``tools`` when an item needs it: see ``needs_tools``.
+    ``identity``: an item's prompt, and text that separates it from other rows of that prompt; rows of one prompt go to
+    one side. ``row``: makes a row from item, split and place in it; called in order of place, the test set first.
+    ``schema``: schema of the files; its argument says whether an item ``needs_tools``. ``problem``: why an item cannot
+    be used (a name for the count), or None.
     """
 
     identity: Callable[[object], tuple[str, str]]
@@ -65,8 +61,7 @@ def key(seed: int, prompt: str, rest: str = "") -> int:
 
 
 def choose(own_test: list[int], others: list[int], sizes: Sizes) -> tuple[list[int], list[int], list[int], int]:
-    """Keys of the test, the dev and the training rows, and how many rows were dropped because the test split has their
-    prompt.
+    """Keys of the test, dev and training rows, and how many rows were dropped because the test split has their prompt.
 
     ``own_test`` and ``others``: sorted and distinct. Raises SplitError when a side stays empty.
     """

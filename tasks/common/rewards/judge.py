@@ -1,10 +1,8 @@
 """An LLM judge: a model behind an OpenAI-compatible API that grades an answer by a rubric. docs/JUDGE.md.
 
-A task's ``compute_score`` calls ``score``. verl runs it in a thread of its reward workers
-(verl/experimental/reward_loop/reward_manager/naive.py, ``run_in_executor``), so many rollouts are judged at once; the
-number of requests in flight is bounded over all processes of a machine.
-
-Run as a program it prints what was asked and what it cost.
+A task's ``compute_score`` calls ``score``, which verl runs in threads of its reward workers
+(verl/experimental/reward_loop/reward_manager/naive.py, ``run_in_executor``). A limit on the requests in flight holds
+over all processes of a machine. As a program, it prints the requests so far and their cost.
 """
 
 import asyncio
@@ -33,8 +31,8 @@ from tasks.common.settings import SettingsError, artifacts, load_settings, varia
 from tasks.common.strict_json import once
 from tasks.common.text import one_line, printable
 
-RIGHT = 0.7  # a score from here on is acc 1; the judge is told that 7 of 10 is acceptable
-MAX_TEXT_CHARS = 20_000  # of each text that the judge is shown
+RIGHT = 0.7  # the lowest score with acc 1; the prompt says that 7 of 10 is acceptable
+MAX_TEXT_CHARS = 20_000  # of each text in the prompt
 MAX_REPLY_BYTES = 1_000_000
 CACHE_BYTES = 2**28  # the oldest scores go first
 BACKOFF = 1.0  # seconds before the first retry; each further one doubles it
@@ -114,7 +112,7 @@ class Judge:
         return judge
 
     def score(self, question: str, response: str, reference: str = "", rubric: str = "") -> dict[str, float]:
-        """Grade ``response``, an answer to ``question``, by ``rubric`` (DEFAULT_RUBRIC if empty).
+        """Grade ``response``, an answer to ``question``, by ``rubric`` (empty: DEFAULT_RUBRIC).
 
         Returns ``score`` in [0, 1] (the judge's 0 to 10, divided by 10), ``acc`` 1.0 from RIGHT on, else 0.0, and
         ``format`` 0.0 for an empty response, which scores 0 and is not sent, else 1.0. A score is kept on disk, so the
@@ -126,7 +124,7 @@ class Judge:
             return {"score": 0.0, "acc": 0.0, "format": 0.0}
         body = {**json.loads(self.JUDGE_SAMPLING), "model": self.JUDGE_MODEL}
         body["messages"] = messages(question, response, reference, rubric)
-        cache = _cache(artifacts().resolve() / "judge")
+        cache = _cache(_folder())
         key = hashlib.blake2b(json.dumps(body, sort_keys=True).encode(), digest_size=16).hexdigest()
         score = cache.get(key)
         if score is None:
@@ -144,7 +142,7 @@ class Judge:
         try:
             for attempt in range(1, attempts + 1):
                 try:
-                    with _slot(artifacts().resolve() / "judge", self.JUDGE_CONCURRENCY):
+                    with _slot(_folder(), self.JUDGE_CONCURRENCY):
                         counts["calls"] += 1
                         return self._attempt(body, counts)
                 except _Failed as failed:
@@ -197,8 +195,7 @@ class Judge:
 
     def _count(self, counts: Counter) -> None:
         """Add ``counts`` to those of this model in counters.json."""
-        path = artifacts().resolve() / "judge/counters.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path = _folder() / "counters.json"
         with path.with_suffix(".lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             counters = read_counters(path)
@@ -216,14 +213,14 @@ def score(question: str, response: str, reference: str = "", rubric: str = "") -
     return Judge.from_environment().score(question, response, reference, rubric)
 
 
-# ---- what is asked, and what is read from the reply ----------------------------------------------------------------
+# ---- the prompt and the reply --------------------------------------------------------------------------------------
 
 
 def messages(question: str, response: str, reference: str = "", rubric: str = "") -> list[dict]:
-    """The chat that asks for a score: the rubric is the system's, all else is quoted in the user's message.
+    """The chat that asks for a score: the system message has the rubric, the user's message quotes the other texts.
 
-    The lines between the quoted texts end in a digest of these texts. No text can be written to contain the digest of
-    itself, and the same question and answer give the same chat, which the cache needs.
+    The lines between the quoted texts end in a digest of these texts: no text can contain its own digest, and the same
+    texts give the same chat, which the cache needs.
     """
     rubric = _quoted(rubric).strip() or DEFAULT_RUBRIC
     texts = {"QUESTION": question, "REFERENCE": reference, "ANSWER": response}
@@ -236,7 +233,7 @@ def messages(question: str, response: str, reference: str = "", rubric: str = ""
 
 
 def _quoted(text: str) -> str:
-    """``text`` bounded, without what a server or its chat template would read as more than text."""
+    """``text`` cut to MAX_TEXT_CHARS, without what a server or its chat template would read as a control token."""
     if len(text) > MAX_TEXT_CHARS:
         half = MAX_TEXT_CHARS // 2
         text = f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[-half:]}"
@@ -248,10 +245,10 @@ _JSON = json.JSONDecoder(object_pairs_hook=once)
 
 
 def parse_score(text: str) -> float | None:
-    """The score in [0, 1] that a judge's reply states, None if it states none.
+    """The score in [0, 1] of a judge's reply, None without one.
 
-    From its first brace after any ``</think>`` on, the reply must be one JSON object, bare or in a code fence, whose
-    ``score`` is a whole number from 0 to 10. Numbers between are refused, not rounded: 0.9 is likely meant as 9.
+    From its first brace after any ``</think>``, the reply must be one JSON object, bare or in a code fence, whose
+    ``score`` is a whole number from 0 to 10. Numbers between are refused, not rounded: 0.9 probably means 9.
     """
     text = text[-MAX_TEXT_CHARS:].rpartition("</think>")[2].strip().removesuffix("```").rstrip()
     try:
@@ -271,11 +268,9 @@ _tls = functools.cache(httpx.create_ssl_context)  # reading the certificates tak
 
 
 async def _post(url: str, body: bytes, key: str, seconds: float) -> tuple[int, httpx.Headers, str]:
-    """Status, headers and body of the reply. ``seconds`` bounds all of it, also a server that sends byte by byte:
-    httpx's own limits are for each read."""
+    """Status, headers and body of the reply. ``seconds`` limits all of it; httpx's own limits are per read."""
     headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
-    if key:
-        headers["Authorization"] = f"Bearer {key}"
+    headers |= {"Authorization": f"Bearer {key}"} if key else {}
     received = bytearray()
     async with (
         asyncio.timeout(seconds),
@@ -290,7 +285,7 @@ async def _post(url: str, body: bytes, key: str, seconds: float) -> tuple[int, h
 
 
 def _refusal(status: int, headers: httpx.Headers, text: str, key: str) -> _Failed:
-    """The failure that a reply with another status than 200 is."""
+    """The failure for a reply whose status is not 200."""
     if status in (401, 403):  # without the reply: services quote the key, or most of it
         return _Failed(f"HTTP {status}, the key is not accepted; set JUDGE_API_KEY", final=True)
     with suppress(ValueError, LookupError, TypeError, RecursionError):
@@ -305,7 +300,7 @@ def _refusal(status: int, headers: httpx.Headers, text: str, key: str) -> _Faile
 
 
 def _retry_after(value: str) -> float:
-    """Seconds that a Retry-After header asks for, as a number or an HTTP date (RFC 9110, 10.2.3); 0 if none."""
+    """Seconds in a Retry-After header, a number or an HTTP date (RFC 9110, 10.2.3); 0 without one."""
     if re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", value.strip()):
         return float(value)
     try:
@@ -322,8 +317,8 @@ def _key() -> str:
 
 
 def _excerpt(text: str, key: str) -> str:
-    """The first line's worth of ``text``, without the key wherever it occurs: servers may send it back."""
-    return one_line(text[:MAX_TEXT_CHARS].replace(key, "***") if key else text[:MAX_TEXT_CHARS], 120)
+    """The first 120 characters of ``text`` on one line, with the key masked: servers may send it back."""
+    return one_line(text[:MAX_TEXT_CHARS].replace(key or "\0", "***"), 120)
 
 
 def _url_problem(url: str) -> str | None:
@@ -343,17 +338,22 @@ def _url_problem(url: str) -> str | None:
 # ---- on disk -------------------------------------------------------------------------------------------------------
 
 
+def _folder() -> Path:
+    folder = artifacts().resolve() / "judge"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
+
+
 @functools.cache
 def _cache(folder: Path) -> diskcache.Cache:
-    """Scores by request. Only text and floats go in: SQLite keeps these as they are, anything else would be pickled."""
+    """Scores by request: text and floats only, which SQLite keeps as they are; diskcache would pickle anything else."""
     return diskcache.Cache(folder / "cache", size_limit=CACHE_BYTES)
 
 
 @contextmanager
 def _slot(folder: Path, count: int) -> Iterator[None]:
-    """Hold one of ``count`` slots, waiting for a free one. They are locks on files, so that they bound all processes
-    together, and one that is killed gives its slots back."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Hold one of ``count`` slots, waiting for a free one. A slot is a lock on a file, so the limit holds over all
+    processes, and a killed process gives its slots back."""
     while True:
         for number in _random.sample(range(count), count):
             with (folder / f"slot-{number}.lock").open("a") as slot:
@@ -367,19 +367,19 @@ def _slot(folder: Path, count: int) -> Iterator[None]:
 
 
 def read_counters(path: Path) -> dict[str, dict]:
-    """The counters in ``path`` by model; none if it does not exist. Raises JudgeError if it is something else."""
+    """The counters in ``path`` by model; none without the file. Raises JudgeError if the file is broken."""
     try:
         counters = json.loads(path.read_text()) if path.exists() else {}
     except ValueError:
         counters = None
     if not isinstance(counters, dict):
-        raise JudgeError(f"{path}: is not what the judge's counters are kept in; remove it")
+        raise JudgeError(f"{path}: is not a file of the judge's counters; remove it")
     return counters
 
 
 def summary() -> str:
     """Requests so far and their cost: one line per model."""
-    path = artifacts() / "judge/counters.json"
+    path = _folder() / "counters.json"
     lines = []
     for model, own in read_counters(path).items():
         counted = "{calls} calls, {cache_hits} scores from the cache, {retries} retries, {failures} failures, "
@@ -387,7 +387,7 @@ def summary() -> str:
         if own["without_usage"]:
             counted += " and that of {without_usage} replies that state no tokens"
         lines.append(f"{model}, since {own['since']}: {counted.format_map(own)}")
-    return "\n".join(lines) or f"{path}: no judge was asked yet"
+    return "\n".join(lines) or f"{path}: no requests to a judge yet"
 
 
 if __name__ == "__main__":
