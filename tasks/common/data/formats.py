@@ -44,11 +44,11 @@ class Columns:
 
 @dataclass(frozen=True)
 class Conversation:
-    """One record. ``messages`` are OpenAI messages: the whole conversation, or the prompt when there is an answer.
+    """One record. ``messages``: OpenAI messages, the whole conversation, or the prompt when there is an answer.
 
-    ``content`` is text, "" beside tool calls; ``tool_calls[i]["function"]["arguments"]`` is an object. Reasoning stands
-    as ``<think>…</think>`` before the content (``split_thinking`` takes it off). ``tools`` are OpenAI tool schemas.
-    ``answer`` is text or any JSON value, ``chosen`` and ``rejected`` are text.
+    ``content`` is text, "" beside tool calls; ``tool_calls[i]["function"]["arguments"]`` is an object. Reasoning comes
+    before the content as ``<think>…</think>`` (``split_thinking`` removes it). ``tools``: OpenAI tool schemas.
+    ``answer``: text or any JSON value. ``chosen`` and ``rejected``: text.
     """
 
     messages: list[dict]
@@ -59,7 +59,7 @@ class Conversation:
 
     @property
     def kind(self) -> str:
-        """What the record is made for: "dpo", "rl" (a prompt and its answer) or "sft" (a conversation)."""
+        """ "dpo" (chosen and rejected), "rl" (a prompt and its answer) or "sft" (a conversation)."""
         if self.chosen is not None:
             return "dpo"
         return "rl" if self.answer is not None else "sft"
@@ -243,8 +243,7 @@ def _calls(value) -> list[dict]:
 
 
 def split_thinking(content: str) -> tuple[str, str]:
-    """``<think>…</think>`` at the start of an assistant's content, without the tags, and the rest; ("", content) if it
-    has none."""
+    """The text of ``<think>…</think>`` at the start of an assistant's content, and the rest; ("", content) without."""
     head, closed, rest = content.partition("</think>")
     if not closed or not head.lstrip().startswith("<think>"):
         return "", content

@@ -207,20 +207,7 @@ def _finite(settings: Settings, examples: Iterable[Example | None], form: Form, 
 
 def _endless(settings: Settings, examples: Iterator[Example], form: Form, new: Path) -> tuple[dict, dict]:
     """The first are the test set, the next the dev set, the next train. Returns as ``_finite``."""
-    test, train = _counts(settings)
-    examples = distinct(examples)
-    counts = {"test": test, "dev": settings.DEV_SIZE, "train": train}
-    sides = {name: list(islice(examples, count)) for name, count in counts.items()}
-    if len(sides["train"]) < train:
-        raise SplitError(
-            f"has only {sum(map(len, sides.values()))} different prompts for TEST_SIZE={settings.TEST_SIZE:g}, "
-            f"DEV_SIZE={settings.DEV_SIZE} and TRAIN_SIZE={settings.TRAIN_SIZE}; lower them, or take another source"
-        )
-    return write_sides(sides, new, form, any(map(needs_tools, chain(*sides.values())))), {}
-
-
-def _counts(settings: Settings) -> tuple[int, int]:
-    """Numbers of test and training prompts to take from an endless source."""
+    sizes = f"TEST_SIZE={settings.TEST_SIZE:g}, DEV_SIZE={settings.DEV_SIZE}, TRAIN_SIZE={settings.TRAIN_SIZE}"
     share = settings.TEST_SIZE if settings.TEST_SIZE < 1 else 0
     total = settings.MAX_SAMPLES or round(settings.TRAIN_SIZE / (1 - share))
     test = max(1, round(share * total)) if share else int(settings.TEST_SIZE)
@@ -228,12 +215,15 @@ def _counts(settings: Settings) -> tuple[int, int]:
     if settings.MAX_SAMPLES:
         train = min(train or total, total - test - settings.DEV_SIZE)
     if test < 1 or train < 1:
-        raise SplitError(
-            f"makes as many prompts as are asked for, and TEST_SIZE={settings.TEST_SIZE:g}, DEV_SIZE="
-            f"{settings.DEV_SIZE}, TRAIN_SIZE={settings.TRAIN_SIZE}, MAX_SAMPLES={settings.MAX_SAMPLES} ask for none: "
-            "set TEST_SIZE and TRAIN_SIZE"
-        )
-    return test, train
+        sizes = f"{sizes}, MAX_SAMPLES={settings.MAX_SAMPLES}"
+        raise SplitError(f"a generator needs a number of prompts, {sizes} give none; set TEST_SIZE and TRAIN_SIZE")
+    examples = distinct(examples)
+    counts = {"test": test, "dev": settings.DEV_SIZE, "train": train}
+    sides = {name: list(islice(examples, count)) for name, count in counts.items()}
+    if len(sides["train"]) < train:
+        found = sum(map(len, sides.values()))
+        raise SplitError(f"has only {found} different prompts for {sizes}; lower them, or take another source")
+    return write_sides(sides, new, form, any(map(needs_tools, chain(*sides.values())))), {}
 
 
 # ---- shared with json_to_parquet

@@ -59,11 +59,11 @@ _END = "Grade the answer above by the rubric. Reply with the JSON object alone."
 _CONTROL_TOKEN = re.compile(r"<(?=[|｜])|[<\[](?=/?(?:s|bos|eos|INST|SYS|think|(?:start|end)_of_turn)[>\]])", re.I)
 
 _log = logging.getLogger(__name__)
-_random = random.SystemRandom()  # verl seeds `random`: its workers would all wait for the same time
+_random = random.SystemRandom()  # verl seeds `random`, so all its workers would wait equally long
 
 
 class _Failed(Exception):
-    """One attempt failed. ``wait``: seconds that the server asks for; ``final``: another attempt would not help."""
+    """One attempt failed. ``wait``: seconds from the server's Retry-After; ``final``: another attempt cannot help."""
 
     def __init__(self, problem: str, wait: float = 0.0, final: bool = False):
         super().__init__(problem)
@@ -84,8 +84,8 @@ def _sampling(text: str) -> str | None:
 
 @dataclass(frozen=True)
 class Judge:
-    """A judge, one field for each environment variable of the same name. JUDGE_API_KEY is not a field: it is read when
-    a request is sent, so nothing that shows or stores a Judge can hold the key."""
+    """A judge; each field is the environment variable of that name. JUDGE_API_KEY is not a field but read for each
+    request, so nothing that shows or stores a Judge can hold the key."""
 
     JUDGE_URL: str = variable("", "base URL of an OpenAI-compatible API, such as http://localhost:8000/v1")
     JUDGE_MODEL: str = variable("", "name of the model there", lambda value: None if value.strip() else "is not set")
@@ -318,7 +318,8 @@ def _key() -> str:
 
 def _excerpt(text: str, key: str) -> str:
     """The first 120 characters of ``text`` on one line, with the key masked: servers may send it back."""
-    return one_line(text[:MAX_TEXT_CHARS].replace(key or "\0", "***"), 120)
+    text = text[:MAX_TEXT_CHARS]
+    return one_line(text.replace(key, "***") if key else text, 120)
 
 
 def _url_problem(url: str) -> str | None:
