@@ -12,17 +12,8 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from tasks.common.data import prepare
 from tasks.common.data.formats import KINDS, Columns, Conversation, conversation
-from tasks.common.data.prepare import (
-    Example,
-    Examples,
-    describe,
-    load_tokenizer,
-    needs_tools,
-    prompt_text,
-    replaced_as_a_whole,
-    too_long,
-)
 from tasks.common.data.records import load
 from tasks.common.data.rows import MESSAGES, TOOL_MESSAGES, DataError, encoded, rl_row, rl_schema, sft_schema
 from tasks.common.data.split import Form, Sizes, SplitError, write_split
@@ -40,56 +31,48 @@ def dpo_schema(tools: bool = False, truncated: bool = False) -> pa.Schema:
     return pa.schema(columns | ({"truncated": pa.list_(pa.string())} if truncated else {}))
 
 
-# ---- from a conversation to an Example; the answer becomes its ground_truth
-
-
-def rl_example(found: Conversation) -> Example | None:
+def rl_example(found: Conversation) -> prepare.Example | None:
     """The answer for the reward: that of the record, else the last turn's text, or its calls if it has any."""
     if found.answer is not None:
-        return Example(found.messages, found.answer, tools=found.tools)
+        return prepare.Example(found.messages, found.answer, tools=found.tools)
     if not (example := sft_example(found)):
         return None
     calls = [call["function"] for call in example.ground_truth.get("tool_calls", [])]
     return replace(example, ground_truth=calls or example.ground_truth["content"])
 
 
-def sft_example(found: Conversation) -> Example | None:
+def sft_example(found: Conversation) -> prepare.Example | None:
     """The answer is the last message."""
     *prompt, last = found.messages
     if found.answer is not None:
         text = found.answer if isinstance(found.answer, str) else json.dumps(found.answer, ensure_ascii=False)
         prompt, last = found.messages, {"role": "assistant", "content": text}
-    return Example(prompt, last, tools=found.tools) if last["role"] == "assistant" and prompt else None
+    return prepare.Example(prompt, last, tools=found.tools) if last["role"] == "assistant" and prompt else None
 
 
-def dpo_example(found: Conversation) -> Example | None:
+def dpo_example(found: Conversation) -> prepare.Example | None:
     """The answer is the pair."""
     if found.chosen is None:
         raise DataError("has no chosen and rejected answers; name them with --chosen-column and --rejected-column")
     if found.chosen == found.rejected:
         return None
-    return Example(found.messages, {"chosen": found.chosen, "rejected": found.rejected}, tools=found.tools)
+    return prepare.Example(found.messages, {"chosen": found.chosen, "rejected": found.rejected}, tools=found.tools)
 
 
-# ---- rows
-
-
-def sft_line(example: Example, split: str, index: int) -> dict:
+def sft_line(example: prepare.Example, split: str, index: int) -> dict:
     return {"messages": encoded([*example.prompt, example.ground_truth]), **_tools(example)}
 
 
-def dpo_line(example: Example, split: str, index: int) -> dict:
+def dpo_line(example: prepare.Example, split: str, index: int) -> dict:
     truth = example.ground_truth
     answers = {name: [{"role": "assistant", "content": truth[name]}] for name in ("chosen", "rejected")}
     cut = {"truncated": truth["truncated"]} if "truncated" in truth else {}
     return {"prompt": encoded(example.prompt), **answers, **cut, **_tools(example)}
 
 
-def _tools(example: Example) -> dict:
+def _tools(example: prepare.Example) -> dict:
     return {"tools": json.dumps(example.tools)} if example.tools else {}
 
-
-# ---- the command
 
 NEXT = {  # what to do with the training rows of each kind
     "rl": "make train TASK=… TRAIN_FILE=",
@@ -104,29 +87,30 @@ def convert(options: argparse.Namespace) -> dict:
     columns = Columns(**{field.name: getattr(options, f"{field.name}_column") for field in fields(Columns)})
     kind = options.kind or next(parts[0].converted(lambda record: conversation(record, columns).kind))[1]
     make = {"rl": rl_example, "sft": sft_example, "dpo": dpo_example}[kind]
-    tokenizer = load_tokenizer(options.tokenizer, "--tokenizer ") if options.tokenizer else None
+    tokenizer = prepare.load_tokenizer(options.tokenizer, "--tokenizer ") if options.tokenizer else None
     own_test = any(part.split == "test" for part in parts)
     test_size = options.test_size if options.test_size is not None else 0 if own_test else 0.05
     name = options.data_source or Path(options.input).stem
 
-    def made(record: dict) -> Iterator[Example]:
+    def made(record: dict) -> Iterator[prepare.Example]:
         found = conversation(record, columns)
         if found.chosen is not None and kind != "dpo":
             raise DataError(f"has chosen and rejected answers, which are no {kind} row; use --kind dpo")
         return filter(None, [make(found)])
 
-    def rl_line(example: Example, split: str, index: int) -> dict:
+    def rl_line(example: prepare.Example, split: str, index: int) -> dict:
         return rl_row(name, example.prompt, example.ground_truth, split, index, example.tools)
 
-    examples = Examples(parts, made)
+    examples = prepare.Examples(parts, made)
+    limit = options.max_prompt_tokens
     form = Form(
-        identity=lambda e: (prompt_text(e), "" if kind == "rl" else json.dumps(e.ground_truth)),
+        identity=lambda e: (prepare.prompt_text(e), "" if kind == "rl" else json.dumps(e.ground_truth)),
         row={"rl": rl_line, "sft": sft_line, "dpo": dpo_line}[kind],
         schema={"rl": rl_schema, "sft": sft_schema, "dpo": dpo_schema}[kind],
-        needs_tools=lambda e: needs_tools(e) or (kind == "sft" and "tool_calls" in e.ground_truth),
-        problem=lambda e: too_long(tokenizer, options.max_prompt_tokens, e.prompt, e.tools) if tokenizer else None,
+        needs_tools=lambda e: prepare.needs_tools(e) or (kind == "sft" and "tool_calls" in e.ground_truth),
+        problem=lambda e: prepare.too_long(tokenizer, limit, e.prompt, e.tools) if tokenizer else None,
     )
-    with replaced_as_a_whole(Path(options.output_dir), ("test", "train")) as new:
+    with prepare.replaced_as_a_whole(Path(options.output_dir), ("test", "train")) as new:
         try:
             sizes = Sizes(options.max_samples, test_size)
             rows, dropped = write_split(examples, new, form, sizes, options.seed)
@@ -170,7 +154,7 @@ def main() -> None:
     options = parse(sys.argv[1:])
     with errors_in_one_line(DataError):
         manifest = convert(options)
-    print(f"{manifest['kind']} rows in {options.output_dir}: {describe(manifest)}")
+    print(f"{manifest['kind']} rows in {options.output_dir}: {prepare.describe(manifest)}")
     print(f"next: {NEXT[manifest['kind']]}{(Path(options.output_dir) / 'train.parquet').resolve()}")
 
 

@@ -163,9 +163,6 @@ def _reply(name: str, value) -> tuple[str, list[dict]]:
     return turns[-1]["content"], turns[:-1]
 
 
-# ---- messages
-
-
 def _turns(value) -> list[dict]:
     """OpenAI messages from OpenAI or ShareGPT ones, or from JSON text of them."""
     value = _parsed(value)
@@ -250,9 +247,6 @@ def split_thinking(content: str) -> tuple[str, str]:
     return head.lstrip().removeprefix("<think>").strip(), rest.lstrip("\n")
 
 
-# ---- tools
-
-
 def tool_schemas(value) -> list[dict] | None:
     """OpenAI tool schemas from one tool or a list, or JSON text of it, with or without ``function`` around; None for
     none. Types get their JSON Schema names, ``parameters`` becomes an object with ``properties``."""
@@ -299,9 +293,6 @@ def _type(named) -> str | None:
     name = named.split(",")[0].split("[")[0].strip() if isinstance(named, str) else ""  # "str, optional", "List[int]"
     name = TYPES.get(name, TYPES.get(name.lower(), name.lower()))
     return name if name in JSON_TYPES else None
-
-
-# ---- parts
 
 
 def _at(place: str, convert, value):

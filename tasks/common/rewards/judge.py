@@ -90,9 +90,7 @@ class Judge:
     JUDGE_URL: str = variable("", "base URL of an OpenAI-compatible API, such as http://localhost:8000/v1")
     JUDGE_MODEL: str = variable("", "name of the model there", lambda value: None if value.strip() else "is not set")
     JUDGE_CONCURRENCY: int = variable("16", "requests in flight, over all processes of this machine", _within(1, 1024))
-    JUDGE_TIMEOUT: float = variable(
-        "60", "seconds for one request, from connecting to its last byte", _within(0.01, 3600)
-    )
+    JUDGE_TIMEOUT: float = variable("60", "seconds for one request, connection to last byte", _within(0.01, 3600))
     JUDGE_RETRIES: int = variable("5", "further attempts after one that failed", _within(0, 100))
     JUDGE_SAMPLING: str = variable(
         '{"temperature": 0, "max_tokens": 512}', "further fields of the request, as JSON", _sampling
@@ -213,9 +211,6 @@ def score(question: str, response: str, reference: str = "", rubric: str = "") -
     return Judge.from_environment().score(question, response, reference, rubric)
 
 
-# ---- the prompt and the reply --------------------------------------------------------------------------------------
-
-
 def messages(question: str, response: str, reference: str = "", rubric: str = "") -> list[dict]:
     """The chat that asks for a score: the system message has the rubric, the user's message quotes the other texts.
 
@@ -259,9 +254,6 @@ def parse_score(text: str) -> float | None:
     if type(value) not in (int, float) or not 0 <= value <= 10 or value != int(value):
         return None
     return value / 10
-
-
-# ---- the request ---------------------------------------------------------------------------------------------------
 
 
 _tls = functools.cache(httpx.create_ssl_context)  # reading the certificates takes longer than a request
@@ -334,9 +326,6 @@ def _url_problem(url: str) -> str | None:
     if parsed.userinfo or parsed.query or parsed.fragment:
         return "must have no password, query or fragment; a key goes into JUDGE_API_KEY"
     return None
-
-
-# ---- on disk -------------------------------------------------------------------------------------------------------
 
 
 def _folder() -> Path:

@@ -132,9 +132,6 @@ def _call(value) -> dict:
     return {"name": value["name"], "arguments": arguments}
 
 
-# ---- JSON
-
-
 def strict_json(text: str):
     """The value of JSON text. Raises Malformed, also for NaN, Infinity, floats out of range, repeated keys, more than
     32 levels and anything after the value."""
@@ -155,9 +152,6 @@ def _decode(text: str, start: int):
     if deeper_than(value, MAX_DEPTH):
         raise Malformed(f"nested deeper than {MAX_DEPTH} levels")
     return value, end
-
-
-# ---- writing and comparing
 
 
 def render_calls(calls: list[dict]) -> str:
