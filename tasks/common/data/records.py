@@ -207,14 +207,17 @@ def _decode(text: str, start: int, place: str) -> tuple[dict, int]:
 def _csv(path: Path) -> Iterator[tuple[str, dict]]:
     csv.field_size_limit(LONGEST)
     with path.open(encoding="utf-8-sig", newline="") as file:
-        rows = csv.DictReader(file, strict=True)
-        header = rows.fieldnames or []
+        reader = csv.reader(file, strict=True)
+        rows = filter(None, reader)  # without empty lines
+        header = next(rows, [])
         if len(set(header)) < len(header) or "" in header:
             raise DataError(f"the header has an empty or repeated name: {', '.join(header)[:200]}")
         for index, row in enumerate(rows):
-            if None in row or None in row.values():  # DictReader's key for too many, its value for too few
-                raise DataError(f"row {index} (line {rows.line_num}): must have {len(header)} fields like the header")
-            yield f"row {index}", row
+            place = f"row {index}"
+            if len(row) != len(header):
+                where = f"{place} (line {reader.line_num})"
+                raise DataError(f"{where}: has {len(row)} fields, the header has {len(header)}")
+            yield place, dict(zip(header, row, strict=True))
 
 
 def _parquet(path: Path) -> Iterator[tuple[str, dict]]:
