@@ -182,7 +182,7 @@ def _lines(path: Path) -> Iterator[tuple[str, dict]]:
                 return
             if len(line) > LONGEST:
                 raise DataError(f"{place}: longer than {LONGEST >> 20} MiB")
-            if text := line.decode("utf-8-sig").strip():
+            if text := line.decode("utf-8-sig" if number == 1 else "utf-8").strip():
                 record, end = _decode(text, 0, place)
                 if end < len(text):
                     raise DataError(f"{place}: more after the object, from {text[end:].strip()[:20]!r}")

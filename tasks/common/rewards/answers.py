@@ -50,7 +50,7 @@ def last_answer(response: str) -> str | None:
 
 
 def variants(compute_score: Callable[..., dict]) -> tuple[str, ...]:
-    """The values of REWARD that a task's reward.py knows: its VARIANTS, the default first; empty if it has only one."""
+    """The values of REWARD in a task's reward.py: its VARIANTS, the default first; empty without variants."""
     return getattr(sys.modules[compute_score.__module__], "VARIANTS", ())
 
 

@@ -1,7 +1,7 @@
 """Any environment of reasoning-gym as a task: its questions as examples, its scorer as a reward.
 
-Scorers of reasoning-gym evaluate answers (``eval``, sympy's ``parse_expr``). They run in a sandbox
-(rewards/sandbox.py), and there those two are replaced by parsers that run no code. See docs/REASONING_GYM.md.
+Some scorers evaluate answers (``eval``, sympy's ``parse_expr``). They run in a sandbox (rewards/sandbox.py), where
+parsers that run no code replace these two. See docs/REASONING_GYM.md.
 """
 
 import ast

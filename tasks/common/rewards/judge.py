@@ -34,6 +34,7 @@ from tasks.common.text import one_line, printable
 RIGHT = 0.7  # the lowest score with acc 1; the prompt says that 7 of 10 is acceptable
 MAX_TEXT_CHARS = 20_000  # of each text in the prompt
 MAX_REPLY_BYTES = 1_000_000
+SAMPLING = '{"temperature": 0, "max_tokens": 512}'
 CACHE_BYTES = 2**28  # the oldest scores go first
 BACKOFF = 1.0  # seconds before the first retry; each further one doubles it
 MAX_BACKOFF = 60.0
@@ -92,9 +93,7 @@ class Judge:
     JUDGE_CONCURRENCY: int = variable("16", "requests in flight, over all processes of this machine", _within(1, 1024))
     JUDGE_TIMEOUT: float = variable("60", "seconds for one request, connection to last byte", _within(0.01, 3600))
     JUDGE_RETRIES: int = variable("5", "further attempts after one that failed", _within(0, 100))
-    JUDGE_SAMPLING: str = variable(
-        '{"temperature": 0, "max_tokens": 512}', "further fields of the request, as JSON", _sampling
-    )
+    JUDGE_SAMPLING: str = variable(SAMPLING, "further fields of the request, as JSON", _sampling)
     JUDGE_PRICE_IN: float = variable("0", "price of a million tokens of prompts", _within(0, 1e6))
     JUDGE_PRICE_OUT: float = variable("0", "price of a million tokens of replies", _within(0, 1e6))
 
@@ -120,8 +119,8 @@ class Judge:
         """
         if not _quoted(response).strip():
             return {"score": 0.0, "acc": 0.0, "format": 0.0}
-        body = {**json.loads(self.JUDGE_SAMPLING), "model": self.JUDGE_MODEL}
-        body["messages"] = messages(question, response, reference, rubric)
+        chat = messages(question, response, reference, rubric)
+        body = {**json.loads(self.JUDGE_SAMPLING), "model": self.JUDGE_MODEL, "messages": chat}
         cache = _cache(_folder())
         key = hashlib.blake2b(json.dumps(body, sort_keys=True).encode(), digest_size=16).hexdigest()
         score = cache.get(key)
@@ -197,9 +196,8 @@ class Judge:
         with path.with_suffix(".lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             counters = read_counters(path)
-            own = counters.setdefault(self.JUDGE_MODEL, {"since": time.strftime("%Y-%m-%d %H:%M")})
-            for name in COUNTERS:
-                own[name] = own.get(name, 0) + counts[name]
+            own = counters.get(self.JUDGE_MODEL, {"since": time.strftime("%Y-%m-%d %H:%M")})
+            counters[self.JUDGE_MODEL] = own | {name: own.get(name, 0) + counts[name] for name in COUNTERS}
             write_json(path, counters)
 
 
@@ -368,7 +366,7 @@ def read_counters(path: Path) -> dict[str, dict]:
 
 
 def summary() -> str:
-    """Requests so far and their cost: one line per model."""
+    """The requests so far and their cost, one line per model."""
     path = _folder() / "counters.json"
     lines = []
     for model, own in read_counters(path).items():
