@@ -222,7 +222,10 @@ REFUSED = {
     "chosen is the user's": ({"prompt": "hi", "chosen": HI, "rejected": "x"}, "`chosen`"),
     "chosen calls": ({"prompt": "hi", "chosen": CALLED, "rejected": "x"}, "`chosen`"),
     "pair without prompt": ({"chosen": "a", "rejected": "b"}, "no prompt"),
-    "pair after the assistant": ({"messages": [HI, YES], "chosen": "a", "rejected": "b"}, "must end with the user"),
+    "pair after the assistant": (
+        {"messages": [HI, YES], "chosen": "a", "rejected": "b"},
+        "no prompt that ends with the user",
+    ),
     "instruction is null": ({"instruction": None, "output": "x"}, "`instruction`"),
     "input is a list": ({"instruction": "hi", "input": [], "output": "x"}, "`input`"),
     "output is null": ({"instruction": "hi", "output": None}, "content must be text"),

@@ -105,7 +105,7 @@ def _conversation(record: dict, named: dict[str, str]) -> Conversation:
         worse, _ = _reply(rejected, record[rejected])
         messages = messages or before
         if not messages or messages[-1]["role"] not in ("user", "tool"):
-            problem = f"has {chosen} and {rejected} but no prompt; it must end with the user's turn"
+            problem = f"has {chosen} and {rejected} but no prompt that ends with the user's turn"
             raise DataError(f"{problem}; {_advice(record)}")
         return Conversation(messages, tools, chosen=better, rejected=worse)
     if not messages:

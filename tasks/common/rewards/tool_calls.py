@@ -54,7 +54,7 @@ def parse_response(response: str, think_opened: bool = False) -> Response:
 def split_thinking(response: str, think_opened: bool = False) -> tuple[str | None, str]:
     """The stripped text in ``<think>…</think>`` (None without tags) and what follows.
 
-    Raises Malformed unless the tags are absent, or there exactly once with nothing before them.
+    Raises Malformed unless there are no tags, or one pair of tags with nothing before it.
     """
     text = THINK + response if think_opened else response
     opened, closed = text.count(THINK), text.count(THINK_END)
