@@ -224,7 +224,7 @@ REFUSED = {
     "pair without prompt": ({"chosen": "a", "rejected": "b"}, "no prompt"),
     "pair after the assistant": (
         {"messages": [HI, YES], "chosen": "a", "rejected": "b"},
-        "no prompt that ends with the user",
+        "prompt that ends with the user",
     ),
     "instruction is null": ({"instruction": None, "output": "x"}, "`instruction`"),
     "input is a list": ({"instruction": "hi", "input": [], "output": "x"}, "`input`"),
