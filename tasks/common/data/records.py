@@ -132,10 +132,8 @@ def hub(name: str, config: str | None = None, split: str = "train") -> HubRecord
             config = None  # a folder without a card has no configs
         return HubRecords(datasets.load_dataset(name, config, split=split), name, config, split)
     except Exception as error:  # a dozen classes of datasets, huggingface_hub, fsspec and httpx
-        problem, unreachable = (
-            f"{type(error).__name__}: {one_line(str(error), 300)}",
-            isinstance(error, ConnectionError),
-        )
+        problem = f"{type(error).__name__}: {one_line(str(error), 300)}"
+        unreachable = isinstance(error, ConnectionError)
         if offline or (unreachable and not folder):
             what = "" if unreachable else f" ({problem})"
             raise HubUnreachable(f"{where}: the hub cannot be reached, and the cache has no copy{what}") from error
