@@ -39,7 +39,7 @@ def test_every_kind_of_table_is_read(tmp_path, kind):
         ("in.json", '[{"prompt": "a"}, {"prompt": 5}]', "row 2, column prompt: must be text or a chat"),
         ("in.json", '[{"prompt": [{"role": "user"}]}]', "each message needs a text content"),
         ("in.json", "[{", "cannot be read"),
-        ("in.jsonl", '{"prompt": "a"}\n{"pro', "line 2: is not JSON"),
+        ("in.jsonl", '{"prompt": "a"}\n{"pro', "line 2: is not one JSON object"),
         ("in.xlsx", "no zip", "cannot be read"),
     ],
 )

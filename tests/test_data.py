@@ -443,7 +443,7 @@ def test_source_that_ends_early_is_refused_and_leaves_no_false_manifest(folder, 
 
 
 def test_too_few_prompts_names_what_to_change(folder):
-    with pytest.raises(DataError, match=r"^SOURCE=toy: has only 20 .*TEST_SIZE=6, DEV_SIZE=4 .*TRAIN_SIZE=20[^\n]*$"):
+    with pytest.raises(DataError, match=r"^SOURCE=toy: has only 20 .*TEST_SIZE=6, DEV_SIZE=4, TRAIN_SIZE=20[^\n]*$"):
         prepare(settings_for(), {"toy": short})
 
 

@@ -541,7 +541,7 @@ def test_the_program_prints_the_counters(serve, tmp_path):
     judge.score("q", "a")
     judge.score("q", "a")
     shown.append(subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
-    assert shown[0].strip().endswith("judge/counters.json: no judge was asked yet")
+    assert shown[0].strip().endswith("judge/counters.json: no requests to a judge yet")
     assert re.fullmatch(
         r"model-x, since [-0-9: ]+: 2 calls, 1 scores from the cache, 1 retries, 0 failures, "
         r"1000 tokens in, 20 out, cost 0.0033\n",
@@ -553,7 +553,7 @@ def test_broken_counters_are_named(serve, tmp_path):
     serve()
     (tmp_path / "judge").mkdir()
     (tmp_path / "judge/counters.json").write_text("{")
-    with pytest.raises(JudgeError, match=r"judge/counters.json: is not what the judge's counters are kept in"):
+    with pytest.raises(JudgeError, match=r"judge/counters.json: is not a file of the judge's counters"):
         judge.score("q", "a")
 
 
@@ -563,8 +563,8 @@ def test_broken_counters_are_named(serve, tmp_path):
 @pytest.mark.parametrize(
     "variables, reason",
     [
-        ({"JUDGE_URL": ""}, "JUDGE_URL is not set"),
-        ({"JUDGE_MODEL": " "}, "JUDGE_MODEL is not set"),
+        ({"JUDGE_URL": ""}, "JUDGE_URL: is not set"),
+        ({"JUDGE_MODEL": " "}, "JUDGE_MODEL=: is not set"),
         ({"JUDGE_URL": "localhost:8000"}, "JUDGE_URL: must begin with http"),
         ({"JUDGE_URL": "ftp://host/v1"}, "JUDGE_URL: must begin with http"),
         ({"JUDGE_URL": "http://[::1"}, "JUDGE_URL: is no URL"),
@@ -576,9 +576,9 @@ def test_broken_counters_are_named(serve, tmp_path):
         ({"JUDGE_TIMEOUT": "nan"}, "JUDGE_TIMEOUT=nan"),
         ({"JUDGE_RETRIES": "-1"}, "JUDGE_RETRIES=-1: must be from 0"),
         ({"JUDGE_PRICE_IN": "-1"}, "JUDGE_PRICE_IN=-1: must be from 0"),
-        ({"JUDGE_SAMPLING": "{"}, "JUDGE_SAMPLING: must be a JSON object"),
-        ({"JUDGE_SAMPLING": "[]"}, "JUDGE_SAMPLING: must be a JSON object"),
-        ({"JUDGE_SAMPLING": '{"stream": true}'}, "JUDGE_SAMPLING: must be a JSON object without"),
+        ({"JUDGE_SAMPLING": "{"}, ": must be a JSON object without model"),
+        ({"JUDGE_SAMPLING": "[]"}, ": must be a JSON object without model"),
+        ({"JUDGE_SAMPLING": '{"stream": true}'}, ": must be a JSON object without model"),
     ],
 )
 def test_bad_settings_are_named_in_one_line(variables, reason):
@@ -638,7 +638,7 @@ def test_the_key_is_in_no_error_no_log_and_no_file(serve, tmp_path, caplog, answ
 def test_the_documentation_has_every_variable_with_its_default():
     text = (ROOT / "docs/JUDGE.md").read_text()
     for f in fields(Judge):
-        default = f"`{f.default:g}`" if isinstance(f.default, int | float) else f"`{f.default}`" if f.default else ""
+        default = f"`{f.metadata['default']}`" if f.metadata["default"] else ""
         assert f"| `{f.name}` | {default} |".replace("  ", " ") in text.replace("  ", " "), f.name
 
 

@@ -402,7 +402,7 @@ def test_sizes_of_a_generator(folder, changes, expected):
 
 @pytest.mark.parametrize("changes", [{"TEST_SIZE": 0}, {"TRAIN_SIZE": 0}, {"TEST_SIZE": 9, "MAX_SAMPLES": 9}])
 def test_generator_has_no_all(folder, changes):
-    with pytest.raises(DataError, match=r"^SOURCE=toy: makes as many[^\n]*set TEST_SIZE and TRAIN_SIZE$"):
+    with pytest.raises(DataError, match=r"^SOURCE=toy: a generator needs a number[^\n]*set TEST_SIZE and TRAIN_SIZE$"):
         prepare(settings_for(**changes), {"toy": endless})
 
 

@@ -6,24 +6,15 @@ python -m tasks.common.data.convert INPUT OUTPUT_DIR [--kind rl|sft|dpo] [--prom
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator
-from dataclasses import fields
+from collections.abc import Iterator
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pyarrow as pa
 
+from tasks.common.data import prepare
 from tasks.common.data.formats import KINDS, Columns, Conversation, conversation
-from tasks.common.data.prepare import (
-    Example,
-    Examples,
-    describe,
-    load_tokenizer,
-    needs_tools,
-    prompt_text,
-    replaced_as_a_whole,
-    too_long,
-)
-from tasks.common.data.records import Records, load
+from tasks.common.data.records import load
 from tasks.common.data.rows import MESSAGES, TOOL_MESSAGES, DataError, encoded, rl_row, rl_schema, sft_schema
 from tasks.common.data.split import Form, Sizes, SplitError, write_split
 from tasks.common.files import write_json
@@ -31,69 +22,57 @@ from tasks.common.process import errors_in_one_line
 
 
 def dpo_schema(tools: bool = False, truncated: bool = False) -> pa.Schema:
-    """Of preference pairs, as TRL's DPOTrainer reads them: chosen and rejected are one assistant message each.
+    """Schema of preference pairs for TRL's DPOTrainer: chosen and rejected are one assistant message each.
 
-    ``truncated``: with the column ``truncated``, the names of those that were cut at the length limit.
+    ``truncated``: add the column ``truncated``, the names of the answers that were cut at the length limit.
     """
-    own = [("tools", pa.string())] if tools else []
-    own += [("truncated", pa.list_(pa.string()))] if truncated else []
-    prompt = TOOL_MESSAGES if tools else MESSAGES
-    return pa.schema([("prompt", prompt), ("chosen", MESSAGES), ("rejected", MESSAGES), *own])
+    columns = {"prompt": TOOL_MESSAGES if tools else MESSAGES, "chosen": MESSAGES, "rejected": MESSAGES}
+    columns |= {"tools": pa.string()} if tools else {}
+    return pa.schema(columns | ({"truncated": pa.list_(pa.string())} if truncated else {}))
 
 
-# ---- from a conversation to (prompt, answer); the answer of an Example is its ground_truth
-
-
-def rl_example(found: Conversation) -> Example | None:
-    """The answer is what the reward gets: that of the record, else the last turn's text, or its calls if it has any."""
+def rl_example(found: Conversation) -> prepare.Example | None:
+    """The answer for the reward: that of the record, else the last turn's text, or its calls if it has any."""
     if found.answer is not None:
-        return Example(found.messages, found.answer, tools=found.tools)
-    *prompt, last = found.messages
-    if last["role"] != "assistant" or not prompt:
+        return prepare.Example(found.messages, found.answer, tools=found.tools)
+    if not (example := sft_example(found)):
         return None
-    calls = [call["function"] for call in last.get("tool_calls", [])]
-    return Example(prompt, calls or last["content"], tools=found.tools)
+    calls = [call["function"] for call in example.ground_truth.get("tool_calls", [])]
+    return replace(example, ground_truth=calls or example.ground_truth["content"])
 
 
-def sft_example(found: Conversation) -> Example | None:
+def sft_example(found: Conversation) -> prepare.Example | None:
     """The answer is the last message."""
     *prompt, last = found.messages
     if found.answer is not None:
         text = found.answer if isinstance(found.answer, str) else json.dumps(found.answer, ensure_ascii=False)
         prompt, last = found.messages, {"role": "assistant", "content": text}
-    if last["role"] != "assistant" or not prompt:
-        return None
-    return Example(prompt, last, tools=found.tools)
+    return prepare.Example(prompt, last, tools=found.tools) if last["role"] == "assistant" and prompt else None
 
 
-def dpo_example(found: Conversation) -> Example | None:
+def dpo_example(found: Conversation) -> prepare.Example | None:
     """The answer is the pair."""
     if found.chosen is None:
         raise DataError("has no chosen and rejected answers; name them with --chosen-column and --rejected-column")
     if found.chosen == found.rejected:
         return None
-    return Example(found.messages, {"chosen": found.chosen, "rejected": found.rejected}, tools=found.tools)
+    return prepare.Example(found.messages, {"chosen": found.chosen, "rejected": found.rejected}, tools=found.tools)
 
 
-# ---- rows
-
-
-def sft_line(example: Example, split: str, index: int) -> dict:
+def sft_line(example: prepare.Example, split: str, index: int) -> dict:
     return {"messages": encoded([*example.prompt, example.ground_truth]), **_tools(example)}
 
 
-def dpo_line(example: Example, split: str, index: int) -> dict:
-    texts = {name: example.ground_truth[name] for name in ("chosen", "rejected")}
-    answers = {name: [{"role": "assistant", "content": text}] for name, text in texts.items()}
-    cut = {name: example.ground_truth[name] for name in ("truncated",) if name in example.ground_truth}
+def dpo_line(example: prepare.Example, split: str, index: int) -> dict:
+    truth = example.ground_truth
+    answers = {name: [{"role": "assistant", "content": truth[name]}] for name in ("chosen", "rejected")}
+    cut = {"truncated": truth["truncated"]} if "truncated" in truth else {}
     return {"prompt": encoded(example.prompt), **answers, **cut, **_tools(example)}
 
 
-def _tools(example: Example) -> dict:
+def _tools(example: prepare.Example) -> dict:
     return {"tools": json.dumps(example.tools)} if example.tools else {}
 
-
-# ---- the command
 
 NEXT = {  # what to do with the training rows of each kind
     "rl": "make train TASK=… TRAIN_FILE=",
@@ -106,24 +85,32 @@ def convert(options: argparse.Namespace) -> dict:
     """Write the files and return the manifest. Raises DataError; OUTPUT_DIR is then unchanged."""
     parts = load(options.input)
     columns = Columns(**{field.name: getattr(options, f"{field.name}_column") for field in fields(Columns)})
-    kind = options.kind or _kind(parts[0], columns)
-    examples = Examples(parts, _converter(kind, columns))
-    tokenizer = load_tokenizer(options.tokenizer, "--tokenizer ") if options.tokenizer else None
+    kind = options.kind or next(parts[0].converted(lambda record: conversation(record, columns).kind))[1]
+    make = {"rl": rl_example, "sft": sft_example, "dpo": dpo_example}[kind]
+    tokenizer = prepare.load_tokenizer(options.tokenizer, "--tokenizer ") if options.tokenizer else None
     own_test = any(part.split == "test" for part in parts)
     test_size = options.test_size if options.test_size is not None else 0 if own_test else 0.05
     name = options.data_source or Path(options.input).stem
 
-    def rl_line(example: Example, split: str, index: int) -> dict:
+    def made(record: dict) -> Iterator[prepare.Example]:
+        found = conversation(record, columns)
+        if found.chosen is not None and kind != "dpo":
+            raise DataError(f"has chosen and rejected answers, which are no {kind} row; use --kind dpo")
+        return filter(None, [make(found)])
+
+    def rl_line(example: prepare.Example, split: str, index: int) -> dict:
         return rl_row(name, example.prompt, example.ground_truth, split, index, example.tools)
 
+    examples = prepare.Examples(parts, made)
+    limit = options.max_prompt_tokens
     form = Form(
-        identity=lambda e: (prompt_text(e), "" if kind == "rl" else json.dumps(e.ground_truth)),
+        identity=lambda e: (prepare.prompt_text(e), "" if kind == "rl" else json.dumps(e.ground_truth)),
         row={"rl": rl_line, "sft": sft_line, "dpo": dpo_line}[kind],
         schema={"rl": rl_schema, "sft": sft_schema, "dpo": dpo_schema}[kind],
-        needs_tools=lambda e: needs_tools(e) or (kind == "sft" and "tool_calls" in e.ground_truth),
-        problem=lambda e: too_long(tokenizer, options.max_prompt_tokens, e.prompt, e.tools) if tokenizer else None,
+        needs_tools=lambda e: prepare.needs_tools(e) or (kind == "sft" and "tool_calls" in e.ground_truth),
+        problem=lambda e: prepare.too_long(tokenizer, limit, e.prompt, e.tools) if tokenizer else None,
     )
-    with replaced_as_a_whole(Path(options.output_dir), ("test", "train")) as new:
+    with prepare.replaced_as_a_whole(Path(options.output_dir), ("test", "train")) as new:
         try:
             sizes = Sizes(options.max_samples, test_size)
             rows, dropped = write_split(examples, new, form, sizes, options.seed)
@@ -136,41 +123,6 @@ def convert(options: argparse.Namespace) -> dict:
     return manifest
 
 
-def _kind(records: Records, columns: Columns) -> str:
-    """The kind of the first record."""
-    place, record = next(records.located())
-    try:
-        return conversation(record, columns).kind
-    except DataError as error:
-        raise DataError(f"{place}: {error}") from error
-
-
-def _converter(kind: str, columns: Columns) -> Callable[[dict], Iterator[Example]]:
-    make = {"rl": rl_example, "sft": sft_example, "dpo": dpo_example}[kind]
-
-    def examples(record: dict) -> Iterator[Example]:
-        found = conversation(record, columns)
-        if found.chosen is not None and kind != "dpo":
-            raise DataError(f"has chosen and rejected answers, which are no {kind} row; use --kind dpo")
-        if example := make(found):
-            yield example
-
-    return examples
-
-
-def _count(text: str) -> int:
-    if (value := int(text)) < 0:
-        raise ValueError
-    return value
-
-
-def _size(text: str) -> float:
-    value = float(text)
-    if not (0 <= value < 1 or (1 <= value < 1e15 and value == int(value))):  # false for NaN
-        raise ValueError
-    return value
-
-
 def parse(arguments: list[str]) -> argparse.Namespace:
     """Options from a command line; exits with a message when they are wrong."""
     parser = argparse.ArgumentParser(prog="json_to_parquet", description=__doc__.splitlines()[0], allow_abbrev=False)
@@ -179,17 +131,19 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--kind", choices=KINDS, help="kind of rows to write (default: that of the first record)")
     for field in fields(Columns):
         parser.add_argument(f"--{field.name}-column", metavar="NAME", help="use this column instead of recognizing it")
-    parser.add_argument(
-        "--test-size",
-        type=_size,
-        help="test rows: a count, or a share below 1 (default 0.05; 0, the default with a test file: all of it)",
-    )
-    parser.add_argument("--max-samples", type=_count, default=0, help="largest number of rows to use; 0: all")
-    parser.add_argument("--seed", type=_count, default=42, help="seed of the split (default 42)")
+    sizes = "test rows: a count, or a share below 1 (default 0.05; 0, the default with a test file: all of it)"
+    parser.add_argument("--test-size", type=float, help=sizes)
+    parser.add_argument("--max-samples", type=int, default=0, help="largest number of rows to use; 0: all")
+    parser.add_argument("--seed", type=int, default=42, help="seed of the split (default 42)")
     parser.add_argument("--tokenizer", metavar="MODEL", help="hub id or folder of the model that measures prompts")
-    parser.add_argument("--max-prompt-tokens", type=_count, metavar="N", help="drop longer prompts")
+    parser.add_argument("--max-prompt-tokens", type=int, metavar="N", help="drop longer prompts")
     parser.add_argument("--data-source", metavar="NAME", help="data_source of RL rows (default: the file's name)")
     options = parser.parse_args(arguments)
+    size = options.test_size or 0
+    if not (0 <= size < 1 or (size >= 1 and size.is_integer())):  # false for NaN
+        parser.error("--test-size must be a count, or a share below 1")
+    if min(options.max_samples, options.max_prompt_tokens or 0) < 0:
+        parser.error("--max-samples and --max-prompt-tokens must be 0 or more")
     if bool(options.tokenizer) != bool(options.max_prompt_tokens):
         parser.error("--tokenizer and --max-prompt-tokens go together")
     return options
@@ -200,7 +154,7 @@ def main() -> None:
     options = parse(sys.argv[1:])
     with errors_in_one_line(DataError):
         manifest = convert(options)
-    print(f"{manifest['kind']} rows in {options.output_dir}: {describe(manifest)}")
+    print(f"{manifest['kind']} rows in {options.output_dir}: {prepare.describe(manifest)}")
     print(f"next: {NEXT[manifest['kind']]}{(Path(options.output_dir) / 'train.parquet').resolve()}")
 
 

@@ -1,16 +1,18 @@
 """Records of common data-set formats as OpenAI messages and tools.
 
 Recognised: OpenAI ``messages`` (text or typed parts, tool calls), ShareGPT ``conversations``, Alpaca, plain prompt and
-answer, and prompt, chosen and rejected. Nothing is guessed within a form: what does not fit it is a DataError.
+answer, and prompt, chosen and rejected. A record that does not fit its form raises DataError.
 """
 
 import json
-import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from itertools import chain, cycle
 
-from tasks.common.data.rows import DataError
+from tasks.common.data.rows import DataError, chat
 from tasks.common.strict_json import no_constant
+from tasks.common.text import one_line
 
+WHOLE = ("messages", "conversations", "conversation")
 PROMPTS = ("prompt", "question", "query", "problem", "instruction", "input")
 ANSWERS = ("answer", "response", "completion", "output", "solution", "target", "ground_truth")
 KINDS = ("rl", "sft", "dpo")
@@ -21,7 +23,7 @@ ROLES = {
     "tool": ("tool", "observation", "function", "function_response", "tool_response"),
 }
 ROLE_OF = {name: role for role, names in ROLES.items() for name in names}
-# Names of types in Python and in BFCL, and what JSON Schema calls them.
+# From the type names of Python and BFCL to those of JSON Schema.
 TYPES = {"dict": "object", "str": "string", "int": "integer", "float": "number", "double": "number", "bool": "boolean"}
 TYPES |= {"list": "array", "tuple": "array", "set": "array", "NoneType": "null", "None": "null"}
 JSON_TYPES = ("object", "string", "integer", "number", "boolean", "array", "null")
@@ -42,11 +44,11 @@ class Columns:
 
 @dataclass(frozen=True)
 class Conversation:
-    """One record. ``messages`` are OpenAI messages: the whole conversation, or the prompt when there is an answer.
+    """One record. ``messages``: OpenAI messages, the whole conversation, or the prompt when there is an answer.
 
-    ``content`` is text, "" beside tool calls; ``tool_calls[i]["function"]["arguments"]`` is an object. Reasoning stands
-    as ``<think>…</think>`` before the content (``split_thinking`` takes it off). ``tools`` are OpenAI tool schemas.
-    ``answer`` is text or any JSON value, ``chosen`` and ``rejected`` are text.
+    ``content`` is text, "" beside tool calls; ``tool_calls[i]["function"]["arguments"]`` is an object. Reasoning comes
+    before the content as ``<think>…</think>`` (``split_thinking`` removes it). ``tools``: OpenAI tool schemas.
+    ``answer``: text or any JSON value. ``chosen`` and ``rejected``: text.
     """
 
     messages: list[dict]
@@ -57,110 +59,81 @@ class Conversation:
 
     @property
     def kind(self) -> str:
-        """What the record is made for: "dpo", "rl" (a prompt and its answer) or "sft" (a conversation)."""
+        """ "dpo" (chosen and rejected), "rl" (a prompt and its answer) or "sft" (a conversation)."""
         if self.chosen is not None:
             return "dpo"
         return "rl" if self.answer is not None else "sft"
 
 
 def conversation(record: dict, columns: Columns | None = None) -> Conversation:
-    """``record`` in the form that is recognized, or that ``columns`` names. Raises DataError with the mismatch;
-    the reader of the file knows the row (``prepare.Examples`` puts it before)."""
-    columns = columns or Columns()
-    for name in (getattr(columns, field.name) for field in fields(Columns)):
-        if name is not None and name not in record:
-            raise DataError(f"has no column `{name}`; it has {_names(record)}")
+    """``record`` in the form that is recognized, or that ``columns`` names. Raises DataError without the row's place,
+    which the caller puts before it (``Records.converted``)."""
+    named = {name: column for name, column in vars(columns or Columns()).items() if column is not None}
+    for column in named.values():
+        if column not in record:
+            raise DataError(f"has no column `{column}`; it has {_names(record)}")
     try:
-        return _conversation(record, columns)
+        return _conversation(record, named)
     except RecursionError as error:
         raise DataError("is nested too deeply") from error
 
 
-def _conversation(record: dict, columns: Columns) -> Conversation:
-    tools_column = columns.tools or "tools"
-    tools = _at(tools_column, tool_schemas, record.get(tools_column))
-    chosen_column, rejected_column = columns.chosen or "chosen", columns.rejected or "rejected"
-    messages = _messages(record, columns)
-    if chosen_column in record and rejected_column in record and not columns.answer:
-        chosen, before = _reply(chosen_column, record[chosen_column])
-        rejected, _ = _reply(rejected_column, record[rejected_column])
-        messages = messages or before
-        if not messages:
-            raise DataError(f"has {chosen_column} and {rejected_column} but no prompt; {_advice(record)}")
-        if messages[-1]["role"] not in ("user", "tool"):
-            raise DataError("the prompt of chosen and rejected must end with the user's turn")
-        return Conversation(messages, tools, chosen=chosen, rejected=rejected)
-    if not messages:
-        raise DataError(f"is of no known form; {_advice(record)}")
-    answer = columns.answer
-    if answer is None and messages[-1]["role"] != "assistant":
-        used = columns.prompt or _prompt_column(record)
-        answer = next((name for name in ANSWERS if name in record and name != used), None)
-    if answer is None:
-        if len(messages) == 1 and not _whole_column(record, columns):
-            raise DataError(f"has a prompt but no answer; {_advice(record)}")
-        return Conversation(messages, tools)
-    if messages[-1]["role"] == "assistant":
-        raise DataError(f"the conversation ends with the assistant's turn, and column `{answer}` is an answer too")
-    if _is_alpaca(record, columns):
-        return Conversation([*messages, _message({"role": "assistant", "content": record[answer]})], tools)
-    return Conversation(messages, tools, answer=_at(answer, _answer, record[answer]))
-
-
-def _messages(record: dict, columns: Columns) -> list[dict]:
-    """The messages in any form, the system message first; [] if there are none."""
-    system_column = columns.system or "system"
-    system = record.get(system_column)
-    if system is not None and not isinstance(system, str):
-        raise DataError(f"column `{system_column}` must be text")
-    whole = _whole_column(record, columns)
-    prompt = columns.prompt or _prompt_column(record)
-    if whole:
-        messages = _at(whole, _turns, record[whole])
-    elif _is_alpaca(record, columns):
+def _conversation(record: dict, named: dict[str, str]) -> Conversation:
+    """``named``: the columns that the caller names, by their field in Columns."""
+    tools_column, chosen, rejected = (named.get(name, name) for name in ("tools", "chosen", "rejected"))
+    tools = _at(f"column `{tools_column}`", tool_schemas, record.get(tools_column))
+    prompt = named.get("prompt") or next((name for name in PROMPTS if name in record), None)
+    whole = named.get("messages")
+    if not named.keys() & {"messages", "prompt"}:
+        whole = next((name for name in WHOLE if record.get(name) is not None), None)
+    alpaca = record.keys() >= {"instruction", "output"} and "messages" not in record
+    alpaca = alpaca and not named.keys() & {"messages", "prompt", "answer"}
+    messages = []
+    if whole or (prompt and not alpaca and isinstance(record[prompt], list)):
+        messages = _at(f"column `{whole or prompt}`", _turns, record[whole or prompt])
+    elif alpaca:
         messages = _alpaca(record)
     elif prompt:
-        value = record[prompt]
-        listed = isinstance(value, list)
-        messages = _at(prompt, _turns, value) if listed else [{"role": "user", "content": _text(prompt, value)}]
-    else:
-        return []
-    if system and messages[0]["role"] != "system":
+        messages = chat(_text(prompt, record[prompt]))
+    system = record.get(named.get("system", "system"))
+    if system is not None and not isinstance(system, str):
+        raise DataError(f"column `{named.get('system', 'system')}` must be text")
+    if system and messages and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system}, *messages]
-    return messages
-
-
-def _whole_column(record: dict, columns: Columns) -> str | None:
-    """The column that has messages, if one has."""
-    if columns.messages or columns.prompt:
-        return columns.messages
-    return next((name for name in ("messages", "conversations", "conversation") if record.get(name) is not None), None)
-
-
-def _prompt_column(record: dict) -> str | None:
-    """The column that is the prompt, if one is."""
-    return next((name for name in PROMPTS if name in record), None)
-
-
-def _is_alpaca(record: dict, columns: Columns) -> bool:
-    own = columns.prompt or columns.answer or columns.messages
-    return not own and "instruction" in record and "output" in record and "messages" not in record
+    if chosen in record and rejected in record and "answer" not in named:
+        better, before = _reply(chosen, record[chosen])
+        worse, _ = _reply(rejected, record[rejected])
+        messages = messages or before
+        if not messages or messages[-1]["role"] not in ("user", "tool"):
+            problem = f"has {chosen} and {rejected} but no prompt that ends with the user's turn"
+            raise DataError(f"{problem}; {_advice(record)}")
+        return Conversation(messages, tools, chosen=better, rejected=worse)
+    if not messages:
+        raise DataError(f"is of no known form; {_advice(record)}")
+    answered, answer = messages[-1]["role"] == "assistant", named.get("answer")
+    if not answered:
+        answer = answer or next((name for name in ANSWERS if name in record and name != prompt), None)
+    if answer is None:
+        if len(messages) == 1 and not whole:
+            raise DataError(f"has a prompt but no answer; {_advice(record)}")
+        return Conversation(messages, tools)
+    if answered:
+        raise DataError(f"the conversation ends with the assistant's turn, and column `{answer}` is an answer too")
+    if alpaca:
+        return Conversation([*messages, _message({"role": "assistant", "content": record[answer]})], tools)
+    return Conversation(messages, tools, answer=_at(f"column `{answer}`", _answer, record[answer]))
 
 
 def _alpaca(record: dict) -> list[dict]:
-    """https://github.com/tatsu-lab/stanford_alpaca; ``history`` as LLaMA-Factory has it: pairs of texts."""
-    messages = []
-    history = record.get("history") or []
-    for pair in history if isinstance(history, list) else [None]:
-        if not isinstance(pair, list) or len(pair) != 2:
-            raise DataError("column `history` must be a list of [instruction, output]")
-        turns = [{"role": role, "content": text} for role, text in zip(("user", "assistant"), pair, strict=True)]
-        messages += map(_message, turns)
-    context = record.get("input")
+    """https://github.com/tatsu-lab/stanford_alpaca; ``history`` as in LLaMA-Factory: pairs of texts."""
+    history, context = record.get("history") or [], record.get("input")
+    if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
+        raise DataError("column `history` must be a list of [instruction, output]")
     if context is not None and not isinstance(context, str):
         raise DataError("column `input` must be text")
+    turns = zip(cycle(("user", "assistant")), chain.from_iterable(history), strict=False)
     content = "\n".join(filter(None, [_text("instruction", record["instruction"]), context]))
-    return [*messages, {"role": "user", "content": content}]
+    return [*(_message({"role": role, "content": text}) for role, text in turns), *chat(content)]
 
 
 def _text(name: str, value) -> str:
@@ -173,8 +146,6 @@ def _answer(value):
     """A ground truth: text, or a JSON value."""
     if value is None or (isinstance(value, str) and not value.strip()):
         raise DataError(f"must be an answer, is {_shown(value)}")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise DataError(f"must be an answer, is {value}")
     try:
         json.dumps(value, allow_nan=False)
     except (TypeError, ValueError) as error:
@@ -186,13 +157,10 @@ def _reply(name: str, value) -> tuple[str, list[dict]]:
     """Text of a chosen or rejected answer, and the messages before it if ``value`` has them."""
     if isinstance(value, str):
         return _text(name, value), []
-    turns = _at(name, _turns, value if isinstance(value, list) else [value])
+    turns = _at(f"column `{name}`", _turns, value if isinstance(value, list) else [value])
     if turns[-1]["role"] != "assistant" or not turns[-1]["content"] or turns[-1].get("tool_calls"):
         raise DataError(f"column `{name}` must be an answer in text of the assistant")
     return turns[-1]["content"], turns[:-1]
-
-
-# ---- messages
 
 
 def _turns(value) -> list[dict]:
@@ -200,12 +168,7 @@ def _turns(value) -> list[dict]:
     value = _parsed(value)
     if not isinstance(value, list) or not value:
         raise DataError(f"must be a non-empty list of messages, is {_shown(value)}")
-    messages = []
-    for index, turn in enumerate(value):
-        try:
-            messages.append(_message(turn))
-        except DataError as error:
-            raise DataError(f"message {index}: {error}") from error
+    messages = [_at(f"message {index}", _message, turn) for index, turn in enumerate(value)]
     if any(message["role"] == "system" for message in messages[1:]):
         raise DataError("has a system message after the first")
     return messages
@@ -220,10 +183,8 @@ def _message(turn) -> dict:
     if role in ("function_call", "tool_call"):
         return {"role": "assistant", "content": "", "tool_calls": _calls(content)}
     name, role = turn.get("name"), ROLE_OF[role]
-    calls = turn.get("tool_calls")
-    calls = _calls(calls) if calls else []
-    if turn.get("function_call"):  # OpenAI's form before tool_calls
-        calls += _calls(turn["function_call"])
+    keys = ("tool_calls", "function_call")  # the second is OpenAI's older form
+    calls = [call for key in keys if turn.get(key) for call in _calls(turn[key])]
     thinking = [text for key in ("reasoning_content", "reasoning") if isinstance(text := turn.get(key), str) and text]
     typed = isinstance(content, list) and all(isinstance(part, dict) and "type" in part for part in content)
     if role == "tool" and content is not None and not isinstance(content, str) and not typed:
@@ -236,22 +197,16 @@ def _message(turn) -> dict:
         raise DataError(f"content must be text, is {_shown(content)}")
     if (calls or thinking) and role != "assistant":
         raise DataError(f"only the assistant reasons and calls tools, not {role}")
-    if role == "user" and not content.strip():
-        raise DataError("the user says nothing")
-    if role == "assistant" and not content.strip() and not calls:
-        raise DataError("the assistant says nothing and calls nothing")
+    if role in ("user", "assistant") and not content.strip() and not calls:
+        raise DataError(f"the {role} says nothing")
     if thinking:
         content = "\n\n".join(filter(None, [f"<think>\n{''.join(thinking).strip()}\n</think>", content]))
-    message = {"role": role, "content": content}
-    if calls:
-        message["tool_calls"] = calls
-    if role == "tool" and isinstance(name, str) and name:
-        message["name"] = name
-    return message
+    named = {"name": name} if role == "tool" and isinstance(name, str) and name else {}
+    return {"role": role, "content": content} | ({"tool_calls": calls} if calls else {}) | named
 
 
 def _parts(parts: list, thinking: list[str], calls: list[dict]) -> str:
-    """Text of typed content parts; what they reason and call goes to ``thinking`` and ``calls``."""
+    """Text of typed content parts. Reasoning is appended to ``thinking``, tool calls to ``calls``."""
     texts = []
     for part in parts:
         if not isinstance(part, dict):
@@ -272,13 +227,8 @@ def _parts(parts: list, thinking: list[str], calls: list[dict]) -> str:
 
 def _calls(value) -> list[dict]:
     """OpenAI tool calls from one call or a list, each as object or JSON text, with or without ``function`` around."""
-    value = _parsed(value)
     calls = []
-    for call in value if isinstance(value, list) else [value]:
-        call = _parsed(call)
-        function = call.get("function", call) if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
-            raise DataError(f"a tool call must be an object with name and arguments, is {_shown(call)}")
+    for function in (_function("tool call", call) for call in _listed(value)):
         given = function.get("arguments", function.get("parameters"))
         arguments = _parsed(given) if given not in (None, "") else {}
         if not isinstance(arguments, dict):
@@ -290,34 +240,21 @@ def _calls(value) -> list[dict]:
 
 
 def split_thinking(content: str) -> tuple[str, str]:
-    """``<think>…</think>`` at the start of an assistant's content, without the tags, and the rest; ("", content) if it
-    has none."""
+    """The text of ``<think>…</think>`` at the start of an assistant's content, and the rest; ("", content) without."""
     head, closed, rest = content.partition("</think>")
     if not closed or not head.lstrip().startswith("<think>"):
         return "", content
     return head.lstrip().removeprefix("<think>").strip(), rest.lstrip("\n")
 
 
-# ---- tools
-
-
 def tool_schemas(value) -> list[dict] | None:
-    """OpenAI tool schemas from a list of tools or JSON text of one, with or without ``function`` around; None for none.
-
-    Types get their JSON Schema names, ``parameters`` becomes an object with ``properties``.
-    """
-    value = _parsed(value) if value not in (None, "") else []
-    if isinstance(value, dict):
-        value = [value]
-    if not isinstance(value, list):
-        raise DataError(f"must be a list of tools, is {_shown(value)}")
-    return [_tool(_parsed(tool)) for tool in value] or None
+    """OpenAI tool schemas from one tool or a list, or JSON text of it, with or without ``function`` around; None for
+    none. Types get their JSON Schema names, ``parameters`` becomes an object with ``properties``."""
+    return [_tool(tool) for tool in _listed(value)] or None if value not in (None, "") else None
 
 
 def _tool(tool) -> dict:
-    function = tool.get("function", tool) if isinstance(tool, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
-        raise DataError(f"a tool must be an object with a name, is {_shown(tool)}")
+    function = _function("tool", tool)
     parameters = _parsed(function.get("parameters", function.get("input_schema"))) or {}
     if not isinstance(parameters, dict):
         raise DataError(f"parameters of {function['name']} must be an object, are {_shown(parameters)}")
@@ -327,20 +264,21 @@ def _tool(tool) -> dict:
         parameters = {"type": "object", "properties": properties}
     if "required" not in parameters and isinstance(function.get("required"), list):
         parameters = {**parameters, "required": function["required"]}
-    parameters = {"type": "object", **_schema(parameters)}
     description = function.get("description")
     described = {"name": function["name"], "description": description if isinstance(description, str) else ""}
-    return {"type": "function", "function": {**described, "parameters": parameters}}
+    return {"type": "function", "function": {**described, "parameters": {"type": "object", **_schema(parameters)}}}
 
 
 def _schema(schema):
-    """``schema`` with JSON Schema's names of types, all the way down."""
+    """``schema`` with JSON Schema's names of types, at every level."""
     if not isinstance(schema, dict):
         return schema
     # A parquet file fills the keys that some other row has with null.
     schema = {key: value for key, value in schema.items() if value is not None or key in ("default", "const")}
     if "type" in schema:
-        schema |= _types(schema.pop("type"))
+        named = schema.pop("type")
+        known = [name for each in (named if isinstance(named, list) else [named]) if (name := _type(each))]
+        schema |= {"type": known if isinstance(named, list) else known[0]} if known else {}
     if isinstance(schema.get("properties"), dict):
         properties = schema["properties"].items()
         schema["properties"] = {name: _schema(value) for name, value in properties if value is not None}
@@ -350,26 +288,32 @@ def _schema(schema):
     return schema
 
 
-def _types(named) -> dict:
-    """``{"type": …}`` of a type's name or names; {} (all types) for a name that JSON Schema lacks ("any")."""
-    if isinstance(named, list):
-        known = [types["type"] for name in named if (types := _types(name))]
-        return {"type": known} if known else {}
-    if not isinstance(named, str):
-        return {}
-    name = named.split(",")[0].split("[")[0].strip()  # "str, optional", "List[int]"
+def _type(named) -> str | None:
+    """JSON Schema's name of a type; None (any type) for a name that it lacks, such as "any"."""
+    name = named.split(",")[0].split("[")[0].strip() if isinstance(named, str) else ""  # "str, optional", "List[int]"
     name = TYPES.get(name, TYPES.get(name.lower(), name.lower()))
-    return {"type": name} if name in JSON_TYPES else {}
+    return name if name in JSON_TYPES else None
 
 
-# ---- parts
-
-
-def _at(column: str, convert, value):
+def _at(place: str, convert, value):
     try:
         return convert(value)
     except DataError as error:
-        raise DataError(f"column `{column}`: {error}") from error
+        raise DataError(f"{place}: {error}") from error
+
+
+def _function(what: str, value) -> dict:
+    """The object with a name that ``value`` is or has under ``function``; ``value`` may be JSON text."""
+    value = _parsed(value)
+    function = value.get("function", value) if isinstance(value, dict) else None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise DataError(f"a {what} must be an object with a name, is {_shown(value)}")
+    return function
+
+
+def _listed(value) -> list:
+    value = _parsed(value)
+    return value if isinstance(value, list) else [value]
 
 
 def _parsed(value):
@@ -384,8 +328,7 @@ def _parsed(value):
 
 def _shown(value) -> str:
     """``value`` for a message: short, on one line."""
-    shown = repr(value[:80] if isinstance(value, str | list) else value)[:80]
-    return "null" if value is None else " ".join(shown.split())
+    return "null" if value is None else one_line(repr(value[:80] if isinstance(value, str | list) else value)[:200], 80)
 
 
 def _names(record: dict) -> str:

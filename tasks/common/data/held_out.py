@@ -1,4 +1,4 @@
-"""Whether a file of training rows holds problems that validation or the final evaluation asks."""
+"""Refuse a training file with problems of the dev or the test set."""
 
 import hashlib
 import json
@@ -11,15 +11,15 @@ HELD_OUT = ("dev", "test")  # files of the data folder
 
 
 def _digests(row: dict) -> Iterator[bytes]:
-    """Of the row's prompt and tools, and of its key if it has one: a file of another source has none."""
+    """Of the row's prompt and tools, and of its key, which rows of another source lack."""
     texts = [json.dumps([decoded(row["prompt"]), tools_of(row)], sort_keys=True), row["extra_info"].get("key")]
     return (hashlib.blake2b(text.encode(), digest_size=16).digest() for text in texts if text)
 
 
 def check_disjoint(train_file: Path, held_out: Iterable[Path]) -> None:
-    """Raise DataError when rows of ``train_file`` pose a problem of the ``held_out`` files. Each file is read once.
+    """Raise DataError when rows of ``train_file`` pose a problem of the ``held_out`` files.
 
-    Memory: 32 bytes for each held-out row.
+    Reads each file once. Memory: 32 bytes per held-out row.
     """
     where = {digest: path.name for path in held_out for row in read_rows(path) for digest in _digests(row)}
     found: dict[str, int] = {}
@@ -28,4 +28,4 @@ def check_disjoint(train_file: Path, held_out: Iterable[Path]) -> None:
             found[name] = found.get(name, 0) + 1
     if found:
         counts = " and ".join(f"{count} of its prompts are in {name}" for name, count in sorted(found.items()))
-        raise DataError(f"TRAIN_FILE={train_file}: {counts}; leave them out, for results would not count")
+        raise DataError(f"TRAIN_FILE={train_file}: {counts}; remove them: results on these prompts would be invalid")

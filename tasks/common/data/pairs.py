@@ -1,4 +1,4 @@
-"""Preference pairs for DPO: read from a file of any form, as the token ids of prompt and answers; what is held out."""
+"""Preference pairs for DPO: read from a file of any form, turned into token ids, and split off for validation."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -23,7 +23,7 @@ MOST_HELD_OUT = 256  # pairs: the accuracy is then known to 6 points (95 %)
 
 @dataclass(frozen=True)
 class TokenPair:
-    """A pair as token ids (int32, one dimension), each answer with what ends a turn unless it was cut off."""
+    """A pair as token ids (int32, one dimension); each answer has its end-of-turn tokens unless it was cut off."""
 
     prompt: np.ndarray
     chosen: np.ndarray
@@ -35,21 +35,14 @@ class TokenPair:
 
 
 def read_pairs(path: Path | str) -> Iterator[tuple[str, Example | None]]:
-    """Each row of ``path`` with its place, as an Example whose ground_truth is ``{"chosen", "rejected"}``, both text;
-    None where the two are the same. ``truncated`` in it names those that were cut at the length limit, if there are.
+    """Each row of ``path`` with its place, as an Example whose ground_truth is ``{"chosen", "rejected"}``, both text,
+    and perhaps ``truncated``, the names of those cut at the length limit. None where the two answers are the same.
 
-    ``path`` is a parquet of our own (``dpo_schema``), or a file in any form that formats.py knows. Raises DataError
-    that names file and row.
+    ``path``: a parquet file of ours (``dpo_schema``), or any form that formats.py knows. DataError names file and row.
     """
     records = Records(path)
-    # Of our own file the tools are taken as they are: formats.py would bring them to its form, and a prompt must be
-    # what the policy was sampled on.
-    pair = _own_pair if _is_own(records.path) else lambda record: dpo_example(conversation(record))
-    for place, record in records.located():
-        try:
-            yield place, pair(record)
-        except DataError as error:
-            raise DataError(f"{place}: {error}") from error
+    # The tools of our own file stay as they are: a prompt must be the one that the policy was sampled on.
+    return records.converted(_own_pair if _is_own(records.path) else lambda record: dpo_example(conversation(record)))
 
 
 def _is_own(path: Path) -> bool:
@@ -63,26 +56,26 @@ def _is_own(path: Path) -> bool:
 
 
 def _own_pair(record: dict) -> Example | None:
-    for name in ("prompt", "chosen", "rejected"):
+    for name in ("prompt", *ANSWERS):
         if problem := messages_problem(record[name]):
             raise DataError(f"column {name}: {problem}")
-    answers = {name: record[name][-1]["content"] for name in ANSWERS}
-    if any(len(record[name]) > 1 or record[name][0]["role"] != "assistant" for name in answers):
+    if any(len(record[name]) > 1 or record[name][0]["role"] != "assistant" for name in ANSWERS):
         raise DataError("columns chosen and rejected: must be one message of the assistant each")
     try:
         tools = tools_of(record)
     except ValueError as error:
         raise DataError(f"column tools: is not JSON ({error})") from error
-    same = answers["chosen"] == answers["rejected"]
+    truth = {name: record[name][0]["content"] for name in ANSWERS}
+    if truth["chosen"] == truth["rejected"]:
+        return None
     cut = {"truncated": record["truncated"]} if record.get("truncated") else {}
-    return None if same else Example(decoded(record["prompt"]), answers | cut, tools=tools)
+    return Example(decoded(record["prompt"]), truth | cut, tools=tools)
 
 
 def token_pairs(path: Path | str, tokenizer, limit: int) -> tuple[list[TokenPair], Counter]:
     """The pairs of ``path`` with at most ``limit`` tokens, rendered as in evaluation, RL and SFT (chat_template.py).
 
-    Also how many rows are left out, by reason: same_answers, refused_by_chat_template, empty_answer, too_long. Raises
-    DataError as ``read_pairs``.
+    Also counts of dropped rows by reason: same_answers, refused_by_chat_template, empty_answer, too_long.
     """
     kept: list[TokenPair] = []
     left_out: Counter = Counter()

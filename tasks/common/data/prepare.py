@@ -1,4 +1,4 @@
-"""`make data`: turn a task's examples into train, test and SFT parquet files with a manifest beside them."""
+"""`make data`: a task's examples as train, dev, test and SFT parquet files, with a manifest."""
 
 import hashlib
 import json
@@ -12,7 +12,6 @@ from pathlib import Path
 
 from tasks.common.data.records import HubRecords, HubUnreachable, Records, load
 from tasks.common.data.rows import (
-    BATCH_ROWS,
     DataError,
     chat,
     messages_problem,
@@ -22,23 +21,24 @@ from tasks.common.data.rows import (
     sft_schema,
     write_parquet,
 )
-from tasks.common.data.split import Form, Sizes, SplitError, write_split
+from tasks.common.data.split import Form, Sizes, SplitError, write_sides, write_split
 from tasks.common.files import write_json
 from tasks.common.models.chat_template import prompt_ids
 from tasks.common.models.find import resolve_model
 from tasks.common.models.merge import base_model
 from tasks.common.process import errors_in_one_line
 from tasks.common.settings import Settings, SettingsError, load_settings
+from tasks.common.text import one_line
 
 
 @dataclass(frozen=True)
 class Example:
-    """One problem: what the model is asked, what the reward needs, and a worked answer for SFT if there is one.
+    """One problem: the prompt, what the reward needs, and a worked answer for SFT if there is one.
 
-    ``prompt`` is the text of the user's turn, or OpenAI messages; ``ground_truth`` is stored as JSON text unless it is
-    text. ``tools`` are OpenAI tool schemas that go into the prompt. ``split`` is "train" or "test" where the source has
-    its own split; examples of one ``group`` (turns of a conversation) go to one side of a split that is made here.
-    ``key``: the same text for the same problem, where different prompts may pose it; it is then taken once.
+    ``prompt``: text of the user's turn, or OpenAI messages. ``ground_truth``: stored as JSON text unless it is text.
+    ``tools``: OpenAI tool schemas for the prompt. ``split``: "train" or "test" where the source has its own split.
+    ``group``: examples of one group (turns of a conversation) go to one side of the split. ``key``: the same text for
+    the same problem, where different prompts may pose it; the problem is then taken once.
     """
 
     prompt: str | list[dict]
@@ -58,9 +58,8 @@ class Example:
         return [*([{"role": "system", "content": self.system}] if own else []), *self.prompt]
 
 
-# A generator is read once and in order: its first examples are the test set, the next the dev set, the next train. What
-# can be iterated again (``Examples``) is split by seed. None in place of an example is a record that gave none, which
-# is counted.
+# A generator is read once: its first examples are the test set, the next the dev set, the next train. A source that can
+# be iterated again (``Examples``) is split by seed. None is a record without an example, which is counted.
 Source = Callable[[Settings], Iterable[Example | None]]
 
 
@@ -68,8 +67,8 @@ class Examples:
     """Examples made of the records of files or of the hub; they can be iterated again.
 
     ``parts``: ``records.load(path)``, or ``[records.hub(name, config, split), …]``. ``convert``: the examples of a
-    record, perhaps none. Text in place of an example says why a part of the record cannot be used: the first such text
-    is printed, all are counted. A DataError of ``convert`` ends the reading; the record's place is put before it.
+    record, perhaps none. Text in place of an example says why a part of the record cannot be used: all such texts are
+    counted, the first is printed. A DataError of ``convert`` ends the reading, with the record's place in its message.
     """
 
     def __init__(self, parts: list[Records | HubRecords], convert: Callable[[dict], Iterable[Example | str]]):
@@ -77,46 +76,38 @@ class Examples:
 
     def __iter__(self) -> Iterator[Example | None]:
         for part in self.parts:
-            for place, record in part.located():
-                try:
-                    found = None
-                    for found in self.convert(record):
-                        if isinstance(found, str):
-                            if not self.told:
-                                print(f"  some cannot be used, the first of them: {place}: {found}", flush=True)
-                            self.told = True
-                            yield None
-                            continue
-                        if problem := messages_problem(found.messages()):
-                            raise DataError(f"the prompt {problem}")
-                        yield replace(found, split=part.split) if part.split else found
-                    if found is None:
-                        yield None
-                except DataError as error:
-                    raise DataError(f"{place}: {error}") from error
+            for place, found in part.converted(self._examples):
+                for example in found or [None]:
+                    if isinstance(example, str):
+                        if not self.told:
+                            print(f"  some cannot be used, the first of them: {place}: {example}", flush=True)
+                        self.told, example = True, None
+                    yield replace(example, split=part.split) if example and part.split else example
+
+    def _examples(self, record: dict) -> list[Example | str]:
+        found = list(self.convert(record))
+        for example in found:
+            if not isinstance(example, str) and (problem := messages_problem(example.messages())):
+                raise DataError(f"the prompt {problem}")
+        return found
 
     def origin(self) -> list[dict]:
-        """What the manifest says of the parts."""
+        """The manifest's entries of the parts."""
         return [part.origin() for part in self.parts]
 
 
-def distinct(examples: Iterable[Example], patience: int = 100_000) -> Iterator[Example]:
-    """Each problem once, so that train, dev and test are disjoint. Ends when ``patience`` repeats come in a row.
-
-    Memory: 16 bytes of digest for each prompt.
-    """
+def distinct(examples: Iterable[Example | None], patience: int = 100_000) -> Iterator[Example]:
+    """Each problem once. Ends after ``patience`` repeats in a row. Memory: 16 bytes of digest per problem."""
     seen: set[bytes] = set()
     repeats = 0
     for example in examples:
-        key = hashlib.blake2b(prompt_text(example).encode(), digest_size=16).digest() if example else b""
-        if not example or key in seen:
-            repeats += 1
-            if repeats >= patience:
-                return
-            continue
-        seen.add(key)
-        repeats = 0
-        yield example
+        key = example and hashlib.blake2b(prompt_text(example).encode(), digest_size=16).digest()
+        if example and key not in seen:
+            seen.add(key)
+            repeats = 0
+            yield example
+        elif (repeats := repeats + 1) >= patience:
+            return
 
 
 def prompt_text(example: Example) -> str:
@@ -127,12 +118,8 @@ def prompt_text(example: Example) -> str:
 def prepare(settings: Settings, sources: dict[str, Source]) -> dict:
     """Write train, dev, test and SFT parquet files to ``settings.data_dir`` and return the manifest.
 
-    A generator: its first TEST_SIZE distinct examples are the test set, the next DEV_SIZE the dev set, the next
-    TRAIN_SIZE train the policy. A finite source: without prompts over MAX_PROMPT_LENGTH tokens and duplicates,
-    MAX_SAMPLES are chosen by SEED, of those TEST_SIZE (or the source's own test split), then DEV_SIZE, at most a tenth
-    of what is left, then at most TRAIN_SIZE. The demonstrations of the first SFT_SIZE
-    training prompts that have one are the SFT set. Raises DataError when the source has too few; the data of before
-    then stays.
+    How many rows go where: docs/DATA.md. The SFT set has the demonstrations of the first SFT_SIZE training prompts that
+    have one. Raises DataError when the source has too few rows; the old data then stays.
     """
     name, note = _resolve(settings, sources)
     try:
@@ -149,20 +136,19 @@ def prepare(settings: Settings, sources: dict[str, Source]) -> dict:
 
 def _resolve(settings: Settings, sources: dict[str, Source]) -> tuple[str, str]:
     """The name of the source to use, and a note with the reason."""
-    name = "file" if settings.FILE else settings.SOURCE
+    name, known = "file" if settings.FILE else settings.SOURCE, ", ".join(sources)
     if name == "file" and not settings.FILE:
         raise DataError("SOURCE=file: set FILE, the path of a data file or of a folder with train.* and test.*")
     if name == "file" and "file" not in sources:
-        raise DataError(f"FILE={settings.FILE}: this task reads no files; it knows SOURCE={', '.join(sources)}")
+        raise DataError(f"FILE={settings.FILE}: this task reads no files; it knows SOURCE={known}")
     if name == "auto":
         if settings.DIFFICULTY == "easy" and "generate" in sources:
             return "generate", "generated here, for DIFFICULTY=easy"
-        known = [name for name in ("hub", "generate") if name in sources]
-        if not known:
-            raise DataError(f"SOURCE=auto: this task knows {', '.join(sources)}; for a data file set FILE")
-        return known[0], ""
-    if name not in sources and not ("hub" in sources and Path(name).is_dir()):
-        raise DataError(f"SOURCE={name}: this task knows {', '.join(sources)}, or a folder of the hub's form")
+        name = next((name for name in ("hub", "generate") if name in sources), None)
+        if not name:
+            raise DataError(f"SOURCE=auto: this task knows {known}; for a data file set FILE")
+    elif name not in sources and not ("hub" in sources and Path(name).is_dir()):
+        raise DataError(f"SOURCE={name}: this task knows {known}, or a folder of the hub's form")
     return name, ""
 
 
@@ -170,9 +156,23 @@ def _prepare(settings: Settings, name: str, source: Source, note: str) -> dict:
     examples = source(settings)
     finite = iter(examples) is not examples
     shown = f"FILE={settings.FILE}" if name == "file" else f"SOURCE={name}"
+    demonstrations: list[dict] = []
+
+    def row(example: Example, split: str, index: int) -> dict:
+        messages, tools = example.messages(), example.tools
+        if split == "train" and example.demonstration and len(demonstrations) < settings.SFT_SIZE:
+            demonstrations.append(sft_row(messages, example.demonstration, tools))
+        return rl_row(settings.TASK, messages, example.ground_truth, split, index, tools, example.key)
+
+    form = Form(
+        identity=lambda e: (e.group, prompt_text(e)) if e.group else (prompt_text(e), ""),
+        row=row,
+        schema=rl_schema,
+        needs_tools=needs_tools,
+    )
     with replaced_as_a_whole(settings.data_dir, ("test", "dev", "train", "sft")) as new:
         try:
-            rows, details = (_finite if finite else _endless)(settings, examples, new)
+            rows, details = (_finite if finite else _endless)(settings, examples, form, new)
         except SplitError as error:
             raise DataError(f"{shown}: {error}") from error
         if rows["train"] < settings.TRAIN_BATCH_SIZE:
@@ -180,77 +180,34 @@ def _prepare(settings: Settings, name: str, source: Source, note: str) -> dict:
                 f"{shown}: only {rows['train']} training prompts{_because(details)}, less than "
                 f"TRAIN_BATCH_SIZE={settings.TRAIN_BATCH_SIZE}; lower it, or take more data"
             )
+        if demonstrations:
+            tools = any("tools" in row or has_calls(row["messages"]) for row in demonstrations)
+            rows["sft"] = write_parquet(demonstrations, new / "sft.parquet", sft_schema(tools))
+        notes = [note]
         if (dev := rows.get("dev", 0)) < settings.DEV_SIZE:
-            note = "; ".join(filter(None, [note, f"DEV_SIZE={settings.DEV_SIZE}: {dev}, a tenth of what can train"]))
+            notes.append(f"DEV_SIZE={settings.DEV_SIZE}: {dev}, a tenth of what can train")
         if rows["train"] < settings.TRAIN_SIZE:
-            note = "; ".join(filter(None, [note, f"TRAIN_SIZE={settings.TRAIN_SIZE}: there are {rows['train']}"]))
-        manifest = {"fingerprint": settings.data_fingerprint(), "source": name, "note": note}
-        manifest |= {"origin": _origin(settings, name, examples), "seed": settings.SEED, "rows": rows, **details}
+            notes.append(f"TRAIN_SIZE={settings.TRAIN_SIZE}: there are {rows['train']}")
+        if not isinstance(examples, Examples):
+            examples = Examples(load(settings.FILE) if name == "file" else [], iter)
+        manifest = {"fingerprint": settings.data_fingerprint(), "source": name, "note": "; ".join(filter(None, notes))}
+        manifest |= {"origin": examples.origin(), "seed": settings.SEED, "rows": rows, **details}
         write_json(new / "manifest.json", manifest)
     return manifest
 
 
-def _finite(settings: Settings, examples: Iterable[Example | None], new: Path) -> tuple[dict, dict]:
+def _finite(settings: Settings, examples: Iterable[Example | None], form: Form, new: Path) -> tuple[dict, dict]:
     """Split by seed. Returns the rows of each file, and further fields of the manifest."""
     tokenizer = load_tokenizer(settings.MODEL)
-    demonstrations: list[dict] = []
-
-    def row(example: Example, split: str, index: int) -> dict:
-        if split == "train" and example.demonstration and len(demonstrations) < settings.SFT_SIZE:
-            demonstrations.append(sft_row(example.messages(), example.demonstration, example.tools))
-        return _row(settings, example, split, index)
-
-    form = Form(
-        identity=lambda e: (e.group, prompt_text(e)) if e.group else (prompt_text(e), ""),
-        row=row,
-        schema=rl_schema,
-        needs_tools=needs_tools,
-        problem=lambda e: too_long(tokenizer, settings.MAX_PROMPT_LENGTH, e.messages(), e.tools),
-    )
+    form = replace(form, problem=lambda e: too_long(tokenizer, settings.MAX_PROMPT_LENGTH, e.messages(), e.tools))
     sizes = Sizes(settings.MAX_SAMPLES, settings.TEST_SIZE, settings.TRAIN_SIZE, settings.DEV_SIZE)
     rows, dropped = write_split(examples, new, form, sizes, settings.SEED)
-    if demonstrations:
-        rows["sft"] = _write_sft(demonstrations, new)
     return rows, {"dropped": dropped, "tokenizer": settings.MODEL, "max_prompt_tokens": settings.MAX_PROMPT_LENGTH}
 
 
-def _endless(settings: Settings, examples: Iterator[Example], new: Path) -> tuple[dict, dict]:
-    """The first are the test set, the next the dev set, the next train: as ``_finite``."""
-    test_size, train_size = _counts(settings)
-    examples = distinct(examples)
-    test, dev = list(islice(examples, test_size)), list(islice(examples, settings.DEV_SIZE))
-    train = islice(examples, train_size)
-    ahead = list(islice(train, BATCH_ROWS))
-    seen = [*test, *dev, *ahead]
-    tools = any(map(needs_tools, seen))
-    demonstrations: list[dict] = []
-
-    def train_rows() -> Iterator[dict]:
-        for index, example in enumerate(chain(ahead, train)):
-            if needs_tools(example) and not tools:
-                raise DataError(f"training prompt {index} has tools, and none of the {len(seen)} before")
-            if example.demonstration and len(demonstrations) < settings.SFT_SIZE:
-                demonstrations.append(sft_row(example.messages(), example.demonstration, example.tools))
-            yield _row(settings, example, "train", index)
-
-    schema, rows = rl_schema(tools), {}
-    for name, held_out in (("test", test), ("dev", dev)):
-        if held_out:
-            made = (_row(settings, example, name, index) for index, example in enumerate(held_out))
-            rows[name] = write_parquet(made, new / f"{name}.parquet", schema)
-    rows["train"] = write_parquet(train_rows(), new / "train.parquet", schema, total=train_size)
-    if rows["train"] < train_size:
-        raise SplitError(
-            f"has only {sum(rows.values())} different prompts for TEST_SIZE={settings.TEST_SIZE:g}, DEV_SIZE="
-            f"{settings.DEV_SIZE} and TRAIN_SIZE={settings.TRAIN_SIZE}; lower them, or take another source"
-        )
-    if demonstrations:
-        rows["sft"] = _write_sft(demonstrations, new)
-    return rows, {}
-
-
-def _counts(settings: Settings) -> tuple[int, int]:
-    """Numbers of test and training prompts to take from an endless source."""
+def _endless(settings: Settings, examples: Iterator[Example], form: Form, new: Path) -> tuple[dict, dict]:
+    """The first are the test set, the next the dev set, the next train. Returns as ``_finite``."""
+    sizes = f"TEST_SIZE={settings.TEST_SIZE:g}, DEV_SIZE={settings.DEV_SIZE}, TRAIN_SIZE={settings.TRAIN_SIZE}"
     share = settings.TEST_SIZE if settings.TEST_SIZE < 1 else 0
     total = settings.MAX_SAMPLES or round(settings.TRAIN_SIZE / (1 - share))
     test = max(1, round(share * total)) if share else int(settings.TEST_SIZE)
@@ -258,30 +215,15 @@ def _counts(settings: Settings) -> tuple[int, int]:
     if settings.MAX_SAMPLES:
         train = min(train or total, total - test - settings.DEV_SIZE)
     if test < 1 or train < 1:
-        raise SplitError(
-            f"makes as many prompts as are asked for, and TEST_SIZE={settings.TEST_SIZE:g}, DEV_SIZE="
-            f"{settings.DEV_SIZE}, TRAIN_SIZE={settings.TRAIN_SIZE}, MAX_SAMPLES={settings.MAX_SAMPLES} ask for none: "
-            "set TEST_SIZE and TRAIN_SIZE"
-        )
-    return test, train
-
-
-def _row(settings: Settings, example: Example, split: str, index: int) -> dict:
-    truth = example.ground_truth
-    return rl_row(settings.TASK, example.messages(), truth, split, index, example.tools, example.key)
-
-
-def _write_sft(rows: list[dict], new: Path) -> int:
-    tools = any(
-        "tools" in row or any(message.keys() - {"role", "content"} for message in row["messages"]) for row in rows
-    )
-    return write_parquet(rows, new / "sft.parquet", sft_schema(tools))
-
-
-def _origin(settings: Settings, name: str, examples: Iterable) -> list[dict]:
-    if hasattr(examples, "origin"):
-        return examples.origin()
-    return [part.origin() for part in load(settings.FILE)] if name == "file" else []
+        sizes = f"{sizes}, MAX_SAMPLES={settings.MAX_SAMPLES}"
+        raise SplitError(f"a generator needs a number of prompts, {sizes} give none; set TEST_SIZE and TRAIN_SIZE")
+    examples = distinct(examples)
+    counts = {"test": test, "dev": settings.DEV_SIZE, "train": train}
+    sides = {name: list(islice(examples, count)) for name, count in counts.items()}
+    if len(sides["train"]) < train:
+        found = sum(map(len, sides.values()))
+        raise SplitError(f"has only {found} different prompts for {sizes}; lower them, or take another source")
+    return write_sides(sides, new, form, any(map(needs_tools, chain(*sides.values())))), {}
 
 
 # ---- shared with json_to_parquet
@@ -289,26 +231,25 @@ def _origin(settings: Settings, name: str, examples: Iterable) -> list[dict]:
 
 def needs_tools(example: Example) -> bool:
     """Whether the prompt has tools, or messages that call them."""
-    return bool(example.tools) or any(map(_calls, example.messages()))
+    return bool(example.tools) or has_calls(example.messages())
 
 
-def _calls(message: dict) -> bool:
-    """Whether it has more than a role and a text."""
-    return bool(message.keys() - {"role", "content"})
+def has_calls(messages: list[dict]) -> bool:
+    """Whether a message has more than a role and a text."""
+    return any(message.keys() - {"role", "content"} for message in messages)
 
 
 def load_tokenizer(model: str, shown: str = "MODEL="):
-    """The tokenizer of ``model``, which measures prompts. Raises DataError when it cannot be loaded; ``shown``
-    stands before the model's name."""
+    """The tokenizer of ``model``. Raises DataError without one or its chat template; ``shown`` precedes the model's
+    name in the message."""
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(base_model(resolve_model(model)))
     except (SettingsError, OSError, ValueError) as error:
-        problem = " ".join(str(error).split())[:300]
-        raise DataError(f"{shown}{model}: no tokenizer, by which prompts are measured ({problem})") from error
+        raise DataError(f"{shown}{model}: no tokenizer to count prompt tokens ({one_line(str(error), 300)})") from error
     if not tokenizer.chat_template:
-        raise DataError(f"{shown}{model}: has no chat template, so no prompt can be made; take an instruct model")
+        raise DataError(f"{shown}{model}: has no chat template to render prompts; take an instruct model")
     return tokenizer
 
 
@@ -322,8 +263,8 @@ def too_long(tokenizer, limit: int, messages: list[dict], tools: list[dict] | No
 
 @contextmanager
 def replaced_as_a_whole(directory: Path, names: tuple[str, ...]) -> Iterator[Path]:
-    """Yield a folder whose ``names``.parquet and manifest.json replace those of ``directory`` at the end; on an error
-    ``directory`` stays as it was."""
+    """Yield a folder whose ``names``.parquet and manifest.json replace those of ``directory`` at the end. After an
+    error ``directory`` is unchanged."""
     directory.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory, prefix=".partial-") as partial:
         new = Path(partial)
@@ -339,16 +280,15 @@ def replaced_as_a_whole(directory: Path, names: tuple[str, ...]) -> Iterator[Pat
 def describe(manifest: dict) -> str:
     """A manifest in a line or two: rows, source, what was dropped."""
     rows = ", ".join(f"{count} {name}" for name, count in manifest["rows"].items())
-    parts = []
+    parts = [manifest["source"]]
     for part in manifest.get("origin") or []:
         if "file" in part:
             parts.append(f"{part['file']} (sha256 {part['sha256'][:12]})")
         else:
             details = [part["config"], part["split"], part.get("revision", "")[:12]]
             parts.append(f"{part['hub']} ({', '.join(filter(None, details))})")
-    line = f"{rows} from {', '.join([manifest['source'], *parts])}, seed {manifest['seed']}"
     extra = "; ".join(filter(None, [_because(manifest).strip(" ()"), manifest.get("note")]))
-    return f"{line}\n  {extra}" if extra else line
+    return f"{rows} from {', '.join(parts)}, seed {manifest['seed']}" + (f"\n  {extra}" if extra else "")
 
 
 def _because(details: dict) -> str:

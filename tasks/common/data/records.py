@@ -7,17 +7,18 @@ import csv
 import json
 import os
 import re
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from itertools import chain, count
 from pathlib import Path
 
+import httpx
 import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tasks.common.data.rows import DataError
 from tasks.common.files import sha256
 from tasks.common.strict_json import finite, no_constant
+from tasks.common.text import one_line
 
 LONGEST = 64 << 20  # characters of one record: more is a broken file
 PARQUET_ROWS = 256  # rows converted to objects at a time
@@ -32,9 +33,9 @@ class HubUnreachable(DataError):
 class Records:
     """The records of one file. ``for record in records`` reads it from the start each time.
 
-    ``.json`` is an array of objects or, as data sets on the hub have it, one object a line; ``.csv`` has a header and
-    all its values are text; text is UTF-8. ``split``: "train" or "test" when the file is such a part of a data set.
-    Raises DataError that names file and row (from 0; in JSONL the line, from 1).
+    ``.json`` is an array of objects or one object per line; ``.csv`` has a header and all its values are text; text is
+    UTF-8. ``split``: "train" or "test" when the file is such a part of a data set. Raises DataError that names file and
+    row (from 0; in JSONL the line, from 1).
     """
 
     def __init__(self, path: Path | str, split: str | None = None):
@@ -50,40 +51,46 @@ class Records:
     def located(self) -> Iterator[tuple[str, dict]]:
         """Each record with its place, "train.jsonl: line 3"."""
         reader = {".json": _json, ".jsonl": _lines, ".csv": _csv, ".parquet": _parquet}[self.path.suffix.lower()]
-        found = False
+        place = None
         try:
             for place, record in reader(self.path):
-                found = True
                 yield f"{self.path}: {place}", record
-        except OSError as error:
-            raise DataError(f"{self.path}: cannot be read ({error.strerror or error})") from error
-        if not found:
+        except DataError as error:
+            raise DataError(f"{self.path}: {error}") from error
+        except (OSError, UnicodeDecodeError, csv.Error, pa.ArrowException) as error:
+            problem = f"not readable {self.path.suffix[1:]} ({one_line(str(error), 200)})"
+            raise DataError(f"{self.path}: {f'after {place}: ' if place else ''}{problem}") from error
+        if place is None:
             raise DataError(f"{self.path}: has no rows")
 
+    def converted(self, convert: Callable[[dict], object]) -> Iterator[tuple[str, object]]:
+        """``convert(record)`` of each record with its place, which also goes before the message of its DataError."""
+        for place, record in self.located():
+            try:
+                made = convert(record)
+            except DataError as error:
+                raise DataError(f"{place}: {error}") from error
+            yield place, made
+
     def origin(self) -> dict:
-        """What a manifest says of the file: path, sha256, bytes."""
+        """The manifest's entry of the file: path, sha256, bytes."""
         return {"file": str(self.path), "sha256": sha256(self.path), "bytes": self.path.stat().st_size}
 
 
-class HubRecords:
+class HubRecords(Records):
     """The records of one split of a hub data set: see ``hub``."""
 
     def __init__(self, dataset, name: str, config: str | None, split: str):
         self.dataset, self.name, self.config = dataset, name, config
-        self.split = {"train": "train", "test": "test"}.get(split)
-
-    def __iter__(self) -> Iterator[dict]:
-        return iter(self.dataset)
+        self.split = split if split in ("train", "test") else None
 
     def located(self) -> Iterator[tuple[str, dict]]:
         """Each record with its place, "openai/gsm8k: row 3"."""
-        for index, record in enumerate(self.dataset):
-            yield f"{self.name}: row {index}", record
+        return ((f"{self.name}: row {index}", record) for index, record in enumerate(self.dataset))
 
     def origin(self) -> dict:
-        """What a manifest says of the data set: its name, config, split, and the revision if it is known."""
-        urls = " ".join(map(str, self.dataset.info.download_checksums or {}))
-        revision = re.search(r"@([0-9a-f]{40})/", urls)
+        """The manifest's entry of the data set: name, config, split, and the revision if it is known."""
+        revision = re.search(r"@([0-9a-f]{40})/", " ".join(map(str, self.dataset.info.download_checksums or {})))
         origin = {"hub": self.name, "config": self.config, "split": str(self.dataset.split)}
         return origin | ({"revision": revision[1]} if revision else {})
 
@@ -125,164 +132,97 @@ def hub(name: str, config: str | None = None, split: str = "train") -> HubRecord
             config = None  # a folder without a card has no configs
         return HubRecords(datasets.load_dataset(name, config, split=split), name, config, split)
     except Exception as error:  # a dozen classes of datasets, huggingface_hub, fsspec and httpx
-        problem = " ".join(str(error).split())[:300]
-        if not folder and (offline or isinstance(error, ConnectionError)):
-            what = "" if isinstance(error, ConnectionError) else f" ({type(error).__name__}: {problem})"
+        problem = f"{type(error).__name__}: {one_line(str(error), 300)}"
+        unreachable = isinstance(error, ConnectionError)
+        if offline or (unreachable and not folder):
+            what = "" if unreachable else f" ({problem})"
             raise HubUnreachable(f"{where}: the hub cannot be reached, and the cache has no copy{what}") from error
-        raise DataError(f"{where}: cannot be loaded ({type(error).__name__}: {problem})") from error
+        raise DataError(f"{where}: cannot be loaded ({problem})") from error
 
 
 def _hub_answers() -> bool:
-    """Whether the hub (HF_ENDPOINT) speaks HTTP to us, through the proxy if there is one."""
+    """Whether the hub (HF_ENDPOINT) answers over HTTP, through the proxy if there is one."""
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
         return False
-    request = urllib.request.Request(os.environ.get("HF_ENDPOINT") or "https://huggingface.co", method="HEAD")
     try:
-        with urllib.request.urlopen(request, timeout=HUB_TIMEOUT):
-            return True
-    except urllib.error.HTTPError:
-        return True
-    except (OSError, ValueError):
+        httpx.head(os.environ.get("HF_ENDPOINT") or "https://huggingface.co", timeout=HUB_TIMEOUT)
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, ImportError):  # ImportError: a SOCKS proxy
         return False
+    return True
 
 
 # ---- readers: (path) -> (place, record) of each row
 
+_FIRST = re.compile(r"\s*\[\s*(?:\]\s*\Z|(?=\{))")
+_NEXT = re.compile(r"\s*(?:\]\s*\Z|,\s*(?=\{))")
+_HALF = re.compile(r"\\u[dD][89a-fA-F]")
+_DECODER = json.JSONDecoder(parse_constant=no_constant, parse_float=finite)
+
 
 def _json(path: Path) -> Iterator[tuple[str, dict]]:
     """Objects of an array, decoded one by one: as objects, all of them would take several times their text."""
-    content = path.read_bytes()
-    try:
-        text = content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise DataError(f"{path}: line {line}: is not UTF-8 ({error.reason})") from error
-    del content
-
-    def skip(place: int) -> tuple[int, str]:
-        """Place of the next character that is not white space, and that character; "" at the end."""
-        place = _SPACE.match(text, place).end()
-        return place, text[place : place + 1]
-
-    place, character = skip(0)
-    if character == "{":
+    text = path.read_text(encoding="utf-8-sig")
+    if re.match(r"\s*\{", text):
         yield from _lines(path)
         return
-    if character != "[":
-        raise DataError(f"{path}: {'is not a JSON array of objects' if character else 'is empty'}")
-    place, character = skip(place + 1)
-    index, more = 0, character != "]"
-    while more:
-        if not character:
-            raise DataError(f"{path}: {f'after row {index - 1}: ' if index else ''}ends within the array")
-        if character != "{":
-            raise DataError(f"{path}: row {index}: must be an object, begins with {character!r}")
-        try:
-            record, end = _decode(text, place)
-            if end - place > LONGEST:
-                raise DataError(f"longer than {LONGEST >> 20} MiB")
-        except DataError as error:
-            hint = "; is the file complete?" if isinstance(error.__cause__, json.JSONDecodeError) else ""
-            raise DataError(f"{path}: row {index}: {error}{hint}") from error
+    end, pattern, wanted = 0, _FIRST, "must be a JSON array of objects"
+    for index in count():
+        if not (found := pattern.match(text, end)):
+            raise DataError(f"{wanted}, is {text[end : end + 20].strip() or 'the end'!r}")
+        if found.end() == len(text):
+            return
+        record, end = _decode(text, found.end(), f"row {index}")
         yield f"row {index}", record
-        place, separator = skip(end)
-        if separator not in (",", "]"):
-            raise DataError(f"{path}: after row {index}: must be `,` or `]`, is {separator or 'the end'!r}")
-        index, more = index + 1, separator == ","
-        place, character = skip(place + 1)
-    if not index:
-        place, character = skip(place + 1)
-    if character:
-        raise DataError(f"{path}: after row {index - 1}: more after the array, from {character!r}")
+        pattern, wanted = _NEXT, f"after row {index}: must be `,` and an object, or `]` and the end"
 
 
 def _lines(path: Path) -> Iterator[tuple[str, dict]]:
     with path.open("rb") as file:
-        number = 0
-        while line := file.readline(LONGEST + 1):
-            number += 1
+        for number in count(1):
             place = f"line {number}"
+            if not (line := file.readline(LONGEST + 1)):
+                return
             if len(line) > LONGEST:
-                raise DataError(f"{path}: {place}: longer than {LONGEST >> 20} MiB")
-            try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
-            except UnicodeDecodeError as error:
-                raise DataError(f"{path}: {place}: is not UTF-8 ({error.reason})") from error
-            if not text:
-                continue
-            if not text.startswith("{"):
-                raise DataError(f"{path}: {place}: must be an object, begins with {text[0]!r}")
-            try:
-                record, end = _decode(text, 0)
-            except DataError as error:
-                hint = "; .json is an array, or one object a line" if path.suffix.lower() == ".json" else ""
-                raise DataError(f"{path}: {place}: {error}{hint}") from error
-            if end < len(text):
-                raise DataError(f"{path}: {place}: more after the object, from {text[end:].strip()[:20]!r}")
-            yield place, record
+                raise DataError(f"{place}: longer than {LONGEST >> 20} MiB")
+            if text := line.decode("utf-8-sig" if number == 1 else "utf-8").strip():
+                record, end = _decode(text, 0, place)
+                if end < len(text):
+                    raise DataError(f"{place}: more after the object, from {text[end:].strip()[:20]!r}")
+                yield place, record
+
+
+def _decode(text: str, start: int, place: str) -> tuple[dict, int]:
+    """The object that begins at ``start``, and where it ends."""
+    try:
+        record, end = _DECODER.raw_decode(text, start)
+        if _HALF.search(text, start, end):
+            json.dumps(record, ensure_ascii=False).encode()  # raises UnicodeEncodeError for half a surrogate pair
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{place}: is not one JSON object ({getattr(error, 'msg', error)})") from error
+    if not isinstance(record, dict):
+        raise DataError(f"{place}: must be an object, begins with {text[start]!r}")
+    if end - start > LONGEST:
+        raise DataError(f"{place}: longer than {LONGEST >> 20} MiB")
+    return record, end
 
 
 def _csv(path: Path) -> Iterator[tuple[str, dict]]:
     csv.field_size_limit(LONGEST)
     with path.open(encoding="utf-8-sig", newline="") as file:
-        rows = csv.reader(file, strict=True)
-        index, header = 0, None
-        while True:
-            place = "the header" if header is None else f"row {index}"
-            try:
-                row = next(rows, None)
-            except csv.Error as error:
-                raise DataError(f"{path}: {place} (line {rows.line_num}): is not CSV ({error})") from error
-            except UnicodeDecodeError as error:
-                raise DataError(f"{path}: {place}, or soon after: is not UTF-8 ({error.reason})") from error
-            if row is None:
-                return
-            if not row:  # an empty line
-                continue
-            if header is None:
-                header = row
-                if len(set(header)) < len(header) or "" in header:
-                    raise DataError(f"{path}: the header has an empty or repeated name: {', '.join(header)[:200]}")
-                continue
+        reader = csv.reader(file, strict=True)
+        rows = filter(None, reader)  # without empty lines
+        header = next(rows, [])
+        if len(set(header)) < len(header) or "" in header:
+            raise DataError(f"the header has an empty or repeated name: {', '.join(header)[:200]}")
+        for index, row in enumerate(rows):
+            place = f"row {index}"
             if len(row) != len(header):
-                where = f"{place} (line {rows.line_num})"
-                raise DataError(f"{path}: {where}: has {len(row)} fields, the header has {len(header)}")
+                where = f"{place} (line {reader.line_num})"
+                raise DataError(f"{where}: has {len(row)} fields, the header has {len(header)}")
             yield place, dict(zip(header, row, strict=True))
-            index += 1
 
 
 def _parquet(path: Path) -> Iterator[tuple[str, dict]]:
-    index = 0
-    try:
-        with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(PARQUET_ROWS):
-                for record in batch.to_pylist():
-                    yield f"row {index}", record
-                    index += 1
-    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        problem = str(error).splitlines()[0]
-        raise DataError(f"{path}: row {index}, or soon after: not readable parquet ({problem})") from error
-
-
-# ---- JSON
-
-_SPACE = re.compile(r"[ \t\r\n]*")
-_HALF = re.compile(r"\\u[dD][89a-fA-F]")
-_DECODER = json.JSONDecoder(parse_constant=no_constant, parse_float=finite)
-
-
-def _decode(text: str, position: int) -> tuple[dict, int]:
-    """The object that begins at ``position``, and where it ends. Raises DataError with the reason."""
-    try:
-        record, end = _DECODER.raw_decode(text, position)
-        if _HALF.search(text, position, end):
-            json.dumps(record, ensure_ascii=False).encode()
-        return record, end
-    except json.JSONDecodeError as error:
-        raise DataError(f"is not JSON ({error.msg})") from error
-    except UnicodeEncodeError as error:
-        raise DataError("has half a surrogate pair, which is no text") from error
-    except ValueError as error:  # NaN, Infinity, an integer of more than 4300 digits
-        raise DataError(f"is not JSON ({error})") from error
-    except RecursionError as error:
-        raise DataError("is nested too deeply") from error
+    with pq.ParquetFile(path) as file:
+        records = chain.from_iterable(batch.to_pylist() for batch in file.iter_batches(PARQUET_ROWS))
+        yield from ((f"row {index}", record) for index, record in enumerate(records))

@@ -27,23 +27,17 @@ TOOL_MESSAGES = pa.list_(
 
 
 def rl_schema(tools: bool = False) -> pa.Schema:
-    """Schema of RL rows. With ``tools`` their messages may call functions; the schemas are JSON text in extra_info."""
+    """Schema of RL rows. With ``tools`` their messages may hold calls, and extra_info has tool schemas as JSON text."""
     own = [("tools", pa.string())] if tools else []
-    return pa.schema(
-        [
-            ("data_source", pa.string()),
-            ("prompt", TOOL_MESSAGES if tools else MESSAGES),
-            ("ability", pa.string()),
-            ("reward_model", pa.struct([("style", pa.string()), ("ground_truth", pa.string())])),
-            ("extra_info", pa.struct([("split", pa.string()), ("index", pa.int64()), ("key", pa.string()), *own])),
-        ]
-    )
+    extra = pa.struct([("split", pa.string()), ("index", pa.int64()), ("key", pa.string()), *own])
+    columns = {"data_source": pa.string(), "prompt": TOOL_MESSAGES if tools else MESSAGES, "ability": pa.string()}
+    columns["reward_model"] = pa.struct([("style", pa.string()), ("ground_truth", pa.string())])
+    return pa.schema(columns | {"extra_info": extra})
 
 
 def sft_schema(tools: bool = False) -> pa.Schema:
-    """Schema of demonstrations; with ``tools`` as in ``rl_schema``, but the tools are a separate column."""
-    own = [("tools", pa.string())] if tools else []
-    return pa.schema([("messages", TOOL_MESSAGES if tools else MESSAGES), *own])
+    """Schema of demonstrations. With ``tools`` their messages may hold calls, and tool schemas are a column."""
+    return pa.schema({"messages": TOOL_MESSAGES, "tools": pa.string()} if tools else {"messages": MESSAGES})
 
 
 RL_SCHEMA, SFT_SCHEMA = rl_schema(), sft_schema()
@@ -59,8 +53,8 @@ def chat(prompt: str, system: str | None = None) -> list[dict]:
 
 
 def encoded(messages: list[dict]) -> list[dict]:
-    """OpenAI messages as they are stored: the arguments of tool calls as JSON text, for parquet merges the keys of
-    objects over all rows."""
+    """OpenAI messages for storage: the arguments of tool calls as JSON text, because parquet merges the keys of objects
+    over all rows."""
     return [_with_calls(message, json.dumps) for message in messages]
 
 
@@ -70,13 +64,10 @@ def decoded(messages: list[dict]) -> list[dict]:
 
 
 def _with_calls(message: dict, convert: Callable) -> dict:
-    if not message.get("tool_calls"):
-        return {name: value for name, value in message.items() if name != "tool_calls"}
-    calls = [
-        {"type": "function", "function": {**call["function"], "arguments": convert(call["function"]["arguments"])}}
-        for call in message["tool_calls"]
-    ]
-    return {**message, "tool_calls": calls}
+    functions = [call["function"] for call in message.get("tool_calls") or []]
+    calls = [{"type": "function", "function": {**f, "arguments": convert(f["arguments"])}} for f in functions]
+    rest = {name: value for name, value in message.items() if name != "tool_calls"}
+    return rest | ({"tool_calls": calls} if calls else {})
 
 
 def tools_of(row: dict) -> list[dict] | None:
@@ -85,20 +76,11 @@ def tools_of(row: dict) -> list[dict] | None:
     return json.loads(text) if text else None
 
 
-def rl_row(
-    data_source: str,
-    messages: list[dict],
-    ground_truth,
-    split: str,
-    index: int,
-    tools: list[dict] | None = None,
-    key: str | None = None,
-) -> dict:
+def rl_row(data_source: str, messages: list[dict], ground_truth, split: str, index: int, tools=None, key=None) -> dict:
     """One RL row: the ``messages`` that the model answers, the ``tools`` it may call, and what its reward needs.
 
-    ``key``: the same text for rows of the same problem, where their prompts may differ.
-    ``ground_truth`` is stored as JSON text unless it is text already: parquet merges the keys of dicts over all rows
-    and refuses mixed types, JSON text keeps each row as it was.
+    ``key``: text that is the same for rows of the same problem, even if their prompts differ. ``ground_truth`` is
+    stored as JSON text unless it is text: parquet merges the keys of dicts over all rows and refuses mixed types.
     """
     if not isinstance(ground_truth, str):
         ground_truth = json.dumps(ground_truth)
@@ -123,12 +105,9 @@ def write_parquet(rows: Iterable[dict], path: Path, schema: pa.Schema, total: in
 
     Raises DataError when a row does not fit ``schema``; ``path`` is then as it was.
     """
-    rows, count = iter(rows), 0
-    with (
-        written_beside(path) as partial,
-        pq.ParquetWriter(partial, schema) as writer,
-        tqdm(total=total, desc=f"  {Path(path).name}", unit=" rows", leave=False, mininterval=1, disable=None) as bar,
-    ):
+    shown = tqdm(rows, f"  {Path(path).name}", total, unit=" rows", leave=False, mininterval=1, disable=None)
+    rows, count = iter(shown), 0
+    with written_beside(path) as partial, pq.ParquetWriter(partial, schema) as writer:
         while batch := list(islice(rows, BATCH_ROWS)):
             try:
                 writer.write_table(pa.Table.from_pylist(batch, schema))
@@ -136,7 +115,6 @@ def write_parquet(rows: Iterable[dict], path: Path, schema: pa.Schema, total: in
                 where = f"{path}: rows {count} to {count + len(batch) - 1}"
                 raise DataError(f"{where}: do not fit the schema ({str(error).splitlines()[0]})") from error
             count += len(batch)
-            bar.update(len(batch))
     return count
 
 
@@ -180,10 +158,6 @@ def _calls_problem(calls) -> str | None:
     return None
 
 
-def _text_problem(value) -> str | None:
-    return None if isinstance(value, str) and value else "must be non-empty text"
-
-
 def _tools_problem(text) -> str | None:
     try:
         tools = json.loads(text) if text else []
@@ -194,18 +168,22 @@ def _tools_problem(text) -> str | None:
 
 
 def _rl_problem(row: dict) -> tuple[str, str] | None:
-    model, extra = (row.get(name) if isinstance(row.get(name), dict) else {} for name in ("reward_model", "extra_info"))
-    problems = {
-        "data_source": _text_problem(row.get("data_source")),
-        "prompt": messages_problem(row.get("prompt")),
-        "ability": _text_problem(row.get("ability")),
-        "reward_model": None if isinstance(row.get("reward_model"), dict) else "must be {style, ground_truth}",
-        "reward_model.style": _text_problem(model.get("style")),
-        "reward_model.ground_truth": "is missing" if model.get("ground_truth") in (None, "") else None,
-        "extra_info": None if isinstance(row.get("extra_info"), dict) else "must be a dict",
-        "extra_info.tools": _tools_problem(extra.get("tools")),
-    }
-    return next(((column, problem) for column, problem in problems.items() if problem), None)
+    model, extra = row.get("reward_model"), row.get("extra_info")
+    texts = {"data_source": row.get("data_source"), "ability": row.get("ability")}
+    texts |= {"reward_model.style": model.get("style")} if isinstance(model, dict) else {}
+    for column, text in texts.items():
+        if not isinstance(text, str) or not text:
+            return column, "must be non-empty text"
+    if problem := messages_problem(row.get("prompt")):
+        return "prompt", problem
+    if not isinstance(model, dict):
+        return "reward_model", "must be {style, ground_truth}"
+    if model.get("ground_truth") in (None, ""):
+        return "reward_model.ground_truth", "is missing"
+    if not isinstance(extra, dict):
+        return "extra_info", "must be a dict"
+    problem = _tools_problem(extra.get("tools"))
+    return ("extra_info.tools", problem) if problem else None
 
 
 def _sft_problem(row: dict) -> tuple[str, str] | None:
@@ -216,8 +194,7 @@ def _sft_problem(row: dict) -> tuple[str, str] | None:
 
 
 def validate_parquet(path: Path, kind: str = "rl", most: int | None = None) -> int:
-    """Check every row of ``path``, or the first ``most``, against the schema of ``kind`` ("rl" or "sft") and return how
-    many there were.
+    """Check every row of ``path``, or the first ``most``, as ``kind`` ("rl" or "sft"); return how many were checked.
 
     Raises DataError naming the row (from 0) and the column of the first problem.
     """

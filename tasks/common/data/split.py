@@ -1,8 +1,7 @@
 """Split rows by seed and write them to parquet.
 
-A row's key is a 64-bit digest of its prompt and the seed. The rows with the smallest keys are the test set, the next
-ones the dev set, the next ones train. So the side and the place of a row depend neither on its place in the source nor
-on the other rows.
+A row's key is a 64-bit digest of its prompt and the seed. The smallest keys are the test set, the next the dev set, the
+next train. So a row's side and place depend neither on its place in the source nor on other rows.
 """
 
 import hashlib
@@ -23,11 +22,8 @@ REST_BITS = 64 - PROMPT_BITS
 
 @dataclass(frozen=True)
 class Sizes:
-    """How many rows, in the order in which they are cut.
-
-    ``limit``: of all, 0: no limit. ``test``: a count, a share if below 1, 0: all of the source's own test split.
-    ``train``: at most, 0: all there are. ``dev``: of those that would train, at most a tenth of them.
-    """
+    """``limit``: of all rows, 0: none. ``test``: a count, a share if below 1, 0: all of the source's own test split.
+    ``train``: at most, 0: all. ``dev``: taken from the training rows, at most a tenth of them."""
 
     limit: int = 0
     test: float = 0.05
@@ -39,10 +35,10 @@ class Sizes:
 class Form:
     """How items (dataclasses whose fields are JSON values) become rows.
 
-    ``identity``: texts of an item, its prompt and what tells it from other rows with the same prompt; rows of one
-    prompt go to one side. ``problem``: why an item cannot be used (a name for the count), or None. ``row``: of an item,
-    split and place in it; called in the order of the places, the test set first. ``schema``: of the file, or with
-    ``tools`` when an item needs it: see ``needs_tools``.
+    ``identity``: an item's prompt, and text that separates it from other rows of that prompt; rows of one prompt go to
+    one side. ``row``: makes a row from item, split and place in it; called in order of place, the test set first.
+    ``schema``: schema of the files; its argument says whether an item ``needs_tools``. ``problem``: why an item cannot
+    be used (a name for the count), or None.
     """
 
     identity: Callable[[object], tuple[str, str]]
@@ -65,8 +61,7 @@ def key(seed: int, prompt: str, rest: str = "") -> int:
 
 
 def choose(own_test: list[int], others: list[int], sizes: Sizes) -> tuple[list[int], list[int], list[int], int]:
-    """Keys of the test, the dev and the training rows, and how many rows were dropped because the test split has their
-    prompt.
+    """Keys of the test, dev and training rows, and how many rows were dropped because the test split has their prompt.
 
     ``own_test`` and ``others``: sorted and distinct. Raises SplitError when a side stays empty.
     """
@@ -105,7 +100,7 @@ def _cut(keys: list[int], count: int) -> tuple[list[int], list[int]]:
 
 def write_split(items: Iterable, folder: Path, form: Form, sizes: Sizes, seed: int) -> tuple[dict, dict]:
     """Write ``train.parquet``, ``test.parquet`` and, unless ``sizes.dev`` is 0, ``dev.parquet`` to ``folder``; return
-    their rows and counts of what was dropped.
+    their rows and counts of dropped items.
 
     An item's ``split`` is "train", "test" or None; None in place of an item is a record that gave none. Memory: the
     distinct items as JSON text, and about 200 bytes for each. Raises SplitError when a side stays empty, and what
@@ -116,15 +111,13 @@ def write_split(items: Iterable, folder: Path, form: Form, sizes: Sizes, seed: i
     others: dict[int, str] = {}
     usable, tools, kind = 0, False, type(None)
     for item in tqdm(items, "  reading", unit=" rows", leave=False, mininterval=1, disable=None):
-        if item is None:
-            dropped["unusable"] += 1
-        elif problem := form.problem(item):
+        if problem := "unusable" if item is None else form.problem(item):
             dropped[problem] += 1
-        else:
-            usable, tools, kind = usable + 1, tools or form.needs_tools(item), type(item)
-            side, row_key = own_test if item.split == "test" else others, key(seed, *form.identity(item))
-            if row_key not in side:
-                side[row_key] = json.dumps(vars(item))
+            continue
+        usable, tools, kind = usable + 1, tools or form.needs_tools(item), type(item)
+        side, row_key = own_test if item.split == "test" else others, key(seed, *form.identity(item))
+        if row_key not in side:
+            side[row_key] = json.dumps(vars(item))
     if not usable:
         left = ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in dropped.items() if count)
         raise SplitError(f"has no row that can be used{f' ({left})' if left else ''}")
@@ -132,11 +125,21 @@ def write_split(items: Iterable, folder: Path, form: Form, sizes: Sizes, seed: i
     distinct = len(own_test) + len(others)
     dropped["duplicates"] = usable - distinct + leaked
     dropped["over_limit"] = distinct - leaked - len(test) - len(dev) - len(train)
-    rows, schema = {}, form.schema(tools)
-    for name, keys, side in (("test", test, own_test or others), ("dev", dev, others), ("train", train, others)):
-        if name == "dev" and not keys:
-            continue
-        chosen = (kind(**json.loads(side[key])) for key in keys)
-        made = (form.row(item, name, place) for place, item in enumerate(chosen))
-        rows[name] = write_parquet(made, folder / f"{name}.parquet", schema, len(keys))
+    test_side = own_test or others
+    sides = {"test": [test_side[key] for key in test], "dev": [others[key] for key in dev]}
+    sides["train"] = [others[key] for key in train]
+    rows = write_sides(sides, folder, form, tools, lambda text: kind(**json.loads(text)))
     return rows, dict(dropped)
+
+
+def write_sides(sides: dict[str, list], folder: Path, form: Form, tools: bool, load: Callable = lambda item: item):
+    """Write ``SIDE.parquet`` to ``folder`` for each side that is not empty; return their numbers of rows by name.
+
+    ``load`` makes the item from what ``sides`` holds of it; ``tools``: whether an item needs the schema with tools.
+    """
+    rows, schema = {}, form.schema(tools)
+    for name, held in sides.items():
+        if held:
+            made = (form.row(load(each), name, place) for place, each in enumerate(held))
+            rows[name] = write_parquet(made, folder / f"{name}.parquet", schema, len(held))
+    return rows

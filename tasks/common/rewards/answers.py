@@ -1,7 +1,7 @@
-"""What every task's reward.py is built from: read the response, and refuse a broken score.
+"""For every task's reward.py: read the response, and refuse a broken score.
 
-verl calls ``compute_score`` once for each rollout (verl/experimental/reward_loop/reward_manager/naive.py) and logs
-every key of the dict that it returns.
+verl calls ``compute_score`` once per rollout (verl/experimental/reward_loop/reward_manager/naive.py) and logs every key
+of the dict that it returns.
 """
 
 import functools
@@ -11,9 +11,8 @@ import sys
 from collections.abc import Callable
 
 MAX_RESPONSE_CHARS = 100_000
-_THINK_END = re.compile(r"</think>", re.IGNORECASE)
-_THINK = re.compile(r"<(/?)think>", re.IGNORECASE)
-_ANSWER_TAG = re.compile(r"</?answer>", re.IGNORECASE)
+_THINK, _THINK_END = re.compile(r"<think>", re.IGNORECASE), re.compile(r"</think>", re.IGNORECASE)
+_ANSWER = re.compile(r"<(/?)answer>", re.IGNORECASE)
 
 
 class RewardError(RuntimeError):
@@ -21,7 +20,7 @@ class RewardError(RuntimeError):
 
 
 class JudgeError(RewardError):
-    """The judge behind an API gave no score. No fault of the response, so the run stops; it is never scored 0."""
+    """The judge gave no score. The response is not at fault, so the run stops; the response never scores 0."""
 
 
 def read_ground_truth(ground_truth) -> object:
@@ -33,36 +32,25 @@ def read_ground_truth(ground_truth) -> object:
 
 
 def after_thinking(response: str) -> str:
-    """What follows the last ``</think>``, without a ``<think>`` that is not closed; of the last 100,000 characters."""
-    tail = response[-MAX_RESPONSE_CHARS:]
-    start, end = 0, len(tail)
-    for tag in _THINK.finditer(tail):
-        if tag[1]:
-            start, end = tag.end(), len(tail)
-        elif end == len(tail):
-            end = tag.start()
-    return tail[start:end]
+    """The text after the last ``</think>``, up to a ``<think>`` that is not closed; of the last 100,000 characters."""
+    return _THINK.split(_THINK_END.split(response[-MAX_RESPONSE_CHARS:])[-1], 1)[0]
 
 
 def last_answer(response: str) -> str | None:
     """The text of the last ``<answer>…</answer>`` after any ``</think>``, stripped; None if there is none.
 
-    Only the last 100,000 characters are looked at: a response is model output and may have any length.
+    Only the last 100,000 characters are read: a response is model output and may have any length.
     """
-    start, answer, opened = 0, None, None
-    tail = response[-MAX_RESPONSE_CHARS:]
-    for match in _THINK_END.finditer(tail):
-        start = match.end()
-    for tag in _ANSWER_TAG.finditer(tail, start):  # one pass: a search for pairs takes quadratic time on open tags
-        if tag[0][1] != "/":
-            opened = tag.end()
-        elif opened is not None:
-            answer, opened = tail[opened : tag.start()].strip(), None
-    return answer
+    # Texts with "" or "/" between them, in one pass: a search for pairs takes quadratic time on open tags.
+    parts = _ANSWER.split(_THINK_END.split(response[-MAX_RESPONSE_CHARS:])[-1])
+    for opening, text, closing in reversed([*zip(parts[1::2], parts[2::2], parts[3::2], strict=False)]):
+        if (opening, closing) == ("", "/"):
+            return text.strip()
+    return None
 
 
 def variants(compute_score: Callable[..., dict]) -> tuple[str, ...]:
-    """The values of REWARD that a task's reward.py knows: its VARIANTS, the default first; empty if it has only one."""
+    """The values of REWARD in a task's reward.py: its VARIANTS, the default first; empty without variants."""
     return getattr(sys.modules[compute_score.__module__], "VARIANTS", ())
 
 
@@ -74,8 +62,8 @@ def of_variant(compute_score: Callable[..., dict], variant: str) -> Callable[...
 def reward_function(compute_score: Callable[..., dict]) -> Callable[..., dict]:
     """Decorator for a task's ``compute_score``: it must return ``{"score": float, "acc": 0 or 1, ...}``, all finite.
 
-    Raises RewardError in one line, with the ground truth that caused it, when the function raises, returns no dict, no
-    score, or a value that is not a finite number: an advantage computed from NaN would ruin the policy in silence.
+    Anything else, and what the function raises, becomes a RewardError of one line with the ground truth: an advantage
+    computed from NaN would ruin the policy in silence.
     """
 
     @functools.wraps(compute_score)

@@ -22,9 +22,8 @@ def check_examples(task_dir: Path, compute_score: Callable[..., dict]) -> int:
             row = json.loads(line)
             truth, response, stated = row["ground_truth"], row["response"], float(row["score"])
         except (ValueError, TypeError, KeyError) as error:
-            raise RewardError(
-                f"{path}: line {number}: not a row {{ground_truth, response, score}} ({error})"
-            ) from error
+            problem = f"not a row {{ground_truth, response, score}} ({error})"
+            raise RewardError(f"{path}: line {number}: {problem}") from error
         kwargs = {name: row[name] for name in ("variant", "extra_info") if name in row}
         score = compute_score(Path(task_dir).name, response, truth, **kwargs)["score"]
         if abs(score - stated) > 1e-6:

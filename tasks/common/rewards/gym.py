@@ -1,7 +1,7 @@
 """Any environment of reasoning-gym as a task: its questions as examples, its scorer as a reward.
 
-Scorers of reasoning-gym evaluate answers (``eval``, sympy's ``parse_expr``). They run in a sandbox
-(rewards/sandbox.py), and there those two are replaced by parsers that run no code. See docs/REASONING_GYM.md.
+Some scorers evaluate answers (``eval``, sympy's ``parse_expr``). They run in a sandbox (rewards/sandbox.py), where
+parsers that run no code replace these two. See docs/REASONING_GYM.md.
 """
 
 import ast
@@ -48,22 +48,20 @@ def environments() -> list[str]:
 def dataset(env: str, config: dict | None = None, seed: int = 0, size: int = 1):
     """The ``ProceduralDataset`` of an environment. ``config``: its own settings, as JSON has them.
 
-    Raises DataError in one line for an unknown environment or setting (with those of a similar name) and for a value
-    that the environment refuses.
+    Raises DataError in one line for an unknown environment or setting (with similar names) and for a bad value.
     """
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
 
-    config_class = _one_of(env, DATASETS, "ENV: reasoning-gym has no environment")[1]
+    _check_name(env, DATASETS, "ENV: reasoning-gym has no environment")
     if not isinstance(config or {}, dict):
         raise DataError(f"CONFIG of {env}: must be a JSON object, not {config!r:.100}")
-    default = config_class()
-    names = [field.name for field in dataclasses.fields(config_class) if field.name not in ("seed", "size")]
-    values = {}
+    default, values = DATASETS[env][1](), {}
+    names = [field.name for field in dataclasses.fields(default) if field.name not in ("seed", "size")]
     for name, value in (config or {}).items():
         if name in ("seed", "size"):
             raise DataError(f"CONFIG of {env}: {name} comes from SEED, TRAIN_SIZE and TEST_SIZE; leave it out")
-        _one_of(name, names, f"CONFIG of {env}: there is no setting")
+        _check_name(name, names, f"CONFIG of {env}: there is no setting")
         values[name] = _value(value, getattr(default, name), f"CONFIG of {env}: {name}={value!r:.100}")
     try:
         if env == "composite":
@@ -77,14 +75,14 @@ def dataset(env: str, config: dict | None = None, seed: int = 0, size: int = 1):
 
 
 def examples(env: str, config: dict | None, seed: int) -> Iterator[Example]:
-    """Entries of an environment without end, different for each ``seed``; repeats are the caller's to leave out.
+    """Endless entries of an environment, different for each ``seed``; the caller leaves out repeats.
 
-    The whole entry but its question is the ground truth: some environments do not make the same entry again from the
-    same seed in another process. ``demonstration`` is the environment's own answer where its scorer gives that 1.
-    Raises DataError for a bad ``env`` or ``config``, and when the environment makes no entry from 100 seeds in a row.
+    The ground truth is the whole entry except its question: some environments make another entry from the same seed in
+    another process. ``demonstration`` is the environment's own answer where its scorer gives that 1. Raises DataError
+    for a bad ``env`` or ``config``, and when 100 seeds in a row give no entry.
     """
     rng = random.Random(f"{env} {seed}")
-    barren = 0
+    failures = 0
     while True:
         source = dataset(env, config, rng.randrange(MAX_SEED), CHUNK)
         for index in range(CHUNK):
@@ -92,33 +90,28 @@ def examples(env: str, config: dict | None, seed: int) -> Iterator[Example]:
             try:
                 with contextlib.redirect_stdout(io.StringIO()):  # bf prints dots
                     entry = source[index]
-                barren = 0
             except Exception as error:  # e.g. no word ladder of that length: the next chunk starts elsewhere
-                barren += 1
-                if barren == 100:
-                    raise DataError(
-                        f"ENV={env}: makes no entry with this CONFIG: {one_line(str(error), 200)}"
-                    ) from error
+                failures += 1
+                if failures == 100:
+                    problem = f"makes no entry with this CONFIG: {one_line(str(error), 200)}"
+                    raise DataError(f"ENV={env}: {problem}") from error
                 break
+            failures = 0
             yield _example(source, entry)
 
 
 def _example(source, entry: dict) -> Example:
-    answer = _worked_answer(entry)
-    demonstration = None if answer is None else f"<answer>{answer}</answer>"
-    if demonstration:
-        try:
-            with answers_not_run():
-                right = score_entry(source, last_answer(demonstration), entry) >= RIGHT
-        except Exception:
-            right = False
-        demonstration = demonstration if right else None
+    answer, demonstration = _worked_answer(entry), None
+    if answer is not None:
+        with contextlib.suppress(Exception), answers_not_run():
+            if score_entry(source, last_answer(f"<answer>{answer}</answer>"), entry) >= RIGHT:
+                demonstration = f"<answer>{answer}</answer>"
     truth = {"answer": entry["answer"], "metadata": entry["metadata"]}
     return Example(f"{entry['question']}\n\n{ANSWER_FORM}", _encoded(truth), demonstration)
 
 
 def _worked_answer(entry: dict) -> str | None:
-    """An entry's answer as text, from its metadata where any of many is right and ``answer`` is None."""
+    """An entry's answer as text, or an example from its metadata where many answers are right."""
     metadata = entry["metadata"]
     for answer in (entry["answer"], metadata.get("example_correct_answer"), metadata.get("example_answer")):
         if isinstance(answer, str):
@@ -129,10 +122,10 @@ def _worked_answer(entry: dict) -> str | None:
 def scorer(env: str, config: dict | None = None, seconds: float = CALL_SECONDS) -> Callable[[str, object], dict]:
     """``score(response, ground_truth) -> {"score", "acc", "format", "failed"}`` of an environment.
 
-    ``score`` in [0, 1] is what reasoning-gym gives the text in the last <answer></answer>, 0 without one; ``acc`` is 1
-    if that is 1, ``format`` 1 if there is such a text, ``failed`` 1 if the scorer raised, was still at it after
-    ``seconds``, or died of it; ``score`` is 0 then. ``ground_truth`` is an Example's, or that as JSON text. Nothing in
-    a response raises; a bad ``env``, ``config`` or ``ground_truth`` does, at the first call.
+    ``score`` in [0, 1]: reasoning-gym's score of the text in the last <answer></answer>, 0 without one. ``acc``: 1 if
+    that is 1. ``format``: 1 if there is such a text. ``failed``: 1 if the scorer raised, died or took more than
+    ``seconds``; ``score`` is 0 then. ``ground_truth``: an Example's, or its JSON text. A response never raises; a bad
+    ``env``, ``config`` or ``ground_truth`` does, at the first call.
     """
     config_text = json.dumps(config or {}, sort_keys=True)
 
@@ -165,17 +158,14 @@ def worker(env: str, config: str) -> Callable[[str, dict], float]:
     source = dataset(env, json.loads(config))
     for module, name, replacement in _replacements():
         setattr(module, name, replacement)
-    try:  # sympy and others load more at their first use
+    with contextlib.suppress(Exception):  # loads what sympy and others need; ``examples`` reports a broken environment
         entry = source[0]
         score_entry(source, _worked_answer(entry) or "1", entry)
-    except Exception:
-        entry = None  # an environment that is broken says so where examples are made
-
     return lambda answer, truth: score_entry(source, answer, _decoded(truth))
 
 
 def score_entry(source, answer: str, entry: dict) -> float:
-    """What ``source`` gives ``answer``, in [0, 1]; NaN is 0. Two scorers that take wrong answers are mended."""
+    """The score of ``answer`` by ``source``, in [0, 1]; NaN is 0. Corrects two scorers that accept wrong answers."""
     metadata = entry["metadata"]
     name = metadata.get("source_dataset")
     if name == "game_of_life_halting":  # theirs gives any text 1: it compares bool(text)
@@ -187,8 +177,8 @@ def score_entry(source, answer: str, entry: dict) -> float:
 
 
 def _replacements() -> Iterator[tuple[object, str, Callable]]:
-    """What reasoning-gym would run answers with, (module, name), and what takes its place: ``ast.literal_eval`` for
-    ``eval``, ``parse_expression`` for sympy's ``parse_expr``. Code in an answer could otherwise score itself."""
+    """(module, name, replacement): ``ast.literal_eval`` for ``eval``, ``parse_expression`` for sympy's ``parse_expr``.
+    With the originals, code in an answer could score itself."""
     from sympy.parsing.sympy_parser import parse_expr
 
     algorithmic = ("binary_matrix", "number_sorting", "spiral_matrix", "string_insertion")
@@ -214,9 +204,10 @@ _FUNCTIONS |= {p + f + h for f in ("sin", "cos", "tan", "cot", "sec", "csc") for
 
 
 def parse_expression(parse: Callable, text: str, local_dict: dict | None = None):
-    """``parse(text, local_dict=local_dict)`` (sympy's) of a text that is only numbers, operators, elementary functions
-    and names that mean nothing else in sympy or Python. Raises ValueError otherwise: for ``Integral`` too, with which
-    an integration problem would be its own answer."""
+    """``parse(text, local_dict=local_dict)`` (sympy's) of numbers, operators, elementary functions and free names.
+
+    Raises ValueError for names of sympy or Python, also ``Integral``: an integration problem would be its own answer.
+    """
     import sympy
 
     if _TOKEN.sub("", text):
@@ -229,21 +220,23 @@ def parse_expression(parse: Callable, text: str, local_dict: dict | None = None)
 
 # ---- JSON ----
 
-_KINDS = {"tuple": tuple, "set": set, "frozenset": frozenset, "Fraction": Fraction}
+_KINDS = {"tuple": tuple, "set": set, "frozenset": frozenset, "Fraction": Fraction, "dict": dict}
 
 
 def _encoded(value):
     """``value`` as JSON can hold it; ``_decoded`` gives the same back. Raises DataError for other types."""
     if hasattr(value, "tolist"):  # numpy: an array becomes lists, a scalar a number
         value = value.tolist()
-    if value is None or isinstance(value, str | bool | int | float):
-        return str(value) if isinstance(value, str) and not isinstance(value, Enum) else value
+    if isinstance(value, str):
+        return value if isinstance(value, Enum) else str(value)
+    if value is None or isinstance(value, bool | int | float):
+        return value
     if isinstance(value, list):
         return [_encoded(item) for item in value]
     if isinstance(value, dict):
         if all(isinstance(key, str) for key in value) and "__kind" not in value:
             return {str(key): _encoded(item) for key, item in value.items()}
-        return {"__kind": "dict", "of": [[_encoded(key), _encoded(item)] for key, item in value.items()]}
+        return {"__kind": "dict", "of": [_encoded(list(pair)) for pair in value.items()]}
     kind = type(value).__name__
     if kind not in _KINDS:
         raise DataError(f"an entry holds a {kind}, which cannot be stored")
@@ -257,24 +250,22 @@ def _decoded(value):
         return value
     if "__kind" not in value:
         return {key: _decoded(item) for key, item in value.items()}
-    of = _decoded(value["of"])
-    return dict(of) if value["__kind"] == "dict" else _KINDS[value["__kind"]](of)
+    return _KINDS[value["__kind"]](_decoded(value["of"]))
 
 
 # ---- settings of an environment ----
 
 
-def _one_of(name: str, known, problem: str):
-    """``known[name]``, or the name itself of a list. Raises DataError with the nearest names."""
-    if name in known:
-        return known[name] if isinstance(known, dict) else name
-    near = difflib.get_close_matches(str(name), known, n=3, cutoff=0.5)
-    shown = f"did you mean {', '.join(near)}?" if near else f"it has {', '.join(sorted(known)[:12])}, ..."
-    raise DataError(f"{problem} {str(name)[:80]!r}; {shown}")
+def _check_name(name: str, known, problem: str) -> None:
+    """Raise DataError with the nearest names unless ``name`` is in ``known``."""
+    if name not in known:
+        near = difflib.get_close_matches(str(name), known, n=3, cutoff=0.5)
+        shown = f"did you mean {', '.join(near)}?" if near else f"it has {', '.join(sorted(known)[:12])}, ..."
+        raise DataError(f"{problem} {str(name)[:80]!r}; {shown}")
 
 
 def _value(value, default, where: str):
-    """``value``, which JSON gave, as the type of ``default``. Raises DataError where it is of another."""
+    """``value`` from JSON as the type of ``default``. Raises DataError if it does not fit."""
     try:
         if isinstance(default, Enum):
             return type(default)(value)

@@ -1,7 +1,6 @@
 """Answers that are one JSON object: read strictly, and check them against a JSON Schema.
 
-A response is model output and may be anything: length, depth and the size of numbers are bounded before anything
-looks at the values.
+A response is model output: the length, depth and size of numbers are limited before anything reads the values.
 """
 
 import functools
@@ -27,12 +26,11 @@ _STRUCTURE = re.compile(r'[{}]|"(?:[^"\\]|\\.)*+"?', re.DOTALL)  # a brace, or a
 
 
 def read_object(text: str, strict: bool = True) -> dict | None:
-    """The JSON object that ``text`` is; None if it is anything else.
+    """The JSON object in ``text``, which may have white space around it; None for anything else.
 
-    Not read: another JSON value, NaN and Infinity, a number beyond a float, an integer of more than 18 digits, a key
-    given twice, more than 10,000 characters, nesting deeper than 32. White space around the object is allowed.
-    ``strict=False``: exactly one object may stand within other text, all of it after any ``</think>`` at most 10,000
-    characters; what an open ``<think>`` begins is no answer, and each brace before the object needs its other half.
+    Also None: NaN and Infinity, a number beyond a float, an integer of more than 18 digits, a repeated key, more than
+    10,000 characters, nesting deeper than 32. ``strict=False``: other text may stand around exactly one object. Then
+    only the text after any thinking counts, at most 10,000 characters, and each brace before the object must be closed.
     """
     if strict:
         return _parse(text)
@@ -60,7 +58,7 @@ def _int(text: str) -> int:
 
 
 def _braced(text: str) -> Iterator[str]:
-    """The outermost ``{…}`` of ``text``, in one pass. A quotation mark counts only within braces: prose has its own."""
+    """The outermost ``{…}`` of ``text``, in one pass. Quotation marks count only inside braces."""
     depth = start = position = 0
     while True:
         if depth == 0:
@@ -77,10 +75,10 @@ def _braced(text: str) -> Iterator[str]:
 
 
 def schema_problem(value: object, schema: dict) -> str | None:
-    """What is wrong with ``value`` by the JSON Schema ``schema`` (draft 2020-12), in one line; None if nothing is.
+    """The first problem of ``value`` under the JSON Schema ``schema`` (draft 2020-12), in one line; None if valid.
 
-    true and false are no numbers there. Raises RewardError when ``schema`` is no JSON Schema, or has a ``$ref`` to
-    another document, which is never fetched.
+    Booleans are not numbers. Raises RewardError for an invalid schema, and for a ``$ref`` to another document, which is
+    never fetched.
     """
     try:
         error = best_match(_validator(json.dumps(schema, sort_keys=True)).iter_errors(value))

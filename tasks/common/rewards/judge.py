@@ -1,10 +1,8 @@
 """An LLM judge: a model behind an OpenAI-compatible API that grades an answer by a rubric. docs/JUDGE.md.
 
-A task's ``compute_score`` calls ``score``. verl runs it in a thread of its reward workers
-(verl/experimental/reward_loop/reward_manager/naive.py, ``run_in_executor``), so many rollouts are judged at once; the
-number of requests in flight is bounded over all processes of a machine.
-
-Run as a program it prints what was asked and what it cost.
+A task's ``compute_score`` calls ``score``, which verl runs in threads of its reward workers
+(verl/experimental/reward_loop/reward_manager/naive.py, ``run_in_executor``). A limit on the requests in flight holds
+over all processes of a machine. As a program, it prints the requests so far and their cost.
 """
 
 import asyncio
@@ -19,9 +17,9 @@ import random
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import diskcache
@@ -29,13 +27,14 @@ import httpx
 
 from tasks.common.files import write_json
 from tasks.common.rewards.answers import JudgeError
-from tasks.common.settings import SettingsError, artifacts, load_settings
+from tasks.common.settings import SettingsError, artifacts, load_settings, variable
 from tasks.common.strict_json import once
 from tasks.common.text import one_line, printable
 
-RIGHT = 0.7  # a score from here on is acc 1; the judge is told that 7 of 10 is acceptable
-MAX_TEXT_CHARS = 20_000  # of each text that the judge is shown
+RIGHT = 0.7  # the lowest score with acc 1; the prompt says that 7 of 10 is acceptable
+MAX_TEXT_CHARS = 20_000  # of each text in the prompt
 MAX_REPLY_BYTES = 1_000_000
+SAMPLING = '{"temperature": 0, "max_tokens": 512}'
 CACHE_BYTES = 2**28  # the oldest scores go first
 BACKOFF = 1.0  # seconds before the first retry; each further one doubles it
 MAX_BACKOFF = 60.0
@@ -61,74 +60,68 @@ _END = "Grade the answer above by the rubric. Reply with the JSON object alone."
 _CONTROL_TOKEN = re.compile(r"<(?=[|｜])|[<\[](?=/?(?:s|bos|eos|INST|SYS|think|(?:start|end)_of_turn)[>\]])", re.I)
 
 _log = logging.getLogger(__name__)
-_random = random.SystemRandom()  # verl seeds `random`: its workers would all wait for the same time
+_random = random.SystemRandom()  # verl seeds `random`, so all its workers would wait equally long
 
 
 class _Failed(Exception):
-    """One attempt failed. ``wait``: seconds that the server asks for; ``final``: another attempt would not help."""
+    """One attempt failed. ``wait``: seconds from the server's Retry-After; ``final``: another attempt cannot help."""
 
     def __init__(self, problem: str, wait: float = 0.0, final: bool = False):
         super().__init__(problem)
         self.wait, self.final = wait, final
 
 
-def _variable(help: str, default, low: float | None = None, high: float = 1e6):
-    def check(value) -> str | None:
-        return None if low is None or low <= value <= high else f"must be from {low:g} to {high:g}"
+def _within(low: float, high: float) -> Callable[[float], str | None]:
+    return lambda value: None if low <= value <= high else f"must be from {low:g} to {high:g}"  # false for NaN
 
-    return field(default=default, metadata={"default": str(default), "help": help, "check": check})
+
+def _sampling(text: str) -> str | None:
+    with suppress(ValueError, RecursionError):
+        found = json.loads(text)
+        if isinstance(found, dict) and not found.keys() & {"model", "messages", "stream", "n"}:
+            return None
+    return "must be a JSON object without model, messages, stream and n"
 
 
 @dataclass(frozen=True)
 class Judge:
-    """A judge, one field for each environment variable of the same name. The key is no field: it is read from
-    JUDGE_API_KEY when a request is sent, so that nothing that shows or stores a Judge can hold it."""
+    """A judge; each field is the environment variable of that name. JUDGE_API_KEY is not a field but read for each
+    request, so nothing that shows or stores a Judge can hold the key."""
 
-    JUDGE_URL: str = _variable("base URL of an OpenAI-compatible API, such as http://localhost:8000/v1", "")
-    JUDGE_MODEL: str = _variable("name of the model there", "")
-    JUDGE_CONCURRENCY: int = _variable("requests in flight, over all processes of this machine", 16, 1, 1024)
-    JUDGE_TIMEOUT: float = _variable("seconds for one request, from connecting to its last byte", 60.0, 0.01, 3600)
-    JUDGE_RETRIES: int = _variable("further attempts after one that failed", 5, 0, 100)
-    JUDGE_SAMPLING: str = _variable("fields of the request, as JSON", '{"temperature": 0, "max_tokens": 512}')
-    JUDGE_PRICE_IN: float = _variable("price of a million tokens of prompts", 0.0, 0)
-    JUDGE_PRICE_OUT: float = _variable("price of a million tokens of replies", 0.0, 0)
-
-    def __post_init__(self):
-        for name in ("JUDGE_URL", "JUDGE_MODEL"):
-            if not getattr(self, name).strip():
-                raise JudgeError(f"{name} is not set: the reward of this task asks a judge ({_help(name)})")
-        problem = _url_problem(self.JUDGE_URL)
-        if problem:  # without the URL itself: it may hold a password
-            raise JudgeError(f"JUDGE_URL: {problem} ({_help('JUDGE_URL')})")
-        try:
-            sampling = json.loads(self.JUDGE_SAMPLING)
-        except (ValueError, RecursionError):
-            sampling = None
-        if not isinstance(sampling, dict) or sampling.keys() & {"model", "messages", "stream", "n"}:
-            raise JudgeError("JUDGE_SAMPLING: must be a JSON object without model, messages, stream and n")
+    JUDGE_URL: str = variable("", "base URL of an OpenAI-compatible API, such as http://localhost:8000/v1")
+    JUDGE_MODEL: str = variable("", "name of the model there", lambda value: None if value.strip() else "is not set")
+    JUDGE_CONCURRENCY: int = variable("16", "requests in flight, over all processes of this machine", _within(1, 1024))
+    JUDGE_TIMEOUT: float = variable("60", "seconds for one request, connection to last byte", _within(0.01, 3600))
+    JUDGE_RETRIES: int = variable("5", "further attempts after one that failed", _within(0, 100))
+    JUDGE_SAMPLING: str = variable(SAMPLING, "further fields of the request, as JSON", _sampling)
+    JUDGE_PRICE_IN: float = variable("0", "price of a million tokens of prompts", _within(0, 1e6))
+    JUDGE_PRICE_OUT: float = variable("0", "price of a million tokens of replies", _within(0, 1e6))
 
     @classmethod
     def from_environment(cls, environ: dict[str, str] | None = None) -> "Judge":
         """The judge that ``environ`` (default: the process environment) describes. Raises JudgeError, one line."""
         try:
-            return load_settings(environ, cls)
+            judge = load_settings(environ, cls)
         except SettingsError as error:
             raise JudgeError(str(error)) from None
+        if problem := _url_problem(judge.JUDGE_URL):  # without the URL itself: it may hold a password
+            raise JudgeError(f"JUDGE_URL: {problem} ({fields(cls)[0].metadata['help']})")
+        return judge
 
     def score(self, question: str, response: str, reference: str = "", rubric: str = "") -> dict[str, float]:
-        """Grade ``response``, an answer to ``question``, by ``rubric`` (DEFAULT_RUBRIC if empty).
+        """Grade ``response``, an answer to ``question``, by ``rubric`` (empty: DEFAULT_RUBRIC).
 
         Returns ``score`` in [0, 1] (the judge's 0 to 10, divided by 10), ``acc`` 1.0 from RIGHT on, else 0.0, and
-        ``format`` 1.0 if there was a response to judge. An empty response scores 0 and is not sent. The same request
-        is sent once: its score is kept on disk. Safe in threads and processes.
+        ``format`` 0.0 for an empty response, which scores 0 and is not sent, else 1.0. A score is kept on disk, so the
+        same request is sent once. Safe in threads and processes.
 
         Raises JudgeError when the judge refuses the request, or gave no usable score after all retries.
         """
         if not _quoted(response).strip():
             return {"score": 0.0, "acc": 0.0, "format": 0.0}
-        body = {**json.loads(self.JUDGE_SAMPLING), "model": self.JUDGE_MODEL}
-        body["messages"] = messages(question, response, reference, rubric)
-        cache = _cache(artifacts().resolve() / "judge")
+        chat = messages(question, response, reference, rubric)
+        body = {**json.loads(self.JUDGE_SAMPLING), "model": self.JUDGE_MODEL, "messages": chat}
+        cache = _cache(_folder())
         key = hashlib.blake2b(json.dumps(body, sort_keys=True).encode(), digest_size=16).hexdigest()
         score = cache.get(key)
         if score is None:
@@ -139,14 +132,14 @@ class Judge:
         return {"score": score, "acc": float(score >= RIGHT), "format": 1.0}
 
     def _ask(self, body: bytes) -> float:
-        """The judge's score of the request ``body``, in [0, 1], after as many attempts as it takes and is allowed."""
+        """The judge's score of the request ``body``, in [0, 1], after one attempt and at most JUDGE_RETRIES more."""
         counts: Counter = Counter()
+        name = f"judge {one_line(self.JUDGE_MODEL, 60)} at {one_line(self.JUDGE_URL, 80)}"
         attempts = self.JUDGE_RETRIES + 1
-        problem, final = "", False
         try:
             for attempt in range(1, attempts + 1):
                 try:
-                    with _slot(artifacts().resolve() / "judge", self.JUDGE_CONCURRENCY):
+                    with _slot(_folder(), self.JUDGE_CONCURRENCY):
                         counts["calls"] += 1
                         return self._attempt(body, counts)
                 except _Failed as failed:
@@ -154,20 +147,17 @@ class Judge:
                 if final or attempt == attempts:
                     break
                 wait = max(wait, min(MAX_BACKOFF, BACKOFF * 2 ** (attempt - 1)) * _random.uniform(0.5, 1))
-                _log.warning(f"{self._name()}: {problem}; attempt {attempt + 1} of {attempts} in {wait:.1f} s")
+                _log.warning(f"{name}: {problem}; attempt {attempt + 1} of {attempts} in {wait:.1f} s")
                 counts["retries"] += 1
                 time.sleep(wait)
             counts["failures"] += 1
         finally:
             self._count(counts)
         tried = "refused the request" if final else f"no usable score in {attempts} attempts, the last"
-        raise JudgeError(f"{self._name()}: {tried}: {problem}; once that is mended, the same command goes on")
-
-    def _name(self) -> str:
-        return f"judge {one_line(self.JUDGE_MODEL, 60)} at {one_line(self.JUDGE_URL, 80)}"
+        raise JudgeError(f"{name}: {tried}: {problem}; fix this, then run the same command to go on")
 
     def _attempt(self, body: bytes, counts: Counter) -> float:
-        """Send ``body`` once; adds what the reply says of tokens to ``counts``. Raises _Failed."""
+        """Send ``body`` once, and add the reply's tokens to ``counts``. Raises _Failed."""
         key = _key()
         url = self.JUDGE_URL.strip().rstrip("/") + "/chat/completions"
         try:
@@ -180,22 +170,20 @@ class Judge:
             raise _refusal(status, headers, text, key)
         try:
             reply = json.loads(text)
-            choice = reply["choices"][0]
-            content = choice["message"]["content"]
-            usage = reply.get("usage")
+            content, finish = reply["choices"][0]["message"]["content"], reply["choices"][0].get("finish_reason")
             if not isinstance(content, str):
                 raise TypeError
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             raise _Failed(f"the reply is no chat completion: {_excerpt(text, key)!r}") from None
-        usage = usage if isinstance(usage, dict) else {}
-        tokens = [usage.get(name) for name in ("prompt_tokens", "completion_tokens")]
+        usage = reply.get("usage")
+        tokens = [isinstance(usage, dict) and usage.get(name) for name in ("prompt_tokens", "completion_tokens")]
         if all(type(number) is int and 0 <= number < 10**9 for number in tokens):
             counts["tokens_in"] += tokens[0]
             counts["tokens_out"] += tokens[1]
             counts["cost"] += (tokens[0] * self.JUDGE_PRICE_IN + tokens[1] * self.JUDGE_PRICE_OUT) / 1e6
         else:
             counts["without_usage"] += 1
-        if choice.get("finish_reason") == "length":
+        if finish == "length":
             raise _Failed("its reply was cut off at the limit of tokens; raise that in JUDGE_SAMPLING")
         score = parse_score(content)
         if score is None:
@@ -204,14 +192,12 @@ class Judge:
 
     def _count(self, counts: Counter) -> None:
         """Add ``counts`` to those of this model in counters.json."""
-        path = artifacts().resolve() / "judge/counters.json"
-        path.parent.mkdir(parents=True, exist_ok=True)
+        path = _folder() / "counters.json"
         with path.with_suffix(".lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             counters = read_counters(path)
-            own = counters.setdefault(self.JUDGE_MODEL, {"since": time.strftime("%Y-%m-%d %H:%M")})
-            for name in COUNTERS:
-                own[name] = own.get(name, 0) + counts[name]
+            own = counters.get(self.JUDGE_MODEL, {"since": time.strftime("%Y-%m-%d %H:%M")})
+            counters[self.JUDGE_MODEL] = own | {name: own.get(name, 0) + counts[name] for name in COUNTERS}
             write_json(path, counters)
 
 
@@ -223,14 +209,11 @@ def score(question: str, response: str, reference: str = "", rubric: str = "") -
     return Judge.from_environment().score(question, response, reference, rubric)
 
 
-# ---- what is asked, and what is read from the reply ----------------------------------------------------------------
-
-
 def messages(question: str, response: str, reference: str = "", rubric: str = "") -> list[dict]:
-    """The chat that asks for a score: the rubric is the system's, all else is quoted in the user's message.
+    """The chat that asks for a score: the system message has the rubric, the user's message quotes the other texts.
 
-    The lines between the quoted texts end in a digest of these texts. No text can be written to contain the digest of
-    itself, and the same question and answer give the same chat, which the cache needs.
+    The lines between the quoted texts end in a digest of these texts: no text can contain its own digest, and the same
+    texts give the same chat, which the cache needs.
     """
     rubric = _quoted(rubric).strip() or DEFAULT_RUBRIC
     texts = {"QUESTION": question, "REFERENCE": reference, "ANSWER": response}
@@ -243,7 +226,7 @@ def messages(question: str, response: str, reference: str = "", rubric: str = ""
 
 
 def _quoted(text: str) -> str:
-    """``text`` bounded, without what a server or its chat template would read as more than text."""
+    """``text`` cut to MAX_TEXT_CHARS, without what a server or its chat template would read as a control token."""
     if len(text) > MAX_TEXT_CHARS:
         half = MAX_TEXT_CHARS // 2
         text = f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[-half:]}"
@@ -255,10 +238,10 @@ _JSON = json.JSONDecoder(object_pairs_hook=once)
 
 
 def parse_score(text: str) -> float | None:
-    """The score in [0, 1] that a judge's reply states, None if it states none.
+    """The score in [0, 1] of a judge's reply, None without one.
 
-    From its first brace after any ``</think>`` on, the reply must be one JSON object, bare or in a code fence, whose
-    ``score`` is a whole number from 0 to 10. Numbers between are refused, not rounded: 0.9 is likely meant as 9.
+    From its first brace after any ``</think>``, the reply must be one JSON object, bare or in a code fence, whose
+    ``score`` is a whole number from 0 to 10. Numbers between are refused, not rounded: 0.9 probably means 9.
     """
     text = text[-MAX_TEXT_CHARS:].rpartition("</think>")[2].strip().removesuffix("```").rstrip()
     try:
@@ -271,18 +254,13 @@ def parse_score(text: str) -> float | None:
     return value / 10
 
 
-# ---- the request ---------------------------------------------------------------------------------------------------
-
-
 _tls = functools.cache(httpx.create_ssl_context)  # reading the certificates takes longer than a request
 
 
 async def _post(url: str, body: bytes, key: str, seconds: float) -> tuple[int, httpx.Headers, str]:
-    """Status, headers and body of the reply. ``seconds`` bounds all of it, also a server that sends byte by byte:
-    httpx's own limits are for each read."""
+    """Status, headers and body of the reply. ``seconds`` limits all of it; httpx's own limits are per read."""
     headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
-    if key:
-        headers["Authorization"] = f"Bearer {key}"
+    headers |= {"Authorization": f"Bearer {key}"} if key else {}
     received = bytearray()
     async with (
         asyncio.timeout(seconds),
@@ -297,7 +275,7 @@ async def _post(url: str, body: bytes, key: str, seconds: float) -> tuple[int, h
 
 
 def _refusal(status: int, headers: httpx.Headers, text: str, key: str) -> _Failed:
-    """The failure that a reply with another status than 200 is."""
+    """The failure for a reply whose status is not 200."""
     if status in (401, 403):  # without the reply: services quote the key, or most of it
         return _Failed(f"HTTP {status}, the key is not accepted; set JUDGE_API_KEY", final=True)
     with suppress(ValueError, LookupError, TypeError, RecursionError):
@@ -312,7 +290,7 @@ def _refusal(status: int, headers: httpx.Headers, text: str, key: str) -> _Faile
 
 
 def _retry_after(value: str) -> float:
-    """Seconds that a Retry-After header asks for, as a number or an HTTP date (RFC 9110, 10.2.3); 0 if none."""
+    """Seconds in a Retry-After header, a number or an HTTP date (RFC 9110, 10.2.3); 0 without one."""
     if re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?", value.strip()):
         return float(value)
     try:
@@ -329,11 +307,14 @@ def _key() -> str:
 
 
 def _excerpt(text: str, key: str) -> str:
-    """The first line's worth of ``text``, without the key wherever it occurs: servers may send it back."""
-    return one_line(text[:MAX_TEXT_CHARS].replace(key, "***") if key else text[:MAX_TEXT_CHARS], 120)
+    """The first 120 characters of ``text`` on one line, with the key masked: servers may send it back."""
+    text = text[:MAX_TEXT_CHARS]
+    return one_line(text.replace(key, "***") if key else text, 120)
 
 
 def _url_problem(url: str) -> str | None:
+    if not url.strip():
+        return "is not set; the reward of this task asks a judge"
     try:
         parsed = httpx.URL(url.strip())
     except httpx.InvalidURL:
@@ -345,24 +326,22 @@ def _url_problem(url: str) -> str | None:
     return None
 
 
-def _help(name: str) -> str:
-    return Judge.__dataclass_fields__[name].metadata["help"]
-
-
-# ---- on disk -------------------------------------------------------------------------------------------------------
+def _folder() -> Path:
+    folder = artifacts().resolve() / "judge"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 @functools.cache
 def _cache(folder: Path) -> diskcache.Cache:
-    """Scores by request. Only text and floats go in: SQLite keeps these as they are, anything else would be pickled."""
+    """Scores by request: text and floats only, which SQLite keeps as they are; diskcache would pickle anything else."""
     return diskcache.Cache(folder / "cache", size_limit=CACHE_BYTES)
 
 
 @contextmanager
 def _slot(folder: Path, count: int) -> Iterator[None]:
-    """Hold one of ``count`` slots, waiting for a free one. They are locks on files, so that they bound all processes
-    together, and one that is killed gives its slots back."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Hold one of ``count`` slots, waiting for a free one. A slot is a lock on a file, so the limit holds over all
+    processes, and a killed process gives its slots back."""
     while True:
         for number in _random.sample(range(count), count):
             with (folder / f"slot-{number}.lock").open("a") as slot:
@@ -376,30 +355,27 @@ def _slot(folder: Path, count: int) -> Iterator[None]:
 
 
 def read_counters(path: Path) -> dict[str, dict]:
-    """The counters in ``path`` by model; none if it does not exist. Raises JudgeError if it is something else."""
+    """The counters in ``path`` by model; none without the file. Raises JudgeError if the file is broken."""
     try:
         counters = json.loads(path.read_text()) if path.exists() else {}
     except ValueError:
         counters = None
     if not isinstance(counters, dict):
-        raise JudgeError(f"{path}: is not what the judge's counters are kept in; remove it")
+        raise JudgeError(f"{path}: is not a file of the judge's counters; remove it")
     return counters
 
 
 def summary() -> str:
-    """Requests so far and their cost: one line per model."""
-    path = artifacts() / "judge/counters.json"
+    """The requests so far and their cost, one line per model."""
+    path = _folder() / "counters.json"
     lines = []
     for model, own in read_counters(path).items():
-        line = (
-            f"{model}, since {own['since']}: {own['calls']} calls, {own['cache_hits']} scores from the cache, "
-            f"{own['retries']} retries, {own['failures']} failures, "
-            f"{own['tokens_in']} tokens in, {own['tokens_out']} out, cost {own['cost']:.4f}"
-        )
+        counted = "{calls} calls, {cache_hits} scores from the cache, {retries} retries, {failures} failures, "
+        counted += "{tokens_in} tokens in, {tokens_out} out, cost {cost:.4f}"
         if own["without_usage"]:
-            line += f" and that of {own['without_usage']} replies that state no tokens"
-        lines.append(line)
-    return "\n".join(lines) or f"{path}: no judge was asked yet"
+            counted += " and that of {without_usage} replies that state no tokens"
+        lines.append(f"{model}, since {own['since']}: {counted.format_map(own)}")
+    return "\n".join(lines) or f"{path}: no requests to a judge yet"
 
 
 if __name__ == "__main__":

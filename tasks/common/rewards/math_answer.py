@@ -1,7 +1,7 @@
 """The final answer of a worked solution: find it, read it as an exact number, compare it with the truth.
 
-Plain numbers are read here, exactly (Fraction). What else LaTeX can say goes to math-verify, in a sandbox: its own time
-limits need the main thread and cannot interrupt C code, and verl calls a reward in threads.
+Plain numbers are read here, exactly (Fraction). Other LaTeX goes to math-verify in a sandbox: verl calls a reward in
+threads, and math-verify's own time limits need the main thread and cannot interrupt C code.
 """
 
 import functools
@@ -21,7 +21,7 @@ _HASHES = re.compile(r"(?<!#)####(?!#)")
 _BOXED = re.compile(r"\\f?boxed\s*\{")
 _SENTENCE = re.compile(r"\banswers?\b[^.\n]{0,60}?(?:\bis\b|\bare\b|[:=])", re.IGNORECASE)
 _SENTENCE_END = re.compile(r"[.!?][*_`\"')\]]*(?=\s|$)|\n")
-_LABEL = re.compile(r"[A-Za-z][A-Za-z' ]{0,40}?(?:\bis\b|[:=])[*_`]*\s*")
+_LABEL = re.compile(r"\A[A-Za-z][A-Za-z' ]{0,40}?(?:\bis\b|[:=])[*_`]*\s*")
 
 _SPELLING = str.maketrans({"−": "-", "–": "-", "\u00a0": " ", "\u2009": " ", "\u202f": " ", "\t": " "})
 _WRAPPER = re.compile(r"\\(?:text|mathrm|mathbf|mathit|textbf|textit|boldsymbol|bm|mbox|f?boxed)\s*\{([^{}]*)\}")
@@ -46,19 +46,17 @@ _RELATION = re.compile(r"[<>≤≥≠]|\\(?:[lg]eq?|neq?)(?![a-zA-Z])")
 
 @dataclass(frozen=True)
 class Answer:
-    """What a response gives as its final answer: the text, and what marked it (``hashes``, ``boxed``, ``sentence``, or
-    ``last``, the last number of a response that marks none)."""
+    """The text of a final answer, and its mark: ``hashes``, ``boxed``, ``sentence``, or ``last`` (the last number of a
+    response without a mark)."""
 
     text: str
     how: str
 
 
 def find_answer(response: str, flexible: bool = False) -> Answer | None:
-    """The final answer after any thinking: what follows the last ``####``, else what is in the last ``\\boxed{}``, else
-    the last number of the last "the answer is" sentence that has one; ``flexible``: else the last number. None: none.
-
-    A ``####`` that is a Markdown heading (words follow it) marks no answer. Text after the answer changes nothing.
-    """
+    """The final answer after any thinking: the text after the last ``####`` that is not a Markdown heading, else in the
+    last ``\\boxed{}``, else the last number of the last "the answer is" sentence that has one; ``flexible``: else the
+    last number. None without one. Text after the answer changes nothing."""
     text = after_thinking(response)
     for how, find in (("hashes", _after_hashes), ("boxed", _in_box), ("sentence", _in_sentence)):
         if found := find(text):
@@ -69,7 +67,7 @@ def find_answer(response: str, flexible: bool = False) -> Answer | None:
 
 
 def _first_sentence(text: str) -> str:
-    """The first line that is not empty, up to the end of its first sentence, at most MAX_ANSWER_CHARS."""
+    """The first sentence of the first line that is not empty, at most MAX_ANSWER_CHARS."""
     text = text[: 2 * MAX_ANSWER_CHARS].lstrip()
     end = _SENTENCE_END.search(text)
     return text[: end.start() if end else len(text)][:MAX_ANSWER_CHARS].strip()
@@ -82,9 +80,7 @@ def _last(pattern: re.Pattern, text: str) -> list[re.Match]:
 def _after_hashes(text: str) -> str | None:
     for match in _last(_HASHES, text):
         line = _first_sentence(text[match.end() : match.end() + 2 * MAX_ANSWER_CHARS])
-        line = _BOLD.sub(r"\2", line).strip("*_` ")
-        if label := _LABEL.match(line):
-            line = line[label.end() :]
+        line = _LABEL.sub("", _BOLD.sub(r"\2", line).strip("*_` "))
         if line and not re.match(r"#|[A-Za-z]{2}", line):
             return line
     return None
@@ -131,37 +127,33 @@ def tidy(text: str) -> str:
 
 
 def read_number(text: str) -> Fraction | None:
-    """The one number that ``text`` states, exactly; None if it states none, several, or a formula.
+    """The one number in ``text``, exactly; None if there is none, several, or a formula.
 
-    Read are 18, 18.00, 1,000, - 3, 36/2, 1 1/2, \\frac{36}{2}, $18, 18%, **18**, 3 million, 18 eggs a day, x = 18 and
-    9 * 2 = 18. A currency, ``%`` and a unit do not change the number: 18% is 18, as GSM8K writes percentages.
+    Examples: 18, 18.00, 1,000, - 3, 36/2, 1 1/2, \\frac{36}{2}, $18, 18%, **18**, 3 million, 18 eggs a day, x = 18 and
+    9 * 2 = 18. A currency, ``%`` and a unit do not change the number: 18% is 18, as in GSM8K.
     """
     if len(text) > MAX_ANSWER_CHARS or _RELATION.search(text):
         return None
     text = tidy(text).rpartition("=")[2].strip(" *_`\"'()[]{},;:?\n")
-    if label := _LABEL.match(text):
-        text = text[label.end() :]
+    text = _LABEL.sub("", text)
     match = _PLAIN.match(text)
     if not match or not _REST.fullmatch(text, match.end()):
         return None
+    number, denominator = (Fraction((match[name] or "1").replace(",", "")) for name in ("number", "denominator"))
     try:
-        value = _fraction(match["number"]) / _fraction(match["denominator"] or "1") + int(match["whole"] or 0)
+        value = number / denominator + int(match["whole"] or 0)
     except ZeroDivisionError:
         return None
     value *= _SCALES.get(match["scale"], 1)
     return -value if match["sign"] == "-" else value
 
 
-def _fraction(text: str) -> Fraction:
-    return Fraction(text.replace(",", ""))
-
-
 def compare(answer: str, truth: str) -> tuple[bool, bool]:
     """Whether ``answer`` is well-formed, and whether it equals ``truth``.
 
-    Two plain numbers are compared exactly: 18.00 is 18, 0.33 is not 1/3. All else is for math-verify, which reads LaTeX
-    and compares values or formulas, decimals to 6 places; well-formed is then what it can read and, where the truth is
-    a number, a number. What it cannot read within its limits of time and memory is not well-formed.
+    Two plain numbers are compared exactly: 18.00 is 18, 0.33 is not 1/3. Anything else goes to math-verify, which
+    compares values or formulas in LaTeX, decimals to 6 places. There an answer is well-formed if math-verify reads it
+    within its limits of time and memory, and if it is a number where the truth is one.
     """
     number, true = read_number(answer), read_number(truth)
     if number is not None and true is not None:

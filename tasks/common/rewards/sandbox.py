@@ -1,11 +1,10 @@
 """Call a function on adversarial input in a separate process without privileges: see docs/REASONING_GYM.md.
 
 The worker has no credentials in its environment, a memory limit, and, once its modules are loaded, a seccomp filter: it
-computes, reads files of the Python installation, and answers. It writes, creates and removes no file, starts no
-process, opens no socket, signals nobody. One that dies or takes too long is replaced at the next call.
+can compute, read files of the Python installation, and answer, nothing else. The next call replaces a worker that died
+or took too long.
 """
 
-import contextlib
 import ctypes
 import errno
 import importlib
@@ -29,7 +28,6 @@ ROOT = Path(__file__).resolve().parents[3]
 START_SECONDS = 120  # for a worker's imports while the machine trains
 MAX_REQUEST_BYTES = 16 * 2**20
 MAX_REPLY_BYTES = 2**16
-_LENGTH = struct.Struct(">I")  # before each message, which is JSON
 
 
 class SandboxError(RuntimeError):
@@ -44,8 +42,8 @@ class Sandbox:
     """A function in a worker process. One call at a time; safe for threads and after a fork.
 
     ``target`` is ``"module:factory"``; the worker calls ``factory(*setup)`` once and keeps the function that it
-    returns. All arguments and results are JSON. ``seconds``: wall clock for a call; ``memory``: bytes that the worker
-    may take beyond what it has after its start. It ends with this process, however that ends.
+    returns. All arguments and results are JSON. ``seconds``: wall time of a call; ``memory``: bytes that the worker may
+    add to what it has after its start. The worker ends with this process, even if this process is killed.
     """
 
     def __init__(self, target: str, *setup, seconds: float = 5.0, memory: int = 2**30):
@@ -68,12 +66,12 @@ class Sandbox:
         if getattr(self, "_socket", None):
             self._socket.close()
         self._process, self._socket = None, None
-        # One thread handles the worker. The kernel ends a worker with the *thread* that started it (PR_SET_PDEATHSIG),
-        # and the threads of a reward manager are short-lived.
+        # The kernel ends a worker with the *thread* that started it (PR_SET_PDEATHSIG), and the threads of a reward
+        # manager are short-lived. So one thread of its own handles the worker.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="sandbox")
 
     def _call(self, arguments: tuple):
-        request = json.dumps(arguments).encode()
+        request = json.dumps(arguments)
         if len(request) > MAX_REQUEST_BYTES:
             raise CallFailed(f"an input of {len(request)} bytes")
         # Data before a request is the end of a dead worker, or a forged reply.
@@ -83,7 +81,7 @@ class Sandbox:
             self._start()
         try:
             reply = self._exchange(request, self._seconds)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:  # RecursionError: a forged reply
             self._kill()
             raise CallFailed("too slow" if isinstance(error, TimeoutError) else "the worker died") from error
         if not isinstance(reply, dict) or "value" not in reply:
@@ -108,23 +106,26 @@ class Sandbox:
             )
             theirs.close()
             try:
-                reply = self._exchange(json.dumps(self._start_message).encode(), START_SECONDS)
+                reply = self._exchange(json.dumps(self._start_message), START_SECONDS)
                 self.protections = reply["value"]
             except (OSError, ValueError, LookupError) as error:
                 self._kill()
                 why = reply["error"] if isinstance(error, LookupError) else type(error).__name__
                 raise SandboxError(f"{self._start_message['target']}: the worker cannot start: {why}") from error
 
-    def _exchange(self, message: bytes, seconds: float):
-        deadline = time.monotonic() + seconds
-
-        def receive(size: int) -> bytes:
-            self._socket.settimeout(max(1e-3, deadline - time.monotonic()))
-            return self._socket.recv(size)
-
+    def _exchange(self, message: str, seconds: float):
+        """Send a line of JSON and read one. Raises OSError at the end of the time or the worker, ValueError when the
+        reply is too long or not JSON."""
+        deadline, reply = time.monotonic() + seconds, b""
         self._socket.settimeout(seconds)
-        self._socket.sendall(_LENGTH.pack(len(message)) + message)
-        return _received(receive, MAX_REPLY_BYTES)
+        self._socket.sendall(message.encode() + b"\n")
+        while not reply.endswith(b"\n"):
+            self._socket.settimeout(max(1e-3, deadline - time.monotonic()))
+            part = self._socket.recv(MAX_REPLY_BYTES)
+            reply += part
+            if not part or len(reply) > MAX_REPLY_BYTES:
+                raise ValueError("no reply, or one that is too long")
+        return json.loads(reply)
 
     def _kill(self) -> None:
         if self._process:
@@ -132,25 +133,6 @@ class Sandbox:
             self._process.kill()
             self._process.wait()
         self._process, self._socket = None, None
-
-
-def _received(receive: Callable[[int], bytes], most: int):
-    """The JSON of a message that ``receive`` gives in parts. Raises ConnectionError at its end, ValueError when the
-    message is no JSON, or longer than ``most`` bytes."""
-
-    def read(size: int) -> bytes:
-        data = b""
-        while len(data) < size:
-            part = receive(size - len(data))
-            if not part:
-                raise ConnectionError("the other end is gone")
-            data += part
-        return data
-
-    (size,) = _LENGTH.unpack(read(_LENGTH.size))
-    if size > most:
-        raise ValueError(f"a message of {size} bytes")
-    return json.loads(read(size))
 
 
 _SANDBOXES: "weakref.WeakSet[Sandbox]" = weakref.WeakSet()
@@ -161,29 +143,20 @@ os.register_at_fork(after_in_child=lambda: [sandbox._forget() for sandbox in lis
 
 
 def _serve(channel: int, parent: int) -> None:
-    def receive():
-        return _received(lambda size: os.read(channel, size), 2 * MAX_REQUEST_BYTES)
-
-    def send(message: dict) -> None:
-        data = json.dumps(message).encode()
-        data = _LENGTH.pack(len(data)) + data
-        while data:
-            data = data[os.write(channel, data) :]
-
-    try:
-        function, protections = _set_up(receive(), parent)
-    except Exception as error:
-        send({"error": f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"})
-        return
-    send({"value": protections})
-    while True:
-        arguments = receive()
+    with open(channel, "rb") as requests, open(channel, "w", closefd=False) as replies:
         try:
-            reply = {"value": function(*arguments)}
-            json.dumps(reply)
-        except BaseException as error:  # SystemExit too: the input may have raised it
-            reply = {"error": type(error).__name__}
-        send(reply)
+            function, protections = _set_up(json.loads(requests.readline()), parent)
+        except Exception as error:
+            problem = f"{type(error).__name__}: {' '.join(str(error).split())[:500]}"
+            print(json.dumps({"error": problem}), file=replies, flush=True)
+            return
+        print(json.dumps({"value": protections}), file=replies, flush=True)
+        while request := requests.readline():
+            try:
+                reply = json.dumps({"value": function(*json.loads(request))})
+            except BaseException as error:  # SystemExit too: the input may have raised it
+                reply = json.dumps({"error": type(error).__name__})
+            print(reply, file=replies, flush=True)
 
 
 def _set_up(message: dict, parent: int) -> tuple[Callable, dict]:
@@ -197,23 +170,19 @@ def _set_up(message: dict, parent: int) -> tuple[Callable, dict]:
     function = getattr(importlib.import_module(module), factory)(*message["setup"])
     os.chdir("/")
     _limit_resources(message["memory"])
-    landlock = _landlock(
-        [sys.prefix, sys.base_prefix, "/usr", "/lib", "/lib64", "/dev/null", "/dev/urandom", str(ROOT / "tasks")]
-        + [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
-    )
+    ctypes.CDLL(None).prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS, which both filters need
+    packages = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
+    system = [sys.prefix, sys.base_prefix, "/usr", "/lib", "/lib64", "/dev/null", "/dev/urandom"]
+    landlock = _landlock([*system, *packages, str(ROOT / "tasks")])
     _seccomp()
     return function, {"seccomp": True, "landlock": landlock}
 
 
 def _limit_resources(memory: int) -> None:
     pages = int(Path("/proc/self/statm").read_text().split()[0])
-    limits = {
-        resource.RLIMIT_AS: pages * resource.getpagesize() + memory,
-        resource.RLIMIT_FSIZE: 0,
-        resource.RLIMIT_CORE: 0,
-        resource.RLIMIT_NOFILE: 64,
-        resource.RLIMIT_NPROC: 0,  # the kernel does not apply it to root; seccomp does
-    }
+    limits = {resource.RLIMIT_AS: pages * resource.getpagesize() + memory, resource.RLIMIT_NOFILE: 64}
+    # The kernel does not apply NPROC to root; seccomp does.
+    limits |= {resource.RLIMIT_FSIZE: 0, resource.RLIMIT_CORE: 0, resource.RLIMIT_NPROC: 0}
     for limit, value in limits.items():
         resource.setrlimit(limit, (value, value))
 
@@ -226,41 +195,34 @@ def _system_call(number: int, *arguments) -> int:
     return result
 
 
-def _no_new_privileges() -> None:
-    ctypes.CDLL(None).prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS, which both filters need
-
-
 def _landlock(readable: list[str]) -> int:
-    """Read what is under ``readable`` and touch no other file, nor a network, nor a process outside. Returns the
-    version of Landlock that does it, 0 if this kernel has none (before 5.13). linux/landlock.h, landlock(7)."""
+    """Allow reading under ``readable``; refuse other files, the network and signals to processes outside.
+
+    Returns the version of Landlock, 0 without it (before Linux 5.13). linux/landlock.h, landlock(7).
+    """
     create, add_rule, restrict_self = 444, 445, 446  # the same on all architectures
-    no_ruleset = ctypes.c_void_p(None)
     try:
-        version = _system_call(create, no_ruleset, ctypes.c_size_t(0), ctypes.c_uint(1))
+        version = _system_call(create, ctypes.c_void_p(None), ctypes.c_size_t(0), ctypes.c_uint(1))
     except OSError:
         return 0
-    file_rights = {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)  # their number: one bit each
-    handled = [(1 << file_rights) - 1]
+    handled = [(1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1]  # a bit for each right on files
     handled += [0b11] if version >= 4 else []  # TCP: bind, connect
     handled += [0b11] if version >= 6 else []  # abstract UNIX sockets, signals
     attribute = struct.pack(f"={len(handled)}Q", *handled)
     ruleset = _system_call(create, attribute, ctypes.c_size_t(len(attribute)), ctypes.c_uint(0))
     read_file, read_folder = 1 << 2, 1 << 3
-    for path in readable:
-        if os.path.exists(path):
-            folder = os.open(path, os.O_PATH | os.O_CLOEXEC)
-            rights = read_file | (read_folder if os.path.isdir(path) else 0)
-            rule = struct.pack("=Qi", rights, folder)
-            _system_call(add_rule, ctypes.c_int(ruleset), ctypes.c_int(1), rule, ctypes.c_uint(0))
-            os.close(folder)
-    _no_new_privileges()
+    for path in filter(os.path.exists, readable):
+        folder = os.open(path, os.O_PATH | os.O_CLOEXEC)
+        rule = struct.pack("=Qi", read_file | (read_folder if os.path.isdir(path) else 0), folder)
+        _system_call(add_rule, ctypes.c_int(ruleset), ctypes.c_int(1), rule, ctypes.c_uint(0))
+        os.close(folder)
     _system_call(restrict_self, ctypes.c_int(ruleset), ctypes.c_uint(0))
     os.close(ruleset)
     return version
 
 
-# System calls of x86_64 that the worker may make; anything else gives EPERM. It may write to the parent: it can open no
-# other file to write.
+# System calls of x86_64 that the worker may make; anything else gives EPERM. ``write`` only reaches the parent: the
+# worker can open no file for writing.
 # fmt: off
 _ALLOWED = {
     "read": 0, "write": 1, "close": 3, "stat": 4, "fstat": 5, "lstat": 6, "lseek": 8, "mmap": 9, "mprotect": 10,
@@ -277,37 +239,32 @@ _WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | (os
 
 
 def _seccomp() -> None:
-    """Allow ``_ALLOWED`` and opening files to read; nothing else, for all threads. Raises OSError where the kernel
-    has no seccomp filters: then there is no worker. seccomp(2); offsets and codes from linux/seccomp.h, linux/filter.h.
-    """
+    """Allow ``_ALLOWED`` and opening files to read; nothing else, for all threads. Raises OSError without seccomp
+    filters. seccomp(2); offsets and codes from linux/seccomp.h, linux/filter.h."""
     if platform.machine() != "x86_64":
         raise OSError(errno.ENOSYS, f"no table of system calls for {platform.machine()}")
     architecture = 0xC000003E
     load, equal, any_bit, end = 0x20, 0x15, 0x45, 0x06
     allow, refuse, kill = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x80000000
 
-    def low_word_of_argument(index: int) -> int:
-        return 16 + 8 * index
+    argument = (16, 24, 32)  # offset of the low word of each
 
     program = [(load, 0, 0, 4), (equal, 1, 0, architecture), (end, 0, 0, kill), (load, 0, 0, 0)]
     for number in _ALLOWED.values():
         program += [(equal, 0, 1, number), (end, 0, 0, allow)]
     for number, flags in ((2, 1), (257, 2)):  # open, openat, and which argument holds the flags
-        program += [(equal, 0, 4, number), (load, 0, 0, low_word_of_argument(flags))]
+        program += [(equal, 0, 4, number), (load, 0, 0, argument[flags])]
         program += [(any_bit, 1, 0, _WRITING), (end, 0, 0, allow), (end, 0, 0, refuse)]
     # fcntl: only to read flags (F_GETFD, F_GETFL), not to request signals about a file (F_SETOWN).
-    program += [(equal, 0, 5, 72), (load, 0, 0, low_word_of_argument(1))]
+    program += [(equal, 0, 5, 72), (load, 0, 0, argument[1])]
     program += [(equal, 1, 0, 1), (equal, 0, 1, 3), (end, 0, 0, allow), (end, 0, 0, refuse)]
     program += [(equal, 0, 1, 435), (end, 0, 0, 0x00050000 | errno.ENOSYS)]  # clone3: glibc then tries clone
     program += [(end, 0, 0, refuse)]
 
     code = ctypes.create_string_buffer(b"".join(struct.pack("=HBBI", *instruction) for instruction in program))
     filter_program = struct.pack("@HP", len(program), ctypes.addressof(code))
-    _no_new_privileges()
-    set_filter, all_threads = ctypes.c_uint(1), ctypes.c_uint(1)
-    _system_call(317, set_filter, all_threads, filter_program)  # seccomp
+    _system_call(317, ctypes.c_uint(1), ctypes.c_uint(1), filter_program)  # seccomp: set a filter, for all threads
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(OSError):
-        _serve(int(sys.argv[1]), int(sys.argv[2]))
+    _serve(int(sys.argv[1]), int(sys.argv[2]))

@@ -1,6 +1,6 @@
 """Tool calls in a model's text: split off the thinking, parse the calls, compare them with the expected ones.
 
-Model output is hostile: JSON is read strictly and within bounds, nothing is evaluated.
+Model output is hostile: JSON is read strictly and within limits, nothing is evaluated.
 """
 
 import re
@@ -12,15 +12,14 @@ from scipy.sparse.csgraph import maximum_bipartite_matching
 from tasks.common.models.chat_template import call_text
 from tasks.common.strict_json import DECODER, deeper_than
 
-# Of what follows the thinking. Reading more would cost more than the 5 ms a row that a reward may take.
-MAX_CHARS = 16_384
+MAX_CHARS = 16_384  # after the thinking; more would take longer than the 5 ms that a reward may take per row
 MAX_DEPTH = 32
 MAX_CALLS = 64
 
 THINK, THINK_END = "<think>", "</think>"
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _CLOSE = re.compile(r"\s*</tool_call>")
-# What Mistral's and Llama's templates put before bare JSON; both are special tokens, which decoding mostly strips.
+# Mistral's and Llama's templates put these special tokens before bare JSON; decoding mostly strips them.
 _MARKER = re.compile(r"\s*(?:\[TOOL_CALLS\]|<\|python_tag\|>)\s*")
 _BETWEEN = re.compile(r"\s*;?\s*")  # Llama writes parallel calls as {...}; {...}
 _BARE = re.compile(r"\s*(?:\[\s*)?\{\s*\"")
@@ -34,8 +33,8 @@ class Malformed(ValueError):
 
 @dataclass(frozen=True)
 class Response:
-    """A response in its parts. ``thinking`` and ``text`` (what stands outside of calls) are stripped; ``thinking`` is
-    None without tags. A call is ``{"name": str, "arguments": dict}``."""
+    """``thinking`` (None without tags) and ``text`` (outside of calls) are stripped. A call is
+    ``{"name": str, "arguments": dict}``."""
 
     thinking: str | None
     calls: list[dict]
@@ -55,7 +54,7 @@ def parse_response(response: str, think_opened: bool = False) -> Response:
 def split_thinking(response: str, think_opened: bool = False) -> tuple[str | None, str]:
     """The stripped text in ``<think>…</think>`` (None without tags) and what follows.
 
-    Raises Malformed unless the tags are absent, or there exactly once with nothing before them.
+    Raises Malformed unless there are no tags, or one pair of tags with nothing before it.
     """
     text = THINK + response if think_opened else response
     opened, closed = text.count(THINK), text.count(THINK_END)
@@ -71,10 +70,9 @@ def split_thinking(response: str, think_opened: bool = False) -> tuple[str | Non
 def parse_calls(text: str) -> tuple[list[dict], str]:
     """The calls in ``text``, in order, and the stripped text outside of them.
 
-    Read are ``<tool_call>{"name": …, "arguments": {…}}</tool_call>`` blocks (Hermes, Qwen) or, where there are none,
-    a text that is nothing but JSON: objects of that form, after each other or in a list, with ``arguments`` or
-    ``parameters`` (Llama 3.1, Mistral). Raises Malformed for anything that begins as a call and is none, for more than
-    64 calls and for more than 16,384 characters.
+    The forms are ``<tool_call>{"name": …, "arguments": {…}}</tool_call>`` blocks (Hermes, Qwen), or else bare JSON and
+    nothing more: such objects in a row or a list, with ``arguments`` or ``parameters`` (Llama 3.1, Mistral). Raises
+    Malformed for a broken call, more than 64 calls and more than 16,384 characters.
     """
     if len(text) > MAX_CHARS:
         raise Malformed(f"longer than {MAX_CHARS} characters")
@@ -111,16 +109,13 @@ def _bare(text: str) -> tuple[list[dict], str]:
                 start = _BETWEEN.match(text, start).end()
         except Malformed as error:
             problem = error
-    if values and not problem and (marker or all(_looks_like_call(value) for value in values)):
+    shaped = all(isinstance(v, dict) and "name" in v and ("arguments" in v or "parameters" in v) for v in values)
+    if values and not problem and (marker or shaped):
         return [_call(value) for value in values], ""
     # Prose, and JSON that is no call, are text. A broken call must not pass as text.
     if marker or CLOSE in text or (_NAME.search(text) and (problem or _ARGUMENTS.search(text))):
         raise Malformed(str(problem or "a call must stand alone or between its tags"))
     return [], text
-
-
-def _looks_like_call(value) -> bool:
-    return isinstance(value, dict) and "name" in value and ("arguments" in value or "parameters" in value)
 
 
 def _call(value) -> dict:
@@ -137,12 +132,9 @@ def _call(value) -> dict:
     return {"name": value["name"], "arguments": arguments}
 
 
-# ---- JSON
-
-
 def strict_json(text: str):
-    """The value of JSON text. Raises Malformed, also for NaN, Infinity, floats out of range, repeated keys (of which
-    one reader takes the first and another the last), more than 32 levels and anything after the value."""
+    """The value of JSON text. Raises Malformed, also for NaN, Infinity, floats out of range, repeated keys, more than
+    32 levels and anything after the value."""
     value, end = _decode(text, 0)
     if text[end:].strip():
         raise Malformed("text after the JSON")
@@ -162,9 +154,6 @@ def _decode(text: str, start: int):
     return value, end
 
 
-# ---- writing and comparing
-
-
 def render_calls(calls: list[dict]) -> str:
     """``calls`` as Hermes and Qwen write them: a ``<tool_call>`` block each."""
     return "\n".join(map(call_text, calls))
@@ -177,10 +166,9 @@ def functions(tools: list[dict]) -> dict[str, dict]:
 
 
 def matched(made: list[dict], expected: list[dict], tools: list[dict]) -> int:
-    """Size of the largest one-to-one matching of equal calls between ``made`` and ``expected``, in any order.
+    """Size of the maximum matching (Hopcroft and Karp 1973) of equal calls in ``made`` and ``expected``, in any order.
 
-    A maximum matching (Hopcroft and Karp 1973): "equals" is not transitive (1 and 1.0 may stand where 1.0 is
-    expected, only 1 where 1 is), so that taking the first partner at hand may leave out a pair.
+    Taking the first equal call is not enough: 1 and 1.0 match an expected 1.0, only 1 matches an expected 1.
     """
     if not made or not expected:
         return 0
@@ -200,9 +188,8 @@ def same_call(made: dict, expected: dict, known: dict[str, dict]) -> bool:
 def same_value(made, expected, schema) -> bool:
     """Whether two JSON values are equal, types included: 1 is not "1", true is not 1.
 
-    An int may stand for a float. A float may stand for an int of the same value only where ``schema`` (JSON schema)
-    has type number. Members of objects that are not required and equal their ``default`` may be missing on either
-    side. Lists keep their order.
+    An int may replace a float. A float may replace an equal int only where ``schema`` (JSON Schema) has type number.
+    An object's optional member may be missing on either side if the other has its ``default``. Lists keep their order.
     """
     schema = _dict(schema)
     if isinstance(made, dict) and isinstance(expected, dict):
@@ -225,12 +212,10 @@ def same_value(made, expected, schema) -> bool:
 
 
 def _takes_float(schema: dict) -> bool:
-    types = schema.get("type")
-    names = [t for t in (types if isinstance(types, list) else [types]) if isinstance(t, str)]
-    if _FLOATS.intersection(names):
-        return True
     choices = [c for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list) for c in schema[key]]
-    return any(_takes_float({"type": _dict(choice).get("type")}) for choice in choices)
+    types = [_dict(choice).get("type") for choice in (schema, *choices)]
+    names = [name for each in types for name in (each if isinstance(each, list) else [each])]
+    return any(name in _FLOATS for name in names if isinstance(name, str))
 
 
 def _dict(value) -> dict:
