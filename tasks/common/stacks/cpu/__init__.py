@@ -52,9 +52,7 @@ ENVIRONMENT = {
 }
 
 # Hydra overrides for both trainers or one of them.
-OVERRIDES = [
-    "trainer.device=cpu",
-]
+OVERRIDES = ["trainer.device=cpu"]
 # entropy_checkpointing: an update that measures the entropy (verl_plugins/on_policy.py) keeps nothing for a gradient.
 RL_OVERRIDES = [
     "actor_rollout_ref.actor.strategy=fsdp2",
