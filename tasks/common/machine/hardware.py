@@ -100,7 +100,7 @@ def listens(address: str, seconds: float = 2.0) -> bool:
     """Whether something accepts connections at ``address``, host:port."""
     host, _, port = address.rpartition(":")
     try:
-        with socket.create_connection((host, int(port)), timeout=seconds):
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=seconds):
             return True
     except (OSError, ValueError, OverflowError):
         return False

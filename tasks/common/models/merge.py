@@ -46,8 +46,9 @@ def base_of(adapter: Path) -> str:
 
 
 def base_model(model: str) -> str:
-    """``model``, or what it is an adapter of: whose config and tokenizer it has."""
-    return base_of(Path(model)) if is_adapter(Path(model)) else model
+    """``model``, or the base model that the adapter ``model`` names."""
+    folder = Path(model).expanduser()
+    return (base_of(folder) or model) if is_adapter(folder) else model
 
 
 def sampled_as_adapter(adapter: Path) -> bool:
