@@ -5,7 +5,6 @@ PYTHONPATH=<the wheel's folder>:<the repository> python -m tests.verl_061
 
 import json
 import os
-import sys
 from contextlib import suppress
 
 import torch
@@ -217,8 +216,7 @@ def dr_grpo(micro: int) -> float:
 
 
 def main() -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[1])
-    torch.distributed.init_process_group("gloo", rank=0, world_size=1)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     own = {"class_path": "pkg://tasks.common.stacks.a100.sampler", "class_name": "Shuffled"}
     none = {"class_path": None, "class_name": None}
     made_with = [

@@ -39,8 +39,8 @@ def rule(economy: Economy) -> tuple[np.ndarray, np.ndarray, int]:
 
 
 def model_policy(engine, how: engines.Sampling, memory: Memory, difficulty: str, strict: bool) -> Policy:
-    """Ask the model for every worker, all of a month at once, with the task's prompt. A worker without a decision neither
-    works nor spends, and is counted. Raises DataError for a prompt longer than MAX_PROMPT_LENGTH."""
+    """Ask the model for every worker, a month at once, with the task's prompt. A worker without a decision is counted,
+    and neither works nor spends. Raises DataError for a prompt longer than MAX_PROMPT_LENGTH."""
 
     def decide(economy: Economy) -> tuple[np.ndarray, np.ndarray, int]:
         requests = []

@@ -146,7 +146,7 @@ def judge(category: str, response: str, truth: dict, think_opened: bool = False)
 
 @reward_function
 def compute_score(data_source, solution_str, ground_truth, extra_info=None) -> dict:
-    """``score``, ``acc``: 1.0 if BFCL's checker accepts the response; ``unreadable``: 1.0 if its calls cannot be read."""
+    """``score``, ``acc``: 1.0 if BFCL's checker accepts the response; ``unreadable``: 1.0 for unreadable calls."""
     opened = bool((extra_info or {}).get("think_opened"))
     right, _, calls = judge(data_source, solution_str, json.loads(ground_truth), opened)
     return {"score": right, "acc": right, "unreadable": calls is None}
@@ -230,7 +230,7 @@ def table_rows(summaries: dict[str, dict], change: dict[str, Estimate] | None) -
 
 
 def evaluate(s: Settings, scoring: Scoring, models: dict[str, str]) -> int:
-    """`make bfcl`: a table of ``models`` (label to path), and summary.json beside each model's rollouts. LIMIT: questions
+    """`make bfcl`: a table of ``models`` (label to path), and summary.json beside each model's rollouts. LIMIT is
     per category. Returns the number of completions on which the reward raised."""
     if not models:
         raise SettingsError("no model is given: bfcl.py LABEL=MODEL ...")

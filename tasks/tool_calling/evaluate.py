@@ -10,8 +10,8 @@ def _share(rows: list[dict], holds) -> float:
 
 def metrics(scored: list[dict]) -> dict[str, float]:
     """Shares of the sampled completions, 0 if there is nothing to count. ``over_calling``: where no call is expected,
-    those that call. ``no_call``: where one is, well-formed responses without any. ``wrong_arguments``: of those that call
-    the right functions, those with other arguments."""
+    those that call. ``no_call``: where one is, well-formed responses without any. ``wrong_arguments``: with other
+    arguments, of those that call the right functions."""
     rewards = [row["reward"] for row in scored]
     return {
         "over_calling": _share([r for r in rewards if not r["expected"]], lambda r: r["made"] > 0),
