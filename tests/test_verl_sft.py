@@ -14,10 +14,9 @@ def result(request) -> dict:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     # 0.9.1 asks its platform for the memory; 0.6.1 knows no platforms.
-    platform = (
-        {} if request.param == "0.6.1" else {"VERL_USE_EXTERNAL_MODULES": "tasks.common.stacks.cpu.verl_platform"}
-    )
-    return found_with(f"verl=={request.param}", "verl_sft", port, VERL_PLATFORM="cpu", **platform)
+    loaded = "" if request.param == "0.6.1" else "tasks.common.stacks.cpu.verl_platform"
+    environment = {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": loaded}
+    return found_with(f"verl=={request.param}", "verl_sft", port, **environment)
 
 
 def test_a_resume_goes_on_with_the_rows_that_come_next_also_at_an_epochs_end(result):
