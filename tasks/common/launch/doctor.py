@@ -120,7 +120,7 @@ def disk(s: Settings) -> Iterator[Finding]:
 def ray(s: Settings) -> Iterator[Finding]:
     """The cluster that RAY_ADDRESS names, and Ray daemons that no run owns."""
     address, running = os.environ.get("RAY_ADDRESS", ""), hardware.ray_daemons()
-    left = [process for process in running if hardware.is_orphaned(process)]
+    left = [daemon for daemon in running if daemon.orphaned]
     if address == "auto":
         if running:
             yield ok("ray", "RAY_ADDRESS=auto: a Ray runs here")
@@ -133,11 +133,10 @@ def ray(s: Settings) -> Iterator[Finding]:
             yield error("ray", f"RAY_ADDRESS={address}: nothing answers", "run `ray start --head` there, or unset it")
             return
         yield ok("ray", f"RAY_ADDRESS={address} answers")
-        left = [process for process in left if hardware.ray_address(process) != place]
+        left = [daemon for daemon in left if daemon.address != place]
     if left:
-        named = [f"{process.name()} {process.pid}" for process in left]
-        places = sorted({hardware.ray_address(process) for process in left} - {""})
-        what = "; ".join(filter(None, [", ".join(named), ", ".join(places)]))
+        names, places = [f"{daemon.name} {daemon.pid}" for daemon in left], {daemon.address for daemon in left}
+        what = ", ".join([*names, *sorted(places - {""})])
         fix = "`ray stop` ends it; to train on it set RAY_ADDRESS"
         yield warning("ray", f"a Ray without a run still takes memory ({what})", fix)
     elif not address:

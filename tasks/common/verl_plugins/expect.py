@@ -1,11 +1,11 @@
-"""Patches of verl and vLLM stop the run, and do nothing wrong, once the line that they answer has changed."""
+"""A patch of verl or vLLM stops the run when the line that it changes is no longer there."""
 
 import inspect
 import sys
 
 
 def expect(function, *lines: str) -> None:
-    """Raise RuntimeError unless every one of ``lines`` still stands in the source of ``function``."""
+    """Raise RuntimeError unless the source of ``function`` contains all ``lines``."""
     source = inspect.getsource(function)
     for line in lines:
         if line not in source:

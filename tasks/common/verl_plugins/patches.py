@@ -1,7 +1,4 @@
-"""What needs changing in verl 0.9.1 on every stack.
-
-Loaded in every verl process by VERL_USE_EXTERNAL_MODULES (stacks).
-"""
+"""Patches of verl 0.9.1 for every stack; VERL_USE_EXTERNAL_MODULES (stacks) loads them in every verl process."""
 
 import importlib.util
 from pathlib import Path
