@@ -243,6 +243,14 @@ class Economy:
         return month
 
 
+def rolled_out(seed: tuple[int, ...], months: int) -> tuple[Economy, np.random.Generator]:
+    """An economy after up to ``months`` months of ``behave``, and the generator that drew its decisions."""
+    economy, rng = Economy(seed), np.random.default_rng((*seed, 1))
+    for _ in range(rng.integers(months)):
+        economy.step(*behave(economy, rng))
+    return economy, rng
+
+
 def behave(economy: Economy, rng: np.random.Generator, noise: float = 0.15, random: float = 0.2):
     """Decisions that roll out states, ``(work, consumption)``: the targets with normal noise of standard deviation
     ``noise``, and a share ``random`` of the workers decides anything."""
