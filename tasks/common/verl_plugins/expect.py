@@ -12,5 +12,5 @@ def expect(function, *lines: str) -> None:
             caller = sys._getframe(1).f_globals["__name__"]
             raise RuntimeError(
                 f"{function.__module__}.{function.__qualname__} no longer contains `{line}`: "
-                f"the patch for it in {caller} must be looked at again"
+                f"check the patch of it in {caller}"
             )

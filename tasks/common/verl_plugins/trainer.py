@@ -63,10 +63,10 @@ class TaskTrainer(KeepBest):
 
     def on_step_begin(self):
         if os.environ.get("ABORT_ON"):
-            self._abort_if_ill()
+            self._abort_on_broken_rule()
         super().on_step_begin()
 
-    def _abort_if_ill(self) -> None:
+    def _abort_on_broken_rule(self) -> None:
         """End with a checkpoint when the last step broke a rule of ABORT_ON.
 
         verl skips an optimizer step with a gradient that is not finite (fsdp/transformer_impl.py, optimizer_step), so
