@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -145,8 +146,6 @@ def ray(s: Settings) -> Iterator[Finding]:
 
 def judge(s: Settings) -> Iterator[Finding]:
     """The server at JUDGE_URL (tasks/common/rewards/judge.py), if it is set."""
-    from urllib.parse import urlsplit
-
     url = urlsplit(os.environ.get("JUDGE_URL", ""))
     if url.hostname:
         place = f"{url.hostname}:{url.port or (443 if url.scheme == 'https' else 80)}"  # not the URL: it may hold a key
@@ -169,7 +168,7 @@ def packages(s: Settings) -> Iterator[Finding]:
         yield error("packages", ", ".join(other[name] for name in needed), fix)
     if rest := [text for name, text in other.items() if name not in needed]:
         more = f" and {len(rest) - 5} more" if len(rest) > 5 else ""
-        yield warning("packages", f"other versions than the list's: {', '.join(rest[:5])}{more}", fix)
+        yield warning("packages", f"not the list's versions: {', '.join(rest[:5])}{more}", fix)
     if not other:
         core = ", ".join(f"{p.name} {p.found}" for p in every if p.name in ("verl", "torch"))
         yield ok("packages", f"STACK={s.STACK}: {len(every)} as listed ({core})")
@@ -231,7 +230,7 @@ def prompts(s: Settings, by: float) -> Iterator[Finding]:
         yield ok("prompts", "measured with MODEL's tokenizer when the data was made")
         return
     if time.monotonic() > by:
-        yield ok("prompts", "not measured: this machine is busy, the other checks took long")
+        yield ok("prompts", "not measured: the other checks took too long")
         return
     from transformers import AutoTokenizer
 
@@ -247,7 +246,7 @@ def prompts(s: Settings, by: float) -> Iterator[Finding]:
         return  # ``data`` reports it
     except Exception as problem:  # a broken config or tokenizer may raise anything
         text = one_line(str(problem), 300)
-        yield error("prompts", f"MODEL={s.MODEL}: cannot be asked them: {text}", "take an instruct model")
+        yield error("prompts", f"MODEL={s.MODEL}: the tokenizer fails on the prompts: {text}", "take an instruct model")
         return
     long = sum(length > s.MAX_PROMPT_LENGTH for length in lengths)
     text = f"{len(lengths)} of {total} measured, the longest has {max(lengths)} tokens"
@@ -304,13 +303,13 @@ def batches_and_memory(
         yield Finding("settings", "error", str(problem), "correct the variable")
         return
     if s.METHOD == "dpo" and stage != "sft":
-        text = f"DPO_EPOCHS={s.DPO_EPOCHS} of the pairs, {s.TRAIN_BATCH_SIZE} a step; STEPS is not used"
+        text = f"DPO_EPOCHS={s.DPO_EPOCHS} of the pairs, {s.TRAIN_BATCH_SIZE} per step; STEPS is not used"
     else:
         text = f"{s.TRAIN_BATCH_SIZE} x {s.ROLLOUT_N}, mini-batches of {s.MINI_BATCH_SIZE}: verl takes them"
     yield ok("settings", text)
     shapes = memory.shapes_of(base_model(s.MODEL))
     if shapes is None:
-        text = f"not estimated: MODEL={s.MODEL} has no config.json in the hub's cache, or one of an unknown kind"
+        text = f"not estimated: MODEL={s.MODEL} has no config.json in the hub's cache, or an unknown model type"
         yield warning("memory", text, f"download it (`hf download {s.MODEL}`), or watch the first steps")
         return
     gpus = found.gpus[: s.N_GPUS] if found and s.STACK != "cpu" else ()
@@ -323,7 +322,7 @@ def batches_and_memory(
         yield error("memory", text, fix)
     ram = sum(memory.estimate(shapes, planned, least).ram.values())
     if not short and ram > free:
-        yield warning("memory", f"about {gb(ram)} RAM are needed, {gb(free)} are free", "end other programs")
+        yield warning("memory", f"needs about {gb(ram)} RAM, {gb(free)} is free", "end other programs")
     elif not short:
         yield ok("memory", f"estimated: {memory.summary(shapes, planned, least)}")
 
