@@ -288,33 +288,29 @@ def too_much(model: Shapes, plan: Plan, gpu_bytes: float, ram_bytes: float) -> l
     """What of ``plan`` does not fit into GPUs of ``gpu_bytes`` each and ``ram_bytes`` (0: not checked): pairs of the
     problem and the variable to change."""
     found, needs = [], estimate(model, plan, gpu_bytes)
-
-    def check(what: str, parts: dict[str, float], size: float, where: str, fix: Callable[[], str]) -> None:
-        if (total := sum(parts.values())) > size:
-            found.append((f"{what}: about {gb(total)} of {gb(size)}{where} ({_parts(parts)})", fix()))
-
-    if ram_bytes:
-        check("RAM", needs.ram, ram_bytes, "", lambda: _less_ram(model, plan, ram_bytes))
+    ram, update, sampling = (sum(parts.values()) for parts in (needs.ram, needs.update, needs.sampling))
+    if ram_bytes and ram > ram_bytes:
+        text = f"RAM: about {gb(ram)} of {gb(ram_bytes)} ({_parts(needs.ram)})"
+        found.append((text, _less_ram(model, plan, ram_bytes)))
     if plan.on_cpu:
         return found
-    check("update", needs.update, gpu_bytes, " on each GPU", lambda: _smaller_update(model, plan, gpu_bytes))
-    if plan.share:
-        vllm, least = plan.share * gpu_bytes, sum(needs.engine.values())
-        room = math.floor((gpu_bytes - sum(needs.sampling.values()) + vllm) / gpu_bytes * 20) / 20
+    if update > gpu_bytes:
+        text = f"update: about {gb(update)} of {gb(gpu_bytes)} on each GPU ({_parts(needs.update)})"
+        found.append((text, _smaller_update(model, plan, gpu_bytes)))
+    vllm, least = plan.share * gpu_bytes, sum(needs.engine.values())
+    if plan.share and (vllm < least or sampling > gpu_bytes):
+        room = math.floor((gpu_bytes - sampling + vllm) / gpu_bytes * 20) / 20
         wanted = math.ceil(least / gpu_bytes * 20) / 20
-
-        def fix(words: str) -> str:
-            return words if wanted <= room else _more_gpus(model, plan, gpu_bytes)
-
         if vllm < least:
             text = (
-                f"vLLM: GPU_MEMORY_UTILIZATION={plan.share:g} is {gb(vllm)}, and its weights with one sequence of "
-                f"{plan.sequence} tokens take about {gb(least)}"
+                f"vLLM: GPU_MEMORY_UTILIZATION={plan.share:g} is {gb(vllm)}, and its weights with "
+                f"one sequence of {plan.sequence} tokens take about {gb(least)}"
             )
-            found.append((text, fix(f"set GPU_MEMORY_UTILIZATION={wanted:g}")))
+            fix = f"set GPU_MEMORY_UTILIZATION={wanted:g}"
         else:
-            lower = f"lower GPU_MEMORY_UTILIZATION to {room:g}"
-            check("sampling", needs.sampling, gpu_bytes, " on each GPU", lambda: fix(lower))
+            text = f"sampling: about {gb(sampling)} of {gb(gpu_bytes)} on each GPU ({_parts(needs.sampling)})"
+            fix = f"lower GPU_MEMORY_UTILIZATION to {room:g}"
+        found.append((text, fix if wanted <= room else _more_gpus(model, plan, gpu_bytes)))
     return found
 
 
