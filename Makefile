@@ -11,7 +11,8 @@ ifndef STACK
   STACK := $(firstword $(subst :, ,$(CHOSEN)))
 endif
 # A program tasks/TASK/STAGE.py is a stage of that task.
-OWN := $(sort $(basename $(notdir $(shell grep -ls '^if __name__' $(filter-out tasks/common/% %/evaluate.py %/prepare_data.py,$(wildcard tasks/*/*.py))))))
+OWN_FILES := $(shell grep -ls '^if __name__' $(filter-out tasks/common/% %/evaluate.py %/prepare_data.py,$(wildcard tasks/*/*.py)))
+OWN := $(sort $(basename $(notdir $(OWN_FILES))))
 STAGES := settings doctor data probe sft train dpo all experiment merge eval compare rescore chat batch config $(OWN)
 ARGS ?=
 export STACK
@@ -29,24 +30,12 @@ endif
 BIN = $(dir $(PYTHON))
 
 # Refused before anything is made, so also under `make -n`.
-ifeq ($(filter $(STACK),$(STACKS)),)
-  $(error STACK=$(STACK): no such stack; there are: $(STACKS))
-endif
-ifneq ($(filter $(STAGES) bench bench_training report,$(MAKECMDGOALS)),)
-  ifeq ($(filter $(TASK),$(TASKS)),)
-    $(error TASK=$(TASK): no such task; there are: $(TASKS))
-  endif
-endif
-ifneq ($(filter repeat runs diff,$(MAKECMDGOALS)),)
-  ifneq ($(filter-out $(TASKS),$(TASK)),)
-    $(error TASK=$(TASK): no such task; there are: $(TASKS))
-  endif
-endif
-ifneq ($(filter new,$(MAKECMDGOALS)),)
-  ifeq ($(TASK),)
-    $(error TASK is empty; give the new task a name: make new TASK=my_task)
-  endif
-endif
+goals = $(filter $1,$(MAKECMDGOALS))
+known_task = $(if $(filter-out $(TASKS),$(or $(TASK),$1)),$(error TASK=$(TASK): no such task; there are: $(TASKS)))
+$(if $(filter $(STACKS),$(STACK)),,$(error STACK=$(STACK): no such stack; there are: $(STACKS)))
+$(if $(call goals,$(STAGES) bench bench_training report),$(call known_task,-))
+$(if $(call goals,repeat runs diff),$(call known_task))
+$(if $(call goals,new),$(if $(TASK),,$(error TASK is empty; give the new task a name: make new TASK=my_task)))
 
 # Variables of make's command line; the others come from the shell.
 export GIVEN := $(foreach name,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $(name)))),$(filter-out -%,$(name))))
@@ -55,68 +44,65 @@ ifneq ($(GIVEN),)
   $(if $(REFUSED),$(error $(REFUSED)))
 endif
 
-ifneq ($(filter install $(filter-out config settings,$(STAGES)),$(MAKECMDGOALS)),)
-  $(if $(CHOSEN),$(info STACK=$(CHOSEN)))
-endif
+$(if $(call goals,install $(filter-out config settings,$(STAGES))),$(if $(CHOSEN),$(info STACK=$(CHOSEN))))
 
 RUN_STAGE = PYTHON='$(PYTHON)' STAGE=$@ bash tasks/$(TASK)/train.sh $(ARGS)
 # What `make new` tells the template besides OPTIONS.
 export CONFIG
 NEW = $(if $(SOURCE),'source=$(SOURCE)') $(if $(filter reasoning_gym,$(SOURCE)),reward=environment 'description=$(or $(ENV),An environment) of reasoning-gym') $(if $(ENV),'env=$(ENV)') $(if $(CONFIG),"config=$$CONFIG")
-# cookiecutter's own command, but a choice that there is not is said in one line.
+# cookiecutter's own command, without a traceback when a choice is refused.
 COOKIECUTTER = 'import sys; sys.tracebacklimit = 0; import cookiecutter.cli as c; c.main(prog_name="cookiecutter")'
 
-.PHONY: help install lock bench bench_training bench_rewards new json_to_parquet test test-all lint format clean cluster-status repeat monitor runs diff report $(STAGES)
+.PHONY: $(shell sed -n 's/^\([a-z_-]*\):.*/\1/p' $(firstword $(MAKEFILE_LIST))) $(OWN)
 
 # What `make help` shows, in this order.
 ##@ Every day
-help: ## this text
-install: ## install the STACK's pinned packages into .venv, and check them
+help: ## list the targets and the variables
+install: ## install the packages of STACK into .venv, and check them
 new: ## scaffold tasks/TASK; OPTIONS="reward=exact lora=yes", SOURCE=reasoning_gym ENV=name CONFIG='{"key": 1}'
-settings: ## every variable of TASK with its value, where it comes from, and its help
-doctor: ## check this machine, the settings and the data before a training; says what to do
-train: ## everything: data, model, SFT warm-up, RL, evaluation, closing table; FROM=train starts later
-eval: ## evaluate MODEL, or base, warm-up and trained model
-compare: ## BASE against MODEL or the trained model: paired tests, prompts gained and lost
+settings: ## show every variable of TASK: its value, where it comes from, and its help
+doctor: ## check this machine, the settings and the data before a training, and say what to do
+train: ## run data, model, SFT warm-up, RL, evaluation and closing table; FROM=train starts at that stage
+eval: ## evaluate MODEL; without it the base model, the warm-up and the trained model
+compare: ## compare BASE with MODEL or the trained model: paired tests, prompts gained and lost
 chat: ## talk to MODEL, or to the trained model
-report: ## the newest run of TASK, or RUN, as one HTML file to attach to a pull request
-test: ## the fast tests; with TASK only those of tasks/TASK; SLOW=1: real trainings too, except long ones
+report: ## write the newest run of TASK, or RUN, as one HTML file to attach to a pull request
+test: ## run the fast tests, with TASK only those of tasks/TASK; SLOW=1 adds short real trainings
 clean: ## remove artifacts/ (data, models, runs)
 ##@ Before a training
 data: ## prepare the task's data
-probe: ## before training: do this model's rewards differ on the data? FILTER=1 keeps the prompts where they do
-sft: ## SFT warm-up on the task's demonstrations
+probe: ## sample MODEL on the data: do the rewards of a prompt differ? FILTER=1 keeps the prompts where they do
+sft: ## run the SFT warm-up on the task's demonstrations
 config: ## print the training's plan and verl's resolved config, without training
 ##@ Training
-dpo: ## the same as train with DPO: on pairs of PAIRS_FILE, or of the policy's own samples
-all: ## the same, then merge and compare
-experiment: ## train with METHODS=grpo,gspo SEEDS=3 LRS=1e-6,3e-6 on the same data, and compare them
-repeat: ## train again as RUN was, from its record, into a run of another name (docs/RUNS.md)
-monitor: ## a dashboard of all runs on PORT=7860 of this machine: curves, samples, comparison, live
+dpo: ## like train, with DPO on the pairs of PAIRS_FILE or of the policy's own samples
+all: ## like train, then merge and compare
+experiment: ## train with METHODS=grpo,gspo SEEDS=3 LRS=1e-6,3e-6 on the same data, and compare the results
+repeat: ## train RUN again from its record, as a run with another name (docs/RUNS.md)
+monitor: ## open a live dashboard of all runs on PORT=7860: curves, samples, comparison
 ##@ After a training
-runs: ## all runs, or those of TASK: steps, reward, accuracy, when and how long
-diff: ## RUN=a,b: what differs between two runs in settings, code, packages and results
-merge: ## the checkpoint STEP as one folder that vLLM and transformers load
-batch: ## answer the prompts of INPUT with MODEL, or with the trained model, into OUTPUT
+runs: ## list all runs, or those of TASK: steps, reward, accuracy, date, duration
+diff: ## RUN=a,b: show what differs between two runs in settings, code, packages and results
+merge: ## save the checkpoint STEP as one folder that vLLM and transformers load
+batch: ## answer the prompts of INPUT with MODEL or the trained model, and write OUTPUT
 rescore: ## score stored ROLLOUTS again, without a model
 ##@ Data and rewards
-json_to_parquet: ## any FILE of chats, questions or pairs as verl's parquet files in OUTPUT; ARGS="--help"
-bench_rewards: ## rows a second of every reward, beside the scorers of verl, reasoning-gym and math-verify
+json_to_parquet: ## convert FILE (chats, questions or pairs) to verl's parquet files in OUTPUT; ARGS="--help"
+bench_rewards: ## rows per second of every reward, and of the scorers of verl, reasoning-gym and math-verify
 ##@ This repository
-lock: ## pin all packages of every stack from pyproject.toml; UPGRADE=1: newest versions
-lint: ## ruff, shellcheck, format
+lock: ## pin all packages of every stack from pyproject.toml; UPGRADE=1 takes the newest versions
+lint: ## run ruff and shellcheck, and check the format
 format: ## format the Python code
-test-all: ## all tests: also the long end-to-end runs
-bench: ## throughput of our sampling beside plain LLM.generate, in one run; ARGS="--out file.json"
-bench_training: ## a GRPO step with our settings, with those of verl's example and with naive ones; ARGS="--help"
-cluster-status: ## the nodes of the Ray cluster at RAY_ADDRESS, and whether they are enough for NNODES x N_GPUS
+test-all: ## run all tests, including the long end-to-end runs
+bench: ## compare our sampling with plain LLM.generate, in tokens per second; ARGS="--out file.json"
+bench_training: ## time a GRPO step with our settings, those of verl's example, and naive ones; ARGS="--help"
+cluster-status: ## list the nodes of the Ray cluster at RAY_ADDRESS; are they enough for NNODES x N_GPUS?
 
 help:
 	@echo 'make TARGET TASK=<$(subst $() ,|,$(TASKS))> [VARIABLE=value ...] [ARGS="hydra.key=value ..."]'
 	@awk -F': ## ' '/^##@ /{printf "\n%s\n", substr($$0, 5)} /^[a-z_-]+: ## /{printf "  %-16s%s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 	@printf '\nOf one task\n'
-	@for stage in $(OWN); do file=$$(ls tasks/*/$$stage.py | grep -v common/ | head -n 1); \
-	  printf '  %-16s%s: %s\n' $$stage "$$(basename "$$(dirname "$$file")")" "$$(sed -n '1s/^"""//p' "$$file" | sed 's/"""$$//')"; done
+	@awk -F'"""' 'FNR == 1 {split(FILENAME, path, "[/.]"); printf "  %-16s%s: %s\n", path[3], path[2], $$2}' $(OWN_FILES) /dev/null
 	@printf '\nVariables with their defaults. A task, a stack and a method have their own: make settings TASK=...\n'
 	@PYTHONPATH=. python3 -m tasks.common.settings
 
@@ -127,44 +113,30 @@ $(INSTALLED): $(wildcard tasks/common/stacks/$(STACK)/requirements.txt) tasks/co
 	@bash tasks/common/install/install.sh $(STACK) $(VENV)
 endif
 
-lock: $(INSTALLED)
-	@PYTHONPATH=. '$(PYTHON)' -m tasks.common.install.lock $(if $(UPGRADE),--upgrade) $(ARGS)
-
 $(STAGES): $(INSTALLED)
 	@$(RUN_STAGE)
-
-repeat: $(INSTALLED)
-	@PYTHONPATH=. PYTHON='$(PYTHON)' '$(PYTHON)' -m tasks.common.runs.repeat
-
-monitor: $(INSTALLED)
-	@PYTHONPATH=. '$(PYTHON)' -m tasks.common.reports.monitor
-
-runs diff: $(INSTALLED)
-	@PYTHONPATH=. '$(PYTHON)' -m tasks.common.reports.overview $@
-
-report: $(INSTALLED)
-	@PYTHONPATH=. '$(PYTHON)' -m tasks.common.reports.run_report
 
 bench bench_training: data
 	@$(RUN_STAGE)
 
-bench_rewards: $(INSTALLED)
-	@PYTHONPATH=. '$(PYTHON)' tests/benchmarks/rewards.py $(ARGS)
+# Two tests at a time, those of a file one after another: most of a small training is one process that starts.
+IN_TWO := -n 2 --dist loadfile --no-loadscope-reorder
+lock: PROGRAM = -m tasks.common.install.lock $(if $(UPGRADE),--upgrade) $(ARGS)
+repeat: PROGRAM = -m tasks.common.runs.repeat
+monitor: PROGRAM = -m tasks.common.reports.monitor
+runs diff: PROGRAM = -m tasks.common.reports.overview $@
+report: PROGRAM = -m tasks.common.reports.run_report
+cluster-status: PROGRAM = -m tasks.common.machine.cluster
+json_to_parquet: PROGRAM = -m tasks.common.data.convert $(if $(FILE),'$(FILE)') $(if $(OUTPUT),'$(OUTPUT)') $(ARGS)
+bench_rewards: PROGRAM = tests/benchmarks/rewards.py $(ARGS)
+test: PROGRAM = -m pytest -q -m 'not $(if $(SLOW),long,slow) and not gpu' $(if $(TASK),'tasks/$(TASK)',$(IN_TWO) tests tasks)
+test-all: PROGRAM = -m pytest -q -m 'not gpu' --durations=15 $(IN_TWO) tests tasks
+
+lock repeat monitor runs diff report cluster-status json_to_parquet bench_rewards test test-all: $(INSTALLED)
+	@PYTHONPATH=. PYTHON='$(PYTHON)' '$(PYTHON)' $(PROGRAM)
 
 new: $(INSTALLED)
 	@'$(PYTHON)' -c $(COOKIECUTTER) template -o tasks --no-input 'task=$(TASK)' $(NEW) $(OPTIONS)
-
-json_to_parquet: $(INSTALLED)
-	@PYTHONPATH=. '$(PYTHON)' -m tasks.common.data.convert $(if $(FILE),'$(FILE)') $(if $(OUTPUT),'$(OUTPUT)') $(ARGS)
-
-# Two tests at a time, those of a file one after another: most of a small training is one process that starts.
-IN_TWO := -n 2 --dist loadfile --no-loadscope-reorder
-
-test: $(INSTALLED)
-	@PYTHONPATH=. '$(PYTHON)' -m pytest -q -m 'not $(if $(SLOW),long,slow) and not gpu' $(if $(TASK),'tasks/$(TASK)',$(IN_TWO) tests tasks)
-
-test-all: $(INSTALLED)
-	@PYTHONPATH=. '$(PYTHON)' -m pytest -q -m 'not gpu' --durations=15 $(IN_TWO) tests tasks
 
 lint: $(INSTALLED)
 	@'$(BIN)ruff' check .
@@ -174,9 +146,6 @@ lint: $(INSTALLED)
 format: $(INSTALLED)
 	@'$(BIN)ruff' check --fix .
 	@'$(BIN)ruff' format .
-
-cluster-status: $(INSTALLED)
-	@PYTHONPATH=. '$(PYTHON)' -m tasks.common.machine.cluster
 
 clean:
 	rm -rf artifacts

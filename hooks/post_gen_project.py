@@ -1,10 +1,11 @@
-"""Put the task where `make` finds it, and say what comes next."""
+"""Put the task where `make` finds it, and print the next steps."""
 
 import os
 import shlex
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 task = {{ cookiecutter.task | jsonify }}  # fmt: skip
 reward = {{ cookiecutter.reward | jsonify }}  # fmt: skip
@@ -12,35 +13,32 @@ source = {{ cookiecutter.source | jsonify }}  # fmt: skip
 
 
 def checkout_above(folder):
-    """The checkout of this repository that ``folder`` lies in; None if there is none."""
-    while folder != os.path.dirname(folder):
-        if os.path.isfile(os.path.join(folder, "tasks/common/launch/main.py")):
-            return folder
-        folder = os.path.dirname(folder)
-    return None
+    """The checkout of this repository that contains ``folder``; None if there is none."""
+    above = (folder, *folder.parents)
+    return next((each for each in above if (each / "tasks/common/launch/main.py").is_file()), None)
 
 
-here = os.getcwd()
-checkout = checkout_above(os.path.dirname(here))
+here = Path.cwd()
+checkout, first = checkout_above(here.parent), None
 if checkout:
-    home = os.path.join(checkout, "tasks", task)
+    home = checkout / "tasks" / task
     if here != home:
-        if os.path.exists(home):
-            print(f"error: {home}: exists already; take another name or remove it", file=sys.stderr)
-            sys.exit(1)
+        if home.exists():
+            sys.exit(f"error: {home}: exists already; take another name or remove it")
         shutil.copytree(here, home)
-        # cookiecutter still needs the folder that it made until it ends; what is in it has moved.
-        os.chdir(os.path.dirname(here))
+        # cookiecutter needs the working folder until it ends.
+        os.chdir(here.parent)
         shutil.rmtree(here)
-    first = f"cd {checkout}" if os.path.realpath(checkout) != os.path.realpath(os.environ.get("PWD", "")) else None
+    if checkout.resolve() != Path(os.environ.get("PWD", "")).resolve():
+        first = f"cd {checkout}"
 else:
     home = here
-    clone = checkout_above(os.readlink(f"/proc/{os.getppid()}/cwd"))  # cookiecutter is in the template's folder
+    clone = checkout_above(Path(f"/proc/{os.getppid()}/cwd").readlink())  # cookiecutter is in the template's folder
     origin = subprocess.run(["git", "-C", clone, "remote", "get-url", "origin"], capture_output=True, text=True)
-    url = shlex.quote(origin.stdout.strip() or clone)
+    url = shlex.quote(origin.stdout.strip() or str(clone))
     first = f"git clone {url} verl-tasks && mv {task} verl-tasks/tasks/ && cd verl-tasks"
 
-print(f"wrote {os.path.relpath(home, checkout) if checkout else home}\n")
+print(f"wrote {home.relative_to(checkout) if checkout else home}\n")
 data = {
     "generate": "where the problems come from: generate()",
     "hub": "the data set (HUB_DATASET), its columns, and the prompt",

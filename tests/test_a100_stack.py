@@ -1,31 +1,14 @@
 """The patches of stacks/a100 on the real verl 0.6.1, on the CPU. On a GPU: docs/GPU.md."""
 
-import json
-import os
-import socket
-import subprocess
-import sys
-
 import pytest
 
-from tests.helpers import ROOT
-from tests.wheels import unpacked
+from tests.wheels import found_with
 
 
 @pytest.fixture(scope="module")
 def result() -> dict:
     """What tests/verl_061.py found. All patches load with it: each looks for the lines that it answers."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    environment = os.environ | {"PYTHONPATH": f"{unpacked('verl==0.6.1')}:{ROOT}"}
-    environment.pop("VERL_USE_EXTERNAL_MODULES", None)
-    command = [sys.executable, "-m", "tests.verl_061", port]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["version"] == "0.6.1"
-    return found
+    return found_with("verl==0.6.1", "verl_061")
 
 
 def test_prompts_go_on_in_the_same_order_after_a_resume_in_any_epoch(result):

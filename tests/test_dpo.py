@@ -23,7 +23,7 @@ from tasks.common.settings import load_settings
 from tests.helpers import ROOT
 from tests.test_chat_template import CHAT, TOOLS
 from tests.test_settings import VALUES
-from tests.wheels import unpacked
+from tests.wheels import found_with
 
 USER = [{"role": "user", "content": "2+2?"}]
 GOOD, BAD = [{"role": "assistant", "content": "4"}], [{"role": "assistant", "content": "5"}]
@@ -372,13 +372,7 @@ def test_a_continued_training_follows_the_formula_and_is_the_uninterrupted_one(s
 @pytest.fixture(scope="module", params=["1.16.0", "0.29.1"])
 def trained_on(request, small_model, tmp_path_factory) -> dict:
     """What tests/trl_dpo.py found with that version of TRL."""
-    environment = os.environ | {"PYTHONPATH": f"{unpacked(f'trl=={request.param}')}:{ROOT}"}
-    command = [sys.executable, "-m", "tests.trl_dpo", small_model, tmp_path_factory.mktemp("dpo")]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["version"] == request.param
-    return found
+    return found_with(f"trl=={request.param}", "trl_dpo", small_model, tmp_path_factory.mktemp("dpo"))
 
 
 @pytest.mark.slow

@@ -97,13 +97,13 @@ def test_a_process_that_hangs_after_its_engine_died_is_ended(tmp_path, monkeypat
     ],
 )
 def test_what_the_log_says_decides_how_long_the_end_may_take(lines, seconds, monkeypatch):
-    now, due = 1000.0, {}
+    now, due, ours = 1000.0, {}, set()
     monkeypatch.setattr(process.time, "monotonic", lambda: now)
     deadlines = []
     for line in lines:
-        deadlines.append(process._deadline(line, due))
+        deadlines.append(process._deadline(line, due, ours))
     now += 5
-    assert process._deadline("", due) == deadlines[-1] == 1000 + seconds
+    assert process._deadline("", due, ours) == deadlines[-1] == 1000 + seconds
 
 
 def test_daemons_and_shared_memory_of_the_process_do_not_outlive_it(tmp_path):

@@ -1,15 +1,10 @@
 """tasks/common/verl_plugins/sft.py on the real SFT trainer of both versions of verl."""
 
-import json
-import os
 import socket
-import subprocess
-import sys
 
 import pytest
 
-from tests.helpers import ROOT
-from tests.wheels import VERLS, unpacked
+from tests.wheels import VERLS, found_with
 
 
 @pytest.fixture(scope="module", params=VERLS)
@@ -18,17 +13,10 @@ def result(request) -> dict:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    environment = os.environ | {"PYTHONPATH": f"{unpacked(f'verl=={request.param}')}:{ROOT}"}
     # 0.9.1 asks its platform for the memory; 0.6.1 knows no platforms.
-    environment |= {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": ""}
-    if request.param != "0.6.1":
-        environment["VERL_USE_EXTERNAL_MODULES"] = "tasks.common.stacks.cpu.verl_platform"
-    command = [sys.executable, "-m", "tests.verl_sft", port]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["version"] == request.param
-    return found
+    loaded = "" if request.param == "0.6.1" else "tasks.common.stacks.cpu.verl_platform"
+    environment = {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": loaded}
+    return found_with(f"verl=={request.param}", "verl_sft", port, **environment)
 
 
 def test_a_resume_goes_on_with_the_rows_that_come_next_also_at_an_epochs_end(result):

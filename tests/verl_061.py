@@ -7,7 +7,6 @@ import ast
 import asyncio
 import json
 import os
-import sys
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
@@ -259,8 +258,7 @@ def sampled_for(prompt: int, response_length: int | None) -> int:
 
 
 def main() -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[1])
-    torch.distributed.init_process_group("gloo", rank=0, world_size=1)
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     own = {"class_path": "pkg://tasks.common.stacks.a100.sampler", "class_name": "Shuffled"}
     none = {"class_path": None, "class_name": None}
     made_with = [

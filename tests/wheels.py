@@ -1,5 +1,7 @@
-"""Python files of the packages that the stacks of both generations pin, unpacked and not imported."""
+"""Python files of the packages that the stacks of both generations pin, and programs that run with one of them."""
 
+import json
+import os
 import shutil
 import subprocess
 import sys
@@ -57,3 +59,18 @@ def unpacked(requirement: str) -> Path:
 def verl_package(version: str) -> Path:
     """The folder ``verl`` of that version's wheel."""
     return unpacked(f"verl=={version}") / "verl"
+
+
+def found_with(requirement: str, program: str, *arguments, **environment: str) -> dict:
+    """The JSON that tests/PROGRAM.py prints in a process of its own, with the wheel of ``requirement`` as its package.
+
+    No module of ours is loaded into verl unless ``environment`` says so. The result states its package's ``version``.
+    """
+    environment = {"VERL_USE_EXTERNAL_MODULES": "", **environment}
+    environment = os.environ | {"PYTHONPATH": f"{unpacked(requirement)}:{ROOT}"} | environment
+    command = [sys.executable, "-m", f"tests.{program}", *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["version"] == requirement.partition("==")[2]
+    return found

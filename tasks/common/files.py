@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,19 @@ def written_beside(path: Path) -> Iterator[Path]:
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def folder_beside(target: Path) -> Iterator[Path]:
+    """Yield an empty folder beside ``target`` that becomes ``target`` at the end; an error leaves nothing behind."""
+    partial = target.with_name(f".{target.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+    partial.mkdir(parents=True)
+    try:
+        yield partial
+        partial.rename(target)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 def write_json(path: Path, value) -> None:

@@ -19,18 +19,18 @@ import psutil
 from tqdm import tqdm
 
 POLL_SECONDS = 0.5
-MARK = "VERL_TASK_LOGS"  # in the environment of all that ``run`` starts
-# How long a process may take to end by itself after a line in its log that says
-GRACE_SECONDS = 20  # that an engine died: verl may wait for minutes for one that is gone
-SAVING_SECONDS = 1800  # that the last step is being saved before the end (tasks/common/verl_plugins/trainer.py)
-NOTICE_SECONDS = 60  # that a reward failed: the trainer looks every 2 seconds, then saves or ends
-REPORT_SECONDS = 15  # how often a line is printed where there is no terminal
+MARK = "VERL_TASK_LOGS"  # in the environment of all processes that ``run`` starts
+# How long a process may take to end by itself after its log reports
+GRACE_SECONDS = 20  # a dead engine: verl may wait minutes for it
+SAVING_SECONDS = 1800  # that it saves the last step before the end (tasks/common/verl_plugins/trainer.py)
+NOTICE_SECONDS = 60  # a failed reward: the trainer looks every 2 seconds, then saves or ends
+REPORT_SECONDS = 15  # between two lines of progress without a terminal
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 # Prefixes of Ray and vLLM before a line: "(WorkerDict pid=1) ", "(EngineCore pid=2) ERROR 11-21 02:57:31 [core.py:9] ".
 _PREFIX = re.compile(r"^(\([^()]*pid=\d+[^()]*\)\s*)*([A-Z]+ \d\d-\d\d [\d:]+ \[[^\]]*\]\s*)?")
 _ERROR = re.compile(r"^(?:[A-Za-z_][\w.]*\.)?([A-Z]\w*(?:Error|Exception|Exit)): \S")
-# These wrap or hide the error that came first: a BufferError comes from closing shared memory while unwinding.
+# These wrap or hide the first error; a BufferError comes from closing shared memory while unwinding.
 _NOT_THE_CAUSE = re.compile(
     r"RayTaskError|RayActorError|ActorDiedError|BufferError|cannot close exported pointers|ChildFailedError"
 )
@@ -46,7 +46,7 @@ _MEMORY = re.compile(
     r"killed due to the node running low on memory|[1-9]\d* Workers \(tasks / actors\) killed due to mem"
 )
 _MEMORY_USED = re.compile(r"Memory on the node \(IP: ([^,]+), .*? was (\S+) used / (\S+) limit")
-# Ray tells every driver of every node: this one has lost it when its log had lines from there, "(WorkerDict ip=...)".
+# Ray tells every driver of every node: the node was ours if our log has lines from it, "(WorkerDict ip=...)".
 _NODE = re.compile(r"address: (\S+) and node name: \S+ has been marked dead")
 _FROM = re.compile(r"^(?:\x1b\[[0-9;]*m)?\([^()]*pid=\d+, ip=([^()\s]+)\)", re.MULTILINE)
 _REWARD = re.compile(r"(?:Reward|Judge)Error: ")
@@ -58,14 +58,14 @@ class StageFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Progress:
-    """What a progress bar shows: ``done`` of a stage's total, and a note such as the reward."""
+    """What a progress bar shows: ``done`` of the stage's total, and a note such as the reward."""
 
     done: int = 0
     note: str = ""
 
 
 def node_lost(address: str) -> str:
-    """What to say of the loss of a node of the Ray cluster."""
+    """The message for a node of the Ray cluster that was lost."""
     return (
         f"node {address} of the Ray cluster was lost; run `ray start` there again (docs/MULTI_NODE.md), then the same "
         "command continues from the last checkpoint"
@@ -73,7 +73,7 @@ def node_lost(address: str) -> str:
 
 
 def _known(text: str) -> str:
-    """What is behind all errors of a log, where Ray has told; else empty."""
+    """The cause of all errors of a log, if Ray reports it; else empty."""
     ours = set(_FROM.findall(text))
     if gone := next((address for address in _NODE.findall(text) if address in ours), ""):
         return node_lost(gone)
@@ -93,39 +93,35 @@ def _out_of_memory(text: str) -> bool:
 
 
 def _report(log: Path, status: str) -> str:
-    lines = [_PREFIX.sub("", _ANSI.sub("", line)).rstrip() for line in _lines(log)]
+    text = log.read_text(errors="replace") if log.exists() else ""
+    lines = [_PREFIX.sub("", _ANSI.sub("", line)).rstrip() for line in text.splitlines()]
     lines = [line for line in lines if not _NOISE.match(line)]
     errors = [line for line in lines if _ERROR.match(line) and not _NOT_THE_CAUSE.search(line)]
     ours = ("RewardError", "tasks.")  # before errors that only follow from a reward's
     first = next((line for line in errors if line.startswith(ours)), errors[0] if errors else "")
     end = lines.index(first) + 1 if first else len(lines)  # later lines only follow from the cause
     tail = "\n".join(f"  | {line[:200]}" for line in lines[max(0, end - 12) : end])
-    return f"{_known(_text(log)) or first[:400] or status}\n{tail}\n  log: {log}"
+    return f"{_known(text) or first[:400] or status}\n{tail}\n  log: {log}"
 
 
-def _text(log: Path) -> str:
-    return log.read_text(errors="replace") if log.exists() else ""
+def _deadline(text: str, due: dict[str, float], ours: set[str]) -> float:
+    """When the process must have ended.
 
-
-def _lines(log: Path) -> list[str]:
-    return _text(log).splitlines()
-
-
-def _deadline(text: str, due: dict[re.Pattern, float], ours: set[str] | None = None) -> float:
-    """When the process must have ended. ``text``: what is new in its log; ``due``: what the rest of it has led to;
-    ``ours``: the nodes that the rest has lines from."""
-    now, ours = time.monotonic(), set() if ours is None else ours
+    ``text``: the new part of its log. Kept between calls: ``due``, the deadline for each reason that the log has given;
+    ``ours``, the nodes that it has lines from.
+    """
     ours.update(_FROM.findall(text))
-    if ours.intersection(_NODE.findall(text)):
-        due.setdefault(_NODE, now + GRACE_SECONDS)
-    if _out_of_memory(text):
-        due.setdefault(_MEMORY, now + GRACE_SECONDS)
-    for pattern, seconds in ((_ENGINE, GRACE_SECONDS), (_SAVING, SAVING_SECONDS), (_REWARD, NOTICE_SECONDS)):
-        if pattern.search(text):
-            due.setdefault(pattern, now + seconds)
-    return next(
-        (due[pattern] for pattern in (_NODE, _MEMORY, _ENGINE, _SAVING, _REWARD) if pattern in due), float("inf")
-    )
+    reasons = {
+        "node": (ours.intersection(_NODE.findall(text)), GRACE_SECONDS),
+        "memory": (_out_of_memory(text), GRACE_SECONDS),
+        "engine": (_ENGINE.search(text), GRACE_SECONDS),
+        "saving": (_SAVING.search(text), SAVING_SECONDS),
+        "reward": (_REWARD.search(text), NOTICE_SECONDS),
+    }
+    for reason, (found, seconds) in reasons.items():
+        if found:
+            due.setdefault(reason, time.monotonic() + seconds)
+    return next((due[reason] for reason in reasons if reason in due), float("inf"))
 
 
 @contextlib.contextmanager
@@ -136,7 +132,7 @@ def _cleaned_up(temporary: Path) -> Iterator[None]:
     """
     ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
     shared_memory = Path("/dev/shm")
-    before = set(shared_memory.iterdir()) if shared_memory.is_dir() else set()
+    before = set(shared_memory.glob("*"))
     try:
         yield
     finally:
@@ -146,15 +142,14 @@ def _cleaned_up(temporary: Path) -> Iterator[None]:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     child.terminate() if wait else child.kill()
             psutil.wait_procs(children, timeout=wait or 5)
-        if shared_memory.is_dir():
-            _remove_unused(set(shared_memory.iterdir()) - before)
+        _remove_unused(set(shared_memory.glob("*")) - before)
         shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _remove_unused(files: set[Path]) -> None:
-    """Remove our new shared-memory files, but not those another process has mapped (another run's).
+    """Remove our new shared-memory files, except those that another process (of another run) has mapped.
 
-    By inode: a semaphore is mapped under a name that glibc gave it before the one that it has in the folder.
+    Compared by inode: glibc renames a semaphore's file after mapping it.
     """
     ours = {}
     for file in files:
@@ -170,9 +165,9 @@ def _remove_unused(files: set[Path]) -> None:
 
 
 def _end_leftovers(log: Path) -> None:
-    """End what a launcher that was killed left running: processes that carry the mark of the same folder of logs.
+    """End the processes that a killed launcher left running; they carry the mark of the same folder of logs.
 
-    The caller holds the task's lock, so none of them belongs to a run that is alive.
+    The caller holds the task's lock, so none of them belongs to a live run.
     """
     leftovers = []
     for process in psutil.process_iter():
@@ -189,15 +184,15 @@ def die_with_parent() -> None:
 
 
 def die_with_torchrun() -> None:
-    """In a worker of torchrun: end when torchrun does, which, killed, leaves its workers training. Else nothing."""
+    """In a worker of torchrun: end with torchrun, which leaves its workers training when it is killed."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
         die_with_parent()
 
 
 @contextlib.contextmanager
 def errors_in_one_line(*kinds: type[Exception], stopped: str = "") -> Iterator[None]:
-    """End the command as a user expects. An error of ``kinds``, of a stage or of a file becomes a line and exit code 1;
-    Ctrl-C prints ``stopped`` and gives exit code 130."""
+    """An error of ``kinds``, of a stage or of a file ends the command with one line and exit code 1; Ctrl-C prints
+    ``stopped`` and ends it with exit code 130."""
     try:
         yield
     except (StageFailed, OSError, *kinds) as error:
@@ -210,11 +205,7 @@ def errors_in_one_line(*kinds: type[Exception], stopped: str = "") -> Iterator[N
 
 def interrupt_on_sigterm() -> None:
     """Let SIGTERM end this process as Ctrl-C does, with all clean-up."""
-
-    def interrupted(signum, frame):
-        raise KeyboardInterrupt
-
-    signal.signal(signal.SIGTERM, interrupted)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 class _Screen:
@@ -228,7 +219,6 @@ class _Screen:
             file=sys.stdout if self.live else io.StringIO(),
             bar_format="{desc} {n_fmt}/{total_fmt} |{bar:20}| {elapsed}<{remaining}{postfix}",
             dynamic_ncols=True,
-            leave=True,
         )
         self.shown, self.printed, self.lines_at = Progress(), 0.0, 0
 
@@ -248,9 +238,6 @@ class _Screen:
             self.printed, self.lines_at = time.monotonic(), progress.done
         self.shown = progress
 
-    def close(self) -> None:
-        self.bar.close()
-
 
 def run(
     command: list[str],
@@ -261,11 +248,11 @@ def run(
     watch: Callable[[], Progress],
     environment: dict[str, str] | None = None,
 ) -> None:
-    """Run ``command`` until it ends, its output going to ``log``.
+    """Run ``command`` until it ends; its output goes to ``log``.
 
     ``watch`` is asked twice a second for the Progress towards ``total``. Raises StageFailed with the first real error
-    and the last lines of the log when the process fails, or when its log shows that an engine died and it hangs.
-    On every way out, Ctrl-C included, all processes that it started are ended.
+    and the last lines of the log when the process fails, or hangs after its log reports a dead engine. All processes
+    that it started are ended on every way out, including Ctrl-C.
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     temporary = Path(tempfile.mkdtemp(prefix="verl-"))  # short: Ray's socket paths must fit in 107 bytes
@@ -285,20 +272,17 @@ def run(
                 start_new_session=True,  # Ctrl-C reaches us alone; we end the child
                 preexec_fn=die_with_parent,
             )
-            read, due, ours = 0, {}, set()
-            while child.poll() is None:
-                screen.show(watch())
-                with log.open("rb") as f:
-                    f.seek(read)
-                    text = f.read().decode(errors="replace")
-                    read = f.tell()
-                if time.monotonic() > _deadline(text, due, ours):
-                    break
-                time.sleep(POLL_SECONDS)
+            due, ours = {}, set()
+            with log.open(errors="replace") as new:
+                while child.poll() is None:
+                    screen.show(watch())
+                    if time.monotonic() > _deadline(new.read(), due, ours):
+                        break
+                    time.sleep(POLL_SECONDS)
             code = child.poll()
             if code == 0:
                 screen.show(watch(), last=True)
     finally:
-        screen.close()
+        screen.bar.close()
     if code != 0:
         raise StageFailed(_report(log, f"{name} ended with exit code {code}" if code else f"{name}: an engine died"))

@@ -17,10 +17,7 @@ def metrics(scored: list[dict]) -> dict[str, float]:
     alone = Counter(frozenset(c for c in answer.partition("=")[0] if c in "+-*/") for answer in expressions)
     alone = [count for operators, count in alone.items() if len(operators) == 1]
     wrong = sum(row["reward"]["format"] - row["reward"]["numbers"] for row in scored)
-    return {
-        "one_operator": max(alone, default=0) / max(1, len(expressions)),
-        "wrong_numbers": wrong / len(scored),
-    }
+    return {"one_operator": max(alone, default=0) / max(1, len(expressions)), "wrong_numbers": wrong / len(scored)}
 
 
 if __name__ == "__main__":

@@ -25,12 +25,7 @@ Term = tuple[Fraction, str]
 def combine(a: Term, b: Term) -> Iterator[tuple[Term, str]]:
     """Every result of one operation on two terms, with the worked step, e.g. ``((8, "(3+5)"), "3+5=8")``."""
     for (x, x_text), (y, y_text) in ((a, b), (b, a)):
-        for symbol, value in (
-            ("+", x + y),
-            ("-", x - y),
-            ("*", x * y),
-            ("/", x / y if y else None),
-        ):
+        for symbol, value in (("+", x + y), ("-", x - y), ("*", x * y), ("/", x / y if y else None)):
             if value is None or (symbol in "+*" and (x, x_text) > (y, y_text)):
                 continue  # + and * once, not in both orders
             yield (value, f"({x_text}{symbol}{y_text})"), f"{_text(x)}{symbol}{_text(y)}={value}"

@@ -21,4 +21,4 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kw
     right_numbers = well_formed and Counter(parsed[1]) == Counter(truth["numbers"])
     correct = right_numbers and parsed[0] == truth["target"]
     score = 1.0 if correct else 0.3 if right_numbers else 0.1 if well_formed else 0.0
-    return {"score": score, "acc": float(correct), "format": float(well_formed), "numbers": float(right_numbers)}
+    return {"score": score, "acc": correct, "format": well_formed, "numbers": right_numbers}

@@ -4,12 +4,10 @@ import itertools
 import json
 from collections.abc import Iterator
 
-import numpy as np
-
 from tasks.common.data import prepare
 from tasks.econ_agent.retrieval import Memory, Shot, roll_out
 from tasks.econ_agent.reward import BASKET, targets
-from tasks.econ_agent.simulation import Economy, State, behave
+from tasks.econ_agent.simulation import State, rolled_out
 
 MONTHS = 36  # a state comes from one of the first MONTHS months
 STREAM = 1  # of the seed: see retrieval.STREAM
@@ -28,7 +26,7 @@ def answer(work: float, consumption: float) -> str:
 
 
 def in_brief(state: State) -> str:
-    """What the decision rests on, and little else."""
+    """What the decision depends on, and little else."""
     worked = "worked" if state.employed else "did not work"
     return (
         f"Savings ${state.savings:.0f}. Work pays ${state.income:.0f} after tax. "
@@ -38,7 +36,7 @@ def in_brief(state: State) -> str:
 
 
 def in_words(state: State) -> str:
-    """All that the worker knows, as EconAgent's prompts tell it."""
+    """Everything the worker knows, in the style of EconAgent's prompts."""
     if state.employed:
         past = f"Last month you worked and earned ${state.earned:.0f}, paid ${state.tax:.0f} of tax"
     else:
@@ -66,9 +64,7 @@ def prompt(state: State, shots: list[Shot], difficulty: str) -> str:
 def states(seed: int) -> Iterator[State]:
     """Endless: one worker in one month of each simulation, so that no two prompts share an economy."""
     for number in itertools.count():
-        economy, rng = Economy((seed, STREAM, number)), np.random.default_rng((seed, STREAM, number, 1))
-        for _ in range(rng.integers(MONTHS)):
-            economy.step(*behave(economy, rng))
+        economy, rng = rolled_out((seed, STREAM, number), MONTHS)
         yield economy.states()[rng.integers(economy.agents)]
 
 

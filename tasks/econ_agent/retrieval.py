@@ -6,7 +6,7 @@ import numpy as np
 from scipy.spatial import KDTree
 
 from tasks.econ_agent.reward import decision_score
-from tasks.econ_agent.simulation import Economy, State, behave
+from tasks.econ_agent.simulation import State, behave, rolled_out
 
 QUANTILE = 0.75  # a decision is good if its score is at least this quantile, of states of the same employment status
 SIMULATIONS = 64
@@ -31,22 +31,19 @@ def features(state: State) -> np.ndarray:
 
 
 def roll_out(seed: int) -> list[Shot]:
-    """What the workers of SIMULATIONS economies decided, each economy seen in one of its first MONTHS months."""
+    """The decisions of all workers of SIMULATIONS economies, each in one of its first MONTHS months."""
     shots = []
     for number in range(SIMULATIONS):
-        economy, rng = Economy((seed, STREAM, number)), np.random.default_rng((seed, STREAM, number, 1))
-        for _ in range(rng.integers(MONTHS)):
-            economy.step(*behave(economy, rng))
+        economy, rng = rolled_out((seed, STREAM, number), MONTHS)
         decisions = [np.round(decision, 2) for decision in behave(economy, rng)]
         scores = decision_score(*decisions, *economy.targets())
-        shots += [
-            Shot(*values) for values in zip(economy.states(), *(d.tolist() for d in [*decisions, scores]), strict=True)
-        ]
+        columns = (values.tolist() for values in (*decisions, scores))
+        shots += [Shot(*values) for values in zip(economy.states(), *columns, strict=True)]
     return shots
 
 
 class Memory:
-    """The good ones of ``shots``, by employment status: those whose score is at least the QUANTILE of their status."""
+    """The good ``shots``: of each employment status those with a score of at least its QUANTILE."""
 
     def __init__(self, shots: list[Shot]):
         self.good: dict[bool, list[Shot]] = {}

@@ -46,11 +46,11 @@ def decision_score(work, consumption, work_target, consumption_target):
 
     1 at the targets, -1 where both are as far off as a decision in [0, 1] can be; nowhere flat.
     """
-    scores = [
-        1 - 2 * np.abs(x - target) / np.maximum(target, 1 - target)
-        for x, target in ((work, work_target), (consumption, consumption_target))
-    ]
-    return (scores[0] + scores[1]) / 2
+
+    def score(x, target):
+        return 1 - 2 * np.abs(x - target) / np.maximum(target, 1 - target)
+
+    return (score(work, work_target) + score(consumption, consumption_target)) / 2
 
 
 def read_decision(response: str, strict: bool = True) -> tuple[float, float] | None:
@@ -80,11 +80,5 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, vari
     decision = read_decision(solution_str, strict=variant == "strict")
     score = INVALID if decision is None else float(decision_score(*decision, *goals))
     work, consumption = decision or (0.0, 0.0)
-    return {
-        "score": score,
-        "acc": float(score >= RIGHT),
-        "format": float(decision is not None),
-        "work": work,
-        "consumption": consumption,
-        **{name: float(truth[name]) for name in MACRO},
-    }
+    found = {"score": score, "acc": score >= RIGHT, "format": decision is not None}
+    return found | {"work": work, "consumption": consumption} | {name: truth[name] for name in MACRO}

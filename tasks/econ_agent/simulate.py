@@ -1,4 +1,4 @@
-"""Each model as all workers of the same small economy, beside the rule of the reward's targets."""
+"""simulate a small economy with each model as all workers, and with the rule of the reward's targets"""
 
 import gc
 import json
@@ -19,15 +19,7 @@ from tasks.common.evaluation.sample import sampling
 from tasks.common.evaluation.tables import markdown_table, show_table
 from tasks.common.files import write_json, written_beside
 from tasks.common.process import Progress, StageFailed, errors_in_one_line, interrupt_on_sigterm, run
-from tasks.common.settings import (
-    Settings,
-    SettingsError,
-    artifacts,
-    fingerprint,
-    load_settings,
-    positive,
-    variable,
-)
+from tasks.common.settings import Settings, SettingsError, artifacts, fingerprint, load_settings, positive, variable
 from tasks.econ_agent.prepare_data import SHOTS, SYSTEM, prompt
 from tasks.econ_agent.retrieval import Memory, roll_out
 from tasks.econ_agent.reward import read_decision
@@ -37,8 +29,7 @@ STREAM = 2  # of the seed: see retrieval.STREAM
 RULE = "rule"  # the label of the policy that decides by the reward's targets
 
 
-# What each worker decides in the present state of the economy: work and consumption, each (agents,), and how many gave
-# no decision.
+# Each worker's decisions in the current state, work and consumption, each (agents,); and how many gave no decision.
 Policy = Callable[[Economy], tuple[np.ndarray, np.ndarray, int]]
 
 
@@ -48,18 +39,15 @@ def rule(economy: Economy) -> tuple[np.ndarray, np.ndarray, int]:
 
 
 def model_policy(engine, how: engines.Sampling, memory: Memory, difficulty: str, strict: bool) -> Policy:
-    """Every worker is asked, all of a month at once, with the prompt of the task. An answer without a decision is
-    counted, and its worker neither works nor spends. Raises DataError for a prompt longer than MAX_PROMPT_LENGTH."""
+    """Ask the model for every worker, a month at once, with the task's prompt. A worker without a decision is counted,
+    and neither works nor spends. Raises DataError for a prompt longer than MAX_PROMPT_LENGTH."""
 
     def decide(economy: Economy) -> tuple[np.ndarray, np.ndarray, int]:
-        requests = [
-            engines.Request(
-                i, SAMPLED, chat(prompt(state, memory.similar(state, SHOTS[difficulty]), difficulty), SYSTEM)
-            )
-            for i, state in enumerate(economy.states())
-        ]
-        work, consumption = np.zeros(len(requests)), np.zeros(len(requests))
-        missing = len(requests)
+        requests = []
+        for number, state in enumerate(economy.states()):
+            text = prompt(state, memory.similar(state, SHOTS[difficulty]), difficulty)
+            requests.append(engines.Request(number, SAMPLED, chat(text, SYSTEM)))
+        work, consumption, missing = np.zeros(len(requests)), np.zeros(len(requests)), len(requests)
         for request, (completion, *_) in engine.generate(requests, how):
             if completion.finish_reason == TOO_LONG:
                 raise DataError(f"a prompt is longer than MAX_PROMPT_LENGTH={how.max_prompt_tokens} tokens; raise it")
@@ -115,14 +103,8 @@ def simulate_models(models: dict[str, str]) -> None:
     s, own = load_settings(), load_settings(cls=Variables)
     if wrong := [label for label in models if not re.fullmatch(r"[\w-]{1,64}", label) or label == RULE]:
         raise SettingsError(f"simulate: {wrong[0]}: a label has letters, digits, _ and -, and is not `{RULE}`")
-    setup = {
-        "MONTHS": own.MONTHS,
-        "AGENTS": own.AGENTS,
-        "SEED": s.SEED,
-        "DIFFICULTY": s.DIFFICULTY,
-        "REWARD": s.REWARD,
-        "sampling": asdict(_sampling(s)),
-    }
+    setup = {**asdict(own), "SEED": s.SEED, "DIFFICULTY": s.DIFFICULTY, "REWARD": s.REWARD}
+    setup |= {"sampling": asdict(_sampling(s))}
     folder = artifacts() / "eval" / s.TASK / f"simulation-{fingerprint({**setup, 'models': models})}"
     working = folder / ".working"
     shutil.rmtree(working, ignore_errors=True)

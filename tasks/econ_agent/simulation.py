@@ -5,7 +5,7 @@ make goods, income is taxed and the tax shared out, goods are bought while there
 gap between demand and supply. Once a year savings earn interest, and a Taylor rule sets the next rate.
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -86,7 +86,7 @@ class State:
     def ground_truth(self) -> dict[str, float]:
         """What reward.py needs: the numbers that the prompt states, as it states them."""
         names = ("income", "savings", "price", "interest", "inflation", "unemployment")
-        return {name: value for name, value in asdict(self).items() if name in names}
+        return {name: getattr(self, name) for name in names}
 
 
 NAMES = ("Ada", "Ben", "Carla", "David", "Elena", "Felix", "Grace", "Hugo", "Ines", "Jonas", "Kira", "Liam")
@@ -243,6 +243,14 @@ class Economy:
         return month
 
 
+def rolled_out(seed: tuple[int, ...], months: int) -> tuple[Economy, np.random.Generator]:
+    """An economy after up to ``months`` months of ``behave``, and the generator that drew its decisions."""
+    economy, rng = Economy(seed), np.random.default_rng((*seed, 1))
+    for _ in range(rng.integers(months)):
+        economy.step(*behave(economy, rng))
+    return economy, rng
+
+
 def behave(economy: Economy, rng: np.random.Generator, noise: float = 0.15, random: float = 0.2):
     """Decisions that roll out states, ``(work, consumption)``: the targets with normal noise of standard deviation
     ``noise``, and a share ``random`` of the workers decides anything."""
@@ -251,6 +259,9 @@ def behave(economy: Economy, rng: np.random.Generator, noise: float = 0.15, rand
         noisy = np.clip(target + noise * rng.standard_normal(target.shape), 0, 1)
         decisions.append(np.where(rng.random(target.shape) < random, rng.random(target.shape), noisy))
     return decisions[0], decisions[1]
+
+
+SHOWN = ("unemployment", "inflation", "output", "work", "consumption")
 
 
 def _correlation(x: np.ndarray, y: np.ndarray) -> float | None:
@@ -268,18 +279,14 @@ def indicators(history: list[Month]) -> dict[str, float | None]:
     the month before and the change in unemployment, over months with output before them. None where a correlation has
     no value.
     """
-    unemployment = np.array([m.unemployment for m in history])
-    inflation = np.array([m.inflation for m in history])
-    output = np.array([m.output for m in history])
+    columns = {name: np.array([getattr(month, name) for month in history]) for name in SHOWN}
+    unemployment, inflation, output = (columns[name] for name in ("unemployment", "inflation", "output"))
     made = output[:-1] > 0
     growth = output[1:][made] / output[:-1][made] - 1
     return {
         "gini": history[-1].gini,
-        "unemployment": float(unemployment.mean()),
+        **{name: float(values.mean()) for name, values in columns.items()},
         "inflation": float(np.prod(1 + inflation) ** (YEAR / len(history)) - 1),
-        "output": float(output.mean()),
-        "work": float(np.mean([m.work for m in history])),
-        "consumption": float(np.mean([m.consumption for m in history])),
         "phillips": _correlation(inflation, unemployment),
         "okun": _correlation(growth, np.diff(unemployment)[made]),
     }

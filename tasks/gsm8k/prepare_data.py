@@ -30,7 +30,7 @@ def example(question: str, answer: str) -> prepare.Example:
 
 
 def from_record(record: dict) -> list[prepare.Example]:
-    """The example of one record with ``question`` and ``answer``. Raises DataError if it has not both as text."""
+    """The example of one record. Raises DataError unless it has the texts ``question`` and ``answer``."""
     question, answer = record.get("question"), record.get("answer")
     if not isinstance(question, str) or not isinstance(answer, str) or not question.strip():
         raise DataError("needs the texts `question` and `answer`")

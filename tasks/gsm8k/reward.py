@@ -44,11 +44,6 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, vari
         well_formed, right = compare(answer.text, truth)
     how = answer.how if answer and well_formed else ""
     well_formed = how in ("hashes", "boxed", "sentence")
-    return {
-        "score": 1.0 if right else FORMAT_SCORE if well_formed else 0.0,
-        "acc": float(right),
-        "format": float(well_formed),
-        "marked": float(how == "hashes"),
-        "boxed": float(how == "boxed"),
-        "sentence": float(how == "sentence"),
-    }
+    score = 1.0 if right else FORMAT_SCORE if well_formed else 0.0
+    marks = {"marked": how == "hashes", "boxed": how == "boxed", "sentence": how == "sentence"}
+    return {"score": score, "acc": right, "format": well_formed, **marks}

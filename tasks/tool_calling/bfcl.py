@@ -1,7 +1,7 @@
-"""Models on the single-turn Python categories of BFCL (https://gorilla.cs.berkeley.edu/leaderboard.html).
+"""evaluate models on the single-turn Python categories of BFCL (https://gorilla.cs.berkeley.edu/leaderboard.html)
 
-Questions, conversion to tools and AST checker are those of the PyPI package bfcl-eval; the prompt is rendered by the
-model's own tool template and sampled greedily. docs/BFCL.md says how the numbers compare with the leaderboard's.
+Questions, conversion to tools and AST checker come from the PyPI package bfcl-eval; the model's own tool template
+renders the prompt, and sampling is greedy. docs/BFCL.md compares the numbers with the leaderboard's.
 """
 
 import functools
@@ -34,11 +34,11 @@ from tasks.common.settings import ROOT, Settings, SettingsError, artifacts, fing
 VERSION = "2026.3.23"
 AST = ("simple_python", "multiple", "parallel", "parallel_multiple")
 CATEGORIES = (*AST, "irrelevance")
-MODEL = "local"  # what the checker calls the model under test; it replaces "_" in a name
+MODEL = "local"  # the checker's name of the model; the checker replaces "_" in it
 
-# The package's checker imports the table of all models, and with it every provider's SDK, for one flag: whether dots in
-# function names were replaced by underscores, as OpenAI's API asks for. Its conversion to tools imports parsers of Java
-# and JavaScript answers, and retries of API calls. None of it runs here.
+# The checker imports the table of all models, and with it every provider's SDK, for one flag: whether underscores have
+# replaced dots in function names, as OpenAI's API requires. The conversion to tools imports parsers of Java and
+# JavaScript, and retries of API calls. None of it runs here.
 STAND_INS = {
     "bfcl_eval.constants.model_config": {"MODEL_CONFIG_MAPPING": {MODEL: SimpleNamespace(underscore_to_dot=True)}},
     "bfcl_eval.model_handler.parser.java_parser": {"parse_java_function_call": None},
@@ -62,23 +62,22 @@ USED = {
 
 @contextmanager
 def _stand_ins() -> Iterator[None]:
-    """STAND_INS in sys.modules; afterwards what was there before."""
-    before = {name: sys.modules.get(name) for name in STAND_INS}
+    """STAND_INS in sys.modules, until the block ends."""
+    before = {name: sys.modules[name] for name in STAND_INS if name in sys.modules}
     for name, content in STAND_INS.items():
         sys.modules[name] = ModuleType(name)
         vars(sys.modules[name]).update(content)
     try:
         yield
     finally:
-        for name, module in before.items():
-            sys.modules.pop(name)
-            if module is not None:
-                sys.modules[name] = module
+        for name in STAND_INS:
+            del sys.modules[name]
+        sys.modules.update(before)
 
 
 @functools.cache
 def package() -> SimpleNamespace:
-    """What is used of bfcl-eval. Raises DataError unless it is installed in the version that was tried."""
+    """The functions USED of bfcl-eval. Raises DataError unless VERSION is installed."""
     try:
         found = importlib.metadata.version("bfcl-eval")
     except importlib.metadata.PackageNotFoundError:
@@ -88,7 +87,7 @@ def package() -> SimpleNamespace:
             f"bfcl-eval {VERSION} is needed, {found} is installed in {sys.prefix}; "
             f"run `pip install --no-deps bfcl-eval=={VERSION}` there"
         )
-    # On import it makes folders for results and locks: beside itself, in site-packages, unless it is told where.
+    # On import it makes folders for results and locks, by default in site-packages.
     os.environ.setdefault("BFCL_PROJECT_ROOT", str(artifacts() / "data/bfcl/package"))
     with _stand_ins():
         used = {name: getattr(importlib.import_module(f"bfcl_eval.{module}"), name) for name, module in USED.items()}
@@ -96,8 +95,8 @@ def package() -> SimpleNamespace:
 
 
 def questions(category: str) -> list[dict]:
-    """RL rows of ``category``, in the package's order. ``ground_truth``: the functions as the checker wants them, and
-    BFCL's possible answers (none for irrelevance)."""
+    """RL rows of ``category``, in the package's order. ``ground_truth``: the functions in the checker's form and BFCL's
+    possible answers (none for irrelevance)."""
     bfcl = package()
     entries = bfcl.load_dataset_entry(category)  # descriptions get BFCL's hint that this is Python
     answers = bfcl.load_ground_truth_entry(category) if category in AST else [{"ground_truth": []}] * len(entries)
@@ -111,10 +110,9 @@ def questions(category: str) -> list[dict]:
 
 
 def prepare(path: Path) -> dict[str, int]:
-    """Write the questions of all categories to the parquet file ``path``; return how many each has.
+    """Write the questions of all categories to the parquet file ``path``; return the count of each.
 
-    The first of each category come first, then the second, ...: the first n of each are the first rows, and a larger
-    LIMIT goes on from a smaller one.
+    The categories alternate, so that LIMIT cuts each of them and a larger LIMIT continues from a smaller one.
     """
     rows = {category: questions(category) for category in CATEGORIES}
     ordered = sorted((row for category in CATEGORIES for row in rows[category]), key=lambda r: r["extra_info"]["index"])
@@ -123,11 +121,10 @@ def prepare(path: Path) -> dict[str, int]:
 
 
 def judge(category: str, response: str, truth: dict, think_opened: bool = False) -> tuple[bool, str, list | None]:
-    """Whether ``response`` is right, why not (empty if it is; the checker's ``error_type``), and its calls in BFCL's
-    form ``[{name: {argument: value}}]``, None where they cannot be read.
+    """Whether ``response`` is right; if not, why (the checker's ``error_type``); and its calls in BFCL's form
+    ``[{name: {argument: value}}]``, None if they cannot be read.
 
-    As BFCL's eval_runner.py: irrelevance wants no call, and an unreadable one counts as none; in other categories it
-    is wrong.
+    As BFCL's eval_runner.py: irrelevance expects no call and counts an unreadable one as none.
     """
     bfcl = package()
     try:
@@ -149,7 +146,7 @@ def judge(category: str, response: str, truth: dict, think_opened: bool = False)
 
 @reward_function
 def compute_score(data_source, solution_str, ground_truth, extra_info=None) -> dict:
-    """``score``, ``acc``: 1.0 if BFCL's checker takes the response; ``unreadable``: 1.0 if its calls cannot be read."""
+    """``score``, ``acc``: 1.0 if BFCL's checker accepts the response; ``unreadable``: 1.0 for unreadable calls."""
     opened = bool((extra_info or {}).get("think_opened"))
     right, _, calls = judge(data_source, solution_str, json.loads(ground_truth), opened)
     return {"score": right, "acc": right, "unreadable": calls is None}
@@ -166,9 +163,9 @@ def unweighted_mean(estimates: list[Estimate]) -> Estimate:
 
 
 def right_by_category(rollouts: list[Rollout]) -> dict[str, np.ndarray]:
-    """1.0 for each response that is right, else 0.0, in the order of the questions; shape (prompts of the category,).
+    """1.0 for a right response, else 0.0, in the order of the questions; shape (prompts of the category,).
 
-    A prompt that was too long, or on which the reward raised, is wrong: all models answer the same questions.
+    Prompts that were too long, or on which the reward raised, count as wrong: all models answer the same questions.
     """
     right = {category: [] for category in CATEGORIES}
     for rollout in rollouts:
@@ -177,7 +174,7 @@ def right_by_category(rollouts: list[Rollout]) -> dict[str, np.ndarray]:
 
 
 def why_wrong(rollouts: list[Rollout]) -> dict[str, dict[str, int]]:
-    """For each category, how many of its responses are wrong for what reason, the most frequent first."""
+    """By category: how many responses are wrong for which reason, the most frequent first."""
     counts = {category: Counter() for category in CATEGORIES}
     for r in rollouts:
         if not r.reward:
@@ -217,13 +214,12 @@ def changes(base: list[Rollout], trained: list[Rollout]) -> dict[str, Estimate]:
 
 
 def table_rows(summaries: dict[str, dict], change: dict[str, Estimate] | None) -> list[list[str]]:
-    """A row a metric: its name, its number of prompts, each model's estimate, the change from the model before."""
-    (first, *_) = summaries.values()
+    """A row per metric: name, number of prompts, each model's estimate, the change from the previous model."""
+    first = next(iter(summaries.values()))
     estimates = {name: cells for name, *cells in comparison_table(summaries)[1]}
     rows = []
     for name in (*AST, "AST mean", "irrelevance", "unreadable", "truncated"):
-        missing = ["-"] * len(summaries)
-        cells = [name, str(first["prompts"].get(name, "")), *estimates.get(name, missing)]
+        cells = [name, str(first["prompts"].get(name, "")), *estimates.get(name, ["-"] * len(summaries))]
         if change is not None:
             by = change.get(name)
             cells.append(f"{by.value:+.3f} [{by.low:.3f}, {by.high:.3f}]" if by else "-")
@@ -234,8 +230,8 @@ def table_rows(summaries: dict[str, dict], change: dict[str, Estimate] | None) -
 
 
 def evaluate(s: Settings, scoring: Scoring, models: dict[str, str]) -> int:
-    """`make bfcl`: a table of ``models`` (label to path), and summary.json beside each model's rollouts. LIMIT counts
-    questions of each category. Returns the number of completions on which the reward raised."""
+    """`make bfcl`: a table of ``models`` (label to path), and summary.json beside each model's rollouts. LIMIT is
+    per category. Returns the number of completions on which the reward raised."""
     if not models:
         raise SettingsError("no model is given: bfcl.py LABEL=MODEL ...")
     root, data = artifacts() / "eval/bfcl", artifacts() / "data/bfcl/test.parquet"
@@ -255,8 +251,7 @@ def evaluate(s: Settings, scoring: Scoring, models: dict[str, str]) -> int:
 
 
 def main() -> None:
-    """Run ``LABEL=MODEL ...`` or, called by that, ``sample JOB ...``; all else comes from the environment that train.sh
-    exports. Exits with 1 after one line that says why."""
+    """Run ``LABEL=MODEL ...``, or its child ``sample JOB ...``; the settings come from the environment."""
     interrupt_on_sigterm()
     arguments = sys.argv[1:]
     child = arguments[:1] == ["sample"]

@@ -41,6 +41,10 @@ STRING, INTEGER, NUMBER, BOOLEAN = ({"type": name} for name in ("string", "integ
 STRINGS = {"type": "array", "items": STRING}
 
 
+Ask = Callable[[random.Random], tuple[str, dict]]
+Result = Callable[[random.Random], dict]
+
+
 @dataclass(frozen=True)
 class Tool:
     """A function: its schema, ``ask`` for a request in words with the arguments that it needs, and a ``result``."""
@@ -48,20 +52,27 @@ class Tool:
     name: str
     description: str
     properties: dict[str, dict]
-    ask: Callable[[random.Random], tuple[str, dict]]
-    result: Callable[[random.Random], dict] = lambda rng: {"status": "ok"}
+    ask: Ask
+    result: Result
 
     def schema(self) -> dict:
-        """As OpenAI writes it; what has no default is required."""
+        """OpenAI's schema; an argument without a default is required."""
         required = [name for name, value in self.properties.items() if "default" not in value]
         parameters = {"type": "object", "properties": self.properties, "required": required}
         function = {"name": self.name, "description": self.description, "parameters": parameters}
         return {"type": "function", "function": function}
 
 
+def tool(
+    name: str, description: str, properties: dict[str, dict], result: Result = lambda rng: {"status": "ok"}
+) -> Callable[[Ask], Tool]:
+    """Decorator: the Tool ``name`` that is asked for as the function says."""
+    return lambda ask: Tool(name, description, properties, ask, result)
+
+
 @dataclass(frozen=True)
 class Dialogue:
-    """Messages up to the assistant's turn, the tools it has, the right ``calls`` (none: ``text`` is the answer)."""
+    """Messages up to the assistant's turn, its tools, the right ``calls`` (none: ``text`` is the answer)."""
 
     messages: list[dict]
     tools: list[dict]
@@ -74,146 +85,129 @@ class Dialogue:
         return (f"<think>{self.thought}</think>\n" if thinking else "") + (render_calls(self.calls) or self.text)
 
 
-def _weather(rng: random.Random) -> tuple[str, dict]:
+def _forecast(rng: random.Random) -> dict:
+    return {"celsius": rng.randint(-9, 35), "sky": rng.choice(["clear", "rain", "snow"])}
+
+
+@tool("weather", "Forecast for a city", {"city": STRING, "days": {**INTEGER, "default": 1}}, _forecast)
+def WEATHER(rng: random.Random) -> tuple[str, dict]:
     city, days = rng.choice(CITIES), rng.randint(2, 9)
-    return rng.choice(
-        [
-            (f"What is the weather in {city}?", {"city": city}),
-            (f"How will the weather in {city} be for {days} days?", {"city": city, "days": days}),
-        ]
-    )
+    today = f"What is the weather in {city}?", {"city": city}
+    return rng.choice([today, (f"How will the weather in {city} be for {days} days?", {"city": city, "days": days})])
 
 
-def _convert(rng: random.Random) -> tuple[str, dict]:
+def _cents(rng: random.Random) -> float:
+    return rng.randint(100, 99_999) / 100
+
+
+@tool(
+    "convert",
+    "Convert money",
+    {"amount": NUMBER, "source": STRING, "target": STRING},
+    lambda rng: {"amount": _cents(rng)},
+)
+def CONVERT(rng: random.Random) -> tuple[str, dict]:
     amount = rng.choice([rng.randint(2, 900), rng.randint(11, 9999) / 10])
     source, target = rng.sample(CURRENCIES, 2)
     return f"Convert {amount} {source} to {target}.", {"amount": amount, "source": source, "target": target}
 
 
-def _alarm(rng: random.Random) -> tuple[str, dict]:
+@tool("set_alarm", "Set an alarm", {"time": STRING, "daily": {**BOOLEAN, "default": False}})
+def ALARM(rng: random.Random) -> tuple[str, dict]:
     time = f"{rng.randint(5, 22):02d}:{rng.choice(['00', '15', '30', '45'])}"
     if rng.random() < 0.5:
         return f"Wake me at {time} every day.", {"time": time, "daily": True}
     return f"Set an alarm for {time}.", {"time": time}
 
 
-def _message(rng: random.Random) -> tuple[str, dict]:
+@tool("send_message", "Send a text message", {"to": STRING, "text": STRING})
+def MESSAGE(rng: random.Random) -> tuple[str, dict]:
     person, text = rng.choice(PEOPLE), rng.choice(NOTES)
     return f'Send {person} the message "{text}".', {"to": person, "text": text}
 
 
-def _light(rng: random.Random) -> tuple[str, dict]:
+@tool("set_light", "Switch a light", {"room": STRING, "on": BOOLEAN, "percent": {**INTEGER, "default": 100}})
+def LIGHT(rng: random.Random) -> tuple[str, dict]:
     room, percent = rng.choice(ROOMS), rng.randrange(5, 100, 5)
-    return rng.choice(
-        [
-            (f"Turn the {room} light off.", {"room": room, "on": False}),
-            (f"Turn the {room} light on.", {"room": room, "on": True}),
-            (f"Turn the {room} light on at {percent} %.", {"room": room, "on": True, "percent": percent}),
-        ]
-    )
+    dimmed = {"room": room, "on": True, "percent": percent}
+    on, off = ((f"Turn the {room} light {word}.", {"room": room, "on": word == "on"}) for word in ("on", "off"))
+    return rng.choice([off, on, (f"Turn the {room} light on at {percent} %.", dimmed)])
 
 
-def _order(rng: random.Random) -> tuple[str, dict]:
+@tool("order", "Order from the shop", {"item": STRING, "count": {**INTEGER, "default": 1}})
+def ORDER(rng: random.Random) -> tuple[str, dict]:
     item, count = rng.choice(GOODS), rng.randint(2, 60)
     return f"Order {count} {item}.", {"item": item, "count": count}
 
 
-def _stock(rng: random.Random) -> tuple[str, dict]:
+def _price(rng: random.Random) -> dict:
+    return {"price": rng.randint(1000, 99_999) / 100, "currency": "USD"}
+
+
+@tool("price", "Price of a stock", {"symbol": STRING}, _price)
+def STOCK(rng: random.Random) -> tuple[str, dict]:
     symbol = rng.choice(STOCKS)
     return f"What is the price of {symbol}?", {"symbol": symbol}
 
 
-def _translate(rng: random.Random) -> tuple[str, dict]:
+LANGUAGE = {**STRING, "enum": LANGUAGES}
+
+
+@tool("translate", "Translate a text", {"text": STRING, "language": LANGUAGE}, lambda rng: {"text": "..."})
+def TRANSLATE(rng: random.Random) -> tuple[str, dict]:
     text, language = rng.choice(NOTES), rng.choice(LANGUAGES)
     return f'Translate "{text}" into {language}.', {"text": text, "language": language}
 
 
-def _recipes(rng: random.Random) -> tuple[str, dict]:
+def _dishes(rng: random.Random) -> dict:
+    return {"recipes": [f"{rng.choice(FOODS)} {dish}" for dish in ("soup", "salad")]}
+
+
+@tool("recipes", "Recipes with these foods", {"foods": STRINGS, "minutes": {**INTEGER, "default": 60}}, _dishes)
+def RECIPES(rng: random.Random) -> tuple[str, dict]:
     foods, minutes = rng.sample(FOODS, rng.randint(1, 3)), rng.randrange(10, 60, 5)
-    words = " and ".join(foods)
+    words = f"Find recipes with {' and '.join(foods)}"
     if rng.random() < 0.5:
-        return f"Find recipes with {words}.", {"foods": foods}
-    return f"Find recipes with {words} that take at most {minutes} minutes.", {"foods": foods, "minutes": minutes}
+        return f"{words}.", {"foods": foods}
+    return f"{words} that take at most {minutes} minutes.", {"foods": foods, "minutes": minutes}
 
 
-def _music(rng: random.Random) -> tuple[str, dict]:
+@tool("play", "Play music", {"artist": STRING, "shuffle": {**BOOLEAN, "default": False}})
+def MUSIC(rng: random.Random) -> tuple[str, dict]:
     artist = rng.choice(ARTISTS)
     if rng.random() < 0.5:
         return f"Play {artist}, shuffled.", {"artist": artist, "shuffle": True}
     return f"Play {artist}.", {"artist": artist}
 
 
-def _meeting(rng: random.Random) -> tuple[str, dict]:
+@tool("meeting", "Plan a meeting", {"guests": STRINGS, "day": STRING})
+def MEETING(rng: random.Random) -> tuple[str, dict]:
     guests, day = rng.sample(PEOPLE, rng.randint(1, 2)), f"2026-{rng.randint(1, 12):02d}-{rng.randint(1, 28):02d}"
     return f"Plan a meeting with {' and '.join(guests)} on {day}.", {"guests": guests, "day": day}
 
 
-def _loan(rng: random.Random) -> tuple[str, dict]:
+@tool(
+    "loan",
+    "Monthly payment of a loan",
+    {"amount": NUMBER, "rate": NUMBER, "years": INTEGER},
+    lambda rng: {"payment": _cents(rng)},
+)
+def LOAN(rng: random.Random) -> tuple[str, dict]:
     amount, rate, years = rng.randint(1, 90) * 1000, rng.randint(11, 79) / 10, rng.randint(2, 30)
     words = f"What does a loan of {amount} at {rate} percent over {years} years cost a month?"
     return words, {"amount": amount, "rate": rate, "years": years}
 
 
-def _contact(rng: random.Random) -> tuple[str, dict]:
+def _phone(rng: random.Random) -> dict:
+    return {"phone": f"+47{rng.randint(10_000_000, 99_999_999)}"}
+
+
+@tool("contact", "Phone number of a person", {"name": STRING}, _phone)
+def CONTACT(rng: random.Random) -> tuple[str, dict]:
     person = rng.choice(PEOPLE)
     return f"What is the number of {person}?", {"name": person}
 
 
-def _phone(rng: random.Random) -> str:
-    return f"+47{rng.randint(10_000_000, 99_999_999)}"
-
-
-WEATHER = Tool(
-    "weather",
-    "Forecast for a city",
-    {"city": STRING, "days": {**INTEGER, "default": 1}},
-    _weather,
-    lambda rng: {"celsius": rng.randint(-9, 35), "sky": rng.choice(["clear", "rain", "snow"])},
-)
-CONVERT = Tool(
-    "convert",
-    "Convert money",
-    {"amount": NUMBER, "source": STRING, "target": STRING},
-    _convert,
-    lambda rng: {"amount": rng.randint(100, 99_999) / 100},
-)
-ALARM = Tool("set_alarm", "Set an alarm", {"time": STRING, "daily": {**BOOLEAN, "default": False}}, _alarm)
-MESSAGE = Tool("send_message", "Send a text message", {"to": STRING, "text": STRING}, _message)
-LIGHT = Tool(
-    "set_light", "Switch a light", {"room": STRING, "on": BOOLEAN, "percent": {**INTEGER, "default": 100}}, _light
-)
-ORDER = Tool("order", "Order from the shop", {"item": STRING, "count": {**INTEGER, "default": 1}}, _order)
-STOCK = Tool(
-    "price",
-    "Price of a stock",
-    {"symbol": STRING},
-    _stock,
-    lambda rng: {"price": rng.randint(1000, 99_999) / 100, "currency": "USD"},
-)
-TRANSLATE = Tool(
-    "translate",
-    "Translate a text",
-    {"text": STRING, "language": {**STRING, "enum": LANGUAGES}},
-    _translate,
-    lambda rng: {"text": "..."},
-)
-RECIPES = Tool(
-    "recipes",
-    "Recipes with these foods",
-    {"foods": STRINGS, "minutes": {**INTEGER, "default": 60}},
-    _recipes,
-    lambda rng: {"recipes": [f"{rng.choice(FOODS)} {dish}" for dish in ("soup", "salad")]},
-)
-MUSIC = Tool("play", "Play music", {"artist": STRING, "shuffle": {**BOOLEAN, "default": False}}, _music)
-MEETING = Tool("meeting", "Plan a meeting", {"guests": STRINGS, "day": STRING}, _meeting)
-LOAN = Tool(
-    "loan",
-    "Monthly payment of a loan",
-    {"amount": NUMBER, "rate": NUMBER, "years": INTEGER},
-    _loan,
-    lambda rng: {"payment": rng.randint(100, 99_999) / 100},
-)
-CONTACT = Tool("contact", "Phone number of a person", {"name": STRING}, _contact, lambda rng: {"phone": _phone(rng)})
 TOOLS = [
     WEATHER, CONVERT, ALARM, MESSAGE, LIGHT, ORDER, STOCK, TRANSLATE, RECIPES, MUSIC, MEETING, LOAN, CONTACT
 ]  # fmt: skip
@@ -223,14 +217,13 @@ SHORT = [WEATHER, STOCK, MUSIC, CONTACT]
 
 @dataclass(frozen=True)
 class Difficulty:
-    """Most tools of a dialogue; most calls at once, most arguments of each of them; which tools these calls and those
-    of earlier turns may be of; the weight of each kind of dialogue."""
+    """Limits of the generated dialogues."""
 
-    tools: int
-    calls: int
-    arguments: int
-    repeated: list[Tool]
-    kinds: dict[str, int]
+    tools: int  # in a dialogue
+    calls: int  # at once
+    arguments: int  # of each of several calls
+    repeated: list[Tool]  # for several calls and for earlier turns
+    kinds: dict[str, int]  # weights
 
 
 DIFFICULTIES = {
@@ -293,13 +286,11 @@ def _none(rng: random.Random, level: Difficulty) -> Dialogue:
     if rng.random() < 0.3:
         tool, history = _answered(rng, level)
         thanks = rng.choice(["Thanks, that is all.", "Thank you!", "Great, nothing else."])
-        return _dialogue(
-            rng, level, [*history, _user(thanks)], [], also=tool, thought="Nothing to do.", text="Welcome."
-        )
+        said = {"thought": "Nothing to do.", "text": "Welcome."}
+        return _dialogue(rng, level, [*history, _user(thanks)], [], also=tool, **said)
     missing = rng.choice(TOOLS)
-    words, _ = missing.ask(rng)
-    text = "None of my tools can do that."
-    return _dialogue(rng, level, [_user(words)], [], without=missing, thought="No tool does this.", text=text)
+    said = {"thought": "No tool does this.", "text": "None of my tools can do that."}
+    return _dialogue(rng, level, [_user(missing.ask(rng)[0])], [], without=missing, **said)
 
 
 def _answered(rng: random.Random, level: Difficulty) -> tuple[Tool, list[dict]]:
@@ -307,7 +298,8 @@ def _answered(rng: random.Random, level: Difficulty) -> tuple[Tool, list[dict]]:
     tool = rng.choice(level.repeated)
     (words, arguments), result = tool.ask(rng), tool.result(rng)
     answer = ", ".join(f"{name}: {value}" for name, value in result.items())
-    return tool, [_user(f"Hi! {words}"), _called(tool, arguments), _returned(tool, result), _assistant(answer)]
+    said = {"role": "assistant", "content": answer}
+    return tool, [_user(f"Hi! {words}"), _called(tool, arguments), _returned(tool, result), said]
 
 
 def _dialogue(
@@ -323,9 +315,8 @@ def _dialogue(
     """With the tools that are called, ``also``, and others at random, in random order, never ``without``."""
     needed = {tool.name: tool for tool in [tool for tool, _ in calls] + ([also] if also else [])}
     others = [tool for tool in TOOLS if tool.name not in needed and tool is not without]
-    most = max(level.tools - len(needed), 0)
     fewest = 0 if needed else 1
-    tools = [*needed.values(), *rng.sample(others, rng.randint(fewest, max(most, fewest)))]
+    tools = [*needed.values(), *rng.sample(others, rng.randint(fewest, max(level.tools - len(needed), fewest)))]
     rng.shuffle(tools)
     counts = Counter(tool.name for tool, _ in calls)
     names = " and ".join(name if count == 1 else f"{name} {count} times" for name, count in counts.items())
@@ -336,10 +327,6 @@ def _dialogue(
 
 def _user(words: str) -> dict:
     return {"role": "user", "content": words}
-
-
-def _assistant(words: str) -> dict:
-    return {"role": "assistant", "content": words}
 
 
 def _called(tool: Tool, arguments: dict) -> dict:

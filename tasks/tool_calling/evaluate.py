@@ -9,9 +9,9 @@ def _share(rows: list[dict], holds) -> float:
 
 
 def metrics(scored: list[dict]) -> dict[str, float]:
-    """Of the sampled completions, each in [0, 1]; 0 where there is nothing to count. ``over_calling``: of those where
-    no call is expected, the share that calls. ``no_call``: where one is, the share of well-formed responses without
-    any. ``wrong_arguments``: of those that call the right functions, the share with other arguments."""
+    """Shares of the sampled completions, 0 if there is nothing to count. ``over_calling``: where no call is expected,
+    those that call. ``no_call``: where one is, well-formed responses without any. ``wrong_arguments``: with other
+    arguments, of those that call the right functions."""
     rewards = [row["reward"] for row in scored]
     return {
         "over_calling": _share([r for r in rewards if not r["expected"]], lambda r: r["made"] > 0),

@@ -16,8 +16,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, vari
     text; no calls: none is expected. ``variant`` (the setting REWARD) "strict" demands thinking, "instruct" allows it.
     ``extra_info["think_opened"]``: the model's template has put ``<think>`` into the prompt.
 
-    Returns the same keys for every row, floats in [0, 1] except the counts: ``score`` and ``acc``, 1.0 if all is
-    right; ``format``, of the form; ``parsed``, no malformed call or thinking; ``thinking``, not empty; ``text``, some
+    Returns the same keys for every row, 0.0 or 1.0 except the counts: ``score`` and ``acc``, everything is right;
+    ``format``, the form is right; ``parsed``, no malformed call or thinking; ``thinking``, not empty; ``text``, some
     outside of calls; ``names``, the right functions, each as often as expected; ``arguments``, the calls are equal,
     whatever the form; counts of calls: ``made``, ``expected``, ``missing``, ``extra``.
     """
@@ -26,8 +26,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, vari
     truth = read_ground_truth(ground_truth)
     expected, tools = truth["calls"], truth.get("tools") or []
     try:
-        response = parse_response(solution_str, bool((extra_info or {}).get("think_opened")))
-        parsed = True
+        response, parsed = parse_response(solution_str, bool((extra_info or {}).get("think_opened"))), True
     except Malformed:
         response, parsed = Response(None, [], ""), False
     made = response.calls
@@ -35,18 +34,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, vari
     equal = parsed and pairs == len(made) == len(expected)
     names = Counter(call["name"] for call in made) == Counter(call["name"] for call in expected)
     form = parsed and bool(response.text) != bool(made) and (bool(response.thinking) or variant != "strict")
-    right = form and equal
-    return {
-        "score": float(right),
-        "acc": float(right),
-        "format": float(form),
-        "parsed": float(parsed),
-        "thinking": float(bool(response.thinking)),
-        "text": float(bool(response.text)),
-        "names": float(parsed and names),
-        "arguments": float(equal),
-        "made": float(len(made)),
-        "expected": float(len(expected)),
-        "missing": float(len(expected) - pairs),
-        "extra": float(len(made) - pairs),
-    }
+    found = {"score": form and equal, "acc": form and equal, "format": form, "parsed": parsed}
+    found |= {"thinking": bool(response.thinking), "text": bool(response.text)}
+    found |= {"names": parsed and names, "arguments": equal, "made": len(made), "expected": len(expected)}
+    return found | {"missing": len(expected) - pairs, "extra": len(made) - pairs}

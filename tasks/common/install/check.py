@@ -1,5 +1,5 @@
-"""`python -m tasks.common.install.check STACK`: are the packages of this Python those of the stack's list, and do they
-work? Says what is installed, imports it, and runs one small kernel of torch, flash-attn and vLLM on a GPU.
+"""`python -m tasks.common.install.check STACK`: compare this Python's packages with the stack's list, import them, and
+run one small kernel of torch, flash-attn and vLLM.
 """
 
 import contextlib
@@ -25,7 +25,7 @@ class InstallError(Exception):
 
 
 class Package(NamedTuple):
-    """A package of the list, the version it wants, and the one that this Python has (None: none)."""
+    """A package of the list: the version wanted, and the version found (None: not installed)."""
 
     name: str
     wanted: str
@@ -33,12 +33,12 @@ class Package(NamedTuple):
 
     @property
     def matches(self) -> bool:
-        """The same version; builds (``+cpu``, ``+cu128``) do not matter."""
+        """Whether the versions are equal, apart from the build (``+cpu``, ``+cu128``)."""
         return self.found is not None and Version(Version(self.found).public) == Version(self.wanted)
 
 
 def listed(stack: str) -> dict[str, str]:
-    """Name and version of every package that the list of ``stack`` has for this Python."""
+    """Version by name of every package that the list of ``stack`` has for this Python."""
     path = Path(__file__).resolve().parents[1] / "stacks" / stack / "requirements.txt"
     pins = {}
     for line in path.read_text().splitlines():
@@ -50,10 +50,9 @@ def listed(stack: str) -> dict[str, str]:
 
 
 def versions() -> dict[str, str]:
-    """Version by name of what this Python has; of two copies on sys.path the first, which is the one imported.
+    """Version by name of this Python's packages; of two copies on sys.path the first, which is the one imported.
 
-    Without the copies that packages have for themselves and put on sys.path when they are imported: setuptools in its
-    ``_vendor``, Ray in its ``thirdparty_files``. They lie below a folder of packages.
+    Without vendored copies, which lie below a folder of packages (setuptools' ``_vendor``, Ray's ``thirdparty_files``).
     """
     present = [(one, Path(str(one.locate_file("")))) for one in importlib.metadata.distributions() if one.name]
     folders = {folder for _, folder in present}
@@ -65,23 +64,19 @@ def versions() -> dict[str, str]:
 
 
 def installed(stack: str) -> list[Package]:
-    """Every package of the list of ``stack``, beside what this Python has. Imports none of them."""
+    """Every package of the list of ``stack`` with the version that this Python has. Imports none of them."""
     found = {canonicalize_name(name): version for name, version in versions().items()}
     return [Package(name, wanted, found.get(name)) for name, wanted in listed(stack).items()]
 
 
 def summary() -> str:
-    """Python and the packages that decide, in one line."""
-    parts = [f"Python {platform.python_version()}"]
-    for name in SHOWN:
-        try:
-            parts.append(f"{name} {importlib.metadata.version(name)}")
-        except importlib.metadata.PackageNotFoundError:
-            parts.append(f"no {name}")
+    """Python, CUDA and the main packages, in one line."""
     import torch
 
-    parts.insert(2, f"CUDA {torch.version.cuda or 'none'}")
-    return ", ".join(parts)
+    found = {canonicalize_name(name): version for name, version in versions().items()}
+    parts = [f"{name} {found[name]}" if name in found else f"no {name}" for name in SHOWN]
+    parts.insert(1, f"CUDA {torch.version.cuda or 'none'}")
+    return ", ".join([f"Python {platform.python_version()}", *parts])
 
 
 # ---- kernels

@@ -1,9 +1,8 @@
 #!/usr/bin/env bash
 # install.sh STACK VENV: make VENV with exactly the packages of the stack's list, and check them.
 #
-# The list is complete and hashed, so nothing is resolved (--no-deps --require-hashes); uv installs it where there is
-# one, else pip. VENV is made anew and gets its mark, a copy of the list, last: until then the one that was there is
-# beside it as VENV.before, and comes back when anything fails.
+# The list is complete and hashed, so nothing is resolved (--no-deps --require-hashes); uv installs it, or pip without
+# uv. The old VENV stays as VENV.before and comes back when anything fails. The mark, a copy of the list, comes last.
 set -euo pipefail
 STACK=$1 VENV=$2
 HERE=tasks/common/stacks/$STACK
@@ -34,11 +33,11 @@ if [[ -n $UV ]] && ! "$UV" --version >/dev/null 2>&1; then UV=; fi
 
 # ---- the Python
 
-is_wanted() { # PYTHON: runs, and is of a version that the stack takes
+WANTED=${PYTHONS[*]} && WANTED=${WANTED// / or }
+is_wanted() { # PYTHON: it runs, in a version that the stack takes
   local version
   version=$("$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null) && [[ " ${PYTHONS[*]} " == *" $version "* ]]
 }
-WANTED=$(printf ' or %s' "${PYTHONS[@]}") && WANTED=${WANTED# or }
 BASE=${BASE_PYTHON:-}
 if [[ -n $BASE ]]; then
   is_wanted "$BASE" ||
@@ -47,22 +46,22 @@ else
   for candidate in "${PYTHONS[@]/#/python}" python3 python; do
     if is_wanted "$candidate"; then BASE=$candidate && break; fi
   done
-  [[ -n $BASE || -n $UV ]] ||
+  [[ -n $BASE$UV ]] ||
     fail "STACK=$STACK needs Python $WANTED, found $(python3 --version 2>/dev/null || echo none); install it, or uv, which brings its own, or set BASE_PYTHON"
 fi
 
-# ---- the environment, in place of the one that is there
+# ---- the environment
 
 undo() {
   rm -rf "$VENV" "$LISTS"
   if [[ -d $VENV.before ]]; then mv "$VENV.before" "$VENV"; fi
 }
 LISTS=$(mktemp -d)
-if [[ -d $VENV.before ]]; then undo && mkdir "$LISTS"; fi # an installation was killed
+if [[ -d $VENV.before ]]; then undo && mkdir "$LISTS"; fi # the last installation was killed
 trap undo EXIT
 if [[ -d $VENV ]]; then mv "$VENV" "$VENV.before"; fi
 PYTHON=$VENV/bin/python
-# The one of `venv` has pip, which knows where the user's packages are; Debian's Python may lack it.
+# venv brings pip, whose configuration names the user's indexes; Debian's Python may lack venv.
 if [[ -z $BASE ]] || ! "$BASE" -m venv "$VENV" >>"$LOG" 2>&1; then
   [[ -n $UV ]] || fail "cannot make a virtual environment in $VENV (on Debian: apt install python3-venv)"
   "$UV" venv --quiet --clear --seed --python "${BASE:-${PYTHONS[-1]}}" "$VENV" >>"$LOG" 2>&1 ||
@@ -71,13 +70,12 @@ fi
 
 # ---- the packages
 
-# What runs, a dot for each five seconds of it. ON_FAILURE is what to say when it fails, empty: nothing yet.
+# NAME ERROR COMMAND ...: run the command, with a dot every five seconds. An empty ERROR leaves the message to the caller.
 step() {
-  local name=$1
-  shift
+  local name=$1 error=$2 seconds=0
   printf '  %s ' "$name"
-  "$@" >>"$LOG" 2>&1 &
-  local pid=$! seconds=0
+  "${@:3}" >>"$LOG" 2>&1 &
+  local pid=$!
   trap 'kill $pid 2>/dev/null; exit 130' INT TERM
   while kill -0 $pid 2>/dev/null; do
     sleep 1
@@ -87,8 +85,8 @@ step() {
   trap - INT TERM
   wait $pid || {
     echo
-    [[ -n ${ON_FAILURE-x} ]] || return 1
-    fail "${ON_FAILURE:-installing $name failed}"
+    [[ -n $error ]] || return 1
+    fail "$error"
   }
   echo " $seconds s"
 }
@@ -102,12 +100,11 @@ pip_setting() { # NAME: what PIP_SETTINGS has of it
 PIP=("$PYTHON" -m pip install --no-deps --no-input --disable-pip-version-check)
 INSTALL=("${PIP[@]}")
 if [[ -n $UV ]]; then
-  # Compiled, as pip does: where Python may not write beside a package (PYTHONDONTWRITEBYTECODE, an image), each of a
-  # training's nine processes would compile all of verl and vLLM anew, which doubles the time of its imports.
+  # Compiled, as pip does: where Python may not write beside a package (PYTHONDONTWRITEBYTECODE, an image), each process
+  # of a training would compile all of verl and vLLM again, which doubles the time of its imports.
   INSTALL=("$UV" pip install --no-deps --compile-bytecode --python "$PYTHON")
-  # uv does not read pip's configuration: it gets the index, the folders of wheels and the certificates that are named
-  # there. Not further indexes: of a version that two of them have uv takes the files of one, which need not be those
-  # for this machine.
+  # uv does not read pip's configuration, so it gets pip's index, wheel folders and certificates. Not extra indexes: if
+  # two indexes have a version, uv takes the files of one, which may not fit this machine.
   PIP_SETTINGS=$("$PYTHON" -m pip config list 2>/dev/null) # of its files and of the environment
   index=$(pip_setting index-url) wheels=$(pip_setting find-links) certificates=$(pip_setting cert)
   if [[ -z ${UV_DEFAULT_INDEX:-}${UV_INDEX_URL:-} && -n $index ]]; then export UV_DEFAULT_INDEX=$index; fi
@@ -115,8 +112,8 @@ if [[ -n $UV ]]; then
   if [[ -z ${SSL_CERT_FILE:-} && -n $certificates ]]; then export SSL_CERT_FILE=$certificates; fi
 fi
 
-# The CPU build of torch has no hash in the list, as each index has its own, and PyPI has CUDA builds only: from where
-# pip looks when that is one, else from PyTorch's index.
+# PyPI has only CUDA builds of torch, and each index its own hash for the CPU build, so the list has none. It comes from
+# where pip looks if that is a CPU build, else from PyTorch's index.
 cpu_torch() {
   local build
   build=$("${PIP[@]}" --dry-run --ignore-installed --quiet --report - "$1" |
@@ -128,24 +125,24 @@ cpu_torch() {
 SEPARATE='^$' TORCH=$(only torch)
 if [[ -n $TORCH && $TORCH != *--hash=* ]]; then
   SEPARATE=torch==
-  ON_FAILURE="no CPU build of $TORCH; set TORCH_INDEX to an index that has it, or PIP_FIND_LINKS to a folder with its wheel" \
-    step "$TORCH, CPU build" cpu_torch "$TORCH"
+  step "$TORCH, CPU build" "no CPU build of $TORCH; set TORCH_INDEX to an index that has it, or PIP_FIND_LINKS to a folder with its wheel" \
+    cpu_torch "$TORCH"
 elif [[ -n $(only flash-attn) ]]; then
   SEPARATE=flash-attn==
 fi
 awk -v name="$SEPARATE" '/^[^ ]/ { on = index($0, name) != 1 } on' "$LIST" >"$LISTS/most.txt"
-step "$(grep -c '^[a-z0-9].*==' "$LISTS/most.txt") packages, by $([[ -n $UV ]] && echo uv || echo pip)" \
-  "${INSTALL[@]}" --require-hashes -r "$LISTS/most.txt"
+MOST="$(grep -c '^[a-z0-9].*==' "$LISTS/most.txt") packages, by $([[ -n $UV ]] && echo uv || echo pip)"
+step "$MOST" "installing $MOST failed" "${INSTALL[@]}" --require-hashes -r "$LISTS/most.txt"
 
-# Its source fetches the wheel that is built for this torch, or builds it: both need torch beside it.
+# flash-attn's source fetches the wheel for this torch, or builds it: both need torch to be installed.
 if [[ $SEPARATE == flash-attn== ]]; then
-  only flash-attn >"$LISTS/flash-attn.txt"
-  NVCC=$(command -v nvcc || ls "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc" 2>/dev/null || true)
-  neither="flash-attn: its prebuilt wheel cannot be fetched from github.com/Dao-AILab/flash-attention/releases, and its build needs nvcc ($([[ -n $NVCC ]] && echo "found: $NVCC" || echo "not found")); set FLASH_ATTN_WHEEL to that wheel"
   if [[ -n ${FLASH_ATTN_WHEEL:-} ]]; then
-    ON_FAILURE="FLASH_ATTN_WHEEL=$FLASH_ATTN_WHEEL: cannot be installed" step flash-attn "${INSTALL[@]}" "$FLASH_ATTN_WHEEL"
+    step flash-attn "FLASH_ATTN_WHEEL=$FLASH_ATTN_WHEEL: cannot be installed" "${INSTALL[@]}" "$FLASH_ATTN_WHEEL"
   else
-    ON_FAILURE=$neither step flash-attn "${INSTALL[@]}" --require-hashes --no-build-isolation -r "$LISTS/flash-attn.txt"
+    only flash-attn >"$LISTS/flash-attn.txt"
+    NVCC=$(command -v nvcc || ls "${CUDA_HOME:-/usr/local/cuda}/bin/nvcc" 2>/dev/null || echo "not found")
+    step flash-attn "flash-attn: its prebuilt wheel cannot be fetched from github.com/Dao-AILab/flash-attention/releases, and its build needs nvcc ($NVCC); set FLASH_ATTN_WHEEL to that wheel" \
+      "${INSTALL[@]}" --require-hashes --no-build-isolation -r "$LISTS/flash-attn.txt"
   fi
 fi
 if [[ -f $HERE/after_install.py ]]; then
@@ -154,7 +151,7 @@ fi
 check() {
   PYTHONPATH=. "$PYTHON" -W ignore -m tasks.common.install.check "$STACK" >"$LISTS/said.txt"
 }
-ON_FAILURE='' step "import and check" check || {
+step "import and check" "" check || {
   cat "$LISTS/said.txt"
   fail "$(sed -n 's/^error: //p' "$LOG" | tail -n 1 | grep . || echo "what is installed does not work")"
 }

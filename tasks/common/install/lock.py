@@ -1,7 +1,7 @@
 """`make lock`: compile the package list of each stack from pyproject.toml.
 
-A list names every package of its stack with version and hashes and no index, so that an install resolves nothing and
-any index will do. The versions of the present list stay where pyproject.toml allows them, unless --upgrade is given.
+A list names every package of its stack with version and hashes and no index: an install resolves nothing, and any index
+works. Versions of the current list stay if pyproject.toml allows them, unless --upgrade is given.
 """
 
 import argparse
@@ -16,8 +16,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[3]
 STACKS = {"a100": ("3.12",), "current": ("3.12",), "cpu": ("3.11", "3.12")}  # with their Pythons
-# The cpu stack takes torch's CPU build from wherever it is (install.sh): its hash differs from index to index, and what
-# PyPI's build asks for besides is CUDA. triton, which xgrammar asks for, is for GPUs.
+# install.sh finds torch's CPU build for the cpu stack: its hash differs between indexes, and PyPI's build requires CUDA
+# packages. triton, which xgrammar requires, is for GPUs.
 LEFT_OUT = {"cpu": ("torch", "triton")}
 HEADER = """\
 # The {stack} stack for Python {pythons}, Linux x86_64: everything that is installed.
@@ -72,7 +72,7 @@ def compiled(stack: str, preferred: Path | None) -> str:
         if result.returncode:
             raise LockError(f"STACK={stack}: uv finds no versions that fit\n{result.stderr.strip()}")
         text = output.read_text()
-    # The marker that every line has, from `environments` of pyproject.toml, says nothing.
+    # `environments` of pyproject.toml puts this marker on every line.
     everywhere = r"python_full_version < '3.13' and platform_machine == 'x86_64' and sys_platform == 'linux'"
     text = text.replace(f" ; {everywhere}", "")
     pins = [line for line in direct(stack) if re.split("[=<>]", line)[0] in left_out]
@@ -82,7 +82,7 @@ def compiled(stack: str, preferred: Path | None) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("stacks", nargs="*", metavar="STACK", help=f"of {', '.join(STACKS)}; default: all")
-    parser.add_argument("--upgrade", action="store_true", help="newest versions in place of those of the present list")
+    parser.add_argument("--upgrade", action="store_true", help="take the newest versions")
     options = parser.parse_args()
     for stack in options.stacks or STACKS:
         if stack not in STACKS:
@@ -94,7 +94,7 @@ def main() -> None:
         partial = path.with_suffix(".partial")
         partial.write_text(text)
         partial.replace(path)
-        print(f"{path.relative_to(ROOT)}: {text.count('==')} packages{'' if changed else ', as it was'}")
+        print(f"{path.relative_to(ROOT)}: {text.count('==')} packages{'' if changed else ', unchanged'}")
 
 
 if __name__ == "__main__":

@@ -1,16 +1,17 @@
-"""`make doctor`: what this machine, these settings and this data would come to grief on, each with what to do.
+"""`make doctor`: check this machine, the settings and the data, and say what to do about each problem.
 
-The same checks run before every training, where only what is not ok is printed and an error ends the command. All of
-them together stay under 20 seconds: nothing imports verl or vLLM, and large data is sampled.
+The same checks run before every training; there only warnings and errors are printed, and an error ends the command.
+All checks together take less than 20 seconds: nothing imports verl or vLLM, and large data is sampled.
 """
 
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -20,21 +21,22 @@ from tasks.common.files import read_json
 from tasks.common.install.check import installed
 from tasks.common.launch.task import compute_score_of
 from tasks.common.machine import hardware, memory
+from tasks.common.machine.memory import gb
 from tasks.common.models.chat_template import prompt_ids
-from tasks.common.models.find import EMBEDDED, resolve_model, weights_bytes
-from tasks.common.models.merge import base_of, is_adapter
+from tasks.common.models.find import embedded_folder, resolve_model, weights_bytes
+from tasks.common.models.merge import base_model, is_adapter
 from tasks.common.rewards.answers import RewardError
 from tasks.common.rewards.examples import check_examples
-from tasks.common.settings import Settings, SettingsError, artifacts, method
+from tasks.common.settings import Settings, SettingsError, method
 from tasks.common.text import one_line
 from tasks.common.training import verl_config
 
-ROWS = 20_000  # of a data file at most are looked at, the first
-PROMPTS = 2_000  # are measured in tokens, spread over the file
+ROWS = 20_000  # checked of each data file
+PROMPTS = 2_000  # measured in tokens, spread over the file
 PROMPT_SECONDS = 3.0
-TOKENIZER_BY = 6.0  # seconds after which the tokenizer, whose import may take 14 on a busy machine, is not loaded
-SHARED_MEMORY = 2e9  # below it Ray's object store goes to disk, and NCCL and data workers may not start
-PINNED = ("verl", "torch", "vllm", "transformers", "ray", "tensordict")  # others of another version are a warning
+TOKENIZER_BY = 6.0  # seconds; later the tokenizer is not loaded: its import may take 14 s on a busy machine
+SHARED_MEMORY = 2e9  # with less, Ray's object store goes to disk, and NCCL and data workers may not start
+PINNED = ("verl", "torch", "vllm", "transformers", "ray", "tensordict")  # a wrong version of another is a warning
 
 
 @dataclass(frozen=True)
@@ -62,10 +64,6 @@ def error(what: str, text: str, fix: str) -> Finding:
     return Finding(what, "error", text, fix)
 
 
-def gb(count: float) -> str:
-    return f"{count / 1e9:.1f} GB"
-
-
 # ---- the machine ---------------------------------------------------------------------------------------------------
 
 
@@ -75,11 +73,11 @@ def of_machine(s: Settings, found: hardware.Nvidia | None) -> Iterator[Finding]:
     yield ok("cpu", f"{os.cpu_count()} cores, {gb(free)} of {gb(total)} RAM free")
     if s.STACK == "cpu":
         return
-    if (found is None or not found.gpus) and os.environ.get("RAY_ADDRESS", "local") not in ("", "local"):
-        yield ok("gpu", "none in this machine; those of the cluster are not looked at")
-        return
     if found is None or not found.gpus:
-        yield error("gpu", "nvidia-smi finds no GPU", "install NVIDIA's driver, or set STACK=cpu")
+        if os.environ.get("RAY_ADDRESS", "local") in ("", "local"):
+            yield error("gpu", "nvidia-smi finds no GPU", "install NVIDIA's driver, or set STACK=cpu")
+        else:
+            yield ok("gpu", "none in this machine; those of the cluster are not checked")
         return
     names = ", ".join(sorted({gpu.name for gpu in found.gpus}))
     free_now = ", ".join(gb(gpu.free) for gpu in found.gpus)
@@ -100,10 +98,10 @@ def of_machine(s: Settings, found: hardware.Nvidia | None) -> Iterator[Finding]:
 
 def disk(s: Settings) -> Iterator[Finding]:
     """Room for checkpoints, and Ray's and NCCL's shared memory."""
-    shapes, weights = memory.shapes_of(_base(s.MODEL)), weights_bytes(s.MODEL) or 0
+    shapes, weights = memory.shapes_of(base_model(s.MODEL)), weights_bytes(s.MODEL) or 0
     existing, free = hardware.free_disk(s.runs_dir)
-    checkpoints = 3 if s.METHOD == "dpo" else s.KEEP + 2  # the best, the last, and the one that is written
-    parameters = shapes.parameters if shapes else weights // 2  # of an unknown kind: in bf16, as most are
+    checkpoints = 3 if s.METHOD == "dpo" else s.KEEP + 2  # the best, the last, and the one being written
+    parameters = shapes.parameters if shapes else weights // 2  # unknown model type: assumed to be bf16
     need = checkpoints * memory.checkpoint_bytes(parameters, s.LORA_RANK, s.METHOD == "ppo")
     if free < need:
         yield error(
@@ -121,38 +119,33 @@ def disk(s: Settings) -> Iterator[Finding]:
 
 
 def ray(s: Settings) -> Iterator[Finding]:
-    """Rays that nobody holds, and the cluster that RAY_ADDRESS names."""
+    """The cluster that RAY_ADDRESS names, and Ray daemons that no run owns."""
     address, running = os.environ.get("RAY_ADDRESS", ""), hardware.ray_daemons()
-    left = [process for process in running if hardware.is_orphaned(process)]
-    if address and address not in ("auto", "local"):
+    left = [daemon for daemon in running if daemon.orphaned]
+    if address == "auto":
+        if running:
+            yield ok("ray", "RAY_ADDRESS=auto: a Ray runs here")
+        else:
+            yield error("ray", "RAY_ADDRESS=auto: no Ray runs here", "run `ray start --head`, or unset it")
+        return
+    if address not in ("", "local"):
         place = address.removeprefix("ray://")
         if not hardware.listens(place):
             yield error("ray", f"RAY_ADDRESS={address}: nothing answers", "run `ray start --head` there, or unset it")
             return
         yield ok("ray", f"RAY_ADDRESS={address} answers")
-        left = [process for process in left if hardware.ray_address(process) != place]
-    if address == "auto":
-        if not running:
-            yield error("ray", "RAY_ADDRESS=auto: no Ray runs here", "run `ray start --head`, or unset it")
-            return
-        yield ok("ray", "RAY_ADDRESS=auto: a Ray runs here")
-        return
+        left = [daemon for daemon in left if daemon.address != place]
     if left:
-        where = ", ".join(sorted({hardware.ray_address(process) for process in left} - {""}))
-        named = ", ".join(f"{process.name()} {process.pid}" for process in left)
-        yield warning(
-            "ray",
-            f"a Ray that no run holds is still up ({named}{f'; {where}' if where else ''}) and takes memory",
-            "`ray stop` ends it; to train on it set RAY_ADDRESS",
-        )
+        names, places = [f"{daemon.name} {daemon.pid}" for daemon in left], {daemon.address for daemon in left}
+        what = ", ".join([*names, *sorted(places - {""})])
+        fix = "`ray stop` ends it; to train on it set RAY_ADDRESS"
+        yield warning("ray", f"a Ray without a run still takes memory ({what})", fix)
     elif not address:
         yield ok("ray", "no other Ray of yours; verl takes free ports")
 
 
 def judge(s: Settings) -> Iterator[Finding]:
-    """The only fixed address of a run: the judge's (tasks/common/rewards/judge.py), where the task has one."""
-    from urllib.parse import urlsplit
-
+    """The server at JUDGE_URL (tasks/common/rewards/judge.py), if it is set."""
     url = urlsplit(os.environ.get("JUDGE_URL", ""))
     if url.hostname:
         place = f"{url.hostname}:{url.port or (443 if url.scheme == 'https' else 80)}"  # not the URL: it may hold a key
@@ -175,7 +168,7 @@ def packages(s: Settings) -> Iterator[Finding]:
         yield error("packages", ", ".join(other[name] for name in needed), fix)
     if rest := [text for name, text in other.items() if name not in needed]:
         more = f" and {len(rest) - 5} more" if len(rest) > 5 else ""
-        yield warning("packages", f"other versions than the list's: {', '.join(rest[:5])}{more}", fix)
+        yield warning("packages", f"not the list's versions: {', '.join(rest[:5])}{more}", fix)
     if not other:
         core = ", ".join(f"{p.name} {p.found}" for p in every if p.name in ("verl", "torch"))
         yield ok("packages", f"STACK={s.STACK}: {len(every)} as listed ({core})")
@@ -185,7 +178,7 @@ def packages(s: Settings) -> Iterator[Finding]:
 
 
 def data(s: Settings, training: bool) -> Iterator[Finding]:
-    """The data files, where they are there. ``training``: a training is about to make those that are not."""
+    """The data files that exist. ``training``: a training is about to make the others."""
     manifest = read_json(s.data_dir / "manifest.json")
     if manifest.get("fingerprint") != s.data_fingerprint():
         text = f"{s.data_dir}: {'made with other settings' if manifest else 'not there yet'}"
@@ -206,9 +199,9 @@ def data(s: Settings, training: bool) -> Iterator[Finding]:
             own = s.TRAIN_FILE and name == "train"
             yield error("data", one_line(str(problem), 400), "correct TRAIN_FILE" if own else fix)
             continue
-        wanted, by = (s.TRAIN_BATCH_SIZE, "TRAIN_BATCH_SIZE") if name == "train" else (0, "")
-        if name == "sft" and s.INIT == "sft" and s.SFT_SOURCE == "task":
-            wanted, by = s.SFT_BATCH_SIZE, "SFT_BATCH_SIZE"
+        warm_up = s.INIT == "sft" and s.SFT_SOURCE == "task"
+        by = {"train": "TRAIN_BATCH_SIZE", "sft": "SFT_BATCH_SIZE" if warm_up else ""}.get(name, "")
+        wanted = getattr(s, by) if by else 0
         if rows < wanted:
             yield error("data", f"{file}: {rows} rows, less than {by}={wanted}", f"lower {by}, or take more data")
         else:
@@ -216,7 +209,7 @@ def data(s: Settings, training: bool) -> Iterator[Finding]:
 
 
 def reward(s: Settings) -> Iterator[Finding]:
-    """The task's reward on the cases that state their score."""
+    """The task's reward on the cases of examples.jsonl, which state their score."""
     try:
         count = check_examples(s.task_dir, compute_score_of(s))
     except (RewardError, SettingsError) as problem:
@@ -226,8 +219,8 @@ def reward(s: Settings) -> Iterator[Finding]:
 
 
 def prompts(s: Settings, by: float) -> Iterator[Finding]:
-    """How many prompts fit MAX_PROMPT_LENGTH with the model's tokenizer; verl leaves out those that do not. Not after
-    ``by`` (time.monotonic)."""
+    """How many prompts fit MAX_PROMPT_LENGTH with the model's tokenizer; verl drops the others. Skipped after ``by``
+    (time.monotonic)."""
     folder = _folder(s.MODEL)
     manifest = read_json(s.data_dir / "manifest.json")
     current = manifest.get("fingerprint") == s.data_fingerprint()
@@ -237,7 +230,7 @@ def prompts(s: Settings, by: float) -> Iterator[Finding]:
         yield ok("prompts", "measured with MODEL's tokenizer when the data was made")
         return
     if time.monotonic() > by:
-        yield ok("prompts", "not measured: this machine is busy, the other checks took long")
+        yield ok("prompts", "not measured: the other checks took too long")
         return
     from transformers import AutoTokenizer
 
@@ -250,10 +243,10 @@ def prompts(s: Settings, by: float) -> Iterator[Finding]:
             if time.monotonic() > until:
                 break
     except pa.ArrowException:
-        return  # said of the data
-    except Exception as problem:  # a config or tokenizer that is wrong may raise anything
+        return  # ``data`` reports it
+    except Exception as problem:  # a broken config or tokenizer may raise anything
         text = one_line(str(problem), 300)
-        yield error("prompts", f"MODEL={s.MODEL}: cannot be asked them: {text}", "take an instruct model")
+        yield error("prompts", f"MODEL={s.MODEL}: the tokenizer fails on the prompts: {text}", "take an instruct model")
         return
     long = sum(length > s.MAX_PROMPT_LENGTH for length in lengths)
     text = f"{len(lengths)} of {total} measured, the longest has {max(lengths)} tokens"
@@ -280,7 +273,7 @@ def model(s: Settings) -> Iterator[Finding]:
 
 
 def plan(s: Settings, arguments: list[str], stage: str = "train") -> memory.Plan:
-    """What decides on the memory; of RL from verl's config, which is checked. Raises SettingsError."""
+    """What the memory depends on; for RL from verl's config, which is checked. Raises SettingsError."""
     sequence = s.MAX_PROMPT_LENGTH + s.MAX_RESPONSE_LENGTH
     own = {"gpus": s.N_GPUS, "gpus_here": s.N_GPUS, "sequence": sequence, "lora_rank": s.LORA_RANK, "share": 0}
     own |= {"on_cpu": s.STACK == "cpu", "checkpointing": s.STACK != "cpu"}
@@ -310,13 +303,13 @@ def batches_and_memory(
         yield Finding("settings", "error", str(problem), "correct the variable")
         return
     if s.METHOD == "dpo" and stage != "sft":
-        text = f"DPO_EPOCHS={s.DPO_EPOCHS} of the pairs, {s.TRAIN_BATCH_SIZE} a step; STEPS is not used"
+        text = f"DPO_EPOCHS={s.DPO_EPOCHS} of the pairs, {s.TRAIN_BATCH_SIZE} per step; STEPS is not used"
     else:
         text = f"{s.TRAIN_BATCH_SIZE} x {s.ROLLOUT_N}, mini-batches of {s.MINI_BATCH_SIZE}: verl takes them"
     yield ok("settings", text)
-    shapes = memory.shapes_of(_base(s.MODEL))
+    shapes = memory.shapes_of(base_model(s.MODEL))
     if shapes is None:
-        text = f"not estimated: MODEL={s.MODEL} has no config.json in the hub's cache, or one of an unknown kind"
+        text = f"not estimated: MODEL={s.MODEL} has no config.json in the hub's cache, or an unknown model type"
         yield warning("memory", text, f"download it (`hf download {s.MODEL}`), or watch the first steps")
         return
     gpus = found.gpus[: s.N_GPUS] if found and s.STACK != "cpu" else ()
@@ -329,28 +322,20 @@ def batches_and_memory(
         yield error("memory", text, fix)
     ram = sum(memory.estimate(shapes, planned, least).ram.values())
     if not short and ram > free:
-        yield warning("memory", f"about {gb(ram)} RAM are needed, {gb(free)} are free", "end other programs")
+        yield warning("memory", f"needs about {gb(ram)} RAM, {gb(free)} is free", "end other programs")
     elif not short:
         yield ok("memory", f"estimated: {memory.summary(shapes, planned, least)}")
 
 
-def _base(model: str) -> str:
-    """MODEL, or what it is an adapter of."""
-    folder = Path(model).expanduser()
-    return base_of(folder) or model if is_adapter(folder) else model
-
-
-def _folder(model: str) -> str | None:
-    """Where the tokenizer of MODEL is on this machine; None where it is not yet."""
-    if model == "embedded":
-        folder = artifacts() / "models" / EMBEDDED
-        return str(folder) if folder.is_dir() else None
-    if Path(model).expanduser().is_dir():
-        return str(Path(model).expanduser())
+def _folder(model: str) -> Path | None:
+    """The folder on this machine with the tokenizer of MODEL; None if there is none yet."""
+    folder = embedded_folder() if model == "embedded" else Path(model).expanduser()
+    if folder.is_dir() or model == "embedded" or model[0] in "/.~":
+        return folder if folder.is_dir() else None
     from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(model, "tokenizer_config.json") if "/" in model and model[0] not in "/.~" else None
-    return str(Path(found).parent) if isinstance(found, str) else None
+    found = try_to_load_from_cache(model, "tokenizer_config.json") if "/" in model else None
+    return Path(found).parent if isinstance(found, str) else None
 
 
 # ---- all of it -----------------------------------------------------------------------------------------------------
@@ -361,30 +346,22 @@ def findings(s: Settings, arguments: list[str], stage: str = "doctor") -> list[F
     started = time.monotonic()
     smi = hardware.nvidia() if s.STACK != "cpu" else None
     wrong = list(model(s))
-    checks: list[Callable[[], Iterator[Finding]]] = [
-        lambda: of_machine(s, smi),
-        lambda: disk(s),
-        lambda: packages(s),
-        lambda: ray(s),
-        lambda: judge(s),
-        lambda: reward(s),
-        lambda: data(s, stage != "doctor"),
-    ]
+    checks = [of_machine(s, smi), disk(s), packages(s), ray(s), judge(s), reward(s), data(s, stage != "doctor")]
     if not wrong:
-        checks += [lambda: batches_and_memory(s, arguments, stage, smi), lambda: prompts(s, started + TOKENIZER_BY)]
-    return [*wrong, *(finding for check in checks for finding in check())]
+        checks += [batches_and_memory(s, arguments, stage, smi), prompts(s, started + TOKENIZER_BY)]
+    return [*wrong, *chain(*checks)]
 
 
 def before_training(s: Settings, arguments: list[str], stage: str) -> None:
     """Print what is not ok; raise SettingsError with the last error, so that it ends the command."""
     found = findings(s, arguments, stage)
     bad = [finding for finding in found if finding.state != "ok"]
-    errors = [finding for finding in bad if finding.state == "error"]
+    last = next((finding for finding in reversed(bad) if finding.state == "error"), None)
     for finding in bad:
-        if finding not in errors[-1:]:
+        if finding != last:
             print(f"{finding.state}: {finding}", flush=True)
-    if errors:
-        raise SettingsError(str(errors[-1]))
+    if last:
+        raise SettingsError(str(last))
     if not bad:
         print(f"doctor: {len(found)} checks ok", flush=True)
 

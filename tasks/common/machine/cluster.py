@@ -1,7 +1,7 @@
-"""The Ray cluster at RAY_ADDRESS: whether there is one, its nodes, and that they see what this machine sees.
+"""The Ray cluster at RAY_ADDRESS: its nodes, and whether they see what this machine sees.
 
-As a program it prints `make cluster-status`. A separate process asks Ray, because Ray ends the process that
-asks when the cluster goes away.
+As a program it prints `make cluster-status`. A separate process asks Ray: Ray ends the process that asks when the
+cluster goes away.
 """
 
 import hashlib
@@ -9,23 +9,22 @@ import json
 import os
 import platform
 import re
-import signal
-import socket
 import subprocess
 import sys
+import tempfile
 import time
-import uuid
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import version
 from pathlib import Path
 
+from tasks.common.machine import hardware
 from tasks.common.process import StageFailed, die_with_parent, errors_in_one_line, node_lost
-from tasks.common.settings import ROOT, Settings, SettingsError, artifacts
+from tasks.common.settings import ROOT, Settings, SettingsError, artifacts, load_settings, positive, variable
 
 HELP = "docs/MULTI_NODE.md"
 CONNECT_SECONDS = 5  # to the head's port; Ray itself waits for a minute
-ASK_SECONDS = 120  # a node starts a process, which imports verl's version and looks at the folders
-LOST_SECONDS = 30  # Ray's head gives a node up after 5 checks, one every 3 seconds, without an answer
+ASK_SECONDS = 120  # each node starts a process that looks at the folders
+LOST_SECONDS = 30  # Ray's head declares a node dead after 5 checks without an answer, one every 3 seconds
 
 # Variables that workers get in addition to the environment of `ray start`. Each node keeps its own NCCL and gloo ones.
 SENT = re.compile(
@@ -33,7 +32,7 @@ SENT = re.compile(
 )
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL")
 
-# What the others say when one of them is gone.
+# What the other nodes report when one is lost.
 BROKEN = re.compile(r"(?i)connection|socket|gloo|nccl|died|unavailable|raylet|GCS|timed out|exit code -|lost")
 
 
@@ -107,21 +106,16 @@ def join(s: Settings) -> list[Node]:
     if not address(s.NNODES):
         return []
     artifacts().mkdir(parents=True, exist_ok=True)
-    mark = artifacts() / f".cluster-{uuid.uuid4().hex[:8]}"
-    mark.mkdir()
-    try:
-        answer = _ask("check", str(mark))
+    with tempfile.TemporaryDirectory(prefix=".cluster-", dir=artifacts()) as mark:
+        answer = _ask("check", mark)
         nodes = [Node(**node) for node in answer["nodes"]]
-        here = see(str(ROOT), str(mark), secrets(dict(os.environ)))
+        here = see(str(ROOT), mark, secrets(dict(os.environ)))
         for node in nodes:
-            if problem := difference(node.address, Seen(**answer["seen"][node.id]), here):
+            seen = Seen(**answer["seen"][node.id])
+            if not Path(mark, node.id).exists():  # it wrote into another folder of that name
+                seen = replace(seen, artifacts="")
+            if problem := difference(node.address, seen, here):
                 raise SettingsError(problem)
-            if not (mark / node.id).exists():
-                raise SettingsError(_other_folder(node.address))
-    finally:
-        for file in mark.iterdir():
-            file.unlink()
-        mark.rmdir()
     if problem := enough(nodes, s.NNODES, s.N_GPUS):
         raise SettingsError(problem)
     return nodes
@@ -130,7 +124,8 @@ def join(s: Settings) -> list[Node]:
 def difference(name: str, node: Seen, here: Seen) -> str:
     """How node ``name`` differs from this machine, and the remedy, in one line; empty if it does not."""
     if node.artifacts != here.artifacts:
-        return _other_folder(name)
+        what = f"{artifacts()} is another folder there, or cannot be written"
+        return f"node {name}: {what}; set ARTIFACTS to a shared folder"
     if node.repository != here.repository:
         what = f"{ROOT} is another version there" if node.repository else f"{ROOT} is not there"
         return f"node {name}: {what}; put the repository into a folder that all nodes share ({HELP})"
@@ -144,10 +139,6 @@ def difference(name: str, node: Seen, here: Seen) -> str:
     if missing := sorted(set(here.secrets) - set(node.secrets)):
         return f"node {name}: has no {missing[0]}; keys are not sent: set it where `ray start` is run there ({HELP})"
     return ""
-
-
-def _other_folder(name: str) -> str:
-    return f"node {name}: {artifacts()} is another folder there, or cannot be written; set ARTIFACTS to a shared folder"
 
 
 def see(root: str, mark: str, names: list[str], write_as: str = "") -> Seen:
@@ -173,8 +164,10 @@ def see(root: str, mark: str, names: list[str], write_as: str = "") -> Seen:
 
 
 def explained(error: StageFailed, nodes: list[Node]) -> StageFailed:
-    """``error`` of a training on ``nodes``, led by the node that was lost where that is what it comes from: the others
-    may fail, and end the training, before Ray has told."""
+    """``error`` of a training on ``nodes``; it starts with the lost node where that is the cause.
+
+    The other nodes may fail, and end the training, before Ray reports the loss.
+    """
     said = str(error)
     if not nodes or "of the Ray cluster was lost" in said or not BROKEN.search(said):
         return error
@@ -183,12 +176,11 @@ def explained(error: StageFailed, nodes: list[Node]) -> StageFailed:
 
 
 def lost(before: list[Node]) -> str:
-    """The address of a node among ``before`` that is gone; empty: all are there. Waits as long as Ray takes to tell."""
+    """The address of a node among ``before`` that is gone; empty: all are there. Waits until Ray would report it."""
     try:
-        answer = _ask("lost", *(node.id for node in before), seconds=LOST_SECONDS + 30)
+        return _ask("lost", *(node.id for node in before), seconds=LOST_SECONDS + 30)["lost"]
     except SettingsError:
         return "of the head"
-    return answer["lost"]
 
 
 # ---- in a separate process -----------------------------------------------------------------------------------------
@@ -197,37 +189,24 @@ def lost(before: list[Node]) -> str:
 def _ask(question: str, *arguments: str, seconds: float = ASK_SECONDS) -> dict:
     """The answer of this module, run as a separate process. Raises SettingsError, one line."""
     given = os.environ["RAY_ADDRESS"]
-    if given != "auto":
-        host, port = given.rsplit(":", 1)
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), CONNECT_SECONDS).close()
-        except OSError as error:
-            raise SettingsError(
-                f"RAY_ADDRESS={given}: no Ray cluster answers there ({error}); run `ray start --head` ({HELP})"
-            ) from error
+    if given != "auto" and not hardware.listens(given, CONNECT_SECONDS):
+        raise SettingsError(f"RAY_ADDRESS={given}: no Ray cluster answers there; run `ray start --head` ({HELP})")
     command = [sys.executable, "-m", "tasks.common.machine.cluster", question, *arguments]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-    child = subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment,
-        preexec_fn=die_with_parent,
-        start_new_session=True,
-    )
     try:
-        output, errors = child.communicate(timeout=seconds)
+        child = subprocess.run(
+            command, capture_output=True, text=True, env=environment, timeout=seconds, preexec_fn=die_with_parent
+        )
     except subprocess.TimeoutExpired:
-        os.killpg(child.pid, signal.SIGKILL)
-        child.communicate()
         raise SettingsError(
             f"RAY_ADDRESS={given}: the cluster did not answer in {seconds:.0f} s; see `ray status`"
         ) from None
     if child.returncode:
-        lines = [line.strip() for line in errors.splitlines() if re.match(r"\S*(Error|Exception)\b", line)]
-        raise SettingsError(f"RAY_ADDRESS={given}: {_advice((lines or errors.splitlines() or ['no answer'])[-1])}")
-    return json.loads(output.splitlines()[-1])
+        lines = [line.strip() for line in child.stderr.splitlines() if re.match(r"\S*(Error|Exception)\b", line)]
+        raise SettingsError(
+            f"RAY_ADDRESS={given}: {_advice((lines or child.stderr.splitlines() or ['no answer'])[-1])}"
+        )
+    return json.loads(child.stdout.splitlines()[-1])
 
 
 def _advice(error: str) -> str:
@@ -263,18 +242,22 @@ def _nodes() -> list[Node]:
     return sorted(map(node, ray.nodes()), key=lambda found: (found.address, found.id))
 
 
+def _status() -> dict:
+    return {"nodes": [asdict(node) for node in _nodes()]}
+
+
 def _check(mark: str) -> dict:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    def asdict_of(*arguments):
+    def seen(*arguments) -> dict:
         return asdict(see(*arguments))
 
     nodes = [node for node in _nodes() if node.alive]
     asked = {}
     for node in nodes:
         strategy = NodeAffinitySchedulingStrategy(node.id, soft=False)
-        task = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=strategy)(asdict_of)
+        task = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy=strategy)(seen)
         asked[node.id] = task.remote(str(ROOT), mark, secrets(dict(os.environ)), node.id)
     return {"nodes": [asdict(node) for node in nodes], "seen": {name: ray.get(ref) for name, ref in asked.items()}}
 
@@ -289,28 +272,28 @@ def _lost(*before: str) -> dict:
         time.sleep(1)
 
 
-def _status() -> dict:
-    return {"nodes": [asdict(node) for node in _nodes()]}
-
-
-def main(arguments: list[str]) -> None:
+def main(question: str, *arguments: str) -> None:
+    """Print the answer to one question of ``_ask``."""
     import ray
 
-    question, *rest = arguments
     ray.init(address="auto", logging_level="ERROR", log_to_driver=False)  # RAY_ADDRESS, where it names one
-    print(json.dumps({"check": _check, "lost": _lost, "status": _status}[question](*rest)), flush=True)
+    print(json.dumps({"check": _check, "lost": _lost, "status": _status}[question](*arguments)), flush=True)
     ray.shutdown()
 
 
+@dataclass(frozen=True)
+class Wanted:
+    """Variables of `make cluster-status`."""
+
+    NNODES: int = variable("1", "nodes", positive)
+    N_GPUS: int = variable("1", "free GPUs of each node", positive)
+
+
 def status() -> None:
-    """`make cluster-status`. Raises SettingsError when there is no cluster."""
+    """`make cluster-status`. Raises SettingsError when there is no cluster, or it is too small."""
     os.environ.setdefault("RAY_ADDRESS", "auto")
-    given = {name: os.environ.get(name) or "1" for name in ("NNODES", "N_GPUS")}
-    for name, value in given.items():
-        if not re.fullmatch(r"[1-9]\d{0,5}", value):
-            raise SettingsError(f"{name}={value[:80]}: must be a whole number greater than 0")
-    nnodes, gpus = map(int, given.values())
-    address(nnodes)
+    wanted = load_settings(cls=Wanted)
+    address(wanted.NNODES)
     nodes = [Node(**node) for node in _ask("status")["nodes"]]
     print(f"{'node':<18}{'GPUs free':>12}{'CPUs free':>12}")
     for node in nodes:
@@ -319,14 +302,14 @@ def status() -> None:
             continue
         free = f"{f'{node.free_gpus:g} of {node.gpus:g}':>12}{f'{node.free_cpus:g} of {node.cpus:g}':>12}"
         print(f"{node.address:<18}{free}{'  this machine' if node.here else ''}")
-    if problem := enough(nodes, nnodes, gpus):
+    if problem := enough(nodes, wanted.NNODES, wanted.N_GPUS):
         raise SettingsError(problem)
-    print(f"enough for NNODES={nnodes} x N_GPUS={gpus}")
+    print(f"enough for NNODES={wanted.NNODES} x N_GPUS={wanted.N_GPUS}")
 
 
 if __name__ == "__main__":
     if sys.argv[1:]:
-        main(sys.argv[1:])
+        main(*sys.argv[1:])
     else:
         with errors_in_one_line(SettingsError):
             status()

@@ -1,4 +1,4 @@
-"""The state of a run's GPUs while it trains: <run>/gpu.jsonl, a line every SECONDS."""
+"""Memory, load and power of a run's GPUs while it trains: a line of <run>/gpu.jsonl every SECONDS."""
 
 import json
 import os
@@ -12,10 +12,8 @@ QUERY = ["nvidia-smi", f"--query-gpu=index,{','.join(FIELDS)}", "--format=csv,no
 
 
 def parse(output: str) -> dict[str, float]:
-    """``gpu/<index>/memory_gib`` (GiB in use), ``load_percent`` and ``power_w`` from what QUERY prints.
-
-    What a GPU does not tell ("[N/A]") is left out.
-    """
+    """``gpu/<index>/memory_gib`` (GiB in use), ``load_percent``, ``power_w`` from the output of QUERY, if the GPU
+    reports them (else "[N/A]")."""
     found = {}
     for line in output.splitlines():
         index, *values = (part.strip() for part in line.split(","))
@@ -28,7 +26,7 @@ def parse(output: str) -> dict[str, float]:
 
 
 class Sampler:
-    """Appends the state of the GPUs to ``path``; asked more often, or without nvidia-smi, it does nothing."""
+    """Appends the state of the GPUs to ``path``, at most every SECONDS; without nvidia-smi it does nothing."""
 
     def __init__(self, path: Path):
         self.path, self.due, self.missing = path, 0.0, False

@@ -26,12 +26,12 @@ class GPU:
 @dataclass(frozen=True)
 class Nvidia:
     driver: str
-    cuda: str  # the newest that the driver can run
+    cuda: str  # the newest version that the driver supports
     gpus: tuple[GPU, ...]
 
 
 def parse_nvidia_smi(text: str) -> Nvidia:
-    """The output of `nvidia-smi -q -x`. Raises ValueError when it is something else."""
+    """Read the output of `nvidia-smi -q -x`. Raises ValueError for any other text."""
     try:
         log = ElementTree.fromstring(text)
     except ElementTree.ParseError as error:
@@ -54,7 +54,7 @@ def _bytes(text: str) -> int:
 
 
 def nvidia() -> Nvidia | None:
-    """The GPUs that a training would see (CUDA_VISIBLE_DEVICES by number); None without a driver that answers."""
+    """The GPUs that a training would see (CUDA_VISIBLE_DEVICES by number); None if the driver does not answer."""
     try:
         result = subprocess.run(["nvidia-smi", "-q", "-x"], capture_output=True, text=True, timeout=10, check=True)
         found = parse_nvidia_smi(result.stdout)
@@ -68,26 +68,20 @@ def nvidia() -> Nvidia | None:
 
 
 def own_process(pid: int) -> bool:
-    """Whether the process belongs to this user (of another's container the number means nothing here)."""
+    """Whether the process is this user's. A process id from another container means nothing here."""
     with contextlib.suppress(psutil.Error):
         return psutil.Process(pid).uids().real == os.getuid()
     return False
 
 
 def ram() -> tuple[int, int]:
-    """Bytes of RAM: free, and in total, within the container's limit (cgroup v2)."""
-    memory = psutil.virtual_memory()
-    limit, used = (_number(Path("/sys/fs/cgroup") / name) for name in ("memory.max", "memory.current"))
-    if limit:
-        return min(memory.available, max(0, limit - used)), min(memory.total, limit)
-    return memory.available, memory.total
-
-
-def _number(path: Path) -> int:
-    with contextlib.suppress(OSError):
-        text = path.read_text().strip()
-        return int(text) if text.isdigit() else 0
-    return 0
+    """Bytes of RAM, free and in total, within the container's limit (cgroup v2)."""
+    memory, group = psutil.virtual_memory(), Path("/sys/fs/cgroup")
+    try:
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+    except (OSError, ValueError):  # no cgroup v2, or no limit ("max")
+        return memory.available, memory.total
+    return min(memory.available, max(0, limit - used)), min(memory.total, limit)
 
 
 def free_disk(path: Path) -> tuple[Path, int]:
@@ -100,43 +94,38 @@ def listens(address: str, seconds: float = 2.0) -> bool:
     """Whether something accepts connections at ``address``, host:port."""
     host, _, port = address.rpartition(":")
     try:
-        with socket.create_connection((host, int(port)), timeout=seconds):
+        with socket.create_connection((host.strip("[]"), int(port)), timeout=seconds):
             return True
     except (OSError, ValueError, OverflowError):
         return False
 
 
-def ray_daemons() -> list[psutil.Process]:
+@dataclass(frozen=True)
+class RayDaemon:
+    """A process of Ray on this machine."""
+
+    name: str
+    pid: int
+    address: str  # host:port of its cluster; empty if its command line does not say
+    orphaned: bool  # it is this user's, and no program owns it: `ray start`, or a killed run
+
+
+def ray_daemons() -> list[RayDaemon]:
     """Ray's daemons on this machine, of any user."""
     found = []
     for process in psutil.process_iter(["name"]):
         with contextlib.suppress(psutil.Error):
             if process.info["name"] in RAY_DAEMONS and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process)
+                given = (word.partition("=") for word in process.cmdline())
+                address = next((value for name, _, value in given if name == "--gcs-address"), "")
+                # A run's own Ray descends from the Python that started it; an orphan is a child of init.
+                owned = any(_is_python(parent) for parent in process.parents() if parent.pid != 1)
+                orphaned = process.uids().real == os.getuid() and not owned
+                found.append(RayDaemon(process.info["name"], process.pid, address, orphaned))
     return found
-
-
-def is_orphaned(process: psutil.Process) -> bool:
-    """Whether a daemon of this user is held by no program: begun by `ray start`, or left by one that was killed.
-
-    A run's own Ray descends from the Python that began it; one that was left behind has become a child of init.
-    """
-    with contextlib.suppress(psutil.Error):
-        holders = [parent for parent in process.parents() if parent.pid != 1]
-        return process.uids().real == os.getuid() and not any(map(_is_python, holders))
-    return False
 
 
 def _is_python(process: psutil.Process) -> bool:
     with contextlib.suppress(psutil.Error):
         return process.name().startswith("python") or "python" in Path((process.cmdline() or [""])[0]).name
     return False
-
-
-def ray_address(process: psutil.Process) -> str:
-    """host:port of the cluster that a daemon belongs to, from its command line; empty where it does not say."""
-    with contextlib.suppress(psutil.Error):
-        for argument in process.cmdline():
-            if argument.startswith("--gcs-address="):
-                return argument.partition("=")[2]
-    return ""

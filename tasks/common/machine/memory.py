@@ -1,6 +1,6 @@
 """Estimate of the memory that a training needs, from the model's shapes and verl's config.
 
-Where a figure is measured, docs/DOCTOR.md says how far the estimate was off.
+docs/DOCTOR.md compares the estimate with measurements.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 GIB = 2**30
 HUB_SECONDS = 5.0
-# config.json of SmolLM2-135M-Instruct, for before it is unpacked.
+# config.json of SmolLM2-135M-Instruct, which may not be unpacked yet.
 EMBEDDED_CONFIG = {
     "model_type": "llama",
     "hidden_size": 576,
@@ -29,17 +29,15 @@ EMBEDDED_CONFIG = {
     "vocab_size": 49152,
     "tie_word_embeddings": True,
 }
-# Bytes a logit in the update without fused kernels: bf16 logits, their copy without padding, its log-softmax and the
-# gradients of both (verl/workers/engine/fsdp/transformer_impl.py, prepare_model_outputs); with use_remove_padding there
-# is no copy, and the pass without gradients takes less.
+# Bytes per logit in the update without fused kernels: bf16 logits, their copy without padding, its log-softmax and the
+# gradients of both (verl/workers/engine/fsdp/transformer_impl.py, prepare_model_outputs).
 LOGIT_BYTES = 10
 FUSED_CHUNK = 512  # tokens of logits at once with use_fused_kernels (verl/utils/experimental/torch_functional.py)
-# Without use_remove_padding a micro-batch by tokens counts real ones, and its rows are then padded to the longest: of
-# countdown's tokens two thirds were padding.
+# Without use_remove_padding a micro-batch by tokens counts real tokens; padding then made up two thirds (countdown).
 PADDED = 3
-OVERHEAD = 2e9  # a GPU: the CUDA contexts of trainer and vLLM, NCCL's buffers, CUDA graphs; assumed, not measured
-# RAM of the processes of a training on the CPU: of verl, Ray and vLLM; of one without these.
-PROCESSES, TRAINER = 7.4e9, 1.5e9  # measured: docs/DOCTOR.md
+OVERHEAD = 2e9  # per GPU: CUDA contexts of trainer and vLLM, NCCL's buffers, CUDA graphs; assumed, not measured
+PROCESSES = 7.4e9  # RAM of verl's, Ray's and vLLM's processes on the CPU; measured: docs/DOCTOR.md
+TRAINER = 1.5e9  # RAM of a trainer without them
 
 
 @dataclass(frozen=True)
@@ -95,17 +93,12 @@ def shapes(config: dict, parameters: int = 0) -> Shapes | None:
 
 def shapes_of(model: str) -> Shapes | None:
     """The shapes of MODEL: a folder, `embedded`, or a hub id whose config is in the cache or can be had; else None."""
-    folder = Path(model).expanduser()
     if model == "embedded":
         return shapes(EMBEDDED_CONFIG)
-    if folder.is_dir():
-        file = folder / "config.json"
-    else:
-        file = _of_the_hub(model)
-        if file is None:
-            return None
+    folder = Path(model).expanduser()
+    file = folder / "config.json" if folder.is_dir() else _of_the_hub(model)
     try:
-        return shapes(json.loads(file.read_text()), _stored_parameters(folder))
+        return shapes(json.loads(file.read_text()), _stored_parameters(folder)) if file else None
     except (OSError, ValueError, SafetensorError):
         return None
 
@@ -144,14 +137,11 @@ def _stored_parameters(folder: Path) -> int:
 
 @dataclass(frozen=True)
 class Plan:
-    """Settings of a training that decide its memory (tasks/common/training/verl_config.py reads it from verl's config).
-
-    ``tokens``: the most in one forward pass on a GPU. ``share``: of a GPU's memory for vLLM; 0: no vLLM.
-    """
+    """Settings of a training that decide its memory (training/verl_config.py reads them from verl's config)."""
 
     gpus: int = 1  # of the training
     gpus_here: int = 1  # of them in this machine
-    tokens: int = 8192
+    tokens: int = 8192  # at most in one forward pass on a GPU
     sequence: int = 1024  # tokens of a prompt and its response
     tokens_by: str = "MICRO_BATCH_SIZE"  # the variable that sets tokens
     lora_rank: int = 0
@@ -164,7 +154,7 @@ class Plan:
     critic: bool = False
     reference: bool = False
     reference_offloaded: bool = True
-    share: float = 0.5
+    share: float = 0.5  # of a GPU's memory for vLLM; 0: no vLLM
     tensor_parallel: int = 1
     batched_tokens: int = 8192  # of vLLM in one pass
     sequences: int = 256  # of vLLM at once
@@ -174,17 +164,21 @@ class Plan:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Bytes by what they are for: of each GPU while the weights are updated and while vLLM samples, and of the
-    machine's RAM. On a CPU all is RAM, and both at once."""
+    """Bytes by purpose. On a CPU everything is RAM."""
 
-    update: dict[str, float] = field(default_factory=dict)
-    sampling: dict[str, float] = field(default_factory=dict)
+    ram: dict[str, float]  # of this machine
+    update: dict[str, float] = field(default_factory=dict)  # of each GPU while the weights are updated
+    sampling: dict[str, float] = field(default_factory=dict)  # of each GPU while vLLM samples
     engine: dict[str, float] = field(default_factory=dict)  # what vLLM's share must hold at least
-    ram: dict[str, float] = field(default_factory=dict)
+
+
+def _trained(model: Shapes, plan: Plan) -> int:
+    """Parameters that get gradients."""
+    return model.adapter(plan.lora_rank) if plan.lora_rank else model.parameters
 
 
 def training_state(model: Shapes, plan: Plan) -> dict[str, float]:
-    """Bytes a GPU of what lasts from step to step.
+    """Bytes per GPU of what stays from step to step.
 
     Mixed precision with Adam: fp32 weights 4 bytes a parameter, gradients 4, two moments 8 (Rajbhandari et al. 2020,
     arXiv 1910.02054, section 3.1), sharded over the GPUs by FSDP2. verl loads the actor and the critic in fp32, and
@@ -192,8 +186,7 @@ def training_state(model: Shapes, plan: Plan) -> dict[str, float]:
     The critic is trained in full. The reference lies in RAM (CPUOffloadPolicy there, forward_only), and with LoRA
     it is the model without its adapter.
     """
-    over = plan.gpus if plan.sharded else 1
-    trained = model.adapter(plan.lora_rank) if plan.lora_rank else model.parameters
+    over, trained = plan.gpus if plan.sharded else 1, _trained(model, plan)
     whole = model.parameters + (trained if plan.lora_rank else 0)
     state = {"weights": 4 * whole / over, "gradients": 4 * trained / over, "optimizer": 8 * trained / over}
     if plan.critic:
@@ -205,17 +198,16 @@ def training_state(model: Shapes, plan: Plan) -> dict[str, float]:
 
 
 def resting(model: Shapes, plan: Plan) -> dict[str, float]:
-    """Bytes a GPU of the training state while vLLM samples: no gradients, and nothing that is offloaded until then."""
+    """Bytes per GPU of the training state while vLLM samples: without gradients and without what is offloaded."""
     state = training_state(model, plan)
-    left = {"gradients"} | ({"weights"} if plan.weights_offloaded else set())
-    left |= {"optimizer"} if plan.optimizer_offloaded else set()
     if plan.critic:
         state["critic"] *= 12 / 16
-    return {name: size for name, size in state.items() if name not in left}
+    gone = {"gradients": True, "weights": plan.weights_offloaded, "optimizer": plan.optimizer_offloaded}
+    return {name: size for name, size in state.items() if not gone.get(name)}
 
 
 def working(model: Shapes, plan: Plan) -> dict[str, float]:
-    """Bytes a GPU that only the update needs: logits, activations, and weights while they are gathered.
+    """Bytes per GPU that only the update needs: logits, activations, and weights while they are gathered.
 
     Logits: tokens x vocabulary x LOGIT_BYTES; with fused kernels of FUSED_CHUNK tokens at once. Activations: with
     gradient checkpointing the bf16 input of each layer and all of one layer (Chen et al. 2016, arXiv 1604.06174),
@@ -235,7 +227,7 @@ def working(model: Shapes, plan: Plan) -> dict[str, float]:
 
 
 def engine(model: Shapes, plan: Plan) -> dict[str, float]:
-    """Bytes a GPU that vLLM needs at least: bf16 weights, keys and values of one sequence of full length (2 x layers x
+    """Bytes per GPU that vLLM needs at least: bf16 weights, keys and values of one full-length sequence (2 x layers x
     width of the keys x 2 bytes a token; Kwon et al. 2023, arXiv 2309.06180, section 3.1), and a pass of
     max_num_batched_tokens with the fp32 logits of max_num_seqs."""
     parts = plan.tensor_parallel
@@ -259,10 +251,11 @@ def estimate(model: Shapes, plan: Plan, gpu_bytes: float = 0) -> Estimate:
     state, work, vllm = training_state(model, plan), working(model, plan), engine(model, plan) if plan.share else {}
     if (step := state["weights"] if not plan.lora_rank else state["gradients"]) > sum(work.values()):
         work = {"Adam's step": step}
+    own_reference = plan.reference and not plan.lora_rank  # with LoRA it is the model without its adapter
     if plan.on_cpu:
         ram = {name: bytes_ * plan.gpus for name, bytes_ in (state | work).items()}
         ram["processes"] = PROCESSES if plan.share else TRAINER * plan.gpus
-        if plan.reference and not plan.lora_rank:
+        if own_reference:
             ram["reference"] = 4 * model.parameters
         if plan.share:
             ram["vLLM's weights"] = vllm["weights"] * plan.gpus
@@ -270,26 +263,21 @@ def estimate(model: Shapes, plan: Plan, gpu_bytes: float = 0) -> Estimate:
         return Estimate(ram=ram)
     ram = {"loading": 4 * model.parameters * (plan.gpus_here if model.tied else 1)}
     machines = max(1, plan.gpus // plan.gpus_here)
-    if plan.reference and not plan.lora_rank and plan.reference_offloaded:
+    if own_reference and plan.reference_offloaded:
         ram["reference"] = 4 * model.parameters / machines
     if plan.weights_offloaded:
         ram["offloaded weights"] = 4 * model.parameters / machines
     if plan.optimizer_offloaded:
-        trained = model.adapter(plan.lora_rank) if plan.lora_rank else model.parameters
-        ram["offloaded optimizer"] = 8 * trained / machines
+        ram["offloaded optimizer"] = 8 * _trained(model, plan) / machines
     if plan.lora_rank and plan.share:
         ram["vLLM asleep"] = vllm["weights"] * plan.gpus_here
-    return Estimate(
-        update=state | work | {"contexts": OVERHEAD},
-        sampling=resting(model, plan) | {"vLLM": plan.share * gpu_bytes, "contexts": OVERHEAD} if plan.share else {},
-        engine=vllm,
-        ram=ram,
-    )
+    sampling = resting(model, plan) | {"vLLM": plan.share * gpu_bytes, "contexts": OVERHEAD} if plan.share else {}
+    return Estimate(ram, state | work | {"contexts": OVERHEAD}, sampling, vllm)
 
 
 def checkpoint_bytes(parameters: int, lora_rank: int = 0, critic: bool = False) -> float:
-    """Of one checkpoint: fp32 weights and two moments of Adam, and an exported copy in fp32; with LoRA the fp32
-    weights, beside which the adapter's are little. ``critic``: also its weights and moments, all in fp32."""
+    """Size of one checkpoint: fp32 weights, two moments of Adam, and an exported fp32 copy; with LoRA the fp32 weights
+    (the adapter is small). ``critic``: also its fp32 weights and moments."""
     return parameters * ((4 if lora_rank else 16) + (12 if critic else 0))
 
 
@@ -297,44 +285,37 @@ def checkpoint_bytes(parameters: int, lora_rank: int = 0, critic: bool = False) 
 
 
 def too_much(model: Shapes, plan: Plan, gpu_bytes: float, ram_bytes: float) -> list[tuple[str, str]]:
-    """What of ``plan`` does not fit into GPUs of ``gpu_bytes`` each, and ``ram_bytes``: what, the variable to change.
-
-    ``ram_bytes`` 0: not looked at.
-    """
+    """What of ``plan`` does not fit into GPUs of ``gpu_bytes`` each and ``ram_bytes`` (0: not checked): pairs of the
+    problem and the variable to change."""
     found, needs = [], estimate(model, plan, gpu_bytes)
-    ram = sum(needs.ram.values())
+    ram, update, sampling = (sum(parts.values()) for parts in (needs.ram, needs.update, needs.sampling))
     if ram_bytes and ram > ram_bytes:
-        text = f"RAM: about {_gb(ram)} of {_gb(ram_bytes)} ({_parts(needs.ram)})"
+        text = f"RAM: about {gb(ram)} of {gb(ram_bytes)} ({_parts(needs.ram)})"
         found.append((text, _less_ram(model, plan, ram_bytes)))
     if plan.on_cpu:
         return found
-    update = sum(needs.update.values())
     if update > gpu_bytes:
-        text = f"update: about {_gb(update)} of {_gb(gpu_bytes)} on each GPU ({_parts(needs.update)})"
+        text = f"update: about {gb(update)} of {gb(gpu_bytes)} on each GPU ({_parts(needs.update)})"
         found.append((text, _smaller_update(model, plan, gpu_bytes)))
-    if plan.share:
-        least, rest = sum(needs.engine.values()), sum(needs.sampling.values()) - plan.share * gpu_bytes
-        room = math.floor((gpu_bytes - rest) / gpu_bytes * 20) / 20
+    vllm, least = plan.share * gpu_bytes, sum(needs.engine.values())
+    if plan.share and (vllm < least or sampling > gpu_bytes):
+        room = math.floor((gpu_bytes - sampling + vllm) / gpu_bytes * 20) / 20
         wanted = math.ceil(least / gpu_bytes * 20) / 20
-        if plan.share * gpu_bytes < least:
+        if vllm < least:
             text = (
-                f"vLLM: GPU_MEMORY_UTILIZATION={plan.share:g} is {_gb(plan.share * gpu_bytes)}, and its weights with "
-                f"one sequence of {plan.sequence} tokens take about {_gb(least)}"
+                f"vLLM: GPU_MEMORY_UTILIZATION={plan.share:g} is {gb(vllm)}, and its weights with "
+                f"one sequence of {plan.sequence} tokens take about {gb(least)}"
             )
-            fits = f"set GPU_MEMORY_UTILIZATION={wanted:g}"
-            found.append((text, fits if wanted <= room else _more_gpus(model, plan, gpu_bytes)))
-        elif sum(needs.sampling.values()) > gpu_bytes:
-            text = (
-                f"sampling: about {_gb(sum(needs.sampling.values()))} of {_gb(gpu_bytes)} on each GPU "
-                f"({_parts(needs.sampling)})"
-            )
-            fits = f"lower GPU_MEMORY_UTILIZATION to {room:g}"
-            found.append((text, fits if wanted <= room else _more_gpus(model, plan, gpu_bytes)))
+            fix = f"set GPU_MEMORY_UTILIZATION={wanted:g}"
+        else:
+            text = f"sampling: about {gb(sampling)} of {gb(gpu_bytes)} on each GPU ({_parts(needs.sampling)})"
+            fix = f"lower GPU_MEMORY_UTILIZATION to {room:g}"
+        found.append((text, fix if wanted <= room else _more_gpus(model, plan, gpu_bytes)))
     return found
 
 
 def _fits(model: Shapes, plan: Plan, gpu_bytes: float) -> bool:
-    """Whether the plan would fit with the best share for vLLM and with few tokens."""
+    """Whether the plan would fit with the best share for vLLM and few tokens."""
     small = replace(plan, tokens=plan.sequence, share=0.0)
     sampling = sum(resting(model, plan).values()) + OVERHEAD + (sum(engine(model, plan).values()) if plan.share else 0)
     return max(sampling, sum(estimate(model, small, gpu_bytes).update.values())) <= gpu_bytes
@@ -370,30 +351,26 @@ def _less_ram(model: Shapes, plan: Plan, ram_bytes: float) -> str:
 
 def _fewer_tokens(plan: Plan, fits: Callable[[Plan], bool]) -> str:
     """Which variable to lower to what, so that the plan fits; empty if no number of tokens does."""
-    fewer = plan.tokens
+    fewer, unit = plan.tokens, plan.sequence if plan.tokens_by == "MICRO_BATCH_SIZE" else 1
     while fewer > plan.sequence:
         fewer = max(plan.sequence, fewer // 2)
         if fits(replace(plan, tokens=fewer)):
-            return (
-                f"lower {plan.tokens_by} to {fewer // plan.sequence if plan.tokens_by == 'MICRO_BATCH_SIZE' else fewer}"
-            )
+            return f"lower {plan.tokens_by} to {fewer // unit}"
     return ""
 
 
-def _gb(count: float) -> str:
+def gb(count: float) -> str:
+    """Bytes in GB, for people."""
     return f"{count / 1e9:.1f} GB" if count < 100e9 else f"{count / 1e9:.0f} GB"
 
 
 def _parts(parts: dict[str, float]) -> str:
-    return ", ".join(f"{name} {_gb(value)}" for name, value in parts.items() if value >= 5e7)
+    return ", ".join(f"{name} {gb(value)}" for name, value in parts.items() if value >= 5e7)
 
 
 def summary(model: Shapes, plan: Plan, gpu_bytes: float) -> str:
-    """The estimate in a line."""
+    """The estimate in one line."""
     needs = estimate(model, plan, gpu_bytes)
-    sizes = [f"{model.parameters / 1e6:,.1f} M parameters"]
-    if needs.update:
-        sizes.append(f"update {_gb(sum(needs.update.values()))}")
-    if needs.sampling:
-        sizes.append(f"sampling {_gb(sum(needs.sampling.values()))} on each GPU")
-    return ", ".join([*sizes, f"RAM {_gb(sum(needs.ram.values()))}"])
+    parts = (("update", needs.update, ""), ("sampling", needs.sampling, " on each GPU"), ("RAM", needs.ram, ""))
+    sizes = [f"{name} {gb(sum(part.values()))}{where}" for name, part, where in parts if part]
+    return ", ".join([f"{model.parameters / 1e6:,.1f} M parameters", *sizes])

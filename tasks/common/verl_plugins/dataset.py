@@ -1,10 +1,9 @@
-"""verl's data sets and agent loop with our rows: prompts rendered with their tools, as evaluation renders them.
+"""verl's data sets and agent loop for our rows: prompts rendered with their tools, as in evaluation.
 
-Loaded by verl (data.custom_cls, rollout.agent.agent_loop_config_path). verl knows tools for a whole run only, not for
-a row (verl/utils/dataset/rl_dataset.py), and splits a demonstration into messages that it renders one by one, which the
-templates of thinking models refuse (verl/utils/dataset/multiturn_sft_dataset.py).
-
-verl 0.9.1 renders a prompt in the agent loop, 0.6.1 in the data set and again in the agent loop.
+verl loads it (data.custom_cls, rollout.agent.agent_loop_config_path). verl's own has tools for a whole run, not per row
+(verl/utils/dataset/rl_dataset.py), and renders a demonstration message by message, which the templates of thinking
+models refuse (verl/utils/dataset/multiturn_sft_dataset.py). verl 0.9.1 renders a prompt in the agent loop, 0.6.1 in the
+data set and again in the agent loop.
 """
 
 from uuid import uuid4
@@ -26,7 +25,7 @@ RENDERS_ONCE = hasattr(SingleTurnAgentLoop, "ct_build_initial_tokens")  # verl 0
 
 
 class Prompts(RLHFDataset):
-    """RL rows; too long ones are left out, and counted in the log, after rendering with their tools."""
+    """RL rows without prompts that are too long with their tools; the log counts these."""
 
     def maybe_filter_out_long_prompts(self, dataframe=None):
         if not self.filter_overlong_prompts:
@@ -54,13 +53,13 @@ class Prompts(RLHFDataset):
 
 
 class SingleTurnOfRow(SingleTurnAgentLoop):
-    """verl's single turn with the tools of the row (extra_info.tools). verl makes one for each rollout."""
+    """verl's single turn with the tools of the row (extra_info.tools). verl makes one per rollout."""
 
     async def run(self, sampling_params, **kwargs):
-        from vllm.sampling_params import RequestOutputKind  # not for SFT, which loads this file too
+        from vllm.sampling_params import RequestOutputKind  # SFT loads this file too, without vLLM
 
         self.row = kwargs
-        # verl reads the tokens of a finished response; by default vLLM hands over, and decodes, each as it comes.
+        # verl reads only finished responses; by default vLLM returns, and decodes, each token.
         sampling_params = {**sampling_params, "output_kind": RequestOutputKind.FINAL_ONLY, "detokenize": False}
         if RENDERS_ONCE:
             return await super().run(sampling_params, **kwargs)
@@ -85,12 +84,12 @@ class SingleTurnOfRow(SingleTurnAgentLoop):
     def _prompt(self, messages: list[dict]) -> list[int]:
         ids = prompt_ids(self.tokenizer, messages, tools_of(self.row))
         if opens_thinking(self.tokenizer, ids):
-            self.row["extra_info"]["think_opened"] = True  # the reward is given the same object
+            self.row["extra_info"]["think_opened"] = True  # the reward gets the same object
         return ids
 
 
 class SingleTurnUnlessTruncated(SingleTurnOfRow):
-    """TRUNCATED=masked: no token of a response that was cut off at the limit counts in a loss."""
+    """TRUNCATED=masked: a response that was cut off at the limit has no token in the loss."""
 
     async def run(self, sampling_params, **kwargs):
         output = await super().run(sampling_params, **kwargs)
@@ -101,10 +100,10 @@ class SingleTurnUnlessTruncated(SingleTurnOfRow):
 
 
 class Demonstrations(Dataset):
-    """SFT rows: the last message is learned, given all before it. Built as verl builds its MultiTurnSFTDataset.
+    """SFT rows: the model learns the last message, given all before it. Takes the arguments of MultiTurnSFTDataset.
 
-    Rows longer than data.max_length tokens are left out, and counted in the log. Raises ValueError when that leaves
-    less than data.train_batch_size.
+    Rows longer than data.max_length tokens are left out; the log counts them. Raises ValueError when fewer than
+    data.train_batch_size rows are left.
     """
 
     def __init__(self, parquet_files, tokenizer, config, processor=None, max_samples: int = -1):

@@ -1,8 +1,8 @@
-"""DAPO's trainer: verl's filter of groups without signal, bounded, with its counts in the metrics.
+"""DAPO's trainer: verl's filter of groups without signal, with a bound and with counts in the metrics.
 
-verl 0.9.1 drops each group whose samples have the same reward and samples two other prompts for it, without end
-(trainer/ppo/v1/replay_buffer.py). Where no prompt has signal that would never return. Loaded in every verl process by
-VERL_USE_EXTERNAL_MODULES (tasks/common/launch/train.py).
+verl 0.9.1 drops a group whose samples all have the same reward and samples two other prompts for it, without a limit
+(trainer/ppo/v1/replay_buffer.py): a step never ends when no prompt has signal. VERL_USE_EXTERNAL_MODULES loads this in
+every verl process (tasks/common/launch/train.py).
 """
 
 from verl.trainer.ppo.v1 import register_trainer
@@ -23,9 +23,9 @@ expect(ReplayBuffer._evict_terminal_groups, 'metrics[f"{prefix}/filter_groups/ev
 class DynamicSamplingTrainer(TaskTrainer):
     """Trains on groups with signal, of up to algorithm.filter_groups.max_num_gen_batches batches of prompts a step.
 
-    From that number on groups without signal are kept too, so that each step has its batch. Metrics, in prompts:
-    dapo/sampled = dapo/dropped (no signal) + dapo/surplus (more than a batch had some) + the batch; dapo/bound_hit: 1
-    where the step was filled up with whatever there was.
+    Past that number it keeps groups without signal too, so that each step has a full batch. Metrics, in prompts:
+    dapo/sampled = dapo/dropped (no signal) + dapo/surplus (signal, but not needed) + the batch; dapo/bound_hit: 1 for a
+    step that kept groups without signal.
     """
 
     def _build_replay_buffer(self):
@@ -34,9 +34,9 @@ class DynamicSamplingTrainer(TaskTrainer):
 
 
 def bounded(buffer: ReplayBuffer, batches: int) -> ReplayBuffer:
-    """``buffer``, whose filter rests for the remainder of a step once ``batches`` batches were sampled for it.
+    """``buffer`` with its filter off for the rest of a step once ``batches`` batches have been sampled for it.
 
-    verl keeps as many prompts on their way as the batch lacks, so enough are then there.
+    verl keeps as many prompts in flight as the batch lacks, so the batch then fills up.
     """
     metric, sample, refill = buffer.filter_groups_metric, buffer.sample, buffer.refill_fn
     sampled = 0

@@ -1,7 +1,7 @@
 """EGPO's trainer: GRPO whose advantages get a bonus for the entropy of the reasoning.
 
-Hao et al. 2025, arXiv 2508.05118. A trainer, because verl hands the entropy to no advantage estimator. Loaded in every
-verl process by VERL_USE_EXTERNAL_MODULES (tasks/common/launch/main.py).
+Hao et al. 2025, arXiv 2508.05118. It is a trainer because verl's advantage estimators do not get the entropy.
+VERL_USE_EXTERNAL_MODULES loads it in every verl process (tasks/common/launch/train.py).
 """
 
 from bisect import bisect_left, bisect_right
@@ -21,11 +21,10 @@ from tasks.common.verl_plugins.trainer import TaskTrainer
 def reasoning_span(tokenizer, response: list[int], opened: bool) -> tuple[int, int] | None:
     """First token of the reasoning in ``response`` (token ids) and the one after its last; None without a block.
 
-    The block is the first: from ``<think>``, or from the start where the prompt has ``opened`` it or nothing does, to
-    ``</think>``, or to the end of a response that does not close it. The tags are no part of it. Tokens need not end
-    where tags do: a token counts when its text begins inside of the block; of a character that is split over tokens,
-    with its first.
-    Costs about log2(tokens) decodings for each of the two ends, some 10 ms for 8,000 tokens.
+    The block is the first one, without its tags: from ``<think>``, or from the start where the prompt has ``opened`` it
+    or no tag does, to ``</think>`` or the end of the response. Tokens need not end where tags do: a token counts when
+    its text begins inside the block; a character that is split over tokens belongs to its first token.
+    Costs about log2(tokens) decodings for each end, some 10 ms for 8,000 tokens.
     """
     text = _decode(tokenizer, response)
     blank = len(text) - len(text.lstrip())
@@ -60,8 +59,7 @@ def reasoning_entropy(entropy: torch.Tensor, mask: torch.Tensor, spans: list[tup
     """H_i, shape (responses,), in nats: the mean of ``entropy`` over the reasoning tokens of each response.
 
     ``entropy``, ``mask``: shape (responses, tokens), nats and the response mask; ``spans``: of ``reasoning_span``, None
-    stands for the whole response. 0 where no token counts: a block that is empty, as in ``<think></think>``, has no
-    entropy to reward, and a row that verl added as padding has an empty mask.
+    means the whole response. 0 where no token counts: in an empty block, and in a row that verl added as padding.
     """
     inside = torch.zeros_like(mask, dtype=torch.bool)
     for row, span in zip(inside, spans, strict=True):
@@ -87,10 +85,10 @@ def entropy_term(
 class EGPOTrainer(TaskTrainer):
     """Adds ``entropy_term`` to the advantages; λ and α are trainer.v1.egpo.egpo_lambda and egpo_alpha.
 
-    The entropy is that of the policy before the step, at the temperature of the rollouts: a number, no gradient flows
-    through it. Metrics, over the responses of a step: egpo/entropy_reasoning (mean of H_i, nats), egpo/term (mean of
-    the term), egpo/no_reasoning_block (share of responses without a block). Raises ValueError for a config with a
-    ``problem`` (tasks/common/training/methods/egpo.py).
+    The entropy is that of the policy before the step, at the temperature of the rollouts, without a gradient. Metrics,
+    over the responses of a step: egpo/entropy_reasoning (mean of H_i, nats), egpo/term (mean of the term),
+    egpo/no_reasoning_block (share of responses without a block). Raises ValueError for a config with a ``problem``
+    (tasks/common/training/methods/egpo.py).
     """
 
     reads_entropy = True
@@ -115,7 +113,7 @@ class EGPOTrainer(TaskTrainer):
         settings = self.config.trainer.v1.egpo
         term = entropy_term(advantages, entropy, mask, settings.egpo_lambda, settings.egpo_alpha)
 
-        # Only where there is a term: -0.0 + 0.0 is another zero, and λ = 0 must leave every bit as it is.
+        # Only where the mask is: -0.0 + 0.0 is another zero, and λ = 0 must keep every bit.
         advantages = torch.where(mask.bool(), advantages + term, advantages)
         changed = {"advantages": response_to_nested(advantages, data["response_mask"])}
         fields = TensorDict(changed, batch_size=len(batch))

@@ -1,10 +1,8 @@
-"""No pass for the old log-probs where every response is trained on once, by the weights that sampled it.
+"""Skip the pass for the old log-probs where a step is a single update, with verl 0.9.1.
 
-The ratio of PPO and GRPO is to the log-probs of before the step's first update. Where that is the only update, they are
-the ones that it computes itself: verl 0.6.1 took them so (workers/actor/dp_actor.py, ``on_policy``), but had the pass
-as well; TRL leaves it out. The metrics that verl takes from the pass are measured in the update, and the importance
-weights of tokens (algorithm.rollout_correction) are computed there. Loaded in every verl process by
-tasks/common/verl_plugins/patches.py.
+The ratio of PPO and GRPO uses the log-probs before the step's first update. In a single update they are the ones that
+the update computes itself, as in TRL. The update also measures the metrics that verl takes from the pass, and computes
+the importance weights of tokens (algorithm.rollout_correction). patches.py loads this in every verl process.
 """
 
 from contextlib import contextmanager
@@ -28,7 +26,7 @@ from tasks.common.verl_plugins.one_update import CAP, ON_POLICY
 
 CORRECTION = "rollout_corr/"
 MEASURED = ("training/", CORRECTION)  # metrics that verl takes from the pass
-# Those that are means over tokens. The others are taken over each micro-batch, and then their mean or extreme.
+# Means over tokens. verl aggregates the other metrics over micro-batches, by mean or extreme.
 OVER_TOKENS = [CORRECTION + name for name in ("kl", "k3_kl", "chi2_token", "rollout_is_mean")]
 OVER_TOKENS += [f"{CORRECTION}rollout_is_ratio_fraction_{end}" for end in ("high", "low")]
 OVER_TOKENS += ["training/rollout_probs_diff_mean"]
@@ -53,16 +51,16 @@ def set_to(config, name: str, value):
 
 
 def taken_out(metrics: dict) -> dict:
-    """``metrics`` of an update with those under verl's own names that the pass would have measured."""
+    """``metrics`` of an update; those that replace metrics of the pass get verl's names for them."""
     names = {name: name.removeprefix("actor/") for name in metrics}
     return {short if short.startswith(MEASURED) else name: metrics[name] for name, short in names.items()}
 
 
 def measured(config, log_probs: torch.Tensor, entropy: torch.Tensor, data: TensorDict) -> dict:
-    """The metrics of the pass for one micro-batch; verl means them over micro-batches, or takes the largest.
+    """The metrics of the pass for one micro-batch; verl takes their mean or largest value over micro-batches.
 
     ``log_probs``, ``entropy``: shape (responses, tokens), nats; ``data`` has ``response_mask`` and
-    ``rollout_log_probs``, nested. The entropy is of the whole batch, as the loss is, and so are means over tokens.
+    ``rollout_log_probs``, nested. The entropy is a part of the mean over the whole batch, as the loss is.
     """
     batch = data.select("response_mask", "rollout_log_probs", "responses").to_padded_tensor()
     mask = batch["response_mask"].bool()
@@ -79,8 +77,8 @@ def measured(config, log_probs: torch.Tensor, entropy: torch.Tensor, data: Tenso
 def weighed(log_probs: torch.Tensor, data: TensorDict, cap: float | str) -> tuple[torch.Tensor, dict]:
     """Truncated importance weights of one micro-batch's tokens, nested, and verl's metrics of them.
 
-    exp(log_probs - rollout_log_probs), at most ``cap``: what verl makes of the log-probs of its pass. ``log_probs``:
-    those of the update, which no gradient flows through, shape (responses, tokens).
+    exp(log_probs - rollout_log_probs), at most ``cap``, as verl computes them from its pass. ``log_probs``: of the
+    update, without a gradient, shape (responses, tokens).
     """
     batch = data.select("response_mask", "rollout_log_probs").to_padded_tensor()
     ratio = log_probs - batch["rollout_log_probs"]
@@ -91,7 +89,7 @@ def weighed(log_probs: torch.Tensor, data: TensorDict, cap: float | str) -> tupl
 
 
 def of_the_batch(metrics: dict, data: TensorDict) -> dict:
-    """``metrics`` of a micro-batch, those OVER_TOKENS as its part of the mean over all tokens of the batch."""
+    """``metrics`` of a micro-batch; OVER_TOKENS become its part of the mean over all tokens of the batch."""
     counts = data["response_mask"].values().sum().item() / data["batch_num_tokens"] * data["dp_size"]
     parts = {name: Metric(AggregationType.SUM, metrics[name] * counts) for name in OVER_TOKENS if name in metrics}
     return metrics | parts
@@ -101,7 +99,7 @@ _ppo_loss = engine_workers.ppo_loss
 
 
 def ppo_loss(config, model_output: dict, data: TensorDict, dp_group=None):
-    """verl's loss (workers/utils/losses.py), with the model's own log-probs as the old ones in an ON_POLICY batch."""
+    """verl's loss (workers/utils/losses.py); in an ON_POLICY batch the model's own log-probs are the old ones."""
     # TRUNCATED=masked may leave a mini-batch without a token: its loss is 0, not 0 / 0.
     if tensordict_utils.get_non_tensor_data(data=data, key="batch_num_tokens", default=None) == 0:
         tensordict_utils.assign_non_tensor(data, batch_num_tokens=1)

@@ -1,19 +1,19 @@
-"""Steps that are one update: they need no pass for the old log-probs, for the update computes the same ones itself.
+"""Which steps are a single update, and so need no pass for the old log-probs: the update computes the same ones.
 
-on_policy.py leaves the pass out in verl 0.9.1, stacks/a100/on_policy.py in 0.6.1. TRL does not make it either.
+on_policy.py skips the pass in verl 0.9.1, stacks/a100/on_policy.py in 0.6.1. TRL skips it too.
 """
 
 ON_POLICY = "on_policy"  # marks a batch for the actor
-CAP = "rollout_is_threshold"  # of the importance weights that the update of such a batch computes; 0: none
+CAP = "rollout_is_threshold"  # of the importance weights that such an update computes; 0: none
 
-# Of algorithm.rollout_correction, what wants log-probs of the whole batch before the update.
+# Options of algorithm.rollout_correction that need log-probs of the whole batch before the update.
 BEFORE = ("rollout_rs", "bypass_mode", "rollout_is_batch_normalize", "rollout_token_veto_threshold")
 
 
 def applies(config, responses: int) -> bool:
-    """Whether a step on ``responses`` rows makes one update, and nothing else needs the old log-probs.
+    """Whether a step on ``responses`` rows is a single update, and nothing else needs the old log-probs.
 
-    ``config`` is verl's. KL in the reward, distillation and all of rollout correction but weights of tokens need them.
+    ``config`` is verl's. KL in the reward, distillation and rollout correction except weights of tokens need them.
     """
     policy, algorithm = config.actor_rollout_ref, config.algorithm
     correction = algorithm.get("rollout_correction") or {}
@@ -29,6 +29,6 @@ def applies(config, responses: int) -> bool:
 
 
 def cap(config) -> float | str:
-    """The threshold of the tokens' importance weights, as verl takes it; 0 without such weights."""
+    """The threshold of the tokens' importance weights, in verl's form; 0 without such weights."""
     correction = config.algorithm.get("rollout_correction") or {}
     return correction.rollout_is_threshold if correction.get("rollout_is") else 0

@@ -1,7 +1,4 @@
-"""What needs changing in verl 0.9.1 on every stack.
-
-Loaded in every verl process by VERL_USE_EXTERNAL_MODULES (stacks).
-"""
+"""Patches of verl 0.9.1 for every stack; VERL_USE_EXTERNAL_MODULES (stacks) loads them in every verl process."""
 
 import importlib.util
 from pathlib import Path
@@ -34,7 +31,7 @@ if _trl and not Path(_trl.submodule_search_locations[0], "experimental/ppo").exi
     monkey_patch.is_trl_available = verl_model.is_trl_available = lambda: False
 
 
-# ---- verl/utils/model.py:649 loads the critic with flash_attention_2, whatever there is, or its config says ---------
+# ---- verl/utils/model.py:649 loads the critic with flash_attention_2, installed or not, whatever its config says ----
 
 expect(verl_model.load_valuehead_model, 'attn_implementation="flash_attention_2"', "AutoModelForTokenClassification")
 expect(transformer_impl.FSDPEngine._build_module, "from verl.utils.model import load_valuehead_model")
@@ -58,7 +55,7 @@ if not is_flash_attn_2_available():
     verl_model.load_valuehead_model = _load_valuehead_model_without_flash
 
 
-# ---- verl/workers/engine/fsdp/transformer_impl.py:592,599: what is drawn follows no seed but under full_determinism --
+# ---- verl/workers/engine/fsdp/transformer_impl.py:592,599 seed nothing without full_determinism ---------------------
 
 expect(
     transformer_impl.FSDPEngine._build_model_optimizer,
@@ -97,7 +94,7 @@ def _init_reward_fn_without_code(self):
 reward_loop.RewardLoopWorker._init_reward_fn = _init_reward_fn_without_code
 
 
-# ---- verl/utils/seqlen_balancing.py:501 takes nested tensors apart anew for every micro-batch -----------------------
+# ---- verl/utils/seqlen_balancing.py:501 unbinds nested tensors again for every micro-batch --------------------------
 
 expect(seqlen_balancing.rearrange_micro_batches, "tu.index_select_tensor_dict(batch, partition)")
 expect(tensordict_utils.index_select_tensor_dict, "tensor_lst = tensor.unbind()", "nested_tensor_from_tensor_list(")
@@ -107,7 +104,7 @@ _rearrange = seqlen_balancing.rearrange_micro_batches
 
 
 def _rearrange_taking_apart_once(batch, *args, **kwargs):
-    """verl's, which for 1,024 sequences in 7 micro-batches spent more than a second a step on it."""
+    """verl's, which spent more than a second per step on it for 1,024 sequences in 7 micro-batches."""
     nested = {name: tensor for name, tensor in batch.items() if isinstance(tensor, torch.Tensor) and tensor.is_nested}
     rows = {name: tensor.unbind() for name, tensor in nested.items()}
     others = batch.exclude(*nested)

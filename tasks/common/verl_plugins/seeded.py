@@ -1,4 +1,4 @@
-"""The weights that verl draws, LoRA's A and a critic's head, follow SEED: neither version seeds a worker before."""
+"""The weights that verl draws (LoRA's A, a critic's head) follow SEED; no version of verl seeds its workers first."""
 
 import functools
 import os

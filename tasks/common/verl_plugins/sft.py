@@ -1,6 +1,6 @@
-"""verl's SFT trainer, 0.9.1's and 0.6.1's: the order of the rows follows the seed, and a resume skips no epoch.
+"""verl's SFT trainer (0.9.1 and 0.6.1): the order of the rows follows the seed, and a resume skips no epoch.
 
-In place of verl's: `torchrun -m tasks.common.verl_plugins.sft`, with the same overrides.
+`torchrun -m tasks.common.verl_plugins.sft` takes the overrides of verl's own.
 """
 
 from verl.trainer import sft_trainer
@@ -9,14 +9,13 @@ from tasks.common.verl_plugins.expect import expect
 
 # verl reads trainer.seed nowhere: its sampler has the seed 0.
 expect(sft_trainer.SFTTrainer._build_dataloader, "self.train_sampler = DistributedSampler(")
-# A loader that is restored at an epoch's end has nothing left, and fit() takes that for the whole next epoch (verl
-# issue 7401).
+# A loader restored at an epoch's end is empty, and fit() takes that for the whole next epoch (verl issue 7401).
 expect(sft_trainer.SFTTrainer.__init__, "self.resume_global_step = self.ckpt_handler.load_checkpoint()")
 expect(sft_trainer.SFTTrainer.fit, "start_epoch = global_step // self.steps_per_epoch")
 
 
 class SFTTrainer(sft_trainer.SFTTrainer):
-    """verl's, with what its config says of the seed, and a new loader where a resume begins an epoch."""
+    """verl's, with the seed of its config, and with a new loader when a resume begins an epoch."""
 
     def __init__(self, config):
         super().__init__(config)

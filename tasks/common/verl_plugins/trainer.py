@@ -1,6 +1,6 @@
 """The trainer of every RL method: verl's synchronous one (verl/trainer/ppo/v1/trainer_sync.py), with a checked reward.
 
-Loaded in every verl process by VERL_USE_EXTERNAL_MODULES (tasks/common/launch/train.py).
+VERL_USE_EXTERNAL_MODULES loads it in every verl process (tasks/common/launch/train.py).
 """
 
 import copy
@@ -27,32 +27,32 @@ from tasks.common.verl_plugins import on_policy, one_update
 from tasks.common.verl_plugins.expect import expect
 from tasks.common.verl_plugins.keep_best import KeepBest
 
-# verl marks a prompt whose reward raised as failed, and trains on padding in its place.
+# verl marks a prompt whose reward raised as failed, and trains on padding instead.
 expect(AgentLoopWorkerTQ.__ray_actor_class__._run_prompt, 'status = "failure"')
 expect(ReplayBuffer.sample, "self._sync_metadata_from_transfer_queue()")
 expect(ReplayBuffer._sync_metadata_from_transfer_queue, "self.failure_keys[partition_id].add(key)")
 
-POLL_SECONDS = 0.2  # verl looks every 2 s whether the rollouts are complete
-LOG_SECONDS = 2  # Ray brings the lines of other processes to the log, among them the reason, by then
+POLL_SECONDS = 0.2  # verl checks every 2 s whether the rollouts are complete
+LOG_SECONDS = 2  # for Ray to bring the reason from another process to the log
 
 
 class GroupFailed(RuntimeError):
-    """A prompt has no samples, or no rewards; the reason is in the log (tasks/common/process.py shows it)."""
+    """A prompt has no samples or no rewards; tasks/common/process.py shows the reason from the log."""
 
 
 @register_trainer("task")
 class TaskTrainer(KeepBest):
-    """verl's synchronous trainer, which ends, after a checkpoint, where a reward fails.
+    """verl's synchronous trainer; it saves a checkpoint and ends when a reward fails.
 
-    Nothing is learned from such a step, not even from its other prompts: the same command does it again.
+    It learns nothing from such a step: the same command repeats it.
     """
 
-    reads_entropy = False  # of before the step's update
-    _on_policy = False  # this step has no pass for the old log-probs
-    _complete = 0, None  # the last step that this process has trained, and where its data went on then
+    reads_entropy = False  # needs the entropy before the update
+    _on_policy = False  # this step skips the pass for the old log-probs
+    _complete = 0, None  # the last step that this process trained, and the state of its data then
     _saved = 0
 
-    # verl/trainer/ppo/v1/trainer_base.py compares the mode with the literal "sync" to know that it is synchronous.
+    # verl/trainer/ppo/v1/trainer_base.py compares the mode with the literal "sync".
     @property
     def trainer_mode(self) -> str:
         return "sync"
@@ -63,14 +63,14 @@ class TaskTrainer(KeepBest):
 
     def on_step_begin(self):
         if os.environ.get("ABORT_ON"):
-            self._abort_if_ill()
+            self._abort_on_broken_rule()
         super().on_step_begin()
 
-    def _abort_if_ill(self) -> None:
-        """End before the step that begins, with a checkpoint, where ABORT_ON names a rule that the last one broke.
+    def _abort_on_broken_rule(self) -> None:
+        """End with a checkpoint when the last step broke a rule of ABORT_ON.
 
-        verl takes no optimizer step with a gradient that is not finite (fsdp/transformer_impl.py, optimizer_step):
-        the weights that are saved are those before.
+        verl skips an optimizer step with a gradient that is not finite (fsdp/transformer_impl.py, optimizer_step), so
+        the saved weights are those before it.
         """
         run_dir = Path(os.environ["VERL_FILE_LOGGER_PATH"]).parents[1]
         done = {step: row for step, row in read_metrics(run_dir).items() if step < self.global_steps}
@@ -103,13 +103,13 @@ class TaskTrainer(KeepBest):
         buffer._sync_metadata_from_transfer_queue = look_for_failures
         return buffer
 
-    # The workers would fetch the chat and the reward's details of each row too, as Python objects, which took about a
-    # quarter of their time (1,024 rollouts of a small model).
+    # _tensors: else the workers also fetch each row's chat and reward details as Python objects, about a quarter of
+    # their time (1,024 rollouts of a small model).
     def _compute_old_log_prob(self, batch, metrics):
         self._on_policy = not self.reads_entropy and one_update.applies(self.config, len(batch))
         if self._on_policy:
             return batch
-        # Only the metric actor/entropy reads it there: nats a token, whatever the loss's mode.
+        # Only the metric actor/entropy reads the mode there: nats per token, whatever the loss's mode.
         policy = self.config.actor_rollout_ref
         with on_policy.set_to(policy.actor, "loss_agg_mode", "token-mean"):
             return super()._compute_old_log_prob(_tensors(batch), metrics)
@@ -118,15 +118,15 @@ class TaskTrainer(KeepBest):
         correction = self.config.algorithm.get("rollout_correction")
         if not (self._on_policy and correction):
             return super()._compute_advantage(batch, metrics)
-        # verl's word for "there are no old log-probs to compare the engine's with"
+        # verl's option for "no old log-probs to compare the engine's with"
         with on_policy.set_to(correction, "bypass_mode", True):
             return super()._compute_advantage(batch, metrics)
 
     def _compute_values(self, batch, metrics):
         return super()._compute_values(_tensors(batch), metrics)
 
-    # A batch is in the order in which its responses were complete, the longest last. verl's shuffling of it into
-    # mini-batches (actor.shuffle) has one seed for all steps.
+    # A batch is in the order of completion, the longest responses last. verl shuffles it into mini-batches
+    # (actor.shuffle) with one seed for all steps.
     def _shuffled(self, part):
         return on_policy.set_to(part, "data_loader_seed", self.config.data.seed + self.global_steps)
 
@@ -165,17 +165,17 @@ class TaskTrainer(KeepBest):
         return batch
 
     def _save_complete_step(self) -> None:
-        """Save the last step that was trained, unless it was: the weights are still those of it."""
+        """Save the last trained step, whose weights are still the current ones, unless it is saved already."""
         step, data = self._complete
         if step <= self._saved:
             return
-        print(f"saving step {step} before the end", flush=True)  # tasks/common/process.py waits from this line on
+        print(f"saving step {step} before the end", flush=True)  # tasks/common/process.py looks for this line
         try:
             self.checkpoint_manager.abort_replicas()  # other prompts may still be sampled
-            self.checkpoint_manager.sleep_replicas()  # as always when verl saves: the GPU has no room for both
+            self.checkpoint_manager.sleep_replicas()  # as when verl saves: the GPU has no room for both
         except Exception as error:
             print(f"the engine cannot sleep: {error}", flush=True)
-        # The next step's prompts were taken already; they are to be taken again.
+        # The next step's prompts were already drawn; a resume must draw them again.
         self.train_dataloader = SimpleNamespace(state_dict=lambda: data)
         now, self.global_steps = self.global_steps, step
         self._save_checkpoint()
@@ -183,7 +183,7 @@ class TaskTrainer(KeepBest):
 
 
 def _tensors(batch: KVBatchMeta) -> KVBatchMeta:
-    """``batch`` with only those of its fields in TransferQueue that are tensors."""
+    """``batch`` with only its tensor fields in TransferQueue."""
     schema = kv_batch_meta2batch_meta(batch).field_schema
     batch.fields = [name for name, field in schema.items() if not field["is_non_tensor"]]
     return batch

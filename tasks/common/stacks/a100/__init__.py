@@ -1,12 +1,11 @@
 """NVIDIA GPUs of the Ampere generation: verl 0.6.1 with torch 2.8.0, vLLM 0.11.0 and flash-attn 2.8.1.
 
-The overrides are in the names of verl 0.9.1, as all are; training/verl_versions.py says what 0.6.1 calls them, and what
-it needs besides.
+The overrides have verl 0.9.1's names, as all do; training/verl_versions.py translates them to 0.6.1's.
 """
 
 VERL = "0.6.1"
 
-DEFAULTS = {"ROLLOUT_CORRECTION": "none"}  # before a training of this stack has learned with it
+DEFAULTS = {"ROLLOUT_CORRECTION": "none"}  # until a training of this stack has learned with it
 
 # verl reads this in every process.
 ENVIRONMENT = {"VERL_USE_EXTERNAL_MODULES": "tasks.common.stacks.a100.verl_patches"}

@@ -1,6 +1,6 @@
-"""Validation in verl 0.6.1's trainer: a checkpoint of each validated step, the best ones kept, and PATIENCE.
+"""As verl_plugins/keep_best.py, for verl 0.6.1: a checkpoint per validation, the best ones kept, and PATIENCE.
 
-0.9.1: tasks/common/verl_plugins/keep_best.py. verl_patches.py loads this in every verl process.
+verl_patches.py loads this in every verl process.
 """
 
 import contextlib
@@ -34,14 +34,14 @@ def _run_dir(trainer) -> Path:
 
 @functools.wraps(_save_checkpoint)
 def save_checkpoint(self) -> None:
-    """verl's, then the best ones stay: verl itself keeps the newest, whatever the validations say."""
+    """verl's; then only the best ones and the last stay. verl itself keeps the newest."""
     _save_checkpoint(self)
     prune(_run_dir(self), int(os.environ["KEEP"]))
 
 
 @functools.wraps(_validate)
 def validate(self) -> dict:
-    """verl's. Saves the step where verl is not about to."""
+    """verl's; it also saves the step if verl does not."""
     found, step = _validate(self), self.global_steps
     if step % self.config.trainer.save_freq and step < self.total_training_steps:
         self._save_checkpoint()
@@ -51,7 +51,7 @@ def validate(self) -> dict:
 
 @functools.wraps(_fit)
 def fit(self) -> None:
-    """verl's, which ends after a step whose validation has ended the run."""
+    """verl's; it ends after a step whose validation ended the run."""
     self._ended = False
 
     def on_batch_end(batch):

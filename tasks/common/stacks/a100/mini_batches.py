@@ -1,8 +1,8 @@
 """Mini-batches of mixed lengths with verl 0.6.1 on several GPUs (0.9.1: actor.shuffle, verl_plugins/trainer.py).
 
-There verl shares a batch evenly between the GPUs and sorts the part of each by length, the shortest at both ends
-(trainer/ppo/ray_trainer.py, _balance_batch): of four mini-batches the two in the middle have all the long responses. On
-one GPU a batch keeps the order of the prompts, which is random. verl_patches.py loads this in every verl process.
+verl divides a batch evenly over the GPUs and sorts each part by length, the shortest at both ends (_balance_batch of
+trainer/ppo/ray_trainer.py): of four mini-batches the two in the middle get all long responses. On one GPU a batch keeps
+the random order of the prompts. verl_patches.py loads this in every verl process.
 """
 
 import torch
@@ -18,7 +18,7 @@ _balance_batch = RayPPOTrainer._balance_batch
 
 
 def balance_batch(self, batch: DataProto, *args, **kwargs) -> None:
-    """verl's, with the rows of each GPU shuffled; the order follows from SEED and the step."""
+    """verl's, with the rows of each GPU shuffled by SEED and the step."""
     _balance_batch(self, batch, *args, **kwargs)
     generator = torch.Generator().manual_seed(self.config.data.seed + self.global_steps)
     rows = torch.arange(len(batch)).chunk(self.actor_rollout_wg.world_size)

@@ -1,7 +1,6 @@
-"""No pass for the old log-probs in a step of one update, with verl 0.6.1 (0.9.1: verl_plugins/on_policy.py).
+"""As verl_plugins/on_policy.py, for verl 0.6.1: skip the pass for the old log-probs where a step is a single update.
 
-verl 0.6.1 takes the update's own log-probs there (workers/actor/dp_actor.py, ``on_policy``), but makes the pass all the
-same. Here the update measures what verl's metrics take from the pass, and computes the importance weights of tokens.
+verl 0.6.1 uses the update's own log-probs there (workers/actor/dp_actor.py, ``on_policy``), but still makes the pass.
 verl_patches.py loads this in every verl process.
 """
 

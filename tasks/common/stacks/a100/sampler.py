@@ -1,7 +1,7 @@
-"""The order of the prompts with verl 0.6.1: shuffled, and the same after a resume in any epoch.
+"""A shuffled order of the prompts with verl 0.6.1 that survives a resume in any epoch.
 
-verl 0.6.1 takes torch's RandomSampler (trainer/main_ppo.py, create_rl_sampler), whose state is in no checkpoint: a run
-resumed in its second epoch would repeat the order of the first. 0.9.1 takes torchdata's, as this does.
+verl 0.6.1 uses torch's RandomSampler (trainer/main_ppo.py, create_rl_sampler), whose state is not saved: a run resumed
+in its second epoch would repeat the order of the first. This uses torchdata's, as 0.9.1 does.
 """
 
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What needs changing in verl 0.6.1. Loaded in every verl process by VERL_USE_EXTERNAL_MODULES (stacks/a100)."""
+"""Patches of verl 0.6.1; VERL_USE_EXTERNAL_MODULES (stacks/a100) loads them in every verl process."""
 
 import importlib.util
 import json

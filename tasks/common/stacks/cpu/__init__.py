@@ -29,10 +29,10 @@ DEFAULTS = {
     "MAX_PROMPT_LENGTH": "128",
     "MAX_RESPONSE_LENGTH": "64",
     "N_GPUS": "1",
-    "MAX_TOKENS_PER_GPU": "0",  # padding can be left out with a GPU's kernels only
+    "MAX_TOKENS_PER_GPU": "0",  # only a GPU's kernels can leave padding out
     "MICRO_BATCH_SIZE": "32",
     "SAVE_FREQ": "4",
-    "TEST_FREQ": "0",  # by 32 prompts and 8 steps the best would be chosen by chance
+    "TEST_FREQ": "0",  # 32 prompts and 8 steps would choose the best checkpoint by chance
     "N": "2",
 }
 STAGE_DEFAULTS = {"probe": {"LIMIT": "64"}}
@@ -43,18 +43,15 @@ ENVIRONMENT = {
     "VERL_USE_EXTERNAL_MODULES": "tasks.common.stacks.cpu.verl_platform,tasks.common.verl_plugins.patches",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-    # Evaluation's engines in one process after another would each import everything again (10 s each); a GPU's memory
-    # is freed for sure only by the end of a process.
+    # A process per evaluation engine would import everything again (10 s); only a GPU's memory needs its end.
     "EVAL_MULTIPROCESSING": "0",
     "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
-    # Huge pages for large allocations: the logits alone are hundreds of MB a micro-batch, page faults cost about 15 %.
+    # Huge pages: a micro-batch's logits are hundreds of MB, whose page faults cost about 15 %.
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
 }
 
 # Hydra overrides for both trainers or one of them.
-OVERRIDES = [
-    "trainer.device=cpu",
-]
+OVERRIDES = ["trainer.device=cpu"]
 # entropy_checkpointing: an update that measures the entropy (verl_plugins/on_policy.py) keeps nothing for a gradient.
 RL_OVERRIDES = [
     "actor_rollout_ref.actor.strategy=fsdp2",
@@ -96,6 +93,6 @@ SFT_OVERRIDES = [
 
 
 def ray_overrides(s: Settings) -> list[str]:
-    """Of a Ray that the training starts itself; a cluster has been told by `ray start`."""
+    """Resources of a Ray that the training starts itself; a cluster has them from `ray start`."""
     gpus = s.N_GPUS + getattr(method(s.METHOD), "GPUS", 0)
     return [f"+ray_kwargs.ray_init.num_gpus={gpus}", f"ray_kwargs.ray_init.num_cpus={16 * gpus}"]

