@@ -131,6 +131,8 @@ def test_a_checkpoint_gives_its_adapter_in_float32_by_verls_own_merger(small_mod
     checkpoint = checkpoint_of(small_model, tmp_path / "global_step_2")
     adapter = loadable(checkpoint, str(small_model))
     assert adapter == checkpoint / "adapter" and base_model(str(adapter)) == str(small_model)
+    # verl 0.6.1 cannot save an adapter again that it loaded without one (fsdp_workers.py:1055).
+    assert json.loads((adapter / "adapter_config.json").read_text())["task_type"] == "CAUSAL_LM"
     found = load_file(adapter / "adapter_model.safetensors")
     wanted = load_file(saved(small_model, tmp_path / "wanted") / "adapter_model.safetensors")
     assert found.keys() == wanted.keys() and all(found[name].equal(wanted[name]) for name in wanted)

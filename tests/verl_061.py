@@ -7,6 +7,7 @@ import ast
 import asyncio
 import json
 import os
+import sys
 from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path

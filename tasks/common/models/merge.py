@@ -108,8 +108,7 @@ def adapter_folder(checkpoint: Path, base: str) -> Path:
             # verl 0.6.1 writes lora_alpha 0, which turns the adapter off; stacks/a100/verl_patches.py saved the value.
             # It writes no task_type either, and cannot save an adapter that it loaded without one.
             noted = read_json(checkpoint / "lora_train_meta.json")
-            alpha = {"lora_alpha": noted["lora_alpha"], "task_type": "CAUSAL_LM"}
-            known = alpha | {"base_model_name_or_path": base}
+            known = {"lora_alpha": noted["lora_alpha"], "task_type": "CAUSAL_LM", "base_model_name_or_path": base}
             write_json(partial / "adapter_config.json", adapter_config(partial) | known)
     return adapter
 
