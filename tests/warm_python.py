@@ -34,7 +34,8 @@ IMPORTS += ["torch", "sympy", "reasoning_gym", "math_verify", "httpx", "requests
 # Variables that these, the C libraries or Python itself read when they start.
 EARLY = ("PYTHON", "LD_", "LC_", "LANG", "TZ", "OMP_", "MKL_", "OPENBLAS_", "KMP_", "GOMP_", "NUMEXPR_", "MALLOC_")
 EARLY += ("TORCH", "PYTORCH", "CUDA_", "NVIDIA_", "MPL", "ARROW_")
-LATE = ("PYTHON", "PYTHONPATH", "PYTHONUNBUFFERED")  # the launcher's own, and what a fork does
+# The launcher's own, what a fork does, and what torch._inductor sets where it is imported and reads when it compiles.
+LATE = ("PYTHON", "PYTHONPATH", "PYTHONUNBUFFERED", "TORCHINDUCTOR_CACHE_DIR")
 UNSET = {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}  # what OpenMP takes when it is not told
 LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_DATA, resource.RLIMIT_CPU, resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE)
 
