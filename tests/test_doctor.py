@@ -71,7 +71,7 @@ def test_a_machine_and_settings_without_fault(prepared):
     assert lines(result, "error") == []
 
 
-def test_data_that_is_not_there_is_no_error(prepared, tmp_path):
+def test_missing_data_is_a_warning(prepared, tmp_path):
     result = make("doctor", **{**prepared, "ARTIFACTS": str(tmp_path)})
     assert result.returncode == 0, result.stdout
     (line,) = [line for line in lines(result, "warning") if line.startswith("data: ")]

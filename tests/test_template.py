@@ -408,7 +408,7 @@ def rows_of(s, part: str) -> list[dict]:
     return list(read_rows(s.data_dir / f"{part}.parquet"))
 
 
-def test_the_methods_are_those_that_there_are():
+def test_the_template_offers_every_method():
     assert sorted(QUESTIONS["method"]) == METHODS
 
 

@@ -247,7 +247,7 @@ def test_a_stack_names_the_verl_of_its_list(stack):
 
 
 @pytest.mark.parametrize(("stack", "installed"), [("a100", "0.9.1"), ("current", "0.6.1"), ("cpu", None)])
-def test_another_verl_than_the_stacks_is_said(stack, installed, monkeypatch):
+def test_a_verl_other_than_the_stacks_is_named(stack, installed, monkeypatch):
     wanted = "0.6.1" if stack == "a100" else "0.9.1"
     s = settings_of(monkeypatch, stack, wanted)
 
