@@ -72,6 +72,15 @@ def test_the_tests_own_commands_are_forked(environment_of, script, tmp_path):
     assert result.stdout == "True\n", result.stderr
 
 
+def test_the_leader_of_a_session_is_a_fork_with_a_session_of_its_own(python, script, environment):
+    told = script(FORKED + "import os\nprint(os.getsid(0) == os.getpid() == os.getpgrp())\n")
+    result = subprocess.run([python, told], env=environment, capture_output=True, text=True, start_new_session=True)
+    assert result.stdout == "True\nTrue\n", result.stderr
+    within = ["bash", "-c", f"'{python}' '{script(FORKED)}'; true"]  # its group is that of the shell
+    result = subprocess.run(within, env=environment, capture_output=True, text=True, start_new_session=True)
+    assert result.stdout == "False\n", result.stderr
+
+
 @pytest.mark.parametrize(
     ("variables", "options"),
     [
@@ -79,7 +88,6 @@ def test_the_tests_own_commands_are_forked(environment_of, script, tmp_path):
         ({"PYTHONHASHSEED": "0"}, {}),
         ({"PYTHONPATH": "/tmp"}, {}),  # its modules could stand in for those that are imported already
         ({"FRESH_PYTHON": "1"}, {}),
-        ({}, {"start_new_session": True}),
         ({}, {"pass_fds": [2, 7]}),
     ],
 )

@@ -62,7 +62,8 @@ def install(folder: Path) -> Path:
 
 def suits(peer: int, environment: dict[str, str]) -> bool:
     """Whether a fork of this process does what a fresh Python with this ``environment`` would do for ``peer``."""
-    if os.getsid(peer) != os.getsid(0):  # a test may kill its group, which a fork of another session cannot join
+    # A test may kill its group, which a fork cannot join in another session. Where it leads one, so does the fork.
+    if os.getsid(peer) not in (os.getsid(0), peer):
         return False
     if any(resource.prlimit(peer, limit) != resource.getrlimit(limit) for limit in LIMITS):
         return False
@@ -131,7 +132,10 @@ def hand_over(client: socket.socket) -> tuple:
 
 def become(environment: dict[str, str], folder: str, mask: int, group: int, ignored: list[int]) -> None:
     """Give this process what a command inherits from its parent."""
-    os.setpgid(0, group)
+    try:
+        os.setpgid(0, group)
+    except PermissionError:  # the group is that of a client with a session of its own
+        os.setsid()
     os.umask(mask)
     os.chdir(folder)
     os.environ.clear()
