@@ -10,6 +10,8 @@ import pytest
 from tests.helpers import ROOT
 from tests.wheels import unpacked
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory) -> dict:

@@ -1,6 +1,7 @@
 """Bad files and models: one clear line, a non-zero exit, and nothing lost. No engine starts in these tests."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -22,9 +23,17 @@ def variables(tmp_path) -> dict[str, str]:
     return {**SIZES, "ARTIFACTS": str(tmp_path / "artifacts")}
 
 
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory) -> Path:
+    """Artifacts with the data of SIZES."""
+    artifacts = tmp_path_factory.mktemp("prepared") / "artifacts"
+    assert make("data", **SIZES, ARTIFACTS=str(artifacts)).returncode == 0
+    return artifacts
+
+
 @pytest.fixture
-def data_dir(variables) -> Path:
-    assert make("data", **variables).returncode == 0
+def data_dir(variables, prepared) -> Path:
+    shutil.copytree(prepared, variables["ARTIFACTS"])
     return Path(variables["ARTIFACTS"]) / "data/countdown"
 
 

