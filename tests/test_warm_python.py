@@ -72,6 +72,12 @@ def test_the_tests_own_commands_are_forked(environment_of, script, tmp_path):
     assert result.stdout == "True\n", result.stderr
 
 
+def test_a_fork_finds_the_folder_of_its_parent(python, script, environment, tmp_path):
+    tells = script("import os, sys\nprint(os.readlink(f'/proc/{os.getppid()}/cwd'), 'pandas' in sys.modules)\n")
+    result = subprocess.run([python, tells], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert result.stdout == f"{os.getcwd()} True\n", result.stderr
+
+
 def test_the_leader_of_a_session_is_a_fork_with_a_session_of_its_own(python, script, environment):
     told = script(FORKED + "import os\nprint(os.getsid(0) == os.getpid() == os.getpgrp())\n")
     result = subprocess.run([python, told], env=environment, capture_output=True, text=True, start_new_session=True)

@@ -112,6 +112,9 @@ def hand_over(client: socket.socket) -> tuple:
     if not suits(peer, request[1]):
         client.sendall(b"fresh\n")
         os._exit(0)
+    parent = Path(f"/proc/{peer}/stat").read_text().rpartition(")")[2].split()[1]
+    with contextlib.suppress(OSError):
+        os.chdir(f"/proc/{parent}/cwd")  # where the parent of a fresh Python would be: a hook of the template asks
     child = fork()
     if child == 0:
         client.close()
