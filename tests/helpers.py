@@ -54,7 +54,8 @@ def stacks() -> list[str]:
 
 def exported(train_sh: Path, changes: dict[str, str]) -> dict[str, str]:
     """The environment that the scripts of a stage get of a task under ``changes``, on the cpu stack by default."""
-    clean = {k: v for k, v in os.environ.items() if k in ("PATH", "HOME", "LANG", "TMPDIR")}
+    kept = ("PATH", "HOME", "LANG", "TMPDIR", "PYTHONDONTWRITEBYTECODE")  # without the last, no fork (warm_python.py)
+    clean = {k: v for k, v in os.environ.items() if k in kept}
     given = {**clean, "STACK": "cpu", **changes, "TASK": train_sh.parent.name}
     values = {name: value.text for name, value in values_of(given, train_sh.parents[2]).items()}
     return given | stack(given["STACK"]).ENVIRONMENT | values | {COMPLETE: "1", "PYTHONPATH": str(train_sh.parents[2])}

@@ -4,6 +4,8 @@ import pytest
 
 from tests.wheels import found_with
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def result(tmp_path_factory) -> dict:

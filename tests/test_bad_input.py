@@ -1,6 +1,7 @@
 """Bad files and models: one clear line, a non-zero exit, and nothing lost. No engine starts in these tests."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -22,9 +23,17 @@ def variables(tmp_path) -> dict[str, str]:
     return {**SIZES, "ARTIFACTS": str(tmp_path / "artifacts")}
 
 
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory) -> Path:
+    """Artifacts with the data of SIZES."""
+    artifacts = tmp_path_factory.mktemp("prepared") / "artifacts"
+    assert make("data", **SIZES, ARTIFACTS=str(artifacts)).returncode == 0
+    return artifacts
+
+
 @pytest.fixture
-def data_dir(variables) -> Path:
-    assert make("data", **variables).returncode == 0
+def data_dir(variables, prepared) -> Path:
+    shutil.copytree(prepared, variables["ARTIFACTS"])
     return Path(variables["ARTIFACTS"]) / "data/countdown"
 
 
@@ -72,13 +81,14 @@ def test_a_missing_parquet_is_made_again(variables, data_dir):
     assert (data_dir / "train.parquet").read_bytes() == before
 
 
-def test_too_few_problems_keep_the_data_that_was_there(variables, data_dir):
+def test_too_few_problems_keep_the_data_that_was_there(variables, data_dir, small_model):
     before = (data_dir / "train.parquet").read_bytes()
     folder = data_dir.parent / "public"
     folder.mkdir()
     rows = [{"nums": [1, 2, n], "target": n + 3} for n in range(3, 13)]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (error,) = errors_of(make("data", **variables, SOURCE=str(folder), DEV_SIZE="0", TEST_FREQ="0"))
+    small = {"MODEL": str(small_model), "MAX_PROMPT_LENGTH": "512"}  # a byte is a token
+    (error,) = errors_of(make("data", **variables, **small, SOURCE=str(folder), DEV_SIZE="0", TEST_FREQ="0"))
     assert "only 2 training prompts" in error and "less than TRAIN_BATCH_SIZE=" in error
     assert (data_dir / "train.parquet").read_bytes() == before
     assert "up to date" in make("data", **variables).stdout

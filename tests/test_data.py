@@ -242,7 +242,7 @@ def test_first_bad_row_is_named(tmp_path, index):
     assert f"row {index}, column prompt" in refusal(path)
 
 
-def test_rl_data_is_no_sft_data_and_the_other_way_round(tmp_path):
+def test_rl_data_is_not_sft_data_nor_the_reverse(tmp_path):
     write_parquet(rl_rows(2), tmp_path / "rl.parquet", RL_SCHEMA)
     write_parquet([sft_row(chat("a"), "b")], tmp_path / "sft.parquet", SFT_SCHEMA)
     assert "row 0, column messages" in refusal(tmp_path / "rl.parquet", "sft")
@@ -482,7 +482,7 @@ def test_distinct_ends_after_repeats_in_a_row(patience, expected):
     assert [example.prompt for example in distinct(examples, patience)] == expected
 
 
-def test_without_a_dev_set_there_is_no_file_of_it(folder):
+def test_without_a_dev_set_no_file_is_written(folder):
     prepare(settings_for(), {"toy": toy})
     assert prepare(settings_for(DEV_SIZE="0"), {"toy": toy})["rows"] == {"test": 6, "train": 20, "sft": 8}
     assert names(folder) == ["manifest.json", "sft.parquet", "test.parquet", "train.parquet"]

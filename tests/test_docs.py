@@ -160,7 +160,7 @@ def wrong_commands(text: str) -> list[str]:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_commands_name_targets_and_variables_that_there_are(name):
+def test_commands_name_known_targets_and_variables(name):
     assert wrong_commands((ROOT / name).read_text()) == []
 
 

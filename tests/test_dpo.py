@@ -116,7 +116,7 @@ def test_tools_that_are_no_json_are_named(tmp_path):
 
 
 @pytest.mark.parametrize("content, said", [(b"PAR1 and no more", "not readable parquet"), (None, "no such file")])
-def test_a_file_that_is_no_parquet_is_one_line(tmp_path, content, said):
+def test_a_file_that_is_not_parquet_gives_a_one_line_error(tmp_path, content, said):
     path = tmp_path / "pairs.parquet"
     if content:
         path.write_bytes(content)
@@ -416,7 +416,7 @@ def test_lora_in_two_processes_starts_from_its_base_and_changes_the_projections_
 
 
 @pytest.mark.slow
-def test_abort_on_ends_a_training_whose_loss_is_no_number_without_a_checkpoint_of_it(small_model, tmp_path):
+def test_abort_on_ends_a_training_whose_loss_is_not_finite_and_saves_no_checkpoint(small_model, tmp_path):
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(small_model)

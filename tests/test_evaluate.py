@@ -253,7 +253,7 @@ def test_rescore_repeats_the_summary_without_a_model_and_leaves_the_file(workpla
         ("not json\n{}\n", "line 1: is not a rollout"),
     ],
 )
-def test_rescore_refuses_what_is_no_file_of_rollouts_in_one_line(workplace, tmp_path, content, said):
+def test_rescore_refuses_a_file_without_rollouts_in_one_line(workplace, tmp_path, content, said):
     file = tmp_path / "r.jsonl"
     if content is not None:
         file.write_text(content)
@@ -400,7 +400,7 @@ def three_models(workplace, trained: list[int]):
     return result.stdout, models
 
 
-def test_an_interval_with_0_is_said_in_words_with_what_to_try(workplace):
+def test_an_interval_with_0_is_explained_with_what_to_try(workplace):
     said, models = three_models(workplace, [10, 6, 8, 9, 7, 9])
     assert "grpo - sft: pass@1 +0.010 [-" in said and "the interval includes 0, so this may be chance" in said
     tries = said.partition("What to try:")[2]

@@ -127,7 +127,7 @@ def test_without_rates_each_method_has_its_own(monkeypatch):
         ({"METHODS": "grpo,gspo", "LRS": "1e-6,fast"}, "LR=fast: must be a number"),
     ],
 )
-def test_what_cannot_be_planned_is_said(changes, said, monkeypatch):
+def test_an_impossible_plan_is_refused(changes, said, monkeypatch):
     with pytest.raises(SettingsError, match=said):
         planned(monkeypatch, **changes)
 

@@ -235,7 +235,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("record, message", REFUSED.values(), ids=REFUSED)
-def test_what_does_not_fit_is_said_on_one_line(record, message):
+def test_what_does_not_fit_gives_a_one_line_error(record, message):
     with pytest.raises(DataError, match=message) as error:
         conversation(record)
     assert "\n" not in str(error.value)

@@ -263,12 +263,12 @@ def test_a_bad_setting_is_one_line_that_helps(env, config, problem):
     assert "\n" not in str(raised.value)
 
 
-def test_a_bad_setting_is_said_by_the_scorer_too():
+def test_the_scorer_names_a_bad_setting_too():
     with pytest.raises(RuntimeError, match=r"DataError.*did you mean chain_sum"):
         gym.scorer("chain_summ")(answered("1"), {"answer": "1", "metadata": {}})
 
 
-def test_a_ground_truth_of_another_kind_is_said():
+def test_a_ground_truth_of_another_kind_is_named():
     with pytest.raises(DataError, match="make data"):
         gym.scorer("chain_sum")(answered("1"), "12")
 
@@ -301,7 +301,7 @@ def test_examples_depend_on_the_seed_and_go_on(env, monkeypatch):
     assert not {example.prompt for example in examples} & {example.prompt for example in some(env, 12, seed=2)}
 
 
-def test_an_environment_that_makes_nothing_is_said(monkeypatch):
+def test_an_environment_without_examples_is_named(monkeypatch):
     monkeypatch.setattr(gym, "dataset", lambda *arguments: {})
     with pytest.raises(DataError, match="word_ladder: makes no entry"):
         next(gym.examples("word_ladder", None, 1))

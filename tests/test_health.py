@@ -38,7 +38,7 @@ def found(changes: dict[int, dict], steps: int = 20, **settings) -> list[tuple[s
 
 
 @pytest.mark.parametrize("name", ["countdown-grpo", "gsm8k-grpo", "tool_calling-grpo", "countdown-dpo"])
-def test_nothing_is_said_of_a_training_that_went_well(name):
+def test_a_good_training_gets_no_finding(name):
     assert findings(real(name), SETTINGS) == []
 
 

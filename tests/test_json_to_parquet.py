@@ -69,7 +69,7 @@ def test_array_in_any_layout(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", [".json", ".jsonl", ".csv"])
-def test_byte_order_mark_is_no_part_of_the_text(tmp_path, suffix):
+def test_the_byte_order_mark_is_left_out(tmp_path, suffix):
     path = write_rows(tmp_path / f"x{suffix}", ROWS)
     path.write_bytes(b"\xef\xbb\xbf" + path.read_bytes())
     assert list(Records(path)) == ROWS

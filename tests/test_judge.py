@@ -517,7 +517,7 @@ def test_the_cache_is_bounded_and_holds_no_pickle(serve, tmp_path, monkeypatch):
     assert (4,) not in stored  # diskcache.core.MODE_PICKLE
 
 
-def test_tokens_and_cost_are_counted_also_of_replies_that_were_no_use(serve, tmp_path):
+def test_useless_replies_count_towards_tokens_and_cost(serve, tmp_path):
     serve(completion("rubbish"), verdict(7), JUDGE_PRICE_IN=3, JUDGE_PRICE_OUT=15)
     judge.score("q", "a")
     own = counters(tmp_path)

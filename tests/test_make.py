@@ -51,7 +51,7 @@ A100, H200 = "8.0, NVIDIA A100-SXM4-80GB", "9.0, NVIDIA H200"
         ([], "", "STACK=cpu: no NVIDIA GPU"),
     ],
 )
-def test_the_stack_follows_from_the_gpu_and_is_said_once(gpus, visible, said, tmp_path):
+def test_the_stack_follows_from_the_gpu_and_is_printed_once(gpus, visible, said, tmp_path):
     smi = tmp_path / "nvidia-smi"
     rows = "".join(f"[ -z $2 ] || [ $2 = {i} ] && echo '{gpu}'\n" for i, gpu in enumerate(gpus))
     none = f"[ {len(gpus)} = 0 ] && exit 9\n"

@@ -62,7 +62,7 @@ def test_mcnemar_is_the_share_of_sign_patterns_at_least_as_one_sided(gained, los
 
 
 def resampled_means(values) -> np.ndarray:
-    return np.array([np.mean(resample) for resample in itertools.product(values, repeat=len(values))])
+    return np.array(list(itertools.product(values, repeat=len(values)))).mean(1)
 
 
 @given(st.lists(st.sampled_from([-1.0, -0.3, 0.0, 0.1, 0.5, 1.0]), min_size=4, max_size=6))

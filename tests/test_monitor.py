@@ -181,7 +181,7 @@ def test_runs_of_several_tasks_are_projects(run_dir, settings, trackio):  # noqa
     assert sorted(trackio.store.get_runs("countdown")) == ["mine", "other"]
 
 
-def test_a_run_that_cannot_be_read_is_told_of_once_and_the_others_are_shown(run_dir, settings, trackio, capsys):  # noqa: F811
+def test_an_unreadable_run_is_reported_once_and_the_others_are_shown(run_dir, settings, trackio, capsys):  # noqa: F811
     broken = make_run(settings, "broken", metrics=METRICS)
     file = broken / "metrics/000.jsonl"
     whole = file.read_text()
@@ -322,7 +322,7 @@ def test_trackers_write_to_the_run_and_go_on_with_it(tmp_path, monkeypatch):
     assert tracking.project(s) == "ours" and tracking.environment(s, run)["WANDB_PROJECT"] == "ours"
 
 
-def test_wandb_without_a_key_is_said_before_the_training(tmp_path, monkeypatch):
+def test_wandb_without_a_key_is_named_before_the_training(tmp_path, monkeypatch):
     for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))

@@ -82,7 +82,7 @@ def test_the_worst_may_be_cut_off_and_the_best_is_then_the_best_that_ended():
     assert pairs_of(("a", 1, "length"), ("b", 0.5), ("c", 0, "length")) == ([("b", "c")], 0, 0)
 
 
-def test_a_greedy_response_is_no_sample():
+def test_a_greedy_response_is_not_a_sample():
     assert best_against_worst(rollouts(("a", 1), ("b", 0), mode=GREEDY)).examples == []
 
 
@@ -183,7 +183,7 @@ def test_accepted_responses_are_a_file_of_demonstrations(workplace, tmp_path):  
         ),
     ],
 )
-def test_without_anything_to_learn_from_one_line_says_so_and_no_file_is_written(
+def test_nothing_to_learn_from_gives_a_one_line_error_and_no_file(
     workplace,  # noqa: F811
     tmp_path,
     command,

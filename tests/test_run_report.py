@@ -331,7 +331,7 @@ def test_the_newest_probe_of_this_model_is_shown(settings):
 # ---- what is not there
 
 
-def test_what_a_run_does_not_have_is_said(settings):
+def test_the_report_says_what_a_run_lacks(settings):
     run_dir = make_run(settings, metrics={1: {"training/epoch": 0}}, launched=False)
     page = report(run_dir)
     said = {

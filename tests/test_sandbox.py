@@ -269,6 +269,6 @@ def test_a_thread_that_ends_does_not_end_the_worker(sandbox):
     ("target", "problem"),
     [("no_such_module:f", "ModuleNotFoundError"), ("math:no_such", "AttributeError"), ("math:sqrt", "TypeError")],
 )
-def test_a_worker_that_cannot_start_is_said(target, problem):
+def test_a_worker_that_cannot_start_gives_an_error(target, problem):
     with pytest.raises(SandboxError, match=f"{target}.*{problem}"):
         Sandbox(target).call(1)

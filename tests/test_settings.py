@@ -257,7 +257,7 @@ def test_own_samples_are_in_the_name_of_a_warm_up_only_when_it_learns_from_them(
     assert load(SFT_SOURCE="samples", SFT_SIZE="0").INIT == "sft"  # the task need not have demonstrations
 
 
-def test_small_demonstration_set_is_no_problem_without_a_warm_up():
+def test_a_small_demonstration_set_is_accepted_without_a_warm_up():
     assert load(INIT="base", SFT_SIZE="0").SFT_SIZE == 0
 
 

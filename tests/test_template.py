@@ -150,6 +150,18 @@ ACCEPTED = [pair | other for pair, other in zip(filter(accepted, PAIRS), itertoo
 # Short and long names, before and after `common` in the order of imports; a long name makes long lines.
 NAMES = {f"{'az'[i % 2]}{i}".ljust(40 if i % 3 == 0 else 0, "x"): answers for i, answers in enumerate(ACCEPTED)}
 ABOUT = {name: "-".join(answers.values()) for name, answers in NAMES.items()}
+
+
+def covering(names: dict[str, dict[str, str]]) -> list[str]:
+    """Names in whose answers each choice of each question is seen at least once."""
+    seen, chosen = set(), []
+    for name, answers in names.items():
+        if new := set(answers.items()) - seen:
+            seen |= new
+            chosen.append(name)
+    return chosen
+
+
 # Options that are free text, each tried in one of the combinations.
 FREE = [
     {"model": "embedded", "gpus": "8", "description": "d" * 120},
@@ -215,13 +227,16 @@ def checked(rendered, checkout) -> dict[str, subprocess.CompletedProcess]:
 
 
 @pytest.mark.long
-def test_the_whole_product_of_answers_lints_and_passes_its_own_tests(tmp_path):
+def test_the_whole_product_of_answers_lints_composes_and_passes_its_own_tests(tmp_path):
     checkout = copy_of_checkout(tmp_path / "checkout")
     product = [pair | other for pair in filter(accepted, PAIRS) for other in OTHER_CHOICES]
     assert len(product) > 200
-    homes = render_tasks(checkout, tmp_path, {f"t{i}": answers for i, answers in enumerate(product)})
+    names = {f"t{i}": answers for i, answers in enumerate(product)}
+    homes = render_tasks(checkout, tmp_path, names)
     for done in check_tasks(checkout, list(homes.values())).values():
         assert done.returncode == 0, (done.stdout + done.stderr)[-5000:]
+    for index, (name, answers) in enumerate(names.items()):
+        check_composition(settings_of(homes[name], STACK=STACKS[index % len(STACKS)]), answers)
 
 
 @pytest.mark.parametrize("tool", ["ruff check", "ruff format", "shellcheck", "pytest"])
@@ -239,24 +254,27 @@ def test_every_combination_renders_to_a_few_plain_files(name, rendered):
     assert json.loads((home / "answers.json").read_text())["cookiecutter"].items() >= answers.items()
 
 
-def settings_of(home: Path, monkeypatch, **changes: str):
-    environment = exported(home / "train.sh", {"N_GPUS": "1", **changes})
-    return load_settings(environment)
+def settings_of(home: Path, **changes: str):
+    return load_settings(exported(home / "train.sh", {"N_GPUS": "1", **changes}))
 
 
-@pytest.mark.parametrize("name", NAMES, ids=ABOUT.get)
-def test_every_combination_composes_against_verls_config(name, rendered, monkeypatch):
-    answers = NAMES[name]
-    for stack in STACKS[list(NAMES).index(name) % len(STACKS) :][:1]:
-        s = settings_of(rendered[name], monkeypatch, STACK=stack)
-        assert (answers["method"], answers["source"]) == (s.METHOD, s.SOURCE)
-        assert bool(s.LORA_RANK) == (answers["lora"] == "yes")
-        if s.METHOD != "dpo":
-            rl = verl_config.compose("ppo_trainer", verl_config.rl_overrides(s, "some/model", Path("/r")))
-            assert rl.actor_rollout_ref.model.lora_rank == s.LORA_RANK
-        overrides = verl_config.sft_overrides(s, "some/model", Path("/r"), Path("/sft.parquet"))
-        sft = verl_config.compose("sft_trainer_engine", overrides)
-        assert sft.model.lora_rank == s.LORA_RANK
+def check_composition(s, answers: dict[str, str]) -> None:
+    """The settings ``s`` of a task are those of its ``answers``, and verl's config takes them."""
+    assert (answers["method"], answers["source"]) == (s.METHOD, s.SOURCE), answers
+    assert bool(s.LORA_RANK) == (answers["lora"] == "yes"), answers
+    if s.METHOD != "dpo":
+        rl = verl_config.compose("ppo_trainer", verl_config.rl_overrides(s, "some/model", Path("/r")))
+        assert rl.actor_rollout_ref.model.lora_rank == s.LORA_RANK, answers
+    overrides = verl_config.sft_overrides(s, "some/model", Path("/r"), Path("/sft.parquet"))
+    sft = verl_config.compose("sft_trainer_engine", overrides)
+    assert sft.model.lora_rank == s.LORA_RANK, answers
+
+
+# All combinations: the long test above. A choice reaches verl's config in the same way whatever the other choices are.
+@pytest.mark.parametrize("name", covering(NAMES), ids=ABOUT.get)
+def test_every_choice_composes_against_verls_config(name, rendered):
+    stack = STACKS[list(NAMES).index(name) % len(STACKS)]
+    check_composition(settings_of(rendered[name], STACK=stack), NAMES[name])
 
 
 def module_of(home: Path, file: str):
@@ -286,8 +304,13 @@ def local_copy_of_hub(home: Path, folder: Path) -> Path:
     return folder
 
 
+@pytest.fixture(scope="module")
+def tokenizer():
+    return prepare.load_tokenizer("embedded")
+
+
 @pytest.mark.parametrize("name", NAMES, ids=ABOUT.get)
-def test_every_combination_makes_data_whose_demonstrations_are_right(name, rendered, monkeypatch, tmp_path):
+def test_every_combination_makes_data_whose_demonstrations_are_right(name, rendered, tokenizer, monkeypatch, tmp_path):
     home = rendered[name]
     changes = {"MODEL": resolve_model("embedded"), "TRAIN_SIZE": "64", "TEST_SIZE": "16", "SFT_SIZE": "32"}
     changes["DEV_SIZE"] = "8"
@@ -295,7 +318,8 @@ def test_every_combination_makes_data_whose_demonstrations_are_right(name, rende
         changes["SOURCE"] = str(local_copy_of_hub(home, tmp_path / "hub"))
     monkeypatch.setenv("ARTIFACTS", str(tmp_path / "artifacts"))
     monkeypatch.setattr(judge, "score", judged)
-    s = settings_of(home, monkeypatch, **changes)
+    monkeypatch.setattr(prepare, "load_tokenizer", lambda model: tokenizer)  # the same one 25 times
+    s = settings_of(home, **changes)
     sources = {}
     monkeypatch.setattr(prepare, "main", sources.update)
     runpy.run_path(str(home / "prepare_data.py"), run_name="__main__")
@@ -305,7 +329,6 @@ def test_every_combination_makes_data_whose_demonstrations_are_right(name, rende
         assert validate_parquet(s.data_dir / f"{part}.parquet", "rl") == manifest["rows"][part]
     assert validate_parquet(s.data_dir / "sft.parquet", "sft") == 32
     truths = {json.dumps(row["prompt"]): row["reward_model"]["ground_truth"] for row in rows_of(s, "train")}
-    tokenizer = prepare.load_tokenizer(s.MODEL)
     compute_score = module_of(home, "reward").compute_score
     for row in rows_of(s, "sft"):
         *prompt, answer = row["messages"]
@@ -317,10 +340,10 @@ def test_every_combination_makes_data_whose_demonstrations_are_right(name, rende
 
 @pytest.mark.parametrize("reward", sorted({c["reward"] for c in ACCEPTED if c["source"] == "generate"}))
 @pytest.mark.parametrize("stack", STACKS)
-def test_a_generator_makes_as_many_problems_as_its_defaults_ask_for(reward, stack, rendered, monkeypatch):
+def test_a_generator_makes_as_many_problems_as_its_defaults_ask_for(reward, stack, rendered):
     answers = {"reward": reward, "source": "generate"}
     home = next(rendered[name] for name in NAMES if NAMES[name].items() >= answers.items())
-    s = settings_of(home, monkeypatch, STACK=stack)
+    s = settings_of(home, STACK=stack)
     wanted = s.TRAIN_SIZE + s.DEV_SIZE + int(s.TEST_SIZE)
     examples = prepare.distinct(module_of(home, "prepare_data").generate(s))
     assert sum(1 for _ in itertools.islice(examples, wanted)) == wanted
@@ -367,13 +390,13 @@ def render(text: str, **context) -> str:
     ("env", "prompt", "response", "init"),
     [("gcd", 128, 64, "sft"), ("tower_of_hanoi", 256, 1024, "sft"), ("rush_hour", 256, 256, "base")],
 )
-def test_lengths_and_start_suit_the_environment(env, prompt, response, init, checkout, own_home, monkeypatch):
+def test_lengths_and_start_suit_the_environment(env, prompt, response, init, checkout, own_home):
     answers = ["task=suited", "source=reasoning_gym", "reward=environment", f"env={env}"]
     result = cookiecutter("template", "-o", "tasks", "--no-input", *answers, cwd=checkout)
     home = checkout / "tasks/suited"
     try:
         assert result.returncode == 0, result.stdout
-        s = settings_of(home, monkeypatch)
+        s = settings_of(home)
         assert prompt <= s.MAX_PROMPT_LENGTH < 512
         assert response <= s.MAX_RESPONSE_LENGTH
         assert init == s.INIT
@@ -385,7 +408,7 @@ def rows_of(s, part: str) -> list[dict]:
     return list(read_rows(s.data_dir / f"{part}.parquet"))
 
 
-def test_the_methods_are_those_that_there_are():
+def test_the_template_offers_every_method():
     assert sorted(QUESTIONS["method"]) == METHODS
 
 

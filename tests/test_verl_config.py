@@ -25,8 +25,9 @@ def composed(config_name, overrides):
     return OmegaConf.to_container(config, resolve=True)
 
 
-CHANGES = [{}, {"KL_COEF": "0.01"}, {"LORA_RANK": "8"}, {"LOGGER": "wandb,tensorboard"}]
-# Every task on every stack, and every method with every change; a stack and a task set nothing that a method does.
+CHANGES = [{}, {"KL_COEF": "0.01", "LORA_RANK": "8", "LOGGER": "wandb,tensorboard"}]
+# Every task on every stack, and every method with and without all changes; a stack and a task set nothing that a method
+# does.
 CASES = [(task, stack, "grpo", {}) for task in TASKS for stack in STACKS]
 CASES += [("countdown", STACKS[0], name, changes) for name in RL_METHODS for changes in CHANGES]
 
@@ -158,7 +159,7 @@ def test_a_truncated_that_would_do_nothing_is_refused(changes, said, monkeypatch
         ("distill", "data.seed=1", "TEACHER is empty: METHOD=distill learns from a model"),
     ],
 )
-def test_what_a_method_cannot_train_with_is_said(name, argument, said, monkeypatch):
+def test_what_a_method_cannot_train_with_is_named(name, argument, said, monkeypatch):
     found = method(name).problem(config_of(monkeypatch, argument, METHOD=name))
     assert found.startswith(said) and "\n" not in found
 

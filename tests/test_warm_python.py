@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import ROOT
+from tests.helpers import PYTHON, ROOT, exported, outside_make
 from tests.warm_python import install
 
 TELLS = """import os, signal, sys
@@ -59,6 +59,34 @@ def test_commands_are_forked_also_those_that_a_command_starts(python, script, en
         assert subprocess.run([python, file], env=environment, capture_output=True, text=True).stdout == "True\n"
 
 
+@pytest.mark.parametrize("environment_of", ["this process", "make", "a stage"])
+def test_the_tests_own_commands_are_forked(environment_of, script, tmp_path):
+    """Whatever variables the imports of all test files have set by now."""
+    environments = {
+        "this process": os.environ | {"PYTHONPATH": str(ROOT)},
+        "make": outside_make(),
+        "a stage": exported(ROOT / "tasks/countdown/train.sh", {}),
+    }
+    environment = {k: v for k, v in environments[environment_of].items() if k != "FRESH_PYTHON"}
+    result = subprocess.run([PYTHON, script(FORKED)], env=environment, capture_output=True, text=True)
+    assert result.stdout == "True\n", result.stderr
+
+
+def test_a_fork_finds_the_folder_of_its_parent(python, script, environment, tmp_path):
+    tells = script("import os, sys\nprint(os.readlink(f'/proc/{os.getppid()}/cwd'), 'pandas' in sys.modules)\n")
+    result = subprocess.run([python, tells], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert result.stdout == f"{os.getcwd()} True\n", result.stderr
+
+
+def test_the_leader_of_a_session_is_a_fork_with_a_session_of_its_own(python, script, environment):
+    told = script(FORKED + "import os\nprint(os.getsid(0) == os.getpid() == os.getpgrp())\n")
+    result = subprocess.run([python, told], env=environment, capture_output=True, text=True, start_new_session=True)
+    assert result.stdout == "True\nTrue\n", result.stderr
+    within = ["bash", "-c", f"'{python}' '{script(FORKED)}'; true"]  # its group is that of the shell
+    result = subprocess.run(within, env=environment, capture_output=True, text=True, start_new_session=True)
+    assert result.stdout == "False\n", result.stderr
+
+
 @pytest.mark.parametrize(
     ("variables", "options"),
     [
@@ -66,7 +94,6 @@ def test_commands_are_forked_also_those_that_a_command_starts(python, script, en
         ({"PYTHONHASHSEED": "0"}, {}),
         ({"PYTHONPATH": "/tmp"}, {}),  # its modules could stand in for those that are imported already
         ({"FRESH_PYTHON": "1"}, {}),
-        ({}, {"start_new_session": True}),
         ({}, {"pass_fds": [2, 7]}),
     ],
 )

@@ -34,7 +34,8 @@ IMPORTS += ["torch", "sympy", "reasoning_gym", "math_verify", "httpx", "requests
 # Variables that these, the C libraries or Python itself read when they start.
 EARLY = ("PYTHON", "LD_", "LC_", "LANG", "TZ", "OMP_", "MKL_", "OPENBLAS_", "KMP_", "GOMP_", "NUMEXPR_", "MALLOC_")
 EARLY += ("TORCH", "PYTORCH", "CUDA_", "NVIDIA_", "MPL", "ARROW_")
-LATE = ("PYTHON", "PYTHONPATH", "PYTHONUNBUFFERED")  # the launcher's own, and what a fork does
+# The launcher's own, what a fork does, and what torch._inductor sets where it is imported and reads when it compiles.
+LATE = ("PYTHON", "PYTHONPATH", "PYTHONUNBUFFERED", "TORCHINDUCTOR_CACHE_DIR")
 UNSET = {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}  # what OpenMP takes when it is not told
 LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_DATA, resource.RLIMIT_CPU, resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE)
 
@@ -61,7 +62,8 @@ def install(folder: Path) -> Path:
 
 def suits(peer: int, environment: dict[str, str]) -> bool:
     """Whether a fork of this process does what a fresh Python with this ``environment`` would do for ``peer``."""
-    if os.getsid(peer) != os.getsid(0):  # a test may kill its group, which a fork of another session cannot join
+    # A test may kill its group, which a fork cannot join in another session. Where it leads one, so does the fork.
+    if os.getsid(peer) not in (os.getsid(0), peer):
         return False
     if any(resource.prlimit(peer, limit) != resource.getrlimit(limit) for limit in LIMITS):
         return False
@@ -110,6 +112,9 @@ def hand_over(client: socket.socket) -> tuple:
     if not suits(peer, request[1]):
         client.sendall(b"fresh\n")
         os._exit(0)
+    parent = Path(f"/proc/{peer}/stat").read_text().rpartition(")")[2].split()[1]
+    with contextlib.suppress(OSError):
+        os.chdir(f"/proc/{parent}/cwd")  # where the parent of a fresh Python would be: a hook of the template asks
     child = fork()
     if child == 0:
         client.close()
@@ -130,7 +135,10 @@ def hand_over(client: socket.socket) -> tuple:
 
 def become(environment: dict[str, str], folder: str, mask: int, group: int, ignored: list[int]) -> None:
     """Give this process what a command inherits from its parent."""
-    os.setpgid(0, group)
+    try:
+        os.setpgid(0, group)
+    except PermissionError:  # the group is that of a client with a session of its own
+        os.setsid()
     os.umask(mask)
     os.chdir(folder)
     os.environ.clear()

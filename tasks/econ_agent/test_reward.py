@@ -75,7 +75,7 @@ def test_format(response, strict, lenient):
     assert compute_score("econ_agent", response, json.dumps(POOR), variant="lenient")["score"] == lenient
 
 
-def test_an_answer_within_a_thought_that_the_prompt_opened_is_none():
+def test_an_answer_inside_a_thought_that_the_prompt_opened_does_not_count():
     opened = {"think_opened": True}
     assert compute_score("econ_agent", RIGHT, POOR, opened, variant="lenient")["score"] == -1
     assert compute_score("econ_agent", f"poor</think>{RIGHT}", POOR, opened, variant="lenient")["score"] == 1

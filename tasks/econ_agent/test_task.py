@@ -117,7 +117,7 @@ def test_the_economy_is_logged_and_not_rewarded():
         ({"income": 1, "savings": 1, "price": 1, "interest": 0}, "loose", "variant=loose: must be strict or lenient"),
     ],
 )
-def test_a_broken_ground_truth_or_variant_is_said(truth, variant, message):
+def test_a_broken_ground_truth_or_variant_is_named(truth, variant, message):
     with pytest.raises(RewardError, match=message):
         compute_score("econ_agent", "{}", truth, variant=variant)
 
@@ -497,7 +497,7 @@ def test_lenient_reads_a_decision_within_text(simulated):
         ({"m": [WORKS]}, [], {"AGENTS": "many"}, "error: AGENTS=many: must be a whole number"),
     ],
 )
-def test_what_cannot_be_simulated_is_said(simulated, models, more, variables, message):
+def test_a_simulation_that_cannot_run_gives_an_error(simulated, models, more, variables, message):
     result, written = simulated(models, *more, **variables)
     assert result.returncode == 1
     assert message in result.stdout

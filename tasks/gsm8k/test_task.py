@@ -108,7 +108,7 @@ def test_the_ground_truth_may_be_written_in_several_ways(truth):
 
 
 @pytest.mark.parametrize("truth", ["", "eighteen", "17 18", None, {}])
-def test_a_ground_truth_that_is_no_number_is_an_error(truth):
+def test_a_ground_truth_that_is_not_a_number_is_an_error(truth):
     with pytest.raises(RewardError, match="ground truth is not a number"):
         result("#### 18", truth)
 

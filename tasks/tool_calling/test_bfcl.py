@@ -130,7 +130,7 @@ WRONG = {
 
 @pytest.mark.parametrize("mutation", WRONG)
 @pytest.mark.parametrize("category", bfcl.AST)
-def test_what_is_no_possible_answer_is_wrong(rows, category, mutation):
+def test_an_impossible_answer_is_wrong(rows, category, mutation):
     tried = 0
     for index, row in enumerate(rows[category]):
         calls = answer(row, optional=False)
