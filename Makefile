@@ -12,7 +12,7 @@ ifndef STACK
 endif
 # A program tasks/TASK/STAGE.py is a stage of that task.
 OWN := $(sort $(basename $(notdir $(shell grep -ls '^if __name__' $(filter-out tasks/common/% %/evaluate.py %/prepare_data.py,$(wildcard tasks/*/*.py))))))
-STAGES := settings doctor data probe sft train dpo all experiment merge eval compare rescore chat batch config $(OWN)
+STAGES := settings doctor data attack probe sft train dpo all experiment merge eval compare rescore chat batch config $(OWN)
 ARGS ?=
 export STACK
 export STARTED := $(shell date +%s)
@@ -84,6 +84,7 @@ test: ## the fast tests; with TASK only those of tasks/TASK; SLOW=1: real traini
 clean: ## remove artifacts/ (data, models, runs)
 ##@ Before a training
 data: ## prepare the task's data
+attack: ## look for answers that earn reward without being right, for SECONDS=120; exit code 1 when it finds some
 probe: ## before training: do this model's rewards differ on the data? FILTER=1 keeps the prompts where they do
 sft: ## SFT warm-up on the task's demonstrations
 config: ## print verl's resolved config without training

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tasks.common.data.rows import DataError
-from tasks.common.evaluation import batch, chat, compare, experiment, probe, self_samples
+from tasks.common.evaluation import attack, batch, chat, compare, experiment, probe, self_samples
 from tasks.common.evaluation.rollouts import Rollout, in_order, read_rollouts, rescored, write_rollouts
 from tasks.common.evaluation.sample import Job, Scoring, report_errors, sample_here, sampled, test_job
 from tasks.common.evaluation.summary import OwnMetrics, changes_as_dicts, differences, summarize
@@ -97,9 +97,9 @@ def rescore(s: Settings, command: Command, scoring: Scoring) -> int:
 
 
 def main(compute_score: Callable, own_metrics: OwnMetrics | None = None) -> None:
-    """Run one command: ``probe MODEL``, ``eval LABEL=MODEL ...``, ``compare BASE MODEL``, ``rescore``, ``chat MODEL``,
-    ``batch MODEL``, ``pairs MODEL OUT``, ``accepted MODEL OUT`` or, called by these, ``sample JOB``. All else comes
-    from the environment that train.sh exports.
+    """Run one command: ``probe MODEL``, ``eval LABEL=MODEL ...``, ``compare BASE MODEL``, ``rescore``, ``attack``,
+    ``chat MODEL``, ``batch MODEL``, ``pairs MODEL OUT``, ``accepted MODEL OUT`` or, called by these, ``sample JOB``.
+    All else comes from the environment that train.sh exports.
 
     Exits with 1 after one line that says why, also when the reward raised on some completion.
     """
@@ -115,6 +115,7 @@ def main(compute_score: Callable, own_metrics: OwnMetrics | None = None) -> None
             "compare": lambda: compare.compare(s, scoring, *arguments),
             "experiment": lambda: experiment.experiment(s, scoring, dict(pair.split("=", 1) for pair in arguments)),
             "rescore": lambda: rescore(s, command, scoring),
+            "attack": lambda: attack.attack(s, command, scoring.compute_score),
             "chat": lambda: chat.chat(s, scoring, *arguments),
             "batch": lambda: batch.batch(s, command, scoring, *arguments),
             "pairs": lambda: self_samples.write_pairs(s, scoring, *arguments),
