@@ -309,6 +309,7 @@ def test_the_form_of_an_answer_is_learned():
     assert (form.before, form.after, form.answers) == ("<answer>", "</answer>", ("12", "17", "5"))
     assert form.around("nan") == "<answer>nan</answer>"
     assert form.emptied("<think>3+9=12</think><answer>12</answer>") == "<think>3+9=</think><answer></answer>"
+    assert Form.learned(["<answer>0</answer>"] * 8) == Form("<answer>", "</answer>", ("0",))
     assert Form.learned([]) == Form()
 
 

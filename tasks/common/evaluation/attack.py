@@ -73,21 +73,20 @@ class Search:
     def __post_init__(self):
         self.ends = time.monotonic() + self.seconds
         self.truths = [json.dumps(read_ground_truth(row.truth), sort_keys=True) for row in self.rows]
-        own = {i: row.demonstration for i, row in enumerate(self.rows) if row.demonstration}
-        crossed = {i: self._known(text) for i, text in own.items()}
-        right = {i for i in own if self._acc(crossed[i][i])}
-        scores = [result.score for results in crossed.values() for result in results]
-        self.low, self.best = min(scores, default=0.0), max((crossed[i][i].score for i in right), default=float("inf"))
+        texts = {i: row.demonstration for i, row in enumerate(self.rows) if row.demonstration}
+        self.reward.scores("", [0])  # starts it
+        started = time.monotonic()
+        own = {i: self.reward.scores(text, [i])[0] for i, text in texts.items()}
+        most = self.seconds / 4 / (time.monotonic() - started + 1e-6)  # a quarter of the time, for a slow reward
+        right = [i for i in own if self._acc(own[i])][: max(SOME, int(most))]
+        crossed = {i: {j: self.reward.scores(texts[i], [j])[0] for j in right} for i in right}
+        self.low = min((result.score for results in crossed.values() for result in results.values()), default=0.0)
+        self.best = max((own[i].score for i in right), default=float("inf"))
 
         def far(i: int, j: int) -> bool:
-            middle = (self.low + crossed[j][j].score) / 2
-            return not self._acc(crossed[i][j]) and crossed[i][j].score <= middle
+            return not self._acc(crossed[i][j]) and crossed[i][j].score <= (self.low + own[j].score) / 2
 
         self.against = {i: {j for j in right if far(i, j) and far(j, i)} for i in right}
-
-    def _known(self, text: str) -> list[Result]:
-        results = self.reward.scores(text, list(range(len(self.rows))))
-        return results + [Result()] * (len(self.rows) - len(results))
 
     def _acc(self, result: Result) -> bool:
         return not result.problem and (result.score >= THRESHOLD if result.acc is None else result.acc >= 1)
@@ -101,10 +100,10 @@ class Search:
         return time.monotonic() >= self.ends or self.reward.calls >= self.calls
 
     def _contradicting(self, indices: list[int]) -> int:
-        """How many of the rows contradict one another, chosen one after the other."""
+        """How many of the rows contradict one another, chosen one after the other, those that contradict most first."""
         chosen: list[int] = []
-        for index in indices:
-            if index in self.against and all(index in self.against[other] for other in chosen):
+        for index in sorted(self.against.keys() & set(indices), key=lambda index: (-len(self.against[index]), index)):
+            if all(index in self.against[other] for other in chosen):
                 chosen.append(index)
         return len(chosen)
 
@@ -283,25 +282,28 @@ def report(s: Settings, search: Search) -> None:
     if not found:
         print(f"\n{title}: no exploit found; {folder / 'attack.json'}")
         return
-    lines = []
+    names: dict[str, list[str]] = {}
     for finding in found:
+        names.setdefault(finding.response, []).append(finding.exploit)
+    shown = [finding for finding in found if names[finding.response][0] == finding.exploit]
+    lines, cells = [], []
+    for finding in shown:
         index = finding.fooled[0]
         nothing = search.reward.scores("", [index])[0]
         score = search.low if nothing.problem else min(search.low, nothing.score)
         row = {"ground_truth": read_ground_truth(search.rows[index].truth), "response": finding.response}
         lines.append(json.dumps(row | {"score": score} | ({"variant": s.REWARD} if s.REWARD else {})))
+        others = len(names[finding.response]) - 1
+        cells.append(
+            [
+                finding.exploit + (f" (and {others} more)" if others else ""),
+                "-" if finding.broken else f"{finding.score:.3f}",
+                f"{len(finding.fooled)} of {of}",
+                one_line(finding.why, 80),
+                one_line(repr(finding.response)[1:-1], 60),
+            ]
+        )
     with written_beside(folder / "examples.jsonl") as partial:
         partial.write_text("\n".join(lines) + "\n")
-    cells = [
-        [
-            finding.exploit,
-            "-" if finding.broken else f"{finding.score:.3f}",
-            f"{len(finding.fooled)} of {of}",
-            one_line(finding.why, 80),
-            one_line(repr(finding.response)[1:-1], 60),
-        ]
-        for finding in found
-    ]
     show_table(title, ["exploit", "score", "fooled", "why", "smallest form"], cells)
-    print(f"{len(found)} exploits, in full in {folder / 'attack.json'}")
-    print(f"for {s.task_dir / 'examples.jsonl'}, each with the score that it should get: {folder / 'examples.jsonl'}")
+    print(f"in full: {folder / 'attack.json'}; lines for {s.task_dir / 'examples.jsonl'}: {folder / 'examples.jsonl'}")
