@@ -32,7 +32,7 @@ from tasks.common.evaluation.tables import show_table
 from tasks.common.files import write_json, written_beside
 from tasks.common.rewards.answers import read_ground_truth
 from tasks.common.rewards.judge import Judge
-from tasks.common.settings import Command, Settings, artifacts
+from tasks.common.settings import Command, Settings, SettingsError, artifacts
 from tasks.common.text import one_line
 
 THRESHOLD = 1.0
@@ -75,10 +75,12 @@ class Search:
         self.truths = [json.dumps(read_ground_truth(row.truth), sort_keys=True) for row in self.rows]
         texts = {i: row.demonstration for i, row in enumerate(self.rows) if row.demonstration}
         self.reward.scores("", [0])  # starts it
-        started = time.monotonic()
-        own = {i: self.reward.scores(text, [i])[0] for i, text in texts.items()}
-        most = self.seconds / 4 / (time.monotonic() - started + 1e-6)  # a quarter of the time, for a slow reward
-        right = [i for i in own if self._acc(own[i])][: max(SOME, int(most))]
+        started, own = time.monotonic(), {}
+        for i, text in texts.items():  # of a slow reward fewer: this may take about a quarter of the time
+            if len(own) < SOME or time.monotonic() - started < self.seconds / 8:
+                own[i] = self.reward.scores(text, [i])[0]
+        most = int(self.seconds / 8 / (time.monotonic() - started) * len(own)) if own else 0  # calls
+        right = [i for i in own if self._acc(own[i])][: max(SOME, int(most**0.5))]
         crossed = {i: {j: self.reward.scores(texts[i], [j])[0] for j in right} for i in right}
         self.low = min((result.score for results in crossed.values() for result in results.values()), default=0.0)
         self.best = max((own[i].score for i in right), default=float("inf"))
@@ -264,6 +266,8 @@ def attack(s: Settings, command: Command, compute_score: Callable) -> None:
     try:
         search = Search(rows, reward, command.SECONDS, command.ATTACK_CALLS if judged else float("inf"))
         run(search, s.SEED, judged, say=_Progress())
+        if not search.tried:
+            raise SettingsError(f"SECONDS={command.SECONDS:g}: over before an answer was tried, the reward is slow")
         report(s, search)
     finally:
         reward.close()
