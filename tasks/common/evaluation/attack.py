@@ -39,6 +39,7 @@ THRESHOLD = 1.0
 CONTRADICTING = 3
 MOST, HALF = 3 / 4, 1 / 2
 ROWS, READ = 40, 2048
+FEWEST_CALLS = 40  # to a judge: what is known of the rows takes half of them
 SLOW = 1.0  # seconds of a call after which an attempt has no more of them
 PARENTS = 20  # attempts that mutations start from
 REPORT_SECONDS = 15  # how often a line is printed where there is no terminal
@@ -74,7 +75,7 @@ class Search:
         self.ends = time.monotonic() + self.seconds
         self.truths = [json.dumps(read_ground_truth(row.truth), sort_keys=True) for row in self.rows]
         texts = {i: row.demonstration for i, row in enumerate(self.rows) if row.demonstration}
-        self.reward.scores("", [0])  # starts it
+        nothing = self.reward.scores("", [0])[0]
         started, own = time.monotonic(), {}
         for i, text in texts.items():  # of a slow reward fewer: this may take about a quarter of the time
             if len(own) < SOME or time.monotonic() - started < self.seconds / 8:
@@ -82,7 +83,8 @@ class Search:
         most = int(self.seconds / 8 / (time.monotonic() - started) * len(own)) if own else 0  # calls
         right = [i for i in own if self._acc(own[i])][: max(SOME, int(most**0.5))]
         crossed = {i: {j: self.reward.scores(texts[i], [j])[0] for j in right} for i in right}
-        self.low = min((result.score for results in crossed.values() for result in results.values()), default=0.0)
+        scores = [result.score for results in crossed.values() for result in results.values()]
+        self.low = min([nothing.score, *scores])
         self.best = max((own[i].score for i in right), default=float("inf"))
 
         def far(i: int, j: int) -> bool:
@@ -198,6 +200,8 @@ def run(search: Search, seed: int, judged: bool = False, tries: float = float("i
     for attempt in library(search.rows, form, judged):
         if search.over or search.tried >= tries:
             break
+        if (old := search.found.get(attempt.exploit)) and old.broken:
+            continue  # each of its kind may take the whole limit of time
         how_well = search.attack(attempt)
         if attempt.of_row is None:
             pool.append((how_well, attempt))
@@ -261,10 +265,13 @@ def attack(s: Settings, command: Command, compute_score: Callable) -> None:
     judged = asks_judge(compute_score)
     if judged:
         Judge.from_environment()
-    rows = rows_of(s, max(CONTRADICTING + 1, int(command.ATTACK_CALLS**0.5 / 2)) if judged else ROWS)
+        if command.ATTACK_CALLS < FEWEST_CALLS:
+            raise SettingsError(f"ATTACK_CALLS={command.ATTACK_CALLS}: must be at least {FEWEST_CALLS}")
+    count = max(CONTRADICTING + 1, int(command.ATTACK_CALLS**0.5 / 2)) if judged else ROWS
+    rows = rows_of(s, min(ROWS, count))
     reward = Guarded(compute_score, rows, judged)
     try:
-        search = Search(rows, reward, command.SECONDS, command.ATTACK_CALLS if judged else float("inf"))
+        search = Search(rows, reward, command.SECONDS, command.ATTACK_CALLS - len(rows) if judged else float("inf"))
         run(search, s.SEED, judged, say=_Progress())
         if not search.tried:
             raise SettingsError(f"SECONDS={command.SECONDS:g}: over before an answer was tried, the reward is slow")
@@ -293,10 +300,8 @@ def report(s: Settings, search: Search) -> None:
     lines, cells = [], []
     for finding in shown:
         index = finding.fooled[0]
-        nothing = search.reward.scores("", [index])[0]
-        score = search.low if nothing.problem else min(search.low, nothing.score)
         row = {"ground_truth": read_ground_truth(search.rows[index].truth), "response": finding.response}
-        lines.append(json.dumps(row | {"score": score} | ({"variant": s.REWARD} if s.REWARD else {})))
+        lines.append(json.dumps(row | {"score": search.low} | ({"variant": s.REWARD} if s.REWARD else {})))
         others = len(names[finding.response]) - 1
         cells.append(
             [

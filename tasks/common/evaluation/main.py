@@ -105,7 +105,9 @@ def main(compute_score: Callable, own_metrics: OwnMetrics | None = None) -> None
     """
     interrupt_on_sigterm()
     name, *arguments = sys.argv[1:]
-    with errors_in_one_line(SettingsError, DataError, JudgeError, stopped="" if name == "sample" else STOPPED):
+    with errors_in_one_line(
+        SettingsError, DataError, JudgeError, stopped="" if name in ("sample", "attack") else STOPPED
+    ):
         s, command = load_settings(), load_settings(cls=Command)
         mark = fingerprint({"variant": s.REWARD, "code": code_digest(s.task_dir / "reward.py")} | judge_settings())
         scoring = Scoring(of_variant(compute_score, s.REWARD), own_metrics, mark)
