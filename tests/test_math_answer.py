@@ -167,6 +167,7 @@ def test_read_number(text, number):
         ("#### 17</think>a</THINK>#### 18", "18", "hashes"),
         ("#### 18<think>#### 17", "18", "hashes"),
         ("x" * 200_000 + "#### 18", "18", "hashes"),
+        ("<think>" + "x" * 200_000 + "#### 18", None, None),
         ("#### 18</think>", None, None),
         ("<think>#### 18", None, None),
         ("<think>a</think><think>#### 18", None, None),

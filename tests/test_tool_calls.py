@@ -134,7 +134,7 @@ def test_what_begins_as_a_call_and_is_none_is_malformed(text):
     ],
 )
 def test_split_thinking(response, opened, expected):
-    assert split_thinking(response, opened) == expected
+    assert split_thinking("<think>" * opened + response) == expected
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_split_thinking(response, opened, expected):
 )
 def test_thinking_stands_once_at_the_start(response, opened):
     with pytest.raises(Malformed):
-        split_thinking(response, opened)
+        split_thinking("<think>" * opened + response)
 
 
 def test_calls_in_the_thinking_do_not_count():
@@ -210,7 +210,7 @@ PIECES += [
 @example('{"name":' * 1500, False)
 def test_any_text_is_parsed_or_malformed(text, opened):
     try:
-        found = parse_response(text, opened)
+        found = parse_response("<think>" * opened + text)
     except Malformed:
         return
     assert all(call.keys() == {"name", "arguments"} for call in found.calls)

@@ -102,6 +102,14 @@ def test_variants(response, strict, flexible):
     assert result(response, variant="flexible")["score"] == flexible
 
 
+@pytest.mark.parametrize("variant", ["strict", "flexible"])
+def test_an_answer_inside_a_thought_that_the_prompt_opened_is_none(variant):
+    opened = {"think_opened": True}
+    for response in ("#### 18", "Wait. \\boxed{18}", "The answer is 18.", "18", "x" * 200_000 + "#### 18"):
+        assert result(response, extra_info=opened, variant=variant)["score"] == 0.0
+    assert result("9 * 2</think>\n#### 18", extra_info=opened, variant=variant)["score"] == 1.0
+
+
 @pytest.mark.parametrize("truth", ["1080", "1,080", "1080.0", 1080])
 def test_the_ground_truth_may_be_written_in_several_ways(truth):
     assert result("#### $1,080.", truth)["score"] == 1.0
@@ -114,7 +122,7 @@ def test_a_ground_truth_that_is_not_a_number_is_an_error(truth):
 
 
 def test_an_unknown_variant_is_an_error():
-    with pytest.raises(RewardError, match="variant=lenient: must be one of strict, flexible"):
+    with pytest.raises(RewardError, match="variant=lenient .REWARD.: must be one of strict, flexible"):
         result("#### 18", variant="lenient")
 
 

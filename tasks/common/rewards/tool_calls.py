@@ -41,22 +41,22 @@ class Response:
     text: str
 
 
-def parse_response(response: str, think_opened: bool = False) -> Response:
-    """Thinking, calls and other text of ``response``. ``think_opened``: the prompt ended with ``<think>``.
+def parse_response(response: str) -> Response:
+    """Thinking, calls and other text of ``response``, which begins with the ``<think>`` that its prompt ended with
+    (answers.with_opened_thinking).
 
     Calls count only after ``</think>``. Raises Malformed.
     """
-    thinking, answer = split_thinking(response, think_opened)
+    thinking, answer = split_thinking(response)
     calls, text = parse_calls(answer)
     return Response(thinking, calls, text)
 
 
-def split_thinking(response: str, think_opened: bool = False) -> tuple[str | None, str]:
+def split_thinking(text: str) -> tuple[str | None, str]:
     """The stripped text in ``<think>…</think>`` (None without tags) and what follows.
 
     Raises Malformed unless there are no tags, or one pair of tags with nothing before it.
     """
-    text = THINK + response if think_opened else response
     opened, closed = text.count(THINK), text.count(THINK_END)
     if opened == closed == 0:
         return None, text
