@@ -41,6 +41,8 @@ from tasks.common.rewards.math_answer import MAX_ANSWER_CHARS, compare, find_ans
         (r"\frac{36}{2}", 18),
         (r"\dfrac{ 36 }{ 2 }", 18),
         (r"-\frac{1}{2}", Fraction(-1, 2)),
+        (r"\frac{-36}{2}", -18),
+        (r"1\frac{-1}{2}", None),
         (r"1\frac12", Fraction(3, 2)),
         ("18%", 18),
         (r"18\%", 18),

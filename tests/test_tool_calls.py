@@ -14,8 +14,10 @@ from tasks.common.rewards.tool_calls import (
     Malformed,
     matched,
     parse_calls,
+    expected_calls,
     parse_response,
     render_calls,
+    same_call,
     same_value,
     split_thinking,
     strict_json,
@@ -119,6 +121,79 @@ def test_parse_calls(text, calls, outside):
 def test_what_begins_as_a_call_and_is_none_is_malformed(text):
     with pytest.raises(Malformed):
         parse_calls(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{\\"x\\": 1}"}}]}',
+        '{"role": "assistant", "content": null, "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}]}',
+        '[{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]',
+        '{"type": "function", "function": "f", "parameters": {"x": 1}}',
+        '<function=f>{"x": 1}</function>',
+        '\n<function=f> {"x": 1} </function>\n',
+    ],
+)
+def test_other_forms_of_a_call_are_read(text):
+    assert parse_calls(text) == ([{"name": "f", "arguments": {"x": 1}}], "")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[f(x=1)]",
+        "f(x=1)",
+        "f()",
+        '[f(x=1), a.g(y="b")]',
+        "[f(1)]",
+        "```python\nf(x=1)\n```",
+        "Sure:\n[f(x=1)]",
+        '<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"x": 1}',
+        '>>>f\n{"x": 1}',
+        '<|from|>assistant\n<|recipient|>f\n<|content|>{"x": 1}',
+        "<function=f><parameter=x>1</parameter></function>",
+        'I call <function=f>{"x": 1}</function>',
+        '<function=f>{"x": 1}',
+        '{"tool_calls": []}',
+        '{"tool_calls": [1]}',
+        '{"content": "Hi", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}',
+        'Now {"type": "function", "function": "f", "parameters": {"x": 1}}',
+    ],
+)
+def test_a_call_in_a_form_that_is_not_read_is_malformed_and_never_text(text):
+    with pytest.raises(Malformed):
+        parse_calls(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["f(x) is a function.", "[the docs](http://a)", '{"a": 1}', "Use:\n```\nplot(x=1)\n```\nto plot.", "[1, 2]"]
+)
+def test_text_that_looks_a_little_like_a_call_is_text(text):
+    assert parse_calls(text) == ([], text)
+
+
+BFCL_CALL = {"f": {"x": [1, 2], "unit": ["m", ""], "at": [{"city": ["a", "b"]}, ""], "l": [[1], [2], ""]}}
+
+
+@pytest.mark.parametrize(
+    "arguments, right",
+    [
+        ({"x": 1}, True),
+        ({"x": 2, "unit": "m", "at": {"city": "b"}, "l": [2]}, True),
+        ({"x": 3}, False),
+        ({"x": "1"}, False),
+        ({}, False),
+        ({"x": 1, "unit": "km"}, False),
+        ({"x": 1, "at": {"city": "c"}}, False),
+        ({"x": 1, "l": [1, 2]}, False),
+        ({"x": 1, "y": 1}, False),
+        ({"x": [1, 2]}, False),
+    ],
+)
+def test_a_truth_with_several_allowed_values(arguments, right):
+    (expected,) = expected_calls([BFCL_CALL])
+    assert same_call({"name": "f", "arguments": arguments}, expected, {}) is right
+    assert not same_call({"name": "g", "arguments": arguments}, expected, {})
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ _END_OF_TURN = re.compile(r"(?:(?:<\|[a-z_0-9]{1,30}\|>|<｜[^｜<>]{1,30}｜>|<
 
 _SPELLING = str.maketrans({"−": "-", "–": "-", "\u00a0": " ", "\u2009": " ", "\u202f": " ", "\t": " ", "＝": "="})
 _WRAPPER = re.compile(r"\\(?:text|mathrm|mathbf|mathit|textbf|textit|boldsymbol|bm|mbox|underline|f?boxed)\s*\{([^{}]*)\}")
-_FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{\s*([\d.,]{1,30})\s*\}\s*\{\s*([\d.,]{1,30})\s*\}|(\d)\s*(\d))")
+_FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{\s*(-?[\d.,]{1,30})\s*\}\s*\{\s*([\d.,]{1,30})\s*\}|(\d)\s*(\d))")
 _BOLD = re.compile(r"(?<![\w)])(\*{1,3}|_{1,3}|`)(?=\S)([^*_`]*)(?<=\S)\1(?![\w(])")
 _REMOVED = re.compile(r"\\?[$€£¥￥₹₩₽₺₫₱₦฿]|\\[()\[\]]|\\[,!;: ]|\\(?:left|right|displaystyle)(?![a-zA-Z])")
 _DEGREES = re.compile(r"\^\s*\{?\\circ\}?")
