@@ -137,7 +137,9 @@ def test_what_the_package_takes_wrongly(score, env, answer, fraction):
             assert score(answered(text), example.ground_truth)["score"] == fraction
 
 
-@pytest.mark.parametrize("text", ["nan", "NaN", "-nan", "(nan)", "nanj", "nan i", "nan+nanj", "1e999+nanj", "-Infinity"])
+@pytest.mark.parametrize(
+    "text", ["nan", "NaN", "-nan", "(nan)", "nanj", "nan i", "nan+nanj", "1e999+nanj", "-Infinity"]
+)
 @pytest.mark.parametrize("env", ["complex_arithmetic", "coin_flip", "decimal_arithmetic", "polynomial_equations"])
 def test_a_number_that_is_not_finite_scores_0(score, env, text):
     for example in some(env, 4):

@@ -330,7 +330,9 @@ def test_a_long_response_gives_a_short_answer(response):
         assert found is None or len(found.text) <= MAX_ANSWER_CHARS
 
 
-@pytest.mark.parametrize("text", ["The answer ", "The answer is ", "answer is 9 ", "####", "#### 1", "\\boxed{", "答案是", "<|a|>"])
+@pytest.mark.parametrize(
+    "text", ["The answer ", "The answer is ", "answer is 9 ", "####", "#### 1", "\\boxed{", "答案是", "<|a|>"]
+)
 def test_repetition_takes_few_milliseconds(text):
     response = text * (100_000 // len(text))
     find_answer(response, flexible=True)

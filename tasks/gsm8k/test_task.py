@@ -131,7 +131,7 @@ def test_a_ground_truth_that_is_not_a_number_is_an_error(truth):
 
 
 def test_an_unknown_variant_is_an_error():
-    with pytest.raises(RewardError, match="variant=lenient .REWARD.: must be one of strict, flexible"):
+    with pytest.raises(RewardError, match=r"variant=lenient .REWARD.: must be one of strict, flexible"):
         result("#### 18", variant="lenient")
 
 

@@ -70,7 +70,9 @@ def reward_function(compute_score: Callable[..., dict]) -> Callable[..., dict]:
     """Decorator for a task's ``compute_score``: it must return ``{"score": float, "acc": 0 or 1, ...}``, all finite.
 
     ``compute_score`` gets the response with the ``<think>`` that the prompt opened, and a ``variant`` that is one of
-    its module's VARIANTS. Anything else, and what the function raises, becomes a RewardError of one line with the ground truth: an advantage
+    its module's VARIANTS.
+
+    Anything else, and what the function raises, becomes a RewardError of one line with the ground truth: an advantage
     computed from NaN would ruin the policy in silence.
     """
 

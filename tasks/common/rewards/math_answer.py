@@ -20,7 +20,9 @@ SECONDS = 2.0  # of wall clock for one comparison; ordinary formulas take millis
 _HASHES = re.compile(r"(?<!#)####(?!#)")
 _BOXED = re.compile(r"\\f?boxed\s*\{")
 _ANSWER_WORDS = ("answer", "Answer", "ANSWER", "答案")
-_SENTENCE = re.compile(r"(?:\banswers?\b[^.\n]{0,60}?(?:\bis\b|\bare\b|[:=])|答案[^。\n]{0,20}?[是为為:：=])", re.IGNORECASE)
+_SENTENCE = re.compile(
+    r"(?:\banswers?\b[^.\n]{0,60}?(?:\bis\b|\bare\b|[:=])|答案[^。\n]{0,20}?[是为為:：=])", re.IGNORECASE
+)
 _SENTENCE_END = re.compile(r"[.!?][*_`\"')\]]*(?=\s|$)|[。！？\n]")
 _LABEL = re.compile(r"\A(?:[A-Za-z][A-Za-z' ]{0,40}?(?:\bis\b|[:=])|(?:最终|最后)?答案[是为為:：=]{0,2})[*_`]*\s*")
 _HEADING = re.compile(r"[*_\s]*\d{1,2}[.):]\s+[*_]*[A-Za-z][^\n]*[^.!?\n](?:\n|\Z)")  # "2. Check"
@@ -28,7 +30,9 @@ _NUMBERED = re.compile(r"[*_\s]*\d{1,2}[.)]\s+[*_]*[A-Za-z]")
 _END_OF_TURN = re.compile(r"(?:(?:<\|[a-z_0-9]{1,30}\|>|<｜[^｜<>]{1,30}｜>|</s>|<eos>|<end_of_turn>)\s{0,9})+\Z")
 
 _SPELLING = str.maketrans({"−": "-", "–": "-", "\u00a0": " ", "\u2009": " ", "\u202f": " ", "\t": " ", "＝": "="})
-_WRAPPER = re.compile(r"\\(?:text|mathrm|mathbf|mathit|textbf|textit|boldsymbol|bm|mbox|underline|f?boxed)\s*\{([^{}]*)\}")
+_WRAPPER = re.compile(
+    r"\\(?:text|mathrm|mathbf|mathit|textbf|textit|boldsymbol|bm|mbox|underline|f?boxed)\s*\{([^{}]*)\}"
+)
 _FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{\s*(-?[\d.,]{1,30})\s*\}\s*\{\s*([\d.,]{1,30})\s*\}|(\d)\s*(\d))")
 _BOLD = re.compile(r"(?<![\w)])(\*{1,3}|_{1,3}|`)(?=\S)([^*_`]*)(?<=\S)\1(?![\w(])")
 _REMOVED = re.compile(r"\\?[$€£¥￥₹₩₽₺₫₱₦฿]|\\[()\[\]]|\\[,!;: ]|\\(?:left|right|displaystyle)(?![a-zA-Z])")
@@ -36,9 +40,11 @@ _DEGREES = re.compile(r"\^\s*\{?\\circ\}?")
 
 _NUMBER = r"(?:\d{1,3}(?:,\d{3}){1,6}(?:\.\d{1,18})?|\d{1,18}(?:\.\d{1,18})?|\.\d{1,18})"
 _SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-_UNIT = r"(?:(?:m|km|cm|mm|ft|in)\s?(?:[²³]|\^\{?[23]\}?)|(?:[gmhslLcCF]|km|cm|mm|kg|mg|ml|mL|lbs?|oz|ft|in|hrs?|mins?|secs?|mph)\b)"
+_UNIT = r"(?:(?:m|km|cm|mm|ft|in)\s?(?:[²³]|\^\{?[23]\}?)|"
+_UNIT += r"(?:[gmhslLcCF]|km|cm|mm|kg|mg|ml|mL|lbs?|oz|ft|in|hrs?|mins?|secs?|mph)\b)"
 # Units in Chinese or Japanese: no numeral, no "or", "to", "more than", and none of the words of arithmetic.
-_HAN_UNIT = r"(?:(?![一二三四五六七八九十零〇两百千万亿兆萬億半之或到至多余加减減乘除点點和与與及])[\u3040-\u30ff\u4e00-\u9fff]){1,12}"
+_NOT_HAN = "[一二三四五六七八九十零〇两百千万亿兆萬億半之或到至多余加减減乘除点點和与與及]"
+_HAN_UNIT = rf"(?:(?!{_NOT_HAN})[\u3040-\u30ff\u4e00-\u9fff]){{1,12}}"
 _NOT_A_UNIT = r"(?!(?:and|or|to|by|half|times|plus|minus|divided|over|squared|cubed)\b)"
 _PLAIN = re.compile(
     rf"(?:[≈~]\s*)?(?P<sign>[-+]?)\s*(?:(?P<whole>\d{{1,18}})\s+(?=\d+\s*/))?(?P<number>{_NUMBER})"
@@ -46,7 +52,9 @@ _PLAIN = re.compile(
     rf"(?:\s*(?:×|\*|\\times|\\cdot)\s*10\s*\^\s*\{{?\s*(?P<power>-?\d{{1,2}})\s*\}}?)?"
 )
 # What may follow it: a unit in words, without a second number, operator or LaTeX.
-_REST = re.compile(rf"[\s.,;:?'\")\]}}]*|(?:{_UNIT}|[\s,(/]+{_NOT_A_UNIT}(?:[A-Za-z]{{2,}}|{_UNIT}))[^\d=+*^\\<>|]*|\s*{_HAN_UNIT}[\s.,]*")
+_REST = re.compile(
+    rf"[\s.,;:?'\")\]}}]*|(?:{_UNIT}|[\s,(/]+{_NOT_A_UNIT}(?:[A-Za-z]{{2,}}|{_UNIT}))[^\d=+*^\\<>|]*|\s*{_HAN_UNIT}[\s.,]*"
+)
 _TOKEN = re.compile(rf"(?<![\w.,])(?:(?<![\d)\]%]\s)-)?{_NUMBER}(?:\s?/\s?{_NUMBER})?(?!\d)")
 _RELATION = re.compile(r"[<>≤≥≠]|\\(?:[lg]eq?|neq?)(?![a-zA-Z])")
 
@@ -151,7 +159,8 @@ def tidy(text: str) -> str:
 def read_number(text: str) -> Fraction | None:
     """The one number in ``text``, exactly; None if there is none, several, or a formula.
 
-    Examples: 18, 18.00, 1,000, - 3, 36/2, 1 1/2, \\frac{36}{2}, $18, 18%, **18**, 3 million, 1.8 × 10^1, 18 eggs a day, 18元, x = 18 and
+    Examples: 18, 18.00, 1,000, - 3, 36/2, 1 1/2, \\frac{36}{2}, $18, 18%, **18**, 3 million, 1.8 × 10^1, 18 eggs a day, 18元,
+    x = 18 and
     9 * 2 = 18. A currency, ``%`` and a unit do not change the number: 18% is 18, as in GSM8K.
     """
     if len(text) > MAX_ANSWER_CHARS or _RELATION.search(text):

@@ -26,11 +26,12 @@ _BARE = re.compile(r"\s*(?:\[\s*)?\{\s*\"")
 _NAME, _ARGUMENTS = re.compile(r'"name"\s*:'), re.compile(r'"(?:arguments|parameters)"\s*:')
 # <function=name>{...}</function>: Llama 3.1's custom calls, Functionary 3.1.
 _FUNCTION, _FUNCTION_END = re.compile(r"\s*<function=([\w.-]{1,200})>"), re.compile(r"\s*</function>\s*")
-# Calls in forms that are not read, or that stand in other text. Taken for text, they would be right where none is wanted.
+# Calls in forms that are not read, or in other text. As text they would be right where no call is wanted.
 _NAME_CALL = r"[A-Za-z_][\w.]{0,200}\("
 _UNREAD = re.compile(
-    r"<function|</function|<\|(?:tool_call|tool▁call|recipient|plugin|action_start)|<｜tool|>>>[A-Za-z_]"  # Kimi, DeepSeek, ...
-    r'|"(?:tool_calls|function_call)"\s*:|"type"\s*:\s*"function"|"function"\s*:\s*"[^"]{0,200}"\s*,\s*"(?:parameters|arguments)"'
+    r"<function|</function|<\|(?:tool_call|tool▁call|recipient|plugin|action_start)|<｜tool|>>>[A-Za-z_]"
+    r'|"(?:tool_calls|function_call)"\s*:|"type"\s*:\s*"function"'
+    r'|"function"\s*:\s*"[^"]{0,200}"\s*,\s*"(?:parameters|arguments)"'
     rf"|^[ \t]{{0,9}}\[\s{{0,9}}{_NAME_CALL}\s{{0,9}}(?:\)|[A-Za-z_]\w{{0,200}}\s?=(?!=))",  # pythonic: Llama 3.2 and 4
     re.MULTILINE,
 )
@@ -84,7 +85,8 @@ def parse_calls(text: str) -> tuple[list[dict], str]:
     The forms are ``<tool_call>{"name": …, "arguments": {…}}</tool_call>`` blocks (Hermes, Qwen), or else bare JSON and
     nothing more: such objects in a row or a list, with ``arguments`` or ``parameters`` (Llama 3.1, Mistral), OpenAI's
     ``tool_calls``, ``{"function": name, "parameters": {…}}`` (Llama 3.2), and ``<function=name>{…}</function>``. Raises
-    Malformed for a broken call, for other forms (pythonic, Kimi, Functionary), for more than 64 calls and more than 16,384 characters.
+    Malformed for a broken call, for other forms (pythonic, Kimi, Functionary), for more than 64 calls
+    and more than 16,384 characters.
     """
     if len(text) > MAX_CHARS:
         raise Malformed(f"longer than {MAX_CHARS} characters")
@@ -227,7 +229,7 @@ def expected_calls(calls: list[dict]) -> list[dict]:
     that are right]}}``; "" among the values: the argument may be left out."""
     found = []
     for call in calls:
-        bfcl = len(call) == 1 and isinstance([*call.values()][0], dict)
+        bfcl = len(call) == 1 and isinstance(next(iter(call.values())), dict)
         found += [{"name": name, "allowed": allowed} for name, allowed in call.items()] if bfcl else [call]
     return found
 
