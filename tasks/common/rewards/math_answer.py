@@ -159,9 +159,8 @@ def tidy(text: str) -> str:
 def read_number(text: str) -> Fraction | None:
     """The one number in ``text``, exactly; None if there is none, several, or a formula.
 
-    Examples: 18, 18.00, 1,000, - 3, 36/2, 1 1/2, \\frac{36}{2}, $18, 18%, **18**, 3 million, 1.8 × 10^1, 18 eggs a day, 18元,
-    x = 18 and
-    9 * 2 = 18. A currency, ``%`` and a unit do not change the number: 18% is 18, as in GSM8K.
+    Examples: 18, 18.00, 1,000, - 3, 36/2, 1 1/2, \\frac{36}{2}, $18, 18%, **18**, 3 million, 1.8 × 10^1, 18 eggs a day,
+    18元, x = 18 and 9 * 2 = 18. A currency, ``%`` and a unit do not change the number: 18% is 18, as in GSM8K.
     """
     if len(text) > MAX_ANSWER_CHARS or _RELATION.search(text):
         return None
