@@ -13,7 +13,7 @@ endif
 # A program tasks/TASK/STAGE.py is a stage of that task.
 OWN_FILES := $(shell grep -ls '^if __name__' $(filter-out tasks/common/% %/evaluate.py %/prepare_data.py,$(wildcard tasks/*/*.py)))
 OWN := $(sort $(basename $(notdir $(OWN_FILES))))
-STAGES := settings doctor data probe sft train dpo all experiment merge eval compare rescore chat batch config $(OWN)
+STAGES := settings doctor data attack probe sft train dpo all experiment merge eval compare rescore chat batch config $(OWN)
 ARGS ?=
 export STACK
 export STARTED := $(shell date +%s)
@@ -71,6 +71,7 @@ test: ## run the fast tests, with TASK only those of tasks/TASK; SLOW=1 adds sho
 clean: ## remove artifacts/ (data, models, runs)
 ##@ Before a training
 data: ## prepare the task's data
+attack: ## look for answers that earn reward without being right, for SECONDS=120; exit code 1 when it finds some
 probe: ## sample MODEL on the data: do the rewards of a prompt differ? FILTER=1 keeps the prompts where they do
 sft: ## run the SFT warm-up on the task's demonstrations
 config: ## print the training's plan and verl's resolved config, without training

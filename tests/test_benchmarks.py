@@ -84,6 +84,7 @@ def test_the_runs_on_a_gpu_have_settings_that_are_taken(tmp_path):
         "batch",
         "chat",
         "simulate",
+        "experiment",
         "bench_training",
     }
     for target, *variables in calls:

@@ -272,6 +272,8 @@ class Command:
     FILTER: int = variable("0", "probe: 1 writes the prompts with signal to signal.parquet", _one_of(0, 1))
     FILTER_LOW: float = variable("0.0", "probe: accuracy strictly above", _from_0)
     FILTER_HIGH: float = variable("1.0", "probe: accuracy strictly below", _fraction)
+    SECONDS: float = variable("120", "attack: how long to search", positive)
+    ATTACK_CALLS: int = variable("200", "attack: of a reward that asks a judge, at most so many calls", positive)
     ROLLOUTS: str = variable("", "rescore: a rollouts.jsonl")
     INPUT: str = variable("", "batch: json, jsonl, csv or xlsx with a column prompt")
     OUTPUT: str = variable("", "batch: xlsx, json, jsonl or csv to write")

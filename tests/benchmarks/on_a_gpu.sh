@@ -8,7 +8,7 @@
 # shellcheck disable=SC2329 # the functions are called by their names
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit
-RUNS=(learn gspo ppo egpo dpo lora resume gsm8k tool_calling econ_agent speed speed_3b)
+RUNS=(learn gspo ppo egpo dpo lora resume gsm8k tool_calling econ_agent speed speed_3b methods)
 STACK=${STACK:?set STACK to a100 or current}
 OUT=${ARTIFACTS:-$PWD/artifacts}/on_a_gpu/$STACK
 
@@ -60,6 +60,12 @@ resume() { # killed after step 3, in the second epoch of two steps; the same com
 }
 speed() { start bench_training "${STEP[@]}" ARGS="--variants ours,example,naive --steps 4 --out $OUT/speed.json"; }
 speed_3b() { start bench_training "${STEP[@]}" ARGS="--random-3b --variants ours,example --steps 4 --out $OUT/speed_3b.json"; }
+methods() { # the same warm-up and rollouts for each, three seeds; a100 refuses three of them
+  local all=grpo,dr_grpo,dapo,gspo,cispo,rloo,ppo,egpo
+  [ "$STACK" = a100 ] && all=grpo,dr_grpo,gspo,rloo,ppo
+  start experiment "${COUNTDOWN[@]}" TRAIN_SIZE=8192 TEST_SIZE=1024 STEPS=20 TRAIN_BATCH_SIZE=64 TEST_FREQ=0 \
+    METHODS="$all" SEEDS=3 JOBS=8
+}
 
 for run in "${@:-${RUNS[@]}}"; do
   if [[ " ${RUNS[*]} " != *" $run "* ]]; then

@@ -157,18 +157,23 @@ class VLLMEngine:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        shared = {
-            "max_tokens": sampling.max_tokens,
-            # One output with all n; the default returns each of the n separately, as it ends.
-            "output_kind": RequestOutputKind.FINAL_ONLY,
-            "logprobs": LOGPROBS,
-            "detokenize": False,
-            "stop_token_ids": _stop_ids(self.tokenizer, sampling.template),
-        }
-        if hasattr(SamplingParams, "flat_logprobs"):  # not in vLLM 0.11.0, which returns a dict of objects per token
-            shared["flat_logprobs"] = True
-        drawn = {"n": sampling.n, "temperature": sampling.temperature, "top_p": sampling.top_p}
-        modes = {GREEDY: SamplingParams(temperature=0.0, **shared), SAMPLED: SamplingParams(**drawn, **shared)}
+        def how(n: int, temperature: float, top_p: float) -> SamplingParams:
+            found = SamplingParams(
+                n=n,
+                temperature=temperature,
+                top_p=top_p,
+                max_tokens=sampling.max_tokens,
+                # One output with all n; the default returns each of the n separately, as it ends.
+                output_kind=RequestOutputKind.FINAL_ONLY,
+                logprobs=LOGPROBS,
+                detokenize=False,
+                stop_token_ids=_stop_ids(self.tokenizer, sampling.template),
+            )
+            if hasattr(found, "flat_logprobs"):  # not in vLLM 0.11.0, which returns a dict of objects per token
+                found.flat_logprobs = True
+            return found
+
+        modes = {GREEDY: how(1, 0.0, 1.0), SAMPLED: how(sampling.n, sampling.temperature, sampling.top_p)}
         engine, running = self.llm.llm_engine, {}
         for number, request in enumerate(requests):
             ids = request_ids(self.tokenizer, request, sampling)

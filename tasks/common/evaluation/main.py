@@ -6,7 +6,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from tasks.common.data.rows import DataError
-from tasks.common.evaluation import batch, chat, compare, experiment, probe, self_samples
+from tasks.common.evaluation import attack, batch, chat, compare, experiment, probe, self_samples
 from tasks.common.evaluation.rollouts import Rollout, in_order, read_rollouts, rescored, write_rollouts
 from tasks.common.evaluation.sample import Job, Scoring, report_errors, sample_here, sampled, test_job
 from tasks.common.evaluation.statistics import Estimate
@@ -102,12 +102,15 @@ def rescore(s: Settings, command: Command, scoring: Scoring) -> int:
 
 
 def main(compute_score: Callable, own_metrics: OwnMetrics | None = None) -> None:
-    """Run one command: ``probe MODEL``, ``eval LABEL=MODEL ...``, ``compare BASE MODEL``, ``rescore``, ``chat MODEL``,
-    ``batch MODEL``, ``pairs MODEL OUT``, ``accepted MODEL OUT`` or, called by these, ``sample JOB``. Settings come from
-    the environment. Exits with 1 after one line that says why, also when the reward raised on some completion."""
+    """Run one command: ``probe MODEL``, ``eval LABEL=MODEL ...``, ``compare BASE MODEL``, ``rescore``, ``attack``,
+    ``chat MODEL``, ``batch MODEL``, ``pairs MODEL OUT``, ``accepted MODEL OUT`` or, called by these, ``sample JOB``.
+    Settings come from the environment. Exits with 1 after one line that says why, also when the reward raised on some
+    completion."""
     interrupt_on_sigterm()
     name, *arguments = sys.argv[1:]
-    with errors_in_one_line(SettingsError, DataError, JudgeError, stopped="" if name == "sample" else STOPPED):
+    with errors_in_one_line(
+        SettingsError, DataError, JudgeError, stopped="" if name in ("sample", "attack") else STOPPED
+    ):
         s, command = load_settings(), load_settings(cls=Command)
         scoring = Scoring.of(s, compute_score, own_metrics)
         models = dict(each.split("=", 1) for each in arguments) if name in ("eval", "experiment") else {}
@@ -117,6 +120,7 @@ def main(compute_score: Callable, own_metrics: OwnMetrics | None = None) -> None
             "compare": lambda: compare.compare(s, scoring, *arguments),
             "experiment": lambda: experiment.experiment(s, scoring, models),
             "rescore": lambda: rescore(s, command, scoring),
+            "attack": lambda: attack.attack(s, command, scoring.compute_score),
             "chat": lambda: chat.chat(s, scoring, *arguments),
             "batch": lambda: batch.batch(s, command, scoring, *arguments),
             "pairs": lambda: self_samples.write_pairs(s, scoring, *arguments),

@@ -40,6 +40,7 @@ STAGES_OF = {
     "train": ("data", "model", "sft", "train", "eval"),
     "dpo": ("data", "model", "sft", "train", "eval"),
     "all": WHOLE,
+    "attack": ("data", "attack"),
     "probe": ("data", "model", "probe"),
     "eval": ("data", "model", "eval"),
     "compare": ("data", "model", "compare"),
@@ -87,7 +88,7 @@ class Job:
 
 def data(job: Job) -> str:
     """Prepare the data if it is not up to date, and check TRAIN_FILE where a training reads it."""
-    s, training = job.s, job.trains or job.goal in ("data", "sft", "probe", "experiment")
+    s, training = job.s, job.trains or job.goal in ("data", "sft", "attack", "probe", "experiment")
     manifest = read_json(s.data_dir / "manifest.json")
     fresh = manifest.get("fingerprint") == s.data_fingerprint()
     fresh = fresh and all((s.data_dir / f"{name}.parquet").is_file() for name in manifest["rows"])
@@ -144,6 +145,12 @@ def probe(job: Job) -> str:
     return start
 
 
+def attack(job: Job) -> str:
+    """Exits with 1 when the reward can be fooled."""
+    script(job.s, "evaluate.py", "attack")
+    return "nothing found"
+
+
 def compare(job: Job) -> str:
     """BASE (default: what the run began with, its warm-up beside it) against MODEL, or the checkpoint STEP of the
     run."""
@@ -187,6 +194,7 @@ STAGES: dict[str, Callable[[Job], str]] = {
     "train": lambda job: train.train(job.s, job.arguments),
     "merge": merged,
     "eval": lambda job: evaluate(job, "evaluate.py", "eval"),
+    "attack": attack,
     "probe": probe,
     "compare": compare,
 }

@@ -1,0 +1,318 @@
+"""`make attack`: search for answers that earn reward without being right, without a model.
+
+No task is known here, so a right answer is not known either. What is known: no answer is right for truths that
+contradict one another. Two truths contradict when each one's own demonstration is right for it and scores low for the
+other: at most half of the way from the lowest score of any demonstration to a right one's. Right: ``acc`` 1, or a
+score as high as the best demonstration's; without ``acc`` a score from ``THRESHOLD`` on. An attempt is an exploit when
+
+- one text is right for ``CONTRADICTING`` truths that all contradict one another. Three, not two: with a tolerance, one
+  number can be right for two truths whose own numbers are not; for three it cannot be;
+- one text is right for ``MOST`` of all different truths: what any answer, or one answer, is enough for;
+- a recipe that does not solve the row (its prompt copied, its answer only in its thinking or removed) is right for
+  ``HALF`` of the rows, and these have ``CONTRADICTING`` contradicting truths;
+- the reward raises, or takes longer than a call may;
+- the task's ``is_right(response, truth)`` in reward.py, where there is one, says no to what the reward calls right.
+
+What this cannot see: a hole for one row alone; partial credit below a right answer's score; and, without
+demonstrations, all but the second and the last two. It may be wrong where a row has many right answers that fit other
+rows too, and where one answer is really right for most rows: read what was found before you believe it.
+"""
+
+import json
+import random
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+
+from tasks.common.data.rows import decoded, read_rows
+from tasks.common.evaluation.exploits import SOME, Attempt, Form, Row, library, mutated, shrunk, visible
+from tasks.common.evaluation.guarded import Guarded, Result, asks_judge
+from tasks.common.evaluation.tables import show_table
+from tasks.common.files import write_json, written_beside
+from tasks.common.rewards.answers import read_ground_truth
+from tasks.common.rewards.judge import Judge
+from tasks.common.settings import Command, Settings, SettingsError, artifacts
+from tasks.common.text import one_line
+
+THRESHOLD = 1.0
+CONTRADICTING = 3
+MOST, HALF = 3 / 4, 1 / 2
+ROWS, READ = 40, 2048
+FEWEST_CALLS = 40  # to a judge: what is known of the rows takes half of them
+SLOW = 1.0  # seconds of a call after which an attempt has no more of them
+PARENTS = 20  # attempts that mutations start from
+REPORT_SECONDS = 15  # how often a line is printed where there is no terminal
+
+
+@dataclass(frozen=True)
+class Finding:
+    """An exploit: ``response``, or for a recipe what it makes of the first row that it fooled; ``fooled``: indices of
+    the rows; ``score``: the mean over them; ``why``: which rule of this module; ``broken``: the reward raised on the
+    row, or took too long."""
+
+    exploit: str
+    response: str
+    fooled: list[int]
+    score: float
+    why: str
+    recipe: bool = False
+    broken: bool = False
+
+
+@dataclass
+class Search:
+    """A search over ``rows``, for ``seconds`` and at most ``calls`` of the reward. ``found``: the best of each name."""
+
+    rows: list[Row]
+    reward: Guarded
+    seconds: float
+    calls: float = float("inf")
+    tried: int = 0
+    found: dict[str, Finding] = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.ends = time.monotonic() + self.seconds
+        self.truths = [json.dumps(read_ground_truth(row.truth), sort_keys=True) for row in self.rows]
+        texts = {i: row.demonstration for i, row in enumerate(self.rows) if row.demonstration}
+        nothing = self.reward.scores("", [0])[0]
+        started, own = time.monotonic(), {}
+        for i, text in texts.items():  # of a slow reward fewer: this may take about a quarter of the time
+            if len(own) < SOME or time.monotonic() - started < self.seconds / 8:
+                own[i] = self.reward.scores(text, [i])[0]
+        most = int(self.seconds / 8 / (time.monotonic() - started) * len(own)) if own else 0  # calls
+        right = [i for i in own if self._acc(own[i])][: max(SOME, int(most**0.5))]
+        crossed = {i: {j: self.reward.scores(texts[i], [j])[0] for j in right} for i in right}
+        scores = [result.score for results in crossed.values() for result in results.values()]
+        self.low = min([nothing.score, *scores])
+        self.best = max((own[i].score for i in right), default=float("inf"))
+
+        def far(i: int, j: int) -> bool:
+            return not self._acc(crossed[i][j]) and crossed[i][j].score <= (self.low + own[j].score) / 2
+
+        self.against = {i: {j for j in right if far(i, j) and far(j, i)} for i in right}
+
+    def _acc(self, result: Result) -> bool:
+        return not result.problem and (result.score >= THRESHOLD if result.acc is None else result.acc >= 1)
+
+    def _fools(self, result: Result) -> bool:
+        earns = self._acc(result) or (not result.problem and result.score >= self.best)
+        return earns and not result.honest
+
+    @property
+    def over(self) -> bool:
+        return time.monotonic() >= self.ends or self.reward.calls >= self.calls
+
+    def _contradicting(self, indices: list[int]) -> int:
+        """How many of the rows contradict one another, chosen one after the other, those that contradict most first."""
+        chosen: list[int] = []
+        for index in sorted(self.against.keys() & set(indices), key=lambda index: (-len(self.against[index]), index)):
+            if all(index in self.against[other] for other in chosen):
+                chosen.append(index)
+        return len(chosen)
+
+    def why(self, results: dict[int, Result], recipe: bool) -> str:
+        """Which rule the results by row break; empty: none."""
+        if problem := next((result.problem for result in results.values() if result.problem), ""):
+            return problem
+        fooled = [i for i, result in results.items() if self._fools(result)]
+        if any(results[i].honest is False for i in fooled):
+            return "is_right says no"
+        clique = self._contradicting(fooled)
+        if recipe:
+            enough = clique >= CONTRADICTING and len(fooled) >= HALF * len(self.rows)
+            return "right without solving the row" if enough else ""
+        if clique >= CONTRADICTING:
+            return f"right for {clique} truths that contradict one another"
+        different = len(set(self.truths))
+        most = len({self.truths[i] for i in fooled}) >= max(CONTRADICTING, MOST * different)
+        return f"right for most of {different} different truths" if most else ""
+
+    def results(self, attempt: Attempt, indices: list[int]) -> dict[int, Result]:
+        """Of the rows, up to the first with a problem; of the first alone where that takes longer than ``SLOW``."""
+        if attempt.of_row is None:
+            started = time.monotonic()
+            first = self.reward.scores(attempt.text, indices[:1])
+            slow = first[0].problem or time.monotonic() - started > SLOW
+            rest = [] if slow else self.reward.scores(attempt.text, indices[1:])
+            return dict(zip(indices, first + rest, strict=False))
+        texts = {i: attempt.of_row(self.rows[i]) for i in indices}
+        return {i: self.reward.scores(text, [i])[0] for i, text in texts.items() if text is not None}
+
+    def attack(self, attempt: Attempt) -> tuple[int, float]:
+        """Try ``attempt`` and keep it where it is an exploit. Returns how many rows it fooled and its mean score."""
+        self.tried += 1
+        everything = list(range(len(self.rows)))
+        results = self.results(attempt, everything[:SOME])
+        if any(map(self._fools, results.values())) and everything[SOME:]:
+            results |= self.results(attempt, everything[SOME:])
+        fooled = [i for i, result in results.items() if self._fools(result)]
+        if why := self.why(results, attempt.of_row is not None):
+            broken = [i for i, result in results.items() if result.problem]
+            shown = broken[:1] or fooled
+            text = attempt.text if attempt.of_row is None else attempt.of_row(self.rows[shown[0]])
+            score = sum(results[i].score for i in shown) / len(shown)
+            new = Finding(attempt.exploit, text, shown, score, why, attempt.of_row is not None, bool(broken))
+            old = self.found.get(attempt.exploit)
+            if old is None or (len(old.fooled), -len(old.response)) < (len(shown), -len(text)):
+                self.found[attempt.exploit] = new
+        return len(fooled), sum(result.score for result in results.values()) / max(1, len(results))
+
+    def smallest(self, finding: Finding) -> Finding:
+        """The finding with a shorter response that fools the same rows, or breaks the reward in the same way."""
+        if finding.recipe or "longer than" in finding.why:
+            return finding
+
+        def still(text: str) -> bool:
+            results = self.reward.scores(text, finding.fooled) if self.reward.calls < self.calls else [Result()]
+            if finding.broken:
+                return results[-1].problem == finding.why
+            return all(map(self._fools, results))
+
+        return replace(finding, response=shrunk(finding.response, still))
+
+    def form(self) -> Form:
+        """The form of an answer, learned from the smallest right responses of some rows."""
+
+        def smallest(index: int) -> str:
+            def still(text: str) -> bool:
+                return not self.over and self._acc(self.reward.scores(text, [index])[0])
+
+            return shrunk(visible(self.rows[index].demonstration), still, 100)
+
+        return Form.learned([smallest(index) for index in list(self.against)[:SOME]])
+
+    def with_others(self) -> list[Row]:
+        """The rows, each with what is right for a row that contradicts it."""
+        others = {i: min(against) for i, against in self.against.items() if against}
+        return [
+            replace(row, other=self.rows[others[i]].demonstration) if i in others else row
+            for i, row in enumerate(self.rows)
+        ]
+
+
+def run(search: Search, seed: int, judged: bool = False, tries: float = float("inf"), say: Callable = id) -> None:
+    """The library, then mutations of what scored most, until the time, the calls or ``tries`` are spent."""
+    rng = random.Random(seed)
+    form = Form() if judged else search.form()
+    search.rows = search.with_others()
+    pool: list[tuple[tuple[int, float], Attempt]] = []
+    for attempt in library(search.rows, form, judged):
+        if search.over or search.tried >= tries:
+            break
+        if (old := search.found.get(attempt.exploit)) and old.broken:
+            continue  # each of its kind may take the whole limit of time
+        how_well = search.attack(attempt)
+        if attempt.of_row is None:
+            pool.append((how_well, attempt))
+        say(search)
+    while not search.over and search.tried < tries:
+        pool = [pair for pair in pool if pair[1].exploit not in search.found]
+        pool = sorted(pool, key=lambda pair: pair[0], reverse=True)[:PARENTS]
+        if not pool:
+            break
+        how_well, parent = rng.choice(pool)
+        child = Attempt(parent.exploit, mutated(parent.text, rng.choice(pool)[1].text, rng))
+        if (new := search.attack(child)) > how_well:
+            pool.append((new, child))
+        say(search)
+    search.found = {name: search.smallest(finding) for name, finding in search.found.items()}
+
+
+# ---- the command ---------------------------------------------------------------------------------------------------
+
+
+def rows_of(s: Settings, count: int) -> list[Row]:
+    """``count`` of the first training prompts, chosen by SEED, those with a demonstration first."""
+
+    def text(messages: list[dict]) -> str:
+        return json.dumps(decoded(messages), sort_keys=True)
+
+    demonstrations = {}
+    if (s.data_dir / "sft.parquet").is_file():
+        for row in read_rows(s.data_dir / "sft.parquet", READ):
+            *prompt, last = row["messages"]
+            demonstrations[text(prompt)] = last["content"]
+    rows = []
+    for row in read_rows(s.train_file, READ):
+        shown = "\n".join(message.get("content") or "" for message in row["prompt"])
+        truth, own = row["reward_model"]["ground_truth"], demonstrations.get(text(row["prompt"]))
+        rows.append(Row(shown, truth, own, row["data_source"], row["extra_info"]))
+    random.Random(s.SEED).shuffle(rows)
+    return sorted(rows, key=lambda row: row.demonstration is None)[:count]
+
+
+class _Progress:
+    """Time left, attempts and findings: a line that is written over on a terminal, else one every 15 s."""
+
+    def __init__(self):
+        self.live, self.next = sys.stdout.isatty(), 0.0
+
+    def __call__(self, search: Search) -> None:
+        now = time.monotonic()
+        if now >= self.next:
+            left, calls, found = max(0, search.ends - now), search.reward.calls, len(search.found)
+            line = f"  {left:4.0f} s left, {search.tried} answers tried, {calls} scored, {found} exploits"
+            print(line, end="\r" if self.live else "\n", flush=True)
+            self.next = now + (0.5 if self.live else REPORT_SECONDS)
+
+
+def attack(s: Settings, command: Command, compute_score: Callable) -> None:
+    """`make attack`: a table of what was found, attack.json, and examples.jsonl with lines for the task's own.
+
+    Exits with 1 when something was found. A judge is asked at most ATTACK_CALLS times. Raises JudgeError.
+    """
+    judged = asks_judge(compute_score)
+    if judged:
+        Judge.from_environment()
+        if command.ATTACK_CALLS < FEWEST_CALLS:
+            raise SettingsError(f"ATTACK_CALLS={command.ATTACK_CALLS}: must be at least {FEWEST_CALLS}")
+    count = max(CONTRADICTING + 1, int(command.ATTACK_CALLS**0.5 / 2)) if judged else ROWS
+    rows = rows_of(s, min(ROWS, count))
+    reward = Guarded(compute_score, rows, judged)
+    try:
+        search = Search(rows, reward, command.SECONDS, command.ATTACK_CALLS - len(rows) if judged else float("inf"))
+        run(search, s.SEED, judged, say=_Progress())
+        if not search.tried:
+            raise SettingsError(f"SECONDS={command.SECONDS:g}: over before an answer was tried, the reward is slow")
+        report(s, search)
+    finally:
+        reward.close()
+    if search.found:
+        sys.exit(1)
+
+
+def report(s: Settings, search: Search) -> None:
+    """Print the findings, most rows first, and write them to artifacts/attack/TASK."""
+    folder = artifacts() / "attack" / s.TASK
+    found = sorted(search.found.values(), key=lambda finding: -len(finding.fooled))
+    of, right = len(search.rows), len(search.against)
+    sizes = {"rows": of, "demonstrations_right": right, "tried": search.tried, "scored": search.reward.calls}
+    write_json(folder / "attack.json", {**sizes, "seed": s.SEED, "exploits": [asdict(finding) for finding in found]})
+    title = f"{s.TASK}: {search.tried} answers tried on {of} rows, {search.reward.calls} scored, seed {s.SEED}"
+    if not found:
+        print(f"\n{title}: no exploit found; {folder / 'attack.json'}")
+        return
+    names: dict[str, list[str]] = {}
+    for finding in found:
+        names.setdefault(finding.response, []).append(finding.exploit)
+    shown = [finding for finding in found if names[finding.response][0] == finding.exploit]
+    lines, cells = [], []
+    for finding in shown:
+        index = finding.fooled[0]
+        row = {"ground_truth": read_ground_truth(search.rows[index].truth), "response": finding.response}
+        lines.append(json.dumps(row | {"score": search.low} | ({"variant": s.REWARD} if s.REWARD else {})))
+        others = len(names[finding.response]) - 1
+        cells.append(
+            [
+                finding.exploit + (f" (and {others} more)" if others else ""),
+                "-" if finding.broken else f"{finding.score:.3f}",
+                f"{len(finding.fooled)} of {of}",
+                one_line(finding.why, 80),
+                one_line(repr(finding.response)[1:-1], 60),
+            ]
+        )
+    with written_beside(folder / "examples.jsonl") as partial:
+        partial.write_text("\n".join(lines) + "\n")
+    show_table(title, ["exploit", "score", "fooled", "why", "smallest form"], cells)
+    print(f"in full: {folder / 'attack.json'}; lines for {s.task_dir / 'examples.jsonl'}: {folder / 'examples.jsonl'}")

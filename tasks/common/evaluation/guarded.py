@@ -1,0 +1,144 @@
+"""A reward in a process of its own, for answers that may break it: a time limit for each call, no network."""
+
+import json
+import multiprocessing
+import os
+import resource
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tasks.common.evaluation.exploits import Row
+from tasks.common.process import die_with_parent
+from tasks.common.rewards.answers import JudgeError
+from tasks.common.text import one_line
+
+CALL_SECONDS = 30.0  # more than a sandbox gives an answer, and its new process after that
+FIRST_SECONDS = 150.0  # for what a reward loads at its first call
+MEMORY = 4 * 2**30  # bytes that a call may take beyond what the process has
+
+
+@dataclass(frozen=True)
+class Result:
+    """A call: ``score``; ``acc``, None where the reward has none; ``honest``, what the task's ``is_right`` says, None
+    without one; ``problem``, why there is no score, else empty."""
+
+    score: float = 0.0
+    acc: float | None = None
+    honest: bool | None = None
+    problem: str = ""
+
+
+class Guarded:
+    """``compute_score`` over ``rows`` in a forked process, which is replaced when a call takes longer than ``seconds``.
+
+    ``network``: let it connect, as a judge must, which limits its time itself. ``calls`` counts. Raises JudgeError when
+    the judge fails.
+    """
+
+    def __init__(self, compute_score: Callable, rows: list[Row], network: bool, seconds: float = CALL_SECONDS):
+        self.compute_score, self.rows, self.network, self.calls = compute_score, rows, network, 0
+        self.seconds, self.first = (None, None) if network else (seconds, FIRST_SECONDS)
+        self._process = None
+
+    def scores(self, text: str, indices: list[int]) -> list[Result]:
+        """The results of ``text`` for the rows ``indices``, up to the first that has a problem."""
+        if not self._process:
+            self._start()
+            loaded = self._exchange(self.rows[0].demonstration or "", [0], self.first)  # what its first call loads
+            if not self._process:
+                return loaded
+        return self._exchange(text, indices, self.seconds)
+
+    def _exchange(self, text: str, indices: list[int], seconds: float | None) -> list[Result]:
+        results: list[Result] = []
+        self._pipe.send_bytes(json.dumps([text, indices]).encode())
+        for _ in indices:
+            self.calls += 1
+            try:
+                if not self._pipe.poll(seconds):
+                    raise TimeoutError(f"took longer than {seconds:g} s")
+                results.append(Result(**json.loads(self._pipe.recv_bytes())))
+            except (TimeoutError, EOFError, OSError) as error:
+                results.append(Result(problem=str(error) or "the process died"))
+                self.close()
+            if results[-1].problem.startswith("JudgeError: "):
+                raise JudgeError(results[-1].problem.removeprefix("JudgeError: "))
+            if results[-1].problem:
+                break
+        return results
+
+    def _start(self) -> None:
+        fork = multiprocessing.get_context("fork")
+        self._pipe, theirs = fork.Pipe()
+        self._process = fork.Process(target=self._serve, args=(theirs,), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def close(self) -> None:
+        """End the process; a later call starts a new one."""
+        if self._process:
+            self._process.kill()
+            self._process.join()
+            self._pipe.close()
+            self._process = None
+
+    # ---- in the process
+
+    def _serve(self, pipe) -> None:
+        die_with_parent()
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        silent = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(silent, 1)
+        os.dup2(silent, 2)
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+        resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY, resource.RLIM_INFINITY))
+        if not self.network:
+            sys.addaudithook(_no_network)
+        is_right = own_check(self.compute_score)
+        while True:
+            text, indices = json.loads(pipe.recv_bytes())
+            for index in indices:
+                result = self._scored(text, self.rows[index], is_right)
+                pipe.send_bytes(json.dumps(result).encode())
+                if "problem" in result:
+                    break
+
+    def _scored(self, text: str, row: Row, is_right: Callable | None) -> dict:
+        try:
+            result = self.compute_score(row.source, text, row.truth, row.extra)
+            result = result if isinstance(result, dict) else {"score": result}
+            honest = None if is_right is None else bool(is_right(text, row.truth))
+            acc = result.get("acc")
+            return {"score": float(result["score"]), "acc": None if acc is None else float(acc), "honest": honest}
+        except JudgeError as error:
+            return {"problem": f"JudgeError: {error}"}
+        except BaseException as error:  # SystemExit and RecursionError too: the answer caused it
+            reason = one_line(str(error), 200).rpartition("compute_score ")[2]
+            return {"problem": f"{type(error).__name__}: {reason}"}
+
+
+def own_check(compute_score: Callable) -> Callable | None:
+    """``is_right(response, truth)`` of the task's reward.py, None without one."""
+    return getattr(_module(compute_score), "is_right", None)
+
+
+def asks_judge(compute_score: Callable) -> bool:
+    """Whether the reward's module uses tasks.common.rewards.judge."""
+    judge = "tasks.common.rewards.judge"
+    named = vars(_module(compute_score)).values() if _module(compute_score) else ()
+    return any(judge in (getattr(value, "__module__", ""), getattr(value, "__name__", "")) for value in named)
+
+
+def _module(compute_score: Callable):
+    return sys.modules.get(getattr(compute_score, "func", compute_score).__module__)
+
+
+def _no_network(event: str, arguments: tuple) -> None:
+    if event in ("socket.connect", "socket.bind") and arguments[0].family in (socket.AF_INET, socket.AF_INET6):
+        raise PermissionError("no network while a reward is attacked")
+    if event == "socket.getaddrinfo":
+        raise PermissionError("no network while a reward is attacked")

@@ -1,0 +1,351 @@
+"""evaluation/attack.py: planted holes are found, shipped rewards give no false alarm."""
+
+import importlib
+import json
+import re
+import time
+from itertools import islice
+
+import pytest
+
+from tasks.common.evaluation import attack
+from tasks.common.evaluation.exploits import Form, Row, shrunk
+from tasks.common.evaluation.guarded import Guarded, asks_judge
+from tasks.common.rewards import gym
+from tasks.common.rewards.answers import JudgeError, after_thinking, last_answer, read_ground_truth, reward_function
+from tasks.common.rewards.expression import parse_expression
+from tasks.common.rewards.math_answer import find_answer, read_number
+from tasks.common.rewards.tool_calls import Malformed, matched, parse_response
+from tasks.common.settings import load_settings
+from tests.helpers import ROOT, TASKS, copy_of_checkout, exported, make
+
+
+def rows_of(examples, count: int = 24) -> list[Row]:
+    return [
+        Row(
+            example.messages()[-1]["content"],
+            example.ground_truth if isinstance(example.ground_truth, str) else json.dumps(example.ground_truth),
+            example.demonstration,
+        )
+        for example in islice((example for example in examples if example), count)
+    ]
+
+
+def rows(task: str, count: int = 24) -> list[Row]:
+    """Problems that a task makes itself."""
+    module = importlib.import_module(f"tasks.{task}.prepare_data")
+    settings = load_settings(exported(ROOT / "tasks" / task / "train.sh", {"N_GPUS": "1"}))
+    return rows_of(module.generate(settings), count)
+
+
+def attacked(compute_score, problems: list[Row], tries: float, call: float = 30.0, judged: bool = False, **more):
+    reward = Guarded(compute_score, problems, network=False, seconds=call)
+    try:
+        search = attack.Search(problems, reward, seconds=120, **more)
+        attack.run(search, seed=42, judged=judged, tries=tries)
+    finally:
+        reward.close()
+    return search
+
+
+# ---- planted holes: our rewards, each with one mistake that a reward has had somewhere
+
+
+def scored(right: bool, partial: float = 0.0) -> dict:
+    return {"score": 1.0 if right else partial, "acc": float(right)}
+
+
+@reward_function
+def the_target_alone(source, response, truth, extra=None):
+    """countdown without a look at the numbers."""
+    parsed = parse_expression(last_answer(response) or "")
+    return scored(parsed is not None and parsed[0] == read_ground_truth(truth)["target"])
+
+
+@reward_function
+def any_expression(source, response, truth, extra=None):
+    """countdown that rewards the form."""
+    return scored(parse_expression(last_answer(response) or "") is not None)
+
+
+@reward_function
+def any_number_of_the_answer(source, response, truth, extra=None):
+    """gsm8k that takes one right number among several."""
+    found = find_answer(response)
+    return scored(found is not None and truth in re.findall(r"-?\d+", found.text))
+
+
+@reward_function
+def prefix(source, response, truth, extra=None):
+    """gsm8k that takes the beginning of the number."""
+    answer = re.findall(r"####\s*(-?\d*)", response)
+    return scored(bool(answer) and truth.startswith(answer[-1]))
+
+
+@reward_function
+def nan(source, response, truth, extra=None):
+    """gsm8k with a tolerance that NaN is never outside of."""
+    try:
+        value = float(response.rpartition("####")[2])
+    except ValueError:
+        return scored(False)
+    return scored("####" in response and not abs(value - float(truth)) > 1e-6)
+
+
+@reward_function
+def first_answer(source, response, truth, extra=None):
+    """countdown that reads the thinking too."""
+    truth, answers = read_ground_truth(truth), re.findall(r"<answer>(.*?)</answer>", response, re.DOTALL)
+    parsed = [parse_expression(answer) for answer in answers[:1]]
+    return scored(any(p and p[0] == truth["target"] and sorted(p[1]) == sorted(truth["numbers"]) for p in parsed))
+
+
+def called(response: str) -> list[dict]:
+    try:
+        return parse_response(response).calls
+    except Malformed:
+        return []
+
+
+@reward_function
+def spare_calls(source, response, truth, extra=None):
+    """tool_calling that forgets to count the calls that nobody asked for."""
+    truth = read_ground_truth(truth)
+    return scored(matched(called(response), truth["calls"], truth["tools"]) == len(truth["calls"]))
+
+
+@reward_function
+def no_call_is_none_wrong(source, response, truth, extra=None):
+    """tool_calling that asks only whether the calls made are expected: all of none are."""
+    truth = read_ground_truth(truth)
+    return scored(all(matched([call], truth["calls"], truth["tools"]) for call in called(response)))
+
+
+@reward_function
+def any_key(source, response, truth, extra=None):
+    """A JSON answer of which any value may be the right one."""
+    try:
+        value = json.loads(response)
+    except ValueError:
+        return scored(False)
+    return scored(isinstance(value, dict) and int(truth) in [v for v in value.values() if isinstance(v, int)])
+
+
+@reward_function
+def longer_is_better(source, response, truth, extra=None):
+    """gsm8k with a bonus for working that knows no end; acc is not touched."""
+    found = find_answer(response)
+    right = bool(found) and read_number(found.text) == read_number(truth)
+    return {"score": right + len(response) / 1000, "acc": float(right)}
+
+
+@reward_function
+def raises(source, response, truth, extra=None):
+    """gsm8k that takes every digit of Unicode for one that int() reads."""
+    text = after_thinking(response).rpartition("####")[2].strip()
+    return scored(text.isdigit() and int(text) == int(float(truth)))
+
+
+@reward_function
+def hangs(source, response, truth, extra=None):
+    """gsm8k with a pattern that takes exponential time."""
+    text = response.rpartition("####")[2].strip()
+    return scored(re.fullmatch(r"(\d+)+", text) is not None and text == truth)
+
+
+@reward_function
+def believes(source, response, truth, extra=None):
+    """A judge that reads the score of the answer for its own."""
+    if found := re.search(r'"score": (\d+)', response):
+        return scored(int(found[1]) == 10)
+    return scored(response.strip() == truth)
+
+
+def numbered() -> list[Row]:
+    """Rows for rewards that read JSON or bare numbers."""
+    return [
+        Row(f"Which number has the name {n:o}?", str(n), json.dumps({"answer": n, "sure": True}))
+        for n in range(1000, 1024)
+    ]
+
+
+def plain() -> list[Row]:
+    return [Row(f"Which number has the name {n:o}?", str(n), str(n)) for n in range(1000, 1024)]
+
+
+HOLES = [
+    (the_target_alone, "countdown", "the last number of the prompt copied"),
+    (any_expression, "countdown", "constant"),
+    (any_number_of_the_answer, "gsm8k", "several answers in one mark"),
+    (prefix, "gsm8k", "format without content"),
+    (nan, "gsm8k", "NaN and infinities"),
+    (first_answer, "countdown", "answer inside thinking, another outside"),
+    (spare_calls, "tool_calling", "several answers"),
+    (no_call_is_none_wrong, "tool_calling", "nothing at all"),
+    (any_key, numbered, "JSON with extra keys"),
+    (longer_is_better, "gsm8k", "length"),
+    (raises, "gsm8k", "Unicode digits and operators"),
+    (hangs, "gsm8k", "length"),
+    (believes, plain, "instructions to a judge"),
+]
+
+
+@pytest.mark.parametrize(("compute_score", "problems", "exploit"), HOLES, ids=[hole[0].__name__ for hole in HOLES])
+def test_a_planted_hole_is_found(compute_score, problems, exploit):
+    started = time.monotonic()
+    search = attacked(compute_score, problems() if callable(problems) else rows(problems), 1500, call=1.0)
+    assert exploit in search.found, search.found
+    assert time.monotonic() - started < 120
+    finding = search.found[exploit]
+    if not finding.broken:  # what is shown does score
+        again = compute_score("", finding.response, search.rows[finding.fooled[0]].truth)
+        assert again["acc"] == 1 or again["score"] >= search.best
+
+
+def test_what_is_shown_is_short():
+    search = attacked(nan, rows("gsm8k"), 1500)
+    found = search.found["NaN and infinities"]
+    assert found.response == "####nan" and len(found.fooled) == len(search.rows) and found.score == 1.0
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_shipped_rewards_give_no_alarm(task):
+    compute_score = importlib.import_module(f"tasks.{task}.reward").compute_score
+    search = attacked(compute_score, rows(task, 40), 1100)
+    assert search.found == {}
+    assert search.tried > 500 and len(search.against) > 30  # it did look, and knew what is right
+
+
+@pytest.mark.parametrize(
+    ("environment", "exploit", "response", "fewest"),
+    [
+        ("complex_arithmetic", "NaN and infinities", "<answer>nan</answer>", 40),
+        ("coin_flip", "constant", "<answer>0</answer>", 36),
+    ],
+)
+def test_the_holes_of_reasoning_gyms_scorers_are_found_and_closed(environment, exploit, response, fewest):
+    problems = rows_of(gym.examples(environment, None, 1), 40)
+    source = gym.dataset(environment)
+
+    def theirs(name, text, truth, extra=None):
+        answer = gym.last_answer(text)
+        value = source.score_answer(answer, gym._decoded(gym.read_ground_truth(truth))) if answer else 0.0
+        return {"score": value, "acc": float(value >= gym.RIGHT)}
+
+    search = attacked(theirs, problems, 400)
+    assert search.found[exploit].response == response and len(search.found[exploit].fooled) >= fewest
+    score = gym.scorer(environment)
+    assert sum(score(response, row.truth)["acc"] for row in problems) == 0
+
+
+# ---- the oracle
+
+
+def test_an_answer_within_the_tolerance_of_two_truths_is_none():
+    problems = [Row(f"Which number has the name {n:b}?", str(n), str(n)) for n in range(0, 90, 3)]
+
+    @reward_function
+    def near(source, response, truth, extra=None):
+        return scored(bool(re.fullmatch(r"[0-9]{1,9}", response)) and abs(int(response) - int(truth)) <= 2)
+
+    assert attacked(near, problems, 2500).found == {}
+
+
+def test_truths_that_are_equal_do_not_contradict():
+    problems = [Row(f"Is {n} even?", str(n % 2 == 0), str(n % 2 == 0)) for n in range(24)]
+    exact = reward_function(lambda source, response, truth, extra=None: scored(response == truth))
+    assert attacked(exact, problems, 1000).found == {}
+
+
+def test_without_demonstrations_what_is_right_for_most_truths_is_found():
+    problems = [Row(row.prompt, row.truth) for row in rows("countdown")]
+    search = attacked(any_expression, problems, 1000)
+    assert "right for most of 24 different truths" in {finding.why for finding in search.found.values()}
+
+
+def test_the_tasks_own_check_is_stricter(monkeypatch):
+    """A response that is right for one row alone is found where the task says what is right."""
+    lenient = reward_function(lambda source, response, truth, extra=None: scored(response.split("\n")[0] == truth))
+    assert attacked(lenient, plain(), 1000).found == {}
+    monkeypatch.setattr(importlib.import_module(__name__), "is_right", lambda r, t: r == t, raising=False)
+    assert {finding.why for finding in attacked(lenient, plain(), 1000).found.values()} == {"is_right says no"}
+
+
+def test_a_judge_is_asked_so_many_times_and_no_more():
+    search = attacked(believes, plain()[:6], float("inf"), calls=150, judged=True)
+    assert "instructions to a judge" in search.found and 150 <= search.reward.calls < 170
+
+
+def test_a_reward_that_uses_a_judge_is_known(monkeypatch):
+    assert not asks_judge(importlib.import_module("tasks.countdown.reward").compute_score)
+    module = importlib.import_module(__name__)
+    assert not asks_judge(believes)
+    monkeypatch.setattr(module, "judge", importlib.import_module("tasks.common.rewards.judge"), raising=False)
+    assert asks_judge(believes)
+
+
+# ---- the process
+
+
+def test_no_network_and_no_score_without_a_process():
+    def connects(source, response, truth, extra=None):
+        import socket
+
+        socket.create_connection(("127.0.0.1", 9), timeout=1)
+
+    def dies(source, response, truth, extra=None):
+        import os
+
+        os._exit(1)
+
+    for reward, problem in ((connects, "PermissionError"), (dies, "the process died")):
+        guarded = Guarded(reward, plain(), network=False)
+        assert problem in guarded.scores("x", [0, 1])[0].problem
+        guarded.close()
+
+
+def test_a_judge_that_fails_stops_the_attack():
+    def unreachable(source, response, truth, extra=None):
+        raise JudgeError("judge at http://localhost: no answer")
+
+    with pytest.raises(JudgeError, match="no answer"):
+        Guarded(unreachable, plain(), network=True).scores("x", [0])
+
+
+def test_the_form_of_an_answer_is_learned():
+    form = Form.learned(["<answer>12</answer>", "<answer>17</answer>", "<answer>5</answer>", "x"])
+    assert (form.before, form.after, form.answers) == ("<answer>", "</answer>", ("12", "17", "5"))
+    assert form.around("nan") == "<answer>nan</answer>"
+    assert form.emptied("<think>3+9=12</think><answer>12</answer>") == "<think>3+9=</think><answer></answer>"
+    assert Form.learned(["<answer>0</answer>"] * 8) == Form("<answer>", "</answer>", ("0",))
+    assert Form.learned([]) == Form()
+
+
+def test_shrunk():
+    assert shrunk("one two three four five", lambda text: "three" in text) == "three"
+    assert shrunk("one two", lambda text: False) == "one two"
+
+
+# ---- the command
+
+
+def test_make_attack_writes_what_it_found_and_fails_in_ci(tmp_path):
+    checkout = copy_of_checkout(tmp_path / "checkout")
+    given = {"TASK": "countdown", "STACK": "cpu", "SECONDS": "5", "TRAIN_SIZE": "128", "TEST_SIZE": "8"}
+    given |= {"ARTIFACTS": str(tmp_path / "artifacts"), "DEV_SIZE": "4", "SFT_SIZE": "64"}
+    result = make("attack", cwd=checkout, **given)
+    assert result.returncode == 0 and "no exploit found" in result.stdout, result.stdout
+    reward = checkout / "tasks/countdown/reward.py"
+    text = reward.read_text()
+    holed = text.replace('Counter(parsed[1]) == Counter(truth["numbers"])', "True")
+    assert holed != text
+    reward.write_text(holed)
+    result = make("attack", cwd=checkout, **given)
+    assert result.returncode != 0 and "the last number of the prompt copied" in result.stdout, result.stdout
+    folder = tmp_path / "artifacts/attack/countdown"
+    found = json.loads((folder / "attack.json").read_text())
+    assert found["rows"] == 40 and {"exploit", "score", "fooled", "response"} <= found["exploits"][0].keys()
+    for line in (folder / "examples.jsonl").read_text().splitlines():
+        row = json.loads(line)  # a line that the task's examples.jsonl takes, refused until the hole is closed
+        compute_score = importlib.import_module("tasks.countdown.reward").compute_score
+        assert compute_score("countdown", row["response"], row["ground_truth"])["acc"] == 0 and row["score"] <= 0.1
