@@ -223,11 +223,19 @@ def test_shipped_rewards_give_no_alarm(task):
         ("coin_flip", "constant", "<answer>0</answer>", 36),
     ],
 )
-def test_the_known_holes_of_reasoning_gyms_scorers_are_found(environment, exploit, response, fewest):
-    score = gym.scorer(environment)
+def test_the_holes_of_reasoning_gyms_scorers_are_found_and_closed(environment, exploit, response, fewest):
     problems = rows_of(gym.examples(environment, None, 1), 40)
-    search = attacked(lambda source, text, truth, extra=None: score(text, truth), problems, 400)
+    source = gym.dataset(environment)
+
+    def theirs(name, text, truth, extra=None):
+        answer = gym.last_answer(text)
+        value = source.score_answer(answer, gym._decoded(gym.read_ground_truth(truth))) if answer else 0.0
+        return {"score": value, "acc": float(value >= gym.RIGHT)}
+
+    search = attacked(theirs, problems, 400)
     assert search.found[exploit].response == response and len(search.found[exploit].fooled) >= fewest
+    score = gym.scorer(environment)
+    assert sum(score(response, row.truth)["acc"] for row in problems) == 0
 
 
 # ---- the oracle

@@ -137,6 +137,31 @@ def test_what_the_package_takes_wrongly(score, env, answer, fraction):
             assert score(answered(text), example.ground_truth)["score"] == fraction
 
 
+@pytest.mark.parametrize(
+    "text", ["nan", "NaN", "-nan", "(nan)", "nanj", "nan i", "nan+nanj", "1e999+nanj", "-Infinity"]
+)
+@pytest.mark.parametrize("env", ["complex_arithmetic", "coin_flip", "decimal_arithmetic", "polynomial_equations"])
+def test_a_number_that_is_not_finite_scores_0(score, env, text):
+    for example in some(env, 4):
+        assert score(answered(text), example.ground_truth)["score"] == 0.0
+
+
+def test_a_word_that_looks_like_nan_is_a_word():
+    source = gym.dataset("spell_backward")
+    entry = {"question": "", "answer": "nan", "metadata": {"source_dataset": "spell_backward"}}
+    assert gym.score_entry(source, "nan", entry) == 1.0
+    assert gym.score_entry(source, "nat", entry) > 0.5
+
+
+def test_the_beginning_of_a_probability_is_worth_nothing(score):
+    for example in some("coin_flip", 8, {"min_trials": 6, "max_trials": 9}):
+        truth = example.ground_truth["answer"]
+        for text in ("0", "0.0", "0.", "1e-9", "0/1", "1e400", "", "٠", str(float(truth) + 0.01)):
+            assert score(answered(text), example.ground_truth)["score"] == 0.0
+        for text in (truth, f"{float(truth):.5g}", str(float(truth) * (1 + 1e-5))):
+            assert score(answered(text), example.ground_truth)["score"] == 1.0
+
+
 ATTACKS = [
     "__import__('os').system('touch {new}')",
     "[open('{new}', 'w')]",

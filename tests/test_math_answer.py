@@ -1,5 +1,6 @@
 """rewards/math_answer.py: which text is the final answer, which number it states, what equals what."""
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from fractions import Fraction
 
@@ -40,6 +41,8 @@ from tasks.common.rewards.math_answer import MAX_ANSWER_CHARS, compare, find_ans
         (r"\frac{36}{2}", 18),
         (r"\dfrac{ 36 }{ 2 }", 18),
         (r"-\frac{1}{2}", Fraction(-1, 2)),
+        (r"\frac{-36}{2}", -18),
+        (r"1\frac{-1}{2}", None),
         (r"1\frac12", Fraction(3, 2)),
         ("18%", 18),
         (r"18\%", 18),
@@ -74,6 +77,18 @@ from tasks.common.rewards.math_answer import MAX_ANSWER_CHARS, compare, find_ans
         ("9 * 2 = 18", 18),
         ("9 * 2 = $18 dollars", 18),
         ("≈ 18", 18),
+        (r"\approx 18", 18),
+        ("₹18", 18),
+        ("18元", 18),
+        ("18 个苹果", 18),
+        ("18円", 18),
+        ("答案：18", 18),
+        ("18 m²", 18),
+        ("18 cm^2", 18),
+        (r"18 \text{ ft}^{3}", 18),
+        (r"1.8 \times 10^{1}", 18),
+        ("1.8 × 10^1", 18),
+        ("1800 * 10^-2", 18),
         ("Answer: 18", 18),
         ("the total is 18", 18),
         ("9" * 18, 10**18 - 1),
@@ -81,6 +96,18 @@ from tasks.common.rewards.math_answer import MAX_ANSWER_CHARS, compare, find_ans
         ("eggs", None),
         ("9" * 19, None),
         ("1/0", None),
+        ("48 24/1", None),
+        ("17 2/2", None),
+        ("1 1.5/2", None),
+        ("18万", None),
+        ("18或19", None),
+        ("18加1", None),
+        ("18多", None),
+        ("10分之三", None),
+        ("18 m^2 + 1", None),
+        ("2 × 9^1", None),
+        ("1 × 10^999", None),
+        (r"\gcd(18, 36)", None),
         ("1/2/3", None),
         ("1.2.3", None),
         ("1,00", None),
@@ -140,6 +167,16 @@ def test_read_number(text, number):
         ("#### 18" + " and so on, 24 hours a day" * 1000, None, "hashes"),
         ("#### 18\n" + "24 hours a day. " * 6000, "18", "hashes"),
         ("#### 18\n#### Note\nThat was all.", "18", "hashes"),
+        ("#### 18\n\n#### 2. Check", "18", "hashes"),
+        ("#### 1. Add\n#### 2) **Check it**\n\\boxed{18}", "18", "boxed"),
+        ("#### 18\n#### **2. Check the sum.**", "18", "hashes"),
+        ("#### 17\n#### 18. That is all.\n", "17", "hashes"),
+        ("#### 18。", "18", "hashes"),
+        ("#### 答案是18元。完", "18元", "hashes"),
+        ("#### 18<|im_end|>", "18", "hashes"),
+        ("The answer is 18</s>\n", "18", "sentence"),
+        ("\\boxed{18}<|eot_id|><|end_of_text|>", "18", "boxed"),
+        ("最终答案：18个", "18个", "sentence"),
         ("#### 18 \\boxed{19} The answer is 20.", "18 \\boxed{19} The answer is 20", "hashes"),
         ("#### 18\nThe answer is \\boxed{20}.", "18", "hashes"),
         ("#### Step 3: add them\n\\boxed{18}", "18", "boxed"),
@@ -167,6 +204,7 @@ def test_read_number(text, number):
         ("#### 17</think>a</THINK>#### 18", "18", "hashes"),
         ("#### 18<think>#### 17", "18", "hashes"),
         ("x" * 200_000 + "#### 18", "18", "hashes"),
+        ("<think>" + "x" * 200_000 + "#### 18", None, None),
         ("#### 18</think>", None, None),
         ("<think>#### 18", None, None),
         ("<think>a</think><think>#### 18", None, None),
@@ -290,6 +328,20 @@ def test_a_long_response_gives_a_short_answer(response):
     for flexible in (False, True):
         found = find_answer(response, flexible)
         assert found is None or len(found.text) <= MAX_ANSWER_CHARS
+
+
+@pytest.mark.parametrize(
+    "text", ["The answer ", "The answer is ", "answer is 9 ", "####", "#### 1", "\\boxed{", "答案是", "<|a|>"]
+)
+def test_repetition_takes_few_milliseconds(text):
+    response = text * (100_000 // len(text))
+    find_answer(response, flexible=True)
+    times = []
+    for _ in range(5):
+        start = time.thread_time()
+        find_answer(response, flexible=True)
+        times.append(time.thread_time() - start)
+    assert min(times) < 0.005
 
 
 def test_text_is_never_run_as_python(tmp_path):

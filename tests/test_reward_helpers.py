@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from tasks.common.rewards.answers import RewardError, last_answer, read_ground_truth, reward_function
+from tasks.common.rewards.answers import RewardError, after_thinking, last_answer, read_ground_truth, reward_function
 
 
 @pytest.mark.parametrize(
@@ -43,6 +43,29 @@ def test_json_text_and_object_are_the_same_ground_truth(value):
 @pytest.mark.parametrize("value", [{"target": 3}, [1, 2], 3, None])
 def test_other_ground_truth_is_returned_as_it_is(value):
     assert read_ground_truth(value) is value
+
+
+@pytest.mark.parametrize("opened", [True, 1, False, None])
+def test_a_reward_gets_the_thinking_that_the_prompt_opened(opened):
+    @reward_function
+    def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):
+        return {"score": after_thinking(solution_str) == "", "acc": solution_str.count("<think>")}
+
+    assert compute_score("t", "a", "", {"think_opened": opened}) == {"score": bool(opened), "acc": bool(opened)}
+    assert compute_score("t", "a", "") == {"score": 0.0, "acc": 0.0}
+
+
+@pytest.mark.parametrize(
+    "response, answer",
+    [
+        ("<think>" + "x" * 200_000 + "#### 18", ""),
+        ("<think>a</think>b", "b"),
+        ("a</think>b<THINK>c", "b"),
+        ("</think>" + "x" * 100_000 + "end", "x" * 99_997 + "end"),
+    ],
+)
+def test_after_thinking(response, answer):
+    assert after_thinking(response) == answer
 
 
 def scorer(result):

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -197,14 +198,47 @@ def test_secrets_are_out_of_reach(sandbox, tmp_path):
     assert outcome(sandbox, "__import__('os').listdir('/root')") == "failed: PermissionError"
 
 
-def test_a_forged_reply_is_not_taken_for_the_next(sandbox):
-    forge = (
-        "[__import__('os').write(fd, b'{\"value\":9}\\n') for fd in range(3, 9)"
-        " if __import__('stat').S_ISSOCK(__import__('os').fstat(fd).st_mode)]"
-    )
+FORGED = """
+def forge(text):
+    import os, stat
+    for fd in range(3, 64):
+        try:
+            if stat.S_ISSOCK(os.fstat(fd).st_mode):
+                os.write(fd, text)
+        except OSError:
+            pass
+"""
+
+
+@pytest.mark.parametrize(
+    "reply", [b"[" * 60_000 + b"]" * 60_000, b'{"a":' * 9000, b'{"value": 9}', b"[9]", b'{"value": 9, "nonce": "0"}']
+)
+def test_a_forged_reply_fails_the_call_and_the_worker_is_replaced(sandbox, reply):
+    pid = sandbox.call("__import__('os').getpid()")
+    code = f"exec({FORGED + f'forge({reply!r} + bytes([10]))'!r})"
+    assert outcome(sandbox, code) == "failed: the worker died"
+    assert sandbox.call("1 + 1") == 2
+    assert sandbox.call("__import__('os').getpid()") != pid
+
+
+def test_a_forged_reply_after_another_is_not_taken_for_the_next(sandbox):
+    forge = "forge(b'{\"value\": 9}' + bytes([10]))"
     with contextlib.suppress(CallFailed):
-        sandbox.call(f"(lambda: ({forge}, {forge}))() and 0")
+        sandbox.call(f"exec({FORGED + forge + chr(10) + forge!r})")
     assert [sandbox.call("1 + 1") for _ in range(3)] == [2, 2, 2]
+
+
+def test_a_forged_reply_that_comes_late_is_not_the_next_answers(sandbox, monkeypatch):
+    """It lies in the socket after the look for one that is there already."""
+    monkeypatch.setattr("tasks.common.rewards.sandbox.select.select", lambda *arguments: ([], [], []))
+    sandbox.call("1 + 1")
+    ours, theirs = socket.socketpair()
+    theirs.sendall(b'{"value": 9}\n')
+    sandbox._socket.close()
+    sandbox._socket = ours
+    with theirs:
+        assert outcome(sandbox, "1 + 1") == "failed: the worker died"
+    assert sandbox.call("1 + 1") == 2
 
 
 def test_many_threads_share_it(sandbox):

@@ -12,10 +12,12 @@ from tasks.common.rewards.tool_calls import (
     MAX_CHARS,
     MAX_DEPTH,
     Malformed,
+    expected_calls,
     matched,
     parse_calls,
     parse_response,
     render_calls,
+    same_call,
     same_value,
     split_thinking,
     strict_json,
@@ -122,6 +124,79 @@ def test_what_begins_as_a_call_and_is_none_is_malformed(text):
 
 
 @pytest.mark.parametrize(
+    "text",
+    [
+        '{"tool_calls": [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{\\"x\\": 1}"}}]}',
+        '{"role": "assistant", "content": null, "tool_calls": [{"function": {"name": "f", "arguments": {"x": 1}}}]}',
+        '[{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]',
+        '{"type": "function", "function": "f", "parameters": {"x": 1}}',
+        '<function=f>{"x": 1}</function>',
+        '\n<function=f> {"x": 1} </function>\n',
+    ],
+)
+def test_other_forms_of_a_call_are_read(text):
+    assert parse_calls(text) == ([{"name": "f", "arguments": {"x": 1}}], "")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[f(x=1)]",
+        "f(x=1)",
+        "f()",
+        '[f(x=1), a.g(y="b")]',
+        "[f(1)]",
+        "```python\nf(x=1)\n```",
+        "Sure:\n[f(x=1)]",
+        '<|tool_calls_section_begin|><|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{"x": 1}',
+        '>>>f\n{"x": 1}',
+        '<|from|>assistant\n<|recipient|>f\n<|content|>{"x": 1}',
+        "<function=f><parameter=x>1</parameter></function>",
+        'I call <function=f>{"x": 1}</function>',
+        '<function=f>{"x": 1}',
+        '{"tool_calls": []}',
+        '{"tool_calls": [1]}',
+        '{"content": "Hi", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}',
+        'Now {"type": "function", "function": "f", "parameters": {"x": 1}}',
+    ],
+)
+def test_a_call_in_a_form_that_is_not_read_is_malformed_and_never_text(text):
+    with pytest.raises(Malformed):
+        parse_calls(text)
+
+
+@pytest.mark.parametrize(
+    "text", ["f(x) is a function.", "[the docs](http://a)", '{"a": 1}', "Use:\n```\nplot(x=1)\n```\nto plot.", "[1, 2]"]
+)
+def test_text_that_looks_a_little_like_a_call_is_text(text):
+    assert parse_calls(text) == ([], text)
+
+
+BFCL_CALL = {"f": {"x": [1, 2], "unit": ["m", ""], "at": [{"city": ["a", "b"]}, ""], "l": [[1], [2], ""]}}
+
+
+@pytest.mark.parametrize(
+    "arguments, right",
+    [
+        ({"x": 1}, True),
+        ({"x": 2, "unit": "m", "at": {"city": "b"}, "l": [2]}, True),
+        ({"x": 3}, False),
+        ({"x": "1"}, False),
+        ({}, False),
+        ({"x": 1, "unit": "km"}, False),
+        ({"x": 1, "at": {"city": "c"}}, False),
+        ({"x": 1, "l": [1, 2]}, False),
+        ({"x": 1, "y": 1}, False),
+        ({"x": [1, 2]}, False),
+    ],
+)
+def test_a_truth_with_several_allowed_values(arguments, right):
+    (expected,) = expected_calls([BFCL_CALL])
+    assert same_call({"name": "f", "arguments": arguments}, expected, {}) is right
+    assert not same_call({"name": "g", "arguments": arguments}, expected, {})
+
+
+@pytest.mark.parametrize(
     "response, opened, expected",
     [
         ("", False, (None, "")),
@@ -134,7 +209,7 @@ def test_what_begins_as_a_call_and_is_none_is_malformed(text):
     ],
 )
 def test_split_thinking(response, opened, expected):
-    assert split_thinking(response, opened) == expected
+    assert split_thinking("<think>" * opened + response) == expected
 
 
 @pytest.mark.parametrize(
@@ -153,7 +228,7 @@ def test_split_thinking(response, opened, expected):
 )
 def test_thinking_stands_once_at_the_start(response, opened):
     with pytest.raises(Malformed):
-        split_thinking(response, opened)
+        split_thinking("<think>" * opened + response)
 
 
 def test_calls_in_the_thinking_do_not_count():
@@ -210,7 +285,7 @@ PIECES += [
 @example('{"name":' * 1500, False)
 def test_any_text_is_parsed_or_malformed(text, opened):
     try:
-        found = parse_response(text, opened)
+        found = parse_response("<think>" * opened + text)
     except Malformed:
         return
     assert all(call.keys() == {"name", "arguments"} for call in found.calls)

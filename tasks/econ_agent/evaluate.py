@@ -5,6 +5,7 @@ import functools
 import numpy as np
 
 from tasks.common.evaluation.main import main
+from tasks.common.rewards.answers import with_opened_thinking
 from tasks.common.rewards.json_answer import read_object
 from tasks.econ_agent.reward import INVALID, compute_score
 
@@ -16,7 +17,7 @@ def metrics(scored: list[dict]) -> dict[str, float]:
     collapsed to one decision has a deviation near 0; that of the targets stands in README.md."""
     decided = [row["reward"] for row in scored if row["reward"]["format"]]
     values = {
-        "json": np.mean([_is_json(row["response"]) for row in scored]),
+        "json": np.mean([_is_json(with_opened_thinking(row["response"], row.get("extra_info"))) for row in scored]),
         "minus_one": np.mean([row["reward"]["score"] <= INVALID for row in scored]),
     }
     for name in ("work", "consumption"):

@@ -71,12 +71,8 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, vari
     thinking around the object. Returns the same keys for every row: ``score`` in [-1, 1]; ``acc``, 1.0 where it is at
     least 0.8; ``format``; ``work`` and ``consumption``, 0.0 where there is no decision; and the state of the economy.
     """
-    if variant not in VARIANTS:
-        raise ValueError(f"variant={variant}: must be strict or lenient")
     truth = read_ground_truth(ground_truth)
     goals = targets(truth["income"], truth["savings"], truth["price"], truth["interest"])
-    if (extra_info or {}).get("think_opened"):  # by the prompt: the response begins inside of it
-        solution_str = f"<think>{solution_str}"
     decision = read_decision(solution_str, strict=variant == "strict")
     score = INVALID if decision is None else float(decision_score(*decision, *goals))
     work, consumption = decision or (0.0, 0.0)

@@ -19,6 +19,7 @@ from tasks.common.evaluation.sample import sampling
 from tasks.common.evaluation.tables import markdown_table, show_table
 from tasks.common.files import write_json, written_beside
 from tasks.common.process import Progress, StageFailed, errors_in_one_line, interrupt_on_sigterm, run
+from tasks.common.rewards.answers import with_opened_thinking
 from tasks.common.settings import Settings, SettingsError, artifacts, fingerprint, load_settings, positive, variable
 from tasks.econ_agent.prepare_data import SHOTS, SYSTEM, prompt
 from tasks.econ_agent.retrieval import Memory, roll_out
@@ -51,7 +52,7 @@ def model_policy(engine, how: engines.Sampling, memory: Memory, difficulty: str,
         for request, (completion, *_) in engine.generate(requests, how):
             if completion.finish_reason == TOO_LONG:
                 raise DataError(f"a prompt is longer than MAX_PROMPT_LENGTH={how.max_prompt_tokens} tokens; raise it")
-            response = f"<think>{completion.response}" if completion.think_opened else completion.response
+            response = with_opened_thinking(completion.response, {"think_opened": completion.think_opened})
             if decision := read_decision(response, strict):
                 work[request.index], consumption[request.index] = decision
                 missing -= 1

@@ -114,7 +114,11 @@ def test_the_economy_is_logged_and_not_rewarded():
         ({}, "strict", "KeyError"),
         ({"income": 1}, "strict", "KeyError: 'savings'"),
         ("no state", "strict", "TypeError"),
-        ({"income": 1, "savings": 1, "price": 1, "interest": 0}, "loose", "variant=loose: must be strict or lenient"),
+        (
+            {"income": 1, "savings": 1, "price": 1, "interest": 0},
+            "loose",
+            "variant=loose .REWARD.: must be one of strict, lenient",
+        ),
     ],
 )
 def test_a_broken_ground_truth_or_variant_is_named(truth, variant, message):

@@ -4,7 +4,7 @@ import functools
 import re
 
 from tasks.common.evaluation.main import main
-from tasks.common.rewards.answers import after_thinking
+from tasks.common.rewards.answers import after_thinking, with_opened_thinking
 from tasks.gsm8k.reward import compute_score
 
 _CALCULATION = re.compile(r"\d[^\n=]{0,80}=[^\n=\d]{0,4}\d")
@@ -23,7 +23,8 @@ def metrics(scored: list[dict]) -> dict[str, float]:
     """Shares of the sampled completions. ``hashes``: with a ``####``, readable or not. ``format_loss``: wrong under
     "strict", right under "flexible". ``no_working``: with a final answer, and no calculation (``... = number``) in the
     whole response."""
-    signs = [_signs(row["response"], str(row["ground_truth"])) for row in scored]
+    responses = [with_opened_thinking(row["response"], row.get("extra_info")) for row in scored]
+    signs = [_signs(text, str(row["ground_truth"])) for text, row in zip(responses, scored, strict=True)]
     means = [sum(values) / len(scored) for values in zip(*signs, strict=True)]
     return dict(zip(("hashes", "format_loss", "no_working"), means, strict=True))
 

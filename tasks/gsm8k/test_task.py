@@ -37,7 +37,6 @@ def result(response, truth="18", **kwargs):
         ("#### 18%", 1.0, "marked"),
         ("#### 9 * 2 = 18", 1.0, "marked"),
         ("#### 36/2", 1.0, "marked"),
-        ("#### $2\\sqrt{81}$", 1.0, "marked"),
         ("#### 1.8 \\times 10^1", 1.0, "marked"),
         ("#### 17\n#### 18", 1.0, "marked"),
         ("#### 18\n" + "This is long. 24 hours. " * 4000, 1.0, "marked"),
@@ -50,7 +49,17 @@ def result(response, truth="18", **kwargs):
         ("#### 18 million", 0.1, "marked"),
         ("#### 18\n#### 17", 0.1, "marked"),
         ("\\boxed{17}\nThe answer is 18.", 0.1, "boxed"),
-        ("#### \\sqrt{323}", 0.1, "marked"),
+        ("#### 18\n\n#### 2. Check", 1.0, "marked"),
+        ("#### 18元", 1.0, "marked"),
+        ("#### 18 m²<|im_end|>", 1.0, "marked"),
+        ("答案是 18。", 1.0, "sentence"),
+        ("#### 48 24/1", 0.0, None),
+        ("#### $2\\sqrt{81}$", 0.0, None),
+        ("#### 9\\sqrt{4}", 0.0, None),
+        ("\\boxed{\\frac{9}{\\frac{1}{2}}}", 0.0, None),
+        ("\\boxed{\\gcd(-18,-36)}", 0.0, None),
+        ("\\boxed{\\max(18, 2)}", 0.0, None),
+        ("#### \\sqrt{323}", 0.0, None),
         ("The answer is 18 or 19.", 0.1, "sentence"),  # of a sentence, the last number
         ("#### 18 or 19", 0.0, None),
         ("#### 17 18 19", 0.0, None),
@@ -102,6 +111,14 @@ def test_variants(response, strict, flexible):
     assert result(response, variant="flexible")["score"] == flexible
 
 
+@pytest.mark.parametrize("variant", ["strict", "flexible"])
+def test_an_answer_inside_a_thought_that_the_prompt_opened_is_none(variant):
+    opened = {"think_opened": True}
+    for response in ("#### 18", "Wait. \\boxed{18}", "The answer is 18.", "18", "x" * 200_000 + "#### 18"):
+        assert result(response, extra_info=opened, variant=variant)["score"] == 0.0
+    assert result("9 * 2</think>\n#### 18", extra_info=opened, variant=variant)["score"] == 1.0
+
+
 @pytest.mark.parametrize("truth", ["1080", "1,080", "1080.0", 1080])
 def test_the_ground_truth_may_be_written_in_several_ways(truth):
     assert result("#### $1,080.", truth)["score"] == 1.0
@@ -114,7 +131,7 @@ def test_a_ground_truth_that_is_not_a_number_is_an_error(truth):
 
 
 def test_an_unknown_variant_is_an_error():
-    with pytest.raises(RewardError, match="variant=lenient: must be one of strict, flexible"):
+    with pytest.raises(RewardError, match=r"variant=lenient .REWARD.: must be one of strict, flexible"):
         result("#### 18", variant="lenient")
 
 

@@ -27,7 +27,7 @@ from tasks.common.evaluation.sample import Job, Scoring, report_errors, sample_h
 from tasks.common.evaluation.statistics import Estimate, bootstrap_mean, proportion
 from tasks.common.evaluation.tables import comparison_table, show_table
 from tasks.common.process import errors_in_one_line, interrupt_on_sigterm
-from tasks.common.rewards.answers import reward_function
+from tasks.common.rewards.answers import reward_function, with_opened_thinking
 from tasks.common.rewards.tool_calls import Malformed, parse_response
 from tasks.common.settings import ROOT, Settings, SettingsError, artifacts, fingerprint, load_settings
 
@@ -120,7 +120,7 @@ def prepare(path: Path) -> dict[str, int]:
     return {category: len(rows[category]) for category in CATEGORIES}
 
 
-def judge(category: str, response: str, truth: dict, think_opened: bool = False) -> tuple[bool, str, list | None]:
+def judge(category: str, response: str, truth: dict) -> tuple[bool, str, list | None]:
     """Whether ``response`` is right; if not, why (the checker's ``error_type``); and its calls in BFCL's form
     ``[{name: {argument: value}}]``, None if they cannot be read.
 
@@ -128,7 +128,7 @@ def judge(category: str, response: str, truth: dict, think_opened: bool = False)
     """
     bfcl = package()
     try:
-        calls = [{call["name"]: call["arguments"]} for call in parse_response(response, think_opened).calls]
+        calls = [{call["name"]: call["arguments"]} for call in parse_response(response).calls]
     except Malformed:
         calls = None
     if category not in AST:
@@ -147,8 +147,7 @@ def judge(category: str, response: str, truth: dict, think_opened: bool = False)
 @reward_function
 def compute_score(data_source, solution_str, ground_truth, extra_info=None) -> dict:
     """``score``, ``acc``: 1.0 if BFCL's checker accepts the response; ``unreadable``: 1.0 for unreadable calls."""
-    opened = bool((extra_info or {}).get("think_opened"))
-    right, _, calls = judge(data_source, solution_str, json.loads(ground_truth), opened)
+    right, _, calls = judge(data_source, solution_str, json.loads(ground_truth))
     return {"score": right, "acc": right, "unreadable": calls is None}
 
 
@@ -180,8 +179,8 @@ def why_wrong(rollouts: list[Rollout]) -> dict[str, dict[str, int]]:
         if not r.reward:
             counts[r.data_source]["the reward raised" if r.error else "prompt too long"] += 1
         elif not r.reward["acc"]:
-            opened = bool(r.extra_info.get("think_opened"))
-            counts[r.data_source][judge(r.data_source, r.response, json.loads(r.ground_truth), opened)[1]] += 1
+            response = with_opened_thinking(r.response, r.extra_info)
+            counts[r.data_source][judge(r.data_source, response, json.loads(r.ground_truth))[1]] += 1
     return {category: dict(count.most_common()) for category, count in counts.items()}
 
 

@@ -3,7 +3,7 @@
 from collections import Counter
 
 from tasks.common.rewards.answers import read_ground_truth, reward_function
-from tasks.common.rewards.tool_calls import Malformed, Response, matched, parse_response
+from tasks.common.rewards.tool_calls import Malformed, Response, expected_calls, matched, parse_response
 
 VARIANTS = ("instruct", "strict")
 
@@ -13,20 +13,18 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, vari
     """Score one response.
 
     ``ground_truth`` is ``{"calls": [{"name": str, "arguments": dict}], "tools": [OpenAI schemas]}`` or that as JSON
-    text; no calls: none is expected. ``variant`` (the setting REWARD) "strict" demands thinking, "instruct" allows it.
-    ``extra_info["think_opened"]``: the model's template has put ``<think>`` into the prompt.
+    text; no calls: none is expected. A call may have BFCL's form, ``{name: {argument: [allowed values]}}``.
+    ``variant`` (the setting REWARD) "strict" demands thinking, "instruct" allows it.
 
     Returns the same keys for every row, 0.0 or 1.0 except the counts: ``score`` and ``acc``, everything is right;
     ``format``, the form is right; ``parsed``, no malformed call or thinking; ``thinking``, not empty; ``text``, some
     outside of calls; ``names``, the right functions, each as often as expected; ``arguments``, the calls are equal,
     whatever the form; counts of calls: ``made``, ``expected``, ``missing``, ``extra``.
     """
-    if variant not in VARIANTS:
-        raise ValueError(f"REWARD={variant}: must be one of {', '.join(VARIANTS)}")
     truth = read_ground_truth(ground_truth)
-    expected, tools = truth["calls"], truth.get("tools") or []
+    expected, tools = expected_calls(truth["calls"]), truth.get("tools") or []
     try:
-        response, parsed = parse_response(solution_str, bool((extra_info or {}).get("think_opened"))), True
+        response, parsed = parse_response(solution_str), True
     except Malformed:
         response, parsed = Response(None, [], ""), False
     made = response.calls

@@ -31,9 +31,16 @@ def read_ground_truth(ground_truth) -> object:
         return ground_truth
 
 
+def with_opened_thinking(response: str, extra_info: dict | None) -> str:
+    """``response`` with the ``<think>`` that its prompt ended with (``extra_info["think_opened"]``, which
+    verl_plugins/dataset.py sets): without it, a response that never stops thinking looks like one that never began."""
+    return f"<think>{response}" if (extra_info or {}).get("think_opened") else response
+
+
 def after_thinking(response: str) -> str:
-    """The text after the last ``</think>``, up to a ``<think>`` that is not closed; of the last 100,000 characters."""
-    return _THINK.split(_THINK_END.split(response[-MAX_RESPONSE_CHARS:])[-1], 1)[0]
+    """The text after the last ``</think>``, up to a ``<think>`` that is not closed; at most its last 100,000
+    characters."""
+    return _THINK.split(_THINK_END.split(response)[-1], 1)[0][-MAX_RESPONSE_CHARS:]
 
 
 def last_answer(response: str) -> str | None:
@@ -62,6 +69,9 @@ def of_variant(compute_score: Callable[..., dict], variant: str) -> Callable[...
 def reward_function(compute_score: Callable[..., dict]) -> Callable[..., dict]:
     """Decorator for a task's ``compute_score``: it must return ``{"score": float, "acc": 0 or 1, ...}``, all finite.
 
+    ``compute_score`` gets the response with the ``<think>`` that the prompt opened, and a ``variant`` that is one of
+    its module's VARIANTS.
+
     Anything else, and what the function raises, becomes a RewardError of one line with the ground truth: an advantage
     computed from NaN would ruin the policy in silence.
     """
@@ -70,7 +80,11 @@ def reward_function(compute_score: Callable[..., dict]) -> Callable[..., dict]:
     def checked(data_source, solution_str, ground_truth, extra_info=None, **kwargs) -> dict:
         where = f"reward of {data_source!r} on ground_truth={str(ground_truth)[:200]!r}"
         try:
-            result = compute_score(data_source, solution_str, ground_truth, extra_info, **kwargs)
+            known, variant = compute_score.__globals__.get("VARIANTS"), kwargs.get("variant")
+            if known and variant and variant not in known:
+                raise ValueError(f"variant={str(variant)[:40]} (REWARD): must be one of {', '.join(known)}")
+            response = with_opened_thinking(solution_str, extra_info)
+            result = compute_score(data_source, response, ground_truth, extra_info, **kwargs)
         except RewardError:
             raise
         except Exception as error:

@@ -165,15 +165,37 @@ def worker(env: str, config: str) -> Callable[[str, dict], float]:
 
 
 def score_entry(source, answer: str, entry: dict) -> float:
-    """The score of ``answer`` by ``source``, in [0, 1]; NaN is 0. Corrects two scorers that accept wrong answers."""
+    """The score of ``answer`` by ``source``, in [0, 1]; NaN is 0. Corrects the scorers that accept wrong answers."""
     metadata = entry["metadata"]
     name = metadata.get("source_dataset")
+    if _is_non_finite(answer) and not _is_non_finite(str(entry["answer"])):  # theirs: min(1.0, nan) is 1.0
+        return 0.0
+    if name == "coin_flip":  # theirs gives 0 and any other beginning of the answer 1
+        return float(_is_probability(answer, entry["answer"]))
     if name == "game_of_life_halting":  # theirs gives any text 1: it compares bool(text)
         return float(answer.strip().lower() == entry["answer"].lower())
     value = float(source.score_answer(answer, entry))
     if name == "puzzle24" and sorted(map(int, re.findall(r"\d{1,9}", answer))) != sorted(metadata["numbers"]):
         value = min(value, 0.01)  # theirs takes any four numbers
     return 0.0 if math.isnan(value) else min(1.0, max(0.0, value))
+
+
+def _is_non_finite(text: str) -> bool:
+    """Whether ``text`` is numbers alone, one of them NaN or infinite; ``nanj`` and ``nani`` are complex ones."""
+    words = re.findall(r"[^\W\d_]+", text.lower())
+    return any(word.startswith(("nan", "inf")) for word in words) and all(map(_NUMBER_WORD.fullmatch, words))
+
+
+_NUMBER_WORD = re.compile(r"(?:nan|inf|infinity)?[ij]?|e")
+
+
+def _is_probability(answer: str, truth: str) -> bool:
+    """Whether ``answer``, a decimal or a fraction, is ``truth`` to 0.0001, as reasoning-gym has it, and to 1 %."""
+    try:
+        given, true = (float(Fraction(text.strip().replace(",", ""))) for text in (answer, truth))
+    except (ValueError, ZeroDivisionError, OverflowError):
+        return False
+    return abs(given - true) <= min(1e-4, 0.01 * true)
 
 
 def _replacements() -> Iterator[tuple[object, str, Callable]]:

@@ -187,7 +187,7 @@ class Judge:
             raise _Failed("its reply was cut off at the limit of tokens; raise that in JUDGE_SAMPLING")
         score = parse_score(content)
         if score is None:
-            raise _Failed(f'no {{"score": 0 to 10}} at the end of its reply: {_excerpt(content, key)!r}')
+            raise _Failed(f'its reply is no {{"score": 0 to 10}} alone: {_excerpt(content, key)!r}')
         return score
 
     def _count(self, counts: Counter) -> None:
@@ -235,20 +235,22 @@ def _quoted(text: str) -> str:
 
 
 _JSON = json.JSONDecoder(object_pairs_hook=once)
+_VERDICT = re.compile(r"\s*(?:```(?:json)?\s*(\{.*\})\s*```|(\{.*\}))\s*", re.DOTALL | re.IGNORECASE)
 
 
 def parse_score(text: str) -> float | None:
     """The score in [0, 1] of a judge's reply, None without one.
 
-    From its first brace after any ``</think>``, the reply must be one JSON object, bare or in a code fence, whose
-    ``score`` is a whole number from 0 to 10. Numbers between are refused, not rounded: 0.9 probably means 9.
+    After any thinking, the reply must be one JSON object and nothing else, bare or in a code fence: an object after
+    other words may be one that the judge quotes. Its ``score`` is a whole number from 0 to 10. Numbers between are
+    refused, not rounded: 0.9 probably means 9.
     """
-    text = text[-MAX_TEXT_CHARS:].rpartition("</think>")[2].strip().removesuffix("```").rstrip()
+    found = _VERDICT.fullmatch(text.rpartition("</think>")[2] if text.lstrip()[:1] != "{" else text)
     try:
-        verdict, end = _JSON.raw_decode(text, text.index("{"))
+        verdict = _JSON.decode(found[1] or found[2]) if found else {}
     except (ValueError, RecursionError):
         return None
-    value = verdict.get("score") if end == len(text) else None
+    value = verdict.get("score")
     if type(value) not in (int, float) or not 0 <= value <= 10 or value != int(value):
         return None
     return value / 10

@@ -6,7 +6,7 @@ threads, and math-verify's own time limits need the main thread and cannot inter
 
 import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
@@ -14,32 +14,47 @@ from tasks.common.rewards.answers import after_thinking
 from tasks.common.rewards.sandbox import CallFailed, Sandbox
 
 MAX_ANSWER_CHARS = 200
-MAX_CANDIDATES = 50  # most matches of one form that are checked, the last first
+MAX_CANDIDATES = 20  # most places of one form that are checked, the last first
 SECONDS = 2.0  # of wall clock for one comparison; ordinary formulas take milliseconds
 
 _HASHES = re.compile(r"(?<!#)####(?!#)")
 _BOXED = re.compile(r"\\f?boxed\s*\{")
-_SENTENCE = re.compile(r"\banswers?\b[^.\n]{0,60}?(?:\bis\b|\bare\b|[:=])", re.IGNORECASE)
-_SENTENCE_END = re.compile(r"[.!?][*_`\"')\]]*(?=\s|$)|\n")
-_LABEL = re.compile(r"\A[A-Za-z][A-Za-z' ]{0,40}?(?:\bis\b|[:=])[*_`]*\s*")
+_ANSWER_WORDS = ("answer", "Answer", "ANSWER", "答案")
+_SENTENCE = re.compile(
+    r"(?:\banswers?\b[^.\n]{0,60}?(?:\bis\b|\bare\b|[:=])|答案[^。\n]{0,20}?[是为為:：=])", re.IGNORECASE
+)
+_SENTENCE_END = re.compile(r"[.!?][*_`\"')\]]*(?=\s|$)|[。！？\n]")
+_LABEL = re.compile(r"\A(?:[A-Za-z][A-Za-z' ]{0,40}?(?:\bis\b|[:=])|(?:最终|最后)?答案[是为為:：=]{0,2})[*_`]*\s*")
+_HEADING = re.compile(r"[*_\s]*\d{1,2}[.):]\s+[*_]*[A-Za-z][^\n]*[^.!?\n](?:\n|\Z)")  # "2. Check"
+_NUMBERED = re.compile(r"[*_\s]*\d{1,2}[.)]\s+[*_]*[A-Za-z]")
+_END_OF_TURN = re.compile(r"(?:(?:<\|[a-z_0-9]{1,30}\|>|<｜[^｜<>]{1,30}｜>|</s>|<eos>|<end_of_turn>)\s{0,9})+\Z")
 
-_SPELLING = str.maketrans({"−": "-", "–": "-", "\u00a0": " ", "\u2009": " ", "\u202f": " ", "\t": " "})
-_WRAPPER = re.compile(r"\\(?:text|mathrm|mathbf|mathit|textbf|textit|boldsymbol|bm|mbox|f?boxed)\s*\{([^{}]*)\}")
-_FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{\s*([\d.,]{1,30})\s*\}\s*\{\s*([\d.,]{1,30})\s*\}|(\d)\s*(\d))")
+_SPELLING = str.maketrans({"−": "-", "–": "-", "\u00a0": " ", "\u2009": " ", "\u202f": " ", "\t": " ", "＝": "="})
+_WRAPPER = re.compile(
+    r"\\(?:text|mathrm|mathbf|mathit|textbf|textit|boldsymbol|bm|mbox|underline|f?boxed)\s*\{([^{}]*)\}"
+)
+_FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{\s*(-?[\d.,]{1,30})\s*\}\s*\{\s*([\d.,]{1,30})\s*\}|(\d)\s*(\d))")
 _BOLD = re.compile(r"(?<![\w)])(\*{1,3}|_{1,3}|`)(?=\S)([^*_`]*)(?<=\S)\1(?![\w(])")
-_REMOVED = re.compile(r"\\?[$€£¥]|\\[()\[\]]|\\[,!;: ]|\\(?:left|right|displaystyle)(?![a-zA-Z])")
+_REMOVED = re.compile(r"\\?[$€£¥￥₹₩₽₺₫₱₦฿]|\\[()\[\]]|\\[,!;: ]|\\(?:left|right|displaystyle)(?![a-zA-Z])")
 _DEGREES = re.compile(r"\^\s*\{?\\circ\}?")
 
 _NUMBER = r"(?:\d{1,3}(?:,\d{3}){1,6}(?:\.\d{1,18})?|\d{1,18}(?:\.\d{1,18})?|\.\d{1,18})"
 _SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-_UNIT = r"(?:[gmhslLcCF]|km|cm|mm|kg|mg|ml|mL|lbs?|oz|ft|in|hrs?|mins?|secs?|mph)\b"
+_UNIT = r"(?:(?:m|km|cm|mm|ft|in)\s?(?:[²³]|\^\{?[23]\}?)|"
+_UNIT += r"(?:[gmhslLcCF]|km|cm|mm|kg|mg|ml|mL|lbs?|oz|ft|in|hrs?|mins?|secs?|mph)\b)"
+# Units in Chinese or Japanese: no numeral, no "or", "to", "more than", and none of the words of arithmetic.
+_NOT_HAN = "[一二三四五六七八九十零〇两百千万亿兆萬億半之或到至多余加减減乘除点點和与與及]"
+_HAN_UNIT = rf"(?:(?!{_NOT_HAN})[\u3040-\u30ff\u4e00-\u9fff]){{1,12}}"
 _NOT_A_UNIT = r"(?!(?:and|or|to|by|half|times|plus|minus|divided|over|squared|cubed)\b)"
 _PLAIN = re.compile(
     rf"(?:[≈~]\s*)?(?P<sign>[-+]?)\s*(?:(?P<whole>\d{{1,18}})\s+(?=\d+\s*/))?(?P<number>{_NUMBER})"
     rf"(?:\s*/\s*(?P<denominator>{_NUMBER}))?\)?(?:\s*(?P<scale>{'|'.join(_SCALES)})\b)?(?:\s*[%°])?"
+    rf"(?:\s*(?:×|\*|\\times|\\cdot)\s*10\s*\^\s*\{{?\s*(?P<power>-?\d{{1,2}})\s*\}}?)?"
 )
 # What may follow it: a unit in words, without a second number, operator or LaTeX.
-_REST = re.compile(rf"[\s.,;:?'\")\]}}]*|(?:{_UNIT}|[\s,(/]+{_NOT_A_UNIT}(?:[A-Za-z]{{2,}}|{_UNIT}))[^\d=+*^\\<>|]*")
+_REST = re.compile(
+    rf"[\s.,;:?'\")\]}}]*|(?:{_UNIT}|[\s,(/]+{_NOT_A_UNIT}(?:[A-Za-z]{{2,}}|{_UNIT}))[^\d=+*^\\<>|]*|\s*{_HAN_UNIT}[\s.,]*"
+)
 _TOKEN = re.compile(rf"(?<![\w.,])(?:(?<![\d)\]%]\s)-)?{_NUMBER}(?:\s?/\s?{_NUMBER})?(?!\d)")
 _RELATION = re.compile(r"[<>≤≥≠]|\\(?:[lg]eq?|neq?)(?![a-zA-Z])")
 
@@ -58,6 +73,7 @@ def find_answer(response: str, flexible: bool = False) -> Answer | None:
     last ``\\boxed{}``, else the last number of the last "the answer is" sentence that has one; ``flexible``: else the
     last number. None without one. Text after the answer changes nothing."""
     text = after_thinking(response)
+    text = text[:-200] + _END_OF_TURN.sub("", text[-200:].rstrip())
     for how, find in (("hashes", _after_hashes), ("boxed", _in_box), ("sentence", _in_sentence)):
         if found := find(text):
             return Answer(found, how)
@@ -73,21 +89,35 @@ def _first_sentence(text: str) -> str:
     return text[: end.start() if end else len(text)][:MAX_ANSWER_CHARS].strip()
 
 
-def _last(pattern: re.Pattern, text: str) -> list[re.Match]:
-    return list(pattern.finditer(text))[-MAX_CANDIDATES:][::-1]
+def _last(pattern: re.Pattern, text: str, words: tuple[str, ...]) -> Iterator[re.Match]:
+    """Matches of ``pattern`` at the last MAX_CANDIDATES places of ``words``, the last first. A pattern over the whole
+    text takes longer."""
+    places = []
+    for word in words:
+        place = len(text)
+        for _ in range(MAX_CANDIDATES):
+            if (place := text.rfind(word, 0, place)) < 0:
+                break
+            places.append(place)
+    return filter(None, (pattern.match(text, place) for place in sorted(places, reverse=True)[:MAX_CANDIDATES]))
 
 
 def _after_hashes(text: str) -> str | None:
-    for match in _last(_HASHES, text):
+    numbered = None
+    for match in _last(_HASHES, text, ("####",)):
+        if _HEADING.match(text, match.end(), match.end() + MAX_ANSWER_CHARS):
+            continue
         line = _first_sentence(text[match.end() : match.end() + 2 * MAX_ANSWER_CHARS])
         line = _LABEL.sub("", _BOLD.sub(r"\2", line).strip("*_` "))
         if line and not re.match(r"#|[A-Za-z]{2}", line):
-            return line
-    return None
+            if not _NUMBERED.match(text, match.end()):
+                return line
+            numbered = numbered or line  # "18. That is all.", or a heading: only where there is nothing better
+    return numbered
 
 
 def _in_box(text: str) -> str | None:
-    for match in _last(_BOXED, text):
+    for match in _last(_BOXED, text, ("\\boxed", "\\fbox")):
         depth = 1
         for place in range(match.end(), min(len(text), match.end() + MAX_ANSWER_CHARS + 1)):
             if text[place] in "{}" and text[place - 1] != "\\":
@@ -98,8 +128,8 @@ def _in_box(text: str) -> str | None:
 
 
 def _in_sentence(text: str) -> str | None:
-    for match in _last(_SENTENCE, text):
-        sentence = _first_sentence(text[match.end() : match.end() + 2 * MAX_ANSWER_CHARS].lstrip("*_`:= \n"))
+    for match in _last(_SENTENCE, text, _ANSWER_WORDS):
+        sentence = _first_sentence(text[match.end() : match.end() + 2 * MAX_ANSWER_CHARS].lstrip("*_`:：= \n"))
         if read_number(sentence) is not None:
             return sentence
         formulas = [a or b for a, b in re.findall(r"\$([^$]+)\$|\\\((.+?)\\\)", sentence)]
@@ -118,7 +148,7 @@ def _last_number(text: str) -> str | None:
 def tidy(text: str) -> str:
     """``text`` without the markup, currency signs and LaTeX wrappers that do not change a number; ``\\frac{a}{b}`` as
     ``a/b`` where both are plain."""
-    text = text.translate(_SPELLING).replace("{,}", ",").replace("\\%", "%").replace("~", " ")
+    text = text.translate(_SPELLING).replace("{,}", ",").replace("\\%", "%").replace("~", " ").replace("\\approx", "≈")
     text = _DEGREES.sub("°", text)
     for _ in range(3):  # nested wrappers
         text = _WRAPPER.sub(r" \1 ", text)
@@ -129,8 +159,8 @@ def tidy(text: str) -> str:
 def read_number(text: str) -> Fraction | None:
     """The one number in ``text``, exactly; None if there is none, several, or a formula.
 
-    Examples: 18, 18.00, 1,000, - 3, 36/2, 1 1/2, \\frac{36}{2}, $18, 18%, **18**, 3 million, 18 eggs a day, x = 18 and
-    9 * 2 = 18. A currency, ``%`` and a unit do not change the number: 18% is 18, as in GSM8K.
+    Examples: 18, 18.00, 1,000, - 3, 36/2, 1 1/2, \\frac{36}{2}, $18, 18%, **18**, 3 million, 1.8 × 10^1, 18 eggs a day,
+    18元, x = 18 and 9 * 2 = 18. A currency, ``%`` and a unit do not change the number: 18% is 18, as in GSM8K.
     """
     if len(text) > MAX_ANSWER_CHARS or _RELATION.search(text):
         return None
@@ -139,12 +169,14 @@ def read_number(text: str) -> Fraction | None:
     match = _PLAIN.match(text)
     if not match or not _REST.fullmatch(text, match.end()):
         return None
-    number, denominator = (Fraction((match[name] or "1").replace(",", "")) for name in ("number", "denominator"))
-    try:
-        value = number / denominator + int(match["whole"] or 0)
-    except ZeroDivisionError:
+    whole = match["whole"]
+    if whole and not re.fullmatch(r"\d+", match["number"] + match["denominator"]):
         return None
-    value *= _SCALES.get(match["scale"], 1)
+    number, denominator = (Fraction((match[name] or "1").replace(",", "")) for name in ("number", "denominator"))
+    if denominator == 0 or (whole and number >= denominator):  # 48 24/1 is a sum, left undone
+        return None
+    value = number / denominator + int(whole or 0)
+    value *= _SCALES.get(match["scale"], 1) * Fraction(10) ** int(match["power"] or 0)
     return -value if match["sign"] == "-" else value
 
 

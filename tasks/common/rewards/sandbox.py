@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import resource
+import secrets
 import select
 import socket
 import struct
@@ -71,21 +72,24 @@ class Sandbox:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="sandbox")
 
     def _call(self, arguments: tuple):
-        request = json.dumps(arguments)
+        nonce = secrets.token_hex(8)
+        request = json.dumps([nonce, *arguments])
         if len(request) > MAX_REQUEST_BYTES:
             raise CallFailed(f"an input of {len(request)} bytes")
-        # Data before a request is the end of a dead worker, or a forged reply.
+        # Data before a request is the end of a dead worker, or a forged reply; one that comes later has another nonce.
         if self._process and select.select([self._socket], [], [], 0)[0]:
             self._kill()
         if not self._process:
             self._start()
         try:
             reply = self._exchange(request, self._seconds)
+            if not isinstance(reply, dict) or reply.get("nonce") != nonce:
+                raise ValueError("the reply to another request")
         except (OSError, ValueError, RecursionError) as error:  # RecursionError: a forged reply
             self._kill()
             raise CallFailed("too slow" if isinstance(error, TimeoutError) else "the worker died") from error
-        if not isinstance(reply, dict) or "value" not in reply:
-            raise CallFailed(str(reply.get("error"))[:200] if isinstance(reply, dict) else "not a reply")
+        if "value" not in reply:
+            raise CallFailed(str(reply.get("error"))[:200])
         return reply["value"]
 
     def _start(self) -> None:
@@ -152,10 +156,11 @@ def _serve(channel: int, parent: int) -> None:
             return
         print(json.dumps({"value": protections}), file=replies, flush=True)
         while request := requests.readline():
+            nonce, *arguments = json.loads(request)
             try:
-                reply = json.dumps({"value": function(*json.loads(request))})
+                reply = json.dumps({"nonce": nonce, "value": function(*arguments)})
             except BaseException as error:  # SystemExit too: the input may have raised it
-                reply = json.dumps({"error": type(error).__name__})
+                reply = json.dumps({"nonce": nonce, "error": type(error).__name__})
             print(reply, file=replies, flush=True)
 
 

@@ -24,6 +24,18 @@ _MARKER = re.compile(r"\s*(?:\[TOOL_CALLS\]|<\|python_tag\|>)\s*")
 _BETWEEN = re.compile(r"\s*;?\s*")  # Llama writes parallel calls as {...}; {...}
 _BARE = re.compile(r"\s*(?:\[\s*)?\{\s*\"")
 _NAME, _ARGUMENTS = re.compile(r'"name"\s*:'), re.compile(r'"(?:arguments|parameters)"\s*:')
+# <function=name>{...}</function>: Llama 3.1's custom calls, Functionary 3.1.
+_FUNCTION, _FUNCTION_END = re.compile(r"\s*<function=([\w.-]{1,200})>"), re.compile(r"\s*</function>\s*")
+# Calls in forms that are not read, or in other text. As text they would be right where no call is wanted.
+_NAME_CALL = r"[A-Za-z_][\w.]{0,200}\("
+_UNREAD = re.compile(
+    r"<function|</function|<\|(?:tool_call|tool▁call|recipient|plugin|action_start)|<｜tool|>>>[A-Za-z_]"
+    r'|"(?:tool_calls|function_call)"\s*:|"type"\s*:\s*"function"'
+    r'|"function"\s*:\s*"[^"]{0,200}"\s*,\s*"(?:parameters|arguments)"'
+    rf"|^[ \t]{{0,9}}\[\s{{0,9}}{_NAME_CALL}\s{{0,9}}(?:\)|[A-Za-z_]\w{{0,200}}\s?=(?!=))",  # pythonic: Llama 3.2 and 4
+    re.MULTILINE,
+)
+_PYTHONIC = re.compile(rf"\s*(?:```\w{{0,20}}\s+)?\[?\s*{_NAME_CALL}[^\n]*\)\s*\]?\s*(?:```\s*)?", re.DOTALL)
 _FLOATS = {"number", "float", "double"}
 
 
@@ -41,22 +53,22 @@ class Response:
     text: str
 
 
-def parse_response(response: str, think_opened: bool = False) -> Response:
-    """Thinking, calls and other text of ``response``. ``think_opened``: the prompt ended with ``<think>``.
+def parse_response(response: str) -> Response:
+    """Thinking, calls and other text of ``response``, which begins with the ``<think>`` that its prompt ended with
+    (answers.with_opened_thinking).
 
     Calls count only after ``</think>``. Raises Malformed.
     """
-    thinking, answer = split_thinking(response, think_opened)
+    thinking, answer = split_thinking(response)
     calls, text = parse_calls(answer)
     return Response(thinking, calls, text)
 
 
-def split_thinking(response: str, think_opened: bool = False) -> tuple[str | None, str]:
+def split_thinking(text: str) -> tuple[str | None, str]:
     """The stripped text in ``<think>…</think>`` (None without tags) and what follows.
 
     Raises Malformed unless there are no tags, or one pair of tags with nothing before it.
     """
-    text = THINK + response if think_opened else response
     opened, closed = text.count(THINK), text.count(THINK_END)
     if opened == closed == 0:
         return None, text
@@ -71,12 +83,19 @@ def parse_calls(text: str) -> tuple[list[dict], str]:
     """The calls in ``text``, in order, and the stripped text outside of them.
 
     The forms are ``<tool_call>{"name": …, "arguments": {…}}</tool_call>`` blocks (Hermes, Qwen), or else bare JSON and
-    nothing more: such objects in a row or a list, with ``arguments`` or ``parameters`` (Llama 3.1, Mistral). Raises
-    Malformed for a broken call, more than 64 calls and more than 16,384 characters.
+    nothing more: such objects in a row or a list, with ``arguments`` or ``parameters`` (Llama 3.1, Mistral), OpenAI's
+    ``tool_calls``, ``{"function": name, "parameters": {…}}`` (Llama 3.2), and ``<function=name>{…}</function>``. Raises
+    Malformed for a broken call, for other forms (pythonic, Kimi, Functionary), for more than 64 calls
+    and more than 16,384 characters.
     """
     if len(text) > MAX_CHARS:
         raise Malformed(f"longer than {MAX_CHARS} characters")
-    calls, outside = _blocks(text) if OPEN in text else _bare(text)
+    if OPEN in text:
+        calls, outside = _blocks(text)
+    else:
+        calls, outside = (_functions(text), "") if _FUNCTION.match(text) else _bare(text)
+    if _UNREAD.search(outside) or _PYTHONIC.fullmatch(outside):
+        raise Malformed("a call in a form that is not read")
     if len(calls) > MAX_CALLS:
         raise Malformed(f"more than {MAX_CALLS} calls")
     return calls, outside.strip()
@@ -89,13 +108,26 @@ def _blocks(text: str) -> tuple[list[dict], str]:
         closed = _CLOSE.match(text, end)  # after the JSON: a string in it may hold the tag
         if not closed:
             raise Malformed(f"no {CLOSE} after a call")
-        calls.append(_call(value))
+        calls.append(_call(_named(value)))
         outside += text[start:opened]
         start = closed.end()
     outside += text[start:]
     if CLOSE in outside:
         raise Malformed(f"{CLOSE} without {OPEN}")
     return calls, outside
+
+
+def _functions(text: str) -> list[dict]:
+    calls, start = [], 0
+    while start < len(text):
+        opened = _FUNCTION.match(text, start)
+        value, end = _decode(text, opened.end()) if opened else (None, start)
+        closed = _FUNCTION_END.match(text, end)
+        if not closed:
+            raise Malformed("<function=name>{…}</function> must stand alone")
+        calls.append(_call({"name": opened[1], "arguments": value}))
+        start = closed.end()
+    return calls
 
 
 def _bare(text: str) -> tuple[list[dict], str]:
@@ -109,6 +141,11 @@ def _bare(text: str) -> tuple[list[dict], str]:
                 start = _BETWEEN.match(text, start).end()
         except Malformed as error:
             problem = error
+    if len(values) == 1 and isinstance(values[0], dict) and isinstance(values[0].get("tool_calls"), list):
+        if values[0].get("content") or not values[0].keys() <= {"role", "content", "tool_calls"}:
+            raise Malformed("tool_calls must stand alone")
+        values = values[0]["tool_calls"]
+    values = [_named(value) for value in values]
     shaped = all(isinstance(v, dict) and "name" in v and ("arguments" in v or "parameters" in v) for v in values)
     if values and not problem and (marker or shaped):
         return [_call(value) for value in values], ""
@@ -116,6 +153,16 @@ def _bare(text: str) -> tuple[list[dict], str]:
     if marker or CLOSE in text or (_NAME.search(text) and (problem or _ARGUMENTS.search(text))):
         raise Malformed(str(problem or "a call must stand alone or between its tags"))
     return [], text
+
+
+def _named(value):
+    """A call of OpenAI (``function`` holds name and arguments) or Llama 3.2 (it is the name) in the form of others."""
+    inner = value.get("function") if isinstance(value, dict) and "name" not in value else None
+    if isinstance(inner, dict) and value.keys() <= {"id", "type", "index", "function"}:
+        return inner
+    if isinstance(inner, str):
+        return {"name": inner} | {key: value[key] for key in value.keys() - {"function"}}
+    return value
 
 
 def _call(value) -> dict:
@@ -177,11 +224,45 @@ def matched(made: list[dict], expected: list[dict], tools: list[dict]) -> int:
     return int((maximum_bipartite_matching(pairs) >= 0).sum())
 
 
+def expected_calls(calls: list[dict]) -> list[dict]:
+    """``calls`` of a ground truth, with ``{"name", "allowed"}`` for those in BFCL's form ``{name: {argument: [values
+    that are right]}}``; "" among the values: the argument may be left out."""
+    found = []
+    for call in calls:
+        bfcl = len(call) == 1 and isinstance(next(iter(call.values())), dict)
+        found += [{"name": name, "allowed": allowed} for name, allowed in call.items()] if bfcl else [call]
+    return found
+
+
+def _permits(made: dict, allowed: dict, schema) -> bool:
+    """Whether each argument of ``made`` has one of its ``allowed`` values, and no other argument is there."""
+    properties = _dict(_dict(schema).get("properties"))
+    if not made.keys() <= allowed.keys():
+        return False
+    for name, values in allowed.items():
+        own = properties.get(name)
+        if not any(_permitted(made[name], value, own) if name in made else value == "" for value in values):
+            return False
+    return True
+
+
+def _permitted(made, value, schema) -> bool:
+    """``value`` is one that is allowed: an object in it again holds lists of allowed values."""
+    if isinstance(made, dict) and isinstance(value, dict) and all(isinstance(v, list) for v in value.values()):
+        return _permits(made, value, schema)
+    if isinstance(made, list) and isinstance(value, list) and len(made) == len(value):
+        items = _dict(schema).get("items")
+        return all(_permitted(a, b, items) for a, b in zip(made, value, strict=True))
+    return same_value(made, value, schema)
+
+
 def same_call(made: dict, expected: dict, known: dict[str, dict]) -> bool:
     """Whether ``made`` is the ``expected`` call; ``known``: name to function schema, for types and defaults."""
     if made["name"] != expected["name"]:
         return False
     schema = known.get(expected["name"], {}).get("parameters")
+    if "allowed" in expected:
+        return _permits(made["arguments"], expected["allowed"], schema)
     return same_value(made["arguments"], expected["arguments"], schema)
 
 

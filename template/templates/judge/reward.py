@@ -4,7 +4,7 @@ Set JUDGE_URL and JUDGE_MODEL before training. FILL IN: RUBRIC.
 """
 
 from tasks.common.rewards import judge
-from tasks.common.rewards.answers import read_ground_truth, reward_function
+from tasks.common.rewards.answers import after_thinking, read_ground_truth, reward_function
 
 RUBRIC = "The answer does what the question asks, in correct sentences, and agrees with the reference if there is one."
 
@@ -17,5 +17,4 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kw
     from 0.7 on; ``format``, 1.0 if there is an answer to judge. A judge that fails stops the run, it never scores 0.
     """
     truth = read_ground_truth(ground_truth)
-    answer = solution_str.rpartition("</think>")[2]
-    return judge.score(truth["question"], answer, truth["reference"], RUBRIC)
+    return judge.score(truth["question"], after_thinking(solution_str), truth["reference"], RUBRIC)

@@ -1,7 +1,7 @@
 """The reward: 0.0 no call where one is expected (or the reverse), 0.1 a call, 1.0 the right calls."""
 
 from tasks.common.rewards.answers import read_ground_truth, reward_function
-from tasks.common.rewards.tool_calls import Malformed, matched, parse_response
+from tasks.common.rewards.tool_calls import Malformed, expected_calls, matched, parse_response
 
 
 @reward_function
@@ -14,10 +14,10 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kw
     output is hostile: never eval, exec or unpickle it.
     """
     truth = read_ground_truth(ground_truth)
-    expected, tools = truth["calls"], truth.get("tools") or []
+    expected, tools = expected_calls(truth["calls"]), truth.get("tools") or []
     well_formed = right = False
     try:
-        response = parse_response(solution_str, bool((extra_info or {}).get("think_opened")))
+        response = parse_response(solution_str)
         well_formed = bool(response.calls) == bool(expected) != bool(response.text)
         right = well_formed and matched(response.calls, expected, tools) == len(response.calls) == len(expected)
     except Malformed:
