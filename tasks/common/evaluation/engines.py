@@ -138,7 +138,7 @@ class VLLMEngine:
             disable_log_stats=True,
         )
         self.tokenizer = self.llm.get_tokenizer()
-        self.kind = _kind(model)
+        self.model, self.kind = model, _kind(model)
         self.llm.collective_rpc("seed_sampling", args=(seed,))
 
     def load(self, model: str, seed: int) -> bool:
@@ -146,7 +146,9 @@ class VLLMEngine:
         engine: for an adapter, another architecture, another tokenizer or other ends of an answer."""
         if self.kind is None or _kind(model) != self.kind:
             return False
-        self.llm.collective_rpc("take_weights", args=(model,))
+        if model != self.model:
+            self.llm.collective_rpc("take_weights", args=(model,))
+            self.model = model
         self.llm.reset_prefix_cache()
         self.llm.collective_rpc("seed_sampling", args=(seed,))
         return True
