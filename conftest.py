@@ -51,13 +51,19 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    """A slow test starts its commands as a user does."""
-    if item.get_closest_marker("slow"):
-        os.environ["FRESH_PYTHON"] = "1"
+    """A slow test starts its commands as a user does, and leaves no variable behind that vLLM sets in its process."""
+    from tests.warm_python import EARLY
+
+    if not item.get_closest_marker("slow"):
+        return (yield)
+    before = {name: value for name, value in os.environ.items() if name.startswith(EARLY)}
+    os.environ["FRESH_PYTHON"] = "1"
     try:
         return (yield)
     finally:
-        os.environ.pop("FRESH_PYTHON", None)
+        for name in {"FRESH_PYTHON", *(name for name in os.environ if name.startswith(EARLY))}:
+            os.environ.pop(name, None)
+        os.environ.update(before)
 
 
 @pytest.fixture(scope="session", autouse=True)
