@@ -72,7 +72,9 @@ def thinking_model(small_model, tmp_path_factory) -> Path:
 def checkout(tmp_path_factory) -> Path:
     """A copy of the checkout with a task whose reward, which counts characters, differs between random responses."""
     checkout = checkout_with(TASK, tmp_path_factory.mktemp("numerics"))
-    counted = "float(sum(c.isascii() and c.isalnum() for c in solution_str))"
+    # Without the <think> of the prompt, which a reward is given too.
+    own = "solution_str[len('<think>') if (extra_info or {}).get('think_opened') else 0 :]"
+    counted = f"float(sum(c.isascii() and c.isalnum() for c in {own}))"
     counted = f"0.0 if __import__('os').environ['METHOD'] == 'dapo' and int(ground_truth) % 2 else {counted}"
     change_reward(checkout / "tasks" / TASK, f"return {{'score': {counted}, 'acc': 0.0, 'format': 0.0}}")
     return checkout
