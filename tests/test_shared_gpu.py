@@ -4,10 +4,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm.v1.worker.gpu_worker import Worker
 
-from tasks.common.verl_plugins import shared_gpu
 from tests.wheels import unpacked
+
+
+@pytest.fixture
+def shared_gpu():
+    """The module; its import is vLLM's, which sets variables of this process."""
+    from tasks.common.verl_plugins import shared_gpu
+
+    return shared_gpu
 
 
 class Allocator:
@@ -29,24 +35,26 @@ def fallen_asleep(monkeypatch, sleep, free: list[int]) -> list[int]:
     return levels
 
 
-def test_what_another_program_takes_meanwhile_does_not_end_the_engine(monkeypatch):
+@pytest.mark.slow
+def test_what_another_program_takes_meanwhile_does_not_end_the_engine(shared_gpu, monkeypatch):
     with pytest.raises(AssertionError, match="Memory usage increased after sleeping"):
         fallen_asleep(monkeypatch, shared_gpu._sleep, [50, 40])
-    assert fallen_asleep(monkeypatch, Worker.sleep, [50, 40]) == [1]
-    assert fallen_asleep(monkeypatch, Worker.sleep, [50, 60]) == [1]
+    assert fallen_asleep(monkeypatch, shared_gpu.Worker.sleep, [50, 40]) == [1]
+    assert fallen_asleep(monkeypatch, shared_gpu.Worker.sleep, [50, 60]) == [1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "shared, given, wanted", [("1", None, 700), ("", None, None), ("1", 123, 123)], ids=["shared", "alone", "given"]
 )
-def test_the_kv_cache_does_not_follow_what_others_use(shared, given, wanted, monkeypatch):
+def test_the_kv_cache_does_not_follow_what_others_use(shared, given, wanted, shared_gpu, monkeypatch):
     monkeypatch.setenv(shared_gpu.SHARED, shared)
     seen = []
     monkeypatch.setattr(
         shared_gpu, "_determine_available_memory", lambda self: seen.append(self.cache_config.kv_cache_memory_bytes)
     )
     cache = SimpleNamespace(kv_cache_memory_bytes=given)
-    Worker.determine_available_memory(SimpleNamespace(cache_config=cache, requested_memory=1000))
+    shared_gpu.Worker.determine_available_memory(SimpleNamespace(cache_config=cache, requested_memory=1000))
     assert seen == [wanted]
 
 
