@@ -309,13 +309,14 @@ def test_dapo(thinking_model, checkout, tmp_path):
     """Groups with an odd answer have no variance (the fixture's reward); long responses lose up to 1."""
     from transformers import AutoTokenizer
 
-    (update,), losses, metrics = train("dapo", thinking_model, checkout, tmp_path)
+    buffer = "reward.reward_kwargs.overlong_buffer_cfg.len=100"  # so that some responses surely end in it
+    (update,), losses, metrics = train("dapo", thinking_model, checkout, tmp_path, ARGS=f"{SMALL['ARGS']} {buffer}")
     tokenizer = AutoTokenizer.from_pretrained(thinking_model)
     lengths = update["responses_length"]
     rows = [ids[:length].tolist() for ids, length in zip(update["responses"], lengths, strict=True)]
     texts = tokenizer.batch_decode(rows, skip_special_tokens=True)
     scores = np.array([sum(c.isascii() and c.isalnum() for c in text) for text in texts], dtype=np.float64)
-    limit, buffer = 128, 25
+    limit, buffer = 128, 100
     penalty = np.minimum(-(lengths - (limit - buffer)) / buffer, 0)
     assert set(penalty) > {0, -1} and largest(update["rm_scores"].sum(1), scores + penalty) < 1e-5
     assert all(len(set(scores[update["uid"] == uid])) > 1 for uid in set(update["uid"]))
