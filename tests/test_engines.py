@@ -1,6 +1,7 @@
 """Entropy from the likeliest tokens, and both engines on a real (very small) model."""
 
 import json
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -193,7 +194,7 @@ def test_an_engine_that_takes_another_models_weights_samples_as_a_new_one(small_
     new = VLLMEngine(other, 300, HOW.seed, 0.5)
     assert sampled(new) == second != first
     assert not new.load(str(saved(small_model, tmp_path / "adapter")), HOW.seed)
-    config = tmp_path / "other/config.json"
+    config = shutil.copytree(other, tmp_path / "third") / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"rope_theta": 5.0, "num_hidden_layers": 1}))
-    assert not new.load(other, HOW.seed)
+    assert not new.load(str(config.parent), HOW.seed)
     new.close()

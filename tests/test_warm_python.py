@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import PYTHON, ROOT, exported
+from tests.helpers import PYTHON, ROOT, exported, outside_make
 from tests.warm_python import install
 
 TELLS = """import os, signal, sys
@@ -59,10 +59,15 @@ def test_commands_are_forked_also_those_that_a_command_starts(python, script, en
         assert subprocess.run([python, file], env=environment, capture_output=True, text=True).stdout == "True\n"
 
 
-def test_the_commands_of_a_stage_are_forked(script):
-    """Whatever variables the imports of all test files have set by now."""
-    environment = exported(ROOT / "tasks/countdown/train.sh", {})
-    environment = {k: v for k, v in environment.items() if k != "FRESH_PYTHON"}
+@pytest.mark.parametrize("environment_of", ["this process", "make", "a stage"])
+def test_the_tests_own_commands_are_forked(environment_of, script, tmp_path):
+    """Whatever the imports of all test files have set by now, and whatever the tests before this one did."""
+    environments = {
+        "this process": os.environ | {"PYTHONPATH": str(ROOT)},
+        "make": outside_make(),
+        "a stage": exported(ROOT / "tasks/countdown/train.sh", {}),
+    }
+    environment = {k: v for k, v in environments[environment_of].items() if k != "FRESH_PYTHON"}
     result = subprocess.run([PYTHON, script(FORKED)], env=environment, capture_output=True, text=True)
     assert result.stdout == "True\n", result.stderr
 

@@ -96,16 +96,12 @@ def WEATHER(rng: random.Random) -> tuple[str, dict]:
     return rng.choice([today, (f"How will the weather in {city} be for {days} days?", {"city": city, "days": days})])
 
 
-def _cents(rng: random.Random) -> float:
-    return rng.randint(100, 99_999) / 100
+def _cents(field: str) -> Callable[[random.Random], dict]:
+    """A result whose ``field`` is an amount of money."""
+    return lambda rng: {field: rng.randint(100, 99_999) / 100}
 
 
-@tool(
-    "convert",
-    "Convert money",
-    {"amount": NUMBER, "source": STRING, "target": STRING},
-    lambda rng: {"amount": _cents(rng)},
-)
+@tool("convert", "Convert money", {"amount": NUMBER, "source": STRING, "target": STRING}, _cents("amount"))
 def CONVERT(rng: random.Random) -> tuple[str, dict]:
     amount = rng.choice([rng.randint(2, 900), rng.randint(11, 9999) / 10])
     source, target = rng.sample(CURRENCIES, 2)
@@ -186,12 +182,7 @@ def MEETING(rng: random.Random) -> tuple[str, dict]:
     return f"Plan a meeting with {' and '.join(guests)} on {day}.", {"guests": guests, "day": day}
 
 
-@tool(
-    "loan",
-    "Monthly payment of a loan",
-    {"amount": NUMBER, "rate": NUMBER, "years": INTEGER},
-    lambda rng: {"payment": _cents(rng)},
-)
+@tool("loan", "Monthly payment of a loan", {"amount": NUMBER, "rate": NUMBER, "years": INTEGER}, _cents("payment"))
 def LOAN(rng: random.Random) -> tuple[str, dict]:
     amount, rate, years = rng.randint(1, 90) * 1000, rng.randint(11, 79) / 10, rng.randint(2, 30)
     words = f"What does a loan of {amount} at {rate} percent over {years} years cost a month?"

@@ -138,15 +138,16 @@ class VLLMEngine:
             disable_log_stats=True,
         )
         self.tokenizer = self.llm.get_tokenizer()
-        self.model, self.kind = model, _kind(model)
+        self.model = model
         self.llm.collective_rpc("seed_sampling", args=(seed,))
 
     def load(self, model: str, seed: int) -> bool:
         """Put ``model`` in place of the one that is loaded, as a new engine would have it; False where that takes a new
         engine: for an adapter, another architecture, another tokenizer or other ends of an answer."""
-        if self.kind is None or _kind(model) != self.kind:
-            return False
         if model != self.model:
+            kind = _kind(model)
+            if kind is None or kind != _kind(self.model):
+                return False
             self.llm.collective_rpc("take_weights", args=(model,))
             self.model = model
         self.llm.reset_prefix_cache()
