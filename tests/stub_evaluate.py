@@ -14,7 +14,7 @@ from tasks.common.rewards.answers import reward_function
 
 
 class TableEngine:
-    def __init__(self, model, max_model_len, seed, gpu_memory_utilization):
+    def __init__(self, model, *how, tensor_parallel=1):
         self.folder = Path(model)
         self.table = json.loads((self.folder / "table.json").read_text())
 
@@ -31,8 +31,8 @@ class TableEngine:
                 if (self.folder / "die").exists():
                     raise RuntimeError("the engine died")
 
-    def load(self, model, seed):
-        self.__init__(model, 0, seed, 0)
+    def load(self, model):
+        self.__init__(model)
         return True
 
     def close(self):

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tasks.common.evaluation.engine_pool import EngineEnded
 from tasks.common.evaluation.engines import (
     LOGPROBS,
     TEMPLATES,
@@ -20,6 +21,7 @@ from tasks.common.evaluation.engines import (
     likeliest,
     token_entropy,
 )
+from tasks.common.evaluation.sample import Hardware
 from tasks.common.models.chat_template import prompt_ids
 from tests.adapters import saved
 
@@ -187,14 +189,41 @@ def test_an_engine_that_takes_another_models_weights_samples_as_a_new_one(small_
 
     engine = VLLMEngine(str(small_model), 300, HOW.seed, 0.5)
     first = sampled(engine)
-    assert engine.load(other, HOW.seed)
+    assert engine.load(other)
     second = sampled(engine)
-    assert engine.load(str(small_model), HOW.seed) and sampled(engine) == first
+    assert engine.load(str(small_model)) and sampled(engine) == first
     engine.close()
     new = VLLMEngine(other, 300, HOW.seed, 0.5)
     assert sampled(new) == second != first
-    assert not new.load(str(saved(small_model, tmp_path / "adapter")), HOW.seed)
+    assert not new.load(str(saved(small_model, tmp_path / "adapter")))
     config = shutil.copytree(other, tmp_path / "third") / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"rope_theta": 5.0, "num_hidden_layers": 1}))
-    assert not new.load(str(config.parent), HOW.seed)
+    assert not new.load(str(config.parent))
     new.close()
+
+
+@pytest.mark.slow
+def test_two_engines_answer_as_one_does_and_a_lost_one_is_told(small_model, tmp_path, monkeypatch):
+    """Every response of every seeded request is the same, whichever engine samples it."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+    chats = [[{"role": "user", "content": "hello" * (i + 1)}] for i in range(5)]
+    requests = [Request(i, mode, chat) for i, chat in enumerate(chats) for mode in ("greedy", "sampled")]
+    other = other_weights(small_model, tmp_path / "other")
+    found = []
+    for count in (1, 2):
+        engine = Hardware(engines=count).engine("vllm", str(small_model), 300, HOW.seed)
+        answers = []
+        for model in (str(small_model), other):
+            assert engine.load(model)
+            answers.append({(r.index, r.mode): [c.response for c in a] for r, a in engine.generate(requests, HOW)})
+        found.append(answers)
+        if count == 2:
+            engine.engines[1][1].kill()
+            engine.engines[1][1].join()
+            with pytest.raises(EngineEnded):
+                list(engine.generate(requests, HOW))
+        engine.close()
+    assert found[0] == found[1] and found[0][0] != found[0][1] and len(found[0][0]) == 10
+    sampled = [text for (_, mode), texts in found[0][0].items() for text in texts if mode == "sampled"]
+    assert len(set(sampled)) > 10

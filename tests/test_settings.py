@@ -26,6 +26,12 @@ from tasks.common.settings import (
 from tests.helpers import TASKS, exported
 
 VALUES = {
+    "LR_WARMUP": "2",
+    "CLIP_LOW": "0.1",
+    "CLIP_HIGH": "0.3",
+    "TP": "1",
+    "SP": "1",
+    "OFFLOAD": "0",
     "TASK": "countdown",
     "STACK": "cpu",
     "MODEL": "embedded",
@@ -96,6 +102,8 @@ NAMES = [f.name for f in fields(Settings)]
 INTEGERS = [f.name for f in fields(Settings) if f.type is int]
 FLOATS = [f.name for f in fields(Settings) if f.type is float]
 ZERO_ALLOWED = {
+    "LR_WARMUP",
+    "OFFLOAD",
     "DEV_SIZE",
     "TEST_FREQ",
     "KEEP",
@@ -534,3 +542,27 @@ def test_another_training_file_is_another_run(tmp_path):
 def test_dpo_has_a_batch_of_its_own_where_the_stack_has_none(stack, method, batch):
     values = values_of({"TASK": "countdown", "STACK": stack, "METHOD": method, "N_GPUS": "1"})
     assert values["TRAIN_BATCH_SIZE"].text == batch
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"STACK": "a100", "N_GPUS": "4", "TP": "3"}, "TP=3: must divide N_GPUS=4"),
+        ({"STACK": "a100", "N_GPUS": "4", "SP": "3"}, "SP=3: must divide N_GPUS=4"),
+        ({"STACK": "current", "N_GPUS": "4", "SP": "2"}, "SP=2: STACK=current does not share sequences yet"),
+        ({"STACK": "a100", "N_GPUS": "4", "SP": "2", "MAX_TOKENS_PER_GPU": "0"}, "set MAX_TOKENS_PER_GPU"),
+        ({"STACK": "a100", "N_GPUS": "4", "SP": "2", "METHOD": "dpo"}, "SP=2: is for the RL methods"),
+        ({"TP": "2"}, "TP=2: is for GPUs"),
+        ({"OFFLOAD": "1"}, "OFFLOAD=1: is for GPUs"),
+        ({"STACK": "a100", "MAX_TOKENS_PER_GPU": "100"}, "MAX_TOKENS_PER_GPU=100: less than"),
+    ],
+)
+def test_gpus_that_cannot_share_a_model_or_a_sequence(changes, said):
+    assert said in error_of(**changes)
+
+
+def test_a_sequence_may_be_longer_than_the_tokens_of_one_of_the_gpus_that_share_it():
+    s = load(
+        STACK="a100", N_GPUS="4", SP="2", MAX_TOKENS_PER_GPU="100", MAX_PROMPT_LENGTH="96", MAX_RESPONSE_LENGTH="96"
+    )
+    assert s.SP * s.MAX_TOKENS_PER_GPU > 192 > s.MAX_TOKENS_PER_GPU

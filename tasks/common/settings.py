@@ -130,6 +130,9 @@ class Settings:
     TRAIN_BATCH_SIZE: int = variable(_batch_size, "prompts (dpo: pairs) per step", positive)
     MINI_BATCH_SIZE: int = variable("0", "prompts per optimizer step; 0: the method's default", _from_0)
     LR: float = variable("1e-6", "learning rate of the policy", positive)
+    LR_WARMUP: int = variable("0", "steps in which the rate of the policy rises to LR", _from_0)
+    CLIP_LOW: float = variable("0.2", "RL methods: ratios count from 1 - CLIP_LOW", positive)
+    CLIP_HIGH: float = variable("0.2", "RL methods: ratios count up to 1 + CLIP_HIGH", positive)
     CRITIC_LR: float = variable("1e-5", "ppo: learning rate of the critic", positive)
     CRITIC_WARMUP: int = variable("5", "ppo: the first steps, in which only the critic learns", _from_0)
     KL_COEF: float = variable(_kl_coef, "weight of the KL to the start; 0: no reference model", _from_0)
@@ -153,6 +156,9 @@ class Settings:
     # hardware
     N_GPUS: int = variable(_visible_gpus, "GPUs per machine (cpu stack: processes in place of GPUs)", positive)
     NNODES: int = variable("1", "machines with N_GPUS each; more than one: of the Ray cluster at RAY_ADDRESS", positive)
+    TP: int = variable("1", "GPUs that share a model as it samples, in training and evaluation", positive)
+    SP: int = variable("1", "GPUs that share a sequence in the update (Ulysses)", positive)
+    OFFLOAD: int = variable("0", "1: parameters and optimizer wait in CPU memory while vLLM samples", _one_of(0, 1))
     MAX_TOKENS_PER_GPU: int = variable("32768", "in one forward pass, without padding; 0: MICRO_BATCH_SIZE", _from_0)
     MICRO_BATCH_SIZE: int = variable("16", "dpo, MAX_TOKENS_PER_GPU=0: sequences per GPU in a forward pass", positive)
     GPU_MEMORY_UTILIZATION: float = variable("0.5", "share of GPU memory for vLLM", _fraction)
@@ -250,7 +256,7 @@ WHOLE = ("data", "model", "sft", "train", "merge", "eval", "compare")
 
 # Variables that do not tell runs apart: they continue a run, or only report.
 REPORTING = {"RUN", "STEPS", "SELF_PLAY_ROUNDS", "SAVE_FREQ", "TEST_FREQ", "KEEP", "PATIENCE", "ABORT_ON", "WANDB"}
-REPORTING |= {"LOGGER", "GPU_MEMORY_UTILIZATION"}
+REPORTING |= {"LOGGER", "GPU_MEMORY_UTILIZATION", "TP", "SP", "OFFLOAD"}
 REPORTING |= {"N", "LIMIT", "GREEDY", "EVAL_TEMPERATURE", "TOP_P", "MAX_NEW_TOKENS", "EVAL_SEED"}
 
 
@@ -504,18 +510,38 @@ def batch_problems(prompts: int, mini: int, samples: int, gpus: int, nodes: int)
         yield f"N_GPUS={gpus}{machines}: must divide MINI_BATCH_SIZE x ROLLOUT_N = {mini * samples}"
 
 
-def token_problems(tokens: int, prompt: int, response: int) -> Iterator[str]:
-    """Why a pass of ``tokens`` cannot take a sequence (verl/utils/seqlen_balancing.py, rearrange_micro_batches)."""
-    if tokens < prompt + response:
+def token_problems(tokens: int, shared: int, prompt: int, response: int) -> Iterator[str]:
+    """Why a pass of ``tokens`` on each of ``shared`` GPUs cannot take a sequence (verl/utils/seqlen_balancing.py,
+    rearrange_micro_batches)."""
+    if tokens * shared < prompt + response:
         lengths = f"MAX_PROMPT_LENGTH + MAX_RESPONSE_LENGTH = {prompt + response}"
-        yield f"MAX_TOKENS_PER_GPU={tokens}: less than {lengths}, one sequence"
+        among = f" x SP={shared}" if shared > 1 else ""
+        yield f"MAX_TOKENS_PER_GPU={tokens}{among}: less than {lengths}, one sequence"
+
+
+def parallel_problems(s: Settings) -> Iterator[str]:
+    """Why models or sequences cannot be shared so among the GPUs."""
+    if s.OFFLOAD and s.STACK == "cpu":
+        yield "OFFLOAD=1: is for GPUs; leave OFFLOAD out"
+    for name, value in (("TP", s.TP), ("SP", s.SP)):
+        if value > 1 and s.STACK == "cpu":
+            yield f"{name}={value}: is for GPUs; leave {name} out"
+        if s.N_GPUS % value:
+            yield f"{name}={value}: must divide N_GPUS={s.N_GPUS}"
+    if s.SP > 1 and (problem := getattr(stack(s.STACK), "SP_PROBLEM", "")):
+        yield f"SP={s.SP}: {problem}"
+    if s.SP > 1 and s.METHOD == "dpo":
+        yield f"SP={s.SP}: is for the RL methods; METHOD=dpo trains on whole sequences"
+    if s.SP > 1 and not s.MAX_TOKENS_PER_GPU:
+        yield f"SP={s.SP}: shares sequences without padding; set MAX_TOKENS_PER_GPU"
 
 
 def _problems(s: Settings) -> Iterator[str]:
     """Values that do not fit together."""
     yield from batch_problems(s.TRAIN_BATCH_SIZE, s.MINI_BATCH_SIZE, s.ROLLOUT_N, s.N_GPUS, s.NNODES)
+    yield from parallel_problems(s)
     if s.MAX_TOKENS_PER_GPU:
-        yield from token_problems(s.MAX_TOKENS_PER_GPU, s.MAX_PROMPT_LENGTH, s.MAX_RESPONSE_LENGTH)
+        yield from token_problems(s.MAX_TOKENS_PER_GPU, s.SP, s.MAX_PROMPT_LENGTH, s.MAX_RESPONSE_LENGTH)
     if 0 < s.TRAIN_SIZE < s.TRAIN_BATCH_SIZE:
         yield f"TRAIN_BATCH_SIZE={s.TRAIN_BATCH_SIZE}: larger than TRAIN_SIZE={s.TRAIN_SIZE}"
     if s.TEST_FREQ and not s.DEV_SIZE:

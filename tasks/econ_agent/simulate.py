@@ -1,6 +1,7 @@
 """simulate a small economy with each model as all workers, and with the rule of the reward's targets"""
 
 import gc
+import itertools
 import json
 import os
 import re
@@ -15,7 +16,7 @@ import numpy as np
 from tasks.common.data.rows import DataError, chat
 from tasks.common.evaluation import engines
 from tasks.common.evaluation.rollouts import SAMPLED, TOO_LONG
-from tasks.common.evaluation.sample import sampling
+from tasks.common.evaluation.sample import Hardware, sampling
 from tasks.common.evaluation.tables import markdown_table, show_table
 from tasks.common.files import write_json, written_beside
 from tasks.common.process import Progress, StageFailed, errors_in_one_line, interrupt_on_sigterm, run
@@ -43,13 +44,15 @@ def model_policy(engine, how: engines.Sampling, memory: Memory, difficulty: str,
     """Ask the model for every worker, a month at once, with the task's prompt. A worker without a decision is counted,
     and neither works nor spends. Raises DataError for a prompt longer than MAX_PROMPT_LENGTH."""
 
+    months = itertools.count()
+
     def decide(economy: Economy) -> tuple[np.ndarray, np.ndarray, int]:
-        requests = []
+        requests, of_month = [], replace(how, seed=how.seed * 1_000_000 + next(months))
         for number, state in enumerate(economy.states()):
             text = prompt(state, memory.similar(state, SHOTS[difficulty]), difficulty)
             requests.append(engines.Request(number, SAMPLED, chat(text, SYSTEM)))
         work, consumption, missing = np.zeros(len(requests)), np.zeros(len(requests)), len(requests)
-        for request, (completion, *_) in engine.generate(requests, how):
+        for request, (completion, *_) in engine.generate(requests, of_month):
             if completion.finish_reason == TOO_LONG:
                 raise DataError(f"a prompt is longer than MAX_PROMPT_LENGTH={how.max_prompt_tokens} tokens; raise it")
             response = with_opened_thinking(completion.response, {"think_opened": completion.think_opened})
@@ -84,7 +87,7 @@ def sample_months(out: Path, models: dict[str, str]) -> None:
     memory, how = Memory(roll_out(s.SEED)), _sampling(s)
     for label, model in models.items():
         limit = how.max_prompt_tokens + how.max_tokens
-        engine = engines.ENGINES["vllm"](model, limit, how.seed, s.GPU_MEMORY_UTILIZATION)
+        engine = Hardware.of(s).engine("vllm", model, limit, how.seed)
         policy = model_policy(engine, how, memory, s.DIFFICULTY, s.REWARD != "lenient")
         with (out / f"{label}.jsonl").open("w") as file:
             for month, missing in simulate(policy, own.AGENTS, own.MONTHS, (s.SEED, STREAM, s.EVAL_SEED)):

@@ -404,7 +404,7 @@ from tasks.common.evaluation.rollouts import Completion, TOO_LONG
 from tasks.econ_agent import simulate
 
 class Engine:
-    def __init__(self, model, max_model_len, seed, gpu_memory_utilization):
+    def __init__(self, model, *how, tensor_parallel=1):
         self.answers = json.loads(Path(model).read_text())
         self.turn = 0
     def generate(self, requests, sampling):

@@ -23,7 +23,7 @@ import numpy as np
 from tasks.common.data.rows import DataError, rl_row, rl_schema, write_parquet
 from tasks.common.evaluation.main import STOPPED, summarized
 from tasks.common.evaluation.rollouts import TOO_LONG, Rollout
-from tasks.common.evaluation.sample import Job, Scoring, report_errors, sample_here, sampling
+from tasks.common.evaluation.sample import Hardware, Job, Scoring, report_errors, sample_here, sampling
 from tasks.common.evaluation.statistics import Estimate, bootstrap_mean, proportion
 from tasks.common.evaluation.tables import comparison_table, show_table
 from tasks.common.process import errors_in_one_line, interrupt_on_sigterm
@@ -237,10 +237,7 @@ def evaluate(s: Settings, scoring: Scoring, models: dict[str, str]) -> int:
     sizes = prepare(data)
     limit = sum(min(s.LIMIT, size) for size in sizes.values())
     how = sampling(replace(s, EVAL_TEMPERATURE=0.0, TOP_P=1.0))
-    jobs = {
-        label: Job(model, str(data), limit, how, gpu_memory_utilization=s.GPU_MEMORY_UTILIZATION)
-        for label, model in models.items()
-    }
+    jobs = {label: Job(model, str(data), limit, how, Hardware.of(s)) for label, model in models.items()}
     rollouts, summaries = summarized(jobs, root, scoring, summarize)
     labels = list(models)
     change = changes(rollouts[labels[-2]], rollouts[labels[-1]]) if len(labels) > 1 else None

@@ -266,7 +266,7 @@ from tasks.tool_calling import bfcl
 
 
 class TableEngine:
-    def __init__(self, model, *_):
+    def __init__(self, model, *_, tensor_parallel=1):
         self.folder = Path(model)
         self.table = json.loads((self.folder / "table.json").read_text())
 
@@ -279,7 +279,7 @@ class TableEngine:
                 answer = self.table[r.index]
                 yield r, [Completion("", TOO_LONG, 0, 0.0) if answer is None else Completion(answer, "stop", 9, 0.1)]
 
-    def load(self, model, seed):
+    def load(self, model):
         return False
 
     def close(self):

@@ -23,7 +23,7 @@ import torch
 
 from tasks.common.data.rows import read_rows
 from tasks.common.evaluation.engines import LOGPROBS, VLLMEngine
-from tasks.common.evaluation.sample import Job, Scoring, load, sample, sampling
+from tasks.common.evaluation.sample import Hardware, Job, Scoring, load, sample, sampling
 from tasks.common.models.chat_template import prompt_ids
 from tasks.common.models.find import resolve_model
 from tasks.common.settings import load_settings
@@ -37,7 +37,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the result as JSON")
     arguments = parser.parse_args()
     s = load_settings()
-    job = Job(resolve_model(s.MODEL), str(s.data_dir / "test.parquet"), s.LIMIT, sampling(s))
+    job = Job(resolve_model(s.MODEL), str(s.data_dir / "test.parquet"), s.LIMIT, sampling(s), Hardware())
     scoring = Scoring(importlib.import_module(f"tasks.{s.TASK}.reward").compute_score, None, "")
     engine = VLLMEngine(job.model, s.MAX_PROMPT_LENGTH + s.MAX_NEW_TOKENS, job.sampling.seed, s.GPU_MEMORY_UTILIZATION)
     rows = list(read_rows(Path(job.rows), s.LIMIT or None))

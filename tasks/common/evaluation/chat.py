@@ -113,7 +113,7 @@ def chat(s: Settings, scoring: Scoring, model: str) -> int:
         size = window(model, s.MAX_NEW_TOKENS)
         how = replace(sampling(s), max_prompt_tokens=size - s.MAX_NEW_TOKENS)
         try:
-            engine = VLLMEngine(model, size, how.seed, s.GPU_MEMORY_UTILIZATION)
+            engine = VLLMEngine(model, size, how.seed, s.GPU_MEMORY_UTILIZATION, s.TP)
         except Exception as error:
             raise StageFailed(f"the engine did not start: {one_line(str(error), 300)}\n  log: {log}") from error
         screen.write(HELP + "\n")

@@ -1,5 +1,6 @@
 """The engines: vLLM's offline engine, and plain transformers for `make batch`. Both take the same requests."""
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,7 +38,7 @@ TEMPLATES = {
 @dataclass(frozen=True)
 class Sampling:
     """``n`` samples per prompt at ``temperature`` and ``top_p``, and a greedy response if ``greedy``. Lengths are in
-    tokens. ``seed`` is the engine's: vLLM 0.30 on a CPU fails on a request's seed (gpu_model_runner.py:3723)."""
+    tokens. Of ``seed`` each request has its own, so that neither its neighbours nor the number of engines matter."""
 
     n: int
     greedy: bool
@@ -57,6 +58,10 @@ class Request:
     mode: str
     messages: list[dict]
     tools: list[dict] | None = None
+
+    def seed(self, seed: int) -> int:
+        """The seed of its first sample under the ``seed`` of all; vLLM gives the n-th sample the n-th after it."""
+        return int.from_bytes(hashlib.blake2b(f"{seed} {self.index}".encode(), digest_size=7).digest(), "big")
 
 
 def token_entropy(logprobs: np.ndarray) -> np.ndarray:
@@ -114,11 +119,15 @@ def _kind(model: str) -> list | None:
 
 
 class VLLMEngine:
-    """vLLM's offline engine. ``model`` may be a LoRA adapter, which is applied to its base model as it samples."""
+    """vLLM's offline engine on ``tensor_parallel`` GPUs. ``model`` may be a LoRA adapter, which is applied to its base
+    model as it samples."""
 
-    def __init__(self, model: str, max_model_len: int, seed: int, gpu_memory_utilization: float):
+    def __init__(
+        self, model: str, max_model_len: int, seed: int, gpu_memory_utilization: float, tensor_parallel: int = 1
+    ):
         import vllm
         from vllm.lora.request import LoRARequest
+        from vllm.platforms import current_platform
 
         # Of vLLM 0.11.0 alone: more sequences at once than max_model_len end its engine.
         old = vllm.__version__.startswith("0.11.0")
@@ -132,6 +141,10 @@ class VLLMEngine:
             max_model_len=max_model_len,
             worker_extension_cls=f"tasks.common.{'stacks.a100.vllm_worker.ManySequences' if old else RELOADING}",
             seed=seed,
+            tensor_parallel_size=tensor_parallel,
+            # A part of a prompt samples a token for nothing: vLLM 0.30 on a CPU cannot take back what that drew
+            # (gpu_model_runner.py:3723).
+            enable_chunked_prefill=False if current_platform.is_cpu() else None,
             max_logprobs=LOGPROBS,
             enforce_eager=True,  # CUDA graphs start later and, with this many requests at once, gain nothing
             gpu_memory_utilization=gpu_memory_utilization,
@@ -139,9 +152,8 @@ class VLLMEngine:
         )
         self.tokenizer = self.llm.get_tokenizer()
         self.model = model
-        self.llm.collective_rpc("seed_sampling", args=(seed,))
 
-    def load(self, model: str, seed: int) -> bool:
+    def load(self, model: str) -> bool:
         """Put ``model`` in place of the one that is loaded, as a new engine would have it; False where that takes a new
         engine: for an adapter, another architecture, another tokenizer or other ends of an answer."""
         if model != self.model:
@@ -151,7 +163,6 @@ class VLLMEngine:
             self.llm.collective_rpc("take_weights", args=(model,))
             self.model = model
         self.llm.reset_prefix_cache()
-        self.llm.collective_rpc("seed_sampling", args=(seed,))
         return True
 
     def generate(self, requests: list[Request], sampling: Sampling) -> Iterator[tuple[Request, list[Completion]]]:
@@ -184,8 +195,9 @@ class VLLMEngine:
                 yield request, [SKIPPED]
                 continue
             running[str(number)] = request, opens_thinking(self.tokenizer, ids)
-            prompt = {"prompt_token_ids": ids}
-            engine.add_request(str(number), prompt, modes[request.mode], lora_request=self.adapter)
+            params = modes[request.mode].clone()
+            params.seed = request.seed(sampling.seed)
+            engine.add_request(str(number), {"prompt_token_ids": ids}, params, lora_request=self.adapter)
         while engine.has_unfinished_requests():
             for output in engine.step():
                 if output.finished:
@@ -225,11 +237,14 @@ class VLLMEngine:
 
 
 class TransformersEngine:
-    """Plain transformers, a batch at a time: slower, for models and machines that vLLM does not know."""
+    """Plain transformers, a batch at a time: slower, for models and machines that vLLM does not know. It spreads the
+    model over the GPUs that it sees."""
 
     BATCH = 8
 
-    def __init__(self, model: str, max_model_len: int, seed: int, gpu_memory_utilization: float):
+    def __init__(
+        self, model: str, max_model_len: int, seed: int, gpu_memory_utilization: float, tensor_parallel: int = 1
+    ):
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
@@ -245,7 +260,7 @@ class TransformersEngine:
             self.model = PeftModel.from_pretrained(self.model, model)
         self.model = self.model.to(device).eval()
 
-    def load(self, model: str, seed: int) -> bool:
+    def load(self, model: str) -> bool:
         return False
 
     def generate(self, requests: list[Request], sampling: Sampling) -> Iterator[tuple[Request, list[Completion]]]:

@@ -8,10 +8,11 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from tasks.common.data.rows import DataError, decoded, read_rows, tools_of
+from tasks.common.evaluation.engine_pool import EnginePool
 from tasks.common.evaluation.engines import ENGINES, Request, Sampling
 from tasks.common.evaluation.rollouts import (
     GREEDY,
@@ -33,6 +34,26 @@ from tasks.common.settings import Settings, code_digest, fingerprint, judge_sett
 
 
 @dataclass(frozen=True)
+class Hardware:
+    """``engines`` at once, each on ``tensor_parallel`` GPUs, of whose memory vLLM takes a share."""
+
+    engines: int = 1
+    tensor_parallel: int = 1
+    gpu_memory_utilization: float = 0.5
+
+    @classmethod
+    def of(cls, s: Settings) -> "Hardware":
+        return cls(max(1, s.N_GPUS // s.TP), s.TP, s.GPU_MEMORY_UTILIZATION)
+
+    def engine(self, backend: str, *arguments):
+        """One engine, or all as one, with the ``arguments`` model, max_model_len and seed."""
+        arguments = (*arguments, self.gpu_memory_utilization)
+        if self.engines > 1:
+            return EnginePool(self.engines, backend, *arguments, tensor_parallel=self.tensor_parallel)
+        return ENGINES[backend](*arguments, tensor_parallel=self.tensor_parallel)
+
+
+@dataclass(frozen=True)
 class Job:
     """Sample ``model`` on the first ``limit`` (0: all) prompts of the parquet file ``rows``."""
 
@@ -40,14 +61,14 @@ class Job:
     rows: str
     limit: int
     sampling: Sampling
+    hardware: Hardware
     backend: str = "vllm"
-    gpu_memory_utilization: float = 0.5
 
     def fingerprint(self) -> str:
         """Changes when the completions would, not with ``limit``: more prompts continue the same file."""
         if not Path(self.rows).is_file():
             raise DataError(f"{self.rows}: no such file; run `make data` or give the path of a parquet file")
-        left_out = ("limit", "gpu_memory_utilization", "rows")
+        left_out = ("limit", "hardware", "rows")
         values = {name: value for name, value in asdict(self).items() if name not in left_out}
         folder = Path(self.model)
         kinds = (".safetensors", ".bin", ".json", ".jinja", ".model")
@@ -91,7 +112,7 @@ def sampling(s: Settings) -> Sampling:
 def test_job(s: Settings, model: str, rows: Path | None = None) -> Job:
     """Sample ``model`` on the task's held-out prompts, or on those of the file ``rows``."""
     rows = rows or s.data_dir / "test.parquet"
-    return Job(model, str(rows), s.LIMIT, sampling(s), gpu_memory_utilization=s.GPU_MEMORY_UTILIZATION)
+    return Job(model, str(rows), s.LIMIT, sampling(s), Hardware.of(s))
 
 
 def report_errors(rollouts: list[Rollout]) -> int:
@@ -168,16 +189,18 @@ def sample_here(arguments: list[str], scoring: Scoring) -> int:
     for argument in arguments:
         values = json.loads(argument)
         out = Path(values.pop("out"))
-        job = Job(**{**values, "sampling": Sampling(**values["sampling"])})
+        nested = {"sampling": Sampling(**values["sampling"]), "hardware": Hardware(**values["hardware"])}
+        job = Job(**{**values, **nested})
         _, missing = load(job, out, scoring)
         limits = job.sampling.max_prompt_tokens + job.sampling.max_tokens
-        made_for = [job.backend, limits, job.gpu_memory_utilization]
-        if engine is None or made_for != last or not engine.load(job.model, job.sampling.seed):
+        hardware = replace(job.hardware, engines=max(1, min(job.hardware.engines, len(missing))))
+        made_for = [job.backend, limits, hardware]
+        if engine is None or made_for != last or not engine.load(job.model):
             if engine:
                 engine.close()
                 del engine
                 gc.collect()  # before the next one starts
-            engine = ENGINES[job.backend](job.model, limits, job.sampling.seed, job.gpu_memory_utilization)
+            engine = hardware.engine(job.backend, job.model, limits, job.sampling.seed)
         last = made_for
         sample(engine, job, out, missing, scoring)
     engine.close()

@@ -1,7 +1,5 @@
 """What our evaluation needs in the process of vLLM's worker."""
 
-import torch
-
 
 class Reloading:
     """Named by ``worker_extension_cls``: vLLM makes its worker class inherit from it."""
@@ -10,7 +8,3 @@ class Reloading:
         """Load the weights of the folder or hub id ``model``, which must have this engine's shapes, in place."""
         self.model_runner.model_config.model = model  # where reload_weights looks; in vLLM 0.11.0 it takes no path
         self.reload_weights()
-
-    def seed_sampling(self, seed: int) -> None:
-        """Sample as a new engine with this seed does, whatever was sampled before."""
-        torch.manual_seed(seed)

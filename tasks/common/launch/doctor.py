@@ -272,6 +272,9 @@ def model(s: Settings) -> Iterator[Finding]:
         yield Finding("model", "error", str(problem), "set MODEL")
 
 
+SPARE = 0.05  # of a GPU: the estimate is no closer
+
+
 def plan(s: Settings, arguments: list[str], stage: str = "train") -> memory.Plan:
     """What the memory depends on; for RL from verl's config, which is checked. Raises SettingsError."""
     sequence = s.MAX_PROMPT_LENGTH + s.MAX_RESPONSE_LENGTH
@@ -321,6 +324,11 @@ def batches_and_memory(
     for text, fix in short:
         yield error("memory", text, fix)
     ram = sum(memory.estimate(shapes, planned, least).ram.values())
+    tight = [] if short else memory.too_much(shapes, planned, (1 - SPARE) * least, 0)
+    for text, fix in tight:
+        yield warning("memory", f"less than {SPARE:.0%} to spare: {text}", fix)
+    if tight:
+        return
     if not short and ram > free:
         yield warning("memory", f"needs about {gb(ram)} RAM, {gb(free)} is free", "end other programs")
     elif not short:

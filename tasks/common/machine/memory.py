@@ -11,6 +11,7 @@ import re
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from itertools import product
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -37,6 +38,7 @@ FUSED_CHUNK = 512  # tokens of logits at once with use_fused_kernels (verl/utils
 PADDED = 3
 OVERHEAD = 2e9  # per GPU: CUDA contexts of trainer and vLLM, NCCL's buffers, CUDA graphs; assumed, not measured
 PROCESSES = 7.4e9  # RAM of verl's, Ray's and vLLM's processes on the CPU; measured: docs/DOCTOR.md
+SHARES = [percent / 100 for percent in range(30, 95, 5)]  # of a GPU for vLLM, that doctor advises
 TRAINER = 1.5e9  # RAM of a trainer without them
 
 
@@ -296,7 +298,7 @@ def too_much(model: Shapes, plan: Plan, gpu_bytes: float, ram_bytes: float) -> l
         return found
     if update > gpu_bytes:
         text = f"update: about {gb(update)} of {gb(gpu_bytes)} on each GPU ({_parts(needs.update)})"
-        found.append((text, _smaller_update(model, plan, gpu_bytes)))
+        found.append((text, _smaller_update(model, plan, gpu_bytes, ram_bytes)))
     vllm, least = plan.share * gpu_bytes, sum(needs.engine.values())
     if plan.share and (vllm < least or sampling > gpu_bytes):
         room = math.floor((gpu_bytes - sampling + vllm) / gpu_bytes * 20) / 20
@@ -310,8 +312,16 @@ def too_much(model: Shapes, plan: Plan, gpu_bytes: float, ram_bytes: float) -> l
         else:
             text = f"sampling: about {gb(sampling)} of {gb(gpu_bytes)} on each GPU ({_parts(needs.sampling)})"
             fix = f"lower GPU_MEMORY_UTILIZATION to {room:g}"
-        found.append((text, fix if wanted <= room else _more_gpus(model, plan, gpu_bytes)))
+        found.append((text, fix if wanted <= room else _spread(model, plan, gpu_bytes, ram_bytes)))
     return found
+
+
+def _holds(model: Shapes, plan: Plan, gpu_bytes: float, ram_bytes: float) -> bool:
+    """Whether the plan fits as it is."""
+    needs = estimate(model, plan, gpu_bytes)
+    ram, update, sampling, least = (sum(p.values()) for p in (needs.ram, needs.update, needs.sampling, needs.engine))
+    on_gpu = max(update, sampling) <= gpu_bytes and least <= plan.share * gpu_bytes
+    return on_gpu and (not ram_bytes or ram <= ram_bytes)
 
 
 def _fits(model: Shapes, plan: Plan, gpu_bytes: float) -> bool:
@@ -321,7 +331,16 @@ def _fits(model: Shapes, plan: Plan, gpu_bytes: float) -> bool:
     return max(sampling, sum(estimate(model, small, gpu_bytes).update.values())) <= gpu_bytes
 
 
-def _more_gpus(model: Shapes, plan: Plan, gpu_bytes: float) -> str:
+def _spread(model: Shapes, plan: Plan, gpu_bytes: float, ram_bytes: float) -> str:
+    """What makes ``plan`` fit: the training state in RAM while vLLM samples, the model over more GPUs as it samples,
+    or both, with the share and the tokens that go with it; else more GPUs, an adapter or a smaller model."""
+    ways_to_share = [n for n in range(plan.tensor_parallel, plan.gpus_here + 1) if plan.gpus_here % n == 0]
+    states = [{}, {"weights_offloaded": True, "optimizer_offloaded": True}]
+    for tp, state in product(ways_to_share if plan.share else [], states if plan.sharded else [{}]):
+        for tokens, share in product(_halved(plan), (plan.share, *SHARES)):
+            changed = replace(plan, tensor_parallel=tp, tokens=tokens, share=share, **state)
+            if _holds(model, changed, gpu_bytes, ram_bytes):
+                return f"set {_changes(plan, changed)}"
     counts = [plan.gpus * 2**power for power in range(1, 7)] if plan.sharded else []
     enough = next((count for count in counts if _fits(model, replace(plan, gpus=count), gpu_bytes)), 0)
     adapter = not plan.lora_rank and _fits(model, replace(plan, lora_rank=16), gpu_bytes)
@@ -330,13 +349,13 @@ def _more_gpus(model: Shapes, plan: Plan, gpu_bytes: float) -> str:
     return " or ".join([*ways, "take a smaller MODEL"])
 
 
-def _smaller_update(model: Shapes, plan: Plan, gpu_bytes: float) -> str:
+def _smaller_update(model: Shapes, plan: Plan, gpu_bytes: float, ram_bytes: float) -> str:
     state = sum(training_state(model, plan).values())
     if words := _fewer_tokens(plan, lambda p: sum(estimate(model, p, gpu_bytes).update.values()) <= gpu_bytes):
         return words
     if state + OVERHEAD < gpu_bytes and _fits(model, replace(plan, sequence=plan.sequence // 2), gpu_bytes):
         return "lower MAX_PROMPT_LENGTH or MAX_RESPONSE_LENGTH"
-    return _more_gpus(model, plan, gpu_bytes)
+    return _spread(model, plan, gpu_bytes, ram_bytes)
 
 
 def _less_ram(model: Shapes, plan: Plan, ram_bytes: float) -> str:
@@ -349,14 +368,30 @@ def _less_ram(model: Shapes, plan: Plan, ram_bytes: float) -> str:
     return _fewer_tokens(plan, fits) or ("set LORA_RANK=8 or " if adapter else "") + "take a smaller MODEL"
 
 
+def _halved(plan: Plan) -> list[int]:
+    """The tokens of a pass, and half of them, down to one sequence."""
+    counts = [plan.tokens]
+    while counts[-1] > plan.sequence:
+        counts.append(max(plan.sequence, counts[-1] // 2))
+    return counts
+
+
 def _fewer_tokens(plan: Plan, fits: Callable[[Plan], bool]) -> str:
     """Which variable to lower to what, so that the plan fits; empty if no number of tokens does."""
-    fewer, unit = plan.tokens, plan.sequence if plan.tokens_by == "MICRO_BATCH_SIZE" else 1
-    while fewer > plan.sequence:
-        fewer = max(plan.sequence, fewer // 2)
-        if fits(replace(plan, tokens=fewer)):
-            return f"lower {plan.tokens_by} to {fewer // unit}"
-    return ""
+    changed = (replace(plan, tokens=tokens) for tokens in _halved(plan)[1:])
+    return next((f"lower {_changes(plan, fewer).replace('=', ' to ')}" for fewer in changed if fits(fewer)), "")
+
+
+def _changes(plan: Plan, changed: Plan) -> str:
+    """The variables that make ``changed`` of ``plan``, as `make` takes them."""
+    unit = plan.sequence if plan.tokens_by == "MICRO_BATCH_SIZE" else 1
+    found = {
+        "TP": (changed.tensor_parallel, plan.tensor_parallel),
+        "OFFLOAD": (int(changed.weights_offloaded), int(plan.weights_offloaded)),
+        "GPU_MEMORY_UTILIZATION": (f"{changed.share:g}", f"{plan.share:g}"),
+        plan.tokens_by: (changed.tokens // unit, plan.tokens // unit),
+    }
+    return " ".join(f"{name}={value}" for name, (value, before) in found.items() if value != before)
 
 
 def gb(count: float) -> str:

@@ -162,6 +162,7 @@ def arguments(s: Settings, run_dir: Path, held_out: int) -> DPOConfig:
         beta=s.DPO_BETA,
         max_steps=s.STEPS,
         learning_rate=s.LR,
+        warmup_steps=s.LR_WARMUP,
         lr_scheduler_type="linear",  # to 0 at the last step
         eval_strategy="steps" if held_out else "no",
         eval_steps=math.ceil(s.STEPS / EVALUATIONS),

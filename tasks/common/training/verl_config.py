@@ -20,6 +20,8 @@ from tasks.common.training import tracking, verl_versions
 
 PLUGINS = ROOT / "tasks/common/verl_plugins"
 
+TRAINED = ("actor_rollout_ref.actor.fsdp_config", "critic.fsdp")  # models with an optimizer
+
 # No outputs/ folder of hydra's own; what it would log is in our log file.
 HYDRA = ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"]
 
@@ -169,6 +171,12 @@ def rl_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
         model_ += [f"actor_rollout_ref.model.lora_adapter_path={_quoted(model)}"]
     actor = [
         f"actor_rollout_ref.actor.optim.lr={s.LR}",
+        f"actor_rollout_ref.actor.optim.lr_warmup_steps={s.LR_WARMUP}",
+        f"actor_rollout_ref.actor.clip_ratio_low={s.CLIP_LOW}",
+        f"actor_rollout_ref.actor.clip_ratio_high={s.CLIP_HIGH}",
+        *(f"{engine}.{what}_offload={bool(s.OFFLOAD)}" for engine in TRAINED for what in ("param", "optimizer")),
+        f"actor_rollout_ref.actor.ulysses_sequence_parallel_size={s.SP}",
+        f"critic.ulysses_sequence_parallel_size={s.SP}",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={s.MINI_BATCH_SIZE}",
         "actor_rollout_ref.actor.shuffle=True",  # the critic's too
         f"actor_rollout_ref.actor.checkpoint.save_contents={_save_contents(s)}",
@@ -178,7 +186,7 @@ def rl_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
         "actor_rollout_ref.rollout.name=vllm",
         f"actor_rollout_ref.rollout.n={s.ROLLOUT_N}",
         f"actor_rollout_ref.rollout.temperature={s.TEMPERATURE}",
-        "actor_rollout_ref.rollout.tensor_model_parallel_size=1",
+        f"actor_rollout_ref.rollout.tensor_model_parallel_size={s.TP}",
         f"actor_rollout_ref.rollout.gpu_memory_utilization={s.GPU_MEMORY_UTILIZATION}",
         f"actor_rollout_ref.rollout.seed={s.SEED}",
         f"actor_rollout_ref.rollout.agent.agent_loop_config_path={_quoted(PLUGINS / 'agent_loops.yaml')}",
@@ -294,7 +302,7 @@ def _indivisible(config) -> Iterator[str]:
     yield from batch_problems(prompts, mini_prompts, rollout.n, trainer.n_gpus_per_node, trainer.nnodes)
     if actor.use_dynamic_bsz:
         lengths = config.data.max_prompt_length, config.data.max_response_length
-        yield from token_problems(actor.ppo_max_token_len_per_gpu, *lengths)
+        yield from token_problems(actor.ppo_max_token_len_per_gpu, actor.ulysses_sequence_parallel_size, *lengths)
         return
     # verl/workers/engine/utils.py, prepare_micro_batches
     micro, log_prob = actor.ppo_micro_batch_size_per_gpu, rollout.log_prob_micro_batch_size_per_gpu

@@ -3,21 +3,19 @@
 from tasks.common.settings import Settings
 from tasks.common.training.methods import grpo, gspo
 
+# Weights in [0, 5], of all tokens alike. The paper gives no number for its upper bound; 5 is that of ScaleRL (arXiv
+# 2510.13786) and TRL's documentation.
+DEFAULTS = {"CLIP_LOW": "1.0", "CLIP_HIGH": "4.0"}
 # The first of a step's mini-batches is on-policy: all weights are 1.
 MINI_BATCHES = 4
 
 
 def overrides(s: Settings) -> list[str]:
-    """What CISPO sets in verl's config: weights in [0, 5], of all tokens alike.
-
-    The paper gives no number for its upper bound; 5 is that of ScaleRL (arXiv 2510.13786) and TRL's documentation.
-    """
+    """What CISPO sets in verl's config."""
     return [
         *grpo.overrides(s),
         "actor_rollout_ref.actor.policy_loss.loss_mode=cispo",
         "actor_rollout_ref.actor.loss_agg_mode=token-mean",
-        "actor_rollout_ref.actor.clip_ratio_low=1.0",
-        "actor_rollout_ref.actor.clip_ratio_high=4.0",
     ]
 
 

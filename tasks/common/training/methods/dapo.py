@@ -7,7 +7,7 @@ that. TRUNCATED=shaped, the default here, is the penalty.
 from tasks.common.settings import Settings
 from tasks.common.training.methods import grpo
 
-DEFAULTS = {"TRUNCATED": "shaped"}
+DEFAULTS = {"TRUNCATED": "shaped", "CLIP_LOW": "0.2", "CLIP_HIGH": "0.28"}  # the paper's (section 4.1)
 # The first of a step's mini-batches is on-policy: nothing is clipped there.
 MINI_BATCHES = 4
 TRAINER = "tasks.common.verl_plugins.dynamic_sampling"
@@ -15,11 +15,9 @@ MAX_BATCHES = 10  # of prompts sampled for one step, as in the authors' scripts
 
 
 def overrides(s: Settings) -> list[str]:
-    """What DAPO sets in verl's config: clip range and token-mean of the paper (section 4.1)."""
+    """What DAPO sets in verl's config; the token-mean is the paper's (section 4.1)."""
     return [
         *grpo.overrides(s),
-        "actor_rollout_ref.actor.clip_ratio_low=0.2",
-        "actor_rollout_ref.actor.clip_ratio_high=0.28",
         "actor_rollout_ref.actor.loss_agg_mode=token-mean",
         "trainer.v1.trainer_mode=dapo",
         "algorithm.filter_groups.enable=True",

@@ -3,18 +3,17 @@
 from tasks.common.settings import Settings
 from tasks.common.training.methods import grpo
 
+DEFAULTS = {"CLIP_LOW": "3e-4", "CLIP_HIGH": "4e-4"}  # of sequences: the paper's (section 5.1)
 # The first of a step's mini-batches is on-policy: its ratios are 1 and nothing is clipped.
 MINI_BATCHES = 4
 
 
 def overrides(s: Settings) -> list[str]:
-    """What GSPO sets in verl's config; the clip range is the paper's (section 5.1)."""
+    """What GSPO sets in verl's config."""
     return [
         *grpo.overrides(s),
         "actor_rollout_ref.actor.policy_loss.loss_mode=gspo",
         "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean",
-        "actor_rollout_ref.actor.clip_ratio_low=3e-4",
-        "actor_rollout_ref.actor.clip_ratio_high=4e-4",
     ]
 
 
