@@ -168,6 +168,7 @@ def execute(plan: Plan) -> dict[int, dict[str, float]]:
     if plan.resumed:
         print(f"  resuming from step {plan.resumed}")
     launches.begin(run_dir, s, plan.command, plan.config)
+    folder.mend_tracker(run_dir)
     plan.metrics.parent.mkdir(exist_ok=True)
 
     def watch() -> Progress:
