@@ -162,9 +162,7 @@ def test_a_crash_while_one_is_removed_leaves_no_half_checkpoint(tmp_path, monkey
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(keep.shutil, "rmtree", killed)
         keep.prune(tmp_path, 0)
-    assert all(
-        (tmp_path / f"checkpoints/global_step_{step}/data.pt").exists() for step in folder.checkpoints(tmp_path)
-    )
+    assert all((tmp_path / f"checkpoints/global_step_{step}/data.pt").exists() for step in folder.checkpoints(tmp_path))
     assert folder.last_step(tmp_path) == 6
     keep.prune(tmp_path, 0)
     assert folders(tmp_path) == ["global_step_6"]

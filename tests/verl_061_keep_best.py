@@ -117,6 +117,8 @@ def main() -> None:
         "patience": trained(root / "c", dev, 8, TEST_FREQ="1", KEEP="1", PATIENCE="2"),
         "continued": trained(root / "c", dev, 8, TEST_FREQ="1", KEEP="1", PATIENCE="3"),
     }
+    unwritten = SimpleNamespace(global_steps=8)  # into a folder that cannot be made: nothing is raised
+    RayPPOTrainer._dump_generations(unwritten, ["q"], ["a"], ["g"], [1.0], {}, "/dev/full/rollouts")
     print(json.dumps(result))
 
 

@@ -220,9 +220,19 @@ class _Screen:
             bar_format="{desc} {n_fmt}/{total_fmt} |{bar:20}| {elapsed}<{remaining}{postfix}",
             dynamic_ncols=True,
         )
-        self.shown, self.printed, self.lines_at = Progress(), 0.0, 0
+        self.shown, self.printed, self.lines_at, self.told = Progress(), 0.0, 0, False
 
-    def show(self, progress: Progress, last: bool = False) -> None:
+    def look(self, watch: Callable[[], Progress], last: bool = False) -> None:
+        """Show what ``watch`` says. No error of it, nor of a terminal or file to print to, may end the process."""
+        try:
+            self._show(watch(), last)
+        except Exception as error:
+            if not self.told:
+                self.told = True
+                with contextlib.suppress(OSError):
+                    print(f"  warning: the progress cannot be shown: {type(error).__name__}: {error}", file=sys.stderr)
+
+    def _show(self, progress: Progress, last: bool) -> None:
         changed = progress != self.shown
         if changed and self.shown.done == 0 < progress.done:
             # Rate and time left count from the first step on, not from the engines' start-up.
@@ -275,13 +285,13 @@ def run(
             due, ours = {}, set()
             with log.open(errors="replace") as new:
                 while child.poll() is None:
-                    screen.show(watch())
+                    screen.look(watch)
                     if time.monotonic() > _deadline(new.read(), due, ours):
                         break
                     time.sleep(POLL_SECONDS)
             code = child.poll()
             if code == 0:
-                screen.show(watch(), last=True)
+                screen.look(watch, last=True)
     finally:
         screen.bar.close()
     if code != 0:

@@ -255,7 +255,8 @@ def run_stages(stages: dict[str, Callable[[], str]], first: str = "data") -> Non
 
 def closing(s: Settings, run_dirs: list[Path]) -> None:
     """After the table: the time, the folder and the next commands."""
-    seconds = sum(step["timing_s/step"] for run_dir in run_dirs for step in folder.read_metrics(run_dir).values())
+    rows = [row for run_dir in run_dirs for row in folder.read_metrics(run_dir, strict=False).values()]
+    seconds = sum(row.get("timing_s/step", 0.0) for row in rows)
     steps = sum(map(folder.last_step, run_dirs))
     print(f"{steps} steps, {seconds:.0f} s of training{total_time()}; all of it in {run_dirs[-1]}\n\nNext:")
     if s.METHOD == "dpo":

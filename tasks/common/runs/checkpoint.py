@@ -31,7 +31,7 @@ def whole(folder: Path) -> bool:
 def _all_ranks(part: Path) -> bool:
     """Whether every kind of shard in ``part``, the model's among them, is there for all ranks and readable."""
     found = [match for file in part.glob("*.pt") if (match := _SHARD.fullmatch(file.name))]
-    sizes = {int(match[2]) for match in found}
-    wanted = {(kind, rank) for kind in {"model", *(match[1] for match in found)} for rank in range(max(sizes, default=0))}
     there = {(match[1], int(match[3])) for match in found}
+    kinds, sizes = {"model", *(match[1] for match in found)}, {int(match[2]) for match in found}
+    wanted = {(kind, rank) for kind in kinds for rank in range(max(sizes, default=0))}
     return len(sizes) == 1 and there == wanted and all(zipfile.is_zipfile(part / match[0]) for match in found)

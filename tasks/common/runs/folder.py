@@ -14,23 +14,24 @@ from tasks.common.runs.launches import masked
 from tasks.common.settings import REPORTING, Settings, SettingsError, artifacts
 
 
-def read_metrics(run_dir: Path) -> dict[int, dict[str, float]]:
+def read_metrics(run_dir: Path, strict: bool = True) -> dict[int, dict[str, float]]:
     """The numbers among verl's metrics by step, in order, over all launches of a run.
 
     verl's file logger truncates its file when it starts (verl/utils/tracking.py:541), so each launch has its own,
-    metrics/000.jsonl and on; for a step that was trained again after a resume the later launch counts. Raises
-    SettingsError as ``metrics_in``.
+    metrics/000.jsonl and on; for a step that was trained again after a resume the later launch counts. ``strict`` and
+    errors as ``metrics_in``.
     """
     metrics: dict[int, dict[str, float]] = {}
     for file in sorted(run_dir.glob("metrics/*.jsonl")):
-        metrics |= metrics_in(file)
+        metrics |= metrics_in(file, strict)
     return dict(sorted(metrics.items()))
 
 
-def metrics_in(file: Path) -> dict[int, dict[str, float]]:
+def metrics_in(file: Path, strict: bool = True) -> dict[int, dict[str, float]]:
     """The numbers among the metrics of one launch by step; an unfinished last line does not count.
 
-    Raises SettingsError at a line that is not JSON, as a power failure leaves them, or that has no metrics.
+    Raises SettingsError at a line that is not JSON, as a power failure leaves them, or that has no metrics. Not
+    ``strict``: skips such a line. That is for what runs within a training, which no damaged line may end.
     """
     metrics: dict[int, dict] = {}
     for number, line in enumerate(file.read_text(errors="replace").split("\n")[:-1], start=1):
@@ -38,11 +39,11 @@ def metrics_in(file: Path) -> dict[int, dict[str, float]]:
             record = json.loads(line)
             data = {name: math.nan if value is None else value for name, value in record["data"].items()}
             metrics[record["step"]] = {name: float(v) for name, v in data.items() if isinstance(v, int | float)}
-        except ValueError:
-            raise SettingsError(f"{file}: line {number} is not JSON; remove that line") from None
-        except (KeyError, TypeError, AttributeError) as error:
-            what = f"{type(error).__name__}: {error}"
-            raise SettingsError(f"{file}: line {number} has no metrics ({what}); remove that line") from error
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            if strict:
+                has_none = f"has no metrics ({type(error).__name__}: {error})"
+                what = "is not JSON" if isinstance(error, ValueError) else has_none
+                raise SettingsError(f"{file}: line {number} {what}; remove that line") from error
     return metrics
 
 
@@ -140,7 +141,7 @@ def find_step(run_dir: Path, step: str = "") -> int:
     if not steps:
         raise SettingsError(f"STEP={step}: {run_dir} has no checkpoint yet")
     if step in ("", "best"):
-        metrics = read_metrics(run_dir)
+        metrics = read_metrics(run_dir, strict=False)
         if validation.scores(metrics).keys() & set(steps):
             return validation.ranked(steps, metrics)[0]
         if step:
@@ -156,7 +157,8 @@ def find_step(run_dir: Path, step: str = "") -> int:
 def ended_early(run_dir: Path, patience: int) -> bool:
     """Whether the run ended at its last checkpoint because ``patience`` validations brought no gain (0: never)."""
     last = last_step(run_dir)
-    return validation.ends_early({step: row for step, row in read_metrics(run_dir).items() if step <= last}, patience)
+    metrics = read_metrics(run_dir, strict=False)
+    return validation.ends_early({step: row for step, row in metrics.items() if step <= last}, patience)
 
 
 def wanted_steps(run_dir: Path, s: Settings) -> float:
