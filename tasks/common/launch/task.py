@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
+from tasks.common.interrupts import Interrupts
 from tasks.common.process import StageFailed, die_with_parent
 from tasks.common.rewards.answers import RewardError, variants
 from tasks.common.settings import COMPLETE, Settings, SettingsError, stack
@@ -22,7 +23,8 @@ def script(s: Settings, name: str, *arguments: str) -> None:
             code = process.wait()
         except KeyboardInterrupt:
             process.send_signal(signal.SIGINT)  # a terminal has sent it already
-            process.wait()
+            with Interrupts() as interrupts, interrupts.held():  # its clean-up takes as long as it takes
+                process.wait()
             raise
     if code < 0:
         raise StageFailed(f"{s.task_dir / name} was ended by signal {-code} (9 may mean: out of memory)")
