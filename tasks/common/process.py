@@ -25,15 +25,6 @@ SAVING_SECONDS = 1800  # that it saves the last step before the end (tasks/commo
 NOTICE_SECONDS = 60  # a failed reward: the trainer looks every 2 seconds, then saves or ends
 REPORT_SECONDS = 15  # between two lines of progress without a terminal
 
-# On one machine all servers listen on the loopback interface (docs/MULTI_NODE.md, ports). The first is Ray's switch for
-# systems where it makes no cluster: its address is 127.0.0.1 then, and verl's servers and TransferQueue take Ray's.
-LOOPBACK = {
-    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
-    "VLLM_HOST_IP": "127.0.0.1",
-    "GLOO_SOCKET_IFNAME": "lo",
-    "NCCL_SOCKET_IFNAME": "lo",
-}
-
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 # Prefixes of Ray and vLLM before a line: "(WorkerDict pid=1) ", "(EngineCore pid=2) ERROR 11-21 02:57:31 [core.py:9] ".
 _PREFIX = re.compile(r"^(\([^()]*pid=\d+[^()]*\)\s*)*([A-Z]+ \d\d-\d\d [\d:]+ \[[^\]]*\]\s*)?")
@@ -223,14 +214,14 @@ def run(
     screen = _Screen(name, total)
     with Interrupts() as interrupts, log.open("wb") as output:
         launch = Launch(log.parent)
-        alone = {} if os.environ.get("RAY_ADDRESS") else {"RAY_TMPDIR": str(launch.folder)} | LOOPBACK
+        own_ray = {} if os.environ.get("RAY_ADDRESS") else {"RAY_TMPDIR": str(launch.folder)}
         try:
             child = subprocess.Popen(
                 command,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, **alone, **launch.environment, **(environment or {})},
+                env={**os.environ, **own_ray, **launch.environment, **(environment or {})},
                 start_new_session=True,  # Ctrl-C reaches us alone; we end the child
                 preexec_fn=die_with_parent,
             )
