@@ -143,6 +143,12 @@ def end_marked(name: str, value: str, session: int = 0) -> None:
         psutil.wait_procs(found, timeout=1)
 
 
+def _alive(process: int) -> bool:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
+    return False
+
+
 def _guard(launcher: int, folder: Path) -> None:
     """Wait for the end of the process ``launcher``; clean up unless it says that it did.
 
@@ -152,7 +158,7 @@ def _guard(launcher: int, folder: Path) -> None:
         signal.signal(number, signal.SIG_IGN)
     told = b""
     # A process that the launcher forked may hold the pipe open after the launcher's end.
-    while os.getppid() == launcher and not told.endswith(f"{DONE}\n".encode()):
+    while _alive(launcher) and not told.endswith(f"{DONE}\n".encode()):
         if select.select([0], [], [], 1)[0]:
             new = os.read(0, 65536)
             if not new:
