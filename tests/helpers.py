@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import zipfile
 from pathlib import Path
 
 from tasks.common.settings import COMPLETE, STACKS, stack, values_of
@@ -82,6 +83,20 @@ def make(*arguments: str, cwd: Path = ROOT, **variables: str) -> subprocess.Comp
     )
 
 
+def write_shards(part: Path, ranks: int = 1) -> None:
+    """The files of verl's FSDP checkpoint ``part`` (actor), as archives with nothing in them."""
+    part.mkdir(parents=True, exist_ok=True)
+    for kind in ("model", "optim", "extra_state"):
+        for rank in range(ranks):
+            zipfile.ZipFile(part / f"{kind}_world_size_{ranks}_rank_{rank}.pt", "w").close()
+
+
+def write_checkpoint(folder: Path, ranks: int = 1) -> None:
+    """A whole checkpoint of verl's RL trainer as ``folder``, without weights."""
+    write_shards(folder / "actor", ranks)
+    zipfile.ZipFile(folder / "data.pt", "w").close()
+
+
 def kill_after_a_checkpoint(goal: str, run: str, cwd: Path = ROOT, **variables: str) -> int:
     """Run make and end it with SIGKILL once ``run`` (a pattern) has a checkpoint; its step is returned."""
     artifacts = Path(variables["ARTIFACTS"])
@@ -103,7 +118,7 @@ def kill_after_a_checkpoint(goal: str, run: str, cwd: Path = ROOT, **variables: 
             time.sleep(0.2)
         os.killpg(killed.pid, signal.SIGKILL)
         killed.wait()
-    deadline = time.monotonic() + 20  # for the engines to notice that their parent is gone
+    deadline = time.monotonic() + 10  # for the guard (tasks/common/leftovers.py)
     while str(artifacts) in our_processes() and time.monotonic() < deadline:
         time.sleep(0.5)
     assert str(artifacts) not in our_processes()

@@ -245,6 +245,7 @@ def test_the_last_two_checkpoints_stay_and_what_a_killed_run_left_is_removed(tmp
     for step in (2, 4, 10):
         (folder / f"checkpoint-{step}").mkdir(parents=True)
         (folder / f"checkpoint-{step}/model.safetensors").touch()
+        (folder / f"checkpoint-{step}/config.json").touch()
         publish(tmp_path, step)
         assert last_step(tmp_path) == step
     assert checkpoints(tmp_path) == [4, 10] and tracker(tmp_path).read_text() == "10"

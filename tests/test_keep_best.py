@@ -8,6 +8,7 @@ import pytest
 
 from tasks.common.runs import folder, keep, validation
 from tasks.common.training import verl_config
+from tests.helpers import write_checkpoint, write_shards
 from tests.test_settings import VALUES
 
 
@@ -22,12 +23,11 @@ def row(acc: float, reward: float = 0.0) -> dict:
 
 
 class Workers:
-    """In place of the worker group: a checkpoint is a folder with a file."""
+    """In place of the worker group: a checkpoint is a folder with empty shards."""
 
     def save_checkpoint(self, local_path, remote_path, step, max_ckpt_to_keep=None):
         assert max_ckpt_to_keep is None  # verl would remove the oldest
-        Path(local_path).mkdir(parents=True)
-        (Path(local_path) / "model.pt").write_text(str(step))
+        write_shards(Path(local_path))
 
 
 @pytest.fixture(scope="module")
@@ -123,9 +123,7 @@ def test_patience_ends_the_run_and_more_of_it_continues(fit):
 
 def whole(run_dir, steps, last=None):
     for step in steps:
-        path = run_dir / f"checkpoints/global_step_{step}"
-        path.mkdir(parents=True)
-        (path / "model.pt").write_text(str(step))
+        write_checkpoint(run_dir / f"checkpoints/global_step_{step}")
     folder.tracker(run_dir).write_text(str(last or max(steps)))
 
 
@@ -136,7 +134,8 @@ def validated(run_dir, accuracies):
 
 
 def test_what_a_crash_left_goes_and_the_last_whole_one_never(tmp_path):
-    whole(tmp_path, [2, 4, 6, 8, 10], last=8)  # 10 was being written
+    whole(tmp_path, [2, 4, 6, 8, 10], last=8)
+    (tmp_path / "checkpoints/global_step_10/data.pt").unlink()  # 10 was being written
     (tmp_path / "checkpoints/removed_global_step_4/actor").mkdir(parents=True)  # an earlier 4 was being removed
     validated(tmp_path, {2: 0.9, 4: 0.1, 6: 0.5, 8: 0.0, 10: 1.0})
     keep.prune(tmp_path, 1)
@@ -147,7 +146,8 @@ def test_what_a_crash_left_goes_and_the_last_whole_one_never(tmp_path):
 
 def test_nothing_goes_without_a_whole_checkpoint(tmp_path):
     whole(tmp_path, [2, 4])
-    folder.tracker(tmp_path).unlink()
+    for step in (2, 4):
+        (tmp_path / f"checkpoints/global_step_{step}/data.pt").write_bytes(b"PK")
     keep.prune(tmp_path, 0)
     assert folders(tmp_path) == ["global_step_2", "global_step_4"]
 
@@ -156,15 +156,13 @@ def test_a_crash_while_one_is_removed_leaves_no_half_checkpoint(tmp_path, monkey
     whole(tmp_path, [2, 4, 6])
 
     def killed(path, ignore_errors):
-        (path / "model.pt").unlink()
+        (path / "data.pt").unlink()
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(keep.shutil, "rmtree", killed)
         keep.prune(tmp_path, 0)
-    assert all(
-        (tmp_path / f"checkpoints/global_step_{step}/model.pt").exists() for step in folder.checkpoints(tmp_path)
-    )
+    assert all((tmp_path / f"checkpoints/global_step_{step}/data.pt").exists() for step in folder.checkpoints(tmp_path))
     assert folder.last_step(tmp_path) == 6
     keep.prune(tmp_path, 0)
     assert folders(tmp_path) == ["global_step_6"]

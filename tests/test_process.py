@@ -8,7 +8,7 @@ import time
 import psutil
 import pytest
 
-from tasks.common import process
+from tasks.common import leftovers, process
 from tasks.common.process import Progress, StageFailed, run
 
 
@@ -114,8 +114,9 @@ tracker.register = lambda *a: None
 memory = shared_memory.SharedMemory(create=True, size=64)
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
 print(child.pid, memory.name, flush=True)
+time.sleep(1.5)  # the launcher looks every half second who has mapped what
 """
-    run_python(code, tmp_path)
+    run_python(f"import time\n{code}", tmp_path)
     pid, name = (tmp_path / "logs/stage.log").read_text().split()
     assert name.startswith("psm_")
     assert not psutil.pid_exists(int(pid)) and not os.path.exists(f"/dev/shm/{name}")
@@ -139,8 +140,7 @@ def test_shared_memory_that_another_process_uses_is_kept(code):
     ) as other:
         file = process.Path("/dev/shm") / other.stdout.readline().strip()
         try:
-            assert file.exists()
-            process._remove_unused({file})
+            leftovers._remove({file.stat().st_ino: file})
             assert file.exists()
         finally:
             other.communicate("\n")
@@ -156,7 +156,7 @@ def test_interruption_ends_the_process(tmp_path):
 
 
 def test_what_a_killed_launcher_left_is_ended_before_the_next_start(tmp_path):
-    environment = {**os.environ, process.MARK: str(tmp_path / "logs")}
+    environment = {**os.environ, leftovers.LOGS: str(tmp_path / "logs")}
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], env=environment) as leftover:
         run_python("pass", tmp_path)
         leftover.wait(timeout=10)  # raises if it still runs

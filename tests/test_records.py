@@ -69,10 +69,11 @@ def test_a_record_has_what_a_repetition_needs_and_is_there_before_the_trainer(se
     trainer = """
 import os, sys
 from pathlib import Path
+from tests.helpers import write_checkpoint
 run = Path(sys.argv[1])
 assert (run / "launches/000/config.yaml").is_file()
 Path(os.environ["VERL_FILE_LOGGER_PATH"]).write_text('{"step": 1, "data": {"critic/score/mean": null}}\\n')
-(run / "checkpoints/global_step_1").mkdir(parents=True)
+write_checkpoint(run / "checkpoints/global_step_1")
 (run / "checkpoints/latest_checkpointed_iteration.txt").write_text("1")
 """
     plan = planned("grpo", replace(settings, STEPS=1), run_dir, "some/model")

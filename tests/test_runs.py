@@ -135,11 +135,17 @@ def test_an_unknown_checkpoint_is_refused_with_those_there_are(settings, step):
         find_step(run_dir, step)
 
 
-def test_without_scores_the_best_is_the_latest_and_an_empty_tracker_means_no_checkpoint(settings):
+def test_without_scores_the_best_is_the_latest(settings):
+    assert find_step(make_run(settings), "best") == 4
+
+
+@pytest.mark.parametrize("said", ["", "\0\0", "7", "4\ufffd", "-1", None])
+def test_a_damaged_tracker_hides_no_checkpoint(settings, said):
     run_dir = make_run(settings)
-    assert find_step(run_dir, "best") == 4
-    (run_dir / "checkpoints/latest_checkpointed_iteration.txt").write_text("")
-    assert find_run(settings, []) is None
+    tracker = run_dir / "checkpoints/latest_checkpointed_iteration.txt"
+    tracker.unlink() if said is None else tracker.write_text(said)
+    assert find_run(settings, []) == run_dir and find_step(run_dir, "latest") == 4
+    assert hf_folder(run_dir) == run_dir / "checkpoints/global_step_4/actor/huggingface"
 
 
 def test_a_checkpoint_that_was_not_finished_does_not_count(settings):

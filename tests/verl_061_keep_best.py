@@ -22,6 +22,7 @@ from verl.trainer.ppo.ray_trainer import RayPPOTrainer  # noqa: E402
 from tasks.common.runs import folder  # noqa: E402
 from tasks.common.stacks.a100 import keep_best, verl_patches  # noqa: E402, F401
 from tasks.common.training import verl_config  # noqa: E402
+from tests.helpers import write_shards  # noqa: E402
 from tests.test_settings import VALUES  # noqa: E402
 
 ROWS, PROMPT, RESPONSE = 4, 3, 5
@@ -62,7 +63,7 @@ class Workers:
 
     def save_checkpoint(self, local_path, remote_path, step, max_ckpt_to_keep=None) -> None:
         assert max_ckpt_to_keep is None  # verl would remove the oldest
-        Path(local_path).mkdir(parents=True)
+        write_shards(Path(local_path))
 
     def compute_log_prob(self, data: DataProto) -> DataProto:
         zeros = torch.zeros(len(data), RESPONSE)
@@ -95,6 +96,9 @@ def trained(run_dir: Path, dev: dict[int, float], steps: int, **variables: str) 
     trainer.use_critic = trainer.use_rm = trainer.use_reference_policy = False
     trainer.resource_pool_manager = SimpleNamespace(get_n_gpus=lambda: 1)
     trainer.total_training_steps = steps
+    if folder.tracker(run_dir).exists():  # as a full disk leaves it; verl would end in int('')
+        folder.tracker(run_dir).write_text("")
+    folder.mend_tracker(run_dir)
 
     def validate(self) -> dict:
         return {"val-core/t/acc/mean@1": dev[self.global_steps], "val-aux/t/reward/mean@1": 0.0}
@@ -113,6 +117,8 @@ def main() -> None:
         "patience": trained(root / "c", dev, 8, TEST_FREQ="1", KEEP="1", PATIENCE="2"),
         "continued": trained(root / "c", dev, 8, TEST_FREQ="1", KEEP="1", PATIENCE="3"),
     }
+    unwritten = SimpleNamespace(global_steps=8)  # into a folder that cannot be made: nothing is raised
+    RayPPOTrainer._dump_generations(unwritten, ["q"], ["a"], ["g"], [1.0], {}, "/dev/full/rollouts")
     print(json.dumps(result))
 
 

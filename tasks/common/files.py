@@ -1,38 +1,95 @@
 """Files: written beside and renamed, so that nothing half-written has a final name; JSON; digests."""
 
+import fcntl
+import glob
 import hashlib
 import json
 import os
+import secrets
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def _remove_abandoned(target: Path) -> None:
+    """Remove what processes that were killed left of ``target``: the partial ones that no process has locked."""
+    for path in target.parent.glob(f".{glob.escape(target.name)}.*partial"):
+        with suppress(OSError):
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises: it is locked, or no lock is possible
+                _remove(path)
+            finally:
+                os.close(descriptor)
+
+
+def _new_partial(target: Path, make: Callable[[Path], None]) -> tuple[Path, int]:
+    """A new path beside ``target``, and a descriptor whose lock on it ends with this process."""
+    while True:
+        partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}.partial")
+        make(partial)
+        with suppress(FileNotFoundError):  # another process found it before it was locked, and removed it
+            descriptor = os.open(partial, os.O_RDONLY)
+            with suppress(OSError):  # a file system without locks
+                fcntl.flock(descriptor, fcntl.LOCK_EX)
+            if partial.exists():
+                return partial, descriptor
+            os.close(descriptor)
+
+
+@contextmanager
+def partial_of(target: Path, make: Callable[[Path], None] = Path.mkdir) -> Iterator[Path]:
+    """Yield a new folder beside ``target``, or what ``make`` makes, of this process alone; it is removed at the end.
+
+    So two processes may write the same target. What a killed process left is removed by the next one.
+    """
+    target.parent.mkdir(parents=True, exist_ok=True)
+    _remove_abandoned(target)
+    partial, descriptor = _new_partial(target, make)
+    try:
+        yield partial
+    finally:
+        _remove(partial)
+        os.close(descriptor)
 
 
 @contextmanager
 def written_beside(path: Path) -> Iterator[Path]:
-    """Yield a path beside ``path`` that becomes ``path`` at the end; on an error ``path`` stays as it was."""
+    """Yield an empty file beside ``path`` that becomes ``path`` at the end; on an error ``path`` stays as it was."""
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
+    with partial_of(path, Path.touch) as partial:
         yield partial
         os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 @contextmanager
 def folder_beside(target: Path) -> Iterator[Path]:
-    """Yield an empty folder beside ``target`` that becomes ``target`` at the end; an error leaves nothing behind."""
-    partial = target.with_name(f".{target.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
-    partial.mkdir(parents=True)
-    try:
+    """Yield an empty folder beside ``target`` that becomes ``target`` at the end; an error leaves nothing behind.
+
+    Where another process was first, with files of the same names, its folder stays.
+    """
+    with partial_of(target) as partial:
         yield partial
-        partial.rename(target)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        try:
+            partial.rename(target)
+        except OSError:
+            if not target.is_dir() or not {f.name for f in partial.iterdir()} <= {f.name for f in target.iterdir()}:
+                raise
+
+
+def check_writable(path: Path) -> None:
+    """Raise OSError unless a file can be written as ``path``; for the start of work whose result goes there."""
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder")
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{path.parent}: no such folder")
+    with partial_of(path, Path.touch) as partial:
+        partial.write_bytes(b"0")  # a full disk takes an empty file
 
 
 def write_json(path: Path, value) -> None:

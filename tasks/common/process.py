@@ -5,21 +5,20 @@ import ctypes
 import io
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 from tqdm import tqdm
 
+from tasks.common.interrupts import Interrupts
+from tasks.common.leftovers import Launch
+
 POLL_SECONDS = 0.5
-MARK = "VERL_TASK_LOGS"  # in the environment of all processes that ``run`` starts
 # How long a process may take to end by itself after its log reports
 GRACE_SECONDS = 20  # a dead engine: verl may wait minutes for it
 SAVING_SECONDS = 1800  # that it saves the last step before the end (tasks/common/verl_plugins/trainer.py)
@@ -124,60 +123,6 @@ def _deadline(text: str, due: dict[str, float], ours: set[str]) -> float:
     return next((due[reason] for reason in reasons if reason in due), float("inf"))
 
 
-@contextlib.contextmanager
-def _cleaned_up(temporary: Path) -> Iterator[None]:
-    """End every descendant of this process afterwards, and remove the shared memory and the folder they leave.
-
-    Ray and vLLM start daemons that outlive their parent: as a "subreaper" (prctl 36) this process inherits them.
-    """
-    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)
-    shared_memory = Path("/dev/shm")
-    before = set(shared_memory.glob("*"))
-    try:
-        yield
-    finally:
-        for wait in (3, 0):
-            children = psutil.Process().children(recursive=True)
-            for child in children:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    child.terminate() if wait else child.kill()
-            psutil.wait_procs(children, timeout=wait or 5)
-        _remove_unused(set(shared_memory.glob("*")) - before)
-        shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _remove_unused(files: set[Path]) -> None:
-    """Remove our new shared-memory files, except those that another process (of another run) has mapped.
-
-    Compared by inode: glibc renames a semaphore's file after mapping it.
-    """
-    ours = {}
-    for file in files:
-        with contextlib.suppress(FileNotFoundError):
-            if file.name.startswith(("psm_", "verl_weights_", "sem.mp-")) and file.stat().st_uid == os.getuid():
-                ours[file.stat().st_ino] = file
-    for process in psutil.process_iter() if ours else ():
-        with contextlib.suppress(OSError):
-            for mapped in re.findall(r"(\d+) +/dev/shm/", Path(f"/proc/{process.pid}/maps").read_text()):
-                ours.pop(int(mapped), None)
-    for file in ours.values():
-        file.unlink(missing_ok=True)
-
-
-def _end_leftovers(log: Path) -> None:
-    """End the processes that a killed launcher left running; they carry the mark of the same folder of logs.
-
-    The caller holds the task's lock, so none of them belongs to a live run.
-    """
-    leftovers = []
-    for process in psutil.process_iter():
-        with contextlib.suppress(psutil.Error):
-            if process.environ().get(MARK) == str(log.parent):
-                process.kill()
-                leftovers.append(process)
-    psutil.wait_procs(leftovers, timeout=10)
-
-
 def die_with_parent() -> None:
     """For ``preexec_fn``: the child is killed when the process that started it ends."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a killed launcher leaves no training behind
@@ -203,11 +148,6 @@ def errors_in_one_line(*kinds: type[Exception], stopped: str = "") -> Iterator[N
         sys.exit(130)
 
 
-def interrupt_on_sigterm() -> None:
-    """Let SIGTERM end this process as Ctrl-C does, with all clean-up."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-
-
 class _Screen:
     """A tqdm bar on a terminal; elsewhere the same bar as a line, every 2 % or 15 seconds."""
 
@@ -220,9 +160,23 @@ class _Screen:
             bar_format="{desc} {n_fmt}/{total_fmt} |{bar:20}| {elapsed}<{remaining}{postfix}",
             dynamic_ncols=True,
         )
-        self.shown, self.printed, self.lines_at = Progress(), 0.0, 0
+        self.shown, self.printed, self.lines_at, self.told = Progress(), 0.0, 0, False
 
-    def show(self, progress: Progress, last: bool = False) -> None:
+    def look(self, watch: Callable[[], Progress], last: bool = False) -> None:
+        """Show what ``watch`` says. No error of it, nor of a terminal or file to print to, may end the process."""
+        try:
+            self._show(watch(), last)
+        except Exception as error:
+            if not self.told:
+                self.told = True
+                with contextlib.suppress(OSError):
+                    print(f"  warning: the progress cannot be shown: {type(error).__name__}: {error}", file=sys.stderr)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # a terminal that is gone
+            self.bar.close()
+
+    def _show(self, progress: Progress, last: bool) -> None:
         changed = progress != self.shown
         if changed and self.shown.done == 0 < progress.done:
             # Rate and time left count from the first step on, not from the engines' start-up.
@@ -252,37 +206,40 @@ def run(
 
     ``watch`` is asked twice a second for the Progress towards ``total``. Raises StageFailed with the first real error
     and the last lines of the log when the process fails, or hangs after its log reports a dead engine. All processes
-    that it started are ended on every way out, including Ctrl-C.
+    that it started are ended on every way out, including signals (interrupts.py) and the end of this process by
+    SIGKILL (leftovers.py).
     """
     log.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix="verl-"))  # short: Ray's socket paths must fit in 107 bytes
-    own_ray = {} if os.environ.get("RAY_ADDRESS") else {"RAY_TMPDIR": str(temporary)}
-    env = {**os.environ, **own_ray, MARK: str(log.parent), **(environment or {})}
-    _end_leftovers(log)
     print(f"  log: {log}", flush=True)
     screen = _Screen(name, total)
-    try:
-        with _cleaned_up(temporary), log.open("wb") as output:
+    with Interrupts() as interrupts, log.open("wb") as output:
+        launch = Launch(log.parent)
+        own_ray = {} if os.environ.get("RAY_ADDRESS") else {"RAY_TMPDIR": str(launch.folder)}
+        try:
             child = subprocess.Popen(
                 command,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 stdin=subprocess.DEVNULL,
-                env=env,
+                env={**os.environ, **own_ray, **launch.environment, **(environment or {})},
                 start_new_session=True,  # Ctrl-C reaches us alone; we end the child
                 preexec_fn=die_with_parent,
             )
+            launch.started(child.pid)
             due, ours = {}, set()
             with log.open(errors="replace") as new:
                 while child.poll() is None:
-                    screen.show(watch())
+                    screen.look(watch)
+                    launch.look()
                     if time.monotonic() > _deadline(new.read(), due, ours):
                         break
                     time.sleep(POLL_SECONDS)
             code = child.poll()
             if code == 0:
-                screen.show(watch(), last=True)
-    finally:
-        screen.bar.close()
+                screen.look(watch, last=True)
+        finally:
+            with interrupts.held():
+                launch.clean_up()
+                screen.close()
     if code != 0:
         raise StageFailed(_report(log, f"{name} ended with exit code {code}" if code else f"{name}: an engine died"))

@@ -19,7 +19,8 @@ from tasks.common.evaluation.rollouts import SAMPLED, TOO_LONG
 from tasks.common.evaluation.sample import Hardware, sampling
 from tasks.common.evaluation.tables import markdown_table, show_table
 from tasks.common.files import write_json, written_beside
-from tasks.common.process import Progress, StageFailed, errors_in_one_line, interrupt_on_sigterm, run
+from tasks.common.interrupts import interrupt_on_sigterm
+from tasks.common.process import Progress, StageFailed, errors_in_one_line, run
 from tasks.common.rewards.answers import with_opened_thinking
 from tasks.common.settings import Settings, SettingsError, artifacts, fingerprint, load_settings, positive, variable
 from tasks.econ_agent.prepare_data import SHOTS, SYSTEM, prompt

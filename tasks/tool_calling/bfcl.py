@@ -26,7 +26,8 @@ from tasks.common.evaluation.rollouts import TOO_LONG, Rollout
 from tasks.common.evaluation.sample import Hardware, Job, Scoring, report_errors, sample_here, sampling
 from tasks.common.evaluation.statistics import Estimate, bootstrap_mean, proportion
 from tasks.common.evaluation.tables import comparison_table, show_table
-from tasks.common.process import errors_in_one_line, interrupt_on_sigterm
+from tasks.common.interrupts import interrupt_on_sigterm
+from tasks.common.process import errors_in_one_line
 from tasks.common.rewards.answers import reward_function, with_opened_thinking
 from tasks.common.rewards.tool_calls import Malformed, parse_response
 from tasks.common.settings import ROOT, Settings, SettingsError, artifacts, fingerprint, load_settings

@@ -3,7 +3,6 @@
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -22,7 +21,7 @@ from tasks.common.data.rows import (
     write_parquet,
 )
 from tasks.common.data.split import Form, Sizes, SplitError, write_sides, write_split
-from tasks.common.files import write_json
+from tasks.common.files import partial_of, write_json
 from tasks.common.models.chat_template import prompt_ids
 from tasks.common.models.find import resolve_model
 from tasks.common.models.merge import base_model
@@ -265,9 +264,7 @@ def too_long(tokenizer, limit: int, messages: list[dict], tools: list[dict] | No
 def replaced_as_a_whole(directory: Path, names: tuple[str, ...]) -> Iterator[Path]:
     """Yield a folder whose ``names``.parquet and manifest.json replace those of ``directory`` at the end. After an
     error ``directory`` is unchanged."""
-    directory.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=directory, prefix=".partial-") as partial:
-        new = Path(partial)
+    with partial_of(directory / "data") as new:
         yield new
         # The manifest is removed first and written last: it never describes a mixture.
         (directory / "manifest.json").unlink(missing_ok=True)

@@ -2,7 +2,6 @@
 
 import csv
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from tasks.common.evaluation.engines import window
 from tasks.common.evaluation.rollouts import TOO_LONG, Rollout
 from tasks.common.evaluation.sample import Hardware, Job, Scoring, report_errors, sampled, sampling
 from tasks.common.evaluation.spreadsheet import write_xlsx
-from tasks.common.files import written_beside
+from tasks.common.files import check_writable, written_beside
 from tasks.common.settings import Command, Settings, SettingsError, artifacts, fingerprint
 
 READ = {
@@ -96,12 +95,14 @@ def batch(s: Settings, command: Command, scoring: Scoring, model: str) -> int:
     output = Path(command.OUTPUT)
     if output.suffix.lower() not in WRITE:
         raise SettingsError(f"OUTPUT={output}: must end in {', '.join(WRITE)}")
+    try:
+        check_writable(output)  # before the sampling, not after it
+    except OSError as error:
+        raise SettingsError(f"OUTPUT={output}: cannot be written: {error.strerror or error}") from error
     rows = read_table(Path(command.INPUT))[: s.LIMIT or None]
     prompts = rl_rows(rows, s.TASK, task_system(s.data_dir / "test.parquet"))
     file = artifacts() / "batch" / s.TASK / f"{fingerprint({'rows': prompts})}.parquet"
     write_parquet(prompts, file, rl_schema(tools=True))  # a chat may hold calls
-    if not os.access(output.parent, os.W_OK):  # said before the sampling, not after it
-        raise SettingsError(f"OUTPUT={output}: the folder is not there or cannot be written to")
     # Not MAX_PROMPT_LENGTH: these are not the task's prompts.
     room = window(model, s.MAX_NEW_TOKENS) - s.MAX_NEW_TOKENS
     how = replace(sampling(s), greedy=False, max_prompt_tokens=room, template=command.TEMPLATE)

@@ -13,7 +13,8 @@ from tasks.common.evaluation.statistics import Estimate
 from tasks.common.evaluation.summary import OwnMetrics, differences, summarize
 from tasks.common.evaluation.tables import comparison_table, gain, headline, show_table, sizes
 from tasks.common.files import read_json, write_json
-from tasks.common.process import errors_in_one_line, interrupt_on_sigterm
+from tasks.common.interrupts import interrupt_on_sigterm
+from tasks.common.process import errors_in_one_line
 from tasks.common.rewards.answers import JudgeError
 from tasks.common.settings import Command, Settings, SettingsError, artifacts, fingerprint, load_settings
 

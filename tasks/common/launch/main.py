@@ -18,12 +18,13 @@ from tasks.common.data.prepare import describe
 from tasks.common.data.rows import DataError, validate_parquet
 from tasks.common.evaluation.tables import total_time
 from tasks.common.files import read_json
+from tasks.common.interrupts import interrupt_on_sigterm
 from tasks.common.launch import doctor, experiments, train
 from tasks.common.launch.plan import planned
 from tasks.common.launch.task import compute_score_of, environment, own_stages, script, stack_environment
 from tasks.common.models.find import embedded_folder, resolve_model, whole_model
 from tasks.common.models.merge import base_of, is_adapter, merge_note, whole_folder
-from tasks.common.process import errors_in_one_line, interrupt_on_sigterm
+from tasks.common.process import errors_in_one_line
 from tasks.common.rewards.answers import RewardError
 from tasks.common.runs import folder
 from tasks.common.settings import ROOT, WHOLE, Command, Settings, SettingsError, load_settings, table, values_of
@@ -255,7 +256,8 @@ def run_stages(stages: dict[str, Callable[[], str]], first: str = "data") -> Non
 
 def closing(s: Settings, run_dirs: list[Path]) -> None:
     """After the table: the time, the folder and the next commands."""
-    seconds = sum(step["timing_s/step"] for run_dir in run_dirs for step in folder.read_metrics(run_dir).values())
+    rows = [row for run_dir in run_dirs for row in folder.read_metrics(run_dir, strict=False).values()]
+    seconds = sum(row.get("timing_s/step", 0.0) for row in rows)
     steps = sum(map(folder.last_step, run_dirs))
     print(f"{steps} steps, {seconds:.0f} s of training{total_time()}; all of it in {run_dirs[-1]}\n\nNext:")
     if s.METHOD == "dpo":

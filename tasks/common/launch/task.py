@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
+from tasks.common.interrupts import Interrupts
+from tasks.common.machine.cluster import LOOPBACK
 from tasks.common.process import StageFailed, die_with_parent
 from tasks.common.rewards.answers import RewardError, variants
 from tasks.common.settings import COMPLETE, Settings, SettingsError, stack
@@ -22,7 +24,8 @@ def script(s: Settings, name: str, *arguments: str) -> None:
             code = process.wait()
         except KeyboardInterrupt:
             process.send_signal(signal.SIGINT)  # a terminal has sent it already
-            process.wait()
+            with Interrupts() as interrupts, interrupts.held():  # its clean-up takes as long as it takes
+                process.wait()
             raise
     if code < 0:
         raise StageFailed(f"{s.task_dir / name} was ended by signal {-code} (9 may mean: out of memory)")
@@ -38,8 +41,12 @@ def environment(s: Settings) -> dict[str, str]:
 
 
 def stack_environment(s: Settings, environ: Mapping[str, str]) -> dict[str, str]:
-    """What verl and vLLM read on this stack. A value in ``environ`` stays; its modules are loaded after the stack's."""
-    own = {name: environ.get(name) or value for name, value in stack(s.STACK).ENVIRONMENT.items()}
+    """What verl, vLLM and Ray read on this stack, which listen on this machine alone unless it trains on a cluster.
+
+    A value in ``environ`` stays; its modules are loaded after the stack's.
+    """
+    ours = stack(s.STACK).ENVIRONMENT | ({} if environ.get("RAY_ADDRESS") else LOOPBACK)
+    own = {name: environ.get(name) or value for name, value in ours.items()}
     name = "VERL_USE_EXTERNAL_MODULES"
     modules = [*stack(s.STACK).ENVIRONMENT[name].split(","), *environ.get(name, "").split(",")]
     return own | {name: ",".join(dict.fromkeys(filter(None, modules)))}

@@ -1,6 +1,7 @@
 """The stages that train: SFT warm-up, RL with verl, DPO with TRL, and rounds of self-play over them."""
 
 import functools
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -75,7 +76,8 @@ def sft(s: Settings) -> str:
         raise DataError(f"INIT=sft: {demonstrations} {few}; lower it, or use INIT=base")
     folder.record(run_dir, "sft", s.sft_fingerprint(), s, start, [])
     metrics = execute(planned("sft", s, run_dir, start, data=demonstrations))
-    return f"{s.SFT_STEPS} steps on {count} demonstrations, loss {metrics[s.SFT_STEPS]['train/loss']:.3f}"
+    loss = metrics.get(s.SFT_STEPS, {}).get("train/loss", math.nan)
+    return f"{s.SFT_STEPS} steps on {count} demonstrations, loss {loss:.3f}"
 
 
 def train(s: Settings, arguments: list[str]) -> str:
@@ -88,7 +90,7 @@ def train(s: Settings, arguments: list[str]) -> str:
         done = folder.complete(run_dir, s)
         if not done:
             _round(s, arguments, number, start, run_dir)
-        dev = validation.words(folder.read_metrics(run_dir))
+        dev = validation.words(folder.read_metrics(run_dir, strict=False))
         steps = _steps(run_dir, folder.wanted_steps(run_dir, s), s)
         said = f"{'up to date: ' if done else ''}{steps} in {run_dir}{f'; {dev}' if dev else ''}"
         start = str(folder.hf_folder(run_dir))
@@ -168,6 +170,7 @@ def execute(plan: Plan) -> dict[int, dict[str, float]]:
     if plan.resumed:
         print(f"  resuming from step {plan.resumed}")
     launches.begin(run_dir, s, plan.command, plan.config)
+    folder.mend_tracker(run_dir)
     plan.metrics.parent.mkdir(exist_ok=True)
 
     def watch() -> Progress:
@@ -182,17 +185,25 @@ def execute(plan: Plan) -> dict[int, dict[str, float]]:
         if reason := read_json(outcome).get("reason"):  # the trainer's own: ABORT_ON
             kept = f"the checkpoint of step {folder.last_step(run_dir)} is kept; the same command continues from it"
             raise StageFailed(f"{reason}; {kept}\n  log: {plan.log}") from error
-        write_json(outcome, {"outcome": "failed", "reason": str(error).splitlines()[0]})
+        _note(outcome, "failed", str(error).splitlines()[0])
         raise
     if folder.last_step(run_dir) < plan.steps and not folder.ended_early(run_dir, s.PATIENCE):
         raise StageFailed(f"{plan.name} ended without a checkpoint of step {plan.steps}\n  log: {plan.log}")
-    write_json(outcome, {"outcome": "finished", "reason": _steps(run_dir, plan.steps, s)})
-    metrics = folder.read_metrics(run_dir)
+    _note(outcome, "finished", _steps(run_dir, plan.steps, s))
+    metrics = folder.read_metrics(run_dir, strict=False)
     found = health.findings(metrics, s)
     for finding in health.newest_by_rule(found):
         times = sum(finding.rule == each.rule for each in found)
         print(f"  warning: step {finding.step}{f' and {times - 1} before' if times > 1 else ''}: {finding.text}")
     return metrics
+
+
+def _note(file: Path, outcome: str, reason: str) -> None:
+    """Write how the launch ended; a disk that is full for it must not hide that end."""
+    try:
+        write_json(file, {"outcome": outcome, "reason": reason})
+    except OSError as error:
+        print(f"  warning: {file}: cannot be written ({error.strerror})")
 
 
 @functools.lru_cache(1)  # asked twice a second
@@ -201,12 +212,14 @@ def _progress(plan: Plan, size: int) -> Progress:
 
     ``size``: of the metrics file in bytes, which says whether there is anything new.
     """
-    here = folder.metrics_in(plan.metrics) if size else {}
+    here = folder.metrics_in(plan.metrics, strict=False) if size else {}
     if not here:
         return Progress(plan.resumed, " starting the engines")
     (name, key), last = plan.shown, max(here)
-    done = {step: row for step, row in folder.read_metrics(plan.run_dir).items() if step <= last}
+    done = {step: row for step, row in folder.read_metrics(plan.run_dir, strict=False).items() if step <= last}
     found = health.findings(done, plan.settings)
     newest = f"{found[-1].rule.replace('_', ' ')} (step {found[-1].step})" if found else ""
     more = "".join(f", {words}" for words in (validation.words(done), newest) if words)
-    return Progress(last, f" {name} {here[last][key]:.3f}{more}")
+    measured = [row[key] for row in here.values() if key in row]  # a step may have logged a validation alone
+    value = f"{measured[-1]:.3f}" if measured else "-"
+    return Progress(last, f" {name} {value}{more}")

@@ -32,6 +32,16 @@ SENT = re.compile(
 )
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL")
 
+# Without a cluster all servers listen on the loopback interface (docs/MULTI_NODE.md, "Ports"). The first is Ray's
+# switch for systems where it makes no cluster: its address is 127.0.0.1 then, which verl's servers and TransferQueue
+# take from it.
+LOOPBACK = {
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    "NCCL_SOCKET_IFNAME": "lo",
+}
+
 # What the other nodes report when one is lost.
 BROKEN = re.compile(r"(?i)connection|socket|gloo|nccl|died|unavailable|raylet|GCS|timed out|exit code -|lost")
 

@@ -1,5 +1,6 @@
 """Memory, load and power of a run's GPUs while it trains: a line of <run>/gpu.jsonl every SECONDS."""
 
+import contextlib
 import json
 import os
 import subprocess
@@ -44,5 +45,5 @@ class Sampler:
         except (OSError, subprocess.SubprocessError, ValueError):
             self.missing = True
             return
-        with self.path.open("a") as file:
+        with contextlib.suppress(OSError), self.path.open("a") as file:  # a full disk: try again, never end the run
             file.write(json.dumps({"time": time.time()} | state) + "\n")

@@ -4,7 +4,6 @@ import contextlib
 import importlib.metadata
 import importlib.util
 import io
-import os
 import re
 import shutil
 from pathlib import Path
@@ -100,16 +99,12 @@ def embedded_model() -> Path:
     from transformers.utils import logging
 
     logging.set_verbosity_error()
-    partial = folder.with_name(f".{folder.name}.{os.getpid()}.partial")
-    with contextlib.redirect_stderr(io.StringIO()):  # progress bars over 272 tensors
-        tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-        model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.bfloat16)
-        model.save_pretrained(partial)
-    tokenizer.save_pretrained(partial)
-    try:
-        partial.rename(folder)
-    except OSError:  # another process was first
-        shutil.rmtree(partial)
+    with folder_beside(folder) as partial:
+        with contextlib.redirect_stderr(io.StringIO()):  # progress bars over 272 tensors
+            tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+            model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.bfloat16)
+            model.save_pretrained(partial)
+        tokenizer.save_pretrained(partial)
     return folder
 
 

@@ -21,8 +21,10 @@ LAYERS = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether ``folder`` is a whole model in transformers' form."""
-    return (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
+    """Whether ``folder`` is a whole model in transformers' form, with all the files that its index names."""
+    parts = set(read_json(folder / "model.safetensors.index.json").get("weight_map", {}).values())
+    found = {file.name for file in folder.glob("*.safetensors")}
+    return (folder / "config.json").is_file() and bool(found) and parts <= found
 
 
 def is_adapter(folder: Path) -> bool:

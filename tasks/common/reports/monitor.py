@@ -20,8 +20,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from tasks.common.evaluation.rollouts import SAMPLED
+from tasks.common.interrupts import interrupt_on_sigterm
 from tasks.common.machine import hardware
-from tasks.common.process import errors_in_one_line, interrupt_on_sigterm
+from tasks.common.process import errors_in_one_line
 from tasks.common.reports.overview import evaluations, settings_of
 from tasks.common.runs import health, launches, validation
 from tasks.common.runs.folder import all_runs, read_metrics, recorded

@@ -6,30 +6,32 @@ import math
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
-from tasks.common.files import read_json, write_json
+from tasks.common.files import read_json, write_json, written_beside
 from tasks.common.models.merge import base_model, loadable, merge
 from tasks.common.runs import validation
+from tasks.common.runs.checkpoint import whole
 from tasks.common.runs.launches import masked
 from tasks.common.settings import REPORTING, Settings, SettingsError, artifacts
 
 
-def read_metrics(run_dir: Path) -> dict[int, dict[str, float]]:
+def read_metrics(run_dir: Path, strict: bool = True) -> dict[int, dict[str, float]]:
     """The numbers among verl's metrics by step, in order, over all launches of a run.
 
     verl's file logger truncates its file when it starts (verl/utils/tracking.py:541), so each launch has its own,
-    metrics/000.jsonl and on; for a step that was trained again after a resume the later launch counts. Raises
-    SettingsError as ``metrics_in``.
+    metrics/000.jsonl and on; for a step that was trained again after a resume the later launch counts. ``strict`` and
+    errors as ``metrics_in``.
     """
     metrics: dict[int, dict[str, float]] = {}
     for file in sorted(run_dir.glob("metrics/*.jsonl")):
-        metrics |= metrics_in(file)
+        metrics |= metrics_in(file, strict)
     return dict(sorted(metrics.items()))
 
 
-def metrics_in(file: Path) -> dict[int, dict[str, float]]:
+def metrics_in(file: Path, strict: bool = True) -> dict[int, dict[str, float]]:
     """The numbers among the metrics of one launch by step; an unfinished last line does not count.
 
-    Raises SettingsError at a line that is not JSON, as a power failure leaves them, or that has no metrics.
+    Raises SettingsError at a line that is not JSON, as a power failure leaves them, or that has no metrics. Not
+    ``strict``: skips such a line. That is for what runs within a training, which no damaged line may end.
     """
     metrics: dict[int, dict] = {}
     for number, line in enumerate(file.read_text(errors="replace").split("\n")[:-1], start=1):
@@ -37,11 +39,11 @@ def metrics_in(file: Path) -> dict[int, dict[str, float]]:
             record = json.loads(line)
             data = {name: math.nan if value is None else value for name, value in record["data"].items()}
             metrics[record["step"]] = {name: float(v) for name, v in data.items() if isinstance(v, int | float)}
-        except ValueError:
-            raise SettingsError(f"{file}: line {number} is not JSON; remove that line") from None
-        except (KeyError, TypeError, AttributeError) as error:
-            what = f"{type(error).__name__}: {error}"
-            raise SettingsError(f"{file}: line {number} has no metrics ({what}); remove that line") from error
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            if strict:
+                has_none = f"has no metrics ({type(error).__name__}: {error})"
+                what = "is not JSON" if isinstance(error, ValueError) else has_none
+                raise SettingsError(f"{file}: line {number} {what}; remove that line") from error
     return metrics
 
 
@@ -83,22 +85,50 @@ def named(name: str, task: str = "") -> Path:
 
 
 def tracker(run_dir: Path) -> Path:
-    """The file that names the step of the last whole checkpoint."""
+    """The file that names the step from which verl resumes."""
     return run_dir / "checkpoints/latest_checkpointed_iteration.txt"
 
 
+def _tracked(run_dir: Path) -> str:
+    """What the tracker file says; empty if it is missing."""
+    try:
+        return tracker(run_dir).read_text(errors="replace").strip()
+    except FileNotFoundError:
+        return ""
+
+
+def _whole_steps(run_dir: Path) -> list[int]:
+    """Steps of the folders that are whole, ascending."""
+    folders = {f.name.removeprefix("global_step_"): f for f in (run_dir / "checkpoints").glob("global_step_*")}
+    return sorted(int(step) for step, folder in folders.items() if step.isdecimal() and whole(folder))
+
+
 def last_step(run_dir: Path) -> int:
-    """Step of the last whole checkpoint; 0 if there is none. verl writes the tracker file after the checkpoint."""
-    text = tracker(run_dir).read_text().strip() if tracker(run_dir).exists() else ""
-    step = int(text) if text.isascii() and text.isdigit() else 0
-    return step if (run_dir / f"checkpoints/global_step_{step}").is_dir() else 0
+    """Step of the last whole checkpoint; 0 if there is none.
+
+    verl writes the tracker file after the checkpoint, but not atomically: a kill or a full disk leaves it empty. Where
+    it names no whole checkpoint, the newest whole one counts.
+    """
+    text = _tracked(run_dir)
+    if text.isascii() and text.isdigit() and whole(run_dir / f"checkpoints/global_step_{int(text)}"):
+        return int(text)
+    return max(_whole_steps(run_dir), default=0)
+
+
+def mend_tracker(run_dir: Path) -> None:
+    """Let the tracker file name the last whole checkpoint: verl resumes from what it says, or fails in ``int('')``."""
+    last = last_step(run_dir)
+    if not last:
+        tracker(run_dir).unlink(missing_ok=True)
+    elif _tracked(run_dir) != str(last):
+        with written_beside(tracker(run_dir)) as partial:
+            partial.write_text(str(last))
 
 
 def checkpoints(run_dir: Path) -> list[int]:
     """Steps of the whole checkpoints on disk, ascending."""
     last = last_step(run_dir)
-    found = [f.name.removeprefix("global_step_") for f in (run_dir / "checkpoints").glob("global_step_*")]
-    return sorted(int(step) for step in found if step.isdigit() and int(step) <= last)
+    return [step for step in _whole_steps(run_dir) if step <= last]
 
 
 def find_step(run_dir: Path, step: str = "") -> int:
@@ -111,7 +141,7 @@ def find_step(run_dir: Path, step: str = "") -> int:
     if not steps:
         raise SettingsError(f"STEP={step}: {run_dir} has no checkpoint yet")
     if step in ("", "best"):
-        metrics = read_metrics(run_dir)
+        metrics = read_metrics(run_dir, strict=False)
         if validation.scores(metrics).keys() & set(steps):
             return validation.ranked(steps, metrics)[0]
         if step:
@@ -127,7 +157,8 @@ def find_step(run_dir: Path, step: str = "") -> int:
 def ended_early(run_dir: Path, patience: int) -> bool:
     """Whether the run ended at its last checkpoint because ``patience`` validations brought no gain (0: never)."""
     last = last_step(run_dir)
-    return validation.ends_early({step: row for step, row in read_metrics(run_dir).items() if step <= last}, patience)
+    metrics = read_metrics(run_dir, strict=False)
+    return validation.ends_early({step: row for step, row in metrics.items() if step <= last}, patience)
 
 
 def wanted_steps(run_dir: Path, s: Settings) -> float:
@@ -170,7 +201,7 @@ def find_run(s: Settings, arguments: list[str], model_given: str = "") -> Path |
     SettingsError when RUN names no run with a checkpoint.
     """
     runs = [run for run in s.runs_dir.glob("*") if last_step(run) and "settings" in recorded(run)]
-    runs.sort(key=lambda run: (recorded(run)["kind"] == "rl", tracker(run).stat().st_mtime))
+    runs.sort(key=lambda run: (recorded(run)["kind"] == "rl", _saved_at(run)))
     if s.RUN:
         run_dir = s.runs_dir / s.RUN
         if run_dir not in runs:
@@ -182,6 +213,12 @@ def find_run(s: Settings, arguments: list[str], model_given: str = "") -> Path |
     if model_given:
         runs = [run for run in runs if recorded(run)["settings"]["MODEL"] == model_given]
     return runs[-1] if runs else None
+
+
+def _saved_at(run_dir: Path) -> float:
+    """When the last checkpoint was saved."""
+    file = tracker(run_dir)
+    return (file if file.exists() else file.parent).stat().st_mtime
 
 
 def settings_of(run_dir: Path, s: Settings) -> Settings:

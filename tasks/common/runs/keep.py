@@ -20,7 +20,7 @@ def prune(run_dir: Path, keep: int) -> None:
         return
     _remove(folder)
     others = [step for step in checkpoints(run_dir) if step != last]
-    kept = {last, *ranked(others, read_metrics(run_dir))[:keep]}
+    kept = {last, *ranked(others, read_metrics(run_dir, strict=False))[:keep]}
     for path in folder.glob("global_step_*"):
         step = path.name.removeprefix("global_step_")
         if step.isdigit() and int(step) not in kept:
@@ -36,6 +36,7 @@ def _remove(folder: Path) -> None:
 def ends_run(run_dir: Path, step: int, found: dict, patience: int) -> bool:
     """Whether PATIENCE ends the run with the validation of ``step``, whose metrics ``found`` are not on disk yet."""
     # Later steps on disk are of a launch that was lost, and are trained again.
-    done = {number: row for number, row in read_metrics(run_dir).items() if number < step} | {step: found}
+    metrics = read_metrics(run_dir, strict=False)
+    done = {number: row for number, row in metrics.items() if number < step} | {step: found}
     print(f"step {step}: {words(done)}", flush=True)
     return ends_early(done, patience)

@@ -15,6 +15,7 @@ from transfer_queue import KVBatchMeta
 from verl.trainer.ppo.v1 import register_trainer
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils.transferqueue_utils import kv_batch_meta2batch_meta
 
 import tasks.common.verl_plugins.patches  # noqa: F401
@@ -29,6 +30,9 @@ from tasks.common.verl_plugins.keep_best import KeepBest
 
 # verl marks a prompt whose reward raised as failed, and trains on padding instead.
 expect(AgentLoopWorkerTQ.__ray_actor_class__._run_prompt, 'status = "failure"')
+# A disk that is full for the samples, which people only look at, ends a training.
+expect(PPOTrainer._dump_generations, "self._write_generations,", "f.result()  # re-raises if the write failed")
+expect(PPOTrainer._write_generations, 'filename = os.path.join(dump_path, f"{global_steps}.jsonl")')
 expect(ReplayBuffer.sample, "self._sync_metadata_from_transfer_queue()")
 expect(ReplayBuffer._sync_metadata_from_transfer_queue, "self.failure_keys[partition_id].add(key)")
 
@@ -73,7 +77,8 @@ class TaskTrainer(KeepBest):
         the saved weights are those before it.
         """
         run_dir = Path(os.environ["VERL_FILE_LOGGER_PATH"]).parents[1]
-        done = {step: row for step, row in read_metrics(run_dir).items() if step < self.global_steps}
+        metrics = read_metrics(run_dir, strict=False)
+        done = {step: row for step, row in metrics.items() if step < self.global_steps}
         found = aborted_by(done, load_settings()) if self._complete[0] else None  # after a resume: not at once again
         if found:
             self._save_complete_step()
@@ -86,6 +91,13 @@ class TaskTrainer(KeepBest):
     def _save_checkpoint(self):
         super()._save_checkpoint()
         self._saved = self.global_steps
+
+    @staticmethod
+    def _write_generations(*samples):
+        try:
+            PPOTrainer._write_generations(*samples)
+        except (OSError, ValueError) as error:  # verl would end the training
+            print(f"the samples of step {samples[-1]} were not written: {one_line(str(error), 300)}", flush=True)
 
     def _build_replay_buffer(self):
         buffer = super()._build_replay_buffer()

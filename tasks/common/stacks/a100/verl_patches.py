@@ -54,6 +54,22 @@ class _FileLogger(tracking.FileLogger):
 tracking.FileLogger = _FileLogger
 
 
+# ---- verl/trainer/ppo/ray_trainer.py:428: a disk that is full for samples, which people only look at, ends a training
+
+expect(ray_trainer.RayPPOTrainer._dump_generations, 'f.write("\\n".join(lines) + "\\n")')
+_dump_generations = ray_trainer.RayPPOTrainer._dump_generations
+
+
+def _dump_generations_or_say_why_not(self, *args, **kwargs):
+    try:
+        _dump_generations(self, *args, **kwargs)
+    except (OSError, ValueError) as error:
+        print(f"the samples of step {self.global_steps} were not written: {error}", flush=True)
+
+
+ray_trainer.RayPPOTrainer._dump_generations = _dump_generations_or_say_why_not
+
+
 # ---- verl/experimental/agent_loop/agent_loop.py:281,282 and reward/reward_manager.py:40 run a tokenizer's own code ---
 
 expect(

@@ -1,0 +1,37 @@
+"""Whether a checkpoint's folder is whole: a kill or a full disk leaves half of one, an interrupted removal too."""
+
+import re
+import zipfile
+from pathlib import Path
+
+from tasks.common.models.merge import has_weights, is_adapter
+
+_SHARD = re.compile(r"(model|optim|extra_state)_world_size_(\d+)_rank_(\d+)\.pt")
+_TRL = ("optimizer.pt", "scheduler.pt", "trainer_state.json")  # what transformers needs to resume
+
+
+def whole(folder: Path) -> bool:
+    """Whether ``folder`` (global_step_N) has all that its trainer wrote into it, by the ends of the files.
+
+    verl: every rank's file of each kind, and the data loader's state, which verl writes last. DPO: a model or an
+    adapter, and all or none of the trainer's state. A folder with a model alone, for evaluation, is whole too.
+    """
+    parts = [part for part in (folder, folder / "actor", folder / "critic") if any(part.glob("*_world_size_*.pt"))]
+    loader = [*folder.glob("data.pt"), *folder.glob("data_*.pt")]
+    if parts or loader:
+        # A .pt file is a zip archive, whose table of contents is at its end. verl writes no critic alone.
+        of_policy = any(part.name != "critic" for part in parts)
+        return of_policy and bool(loader) and all(map(zipfile.is_zipfile, loader)) and all(map(_all_ranks, parts))
+    policy = folder / "actor" if (folder / "actor").is_dir() else folder
+    models = (policy, policy / "huggingface", policy / "merged")
+    state = sum((folder / name).is_file() for name in _TRL)
+    return state in (0, len(_TRL)) and (is_adapter(policy) or any(map(has_weights, models)))
+
+
+def _all_ranks(part: Path) -> bool:
+    """Whether every kind of shard in ``part``, the model's among them, is there for all ranks and readable."""
+    found = [match for file in part.glob("*.pt") if (match := _SHARD.fullmatch(file.name))]
+    there = {(match[1], int(match[3])) for match in found}
+    kinds, sizes = {"model", *(match[1] for match in found)}, {int(match[2]) for match in found}
+    wanted = {(kind, rank) for kind in kinds for rank in range(max(sizes, default=0))}
+    return len(sizes) == 1 and there == wanted and all(zipfile.is_zipfile(part / match[0]) for match in found)

@@ -1,0 +1,160 @@
+"""Nothing of a stage outlives its launcher, however that ends: signals, a second Ctrl-C, SIGKILL of it or its group.
+
+In place of Ray: daemons that hear no signal, one of them without an environment, shared memory, and a temporary file.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tasks.common.interrupts import Interrupts
+from tasks.common.settings import ROOT
+
+STUBBORN = """
+import os, signal, sys, time
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, signal.SIG_IGN)
+"""
+DAEMON = f"""{STUBBORN}
+import multiprocessing.resource_tracker as tracker
+from multiprocessing import shared_memory
+tracker.register = lambda *a: None
+memory = shared_memory.SharedMemory(create=True, size=64)
+open(sys.argv[1], "w").write(f"{{os.getpid()}} {{memory.name}} {{os.environ['RAY_TMPDIR']}}")
+time.sleep(600)
+"""
+AGENT = f"{STUBBORN}\nopen(sys.argv[1], 'w').write(str(os.getpid()))\ntime.sleep(600)"
+STAGE = f"""{STUBBORN}
+import subprocess
+from pathlib import Path
+folder = Path(sys.argv[1])
+Path(os.environ["RAY_TMPDIR"], "session").mkdir()
+daemon = {{"start_new_session": True}}
+subprocess.Popen([sys.executable, "-c", {DAEMON!r}, folder / "daemon"], **daemon)
+subprocess.Popen([sys.executable, "-c", {AGENT!r}, folder / "agent"], env={{}})
+open(folder / "stage", "w").write(str(os.getpid()))
+time.sleep(float(sys.argv[2]))
+"""
+LAUNCHER = f"""
+import sys
+from pathlib import Path
+from tasks.common.interrupts import interrupt_on_sigterm
+from tasks.common.process import Progress, errors_in_one_line, run
+interrupt_on_sigterm()
+folder = Path(sys.argv[1])
+with errors_in_one_line(stopped="stopped"):
+    command = [sys.executable, "-c", {STAGE!r}, str(folder), sys.argv[2]]
+    run(command, name="stage", log=folder / "logs/stage.log", total=1, watch=Progress)
+    print("went on", flush=True)
+"""
+
+
+class Tree:
+    """A launcher with its stage and daemons; ``left`` says what of them there is."""
+
+    def __init__(self, folder: Path, seconds: float = 600, prefix: tuple = ()):
+        command = [*prefix, sys.executable, "-c", LAUNCHER, str(folder), str(seconds)]
+        self.launcher = subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        )
+        said = [(folder / name) for name in ("daemon", "agent", "stage")]
+        wait_until(lambda: all(file.exists() and file.read_text() for file in said), 60)
+        daemon, memory, temporary = said[0].read_text().split()
+        self.processes = [int(daemon), *(int(file.read_text()) for file in said[1:])]
+        self.files = [Path("/dev/shm") / memory, Path(temporary)]
+        time.sleep(1.2)  # the launcher looks every half second who has mapped what
+        assert len(self.left()) == 5
+
+    def left(self) -> list:
+        alive = [pid for pid in self.processes if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
+        return [*alive, *(file for file in self.files if file.exists())]
+
+    def output(self) -> str:
+        return self.launcher.communicate(timeout=30)[0]
+
+
+def wait_until(holds, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
+def test_signals_during_the_clean_up_do_not_break_it_off(number, tmp_path):
+    tree = Tree(tmp_path)
+    os.kill(tree.launcher.pid, number)
+    for again in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
+        time.sleep(0.2)
+        assert tree.launcher.poll() is None  # 3 seconds are for processes that would end in order
+        os.killpg(tree.launcher.pid, again)
+    said = tree.output()
+    assert tree.launcher.returncode == 130 and said.endswith("\nstopped\n"), said
+    assert tree.left() == []
+
+
+def test_a_signal_in_the_clean_up_of_a_stage_that_ended_waits_for_it(tmp_path):
+    tree = Tree(tmp_path, seconds=3)
+    wait_until(lambda: not psutil.pid_exists(tree.processes[2]), 20)
+    time.sleep(0.3)
+    os.kill(tree.launcher.pid, signal.SIGINT)
+    said = tree.output()
+    assert tree.launcher.returncode == 130 and "went on" not in said
+    assert tree.left() == []
+
+
+@pytest.mark.parametrize("kill", [os.kill, os.killpg], ids=["launcher", "group"])
+def test_ten_seconds_after_a_kill_nothing_is_left(kill, tmp_path):
+    tree = Tree(tmp_path)
+    guards = [
+        child.pid for child in psutil.Process(tree.launcher.pid).children() if "leftovers" in str(child.cmdline())
+    ]
+    kill(tree.launcher.pid, signal.SIGKILL)
+    tree.launcher.wait()
+    wait_until(lambda: tree.left() == [], 10)
+    assert len(guards) == 1
+    wait_until(lambda: not psutil.pid_exists(guards[0]) or psutil.Process(guards[0]).status() == "zombie", 10)
+
+
+def test_nohup_goes_on_after_its_terminal_is_gone(tmp_path):
+    tree = Tree(tmp_path, seconds=4, prefix=("nohup",))
+    os.killpg(tree.launcher.pid, signal.SIGHUP)
+    assert "went on" in tree.output() and tree.launcher.returncode == 0
+    assert tree.left() == []
+
+
+def test_shared_memory_that_no_process_of_ours_has_mapped_stays(tmp_path):
+    """With --ipc=host another container's: its processes cannot be seen, so nobody seems to use the file."""
+    tree = Tree(tmp_path)
+    theirs = Path(f"/dev/shm/psm_test{os.getpid()}")
+    theirs.write_bytes(b"theirs")
+    try:
+        time.sleep(1)
+        tree.launcher.terminate()
+        tree.output()
+        assert tree.left() == [] and theirs.read_bytes() == b"theirs"
+    finally:
+        theirs.unlink()
+
+
+def test_only_the_first_signal_of_a_block_is_an_interrupt():
+    before = signal.getsignal(signal.SIGHUP)
+    with pytest.raises(KeyboardInterrupt), Interrupts() as interrupts:
+        try:
+            signal.raise_signal(signal.SIGHUP)
+        finally:
+            with interrupts.held():
+                signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGTERM)
+            held = True
+    assert held and signal.getsignal(signal.SIGHUP) == before
+    with pytest.raises(KeyboardInterrupt), Interrupts() as interrupts, interrupts.held():
+        signal.raise_signal(signal.SIGINT)
+        held = "to the end"
+    assert held == "to the end"

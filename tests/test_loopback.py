@@ -1,0 +1,66 @@
+"""A training on one machine listens on the loopback interface alone; on a cluster nothing of ours changes addresses."""
+
+import ipaddress
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from tasks.common.launch.task import stack_environment
+from tasks.common.machine.cluster import LOOPBACK
+from tasks.common.settings import ROOT, STACKS, load_settings
+from tests.test_settings import VALUES
+
+
+@pytest.mark.parametrize("name", STACKS)
+def test_every_stack_has_the_addresses_of_this_machine_unless_it_trains_on_a_cluster(name):
+    s = replace(load_settings(VALUES), STACK=name)
+    assert stack_environment(s, {}).items() >= LOOPBACK.items()
+    assert not stack_environment(s, {"RAY_ADDRESS": "auto"}).keys() & LOOPBACK.keys()
+    assert stack_environment(s, {"NCCL_SOCKET_IFNAME": "eth1"})["NCCL_SOCKET_IFNAME"] == "eth1"
+
+
+# verl/workers/rollout/utils.py serves HTTP at Ray's address.
+SERVERS = """
+import asyncio, json, os, psutil, ray, time
+from fastapi import FastAPI
+ray.init(include_dashboard=False, num_cpus=4, log_to_driver=False)
+
+@ray.remote
+class Server:
+    async def start(self):
+        from verl.workers.rollout.utils import run_uvicorn
+        address = ray.util.get_node_ip_address().strip("[]")
+        self.port, self.task = await run_uvicorn(FastAPI(), None, address)
+
+server = Server.remote()
+ray.get(server.start.remote())
+import transfer_queue as tq
+tq.init()
+time.sleep(5)  # Ray's agents
+found = []
+for process in psutil.Process().children(recursive=True):
+    for each in process.net_connections("inet"):
+        if each.status == psutil.CONN_LISTEN:
+            found.append([each.laddr.ip, " ".join(process.cmdline())[:80]])
+print(json.dumps(found), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_rays_servers_verls_http_server_and_the_transfer_queue_listen_on_loopback(tmp_path):
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environment |= LOOPBACK | {"RAY_TMPDIR": "/tmp", "HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(
+        [sys.executable, "-c", SERVERS], env=environment, capture_output=True, text=True, timeout=240, cwd=tmp_path
+    )
+    assert result.returncode == 0, result.stderr[-3000:]
+    found = json.loads(result.stdout.splitlines()[-1])
+    for part in ("gcs_server", "raylet", "ray::Server", "ray::TransferQueueController", "ray::SimpleStorageUnit"):
+        assert any(part in command for _, command in found), (part, found)
+    for address, command in found:
+        ip = ipaddress.ip_address(address)
+        assert (getattr(ip, "ipv4_mapped", None) or ip).is_loopback, (address, command)

@@ -1,0 +1,123 @@
+"""What only watches a training must never end it: a full disk, a damaged line, a step with a validation alone."""
+
+import json
+import sys
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tasks.common.launch import main, train
+from tasks.common.launch.plan import planned
+from tasks.common.machine import gpus
+from tasks.common.process import Progress, _Screen, run
+from tasks.common.runs import folder, health, keep
+from tasks.common.settings import SettingsError, load_settings
+from tests.test_keep_best import row, whole
+from tests.test_settings import VALUES
+
+DAMAGED = ["\0\0\0", "{", '{"step": 2}', "[]", '{"step": [], "data": {}}', "[" * 100_000]
+
+
+@pytest.fixture
+def settings(tmp_path, monkeypatch):
+    monkeypatch.setenv("ARTIFACTS", str(tmp_path))
+    return replace(load_settings(VALUES), STEPS=9)
+
+
+def logged(run_dir: Path, *lines: str) -> Path:
+    file = run_dir / "metrics/000.jsonl"
+    file.parent.mkdir(parents=True)
+    file.write_text("".join(f"{line}\n" for line in lines))
+    return file
+
+
+def line(step: int, **data) -> str:
+    return json.dumps({"step": step, "data": data})
+
+
+def shown(plan) -> Progress:
+    return train._progress(plan, plan.metrics.stat().st_size)
+
+
+def test_the_bar_shows_a_step_that_logged_a_validation_alone(settings, tmp_path):
+    plan = planned("grpo", settings, tmp_path / "run", "some/model")
+    validation = json.dumps({"step": 2, "data": row(0.5)}).replace('"critic/score/mean": 9.0', '"x": 1')
+    logged(tmp_path / "run", validation)
+    assert shown(plan) == Progress(2, " reward -, dev 0.500")
+    plan.metrics.write_text(f"{line(1, **{'critic/score/mean': 0.25})}\n{validation}\n")
+    assert shown(plan) == Progress(2, " reward 0.250, dev 0.500")
+    main.closing(settings, [tmp_path / "run"])  # adds the times of steps that have none
+    assert not health.findings(folder.read_metrics(tmp_path / "run"), settings)
+
+
+@pytest.mark.parametrize("damaged", DAMAGED, ids=range(len(DAMAGED)))
+def test_a_damaged_line_ends_a_report_and_no_training(damaged, settings, tmp_path):
+    run_dir = tmp_path / "run"
+    plan = planned("grpo", settings, run_dir, "some/model")
+    whole(run_dir, [1, 2, 3, 4])
+    scores = [json.dumps({"step": step, "data": row(acc)}) for step, acc in ((1, 0.1), (3, 0.9), (4, 0.2))]
+    logged(run_dir, scores[0], damaged, *scores[1:])
+    with pytest.raises(SettingsError, match=r"line 2 .*; remove that line"):
+        folder.read_metrics(run_dir)
+    assert shown(plan).done == 4 and "best 0.900 (step 3)" in shown(plan).note
+    assert folder.find_step(run_dir) == 3 and folder.ended_early(run_dir, 1)
+    assert keep.ends_run(run_dir, 5, row(0.3), 2)
+    keep.prune(run_dir, 1)
+    assert folder.checkpoints(run_dir) == [3, 4]
+
+
+def test_a_full_disk_under_the_state_of_the_gpus_is_passed_over(tmp_path, monkeypatch):
+    fake = tmp_path / "nvidia-smi"
+    fake.write_text("#!/bin/sh\nprintf '0, 61952, 97, 612.40\\n'\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(gpus, "SECONDS", 0)
+    file = tmp_path / "gpu.jsonl"
+    file.symlink_to("/dev/full")
+    sampler = gpus.Sampler(file)
+    sampler.sample()
+    file.unlink()
+    sampler.sample()  # there is room again
+    assert len(file.read_text().splitlines()) == 1
+
+
+def test_a_watch_that_fails_is_told_once_and_the_process_goes_on(tmp_path, capfd):
+    def broken():
+        raise KeyError("critic/score/mean")
+
+    code = "import time; time.sleep(1.2); open('ended', 'w')"
+    command = [sys.executable, "-c", f"import os; os.chdir({str(tmp_path)!r}); {code}"]
+    run(command, name="stage", log=tmp_path / "logs/stage.log", total=2, watch=broken)
+    assert (tmp_path / "ended").exists()
+    assert capfd.readouterr().err.count("the progress cannot be shown: KeyError: 'critic/score/mean'") == 1
+
+
+def test_a_screen_that_cannot_be_written_to_ends_nothing(monkeypatch):
+    full = open("/dev/full", "w")  # noqa: SIM115  (its end fails)
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", full)
+        patched.setattr(sys, "stderr", full)
+        _Screen("stage", 2).look(lambda: Progress(1))
+    with suppress(OSError):
+        full.close()
+
+
+def test_the_outcome_of_a_launch_is_not_hidden_by_a_disk_that_is_full_for_it(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    train._note(tmp_path / "file/outcome.json", "failed", "the cause")
+    assert "outcome.json: cannot be written" in capsys.readouterr().out
+
+
+def test_samples_that_cannot_be_written_end_no_step(tmp_path, capsys):
+    from tasks.common.verl_plugins.trainer import TaskTrainer
+
+    trainer = object.__new__(TaskTrainer)
+    trainer._init_dump_executor()
+    (tmp_path / "file").touch()
+    for trainer.global_steps, where in ((3, tmp_path / "file/rollouts"), (4, tmp_path)):
+        trainer._dump_generations(["question"], ["answer"], ["gt"], [1.0], {}, str(where))
+    trainer._shutdown_dump_executor()
+    assert "the samples of step 3 were not written: " in capsys.readouterr().out
+    assert json.loads((tmp_path / "4.jsonl").read_text())["output"] == "answer"
