@@ -79,6 +79,8 @@ def test_the_stack_follows_from_the_gpu_and_is_printed_once(gpus, visible, said,
     ("variables", "said"),
     [
         ({"LR": "fast"}, "LR=fast: must be a number"),
+        ({"N_GPUS": "08"}, "N_GPUS=08: must be a whole number"),
+        ({"N_GPUS": "two"}, "N_GPUS=two: must be a whole number"),
         ({"ROLLOUT_N": "0"}, "ROLLOUT_N=0: must be greater than 0"),
         ({"METHOD": "magic"}, "METHOD=magic: must be one of"),
         ({"INIT": "zero"}, "INIT=zero: must be one of base, sft"),
@@ -126,6 +128,7 @@ def test_bad_value_is_refused_in_one_line(variables, said, tmp_path):
         ("experiment", {"METHODS": "grpo"}, "METHODS=grpo: name two or more"),
         ("experiment", {"METHODS": "grpo,magic"}, "METHOD=magic: must be one of"),
         ("config", {"METHOD": "dpo"}, "METHOD=dpo: has no config of verl"),
+        ("config", {"MODEL": "m/m", "INIT": "base", "ARGS": "data.seed=abc"}, "data.seed=abc: must be a number, as 42 is"),
     ],
 )
 def test_other_goals_refuse_in_one_line(goal, variables, said, tmp_path):

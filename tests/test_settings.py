@@ -153,8 +153,16 @@ def test_task_and_stack_have_no_default(name):
 
 @pytest.mark.parametrize(
     "name, value",
-    [(name, value) for name in INTEGERS for value in ("abc", "1.5", "1e3", "-1", "nan", "inf", "-inf", "0x10")]
-    + [(name, value) for name in FLOATS for value in ("abc", "1,5", "-1", "-1e-9", "nan", "inf", "-inf", "1e999")]
+    [
+        (name, value)
+        for name in INTEGERS
+        for value in ("abc", "1.5", "1e3", "-1", "nan", "0x10", "08", "00", "+1", "1_0", "٤")
+    ]
+    + [
+        (name, value)
+        for name in FLOATS
+        for value in ("abc", "1,5", "-1", "-1e-9", "nan", "inf", "-inf", "1e999", "1_0", "٤")
+    ]
     + [(name, "0") for name in INTEGERS + FLOATS if name not in ZERO_ALLOWED]
     + [("TEST_SIZE", "1.5"), ("GPU_MEMORY_UTILIZATION", "1.01"), ("GPU_MEMORY_UTILIZATION", "50")]
     + [("METHOD", value) for value in ("nosuch", "GRPO", "__init__", "../grpo", "grpo.py")]
@@ -193,6 +201,42 @@ def test_value_with_a_line_break_is_named_in_one_line(name):
     message = error_of(**{name: "a\nb"})
     assert name in message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"METHOD": "x"}, f"METHOD=x: must be one of {', '.join(METHODS)}"),
+        ({"INIT": "x"}, "INIT=x: must be one of base, sft"),
+    ],
+)
+def test_the_choices_are_said_once(changes, said):
+    assert error_of(**changes) == said
+
+
+@pytest.mark.parametrize("name", ["MODEL", "STEPS", "RUN", "FILE", "ARTIFACTS"])
+def test_a_value_that_is_not_utf8_is_named_in_one_line(name, monkeypatch):
+    value = os.fsdecode(b"caf\xe9")
+    monkeypatch.setenv("ARTIFACTS", value if name == "ARTIFACTS" else "/a")
+    with pytest.raises(SettingsError, match=rf"^{name}=caf\\xe9: is not UTF-8$"):
+        _ = load(**({} if name == "ARTIFACTS" else {name: value})).runs_dir
+
+
+@pytest.mark.parametrize(
+    ("given", "folder"),
+    [("", ROOT / "artifacts"), ("~/a", "/home/me/a"), ("~", "/home/me"), ("/x/~", "/x/~"), ("x", ROOT / "x")],
+)
+def test_where_artifacts_are(given, folder, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("ARTIFACTS", given)
+    assert str(settings.artifacts()) == str(folder)
+
+
+def test_a_home_folder_of_nobody_is_named(monkeypatch):
+    monkeypatch.setenv("ARTIFACTS", "~nobody-at-all/x")
+    with pytest.raises(SettingsError, match=r"^ARTIFACTS=~nobody-at-all/x: there is no user of that name$"):
+        settings.artifacts()
 
 
 @pytest.mark.parametrize("name", ["STEPS", "SEED", "SFT_SIZE"])

@@ -42,10 +42,12 @@ def _must(hold: Callable, problem: str) -> Callable[[object], str | None]:
 
 positive = _must(lambda value: 0 < value < 1e15, "must be greater than 0")  # false for NaN and infinity
 _from_0 = _must(lambda value: 0 <= value < 1e15, "must be 0 or more")
-_count_or_share = _must(lambda n: 0 <= n < 1e15 and (n < 1 or n == int(n)), "must be a count, or a share below 1")
+_count_or_share = _must(lambda n: 0 <= n < 1e15 and (n < 1 or n == int(n)), "must be 0 or more, and whole from 1 on")
 _fraction = _must(lambda value: 0 < value <= 1, "must be above 0 and at most 1")
 _name = _must(re.compile(r"(?!\.)[A-Za-z0-9._-]{0,64}").fullmatch, "must be a plain name")
 _given = _must(str.strip, "must not be empty")
+# One spelling of each number: LORA_RANK=00 or SELF_PLAY_ROUNDS=01 must not count as other than 0 and 1.
+_NUMBER = {int: re.compile(r"0|-?[1-9][0-9]*"), float: re.compile(r"-?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")}
 
 
 def _one_of(*choices):
@@ -184,7 +186,7 @@ class Settings:
 
     @property
     def train_file(self) -> Path:
-        return Path(self.TRAIN_FILE).absolute() if self.TRAIN_FILE else self.data_dir / "train.parquet"
+        return Path(self.TRAIN_FILE).expanduser().absolute() if self.TRAIN_FILE else self.data_dir / "train.parquet"
 
     @property
     def task_dir(self) -> Path:
@@ -284,8 +286,13 @@ class Command:
 
 
 def artifacts() -> Path:
-    """Where everything that a run writes goes."""
-    return Path(os.environ.get("ARTIFACTS", ROOT / "artifacts")).absolute()  # workers of a cluster run elsewhere
+    """Where everything that a run writes goes: ARTIFACTS, else artifacts/ of this repository. Raises SettingsError."""
+    given = os.environ.get("ARTIFACTS") or str(ROOT / "artifacts")
+    _check_utf8("ARTIFACTS", given)
+    try:
+        return Path(given).expanduser().absolute()  # workers of a cluster run elsewhere
+    except RuntimeError:
+        raise SettingsError(f"ARTIFACTS={given}: there is no user of that name") from None
 
 
 def judge_settings() -> dict[str, str]:
@@ -484,15 +491,26 @@ def load_settings(environ: Mapping[str, str] | None = None, cls: type = Settings
 def _checked(f: Field, text: str):
     """``text`` as a value of the variable ``f``. Raises SettingsError."""
     shown = " ".join(text.split())[:80]
-    try:
-        value = f.type(text)
-    except ValueError:
-        kind = {int: "a whole number", float: "a number"}[f.type]
-        raise SettingsError(f"{f.name}={shown}: must be {kind} ({f.metadata['help']})") from None
+    _check_utf8(f.name, text)
+    if f.type in _NUMBER and not _NUMBER[f.type].fullmatch(text):
+        kind = {int: "a whole number, such as 8", float: "a number, such as 0.5"}[f.type]
+        raise SettingsError(f"{f.name}={shown}: must be {kind} ({f.metadata['help']})")
+    value = f.type(text)
     check = f.metadata["check"]
     if check and (problem := check(value)):
-        raise SettingsError(f"{f.name}={shown}: {problem} ({f.metadata['help']})")
+        if not problem.startswith("must be one of"):  # the help would list the choices again
+            problem += f" ({f.metadata['help']})"
+        raise SettingsError(f"{f.name}={shown}: {problem}")
     return value
+
+
+def _check_utf8(name: str, text: str) -> None:
+    """Raise SettingsError where the environment has other bytes: no file of JSON or parquet could hold them."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        shown = ascii(os.fsencode(text))[2:-1]
+        raise SettingsError(f"{name}={shown}: is not UTF-8") from None
 
 
 def batch_problems(prompts: int, mini: int, samples: int, gpus: int, nodes: int) -> Iterator[str]:

@@ -288,7 +288,7 @@ def plan(s: Settings, arguments: list[str], stage: str = "train") -> memory.Plan
         pairs = verl_config.micro_batch(max(1, s.MICRO_BATCH_SIZE // 2), s.TRAIN_BATCH_SIZE // s.N_GPUS)
         held = {"sharded": False, "reference": True, "reference_offloaded": False}
         return memory.Plan(**own, **held, tokens=2 * pairs * sequence)
-    config = verl_config.compose("ppo_trainer", verl_config.rl_overrides(s, s.MODEL, s.runs_dir) + arguments)
+    config = verl_config.compose("ppo_trainer", verl_config.rl_overrides(s, s.MODEL, s.runs_dir), arguments=arguments)
     verl_config.check(config)
     return verl_config.memory_plan(config)
 

@@ -26,7 +26,17 @@ from tasks.common.models.merge import base_of, is_adapter, merge_note, whole_fol
 from tasks.common.process import errors_in_one_line, interrupt_on_sigterm
 from tasks.common.rewards.answers import RewardError
 from tasks.common.runs import folder
-from tasks.common.settings import ROOT, WHOLE, Command, Settings, SettingsError, load_settings, table, values_of
+from tasks.common.settings import (
+    ROOT,
+    WHOLE,
+    Command,
+    Settings,
+    SettingsError,
+    artifacts,
+    load_settings,
+    table,
+    values_of,
+)
 from tasks.common.training import verl_versions
 
 # Goals that need verl to train or to show its config.
@@ -90,7 +100,7 @@ def data(job: Job) -> str:
     """Prepare the data if it is not up to date, and check TRAIN_FILE where a training reads it."""
     s, training = job.s, job.trains or job.goal in ("data", "sft", "attack", "probe", "experiment")
     manifest = read_json(s.data_dir / "manifest.json")
-    fresh = manifest.get("fingerprint") == s.data_fingerprint()
+    fresh = manifest.get("fingerprint") == s.data_fingerprint() and isinstance(manifest.get("rows"), dict)
     fresh = fresh and all((s.data_dir / f"{name}.parquet").is_file() for name in manifest["rows"])
     if not fresh:
         script(s, "prepare_data.py")
@@ -342,7 +352,7 @@ def about(job: Job) -> Job:
 
 def main(goal: str, arguments: list[str]) -> None:
     s, command = load_settings(), load_settings(cls=Command)
-    os.environ.update(stack_environment(s, os.environ))
+    os.environ.update(stack_environment(s, os.environ) | {"ARTIFACTS": str(artifacts())})
     job = Job(goal, s, command, arguments, os.environ.get("MODEL", ""))
     say_environment()
     # DPO trains with TRL; its warm-up with verl.
@@ -353,7 +363,14 @@ def main(goal: str, arguments: list[str]) -> None:
         return
     if goal not in (*STAGES_OF, "experiment", *own_stages(s.task_dir)):
         having = [path.parent.name for path in sorted(s.task_dir.parent.glob(f"*/{goal}.py"))]
-        raise SettingsError(f"TASK={s.TASK}: has no {goal}.py; `make {goal}` is for {', '.join(having) or 'no task'}")
+        if not having:
+            known = {*STAGES_OF, "experiment", *AT_ONCE} - {"one_of_many"}
+            raise SettingsError(f"STAGE={goal}: no such stage; there are: {', '.join(sorted(known))}")
+        raise SettingsError(f"TASK={s.TASK}: has no {goal}.py; `make {goal}` is for {', '.join(having)}")
+    if goal == "batch":
+        from tasks.common.evaluation import batch
+
+        batch.paths(command)
     job = about(job)
     s = job.s
     if goal in STAGES_OF and goal != "merge":

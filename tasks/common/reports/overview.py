@@ -85,11 +85,18 @@ def aligned(rows: list[list[str]]) -> str:
 
 
 def table(task: str = "") -> str:
-    """The runs of ``task`` (empty: of every task), the newest first."""
-    runs = sorted(all_runs(task), key=started, reverse=True)
-    if not runs:
+    """The runs of ``task`` (empty: of every task), the newest first; then a line for each that cannot be read."""
+    rows, broken = [], []
+    for run_dir in all_runs(task):
+        try:
+            rows.append((started(run_dir), [one_line(str(cell), 80) for cell in row(run_dir)]))
+        except (SettingsError, OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            what = str(error) if isinstance(error, SettingsError | OSError) else f"{type(error).__name__}: {error}"
+            broken.append(f"cannot be read: {run_dir.parent.name}/{run_dir.name}: {one_line(what, 300)}")
+    if not rows and not broken:
         return f"no runs in {artifacts() / 'runs' / task} yet: run `make train TASK={task or 'countdown'}`"
-    return aligned([HEADER, *map(row, runs)])
+    newest_first = [cells for _, cells in sorted(rows, key=lambda each: each[0], reverse=True)]
+    return "\n".join([aligned([HEADER, *newest_first]), *broken])
 
 
 def settings_of(run_dir: Path) -> dict:
