@@ -16,12 +16,16 @@ OWN := $(sort $(basename $(notdir $(OWN_FILES))))
 STAGES := settings doctor data attack probe sft train dpo all experiment merge eval compare rescore chat batch config $(OWN)
 ARGS ?=
 export STACK
+# Files and screens are UTF-8 in any locale (LANG=C, PYTHONIOENCODING=ascii).
+export PYTHONUTF8 := 1
+unexport PYTHONIOENCODING
 export STARTED := $(shell date +%s)
 
 # PYTHON=/some/python uses an environment of your own; without it, .venv is made from the stack's pinned list, or
 # .venv-STACK when .venv holds another stack.
 ifdef PYTHON
   INSTALLED :=
+  override PYTHON := $(or $(shell command -v '$(PYTHON)' || true),$(PYTHON))
 else
   VENV := .venv$(if $(filter-out .venv/.installed-$(STACK),$(wildcard .venv/.installed-*)),-$(STACK))
   INSTALLED := $(VENV)/.installed-$(STACK)
