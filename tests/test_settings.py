@@ -36,6 +36,7 @@ VALUES = {
     "DIFFICULTY": "easy",
     "TRAIN_SIZE": "64",
     "TEST_SIZE": "16",
+    "TEST_SHARE": "1",
     "DEV_SIZE": "8",
     "SFT_SIZE": "32",
     "SFT_SOURCE": "task",
@@ -317,6 +318,19 @@ def test_process_environment_is_the_default(monkeypatch):
     for name, value in (VALUES | {"STEPS": "77"}).items():
         monkeypatch.setenv(name, value)
     assert load_settings().STEPS == 77
+
+
+@pytest.mark.parametrize(("given", "share", "source"), [({}, "0.1", "default"), ({"TEST_SIZE": "9"}, "1", "TEST_SIZE")])
+def test_a_count_of_test_prompts_that_is_given_is_held_to_no_share(given, share, source):
+    values = values_of({"TASK": "countdown", "STACK": "cpu"} | given)
+    assert (values["TEST_SHARE"].text, values["TEST_SHARE"].source) == (share, source)
+    assert values_of({"TASK": "countdown", "STACK": "cpu", "TEST_SHARE": "0.5"} | given)["TEST_SHARE"].text == "0.5"
+
+
+def test_the_share_counts_where_the_source_is_finite():
+    assert changed(TEST_SHARE="0.5") == set()
+    one, other = (load(SOURCE="hub", TEST_SHARE=share) for share in ("0.1", "1"))
+    assert one.data_fingerprint() != other.data_fingerprint() and one.rl_fingerprint([]) != other.rl_fingerprint([])
 
 
 # ---- fingerprints

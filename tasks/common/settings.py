@@ -107,6 +107,11 @@ class Settings:
     DIFFICULTY: str = variable("hard", "of generated problems: easy or hard", _one_of("easy", "hard"))
     TRAIN_SIZE: int = variable("8192", "training prompts; 0: all that a file or data set has", _from_0)
     TEST_SIZE: float = variable("512", "test prompts: count, share below 1, or 0: all of a test split", _count_or_share)
+    TEST_SHARE: float = variable(
+        "0.1",
+        "of a source without a test split, a count TEST_SIZE takes at most this share; 1 if you set it",
+        _fraction,
+    )
     DEV_SIZE: int = variable("128", "prompts for validation, taken from the training data; 0: none", _from_0)
     SFT_SIZE: int = variable("2048", "demonstrations, of training prompts", _from_0)
     SFT_SOURCE: str = variable(
@@ -218,6 +223,8 @@ class Settings:
         """Changes when the data would. Not with MODEL, so that several models share the same data."""
         values = self._values("SOURCE MAX_SAMPLES DIFFICULTY TRAIN_SIZE TEST_SIZE DEV_SIZE SFT_SIZE SEED REWARD")
         values |= self._values("MAX_PROMPT_LENGTH") | {"code": code_digest(self.task_dir / "prepare_data.py")}
+        if self.FILE or self.SOURCE not in GENERATORS:
+            values |= self._values("TEST_SHARE")
         return fingerprint(values, *self.source_files)
 
     def sft_fingerprint(self) -> str:
@@ -234,7 +241,7 @@ class Settings:
 
         A round of self-play after the first also counts its ``number`` and the model ``start`` that it begins with.
         """
-        values = {name: value for name, value in asdict(self).items() if name not in REPORTING}
+        values = {name: value for name, value in asdict(self).items() if name not in (*REPORTING, "TEST_SHARE")}
         for name in values.copy():
             # Files count by their contents, the warm-up only where it is used.
             if name in ("TRAIN_FILE", "FILE", "PAIRS_FILE") or (self.INIT == "base" and name.startswith("SFT_")):
@@ -247,6 +254,8 @@ class Settings:
         return fingerprint(values, *filter(Path.is_file, own_files))
 
 
+# Values of SOURCE without end: TEST_SHARE is not for them.
+GENERATORS = ("generate", "reasoning_gym")
 # The stages of `make all`, in order.
 WHOLE = ("data", "model", "sft", "train", "merge", "eval", "compare")
 
@@ -434,6 +443,7 @@ def values_of(environ: Mapping[str, str], root: Path = ROOT) -> dict[str, Value]
         profile = read_defaults(profile_file(folder, environ["PROFILE"])) if environ.get("PROFILE") else none
     layers = [
         *((f"profile {environ.get('PROFILE')}", profile.get(of, none)) for of in (name, "")),
+        ("TEST_SIZE", {"TEST_SHARE": "1"} if "TEST_SIZE" in given else none),  # a default alone is held to a share
         (f"make {stage}", getattr(module, "STAGE_DEFAULTS", {}).get(stage, {})),
         (f"make {stage}", STAGE_DEFAULTS.get(stage, {})),
         (f"train.sh, {name}", own.get(name, none)),

@@ -184,6 +184,9 @@ def _prepare(settings: Settings, name: str, source: Source, note: str) -> dict:
             tools = any("tools" in row or has_calls(row["messages"]) for row in demonstrations)
             rows["sft"] = write_parquet(demonstrations, new / "sft.parquet", sft_schema(tools))
         notes = [note]
+        if rows["test"] < settings.TEST_SIZE:
+            or_share = f" or TEST_SHARE={settings.TEST_SHARE:g} of the rows" if settings.TEST_SHARE < 1 else ""
+            notes.append(f"TEST_SIZE={settings.TEST_SIZE:g}: {rows['test']}, all of a test split{or_share}")
         if (dev := rows.get("dev", 0)) < settings.DEV_SIZE:
             notes.append(f"DEV_SIZE={settings.DEV_SIZE}: {dev}, a tenth of what can train")
         if rows["train"] < settings.TRAIN_SIZE:
@@ -200,7 +203,8 @@ def _finite(settings: Settings, examples: Iterable[Example | None], form: Form, 
     """Split by seed. Returns the rows of each file, and further fields of the manifest."""
     tokenizer = load_tokenizer(settings.MODEL)
     form = replace(form, problem=lambda e: too_long(tokenizer, settings.MAX_PROMPT_LENGTH, e.messages(), e.tools))
-    sizes = Sizes(settings.MAX_SAMPLES, settings.TEST_SIZE, settings.TRAIN_SIZE, settings.DEV_SIZE)
+    s = settings
+    sizes = Sizes(s.MAX_SAMPLES, s.TEST_SIZE, s.TRAIN_SIZE, s.DEV_SIZE, s.TEST_SHARE)
     rows, dropped = write_split(examples, new, form, sizes, settings.SEED)
     return rows, {"dropped": dropped, "tokenizer": settings.MODEL, "max_prompt_tokens": settings.MAX_PROMPT_LENGTH}
 
