@@ -22,7 +22,7 @@ from tasks.common.data.rows import (
     write_parquet,
 )
 from tasks.common.data.split import Form, Sizes, SplitError, write_sides, write_split
-from tasks.common.files import write_json
+from tasks.common.files import read_json, write_json
 from tasks.common.models.chat_template import prompt_ids
 from tasks.common.models.find import resolve_model
 from tasks.common.models.merge import base_model
@@ -279,6 +279,12 @@ def replaced_as_a_whole(directory: Path, names: tuple[str, ...]) -> Iterator[Pat
             (directory / name).unlink(missing_ok=True)
             if (new / name).exists():
                 os.replace(new / name, directory / name)
+
+
+def read_manifest(data_dir: Path) -> dict:
+    """The manifest in ``data_dir``; empty where there is none, or a file of that name that is none."""
+    manifest = read_json(data_dir / "manifest.json")
+    return manifest if isinstance(manifest.get("rows"), dict) else {}
 
 
 def describe(manifest: dict) -> str:

@@ -14,10 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tasks.common.data.held_out import HELD_OUT, check_disjoint
-from tasks.common.data.prepare import describe
+from tasks.common.data.prepare import describe, read_manifest
 from tasks.common.data.rows import DataError, validate_parquet
 from tasks.common.evaluation.tables import total_time
-from tasks.common.files import read_json
 from tasks.common.launch import doctor, experiments, train
 from tasks.common.launch.plan import planned
 from tasks.common.launch.task import compute_score_of, environment, own_stages, script, stack_environment
@@ -99,12 +98,12 @@ class Job:
 def data(job: Job) -> str:
     """Prepare the data if it is not up to date, and check TRAIN_FILE where a training reads it."""
     s, training = job.s, job.trains or job.goal in ("data", "sft", "attack", "probe", "experiment")
-    manifest = read_json(s.data_dir / "manifest.json")
-    fresh = manifest.get("fingerprint") == s.data_fingerprint() and isinstance(manifest.get("rows"), dict)
+    manifest = read_manifest(s.data_dir)
+    fresh = manifest.get("fingerprint") == s.data_fingerprint()
     fresh = fresh and all((s.data_dir / f"{name}.parquet").is_file() for name in manifest["rows"])
     if not fresh:
         script(s, "prepare_data.py")
-        manifest = read_json(s.data_dir / "manifest.json")
+        manifest = read_manifest(s.data_dir)
     for name in manifest["rows"]:
         validate_parquet(s.data_dir / f"{name}.parquet", "sft" if name == "sft" else "rl")
     if training and s.TRAIN_FILE:
@@ -281,7 +280,7 @@ def closing(s: Settings, run_dirs: list[Path]) -> None:
 
 def _shared_data(s: Settings, first: str) -> None:
     """Raise SettingsError unless the data that FROM skips exists, made with these settings."""
-    made = read_json(s.data_dir / "manifest.json").get("fingerprint")
+    made = read_manifest(s.data_dir).get("fingerprint")
     if made != s.data_fingerprint():
         what = "was made with other settings" if made else "is not there"
         raise SettingsError(f"FROM={first}: {s.data_dir} {what}; run `make data TASK={s.TASK}`, or leave FROM out")
