@@ -47,7 +47,10 @@ _fraction = _must(lambda value: 0 < value <= 1, "must be above 0 and at most 1")
 _name = _must(re.compile(r"(?!\.)[A-Za-z0-9._-]{0,64}").fullmatch, "must be a plain name")
 _given = _must(str.strip, "must not be empty")
 # One spelling of each number: LORA_RANK=00 or SELF_PLAY_ROUNDS=01 must not count as other than 0 and 1.
-_NUMBER = {int: re.compile(r"0|-?[1-9][0-9]*"), float: re.compile(r"-?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?")}
+_NUMBER = {
+    int: re.compile(r"0|-?[1-9][0-9]{0,99}"),
+    float: re.compile(r"-?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?"),
+}
 
 
 def _one_of(*choices):
@@ -109,7 +112,7 @@ class Settings:
     TEST_SIZE: float = variable("512", "test prompts: count, share below 1, or 0: all of a test split", _count_or_share)
     TEST_SHARE: float = variable(
         "0.1",
-        "of a source without a test split, a count TEST_SIZE takes at most this share; 1 if you set it",
+        "the most that a default TEST_SIZE takes of a file without a test split; 1 if you set TEST_SIZE",
         _fraction,
     )
     DEV_SIZE: int = variable("128", "prompts for validation, taken from the training data; 0: none", _from_0)
