@@ -16,12 +16,16 @@ OWN := $(sort $(basename $(notdir $(OWN_FILES))))
 STAGES := settings doctor data attack probe sft train dpo all experiment merge eval compare rescore chat batch config $(OWN)
 ARGS ?=
 export STACK
+# Files and screens are UTF-8 in any locale (LANG=C, PYTHONIOENCODING=ascii).
+export PYTHONUTF8 := 1
+unexport PYTHONIOENCODING
 export STARTED := $(shell date +%s)
 
 # PYTHON=/some/python uses an environment of your own; without it, .venv is made from the stack's pinned list, or
 # .venv-STACK when .venv holds another stack.
 ifdef PYTHON
   INSTALLED :=
+  override PYTHON := $(or $(shell command -v '$(PYTHON)' || true),$(PYTHON))
 else
   VENV := .venv$(if $(filter-out .venv/.installed-$(STACK),$(wildcard .venv/.installed-*)),-$(STACK))
   INSTALLED := $(VENV)/.installed-$(STACK)
@@ -68,7 +72,7 @@ compare: ## compare BASE with MODEL or the trained model: paired tests, prompts 
 chat: ## talk to MODEL, or to the trained model
 report: ## write the newest run of TASK, or RUN, as one HTML file to attach to a pull request
 test: ## run the fast tests, with TASK only those of tasks/TASK; SLOW=1 adds short real trainings
-clean: ## remove artifacts/ (data, models, runs)
+clean: ## remove the data, runs and results of TASK; without TASK those of all, and models, after a question or YES=1
 ##@ Before a training
 data: ## prepare the task's data
 attack: ## look for answers that earn reward without being right, for SECONDS=120; exit code 1 when it finds some
@@ -149,4 +153,4 @@ format: $(INSTALLED)
 	@'$(BIN)ruff' format .
 
 clean:
-	rm -rf artifacts
+	@PYTHONPATH=. '$(or $(wildcard $(PYTHON)),python3)' -m tasks.common.runs.clean

@@ -2,12 +2,13 @@
 
 import json
 import shutil
+import subprocess
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 
-from tests.helpers import checkout_with, make
+from tests.helpers import PYTHON, ROOT, checkout_with, make, outside_make
 
 SIZES = {"TASK": "countdown", "STACK": "cpu", "TRAIN_SIZE": "32", "TEST_SIZE": "8", "SFT_SIZE": "32"}
 
@@ -46,6 +47,31 @@ def test_a_corrupt_parquet_is_named(variables, data_dir):
     (data_dir / "train.parquet").write_bytes(b"PAR1 not really PAR1")
     (error,) = errors_of(make("data", **variables))
     assert str(data_dir / "train.parquet") in error and "make data" in error
+
+
+@pytest.mark.parametrize("text", ["[]", "null", '"text"', "{nope", "[" * 100_000, '{"fingerprint": 1, "rows": 3}'])
+def test_a_manifest_that_is_none_counts_as_no_data(text, variables, data_dir):
+    (data_dir / "manifest.json").write_text(text)
+    (error,) = errors_of(make("train", **variables, FROM="train", MODEL="some/model", INIT="base"))
+    assert "run `make data TASK=countdown`" in error
+    result = make("data", **variables)
+    assert result.returncode == 0 and "up to date" not in result.stdout
+    assert "up to date" in make("data", **variables).stdout
+
+
+def test_a_manifest_without_its_rows_is_made_again(variables, data_dir):
+    manifest = json.loads((data_dir / "manifest.json").read_text())
+    (data_dir / "manifest.json").write_text(json.dumps(manifest | {"rows": 3}))
+    assert make("data", **variables).returncode == 0
+    assert json.loads((data_dir / "manifest.json").read_text()) == manifest
+
+
+def test_an_unknown_stage_is_refused_before_anything_is_made(variables):
+    environment = outside_make() | variables | {"STAGE": "evel", "PYTHON": PYTHON}
+    command = ["bash", str(ROOT / "tasks/countdown/train.sh")]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode != 0 and result.stderr.startswith("error: STAGE=evel: no such stage; there are: all, ")
+    assert len(result.stderr.splitlines()) == 1 and not Path(variables["ARTIFACTS"]).exists()
 
 
 @pytest.mark.parametrize("command", ["probe", "eval", "rescore"])

@@ -7,8 +7,10 @@ import pandas as pd
 import pytest
 
 from tasks.common.data.rows import DataError
-from tasks.common.evaluation.batch import answers, read_table, rl_rows, write_table
+from tasks.common.evaluation.batch import answers, paths, read_table, rl_rows, write_table
 from tasks.common.evaluation.rollouts import Rollout
+from tasks.common.settings import Command, SettingsError, load_settings
+from tests.helpers import make
 
 ROWS = [{"prompt": "a", "ground_truth": "1"}, {"prompt": "b", "ground_truth": "2"}]
 
@@ -30,8 +32,6 @@ def test_every_kind_of_table_is_read(tmp_path, kind):
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("in.txt", "x", "must end in"),
-        ("none.csv", None, "no such file"),
         ("in.csv", "question,ground_truth\na,1\n", "needs a column `prompt`; it has question, ground_truth"),
         ("in.csv", "prompt\n", "has no rows"),
         ("in.csv", "prompt,x\n  ,1\n", "row 1, column prompt: is empty"),
@@ -45,11 +45,43 @@ def test_every_kind_of_table_is_read(tmp_path, kind):
 )
 def test_a_bad_table_is_named_in_one_line(tmp_path, name, content, said):
     path = tmp_path / name
-    if content is not None:
-        path.write_text(content)
+    path.write_text(content)
     with pytest.raises(DataError) as error:
         read_table(path)
     assert str(path) in str(error.value) and said in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "output", "said"),
+    [
+        ("", "out.csv", "INPUT is empty: give INPUT=in.jsonl OUTPUT=out.xlsx"),
+        ("in.csv", "", "OUTPUT is empty: give INPUT=in.jsonl OUTPUT=out.xlsx"),
+        ("in.txt", "out.csv", "INPUT={}/in.txt: must end in .json, .jsonl, .csv, .xlsx"),
+        ("none.csv", "out.csv", "INPUT={}/none.csv: no such file"),
+        ("in.csv", "out.parquet", "OUTPUT={}/out.parquet: must end in .xlsx, .json, .jsonl, .csv"),
+        ("in.csv", "none/out.csv", "OUTPUT={}/none/out.csv: cannot be written: {}/none: no such folder"),
+    ],
+)
+def test_tables_that_cannot_be_used_are_named(tmp_path, given, output, said):
+    (tmp_path / "in.csv").write_text("prompt\na\n")
+    named = {"INPUT": given and str(tmp_path / given), "OUTPUT": output and str(tmp_path / output)}
+    with pytest.raises(SettingsError) as error:
+        paths(load_settings(named, Command))
+    assert str(error.value) == said.format(tmp_path)
+
+
+def test_a_home_folder_is_found(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "in.csv").write_text("prompt\na\n")
+    found = paths(load_settings({"INPUT": "~/in.csv", "OUTPUT": "~/out.csv"}, Command))
+    assert found == (tmp_path / "in.csv", tmp_path / "out.csv")
+
+
+def test_a_batch_without_its_table_ends_before_the_model_is_unpacked(tmp_path):
+    result = make("batch", TASK="countdown", STACK="cpu", ARTIFACTS=str(tmp_path / "artifacts"), OUTPUT="out.csv")
+    lines = [line for line in result.stdout.splitlines() if not line.startswith("make:")]
+    assert lines == ["error: INPUT is empty: give INPUT=in.jsonl OUTPUT=out.xlsx"] and result.returncode != 0
+    assert not (tmp_path / "artifacts").exists()
 
 
 def test_text_prompts_get_the_tasks_system_message_and_chats_stay():

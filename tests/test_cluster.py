@@ -161,6 +161,23 @@ def test_no_cluster_is_one_line():
     assert lines[0].startswith(f"error: RAY_ADDRESS={address}: no Ray cluster answers there")
 
 
+def test_a_ray_that_was_killed_is_not_waited_for(tmp_path, monkeypatch):
+    """Ray leaves the address of the last cluster in a file."""
+    from ray._private import services
+
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        (tmp_path / "ray").mkdir()
+        for file in (tmp_path / "ray_current_cluster", tmp_path / "ray/ray_current_cluster"):
+            file.write_text(f"127.0.0.1:{unused.getsockname()[1]}")
+        monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+        monkeypatch.delenv("RAY_ADDRESS", raising=False)
+        monkeypatch.setattr(services, "find_gcs_addresses", set)
+        with pytest.raises(ConnectionError, match="Could not find any running Ray instance") as error:
+            cluster.main("status")
+    assert "no Ray cluster runs on this machine; start it" in cluster._advice(str(error.value))
+
+
 # ---- what the log tells
 
 LOST = (

@@ -2,6 +2,7 @@
 
 import ast
 import base64
+import fcntl
 import hashlib
 import json
 import os
@@ -292,6 +293,36 @@ def test_nothing_is_done_when_the_list_is_that_of_the_environment(checkout):
     shutil.copy(checkout / ".venv/.installed-cpu", checkout / "tasks/common/stacks/cpu/requirements.txt")
     result = install(checkout, "cpu")
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
+def test_the_second_installation_waits_for_the_first(checkout):
+    list_ = checkout / "tasks/common/stacks/cpu/requirements.txt"
+    list_.write_text("a newer list\n")
+    with (checkout / ".venv.lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        command = ["bash", "tasks/common/install/install.sh", "cpu", ".venv"]
+        second = subprocess.Popen(command, cwd=checkout, env=outside_make(), stdout=subprocess.PIPE, text=True)
+        assert second.stdout.readline() == "waiting for another installation in this checkout\n"
+        with pytest.raises(subprocess.TimeoutExpired):
+            second.wait(0.5)
+        shutil.copy(list_, checkout / ".venv/.installed-cpu")  # the first is done
+    assert second.wait(30) == 0 and second.stdout.read() == ""
+    assert (checkout / ".venv/kept").exists() and not (checkout / "artifacts").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("by", ["pip", "uv"])
+def test_a_package_on_PYTHONPATH_counts_for_nothing(by, checkout):
+    digest = wheel(checkout / "wheels", "1.0")
+    (checkout / "tasks/common/stacks/cpu/requirements.txt").write_text(f"tiny==1.0 --hash=sha256:{digest}\n")
+    with zipfile.ZipFile(checkout / "wheels/tiny-1.0-py3-none-any.whl") as there:
+        there.extractall(checkout / "elsewhere")
+    path = f"{Path(lock.uv()).parent}:/usr/bin:/bin" if by == "uv" else "/usr/bin:/bin"
+    given = {"BASE_PYTHON": sys.executable, "PIP_FIND_LINKS": str(checkout / "wheels"), "PATH": path}
+    refused(install(checkout, "cpu", **given, PYTHONPATH=str(checkout / "elsewhere")), checkout)  # it has no verl
+    log = (checkout / "artifacts/install.log").read_text()
+    assert "already satisfied" not in log
+    assert ("Successfully installed tiny-1.0" if by == "pip" else "+ tiny==1.0") in log
 
 
 @pytest.mark.parametrize(

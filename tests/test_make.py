@@ -10,7 +10,7 @@ import yaml
 from tasks.common.launch.names import of_the_judge, refusal
 from tasks.common.rewards.judge import Judge
 from tasks.common.settings import Settings
-from tests.helpers import MAKE, ROOT, make, outside_make
+from tests.helpers import MAKE, PYTHON, ROOT, make, outside_make
 
 
 @pytest.mark.parametrize("target", ["train", "data", "eval", "config"])
@@ -33,6 +33,45 @@ def test_help_lists_every_variable_and_target():
         assert name in text
     for target in ("install", "new", "train", "data", "eval", "config", "test", "lint", "repeat", "runs", "diff"):
         assert f"  {target}" in text
+
+
+@pytest.mark.parametrize("named", ["python-of-mine", "{}/bin/python-of-mine", "no-such-python"])
+def test_a_python_can_be_named_as_the_shell_finds_it(named, tmp_path):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin/python-of-mine").symlink_to(PYTHON)
+    (tmp_path / "bin/ruff").symlink_to(PYTHON)
+    environment = outside_make() | {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "ARTIFACTS": str(tmp_path)}
+    own, there = named.format(tmp_path), named != "no-such-python"
+    command = ["make", f"PYTHON={own}", "-n", "lint"]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=True)
+    assert (f"'{tmp_path}/bin/ruff' check" in result.stdout) == there
+    for command in (["make", f"PYTHON={own}", "settings"], ["bash", "tasks/countdown/train.sh"]):
+        own_variables = {"TASK": "countdown", "STACK": "cpu", "STAGE": "settings", "PYTHON": own}
+        result = subprocess.run(command, cwd=ROOT, env=environment | own_variables, capture_output=True, text=True)
+        assert (result.returncode == 0) == there and ("no such Python" in result.stderr) != there
+
+
+@pytest.mark.parametrize(
+    "locale",
+    [
+        {"PYTHONIOENCODING": "ascii"},
+        {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"},
+        {"LC_ALL": "POSIX"},
+    ],
+)
+def test_files_and_screen_are_utf8_in_any_locale(locale, tmp_path):
+    sizes = {"TRAIN_SIZE": "16", "TEST_SIZE": "8", "SFT_SIZE": "32", "TRAIN_BATCH_SIZE": "8"}
+    variables = {"STACK": "cpu", "ARTIFACTS": str(tmp_path / "ä"), "RUN": "x", "MODEL": "/no/é", **sizes}
+    result = subprocess.run(
+        [*MAKE, "data", "probe", "TASK=countdown", *(f"{name}={value}" for name, value in variables.items())],
+        cwd=ROOT,
+        env={name: value for name, value in outside_make().items() if name != "LANG"} | locale,
+        capture_output=True,
+        encoding="utf-8",
+    )
+    assert "Traceback" not in result.stderr and "16 train, 16 sft from generate" in result.stdout
+    errors = [line for line in result.stderr.splitlines() if not line.startswith("make")]
+    assert errors == ["error: MODEL=/no/é: no such folder, and not a hub id (owner/name)"]
 
 
 A100, H200 = "8.0, NVIDIA A100-SXM4-80GB", "9.0, NVIDIA H200"
@@ -79,6 +118,8 @@ def test_the_stack_follows_from_the_gpu_and_is_printed_once(gpus, visible, said,
     ("variables", "said"),
     [
         ({"LR": "fast"}, "LR=fast: must be a number"),
+        ({"N_GPUS": "08"}, "N_GPUS=08: must be a whole number"),
+        ({"N_GPUS": "two"}, "N_GPUS=two: must be a whole number"),
         ({"ROLLOUT_N": "0"}, "ROLLOUT_N=0: must be greater than 0"),
         ({"METHOD": "magic"}, "METHOD=magic: must be one of"),
         ({"INIT": "zero"}, "INIT=zero: must be one of base, sft"),
@@ -126,6 +167,11 @@ def test_bad_value_is_refused_in_one_line(variables, said, tmp_path):
         ("experiment", {"METHODS": "grpo"}, "METHODS=grpo: name two or more"),
         ("experiment", {"METHODS": "grpo,magic"}, "METHOD=magic: must be one of"),
         ("config", {"METHOD": "dpo"}, "METHOD=dpo: has no config of verl"),
+        (
+            "config",
+            {"MODEL": "m/m", "INIT": "base", "ARGS": "data.seed=abc"},
+            "data.seed=abc: must be a number, as 42 is",
+        ),
     ],
 )
 def test_other_goals_refuse_in_one_line(goal, variables, said, tmp_path):

@@ -42,6 +42,7 @@ VALUES = {
     "DIFFICULTY": "easy",
     "TRAIN_SIZE": "64",
     "TEST_SIZE": "16",
+    "TEST_SHARE": "1",
     "DEV_SIZE": "8",
     "SFT_SIZE": "32",
     "SFT_SOURCE": "task",
@@ -161,8 +162,16 @@ def test_task_and_stack_have_no_default(name):
 
 @pytest.mark.parametrize(
     "name, value",
-    [(name, value) for name in INTEGERS for value in ("abc", "1.5", "1e3", "-1", "nan", "inf", "-inf", "0x10")]
-    + [(name, value) for name in FLOATS for value in ("abc", "1,5", "-1", "-1e-9", "nan", "inf", "-inf", "1e999")]
+    [
+        (name, value)
+        for name in INTEGERS
+        for value in ("abc", "1.5", "1e3", "-1", "nan", "0x10", "08", "00", "+1", "1_0", "٤")
+    ]
+    + [
+        (name, value)
+        for name in FLOATS
+        for value in ("abc", "1,5", "-1", "-1e-9", "nan", "inf", "-inf", "1e999", "1_0", "٤")
+    ]
     + [(name, "0") for name in INTEGERS + FLOATS if name not in ZERO_ALLOWED]
     + [("TEST_SIZE", "1.5"), ("GPU_MEMORY_UTILIZATION", "1.01"), ("GPU_MEMORY_UTILIZATION", "50")]
     + [("METHOD", value) for value in ("nosuch", "GRPO", "__init__", "../grpo", "grpo.py")]
@@ -203,9 +212,46 @@ def test_value_with_a_line_break_is_named_in_one_line(name):
     assert "\n" not in message
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"METHOD": "x"}, f"METHOD=x: must be one of {', '.join(METHODS)}"),
+        ({"INIT": "x"}, "INIT=x: must be one of base, sft"),
+    ],
+)
+def test_the_choices_are_said_once(changes, said):
+    assert error_of(**changes) == said
+
+
+@pytest.mark.parametrize("name", ["MODEL", "STEPS", "RUN", "FILE", "ARTIFACTS"])
+def test_a_value_that_is_not_utf8_is_named_in_one_line(name, monkeypatch):
+    value = os.fsdecode(b"caf\xe9")
+    monkeypatch.setenv("ARTIFACTS", value if name == "ARTIFACTS" else "/a")
+    with pytest.raises(SettingsError, match=rf"^{name}=caf\\xe9: is not UTF-8$"):
+        _ = load(**({} if name == "ARTIFACTS" else {name: value})).runs_dir
+
+
+@pytest.mark.parametrize(
+    ("given", "folder"),
+    [("", ROOT / "artifacts"), ("~/a", "/home/me/a"), ("~", "/home/me"), ("/x/~", "/x/~"), ("x", ROOT / "x")],
+)
+def test_where_artifacts_are(given, folder, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("ARTIFACTS", given)
+    assert str(settings.artifacts()) == str(folder)
+
+
+def test_a_home_folder_of_nobody_is_named(monkeypatch):
+    monkeypatch.setenv("ARTIFACTS", "~nobody-at-all/x")
+    with pytest.raises(SettingsError, match=r"^ARTIFACTS=~nobody-at-all/x: there is no user of that name$"):
+        settings.artifacts()
+
+
 @pytest.mark.parametrize("name", ["STEPS", "SEED", "SFT_SIZE"])
 def test_number_beyond_any_float_is_no_crash(name):
-    assert name in error_of(**{name: "1" + "0" * 400})
+    for zeros in (400, 5000):  # Python itself refuses an int of 4300 digits
+        assert name in error_of(**{name: "1" + "0" * zeros})
 
 
 @pytest.mark.parametrize(
@@ -281,6 +327,19 @@ def test_process_environment_is_the_default(monkeypatch):
     for name, value in (VALUES | {"STEPS": "77"}).items():
         monkeypatch.setenv(name, value)
     assert load_settings().STEPS == 77
+
+
+@pytest.mark.parametrize(("given", "share", "source"), [({}, "0.1", "default"), ({"TEST_SIZE": "9"}, "1", "TEST_SIZE")])
+def test_a_count_of_test_prompts_that_is_given_is_held_to_no_share(given, share, source):
+    values = values_of({"TASK": "countdown", "STACK": "cpu"} | given)
+    assert (values["TEST_SHARE"].text, values["TEST_SHARE"].source) == (share, source)
+    assert values_of({"TASK": "countdown", "STACK": "cpu", "TEST_SHARE": "0.5"} | given)["TEST_SHARE"].text == "0.5"
+
+
+def test_the_share_counts_where_the_source_is_finite():
+    assert changed(TEST_SHARE="0.5") == set()
+    one, other = (load(SOURCE="hub", TEST_SHARE=share) for share in ("0.1", "1"))
+    assert one.data_fingerprint() != other.data_fingerprint() and one.rl_fingerprint([]) != other.rl_fingerprint([])
 
 
 # ---- fingerprints

@@ -67,6 +67,11 @@ def prompts(rows):
         (100, Sizes(test=0.5), (50, 50, {})),
         (100, Sizes(test=7), (93, 7, {})),
         (100, Sizes(test=99), (1, 99, {})),
+        (100, Sizes(test=99, share=0.1), (90, 10, {})),
+        (100, Sizes(test=9, share=0.1), (91, 9, {})),
+        (100, Sizes(test=0.3, share=0.1), (70, 30, {})),
+        (100, Sizes(limit=50, test=9, share=0.1), (45, 5, {"over_limit": 50})),
+        (3, Sizes(test=2, share=0.1), (2, 1, {})),
         (3, Sizes(test=0.05), (2, 1, {})),
         (100, Sizes(limit=40, test=0.25), (30, 10, {"over_limit": 60})),
         (100, Sizes(limit=40, test=10, train=20), (20, 10, {"over_limit": 70})),
@@ -268,6 +273,7 @@ def settings_for(**changes):
         "DEV_SIZE": "0",
         "TRAIN_SIZE": "20",
         "TEST_SIZE": "6",
+        "TEST_SHARE": "1",
         "SFT_SIZE": "8",
         "TRAIN_BATCH_SIZE": "4",
         "MINI_BATCH_SIZE": "4",
@@ -322,6 +328,34 @@ def test_finite_source_gives_what_there_is(folder, small_model):
     sft = [row["messages"][0]["content"] for row in read_rows(folder / "sft.parquet")]
     assert sft == said(folder / "train.parquet")[:8]
     assert json.loads((folder / "manifest.json").read_text()) == manifest
+
+
+@pytest.mark.parametrize(
+    ("given", "rows", "note"),
+    [
+        (
+            {},
+            {"test": 17, "dev": 15, "train": 138, "sft": 8},
+            "TEST_SIZE=128: 17, all of a test split or TEST_SHARE=0.1",
+        ),
+        ({"TEST_SIZE": "0.2"}, {"test": 34, "dev": 13, "train": 123, "sft": 8}, ""),
+        ({"TEST_SIZE": "100"}, {"test": 100, "dev": 7, "train": 63, "sft": 8}, ""),
+    ],
+)
+def test_the_test_set_of_a_small_file_on_small_hardware(folder, small_model, given, rows, note):
+    chosen = {"SOURCE": "toy", "MODEL": str(small_model), "SFT_SIZE": "8", "INIT": "base"}
+    settings = load_settings(exported(ROOT / "tasks/countdown/train.sh", chosen | given))
+    manifest = prepare(settings, {"toy": Fixed(examples(170))})
+    assert manifest["rows"] == rows and manifest["note"].startswith(note)
+    assert ("TEST_SIZE" in describe(manifest)) == bool(note)
+    assert f"{rows['test']} test, {rows['dev']} dev, {rows['train']} train" in describe(manifest).splitlines()[0]
+
+
+def test_a_test_split_of_its_own_counts_whole(folder, small_model):
+    chosen = {"SOURCE": "toy", "MODEL": str(small_model), "TRAIN_BATCH_SIZE": "4"}
+    settings = load_settings(exported(ROOT / "tasks/countdown/train.sh", chosen))
+    own = [Example(f"ask {number}", str(number), split="test") for number in range(40)]
+    assert prepare(settings, {"toy": Fixed([*examples(40), *own])})["rows"]["test"] == 40
 
 
 def test_all_that_a_finite_source_has(folder, small_model):

@@ -213,9 +213,57 @@ def test_a_typo_in_an_override_fails(typo):
 
 def test_paths_with_any_character_survive_the_override_grammar(monkeypatch):
     s = settings_of("countdown", monkeypatch)
-    run_dir = Path("/a b/it's, [x]={y}:$z/é")
-    config = composed("ppo_trainer", verl_config.rl_overrides(s, "m", run_dir))
-    assert config["trainer"]["default_local_dir"] == str(run_dir / "checkpoints")
+    for folder in (r"/a b/it's, [x]={y}:$z/é", r"/a\b", r"/a\\b", r"/a\'b", "/a\\", "/a\nb"):
+        config = composed("ppo_trainer", verl_config.rl_overrides(s, folder, Path(folder)))
+        assert config["trainer"]["default_local_dir"] == str(Path(folder) / "checkpoints")
+        assert config["actor_rollout_ref"]["model"]["path"] == folder
+
+
+@pytest.mark.parametrize("path", ["/a/${b}", "/a/\\${oc.env:HOME}", "${"])
+def test_a_path_that_verls_config_would_read_as_a_reference_is_refused(path, monkeypatch):
+    s = settings_of("countdown", monkeypatch)
+    for model, folder in ((path, "/r"), ("m", path)):
+        with pytest.raises(SettingsError, match=r"`\$\{` is a reference in verl's config; take another path$"):
+            verl_config.rl_overrides(s, model, Path(folder))
+
+
+ACTOR = "actor_rollout_ref.actor"
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [
+        (f"{ACTOR}.optim.lr=abc", f"ARGS: {ACTOR}.optim.lr=abc: must be a number, as 1e-05 is"),
+        ("trainer.save_freq=true", "ARGS: trainer.save_freq=True: must be a number, as 4 is"),
+        ("++trainer.save_freq=[4]", "ARGS: trainer.save_freq=[4]: must be a number, as 4 is"),
+        (f"{ACTOR}.use_kl_loss=no", f"ARGS: {ACTOR}.use_kl_loss=no: must be true or false, as False is"),
+        (f"{ACTOR}.loss_agg_mode=true", f"ARGS: {ACTOR}.loss_agg_mode=True: must be text or a list, as token-mean is"),
+        ("trainer.logger=3.5", ""),
+        ("trainer.logger=console", ""),
+        ("data.train_files=[a,b]", ""),
+        (f"{ACTOR}.optim.lr=1", ""),
+        (f"{ACTOR}.use_kl_loss=1", ""),
+        (f"{ACTOR}.entropy_coeff=0.01", ""),  # 0 in verl's yaml
+        ("trainer.default_hdfs_dir=/x", ""),  # null there
+        ("trainer.save_freq=null", ""),
+        ("~trainer.save_freq", ""),
+        ("+data.own=x", ""),
+        ("trainer.experiment_name=${trainer.project_name}", ""),
+        (
+            "trainer.experiment_name=${no.such}",
+            "verl's config refuses an override (ARGS?): Interpolation key 'no.such'",
+        ),
+        ("trainer=5", "ARGS: trainer=5: must be a group of keys, as {"),
+    ],
+)
+def test_an_argument_of_another_type_than_its_default_is_refused(argument, said, monkeypatch):
+    ours = verl_config.rl_overrides(settings_of("countdown", monkeypatch), "some/model", Path("/r"))
+    if not said:
+        verl_config.compose("ppo_trainer", ours, arguments=[argument])
+        return
+    with pytest.raises(SettingsError) as error:
+        verl_config.compose("ppo_trainer", ours, arguments=[argument])
+    assert str(error.value).startswith(said) and "\n" not in str(error.value)
 
 
 def test_the_last_override_is_the_users(monkeypatch):

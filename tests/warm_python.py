@@ -35,7 +35,8 @@ IMPORTS += ["torch", "sympy", "reasoning_gym", "math_verify", "httpx", "requests
 EARLY = ("PYTHON", "LD_", "LC_", "LANG", "TZ", "OMP_", "MKL_", "OPENBLAS_", "KMP_", "GOMP_", "NUMEXPR_", "MALLOC_")
 EARLY += ("TORCH", "PYTORCH", "CUDA_", "NVIDIA_", "MPL", "ARROW_")
 # The launcher's own, what a fork does, and what torch._inductor sets where it is imported and reads when it compiles.
-LATE = ("PYTHON", "PYTHONPATH", "PYTHONUNBUFFERED", "TORCHINDUCTOR_CACHE_DIR")
+# The server is in UTF-8 mode as all commands are; where the locale is another, LC_ or LANG differs too.
+LATE = ("PYTHON", "PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONUTF8", "TORCHINDUCTOR_CACHE_DIR")
 UNSET = {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}  # what OpenMP takes when it is not told
 LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_DATA, resource.RLIMIT_CPU, resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE)
 
@@ -49,7 +50,7 @@ def install(folder: Path) -> Path:
     for tool in Path(sys.executable).parent.iterdir():
         if tool.name != "python":
             (folder / tool.name).symlink_to(tool)
-    (folder / "environment").write_bytes(marshal.dumps(dict(os.environ)))
+    (folder / "environment").write_bytes(marshal.dumps(os.environ | {"PYTHONUTF8": "1"}))
     client, server = (
         Path(__file__).with_name("warm_client.py"),
         [sys.executable, __file__, str(folder), str(os.getpid())],

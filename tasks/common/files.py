@@ -99,11 +99,12 @@ def write_json(path: Path, value) -> None:
 
 
 def read_json(path: Path) -> dict:
-    """The JSON object in ``path``; empty if the file is missing or unreadable."""
+    """The JSON object in ``path``; empty if the file is missing, is unreadable or holds something else."""
     try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
+        value = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError):
         return {}
+    return value if isinstance(value, dict) else {}
 
 
 def sha256(path: Path) -> str:

@@ -42,10 +42,15 @@ def _must(hold: Callable, problem: str) -> Callable[[object], str | None]:
 
 positive = _must(lambda value: 0 < value < 1e15, "must be greater than 0")  # false for NaN and infinity
 _from_0 = _must(lambda value: 0 <= value < 1e15, "must be 0 or more")
-_count_or_share = _must(lambda n: 0 <= n < 1e15 and (n < 1 or n == int(n)), "must be a count, or a share below 1")
+_count_or_share = _must(lambda n: 0 <= n < 1e15 and (n < 1 or n == int(n)), "must be 0 or more, and whole from 1 on")
 _fraction = _must(lambda value: 0 < value <= 1, "must be above 0 and at most 1")
 _name = _must(re.compile(r"(?!\.)[A-Za-z0-9._-]{0,64}").fullmatch, "must be a plain name")
 _given = _must(str.strip, "must not be empty")
+# One spelling of each number: LORA_RANK=00 or SELF_PLAY_ROUNDS=01 must not count as other than 0 and 1.
+_NUMBER = {
+    int: re.compile(r"0|-?[1-9][0-9]{0,99}"),
+    float: re.compile(r"-?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?"),
+}
 
 
 def _one_of(*choices):
@@ -105,6 +110,11 @@ class Settings:
     DIFFICULTY: str = variable("hard", "of generated problems: easy or hard", _one_of("easy", "hard"))
     TRAIN_SIZE: int = variable("8192", "training prompts; 0: all that a file or data set has", _from_0)
     TEST_SIZE: float = variable("512", "test prompts: count, share below 1, or 0: all of a test split", _count_or_share)
+    TEST_SHARE: float = variable(
+        "0.1",
+        "the most that a default TEST_SIZE takes of a file without a test split; 1 if you set TEST_SIZE",
+        _fraction,
+    )
     DEV_SIZE: int = variable("128", "prompts for validation, taken from the training data; 0: none", _from_0)
     SFT_SIZE: int = variable("2048", "demonstrations, of training prompts", _from_0)
     SFT_SOURCE: str = variable(
@@ -190,7 +200,7 @@ class Settings:
 
     @property
     def train_file(self) -> Path:
-        return Path(self.TRAIN_FILE).absolute() if self.TRAIN_FILE else self.data_dir / "train.parquet"
+        return Path(self.TRAIN_FILE).expanduser().absolute() if self.TRAIN_FILE else self.data_dir / "train.parquet"
 
     @property
     def task_dir(self) -> Path:
@@ -222,6 +232,8 @@ class Settings:
         """Changes when the data would. Not with MODEL, so that several models share the same data."""
         values = self._values("SOURCE MAX_SAMPLES DIFFICULTY TRAIN_SIZE TEST_SIZE DEV_SIZE SFT_SIZE SEED REWARD")
         values |= self._values("MAX_PROMPT_LENGTH") | {"code": code_digest(self.task_dir / "prepare_data.py")}
+        if self.FILE or self.SOURCE not in GENERATORS:
+            values |= self._values("TEST_SHARE")
         return fingerprint(values, *self.source_files)
 
     def sft_fingerprint(self) -> str:
@@ -238,7 +250,7 @@ class Settings:
 
         A round of self-play after the first also counts its ``number`` and the model ``start`` that it begins with.
         """
-        values = {name: value for name, value in asdict(self).items() if name not in REPORTING}
+        values = {name: value for name, value in asdict(self).items() if name not in (*REPORTING, "TEST_SHARE")}
         for name in values.copy():
             # Files count by their contents, the warm-up only where it is used.
             if name in ("TRAIN_FILE", "FILE", "PAIRS_FILE") or (self.INIT == "base" and name.startswith("SFT_")):
@@ -251,6 +263,8 @@ class Settings:
         return fingerprint(values, *filter(Path.is_file, own_files))
 
 
+# Values of SOURCE without end: TEST_SHARE is not for them.
+GENERATORS = ("generate", "reasoning_gym")
 # The stages of `make all`, in order.
 WHOLE = ("data", "model", "sft", "train", "merge", "eval", "compare")
 
@@ -290,8 +304,13 @@ class Command:
 
 
 def artifacts() -> Path:
-    """Where everything that a run writes goes."""
-    return Path(os.environ.get("ARTIFACTS", ROOT / "artifacts")).absolute()  # workers of a cluster run elsewhere
+    """Where everything that a run writes goes: ARTIFACTS, else artifacts/ of this repository. Raises SettingsError."""
+    given = os.environ.get("ARTIFACTS") or str(ROOT / "artifacts")
+    _check_utf8("ARTIFACTS", given)
+    try:
+        return Path(given).expanduser().absolute()  # workers of a cluster run elsewhere
+    except RuntimeError:
+        raise SettingsError(f"ARTIFACTS={given}: there is no user of that name") from None
 
 
 def judge_settings() -> dict[str, str]:
@@ -433,6 +452,7 @@ def values_of(environ: Mapping[str, str], root: Path = ROOT) -> dict[str, Value]
         profile = read_defaults(profile_file(folder, environ["PROFILE"])) if environ.get("PROFILE") else none
     layers = [
         *((f"profile {environ.get('PROFILE')}", profile.get(of, none)) for of in (name, "")),
+        ("TEST_SIZE", {"TEST_SHARE": "1"} if "TEST_SIZE" in given else none),  # a default alone is held to a share
         (f"make {stage}", getattr(module, "STAGE_DEFAULTS", {}).get(stage, {})),
         (f"make {stage}", STAGE_DEFAULTS.get(stage, {})),
         (f"train.sh, {name}", own.get(name, none)),
@@ -490,15 +510,26 @@ def load_settings(environ: Mapping[str, str] | None = None, cls: type = Settings
 def _checked(f: Field, text: str):
     """``text`` as a value of the variable ``f``. Raises SettingsError."""
     shown = " ".join(text.split())[:80]
-    try:
-        value = f.type(text)
-    except ValueError:
-        kind = {int: "a whole number", float: "a number"}[f.type]
-        raise SettingsError(f"{f.name}={shown}: must be {kind} ({f.metadata['help']})") from None
+    _check_utf8(f.name, text)
+    if f.type in _NUMBER and not _NUMBER[f.type].fullmatch(text):
+        kind = {int: "a whole number, such as 8", float: "a number, such as 0.5"}[f.type]
+        raise SettingsError(f"{f.name}={shown}: must be {kind} ({f.metadata['help']})")
+    value = f.type(text)
     check = f.metadata["check"]
     if check and (problem := check(value)):
-        raise SettingsError(f"{f.name}={shown}: {problem} ({f.metadata['help']})")
+        if not problem.startswith("must be one of"):  # the help would list the choices again
+            problem += f" ({f.metadata['help']})"
+        raise SettingsError(f"{f.name}={shown}: {problem}")
     return value
+
+
+def _check_utf8(name: str, text: str) -> None:
+    """Raise SettingsError where the environment has other bytes: no file of JSON or parquet could hold them."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        shown = ascii(os.fsencode(text))[2:-1]
+        raise SettingsError(f"{name}={shown}: is not UTF-8") from None
 
 
 def batch_problems(prompts: int, mini: int, samples: int, gpus: int, nodes: int) -> Iterator[str]:

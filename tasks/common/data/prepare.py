@@ -21,7 +21,7 @@ from tasks.common.data.rows import (
     write_parquet,
 )
 from tasks.common.data.split import Form, Sizes, SplitError, write_sides, write_split
-from tasks.common.files import partial_of, write_json
+from tasks.common.files import partial_of, read_json, write_json
 from tasks.common.models.chat_template import prompt_ids
 from tasks.common.models.find import resolve_model
 from tasks.common.models.merge import base_model
@@ -183,6 +183,9 @@ def _prepare(settings: Settings, name: str, source: Source, note: str) -> dict:
             tools = any("tools" in row or has_calls(row["messages"]) for row in demonstrations)
             rows["sft"] = write_parquet(demonstrations, new / "sft.parquet", sft_schema(tools))
         notes = [note]
+        if rows["test"] < settings.TEST_SIZE:
+            or_share = f" or TEST_SHARE={settings.TEST_SHARE:g} of the rows" if settings.TEST_SHARE < 1 else ""
+            notes.append(f"TEST_SIZE={settings.TEST_SIZE:g}: {rows['test']}, all of a test split{or_share}")
         if (dev := rows.get("dev", 0)) < settings.DEV_SIZE:
             notes.append(f"DEV_SIZE={settings.DEV_SIZE}: {dev}, a tenth of what can train")
         if rows["train"] < settings.TRAIN_SIZE:
@@ -199,7 +202,8 @@ def _finite(settings: Settings, examples: Iterable[Example | None], form: Form, 
     """Split by seed. Returns the rows of each file, and further fields of the manifest."""
     tokenizer = load_tokenizer(settings.MODEL)
     form = replace(form, problem=lambda e: too_long(tokenizer, settings.MAX_PROMPT_LENGTH, e.messages(), e.tools))
-    sizes = Sizes(settings.MAX_SAMPLES, settings.TEST_SIZE, settings.TRAIN_SIZE, settings.DEV_SIZE)
+    s = settings
+    sizes = Sizes(s.MAX_SAMPLES, s.TEST_SIZE, s.TRAIN_SIZE, s.DEV_SIZE, s.TEST_SHARE)
     rows, dropped = write_split(examples, new, form, sizes, settings.SEED)
     return rows, {"dropped": dropped, "tokenizer": settings.MODEL, "max_prompt_tokens": settings.MAX_PROMPT_LENGTH}
 
@@ -272,6 +276,12 @@ def replaced_as_a_whole(directory: Path, names: tuple[str, ...]) -> Iterator[Pat
             (directory / name).unlink(missing_ok=True)
             if (new / name).exists():
                 os.replace(new / name, directory / name)
+
+
+def read_manifest(data_dir: Path) -> dict:
+    """The manifest in ``data_dir``; empty where there is none, or a file of that name that is none."""
+    manifest = read_json(data_dir / "manifest.json")
+    return manifest if isinstance(manifest.get("rows"), dict) else {}
 
 
 def describe(manifest: dict) -> str:

@@ -23,12 +23,14 @@ REST_BITS = 64 - PROMPT_BITS
 @dataclass(frozen=True)
 class Sizes:
     """``limit``: of all rows, 0: none. ``test``: a count, a share if below 1, 0: all of the source's own test split.
-    ``train``: at most, 0: all. ``dev``: taken from the training rows, at most a tenth of them."""
+    ``share``: where there is no such split, a count takes at most this share of the rows. ``train``: at most, 0: all.
+    ``dev``: taken from the training rows, at most a tenth of them."""
 
     limit: int = 0
     test: float = 0.05
     train: int = 0
     dev: int = 0
+    share: float = 1
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,8 @@ def choose(own_test: list[int], others: list[int], sizes: Sizes) -> tuple[list[i
     elif not count:
         raise SplitError("has no test split of its own: set TEST_SIZE, a count or a share below 1")
     else:
+        if sizes.test >= 1 and sizes.share < 1:
+            count = min(count, max(1, round(sizes.share * total)))
         test, train = _cut(train, count)
     dev, train = _cut(train, min(sizes.dev, max(1, len(train) // 10)) if len(train) > 1 else 0)
     train = train[: sizes.train or None]

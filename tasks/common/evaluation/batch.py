@@ -25,12 +25,27 @@ READ = {
 WRITE = (".xlsx", ".json", ".jsonl", ".csv")
 
 
+def paths(command: Command) -> tuple[Path, Path]:
+    """INPUT and OUTPUT. Raises SettingsError, before a model is loaded, where one is missing or cannot be used."""
+    for name in ("INPUT", "OUTPUT"):
+        if not getattr(command, name):
+            raise SettingsError(f"{name} is empty: give INPUT=in.jsonl OUTPUT=out.xlsx")
+    table, output = Path(command.INPUT).expanduser(), Path(command.OUTPUT).expanduser()
+    if table.suffix.lower() not in READ:
+        raise SettingsError(f"INPUT={table}: must end in {', '.join(READ)}")
+    if not table.is_file():
+        raise SettingsError(f"INPUT={table}: no such file")
+    if output.suffix.lower() not in WRITE:
+        raise SettingsError(f"OUTPUT={output}: must end in {', '.join(WRITE)}")
+    try:
+        check_writable(output)
+    except OSError as error:
+        raise SettingsError(f"OUTPUT={output}: cannot be written: {error.strerror or error}") from error
+    return table, output
+
+
 def read_table(path: Path) -> list[dict]:
     """The rows of ``path``, dicts with ``prompt`` and perhaps ``ground_truth``. Raises DataError for other files."""
-    if path.suffix.lower() not in READ:
-        raise DataError(f"INPUT={path}: must end in {', '.join(READ)}")
-    if not path.is_file():
-        raise DataError(f"INPUT={path}: no such file")
     try:
         table = READ[path.suffix.lower()](path)
     except Exception as error:
@@ -89,17 +104,8 @@ def write_table(path: Path, rows: list[dict]) -> None:
 
 def batch(s: Settings, command: Command, scoring: Scoring, model: str) -> int:
     """Answer each row of INPUT with ``model`` and write OUTPUT. Returns on how many the reward raised."""
-    for name in ("INPUT", "OUTPUT"):
-        if not getattr(command, name):
-            raise SettingsError(f"{name} is empty: give INPUT=in.jsonl OUTPUT=out.xlsx")
-    output = Path(command.OUTPUT)
-    if output.suffix.lower() not in WRITE:
-        raise SettingsError(f"OUTPUT={output}: must end in {', '.join(WRITE)}")
-    try:
-        check_writable(output)  # before the sampling, not after it
-    except OSError as error:
-        raise SettingsError(f"OUTPUT={output}: cannot be written: {error.strerror or error}") from error
-    rows = read_table(Path(command.INPUT))[: s.LIMIT or None]
+    table, output = paths(command)
+    rows = read_table(table)[: s.LIMIT or None]
     prompts = rl_rows(rows, s.TASK, task_system(s.data_dir / "test.parquet"))
     file = artifacts() / "batch" / s.TASK / f"{fingerprint({'rows': prompts})}.parquet"
     write_parquet(prompts, file, rl_schema(tools=True))  # a chat may hold calls

@@ -4,6 +4,7 @@
 # The list is complete and hashed, so nothing is resolved (--no-deps --require-hashes); uv installs it, or pip without
 # uv. The old VENV stays as VENV.before and comes back when anything fails. The mark, a copy of the list, comes last.
 set -euo pipefail
+unset PYTHONPATH PYTHONHOME # pip would find packages there, and not install them
 STACK=$1 VENV=$2
 HERE=tasks/common/stacks/$STACK
 LIST=$HERE/requirements.txt
@@ -25,6 +26,13 @@ fail() {
 if cmp -s "$LIST" "$MARK"; then
   touch "$MARK"
   exit
+fi
+# One installation at a time: the second waits, and then often finds all installed. The lock ends with the processes.
+exec 9>.venv.lock
+if ! flock -n 9; then
+  echo "waiting for another installation in this checkout"
+  flock 9
+  if cmp -s "$LIST" "$MARK"; then exit; fi
 fi
 echo "install"
 mkdir -p artifacts && : >"$LOG"

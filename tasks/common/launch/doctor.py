@@ -16,8 +16,8 @@ from urllib.parse import urlsplit
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from tasks.common.data.prepare import read_manifest
 from tasks.common.data.rows import DataError, decoded, read_rows, tools_of, validate_parquet
-from tasks.common.files import read_json
 from tasks.common.install.check import installed
 from tasks.common.launch.task import compute_score_of
 from tasks.common.machine import hardware, memory
@@ -179,7 +179,7 @@ def packages(s: Settings) -> Iterator[Finding]:
 
 def data(s: Settings, training: bool) -> Iterator[Finding]:
     """The data files that exist. ``training``: a training is about to make the others."""
-    manifest = read_json(s.data_dir / "manifest.json")
+    manifest = read_manifest(s.data_dir)
     if manifest.get("fingerprint") != s.data_fingerprint():
         text = f"{s.data_dir}: {'made with other settings' if manifest else 'not there yet'}"
         makes = f"`make data TASK={s.TASK}` or `make train TASK={s.TASK}` makes it"
@@ -222,7 +222,7 @@ def prompts(s: Settings, by: float) -> Iterator[Finding]:
     """How many prompts fit MAX_PROMPT_LENGTH with the model's tokenizer; verl drops the others. Skipped after ``by``
     (time.monotonic)."""
     folder = _folder(s.MODEL)
-    manifest = read_json(s.data_dir / "manifest.json")
+    manifest = read_manifest(s.data_dir)
     current = manifest.get("fingerprint") == s.data_fingerprint()
     if not s.train_file.is_file() or not (current or s.TRAIN_FILE) or folder is None:
         return
@@ -291,7 +291,7 @@ def plan(s: Settings, arguments: list[str], stage: str = "train") -> memory.Plan
         pairs = verl_config.micro_batch(max(1, s.MICRO_BATCH_SIZE // 2), s.TRAIN_BATCH_SIZE // s.N_GPUS)
         held = {"sharded": False, "reference": True, "reference_offloaded": False}
         return memory.Plan(**own, **held, tokens=2 * pairs * sequence)
-    config = verl_config.compose("ppo_trainer", verl_config.rl_overrides(s, s.MODEL, s.runs_dir) + arguments)
+    config = verl_config.compose("ppo_trainer", verl_config.rl_overrides(s, s.MODEL, s.runs_dir), arguments=arguments)
     verl_config.check(config)
     return verl_config.memory_plan(config)
 

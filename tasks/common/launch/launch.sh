@@ -12,10 +12,11 @@ launch() { # the arguments are hydra overrides and go to verl after ours
   local venv=$ROOT/.venv-$STACK
   [[ -d $venv ]] || venv=$ROOT/.venv
   PYTHON=${PYTHON:-$venv/bin/python}
-  if [[ ! -x $PYTHON ]]; then
+  if ! command -v "$PYTHON" >/dev/null; then # a path, or a name such as python3
     echo "error: $PYTHON: no such Python; run \`make install\` first" >&2
     exit 2
   fi
-  export TASK STACK PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1
+  unset PYTHONIOENCODING
+  export TASK STACK PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 PYTHONUTF8=1
   exec "$PYTHON" -m tasks.common.launch.main "${STAGE:-train}" "$@"
 }

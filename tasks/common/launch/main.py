@@ -14,10 +14,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tasks.common.data.held_out import HELD_OUT, check_disjoint
-from tasks.common.data.prepare import describe
+from tasks.common.data.prepare import describe, read_manifest
 from tasks.common.data.rows import DataError, validate_parquet
 from tasks.common.evaluation.tables import total_time
-from tasks.common.files import read_json
 from tasks.common.interrupts import interrupt_on_sigterm
 from tasks.common.launch import doctor, experiments, train
 from tasks.common.launch.plan import planned
@@ -27,7 +26,17 @@ from tasks.common.models.merge import base_of, is_adapter, merge_note, whole_fol
 from tasks.common.process import errors_in_one_line
 from tasks.common.rewards.answers import RewardError
 from tasks.common.runs import folder
-from tasks.common.settings import ROOT, WHOLE, Command, Settings, SettingsError, load_settings, table, values_of
+from tasks.common.settings import (
+    ROOT,
+    WHOLE,
+    Command,
+    Settings,
+    SettingsError,
+    artifacts,
+    load_settings,
+    table,
+    values_of,
+)
 from tasks.common.training import verl_versions
 
 # Goals that need verl to train or to show its config.
@@ -90,12 +99,12 @@ class Job:
 def data(job: Job) -> str:
     """Prepare the data if it is not up to date, and check TRAIN_FILE where a training reads it."""
     s, training = job.s, job.trains or job.goal in ("data", "sft", "attack", "probe", "experiment")
-    manifest = read_json(s.data_dir / "manifest.json")
+    manifest = read_manifest(s.data_dir)
     fresh = manifest.get("fingerprint") == s.data_fingerprint()
     fresh = fresh and all((s.data_dir / f"{name}.parquet").is_file() for name in manifest["rows"])
     if not fresh:
         script(s, "prepare_data.py")
-        manifest = read_json(s.data_dir / "manifest.json")
+        manifest = read_manifest(s.data_dir)
     for name in manifest["rows"]:
         validate_parquet(s.data_dir / f"{name}.parquet", "sft" if name == "sft" else "rl")
     if training and s.TRAIN_FILE:
@@ -273,7 +282,7 @@ def closing(s: Settings, run_dirs: list[Path]) -> None:
 
 def _shared_data(s: Settings, first: str) -> None:
     """Raise SettingsError unless the data that FROM skips exists, made with these settings."""
-    made = read_json(s.data_dir / "manifest.json").get("fingerprint")
+    made = read_manifest(s.data_dir).get("fingerprint")
     if made != s.data_fingerprint():
         what = "was made with other settings" if made else "is not there"
         raise SettingsError(f"FROM={first}: {s.data_dir} {what}; run `make data TASK={s.TASK}`, or leave FROM out")
@@ -344,7 +353,7 @@ def about(job: Job) -> Job:
 
 def main(goal: str, arguments: list[str]) -> None:
     s, command = load_settings(), load_settings(cls=Command)
-    os.environ.update(stack_environment(s, os.environ))
+    os.environ.update(stack_environment(s, os.environ) | {"ARTIFACTS": str(artifacts())})
     job = Job(goal, s, command, arguments, os.environ.get("MODEL", ""))
     say_environment()
     # DPO trains with TRL; its warm-up with verl.
@@ -355,7 +364,14 @@ def main(goal: str, arguments: list[str]) -> None:
         return
     if goal not in (*STAGES_OF, "experiment", *own_stages(s.task_dir)):
         having = [path.parent.name for path in sorted(s.task_dir.parent.glob(f"*/{goal}.py"))]
-        raise SettingsError(f"TASK={s.TASK}: has no {goal}.py; `make {goal}` is for {', '.join(having) or 'no task'}")
+        if not having:
+            known = {*STAGES_OF, "experiment", *AT_ONCE} - {"one_of_many"}
+            raise SettingsError(f"STAGE={goal}: no such stage; there are: {', '.join(sorted(known))}")
+        raise SettingsError(f"TASK={s.TASK}: has no {goal}.py; `make {goal}` is for {', '.join(having)}")
+    if goal == "batch":
+        from tasks.common.evaluation import batch
+
+        batch.paths(command)
     job = about(job)
     s = job.s
     if goal in STAGES_OF and goal != "merge":

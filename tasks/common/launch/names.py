@@ -15,7 +15,7 @@ from tasks.common.settings import ROOT, Command, Settings, unknown
 # What the Makefile reads itself, and what other tools read.
 MAKES = {"ARGS", "ARTIFACTS", "BASE_PYTHON", "BFCL_PROJECT_ROOT", "CONFIG", "CUDA_VISIBLE_DEVICES", "ENV", "HOME"}
 MAKES |= {"EVAL_MULTIPROCESSING", "FLASH_ATTN_WHEEL", "FRESH_PYTHON", "NETRC", "ON_FAILURE", "OPTIONS", "PATH", "PORT"}
-MAKES |= {"PYTHON", "SHARED_DATA", "SLOW", "STACK", "STAGE", "TMPDIR", "TORCH_INDEX", "UPGRADE"}
+MAKES |= {"PYTHON", "SHARED_DATA", "SLOW", "STACK", "STAGE", "TMPDIR", "TORCH_INDEX", "UPGRADE", "YES"}
 PREFIXES = ("RAY_", "HF_", "VLLM_", "VERL_", "NCCL_", "TORCH_", "CUDA_", "OMP_", "PIP_", "UV_", "WANDB_", "TRACKIO_")
 PREFIXES += ("MLFLOW_", "SWANLAB_", "PYTEST_", "PYTHON", "TOKENIZERS_", "TRANSFORMERS_", "SSL_", "GLOO_")
 OF_NEW = {"TASK", "SOURCE", "ENV", "CONFIG", "OPTIONS", "PYTHON", "STACK"}

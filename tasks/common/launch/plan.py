@@ -74,9 +74,9 @@ def planned(
         # verl has no keys for these three.
         own |= trainer_module(s) | {"SEED": str(seed), "KEEP": str(s.KEEP), "PATIENCE": str(s.PATIENCE)}
         sent = verl_config.sent_environment(environment(seeded) | own)
-        ours = [*sent, *verl_config.rl_overrides(seeded, start, run_dir), *overrides]
-        command = ["verl.trainer.main_ppo", *verl_config.HYDRA, *ours]
-        config, shown = verl_config.resolved("ppo_trainer", ours), ("reward", "critic/score/mean")
+        ours = [*sent, *verl_config.rl_overrides(seeded, start, run_dir)]
+        command = ["verl.trainer.main_ppo", *verl_config.HYDRA, *ours, *overrides]
+        config, shown = verl_config.resolved("ppo_trainer", ours, overrides), ("reward", "critic/score/mean")
     return Plan(
         name=name.upper(),
         settings=s if name == "sft" else replace(s, TRAIN_SEED=seed),

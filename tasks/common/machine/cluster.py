@@ -285,8 +285,13 @@ def _lost(*before: str) -> dict:
 def main(question: str, *arguments: str) -> None:
     """Print the answer to one question of ``_ask``."""
     import ray
+    from ray._private import services
 
-    ray.init(address="auto", logging_level="ERROR", log_to_driver=False)  # RAY_ADDRESS, where it names one
+    # RAY_ADDRESS, else a Ray that runs here, else the last one that did: ray.init would wait for that one for minutes.
+    found = services.canonicalize_bootstrap_address("auto")
+    if not hardware.listens(found, CONNECT_SECONDS):
+        raise ConnectionError(f"Could not find any running Ray instance: nothing answers at {found}")
+    ray.init(address="auto", logging_level="ERROR", log_to_driver=False)
     print(json.dumps({"check": _check, "lost": _lost, "status": _status}[question](*arguments)), flush=True)
     ray.shutdown()
 

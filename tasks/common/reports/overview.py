@@ -22,6 +22,7 @@ HEADER = ["run", "task", "method", "model", "steps", "reward", "accuracy", "star
 SHOWN = (REWARD, "train/loss", "dpo/rewards/accuracies", "actor/entropy", "actor/kl_loss", "actor/grad_norm")
 SHOWN += ("response_length/mean", "response_length/clip_ratio", "timing_s/step")
 OLDER = "(not recorded)"
+UNREADABLE = "error: "
 
 
 def step_of(model: str, run_dir: Path) -> int | None:
@@ -85,11 +86,20 @@ def aligned(rows: list[list[str]]) -> str:
 
 
 def table(task: str = "") -> str:
-    """The runs of ``task`` (empty: of every task), the newest first."""
-    runs = sorted(all_runs(task), key=started, reverse=True)
-    if not runs:
+    """The runs of ``task`` (empty: of every task), the newest first; then an UNREADABLE line for each broken run."""
+    rows, broken = [], []
+    for run_dir in all_runs(task):
+        try:
+            rows.append((started(run_dir), [one_line(str(cell), 80) for cell in row(run_dir)]))
+        except SettingsError as error:  # names the file, and says what to do
+            broken.append(f"{UNREADABLE}{error}")
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            what = one_line(f"{type(error).__name__}: {error}", 200)
+            broken.append(f"{UNREADABLE}{run_dir}: cannot be read ({what}); correct or remove it")
+    if not rows and not broken:
         return f"no runs in {artifacts() / 'runs' / task} yet: run `make train TASK={task or 'countdown'}`"
-    return aligned([HEADER, *map(row, runs)])
+    newest_first = [cells for _, cells in sorted(rows, key=lambda each: each[0], reverse=True)]
+    return "\n".join([aligned([HEADER, *newest_first]), *broken])
 
 
 def settings_of(run_dir: Path) -> dict:
@@ -163,4 +173,7 @@ def comparison(names: str, task: str = "") -> str:
 if __name__ == "__main__":
     with errors_in_one_line(SettingsError):
         task = os.environ.get("TASK", "")
-        print(table(task) if sys.argv[1] == "runs" else comparison(os.environ.get("RUN", ""), task))
+        if sys.argv[1] == "runs":
+            print(text := table(task))
+            sys.exit(f"\n{UNREADABLE}" in f"\n{text}")
+        print(comparison(os.environ.get("RUN", ""), task))

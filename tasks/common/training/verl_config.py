@@ -6,7 +6,8 @@ are in the names of verl 0.9.1, which verl_versions.py translates; the user's in
 
 import importlib.util
 import os
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from tasks.common.models import reward_model
 from tasks.common.models.find import whole_model
 from tasks.common.models.merge import base_model, is_adapter
 from tasks.common.settings import ROOT, Settings, SettingsError, batch_problems, method, stack, token_problems
+from tasks.common.text import one_line
 from tasks.common.training import tracking, verl_versions
 
 PLUGINS = ROOT / "tasks/common/verl_plugins"
@@ -36,9 +38,15 @@ SEQUENCE = [
 CORRECTIONS = {"none": [], "token": TOKEN, "sequence": [*TOKEN, *SEQUENCE]}
 
 
-def _quoted(path) -> str:
-    """A value that hydra's override grammar takes as one text, whatever it contains."""
-    text = str(path).replace("\\", "\\\\").replace("'", "\\'")
+def quoted(path) -> str:
+    """A value that hydra's override grammar takes as one text. Raises SettingsError for ``${``.
+
+    The grammar reads backslashes as escapes only before a quote, so only those are doubled. verl resolves its config
+    more than once, so an escaped reference would be followed at the second time.
+    """
+    if "${" in str(path):
+        raise SettingsError(f"{one_line(str(path), 200)}: `${{` is a reference in verl's config; take another path")
+    text = re.sub(r"(\\*)('|\Z)", lambda match: 2 * match[1] + ("\\'" if match[2] else ""), str(path))
     return f"'{text}'"
 
 
@@ -59,10 +67,10 @@ def _trainer(s: Settings, run_dir: Path, steps: int) -> list[str]:
         f"trainer.total_training_steps={steps}",
         "trainer.total_epochs=1000000",  # the steps end the training
         f"trainer.n_gpus_per_node={s.N_GPUS}",
-        f"trainer.project_name={_quoted(tracking.project(s))}",
-        f"trainer.experiment_name={_quoted(run_dir.name)}",
+        f"trainer.project_name={quoted(tracking.project(s))}",
+        f"trainer.experiment_name={quoted(run_dir.name)}",
         f"trainer.logger=[{','.join(['console', 'file', *tracking.loggers(s)])}]",
-        f"trainer.default_local_dir={_quoted(run_dir / 'checkpoints')}",
+        f"trainer.default_local_dir={quoted(run_dir / 'checkpoints')}",
         f"trainer.save_freq={s.SAVE_FREQ}",
     ]
 
@@ -70,7 +78,7 @@ def _trainer(s: Settings, run_dir: Path, steps: int) -> list[str]:
 def _reward_function(s: Settings) -> list[str]:
     # Not the old top-level key `custom_reward_function`: verl 0.9.1 accepts and ignores it.
     key = "reward.custom_reward_function"
-    function = [f"{key}.path={_quoted(s.task_dir / 'reward.py')}", f"{key}.name=compute_score"]
+    function = [f"{key}.path={quoted(s.task_dir / 'reward.py')}", f"{key}.name=compute_score"]
     return [*function, f"+{key}.reward_kwargs.variant={s.REWARD}"] if s.REWARD else function
 
 
@@ -80,7 +88,7 @@ def _reward_model(s: Settings) -> list[str]:
     path, context = reward_model.find(s.REWARD_MODEL), reward_model.context_length(s)
     return [
         "reward.reward_model.enable=True",
-        f"reward.reward_model.model_path={_quoted(path)}",
+        f"reward.reward_model.model_path={quoted(path)}",
         "reward.reward_model.rollout.name=vllm",
         "reward.reward_model.rollout.tensor_model_parallel_size=1",
         f"reward.reward_model.rollout.gpu_memory_utilization={s.GPU_MEMORY_UTILIZATION}",
@@ -142,7 +150,7 @@ def sent_environment(environment: dict[str, str]) -> list[str]:
     if not os.environ.get("RAY_ADDRESS"):
         return []
     sent = cluster.sent(environment).items()
-    return [f"+ray_kwargs.ray_init.runtime_env.env_vars.{name}={_quoted(value)}" for name, value in sent]
+    return [f"+ray_kwargs.ray_init.runtime_env.env_vars.{name}={quoted(value)}" for name, value in sent]
 
 
 def rl_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
@@ -151,24 +159,24 @@ def rl_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
     Where ``model`` is a LoRA adapter, it is trained on.
     """
     data = [
-        f"data.train_files={_quoted(s.train_file)}",
+        f"data.train_files={quoted(s.train_file)}",
         # Not the test set, which is for the final evaluation. verl must have one, validating or not.
-        f"data.val_files={_quoted(s.data_dir / 'dev.parquet' if s.DEV_SIZE else s.train_file)}",
+        f"data.val_files={quoted(s.data_dir / 'dev.parquet' if s.DEV_SIZE else s.train_file)}",
         f"data.train_batch_size={s.TRAIN_BATCH_SIZE}",
         f"data.max_prompt_length={s.MAX_PROMPT_LENGTH}",
         f"data.max_response_length={s.MAX_RESPONSE_LENGTH}",
         "data.filter_overlong_prompts=True",
-        f"data.custom_cls.path={_quoted(PLUGINS / 'dataset.py')}",
+        f"data.custom_cls.path={quoted(PLUGINS / 'dataset.py')}",
         "data.custom_cls.name=Prompts",
         f"data.seed={s.SEED}",
     ]
     model_ = [
-        f"actor_rollout_ref.model.path={_quoted(base_model(str(model)))}",
+        f"actor_rollout_ref.model.path={quoted(base_model(str(model)))}",
         f"actor_rollout_ref.model.lora_rank={s.LORA_RANK}",
         f"actor_rollout_ref.model.lora_alpha={s.LORA_ALPHA}",
     ]
     if is_adapter(Path(model)):
-        model_ += [f"actor_rollout_ref.model.lora_adapter_path={_quoted(model)}"]
+        model_ += [f"actor_rollout_ref.model.lora_adapter_path={quoted(model)}"]
     actor = [
         f"actor_rollout_ref.actor.optim.lr={s.LR}",
         f"actor_rollout_ref.actor.optim.lr_warmup_steps={s.LR_WARMUP}",
@@ -189,14 +197,14 @@ def rl_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
         f"actor_rollout_ref.rollout.tensor_model_parallel_size={s.TP}",
         f"actor_rollout_ref.rollout.gpu_memory_utilization={s.GPU_MEMORY_UTILIZATION}",
         f"actor_rollout_ref.rollout.seed={s.SEED}",
-        f"actor_rollout_ref.rollout.agent.agent_loop_config_path={_quoted(PLUGINS / 'agent_loops.yaml')}",
+        f"actor_rollout_ref.rollout.agent.agent_loop_config_path={quoted(PLUGINS / 'agent_loops.yaml')}",
     ]
     reward = _reward_model(s) if s.REWARD_MODEL else _reward_function(s)
     trainer = [
         *_trainer(s, run_dir, s.STEPS),
         f"trainer.nnodes={s.NNODES}",
-        f"trainer.rollout_data_dir={_quoted(run_dir / 'rollouts')}",
-        f"trainer.validation_data_dir={_quoted(run_dir / 'validation')}",
+        f"trainer.rollout_data_dir={quoted(run_dir / 'rollouts')}",
+        f"trainer.validation_data_dir={quoted(run_dir / 'validation')}",
         "trainer.max_actor_ckpt_to_keep=null",  # KEEP: runs/keep.py
         "trainer.v1.trainer_mode=task",  # tasks/common/verl_plugins/trainer.py
         "trainer.val_before_train=False",
@@ -213,14 +221,14 @@ def critic_overrides(s: Settings, model: str) -> list[str]:
     """Where ``model`` is an adapter: a critic begins as the policy, not as its base. Merges the adapter."""
     if not is_adapter(Path(model)) or not any("critic.model.path=" in each for each in method(s.METHOD).overrides(s)):
         return []
-    return [f"critic.model.path={_quoted(whole_model(model))}"]
+    return [f"critic.model.path={quoted(whole_model(model))}"]
 
 
 def sft_overrides(s: Settings, model: Path | str, run_dir: Path, demonstrations: Path) -> list[str]:
     """Overrides for ``verl.trainer.sft_trainer``: the warm-up on a parquet file of demonstrations."""
     data = [
-        f"data.train_files={_quoted(demonstrations)}",
-        f"data.custom_cls.path={_quoted(PLUGINS / 'dataset.py')}",
+        f"data.train_files={quoted(demonstrations)}",
+        f"data.custom_cls.path={quoted(PLUGINS / 'dataset.py')}",
         "data.custom_cls.name=Demonstrations",
         f"data.train_batch_size={s.SFT_BATCH_SIZE}",
         f"data.max_length={s.MAX_PROMPT_LENGTH + s.MAX_RESPONSE_LENGTH}",
@@ -229,7 +237,7 @@ def sft_overrides(s: Settings, model: Path | str, run_dir: Path, demonstrations:
     ]
     if s.MAX_TOKENS_PER_GPU:
         data += [f"data.max_token_len_per_gpu={s.MAX_TOKENS_PER_GPU}"]
-    model_ = [f"model.path={_quoted(model)}", f"model.lora_rank={s.LORA_RANK}", f"model.lora_alpha={s.LORA_ALPHA}"]
+    model_ = [f"model.path={quoted(model)}", f"model.lora_rank={s.LORA_RANK}", f"model.lora_alpha={s.LORA_ALPHA}"]
     optim = [f"optim.lr={s.SFT_LR}", "optim.lr_scheduler_type=cosine", "optim.lr_warmup_steps_ratio=0.1"]
     trainer = [
         *_trainer(s, run_dir, s.SFT_STEPS),
@@ -242,29 +250,69 @@ def sft_overrides(s: Settings, model: Path | str, run_dir: Path, demonstrations:
     return verl_versions.translated([*data, *model_, *optim, *trainer, *own], "sft_trainer_engine", s)
 
 
-def compose(config_name: str, overrides: list[str], package: Path | None = None):
+def compose(config_name: str, overrides: list[str], package: Path | None = None, arguments: Sequence[str] = ()):
     """verl's config ("ppo_trainer" or "sft_trainer_engine") under ``overrides``, strictly: an unknown key raises.
 
-    Reads the yaml files of the folder ``package`` (default: the installed verl) without importing verl, which would
-    load torch. Raises SettingsError.
+    ``arguments``: the user's overrides, after ours; each must have the type of the value that it replaces. Reads the
+    yaml files of the folder ``package`` (default: the installed verl) without importing verl, which would load torch.
+    Raises SettingsError.
     """
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from hydra.errors import HydraException
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
 
     package = package or Path(importlib.util.find_spec("verl").submodule_search_locations[0])
     with initialize_config_dir(str(package / "trainer/config"), version_base=None):
         try:
-            return hydra_compose(config_name, overrides)
-        except HydraException as error:
+            config = hydra_compose(config_name, [*overrides, *arguments])
+            if arguments:
+                _check_types(hydra_compose(config_name, overrides), config, arguments)
+                OmegaConf.to_container(config, resolve=True)  # raises for a reference to nothing
+            return config
+        except (HydraException, OmegaConfBaseException) as error:
             raise SettingsError(f"verl's config refuses an override (ARGS?): {' '.join(str(error).split())}") from error
 
 
-def resolved(config_name: str, overrides: list[str]) -> dict:
+def _check_types(before, after, arguments: Sequence[str]) -> None:
+    """Raise SettingsError where one of ``arguments`` gives a value another type than it has in the config ``before``.
+
+    verl checks few of its values, and those only once its workers are up: a learning rate of text fails after minutes,
+    and the text "no" for a switch counts as true.
+    """
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from omegaconf import OmegaConf
+
+    for override in OverridesParser.create().parse_overrides(list(arguments)):
+        key = override.key_or_group
+        old, new = OmegaConf.select(before, key), OmegaConf.select(after, key)
+        if new is not None and (wanted := _other_type(old, new)):
+            shown = f"{key}={one_line(str(new), 80)}"
+            raise SettingsError(f"ARGS: {shown}: must be {wanted}, as {one_line(str(old), 40)} is")
+
+
+def _other_type(old, new) -> str | None:
+    """What ``new`` must be in place of ``old``, in words; None where it is that.
+
+    verl's yaml has 0 and 1 for some fractions, and takes a text or a list of texts for the same key.
+    """
+    if isinstance(old, bool):
+        return None if isinstance(new, bool) or new in (0, 1) else "true or false"
+    if isinstance(old, int | float):
+        return None if isinstance(new, int | float) and not isinstance(new, bool) else "a number"
+    if isinstance(old, Mapping):
+        return None if isinstance(new, Mapping) else "a group of keys"
+    if isinstance(old, str | Sequence):
+        return None if isinstance(new, str | int | float | Sequence) and not isinstance(new, bool) else "text or a list"
+    return None
+
+
+def resolved(config_name: str, overrides: list[str], arguments: Sequence[str] = ()) -> dict:
     """``compose`` as plain values, every reference followed."""
     from omegaconf import OmegaConf
 
-    return OmegaConf.to_container(compose(config_name, overrides), resolve=True)
+    return OmegaConf.to_container(compose(config_name, overrides, arguments=arguments), resolve=True)
 
 
 def check(config) -> None:

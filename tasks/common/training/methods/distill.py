@@ -10,6 +10,7 @@ from tasks.common.models.find import resolve_model
 from tasks.common.models.merge import is_adapter
 from tasks.common.settings import Settings, SettingsError
 from tasks.common.text import one_line
+from tasks.common.training.verl_config import quoted
 
 DEFAULTS = {"KL_COEF": "0"}  # in rounds of self-play too
 GPUS = 1  # of the teacher, beside those of the training
@@ -24,7 +25,7 @@ def overrides(s: Settings) -> list[str]:
         "distillation.enabled=True",
         f"distillation.n_gpus_per_node={GPUS}",
         "distillation.nnodes=1",
-        f"{_TEACHER}.model_path={_teacher(s)!r}",
+        f"{_TEACHER}.model_path={quoted(_teacher(s))}",
         f"{_TEACHER}.inference.tensor_model_parallel_size={GPUS}",
         f"{_TEACHER}.inference.gpu_memory_utilization={s.GPU_MEMORY_UTILIZATION}",
         # verl gives it the prompt, the response and room for one token.

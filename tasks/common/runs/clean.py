@@ -1,0 +1,79 @@
+"""`make clean`: remove what runs wrote under ARTIFACTS, of TASK alone or, after a question, of every task.
+
+Only what this repository writes is removed: ARTIFACTS may be a folder that holds other things too. Runs before anything
+is installed: only Python's own library.
+"""
+
+import fcntl
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+
+from tasks.common.settings import SettingsError, artifacts
+
+# Folders with a folder for each task, as docs/ARCHITECTURE.md lists them.
+OF_A_TASK = ("data", "runs", "eval", "probe", "samples", "batch", "attack", "compare", "experiments", "reports", "chat")
+SHARED = ("models", "judge", "monitor", "trackio", "install.log")
+
+
+def found(task: str) -> list[Path]:
+    """What there is of ``task``; empty: of every task, with models and what tasks share. Raises SettingsError."""
+    if task and not re.fullmatch(r"(?!\.)[A-Za-z0-9._-]{1,64}", task):
+        raise SettingsError(f"TASK={task[:80]}: must be a plain name")
+    names = [f"{name}/{task}" for name in OF_A_TASK] if task else [*OF_A_TASK, *SHARED]
+    return [path for name in names if (path := artifacts() / name).exists() or path.is_symlink()]
+
+
+def check_idle(task: str) -> None:
+    """Raise SettingsError while a command of ``task`` (empty: of any) runs: it holds a lock (launch/main.py)."""
+    for lock in sorted((artifacts() / "runs").glob(f"{task or '*'}/.lock")):
+        with lock.open() as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                running = f"TASK={lock.parent.name}: is running (process {file.read().strip()})"
+                raise SettingsError(f"{running}; end it before make clean") from None
+
+
+def remove(path: Path) -> None:
+    """Remove a folder or a file; of a link the link alone."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
+def agreed(paths: list[Path]) -> bool:
+    """Whether YES=1 is given, or the user at the terminal says yes. Raises SettingsError where nobody can be asked."""
+    if os.environ.get("YES") == "1":
+        return True
+    if not sys.stdin.isatty():
+        what = f"removes {', '.join(path.name for path in paths)} of every task in {artifacts()}"
+        raise SettingsError(f"make clean {what}; give TASK=name for one task, or YES=1")
+    print("\n".join(str(path) for path in paths))
+    return input("Remove all of it, of every task? [y/N] ").strip().lower() in ("y", "yes")
+
+
+def clean(task: str) -> None:
+    """Remove what there is of ``task``, or of every task, and print each path. Raises SettingsError."""
+    if not (paths := found(task)):
+        print(f"nothing of {f'TASK={task}' if task else 'any task'} in {artifacts()}")
+        return
+    check_idle(task)
+    if not task and not agreed(paths):
+        print("nothing removed")
+        return
+    for path in paths:
+        remove(path)
+        print(f"removed {path}")
+
+
+if __name__ == "__main__":
+    try:
+        clean(os.environ.get("TASK", ""))
+    except (SettingsError, OSError) as error:
+        sys.exit(f"error: {error}")
+    except (KeyboardInterrupt, EOFError):
+        sys.exit(130)
