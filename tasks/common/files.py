@@ -42,11 +42,12 @@ def write_json(path: Path, value) -> None:
 
 
 def read_json(path: Path) -> dict:
-    """The JSON object in ``path``; empty if the file is missing or unreadable."""
+    """The JSON object in ``path``; empty if the file is missing, unreadable, or holds another JSON value."""
     try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
+        value = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError):
         return {}
+    return value if isinstance(value, dict) else {}
 
 
 def sha256(path: Path) -> str:

@@ -18,6 +18,8 @@ from pathlib import Path
 import psutil
 from tqdm import tqdm
 
+from tasks.common.text import printable
+
 POLL_SECONDS = 0.5
 MARK = "VERL_TASK_LOGS"  # in the environment of all processes that ``run`` starts
 # How long a process may take to end by itself after its log reports
@@ -196,7 +198,7 @@ def errors_in_one_line(*kinds: type[Exception], stopped: str = "") -> Iterator[N
     try:
         yield
     except (StageFailed, OSError, *kinds) as error:
-        sys.exit(f"error: {error if isinstance(error, StageFailed) else ' '.join(str(error).split())}")
+        sys.exit(f"error: {error if isinstance(error, StageFailed) else printable(' '.join(str(error).split()))}")
     except KeyboardInterrupt:
         if stopped:
             print(f"\n{stopped}", file=sys.stderr)

@@ -288,9 +288,12 @@ def artifacts() -> Path:
     return Path(os.environ.get("ARTIFACTS", ROOT / "artifacts")).absolute()  # workers of a cluster run elsewhere
 
 
+JUDGED = ("JUDGE_MODEL", "JUDGE_SAMPLING")
+
+
 def judge_settings() -> dict[str, str]:
     """What of a judge (tasks/common/rewards/judge.py) changes its scores; empty without one."""
-    return {name: os.environ[name] for name in ("JUDGE_MODEL", "JUDGE_SAMPLING") if os.environ.get(name)}
+    return {name: os.environ[name] for name in JUDGED if os.environ.get(name)}
 
 
 def fingerprint(values: dict, *files: Path) -> str:
@@ -493,6 +496,22 @@ def _checked(f: Field, text: str):
     if check and (problem := check(value)):
         raise SettingsError(f"{f.name}={shown}: {problem} ({f.metadata['help']})")
     return value
+
+
+def recorded_texts(values: Mapping[str, object]) -> dict[str, str]:
+    """The ``values`` of a run's record as texts for the environment. A run may come from elsewhere: it is data.
+
+    Raises SettingsError for a name that is no variable of Settings, and for a value that its variable does not take.
+    """
+    known, texts = {f.name: f for f in fields(Settings)}, {}
+    for name, value in values.items():
+        if name not in known:
+            raise SettingsError(f"{name[:80]!r}: {unknown(name[:80], known)}")
+        if type(value) not in (str, int, float) or not str(value).isprintable():
+            raise SettingsError(f"{name}={str(value)[:80]!r}: must be a number or one line of text")
+        _checked(known[name], str(value))
+        texts[name] = str(value)
+    return texts
 
 
 def batch_problems(prompts: int, mini: int, samples: int, gpus: int, nodes: int) -> Iterator[str]:

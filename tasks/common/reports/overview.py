@@ -37,7 +37,7 @@ def evaluations(run_dir: Path) -> list[tuple[int, Path, dict]]:
     for file in (artifacts() / "eval" / run_dir.parent.name).glob("*/summary.json"):
         summary = read_json(file)
         # A rescored file has "rollouts of FILE" as its model; the original's summary counts.
-        if (step := step_of(summary.get("model", ""), run_dir)) is not None:
+        if (step := step_of(str(summary.get("model", "")), run_dir)) is not None:
             found.append((step, file, summary))
     return sorted(found, key=lambda each: (each[0], each[1].stat().st_mtime))
 
@@ -89,7 +89,7 @@ def table(task: str = "") -> str:
     runs = sorted(all_runs(task), key=started, reverse=True)
     if not runs:
         return f"no runs in {artifacts() / 'runs' / task} yet: run `make train TASK={task or 'countdown'}`"
-    return aligned([HEADER, *map(row, runs)])
+    return aligned([HEADER, *([one_line(cell) for cell in row(run)] for run in runs)])
 
 
 def settings_of(run_dir: Path) -> dict:

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import yaml
 
-from tasks.common.files import sha256, write_json, written_beside
+from tasks.common.files import read_json, sha256, write_json, written_beside
 from tasks.common.install.check import versions
-from tasks.common.settings import ROOT, Settings, judge_settings
+from tasks.common.settings import JUDGED, ROOT, Settings, SettingsError, judge_settings
 
 MASK = "***"
 _NAME = (
@@ -94,10 +94,41 @@ def launches(run_dir: Path) -> list[Path]:
 
 
 def read(launch: Path) -> dict:
-    """launch.json of a launch, with the lines of ``packages`` and the text of ``changes``."""
-    record = json.loads((launch / "launch.json").read_text())
-    record["packages"] = (launch / "packages.txt").read_text().splitlines()
-    return record | {"changes": (launch / "changes.diff").read_text()}
+    """launch.json of a launch, with the lines of ``packages`` and the text of ``changes``.
+
+    Raises SettingsError where it is no record: a run may come from elsewhere.
+    """
+    record = read_json(launch / "launch.json")
+    if problem := _problem(record):
+        raise SettingsError(f"{launch}/launch.json is no record of a launch: {problem}")
+    lines = (launch / "packages.txt").read_text(errors="replace").splitlines()
+    record["packages"] = [line for line in lines if "==" in line]
+    return record | {"changes": (launch / "changes.diff").read_text(errors="replace")}
+
+
+def _problem(record: dict) -> str:
+    """What is wrong with the form of a launch.json; empty if nothing is."""
+
+    def texts(value) -> bool:
+        return isinstance(value, dict) and all(isinstance(each, str) for each in value.values())
+
+    git = record.get("git")
+    if not isinstance(git, dict) or not any(isinstance(git.get(name), str) for name in ("commit", "missing")):
+        return "git must be an object with commit or missing"
+    if not isinstance(untracked := git.get("untracked", []), list) or not all(isinstance(n, str) for n in untracked):
+        return "git: untracked must be a list of texts"
+    for name in ("data", "task", "judge"):
+        if not texts(record.get(name)):
+            return f"{name} must be an object of texts"
+    if unknown := sorted(record["judge"].keys() - set(JUDGED)):
+        return f"judge: {unknown[0][:40]!r} is none of {', '.join(JUDGED)}"
+    if not all(isinstance(record.get(name), str) for name in ("python", "stack", "date")):
+        return "needs the texts python, stack and date"
+    try:
+        datetime.fromisoformat(record["date"]).timestamp()
+    except (ValueError, OverflowError):
+        return "date must be a date"
+    return ""
 
 
 def now(task_dir: Path) -> dict:
