@@ -288,6 +288,18 @@ def artifacts() -> Path:
     return Path(os.environ.get("ARTIFACTS", ROOT / "artifacts")).absolute()  # workers of a cluster run elsewhere
 
 
+def given_arguments() -> list[str]:
+    """The words of ARGS, split at spaces outside of quotes as a shell would; nothing in them is expanded or run.
+
+    Raises SettingsError.
+    """
+    text = os.environ.get("ARGS", "")
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise SettingsError(f"ARGS={' '.join(text.split())[:80]}: {str(error).lower()}") from None
+
+
 JUDGED = ("JUDGE_MODEL", "JUDGE_SAMPLING")
 
 

@@ -26,7 +26,17 @@ from tasks.common.models.merge import base_of, is_adapter, merge_note, whole_fol
 from tasks.common.process import errors_in_one_line, interrupt_on_sigterm
 from tasks.common.rewards.answers import RewardError
 from tasks.common.runs import folder
-from tasks.common.settings import ROOT, WHOLE, Command, Settings, SettingsError, load_settings, table, values_of
+from tasks.common.settings import (
+    ROOT,
+    WHOLE,
+    Command,
+    Settings,
+    SettingsError,
+    given_arguments,
+    load_settings,
+    table,
+    values_of,
+)
 from tasks.common.training import verl_versions
 
 # Goals that need verl to train or to show its config.
@@ -388,4 +398,4 @@ if __name__ == "__main__":
     interrupt_on_sigterm()
     said = "stopped; the same command continues from the last checkpoint"
     with errors_in_one_line(SettingsError, DataError, RewardError, stopped=said):
-        main(sys.argv[1], sys.argv[2:])
+        main(sys.argv[1], sys.argv[2:] or given_arguments())
