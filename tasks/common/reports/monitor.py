@@ -26,6 +26,7 @@ from tasks.common.process import errors_in_one_line, interrupt_on_sigterm
 from tasks.common.reports.overview import evaluations, settings_of
 from tasks.common.runs import health, launches, validation
 from tasks.common.runs.folder import UNREADABLE, all_runs, read_metrics, recorded
+from tasks.common.runs.secrets import masked_values
 from tasks.common.settings import SettingsError, artifacts
 from tasks.common.text import one_line
 
@@ -103,7 +104,7 @@ def config_of(run_dir: Path) -> dict:
     for launch in launches.launches(run_dir)[-1:]:
         record = launches.read(launch)
         config |= {"stack": record["stack"], "commit": record["git"].get("commit", "")}
-    return launches.masked_values(config)
+    return masked_values(config)
 
 
 def _rows(file: Path, most: int | None = None) -> Iterator[dict]:

@@ -114,8 +114,9 @@ def code_of(run_dir: Path) -> dict:
 
 def uncommitted(record: dict) -> str:
     """The files with uncommitted changes in a launch's record, and the untracked ones."""
+    new = record["git"].get("untracked", [])
     files = re.findall(r"^diff --git a/.* b/(.*)$", record["changes"], re.MULTILINE)
-    return ", ".join([*files, *(f"{name} (new)" for name in record["git"].get("untracked", []))]) or "none"
+    return ", ".join([*(name for name in files if name not in new), *(f"{name} (new)" for name in new)]) or "none"
 
 
 def results_of(run_dir: Path) -> dict:

@@ -27,8 +27,8 @@ from tasks.common.reports.overview import HEADER, evaluations, row, started, ste
 from tasks.common.runs import launches
 from tasks.common.runs.folder import UNREADABLE, all_runs, lineage, named, read_metrics, recorded
 from tasks.common.runs.health import findings, newest_by_rule
-from tasks.common.runs.launches import masked, masked_values
 from tasks.common.runs.repeat import changed_files, check, commit_text
+from tasks.common.runs.secrets import masked, masked_values
 from tasks.common.settings import ROOT, Settings, SettingsError, artifacts, load_settings
 from tasks.common.text import one_line, printable
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from tasks.common.files import read_json, write_json
 from tasks.common.models.merge import base_model, loadable, merge
 from tasks.common.runs import validation
-from tasks.common.runs.launches import masked
+from tasks.common.runs.secrets import masked
 from tasks.common.settings import REPORTING, Settings, SettingsError, artifacts, recorded_texts
 from tasks.common.text import one_line
 

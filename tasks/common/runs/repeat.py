@@ -13,7 +13,7 @@ from pathlib import Path
 from tasks.common.process import errors_in_one_line
 from tasks.common.runs import launches
 from tasks.common.runs.folder import last_step, lineage, named, recorded
-from tasks.common.runs.launches import MASK
+from tasks.common.runs.secrets import MASK
 from tasks.common.settings import (
     COMPLETE,
     ROOT,
