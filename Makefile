@@ -4,6 +4,15 @@ SHELL := bash
 .DEFAULT_GOAL := help
 MAKEFLAGS += --no-print-directory
 
+# Variables of make's command line; the others come from the shell.
+export GIVEN := $(foreach name,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $(name)))),$(filter-out -%,$(name))))
+# A value is text: make expands no $ in it, and recipes read it from the environment, "$$NAME", so that no shell runs it.
+GIVEN_TO_US := $(foreach name,FILE OPTIONS OUTPUT PYTHON STACK TASK,$(if $(filter environment,$(origin $(name))),$(name)))
+$(foreach name,$(GIVEN) $(GIVEN_TO_US),$(if $(findstring $$,$(name)),,$(eval override export $(name) := $$(value $(name)))))
+override TASK := $(strip $(TASK))
+one_of = $(and $(filter 1,$(words $1)),$(filter $2,$1))
+quoted = '$(subst ','\'',$1)'
+
 TASKS := $(notdir $(patsubst %/train.sh,%,$(wildcard tasks/*/train.sh)))
 STACKS := $(patsubst tasks/common/stacks/%/__init__.py,%,$(wildcard tasks/common/stacks/*/__init__.py))
 ifndef STACK
@@ -14,7 +23,6 @@ endif
 OWN_FILES := $(shell grep -ls '^if __name__' $(filter-out tasks/common/% %/evaluate.py %/prepare_data.py,$(wildcard tasks/*/*.py)))
 OWN := $(sort $(basename $(notdir $(OWN_FILES))))
 STAGES := settings doctor data attack probe sft train dpo all experiment merge eval compare rescore chat batch config $(OWN)
-ARGS ?=
 export STACK
 # Files and screens are UTF-8 in any locale (LANG=C, PYTHONIOENCODING=ascii).
 export PYTHONUTF8 := 1
@@ -29,33 +37,28 @@ ifdef PYTHON
 else
   VENV := .venv$(if $(filter-out .venv/.installed-$(STACK),$(wildcard .venv/.installed-*)),-$(STACK))
   INSTALLED := $(VENV)/.installed-$(STACK)
-  PYTHON := $(CURDIR)/$(VENV)/bin/python
+  export PYTHON := $(CURDIR)/$(VENV)/bin/python
 endif
-BIN = $(dir $(PYTHON))
 
 # Refused before anything is made, so also under `make -n`.
 goals = $(filter $1,$(MAKECMDGOALS))
-known_task = $(if $(filter-out $(TASKS),$(or $(TASK),$1)),$(error TASK=$(TASK): no such task; there are: $(TASKS)))
-$(if $(filter $(STACKS),$(STACK)),,$(error STACK=$(STACK): no such stack; there are: $(STACKS)))
-$(if $(call goals,$(STAGES) bench bench_training report),$(call known_task,-))
-$(if $(call goals,repeat runs diff),$(call known_task))
+known_task = $(if $(call one_of,$(TASK),$(TASKS)),,$(error TASK=$(TASK): no such task; there are: $(TASKS)))
+$(if $(call one_of,$(STACK),$(STACKS)),,$(error STACK=$(STACK): no such stack; there are: $(STACKS)))
+$(if $(call goals,$(STAGES) bench bench_training report),$(known_task))
+$(if $(call goals,repeat runs diff test),$(if $(TASK),$(known_task)))
 $(if $(call goals,new),$(if $(TASK),,$(error TASK is empty; give the new task a name: make new TASK=my_task)))
 
-# Variables of make's command line; the others come from the shell.
-export GIVEN := $(foreach name,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $(name)))),$(filter-out -%,$(name))))
 ifneq ($(GIVEN),)
-  REFUSED := $(shell PYTHONPATH=. OPTIONS='$(subst ','\'',$(OPTIONS))' $(or $(wildcard $(PYTHON)),python3) -m tasks.common.launch.names $(MAKECMDGOALS) -- $(GIVEN) 2>/dev/null)
+  WORDS := $(foreach word,$(MAKECMDGOALS) -- $(GIVEN),$(call quoted,$(word)))
+  REFUSED := $(shell export PYTHONPATH=. OPTIONS=$(call quoted,$(OPTIONS)); $\
+    python=$(call quoted,$(PYTHON)); [ -x "$$python" ] || python=python3; $\
+    "$$python" -m tasks.common.launch.names $(WORDS) 2>/dev/null)
   $(if $(REFUSED),$(error $(REFUSED)))
 endif
 
 $(if $(call goals,install $(filter-out config settings,$(STAGES))),$(if $(CHOSEN),$(info STACK=$(CHOSEN))))
 
-RUN_STAGE = PYTHON='$(PYTHON)' STAGE=$@ bash tasks/$(TASK)/train.sh $(ARGS)
-# What `make new` tells the template besides OPTIONS.
-export CONFIG
-NEW = $(if $(SOURCE),'source=$(SOURCE)') $(if $(filter reasoning_gym,$(SOURCE)),reward=environment 'description=$(or $(ENV),An environment) of reasoning-gym') $(if $(ENV),'env=$(ENV)') $(if $(CONFIG),"config=$$CONFIG")
-# cookiecutter's own command, without a traceback when a choice is refused.
-COOKIECUTTER = 'import sys; sys.tracebacklimit = 0; import cookiecutter.cli as c; c.main(prog_name="cookiecutter")'
+RUN_STAGE = STAGE=$@ bash tasks/$(TASK)/train.sh
 
 .PHONY: $(shell sed -n 's/^\([a-z_-]*\):.*/\1/p' $(firstword $(MAKEFILE_LIST))) $(OWN)
 
@@ -126,31 +129,30 @@ bench bench_training: data
 
 # Two tests at a time, those of a file one after another: most of a small training is one process that starts.
 IN_TWO := -n 2 --dist loadfile --no-loadscope-reorder
-lock: PROGRAM = -m tasks.common.install.lock $(if $(UPGRADE),--upgrade) $(ARGS)
+lock: PROGRAM = -m tasks.common.install.lock $(if $(UPGRADE),--upgrade)
 repeat: PROGRAM = -m tasks.common.runs.repeat
 monitor: PROGRAM = -m tasks.common.reports.monitor
 runs diff: PROGRAM = -m tasks.common.reports.overview $@
 report: PROGRAM = -m tasks.common.reports.run_report
+new: PROGRAM = -m tasks.common.launch.new
 cluster-status: PROGRAM = -m tasks.common.machine.cluster
-json_to_parquet: PROGRAM = -m tasks.common.data.convert $(if $(FILE),'$(FILE)') $(if $(OUTPUT),'$(OUTPUT)') $(ARGS)
-bench_rewards: PROGRAM = tests/benchmarks/rewards.py $(ARGS)
-test: PROGRAM = -m pytest -q -m 'not $(if $(SLOW),long,slow) and not gpu' $(if $(TASK),'tasks/$(TASK)',$(IN_TWO) tests tasks)
+json_to_parquet: PROGRAM = -m tasks.common.data.convert $(if $(FILE),"$$FILE") $(if $(OUTPUT),"$$OUTPUT")
+bench_rewards: PROGRAM = tests/benchmarks/rewards.py
+test: PROGRAM = -m pytest -q -m 'not $(if $(SLOW),long,slow) and not gpu' $(if $(TASK),tasks/$(TASK),$(IN_TWO) tests tasks)
 test-all: PROGRAM = -m pytest -q -m 'not gpu' --durations=15 $(IN_TWO) tests tasks
 
-lock repeat monitor runs diff report cluster-status json_to_parquet bench_rewards test test-all: $(INSTALLED)
-	@PYTHONPATH=. PYTHON='$(PYTHON)' '$(PYTHON)' $(PROGRAM)
+lock new repeat monitor runs diff report cluster-status json_to_parquet bench_rewards test test-all: $(INSTALLED)
+	@PYTHONPATH=. "$$PYTHON" $(PROGRAM)
 
-new: $(INSTALLED)
-	@'$(PYTHON)' -c $(COOKIECUTTER) template -o tasks --no-input 'task=$(TASK)' $(NEW) $(OPTIONS)
-
+OF_PYTHON = PATH="$${PYTHON%/*}:$$PATH"
 lint: $(INSTALLED)
-	@'$(BIN)ruff' check .
-	@'$(BIN)ruff' format --check .
-	@'$(BIN)shellcheck' -x .ci/run $$(git ls-files '*.sh' '*.sbatch' ':!template')
+	@$(OF_PYTHON) ruff check .
+	@$(OF_PYTHON) ruff format --check .
+	@$(OF_PYTHON) shellcheck -x .ci/run $$(git ls-files '*.sh' '*.sbatch' ':!template')
 
 format: $(INSTALLED)
-	@'$(BIN)ruff' check --fix .
-	@'$(BIN)ruff' format .
+	@$(OF_PYTHON) ruff check --fix .
+	@$(OF_PYTHON) ruff format .
 
 clean:
 	@PYTHONPATH=. '$(or $(wildcard $(PYTHON)),python3)' -m tasks.common.runs.clean

@@ -1,4 +1,4 @@
-"""Put the task where `make` finds it, and print the next steps."""
+"""Put the task where `make` finds it, and print the next steps. {{ cookiecutter | keep_edited }}"""
 
 import os
 import shlex

@@ -1,1 +1,2 @@
-"""Renders the check of a replay's answers, which cookiecutter.json cannot make. {{ cookiecutter | checked }}"""
+"""Renders what cookiecutter.json cannot make: the check of a replay's answers, and copies of the files that -f would
+overwrite. {{ cookiecutter | checked }}{{ cookiecutter | set_aside }}"""

@@ -1,9 +1,11 @@
 """Filters of the template's own; cookiecutter finds them by `_extensions` in cookiecutter.json."""
 
 import contextlib
+import filecmp
 import json
 import keyword
 import re
+import shutil
 import sys
 from itertools import islice
 from pathlib import Path
@@ -131,6 +133,40 @@ def checked(answers: dict) -> str:
         if "_output_dir" in answers:
             _remove_empty(Path(answers["_output_dir"]), answers["task"])
         raise
+    return ""
+
+
+ASIDE = ".before"  # in the task's folder, while cookiecutter writes
+
+
+@simple_filter
+def set_aside(answers: dict) -> str:
+    """Empty text. With -f the task's folder may have files: they are copied aside for ``keep_edited``."""
+    home = Path(answers["_output_dir"], answers["task"])
+    if files := [path for path in home.iterdir() if path.is_file()]:
+        if (home / ASIDE).exists():
+            refuse(f"{home / ASIDE}: has the files from before an interrupted command; move them back, or remove it")
+        (home / ASIDE).mkdir()
+        for path in files:
+            shutil.copy2(path, home / ASIDE)
+    return ""
+
+
+@simple_filter
+def keep_edited(answers: dict) -> str:
+    """Empty text; when files that differ were overwritten, all files are put back, and Refused is raised."""
+    home = Path(answers["_output_dir"], answers["task"])
+    if not (home / ASIDE).is_dir():
+        return ""
+    before = {path.name: path for path in (home / ASIDE).iterdir()}
+    if edited := sorted(name for name, path in before.items() if not filecmp.cmp(path, home / name, shallow=False)):
+        for path in [path for path in home.iterdir() if path.is_file() and path.name not in before]:
+            path.unlink()
+        for name, path in before.items():
+            path.replace(home / name)
+    shutil.rmtree(home / ASIDE)
+    if edited:
+        refuse(f"{home}: edited since: {', '.join(edited)}; nothing was written. Remove a file to get it again, or add -s")
     return ""
 
 

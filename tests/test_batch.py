@@ -1,5 +1,6 @@
 """Tables in and out of `make batch`."""
 
+import csv
 import json
 
 import openpyxl
@@ -121,3 +122,29 @@ def test_every_kind_of_table_is_written_with_score_columns(tmp_path, kind):
         text = path.read_text()
         written = json.loads(text) if kind == "json" else [json.loads(line) for line in text.splitlines()]
         assert written[0]["response"] == BAD and written[1]["score"] is None and written[0]["id"] == 7
+
+
+FORMULAS = ["=1+1", "+cmd|' /C calc'!A0", "-2+3", "@SUM(A1)", "\t=1", "＝1+1", "'=1", "''=1"]
+TEXTS = ["-5", "+5", "-1.5e3", "-1,000", "-.5 %", "'tis so", "5-3", " =1", "", "a\n=1", "漢 'x'"]
+
+
+def test_a_csv_holds_no_formula_and_is_read_back_as_it_was(tmp_path):
+    rows = [{"prompt": text, "=HYPERLINK(1)": text, "n": -5} for text in FORMULAS + TEXTS]
+    write_table(tmp_path / "out.csv", rows)
+    with (tmp_path / "out.csv").open(newline="") as file:
+        header, *cells = csv.reader(file)
+    assert header == ["prompt", "'=HYPERLINK(1)", "n"]
+    assert [row[0] for row in cells] == [f"'{text}" for text in FORMULAS] + TEXTS
+    assert {row[2] for row in cells} == {"-5"} and list(pd.read_csv(tmp_path / "out.csv")["n"]) == [-5] * len(rows)
+    rows = [row for row in rows if row["prompt"].strip()]  # an empty prompt is refused
+    write_table(tmp_path / "in.csv", rows)
+    assert read_table(tmp_path / "in.csv") == [row | {"n": "-5"} for row in rows]
+
+
+@pytest.mark.parametrize("bad", ["\ufffe", "\uffff", "\x00", "\x0b", "\x1b", "\ud800", "\x7f", "\U0001fffe"])
+def test_no_character_makes_an_xlsx_unreadable(tmp_path, bad):
+    name = "name" if bad == "\ud800" else f"name{bad}"  # pandas takes no half of a surrogate pair for a name
+    write_table(tmp_path / "out.xlsx", [{"prompt": "a", name: f"x{bad}y"}, {"prompt": "=1+1"}])
+    sheet = openpyxl.load_workbook(tmp_path / "out.xlsx").active
+    assert sheet["B1"].value.startswith("name") and sheet["B2"].value.replace(bad, "").replace("?", "") == "xy"
+    assert (sheet["A3"].value, sheet["A3"].data_type) == ("=1+1", "s")

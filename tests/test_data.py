@@ -11,6 +11,7 @@ import pytest
 
 from tasks.common.data.held_out import check_disjoint
 from tasks.common.data.prepare import Example, distinct, prepare
+from tasks.common.data.records import Records
 from tasks.common.data.rows import (
     BATCH_ROWS,
     RL_SCHEMA,
@@ -540,3 +541,33 @@ def test_a_row_of_another_file_poses_the_same_problem_whatever_its_fields_order(
     row = bad_rl(prompt=[{"content": "say 1", "role": "user", "name": None}])
     with pytest.raises(DataError, match=r"1 of its prompts are in test\.parquet"):
         check_disjoint(write_any(tmp_path / "own.parquet", [row]), [held_out])
+
+
+def bombs() -> dict[str, pa.Table]:
+    """Files of kilobytes: a long value, many values of nothing, a long value that a dictionary repeats."""
+    index = pa.DictionaryArray.from_arrays(pa.array([0] * 1000, pa.int32()), pa.array(["x" * 900_000]))
+    empty = pa.ListArray.from_arrays(pa.array([0, 20_000_000], pa.int32()), pa.nulls(20_000_000, pa.int8()))
+    return {
+        "value": pa.table({"question": ["x" * (100 << 20)]}),
+        "list": pa.table({"question": empty}),
+        "dictionary": pa.table({"question": index}),
+    }
+
+
+@pytest.mark.parametrize("kind", ["value", "list", "dictionary"])
+def test_a_small_parquet_that_expands_to_gigabytes_is_refused(kind, tmp_path):
+    path = tmp_path / "bomb.parquet"
+    encoded = {"use_dictionary": kind != "value", "dictionary_pagesize_limit": 1 << 30, "store_schema": False}
+    pq.write_table(bombs()[kind], path, compression="zstd", **encoded)
+    assert path.stat().st_size < 20_000
+    for read in (read_rows, Records):
+        with pytest.raises(DataError, match=r"^[^:]*bomb\.parquet: its [\d,]+ bytes expand to [^\n]*too many to read$"):
+            next(iter(read(path)))
+
+
+def test_tool_schemas_in_every_row_are_not_too_much(tmp_path):
+    questions = [f"What is {i * 7919 % 10007} + {i * 104729 % 99991}?" for i in range(20_000)]
+    table = pa.table({"question": questions, "tools": ["schema " * 1000] * 20_000})
+    for repeated in (True, False):
+        pq.write_table(table, tmp_path / "x.parquet", compression="zstd", use_dictionary=repeated)
+        assert sum(1 for _ in Records(tmp_path / "x.parquet")) == 20_000

@@ -375,3 +375,27 @@ def test_a_kernel_that_differs_is_an_error(change):
 @pytest.mark.gpu
 def test_kernels_of_the_gpu_give_the_reference():
     assert {"torch matmul", "vLLM silu_and_mul"} <= set(check.kernels())
+
+
+@pytest.mark.parametrize(
+    ("argument", "secret", "code", "seen"),
+    [
+        ("", "", 0, "none"),
+        ("https://mirror/simple", "", 0, "https://mirror/simple"),
+        ("", "https://me:pw@mirror/simple", 0, "https://me:pw@mirror/simple"),
+        ("https://me:pw@mirror/simple", "", 1, ""),
+    ],
+)
+def test_an_image_is_built_without_a_password_in_its_arguments(argument, secret, code, seen, tmp_path):
+    """The Dockerfile's own command, with a make that prints the index."""
+    text = (ROOT / "docs/examples/docker/Dockerfile").read_text()
+    (command,) = re.findall(r"^RUN --mount=type=secret,id=pip_index_url \\\n((?:.*\\\n)*.*)", text, re.MULTILINE)
+    (tmp_path / "make").write_text("#!/bin/sh\necho ${PIP_INDEX_URL-none}\n")
+    (tmp_path / "make").chmod(0o755)
+    if secret:
+        (tmp_path / "secret").write_text(secret)
+    command = command.replace("\\\n", "").replace("/run/secrets/pip_index_url", str(tmp_path / "secret"))
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PIP_INDEX_URL": argument, "STACK": "a100"}
+    result = subprocess.run(["sh", "-c", command], env=environment, capture_output=True, text=True)
+    assert (result.returncode, result.stdout.strip()) == (code, seen)
+    assert bool(code) == ("give it as a secret" in result.stderr)

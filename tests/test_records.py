@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from tasks.common.process import StageFailed
 from tasks.common.reports import overview
 from tasks.common.runs import launches, repeat
 from tasks.common.runs.folder import find_step, named, read_metrics, record
+from tasks.common.runs.secrets import MASK, masked
 from tasks.common.settings import SettingsError, load_settings
 from tests.helpers import make
 from tests.test_runs import write_checkpoints
@@ -93,7 +95,7 @@ write_checkpoint(run / "checkpoints/global_step_1")
     # Resolved: the critic's model is the policy's.
     assert config["critic"]["ppo_mini_batch_size"] == config["actor_rollout_ref"]["actor"]["ppo_mini_batch_size"]
     assert config["actor_rollout_ref"]["rollout"]["prompt_length"] == settings.MAX_PROMPT_LENGTH
-    assert config["data"]["prompt_key"] == "prompt" and launches.MASK not in (launch / "config.yaml").read_text()
+    assert config["data"]["prompt_key"] == "prompt" and MASK not in (launch / "config.yaml").read_text()
 
 
 def test_each_launch_has_its_own_record_and_a_torn_one_does_not_count(settings, tmp_path):
@@ -142,10 +144,58 @@ def test_no_secret_and_no_machine_is_in_a_run(settings):
         ("max_tokens=64 tokenizer=x max_token_len_per_gpu=8", None),
         ("eos_token: <|im_end|> api_key: null prompt_key: prompt", None),
         ("https://host/path@1", None),
+        ('os.environ["HF_TOKEN"] = "hf_abc"', 'os.environ["HF_TOKEN"] = ***'),
+        ("os.environ['X_KEY']='abc'", "os.environ['X_KEY']=***"),
+        ('os.environ.setdefault("HF_TOKEN", "abc def")', 'os.environ.setdefault("HF_TOKEN", ***)'),
+        ('os.getenv("X_KEY", "value") or x', 'os.getenv("X_KEY", ***) or x'),
+        ('os.environ.get( "WANDB_API_KEY" , "a" )', 'os.environ.get( "WANDB_API_KEY" , *** )'),
+        ('{"Authorization": "Bearer abc"}', '{"Authorization": "Bearer ***"}'),
+        ("-H 'Authorization: Basic dXNlcjpw'", "-H 'Authorization: Basic ***'"),
+        ("curl Bearer sk1abcdefg", "curl Bearer ***"),
+        ('login("hf_abc")', "login(***)"),
+        ('wandb.login(key="abc")', "wandb.login(key=***)"),
+        ('push(token="abc", private=True)', "push(token=***, private=True)"),
+        ('token=f"hf_abc{x}"', "token=***"),
+        ('HF_TOKEN: str = "abc"', "HF_TOKEN: str = ***"),
+        ("X-Api-Key: abc", "X-Api-Key: ***"),
+        ("cli --token abc --name x", "cli --token *** --name x"),
+        ("x = 'hf_" + "a" * 30 + "'", "x = '***'"),
+        ("see sk-proj-" + "a1" * 12, "see ***"),
+        ("pip install -i https://me:pw@host/simple", "pip install -i https://***@host/simple"),
+        ("+-----BEGIN RSA PRIVATE KEY-----\n+MIIE\n+-----END", "+-----BEGIN RSA PRIVATE KEY-----***-----END"),
+        ('os.environ["HF_HOME"] = "/data"', None),
+        ('os.getenv("MODEL", "Qwen/Qwen3-4B")', None),
+        ('row.get("prompt_key", "prompt")', None),
+        ('values.get("token", default)', None),
+        ("def f(token: str, api_key: str | None = None) -> None:", None),
+        ('if token == "<eos>":', None),
+        ("token=f'{token}'", None),
+        ('headers = {"Authorization": f"Bearer {key}"}', None),
+        ("the bearer of this letter, or a bearer token", None),
+        ("from sklearn.linear_model import x; sk-learn", None),
+        ("login(name, password)", None),
+        ("--tokenizer path --max-tokens 5", None),
+        ("--secret id=pip_index_url", None),
+        ("hf_to_mcore_config_qwen2_5_vl_and_more(config)", None),
+        ('start_token = "<tool_call>"', None),
+        ("vocabulary = {token: index for index, token in enumerate(tokens)}", None),
+        ("has no end token: the model never wrote it", None),
+        ("for one in self.token:\n    text = 1", None),
+        ("token: abc", "token: ***"),
+        ("{token: 'abc', x: 1}", "{token: ***, x: 1}"),
     ],
 )
 def test_what_is_masked_and_what_is_not(text, expected):
-    assert launches.masked(text) == (text if expected is None else expected)
+    assert masked(text) == (text if expected is None else expected)
+
+
+@pytest.mark.parametrize(
+    "text", ["a_" * 50_000, "--" * 50_000, "token: " * 20_000, "token" * 20_000, "sk-" * 30_000, "bearer " * 20_000]
+)
+def test_masking_is_fast_on_repetition(text):
+    begun = time.perf_counter()
+    masked(text)
+    assert time.perf_counter() - begun < 2
 
 
 def test_git_says_commit_changes_and_new_files_or_why_not(tmp_path, monkeypatch):
@@ -168,6 +218,44 @@ def test_git_says_commit_changes_and_new_files_or_why_not(tmp_path, monkeypatch)
     assert state == clean | {"changed": True, "untracked": ["ä b.py"]} and "\n+x = 2\n" in diff
     monkeypatch.setenv("PATH", str(tmp_path))
     assert launches.git_state(tmp_path) == ({"missing": "git is not installed"}, "")
+
+
+def test_a_record_has_the_code_of_a_task_that_git_does_not_know_yet(tmp_path, monkeypatch):
+    def git(*arguments):
+        subprocess.run(["git", "-c", "user.name=a", "-c", "user.email=a@b", *arguments], cwd=root, check=True)
+
+    root = tmp_path / "checkout"
+    files = {
+        "tasks/old/reward.py": "x = 1\n",
+        ".gitignore": "*.log\n",
+        "tasks/new/reward.py": 'API_KEY = "abc"\nrate = 0.125\n',
+        "tasks/new/a ü'b.py": "y = 2\n",
+        "tasks/new/big.jsonl": "{}\n" * 500_000,
+        "tasks/new/run.log": "ignored\n",
+        "tasks/common/own.py": "z = 3\n",
+        "tasks/other/reward.py": "other = 1\n",
+        "notes.txt": "private\n",
+    }
+    for number, (name, text) in enumerate(files.items()):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+        if number == 1:
+            git("init", "-q")
+            git("add", ".")
+            git("commit", "-qm", "first")
+    monkeypatch.setattr(launches, "ROOT", root)
+    changes = launches.now(root / "tasks/new")["changes"]
+    for line in ("+rate = 0.125", "+API_KEY = ***", "+y = 2", "+z = 3", "+++ b/tasks/new/reward.py"):
+        assert f"\n{line}" in changes, line
+    assert not any(text in changes for text in ("ignored", "private", "other = 1", "abc"))
+    assert "# tasks/new/big.jsonl: 1500000 bytes, not recorded" in changes and len(changes) < 5000
+    shown = overview.uncommitted({"changes": changes, "git": {"untracked": ["tasks/new/reward.py"]}}).split(", ")
+    assert shown.count("tasks/new/reward.py (new)") == 1 and "tasks/new/reward.py" not in shown
+    (tmp_path / "other").mkdir()
+    for name in ("tasks/new/reward.py", "tasks/new/big.jsonl", "tasks/new/a ü'b.py", "tasks/common/own.py"):
+        (root / name).unlink()
+    subprocess.run(["git", "apply", "-"], cwd=root, input=changes, text=True, check=True)  # the code is back
+    assert "rate = 0.125" in (root / "tasks/new/reward.py").read_text()
 
 
 def test_the_digest_of_data_is_of_what_it_holds(tmp_path):

@@ -472,6 +472,28 @@ def test_rendering_again_from_the_answers_gives_the_same_task(checkout, own_home
     assert {file: (home / file).read_bytes() for file in FILES} == before
 
 
+def test_rendering_again_writes_over_no_edited_file(checkout, own_home):
+    cookiecutter("template", "-o", "tasks", "--no-input", "task=edited", "source=file", cwd=checkout)
+    home = checkout / "tasks/edited"
+    (home / "reward.py").write_text("# mine\n")
+    (home / "data.jsonl").write_text("{}\n")
+    (home / "notes.txt").write_text("mine\n")
+    (home / "evaluate.py").unlink()
+    before = {file.name: file.read_bytes() for file in home.iterdir()}
+    replay = ["template", "-o", "tasks", "-f", "--replay-file", str(home / "answers.json")]
+    result = cookiecutter(*replay, cwd=checkout)
+    (said,) = result.stdout.splitlines()
+    assert result.returncode != 0 and said.startswith(f"error: {home}: edited since: data.jsonl, reward.py; nothing")
+    assert {file.name: file.read_bytes() for file in home.iterdir()} == before
+    assert cookiecutter(*replay, "-s", cwd=checkout).returncode == 0  # files that are there stay
+    assert {file.name: file.read_bytes() for file in home.iterdir() if file.name in before} == before
+    assert (home / "evaluate.py").is_file() and not (home / ".before").exists()
+    for name in ("reward.py", "data.jsonl"):
+        (home / name).unlink()
+    assert cookiecutter(*replay, cwd=checkout).returncode == 0
+    assert "def compute_score" in (home / "reward.py").read_text() and (home / "notes.txt").read_text() == "mine\n"
+
+
 @pytest.mark.parametrize(
     ("changed", "said"),
     [({"task": "a/b"}, "task 'a/b'"), ({"task": "../evil"}, "task '../evil'"), ({"gpus": "3"}, "gpus '3'")],

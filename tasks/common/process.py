@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from tasks.common.interrupts import Interrupts
 from tasks.common.leftovers import Launch
+from tasks.common.text import printable
 
 POLL_SECONDS = 0.5
 # How long a process may take to end by itself after its log reports
@@ -141,7 +142,7 @@ def errors_in_one_line(*kinds: type[Exception], stopped: str = "") -> Iterator[N
     try:
         yield
     except (StageFailed, OSError, *kinds) as error:
-        sys.exit(f"error: {error if isinstance(error, StageFailed) else ' '.join(str(error).split())}")
+        sys.exit(f"error: {error if isinstance(error, StageFailed) else printable(' '.join(str(error).split()))}")
     except KeyboardInterrupt:
         if stopped:
             print(f"\n{stopped}", file=sys.stderr)

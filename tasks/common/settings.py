@@ -313,9 +313,24 @@ def artifacts() -> Path:
         raise SettingsError(f"ARTIFACTS={given}: there is no user of that name") from None
 
 
+def given_arguments() -> list[str]:
+    """The words of ARGS, split at spaces outside of quotes as a shell would; nothing in them is expanded or run.
+
+    Raises SettingsError.
+    """
+    text = os.environ.get("ARGS", "")
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise SettingsError(f"ARGS={' '.join(text.split())[:80]}: {str(error).lower()}") from None
+
+
+JUDGED = ("JUDGE_MODEL", "JUDGE_SAMPLING")
+
+
 def judge_settings() -> dict[str, str]:
     """What of a judge (tasks/common/rewards/judge.py) changes its scores; empty without one."""
-    return {name: os.environ[name] for name in ("JUDGE_MODEL", "JUDGE_SAMPLING") if os.environ.get(name)}
+    return {name: os.environ[name] for name in JUDGED if os.environ.get(name)}
 
 
 def fingerprint(values: dict, *files: Path) -> str:
@@ -530,6 +545,22 @@ def _check_utf8(name: str, text: str) -> None:
     except UnicodeEncodeError:
         shown = ascii(os.fsencode(text))[2:-1]
         raise SettingsError(f"{name}={shown}: is not UTF-8") from None
+
+
+def recorded_texts(values: Mapping[str, object]) -> dict[str, str]:
+    """The ``values`` of a run's record as texts for the environment. A run may come from elsewhere: it is data.
+
+    Raises SettingsError for a name that is no variable of Settings, and for a value that its variable does not take.
+    """
+    known, texts = {f.name: f for f in fields(Settings)}, {}
+    for name, value in values.items():
+        if name not in known:
+            raise SettingsError(f"{name[:80]!r}: {unknown(name[:80], known)}")
+        if type(value) not in (str, int, float) or not str(value).isprintable():
+            raise SettingsError(f"{name}={str(value)[:80]!r}: must be a number or one line of text")
+        _checked(known[name], str(value))
+        texts[name] = str(value)
+    return texts
 
 
 def batch_problems(prompts: int, mini: int, samples: int, gpus: int, nodes: int) -> Iterator[str]:

@@ -13,6 +13,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from importlib.metadata import version
@@ -27,7 +28,7 @@ from tasks.common.data.prepare import Example
 from tasks.common.files import write_json
 from tasks.common.rewards import gym
 from tasks.common.rewards.answers import last_answer, read_ground_truth
-from tasks.common.settings import load_settings
+from tasks.common.settings import given_arguments, load_settings
 from tests.helpers import ROOT, exported
 
 LIMIT_MS = 5.0
@@ -109,7 +110,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rows", type=int, default=1500)
     parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
+    arguments = parser.parse_args([*sys.argv[1:], *given_arguments()])
     tasks = sorted(path.parent.name for path in ROOT.glob("tasks/*/train.sh"))
     results: dict[str, dict] = {}
     for task in tasks:

@@ -19,6 +19,7 @@ from tasks.common.data.rows import MESSAGES, TOOL_MESSAGES, DataError, encoded, 
 from tasks.common.data.split import Form, Sizes, SplitError, write_split
 from tasks.common.files import write_json
 from tasks.common.process import errors_in_one_line
+from tasks.common.settings import SettingsError, given_arguments
 
 
 def dpo_schema(tools: bool = False, truncated: bool = False) -> pa.Schema:
@@ -151,8 +152,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 def main() -> None:
     """Command line."""
-    options = parse(sys.argv[1:])
-    with errors_in_one_line(DataError):
+    with errors_in_one_line(DataError, SettingsError):
+        options = parse([*sys.argv[1:], *given_arguments()])
         manifest = convert(options)
     print(f"{manifest['kind']} rows in {options.output_dir}: {prepare.describe(manifest)}")
     print(f"next: {NEXT[manifest['kind']]}{(Path(options.output_dir) / 'train.parquet').resolve()}")

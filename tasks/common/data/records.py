@@ -8,20 +8,18 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterator
-from itertools import chain, count
+from itertools import count
 from pathlib import Path
 
 import httpx
 import pyarrow as pa
-import pyarrow.parquet as pq
 
-from tasks.common.data.rows import DataError
+from tasks.common.data.rows import DataError, parquet_rows
 from tasks.common.files import sha256
 from tasks.common.strict_json import finite, no_constant
 from tasks.common.text import one_line
 
 LONGEST = 64 << 20  # characters of one record: more is a broken file
-PARQUET_ROWS = 256  # rows converted to objects at a time
 SUFFIXES = (".json", ".jsonl", ".csv", ".parquet")
 HUB_TIMEOUT = 5  # seconds to wait for the hub
 
@@ -223,6 +221,4 @@ def _csv(path: Path) -> Iterator[tuple[str, dict]]:
 
 
 def _parquet(path: Path) -> Iterator[tuple[str, dict]]:
-    with pq.ParquetFile(path) as file:
-        records = chain.from_iterable(batch.to_pylist() for batch in file.iter_batches(PARQUET_ROWS))
-        yield from ((f"row {index}", record) for index, record in enumerate(records))
+    yield from ((f"row {index}", record) for index, record in enumerate(parquet_rows(path)))

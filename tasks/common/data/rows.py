@@ -6,7 +6,7 @@ verl reads ``data_source, prompt, ability, reward_model{style, ground_truth}, ex
 
 import json
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 
 import pyarrow as pa
@@ -17,6 +17,11 @@ from tasks.common.files import written_beside
 
 ROLES = ("system", "user", "assistant", "tool")
 BATCH_ROWS = 4096
+READ_ROWS = 256  # decoded at a time
+# A parquet file of a kilobyte can expand to gigabytes. It is refused when its metadata or its decoded rows have more
+# bytes or values than this for each of its own bytes. Tool schemas in every row, well compressed, come to some 1000.
+STORED, DECODED = 1000, 10_000
+FREE, FEW = 64 << 20, 1 << 20  # bytes, and values, that any file may have
 
 FUNCTION = pa.struct([("name", pa.string()), ("arguments", pa.string())])  # arguments as JSON text
 CALLS = pa.list_(pa.struct([("type", pa.string()), ("function", FUNCTION)]))
@@ -118,15 +123,37 @@ def write_parquet(rows: Iterable[dict], path: Path, schema: pa.Schema, total: in
     return count
 
 
+def parquet_rows(path: Path) -> Iterator[dict]:
+    """Rows of a parquet file in order, READ_ROWS of them decoded at a time.
+
+    Raises DataError (without the path) when it expands beyond the bounds above, and pyarrow's errors.
+    """
+    with pq.ParquetFile(path) as file:
+        own, groups = Path(path).stat().st_size, [file.metadata.row_group(i) for i in range(file.num_row_groups)]
+        chunks = [group.column(index) for group in groups for index in range(group.num_columns)]
+        stored = sum(chunk.total_uncompressed_size for chunk in chunks)
+        values = max(sum(chunk.num_values for chunk in chunks), file.metadata.num_rows)
+        if stored > STORED * own + FREE or values > STORED * own + FEW:
+            raise DataError(f"its {own:,} bytes expand to {stored:,} bytes and {values:,} values: too many to read")
+        # No value is larger than what is stored: where that is much for such a file, few rows are decoded at a time.
+        at_once = READ_ROWS if stored < 100 * own + FEW else max(1, FREE // stored)
+        decoded = 0
+        for batch in file.iter_batches(at_once):
+            decoded += batch.nbytes
+            if decoded > DECODED * own + FREE:
+                raise DataError(f"its {own:,} bytes expand to more than {decoded:,}: too many to read")
+            yield from batch.to_pylist()
+
+
 def read_rows(path: Path, limit: int | None = None) -> Iterator[dict]:
     """Rows of a parquet file in order, a batch at a time. Raises DataError if the file is missing or corrupt."""
     path = Path(path)
     if not path.is_file():
         raise DataError(f"{path}: no such file; run `make data` or give the path of a parquet file")
     try:
-        with pq.ParquetFile(path) as file:
-            batches = (batch.to_pylist() for batch in file.iter_batches(BATCH_ROWS))
-            yield from islice(chain.from_iterable(batches), limit)
+        yield from islice(parquet_rows(path), limit)
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from error
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         problem = str(error).splitlines()[0]
         raise DataError(f"{path}: not a readable parquet file ({problem}); remove it and run `make data`") from error

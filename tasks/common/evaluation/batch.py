@@ -1,6 +1,5 @@
 """`make batch`: a table of prompts in, the same table with responses and scores out."""
 
-import csv
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -13,13 +12,13 @@ from tasks.common.evaluation.chat import task_system
 from tasks.common.evaluation.engines import window
 from tasks.common.evaluation.rollouts import TOO_LONG, Rollout
 from tasks.common.evaluation.sample import Hardware, Job, Scoring, report_errors, sampled, sampling
-from tasks.common.evaluation.spreadsheet import write_xlsx
+from tasks.common.evaluation.spreadsheet import csv_table, csv_text, write_xlsx
 from tasks.common.files import check_writable, written_beside
 from tasks.common.settings import Command, Settings, SettingsError, artifacts, fingerprint
 
 READ = {
     **dict.fromkeys((".json", ".jsonl"), lambda path: pd.DataFrame(list(Records(path)), dtype=object)),
-    ".csv": lambda path: pd.read_csv(path, dtype=str, keep_default_na=False),
+    ".csv": csv_table,
     ".xlsx": lambda path: pd.read_excel(path, dtype=str, keep_default_na=False),
 }
 WRITE = (".xlsx", ".json", ".jsonl", ".csv")
@@ -94,12 +93,19 @@ def write_table(path: Path, rows: list[dict]) -> None:
     elif kind == ".jsonl":
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
     else:
-        table = pd.DataFrame(rows, dtype=object).map(lambda v: json.dumps(v) if isinstance(v, list | dict) else v)
+        cells = [{name: _cell(value) for name, value in row.items()} for row in rows]
+        table = pd.DataFrame(cells, dtype=object)
         if kind == ".xlsx":
             return write_xlsx(path, table, "batch")
-        text = table.to_csv(index=False, quoting=csv.QUOTE_NONNUMERIC)
+        text = csv_text(table)
     with written_beside(path) as partial:
         partial.write_text(text, encoding="utf-8", errors="replace")
+
+
+def _cell(value):
+    """A message list as JSON text; text without half of a surrogate pair, which pandas refuses."""
+    text = json.dumps(value) if isinstance(value, list | dict) else value
+    return text.encode("utf-8", "replace").decode() if isinstance(text, str) else text
 
 
 def batch(s: Settings, command: Command, scoring: Scoring, model: str) -> int:

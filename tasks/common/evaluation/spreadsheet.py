@@ -1,13 +1,14 @@
-"""Excel files of text that models wrote: no formulas, no characters that break the file, the same bytes each time."""
+"""Excel and CSV files of text that models wrote: no formulas, nothing that breaks the file, the same bytes again."""
 
+import csv
 import datetime
+import re
 import zipfile
 from pathlib import Path
 
 import pandas as pd
 from openpyxl import Workbook
 from openpyxl.cell import WriteOnlyCell
-from openpyxl.cell.cell import ILLEGAL_CHARACTERS_RE
 from openpyxl.styles import Alignment, Font
 from openpyxl.utils import get_column_letter
 from openpyxl.writer.excel import ExcelWriter
@@ -15,6 +16,11 @@ from openpyxl.writer.excel import ExcelWriter
 from tasks.common.files import written_beside
 
 MAX_CELL_CHARS = 32_767  # Excel's limit
+# What XML 1.0 forbids (https://www.w3.org/TR/xml/#charsets), except half a surrogate pair.
+_NOT_XML = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]")
+# A cell of a CSV file that a spreadsheet would take for a formula (https://owasp.org/www-community/attacks/CSV_Injection).
+_FORMULA = re.compile(r"'*[=+\-@\t\r\n＝＋－＠]")
+_NUMBER = re.compile(r"[+-]?[\d.,]+([eE][+-]?\d+)? ?%?")
 DATE = (2000, 1, 1, 0, 0, 0)
 
 
@@ -34,10 +40,34 @@ def write_xlsx(path: Path, table: pd.DataFrame, sheet: str) -> None:
         ExcelWriter(book, archive).save()  # book.save() would set the time of saving
 
 
+def csv_text(table: pd.DataFrame) -> str:
+    """``table`` as CSV: an apostrophe stands before a text that a spreadsheet would run, but not before a number.
+
+    ``csv_table`` takes it away.
+    """
+    harmless = table.map(_harmless).rename(columns=_harmless)
+    return harmless.to_csv(index=False, quoting=csv.QUOTE_NONNUMERIC)
+
+
+def _harmless(value):
+    runs = isinstance(value, str) and _FORMULA.match(value) and not _NUMBER.fullmatch(value)
+    return f"'{value}" if runs else value
+
+
+def csv_table(path: Path) -> pd.DataFrame:
+    """A CSV file as texts, without the apostrophes that ``csv_text`` put in."""
+    table = pd.read_csv(path, dtype=str, keep_default_na=False)
+    return table.map(_original).rename(columns=_original)
+
+
+def _original(value):
+    return value[1:] if isinstance(value, str) and value[:1] == "'" and _FORMULA.match(value) else value
+
+
 def _cell(page, value, font: Font | None = None) -> WriteOnlyCell:
     if not isinstance(value, str):
         return WriteOnlyCell(page, None if pd.isna(value) else value)
-    value = ILLEGAL_CHARACTERS_RE.sub("", value)[:MAX_CELL_CHARS]
+    value = _NOT_XML.sub("", value)[:MAX_CELL_CHARS]
     cell = WriteOnlyCell(page, value.encode("utf-8", "replace").decode())  # a lone surrogate is no UTF-8
     cell.data_type = "s"  # openpyxl takes a leading = for a formula
     cell.alignment = Alignment(vertical="top", wrap_text=True)

@@ -7,6 +7,7 @@ works. Versions of the current list stay if pyproject.toml allows them, unless -
 import argparse
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -83,7 +84,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("stacks", nargs="*", metavar="STACK", help=f"of {', '.join(STACKS)}; default: all")
     parser.add_argument("--upgrade", action="store_true", help="take the newest versions")
-    options = parser.parse_args()
+    options = parser.parse_args([*sys.argv[1:], *shlex.split(os.environ.get("ARGS", ""))])
     for stack in options.stacks or STACKS:
         if stack not in STACKS:
             raise LockError(f"STACK={stack}: no such stack; there are: {' '.join(STACKS)}")

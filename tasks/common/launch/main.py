@@ -33,6 +33,7 @@ from tasks.common.settings import (
     Settings,
     SettingsError,
     artifacts,
+    given_arguments,
     load_settings,
     table,
     values_of,
@@ -406,4 +407,4 @@ if __name__ == "__main__":
     interrupt_on_sigterm()
     said = "stopped; the same command continues from the last checkpoint"
     with errors_in_one_line(SettingsError, DataError, RewardError, stopped=said):
-        main(sys.argv[1], sys.argv[2:])
+        main(sys.argv[1], sys.argv[2:] or given_arguments())

@@ -41,7 +41,7 @@ def of_tasks() -> set[str]:
 def _words(options: str) -> list[str]:
     try:
         return shlex.split(options)
-    except ValueError:  # an open quote, which the shell refuses
+    except ValueError:  # an open quote, which new.py refuses
         return []
 
 

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,7 +26,8 @@ from tasks.common.machine import hardware
 from tasks.common.process import errors_in_one_line
 from tasks.common.reports.overview import evaluations, settings_of
 from tasks.common.runs import health, launches, validation
-from tasks.common.runs.folder import all_runs, read_metrics, recorded
+from tasks.common.runs.folder import UNREADABLE, all_runs, read_metrics, recorded
+from tasks.common.runs.secrets import masked_values
 from tasks.common.settings import SettingsError, artifacts
 from tasks.common.text import one_line
 
@@ -92,7 +94,8 @@ def look(run_dir: Path) -> Seen:
         if (each.rule, each.step - 1) not in fired:
             seen.findings[f"{each.rule}-{each.step}"] = each
     for row in _rows(run_dir / "gpu.jsonl"):
-        seen.gpus[row.pop("time")] = row
+        when = datetime.fromtimestamp(row.pop("time"), UTC).timestamp()
+        seen.gpus[when] = {name: float(value) for name, value in row.items()}
     return seen
 
 
@@ -102,7 +105,7 @@ def config_of(run_dir: Path) -> dict:
     for launch in launches.launches(run_dir)[-1:]:
         record = launches.read(launch)
         config |= {"stack": record["stack"], "commit": record["git"].get("commit", "")}
-    return launches.masked_values(config)
+    return masked_values(config)
 
 
 def _rows(file: Path, most: int | None = None) -> Iterator[dict]:
@@ -168,8 +171,8 @@ class Follower:
                 continue
             self.state[run_dir] = state
             try:
-                now = look(run_dir)
-            except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:  # the others are shown
+                now, config = look(run_dir), config_of(run_dir)
+            except UNREADABLE as error:  # the others are shown
                 what = f"{type(error).__name__}: {one_line(str(error), 200)}"
                 print(f"warning: {run_dir}: cannot be read ({what})", file=sys.stderr, flush=True)
                 continue
@@ -178,7 +181,7 @@ class Follower:
                 self.dashboard.remove(run_dir)
                 new = now
             if new:
-                self.dashboard.add(run_dir, new, config_of(run_dir))
+                self.dashboard.add(run_dir, new, config)
                 count += 1
             self.shown[run_dir] = now
         return count

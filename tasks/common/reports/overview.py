@@ -38,7 +38,7 @@ def evaluations(run_dir: Path) -> list[tuple[int, Path, dict]]:
     for file in (artifacts() / "eval" / run_dir.parent.name).glob("*/summary.json"):
         summary = read_json(file)
         # A rescored file has "rollouts of FILE" as its model; the original's summary counts.
-        if (step := step_of(summary.get("model", ""), run_dir)) is not None:
+        if (step := step_of(str(summary.get("model", "")), run_dir)) is not None:
             found.append((step, file, summary))
     return sorted(found, key=lambda each: (each[0], each[1].stat().st_mtime))
 
@@ -124,8 +124,9 @@ def code_of(run_dir: Path) -> dict:
 
 def uncommitted(record: dict) -> str:
     """The files with uncommitted changes in a launch's record, and the untracked ones."""
+    new = record["git"].get("untracked", [])
     files = re.findall(r"^diff --git a/.* b/(.*)$", record["changes"], re.MULTILINE)
-    return ", ".join([*files, *(f"{name} (new)" for name in record["git"].get("untracked", []))]) or "none"
+    return ", ".join([*(name for name in files if name not in new), *(f"{name} (new)" for name in new)]) or "none"
 
 
 def results_of(run_dir: Path) -> dict:

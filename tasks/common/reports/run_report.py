@@ -25,10 +25,10 @@ from tasks.common.models.find import EMBEDDED, embedded_folder
 from tasks.common.process import errors_in_one_line
 from tasks.common.reports.overview import HEADER, evaluations, row, started, step_of, uncommitted
 from tasks.common.runs import launches
-from tasks.common.runs.folder import all_runs, lineage, named, read_metrics, recorded
+from tasks.common.runs.folder import UNREADABLE, all_runs, lineage, named, read_metrics, recorded
 from tasks.common.runs.health import findings, newest_by_rule
-from tasks.common.runs.launches import masked, masked_values
 from tasks.common.runs.repeat import changed_files, check, commit_text
+from tasks.common.runs.secrets import masked, masked_values
 from tasks.common.settings import ROOT, Settings, SettingsError, artifacts, load_settings
 from tasks.common.text import one_line, printable
 
@@ -421,7 +421,12 @@ def page(run_dir: Path) -> str:
 def write(run_dir: Path) -> Path:
     """Write the report of a run and return its path."""
     path = artifacts() / "reports" / run_dir.parent.name / run_dir.name / "report.html"
-    text = page(run_dir)
+    try:
+        text = page(run_dir)
+    except SettingsError:
+        raise
+    except UNREADABLE as error:  # a run may come from elsewhere
+        raise SettingsError(f"RUN={run_dir.name}: cannot be read ({type(error).__name__}: {error})") from error
     with written_beside(path) as partial:
         partial.write_text(text, encoding="utf-8", errors="replace")  # a lone surrogate is no UTF-8
     return path

@@ -3,6 +3,8 @@
 import difflib
 import json
 import math
+import operator
+import re
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
@@ -10,8 +12,16 @@ from tasks.common.files import read_json, write_json, written_beside
 from tasks.common.models.merge import base_model, loadable, merge
 from tasks.common.runs import validation
 from tasks.common.runs.checkpoint import whole
-from tasks.common.runs.launches import masked
-from tasks.common.settings import REPORTING, Settings, SettingsError, artifacts
+from tasks.common.runs.secrets import masked
+from tasks.common.settings import REPORTING, Settings, SettingsError, artifacts, recorded_texts
+from tasks.common.text import one_line
+
+PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")  # names of tasks and runs
+PARTS = ("kind", "fingerprint", "start")  # of every record: texts beside its settings and arguments
+ALWAYS = {"MODEL", "METHOD", "STEPS", "SFT_STEPS", "INIT", "STACK", "N_GPUS"}  # settings that every version recorded
+
+# What reading a folder raises whose files do not have the form that ours have.
+UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
 
 def read_metrics(run_dir: Path, strict: bool = True) -> dict[int, dict[str, float]]:
@@ -38,11 +48,12 @@ def metrics_in(file: Path, strict: bool = True) -> dict[int, dict[str, float]]:
         try:
             record = json.loads(line)
             data = {name: math.nan if value is None else value for name, value in record["data"].items()}
-            metrics[record["step"]] = {name: float(v) for name, v in data.items() if isinstance(v, int | float)}
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            step = operator.index(record["step"])
+            metrics[step] = {name: float(v) for name, v in data.items() if isinstance(v, int | float)}
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             if strict:
                 has_none = f"has no metrics ({type(error).__name__}: {error})"
-                what = "is not JSON" if isinstance(error, ValueError) else has_none
+                what = "is not JSON" if isinstance(error, ValueError | RecursionError) else has_none
                 raise SettingsError(f"{file}: line {number} {what}; remove that line") from error
     return metrics
 
@@ -63,18 +74,46 @@ def record(run_dir: Path, kind: str, mark: str, s: Settings, start: str, argumen
 
 
 def recorded(run_dir: Path) -> dict:
-    """What ``record`` wrote; empty without a record."""
-    return read_json(run_dir / "settings.json")
+    """What ``record`` wrote; empty without a record, or where ``record_problem`` finds that it is none."""
+    made = read_json(run_dir / "settings.json")
+    return {} if record_problem(made) else made
+
+
+def record_problem(made: dict) -> str:
+    """Why ``made``, of a settings.json that may come from elsewhere, is no record; empty where it is one.
+
+    Only its form: a run of another version may have variables and values that this one does not know.
+    """
+    texts, settings, arguments = [made.get(n) for n in PARTS], made.get("settings"), made.get("arguments")
+    texts.append(made.get("base", ""))  # an older version's has none
+    if not all(isinstance(text, str) for text in texts) or made["kind"] not in ("rl", "sft"):
+        return f"needs the texts {', '.join(PARTS)}; kind is rl or sft"
+    if not isinstance(arguments, list) or not all(isinstance(argument, str) for argument in arguments):
+        return "arguments must be a list of texts"
+    if not isinstance(settings, dict) or (missing := sorted(ALWAYS - settings.keys())):
+        return f"settings must be an object{f' with {missing[0]}' if isinstance(settings, dict) else ''}"
+    for name, value in settings.items():
+        known = Settings.__dataclass_fields__.get(name)
+        kinds = {float: (float, int)}.get(known.type, (known.type,)) if known else (str, int, float, bool)
+        if type(value) not in kinds:
+            return f"settings: {one_line(name, 40)}={one_line(str(value), 40)}: has a wrong type"
+    return ""
 
 
 def all_runs(task: str = "") -> list[Path]:
-    """Folders of the runs of ``task`` (empty: of every task), by task and name."""
-    return [run for run in sorted((artifacts() / "runs").glob(f"{task or '*'}/*")) if "settings" in recorded(run)]
+    """Folders of the runs of ``task`` (empty: of every task), by task and name. Only plain names: they are printed, and
+    pasted into a shell."""
+    found = sorted((artifacts() / "runs").glob(f"{task or '*'}/*"))
+    plain = [run for run in found if all(map(PLAIN.fullmatch, (run.parent.name, run.name)))]
+    return [run for run in plain if recorded(run)]
 
 
 def named(name: str, task: str = "") -> Path:
     """The run called ``name``, of ``task`` if that is given. Raises SettingsError, with the names that are near."""
     found = [run for run in all_runs(task) if run.name == name]
+    files = (artifacts() / "runs").glob(f"{task or '*'}/{name}/settings.json") if PLAIN.fullmatch(name) else ()
+    if not found and (broken := next(iter(files), None)):
+        raise SettingsError(f"RUN={name}: {broken} is no record of a run: {record_problem(read_json(broken))}")
     if len(found) == 1:
         return found[0]
     if found:
@@ -227,7 +266,12 @@ def settings_of(run_dir: Path, s: Settings) -> Settings:
     The test prompts of other data settings could be among those that the run was trained on.
     """
     own = {f.name for f in fields(Settings)} - REPORTING
-    found = replace(s, **{name: value for name, value in recorded(run_dir)["settings"].items() if name in own})
+    values = {name: value for name, value in recorded(run_dir)["settings"].items() if name in own}
+    try:
+        recorded_texts(values)
+    except SettingsError as error:
+        raise SettingsError(f"RUN={run_dir.name}: its settings.json has {error}") from None
+    found = replace(s, **values | {"TASK": s.TASK})
     for name, followed in (("MAX_NEW_TOKENS", "MAX_RESPONSE_LENGTH"), ("EVAL_TEMPERATURE", "TEMPERATURE")):
         if getattr(s, name) == getattr(s, followed):
             found = replace(found, **{name: getattr(found, followed)})
@@ -272,8 +316,12 @@ def run_of(model: str, runs_dir: Path) -> Path | None:
 
 def lineage(run_dir: Path) -> list[Path]:
     """``run_dir`` and the rounds before it, the first one first."""
-    made = recorded(run_dir)
-    before = run_of(made["start"], run_dir.parent)
-    if before and made["start"] != made["settings"]["MODEL"] and recorded(before).get("kind") == "rl":
-        return [*lineage(before), run_dir]
-    return [run_dir]
+    found = [run_dir]
+    while True:
+        made = recorded(found[0])
+        before = run_of(made["start"], run_dir.parent)
+        if not before or made["start"] == made["settings"]["MODEL"] or recorded(before).get("kind") != "rl":
+            return found
+        if before in found:  # only in a record that was written by hand
+            raise SettingsError(f"RUN={before.name}: its settings.json says that it began with a round after it")
+        found.insert(0, before)

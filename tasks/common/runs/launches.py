@@ -1,15 +1,14 @@
 """The record of each launch of a run: <run>/launches/000 and on, written before the trainer starts.
 
 launch.json: settings, the trainer's command line, git's state, digests of data and task, seeds and date. config.yaml:
-the trainer's resolved config. packages.txt: as `pip freeze` prints it. changes.diff: the uncommitted changes. It has no
-environment and no machine's name; values under the name of a secret are masked.
+the trainer's resolved config. packages.txt: as `pip freeze` prints it. changes.diff: the uncommitted changes, and the
+new files of the task and of tasks/common. It has no environment and no machine's name; secrets are masked.
 """
 
 import hashlib
 import json
 import os
 import platform
-import re
 import shutil
 import subprocess
 from dataclasses import asdict
@@ -18,39 +17,12 @@ from pathlib import Path
 
 import yaml
 
-from tasks.common.files import sha256, write_json, written_beside
+from tasks.common.files import read_json, sha256, write_json, written_beside
 from tasks.common.install.check import versions
-from tasks.common.settings import ROOT, Settings, judge_settings
+from tasks.common.runs.secrets import masked, masked_values
+from tasks.common.settings import JUDGED, ROOT, Settings, SettingsError, judge_settings
 
-MASK = "***"
-_NAME = (
-    r"(?:[\w.-]*[_.-])?(?<!pad_)(?<!eos_)(?<!bos_)(?<!unk_)(?<!sep_)(?<!cls_)(?<!mask_)(?<!image_)(?<!video_)"
-    r"(?:api_?key|access_?key|private_?key|secret(?:_?key)?|passw(?:or)?d|token|credentials?)"
-)
-_SECRET = re.compile(_NAME, re.IGNORECASE)
-# In text: the name, then a value in quotes or up to a space; not a call, another variable or nothing.
-_ASSIGNED = re.compile(
-    rf"(?<![\w.-])({_NAME}[\"']?\s*(?:=|:(?![-=+?]))\s*)"
-    r"(?!(?:null|none|true|false)\b)(\"[^\"\n]+\"|'[^'\n]+'|[^\s\"'$(){}\[\],;&|]+(?=[\s\"',;}\]&|]|$))",
-    re.IGNORECASE | re.MULTILINE,
-)
-_IN_URL = re.compile(r"(\w://)[^/@\s\"']+@")
-
-
-def masked(text: str) -> str:
-    """``text`` without the values of secrets (``api_key=...``) and without passwords in URLs."""
-    return _IN_URL.sub(rf"\g<1>{MASK}@", _ASSIGNED.sub(rf"\g<1>{MASK}", text))
-
-
-def masked_values(value, name: str = ""):
-    """``masked`` for a config of dicts and lists."""
-    if isinstance(value, dict):
-        return {key: masked_values(each, str(key)) for key, each in value.items()}
-    if isinstance(value, list):
-        return [masked_values(each, name) for each in value]
-    if isinstance(value, str):
-        return MASK if value and _SECRET.fullmatch(name) else masked(value)
-    return value
+NEW_FILES, NEW_BYTES = 200, 1 << 20  # of new files in a record, at most
 
 
 def begin(run_dir: Path, s: Settings, command: list[str], config: dict | None = None) -> Path:
@@ -94,19 +66,52 @@ def launches(run_dir: Path) -> list[Path]:
 
 
 def read(launch: Path) -> dict:
-    """launch.json of a launch, with the lines of ``packages`` and the text of ``changes``."""
-    record = json.loads((launch / "launch.json").read_text())
-    record["packages"] = (launch / "packages.txt").read_text().splitlines()
-    return record | {"changes": (launch / "changes.diff").read_text()}
+    """launch.json of a launch, with the lines of ``packages`` and the text of ``changes``.
+
+    Raises SettingsError where it is no record: a run may come from elsewhere.
+    """
+    record = read_json(launch / "launch.json")
+    if problem := _problem(record):
+        raise SettingsError(f"{launch}/launch.json is no record of a launch: {problem}")
+    lines = (launch / "packages.txt").read_text(errors="replace").splitlines()
+    record["packages"] = [line for line in lines if "==" in line]
+    return record | {"changes": (launch / "changes.diff").read_text(errors="replace")}
+
+
+def _problem(record: dict) -> str:
+    """What is wrong with the form of a launch.json; empty if nothing is."""
+
+    def texts(value) -> bool:
+        return isinstance(value, dict) and all(isinstance(each, str) for each in value.values())
+
+    git = record.get("git")
+    if not isinstance(git, dict) or not any(isinstance(git.get(name), str) for name in ("commit", "missing")):
+        return "git must be an object with commit or missing"
+    if not isinstance(untracked := git.get("untracked", []), list) or not all(isinstance(n, str) for n in untracked):
+        return "git: untracked must be a list of texts"
+    for name in ("data", "task", "judge"):
+        if not texts(record.get(name)):
+            return f"{name} must be an object of texts"
+    if unknown := sorted(record["judge"].keys() - set(JUDGED)):
+        return f"judge: {unknown[0][:40]!r} is none of {', '.join(JUDGED)}"
+    if not all(isinstance(record.get(name), str) for name in ("python", "stack", "date")):
+        return "needs the texts python, stack and date"
+    try:
+        datetime.fromisoformat(record["date"]).timestamp()
+    except (ValueError, OverflowError):
+        return "date must be a date"
+    return ""
 
 
 def now(task_dir: Path) -> dict:
     """The present state of code and packages, in the form of a record."""
     git, diff = git_state(ROOT)
+    own = (f"{task_dir.relative_to(ROOT)}/", "tasks/common/")
+    new = [name for name in git.get("untracked", []) if name.startswith(own)]
     return {
         "python": platform.python_version(),
         "git": git,
-        "changes": masked(diff),
+        "changes": masked(diff + diff_of_new(ROOT, new)),
         "task": digests(task_dir, "*.py", "train.sh"),
         "packages": packages(),
     }
@@ -128,6 +133,21 @@ def git_state(root: Path) -> tuple[dict, str]:
     except subprocess.CalledProcessError as error:
         return {"missing": next(iter(error.stderr.splitlines()), "git failed").removeprefix("fatal: ")}, ""
     return {"commit": commit, "changed": bool(diff), "untracked": [name for name in untracked if name]}, diff
+
+
+def diff_of_new(root: Path, names: list[str]) -> str:
+    """The files ``names``, which git does not know yet, as additions; beyond NEW_FILES and NEW_BYTES only names."""
+    parts, left = [], NEW_BYTES
+    for number, name in enumerate(names):
+        if not (root / name).is_file():
+            continue
+        if (size := (root / name).stat().st_size) > left or number >= NEW_FILES:
+            parts.append(f"# {name}: {size} bytes, not recorded: the new files are too many or too large\n")
+            continue
+        left -= size
+        command = ["git", "-C", root, "diff", "--no-index", "--no-color", "--no-ext-diff", "--", os.devnull, name]
+        parts.append(subprocess.run(command, capture_output=True, text=True, errors="replace").stdout)
+    return "".join(parts)
 
 
 def _git(root: Path, *arguments: str) -> str:

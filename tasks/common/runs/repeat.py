@@ -13,17 +13,35 @@ from pathlib import Path
 from tasks.common.process import errors_in_one_line
 from tasks.common.runs import launches
 from tasks.common.runs.folder import last_step, lineage, named, recorded
-from tasks.common.runs.launches import MASK
-from tasks.common.settings import COMPLETE, ROOT, Command, Settings, SettingsError, judge_settings, load_settings
+from tasks.common.runs.secrets import MASK
+from tasks.common.settings import (
+    COMPLETE,
+    ROOT,
+    Command,
+    Settings,
+    SettingsError,
+    judge_settings,
+    load_settings,
+    recorded_texts,
+)
+from tasks.common.text import one_line, printable
 
 SHOWN = 6  # packages in the warning
+# Keys of verl, vLLM, Ray and hydra that name code to load, folders to write to, or a cluster to join.
+_CODE = re.compile(
+    r"path|_dir\b|cls|class|_target_|external_lib|remote_code|ray_kwargs|engine_kwargs|hydra", re.IGNORECASE
+)
 
 
 def check(run_dir: Path) -> tuple[dict, dict]:
     """A run's settings.json, and the record of its last launch. Raises SettingsError where there is none, or where the
-    training cannot be repeated under another name."""
+    training cannot be repeated under another name. A run may come from elsewhere: its record is data, never code."""
     made, found = recorded(run_dir), launches.launches(run_dir)
     problem = ""
+    try:
+        recorded_texts(made["settings"])
+    except SettingsError as error:
+        raise SettingsError(f"RUN={run_dir.name}: its settings.json has {error}") from None
     if not found:
         problem = f"was trained by an older version, which left no record in {run_dir}/launches"
     elif made["kind"] == "sft":
@@ -32,9 +50,20 @@ def check(run_dir: Path) -> tuple[dict, dict]:
         problem = f"is a round of RUN={first.name}; repeat that"
     elif any(MASK in argument for argument in made["arguments"]):
         problem = "had a secret among its ARGS, which is not in its record; train with the same variables again"
+    elif made["settings"].get("TASK") != run_dir.parent.name:
+        problem = f"its settings.json is of TASK={made['settings'].get('TASK')}, its folder is {run_dir.parent.name}"
+    elif unsafe := [argument for argument in made["arguments"] if not _harmless(argument)]:
+        problem = f"has ARGS that can run code: {one_line(unsafe[0])}; if you trust them, take make train ARGS='...'"
     if problem:
         raise SettingsError(f"RUN={run_dir.name}: {problem}")
     return made, launches.read(found[-1])
+
+
+def _harmless(argument: str) -> bool:
+    """Whether one of ARGS only sets a value: no option of hydra's command, no interpolation, no key that loads code."""
+    key, _, value = argument.partition("=")
+    keys = f"{key} {value}" if "{" in value else key
+    return bool(re.fullmatch(r"[+~]{0,2}[\w.@]+", key)) and not _CODE.search(keys) and "${" not in value
 
 
 def variables(made: dict, judge: dict[str, str], name: str, environ: dict[str, str]) -> dict[str, str]:
@@ -42,7 +71,7 @@ def variables(made: dict, judge: dict[str, str], name: str, environ: dict[str, s
 
     Raises SettingsError when ``environ`` has another value than the record, which would be no repetition.
     """
-    recorded_values = {key: str(value) for key, value in made["settings"].items()}
+    recorded_values = recorded_texts(made["settings"])
     for key, value in {**recorded_values, **{key: judge.get(key, "") for key in judge_settings() | judge}}.items():
         given = environ.get(key, "")
         if key not in ("RUN", "TASK") and given and not _same(given, value):
@@ -82,7 +111,7 @@ def next_name(run_dir: Path) -> str:
 def _complete(run_dir: Path) -> bool:
     if not (made := recorded(run_dir).get("settings")):
         return False
-    rounds = made["SELF_PLAY_ROUNDS"]
+    rounds = made.get("SELF_PLAY_ROUNDS", 1)
     last = run_dir.with_name(f"{run_dir.name}-round{rounds}") if rounds > 1 else run_dir
     return last_step(last) >= made["STEPS"]
 
@@ -134,7 +163,7 @@ def main() -> None:
     s = load_settings(environ)  # a record is data: its values are checked before anything runs
     unknown = [f"{key} (not in the record)" for key in not_recorded(made)]
     if not_as_it_was := differences(launch, launches.now(task_dir)) + unknown:
-        print(f"warning: not as it was: {'; '.join(not_as_it_was)}")
+        print(f"warning: not as it was: {printable('; '.join(not_as_it_was))}")
     print(f"RUN={name} again, as RUN={environ['RUN']}", flush=True)
     stage = [sys.executable, "-m", "tasks.common.launch.main"]  # not train.sh: the record has every variable
     environ |= {"PYTHONPATH": f"{ROOT}:{environ.get('PYTHONPATH', '')}".rstrip(":"), "PYTHONUNBUFFERED": "1"}

@@ -1,0 +1,39 @@
+"""`make new`: TASK, SOURCE, ENV, CONFIG and OPTIONS as answers to the template's questions, given to cookiecutter."""
+
+import os
+import re
+import shlex
+import sys
+from collections.abc import Mapping
+
+from tasks.common.process import errors_in_one_line
+from tasks.common.settings import SettingsError
+
+
+def answers(environ: Mapping[str, str]) -> list[str]:
+    """``question=answer`` for each variable that is set; those of OPTIONS come last and count.
+
+    Raises SettingsError for an answer that cookiecutter would render: its templates run code.
+    """
+    given = {"task": environ.get("TASK"), "source": environ.get("SOURCE"), "env": environ.get("ENV")}
+    given["config"] = environ.get("CONFIG")
+    if given["source"] == "reasoning_gym":
+        given |= {"reward": "environment", "description": f"{given['env'] or 'An environment'} of reasoning-gym"}
+    found = [f"{question}={answer}" for question, answer in given.items() if answer]
+    try:
+        found += shlex.split(environ.get("OPTIONS", ""))
+    except ValueError as error:
+        raise SettingsError(f"OPTIONS={environ['OPTIONS'][:80]}: {str(error).lower()}") from None
+    for answer in found:
+        if template := re.search(r"\{[{%#]", answer):
+            raise SettingsError(f"{answer[:80]}: an answer must not contain {template[0]}, which begins a template")
+    return found
+
+
+if __name__ == "__main__":
+    with errors_in_one_line(SettingsError):
+        command = ["-o", "tasks", "--no-input", "--", "template", *answers(os.environ)]
+    import cookiecutter.cli
+
+    sys.tracebacklimit = 0  # a refused choice is one line
+    cookiecutter.cli.main(command, prog_name="cookiecutter")

@@ -1,0 +1,56 @@
+"""Secrets in text that is kept: keys, tokens and passwords, known by their name or by their form, are replaced."""
+
+import re
+
+MASK = "***"
+_NAME = (
+    r"(?:[\w.-]*[_.-])?(?<!pad_)(?<!eos_)(?<!bos_)(?<!unk_)(?<!sep_)(?<!cls_)(?<!mask_)(?<!image_)(?<!video_)"
+    r"(?:api[_-]?key|access[_-]?key|private[_-]?key|secret(?:[_-]?key)?|passw(?:or)?d|token|credentials?)"
+)
+_SECRET = re.compile(_NAME, re.IGNORECASE)
+_QUOTED = r"[fbru]{0,2}(?:\"[^\"\n]+\"|'[^'\n]+')"
+# The name, perhaps in os.environ[...] or with a type, then a value in quotes or up to a space. Not a call, another
+# variable, a type, a comparison, a special token <...>, nothing, nor what follows `token:` or `secret:` in a sentence.
+_ASSIGNED = re.compile(
+    rf"(?<![\w.-])({_NAME}[\"']?\]?[ \t]*(?:(?::[ \t]{{0,3}}[\w.\[\] |]{{1,80}}?)?=(?!=)|:(?![-=+?]))[ \t]*)"
+    r"(?!(?:null|none|true|false|str|int|float|bool|bytes|list|dict)\b|f?([\"'])(?:\{[^{}\"']*\}|<[^\"']*>)\2)"
+    r"(?!(?<=(?i:token|ecret): )[^\s\"',}\]]+[ \t]+[\w(])"
+    rf"({_QUOTED}|[^\s\"'$(){{}}\[\],;&|]+(?=[\s\"',;}}\]&|]|$))",
+    re.IGNORECASE | re.MULTILINE,
+)
+# Other forms; what stands before the secret is the first group.
+_FORMS = [
+    # a variable of the environment: its value, or its default
+    rf"(?i)(\benviron\[[\"'](?:{_NAME}|\w+_key)[\"']\]\s*=\s*){_QUOTED}",
+    rf"(?i)(\b(?:setdefault|putenv|setenv|getenv|environ\.get|env\.get)\(\s*[\"'](?:{_NAME}|\w+_key)[\"']\s*,\s*){_QUOTED}",
+    rf"(?i)(\blogin\(\s*(?:\w+\s*=\s*)?){_QUOTED}",
+    r"(?i)(--(?:[\w-]{0,40}-)?(?:api-?key|password|secret|token)\s+)(?!-|\w+=)[^\s\"'$]+",
+    r"(?i)(\bauthorization[\"']?\s*[:=]\s*f?[\"']?(?:bearer|basic|token)\s+)[^\s\"'{}$<]+",
+    r"(?i)(\bbearer\s+)(?=[^\s\"']*\d)[\w.~+/=-]{8,}",
+    r"(-----BEGIN [A-Z ]{0,20}PRIVATE KEY-----)(?s:.+?)(?=-----END|\Z)",
+    # what services give out: Hugging Face, OpenAI and its like, GitHub, GitLab, Slack, AWS, Google, JSON Web Tokens
+    r"(\b)(?:hf_|gh[pousr]_)[A-Za-z0-9]{30,}",
+    r"(\b)(?:sk-(?=[\w-]{0,100}\d)|github_pat_|glpat-|xox[abprs]-)[\w-]{16,}",
+    r"(\b)(?:AKIA[0-9A-Z]{16}|AIza[\w-]{35}|eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]{8,})",
+]
+_OTHERS = [re.compile(form) for form in _FORMS]
+_IN_URL = re.compile(r"(\w://)[^/@\s\"']+@")
+
+
+def masked(text: str) -> str:
+    """``text`` without the values of secrets (``api_key=...``), without tokens, and without passwords in URLs."""
+    text = _ASSIGNED.sub(rf"\g<1>{MASK}", text)
+    for form in _OTHERS:
+        text = form.sub(rf"\g<1>{MASK}", text)
+    return _IN_URL.sub(rf"\g<1>{MASK}@", text)
+
+
+def masked_values(value, name: str = ""):
+    """``masked`` for a config of dicts and lists."""
+    if isinstance(value, dict):
+        return {key: masked_values(each, str(key)) for key, each in value.items()}
+    if isinstance(value, list):
+        return [masked_values(each, name) for each in value]
+    if isinstance(value, str):
+        return MASK if value and _SECRET.fullmatch(name) else masked(value)
+    return value
