@@ -198,6 +198,21 @@ def test_truncated_and_dr_grpo_in_the_names_of_the_version(version, monkeypatch)
     assert agent["default_agent_loop"] == "single_turn_unless_truncated"
 
 
+def test_what_shares_a_model_or_a_sequence_among_gpus_is_in_both(version, monkeypatch):
+    given = {"N_GPUS": "4", "TP": "2", "SP": "2", "OFFLOAD": "1", "LR_WARMUP": "7", "CLIP_HIGH": "0.28"}
+    config = rl(settings_of(monkeypatch, "a100", version, METHOD="ppo", **given), version)
+    policy, critic = config["actor_rollout_ref"], config["critic"]
+    assert policy["rollout"]["tensor_model_parallel_size"] == 2
+    assert policy["actor"]["ulysses_sequence_parallel_size"] == policy["ref"]["ulysses_sequence_parallel_size"] == 2
+    assert critic["ulysses_sequence_parallel_size"] == 2
+    engines = [policy["actor"]["fsdp_config"], critic["fsdp"] if version == "0.9.1" else critic["model"]["fsdp_config"]]
+    assert all(engine["param_offload"] and engine["optimizer_offload"] for engine in engines)
+    assert policy["actor"]["optim"]["lr_warmup_steps"] == 7
+    assert (policy["actor"]["clip_ratio_low"], policy["actor"]["clip_ratio_high"]) == (0.2, 0.28)
+    gspo = rl(settings_of(monkeypatch, "a100", version, METHOD="gspo", CLIP_LOW="1e-3"), version)["actor_rollout_ref"]
+    assert (gspo["actor"]["clip_ratio_low"], gspo["actor"]["clip_ratio_high"]) == (1e-3, 4e-4)
+
+
 def test_the_users_arguments_are_not_translated(monkeypatch):
     s = settings_of(monkeypatch, "a100", "0.6.1")
     assert rl(s, "0.6.1", "critic.model.fsdp_config.fsdp_size=2")["critic"]["model"]["fsdp_config"]["fsdp_size"] == 2
