@@ -254,6 +254,7 @@ ACTOR = "actor_rollout_ref.actor"
             "verl's config refuses an override (ARGS?): Interpolation key 'no.such'",
         ),
         ("trainer=5", "ARGS: trainer=5: must be a group of keys, as {"),
+        ("model_engine=megatron", "ARGS: model_engine=megatron: all stacks train with FSDP"),
     ],
 )
 def test_an_argument_of_another_type_than_its_default_is_refused(argument, said, monkeypatch):

@@ -263,6 +263,8 @@ def compose(config_name: str, overrides: list[str], package: Path | None = None,
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
+    if engine := next((a for a in arguments if a.startswith("model_engine=") and a != "model_engine=dp"), ""):
+        raise SettingsError(f"ARGS: {engine}: all stacks train with FSDP, verl's model_engine=dp; leave it out")
     package = package or Path(importlib.util.find_spec("verl").submodule_search_locations[0])
     with initialize_config_dir(str(package / "trainer/config"), version_base=None):
         try:
