@@ -60,7 +60,7 @@ def test_a_bad_table_is_named_in_one_line(tmp_path, name, content, said):
         ("in.txt", "out.csv", "INPUT={}/in.txt: must end in .json, .jsonl, .csv, .xlsx"),
         ("none.csv", "out.csv", "INPUT={}/none.csv: no such file"),
         ("in.csv", "out.parquet", "OUTPUT={}/out.parquet: must end in .xlsx, .json, .jsonl, .csv"),
-        ("in.csv", "none/out.csv", "OUTPUT={}/none/out.csv: cannot be written: {}/none: no such folder"),
+        ("in.csv", "none/out.csv", "OUTPUT={0}/none/out.csv: cannot be written: {0}/none: no such folder"),
     ],
 )
 def test_tables_that_cannot_be_used_are_named(tmp_path, given, output, said):

@@ -9,7 +9,6 @@ import pytest
 from tasks.common.evaluation import batch
 from tasks.common.files import check_writable, folder_beside, partial_of, written_beside
 from tasks.common.settings import ROOT, Command, SettingsError, load_settings
-from tests.test_settings import VALUES
 
 HOLDER = """
 import sys, time
@@ -79,15 +78,14 @@ def test_the_names_of_former_versions_go_too_and_other_targets_stay(tmp_path):
 
 
 @pytest.mark.parametrize("output", ["folder.jsonl", "missing/out.jsonl", "file/out.jsonl", f"{'x' * 255}.jsonl"])
-def test_an_output_that_cannot_be_written_is_said_before_anything_else(output, tmp_path, monkeypatch):
+def test_an_output_that_cannot_be_written_is_said_before_anything_else(output, tmp_path):
     """As root too, to whom os.access says that everything can be written."""
-    monkeypatch.setenv("ARTIFACTS", str(tmp_path / "artifacts"))
     (tmp_path / "folder.jsonl").mkdir()
     (tmp_path / "file").touch()
-    command = load_settings({"INPUT": "absent.jsonl", "OUTPUT": str(tmp_path / output)}, cls=Command)
+    (tmp_path / "in.jsonl").touch()
+    command = load_settings({"INPUT": str(tmp_path / "in.jsonl"), "OUTPUT": str(tmp_path / output)}, cls=Command)
     with pytest.raises(SettingsError, match=r"OUTPUT=.*: cannot be written: "):
-        batch.batch(load_settings(VALUES), command, None, "model")
-    assert not (tmp_path / "artifacts").exists()
+        batch.paths(command)
 
 
 def test_an_output_that_can_be_written_is_left_as_it_is(tmp_path):

@@ -11,7 +11,7 @@ from pathlib import Path
 from tasks.common.files import read_json
 from tasks.common.process import errors_in_one_line
 from tasks.common.runs import launches
-from tasks.common.runs.folder import all_runs, named, read_metrics, recorded
+from tasks.common.runs.folder import all_runs, broken_runs, named, read_metrics, recorded
 from tasks.common.runs.repeat import commit_text
 from tasks.common.settings import SettingsError, artifacts
 from tasks.common.text import one_line
@@ -87,7 +87,8 @@ def aligned(rows: list[list[str]]) -> str:
 
 def table(task: str = "") -> str:
     """The runs of ``task`` (empty: of every task), the newest first; then an UNREADABLE line for each broken run."""
-    rows, broken = [], []
+    rows = []
+    broken = [f"{UNREADABLE}{run}/settings.json is no record of a run: {why}" for run, why in broken_runs(task).items()]
     for run_dir in all_runs(task):
         try:
             rows.append((started(run_dir), [one_line(str(cell), 80) for cell in row(run_dir)]))

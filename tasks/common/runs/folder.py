@@ -101,11 +101,20 @@ def record_problem(made: dict) -> str:
 
 
 def all_runs(task: str = "") -> list[Path]:
-    """Folders of the runs of ``task`` (empty: of every task), by task and name. Only plain names: they are printed, and
-    pasted into a shell."""
-    found = sorted((artifacts() / "runs").glob(f"{task or '*'}/*"))
-    plain = [run for run in found if all(map(PLAIN.fullmatch, (run.parent.name, run.name)))]
-    return [run for run in plain if recorded(run)]
+    """Folders of the runs of ``task`` (empty: of every task), by task and name."""
+    return [run for run in _folders(task) if recorded(run)]
+
+
+def broken_runs(task: str = "") -> dict[Path, str]:
+    """The folders among those of runs whose settings.json is no record, and why."""
+    found = {run: record_problem(read_json(run / "settings.json")) for run in _folders(task)}
+    return {run: problem for run, problem in found.items() if problem}
+
+
+def _folders(task: str) -> list[Path]:
+    """With a settings.json. Only plain names: they are printed, and pasted into a shell."""
+    found = sorted(file.parent for file in (artifacts() / "runs").glob(f"{task or '*'}/*/settings.json"))
+    return [run for run in found if all(map(PLAIN.fullmatch, (run.parent.name, run.name)))]
 
 
 def named(name: str, task: str = "") -> Path:
