@@ -318,7 +318,7 @@ def test_dapo(thinking_model, checkout, tmp_path):
     scores = np.array([sum(c.isascii() and c.isalnum() for c in text) for text in texts], dtype=np.float64)
     limit, buffer = 128, 100
     penalty = np.minimum(-(lengths - (limit - buffer)) / buffer, 0)
-    assert set(penalty) > {0, -1} and largest(update["rm_scores"].sum(1), scores + penalty) < 1e-5
+    assert set(penalty) - {0, -1} and largest(update["rm_scores"].sum(1), scores + penalty) < 1e-5
     assert all(len(set(scores[update["uid"] == uid])) > 1 for uid in set(update["uid"]))
     assert metrics["dapo/dropped"] > 0 and metrics["dapo/bound_hit"] == 0
     assert metrics["dapo/sampled"] == metrics["dapo/dropped"] + metrics["dapo/surplus"] + 8

@@ -26,7 +26,7 @@ from tasks.common.settings import (
 from tests.helpers import TASKS, exported
 
 VALUES = {
-    "LR_WARMUP": "2",
+    "LR_WARMUP": "0",
     "CLIP_LOW": "0.1",
     "CLIP_HIGH": "0.3",
     "TP": "1",

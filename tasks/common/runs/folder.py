@@ -248,7 +248,7 @@ def find_run(s: Settings, arguments: list[str], model_given: str = "") -> Path |
     ``model_given`` only a run that was trained from that model: any other MODEL stands for itself. Raises
     SettingsError when RUN names no run with a checkpoint.
     """
-    runs = [run for run in s.runs_dir.glob("*") if last_step(run) and "settings" in recorded(run)]
+    runs = [run for run in all_runs(s.TASK) if last_step(run)]
     runs.sort(key=lambda run: (recorded(run)["kind"] == "rl", _saved_at(run)))
     if s.RUN:
         run_dir = s.runs_dir / s.RUN

@@ -93,11 +93,13 @@ class TaskTrainer(KeepBest):
         self._saved = self.global_steps
 
     @staticmethod
-    def _write_generations(*samples):
+    def _write_generations(inputs, outputs, gts, scores, reward_extra_infos_dict, dump_path, global_steps):
         try:
-            PPOTrainer._write_generations(*samples)
+            PPOTrainer._write_generations(
+                inputs, outputs, gts, scores, reward_extra_infos_dict, dump_path, global_steps
+            )
         except (OSError, ValueError) as error:  # verl would end the training
-            print(f"the samples of step {samples[-1]} were not written: {one_line(str(error), 300)}", flush=True)
+            print(f"the samples of step {global_steps} were not written: {one_line(str(error), 300)}", flush=True)
 
     def _build_replay_buffer(self):
         buffer = super()._build_replay_buffer()
