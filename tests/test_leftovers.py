@@ -55,6 +55,14 @@ with errors_in_one_line(stopped="stopped"):
 """
 
 
+@pytest.fixture(autouse=True)
+def interrupt_as_in_a_terminal():
+    """A script's background job, and all that it starts, ignores SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 class Tree:
     """A launcher with its stage and daemons; ``left`` says what of them there is."""
 
