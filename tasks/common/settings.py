@@ -581,7 +581,7 @@ def token_problems(tokens: int, shared: int, prompt: int, response: int) -> Iter
         yield f"MAX_TOKENS_PER_GPU={tokens}{among}: less than {lengths}, one sequence"
 
 
-def parallel_problems(s: Settings) -> Iterator[str]:
+def _parallel_problems(s: Settings) -> Iterator[str]:
     """Why models or sequences cannot be shared so among the GPUs."""
     if s.OFFLOAD and s.STACK == "cpu":
         yield "OFFLOAD=1: is for GPUs; leave OFFLOAD out"
@@ -601,7 +601,7 @@ def parallel_problems(s: Settings) -> Iterator[str]:
 def _problems(s: Settings) -> Iterator[str]:
     """Values that do not fit together."""
     yield from batch_problems(s.TRAIN_BATCH_SIZE, s.MINI_BATCH_SIZE, s.ROLLOUT_N, s.N_GPUS, s.NNODES)
-    yield from parallel_problems(s)
+    yield from _parallel_problems(s)
     if s.MAX_TOKENS_PER_GPU:
         yield from token_problems(s.MAX_TOKENS_PER_GPU, s.SP, s.MAX_PROMPT_LENGTH, s.MAX_RESPONSE_LENGTH)
     if 0 < s.TRAIN_SIZE < s.TRAIN_BATCH_SIZE:

@@ -237,8 +237,8 @@ class VLLMEngine:
 
 
 class TransformersEngine:
-    """Plain transformers, a batch at a time: slower, for models and machines that vLLM does not know. It spreads the
-    model over the GPUs that it sees."""
+    """Plain transformers, a batch at a time: slower, for models and machines that vLLM does not know. It computes on
+    one GPU, whatever ``tensor_parallel`` is."""
 
     BATCH = 8
 

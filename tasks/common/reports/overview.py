@@ -11,7 +11,7 @@ from pathlib import Path
 from tasks.common.files import read_json
 from tasks.common.process import errors_in_one_line
 from tasks.common.runs import launches
-from tasks.common.runs.folder import all_runs, broken_runs, named, read_metrics, recorded
+from tasks.common.runs.folder import UNREADABLE, all_runs, broken_runs, named, read_metrics, recorded
 from tasks.common.runs.repeat import commit_text
 from tasks.common.settings import SettingsError, artifacts
 from tasks.common.text import one_line
@@ -22,7 +22,7 @@ HEADER = ["run", "task", "method", "model", "steps", "reward", "accuracy", "star
 SHOWN = (REWARD, "train/loss", "dpo/rewards/accuracies", "actor/entropy", "actor/kl_loss", "actor/grad_norm")
 SHOWN += ("response_length/mean", "response_length/clip_ratio", "timing_s/step")
 OLDER = "(not recorded)"
-UNREADABLE = "error: "
+ERROR = "error: "
 
 
 def step_of(model: str, run_dir: Path) -> int | None:
@@ -86,17 +86,17 @@ def aligned(rows: list[list[str]]) -> str:
 
 
 def table(task: str = "") -> str:
-    """The runs of ``task`` (empty: of every task), the newest first; then an UNREADABLE line for each broken run."""
+    """The runs of ``task`` (empty: of every task), the newest first; then an error: line for each broken run."""
     rows = []
-    broken = [f"{UNREADABLE}{run}/settings.json is no record of a run: {why}" for run, why in broken_runs(task).items()]
+    broken = [f"{ERROR}{run}/settings.json is no record of a run: {why}" for run, why in broken_runs(task).items()]
     for run_dir in all_runs(task):
         try:
             rows.append((started(run_dir), [one_line(str(cell), 80) for cell in row(run_dir)]))
         except SettingsError as error:  # names the file, and says what to do
-            broken.append(f"{UNREADABLE}{error}")
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            broken.append(f"{ERROR}{error}")
+        except UNREADABLE as error:
             what = one_line(f"{type(error).__name__}: {error}", 200)
-            broken.append(f"{UNREADABLE}{run_dir}: cannot be read ({what}); correct or remove it")
+            broken.append(f"{ERROR}{run_dir}: cannot be read ({what}); correct or remove it")
     if not rows and not broken:
         return f"no runs in {artifacts() / 'runs' / task} yet: run `make train TASK={task or 'countdown'}`"
     newest_first = [cells for _, cells in sorted(rows, key=lambda each: each[0], reverse=True)]
@@ -177,5 +177,5 @@ if __name__ == "__main__":
         task = os.environ.get("TASK", "")
         if sys.argv[1] == "runs":
             print(text := table(task))
-            sys.exit(f"\n{UNREADABLE}" in f"\n{text}")
+            sys.exit(f"\n{ERROR}" in f"\n{text}")
         print(comparison(os.environ.get("RUN", ""), task))
