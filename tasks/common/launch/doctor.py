@@ -281,6 +281,7 @@ def plan(s: Settings, arguments: list[str], stage: str = "train") -> memory.Plan
     own = {"gpus": s.N_GPUS, "gpus_here": s.N_GPUS, "sequence": sequence, "lora_rank": s.LORA_RANK, "share": 0}
     on_cpu = s.STACK == "cpu"
     own |= {"on_cpu": on_cpu, "checkpointing": not on_cpu, "number": hardware.number_bytes(on_cpu)}
+    own |= {"response": s.MAX_RESPONSE_LENGTH}
     if stage == "sft":
         overrides = verl_config.sft_overrides(s, s.MODEL, s.runs_dir, s.data_dir / "sft.parquet")
         config = verl_config.compose("sft_trainer_engine", overrides)
@@ -290,8 +291,8 @@ def plan(s: Settings, arguments: list[str], stage: str = "train") -> memory.Plan
         return memory.Plan(**own, tokens=tokens, tokens_by=named, fused=bool(config.model.use_fused_kernels))
     if s.METHOD == "dpo":  # TRL: each GPU has all of the policy and of the reference
         pairs = verl_config.micro_batch(max(1, s.MICRO_BATCH_SIZE // 2), s.TRAIN_BATCH_SIZE // s.N_GPUS)
-        held = {"sharded": False, "reference": True, "reference_offloaded": False}
-        return memory.Plan(**own, **held, tokens=2 * pairs * sequence)
+        held = {"response": 0, "sharded": False, "reference": True, "reference_offloaded": False}
+        return memory.Plan(**own | held, tokens=2 * pairs * sequence)
     config = verl_config.compose("ppo_trainer", verl_config.rl_overrides(s, s.MODEL, s.runs_dir), arguments=arguments)
     verl_config.check(config)
     return verl_config.memory_plan(config)

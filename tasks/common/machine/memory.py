@@ -30,6 +30,7 @@ EMBEDDED_CONFIG = {
     "vocab_size": 49152,
     "tie_word_embeddings": True,
 }
+PLAIN = ("llama", "qwen2", "qwen3")
 # Bytes per logit in the update without fused kernels, where the model computes in numbers of 2 or 4 bytes: the logits,
 # their copy without padding, its log-softmax and the gradients of both (prepare_model_outputs in
 # verl/workers/engine/fsdp/transformer_impl.py); in float32 there is no copy.
@@ -58,6 +59,7 @@ class Shapes:
     vocabulary: int
     linear: int
     tied: bool
+    plain: bool = True
 
     def adapter(self, rank: int) -> int:
         """Parameters of a LoRA adapter on all linear layers: a matrix (inputs x rank) and one (rank x outputs)."""
@@ -81,7 +83,7 @@ def shapes(config: dict, parameters: int = 0) -> Shapes | None:
     tied = bool(config.get("tie_word_embeddings", False))
     embeddings = vocabulary * hidden * (1 if tied else 2) + hidden  # with the last norm
     kind = config.get("model_type")
-    if kind in ("llama", "qwen2", "qwen3"):
+    if kind in PLAIN:
         layer = 2 * hidden * queries + 2 * hidden * keys + 3 * hidden * intermediate + 2 * hidden
         if kind == "qwen2" or config.get("attention_bias"):
             layer += queries + 2 * keys + (0 if kind == "qwen2" else hidden)
@@ -91,7 +93,18 @@ def shapes(config: dict, parameters: int = 0) -> Shapes | None:
     elif not parameters:
         return None
     layer = (parameters - embeddings) // layers
-    return Shapes(parameters, embeddings, layer, layers, hidden, intermediate, queries, keys, vocabulary, linear, tied)
+    widths = (hidden, intermediate, queries, keys, vocabulary, linear)
+    return Shapes(parameters, embeddings, layer, layers, *widths, tied, plain(config))
+
+
+def plain(config: dict) -> bool:
+    """Whether the layers of a model are known: attention to all tokens before, and an MLP."""
+    return config.get("model_type") in PLAIN and not config.get("use_sliding_window")
+
+
+def operations(model: Shapes, rows: int, tokens: int) -> int:
+    """Multiplications in a layer of a plain model for ``rows`` of so many tokens, whose scores all are computed."""
+    return rows * tokens * (model.layer + 2 * tokens * model.queries)
 
 
 def shapes_of(model: str) -> Shapes | None:
@@ -146,6 +159,8 @@ class Plan:
     gpus_here: int = 1  # of them in this machine
     tokens: int = 8192  # at most in one forward pass on a GPU
     sequence: int = 1024  # tokens of a prompt and its response
+    response: int = 0  # of them in the response
+    group: int = 1  # rows of one prompt that may stand in one pass
     tokens_by: str = "MICRO_BATCH_SIZE"  # the variable that sets tokens
     lora_rank: int = 0
     fused: bool = False
@@ -210,6 +225,19 @@ def resting(model: Shapes, plan: Plan) -> dict[str, float]:
     return {name: size for name, size in state.items() if not gone.get(name)}
 
 
+def passed(model: Shapes, plan: Plan) -> tuple[int, int]:
+    """Tokens of the largest pass, and those of them with logits. On a CPU a plain model gets each prompt once where
+    that is less work, and logits of the response alone (stacks/cpu/shared_prompts.py)."""
+    tokens = plan.tokens * (PADDED if plan.padded else 1)
+    if not (plan.on_cpu and model.plain and plan.response) or plan.padded:
+        return tokens, tokens
+    rows = max(1, plan.tokens // plan.sequence)
+    together = min(plan.group, rows)
+    groups, longest = math.ceil(rows / together), plan.sequence + (together - 1) * plan.response
+    shared = not plan.critic and operations(model, groups, longest) < operations(model, rows, plan.sequence)
+    return groups * longest if shared else tokens, rows * plan.response
+
+
 def working(model: Shapes, plan: Plan) -> dict[str, float]:
     """Bytes per GPU that only the update needs: logits, activations, and weights while they are gathered.
 
@@ -219,8 +247,8 @@ def working(model: Shapes, plan: Plan) -> dict[str, float]:
     values before and after their rotation, four of the MLP; attention itself stores none of its scores (sdpa or flash).
     Gathered: FSDP2 has embeddings and two layers (the next is fetched ahead) at once.
     """
-    tokens, number = plan.tokens * (PADDED if plan.padded else 1), plan.number
-    logits = FUSED_CHUNK * 16 if plan.fused else tokens * LOGIT_BYTES[number]
+    (tokens, predicted), number = passed(model, plan), plan.number
+    logits = FUSED_CHUNK * 16 if plan.fused else predicted * LOGIT_BYTES[number]
     block = (20 + number) * model.hidden + 2 * number * (model.queries + 2 * model.keys)
     block += 4 * number * model.intermediate
     kept = number * model.hidden * model.layers + block if plan.checkpointing else block * model.layers

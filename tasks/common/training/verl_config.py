@@ -375,6 +375,8 @@ def memory_plan(config) -> Plan:
         tokens=actor.ppo_max_token_len_per_gpu if dynamic else by_size,
         tokens_by="MAX_TOKENS_PER_GPU" if dynamic else "MICRO_BATCH_SIZE",
         sequence=sequence,
+        response=config.data.max_response_length,
+        group=rollout.n,
         lora_rank=model.lora_rank,
         fused=bool(model.use_fused_kernels),
         padded=bool(dynamic and not model.use_remove_padding),

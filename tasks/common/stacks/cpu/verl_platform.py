@@ -135,6 +135,8 @@ from verl.utils import torch_functional  # noqa: E402
 from verl.workers.engine.base import EngineRegistry  # noqa: E402
 from verl.workers.engine.fsdp import transformer_impl  # noqa: E402
 
+from tasks.common.stacks.cpu.shared_prompts import SharedPrompts  # noqa: E402
+
 expect(transformer_impl.FSDPEngine._build_fsdp_module, "offload_policy = CPUOffloadPolicy(pin_memory=True)")
 expect(torch_functional.logprobs_from_logits_v2, "torch.logsumexp(logit, dim=-1) for logit in logits")
 
@@ -178,7 +180,7 @@ class _OnCPU:
 
 
 @EngineRegistry.register(model_type="language_model", backend=["fsdp", "fsdp2"], device=["cpu"])
-class CPUEngineWithLMHead(_OnCPU, transformer_impl.FSDPEngineWithLMHead):
+class CPUEngineWithLMHead(_OnCPU, SharedPrompts, transformer_impl.FSDPEngineWithLMHead):
     """verl's FSDP actor and reference engine."""
 
     def prepare_model_outputs(self, output, *args, **kwargs):

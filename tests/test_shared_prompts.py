@@ -1,0 +1,192 @@
+"""The cpu stack computes each prompt of a micro-batch once: what comes out is what verl computes row by row."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.helpers import ROOT
+
+# A process with our platform: verl's engine computes each batch in its own way and with each prompt once.
+COMPARED = """
+import json, sys
+from types import SimpleNamespace
+import torch, verl
+from tensordict import TensorDict
+from transformers import AutoModelForCausalLM
+from verl.utils import tensordict_utils as tu
+from tasks.common.stacks.cpu import shared_prompts
+from tasks.common.stacks.cpu.verl_platform import CPUEngineWithLMHead
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
+
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype="float32", attn_implementation="sdpa")
+engine = object.__new__(CPUEngineWithLMHead)
+config = SimpleNamespace(entropy_checkpointing=True, entropy_from_logits_with_chunking=False)
+engine.__dict__.update(module=model, pad_to_length=False, use_ulysses_sp=False, engine_config=config)
+engine.__dict__.update(_autocast_dtype=torch.float32, compute_entropy_from_logits=None)
+engine.get_data_parallel_group = lambda: None
+from verl.utils import torch_functional
+engine.compute_entropy_from_logits = torch_functional.entropy_from_logits
+packs = shared_prompts.SharedPrompts._packs
+made = []
+pack = shared_prompts.pack
+shared_prompts.pack = lambda *given: made.append(pack(*given)) or made[-1]
+
+
+def nested(rows):
+    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+
+def batch(prompts, responses, masks=None, **options):
+    sequences = [torch.cat(pair) for pair in zip(prompts, responses)]
+    data = {"input_ids": nested(sequences), "position_ids": nested([torch.arange(len(s)) for s in sequences])}
+    if masks is None:
+        data |= {"prompts": nested(prompts), "responses": nested(responses)}
+        data["loss_mask"] = nested([torch.ones(len(r)) for r in responses])
+    else:
+        data["loss_mask"] = nested(masks)
+    data = TensorDict(data, batch_size=len(sequences))
+    tu.assign_non_tensor(data, use_remove_padding=False, use_fused_kernels=False, calculate_entropy=True, **options)
+    return data
+
+
+def computed(data, own):
+    shared_prompts.SharedPrompts._packs = packs if own else lambda *_: False
+    model.zero_grad()
+    found = {}
+
+    def loss(model_output, data, dp_group):
+        found.update(model_output)
+        mask = wanted(data)
+        weights = torch.linspace(-1, 1, int(mask.sum()))
+        return (model_output["log_probs"].values()[mask] * weights).sum(), {}
+
+    total, _ = engine.forward_step(data, loss, forward_only=False)
+    total.backward()
+    mask = wanted(data)
+    values = torch.stack([found[name].values().detach()[mask] for name in ("log_probs", "entropy")])
+    others = found["log_probs"].values().detach()[~mask]
+    return values, [p.grad.clone() for p in model.parameters()], others
+
+
+def wanted(data):
+    sequences = data["input_ids"].unbind()
+    if data.get("prompts") is None:
+        return torch.cat([torch.cat([m[1:], m.new_zeros(1)]) for m in data["loss_mask"].unbind()]).bool()
+    marks = []
+    for sequence, response in zip(sequences, data["responses"].unbind()):
+        mark = torch.zeros(len(sequence), dtype=torch.bool)
+        mark[len(sequence) - len(response) - 1 : -1] = True
+        marks.append(mark)
+    return torch.cat(marks)
+
+
+def drawn(low, high):
+    return torch.randint(5, 250, (int(torch.randint(low, high, (1,))),))
+
+
+torch.manual_seed(0)
+one, two, long = drawn(5, 9), drawn(5, 9), drawn(5, 9)
+groups = [one, two, one, one, two, long]
+responses = [drawn(1, 9) for _ in groups]
+single = [drawn(3, 30) for _ in range(4)]
+masks = [torch.cat([torch.zeros(len(p)), torch.randint(0, 2, (len(r),))]) for p, r in zip(groups, responses)]
+temperatures = torch.tensor([0.7, 1.0, 1.3, 0.7, 2.0, 1.0])
+cases = {
+    "groups": batch(groups, responses, temperature=0.7),
+    "a temperature a row": batch(groups, responses, temperature=1.0),
+    "one group": batch([one] * 4, [drawn(1, 9) for _ in range(4)], temperature=1.0),
+    "single rows": batch(single, [drawn(1, 9) for _ in single], temperature=1.0),
+    "long responses": batch([one] * 4, [drawn(500, 600) for _ in range(4)], temperature=1.0),
+    "sft": batch(groups, responses, masks, temperature=1.0),
+}
+cases["a temperature a row"]["temperature"] = temperatures
+found = {}
+for name, data in cases.items():
+    made.clear()
+    values, gradients, others = computed(data, own=True)
+    shapes = [list(packed.ids.shape) for packed in made]
+    wanted_values, wanted_gradients, _ = computed(data, own=False)
+    largest = max(g.abs().max() for g in wanted_gradients)
+    off = max((a - b).abs().max() for a, b in zip(gradients, wanted_gradients)) / largest
+    found[name] = {
+        "log-probs": (values - wanted_values).abs().max().item(),
+        "gradients": off.item(),
+        "others": others.abs().max().item(),
+        "rows": shapes,
+        "finite": bool(values.isfinite().all()),
+    }
+
+# The rows of a prompt come into one micro-batch, and the result back into the batch's order.
+seen = []
+
+
+def forward_backward_batch(self, data, loss_function, forward_only=False):
+    seen.append([prompt.tolist() for prompt in data["prompts"].unbind()])
+    return {"model_output": {"log_probs": data["input_ids"]}, "metrics": {}}
+
+
+FSDPEngine.forward_backward_batch = forward_backward_batch
+tu.assign_non_tensor(cases["groups"], use_dynamic_bsz=False)
+output = engine.forward_backward_batch(cases["groups"], None)
+found["order"] = [seen[0], [one.tolist()] * 3 + [two.tolist()] * 2 + [long.tolist()]]
+back = output["model_output"]["log_probs"].unbind()
+found["back"] = all(torch.equal(a, b) for a, b in zip(back, cases["groups"]["input_ids"].unbind(), strict=True))
+print(json.dumps(found))
+"""
+CASES = ("groups", "a temperature a row", "one group", "single rows", "long responses", "sft")
+
+
+@pytest.fixture(scope="module")
+def found(small_model) -> dict:
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "VERL_PLATFORM": "cpu",
+        "VERL_USE_EXTERNAL_MODULES": "tasks.common.stacks.cpu.verl_platform",
+    }
+    command = [sys.executable, "-c", COMPARED, str(small_model)]
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_log_probs_entropy_and_gradients_are_verls(found, case):
+    assert found[case]["finite"] and found[case]["log-probs"] < 1e-4
+    assert found[case]["gradients"] < 1e-4
+    assert found[case]["others"] == 0
+
+
+def test_a_prompt_stands_once_where_that_is_less_work(found):
+    assert [len(found[case]["rows"]) for case in CASES] == [2, 2, 2, 2, 2, 1]  # the two ways; SFT has no prompts
+    assert [found["groups"]["rows"][way][0] for way in (0, 1)] == [3, 6]
+    assert [found["one group"]["rows"][way][0] for way in (0, 1)] == [1, 4]
+    assert found["sft"]["rows"][0][0] == 6
+
+
+def test_rows_of_a_prompt_share_a_micro_batch_and_results_come_back_in_order(found):
+    got, wanted = found["order"]
+    assert got == wanted and found["back"]
+
+
+def test_a_token_sees_its_prompt_and_its_own_response():
+    from tasks.common.stacks.cpu.shared_prompts import pack
+
+    sequences = [torch.tensor(ids) for ids in ([7, 8, 1], [7, 8, 2, 3], [9, 4])]
+    packed = pack(sequences, [2, 2, 1], [torch.arange(1, 2), torch.arange(1, 3), torch.arange(0, 1)])
+    assert packed.ids.tolist() == [[7, 8, 1, 2, 3], [9, 4, 0, 0, 0]]
+    assert packed.positions[0].tolist() == [0, 1, 2, 2, 3]
+    assert packed.mask[0, 0].int().tolist() == [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [1, 1, 1, 0, 0],
+        [1, 1, 0, 1, 0],
+        [1, 1, 0, 1, 1],
+    ]
+    assert packed.mask.any(-1).all()  # padding too: a softmax over nothing is NaN
+    assert packed.places.tolist() == [1, 1, 3, 5]
+    assert packed.sources.tolist() == [1, 4, 5, 7] and packed.counts.tolist() == [1, 2, 1]
