@@ -13,7 +13,6 @@ default LORA_ALPHA 16                           # LoRA scale
 default LR 1e-5 cpu=2e-4                        # of the adapter
 default SFT_STEPS 64 cpu=12                     # steps of the warm-up
 default SFT_LR 1e-4 cpu=2e-3                    # of the adapter in the warm-up
-default MICRO_BATCH_SIZE 16                     # sequences in one pass: 24 GB of memory are enough without a GPU
 default MAX_PROMPT_LENGTH 1024 cpu=256          # tokens
 default MAX_RESPONSE_LENGTH 128 cpu=48          # tokens
 

@@ -11,7 +11,6 @@ default TEST_SIZE 1319 cpu=128                  # what GSM8K has; 0: all
 default REWARD strict                           # strict | flexible (the last number will do)
 default STEPS 100 cpu=8                         # training steps
 default SFT_STEPS 64 cpu=16                     # steps of the warm-up
-default MICRO_BATCH_SIZE 16                     # sequences in one pass: 24 GB of memory are enough without a GPU
 default MAX_PROMPT_LENGTH 512 cpu=192           # tokens
 default MAX_RESPONSE_LENGTH 1024 cpu=96         # tokens
 

@@ -11,7 +11,6 @@ default TRAIN_SIZE 0                            # 0: all
 default TEST_SIZE 0.05                          # a share, or a count
 default REWARD instruct                         # strict (with thinking) | instruct
 default STEPS 100 cpu=8                         # training steps
-default MICRO_BATCH_SIZE 16 cpu=4               # long prompts: fewer sequences in one pass
 default MAX_PROMPT_LENGTH 4096 cpu=448          # tokens
 default MAX_RESPONSE_LENGTH 1024 cpu=64         # tokens
 

@@ -31,7 +31,6 @@ DEFAULTS = {
     "MAX_RESPONSE_LENGTH": "64",
     "N_GPUS": "1",
     "MAX_TOKENS_PER_GPU": "0",  # only a GPU's kernels can leave padding out
-    "MICRO_BATCH_SIZE": "16",
     "SAVE_FREQ": "4",
     "TEST_FREQ": "0",  # 32 prompts and 8 steps would choose the best checkpoint by chance
     "N": "2",
