@@ -149,7 +149,7 @@ def _work(compute_score: Callable, rows: Sequence[Row], chunks: list[range], pip
     process that hangs or dies is replaced; the new one first scores a demonstration that went well."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    guarded, loaded = Guarded(compute_score, rows), False
+    guarded, loaded = Guarded(compute_score, rows, seconds=CALL_SECONDS), False
     for chunk in chunks:
         results: list[Result | None] = []
         for index in chunk:
