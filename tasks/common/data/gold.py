@@ -4,6 +4,7 @@ The reward runs in processes of its own (guarded.py): a row of a data file may m
 """
 
 import functools
+import heapq
 import importlib
 import multiprocessing
 import os
@@ -57,7 +58,8 @@ def check(s: Settings, rows: Sequence[Row]) -> tuple[dict, set[int]]:
         return entry | {"note": "not checked: the reward asks a judge"}, set()
     if s.REWARD:
         compute_score = functools.partial(compute_score, variant=s.REWARD)
-    wrong, slow = set(), 0
+    wrong: dict[int, str] = {}  # why, by index
+    slow = 0
     for index, result in enumerate(_scores(compute_score, rows)):
         if result is None:
             continue
@@ -65,16 +67,21 @@ def check(s: Settings, rows: Sequence[Row]) -> tuple[dict, set[int]]:
         if result.right:
             entry["right"] += 1
             continue
-        wrong.add(index)
-        if len(wrong) <= SHOWN:
-            entry["others"].append({"place": rows[index].place, "reason": _reason(result)})
+        wrong[index] = _reason(result)
         slow += _slow(result)
         if slow == MOST_SLOW:
             entry["note"] = f"ended at row {index + 1} of {len(rows)}: {slow} took longer than {CALL_SECONDS:g} s"
             break
     if not entry["demonstrations"]:
         entry["note"] = "not checked: no demonstrations"
-    return entry, wrong
+    others = ({"place": rows[index].place, "reason": reason} for index, reason in wrong.items())
+    return entry | {"others": heapq.nsmallest(SHOWN, others, key=_in_file)}, set(wrong)
+
+
+def _in_file(other: dict) -> tuple[str, int]:
+    """By file and number: line 9 comes before line 10."""
+    text, _, number = other["place"].rpartition(" ")
+    return (text, int(number)) if number.isdecimal() else (other["place"], 0)
 
 
 def _reason(result: Result) -> str:
