@@ -10,7 +10,7 @@ import pytest
 
 from tasks.common.evaluation import attack
 from tasks.common.evaluation.exploits import Form, Row, shrunk
-from tasks.common.evaluation.guarded import Guarded, asks_judge
+from tasks.common.guarded import Guarded, asks_judge
 from tasks.common.rewards import gym
 from tasks.common.rewards.answers import JudgeError, after_thinking, last_answer, read_ground_truth, reward_function
 from tasks.common.rewards.expression import parse_expression
@@ -309,7 +309,7 @@ def test_a_judge_that_fails_stops_the_attack():
         raise JudgeError("judge at http://localhost: no answer")
 
     with pytest.raises(JudgeError, match="no answer"):
-        Guarded(unreachable, plain(), network=True).scores("x", [0])
+        Guarded(unreachable, plain(), network=True, fatal=JudgeError).scores("x", [0])
 
 
 def test_the_form_of_an_answer_is_learned():

@@ -210,6 +210,16 @@ def refusal(path, kind="rl"):
     return message
 
 
+def test_the_first_ten_bad_rows_are_named_at_once(tmp_path):
+    rows = [bad_rl(ability="") if place > 2 else bad_rl() for place in range(30)]
+    with pytest.raises(DataError) as error:
+        validate_parquet(write_any(tmp_path / "x.parquet", rows))
+    told = [str(error.value), *error.value.__notes__]
+    assert told == [
+        f"{tmp_path}/x.parquet: row {place}, column ability: must be non-empty text" for place in range(3, 13)
+    ]
+
+
 @pytest.mark.parametrize("column, changes", BAD_RL.values(), ids=BAD_RL)
 def test_bad_rl_row_is_named(tmp_path, column, changes):
     path = write_any(tmp_path / "bad.parquet", [bad_rl(**changes)])

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tasks.common.data.rows import read_rows
 from tasks.common.launch import doctor
 from tasks.common.machine import hardware, memory
 from tasks.common.machine.memory import EMBEDDED_CONFIG, Plan, shapes, shapes_of
@@ -130,6 +131,20 @@ def test_what_verl_would_refuse_later_is_refused_now(variables, said, prepared, 
     result = make("doctor", **{**prepared, **own, **variables})
     assert result.returncode != 0
     assert [line for line in result.stdout.splitlines() if line.startswith("error") and said in line], result.stdout
+
+
+def test_demonstrations_that_do_not_fit_are_counted(prepared):
+    file = Path(prepared["ARTIFACTS"]) / "data/countdown/sft.parquet"
+    lengths = sorted(len(row["messages"][-1]["content"].encode()) for row in read_rows(file))  # a byte is a token
+    result = make("doctor", **{**prepared, "MAX_RESPONSE_LENGTH": str(lengths[-3])})
+    (line,) = [line for line in lines(result, "warning") if line.startswith("demonstrations: ")]
+    assert (
+        f"{len(lengths)} of {len(lengths)} measured, the longest has {lengths[-1] + 1} tokens" in line
+    )  # the last: end of turn
+    count = sum(length + 1 > lengths[-3] for length in lengths)
+    assert f"; {count} are longer than MAX_RESPONSE_LENGTH where RL cuts a response; raise" in line
+    result = make("doctor", **{**prepared, "MAX_RESPONSE_LENGTH": str(lengths[-1] + 1)})
+    assert [line for line in lines(result, "ok") if line.startswith("demonstrations: ")], result.stdout
 
 
 def test_a_training_says_what_is_not_ok_and_does_not_begin(prepared, copy):

@@ -144,6 +144,37 @@ def test_bad_file_is_refused_with_file_and_row_and_nothing_is_written(tmp_path, 
     assert not (tmp_path / "out").exists() or not list((tmp_path / "out").iterdir())
 
 
+def test_the_first_ten_bad_rows_are_told_at_once(tmp_path):
+    lines = ["7" if place % 2 else json.dumps({"a": place}) for place in range(40)]
+    path = write(tmp_path / "x.jsonl", "\n".join(lines))
+    with pytest.raises(DataError) as error:
+        list(Records(path))
+    told = [str(error.value), *error.value.__notes__]
+    assert told == [f"{path}: line {number}: must be an object, begins with '7'" for number in range(2, 22, 2)]
+
+    def small(record):  # refuses records that are read well, between those that are not
+        if record["a"] > 2:
+            raise DataError(f"a is {record['a']}")
+        return record
+
+    seen = []
+    with pytest.raises(DataError, match=rf"^{path}: line 2: must be an object") as error:
+        seen += Records(path).converted(small)
+    assert seen == [(f"{path}: line 1", {"a": 0})]
+    assert error.value.__notes__[:2] == [
+        f"{path}: line 4: must be an object, begins with '7'",
+        f"{path}: line 5: a is 4",
+    ]
+
+
+def test_what_ends_the_reading_is_told_last(tmp_path):
+    path = write(tmp_path / "x.csv", 'a,b\n1\n1,2\n"1"x,2\n')
+    with pytest.raises(DataError, match=r"row 0 \(line 2\): has 1 fields") as error:
+        list(Records(path))
+    (last,) = error.value.__notes__
+    assert last.startswith(f"{path}: after row 1: not readable csv")
+
+
 @pytest.mark.parametrize("suffix, message", [(".json", "row 1: "), (".jsonl", "line 2: "), (".csv", "after row 0: ")])
 def test_row_without_end_is_refused_before_it_fills_the_memory(tmp_path, monkeypatch, suffix, message):
     monkeypatch.setattr(records, "LONGEST", 10_000)

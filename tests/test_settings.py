@@ -49,6 +49,7 @@ VALUES = {
     "TRAIN_FILE": "",
     "PAIRS_FILE": "",
     "SAMPLED_PROMPTS": "16",
+    "GOLD": "warn",
     "SEED": "42",
     "TRAIN_SEED": "42",
     "METHOD": "grpo",
@@ -345,7 +346,7 @@ def test_the_share_counts_where_the_source_is_finite():
 # ---- fingerprints
 
 DATA = {"SOURCE": "hub", "DIFFICULTY": "hard", "TRAIN_SIZE": "65", "TEST_SIZE": "17", "SFT_SIZE": "33", "SEED": "43"}
-DATA |= {"DEV_SIZE": "9", "MAX_SAMPLES": "99", "REWARD": "strict", "MAX_PROMPT_LENGTH": "129"}
+DATA |= {"DEV_SIZE": "9", "MAX_SAMPLES": "99", "REWARD": "strict", "MAX_PROMPT_LENGTH": "129", "GOLD": "drop"}
 WARM_UP = {
     "STACK": "current",
     "MODEL": "other",
@@ -379,7 +380,7 @@ REPORTING = {
     "LIMIT": "9",
     "GREEDY": "0",
 }
-REPORTING |= {"EVAL_TEMPERATURE": "0", "TOP_P": "0.5", "MAX_NEW_TOKENS": "5", "EVAL_SEED": "3"}
+REPORTING |= {"EVAL_TEMPERATURE": "0", "TOP_P": "0.5", "MAX_NEW_TOKENS": "5", "EVAL_SEED": "3", "GOLD": "error"}
 
 
 def fingerprints(**changes):

@@ -364,7 +364,7 @@ def test_all_that_a_finite_source_has(folder, small_model):
     assert manifest["rows"] == {"test": 3, "train": 27, "sft": 8}
     assert manifest["dropped"] == {"unusable": 1, "too_long": 0, "duplicates": 4, "over_limit": 0}
     assert "dropped: 1 unusable, 4 duplicates" in describe(manifest)
-    assert len(describe(manifest).splitlines()) == 2
+    assert len(describe(manifest).splitlines()) == 3  # the last: the gold check
 
 
 def test_long_prompts_are_dropped_by_the_model_s_own_tokens(folder, small_model):

@@ -137,12 +137,14 @@ def die_with_torchrun() -> None:
 
 @contextlib.contextmanager
 def errors_in_one_line(*kinds: type[Exception], stopped: str = "") -> Iterator[None]:
-    """An error of ``kinds``, of a stage or of a file ends the command with one line and exit code 1; Ctrl-C prints
-    ``stopped`` and ends it with exit code 130."""
+    """An error of ``kinds``, of a stage or of a file ends the command with one line, one more for each note of the
+    error, and exit code 1; Ctrl-C prints ``stopped`` and ends it with exit code 130."""
     try:
         yield
     except (StageFailed, OSError, *kinds) as error:
-        sys.exit(f"error: {error if isinstance(error, StageFailed) else printable(' '.join(str(error).split()))}")
+        lines = [printable(" ".join(text.split())) for text in (str(error), *getattr(error, "__notes__", ()))]
+        said = str(error) if isinstance(error, StageFailed) else "\n  ".join(lines)
+        sys.exit(f"error: {said}")
     except KeyboardInterrupt:
         if stopped:
             print(f"\n{stopped}", file=sys.stderr)

@@ -123,6 +123,11 @@ class Settings:
     TRAIN_FILE: str = variable("", "parquet to train on in place of train.parquet, e.g. the signal.parquet of a probe")
     PAIRS_FILE: str = variable("", "dpo: parquet, json or jsonl of prompt, chosen, rejected; empty: own samples")
     SAMPLED_PROMPTS: int = variable("1024", "prompts sampled for SFT_SOURCE=samples and dpo; 0: all", _from_0)
+    GOLD: str = variable(
+        "warn",
+        "rows whose demonstration the reward calls wrong: `warn`, `drop` or `error`",
+        _one_of("drop", "warn", "error"),
+    )
     SEED: int = variable("42", "of data, sampling and shuffling", _from_0)
     TRAIN_SEED: int = variable(_same_as("SEED"), "of RL and DPO alone: order of prompts, sampling", _from_0)
     # optimisation
@@ -234,6 +239,8 @@ class Settings:
         values |= self._values("MAX_PROMPT_LENGTH") | {"code": code_digest(self.task_dir / "prepare_data.py")}
         if self.FILE or self.SOURCE not in GENERATORS:
             values |= self._values("TEST_SHARE")
+        if self.GOLD == "drop":  # which rows there are depends on the reward
+            values |= {"gold": code_digest(self.task_dir / "reward.py")}
         return fingerprint(values, *self.source_files)
 
     def sft_fingerprint(self) -> str:
@@ -270,7 +277,7 @@ WHOLE = ("data", "model", "sft", "train", "merge", "eval", "compare")
 
 # Variables that do not tell runs apart: they continue a run, or only report.
 REPORTING = {"RUN", "STEPS", "SELF_PLAY_ROUNDS", "SAVE_FREQ", "TEST_FREQ", "KEEP", "PATIENCE", "ABORT_ON", "WANDB"}
-REPORTING |= {"LOGGER", "GPU_MEMORY_UTILIZATION", "TP", "SP", "OFFLOAD"}
+REPORTING |= {"LOGGER", "GPU_MEMORY_UTILIZATION", "TP", "SP", "OFFLOAD", "GOLD"}
 REPORTING |= {"N", "LIMIT", "GREEDY", "EVAL_TEMPERATURE", "TOP_P", "MAX_NEW_TOKENS", "EVAL_SEED"}
 
 

@@ -192,13 +192,13 @@ def file_settings(path):
     return SimpleNamespace(FILE=str(path), REWARD="instruct")
 
 
-def test_what_cannot_be_used_is_counted_and_the_first_is_shown(tmp_path, capsys):
+def test_what_cannot_be_used_is_counted_and_the_first_ten_are_shown(tmp_path, capsys):
     path = tmp_path / "data.jsonl"
     conversation_file(path, 20)
     found = from_file(file_settings(path))
     for _ in range(2):  # it can be read again
         assert [example is None for example in found].count(True) == 20
-    assert capsys.readouterr().out.count("the first of them: ") == 1
+    assert capsys.readouterr().out.count("  cannot be used: ") == 10
     assert found.origin()[0]["file"] == str(path)
 
 

@@ -3,14 +3,16 @@
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from itertools import chain, islice
+from dataclasses import dataclass, field, replace
+from itertools import chain, count, islice
 from pathlib import Path
 
+from tasks.common.data import gold
 from tasks.common.data.records import HubRecords, HubUnreachable, Records, load
 from tasks.common.data.rows import (
+    FIRST_PROBLEMS,
     DataError,
     chat,
     messages_problem,
@@ -37,7 +39,8 @@ class Example:
     ``prompt``: text of the user's turn, or OpenAI messages. ``ground_truth``: stored as JSON text unless it is text.
     ``tools``: OpenAI tool schemas for the prompt. ``split``: "train" or "test" where the source has its own split.
     ``group``: examples of one group (turns of a conversation) go to one side of the split. ``key``: the same text for
-    the same problem, where different prompts may pose it; the problem is then taken once.
+    the same problem, where different prompts may pose it; the problem is then taken once. ``place``: of its record, for
+    people; ``Examples`` sets it.
     """
 
     prompt: str | list[dict]
@@ -48,6 +51,7 @@ class Example:
     split: str | None = None
     group: str | None = None
     key: str | None = None
+    place: str = field(default="", compare=False)
 
     def messages(self) -> list[dict]:
         """The prompt as OpenAI messages."""
@@ -67,21 +71,21 @@ class Examples:
 
     ``parts``: ``records.load(path)``, or ``[records.hub(name, config, split), …]``. ``convert``: the examples of a
     record, perhaps none. Text in place of an example says why a part of the record cannot be used: all such texts are
-    counted, the first is printed. A DataError of ``convert`` ends the reading, with the record's place in its message.
+    counted, the first ten are printed. A DataError of ``convert`` ends the reading; its message names the place.
     """
 
     def __init__(self, parts: list[Records | HubRecords], convert: Callable[[dict], Iterable[Example | str]]):
-        self.parts, self.convert, self.told = parts, convert, False
+        self.parts, self.convert, self.told = parts, convert, 0
 
     def __iter__(self) -> Iterator[Example | None]:
         for part in self.parts:
             for place, found in part.converted(self._examples):
                 for example in found or [None]:
                     if isinstance(example, str):
-                        if not self.told:
-                            print(f"  some cannot be used, the first of them: {place}: {example}", flush=True)
-                        self.told, example = True, None
-                    yield replace(example, split=part.split) if example and part.split else example
+                        if self.told < FIRST_PROBLEMS:
+                            print(f"  cannot be used: {place}: {example}", flush=True)
+                        self.told, example = self.told + 1, None
+                    yield example and replace(example, split=part.split or example.split, place=place)
 
     def _examples(self, record: dict) -> list[Example | str]:
         found = list(self.convert(record))
@@ -156,18 +160,24 @@ def _prepare(settings: Settings, name: str, source: Source, note: str) -> dict:
     finite = iter(examples) is not examples
     shown = f"FILE={settings.FILE}" if name == "file" else f"SOURCE={name}"
     demonstrations: list[dict] = []
+    checked = {}
+
+    def check(sides: dict[str, list], load: Callable) -> dict[str, list]:
+        checked["gold"], sides = _gold_checked(settings, sides, load)
+        return sides
 
     def row(example: Example, split: str, index: int) -> dict:
         messages, tools = example.messages(), example.tools
         if split == "train" and example.demonstration and len(demonstrations) < settings.SFT_SIZE:
             demonstrations.append(sft_row(messages, example.demonstration, tools))
-        return rl_row(settings.TASK, messages, example.ground_truth, split, index, tools, example.key)
+        return _rl_row(settings, example, split, index)
 
     form = Form(
         identity=lambda e: (e.group, prompt_text(e)) if e.group else (prompt_text(e), ""),
         row=row,
         schema=rl_schema,
         needs_tools=needs_tools,
+        check=check,
     )
     with replaced_as_a_whole(settings.data_dir, ("test", "dev", "train", "sft")) as new:
         try:
@@ -193,9 +203,55 @@ def _prepare(settings: Settings, name: str, source: Source, note: str) -> dict:
         if not isinstance(examples, Examples):
             examples = Examples(load(settings.FILE) if name == "file" else [], iter)
         manifest = {"fingerprint": settings.data_fingerprint(), "source": name, "note": "; ".join(filter(None, notes))}
-        manifest |= {"origin": examples.origin(), "seed": settings.SEED, "rows": rows, **details}
+        manifest |= {"origin": examples.origin(), "seed": settings.SEED, "rows": rows, **details, **checked}
         write_json(new / "manifest.json", manifest)
     return manifest
+
+
+def _rl_row(settings: Settings, example: Example, split: str, index: int) -> dict:
+    return rl_row(settings.TASK, example.messages(), example.ground_truth, split, index, example.tools, example.key)
+
+
+@dataclass(frozen=True)
+class _Gold(Sequence):
+    """The rows of all sides for the gold check, made anew each time they are read."""
+
+    settings: Settings
+    sides: dict[str, list]
+    load: Callable[[object], Example]
+
+    def __len__(self) -> int:
+        return sum(map(len, self.sides.values()))
+
+    def __getitem__(self, index: int) -> gold.Row:
+        for side, items in self.sides.items():
+            if index < len(items):
+                return self._row(side, index, self.load(items[index]))
+            index -= len(items)
+        raise IndexError(index)
+
+    def _row(self, side: str, index: int, example: Example) -> gold.Row:
+        row = _rl_row(self.settings, example, side, index)
+        place = example.place or f"{side}: row {index}"
+        truth = row["reward_model"]["ground_truth"]
+        return gold.Row(place, example.demonstration, truth, row["data_source"], row["extra_info"])
+
+
+def _gold_checked(settings: Settings, sides: dict[str, list], load: Callable) -> tuple[dict, dict[str, list]]:
+    """The manifest's entry of the gold check, and ``sides``, with GOLD=drop without the rows that are not right.
+
+    Raises DataError for such rows with GOLD=error, and where GOLD=drop leaves a side empty.
+    """
+    entry, wrong = gold.check(settings, _Gold(settings, sides, load))
+    if wrong and settings.GOLD == "error":
+        raise DataError(f"GOLD=error: {gold.said(entry)}")
+    if wrong and settings.GOLD == "drop":
+        place = count()  # over all sides, as the check counts
+        left = {side: [item for item in items if next(place) not in wrong] for side, items in sides.items()}
+        if empty := [side for side, items in sides.items() if items and not left[side]]:
+            raise DataError(f"GOLD=drop: leaves no {empty[0]} row; {gold.said(entry)}")
+        entry, sides = entry | {"dropped": len(wrong)}, left
+    return entry, sides
 
 
 def _finite(settings: Settings, examples: Iterable[Example | None], form: Form, new: Path) -> tuple[dict, dict]:
@@ -285,7 +341,7 @@ def read_manifest(data_dir: Path) -> dict:
 
 
 def describe(manifest: dict) -> str:
-    """A manifest in a line or two: rows, source, what was dropped."""
+    """A manifest in one to three lines: rows and source, what was dropped, the gold check."""
     rows = ", ".join(f"{count} {name}" for name, count in manifest["rows"].items())
     parts = [manifest["source"]]
     for part in manifest.get("origin") or []:
@@ -295,7 +351,9 @@ def describe(manifest: dict) -> str:
             details = [part["config"], part["split"], part.get("revision", "")[:12]]
             parts.append(f"{part['hub']} ({', '.join(filter(None, details))})")
     extra = "; ".join(filter(None, [_because(manifest).strip(" ()"), manifest.get("note")]))
-    return f"{rows} from {', '.join(parts)}, seed {manifest['seed']}" + (f"\n  {extra}" if extra else "")
+    checked = f"gold check: {gold.said(manifest['gold'])}" if manifest.get("gold") else ""
+    lines = [f"{rows} from {', '.join(parts)}, seed {manifest['seed']}", extra, checked]
+    return "\n  ".join(filter(None, lines))
 
 
 def _because(details: dict) -> str:

@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import pyarrow as pa
 
-from tasks.common.data.rows import DataError, parquet_rows
+from tasks.common.data.rows import FIRST_PROBLEMS, DataError, parquet_rows
 from tasks.common.files import sha256
 from tasks.common.strict_json import finite, no_constant
 from tasks.common.text import one_line
@@ -33,7 +33,7 @@ class Records:
 
     ``.json`` is an array of objects or one object per line; ``.csv`` has a header and all its values are text; text is
     UTF-8. ``split``: "train" or "test" when the file is such a part of a data set. Raises DataError that names file and
-    row (from 0; in JSONL the line, from 1).
+    row (from 0; in JSONL the line, from 1) of the first record that cannot be used, and of the next nine.
     """
 
     def __init__(self, path: Path | str, split: str | None = None):
@@ -44,10 +44,10 @@ class Records:
             raise DataError(f"{path}: no such file")
 
     def __iter__(self) -> Iterator[dict]:
-        return (record for _, record in self.located())
+        return (record for _, record in self.converted(lambda record: record))
 
-    def located(self) -> Iterator[tuple[str, dict]]:
-        """Each record with its place, "train.jsonl: line 3"."""
+    def located(self) -> Iterator[tuple[str, dict | DataError]]:
+        """Each record, or why it is none, with its place, "train.jsonl: line 3"."""
         reader = {".json": _json, ".jsonl": _lines, ".csv": _csv, ".parquet": _parquet}[self.path.suffix.lower()]
         place = None
         try:
@@ -62,13 +62,26 @@ class Records:
             raise DataError(f"{self.path}: has no rows")
 
     def converted(self, convert: Callable[[dict], object]) -> Iterator[tuple[str, object]]:
-        """``convert(record)`` of each record with its place, which also goes before the message of its DataError."""
-        for place, record in self.located():
-            try:
-                made = convert(record)
-            except DataError as error:
-                raise DataError(f"{place}: {error}") from error
-            yield place, made
+        """``convert(record)`` of each record with its place. Raises DataError with the place of the first record that
+        is none or that ``convert`` refuses; for that the rest of the file is looked through for more of them."""
+        problems: list[str] = []
+        try:
+            for place, record in self.located():
+                try:
+                    if isinstance(record, DataError):
+                        raise record
+                    made = convert(record)
+                except DataError as error:
+                    problems.append(f"{place}: {error}")
+                    if len(problems) == FIRST_PROBLEMS:
+                        break
+                    continue
+                if not problems:
+                    yield place, made
+        except DataError as error:  # the rest cannot be read
+            problems.append(str(error))
+        if problems:
+            raise DataError.of(problems)
 
     def origin(self) -> dict:
         """The manifest's entry of the file: path, sha256, bytes."""
@@ -149,7 +162,7 @@ def _hub_answers() -> bool:
     return True
 
 
-# ---- readers: (path) -> (place, record) of each row
+# ---- readers: (path) -> (place, record) of each row, or (place, DataError) where the next row can still be read
 
 _FIRST = re.compile(r"\s*\[\s*(?:\]\s*\Z|(?=\{))")
 _NEXT = re.compile(r"\s*(?:\]\s*\Z|,\s*(?=\{))")
@@ -169,8 +182,12 @@ def _json(path: Path) -> Iterator[tuple[str, dict]]:
             raise DataError(f"{wanted}, is {text[end : end + 20].strip() or 'the end'!r}")
         if found.end() == len(text):
             return
-        record, end = _decode(text, found.end(), f"row {index}")
-        yield f"row {index}", record
+        place = f"row {index}"
+        try:
+            record, end = _decode(text, found.end())
+        except DataError as error:
+            raise DataError(f"{place}: {error}") from error
+        yield place, record
         pattern, wanted = _NEXT, f"after row {index}: must be `,` and an object, or `]` and the end"
 
 
@@ -183,24 +200,30 @@ def _lines(path: Path) -> Iterator[tuple[str, dict]]:
             if len(line) > LONGEST:
                 raise DataError(f"{place}: longer than {LONGEST >> 20} MiB")
             if text := line.decode("utf-8-sig" if number == 1 else "utf-8").strip():
-                record, end = _decode(text, 0, place)
-                if end < len(text):
-                    raise DataError(f"{place}: more after the object, from {text[end:].strip()[:20]!r}")
-                yield place, record
+                yield place, _only_object(text)
 
 
-def _decode(text: str, start: int, place: str) -> tuple[dict, int]:
+def _only_object(text: str) -> dict | DataError:
+    """The object that ``text`` is, or why it is none."""
+    try:
+        record, end = _decode(text, 0)
+    except DataError as error:
+        return error
+    return DataError(f"more after the object, from {text[end:].strip()[:20]!r}") if end < len(text) else record
+
+
+def _decode(text: str, start: int) -> tuple[dict, int]:
     """The object that begins at ``start``, and where it ends."""
     try:
         record, end = _DECODER.raw_decode(text, start)
         if _HALF.search(text, start, end):
             json.dumps(record, ensure_ascii=False).encode()  # raises UnicodeEncodeError for half a surrogate pair
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{place}: is not one JSON object ({getattr(error, 'msg', error)})") from error
+        raise DataError(f"is not one JSON object ({getattr(error, 'msg', error)})") from error
     if not isinstance(record, dict):
-        raise DataError(f"{place}: must be an object, begins with {text[start]!r}")
+        raise DataError(f"must be an object, begins with {text[start]!r}")
     if end - start > LONGEST:
-        raise DataError(f"{place}: longer than {LONGEST >> 20} MiB")
+        raise DataError(f"longer than {LONGEST >> 20} MiB")
     return record, end
 
 
@@ -214,10 +237,11 @@ def _csv(path: Path) -> Iterator[tuple[str, dict]]:
             raise DataError(f"the header has an empty or repeated name: {', '.join(header)[:200]}")
         for index, row in enumerate(rows):
             place = f"row {index}"
-            if len(row) != len(header):
-                where = f"{place} (line {reader.line_num})"
-                raise DataError(f"{where}: has {len(row)} fields, the header has {len(header)}")
-            yield place, dict(zip(header, row, strict=True))
+            if len(row) == len(header):
+                yield place, dict(zip(header, row, strict=True))
+            else:
+                problem = DataError(f"has {len(row)} fields, the header has {len(header)}")
+                yield f"{place} (line {reader.line_num})", problem
 
 
 def _parquet(path: Path) -> Iterator[tuple[str, dict]]:

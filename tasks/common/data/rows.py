@@ -48,8 +48,19 @@ def sft_schema(tools: bool = False) -> pa.Schema:
 RL_SCHEMA, SFT_SCHEMA = rl_schema(), sft_schema()
 
 
+FIRST_PROBLEMS = 10  # told at once, of one file
+
+
 class DataError(ValueError):
     """Data that a stage cannot use; the message names file, row and column."""
+
+    @classmethod
+    def of(cls, problems: list[str]) -> "DataError":
+        """The first of ``problems`` as message, the others as notes, which the command prints below it."""
+        error = cls(problems[0])
+        for other in problems[1:]:
+            error.add_note(other)
+        return error
 
 
 def chat(prompt: str, system: str | None = None) -> list[dict]:
@@ -223,14 +234,18 @@ def _sft_problem(row: dict) -> tuple[str, str] | None:
 def validate_parquet(path: Path, kind: str = "rl", most: int | None = None) -> int:
     """Check every row of ``path``, or the first ``most``, as ``kind`` ("rl" or "sft"); return how many were checked.
 
-    Raises DataError naming the row (from 0) and the column of the first problem.
+    Raises DataError naming the row (from 0) and the column of the first problem, and of the next nine.
     """
     find_problem = {"rl": _rl_problem, "sft": _sft_problem}[kind]
-    count = 0
+    count, problems = 0, []
     for count, row in enumerate(read_rows(path, most), 1):
         if found := find_problem(row):
             column, problem = found
-            raise DataError(f"{path}: row {count - 1}, column {column}: {problem}")
+            problems.append(f"{path}: row {count - 1}, column {column}: {problem}")
+            if len(problems) == FIRST_PROBLEMS:
+                break
+    if problems:
+        raise DataError.of(problems)
     if not count:
         raise DataError(f"{path}: has no rows")
     return count

@@ -40,7 +40,8 @@ class Form:
     ``identity``: an item's prompt, and text that separates it from other rows of that prompt; rows of one prompt go to
     one side. ``row``: makes a row from item, split and place in it; called in order of place, the test set first.
     ``schema``: schema of the files; its argument says whether an item ``needs_tools``. ``problem``: why an item cannot
-    be used (a name for the count), or None.
+    be used (a name for the count), or None. ``check``: from the items of each side as they are held, and what makes an
+    item of one, to those that are written.
     """
 
     identity: Callable[[object], tuple[str, str]]
@@ -48,6 +49,7 @@ class Form:
     schema: Callable[[bool], pa.Schema]
     needs_tools: Callable[[object], bool] = lambda item: False
     problem: Callable[[object], str | None] = lambda item: None
+    check: Callable[[dict[str, list], Callable], dict[str, list]] = lambda sides, load: sides
 
 
 class SplitError(DataError):
@@ -142,7 +144,7 @@ def write_sides(sides: dict[str, list], folder: Path, form: Form, tools: bool, l
     ``load`` makes the item from what ``sides`` holds of it; ``tools``: whether an item needs the schema with tools.
     """
     rows, schema = {}, form.schema(tools)
-    for name, held in sides.items():
+    for name, held in form.check(sides, load).items():
         if held:
             made = (form.row(load(each), name, place) for place, each in enumerate(held))
             rows[name] = write_parquet(made, folder / f"{name}.parquet", schema, len(held))

@@ -3,7 +3,7 @@
 No task is known here, so a right answer is not known either. What is known: no answer is right for truths that
 contradict one another. Two truths contradict when each one's own demonstration is right for it and scores low for the
 other: at most half of the way from the lowest score of any demonstration to a right one's. Right: ``acc`` 1, or a
-score as high as the best demonstration's; without ``acc`` a score from ``THRESHOLD`` on. An attempt is an exploit when
+score as high as the best demonstration's; without ``acc`` a score of 1 or more. An attempt is an exploit when
 
 - one text is right for ``CONTRADICTING`` truths that all contradict one another. Three, not two: with a tolerance, one
   number can be right for two truths whose own numbers are not; for three it cannot be;
@@ -27,15 +27,14 @@ from dataclasses import asdict, dataclass, field, replace
 
 from tasks.common.data.rows import decoded, read_rows
 from tasks.common.evaluation.exploits import SOME, Attempt, Form, Row, library, mutated, shrunk, visible
-from tasks.common.evaluation.guarded import Guarded, Result, asks_judge
 from tasks.common.evaluation.tables import show_table
 from tasks.common.files import write_json, written_beside
-from tasks.common.rewards.answers import read_ground_truth
+from tasks.common.guarded import Guarded, Result, asks_judge
+from tasks.common.rewards.answers import JudgeError, read_ground_truth
 from tasks.common.rewards.judge import Judge
 from tasks.common.settings import Command, Settings, SettingsError, artifacts
 from tasks.common.text import one_line
 
-THRESHOLD = 1.0
 CONTRADICTING = 3
 MOST, HALF = 3 / 4, 1 / 2
 ROWS, READ = 40, 2048
@@ -81,22 +80,19 @@ class Search:
             if len(own) < SOME or time.monotonic() - started < self.seconds / 8:
                 own[i] = self.reward.scores(text, [i])[0]
         most = int(self.seconds / 8 / (time.monotonic() - started) * len(own)) if own else 0  # calls
-        right = [i for i in own if self._acc(own[i])][: max(SOME, int(most**0.5))]
+        right = [i for i in own if own[i].right][: max(SOME, int(most**0.5))]
         crossed = {i: {j: self.reward.scores(texts[i], [j])[0] for j in right} for i in right}
         scores = [result.score for results in crossed.values() for result in results.values()]
         self.low = min([nothing.score, *scores])
         self.best = max((own[i].score for i in right), default=float("inf"))
 
         def far(i: int, j: int) -> bool:
-            return not self._acc(crossed[i][j]) and crossed[i][j].score <= (self.low + own[j].score) / 2
+            return not crossed[i][j].right and crossed[i][j].score <= (self.low + own[j].score) / 2
 
         self.against = {i: {j for j in right if far(i, j) and far(j, i)} for i in right}
 
-    def _acc(self, result: Result) -> bool:
-        return not result.problem and (result.score >= THRESHOLD if result.acc is None else result.acc >= 1)
-
     def _fools(self, result: Result) -> bool:
-        earns = self._acc(result) or (not result.problem and result.score >= self.best)
+        earns = result.right or (not result.problem and result.score >= self.best)
         return earns and not result.honest
 
     @property
@@ -176,7 +172,7 @@ class Search:
 
         def smallest(index: int) -> str:
             def still(text: str) -> bool:
-                return not self.over and self._acc(self.reward.scores(text, [index])[0])
+                return not self.over and self.reward.scores(text, [index])[0].right
 
             return shrunk(visible(self.rows[index].demonstration), still, 100)
 
@@ -269,7 +265,7 @@ def attack(s: Settings, command: Command, compute_score: Callable) -> None:
             raise SettingsError(f"ATTACK_CALLS={command.ATTACK_CALLS}: must be at least {FEWEST_CALLS}")
     count = max(CONTRADICTING + 1, int(command.ATTACK_CALLS**0.5 / 2)) if judged else ROWS
     rows = rows_of(s, min(ROWS, count))
-    reward = Guarded(compute_score, rows, judged)
+    reward = Guarded(compute_score, rows, judged, fatal=JudgeError)
     try:
         search = Search(rows, reward, command.SECONDS, command.ATTACK_CALLS - len(rows) if judged else float("inf"))
         run(search, s.SEED, judged, say=_Progress())

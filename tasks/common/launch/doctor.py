@@ -16,13 +16,14 @@ from urllib.parse import urlsplit
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from tasks.common.data import gold
 from tasks.common.data.prepare import read_manifest
 from tasks.common.data.rows import DataError, decoded, read_rows, tools_of, validate_parquet
 from tasks.common.install.check import installed
 from tasks.common.launch.task import compute_score_of
 from tasks.common.machine import hardware, memory
 from tasks.common.machine.memory import gb
-from tasks.common.models.chat_template import prompt_ids
+from tasks.common.models.chat_template import answer_ids, prompt_ids
 from tasks.common.models.find import embedded_folder, resolve_model, weights_bytes
 from tasks.common.models.merge import base_model, is_adapter
 from tasks.common.rewards.answers import RewardError
@@ -178,7 +179,7 @@ def packages(s: Settings) -> Iterator[Finding]:
 
 
 def data(s: Settings, training: bool) -> Iterator[Finding]:
-    """The data files that exist. ``training``: a training is about to make the others."""
+    """The data files that exist, and their gold check. ``training``: a training is about to make the others."""
     manifest = read_manifest(s.data_dir)
     if manifest.get("fingerprint") != s.data_fingerprint():
         text = f"{s.data_dir}: {'made with other settings' if manifest else 'not there yet'}"
@@ -206,6 +207,24 @@ def data(s: Settings, training: bool) -> Iterator[Finding]:
             yield error("data", f"{file}: {rows} rows, less than {by}={wanted}", f"lower {by}, or take more data")
         else:
             yield ok("data", f"{file}: {rows} rows")
+    if manifest.get("gold") and manifest.get("fingerprint") == s.data_fingerprint():
+        yield from gold_check(s, manifest, training)
+
+
+def gold_check(s: Settings, manifest: dict, training: bool) -> Iterator[Finding]:
+    """Do all demonstrations get acc 1? ``training``: its data stage says so itself, unless that is an error."""
+    entry, text = manifest["gold"], gold.said(manifest["gold"])
+    fix = f"correct these rows or {s.task_dir}/reward.py, or set GOLD=drop"
+    if gold.wrong_rows(manifest) and s.GOLD == "error":
+        yield error("gold check", text, fix)
+    elif training:
+        return
+    elif entry["reward"] != gold.digest(s):
+        yield warning("gold check", "reward.py has changed since", f"`make data TASK={s.TASK}` checks again")
+    elif gold.wrong_rows(manifest):
+        yield warning("gold check", text, fix)
+    else:
+        yield ok("gold check", text)
 
 
 def reward(s: Settings) -> Iterator[Finding]:
@@ -218,45 +237,63 @@ def reward(s: Settings) -> Iterator[Finding]:
     yield ok("reward", f"as stated on {count} cases of examples.jsonl")
 
 
-def prompts(s: Settings, by: float) -> Iterator[Finding]:
-    """How many prompts fit MAX_PROMPT_LENGTH with the model's tokenizer; verl drops the others. Skipped after ``by``
-    (time.monotonic)."""
+def lengths(s: Settings, by: float) -> Iterator[Finding]:
+    """How many prompts fit MAX_PROMPT_LENGTH with the model's tokenizer (verl drops the others), and how many
+    demonstrations MAX_RESPONSE_LENGTH. Skipped after ``by`` (time.monotonic)."""
     folder = _folder(s.MODEL)
     manifest = read_manifest(s.data_dir)
     current = manifest.get("fingerprint") == s.data_fingerprint()
     if not s.train_file.is_file() or not (current or s.TRAIN_FILE) or folder is None:
         return
+    files = {"prompts": s.train_file}
     if current and not s.TRAIN_FILE and manifest.get("tokenizer") == s.MODEL:
         yield ok("prompts", "measured with MODEL's tokenizer when the data was made")
+        del files["prompts"]
+    if current and "sft" in manifest["rows"]:
+        files["demonstrations"] = s.data_dir / "sft.parquet"
+    if files and time.monotonic() > by:
+        yield ok(" and ".join(files), "not measured: the other checks took too long")
         return
-    if time.monotonic() > by:
-        yield ok("prompts", "not measured: the other checks took too long")
+    if not files:
         return
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        total = pq.read_metadata(s.train_file).num_rows
-        every, lengths, until = max(1, total // PROMPTS), [], time.monotonic() + PROMPT_SECONDS
-        for row in islice(read_rows(s.train_file), 0, None, every):
-            lengths.append(len(prompt_ids(tokenizer, decoded(row["prompt"]), tools_of(row))))
-            if time.monotonic() > until:
-                break
-    except pa.ArrowException:
+        found = {what: _measured(tokenizer, file) for what, file in files.items()}
+    except (DataError, OSError, pa.ArrowException):
         return  # ``data`` reports it
     except Exception as problem:  # a broken config or tokenizer may raise anything
         text = one_line(str(problem), 300)
         yield error("prompts", f"MODEL={s.MODEL}: the tokenizer fails on the prompts: {text}", "take an instruct model")
         return
-    long = sum(length > s.MAX_PROMPT_LENGTH for length in lengths)
-    text = f"{len(lengths)} of {total} measured, the longest has {max(lengths)} tokens"
-    raise_it = f"raise MAX_PROMPT_LENGTH={s.MAX_PROMPT_LENGTH}"
-    if (len(lengths) - long) * total < s.TRAIN_BATCH_SIZE * len(lengths):
-        yield error("prompts", f"{text}; {long} are longer than MAX_PROMPT_LENGTH, too many for a batch", raise_it)
-    elif long:
-        yield warning("prompts", f"{text}; {long} are longer than MAX_PROMPT_LENGTH and are left out", raise_it)
-    else:
-        yield ok("prompts", f"{text}, MAX_PROMPT_LENGTH={s.MAX_PROMPT_LENGTH}")
+    for what, (tokens, total) in found.items():
+        name = "MAX_PROMPT_LENGTH" if what == "prompts" else "MAX_RESPONSE_LENGTH"
+        limit = getattr(s, name)
+        long = sum(length > limit for length in tokens)
+        text = f"{len(tokens)} of {total} measured, the longest has {max(tokens)} tokens"
+        if what == "prompts" and (len(tokens) - long) * total < s.TRAIN_BATCH_SIZE * len(tokens):
+            yield error(what, f"{text}; {long} are longer than {name}, too many for a batch", f"raise {name}={limit}")
+        elif long:
+            then = "and are left out" if what == "prompts" else "where RL cuts a response"
+            yield warning(what, f"{text}; {long} are longer than {name} {then}", f"raise {name}={limit}")
+        else:
+            yield ok(what, f"{text}, {name}={limit}")
+
+
+def _measured(tokenizer, file: Path) -> tuple[list[int], int]:
+    """Tokens of PROMPTS rows of ``file``, spread over it, as far as the time goes, and the number of its rows. Of an RL
+    row the prompt counts, of a demonstration its last message."""
+    total = pq.read_metadata(file).num_rows
+    tokens, until = [], time.monotonic() + PROMPT_SECONDS
+    for row in islice(read_rows(file), 0, None, max(1, total // PROMPTS)):
+        if "prompt" in row:
+            tokens.append(len(prompt_ids(tokenizer, decoded(row["prompt"]), tools_of(row))))
+        else:
+            tokens.append(len(answer_ids(tokenizer, row["messages"][-1]["content"])))
+        if time.monotonic() > until:
+            break
+    return tokens, total
 
 
 # ---- settings ------------------------------------------------------------------------------------------------------
@@ -358,7 +395,7 @@ def findings(s: Settings, arguments: list[str], stage: str = "doctor") -> list[F
     wrong = list(model(s))
     checks = [of_machine(s, smi), disk(s), packages(s), ray(s), judge(s), reward(s), data(s, stage != "doctor")]
     if not wrong:
-        checks += [batches_and_memory(s, arguments, stage, smi), prompts(s, started + TOKENIZER_BY)]
+        checks += [batches_and_memory(s, arguments, stage, smi), lengths(s, started + TOKENIZER_BY)]
     return [*wrong, *chain(*checks)]
 
 

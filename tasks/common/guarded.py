@@ -1,4 +1,4 @@
-"""A reward in a process of its own, for answers that may break it: a time limit for each call, no network."""
+"""A reward in a process of its own, for answers and data that may break it: a time limit for each call, no network."""
 
 import json
 import multiprocessing
@@ -7,13 +7,12 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
-from tasks.common.evaluation.exploits import Row
 from tasks.common.process import die_with_parent
-from tasks.common.rewards.answers import JudgeError
 from tasks.common.text import one_line
 
 CALL_SECONDS = 30.0  # more than a sandbox gives an answer, and its new process after that
@@ -23,32 +22,58 @@ MEMORY = 4 * 2**30  # bytes that a call may take beyond what the process has
 
 @dataclass(frozen=True)
 class Result:
-    """A call: ``score``; ``acc``, None where the reward has none; ``honest``, what the task's ``is_right`` says, None
-    without one; ``problem``, why there is no score, else empty."""
+    """A call: ``score``; ``acc`` and ``format``, None where the reward has none; ``honest``, what the task's
+    ``is_right`` says, None without one; ``problem``, why there is no score, else empty; ``fatal``, whether that was an
+    error of Guarded's ``fatal``."""
 
     score: float = 0.0
     acc: float | None = None
+    format: float | None = None
     honest: bool | None = None
     problem: str = ""
+    fatal: bool = False
+
+    @property
+    def right(self) -> bool:
+        """``acc`` 1; of a reward without ``acc`` a score of 1 or more."""
+        return not self.problem and (self.score if self.acc is None else self.acc) >= 1
+
+
+class Row(Protocol):
+    """What the reward gets besides the response. ``demonstration``: a right answer, None without one."""
+
+    source: str
+    truth: str
+    extra: dict | None
+    demonstration: str | None
 
 
 class Guarded:
     """``compute_score`` over ``rows`` in a forked process, which is replaced when a call takes longer than ``seconds``.
 
-    ``network``: let it connect, as a judge must, which limits its time itself. ``calls`` counts. Raises JudgeError when
-    the judge fails.
+    ``network``: let it connect, as a judge must, which limits its time itself. ``fatal``: an error of the reward to
+    raise here, with its message. ``calls`` counts. ``known``: the row whose demonstration a new process scores first,
+    in up to FIRST_SECONDS.
     """
 
-    def __init__(self, compute_score: Callable, rows: list[Row], network: bool, seconds: float = CALL_SECONDS):
-        self.compute_score, self.rows, self.network, self.calls = compute_score, rows, network, 0
+    def __init__(
+        self,
+        compute_score: Callable,
+        rows: Sequence[Row],
+        network: bool = False,
+        seconds: float = CALL_SECONDS,
+        fatal: type[Exception] | tuple = (),
+    ):
+        self.compute_score, self.rows, self.network, self.fatal = compute_score, rows, network, fatal
         self.seconds, self.first = (None, None) if network else (seconds, FIRST_SECONDS)
+        self.calls = self.known = 0
         self._process = None
 
     def scores(self, text: str, indices: list[int]) -> list[Result]:
         """The results of ``text`` for the rows ``indices``, up to the first that has a problem."""
         if not self._process:
             self._start()
-            loaded = self._exchange(self.rows[0].demonstration or "", [0], self.first)  # what its first call loads
+            loaded = self._exchange(self.rows[self.known].demonstration or "", [self.known], self.first)
             if not self._process:
                 return loaded
         return self._exchange(text, indices, self.seconds)
@@ -65,8 +90,8 @@ class Guarded:
             except (TimeoutError, EOFError, OSError) as error:
                 results.append(Result(problem=str(error) or "the process died"))
                 self.close()
-            if results[-1].problem.startswith("JudgeError: "):
-                raise JudgeError(results[-1].problem.removeprefix("JudgeError: "))
+            if results[-1].fatal:
+                raise self.fatal(results[-1].problem)
             if results[-1].problem:
                 break
         return results
@@ -112,10 +137,10 @@ class Guarded:
             result = self.compute_score(row.source, text, row.truth, row.extra)
             result = result if isinstance(result, dict) else {"score": result}
             honest = None if is_right is None else bool(is_right(text, row.truth))
-            acc = result.get("acc")
-            return {"score": float(result["score"]), "acc": None if acc is None else float(acc), "honest": honest}
-        except JudgeError as error:
-            return {"problem": f"JudgeError: {error}"}
+            parts = {name: float(result[name]) for name in ("acc", "format") if result.get(name) is not None}
+            return {"score": float(result["score"]), "honest": honest, **parts}
+        except self.fatal as error:
+            return {"problem": str(error), "fatal": True}
         except BaseException as error:  # SystemExit and RecursionError too: the answer caused it
             reason = one_line(str(error), 200).rpartition("compute_score ")[2]
             return {"problem": f"{type(error).__name__}: {reason}"}
@@ -139,6 +164,6 @@ def _module(compute_score: Callable):
 
 def _no_network(event: str, arguments: tuple) -> None:
     if event in ("socket.connect", "socket.bind") and arguments[0].family in (socket.AF_INET, socket.AF_INET6):
-        raise PermissionError("no network while a reward is attacked")
+        raise PermissionError("no network for a reward that asks no judge")
     if event == "socket.getaddrinfo":
-        raise PermissionError("no network while a reward is attacked")
+        raise PermissionError("no network for a reward that asks no judge")

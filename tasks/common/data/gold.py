@@ -1,0 +1,176 @@
+"""The gold check: does the task's reward call each row's own demonstration right? See docs/DATA.md.
+
+The reward runs in processes of its own (guarded.py): a row of a data file may make it hang or die.
+"""
+
+import functools
+import heapq
+import importlib
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from tqdm import tqdm
+
+from tasks.common.data.rows import DataError
+from tasks.common.guarded import CALL_SECONDS, Guarded, Result, asks_judge
+from tasks.common.process import die_with_parent
+from tasks.common.settings import Settings, code_digest
+from tasks.common.text import one_line
+
+SHOWN = 10  # wrong demonstrations that are named
+CHUNK = 512  # rows that a process scores at a time; fewer rows take one process
+MOST_PROCESSES = 16
+MOST_SLOW = 3  # demonstrations that take too long before the check ends
+
+
+@dataclass(frozen=True)
+class Row:
+    """What a row's reward gets; ``place``: where the row comes from, for people."""
+
+    place: str
+    demonstration: str | None
+    truth: str
+    source: str
+    extra: dict
+
+
+def digest(s: Settings) -> str:
+    """Of the reward that checks the rows."""
+    return code_digest(s.task_dir / "reward.py")
+
+
+def check(s: Settings, rows: Sequence[Row]) -> tuple[dict, set[int]]:
+    """Score the demonstrations of ``rows``. Returns the manifest's entry, and the indices of those that are not right.
+
+    The entry: ``rows``, ``demonstrations`` (rows that have one), ``right`` (``acc`` 1, or a score of 1 where the reward
+    has no ``acc``), ``others`` (the first SHOWN others: ``place`` and ``reason``), ``note`` (why not all were checked),
+    ``reward`` (its digest). ``rows`` may make its items anew each time they are read.
+    """
+    entry = {"reward": digest(s), "rows": len(rows), "demonstrations": 0, "right": 0, "others": [], "note": ""}
+    try:
+        compute_score = importlib.import_module(f"tasks.{s.TASK}.reward").compute_score
+    except Exception as error:  # `make data` has refused it before
+        return entry | {"note": f"not checked: reward.py cannot be loaded ({type(error).__name__})"}, set()
+    if asks_judge(compute_score):
+        return entry | {"note": "not checked: the reward asks a judge"}, set()
+    if s.REWARD:
+        compute_score = functools.partial(compute_score, variant=s.REWARD)
+    wrong: dict[int, str] = {}  # why, by index
+    slow = 0
+    for index, result in enumerate(_scores(compute_score, rows)):
+        if result is None:
+            continue
+        entry["demonstrations"] += 1
+        if result.right:
+            entry["right"] += 1
+            continue
+        wrong[index] = _reason(result)
+        slow += _slow(result)
+        if slow == MOST_SLOW:
+            entry["note"] = f"ended at row {index + 1} of {len(rows)}: {slow} took longer than {CALL_SECONDS:g} s"
+            break
+    if not entry["demonstrations"]:
+        entry["note"] = "not checked: no demonstrations"
+    others = ({"place": rows[index].place, "reason": reason} for index, reason in wrong.items())
+    return entry | {"others": heapq.nsmallest(SHOWN, others, key=_in_file)}, set(wrong)
+
+
+def _in_file(other: dict) -> tuple[str, int]:
+    """By file and number: line 9 comes before line 10."""
+    text, _, number = other["place"].rpartition(" ")
+    return (text, int(number)) if number.isdecimal() else (other["place"], 0)
+
+
+def _reason(result: Result) -> str:
+    """Why a demonstration is not right: the error, or its score by part."""
+    if result.problem:
+        return one_line(result.problem, 120)
+    parts = {"score": result.score, "acc": result.acc, "format": result.format}
+    return ", ".join(f"{name} {value:g}" for name, value in parts.items() if value is not None)
+
+
+def said(entry: dict) -> str:
+    """The manifest's entry in one line."""
+    if not entry["demonstrations"]:
+        return entry["note"]
+    text = f"{entry['right']} of {entry['demonstrations']} demonstrations get acc 1"
+    if without := entry["rows"] - entry["demonstrations"]:
+        text += f" ({without} rows have none)" if not entry["note"] else ""
+    if others := _grouped(entry["others"]):
+        many = entry["demonstrations"] - entry["right"] > len(entry["others"])
+        text += f"; {f'the first {SHOWN} others' if many else 'the others'}: {others}"
+    left_out = f"{entry['dropped']} rows left out (GOLD=drop)" if entry.get("dropped") else ""
+    return "; ".join(filter(None, [text, left_out, entry["note"]]))
+
+
+def _grouped(others: list[dict]) -> str:
+    """The places of each file and reason together: data.jsonl: line 3, line 9 (score 0, acc 0)."""
+    places: dict[tuple[str, str], list[str]] = {}
+    for other in others:
+        file, _, place = other["place"].rpartition(": ")
+        places.setdefault((file, other["reason"]), []).append(place)
+    return "; ".join(f"{file}: {', '.join(found)} ({reason})" for (file, reason), found in places.items())
+
+
+def wrong_rows(manifest: dict) -> bool:
+    """Whether the files of ``manifest`` hold rows whose demonstration is not right."""
+    entry = manifest.get("gold") or {}
+    return entry.get("right", 0) + entry.get("dropped", 0) < entry.get("demonstrations", 0)
+
+
+# ---- processes
+
+
+def _scores(compute_score: Callable, rows: Sequence[Row]) -> Iterator[Result | None]:
+    """The result of each row's demonstration in order, None without one; over all cores where there are many rows."""
+    chunks = [range(start, min(start + CHUNK, len(rows))) for start in range(0, len(rows), CHUNK)]
+    cores = min(len(os.sched_getaffinity(0)), MOST_PROCESSES, len(chunks))
+    fork = multiprocessing.get_context("fork")  # so that the rows need not be sent
+    workers = []
+    bar = tqdm(total=len(rows), desc="  gold check", unit=" rows", leave=False, mininterval=1, disable=None)
+    try:
+        for first in range(cores):
+            ours, theirs = fork.Pipe(duplex=False)
+            process = fork.Process(target=_work, args=(compute_score, rows, chunks[first::cores], theirs))
+            process.start()
+            theirs.close()
+            workers.append((process, ours))
+        for number, chunk in enumerate(chunks):
+            yield from workers[number % cores][1].recv()
+            bar.update(len(chunk))
+    except EOFError as error:
+        raise DataError("a process of the gold check died (out of memory?)") from error
+    finally:
+        bar.close()
+        for process, pipe in workers:
+            process.kill()
+            process.join()
+            pipe.close()
+
+
+def _work(compute_score: Callable, rows: Sequence[Row], chunks: list[range], pipe) -> None:
+    """Send the results of each of ``chunks``, which end after MOST_SLOW demonstrations that took too long. A guarded
+    process that hangs or dies is replaced; the new one first scores a demonstration that went well."""
+    die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    guarded, loaded = Guarded(compute_score, rows, seconds=CALL_SECONDS), False
+    for chunk in chunks:
+        results: list[Result | None] = []
+        for index in chunk:
+            if (text := rows[index].demonstration) is None:
+                results.append(None)
+                continue
+            if not loaded:
+                guarded.known = index
+            results.append(guarded.scores(text, [index])[0])
+            loaded = loaded or not results[-1].problem
+            if sum(map(_slow, results)) == MOST_SLOW:
+                break
+        pipe.send(results)
+
+
+def _slow(result: Result | None) -> bool:
+    return result is not None and "took longer than" in result.problem

@@ -1,0 +1,246 @@
+"""The gold check: each row's own demonstration, scored by the task's reward while the data is made."""
+
+import functools
+import importlib
+import json
+import os
+import time
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from tasks.common import guarded
+from tasks.common.data import gold
+from tasks.common.data.prepare import Example, Examples, describe, prepare
+from tasks.common.data.records import load
+from tasks.common.data.rows import DataError, read_rows
+from tasks.common.settings import load_settings
+from tasks.countdown.prepare_data import example
+from tests.helpers import ROOT, TASKS, copy_of_checkout, exported, make
+
+WRONG = "<answer>1</answer>"
+SHARED = Path(os.environ.get("SHARED_DATA", ROOT.parent / "shared/data"))
+SMALL = {"TRAIN_SIZE": "24", "TEST_SIZE": "8", "DEV_SIZE": "4", "SFT_SIZE": "24"}
+SMALL |= {"TRAIN_BATCH_SIZE": "4", "MINI_BATCH_SIZE": "4", "SOURCE": "toy", "INIT": "base"}
+
+
+@functools.cache
+def defaults(task: str) -> dict[str, str]:
+    return exported(ROOT / "tasks" / task / "train.sh", {"N_GPUS": "1"})
+
+
+def settings(task: str = "countdown", **changes):
+    return load_settings(defaults(task) | SMALL | {"N_GPUS": "1"} | changes)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch) -> Path:
+    """The folder of countdown's data."""
+    monkeypatch.setenv("ARTIFACTS", str(tmp_path))
+    return tmp_path / "data/countdown"
+
+
+def toy(s):
+    """Problems whose target is a sum; each fifth has a wrong demonstration, each seventh none."""
+    for number in range(1, 1000):
+        made = example([number, 2000], number + 2000)
+        if number % 7 == 0:
+            yield replace(made, demonstration=None)
+        else:
+            yield replace(made, demonstration=WRONG) if number % 5 == 0 else made
+
+
+def numbers(file: Path) -> set[int]:
+    """Of the rows of an RL file the numbers that ``toy`` counted."""
+    return {json.loads(row["reward_model"]["ground_truth"])["numbers"][0] for row in read_rows(file)}
+
+
+def test_rows_whose_demonstration_is_wrong_are_named(folder):
+    entry = prepare(settings(), {"toy": toy})["gold"]
+    # Of 1 to 36, 6 are divisible by 5 and not by 7, and 5 by 7.
+    assert (entry["rows"], entry["demonstrations"], entry["right"]) == (36, 31, 25)
+    assert len(entry["others"]) == 6 and "dropped" not in entry
+    assert {"place": "test: row 4", "reason": "score 0.1, acc 0, format 1"} in entry["others"]
+    assert len(numbers(folder / "train.parquet")) == 24  # a warning leaves nothing out
+    said = describe(json.loads((folder / "manifest.json").read_text())).splitlines()[-1]
+    assert said.startswith(
+        "  gold check: 25 of 31 demonstrations get acc 1 (5 rows have none); the others: dev: row 1 ("
+    )
+    assert "; train: row 2, row 7, row 12, row 17 (" in said  # the numbers 15, 20, 25, 30
+
+
+def test_drop_leaves_the_rows_out_of_all_files(folder):
+    manifest = prepare(settings(GOLD="drop"), {"toy": toy})
+    assert manifest["gold"]["dropped"] == 6 and manifest["gold"]["right"] == 25
+    assert manifest["rows"] == {"test": 7, "dev": 3, "train": 20, "sft": 16}
+    kept = set.union(*(numbers(folder / f"{side}.parquet") for side in ("test", "dev", "train")))
+    assert kept == {number for number in range(1, 37) if number % 5 or number % 7 == 0}
+    assert all(row["messages"][-1]["content"] != WRONG for row in read_rows(folder / "sft.parquet"))
+    assert "6 rows left out (GOLD=drop)" in describe(manifest) and not gold.wrong_rows(manifest)
+    assert "TRAIN_SIZE=24: there are 20" in manifest["note"]
+
+
+def test_error_writes_nothing_and_says_why_in_one_line(folder):
+    with pytest.raises(DataError, match=r"^GOLD=error: 25 of 31 demonstrations get acc 1.*; test: row 4 ") as error:
+        prepare(settings(GOLD="error"), {"toy": toy})
+    assert "\n" not in str(error.value) and list(folder.glob("*")) == []
+    prepare(settings(GOLD="error"), {"toy": lambda s: (e for e in toy(s) if e.demonstration != WRONG)})
+    assert (folder / "train.parquet").exists()
+
+
+def test_drop_does_not_write_an_empty_side(folder):
+    def all_tests_wrong(s):
+        return (replace(e, demonstration=WRONG) if place < 8 else e for place, e in enumerate(toy(s)))
+
+    with pytest.raises(DataError, match="GOLD=drop: leaves no test row; "):
+        prepare(settings(GOLD="drop"), {"toy": all_tests_wrong})
+    assert list(folder.glob("*")) == []
+
+
+def test_a_row_of_a_file_is_named_by_its_line(folder, tmp_path, small_model):
+    path = tmp_path / "own.jsonl"
+    rows = [{"text": f"{n}", "truth": "?" if n in (3, 40) else {"numbers": [n, 1], "target": n + 1}} for n in range(60)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def one(record):
+        return [Example(record["text"], record["truth"], f"<answer>{record['text']}+1</answer>")]
+
+    s = settings(FILE=str(path), MODEL=str(small_model), TRAIN_SIZE="0")
+    manifest = prepare(s, {"file": lambda s: Examples(load(s.FILE), one)})
+    assert manifest["gold"]["right"] == 58
+    assert [other["place"] for other in manifest["gold"]["others"]] == [f"{path}: line 4", f"{path}: line 41"]
+    assert all("RewardError: raised TypeError" in other["reason"] for other in manifest["gold"]["others"])
+
+
+# ---- a reward that hangs, dies, asks a judge
+
+
+def rows(count: int, demonstration: str | None = "right") -> list[gold.Row]:
+    return [gold.Row(f"x: row {i}", demonstration, str(i), "countdown", {}) for i in range(count)]
+
+
+@pytest.fixture
+def reward(monkeypatch):
+    """Sets countdown's reward."""
+    return lambda score: monkeypatch.setattr("tasks.countdown.reward.compute_score", score)
+
+
+@pytest.mark.parametrize("count", [1, 7, gold.CHUNK, 3 * gold.CHUNK + 5])
+def test_every_row_is_scored_in_its_place(count, reward):
+    reward(lambda source, text, truth, extra=None: {"score": 0.9, "acc": int(truth) % 3 > 0})
+    entry, wrong = gold.check(settings(), rows(count))
+    assert wrong == set(range(0, count, 3)) and entry["right"] == count - len(wrong)
+    assert [other["place"] for other in entry["others"]] == [f"x: row {i}" for i in range(0, count, 3)][: gold.SHOWN]
+
+
+def test_the_variant_and_what_verl_passes_arrive(reward):
+    seen = {"source": "countdown", "extra": {"split": "dev", "index": 3}, "variant": "strict"}
+
+    def score(source, text, truth, extra_info=None, variant=None):
+        return float({"source": source, "extra": extra_info, "variant": variant} == seen)  # a score without acc
+
+    reward(score)
+    entry, _ = gold.check(settings(REWARD="strict"), [replace(rows(1)[0], extra=seen["extra"])])
+    assert entry["right"] == 1
+    assert gold.check(settings(), rows(1))[0]["others"] == [{"place": "x: row 0", "reason": "score 0"}]
+
+
+def test_a_row_that_breaks_the_reward_does_not_break_the_check(reward):
+    def score(source, text, truth, extra=None):
+        if truth == "0":
+            os._exit(1)
+        if truth == "1":
+            raise SystemExit("no")
+        if truth == "2":
+            return {"score": float("nan")}
+        return {"score": 1.0}
+
+    reward(score)
+    entry, wrong = gold.check(settings(), rows(6))
+    assert wrong == {0, 1, 2} and entry["note"] == ""
+    reasons = [other["reason"] for other in entry["others"]]
+    assert reasons[0].startswith("the process died") and reasons[1:] == ["SystemExit: no", "score nan"]
+
+
+def test_rows_on_which_the_reward_hangs_end_the_check(reward, monkeypatch):
+    monkeypatch.setattr(gold, "CALL_SECONDS", 0.3)
+    monkeypatch.setattr(guarded, "FIRST_SECONDS", 0.6)
+
+    def score(source, text, truth, extra=None):
+        if int(truth) in (0, 5, 8, 9):
+            time.sleep(600)
+        return {"score": 1.0}
+
+    reward(score)
+    started = time.monotonic()
+    entry, wrong = gold.check(settings(), rows(2 * gold.CHUNK))
+    assert time.monotonic() - started < 30
+    assert wrong == {0, 5, 8} and (entry["demonstrations"], entry["right"]) == (9, 6)
+    assert entry["note"].startswith(f"ended at row 9 of {2 * gold.CHUNK}: 3 took longer than")
+    assert entry["note"] in gold.said(entry)
+
+
+def test_no_demonstrations_and_a_judge_are_not_checked_and_said(reward):
+    entry, _ = gold.check(settings(GOLD="error"), rows(3, None))
+    assert gold.said(entry) == "not checked: no demonstrations"
+    from tasks.common.rewards import judge
+
+    def score(*arguments, **named):
+        raise AssertionError("a call")
+
+    score.__module__ = judge.__name__
+    reward(score)
+    entry, wrong = gold.check(settings(), rows(3))
+    assert gold.said(entry) == "not checked: the reward asks a judge" and not wrong
+
+
+# ---- the shipped tasks
+
+
+@pytest.mark.parametrize("difficulty", ["easy", "hard"])
+@pytest.mark.parametrize("task", TASKS)
+def test_every_demonstration_of_the_shipped_tasks_is_right(task, difficulty):
+    module = importlib.import_module(f"tasks.{task}.prepare_data")
+    variants = getattr(importlib.import_module(f"tasks.{task}.reward"), "VARIANTS", ("",))
+    for variant in variants:
+        s = settings(task, DIFFICULTY=difficulty, REWARD=variant)
+        entry, wrong = gold.check(s, [row_of(task, e) for e in islice(module.generate(s), 200)])
+        assert (entry["demonstrations"], wrong) == (200, set()), entry["others"]
+
+
+def row_of(task: str, e: Example) -> gold.Row:
+    truth = e.ground_truth if isinstance(e.ground_truth, str) else json.dumps(e.ground_truth)
+    return gold.Row(e.place, e.demonstration, truth, task, {})
+
+
+@pytest.mark.skipif(not (SHARED / "gsm8k").is_dir(), reason="no shared data")
+def test_every_demonstration_of_gsm8k_is_right():
+    found = importlib.import_module("tasks.gsm8k.prepare_data").from_file(settings("gsm8k", FILE=str(SHARED / "gsm8k")))
+    entry, wrong = gold.check(settings("gsm8k"), [row_of("gsm8k", e) for e in found])
+    assert (entry["demonstrations"], wrong) == (8792, set()), entry["others"]
+
+
+# ---- the commands
+
+
+def test_make_data_says_it_and_checks_again_after_the_reward_was_changed(tmp_path):
+    checkout = copy_of_checkout(tmp_path / "checkout")
+    given = {"TASK": "countdown", "STACK": "cpu", "ARTIFACTS": str(tmp_path / "artifacts"), "TRAIN_SIZE": "32"}
+    given |= {"TEST_SIZE": "8", "DEV_SIZE": "4", "SFT_SIZE": "32"}
+    reward = checkout / "tasks/countdown/reward.py"
+    right = reward.read_text()
+    reward.write_text(right.replace("if correct else", "if False else").replace('"acc": correct', '"acc": False'))
+    result = make("data", cwd=checkout, **given)
+    assert result.returncode == 0 and "gold check: 0 of 44 demonstrations get acc 1; the first 10" in result.stdout
+    result = make("doctor", cwd=checkout, **given)
+    assert "warning  gold check: 0 of 44" in result.stdout and "set GOLD=drop" in result.stdout
+    result = make("data", cwd=checkout, **given, GOLD="error")
+    (error,) = [line for line in result.stdout.splitlines() if line.startswith("error:")]
+    assert result.returncode != 0 and error.startswith("error: GOLD=error: 0 of 44 demonstrations")
+    reward.write_text(right)
+    assert "gold check: reward.py has changed since" in make("doctor", cwd=checkout, **given).stdout
+    result = make("data", cwd=checkout, **given, GOLD="error")
+    assert result.returncode == 0 and "gold check: 44 of 44 demonstrations get acc 1" in result.stdout
+    assert "up to date" not in result.stdout and "up to date" in make("data", cwd=checkout, **given).stdout
