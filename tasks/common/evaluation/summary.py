@@ -10,6 +10,7 @@ from tasks.common.data.rows import DataError
 from tasks.common.evaluation import statistics
 from tasks.common.evaluation.rollouts import GREEDY, SAMPLED, TOO_LONG, Rollout
 from tasks.common.evaluation.statistics import Estimate, bootstrap_mean
+from tasks.common.rewards.episode import CUT
 
 # A task's own metrics: a function of its scored completions (dicts, see ``as_dicts``) to named numbers.
 OwnMetrics = Callable[[list[dict]], dict[str, float]]
@@ -18,8 +19,11 @@ MEANING = {
     "accuracy": "share of prompts whose greedy response is right",
     "pass@k": "chance that one of k samples is right",
     "score": "mean reward of the samples",
-    "tokens": "length of a sampled response",
-    "truncated": "share of samples that hit the length limit",
+    "turns": "the model's turns in an episode",
+    "tool_errors": "calls in an episode that could not be carried out",
+    "timeout": "share of episodes that a slow step of the environment ended",
+    "tokens": "length of a sampled response; of an episode, the model's tokens",
+    "truncated": "share of samples that hit the length limit; of episodes that were cut off",
     "entropy": "mean token entropy of the samples, nats (lower bound from the 20 likeliest tokens)",
 }
 
@@ -42,7 +46,7 @@ def by_prompt(rollouts: list[Rollout]) -> pd.DataFrame:
             "index": r.index,
             "mode": r.mode,
             "tokens": r.tokens,
-            "truncated": float(r.finish_reason == "length"),
+            "truncated": float(r.finish_reason in CUT),
             "entropy": r.entropy,
         }
         for r in rollouts
