@@ -28,6 +28,9 @@ MEANING = {
 }
 
 
+OF_EPISODES = ("turns", "tool_errors", "timeout")  # keys of an episode's reward (rewards/episode.py)
+
+
 def as_dicts(rollouts: list[Rollout]) -> list[dict]:
     """What a task's own metrics get: the sampled completions with a reward, each with the fields of ``Rollout``."""
     return [asdict(r) for r in rollouts if r.mode == SAMPLED and r.reward is not None]
@@ -73,7 +76,7 @@ def by_prompt(rollouts: list[Rollout]) -> pd.DataFrame:
 
 def _column(key: str) -> str:
     """The column of a reward's key: its name, unless a metric has that name."""
-    taken = key in ("index", "mode", *MEANING) and key != "score"
+    taken = key in ("index", "mode", *MEANING) and key not in ("score", *OF_EPISODES)
     return f"reward {key}" if taken or key.startswith("pass@") else key
 
 
@@ -84,7 +87,7 @@ def _estimate(values: pd.Series, rollouts: list[Rollout]) -> Estimate:
     name, values = values.name, values.dropna()
     yes_or_no = name.startswith("pass@") or name in ("accuracy", "truncated")
     yes_or_no = yes_or_no or all(r.reward.get(name, 0) in (0, 1) for r in rollouts if r.reward is not None)
-    shares = values.isin([0, 1]).all() and name not in ("tokens", "entropy")
+    shares = values.isin([0, 1]).all() and name not in ("tokens", "entropy", "turns", "tool_errors")
     if shares and (_one_response(rollouts, name) or (yes_or_no and values.nunique() == 1)):
         return statistics.proportion(int(values.sum()), len(values))
     return bootstrap_mean(values.to_numpy())
