@@ -7,8 +7,6 @@ an episode is the texts of its turns. Text that ends in "..." is cut off. asked.
 import json
 from pathlib import Path
 
-from transformers import AutoTokenizer
-
 from tasks.calculator.environment import Environment
 from tasks.common.evaluation import engines, main
 from tasks.common.evaluation.rollouts import Completion
@@ -17,6 +15,8 @@ from tasks.common.models.chat_template import answer_ids
 
 class TableEngine:
     def __init__(self, model, *how, tensor_parallel=1):
+        from transformers import AutoTokenizer  # takes seconds; the process that only shows results needs none
+
         self.folder = Path(model)
         self.tokenizer = AutoTokenizer.from_pretrained(model)
         self.table = json.loads((self.folder / "table.json").read_text())

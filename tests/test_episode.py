@@ -1,8 +1,8 @@
 """rewards/environment.py and rewards/episode.py: an episode's tokens, mask and reward, and what goes wrong in one."""
 
 import asyncio
+import copy
 import importlib.util
-import json
 import threading
 import time
 from dataclasses import replace
@@ -12,7 +12,7 @@ import pytest
 
 from tasks.calculator.environment import TOOLS, Environment
 from tasks.calculator.prepare_data import SYSTEM, demonstration
-from tasks.common.data.rows import chat, rl_row
+from tasks.common.data.rows import chat, rl_row, sft_row
 from tasks.common.models.chat_template import answer_ids, next_turn_ids, prompt_ids
 from tasks.common.rewards.answers import RewardError
 from tasks.common.rewards.environment import CallError, Start, Step, of_task, replayed, tool_message
@@ -55,8 +55,6 @@ def tokenizer(request, small_tokenizer):
     if request.param == "embedded":
         return request.getfixturevalue("embedded_tokenizer")
     if request.param == "qwen":
-        import copy
-
         own = copy.deepcopy(small_tokenizer)
         own.chat_template = QWEN
         return own
@@ -141,20 +139,18 @@ def test_results_in_a_row_are_one_turn_where_the_template_knows_no_tools(small_t
 
 
 def test_a_template_that_drops_or_refuses_a_turn_is_refused(small_tokenizer):
-    import copy
-
     own = copy.deepcopy(small_tokenizer)
     own.chat_template = "{{ messages[-1].content }}"
     with pytest.raises(ValueError, match="leaves out earlier answers"):
         next_turn_ids(own, [1], [{"role": "user", "content": "hi"}])
-    own.chat_template = "{% if messages|length > 2 %}{{ raise_exception('no') }}{% endif %}" + "{{ messages[1].content }}"
+    own.chat_template = (
+        "{% if messages|length > 2 %}{{ raise_exception('no') }}{% endif %}" + "{{ messages[1].content }}"
+    )
     with pytest.raises(ValueError, match="refuses this turn: no"):
         next_turn_ids(own, [1], [{"role": "user", "content": "hi"}])
 
 
 def test_thinking_that_the_prompt_opens_belongs_to_each_answer(small_tokenizer):
-    import copy
-
     own = copy.deepcopy(small_tokenizer)
     own.chat_template = own.chat_template.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
     episode, _ = episode_of(own, f"hm</think>{CALL}", f"so</think>{ANSWER}")
@@ -201,14 +197,17 @@ BAD_CALLS = {
     "not closed": (CALL.removesuffix("\n</tool_call>"), "malformed: no </tool_call>"),
     "arguments are no object": ('<tool_call>{"name": "calculator", "arguments": [1]}</tool_call>', "malformed: "),
     "wrong argument": (render_calls([{"name": "calculator", "arguments": {"x": 1}}]), "calculator takes one argument"),
-    "no text": (render_calls([{"name": "calculator", "arguments": {"expression": [1]}}]), "takes one argument"),
+    "no text": (
+        render_calls([{"name": "calculator", "arguments": {"expression": [1]}}]),
+        "calculator takes one argument",
+    ),
     "code": (
         render_calls([{"name": "calculator", "arguments": {"expression": "__import__('os').system('x')"}}]),
         "not an expression",
     ),
     "power": (render_calls([{"name": "calculator", "arguments": {"expression": "9**9**9**9"}}]), "not an expression"),
     "zero": (render_calls([{"name": "calculator", "arguments": {"expression": "1 / 0"}}]), "not an expression"),
-    "deep": (f'<tool_call>{{"name": "calculator", "arguments": {"[" * 99_9}}}</tool_call>', "malformed: "),
+    "deep": (f'<tool_call>{{"name": "calculator", "arguments": {"[" * 999}}}</tool_call>', "malformed: "),
     "several unknown": (render_calls([{"name": f"t{n}", "arguments": {}} for n in range(9)]), "no tool t0, t1, t2;"),
 }
 
@@ -218,8 +217,7 @@ def test_a_call_that_cannot_be_carried_out_is_answered(small_tokenizer, name):
     bad, said = BAD_CALLS[name]
     episode, _ = episode_of(small_tokenizer, bad, CALL, ANSWER)
     text = small_tokenizer.decode(episode.response_ids)
-    assert f"<tool_response>\nerror: {said}" in text.replace("error: error", "error") or said in text
-    assert text.count("error: ") == 1
+    assert f"<tool_response>\nerror: {said}" in text and text.count("error: ") == 1
     assert (episode.ended, episode.reward, episode.turns) == ("stop", 1.0, 3)
     assert episode.tool_errors == (9 if name == "several unknown" else 1)
 
@@ -382,7 +380,6 @@ def test_a_call_error_is_for_the_model():
 @pytest.mark.parametrize("problem", ["12 + 7", "(347 + 58) * 29 - 614"])
 def test_sft_learns_the_models_turns_as_an_engine_would_sample_them(tokenizer, problem):
     pytest.importorskip("verl")
-    from tasks.common.data.rows import sft_row
     from tasks.common.verl_plugins.dataset import _demonstration
 
     shown = demonstration(problem)
@@ -397,10 +394,8 @@ def test_sft_learns_the_models_turns_as_an_engine_would_sample_them(tokenizer, p
 
 
 def test_a_single_turn_demonstration_learns_its_last_message_alone(small_tokenizer):
-    from tasks.common.data.rows import sft_row
     from tasks.common.verl_plugins.dataset import _demonstration
 
     messages = [*chat("a"), {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
     ids, mask = _demonstration(small_tokenizer, sft_row(messages, "d"))
     assert small_tokenizer.decode([t for t, mine in zip(ids, mask, strict=True) if mine]) == "d<|im_end|>"
-    assert json.dumps(ids) and len(ids) == len(mask)

@@ -12,8 +12,9 @@ import pytest
 from tasks.calculator.environment import TOOLS, Environment
 from tasks.common.data.rows import chat, rl_row, rl_schema, write_parquet
 from tasks.common.evaluation.engines import Request, Sampling, TurnRequest
-from tasks.common.evaluation.rollouts import read_rollouts
+from tasks.common.evaluation.rollouts import Rollout, read_rollouts, write_rollouts
 from tasks.common.evaluation.sample import Hardware, Job, Scoring, load
+from tasks.common.files import write_json
 from tasks.common.rewards.episode import Limits
 from tasks.common.rewards.tool_calls import render_calls
 from tests.helpers import PYTHON, ROOT, exported, make
@@ -73,7 +74,8 @@ def test_episodes_get_the_exact_metrics_and_each_turn_is_one_batch(workplace):
     summary = json.loads(workplace.only("eval/calculator/m-*/summary.json").read_text())
     assert (summary["prompts"], summary["samples"], summary["left_out"], summary["errors"]) == (3, 2, 0, 0)
     value = {name: estimate["value"] for name, estimate in summary["metrics"].items()}
-    lengths = [[sum(len(text.removesuffix("...")) + (text[-3:] != "...") for text in e) for e in p["sampled"]] for p in TABLE]
+    sampled = [text for prompt in TABLE for episode in prompt["sampled"] for text in episode]
+    lengths = [len(text) - 3 if text.endswith("...") else len(text) + 1 for text in sampled]  # a byte is a token
     expected = {
         "accuracy": 1 / 3,
         "pass@1": (1 + 0.5 + 0) / 3,
@@ -82,7 +84,7 @@ def test_episodes_get_the_exact_metrics_and_each_turn_is_one_batch(workplace):
         "turns": sum(map(sum, TURNS)) / 6,
         "tool_errors": 1 / 6,
         "timeout": 0,
-        "tokens": sum(map(sum, lengths)) / 6,  # a byte is a token
+        "tokens": sum(lengths) / 6,
         "truncated": 2 / 6,
         "entropy": 0.5,
     }
@@ -112,27 +114,24 @@ def test_what_has_ended_is_kept_and_the_same_command_plays_the_rest(workplace):
     (model / "asked.jsonl").unlink()
     result = workplace.run("eval", f"m={model}")
     assert result.returncode == 0, result.stdout
-    assert [[*each] for each in asked(model)[0] if each[1] == "greedy"] == [[0, "greedy", 0, 0]]
+    assert [each for each in asked(model)[0] if each[1] == "greedy"] == [[0, "greedy", 0, 0]]
+    assert len(read_rollouts(file)[0]) == 9
+
+
+def test_an_environment_that_raises_counts_as_a_reward_that_raises_and_long_prompts_are_left_out(workplace):
+    texts = ("a", "b", "c" * 999)
+    rows = [rl_row("calculator", chat(text), {"answer": "7"}, "test", i, TOOLS) for i, text in enumerate(texts)]
+    write_parquet(rows, workplace.artifacts / "data/calculator/test.parquet", rl_schema(tools=True))
+    table = [TABLE[0], {"greedy": ["raise"], "sampled": [["raise"], [CALL, "raise"]]}]
+    model = workplace.model("m", table)
     result = workplace.run("eval", f"m={model}")
-    assert result.returncode == 0 and "up to date: nothing to sample" in result.stdout
-
-
-def test_an_environment_that_raises_counts_as_a_reward_that_raises(workplace):
-    table = [*TABLE[:2], {"greedy": ["raise"], "sampled": [["raise"], [CALL, "raise"]]}]
-    result = workplace.run("eval", f"m={workplace.model('m', table)}")
     assert result.returncode == 1, result.stdout
-    assert "reward raised on prompt 2, sampled 1: environment of 'calculator'" in result.stdout
+    assert "reward raised on prompt 1, sampled 1: environment of 'calculator'" in result.stdout
     assert "step raised ZeroDivisionError: the environment broke" in result.stdout
     assert result.stdout.count("error: ") == 1
     summary = json.loads(workplace.only("eval/calculator/m-*/summary.json").read_text())
-    assert (summary["prompts"], summary["errors"]) == (2, 3)
-
-
-def test_a_prompt_that_is_too_long_is_left_out(workplace):
-    model = workplace.model("m", TABLE)
-    result = workplace.run("eval", f"m={model}", MAX_PROMPT_LENGTH="64")
-    assert result.returncode != 0 and "every prompt is longer than MAX_PROMPT_LENGTH" in result.stdout
-    assert not (model / "asked.jsonl").exists()
+    assert (summary["prompts"], summary["errors"], summary["left_out"]) == (1, 3, 1)
+    assert all(index < 2 for batch in asked(model) for index, *_ in batch)
 
 
 def test_probe_and_compare_play_episodes(workplace):
@@ -148,17 +147,18 @@ def test_probe_and_compare_play_episodes(workplace):
     assert found["gained"] == [1, 2] and found["metrics"]["turns"]["difference"]["value"] == pytest.approx(1.5 - 13 / 6)
 
 
-def test_episodes_are_played_again_when_the_environment_changes(workplace):
-    model = workplace.model("m", TABLE)
-    assert workplace.run("eval", f"m={model}").returncode == 0
-    file = workplace.only("eval/calculator/m-*/rollouts.jsonl")
-    mark = json.loads(file.with_name("rollouts.meta.json").read_text())["reward"]
-    job = Job(
-        str(model), str(workplace.artifacts / "data/calculator/test.parquet"), 0, Sampling(2, True, 1.0, 1.0, 9, 9, 0), Hardware()
-    )
-    assert [len(found) for found in load(job, file, Scoring(None, None, mark, Environment))] == [9, 0]
-    assert [len(found) for found in load(job, file, Scoring(None, None, "changed", Environment))] == [0, 6]
-    assert file.read_text() == ""
+def test_episodes_are_played_again_when_the_environment_changes(tmp_path):
+    row = rl_row("calculator", chat("a"), {"answer": "7"}, "test", 0, TOOLS)
+    write_parquet([row], tmp_path / "test.parquet", rl_schema(tools=True))
+    rollout = Rollout(0, "sampled", 0, RIGHT, "stop", 9, 0.5, [], "calculator", "7", {}, {"score": 1.0})
+    stored = [rollout, replace(rollout, sample=1)]
+    write_rollouts(file := tmp_path / "rollouts.jsonl", stored)
+    write_json(tmp_path / "rollouts.meta.json", {"reward": "mark"})
+    how = Sampling(2, False, 1.0, 1.0, 9, 9, 0)
+    job = Job("m", str(tmp_path / "test.parquet"), 0, how, Hardware(), episode=Limits(9, 9, 9, 2, 1.0))
+    assert load(job, file, Scoring(None, None, "mark", Environment)) == (stored, [])
+    kept, missing = load(job, file, Scoring(None, None, "changed", Environment))
+    assert (kept, len(missing), file.read_text()) == ([], 1, "")
 
 
 def test_limits_count_for_episodes_alone(tmp_path):
@@ -170,8 +170,8 @@ def test_limits_count_for_episodes_alone(tmp_path):
 
 
 def test_each_turn_has_a_seed_of_its_own():
-    turns = [TurnRequest(index, "sampled", [], None, (1,), 9, sample, turn) for index, sample, turn in
-             [(0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0), (10, 0, 0), (0, 10, 0)]]
+    places = [(0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0), (10, 0, 0), (0, 10, 0)]
+    turns = [TurnRequest(index, "sampled", [], None, (1,), 9, sample, turn) for index, sample, turn in places]
     seeds = {turn.seed(3) for turn in [*turns, Request(0, "sampled", [])]}
     assert len(seeds) == 7 and pickle.loads(pickle.dumps(turns)) == turns
 

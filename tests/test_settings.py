@@ -518,7 +518,7 @@ def test_each_train_sh_is_short_and_every_line_of_it_takes_effect(task, stack, t
 
 
 MULTI_TURN_REFUSED = [
-    ({"STACK": "a100"}, "TASK=calculator: is multi-turn, which STACK=a100 (verl 0.6.1) cannot train; take STACK=current"),
+    ({"STACK": "a100"}, "TASK=calculator: is multi-turn, which STACK=a100 (verl 0.6.1) cannot train; take STACK="),
     ({"METHOD": "dpo"}, "METHOD=dpo: is for single-turn tasks; TASK=calculator has episodes"),
     ({"METHOD": "distill", "TEACHER": "a/b"}, "METHOD=distill: is for single-turn tasks; TASK=calculator has episodes"),
     ({"SFT_SOURCE": "samples"}, "SFT_SOURCE=samples: is for single-turn tasks; TASK=calculator has episodes"),

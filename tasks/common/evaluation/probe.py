@@ -11,7 +11,16 @@ import pyarrow.parquet as pq
 from tasks.common.data.rows import DataError, read_rows, write_parquet
 from tasks.common.evaluation import plots, summary
 from tasks.common.evaluation.rollouts import Rollout
-from tasks.common.evaluation.sample import Hardware, Job, Scoring, episode_limits, model_name, report_errors, sampled, sampling
+from tasks.common.evaluation.sample import (
+    Hardware,
+    Job,
+    Scoring,
+    episode_limits,
+    model_name,
+    report_errors,
+    sampled,
+    sampling,
+)
 from tasks.common.evaluation.statistics import Estimate, bootstrap_mean
 from tasks.common.evaluation.tables import show_table, sizes
 from tasks.common.files import read_json, write_json

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import TextIO
 
 from tasks.common.data.rows import DataError, decoded, read_rows, tools_of
-from tasks.common.evaluation.engine_pool import EnginePool
 from tasks.common.evaluation import episodes
+from tasks.common.evaluation.engine_pool import EnginePool
 from tasks.common.evaluation.engines import ENGINES, Request, Sampling
 from tasks.common.evaluation.rollouts import (
     GREEDY,
