@@ -15,6 +15,8 @@ from tasks.common.settings import COMPLETE, STACKS, stack, values_of
 
 ROOT = Path(__file__).resolve().parents[1]
 TASKS = sorted(path.parent.name for path in ROOT.glob("tasks/*/train.sh"))
+MULTI_TURN = sorted(path.parent.name for path in ROOT.glob("tasks/*/environment.py"))
+SINGLE_TURN = [task for task in TASKS if task not in MULTI_TURN]
 # The interpreter that runs the tests, so that a test never installs anything; in conftest.py's warm form.
 PYTHON = os.environ.get("WARM_PYTHON", sys.executable)
 MAKE = ["make", f"PYTHON={PYTHON}"]

@@ -17,7 +17,7 @@ from tasks.common.rewards.expression import parse_expression
 from tasks.common.rewards.math_answer import find_answer, read_number
 from tasks.common.rewards.tool_calls import Malformed, matched, parse_response
 from tasks.common.settings import load_settings
-from tests.helpers import ROOT, TASKS, copy_of_checkout, exported, make
+from tests.helpers import ROOT, SINGLE_TURN, copy_of_checkout, exported, make
 
 
 def rows_of(examples, count: int = 24) -> list[Row]:
@@ -208,7 +208,7 @@ def test_what_is_shown_is_short():
     assert found.response == "####nan" and len(found.fooled) == len(search.rows) and found.score == 1.0
 
 
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", SINGLE_TURN)
 def test_shipped_rewards_give_no_alarm(task):
     compute_score = importlib.import_module(f"tasks.{task}.reward").compute_score
     search = attacked(compute_score, rows(task, 40), 1100)

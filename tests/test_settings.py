@@ -23,7 +23,7 @@ from tasks.common.settings import (
     method,
     values_of,
 )
-from tests.helpers import TASKS, exported
+from tests.helpers import MULTI_TURN, TASKS, exported
 
 VALUES = {
     "LR_WARMUP": "0",
@@ -77,6 +77,9 @@ VALUES = {
     "TEMPERATURE": "1.0",
     "MAX_PROMPT_LENGTH": "128",
     "MAX_RESPONSE_LENGTH": "64",
+    "MAX_TURNS": "4",
+    "MAX_TURN_LENGTH": "32",
+    "STEP_SECONDS": "10",
     "N_GPUS": "1",
     "MAX_TOKENS_PER_GPU": "0",
     "NNODES": "1",
@@ -511,7 +514,32 @@ def test_each_train_sh_is_short_and_every_line_of_it_takes_effect(task, stack, t
     found = exported(ROOT / "tasks" / task / "train.sh", {"STACK": stack, "N_GPUS": "1"})
     for name, value, small in block:
         assert found[name] == (small if stack == "cpu" and small else value)
-    assert task == load_settings(found).TASK
+    if task not in MULTI_TURN or stack != "a100":  # which refuses it
+        assert task == load_settings(found).TASK
+
+
+MULTI_TURN_REFUSED = [
+    ({"STACK": "a100"}, "TASK=calculator: is multi-turn, which STACK=a100 (verl 0.6.1) cannot train; take STACK="),
+    ({"METHOD": "dpo"}, "METHOD=dpo: is for single-turn tasks; TASK=calculator has episodes"),
+    ({"METHOD": "distill", "TEACHER": "a/b"}, "METHOD=distill: is for single-turn tasks; TASK=calculator has episodes"),
+    ({"SFT_SOURCE": "samples"}, "SFT_SOURCE=samples: is for single-turn tasks; TASK=calculator has episodes"),
+    ({"TRUNCATED": "shaped"}, "TRUNCATED=shaped: is for single-turn tasks; TASK=calculator has episodes"),
+    ({"REWARD": "x"}, "REWARD=x: TASK=calculator has the rewards of its environment.py; leave REWARD out"),
+    ({"REWARD_MODEL": "a/b"}, "REWARD_MODEL=a/b: TASK=calculator has the rewards of its environment.py; leave "),
+    ({"MAX_TURN_LENGTH": "65"}, "MAX_TURN_LENGTH=65: more than MAX_RESPONSE_LENGTH=64, all turns"),
+]
+
+
+@pytest.mark.parametrize(("changes", "said"), MULTI_TURN_REFUSED)
+def test_what_a_multi_turn_task_cannot_do_is_refused(changes, said):
+    assert error_of(**{"TASK": "calculator"} | changes).startswith(said)
+    if "MAX_TURN_LENGTH" in changes:
+        load(**changes)  # without effect for a single-turn task
+
+
+def test_a_task_is_multi_turn_by_its_environment():
+    assert load(TASK="calculator").multi_turn and not load().multi_turn
+    assert load(TASK="calculator").reward_file.name == "environment.py" and load().reward_file.name == "reward.py"
 
 
 def test_editing_a_value_takes_effect_on_a_machine_without_a_gpu(tmp_path):

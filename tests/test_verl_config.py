@@ -53,7 +53,7 @@ def test_rl_overrides_compose(task, stack, method, changes, monkeypatch):
     assert rollout["n"] == s.ROLLOUT_N
     assert rollout["response_length"] == s.MAX_RESPONSE_LENGTH
     assert config["actor_rollout_ref"]["model"]["lora_rank"] == s.LORA_RANK
-    assert config["reward"]["custom_reward_function"]["path"] == str(s.task_dir / "reward.py")
+    assert config["reward"]["custom_reward_function"]["path"] == (None if s.multi_turn else str(s.reward_file))
     assert config["trainer"]["total_training_steps"] == s.STEPS
     assert config["trainer"]["default_local_dir"] == "/runs/r/checkpoints"
     assert config["trainer"]["device"] == ("cpu" if stack == "cpu" else "cuda")

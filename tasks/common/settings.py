@@ -167,7 +167,11 @@ class Settings:
     ROLLOUT_N: int = variable("8", "samples per prompt, the group of a group advantage", positive)
     TEMPERATURE: float = variable("1.0", "of rollouts", positive)
     MAX_PROMPT_LENGTH: int = variable("256", "tokens", positive)
-    MAX_RESPONSE_LENGTH: int = variable("1024", "tokens", positive)
+    MAX_RESPONSE_LENGTH: int = variable("1024", "tokens; multi-turn: of all turns and tool results", positive)
+    # multi-turn tasks (tasks/TASK/environment.py)
+    MAX_TURNS: int = variable("8", "multi-turn: the model's turns in an episode", positive)
+    MAX_TURN_LENGTH: int = variable(_same_as("MAX_RESPONSE_LENGTH"), "multi-turn: tokens of one turn", positive)
+    STEP_SECONDS: float = variable("30", "multi-turn: a longer step of the environment ends the episode", positive)
     # hardware
     N_GPUS: int = variable(_visible_gpus, "GPUs per machine (cpu stack: processes in place of GPUs)", positive)
     NNODES: int = variable("1", "machines with N_GPUS each; more than one: of the Ray cluster at RAY_ADDRESS", positive)
@@ -212,6 +216,16 @@ class Settings:
         return ROOT / "tasks" / self.TASK
 
     @property
+    def multi_turn(self) -> bool:
+        """Whether the task's prompts begin episodes: it has an environment.py in place of a reward.py."""
+        return (self.task_dir / "environment.py").is_file()
+
+    @property
+    def reward_file(self) -> Path:
+        """The task's file that makes rewards."""
+        return self.task_dir / ("environment.py" if self.multi_turn else "reward.py")
+
+    @property
     def data_dir(self) -> Path:
         return artifacts() / "data" / self.TASK
 
@@ -249,7 +263,7 @@ class Settings:
         values |= self._values("MAX_RESPONSE_LENGTH") | {"data": self.data_fingerprint()}
         if self.SFT_SOURCE == "samples":
             values |= self._values("SFT_SOURCE SAMPLED_PROMPTS ROLLOUT_N TEMPERATURE SEED REWARD TRAIN_FILE")
-            values |= judge_settings() | {"reward": code_digest(self.task_dir / "reward.py")}
+            values |= judge_settings() | {"reward": code_digest(self.reward_file)}
         return fingerprint(values)
 
     def rl_fingerprint(self, arguments: list[str], number: int = 1, start: str = "") -> str:
@@ -265,7 +279,7 @@ class Settings:
         if number > 1:
             values |= {"round": number, "start": start}
         values |= {"data": self.data_fingerprint(), "arguments": arguments} | judge_settings()
-        values["reward"] = code_digest(self.task_dir / "reward.py")
+        values["reward"] = code_digest(self.reward_file)
         own_files = [Path(name).expanduser() for name in (self.TRAIN_FILE, self.PAIRS_FILE) if name]
         return fingerprint(values, *filter(Path.is_file, own_files))
 
@@ -605,8 +619,25 @@ def _parallel_problems(s: Settings) -> Iterator[str]:
         yield f"SP={s.SP}: shares sequences without padding; set MAX_TOKENS_PER_GPU"
 
 
+def _multi_turn_problems(s: Settings) -> Iterator[str]:
+    """What a multi-turn task cannot do."""
+    if problem := getattr(stack(s.STACK), "MULTI_TURN_PROBLEM", ""):
+        yield f"TASK={s.TASK}: {problem}"
+    single = {"METHOD": ("dpo", "distill"), "SFT_SOURCE": ("samples",), "TRUNCATED": ("shaped",)}
+    for name, values in single.items():
+        if getattr(s, name) in values:
+            yield f"{name}={getattr(s, name)}: is for single-turn tasks; TASK={s.TASK} has episodes"
+    for name in ("REWARD", "REWARD_MODEL"):
+        if getattr(s, name):
+            yield f"{name}={getattr(s, name)}: TASK={s.TASK} has the rewards of its environment.py; leave {name} out"
+    if s.MAX_TURN_LENGTH > s.MAX_RESPONSE_LENGTH:
+        yield f"MAX_TURN_LENGTH={s.MAX_TURN_LENGTH}: more than MAX_RESPONSE_LENGTH={s.MAX_RESPONSE_LENGTH}, all turns"
+
+
 def _problems(s: Settings) -> Iterator[str]:
     """Values that do not fit together."""
+    if s.multi_turn:
+        yield from _multi_turn_problems(s)
     yield from batch_problems(s.TRAIN_BATCH_SIZE, s.MINI_BATCH_SIZE, s.ROLLOUT_N, s.N_GPUS, s.NNODES)
     yield from _parallel_problems(s)
     if s.MAX_TOKENS_PER_GPU:

@@ -111,7 +111,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=1500)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args([*sys.argv[1:], *given_arguments()])
-    tasks = sorted(path.parent.name for path in ROOT.glob("tasks/*/train.sh"))
+    tasks = sorted(path.parent.name for path in ROOT.glob("tasks/*/reward.py"))
     results: dict[str, dict] = {}
     for task in tasks:
         module = importlib.import_module(f"tasks.{task}.prepare_data")

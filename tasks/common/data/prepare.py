@@ -34,7 +34,8 @@ from tasks.common.text import one_line
 
 @dataclass(frozen=True)
 class Example:
-    """One problem: the prompt, what the reward needs, and a worked answer for SFT if there is one.
+    """One problem: the prompt, what the reward needs, and a worked answer for SFT if there is one. Of a multi-turn
+    task, ``demonstration`` has the messages of an episode: the model's, calls as text, and those of tools or the user.
 
     ``prompt``: text of the user's turn, or OpenAI messages. ``ground_truth``: stored as JSON text unless it is text.
     ``tools``: OpenAI tool schemas for the prompt. ``split``: "train" or "test" where the source has its own split.
@@ -45,7 +46,7 @@ class Example:
 
     prompt: str | list[dict]
     ground_truth: dict | list | str
-    demonstration: str | None = None
+    demonstration: str | list[dict] | None = None
     system: str | None = None
     tools: list[dict] | None = None
     split: str | None = None
@@ -191,7 +192,8 @@ def _prepare(settings: Settings, name: str, source: Source, note: str) -> dict:
             )
         if demonstrations:
             tools = any("tools" in row or has_calls(row["messages"]) for row in demonstrations)
-            rows["sft"] = write_parquet(demonstrations, new / "sft.parquet", sft_schema(tools))
+            episodes = any("prompt_messages" in row for row in demonstrations)
+            rows["sft"] = write_parquet(demonstrations, new / "sft.parquet", sft_schema(tools, episodes))
         notes = [note]
         if rows["test"] < settings.TEST_SIZE:
             or_share = f" or TEST_SHARE={settings.TEST_SHARE:g} of the rows" if settings.TEST_SHARE < 1 else ""

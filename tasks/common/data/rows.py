@@ -40,9 +40,12 @@ def rl_schema(tools: bool = False) -> pa.Schema:
     return pa.schema(columns | {"extra_info": extra})
 
 
-def sft_schema(tools: bool = False) -> pa.Schema:
-    """Schema of demonstrations. With ``tools`` their messages may hold calls, and tool schemas are a column."""
-    return pa.schema({"messages": TOOL_MESSAGES, "tools": pa.string()} if tools else {"messages": MESSAGES})
+def sft_schema(tools: bool = False, episodes: bool = False) -> pa.Schema:
+    """Schema of demonstrations. With ``tools`` their messages may hold calls, and tool schemas are a column. With
+    ``episodes`` the column ``prompt_messages`` says how many messages come before the first turn to learn."""
+    own = {"prompt_messages": pa.int64()} if episodes else {}
+    columns = {"messages": TOOL_MESSAGES, "tools": pa.string()} if tools else {"messages": MESSAGES}
+    return pa.schema(columns | own)
 
 
 RL_SCHEMA, SFT_SCHEMA = rl_schema(), sft_schema()
@@ -110,9 +113,12 @@ def rl_row(data_source: str, messages: list[dict], ground_truth, split: str, ind
     }
 
 
-def sft_row(messages: list[dict], response: str, tools: list[dict] | None = None) -> dict:
-    """One demonstration for SFT: ``messages`` answered by ``response``."""
-    row = {"messages": [*encoded(messages), {"role": "assistant", "content": response}]}
+def sft_row(messages: list[dict], response: str | list[dict], tools: list[dict] | None = None) -> dict:
+    """One demonstration for SFT: ``messages`` answered by ``response``, a text, or the messages of an episode."""
+    if isinstance(response, str):
+        row = {"messages": [*encoded(messages), {"role": "assistant", "content": response}]}
+    else:
+        row = {"messages": encoded([*messages, *response]), "prompt_messages": len(messages)}
     return row | ({} if tools is None else {"tools": json.dumps(tools)})
 
 

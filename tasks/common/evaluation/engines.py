@@ -62,7 +62,24 @@ class Request:
 
     def seed(self, seed: int) -> int:
         """The seed of its first sample under the ``seed`` of all; vLLM gives the n-th sample the n-th after it."""
-        return int.from_bytes(hashlib.blake2b(f"{seed} {self.index}".encode(), digest_size=7).digest(), "big")
+        return int.from_bytes(hashlib.blake2b(self._text(seed).encode(), digest_size=7).digest(), "big")
+
+    def _text(self, seed: int) -> str:
+        return f"{seed} {self.index}"
+
+
+@dataclass(frozen=True)
+class TurnRequest(Request):
+    """One turn of an episode, of at most ``max_tokens``: ``ids`` are the tokens of all before it, in place of
+    ``messages``. ``sample``: which of the n episodes of the prompt; ``turn``: which of its turns, from 0."""
+
+    ids: tuple[int, ...] = ()
+    max_tokens: int = 0
+    sample: int = 0
+    turn: int = 0
+
+    def _text(self, seed: int) -> str:
+        return f"{seed} {self.index} {self.sample} {self.turn}"
 
 
 def token_entropy(logprobs: np.ndarray) -> np.ndarray:
@@ -81,6 +98,8 @@ def token_entropy(logprobs: np.ndarray) -> np.ndarray:
 
 def request_ids(tokenizer, request: Request, sampling: Sampling) -> list[int] | None:
     """Token ids of a request's prompt; None if it is too long. Raises ValueError as chat_template.prompt_ids."""
+    if isinstance(request, TurnRequest):
+        return list(request.ids)
     ids = prompt_ids(tokenizer, request.messages, request.tools, TEMPLATES[sampling.template][0])
     return ids if len(ids) <= sampling.max_prompt_tokens else None
 
@@ -198,6 +217,8 @@ class VLLMEngine:
             running[str(number)] = request, opens_thinking(self.tokenizer, ids)
             params = modes[request.mode].clone()
             params.seed = request.seed(sampling.seed)
+            if isinstance(request, TurnRequest):
+                params.n, params.max_tokens = 1, request.max_tokens
             engine.add_request(str(number), {"prompt_token_ids": ids}, params, lora_request=self.adapter)
         while engine.has_unfinished_requests():
             for output in engine.step():
@@ -208,7 +229,8 @@ class VLLMEngine:
                         ids = list(one.token_ids)
                         entropy = float(token_entropy(likeliest(one.logprobs, len(ids))).mean()) if ids else 0.0
                         text = _text(self.tokenizer, ids, sampling.template)
-                        completions.append(Completion(text, str(one.finish_reason), len(ids), entropy, thinking))
+                        kept = tuple(ids) if isinstance(request, TurnRequest) else ()
+                        completions.append(Completion(text, str(one.finish_reason), len(ids), entropy, thinking, kept))
                     yield request, completions
 
     def stream(self, messages: list[dict], sampling: Sampling, tools: list[dict] | None = None) -> Iterator[str]:

@@ -16,6 +16,7 @@ from tasks.common.files import read_json, write_json
 from tasks.common.interrupts import interrupt_on_sigterm
 from tasks.common.process import errors_in_one_line
 from tasks.common.rewards.answers import JudgeError
+from tasks.common.rewards.environment import Environment
 from tasks.common.settings import Command, Settings, SettingsError, artifacts, fingerprint, load_settings
 
 STOPPED = "stopped; finished samples are kept, the same command continues"
@@ -102,10 +103,15 @@ def rescore(s: Settings, command: Command, scoring: Scoring) -> int:
     return report_errors(rollouts)
 
 
-def main(compute_score: Callable, own_metrics: OwnMetrics | None = None) -> None:
+def main(
+    compute_score: Callable | None = None,
+    own_metrics: OwnMetrics | None = None,
+    environment: type[Environment] | None = None,
+) -> None:
     """Run one command: ``probe MODEL``, ``eval LABEL=MODEL ...``, ``compare BASE MODEL``, ``rescore``, ``attack``,
     ``chat MODEL``, ``batch MODEL``, ``pairs MODEL OUT``, ``accepted MODEL OUT`` or, called by these, ``sample JOB``.
-    Settings come from the environment. Exits with 1 after one line that says why, also when the reward raised on some
+    A multi-turn task gives its ``environment`` in place of ``compute_score``, and has the first three, ``experiment``
+    and ``sample``. Settings come from the environment. Exits with 1 after one line that says why, also when the reward raised on some
     completion."""
     interrupt_on_sigterm()
     name, *arguments = sys.argv[1:]
@@ -113,7 +119,7 @@ def main(compute_score: Callable, own_metrics: OwnMetrics | None = None) -> None
         SettingsError, DataError, JudgeError, stopped="" if name in ("sample", "attack") else STOPPED
     ):
         s, command = load_settings(), load_settings(cls=Command)
-        scoring = Scoring.of(s, compute_score, own_metrics)
+        scoring = Scoring.of(s, compute_score, own_metrics, environment)
         models = dict(each.split("=", 1) for each in arguments) if name in ("eval", "experiment") else {}
         commands: dict[str, Callable[[], int]] = {
             "probe": lambda: probe.probe(s, command, scoring, *arguments),

@@ -21,7 +21,8 @@ class Completion:
 
     ``finish_reason``: "stop", "length" (the length limit) or "prompt_too_long" (not sampled). ``entropy``: mean over
     the response's tokens of the entropy of the next-token distribution, in nats (see ``token_entropy`` in engines.py).
-    ``think_opened``: the prompt ended in an open ``<think>``, so the response begins inside of it.
+    ``think_opened``: the prompt ended in an open ``<think>``, so the response begins inside of it. ``ids``: the tokens
+    of a turn of an episode; empty for other responses.
     """
 
     response: str
@@ -29,14 +30,17 @@ class Completion:
     tokens: int
     entropy: float
     think_opened: bool = False
+    ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """One completion with everything that scoring it again needs.
+    """One completion with everything that scoring it again needs, or one episode.
 
     ``index``: the prompt's place in its parquet file; ``mode``: greedy or sampled; ``sample``: which of the n.
     ``reward``: the dict of the task's reward.py; None where it raised (``error``) or where there is nothing to score.
+    Of an episode, ``response`` is all after the prompt as the model saw it, ``tokens`` counts the model's, and
+    ``finish_reason`` says why it ended (rewards/episode.py).
     """
 
     index: int
@@ -60,6 +64,7 @@ FIELDS = {f.name for f in fields(Rollout)}
 def scored(row: dict, index: int, mode: str, sample: int, completion: Completion, compute_score: Callable) -> Rollout:
     """``completion`` of the RL row ``row``, with its reward."""
     values = asdict(completion)
+    del values["ids"]
     opened = {"think_opened": True} if values.pop("think_opened") else {}
     values |= {"prompt": row["prompt"], "data_source": row["data_source"], "extra_info": row["extra_info"] | opened}
     truth = row["reward_model"]["ground_truth"]

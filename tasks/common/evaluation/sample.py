@@ -10,8 +10,10 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TextIO
 
 from tasks.common.data.rows import DataError, decoded, read_rows, tools_of
+from tasks.common.evaluation import episodes
 from tasks.common.evaluation.engine_pool import EnginePool
 from tasks.common.evaluation.engines import ENGINES, Request, Sampling
 from tasks.common.evaluation.rollouts import (
@@ -28,8 +30,11 @@ from tasks.common.evaluation.rollouts import (
 )
 from tasks.common.evaluation.summary import OwnMetrics
 from tasks.common.files import read_json, write_json
+from tasks.common.models.merge import base_model
 from tasks.common.process import Progress, StageFailed, run
 from tasks.common.rewards.answers import of_variant
+from tasks.common.rewards.environment import Environment
+from tasks.common.rewards.episode import Limits
 from tasks.common.settings import Settings, code_digest, fingerprint, judge_settings
 
 
@@ -55,7 +60,8 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Job:
-    """Sample ``model`` on the first ``limit`` (0: all) prompts of the parquet file ``rows``."""
+    """Sample ``model`` on the first ``limit`` (0: all) prompts of the parquet file ``rows``; ``episode``: the limits of
+    a multi-turn task's episodes."""
 
     model: str
     rows: str
@@ -63,6 +69,7 @@ class Job:
     sampling: Sampling
     hardware: Hardware
     backend: str = "vllm"
+    episode: Limits | None = None
 
     def fingerprint(self) -> str:
         """Changes when the completions would, not with ``limit``: more prompts continue the same file."""
@@ -70,6 +77,8 @@ class Job:
             raise DataError(f"{self.rows}: no such file; run `make data` or give the path of a parquet file")
         left_out = ("limit", "hardware", "rows")
         values = {name: value for name, value in asdict(self).items() if name not in left_out}
+        if not self.episode:
+            del values["episode"]
         folder = Path(self.model)
         kinds = (".safetensors", ".bin", ".json", ".jinja", ".model")
         files = sorted(f for f in folder.iterdir() if f.suffix in kinds) if folder.is_dir() else []
@@ -83,16 +92,24 @@ class Job:
 
 @dataclass(frozen=True)
 class Scoring:
-    """What a task brings: its reward, its own metrics, and a mark that changes when the reward does."""
+    """What a task brings: its reward, or the ``environment`` of a multi-turn task; its own metrics; and a mark that
+    changes when the reward does."""
 
-    compute_score: Callable
+    compute_score: Callable | None
     own_metrics: OwnMetrics | None
     mark: str
+    environment: type[Environment] | None = None
 
     @classmethod
-    def of(cls, s: Settings, compute_score: Callable, own_metrics: OwnMetrics | None) -> "Scoring":
-        mark = fingerprint({"variant": s.REWARD, "code": code_digest(s.task_dir / "reward.py")} | judge_settings())
-        return cls(of_variant(compute_score, s.REWARD), own_metrics, mark)
+    def of(
+        cls,
+        s: Settings,
+        compute_score: Callable | None,
+        own_metrics: OwnMetrics | None,
+        environment: type[Environment] | None = None,
+    ) -> "Scoring":
+        mark = fingerprint({"variant": s.REWARD, "code": code_digest(s.reward_file)} | judge_settings())
+        return cls(compute_score and of_variant(compute_score, s.REWARD), own_metrics, mark, environment)
 
 
 def sampling(s: Settings) -> Sampling:
@@ -109,10 +126,18 @@ def sampling(s: Settings) -> Sampling:
     )
 
 
+def episode_limits(s: Settings) -> Limits | None:
+    """Of an evaluation's episodes; None for a single-turn task."""
+    if not s.multi_turn:
+        return None
+    turn = min(s.MAX_TURN_LENGTH, s.MAX_NEW_TOKENS)
+    return Limits(s.MAX_PROMPT_LENGTH, s.MAX_NEW_TOKENS, turn, s.MAX_TURNS, s.STEP_SECONDS)
+
+
 def test_job(s: Settings, model: str, rows: Path | None = None) -> Job:
     """Sample ``model`` on the task's held-out prompts, or on those of the file ``rows``."""
     rows = rows or s.data_dir / "test.parquet"
-    return Job(model, str(rows), s.LIMIT, sampling(s), Hardware.of(s))
+    return Job(model, str(rows), s.LIMIT, sampling(s), Hardware.of(s), episode=episode_limits(s))
 
 
 def report_errors(rollouts: list[Rollout]) -> int:
@@ -134,14 +159,17 @@ def model_name(model: str) -> str:
 def load(job: Job, out: Path, scoring: Scoring) -> tuple[list[Rollout], list[Request]]:
     """The rollouts of ``job`` in ``out``, in order, and the requests that are missing: those without all their lines.
 
-    Rollouts scored with another version of the reward are scored again.
+    Rollouts scored with another version of the reward are scored again; episodes are played again.
     """
     rows = list(read_rows(Path(job.rows), job.limit or None))
     if not rows:
         raise DataError(f"{job.rows}: has no rows to sample")
     stored, cut = read_rollouts(out) if out.exists() else ([], 0)
+    meta = out.with_name("rollouts.meta.json")
+    current = read_json(meta).get("reward") == scoring.mark
+    usable = stored if current or not scoring.environment else []
     groups: dict[tuple[int, str], dict[int, Rollout]] = {}
-    for rollout in stored:
+    for rollout in usable:
         groups.setdefault((rollout.index, rollout.mode), {})[rollout.sample] = rollout
     size = {GREEDY: 1, SAMPLED: job.sampling.n}
     groups = {
@@ -150,8 +178,7 @@ def load(job: Job, out: Path, scoring: Scoring) -> tuple[list[Rollout], list[Req
         if len(group) == size.get(key[1]) or any(r.finish_reason == TOO_LONG for r in group.values())
     }
     kept = [rollout for group in groups.values() for rollout in group.values()]
-    meta = out.with_name("rollouts.meta.json")
-    if read_json(meta).get("reward") != scoring.mark:
+    if not current:
         kept = [rescored(rollout, scoring.compute_score) for rollout in kept]
         write_json(meta, {"reward": scoring.mark, **asdict(job)})
     if cut or kept != stored:
@@ -170,14 +197,28 @@ def sample(engine, job: Job, out: Path, missing: list[Request], scoring: Scoring
     rows = list(read_rows(Path(job.rows), job.limit or None))
     out.parent.mkdir(parents=True, exist_ok=True)
     out.touch()  # its time stamp tells the progress display that sampling begins
+    if scoring.environment:
+        with out.open("a", encoding="utf-8") as file:
+            stage = episodes.Stage(engine, _tokenizer(job.model), job.sampling, job.episode, scoring.environment)
+            episodes.play_all(stage, rows, missing, lambda group: _write(file, group))
+        return
     # Threads, as verl scores: a judge is asked about the samples of a prompt at once.
     with out.open("a", encoding="utf-8") as file, ThreadPoolExecutor(job.sampling.n) as pool:
         for request, completions in engine.generate(missing, job.sampling):
             place = [rows[request.index], request.index, request.mode]
             futures = [pool.submit(scored, *place, i, c, scoring.compute_score) for i, c in enumerate(completions)]
-            group = [future.result() for future in futures]
-            file.write("".join(map(to_line, group)))
-            file.flush()
+            _write(file, [future.result() for future in futures])
+
+
+def _write(file: TextIO, group: list[Rollout]) -> None:
+    file.write("".join(map(to_line, group)))
+    file.flush()
+
+
+def _tokenizer(model: str):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(base_model(model))
 
 
 def sample_here(arguments: list[str], scoring: Scoring) -> int:
@@ -190,6 +231,8 @@ def sample_here(arguments: list[str], scoring: Scoring) -> int:
         values = json.loads(argument)
         out = Path(values.pop("out"))
         nested = {"sampling": Sampling(**values["sampling"]), "hardware": Hardware(**values["hardware"])}
+        if values.get("episode"):
+            nested["episode"] = Limits(**values["episode"])
         job = Job(**{**values, **nested})
         _, missing = load(job, out, scoring)
         limits = job.sampling.max_prompt_tokens + job.sampling.max_tokens

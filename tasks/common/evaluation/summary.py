@@ -10,6 +10,7 @@ from tasks.common.data.rows import DataError
 from tasks.common.evaluation import statistics
 from tasks.common.evaluation.rollouts import GREEDY, SAMPLED, TOO_LONG, Rollout
 from tasks.common.evaluation.statistics import Estimate, bootstrap_mean
+from tasks.common.rewards.episode import CUT
 
 # A task's own metrics: a function of its scored completions (dicts, see ``as_dicts``) to named numbers.
 OwnMetrics = Callable[[list[dict]], dict[str, float]]
@@ -18,10 +19,16 @@ MEANING = {
     "accuracy": "share of prompts whose greedy response is right",
     "pass@k": "chance that one of k samples is right",
     "score": "mean reward of the samples",
-    "tokens": "length of a sampled response",
-    "truncated": "share of samples that hit the length limit",
+    "turns": "the model's turns in an episode",
+    "tool_errors": "calls in an episode that could not be carried out",
+    "timeout": "share of episodes that a slow step of the environment ended",
+    "tokens": "length of a sampled response; of an episode, the model's tokens",
+    "truncated": "share of samples that hit the length limit; of episodes that were cut off",
     "entropy": "mean token entropy of the samples, nats (lower bound from the 20 likeliest tokens)",
 }
+
+
+OF_EPISODES = ("turns", "tool_errors", "timeout")  # keys of an episode's reward (rewards/episode.py)
 
 
 def as_dicts(rollouts: list[Rollout]) -> list[dict]:
@@ -42,7 +49,7 @@ def by_prompt(rollouts: list[Rollout]) -> pd.DataFrame:
             "index": r.index,
             "mode": r.mode,
             "tokens": r.tokens,
-            "truncated": float(r.finish_reason == "length"),
+            "truncated": float(r.finish_reason in CUT),
             "entropy": r.entropy,
         }
         for r in rollouts
@@ -69,7 +76,7 @@ def by_prompt(rollouts: list[Rollout]) -> pd.DataFrame:
 
 def _column(key: str) -> str:
     """The column of a reward's key: its name, unless a metric has that name."""
-    taken = key in ("index", "mode", *MEANING) and key != "score"
+    taken = key in ("index", "mode", *MEANING) and key not in ("score", *OF_EPISODES)
     return f"reward {key}" if taken or key.startswith("pass@") else key
 
 
@@ -80,7 +87,7 @@ def _estimate(values: pd.Series, rollouts: list[Rollout]) -> Estimate:
     name, values = values.name, values.dropna()
     yes_or_no = name.startswith("pass@") or name in ("accuracy", "truncated")
     yes_or_no = yes_or_no or all(r.reward.get(name, 0) in (0, 1) for r in rollouts if r.reward is not None)
-    shares = values.isin([0, 1]).all() and name not in ("tokens", "entropy")
+    shares = values.isin([0, 1]).all() and name not in ("tokens", "entropy", "turns", "tool_errors")
     if shares and (_one_response(rollouts, name) or (yes_or_no and values.nunique() == 1)):
         return statistics.proportion(int(values.sum()), len(values))
     return bootstrap_mean(values.to_numpy())

@@ -20,14 +20,14 @@ from tasks.common.data import gold
 from tasks.common.data.prepare import read_manifest
 from tasks.common.data.rows import DataError, decoded, read_rows, tools_of, validate_parquet
 from tasks.common.install.check import installed
-from tasks.common.launch.task import compute_score_of
+from tasks.common.launch.task import load_reward
 from tasks.common.machine import hardware, memory
 from tasks.common.machine.memory import gb
 from tasks.common.models.chat_template import answer_ids, prompt_ids
 from tasks.common.models.find import embedded_folder, resolve_model, weights_bytes
 from tasks.common.models.merge import base_model, is_adapter
 from tasks.common.rewards.answers import RewardError
-from tasks.common.rewards.examples import check_examples
+from tasks.common.rewards.examples import check_episodes, check_examples
 from tasks.common.settings import Settings, SettingsError, method
 from tasks.common.text import one_line
 from tasks.common.training import verl_config
@@ -230,9 +230,10 @@ def gold_check(s: Settings, manifest: dict, training: bool) -> Iterator[Finding]
 def reward(s: Settings) -> Iterator[Finding]:
     """The task's reward on the cases of examples.jsonl, which state their score."""
     try:
-        count = check_examples(s.task_dir, compute_score_of(s))
+        check = check_episodes if s.multi_turn else check_examples
+        count = check(s.task_dir, load_reward(s))
     except (RewardError, SettingsError) as problem:
-        yield error("reward", one_line(str(problem), 400), f"correct {s.task_dir}/reward.py or examples.jsonl")
+        yield error("reward", one_line(str(problem), 400), f"correct {s.reward_file} or examples.jsonl")
         return
     yield ok("reward", f"as stated on {count} cases of examples.jsonl")
 

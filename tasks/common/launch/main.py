@@ -21,7 +21,7 @@ from tasks.common.evaluation.tables import total_time
 from tasks.common.interrupts import interrupt_on_sigterm
 from tasks.common.launch import doctor, experiments, train
 from tasks.common.launch.plan import planned
-from tasks.common.launch.task import compute_score_of, environment, own_stages, script, stack_environment
+from tasks.common.launch.task import compute_score_of, environment, load_reward, own_stages, script, stack_environment
 from tasks.common.models.find import embedded_folder, resolve_model, whole_model
 from tasks.common.models.merge import base_of, is_adapter, merge_note, whole_folder
 from tasks.common.process import errors_in_one_line
@@ -43,6 +43,8 @@ from tasks.common.training import verl_versions
 
 # Goals that need verl to train or to show its config.
 TRAINING = ("sft", "train", "dpo", "all", "experiment", "config")
+# Goals that know no episodes.
+SINGLE_TURN = ("attack", "chat", "batch", "rescore", "dpo")
 # Goals that use an existing model: of a run, or MODEL.
 ABOUT_A_RUN = ("eval", "compare", "merge", "chat", "batch")
 # The stages of each goal, in order. A stage of the task's own comes after data and model.
@@ -363,6 +365,8 @@ def main(goal: str, arguments: list[str]) -> None:
     os.environ.update(stack_environment(s, os.environ) | {"ARTIFACTS": str(artifacts())})
     job = Job(goal, s, command, arguments, os.environ.get("MODEL", ""))
     say_environment()
+    if s.multi_turn and goal in SINGLE_TURN:
+        raise SettingsError(f"TASK={s.TASK}: has episodes of several turns; `make {goal}` is for single-turn tasks")
     # DPO trains with TRL; its warm-up with verl.
     if goal in TRAINING and not (s.METHOD == "dpo" and s.INIT == "base"):
         verl_versions.check_installed(s)
@@ -382,7 +386,7 @@ def main(goal: str, arguments: list[str]) -> None:
     job = about(job)
     s = job.s
     if goal in STAGES_OF and goal != "merge":
-        compute_score_of(s)  # a broken reward.py ends the command before anything starts
+        load_reward(s)  # a broken reward.py ends the command before anything starts
     with _locked(s):
         if job.trains:
             train.check(s, arguments)

@@ -13,6 +13,7 @@ from tasks.common.interrupts import Interrupts
 from tasks.common.machine.cluster import LOOPBACK
 from tasks.common.process import StageFailed, die_with_parent
 from tasks.common.rewards.answers import RewardError, variants
+from tasks.common.rewards.environment import of_task
 from tasks.common.settings import COMPLETE, Settings, SettingsError, stack
 
 
@@ -56,6 +57,12 @@ def own_stages(task_dir: Path) -> list[str]:
     """Stages that the task has by a script of that name, a program: tasks/TASK/STAGE.py."""
     files = [path for path in task_dir.glob("*.py") if path.stem not in ("prepare_data", "evaluate")]
     return sorted(path.stem for path in files if '\nif __name__ == "__main__":' in path.read_text())
+
+
+def load_reward(s: Settings) -> Callable:
+    """What makes the task's rewards: its ``compute_score``, or the Environment of a multi-turn task. Raises as
+    ``compute_score_of``."""
+    return of_task(s.TASK) if s.multi_turn else compute_score_of(s)
 
 
 def compute_score_of(s: Settings) -> Callable[..., dict]:

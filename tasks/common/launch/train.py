@@ -12,7 +12,7 @@ from tasks.common.data.prepare import load_tokenizer
 from tasks.common.data.rows import DataError
 from tasks.common.files import read_json, write_json
 from tasks.common.launch.plan import Plan, planned
-from tasks.common.launch.task import compute_score_of, script
+from tasks.common.launch.task import load_reward, script
 from tasks.common.machine import cluster
 from tasks.common.machine.gpus import Sampler
 from tasks.common.models.find import resolve_model, whole_model
@@ -28,7 +28,7 @@ MANY_EPOCHS = 3  # of DPO
 
 def check(s: Settings, arguments: list[str]) -> None:
     """Raise SettingsError for what would fail later, before anything starts; print warnings."""
-    compute_score_of(s)
+    load_reward(s)
     tracking.check(s)
     last_round = folder.rounds(s, arguments)[-1]  # raises for a RUN of other settings
     if s.METHOD == "dpo":

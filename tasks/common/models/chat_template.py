@@ -17,6 +17,7 @@ For each call, write a JSON object in <tool_call></tool_call>:
 <tool_call>
 {{"name": <function name>, "arguments": <object of arguments>}}
 </tool_call>"""
+PROBE = "probe_7f3a"  # a text that stands in no template
 
 
 def prompt_ids(tokenizer, messages: list[dict], tools: list[dict] | None = None, chat_template=None) -> list[int]:
@@ -37,6 +38,30 @@ def prompt_ids(tokenizer, messages: list[dict], tools: list[dict] | None = None,
     except TemplateError as error:  # some refuse a system message, or two turns of one side
         raise ValueError(f"the model's chat template refuses this conversation: {error}") from error
     return list(encoded["input_ids"])
+
+
+def next_turn_ids(tokenizer, sampled: list[int], messages: list[dict], tools: list[dict] | None = None) -> list[int]:
+    """Token ids that the template puts between a ``sampled`` answer and the model's next turn: the end of the turn,
+    where ``sampled`` lacks it, then ``messages`` (of tools or the user) and the generation prompt.
+
+    ``tools``: those of the prompt, which decide on how it was rendered. Only ``messages`` are rendered, after a fixed
+    chat: earlier turns stay as they were sampled. Raises ValueError when the template refuses or drops the fixed chat.
+    """
+    if tools and not _knows_tools(tokenizer, None):
+        messages = _in_words(messages)
+    fixed = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": PROBE}]
+    try:
+        text = tokenizer.apply_chat_template([*fixed, *messages], add_generation_prompt=True, tokenize=False)
+    except TemplateError as error:
+        raise ValueError(f"the model's chat template refuses this turn: {error}") from error
+    _, found, text = text.partition(PROBE)
+    if not found:
+        raise ValueError("the model's chat template leaves out earlier answers; no episode can be rendered")
+    end = _end_of_turn(tokenizer)
+    end_ids = tokenizer(end, add_special_tokens=False)["input_ids"]
+    if list(sampled[-len(end_ids) :]) == end_ids:
+        text = text.removeprefix(end)
+    return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def opens_thinking(tokenizer, ids: list[int]) -> bool:
@@ -60,21 +85,21 @@ def answer_ids(tokenizer, response: str, think_opened: bool = False, ended: bool
 @functools.lru_cache(maxsize=8)
 def _end_of_turn(tokenizer) -> str:
     """What the template puts after an answer, e.g. <|im_end|>; if nothing, the end-of-sequence token."""
-    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "probe_7f3a"}]
+    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": PROBE}]
     text = tokenizer.apply_chat_template(chat, tokenize=False)
-    return text.rpartition("probe_7f3a")[2].strip() or tokenizer.eos_token or ""
+    return text.rpartition(PROBE)[2].strip() or tokenizer.eos_token or ""
 
 
 @functools.lru_cache(maxsize=8)
 def _knows_tools(tokenizer, chat_template: str | None) -> bool:
     """Whether the template renders tools."""
-    tool = {"type": "function", "function": {"name": "probe_7f3a", "description": "", "parameters": {}}}
+    tool = {"type": "function", "function": {"name": PROBE, "description": "", "parameters": {}}}
     chat = [{"role": "user", "content": "hi"}]
     try:
         text = tokenizer.apply_chat_template(chat, tools=[tool], tokenize=False, chat_template=chat_template)
     except (TemplateError, TypeError, ValueError):
         return False
-    return "probe_7f3a" in text
+    return PROBE in text
 
 
 def in_words(messages: list[dict], tools: list[dict]) -> list[dict]:
@@ -82,10 +107,16 @@ def in_words(messages: list[dict], tools: list[dict]) -> list[dict]:
     words = TOOLS_IN_WORDS.format(tools="\n".join(json.dumps(tool) for tool in tools))
     system = [m["content"] for m in messages[:1] if m["role"] == "system"]
     chat = [{"role": "system", "content": "\n\n".join([*filter(None, system), words])}]
-    for message in messages[len(system) :]:
+    return [*chat, *_in_words(messages[len(system) :])]
+
+
+def _in_words(messages: list[dict]) -> list[dict]:
+    """``messages`` with ``tool_calls`` and the role ``tool`` written out as text."""
+    chat = []
+    for message in messages:
         if message["role"] == "tool":
             result = f"<tool_response>\n{message['content']}\n</tool_response>"
-            if chat[-1].get("results"):  # results of parallel calls are one turn
+            if chat and chat[-1].get("results"):  # results of parallel calls are one turn
                 chat[-1]["content"] += "\n" + result
             else:
                 chat.append({"role": "user", "content": result, "results": True})

@@ -1,10 +1,12 @@
-"""A task's examples.jsonl: responses with the score that each must get."""
+"""A task's examples.jsonl: responses, or the model's messages of an episode, with the score that each must get."""
 
 import json
 from collections.abc import Callable
 from pathlib import Path
 
+from tasks.common.data.rows import chat, rl_row
 from tasks.common.rewards.answers import RewardError
+from tasks.common.rewards.environment import Environment, replayed
 
 
 def check_examples(task_dir: Path, compute_score: Callable[..., dict]) -> int:
@@ -13,19 +15,47 @@ def check_examples(task_dir: Path, compute_score: Callable[..., dict]) -> int:
 
     Raises RewardError naming the line whose score differs from the one it states, or that is no such row.
     """
-    path = Path(task_dir) / "examples.jsonl"
+    rows = _rows(task_dir, "response")
+    for place, row in rows:
+        kwargs = {name: row[name] for name in ("variant", "extra_info") if name in row}
+        score = compute_score(Path(task_dir).name, row["response"], row["ground_truth"], **kwargs)["score"]
+        _compare(place, score, row["score"])
+    return len(rows)
+
+
+def check_episodes(task_dir: Path, environment: type[Environment]) -> int:
+    """Play every row of a multi-turn task's ``task_dir/examples.jsonl`` (``ground_truth``, ``responses``: the model's
+    messages, ``score``, and ``prompt`` where the environment reads it); return their number. Raises as
+    ``check_examples``, and for an episode that does not end with its last message."""
+    rows = _rows(task_dir, "responses")
+    for number, (place, row) in enumerate(rows):
+        messages = chat(row.get("prompt", "-"))
+        rl = rl_row(Path(task_dir).name, messages, row["ground_truth"], "examples", number)
+        score, _, done = replayed(environment, rl, row["responses"])
+        _compare(place, score, row["score"])
+        if not done:
+            raise RewardError(f"{place}: the episode goes on after the last of its responses")
+    return len(rows)
+
+
+def _compare(place: str, score: float, stated: float) -> None:
+    if abs(score - float(stated)) > 1e-6:
+        raise RewardError(f"{place}: the score is {score}, the row states {float(stated)}")
+
+
+def _rows(task_dir: Path, response: str) -> list[tuple[str, dict]]:
+    """Place and fields of each row. Raises RewardError for a row without ``response``, and where there is none."""
+    path, form = Path(task_dir) / "examples.jsonl", f"{{ground_truth, {response}, score}}"
     lines = path.read_text().splitlines() if path.exists() else []
     if not lines:
-        raise RewardError(f"{path}: needs at least one row {{ground_truth, response, score}}")
+        raise RewardError(f"{path}: needs at least one row {form}")
+    rows = []
     for number, line in enumerate(lines, 1):
+        place = f"{path}: line {number}"
         try:
             row = json.loads(line)
-            truth, response, stated = row["ground_truth"], row["response"], float(row["score"])
+            _ = row["ground_truth"], row[response], float(row["score"])
         except (ValueError, TypeError, KeyError) as error:
-            problem = f"not a row {{ground_truth, response, score}} ({error})"
-            raise RewardError(f"{path}: line {number}: {problem}") from error
-        kwargs = {name: row[name] for name in ("variant", "extra_info") if name in row}
-        score = compute_score(Path(task_dir).name, response, truth, **kwargs)["score"]
-        if abs(score - stated) > 1e-6:
-            raise RewardError(f"{path}: line {number}: the score is {score}, the row states {stated}")
-    return len(lines)
+            raise RewardError(f"{place}: not a row {form} ({error})") from error
+        rows.append((place, row))
+    return rows

@@ -122,7 +122,8 @@ def _truncated(s: Settings) -> list[str]:
     masked: none of its tokens counts in a loss. shaped: verl's soft overlong punishment (Yu et al. 2025, arXiv
     2503.14476, equation 13): from 0 at the start of a buffer, the last fifth as in the paper, to -1 at the limit.
     """
-    loop = "single_turn_unless_truncated" if s.TRUNCATED == "masked" else "single_turn_of_row"
+    turns = "episode" if s.multi_turn else "single_turn"
+    loop = f"{turns}_unless_truncated" if s.TRUNCATED == "masked" else f"{turns}_of_row"
     chosen = [f"actor_rollout_ref.rollout.agent.default_agent_loop={loop}"]
     if s.TRUNCATED != "shaped":
         return chosen
@@ -136,6 +137,22 @@ def _truncated(s: Settings) -> list[str]:
         f"{buffer}.penalty_factor=1.0",
         f"{buffer}.log=False",  # the metric would be a tensor, which the file of metrics does not take
     ]
+
+
+def _episodes(s: Settings) -> list[str]:
+    """What the agent loop of a multi-turn task reads (verl_plugins/episode_loop.py); it makes the rewards too."""
+    return [
+        f"+data.episode.task={s.TASK}",
+        f"+data.episode.turns={s.MAX_TURNS}",
+        f"+data.episode.turn_length={s.MAX_TURN_LENGTH}",
+        f"+data.episode.step_seconds={s.STEP_SECONDS}",
+    ]
+
+
+def _reward(s: Settings) -> list[str]:
+    if s.multi_turn:
+        return _episodes(s)
+    return _reward_model(s) if s.REWARD_MODEL else _reward_function(s)
 
 
 def _ray(s: Settings) -> list[str]:
@@ -199,7 +216,6 @@ def rl_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
         f"actor_rollout_ref.rollout.seed={s.SEED}",
         f"actor_rollout_ref.rollout.agent.agent_loop_config_path={quoted(PLUGINS / 'agent_loops.yaml')}",
     ]
-    reward = _reward_model(s) if s.REWARD_MODEL else _reward_function(s)
     trainer = [
         *_trainer(s, run_dir, s.STEPS),
         f"trainer.nnodes={s.NNODES}",
@@ -213,7 +229,7 @@ def rl_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
     own = [*stack(s.STACK).OVERRIDES, *stack(s.STACK).RL_OVERRIDES]
     method_ = [*_truncated(s), *method(s.METHOD).overrides(s)]
     rollout += CORRECTIONS[s.ROLLOUT_CORRECTION]
-    overrides = [*data, *model_, *actor, *_micro_batches(s), *rollout, *reward, *trainer, *_ray(s), *own, *method_]
+    overrides = [*data, *model_, *actor, *_micro_batches(s), *rollout, *_reward(s), *trainer, *_ray(s), *own, *method_]
     return verl_versions.translated(overrides, "ppo_trainer", s)
 
 

@@ -6,6 +6,7 @@ models refuse (verl/utils/dataset/multiturn_sft_dataset.py). verl 0.9.1 renders 
 data set and again in the agent loop.
 """
 
+from itertools import takewhile
 from uuid import uuid4
 
 import pyarrow.parquet as pq
@@ -19,7 +20,7 @@ from verl.utils.profiler import simple_timer
 from verl.utils.torch_functional import postprocess_data
 
 from tasks.common.data.rows import decoded, tools_of
-from tasks.common.models.chat_template import answer_ids, opens_thinking, prompt_ids
+from tasks.common.models.chat_template import answer_ids, next_turn_ids, opens_thinking, prompt_ids
 
 RENDERS_ONCE = hasattr(SingleTurnAgentLoop, "ct_build_initial_tokens")  # verl 0.9.1
 
@@ -100,7 +101,8 @@ class SingleTurnUnlessTruncated(SingleTurnOfRow):
 
 
 class Demonstrations(Dataset):
-    """SFT rows: the model learns the last message, given all before it. Takes the arguments of MultiTurnSFTDataset.
+    """SFT rows: the model learns the last message, given all before it, or each of its turns in an episode. Takes the
+    arguments of MultiTurnSFTDataset.
 
     Rows longer than data.max_length tokens are left out; the log counts them. Raises ValueError when fewer than
     data.train_batch_size rows are left.
@@ -111,9 +113,7 @@ class Demonstrations(Dataset):
         rows = [row for file in files for row in pq.read_table(file).to_pylist()]
         rows = rows[:max_samples] if max_samples > 0 else rows
         limit, least = config.get("max_length", 1024), config.get("train_batch_size", 1)
-        self.tokens = [
-            tokens for tokens in (_demonstration(tokenizer, row) for row in rows) if sum(map(len, tokens)) <= limit
-        ]
+        self.tokens = [tokens for tokens in (_demonstration(tokenizer, row) for row in rows) if len(tokens[0]) <= limit]
         print(f"{len(rows) - len(self.tokens)} of {len(rows)} demonstrations are longer than {limit} tokens")
         if len(self.tokens) < least:
             raise ValueError(
@@ -125,16 +125,26 @@ class Demonstrations(Dataset):
         return len(self.tokens)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        prompt, response = self.tokens[index]
+        ids, mask = self.tokens[index]
         return {
-            "input_ids": torch.tensor(prompt + response),
-            "position_ids": torch.arange(len(prompt) + len(response)),
-            "loss_mask": torch.tensor([0] * len(prompt) + [1] * len(response)),
+            "input_ids": torch.tensor(ids),
+            "position_ids": torch.arange(len(ids)),
+            "loss_mask": torch.tensor(mask),
         }
 
 
 def _demonstration(tokenizer, row: dict) -> tuple[list[int], list[int]]:
-    """Token ids of the prompt and of the answer."""
-    *chat, answer = decoded(row["messages"])
-    prompt = prompt_ids(tokenizer, chat, tools_of(row))
-    return prompt, answer_ids(tokenizer, answer["content"], opens_thinking(tokenizer, prompt))
+    """Token ids of a demonstration, as the model would sample them, and the mask: 1 on those that it learns."""
+    messages, tools = decoded(row["messages"]), tools_of(row)
+    first = row.get("prompt_messages") or len(messages) - 1
+    ids, turns = prompt_ids(tokenizer, messages[:first], tools), messages[first:]
+    mask = [0] * len(ids)
+    while turns:
+        answer, *turns = turns
+        sampled = answer_ids(tokenizer, answer["content"], opens_thinking(tokenizer, ids))
+        between = list(takewhile(lambda message: message["role"] != "assistant", turns))
+        turns = turns[len(between) :]
+        follows = next_turn_ids(tokenizer, sampled, between, tools) if between else []
+        ids += sampled + follows
+        mask += [1] * len(sampled) + [0] * len(follows)
+    return ids, mask

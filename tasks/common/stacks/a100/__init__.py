@@ -7,6 +7,8 @@ VERL = "0.6.1"
 
 DEFAULTS = {"ROLLOUT_CORRECTION": "none"}  # until a training of this stack has learned with it
 
+MULTI_TURN_PROBLEM = "is multi-turn, which STACK=a100 (verl 0.6.1) cannot train; take STACK=current"
+
 # verl reads this in every process.
 ENVIRONMENT = {"VERL_USE_EXTERNAL_MODULES": "tasks.common.stacks.a100.verl_patches"}
 

@@ -1,0 +1,46 @@
+"""Arithmetic with a calculator: the model calls it, reads the results, and answers."""
+
+from tasks.common.data.rows import decoded
+from tasks.common.rewards.answers import last_answer, read_ground_truth
+from tasks.common.rewards.environment import CallError, Start, Step, tool_message
+from tasks.common.rewards.expression import MAX_DIGITS, parse_expression
+from tasks.common.rewards.tool_calls import Response
+
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "calculator",
+            "description": "Value of an expression",
+            "parameters": {
+                "type": "object",
+                "properties": {"expression": {"type": "string"}},
+                "required": ["expression"],
+            },
+        },
+    }
+]
+
+
+def calculate(arguments: dict) -> str:
+    """The value of ``arguments["expression"]``, a fraction where it is not whole. Raises CallError."""
+    expression = arguments.get("expression")
+    if arguments.keys() != {"expression"} or not isinstance(expression, str):
+        raise CallError("calculator takes one argument, expression, a text")
+    found = parse_expression(expression)
+    if found is None:
+        raise CallError(f"not an expression over + - * / and parentheses, with numbers of up to {MAX_DIGITS} digits")
+    return str(found[0])
+
+
+class Environment:
+    """A message with calls gets their results; one without ends the episode: 1.0 if its <answer> is right, else 0.0."""
+
+    def reset(self, row: dict) -> Start:
+        self.truth = str(read_ground_truth(row["reward_model"]["ground_truth"])["answer"])
+        return Start(decoded(row["prompt"]), TOOLS)
+
+    def step(self, action: Response) -> Step:
+        if action.calls:
+            return Step([tool_message(calculate(call["arguments"])) for call in action.calls])
+        return Step(reward=float(last_answer(action.text) == self.truth), done=True)

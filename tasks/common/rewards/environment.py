@@ -1,0 +1,157 @@
+"""The environment of a multi-turn task: what a task writes, and how one answer of the model is carried out in it.
+
+A task is multi-turn when ``tasks/<task>/environment.py`` has a class ``Environment``; an episode has one of its own. The
+words are Gymnasium's (https://gymnasium.farama.org/api/env/).
+"""
+
+import importlib
+import math
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from tasks.common.data.rows import messages_problem
+from tasks.common.rewards.answers import RewardError
+from tasks.common.rewards.tool_calls import Malformed, Response, functions, parse_response, split_thinking
+
+SUCCESS = 1 - 1e-9  # an episode succeeds when its rewards sum to 1, up to rounding
+
+
+class CallError(ValueError):
+    """A call that cannot be carried out. An environment raises it; the model reads the message, the episode goes on."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """How an episode begins: OpenAI ``messages``, and the schemas of the ``tools`` that the model may call."""
+
+    messages: list[dict]
+    tools: list[dict] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Step:
+    """What follows a message of the model: the ``messages`` that it reads next (role ``tool`` or ``user``), a
+    ``reward``, and whether the episode is ``done``. Rewards of an episode add up; 1 in all is a success."""
+
+    messages: list[dict] = field(default_factory=list)
+    reward: float = 0.0
+    done: bool = False
+
+
+class Environment(Protocol):
+    """One episode. ``row``: an RL row as its parquet file has it (data/rows.py).
+
+    ``action``: the model's message, with ``calls`` ``{"name", "arguments"}``, ``text`` outside of them and
+    ``thinking``. Calls are of known tools; their arguments may be anything that JSON can say. Both run in a thread.
+    """
+
+    def reset(self, row: dict) -> Start: ...
+
+    def step(self, action: Response) -> Step: ...
+
+
+def of_task(task: str) -> type[Environment]:
+    """The class ``Environment`` of a multi-turn task. Raises RewardError when it cannot be loaded."""
+    try:
+        return importlib.import_module(f"tasks.{task}.environment").Environment
+    except Exception as error:
+        why = " ".join(f"{type(error).__name__}: {error}".split())
+        raise RewardError(f"tasks/{task}/environment.py: cannot be loaded: {why[:300]}") from error
+
+
+def tool_message(content: str) -> dict:
+    """The result of a call."""
+    return {"role": "tool", "content": content}
+
+
+def begun(made: type[Environment], row: dict) -> tuple[Environment, Start]:
+    """A new environment, reset to ``row``. Raises RewardError for what it raises, and for messages or tools that are
+    none."""
+    try:
+        environment = made()
+        start = environment.reset(row)
+        problem = messages_problem(start.messages)
+        if problem or len(functions(start.tools)) < len(start.tools):
+            raise ValueError(f"messages: {problem}" if problem else "tools: must be OpenAI schemas")
+    except RewardError:
+        raise
+    except BaseException as error:  # also sys.exit: it runs in a thread, which would end in silence
+        raise RewardError(f"{_where(row)}: reset raised {_said(error)}") from error
+    return environment, start
+
+
+def stepped(environment: Environment, row: dict, tools: list[dict], answer: str) -> tuple[Step, int]:
+    """The step that follows the text ``answer`` of the model, and the number of calls that failed.
+
+    ``answer`` begins with the ``<think>`` that its prompt ended with. A malformed call, one of an unknown tool and a
+    CallError do not end the episode: the model reads why. Raises RewardError for all else that the environment raises,
+    and for a step that is none.
+    """
+    try:
+        action = _parsed(answer, tools)
+    except Malformed as error:
+        return _refused(f"malformed: {error}", tools), 1
+    unknown = {call["name"][:80] for call in action.calls} - functions(tools).keys()
+    if unknown:
+        there = ", ".join(functions(tools))
+        return _refused(f"no tool {', '.join(sorted(unknown)[:3])}; there are: {there}", tools), len(action.calls)
+    try:
+        step = environment.step(action)
+        if problem := _step_problem(step):
+            raise ValueError(problem)
+    except CallError as error:
+        return _refused(str(error), tools), 1
+    except RewardError:
+        raise
+    except BaseException as error:
+        raise RewardError(f"{_where(row)}: step raised {_said(error)}") from error
+    return step, 0
+
+
+def _parsed(answer: str, tools: list[dict]) -> Response:
+    if tools:
+        return parse_response(answer)
+    thinking, text = split_thinking(answer)
+    return Response(thinking, [], text.strip())
+
+
+def _refused(why: str, tools: list[dict]) -> Step:
+    return Step([{"role": "tool" if tools else "user", "content": f"error: {why}"}])
+
+
+def _step_problem(step: Step) -> str | None:
+    problem = messages_problem(step.messages) if step.messages else None
+    if problem or (not step.messages and not step.done):
+        return f"messages: {problem or 'none, and the episode is not done'}"
+    if not isinstance(step.reward, int | float) or not abs(step.reward) <= sys.float_info.max:  # false for NaN too
+        return f"reward: {step.reward!r:.50} is not a finite number"
+    if any(message["role"] in ("assistant", "system") for message in step.messages):
+        return "messages: must be of the role tool or user"
+    return None if isinstance(step.done, bool) else "done: must be true or false"
+
+
+def _where(row: dict) -> str:
+    truth = str((row.get("reward_model") or {}).get("ground_truth"))
+    return f"environment of {row.get('data_source')!r} on ground_truth={truth[:200]!r}"
+
+
+def _said(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+
+
+def replayed(made: type[Environment], row: dict, answers: Iterable[str]) -> tuple[float, int, bool]:
+    """An episode without a model, of the texts ``answers``: its reward, how many calls failed, whether it was done.
+
+    Raises RewardError.
+    """
+    environment, start = begun(made, row)
+    rewards, failed, done = [], 0, False
+    for answer in answers:
+        if done:
+            raise RewardError(f"{_where(row)}: was done before the answer {answer[:80]!r}")
+        step, errors = stepped(environment, row, start.tools, answer)
+        rewards.append(step.reward)
+        failed, done = failed + errors, step.done
+    return math.fsum(rewards), failed, done

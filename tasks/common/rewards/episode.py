@@ -1,0 +1,148 @@
+"""Play an episode: a model, sampled turn by turn, in an environment. Training and evaluation both play it here.
+
+The model's tokens stay as they were sampled; nothing is rendered again. Between turns stands what the chat template
+puts around the new messages (models/chat_template.py, next_turn_ids).
+"""
+
+import asyncio
+import contextlib
+import copy
+import threading
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+from tasks.common.models.chat_template import next_turn_ids, opens_thinking, prompt_ids
+from tasks.common.rewards.answers import RewardError
+from tasks.common.rewards.environment import SUCCESS, Environment, Start, begun, stepped
+
+# Why an episode ended. The last three are cuts.
+DONE, TOO_LONG, LENGTH, MAX_TURNS, TIMEOUT = "stop", "prompt_too_long", "length", "max_turns", "step_timeout"
+CUT = (LENGTH, MAX_TURNS, TIMEOUT)
+LONGEST_TOKEN = 512  # characters; no text of more than this for each free token is tokenized
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of an episode, in tokens: its prompt, one turn, and all turns with what stands between them. ``turns``: of the
+    model. ``step_seconds``: of reset and of each step."""
+
+    prompt_length: int
+    response_length: int
+    turn_length: int
+    turns: int
+    step_seconds: float
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """One turn as the engine sampled it. ``log_probs``: nats, of each of ``ids``, or None. ``stopped``: it ended by
+    itself, not at the limit of its length."""
+
+    ids: list[int]
+    log_probs: list[float] | None
+    stopped: bool
+
+
+# From the token ids of all so far, and the most tokens of the turn, to the turn.
+Sample = Callable[[list[int], int], Awaitable[Sampled]]
+
+
+@dataclass
+class Episode:
+    """``response_ids``: all after the prompt. ``mask``: 1 for a token that the model sampled. ``log_probs``: of these,
+    0 for the others; None where the engine gives none. ``reward``: the sum over turns. ``ended``: DONE, TOO_LONG or one
+    of CUT. ``tool_errors``: calls that could not be carried out."""
+
+    prompt_ids: list[int]
+    response_ids: list[int] = field(default_factory=list)
+    mask: list[int] = field(default_factory=list)
+    log_probs: list[float] | None = field(default_factory=list)
+    reward: float = 0.0
+    turns: int = 0
+    tool_errors: int = 0
+    ended: str = ""
+
+    @property
+    def scores(self) -> dict[str, float]:
+        """What a reward.py of a single-turn task returns: ``score``, ``acc`` (success), and more to report."""
+        found = {"score": self.reward, "acc": self.reward >= SUCCESS, "turns": self.turns}
+        found |= {"tool_errors": self.tool_errors, "timeout": self.ended == TIMEOUT}
+        return {name: float(value) for name, value in found.items()}
+
+    def add(self, ids: list[int], own: bool, log_probs: list[float] | None = None) -> None:
+        """Append tokens: the model's ``own``, or of the template. Raises ValueError where log-probs do not align."""
+        self.response_ids += ids
+        self.mask += [int(own)] * len(ids)
+        if own and log_probs is None:
+            self.log_probs = None
+        elif self.log_probs is not None:
+            self.log_probs += log_probs if own else [0.0] * len(ids)
+            if len(self.log_probs) != len(self.response_ids):
+                raise ValueError(f"{len(ids)} sampled tokens have {len(log_probs or [])} log-probs")
+
+
+async def play(made: type[Environment], row: dict, tokenizer, sample: Sample, limits: Limits) -> Episode:
+    """One episode in an environment of the class ``made``, of the RL row ``row``. Raises RewardError for what the environment raises, or when its reset takes
+    too long; a step that takes too long ends the episode. Raises ValueError when the chat template refuses."""
+    row = copy.deepcopy(row)  # other episodes have the same one
+    try:
+        environment, start = await _in_thread(limits.step_seconds, begun, made, row)
+    except TimeoutError:
+        raise RewardError(f"the environment's reset took more than STEP_SECONDS={limits.step_seconds:g}") from None
+    episode = Episode(prompt_ids(tokenizer, start.messages, start.tools))
+    if len(episode.prompt_ids) > limits.prompt_length:
+        episode.ended = TOO_LONG
+    while not episode.ended:
+        episode.ended = await _turn(episode, environment, row, start, tokenizer, sample, limits)
+    return episode
+
+
+async def _turn(episode, environment, row: dict, start: Start, tokenizer, sample: Sample, limits: Limits) -> str:
+    """One turn of the model and what follows it; why the episode has ended, or empty."""
+    context = episode.prompt_ids + episode.response_ids
+    most = min(limits.turn_length, limits.response_length - len(episode.response_ids))
+    sampled = await sample(context, most)
+    episode.add(list(sampled.ids), True, sampled.log_probs)
+    episode.turns += 1
+    if not sampled.stopped:
+        return LENGTH
+    text = tokenizer.decode(sampled.ids, skip_special_tokens=True)
+    answer = f"<think>{text}" if opens_thinking(tokenizer, context) else text
+    try:
+        step, errors = await _in_thread(limits.step_seconds, stepped, environment, row, start.tools, answer)
+    except TimeoutError:
+        return TIMEOUT
+    episode.reward += step.reward
+    episode.tool_errors += errors
+    if step.done or episode.turns == limits.turns:
+        return DONE if step.done else MAX_TURNS
+    room = limits.response_length - len(episode.response_ids)
+    if sum(len(message["content"]) for message in step.messages) > room * LONGEST_TOKEN:
+        return LENGTH
+    between = next_turn_ids(tokenizer, sampled.ids, step.messages, start.tools)
+    if len(between) >= room:
+        return LENGTH
+    episode.add(between, False)
+    return ""
+
+
+async def _in_thread(seconds: float, function: Callable, *arguments):
+    """What ``function`` returns or raises, run in a thread of its own; TimeoutError after ``seconds``. The thread then
+    stays until ``function`` returns, and does not keep the process alive."""
+    loop = asyncio.get_running_loop()
+    future = loop.create_future()
+
+    def settle(result, error: Exception | None) -> None:
+        if not future.done():
+            future.set_exception(error) if error else future.set_result(result)
+
+    def work() -> None:
+        try:
+            result, error = function(*arguments), None
+        except Exception as raised:
+            result, error = None, raised
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=work, daemon=True).start()
+    return await asyncio.wait_for(future, seconds)

@@ -1,0 +1,79 @@
+"""verl's agent loop for multi-turn tasks: an episode in the task's environment, with its reward. For verl 0.9.1.
+
+verl's own tool agent loop has tools for a whole run, and calls a reward function at the end.
+"""
+
+from uuid import uuid4
+
+from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput
+from verl.utils.profiler import simple_timer
+
+from tasks.common.data.rows import encoded
+from tasks.common.rewards.answers import RewardError
+from tasks.common.rewards.environment import of_task
+from tasks.common.rewards.episode import CUT, TOO_LONG, Episode, Limits, Sampled, play
+
+COLUMNS = ("data_source", "ability", "reward_model", "extra_info")
+
+
+class EpisodeOfRow(AgentLoopBase):
+    """One episode. verl makes a loop per rollout, and calls no reward function where the output has a reward."""
+
+    async def run(self, sampling_params, priority: int = 0, **kwargs) -> AgentLoopOutput:
+        from vllm.sampling_params import RequestOutputKind
+
+        params = {**sampling_params, "output_kind": RequestOutputKind.FINAL_ONLY, "detokenize": False}
+        row = {name: kwargs[name] for name in COLUMNS} | {"prompt": encoded(list(kwargs["raw_prompt"]))}
+        limits, made = self._limits(), of_task(self.data_config.episode.task)
+        request, metrics, fields = uuid4().hex, {}, {}  # one id for all turns: they find the engine with their prefix
+
+        async def sample(ids: list[int], most: int) -> Sampled:
+            with simple_timer("generate_sequences", metrics):
+                found = await self.server_manager.generate(
+                    request_id=request,
+                    prompt_ids=ids,
+                    sampling_params={**params, "max_tokens": most},
+                    priority=int(priority),
+                )
+            metrics["num_preempted"] = metrics.get("num_preempted", 0) + (found.num_preempted or 0)
+            newest = {name: value for name, value in found.extra_fields.items() if name != "min_global_steps"}
+            fields.update(newest if fields else found.extra_fields)  # of the weights that sampled: first and last
+            ids = list(found.token_ids)
+            stopped = ids and (len(ids) < most or ids[-1] == self.tokenizer.eos_token_id)
+            return Sampled(ids, found.log_probs or None, bool(stopped) and found.stop_reason != "aborted")
+
+        episode = await play(made, row, self.tokenizer, sample, limits)
+        if episode.ended == TOO_LONG:
+            tokens = f"{len(episode.prompt_ids)} tokens, more than MAX_PROMPT_LENGTH={limits.prompt_length}"
+            raise RewardError(f"the environment's reset gave a prompt of {tokens}")
+        return AgentLoopOutput(
+            prompt_ids=episode.prompt_ids,
+            response_ids=episode.response_ids,
+            response_mask=self.mask(episode),
+            response_logprobs=episode.log_probs,
+            reward_score=episode.reward,
+            num_turns=2 * episode.turns,  # as verl counts: the user's and tools' too
+            metrics=metrics,
+            extra_fields={**fields, "reward_extra_info": episode.scores, "turn_scores": [], "tool_rewards": []},
+        )
+
+    def mask(self, episode: Episode) -> list[int]:
+        """1 for each token that is in the loss."""
+        return episode.mask
+
+    def _limits(self) -> Limits:
+        of_data, rollout = self.data_config.episode, self.rollout_config
+        return Limits(
+            prompt_length=rollout.prompt_length,
+            response_length=rollout.response_length,
+            turn_length=of_data.turn_length,
+            turns=of_data.turns,
+            step_seconds=of_data.step_seconds,
+        )
+
+
+class EpisodeUnlessTruncated(EpisodeOfRow):
+    """TRUNCATED=masked: an episode that was cut off has no token in the loss."""
+
+    def mask(self, episode: Episode) -> list[int]:
+        return [0] * len(episode.mask) if episode.ended in CUT else episode.mask

