@@ -1,4 +1,4 @@
-"""The gold check: does the task's reward call each row's own demonstration right? See docs/DATA.md.
+"""The gold check: does the task's reward, or environment, call each row's own demonstration right? See docs/DATA.md.
 
 The reward runs in processes of its own (guarded.py): a row of a data file may make it hang or die.
 """
@@ -6,6 +6,7 @@ The reward runs in processes of its own (guarded.py): a row of a data file may m
 import functools
 import heapq
 import importlib
+import json
 import multiprocessing
 import os
 import signal
@@ -28,7 +29,8 @@ MOST_SLOW = 3  # demonstrations that take too long before the check ends
 
 @dataclass(frozen=True)
 class Row:
-    """What a row's reward gets; ``place``: where the row comes from, for people."""
+    """What a row's reward gets; ``place``: where the row comes from, for people. Of a multi-turn task ``demonstration``
+    is the JSON list of the model's messages, and ``extra`` the whole RL row."""
 
     place: str
     demonstration: str | None
@@ -39,7 +41,7 @@ class Row:
 
 def digest(s: Settings) -> str:
     """Of the reward that checks the rows."""
-    return code_digest(s.task_dir / "reward.py")
+    return code_digest(s.reward_file)
 
 
 def check(s: Settings, rows: Sequence[Row]) -> tuple[dict, set[int]]:
@@ -51,12 +53,15 @@ def check(s: Settings, rows: Sequence[Row]) -> tuple[dict, set[int]]:
     """
     entry = {"reward": digest(s), "rows": len(rows), "demonstrations": 0, "right": 0, "others": [], "note": ""}
     try:
-        compute_score = importlib.import_module(f"tasks.{s.TASK}.reward").compute_score
+        module = importlib.import_module(f"tasks.{s.TASK}.{s.reward_file.stem}")
+        compute_score = module.Environment if s.multi_turn else module.compute_score
     except Exception as error:  # `make data` has refused it before
-        return entry | {"note": f"not checked: reward.py cannot be loaded ({type(error).__name__})"}, set()
+        return entry | {"note": f"not checked: {s.reward_file.name} cannot be loaded ({type(error).__name__})"}, set()
     if asks_judge(compute_score):
         return entry | {"note": "not checked: the reward asks a judge"}, set()
-    if s.REWARD:
+    if s.multi_turn:
+        compute_score = functools.partial(_episode, compute_score)
+    elif s.REWARD:
         compute_score = functools.partial(compute_score, variant=s.REWARD)
     wrong: dict[int, str] = {}  # why, by index
     slow = 0
@@ -76,6 +81,14 @@ def check(s: Settings, rows: Sequence[Row]) -> tuple[dict, set[int]]:
         entry["note"] = "not checked: no demonstrations"
     others = ({"place": rows[index].place, "reason": reason} for index, reason in wrong.items())
     return entry | {"others": heapq.nsmallest(SHOWN, others, key=_in_file)}, set(wrong)
+
+
+def _episode(made: type, source: str, demonstration: str, truth: str, row: dict) -> dict:
+    """A reward's result for the episode of ``demonstration``; right only where it ends with its last message."""
+    # By name, as a task's own reward: rewards/ is above this room.
+    environment = importlib.import_module("tasks.common.rewards.environment")
+    reward, _, done = environment.replayed(made, row, json.loads(demonstration))
+    return {"score": reward, "acc": float(done and reward >= environment.SUCCESS)}
 
 
 def _in_file(other: dict) -> tuple[str, int]:

@@ -235,8 +235,11 @@ class _Gold(Sequence):
     def _row(self, side: str, index: int, example: Example) -> gold.Row:
         row = _rl_row(self.settings, example, side, index)
         place = example.place or f"{side}: row {index}"
-        truth = row["reward_model"]["ground_truth"]
-        return gold.Row(place, example.demonstration, truth, row["data_source"], row["extra_info"])
+        truth, demonstration, extra = row["reward_model"]["ground_truth"], example.demonstration, row["extra_info"]
+        if isinstance(demonstration, list):
+            answers = [message["content"] for message in demonstration if message["role"] == "assistant"]
+            demonstration, extra = json.dumps(answers), row
+        return gold.Row(place, demonstration, truth, row["data_source"], extra)
 
 
 def _gold_checked(settings: Settings, sides: dict[str, list], load: Callable) -> tuple[dict, dict[str, list]]:
