@@ -240,7 +240,7 @@ def test_make_data_says_it_and_checks_again_after_the_reward_was_changed(tmp_pat
     (error,) = [line for line in result.stdout.splitlines() if line.startswith("error:")]
     assert result.returncode != 0 and error.startswith("error: GOLD=error: 0 of 44 demonstrations")
     reward.write_text(right)
-    assert "gold check: reward.py has changed since" in make("doctor", cwd=checkout, **given).stdout
+    assert "gold check: reward.py has changed since" in make("doctor", cwd=checkout, **given, GOLD="error").stdout
     result = make("data", cwd=checkout, **given, GOLD="error")
     assert result.returncode == 0 and "gold check: 44 of 44 demonstrations get acc 1" in result.stdout
     assert "up to date" not in result.stdout and "up to date" in make("data", cwd=checkout, **given).stdout

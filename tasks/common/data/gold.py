@@ -110,8 +110,9 @@ def said(entry: dict) -> str:
     if not entry["demonstrations"]:
         return entry["note"]
     text = f"{entry['right']} of {entry['demonstrations']} demonstrations get acc 1"
-    if without := entry["rows"] - entry["demonstrations"]:
-        text += f" ({without} rows have none)" if not entry["note"] else ""
+    without = entry["rows"] - entry["demonstrations"]
+    if without and not entry["note"]:
+        text += f" ({without} rows have none)"
     if others := _grouped(entry["others"]):
         many = entry["demonstrations"] - entry["right"] > len(entry["others"])
         text += f"; {f'the first {SHOWN} others' if many else 'the others'}: {others}"
@@ -173,7 +174,7 @@ def _work(compute_score: Callable, rows: Sequence[Row], chunks: list[range], pip
     for chunk in chunks:
         results: list[Result | None] = []
         for index in chunk:
-            if (text := rows[index].demonstration) is None:
+            if not (text := rows[index].demonstration):
                 results.append(None)
                 continue
             if not loaded:
