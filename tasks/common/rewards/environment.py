@@ -1,7 +1,7 @@
 """The environment of a multi-turn task: what a task writes, and how one answer of the model is carried out in it.
 
-A task is multi-turn when ``tasks/<task>/environment.py`` has a class ``Environment``; an episode has one of its own. The
-words are Gymnasium's (https://gymnasium.farama.org/api/env/).
+A task is multi-turn when ``tasks/<task>/environment.py`` has a class ``Environment``; an episode has one of its own.
+The words are Gymnasium's (https://gymnasium.farama.org/api/env/).
 """
 
 import importlib
