@@ -208,6 +208,10 @@ BAD_CALLS = {
     ),
     "power": (render_calls([{"name": "calculator", "arguments": {"expression": "9**9**9**9"}}]), "not an expression"),
     "zero": (render_calls([{"name": "calculator", "arguments": {"expression": "1 / 0"}}]), "not an expression"),
+    "half a surrogate pair": (
+        render_calls([{"name": "t\ud800", "arguments": {}}]).encode("ascii", "backslashreplace").decode(),
+        "no tool t?;",
+    ),
     "deep": (f'<tool_call>{{"name": "calculator", "arguments": {"[" * 999}}}</tool_call>', "malformed: "),
     "several unknown": (render_calls([{"name": f"t{n}", "arguments": {}} for n in range(9)]), "no tool t0, t1, t2;"),
 }
