@@ -1,7 +1,8 @@
 """An evaluation/main.py of calculator whose engine answers from a table; run by test_evaluate_episodes.py.
 
-The model is a folder with a tokenizer and table.json: for each prompt ``{"greedy": episode, "sampled": [episode, ...]}``;
-an episode is the texts of its turns. Text that ends in "..." is cut off. asked.jsonl gets a line for each batch.
+The model is a folder with a tokenizer and table.json: for each prompt ``{"greedy": episode, "sampled": [episode,
+...]}``, where an episode is the texts of its turns. Text that ends in "..." is cut off. asked.jsonl gets a line for
+each batch.
 """
 
 import json

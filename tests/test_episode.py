@@ -26,7 +26,8 @@ ANSWER = "<answer>20126</answer>"
 # As Qwen's template shows calls and results; results in a row are one turn.
 QWEN = (
     "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}{% for m in messages %}"
-    "{% if m.role == 'tool' %}{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}"
+    "{% if m.role == 'tool' %}"
+    "{% if loop.first or messages[loop.index0 - 1].role != 'tool' %}<|im_start|>user{% endif %}"
     "\n<tool_response>\n{{ m.content }}\n</tool_response>"
     "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}<|im_end|>\n{% endif %}"
     "{% else %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endif %}{% endfor %}"
@@ -207,6 +208,10 @@ BAD_CALLS = {
     ),
     "power": (render_calls([{"name": "calculator", "arguments": {"expression": "9**9**9**9"}}]), "not an expression"),
     "zero": (render_calls([{"name": "calculator", "arguments": {"expression": "1 / 0"}}]), "not an expression"),
+    "half a surrogate pair": (
+        render_calls([{"name": "t\ud800", "arguments": {}}]).encode("ascii", "backslashreplace").decode(),
+        "no tool t?;",
+    ),
     "deep": (f'<tool_call>{{"name": "calculator", "arguments": {"[" * 999}}}</tool_call>', "malformed: "),
     "several unknown": (render_calls([{"name": f"t{n}", "arguments": {}} for n in range(9)]), "no tool t0, t1, t2;"),
 }
@@ -320,7 +325,7 @@ def test_a_step_that_hangs_ends_its_episode_alone(small_tokenizer):
 def test_a_reset_that_hangs_is_an_error(small_tokenizer):
     free = threading.Event()
     hangs = type("Hangs", (Environment,), {"reset": lambda *_: free.wait(60)})
-    with pytest.raises(RewardError, match="reset took more than STEP_SECONDS=0.2"):
+    with pytest.raises(RewardError, match=r"reset took more than STEP_SECONDS=0\.2"):
         episode_of(small_tokenizer, CALL, made=hangs, limits=replace(LIMITS, step_seconds=0.2))
     free.set()
 

@@ -60,6 +60,17 @@ def test_rl_overrides_compose(task, stack, method, changes, monkeypatch):
     assert config["trainer"]["logger"] == ["console", "file", *filter(None, s.LOGGER.split(","))]
 
 
+@pytest.mark.parametrize(("truncated", "loop"), [("counted", "episode_of_row"), ("masked", "episode_unless_truncated")])
+def test_a_multi_turn_task_has_the_agent_loop_of_episodes(truncated, loop, monkeypatch):
+    changes = {"MAX_TURNS": "3", "MAX_TURN_LENGTH": "40", "STEP_SECONDS": "2.5", "TRUNCATED": truncated}
+    s = settings_of("calculator", monkeypatch, STACK="cpu", **changes)
+    config = composed("ppo_trainer", verl_config.rl_overrides(s, "some/model", Path("/runs/r")))
+    assert config["data"]["episode"] == {"task": "calculator", "turns": 3, "turn_length": 40, "step_seconds": 2.5}
+    agent = config["actor_rollout_ref"]["rollout"]["agent"]
+    assert agent["default_agent_loop"] == loop
+    assert loop in [each["name"] for each in OmegaConf.load(agent["agent_loop_config_path"])]
+
+
 def config_of(monkeypatch, *arguments, **changes):
     s = settings_of("countdown", monkeypatch, **changes)
     return verl_config.compose("ppo_trainer", [*verl_config.rl_overrides(s, "some/model", Path("/r")), *arguments])

@@ -8,7 +8,7 @@ import importlib
 import math
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from tasks.common.data.rows import messages_problem
@@ -89,6 +89,11 @@ def stepped(environment: Environment, row: dict, tools: list[dict], answer: str)
     CallError do not end the episode: the model reads why. Raises RewardError for all else that the environment raises,
     and for a step that is none.
     """
+    step, failed = _stepped(environment, row, tools, answer)
+    return replace(step, messages=[_encodable(message) for message in step.messages]), failed
+
+
+def _stepped(environment: Environment, row: dict, tools: list[dict], answer: str) -> tuple[Step, int]:
     try:
         action = _parsed(answer, tools)
     except Malformed as error:
@@ -108,6 +113,11 @@ def stepped(environment: Environment, row: dict, tools: list[dict], answer: str)
     except BaseException as error:
         raise RewardError(f"{_where(row)}: step raised {_said(error)}") from error
     return step, 0
+
+
+def _encodable(message: dict) -> dict:
+    """``message`` without halves of surrogate pairs: a model can write them in JSON, and no tokenizer takes them."""
+    return {**message, "content": message["content"].encode("utf-8", "replace").decode()}
 
 
 def _parsed(answer: str, tools: list[dict]) -> Response:

@@ -82,9 +82,11 @@ class Episode:
 
 
 async def play(made: type[Environment], row: dict, tokenizer, sample: Sample, limits: Limits) -> Episode:
-    """One episode in an environment of the class ``made``, of the RL row ``row``. Raises RewardError for what the
-    environment raises, or when its reset takes too long; a step that takes too long ends the episode. Raises ValueError
-    when the chat template refuses."""
+    """One episode of the RL row ``row`` in a new environment of the class ``made``.
+
+    Raises RewardError for what the environment raises, and when its reset takes too long; a step that takes too long
+    ends the episode. Raises ValueError when the chat template refuses.
+    """
     row = copy.deepcopy(row)  # other episodes have the same one
     try:
         environment, start = await _in_thread(limits.step_seconds, begun, made, row)
