@@ -1,6 +1,7 @@
 """The environment and the data of calculator: episodes without a model."""
 
 import random
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,10 +10,13 @@ import pytest
 
 from tasks.calculator.environment import TOOLS, Environment, calculate
 from tasks.calculator.prepare_data import DIFFICULTIES, expression, generate
+from tasks.common.data import prepare
 from tasks.common.data.rows import rl_row
 from tasks.common.rewards.environment import CallError, replayed
 from tasks.common.rewards.examples import check_episodes
 from tasks.common.rewards.tool_calls import parse_response, render_calls
+from tasks.common.settings import load_settings
+from tests.test_settings import VALUES
 
 
 def test_examples_score_as_stated():
@@ -27,6 +31,22 @@ def test_each_demonstration_solves_its_problem(difficulty):
         assert replayed(Environment, row, answers) == (1.0, 0, True)
         results = [message["content"] for message in example.demonstration if message["role"] == "tool"]
         assert results == [example.ground_truth["answer"]]
+
+
+def test_the_gold_check_plays_the_demonstrations(tmp_path, monkeypatch):
+    def wrong_now_and_then(settings):
+        for number, example in enumerate(generate(settings)):
+            unfinished = replace(example, demonstration=example.demonstration[:2])  # its last message asks, none answers
+            other = replace(example, ground_truth={"answer": "a lie"})
+            yield {3: other, 5: unfinished}.get(number, example)
+
+    monkeypatch.setenv("ARTIFACTS", str(tmp_path))
+    sizes = {"TRAIN_SIZE": 8, "TEST_SIZE": 2, "DEV_SIZE": 2, "SFT_SIZE": 8, "N_SAMPLES": 12}
+    s = replace(load_settings(VALUES), TASK="calculator", DIFFICULTY="easy", SOURCE="generate")
+    s = replace(s, **{name: size for name, size in sizes.items() if hasattr(s, name)})
+    entry = prepare._prepare(s, "generate", wrong_now_and_then, "")["gold"]
+    assert (entry["demonstrations"], entry["right"]) == (12, 10)
+    assert sorted(other["reason"] for other in entry["others"]) == ["score 0, acc 0", "score 0, acc 0"]
 
 
 def test_problems_are_of_their_difficulty_and_the_same_for_a_seed():
