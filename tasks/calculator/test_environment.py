@@ -36,7 +36,7 @@ def test_each_demonstration_solves_its_problem(difficulty):
 def test_the_gold_check_plays_the_demonstrations(tmp_path, monkeypatch):
     def wrong_now_and_then(settings):
         for number, example in enumerate(generate(settings)):
-            unfinished = replace(example, demonstration=example.demonstration[:2])  # its last message asks, none answers
+            unfinished = replace(example, demonstration=example.demonstration[:2])  # no answer
             other = replace(example, ground_truth={"answer": "a lie"})
             yield {3: other, 5: unfinished}.get(number, example)
 
