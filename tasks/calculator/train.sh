@@ -10,8 +10,9 @@ default TRAIN_SIZE 8192 cpu=512                 # training prompts
 default TEST_SIZE 512 cpu=128                   # held-out prompts
 default STEPS 100 cpu=8                         # training steps
 default MAX_TURNS 4                             # of the model in an episode
+default MICRO_BATCH_SIZE 16 cpu=8               # long episodes: fewer sequences in one pass
 default MAX_TURN_LENGTH 256 cpu=64              # tokens
 default MAX_PROMPT_LENGTH 512 cpu=256           # tokens
-default MAX_RESPONSE_LENGTH 1024 cpu=256        # tokens of all turns and results
+default MAX_RESPONSE_LENGTH 1024 cpu=192        # tokens of all turns and results
 
 launch "$@"
