@@ -7,7 +7,11 @@ import sys
 
 import pytest
 
+from tasks.common.machine.hardware import cpu_dtype, number_bytes
+from tasks.common.settings import load_settings
+from tasks.common.training import verl_config
 from tests.helpers import ROOT
+from tests.test_settings import VALUES
 
 
 def in_verl(code: str) -> subprocess.CompletedProcess:
@@ -89,3 +93,33 @@ def test_the_entropy_of_verl_is_taken_in_parts(shape, found):
     assert found["patched"][1] == "tasks.common.stacks.cpu.verl_platform"
     same_shape, error, error_of_gradient = found[str(shape)]
     assert same_shape and error < 1e-5 and error_of_gradient < 1e-5
+
+
+@pytest.mark.parametrize(
+    "flags, dtype",
+    [
+        ("flags\t\t: fpu avx avx2 avx512f avx512bw avx512_bf16 avx512_fp16", "bfloat16"),
+        ("flags : avx2 amx_bf16 amx_tile", "bfloat16"),
+        ("Features\t: fp asimd sve bf16 i8mm", "bfloat16"),  # ARM
+        ("flags : fpu avx avx2 avx512f avx512bw avx512vl", "float32"),
+        ("flags : fpu avx avx2", "float32"),
+        ("Features : fp asimd", "float32"),
+    ],
+)
+def test_a_cpu_without_instructions_for_bfloat16_computes_in_float32(tmp_path, flags, dtype):
+    (tmp_path / "cpuinfo").write_text(f"processor\t: 0\nmodel name\t: some CPU\n{flags}\nbogomips : 5399.99\n")
+    assert cpu_dtype(tmp_path / "cpuinfo") == dtype
+    assert cpu_dtype(tmp_path / "none") == "float32"
+
+
+def test_trainers_and_engines_of_the_cpu_stack_have_its_type(tmp_path):
+    s, dtype = load_settings(VALUES), cpu_dtype()
+    config = verl_config.compose("ppo_trainer", verl_config.rl_overrides(s, "model", tmp_path))
+    policy, rewards = config.actor_rollout_ref, config.reward.reward_model
+    trained = (policy.actor.fsdp_config, policy.ref.fsdp_config, config.critic.fsdp)
+    assert {each.mixed_precision.param_dtype for each in trained} == {dtype}
+    assert {policy.rollout.dtype, rewards.rollout.dtype} == {dtype}
+    overrides = verl_config.sft_overrides(s, "model", tmp_path, tmp_path / "sft.parquet")
+    assert verl_config.compose("sft_trainer_engine", overrides).engine.mixed_precision.param_dtype == dtype
+    assert verl_config.memory_plan(config).number == number_bytes(on_cpu=True) == (4 if dtype == "float32" else 2)
+    assert number_bytes(on_cpu=False) == 2

@@ -17,6 +17,7 @@ from tasks.common.data.convert import dpo_line, dpo_schema
 from tasks.common.data.pairs import pair_set, read_pairs, steps, token_pairs
 from tasks.common.data.prepare import Example
 from tasks.common.data.rows import DataError, write_parquet
+from tasks.common.machine.hardware import cpu_dtype
 from tasks.common.models.chat_template import answer_ids, prompt_ids
 from tasks.common.runs.folder import checkpoints, hf_folder, last_step, merged_folder, read_metrics, tracker
 from tasks.common.settings import load_settings
@@ -235,7 +236,16 @@ def test_a_step_has_the_whole_batch_in_micro_batches_of_two_sequences_a_pair(
     s = replace(load_settings(VALUES), TRAIN_BATCH_SIZE=batch, MICRO_BATCH_SIZE=sequences, N_GPUS=gpus)
     config = arguments(s, tmp_path, 0)
     assert (config.per_device_train_batch_size, config.gradient_accumulation_steps) == (micro, accumulation)
-    assert config.report_to == [] and config.use_cpu and config.bf16
+    assert config.report_to == [] and config.use_cpu
+
+
+@pytest.mark.parametrize("dtype, bf16", [("float32", False), ("bfloat16", True)])
+def test_dpo_computes_in_what_the_cpu_multiplies(tmp_path, monkeypatch, dtype, bf16):
+    from tasks.common.training import trl_dpo
+
+    monkeypatch.setattr(trl_dpo, "cpu_dtype", lambda: dtype)
+    s = replace(load_settings(VALUES), TRAIN_BATCH_SIZE=8, MICRO_BATCH_SIZE=8)
+    assert trl_dpo.arguments(s, tmp_path, 0).bf16 is bf16
 
 
 def test_the_last_two_checkpoints_stay_and_what_a_killed_run_left_is_removed(tmp_path):
@@ -310,7 +320,7 @@ def log_prob(model, pair, answer: np.ndarray) -> float:
     import torch
 
     ids = torch.tensor(np.concatenate([pair.prompt, answer])).long()[None]
-    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=cpu_dtype() == "bfloat16"):
         logits = model(ids).logits[0, :-1].float()
     rows = torch.arange(len(pair.prompt) - 1, ids.shape[1] - 1)
     return float(logits.log_softmax(-1)[rows, ids[0, rows + 1]].sum())

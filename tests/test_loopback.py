@@ -45,7 +45,7 @@ found = []
 for process in psutil.Process().children(recursive=True):
     for each in process.net_connections("inet"):
         if each.status == psutil.CONN_LISTEN:
-            found.append([each.laddr.ip, " ".join(process.cmdline())[:80]])
+            found.append([each.laddr.ip, " ".join(process.cmdline())])
 print(json.dumps(found), flush=True)
 """
 

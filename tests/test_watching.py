@@ -94,6 +94,16 @@ def test_a_watch_that_fails_is_told_once_and_the_process_goes_on(tmp_path, capfd
     assert capfd.readouterr().err.count("the progress cannot be shown: KeyError: 'critic/score/mean'") == 1
 
 
+def test_the_time_left_is_not_reckoned_from_the_first_step_which_has_no_start(capsys):
+    screen = _Screen("stage", 8)
+    for done in (0, 1):
+        screen.look(lambda done=done: Progress(done))
+    assert "1/8" in (line := capsys.readouterr().out.splitlines()[-1]) and "<?" in line
+    screen.bar.start_t -= 20  # seconds
+    screen.look(lambda: Progress(3))
+    assert "00:20<00:50" in capsys.readouterr().out  # two steps of 10 s, five to go
+
+
 def test_a_screen_that_cannot_be_written_to_ends_nothing(monkeypatch):
     full = open("/dev/full", "w")  # noqa: SIM115  (its end fails)
     with monkeypatch.context() as patched:

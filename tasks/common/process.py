@@ -181,8 +181,8 @@ class _Screen:
         changed = progress != self.shown
         if changed and self.shown.done == 0 < progress.done:
             # Rate and time left count from the first step on, not from the engines' start-up.
-            self.bar.initial = self.bar.n = progress.done
-            self.bar.start_t = time.time()
+            self.bar.initial = self.bar.n = self.bar.last_print_n = progress.done
+            self.bar.start_t = self.bar.last_print_t = time.time()
         self.bar.set_postfix_str(progress.note, refresh=False)
         self.bar.update(progress.done - self.bar.n)
         self.bar.refresh()

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from tasks.common.evaluation.rollouts import GREEDY, SAMPLED, TOO_LONG, Completion
+from tasks.common.machine.hardware import cpu_dtype
 from tasks.common.models.chat_template import opens_thinking, prompt_ids
 from tasks.common.models.merge import RANKS, base_model, is_adapter, max_rank
 from tasks.common.settings import SettingsError
@@ -137,7 +138,7 @@ class VLLMEngine:
             base_model(model),
             enable_lora=lora,
             max_lora_rank=max_rank(Path(model)) if lora else RANKS[0],
-            dtype="bfloat16",
+            dtype=cpu_dtype() if current_platform.is_cpu() else "bfloat16",
             max_model_len=max_model_len,
             worker_extension_cls=f"tasks.common.{'stacks.a100.vllm_worker.ManySequences' if old else RELOADING}",
             seed=seed,
@@ -253,7 +254,8 @@ class TransformersEngine:
         if self.tokenizer.pad_token is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        self.model = AutoModelForCausalLM.from_pretrained(base_model(model), dtype="bfloat16")
+        dtype = "bfloat16" if device == "cuda" else cpu_dtype()
+        self.model = AutoModelForCausalLM.from_pretrained(base_model(model), dtype=dtype)
         if is_adapter(Path(model)):
             from peft import PeftModel
 

@@ -279,7 +279,8 @@ def plan(s: Settings, arguments: list[str], stage: str = "train") -> memory.Plan
     """What the memory depends on; for RL from verl's config, which is checked. Raises SettingsError."""
     sequence = s.MAX_PROMPT_LENGTH + s.MAX_RESPONSE_LENGTH
     own = {"gpus": s.N_GPUS, "gpus_here": s.N_GPUS, "sequence": sequence, "lora_rank": s.LORA_RANK, "share": 0}
-    own |= {"on_cpu": s.STACK == "cpu", "checkpointing": s.STACK != "cpu"}
+    on_cpu = s.STACK == "cpu"
+    own |= {"on_cpu": on_cpu, "checkpointing": not on_cpu, "number": hardware.number_bytes(on_cpu)}
     if stage == "sft":
         overrides = verl_config.sft_overrides(s, s.MODEL, s.runs_dir, s.data_dir / "sft.parquet")
         config = verl_config.compose("sft_trainer_engine", overrides)

@@ -84,6 +84,21 @@ def ram() -> tuple[int, int]:
     return min(memory.available, max(0, limit - used)), min(memory.total, limit)
 
 
+def cpu_dtype(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """The type in which this CPU multiplies matrices fast: "bfloat16" where it has instructions for it (x86:
+    avx512_bf16, amx_bf16; ARM: bf16), else "float32": torch and vLLM emulate bfloat16 there, ten times slower."""
+    try:
+        words = cpuinfo.read_text(errors="replace").split()
+    except OSError:
+        return "float32"
+    return "bfloat16" if {"avx512_bf16", "amx_bf16", "bf16"} & set(words) else "float32"
+
+
+def number_bytes(on_cpu: bool) -> int:
+    """Bytes of a number that a model computes with: 2, and 4 on a CPU that computes in float32."""
+    return 4 if on_cpu and cpu_dtype() == "float32" else 2
+
+
 def free_disk(path: Path) -> tuple[Path, int]:
     """The nearest folder of ``path`` that exists, and the bytes free there."""
     existing = next(folder for folder in (path, *path.parents) if folder.exists())

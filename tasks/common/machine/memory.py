@@ -30,9 +30,10 @@ EMBEDDED_CONFIG = {
     "vocab_size": 49152,
     "tie_word_embeddings": True,
 }
-# Bytes per logit in the update without fused kernels: bf16 logits, their copy without padding, its log-softmax and the
-# gradients of both (verl/workers/engine/fsdp/transformer_impl.py, prepare_model_outputs).
-LOGIT_BYTES = 10
+# Bytes per logit in the update without fused kernels, where the model computes in numbers of 2 or 4 bytes: the logits,
+# their copy without padding, its log-softmax and the gradients of both (prepare_model_outputs in
+# verl/workers/engine/fsdp/transformer_impl.py); in float32 there is no copy.
+LOGIT_BYTES = {2: 10, 4: 12}
 FUSED_CHUNK = 512  # tokens of logits at once with use_fused_kernels (verl/utils/experimental/torch_functional.py)
 # Without use_remove_padding a micro-batch by tokens counts real tokens; padding then made up two thirds (countdown).
 PADDED = 3
@@ -161,6 +162,7 @@ class Plan:
     batched_tokens: int = 8192  # of vLLM in one pass
     sequences: int = 256  # of vLLM at once
     on_cpu: bool = False
+    number: int = 2  # bytes of a number that the model computes with
     cache_bytes: float = 0  # of vLLM on a CPU
 
 
@@ -212,30 +214,31 @@ def working(model: Shapes, plan: Plan) -> dict[str, float]:
     """Bytes per GPU that only the update needs: logits, activations, and weights while they are gathered.
 
     Logits: tokens x vocabulary x LOGIT_BYTES; with fused kernels of FUSED_CHUNK tokens at once. Activations: with
-    gradient checkpointing the bf16 input of each layer and all of one layer (Chen et al. 2016, arXiv 1604.06174),
-    without it all of every layer, counted over a llama block: four norms and sums in bf16 and fp32, queries, keys and
+    gradient checkpointing the input of each layer and all of one layer (Chen et al. 2016, arXiv 1604.06174),
+    without it all of every layer, counted over a llama block: four norms and sums, in fp32 too, queries, keys and
     values before and after their rotation, four of the MLP; attention itself stores none of its scores (sdpa or flash).
-    Gathered: FSDP2 has embeddings and two layers (the next is fetched ahead) in bf16 at once.
+    Gathered: FSDP2 has embeddings and two layers (the next is fetched ahead) at once.
     """
-    tokens = plan.tokens * (PADDED if plan.padded else 1)
-    logits = FUSED_CHUNK * 16 if plan.fused else tokens * LOGIT_BYTES
-    block = 22 * model.hidden + 4 * (model.queries + 2 * model.keys) + 8 * model.intermediate
-    kept = 2 * model.hidden * model.layers + block if plan.checkpointing else block * model.layers
+    tokens, number = plan.tokens * (PADDED if plan.padded else 1), plan.number
+    logits = FUSED_CHUNK * 16 if plan.fused else tokens * LOGIT_BYTES[number]
+    block = (20 + number) * model.hidden + 2 * number * (model.queries + 2 * model.keys)
+    block += 4 * number * model.intermediate
+    kept = number * model.hidden * model.layers + block if plan.checkpointing else block * model.layers
     return {
         "logits": logits * model.vocabulary,
         "activations": tokens * kept,
-        "gathered weights": 2 * (model.embeddings + 2 * model.layer),
+        "gathered weights": number * (model.embeddings + 2 * model.layer),
     }
 
 
 def engine(model: Shapes, plan: Plan) -> dict[str, float]:
-    """Bytes per GPU that vLLM needs at least: bf16 weights, keys and values of one full-length sequence (2 x layers x
-    width of the keys x 2 bytes a token; Kwon et al. 2023, arXiv 2309.06180, section 3.1), and a pass of
+    """Bytes per GPU that vLLM needs at least: weights, keys and values of one full-length sequence (2 x layers x
+    width of the keys x bytes of a number; Kwon et al. 2023, arXiv 2309.06180, section 3.1), and a pass of
     max_num_batched_tokens with the fp32 logits of max_num_seqs."""
     parts = plan.tensor_parallel
     return {
-        "weights": 2 * model.parameters / parts,
-        "one sequence": 4 * model.layers * model.keys * plan.sequence / parts,
+        "weights": plan.number * model.parameters / parts,
+        "one sequence": 2 * plan.number * model.layers * model.keys * plan.sequence / parts,
         "one pass": plan.batched_tokens * 2 * (2 * model.intermediate + 4 * model.hidden)
         + plan.sequences * model.vocabulary * 8,
     }

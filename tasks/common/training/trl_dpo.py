@@ -26,6 +26,7 @@ from trl import DPOConfig, DPOTrainer
 from tasks.common.data.pairs import ANSWERS, TokenPair, pair_set
 from tasks.common.data.prepare import load_tokenizer
 from tasks.common.files import written_beside
+from tasks.common.machine.hardware import cpu_dtype
 from tasks.common.models.merge import base_model, base_of, is_adapter
 from tasks.common.process import die_with_torchrun
 from tasks.common.runs import health, launches
@@ -171,7 +172,7 @@ def arguments(s: Settings, run_dir: Path, held_out: int) -> DPOConfig:
         gradient_accumulation_steps=pairs // micro,
         max_length=None,  # longer pairs are dropped, none is cut
         seed=s.SEED,
-        bf16=True,
+        bf16=not on_cpu or cpu_dtype() == "bfloat16",
         model_init_kwargs={"dtype": "float32", "device_map": None},
         gradient_checkpointing=not on_cpu,
         use_cpu=on_cpu,

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 
-from tasks.common.machine import cluster
+from tasks.common.machine import cluster, hardware
 from tasks.common.machine.memory import GIB, Plan
 from tasks.common.models import reward_model
 from tasks.common.models.find import whole_model
@@ -389,5 +389,6 @@ def memory_plan(config) -> Plan:
         batched_tokens=rollout.max_num_batched_tokens or 8192,
         sequences=rollout.max_num_seqs or 256,
         on_cpu=on_cpu,
+        number=hardware.number_bytes(on_cpu),
         cache_bytes=float(os.environ.get("VLLM_CPU_KVCACHE_SPACE") or 4) * GIB,
     )

@@ -5,6 +5,7 @@ Packages: requirements.txt. How verl and vLLM run on a CPU: verl_platform.py, vl
 
 import os
 
+from tasks.common.machine.hardware import cpu_dtype
 from tasks.common.settings import Settings, method
 
 VERL = "0.9.1"
@@ -50,6 +51,9 @@ ENVIRONMENT = {
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
 }
 
+# What the trainers multiply in, and vLLM keeps and samples in.
+DTYPE = cpu_dtype()
+
 # Hydra overrides for both trainers or one of them.
 OVERRIDES = ["trainer.device=cpu"]
 # entropy_checkpointing: an update that measures the entropy (verl_plugins/on_policy.py) keeps nothing for a gradient.
@@ -61,13 +65,16 @@ RL_OVERRIDES = [
     "actor_rollout_ref.actor.use_torch_compile=False",
     "actor_rollout_ref.actor.fsdp_config.use_torch_compile=False",
     "critic.fsdp.use_torch_compile=False",
-    "+actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=bf16",
+    f"+actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype={DTYPE}",
+    f"+actor_rollout_ref.ref.fsdp_config.mixed_precision.param_dtype={DTYPE}",
     "+actor_rollout_ref.model.override_config.attn_implementation=sdpa",
     "actor_rollout_ref.model.use_remove_padding=False",
     "actor_rollout_ref.model.enable_gradient_checkpointing=False",
-    "+critic.fsdp.mixed_precision.param_dtype=bf16",
+    f"+critic.fsdp.mixed_precision.param_dtype={DTYPE}",
     "critic.model.use_remove_padding=False",
     "critic.model.enable_gradient_checkpointing=False",
+    f"actor_rollout_ref.rollout.dtype={DTYPE}",
+    f"reward.reward_model.rollout.dtype={DTYPE}",
     "actor_rollout_ref.rollout.enforce_eager=True",
     "actor_rollout_ref.rollout.free_cache_engine=False",
     "+actor_rollout_ref.rollout.enable_sleep_mode=False",
@@ -84,7 +91,7 @@ RL_OVERRIDES = [
 SFT_OVERRIDES = [
     "engine.strategy=fsdp2",
     "engine.use_torch_compile=False",
-    "+engine.mixed_precision.param_dtype=bf16",
+    f"+engine.mixed_precision.param_dtype={DTYPE}",
     "+model.override_config.attn_implementation=sdpa",
     "model.use_remove_padding=False",
     "model.enable_gradient_checkpointing=False",
