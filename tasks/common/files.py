@@ -1,5 +1,6 @@
 """Files: written beside and renamed, so that nothing half-written has a final name; JSON; digests."""
 
+import errno
 import fcntl
 import glob
 import hashlib
@@ -10,6 +11,8 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)  # of an OSError: the disk is full, or the user's share of it
 
 
 def _remove(path: Path) -> None:
@@ -46,13 +49,18 @@ def _new_partial(target: Path, make: Callable[[Path], None]) -> tuple[Path, int]
 def partial_of(target: Path, make: Callable[[Path], None] = Path.mkdir) -> Iterator[Path]:
     """Yield a new folder beside ``target``, or what ``make`` makes, of this process alone; it is removed at the end.
 
-    So two processes may write the same target. What a killed process left is removed by the next one.
+    So two processes may write the same target. What a killed process left is removed by the next one. On a full disk
+    the OSError names ``target``.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(target)
     partial, descriptor = _new_partial(target, make)
     try:
         yield partial
+    except OSError as error:
+        if error.errno in NO_SPACE and not error.filename:
+            raise OSError(error.errno, os.strerror(error.errno), str(target)) from error
+        raise
     finally:
         _remove(partial)
         os.close(descriptor)

@@ -30,23 +30,33 @@ MAPPED = re.compile(r"(\d+) +/dev/shm/")
 
 
 class Watched:
-    """`make GOAL` in a session of its own. Its orphans become our children, so that none of its processes is missed."""
+    """A command in a session of its own. Its orphans become our children, so that none of its processes is missed.
 
-    def __init__(self, *arguments: str, **variables: str):
+    Of two at once, the processes are told apart by TMPDIR in their environment.
+    """
+
+    running = 0  # how many there are
+
+    def __init__(self, command: list[str], environment: dict[str, str]):
         ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
         self.before = {child.pid for child in psutil.Process().children(recursive=True)}
         self.temporary = Path(tempfile.mkdtemp(prefix="f-", dir="/tmp"))  # short: Ray's sockets lie below it
+        Watched.running += 1
         self.memory: set[int] = set()  # inodes of the shared memory that its processes had mapped
-        self.output = tempfile.TemporaryFile("w+")
+        self.output = tempfile.TemporaryFile("w+")  # noqa: SIM115  (until ``close``)
         self.process = subprocess.Popen(
-            [*MAKE, *arguments, *(f"{name}={value}" for name, value in variables.items())],
+            command,
             cwd=ROOT,
-            env=outside_make() | {"TMPDIR": str(self.temporary)},
+            env=environment | {"TMPDIR": str(self.temporary)},
             stdin=subprocess.DEVNULL,
             stdout=self.output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
+
+    @classmethod
+    def make(cls, *arguments: str, **variables: str) -> "Watched":
+        return cls([*MAKE, *arguments, *(f"{name}={value}" for name, value in variables.items())], outside_make())
 
     def said(self) -> str:
         self.output.seek(0)
@@ -59,11 +69,20 @@ class Watched:
             with contextlib.suppress(psutil.Error, ChildProcessError):
                 if child.pid in self.before:
                     continue
-                if child.status() != psutil.STATUS_ZOMBIE:
+                if child.status() == psutil.STATUS_ZOMBIE:
+                    if child.pid != self.process.pid and child.ppid() == os.getpid():
+                        os.waitpid(child.pid, os.WNOHANG)
+                elif self._is_own(child):
                     alive.append(child)
-                elif child.pid != self.process.pid:
-                    os.waitpid(child.pid, os.WNOHANG)
         return alive
+
+    def _is_own(self, process: psutil.Process) -> bool:
+        return Watched.running == 1 or process.environ().get("TMPDIR") == str(self.temporary)
+
+    def launcher(self) -> int:
+        """The id of the process that runs the stages; make's before there is one."""
+        named = [p.pid for p in self.processes() if "tasks.common.launch.main" in _command(p)]
+        return (named or [self.process.pid])[0]
 
     def look(self) -> None:
         """Note the shared memory that its processes have mapped now."""
@@ -84,8 +103,7 @@ class Watched:
         if of_group:
             os.killpg(self.process.pid, signal.SIGKILL)
         else:
-            named = [p for p in self.processes() if "tasks.common.launch.main" in " ".join(_command(p))]
-            (named or [self.process])[0].kill()
+            os.kill(self.launcher(), signal.SIGKILL)
         self.process.wait(60)
 
     def left(self) -> list[str]:
@@ -106,6 +124,7 @@ class Watched:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         self.process.wait(60)
+        Watched.running -= 1
         self.output.close()
         shutil.rmtree(self.temporary, ignore_errors=True)
 
@@ -155,7 +174,12 @@ def half_files(artifacts: Path) -> list[str]:
     found = []
     for file in sorted(artifacts.rglob("*")):
         parts = file.relative_to(artifacts).parts
-        if not file.is_file() or "checkpoints" in parts or "logs" in parts or any(p.endswith(".partial") for p in parts):
+        if (
+            not file.is_file()
+            or "checkpoints" in parts
+            or "logs" in parts
+            or any(p.endswith(".partial") for p in parts)
+        ):
             continue
         try:
             READERS.get(file.suffix, lambda file: None)(file)

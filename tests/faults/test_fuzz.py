@@ -39,6 +39,10 @@ CHUNK = 2000  # answers from one seed
 CPU_SECONDS = 0.5  # of one call; make bench_rewards holds ordinary answers against 5 ms
 CHUNK_SECONDS = 600  # a call that never ends is ended with its process
 LONGEST = 5000  # characters of an answer that others are made of
+# What a reader looks for, REPEATED characters of it: a search that is quadratic in them takes seconds.
+PARTS = (" ", "\n", "a", "1", "#### ", "<answer>", "<think>", "</think>", "<tool_call>", "{", "[", '{"a":', "`", "(")
+PARTS += ("```json\n", "1+", "-", "\\boxed{", "answer is ", "答案", "* ", '"', "\\", "f(", "[f(a=", "1,000 ", "<|", "$")
+REPEATED = 16_000
 TASK = "tasks."  # before the names of the rewards of tasks
 
 
@@ -62,7 +66,10 @@ def rows_of(task: str) -> list[Row]:
 
 def of_task(task: str, variant: str) -> Reward:
     """A task's reward, with its own check of what it returns (``reward_function`` raises for no finite numbers)."""
-    compute_score, opened = importlib.import_module(f"tasks.{task}.reward").compute_score, [None, {"think_opened": True}]
+    compute_score, opened = (
+        importlib.import_module(f"tasks.{task}.reward").compute_score,
+        [None, {"think_opened": True}],
+    )
     how = {"variant": variant} if variant else {}
     keys = compute_score(task, "", rows_of(task)[0].truth, **how).keys()
 
@@ -167,13 +174,17 @@ def parents(name: str) -> list[str]:
     known = [attempt.text for attempt in library(rows[:8], form) if attempt.of_row is None]
     verdicts = ['{"reason": "right", "score": 10}', '<think>8</think>```json\n{"score": 3}\n```']
     tables = [*ARITHMETIC.values(), *FORMULAS, *TEXTS, *ATTACKS, *verdicts]
-    return [*dict.fromkeys([*right, *tables, *known])]
+    long = [part * (REPEATED // len(part)) for part in PARTS]
+    long += [f"{text}!" for text in long] + [f"<think>{text}</think>{right[0]}" for text in long]
+    return [*dict.fromkeys([*right, *tables, *known, *long])]
 
 
 def noise(rng: random.Random) -> str:
     """Characters of any plane, half of a surrogate pair among them, and marks that a reader knows."""
     marks = [*WRAPPERS, *PAYLOADS["constant"], "<think>", "</think>", "<|im_end|>", "\\", "\0", "\ud800", "\u2028"]
-    parts = [rng.choice(marks) if rng.random() < 0.3 else chr(rng.randrange(0x110000)) for _ in range(rng.randrange(40))]
+    parts = [
+        rng.choice(marks) if rng.random() < 0.3 else chr(rng.randrange(0x110000)) for _ in range(rng.randrange(40))
+    ]
     return "".join(parts)
 
 
