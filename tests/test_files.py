@@ -97,7 +97,14 @@ def test_an_output_that_can_be_written_is_left_as_it_is(tmp_path):
 
 
 @pytest.mark.parametrize("how", [written_beside, folder_beside])
-def test_a_full_disk_is_said_with_the_file_that_was_written(how, tmp_path):
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),  # of a write, which knows no name
+        RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"),  # as safetensors
+    ],
+)
+def test_a_full_disk_is_said_with_the_file_that_was_written(error, how, tmp_path):
     with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path}/target'"), how(tmp_path / "target"):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # of a write, which knows no name
+        raise error
     assert os.listdir(tmp_path) == []

@@ -19,6 +19,14 @@ def _remove(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
 
+def _no_space(error: Exception) -> int:
+    """The number of NO_SPACE that ``error`` is about, else 0. safetensors and torch raise classes of their own."""
+    number = getattr(error, "errno", None)
+    if number in NO_SPACE:
+        return number
+    return next((number for number in NO_SPACE if os.strerror(number) in str(error)), 0)
+
+
 def _remove_abandoned(target: Path) -> None:
     """Remove what processes that were killed left of ``target``: the partial ones that no process has locked."""
     for path in target.parent.glob(f".{glob.escape(target.name)}.*partial"):
@@ -57,9 +65,9 @@ def partial_of(target: Path, make: Callable[[Path], None] = Path.mkdir) -> Itera
     partial, descriptor = _new_partial(target, make)
     try:
         yield partial
-    except OSError as error:
-        if error.errno in NO_SPACE and not error.filename:
-            raise OSError(error.errno, os.strerror(error.errno), str(target)) from error
+    except Exception as error:
+        if (number := _no_space(error)) and not getattr(error, "filename", None):
+            raise OSError(number, os.strerror(number), str(target)) from error
         raise
     finally:
         _remove(partial)

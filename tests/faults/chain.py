@@ -25,7 +25,7 @@ from tests.helpers import MAKE, ROOT, SMALL, outside_make
 
 STEPS = "2"
 CHAIN = SMALL | {"STEPS": STEPS}
-LOOK_SECONDS = 0.2
+LOOK_SECONDS = 0.5
 MAPPED = re.compile(r"(\d+) +/dev/shm/")
 
 

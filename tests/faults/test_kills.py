@@ -1,5 +1,6 @@
 """SIGKILL at random moments of a real chain: nothing is left after ten seconds, and the same command completes it."""
 
+import itertools
 import random
 import re
 import shutil
@@ -12,17 +13,20 @@ from tests.faults.chain import CHAIN, Watched, half_files, result_of, table_of
 pytestmark = pytest.mark.long
 
 SEED = 23
-MOMENTS = 10
+MOMENTS = [*itertools.product(("data", "model", "sft", "train", "eval"), ("launcher", "group"))]
 CLEAN_SECONDS = 10
 LIMIT_SECONDS = 1800  # of one launch
 
 
-@pytest.fixture(scope="module")
-def undisturbed(small_model, tmp_path_factory) -> tuple[dict, list[str], float]:
-    """The result of a chain that nothing disturbs, its closing table, and its seconds."""
-    artifacts = tmp_path_factory.mktemp("undisturbed")
-    run, seconds = finished(CHAIN | {"MODEL": str(small_model), "ARTIFACTS": str(artifacts)})
-    return result_of(artifacts), table_of(run), seconds
+def seconds_of_stages(said: str) -> dict[str, float]:
+    """How long each stage took, by the lines that they print at their end."""
+    found, stage = {}, ""
+    for line in said.splitlines():
+        if begins := re.match(r"\[\d/\d\] (\w+)$", line):
+            stage = begins[1]
+        elif ends := re.match(r"  .*\((\d+) s\)$", line):
+            found[stage] = float(ends[1])
+    return found
 
 
 def finished(variables: dict[str, str]) -> tuple[str, float]:
@@ -36,32 +40,29 @@ def finished(variables: dict[str, str]) -> tuple[str, float]:
         run.close()
 
 
-def test_a_killed_chain_leaves_nothing_and_its_resume_completes_it(undisturbed, small_model, tmp_path):
-    """One moment in each tenth of the chain, in turn for the launcher alone and for its whole group. A resume is killed
-    in its turn; one that ends before its moment is checked, and the next chain begins."""
-    wanted, table, seconds = undisturbed
-    rng = random.Random(SEED)
-    moments = [seconds * (tenth + rng.random()) / MOMENTS for tenth in range(MOMENTS)]
-    rng.shuffle(moments)
-    print(f"\nseed {SEED}, the undisturbed chain takes {seconds:.0f} s")
-    artifacts = tmp_path / "artifacts"
-    variables = CHAIN | {"MODEL": str(small_model), "ARTIFACTS": str(artifacts)}
-    for number, moment in enumerate(moments, 1):
-        while (run := Watched.make("train", **variables)).wait(moment):
+def test_a_killed_chain_leaves_nothing_and_its_resume_completes_it(small_model, tmp_path):
+    """Two moments in each stage: one for the launcher alone, one for its whole process group. Each resume is killed in
+    its turn; where one ends before its moment, it is complete, and the next chain begins."""
+    variables = CHAIN | {"MODEL": str(small_model), "ARTIFACTS": str(tmp_path / "undisturbed")}
+    said, seconds = finished(variables)
+    wanted, table, lasts = result_of(tmp_path / "undisturbed"), table_of(said), seconds_of_stages(said)
+    rng, artifacts = random.Random(SEED), tmp_path / "killed"
+    print(f"\nseed {SEED}, undisturbed {seconds:.0f} s: {lasts}")
+    variables["ARTIFACTS"] = str(artifacts)
+    for number, (stage, whose) in enumerate(MOMENTS, 1):
+        moment = rng.random() * max(1, lasts[stage])
+        while ended_before(run := Watched.make("train", **variables), stage, moment):
             said, code = run.said(), run.process.returncode
             run.close()
-            print(f"ended before {moment:.1f} s with exit code {code}")
             assert code == 0, said
             assert (result_of(artifacts), table_of(said)) == (wanted, table)
             shutil.rmtree(artifacts)
         try:
-            whose = ("launcher", "group")[number % 2]
-            stage = (re.findall(r"^\[\d/\d\] \w+", run.said(), re.M) or ["before the first stage"])[-1]
             run.look()
             run.kill(of_group=whose == "group")
             left, after = run.left_after(CLEAN_SECONDS)
             print(
-                f"kill {number} of {MOMENTS}: {whose} after {moment:.1f} s, {stage}; clean after {after:.1f} s {left}"
+                f"kill {number}: {whose}, {moment:.1f} s after the start of {stage}; clean after {after:.1f} s {left}"
             )
             assert left == []
             assert half_files(artifacts) == []
@@ -69,3 +70,11 @@ def test_a_killed_chain_leaves_nothing_and_its_resume_completes_it(undisturbed, 
             run.close()
     said, _ = finished(variables)
     assert (result_of(artifacts), table_of(said)) == (wanted, table)
+
+
+def ended_before(run: Watched, stage: str, seconds: float) -> bool:
+    """Wait for ``seconds`` after the start of ``stage``; whether the command ended before."""
+    while f"] {stage}\n" not in run.said():
+        if run.wait(0.2):
+            return True
+    return run.wait(seconds)

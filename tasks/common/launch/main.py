@@ -242,8 +242,8 @@ def _locked(s: Settings) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             lock.seek(0)
-            holder = f" (process {number})" if (number := lock.read().strip()) else ""
-            raise SettingsError(f"TASK={s.TASK}: is already running{holder}") from None
+            holder = lock.read().strip() or "unknown"
+            raise SettingsError(f"TASK={s.TASK}: is already running (process {holder})") from None
         lock.truncate(0)
         with contextlib.suppress(OSError):  # a full disk: the lock holds without the number
             os.write(lock.fileno(), str(os.getpid()).encode())
