@@ -1,5 +1,6 @@
 """Nothing half-written has a final name, two processes may write one target, and what a killed one left goes."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -93,3 +94,17 @@ def test_an_output_that_can_be_written_is_left_as_it_is(tmp_path):
     for name in ("out.jsonl", "new.jsonl"):
         check_writable(tmp_path / name)
     assert os.listdir(tmp_path) == ["out.jsonl"] and (tmp_path / "out.jsonl").read_text() == "before"
+
+
+@pytest.mark.parametrize("how", [written_beside, folder_beside])
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),  # of a write, which knows no name
+        RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"),  # as safetensors
+    ],
+)
+def test_a_full_disk_is_said_with_the_file_that_was_written(error, how, tmp_path):
+    with pytest.raises(OSError, match=rf"No space left on device: '{tmp_path}/target'"), how(tmp_path / "target"):
+        raise error
+    assert os.listdir(tmp_path) == []

@@ -1,9 +1,13 @@
 """LoRA adapters: taken out of verl's checkpoints, merged in float32, and gone on with."""
 
 import json
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tasks.common.launch.train import _trainer_start
@@ -19,9 +23,10 @@ from tasks.common.models.merge import (
     merge_note,
     sampled_as_adapter,
 )
-from tasks.common.settings import STACKS, load_settings, stack
+from tasks.common.settings import ROOT, STACKS, load_settings, stack
 from tasks.common.training import verl_config
 from tests.adapters import adapted, saved
+from tests.helpers import write_checkpoint
 from tests.test_settings import VALUES
 from tests.wheels import verl_package
 
@@ -177,3 +182,17 @@ def test_a_reference_that_is_not_the_base_takes_a_merged_start(small_model, tmp_
     assert _trainer_start(replace(s, METHOD="dpo", KL_COEF=0.1), adapter) == adapter
     for changes in ({"KL_COEF": 0.01}, {"LORA_RANK": 4}, {"LORA_ALPHA": 8}, {"LORA_RANK": 0}):
         assert _trainer_start(replace(s, **changes), adapter) == whole_model(adapter) != adapter
+
+
+def test_a_merge_ends_with_the_process_that_was_killed(tmp_path):
+    """verl's merger is another process, which takes seconds to start."""
+    write_checkpoint(tmp_path / "global_step_1")
+    code = "import sys; from pathlib import Path; from tasks.common.models.merge import merge; merge(Path(sys.argv[1]))"
+    merging = subprocess.Popen([sys.executable, "-c", code, tmp_path / "global_step_1/actor"], cwd=ROOT)
+    deadline = time.monotonic() + 60
+    while not (children := psutil.Process(merging.pid).children()):
+        assert merging.poll() is None and time.monotonic() < deadline
+        time.sleep(0.05)
+    merging.kill()
+    merging.wait()
+    assert psutil.wait_procs(children, timeout=3)[1] == []

@@ -1,6 +1,8 @@
 """Running an engine process: what is said when it fails, and that nothing of it is left."""
 
+import errno
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -160,3 +162,18 @@ def test_what_a_killed_launcher_left_is_ended_before_the_next_start(tmp_path):
     with subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], env=environment) as leftover:
         run_python("pass", tmp_path)
         leftover.wait(timeout=10)  # raises if it still runs
+
+
+def test_a_full_disk_is_the_cause_also_where_the_log_could_not_be_written(tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)._replace(free=0)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
+    said = rf"\Ano space left on the disk of {tmp_path}/logs; free some, then the same command continues\n"
+    with pytest.raises(StageFailed, match=said):
+        run_python("raise SystemExit(3)", tmp_path)
+
+
+def test_a_full_disk_ends_a_command_in_one_line_with_what_to_do(capsys):
+    with pytest.raises(SystemExit) as ended, process.errors_in_one_line():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "file")
+    said = "error: [Errno 28] No space left on device: 'file'; free some, then the same command continues"
+    assert ended.value.code == said

@@ -1,14 +1,19 @@
 """Which run and which checkpoint `make eval`, compare, merge, chat and batch take."""
 
+import contextlib
+import errno
 import json
 import os
+import resource
 from dataclasses import replace
 
 import pytest
 
 from tasks.common.evaluation.sample import model_name
+from tasks.common.launch.main import _locked
 from tasks.common.models.merge import merge, whole_folder
 from tasks.common.process import StageFailed
+from tasks.common.runs import launches
 from tasks.common.runs.folder import (
     complete,
     find_run,
@@ -218,3 +223,26 @@ def test_a_whole_checkpoint_is_not_merged_and_a_broken_one_leaves_nothing(settin
     with pytest.raises(StageFailed, match=r"verl\.model_merger failed"):
         merge(broken)
     assert {f.name for f in broken.iterdir()} == {"huggingface"}
+
+
+def test_a_record_that_cannot_be_written_leaves_nothing(settings, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(launches, "write_json", full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*/launches/000'"):
+        launches.begin(tmp_path / "run", settings, ["python"])
+    assert os.listdir(tmp_path / "run/launches") == []
+
+
+def test_the_lock_of_a_task_holds_without_its_number_on_a_full_disk(settings):
+    """A limit of 0 bytes for files stands for the disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with contextlib.ExitStack() as first:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+        try:
+            first.enter_context(_locked(settings))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        with pytest.raises(SettingsError, match=r"is already running \(process unknown\)$"), _locked(settings):
+            pass

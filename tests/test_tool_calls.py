@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import time
 
 import pytest
 from hypothesis import example, given, settings
@@ -408,3 +409,13 @@ def test_tools_may_come_without_the_function_around_them():
     function = {"name": "f", "parameters": {"properties": {"x": {"default": 1}}}}
     for tools in ([function], [{"type": "function", "function": function}], [None, 3, {"name": []}, function]):
         assert matched([{"name": "f", "arguments": {}}], [F], tools) == 1
+
+
+@pytest.mark.parametrize("space", [" ", "\n", "\t"])
+@pytest.mark.parametrize("text", ["{}!", "```json{}!", "f(){}!", "[ f(x){}] {}!"])
+def test_many_spaces_take_no_quadratic_time(text, space):
+    """Where a call may stand among them; 16,000 took 2 s."""
+    text = text.replace("{}", space * 8000)[:MAX_CHARS]
+    started = time.thread_time()
+    assert parse_calls(text) == ([], text.strip())
+    assert time.thread_time() - started < 0.1

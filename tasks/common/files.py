@@ -1,5 +1,6 @@
 """Files: written beside and renamed, so that nothing half-written has a final name; JSON; digests."""
 
+import errno
 import fcntl
 import glob
 import hashlib
@@ -11,9 +12,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)  # of an OSError: the disk is full, or the user's share of it
+
 
 def _remove(path: Path) -> None:
     shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
+
+
+def _no_space(error: Exception) -> int:
+    """The number of NO_SPACE that ``error`` is about, else 0. safetensors and torch raise classes of their own."""
+    number = getattr(error, "errno", None)
+    if number in NO_SPACE:
+        return number
+    return next((number for number in NO_SPACE if os.strerror(number) in str(error)), 0)
 
 
 def _remove_abandoned(target: Path) -> None:
@@ -46,13 +57,18 @@ def _new_partial(target: Path, make: Callable[[Path], None]) -> tuple[Path, int]
 def partial_of(target: Path, make: Callable[[Path], None] = Path.mkdir) -> Iterator[Path]:
     """Yield a new folder beside ``target``, or what ``make`` makes, of this process alone; it is removed at the end.
 
-    So two processes may write the same target. What a killed process left is removed by the next one.
+    So two processes may write the same target. What a killed process left is removed by the next one. On a full disk
+    the OSError names ``target``.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     _remove_abandoned(target)
     partial, descriptor = _new_partial(target, make)
     try:
         yield partial
+    except Exception as error:
+        if (number := _no_space(error)) and not getattr(error, "filename", None):
+            raise OSError(number, os.strerror(number), str(target)) from error
+        raise
     finally:
         _remove(partial)
         os.close(descriptor)

@@ -5,6 +5,7 @@ import ctypes
 import io
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from tasks.common.files import NO_SPACE
 from tasks.common.interrupts import Interrupts
 from tasks.common.leftovers import Launch
 from tasks.common.text import printable
@@ -25,6 +27,7 @@ GRACE_SECONDS = 20  # a dead engine: verl may wait minutes for it
 SAVING_SECONDS = 1800  # that it saves the last step before the end (tasks/common/verl_plugins/trainer.py)
 NOTICE_SECONDS = 60  # a failed reward: the trainer looks every 2 seconds, then saves or ends
 REPORT_SECONDS = 15  # between two lines of progress without a terminal
+FULL_BYTES = 2**20  # a disk with less free is full
 
 _ANSI = re.compile(r"\x1b\[[0-9;]*m")
 # Prefixes of Ray and vLLM before a line: "(WorkerDict pid=1) ", "(EngineCore pid=2) ERROR 11-21 02:57:31 [core.py:9] ".
@@ -50,6 +53,7 @@ _MEMORY_USED = re.compile(r"Memory on the node \(IP: ([^,]+), .*? was (\S+) used
 _NODE = re.compile(r"address: (\S+) and node name: \S+ has been marked dead")
 _FROM = re.compile(r"^(?:\x1b\[[0-9;]*m)?\([^()]*pid=\d+, ip=([^()\s]+)\)", re.MULTILINE)
 _REWARD = re.compile(r"(?:Reward|Judge)Error: ")
+_FREE_SOME = "free some, then the same command continues"
 
 
 class StageFailed(RuntimeError):
@@ -87,6 +91,15 @@ def _known(text: str) -> str:
     return ""
 
 
+def _full_disk(folder: Path) -> str:
+    """The message for a ``folder`` without space, whose log may lack the cause for that very reason; else empty."""
+    try:
+        full = shutil.disk_usage(folder).free < FULL_BYTES
+    except OSError:
+        return ""
+    return f"no space left on the disk of {folder}; {_FREE_SOME}" if full else ""
+
+
 def _out_of_memory(text: str) -> bool:
     found = {match.group() for match in _MEMORY.finditer(text)}
     return any("running low" in words for words in found) or bool(found and not os.environ.get("RAY_ADDRESS"))
@@ -101,7 +114,7 @@ def _report(log: Path, status: str) -> str:
     first = next((line for line in errors if line.startswith(ours)), errors[0] if errors else "")
     end = lines.index(first) + 1 if first else len(lines)  # later lines only follow from the cause
     tail = "\n".join(f"  | {line[:200]}" for line in lines[max(0, end - 12) : end])
-    return f"{_known(text) or first[:400] or status}\n{tail}\n  log: {log}"
+    return f"{_known(text) or _full_disk(log.parent) or first[:400] or status}\n{tail}\n  log: {log}"
 
 
 def _deadline(text: str, due: dict[str, float], ours: set[str]) -> float:
@@ -144,7 +157,8 @@ def errors_in_one_line(*kinds: type[Exception], stopped: str = "") -> Iterator[N
     except (StageFailed, OSError, *kinds) as error:
         lines = [printable(" ".join(text.split())) for text in (str(error), *getattr(error, "__notes__", ()))]
         said = str(error) if isinstance(error, StageFailed) else "\n  ".join(lines)
-        sys.exit(f"error: {said}")
+        advice = f"; {_FREE_SOME}" if isinstance(error, OSError) and error.errno in NO_SPACE else ""
+        sys.exit(f"error: {said}{advice}")
     except KeyboardInterrupt:
         if stopped:
             print(f"\n{stopped}", file=sys.stderr)

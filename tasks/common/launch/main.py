@@ -250,10 +250,11 @@ def _locked(s: Settings) -> Iterator[None]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             lock.seek(0)
-            raise SettingsError(f"TASK={s.TASK}: is already running (process {lock.read().strip()})") from None
+            holder = lock.read().strip() or "unknown"
+            raise SettingsError(f"TASK={s.TASK}: is already running (process {holder})") from None
         lock.truncate(0)
-        lock.write(str(os.getpid()))
-        lock.flush()
+        with contextlib.suppress(OSError):  # a full disk: the lock holds without the number
+            os.write(lock.fileno(), str(os.getpid()).encode())
         yield
 
 

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 from tasks.common.files import folder_beside, read_json, write_json
-from tasks.common.process import StageFailed
+from tasks.common.process import StageFailed, die_with_parent
 from tasks.common.settings import SettingsError
 
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # values of vLLM's max_lora_rank
@@ -135,7 +135,7 @@ def merge(checkpoint: Path, base: str = "") -> Path:
 def _run_merger(checkpoint: Path, target: Path, module: str) -> None:
     command = [sys.executable, "-m", module, "merge", "--backend", "fsdp"]
     command += ["--local_dir", str(checkpoint), "--target_dir", str(target)]
-    result = subprocess.run(command, capture_output=True, text=True)
+    result = subprocess.run(command, capture_output=True, text=True, preexec_fn=die_with_parent)
     if result.returncode:
         raise StageFailed(f"{checkpoint}: verl.model_merger failed: {(result.stderr.splitlines() or [''])[-1]}")
 

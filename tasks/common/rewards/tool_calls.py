@@ -35,7 +35,8 @@ _UNREAD = re.compile(
     rf"|^[ \t]{{0,9}}\[\s{{0,9}}{_NAME_CALL}\s{{0,9}}(?:\)|[A-Za-z_]\w{{0,200}}\s?=(?!=))",  # pythonic: Llama 3.2 and 4
     re.MULTILINE,
 )
-_PYTHONIC = re.compile(rf"\s*(?:```\w{{0,20}}\s+)?\[?\s*{_NAME_CALL}[^\n]*\)\s*\]?\s*(?:```\s*)?", re.DOTALL)
+# Possessive: 16,000 spaces would take 2 s.
+_PYTHONIC = re.compile(rf"\s*+(?:```\w{{0,20}}\s++)?\[?\s*+{_NAME_CALL}[^\n]*\)\s*+\]?\s*+(?:```\s*+)?", re.DOTALL)
 _FLOATS = {"number", "float", "double"}
 
 

@@ -9,7 +9,6 @@ import hashlib
 import json
 import os
 import platform
-import shutil
 import subprocess
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -17,7 +16,7 @@ from pathlib import Path
 
 import yaml
 
-from tasks.common.files import read_json, sha256, write_json, written_beside
+from tasks.common.files import folder_beside, read_json, sha256, write_json, written_beside
 from tasks.common.install.check import versions
 from tasks.common.runs.secrets import masked, masked_values
 from tasks.common.settings import JUDGED, ROOT, Settings, SettingsError, judge_settings
@@ -31,25 +30,22 @@ def begin(run_dir: Path, s: Settings, command: list[str], config: dict | None = 
     ``config``: the trainer's, resolved; None where the trainer writes it itself (``write_config``).
     """
     folder = run_dir / f"launches/{len(launches(run_dir)):03}"
-    partial = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    record = now(s.task_dir)
-    (partial / "packages.txt").write_text("".join(f"{line}\n" for line in record.pop("packages")))
-    (partial / "changes.diff").write_text(record.pop("changes"))
-    if config is not None:
-        write_config(partial, config)
-    record |= {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "stack": s.STACK,
-        "command": [masked(word) for word in command],
-        "data": data_digests(s.data_dir, s.TRAIN_FILE, s.PAIRS_FILE),
-        "seeds": {"SEED": s.SEED, "TRAIN_SEED": s.TRAIN_SEED, "EVAL_SEED": s.EVAL_SEED},
-        "judge": judge_settings(),
-        "settings": asdict(s),
-    }
-    write_json(partial / "launch.json", record)
-    partial.rename(folder)
+    with folder_beside(folder) as partial:
+        record = now(s.task_dir)
+        (partial / "packages.txt").write_text("".join(f"{line}\n" for line in record.pop("packages")))
+        (partial / "changes.diff").write_text(record.pop("changes"))
+        if config is not None:
+            write_config(partial, config)
+        record |= {
+            "date": datetime.now(UTC).isoformat(timespec="seconds"),
+            "stack": s.STACK,
+            "command": [masked(word) for word in command],
+            "data": data_digests(s.data_dir, s.TRAIN_FILE, s.PAIRS_FILE),
+            "seeds": {"SEED": s.SEED, "TRAIN_SEED": s.TRAIN_SEED, "EVAL_SEED": s.EVAL_SEED},
+            "judge": judge_settings(),
+            "settings": asdict(s),
+        }
+        write_json(partial / "launch.json", record)
     return folder
 
 

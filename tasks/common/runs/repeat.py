@@ -10,7 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tasks.common.process import errors_in_one_line
+from tasks.common.process import die_with_parent, errors_in_one_line
 from tasks.common.runs import launches
 from tasks.common.runs.folder import last_step, lineage, named, recorded
 from tasks.common.runs.secrets import MASK
@@ -167,7 +167,8 @@ def main() -> None:
     print(f"RUN={name} again, as RUN={environ['RUN']}", flush=True)
     stage = [sys.executable, "-m", "tasks.common.launch.main"]  # not train.sh: the record has every variable
     environ |= {"PYTHONPATH": f"{ROOT}:{environ.get('PYTHONPATH', '')}".rstrip(":"), "PYTHONUNBUFFERED": "1"}
-    if code := subprocess.run([*stage, "data"], env=environ | {"STAGE": "data"}).returncode:
+    data = subprocess.run([*stage, "data"], env=environ | {"STAGE": "data"}, preexec_fn=die_with_parent)
+    if code := data.returncode:
         sys.exit(code)
     now = launches.data_digests(s.data_dir, s.TRAIN_FILE, s.PAIRS_FILE)
     if changed := changed_files(launch["data"], now):
