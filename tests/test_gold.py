@@ -200,7 +200,7 @@ def test_no_demonstrations_and_a_judge_are_not_checked_and_said(reward):
 
 
 @pytest.mark.parametrize("difficulty", ["easy", "hard"])
-@pytest.mark.parametrize("task", TASKS)
+@pytest.mark.parametrize("task", [task for task in TASKS if (ROOT / "tasks" / task / "reward.py").exists()])
 def test_every_demonstration_of_the_shipped_tasks_is_right(task, difficulty):
     module = importlib.import_module(f"tasks.{task}.prepare_data")
     variants = getattr(importlib.import_module(f"tasks.{task}.reward"), "VARIANTS", ("",))
