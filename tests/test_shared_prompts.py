@@ -4,10 +4,12 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
+from tasks.common.machine.memory import EMBEDDED_CONFIG, Plan, passed, shapes
 from tests.helpers import ROOT
 
 # A process with our platform: verl's engine computes each batch in its own way and with each prompt once.
@@ -190,3 +192,18 @@ def test_a_token_sees_its_prompt_and_its_own_response():
     assert packed.mask.any(-1).all()  # padding too: a softmax over nothing is NaN
     assert packed.places.tolist() == [1, 1, 3, 5]
     assert packed.sources.tolist() == [1, 4, 5, 7] and packed.counts.tolist() == [1, 2, 1]
+
+
+def test_the_estimate_of_memory_knows_it():
+    short, long = Plan(on_cpu=True, tokens=16 * 192, sequence=192, response=64, group=8), Plan(tokens=9)
+    model = shapes(EMBEDDED_CONFIG)
+    assert passed(model, short) == (2 * (128 + 8 * 64), 16 * 64)
+    assert passed(model, replace(short, tokens=4 * 192)) == (128 + 4 * 64, 4 * 64)  # half a group
+    assert passed(model, replace(short, critic=True)) == (16 * 192, 16 * 64)  # a critic takes each row by itself
+    assert passed(model, replace(short, response=0)) == (16 * 192, 16 * 192)  # DPO
+    assert passed(model, replace(short, on_cpu=False)) == (16 * 192, 16 * 192)
+    assert passed(model, long) == (9, 9)
+    many = replace(short, tokens=8 * 8192, sequence=8192, response=8064)
+    assert passed(model, many) == (8 * 8192, 8 * 8064)  # scores over all eight would be more work
+    mamba = shapes(EMBEDDED_CONFIG | {"model_type": "other"}, parameters=model.parameters)
+    assert passed(mamba, short) == (16 * 192, 16 * 192)
