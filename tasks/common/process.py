@@ -176,6 +176,7 @@ class _Screen:
             file=sys.stdout if self.live else io.StringIO(),
             bar_format="{desc} {n_fmt}/{total_fmt} |{bar:20}| {elapsed}<{remaining}{postfix}",
             dynamic_ncols=True,
+            smoothing=0,  # the time left by the mean step, not the last one
         )
         self.shown, self.printed, self.lines_at, self.told = Progress(), 0.0, 0, False
 
