@@ -18,7 +18,7 @@ from tasks.common.data.records import load
 from tasks.common.data.rows import DataError, read_rows
 from tasks.common.settings import load_settings
 from tasks.countdown.prepare_data import example
-from tests.helpers import ROOT, TASKS, copy_of_checkout, exported, make
+from tests.helpers import ROOT, SINGLE_TURN, copy_of_checkout, exported, make
 
 WRONG = "<answer>1</answer>"
 SHARED = Path(os.environ.get("SHARED_DATA", ROOT.parent / "shared/data"))
@@ -200,7 +200,7 @@ def test_no_demonstrations_and_a_judge_are_not_checked_and_said(reward):
 
 
 @pytest.mark.parametrize("difficulty", ["easy", "hard"])
-@pytest.mark.parametrize("task", [task for task in TASKS if (ROOT / "tasks" / task / "reward.py").exists()])
+@pytest.mark.parametrize("task", SINGLE_TURN)
 def test_every_demonstration_of_the_shipped_tasks_is_right(task, difficulty):
     module = importlib.import_module(f"tasks.{task}.prepare_data")
     variants = getattr(importlib.import_module(f"tasks.{task}.reward"), "VARIANTS", ("",))

@@ -26,7 +26,7 @@ from tasks.common.rewards import gym, json_answer, judge, math_answer, tool_call
 from tasks.common.rewards.answers import after_thinking, last_answer
 from tasks.common.rewards.expression import parse_expression
 from tasks.countdown.test_scores import HOSTILE as ARITHMETIC
-from tests.helpers import ROOT, TASKS
+from tests.helpers import ROOT, SINGLE_TURN
 from tests.test_gym import ATTACKS
 from tests.test_math_answer import HOSTILE as FORMULAS
 from tests.test_own_samples import HOSTILE as TEXTS
@@ -147,7 +147,7 @@ READERS = {
 
 def names() -> list[str]:
     found = []
-    for task in TASKS:
+    for task in SINGLE_TURN:
         variants = getattr(importlib.import_module(f"tasks.{task}.reward"), "VARIANTS", ("",))
         found += [f"{TASK}{task}{f' {variant}' if variant else ''}" for variant in variants]
     return [*found, *READERS, "math_answer, math-verify", "gym"]
