@@ -22,6 +22,7 @@ from tasks.common.evaluation.engines import (
     token_entropy,
 )
 from tasks.common.evaluation.sample import Hardware
+from tasks.common.machine.hardware import cpu_dtype
 from tasks.common.models.chat_template import prompt_ids
 from tests.adapters import saved
 
@@ -194,14 +195,15 @@ def test_an_engine_that_takes_another_models_weights_samples_as_a_new_one(small_
     def sampled(engine) -> dict:
         return {(r.index, r.mode): [c.response for c in found] for r, found in engine.generate(requests, HOW)}
 
-    engine = VLLMEngine(str(small_model), 300, HOW.seed, 0.5)
+    engine, takes = VLLMEngine(str(small_model), 300, HOW.seed, 0.5), cpu_dtype() == "bfloat16"
     first = sampled(engine)
-    assert engine.load(other)
+    assert engine.load(other) == takes
     second = sampled(engine)
     assert engine.load(str(small_model)) and same(sampled(engine), first) >= 7
     engine.close()
     new = VLLMEngine(other, 300, HOW.seed, 0.5)
-    assert same(sampled(new), second) >= 7 and same(first, second) <= 1
+    assert sampled(new) != first
+    assert same(second, sampled(new) if takes else first) >= 7
     assert not new.load(str(saved(small_model, tmp_path / "adapter")))
     config = shutil.copytree(other, tmp_path / "third") / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"rope_theta": 5.0, "num_hidden_layers": 1}))
@@ -222,7 +224,9 @@ def test_two_engines_answer_as_one_does_and_a_lost_one_is_told(small_model, tmp_
         engine = Hardware(engines=count).engine("vllm", str(small_model), 300, HOW.seed)
         answers = []
         for model in (str(small_model), other):
-            assert engine.load(model)
+            if not engine.load(model):  # in float32
+                engine.close()
+                engine = Hardware(engines=count).engine("vllm", model, 300, HOW.seed)
             answers.append({(r.index, r.mode): [c.response for c in a] for r, a in engine.generate(requests, HOW)})
         found.append(answers)
         if count == 2:
@@ -233,6 +237,6 @@ def test_two_engines_answer_as_one_does_and_a_lost_one_is_told(small_model, tmp_
         engine.close()
     for model in (0, 1):
         assert same(found[0][model], found[1][model]) >= 9
-    assert len(found[0][0]) == 10 and same(*found[0]) <= 1
+    assert found[0][0] != found[0][1] and len(found[0][0]) == 10
     sampled = [text for (_, mode), texts in found[0][0].items() for text in texts if mode == "sampled"]
     assert len(set(sampled)) > 10
