@@ -6,21 +6,20 @@ each batch.
 """
 
 import json
-from pathlib import Path
 
 from tasks.calculator.environment import Environment
 from tasks.common.evaluation import engines, main
 from tasks.common.evaluation.rollouts import Completion
 from tasks.common.models.chat_template import answer_ids
+from tests import stub_evaluate
 
 
-class TableEngine:
+class TableEngine(stub_evaluate.TableEngine):
     def __init__(self, model, *how, tensor_parallel=1):
         from transformers import AutoTokenizer  # takes seconds; the process that only shows results needs none
 
-        self.folder = Path(model)
+        super().__init__(model)
         self.tokenizer = AutoTokenizer.from_pretrained(model)
-        self.table = json.loads((self.folder / "table.json").read_text())
 
     def generate(self, requests, sampling):
         with (self.folder / "asked.jsonl").open("a") as asked:
@@ -33,13 +32,6 @@ class TableEngine:
             text, cut = texts[request.turn].removesuffix("..."), texts[request.turn].endswith("...")
             ids = answer_ids(self.tokenizer, text, ended=not cut)
             yield request, [Completion(text, "length" if cut else "stop", len(ids), 0.5, False, tuple(ids))]
-
-    def load(self, model):
-        self.__init__(model)
-        return True
-
-    def close(self):
-        pass
 
 
 engines.ENGINES["vllm"] = TableEngine
