@@ -169,7 +169,7 @@ def test_a_call_in_a_form_that_is_not_read_is_malformed_and_never_text(text):
 @pytest.mark.parametrize(
     "text",
     [
-        '<start_function_call>call:f{x:<escape>1<escape>}<end_function_call>',
+        "<start_function_call>call:f{x:<escape>1<escape>}<end_function_call>",
         '<｜DSML｜function_calls><｜DSML｜invoke name="f">',
         '<invoke name="f"><parameter name="x">1</parameter></invoke>',
         '<minimax:tool_call><invoke name="f">',

@@ -39,8 +39,12 @@ _END_OF_TURN = re.compile(
     r"\s{0,9})+\Z"
 )
 
-_SPELLING = str.maketrans("！＂＃＄％＆＇（）＊＋，－．／０１２３４５６７８９：；＜＝＞？～", "!\"#$%&'()*+,-./0123456789:;<=>?~")
-_SPELLING |= str.maketrans({"−": "-", "–": "-", "\t": " ", "￥": "¥", "￡": "£"} | dict.fromkeys("\u00a0\u2009\u202f\u3000", " "))
+_SPELLING = str.maketrans(
+    "！＂＃＄％＆＇（）＊＋，－．／０１２３４５６７８９：；＜＝＞？～", "!\"#$%&'()*+,-./0123456789:;<=>?~"
+)
+_SPELLING |= str.maketrans(
+    {"−": "-", "–": "-", "\t": " ", "￥": "¥", "￡": "£"} | dict.fromkeys("\u00a0\u2009\u202f\u3000", " ")
+)
 _WRAPPER = re.compile(
     r"\\(?:text|mathrm|mathbf|mathit|textbf|textit|boldsymbol|bm|mbox|underline|f?boxed)\s*\{([^{}]*)\}"
 )
