@@ -162,6 +162,21 @@ def test_the_beginning_of_a_probability_is_worth_nothing(score):
             assert score(answered(text), example.ground_truth)["score"] == 1.0
 
 
+def test_a_number_in_a_text_is_not_the_answer(score):
+    for example in some("gsm_symbolic", 8):
+        truth = example.ground_truth["answer"]
+        for text in (f"-{truth}", f"{truth}/2", f"{truth} or {truth}1", f"{truth}.5"):
+            assert score(answered(text), example.ground_truth)["acc"] == 0.0
+        for text in (truth, f"{truth} apples", f"${truth}.00"):
+            assert score(answered(text), example.ground_truth)["score"] == 1.0
+
+
+def test_more_than_the_word_spelled_backward_is_not_right(score):
+    for example in some("spell_backward", 8):
+        truth = example.ground_truth["answer"]
+        assert score(answered(f"{truth} or {truth}"), example.ground_truth)["score"] <= 0.8
+
+
 ATTACKS = [
     "__import__('os').system('touch {new}')",
     "[open('{new}', 'w')]",

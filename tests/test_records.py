@@ -183,6 +183,14 @@ def test_no_secret_and_no_machine_is_in_a_run(settings):
         ("for one in self.token:\n    text = 1", None),
         ("token: abc", "token: ***"),
         ("{token: 'abc', x: 1}", "{token: ***, x: 1}"),
+        ('OpenAI(api_key=os.getenv("K", "q7Zk29XvB4tLw81P"))', 'OpenAI(api_key=os.getenv("K", ***))'),
+        ("machine x login y password q7Zk29XvB4tLw81P", "machine x login y password ***"),
+        ("+ENV HF_TOKEN q7Zk29XvB4tLw81P", "+ENV HF_TOKEN ***"),
+        ("setenv HF_TOKEN q7Zk29XvB4tLw81P", "setenv HF_TOKEN ***"),
+        ("HF_TOKEN := q7Zk29XvB4tLw81P", "HF_TOKEN := ***"),
+        ("wandb login q7Zk29XvB4tLw81P", "wandb login ***"),
+        ('auth=("user", "q7Zk29XvB4tLw81P")', 'auth=("user", ***)'),
+        ("set token count", None),
     ],
 )
 def test_what_is_masked_and_what_is_not(text, expected):

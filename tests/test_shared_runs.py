@@ -128,7 +128,7 @@ def test_arguments_that_can_run_code_are_not_repeated(settings, argument):  # no
 
 
 def test_arguments_that_set_a_value_are_repeated(settings):  # noqa: F811
-    plain = ["trainer.total_epochs=1", "+a.b='x y'", "~a.b", "++actor_rollout_ref.model.target_modules=[q_proj,v_proj]"]
+    plain = ["trainer.total_epochs=1", "+a.b='x y'", "++actor_rollout_ref.model.target_modules=[q_proj,v_proj]"]
     plain += ["algorithm.kl_ctrl.target_kl=0.1", "data.note='a path/to'"]
     assert repeat.check(changed(settings, arguments=plain))[0]["arguments"] == plain
 

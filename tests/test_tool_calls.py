@@ -167,6 +167,73 @@ def test_a_call_in_a_form_that_is_not_read_is_malformed_and_never_text(text):
 
 
 @pytest.mark.parametrize(
+    "text",
+    [
+        "<start_function_call>call:f{x:<escape>1<escape>}<end_function_call>",
+        '<｜DSML｜function_calls><｜DSML｜invoke name="f">',
+        '<invoke name="f"><parameter name="x">1</parameter></invoke>',
+        '<minimax:tool_call><invoke name="f">',
+        '<steptml:invoke name="f">',
+        "f\n<arg_key>x</arg_key>\n<arg_value>1</arg_value>",
+        '<|START_ACTION|>[{"tool_call_id": "0"}]',
+        '[{"tool_name": "f", "parameters": {"x": 1}}]',
+        'Action: f\nAction Input: {"x": 1}',
+        "Action: f[1]",
+        '<|start|>assistant to=functions.f<|message|>{"x": 1}',
+        'commentary to=functions.f json{"x": 1}',
+        '✿FUNCTION✿: f\n✿ARGS✿: {"x": 1}',
+        '<|tools_prefix|>[{"f": {"x": 1}}]<|tools_suffix|>',
+        '{"action": "f", "action_input": {"x": 1}}',
+        '{"type": "tool_use", "name": "f", "input": {"x": 1}}',
+        '{"functionCall": {"name": "f", "args": {"x": 1}}}',
+        f"<TOOLCALL>[{F_TEXT}]</TOOLCALL>",
+        "I look.\n```tool_code\nf(x=1)\n```",
+    ],
+)
+def test_other_dialects_of_a_call_are_malformed(text):
+    with pytest.raises(Malformed):
+        parse_calls(text)
+
+
+TOOLS = [{"type": "function", "function": {"name": "get_weather"}}, {"name": "a.b-c"}]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        'get_weather{"city": "Paris"}',
+        '[{"get_weather": {"city": "Paris"}}]',
+        "{'name': 'get_weather', 'arguments': {'city': 'Paris'}}",
+        "name: get_weather\narguments:\n  city: Paris",
+        '{"tool": "get_weather", "args": {"city": "Paris"}}',
+        '{"name": "get_weather"}',
+        'I would call get_weather(city="Paris") for you.',
+        "get_weather[Paris]",
+        "I call get_weather.call(city=1)",
+        '{"recipient_name": "functions.get_weather"}',
+        "It is a.b-c(1).",
+    ],
+)
+def test_a_call_of_a_known_tool_is_never_text(text):
+    assert parse_response(text).calls == []
+    with pytest.raises(Malformed):
+        parse_response(text, TOOLS)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "I cannot use get_weather without a city. Which one?",
+        "`get_weather()` needs a city, my_get_weather(x) does not.",
+        "get_weather (of the service) is down.",
+        '{"name": "Paris", "weather": "rain"}',
+    ],
+)
+def test_a_tool_may_be_named_in_a_text(text):
+    assert parse_response(text, TOOLS).text == text
+
+
+@pytest.mark.parametrize(
     "text", ["f(x) is a function.", "[the docs](http://a)", '{"a": 1}', "Use:\n```\nplot(x=1)\n```\nto plot.", "[1, 2]"]
 )
 def test_text_that_looks_a_little_like_a_call_is_text(text):

@@ -257,7 +257,13 @@ ACTOR = "actor_rollout_ref.actor"
         (f"{ACTOR}.entropy_coeff=0.01", ""),  # 0 in verl's yaml
         ("trainer.default_hdfs_dir=/x", ""),  # null there
         ("trainer.save_freq=null", ""),
-        ("~trainer.save_freq", ""),
+        ("~trainer.save_freq", "ARGS: ~trainer.save_freq: verl reads its keys, so none is deleted"),
+        ("~trainer", "ARGS: ~trainer: verl reads its keys"),
+        ("trainer=null", "ARGS: trainer=None: must be a group of keys"),
+        ("data=null", "verl's config refuses an override (ARGS?): Config group override must be"),
+        ("=1", "verl's config refuses an override (ARGS?): Config group override must be"),
+        (f"{ACTOR}.optim.lr=nan", f"ARGS: {ACTOR}.optim.lr=nan: must be a number"),
+        (f"{ACTOR}.optim.lr=inf", f"ARGS: {ACTOR}.optim.lr=inf: must be a number"),
         ("+data.own=x", ""),
         ("trainer.experiment_name=${trainer.project_name}", ""),
         (
@@ -276,6 +282,23 @@ def test_an_argument_of_another_type_than_its_default_is_refused(argument, said,
     with pytest.raises(SettingsError) as error:
         verl_config.compose("ppo_trainer", ours, arguments=[argument])
     assert str(error.value).startswith(said) and "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [
+        ("trainer.n_gpus_per_node=0", "n_gpus_per_node=0: must be greater than 0"),
+        ("trainer.nnodes=-1", "nnodes=-1: must be greater than 0"),
+        ("actor_rollout_ref.rollout.n=0", "n=0: must be greater than 0"),
+        ("data.train_batch_size=0", "train_batch_size=0: must be greater than 0"),
+        ("data.train_batch_size=null", "train_batch_size=None: must be greater than 0"),
+    ],
+)
+def test_a_count_of_nothing_is_refused(argument, said, monkeypatch):
+    ours = verl_config.rl_overrides(settings_of("countdown", monkeypatch), "some/model", Path("/r"))
+    config = verl_config.compose("ppo_trainer", ours, arguments=[argument])
+    with pytest.raises(SettingsError, match=f"^{said}$"):
+        verl_config.check(config)
 
 
 def test_the_last_override_is_the_users(monkeypatch):

@@ -24,7 +24,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, vari
     truth = read_ground_truth(ground_truth)
     expected, tools = expected_calls(truth["calls"]), truth.get("tools") or []
     try:
-        response, parsed = parse_response(solution_str), True
+        response, parsed = parse_response(solution_str, tools), True
     except Malformed:
         response, parsed = Response(None, [], ""), False
     made = response.calls

@@ -146,6 +146,7 @@ FILLS = [
 
 def test_a_chain_whose_disk_fills_goes_on_when_there_is_space(disk, variables):
     """The trainers' writes: records, logs, metrics, samples, checkpoints, evaluation."""
+    shutil.rmtree(disk.artifacts, ignore_errors=True)  # data of other settings would be made anew
     start = functools.partial(Watched.make, "train", **variables)
     failed = [after for after, rooms in FILLS for room in rooms if not attempt(disk, room, start, after)]
     assert set(failed) == {after for after, _ in FILLS}

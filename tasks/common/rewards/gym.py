@@ -25,6 +25,7 @@ from unittest import mock
 from tasks.common.data.prepare import Example
 from tasks.common.data.rows import DataError
 from tasks.common.rewards.answers import last_answer, read_ground_truth
+from tasks.common.rewards.math_answer import read_number
 from tasks.common.rewards.sandbox import CallFailed, Sandbox
 from tasks.common.text import one_line
 
@@ -174,7 +175,11 @@ def score_entry(source, answer: str, entry: dict) -> float:
         return float(_is_probability(answer, entry["answer"]))
     if name == "game_of_life_halting":  # theirs gives any text 1: it compares bool(text)
         return float(answer.strip().lower() == entry["answer"].lower())
+    if name == "gsm_symbolic":  # theirs takes the first digits of any text: -1, 1/2 and "1 or 2" are 1
+        return 1.0 if read_number(answer) == Fraction(entry["answer"]) else 0.01 * bool(re.search(r"\d", answer))
     value = float(source.score_answer(answer, entry))
+    if name == "spell_backward" and answer.lower() != entry["answer"].lower():
+        value = min(value, 0.8)  # theirs means to, but adds up 1/n to 0.999...
     if name == "puzzle24" and sorted(map(int, re.findall(r"\d{1,9}", answer))) != sorted(metadata["numbers"]):
         value = min(value, 0.01)  # theirs takes any four numbers
     return 0.0 if math.isnan(value) else min(1.0, max(0.0, value))

@@ -19,41 +19,66 @@ SECONDS = 2.0  # of wall clock for one comparison; ordinary formulas take millis
 
 _HASHES = re.compile(r"(?<!#)####(?!#)")
 _BOXED = re.compile(r"\\f?boxed\s*\{")
-_ANSWER_WORDS = ("answer", "Answer", "ANSWER", "答案")
+_ANSWER_WORDS = ("answer", "Answer", "ANSWER", "答案", "答え", "정답", "Antwort", "Ответ", "ответ")
+_ANSWER_WORDS += tuple(f"{first}{rest}" for first in "Rr" for rest in ("espuesta", "éponse", "esposta", "isposta"))
 _SENTENCE = re.compile(
-    r"(?:\banswers?\b[^.\n]{0,60}?(?:\bis\b|\bare\b|[:=])|答案[^。\n]{0,20}?[是为為:：=])", re.IGNORECASE
+    r"\banswers?\b[^.\n]{0,60}?(?:\bis\b|\bare\b|[:=])|(?:答案|答え|정답)[^。\n]{0,20}?[是为為は은:：=]"
+    r"|\b(?:respuesta|réponse|resposta|risposta|antwort|ответ)\b[^.\n]{0,60}?(?:\b(?:es|est|é|è|ist|lautet)\b|[:=—])",
+    re.IGNORECASE,
 )
 _SENTENCE_END = re.compile(r"[.!?][*_`\"')\]]*(?=\s|$)|[。！？\n]")
 _LABEL = re.compile(r"\A(?:[A-Za-z][A-Za-z' ]{0,40}?(?:\bis\b|[:=])|(?:最终|最后)?答案[是为為:：=]{0,2})[*_`]*\s*")
 _HEADING = re.compile(r"[*_\s]*\d{1,2}[.):]\s+[*_]*[A-Za-z][^\n]*[^.!?\n](?:\n|\Z)")  # "2. Check"
-_NUMBERED = re.compile(r"[*_\s]*\d{1,2}[.)]\s+[*_]*[A-Za-z]")
-_END_OF_TURN = re.compile(r"(?:(?:<\|[a-z_0-9]{1,30}\|>|<｜[^｜<>]{1,30}｜>|</s>|<eos>|<end_of_turn>)\s{0,9})+\Z")
+# Perhaps a heading: "2.1 Check", "(2) Check", "2 - Check", "2. 检查", "2、检查", "第2步", "2️⃣ Check".
+_NUMBERED = re.compile(
+    r"[*_\s]*(?:\(?\d{1,2}[.)\uff0e\uff09][\s*_]+[*_`\"'“]*[^\W\d_]|\d{1,2}(?:\.\d{1,2}){1,3}\.?\s+[*_]*[A-Z]"
+    r"|\d{1,2}\s?[-–—]\s[*_]*[A-Z]|\d{1,2}、|第\s?\d{1,2}\s?[步章节節部]|\d\ufe0f?\u20e3)"
+)
+_END_OF_TURN = re.compile(
+    r"(?:(?:<\|[A-Za-z_0-9]{1,30}\|>|<｜[^｜<>]{1,30}｜>|</s>|<(?:eos|pad|end_of_turn|turn\|)>|\[(?:EOS|/INST)\])"
+    r"\s{0,9})+\Z"
+)
 
-_SPELLING = str.maketrans({"−": "-", "–": "-", "\u00a0": " ", "\u2009": " ", "\u202f": " ", "\t": " ", "＝": "="})
+_SPELLING = str.maketrans(
+    "！＂＃＄％＆＇（）＊＋，－．／０１２３４５６７８９：；＜＝＞？～", "!\"#$%&'()*+,-./0123456789:;<=>?~"
+)
+_SPELLING |= str.maketrans(
+    {"−": "-", "–": "-", "\t": " ", "￥": "¥", "￡": "£"} | dict.fromkeys("\u00a0\u2009\u202f\u3000", " ")
+)
 _WRAPPER = re.compile(
     r"\\(?:text|mathrm|mathbf|mathit|textbf|textit|boldsymbol|bm|mbox|underline|f?boxed)\s*\{([^{}]*)\}"
 )
 _FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{\s*(-?[\d.,]{1,30})\s*\}\s*\{\s*([\d.,]{1,30})\s*\}|(\d)\s*(\d))")
 _BOLD = re.compile(r"(?<![\w)])(\*{1,3}|_{1,3}|`)(?=\S)([^*_`]*)(?<=\S)\1(?![\w(])")
-_REMOVED = re.compile(r"\\?[$€£¥￥₹₩₽₺₫₱₦฿]|\\[()\[\]]|\\[,!;: ]|\\(?:left|right|displaystyle)(?![a-zA-Z])")
+# Currency: Unicode's signs, "US$" and its like, and a code before the number.
+_SIGN = r"\\?(?:\b(?:US|CA|AU|NZ|HK|NT|[ACRS]))?[$¢-¥\u20a0-\u20cf\u060b\u09f2\u09f3\u0e3f\u17db]"
+_CODE = r"\b(?:USD|EUR|GBP|JPY|CNY|RMB|INR|KRW|CHF|CAD|AUD|NZD|HKD|SGD|SEK|NOK|DKK|PLN|CZK|RUB|TRY|BRL|MXN|ZAR|Rs)"
+_CURRENCY = re.compile(rf"{_SIGN}|{_CODE}\.?\s?(?=[-\d])")
+_REMOVED = re.compile(r"\\[()\[\]]|\\[,!;: ]|\\(?:left|right|displaystyle|euro|pounds)(?![a-zA-Z])")
 _DEGREES = re.compile(r"\^\s*\{?\\circ\}?")
 
 _NUMBER = r"(?:\d{1,3}(?:,\d{3}){1,6}(?:\.\d{1,18})?|\d{1,18}(?:\.\d{1,18})?|\.\d{1,18})"
 _SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-_UNIT = r"(?:(?:m|km|cm|mm|ft|in)\s?(?:[²³]|\^\{?[23]\}?)|"
+_UNIT = r"(?:(?:m|km|cm|mm|ft|in)\s?(?:[²³]|\^\{?[23]\}?)|[℃℉㎡㎥㎞㎝㎜㎏]|k?Ω\b|[µμ][gmlLs]\b|"
 _UNIT += r"(?:[gmhslLcCF]|km|cm|mm|kg|mg|ml|mL|lbs?|oz|ft|in|hrs?|mins?|secs?|mph)\b)"
-# Units in Chinese or Japanese: no numeral, no "or", "to", "more than", and none of the words of arithmetic.
-_NOT_HAN = "[一二三四五六七八九十零〇两百千万亿兆萬億半之或到至多余加减減乘除点點和与與及]"
-_HAN_UNIT = rf"(?:(?!{_NOT_HAN})[\u3040-\u30ff\u4e00-\u9fff]){{1,12}}"
-_NOT_A_UNIT = r"(?!(?:and|or|to|by|half|times|plus|minus|divided|over|squared|cubed)\b)"
+# Units in Chinese, Japanese or Korean: no numeral, no "or", "to", "more than", and none of the words of arithmetic.
+_NOT_HAN = "[一二三四五六七八九十零〇两百千万亿兆萬億半之或到至多余加减減乘除点點和与與及십백천만억조반또와과]"
+_HAN_UNIT = rf"(?:(?!{_NOT_HAN})[\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7a3]){{1,12}}"
+# Words that change the number, also in the languages of _SENTENCE.
+_NOT_A_UNIT = (
+    r"(?!(?i:and|or|to|by|half|times|plus|minus|divided|over|squared|cubed|bn|mn|mil|mille|mio|mrd|tausend|mila"
+    r"|und|oder|ou|et|или|тыс|тысяч\w{0,3}|млн|млрд"
+    r"|(?:hundred|thousand|lakh|crore)s?|(?:mill|bill|trill|milli|милли)(?:i?on|ard|ón|ão|õ|он|ард)\w{0,4})\b)"
+)
+_LETTER = r"[A-Za-zÀ-ÖØ-öø-ɏЀ-ӿ]"
 _PLAIN = re.compile(
     rf"(?:[≈~]\s*)?(?P<sign>[-+]?)\s*(?:(?P<whole>\d{{1,18}})\s+(?=\d+\s*/))?(?P<number>{_NUMBER})"
-    rf"(?:\s*/\s*(?P<denominator>{_NUMBER}))?\)?(?:\s*(?P<scale>{'|'.join(_SCALES)})\b)?(?:\s*[%°])?"
+    rf"(?:\s*/\s*(?P<denominator>{_NUMBER}))?\)?(?:\s*(?P<scale>(?i:{'|'.join(_SCALES)}))\b)?(?:\s*[%°])?"
     rf"(?:\s*(?:×|\*|\\times|\\cdot)\s*10\s*\^\s*\{{?\s*(?P<power>-?\d{{1,2}})\s*\}}?)?"
 )
 # What may follow it: a unit in words, without a second number, operator or LaTeX.
 _REST = re.compile(
-    rf"[\s.,;:?'\")\]}}]*|(?:{_UNIT}|[\s,(/]+{_NOT_A_UNIT}(?:[A-Za-z]{{2,}}|{_UNIT}))[^\d=+*^\\<>|]*|\s*{_HAN_UNIT}[\s.,]*"
+    rf"[\s.,;:?'\")\]}}]*|(?:{_UNIT}|[\s,(/]+{_NOT_A_UNIT}(?:{_LETTER}{{2,}}|{_UNIT}))[^\d=+*^\\<>|]*|\s*{_HAN_UNIT}[\s.,]*"
 )
 _TOKEN = re.compile(rf"(?<![\w.,])(?:(?<![\d)\]%]\s)-)?{_NUMBER}(?:\s?/\s?{_NUMBER})?(?!\d)")
 _RELATION = re.compile(r"[<>≤≥≠]|\\(?:[lg]eq?|neq?)(?![a-zA-Z])")
@@ -109,7 +134,7 @@ def _after_hashes(text: str) -> str | None:
             continue
         line = _first_sentence(text[match.end() : match.end() + 2 * MAX_ANSWER_CHARS])
         line = _LABEL.sub("", _BOLD.sub(r"\2", line).strip("*_` "))
-        if line and not re.match(r"#|[A-Za-z]{2}", line):
+        if line and not re.match(r"#|[A-Za-z]{2}", _CURRENCY.sub("", line)):
             if not _NUMBERED.match(text, match.end()):
                 return line
             numbered = numbered or line  # "18. That is all.", or a heading: only where there is nothing better
@@ -153,7 +178,7 @@ def tidy(text: str) -> str:
     for _ in range(3):  # nested wrappers
         text = _WRAPPER.sub(r" \1 ", text)
     text = _FRACTION.sub(lambda m: f" {m[1] or m[3]}/{m[2] or m[4]} ", text)
-    return _BOLD.sub(r"\2", _REMOVED.sub("", text))
+    return _BOLD.sub(r"\2", _REMOVED.sub("", _CURRENCY.sub("", text)))
 
 
 def read_number(text: str) -> Fraction | None:
@@ -176,7 +201,7 @@ def read_number(text: str) -> Fraction | None:
     if denominator == 0 or (whole and number >= denominator):  # 48 24/1 is a sum, left undone
         return None
     value = number / denominator + int(whole or 0)
-    value *= _SCALES.get(match["scale"], 1) * Fraction(10) ** int(match["power"] or 0)
+    value *= _SCALES.get((match["scale"] or "").lower(), 1) * Fraction(10) ** int(match["power"] or 0)
     return -value if match["sign"] == "-" else value
 
 

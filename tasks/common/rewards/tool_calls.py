@@ -3,6 +3,7 @@
 Model output is hostile: JSON is read strictly and within limits, nothing is evaluated.
 """
 
+import functools
 import re
 from dataclasses import dataclass
 
@@ -29,8 +30,10 @@ _FUNCTION, _FUNCTION_END = re.compile(r"\s*<function=([\w.-]{1,200})>"), re.comp
 # Calls in forms that are not read, or in other text. As text they would be right where no call is wanted.
 _NAME_CALL = r"[A-Za-z_][\w.]{0,200}\("
 _UNREAD = re.compile(
-    r"<function|</function|<\|(?:tool_call|tool▁call|recipient|plugin|action_start)|<｜tool|>>>[A-Za-z_]"
-    r'|"(?:tool_calls|function_call)"\s*:|"type"\s*:\s*"function"'
+    r"</?function|<\|(?:tool|recipient|plugin|action_start)|<｜(?:tool|DSML)|>>>[A-Za-z_]|<arg_key>|✿FUNCTION✿"
+    r"|</?(?:\w{1,20}:|start_)?(?i:tool_?calls?|tool_?use|invoke|function_?calls?)\b|<\|(?i:start_action)\|>|```tool_code"
+    r"|\bto=functions\.|^Action Input:|^Action:\s{0,9}(?:```json|[A-Za-z_]\w{0,200}\[)"
+    r'|"(?:tool_calls|function_?[cC]all|tool_name|tool_call_id|action_input)"\s*:|"type"\s*:\s*"(?:function|tool_use)"'
     r'|"function"\s*:\s*"[^"]{0,200}"\s*,\s*"(?:parameters|arguments)"'
     rf"|^[ \t]{{0,9}}\[\s{{0,9}}{_NAME_CALL}\s{{0,9}}(?:\)|[A-Za-z_]\w{{0,200}}\s?=(?!=))",  # pythonic: Llama 3.2 and 4
     re.MULTILINE,
@@ -38,6 +41,11 @@ _UNREAD = re.compile(
 # Possessive: 16,000 spaces would take 2 s.
 _PYTHONIC = re.compile(rf"\s*+(?:```\w{{0,20}}\s++)?\[?\s*+{_NAME_CALL}[^\n]*\)\s*+\]?\s*+(?:```\s*+)?", re.DOTALL)
 _FLOATS = {"number", "float", "double"}
+
+
+# How a call of any form begins: name( with an argument, name{ and name[, also "name": {, and the name as a value.
+_CALL_OF = r"(?<![\w.-])(?:{names})(?:\(\s*+[^)\s]|[\"'`]?\s*+:?\s*+[{{\[]|\.call\()"
+_CALL_OF += r"|\b(?:name|tool|function|action|recipient_name)[\"']?\s*+[:=]\s*+[\"'`]?(?:functions\.)?(?:{names})\b"
 
 
 class Malformed(ValueError):
@@ -54,15 +62,24 @@ class Response:
     text: str
 
 
-def parse_response(response: str) -> Response:
+def parse_response(response: str, tools: list[dict] | None = None) -> Response:
     """Thinking, calls and other text of ``response``, which begins with the ``<think>`` that its prompt ended with
     (answers.with_opened_thinking).
 
-    Calls count only after ``</think>``. Raises Malformed.
+    Calls count only after ``</think>``. Raises Malformed, also for a text that calls one of ``tools`` (OpenAI schemas)
+    in any form that is not read.
     """
     thinking, answer = split_thinking(response)
     calls, text = parse_calls(answer)
+    names = tuple(name for name in functions(tools or []) if name in text)
+    if names and (found := _calls_of(names).search(text)):
+        raise Malformed(f"a call in a form that is not read: {found[0][:40]!r}")
     return Response(thinking, calls, text)
+
+
+@functools.lru_cache(maxsize=1024)
+def _calls_of(names: tuple[str, ...]) -> re.Pattern:
+    return re.compile(_CALL_OF.format(names="|".join(map(re.escape, names))))
 
 
 def split_thinking(text: str) -> tuple[str | None, str]:

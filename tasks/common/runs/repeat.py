@@ -63,7 +63,7 @@ def _harmless(argument: str) -> bool:
     """Whether one of ARGS only sets a value: no option of hydra's command, no interpolation, no key that loads code."""
     key, _, value = argument.partition("=")
     keys = f"{key} {value}" if "{" in value else key
-    return bool(re.fullmatch(r"[+~]{0,2}[\w.@]+", key)) and not _CODE.search(keys) and "${" not in value
+    return bool(re.fullmatch(r"[+]{0,2}[\w.@]+", key)) and not _CODE.search(keys) and "${" not in value
 
 
 def variables(made: dict, judge: dict[str, str], name: str, environ: dict[str, str]) -> dict[str, str]:

@@ -23,7 +23,14 @@ _FORMS = [
     # a variable of the environment: its value, or its default
     rf"(?i)(\benviron\[[\"'](?:{_NAME}|\w+_key)[\"']\]\s*=\s*){_QUOTED}",
     rf"(?i)(\b(?:setdefault|putenv|setenv|getenv|environ\.get|env\.get)\(\s*[\"'](?:{_NAME}|\w+_key)[\"']\s*,\s*){_QUOTED}",
+    rf"(?i)(\b{_NAME}\s*=\s*(?:os\.)?getenv\(\s*[\"'][^\"'\n]{{1,80}}[\"']\s*,\s*){_QUOTED}",
     rf"(?i)(\blogin\(\s*(?:\w+\s*=\s*)?){_QUOTED}",
+    rf"(?i)(\bauth\s*=\s*\(\s*{_QUOTED}\s*,\s*){_QUOTED}",
+    # ENV NAME value of a Dockerfile, setenv and set -x of other shells, NAME := value of make
+    r"(?m)(^[+ -]?[ \t]*(?:ENV|setenv|set -x) [A-Z0-9_]*(?:TOKEN|KEY|SECRET|PASSWORD)[ \t]+)[^\s\"'$]+",
+    r"(?m)(^[+ -]?[ \t]*(?:export )?[A-Z0-9_]*(?:TOKEN|_KEY|SECRET|PASSWORD)[ \t]*:=[ \t]*)[^\s\"'$]+",
+    r"(?i)(\b(?:wandb|hf auth|huggingface-cli) login (?:--[\w-]+[ =])?)(?!-)[^\s\"'$-][^\s\"'$]{7,}",
+    r"(?i)(\bmachine[ \t]+\S+[ \t]+login[ \t]+\S+[ \t]+password[ \t]+)\S+",
     r"(?i)(--(?:[\w-]{0,40}-)?(?:api-?key|password|secret|token)\s+)(?!-|\w+=)[^\s\"'$]+",
     r"(?i)(\bauthorization[\"']?\s*[:=]\s*f?[\"']?(?:bearer|basic|token)\s+)[^\s\"'{}$<]+",
     r"(?i)(\bbearer\s+)(?=[^\s\"']*\d)[\w.~+/=-]{8,}",

@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain
+from math import isfinite
 from pathlib import Path
 
 from tasks.common.machine import cluster, hardware
@@ -281,6 +282,8 @@ def compose(config_name: str, overrides: list[str], package: Path | None = None,
 
     if engine := next((a for a in arguments if a.startswith("model_engine=") and a != "model_engine=dp"), ""):
         raise SettingsError(f"ARGS: {engine}: all stacks train with FSDP, verl's model_engine=dp; leave it out")
+    if deletion := next((a for a in arguments if a.startswith("~")), ""):
+        raise SettingsError(f"ARGS: {deletion}: verl reads its keys, so none is deleted; set a value or null instead")
     package = package or Path(importlib.util.find_spec("verl").submodule_search_locations[0])
     with initialize_config_dir(str(package / "trainer/config"), version_base=None):
         try:
@@ -289,7 +292,9 @@ def compose(config_name: str, overrides: list[str], package: Path | None = None,
                 _check_types(hydra_compose(config_name, overrides), config, arguments)
                 OmegaConf.to_container(config, resolve=True)  # raises for a reference to nothing
             return config
-        except (HydraException, OmegaConfBaseException) as error:
+        except (HydraException, OmegaConfBaseException, ValueError) as error:
+            if isinstance(error, SettingsError):
+                raise
             raise SettingsError(f"verl's config refuses an override (ARGS?): {' '.join(str(error).split())}") from error
 
 
@@ -305,22 +310,24 @@ def _check_types(before, after, arguments: Sequence[str]) -> None:
     for override in OverridesParser.create().parse_overrides(list(arguments)):
         key = override.key_or_group
         old, new = OmegaConf.select(before, key), OmegaConf.select(after, key)
-        if new is not None and (wanted := _other_type(old, new)):
+        if wanted := _other_type(old, new):
             shown = f"{key}={one_line(str(new), 80)}"
             raise SettingsError(f"ARGS: {shown}: must be {wanted}, as {one_line(str(old), 40)} is")
 
 
 def _other_type(old, new) -> str | None:
-    """What ``new`` must be in place of ``old``, in words; None where it is that.
+    """What ``new`` must be in place of ``old``, in words; None where it is that. Null may replace all but a group.
 
     verl's yaml has 0 and 1 for some fractions, and takes a text or a list of texts for the same key.
     """
+    if isinstance(old, Mapping):
+        return None if isinstance(new, Mapping) else "a group of keys"
+    if new is None:
+        return None
     if isinstance(old, bool):
         return None if isinstance(new, bool) or new in (0, 1) else "true or false"
     if isinstance(old, int | float):
-        return None if isinstance(new, int | float) and not isinstance(new, bool) else "a number"
-    if isinstance(old, Mapping):
-        return None if isinstance(new, Mapping) else "a group of keys"
+        return None if isinstance(new, int | float) and not isinstance(new, bool) and isfinite(new) else "a number"
     if isinstance(old, str | Sequence):
         return None if isinstance(new, str | int | float | Sequence) and not isinstance(new, bool) else "text or a list"
     return None
@@ -361,6 +368,10 @@ def _without_effect(config) -> Iterator[str]:
 def _indivisible(config) -> Iterator[str]:
     """What verl would refuse of the batch sizes once its engines are up, or leave out silently."""
     actor, rollout, trainer = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout, config.trainer
+    counts = [(trainer, "n_gpus_per_node"), (trainer, "nnodes"), (rollout, "n"), (actor, "ppo_mini_batch_size")]
+    for group, name in [*counts, (config.data, "train_batch_size")]:
+        if not group[name] or group[name] < 0:
+            yield f"{name}={group[name]}: must be greater than 0"
     gpus, parallel = trainer.n_gpus_per_node * trainer.nnodes, rollout.tensor_model_parallel_size
     prompts, mini_prompts = config.data.train_batch_size, actor.ppo_mini_batch_size
     if gpus % parallel:  # verl/workers/engine_workers.py, init_model

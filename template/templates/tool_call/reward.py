@@ -17,7 +17,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kw
     expected, tools = expected_calls(truth["calls"]), truth.get("tools") or []
     well_formed = right = False
     try:
-        response = parse_response(solution_str)
+        response = parse_response(solution_str, tools)
         well_formed = bool(response.calls) == bool(expected) != bool(response.text)
         right = well_formed and matched(response.calls, expected, tools) == len(response.calls) == len(expected)
     except Malformed:
