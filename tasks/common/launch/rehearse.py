@@ -40,7 +40,7 @@ from tasks.common.settings import (
 STEPS, SAVED = "2", 1  # RL steps, and the one whose checkpoint is resumed
 ROWS, TEST, DEV, EVALUATED = 512, 16, 4, 4  # at most: training, test and dev prompts, prompts of the evaluation
 BATCH, ROLLOUTS, SAMPLES, PAIRS = 4, 4, 2, 16
-RESPONSE, TURN = 256, 64  # tokens; a random model hardly ever ends a response
+RESPONSE, TURN = 128, 64  # tokens; a random model hardly ever ends a response
 KILL_AFTER = 900  # seconds without a checkpoint
 CLEAN_SECONDS = 20  # until no process of a killed training is left
 POLL_SECONDS = 0.2
