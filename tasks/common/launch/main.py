@@ -420,6 +420,6 @@ def main(goal: str, arguments: list[str]) -> None:
 
 if __name__ == "__main__":
     interrupt_on_sigterm()
-    said = "stopped; the same command continues from the last checkpoint"
+    said = "stopped" if sys.argv[1] == "rehearse" else "stopped; the same command continues from the last checkpoint"
     with errors_in_one_line(SettingsError, DataError, RewardError, stopped=said):
         main(sys.argv[1], sys.argv[2:] or given_arguments())

@@ -78,9 +78,9 @@ class Rehearsal:
     def data_dir(self) -> Path:
         return self.folder / "data" / self.real.TASK
 
-    def command(self, goal: str, **more: str) -> list[str]:
+    def command(self, goal: str) -> list[str]:
         """What a user would type."""
-        values = self.given | more | ({"ARGS": self.arguments} if self.arguments else {})
+        values = self.given | ({"ARGS": self.arguments} if self.arguments else {})
         if goal == "report":  # it reads a run
             values = {name: values[name] for name in ("TASK", "STACK", "ARTIFACTS")}
         return ["make", goal, f"PYTHON={sys.executable}", *(f"{name}={value}" for name, value in values.items())]
@@ -161,12 +161,12 @@ def not_played(s: Settings) -> str:
 # ---- stages --------------------------------------------------------------------------------------------------------
 
 
-def play(r: Rehearsal, name: str, goal: str, until: Callable[[], bool] | None = None, **more: str) -> Played:
+def play(r: Rehearsal, name: str, goal: str, until: Callable[[], bool] | None = None) -> Played:
     """Run a target; its output goes to a log. ``until``: once this holds, its whole group gets SIGKILL."""
     r.logs += 1
     log = r.folder / f"logs/{r.logs:02d}-{name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
-    command, started = r.command(goal, **more), time.monotonic()
+    command, started = r.command(goal), time.monotonic()
     killed = False
     with log.open("w") as output:
         output.write(f"$ {shlex.join(command)}\n")
@@ -253,6 +253,9 @@ def stages(r: Rehearsal) -> Iterator[Played]:
     if data.problem:
         return
     if s.METHOD == "dpo" and not s.PAIRS_FILE:
+        if not (r.data_dir / "sft.parquet").is_file():
+            yield Played("pairs", 0, "", "METHOD=dpo: no demonstrations to make pairs of; set PAIRS_FILE", data.log)
+            return
         r.given["PAIRS_FILE"] = str(_pairs(r))
     if s.INIT == "sft":
         sft = play(r, "sft", "sft")
