@@ -22,6 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 HEALTH_RULES = ("nan", "collapse", "kl", "spike", "mismatch", "zero_variance", "truncation", "no_reward")  # health.py
+GPUS = ("a100", "a100-40g", "h100", "h200", "l40s")  # that machine/speed.py knows
 METHODS = sorted(path.stem for path in (ROOT / "tasks/common/training/methods").glob("[a-z]*.py"))
 STACKS = sorted(path.parent.name for path in (ROOT / "tasks/common/stacks").glob("*/__init__.py"))
 
@@ -64,6 +65,10 @@ def _task(value: str) -> str | None:
 def _rules(value: str) -> str | None:
     unknown = [name for name in value.split(",") if name and name not in HEALTH_RULES]
     return f"{unknown[0]}: must be some of {', '.join(HEALTH_RULES)}" if unknown else None
+
+
+def _gpu(value: str) -> str | None:
+    return None if not value or value in GPUS else f"must be one of {', '.join(GPUS)}"
 
 
 def _kl_coef(values: dict[str, str]) -> str:
@@ -315,6 +320,9 @@ class Command:
     FILTER_HIGH: float = variable("1.0", "probe: accuracy strictly below", _fraction)
     SECONDS: float = variable("120", "attack: how long to search", positive)
     ATTACK_CALLS: int = variable("200", "attack: of a reward that asks a judge, at most so many calls", positive)
+    GPU: str = variable("", f"rehearse: the real run's GPU, one of {', '.join(GPUS)}; empty: by PROFILE or STACK", _gpu)
+    PRICE: float = variable("0", "rehearse: of a GPU hour; 0: not said", _from_0)
+    DISK: float = variable("0", "rehearse: GB free for checkpoints on the real machine; 0: as here", _from_0)
     ROLLOUTS: str = variable("", "rescore: a rollouts.jsonl")
     INPUT: str = variable("", "batch: json, jsonl, csv or xlsx with a column prompt")
     OUTPUT: str = variable("", "batch: xlsx, json, jsonl or csv to write")

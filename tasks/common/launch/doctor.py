@@ -262,7 +262,7 @@ def lengths(s: Settings, by: float) -> Iterator[Finding]:
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        found = {what: _measured(tokenizer, file) for what, file in files.items()}
+        found = {what: measured(tokenizer, file) for what, file in files.items()}
     except (DataError, OSError, pa.ArrowException):
         return  # ``data`` reports it
     except Exception as problem:  # a broken config or tokenizer may raise anything
@@ -283,7 +283,7 @@ def lengths(s: Settings, by: float) -> Iterator[Finding]:
             yield ok(what, f"{text}, {name}={limit}")
 
 
-def _measured(tokenizer, file: Path) -> tuple[list[int], int]:
+def measured(tokenizer, file: Path) -> tuple[list[int], int]:
     """Tokens of PROMPTS rows of ``file``, spread over it, as far as the time goes, and the number of its rows. Of an RL
     row the prompt counts, of a demonstration its last message."""
     total = pq.read_metadata(file).num_rows

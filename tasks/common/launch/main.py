@@ -19,7 +19,7 @@ from tasks.common.data.prepare import describe, read_manifest
 from tasks.common.data.rows import DataError, validate_parquet
 from tasks.common.evaluation.tables import total_time
 from tasks.common.interrupts import interrupt_on_sigterm
-from tasks.common.launch import doctor, experiments, train
+from tasks.common.launch import doctor, experiments, rehearse, train
 from tasks.common.launch.plan import planned
 from tasks.common.launch.task import compute_score_of, environment, load_reward, own_stages, script, stack_environment
 from tasks.common.models.find import embedded_folder, resolve_model, whole_model
@@ -362,6 +362,10 @@ def about(job: Job) -> Job:
 
 
 def main(goal: str, arguments: list[str]) -> None:
+    if goal == "rehearse":  # the settings of another machine's run
+        say_environment()
+        rehearse.main(arguments)
+        return
     s, command = load_settings(), load_settings(cls=Command)
     os.environ.update(stack_environment(s, os.environ) | {"ARTIFACTS": str(artifacts())})
     job = Job(goal, s, command, arguments, os.environ.get("MODEL", ""))
@@ -377,7 +381,7 @@ def main(goal: str, arguments: list[str]) -> None:
     if goal not in (*STAGES_OF, "experiment", *own_stages(s.task_dir)):
         having = [path.parent.name for path in sorted(s.task_dir.parent.glob(f"*/{goal}.py"))]
         if not having:
-            known = {*STAGES_OF, "experiment", *AT_ONCE} - {"one_of_many"}
+            known = {*STAGES_OF, "experiment", "rehearse", *AT_ONCE} - {"one_of_many"}
             raise SettingsError(f"STAGE={goal}: no such stage; there are: {', '.join(sorted(known))}")
         raise SettingsError(f"TASK={s.TASK}: has no {goal}.py; `make {goal}` is for {', '.join(having)}")
     if goal == "batch":
@@ -416,6 +420,6 @@ def main(goal: str, arguments: list[str]) -> None:
 
 if __name__ == "__main__":
     interrupt_on_sigterm()
-    said = "stopped; the same command continues from the last checkpoint"
+    said = "stopped" if sys.argv[1] == "rehearse" else "stopped; the same command continues from the last checkpoint"
     with errors_in_one_line(SettingsError, DataError, RewardError, stopped=said):
         main(sys.argv[1], sys.argv[2:] or given_arguments())

@@ -323,12 +323,12 @@ def too_much(model: Shapes, plan: Plan, gpu_bytes: float, ram_bytes: float) -> l
     found, needs = [], estimate(model, plan, gpu_bytes)
     ram, update, sampling = (sum(parts.values()) for parts in (needs.ram, needs.update, needs.sampling))
     if ram_bytes and ram > ram_bytes:
-        text = f"RAM: about {gb(ram)} of {gb(ram_bytes)} ({_parts(needs.ram)})"
+        text = f"RAM: about {gb(ram)} of {gb(ram_bytes)} ({words_of(needs.ram)})"
         found.append((text, _less_ram(model, plan, ram_bytes)))
     if plan.on_cpu:
         return found
     if update > gpu_bytes:
-        text = f"update: about {gb(update)} of {gb(gpu_bytes)} on each GPU ({_parts(needs.update)})"
+        text = f"update: about {gb(update)} of {gb(gpu_bytes)} on each GPU ({words_of(needs.update)})"
         found.append((text, _smaller_update(model, plan, gpu_bytes, ram_bytes)))
     vllm, least = plan.share * gpu_bytes, sum(needs.engine.values())
     if plan.share and (vllm < least or sampling > gpu_bytes):
@@ -341,7 +341,7 @@ def too_much(model: Shapes, plan: Plan, gpu_bytes: float, ram_bytes: float) -> l
             )
             fix = f"set GPU_MEMORY_UTILIZATION={wanted:g}"
         else:
-            text = f"sampling: about {gb(sampling)} of {gb(gpu_bytes)} on each GPU ({_parts(needs.sampling)})"
+            text = f"sampling: about {gb(sampling)} of {gb(gpu_bytes)} on each GPU ({words_of(needs.sampling)})"
             fix = f"lower GPU_MEMORY_UTILIZATION to {room:g}"
         found.append((text, fix if wanted <= room else _spread(model, plan, gpu_bytes, ram_bytes)))
     return found
@@ -430,7 +430,8 @@ def gb(count: float) -> str:
     return f"{count / 1e9:.1f} GB" if count < 100e9 else f"{count / 1e9:.0f} GB"
 
 
-def _parts(parts: dict[str, float]) -> str:
+def words_of(parts: dict[str, float]) -> str:
+    """Bytes by purpose, for people; what is next to nothing is left out."""
     return ", ".join(f"{name} {gb(value)}" for name, value in parts.items() if value >= 5e7)
 
 

@@ -29,7 +29,7 @@ def prompt_ids(tokenizer, messages: list[dict], tools: list[dict] | None = None,
     """
     if not chat_template and not tokenizer.chat_template:
         raise ValueError("the model has no chat template: it is no instruct model (`make batch` can take TEMPLATE=)")
-    if tools and not _knows_tools(tokenizer, chat_template):
+    if tools and not knows_tools(tokenizer, chat_template):
         messages, tools = in_words(messages, tools), None
     try:
         encoded = tokenizer.apply_chat_template(
@@ -47,7 +47,7 @@ def next_turn_ids(tokenizer, sampled: list[int], messages: list[dict], tools: li
     ``tools``: those of the prompt, which decide on how it was rendered. Only ``messages`` are rendered, after a fixed
     chat: earlier turns stay as they were sampled. Raises ValueError when the template refuses or drops the fixed chat.
     """
-    if tools and not _knows_tools(tokenizer, None):
+    if tools and not knows_tools(tokenizer, None):
         messages = _in_words(messages)
     fixed = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": PROBE}]
     try:
@@ -57,7 +57,7 @@ def next_turn_ids(tokenizer, sampled: list[int], messages: list[dict], tools: li
     _, found, text = text.partition(PROBE)
     if not found:
         raise ValueError("the model's chat template leaves out earlier answers; no episode can be rendered")
-    end = _end_of_turn(tokenizer)
+    end = end_of_turn(tokenizer)
     end_ids = tokenizer(end, add_special_tokens=False)["input_ids"]
     if list(sampled[-len(end_ids) :]) == end_ids:
         text = text.removeprefix(end)
@@ -78,12 +78,12 @@ def answer_ids(tokenizer, response: str, think_opened: bool = False, ended: bool
     if think_opened:
         thinks = response.lstrip().startswith("<think>")
         response = response.lstrip().removeprefix("<think>").lstrip() if thinks else f"\n</think>\n\n{response}"
-    end = _end_of_turn(tokenizer) if ended else ""
+    end = end_of_turn(tokenizer) if ended else ""
     return tokenizer(response + end, add_special_tokens=False)["input_ids"]
 
 
 @functools.lru_cache(maxsize=8)
-def _end_of_turn(tokenizer) -> str:
+def end_of_turn(tokenizer) -> str:
     """What the template puts after an answer, e.g. <|im_end|>; if nothing, the end-of-sequence token."""
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": PROBE}]
     text = tokenizer.apply_chat_template(chat, tokenize=False)
@@ -91,7 +91,7 @@ def _end_of_turn(tokenizer) -> str:
 
 
 @functools.lru_cache(maxsize=8)
-def _knows_tools(tokenizer, chat_template: str | None) -> bool:
+def knows_tools(tokenizer, chat_template: str | None) -> bool:
     """Whether the template renders tools."""
     tool = {"type": "function", "function": {"name": PROBE, "description": "", "parameters": {}}}
     chat = [{"role": "user", "content": "hi"}]

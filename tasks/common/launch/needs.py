@@ -1,0 +1,360 @@
+"""What a real run will need, and what would break it, from its settings, its model's config.json and its data.
+
+`make rehearse` says it (launch/rehearse.py). Nothing here starts a process or reads weights.
+"""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import mean
+
+from tasks.common.data.prepare import read_manifest
+from tasks.common.data.rows import DataError, read_rows, tools_of
+from tasks.common.files import read_json
+from tasks.common.launch import doctor
+from tasks.common.launch.doctor import Finding, error, ok, warning
+from tasks.common.machine import hardware, memory, speed
+from tasks.common.machine.memory import gb
+from tasks.common.models.chat_template import end_of_turn, knows_tools
+from tasks.common.settings import Command, Settings, SettingsError
+from tasks.common.text import one_line
+
+START = 180  # seconds from the start to the first step: 180 to 205 recorded (docs/GPU.md)
+FEW = 0.5  # of the prompts: with more left out it is an error
+
+
+@dataclass(frozen=True)
+class Target:
+    """The hardware of the real run. ``gpu``: None on the cpu stack."""
+
+    gpu: speed.GPU | None
+    count: int
+    why: str = ""  # where the kind of GPU comes from
+
+    def __str__(self) -> str:
+        return f"{self.count} x {self.gpu.name}{f' ({self.why})' if self.why else ''}" if self.gpu else "a CPU"
+
+
+def target_of(s: Settings, command: Command) -> Target:
+    """The GPUs of the real run: GPU, else by the name of PROFILE, else the stack's."""
+    if s.STACK == "cpu":
+        return Target(None, s.world_size)
+    named = re.search(r"x(\w+)$", command.PROFILE)
+    if command.GPU:
+        name, why = command.GPU, ""
+    elif named and named[1] in speed.GPUS:
+        name, why = named[1], "by the profile's name"
+    else:
+        name = "a100" if s.STACK == "a100" else speed.MEASURED
+        why = f"assumed for STACK={s.STACK}; GPU= names another"
+    return Target(speed.GPUS[name], s.world_size, why)
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of the rehearsal's rows under the real tokenizer; ``answers`` of the demonstrations, perhaps none."""
+
+    prompts: list[int]
+    answers: list[int]
+
+
+def lengths(tokenizer, data_dir: Path) -> Lengths:
+    """Raises DataError without the data. At most doctor's PROMPTS rows of each file are measured."""
+    prompts, _ = doctor.measured(tokenizer, data_dir / "train.parquet")
+    sft = data_dir / "sft.parquet"
+    return Lengths(prompts, doctor.measured(tokenizer, sft)[0] if sft.is_file() else [])
+
+
+# ---- what would break ----------------------------------------------------------------------------------------------
+
+
+def findings(s: Settings, arguments: list[str], data_dir: Path, target: Target, command: Command) -> list[Finding]:
+    """What would break the real run. ``s``: its settings, with MODEL as a folder; ``data_dir``: the rehearsal's."""
+    found = []
+    try:
+        tokenizer = load_tokenizer_of(s.MODEL)
+        found += stops(s, tokenizer)
+        manifest = read_manifest(data_dir)
+        if manifest:
+            found += [*rows(s, manifest), *tools(tokenizer, data_dir), *too_long(s, lengths(tokenizer, data_dir))]
+            found += doctor.gold_check(s, manifest, training=False) if manifest.get("gold") else []
+    except DataError as problem:
+        found.append(error("tokenizer", str(problem), "take an instruct model"))
+    return [*found, *fits(s, arguments, target), *disk(s, command)]
+
+
+def load_tokenizer_of(folder: str):
+    """The tokenizer of a folder that may have no weights. Raises DataError without one or its chat template."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as problem:
+        raise DataError(f"MODEL={folder}: no tokenizer ({one_line(str(problem), 200)})") from problem
+    if not tokenizer.chat_template:
+        raise DataError(f"MODEL={folder}: has no chat template to render prompts")
+    return tokenizer
+
+
+def stop_ids(folder: Path, tokenizer) -> set[int]:
+    """Ids at which vLLM ends a response: those of generation_config.json, config.json and the tokenizer."""
+    stated = [read_json(folder / name).get("eos_token_id") for name in ("generation_config.json", "config.json")]
+    every = [tokenizer.eos_token_id, *stated]
+    return {each for found in every for each in (found if isinstance(found, list) else [found]) if each is not None}
+
+
+def stops(s: Settings, tokenizer) -> Iterator[Finding]:
+    """Does the token that ends a turn in the chat template also end a response? And do all tokens have a row?"""
+    folder = Path(s.MODEL)
+    size, vocabulary = len(tokenizer), read_json(folder / "config.json").get("vocab_size", 0)
+    if size > vocabulary:
+        text = f"{size} tokens, and vocab_size={vocabulary} in config.json"
+        yield error("vocabulary", text, "take the tokenizer that belongs to the model")
+    end, stopping = end_of_turn(tokenizer), stop_ids(folder, tokenizer)
+    named = ", ".join(tokenizer.convert_ids_to_tokens(sorted(stopping)))
+    ids = tokenizer(end, add_special_tokens=False)["input_ids"] if end else []
+    fix = "correct eos_token_id of generation_config.json"
+    if not ids:
+        yield error("stop token", "the chat template ends no turn, and there is no end of sequence", fix)
+    elif ids[0] not in stopping:
+        yield error("stop token", f"the chat template ends a turn with {end}, generation stops at {named}", fix)
+    else:
+        yield ok("stop token", f"the chat template ends a turn with {end}, which ends a response")
+
+
+def rows(s: Settings, manifest: dict) -> Iterator[Finding]:
+    """Prompts that the data stage left out, and whether enough remain for a batch."""
+    dropped = {reason.replace("_", " "): count for reason, count in manifest.get("dropped", {}).items() if count}
+    there = manifest["rows"]["train"]
+    said = f"{there} training prompts" + "".join(f", {count} {reason}" for reason, count in dropped.items())
+    if there < s.TRAIN_BATCH_SIZE:
+        yield error("rows", f"{said}; TRAIN_BATCH_SIZE={s.TRAIN_BATCH_SIZE}", "lower it, or take more data")
+    elif left := {reason for reason in dropped if reason in ("too long", "refused by chat template")}:
+        yield warning("rows", said, "raise MAX_PROMPT_LENGTH" if "too long" in left else "see the chat template")
+    else:
+        yield ok("rows", said)
+
+
+def too_long(s: Settings, found: Lengths) -> Iterator[Finding]:
+    """Prompts over MAX_PROMPT_LENGTH, which verl leaves out, and demonstrations over MAX_RESPONSE_LENGTH."""
+    for what, tokens, name in (
+        ("prompts", found.prompts, "MAX_PROMPT_LENGTH"),
+        ("demonstrations", found.answers, "MAX_RESPONSE_LENGTH"),
+    ):
+        if not tokens:
+            continue
+        limit = getattr(s, name)
+        long = sum(count > limit for count in tokens)
+        average, longest = mean(tokens), max(tokens)
+        text = f"{len(tokens)} measured, on average {average:.0f} tokens, the longest {longest}, {name}={limit}"
+        fix = f"raise {name} to {longest}"
+        if not long:
+            yield ok(what, text)
+        elif what == "prompts" and long > FEW * len(tokens):
+            yield error(what, f"{text}; {long} are longer and are left out", fix)
+        else:
+            then = "are longer and are left out" if what == "prompts" else "are longer: a response of RL is cut there"
+            yield warning(what, f"{text}; {long} {then}", fix)
+
+
+def tools(tokenizer, data_dir: Path) -> Iterator[Finding]:
+    """Where rows have tools: does the chat template render them?"""
+    if not any(tools_of(row) for row in read_rows(data_dir / "train.parquet")):
+        return
+    if knows_tools(tokenizer, None):
+        yield ok("tools", "the chat template renders them")
+    else:
+        text = "the chat template knows no tools; they are written out in the form of Hermes and Qwen models"
+        yield warning("tools", text, "take a model that was trained with tools")
+
+
+def fits(s: Settings, arguments: list[str], target: Target) -> Iterator[Finding]:
+    """The settings as verl wants them, and the estimate of memory against the real GPUs."""
+    try:
+        planned = plan_of(s, arguments)
+    except SettingsError as problem:
+        yield error("settings", str(problem), "correct the variable")
+        return
+    shapes = memory.shapes_of(s.MODEL)
+    if shapes is None or target.gpu is None:
+        return
+    short = memory.too_much(shapes, planned, target.gpu.memory, 0)
+    for text, fix in short:
+        yield error("memory", text, fix)
+    tight = [] if short else memory.too_much(shapes, planned, (1 - doctor.SPARE) * target.gpu.memory, 0)
+    for text, fix in tight:
+        yield warning("memory", f"less than {doctor.SPARE:.0%} to spare: {text}", fix)
+    if not short and not tight:
+        yield ok("memory", f"fits on {target}")
+
+
+def plan_of(s: Settings, arguments: list[str]) -> memory.Plan:
+    """doctor's plan. The verl that is installed here is the cpu stack's; `a100` has another, whose keys it lacks, so
+    the plan is that of `current`, which sets the same of what memory depends on. Raises SettingsError."""
+    return doctor.plan(replace(s, STACK="current") if s.STACK == "a100" else s, arguments)
+
+
+def checkpoints(s: Settings) -> tuple[int, float]:
+    """How many checkpoints there are at once (the best, the last, the one being written), and the bytes of one."""
+    shapes = memory.shapes_of(s.MODEL)
+    size = memory.checkpoint_bytes(shapes.parameters, s.LORA_RANK, s.METHOD == "ppo") if shapes else 0.0
+    return (3 if s.METHOD == "dpo" else s.KEEP + 2), size
+
+
+def disk(s: Settings, command: Command) -> Iterator[Finding]:
+    """Room for the real model's checkpoints: DISK, or what is free here."""
+    count, size = checkpoints(s)
+    free = command.DISK * 1e9 or hardware.free_disk(s.runs_dir)[1]
+    where = "by DISK" if command.DISK else "on this machine; DISK= says that of the real one"
+    text = f"{count} checkpoints of {gb(size)} need {gb(count * size)}, {gb(free)} free {where}"
+    if count * size <= free:
+        yield ok("disk", text)
+    elif command.DISK:
+        yield error("disk", text, "lower KEEP, or take a larger disk")
+    else:
+        yield warning("disk", text, "take a larger disk there")
+
+
+# ---- what it will need ---------------------------------------------------------------------------------------------
+
+
+def step_of(s: Settings, shapes: memory.Shapes, prompt: float, response: float, longest: float) -> speed.Step:
+    """An RL step of the real run with responses of these lengths."""
+    updates = s.TRAIN_BATCH_SIZE // s.MINI_BATCH_SIZE
+    # The old log-probs of a step of one update are its own (verl_plugins/on_policy.py), with these exceptions.
+    in_reward = s.METHOD == "ppo" and s.KL_COEF > 0
+    again = updates > 1 or s.METHOD in ("egpo", "distill") or s.ROLLOUT_CORRECTION == "sequence" or in_reward
+    forward = int(again) + int(s.KL_COEF > 0) + int(s.METHOD == "ppo")
+    return speed.Step(
+        shapes,
+        s.world_size,
+        s.TRAIN_BATCH_SIZE * s.ROLLOUT_N,
+        prompt,
+        response,
+        longest,
+        updates,
+        forward,
+        s.METHOD == "ppo",
+        s.TP,
+        s.LORA_RANK > 0,
+    )
+
+
+@dataclass(frozen=True)
+class Time:
+    """Seconds of the real run: of a step by phase, of the SFT warm-up, of all validations and checkpoints."""
+
+    step: dict[str, float]
+    sft: float
+    validations: float
+    saves: float
+    steps: int
+
+    @property
+    def hours(self) -> float:
+        return (START + self.sft + self.validations + self.saves + self.steps * sum(self.step.values())) / 3600
+
+
+def time_of(s: Settings, gpu: speed.GPU, found: Lengths, response: float, longest: float) -> Time:
+    """The time of the real run with responses of these lengths."""
+    shapes, prompt = memory.shapes_of(s.MODEL), mean(found.prompts)
+    step = step_of(s, shapes, prompt, response, longest)
+    validated = replace(step, rollouts=s.DEV_SIZE, updates=0, forward=0)
+    warm_up = replace(step, rollouts=s.SFT_BATCH_SIZE, response=mean(found.answers or [response]), updates=1, forward=0)
+    at = range(1, s.STEPS + 1)
+    tested = sum(s.TEST_FREQ > 0 and number % s.TEST_FREQ == 0 for number in at)
+    saved = sum(number % s.SAVE_FREQ == 0 or (s.TEST_FREQ and number % s.TEST_FREQ == 0) for number in at)
+    saving = speed.saving_seconds(checkpoints(s)[1])
+    return Time(
+        speed.predicted(step, gpu),
+        speed.predicted(warm_up, gpu)["passes"] * s.SFT_STEPS if s.INIT == "sft" else 0.0,
+        tested * speed.predicted(validated, gpu)["generation"] if tested else 0.0,
+        saved * saving,
+        s.STEPS,
+    )
+
+
+def cases(s: Settings, found: Lengths) -> dict[str, tuple[float, float]]:
+    """Mean and longest response to reckon with: those of the demonstrations, and all at the limit."""
+    limit = s.MAX_RESPONSE_LENGTH
+    said = {f"responses at MAX_RESPONSE_LENGTH={limit}": (float(limit), float(limit))}
+    if not found.answers:
+        return said
+    cut = [min(count, limit) for count in found.answers]
+    return {f"responses as long as the demonstrations ({mean(cut):.0f} tokens)": (mean(cut), max(cut))} | said
+
+
+def words(s: Settings, arguments: list[str], data_dir: Path, target: Target, command: Command) -> Iterator[str]:
+    """The real run's needs, a line each, with the error that the same predictor had on the recorded runs."""
+    shapes = memory.shapes_of(s.MODEL)
+    if shapes is None:
+        yield "not predicted: config.json is of an unknown model type"
+        return
+    try:
+        yield from _of_memory(memory.estimate(shapes, plan_of(s, arguments), target.gpu.memory if target.gpu else 0))
+    except SettingsError:
+        yield "memory: not estimated, the settings are wrong"
+    count, size = checkpoints(s)
+    yield f"disk: {gb(count * size)}, {count} checkpoints of {gb(size)}"
+    if reason := unpredicted(s, target, data_dir):
+        yield f"seconds per step, hours, cost: not predicted, {reason}"
+        return
+    found = lengths(load_tokenizer_of(s.MODEL), data_dir)
+    for case, (response, longest) in cases(s, found).items():
+        yield _of_time(time_of(s, target.gpu, found, response, longest), case, target, command.PRICE)
+    yield from _error_of_time(s, shapes, target)
+
+
+def _of_memory(needs: memory.Estimate) -> Iterator[str]:
+    for name, parts, where in (
+        ("update", needs.update, " on each GPU"),
+        ("sampling", needs.sampling, " on each GPU"),
+        ("RAM", needs.ram, ""),
+    ):
+        if parts:
+            yield f"memory, {name}: {gb(sum(parts.values()))}{where}: {memory.words_of(parts)}"
+    if speed.recorded() and needs.update:
+        average, most, runs = speed.memory_error()
+        off = f"{average:.0%} on average, {most:.0%} at most, on {runs} recorded runs"
+        yield f"  the estimate of the update was off by {off}"
+
+
+def _of_time(time: Time, case: str, target: Target, price: float) -> str:
+    phases = ", ".join(f"{name} {seconds:.0f}" for name, seconds in time.step.items())
+    text = f"a step: {sum(time.step.values()):.0f} s ({phases}); {time.steps} steps: {time.hours:.1f} hours"
+    if price:
+        text += f", {time.hours * target.count * price:,.0f} at PRICE={price:g} x {target.count} GPUs"
+    return f"{text}; {case}"
+
+
+def _error_of_time(s: Settings, shapes: memory.Shapes, target: Target) -> Iterator[str]:
+    average, most, runs = speed.error()
+    yield f"  ±{average:.0%} on average, {most:.0%} at most, on {runs} recorded runs, leave-one-out, lengths given"
+    sizes = sorted({run.step.model.parameters for run in speed.recorded()})
+    beyond = []
+    if target.gpu != speed.GPUS[speed.MEASURED]:
+        beyond.append(f"scaled to {target.gpu.name} by its published peak and bandwidth")
+    if shapes.parameters > 1.5 * sizes[-1]:
+        beyond.append(f"a larger model than the {sizes[-1] / 1e9:.1f} B that was recorded")
+    if s.world_size > max(run.step.gpus for run in speed.recorded()):
+        beyond.append("more GPUs than the 4 that were recorded")
+    beyond += ["LoRA"] * (s.LORA_RANK > 0) + [f"TP={s.TP}"] * (s.TP > 1) + [f"NNODES={s.NNODES}"] * (s.NNODES > 1)
+    beyond += ["the environment's own time left out"] * s.multi_turn
+    beyond += ["without groups that are sampled again"] * (s.METHOD == "dapo")
+    if beyond:
+        yield f"  not measured: {'; '.join(beyond)}"
+    yield f"  hours count {START} s until the first step, validations and checkpoints, not the evaluation at the end"
+
+
+def unpredicted(s: Settings, target: Target, data_dir: Path) -> str:
+    """Why the time cannot be predicted; empty where it can."""
+    if target.gpu is None:
+        return "STACK=cpu: there is no GPU; the real run's first steps say it"
+    if s.METHOD in ("dpo", "distill"):
+        return f"no run with METHOD={s.METHOD} and today's settings is recorded"
+    if not speed.recorded():
+        return "docs/results is not there"
+    if not (data_dir / "train.parquet").is_file():
+        return "the data stage broke"
+    return ""

@@ -1,0 +1,357 @@
+"""`make rehearse`: the run that is meant for GPUs, played on this CPU with a thin model, and what the real one needs.
+
+Settings are those of the real run, with the defaults of its stack. What is played are the ordinary targets, each as a
+user types it, with ARTIFACTS in a folder of their own; a thin model (models/thin.py) stands for the real one. What the
+real run will need, and what would break it: launch/needs.py.
+"""
+
+import contextlib
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+import pyarrow.parquet as pq
+
+from tasks.common.data.prepare import read_manifest
+from tasks.common.data.rows import decoded
+from tasks.common.files import write_json
+from tasks.common.launch import needs
+from tasks.common.launch.task import load_reward
+from tasks.common.models import thin
+from tasks.common.settings import (
+    COMPLETE,
+    ROOT,
+    Command,
+    Settings,
+    artifacts,
+    load_settings,
+    values_of,
+)
+
+STEPS, SAVED = "2", 1  # RL steps, and the one whose checkpoint is resumed
+ROWS, TEST, DEV, EVALUATED = 512, 16, 4, 4  # at most: training, test and dev prompts, prompts of the evaluation
+BATCH, ROLLOUTS, SAMPLES, PAIRS = 4, 4, 2, 16
+RESPONSE, TURN = 128, 64  # tokens; a random model hardly ever ends a response
+KILL_AFTER = 900  # seconds without a checkpoint
+CLEAN_SECONDS = 20  # until no process of a killed training is left
+POLL_SECONDS = 0.2
+# Of the real run's settings, these say what a CPU with one process and a random model cannot play.
+ALONE = {"N_GPUS": "1", "NNODES": "1", "TP": "1", "SP": "1", "OFFLOAD": "0", "MAX_TOKENS_PER_GPU": "0"}
+NOT_PLAYED = ("ABORT_ON", "WANDB", "LOGGER", "REWARD_MODEL", "RUN", "PATIENCE")
+# What make, a shell and an outer launch put into the environment; a played command gets its own.
+OURS = {"GIVEN", "MAKEFLAGS", "MAKELEVEL", "MFLAGS", "STARTED", COMPLETE, "ARTIFACTS", "ARGS", "RAY_ADDRESS", "PYTHON"}
+ERROR = re.compile(r"^error: .*", re.MULTILINE)
+TAKEN = re.compile(r"^  .* \((\d+) s\)$")
+
+
+@dataclass
+class Played:
+    """How a stage went: ``problem`` is its error line, empty where it held."""
+
+    name: str
+    seconds: float
+    said: str
+    problem: str = ""
+    log: str = ""
+
+
+@dataclass
+class Rehearsal:
+    """What is rehearsed, where, and what came of it. ``given``: the variables of the played commands."""
+
+    real: Settings
+    folder: Path
+    given: dict[str, str]
+    arguments: str
+    logs: int = 0  # of the stages so far
+
+    @property
+    def data_dir(self) -> Path:
+        return self.folder / "data" / self.real.TASK
+
+    def command(self, goal: str) -> list[str]:
+        """What a user would type."""
+        values = self.given | ({"ARGS": self.arguments} if self.arguments else {})
+        if goal == "report":  # it reads a run
+            values = {name: values[name] for name in ("TASK", "STACK", "ARTIFACTS")}
+        return ["make", goal, f"PYTHON={sys.executable}", *(f"{name}={value}" for name, value in values.items())]
+
+    def environment(self) -> dict[str, str]:
+        known = {*Settings.__dataclass_fields__, *Command.__dataclass_fields__, *OURS}
+        return {name: value for name, value in os.environ.items() if name not in known}
+
+
+# ---- settings ------------------------------------------------------------------------------------------------------
+
+
+def real_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """The environment of the real run: what is given, with its stack. Without GPUs here, N_GPUS is 1 unless it is
+    given. Raises SettingsError."""
+    given = dict(environ) | {"STACK": environ.get("REHEARSED") or environ.get("STACK", ""), "STAGE": "train"}
+    return given | ({"N_GPUS": "1"} if values_of(given)["N_GPUS"].text == "0" else {})
+
+
+def smaller(s: Settings) -> dict[str, str]:
+    """What of the real settings is played otherwise: sizes, lengths, and what one CPU or a random model cannot do."""
+    rows = max(ROWS, s.TRAIN_BATCH_SIZE) if s.METHOD != "dpo" else ROWS
+    sizes = {
+        "TRAIN_SIZE": min(s.TRAIN_SIZE or rows, rows),
+        "DEV_SIZE": min(s.DEV_SIZE, DEV),
+        "SFT_SIZE": min(s.SFT_SIZE, ROWS),
+        "SAMPLED_PROMPTS": EVALUATED,
+        "TRAIN_BATCH_SIZE": BATCH,
+        "MINI_BATCH_SIZE": BATCH if s.MINI_BATCH_SIZE == s.TRAIN_BATCH_SIZE else BATCH // 2,
+        "MICRO_BATCH_SIZE": 2,
+        "ROLLOUT_N": min(s.ROLLOUT_N, ROLLOUTS),
+        "STEPS": STEPS,
+        "SELF_PLAY_ROUNDS": 1,
+        "CRITIC_WARMUP": min(s.CRITIC_WARMUP, 1),
+        "LR_WARMUP": min(s.LR_WARMUP, 1),
+        "SFT_STEPS": 2,
+        "SFT_BATCH_SIZE": BATCH,
+        "SFT_SOURCE": "task",  # a random model has no right samples
+        "SAVE_FREQ": SAVED,
+        "TEST_FREQ": 1 if s.TEST_FREQ else 0,
+        "MAX_RESPONSE_LENGTH": min(s.MAX_RESPONSE_LENGTH, RESPONSE),
+        "MAX_NEW_TOKENS": min(s.MAX_NEW_TOKENS, RESPONSE),
+        "N": min(s.N, SAMPLES),
+        "LIMIT": EVALUATED,
+    }
+    sizes |= {"TEST_SIZE": f"{min(s.TEST_SIZE, TEST):g}" if s.TEST_SIZE >= 1 else f"{s.TEST_SIZE:g}"}
+    sizes |= {"MAX_TURN_LENGTH": min(s.MAX_TURN_LENGTH, TURN, sizes["MAX_RESPONSE_LENGTH"])}
+    return ALONE | {name: str(value) for name, value in sizes.items()}
+
+
+def given_variables(s: Settings, texts: Mapping[str, str], model: Path, folder: Path) -> dict[str, str]:
+    """The variables of a played command: those of which the cpu stack's defaults are not what is wanted.
+
+    ``texts``: the settings ``s`` as they were written."""
+    played = dict(texts) | smaller(s)
+    played |= {"MODEL": str(model), "STACK": "cpu"} | ({"TEACHER": str(model)} if s.TEACHER else {})
+    for name in NOT_PLAYED:
+        played.pop(name)
+    given = {"TASK": s.TASK, "STACK": "cpu"}
+    while True:  # one value may change the defaults of others
+        found = values_of(given)
+        more = {name: value for name, value in played.items() if value and found[name].text != value}
+        if not more:
+            return given | {"ARTIFACTS": str(folder)}
+        given |= more
+
+
+def not_played(s: Settings) -> str:
+    """The real run's settings that stay unplayed, in words; empty where there are none."""
+    named = [name for name in (*ALONE, *NOT_PLAYED) if name not in ("MAX_TOKENS_PER_GPU", "RUN")]
+    default = {name: f.metadata["default"] for name, f in Settings.__dataclass_fields__.items()} | {"N_GPUS": "1"}
+    values = {name: str(getattr(s, name)) for name in named if str(getattr(s, name)) != default[name]}
+    values |= {"SFT_SOURCE": "samples"} if s.INIT == "sft" and s.SFT_SOURCE == "samples" else {}
+    values |= {"SELF_PLAY_ROUNDS": str(s.SELF_PLAY_ROUNDS)} if s.SELF_PLAY_ROUNDS > 1 else {}
+    return ", ".join(f"{name}={value}" for name, value in values.items())
+
+
+# ---- stages --------------------------------------------------------------------------------------------------------
+
+
+def play(r: Rehearsal, name: str, goal: str, until: Callable[[], bool] | None = None) -> Played:
+    """Run a target; its output goes to a log. ``until``: once this holds, its whole group gets SIGKILL."""
+    r.logs += 1
+    log = r.folder / f"logs/{r.logs:02d}-{name}.log"
+    log.parent.mkdir(parents=True, exist_ok=True)
+    command, started = r.command(goal), time.monotonic()
+    killed = False
+    with log.open("w") as output:
+        output.write(f"$ {shlex.join(command)}\n")
+        output.flush()
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=r.environment(),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            while process.poll() is None:
+                if until and until():
+                    killed = True
+                    os.killpg(process.pid, signal.SIGKILL)
+                    break
+                if until and time.monotonic() - started > KILL_AFTER:
+                    break
+                time.sleep(POLL_SECONDS)
+        finally:
+            _end(process)
+    played = Played(name, time.monotonic() - started, "", log=str(log))
+    text = log.read_text(errors="replace")
+    if until and not killed:
+        last = "it made no checkpoint that a kill could follow"
+        played.problem = next(iter(ERROR.findall(text)), last)
+    elif process.returncode and not killed:
+        played.problem = _why(text, process.returncode)
+    return played
+
+
+def _why(text: str, code: int) -> str:
+    """The error line of a log; without one its last line."""
+    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("make")]
+    return next(iter(ERROR.findall(text)), f"exit code {code}: {lines[-1]}")
+
+
+def _end(process: subprocess.Popen) -> None:
+    """End a command in order, as Ctrl-C would, unless it has ended."""
+    if process.poll() is None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGINT)
+        try:
+            process.wait(60)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _left(folder: Path) -> list[str]:
+    """The processes that work in ``folder``, after at most CLEAN_SECONDS."""
+    until = time.monotonic() + CLEAN_SECONDS
+    while True:
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.pid != os.getpid() and str(folder) in " ".join(process.cmdline()):
+                    found.append(f"{process.pid} {process.name()}")
+        if not found or time.monotonic() > until:
+            return found
+        time.sleep(POLL_SECONDS)
+
+
+def stage_seconds(text: str) -> dict[str, float]:
+    """The seconds of each stage of a command, by the lines that the launcher prints."""
+    found, stage = {}, ""
+    for line in text.splitlines():
+        if begins := re.match(r"\[\d+/\d+\] (\w+)$", line):
+            stage = begins[1]
+        elif stage and (ends := TAKEN.match(line)):
+            found[stage] = float(ends[1])
+    return found
+
+
+def stages(r: Rehearsal) -> Iterator[Played]:
+    """Play the stages, one after the other; what needs one that broke is left out."""
+    s = r.real
+    data = play(r, "data", "data")
+    data.said = "" if data.problem else _said_of_data(r)
+    yield data
+    if data.problem:
+        return
+    if s.METHOD == "dpo" and not s.PAIRS_FILE:
+        if not (r.data_dir / "sft.parquet").is_file():
+            yield Played("pairs", 0, "", "METHOD=dpo: no demonstrations to make pairs of; set PAIRS_FILE", data.log)
+            return
+        r.given["PAIRS_FILE"] = str(_pairs(r))
+    if s.INIT == "sft":
+        sft = play(r, "sft", "sft")
+        sft.said = "2 steps"
+        yield sft
+        if sft.problem:
+            return
+
+    def saved() -> bool:
+        return any(r.folder.glob(f"runs/{s.TASK}/{s.METHOD}-*/checkpoints/latest_checkpointed_iteration.txt"))
+
+    killed = play(r, "train", "train", saved)
+    killed.said = "SIGKILL once it had a checkpoint"
+    if not killed.problem and (left := _left(r.folder)):
+        killed.problem = f"{len(left)} processes outlived the kill: {', '.join(left[:5])}"
+    yield killed
+    if killed.problem:
+        return
+    resumed = play(r, "resume", "train")
+    text = Path(resumed.log).read_text(errors="replace")
+    if not resumed.problem and "resuming from step" not in text:
+        resumed.problem = "it began anew, not from the checkpoint"
+    in_eval = stage_seconds(text).get("eval", 0.0)
+    resumed.seconds -= in_eval
+    resumed.said = f"to the last step{', with validations' if s.TEST_FREQ else ''}"
+    yield resumed
+    if in_eval:
+        yield Played("eval", in_eval, "base, warm-up and trained" if s.INIT == "sft" else "base and trained")
+    if resumed.problem:
+        return
+    yield play(r, "merge", "merge")
+    report = play(r, "report", "report")
+    report.said = next((str(page) for page in r.folder.glob("reports/*/*/report.html")), "")
+    yield report
+
+
+def _said_of_data(r: Rehearsal) -> str:
+    manifest = read_manifest(r.data_dir)
+    rows = ", ".join(f"{count} {name}" for name, count in manifest["rows"].items())
+    return f"{rows} from {manifest['source']}" + (f" ({manifest['note']})" if manifest.get("note") else "")
+
+
+def _pairs(r: Rehearsal) -> Path:
+    """Pairs for DPO in place of the policy's own samples, none of which a random model gets right: each demonstration
+    against that of the next row."""
+    rows = pq.read_table(r.data_dir / "sft.parquet").to_pylist()[:PAIRS]
+    answers = [row["messages"][-1]["content"] for row in rows]
+    pairs = [
+        {"prompt": decoded(row["messages"])[:-1], "chosen": answer, "rejected": other}
+        for row, answer, other in zip(rows, answers, [*answers[1:], answers[0]], strict=True)
+        if answer != other
+    ]
+    file = r.folder / "pairs.json"
+    write_json(file, pairs)
+    return file
+
+
+# ---- the command ---------------------------------------------------------------------------------------------------
+
+
+def tell(played: Played) -> None:
+    state = f"error: {played.problem}\n{'':10}log: {played.log}" if played.problem else played.said
+    print(f"  {played.name:<8}{played.seconds:4.0f} s  {state}", flush=True)
+
+
+def main(arguments: list[str]) -> None:
+    """Exits with 1 when a stage broke, or when something would break the real run. Raises SettingsError."""
+    given = real_environment(os.environ)
+    real, command = load_settings(given), load_settings(cls=Command)
+    load_reward(real)
+    target = needs.target_of(real, command)
+    source = thin.config_folder(real.MODEL)
+    folder, started = artifacts() / "rehearse" / real.TASK, time.monotonic()
+    shutil.rmtree(folder, ignore_errors=True)
+    print(f"the real run: TASK={real.TASK} METHOD={real.METHOD} MODEL={real.MODEL} STACK={real.STACK}, {target}")
+    parameters = thin.write(source, folder / "model", real.SEED)
+    print(f"played on this CPU by {thin.LAYERS} thin layers, {parameters / 1e6:.1f} M random parameters; its steps:")
+    if words := not_played(real):
+        print(f"  not played: {words}")
+    texts = {name: value.text for name, value in values_of(given).items()}
+    r = Rehearsal(real, folder, given_variables(real, texts, folder / "model", folder), shlex.join(arguments))
+    played = [Played("model", time.monotonic() - started, f"config.json and tokenizer of {source}")]
+    tell(played[0])
+    for each in stages(r):
+        played.append(each)
+        tell(each)
+    broken = [each for each in played if each.problem]
+    found = needs.findings(replace(real, MODEL=str(source)), arguments, r.data_dir, target, command)
+    print("\nWhat would break:")
+    for finding in found:
+        print(f"  {finding.state:<8} {finding}")
+    print("\nWhat the real run will need:")
+    for line in needs.words(replace(real, MODEL=str(source)), arguments, r.data_dir, target, command):
+        print(f"  {line}")
+    wrong = [finding for finding in found if finding.state == "error"]
+    seconds = time.monotonic() - started
+    print(f"\n{len(played)} stages in {seconds:.0f} s, {len(broken)} broke; {len(wrong)} errors of the real run")
+    if broken or wrong:
+        sys.exit(1)

@@ -1,0 +1,341 @@
+"""make rehearse: the thin model, the variables that are played, a kill, what would break, what a run will need."""
+
+import json
+import os
+import shutil
+import signal
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tasks.common.data.rows import rl_row, rl_schema, sft_row, sft_schema, write_parquet
+from tasks.common.launch import needs, rehearse
+from tasks.common.launch.needs import Lengths
+from tasks.common.machine import memory, speed
+from tasks.common.models import thin
+from tasks.common.settings import STACKS, Command, SettingsError, load_settings, values_of
+from tests.helpers import make, our_processes
+from tests.test_profiles import CONFIGS, PROFILES
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "vocab_size": 128256,
+    "tie_word_embeddings": False,
+}
+KINDS = {"qwen3": CONFIGS["Qwen/Qwen3-4B"], "qwen2": CONFIGS["Qwen/Qwen2.5-7B-Instruct"], "llama": LLAMA}
+
+
+def folder_of(config: dict, tokenizer: Path, folder: Path, **changes) -> Path:
+    """What a hub id has beside its weights: config.json of a model's own form, and a tokenizer."""
+    folder.mkdir(parents=True)
+    for file in tokenizer.glob("*"):
+        if file.suffix != ".safetensors" and file.name != "config.json":
+            shutil.copy(file, folder)
+    own = {"max_position_embeddings": 32768, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}
+    (folder / "config.json").write_text(json.dumps(config | own | changes))
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [1]}))
+    return folder
+
+
+# ---- the thin model
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_thin_model_is_of_the_same_kind(kind, small_model, tmp_path):
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    source = folder_of(KINDS[kind], small_model, tmp_path / "real")
+    count = thin.write(source, tmp_path / "thin", seed=1)
+    real, config = AutoConfig.from_pretrained(source), AutoConfig.from_pretrained(tmp_path / "thin")
+    assert (config.model_type, config.vocab_size, config.num_hidden_layers) == (kind, real.vocab_size, 2)
+    assert config.tie_word_embeddings == real.tie_word_embeddings
+    assert config.num_key_value_heads < config.num_attention_heads  # heads share keys, as in the real one
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "thin")
+    assert type(model).__name__ == f"{kind.capitalize()}ForCausalLM"
+    assert count == sum(p.numel() for p in model.parameters()) < 25e6
+    suffixes = {name.rsplit(".", 1)[-1] for name, _ in model.named_modules() if name.endswith("_proj")}
+    assert suffixes == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}  # LoRA's
+    there = AutoTokenizer.from_pretrained(tmp_path / "thin")
+    assert there.chat_template == AutoTokenizer.from_pretrained(source).chat_template
+    assert json.loads((tmp_path / "thin/generation_config.json").read_text())["eos_token_id"] in (1, [1])
+
+
+def test_a_thin_model_follows_its_seed(small_model, tmp_path):
+    source = folder_of(KINDS["qwen3"], small_model, tmp_path / "real")
+    for name, seed in (("one", 1), ("again", 1), ("other", 2)):
+        thin.write(source, tmp_path / name, seed)
+    one, again, other = ((tmp_path / n / "model.safetensors").read_bytes() for n in ("one", "again", "other"))
+    assert one == again != other
+
+
+def test_what_cannot_be_thinned_is_refused_in_one_line(tmp_path):
+    with pytest.raises(SettingsError, match="no such folder, and not a hub id"):
+        thin.config_folder(str(tmp_path / "nowhere"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(SettingsError, match=r"has no config\.json"):
+        thin.config_folder(str(tmp_path / "empty"))
+    (tmp_path / "empty/config.json").write_text('{"model_type": "nobody"}')
+    with pytest.raises(SettingsError) as refused:
+        thin.write(tmp_path / "empty", tmp_path / "thin", 1)
+    assert "\n" not in str(refused.value) and not (tmp_path / "thin").exists()
+
+
+# ---- what is played
+
+
+def real(profile: Path | None, stack: str, **more: str):
+    """The environment, the settings and their texts of a real run, as `make rehearse` reads them."""
+    given = {"TASK": "countdown", "REHEARSED": stack, "PATH": os.environ["PATH"]} | more
+    if profile:
+        given |= {"TASK": profile.parents[1].name, "PROFILE": profile.stem}
+    environment = rehearse.real_environment(given)
+    texts = {name: value.text for name, value in values_of(environment).items()}
+    return load_settings(environment), texts
+
+
+@pytest.mark.parametrize("stack", [name for name in STACKS if name != "cpu"])
+@pytest.mark.parametrize("profile", PROFILES, ids=lambda path: path.stem)
+def test_what_is_played_differs_from_the_real_run_only_in_what_is_made_smaller(profile, stack, tmp_path):
+    s, texts = real(profile, stack)
+    given = rehearse.given_variables(s, texts, tmp_path / "model", tmp_path)
+    assert given.pop("ARTIFACTS") == str(tmp_path)
+    played = load_settings(given)
+    changed = {name for name, value in vars(played).items() if value != getattr(s, name)}
+    assert changed <= {*rehearse.smaller(s), *rehearse.NOT_PLAYED, "MODEL", "STACK"}
+    assert (played.STACK, played.N_GPUS, played.STEPS) == ("cpu", 1, 2)
+    same = ("METHOD", "LORA_RANK", "LR", "MAX_PROMPT_LENGTH", "REWARD", "ROLLOUT_CORRECTION", "INIT", "SOURCE")
+    assert [getattr(played, name) for name in same] == [getattr(s, name) for name in same]
+
+
+@pytest.mark.parametrize("method", ["ppo", "gspo", "egpo", "dpo", "dapo"])
+def test_every_method_has_settings_that_can_be_played(method, tmp_path):
+    s, texts = real(None, "current", METHOD=method, INIT="sft", KL_COEF="0.01", TP="2", N_GPUS="2")
+    given = rehearse.given_variables(s, texts, tmp_path / "model", tmp_path)
+    played = load_settings({name: value for name, value in given.items() if name != "ARTIFACTS"})
+    assert vars(played) | {"METHOD": method, "KL_COEF": 0.01, "TP": 1} == vars(played)
+    several = s.MINI_BATCH_SIZE < s.TRAIN_BATCH_SIZE
+    assert (played.MINI_BATCH_SIZE < played.TRAIN_BATCH_SIZE) == several  # as many updates a step: one, or several
+    assert rehearse.not_played(s).startswith("N_GPUS=2, TP=2")
+
+
+def rehearsal(tmp_path, script: str, monkeypatch) -> rehearse.Rehearsal:
+    """A rehearsal whose targets are the program ``script`` of Python, which is told its folder."""
+    s, _ = real(None, "current", INIT="sft")
+    r = rehearse.Rehearsal(s, tmp_path, {"TASK": "countdown", "STACK": "cpu", "ARTIFACTS": str(tmp_path)}, "")
+    file = tmp_path / "played.py"
+    file.write_text(script)
+    command = lambda self, goal: [sys.executable, str(file), goal, str(tmp_path)]  # noqa: E731
+    monkeypatch.setattr(rehearse.Rehearsal, "command", command)
+    return r
+
+
+KILLED = """
+import pathlib, subprocess, sys, time
+goal, folder = sys.argv[1], pathlib.Path(sys.argv[2])
+saved = folder / "runs/countdown/grpo-1/checkpoints/latest_checkpointed_iteration.txt"
+if goal == "data":
+    (folder / "data/countdown").mkdir(parents=True)
+    (folder / "data/countdown/manifest.json").write_text('{"rows": {"train": 4}, "source": "generate"}')
+elif goal == "train" and not saved.exists():
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)", str(folder)])
+    saved.parent.mkdir(parents=True)
+    saved.write_text("1")
+    time.sleep(300)
+elif goal == "train":
+    print("[5/5] train\\n  resuming from step 1\\n  2 steps (1 s)\\n[5/5] eval\\n  base (0 s)")
+elif goal == "merge":
+    print("error: no space left", file=sys.stderr)
+    sys.exit(2)
+"""
+
+
+def test_a_training_is_killed_after_its_checkpoint_and_resumed_and_a_broken_stage_is_named(tmp_path, monkeypatch):
+    r = rehearsal(tmp_path, KILLED, monkeypatch)
+    played = {each.name: each for each in rehearse.stages(r)}
+    assert list(played) == ["data", "sft", "train", "resume", "merge", "report"]
+    assert "SIGKILL" in played["train"].said and played["train"].seconds < 60
+    assert str(tmp_path) not in our_processes()
+    assert played["merge"].problem == "error: no space left"
+    assert Path(played["merge"].log).read_text().startswith("$ ")
+    assert [name for name, each in played.items() if each.problem] == ["merge"]
+
+
+def test_a_training_that_ends_before_a_checkpoint_or_begins_anew_broke(tmp_path, monkeypatch):
+    ended = KILLED.replace("    saved.write_text", "    sys.exit('error: LR is wrong')\n    saved.write_text")
+    *_, train = rehearse.stages(rehearsal(tmp_path, ended.replace("child = ", "pass #"), monkeypatch))
+    assert (train.name, train.problem) == ("train", "error: LR is wrong")
+    shutil.rmtree(tmp_path / "data")
+    shutil.rmtree(tmp_path / "runs")
+    anew = KILLED.replace("resuming from step 1", "from the start")
+    resumed = {each.name: each for each in rehearse.stages(rehearsal(tmp_path, anew, monkeypatch))}["resume"]
+    assert resumed.problem == "it began anew, not from the checkpoint"
+
+
+def test_an_interrupt_ends_what_is_being_played(tmp_path, monkeypatch):
+    waits = "import time, sys; time.sleep(300)"
+    r = rehearsal(tmp_path, waits, monkeypatch)
+
+    def interrupt() -> bool:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(5)
+        return False
+
+    with pytest.raises(KeyboardInterrupt):
+        rehearse.play(r, "train", "train", interrupt)
+    assert f"played.py train {tmp_path}" not in our_processes()
+
+
+# ---- what would break, and what the run will need
+
+
+def data_of(folder: Path, prompt: str = "What is 1 + 1?", answer: str = "2", tools=None, count: int = 8) -> Path:
+    """Data files as `make data` makes them."""
+    folder.mkdir(parents=True)
+    messages = [{"role": "user", "content": prompt}]
+    rl = [rl_row("countdown", messages, "2", "train", number, tools) for number in range(count)]
+    write_parquet(rl, folder / "train.parquet", rl_schema(tools=bool(tools)))
+    write_parquet([sft_row(messages, answer)] * count, folder / "sft.parquet", sft_schema())
+    (folder / "manifest.json").write_text(json.dumps({"rows": {"train": count, "sft": count}, "source": "generate"}))
+    return folder
+
+
+def found(tmp_path, small_model, changes=None, settings=None, command=None, **data) -> dict[str, needs.Finding]:
+    """What would break a run of countdown with a Qwen3-4B on eight GPUs, by what it is about."""
+    source = folder_of(KINDS["qwen3"], small_model, tmp_path / "real", **(changes or {}))
+    s, _ = real(None, "current", **{"N_GPUS": "8", "TRAIN_BATCH_SIZE": "8"} | (settings or {}))
+    s, command = replace(s, MODEL=str(source)), load_settings({"DISK": "1000"} | (command or {}), cls=Command)
+    files = data_of(tmp_path / "data", **data)
+    return {each.what: each for each in needs.findings(s, [], files, needs.target_of(s, command), command)}
+
+
+def test_a_run_that_is_right_has_nothing_that_would_break(tmp_path, small_model):
+    states = {what: each.state for what, each in found(tmp_path, small_model).items()}
+    names = ["stop token", "rows", "prompts", "demonstrations", "memory", "disk"]
+    assert states == dict.fromkeys(names, "ok")
+
+
+def test_a_stop_token_that_the_template_never_writes_is_an_error(tmp_path, small_model):
+    source = folder_of(KINDS["qwen3"], small_model, tmp_path / "real", eos_token_id=5)
+    (source / "generation_config.json").write_text('{"eos_token_id": 5}')
+    settings = json.loads((source / "tokenizer_config.json").read_text())
+    (source / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "!"}))
+    (finding,) = needs.stops(replace(real(None, "current")[0], MODEL=str(source)), needs.load_tokenizer_of(str(source)))
+    assert finding.state == "error" and "ends a turn with <|im_end|>, generation stops at " in finding.text
+
+
+def test_a_vocabulary_smaller_than_the_tokenizer_is_an_error(tmp_path, small_model):
+    assert found(tmp_path, small_model, {"vocab_size": 100})["vocabulary"].state == "error"
+
+
+def test_long_prompts_and_demonstrations_are_counted_under_the_real_limits(tmp_path, small_model):
+    lengths = {"MAX_PROMPT_LENGTH": "64", "MAX_RESPONSE_LENGTH": "32"}
+    states = found(tmp_path, small_model, settings=lengths, prompt="x" * 100, answer="y" * 40)
+    assert states["prompts"].state == "error" and "8 are longer and are left out" in states["prompts"].text
+    assert states["demonstrations"].state == "warning"
+    assert "8 are longer: a response of RL is cut there; raise MAX_RESPONSE_LENGTH to 41" in str(
+        states["demonstrations"]
+    )
+
+
+def test_a_template_without_tools_is_named_where_rows_have_tools(tmp_path, small_model):
+    tool = {"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}
+    states = found(tmp_path, small_model, settings={"MAX_PROMPT_LENGTH": "1024"}, tools=[tool])
+    assert states["tools"].state == "warning" and "knows no tools" in states["tools"].text
+
+
+def test_too_few_rows_a_full_disk_and_a_small_gpu_are_errors(tmp_path, small_model):
+    large = {"TRAIN_BATCH_SIZE": "64", "GPU_MEMORY_UTILIZATION": "0.9"}
+    states = found(tmp_path, small_model, settings=large, command={"DISK": "100", "GPU": "a100-40g"}, count=4)
+    assert states["rows"].state == "error" and "TRAIN_BATCH_SIZE=64" in states["rows"].text
+    assert states["disk"].state == "error" and "3 checkpoints of 64.4 GB need 193 GB" in states["disk"].text
+    assert states["memory"].state == "error" and "GPU_MEMORY_UTILIZATION" in states["memory"].fix
+
+
+@pytest.mark.parametrize("profile", PROFILES, ids=lambda path: path.stem)
+def test_a_profile_is_predicted_from_its_config_alone(profile, small_model, tmp_path):
+    s, _ = real(profile, "a100")
+    source = folder_of(CONFIGS[s.MODEL], small_model, tmp_path / "real")
+    s = replace(s, MODEL=str(source))
+    command = load_settings({"PROFILE": profile.stem, "PRICE": "2"}, cls=Command)
+    target = needs.target_of(s, command)
+    assert str(target) == f"{s.N_GPUS} x A100-80G (by the profile's name)"
+    files = data_of(tmp_path / "data")
+    said = "\n".join(needs.words(s, [], files, target, command))
+    size = memory.checkpoint_bytes(memory.shapes(CONFIGS[PROFILE_MODELS[profile.stem]]).parameters, s.LORA_RANK)
+    assert f"disk: {memory.gb(3 * size)}" in said
+    assert f"at PRICE=2 x {s.N_GPUS} GPUs" in said and "leave-one-out" in said
+    assert "scaled to A100-80G by its published peak and bandwidth" in said
+    assert ("LoRA" in said) == (s.LORA_RANK > 0)
+    assert not [each for each in needs.fits(s, [], target) if each.state == "error"]
+    short, long = (
+        needs.time_of(s, target.gpu, Lengths([80], []), length, length).hours for length in (40, s.MAX_RESPONSE_LENGTH)
+    )
+    assert 0 < short < long < 24
+
+
+PROFILE_MODELS = {path.stem: real(path, "a100")[0].MODEL for path in PROFILES}
+
+
+def test_hours_count_start_steps_checkpoints_and_validations(small_model, tmp_path):
+    source = folder_of(KINDS["qwen3"], small_model, tmp_path / "real")
+    s = replace(real(None, "current", N_GPUS="8", INIT="sft", STEPS="40")[0], MODEL=str(source))
+    gpu = speed.GPUS["h200"]
+    time_ = needs.time_of(s, gpu, Lengths([80], [40]), 40, 40)
+    parts = needs.START + time_.sft + time_.validations + time_.saves + 40 * sum(time_.step.values())
+    assert time_.hours == pytest.approx(parts / 3600) and time_.sft > 0 and time_.validations > 0
+    rate = speed.saving_seconds(needs.checkpoints(s)[1])
+    assert time_.saves == pytest.approx(4 * rate)  # TEST_FREQ=10, SAVE_FREQ=20
+    twice = needs.time_of(replace(s, STEPS=80), gpu, Lengths([80], [40]), 40, 40)
+    assert twice.saves == pytest.approx(2 * time_.saves)
+
+
+def test_what_has_no_recorded_run_is_not_predicted(tmp_path, small_model):
+    s, _ = real(None, "current", METHOD="dpo")
+    target = needs.target_of(s, load_settings({}, cls=Command))
+    assert "METHOD=dpo" in needs.unpredicted(s, target, tmp_path)
+    on_cpu, _ = real(None, "cpu")
+    assert "there is no GPU" in needs.unpredicted(
+        on_cpu, needs.target_of(on_cpu, load_settings({}, cls=Command)), tmp_path
+    )
+    assert "assumed for STACK=current" in str(target)
+
+
+# ---- the command
+
+
+def test_make_refuses_in_one_line_before_anything_is_made(tmp_path):
+    for given, said in (
+        ({"MODEL": str(tmp_path / "nowhere")}, "no such folder, and not a hub id"),
+        ({"PROFILE": "nosuch"}, "has no such profile"),
+        ({"GPU": "abacus"}, "GPU=abacus: must be one of a100, "),
+        ({"LR": "-1"}, "LR=-1: must be greater than 0"),
+        ({"STACK": "nosuch"}, "STACK=nosuch: must be one of "),
+    ):
+        result = make("rehearse", TASK="countdown", ARTIFACTS=str(tmp_path / "artifacts"), **given)
+        errors = [line for line in result.stdout.splitlines() if line.startswith("error:")]
+        assert result.returncode != 0 and len(errors) == 1 and said in errors[0], result.stdout
+    assert not (tmp_path / "artifacts").exists()
+
+
+@pytest.mark.long
+def test_a_whole_run_is_rehearsed(small_model, tmp_path):
+    """A Qwen3-4B by its config.json, with the small tokenizer, INIT=sft, on the stack that it is meant for."""
+    source = folder_of(KINDS["qwen3"] | {"vocab_size": 512}, small_model, tmp_path / "Qwen3-4B")
+    given = {"TASK": "countdown", "MODEL": str(source), "PROFILE": "qwen3-4b-8xa100", "INIT": "sft", "PRICE": "2"}
+    result = make("rehearse", ARTIFACTS=str(tmp_path / "artifacts"), DISK="1000", MAX_PROMPT_LENGTH="512", **given)
+    assert result.returncode == 0, result.stdout
+    names = [line.split()[0] for line in result.stdout.splitlines() if line[2:].rstrip() and " s  " in line[:20]]
+    assert names == ["model", "data", "sft", "train", "resume", "eval", "merge", "report"], result.stdout
+    assert "PRICE=2 x 8 GPUs" in result.stdout and "0 broke; 0 errors" in result.stdout
+    left = {path.name for path in (tmp_path / "artifacts").iterdir()}
+    assert left == {"rehearse"}  # nothing beside it
+    (report,) = (tmp_path / "artifacts/rehearse/countdown/reports").glob("countdown/*/report.html")
+    assert report.stat().st_size > 10_000
