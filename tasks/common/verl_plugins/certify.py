@@ -111,13 +111,15 @@ def scripted(s: Settings, limit: int | None) -> list[tuple[dict, Chat]]:
     file = s.data_dir / "sft.parquet"
     if not file.is_file():
         return []
-    rows = {_text(row["prompt"]): row for row in read_rows(s.data_dir / "train.parquet", READ)}
-    found = []
+    rows, found = defaultdict(list), []
+    for row in read_rows(s.data_dir / "train.parquet", READ):
+        rows[_text(row["prompt"])].append(row)
     for number, row in enumerate(read_rows(file, limit)):
         messages = decoded(row["messages"])
         first = row.get("prompt_messages") or len(messages) - 1
-        if own := rows.get(_text(row["messages"][:first])):
-            found.append((own, Chat(f"demonstration {number}", messages, first, tools_of(row))))
+        own = rows[_text(row["messages"][:first])]
+        if len(own) == 1:  # else it is not known which one it solves
+            found.append((own[0], Chat(f"demonstration {number}", messages, first, tools_of(row))))
     return found
 
 
