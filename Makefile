@@ -27,7 +27,7 @@ endif
 # A program tasks/TASK/STAGE.py is a stage of that task.
 OWN_FILES := $(shell grep -ls '^if __name__' $(filter-out tasks/common/% %/evaluate.py %/prepare_data.py,$(wildcard tasks/*/*.py)))
 OWN := $(sort $(basename $(notdir $(OWN_FILES))))
-STAGES := settings doctor rehearse data attack probe sft train dpo all experiment merge eval compare rescore chat batch config $(OWN)
+STAGES := settings doctor rehearse data attack probe certify sft train dpo all experiment merge eval compare rescore chat batch config $(OWN)
 export STACK
 # Files and screens are UTF-8 in any locale (LANG=C, PYTHONIOENCODING=ascii).
 export PYTHONUTF8 := 1
@@ -86,6 +86,7 @@ data: ## prepare the task's data
 attack: ## look for answers that earn reward without being right, for SECONDS=120; exit code 1 when it finds some
 rehearse: ## play the run of STACK, PROFILE and all settings on this CPU with a thin model; say what it will need
 probe: ## sample MODEL on the data: do the rewards of a prompt differ? FILTER=1 keeps the prompts where they do
+certify: ## prove on a CPU that MODEL is trained on the tokens it samples: template, mask, stop tokens, log-probs
 sft: ## run the SFT warm-up on the task's demonstrations
 config: ## print the training's plan and verl's resolved config, without training
 ##@ Training

@@ -10,6 +10,7 @@ from pathlib import Path
 task = {{ cookiecutter.task | jsonify }}  # fmt: skip
 reward = {{ cookiecutter.reward | jsonify }}  # fmt: skip
 source = {{ cookiecutter.source | jsonify }}  # fmt: skip
+multi = {{ cookiecutter.turns | jsonify }} == "multi"  # fmt: skip
 
 
 def checkout_above(folder):
@@ -47,7 +48,9 @@ data = {
 }[source]
 print(f"fill in   prepare_data.py   {data}")
 own = {"json": ": SCHEMA", "judge": ": RUBRIC"}.get(reward, "")
-if reward != "environment":
+if multi:
+    print("          environment.py    the tools, and what follows a message (test_environment.py, examples.jsonl check it)")
+elif reward != "environment":
     print(f"          reward.py         when a response is right{own} (test_reward.py, examples.jsonl check it)")
 judge = "export JUDGE_URL=http://localhost:8000/v1 JUDGE_MODEL=name    # the model that judges: docs/JUDGE.md"
 trains = "downloads the data" if source == "hub" else "trains as it is"

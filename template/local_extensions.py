@@ -178,6 +178,16 @@ def _remove_empty(output: Path, task: str) -> None:
             folder.rmdir()
 
 
+def _check_multi(answers: dict) -> None:
+    """Refuse what a task with episodes cannot have; reward and source stay at their defaults."""
+    if answers["reward"] != "math":
+        refuse(f"reward {answers['reward']}: with turns=multi environment.py makes the rewards; leave reward out")
+    if answers["source"] != "generate":
+        refuse(f"source {answers['source']}: with turns=multi it must be generate; then write prepare_data.py as you like")
+    if answers["method"] in ("dpo", "distill"):
+        refuse(f"method {answers['method']}: is for single-turn tasks; leave it out, or take turns=single")
+
+
 def _check(answers: dict) -> None:
     task, description, reward, source = (answers[name] for name in ("task", "description", "reward", "source"))
     model, gpus, env, config = (answers[name] for name in ("model", "gpus", "env", "config"))
@@ -193,6 +203,8 @@ def _check(answers: dict) -> None:
         refuse(f"model {model[:80]!r}: must be a hub id owner/name, the path of a folder, or embedded")
     if not re.fullmatch(r"all|1|2|4|8|16|32|64", gpus):
         refuse(f"gpus {gpus[:80]!r}: must be all, or 1, 2, 4, 8, 16, 32 or 64, by which the batches can be divided")
+    if answers["turns"] == "multi":
+        _check_multi(answers)
     if source != "reasoning_gym":
         if reward == "environment":
             refuse("reward environment: needs source=reasoning_gym, or take another reward")

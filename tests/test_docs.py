@@ -444,6 +444,7 @@ def test_slow_commands_run(name, tmp_path, small_model):
     """All commands of a document with the very small random model, as the environment says to train.sh."""
     repository = copy_of_checkout(tmp_path / "repository")
     small = {key: value for key, value in SMALL.items() if key not in ("TASK", "STACK")}
+    small["MAX_TURN_LENGTH"] = small["MAX_RESPONSE_LENGTH"]
     run_blocks(name, repository, ("run", "slow"), **small, MODEL=str(small_model), STEPS="1", LIMIT="4")
 
 

@@ -33,6 +33,7 @@ ODD = "a b'c%d \"$e,{f}"
         ("new", {"TASK": "Not-a-name"}),
         ("new", {"TASK": "x", "OPTIONS": "reward=exact; touch X"}),
         ("new", {"TASK": "x", "OPTIONS": "'reward=exact"}),
+        ("new", {"TASK": "x", "OPTIONS": "turns=multi reward=math"}),
         ("new", {"TASK": "x", "OPTIONS": '"description={{ 7*7 }}"'}),
         ("new", {"TASK": "x", "SOURCE": "reasoning_gym", "ENV": "$(touch X)"}),
         ("new", {"TASK": "x", "SOURCE": "reasoning_gym", "ENV": "chain_sum", "CONFIG": "{{ 7*7 }}"}),

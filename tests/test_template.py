@@ -21,6 +21,7 @@ from tasks.common.data import prepare
 from tasks.common.data.rows import decoded, read_rows, tools_of, validate_parquet
 from tasks.common.models.find import resolve_model
 from tasks.common.rewards import judge
+from tasks.common.rewards.environment import replayed
 from tasks.common.settings import METHODS, load_settings
 from tasks.common.training import verl_config
 from tests.helpers import ROOT, cookiecutter, copy_of_checkout, exported, stacks
@@ -28,7 +29,7 @@ from tests.helpers import ROOT, cookiecutter, copy_of_checkout, exported, stacks
 QUESTIONS = json.loads((ROOT / "template/cookiecutter.json").read_text())
 CHOICES = {name: values for name, values in QUESTIONS.items() if isinstance(values, list) and name[0] != "_"}
 PAIRS = [{"reward": reward, "source": source} for reward in CHOICES["reward"] for source in CHOICES["source"]]
-OTHERS = [name for name in CHOICES if name not in ("reward", "source")]
+OTHERS = [name for name in CHOICES if name not in ("turns", "reward", "source")]
 OTHER_CHOICES = [dict(zip(OTHERS, values, strict=True)) for values in itertools.product(*map(CHOICES.get, OTHERS))]
 TASKS = sorted(path.parent.name for path in ROOT.glob("tasks/*/answers.json"))
 STACKS = stacks()
@@ -42,6 +43,7 @@ FILES = {
     "test_reward.py",
     "train.sh",
 }
+OF_EPISODES = FILES - {"reward.py", "test_reward.py"} | {"environment.py", "test_environment.py"}
 
 
 @pytest.fixture(scope="module")
@@ -147,6 +149,9 @@ def accepted(answers: dict[str, str]) -> bool:
 REFUSED = [pair for pair in PAIRS if not accepted(pair)]
 # The method and LoRA are a line of train.sh each: they take turns over the rewards and sources.
 ACCEPTED = [pair | other for pair, other in zip(filter(accepted, PAIRS), itertools.cycle(OTHER_CHOICES), strict=False)]
+# A multi-turn task, under two names: nothing but the method and LoRA can be chosen.
+MULTI = {"turns": "multi", "reward": "math", "source": "generate"}
+ACCEPTED += [MULTI | {"method": "gspo", "lora": "yes"}, MULTI | {"method": "grpo", "lora": "no"}]
 # Short and long names, before and after `common` in the order of imports; a long name makes long lines.
 NAMES = {f"{'az'[i % 2]}{i}".ljust(40 if i % 3 == 0 else 0, "x"): answers for i, answers in enumerate(ACCEPTED)}
 ABOUT = {name: "-".join(answers.values()) for name, answers in NAMES.items()}
@@ -248,7 +253,8 @@ def test_every_combination_lints_and_passes_its_own_tests(tool, checked):
 @pytest.mark.parametrize("name", NAMES, ids=ABOUT.get)
 def test_every_combination_renders_to_a_few_plain_files(name, rendered):
     home, answers = rendered[name], NAMES[name]
-    assert tree(home) == FILES | ({"data.jsonl"} if answers["source"] == "file" else set())
+    files = OF_EPISODES if "turns" in answers else FILES
+    assert tree(home) == files | ({"data.jsonl"} if answers["source"] == "file" else set())
     for file in tree(home):
         assert not re.search(r"\{\{[^}]|\{%|cookiecutter\.", (home / file).read_text()), f"{file} has stray Jinja"
     assert json.loads((home / "answers.json").read_text())["cookiecutter"].items() >= answers.items()
@@ -319,6 +325,9 @@ def test_every_combination_makes_data_whose_demonstrations_are_right(name, rende
     monkeypatch.setenv("ARTIFACTS", str(tmp_path / "artifacts"))
     monkeypatch.setattr(judge, "score", judged)
     monkeypatch.setattr(prepare, "load_tokenizer", lambda model: tokenizer)  # the same one 25 times
+    if "turns" in NAMES[name]:  # a task is multi-turn by its files
+        monkeypatch.setattr("tasks.common.settings.ROOT", home.parents[1])
+        module_of(home, "environment")  # so that prepare_data.py finds it
     s = settings_of(home, **changes)
     sources = {}
     monkeypatch.setattr(prepare, "main", sources.update)
@@ -328,12 +337,17 @@ def test_every_combination_makes_data_whose_demonstrations_are_right(name, rende
     for part in ("train", "dev", "test"):
         assert validate_parquet(s.data_dir / f"{part}.parquet", "rl") == manifest["rows"][part]
     assert validate_parquet(s.data_dir / "sft.parquet", "sft") == 32
-    truths = {json.dumps(row["prompt"]): row["reward_model"]["ground_truth"] for row in rows_of(s, "train")}
-    compute_score = module_of(home, "reward").compute_score
+    own = {json.dumps(row["prompt"]): row for row in rows_of(s, "train")}
     for row in rows_of(s, "sft"):
-        *prompt, answer = row["messages"]
-        assert compute_score(s.TASK, answer["content"], truths[json.dumps(prompt)])["score"] == 1.0
-        assert len(tokenizer(answer["content"])["input_ids"]) < s.MAX_RESPONSE_LENGTH
+        first = row.get("prompt_messages") or len(row["messages"]) - 1
+        rl, answers = own[json.dumps(row["messages"][:first])], [m["content"] for m in row["messages"][first:]]
+        if s.multi_turn:
+            made = module_of(home, "environment").Environment
+            assert replayed(made, rl, [answers[0], answers[2]]) == (1.0, 0, True)
+        else:
+            compute_score = module_of(home, "reward").compute_score
+            assert compute_score(s.TASK, answers[0], rl["reward_model"]["ground_truth"])["score"] == 1.0
+        assert len(tokenizer("".join(answers))["input_ids"]) < s.MAX_RESPONSE_LENGTH
     for row in rows_of(s, "train"):
         assert not prepare.too_long(tokenizer, s.MAX_PROMPT_LENGTH, decoded(row["prompt"]), tools_of(row))
 
@@ -426,6 +440,11 @@ def test_every_question_and_choice_has_a_readable_prompt():
     ("answers", "said"),
     [
         *[(f"reward={c['reward']} source={c['source']}", f"reward {c['reward']}: ") for c in REFUSED],
+        ("turns=multi reward=judge", "reward judge: with turns=multi"),
+        ("turns=multi reward=environment source=reasoning_gym", "reward environment: with turns=multi"),
+        ("turns=multi source=file", "source file: with turns=multi it must be generate"),
+        ("turns=multi method=dpo", "method dpo: is for single-turn tasks"),
+        ("turns=multi method=distill", "method distill: is for single-turn tasks"),
         ("gpus=three", "gpus 'three': must be all, or 1, 2, 4"),
         ("gpus=0", "gpus '0'"),
         ("gpus=3", "gpus '3'"),
@@ -512,8 +531,9 @@ def test_a_replay_of_bad_answers_is_refused_and_leaves_nothing(changed, said, ch
 @pytest.mark.parametrize("task", TASKS)
 def test_a_task_has_the_files_of_the_template_and_its_answers(task):
     home = ROOT / "tasks" / task
-    assert {path.name for path in home.iterdir() if path.is_file()} >= FILES
     answers = json.loads((home / "answers.json").read_text())["cookiecutter"]
+    files = OF_EPISODES if answers["turns"] == "multi" else FILES
+    assert {path.name for path in home.iterdir() if path.is_file()} >= files
     assert answers.keys() == {name for name in QUESTIONS if not name.startswith("_")}
     assert answers["task"] == task
     assert all(answers[name] in choices for name, choices in CHOICES.items())

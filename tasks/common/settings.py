@@ -431,6 +431,7 @@ def stack(name: str):
 
 # Of single stages, before the task's: more samples of fewer prompts for a probe, one answer for a table of prompts.
 STAGE_DEFAULTS = {"probe": {"N": "16", "LIMIT": "256"}, "batch": {"N": "1"}, "dpo": {"METHOD": "dpo"}}
+STAGE_DEFAULTS |= {"certify": {"LIMIT": "4"}}
 EVALUATING = ("probe", "eval", "compare", "chat", "batch")
 COMPLETE = "SETTINGS_COMPLETE"  # set where the environment has every variable: nothing else is read then
 LORA_RATES = 10  # times the rates of a full fine-tuning (Schulman et al. 2025, "LoRA Without Regret")

@@ -1,3 +1,6 @@
+{% if cookiecutter.turns == "multi" %}
+{% include "multi/evaluate.py" %}
+{% else %}
 """Evaluation of the task: the shared one (tasks/common/evaluation/main.py) and the task's own metrics."""
 
 {% import "imports.jinja" as imports with context %}
@@ -14,3 +17,4 @@ def metrics(scored: list[dict]) -> dict[str, float]:
 
 if __name__ == "__main__":
     main(compute_score, metrics)
+{% endif %}

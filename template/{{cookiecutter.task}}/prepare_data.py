@@ -1,3 +1,6 @@
+{% if cookiecutter.turns == "multi" %}
+{% include "multi/prepare_data.py" %}
+{% else %}
 {% set reward, source = cookiecutter.reward, cookiecutter.source %}
 {% set from_records = source in ("file", "hub") %}
 {% set own_columns = reward in ("expression", "tool_call") %}
@@ -108,3 +111,4 @@ def from_file(settings) -> prepare.Examples:
 
 if __name__ == "__main__":
     prepare.main({"{{ source }}": {{ {"hub": "from_hub", "file": "from_file"}.get(source, "generate") }}})
+{% endif %}

@@ -1,6 +1,7 @@
 {% macro line(name, default, comment, cpu="") %}
 {{ ("default %s %s%s" % (name, default, " cpu=%s" % cpu if cpu else "")).ljust(47) }} # {{ comment }}
 {%- endmacro %}
+{% set multi = cookiecutter.turns == "multi" %}
 {% set generated = cookiecutter.source == "generate" %}
 {% set small = {"tool_call": (256, 64)}.get(cookiecutter.reward, (128, 64)) %}
 {% if cookiecutter.source == "reasoning_gym" %}
@@ -26,7 +27,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/../common/launch/launch.sh"
 {{ line("TRAIN_SIZE", 8192, "training prompts", 512) }}
 {{ line("TEST_SIZE", 512, "held-out prompts", 128) }}
 {% endif %}
-{{ line("METHOD", cookiecutter.method, "grpo | gspo | egpo | ppo | dpo") }}
+{{ line("METHOD", cookiecutter.method, "grpo | gspo | egpo | ppo" ~ ("" if multi else " | dpo")) }}
 {{ line("STEPS", 100, "training steps", 8) }}
 {% if cookiecutter.lora == "yes" %}
 {{ line("LORA_RANK", 8, "an adapter; 0: full fine-tuning") }}
@@ -38,7 +39,15 @@ source "$(dirname "${BASH_SOURCE[0]}")/../common/launch/launch.sh"
 {% if cookiecutter.gpus != "all" %}
 {{ line("N_GPUS", cookiecutter.gpus, "of this machine", 1) }}
 {% endif %}
+{% if multi %}
+{{ line("MAX_TURNS", 4, "of the model in an episode") }}
+{{ line("MAX_TURN_LENGTH", 256, "tokens", 64) }}
+{{ line("MICRO_BATCH_SIZE", 16, "long episodes: fewer sequences in one pass", 8) }}
+{{ line("MAX_PROMPT_LENGTH", 512, "tokens", 256) }}
+{{ line("MAX_RESPONSE_LENGTH", 1024, "tokens of all turns and results", 192) }}
+{% else %}
 {{ line("MAX_PROMPT_LENGTH", 256 if generated and cookiecutter.reward != "tool_call" else [1024, 2 * small[0]] | max, "tokens", small[0]) }}
 {{ line("MAX_RESPONSE_LENGTH", 1024, "tokens", small[1] or 256) }}
+{% endif %}
 
 launch "$@"

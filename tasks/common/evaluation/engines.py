@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -122,20 +122,35 @@ def likeliest(logprobs, tokens: int) -> np.ndarray:
     return np.array([sorted((entry.logprob for entry in of.values()), reverse=True)[:LOGPROBS] for of in logprobs])
 
 
+def own_log_probs(logprobs, ids: list[int]) -> list[float]:
+    """The log-probs of the sampled tokens ``ids``, from vLLM's output as ``likeliest`` reads it."""
+    if hasattr(logprobs, "logprobs"):
+        return np.array(logprobs.logprobs).reshape(len(ids), -1)[:, 0].tolist()
+    return [of[token].logprob for of, token in zip(logprobs, ids, strict=True)]
+
+
+def stop_ids(model: str) -> list[int]:
+    """The tokens that end an answer, beside the tokenizer's end of sequence: of the generation config, else of the
+    model's own."""
+    from transformers import AutoConfig, GenerationConfig
+
+    try:
+        ends = GenerationConfig.from_pretrained(model).eos_token_id
+    except OSError:  # the model has no generation_config.json
+        ends = AutoConfig.from_pretrained(model).to_dict().get("eos_token_id")
+    return ends if isinstance(ends, list) else [] if ends is None else [ends]
+
+
 def _kind(model: str) -> list | None:
     """What two models share that can take each other's place in an engine; None for a LoRA adapter."""
-    from transformers import AutoConfig, AutoTokenizer, GenerationConfig
+    from transformers import AutoConfig, AutoTokenizer
 
     if is_adapter(Path(model)):
         return None
     config, tokenizer = AutoConfig.from_pretrained(model).to_dict(), AutoTokenizer.from_pretrained(model)
     for name in ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"):
         config.pop(name, None)
-    try:
-        ends = GenerationConfig.from_pretrained(model).eos_token_id
-    except OSError:  # the model has no generation_config.json
-        ends = config.get("eos_token_id")
-    return [config, tokenizer.get_vocab(), tokenizer.chat_template, tokenizer.eos_token_id, ends]
+    return [config, tokenizer.get_vocab(), tokenizer.chat_template, tokenizer.eos_token_id, stop_ids(model)]
 
 
 class VLLMEngine:
@@ -233,8 +248,10 @@ class VLLMEngine:
                         ids = list(one.token_ids)
                         entropy = float(token_entropy(likeliest(one.logprobs, len(ids))).mean()) if ids else 0.0
                         text = _text(self.tokenizer, ids, sampling.template)
-                        kept = tuple(ids) if isinstance(request, TurnRequest) else ()
-                        completions.append(Completion(text, str(one.finish_reason), len(ids), entropy, thinking, kept))
+                        found = Completion(text, str(one.finish_reason), len(ids), entropy, thinking)
+                        if isinstance(request, TurnRequest) and ids:
+                            found = replace(found, ids=tuple(ids), log_probs=tuple(own_log_probs(one.logprobs, ids)))
+                        completions.append(found)
                     yield request, completions
 
     def stream(self, messages: list[dict], sampling: Sampling, tools: list[dict] | None = None) -> Iterator[str]:

@@ -22,7 +22,7 @@ class Completion:
     ``finish_reason``: "stop", "length" (the length limit) or "prompt_too_long" (not sampled). ``entropy``: mean over
     the response's tokens of the entropy of the next-token distribution, in nats (see ``token_entropy`` in engines.py).
     ``think_opened``: the prompt ended in an open ``<think>``, so the response begins inside of it. ``ids``: the tokens
-    of a turn of an episode; empty for other responses.
+    of a turn of an episode, ``log_probs``: theirs, in nats, before temperature; both empty for other responses.
     """
 
     response: str
@@ -31,6 +31,7 @@ class Completion:
     entropy: float
     think_opened: bool = False
     ids: tuple[int, ...] = ()
+    log_probs: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ FIELDS = {f.name for f in fields(Rollout)}
 def scored(row: dict, index: int, mode: str, sample: int, completion: Completion, compute_score: Callable) -> Rollout:
     """``completion`` of the RL row ``row``, with its reward."""
     values = asdict(completion)
-    del values["ids"]
+    del values["ids"], values["log_probs"]
     opened = {"think_opened": True} if values.pop("think_opened") else {}
     values |= {"prompt": row["prompt"], "data_source": row["data_source"], "extra_info": row["extra_info"] | opened}
     truth = row["reward_model"]["ground_truth"]

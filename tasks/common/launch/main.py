@@ -17,6 +17,7 @@ from tasks.common.data import gold
 from tasks.common.data.held_out import HELD_OUT, check_disjoint
 from tasks.common.data.prepare import describe, read_manifest
 from tasks.common.data.rows import DataError, validate_parquet
+from tasks.common.evaluation.certify import certificate, certified
 from tasks.common.evaluation.tables import total_time
 from tasks.common.interrupts import interrupt_on_sigterm
 from tasks.common.launch import doctor, experiments, rehearse, train
@@ -24,7 +25,7 @@ from tasks.common.launch.plan import planned
 from tasks.common.launch.task import compute_score_of, environment, load_reward, own_stages, script, stack_environment
 from tasks.common.models.find import embedded_folder, resolve_model, whole_model
 from tasks.common.models.merge import base_of, is_adapter, merge_note, whole_folder
-from tasks.common.process import errors_in_one_line
+from tasks.common.process import Progress, errors_in_one_line, run
 from tasks.common.rewards.answers import RewardError
 from tasks.common.runs import folder
 from tasks.common.settings import (
@@ -42,7 +43,7 @@ from tasks.common.settings import (
 from tasks.common.training import verl_versions
 
 # Goals that need verl to train or to show its config.
-TRAINING = ("sft", "train", "dpo", "all", "experiment", "config")
+TRAINING = ("sft", "train", "dpo", "all", "experiment", "config", "certify")
 # Goals that know no episodes.
 SINGLE_TURN = ("attack", "chat", "batch", "rescore", "dpo")
 # Goals that use an existing model: of a run, or MODEL.
@@ -56,6 +57,7 @@ STAGES_OF = {
     "all": WHOLE,
     "attack": ("data", "attack"),
     "probe": ("data", "model", "probe"),
+    "certify": ("data", "model", "certify"),
     "eval": ("data", "model", "eval"),
     "compare": ("data", "model", "compare"),
     "merge": ("merge",),
@@ -102,7 +104,7 @@ class Job:
 
 def data(job: Job) -> str:
     """Prepare the data if it is not up to date, and check TRAIN_FILE where a training reads it."""
-    s, training = job.s, job.trains or job.goal in ("data", "sft", "attack", "probe", "experiment")
+    s, training = job.s, job.trains or job.goal in ("data", "sft", "attack", "probe", "certify", "experiment")
     manifest = read_manifest(s.data_dir)
     fresh = manifest.get("fingerprint") == s.data_fingerprint()
     fresh = fresh and all((s.data_dir / f"{name}.parquet").is_file() for name in manifest["rows"])
@@ -155,13 +157,35 @@ def labelled(models: dict[str, str]) -> list[str]:
     return [f"{label}={path}" for label, path in models.items()]
 
 
-def probe(job: Job) -> str:
+def start_of(job: Job) -> str:
     """MODEL, or the warm-up that RL would start from once there is one."""
-    s, start = job.s, job.base()
+    s = job.s
     if not job.model and s.INIT == "sft" and folder.last_step(folder.sft_dir(s)):
-        start = str(folder.hf_folder(folder.sft_dir(s)))
-    script(s, "evaluate.py", "probe", start)
+        return str(folder.hf_folder(folder.sft_dir(s)))
+    return job.base()
+
+
+def probe(job: Job) -> str:
+    start = start_of(job)
+    script(job.s, "evaluate.py", "probe", start)
     return start
+
+
+def certify(job: Job) -> str:
+    """Exits with 1 when a check failed."""
+    s, start = job.s, start_of(job)
+    file = certificate(s, start)
+    file.unlink(missing_ok=True)
+    multiprocessing = {"VLLM_ENABLE_V1_MULTIPROCESSING": os.environ.get("EVAL_MULTIPROCESSING", "1")}
+    run(
+        [sys.executable, "-m", "tasks.common.verl_plugins.certify", start, str(file)],
+        name="certify",
+        log=file.with_name("certify.log"),
+        total=1,
+        watch=lambda: Progress(int(file.is_file()), " playing episodes"),
+        environment=environment(s) | multiprocessing,
+    )
+    return certified(file)
 
 
 def attack(job: Job) -> str:
@@ -215,6 +239,7 @@ STAGES: dict[str, Callable[[Job], str]] = {
     "eval": lambda job: evaluate(job, "evaluate.py", "eval"),
     "attack": attack,
     "probe": probe,
+    "certify": certify,
     "compare": compare,
 }
 
@@ -372,6 +397,8 @@ def main(goal: str, arguments: list[str]) -> None:
     say_environment()
     if s.multi_turn and goal in SINGLE_TURN:
         raise SettingsError(f"TASK={s.TASK}: has episodes of several turns; `make {goal}` is for single-turn tasks")
+    if goal == "certify" and s.METHOD == "dpo":
+        raise SettingsError("METHOD=dpo: samples nothing in training; `make certify` is for the RL methods")
     # DPO trains with TRL; its warm-up with verl.
     if goal in TRAINING and not (s.METHOD == "dpo" and s.INIT == "base"):
         verl_versions.check_installed(s)

@@ -24,6 +24,9 @@ def answers(environ: Mapping[str, str]) -> list[str]:
         found += shlex.split(environ.get("OPTIONS", ""))
     except ValueError as error:
         raise SettingsError(f"OPTIONS={environ['OPTIONS'][:80]}: {str(error).lower()}") from None
+    if "turns=multi" in found and (chosen := [answer for answer in found if answer.startswith("reward=")]):
+        # The template cannot tell its first choice from an answer.
+        raise SettingsError(f"{chosen[0][:80]}: with turns=multi environment.py makes the rewards; leave reward out")
     for answer in found:
         if template := re.search(r"\{[{%#]", answer):
             raise SettingsError(f"{answer[:80]}: an answer must not contain {template[0]}, which begins a template")

@@ -6,6 +6,7 @@ Qwen models (https://github.com/NousResearch/Hermes-Function-Calling).
 
 import functools
 import json
+from itertools import takewhile
 
 from jinja2 import TemplateError
 
@@ -57,10 +58,9 @@ def next_turn_ids(tokenizer, sampled: list[int], messages: list[dict], tools: li
     _, found, text = text.partition(PROBE)
     if not found:
         raise ValueError("the model's chat template leaves out earlier answers; no episode can be rendered")
-    end = end_of_turn(tokenizer)
-    end_ids = tokenizer(end, add_special_tokens=False)["input_ids"]
+    end_ids = end_of_turn_ids(tokenizer)
     if list(sampled[-len(end_ids) :]) == end_ids:
-        text = text.removeprefix(end)
+        text = text.removeprefix(end_of_turn(tokenizer))
     return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
@@ -80,6 +80,34 @@ def answer_ids(tokenizer, response: str, think_opened: bool = False, ended: bool
         response = response.lstrip().removeprefix("<think>").lstrip() if thinks else f"\n</think>\n\n{response}"
     end = end_of_turn(tokenizer) if ended else ""
     return tokenizer(response + end, add_special_tokens=False)["input_ids"]
+
+
+def demonstration_ids(
+    tokenizer, messages: list[dict], first: int, tools: list[dict] | None = None
+) -> tuple[list[int], list[int]]:
+    """Token ids of a chat whose turns of the model from ``messages[first]`` on are put together turn by turn, as an
+    episode's are, and the mask: 1 on these turns, each with its end."""
+    ids, turns = prompt_ids(tokenizer, messages[:first], tools), messages[first:]
+    mask = [0] * len(ids)
+    while turns:
+        answer, *turns = turns
+        sampled = answer_ids(tokenizer, answer["content"], opens_thinking(tokenizer, ids))
+        between = list(takewhile(lambda message: message["role"] != "assistant", turns))
+        turns = turns[len(between) :]
+        follows = next_turn_ids(tokenizer, sampled, between, tools) if between else []
+        ids += sampled + follows
+        mask += [1] * len(sampled) + [0] * len(follows)
+    return ids, mask
+
+
+def end_of_turn_ids(tokenizer) -> list[int]:
+    """Token ids that the template puts after an answer; of an instruct model, one."""
+    return tokenizer(end_of_turn(tokenizer), add_special_tokens=False)["input_ids"]
+
+
+def ends_turn(tokenizer, ids: list[int]) -> bool:
+    """Whether the answer ``ids`` has its end, which some tokenizers (SmolLM2's GGUF) do not have as end of sequence."""
+    return bool(ids) and ids[-1] in (tokenizer.eos_token_id, *end_of_turn_ids(tokenizer)[-1:])
 
 
 @functools.lru_cache(maxsize=8)

@@ -14,7 +14,8 @@ from pathlib import Path
 from tasks.common.settings import SettingsError, artifacts
 
 # Folders with a folder for each task, as docs/ARCHITECTURE.md lists them.
-OF_A_TASK = ("data", "runs", "eval", "probe", "samples", "batch", "attack", "compare", "experiments", "reports", "chat")
+OF_A_TASK = ("data", "runs", "eval", "probe", "samples", "batch", "attack", "certify", "compare", "experiments")
+OF_A_TASK += ("reports", "chat")
 SHARED = ("models", "judge", "monitor", "trackio", "install.log")
 
 

@@ -117,15 +117,19 @@ def _micro_batches(s: Settings) -> list[str]:
     ]
 
 
+def agent_loop(s: Settings) -> str:
+    """The name of the agent loop that samples (verl_plugins/agent_loops.yaml)."""
+    turns = "episode" if s.multi_turn else "single_turn"
+    return f"{turns}_unless_truncated" if s.TRUNCATED == "masked" else f"{turns}_of_row"
+
+
 def _truncated(s: Settings) -> list[str]:
     """What TRUNCATED does with a response that was cut off at MAX_RESPONSE_LENGTH.
 
     masked: none of its tokens counts in a loss. shaped: verl's soft overlong punishment (Yu et al. 2025, arXiv
     2503.14476, equation 13): from 0 at the start of a buffer, the last fifth as in the paper, to -1 at the limit.
     """
-    turns = "episode" if s.multi_turn else "single_turn"
-    loop = f"{turns}_unless_truncated" if s.TRUNCATED == "masked" else f"{turns}_of_row"
-    chosen = [f"actor_rollout_ref.rollout.agent.default_agent_loop={loop}"]
+    chosen = [f"actor_rollout_ref.rollout.agent.default_agent_loop={agent_loop(s)}"]
     if s.TRUNCATED != "shaped":
         return chosen
     buffer = "+reward.reward_kwargs.overlong_buffer_cfg"

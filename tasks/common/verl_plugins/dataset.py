@@ -6,7 +6,6 @@ models refuse (verl/utils/dataset/multiturn_sft_dataset.py). verl 0.9.1 renders 
 data set and again in the agent loop.
 """
 
-from itertools import takewhile
 from uuid import uuid4
 
 import pyarrow.parquet as pq
@@ -20,7 +19,7 @@ from verl.utils.profiler import simple_timer
 from verl.utils.torch_functional import postprocess_data
 
 from tasks.common.data.rows import decoded, tools_of
-from tasks.common.models.chat_template import answer_ids, next_turn_ids, opens_thinking, prompt_ids
+from tasks.common.models.chat_template import demonstration_ids, ends_turn, opens_thinking, prompt_ids
 
 RENDERS_ONCE = hasattr(SingleTurnAgentLoop, "ct_build_initial_tokens")  # verl 0.9.1
 
@@ -95,7 +94,7 @@ class SingleTurnUnlessTruncated(SingleTurnOfRow):
     async def run(self, sampling_params, **kwargs):
         output = await super().run(sampling_params, **kwargs)
         ids = output.response_ids
-        if len(ids) == self.response_length and ids[-1] != self.tokenizer.eos_token_id:
+        if len(ids) == self.response_length and not ends_turn(self.tokenizer, ids):
             output.response_mask = [0] * len(ids)
         return output
 
@@ -135,16 +134,5 @@ class Demonstrations(Dataset):
 
 def _demonstration(tokenizer, row: dict) -> tuple[list[int], list[int]]:
     """Token ids of a demonstration, as the model would sample them, and the mask: 1 on those that it learns."""
-    messages, tools = decoded(row["messages"]), tools_of(row)
-    first = row.get("prompt_messages") or len(messages) - 1
-    ids, turns = prompt_ids(tokenizer, messages[:first], tools), messages[first:]
-    mask = [0] * len(ids)
-    while turns:
-        answer, *turns = turns
-        sampled = answer_ids(tokenizer, answer["content"], opens_thinking(tokenizer, ids))
-        between = list(takewhile(lambda message: message["role"] != "assistant", turns))
-        turns = turns[len(between) :]
-        follows = next_turn_ids(tokenizer, sampled, between, tools) if between else []
-        ids += sampled + follows
-        mask += [1] * len(sampled) + [0] * len(follows)
-    return ids, mask
+    messages = decoded(row["messages"])
+    return demonstration_ids(tokenizer, messages, row.get("prompt_messages") or len(messages) - 1, tools_of(row))

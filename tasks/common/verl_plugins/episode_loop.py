@@ -9,6 +9,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutp
 from verl.utils.profiler import simple_timer
 
 from tasks.common.data.rows import encoded
+from tasks.common.models.chat_template import ends_turn
 from tasks.common.rewards.answers import RewardError
 from tasks.common.rewards.environment import of_task
 from tasks.common.rewards.episode import CUT, TOO_LONG, Episode, Limits, Sampled, play
@@ -39,7 +40,7 @@ class EpisodeOfRow(AgentLoopBase):
             newest = {name: value for name, value in found.extra_fields.items() if name != "min_global_steps"}
             fields.update(newest if fields else found.extra_fields)  # of the weights that sampled: first and last
             ids = list(found.token_ids)
-            stopped = ids and (len(ids) < most or ids[-1] == self.tokenizer.eos_token_id)
+            stopped = ids and (len(ids) < most or ends_turn(self.tokenizer, ids))
             return Sampled(ids, found.log_probs or None, bool(stopped) and found.stop_reason != "aborted")
 
         episode = await play(made, row, self.tokenizer, sample, limits)

@@ -1,0 +1,321 @@
+"""The checks of `make certify`: does the trainer get what the engine sampled, as the chat template renders it?
+
+They look at episodes that verl_plugins/certify.py has played, with no model and no engine. A response to a single-turn
+task is an episode of one turn.
+"""
+
+import math
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import chain
+from pathlib import Path
+
+from tasks.common.evaluation.sample import model_name
+from tasks.common.files import read_json
+from tasks.common.models.chat_template import demonstration_ids, end_of_turn_ids, prompt_ids
+from tasks.common.rewards.tool_calls import CLOSE, OPEN, THINK, THINK_END
+from tasks.common.runs.health import MISMATCH
+from tasks.common.settings import Settings, artifacts, fingerprint
+from tasks.common.text import one_line
+
+OK, WARNING, FAILED = "ok", "warning", "failed"
+MARKERS = (THINK, THINK_END, OPEN, CLOSE, "<answer>", "</answer>")
+# Mean k3 between the log-probs of engine and trainer, nats a token: the health rule `mismatch` warns from MISMATCH on,
+# where ROLLOUT_CORRECTION=sequence rejects a response. At ten times that a token is off by some 0.45 nats, and most
+# weights of ROLLOUT_CORRECTION=token come near their limit of 2: the engine has another distribution than the trainer.
+TOO_FAR = 10 * MISMATCH
+
+
+@dataclass(frozen=True)
+class Turn:
+    """An answer as the engine returned it: ``context`` and ``ids`` in tokens, ``log_probs`` of the latter in nats (none
+    of a scripted one). ``stopped``: it ended by itself."""
+
+    context: list[int]
+    ids: list[int]
+    log_probs: list[float] = field(default_factory=list)
+    stopped: bool = True
+
+
+@dataclass(frozen=True)
+class Played:
+    """An episode: the ``turns`` of the engine, and what the agent loop made of them: the contexts it ``asked`` with,
+    and what it gives to the trainer."""
+
+    name: str
+    turns: list[Turn]
+    asked: list[list[int]]
+    prompt_ids: list[int]
+    response_ids: list[int]
+    mask: list[int]
+    log_probs: list[float] | None = None
+
+
+@dataclass(frozen=True)
+class Chat:
+    """Messages whose turns of the model from ``first`` on are learned, and the tools they may call."""
+
+    name: str
+    messages: list[dict]
+    first: int
+    tools: list[dict] | None = None
+
+
+@dataclass(frozen=True)
+class Check:
+    """``state``: OK, WARNING or FAILED. ``figures``: what ``text`` counts, for the certificate."""
+
+    name: str
+    state: str
+    text: str
+    figures: dict = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return f"{self.state:<8} {self.name}: {self.text}"
+
+
+def _judged(name: str, problems: list[str], text: str, **figures) -> Check:
+    """FAILED with the first of ``problems``, or OK with ``text``."""
+    more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+    return Check(name, FAILED if problems else OK, one_line(problems[0], 400) + more if problems else text, figures)
+
+
+def _first_difference(ours: list[int], theirs: list[int]) -> int:
+    """The place of the first token that differs; a list that ends early differs there."""
+    pairs = zip(ours, theirs, strict=False)
+    return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(ours), len(theirs)))
+
+
+# ---- tokens and mask
+
+
+def tokens(tokenizer, episodes: list[Played]) -> Check:
+    """The trainer gets the engine's tokens. Counts turns whose text would be encoded to other tokens."""
+    problems = [problem for episode in episodes for problem in _token_problems(episode)]
+    turns = [turn for episode in episodes for turn in episode.turns]
+    texts = (tokenizer.decode(turn.ids) for turn in turns)
+    changed = sum(
+        list(tokenizer(text, add_special_tokens=False)["input_ids"]) != turn.ids
+        for turn, text in zip(turns, texts, strict=True)
+    )
+    text = f"{len(turns)} turns are trained as sampled; decoded and encoded again, {changed} would have other tokens"
+    return _judged("tokens", problems, text, episodes=len(episodes), turns=len(turns), changed_by_encoding=changed)
+
+
+def _token_problems(episode: Played) -> Iterator[str]:
+    if len(episode.asked) != len(episode.turns):
+        asked = f"training asks for {len(episode.asked)} turns, evaluation for {len(episode.turns)}"
+        yield f"{episode.name}: {asked} (does the environment answer at random?)"
+    trained, end = episode.prompt_ids + episode.response_ids, 0
+    for number, (turn, asked) in enumerate(zip(episode.turns, episode.asked, strict=False), 1):
+        where, start = f"{episode.name}, turn {number}", len(turn.context)
+        end = start + len(turn.ids)
+        if asked != turn.context:
+            place = _first_difference(asked, turn.context)
+            yield f"{where}: training asks with other tokens than evaluation, from token {place} on"
+        elif trained[:start] != turn.context:
+            place = _first_difference(trained, turn.context)
+            yield f"{where}: the trainer gets other tokens before it than the engine read, from token {place} on"
+        elif trained[start:end] != turn.ids:
+            place = _first_difference(trained[start:], turn.ids)
+            yield f"{where}: the trained tokens are not the sampled ones, from token {place} of the turn on"
+    if len(trained) > end:
+        yield f"{episode.name}: {len(trained) - end} tokens follow the last turn"
+
+
+def expected_mask(episode: Played) -> list[int]:
+    """1 where the engine's turns stand in the response."""
+    mask = [0] * len(episode.response_ids)
+    for turn in episode.turns:
+        start = len(turn.context) - len(episode.prompt_ids)
+        mask[start : start + len(turn.ids)] = [1] * len(turn.ids)
+    return mask[: len(episode.response_ids)]
+
+
+def masks(episodes: list[Played], may_be_empty: bool) -> Check:
+    """The loss covers the model's tokens. ``may_be_empty``: TRUNCATED=masked leaves whole episodes out."""
+    problems, empty, own = [], 0, 0
+    for episode in episodes:
+        expected = expected_mask(episode)
+        own += sum(expected)
+        if may_be_empty and episode.mask and not any(episode.mask):
+            empty += 1
+        elif episode.mask != expected:
+            place = _first_difference(episode.mask, expected)
+            what = "leaves out a token of the model" if expected[place : place + 1] == [1] else "covers another token"
+            problems.append(f"{episode.name}: the mask {what}, the response's token {place}")
+    total = sum(len(episode.response_ids) for episode in episodes)
+    text = f"covers the model's {own} of {total} response tokens ({own / max(1, total):.0%}), and no other"
+    text += f"; TRUNCATED=masked leaves out {empty} of {len(episodes)} episodes" if may_be_empty else ""
+    return _judged("mask", problems, text, model_tokens=own, response_tokens=total, left_out=empty)
+
+
+# ---- the template
+
+
+def template(tokenizer, chats: list[Chat]) -> Check:
+    """Each prompt of a later turn, rendered as a whole, begins with what was put together turn by turn. A template that
+    rewrites earlier turns fails; one that only drops their thinking is a warning. Raises ValueError as prompt_ids."""
+    problems = list(filter(None, (rewritten(tokenizer, chat) for chat in chats)))
+    later = sum(_later_turns(chat) for chat in chats)
+    if not later:
+        return Check("template", OK, "one turn: nothing is rendered after it")
+    text = f"appends: {later} prompts of later turns are rendered to the tokens that were put together"
+    thinks = not problems and "think" in (tokenizer.chat_template or "")
+    if dropped := next(filter(None, (rewritten(tokenizer, _with_thinking(c)) for c in chats if thinks)), ""):
+        kept = "training and evaluation keep the sampled tokens; a chat server that renders anew shows others"
+        return Check("template", WARNING, f"rewrites thinking: {one_line(dropped, 300)}; {kept}", {"later": later})
+    return _judged("template", problems, text, later=later)
+
+
+def _later_turns(chat: Chat) -> int:
+    return max(0, sum(message["role"] == "assistant" for message in chat.messages[chat.first :]) - 1)
+
+
+def _with_thinking(chat: Chat) -> Chat:
+    def thought(message: dict) -> dict:
+        return {**message, "content": f"{THINK}\nhm\n{THINK_END}\n\n{message['content']}"}
+
+    turns = [thought(m) if m["role"] == "assistant" else m for m in chat.messages[chat.first :]]
+    return Chat(f"{chat.name} with thinking", [*chat.messages[: chat.first], *turns], chat.first, chat.tools)
+
+
+def runs(mask: list[int]) -> list[tuple[int, int]]:
+    """Start and end of each run of 1."""
+    edges = [place for place, (a, b) in enumerate(zip([0, *mask], [*mask, 0], strict=True)) if a != b]
+    return list(zip(edges[::2], edges[1::2], strict=True))
+
+
+def rewritten(tokenizer, chat: Chat) -> str:
+    """Which message the template renders otherwise once others follow it; empty where it appends."""
+    together, mask = demonstration_ids(tokenizer, chat.messages, chat.first, chat.tools)
+    turns = runs(mask)
+    places = [i for i, m in enumerate(chat.messages) if m["role"] == "assistant" and i >= chat.first]
+    for number, ((start, _), message) in enumerate(zip(turns, places, strict=True), 1):
+        whole = prompt_ids(tokenizer, chat.messages[:message], chat.tools)
+        if whole == together[:start]:
+            continue
+        place = _first_difference(whole, together)
+        before = sum(begin <= place for begin, _ in turns)
+        inside = before and place < turns[before - 1][1]
+        which = f"turn {before} of the model" if inside else f"what follows turn {before}" if before else "the prompt"
+        now, then = (tokenizer.decode(ids[place : place + 12]) for ids in (whole, together[:start]))
+        return f"{chat.name}: {which} is {now!r} in the prompt of turn {number}, and was {then!r}"
+    return ""
+
+
+def ends(tokenizer, stops: set[int], episodes: list[Played], chats: list[Chat]) -> Check:
+    """Turns end with a token at which the engine stops, also those that SFT learns."""
+    end, problems = end_of_turn_ids(tokenizer), []
+    shown = ", ".join(repr(tokenizer.decode([stop])) for stop in sorted(stops))
+    if len(end) != 1 or end[0] not in stops:
+        problems.append(f"the template ends a turn with {tokenizer.decode(end)!r}, the engine stops at {shown}")
+    turns = [(episode.name, turn) for episode in episodes for turn in episode.turns]
+    for name, turn in turns:
+        if turn.stopped and turn.ids[-1:] and turn.ids[-1] not in stops:
+            problems.append(f"{name}: a turn ends with {tokenizer.decode(turn.ids[-1:])!r}, not with {shown}")
+    learned = 0
+    for chat in chats:
+        ids, mask = demonstration_ids(tokenizer, chat.messages, chat.first, chat.tools)
+        for _, after in runs(mask):
+            learned += 1
+            if ids[after - 1] not in stops:
+                last = tokenizer.decode(ids[after - 1 : after])
+                problems.append(f"{chat.name}: SFT learns a turn that ends with {last!r}, not with {shown}")
+    stopped = sum(turn.stopped for _, turn in turns)
+    text = f"{stopped} of {len(turns)} turns ended by themselves with {shown}; SFT learns the end of {learned} turns"
+    return _judged("stop", problems, text, stopped=stopped, turns=len(turns), learned=learned)
+
+
+def markers(tokenizer, episodes: list[Played], chats: list[Chat]) -> Check:
+    """The reward reads text without special tokens: markers must survive that, and so must demonstrations."""
+    problems = []
+    for marker in MARKERS:
+        ids = tokenizer(marker, add_special_tokens=False)["input_ids"]
+        if marker not in tokenizer.decode(ids, skip_special_tokens=True):
+            problems.append(f"{marker} is a special token: the reward does not see it")
+    for chat in chats:
+        ids, mask = demonstration_ids(tokenizer, chat.messages, chat.first, chat.tools)
+        answers = [m["content"] for m in chat.messages[chat.first :] if m["role"] == "assistant"]
+        for content, (start, end) in zip(answers, runs(mask), strict=True):
+            text = tokenizer.decode(ids[start:end], skip_special_tokens=True)
+            if content.strip().removeprefix(THINK).strip() not in text:
+                problems.append(f"{chat.name}: {one_line(content, 80)!r} is {one_line(text, 80)!r} to the reward")
+    for episode in episodes:
+        for turn in episode.turns:
+            whole, read = (tokenizer.decode(turn.ids, skip_special_tokens=skip) for skip in (False, True))
+            if lost := [marker for marker in MARKERS if whole.count(marker) != read.count(marker)]:
+                problems.append(f"{episode.name}: {lost[0]} of a turn does not reach the reward")
+    return _judged("markers", problems, f"{' '.join(MARKERS)} reach the reward")
+
+
+def sft(tokenizer, chats: list[Chat], episodes: list[Played]) -> Check:
+    """SFT learns the tokens and the mask that the same answers have in a training; ``episodes``: of ``chats``."""
+    problems = []
+    for chat, episode in zip(chats, episodes, strict=True):
+        ids, mask = demonstration_ids(tokenizer, chat.messages, chat.first, chat.tools)
+        trained, own = episode.prompt_ids + episode.response_ids, [0] * len(episode.prompt_ids) + expected_mask(episode)
+        if ids != trained:
+            place = _first_difference(ids, trained)
+            problems.append(f"{chat.name}: SFT has other tokens than its episode, from token {place} on")
+        elif mask != own:
+            problems.append(f"{chat.name}: SFT learns other tokens than RL, from token {_first_difference(mask, own)}")
+    if not chats:
+        return Check("sft", WARNING, "there are no demonstrations: no scripted episode was played")
+    return _judged("sft", problems, f"{len(chats)} demonstrations have the tokens and mask of their episodes")
+
+
+# ---- log-probs
+
+
+def log_probs(episodes: list[Played], pairs: list[tuple[Turn, list[float]]]) -> Check:
+    """``pairs``: turns with the trainer's log-probs of their tokens. The trainer must get the engine's as they are."""
+    problems = []
+    for episode in episodes:
+        engine = list(chain.from_iterable(turn.log_probs for turn in episode.turns))
+        handed = [p for p, own in zip(episode.log_probs or [], expected_mask(episode), strict=False) if own]
+        if handed != engine:
+            problems.append(f"{episode.name}: the trainer does not get the engine's log-probs")
+    differences = [ours - theirs for turn, own in pairs for ours, theirs in zip(own, turn.log_probs, strict=True)]
+    if not differences:
+        return _judged("log_probs", problems or ["no turn was sampled"], "")
+    mean = sum(map(abs, differences)) / len(differences)
+    most = max(map(abs, differences))
+    k3 = sum(math.expm1(min(d, 700)) - d for d in differences) / len(differences)
+    text = f"engine and trainer differ by {mean:.2g} nats a token, at most {most:.2g}; mean k3 {k3:.2g}"
+    figures = {"tokens": len(differences), "mean": mean, "max": most, "k3": k3, "warns": MISMATCH, "fails": TOO_FAR}
+    if not k3 < TOO_FAR:  # also NaN
+        problems.append(f"{text}, from {TOO_FAR:g} on they are different distributions")
+    if not problems and k3 > MISMATCH:
+        return Check("log_probs", WARNING, f"{text}, above {MISMATCH:g}: see ROLLOUT_CORRECTION", figures)
+    return _judged("log_probs", problems, text, **figures)
+
+
+# ---- the certificate
+
+
+def verdict(checks: list[Check]) -> str:
+    """FAILED or WARNING where a check is; else OK."""
+    states = {check.state for check in checks}
+    return next((state for state in (FAILED, WARNING) if state in states), OK)
+
+
+def certificate(s: Settings, model: str) -> Path:
+    """The file for ``model`` and the settings that its episodes depend on."""
+    names = ("MAX_PROMPT_LENGTH", "MAX_RESPONSE_LENGTH", "MAX_TURN_LENGTH", "MAX_TURNS", "TEMPERATURE", "TRUNCATED")
+    mark = fingerprint({"model": model} | {name: getattr(s, name) for name in names})
+    return artifacts() / "certify" / s.TASK / f"{model_name(model)}-{mark}" / "certificate.json"
+
+
+def certified(file: Path) -> str:
+    """Print the checks of a certificate. Exits with 1 when one failed."""
+    found = read_json(file)
+    checks = [Check(**check) for check in found["checks"]]
+    print("\n".join(map(str, checks)))
+    states = [check.state for check in checks]
+    counts = f"{len(checks)} checks, {states.count(WARNING)} warnings, {states.count(FAILED)} failed; {file}"
+    if found["verdict"] == FAILED:
+        print(f"=> not certified: {counts}", flush=True)
+        sys.exit(1)
+    return f"=> certified: {counts}"

@@ -1,0 +1,226 @@
+"""`make certify`: play episodes by evaluation's engine and by training's agent loop, and write what they prove.
+
+`python -m tasks.common.verl_plugins.certify MODEL FILE`, in a process of its own. Sampled episodes are played once, by
+evaluation; the agent loop then gets the same turns in the place of its engine, and must ask with the same tokens.
+Scripted ones are the demonstrations of the task's data; in the place of each of their turns the engine samples one too.
+The checks: evaluation/certify.py.
+"""
+
+import asyncio
+import importlib
+import itertools
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+
+import yaml
+
+from tasks.common.data.rows import decoded, read_rows, tools_of
+from tasks.common.evaluation import certify as checks
+from tasks.common.evaluation.certify import FAILED, Chat, Check, Played, Turn
+from tasks.common.evaluation.engines import Request, Sampling, TransformersEngine, TurnRequest, request_ids, stop_ids
+from tasks.common.evaluation.episodes import Stage, play_all
+from tasks.common.evaluation.rollouts import SAMPLED, Rollout
+from tasks.common.evaluation.sample import Hardware
+from tasks.common.files import write_json
+from tasks.common.models.chat_template import answer_ids, demonstration_ids, opens_thinking
+from tasks.common.models.merge import base_model
+from tasks.common.process import die_with_parent
+from tasks.common.rewards.answers import RewardError
+from tasks.common.rewards.environment import of_task
+from tasks.common.rewards.episode import Limits
+from tasks.common.settings import Settings, load_settings
+from tasks.common.training import verl_config
+
+READ = 4096  # rows in which the prompt of a demonstration is looked for
+VERSIONS = ("verl", "vllm", "transformers", "torch")
+
+
+class Recorded:
+    """An engine that notes the turns of each request index, as they were sampled."""
+
+    def __init__(self, engine):
+        self.engine, self.turns = engine, defaultdict(list)
+
+    def generate(self, requests: list[TurnRequest], sampling: Sampling) -> Iterator:
+        for request, completions in self.engine.generate(requests, sampling):
+            for found in completions:
+                stopped = found.finish_reason == "stop"
+                turn = Turn(list(request.ids), list(found.ids), list(found.log_probs), stopped)
+                self.turns[request.index].append(turn)
+            yield request, completions
+
+
+class Server:
+    """In place of verl's client of the engines: ``answer`` gives the turn that follows the tokens it is asked with."""
+
+    def __init__(self, answer: Callable[[int, list[int]], Turn]):
+        self.answer, self.asked, self.turns = answer, [], []
+
+    async def generate(self, request_id, *, prompt_ids, sampling_params, **_):
+        from verl.workers.rollout.replica import TokenOutput
+
+        turn = self.answer(len(self.asked), list(prompt_ids))
+        self.asked.append(list(prompt_ids))
+        self.turns.append(turn)
+        return TokenOutput(token_ids=turn.ids, log_probs=turn.log_probs or None, stop_reason="completed")
+
+
+def played(s: Settings, config, tokenizer, row: dict, name: str, server: Server, turns: list[Turn] | None) -> Played:
+    """The agent loop of a training on the RL ``row``. ``turns``: of evaluation; None: those of the ``server``."""
+    from verl.experimental.agent_loop.agent_loop import DictConfigWrap
+
+    loops = yaml.safe_load((verl_config.PLUGINS / "agent_loops.yaml").read_text())
+    target = next(loop["_target_"] for loop in loops if loop["name"] == verl_config.agent_loop(s))
+    module, _, cls = target.rpartition(".")
+    columns = {column: row[column] for column in ("data_source", "ability", "reward_model", "extra_info")}
+
+    async def run():
+        whole, data = DictConfigWrap(config), DictConfigWrap(config.data)
+        loop = getattr(importlib.import_module(module), cls)(whole, server, tokenizer, None, None, data)
+        return await loop.run({"temperature": s.TEMPERATURE}, raw_prompt=decoded(row["prompt"]), **columns)
+
+    found = asyncio.run(run())
+    given = found.prompt_ids, found.response_ids, found.response_mask, found.response_logprobs
+    return Played(name, server.turns if turns is None else turns, server.asked, *given)
+
+
+def sampled_turns(s: Settings, engine: Recorded, tokenizer, rows: list[dict], how: Sampling) -> dict[int, list[Turn]]:
+    """The turns of an evaluation of ``rows`` by place; of prompts that are too long none. Raises RewardError."""
+    requests = [Request(index, SAMPLED, decoded(row["prompt"]), tools_of(row)) for index, row in enumerate(rows)]
+    if s.multi_turn:
+        rollouts: list[Rollout] = []
+        turn = min(s.MAX_TURN_LENGTH, s.MAX_RESPONSE_LENGTH)
+        limits = Limits(s.MAX_PROMPT_LENGTH, s.MAX_RESPONSE_LENGTH, turn, s.MAX_TURNS, s.STEP_SECONDS)
+        play_all(Stage(engine, tokenizer, how, limits, of_task(s.TASK)), rows, requests, rollouts.extend)
+        if broken := next((rollout.error for rollout in rollouts if rollout.error), ""):
+            raise RewardError(broken)
+    else:
+        asked = [(request, request_ids(tokenizer, request, how)) for request in requests]
+        turns = [TurnRequest(r.index, SAMPLED, [], None, tuple(ids), how.max_tokens) for r, ids in asked if ids]
+        list(engine.generate(turns, how))
+    return {index: list(turns) for index, turns in sorted(engine.turns.items())}
+
+
+def scripted(s: Settings, limit: int | None) -> list[tuple[dict, Chat]]:
+    """The RL rows and chats of the first ``limit`` demonstrations; none without demonstrations."""
+    file = s.data_dir / "sft.parquet"
+    if not file.is_file():
+        return []
+    rows, found = defaultdict(list), []
+    for row in read_rows(s.data_dir / "train.parquet", READ):
+        rows[_text(row["prompt"])].append(row)
+    for number, row in enumerate(read_rows(file, limit)):
+        messages = decoded(row["messages"])
+        first = row.get("prompt_messages") or len(messages) - 1
+        own = rows[_text(row["messages"][:first])]
+        if len(own) == 1:  # else it is not known which one it solves
+            found.append((own[0], Chat(f"demonstration {number}", messages, first, tools_of(row))))
+    return found
+
+
+def _fits(s: Settings, tokenizer, chat: Chat) -> bool:
+    """Whether no limit cuts the episode of a demonstration."""
+    ids, mask = demonstration_ids(tokenizer, chat.messages, chat.first, chat.tools)
+    turns = checks.runs(mask)
+    prompt = turns[0][0]
+    longest = max(end - start for start, end in turns)
+    within = prompt <= s.MAX_PROMPT_LENGTH and len(ids) - prompt <= s.MAX_RESPONSE_LENGTH
+    return within and (not s.multi_turn or (longest <= s.MAX_TURN_LENGTH and len(turns) <= s.MAX_TURNS))
+
+
+def _text(messages: list[dict]) -> str:
+    return json.dumps(decoded(messages), sort_keys=True)
+
+
+def scripted_episode(s: Settings, config, tokenizer, row: dict, chat: Chat) -> Played:
+    """The agent loop, with the demonstration's answers for what an engine samples."""
+    answers = [message["content"] for message in chat.messages[chat.first :] if message["role"] == "assistant"]
+
+    def answer(number: int, context: list[int]) -> Turn:
+        text = answers[number] if number < len(answers) else ""
+        return Turn(context, answer_ids(tokenizer, text, opens_thinking(tokenizer, context)))
+
+    return played(s, config, tokenizer, row, chat.name, Server(answer), None)
+
+
+def trainer_log_probs(model: str, turns: list[Turn]) -> list[tuple[Turn, list[float]]]:
+    """``turns`` with the log-probs of their tokens by transformers, in the dtype that training computes in."""
+    import torch
+
+    policy, found = TransformersEngine(model, 0, 0, 0.0).model, []
+    for turn in turns:
+        ids = torch.tensor([turn.context + turn.ids], device=policy.device)
+        with torch.inference_mode():
+            logits = policy(ids).logits[0, len(turn.context) - 1 : -1].float().log_softmax(-1)
+        own = logits.gather(1, ids[0, len(turn.context) :, None])[:, 0]
+        found.append((turn, own.tolist()))
+    return found
+
+
+def certified(s: Settings, model: str, engine_of: Callable[[], object]) -> list[Check]:
+    """All checks of ``model``; ``engine_of`` starts the engine of evaluation. Where the template refuses a chat, that
+    check alone."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(base_model(model))
+    rows = list(read_rows(s.train_file, s.LIMIT or None))
+    try:
+        pairs = [pair for pair in scripted(s, s.LIMIT or None) if _fits(s, tokenizer, pair[1])]
+        chats = [chat for _, chat in pairs]
+        first = checks.template(tokenizer, chats + ([_two_turns(rows[0])] if s.multi_turn else []))
+    except ValueError as error:
+        return [Check("template", FAILED, str(error))]
+    config = verl_config.compose("ppo_trainer", verl_config.rl_overrides(s, model, Path("certify")))
+    how = Sampling(1, False, s.TEMPERATURE, 1.0, s.MAX_PROMPT_LENGTH, s.MAX_RESPONSE_LENGTH, s.EVAL_SEED)
+    engine = Recorded(engine_of())
+    turns = sampled_turns(s, engine, tokenizer, rows, how)
+    shown = [scripted_episode(s, config, tokenizer, row, chat) for row, chat in pairs]
+    contexts = [turn.context for episode in shown for turn in episode.turns]
+    most = min(s.MAX_TURN_LENGTH, s.MAX_RESPONSE_LENGTH) if s.multi_turn else s.MAX_RESPONSE_LENGTH
+    probes = [TurnRequest(-1, SAMPLED, [], None, tuple(ids), most, number) for number, ids in enumerate(contexts)]
+    list(engine.generate(probes, how))
+    engine.engine.close()
+    episodes = []
+    for index, own in turns.items():
+        rest = itertools.chain(own, itertools.repeat(Turn([], [], stopped=False)))  # an end where evaluation ended
+        server = Server(lambda number, context, rest=rest: next(rest))
+        episodes.append(played(s, config, tokenizer, rows[index], f"row {index}", server, own))
+    sampled = [turn for own in engine.turns.values() for turn in own if turn.ids]
+    stops, together = {*stop_ids(base_model(model)), tokenizer.eos_token_id}, episodes + shown
+    return [
+        checks.tokens(tokenizer, together),
+        checks.masks(together, s.TRUNCATED == "masked"),
+        first,
+        checks.ends(tokenizer, stops, together, chats),
+        checks.markers(tokenizer, together, chats),
+        checks.sft(tokenizer, chats, shown),
+        checks.log_probs(together, trainer_log_probs(model, sampled)),
+    ]
+
+
+def _two_turns(row: dict) -> Chat:
+    """A chat of two turns, for a task whose demonstrations have one."""
+    prompt, tools = decoded(row["prompt"]), tools_of(row)
+    follows = {"role": "tool" if tools else "user", "content": "ok"}
+    answer = {"role": "assistant", "content": "yes"}
+    return Chat("a chat of two turns", [*prompt, answer, follows, answer], len(prompt), tools)
+
+
+def main(model: str, file: str) -> None:
+    s = load_settings()
+    length = s.MAX_PROMPT_LENGTH + s.MAX_RESPONSE_LENGTH
+    hardware = Hardware(1, s.TP, s.GPU_MEMORY_UTILIZATION)
+    found = certified(s, model, lambda: hardware.engine("vllm", model, length, s.EVAL_SEED))
+    about = {"task": s.TASK, "model": model, "stack": s.STACK, "versions": {name: version(name) for name in VERSIONS}}
+    result = {**about, "verdict": checks.verdict(found), "checks": [asdict(check) for check in found]}
+    write_json(Path(file), result)
+
+
+if __name__ == "__main__":
+    die_with_parent()
+    main(*sys.argv[1:])

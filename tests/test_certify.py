@@ -1,0 +1,278 @@
+"""`make certify`: the checks, with the agent loop of verl and an engine that answers from a list; each planted fault
+fails its own line."""
+
+import copy
+import itertools
+import json
+import shutil
+from dataclasses import replace
+
+import pytest
+
+from tasks.calculator.environment import TOOLS, Environment
+from tasks.calculator.prepare_data import SYSTEM, demonstration
+from tasks.common.data.rows import chat, rl_row, rl_schema, sft_row, sft_schema, write_parquet
+from tasks.common.evaluation import certify as checks
+from tasks.common.evaluation.certify import Chat, Played, Turn
+from tasks.common.evaluation.rollouts import Completion
+from tasks.common.models import chat_template
+from tasks.common.models.chat_template import answer_ids
+from tasks.common.rewards import episode
+from tasks.common.rewards.environment import Step
+from tasks.common.rewards.tool_calls import render_calls
+from tasks.common.settings import load_settings
+from tests.helpers import ROOT, SMALL, exported, make
+
+PROBLEM = "347 * 58"
+PROMPT = chat(f"What is {PROBLEM}?", SYSTEM)
+CALL = render_calls([{"name": "calculator", "arguments": {"expression": PROBLEM}}])
+SHOWN = Chat("demonstration 0", [*PROMPT, *demonstration(PROBLEM)], 2, TOOLS)
+ANSWER = "<answer>20126</answer>"
+NAMES = ["tokens", "mask", "template", "stop", "markers", "sft", "log_probs"]
+# In place of a message's content, in the template: calls of earlier turns as an empty line; their thinking left out.
+REWRITES = "'-' if m.role == 'assistant' and 'tool_call' in m.content else m.content }}"
+DROPS = "(m.content.split('</think>') | last).lstrip() if m.role == 'assistant' else m.content }}"
+
+
+class Engine:
+    """Answers the turns of each prompt with a call and an answer; the log-probs are the model's, ``shift`` added."""
+
+    def __init__(self, model, tokenizer, shift: float = 0.0, answers=(CALL, ANSWER)):
+        self.model, self.tokenizer, self.shift, self.answers = model, tokenizer, shift, answers
+
+    def generate(self, requests, sampling):
+        from tasks.common.verl_plugins.certify import trainer_log_probs
+
+        for request in requests:
+            text = self.answers[min(request.turn, len(self.answers) - 1)]
+            ids = answer_ids(self.tokenizer, text)[: request.max_tokens]
+            ((_, own),) = trainer_log_probs(str(self.model), [Turn(list(request.ids), ids)])
+            shifted = tuple(p + self.shift for p in own)
+            yield request, [Completion(text, "stop", len(ids), 0.5, False, tuple(ids), shifted)]
+
+    def close(self):
+        pass
+
+
+@pytest.fixture(scope="module")
+def tokenizer(small_model):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(small_model)
+
+
+@pytest.fixture
+def certified(small_model, tmp_path, monkeypatch):
+    """A function: the checks of a task by name, with a changed chat template or another ``Engine``."""
+    from transformers import AutoTokenizer
+
+    data = tmp_path / "data"
+    row = rl_row("calculator", PROMPT, {"answer": "20126"}, "train", 0, TOOLS)
+    write_parquet([row], data / "calculator/train.parquet", rl_schema(tools=True))
+    shown = sft_row(PROMPT, demonstration(PROBLEM), TOOLS)
+    write_parquet([shown], data / "calculator/sft.parquet", sft_schema(tools=True, episodes=True))
+    write_parquet([rl_row("gsm8k", PROMPT, "20126", "train", 0)], data / "gsm8k/train.parquet", rl_schema())
+    write_parquet([sft_row(PROMPT, ANSWER)], data / "gsm8k/sft.parquet", sft_schema())
+
+    def run(task: str = "calculator", template=None, **engine) -> dict[str, checks.Check]:
+        from tasks.common.verl_plugins.certify import certified
+
+        given = SMALL | {"MAX_PROMPT_LENGTH": "1024", "MAX_RESPONSE_LENGTH": "1024", "MAX_TURN_LENGTH": "512"}
+        given |= {"ARTIFACTS": str(tmp_path), "N_GPUS": "1"}
+        monkeypatch.setenv("ARTIFACTS", str(tmp_path))
+        model = shutil.copytree(small_model, tmp_path / "model", dirs_exist_ok=True)
+        if template:
+            (model / "chat_template.jinja").write_text(template((model / "chat_template.jinja").read_text()))
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        s = load_settings(exported(ROOT / f"tasks/{task}/train.sh", given))
+        found = certified(s, str(model), lambda: Engine(model, tokenizer, **engine))
+        return {check.name: check for check in found}
+
+    return run
+
+
+def failed(found: dict[str, checks.Check]) -> list[str]:
+    return [name for name, check in found.items() if check.state == "failed"]
+
+
+NAMES = ["tokens", "mask", "template", "stop", "markers", "sft", "log_probs"]
+
+
+def test_what_is_right_is_certified_with_its_figures(certified, tokenizer):
+    found = certified()
+    assert list(found) == NAMES and {check.state for check in found.values()} == {"ok"}, found
+    call, answer = (len(answer_ids(tokenizer, text)) for text in (CALL, ANSWER))
+    # A sampled and a scripted episode; in the place of each scripted turn the engine samples a call.
+    assert found["tokens"].figures == {"episodes": 2, "turns": 4, "changed_by_encoding": 0}
+    assert found["mask"].figures["model_tokens"] == 2 * (call + answer) < found["mask"].figures["response_tokens"]
+    assert found["stop"].figures == {"stopped": 4, "turns": 4, "learned": 2}
+    assert found["log_probs"].figures["tokens"] == call + answer + 2 * call
+    assert found["template"].figures == {"later": 2} and found["log_probs"].figures["max"] < 1e-3
+
+
+def test_a_single_turn_task_is_an_episode_of_one_turn(certified):
+    found = certified("gsm8k", answers=[ANSWER])
+    assert list(found) == NAMES and {check.state for check in found.values()} == {"ok"}, found
+    assert "one turn" in found["template"].text and "(100%)" in found["mask"].text
+
+
+# ---- planted faults, in the whole command
+
+
+def test_a_template_that_rewrites_earlier_turns_fails(certified):
+    found = certified(template=lambda text: text.replace("m['content'] }}", REWRITES))
+    assert failed(found) == ["template"]
+    assert "demonstration 0: turn 1 of the model is" in found["template"].text
+    assert "in the prompt of turn 2, and was" in found["template"].text
+
+
+def test_a_template_that_drops_thinking_is_a_warning_that_says_what_is_done(certified):
+    found = certified(template=lambda text: text.replace("m['content'] }}", DROPS))
+    assert failed(found) == [] and found["template"].state == "warning"
+    assert "rewrites thinking" in found["template"].text and "keep the sampled tokens" in found["template"].text
+
+
+def test_a_template_that_refuses_a_chat_is_told_before_an_engine_starts(certified):
+    refuses = "{% if messages|length > 3 %}{{ raise_exception('no') }}{% endif %}"
+    found = certified(template=lambda text: refuses + text)
+    assert list(found) == ["template"] and "refuses this" in found["template"].text
+    assert found["template"].state == "failed"
+
+
+def test_a_loop_that_renders_again_fails(certified, monkeypatch, tokenizer):
+    add = episode.Episode.add
+
+    def renders(self, ids, own, log_probs=None):
+        again = tokenizer(tokenizer.decode(ids).replace('"name"', "'name'"))["input_ids"] if own else ids
+        add(self, again, own, log_probs)
+
+    monkeypatch.setattr(episode.Episode, "add", renders)
+    found = certified()
+    assert "tokens" in failed(found) and "mask" not in failed(found)
+    assert "row 0, turn 1: the trained tokens are not the sampled ones" in found["tokens"].text
+
+
+@pytest.mark.parametrize(("wrong", "said"), [(0, "leaves out a token of the model"), (1, "covers another token")])
+def test_a_wrong_mask_fails(certified, monkeypatch, wrong, said):
+    from tasks.common.verl_plugins.episode_loop import EpisodeOfRow
+
+    monkeypatch.setattr(EpisodeOfRow, "mask", lambda self, episode: [wrong] * len(episode.mask))
+    found = certified()
+    assert failed(found) == ["mask"] and said in found["mask"].text
+
+
+@pytest.mark.parametrize(("shift", "state"), [(0.05, "ok"), (0.2, "warning"), (0.6, "failed"), (-0.6, "failed")])
+def test_an_engine_whose_log_probs_are_shifted_is_found(certified, shift, state):
+    found = certified(shift=shift)
+    assert [found.pop("log_probs").state, {check.state for check in found.values()}] == [state, {"ok"}]
+
+
+def test_log_probs_that_do_not_reach_the_trainer_fail(certified, monkeypatch):
+    from tasks.common.verl_plugins import certify
+
+    played = certify.played
+    monkeypatch.setattr(certify, "played", lambda *given: replace(played(*given), log_probs=None))
+    assert failed(certified()) == ["log_probs"]
+
+
+def test_an_environment_that_answers_at_random_is_named(certified, monkeypatch):
+    numbers = itertools.count()
+    step = Environment.step
+
+    def random(self, action):
+        return Step([{"role": "tool", "content": str(next(numbers))}]) if action.calls else step(self, action)
+
+    monkeypatch.setattr(Environment, "step", random)
+    found = certified()
+    assert failed(found) == ["tokens", "sft"]
+    assert "row 0, turn 2: training asks with other tokens than evaluation" in found["tokens"].text
+
+
+def test_sft_that_learns_no_end_of_turn_fails(certified, monkeypatch):
+    monkeypatch.setattr(chat_template, "answer_ids", lambda *given: answer_ids(*given, ended=False))
+    assert failed(certified()) == ["stop", "sft"]
+
+
+# ---- planted faults, in one check
+
+
+def test_an_end_of_turn_at_which_the_engine_does_not_stop_fails(tokenizer):
+    turn = Turn([1], answer_ids(tokenizer, "hi"))
+    one = Played("row 0", [turn], [[1]], [1], turn.ids, [1] * len(turn.ids))
+    assert checks.ends(tokenizer, {tokenizer.eos_token_id}, [one], [SHOWN]).state == "ok"
+    found = checks.ends(tokenizer, {5}, [one], [SHOWN])
+    assert found.state == "failed" and "the template ends a turn with '<|im_end|>', the engine stops at" in found.text
+    cut = replace(one, turns=[replace(turn, ids=turn.ids[:-1], stopped=False)])
+    assert checks.ends(tokenizer, {tokenizer.eos_token_id}, [cut], []).state == "ok"
+    wrong = replace(one, turns=[replace(turn, ids=turn.ids[:-1])])
+    assert "row 0: a turn ends with 'i'" in checks.ends(tokenizer, {tokenizer.eos_token_id}, [wrong], []).text
+
+
+@pytest.mark.parametrize("marker", ["<tool_call>", "</think>"])
+def test_a_tokenizer_that_eats_a_marker_fails(tokenizer, marker):
+    assert checks.markers(tokenizer, [], [SHOWN]).state == "ok"
+    own = copy.deepcopy(tokenizer)
+    own.add_special_tokens({"additional_special_tokens": [marker]})
+    found = checks.markers(own, [], [SHOWN])
+    assert found.state == "failed" and f"{marker} is a special token" in found.text
+    own = copy.deepcopy(tokenizer)
+    own.add_tokens([marker])
+    assert checks.markers(own, [], [SHOWN]).state == "ok"
+
+
+def test_tokens_that_decoding_changes_are_counted_and_do_not_fail(tokenizer):
+    half = tokenizer("é", add_special_tokens=False)["input_ids"][:1]
+    one = Played("row 0", [Turn([1], half)], [[1]], [1], half, [1])
+    found = checks.tokens(tokenizer, [one])
+    assert found.state == "ok" and found.figures["changed_by_encoding"] == 1
+    assert checks.tokens(tokenizer, [replace(one, response_ids=[*half, 3])]).text.endswith(
+        "1 tokens follow the last turn"
+    )
+    assert "training asks for 0 turns, evaluation for 1" in checks.tokens(tokenizer, [replace(one, asked=[])]).text
+
+
+def test_whole_episodes_may_be_left_out_where_the_settings_say_so():
+    one = Played("row 0", [Turn([1], [2, 3])], [[1]], [1], [2, 3], [0, 0])
+    assert checks.masks([one], False).state == "failed"
+    assert checks.masks([one], True).figures["left_out"] == 1
+
+
+# ---- the command
+
+
+def test_the_command_prints_the_checks_and_fails_where_one_does(tmp_path, capsys):
+    file = tmp_path / "certificate.json"
+    found = [checks.Check("tokens", "ok", "fine"), checks.Check("mask", "warning", "hm")]
+
+    def write():
+        shown = [{"name": c.name, "state": c.state, "text": c.text, "figures": {}} for c in found]
+        file.write_text(json.dumps({"verdict": checks.verdict(found), "checks": shown}))
+
+    write()
+    assert checks.certified(file).startswith("=> certified: 2 checks, 1 warnings, 0 failed")
+    assert capsys.readouterr().out == "ok       tokens: fine\nwarning  mask: hm\n"
+    found.append(checks.Check("stop", "failed", "no"))
+    write()
+    with pytest.raises(SystemExit) as ended:
+        checks.certified(file)
+    assert ended.value.code == 1 and "=> not certified: 3 checks, 1 warnings, 1 failed" in capsys.readouterr().out
+
+
+def test_dpo_is_refused_in_one_line(tmp_path):
+    result = make("certify", TASK="countdown", STACK="cpu", METHOD="dpo", ARTIFACTS=str(tmp_path))
+    (said,) = [line for line in result.stdout.splitlines() if line.startswith("error:")]
+    assert "METHOD=dpo: samples nothing in training" in said and not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("task", ["calculator", "countdown"])
+def test_the_very_small_model_is_certified_with_a_real_engine(small_model, tmp_path, task):
+    variables = SMALL | {"TASK": task, "MODEL": str(small_model), "ARTIFACTS": str(tmp_path), "LIMIT": "3"}
+    variables |= {"MAX_PROMPT_LENGTH": "768", "MAX_RESPONSE_LENGTH": "384"}
+    result = make("certify", **variables)
+    assert result.returncode == 0 and "=> certified: 7 checks" in result.stdout, result.stdout
+    (file,) = tmp_path.glob(f"certify/{task}/*/certificate.json")
+    figures = {check["name"]: check["figures"] for check in json.loads(file.read_text())["checks"]}
+    # Random bytes are seldom text.
+    assert figures["tokens"]["changed_by_encoding"] >= 3 and figures["log_probs"]["tokens"] > 0
+    assert figures["log_probs"]["mean"] < 0.1
