@@ -311,7 +311,8 @@ def closing(s: Settings, run_dirs: list[Path]) -> None:
         more = f"{f'STEPS={2 * s.STEPS}' if ended else 'PATIENCE=0'}    # continues this run"
     print(f"  the same command with {more}")
     print(f"  make compare TASK={s.TASK}    # base, warm-up and trained with tests, prompts gained and lost; files")
-    print(f"  make chat TASK={s.TASK}    # talk to it")
+    if not s.multi_turn:
+        print(f"  make chat TASK={s.TASK}    # talk to it")
     print("  make new TASK=my_task    # a task of your own")
 
 
