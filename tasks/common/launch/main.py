@@ -400,6 +400,9 @@ def main(goal: str, arguments: list[str]) -> None:
         raise SettingsError(f"TASK={s.TASK}: has episodes of several turns; `make {goal}` is for single-turn tasks")
     if goal == "certify" and s.METHOD == "dpo":
         raise SettingsError("METHOD=dpo: samples nothing in training; `make certify` is for the RL methods")
+    if goal == "certify" and not verl_versions.has_own_trainers(s):
+        found = f"STACK={s.STACK}: has verl {verl_versions.wanted(s)}, whose agent loop differs"
+        raise SettingsError(f"{found}; `make certify` plays that of verl 0.9.1, with STACK=cpu")
     # DPO trains with TRL; its warm-up with verl.
     if goal in TRAINING and not (s.METHOD == "dpo" and s.INIT == "base"):
         verl_versions.check_installed(s)

@@ -23,9 +23,14 @@ _FORMS = [
     # a variable of the environment: its value, or its default
     rf"(?i)(\benviron\[[\"'](?:{_NAME}|\w+_key)[\"']\]\s*=\s*){_QUOTED}",
     rf"(?i)(\b(?:setdefault|putenv|setenv|getenv|environ\.get|env\.get)\(\s*[\"'](?:{_NAME}|\w+_key)[\"']\s*,\s*){_QUOTED}",
-    rf"(?i)(\b{_NAME}\s*=\s*(?:os\.)?getenv\(\s*[\"'][^\"'\n]{{1,80}}[\"']\s*,\s*){_QUOTED}",
+    rf"(?i)((?<![\w.-]){_NAME}\s*=\s*(?:os\.)?getenv\(\s*[\"'][^\"'\n]{{1,80}}[\"']\s*,\s*){_QUOTED}",
     rf"(?i)(\blogin\(\s*(?:\w+\s*=\s*)?){_QUOTED}",
     rf"(?i)(\bauth\s*=\s*\(\s*{_QUOTED}\s*,\s*){_QUOTED}",
+    # names that mean a secret in capitals only: forward_pass is none
+    rf"(\b[A-Z0-9_]*(?:_PASS|_PWD|PASSPHRASE|ACCOUNT_KEY|KAGGLE_KEY)[\"']?\]?[ \t]*(?::=|[:=](?!=))[ \t]*)"
+    rf"(?:{_QUOTED}|[^\s\"'$(){{}}\[\],;&|]+)",
+    r"(?i)(\bpassphrase[\"']?\s*[:=]\s*)" + _QUOTED,
+    r"(\bcurl\b[^\n|;]{0,300}?\s(?:-u|--user)[ =]?[\"']?[^\s:\"'$]{1,100}:)[^\s\"'$]+",
     # ENV NAME value of a Dockerfile, setenv and set -x of other shells, NAME := value of make
     r"(?m)(^[+ -]?[ \t]*(?:ENV|setenv|set -x) [A-Z0-9_]*(?:TOKEN|KEY|SECRET|PASSWORD)[ \t]+)[^\s\"'$]+",
     r"(?m)(^[+ -]?[ \t]*(?:export )?[A-Z0-9_]*(?:TOKEN|_KEY|SECRET|PASSWORD)[ \t]*:=[ \t]*)[^\s\"'$]+",
