@@ -188,8 +188,12 @@ def test_an_interrupt_ends_what_is_being_played(tmp_path, monkeypatch):
         time.sleep(5)
         return False
 
-    with pytest.raises(KeyboardInterrupt):
-        rehearse.play(r, "train", "train", interrupt)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # `make test &` ignores it
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            rehearse.play(r, "train", "train", interrupt)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert f"played.py train {tmp_path}" not in our_processes()
 
 
