@@ -102,7 +102,7 @@ def planned(monkeypatch, **changes: str) -> dict:
 
 def test_each_method_rate_and_seed_is_trained_on_the_same_data(monkeypatch):
     runs = planned(monkeypatch, METHODS="grpo,dapo", LRS="1e-6,3e-6", SEEDS="2", TRAIN_SEED="5")
-    assert list(runs) == [f"{m}@{lr}#{seed}" for m in ("grpo", "dapo") for lr in ("1e-06", "3e-06") for seed in (5, 6)]
+    assert list(runs) == [f"{m}@{lr}#{seed}" for seed in (5, 6) for m in ("grpo", "dapo") for lr in ("1e-06", "3e-06")]
     assert {(run.METHOD, run.LR, run.TRAIN_SEED) for run in runs.values()} == {
         (m, lr, seed) for m in ("grpo", "dapo") for lr in (1e-6, 3e-6) for seed in (5, 6)
     }
