@@ -20,8 +20,8 @@ from tasks.common.data.rows import read_rows
 from tasks.common.launch import doctor
 from tasks.common.machine import hardware, memory
 from tasks.common.machine.memory import EMBEDDED_CONFIG, Plan, shapes, shapes_of
+from tasks.common.machine.speed import QWEN25_3B
 from tasks.common.settings import load_settings
-from tests.benchmarks.training import QWEN2_5_3B
 from tests.helpers import ROOT, SMALL, exported, make
 
 SECONDS = 20
@@ -303,7 +303,7 @@ def test_the_estimate_follows_what_was_measured_with_billions_of_parameters_on_s
     """docs/GPU.md's benchmark: the last step's peak, fused kernels, passes of 32,768 tokens."""
     lines = (ROOT / f"docs/results/h200-3b-{gpus}gpu.metrics.jsonl").read_text().splitlines()
     plan = Plan(gpus=gpus, gpus_here=gpus, tokens=32768, sequence=512, share=0, fused=True)
-    needs = memory.estimate(shapes({"model_type": "qwen2", **QWEN2_5_3B}), plan).update
+    needs = memory.estimate(shapes(QWEN25_3B), plan).update
     needs.pop("contexts")
     measured = json.loads(lines[-1])["data"]["actor/perf/max_memory_allocated_gb"]
     assert sum(needs.values()) / 2**30 == pytest.approx(measured, rel=0.05)

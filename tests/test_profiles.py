@@ -11,6 +11,7 @@ import pytest
 from tasks.common import settings
 from tasks.common.launch import doctor
 from tasks.common.machine import memory
+from tasks.common.machine.speed import QWEN25_3B
 from tasks.common.settings import load_settings
 from tasks.common.training import verl_config, verl_versions
 from tests.helpers import ROOT, SINGLE_TURN, TASKS, exported, make
@@ -30,14 +31,6 @@ QWEN3_4B = QWEN | {
     "num_key_value_heads": 8,
     "head_dim": 128,
     "intermediate_size": 9728,
-}
-QWEN25_3B = QWEN | {
-    "model_type": "qwen2",
-    "hidden_size": 2048,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 2,
-    "intermediate_size": 11008,
 }
 QWEN25_7B = {
     "model_type": "qwen2",

@@ -20,8 +20,8 @@ import psutil
 
 from tasks.common.launch import doctor
 from tasks.common.machine.memory import EMBEDDED_CONFIG, Plan, estimate, shapes
+from tasks.common.machine.speed import QWEN25_3B
 from tasks.common.settings import ROOT, load_settings
-from tests.benchmarks.training import QWEN2_5_3B
 from tests.helpers import exported
 from tests.test_profiles import A100, CONFIGS, PROFILES
 
@@ -44,7 +44,7 @@ def recorded() -> None:
             del parts["optimizer"]  # its moments come after the first peak
         found, measured = sum(parts.values()) / GB, step["actor/perf/max_memory_allocated_gb"] * 2**30 / GB
         print(f"| {longest} tokens | {measured:.2f} | {found:.2f} | {found / measured - 1:+.0%} |")
-    model = shapes({"model_type": "qwen2", **QWEN2_5_3B})
+    model = shapes(QWEN25_3B)
     for gpus in (1, 2, 4):  # fused kernels, 32,768 tokens a pass; the last step, with Adam's moments
         plan = Plan(gpus=gpus, gpus_here=gpus, tokens=32768, sequence=512, share=0, fused=True)
         parts = estimate(model, plan).update

@@ -27,22 +27,13 @@ from pathlib import Path
 import torch
 
 from tasks.common.launch.plan import trainer_module
+from tasks.common.machine.speed import QWEN25_3B
 from tasks.common.models.find import resolve_model
 from tasks.common.settings import Settings, artifacts, load_settings
 from tasks.common.training import verl_config, verl_versions
 
 PHASES = ("gen", "reward", "old_log_prob", "adv", "update_actor", "update_weights", "step")
 PEAK = ("actor/perf/max_memory_allocated_gb", "perf/max_memory_allocated_gb")  # of verl 0.9.1 and 0.6.1
-QWEN2_5_3B = {  # https://huggingface.co/Qwen/Qwen2.5-3B/blob/main/config.json
-    "hidden_size": 2048,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 2,
-    "intermediate_size": 11008,
-    "vocab_size": 151936,
-    "max_position_embeddings": 32768,
-    "tie_word_embeddings": True,
-}
 # What ours sets, as verl has it; in the names of 0.9.1.
 VERLS_OWN = [
     "trainer.v1.trainer_mode=sync",
@@ -96,7 +87,7 @@ def random_model(folder: Path, tokenizer_of: str) -> Path:
 
         torch.manual_seed(0)
         tokenizer = AutoTokenizer.from_pretrained(tokenizer_of)
-        config = AutoConfig.for_model("qwen2", **QWEN2_5_3B, eos_token_id=tokenizer.eos_token_id)
+        config = AutoConfig.for_model(**QWEN25_3B, max_position_embeddings=32768, eos_token_id=tokenizer.eos_token_id)
         with torch.device("cuda"):
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
         tokenizer.save_pretrained(folder)

@@ -92,7 +92,7 @@ def terms(step: Step, gpu: GPU) -> dict[str, list[float]]:
 
 # ---- the recorded runs ---------------------------------------------------------------------------------------------
 
-QWEN25_3B = {  # of which the runs h200-3b-* have the shape
+QWEN25_3B = {  # https://huggingface.co/Qwen/Qwen2.5-3B/blob/main/config.json: the shape of the runs h200-3b-*
     "model_type": "qwen2",
     "hidden_size": 2048,
     "num_hidden_layers": 36,
