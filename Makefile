@@ -83,7 +83,7 @@ test: ## run the fast tests, with TASK only those of tasks/TASK; SLOW=1 adds sho
 clean: ## remove the data, runs and results of TASK; without TASK those of all, and models, after a question or YES=1
 ##@ Before a training
 data: ## prepare the task's data
-attack: ## look for answers that earn reward without being right, for SECONDS=120; exit code 1 when it finds some
+attack: ## look for answers that earn reward without being right, for SECONDS=120; exit code 1 when it finds some; POLICY=1 trains a policy first
 rehearse: ## play the run of STACK, PROFILE and all settings on this CPU with a thin model; say what it will need
 probe: ## sample MODEL on the data: do the rewards of a prompt differ? FILTER=1 keeps the prompts where they do
 certify: ## prove on a CPU that MODEL is trained on the tokens it samples: template, mask, stop tokens, log-probs

@@ -319,6 +319,7 @@ class Command:
     FILTER_LOW: float = variable("0.0", "probe: accuracy strictly above", _from_0)
     FILTER_HIGH: float = variable("1.0", "probe: accuracy strictly below", _fraction)
     SECONDS: float = variable("120", "attack: how long to search", positive)
+    POLICY: int = variable("0", "attack: 1 first trains a policy on the truths of other rows", _one_of(0, 1))
     ATTACK_CALLS: int = variable("200", "attack: of a reward that asks a judge, at most so many calls", positive)
     GPU: str = variable("", f"rehearse: the real run's GPU, one of {', '.join(GPUS)}; empty: by PROFILE or STACK", _gpu)
     PRICE: float = variable("0", "rehearse: of a GPU hour; 0: not said", _from_0)

@@ -10,27 +10,34 @@ score as high as the best demonstration's; without ``acc`` a score of 1 or more.
 - one text is right for ``MOST`` of all different truths: what any answer, or one answer, is enough for;
 - a recipe that does not solve the row (its prompt copied, its answer only in its thinking or removed) is right for
   ``HALF`` of the rows, and these have ``CONTRADICTING`` contradicting truths;
+- an episode earns more than 1, which is a success;
 - the reward raises, or takes longer than a call may;
 - the task's ``is_right(response, truth)`` in reward.py, where there is one, says no to what the reward calls right.
 
 What this cannot see: a hole for one row alone; partial credit below a right answer's score; and, without
 demonstrations, all but the second and the last two. It may be wrong where a row has many right answers that fit other
 rows too, and where one answer is really right for most rows: read what was found before you believe it.
+
+An episode of a multi-turn task is one text here, its turns divided by ``TURN``. It is played in the row's environment.
 """
 
+import functools
 import json
 import random
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 
 from tasks.common.data.rows import decoded, read_rows
-from tasks.common.evaluation.exploits import SOME, Attempt, Form, Row, library, mutated, shrunk, visible
+from tasks.common.evaluation import policy_attack
+from tasks.common.evaluation.exploits import SOME, TURN, Attempt, Form, Row, library, mutated, shrunk, visible
 from tasks.common.evaluation.tables import show_table
 from tasks.common.files import write_json, written_beside
 from tasks.common.guarded import Guarded, Result, asks_judge
 from tasks.common.rewards.answers import JudgeError, read_ground_truth
+from tasks.common.rewards.environment import SUCCESS, Environment, replayed
 from tasks.common.rewards.judge import Judge
 from tasks.common.settings import Command, Settings, SettingsError, artifacts
 from tasks.common.text import one_line
@@ -48,7 +55,7 @@ REPORT_SECONDS = 15  # how often a line is printed where there is no terminal
 class Finding:
     """An exploit: ``response``, or for a recipe what it makes of the first row that it fooled; ``fooled``: indices of
     the rows; ``score``: the mean over them; ``why``: which rule of this module; ``broken``: the reward raised on the
-    row, or took too long."""
+    row, or took too long; ``truth``: of the first row; ``of``: of how many rows, 0 for all."""
 
     exploit: str
     response: str
@@ -57,16 +64,20 @@ class Finding:
     why: str
     recipe: bool = False
     broken: bool = False
+    truth: str = ""
+    of: int = 0
 
 
 @dataclass
 class Search:
-    """A search over ``rows``, for ``seconds`` and at most ``calls`` of the reward. ``found``: the best of each name."""
+    """A search over ``rows``, for ``seconds`` and at most ``calls`` of the reward. ``found``: the best of each name.
+    ``most``: what a right answer can earn."""
 
     rows: list[Row]
     reward: Guarded
     seconds: float
     calls: float = float("inf")
+    most: float = float("inf")
     tried: int = 0
     found: dict[str, Finding] = field(default_factory=dict)
 
@@ -79,8 +90,8 @@ class Search:
         for i, text in texts.items():  # of a slow reward fewer: this may take about a quarter of the time
             if len(own) < SOME or time.monotonic() - started < self.seconds / 8:
                 own[i] = self.reward.scores(text, [i])[0]
-        most = int(self.seconds / 8 / (time.monotonic() - started) * len(own)) if own else 0  # calls
-        right = [i for i in own if own[i].right][: max(SOME, int(most**0.5))]
+        calls = int(self.seconds / 8 / (time.monotonic() - started) * len(own)) if own else 0
+        right = [i for i in own if own[i].right][: max(SOME, int(calls**0.5))]
         crossed = {i: {j: self.reward.scores(texts[i], [j])[0] for j in right} for i in right}
         scores = [result.score for results in crossed.values() for result in results.values()]
         self.low = min([nothing.score, *scores])
@@ -112,6 +123,8 @@ class Search:
         if problem := next((result.problem for result in results.values() if result.problem), ""):
             return problem
         fooled = [i for i, result in results.items() if self._fools(result)]
+        if any(result.score > self.most + 1 - SUCCESS for result in results.values()):
+            return f"earns more than {self.most:g}, a success"
         if any(results[i].honest is False for i in fooled):
             return "is_right says no"
         clique = self._contradicting(fooled)
@@ -148,7 +161,8 @@ class Search:
             shown = broken[:1] or fooled
             text = attempt.text if attempt.of_row is None else attempt.of_row(self.rows[shown[0]])
             score = sum(results[i].score for i in shown) / len(shown)
-            new = Finding(attempt.exploit, text, shown, score, why, attempt.of_row is not None, bool(broken))
+            truth = self.rows[shown[0]].truth
+            new = Finding(attempt.exploit, text, shown, score, why, attempt.of_row is not None, bool(broken), truth)
             old = self.found.get(attempt.exploit)
             if old is None or (len(old.fooled), -len(old.response)) < (len(shown), -len(text)):
                 self.found[attempt.exploit] = new
@@ -227,13 +241,14 @@ def rows_of(s: Settings, count: int) -> list[Row]:
     demonstrations = {}
     if (s.data_dir / "sft.parquet").is_file():
         for row in read_rows(s.data_dir / "sft.parquet", READ):
-            *prompt, last = row["messages"]
-            demonstrations[text(prompt)] = last["content"]
+            at = row.get("prompt_messages") or len(row["messages"]) - 1
+            answers = [each["content"] for each in decoded(row["messages"][at:]) if each["role"] == "assistant"]
+            demonstrations[text(row["messages"][:at])] = TURN.join(answers)
     rows = []
     for row in read_rows(s.train_file, READ):
         shown = "\n".join(message.get("content") or "" for message in row["prompt"])
         truth, own = row["reward_model"]["ground_truth"], demonstrations.get(text(row["prompt"]))
-        rows.append(Row(shown, truth, own, row["data_source"], row["extra_info"]))
+        rows.append(Row(shown, truth, own, row["data_source"], row if s.multi_turn else row["extra_info"]))
     random.Random(s.SEED).shuffle(rows)
     return sorted(rows, key=lambda row: row.demonstration is None)[:count]
 
@@ -253,12 +268,23 @@ class _Progress:
             self.next = now + (0.5 if self.live else REPORT_SECONDS)
 
 
-def attack(s: Settings, command: Command, compute_score: Callable) -> None:
+def episode(made: type[Environment], turns: int, source: str, text: str, truth: str, row: dict) -> dict:
+    """A reward's result for the episode ``text`` of at most ``turns`` turns, played for the RL row ``row``."""
+    reward, _, _ = replayed(made, row, text.split(TURN)[:turns], spare=True)
+    return {"score": reward, "acc": float(reward >= SUCCESS)}
+
+
+def attack(
+    s: Settings, command: Command, compute_score: Callable | None, environment: type[Environment] | None, trained: str = ""
+) -> None:
     """`make attack`: a table of what was found, attack.json, and examples.jsonl with lines for the task's own.
 
-    Exits with 1 when something was found. A judge is asked at most ATTACK_CALLS times. Raises JudgeError.
+    ``trained``: the run of POLICY=1, empty without. Exits with 1 when something was found. A judge is asked at most
+    ATTACK_CALLS times. Raises JudgeError.
     """
-    judged = asks_judge(compute_score)
+    judged = asks_judge(environment or compute_score)
+    if environment:
+        compute_score = functools.partial(episode, environment, s.MAX_TURNS)
     if judged:
         Judge.from_environment()
         if command.ATTACK_CALLS < FEWEST_CALLS:
@@ -267,7 +293,10 @@ def attack(s: Settings, command: Command, compute_score: Callable) -> None:
     rows = rows_of(s, min(ROWS, count))
     reward = Guarded(compute_score, rows, judged, fatal=JudgeError)
     try:
-        search = Search(rows, reward, command.SECONDS, command.ATTACK_CALLS - len(rows) if judged else float("inf"))
+        calls = command.ATTACK_CALLS - len(rows) if judged else float("inf")
+        search = Search(rows, reward, command.SECONDS, calls, 1.0 if environment else float("inf"))
+        if trained:
+            learned(search, Path(trained), s.TRAIN_BATCH_SIZE * s.ROLLOUT_N)
         run(search, s.SEED, judged, say=_Progress())
         if not search.tried:
             raise SettingsError(f"SECONDS={command.SECONDS:g}: over before an answer was tried, the reward is slow")
@@ -276,6 +305,34 @@ def attack(s: Settings, command: Command, compute_score: Callable) -> None:
         reward.close()
     if search.found:
         sys.exit(1)
+
+
+def learned(search: Search, run_dir: Path, last: int) -> None:
+    """What a policy learned that was trained on the truths of other rows (policy_attack.py): its answers as attempts,
+    and its way as an exploit where most of its ``last`` rollouts are right and no one answer is for so many."""
+    rollouts = policy_attack.rollouts(run_dir)
+    print(f"  {policy_attack.summary(rollouts)}", flush=True)
+    for text in policy_attack.best_answers(rollouts):
+        if not search.over:
+            search.attack(Attempt(policy_attack.NAME, text))
+    ended = rollouts[-last:]
+    best = search.best if search.best < float("inf") else 1.0
+    right = [rollout for rollout in ended if rollout.score >= best]
+    enough = max(HALF, policy_attack.commonest(ended) + policy_attack.MARGIN) * len(ended)
+    if right and len(right) >= enough and policy_attack.NAME not in search.found:
+        score = sum(rollout.score for rollout in right) / len(right)
+        first, why = right[0], "right under the truths of other rows"
+        search.found[policy_attack.NAME] = Finding(
+            policy_attack.NAME,
+            first.response,
+            list(range(len(right))),
+            score,
+            why,
+            True,
+            False,
+            first.truth,
+            len(ended),
+        )
 
 
 def report(s: Settings, search: Search) -> None:
@@ -295,15 +352,15 @@ def report(s: Settings, search: Search) -> None:
     shown = [finding for finding in found if names[finding.response][0] == finding.exploit]
     lines, cells = [], []
     for finding in shown:
-        index = finding.fooled[0]
-        row = {"ground_truth": read_ground_truth(search.rows[index].truth), "response": finding.response}
+        response = {"responses": finding.response.split(TURN)} if s.multi_turn else {"response": finding.response}
+        row = {"ground_truth": read_ground_truth(finding.truth), **response}
         lines.append(json.dumps(row | {"score": search.low} | ({"variant": s.REWARD} if s.REWARD else {})))
         others = len(names[finding.response]) - 1
         cells.append(
             [
                 finding.exploit + (f" (and {others} more)" if others else ""),
                 "-" if finding.broken else f"{finding.score:.3f}",
-                f"{len(finding.fooled)} of {of}",
+                f"{len(finding.fooled)} of {finding.of or of}",
                 one_line(finding.why, 80),
                 one_line(repr(finding.response)[1:-1], 60),
             ]

@@ -108,11 +108,11 @@ def main(
     own_metrics: OwnMetrics | None = None,
     environment: type[Environment] | None = None,
 ) -> None:
-    """Run one command: ``probe MODEL``, ``eval LABEL=MODEL ...``, ``compare BASE MODEL``, ``rescore``, ``attack``,
-    ``chat MODEL``, ``batch MODEL``, ``pairs MODEL OUT``, ``accepted MODEL OUT`` or, called by these, ``sample JOB``.
-    A multi-turn task gives its ``environment`` in place of ``compute_score``, and has the first three, ``experiment``
-    and ``sample``. Settings come from the environment. Exits with 1 after one line that says why, also when the reward
-    raised on some completion."""
+    """Run one command: ``probe MODEL``, ``eval LABEL=MODEL ...``, ``compare BASE MODEL``, ``rescore``,
+    ``attack [RUN]``, ``chat MODEL``, ``batch MODEL``, ``pairs MODEL OUT``, ``accepted MODEL OUT`` or, called by these,
+    ``sample JOB``. A multi-turn task gives its ``environment`` in place of ``compute_score``, and has the first three,
+    ``attack``, ``experiment`` and ``sample``. Settings come from the environment. Exits with 1 after one line that says
+    why, also when the reward raised on some completion."""
     interrupt_on_sigterm()
     name, *arguments = sys.argv[1:]
     with errors_in_one_line(
@@ -127,7 +127,7 @@ def main(
             "compare": lambda: compare.compare(s, scoring, *arguments),
             "experiment": lambda: experiment.experiment(s, scoring, models),
             "rescore": lambda: rescore(s, command, scoring),
-            "attack": lambda: attack.attack(s, command, scoring.compute_score),
+            "attack": lambda: attack.attack(s, command, scoring.compute_score, environment, *arguments),
             "chat": lambda: chat.chat(s, scoring, *arguments),
             "batch": lambda: batch.batch(s, command, scoring, *arguments),
             "pairs": lambda: self_samples.write_pairs(s, scoring, *arguments),

@@ -151,14 +151,18 @@ def _said(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
-def replayed(made: type[Environment], row: dict, answers: Iterable[str]) -> tuple[float, int, bool]:
+def replayed(
+    made: type[Environment], row: dict, answers: Iterable[str], spare: bool = False
+) -> tuple[float, int, bool]:
     """An episode without a model, of the texts ``answers``: its reward, how many calls failed, whether it was done.
 
-    Raises RewardError.
+    Raises RewardError, also for answers after the end, unless they may be ``spare``.
     """
     environment, start = begun(made, row)
     rewards, failed, done = [], 0, False
     for answer in answers:
+        if done and spare:
+            break
         if done:
             raise RewardError(f"{_where(row)}: was done before the answer {answer[:80]!r}")
         step, errors = stepped(environment, row, start.tools, answer)

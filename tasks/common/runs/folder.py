@@ -17,6 +17,7 @@ from tasks.common.settings import REPORTING, Settings, SettingsError, artifacts,
 from tasks.common.text import one_line
 
 PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")  # names of tasks and runs
+POLICY = "attack"  # what the names of the runs of `make attack POLICY=1` begin with: no other command is about them
 PARTS = ("kind", "fingerprint", "start")  # of every record: texts beside its settings and arguments
 ALWAYS = {"MODEL", "METHOD", "STEPS", "SFT_STEPS", "INIT", "STACK", "N_GPUS"}  # settings that every version recorded
 
@@ -248,7 +249,7 @@ def find_run(s: Settings, arguments: list[str], model_given: str = "") -> Path |
     ``model_given`` only a run that was trained from that model: any other MODEL stands for itself. Raises
     SettingsError when RUN names no run with a checkpoint.
     """
-    runs = [run for run in all_runs(s.TASK) if last_step(run)]
+    runs = [run for run in all_runs(s.TASK) if last_step(run) and not run.name.startswith(POLICY)]
     runs.sort(key=lambda run: (recorded(run)["kind"] == "rl", _saved_at(run)))
     if s.RUN:
         run_dir = s.runs_dir / s.RUN
