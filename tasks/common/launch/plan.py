@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tasks.common.launch.task import environment
 from tasks.common.runs.folder import last_step, next_metrics_file
-from tasks.common.settings import Settings, method
+from tasks.common.settings import Settings, method, stack
 from tasks.common.training import tracking, verl_config, verl_versions
 
 
@@ -75,7 +75,13 @@ def planned(
         own |= trainer_module(s) | {"SEED": str(seed), "KEEP": str(s.KEEP), "PATIENCE": str(s.PATIENCE)}
         sent = verl_config.sent_environment(environment(seeded) | own)
         ours = [*sent, *verl_config.rl_overrides(seeded, start, run_dir)]
-        command = ["verl.trainer.main_ppo", *verl_config.HYDRA, *ours, *overrides]
+        command = [
+            *getattr(stack(s.STACK), "LAUNCHER", []),
+            "verl.trainer.main_ppo",
+            *verl_config.HYDRA,
+            *ours,
+            *overrides,
+        ]
         config, shown = verl_config.resolved("ppo_trainer", ours, overrides), ("reward", "critic/score/mean")
     return Plan(
         name=name.upper(),

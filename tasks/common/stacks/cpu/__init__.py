@@ -50,6 +50,9 @@ ENVIRONMENT = {
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
 }
 
+# The module that runs verl's trainer: its processes as forks of one.
+LAUNCHER = ["tasks.common.stacks.cpu.forked"]
+
 # What the trainers multiply in, and vLLM keeps and samples in.
 DTYPE = cpu_dtype()
 

@@ -1,0 +1,157 @@
+"""The processes of a training as forks of one Python, which has imported torch, verl and vLLM.
+
+    python -m tasks.common.stacks.cpu.forked verl.trainer.main_ppo ARGUMENTS
+
+Ten processes make a training: Ray's workers, and vLLM's, which multiprocessing spawns. Each would import the same for
+ten seconds of a core, most of them one after the other, and keep pages of its own. Here Ray starts its workers with a
+`python` (runtime_env's py_executable) that asks a server for a fork, and so does multiprocessing in a fork. The server
+imports while the trainer does, and ends with it.
+"""
+
+import atexit
+import contextlib
+import fcntl
+import importlib
+import json
+import multiprocessing.spawn
+import os
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+from tasks.common.leftovers import LAUNCH
+from tasks.common.process import die_with_parent
+from tasks.common.stacks.cpu import fork_client
+
+IMPORTS = ("verl.trainer.main_ppo", "verl.workers.engine_workers", "verl.experimental.reward_loop", "transfer_queue")
+IMPORTS += ("verl.workers.rollout.vllm_rollout.vllm_async_server", "vllm.v1.worker.cpu_worker")
+IMPORTS += ("ray._private.workers.default_worker",)
+# What these read as they are imported: what verl sets for Ray's workers (verl/trainer/constants_ppo.py), what Ray's
+# default is, and the number of its first job.
+EARLY = {"TRANSFER_QUEUE_ENABLE": "1", "VLLM_LOGGING_LEVEL": "WARN", "RAY_AUTH_MODE": "token", "RAY_JOB_ID": "01000000"}
+OF_RAY = ("RAY_AUTH_MODE", "RAY_JOB_ID")
+MOST_FILES = 250  # that one message can hand over
+
+
+def serve(folder: Path, owner: int) -> None:
+    """Fork for each client of the socket ``folder``/fork until the process ``owner`` ends. Returns in no process."""
+    listener, owned = socket.socket(socket.AF_UNIX), os.pidfd_open(owner)
+    listener.bind(str(folder / "fork"))
+    listener.listen(64)
+    multiprocessing.spawn.set_executable(str(folder / "python"))
+    # Ray too reads its variables as it is imported. A worker ends when the process RAYLET_PID does.
+    os.environ.update(EARLY | {name: os.environ[name] for name in OF_RAY if name in os.environ})
+    os.environ["RAY_RAYLET_PID"] = str(owner)
+    for name in IMPORTS:  # the first clients wait meanwhile
+        importlib.import_module(name)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    children: dict[int, tuple[int, socket.socket]] = {}  # the fork and its client, by the fork's pidfd
+    while owned not in (ready := _ready([listener, owned, *children, *(each for _, each in children.values())])):
+        for each in ready:
+            if each is listener:
+                connection, _ = listener.accept()
+                _start(connection, children)
+            elif each in children:
+                child, connection = children.pop(each)
+                os.close(each)
+                code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+                with contextlib.suppress(OSError), connection:
+                    connection.sendall(b"%d\n" % code)
+            else:  # a client was killed
+                for child in [child for child, connection in children.values() if connection is each]:
+                    os.kill(child, signal.SIGKILL)
+    for child, _ in children.values():
+        os.kill(child, signal.SIGKILL)
+    os._exit(0)
+
+
+def _ready(files: list) -> list:
+    return select.select(files, [], [])[0]
+
+
+def _start(connection: socket.socket, children: dict[int, tuple[int, socket.socket]]) -> None:
+    """Fork for a client, unless it belongs to another Ray than the first of this training."""
+    size, files, _, _ = socket.recv_fds(connection, 8, MOST_FILES)
+    with connection.makefile("rb") as stream:
+        request = json.loads(stream.read(int.from_bytes(size, "little")))
+    if any(request["environment"].get(name, os.environ[name]) != os.environ[name] for name in OF_RAY):
+        connection.sendall(b"fresh\n")
+        connection.close()
+    elif child := os.fork():
+        children[os.pidfd_open(child)] = child, connection
+        connection.sendall(b"%d\n" % child)
+    else:
+        _become(request, files)
+    for file in files:
+        os.close(file)
+
+
+def _become(request: dict, files: list[int]) -> None:
+    """Run what a client asks for, with its open files and environment, and end."""
+    die_with_parent()
+    moved = [fcntl.fcntl(file, fcntl.F_DUPFD, max(request["files"]) + 1) for file in files]
+    for number, file in zip(request["files"], moved, strict=True):
+        os.dup2(file, number)
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) not in request["files"]:
+            with contextlib.suppress(OSError):  # the one that listed them
+                os.close(int(name))
+    os.chdir(request["folder"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    sys.stdin, sys.stdout, sys.stderr = (os.fdopen(n, mode, 1, closefd=False) for n, mode in enumerate("rww"))
+    sys.modules["numpy"].random.seed()  # Python's own generator does so after each fork
+    status = 0
+    try:
+        _run(request["arguments"])
+    except SystemExit as ended:
+        status = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        status = 1
+    threading._shutdown()
+    atexit._run_exitfuncs()
+    with contextlib.suppress(OSError, ValueError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(status)
+
+
+def _run(arguments: list[str]) -> None:
+    """What `python *arguments` does for Ray's worker, a script, and for multiprocessing, after Python's own flags."""
+    if "-c" in arguments:
+        code = arguments[arguments.index("-c") + 1]
+        sys.argv[:] = ["-c", *arguments[arguments.index("-c") + 2 :]]
+        exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
+    else:
+        sys.argv[:] = arguments
+        runpy.run_path(arguments[0], run_name="__main__")
+
+
+def main(arguments: list[str]) -> None:
+    """Start the server, then become the trainer. In a Ray cluster, which others started, there is no server."""
+    if not os.environ.get("RAY_ADDRESS"):
+        folder = Path(os.environ[LAUNCH])
+        client, python = Path(fork_client.__file__), folder / "python"
+        called = f"{client.stem}.main({sys.executable!r}, {str(folder / 'fork')!r})"
+        lines = ["import sys", f"sys.path.insert(0, {str(client.parent)!r})", f"import {client.stem}", called]
+        python.write_text("\n".join([f"#!{sys.executable} -IS", *lines, ""]))
+        python.chmod(0o755)
+        server = [sys.executable, "-m", __spec__.name, "--serve", str(folder), str(os.getpid())]
+        subprocess.Popen(server, stdin=subprocess.DEVNULL)
+        arguments = [*arguments, f"+ray_kwargs.ray_init.runtime_env.py_executable={python}"]
+    os.execv(sys.executable, [sys.executable, "-m", *arguments])
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--serve":
+        serve(Path(sys.argv[2]), int(sys.argv[3]))
+    main(sys.argv[1:])

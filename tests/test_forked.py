@@ -1,0 +1,132 @@
+"""stacks/cpu/forked.py: a fork does what a fresh Python would, and ends with its client and with the trainer."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tasks.common.stacks.cpu import fork_client
+from tests.helpers import ROOT
+
+# The server of a training, with imports that take no time; `owner` plays the trainer.
+SERVER = """import sys
+from pathlib import Path
+from tasks.common.stacks.cpu import forked
+forked.IMPORTS = ("numpy",)
+forked.serve(Path(sys.argv[1]), int(sys.argv[2]))"""
+
+
+@pytest.fixture
+def owner():
+    with subprocess.Popen(["sleep", "600"]) as process:
+        yield process
+        process.kill()
+
+
+@pytest.fixture
+def python(tmp_path, owner):
+    """The `python` that asks the server."""
+    called = f"fork_client.main({sys.executable!r}, {str(tmp_path / 'fork')!r})"
+    folder = Path(fork_client.__file__).parent
+    lines = [f"#!{sys.executable} -IS", "import sys", f"sys.path.insert(0, {str(folder)!r})", "import fork_client"]
+    (tmp_path / "python").write_text("\n".join([*lines, called]))
+    (tmp_path / "python").chmod(0o755)
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_AUTH_MODE"}
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVER, str(tmp_path), str(owner.pid)], cwd=ROOT, env=environment
+    ) as server:
+        until(lambda: (tmp_path / "fork").exists())
+        yield str(tmp_path / "python")
+        server.kill()
+
+
+def until(found) -> None:
+    deadline = time.monotonic() + 30
+    while not found():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def script(tmp_path: Path, text: str) -> str:
+    (tmp_path / "script.py").write_text(text)
+    return str(tmp_path / "script.py")
+
+
+def is_fork(process: psutil.Process) -> bool:
+    return "forked.serve" in " ".join(process.parent().cmdline())
+
+
+def test_a_fork_has_the_arguments_environment_folder_and_files_of_its_client(python, tmp_path):
+    tells = """import json, os, sys
+print(json.dumps([sys.argv[1:], os.environ["OWN"], os.getcwd(), __name__, "numpy" in sys.modules]))
+os.write(int(sys.argv[1]), b"through the pipe")
+print(sys.stdin.read(), file=sys.stderr)
+sys.exit(3)"""
+    (tmp_path / "folder").mkdir()
+    read, write = os.pipe()
+    run = {"capture_output": True, "text": True, "input": "typed", "cwd": tmp_path / "folder", "pass_fds": [write]}
+    given = {**os.environ, "OWN": "a\nb"}
+    result = subprocess.run([python, script(tmp_path, tells), str(write), "é"], env=given, **run)
+    folder = str(tmp_path / "folder")
+    assert json.loads(result.stdout) == [[str(write), "é"], "a\nb", folder, "__main__", True], result
+    assert (result.returncode, result.stderr) == (3, "typed\n") and os.read(read, 100) == b"through the pipe"
+
+
+def test_multiprocessing_spawns_forks(python, tmp_path):
+    work = """import multiprocessing, os, sys
+
+def work(queue):
+    queue.put((os.getpid(), "numpy" in sys.modules))
+    sys.exit(5)
+
+if __name__ == "__main__":
+    spawn = multiprocessing.get_context("spawn")
+    queue = spawn.Queue()
+    process = spawn.Process(target=work, args=(queue,))
+    process.start()
+    print(*queue.get(timeout=20), process.pid)
+    process.join()
+    print(process.exitcode)
+"""
+    result = subprocess.run([python, script(tmp_path, work)], capture_output=True, text=True, timeout=60)
+    (child, imported, client), (code,) = (line.split() for line in result.stdout.splitlines())
+    assert imported == "True" and child != client and code == "5", result  # the client stands in for the fork
+
+
+def test_a_signal_reaches_the_fork_and_its_end_is_the_clients(python, tmp_path):
+    waits = script(tmp_path, "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)")
+    with subprocess.Popen([python, waits], stdout=subprocess.PIPE, text=True) as client:
+        assert int(client.stdout.readline()) != client.pid
+        client.terminate()
+        assert client.wait(20) == -signal.SIGTERM
+
+
+@pytest.mark.parametrize("ended", ["client", "trainer"])
+def test_a_fork_ends_with_its_client_and_with_the_trainer(ended, python, tmp_path, owner):
+    waits = script(tmp_path, "import os, time\nprint(os.getpid(), flush=True)\ntime.sleep(600)")
+    with subprocess.Popen([python, waits], stdout=subprocess.PIPE, text=True) as client:
+        fork = psutil.Process(int(client.stdout.readline()))
+        assert is_fork(fork)
+        (client if ended == "client" else owner).kill()
+        until(lambda: not fork.is_running() or fork.status() == psutil.STATUS_ZOMBIE)
+        assert client.wait(20) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize("changed", [{"RAY_JOB_ID": "02000000"}, {"RAY_AUTH_MODE": "disabled"}])
+def test_what_ray_read_when_it_was_imported_must_be_the_same(changed, python, tmp_path):
+    tells = script(tmp_path, "import sys\nprint('numpy' in sys.modules)")
+    for given, forked in (({"RAY_JOB_ID": "01000000", "RAY_AUTH_MODE": "token"}, "True\n"), (changed, "False\n")):
+        run = subprocess.run([python, tells], env={**os.environ, **given}, capture_output=True, text=True)
+        assert run.stdout == forked, run
+
+
+def test_without_a_server_the_client_is_a_fresh_python(python, tmp_path, owner):
+    owner.kill()
+    tells = script(tmp_path, "import sys\nprint(sys.argv[1:], 'numpy' in sys.modules)")
+    until(lambda: subprocess.run([python, tells, "a"], capture_output=True, text=True).stdout == "['a'] False\n")
