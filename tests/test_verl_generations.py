@@ -105,6 +105,15 @@ def test_rl_composes_against_the_verl_of_the_stack(stack, version, method, chang
     assert stack == "cpu" or tokens == (s.MAX_TOKENS_PER_GPU, s.MAX_TOKENS_PER_GPU)
 
 
+def test_a_training_of_several_at_a_time_has_few_workers(version, monkeypatch):
+    s = settings_of(monkeypatch, next(stack for stack, of in STACKS if of == version and stack != "cpu"), version)
+    before = rl(s, version)["actor_rollout_ref"]["rollout"]["agent"]["num_workers"]
+    monkeypatch.setenv("SHARED_GPU", "1")  # launch/experiments.py
+    config = rl(s, version)
+    assert (before, config["actor_rollout_ref"]["rollout"]["agent"]["num_workers"]) == (8, 1)
+    assert version == "0.6.1" or config["reward"]["num_workers"] == 1
+
+
 @pytest.mark.parametrize(("stack", "version"), STACKS)
 @pytest.mark.parametrize("changes", [{}, {"N_GPUS": "8", "LORA_RANK": "8"}])
 def test_sft_composes_against_the_verl_of_the_stack(stack, version, changes, monkeypatch):

@@ -64,7 +64,7 @@ methods() { # the same warm-up and rollouts for each, three seeds; a100 refuses 
   local all=grpo,dr_grpo,dapo,gspo,cispo,rloo,ppo,egpo
   [ "$STACK" = a100 ] && all=grpo,dr_grpo,gspo,rloo,ppo
   start experiment "${COUNTDOWN[@]}" TRAIN_SIZE=8192 TEST_SIZE=1024 STEPS=20 TRAIN_BATCH_SIZE=64 TEST_FREQ=0 \
-    METHODS="$all" SEEDS=3 JOBS=8
+    METHODS="$all" SEEDS=3 JOBS=4
 }
 
 for run in "${@:-${RUNS[@]}}"; do

@@ -234,6 +234,8 @@ def rl_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
     own = [*stack(s.STACK).OVERRIDES, *stack(s.STACK).RL_OVERRIDES]
     method_ = [*_truncated(s), *method(s.METHOD).overrides(s)]
     rollout += CORRECTIONS[s.ROLLOUT_CORRECTION]
+    if os.environ.get("SHARED_GPU"):  # by launch/experiments.py; of verl's eight each, every one imports verl: 0.7 GB
+        rollout += ["actor_rollout_ref.rollout.agent.num_workers=1", "reward.num_workers=1"]
     overrides = [*data, *model_, *actor, *_micro_batches(s), *rollout, *_reward(s), *trainer, *_ray(s), *own, *method_]
     return verl_versions.translated(overrides, "ppo_trainer", s)
 
