@@ -176,7 +176,7 @@ def test_each_turn_has_a_seed_of_its_own():
     assert len(seeds) == 7 and pickle.loads(pickle.dumps(turns)) == turns
 
 
-@pytest.mark.parametrize("goal", ["attack", "chat", "batch", "rescore", "dpo"])
+@pytest.mark.parametrize("goal", ["chat", "batch", "rescore", "dpo"])
 def test_goals_of_single_turn_tasks_are_refused_before_anything_starts(goal, tmp_path):
     result = make(goal, TASK="calculator", STACK="cpu", ARTIFACTS=str(tmp_path))
     errors = [line for line in result.stdout.splitlines() if line.startswith("error:")]
