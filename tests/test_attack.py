@@ -355,7 +355,7 @@ def test_a_policy_needs_a_single_turn_task_and_an_rl_method(task, more, said, tm
     assert result.returncode != 0 and said in result.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_policy_is_trained_against_other_rows_truths(tmp_path, small_model):
     """The very small model earns nothing; its run is no run of `make eval`."""
     given = SMALL | {"MODEL": str(small_model), "INIT": "base", "STEPS": "2", "ARTIFACTS": str(tmp_path)}

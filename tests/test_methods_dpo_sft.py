@@ -70,6 +70,7 @@ def test_a_warm_up_that_was_killed_goes_on_from_its_checkpoint(variables):
     assert first[0] == 1 and saved < 30 and second == list(range(saved + 1, 31))
 
 
+@pytest.mark.long
 def test_sft_with_lora_exports_its_adapter(variables):
     result = make("sft", **{**variables, "INIT": "sft", "LORA_RANK": "8"})
     assert result.returncode == 0, result.stdout

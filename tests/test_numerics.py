@@ -305,6 +305,7 @@ def test_egpo(thinking_model, checkout, tmp_path):
     assert log.read_text().count(f"EGPO: {kinds.count('none')} of 32 responses have no <think> block;") == 1
 
 
+@pytest.mark.long
 def test_dapo(thinking_model, checkout, tmp_path):
     """Groups with an odd answer have no variance (the fixture's reward); long responses lose up to 1."""
     from transformers import AutoTokenizer

@@ -8,7 +8,7 @@ import pytest
 from tasks.common.data.rows import read_rows
 from tests.helpers import SMALL, make
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 
 def test_validations_choose_the_checkpoint_and_end_the_training(small_model, tmp_path):
