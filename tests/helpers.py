@@ -1,6 +1,7 @@
 """What several tests call: make, cookiecutter, and the environment that a train.sh exports."""
 
 import importlib.metadata
+import json
 import os
 import shutil
 import signal
@@ -99,10 +100,29 @@ def write_checkpoint(folder: Path, ranks: int = 1) -> None:
     zipfile.ZipFile(folder / "data.pt", "w").close()
 
 
+def steps_logged(folder: Path) -> list[int]:
+    """Steps in the metrics of the run in ``folder``, of all its launches; a line that is being written does not count."""
+    lines = [line for file in sorted((folder / "metrics").glob("*")) for line in file.read_text().splitlines(True)]
+    return [json.loads(line)["step"] for line in lines if line.endswith("\n")]
+
+
 def kill_after_a_checkpoint(goal: str, run: str, cwd: Path = ROOT, **variables: str) -> int:
-    """Run make and end it with SIGKILL once ``run`` (a pattern) has a checkpoint; its step is returned."""
+    """Run make and end it with SIGKILL once ``run`` (a pattern) has a checkpoint; its step is returned.
+
+    verl logs a step's metrics after its checkpoint: the kill waits for both, or the step's metrics would be lost.
+    """
     artifacts = Path(variables["ARTIFACTS"])
-    tracker = f"{run}/checkpoints/latest_checkpointed_iteration.txt"
+
+    def saved() -> list[int]:
+        """The step of the run's last checkpoint, once its metrics are written."""
+        trackers = artifacts.glob(f"{run}/checkpoints/latest_checkpointed_iteration.txt")
+        return [
+            step
+            for file in trackers
+            for step in map(int, file.read_text().split())
+            if step in steps_logged(file.parents[1])
+        ]
+
     with tempfile.TemporaryFile("w+") as output:
         killed = subprocess.Popen(
             [*MAKE, goal, *(f"{k}={v}" for k, v in variables.items())],
@@ -113,7 +133,7 @@ def kill_after_a_checkpoint(goal: str, run: str, cwd: Path = ROOT, **variables: 
             start_new_session=True,
         )
         deadline = time.monotonic() + 900
-        while not list(artifacts.glob(tracker)):
+        while not saved():
             if killed.poll() is not None or time.monotonic() > deadline:
                 output.seek(0)
                 raise AssertionError("ended before its first checkpoint:\n" + output.read())
@@ -124,7 +144,8 @@ def kill_after_a_checkpoint(goal: str, run: str, cwd: Path = ROOT, **variables: 
     while str(artifacts) in our_processes() and time.monotonic() < deadline:
         time.sleep(0.5)
     assert str(artifacts) not in our_processes()
-    return int(next(artifacts.glob(tracker)).read_text())
+    (step,) = saved()
+    return step
 
 
 def checkout_with(task: str, folder: Path, **answers: str) -> Path:

@@ -21,6 +21,7 @@ from tests.helpers import (
     make,
     our_processes,
     outside_make,
+    steps_logged,
 )
 
 pytestmark = pytest.mark.slow
@@ -35,10 +36,6 @@ def variables(small_model, tmp_path_factory) -> dict[str, str]:
 
 def run_dir(variables) -> Path:
     return next((Path(variables["ARTIFACTS"]) / "runs/countdown").glob("grpo-*"))
-
-
-def steps_logged(folder: Path) -> list[int]:
-    return [json.loads(x)["step"] for f in sorted((folder / "metrics").glob("*")) for x in f.read_text().splitlines()]
 
 
 def abandoned_shared_memory() -> set[str]:

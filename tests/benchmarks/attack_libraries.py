@@ -40,7 +40,10 @@ REWARDS = {
     "verl gsm8k": (gsm8k.compute_score, "It is {0}.\n#### {0}"),
     "verl gsm8k, flexible": (lambda response, truth: gsm8k.compute_score(response, truth, "flexible"), "It is {0}"),
     "verl math_reward": (math_reward.compute_score, "It is \\boxed{{{0}}}."),
-    "verl math_dapo": (lambda *given: math_dapo.compute_score(*given)["acc"], "It is clear.\nAnswer: {0}"),
+    "verl math_dapo": (
+        lambda response, truth: math_dapo.compute_score(response, truth)["acc"],
+        "It is clear.\nAnswer: {0}",
+    ),
     "verl search_r1_like_qa_em": (of_qa, "<answer>{0}</answer>"),
     "trl accuracy_reward": (of_trl(trl_rewards.accuracy_reward), "It is $\\boxed{{{0}}}$."),
     "trl reasoning_accuracy_reward": (
