@@ -101,7 +101,7 @@ def write_checkpoint(folder: Path, ranks: int = 1) -> None:
 
 
 def steps_logged(folder: Path) -> list[int]:
-    """Steps in the metrics of the run in ``folder``, of all its launches; a line that is being written does not count."""
+    """Steps in the metrics of the run in ``folder``, of all its launches; a half-written line does not count."""
     lines = [line for file in sorted((folder / "metrics").glob("*")) for line in file.read_text().splitlines(True)]
     return [json.loads(line)["step"] for line in lines if line.endswith("\n")]
 
