@@ -91,13 +91,19 @@ def _same_as(name: str) -> Callable[[dict[str, str]], str]:
     return value
 
 
-def _visible_gpus(values: dict[str, str]) -> str:
-    """all that are visible"""
+def visible_gpus() -> list[str]:
+    """The NVIDIA GPUs that a training sees, as CUDA_VISIBLE_DEVICES names them."""
     if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
-        return str(len(visible.split(",")))
+        return visible.split(",")
     if not shutil.which("nvidia-smi"):
-        return "0"
-    return str(len(subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout.splitlines()))
+        return []
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout.splitlines()
+    return [str(number) for number in range(len(listed))]
+
+
+def _all_gpus(values: dict[str, str]) -> str:
+    """all that are visible"""
+    return str(len(visible_gpus()))
 
 
 @dataclass(frozen=True)
@@ -178,7 +184,7 @@ class Settings:
     MAX_TURN_LENGTH: int = variable(_same_as("MAX_RESPONSE_LENGTH"), "multi-turn: tokens of one turn", positive)
     STEP_SECONDS: float = variable("30", "multi-turn: a longer step of the environment ends the episode", positive)
     # hardware
-    N_GPUS: int = variable(_visible_gpus, "GPUs per machine (cpu stack: processes in place of GPUs)", positive)
+    N_GPUS: int = variable(_all_gpus, "GPUs per machine (cpu stack: processes in place of GPUs)", positive)
     NNODES: int = variable("1", "machines with N_GPUS each; more than one: of the Ray cluster at RAY_ADDRESS", positive)
     TP: int = variable("1", "GPUs that share a model as it samples, in training and evaluation", positive)
     SP: int = variable("1", "GPUs that share a sequence in the update (Ulysses)", positive)
@@ -310,7 +316,7 @@ class Command:
     METHODS: str = variable("grpo,gspo,egpo", "experiment: methods to compare, with the same data and settings")
     SEEDS: int = variable("1", "experiment: trainings of each method, with TRAIN_SEED and on", positive)
     LRS: str = variable("", "experiment: rates to train each method with, e.g. 1e-6,3e-6; empty: LR")
-    JOBS: int = variable("1", "experiment: trainings at a time, on the same GPUs", positive)
+    JOBS: int = variable("1", "experiment: trainings at a time, spread over groups of N_GPUS", positive)
     STEP: str = variable(
         "", "eval, compare, merge, chat, batch: checkpoint `best`, `latest` or its step; empty: best if validated"
     )

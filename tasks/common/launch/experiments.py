@@ -1,6 +1,7 @@
 """The trainings of `make experiment`: which there are, and several of them at a time."""
 
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 from tasks.common.launch.task import environment
 from tasks.common.process import StageFailed, die_with_parent
 from tasks.common.runs.folder import rl_dir
-from tasks.common.settings import Command, Settings, SettingsError, load_settings
+from tasks.common.settings import Command, Settings, SettingsError, load_settings, visible_gpus
 
 
 def planned(s: Settings, command: Command) -> dict[str, Settings]:
@@ -35,25 +36,48 @@ def planned(s: Settings, command: Command) -> dict[str, Settings]:
     return runs
 
 
+def gpu_groups(s: Settings, jobs: int) -> list[list[str]]:
+    """The visible GPUs in groups of N_GPUS, at most ``jobs``; one empty group where a training sees all of them."""
+    visible = visible_gpus() if s.STACK != "cpu" else []
+    count = min(jobs, len(visible) // s.N_GPUS)
+    return [visible[number * s.N_GPUS : (number + 1) * s.N_GPUS] for number in range(count)] if count > 1 else [[]]
+
+
 def train_at_once(runs: dict[str, Settings], arguments: list[str], jobs: int) -> str:
     """Train ``runs``, ``jobs`` at a time, each in a process of its own with a log of its own.
 
-    They share the GPUs: each gets its part of GPU_MEMORY_UTILIZATION. Raises StageFailed after all have ended.
+    They are spread over the groups of GPUs. Those of one group share its memory: each gets its part of
+    GPU_MEMORY_UTILIZATION. Raises StageFailed after all have ended.
     """
     running: dict[str, subprocess.Popen] = {}
+    groups = gpu_groups(next(iter(runs.values())), jobs)
+    sharing = -(-jobs // len(groups))
+    places: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
+    for number in range(jobs):
+        places.put(groups[number % len(groups)])
 
     def job(label: str) -> int:
+        gpus = places.get_nowait()
+        try:
+            return train_on(label, gpus)
+        finally:
+            places.put(gpus)
+
+    def train_on(label: str, gpus: list[str]) -> int:
         each = runs[label]
         log = rl_dir(each, arguments) / "job.log"
         log.parent.mkdir(parents=True, exist_ok=True)
-        share = replace(each, GPU_MEMORY_UTILIZATION=each.GPU_MEMORY_UTILIZATION / jobs)
+        share = replace(each, GPU_MEMORY_UTILIZATION=each.GPU_MEMORY_UTILIZATION / sharing)
+        own = {"SHARED_GPU": "1"} if sharing > 1 else {}  # verl_plugins/shared_gpu.py
+        if gpus:
+            own["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         command = [sys.executable, "-m", "tasks.common.launch.main", "one_of_many", *arguments]
         started = time.monotonic()
         print(f"  {label}: {log}", flush=True)
         with log.open("w") as output:
             running[label] = subprocess.Popen(
                 command,
-                env=environment(share) | {"SHARED_GPU": "1"},  # verl_plugins/shared_gpu.py
+                env=environment(share) | own,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 preexec_fn=die_with_parent,

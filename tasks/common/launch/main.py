@@ -272,7 +272,8 @@ def experiment(job: Job) -> None:
     def compared() -> str:
         folders = {label: folder.rounds(each, arguments)[-1] for label, each in runs.items()}
         models = {"start": train.start_model(s)} | {label: str(folder.hf_folder(run)) for label, run in folders.items()}
-        script(s, "evaluate.py", "experiment", *labelled(models))
+        gpus = sum(map(len, experiments.gpu_groups(s, job.command.JOBS))) or s.N_GPUS
+        script(replace(s, N_GPUS=gpus), "evaluate.py", "experiment", *labelled(models))
         return f"{len(models)} models"
 
     names = ("data", "model", "sft") if s.INIT == "sft" else ("data", "model")
