@@ -637,7 +637,6 @@ def test_dpo_has_a_batch_of_its_own_where_the_stack_has_none(stack, method, batc
     [
         ({"STACK": "a100", "N_GPUS": "4", "TP": "3"}, "TP=3: must divide N_GPUS=4"),
         ({"STACK": "a100", "N_GPUS": "4", "SP": "3"}, "SP=3: must divide N_GPUS=4"),
-        ({"STACK": "current", "N_GPUS": "4", "SP": "2"}, "SP=2: STACK=current does not share sequences yet"),
         ({"STACK": "a100", "N_GPUS": "4", "SP": "2", "MAX_TOKENS_PER_GPU": "0"}, "set MAX_TOKENS_PER_GPU"),
         ({"STACK": "a100", "N_GPUS": "4", "SP": "2", "METHOD": "dpo"}, "SP=2: is for the RL methods"),
         ({"TP": "2"}, "TP=2: is for GPUs"),
@@ -649,8 +648,8 @@ def test_gpus_that_cannot_share_a_model_or_a_sequence(changes, said):
     assert said in error_of(**changes)
 
 
-def test_a_sequence_may_be_longer_than_the_tokens_of_one_of_the_gpus_that_share_it():
-    s = load(
-        STACK="a100", N_GPUS="4", SP="2", MAX_TOKENS_PER_GPU="100", MAX_PROMPT_LENGTH="96", MAX_RESPONSE_LENGTH="96"
-    )
+@pytest.mark.parametrize("stack", ["a100", "current"])
+def test_a_sequence_may_be_longer_than_the_tokens_of_one_of_the_gpus_that_share_it(stack):
+    lengths = {"MAX_TOKENS_PER_GPU": "100", "MAX_PROMPT_LENGTH": "96", "MAX_RESPONSE_LENGTH": "96"}
+    s = load(STACK=stack, N_GPUS="4", SP="2", **lengths)
     assert s.SP * s.MAX_TOKENS_PER_GPU > 192 > s.MAX_TOKENS_PER_GPU

@@ -1,7 +1,18 @@
-"""stacks/current/varlen_attention.py: where sequences begin; on a GPU, the same as sdpa on each alone."""
+"""stacks/current/varlen_attention.py: where sequences begin; on a GPU, the same as sdpa on each alone.
+
+Shared sequences (SP=2): on two processes of a CPU, and on two GPUs, what whole ones give.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
+
+from tests.helpers import ROOT
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +44,11 @@ def test_boundaries_are_those_of_the_positions_at_hand(module):
     assert module.boundaries(first)[0].tolist() == [0, 2, 5]
     assert module.boundaries(second)[0].tolist() == [0, 4, 5]
     assert module.boundaries(first)[0].tolist() == [0, 2, 5]
+
+
+def test_tokens_that_begin_within_a_sequence_are_refused(module):
+    with pytest.raises(ValueError, match="first token is not the first of a sequence"):
+        module.boundaries(torch.tensor([[3, 4, 0, 1]]))
 
 
 @pytest.mark.parametrize("what", ["mask", "dropout", "cache"])
@@ -80,3 +96,26 @@ def test_packed_sequences_are_as_each_alone_with_sdpa(module):
     sdpa, varlen = run("sdpa", torch.bfloat16, packed=False), run("varlen", torch.bfloat16, packed=True)
     for theirs, ours, right in zip(sdpa, varlen, exact, strict=True):
         assert (ours - right).norm() <= 1.2 * (theirs - right).norm()
+
+
+def with_two_processes(folder: Path, stack: str) -> dict:
+    """What tests/sequence_parallel.py writes on the hardware of ``stack``."""
+    command = [sys.executable, "-m", "tests.benchmarks.two_gpus", "sp", str(folder / "out.json")]
+    environment = os.environ | {"STACK": stack, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout[-1000:] + result.stderr[-3000:]
+    return json.loads((folder / "out.json").read_text())
+
+
+@pytest.mark.slow
+def test_shared_sequences_give_what_whole_ones_give(tmp_path):
+    found = with_two_processes(tmp_path, "cpu")
+    errors = [error for pairs in found["relative"].values() for pair in pairs.values() for error in pair.values()]
+    assert len(errors) == 2 * 3 * 3 and max(errors) < 1e-5
+    assert min(pairs["SP=2 from exact"]["gradients"] for pairs in found["relative"].values()) > 0  # not the same run
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="two GPUs")
+def test_two_gpus_share_sequences_no_further_from_exact_than_one(tmp_path):
+    assert with_two_processes(tmp_path, "current")["holds"]

@@ -627,8 +627,6 @@ def _parallel_problems(s: Settings) -> Iterator[str]:
             yield f"{name}={value}: is for GPUs; leave {name} out"
         if s.N_GPUS % value:
             yield f"{name}={value}: must divide N_GPUS={s.N_GPUS}"
-    if s.SP > 1 and (problem := getattr(stack(s.STACK), "SP_PROBLEM", "")):
-        yield f"SP={s.SP}: {problem}"
     if s.SP > 1 and s.METHOD == "dpo":
         yield f"SP={s.SP}: is for the RL methods; METHOD=dpo trains on whole sequences"
     if s.SP > 1 and not s.MAX_TOKENS_PER_GPU:

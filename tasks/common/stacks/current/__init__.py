@@ -11,9 +11,6 @@ ENVIRONMENT = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
 
-# Its attention sees the slice of a sequence that one GPU has, not the whole.
-SP_PROBLEM = "STACK=current does not share sequences yet; take STACK=a100, or leave SP out"
-
 OVERRIDES: list[str] = []
 # Fused kernels: log-probs and entropy from the hidden states. Without flash-attn verl takes them from the logits,
 # a few kernels for each token (verl/utils/torch_functional.py, logprobs_from_logits_v2).

@@ -1,0 +1,124 @@
+"""What two_gpus.sh computes: `python -m tests.benchmarks.two_gpus sp|engines|dpo|scale|model ...`."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+
+from tasks.common.evaluation.engines import Sampling
+from tasks.common.evaluation.rollouts import read_rollouts
+from tasks.common.evaluation.sample import Hardware, Job, Scoring, load, sample
+from tasks.common.models.find import resolve_model
+from tasks.common.runs.folder import read_metrics
+from tasks.common.settings import stack
+
+SAMPLES, LENGTH = 16, 256  # a prompt's, and the tokens of each
+ENGINE_TARGET, SCALE_TARGET = 1.8, 0.92
+
+
+def write(out: Path, result: dict) -> None:
+    """``result`` as JSON, with the day and the versions, to ``out``; its last line to the screen."""
+    versions = {name: version(name) for name in ("torch", "transformers")}
+    out.write_text(json.dumps({"date": time.strftime("%Y-%m-%d"), "versions": versions, **result}, indent=1) + "\n")
+
+
+def sp(out: str) -> None:
+    """SP=2 beside SP=1 (tests/sequence_parallel.py)."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    sys.exit(subprocess.run([*torchrun, "-m", "tests.sequence_parallel", out]).returncode)
+
+
+def engines(rows: str, out: str) -> None:
+    """Samples per second of the same job with one engine and with two, and how many responses are the same."""
+    result: dict = {"model": os.environ["MODEL"], "samples of a prompt": SAMPLES, "tokens": LENGTH}
+    found: dict[int, dict] = {}
+    for count in (1, 2):
+        found[count], result[f"{count} engines"] = _sampled(count, rows, Path(out).with_name(f"engines-{count}.jsonl"))
+        write(Path(out), result)
+    same = sum(found[1][key] == found[2][key] for key in found[1])
+    speed = [result[f"{count} engines"]["samples_per_second"] for count in (1, 2)]
+    result |= {"speedup": speed[1] / speed[0], "same_responses": same / len(found[1]), "target": ENGINE_TARGET}
+    write(Path(out), result)
+    print(f"{speed[0]:.1f} and {speed[1]:.1f} samples/s, {speed[1] / speed[0]:.2f} x, same responses: {same}")
+
+
+def _sampled(count: int, rows: str, out: Path) -> tuple[dict, dict]:
+    """The responses of all ``rows`` by prompt and sample, written to ``out`` by ``count`` engines, and the times."""
+    from tasks.countdown.reward import compute_score
+
+    sampling = Sampling(SAMPLES, False, 1.0, 1.0, max_prompt_tokens=256, max_tokens=LENGTH, seed=0)
+    job = Job(str(resolve_model(os.environ["MODEL"])), rows, 0, sampling, Hardware(count))
+    scoring = Scoring(compute_score, None, "")
+    out.unlink(missing_ok=True)
+    started = time.monotonic()
+    engine = job.hardware.engine(job.backend, job.model, 512, sampling.seed)
+    ready = time.monotonic()
+    _, missing = load(job, out, scoring)
+    sample(engine, job, out.with_suffix(".first"), missing[: len(missing) // 8], scoring)  # caches, kernels
+    warm = time.monotonic()
+    sample(engine, job, out, missing, scoring)
+    seconds = time.monotonic() - warm
+    engine.close()
+    rollouts, _ = read_rollouts(out)
+    figures = {
+        "seconds": seconds,
+        "seconds_to_start": ready - started,
+        "samples": len(rollouts),
+        "samples_per_second": len(rollouts) / seconds,
+        "tokens_per_second": sum(r.tokens for r in rollouts) / seconds,
+        "mean_score": sum((r.reward or {}).get("score", 0.0) for r in rollouts) / len(rollouts),
+    }
+    print(f"{count} engines: {figures}", flush=True)
+    return {(r.index, r.sample): r.response for r in rollouts}, figures
+
+
+def dpo(runs: str, out: str) -> None:
+    """The losses of the runs `whole` (one GPU) and `shards` (two) of the folder ``runs``, and their peaks of memory."""
+    metrics = {name: read_metrics(Path(runs) / name) for name in ("whole", "shards")}
+    losses = {name: [step["train/loss"] for step in steps.values()] for name, steps in metrics.items()}
+    write(Path(out), {"model": os.environ["MODEL"], "losses": losses, "metrics": metrics})
+    apart = max(abs(a - b) for a, b in zip(losses["whole"], losses["shards"], strict=True))
+    print(f"{len(losses['whole'])} steps, losses {losses}, at most {apart:.2g} apart")
+    if not all(map(math.isfinite, losses["shards"])) or len(losses["shards"]) < 4:
+        sys.exit("error: fewer than 4 steps, or a loss that is no number")
+
+
+def scale(folder: str, out: str) -> None:
+    """Tokens per second and GPU on two GPUs beside one, with the same rollouts a step."""
+    result: dict = {"target": SCALE_TARGET}
+    for rollouts in (1024, 2048):
+        runs = {gpus: json.loads((Path(folder) / f"scale-{gpus}gpu-{rollouts}.json").read_text()) for gpus in (1, 2)}
+        figures = {gpus: run["variants"]["ours"] for gpus, run in runs.items()}
+        one, two = (figures[gpus]["tokens_per_second_per_gpu"] for gpus in (1, 2))
+        phases = [name for name in figures[1] if name.startswith("seconds_") and name != "seconds_in_all"]
+        result[f"{rollouts} rollouts"] = {
+            "gpu": runs[2]["gpu"],
+            "efficiency": two / one,
+            "tokens_per_second_per_gpu": {"1 GPU": one, "2 GPUs": two},
+            "phases_1_gpu": {name: figures[1][name] for name in phases},
+            "phases_2_gpus": {name: figures[2][name] for name in phases if name in figures[2]},
+            "efficiency_of_phases": {
+                name: figures[1][name] / figures[2][name] / 2 for name in phases if figures[2].get(name)
+            },
+        }
+        print(f"{rollouts} rollouts a step: efficiency {two / one:.3f}")
+    write(Path(out), result)
+
+
+def model(folder: str) -> None:
+    """The 3B shape with random weights."""
+    from tests.benchmarks.training import random_model
+
+    random_model(Path(folder), tokenizer_of=str(resolve_model(os.environ["MODEL"])))
+
+
+PARTS: dict[str, Callable] = {"sp": sp, "engines": engines, "dpo": dpo, "scale": scale, "model": model}
+
+if __name__ == "__main__":
+    os.environ |= stack(os.environ["STACK"]).ENVIRONMENT
+    PARTS[sys.argv[1]](*sys.argv[2:])
