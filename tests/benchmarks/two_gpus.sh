@@ -33,7 +33,7 @@ EASY=(TASK=countdown SOURCE=generate DIFFICULTY=easy)
 
 sp() { ours sp "$OUT/sp.json"; }
 engines() {
-  start work data "${EASY[@]}" MODEL="$MODEL" TEST_SIZE=512 TRAIN_SIZE=512 SFT_SIZE=0 DEV_SIZE=0 TEST_FREQ=0 &&
+  start work data "${EASY[@]}" MODEL="$MODEL" TEST_SIZE=512 TRAIN_SIZE=512 SFT_SIZE=0 DEV_SIZE=0 TEST_FREQ=0 N_GPUS=1 &&
     ours engines "$OUT/work/data/countdown/test.parquet" "$OUT/engines.json"
 }
 dpo() {
@@ -91,7 +91,7 @@ for part in "${@:-${PARTS[@]}}"; do
   case $part in
     sp16k | scale1 | scale2) [ -e "$RANDOM_3B/config.json" ] || ours model "$RANDOM_3B" >"$OUT/model.txt" 2>&1 ;;
   esac
-  if timeout --kill-after=10 "${PART_SECONDS:-580}" bash "${BASH_SOURCE[0]}" --inside "$part" >"$OUT/$part.txt" 2>&1; then
+  if timeout --kill-after=10 "${PART_SECONDS:-580}" bash tests/benchmarks/two_gpus.sh --inside "$part" >"$OUT/$part.txt" 2>&1; then
     echo "$part: done in $SECONDS s: $(tail -n 1 "$OUT/$part.txt")"
   else
     status=1
