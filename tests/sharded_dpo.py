@@ -26,7 +26,7 @@ def _init_with_fsdp(self, *args, **kwargs):
 
 def main() -> None:
     AcceleratorState.__init__ = _init_with_fsdp
-    dpo.sharded = lambda s: s.N_GPUS > 1
+    dpo.sharded = lambda s: True
     trl_dpo.cpu_dtype = lambda: "float32"
     start, pairs, run_dir = sys.argv[1:]
     trl_dpo.train(load_settings(), start, pairs, Path(run_dir), Path(os.environ["VERL_FILE_LOGGER_PATH"]))

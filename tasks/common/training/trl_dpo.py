@@ -223,7 +223,7 @@ def arguments(s: Settings, run_dir: Path, held_out: int) -> DPOConfig:
         save_steps=s.SAVE_FREQ,
         report_to=tracking.loggers(s),
         disable_tqdm=True,
-        **(in_shards() if dpo.sharded(s) else {}),
+        **(in_shards() if s.N_GPUS > 1 and dpo.sharded(s) else {}),
     )
 
 

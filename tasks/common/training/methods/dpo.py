@@ -7,8 +7,8 @@ from tasks.common.settings import Settings
 
 
 def sharded(s: Settings) -> bool:
-    """Whether each GPU has a share of the policy, its optimizer and the reference (FSDP2), in place of the whole.
+    """Whether each of several GPUs has a share of the policy, its optimizer and the reference (FSDP2), in place of all.
 
-    Not on a CPU, where accelerate has no FSDP; and not with LoRA, whose state is small.
+    Not on a CPU, where accelerate has no FSDP; and not with LoRA, where TRL's FSDP has not been tried.
     """
-    return s.N_GPUS > 1 and not s.LORA_RANK and s.STACK != "cpu"
+    return not s.LORA_RANK and s.STACK != "cpu"
