@@ -161,6 +161,21 @@ def test_advice_for_a_model_that_does_not_fit_makes_it_fit(lora_rank, gpus, gpu,
     assert any(set(ADVISED[lora_rank, gpus, gpu, name].split()) <= set(re.findall(r"\w+(?==)", fix)) for fix in advice)
 
 
+def test_dpo_of_7b_with_all_weights_fits_eight_gpus_in_shards_and_not_one(monkeypatch):
+    model, gpu = memory.shapes(QWEN25_7B), speed.GPUS["a100"].memory
+    given = {"STACK": "a100", "METHOD": "dpo", "N_GPUS": "8"}
+    s = load_settings(exported(ROOT / "tasks/countdown/train.sh", given))
+    plan = doctor.plan(s, [])
+    assert memory.too_much(model, plan, (1 - doctor.SPARE) * gpu, RAM) == []
+    held = memory.training_state(model, plan)
+    assert sum(held.values()) == 20 * model.parameters / 8  # 16 of the policy, 4 of the reference
+    assert memory.estimate(model, plan, gpu).ram["loading"] == 2 * 8 * 4 * model.parameters
+    ((_, fix),) = memory.too_much(model, replace(plan, gpus=1, gpus_here=1), gpu, RAM)
+    assert re.match(r"set N_GPUS=[248]", fix) and "NNODES" not in fix and "TP" not in fix and "OFFLOAD" not in fix
+    lora = doctor.plan(replace(s, LORA_RANK=8), [])
+    assert not lora.sharded and lora.loaded == 1
+
+
 def test_heads_that_gpus_cannot_share_are_told():
     seven = memory.shapes(QWEN25_7B)  # 28 heads, 4 of keys
     assert [n for n in range(1, 9) if seven.divides(n)] == [1, 2, 4]
