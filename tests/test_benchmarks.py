@@ -59,17 +59,37 @@ def test_demonstrations_count_where_they_are_not_named(run_dir):
     assert fresh_prompts.figures([right for _, right in fresh_prompts.by_step(run_dir / "rollouts")])["prompts"] == 8
 
 
-ON_A_GPU = ROOT / "tests/benchmarks/on_a_gpu.sh"
+ON_A_GPU, TWO_GPUS = (ROOT / f"tests/benchmarks/{name}.sh" for name in ("on_a_gpu", "two_gpus"))
 
 
-def on_a_gpu(tmp_path, *runs: str) -> subprocess.CompletedProcess:
+def with_fake_make(script, tmp_path, *runs: str, **variables: str) -> subprocess.CompletedProcess:
     """The script with a make that writes down how it was called."""
     fake = tmp_path / "make"
     writes = f"open('{tmp_path}/calls', 'a').write(json.dumps(sys.argv[1:]) + chr(10))"
-    fake.write_text(f"#!/usr/bin/env python3\nimport json, sys\n{writes}\n")
+    metrics = "os.makedirs(os.environ['ARTIFACTS'] + '/bench/now/ours', exist_ok=True)"
+    metrics += "; open(os.environ['ARTIFACTS'] + '/bench/now/ours/metrics.jsonl', 'w')"
+    fake.write_text(f"#!/usr/bin/env python3\nimport json, os, sys\n{writes}\n{metrics}\n")
     fake.chmod(0o755)
-    environment = os.environ | {"MAKE": str(fake), "STACK": "a100", "ARTIFACTS": str(tmp_path)}
-    return subprocess.run(["bash", ON_A_GPU, *runs], env=environment, capture_output=True, text=True)
+    environment = os.environ | {"MAKE": str(fake), "STACK": "a100", "ARTIFACTS": str(tmp_path)} | variables
+    return subprocess.run(["bash", script, *runs], env=environment, capture_output=True, text=True)
+
+
+def on_a_gpu(tmp_path, *runs: str) -> subprocess.CompletedProcess:
+    return with_fake_make(ON_A_GPU, tmp_path, *runs)
+
+
+def settings_of(calls: list[list[str]]) -> list:
+    """Of each call of make, whose variables its task takes."""
+    found = []
+    for target, *variables in calls:
+        given = dict(text.split("=", 1) for text in variables)  # the last counts, as make has it
+        task = given.pop("TASK")
+        given["STAGE"] = "train" if target == "bench_training" else target
+        environment = exported(ROOT / "tasks" / task / "train.sh", given)
+        s, _ = load_settings(environment), load_settings(environment, cls=Command)
+        assert task == s.TASK
+        found.append(s)
+    return found
 
 
 def test_the_runs_on_a_gpu_have_settings_that_are_taken(tmp_path):
@@ -87,13 +107,38 @@ def test_the_runs_on_a_gpu_have_settings_that_are_taken(tmp_path):
         "experiment",
         "bench_training",
     }
-    for target, *variables in calls:
-        given = dict(text.split("=", 1) for text in variables)  # the last counts, as make has it
-        task = given.pop("TASK")
-        given["STAGE"] = "train" if target == "bench_training" else target
-        environment = exported(ROOT / "tasks" / task / "train.sh", given)
-        s, _ = load_settings(environment), load_settings(environment, cls=Command)
-        assert task == s.TASK and s.STACK == "a100"
+    assert all(s.STACK == "a100" for s in settings_of(calls))
+
+
+@pytest.fixture
+def idle_python(tmp_path):
+    """A Python that computes nothing."""
+    (tmp_path / "python").write_text("#!/bin/sh\n")
+    (tmp_path / "python").chmod(0o755)
+    return str(tmp_path / "python")
+
+
+def test_the_runs_on_two_gpus_have_settings_that_are_taken(tmp_path, idle_python):
+    result = with_fake_make(TWO_GPUS, tmp_path, STACK="current", PYTHON=idle_python)
+    assert result.returncode == 0, result.stdout + result.stderr
+    calls = [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
+    targets = [target for target, *_ in calls]
+    assert targets == ["data", "dpo", "dpo", *["bench_training"] * 5]
+    found = settings_of(calls)
+    assert all(s.STACK == "current" for s in found)
+    sp16k, *scale = found[3:]
+    assert (sp16k.SP, sp16k.N_GPUS, sp16k.MAX_RESPONSE_LENGTH) == (2, 2, 16384)
+    sizes = sorted((s.N_GPUS, s.TRAIN_BATCH_SIZE * s.ROLLOUT_N) for s in scale)
+    assert sizes == [(1, 1024), (1, 2048), (2, 1024), (2, 2048)]
+
+
+def test_a_part_on_two_gpus_that_fails_does_not_stop_the_others(tmp_path, idle_python):
+    (tmp_path / "python").write_text("#!/bin/sh\necho error: none; exit 1\n")
+    result = with_fake_make(TWO_GPUS, tmp_path, "sp", "scale2", "scale", STACK="current", PYTHON=idle_python)
+    assert result.returncode == 1
+    said = [line for line in result.stdout.splitlines() if "done" in line or "failed" in line]
+    assert [line.split(" after")[0].split(" in")[0] for line in said] == ["sp: failed", "scale2: done", "scale: failed"]
+    assert "error: none" in said[0]
 
 
 def test_a_run_on_a_gpu_that_there_is_not_is_refused(tmp_path):

@@ -48,8 +48,9 @@ def test_only_empty_folders_are_no_checkpoint(tmp_path):
     assert not whole(tmp_path) and not whole(tmp_path / "absent")
 
 
-def test_a_checkpoint_of_dpo_has_a_model_and_all_that_resumes_it(tmp_path):
-    names = ("config.json", "model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json")
+@pytest.mark.parametrize("optimizer", [("optimizer.pt",), ("optimizer.bin", "pytorch_model_fsdp.bin")])
+def test_a_checkpoint_of_dpo_has_a_model_and_all_that_resumes_it(tmp_path, optimizer):
+    names = ("config.json", "model.safetensors", *optimizer, "scheduler.pt", "trainer_state.json")
     for name in names:
         (tmp_path / name).touch()
     assert whole(tmp_path)

@@ -21,6 +21,7 @@ from tasks.common.machine.hardware import cpu_dtype
 from tasks.common.models.chat_template import answer_ids, prompt_ids
 from tasks.common.runs.folder import checkpoints, hf_folder, last_step, merged_folder, read_metrics, tracker
 from tasks.common.settings import load_settings
+from tasks.common.training.methods import dpo
 from tests.helpers import ROOT
 from tests.test_chat_template import CHAT, TOOLS
 from tests.test_settings import VALUES
@@ -289,7 +290,9 @@ def test_too_few_pairs_are_refused_with_what_to_raise(small_model, tmp_path, cha
     assert not (tmp_path / "run").exists()
 
 
-def launch(start: Path, pairs: Path, run_dir: Path, **changes) -> subprocess.CompletedProcess:
+def launch(
+    start: Path, pairs: Path, run_dir: Path, module: str = "tasks.common.training.trl_dpo", **changes
+) -> subprocess.CompletedProcess:
     """The command of the launcher; every launch has a file of metrics of its own."""
     metrics = run_dir / "metrics"
     metrics.mkdir(parents=True, exist_ok=True)
@@ -299,7 +302,7 @@ def launch(start: Path, pairs: Path, run_dir: Path, **changes) -> subprocess.Com
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [f"--nproc_per_node={changes.get('N_GPUS', 1)}"]
     return subprocess.run(
-        [*command, "-m", "tasks.common.training.trl_dpo", start, pairs, run_dir],
+        [*command, "-m", module, start, pairs, run_dir],
         cwd=ROOT,
         env=inherited | VALUES | small | own | changes,
         stdout=subprocess.PIPE,
@@ -378,6 +381,44 @@ def test_a_continued_training_follows_the_formula_and_is_the_uninterrupted_one(s
     start, ours, theirs = weights(small_model), weights(hf_folder(run_dir)), weights(hf_folder(whole))
     assert all(ours[name].equal(theirs[name]) for name in ours)
     assert not any(ours[name].equal(start[name]) for name in ours)
+
+
+@pytest.mark.slow
+def test_shards_in_two_processes_train_as_one_process_and_go_on_from_a_checkpoint(small_model, tmp_path):
+    pairs = many_pairs(tmp_path, prompts=40)
+
+    def trained(name: str, **changes) -> Path:
+        result = launch(small_model, pairs, tmp_path / name, "tests.sharded_dpo", STEPS="3", SAVE_FREQ="2", **changes)
+        assert result.returncode == 0, result.stdout
+        return tmp_path / name
+
+    two = {"N_GPUS": "2", "MICRO_BATCH_SIZE": "2"}  # two micro-batches a step on each
+    whole, shards = trained("whole"), trained("shards", **two)
+    assert not list(whole.glob("checkpoints/*/pytorch_model_fsdp.bin"))
+    assert len(list(shards.glob("checkpoints/*/pytorch_model_fsdp.bin"))) == 2
+    shutil.copytree(shards, tmp_path / "resumed")
+    shutil.rmtree(tmp_path / "resumed/checkpoints/global_step_3")
+    tracker(tmp_path / "resumed").write_text("2")
+    resumed = trained("resumed", **two)
+    assert [len(file.read_text().splitlines()) for file in sorted((resumed / "metrics").iterdir())] == [3, 1]
+    wanted, metrics = weights(hf_folder(whole)), read_metrics(whole)
+    for run_dir in (shards, resumed):
+        found = read_metrics(run_dir)
+        for name in ("train/loss", "train/grad_norm", "val/loss", "val/margin"):
+            steps = [step for step in metrics if name in metrics[step]]
+            assert steps and [found[step][name] for step in steps] == pytest.approx(
+                [metrics[step][name] for step in steps], rel=1e-4
+            )
+        ours = weights(hf_folder(run_dir))
+        assert ours.keys() == wanted.keys()
+        assert max(float((ours[name] - wanted[name]).abs().max()) for name in wanted) < 1e-4  # of steps of 1e-3
+
+
+def test_dpo_is_in_shards_on_several_gpus_with_all_weights():
+    s = replace(load_settings(VALUES), STACK="current", N_GPUS=8)
+    assert dpo.sharded(s)
+    for changes in ({"LORA_RANK": 8}, {"STACK": "cpu"}):
+        assert not dpo.sharded(replace(s, **changes))
 
 
 @pytest.fixture(scope="module", params=["1.16.0", "0.29.1"])

@@ -10,7 +10,7 @@ import pytest
 
 from tasks.common import settings
 from tasks.common.launch import doctor
-from tasks.common.machine import memory
+from tasks.common.machine import memory, speed
 from tasks.common.machine.speed import QWEN25_3B
 from tasks.common.settings import load_settings
 from tasks.common.training import verl_config, verl_versions
@@ -19,7 +19,6 @@ from tests.wheels import verl_package
 
 PROFILES = sorted(path for path in ROOT.glob("tasks/*/profiles/*.sh"))
 STACKS = [name for name in ("a100", "current") if name in settings.STACKS]
-A100 = 80_000 * 2**20  # of 81,920 MiB, what a driver leaves free
 RAM = 1000e9  # of a machine with such GPUs
 # The model's shapes as its config.json states them, and what its makers say of its size.
 QWEN = {"vocab_size": 151936, "tie_word_embeddings": True}
@@ -42,11 +41,24 @@ QWEN25_7B = {
     "vocab_size": 152064,
     "tie_word_embeddings": False,
 }
+QWEN25_32B = {
+    "model_type": "qwen2",
+    "hidden_size": 5120,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "intermediate_size": 27648,
+    "vocab_size": 152064,
+    "tie_word_embeddings": False,
+}
+QWEN25_14B = QWEN25_32B | {"num_hidden_layers": 48, "intermediate_size": 13824}
 CONFIGS = {
     "Qwen/Qwen3-4B": QWEN3_4B,
     "Qwen/Qwen3-4B-Instruct-2507": QWEN3_4B,
     "Qwen/Qwen2.5-3B-Instruct": QWEN25_3B,
     "Qwen/Qwen2.5-7B-Instruct": QWEN25_7B,
+    "Qwen/Qwen2.5-14B-Instruct": QWEN25_14B,
+    "Qwen/Qwen2.5-32B-Instruct": QWEN25_32B,
 }
 
 
@@ -55,6 +67,12 @@ def loaded(profile: Path, monkeypatch, **changes):
     changes = {"PROFILE": profile.stem, "STACK": STACKS[-1], **changes}
     environment = exported(profile.parents[1] / "train.sh", changes)
     return load_settings(environment)
+
+
+def hardware_of(profile: Path) -> tuple[str, str]:
+    """How many GPUs of which kind, as the profile's name says."""
+    count, kind = profile.stem.rsplit("-", 1)[1].split("x", 1)
+    return count, kind
 
 
 def shapes_of(model: str, tmp_path: Path) -> memory.Shapes:
@@ -66,8 +84,16 @@ def test_each_typical_use_has_its_profile():
     assert {path.parents[1].name for path in PROFILES} == set(SINGLE_TURN)
 
 
+def test_the_published_study_is_a_profile():
+    s = load_settings(
+        exported(ROOT / "tasks/countdown/train.sh", {"PROFILE": "study-qwen3-4b-8xa100", "STACK": "a100"})
+    )
+    assert (s.MODEL, s.ROLLOUT_N, s.TRAIN_BATCH_SIZE, s.LR, s.KL_COEF) == ("Qwen/Qwen3-4B", 16, 64, 2e-6, 0.01)
+
+
 @pytest.mark.parametrize(
-    ("config", "parameters"), [(QWEN3_4B, "4.02"), (QWEN25_3B, "3.09"), (QWEN25_7B, "7.62")], ids=["4B", "3B", "7B"]
+    ("config", "parameters"),
+    [(QWEN3_4B, "4.02"), (QWEN25_3B, "3.09"), (QWEN25_7B, "7.62"), (QWEN25_14B, "14.77"), (QWEN25_32B, "32.76")],
 )
 def test_parameters_are_those_that_the_model_is_known_by(config, parameters):
     assert f"{memory.shapes(config).parameters / 1e9:.2f}" == parameters
@@ -80,20 +106,28 @@ def test_a_profile_composes_and_fits_its_hardware(profile, stack, monkeypatch, t
     package = verl_package(verl_versions.wanted(s))  # the stack's verl, not the one that is installed
     monkeypatch.setattr(verl_config, "compose", partial(verl_config.compose, package=package))
     model, plan = shapes_of(s.MODEL, tmp_path), doctor.plan(s, [])
-    assert int(profile.stem.rsplit("-", 1)[1].split("x")[0]) == s.N_GPUS  # as its name says
-    assert plan.gpus == s.N_GPUS and plan.share == s.GPU_MEMORY_UTILIZATION
-    assert memory.too_much(model, plan, A100, RAM) == []
+    gpus, kind = hardware_of(profile)
+    assert int(gpus) == s.N_GPUS == plan.gpus and plan.share == s.GPU_MEMORY_UTILIZATION
+    assert memory.too_much(model, plan, (1 - doctor.SPARE) * speed.GPUS[kind].memory, RAM) == []
+    assert list(doctor.heads(s, model)) == []
+    # Validation and one optimizer step a step, as everywhere on GPUs.
+    assert s.TEST_FREQ > 0 and s.DEV_SIZE > 0
 
 
 def applied(plan: memory.Plan, fix: str) -> memory.Plan:
-    """``plan`` with the variables of doctor's advice."""
-    given = dict(re.findall(r"(\w+)=([\d.]+)", fix))
-    assert fix == f"set {' '.join(f'{name}={value}' for name, value in given.items())}"
+    """``plan`` with the variables of doctor's first advice, all of which must be known here."""
+    given = dict(re.findall(r"(\w+)=([\d.]+)", fix.split(" or ")[0]))
+    assert fix.split(" or ")[0] == f"set {' '.join(f'{name}={value}' for name, value in given.items())}"
     unit = plan.sequence if plan.tokens_by == "MICRO_BATCH_SIZE" else 1
-    offload = plan.weights_offloaded or given.pop("OFFLOAD", "0") == "1"
+    offload = given.pop("OFFLOAD", "0") == "1" or plan.weights_offloaded
+    here = int(given.pop("N_GPUS", plan.gpus_here))
     changed = replace(
         plan,
+        gpus_here=here,
+        gpus=here * int(given.pop("NNODES", plan.gpus // plan.gpus_here)),
+        lora_rank=int(given.pop("LORA_RANK", plan.lora_rank)),
         tensor_parallel=int(given.pop("TP", plan.tensor_parallel)),
+        sequence_parallel=int(given.pop("SP", plan.sequence_parallel)),
         share=float(given.pop("GPU_MEMORY_UTILIZATION", plan.share)),
         tokens=int(given.pop(plan.tokens_by, plan.tokens // unit)) * unit,
         weights_offloaded=offload,
@@ -103,29 +137,56 @@ def applied(plan: memory.Plan, fix: str) -> memory.Plan:
     return changed
 
 
-QWEN2_5_32B = {
-    "model_type": "qwen2",
-    "hidden_size": 5120,
-    "num_hidden_layers": 64,
-    "num_attention_heads": 40,
-    "num_key_value_heads": 8,
-    "intermediate_size": 27648,
-    "vocab_size": 152064,
-    "tie_word_embeddings": False,
+ADVISED = {  # what the advice of each must name
+    (0, 8, 100, "32B"): "OFFLOAD GPU_MEMORY_UTILIZATION",
+    (0, 8, 80, "32B"): "NNODES OFFLOAD",
+    (16, 8, 40, "32B"): "TP OFFLOAD",
+    (16, 1, 80, "32B"): "N_GPUS SP OFFLOAD MAX_TOKENS_PER_GPU",
+    (0, 4, 80, "14B"): "OFFLOAD",
+    (0, 2, 80, "14B"): "N_GPUS",
+    (0, 8, 24, "7B"): "OFFLOAD GPU_MEMORY_UTILIZATION",
+    (16, 1, 24, "7B"): "N_GPUS OFFLOAD",
 }
 
 
-def test_advice_for_models_that_need_all_gpus_makes_them_fit():
-    seven = {"hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4}
-    seven |= {"intermediate_size": 18944, "model_type": "qwen2", "vocab_size": 152064, "tie_word_embeddings": False}
-    kinds = set()
-    for config, lora_rank, gpu in ((QWEN2_5_32B, 0, 100e9), (QWEN2_5_32B, 16, 40e9), (seven, 0, 24e9)):
-        model = memory.shapes(config)
-        plan = memory.Plan(gpus=8, gpus_here=8, tokens=32768, sequence=5120, lora_rank=lora_rank, fused=True)
-        advice = [fix for _, fix in memory.too_much(model, plan, gpu, 2e12)]
-        kinds |= set(re.findall(r"[A-Z_]+(?==)", " ".join(advice)))
-        assert any(f.startswith("set ") and memory.too_much(model, applied(plan, f), gpu, 2e12) == [] for f in advice)
-    assert {"TP", "OFFLOAD"} <= kinds
+@pytest.mark.parametrize(("lora_rank", "gpus", "gpu", "name"), ADVISED)
+def test_advice_for_a_model_that_does_not_fit_makes_it_fit(lora_rank, gpus, gpu, name):
+    model = memory.shapes({"7B": QWEN25_7B, "14B": QWEN25_14B, "32B": QWEN25_32B}[name])
+    plan = memory.Plan(gpus=gpus, gpus_here=gpus, tokens=16384, tokens_by="MAX_TOKENS_PER_GPU", sequence=5120)
+    plan = replace(plan, lora_rank=lora_rank, fused=True, batched_tokens=16384, sequences=1024)
+    advice = [fix for _, fix in memory.too_much(model, plan, gpu * 1e9, 2e12)]
+    made = [applied(plan, fix) for fix in advice if fix.startswith("set ")]
+    assert any(memory.too_much(model, changed, gpu * 1e9, 2e12) == [] for changed in made), advice
+    assert all(model.divides(changed.tensor_parallel) and model.divides(changed.sequence_parallel) for changed in made)
+    assert any(set(ADVISED[lora_rank, gpus, gpu, name].split()) <= set(re.findall(r"\w+(?==)", fix)) for fix in advice)
+
+
+def test_dpo_of_7b_with_all_weights_fits_eight_gpus_in_shards_and_not_one(monkeypatch):
+    model, gpu = memory.shapes(QWEN25_7B), speed.GPUS["a100"].memory
+    given = {"STACK": "a100", "METHOD": "dpo", "N_GPUS": "8"}
+    s = load_settings(exported(ROOT / "tasks/countdown/train.sh", given))
+    plan = doctor.plan(s, [])
+    assert memory.too_much(model, plan, (1 - doctor.SPARE) * gpu, RAM) == []
+    held = memory.training_state(model, plan)
+    assert sum(held.values()) == 20 * model.parameters / 8  # 16 of the policy, 4 of the reference
+    assert memory.estimate(model, plan, gpu).ram["loading"] == 2 * 8 * 4 * model.parameters
+    ((_, fix),) = memory.too_much(model, replace(plan, gpus=1, gpus_here=1), gpu, RAM)
+    assert re.match(r"set N_GPUS=[248]", fix) and "NNODES" not in fix and "TP" not in fix and "OFFLOAD" not in fix
+    lora = doctor.plan(replace(s, LORA_RANK=8), [])
+    assert not lora.sharded and lora.loaded == 1
+
+
+def test_heads_that_gpus_cannot_share_are_told():
+    seven = memory.shapes(QWEN25_7B)  # 28 heads, 4 of keys
+    assert [n for n in range(1, 9) if seven.divides(n)] == [1, 2, 4]
+    s = replace(
+        load_settings(exported(ROOT / "tasks/gsm8k/train.sh", {"STACK": STACKS[-1], "N_GPUS": "8"})), TP=8, SP=8
+    )
+    found = list(doctor.heads(s, seven))
+    assert [f.state for f in found] == ["error"] * 2
+    said = "TP=8: MODEL has 28 heads and 4 of keys, which cannot be shared so; set TP to one of [1, 2, 4]"
+    assert str(found[0]) == f"heads: {said}"
+    assert not list(doctor.heads(replace(s, TP=4, SP=2), seven))
 
 
 @pytest.mark.parametrize("profile", PROFILES, ids=lambda path: path.stem)
@@ -137,20 +198,21 @@ def test_hardware_that_is_too_small_is_told_with_the_variable_to_change(profile,
         assert any(f"{name}" in fixes for name in ("N_GPUS", plan.tokens_by, "GPU_MEMORY_UTILIZATION", "MODEL")), fixes
     alone = replace(plan, gpus=1, gpus_here=1)
     for _, fix in memory.too_much(model, alone, 40e9, RAM):
-        assert not fix.startswith("set ") or memory.too_much(model, applied(alone, fix), 40e9, RAM) == []
-    (text, fix), *_ = memory.too_much(model, replace(plan, tokens=16 * plan.tokens), A100, RAM)
+        assert not fix.startswith("set ") or memory.too_much(model, applied(alone, fix), 40e9, RAM) == [], fix
+    own = speed.GPUS[hardware_of(profile)[1]].memory
+    (text, fix), *_ = memory.too_much(model, replace(plan, tokens=16 * plan.tokens), own, RAM)
     assert "activations" in text and fix.startswith(f"lower {plan.tokens_by} to ")
 
 
 @pytest.mark.parametrize("profile", PROFILES, ids=lambda path: path.stem)
 def test_what_is_given_goes_before_the_profile(profile, monkeypatch):
-    s = loaded(profile, monkeypatch, MODEL="some/model", N_GPUS="2")
-    assert (s.MODEL, s.N_GPUS) == ("some/model", 2)
+    s = loaded(profile, monkeypatch, MODEL="some/model", N_GPUS="2", TP="2")
+    assert (s.MODEL, s.N_GPUS, s.TP) == ("some/model", 2, 2)
 
 
 def test_an_unknown_profile_lists_the_known_ones():
     for task in TASKS:
-        known = " ".join(sorted(path.stem for path in PROFILES if path.parents[1].name == task)) or "none"
+        known = ", ".join(sorted(path.stem for path in PROFILES if path.parents[1].name == task)) or "none"
         result = make("config", TASK=task, STACK="cpu", PROFILE="nosuch")
         lines = [line for line in result.stdout.splitlines() if line.startswith("error:")]
         assert result.returncode != 0

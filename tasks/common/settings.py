@@ -22,7 +22,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 HEALTH_RULES = ("nan", "collapse", "kl", "spike", "mismatch", "zero_variance", "truncation", "no_reward")  # health.py
-GPUS = ("a100", "a100-40g", "h100", "h200", "l40s")  # that machine/speed.py knows
+GPUS = ("a100", "a100-40g", "h100", "h200", "a10", "l40s")  # that machine/speed.py knows
 METHODS = sorted(path.stem for path in (ROOT / "tasks/common/training/methods").glob("[a-z]*.py"))
 STACKS = sorted(path.parent.name for path in (ROOT / "tasks/common/stacks").glob("*/__init__.py"))
 

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# What takes two GPUs of one host: each PART writes artifacts/two_gpus/PART.json as it ends, and its screen to PART.txt.
+# What takes two GPUs of one host: each PART writes artifacts/two_gpus/PART.json as it ends, all metrics of
+# a training to NAME.metrics.jsonl, and its screen to PART.txt.
 #
 #   STACK=current bash tests/benchmarks/two_gpus.sh [PART ...]     default: all of PARTS, one after the other
 #
@@ -33,7 +34,7 @@ EASY=(TASK=countdown SOURCE=generate DIFFICULTY=easy)
 
 sp() { ours sp "$OUT/sp.json"; }
 engines() {
-  start work data "${EASY[@]}" MODEL="$MODEL" TEST_SIZE=512 TRAIN_SIZE=512 SFT_SIZE=0 DEV_SIZE=0 TEST_FREQ=0 &&
+  start work data "${EASY[@]}" MODEL="$MODEL" TEST_SIZE=512 TRAIN_SIZE=512 SFT_SIZE=0 DEV_SIZE=0 TEST_FREQ=0 N_GPUS=1 &&
     ours engines "$OUT/work/data/countdown/test.parquet" "$OUT/engines.json"
 }
 dpo() {
@@ -44,13 +45,11 @@ dpo() {
     start dpo dpo "${same[@]}" RUN=whole N_GPUS=1 FROM=train PAIRS_FILE="$OUT/dpo/runs/countdown/shards/pairs.parquet" &&
     ours dpo "$OUT/dpo/runs/countdown" "$OUT/dpo.json"
 }
-step_3b() { # NAME VARIABLE=value ...: the times of its steps in NAME.json, all metrics in NAME.metrics.jsonl
-  local name=$1 status=0
+step_3b() { # NAME VARIABLE=value ...: the times of its steps in NAME.json
+  local name=$1
   shift
   start "$name" bench_training "${EASY[@]}" MODEL="$RANDOM_3B" TRAIN_SIZE=2048 TEST_SIZE=64 SFT_SIZE=0 DEV_SIZE=0 \
-    TEST_FREQ=0 MAX_PROMPT_LENGTH=256 GPU_MEMORY_UTILIZATION=0.4 "$@" || status=1
-  cp "$OUT/$name"/bench/*/ours/metrics.jsonl "$OUT/$name.metrics.jsonl" || status=1
-  return "$status"
+    TEST_FREQ=0 MAX_PROMPT_LENGTH=256 GPU_MEMORY_UTILIZATION=0.4 "$@"
 }
 figures() { # NAME STEPS
   echo "ARGS=--variants ours --steps $2 --out $OUT/$1.json"
@@ -91,11 +90,15 @@ for part in "${@:-${PARTS[@]}}"; do
   case $part in
     sp16k | scale1 | scale2) [ -e "$RANDOM_3B/config.json" ] || ours model "$RANDOM_3B" >"$OUT/model.txt" 2>&1 ;;
   esac
-  if timeout --kill-after=10 "${PART_SECONDS:-580}" bash "${BASH_SOURCE[0]}" --inside "$part" >"$OUT/$part.txt" 2>&1; then
+  if timeout --kill-after=10 "${PART_SECONDS:-580}" bash tests/benchmarks/two_gpus.sh --inside "$part" >"$OUT/$part.txt" 2>&1; then
     echo "$part: done in $SECONDS s: $(tail -n 1 "$OUT/$part.txt")"
   else
     status=1
     echo "$part: failed after $SECONDS s: $(grep -m1 '^error:' "$OUT/$part.txt" || tail -n 1 "$OUT/$part.txt")"
   fi
+  for file in "$OUT"/*/bench/*/ours/metrics.jsonl; do # also of a training that was ended
+    name=${file#"$OUT"/}
+    [ ! -e "$file" ] || cp "$file" "$OUT/${name%%/*}.metrics.jsonl"
+  done
 done
 exit $status

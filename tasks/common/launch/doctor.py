@@ -31,6 +31,7 @@ from tasks.common.rewards.examples import check_episodes, check_examples
 from tasks.common.settings import Settings, SettingsError, method
 from tasks.common.text import one_line
 from tasks.common.training import verl_config
+from tasks.common.training.methods import dpo
 
 ROWS = 20_000  # checked of each data file
 PROMPTS = 2_000  # measured in tokens, spread over the file
@@ -327,14 +328,25 @@ def plan(s: Settings, arguments: list[str], stage: str = "train") -> memory.Plan
         by_tokens, rows = config.data.use_dynamic_bsz, config.data.micro_batch_size_per_gpu
         tokens = config.data.max_token_len_per_gpu if by_tokens else rows * sequence
         named = "MAX_TOKENS_PER_GPU" if tokens == s.MAX_TOKENS_PER_GPU else "MICRO_BATCH_SIZE"
-        return memory.Plan(**own, tokens=tokens, tokens_by=named, fused=bool(config.model.use_fused_kernels))
-    if s.METHOD == "dpo":  # TRL: each GPU has all of the policy and of the reference
+        held = {"fused": bool(config.model.use_fused_kernels), "sequence_parallel": s.SP}
+        return memory.Plan(**own, **held, tokens=tokens, tokens_by=named)
+    if s.METHOD == "dpo":  # TRL: each process loads the policy and the reference
         pairs = verl_config.micro_batch(max(1, s.MICRO_BATCH_SIZE // 2), s.TRAIN_BATCH_SIZE // s.N_GPUS)
-        held = {"response": 0, "sharded": False, "reference": True, "reference_offloaded": False}
+        held = {"response": 0, "sharded": dpo.sharded(s), "reference": True, "reference_offloaded": False}
+        held |= {"loaded": 1 if s.LORA_RANK else 2}
         return memory.Plan(**own | held, tokens=2 * pairs * sequence)
     config = verl_config.compose("ppo_trainer", verl_config.rl_overrides(s, s.MODEL, s.runs_dir), arguments=arguments)
     verl_config.check(config)
     return verl_config.memory_plan(config)
+
+
+def heads(s: Settings, shapes: memory.Shapes) -> Iterator[Finding]:
+    """Each of the GPUs that share a model or a sequence takes whole heads (vLLM; verl's apply_monkey_patch)."""
+    for name, count in (("TP", s.TP), ("SP", s.SP)):
+        if not shapes.divides(count):
+            text = f"{name}={count}: MODEL has {shapes.heads} heads and {shapes.key_heads} of keys"
+            fits = [n for n in range(1, s.N_GPUS + 1) if s.N_GPUS % n == 0 and shapes.divides(n)]
+            yield error("heads", f"{text}, which cannot be shared so", f"set {name} to one of {fits}")
 
 
 def batches_and_memory(
@@ -356,6 +368,7 @@ def batches_and_memory(
         text = f"not estimated: MODEL={s.MODEL} has no config.json in the hub's cache, or an unknown model type"
         yield warning("memory", text, f"download it (`hf download {s.MODEL}`), or watch the first steps")
         return
+    yield from heads(s, shapes)
     gpus = found.gpus[: s.N_GPUS] if found and s.STACK != "cpu" else ()
     if s.STACK != "cpu" and not gpus:
         return

@@ -40,6 +40,7 @@ FUSED_CHUNK = 512  # tokens of logits at once with use_fused_kernels (verl/utils
 PADDED = 3
 OVERHEAD = 2e9  # per GPU: CUDA contexts of trainer and vLLM, NCCL's buffers, CUDA graphs; assumed, not measured
 PROCESSES = 7.4e9  # RAM of verl's, Ray's and vLLM's processes on the CPU; measured: docs/DOCTOR.md
+MACHINE = 8  # GPUs that one machine has at most
 SHARES = [percent / 100 for percent in range(30, 95, 5)]  # of a GPU for vLLM, that doctor advises
 TRAINER = 1.5e9  # RAM of a trainer without them
 
@@ -60,6 +61,12 @@ class Shapes:
     linear: int
     tied: bool
     plain: bool = True
+    heads: int = 1
+    key_heads: int = 1
+
+    def divides(self, gpus: int) -> bool:
+        """Whether each of so many GPUs can take whole heads; those of the keys may be copied."""
+        return self.heads % gpus == 0 and (self.key_heads % gpus == 0 or gpus % self.key_heads == 0)
 
     def adapter(self, rank: int) -> int:
         """Parameters of a LoRA adapter on all linear layers: a matrix (inputs x rank) and one (rank x outputs)."""
@@ -94,7 +101,8 @@ def shapes(config: dict, parameters: int = 0) -> Shapes | None:
         return None
     layer = (parameters - embeddings) // layers
     widths = (hidden, intermediate, queries, keys, vocabulary, linear)
-    return Shapes(parameters, embeddings, layer, layers, *widths, tied, plain(config))
+    key_heads = config.get("num_key_value_heads") or heads
+    return Shapes(parameters, embeddings, layer, layers, *widths, tied, plain(config), heads, key_heads)
 
 
 def plain(config: dict) -> bool:
@@ -174,6 +182,8 @@ class Plan:
     reference_offloaded: bool = True
     share: float = 0.5  # of a GPU's memory for vLLM; 0: no vLLM
     tensor_parallel: int = 1
+    sequence_parallel: int = 1  # GPUs that share a sequence, of which each takes ``tokens``
+    loaded: int = 0  # models that each process loads into RAM; 0: as verl
     batched_tokens: int = 8192  # of vLLM in one pass
     sequences: int = 256  # of vLLM at once
     on_cpu: bool = False
@@ -294,7 +304,8 @@ def estimate(model: Shapes, plan: Plan, gpu_bytes: float = 0) -> Estimate:
             ram["vLLM's weights"] = vllm["weights"] * plan.gpus
             ram["vLLM's cache"] = plan.cache_bytes * plan.gpus
         return Estimate(ram=ram)
-    ram = {"loading": 4 * model.parameters * (plan.gpus_here if model.tied else 1)}
+    loaded = plan.loaded * plan.gpus_here or (plan.gpus_here if model.tied else 1)
+    ram = {"loading": 4 * model.parameters * loaded}
     machines = max(1, plan.gpus // plan.gpus_here)
     if own_reference and plan.reference_offloaded:
         ram["reference"] = 4 * model.parameters / machines
@@ -355,28 +366,35 @@ def _holds(model: Shapes, plan: Plan, gpu_bytes: float, ram_bytes: float) -> boo
     return on_gpu and (not ram_bytes or ram <= ram_bytes)
 
 
-def _fits(model: Shapes, plan: Plan, gpu_bytes: float) -> bool:
-    """Whether the plan would fit with the best share for vLLM and few tokens."""
-    small = replace(plan, tokens=plan.sequence, share=0.0)
-    sampling = sum(resting(model, plan).values()) + OVERHEAD + (sum(engine(model, plan).values()) if plan.share else 0)
-    return max(sampling, sum(estimate(model, small, gpu_bytes).update.values())) <= gpu_bytes
+def _that_fits(model: Shapes, plan: Plan, gpu_bytes: float, ram_bytes: float) -> Plan | None:
+    """``plan`` with the training state in RAM while vLLM samples, the model or a sequence over more GPUs, or both, and
+    with the share and the tokens that go with it, so that it fits."""
+    tps = _shared(model, plan, plan.tensor_parallel) if plan.share else [plan.tensor_parallel]
+    by_tokens = plan.tokens_by == "MAX_TOKENS_PER_GPU"
+    sps = _shared(model, plan, plan.sequence_parallel) if by_tokens else [plan.sequence_parallel]
+    away = {"weights_offloaded": True, "optimizer_offloaded": True}
+    for sp, tp, state in product(sps, tps, [{}, away] if plan.share and plan.sharded else [{}]):
+        among = replace(plan, sequence_parallel=sp, tensor_parallel=tp, **state)
+        for tokens, share in product(_halved(among), (plan.share, *SHARES) if plan.share else (0.0,)):
+            changed = replace(among, tokens=tokens, share=share)
+            if _holds(model, changed, gpu_bytes, ram_bytes):
+                return changed
+    return None
 
 
 def _spread(model: Shapes, plan: Plan, gpu_bytes: float, ram_bytes: float) -> str:
-    """What makes ``plan`` fit: the training state in RAM while vLLM samples, the model over more GPUs as it samples,
-    or both, with the share and the tokens that go with it; else more GPUs, an adapter or a smaller model."""
-    ways_to_share = [n for n in range(plan.tensor_parallel, plan.gpus_here + 1) if plan.gpus_here % n == 0]
-    states = [{}, {"weights_offloaded": True, "optimizer_offloaded": True}]
-    for tp, state in product(ways_to_share if plan.share else [], states if plan.sharded else [{}]):
-        for tokens, share in product(_halved(plan), (plan.share, *SHARES)):
-            changed = replace(plan, tensor_parallel=tp, tokens=tokens, share=share, **state)
-            if _holds(model, changed, gpu_bytes, ram_bytes):
-                return f"set {_changes(plan, changed)}"
-    counts = [plan.gpus * 2**power for power in range(1, 7)] if plan.sharded else []
-    enough = next((count for count in counts if _fits(model, replace(plan, gpus=count), gpu_bytes)), 0)
-    adapter = not plan.lora_rank and _fits(model, replace(plan, lora_rank=16), gpu_bytes)
-    ways = [f"raise N_GPUS to {enough}"] if enough else []
-    ways += ["set LORA_RANK=16"] if adapter else []
+    """What makes ``plan`` fit on its GPUs; else more GPUs, an adapter or a smaller model."""
+    if changed := _that_fits(model, plan, gpu_bytes, ram_bytes):
+        return f"set {_changes(plan, changed)}"
+    here = max(MACHINE, plan.gpus_here)
+    most = here if plan.loaded else 64 * plan.gpus  # TRL trains on one machine
+    totals = [plan.gpus * 2**power for power in range(1, 7)] if plan.sharded else []
+    more = [replace(plan, gpus=total, gpus_here=min(total, here)) for total in totals if total <= most]
+    adapter = [] if plan.lora_rank else [replace(plan, lora_rank=16)]
+    ways = []
+    for plans in (more, adapter):
+        fitting = (_that_fits(model, changed, gpu_bytes, ram_bytes) for changed in plans)
+        ways += [f"set {_changes(plan, first)}" for first in [next(filter(None, fitting), None)] if first]
     return " or ".join([*ways, "take a smaller MODEL"])
 
 
@@ -384,9 +402,14 @@ def _smaller_update(model: Shapes, plan: Plan, gpu_bytes: float, ram_bytes: floa
     state = sum(training_state(model, plan).values())
     if words := _fewer_tokens(plan, lambda p: sum(estimate(model, p, gpu_bytes).update.values()) <= gpu_bytes):
         return words
-    if state + OVERHEAD < gpu_bytes and _fits(model, replace(plan, sequence=plan.sequence // 2), gpu_bytes):
+    spread = _spread(model, plan, gpu_bytes, ram_bytes)
+    if (
+        not spread.startswith("set ")
+        and state + OVERHEAD < gpu_bytes
+        and _that_fits(model, replace(plan, sequence=plan.sequence // 2), gpu_bytes, ram_bytes)
+    ):
         return "lower MAX_PROMPT_LENGTH or MAX_RESPONSE_LENGTH"
-    return _spread(model, plan, gpu_bytes, ram_bytes)
+    return spread
 
 
 def _less_ram(model: Shapes, plan: Plan, ram_bytes: float) -> str:
@@ -399,12 +422,22 @@ def _less_ram(model: Shapes, plan: Plan, ram_bytes: float) -> str:
     return _fewer_tokens(plan, fits) or ("set LORA_RANK=8 or " if adapter else "") + "take a smaller MODEL"
 
 
+def _least(plan: Plan) -> int:
+    """Tokens of a GPU's part of one sequence."""
+    return math.ceil(plan.sequence / plan.sequence_parallel)
+
+
 def _halved(plan: Plan) -> list[int]:
     """The tokens of a pass, and half of them, down to one sequence."""
     counts = [plan.tokens]
-    while counts[-1] > plan.sequence:
-        counts.append(max(plan.sequence, counts[-1] // 2))
+    while counts[-1] > _least(plan):
+        counts.append(max(_least(plan), counts[-1] // 2))
     return counts
+
+
+def _shared(model: Shapes, plan: Plan, least: int) -> list[int]:
+    """Numbers of GPUs from ``least`` on that may share a model or a sequence."""
+    return [n for n in range(least, plan.gpus_here + 1) if plan.gpus_here % n == 0 and model.divides(n)]
 
 
 def _fewer_tokens(plan: Plan, fits: Callable[[Plan], bool]) -> str:
@@ -417,7 +450,11 @@ def _changes(plan: Plan, changed: Plan) -> str:
     """The variables that make ``changed`` of ``plan``, as `make` takes them."""
     unit = plan.sequence if plan.tokens_by == "MICRO_BATCH_SIZE" else 1
     found = {
+        "N_GPUS": (changed.gpus_here, plan.gpus_here),
+        "NNODES": (changed.gpus // changed.gpus_here, plan.gpus // plan.gpus_here),
+        "LORA_RANK": (changed.lora_rank, plan.lora_rank),
         "TP": (changed.tensor_parallel, plan.tensor_parallel),
+        "SP": (changed.sequence_parallel, plan.sequence_parallel),
         "OFFLOAD": (int(changed.weights_offloaded), int(plan.weights_offloaded)),
         "GPU_MEMORY_UTILIZATION": (f"{changed.share:g}", f"{plan.share:g}"),
         plan.tokens_by: (changed.tokens // unit, plan.tokens // unit),

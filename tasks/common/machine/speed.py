@@ -29,12 +29,13 @@ class GPU:
     memory: float
 
 
-# NVIDIA's data sheets: A100 (PCIe 40 GB, SXM 80 GB), H100 SXM, H200 SXM, L40S; FLOP without sparsity.
+# NVIDIA's data sheets: A100 (PCIe 40 GB, SXM 80 GB), H100 SXM, H200 SXM, A10, L40S; FLOP without sparsity.
 GPUS = {
     "a100": GPU("A100-80G", 312e12, 2.039e12, 80_000 * 2**20),
     "a100-40g": GPU("A100-40G", 312e12, 1.555e12, 40_000 * 2**20),
     "h100": GPU("H100-80G", 989e12, 3.35e12, 80_000 * 2**20),
     "h200": GPU("H200", 989e12, 4.8e12, 142_000 * 2**20),
+    "a10": GPU("A10-24G", 125e12, 0.6e12, 22_500 * 2**20),
     "l40s": GPU("L40S", 362e12, 0.864e12, 45_000 * 2**20),
 }
 MEASURED = "h200"  # all recorded runs

@@ -7,7 +7,9 @@ from pathlib import Path
 from tasks.common.models.merge import has_weights, is_adapter
 
 _SHARD = re.compile(r"(model|optim|extra_state)_world_size_(\d+)_rank_(\d+)\.pt")
-_TRL = ("optimizer.pt", "scheduler.pt", "trainer_state.json")  # what transformers needs to resume
+# What transformers needs to resume: trained whole, and in shards.
+_TRAINER = ("scheduler.pt", "trainer_state.json")
+_TRL = ({"optimizer.pt", *_TRAINER}, {"optimizer.bin", "pytorch_model_fsdp.bin", *_TRAINER})
 
 
 def whole(folder: Path) -> bool:
@@ -24,8 +26,8 @@ def whole(folder: Path) -> bool:
         return of_policy and bool(loader) and all(map(zipfile.is_zipfile, loader)) and all(map(_all_ranks, parts))
     policy = folder / "actor" if (folder / "actor").is_dir() else folder
     models = (policy, policy / "huggingface", policy / "merged")
-    state = sum((folder / name).is_file() for name in _TRL)
-    return state in (0, len(_TRL)) and (is_adapter(policy) or any(map(has_weights, models)))
+    state = {name for name in set().union(*_TRL) if (folder / name).is_file()}
+    return state in (set(), *_TRL) and (is_adapter(policy) or any(map(has_weights, models)))
 
 
 def _all_ranks(part: Path) -> bool:

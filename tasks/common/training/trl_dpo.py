@@ -13,15 +13,19 @@ import os
 import shutil
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import torch
+from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from datasets import Dataset
 from peft import LoraConfig, PeftModel
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.utils.data import SequentialSampler
 from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import DPOConfig, DPOTrainer
+from trl.trainer import dpo_trainer
 
 from tasks.common.data.pairs import ANSWERS, TokenPair, pair_set
 from tasks.common.data.prepare import load_tokenizer
@@ -34,6 +38,7 @@ from tasks.common.runs.folder import last_step, tracker
 from tasks.common.runs.keep import prune
 from tasks.common.settings import Settings, load_settings
 from tasks.common.training import tracking
+from tasks.common.training.methods import dpo
 from tasks.common.training.verl_config import micro_batch
 
 # The device of a process of several on the CPU is cpu:0 by accelerate, a place that torch.load does not know.
@@ -52,11 +57,28 @@ class Trainer(DPOTrainer):
     def _get_train_sampler(self, train_dataset=None):
         return SequentialSampler(self.train_dataset)  # the rows are in the order of training
 
+    def create_accelerator_and_postprocess(self):
+        super().create_accelerator_and_postprocess()
+        if not self.is_fsdp_enabled:
+            return
+        # Not reduced after each micro-batch, the gradients would be whole on each GPU until the last.
+        self.accelerator.no_sync = lambda model: nullcontext()
+        if self.args.bf16:
+            # accelerate's own policy rounds what the model returns to bf16: a log-prob of -50 to a quarter.
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            self.accelerator.state.fsdp_plugin.mixed_precision_policy = policy
+
     def _send_telemetry(self):
         pass
 
     def create_model_card(self, *args, **kwargs):
         pass
+
+    def _save(self, output_dir=None, state_dict=None):
+        if state_dict is not None and self.model.config.tie_word_embeddings:  # gathered, tied weights are there twice
+            tied = self.model._tied_weights_keys or ()
+            state_dict = {name: tensor for name, tensor in state_dict.items() if name not in tied}
+        super()._save(output_dir, state_dict)
 
     def _save_checkpoint(self, model, trial):
         self.model.config.use_cache = True  # in the config that is saved: False would slow down generation
@@ -68,6 +90,15 @@ class Trainer(DPOTrainer):
             # (transformers/trainer.py, _load_from_checkpoint: adapter_subdirs).
             shutil.rmtree(run_dir / f"checkpoints/checkpoint-{step}/ref", ignore_errors=True)
             publish(run_dir, step)
+
+
+def _reference_in_shards(model, accelerator):
+    """The reference, sharded layer by layer as accelerate shards the policy. TRL's own has one shard for all layers:
+    a forward pass would gather the whole model at once."""
+    return fsdp2_prepare_model(accelerator, model).eval()
+
+
+dpo_trainer.prepare_fsdp = _reference_in_shards
 
 
 class MetricsFile(TrainerCallback):
@@ -151,6 +182,15 @@ def remove_unfinished(run_dir: Path) -> None:
 # ---- training
 
 
+def in_shards() -> dict:
+    """What DPOConfig gets for FSDP2. Each process loads the whole model, for nothing would send the reference's weights
+    from the first to the others. transformers 4 has no fields for what stands in
+    the environment."""
+    os.environ |= {"FSDP_VERSION": "2", "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}
+    config = {"version": 2, "reshard_after_forward": True, "cpu_ram_efficient_loading": False}
+    return {"fsdp": "full_shard auto_wrap", "fsdp_config": config | {"state_dict_type": "FULL_STATE_DICT"}}
+
+
 def arguments(s: Settings, run_dir: Path, held_out: int) -> DPOConfig:
     """The settings as TRL's, for a training of STEPS with so many pairs held out."""
     pairs = s.TRAIN_BATCH_SIZE // s.N_GPUS
@@ -183,6 +223,7 @@ def arguments(s: Settings, run_dir: Path, held_out: int) -> DPOConfig:
         save_steps=s.SAVE_FREQ,
         report_to=tracking.loggers(s),
         disable_tqdm=True,
+        **(in_shards() if s.N_GPUS > 1 and dpo.sharded(s) else {}),
     )
 
 

@@ -269,7 +269,7 @@ def sft_overrides(s: Settings, model: Path | str, run_dir: Path, demonstrations:
         f"checkpoint.save_contents={_save_contents(s)}",
         "checkpoint.load_contents=[model,optimizer,extra]",
     ]
-    own = [*stack(s.STACK).OVERRIDES, *stack(s.STACK).SFT_OVERRIDES]
+    own = [f"engine.ulysses_sequence_parallel_size={s.SP}", *stack(s.STACK).OVERRIDES, *stack(s.STACK).SFT_OVERRIDES]
     return verl_versions.translated([*data, *model_, *optim, *trainer, *own], "sft_trainer_engine", s)
 
 
@@ -421,6 +421,7 @@ def memory_plan(config) -> Plan:
         reference_offloaded=not on_cpu,
         share=rollout.gpu_memory_utilization,
         tensor_parallel=rollout.tensor_model_parallel_size,
+        sequence_parallel=actor.ulysses_sequence_parallel_size,
         batched_tokens=rollout.max_num_batched_tokens or 8192,
         sequences=rollout.max_num_seqs or 256,
         on_cpu=on_cpu,
