@@ -31,10 +31,8 @@ from tests.benchmarks import curve
 from tests.helpers import PYTHON, ROOT, SMALL, copy_of_checkout, exported, outside_make
 
 DOCUMENTS = [
-    *(
-        ROOT / name
-        for name in ("README.md", "README.zh-CN.md", "CONTRIBUTING.md", "CHANGELOG.md", "template/README.md")
-    ),
+    *(ROOT / f"{name}.md" for name in ("README", "README.zh-CN", "AGENTS", "CONTRIBUTING", "CHANGELOG")),
+    ROOT / "template/README.md",
     *sorted(ROOT.glob("docs/**/*.md")),
     *sorted(ROOT.glob("tasks/*/README.md")),
 ]
