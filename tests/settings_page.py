@@ -10,8 +10,8 @@ from tasks.common.settings import STACKS, Command, Settings, shown_default, stac
 
 HEAD = """# Settings
 
-Every variable, from `tasks/common/settings.py`. Give one on make's command line, `make train TASK=countdown LR=2e-6`, or
-in the environment. `make settings TASK=countdown` shows the values of a task and where each comes from
+Every variable, from `tasks/common/settings.py`. Give one on make's command line, `make train TASK=countdown LR=2e-6`,
+or in the environment. `make settings TASK=countdown` shows the values of a task and where each comes from
 ([order of precedence](QUICKSTART.md#stages-and-settings)). A task, a method and LoRA have defaults of their own.
 A default that follows from another variable is named by it; `-` is empty.
 `tests/settings_page.py` writes this page.

@@ -27,9 +27,9 @@ from tasks.common.launch.names import of_tasks
 from tasks.common.launch.task import own_stages
 from tasks.common.rewards.judge import Judge
 from tasks.common.settings import Command, Settings, SettingsError, load_settings
-from tests.settings_page import settings_page
 from tests.benchmarks import curve
 from tests.helpers import PYTHON, ROOT, SMALL, copy_of_checkout, exported, outside_make
+from tests.settings_page import settings_page
 
 DOCUMENTS = [
     *(ROOT / f"{name}.md" for name in ("README", "README.zh-CN", "AGENTS", "CONTRIBUTING", "CHANGELOG")),
@@ -95,7 +95,9 @@ def test_links_lead_somewhere(name):
 
 
 def test_a_broken_link_is_found():
-    text = "[a](docs/NOWHERE.md) [b](README.md#no-such-heading) [c](README.md#install) `[d](x)` [e](https://example.org)"
+    text = (
+        "[a](docs/NOWHERE.md) [b](README.md#no-such-heading) [c](README.md#install) `[d](x)` [e](https://example.org)"
+    )
     assert broken_links(ROOT / "README.md", text) == ["docs/NOWHERE.md", "README.md#no-such-heading"]
 
 
@@ -348,7 +350,7 @@ def test_the_translation_says_the_same():
     "part, old, new",
     [
         ("headings", "## ", "### "),
-        ("blocks", "make train", "make eval"),
+        ("blocks", "git clone", "git fetch"),
         ("code", "`make help`", "`make data`"),
         ("links", "(docs/QUICKSTART.md)", "(docs/DATA.md)"),
         ("pictures", "docs/images/countdown-h200.png", "docs/results/h200-countdown-compare.png"),
