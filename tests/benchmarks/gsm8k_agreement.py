@@ -3,7 +3,7 @@
     PYTHONPATH=. python tests/benchmarks/gsm8k_agreement.py path/to/test.jsonl [--out docs/results/gsm8k-agreement.json]
 
 Each row's worked solution gets its own final answer in ten styles that are right, and in six that must not count.
-Prints what each scorer calls right and its speed as a Markdown table; writes JSON, also how often each agrees with ours.
+Prints a Markdown table of what each scorer calls right, and its speed. Writes JSON, with the agreement with ours too.
 """
 
 import argparse
