@@ -51,7 +51,7 @@ def sft_schema(tools: bool = False, episodes: bool = False) -> pa.Schema:
 RL_SCHEMA, SFT_SCHEMA = rl_schema(), sft_schema()
 
 
-FIRST_PROBLEMS = 10  # told at once, of one file
+FIRST_PROBLEMS = 10  # problems shown per file
 
 
 class DataError(ValueError):
@@ -125,7 +125,7 @@ def sft_row(messages: list[dict], response: str | list[dict], tools: list[dict] 
 def write_parquet(rows: Iterable[dict], path: Path, schema: pa.Schema, total: int | None = None) -> int:
     """Write ``rows`` to ``path`` and return their number. Memory does not grow with the number of rows.
 
-    Raises DataError when a row does not fit ``schema``; ``path`` is then as it was.
+    Raises DataError when a row does not fit ``schema``; ``path`` is then unchanged.
     """
     shown = tqdm(rows, f"  {Path(path).name}", total, unit=" rows", leave=False, mininterval=1, disable=None)
     rows, count = iter(shown), 0
@@ -152,7 +152,7 @@ def parquet_rows(path: Path) -> Iterator[dict]:
         values = max(sum(chunk.num_values for chunk in chunks), file.metadata.num_rows)
         if stored > STORED * own + FREE or values > STORED * own + FEW:
             raise DataError(f"its {own:,} bytes expand to {stored:,} bytes and {values:,} values: too many to read")
-        # No value is larger than what is stored: where that is much for such a file, few rows are decoded at a time.
+        # No value is larger than the stored data. If that is large for the file, few rows are decoded at a time.
         at_once = READ_ROWS if stored < 100 * own + FEW else max(1, FREE // stored)
         decoded = 0
         for batch in file.iter_batches(at_once):
@@ -177,7 +177,7 @@ def read_rows(path: Path, limit: int | None = None) -> Iterator[dict]:
 
 
 def messages_problem(messages) -> str | None:
-    """What is wrong with a chat; None if it is one."""
+    """The problem with a chat; None if it is valid."""
     if not isinstance(messages, list) or not messages:
         return "must be a non-empty list of {role, content}"
     for message in messages:

@@ -1,6 +1,6 @@
 """Checkpoints of verl and of DPO, and LoRA adapters, as folders that vLLM and transformers load.
 
-An adapter is not merged for sampling: bfloat16 has too few digits for the small change that it makes to a weight. Where
+An adapter is not merged for sampling: bfloat16 has too few digits for the small change that it makes to a weight. If
 a whole model is needed, it is merged and saved in float32.
 """
 
@@ -83,7 +83,7 @@ def is_lora(checkpoint: Path) -> bool:
 
 
 def loadable(checkpoint: Path, base: str) -> Path:
-    """What evaluation, chat and further training load: the adapter of ``checkpoint``, or the whole model.
+    """The model for evaluation, chat and further training: the adapter of ``checkpoint``, or the whole model.
 
     ``base``: the adapter's base model, a folder or a hub id. Raises as ``merge``.
     """

@@ -1,6 +1,6 @@
 """`make repeat RUN=name`: train again with the recorded settings of a run (launches.py), under a new name.
 
-It checks stack and data, and warns of what has changed since.
+It checks stack and data, and warns of changes since then.
 """
 
 import json
@@ -60,7 +60,7 @@ def check(run_dir: Path) -> tuple[dict, dict]:
 
 
 def _harmless(argument: str) -> bool:
-    """Whether one of ARGS only sets a value: no option of hydra's command, no interpolation, no key that loads code."""
+    """Whether an argument only sets a value: no option of hydra, no interpolation, no key that loads code."""
     key, _, value = argument.partition("=")
     keys = f"{key} {value}" if "{" in value else key
     return bool(re.fullmatch(r"[+]{0,2}[\w.@]+", key)) and not _CODE.search(keys) and "${" not in value
@@ -69,7 +69,7 @@ def _harmless(argument: str) -> bool:
 def variables(made: dict, judge: dict[str, str], name: str, environ: dict[str, str]) -> dict[str, str]:
     """The environment of the training: ``environ`` with the recorded settings and judge, under the name ``name``.
 
-    Raises SettingsError when ``environ`` has another value than the record, which would be no repetition.
+    Raises SettingsError when ``environ`` has another value than the record.
     """
     recorded_values = recorded_texts(made["settings"])
     for key, value in {**recorded_values, **{key: judge.get(key, "") for key in judge_settings() | judge}}.items():
@@ -86,7 +86,7 @@ def variables(made: dict, judge: dict[str, str], name: str, environ: dict[str, s
 
 
 def not_recorded(made: dict) -> list[str]:
-    """Variables of today that the record lacks: they have their default."""
+    """Today's variables that the record lacks; they take their defaults."""
     return sorted(Settings.__dataclass_fields__.keys() - made["settings"].keys())
 
 
@@ -117,7 +117,7 @@ def _complete(run_dir: Path) -> bool:
 
 
 def changed_files(then: dict[str, str], now: dict[str, str]) -> str:
-    """Names of the files whose digest has changed; empty if none has."""
+    """Names of the files whose digest has changed."""
     return ", ".join(name for name in sorted(then.keys() | now.keys()) if then.get(name) != now.get(name))
 
 
