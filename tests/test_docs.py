@@ -16,6 +16,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from tasks.common.launch.names import of_tasks
 from tasks.common.launch.task import own_stages
 from tasks.common.rewards.judge import Judge
 from tasks.common.settings import Command, Settings, SettingsError, load_settings
-from tests.benchmarks import curve
+from tests.benchmarks import curve, pictures
 from tests.helpers import PYTHON, ROOT, SMALL, copy_of_checkout, exported, outside_make
 from tests.settings_page import settings_page
 
@@ -392,6 +393,18 @@ def test_the_readme_shows_the_reward_and_the_files_of_countdown():
     assert files and all((ROOT / "tasks/countdown" / file).is_file() for file in files)
 
 
+@pytest.mark.parametrize("name", pictures.PICTURES)
+def test_the_pictures_of_the_tutorials_are_what_their_script_draws(name, tmp_path):
+    pictures.PICTURES[name](tmp_path / name)
+    assert np.array_equal(plt.imread(tmp_path / name), plt.imread(pictures.IMAGES / name))
+
+
+def test_the_version_is_the_same_everywhere():
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert f"\n## {version} (" in (ROOT / "CHANGELOG.md").read_text()
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+
+
 # ---- measured results
 
 INTERVAL = re.compile(r"-?\d+\.\d+ \[-?\d+\.\d+, -?\d+\.\d+\]")
@@ -442,6 +455,11 @@ def test_a_result_that_its_file_does_not_have_is_found(tmp_path):
 
 
 # ---- pages that are generated, and the file for coding agents
+
+
+def test_the_site_has_every_document_in_its_nav():
+    listed = set(re.findall(r"[\w./-]+\.md$", (ROOT / "docs/site/mkdocs.yml").read_text(), re.M))
+    assert listed == set(NAMES)
 
 
 def test_the_page_of_settings_is_what_the_generator_prints():
