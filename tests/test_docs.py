@@ -462,6 +462,14 @@ def test_the_site_has_every_document_in_its_nav():
     assert listed == set(NAMES)
 
 
+@pytest.mark.long  # installs the site's packages into .venv-docs
+def test_the_site_builds_without_a_broken_link(tmp_path):
+    environment = outside_make() | {"ARTIFACTS": str(tmp_path)}
+    subprocess.run(["make", "docs"], cwd=ROOT, env=environment, check=True)
+    assert (tmp_path / "site/index.html").is_file() and (tmp_path / "site/docs/QUICKSTART.html").is_file()
+    assert "rollout" in (tmp_path / "site/search/search_index.json").read_text()
+
+
 def test_the_page_of_settings_is_what_the_generator_prints():
     assert (ROOT / "docs/SETTINGS.md").read_text() == settings_page()
 
