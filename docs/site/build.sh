@@ -6,7 +6,9 @@ here=docs/site out=${ARTIFACTS:-artifacts} venv=.venv-docs
 if ! cmp -s "$here/requirements.txt" "$venv/.installed"; then
   echo "install $venv"
   rm -rf "$venv"
-  python3 -m venv "$venv"
+  base=${PYTHON:-python3} # that of the stack, where it is installed
+  [[ -x $base ]] || base=python3
+  "$base" -m venv "$venv"
   "$venv/bin/python" -m pip install --quiet --no-deps --disable-pip-version-check -r "$here/requirements.txt"
   cp "$here/requirements.txt" "$venv/.installed"
 fi
