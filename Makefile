@@ -108,6 +108,7 @@ bench_rewards: ## rows per second of every reward, and of the scorers of verl, r
 lock: ## pin all packages of every stack from pyproject.toml; UPGRADE=1 takes the newest versions
 lint: ## run ruff and shellcheck, and check the format
 format: ## format the Python code
+docs: ## build the documents as a site with search: artifacts/site/index.html
 test-all: ## run all tests, including the long end-to-end runs
 bench: ## compare our sampling with plain LLM.generate, in tokens per second; ARGS="--out file.json"
 bench_training: ## time a GRPO step with our settings, those of verl's example, and naive ones; ARGS="--help"
@@ -160,6 +161,9 @@ lint: $(INSTALLED)
 format: $(INSTALLED)
 	@$(OF_PYTHON) ruff check --fix .
 	@$(OF_PYTHON) ruff format .
+
+docs:
+	@bash docs/site/build.sh
 
 clean:
 	@PYTHONPATH=. '$(or $(wildcard $(PYTHON)),python3)' -m tasks.common.runs.clean
