@@ -109,7 +109,7 @@ def _conversation(record: dict, named: dict[str, str]) -> Conversation:
             raise DataError(f"{problem}; {_advice(record)}")
         return Conversation(messages, tools, chosen=better, rejected=worse)
     if not messages:
-        raise DataError(f"is of no known form; {_advice(record)}")
+        raise DataError(f"has no known form; {_advice(record)}")
     answered, answer = messages[-1]["role"] == "assistant", named.get("answer")
     if not answered:
         answer = answer or next((name for name in ANSWERS if name in record and name != prompt), None)
@@ -159,7 +159,7 @@ def _reply(name: str, value) -> tuple[str, list[dict]]:
         return _text(name, value), []
     turns = _at(f"column `{name}`", _turns, value if isinstance(value, list) else [value])
     if turns[-1]["role"] != "assistant" or not turns[-1]["content"] or turns[-1].get("tool_calls"):
-        raise DataError(f"column `{name}` must be an answer in text of the assistant")
+        raise DataError(f"column `{name}` must be a text answer of the assistant")
     return turns[-1]["content"], turns[:-1]
 
 

@@ -152,7 +152,7 @@ def parquet_rows(path: Path) -> Iterator[dict]:
         values = max(sum(chunk.num_values for chunk in chunks), file.metadata.num_rows)
         if stored > STORED * own + FREE or values > STORED * own + FEW:
             raise DataError(f"its {own:,} bytes expand to {stored:,} bytes and {values:,} values: too many to read")
-        # No value is larger than the stored data. If that is large for the file, few rows are decoded at a time.
+        # No value is larger than what is stored: where that is much for such a file, few rows are decoded at a time.
         at_once = READ_ROWS if stored < 100 * own + FEW else max(1, FREE // stored)
         decoded = 0
         for batch in file.iter_batches(at_once):

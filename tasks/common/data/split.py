@@ -126,7 +126,7 @@ def write_split(items: Iterable, folder: Path, form: Form, sizes: Sizes, seed: i
             side[row_key] = json.dumps(vars(item))
     if not usable:
         left = ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in dropped.items() if count)
-        raise SplitError(f"has no row that can be used{f' ({left})' if left else ''}")
+        raise SplitError(f"has no usable row{f' ({left})' if left else ''}")
     test, dev, train, leaked = choose(sorted(own_test), sorted(others), sizes)
     distinct = len(own_test) + len(others)
     dropped["duplicates"] = usable - distinct + leaked

@@ -204,7 +204,7 @@ def data(s: Settings, training: bool) -> Iterator[Finding]:
         by = {"train": "TRAIN_BATCH_SIZE", "sft": "SFT_BATCH_SIZE" if warm_up else ""}.get(name, "")
         wanted = getattr(s, by) if by else 0
         if rows < wanted:
-            yield error("data", f"{file}: {rows} rows, less than {by}={wanted}", f"lower {by}, or take more data")
+            yield error("data", f"{file}: {rows} rows, fewer than {by}={wanted}", f"lower {by}, or take more data")
         else:
             yield ok("data", f"{file}: {rows} rows")
     if manifest.get("gold") and manifest.get("fingerprint") == s.data_fingerprint():

@@ -156,7 +156,7 @@ def merge_adapter(adapter: Path, base: str, target: Path) -> Path:
     try:
         model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype="float32"), adapter)
     except Exception as error:
-        raise SettingsError(f"{adapter}: is no adapter of {base}: {' '.join(str(error).split())[:200]}") from error
+        raise SettingsError(f"{adapter}: is not an adapter of {base}: {' '.join(str(error).split())[:200]}") from error
     note = {"adapter": str(adapter), "base": base, "lost_in_bfloat16": lost_in_bfloat16(model)}
     with folder_beside(target) as partial:
         model.merge_and_unload().save_pretrained(partial)

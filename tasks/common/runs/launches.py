@@ -21,7 +21,7 @@ from tasks.common.install.check import versions
 from tasks.common.runs.secrets import masked, masked_values
 from tasks.common.settings import JUDGED, ROOT, Settings, SettingsError, judge_settings
 
-NEW_FILES, NEW_BYTES = 200, 1 << 20  # limits on new files in a record
+NEW_FILES, NEW_BYTES = 200, 1 << 20  # of new files in a record, at most
 
 
 def begin(run_dir: Path, s: Settings, command: list[str], config: dict | None = None) -> Path:

@@ -162,8 +162,8 @@ def main() -> None:
         raise SettingsError(f"RUN={name}: its task is gone: there is no {task_dir}/train.sh")
     s = load_settings(environ)  # a record is data: its values are checked before anything runs
     unknown = [f"{key} (not in the record)" for key in not_recorded(made)]
-    if not_as_it_was := differences(launch, launches.now(task_dir)) + unknown:
-        print(f"warning: not as it was: {printable('; '.join(not_as_it_was))}")
+    if changed := differences(launch, launches.now(task_dir)) + unknown:
+        print(f"warning: changed since that run: {printable('; '.join(changed))}")
     print(f"RUN={name} again, as RUN={environ['RUN']}", flush=True)
     stage = [sys.executable, "-m", "tasks.common.launch.main"]  # not train.sh: the record has every variable
     environ |= {"PYTHONPATH": f"{ROOT}:{environ.get('PYTHONPATH', '')}".rstrip(":"), "PYTHONUNBUFFERED": "1"}
@@ -172,7 +172,7 @@ def main() -> None:
         sys.exit(code)
     now = launches.data_digests(s.data_dir, s.TRAIN_FILE, s.PAIRS_FILE)
     if changed := changed_files(launch["data"], now):
-        raise SettingsError(f"RUN={name}: was trained on other data than there is now ({changed} differ)")
+        raise SettingsError(f"RUN={name}: was trained on different data ({changed} differ)")
     os.execve(sys.executable, [*stage, "train", *made["arguments"]], environ | {"STAGE": "train"})
 
 
