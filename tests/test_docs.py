@@ -446,6 +446,21 @@ def test_results_are_those_of_their_files():
     assert len(rows) > 50 and [row for row in rows if "(results/" not in row] == []
 
 
+def test_seconds_and_tokens_of_a_step_are_those_of_their_files():
+    rows = re.findall(r"^\|(.*)\]\((results/\S+\.json)\)", (ROOT / "docs/RESULTS.md").read_text(), re.M)
+    timed = [(row, json.loads((ROOT / "docs" / file).read_text())) for row, file in rows]
+    timed = [(row, found) for row, found in timed if "variants" in found]
+    assert len(timed) > 10
+    for row, found in timed:
+        cells = {cell.strip() for cell in row.split("|")}
+        names = ("seconds_step", "seconds_gen", "seconds_update_actor")
+        wanted = [
+            {*(f"{each[name]:.1f}" for name in names), f"{each['tokens_per_second_per_gpu']:,.0f}", found["date"][5:]}
+            for each in found["variants"].values()
+        ]
+        assert any(each <= cells for each in wanted), row
+
+
 def test_a_result_that_its_file_does_not_have_is_found(tmp_path):
     (tmp_path / "a.json").write_text('{"x": {"value": 0.5, "low": 0.4, "high": 0.61}}')
     (tmp_path / "a.txt").write_text("| accuracy | -0.100 [-0.200, 0.000] |")
