@@ -1,4 +1,4 @@
-"""The trainings of `make experiment`: which there are, and several of them at a time."""
+"""The trainings of `make experiment`: their settings, and how to run several at a time."""
 
 import os
 import queue
@@ -19,7 +19,7 @@ from tasks.common.settings import Command, Settings, SettingsError, load_setting
 def planned(s: Settings, command: Command) -> dict[str, Settings]:
     """The settings of each training, by its label METHOD@RATE#SEED, in order. Raises SettingsError.
 
-    All have the data and the warm-up of ``s``, and the smallest mini-batches that one of the methods has.
+    All have the data and the warm-up of ``s``, and the smallest mini-batch of all the methods.
     """
     names = list(dict.fromkeys(filter(None, command.METHODS.split(","))))
     rates = [{"LR": rate} for rate in dict.fromkeys(filter(None, command.LRS.split(",")))] or [{}]
@@ -28,7 +28,9 @@ def planned(s: Settings, command: Command) -> dict[str, Settings]:
         raise SettingsError(f"METHODS={command.METHODS}: name two or more, separated by commas, or several LRS")
     mini = min(each.MINI_BATCH_SIZE for each in chosen)
     runs = {}
-    for seed in range(s.TRAIN_SEED, s.TRAIN_SEED + command.SEEDS):  # outermost: what is cut short has whole seeds
+    for seed in range(
+        s.TRAIN_SEED, s.TRAIN_SEED + command.SEEDS
+    ):  # outermost: an interrupted experiment has complete seeds
         for each in chosen:
             name = f"{s.RUN}-{each.METHOD}-{each.LR:g}-{seed}" if s.RUN else ""
             run = replace(each, MINI_BATCH_SIZE=mini, TRAIN_SEED=seed, RUN=name)
@@ -44,9 +46,9 @@ def gpu_groups(s: Settings, jobs: int) -> list[list[str]]:
 
 
 def train_at_once(runs: dict[str, Settings], arguments: list[str], jobs: int) -> str:
-    """Train ``runs``, ``jobs`` at a time, each in a process of its own with a log of its own.
+    """Train ``runs``, ``jobs`` at a time, each in its own process with its own log.
 
-    They are spread over the groups of GPUs. Those of one group share its memory: each gets its part of
+    They are spread over the groups of GPUs. Those of one group share its memory: each gets an equal part of
     GPU_MEMORY_UTILIZATION. Raises StageFailed after all have ended.
     """
     running: dict[str, subprocess.Popen] = {}
@@ -94,7 +96,7 @@ def train_at_once(runs: dict[str, Settings], arguments: list[str], jobs: int) ->
             pool.shutdown(wait=False, cancel_futures=True)
             for process in running.values():
                 if process.poll() is None:
-                    process.send_signal(signal.SIGINT)  # each ends what it started
+                    process.send_signal(signal.SIGINT)  # each ends its own processes
             raise
     if failed:
         raise StageFailed(
