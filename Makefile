@@ -80,20 +80,20 @@ compare: ## compare BASE with MODEL or the trained model: paired tests, prompts 
 chat: ## talk to MODEL, or to the trained model
 report: ## write the newest run of TASK, or RUN, as one HTML file to attach to a pull request
 test: ## run the fast tests, with TASK only those of tasks/TASK; SLOW=1 adds short real trainings
-clean: ## remove the data, runs and results of TASK; without TASK those of all, and models, after a question or YES=1
+clean: ## remove data, runs and results of TASK (without TASK of all tasks, and models); asks first unless YES=1
 ##@ Before a training
 data: ## prepare the task's data
-attack: ## look for answers that earn reward without being right, for SECONDS=120; exit code 1 when it finds some; POLICY=1 trains a policy first
-rehearse: ## play the run of STACK, PROFILE and all settings on this CPU with a thin model; say what it will need
+attack: ## search SECONDS=120 for wrong answers that earn reward; exit code 1 if any; POLICY=1 first trains a policy
+rehearse: ## play the planned GPU run on this CPU with a thin model; estimate its memory, time and cost
 probe: ## sample MODEL on the data: do the rewards of a prompt differ? FILTER=1 keeps the prompts where they do
 certify: ## prove on a CPU that MODEL is trained on the tokens it samples: template, mask, stop tokens, log-probs
 sft: ## run the SFT warm-up on the task's demonstrations
-config: ## print the training's plan and verl's resolved config, without training
+config: ## print the training's plan and verl's resolved config, and train nothing
 ##@ Training
 dpo: ## like train, with DPO on the pairs of PAIRS_FILE or of the policy's own samples
-all: ## like train, then merge and compare
+all: ## train, then merge and compare
 experiment: ## train with METHODS=grpo,gspo SEEDS=3 LRS=1e-6,3e-6 on the same data, and compare the results
-repeat: ## train RUN again from its record, as a run with another name (docs/RUNS.md)
+repeat: ## train RUN again from its record, under a new name (docs/RUNS.md)
 monitor: ## open a live dashboard of all runs on PORT=7860: curves, samples, comparison
 ##@ After a training
 runs: ## list all runs, or those of TASK: steps, reward, accuracy, date, duration
@@ -108,10 +108,11 @@ bench_rewards: ## rows per second of every reward, and of the scorers of verl, r
 lock: ## pin all packages of every stack from pyproject.toml; UPGRADE=1 takes the newest versions
 lint: ## run ruff and shellcheck, and check the format
 format: ## format the Python code
+docs: ## build the documents as a site with search: artifacts/site/index.html
 test-all: ## run all tests, including the long end-to-end runs
 bench: ## compare our sampling with plain LLM.generate, in tokens per second; ARGS="--out file.json"
 bench_training: ## time a GRPO step with our settings, those of verl's example, and naive ones; ARGS="--help"
-cluster-status: ## list the nodes of the Ray cluster at RAY_ADDRESS; are they enough for NNODES x N_GPUS?
+cluster-status: ## list the nodes of the Ray cluster at RAY_ADDRESS, and check for NNODES x N_GPUS free GPUs
 
 help:
 	@echo 'make TARGET TASK=<$(subst $() ,|,$(TASKS))> [VARIABLE=value ...] [ARGS="hydra.key=value ..."]'
@@ -160,6 +161,9 @@ lint: $(INSTALLED)
 format: $(INSTALLED)
 	@$(OF_PYTHON) ruff check --fix .
 	@$(OF_PYTHON) ruff format .
+
+docs:
+	@bash docs/site/build.sh
 
 clean:
 	@PYTHONPATH=. '$(or $(wildcard $(PYTHON)),python3)' -m tasks.common.runs.clean

@@ -16,6 +16,7 @@ import re
 import shlex
 import subprocess
 import sys
+import tomllib
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -27,14 +28,13 @@ from tasks.common.launch.names import of_tasks
 from tasks.common.launch.task import own_stages
 from tasks.common.rewards.judge import Judge
 from tasks.common.settings import Command, Settings, SettingsError, load_settings
-from tests.benchmarks import curve
+from tests.benchmarks import curve, pictures
 from tests.helpers import PYTHON, ROOT, SMALL, copy_of_checkout, exported, outside_make
+from tests.settings_page import settings_page
 
 DOCUMENTS = [
-    *(
-        ROOT / name
-        for name in ("README.md", "README.zh-CN.md", "CONTRIBUTING.md", "CHANGELOG.md", "template/README.md")
-    ),
+    *(ROOT / f"{name}.md" for name in ("README", "README.zh-CN", "AGENTS", "CONTRIBUTING", "CHANGELOG")),
+    ROOT / "template/README.md",
     *sorted(ROOT.glob("docs/**/*.md")),
     *sorted(ROOT.glob("tasks/*/README.md")),
 ]
@@ -96,7 +96,9 @@ def test_links_lead_somewhere(name):
 
 
 def test_a_broken_link_is_found():
-    text = "[a](docs/NOWHERE.md) [b](README.md#no-such-heading) [c](README.md#quick-start) `[d](x)` [e](https://example.org)"
+    text = (
+        "[a](docs/NOWHERE.md) [b](README.md#no-such-heading) [c](README.md#install) `[d](x)` [e](https://example.org)"
+    )
     assert broken_links(ROOT / "README.md", text) == ["docs/NOWHERE.md", "README.md#no-such-heading"]
 
 
@@ -349,11 +351,11 @@ def test_the_translation_says_the_same():
     "part, old, new",
     [
         ("headings", "## ", "### "),
-        ("blocks", "make test", "make lint"),
+        ("blocks", "git clone", "git fetch"),
         ("code", "`make help`", "`make data`"),
         ("links", "(docs/QUICKSTART.md)", "(docs/DATA.md)"),
         ("pictures", "docs/images/countdown-h200.png", "docs/results/h200-countdown-compare.png"),
-        ("rows", "\n| stack `a100`", "\nstack `a100`"),
+        ("rows", "\n| A100", "\nA100"),
         ("numbers", "→ 0.88", "→ 0.95"),
     ],
 )
@@ -369,13 +371,133 @@ def test_the_picture_of_the_readme_is_drawn_from_its_file_and_its_caption_says_w
     assert curve.PICTURE.stat().st_size < 60_000
     values = curve.curve(curve.METRICS)
     scores, entropies = values[curve.SCORE], values[curve.ENTROPY]
-    text = (ROOT / "README.md").read_text()
-    caption = f"({scores[0]:.2f} → {scores[-1]:.2f}) and entropy ({entropies[0]:.3f} → {entropies[-1]:.3f} nats)"
-    assert f"{caption} in {values['step'][-1]} GRPO steps" in text
+    text = " ".join((ROOT / "README.md").read_text().split())
+    assert f"rises ({scores[0]:.2f} → {scores[-1]:.2f}), and the entropy falls ({entropies[0]:.3f} → " in text
+    assert f"→ {entropies[-1]:.3f} nats)" in text and f"{values['step'][-1]} GRPO steps" in text
     found = json.loads((ROOT / "docs/results/h200-countdown-learning-eval.json").read_text())
     start, end = (found[name]["metrics"]["pass@1"]["value"] for name in ("SFT warm-up", "GRPO, step 20"))
-    assert f"warm-up {start:.3f},\nGRPO {end:.3f}" in text
+    gain = found["GRPO, step 20 less SFT warm-up, paired"]["pass@1"]
+    assert f"from {start:.3f} to {end:.3f}" in text and f"+{interval(gain)}, paired" in text
     assert f"]({curve.PICTURE.relative_to(ROOT)})" in text
+
+
+def test_the_readme_shows_the_reward_and_the_files_of_countdown():
+    """The reward as it is, but for its docstrings."""
+    shown = next(block.text for block in blocks((ROOT / "README.md").read_text()) if block.language == "python")
+    own = ast.parse((ROOT / "tasks/countdown/reward.py").read_text())
+    own.body = own.body[1:]
+    own.body[-1].body = own.body[-1].body[1:]
+    assert ast.unparse(ast.parse(shown)) == ast.unparse(own)
+    tree = next(b.text for b in blocks((ROOT / "README.md").read_text()) if b.text.startswith("tasks/countdown/"))
+    files = [line.split()[0] for line in tree.splitlines()[1:]]
+    assert files and all((ROOT / "tasks/countdown" / file).is_file() for file in files)
+
+
+@pytest.mark.parametrize("name", pictures.PICTURES)
+def test_the_pictures_of_the_tutorials_are_what_their_script_draws(name, tmp_path):
+    pictures.PICTURES[name](tmp_path / name)
+    assert np.array_equal(plt.imread(tmp_path / name), plt.imread(pictures.IMAGES / name))
+
+
+def test_the_version_is_the_same_everywhere():
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert f"\n## {version} (" in (ROOT / "CHANGELOG.md").read_text()
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+# ---- measured results
+
+INTERVAL = re.compile(r"-?\d+\.\d+ \[-?\d+\.\d+, -?\d+\.\d+\]")
+
+
+def interval(found: dict) -> str:
+    return f"{found['value']:.3f} [{found['low']:.3f}, {found['high']:.3f}]"
+
+
+def intervals(path: Path) -> set[str]:
+    """The values with intervals that a file of results has: those of JSON, or those on a screen."""
+
+    def inside(found) -> set[str]:
+        own = {interval(found)} if isinstance(found, dict) and {"value", "low", "high"} <= set(found) else set()
+        parts = found.values() if isinstance(found, dict) else found if isinstance(found, list) else ()
+        return own.union(*map(inside, parts))
+
+    text = path.read_text()
+    return inside(json.loads(text)) if path.suffix == ".json" else set(INTERVAL.findall(text))
+
+
+def not_measured(text: str, folder: Path) -> list[str]:
+    """The rows of ``text`` with an interval that none of the files has to which the row links."""
+    wrong = []
+    for row in re.findall(r"^\|.*\[.*$", text, re.M):
+        files = [folder / name for name in re.findall(r"\]\((\S+\.(?:json|txt))\)", row)]
+        if set(INTERVAL.findall(row)) - set().union(*map(intervals, files)):
+            wrong.append(row)
+    return wrong
+
+
+def test_results_are_those_of_their_files():
+    text = (ROOT / "docs/RESULTS.md").read_text()
+    assert len(INTERVAL.findall(text)) > 100
+    assert not_measured(text, ROOT / "docs") == []
+    # Each row of a table with files has one.
+    tables = re.findall(r"^\|.*\| files \|\n\|[-|]+\|\n((?:\|.*\n)+)", text, re.M)
+    rows = [row for table in tables for row in table.splitlines()]
+    assert len(rows) > 50 and [row for row in rows if "(results/" not in row] == []
+
+
+def test_seconds_and_tokens_of_a_step_are_those_of_their_files():
+    rows = re.findall(r"^\|(.*)\]\((results/\S+\.json)\)", (ROOT / "docs/RESULTS.md").read_text(), re.M)
+    timed = [(row, json.loads((ROOT / "docs" / file).read_text())) for row, file in rows]
+    timed = [(row, found) for row, found in timed if "variants" in found]
+    assert len(timed) > 10
+    for row, found in timed:
+        cells = {cell.strip() for cell in row.split("|")}
+        names = ("seconds_step", "seconds_gen", "seconds_update_actor")
+        wanted = [
+            {*(f"{each[name]:.1f}" for name in names), f"{each['tokens_per_second_per_gpu']:,.0f}", found["date"][5:]}
+            for each in found["variants"].values()
+        ]
+        assert any(each <= cells for each in wanted), row
+
+
+def test_a_result_that_its_file_does_not_have_is_found(tmp_path):
+    (tmp_path / "a.json").write_text('{"x": {"value": 0.5, "low": 0.4, "high": 0.61}}')
+    (tmp_path / "a.txt").write_text("| accuracy | -0.100 [-0.200, 0.000] |")
+    right = "| a | 0.500 [0.400, 0.610] | [file](a.json) |\n| b | -0.100 [-0.200, 0.000] | [screen](a.txt) |\n"
+    wrong = "| c | 0.500 [0.400, 0.620] | [file](a.json) |\n| d | -0.100 [-0.200, 0.000] | none |"
+    assert not_measured(right + wrong, tmp_path) == wrong.splitlines()
+
+
+# ---- pages that are generated, and the file for coding agents
+
+
+def test_the_site_has_every_document_in_its_nav():
+    listed = set(re.findall(r"[\w./-]+\.md$", (ROOT / "docs/site/mkdocs.yml").read_text(), re.M))
+    assert listed == set(NAMES)
+
+
+@pytest.mark.long  # installs the site's packages into .venv-docs
+def test_the_site_builds_without_a_broken_link(tmp_path):
+    environment = outside_make() | {"ARTIFACTS": str(tmp_path)}
+    subprocess.run(["make", "docs"], cwd=ROOT, env=environment, check=True)
+    assert (tmp_path / "site/index.html").is_file() and (tmp_path / "site/docs/QUICKSTART.html").is_file()
+    assert "rollout" in (tmp_path / "site/search/search_index.json").read_text()
+
+
+def test_the_page_of_settings_is_what_the_generator_prints():
+    assert (ROOT / "docs/SETTINGS.md").read_text() == settings_page()
+
+
+def test_agents_are_told_each_file_of_a_task_and_each_kind_of_reward():
+    text = (ROOT / "AGENTS.md").read_text()
+    assert text.count("\n") < 120
+    folder = ROOT / "template/{{cookiecutter.task}}"
+    files = {re.sub(r"{%.*?%}", "", path.name) for path in folder.iterdir() if path.is_file()}
+    assert {"prepare_data.py", "reward.py", "environment.py"} <= files
+    assert [name for name in sorted(files - {"data.jsonl"}) if f"`{name}`" not in text] == []
+    kinds = json.loads((ROOT / "template/cookiecutter.json").read_text())["reward"]
+    assert [kind for kind in kinds if kind != "environment" and f"`{kind}`" not in text] == []
 
 
 # ---- blocks

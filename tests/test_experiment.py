@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -148,3 +149,23 @@ def test_several_trainings_at_a_time_share_the_gpus_memory_and_say_which_failed(
     logs = [log.read_text() for log in sorted(tmp_path.glob("runs/countdown/*/job.log"))]
     assert len(logs) == 4 and all(text.startswith("4 a=1 ") and " 0.3 " in text for text in logs)
     assert (tmp_path / "gspo-43").exists()
+
+
+def test_the_trainings_are_spread_over_the_gpus_that_are_there(monkeypatch, tmp_path):
+    """Three at a time with two GPUs each on five: two groups, of which one has two trainings and so half its memory."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,3,4,6,7")
+    changes = {"STACK": "current", "N_GPUS": "2", "ARTIFACTS": str(tmp_path), "GPU_MEMORY_UTILIZATION": "0.6"}
+    runs = planned(monkeypatch, METHODS="grpo,gspo", SEEDS="3", **changes)
+    s = next(iter(runs.values()))
+    assert experiments.gpu_groups(s, 8) == [["1", "3"], ["4", "6"]]
+    assert experiments.gpu_groups(s, 1) == experiments.gpu_groups(replace(s, N_GPUS=4), 8) == [[]]
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\nsleep 1\necho "$CUDA_VISIBLE_DEVICES $GPU_MEMORY_UTILIZATION $SHARED_GPU"\n')
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+    experiments.train_at_once(runs, [], 3)
+    said = sorted(log.read_text() for log in tmp_path.glob("runs/countdown/*/job.log"))
+    assert set(said) == {"1,3 0.3 1\n", "4,6 0.3 1\n"} and len(said) == 6
+    assert experiments.train_at_once(runs, [], 2) == "6 trainings, 2 at a time"
+    said = {log.read_text() for log in tmp_path.glob("runs/countdown/*/job.log")}
+    assert said == {"1,3 0.6 \n", "4,6 0.6 \n"}

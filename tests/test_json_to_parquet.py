@@ -423,7 +423,7 @@ def test_long_prompts_are_dropped_by_the_tokenizer(tmp_path, small_model):
 
 
 ODD = {
-    "unknown form": ([{"a": 1}], [], "line 1: is of no known form; it has columns a"),
+    "unknown form": ([{"a": 1}], [], "line 1: has no known form; it has columns a"),
     "a later row": ([*plain(3), {"question": "x", "answer": None}], [], "line 4: column `answer`"),
     "a column that goes": ([*plain(3), {"question": "x"}], [], "line 4: has a prompt but no answer"),
     "another type": ([*plain(3), {"question": 3, "answer": 1}], [], "line 4: column `question` must be text"),

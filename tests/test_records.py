@@ -409,7 +409,7 @@ def test_make_repeat_prepares_the_data_checks_it_and_trains_by_the_ordinary_path
     shutil.rmtree(s.data_dir)
 
     result = make("repeat", RUN="mine", STACK="cpu", **where)
-    assert "RUN=mine again, as RUN=mine-repeat-1" in result.stdout and "warning: not as it was" not in result.stdout
+    assert "RUN=mine again, as RUN=mine-repeat-1" in result.stdout and "warning: changed" not in result.stdout
     assert "16 test, 8 dev, 64 train, 32 sft from generate" in result.stdout
     assert len(errors(result)) == 1 and "MODEL=/no/such/model: no such folder" in errors(result)[0], result.stdout
 
@@ -417,8 +417,8 @@ def test_make_repeat_prepares_the_data_checks_it_and_trains_by_the_ordinary_path
     noted = json.loads(file.read_text())
     file.write_text(json.dumps(noted | {"data": noted["data"] | {"train.parquet": "0"}, "git": {"commit": "0" * 40}}))
     result = make("repeat", RUN="mine", STACK="cpu", **where)
-    assert "warning: not as it was: commit 000000000000 -> " in result.stdout
-    assert errors(result) == ["error: RUN=mine: was trained on other data than there is now (train.parquet differ)"]
+    assert "warning: changed since that run: commit 000000000000 -> " in result.stdout
+    assert errors(result) == ["error: RUN=mine: was trained on different data (train.parquet differ)"]
     assert result.returncode != 0 and not (s.runs_dir / "mine-repeat-1").exists()
 
 

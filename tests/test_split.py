@@ -194,8 +194,8 @@ def test_schema_has_tools_when_one_row_needs_them(tmp_path):
 @pytest.mark.parametrize(
     "given, sizes, message",
     [
-        ([], Sizes(), "no row that can be used"),
-        ([None, None], Sizes(), r"no row that can be used \(2 unusable\)"),
+        ([], Sizes(), "no usable row"),
+        ([None, None], Sizes(), r"no usable row \(2 unusable\)"),
         (items(1), Sizes(), "only 1 different rows: 1 for the test set, 0 to train on"),
         (items(10), Sizes(test=10), "only 10 different rows: 10 for the test set, 0 to train on"),
         (items(10), Sizes(test=0), "no test split of its own: set TEST_SIZE"),
@@ -407,8 +407,8 @@ def test_turns_of_a_group_go_to_one_side(folder, small_model):
         ({"TEST_SIZE": 6}, examples(6), r"6 for the test set, 0 to train on"),
         ({"TEST_SIZE": 0}, examples(30), r"no test split of its own"),
         ({"TEST_SIZE": 0}, examples(30, split="test"), r"0 to train on"),
-        ({}, [], r"no row that can be used"),
-        ({"MAX_PROMPT_LENGTH": 5}, examples(30), r"no row that can be used \(30 too long\)"),
+        ({}, [], r"no usable row"),
+        ({"MAX_PROMPT_LENGTH": 5}, examples(30), r"no usable row \(30 too long\)"),
     ],
 )
 def test_too_little_is_refused_and_the_old_data_stays(folder, small_model, changes, given, message):

@@ -1,4 +1,4 @@
-"""Files: written beside and renamed, so that nothing half-written has a final name; JSON; digests."""
+"""Files: written under another name and then renamed, so that none is half-written; JSON; digests."""
 
 import errno
 import fcntl
@@ -20,7 +20,7 @@ def _remove(path: Path) -> None:
 
 
 def _no_space(error: Exception) -> int:
-    """The number of NO_SPACE that ``error`` is about, else 0. safetensors and torch raise classes of their own."""
+    """The error number of NO_SPACE that caused ``error``, else 0. safetensors and torch raise classes of their own."""
     number = getattr(error, "errno", None)
     if number in NO_SPACE:
         return number
@@ -28,7 +28,7 @@ def _no_space(error: Exception) -> int:
 
 
 def _remove_abandoned(target: Path) -> None:
-    """Remove what processes that were killed left of ``target``: the partial ones that no process has locked."""
+    """Remove the partial files of ``target`` that killed processes left: those that no process has locked."""
     for path in target.parent.glob(f".{glob.escape(target.name)}.*partial"):
         with suppress(OSError):
             descriptor = os.open(path, os.O_RDONLY)
@@ -57,7 +57,7 @@ def _new_partial(target: Path, make: Callable[[Path], None]) -> tuple[Path, int]
 def partial_of(target: Path, make: Callable[[Path], None] = Path.mkdir) -> Iterator[Path]:
     """Yield a new folder beside ``target``, or what ``make`` makes, of this process alone; it is removed at the end.
 
-    So two processes may write the same target. What a killed process left is removed by the next one. On a full disk
+    So two processes can write the same target. The next one removes a killed process's leftovers. On a full disk
     the OSError names ``target``.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -87,7 +87,7 @@ def written_beside(path: Path) -> Iterator[Path]:
 def folder_beside(target: Path) -> Iterator[Path]:
     """Yield an empty folder beside ``target`` that becomes ``target`` at the end; an error leaves nothing behind.
 
-    Where another process was first, with files of the same names, its folder stays.
+    If another process was first, with files of the same names, its folder stays.
     """
     with partial_of(target) as partial:
         yield partial
@@ -99,13 +99,13 @@ def folder_beside(target: Path) -> Iterator[Path]:
 
 
 def check_writable(path: Path) -> None:
-    """Raise OSError unless a file can be written as ``path``; for the start of work whose result goes there."""
+    """Raise OSError unless a file can be written as ``path``. For checks before long work."""
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder")
     if not path.parent.is_dir():
         raise FileNotFoundError(f"{path.parent}: no such folder")
     with partial_of(path, Path.touch) as partial:
-        partial.write_bytes(b"0")  # a full disk takes an empty file
+        partial.write_bytes(b"0")  # a full disk still accepts an empty file
 
 
 def write_json(path: Path, value) -> None:

@@ -1,4 +1,4 @@
-"""A reward in a process of its own, for answers and data that may break it: a time limit for each call, no network."""
+"""A reward in its own process, for answers and data that may break it: time limit per call, no network."""
 
 import json
 import multiprocessing
@@ -15,9 +15,9 @@ from typing import Protocol
 from tasks.common.process import die_with_parent
 from tasks.common.text import one_line
 
-CALL_SECONDS = 30.0  # more than a sandbox gives an answer, and its new process after that
-FIRST_SECONDS = 150.0  # for what a reward loads at its first call
-MEMORY = 4 * 2**30  # bytes that a call may take beyond what the process has
+CALL_SECONDS = 30.0  # longer than a sandbox allows for an answer and for its new process
+FIRST_SECONDS = 150.0  # a reward may load libraries at its first call
+MEMORY = 4 * 2**30  # bytes that a call may add
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Result:
 
     @property
     def right(self) -> bool:
-        """``acc`` 1; of a reward without ``acc`` a score of 1 or more."""
+        """``acc`` is 1; for a reward without ``acc``, the score is 1 or more."""
         return not self.problem and (self.score if self.acc is None else self.acc) >= 1
 
 
@@ -51,7 +51,7 @@ class Row(Protocol):
 class Guarded:
     """``compute_score`` over ``rows`` in a forked process, which is replaced when a call takes longer than ``seconds``.
 
-    ``network``: let it connect, as a judge must, which limits its time itself. ``fatal``: an error of the reward to
+    ``network``: let it connect, for a judge, which limits its own time. ``fatal``: an error of the reward to
     raise here, with its message. ``calls`` counts. ``known``: the row whose demonstration a new process scores first,
     in up to FIRST_SECONDS.
     """

@@ -91,13 +91,19 @@ def _same_as(name: str) -> Callable[[dict[str, str]], str]:
     return value
 
 
-def _visible_gpus(values: dict[str, str]) -> str:
-    """all that are visible"""
+def visible_gpus() -> list[str]:
+    """The NVIDIA GPUs that a training sees, as CUDA_VISIBLE_DEVICES names them."""
     if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
-        return str(len(visible.split(",")))
+        return visible.split(",")
     if not shutil.which("nvidia-smi"):
-        return "0"
-    return str(len(subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout.splitlines()))
+        return []
+    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout.splitlines()
+    return [str(number) for number in range(len(listed))]
+
+
+def _all_gpus(values: dict[str, str]) -> str:
+    """all that are visible"""
+    return str(len(visible_gpus()))
 
 
 @dataclass(frozen=True)
@@ -109,15 +115,15 @@ class Settings:
     # model and data
     MODEL: str = variable("Qwen/Qwen2.5-1.5B-Instruct", "hub id, folder or `embedded` (SmolLM2-135M-Instruct)", _given)
     INIT: str = variable("base", "start from `base`, or from an SFT warm-up (`sft`)", _one_of("base", "sft"))
-    SOURCE: str = variable("generate", "where the data comes from; train.sh names the task's sources", _given)
+    SOURCE: str = variable("generate", "source of the data; train.sh names those of the task", _given)
     FILE: str = variable("", "a data file (json, jsonl, csv, parquet), or a folder of them, as the source")
-    MAX_SAMPLES: int = variable("0", "at most this many examples of a file or data set; 0: all", _from_0)
+    MAX_SAMPLES: int = variable("0", "the most examples to use of a file or data set; 0: all", _from_0)
     DIFFICULTY: str = variable("hard", "of generated problems: easy or hard", _one_of("easy", "hard"))
     TRAIN_SIZE: int = variable("8192", "training prompts; 0: all that a file or data set has", _from_0)
     TEST_SIZE: float = variable("512", "test prompts: count, share below 1, or 0: all of a test split", _count_or_share)
     TEST_SHARE: float = variable(
         "0.1",
-        "the most that a default TEST_SIZE takes of a file without a test split; 1 if you set TEST_SIZE",
+        "largest share that a default TEST_SIZE takes of a file without a test split; 1 if you set TEST_SIZE",
         _fraction,
     )
     DEV_SIZE: int = variable("128", "prompts for validation, taken from the training data; 0: none", _from_0)
@@ -125,7 +131,7 @@ class Settings:
     SFT_SOURCE: str = variable(
         "task", "demonstrations: the `task`'s, or correct `samples` of MODEL", _one_of("task", "samples")
     )
-    TRAIN_FILE: str = variable("", "parquet to train on in place of train.parquet, e.g. the signal.parquet of a probe")
+    TRAIN_FILE: str = variable("", "parquet to train on instead of train.parquet, e.g. a probe's signal.parquet")
     PAIRS_FILE: str = variable("", "dpo: parquet, json or jsonl of prompt, chosen, rejected; empty: own samples")
     SAMPLED_PROMPTS: int = variable("1024", "prompts sampled for SFT_SOURCE=samples and dpo; 0: all", _from_0)
     GOLD: str = variable(
@@ -133,8 +139,8 @@ class Settings:
         "rows whose demonstration the reward calls wrong: `warn`, `drop` or `error`",
         _one_of("drop", "warn", "error"),
     )
-    SEED: int = variable("42", "of data, sampling and shuffling", _from_0)
-    TRAIN_SEED: int = variable(_same_as("SEED"), "of RL and DPO alone: order of prompts, sampling", _from_0)
+    SEED: int = variable("42", "seed of data, sampling and shuffling", _from_0)
+    TRAIN_SEED: int = variable(_same_as("SEED"), "seed of RL and DPO only: order of prompts, sampling", _from_0)
     # optimisation
     METHOD: str = variable("grpo", f"one of {', '.join(METHODS)}", _one_of(*METHODS))
     REWARD: str = variable("", "variant of the task's reward; train.sh names the variants", _name)
@@ -146,45 +152,47 @@ class Settings:
         "responses cut off at the limit: counted, masked (no loss), or shaped (a soft penalty near the limit)",
         _one_of("counted", "masked", "shaped"),
     )
-    SELF_PLAY_ROUNDS: int = variable("1", "trainings of STEPS; each starts from the last, its reference too", positive)
+    SELF_PLAY_ROUNDS: int = variable("1", "trainings of STEPS; each starts from the last, also its reference", positive)
     TRAIN_BATCH_SIZE: int = variable(_batch_size, "prompts (dpo: pairs) per step", positive)
     MINI_BATCH_SIZE: int = variable("0", "prompts per optimizer step; 0: the method's default", _from_0)
     LR: float = variable("1e-6", "learning rate of the policy", positive)
-    LR_WARMUP: int = variable("0", "steps in which the rate of the policy rises to LR", _from_0)
-    CLIP_LOW: float = variable("0.2", "RL methods: ratios count from 1 - CLIP_LOW", positive)
-    CLIP_HIGH: float = variable("0.2", "RL methods: ratios count up to 1 + CLIP_HIGH", positive)
+    LR_WARMUP: int = variable("0", "steps over which the policy's rate rises to LR", _from_0)
+    CLIP_LOW: float = variable("0.2", "RL methods: ratios are clipped below 1 - CLIP_LOW", positive)
+    CLIP_HIGH: float = variable("0.2", "RL methods: ratios are clipped above 1 + CLIP_HIGH", positive)
     CRITIC_LR: float = variable("1e-5", "ppo: learning rate of the critic", positive)
-    CRITIC_WARMUP: int = variable("5", "ppo: the first steps, in which only the critic learns", _from_0)
+    CRITIC_WARMUP: int = variable("5", "ppo: first steps, in which only the critic learns", _from_0)
     KL_COEF: float = variable(_kl_coef, "weight of the KL to the start; 0: no reference model", _from_0)
     EGPO_LAMBDA: float = variable("0.4", "egpo: weight of the entropy in the advantage; 0: GRPO", _from_0)
-    EGPO_ALPHA: float = variable("2.0", "egpo: the entropy counts up to advantage / EGPO_ALPHA", positive)
-    DPO_EPOCHS: int = variable("1", "dpo: epochs over the pairs, which make its steps; STEPS is not used", positive)
+    EGPO_ALPHA: float = variable("2.0", "egpo: the entropy term is at most advantage / EGPO_ALPHA", positive)
+    DPO_EPOCHS: int = variable("1", "dpo: epochs over the pairs; they set the number of steps, not STEPS", positive)
     ROLLOUT_CORRECTION: str = variable(
         "token",
-        "for the engine's other log-probs: weight each `token`, also reject responses (`sequence`), or `none`",
+        "correct for the engine's log-probs: weight each `token`, also reject responses (`sequence`), or `none`",
         _one_of("token", "sequence", "none"),
     )
-    DPO_BETA: float = variable("0.1", "dpo: beta, how strongly the policy is held to the start", positive)
+    DPO_BETA: float = variable("0.1", "dpo: beta, how strongly the policy is kept near the start", positive)
     SFT_STEPS: int = variable("64", "optimizer steps of the warm-up", positive)
     SFT_BATCH_SIZE: int = variable("64", "demonstrations per step", positive)
     SFT_LR: float = variable("1e-5", "learning rate of the warm-up", positive)
     # rollouts and lengths
     ROLLOUT_N: int = variable("8", "samples per prompt, the group of a group advantage", positive)
-    TEMPERATURE: float = variable("1.0", "of rollouts", positive)
+    TEMPERATURE: float = variable("1.0", "sampling temperature of rollouts", positive)
     MAX_PROMPT_LENGTH: int = variable("256", "tokens", positive)
-    MAX_RESPONSE_LENGTH: int = variable("1024", "tokens; multi-turn: of all turns and tool results", positive)
+    MAX_RESPONSE_LENGTH: int = variable("1024", "tokens; multi-turn: all turns and tool results together", positive)
     # multi-turn tasks (tasks/TASK/environment.py)
-    MAX_TURNS: int = variable("8", "multi-turn: the model's turns in an episode", positive)
-    MAX_TURN_LENGTH: int = variable(_same_as("MAX_RESPONSE_LENGTH"), "multi-turn: tokens of one turn", positive)
+    MAX_TURNS: int = variable("8", "multi-turn: turns of the model per episode", positive)
+    MAX_TURN_LENGTH: int = variable(_same_as("MAX_RESPONSE_LENGTH"), "multi-turn: tokens per turn", positive)
     STEP_SECONDS: float = variable("30", "multi-turn: a longer step of the environment ends the episode", positive)
     # hardware
-    N_GPUS: int = variable(_visible_gpus, "GPUs per machine (cpu stack: processes in place of GPUs)", positive)
-    NNODES: int = variable("1", "machines with N_GPUS each; more than one: of the Ray cluster at RAY_ADDRESS", positive)
-    TP: int = variable("1", "GPUs that share a model as it samples, in training and evaluation", positive)
+    N_GPUS: int = variable(_all_gpus, "GPUs per machine (cpu stack: processes in place of GPUs)", positive)
+    NNODES: int = variable("1", "machines with N_GPUS each; 2 or more need the Ray cluster at RAY_ADDRESS", positive)
+    TP: int = variable("1", "GPUs that share a model while it samples, in training and evaluation", positive)
     SP: int = variable("1", "GPUs that share a sequence in the update (Ulysses)", positive)
     OFFLOAD: int = variable("0", "1: parameters and optimizer wait in CPU memory while vLLM samples", _one_of(0, 1))
-    MAX_TOKENS_PER_GPU: int = variable("32768", "in one forward pass, without padding; 0: MICRO_BATCH_SIZE", _from_0)
-    MICRO_BATCH_SIZE: int = variable("16", "dpo, MAX_TOKENS_PER_GPU=0: sequences per GPU in a forward pass", positive)
+    MAX_TOKENS_PER_GPU: int = variable(
+        "32768", "tokens per forward pass, without padding; 0: MICRO_BATCH_SIZE", _from_0
+    )
+    MICRO_BATCH_SIZE: int = variable("16", "sequences per forward pass, for dpo and MAX_TOKENS_PER_GPU=0", positive)
     GPU_MEMORY_UTILIZATION: float = variable("0.5", "share of GPU memory for vLLM", _fraction)
     # LoRA
     LORA_RANK: int = variable("0", "0: full fine-tuning", _from_0)
@@ -193,10 +201,10 @@ class Settings:
     N: int = variable("4", "samples per prompt", positive)
     LIMIT: int = variable("0", "only the first LIMIT prompts; 0: all", _from_0)
     GREEDY: int = variable("1", "1: also a greedy response per prompt; 0: none", _one_of(0, 1))
-    EVAL_TEMPERATURE: float = variable(_same_as("TEMPERATURE"), "of evaluation; 0: one greedy response", _from_0)
-    TOP_P: float = variable("1.0", "of evaluation", _fraction)
+    EVAL_TEMPERATURE: float = variable(_same_as("TEMPERATURE"), "in evaluation; 0: one greedy response", _from_0)
+    TOP_P: float = variable("1.0", "in evaluation", _fraction)
     MAX_NEW_TOKENS: int = variable(_same_as("MAX_RESPONSE_LENGTH"), "tokens per response in evaluation", positive)
-    EVAL_SEED: int = variable("0", "of the engine in evaluation", _from_0)
+    EVAL_SEED: int = variable("0", "seed of the engine in evaluation", _from_0)
     # run
     RUN: str = variable("", "name of the run; empty: made from the settings", _name)
     SAVE_FREQ: int = variable("20", "steps between checkpoints", positive)
@@ -222,7 +230,7 @@ class Settings:
 
     @property
     def multi_turn(self) -> bool:
-        """Whether the task's prompts begin episodes: it has an environment.py in place of a reward.py."""
+        """Whether the task's prompts begin episodes: it has an environment.py instead of a reward.py."""
         return (self.task_dir / "environment.py").is_file()
 
     @property
@@ -240,7 +248,7 @@ class Settings:
 
     @property
     def source_files(self) -> list[Path]:
-        """FILE, or the files in it where it is a folder. Raises SettingsError when there is none."""
+        """FILE, or the files in it if it is a folder. Raises SettingsError when there is none."""
         path = Path(self.FILE).expanduser()
         if not self.FILE or path.is_file():
             return [path] if self.FILE else []
@@ -253,7 +261,7 @@ class Settings:
         return {name: getattr(self, name) for name in names.split()}
 
     def data_fingerprint(self) -> str:
-        """Changes when the data would. Not with MODEL, so that several models share the same data."""
+        """Changes when the data would change. Not with MODEL, so that several models share the same data."""
         values = self._values("SOURCE MAX_SAMPLES DIFFICULTY TRAIN_SIZE TEST_SIZE DEV_SIZE SFT_SIZE SEED REWARD")
         values |= self._values("MAX_PROMPT_LENGTH") | {"code": code_digest(self.task_dir / "prepare_data.py")}
         if self.FILE or self.SOURCE not in GENERATORS:
@@ -263,7 +271,7 @@ class Settings:
         return fingerprint(values, *self.source_files)
 
     def sft_fingerprint(self) -> str:
-        """Changes when the warm-up would."""
+        """Changes when the warm-up would change."""
         values = self._values("STACK MODEL SFT_STEPS SFT_BATCH_SIZE SFT_LR LORA_RANK LORA_ALPHA MAX_PROMPT_LENGTH")
         values |= self._values("MAX_RESPONSE_LENGTH") | {"data": self.data_fingerprint()}
         if self.SFT_SOURCE == "samples":
@@ -272,13 +280,13 @@ class Settings:
         return fingerprint(values)
 
     def rl_fingerprint(self, arguments: list[str], number: int = 1, start: str = "") -> str:
-        """Changes when the training would; not with STEPS, which continues a run, nor with what only reports.
+        """Changes when the training would change; not with STEPS, which continues a run, nor with reporting variables.
 
-        A round of self-play after the first also counts its ``number`` and the model ``start`` that it begins with.
+        A later round of self-play also counts its ``number`` and the model ``start`` that it starts from.
         """
         values = {name: value for name, value in asdict(self).items() if name not in (*REPORTING, "TEST_SHARE")}
         for name in values.copy():
-            # Files count by their contents, the warm-up only where it is used.
+            # Files count by their contents; the warm-up only if it is used.
             if name in ("TRAIN_FILE", "FILE", "PAIRS_FILE") or (self.INIT == "base" and name.startswith("SFT_")):
                 del values[name]
         if number > 1:
@@ -289,12 +297,12 @@ class Settings:
         return fingerprint(values, *filter(Path.is_file, own_files))
 
 
-# Values of SOURCE without end: TEST_SHARE is not for them.
+# Values of SOURCE without a fixed size: TEST_SHARE does not apply to them.
 GENERATORS = ("generate", "reasoning_gym")
 # The stages of `make all`, in order.
 WHOLE = ("data", "model", "sft", "train", "merge", "eval", "compare")
 
-# Variables that do not tell runs apart: they continue a run, or only report.
+# Variables that do not define a run: they continue it, or only change reports.
 REPORTING = {"RUN", "STEPS", "SELF_PLAY_ROUNDS", "SAVE_FREQ", "TEST_FREQ", "KEEP", "PATIENCE", "ABORT_ON", "WANDB"}
 REPORTING |= {"LOGGER", "GPU_MEMORY_UTILIZATION", "TP", "SP", "OFFLOAD", "GOLD"}
 REPORTING |= {"N", "LIMIT", "GREEDY", "EVAL_TEMPERATURE", "TOP_P", "MAX_NEW_TOKENS", "EVAL_SEED"}
@@ -306,11 +314,11 @@ class Command:
 
     STAGE: str = variable("train", "what train.sh runs")
     PROFILE: str = variable("", "values for a typical use: a file of tasks/TASK/profiles, by its name")
-    FROM: str = variable("data", "train, all: the stage to start with, on what is there", _one_of(*WHOLE))
+    FROM: str = variable("data", "train, all: the first stage to run; earlier results are reused", _one_of(*WHOLE))
     METHODS: str = variable("grpo,gspo,egpo", "experiment: methods to compare, with the same data and settings")
-    SEEDS: int = variable("1", "experiment: trainings of each method, with TRAIN_SEED and on", positive)
+    SEEDS: int = variable("1", "experiment: trainings of each method, with seeds from TRAIN_SEED on", positive)
     LRS: str = variable("", "experiment: rates to train each method with, e.g. 1e-6,3e-6; empty: LR")
-    JOBS: int = variable("1", "experiment: trainings at a time, on the same GPUs", positive)
+    JOBS: int = variable("1", "experiment: trainings at a time, spread over groups of N_GPUS", positive)
     STEP: str = variable(
         "", "eval, compare, merge, chat, batch: checkpoint `best`, `latest` or its step; empty: best if validated"
     )
@@ -320,10 +328,10 @@ class Command:
     FILTER_HIGH: float = variable("1.0", "probe: accuracy strictly below", _fraction)
     SECONDS: float = variable("120", "attack: how long to search", positive)
     POLICY: int = variable("0", "attack: 1 first trains a policy on the truths of other rows", _one_of(0, 1))
-    ATTACK_CALLS: int = variable("200", "attack: of a reward that asks a judge, at most so many calls", positive)
+    ATTACK_CALLS: int = variable("200", "attack: most calls of a reward that asks a judge", positive)
     GPU: str = variable("", f"rehearse: the real run's GPU, one of {', '.join(GPUS)}; empty: by PROFILE or STACK", _gpu)
-    PRICE: float = variable("0", "rehearse: of a GPU hour; 0: not said", _from_0)
-    DISK: float = variable("0", "rehearse: GB free for checkpoints on the real machine; 0: as here", _from_0)
+    PRICE: float = variable("0", "rehearse: price of a GPU hour; 0: unknown", _from_0)
+    DISK: float = variable("0", "rehearse: GB free for checkpoints on the real machine; 0: as on this one", _from_0)
     ROLLOUTS: str = variable("", "rescore: a rollouts.jsonl")
     INPUT: str = variable("", "batch: json, jsonl, csv or xlsx with a column prompt")
     OUTPUT: str = variable("", "batch: xlsx, json, jsonl or csv to write")
@@ -359,7 +367,7 @@ JUDGED = ("JUDGE_MODEL", "JUDGE_SAMPLING")
 
 
 def judge_settings() -> dict[str, str]:
-    """What of a judge (tasks/common/rewards/judge.py) changes its scores; empty without one."""
+    """The variables of a judge (tasks/common/rewards/judge.py) that change its scores; empty without one."""
     return {name: os.environ[name] for name in JUDGED if os.environ.get(name)}
 
 
@@ -373,16 +381,16 @@ def fingerprint(values: dict, *files: Path) -> str:
 
 @functools.cache
 def _digest(file: Path) -> bytes:
-    """Taken once in a process: a file that is edited during a run must not change what the run is called."""
+    """Computed once per process: editing a file during a run must not change the run's name."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").digest()
 
 
 @functools.cache
 def code_digest(program: Path) -> str:
-    """Of what ``program`` computes: its code and that of what it imports, without comments and docstrings.
+    """Digest of the code of ``program`` and of what it imports, without comments and docstrings.
 
-    Of tasks/common the rooms count that make data and rewards; the others do not change what comes out.
+    Of tasks/common only the rooms data and rewards count; the others do not change data or rewards.
     """
     digest, seen, left = hashlib.sha256(), set(), [program]
     while left:
@@ -430,12 +438,12 @@ def stack(name: str):
 
 # ---- values --------------------------------------------------------------------------------------------------------
 
-# Of single stages, before the task's: more samples of fewer prompts for a probe, one answer for a table of prompts.
+# Defaults of single stages, which override the task's: a probe takes more samples of fewer prompts, batch one answer.
 STAGE_DEFAULTS = {"probe": {"N": "16", "LIMIT": "256"}, "batch": {"N": "1"}, "dpo": {"METHOD": "dpo"}}
 STAGE_DEFAULTS |= {"certify": {"LIMIT": "4"}}
 EVALUATING = ("probe", "eval", "compare", "chat", "batch")
-COMPLETE = "SETTINGS_COMPLETE"  # set where the environment has every variable: nothing else is read then
-LORA_RATES = 10  # times the rates of a full fine-tuning (Schulman et al. 2025, "LoRA Without Regret")
+COMPLETE = "SETTINGS_COMPLETE"  # set if the environment has every variable; then nothing else is read
+LORA_RATES = 10  # factor on the rates of full fine-tuning (Schulman et al. 2025, "LoRA Without Regret")
 
 
 @dataclass(frozen=True)
@@ -563,14 +571,14 @@ def _checked(f: Field, text: str):
     value = f.type(text)
     check = f.metadata["check"]
     if check and (problem := check(value)):
-        if not problem.startswith("must be one of"):  # the help would list the choices again
+        if not problem.startswith("must be one of"):  # the help lists the choices already
             problem += f" ({f.metadata['help']})"
         raise SettingsError(f"{f.name}={shown}: {problem}")
     return value
 
 
 def _check_utf8(name: str, text: str) -> None:
-    """Raise SettingsError where the environment has other bytes: no file of JSON or parquet could hold them."""
+    """Raise SettingsError if the environment's value is not UTF-8: no JSON or parquet file could hold it."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -579,7 +587,7 @@ def _check_utf8(name: str, text: str) -> None:
 
 
 def recorded_texts(values: Mapping[str, object]) -> dict[str, str]:
-    """The ``values`` of a run's record as texts for the environment. A run may come from elsewhere: it is data.
+    """The ``values`` of a run's record as texts for the environment. The run may come from elsewhere: treat it as data.
 
     Raises SettingsError for a name that is no variable of Settings, and for a value that its variable does not take.
     """
@@ -613,7 +621,7 @@ def token_problems(tokens: int, shared: int, prompt: int, response: int) -> Iter
 
 
 def _parallel_problems(s: Settings) -> Iterator[str]:
-    """Why models or sequences cannot be shared so among the GPUs."""
+    """Why models or sequences cannot be shared among the GPUs in this way."""
     if s.OFFLOAD and s.STACK == "cpu":
         yield "OFFLOAD=1: is for GPUs; leave OFFLOAD out"
     for name, value in (("TP", s.TP), ("SP", s.SP)):

@@ -6,7 +6,7 @@ from typing import NoReturn
 
 
 def once(pairs: list[tuple[str, object]]) -> dict:
-    """``object_pairs_hook``: the object. Raises ValueError when a key stands twice in it."""
+    """``object_pairs_hook``: the object. Raises ValueError when a key occurs twice."""
     value = dict(pairs)
     if len(value) < len(pairs):
         raise ValueError("a key stands twice")

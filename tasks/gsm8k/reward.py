@@ -1,4 +1,4 @@
-"""GSM8K's reward: 1.0 the right final number, 0.1 another final number, 0.0 none (docs/REWARD_GSM8K.md)."""
+"""GSM8K's reward: 1.0 the right final number, 0.1 another final number, 0.0 none (README.md)."""
 
 from tasks.common.rewards.answers import reward_function
 from tasks.common.rewards.math_answer import find_answer, read_number

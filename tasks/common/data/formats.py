@@ -66,8 +66,8 @@ class Conversation:
 
 
 def conversation(record: dict, columns: Columns | None = None) -> Conversation:
-    """``record`` in the form that is recognized, or that ``columns`` names. Raises DataError without the row's place,
-    which the caller puts before it (``Records.converted``)."""
+    """``record`` in the recognized form, or in the form that ``columns`` names. Raises DataError; the caller
+    (``Records.converted``) adds the row's place."""
     named = {name: column for name, column in vars(columns or Columns()).items() if column is not None}
     for column in named.values():
         if column not in record:
@@ -109,7 +109,7 @@ def _conversation(record: dict, named: dict[str, str]) -> Conversation:
             raise DataError(f"{problem}; {_advice(record)}")
         return Conversation(messages, tools, chosen=better, rejected=worse)
     if not messages:
-        raise DataError(f"is of no known form; {_advice(record)}")
+        raise DataError(f"has no known form; {_advice(record)}")
     answered, answer = messages[-1]["role"] == "assistant", named.get("answer")
     if not answered:
         answer = answer or next((name for name in ANSWERS if name in record and name != prompt), None)
@@ -159,7 +159,7 @@ def _reply(name: str, value) -> tuple[str, list[dict]]:
         return _text(name, value), []
     turns = _at(f"column `{name}`", _turns, value if isinstance(value, list) else [value])
     if turns[-1]["role"] != "assistant" or not turns[-1]["content"] or turns[-1].get("tool_calls"):
-        raise DataError(f"column `{name}` must be an answer in text of the assistant")
+        raise DataError(f"column `{name}` must be a text answer of the assistant")
     return turns[-1]["content"], turns[:-1]
 
 
@@ -289,7 +289,7 @@ def _schema(schema):
 
 
 def _type(named) -> str | None:
-    """JSON Schema's name of a type; None (any type) for a name that it lacks, such as "any"."""
+    """JSON Schema's name of a type; None (any type) for an unknown name, such as "any"."""
     name = named.split(",")[0].split("[")[0].strip() if isinstance(named, str) else ""  # "str, optional", "List[int]"
     name = TYPES.get(name, TYPES.get(name.lower(), name.lower()))
     return name if name in JSON_TYPES else None
@@ -303,7 +303,7 @@ def _at(place: str, convert, value):
 
 
 def _function(what: str, value) -> dict:
-    """The object with a name that ``value`` is or has under ``function``; ``value`` may be JSON text."""
+    """The object with a name: ``value`` itself, or its ``function``; ``value`` may be JSON text."""
     value = _parsed(value)
     function = value.get("function", value) if isinstance(value, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not function["name"]:

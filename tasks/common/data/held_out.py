@@ -11,7 +11,7 @@ HELD_OUT = ("dev", "test")  # files of the data folder
 
 
 def _digests(row: dict) -> Iterator[bytes]:
-    """Of the row's prompt and tools, and of its key, which rows of another source lack."""
+    """Digests of the row's prompt and tools, and of its key, which rows of other sources may lack."""
     texts = [json.dumps([decoded(row["prompt"]), tools_of(row)], sort_keys=True), row["extra_info"].get("key")]
     return (hashlib.blake2b(text.encode(), digest_size=16).digest() for text in texts if text)
 

@@ -52,7 +52,7 @@ def _is_own(path: Path) -> bool:
         forms = [dpo_schema(tools, truncated) for tools in (False, True) for truncated in (False, True)]
         return pq.read_schema(path) in forms
     except (pa.ArrowException, OSError):
-        return False  # Records says what is wrong with the file
+        return False  # Records reports the file's error
 
 
 def _own_pair(record: dict) -> Example | None:
@@ -88,7 +88,7 @@ def token_pairs(path: Path | str, tokenizer, limit: int) -> tuple[list[TokenPair
         except ValueError:
             left_out["refused_by_chat_template"] += 1
             continue
-        if not (len(tokens.chosen) and len(tokens.rejected)):  # one that was cut off and has special tokens only
+        if not (len(tokens.chosen) and len(tokens.rejected)):  # cut off, and with special tokens only
             left_out["empty_answer"] += 1
         elif len(tokens) > limit:
             left_out["too_long"] += 1
@@ -107,7 +107,7 @@ def _tokens(tokenizer, pair: Example) -> TokenPair:
 
 @dataclass(frozen=True)
 class PairSet:
-    """The pairs of a training. ``held_out`` are of other prompts, for margin and accuracy; ``said``: the counts."""
+    """The pairs of a training. ``held_out``: pairs of other prompts, for margin and accuracy; ``said``: the counts."""
 
     train: list[TokenPair]
     held_out: list[TokenPair]
@@ -142,7 +142,7 @@ def steps(s: Settings, pairs: PairSet) -> int:
 def _split(kept: list[TokenPair], seed: int, processes: int) -> tuple[list[TokenPair], list[TokenPair]]:
     """Pairs to train on, and those that are held out: a tenth of the prompts, evenly among ``processes``.
 
-    All pairs of a prompt stay together. Fewer than ten prompts: none is held out.
+    All pairs of a prompt stay together. With fewer than ten prompts none is held out.
     """
     prompts = list(dict.fromkeys(pair.prompt.tobytes() for pair in kept))
     order = np.random.default_rng(seed).permutation(len(prompts))

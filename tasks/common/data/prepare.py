@@ -34,13 +34,13 @@ from tasks.common.text import one_line
 
 @dataclass(frozen=True)
 class Example:
-    """One problem: the prompt, what the reward needs, and a worked answer for SFT if there is one. Of a multi-turn
+    """One problem: the prompt, what the reward needs, and a worked answer for SFT if there is one. In a multi-turn
     task, ``demonstration`` has the messages of an episode: the model's, calls as text, and those of tools or the user.
 
     ``prompt``: text of the user's turn, or OpenAI messages. ``ground_truth``: stored as JSON text unless it is text.
     ``tools``: OpenAI tool schemas for the prompt. ``split``: "train" or "test" where the source has its own split.
-    ``group``: examples of one group (turns of a conversation) go to one side of the split. ``key``: the same text for
-    the same problem, where different prompts may pose it; the problem is then taken once. ``place``: of its record, for
+    ``group``: examples of one group (turns of a conversation) stay on one side of the split. ``key``: one text per
+    problem, if different prompts can pose it; the problem is then taken once. ``place``: of its record, for
     people; ``Examples`` sets it.
     """
 
@@ -101,7 +101,7 @@ class Examples:
 
 
 def distinct(examples: Iterable[Example | None], patience: int = 100_000) -> Iterator[Example]:
-    """Each problem once. Ends after ``patience`` repeats in a row. Memory: 16 bytes of digest per problem."""
+    """Each problem once. Ends after ``patience`` consecutive repeats. Memory: 16 bytes of digest per problem."""
     seen: set[bytes] = set()
     repeats = 0
     for example in examples:
@@ -115,7 +115,7 @@ def distinct(examples: Iterable[Example | None], patience: int = 100_000) -> Ite
 
 
 def prompt_text(example: Example) -> str:
-    """The same text for the same problem: its key, or its messages and tools."""
+    """One text per problem: its key, or its messages and tools."""
     return example.key or json.dumps([example.messages(), example.tools])
 
 
@@ -340,7 +340,7 @@ def replaced_as_a_whole(directory: Path, names: tuple[str, ...]) -> Iterator[Pat
 
 
 def read_manifest(data_dir: Path) -> dict:
-    """The manifest in ``data_dir``; empty where there is none, or a file of that name that is none."""
+    """The manifest in ``data_dir``; empty if it is missing or not valid."""
     manifest = read_json(data_dir / "manifest.json")
     return manifest if isinstance(manifest.get("rows"), dict) else {}
 

@@ -19,7 +19,7 @@ from tasks.common.files import sha256
 from tasks.common.strict_json import finite, no_constant
 from tasks.common.text import one_line
 
-LONGEST = 64 << 20  # characters of one record: more is a broken file
+LONGEST = 64 << 20  # characters per record; more means a broken file
 SUFFIXES = (".json", ".jsonl", ".csv", ".parquet")
 HUB_TIMEOUT = 5  # seconds to wait for the hub
 
@@ -47,7 +47,7 @@ class Records:
         return (record for _, record in self.converted(lambda record: record))
 
     def located(self) -> Iterator[tuple[str, dict | DataError]]:
-        """Each record, or why it is none, with its place, "train.jsonl: line 3"."""
+        """Each record, or the error in its place, with its place, "train.jsonl: line 3"."""
         reader = {".json": _json, ".jsonl": _lines, ".csv": _csv, ".parquet": _parquet}[self.path.suffix.lower()]
         place = None
         try:
@@ -131,7 +131,7 @@ def hub(name: str, config: str | None = None, split: str = "train") -> HubRecord
     folder = Path(name).is_dir()
     offline = not folder and not _hub_answers()
     if offline:
-        os.environ["HF_HUB_OFFLINE"] = "1"  # before the first import, or each request is tried five times
+        os.environ["HF_HUB_OFFLINE"] = "1"  # set before the first import, else each request is tried five times
     import datasets
     from huggingface_hub.utils import logging
 
@@ -204,7 +204,7 @@ def _lines(path: Path) -> Iterator[tuple[str, dict]]:
 
 
 def _only_object(text: str) -> dict | DataError:
-    """The object that ``text`` is, or why it is none."""
+    """The object in ``text``, or the error."""
     try:
         record, end = _decode(text, 0)
     except DataError as error:

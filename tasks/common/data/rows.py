@@ -51,7 +51,7 @@ def sft_schema(tools: bool = False, episodes: bool = False) -> pa.Schema:
 RL_SCHEMA, SFT_SCHEMA = rl_schema(), sft_schema()
 
 
-FIRST_PROBLEMS = 10  # told at once, of one file
+FIRST_PROBLEMS = 10  # problems shown per file
 
 
 class DataError(ValueError):
@@ -125,7 +125,7 @@ def sft_row(messages: list[dict], response: str | list[dict], tools: list[dict] 
 def write_parquet(rows: Iterable[dict], path: Path, schema: pa.Schema, total: int | None = None) -> int:
     """Write ``rows`` to ``path`` and return their number. Memory does not grow with the number of rows.
 
-    Raises DataError when a row does not fit ``schema``; ``path`` is then as it was.
+    Raises DataError when a row does not fit ``schema``; ``path`` is then unchanged.
     """
     shown = tqdm(rows, f"  {Path(path).name}", total, unit=" rows", leave=False, mininterval=1, disable=None)
     rows, count = iter(shown), 0
@@ -177,7 +177,7 @@ def read_rows(path: Path, limit: int | None = None) -> Iterator[dict]:
 
 
 def messages_problem(messages) -> str | None:
-    """What is wrong with a chat; None if it is one."""
+    """The problem with a chat; None if it is valid."""
     if not isinstance(messages, list) or not messages:
         return "must be a non-empty list of {role, content}"
     for message in messages:

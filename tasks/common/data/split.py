@@ -1,7 +1,7 @@
 """Split rows by seed and write them to parquet.
 
 A row's key is a 64-bit digest of its prompt and the seed. The smallest keys are the test set, the next the dev set, the
-next train. So a row's side and place depend neither on its place in the source nor on other rows.
+next train. So a row's side and order depend neither on its place in the source nor on other rows.
 """
 
 import hashlib
@@ -16,14 +16,14 @@ from tqdm import tqdm
 
 from tasks.common.data.rows import DataError, write_parquet
 
-PROMPT_BITS = 40  # the upper bits of a key tell prompts apart, all 64 tell rows apart
+PROMPT_BITS = 40  # the upper bits of a key identify the prompt, all 64 the row
 REST_BITS = 64 - PROMPT_BITS
 
 
 @dataclass(frozen=True)
 class Sizes:
     """``limit``: of all rows, 0: none. ``test``: a count, a share if below 1, 0: all of the source's own test split.
-    ``share``: where there is no such split, a count takes at most this share of the rows. ``train``: at most, 0: all.
+    ``share``: without such a split, a count takes at most this share of the rows. ``train``: at most, 0: all.
     ``dev``: taken from the training rows, at most a tenth of them."""
 
     limit: int = 0
@@ -76,7 +76,7 @@ def choose(own_test: list[int], others: list[int], sizes: Sizes) -> tuple[list[i
     if sizes.limit and sizes.limit < total:
         total = sizes.limit
         first_out = sorted(own_test + train)[total]
-        own_test = [key for key in own_test if key < first_out] or own_test[:1]  # one at least, or there is no test set
+        own_test = [key for key in own_test if key < first_out] or own_test[:1]  # at least one, or there is no test set
         train = train[: total - len(own_test)]
     count = int(sizes.test) if sizes.test >= 1 else max(1, round(sizes.test * total)) if sizes.test else 0
     if own_test:
@@ -108,7 +108,7 @@ def write_split(items: Iterable, folder: Path, form: Form, sizes: Sizes, seed: i
     """Write ``train.parquet``, ``test.parquet`` and, unless ``sizes.dev`` is 0, ``dev.parquet`` to ``folder``; return
     their rows and counts of dropped items.
 
-    An item's ``split`` is "train", "test" or None; None in place of an item is a record that gave none. Memory: the
+    An item's ``split`` is "train", "test" or None; None instead of an item is a record that gave none. Memory: the
     distinct items as JSON text, and about 200 bytes for each. Raises SplitError when a side stays empty, and what
     ``items`` raises.
     """
@@ -126,7 +126,7 @@ def write_split(items: Iterable, folder: Path, form: Form, sizes: Sizes, seed: i
             side[row_key] = json.dumps(vars(item))
     if not usable:
         left = ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in dropped.items() if count)
-        raise SplitError(f"has no row that can be used{f' ({left})' if left else ''}")
+        raise SplitError(f"has no usable row{f' ({left})' if left else ''}")
     test, dev, train, leaked = choose(sorted(own_test), sorted(others), sizes)
     distinct = len(own_test) + len(others)
     dropped["duplicates"] = usable - distinct + leaked

@@ -76,13 +76,13 @@ class Check:
 
 
 def _judged(name: str, problems: list[str], text: str, **figures) -> Check:
-    """FAILED with the first of ``problems``, or OK with ``text``."""
+    """FAILED with the first of ``problems``, else OK with ``text``."""
     more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
     return Check(name, FAILED if problems else OK, one_line(problems[0], 400) + more if problems else text, figures)
 
 
 def _first_difference(ours: list[int], theirs: list[int]) -> int:
-    """The place of the first token that differs; a list that ends early differs there."""
+    """The place of the first different token; a list that ends early differs at its end."""
     pairs = zip(ours, theirs, strict=False)
     return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(ours), len(theirs)))
 
@@ -125,7 +125,7 @@ def _token_problems(episode: Played) -> Iterator[str]:
 
 
 def expected_mask(episode: Played) -> list[int]:
-    """1 where the engine's turns stand in the response."""
+    """1 at the tokens of the engine's turns in the response."""
     mask = [0] * len(episode.response_ids)
     for turn in episode.turns:
         start = len(turn.context) - len(episode.prompt_ids)
@@ -188,7 +188,7 @@ def runs(mask: list[int]) -> list[tuple[int, int]]:
 
 
 def rewritten(tokenizer, chat: Chat) -> str:
-    """Which message the template renders otherwise once others follow it; empty where it appends."""
+    """The message that the template renders differently once others follow; empty if it only appends."""
     together, mask = demonstration_ids(tokenizer, chat.messages, chat.first, chat.tools)
     turns = runs(mask)
     places = [i for i, m in enumerate(chat.messages) if m["role"] == "assistant" and i >= chat.first]
@@ -296,7 +296,7 @@ def log_probs(episodes: list[Played], pairs: list[tuple[Turn, list[float]]]) -> 
 
 
 def verdict(checks: list[Check]) -> str:
-    """FAILED or WARNING where a check is; else OK."""
+    """The worst state of all checks."""
     states = {check.state for check in checks}
     return next((state for state in (FAILED, WARNING) if state in states), OK)
 

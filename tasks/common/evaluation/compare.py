@@ -19,12 +19,12 @@ SHOWN = 20  # gained and lost prompts in the Markdown report; the JSON has all
 
 
 def labels_of(models: dict) -> list[str]:
-    """Which of base, warm-up and trained there are, in that order."""
+    """The existing ones of base, warm-up and trained, in that order."""
     return [label for label in LABELS if label in models]
 
 
 def shown_responses(rollouts: list[Rollout]) -> dict[int, Rollout]:
-    """The response that stands for each prompt: the greedy one, without it the first sample."""
+    """The response that represents each prompt: the greedy one, else the first sample."""
     mode = GREEDY if any(r.mode == GREEDY for r in rollouts) else SAMPLED
     return {r.index: r for r in rollouts if r.mode == mode and r.sample == 0}
 
@@ -32,8 +32,8 @@ def shown_responses(rollouts: list[Rollout]) -> dict[int, Rollout]:
 def result(
     rollouts: dict[str, list[Rollout]], models: dict[str, str], scoring: Scoring
 ) -> tuple[dict, dict[str, Difference]]:
-    """What compare.json holds: each model's summary by its label, ``against`` which of them the trained one is paired,
-    each metric's difference and test, prompts gained and lost. And the differences by metric."""
+    """The content of compare.json: each model's summary by label, the model that the trained one is paired ``against``,
+    each metric's difference and test, prompts gained and lost. Also the differences by metric."""
     *_, before, trained = models
     summaries = {label: summarize(each, scoring.own_metrics) for label, each in rollouts.items()}
     changes = differences(rollouts[before], rollouts[trained], scoring.own_metrics)

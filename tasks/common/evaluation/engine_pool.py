@@ -10,6 +10,9 @@ from tasks.common.evaluation import engines
 from tasks.common.evaluation.rollouts import Completion
 
 
+SECONDS_TO_END = 20
+
+
 class EngineEnded(Exception):
     """The process of an engine ended before its answers did."""
 
@@ -51,10 +54,14 @@ class EnginePool:
                     running.discard(connection)
 
     def close(self) -> None:
+        """End all. On GPUs a process with an engine of vLLM 0.24 may not end by itself after it has closed the engine."""
         for connection, _ in self.engines:
             connection.close()
         for _, process in self.engines:
-            process.join()
+            process.join(SECONDS_TO_END)
+            if process.exitcode is None:
+                process.kill()
+                process.join()
 
     def _ask(self, name: str, *arguments: tuple) -> None:
         for (connection, _), own in zip(self.engines, arguments, strict=True):

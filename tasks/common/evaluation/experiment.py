@@ -1,4 +1,4 @@
-"""`make experiment`: what several methods, rates and seeds made of the same start and data, side by side."""
+"""`make experiment`: compare several methods, rates and seeds from the same start and data."""
 
 from dataclasses import asdict, dataclass
 
@@ -29,7 +29,7 @@ class Arm:
 
 
 def arms_of(labels: list[str]) -> list[Arm]:
-    """The arms of an experiment, in order; a name says the rate where there are several."""
+    """The arms of an experiment, in order; names include the rate if there are several."""
     found: dict[tuple[str, float], list[str]] = {}
     for label in labels:
         method, _, rest = label.partition("@")
@@ -66,7 +66,7 @@ def pooled(
 
 
 def training_rows(arms: list[Arm], training: dict[str, dict]) -> list[list[str]]:
-    """One row per arm: means over its seeds, and all minutes of them."""
+    """One row per arm: means over its seeds, and their total minutes."""
     rows = []
     for arm in arms:
         frame = pd.DataFrame(training[label] for label in arm.labels if label in training)

@@ -23,7 +23,7 @@ LINES_STYLE |= {"legend.frameon": False}
 
 
 def save(figure, path: Path) -> None:
-    """Write ``figure`` without the version and the date that would make each file different."""
+    """Write ``figure`` without version and date, which would make each file different."""
     with written_beside(path) as partial:
         figure.savefig(partial, format="png", dpi=120, metadata={"Software": None})
     plt.close(figure)

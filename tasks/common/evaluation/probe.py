@@ -1,4 +1,4 @@
-"""`make probe`: does the training data hold signal for this model? Run it before spending GPU hours on training."""
+"""`make probe`: does the training data have signal for this model? Run it before spending GPU hours on training."""
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
@@ -31,7 +31,7 @@ VERDICT_HEADER = ["", "", "value", "good range", "meaning"]
 
 @dataclass(frozen=True)
 class Verdict:
-    """A value, its threshold, and what follows."""
+    """A value, its threshold, and the conclusion."""
 
     name: str
     value: float
@@ -101,7 +101,7 @@ def conclusion(found: list[Verdict]) -> str:
 
 
 def probed(rollouts: list[Rollout], prompts: pd.DataFrame) -> dict:
-    """What probe.json holds except the paths: the model's summary, verdicts, distributions over prompts, prompts."""
+    """The content of probe.json except the paths: summary, verdicts, distributions over prompts, prompts."""
     zero = float((prompts["variance"] == 0).mean())
     means = {name: float(prompts[name].mean()) for name in ("accuracy", "variance", "entropy", "truncated")}
     found = verdicts(**means, zero_variance=zero)

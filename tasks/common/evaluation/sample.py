@@ -1,4 +1,4 @@
-"""Sample a model on the rows of a parquet file, in a process of its own, and score each completion; keep them all."""
+"""Sample a model on the rows of a parquet file, in its own process; score and store each completion."""
 
 import gc
 import json
@@ -40,7 +40,7 @@ from tasks.common.settings import Settings, code_digest, fingerprint, judge_sett
 
 @dataclass(frozen=True)
 class Hardware:
-    """``engines`` at once, each on ``tensor_parallel`` GPUs, of whose memory vLLM takes a share."""
+    """``engines`` at once, each on ``tensor_parallel`` GPUs with vLLM's share of their memory."""
 
     engines: int = 1
     tensor_parallel: int = 1
@@ -72,7 +72,7 @@ class Job:
     episode: Limits | None = None
 
     def fingerprint(self) -> str:
-        """Changes when the completions would, not with ``limit``: more prompts continue the same file."""
+        """Changes when the completions would change. Not with ``limit``: more prompts continue the same file."""
         if not Path(self.rows).is_file():
             raise DataError(f"{self.rows}: no such file; run `make data` or give the path of a parquet file")
         left_out = ("limit", "hardware", "rows")
@@ -86,14 +86,14 @@ class Job:
         return fingerprint(values, Path(self.rows))
 
     def folder(self, root: Path) -> Path:
-        """Where the completions go, under ``root``."""
+        """The folder of the completions, under ``root``."""
         return root / f"{model_name(self.model)}-{self.fingerprint()}"
 
 
 @dataclass(frozen=True)
 class Scoring:
-    """What a task brings: its reward, or the ``environment`` of a multi-turn task; its own metrics; and a mark that
-    changes when the reward does."""
+    """A task's parts: its reward, or the ``environment`` of a multi-turn task; its own metrics; and a version that
+    changes with the reward."""
 
     compute_score: Callable | None
     own_metrics: OwnMetrics | None
@@ -127,7 +127,7 @@ def sampling(s: Settings) -> Sampling:
 
 
 def episode_limits(s: Settings) -> Limits | None:
-    """Of an evaluation's episodes; None for a single-turn task."""
+    """The limits of an evaluation's episodes; None for a single-turn task."""
     if not s.multi_turn:
         return None
     turn = min(s.MAX_TURN_LENGTH, s.MAX_NEW_TOKENS)
@@ -224,7 +224,7 @@ def _tokenizer(model: str):
 def sample_here(arguments: list[str], scoring: Scoring) -> int:
     """The child of ``sampled``: complete each job (as JSON, with its file ``out``), one after the other.
 
-    Models of one kind share an engine, which takes half a minute to start.
+    Models of one kind share an engine, because starting one takes half a minute.
     """
     engine, last = None, None
     for argument in arguments:
@@ -260,7 +260,7 @@ class _Tail:
         self.lines, self.first = self.file.read().count(b"\n"), path.stat().st_mtime_ns
 
     def read(self) -> None:
-        """Count what was written since the last look."""
+        """Count the lines written since the last call."""
         if self.started or os.fstat(self.file.fileno()).st_mtime_ns != self.first:
             self.started = self.started or time.monotonic()
             new = self.file.read()

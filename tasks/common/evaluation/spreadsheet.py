@@ -1,4 +1,4 @@
-"""Excel and CSV files of text that models wrote: no formulas, nothing that breaks the file, the same bytes again."""
+"""Excel and CSV files of model output: no formulas, nothing that breaks the file, reproducible bytes."""
 
 import csv
 import datetime
@@ -37,13 +37,13 @@ def write_xlsx(path: Path, table: pd.DataFrame, sheet: str) -> None:
     for row in table.astype(object).itertuples(index=False):
         page.append([_cell(page, value) for value in row])
     with written_beside(path) as partial, _Dated(partial, "w", zipfile.ZIP_DEFLATED) as archive:
-        ExcelWriter(book, archive).save()  # book.save() would set the time of saving
+        ExcelWriter(book, archive).save()  # book.save() would write the current time
 
 
 def csv_text(table: pd.DataFrame) -> str:
-    """``table`` as CSV: an apostrophe stands before a text that a spreadsheet would run, but not before a number.
+    """``table`` as CSV: text that a spreadsheet would run gets an apostrophe in front, numbers do not.
 
-    ``csv_table`` takes it away.
+    ``csv_table`` removes it.
     """
     harmless = table.map(_harmless).rename(columns=_harmless)
     return harmless.to_csv(index=False, quoting=csv.QUOTE_NONNUMERIC)

@@ -22,7 +22,7 @@ class Estimate:
         return f"{self.value:.{digits}f} [{self.low:.{digits}f}, {self.high:.{digits}f}]"
 
     def signed(self) -> str:
-        """The same with a sign, for a difference."""
+        """The same with a sign, for differences."""
         return f"{'' if self.value < 0 else '+'}{self}"
 
 

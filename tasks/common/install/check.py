@@ -25,7 +25,7 @@ class InstallError(Exception):
 
 
 class Package(NamedTuple):
-    """A package of the list: the version wanted, and the version found (None: not installed)."""
+    """A package of the list: version wanted, and version found (None: not installed)."""
 
     name: str
     wanted: str
@@ -52,7 +52,7 @@ def listed(stack: str) -> dict[str, str]:
 def versions() -> dict[str, str]:
     """Version by name of this Python's packages; of two copies on sys.path the first, which is the one imported.
 
-    Without vendored copies, which lie below a folder of packages (setuptools' ``_vendor``, Ray's ``thirdparty_files``).
+    Without vendored copies inside other packages (setuptools' ``_vendor``, Ray's ``thirdparty_files``).
     """
     present = [(one, Path(str(one.locate_file("")))) for one in importlib.metadata.distributions() if one.name]
     folders = {folder for _, folder in present}

@@ -43,7 +43,7 @@ PINNED = ("verl", "torch", "vllm", "transformers", "ray", "tensordict")  # a wro
 
 @dataclass(frozen=True)
 class Finding:
-    """What a check found: ``state`` is ok, warning or error; ``fix`` is what to do about it."""
+    """The result of a check: ``state`` is ok, warning or error; ``fix`` is the remedy."""
 
     what: str
     state: str
@@ -205,7 +205,7 @@ def data(s: Settings, training: bool) -> Iterator[Finding]:
         by = {"train": "TRAIN_BATCH_SIZE", "sft": "SFT_BATCH_SIZE" if warm_up else ""}.get(name, "")
         wanted = getattr(s, by) if by else 0
         if rows < wanted:
-            yield error("data", f"{file}: {rows} rows, less than {by}={wanted}", f"lower {by}, or take more data")
+            yield error("data", f"{file}: {rows} rows, fewer than {by}={wanted}", f"lower {by}, or take more data")
         else:
             yield ok("data", f"{file}: {rows} rows")
     if manifest.get("gold") and manifest.get("fingerprint") == s.data_fingerprint():
@@ -316,7 +316,7 @@ SPARE = 0.05  # of a GPU: the estimate is no closer
 
 
 def plan(s: Settings, arguments: list[str], stage: str = "train") -> memory.Plan:
-    """What the memory depends on; for RL from verl's config, which is checked. Raises SettingsError."""
+    """The values that decide the memory; for RL from verl's config, which is checked. Raises SettingsError."""
     sequence = s.MAX_PROMPT_LENGTH + s.MAX_RESPONSE_LENGTH
     own = {"gpus": s.N_GPUS, "gpus_here": s.N_GPUS, "sequence": sequence, "lora_rank": s.LORA_RANK, "share": 0}
     on_cpu = s.STACK == "cpu"
@@ -400,11 +400,11 @@ def _folder(model: str) -> Path | None:
     return Path(found).parent if isinstance(found, str) else None
 
 
-# ---- all of it -----------------------------------------------------------------------------------------------------
+# ---- all checks ----------------------------------------------------------------------------------------------------
 
 
 def findings(s: Settings, arguments: list[str], stage: str = "doctor") -> list[Finding]:
-    """What all checks found. ``stage``: doctor, or the stage that is about to train."""
+    """The findings of all checks. ``stage``: doctor, or the stage that is about to train."""
     started = time.monotonic()
     smi = hardware.nvidia() if s.STACK != "cpu" else None
     wrong = list(model(s))
@@ -415,7 +415,7 @@ def findings(s: Settings, arguments: list[str], stage: str = "doctor") -> list[F
 
 
 def before_training(s: Settings, arguments: list[str], stage: str) -> None:
-    """Print what is not ok; raise SettingsError with the last error, so that it ends the command."""
+    """Print warnings and errors; raise SettingsError with the last error, which ends the command."""
     found = findings(s, arguments, stage)
     bad = [finding for finding in found if finding.state != "ok"]
     last = next((finding for finding in reversed(bad) if finding.state == "error"), None)

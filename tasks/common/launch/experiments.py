@@ -1,6 +1,7 @@
-"""The trainings of `make experiment`: which there are, and several of them at a time."""
+"""The trainings of `make experiment`: their settings, and how to run several at a time."""
 
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -12,13 +13,13 @@ from pathlib import Path
 from tasks.common.launch.task import environment
 from tasks.common.process import StageFailed, die_with_parent
 from tasks.common.runs.folder import rl_dir
-from tasks.common.settings import Command, Settings, SettingsError, load_settings
+from tasks.common.settings import Command, Settings, SettingsError, load_settings, visible_gpus
 
 
 def planned(s: Settings, command: Command) -> dict[str, Settings]:
     """The settings of each training, by its label METHOD@RATE#SEED, in order. Raises SettingsError.
 
-    All have the data and the warm-up of ``s``, and the smallest mini-batches that one of the methods has.
+    All have the data and the warm-up of ``s``, and the smallest mini-batch of all the methods.
     """
     names = list(dict.fromkeys(filter(None, command.METHODS.split(","))))
     rates = [{"LR": rate} for rate in dict.fromkeys(filter(None, command.LRS.split(",")))] or [{}]
@@ -27,7 +28,9 @@ def planned(s: Settings, command: Command) -> dict[str, Settings]:
         raise SettingsError(f"METHODS={command.METHODS}: name two or more, separated by commas, or several LRS")
     mini = min(each.MINI_BATCH_SIZE for each in chosen)
     runs = {}
-    for seed in range(s.TRAIN_SEED, s.TRAIN_SEED + command.SEEDS):  # outermost: what is cut short has whole seeds
+    for seed in range(
+        s.TRAIN_SEED, s.TRAIN_SEED + command.SEEDS
+    ):  # outermost: an interrupted experiment has complete seeds
         for each in chosen:
             name = f"{s.RUN}-{each.METHOD}-{each.LR:g}-{seed}" if s.RUN else ""
             run = replace(each, MINI_BATCH_SIZE=mini, TRAIN_SEED=seed, RUN=name)
@@ -35,25 +38,48 @@ def planned(s: Settings, command: Command) -> dict[str, Settings]:
     return runs
 
 
-def train_at_once(runs: dict[str, Settings], arguments: list[str], jobs: int) -> str:
-    """Train ``runs``, ``jobs`` at a time, each in a process of its own with a log of its own.
+def gpu_groups(s: Settings, jobs: int) -> list[list[str]]:
+    """The visible GPUs in groups of N_GPUS, at most ``jobs``; one empty group where a training sees all of them."""
+    visible = visible_gpus() if s.STACK != "cpu" else []
+    count = min(jobs, len(visible) // s.N_GPUS)
+    return [visible[number * s.N_GPUS : (number + 1) * s.N_GPUS] for number in range(count)] if count > 1 else [[]]
 
-    They share the GPUs: each gets its part of GPU_MEMORY_UTILIZATION. Raises StageFailed after all have ended.
+
+def train_at_once(runs: dict[str, Settings], arguments: list[str], jobs: int) -> str:
+    """Train ``runs``, ``jobs`` at a time, each in its own process with its own log.
+
+    They are spread over the groups of GPUs. Those of one group share its memory: each gets an equal part of
+    GPU_MEMORY_UTILIZATION. Raises StageFailed after all have ended.
     """
     running: dict[str, subprocess.Popen] = {}
+    groups = gpu_groups(next(iter(runs.values())), jobs)
+    sharing = -(-jobs // len(groups))
+    places: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
+    for number in range(jobs):
+        places.put(groups[number % len(groups)])
 
     def job(label: str) -> int:
+        gpus = places.get_nowait()
+        try:
+            return train_on(label, gpus)
+        finally:
+            places.put(gpus)
+
+    def train_on(label: str, gpus: list[str]) -> int:
         each = runs[label]
         log = rl_dir(each, arguments) / "job.log"
         log.parent.mkdir(parents=True, exist_ok=True)
-        share = replace(each, GPU_MEMORY_UTILIZATION=each.GPU_MEMORY_UTILIZATION / jobs)
+        share = replace(each, GPU_MEMORY_UTILIZATION=each.GPU_MEMORY_UTILIZATION / sharing)
+        own = {"SHARED_GPU": "1"} if sharing > 1 else {}  # verl_plugins/shared_gpu.py
+        if gpus:
+            own["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         command = [sys.executable, "-m", "tasks.common.launch.main", "one_of_many", *arguments]
         started = time.monotonic()
         print(f"  {label}: {log}", flush=True)
         with log.open("w") as output:
             running[label] = subprocess.Popen(
                 command,
-                env=environment(share) | {"SHARED_GPU": "1"},  # verl_plugins/shared_gpu.py
+                env=environment(share) | own,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 preexec_fn=die_with_parent,
@@ -70,7 +96,7 @@ def train_at_once(runs: dict[str, Settings], arguments: list[str], jobs: int) ->
             pool.shutdown(wait=False, cancel_futures=True)
             for process in running.values():
                 if process.poll() is None:
-                    process.send_signal(signal.SIGINT)  # each ends what it started
+                    process.send_signal(signal.SIGINT)  # each ends its own processes
             raise
     if failed:
         raise StageFailed(

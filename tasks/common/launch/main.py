@@ -1,6 +1,6 @@
-"""The stages of a task. Run by train.sh through launch.sh; settings are the environment.
+"""The stages of a task. train.sh runs this through launch.sh; settings come from the environment.
 
-Each stage records under artifacts/ what its result depends on, and is skipped while that is unchanged.
+Each stage records the inputs of its result under artifacts/, and is skipped while they are unchanged.
 """
 
 import contextlib
@@ -70,14 +70,14 @@ STAGES_OF = {
 
 @dataclass(frozen=True)
 class Job:
-    """What `make GOAL` is to do. ``arguments``: ARGS; ``model``: the MODEL that was given, else empty."""
+    """The work of `make GOAL`. ``arguments``: ARGS; ``model``: the given MODEL, else empty."""
 
     goal: str
     s: Settings
     command: Command
     arguments: list[str]
     model: str = ""
-    run_dir: Path | None = None  # the run that it is about; None: MODEL itself, or a training that is to come
+    run_dir: Path | None = None  # the run to use; None: MODEL itself, or a training that has not started
 
     @property
     def trains(self) -> bool:
@@ -143,7 +143,7 @@ def model(job: Job) -> str:
 
 
 def models_of(job: Job) -> dict[str, str]:
-    """What to evaluate, by label: base, warm-up and the checkpoint STEP of the run; without a run MODEL alone."""
+    """Models to evaluate, by label: base, warm-up and the checkpoint STEP of the run; without a run only MODEL."""
     run_dir = job.trained
     if run_dir is None:
         return {"model" if job.model else "base": job.base()}
@@ -199,7 +199,7 @@ def certify(job: Job) -> str:
 
 
 def policy(job: Job) -> str:
-    """Train against the reward, with the truths of other rows."""
+    """Train against the reward on the truths of other rows."""
     policy_attack.write_shuffled(job.s)
     return train.train(job.against.s, job.arguments)
 
@@ -272,7 +272,8 @@ def experiment(job: Job) -> None:
     def compared() -> str:
         folders = {label: folder.rounds(each, arguments)[-1] for label, each in runs.items()}
         models = {"start": train.start_model(s)} | {label: str(folder.hf_folder(run)) for label, run in folders.items()}
-        script(s, "evaluate.py", "experiment", *labelled(models))
+        gpus = sum(map(len, experiments.gpu_groups(s, job.command.JOBS))) or s.N_GPUS
+        script(replace(s, N_GPUS=gpus), "evaluate.py", "experiment", *labelled(models))
         return f"{len(models)} models"
 
     names = ("data", "model", "sft") if s.INIT == "sft" else ("data", "model")
@@ -351,7 +352,7 @@ def print_config(job: Job) -> None:
         steps = f"DPO_EPOCHS={s.DPO_EPOCHS} x (pairs / TRAIN_BATCH_SIZE={s.TRAIN_BATCH_SIZE}) steps"
         raise SettingsError(f"METHOD=dpo: has no config of verl; it trains with TRL: {steps}, STEPS is not used")
     *before, run_dir = folder.rounds(s, job.arguments)
-    first = s.MODEL if s.INIT == "base" else str(folder.sft_dir(s))  # the warm-up need not be there yet
+    first = s.MODEL if s.INIT == "base" else str(folder.sft_dir(s))  # the warm-up may not exist yet
     start = str(folder.hf_folder(before[-1])) if before else first
     plan = planned(s.METHOD, s, run_dir, start, number=len(before) + 1, overrides=job.arguments)
     print(f"{plan.comments()}\n{OmegaConf.to_yaml(OmegaConf.create(plan.config))}")
@@ -381,7 +382,7 @@ AT_ONCE: dict[str, Callable[[Job], None]] = {
 
 
 def say_environment() -> None:
-    """Print the variables from the shell, not from make's command line: they change what runs."""
+    """Print the variables that come from the shell, not from make's command line: they change the run."""
     if "GIVEN" not in os.environ:
         return  # without make everything comes from the environment
     names = {*Settings.__dataclass_fields__, *Command.__dataclass_fields__} - {"STAGE", "TASK", "STACK"}
@@ -392,8 +393,8 @@ def say_environment() -> None:
 
 
 def about(job: Job) -> Job:
-    """``job`` with the run that an evaluation is about, and that run's settings."""
-    # These models are given, so it is not about a run.
+    """``job`` with the run that an evaluation uses, and that run's settings."""
+    # The models are given, so no run is used.
     given = job.model and (job.goal in ("chat", "batch") or (job.goal == "compare" and job.command.BASE))
     if given or job.goal not in (*ABOUT_A_RUN, *own_stages(job.s.task_dir)):
         return job

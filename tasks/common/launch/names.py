@@ -1,6 +1,6 @@
-"""Refuse variables on make's command line that nothing knows: `python3 -m tasks.common.launch.names GOALS -- NAMES`.
+"""Refuse unknown variables on make's command line: `python3 -m tasks.common.launch.names GOALS -- NAMES`.
 
-Prints why, in one line, and nothing where all are known. Runs before anything is installed: only Python's own library.
+Prints one line with the reason, or nothing. Runs before the installation, so it uses only Python's own library.
 """
 
 import ast
@@ -12,7 +12,7 @@ import sys
 
 from tasks.common.settings import ROOT, Command, Settings, unknown
 
-# What the Makefile reads itself, and what other tools read.
+# Variables of the Makefile itself, and of other tools.
 MAKES = {"ARGS", "ARTIFACTS", "BASE_PYTHON", "BFCL_PROJECT_ROOT", "CONFIG", "CUDA_VISIBLE_DEVICES", "ENV", "HOME"}
 MAKES |= {"EVAL_MULTIPROCESSING", "FLASH_ATTN_WHEEL", "FRESH_PYTHON", "NETRC", "ON_FAILURE", "OPTIONS", "PATH", "PORT"}
 MAKES |= {"PYTHON", "SHARED_DATA", "SLOW", "STACK", "STAGE", "TMPDIR", "TORCH_INDEX", "UPGRADE", "YES"}
@@ -22,7 +22,7 @@ OF_NEW = {"TASK", "SOURCE", "ENV", "CONFIG", "OPTIONS", "PYTHON", "STACK"}
 
 
 def of_the_judge() -> set[str]:
-    """Variables of the judge; its module imports what is not installed yet, so its text is read."""
+    """Variables of the judge, read from its source: the packages that it imports may not be installed yet."""
     return set(re.findall(r"\bJUDGE_[A-Z_]+", (ROOT / "tasks/common/rewards/judge.py").read_text()))
 
 
@@ -46,7 +46,7 @@ def _words(options: str) -> list[str]:
 
 
 def refusal(goals: list[str], names: list[str], options: str = "") -> str:
-    """Why the first of ``names`` that nothing knows is refused, in one line; empty where all are known."""
+    """One line about the first unknown one of ``names``; empty if all are known."""
     if "new" in goals:
         answers = [name for name in json.loads((ROOT / "template/cookiecutter.json").read_text()) if name[0] != "_"]
         for name in sorted(set(names) - OF_NEW):

@@ -11,9 +11,9 @@ from tasks.common.settings import SettingsError
 
 
 def answers(environ: Mapping[str, str]) -> list[str]:
-    """``question=answer`` for each variable that is set; those of OPTIONS come last and count.
+    """``question=answer`` for each variable that is set; OPTIONS come last and take precedence.
 
-    Raises SettingsError for an answer that cookiecutter would render: its templates run code.
+    Raises SettingsError for an answer that cookiecutter would render, because its templates run code.
     """
     given = {"task": environ.get("TASK"), "source": environ.get("SOURCE"), "env": environ.get("ENV")}
     given["config"] = environ.get("CONFIG")

@@ -28,7 +28,7 @@ class Plan:
     environment: dict[str, str]  # added to that of this process
     metrics: Path  # a JSON line a step, of this launch
     log: Path
-    shown: tuple[str, str]  # on the progress bar: a name, and the metric
+    shown: tuple[str, str]  # of the progress bar: a name, and the metric
 
     def comments(self) -> str:
         """The plan as YAML comments, for the head of the config."""
@@ -52,13 +52,13 @@ def planned(
     data: Path | None = None,
     overrides: Sequence[str] = (),
 ) -> Plan:
-    """Plan a training of ``run_dir`` from the model ``start``: ``name`` is sft, or the METHOD. Writes nothing.
+    """Plan a training of ``run_dir`` from the model ``start``; ``name`` is sft or the METHOD. Writes nothing.
 
-    ``number``: the round, each with other prompts and samples. ``data``: the demonstrations of SFT, the pairs of DPO.
+    ``number``: the round; each has other prompts and samples. ``data``: the demonstrations of SFT, the pairs of DPO.
     ``overrides``: hydra's for RL, after ours. Raises SettingsError.
     """
     seed = s.TRAIN_SEED + number - 1
-    seeded = replace(s, SEED=seed)  # what the trainer of RL or DPO sees; the data keep their SEED
+    seeded = replace(s, SEED=seed)  # for the trainer of RL or DPO; the data keep their SEED
     metrics = next_metrics_file(run_dir)
     own = tracking.environment(s, run_dir) | {"VERL_FILE_LOGGER_PATH": str(metrics)}
     torchrun = ["torch.distributed.run", "--standalone", f"--nproc_per_node={s.N_GPUS}", "-m"]

@@ -18,14 +18,14 @@ from tasks.common.settings import COMPLETE, Settings, SettingsError, stack
 
 
 def script(s: Settings, name: str, *arguments: str) -> None:
-    """Run a script of the task with the settings ``s``. Exits with its code where it fails: it has printed why."""
+    """Run a script of the task with the settings ``s``. If it fails, exits with its code: it has printed the reason."""
     command = [sys.executable, str(s.task_dir / name), *arguments]
     with subprocess.Popen(command, env=environment(s), preexec_fn=die_with_parent) as process:
         try:
             code = process.wait()
         except KeyboardInterrupt:
             process.send_signal(signal.SIGINT)  # a terminal has sent it already
-            with Interrupts() as interrupts, interrupts.held():  # its clean-up takes as long as it takes
+            with Interrupts() as interrupts, interrupts.held():  # its clean-up may take long
                 process.wait()
             raise
     if code < 0:
@@ -35,14 +35,14 @@ def script(s: Settings, name: str, *arguments: str) -> None:
 
 
 def environment(s: Settings) -> dict[str, str]:
-    """This process's environment with every variable as it is now: a script reads no defaults."""
+    """This process's environment with the value of every variable, so that a script reads no defaults."""
     own = {name: value for name, value in os.environ.items() if name != "GIVEN"} | {COMPLETE: "1"}
     # Some environments of reasoning-gym draw from sets: the same data again needs the same hashes.
     return own | {name: str(value) for name, value in asdict(s).items()} | {"PYTHONHASHSEED": "0"}
 
 
 def stack_environment(s: Settings, environ: Mapping[str, str]) -> dict[str, str]:
-    """What verl, vLLM and Ray read on this stack, which listen on this machine alone unless it trains on a cluster.
+    """The environment of verl, vLLM and Ray on this stack; they listen on this machine only, unless on a cluster.
 
     A value in ``environ`` stays; its modules are loaded after the stack's.
     """
@@ -54,13 +54,13 @@ def stack_environment(s: Settings, environ: Mapping[str, str]) -> dict[str, str]
 
 
 def own_stages(task_dir: Path) -> list[str]:
-    """Stages that the task has by a script of that name, a program: tasks/TASK/STAGE.py."""
+    """The task's own stages: its programs tasks/TASK/STAGE.py."""
     files = [path for path in task_dir.glob("*.py") if path.stem not in ("prepare_data", "evaluate")]
     return sorted(path.stem for path in files if '\nif __name__ == "__main__":' in path.read_text())
 
 
 def load_reward(s: Settings) -> Callable:
-    """What makes the task's rewards: its ``compute_score``, or the Environment of a multi-turn task. Raises as
+    """The source of the task's rewards: its ``compute_score``, or the Environment of a multi-turn task. Raises as
     ``compute_score_of``."""
     return of_task(s.TASK) if s.multi_turn else compute_score_of(s)
 

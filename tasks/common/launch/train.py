@@ -27,7 +27,7 @@ MANY_EPOCHS = 3  # of DPO
 
 
 def check(s: Settings, arguments: list[str]) -> None:
-    """Raise SettingsError for what would fail later, before anything starts; print warnings."""
+    """Before anything starts, raise SettingsError for settings that would fail later, and print warnings."""
     load_reward(s)
     tracking.check(s)
     last_round = folder.rounds(s, arguments)[-1]  # raises for a RUN of other settings
@@ -81,7 +81,7 @@ def sft(s: Settings) -> str:
 
 
 def train(s: Settings, arguments: list[str]) -> str:
-    """SELF_PLAY_ROUNDS trainings of STEPS, each from the result of the last, which is its reference too."""
+    """SELF_PLAY_ROUNDS trainings of STEPS; each starts from the last result, which is also its reference."""
     start, said = start_model(s), ""
     for number in range(1, s.SELF_PLAY_ROUNDS + 1):
         run_dir = folder.rl_dir(s, arguments, number, start)
@@ -106,7 +106,7 @@ def _round(s: Settings, arguments: list[str], number: int, start: str, run_dir: 
         s = replace(s, STEPS=dpo_pairs.steps(s, found))
         print(f"  {found.said}: {s.STEPS} steps of {s.TRAIN_BATCH_SIZE} in DPO_EPOCHS={s.DPO_EPOCHS}")
     else:
-        prune(run_dir, s.KEEP)  # also what a crash left
+        prune(run_dir, s.KEEP)  # also a crash's leftovers
         overrides = verl_config.critic_overrides(s, begins) + arguments
         nodes = cluster.join(s)
     folder.record(run_dir, "rl", s.rl_fingerprint(arguments, number, start), s, start, arguments, base_model(begins))
@@ -120,7 +120,7 @@ def _round(s: Settings, arguments: list[str], number: int, start: str, run_dir: 
 
 
 def start_model(s: Settings) -> str:
-    """What RL and DPO begin with: MODEL, or its warm-up. Raises SettingsError when there is no warm-up yet."""
+    """The start of RL and DPO: MODEL, or its warm-up. Raises SettingsError when there is no warm-up yet."""
     if s.INIT == "base":
         return resolve_model(s.MODEL)
     run_dir = folder.sft_dir(s)
@@ -199,18 +199,18 @@ def execute(plan: Plan) -> dict[int, dict[str, float]]:
 
 
 def _note(file: Path, outcome: str, reason: str) -> None:
-    """Write how the launch ended; a disk that is full for it must not hide that end."""
+    """Write how the launch ended; a full disk must not hide it."""
     try:
         write_json(file, {"outcome": outcome, "reason": reason})
     except OSError as error:
         print(f"  warning: {file}: cannot be written ({error.strerror})")
 
 
-@functools.lru_cache(1)  # asked twice a second
+@functools.lru_cache(1)  # called twice a second
 def _progress(plan: Plan, size: int) -> Progress:
     """The last logged step, its metric, the last and best validation and the newest finding.
 
-    ``size``: of the metrics file in bytes, which says whether there is anything new.
+    ``size``: bytes of the metrics file, which show whether there is news.
     """
     here = folder.metrics_in(plan.metrics, strict=False) if size else {}
     if not here:

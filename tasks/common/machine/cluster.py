@@ -42,13 +42,13 @@ LOOPBACK = {
     "NCCL_SOCKET_IFNAME": "lo",
 }
 
-# What the other nodes report when one is lost.
+# Errors on the other nodes when one is lost.
 BROKEN = re.compile(r"(?i)connection|socket|gloo|nccl|died|unavailable|raylet|GCS|timed out|exit code -|lost")
 
 
 @dataclass(frozen=True)
 class Node:
-    """A machine of the cluster; ``free_*`` is what no job has taken."""
+    """A machine of the cluster; ``free_*``: not taken by any job."""
 
     id: str
     address: str
@@ -62,7 +62,7 @@ class Node:
 
 @dataclass(frozen=True)
 class Seen:
-    """What a process on a node sees; the nodes must see the same."""
+    """The folders and versions that a process on a node sees; all nodes must see the same."""
 
     python: str
     verl: str
@@ -72,7 +72,7 @@ class Seen:
 
 
 def address(nnodes: int) -> str:
-    """RAY_ADDRESS; empty: no cluster. Raises SettingsError where ``nnodes`` wants one, or Ray would not join it."""
+    """RAY_ADDRESS; empty: no cluster. Raises SettingsError if ``nnodes`` needs one, or if Ray could not join it."""
     given = os.environ.get("RAY_ADDRESS", "")
     if not given and nnodes > 1:
         raise SettingsError(
@@ -100,7 +100,7 @@ def secrets(environment: dict[str, str]) -> list[str]:
 
 
 def enough(nodes: list[Node], nnodes: int, gpus: int) -> str:
-    """What the cluster lacks for ``nnodes`` nodes with ``gpus`` free GPUs each, and the remedy; empty if nothing."""
+    """Why the cluster does not have ``nnodes`` nodes with ``gpus`` free GPUs each, and the remedy; empty if it has."""
     having = [node for node in nodes if node.alive and node.free_gpus >= gpus]
     if len(having) >= nnodes:
         return ""
@@ -132,7 +132,7 @@ def join(s: Settings) -> list[Node]:
 
 
 def difference(name: str, node: Seen, here: Seen) -> str:
-    """How node ``name`` differs from this machine, and the remedy, in one line; empty if it does not."""
+    """One line: how node ``name`` differs from this machine, and the remedy; empty if it does not."""
     if node.artifacts != here.artifacts:
         what = f"{artifacts()} is another folder there, or cannot be written"
         return f"node {name}: {what}; set ARTIFACTS to a shared folder"
@@ -186,7 +186,7 @@ def explained(error: StageFailed, nodes: list[Node]) -> StageFailed:
 
 
 def lost(before: list[Node]) -> str:
-    """The address of a node among ``before`` that is gone; empty: all are there. Waits until Ray would report it."""
+    """The address of a node of ``before`` that was lost, else empty. Waits until Ray would report it."""
     try:
         return _ask("lost", *(node.id for node in before), seconds=LOST_SECONDS + 30)["lost"]
     except SettingsError:
@@ -220,7 +220,7 @@ def _ask(question: str, *arguments: str, seconds: float = ASK_SECONDS) -> dict:
 
 
 def _advice(error: str) -> str:
-    """What a user can do about an ``error`` of ray.init."""
+    """The remedy for an ``error`` of ray.init."""
     if "Could not find any running Ray" in error:
         return f"no Ray cluster runs on this machine; start it with `ray start --head`, or join one ({HELP})"
     if "AuthenticationError" in error or "InvalidAuthToken" in error:
@@ -287,7 +287,7 @@ def main(question: str, *arguments: str) -> None:
     import ray
     from ray._private import services
 
-    # RAY_ADDRESS, else a Ray that runs here, else the last one that did: ray.init would wait for that one for minutes.
+    # RAY_ADDRESS, else a Ray that runs here, else the last one that ran: ray.init would wait minutes for that one.
     found = services.canonicalize_bootstrap_address("auto")
     if not hardware.listens(found, CONNECT_SECONDS):
         raise ConnectionError(f"Could not find any running Ray instance: nothing answers at {found}")

@@ -68,7 +68,7 @@ def nvidia() -> Nvidia | None:
 
 
 def own_process(pid: int) -> bool:
-    """Whether the process is this user's. A process id from another container means nothing here."""
+    """Whether the process belongs to this user. Process ids of other containers mean nothing here."""
     with contextlib.suppress(psutil.Error):
         return psutil.Process(pid).uids().real == os.getuid()
     return False
@@ -95,12 +95,12 @@ def cpu_dtype(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
 
 
 def number_bytes(on_cpu: bool) -> int:
-    """Bytes of a number that a model computes with: 2, and 4 on a CPU that computes in float32."""
+    """Bytes per number in the forward pass: 2, or 4 on a CPU that uses float32."""
     return 4 if on_cpu and cpu_dtype() == "float32" else 2
 
 
 def free_disk(path: Path) -> tuple[Path, int]:
-    """The nearest folder of ``path`` that exists, and the bytes free there."""
+    """The nearest existing parent folder of ``path``, and its free bytes."""
     existing = next(folder for folder in (path, *path.parents) if folder.exists())
     return existing, shutil.disk_usage(existing).free
 
@@ -122,7 +122,7 @@ class RayDaemon:
     name: str
     pid: int
     address: str  # host:port of its cluster; empty if its command line does not say
-    orphaned: bool  # it is this user's, and no program owns it: `ray start`, or a killed run
+    orphaned: bool  # this user's, and no program owns it: from `ray start`, or a killed run
 
 
 def ray_daemons() -> list[RayDaemon]:

@@ -1,7 +1,7 @@
 """Seconds of an RL step on GPUs, predicted from a model's shapes and a step's tokens.
 
 A few terms, each with one factor that is fitted to the runs recorded in docs/results (all on H200s). For another
-GPU, peak and bandwidth are those that its maker publishes; that has not been measured.
+GPU, peak and bandwidth are the maker's figures; the prediction for it has not been measured.
 """
 
 import functools
@@ -20,7 +20,7 @@ from tasks.common.settings import ROOT
 
 @dataclass(frozen=True)
 class GPU:
-    """As its maker publishes it: dense bf16 FLOP per second, bytes per second of its memory, bytes that a driver
+    """The maker's figures: dense bf16 FLOP per second, bytes per second of its memory, bytes that a driver
     leaves free."""
 
     name: str
@@ -44,7 +44,7 @@ RESULTS = ROOT / "docs/results"
 
 @dataclass(frozen=True)
 class Step:
-    """What of an RL step decides on its time. Lengths are means over its responses, ``longest`` is the longest."""
+    """The properties of an RL step that decide its time. Lengths are means over responses, ``longest`` the longest."""
 
     model: Shapes
     gpus: int

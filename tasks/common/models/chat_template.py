@@ -45,7 +45,7 @@ def next_turn_ids(tokenizer, sampled: list[int], messages: list[dict], tools: li
     """Token ids that the template puts between a ``sampled`` answer and the model's next turn: the end of the turn,
     where ``sampled`` lacks it, then ``messages`` (of tools or the user) and the generation prompt.
 
-    ``tools``: those of the prompt, which decide on how it was rendered. Only ``messages`` are rendered, after a fixed
+    ``tools``: those of the prompt, which decide how it was rendered. Only ``messages`` are rendered, after a fixed
     chat: earlier turns stay as they were sampled. Raises ValueError when the template refuses or drops the fixed chat.
     """
     if tools and not knows_tools(tokenizer, None):
@@ -101,7 +101,7 @@ def demonstration_ids(
 
 
 def end_of_turn_ids(tokenizer) -> list[int]:
-    """Token ids that the template puts after an answer; of an instruct model, one."""
+    """Token ids that the template puts after an answer; one for an instruct model."""
     return tokenizer(end_of_turn(tokenizer), add_special_tokens=False)["input_ids"]
 
 
@@ -112,7 +112,7 @@ def ends_turn(tokenizer, ids: list[int]) -> bool:
 
 @functools.lru_cache(maxsize=8)
 def end_of_turn(tokenizer) -> str:
-    """What the template puts after an answer, e.g. <|im_end|>; if nothing, the end-of-sequence token."""
+    """The text that the template puts after an answer, e.g. <|im_end|>; if none, the end-of-sequence token."""
     chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": PROBE}]
     text = tokenizer.apply_chat_template(chat, tokenize=False)
     return text.rpartition(PROBE)[2].strip() or tokenizer.eos_token or ""

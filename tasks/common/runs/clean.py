@@ -1,7 +1,7 @@
-"""`make clean`: remove what runs wrote under ARTIFACTS, of TASK alone or, after a question, of every task.
+"""`make clean`: remove the files of runs under ARTIFACTS, of TASK only or, after a question, of every task.
 
-Only what this repository writes is removed: ARTIFACTS may be a folder that holds other things too. Runs before anything
-is installed: only Python's own library.
+Removes only files that this repository writes: ARTIFACTS may hold others too. Runs before the installation, so it uses
+only Python's own library.
 """
 
 import fcntl
@@ -16,11 +16,11 @@ from tasks.common.settings import SettingsError, artifacts
 # Folders with a folder for each task, as docs/ARCHITECTURE.md lists them.
 OF_A_TASK = ("data", "runs", "eval", "probe", "samples", "batch", "attack", "certify", "compare", "experiments")
 OF_A_TASK += ("reports", "chat", "rehearse")
-SHARED = ("models", "judge", "monitor", "trackio", "install.log")
+SHARED = ("models", "judge", "monitor", "trackio", "site", "install.log")
 
 
 def found(task: str) -> list[Path]:
-    """What there is of ``task``; empty: of every task, with models and what tasks share. Raises SettingsError."""
+    """The existing folders of ``task``; empty: of every task, with models and shared files. Raises SettingsError."""
     if task and not re.fullmatch(r"(?!\.)[A-Za-z0-9._-]{1,64}", task):
         raise SettingsError(f"TASK={task[:80]}: must be a plain name")
     names = [f"{name}/{task}" for name in OF_A_TASK] if task else [*OF_A_TASK, *SHARED]
@@ -39,7 +39,7 @@ def check_idle(task: str) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a folder or a file; of a link the link alone."""
+    """Remove a folder, a file, or a link (not its target)."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:
@@ -47,7 +47,7 @@ def remove(path: Path) -> None:
 
 
 def agreed(paths: list[Path]) -> bool:
-    """Whether YES=1 is given, or the user at the terminal says yes. Raises SettingsError where nobody can be asked."""
+    """Whether YES=1 is given, or the user at the terminal says yes. Raises SettingsError without a terminal."""
     if os.environ.get("YES") == "1":
         return True
     if not sys.stdin.isatty():
@@ -58,7 +58,7 @@ def agreed(paths: list[Path]) -> bool:
 
 
 def clean(task: str) -> None:
-    """Remove what there is of ``task``, or of every task, and print each path. Raises SettingsError."""
+    """Remove the folders of ``task``, or of every task, and print each path. Raises SettingsError."""
     if not (paths := found(task)):
         print(f"nothing of {f'TASK={task}' if task else 'any task'} in {artifacts()}")
         return

@@ -17,11 +17,11 @@ from tasks.common.settings import REPORTING, Settings, SettingsError, artifacts,
 from tasks.common.text import one_line
 
 PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")  # names of tasks and runs
-POLICY = "attack"  # what the names of the runs of `make attack POLICY=1` begin with: no other command is about them
+POLICY = "attack"  # prefix of the runs of `make attack POLICY=1`, which no other command uses
 PARTS = ("kind", "fingerprint", "start")  # of every record: texts beside its settings and arguments
 ALWAYS = {"MODEL", "METHOD", "STEPS", "SFT_STEPS", "INIT", "STACK", "N_GPUS"}  # settings that every version recorded
 
-# What reading a folder raises whose files do not have the form that ours have.
+# Errors of reading a folder whose files do not have our form.
 UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, RecursionError)
 
 
@@ -42,7 +42,7 @@ def metrics_in(file: Path, strict: bool = True) -> dict[int, dict[str, float]]:
     """The numbers among the metrics of one launch by step; an unfinished last line does not count.
 
     Raises SettingsError at a line that is not JSON, as a power failure leaves them, or that has no metrics. Not
-    ``strict``: skips such a line. That is for what runs within a training, which no damaged line may end.
+    ``strict``: skips such a line, for code inside a training, which a damaged line must not end.
     """
     metrics: dict[int, dict] = {}
     for number, line in enumerate(file.read_text(errors="replace").split("\n")[:-1], start=1):
@@ -65,9 +65,9 @@ def next_metrics_file(run_dir: Path) -> Path:
 
 
 def record(run_dir: Path, kind: str, mark: str, s: Settings, start: str, arguments: list[str], base: str = "") -> None:
-    """Note in ``run_dir`` what it is made with: ``kind`` ("rl" or "sft"), settings, the model it starts from.
+    """Record in ``run_dir`` its ``kind`` ("rl" or "sft"), settings, and start model.
 
-    ``base``: with LoRA the model that the adapter is of.
+    ``base``: with LoRA, the adapter's base model.
     """
     values = {"kind": kind, "fingerprint": mark, "settings": asdict(s), "start": start, "base": base or start}
     values["arguments"] = [masked(argument) for argument in arguments]
@@ -75,15 +75,15 @@ def record(run_dir: Path, kind: str, mark: str, s: Settings, start: str, argumen
 
 
 def recorded(run_dir: Path) -> dict:
-    """What ``record`` wrote; empty without a record, or where ``record_problem`` finds that it is none."""
+    """The record that ``record`` wrote; empty if there is none, or if ``record_problem`` refuses it."""
     made = read_json(run_dir / "settings.json")
     return {} if record_problem(made) else made
 
 
 def record_problem(made: dict) -> str:
-    """Why ``made``, of a settings.json that may come from elsewhere, is no record; empty where it is one.
+    """Why ``made``, from a settings.json of unknown origin, is not a record; empty if it is.
 
-    Only its form: a run of another version may have variables and values that this one does not know.
+    Checks only the form: another version may have variables and values that this one does not know.
     """
     texts, settings, arguments = [made.get(n) for n in PARTS], made.get("settings"), made.get("arguments")
     texts.append(made.get("base", ""))  # an older version's has none
@@ -107,7 +107,7 @@ def all_runs(task: str = "") -> list[Path]:
 
 
 def broken_runs(task: str = "") -> dict[Path, str]:
-    """The folders among those of runs whose settings.json is no record, and why."""
+    """The run folders whose settings.json is not a record, and why."""
     found = {run: record_problem(read_json(run / "settings.json")) for run in _folders(task)}
     return {run: problem for run, problem in found.items() if problem}
 
@@ -119,7 +119,7 @@ def _folders(task: str) -> list[Path]:
 
 
 def named(name: str, task: str = "") -> Path:
-    """The run called ``name``, of ``task`` if that is given. Raises SettingsError, with the names that are near."""
+    """The run called ``name``, of ``task`` if given. Raises SettingsError with the nearest names."""
     found = [run for run in all_runs(task) if run.name == name]
     files = (artifacts() / "runs").glob(f"{task or '*'}/{name}/settings.json") if PLAIN.fullmatch(name) else ()
     if not found and (broken := next(iter(files), None)):
@@ -139,7 +139,7 @@ def tracker(run_dir: Path) -> Path:
 
 
 def _tracked(run_dir: Path) -> str:
-    """What the tracker file says; empty if it is missing."""
+    """The text of the tracker file; empty if it is missing."""
     try:
         return tracker(run_dir).read_text(errors="replace").strip()
     except FileNotFoundError:
@@ -147,7 +147,7 @@ def _tracked(run_dir: Path) -> str:
 
 
 def _whole_steps(run_dir: Path) -> list[int]:
-    """Steps of the folders that are whole, ascending."""
+    """Steps of the complete folders, ascending."""
     folders = {f.name.removeprefix("global_step_"): f for f in (run_dir / "checkpoints").glob("global_step_*")}
     return sorted(int(step) for step, folder in folders.items() if step.isdecimal() and whole(folder))
 
@@ -155,7 +155,7 @@ def _whole_steps(run_dir: Path) -> list[int]:
 def last_step(run_dir: Path) -> int:
     """Step of the last whole checkpoint; 0 if there is none.
 
-    verl writes the tracker file after the checkpoint, but not atomically: a kill or a full disk leaves it empty. Where
+    verl writes the tracker file after the checkpoint, but not atomically: a kill or a full disk leaves it empty. If
     it names no whole checkpoint, the newest whole one counts.
     """
     text = _tracked(run_dir)
@@ -216,7 +216,7 @@ def wanted_steps(run_dir: Path, s: Settings) -> float:
 
 
 def complete(run_dir: Path, s: Settings) -> bool:
-    """Whether nothing is left to train with ``s``."""
+    """Whether the training with ``s`` is complete."""
     return last_step(run_dir) >= wanted_steps(run_dir, s) or ended_early(run_dir, s.PATIENCE)
 
 
@@ -237,13 +237,13 @@ def merged_folder(run_dir: Path, step: str = "") -> Path:
 
 
 def _base(run_dir: Path) -> str:
-    """The model that the adapter of a LoRA run is of."""
+    """The base model of a LoRA run's adapter."""
     made = recorded(run_dir)
     return made.get("base") or base_model(made.get("start", ""))
 
 
 def find_run(s: Settings, arguments: list[str], model_given: str = "") -> Path | None:
-    """The run that `make eval`, compare, merge, chat and batch are about; None if there is none.
+    """The run that `make eval`, compare, merge, chat and batch use; None if there is none.
 
     RUN if set, else the run of these very settings, else the newest with a checkpoint, RL before SFT. With
     ``model_given`` only a run that was trained from that model: any other MODEL stands for itself. Raises
@@ -271,9 +271,9 @@ def _saved_at(run_dir: Path) -> float:
 
 
 def settings_of(run_dir: Path, s: Settings) -> Settings:
-    """The settings that ``run_dir`` was trained with; how to evaluate is taken from ``s``.
+    """The settings of ``run_dir``'s training, with the evaluation settings of ``s``.
 
-    The test prompts of other data settings could be among those that the run was trained on.
+    With other data settings, test prompts could be among its training prompts.
     """
     own = {f.name for f in fields(Settings)} - REPORTING
     values = {name: value for name, value in recorded(run_dir)["settings"].items() if name in own}
@@ -293,7 +293,7 @@ def sft_dir(s: Settings) -> Path:
 
 
 def rl_dir(s: Settings, arguments: list[str], number: int = 1, start: str = "") -> Path:
-    """Folder of the run, of its round ``number``, which begins with the model ``start``.
+    """Folder of the run's round ``number``, which starts from the model ``start``.
 
     Raises SettingsError when RUN names one that was made with other settings.
     """
@@ -332,6 +332,6 @@ def lineage(run_dir: Path) -> list[Path]:
         before = run_of(made["start"], run_dir.parent)
         if not before or made["start"] == made["settings"]["MODEL"] or recorded(before).get("kind") != "rl":
             return found
-        if before in found:  # only in a record that was written by hand
+        if before in found:  # only in a record written by hand
             raise SettingsError(f"RUN={before.name}: its settings.json says that it began with a round after it")
         found.insert(0, before)

@@ -29,7 +29,7 @@ REWARD_STEPS = 3  # in a row with no reward at all
 
 @dataclass(frozen=True)
 class Finding:
-    """``rule`` fired at ``step``; ``text``: what was seen, the likely cause and the variable to change."""
+    """``rule`` fired at ``step``; ``text``: the observation, the likely cause and the variable to change."""
 
     rule: str
     step: int
@@ -52,7 +52,7 @@ def findings(metrics: dict[int, dict], s: Settings) -> list[Finding]:
 
 
 class AbortedError(RuntimeError):
-    """The training was ended because a rule of ABORT_ON fired; its text is one line for the user."""
+    """A rule of ABORT_ON ended the training; the text is one line for the user."""
 
 
 def aborted_by(metrics: dict[int, dict], s: Settings) -> Finding | None:
@@ -63,7 +63,7 @@ def aborted_by(metrics: dict[int, dict], s: Settings) -> Finding | None:
 
 
 def abort(run_dir: Path, found: Finding) -> NoReturn:
-    """End the training of ``run_dir``: leaves why in its outcome.json and raises AbortedError."""
+    """End the training of ``run_dir``: write the reason to its outcome.json and raise AbortedError."""
     reason = f"ABORT_ON={found}"
     write_json(run_dir / OUTCOME, {"outcome": "aborted", "reason": reason})
     raise AbortedError(reason)
@@ -74,7 +74,7 @@ def newest_by_rule(found: list[Finding]) -> list[Finding]:
     return sorted({finding.rule: finding for finding in found}.values(), key=lambda finding: finding.step)
 
 
-# ---- rules: what is wrong with a step, given the steps before it
+# ---- rules: the problem of a step, given the earlier steps
 
 
 def _for_steps(count: int, row: dict, before: list[dict], holds: Callable[[dict], bool]) -> bool:
@@ -101,7 +101,7 @@ def _collapse(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
 def _kl_of(row: dict) -> float:
     """KL to the reference model: of the loss (GRPO and similar methods), or of the penalty on the reward (PPO).
 
-    NaN without a KL term: there is no reference model then.
+    NaN without a KL term, because there is no reference model.
     """
     return row.get("actor/kl_loss", row.get("actor/reward_kl_penalty", math.nan))
 

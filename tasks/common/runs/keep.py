@@ -6,14 +6,14 @@ from pathlib import Path
 from tasks.common.runs.folder import checkpoints, last_step, read_metrics
 from tasks.common.runs.validation import ends_early, ranked, words
 
-REMOVED = "removed_"  # before the name of a folder that is no checkpoint any more
+REMOVED = "removed_"  # prefix of a folder that is being removed
 
 
 def prune(run_dir: Path, keep: int) -> None:
     """Remove all checkpoints except the last whole one and the ``keep`` best of the others.
 
-    Also what a crash left: a folder after the last whole checkpoint, or a half removed one. A folder is renamed before
-    its files go, so that every folder with a checkpoint's name is whole.
+    Also removes a crash's leftovers: folders after the last whole checkpoint, half-removed ones. It renames a folder
+    before it removes its files, so every folder with a checkpoint's name is whole.
     """
     last, folder = last_step(run_dir), run_dir / "checkpoints"
     if not last:
@@ -35,7 +35,7 @@ def _remove(folder: Path) -> None:
 
 def ends_run(run_dir: Path, step: int, found: dict, patience: int) -> bool:
     """Whether PATIENCE ends the run with the validation of ``step``, whose metrics ``found`` are not on disk yet."""
-    # Later steps on disk are of a launch that was lost, and are trained again.
+    # Later steps on disk belong to a lost launch, and are trained again.
     metrics = read_metrics(run_dir, strict=False)
     done = {number: row for number, row in metrics.items() if number < step} | {step: found}
     print(f"step {step}: {words(done)}", flush=True)

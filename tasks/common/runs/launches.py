@@ -2,7 +2,7 @@
 
 launch.json: settings, the trainer's command line, git's state, digests of data and task, seeds and date. config.yaml:
 the trainer's resolved config. packages.txt: as `pip freeze` prints it. changes.diff: the uncommitted changes, and the
-new files of the task and of tasks/common. It has no environment and no machine's name; secrets are masked.
+new files of the task and of tasks/common. The environment and the machine's name are left out; secrets are masked.
 """
 
 import hashlib
@@ -64,7 +64,7 @@ def launches(run_dir: Path) -> list[Path]:
 def read(launch: Path) -> dict:
     """launch.json of a launch, with the lines of ``packages`` and the text of ``changes``.
 
-    Raises SettingsError where it is no record: a run may come from elsewhere.
+    Raises SettingsError if it is not a record: a run may come from elsewhere.
     """
     record = read_json(launch / "launch.json")
     if problem := _problem(record):
@@ -75,7 +75,7 @@ def read(launch: Path) -> dict:
 
 
 def _problem(record: dict) -> str:
-    """What is wrong with the form of a launch.json; empty if nothing is."""
+    """The problem with the form of a launch.json; empty if there is none."""
 
     def texts(value) -> bool:
         return isinstance(value, dict) and all(isinstance(each, str) for each in value.values())

@@ -1,6 +1,6 @@
 """`make repeat RUN=name`: train again with the recorded settings of a run (launches.py), under a new name.
 
-It checks stack and data, and warns of what has changed since.
+It checks stack and data, and warns of changes since then.
 """
 
 import json
@@ -60,7 +60,7 @@ def check(run_dir: Path) -> tuple[dict, dict]:
 
 
 def _harmless(argument: str) -> bool:
-    """Whether one of ARGS only sets a value: no option of hydra's command, no interpolation, no key that loads code."""
+    """Whether an argument only sets a value: no option of hydra, no interpolation, no key that loads code."""
     key, _, value = argument.partition("=")
     keys = f"{key} {value}" if "{" in value else key
     return bool(re.fullmatch(r"[+]{0,2}[\w.@]+", key)) and not _CODE.search(keys) and "${" not in value
@@ -69,7 +69,7 @@ def _harmless(argument: str) -> bool:
 def variables(made: dict, judge: dict[str, str], name: str, environ: dict[str, str]) -> dict[str, str]:
     """The environment of the training: ``environ`` with the recorded settings and judge, under the name ``name``.
 
-    Raises SettingsError when ``environ`` has another value than the record, which would be no repetition.
+    Raises SettingsError when ``environ`` has another value than the record.
     """
     recorded_values = recorded_texts(made["settings"])
     for key, value in {**recorded_values, **{key: judge.get(key, "") for key in judge_settings() | judge}}.items():
@@ -86,7 +86,7 @@ def variables(made: dict, judge: dict[str, str], name: str, environ: dict[str, s
 
 
 def not_recorded(made: dict) -> list[str]:
-    """Variables of today that the record lacks: they have their default."""
+    """Today's variables that the record lacks; they take their defaults."""
     return sorted(Settings.__dataclass_fields__.keys() - made["settings"].keys())
 
 
@@ -117,7 +117,7 @@ def _complete(run_dir: Path) -> bool:
 
 
 def changed_files(then: dict[str, str], now: dict[str, str]) -> str:
-    """Names of the files whose digest has changed; empty if none has."""
+    """Names of the files whose digest has changed."""
     return ", ".join(name for name in sorted(then.keys() | now.keys()) if then.get(name) != now.get(name))
 
 
@@ -162,8 +162,8 @@ def main() -> None:
         raise SettingsError(f"RUN={name}: its task is gone: there is no {task_dir}/train.sh")
     s = load_settings(environ)  # a record is data: its values are checked before anything runs
     unknown = [f"{key} (not in the record)" for key in not_recorded(made)]
-    if not_as_it_was := differences(launch, launches.now(task_dir)) + unknown:
-        print(f"warning: not as it was: {printable('; '.join(not_as_it_was))}")
+    if changed := differences(launch, launches.now(task_dir)) + unknown:
+        print(f"warning: changed since that run: {printable('; '.join(changed))}")
     print(f"RUN={name} again, as RUN={environ['RUN']}", flush=True)
     stage = [sys.executable, "-m", "tasks.common.launch.main"]  # not train.sh: the record has every variable
     environ |= {"PYTHONPATH": f"{ROOT}:{environ.get('PYTHONPATH', '')}".rstrip(":"), "PYTHONUNBUFFERED": "1"}
@@ -172,7 +172,7 @@ def main() -> None:
         sys.exit(code)
     now = launches.data_digests(s.data_dir, s.TRAIN_FILE, s.PAIRS_FILE)
     if changed := changed_files(launch["data"], now):
-        raise SettingsError(f"RUN={name}: was trained on other data than there is now ({changed} differ)")
+        raise SettingsError(f"RUN={name}: was trained on different data ({changed} differ)")
     os.execve(sys.executable, [*stage, "train", *made["arguments"]], environ | {"STAGE": "train"})
 
 

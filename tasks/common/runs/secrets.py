@@ -1,4 +1,4 @@
-"""Secrets in text that is kept: keys, tokens and passwords, known by their name or by their form, are replaced."""
+"""Replace secrets in recorded text: keys, tokens and passwords, recognised by name or form."""
 
 import re
 
@@ -18,7 +18,7 @@ _ASSIGNED = re.compile(
     rf"({_QUOTED}|[^\s\"'$(){{}}\[\],;&|]+(?=[\s\"',;}}\]&|]|$))",
     re.IGNORECASE | re.MULTILINE,
 )
-# Other forms; what stands before the secret is the first group.
+# Other forms; the first group is the text before the secret.
 _FORMS = [
     # a variable of the environment: its value, or its default
     rf"(?i)(\benviron\[[\"'](?:{_NAME}|\w+_key)[\"']\]\s*=\s*){_QUOTED}",
@@ -40,7 +40,7 @@ _FORMS = [
     r"(?i)(\bauthorization[\"']?\s*[:=]\s*f?[\"']?(?:bearer|basic|token)\s+)[^\s\"'{}$<]+",
     r"(?i)(\bbearer\s+)(?=[^\s\"']*\d)[\w.~+/=-]{8,}",
     r"(-----BEGIN [A-Z ]{0,20}PRIVATE KEY-----)(?s:.+?)(?=-----END|\Z)",
-    # what services give out: Hugging Face, OpenAI and its like, GitHub, GitLab, Slack, AWS, Google, JSON Web Tokens
+    # tokens of Hugging Face, OpenAI and its like, GitHub, GitLab, Slack, AWS, Google, JSON Web Tokens
     r"(\b)(?:hf_|gh[pousr]_)[A-Za-z0-9]{30,}",
     r"(\b)(?:sk-(?=[\w-]{0,100}\d)|github_pat_|glpat-|xox[abprs]-)[\w-]{16,}",
     r"(\b)(?:AKIA[0-9A-Z]{16}|AIza[\w-]{35}|eyJ[\w-]{8,}\.eyJ[\w-]{8,}\.[\w-]{8,})",

@@ -17,7 +17,7 @@ Score = tuple[float, float]
 def score(row: dict) -> Score | None:
     """The dev score of a step's metrics: mean accuracy (without one: reward), then mean reward, which breaks ties.
 
-    Means over data sources. None where the step was not validated, or the values are not finite.
+    Means over data sources. None if the step was not validated, or the values are not finite.
     """
     means = [(match, value) for name, value in row.items() if (match := _MEAN.fullmatch(name))]
     core = [value for match, value in means if match[1] == "core"]

@@ -1,8 +1,8 @@
-"""`make certify`: play episodes by evaluation's engine and by training's agent loop, and write what they prove.
+"""`make certify`: play episodes with evaluation's engine and training's agent loop, and write the certificate.
 
 `python -m tasks.common.verl_plugins.certify MODEL FILE`, in a process of its own. Sampled episodes are played once, by
-evaluation; the agent loop then gets the same turns in the place of its engine, and must ask with the same tokens.
-Scripted ones are the demonstrations of the task's data; in the place of each of their turns the engine samples one too.
+evaluation. The agent loop then gets these turns instead of an engine's, and must send the same tokens.
+Scripted ones are the task's demonstrations; the engine also samples a turn at each of their turns.
 The checks: evaluation/certify.py.
 """
 
@@ -41,7 +41,7 @@ VERSIONS = ("verl", "vllm", "transformers", "torch")
 
 
 class Recorded:
-    """An engine that notes the turns of each request index, as they were sampled."""
+    """An engine that records the sampled turns of each request index."""
 
     def __init__(self, engine):
         self.engine, self.turns = engine, defaultdict(list)
@@ -118,13 +118,13 @@ def scripted(s: Settings, limit: int | None) -> list[tuple[dict, Chat]]:
         messages = decoded(row["messages"])
         first = row.get("prompt_messages") or len(messages) - 1
         own = rows[_text(row["messages"][:first])]
-        if len(own) == 1:  # else it is not known which one it solves
+        if len(own) == 1:  # else its problem is unknown
             found.append((own[0], Chat(f"demonstration {number}", messages, first, tools_of(row))))
     return found
 
 
 def _fits(s: Settings, tokenizer, chat: Chat) -> bool:
-    """Whether no limit cuts the episode of a demonstration."""
+    """Whether a demonstration's episode fits all limits."""
     ids, mask = demonstration_ids(tokenizer, chat.messages, chat.first, chat.tools)
     turns = checks.runs(mask)
     prompt = turns[0][0]

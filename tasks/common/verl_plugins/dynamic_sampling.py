@@ -43,7 +43,7 @@ def bounded(buffer: ReplayBuffer, batches: int) -> ReplayBuffer:
 
     def counted_refill(prompts: int) -> int:
         nonlocal sampled
-        if buffer.filter_groups_metric is None:  # credit from before
+        if buffer.filter_groups_metric is None:  # unused quota of earlier steps
             return 0
         sampled += prompts
         if sampled >= batches * buffer.train_batch_size:

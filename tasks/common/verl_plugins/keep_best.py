@@ -20,7 +20,7 @@ expect(
 
 
 class KeepBest(PPOTrainerSync):
-    """verl itself keeps the newest checkpoints (max_actor_ckpt_to_keep), whatever the validations say."""
+    """verl itself keeps the newest checkpoints (max_actor_ckpt_to_keep), and ignores the validations."""
 
     @property
     def run_dir(self) -> Path:

@@ -1,4 +1,4 @@
-"""The weights that verl draws (LoRA's A, a critic's head) follow SEED; no version of verl seeds its workers first."""
+"""Seed the weights that verl draws (LoRA's A, a critic's head) with SEED; no version of verl seeds its workers."""
 
 import functools
 import os

@@ -15,7 +15,7 @@ expect(sft_trainer.SFTTrainer.fit, "start_epoch = global_step // self.steps_per_
 
 
 class SFTTrainer(sft_trainer.SFTTrainer):
-    """verl's, with the seed of its config, and with a new loader when a resume begins an epoch."""
+    """verl's, with its config's seed, and with a new loader when a resume starts an epoch."""
 
     def __init__(self, config):
         super().__init__(config)

@@ -1,8 +1,8 @@
 """vLLM's worker on a GPU that other trainings use too (`make experiment JOBS=`).
 
-It measures the free memory of the whole GPU (vllm/v1/worker/gpu_worker.py of 0.11.0 and 0.24.0). What another program
-takes while this one falls asleep ends it. What another takes or frees while it profiles ends it, or changes its KV
-cache.
+It measures the free memory of the whole GPU (vllm/v1/worker/gpu_worker.py of 0.11.0 and 0.24.0). Memory that another
+program takes while this one falls asleep stops it. Memory that another takes or frees during its profiling stops it, or
+changes its KV cache.
 """
 
 import os
@@ -22,7 +22,7 @@ _determine_available_memory = Worker.determine_available_memory
 
 
 def sleep(self, level: int = 1) -> None:
-    """vLLM's, without its last check: by then its own memory is free."""
+    """vLLM's, without its last check: its own memory is already free."""
     try:
         _sleep(self, level)
     except AssertionError as error:

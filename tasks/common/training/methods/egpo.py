@@ -40,4 +40,4 @@ def warning_after(metrics: dict[int, dict]) -> str | None:
     share = sum(shares) / max(1, len(shares))
     if not share:
         return None
-    return f"METHOD=egpo: {share:.0%} of the responses have no <think> block; their whole response counted as reasoning"
+    return f"METHOD=egpo: {share:.1%} of the responses have no <think> block; their whole response counted as reasoning"

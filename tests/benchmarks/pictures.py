@@ -1,0 +1,68 @@
+"""The pictures of the tutorials, from what their pages show: PYTHONPATH=. python tests/benchmarks/pictures.py
+
+`before-after.png` (QUICKSTART.md) is drawn from a file of docs/results; `constant-answers.png` (ADDING_A_TASK.md) from
+the task that the page writes: its blocks are run as they stand there.
+"""
+
+import json
+import re
+from itertools import islice
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+
+from tasks.common.evaluation.plots import COLORS, plt, save
+from tests.helpers import ROOT
+
+IMAGES = ROOT / "docs/images"
+RESULT = ROOT / "docs/results/cpu-countdown.json"
+METRICS = ["pass@1", "pass@2", "accuracy", "score", "numbers", "one_operator"]
+
+
+def before_after(picture: Path) -> None:
+    """Each metric of the warm-up and of the trained model, with its 95 % interval."""
+    found = json.loads(RESULT.read_text())
+    figure, axis = plt.subplots(figsize=(7, 2.8), layout="constrained")
+    for shift, model, label, color in ((-0.12, "base", "warm-up", COLORS[0]), (0.12, "trained", "GRPO", COLORS[1])):
+        values = [found[model]["metrics"][name] for name in METRICS]
+        middle = [each["value"] for each in values]
+        errors = [[each["value"] - each["low"] for each in values], [each["high"] - each["value"] for each in values]]
+        places = [place + shift for place in range(len(METRICS))]
+        axis.errorbar(places, middle, yerr=errors, fmt="o", markersize=4, capsize=3, color=color, label=label)
+    axis.set_xticks(range(len(METRICS)), METRICS)
+    axis.set_ylim(0, 1)
+    axis.legend(frameon=False, loc="upper left", ncols=2)
+    save(figure, picture)
+
+
+def block(file: str) -> ModuleType:
+    """The module that ADDING_A_TASK.md shows as the content of ``file``."""
+    text = (ROOT / "docs/ADDING_A_TASK.md").read_text()
+    source = re.search(rf"<!-- test: file {re.escape(file)} -->\n```python\n(.*?)^```$", text, re.M | re.S)[1]
+    module = ModuleType(Path(file).stem)
+    exec(compile(source, file, "exec"), module.__dict__)
+    return module
+
+
+def constant_answers(picture: Path) -> None:
+    """The mean score of a policy that writes the same number to 1,000 prompts, by that number and DIFFICULTY."""
+    problems, reward = block("tasks/vowels/prepare_data.py"), block("tasks/vowels/reward.py")
+    figure, axis = plt.subplots(figsize=(7, 2.6), layout="constrained")
+    for difficulty, color in zip(problems.LENGTHS, COLORS, strict=False):
+        settings = SimpleNamespace(SEED=0, DIFFICULTY=difficulty)
+        truths = [each.ground_truth for each in islice(problems.generate(settings), 1000)]
+        numbers = range(17)
+        means = [
+            sum(reward.compute_score("", f"<answer>{number}</answer>", truth)["score"] for truth in truths) / 1000
+            for number in numbers
+        ]
+        axis.plot(numbers, means, marker=".", color=color, label=f"DIFFICULTY={difficulty}")
+    axis.set(xlabel="the one answer", ylabel="mean score", ylim=(0, 1))
+    axis.legend(frameon=False)
+    save(figure, picture)
+
+
+PICTURES = {"before-after.png": before_after, "constant-answers.png": constant_answers}
+
+if __name__ == "__main__":
+    for name, draw in PICTURES.items():
+        draw(IMAGES / name)
