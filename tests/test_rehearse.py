@@ -18,7 +18,7 @@ from tasks.common.machine import memory, speed
 from tasks.common.models import thin
 from tasks.common.settings import STACKS, Command, SettingsError, load_settings, values_of
 from tests.helpers import make, our_processes
-from tests.test_profiles import CONFIGS, PROFILES
+from tests.test_profiles import CONFIGS, PROFILES, hardware_of
 
 LLAMA = {
     "model_type": "llama",
@@ -270,13 +270,14 @@ def test_a_profile_is_predicted_from_its_config_alone(profile, small_model, tmp_
     s = replace(s, MODEL=str(source))
     command = load_settings({"PROFILE": profile.stem, "PRICE": "2"}, cls=Command)
     target = needs.target_of(s, command)
-    assert str(target) == f"{s.N_GPUS} x A100-80G (by the profile's name)"
+    gpu = speed.GPUS[hardware_of(profile)[1]]
+    assert str(target) == f"{s.N_GPUS} x {gpu.name} (by the profile's name)"
     files = data_of(tmp_path / "data")
     said = "\n".join(needs.words(s, [], files, target, command))
     size = memory.checkpoint_bytes(memory.shapes(CONFIGS[PROFILE_MODELS[profile.stem]]).parameters, s.LORA_RANK)
     assert f"disk: {memory.gb(3 * size)}" in said
     assert f"at PRICE=2 x {s.N_GPUS} GPUs" in said and "leave-one-out" in said
-    assert "scaled to A100-80G by its published peak and bandwidth" in said
+    assert (f"scaled to {gpu.name} by its published peak and bandwidth" in said) == (gpu.name != "H200")
     assert ("LoRA" in said) == (s.LORA_RANK > 0)
     assert not [each for each in needs.fits(s, [], target) if each.state == "error"]
     short, long = (

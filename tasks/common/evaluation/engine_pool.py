@@ -9,7 +9,6 @@ from multiprocessing.connection import Connection, wait
 from tasks.common.evaluation import engines
 from tasks.common.evaluation.rollouts import Completion
 
-
 SECONDS_TO_END = 20
 
 
@@ -54,7 +53,7 @@ class EnginePool:
                     running.discard(connection)
 
     def close(self) -> None:
-        """End all. On GPUs a process with an engine of vLLM 0.24 may not end by itself after it has closed the engine."""
+        """End all. On a GPU the process of an engine of vLLM 0.24 may not end by itself once that is closed."""
         for connection, _ in self.engines:
             connection.close()
         for _, process in self.engines:

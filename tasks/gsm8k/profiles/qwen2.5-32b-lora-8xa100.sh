@@ -8,7 +8,7 @@ default LR 1e-5 # ten times that of all weights
 default TP 4 # 66 GB of weights do not leave room on one GPU
 default OFFLOAD 1 # the base on each GPU is vLLM's while it samples
 default GPU_MEMORY_UTILIZATION 0.8 # nothing else is there
-default TRAIN_BATCH_SIZE 128 # 16 prompts a GPU
+default TRAIN_BATCH_SIZE 64 # 8 prompts a GPU; twice as many would take more than a day
 default ROLLOUT_N 8 # the group that a response is compared with
 default MAX_TOKENS_PER_GPU 16384 # three of the longest sequences in a pass
 default MICRO_BATCH_SIZE 2 # the same in SFT on a100
