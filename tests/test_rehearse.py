@@ -476,10 +476,23 @@ def test_what_shows_before_anything_is_played_ends_it_at_once(small_model, tmp_p
     assert not (tmp_path / "artifacts/rehearse/countdown/data").exists()
 
 
-def rehearsed(small_model, tmp_path, config: str = "qwen3", cwd: Path = ROOT, **given: str) -> str:
+def test_what_a_training_would_refuse_at_its_start_is_an_error(small_model, tmp_path):
+    def problems(**given: str) -> list[str]:
+        s, _ = real(None, "current", N_GPUS="4", **given)
+        return [str(finding) for finding in needs.refused(replace(s, MODEL=str(small_model)), [])]
+
+    assert problems() == []
+    assert "TEACHER is empty" in problems(METHOD="distill")[0]
+    assert problems(METHOD="distill", TEACHER=str(small_model)) == []
+    assert "no such file" in problems(METHOD="dpo", PAIRS_FILE=str(tmp_path / "pairs.jsonl"))[0]
+    assert "ROLLOUT_N=1" in problems(METHOD="dapo", ROLLOUT_N="1")[0]
+
+
+def rehearsed(small_model, tmp_path, cwd: Path = ROOT, **given: str) -> str:
     """What a rehearsal says that ends well: of a model by its config.json, with the small tokenizer."""
-    source = folder_of(KINDS[config] | {"vocab_size": 512}, small_model, tmp_path / "real")
-    given = {"MODEL": str(source), "DISK": "1000", "MAX_PROMPT_LENGTH": "1024", "PRICE": "2"} | given
+    source = folder_of(KINDS["qwen3"] | {"vocab_size": 512}, small_model, tmp_path / "real")
+    gpus = {} if "PROFILE" in given else {"N_GPUS": "4", "GPU": "h200"}
+    given = {"MODEL": str(source), "DISK": "1000", "MAX_PROMPT_LENGTH": "1024", "PRICE": "2"} | gpus | given
     result = make("rehearse", cwd=cwd, ARTIFACTS=str(tmp_path / "artifacts"), **given)
     assert result.returncode == 0 and "0 broke; 0 errors" in result.stdout, result.stdout
     assert {path.name for path in (tmp_path / "artifacts").iterdir()} == {"rehearse"}  # nothing beside it
@@ -504,7 +517,7 @@ def test_a_whole_run_is_rehearsed(small_model, tmp_path):
 @pytest.mark.long
 @pytest.mark.parametrize("method", ["ppo", "dapo", "distill", "dpo"])
 def test_a_method_is_rehearsed(method, small_model, tmp_path):
-    own = {"N_GPUS": "4", "GPU": "h100", "TASK": "countdown", "METHOD": method}
+    own = {"TASK": "countdown", "METHOD": method}
     if method == "distill":
         own["TEACHER"] = str(folder_of(KINDS["qwen3"] | {"vocab_size": 512}, small_model, tmp_path / "teacher"))
     said = rehearsed(small_model, tmp_path, **own)
@@ -514,12 +527,12 @@ def test_a_method_is_rehearsed(method, small_model, tmp_path):
     last = rows[-1]["data"]
     named = {"ppo": "critic/vf_loss", "dapo": "dapo/sampled", "dpo": "dpo/rewards/accuracies"}
     assert named.get(method, "actor/pg_loss") in last
-    assert ("memory, TEACHER: " in said and "5 x H100" in said) == (method == "distill")
+    assert ("memory, TEACHER: " in said and "5 x H200" in said) == (method == "distill")
 
 
 @pytest.mark.long
 def test_episodes_are_rehearsed(small_model, tmp_path):
-    said = rehearsed(small_model, tmp_path, TASK="calculator", N_GPUS="4", GPU="h100")
+    said = rehearsed(small_model, tmp_path, TASK="calculator")
     assert "learned 8 demonstrations" in said and "the environment's own time left out" in said
 
 

@@ -25,6 +25,7 @@ from tasks.common.rewards.answers import JudgeError
 from tasks.common.rewards.judge import Judge, read_counters
 from tasks.common.settings import Command, Settings, SettingsError, method
 from tasks.common.text import one_line
+from tasks.common.training import verl_config
 
 START = 180  # seconds from the start to the first step: 180 to 205 recorded (docs/GPU.md)
 FEW = 0.5  # of the prompts: with more left out it is an error
@@ -95,6 +96,24 @@ def before(s: Settings, arguments: list[str], target: Target, command: Command, 
         found.append(error("tokenizer", str(problem), "take an instruct model"))
     found += [*fits(s, arguments, target), *disk(s, command)]
     return found + (list(judge(s)) if judged else [])
+
+
+def refused(s: Settings, arguments: list[str]) -> Iterator[Finding]:
+    """What a training refuses at its start. ``s``: the settings with MODEL and TEACHER as folders that have weights."""
+    if s.METHOD == "dpo":
+        if s.PAIRS_FILE and not Path(s.PAIRS_FILE).expanduser().is_file():
+            yield error("settings", f"PAIRS_FILE={s.PAIRS_FILE}: no such file", "correct the variable")
+        return
+    s = composed_here(s)
+    try:
+        config = verl_config.compose(
+            "ppo_trainer", verl_config.rl_overrides(s, s.MODEL, s.runs_dir), arguments=arguments
+        )
+        problem = getattr(method(s.METHOD), "problem", lambda config: None)(config)
+    except SettingsError as found:
+        problem = str(found)
+    if problem:
+        yield error("settings", problem, "correct the variable")
 
 
 def of_data(s: Settings, data_dir: Path) -> list[Finding]:
@@ -250,10 +269,15 @@ def fits(s: Settings, arguments: list[str], target: Target) -> Iterator[Finding]
         yield ok("memory", f"fits on {target}")
 
 
+def composed_here(s: Settings) -> Settings:
+    """``s`` for the verl that is installed here, the cpu stack's. `a100` has another, whose keys it lacks; `current`
+    sets the same of what memory depends on."""
+    return replace(s, STACK="current") if s.STACK == "a100" else s
+
+
 def plan_of(s: Settings, arguments: list[str]) -> memory.Plan:
-    """doctor's plan. The verl that is installed here is the cpu stack's; `a100` has another, whose keys it lacks, so
-    the plan is that of `current`, which sets the same of what memory depends on. Raises SettingsError."""
-    return doctor.plan(replace(s, STACK="current") if s.STACK == "a100" else s, arguments)
+    """doctor's plan. Raises SettingsError."""
+    return doctor.plan(composed_here(s), arguments)
 
 
 def checkpoints(s: Settings) -> tuple[int, float]:

@@ -388,6 +388,8 @@ def main(arguments: list[str]) -> None:
     shutil.rmtree(folder, ignore_errors=True)
     real_here, parameters = write_models(real, folder)
     found = needs.before(real_here, arguments, target, command, asks_judge(reward))
+    if not any(finding.what == "settings" for finding in found):
+        found += needs.refused(replace(real_here, MODEL=str(folder / "model")), arguments)
     if broken := [finding for finding in found if finding.state == "error"]:
         say("What would break, before anything is played", found)
         print(f"\nnothing was played; {errors_of(broken)}")
