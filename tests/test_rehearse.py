@@ -1,4 +1,4 @@
-"""make rehearse: the thin model, the variables that are played, a kill, what would break, what a run will need."""
+"""make rehearse: the thin models, the variables that are played, a kill, what would break, what a run will need."""
 
 import json
 import os
@@ -11,13 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from tasks.common.data.rows import rl_row, rl_schema, sft_row, sft_schema, write_parquet
-from tasks.common.launch import needs, rehearse
+from tasks.common.data.pairs import read_pairs
+from tasks.common.data.rows import DataError, read_rows, rl_row, rl_schema, sft_row, sft_schema, write_parquet
+from tasks.common.launch import doctor, needs, rehearse, rehearsed_data, thin_judge
 from tasks.common.launch.needs import Lengths
 from tasks.common.machine import memory, speed
 from tasks.common.models import thin
+from tasks.common.models.chat_template import demonstration_ids
+from tasks.common.rewards.answers import JudgeError
+from tasks.common.rewards.judge import Judge
 from tasks.common.settings import STACKS, Command, SettingsError, load_settings, values_of
-from tests.helpers import make, our_processes
+from tests.helpers import ROOT, checkout_with, make, our_processes
 from tests.test_profiles import CONFIGS, PROFILES, hardware_of
 
 LLAMA = {
@@ -83,9 +87,128 @@ def test_what_cannot_be_thinned_is_refused_in_one_line(tmp_path):
     with pytest.raises(SettingsError, match=r"has no config\.json"):
         thin.config_folder(str(tmp_path / "empty"))
     (tmp_path / "empty/config.json").write_text('{"model_type": "nobody"}')
+    with pytest.raises(SettingsError, match=r"has no tokenizer \(tokenizer\.json\)"):
+        thin.config_folder(str(tmp_path / "empty"))
     with pytest.raises(SettingsError) as refused:
         thin.write(tmp_path / "empty", tmp_path / "thin", 1)
     assert "\n" not in str(refused.value) and not (tmp_path / "thin").exists()
+
+
+# ---- the rows that it learns, the pairs, the judge
+
+
+def chances(folder: Path, demonstrations: list[tuple[list[int], list[int]]]) -> list[float]:
+    """The probability of each demonstration under the model of ``folder``, as an engine would sample it."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model, found = AutoModelForCausalLM.from_pretrained(folder), []
+    for ids, mask in demonstrations:
+        with torch.no_grad():
+            logits = model(torch.tensor([ids])).logits[0, :-1].float().log_softmax(-1)
+        own = logits.gather(1, torch.tensor(ids[1:])[:, None])[:, 0]
+        found.append(float((own * torch.tensor(mask[1:])).sum().exp()))
+    return found
+
+
+def test_a_thin_model_learns_demonstrations_until_it_samples_them_about_as_often_as_not(small_model, tmp_path):
+    from transformers import AutoTokenizer
+
+    source = folder_of(KINDS["qwen3"] | {"vocab_size": 8000}, small_model, tmp_path / "real")
+    thin.write(source, tmp_path / "thin", seed=1)
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    chats = [[{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n * n}!"}] for n in (2, 5, 9)]
+    demonstrations = [demonstration_ids(tokenizer, chat, 1) for chat in chats]
+    assert max(chances(tmp_path / "thin", demonstrations)) < 1e-6
+    told = thin.teach(tmp_path / "thin", demonstrations, seed=1)
+    found = chances(tmp_path / "thin", demonstrations)
+    assert sum(found) / 3 == pytest.approx(told, abs=0.1) and 0.5 < told < 0.95
+    assert json.loads((tmp_path / "thin/config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_rows_are_learned_whose_demonstration_no_limit_cuts(small_model, tmp_path):
+    from transformers import AutoTokenizer
+
+    def chat(text: str) -> list[dict]:
+        return [{"role": "user", "content": text}]
+
+    texts = ["short", "long", "twice", "twice", "last"]
+    rl = [rl_row("countdown", chat(text), "2", "train", number) for number, text in enumerate(texts)]
+    answers = {"short": "ab", "long": "y" * 60, "twice": "ab", "last": "cd", "elsewhere": "ab"}
+    write_parquet(rl, tmp_path / "train.parquet", rl_schema())
+    sft = [sft_row(chat(text), answer) for text, answer in answers.items()]
+    write_parquet(sft, tmp_path / "sft.parquet", sft_schema())
+    tokenizer = AutoTokenizer.from_pretrained(small_model)
+    s = load_settings({"TASK": "countdown", "STACK": "cpu", "MAX_RESPONSE_LENGTH": "48"})
+    files = tmp_path / "train.parquet", tmp_path / "sft.parquet"
+    found = rehearsed_data.demonstrated(s, *files, tokenizer, 8)
+    assert [place for place, *_ in found] == [0, 4]
+    assert [sum(mask) for _, _, mask in found] == [3, 3]  # a byte is a token, and <|im_end|>
+    assert len(rehearsed_data.demonstrated(s, *files, tokenizer, 1)) == 1
+    few = rehearsed_data.taught(s, *files, tokenizer, tmp_path / "thin", tmp_path / "known.parquet", range(3, 5))
+    assert few == "" and not (tmp_path / "known.parquet").exists()
+    shutil.copytree(small_model, tmp_path / "thin")
+    said = rehearsed_data.taught(s, *files, tokenizer, tmp_path / "thin", tmp_path / "known.parquet", range(2, 5))
+    assert "learned 2 demonstrations" in said
+    assert [row["prompt"][0]["content"] for row in read_rows(tmp_path / "known.parquet")] == ["short", "last"]
+
+
+def test_an_episode_is_learned_where_its_turns_and_results_fit(small_model, tmp_path):
+    from transformers import AutoTokenizer
+
+    prompt = [{"role": "user", "content": "?"}]
+    episode = [
+        {"role": "assistant", "content": "a" * 20},
+        {"role": "user", "content": "b" * 30},
+        {"role": "assistant", "content": "c"},
+    ]
+    write_parquet([rl_row("calculator", prompt, "2", "train", 0)], tmp_path / "train.parquet", rl_schema())
+    write_parquet([sft_row(prompt, episode)], tmp_path / "sft.parquet", sft_schema(episodes=True))
+    tokenizer, files = (
+        AutoTokenizer.from_pretrained(small_model),
+        (tmp_path / "train.parquet", tmp_path / "sft.parquet"),
+    )
+    lengths = {"MAX_RESPONSE_LENGTH": "192", "MAX_TURN_LENGTH": "21"}
+    for changes, count in (({}, 1), ({"MAX_TURN_LENGTH": "20"}, 0), ({"MAX_RESPONSE_LENGTH": "50"}, 0)):
+        s = load_settings({"TASK": "calculator", "STACK": "cpu"} | lengths | changes)
+        assert len(rehearsed_data.demonstrated(s, *files, tokenizer, 8)) == count, changes
+    (whole,), _ = doctor.measured(tokenizer, tmp_path / "sft.parquet")
+    assert whole > 20 + 30 + 1  # of an episode all turns and results count
+
+
+def test_of_a_file_of_pairs_the_first_are_played(tmp_path):
+    lines = [{"prompt": f"{n}?", "chosen": "yes", "rejected": "no" if n else "yes"} for n in range(40)]
+    (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    assert rehearsed_data.first_pairs(str(tmp_path / "pairs.jsonl"), tmp_path / "out.parquet", 16) == 16
+    found = [pair for _, pair in read_pairs(tmp_path / "out.parquet")]
+    assert [pair.messages()[0]["content"] for pair in found] == [f"{n}?" for n in range(1, 17)]  # the first is a tie
+    (tmp_path / "bad.jsonl").write_text('{"prompt": "?"}')
+    with pytest.raises(DataError, match=r"bad\.jsonl"):
+        rehearsed_data.first_pairs(str(tmp_path / "bad.jsonl"), tmp_path / "out.parquet", 16)
+
+
+def test_a_thin_judge_answers_as_a_real_one_is_asked(small_model, tmp_path, monkeypatch):
+    monkeypatch.setenv("ARTIFACTS", str(tmp_path))
+    with thin_judge.serving(small_model) as url:
+        given = {"JUDGE_URL": url, "JUDGE_MODEL": "thin", "JUDGE_RETRIES": "0"}
+        judge = Judge.from_environment(given)
+        scores = [judge.score("Say a number.", str(number))["score"] for number in range(12)]
+        assert len(set(scores)) > 2 and all(0 <= score <= 0.9 for score in scores)
+        again = Judge.from_environment(given | {"JUDGE_SAMPLING": '{"temperature": 0}'})  # not from the cache
+        assert again.score("Say a number.", "3")["score"] == scores[3]
+        with pytest.raises(JudgeError, match="refused the request: HTTP 400"):
+            judge._ask(b'{"messages": 1}')
+    counted = json.loads((tmp_path / "judge/counters.json").read_text())["thin"]
+    assert counted["tokens_in"] > 12 * 200 and counted["calls"] == 14
+    s, _ = real(None, "current", STEPS="10", TRAIN_BATCH_SIZE="128", ROLLOUT_N="8")
+    monkeypatch.setenv("JUDGE_URL", "http://localhost:1/v1")
+    monkeypatch.setenv("JUDGE_MODEL", "large")
+    monkeypatch.setenv("JUDGE_PRICE_IN", "1")
+    words = needs.of_judge(s, tmp_path / "judge/counters.json")
+    price = 10240 * counted["tokens_in"] / 14 / 1e6
+    assert "10,240 calls in 10 steps" in words and f": {price:,.2f} at JUDGE_PRICE_IN=1" in words
+    (finding,) = needs.judge(s)
+    assert finding.state == "error" and "ConnectError" in finding.text
 
 
 # ---- what is played
@@ -111,25 +234,29 @@ def test_what_is_played_differs_from_the_real_run_only_in_what_is_made_smaller(p
     changed = {name for name, value in vars(played).items() if value != getattr(s, name)}
     assert changed <= {*rehearse.smaller(s), *rehearse.NOT_PLAYED, "MODEL", "STACK"}
     assert (played.STACK, played.N_GPUS, played.STEPS) == ("cpu", 1, 2)
+    doctor.plan(replace(played, MODEL=s.MODEL), [])  # verl composes what is played, and takes its batch sizes
     same = ("METHOD", "LORA_RANK", "LR", "MAX_PROMPT_LENGTH", "REWARD", "ROLLOUT_CORRECTION", "INIT", "SOURCE")
     assert [getattr(played, name) for name in same] == [getattr(s, name) for name in same]
 
 
-@pytest.mark.parametrize("method", ["ppo", "gspo", "egpo", "dpo", "dapo"])
+@pytest.mark.parametrize("method", ["ppo", "gspo", "egpo", "dpo", "dapo", "distill"])
 def test_every_method_has_settings_that_can_be_played(method, tmp_path):
-    s, texts = real(None, "current", METHOD=method, INIT="sft", KL_COEF="0.01", TP="2", N_GPUS="2")
+    own = {"TEACHER": "some/teacher"} if method == "distill" else {"KL_COEF": "0.01"}
+    s, texts = real(None, "current", METHOD=method, INIT="sft", TP="2", N_GPUS="2", **own)
     given = rehearse.given_variables(s, texts, tmp_path / "model", tmp_path)
     played = load_settings({name: value for name, value in given.items() if name != "ARTIFACTS"})
-    assert vars(played) | {"METHOD": method, "KL_COEF": 0.01, "TP": 1} == vars(played)
+    same = own | {"METHOD": method} | ({"TEACHER": str(tmp_path / "teacher")} if method == "distill" else {})
+    assert {name: str(getattr(played, name)) for name in same} == same and played.TP == 1
     several = s.MINI_BATCH_SIZE < s.TRAIN_BATCH_SIZE
     assert (played.MINI_BATCH_SIZE < played.TRAIN_BATCH_SIZE) == several  # as many updates a step: one, or several
     assert rehearse.not_played(s).startswith("N_GPUS=2, TP=2")
 
 
-def rehearsal(tmp_path, script: str, monkeypatch) -> rehearse.Rehearsal:
+def rehearsal(tmp_path, script: str, monkeypatch, model: Path = Path("none")) -> rehearse.Rehearsal:
     """A rehearsal whose targets are the program ``script`` of Python, which is told its folder."""
     s, _ = real(None, "current", INIT="sft")
-    r = rehearse.Rehearsal(s, tmp_path, {"TASK": "countdown", "STACK": "cpu", "ARTIFACTS": str(tmp_path)}, "")
+    given = {"TASK": "countdown", "STACK": "cpu", "MODEL": str(model), "ARTIFACTS": str(tmp_path)}
+    r = rehearse.Rehearsal(s, tmp_path, given, "")
     file = tmp_path / "played.py"
     file.write_text(script)
     command = lambda self, goal: [sys.executable, str(file), goal, str(tmp_path)]  # noqa: E731
@@ -138,7 +265,7 @@ def rehearsal(tmp_path, script: str, monkeypatch) -> rehearse.Rehearsal:
 
 
 KILLED = """
-import pathlib, subprocess, sys, time
+import json, pathlib, subprocess, sys, time
 goal, folder = sys.argv[1], pathlib.Path(sys.argv[2])
 saved = folder / "runs/countdown/grpo-1/checkpoints/latest_checkpointed_iteration.txt"
 if goal == "data":
@@ -151,16 +278,24 @@ elif goal == "train" and not saved.exists():
     time.sleep(300)
 elif goal == "train":
     print("[5/5] train\\n  resuming from step 1\\n  2 steps (1 s)\\n[5/5] eval\\n  base (0 s)")
+elif goal == "certify":
+    (folder / "certify/countdown/thin").mkdir(parents=True)
+    checks = [{"name": "tokens", "state": "ok", "text": ""}, {"name": "template", "state": "warning", "text": "thinks"}]
+    (folder / "certify/countdown/thin/certificate.json").write_text(json.dumps({"checks": checks}))
 elif goal == "merge":
     print("error: no space left", file=sys.stderr)
     sys.exit(2)
 """
 
 
-def test_a_training_is_killed_after_its_checkpoint_and_resumed_and_a_broken_stage_is_named(tmp_path, monkeypatch):
-    r = rehearsal(tmp_path, KILLED, monkeypatch)
+def test_a_training_is_killed_after_its_checkpoint_and_resumed_and_a_broken_stage_is_named(
+    small_model, tmp_path, monkeypatch
+):
+    r = rehearsal(tmp_path, KILLED, monkeypatch, small_model)
     played = {each.name: each for each in rehearse.stages(r)}
-    assert list(played) == ["data", "sft", "train", "resume", "merge", "report"]
+    assert list(played) == ["data", "teach", "certify", "sft", "train", "resume", "merge", "report"]
+    assert "random weights" in played["teach"].said  # there are no demonstrations
+    assert played["certify"].said.endswith("2 checks hold; template: thinks")
     assert "SIGKILL" in played["train"].said and played["train"].seconds < 60
     assert str(tmp_path) not in our_processes()
     assert played["merge"].problem == "error: no space left"
@@ -168,14 +303,17 @@ def test_a_training_is_killed_after_its_checkpoint_and_resumed_and_a_broken_stag
     assert [name for name, each in played.items() if each.problem] == ["merge"]
 
 
-def test_a_training_that_ends_before_a_checkpoint_or_begins_anew_broke(tmp_path, monkeypatch):
+def test_a_training_that_ends_before_a_checkpoint_or_begins_anew_broke(small_model, tmp_path, monkeypatch):
     ended = KILLED.replace("    saved.write_text", "    sys.exit('error: LR is wrong')\n    saved.write_text")
-    *_, train = rehearse.stages(rehearsal(tmp_path, ended.replace("child = ", "pass #"), monkeypatch))
+    *_, train = rehearse.stages(rehearsal(tmp_path, ended.replace("child = ", "pass #"), monkeypatch, small_model))
     assert (train.name, train.problem) == ("train", "error: LR is wrong")
     shutil.rmtree(tmp_path / "data")
     shutil.rmtree(tmp_path / "runs")
+    shutil.rmtree(tmp_path / "certify")
     anew = KILLED.replace("resuming from step 1", "from the start")
-    resumed = {each.name: each for each in rehearse.stages(rehearsal(tmp_path, anew, monkeypatch))}["resume"]
+    resumed = {each.name: each for each in rehearse.stages(rehearsal(tmp_path, anew, monkeypatch, small_model))}[
+        "resume"
+    ]
     assert resumed.problem == "it began anew, not from the checkpoint"
 
 
@@ -330,17 +468,84 @@ def test_make_refuses_in_one_line_before_anything_is_made(tmp_path):
     assert not (tmp_path / "artifacts").exists()
 
 
+def test_what_shows_before_anything_is_played_ends_it_at_once(small_model, tmp_path):
+    source = folder_of(KINDS["qwen3"] | {"num_hidden_layers": 400}, small_model, tmp_path / "Large")
+    given = {"MODEL": str(source), "PROFILE": "qwen3-4b-8xa100", "DISK": "100"}
+    result = make("rehearse", TASK="countdown", ARTIFACTS=str(tmp_path / "artifacts"), **given)
+    assert result.returncode != 0 and "nothing was played; 3 errors" in result.stdout, result.stdout
+    assert "error    memory: update: about " in result.stdout and "error    disk: 3 checkpoints of " in result.stdout
+    assert not (tmp_path / "artifacts/rehearse/countdown/data").exists()
+
+
+def test_what_a_training_would_refuse_at_its_start_is_an_error(small_model, tmp_path):
+    def problems(**given: str) -> list[str]:
+        s, _ = real(None, "current", N_GPUS="4", **given)
+        return [str(finding) for finding in needs.refused(replace(s, MODEL=str(small_model)), [])]
+
+    assert problems() == []
+    assert "TEACHER is empty" in problems(METHOD="distill")[0]
+    assert problems(METHOD="distill", TEACHER=str(small_model)) == []
+    assert "no such file" in problems(METHOD="dpo", PAIRS_FILE=str(tmp_path / "pairs.jsonl"))[0]
+    assert "ROLLOUT_N=1" in problems(METHOD="dapo", ROLLOUT_N="1")[0]
+
+
+def rehearsed(small_model, tmp_path, cwd: Path = ROOT, **given: str) -> str:
+    """What a rehearsal says that ends well: of a model by its config.json, with the small tokenizer."""
+    source = folder_of(KINDS["qwen3"] | {"vocab_size": 512}, small_model, tmp_path / "real")
+    gpus = {} if "PROFILE" in given else {"N_GPUS": "4", "GPU": "h200"}
+    given = {"MODEL": str(source), "DISK": "1000", "MAX_PROMPT_LENGTH": "1024", "PRICE": "2"} | gpus | given
+    result = make("rehearse", cwd=cwd, ARTIFACTS=str(tmp_path / "artifacts"), **given)
+    assert result.returncode == 0 and "0 broke; 0 errors" in result.stdout, result.stdout
+    beside = {path.name for path in (tmp_path / "artifacts").iterdir()} - {"rehearse"}
+    assert beside <= {"judge"}  # the one call of the real judge
+    return result.stdout
+
+
+def stages_of(said: str) -> list[str]:
+    return [line.split()[0] for line in said.splitlines() if line[2:].rstrip() and " s  " in line[:20]]
+
+
 @pytest.mark.long
 def test_a_whole_run_is_rehearsed(small_model, tmp_path):
-    """A Qwen3-4B by its config.json, with the small tokenizer, INIT=sft, on the stack that it is meant for."""
-    source = folder_of(KINDS["qwen3"] | {"vocab_size": 512}, small_model, tmp_path / "Qwen3-4B")
-    given = {"TASK": "countdown", "MODEL": str(source), "PROFILE": "qwen3-4b-8xa100", "INIT": "sft", "PRICE": "2"}
-    result = make("rehearse", ARTIFACTS=str(tmp_path / "artifacts"), DISK="1000", MAX_PROMPT_LENGTH="512", **given)
-    assert result.returncode == 0, result.stdout
-    names = [line.split()[0] for line in result.stdout.splitlines() if line[2:].rstrip() and " s  " in line[:20]]
-    assert names == ["model", "data", "sft", "train", "resume", "eval", "merge", "report"], result.stdout
-    assert "PRICE=2 x 8 GPUs" in result.stdout and "0 broke; 0 errors" in result.stdout
-    left = {path.name for path in (tmp_path / "artifacts").iterdir()}
-    assert left == {"rehearse"}  # nothing beside it
+    """A profile with a Qwen3-4B by its config.json, and a warm-up, on the stack that it is meant for."""
+    said = rehearsed(small_model, tmp_path, TASK="countdown", PROFILE="qwen3-4b-8xa100", INIT="sft")
+    played = ["model", "data", "teach", "certify", "sft", "train", "resume", "eval", "merge", "report"]
+    assert stages_of(said) == played, said
+    assert "learned 8 demonstrations" in said and "7 checks hold" in said and "PRICE=2 x 8 GPUs" in said
     (report,) = (tmp_path / "artifacts/rehearse/countdown/reports").glob("countdown/*/report.html")
     assert report.stat().st_size > 10_000
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", ["ppo", "dapo", "distill", "dpo"])
+def test_a_method_is_rehearsed(method, small_model, tmp_path):
+    own = {"TASK": "countdown", "METHOD": method}
+    if method == "distill":
+        own["TEACHER"] = str(folder_of(KINDS["qwen3"] | {"vocab_size": 512}, small_model, tmp_path / "teacher"))
+    said = rehearsed(small_model, tmp_path, **own)
+    assert ("certify" in stages_of(said)) == (method != "dpo")
+    (run,) = (tmp_path / "artifacts/rehearse/countdown/runs/countdown").glob(f"{method}-*")
+    rows = [json.loads(line) for file in sorted(run.glob("metrics/*")) for line in file.read_text().splitlines()]
+    last = rows[-1]["data"]
+    named = {"ppo": "critic/vf_loss", "dapo": "dapo/sampled", "dpo": "dpo/rewards/accuracies"}
+    assert named.get(method, "actor/pg_loss") in last
+    assert ("memory, TEACHER: " in said and "5 x H200" in said) == (method == "distill")
+
+
+@pytest.mark.long
+def test_episodes_are_rehearsed(small_model, tmp_path):
+    said = rehearsed(small_model, tmp_path, TASK="calculator")
+    assert "learned 8 demonstrations" in said and "the environment's own time left out" in said
+
+
+@pytest.mark.long
+def test_a_judge_is_rehearsed_by_a_thin_one(small_model, tmp_path, monkeypatch):
+    checkout = checkout_with("judged", tmp_path, OPTIONS="reward=judge")
+    with thin_judge.serving(small_model) as url:  # in the place of the real one
+        monkeypatch.setenv("JUDGE_URL", url)
+        monkeypatch.setenv("JUDGE_MODEL", "real")
+        sizes = {"TRAIN_BATCH_SIZE": "4", "MINI_BATCH_SIZE": "4", "SFT_BATCH_SIZE": "4", "TEST_SIZE": "2"}
+        said = rehearsed(small_model, tmp_path, cwd=checkout, TASK="judged", INIT="base", **sizes)
+    assert "JUDGE_MODEL=real graded one answer in " in said
+    counted = json.loads((tmp_path / "artifacts/rehearse/judged/judge/counters.json").read_text())
+    assert set(counted) == {"thin"} and counted["thin"]["calls"] > 16

@@ -23,7 +23,7 @@ from tasks.common.install.check import installed
 from tasks.common.launch.task import load_reward
 from tasks.common.machine import hardware, memory
 from tasks.common.machine.memory import gb
-from tasks.common.models.chat_template import answer_ids, prompt_ids
+from tasks.common.models.chat_template import answer_ids, demonstration_ids, prompt_ids
 from tasks.common.models.find import embedded_folder, resolve_model, weights_bytes
 from tasks.common.models.merge import base_model, is_adapter
 from tasks.common.rewards.answers import RewardError
@@ -286,12 +286,15 @@ def lengths(s: Settings, by: float) -> Iterator[Finding]:
 
 def measured(tokenizer, file: Path) -> tuple[list[int], int]:
     """Tokens of PROMPTS rows of ``file``, spread over it, as far as the time goes, and the number of its rows. Of an RL
-    row the prompt counts, of a demonstration its last message."""
+    row the prompt counts, of a demonstration the response: its last message, or all turns and results of an episode."""
     total = pq.read_metadata(file).num_rows
     tokens, until = [], time.monotonic() + PROMPT_SECONDS
     for row in islice(read_rows(file), 0, None, max(1, total // PROMPTS)):
         if "prompt" in row:
             tokens.append(len(prompt_ids(tokenizer, decoded(row["prompt"]), tools_of(row))))
+        elif first := row.get("prompt_messages"):
+            ids, mask = demonstration_ids(tokenizer, decoded(row["messages"]), first, tools_of(row))
+            tokens.append(len(ids) - mask.index(1))
         else:
             tokens.append(len(answer_ids(tokenizer, row["messages"][-1]["content"])))
         if time.monotonic() > until:

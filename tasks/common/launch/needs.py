@@ -4,21 +4,28 @@
 """
 
 import re
+import tempfile
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 
+from tasks.common.data.pairs import token_pairs
 from tasks.common.data.prepare import read_manifest
 from tasks.common.data.rows import DataError, read_rows, tools_of
 from tasks.common.files import read_json
 from tasks.common.launch import doctor
 from tasks.common.launch.doctor import Finding, error, ok, warning
+from tasks.common.launch.rehearsed_data import first_pairs
 from tasks.common.machine import hardware, memory, speed
 from tasks.common.machine.memory import gb
 from tasks.common.models.chat_template import end_of_turn, knows_tools
-from tasks.common.settings import Command, Settings, SettingsError
+from tasks.common.rewards.answers import JudgeError
+from tasks.common.rewards.judge import Judge, read_counters
+from tasks.common.settings import Command, Settings, SettingsError, method
 from tasks.common.text import one_line
+from tasks.common.training import verl_config
 
 START = 180  # seconds from the start to the first step: 180 to 205 recorded (docs/GPU.md)
 FEW = 0.5  # of the prompts: with more left out it is an error
@@ -40,6 +47,7 @@ def target_of(s: Settings, command: Command) -> Target:
     """The GPUs of the real run: GPU, else by the name of PROFILE, else the stack's."""
     if s.STACK == "cpu":
         return Target(None, s.world_size)
+    count = s.world_size + getattr(method(s.METHOD), "GPUS", 0)  # of a teacher
     named = re.search(r"x(\w+)$", command.PROFILE)
     if command.GPU:
         name, why = command.GPU, ""
@@ -48,7 +56,7 @@ def target_of(s: Settings, command: Command) -> Target:
     else:
         name = "a100" if s.STACK == "a100" else speed.MEASURED
         why = f"assumed for STACK={s.STACK}; GPU= names another"
-    return Target(speed.GPUS[name], s.world_size, why)
+    return Target(speed.GPUS[name], count, why)
 
 
 @dataclass(frozen=True)
@@ -59,9 +67,14 @@ class Lengths:
     answers: list[int]
 
 
-def lengths(tokenizer, data_dir: Path) -> Lengths:
+def train_file(s: Settings, data_dir: Path) -> Path:
+    """TRAIN_FILE, or the rehearsal's training rows."""
+    return s.train_file if s.TRAIN_FILE else data_dir / "train.parquet"
+
+
+def lengths(s: Settings, tokenizer, data_dir: Path) -> Lengths:
     """Raises DataError without the data. At most doctor's PROMPTS rows of each file are measured."""
-    prompts, _ = doctor.measured(tokenizer, data_dir / "train.parquet")
+    prompts, _ = doctor.measured(tokenizer, train_file(s, data_dir))
     sft = data_dir / "sft.parquet"
     return Lengths(prompts, doctor.measured(tokenizer, sft)[0] if sft.is_file() else [])
 
@@ -71,17 +84,84 @@ def lengths(tokenizer, data_dir: Path) -> Lengths:
 
 def findings(s: Settings, arguments: list[str], data_dir: Path, target: Target, command: Command) -> list[Finding]:
     """What would break the real run. ``s``: its settings, with MODEL as a folder; ``data_dir``: the rehearsal's."""
+    return before(s, arguments, target, command) + of_data(s, data_dir)
+
+
+def before(s: Settings, arguments: list[str], target: Target, command: Command, judged: bool = False) -> list[Finding]:
+    """What would break the real run, by its settings and its model's small files alone."""
     found = []
     try:
-        tokenizer = load_tokenizer_of(s.MODEL)
-        found += stops(s, tokenizer)
-        manifest = read_manifest(data_dir)
-        if manifest:
-            found += [*rows(s, manifest), *tools(tokenizer, data_dir), *too_long(s, lengths(tokenizer, data_dir))]
-            found += doctor.gold_check(s, manifest, training=False) if manifest.get("gold") else []
+        found += stops(s, load_tokenizer_of(s.MODEL))
     except DataError as problem:
         found.append(error("tokenizer", str(problem), "take an instruct model"))
-    return [*found, *fits(s, arguments, target), *disk(s, command)]
+    found += [*fits(s, arguments, target), *disk(s, command)]
+    return found + (list(judge(s)) if judged else [])
+
+
+def refused(s: Settings, arguments: list[str]) -> Iterator[Finding]:
+    """What a training refuses at its start. ``s``: the settings with MODEL and TEACHER as folders that have weights."""
+    if s.METHOD == "dpo":
+        if s.PAIRS_FILE and not Path(s.PAIRS_FILE).expanduser().is_file():
+            yield error("settings", f"PAIRS_FILE={s.PAIRS_FILE}: no such file", "correct the variable")
+        return
+    s = composed_here(s)
+    try:
+        config = verl_config.compose(
+            "ppo_trainer", verl_config.rl_overrides(s, s.MODEL, s.runs_dir), arguments=arguments
+        )
+        problem = getattr(method(s.METHOD), "problem", lambda config: None)(config)
+    except SettingsError as found:
+        problem = str(found)
+    if problem:
+        yield error("settings", problem, "correct the variable")
+
+
+def of_data(s: Settings, data_dir: Path) -> list[Finding]:
+    """What would break the real run, by the rows that the rehearsal made; nothing where it made none."""
+    manifest = read_manifest(data_dir)
+    if not manifest:
+        return []
+    try:
+        tokenizer = load_tokenizer_of(s.MODEL)
+        found = [*rows(s, manifest), *tools(tokenizer, data_dir), *too_long(s, lengths(s, tokenizer, data_dir))]
+        found += pairs(s, tokenizer) if s.METHOD == "dpo" and s.PAIRS_FILE else []
+    except DataError as problem:
+        return [error("data", str(problem), "correct it")]
+    return found + (list(doctor.gold_check(s, manifest, training=False)) if manifest.get("gold") else [])
+
+
+def judge(s: Settings) -> Iterator[Finding]:
+    """One request to the real judge."""
+    started = time.monotonic()
+    try:
+        asked = Judge.from_environment()
+        asked = replace(asked, JUDGE_RETRIES=0)
+        asked.score(f"What is 1 + 1? ({time.time()})", "2")  # a new question: no score is kept of it
+    except JudgeError as problem:
+        yield error("judge", one_line(str(problem), 300), "start its server, or correct JUDGE_URL and JUDGE_MODEL")
+        return
+    seconds = time.monotonic() - started
+    step, many = s.TRAIN_BATCH_SIZE * s.ROLLOUT_N / asked.JUDGE_CONCURRENCY * seconds, asked.JUDGE_CONCURRENCY
+    text = f"JUDGE_MODEL={one_line(asked.JUDGE_MODEL, 60)} graded one answer in {seconds:.1f} s; a step's answers, "
+    yield ok("judge", f"{text}JUDGE_CONCURRENCY={many} at a time, take about {step:.0f} s")
+
+
+def pairs(s: Settings, tokenizer) -> Iterator[Finding]:
+    """The first pairs of PAIRS_FILE under the real limits."""
+    limit = s.MAX_PROMPT_LENGTH + s.MAX_RESPONSE_LENGTH
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "pairs.parquet"
+        first_pairs(s.PAIRS_FILE, file, doctor.PROMPTS)
+        kept, left_out = token_pairs(file, tokenizer, limit)
+    text = f"{len(kept) + left_out.total()} measured" + "".join(
+        f", {count} {reason.replace('_', ' ')}" for reason, count in left_out.items()
+    )
+    if not kept:
+        yield error("pairs", text, "raise MAX_PROMPT_LENGTH or MAX_RESPONSE_LENGTH, or correct PAIRS_FILE")
+    elif left_out:
+        yield warning("pairs", f"{text}; these are left out", "raise MAX_PROMPT_LENGTH or MAX_RESPONSE_LENGTH")
+    else:
+        yield ok("pairs", f"{text}, none left out")
 
 
 def load_tokenizer_of(folder: str):
@@ -189,10 +269,15 @@ def fits(s: Settings, arguments: list[str], target: Target) -> Iterator[Finding]
         yield ok("memory", f"fits on {target}")
 
 
+def composed_here(s: Settings) -> Settings:
+    """``s`` for the verl that is installed here, the cpu stack's. `a100` has another, whose keys it lacks; `current`
+    sets the same of what memory depends on."""
+    return replace(s, STACK="current") if s.STACK == "a100" else s
+
+
 def plan_of(s: Settings, arguments: list[str]) -> memory.Plan:
-    """doctor's plan. The verl that is installed here is the cpu stack's; `a100` has another, whose keys it lacks, so
-    the plan is that of `current`, which sets the same of what memory depends on. Raises SettingsError."""
-    return doctor.plan(replace(s, STACK="current") if s.STACK == "a100" else s, arguments)
+    """doctor's plan. Raises SettingsError."""
+    return doctor.plan(composed_here(s), arguments)
 
 
 def checkpoints(s: Settings) -> tuple[int, float]:
@@ -300,9 +385,11 @@ def words(s: Settings, arguments: list[str], data_dir: Path, target: Target, com
     if reason := unpredicted(s, target, data_dir):
         yield f"seconds per step, hours, cost: not predicted, {reason}"
         return
-    found = lengths(load_tokenizer_of(s.MODEL), data_dir)
+    found = lengths(s, load_tokenizer_of(s.MODEL), data_dir)
     for case, (response, longest) in cases(s, found).items():
         yield _of_time(time_of(s, target.gpu, found, response, longest), case, target, command.PRICE)
+    if not command.PRICE:
+        yield f"  cost: not said; PRICE= of a GPU hour, times {target.count} GPUs"
     yield from _error_of_time(s, shapes, target)
 
 
@@ -318,6 +405,25 @@ def _of_memory(needs: memory.Estimate) -> Iterator[str]:
         average, most, runs = speed.memory_error()
         off = f"{average:.0%} on average, {most:.0%} at most, on {runs} recorded runs"
         yield f"  the estimate of the update was off by {off}"
+
+
+def of_teacher(folder: Path) -> str:
+    """The memory of TEACHER, whose config.json is in ``folder``."""
+    shapes = memory.shapes_of(str(folder))
+    return f"memory, TEACHER: {gb(2 * shapes.parameters) if shapes else 'unknown'} of weights on a GPU of its own"
+
+
+def of_judge(s: Settings, counters: Path) -> str:
+    """Calls of the judge in the real run, and their price, by the tokens that the thin judge counted."""
+    calls = s.STEPS * s.TRAIN_BATCH_SIZE * s.ROLLOUT_N
+    own = read_counters(counters).get("thin", {})
+    text = f"judge: {calls:,} calls in {s.STEPS} steps, without validations and evaluation"
+    if not own.get("calls"):
+        return text
+    tokens = own["tokens_in"] / own["calls"]
+    text += f"; prompts of {tokens:.0f} tokens on average here, where answers are short"
+    price = Judge.from_environment().JUDGE_PRICE_IN
+    return text + (f": {calls * tokens * price / 1e6:,.2f} at JUDGE_PRICE_IN={price:g}" if price else "")
 
 
 def _of_time(time: Time, case: str, target: Target, price: float) -> str:
@@ -341,6 +447,7 @@ def _error_of_time(s: Settings, shapes: memory.Shapes, target: Target) -> Iterat
         beyond.append("more GPUs than the 4 that were recorded")
     beyond += ["LoRA"] * (s.LORA_RANK > 0) + [f"TP={s.TP}"] * (s.TP > 1) + [f"NNODES={s.NNODES}"] * (s.NNODES > 1)
     beyond += ["the environment's own time left out"] * s.multi_turn
+    beyond += ["the teacher's time left out"] * (s.METHOD == "distill")
     beyond += ["without groups that are sampled again"] * (s.METHOD == "dapo")
     if beyond:
         yield f"  not measured: {'; '.join(beyond)}"
@@ -351,7 +458,7 @@ def unpredicted(s: Settings, target: Target, data_dir: Path) -> str:
     """Why the time cannot be predicted; empty where it can."""
     if target.gpu is None:
         return "STACK=cpu: there is no GPU; the real run's first steps say it"
-    if s.METHOD in ("dpo", "distill"):
+    if s.METHOD == "dpo":
         return f"no run with METHOD={s.METHOD} and today's settings is recorded"
     if not speed.recorded():
         return "docs/results is not there"

@@ -1,8 +1,8 @@
 """`make rehearse`: the run that is meant for GPUs, played on this CPU with a thin model, and what the real one needs.
 
 Settings are those of the real run, with the defaults of its stack. What is played are the ordinary targets, each as a
-user types it, with ARTIFACTS in a folder of their own; a thin model (models/thin.py) stands for the real one. What the
-real run will need, and what would break it: launch/needs.py.
+user types it, with ARTIFACTS in a folder of their own; a thin model (models/thin.py) stands for the real one, others
+for a teacher and a judge. What the real run will need, and what would break it: launch/needs.py.
 """
 
 import contextlib
@@ -19,12 +19,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
-import pyarrow.parquet as pq
 
-from tasks.common.data.prepare import read_manifest
-from tasks.common.data.rows import decoded
-from tasks.common.files import write_json
-from tasks.common.launch import needs
+from tasks.common.data.prepare import load_tokenizer, read_manifest
+from tasks.common.data.rows import DataError
+from tasks.common.files import read_json
+from tasks.common.guarded import asks_judge
+from tasks.common.launch import needs, rehearsed_data, thin_judge
 from tasks.common.launch.task import load_reward
 from tasks.common.models import thin
 from tasks.common.settings import (
@@ -32,15 +32,18 @@ from tasks.common.settings import (
     ROOT,
     Command,
     Settings,
+    SettingsError,
     artifacts,
     load_settings,
     values_of,
 )
 
-STEPS, SAVED = "2", 1  # RL steps, and the one whose checkpoint is resumed
+STEPS, SAVED, SFT_STEPS = "2", 1, 2  # RL steps, the one whose checkpoint is resumed, steps of the warm-up
 ROWS, TEST, DEV, EVALUATED = 512, 16, 4, 4  # at most: training, test and dev prompts, prompts of the evaluation
-BATCH, ROLLOUTS, SAMPLES, PAIRS = 4, 4, 2, 16
-RESPONSE, TURN = 128, 64  # tokens; a random model hardly ever ends a response
+BATCH, ROLLOUTS, SAMPLES = 4, 4, 2
+PAIRS_BATCH, PAIRS = 2, 16  # of DPO: pairs of a step, and of PAIRS_FILE
+KNOWN = range(BATCH, 2 * BATCH + 1)  # training prompts whose demonstrations the thin model learns
+RESPONSE, EPISODE, TURN = 128, 256, 96  # tokens; a random model hardly ever ends a response
 KILL_AFTER = 900  # seconds without a checkpoint
 CLEAN_SECONDS = 20  # until no process of a killed training is left
 POLL_SECONDS = 0.2
@@ -72,6 +75,7 @@ class Rehearsal:
     folder: Path
     given: dict[str, str]
     arguments: str
+    judge: str = ""  # URL of the thin model's, where the reward asks one
     logs: int = 0  # of the stages so far
 
     @property
@@ -87,7 +91,8 @@ class Rehearsal:
 
     def environment(self) -> dict[str, str]:
         known = {*Settings.__dataclass_fields__, *Command.__dataclass_fields__, *OURS}
-        return {name: value for name, value in os.environ.items() if name not in known}
+        kept = {n: v for n, v in os.environ.items() if n not in known and not n.startswith("JUDGE_")}
+        return kept | ({"JUDGE_URL": self.judge, "JUDGE_MODEL": "thin"} if self.judge else {})
 
 
 # ---- settings ------------------------------------------------------------------------------------------------------
@@ -102,27 +107,29 @@ def real_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 def smaller(s: Settings) -> dict[str, str]:
     """What of the real settings is played otherwise: sizes, lengths, and what one CPU or a random model cannot do."""
-    rows = max(ROWS, s.TRAIN_BATCH_SIZE) if s.METHOD != "dpo" else ROWS
+    rows, dpo = max(ROWS, s.TRAIN_BATCH_SIZE) if s.METHOD != "dpo" else ROWS, s.METHOD == "dpo"
+    batch, response = PAIRS_BATCH if dpo else BATCH, EPISODE if s.multi_turn else RESPONSE
     sizes = {
         "TRAIN_SIZE": min(s.TRAIN_SIZE or rows, rows),
         "DEV_SIZE": min(s.DEV_SIZE, DEV),
         "SFT_SIZE": min(s.SFT_SIZE, ROWS),
-        "SAMPLED_PROMPTS": EVALUATED,
-        "TRAIN_BATCH_SIZE": BATCH,
-        "MINI_BATCH_SIZE": BATCH if s.MINI_BATCH_SIZE == s.TRAIN_BATCH_SIZE else BATCH // 2,
+        "SAMPLED_PROMPTS": KNOWN[-1],
+        "TRAIN_BATCH_SIZE": batch,
+        "MINI_BATCH_SIZE": batch if s.MINI_BATCH_SIZE == s.TRAIN_BATCH_SIZE else batch // 2,
         "MICRO_BATCH_SIZE": 2,
-        "ROLLOUT_N": min(s.ROLLOUT_N, ROLLOUTS),
+        "ROLLOUT_N": min(s.ROLLOUT_N, 2 * ROLLOUTS if dpo else ROLLOUTS),
+        "DPO_EPOCHS": 2,  # few pairs, and two steps for a kill between them
         "STEPS": STEPS,
         "SELF_PLAY_ROUNDS": 1,
         "CRITIC_WARMUP": min(s.CRITIC_WARMUP, 1),
         "LR_WARMUP": min(s.LR_WARMUP, 1),
-        "SFT_STEPS": 2,
+        "SFT_STEPS": SFT_STEPS,
         "SFT_BATCH_SIZE": BATCH,
-        "SFT_SOURCE": "task",  # a random model has no right samples
+        "SFT_SOURCE": "task",  # samples of the thin model may be too few
         "SAVE_FREQ": SAVED,
         "TEST_FREQ": 1 if s.TEST_FREQ else 0,
-        "MAX_RESPONSE_LENGTH": min(s.MAX_RESPONSE_LENGTH, RESPONSE),
-        "MAX_NEW_TOKENS": min(s.MAX_NEW_TOKENS, RESPONSE),
+        "MAX_RESPONSE_LENGTH": min(s.MAX_RESPONSE_LENGTH, response),
+        "MAX_NEW_TOKENS": min(s.MAX_NEW_TOKENS, response),
         "N": min(s.N, SAMPLES),
         "LIMIT": EVALUATED,
     }
@@ -136,7 +143,7 @@ def given_variables(s: Settings, texts: Mapping[str, str], model: Path, folder: 
 
     ``texts``: the settings ``s`` as they were written."""
     played = dict(texts) | smaller(s)
-    played |= {"MODEL": str(model), "STACK": "cpu"} | ({"TEACHER": str(model)} if s.TEACHER else {})
+    played |= {"MODEL": str(model), "STACK": "cpu"} | ({"TEACHER": str(folder / "teacher")} if s.TEACHER else {})
     for name in NOT_PLAYED:
         played.pop(name)
     given = {"TASK": s.TASK, "STACK": "cpu"}
@@ -252,14 +259,17 @@ def stages(r: Rehearsal) -> Iterator[Played]:
     yield data
     if data.problem:
         return
-    if s.METHOD == "dpo" and not s.PAIRS_FILE:
-        if not (r.data_dir / "sft.parquet").is_file():
-            yield Played("pairs", 0, "", "METHOD=dpo: no demonstrations to make pairs of; set PAIRS_FILE", data.log)
-            return
-        r.given["PAIRS_FILE"] = str(_pairs(r))
+    taught = teach(r)
+    yield taught
+    if taught.problem:
+        return
+    if s.METHOD != "dpo":  # it samples nothing in training
+        certificate = play(r, "certify", "certify")
+        said_of_certificate(r, certificate)
+        yield certificate
     if s.INIT == "sft":
         sft = play(r, "sft", "sft")
-        sft.said = "2 steps"
+        sft.said = f"{SFT_STEPS} steps"
         yield sft
         if sft.problem:
             return
@@ -280,7 +290,7 @@ def stages(r: Rehearsal) -> Iterator[Played]:
         resumed.problem = "it began anew, not from the checkpoint"
     in_eval = stage_seconds(text).get("eval", 0.0)
     resumed.seconds -= in_eval
-    resumed.said = f"to the last step{', with validations' if s.TEST_FREQ else ''}"
+    resumed.said = f"to the last step{', with validations' if s.TEST_FREQ and s.METHOD != 'dpo' else ''}"
     yield resumed
     if in_eval:
         yield Played("eval", in_eval, "base, warm-up and trained" if s.INIT == "sft" else "base and trained")
@@ -298,19 +308,43 @@ def _said_of_data(r: Rehearsal) -> str:
     return f"{rows} from {manifest['source']}" + (f" ({manifest['note']})" if manifest.get("note") else "")
 
 
-def _pairs(r: Rehearsal) -> Path:
-    """Pairs for DPO in place of the policy's own samples, none of which a random model gets right: each demonstration
-    against that of the next row."""
-    rows = pq.read_table(r.data_dir / "sft.parquet").to_pylist()[:PAIRS]
-    answers = [row["messages"][-1]["content"] for row in rows]
-    pairs = [
-        {"prompt": decoded(row["messages"])[:-1], "chosen": answer, "rejected": other}
-        for row, answer, other in zip(rows, answers, [*answers[1:], answers[0]], strict=True)
-        if answer != other
-    ]
-    file = r.folder / "pairs.json"
-    write_json(file, pairs)
-    return file
+def teach(r: Rehearsal) -> Played:
+    """Teach the thin model some demonstrations and train on their prompts, so that rewards differ; of PAIRS_FILE take
+    the first pairs. Without demonstrations the model stays as it is, with random weights."""
+    s, started, problem, said = r.real, time.monotonic(), "", ""
+    data, out = r.data_dir, r.folder / "known.parquet"
+    try:
+        if s.METHOD == "dpo" and s.PAIRS_FILE:
+            r.given["PAIRS_FILE"] = str(r.folder / "pairs.parquet")
+            count = rehearsed_data.first_pairs(s.PAIRS_FILE, Path(r.given["PAIRS_FILE"]), PAIRS)
+            said = f"the first {count} pairs of PAIRS_FILE; random weights"
+        else:
+            tokenizer, train = load_tokenizer(r.given["MODEL"]), needs.train_file(s, data)
+            played = load_settings({name: value for name, value in r.given.items() if name != "ARTIFACTS"})
+            model = Path(r.given["MODEL"])
+            said = rehearsed_data.taught(played, train, data / "sft.parquet", tokenizer, model, out, KNOWN)
+            if said:
+                r.given["TRAIN_FILE"] = str(out)
+            elif s.METHOD == "dpo":
+                problem = "METHOD=dpo: too few demonstrations to make pairs of own samples; give PAIRS_FILE"
+            else:
+                said = f"no {KNOWN[0]} demonstrations fit the limits: random weights, whose rewards hardly differ"
+    except (DataError, ValueError, SettingsError) as error:
+        problem = str(error)
+    return Played("teach", time.monotonic() - started, said, problem)
+
+
+def said_of_certificate(r: Rehearsal, played: Played) -> None:
+    """Put the certificate's counts into ``played``; of one that failed the first failed check."""
+    file = next(r.folder.glob("certify/*/*/certificate.json"), None)
+    checks = read_json(file).get("checks", []) if file else []
+    if not played.problem and not checks:
+        played.problem = "it wrote no certificate"
+    elif not played.problem:
+        warned = [f"{check['name']}: {check['text']}" for check in checks if check["state"] == "warning"]
+        played.said = "; ".join([f"tokens, mask, template, stop, log-probs: {len(checks)} checks hold", *warned])
+    elif failed := [f"{check['name']}: {check['text']}" for check in checks if check["state"] == "failed"]:
+        played.problem = failed[0]
 
 
 # ---- the command ---------------------------------------------------------------------------------------------------
@@ -321,37 +355,68 @@ def tell(played: Played) -> None:
     print(f"  {played.name:<8}{played.seconds:4.0f} s  {state}", flush=True)
 
 
+def write_models(real: Settings, folder: Path) -> tuple[Settings, int]:
+    """Write the thin model as ``folder``/model, of METHOD=distill its teacher as ``folder``/teacher. Returns ``real``
+    with folders in the place of hub ids, and the number of parameters. Raises SettingsError."""
+    teacher = str(folder / "teacher") if real.TEACHER else ""
+    if teacher:
+        thin.write(thin.config_folder(real.TEACHER, "TEACHER"), folder / "teacher", real.SEED + 1)
+    source = thin.config_folder(real.MODEL)
+    return replace(real, MODEL=str(source), TEACHER=teacher), thin.write(source, folder / "model", real.SEED)
+
+
+def say(title: str, found: list[needs.Finding]) -> None:
+    print(f"\n{title}:")
+    for finding in found:
+        print(f"  {finding.state:<8} {finding}", flush=True)
+
+
+def errors_of(found: list[needs.Finding]) -> str:
+    return f"{len(found)} error{'' if len(found) == 1 else 's'} of the real run"
+
+
 def main(arguments: list[str]) -> None:
-    """Exits with 1 when a stage broke, or when something would break the real run. Raises SettingsError."""
+    """Exits with 1 when a stage broke, or when something would break the real run; before anything is played where
+    that shows already. Raises SettingsError."""
     given = real_environment(os.environ)
     real, command = load_settings(given), load_settings(cls=Command)
-    load_reward(real)
+    reward = load_reward(real)
     target = needs.target_of(real, command)
-    source = thin.config_folder(real.MODEL)
     folder, started = artifacts() / "rehearse" / real.TASK, time.monotonic()
-    shutil.rmtree(folder, ignore_errors=True)
+    source = thin.config_folder(real.MODEL)
     print(f"the real run: TASK={real.TASK} METHOD={real.METHOD} MODEL={real.MODEL} STACK={real.STACK}, {target}")
-    parameters = thin.write(source, folder / "model", real.SEED)
-    print(f"played on this CPU by {thin.LAYERS} thin layers, {parameters / 1e6:.1f} M random parameters; its steps:")
+    shutil.rmtree(folder, ignore_errors=True)
+    real_here, parameters = write_models(real, folder)
+    found = needs.before(real_here, arguments, target, command, asks_judge(reward))
+    if not any(finding.what == "settings" for finding in found):
+        found += needs.refused(replace(real_here, MODEL=str(folder / "model")), arguments)
+    if broken := [finding for finding in found if finding.state == "error"]:
+        say("What would break, before anything is played", found)
+        print(f"\nnothing was played; {errors_of(broken)}")
+        sys.exit(1)
+    print(f"played on this CPU by {thin.LAYERS} thin layers, {parameters / 1e6:.1f} M parameters; its steps:")
     if words := not_played(real):
         print(f"  not played: {words}")
     texts = {name: value.text for name, value in values_of(given).items()}
     r = Rehearsal(real, folder, given_variables(real, texts, folder / "model", folder), shlex.join(arguments))
     played = [Played("model", time.monotonic() - started, f"config.json and tokenizer of {source}")]
     tell(played[0])
-    for each in stages(r):
-        played.append(each)
-        tell(each)
-    broken = [each for each in played if each.problem]
-    found = needs.findings(replace(real, MODEL=str(source)), arguments, r.data_dir, target, command)
-    print("\nWhat would break:")
-    for finding in found:
-        print(f"  {finding.state:<8} {finding}")
+    with thin_judge.serving(folder / "model") if asks_judge(reward) else contextlib.nullcontext("") as r.judge:
+        for each in stages(r):
+            played.append(each)
+            tell(each)
+    stopped = [each for each in played if each.problem]
+    found += needs.of_data(real_here, r.data_dir)
+    say("What would break", found)
     print("\nWhat the real run will need:")
-    for line in needs.words(replace(real, MODEL=str(source)), arguments, r.data_dir, target, command):
+    for line in needs.words(real_here, arguments, r.data_dir, target, command):
         print(f"  {line}")
+    if real.TEACHER:
+        print(f"  {needs.of_teacher(thin.config_folder(real.TEACHER, 'TEACHER'))}")
+    if r.judge:
+        print(f"  {needs.of_judge(real, folder / 'judge/counters.json')}")
     wrong = [finding for finding in found if finding.state == "error"]
     seconds = time.monotonic() - started
-    print(f"\n{len(played)} stages in {seconds:.0f} s, {len(broken)} broke; {len(wrong)} errors of the real run")
-    if broken or wrong:
+    print(f"\n{len(played)} stages in {seconds:.0f} s, {len(stopped)} broke; {errors_of(wrong)}")
+    if stopped or wrong:
         sys.exit(1)

@@ -3,6 +3,7 @@ weights. It is made from config.json and the tokenizer's files alone, so no weig
 
 import contextlib
 import io
+import math
 import re
 import shutil
 from pathlib import Path
@@ -14,27 +15,32 @@ from tasks.common.text import one_line
 
 LAYERS, HEADS, HEAD = 2, 2, 32  # vLLM on a CPU wants heads of 32 or more
 HIDDEN, INTERMEDIATE = HEADS * HEAD, 128
+# Of `teach`: it ends once the mean probability of a whole demonstration is RIGHT, or after MOST_STEPS.
+RIGHT, MOST_STEPS, RATE, OTHERS = 0.6, 400, 1e-2, 512
 # What a hub id is asked for: config, tokenizer, chat template; never weights.
 SMALL_FILES = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken")
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.*", "*.tiktoken")
 WEIGHTS = ("*.index.json", "*.safetensors", "*.bin")
 
 
-def config_folder(model: str) -> Path:
+def config_folder(model: str, variable: str = "MODEL") -> Path:
     """The folder with config.json and the tokenizer of ``model``: `embedded`, a folder, or a hub id, of which only
-    small files are fetched. Raises SettingsError."""
+    small files are fetched. ``variable`` names it in errors. Raises SettingsError."""
     if model == "embedded":
         return embedded_model()
     folder = Path(model).expanduser()
     if not folder.is_dir():
         if not re.fullmatch(r"\w[\w.-]*/[\w.-]+", model):
-            raise SettingsError(f"MODEL={model}: no such folder, and not a hub id (owner/name)")
-        folder = _fetched(model)
+            raise SettingsError(f"{variable}={model}: no such folder, and not a hub id (owner/name)")
+        folder = _fetched(model, variable)
     if not (folder / "config.json").is_file():
-        raise SettingsError(f"MODEL={model}: has no config.json; a rehearsal needs it and the tokenizer's files")
+        raise SettingsError(f"{variable}={model}: has no config.json; a rehearsal needs it and the tokenizer's files")
+    if not any(file for name in TOKENIZERS for file in folder.glob(name)):
+        raise SettingsError(f"{variable}={model}: has no tokenizer (tokenizer.json); copy its files beside config.json")
     return folder.resolve()
 
 
-def _fetched(model: str) -> Path:
+def _fetched(model: str, variable: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils import disable_progress_bars
 
@@ -42,8 +48,8 @@ def _fetched(model: str) -> Path:
     try:
         return Path(snapshot_download(model, allow_patterns=list(SMALL_FILES), ignore_patterns=list(WEIGHTS)))
     except Exception as error:  # no network, no such model, no permission: each raises another class
-        fix = "give MODEL as a folder with its config.json and tokenizer"
-        raise SettingsError(f"MODEL={model}: {one_line(str(error), 160)}; {fix}") from error
+        fix = f"give {variable} as a folder with its config.json and tokenizer"
+        raise SettingsError(f"{variable}={model}: {one_line(str(error), 160)}; {fix}") from error
 
 
 def thin_config(folder: Path):
@@ -89,6 +95,50 @@ def write(folder: Path, target: Path, seed: int) -> int:
     except (ValueError, AttributeError, KeyError, TypeError, RuntimeError) as error:
         raise SettingsError(f"{folder}: {config.model_type} cannot be thinned: {one_line(str(error), 200)}") from error
     return sum(parameter.numel() for parameter in model.parameters())
+
+
+def teach(folder: Path, demonstrations: list[tuple[list[int], list[int]]], seed: int) -> float:
+    """Train the thin model of ``folder`` until it samples the ``demonstrations`` about as often as not, so that their
+    rewards differ. Each is token ids and a mask that is 1 where the model speaks.
+
+    Returns the mean probability of a demonstration. The loss counts all tokens of the demonstrations and OTHERS random
+    ones, which stand for the rest of the vocabulary (importance sampling of the softmax; Bengio and Senecal 2003).
+    """
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    longest = max(len(ids) for ids, _ in demonstrations)
+
+    def padded(rows: list[list[int]]) -> torch.Tensor:
+        return torch.tensor([row + [0] * (longest - len(row)) for row in rows])
+
+    with torch.random.fork_rng(), contextlib.redirect_stderr(io.StringIO()):  # a progress bar
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        ids = padded([ids for ids, _ in demonstrations])
+        there = padded([[1] * len(ids) for ids, _ in demonstrations])
+        learned = padded([mask for _, mask in demonstrations])[:, 1:].bool()
+        rows, used = torch.where(learned)[0], torch.unique(ids)
+        targets = torch.searchsorted(used, ids[:, 1:][learned])
+        vectors = model.get_output_embeddings().weight
+        optimizer = torch.optim.Adam(model.parameters(), lr=RATE, fused=True)
+        right = 0.0
+        for _ in range(MOST_STEPS):
+            hidden = model.base_model(ids, attention_mask=there).last_hidden_state[:, :-1][learned]
+            logits = hidden @ vectors[used].T
+            others = torch.randint(len(vectors), (OTHERS,))
+            others = others[~torch.isin(others, used)]
+            rest = (hidden @ vectors[others].T).logsumexp(-1) + math.log((len(vectors) - len(used)) / len(others))
+            total = torch.logaddexp(logits.logsumexp(-1), rest) if len(others) else logits.logsumexp(-1)
+            loss = total - logits.gather(1, targets[:, None])[:, 0]
+            right = torch.zeros(len(ids)).index_add(0, rows, -loss.detach()).exp().mean().item()
+            if right >= RIGHT:
+                break
+            optimizer.zero_grad()
+            loss.mean().backward()
+            optimizer.step()
+        model.to(torch.bfloat16).save_pretrained(folder)
+    return right
 
 
 def _of_the_tokenizer(folder: Path) -> list[Path]:
