@@ -3,12 +3,15 @@
 import functools
 import importlib
 import json
+import multiprocessing
 import os
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
+import psutil
 import pytest
 
 from tasks.common import guarded
@@ -180,6 +183,35 @@ def test_rows_on_which_the_reward_hangs_end_the_check(reward, monkeypatch):
     assert wrong == {0, 5, 8} and (entry["demonstrations"], entry["right"]) == (9, 6)
     assert entry["note"].startswith(f"ended at row 9 of {2 * gold.CHUNK}: 3 took longer than")
     assert entry["note"] in gold.said(entry)
+
+
+def scored_by_a_pool(source, text, truth, extra=None):
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:  # as verl's math_verify has one
+        return {"score": float(pool.submit(str.isdigit, truth).result())}
+
+
+def test_a_reward_may_have_processes_of_its_own(reward):
+    reward(scored_by_a_pool)
+    entry, wrong = gold.check(settings(), rows(3))
+    assert entry["right"] == 3 and not wrong
+
+
+def test_the_processes_of_a_reward_end_with_the_check(reward, tmp_path):
+    def score(source, text, truth, extra=None):
+        if truth == "0":
+            child = multiprocessing.Process(target=time.sleep, args=(600,))
+            child.start()
+            (tmp_path / "pid").write_text(str(child.pid))
+        return 1.0
+
+    reward(score)
+    assert gold.check(settings(), rows(3))[0]["right"] == 3
+    pid = int((tmp_path / "pid").read_text())
+    for _ in range(100):
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return
+        time.sleep(0.1)
+    raise AssertionError("it is still there")
 
 
 def test_no_demonstrations_and_a_judge_are_not_checked_and_said(reward):

@@ -3,6 +3,7 @@
 The reward runs in processes of its own (guarded.py): a row of a data file may make it hang or die.
 """
 
+import contextlib
 import functools
 import heapq
 import importlib
@@ -10,6 +11,7 @@ import json
 import multiprocessing
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -160,7 +162,7 @@ def _scores(compute_score: Callable, rows: Sequence[Row]) -> Iterator[Result | N
     finally:
         bar.close()
         for process, pipe in workers:
-            process.kill()
+            process.terminate()
             process.join()
             pipe.close()
 
@@ -170,20 +172,22 @@ def _work(compute_score: Callable, rows: Sequence[Row], chunks: list[range], pip
     process that hangs or dies is replaced; the new one first scores a demonstration that went well."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     guarded, loaded = Guarded(compute_score, rows, seconds=CALL_SECONDS), False
-    for chunk in chunks:
-        results: list[Result | None] = []
-        for index in chunk:
-            if not (text := rows[index].demonstration):
-                results.append(None)
-                continue
-            if not loaded:
-                guarded.known = index
-            results.append(guarded.scores(text, [index])[0])
-            loaded = loaded or not results[-1].problem
-            if sum(map(_slow, results)) == MOST_SLOW:
-                break
-        pipe.send(results)
+    with contextlib.closing(guarded):
+        for chunk in chunks:
+            results: list[Result | None] = []
+            for index in chunk:
+                if not (text := rows[index].demonstration):
+                    results.append(None)
+                    continue
+                if not loaded:
+                    guarded.known = index
+                results.append(guarded.scores(text, [index])[0])
+                loaded = loaded or not results[-1].problem
+                if sum(map(_slow, results)) == MOST_SLOW:
+                    break
+            pipe.send(results)
 
 
 def _slow(result: Result | None) -> bool:
