@@ -19,8 +19,16 @@ from tasks.common.evaluation import attack, policy_attack
 from tasks.common.evaluation.exploits import TURN, Form, Row, shrunk
 from tasks.common.guarded import Guarded, asks_judge
 from tasks.common.rewards import gym
-from tasks.common.rewards.answers import JudgeError, after_thinking, last_answer, read_ground_truth, reward_function
+from tasks.common.rewards.answers import (
+    JudgeError,
+    RewardError,
+    after_thinking,
+    last_answer,
+    read_ground_truth,
+    reward_function,
+)
 from tasks.common.rewards.environment import Step
+from tasks.common.rewards.examples import check_episodes, check_examples
 from tasks.common.rewards.expression import parse_expression
 from tasks.common.rewards.math_answer import find_answer, read_number
 from tasks.common.rewards.tool_calls import Malformed, matched, parse_response
@@ -497,7 +505,42 @@ def test_make_attack_writes_what_it_found_and_fails_in_ci(tmp_path):
     folder = tmp_path / "artifacts/attack/countdown"
     found = json.loads((folder / "attack.json").read_text())
     assert found["rows"] == 40 and {"exploit", "score", "fooled", "response"} <= found["exploits"][0].keys()
-    for line in (folder / "examples.jsonl").read_text().splitlines():
-        row = json.loads(line)  # a line that the task's examples.jsonl takes, refused until the hole is closed
-        compute_score = importlib.import_module("tasks.countdown.reward").compute_score
-        assert compute_score("countdown", row["response"], row["ground_truth"])["acc"] == 0 and row["score"] <= 0.1
+    lines = (folder / "examples.jsonl").read_text()
+    assert all(json.loads(line)["below"] == 1.0 for line in lines.splitlines()) and lines
+    examples = checkout / "tasks/countdown/examples.jsonl"
+    own = examples.read_text().splitlines(keepends=True)
+    examples.write_text(own[0] + lines)  # its other lines would find this hole by themselves
+    result = make("doctor", cwd=checkout, **given)
+    assert "examples.jsonl: line 2: the score is 1.0, the row states less than 1.0" in result.stdout, result.stdout
+    reward.write_text(text)
+    result = make("doctor", cwd=checkout, **given)
+    assert "as stated on" in result.stdout and "states less" not in result.stdout
+
+
+def test_the_lines_of_a_found_hole_fail_until_it_is_closed(tmp_path):
+    """For an environment: whether the episode ends is not stated. For a reward: partial credit is left to it."""
+    s = replace(load_settings(exported(ROOT / "tasks/calculator/train.sh", {"N_GPUS": "1"})), MAX_TURNS=40)
+    search = attacked(partial(attack.episode, PaysForCalls, 40), episodes(), 1500, most=1.0)
+    lines = [attack.example(s, search, finding) for finding in search.found.values()]
+    (tmp_path / "examples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(RewardError, match=r"line 1: the score is .*, the row states less than 1\.0"):
+        check_episodes(tmp_path, PaysForCalls)
+    assert check_episodes(tmp_path, Environment) == len(lines) > 0
+
+    problems = [replace(row, extra={"split": "train", "index": 3, "key": None, "unit": "eggs"}) for row in plain()]
+    search = attacked(paid_in_part, problems, 500)
+    s = load_settings(exported(ROOT / "tasks/countdown/train.sh", {"N_GPUS": "1"}))
+    lines = [attack.example(s, search, finding) for finding in search.found.values()]
+    assert lines and all(line["extra_info"] == {"unit": "eggs"} and line["below"] == 0.7 for line in lines)
+    (tmp_path / "examples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(RewardError, match=r"the row states less than 0\.7"):
+        check_examples(tmp_path, paid_in_part)
+    mended = reward_function(lambda source, response, truth, extra=None: {"score": 0.3, "acc": 0.0})
+    assert check_examples(tmp_path, mended) == len(lines)
+
+
+@reward_function
+def paid_in_part(source, response, truth, extra_info=None):
+    """A right answer is the truth; one that is empty counts as right too, at a lower score."""
+    right, empty = response.strip() == truth, not response.strip()
+    return {"score": 1.0 if right else 0.7 if empty else 0.3, "acc": float(right or empty)}

@@ -1,6 +1,6 @@
 """`make attack` on the rewards that verl, TRL and reasoning-gym ship: a Markdown table of what fools them.
 
-    PYTHONPATH=. python tests/benchmarks/attack_libraries.py [--seconds 20] [--rows 40] [--tries N] [--out FILE] NAME ...
+    PYTHONPATH=. python tests/benchmarks/attack_libraries.py [--seconds 20] [--rows 40] [--out FILE] NAME ...
 
 NAME: `verl`, `trl` or `reasoning-gym` for all of theirs, or a reward of the table. FILE: all findings as JSON. The rows
 of verl's and TRL's rewards ask for a number; their demonstrations are in the form that the reward reads. A reward whose
