@@ -423,6 +423,19 @@ def test_without_demonstrations_what_is_right_for_most_truths_is_found():
     assert "right for most of 24 different truths" in {finding.why for finding in search.found.values()}
 
 
+def test_a_search_that_can_see_little_says_so():
+    def paying(partial_credit: float):
+        """A wrong answer gets ``partial_credit``, none gets 0."""
+
+        def score(source, response, truth, extra=None):
+            return scored(response == truth, partial_credit if response else 0.0)
+
+        return reward_function(score)
+
+    assert attacked(paying(0.7), plain(), 20).blind and not attacked(paying(0.5), plain(), 20).blind
+    assert attacked(paying(0.5), [replace(row, demonstration=None) for row in plain()], 20).blind
+
+
 def test_the_tasks_own_check_is_stricter(monkeypatch):
     """A response that is right for one row alone is found where the task says what is right."""
     lenient = reward_function(lambda source, response, truth, extra=None: scored(response.split("\n")[0] == truth))

@@ -28,7 +28,7 @@ from tasks.common.rewards.answers import last_answer, read_ground_truth
 from tasks.common.text import one_line
 
 SHOWN = 3
-BEST_RLLA = 4.0  # 1 for the form, 3 for the calls
+RIGHT_CALLS = 3.0  # of rlla's 4: 1 is for the form. A wrong value gets 2, so less than all says little
 MAX_TOKENS = 512  # of TRL's rewards of a length; a token is a byte here
 TOOL_CALL = '<tool_call>\n{{"name": "answer", "parameters": {{"value": {0}}}}}\n</tool_call>'
 
@@ -53,10 +53,10 @@ def of_code(response: str, truth: str) -> float:
 
 def of_calls(response: str, truth: str) -> float:
     expected = f"<think>Count.</think>\n{TOOL_CALL.format(truth)}"
-    return rlla.compute_score("rlla", response, expected, {"experiment_name": "qwen"})["score"] / BEST_RLLA
+    return rlla.compute_score("rlla", response, expected, {"experiment_name": "qwen"})["score"] >= RIGHT_CALLS
 
 
-# The reward, of a response and a truth, the form of its answers, and the score of a right one (of geo3k and rlla
+# The reward, of a response and a truth, the form of its answers, and the score of a right one (of geo3k
 # without the part for the form).
 REWARDS = {
     "verl gsm8k": (gsm8k.compute_score, "It is {0}.\n#### {0}", 1),
@@ -67,7 +67,7 @@ REWARDS = {
     "verl prime_math": (lambda r, truth: prime_math.compute_score(r, truth)[0], "It is \\boxed{{{0}}}.", 1),
     "verl prime_code": (of_code, "```python\nprint({0})\n```", 1),
     "verl geo3k": (geo3k, "<think>Count.</think>It is \\boxed{{{0}}}.", 0.9),
-    "verl rlla": (of_calls, f"<think>Count.</think>\n{TOOL_CALL}", 0.75),
+    "verl rlla": (of_calls, f"<think>Count.</think>\n{TOOL_CALL}", 1),
     "verl search_r1 em": (
         lambda r, truth: search_r1.compute_score(r, {"target": [truth]}),
         "<answer>{0}</answer>",

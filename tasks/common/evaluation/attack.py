@@ -48,6 +48,10 @@ ROWS, READ = 40, 2048
 FEWEST_CALLS = 40  # to a judge: what is known of the rows takes half of them
 SLOW = 1.0  # seconds of a call after which an attempt has no more of them
 ROW_NAMES = ("split", "index", "key")  # of extra_info: they name the row, no reward needs them
+BLIND = (
+    "note: little can be seen here: of {} of {} rows the demonstration is right, and no three contradict one another "
+    "(a wrong one gets more than half of a right one's score)"
+)
 PARENTS = 20  # attempts that mutations start from
 REPORT_SECONDS = 15  # how often a line is printed where there is no terminal
 
@@ -107,6 +111,11 @@ class Search:
     def _fools(self, result: Result) -> bool:
         earns = result.right or (not result.problem and result.score >= self.best)
         return earns and not result.honest
+
+    @property
+    def blind(self) -> bool:
+        """Whether too few demonstrations contradict one another for the rules that need it."""
+        return self._contradicting(list(self.against)) < CONTRADICTING
 
     @property
     def over(self) -> bool:
@@ -365,8 +374,11 @@ def report(s: Settings, search: Search) -> None:
     found = sorted(search.found.values(), key=lambda finding: -len(finding.fooled))
     of, right = len(search.rows), len(search.against)
     sizes = {"rows": of, "demonstrations_right": right, "tried": search.tried, "scored": search.reward.calls}
+    sizes["blind"] = search.blind
     write_json(folder / "attack.json", {**sizes, "seed": s.SEED, "exploits": [asdict(finding) for finding in found]})
     title = f"{s.TASK}: {search.tried} answers tried on {of} rows, {search.reward.calls} scored, seed {s.SEED}"
+    if search.blind:
+        print(f"\n{BLIND.format(right, of)}")
     if not found:
         print(f"\n{title}: no exploit found; {folder / 'attack.json'}")
         return
