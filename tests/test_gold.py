@@ -255,7 +255,7 @@ def test_a_wrong_form_that_is_right_is_named(reward, monkeypatch):
     assert entry["taken"] == [{"place": f"x: row {i}", "form": f"<think># {i}</think>"} for i in (1, 3)]
     assert gold.said(entry) == (
         "5 of 5 demonstrations get acc 1; wrong forms that get it too: "
-        "x: row 1 ('<think># 1</think>'); x: row 3 ('<think># 3</think>')"
+        "x: row 1 (<think># 1</think>); x: row 3 (<think># 3</think>)"
     )
 
 

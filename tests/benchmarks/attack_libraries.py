@@ -132,14 +132,11 @@ def attacked(name: str, count: int, seconds: float, tries: float) -> dict:
     """What was found: ``exploits``, each text once; ``reason``: why there was no attack, else empty."""
     started = time.monotonic()
     entry = {"reward": name, "rows": count, "right": 0, "tried": 0, "exploits": [], "reason": ""}
-    try:
-        compute_score, rows = (of_numbers if name in REWARDS else of_gym)(name, count)
-        if name in REWARDS:
-            compute_score("", rows[0].demonstration, rows[0].truth)
-    except Exception as error:
-        return entry | {"reason": one_line(f"{type(error).__name__}: {error}", 120)}
+    compute_score, rows = (of_numbers if name in REWARDS else of_gym)(name, count)
     reward = Guarded(compute_score, rows)
     try:
+        if problem := reward.scores(rows[0].demonstration or "", [0])[0].problem:
+            return entry | {"reason": one_line(problem, 120)}
         search = attack.Search(rows, reward, seconds)
         attack.run(search, seed=42, tries=tries)
     finally:

@@ -80,7 +80,7 @@ def check(s: Settings, rows: Sequence[Row]) -> tuple[dict, set[int]]:
         entry["demonstrations"] += 1
         entry["forms"] += scored.forms
         if scored.taken and len(entry["taken"]) < SHOWN:
-            entry["taken"].append({"place": rows[index].place, "form": one_line(scored.taken, 120)})
+            entry["taken"].append({"place": rows[index].place, "form": _end(scored.taken)})
         if result.right:
             entry["right"] += 1
             continue
@@ -106,6 +106,12 @@ def _episode(made: type, source: str, demonstration: str, truth: str, row: dict)
 def _of_messages(forms: Callable, demonstration: str) -> list[str]:
     """``wrong_forms`` of an episode: of the model's messages."""
     return [json.dumps(messages) for messages in forms(json.loads(demonstration))]
+
+
+def _end(text: str, length: int = 40) -> str:
+    """The end of ``text`` in one line: what was changed mostly stands there."""
+    text = one_line(text, len(text))
+    return f"…{text[-length:]}" if len(text) > length else text
 
 
 def _in_file(other: dict) -> tuple[str, int]:
@@ -135,7 +141,7 @@ def said(entry: dict) -> str:
         text += f"; {f'the first {SHOWN} others' if many else 'the others'}: {others}"
     if taken := entry.get("taken"):
         text += "; wrong forms that get it too: "
-        text += "; ".join(f"{each['place']} ({each['form']!r})" for each in taken[:FORMS_SHOWN])
+        text += "; ".join(f"{each['place']} ({each['form']})" for each in taken[:FORMS_SHOWN])
     elif entry.get("forms"):
         text += f"; none of their {entry['forms']} wrong forms does"
     left_out = f"{entry['dropped']} rows left out (GOLD=drop)" if entry.get("dropped") else ""
