@@ -219,6 +219,23 @@ def test_a_planted_hole_is_found(compute_score, problems, exploit):
         assert again["acc"] == 1 or again["score"] >= search.best
 
 
+def test_a_slow_reward_does_not_hold_up_the_end():
+    def slow(source, response, truth, extra=None):
+        time.sleep(0.02)
+        return scored(bool(response))
+
+    reward = Guarded(slow, plain())
+    try:
+        search = attack.Search(plain(), reward, seconds=2)
+        long = attack.Finding("constant", "word " * 200, list(range(24)), 1.0, "right for most")
+        search.ends = started = time.monotonic()
+        short = search.smallest(long)
+    finally:
+        reward.close()
+    assert len(short.response) < len(long.response)
+    assert time.monotonic() - started < 3  # 150 shorter texts on 24 rows: over a minute
+
+
 def test_what_is_shown_is_short():
     search = attacked(nan, rows("gsm8k"), 1500)
     found = search.found["NaN and infinities"]

@@ -180,12 +180,14 @@ class Search:
         return len(fooled), sum(result.score for result in results.values()) / max(1, len(results))
 
     def smallest(self, finding: Finding) -> Finding:
-        """The finding with a shorter response that fools the same rows, or breaks the reward in the same way."""
+        """The finding with a shorter response that fools the same rows, or breaks the reward in the same way. For all
+        findings together this takes at most a quarter of the time beyond its end."""
         if finding.recipe or "longer than" in finding.why:
             return finding
 
         def still(text: str) -> bool:
-            results = self.reward.scores(text, finding.fooled) if self.reward.calls < self.calls else [Result()]
+            late = self.reward.calls >= self.calls or time.monotonic() >= self.ends + self.seconds / 4
+            results = [Result()] if late else self.reward.scores(text, finding.fooled)
             if finding.broken:
                 return results[-1].problem == finding.why
             return all(map(self._fools, results))
