@@ -19,8 +19,16 @@ from tasks.common.evaluation import attack, policy_attack
 from tasks.common.evaluation.exploits import TURN, Form, Row, shrunk
 from tasks.common.guarded import Guarded, asks_judge
 from tasks.common.rewards import gym
-from tasks.common.rewards.answers import JudgeError, after_thinking, last_answer, read_ground_truth, reward_function
+from tasks.common.rewards.answers import (
+    JudgeError,
+    RewardError,
+    after_thinking,
+    last_answer,
+    read_ground_truth,
+    reward_function,
+)
 from tasks.common.rewards.environment import Step
+from tasks.common.rewards.examples import check_episodes, check_examples
 from tasks.common.rewards.expression import parse_expression
 from tasks.common.rewards.math_answer import find_answer, read_number
 from tasks.common.rewards.tool_calls import Malformed, matched, parse_response
@@ -209,6 +217,23 @@ def test_a_planted_hole_is_found(compute_score, problems, exploit):
     if not finding.broken:  # what is shown does score
         again = compute_score("", finding.response, search.rows[finding.fooled[0]].truth)
         assert again["acc"] == 1 or again["score"] >= search.best
+
+
+def test_a_slow_reward_does_not_hold_up_the_end():
+    def slow(source, response, truth, extra=None):
+        time.sleep(0.02)
+        return scored(bool(response))
+
+    reward = Guarded(slow, plain())
+    try:
+        search = attack.Search(plain(), reward, seconds=2)
+        long = attack.Finding("constant", "word " * 200, list(range(24)), 1.0, "right for most")
+        search.ends = started = time.monotonic()
+        short = search.smallest(long)
+    finally:
+        reward.close()
+    assert len(short.response) < len(long.response)
+    assert time.monotonic() - started < 3  # 150 shorter texts on 24 rows: over a minute
 
 
 def test_what_is_shown_is_short():
@@ -415,6 +440,19 @@ def test_without_demonstrations_what_is_right_for_most_truths_is_found():
     assert "right for most of 24 different truths" in {finding.why for finding in search.found.values()}
 
 
+def test_a_search_that_can_see_little_says_so():
+    def paying(partial_credit: float):
+        """A wrong answer gets ``partial_credit``, none gets 0."""
+
+        def score(source, response, truth, extra=None):
+            return scored(response == truth, partial_credit if response else 0.0)
+
+        return reward_function(score)
+
+    assert attacked(paying(0.7), plain(), 20).blind and not attacked(paying(0.5), plain(), 20).blind
+    assert attacked(paying(0.5), [replace(row, demonstration=None) for row in plain()], 20).blind
+
+
 def test_the_tasks_own_check_is_stricter(monkeypatch):
     """A response that is right for one row alone is found where the task says what is right."""
     lenient = reward_function(lambda source, response, truth, extra=None: scored(response.split("\n")[0] == truth))
@@ -497,7 +535,42 @@ def test_make_attack_writes_what_it_found_and_fails_in_ci(tmp_path):
     folder = tmp_path / "artifacts/attack/countdown"
     found = json.loads((folder / "attack.json").read_text())
     assert found["rows"] == 40 and {"exploit", "score", "fooled", "response"} <= found["exploits"][0].keys()
-    for line in (folder / "examples.jsonl").read_text().splitlines():
-        row = json.loads(line)  # a line that the task's examples.jsonl takes, refused until the hole is closed
-        compute_score = importlib.import_module("tasks.countdown.reward").compute_score
-        assert compute_score("countdown", row["response"], row["ground_truth"])["acc"] == 0 and row["score"] <= 0.1
+    lines = (folder / "examples.jsonl").read_text()
+    assert all(json.loads(line)["below"] == 1.0 for line in lines.splitlines()) and lines
+    examples = checkout / "tasks/countdown/examples.jsonl"
+    own = examples.read_text().splitlines(keepends=True)
+    examples.write_text(own[0] + lines)  # its other lines would find this hole by themselves
+    result = make("doctor", cwd=checkout, **given)
+    assert "examples.jsonl: line 2: the score is 1.0, the row states less than 1.0" in result.stdout, result.stdout
+    reward.write_text(text)
+    result = make("doctor", cwd=checkout, **given)
+    assert "as stated on" in result.stdout and "states less" not in result.stdout
+
+
+def test_the_lines_of_a_found_hole_fail_until_it_is_closed(tmp_path):
+    """For an environment: whether the episode ends is not stated. For a reward: partial credit is left to it."""
+    s = replace(load_settings(exported(ROOT / "tasks/calculator/train.sh", {"N_GPUS": "1"})), MAX_TURNS=40)
+    search = attacked(partial(attack.episode, PaysForCalls, 40), episodes(), 1500, most=1.0)
+    lines = [attack.example(s, search, finding) for finding in search.found.values()]
+    (tmp_path / "examples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(RewardError, match=r"line 1: the score is .*, the row states less than 1\.0"):
+        check_episodes(tmp_path, PaysForCalls)
+    assert check_episodes(tmp_path, Environment) == len(lines) > 0
+
+    problems = [replace(row, extra={"split": "train", "index": 3, "key": None, "unit": "eggs"}) for row in plain()]
+    search = attacked(paid_in_part, problems, 500)
+    s = load_settings(exported(ROOT / "tasks/countdown/train.sh", {"N_GPUS": "1"}))
+    lines = [attack.example(s, search, finding) for finding in search.found.values()]
+    assert lines and all(line["extra_info"] == {"unit": "eggs"} and line["below"] == 0.7 for line in lines)
+    (tmp_path / "examples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    with pytest.raises(RewardError, match=r"the row states less than 0\.7"):
+        check_examples(tmp_path, paid_in_part)
+    mended = reward_function(lambda source, response, truth, extra=None: {"score": 0.3, "acc": 0.0})
+    assert check_examples(tmp_path, mended) == len(lines)
+
+
+@reward_function
+def paid_in_part(source, response, truth, extra_info=None):
+    """A right answer is the truth; one that is empty counts as right too, at a lower score."""
+    right, empty = response.strip() == truth, not response.strip()
+    return {"score": 1.0 if right else 0.7 if empty else 0.3, "acc": float(right or empty)}

@@ -3,14 +3,18 @@
 import functools
 import importlib
 import json
+import multiprocessing
 import os
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
+import psutil
 import pytest
 
+from tasks.calculator import prepare_data as calculator
 from tasks.common import guarded
 from tasks.common.data import gold
 from tasks.common.data.prepare import Example, Examples, describe, prepare
@@ -78,7 +82,7 @@ def test_drop_leaves_the_rows_out_of_all_files(folder):
     kept = set.union(*(numbers(folder / f"{side}.parquet") for side in ("test", "dev", "train")))
     assert kept == {number for number in range(1, 37) if number % 5 or number % 7 == 0}
     assert all(row["messages"][-1]["content"] != WRONG for row in read_rows(folder / "sft.parquet"))
-    assert "6 rows left out (GOLD=drop)" in describe(manifest) and not gold.wrong_rows(manifest)
+    assert "6 rows left out (GOLD=drop)" in describe(manifest) and not gold.failed(manifest)
     assert "TRAIN_SIZE=24: there are 20" in manifest["note"]
 
 
@@ -88,6 +92,16 @@ def test_error_writes_nothing_and_says_why_in_one_line(folder):
     assert "\n" not in str(error.value) and list(folder.glob("*")) == []
     prepare(settings(GOLD="error"), {"toy": lambda s: (e for e in toy(s) if e.demonstration != WRONG)})
     assert (folder / "train.parquet").exists()
+
+
+@pytest.mark.parametrize(("task", "file"), [("countdown", "reward.py"), ("calculator", "environment.py")])
+def test_drop_makes_the_data_anew_when_the_reward_changes(task, file, monkeypatch):
+    s = settings(task, GOLD="drop")
+    before = s.data_fingerprint()
+    monkeypatch.setattr("tasks.common.settings.code_digest", lambda program: str(program.name == file))
+    changed = s.data_fingerprint()
+    monkeypatch.setattr("tasks.common.settings.code_digest", lambda program: "False")
+    assert len({before, changed, s.data_fingerprint()}) == 3
 
 
 def test_drop_does_not_write_an_empty_side(folder):
@@ -182,6 +196,35 @@ def test_rows_on_which_the_reward_hangs_end_the_check(reward, monkeypatch):
     assert entry["note"] in gold.said(entry)
 
 
+def scored_by_a_pool(source, text, truth, extra=None):
+    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:  # as verl's math_verify has one
+        return {"score": float(pool.submit(str.isdigit, truth).result())}
+
+
+def test_a_reward_may_have_processes_of_its_own(reward):
+    reward(scored_by_a_pool)
+    entry, wrong = gold.check(settings(), rows(3))
+    assert entry["right"] == 3 and not wrong
+
+
+def test_the_processes_of_a_reward_end_with_the_check(reward, tmp_path):
+    def score(source, text, truth, extra=None):
+        if truth == "0":
+            child = multiprocessing.Process(target=time.sleep, args=(600,))
+            child.start()
+            (tmp_path / "pid").write_text(str(child.pid))
+        return 1.0
+
+    reward(score)
+    assert gold.check(settings(), rows(3))[0]["right"] == 3
+    pid = int((tmp_path / "pid").read_text())
+    for _ in range(100):
+        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+            return
+        time.sleep(0.1)
+    raise AssertionError("it is still there")
+
+
 def test_no_demonstrations_and_a_judge_are_not_checked_and_said(reward):
     entry, _ = gold.check(settings(GOLD="error"), rows(3, None))
     assert gold.said(entry) == "not checked: no demonstrations"
@@ -196,6 +239,45 @@ def test_no_demonstrations_and_a_judge_are_not_checked_and_said(reward):
     assert gold.said(entry) == "not checked: the reward asks a judge" and not wrong
 
 
+# ---- wrong forms
+
+
+def test_a_wrong_form_that_is_right_is_named(reward, monkeypatch):
+    reward(lambda source, text, truth, extra=None: {"score": 1.0, "acc": float("#" in text)})
+
+    def forms(text):
+        return [text.replace("#", ""), f"<think>{text}</think>"] if text[-1] in "13" else []
+
+    monkeypatch.setattr("tasks.countdown.reward.wrong_forms", forms)
+    made = [replace(row, demonstration=f"# {row.truth}") for row in rows(5)]
+    entry, wrong = gold.check(settings(), made)
+    assert (entry["right"], entry["forms"], wrong) == (5, 4, set()) and gold.failed({"gold": entry})
+    assert entry["taken"] == [{"place": f"x: row {i}", "form": f"<think># {i}</think>"} for i in (1, 3)]
+    assert gold.said(entry) == (
+        "5 of 5 demonstrations get acc 1; wrong forms that get it too: "
+        "x: row 1 (<think># 1</think>); x: row 3 (<think># 3</think>)"
+    )
+
+
+def test_wrong_forms_on_which_the_reward_hangs_end_the_check(reward, monkeypatch):
+    monkeypatch.setattr(gold, "CALL_SECONDS", 0.3)
+    monkeypatch.setattr("tasks.countdown.reward.wrong_forms", lambda text: [text + "!"])
+    reward(lambda source, text, truth, extra=None: time.sleep(600) if text.endswith("!") else 1.0)
+    entry, wrong = gold.check(settings(), rows(20))
+    assert wrong == {0, 1, 2} and "a wrong form: took longer than 0.3 s" in entry["others"][0]["reason"]
+    assert entry["note"].startswith("ended at row 3 of 20")
+
+
+def test_error_takes_no_reward_that_calls_a_wrong_form_right(folder, monkeypatch):
+    def right(s):
+        return (e for e in toy(s) if e.demonstration != WRONG)
+
+    prepare(settings(GOLD="error"), {"toy": right})  # countdown's own wrong forms are not right
+    monkeypatch.setattr("tasks.countdown.reward.wrong_forms", lambda text: [text + " "])
+    with pytest.raises(DataError, match=r"^GOLD=error: 30 of 30 .*; wrong forms that get it too: test: row 0"):
+        prepare(settings(GOLD="error"), {"toy": right})
+
+
 # ---- the shipped tasks
 
 
@@ -207,7 +289,8 @@ def test_every_demonstration_of_the_shipped_tasks_is_right(task, difficulty):
     for variant in variants:
         s = settings(task, DIFFICULTY=difficulty, REWARD=variant)
         entry, wrong = gold.check(s, [row_of(task, e) for e in islice(module.generate(s), 200)])
-        assert (entry["demonstrations"], wrong) == (200, set()), entry["others"]
+        assert (entry["demonstrations"], wrong, entry["taken"]) == (200, set(), []), entry
+        assert entry["forms"] >= 400
 
 
 def row_of(task: str, e: Example) -> gold.Row:
@@ -215,11 +298,18 @@ def row_of(task: str, e: Example) -> gold.Row:
     return gold.Row(e.place, e.demonstration, truth, task, {})
 
 
+@pytest.mark.parametrize("difficulty", ["easy", "hard"])
+def test_every_episode_of_calculator_is_right(difficulty, folder):
+    small = {"DIFFICULTY": difficulty, "SOURCE": "generate", "TRAIN_SIZE": "150", "SFT_SIZE": "9"}
+    entry = prepare(settings("calculator", **small), {"generate": calculator.generate})["gold"]
+    assert (entry["demonstrations"], entry["right"], entry["forms"], entry["taken"]) == (162, 162, 324, []), entry
+
+
 @pytest.mark.skipif(not (SHARED / "gsm8k").is_dir(), reason="no shared data")
 def test_every_demonstration_of_gsm8k_is_right():
     found = importlib.import_module("tasks.gsm8k.prepare_data").from_file(settings("gsm8k", FILE=str(SHARED / "gsm8k")))
     entry, wrong = gold.check(settings("gsm8k"), [row_of("gsm8k", e) for e in found])
-    assert (entry["demonstrations"], wrong) == (8792, set()), entry["others"]
+    assert (entry["demonstrations"], wrong, entry["taken"]) == (8792, set(), []), entry
 
 
 # ---- the commands

@@ -117,7 +117,9 @@ BAD = {
     "jsonl: two on a line": (".jsonl", '{"a": 1} {"a": 2}', "line 1: more after"),
     "jsonl: an array": (".jsonl", '[{"a": 1}]', "line 1: must be an object"),
     "jsonl: NaN": (".jsonl", '{"a": 1}\n{"a": -Infinity}', "line 2: .*-Infinity"),
-    "jsonl: no UTF-8": (".jsonl", b'{"a": 1}\n{"a": "\xff"}', "after line 1: not readable jsonl .*utf-8"),
+    "jsonl: no UTF-8": (".jsonl", b'{"a": 1}\n{"a": "\xff"}', "line 2: is not UTF-8"),
+    "jsonl: a key twice": (".jsonl", '{"a": 1, "a": 2}', "line 1: .*a key stands twice"),
+    "json: a key twice": (".json", '[{"a": {"b": 1, "b": 2}}]', "row 0: .*a key stands twice"),
     "jsonl: half a surrogate": (".jsonl", '{"a": "\\uDFFF"}', "line 1: .*surrogate"),
     "csv: empty": (".csv", "", "has no rows"),
     "csv: header alone": (".csv", "a,b\n", "has no rows"),
@@ -164,6 +166,19 @@ def test_the_first_ten_bad_rows_are_told_at_once(tmp_path):
     assert error.value.__notes__[:2] == [
         f"{path}: line 4: must be an object, begins with '7'",
         f"{path}: line 5: a is 4",
+    ]
+
+
+def test_lines_after_a_long_or_broken_one_are_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(records, "LONGEST", 100)
+    path = write(tmp_path / "x.jsonl", b'"' + b"x" * 350 + b'"\n{"a": 1}\n\xff\n' + b"y" * 100 + b'\n{"a": 2}\n')
+    found = [(place.partition(": ")[2], str(record)) for place, record in Records(path).located()]
+    assert found == [
+        ("line 1", "longer than 0 MiB"),
+        ("line 2", "{'a': 1}"),
+        ("line 3", "is not UTF-8 (invalid start byte, byte 0)"),
+        ("line 4", "longer than 0 MiB"),
+        ("line 5", "{'a': 2}"),
     ]
 
 

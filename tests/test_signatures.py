@@ -27,6 +27,7 @@ OF_A100 = set((ROOT / "tasks/common/stacks/a100").glob("*.py"))
 OF_CPU = set((ROOT / "tasks/common/stacks/cpu").glob("*.py"))  # vLLM 0.30, which the tests of that stack run
 OF_CURRENT = set((ROOT / "tasks/common/stacks/current").glob("*.py"))
 OF_CURRENT |= {ROOT / f"tasks/common/verl_plugins/{name}.py" for name in NEWER}
+OF_CURRENT.add(ROOT / "tests/benchmarks/attack_libraries.py")  # rewards that 0.6.1 lacks
 ENGINE = "vllm.v1.engine.llm_engine.LLMEngine"
 KNOWN = Known(
     instances={"self.llm": "vllm.LLM", "self.llm.llm_engine": ENGINE, "engine": ENGINE, "trainer": "trl.DPOTrainer"},

@@ -44,3 +44,10 @@ class Environment:
         if action.calls:
             return Step([tool_message(calculate(call["arguments"])) for call in action.calls])
         return Step(reward=float(last_answer(action.text) == self.truth), done=True)
+
+
+def wrong_forms(messages: list[str]) -> list[list[str]]:
+    """What the gold check makes of the model's messages of a right episode, none of it right: the answer stands in the
+    thinking, or is one of two."""
+    *before, last = messages
+    return [[*before, f"<think>{last}</think>"], [*before, last.replace("</answer>", " or 1</answer>")]]

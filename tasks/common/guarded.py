@@ -1,5 +1,6 @@
 """A reward in its own process, for answers and data that may break it: time limit per call, no network."""
 
+import contextlib
 import json
 import multiprocessing
 import os
@@ -50,6 +51,7 @@ class Row(Protocol):
 
 class Guarded:
     """``compute_score`` over ``rows`` in a forked process, which is replaced when a call takes longer than ``seconds``.
+    The reward may start processes of its own, as verl's math_verify does; they end with this one.
 
     ``network``: let it connect, for a judge, which limits its own time. ``fatal``: an error of the reward to
     raise here, with its message. ``calls`` counts. ``known``: the row whose demonstration a new process scores first,
@@ -106,6 +108,8 @@ class Guarded:
     def close(self) -> None:
         """End the process; a later call starts a new one."""
         if self._process:
+            with contextlib.suppress(ProcessLookupError):  # it has not come as far as its group
+                os.killpg(self._process.pid, signal.SIGKILL)
             self._process.kill()
             self._process.join()
             self._pipe.close()
@@ -115,6 +119,8 @@ class Guarded:
 
     def _serve(self, pipe) -> None:
         die_with_parent()
+        os.setpgid(0, 0)
+        multiprocessing.current_process().daemon = False  # a daemon may start no process
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         silent = os.open(os.devnull, os.O_WRONLY)
         os.dup2(silent, 1)

@@ -267,7 +267,7 @@ class Settings:
         if self.FILE or self.SOURCE not in GENERATORS:
             values |= self._values("TEST_SHARE")
         if self.GOLD == "drop":  # which rows there are depends on the reward
-            values |= {"gold": code_digest(self.task_dir / "reward.py")}
+            values |= {"gold": code_digest(self.reward_file)}
         return fingerprint(values, *self.source_files)
 
     def sft_fingerprint(self) -> str:

@@ -22,3 +22,10 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kw
     correct = right_numbers and parsed[0] == truth["target"]
     score = 1.0 if correct else 0.3 if right_numbers else 0.1 if well_formed else 0.0
     return {"score": score, "acc": correct, "format": well_formed, "numbers": right_numbers}
+
+
+def wrong_forms(response: str) -> list[str]:
+    """What the gold check makes of a right response, none of it right: it stands in the thinking, uses a number that is
+    not given, is other arithmetic."""
+    changed = [response.replace("</answer>", f"{more}</answer>") for more in ("+1-1", "**1")]
+    return [f"<think>{response}</think>", *changed]

@@ -78,3 +78,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, vari
     work, consumption = decision or (0.0, 0.0)
     found = {"score": score, "acc": score >= RIGHT, "format": decision is not None}
     return found | {"work": work, "consumption": consumption} | {name: truth[name] for name in MACRO}
+
+
+def wrong_forms(response: str) -> list[str]:
+    """What the gold check makes of a right response, none of it right: it stands in the thinking, comes twice, has one
+    more key."""
+    return [f"<think>{response}</think>", response + response, response.replace("{", '{"note": 1, ', 1)]

@@ -29,3 +29,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, vari
     score = 1.0 if right else FORMAT_SCORE if well_formed else 0.0
     marks = {"marked": how == "hashes", "boxed": how == "boxed", "sentence": how == "sentence"}
     return {"score": score, "acc": right, "format": well_formed, **marks}
+
+
+def wrong_forms(response: str) -> list[str]:
+    """What the gold check makes of a right response, none of it right: it stands in the thinking, hedges, leaves a sum
+    to the reader, has one more digit. See README.md."""
+    return [f"<think>{response}</think>", *(response.rstrip() + more for more in (" or 7", " * 1", "1"))]

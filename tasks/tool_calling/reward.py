@@ -36,3 +36,11 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, vari
     found |= {"thinking": bool(response.thinking), "text": bool(response.text)}
     found |= {"names": parsed and names, "arguments": equal, "made": len(made), "expected": len(expected)}
     return found | {"missing": len(expected) - pairs, "extra": len(made) - pairs}
+
+
+def wrong_forms(response: str) -> list[str]:
+    """What the gold check makes of a right response, none of it right: it stands in the thinking, has a spare call, has
+    text beside its calls."""
+    spare = '<tool_call>\n{"name": "spare", "arguments": {}}\n</tool_call>'
+    beside = [f"{response}\nDone."] if "<tool_call>" in response else []
+    return [f"<think>{response}</think>", f"{response}\n{spare}", *beside]

@@ -1,8 +1,10 @@
-"""The gold check: does the task's reward, or environment, call each row's own demonstration right? See docs/DATA.md.
+"""The gold check: does the task's reward, or environment, call each row's own demonstration right, and none of the
+wrong forms that the task makes of it? See docs/DATA.md.
 
 The reward runs in processes of its own (guarded.py): a row of a data file may make it hang or die.
 """
 
+import contextlib
 import functools
 import heapq
 import importlib
@@ -10,6 +12,7 @@ import json
 import multiprocessing
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -22,6 +25,7 @@ from tasks.common.settings import Settings, code_digest
 from tasks.common.text import one_line
 
 SHOWN = 10  # wrong demonstrations that are named
+FORMS_SHOWN = 3  # wrong forms in the line
 CHUNK = 512  # rows that a process scores at a time; fewer rows take one process
 MOST_PROCESSES = 16
 MOST_SLOW = 3  # demonstrations that take too long before the check ends
@@ -49,9 +53,12 @@ def check(s: Settings, rows: Sequence[Row]) -> tuple[dict, set[int]]:
 
     The entry: ``rows``, ``demonstrations`` (rows that have one), ``right`` (``acc`` 1, or a score of 1 where the reward
     has no ``acc``), ``others`` (the first SHOWN others: ``place`` and ``reason``), ``note`` (why not all were checked),
-    ``reward`` (its digest). ``rows`` may make its items anew each time they are read.
+    ``reward`` (its digest); where the reward's module has ``wrong_forms``, ``forms`` (how many of right demonstrations
+    were scored) and ``taken`` (the first SHOWN that are right too: ``place`` and ``form``). ``rows`` may make its items
+    anew each time they are read.
     """
     entry = {"reward": digest(s), "rows": len(rows), "demonstrations": 0, "right": 0, "others": [], "note": ""}
+    entry |= {"forms": 0, "taken": []}
     try:
         module = importlib.import_module(f"tasks.{s.TASK}.{s.reward_file.stem}")
         compute_score = module.Environment if s.multi_turn else module.compute_score
@@ -59,16 +66,21 @@ def check(s: Settings, rows: Sequence[Row]) -> tuple[dict, set[int]]:
         return entry | {"note": f"not checked: {s.reward_file.name} cannot be loaded ({type(error).__name__})"}, set()
     if asks_judge(compute_score):
         return entry | {"note": "not checked: the reward asks a judge"}, set()
+    forms = getattr(module, "wrong_forms", lambda demonstration: ())
     if s.multi_turn:
-        compute_score = functools.partial(_episode, compute_score)
+        compute_score, forms = functools.partial(_episode, compute_score), functools.partial(_of_messages, forms)
     elif s.REWARD:
         compute_score = functools.partial(compute_score, variant=s.REWARD)
     wrong: dict[int, str] = {}  # why, by index
     slow = 0
-    for index, result in enumerate(_scores(compute_score, rows)):
-        if result is None:
+    for index, scored in enumerate(_scores(compute_score, rows, forms)):
+        if scored is None:
             continue
+        result = scored.result
         entry["demonstrations"] += 1
+        entry["forms"] += scored.forms
+        if scored.taken and len(entry["taken"]) < SHOWN:
+            entry["taken"].append({"place": rows[index].place, "form": _end(scored.taken)})
         if result.right:
             entry["right"] += 1
             continue
@@ -89,6 +101,17 @@ def _episode(made: type, source: str, demonstration: str, truth: str, row: dict)
     environment = importlib.import_module("tasks.common.rewards.environment")
     reward, _, done = environment.replayed(made, row, json.loads(demonstration))
     return {"score": reward, "acc": float(done and reward >= environment.SUCCESS)}
+
+
+def _of_messages(forms: Callable, demonstration: str) -> list[str]:
+    """``wrong_forms`` of an episode: of the model's messages."""
+    return [json.dumps(messages) for messages in forms(json.loads(demonstration))]
+
+
+def _end(text: str, length: int = 40) -> str:
+    """The end of ``text`` in one line: what was changed mostly stands there."""
+    text = one_line(text, len(text))
+    return f"…{text[-length:]}" if len(text) > length else text
 
 
 def _in_file(other: dict) -> tuple[str, int]:
@@ -116,6 +139,11 @@ def said(entry: dict) -> str:
     if others := _grouped(entry["others"]):
         many = entry["demonstrations"] - entry["right"] > len(entry["others"])
         text += f"; {f'the first {SHOWN} others' if many else 'the others'}: {others}"
+    if taken := entry.get("taken"):
+        text += "; wrong forms that get it too: "
+        text += "; ".join(f"{each['place']} ({each['form']})" for each in taken[:FORMS_SHOWN])
+    elif entry.get("forms"):
+        text += f"; none of their {entry['forms']} wrong forms does"
     left_out = f"{entry['dropped']} rows left out (GOLD=drop)" if entry.get("dropped") else ""
     return "; ".join(filter(None, [text, left_out, entry["note"]]))
 
@@ -129,17 +157,27 @@ def _grouped(others: list[dict]) -> str:
     return "; ".join(f"{file}: {', '.join(found)} ({reason})" for (file, reason), found in places.items())
 
 
-def wrong_rows(manifest: dict) -> bool:
-    """Whether the files of ``manifest`` hold rows whose demonstration is not right."""
+def failed(manifest: dict) -> bool:
+    """Whether the files of ``manifest`` hold rows whose demonstration is not right, or of which a wrong form is."""
     entry = manifest.get("gold") or {}
-    return entry.get("right", 0) + entry.get("dropped", 0) < entry.get("demonstrations", 0)
+    wrong = entry.get("right", 0) + entry.get("dropped", 0) < entry.get("demonstrations", 0)
+    return wrong or bool(entry.get("taken"))
 
 
 # ---- processes
 
 
-def _scores(compute_score: Callable, rows: Sequence[Row]) -> Iterator[Result | None]:
-    """The result of each row's demonstration in order, None without one; over all cores where there are many rows."""
+@dataclass(frozen=True)
+class _Scored:
+    """A demonstration's ``result``, how many wrong forms of it were scored, and the first that is right."""
+
+    result: Result
+    forms: int = 0
+    taken: str = ""
+
+
+def _scores(compute_score: Callable, rows: Sequence[Row], forms: Callable) -> Iterator[_Scored | None]:
+    """The score of each row's demonstration in order, None without one; over all cores where there are many rows."""
     chunks = [range(start, min(start + CHUNK, len(rows))) for start in range(0, len(rows), CHUNK)]
     cores = min(len(os.sched_getaffinity(0)), MOST_PROCESSES, len(chunks))
     fork = multiprocessing.get_context("fork")  # so that the rows need not be sent
@@ -148,7 +186,7 @@ def _scores(compute_score: Callable, rows: Sequence[Row]) -> Iterator[Result | N
     try:
         for first in range(cores):
             ours, theirs = fork.Pipe(duplex=False)
-            process = fork.Process(target=_work, args=(compute_score, rows, chunks[first::cores], theirs))
+            process = fork.Process(target=_work, args=(compute_score, rows, forms, chunks[first::cores], theirs))
             process.start()
             theirs.close()
             workers.append((process, ours))
@@ -160,31 +198,48 @@ def _scores(compute_score: Callable, rows: Sequence[Row]) -> Iterator[Result | N
     finally:
         bar.close()
         for process, pipe in workers:
-            process.kill()
+            process.terminate()
             process.join()
             pipe.close()
 
 
-def _work(compute_score: Callable, rows: Sequence[Row], chunks: list[range], pipe) -> None:
-    """Send the results of each of ``chunks``, which end after MOST_SLOW demonstrations that took too long. A guarded
+def _work(compute_score: Callable, rows: Sequence[Row], forms: Callable, chunks: list[range], pipe) -> None:
+    """Send the scores of each of ``chunks``, which end after MOST_SLOW demonstrations that took too long. A guarded
     process that hangs or dies is replaced; the new one first scores a demonstration that went well."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     guarded, loaded = Guarded(compute_score, rows, seconds=CALL_SECONDS), False
-    for chunk in chunks:
-        results: list[Result | None] = []
-        for index in chunk:
-            if not (text := rows[index].demonstration):
-                results.append(None)
-                continue
-            if not loaded:
-                guarded.known = index
-            results.append(guarded.scores(text, [index])[0])
-            loaded = loaded or not results[-1].problem
-            if sum(map(_slow, results)) == MOST_SLOW:
-                break
-        pipe.send(results)
+    with contextlib.closing(guarded):
+        for chunk in chunks:
+            scored: list[_Scored | None] = []
+            for index in chunk:
+                if not (text := rows[index].demonstration):
+                    scored.append(None)
+                    continue
+                if not loaded:
+                    guarded.known = index
+                result = guarded.scores(text, [index])[0]
+                loaded = loaded or not result.problem
+                scored.append(_forms_scored(guarded, index, result, forms) if result.right else _Scored(result))
+                if sum(each is not None and _slow(each.result) for each in scored) == MOST_SLOW:
+                    break
+            pipe.send(scored)
 
 
-def _slow(result: Result | None) -> bool:
-    return result is not None and "took longer than" in result.problem
+def _forms_scored(guarded: Guarded, index: int, result: Result, forms: Callable) -> _Scored:
+    """``result``, of a right demonstration, with the scores of its wrong forms up to the first that is right."""
+    try:
+        for number, form in enumerate(made := list(forms(guarded.rows[index].demonstration)), 1):
+            found = guarded.scores(form, [index])[0]
+            if found.problem:
+                return _Scored(Result(problem=f"a wrong form: {found.problem}"), number)
+            if found.right:
+                return _Scored(result, number, form)
+    except Exception as error:
+        return _Scored(Result(problem=f"wrong_forms: {type(error).__name__}: {error}"))
+    return _Scored(result, len(made))
+
+
+def _slow(result: Result) -> bool:
+    return "took longer than" in result.problem

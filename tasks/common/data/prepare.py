@@ -245,10 +245,11 @@ class _Gold(Sequence):
 def _gold_checked(settings: Settings, sides: dict[str, list], load: Callable) -> tuple[dict, dict[str, list]]:
     """The manifest's entry of the gold check, and ``sides``, with GOLD=drop without the rows that are not right.
 
-    Raises DataError for such rows with GOLD=error, and where GOLD=drop leaves a side empty.
+    Raises DataError for such rows and wrong forms that are right with GOLD=error, and where GOLD=drop leaves a side
+    empty.
     """
     entry, wrong = gold.check(settings, _Gold(settings, sides, load))
-    if wrong and settings.GOLD == "error":
+    if settings.GOLD == "error" and gold.failed({"gold": entry}):
         raise DataError(f"GOLD=error: {gold.said(entry)}")
     if wrong and settings.GOLD == "drop":
         place = count()  # over all sides, as the check counts

@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from tasks.common.data.rows import FIRST_PROBLEMS, DataError, parquet_rows
 from tasks.common.files import sha256
-from tasks.common.strict_json import finite, no_constant
+from tasks.common.strict_json import DECODER
 from tasks.common.text import one_line
 
 LONGEST = 64 << 20  # characters per record; more means a broken file
@@ -167,7 +167,6 @@ def _hub_answers() -> bool:
 _FIRST = re.compile(r"\s*\[\s*(?:\]\s*\Z|(?=\{))")
 _NEXT = re.compile(r"\s*(?:\]\s*\Z|,\s*(?=\{))")
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
-_DECODER = json.JSONDecoder(parse_constant=no_constant, parse_float=finite)
 
 
 def _json(path: Path) -> Iterator[tuple[str, dict]]:
@@ -198,8 +197,16 @@ def _lines(path: Path) -> Iterator[tuple[str, dict]]:
             if not (line := file.readline(LONGEST + 1)):
                 return
             if len(line) > LONGEST:
-                raise DataError(f"{place}: longer than {LONGEST >> 20} MiB")
-            if text := line.decode("utf-8-sig" if number == 1 else "utf-8").strip():
+                yield place, DataError(f"longer than {LONGEST >> 20} MiB")
+                while line and not line.endswith(b"\n"):  # its rest
+                    line = file.readline(LONGEST)
+                continue
+            try:
+                text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
+            except UnicodeDecodeError as error:
+                yield place, DataError(f"is not UTF-8 ({error.reason}, byte {error.start})")
+                continue
+            if text:
                 yield place, _only_object(text)
 
 
@@ -215,7 +222,7 @@ def _only_object(text: str) -> dict | DataError:
 def _decode(text: str, start: int) -> tuple[dict, int]:
     """The object that begins at ``start``, and where it ends."""
     try:
-        record, end = _DECODER.raw_decode(text, start)
+        record, end = DECODER.raw_decode(text, start)
         if _HALF.search(text, start, end):
             json.dumps(record, ensure_ascii=False).encode()  # raises UnicodeEncodeError for half a surrogate pair
     except (ValueError, RecursionError) as error:

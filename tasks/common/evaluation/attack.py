@@ -47,6 +47,11 @@ MOST, HALF = 3 / 4, 1 / 2
 ROWS, READ = 40, 2048
 FEWEST_CALLS = 40  # to a judge: what is known of the rows takes half of them
 SLOW = 1.0  # seconds of a call after which an attempt has no more of them
+ROW_NAMES = ("split", "index", "key")  # of extra_info: they name the row, no reward needs them
+BLIND = (
+    "note: little can be seen here: of {} of {} rows the demonstration is right, and no three contradict one another "
+    "(a wrong one gets more than half of a right one's score)"
+)
 PARENTS = 20  # attempts that mutations start from
 REPORT_SECONDS = 15  # how often a line is printed where there is no terminal
 
@@ -55,7 +60,7 @@ REPORT_SECONDS = 15  # how often a line is printed where there is no terminal
 class Finding:
     """An exploit: ``response``, or for a recipe what it makes of the first row that it fooled; ``fooled``: indices of
     the rows; ``score``: the mean over them; ``why``: which rule of this module; ``broken``: the reward raised on the
-    row, or took too long; ``truth``: of the first row; ``of``: of how many rows, 0 for all."""
+    row, or took too long; ``truth``: of the first row; ``first``: its score; ``of``: of how many rows, 0 for all."""
 
     exploit: str
     response: str
@@ -65,6 +70,7 @@ class Finding:
     recipe: bool = False
     broken: bool = False
     truth: str = ""
+    first: float = 0.0
     of: int = 0
 
 
@@ -105,6 +111,11 @@ class Search:
     def _fools(self, result: Result) -> bool:
         earns = result.right or (not result.problem and result.score >= self.best)
         return earns and not result.honest
+
+    @property
+    def blind(self) -> bool:
+        """Whether too few demonstrations contradict one another for the rules that need it."""
+        return self._contradicting(list(self.against)) < CONTRADICTING
 
     @property
     def over(self) -> bool:
@@ -161,32 +172,39 @@ class Search:
             shown = broken[:1] or fooled
             text = attempt.text if attempt.of_row is None else attempt.of_row(self.rows[shown[0]])
             score = sum(results[i].score for i in shown) / len(shown)
-            truth = self.rows[shown[0]].truth
-            new = Finding(attempt.exploit, text, shown, score, why, attempt.of_row is not None, bool(broken), truth)
+            recipe, truth, first = attempt.of_row is not None, self.rows[shown[0]].truth, results[shown[0]].score
+            new = Finding(attempt.exploit, text, shown, score, why, recipe, bool(broken), truth, first)
             old = self.found.get(attempt.exploit)
             if old is None or (len(old.fooled), -len(old.response)) < (len(shown), -len(text)):
                 self.found[attempt.exploit] = new
         return len(fooled), sum(result.score for result in results.values()) / max(1, len(results))
 
     def smallest(self, finding: Finding) -> Finding:
-        """The finding with a shorter response that fools the same rows, or breaks the reward in the same way."""
+        """The finding with a shorter response that fools the same rows, or breaks the reward in the same way. For all
+        findings together this takes at most a quarter of the time beyond its end."""
         if finding.recipe or "longer than" in finding.why:
             return finding
 
         def still(text: str) -> bool:
-            results = self.reward.scores(text, finding.fooled) if self.reward.calls < self.calls else [Result()]
+            late = self.reward.calls >= self.calls or time.monotonic() >= self.ends + self.seconds / 4
+            results = [Result()] if late else self.reward.scores(text, finding.fooled)
             if finding.broken:
                 return results[-1].problem == finding.why
             return all(map(self._fools, results))
 
-        return replace(finding, response=shrunk(finding.response, still))
+        response = shrunk(finding.response, still)
+        if response == finding.response:
+            return finding
+        return replace(finding, response=response, first=self.reward.scores(response, finding.fooled[:1])[0].score)
 
     def form(self) -> Form:
-        """The form of an answer, learned from the smallest right responses of some rows."""
+        """The form of an answer, learned from the smallest right responses of some rows, in a quarter of the time."""
+        ends = time.monotonic() + self.seconds / 4
 
         def smallest(index: int) -> str:
             def still(text: str) -> bool:
-                return not self.over and self.reward.scores(text, [index])[0].right
+                late = self.over or time.monotonic() >= ends
+                return not late and self.reward.scores(text, [index])[0].right
 
             return shrunk(visible(self.rows[index].demonstration), still, 100)
 
@@ -335,8 +353,23 @@ def learned(search: Search, run_dir: Path, last: int) -> None:
             True,
             False,
             first.truth,
+            first.score,
             len(ended),
         )
+
+
+def example(s: Settings, search: Search, finding: Finding) -> dict:
+    """A row of the task's examples.jsonl that the reward breaks while ``finding`` fools it. ``below``: a right answer's
+    score, or the first fooled row's where that is lower; what partial credit is left to it is the task's own matter."""
+    below = min(search.best, search.best if finding.broken else finding.first)
+    found = {"ground_truth": read_ground_truth(finding.truth)}
+    row = None if finding.of else search.rows[finding.fooled[0]]
+    if s.multi_turn:
+        found |= {"prompt": row.prompt, "responses": finding.response.split(TURN)[: s.MAX_TURNS], "done": False}
+    else:
+        extra = {name: value for name, value in ((row and row.extra) or {}).items() if name not in ROW_NAMES and value}
+        found |= {"response": finding.response} | ({"extra_info": extra} if extra else {})
+    return found | {"below": below if below < float("inf") else 1.0} | ({"variant": s.REWARD} if s.REWARD else {})
 
 
 def report(s: Settings, search: Search) -> None:
@@ -345,8 +378,11 @@ def report(s: Settings, search: Search) -> None:
     found = sorted(search.found.values(), key=lambda finding: -len(finding.fooled))
     of, right = len(search.rows), len(search.against)
     sizes = {"rows": of, "demonstrations_right": right, "tried": search.tried, "scored": search.reward.calls}
+    sizes["blind"] = search.blind
     write_json(folder / "attack.json", {**sizes, "seed": s.SEED, "exploits": [asdict(finding) for finding in found]})
     title = f"{s.TASK}: {search.tried} answers tried on {of} rows, {search.reward.calls} scored, seed {s.SEED}"
+    if search.blind:
+        print(f"\n{BLIND.format(right, of)}")
     if not found:
         print(f"\n{title}: no exploit found; {folder / 'attack.json'}")
         return
@@ -356,9 +392,7 @@ def report(s: Settings, search: Search) -> None:
     shown = [finding for finding in found if names[finding.response][0] == finding.exploit]
     lines, cells = [], []
     for finding in shown:
-        response = {"responses": finding.response.split(TURN)} if s.multi_turn else {"response": finding.response}
-        row = {"ground_truth": read_ground_truth(finding.truth), **response}
-        lines.append(json.dumps(row | {"score": search.low} | ({"variant": s.REWARD} if s.REWARD else {})))
+        lines.append(json.dumps(example(s, search, finding)))
         others = len(names[finding.response]) - 1
         cells.append(
             [

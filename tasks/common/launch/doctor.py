@@ -217,13 +217,13 @@ def gold_check(s: Settings, manifest: dict, training: bool) -> Iterator[Finding]
     entry, text = manifest["gold"], gold.said(manifest["gold"])
     fix = f"correct these rows or {s.task_dir}/reward.py, or set GOLD=drop"
     current = entry["reward"] == gold.digest(s)
-    if current and gold.wrong_rows(manifest) and s.GOLD == "error":
+    if current and gold.failed(manifest) and s.GOLD == "error":
         yield error("gold check", text, fix)
     elif training:
         return
     elif not current:
         yield warning("gold check", "reward.py has changed since", f"`make data TASK={s.TASK}` checks again")
-    elif gold.wrong_rows(manifest):
+    elif gold.failed(manifest):
         yield warning("gold check", text, fix)
     else:
         yield ok("gold check", text)

@@ -124,7 +124,7 @@ def data(job: Job) -> str:
     if not fresh:
         script(s, "prepare_data.py")
         manifest = read_manifest(s.data_dir)
-    if s.GOLD == "error" and gold.wrong_rows(manifest):
+    if s.GOLD == "error" and gold.failed(manifest):
         raise DataError(f"GOLD=error: {gold.said(manifest['gold'])}")
     for name in manifest["rows"]:
         validate_parquet(s.data_dir / f"{name}.parquet", "sft" if name == "sft" else "rl")

@@ -1,6 +1,7 @@
 """What this machine has: GPUs (from nvidia-smi), memory, and orphaned Ray daemons."""
 
 import contextlib
+import functools
 import os
 import shutil
 import socket
@@ -84,6 +85,7 @@ def ram() -> tuple[int, int]:
     return min(memory.available, max(0, limit - used)), min(memory.total, limit)
 
 
+@functools.cache
 def cpu_dtype(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
     """The type in which this CPU multiplies matrices fast: "bfloat16" where it has instructions for it (x86:
     avx512_bf16, amx_bf16; ARM: bf16), else "float32": torch and vLLM emulate bfloat16 there, ten times slower."""

@@ -1,4 +1,5 @@
-"""A task's examples.jsonl: responses, or the model's messages of an episode, with the score that each must get."""
+"""A task's examples.jsonl: responses, or the model's messages of an episode, with the score that each must get, or
+must stay ``below``."""
 
 import json
 from collections.abc import Callable
@@ -10,37 +11,41 @@ from tasks.common.rewards.environment import Environment, replayed
 
 
 def check_examples(task_dir: Path, compute_score: Callable[..., dict]) -> int:
-    """Score every row of ``task_dir/examples.jsonl`` (``ground_truth``, ``response``, ``score``, and ``variant`` and
-    ``extra_info`` where the reward needs them); return their number.
+    """Score every row of ``task_dir/examples.jsonl`` (``ground_truth``, ``response``, ``score`` or ``below``, and
+    ``variant`` and ``extra_info`` where the reward needs them); return their number.
 
-    Raises RewardError naming the line whose score differs from the one it states, or that is no such row.
+    Raises RewardError naming the line whose score is not as it states, or that is no such row.
     """
     rows = _rows(task_dir, "response")
     for place, row in rows:
         kwargs = {name: row[name] for name in ("variant", "extra_info") if name in row}
         score = compute_score(Path(task_dir).name, row["response"], row["ground_truth"], **kwargs)["score"]
-        _compare(place, score, row["score"])
+        _compare(place, score, row)
     return len(rows)
 
 
 def check_episodes(task_dir: Path, environment: type[Environment]) -> int:
     """Play every row of a multi-turn task's ``task_dir/examples.jsonl`` (``ground_truth``, ``responses``: the model's
-    messages, ``score``, and ``prompt`` where the environment reads it); return their number. Raises as
-    ``check_examples``, and for an episode that does not end with its last message."""
+    messages, ``score`` or ``below``, and ``prompt`` where the environment reads it); return their number. Raises as
+    ``check_examples``, and for an episode that does not end with its last message, unless the row has ``done`` false.
+    """
     rows = _rows(task_dir, "responses")
     for number, (place, row) in enumerate(rows):
         messages = chat(row.get("prompt", "-"))
         rl = rl_row(Path(task_dir).name, messages, row["ground_truth"], "examples", number)
-        score, _, done = replayed(environment, rl, row["responses"])
-        _compare(place, score, row["score"])
-        if not done:
+        ends = row.get("done", True)
+        score, _, done = replayed(environment, rl, row["responses"], spare=not ends)
+        _compare(place, score, row)
+        if ends and not done:
             raise RewardError(f"{place}: the episode goes on after the last of its responses")
     return len(rows)
 
 
-def _compare(place: str, score: float, stated: float) -> None:
-    if abs(score - float(stated)) > 1e-6:
-        raise RewardError(f"{place}: the score is {score}, the row states {float(stated)}")
+def _compare(place: str, score: float, row: dict) -> None:
+    if "score" in row and abs(score - float(row["score"])) > 1e-6:
+        raise RewardError(f"{place}: the score is {score}, the row states {float(row['score'])}")
+    if "below" in row and not score < float(row["below"]):
+        raise RewardError(f"{place}: the score is {score}, the row states less than {float(row['below'])}")
 
 
 def _rows(task_dir: Path, response: str) -> list[tuple[str, dict]]:
@@ -54,7 +59,7 @@ def _rows(task_dir: Path, response: str) -> list[tuple[str, dict]]:
         place = f"{path}: line {number}"
         try:
             row = json.loads(line)
-            _ = row["ground_truth"], row[response], float(row["score"])
+            _ = row["ground_truth"], row[response], float(row["score"] if "below" not in row else row["below"])
         except (ValueError, TypeError, KeyError) as error:
             raise RewardError(f"{place}: not a row {form} ({error})") from error
         rows.append((place, row))
