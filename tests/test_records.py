@@ -276,6 +276,32 @@ def test_a_record_has_the_code_of_a_task_that_git_does_not_know_yet(tmp_path, mo
     assert "rate = 0.125" in (root / "tasks/new/reward.py").read_text()
 
 
+@pytest.mark.parametrize("how", ["ignored", "a link", "a repository of its own", "no repository", "no git"])
+def test_a_record_has_the_code_of_a_task_that_git_cannot_list(how, tmp_path, monkeypatch):
+    root, task = tmp_path / "checkout", tmp_path / "checkout/tasks/mine"
+    own = tmp_path / "elsewhere" if how == "a link" else task
+    own.mkdir(parents=True)
+    (own / "reward.py").write_text("rate = 0.125\n")
+    task.parent.mkdir(parents=True, exist_ok=True)
+    if how == "a link":
+        task.symlink_to(own)
+    if how == "a repository of its own":
+        subprocess.run(["git", "init", "-q"], cwd=task, check=True)
+    if how != "no repository":
+        (root / ".gitignore").write_text("tasks/mine\n" if how == "ignored" else "")
+        commit = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "first"]
+        for command in (["git", "init", "-q"], ["git", "add", ".gitignore"], commit):
+            subprocess.run(command, cwd=root, check=True)
+    monkeypatch.setattr(launches, "ROOT", root)
+    if how == "no git":
+        monkeypatch.setenv("PATH", str(tmp_path))
+    changes = launches.now(task)["changes"]
+    if how == "no git":
+        assert changes == ""
+    else:
+        assert changes.count("+++ b/tasks/mine/reward.py\n") == changes.count("\n+rate = 0.125\n") == 1
+
+
 def test_the_digest_of_data_is_of_what_it_holds(tmp_path):
     manifest = {"fingerprint": "1", "note": "no hub: error 17", "rows": {"train": 2}}
     (tmp_path / "manifest.json").write_text(json.dumps(manifest))
