@@ -1,4 +1,4 @@
-"""PyTorch's rendezvous (TCPStore) on the loopback interface, where it is meant for this machine: torch listens on all."""
+"""PyTorch's rendezvous (TCPStore) on loopback, where it is for this machine alone: torch listens on all interfaces."""
 
 import importlib
 import socket
