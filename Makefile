@@ -7,7 +7,7 @@ MAKEFLAGS += --no-print-directory
 # Variables of make's command line; the others come from the shell.
 export GIVEN := $(foreach name,$(.VARIABLES),$(if $(filter command,$(firstword $(origin $(name)))),$(filter-out -%,$(name))))
 # A value is text: make expands no $ in it, and recipes read it from the environment, "$$NAME", so that no shell runs it.
-GIVEN_TO_US := $(foreach name,FILE OPTIONS OUTPUT PYTHON STACK TASK,$(if $(filter environment,$(origin $(name))),$(name)))
+GIVEN_TO_US := $(foreach name,FILE OPTIONS OUTPUT PYTHON SLOW STACK TASK UPGRADE,$(if $(filter environment,$(origin $(name))),$(name)))
 $(foreach name,$(GIVEN) $(GIVEN_TO_US),$(if $(findstring $$,$(name)),,$(eval override export $(name) := $$(value $(name)))))
 override TASK := $(strip $(TASK))
 one_of = $(and $(filter 1,$(words $1)),$(filter $2,$1))
@@ -20,6 +20,7 @@ ifneq ($(filter rehearse,$(MAKECMDGOALS)),)
   export REHEARSED := $(or $(STACK),current)
   override STACK := cpu
 endif
+CHOSEN :=
 ifndef STACK
   CHOSEN := $(shell bash tasks/common/install/choose_stack.sh)
   STACK := $(firstword $(subst :, ,$(CHOSEN)))
@@ -38,7 +39,7 @@ export STARTED := $(shell date +%s)
 # .venv-STACK when .venv holds another stack.
 ifdef PYTHON
   INSTALLED :=
-  override PYTHON := $(or $(shell command -v '$(PYTHON)' || true),$(PYTHON))
+  override PYTHON := $(or $(shell command -v $(call quoted,$(PYTHON)) || true),$(PYTHON))
 else
   VENV := .venv$(if $(filter-out .venv/.installed-$(STACK),$(wildcard .venv/.installed-*)),-$(STACK))
   INSTALLED := $(VENV)/.installed-$(STACK)
@@ -166,4 +167,4 @@ docs:
 	@bash docs/site/build.sh
 
 clean:
-	@PYTHONPATH=. '$(or $(wildcard $(PYTHON)),python3)' -m tasks.common.runs.clean
+	@python=$$PYTHON; [[ -x $$python ]] || python=python3; PYTHONPATH=. "$$python" -m tasks.common.runs.clean

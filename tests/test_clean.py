@@ -92,11 +92,13 @@ def test_of_a_link_the_link_is_removed_and_what_it_names_stays(artifacts, tmp_pa
     assert files(artifacts) == set(OTHERS) and files(tmp_path / "large disk") == {"countdown/x", "gsm8k/x"}
 
 
+@pytest.mark.parametrize("folder", ["runs/countdown", "rehearse/countdown/runs/countdown"])
 @pytest.mark.parametrize("task", ["countdown", ""])
-def test_a_task_that_runs_is_left_alone(artifacts, task, monkeypatch):
+def test_a_task_that_runs_or_is_rehearsed_is_left_alone(artifacts, task, folder, monkeypatch):
     monkeypatch.setenv("ARTIFACTS", str(artifacts))
     monkeypatch.setenv("YES", "1")
-    with (artifacts / "runs/countdown/.lock").open("w") as lock:
+    (artifacts / folder).mkdir(parents=True, exist_ok=True)
+    with (artifacts / folder / ".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         before = files(artifacts)
         with pytest.raises(clean.SettingsError, match=r"^TASK=countdown: is running .*end it before make clean$"):

@@ -2,6 +2,7 @@
 
 import functools
 import json
+import random
 import re
 import tracemalloc
 
@@ -9,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tasks.common.data import rows
 from tasks.common.data.held_out import check_disjoint
 from tasks.common.data.prepare import Example, distinct, prepare
 from tasks.common.data.records import Records
@@ -564,15 +566,30 @@ def bombs() -> dict[str, pa.Table]:
     }
 
 
-@pytest.mark.parametrize("kind", ["value", "list", "dictionary"])
-def test_a_small_parquet_that_expands_to_gigabytes_is_refused(kind, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "store_schema"), [("value", False), ("list", False), ("dictionary", False), ("dictionary", True)]
+)
+def test_a_small_parquet_that_expands_to_gigabytes_is_refused(kind, store_schema, tmp_path):
     path = tmp_path / "bomb.parquet"
-    encoded = {"use_dictionary": kind != "value", "dictionary_pagesize_limit": 1 << 30, "store_schema": False}
+    encoded = {"use_dictionary": kind != "value", "dictionary_pagesize_limit": 1 << 30, "store_schema": store_schema}
     pq.write_table(bombs()[kind], path, compression="zstd", **encoded)
     assert path.stat().st_size < 20_000
     for read in (read_rows, Records):
         with pytest.raises(DataError, match=r"^[^:]*bomb\.parquet: its [\d,]+ bytes expand to [^\n]*too many to read$"):
             next(iter(read(path)))
+
+
+def test_rows_of_long_values_that_a_file_repeats_are_decoded_a_few_at_a_time(tmp_path, monkeypatch):
+    """256 of them at once would be 2 GB here."""
+    repeated = pa.DictionaryArray.from_arrays(pa.array([0] * 300, pa.int32()), pa.array(["x" * (8 << 20)]))
+    table = pa.table({"question": repeated, "noise": [random.Random(1).randbytes(1 << 20).hex(), *[""] * 299]})
+    encoded = {"use_dictionary": ["question"], "dictionary_pagesize_limit": 1 << 30}
+    pq.write_table(table, tmp_path / "x.parquet", compression="zstd", **encoded)
+    monkeypatch.setattr(rows, "AT_ONCE", 64 << 20)
+    tracemalloc.start()
+    assert len(next(iter(read_rows(tmp_path / "x.parquet")))["question"]) == 8 << 20
+    assert tracemalloc.get_traced_memory()[1] < 200 << 20
+    tracemalloc.stop()
 
 
 def test_tool_schemas_in_every_row_are_not_too_much(tmp_path):

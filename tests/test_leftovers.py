@@ -22,11 +22,13 @@ for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
     signal.signal(number, signal.SIG_IGN)
 """
 DAEMON = f"""{STUBBORN}
-import multiprocessing.resource_tracker as tracker
+import multiprocessing.resource_tracker as tracker, socket, tempfile
 from multiprocessing import shared_memory
 tracker.register = lambda *a: None
 memory = shared_memory.SharedMemory(create=True, size=64)
-open(sys.argv[1], "w").write(f"{{os.getpid()}} {{memory.name}} {{os.environ['RAY_TMPDIR']}}")
+address = f"{{tempfile.gettempdir()}}/leftover-{{os.getpid()}}"  # vLLM makes sockets there
+socket.socket(socket.AF_UNIX).bind(address)
+open(sys.argv[1], "w").write(f"{{os.getpid()}} {{memory.name}} {{os.environ['RAY_TMPDIR']}} {{address}}")
 time.sleep(600)
 """
 AGENT = f"{STUBBORN}\nopen(sys.argv[1], 'w').write(str(os.getpid()))\ntime.sleep(600)"
@@ -73,11 +75,11 @@ class Tree:
         )
         said = [(folder / name) for name in ("daemon", "agent", "stage")]
         wait_until(lambda: all(file.exists() and file.read_text() for file in said), 60)
-        daemon, memory, temporary = said[0].read_text().split()
+        daemon, memory, *temporary = said[0].read_text().split()
         self.processes = [int(daemon), *(int(file.read_text()) for file in said[1:])]
-        self.files = [Path("/dev/shm") / memory, Path(temporary)]
+        self.files = [Path("/dev/shm") / memory, *map(Path, temporary)]
         time.sleep(1.2)  # the launcher looks every half second who has mapped what
-        assert len(self.left()) == 5
+        assert len(self.left()) == 6
 
     def left(self) -> list:
         alive = [pid for pid in self.processes if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]

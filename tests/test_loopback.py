@@ -23,6 +23,37 @@ def test_every_stack_has_the_addresses_of_this_machine_unless_it_trains_on_a_clu
     assert stack_environment(s, {"NCCL_SOCKET_IFNAME": "eth1"})["NCCL_SOCKET_IFNAME"] == "eth1"
 
 
+STORES = """
+import json, os, socket, sys, psutil, torch.distributed as dist
+from tasks.common.machine.local_store import listen_locally
+listen_locally()
+with socket.socket() as free:
+    free.bind(("", 0))
+    port = free.getsockname()[1]
+if "TORCHELASTIC_RUN_ID" in os.environ:
+    dist.init_process_group("gloo")
+else:
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
+again = sys.modules["torch.distributed.rendezvous"].TCPStore("127.0.0.1", port, 1, is_master=True, multi_tenant=True)
+dist.barrier()
+found = [each for pid in (os.getpid(), os.getppid()) for each in psutil.Process(pid).net_connections("inet")]
+print(json.dumps([each.laddr.ip for each in found if each.status == psutil.CONN_LISTEN]), flush=True)
+"""
+
+
+@pytest.mark.parametrize("how", ["alone", "torchrun"])
+def test_the_rendezvous_of_pytorch_listens_on_loopback(how, tmp_path):
+    (tmp_path / "stores.py").write_text(STORES)
+    torchrun = ["-m", "tasks.common.training.torchrun", "--nproc_per_node=1"]
+    command = [sys.executable, *(torchrun if how == "torchrun" else []), str(tmp_path / "stores.py")]
+    environment = os.environ | LOOPBACK | {"PYTHONPATH": str(ROOT)}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr[-3000:]
+    addresses = [ipaddress.ip_address(address) for address in json.loads(result.stdout.splitlines()[-1])]
+    assert len(addresses) >= 2  # a store and gloo
+    assert all((getattr(ip, "ipv4_mapped", None) or ip).is_loopback for ip in addresses), addresses
+
+
 # verl/workers/rollout/utils.py serves HTTP at Ray's address.
 SERVERS = """
 import asyncio, json, os, psutil, ray, time

@@ -25,6 +25,7 @@ ODD = "a b'c%d \"$e,{f}"
         ("settings", COUNTDOWN | {"LR": "$(shell touch X)"}),
         ("settings", COUNTDOWN | {"ARGS": "'a; touch X"}),
         ("settings", COUNTDOWN | {"PYTHON": "no'; touch X; '"}),
+        ("settings", COUNTDOWN | {"PYTHON": "python3'; touch X; '"}),
         ("test", {"TASK": "x'; touch X; '"}),
         ("json_to_parquet", {"FILE": "x'; touch X; '", "OUTPUT": "y"}),
         ("new", {"TASK": "{{ cycler.__init__.__globals__.os.system('touch X') }}"}),
@@ -45,6 +46,24 @@ def test_a_value_runs_no_code_and_is_refused_in_one_line(goal, variables):
     said = [line for line in result.stdout.splitlines() if line and not line.startswith("make: ***")]
     assert result.returncode != 0 and len(said) == 1, result.stdout
     assert set(os.listdir(ROOT)) | set(os.listdir(ROOT / "tasks")) == before
+
+
+def test_make_runs_no_code_of_the_environment(tmp_path):
+    run = f"$(shell touch {tmp_path}/X)"
+    environment = outside_make() | dict.fromkeys(("CHOSEN", "FILE", "SLOW", "UPGRADE"), run)
+    environment["PYTHON"] = f"python3'; touch {tmp_path}/X; '"
+    for goal in ("help", "doctor", "lock", "test", "json_to_parquet"):
+        subprocess.run(["make", "-n", goal, "TASK=countdown", "STACK=cpu"], cwd=ROOT, env=environment, check=True)
+    assert not (tmp_path / "X").exists()
+
+
+def test_clean_takes_a_python_of_any_path(tmp_path):
+    (tmp_path / ODD).mkdir()
+    (tmp_path / ODD / "python").write_text('#!/bin/sh\necho mine >&2; exec python3 "$@"\n')
+    (tmp_path / ODD / "python").chmod(0o755)
+    command = ["make", "clean", "TASK=countdown", f"ARTIFACTS={tmp_path}/none", f"PYTHON={tmp_path / ODD}/python"]
+    result = subprocess.run(command, cwd=ROOT, env=outside_make(), capture_output=True, text=True, check=True)
+    assert (result.stdout, result.stderr) == (f"nothing of TASK=countdown in {tmp_path}/none\n", "mine\n")
 
 
 @pytest.mark.parametrize("way", ["command line", "environment"])

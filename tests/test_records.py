@@ -196,6 +196,27 @@ def test_no_secret_and_no_machine_is_in_a_run(settings):
         ('AZURE_ACCOUNT_KEY = "q7Zk29XvB4tLw81P=="', "AZURE_ACCOUNT_KEY = ***"),
         ('load(passphrase="q7Zk29XvB4tLw81P")', "load(passphrase=***)"),
         ("curl -s -u me:q7Zk29XvB4tLw81P https://host/x", "curl -s -u me:*** https://host/x"),
+        ('os.getenv("HF_TOKEN") or "q7Zk29XvB4tLw81P"', 'os.getenv("HF_TOKEN") or ***'),
+        ('x = os.getenv("HF_TOKEN", default="q7Zk29XvB4tLw81P")', 'x = os.getenv("HF_TOKEN", default=***)'),
+        ('passwd = """q7Zk29XvB4tLw81P"""', "passwd = ***"),
+        ('token = ("q7Zk29XvB4tLw81P")', "token = (***)"),
+        ('+hf_token = \\\n+    "q7Zk29XvB4tLw81P"', "+hf_token = \\\n+    ***"),
+        ("JUDGE_API_KEY ?= q7Zk29XvB4tLw81P", "JUDGE_API_KEY ?= ***"),
+        ("PGPASSWORD=q7Zk29XvB4tLw81P psql", "PGPASSWORD=*** psql"),
+        ("docker login -u me -p q7Zk29XvB4tLw81P host", "docker login -u me -p *** host"),
+        ("sshpass -p q7Zk29XvB4tLw81P ssh host", "sshpass -p *** ssh host"),
+        ('smtp.login("me@host", "q7Zk29XvB4tLw81P")', "smtp.login(***, ***)"),
+        ('HTTPBasicAuth("me", "q7Zk29XvB4tLw81P")', 'HTTPBasicAuth("me", ***)'),
+        ('HfFolder.save_token("q7Zk29XvB4tLw81P")', "HfFolder.save_token(***)"),
+        ('keyring.set_password("host", "me", "q7Zk29XvB4tLw81P")', 'keyring.set_password("host", "me", ***)'),
+        ('setattr(config, "api_key", "q7Zk29XvB4tLw81P")', 'setattr(config, "api_key", ***)'),
+        ('OPENAI_KEY = "q7Zk29XvB4tLw81P"', "OPENAI_KEY = ***"),
+        ('API_KEYS = ["q7Zk29XvB4tLw81P", "b"]', "API_KEYS = [***]"),
+        ("https://hooks.slack.com/services/T0/B0/q7Zk29Xv", "https://hooks.slack.com/services/***"),
+        ('PROMPT_KEY = "prompt"', None),
+        ('setattr(config, "lr", "1e-6")', None),
+        ('special_tokens = ["<pad>", "<eos>"]', None),
+        ('token = (a, "b")', None),
         ("forward_pass = model(x)", None),
         ("if OLD_PWD == x: PWD=$OLD_PWD", None),
         ("curl -u $NAME:$PASS host", None),
@@ -274,6 +295,32 @@ def test_a_record_has_the_code_of_a_task_that_git_does_not_know_yet(tmp_path, mo
         (root / name).unlink()
     subprocess.run(["git", "apply", "-"], cwd=root, input=changes, text=True, check=True)  # the code is back
     assert "rate = 0.125" in (root / "tasks/new/reward.py").read_text()
+
+
+@pytest.mark.parametrize("how", ["ignored", "a link", "a repository of its own", "no repository", "no git"])
+def test_a_record_has_the_code_of_a_task_that_git_cannot_list(how, tmp_path, monkeypatch):
+    root, task = tmp_path / "checkout", tmp_path / "checkout/tasks/mine"
+    own = tmp_path / "elsewhere" if how == "a link" else task
+    own.mkdir(parents=True)
+    (own / "reward.py").write_text("rate = 0.125\n")
+    task.parent.mkdir(parents=True, exist_ok=True)
+    if how == "a link":
+        task.symlink_to(own)
+    if how == "a repository of its own":
+        subprocess.run(["git", "init", "-q"], cwd=task, check=True)
+    if how != "no repository":
+        (root / ".gitignore").write_text("tasks/mine\n" if how == "ignored" else "")
+        commit = ["git", "-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "first"]
+        for command in (["git", "init", "-q"], ["git", "add", ".gitignore"], commit):
+            subprocess.run(command, cwd=root, check=True)
+    monkeypatch.setattr(launches, "ROOT", root)
+    if how == "no git":
+        monkeypatch.setenv("PATH", str(tmp_path))
+    changes = launches.now(task)["changes"]
+    if how == "no git":
+        assert changes == ""
+    else:
+        assert changes.count("+++ b/tasks/mine/reward.py\n") == changes.count("\n+rate = 0.125\n") == 1
 
 
 def test_the_digest_of_data_is_of_what_it_holds(tmp_path):

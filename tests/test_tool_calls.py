@@ -212,6 +212,10 @@ TOOLS = [{"type": "function", "function": {"name": "get_weather"}}, {"name": "a.
         "I call get_weather.call(city=1)",
         '{"recipient_name": "functions.get_weather"}',
         "It is a.b-c(1).",
+        'get_weather (city = "Paris")',
+        "<get_weather><city>Paris</city></get_weather>",
+        '<get_weather city="Paris"/>',
+        "Sure.\n/get_weather Paris",
     ],
 )
 def test_a_call_of_a_known_tool_is_never_text(text):
@@ -226,6 +230,7 @@ def test_a_call_of_a_known_tool_is_never_text(text):
         "I cannot use get_weather without a city. Which one?",
         "`get_weather()` needs a city, my_get_weather(x) does not.",
         "get_weather (of the service) is down.",
+        "See the path https://host/get_weather for get_weather (a tool); x < get_weather > y.",
         '{"name": "Paris", "weather": "rain"}',
     ],
 )

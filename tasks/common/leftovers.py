@@ -41,7 +41,10 @@ class Launch:
         ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: orphans become children of this process
         end_marked(LOGS, str(logs))  # of a killed launcher; the caller holds the task's lock, so none is of a live run
         self.folder = Path(tempfile.mkdtemp(prefix="verl-"))  # short: Ray's socket paths must fit in 107 bytes
-        self.environment = {LOGS: str(logs), LAUNCH: str(self.folder)}
+        self.environment = {LOGS: str(logs), LAUNCH: str(self.folder), "TMPDIR": str(self.folder)}  # vLLM's sockets too
+        # What torch compiled is for the next launches as well.
+        cache = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
+        self.environment["TORCHINDUCTOR_CACHE_DIR"] = os.environ.get("TORCHINDUCTOR_CACHE_DIR", cache)
         self._seen = set(_files())  # of others, made before
         self._ours: dict[int, Path] = {}  # by inode
         self._guard = subprocess.Popen(

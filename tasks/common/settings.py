@@ -563,7 +563,7 @@ def load_settings(environ: Mapping[str, str] | None = None, cls: type = Settings
 
 def _checked(f: Field, text: str):
     """``text`` as a value of the variable ``f``. Raises SettingsError."""
-    shown = " ".join(text.split())[:80]
+    shown = " ".join(text.split())[:80] if text == text.strip() else repr(text[:80])
     _check_utf8(f.name, text)
     if f.type in _NUMBER and not _NUMBER[f.type].fullmatch(text):
         kind = {int: "a whole number, such as 8", float: "a number, such as 0.5"}[f.type]

@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import hashlib
+import ipaddress
 import json
 import os
 import re
@@ -109,8 +110,21 @@ class Watched:
     def left(self) -> list[str]:
         """What there still is of it: processes, shared memory, folders of temporary files."""
         shared = [f"/dev/shm/{file.name}" for file in os.scandir("/dev/shm") if file.inode() in self.memory]
-        temporary = [str(path) for path in self.temporary.glob("verl-*")]
+        ours = ("verl-", "vllm_dist_")
+        temporary = [str(p) for p in self.temporary.iterdir() if p.name.startswith(ours) or p.is_socket()]
         return [*(f"{p.pid} {' '.join(_command(p))[:150]}" for p in self.processes()), *shared, *temporary]
+
+    def open_to_others(self) -> list[str]:
+        """What of it listens on another address than this machine's own."""
+        found = []
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                for each in process.net_connections("inet"):
+                    ip = ipaddress.ip_address(each.laddr.ip)
+                    own = (getattr(ip, "ipv4_mapped", None) or ip).is_loopback
+                    if each.status == psutil.CONN_LISTEN and not own:
+                        found.append(f"{each.laddr.ip}:{each.laddr.port} {' '.join(_command(process))[:150]}")
+        return found
 
     def left_after(self, seconds: float) -> tuple[list[str], float]:
         """What is still left after ``seconds``, and how long it took until nothing was."""

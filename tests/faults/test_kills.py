@@ -59,6 +59,7 @@ def test_a_killed_chain_leaves_nothing_and_its_resume_completes_it(small_model, 
             shutil.rmtree(artifacts)
         try:
             run.look()
+            assert run.open_to_others() == []
             run.kill(of_group=whose == "group")
             left, after = run.left_after(CLEAN_SECONDS)
             print(

@@ -22,6 +22,7 @@ READ_ROWS = 256  # decoded at a time
 # bytes or values than this for each of its own bytes. Tool schemas in every row, well compressed, come to some 1000.
 STORED, DECODED = 1000, 10_000
 FREE, FEW = 64 << 20, 1 << 20  # bytes, and values, that any file may have
+AT_ONCE = 2 << 30  # bytes: rows that could come to more are not decoded together
 
 FUNCTION = pa.struct([("name", pa.string()), ("arguments", pa.string())])  # arguments as JSON text
 CALLS = pa.list_(pa.struct([("type", pa.string()), ("function", FUNCTION)]))
@@ -153,13 +154,19 @@ def parquet_rows(path: Path) -> Iterator[dict]:
         if stored > STORED * own + FREE or values > STORED * own + FEW:
             raise DataError(f"its {own:,} bytes expand to {stored:,} bytes and {values:,} values: too many to read")
         # No value is larger than what is stored: where that is much for such a file, few rows are decoded at a time.
-        at_once = READ_ROWS if stored < 100 * own + FEW else max(1, FREE // stored)
+        largest = max((chunk.total_uncompressed_size for chunk in chunks), default=0)
+        at_once = AT_ONCE // max(1, largest) if stored < 100 * own + FEW else FREE // stored
         decoded = 0
-        for batch in file.iter_batches(at_once):
-            decoded += batch.nbytes
+        for batch in file.iter_batches(max(1, min(READ_ROWS, at_once))):
+            decoded += sum(map(_bytes_of, batch.columns))
             if decoded > DECODED * own + FREE:
                 raise DataError(f"its {own:,} bytes expand to more than {decoded:,}: too many to read")
             yield from batch.to_pylist()
+
+
+def _bytes_of(column: pa.Array) -> int:
+    """Of its values one by one: a dictionary counts a value as often as it is used."""
+    return (column.dictionary_decode() if pa.types.is_dictionary(column.type) else column).nbytes
 
 
 def read_rows(path: Path, limit: int | None = None) -> Iterator[dict]:

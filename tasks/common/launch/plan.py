@@ -61,7 +61,7 @@ def planned(
     seeded = replace(s, SEED=seed)  # for the trainer of RL or DPO; the data keep their SEED
     metrics = next_metrics_file(run_dir)
     own = tracking.environment(s, run_dir) | {"VERL_FILE_LOGGER_PATH": str(metrics)}
-    torchrun = ["torch.distributed.run", "--standalone", f"--nproc_per_node={s.N_GPUS}", "-m"]
+    torchrun = ["tasks.common.training.torchrun", f"--nproc_per_node={s.N_GPUS}", "-m"]
     config, shown = None, ("loss", "train/loss")
     if name == "sft":
         ours = verl_config.sft_overrides(s, start, run_dir, data)

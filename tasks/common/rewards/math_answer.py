@@ -43,7 +43,9 @@ _SPELLING = str.maketrans(
     "！＂＃＄％＆＇（）＊＋，－．／０１２３４５６７８９：；＜＝＞？～", "!\"#$%&'()*+,-./0123456789:;<=>?~"
 )
 _SPELLING |= str.maketrans(
-    {"−": "-", "–": "-", "\t": " ", "￥": "¥", "￡": "£"} | dict.fromkeys("\u00a0\u2009\u202f\u3000", " ")
+    {"−": "-", "–": "-", "\t": " ", "￥": "¥", "￡": "£"}
+    | dict.fromkeys("\u00a0\u2009\u202f\u3000", " ")
+    | dict.fromkeys("\u200b\u200c\u200d\u2060\ufeff", "")  # characters without a width
 )
 _WRAPPER = re.compile(
     r"\\(?:text|mathrm|mathbf|mathit|textbf|textit|boldsymbol|bm|mbox|underline|f?boxed)\s*\{([^{}]*)\}"
@@ -52,15 +54,15 @@ _FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{\s*(-?[\d.,]{1,30})\s*\}\s*\{\s*([\d
 _BOLD = re.compile(r"(?<![\w)])(\*{1,3}|_{1,3}|`)(?=\S)([^*_`]*)(?<=\S)\1(?![\w(])")
 # Currency: Unicode's signs, "US$" and its like, and a code before the number.
 _SIGN = r"\\?(?:\b(?:US|CA|AU|NZ|HK|NT|[ACRS]))?[$¢-¥\u20a0-\u20cf\u060b\u09f2\u09f3\u0e3f\u17db]"
-_CODE = r"\b(?:USD|EUR|GBP|JPY|CNY|RMB|INR|KRW|CHF|CAD|AUD|NZD|HKD|SGD|SEK|NOK|DKK|PLN|CZK|RUB|TRY|BRL|MXN|ZAR|Rs)"
-_CURRENCY = re.compile(rf"{_SIGN}|{_CODE}\.?\s?(?=[-\d])")
+_CODES = "USD|EUR|GBP|JPY|CNY|RMB|INR|KRW|CHF|CAD|AUD|NZD|HKD|SGD|SEK|NOK|DKK|PLN|CZK|RUB|TRY|BRL|MXN|ZAR"
+_CURRENCY = re.compile(rf"{_SIGN}|\b(?:{_CODES}|Rs)\.?\s?(?=[-\d])")
 _REMOVED = re.compile(r"\\[()\[\]]|\\[,!;: ]|\\(?:left|right|displaystyle|euro|pounds)(?![a-zA-Z])")
 _DEGREES = re.compile(r"\^\s*\{?\\circ\}?")
 
 _NUMBER = r"(?:\d{1,3}(?:,\d{3}){1,6}(?:\.\d{1,18})?|\d{1,18}(?:\.\d{1,18})?|\.\d{1,18})"
 _SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _UNIT = r"(?:(?:m|km|cm|mm|ft|in)\s?(?:[²³]|\^\{?[23]\}?)|[℃℉㎡㎥㎞㎝㎜㎏]|k?Ω\b|[µμ][gmlLs]\b|"
-_UNIT += r"(?:[gmhslLcCF]|km|cm|mm|kg|mg|ml|mL|lbs?|oz|ft|in|hrs?|mins?|secs?|mph)\b)"
+_UNIT += rf"(?:{_CODES}|[gmhslLcCF]|km|cm|mm|kg|mg|ml|mL|lbs?|oz|ft|in|hrs?|mins?|secs?|mph)\b)"
 # Units in Chinese, Japanese or Korean: no numeral, no "or", "to", "more than", and none of the words of arithmetic.
 _NOT_HAN = "[一二三四五六七八九十零〇两百千万亿兆萬億半之或到至多余加减減乘除点點和与與及십백천만억조반또와과]"
 _HAN_UNIT = rf"(?:(?!{_NOT_HAN})[\u3040-\u30ff\u4e00-\u9fff\uac00-\ud7a3]){{1,12}}"

@@ -43,9 +43,12 @@ _PYTHONIC = re.compile(rf"\s*+(?:```\w{{0,20}}\s++)?\[?\s*+{_NAME_CALL}[^\n]*\)\
 _FLOATS = {"number", "float", "double"}
 
 
-# How a call of any form begins: name( with an argument, name{ and name[, also "name": {, and the name as a value.
-_CALL_OF = r"(?<![\w.-])(?:{names})(?:\(\s*+[^)\s]|[\"'`]?\s*+:?\s*+[{{\[]|\.call\()"
+# How a call of any form begins: name( with an argument, name{ and name[, also "name": {, the name as a value, as a tag,
+# and /name.
+_CALL_OF = r"(?<![\w.-])(?:{names})(?:\(\s*+[^)\s]|[ \t]{{1,9}}\(\s*+[A-Za-z_]\w{{0,200}}\s?=(?!=)"
+_CALL_OF += r"|[\"'`]?\s*+:?\s*+[{{\[]|\.call\()"
 _CALL_OF += r"|\b(?:name|tool|function|action|recipient_name)[\"']?\s*+[:=]\s*+[\"'`]?(?:functions\.)?(?:{names})\b"
+_CALL_OF += r"|</?(?:{names})(?:\s[^<>]{{0,999}}|/)?>|^[ \t]{{0,9}}/(?:{names})\b"
 
 
 class Malformed(ValueError):
@@ -79,7 +82,7 @@ def parse_response(response: str, tools: list[dict] | None = None) -> Response:
 
 @functools.lru_cache(maxsize=1024)
 def _calls_of(names: tuple[str, ...]) -> re.Pattern:
-    return re.compile(_CALL_OF.format(names="|".join(map(re.escape, names))))
+    return re.compile(_CALL_OF.format(names="|".join(map(re.escape, names))), re.MULTILINE)
 
 
 def split_thinking(text: str) -> tuple[str | None, str]:

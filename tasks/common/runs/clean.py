@@ -28,8 +28,12 @@ def found(task: str) -> list[Path]:
 
 
 def check_idle(task: str) -> None:
-    """Raise SettingsError while a command of ``task`` (empty: of any) runs: it holds a lock (launch/main.py)."""
-    for lock in sorted((artifacts() / "runs").glob(f"{task or '*'}/.lock")):
+    """Raise SettingsError while a command of ``task`` (empty: of any) runs: it holds a lock (launch/main.py).
+
+    A rehearsal's commands have ARTIFACTS in its folder.
+    """
+    of_task, rehearsed = f"runs/{task or '*'}/.lock", f"rehearse/{task or '*'}/runs/*/.lock"
+    for lock in sorted([*artifacts().glob(of_task), *artifacts().glob(rehearsed)]):
         with lock.open() as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

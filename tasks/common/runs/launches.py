@@ -21,6 +21,7 @@ from tasks.common.install.check import versions
 from tasks.common.runs.secrets import masked, masked_values
 from tasks.common.settings import JUDGED, ROOT, Settings, SettingsError, judge_settings
 
+CODE = ("*.py", "*.sh", "profiles/*.sh")  # of a task
 NEW_FILES, NEW_BYTES = 200, 1 << 20  # of new files in a record, at most
 
 
@@ -103,11 +104,11 @@ def now(task_dir: Path) -> dict:
     """The present state of code and packages, in the form of a record."""
     git, diff = git_state(ROOT)
     own = (f"{task_dir.relative_to(ROOT)}/", "tasks/common/")
-    new = [name for name in git.get("untracked", []) if name.startswith(own)]
+    new = {name for name in git.get("untracked", []) if name.startswith(own)}
     return {
         "python": platform.python_version(),
         "git": git,
-        "changes": masked(diff + diff_of_new(ROOT, new)),
+        "changes": masked(diff + diff_of_new(ROOT, sorted(new | unknown_code(ROOT, task_dir)))),
         "task": digests(task_dir, "*.py", "train.sh"),
         "packages": packages(),
     }
@@ -129,6 +130,19 @@ def git_state(root: Path) -> tuple[dict, str]:
     except subprocess.CalledProcessError as error:
         return {"missing": next(iter(error.stderr.splitlines()), "git failed").removeprefix("fatal: ")}, ""
     return {"commit": commit, "changed": bool(diff), "untracked": [name for name in untracked if name]}, diff
+
+
+def unknown_code(root: Path, task_dir: Path) -> set[str]:
+    """The task's code that git does not know, below ``root``: also where it is ignored, a link, or a repository of its
+    own, and where there is no repository."""
+    try:
+        known = set(_git(root, "ls-files", "-z", "--", task_dir.relative_to(root)).split("\0"))
+    except FileNotFoundError:
+        return set()
+    except subprocess.CalledProcessError:
+        known = set()
+    code = (path for pattern in CODE for path in task_dir.glob(pattern))
+    return {str(path.relative_to(root)) for path in code} - known
 
 
 def diff_of_new(root: Path, names: list[str]) -> str:

@@ -27,9 +27,12 @@ from tasks.common.settings import (
 from tasks.common.text import one_line, printable
 
 SHOWN = 6  # packages in the warning
-# Keys of verl, vLLM, Ray and hydra that name code to load, folders to write to, or a cluster to join.
+# Keys of verl, vLLM, Ray and hydra that name code to load, files and folders to write to, a server to send to, or a
+# cluster to join.
 _CODE = re.compile(
-    r"path|_dir\b|cls|class|_target_|external_lib|remote_code|ray_kwargs|engine_kwargs|hydra", re.IGNORECASE
+    r"path|_dir\b|(?<!pro)file|url|address|cls|class|_target_|external_lib|backend_module|_impl\b|remote_code"
+    r"|ray_kwargs|engine_kwargs|hydra",
+    re.IGNORECASE,
 )
 
 

@@ -8,11 +8,12 @@ _NAME = (
     r"(?:api[_-]?key|access[_-]?key|private[_-]?key|secret(?:[_-]?key)?|passw(?:or)?d|token|credentials?)"
 )
 _SECRET = re.compile(_NAME, re.IGNORECASE)
-_QUOTED = r"[fbru]{0,2}(?:\"[^\"\n]+\"|'[^'\n]+')"
+_QUOTED = r"[fbru]{0,2}(?:\"\"\"[^\"]{1,999}\"\"\"|'''[^']{1,999}'''|\"[^\"\n]+\"|'[^'\n]+')"
 # The name, perhaps in os.environ[...] or with a type, then a value in quotes or up to a space. Not a call, another
 # variable, a type, a comparison, a special token <...>, nothing, nor what follows `token:` or `secret:` in a sentence.
 _ASSIGNED = re.compile(
-    rf"(?<![\w.-])({_NAME}[\"']?\]?[ \t]*(?:(?::[ \t]{{0,3}}[\w.\[\] |]{{1,80}}?)?=(?!=)|:(?![-=+?]))[ \t]*)"
+    rf"(?<![\w.-])({_NAME}[\"']?\]?[ \t]*(?:(?::[ \t]{{0,3}}[\w.\[\] |]{{1,80}}?)?\??=(?!=)|:(?![-=+?]))[ \t]*"
+    r"(?:\\\n[-+ \t]{0,80}|\([ \t]*(?=[\"']))?)"
     r"(?!(?:null|none|true|false|str|int|float|bool|bytes|list|dict)\b|f?([\"'])(?:\{[^{}\"']*\}|<[^\"']*>)\2)"
     r"(?!(?<=(?i:token|ecret): )[^\s\"',}\]]+[ \t]+[\w(])"
     rf"({_QUOTED}|[^\s\"'$(){{}}\[\],;&|]+(?=[\s\"',;}}\]&|]|$))",
@@ -22,15 +23,26 @@ _ASSIGNED = re.compile(
 _FORMS = [
     # a variable of the environment: its value, or its default
     rf"(?i)(\benviron\[[\"'](?:{_NAME}|\w+_key)[\"']\]\s*=\s*){_QUOTED}",
-    rf"(?i)(\b(?:setdefault|putenv|setenv|getenv|environ\.get|env\.get)\(\s*[\"'](?:{_NAME}|\w+_key)[\"']\s*,\s*){_QUOTED}",
-    rf"(?i)((?<![\w.-]){_NAME}\s*=\s*(?:os\.)?getenv\(\s*[\"'][^\"'\n]{{1,80}}[\"']\s*,\s*){_QUOTED}",
+    rf"(?i)(\b(?:setdefault|putenv|setenv|getenv|environ\.get|env\.get)\(\s*[\"'](?:{_NAME}|\w+_key)[\"']\s*,\s*"
+    rf"(?:default\s*=\s*)?){_QUOTED}",
+    rf"(?i)(\b(?:getenv|environ\.get)\(\s*[\"'](?:{_NAME}|\w+_key)[\"'][^()\n]{{0,80}}\)\s*or\s+){_QUOTED}",
+    rf"(?i)(\bsetattr\([^(),\n]{{1,80}},\s*[\"'](?:{_NAME}|\w+_key)[\"']\s*,\s*){_QUOTED}",
+    rf"(?i)(\b(?:save|set)(?:_\w{{1,40}})?_(?:token|password|api_key)\((?:\s*{_QUOTED}\s*,){{0,3}}\s*){_QUOTED}",
+    rf"(?i)(\.login\(\s*{_QUOTED}\s*,\s*){_QUOTED}",
+    rf"(BasicAuth\(\s*{_QUOTED}\s*,\s*){_QUOTED}",
+    rf"(?i)((?<![\w.-]){_NAME}\s*=\s*(?:os\.)?getenv\(\s*[\"'][^\"'\n]{{1,80}}[\"']\s*,\s*"
+    rf"(?:default\s*=\s*)?){_QUOTED}",
     rf"(?i)(\blogin\(\s*(?:\w+\s*=\s*)?){_QUOTED}",
     rf"(?i)(\bauth\s*=\s*\(\s*{_QUOTED}\s*,\s*){_QUOTED}",
     # names that mean a secret in capitals only: forward_pass is none
-    rf"(\b[A-Z0-9_]*(?:_PASS|_PWD|PASSPHRASE|ACCOUNT_KEY|KAGGLE_KEY)[\"']?\]?[ \t]*(?::=|[:=](?!=))[ \t]*)"
+    rf"(\b[A-Z0-9_]*(?:PASSWORD|_PASS|_PWD|PASSPHRASE|ACCOUNT_KEY|KAGGLE_KEY)[\"']?\]?[ \t]*(?::=|[:=](?!=))[ \t]*)"
     rf"(?:{_QUOTED}|[^\s\"'$(){{}}\[\],;&|]+)",
+    rf"(\b[A-Z0-9_]*_KEY[ \t]*=[ \t]*)(?=[\"'][^\"'\s]*\d)(?=[\"']\S{{12}}){_QUOTED}",
+    r"(?i)((?:api_?keys|passwords|secrets)[\"']?\s{0,9}[:=]\s{0,9}[\[{])[^\]}]{1,999}",
     r"(?i)(\bpassphrase[\"']?\s*[:=]\s*)" + _QUOTED,
     r"(\bcurl\b[^\n|;]{0,300}?\s(?:-u|--user)[ =]?[\"']?[^\s:\"'$]{1,100}:)[^\s\"'$]+",
+    r"(\b(?:sshpass|docker login|podman login)\b[^\n|;]{0,200}?\s-p[ =]?)[^\s\"'$]+",
+    r"(\bhooks\.slack\.com/services/|\bdiscord(?:app)?\.com/api/webhooks/)[\w/-]+",
     # ENV NAME value of a Dockerfile, setenv and set -x of other shells, NAME := value of make
     r"(?m)(^[+ -]?[ \t]*(?:ENV|setenv|set -x) [A-Z0-9_]*(?:TOKEN|KEY|SECRET|PASSWORD)[ \t]+)[^\s\"'$]+",
     r"(?m)(^[+ -]?[ \t]*(?:export )?[A-Z0-9_]*(?:TOKEN|_KEY|SECRET|PASSWORD)[ \t]*:=[ \t]*)[^\s\"'$]+",

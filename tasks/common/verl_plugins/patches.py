@@ -13,13 +13,23 @@ from verl.models.transformers import monkey_patch
 from verl.utils import seqlen_balancing, tensordict_utils
 from verl.workers.engine import utils as engine_utils
 from verl.workers.engine.fsdp import transformer_impl
+from verl.workers.rollout import base as rollout_base
 
 import tasks.common.verl_plugins.on_policy  # noqa: F401
+from tasks.common.machine.local_store import listen_locally
 from tasks.common.process import die_with_torchrun
 from tasks.common.verl_plugins.expect import expect
 from tasks.common.verl_plugins.seeded import seeded
 
 die_with_torchrun()
+listen_locally()
+
+
+# ---- verl/workers/rollout/base.py:90: the trainer's end of the weights' socket; the class imports vLLM, SFT needs none
+
+expect(rollout_base.get_rollout_class, "fqdn = _ROLLOUT_REGISTRY[(rollout_name, mode)]")
+rollout_base._ROLLOUT_REGISTRY["vllm", "async"] = "tasks.common.verl_plugins.own_sockets.OwnSocketAdapter"
+
 
 # ---- verl/models/transformers/monkey_patch.py:352 and utils/model.py:654 take a class from trl that trl 1 has no more
 

@@ -20,11 +20,13 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 import tasks.common.stacks.a100.keep_best
 import tasks.common.stacks.a100.mini_batches
 import tasks.common.stacks.a100.on_policy  # noqa: F401
+from tasks.common.machine.local_store import listen_locally
 from tasks.common.process import die_with_torchrun
 from tasks.common.verl_plugins.expect import expect
 from tasks.common.verl_plugins.seeded import seeded
 
 die_with_torchrun()
+listen_locally()
 
 # ---- verl/models/transformers/monkey_patch.py:282 and utils/model.py:639 take a class from trl that trl has no more --
 

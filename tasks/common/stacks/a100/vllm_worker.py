@@ -7,8 +7,11 @@ import torch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 from tasks.common.evaluation.vllm_worker import Reloading
+from tasks.common.machine.local_store import listen_locally
 from tasks.common.verl_plugins import shared_gpu  # noqa: F401
 from tasks.common.verl_plugins.expect import expect
+
+listen_locally()
 
 expect(
     GPUModelRunner.__init__, "self.sampled_token_ids_pinned_cpu = torch.empty(\n            (self.max_model_len, 1),"

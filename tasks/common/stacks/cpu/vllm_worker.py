@@ -1,9 +1,9 @@
 """verl's vLLM worker extension on a CPU: keeps the weights that vLLM would free after packing them."""
 
-from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 from vllm.model_executor.layers import linear, utils
 
 from tasks.common.verl_plugins.expect import expect
+from tasks.common.verl_plugins.own_sockets import OwnSocketExtension
 
 # vllm/model_executor/layers/linear.py:215 packs a weight for oneDNN and replaces the original by an empty tensor.
 # verl's next weight sync then finds no parameter of that shape to load into.
@@ -19,7 +19,7 @@ def _keep_weight(layer, remove_weight):
     return _dispatch(layer, remove_weight=False)
 
 
-class CPUColocateWorkerExtension(vLLMColocateWorkerExtension):
+class CPUColocateWorkerExtension(OwnSocketExtension):
     """Named by ``engine_kwargs.vllm.worker_extension_cls``; vLLM makes its worker class inherit from it."""
 
     def __new__(cls, **kwargs):
