@@ -11,14 +11,13 @@ import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 
-from tasks.common.models.chat_template import next_turn_ids, opens_thinking, prompt_ids
+from tasks.common.models.chat_template import LONGEST_TOKEN, next_turn_ids, opens_thinking, prompt_ids
 from tasks.common.rewards.answers import RewardError
 from tasks.common.rewards.environment import SUCCESS, Environment, Start, begun, stepped
 
 # Why an episode ended. The last three are cuts.
 DONE, TOO_LONG, LENGTH, MAX_TURNS, TIMEOUT = "stop", "prompt_too_long", "length", "max_turns", "step_timeout"
 CUT = (LENGTH, MAX_TURNS, TIMEOUT)
-LONGEST_TOKEN = 512  # characters; no text of more than this for each free token is tokenized
 
 
 @dataclass(frozen=True)
