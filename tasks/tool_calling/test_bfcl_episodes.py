@@ -5,6 +5,8 @@ import importlib
 import inspect
 import json
 import os
+import shutil
+import subprocess
 import time
 from pathlib import Path
 
@@ -18,6 +20,7 @@ from tasks.common.rewards.tool_calls import render_calls
 from tasks.common.settings import SettingsError
 from tasks.tool_calling import bfcl, bfcl_apis
 from tasks.tool_calling.bfcl_episodes import APIS, MOST_STEPS, MULTI_TURN, Environment
+from tests.helpers import PYTHON, ROOT, exported
 
 
 @functools.cache
@@ -194,6 +197,42 @@ def test_the_summary_has_shares_with_intervals_means_and_how_episodes_ended():
     assert summary["wrong"]["multi_turn_base"] == {"stop": 1, "length": 1, "prompt too long": 1}
     names = [row[0] for row in bfcl.table_rows({"model": summary}, None)]
     assert names[:5] == [*MULTI_TURN, "multi-turn mean"] and "AST mean" not in names
+
+
+STUB = """
+from tasks.tool_calling import bfcl
+from tests import stub_episodes  # an engine that answers from a table
+
+bfcl.main()
+"""
+
+
+def test_the_command_plays_the_questions_to_its_table_and_goes_on(tmp_path, small_model):
+    (tmp_path / "stub.py").write_text(STUB)
+    shutil.copytree(small_model, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    config = json.loads((tmp_path / "model/config.json").read_text())
+    (tmp_path / "model/config.json").write_text(json.dumps(config | {"max_position_embeddings": 10**6}))
+    first, second = rows("multi_turn_base")[:2]
+    texts = [answers(first), ["No."] * len(truth(second)["answer"]), ["I..."]]
+    table = [{"greedy": [], "sampled": [each]} for each in texts]
+    (tmp_path / "model/table.json").write_text(json.dumps(table))
+
+    def run(limit: str) -> dict:
+        given = {"ARTIFACTS": str(tmp_path / "artifacts"), "CATEGORIES": "multi_turn_base", "WINDOW": "500000"}
+        environment = exported(ROOT / "tasks/tool_calling/train.sh", given | {"LIMIT": limit}) | {"PYTHONPATH": ROOT}
+        command = [PYTHON, str(tmp_path / "stub.py"), f"model={tmp_path / 'model'}"]
+        result = subprocess.run(command, env=environment, capture_output=True, text=True)
+        assert result.returncode == 0 and "multi_turn_base" in result.stdout, result.stdout + result.stderr
+        (path,) = (tmp_path / "artifacts/eval/bfcl").glob("model-*/summary.json")
+        return json.loads(path.read_text())
+
+    assert run("1")["metrics"]["multi_turn_base"]["value"] == 1.0
+    summary = run("3")
+    assert summary["metrics"]["multi_turn_base"] == pytest.approx(vars(proportion(1, 3)))
+    assert summary["metrics"]["cut"] == pytest.approx(vars(proportion(1, 3)))
+    assert summary["wrong"] == {"multi_turn_base": {"stop": 1, "length": 1}}
+    asked = [json.loads(line) for line in (tmp_path / "model/asked.jsonl").read_text().splitlines()]
+    assert sum(turn == 0 for batch in asked for _, _, _, turn in batch) == 3  # each episode once
 
 
 def test_the_sandbox_leaves_nothing_beside_the_package():
