@@ -5,7 +5,6 @@ From a file (FILE), the public set (SOURCE=hub), or made here (SOURCE=generate, 
 
 import json
 import random
-import re
 from collections.abc import Iterator
 
 from tasks.common.data import prepare, records
@@ -15,9 +14,7 @@ from tasks.common.rewards.tool_calls import OPEN, Malformed, functions, parse_ca
 from tasks.tool_calling.dialogues import dialogues
 
 HUB_DATASET = "Bingguang/HardGen"
-# Hermes-style records: https://github.com/NousResearch/Hermes-Function-Calling
-_TOOLS = re.compile(r"<tools>\s*(\[.*\])\s*</tools>", re.DOTALL)
-_RESULT = re.compile(r"\A\s*<tool_response>\s*(.*?)\s*</tool_response>\s*\Z", re.DOTALL)
+RESULT, RESULT_END = "<tool_response>", "</tool_response>"
 
 
 def examples(record: dict, strict: bool) -> Iterator[prepare.Example | str]:
@@ -53,16 +50,20 @@ def _with_answers(record: dict) -> dict:
 
 def _from_hermes(messages: list[dict], tools: list[dict]) -> tuple[list[dict], list[dict]]:
     """``messages`` with the calls and results that Hermes writes as text in tags, and the tools of its system message,
-    which is left out: the model's own template says how to call. Raises DataError for tools that are none."""
-    listed = _TOOLS.search(messages[0]["content"]) if messages[0]["role"] == "system" else None
-    if listed:
-        messages, tools = messages[1:], tools or tool_schemas(listed[1]) or []
+    which is left out: the model's own template says how to call. Raises DataError for tools that are none.
+    https://github.com/NousResearch/Hermes-Function-Calling"""
+    first = messages[0]["content"] if messages[0]["role"] == "system" else ""
+    if listed := first.rpartition("</tools>")[0].rpartition("<tools>")[2].strip():
+        array = listed if listed.startswith("[") else f"[{','.join(filter(str.strip, listed.splitlines()))}]"
+        messages, tools = messages[1:], tools or tool_schemas(array) or []
     return [_from_tags(message) for message in messages], tools
 
 
 def _from_tags(message: dict) -> dict:
     if message["role"] == "tool":
-        return {**message, "content": _RESULT.sub(r"\1", message["content"])}
+        content = message["content"].strip()
+        tagged = content.startswith(RESULT) and content.endswith(RESULT_END)
+        return {**message, "content": content[len(RESULT) : -len(RESULT_END)].strip()} if tagged else message
     if message["role"] != "assistant" or OPEN not in message["content"] or message.get("tool_calls"):
         return message
     thought, text = split_thinking(message["content"])

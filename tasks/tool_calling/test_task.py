@@ -166,7 +166,7 @@ def test_sharegpt_turns_are_read():
 
 
 def test_hermes_turns_are_read():
-    block = f"<tool_call>\n{json.dumps(OSLO)}\n</tool_call>"
+    block, other = f"<tool_call>\n{json.dumps(OSLO)}\n</tool_call>", tool("f", {})
     turns = [
         {"from": "system", "value": f"You call functions.\n<tools>{json.dumps([WEATHER])}</tools>"},
         {"from": "human", "value": "Weather in Oslo?"},
@@ -178,8 +178,16 @@ def test_hermes_turns_are_read():
     assert found.prompt == [USER] and found.ground_truth == ONE and found.tools == [WEATHER]
     assert found.demonstration == f"<think>\nOslo.\n</think>\n\n{render_calls([OSLO])}"
     assert words.prompt[2]["content"] == '{"t": 3}' and words.prompt[1]["content"] == ""
+    # A line for each tool, as Qwen's template writes them.
+    turns[0]["value"] = (
+        f"Signatures are in <tools></tools>:\n<tools>\n{json.dumps(WEATHER)}\n{json.dumps(other)}\n</tools>"
+    )
+    assert next(examples({"conversations": turns}, strict=False)).tools == [WEATHER, other]
     turns[2]["value"] = block[:-20]  # a call that cannot be read
     assert list(examples({"conversations": turns}, strict=False)) == ["no turn calls a tool"]
+    turns[0]["value"] = "<tools>no JSON</tools>"
+    (found,) = examples({"conversations": turns}, strict=False)
+    assert "not JSON" in found
 
 
 def test_a_record_of_xlam_is_read():
