@@ -88,12 +88,10 @@ class Variables:
 
 def chosen(text: str) -> tuple[str, ...]:
     """The categories that CATEGORIES=``text`` names, in the order of the table. Raises SettingsError."""
-    names = set()
-    for word in text.replace(",", " ").split():
-        if word not in (*GROUPS, *SINGLE_TURN, *MULTI_TURN):
-            there = ", ".join((*GROUPS, *SINGLE_TURN, *MULTI_TURN))
-            raise SettingsError(f"CATEGORIES={text}: no category {word}; there are: {there}")
-        names |= set(GROUPS.get(word, (word,)))
+    known, words = (*GROUPS, *SINGLE_TURN, *MULTI_TURN), text.replace(",", " ").split()
+    if unknown := [word for word in words if word not in known] or ([] if words else [text]):
+        raise SettingsError(f"CATEGORIES={text}: no category {unknown[0]}; there are: {', '.join(known)}")
+    names = {name for word in words for name in GROUPS.get(word, (word,))}
     return tuple(category for category in (*SINGLE_TURN, *MULTI_TURN) if category in names)
 
 
@@ -318,7 +316,9 @@ def _of_episodes(job: Job, longest: int) -> Job:
     """``job`` with the limits of episodes: MAX_NEW_TOKENS for each turn of the model, ``longest`` tokens, or the
     model's window, for prompt and turns together."""
     most = job.sampling.max_tokens
-    whole = window(job.model, most, max(1, longest - most))
+    if longest <= most:
+        raise SettingsError(f"WINDOW={longest}: must be more than MAX_NEW_TOKENS={most}, a turn")
+    whole = window(job.model, most, longest - most)
     how = replace(job.sampling, max_prompt_tokens=whole - most)
     turns = 10 * (bfcl_episodes.MOST_STEPS + 1)  # at most 8 turns of the user
     limits = Limits(whole - most, whole, most, turns, bfcl_episodes.STEP_SECONDS, window=whole)

@@ -179,6 +179,8 @@ def test_categories_are_groups_or_names():
     assert bfcl.chosen("multi_turn_base, multiple") == ("multiple", "multi_turn_base")
     with pytest.raises(SettingsError, match="CATEGORIES=live: no category live; there are: single_turn, multi_turn, "):
         bfcl.chosen("live")
+    with pytest.raises(SettingsError, match="CATEGORIES=,: no category ,;"):
+        bfcl.chosen(",")
 
 
 def rollout(index: int, category: str, acc: float | None, ended: str = "stop") -> Rollout:
