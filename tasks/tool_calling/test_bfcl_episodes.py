@@ -13,7 +13,9 @@ from pathlib import Path
 import pytest
 
 from tasks.common.data.rows import tools_of, validate_parquet
+from tasks.common.evaluation.engines import Sampling
 from tasks.common.evaluation.rollouts import SAMPLED, TOO_LONG, Rollout
+from tasks.common.evaluation.sample import Hardware, Job
 from tasks.common.evaluation.statistics import proportion
 from tasks.common.rewards.environment import begun, replayed, stepped
 from tasks.common.rewards.tool_calls import render_calls
@@ -181,6 +183,12 @@ def test_categories_are_groups_or_names():
         bfcl.chosen("live")
     with pytest.raises(SettingsError, match="CATEGORIES=,: no category ,;"):
         bfcl.chosen(",")
+
+
+def test_a_window_that_no_turn_fits_into_is_refused():
+    job = Job("m", "rows.parquet", 0, Sampling(1, False, 0.0, 1.0, 448, 64, 0), Hardware())
+    with pytest.raises(SettingsError, match="WINDOW=64: must be more than MAX_NEW_TOKENS=64, a turn"):
+        bfcl._of_episodes(job, 64)
 
 
 def rollout(index: int, category: str, acc: float | None, ended: str = "stop") -> Rollout:
