@@ -12,7 +12,7 @@ import pytest
 
 from tasks.common.data import rows
 from tasks.common.data.held_out import check_disjoint
-from tasks.common.data.prepare import Example, distinct, prepare
+from tasks.common.data.prepare import Example, describe, distinct, prepare
 from tasks.common.data.records import Records
 from tasks.common.data.rows import (
     BATCH_ROWS,
@@ -519,6 +519,23 @@ def test_a_problem_is_taken_once_whatever_its_prompt(folder, small_model, again)
     keys = [row["extra_info"]["key"] for row in rows]
     assert len(keys) == len({*keys}) == 30
     assert [row["prompt"][0]["content"].split()[1] for row in rows] == keys
+
+
+def test_turns_of_a_conversation_are_on_one_side_and_the_conversations_are_counted(folder, small_model):
+    def turns(settings):
+        numbers = [(number, turn) for number in range(30) for turn in range(1 + number % 3)]
+        return [Example(f"say {number} {turn}", "1", group=f"c{number}") for number, turn in numbers]
+
+    manifest = prepare(settings_for(MODEL=str(small_model)), {"toy": turns})
+    keys = {name: set() for name in ("train", "dev", "test")}
+    for name, found in keys.items():
+        for row in read_rows(folder / f"{name}.parquet"):
+            found.add((row["extra_info"]["key"], row["prompt"][0]["content"].split()[1]))
+    assert manifest["groups"] == {name: len(found) for name, found in keys.items()}
+    assert len({key for key, _ in set.union(*keys.values())}) == sum(map(len, keys.values()))
+    rows = manifest["rows"]
+    assert f"{rows['test']} test (of {len(keys['test'])} conversations)" in describe(manifest)
+    assert len({number for _, number in set.union(*keys.values())}) == sum(map(len, keys.values()))
 
 
 def write_rows(path, prompts, key=None):

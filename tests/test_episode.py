@@ -355,6 +355,32 @@ def test_rewards_add_up_and_one_is_a_success(small_tokenizer):
     assert nine.scores == pytest.approx({"score": 0.9, "acc": 0.0, "turns": 9.0, "tool_errors": 0.0, "timeout": 0.0})
 
 
+def test_the_window_bounds_prompt_and_turns_together(small_tokenizer):
+    whole, _ = episode_of(small_tokenizer, CALL, ANSWER)
+    size = len(whole.prompt_ids + whole.response_ids)
+    fits, engine = episode_of(small_tokenizer, CALL, ANSWER, limits=replace(LIMITS, window=size))
+    assert fits == whole
+    assert [len(ids) + most for ids, most in engine.asked] == [size, size]
+    cut, engine = episode_of(small_tokenizer, CALL, ANSWER, limits=replace(LIMITS, window=size - 1))
+    assert (cut.ended, cut.reward) == ("length", 0.0)
+    assert len(cut.prompt_ids + cut.response_ids) == size - 1
+
+
+def test_an_environment_may_read_the_texts_itself():
+    class Reads:
+        def reset(self, row):
+            return Start(chat("Go."), TOOLS)
+
+        def step_text(self, text):
+            return Step(chat(f"read {text}"), failed=2) if text != "stop" else Step(reward=1.0, done=True, failed=1)
+
+    assert replayed(Reads, ROW, ["<tool_call>{", render_calls([{"name": "nobody", "arguments": {}}]), "stop"]) == (
+        1.0,
+        5,
+        True,
+    )
+
+
 def test_log_probs_that_do_not_align_are_refused(small_tokenizer):
     async def sample(ids, most):
         return Sampled([5, 6, 1], [-1.0, -1.0], True)

@@ -14,6 +14,8 @@ from tasks.common.data.rows import chat, rl_row, rl_schema, write_parquet
 from tasks.common.evaluation.engines import Request, Sampling, TurnRequest
 from tasks.common.evaluation.rollouts import Rollout, read_rollouts, write_rollouts
 from tasks.common.evaluation.sample import Hardware, Job, Scoring, load
+from tasks.common.evaluation.summary import summarize
+from tasks.common.evaluation.tables import sizes
 from tasks.common.files import write_json
 from tasks.common.rewards.episode import Limits
 from tasks.common.rewards.tool_calls import render_calls
@@ -194,3 +196,15 @@ def test_an_old_stack_refuses_before_anything_starts(tmp_path):
         "error: TASK=calculator: is multi-turn, which STACK=a100 (verl 0.6.1) cannot train; take STACK=current"
     ]
     assert result.returncode != 0 and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "keys, said", [("aab", "3 prompts of 2 conversations, 1 samples each"), ("abc", "3 prompts, 1 samples each")]
+)
+def test_the_title_says_how_many_conversations_the_prompts_are_of(keys, said):
+    reward = {"score": 1.0, "acc": 1.0}
+    rollouts = [
+        Rollout(i, "sampled", 0, "", "stop", 5, 0.1, chat("a"), "t", "{}", {"key": key}, reward)
+        for i, key in enumerate(keys)
+    ]
+    assert sizes(summarize(rollouts)) == said

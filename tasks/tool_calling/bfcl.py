@@ -1,7 +1,8 @@
-"""evaluate models on the single-turn Python categories of BFCL (https://gorilla.cs.berkeley.edu/leaderboard.html)
+"""evaluate models on the Python categories of BFCL, CATEGORIES=single_turn or multi_turn, offline
 
-Questions, conversion to tools and AST checker come from the PyPI package bfcl-eval; the model's own tool template
-renders the prompt, and sampling is greedy. docs/BFCL.md compares the numbers with the leaderboard's.
+Questions, conversion to tools and checkers come from the PyPI package bfcl-eval; the model's own tool template
+renders the prompt, and sampling is greedy. docs/BFCL.md compares the numbers with the leaderboard's
+(https://gorilla.cs.berkeley.edu/leaderboard.html).
 """
 
 import functools
@@ -14,13 +15,14 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
 
 from tasks.common.data.rows import DataError, rl_row, rl_schema, write_parquet
+from tasks.common.evaluation.engines import window
 from tasks.common.evaluation.main import STOPPED, summarized
 from tasks.common.evaluation.rollouts import TOO_LONG, Rollout
 from tasks.common.evaluation.sample import Hardware, Job, Scoring, report_errors, sample_here, sampling
@@ -29,12 +31,26 @@ from tasks.common.evaluation.tables import comparison_table, show_table
 from tasks.common.interrupts import interrupt_on_sigterm
 from tasks.common.process import errors_in_one_line
 from tasks.common.rewards.answers import reward_function, with_opened_thinking
+from tasks.common.rewards.episode import CUT, Limits
 from tasks.common.rewards.tool_calls import Malformed, parse_response
-from tasks.common.settings import ROOT, Settings, SettingsError, artifacts, fingerprint, load_settings
+from tasks.common.settings import (
+    ROOT,
+    Settings,
+    SettingsError,
+    artifacts,
+    fingerprint,
+    load_settings,
+    positive,
+    variable,
+)
+from tasks.tool_calling import bfcl_apis, bfcl_episodes
+from tasks.tool_calling.bfcl_episodes import MULTI_TURN
 
 VERSION = "2026.3.23"
 AST = ("simple_python", "multiple", "parallel", "parallel_multiple")
-CATEGORIES = (*AST, "irrelevance")
+SINGLE_TURN = (*AST, "irrelevance")
+GROUPS = {"single_turn": SINGLE_TURN, "multi_turn": MULTI_TURN}
+MEANS = {"AST mean": AST, "multi-turn mean": MULTI_TURN}
 MODEL = "local"  # the checker's name of the model; the checker replaces "_" in it
 
 # The checker imports the table of all models, and with it every provider's SDK, for one flag: whether underscores have
@@ -53,12 +69,30 @@ USED = {
     "Language": "constants.enums",
     "ModelStyle": "constants.enums",
     "GORILLA_TO_OPENAPI": "constants.type_mappings",
+    "DEFAULT_USER_PROMPT_FOR_ADDITIONAL_FUNCTION_PROMPTING": "constants.default_prompts",
     "ast_checker": "eval_checker.ast_eval.ast_checker",
     "convert_to_tool": "model_handler.utils",
     "is_empty_output": "utils",
     "load_dataset_entry": "utils",
     "load_ground_truth_entry": "utils",
 }
+
+
+@dataclass(frozen=True)
+class Variables:
+    """Variables of `make bfcl`."""
+
+    CATEGORIES: str = variable("single_turn", "single_turn, multi_turn, or names of categories")
+    WINDOW: int = variable("32768", "tokens of a multi-turn episode, at most the model's window", positive)
+
+
+def chosen(text: str) -> tuple[str, ...]:
+    """The categories that CATEGORIES=``text`` names, in the order of the table. Raises SettingsError."""
+    known, words = (*GROUPS, *SINGLE_TURN, *MULTI_TURN), text.replace(",", " ").split()
+    if unknown := [word for word in words if word not in known] or ([] if words else [text]):
+        raise SettingsError(f"CATEGORIES={text}: no category {unknown[0]}; there are: {', '.join(known)}")
+    names = {name for word in words for name in GROUPS.get(word, (word,))}
+    return tuple(category for category in (*SINGLE_TURN, *MULTI_TURN) if category in names)
 
 
 @contextmanager
@@ -97,12 +131,16 @@ def package() -> SimpleNamespace:
 
 def questions(category: str) -> list[dict]:
     """RL rows of ``category``, in the package's order. ``ground_truth``: the functions in the checker's form and BFCL's
-    possible answers (none for irrelevance)."""
+    possible answers (none for irrelevance); of multi-turn categories as bfcl_episodes.py says."""
     bfcl = package()
     entries = bfcl.load_dataset_entry(category)  # descriptions get BFCL's hint that this is Python
-    answers = bfcl.load_ground_truth_entry(category) if category in AST else [{"ground_truth": []}] * len(entries)
+    none = category == "irrelevance"
+    answers = [{"ground_truth": []}] * len(entries) if none else bfcl.load_ground_truth_entry(category)
     rows = []
     for index, (entry, answer) in enumerate(zip(entries, answers, strict=True)):
+        if category in MULTI_TURN:
+            rows.append(bfcl_episodes.episode_row(bfcl, category, index, entry, answer["ground_truth"]))
+            continue
         tools = bfcl.convert_to_tool(entry["function"], bfcl.GORILLA_TO_OPENAPI, bfcl.ModelStyle.OPENAI_COMPLETIONS)
         (messages,) = entry["question"]  # one turn
         truth = {"function": entry["function"], "possible_answer": answer["ground_truth"]}
@@ -110,15 +148,15 @@ def questions(category: str) -> list[dict]:
     return rows
 
 
-def prepare(path: Path) -> dict[str, int]:
-    """Write the questions of all categories to the parquet file ``path``; return the count of each.
+def prepare(path: Path, categories: tuple[str, ...] = SINGLE_TURN) -> dict[str, int]:
+    """Write the questions of ``categories`` to the parquet file ``path``; return the count of each.
 
     The categories alternate, so that LIMIT cuts each of them and a larger LIMIT continues from a smaller one.
     """
-    rows = {category: questions(category) for category in CATEGORIES}
-    ordered = sorted((row for category in CATEGORIES for row in rows[category]), key=lambda r: r["extra_info"]["index"])
+    rows = {category: questions(category) for category in categories}
+    ordered = sorted((row for category in categories for row in rows[category]), key=lambda r: r["extra_info"]["index"])
     write_parquet(ordered, path, rl_schema(tools=True))
-    return {category: len(rows[category]) for category in CATEGORIES}
+    return {category: len(rows[category]) for category in categories}
 
 
 def judge(category: str, response: str, truth: dict) -> tuple[bool, str, list | None]:
@@ -167,18 +205,21 @@ def right_by_category(rollouts: list[Rollout]) -> dict[str, np.ndarray]:
 
     Prompts that were too long, or on which the reward raised, count as wrong: all models answer the same questions.
     """
-    right = {category: [] for category in CATEGORIES}
+    right = {category: [] for category in (*SINGLE_TURN, *MULTI_TURN)}
     for rollout in rollouts:
         right[rollout.data_source].append(rollout.reward["acc"] if rollout.reward else 0.0)
-    return {category: np.array(values) for category, values in right.items()}
+    return {category: np.array(values) for category, values in right.items() if values}
 
 
 def why_wrong(rollouts: list[Rollout]) -> dict[str, dict[str, int]]:
-    """By category: how many responses are wrong for which reason, the most frequent first."""
-    counts = {category: Counter() for category in CATEGORIES}
+    """By category: how many responses are wrong for which reason, the most frequent first; of episodes, how they
+    ended."""
+    counts = {rollout.data_source: Counter() for rollout in rollouts}
     for r in rollouts:
         if not r.reward:
             counts[r.data_source]["the reward raised" if r.error else "prompt too long"] += 1
+        elif not r.reward["acc"] and r.data_source in MULTI_TURN:
+            counts[r.data_source][r.finish_reason] += 1
         elif not r.reward["acc"]:
             response = with_opened_thinking(r.response, r.extra_info)
             counts[r.data_source][judge(r.data_source, response, json.loads(r.ground_truth))[1]] += 1
@@ -187,13 +228,18 @@ def why_wrong(rollouts: list[Rollout]) -> dict[str, dict[str, int]]:
 
 def summarize(rollouts: list[Rollout]) -> dict:
     """``{"bfcl_eval": version, "prompts": {category: count}, "too_long": count, "metrics": {name: Estimate as dict},
-    "wrong": {category: {why: count}}}``; ``unreadable`` and ``truncated`` are shares of the prompts that were not too
-    long."""
+    "wrong": {category: {why: count}}}``; the other metrics are of the prompts that were not too long."""
     right = right_by_category(rollouts)
     metrics = {category: proportion(int(values.sum()), len(values)) for category, values in right.items()}
-    metrics["AST mean"] = unweighted_mean([metrics[category] for category in AST])
+    for name, categories in _means(right).items():
+        metrics[name] = unweighted_mean([metrics[category] for category in categories])
     answered = [r for r in rollouts if r.finish_reason != TOO_LONG]
-    if answered:
+    if played := [r for r in answered if r.data_source in MULTI_TURN]:
+        for name in ("turns", "tool_errors"):
+            metrics[name] = bootstrap_mean(np.array([r.reward[name] for r in played if r.reward] or [0.0]))
+        metrics["tokens"] = bootstrap_mean(np.array([r.tokens for r in played]))
+        metrics["cut"] = proportion(sum(r.finish_reason in CUT for r in played), len(played))
+    elif answered:
         unreadable = sum(bool(r.reward and r.reward["unreadable"]) for r in answered)
         metrics["unreadable"] = proportion(unreadable, len(answered))
         metrics["truncated"] = proportion(sum(r.finish_reason == "length" for r in answered), len(answered))
@@ -206,11 +252,16 @@ def summarize(rollouts: list[Rollout]) -> dict:
     }
 
 
+def _means(by_category: dict) -> dict[str, tuple[str, ...]]:
+    """Those of MEANS whose categories are all in ``by_category``."""
+    return {name: of for name, of in MEANS.items() if by_category.keys() >= set(of)}
+
+
 def changes(base: list[Rollout], trained: list[Rollout]) -> dict[str, Estimate]:
-    """Accuracy of ``trained`` minus that of ``base`` on the same questions: by category, and the AST mean."""
+    """Accuracy of ``trained`` minus that of ``base`` on the same questions: by category, and their means."""
     before, after = right_by_category(base), right_by_category(trained)
-    result = {category: bootstrap_mean(after[category] - before[category]) for category in CATEGORIES}
-    return {**result, "AST mean": unweighted_mean([result[category] for category in AST])}
+    result = {category: bootstrap_mean(after[category] - before[category]) for category in before}
+    return result | {name: unweighted_mean([result[each] for each in of]) for name, of in _means(before).items()}
 
 
 def table_rows(summaries: dict[str, dict], change: dict[str, Estimate] | None) -> list[list[str]]:
@@ -218,8 +269,9 @@ def table_rows(summaries: dict[str, dict], change: dict[str, Estimate] | None) -
     first = next(iter(summaries.values()))
     estimates = {name: cells for name, *cells in comparison_table(summaries)[1]}
     rows = []
-    for name in (*AST, "AST mean", "irrelevance", "unreadable", "truncated"):
-        cells = [name, str(first["prompts"].get(name, "")), *estimates.get(name, ["-"] * len(summaries))]
+    order = (*AST, "AST mean", "irrelevance", *MULTI_TURN, "multi-turn mean")
+    for name in sorted(estimates, key=lambda name: order.index(name) if name in order else len(order)):
+        cells = [name, str(first["prompts"].get(name, "")), *estimates[name]]
         if change is not None:
             by = change.get(name)
             cells.append(f"{by.value:+.3f} [{by.low:.3f}, {by.high:.3f}]" if by else "-")
@@ -229,22 +281,55 @@ def table_rows(summaries: dict[str, dict], change: dict[str, Estimate] | None) -
     return rows
 
 
-def evaluate(s: Settings, scoring: Scoring, models: dict[str, str]) -> int:
-    """`make bfcl`: a table of ``models`` (label to path), and summary.json beside each model's rollouts. LIMIT is
-    per category. Returns the number of completions on which the reward raised."""
+def evaluate(s: Settings, own: Variables, models: dict[str, str]) -> int:
+    """`make bfcl`: a table of ``models`` (label to path) for the single-turn and one for the multi-turn categories, and
+    summary.json beside each model's rollouts. LIMIT is per category. Returns the number of completions on which the
+    reward raised."""
     if not models:
         raise SettingsError("no model is given: bfcl.py LABEL=MODEL ...")
-    root, data = artifacts() / "eval/bfcl", artifacts() / "data/bfcl/test.parquet"
-    sizes = prepare(data)
+    categories, errors = chosen(own.CATEGORIES), 0
+    for group in GROUPS.values():
+        if of_group := tuple(category for category in group if category in categories):
+            errors += _evaluated(s, own, of_group, models)
+    return errors
+
+
+def _evaluated(s: Settings, own: Variables, categories: tuple[str, ...], models: dict[str, str]) -> int:
+    episodes = categories[0] in MULTI_TURN
+    root = artifacts() / "eval/bfcl"
+    data = artifacts() / "data/bfcl" / ("episodes.parquet" if episodes else "test.parquet")
+    sizes = prepare(data, categories)
     limit = sum(min(s.LIMIT, size) for size in sizes.values())
     how = sampling(replace(s, EVAL_TEMPERATURE=0.0, TOP_P=1.0))
     jobs = {label: Job(model, str(data), limit, how, Hardware.of(s)) for label, model in models.items()}
-    rollouts, summaries = summarized(jobs, root, scoring, summarize)
+    if episodes:
+        jobs = {label: _of_episodes(job, own.WINDOW) for label, job in jobs.items()}
+    rollouts, summaries = summarized(jobs, root, scoring(episodes), summarize)
     labels = list(models)
     change = changes(rollouts[labels[-2]], rollouts[labels[-1]]) if len(labels) > 1 else None
     header = ["category", "prompts", *labels, *([f"{labels[-1]} - {labels[-2]}, paired"] if change else [])]
     show_table(f"BFCL, greedy, bfcl-eval {VERSION}: share right [95 % interval]", header, table_rows(summaries, change))
     return report_errors([r for of_model in rollouts.values() for r in of_model])
+
+
+def _of_episodes(job: Job, longest: int) -> Job:
+    """``job`` with the limits of episodes: MAX_NEW_TOKENS for each turn of the model, ``longest`` tokens, or the
+    model's window, for prompt and turns together."""
+    most = job.sampling.max_tokens
+    if longest <= most:
+        raise SettingsError(f"WINDOW={longest}: must be more than MAX_NEW_TOKENS={most}, a turn")
+    whole = window(job.model, most, longest - most)
+    how = replace(job.sampling, max_prompt_tokens=whole - most)
+    turns = 10 * (bfcl_episodes.MOST_STEPS + 1)  # at most 8 turns of the user
+    limits = Limits(whole - most, whole, most, turns, bfcl_episodes.STEP_SECONDS, window=whole)
+    return replace(job, sampling=how, episode=limits)
+
+
+def scoring(episodes: bool) -> Scoring:
+    """The reward of single-turn questions, or the environment of ``episodes``; the mark is of all that decides."""
+    code = [ROOT / "tasks/common/rewards/tool_calls.py", Path(bfcl_apis.__file__), Path(bfcl_episodes.__file__)]
+    mark = fingerprint({"bfcl-eval": VERSION}, Path(__file__).resolve(), *code)
+    return Scoring(None if episodes else compute_score, None, mark, bfcl_episodes.Environment if episodes else None)
 
 
 def main() -> None:
@@ -253,12 +338,11 @@ def main() -> None:
     arguments = sys.argv[1:]
     child = arguments[:1] == ["sample"]
     with errors_in_one_line(SettingsError, DataError, stopped="" if child else STOPPED):
-        parser = ROOT / "tasks/common/rewards/tool_calls.py"
-        scoring = Scoring(compute_score, None, fingerprint({"bfcl-eval": VERSION}, Path(__file__).resolve(), parser))
         if child:
-            errors = sample_here(arguments[1:], scoring)
+            errors = sample_here(arguments[1:], scoring(bool(json.loads(arguments[1])["episode"])))
         else:
-            errors = evaluate(load_settings(), scoring, dict(pair.split("=", 1) for pair in arguments))
+            models = dict(pair.split("=", 1) for pair in arguments)
+            errors = evaluate(load_settings(), load_settings(cls=Variables), models)
         if errors:
             sys.exit(f"error: the reward raised on {errors} completions, which count as wrong; all else was done")
 

@@ -1,4 +1,4 @@
-"""Tool calls to make: each turn of a conversation that calls tools is a problem, all before it is the prompt.
+"""Tool calls to make: each turn of the assistant in a conversation with calls is a problem, all before it its prompt.
 
 From a file (FILE), the public set (SOURCE=hub), or made here (SOURCE=generate, dialogues.py).
 """
@@ -8,43 +8,97 @@ import random
 from collections.abc import Iterator
 
 from tasks.common.data import prepare, records
-from tasks.common.data.formats import conversation, split_thinking
+from tasks.common.data.formats import conversation, split_thinking, tool_schemas
 from tasks.common.data.rows import DataError
-from tasks.common.rewards.tool_calls import Malformed, functions, parse_response, render_calls
+from tasks.common.rewards.tool_calls import OPEN, Malformed, functions, parse_calls, parse_response, render_calls
 from tasks.tool_calling.dialogues import dialogues
 
 HUB_DATASET = "Bingguang/HardGen"
+RESULT, RESULT_END = "<tool_response>", "</tool_response>"
 
 
 def examples(record: dict, strict: bool) -> Iterator[prepare.Example | str]:
-    """An example of each of the record's turns that calls tools, or text that says why the turn, or the whole record,
-    cannot be used. ``strict``: demonstrations think first; without reasoning in the data there is none."""
+    """An example of each of the assistant's turns in a record with calls, or text that says why the turn, what follows
+    it, or the whole record cannot be used. A turn in words expects no call. ``strict``: demonstrations think first;
+    without reasoning in the data there is none."""
     try:
-        found = conversation(record)
+        found = conversation(_with_answers(record))
+        messages, tools = _from_hermes(found.messages, found.tools or [])
     except DataError as error:
         yield str(error)
         return
-    turns = [index for index, message in enumerate(found.messages) if message.get("tool_calls")]
-    if not turns:
+    if not any(message.get("tool_calls") for message in messages):
         yield "no turn calls a tool"
-    for index in turns:
-        yield _example(found.messages[: index + 1], found.tools or [], strict)
+        return
+    for index, message in enumerate(messages):
+        if problem := _broken(messages, index):
+            yield f"message {index}: {problem}; it and what follows are left out"
+            return
+        follows = messages[index + 1]["role"] if index + 1 < len(messages) else None
+        # Words before a call of the same turn are no answer without a call.
+        if message.get("tool_calls") or (message["role"] == "assistant" and follows != "assistant"):
+            yield _example(messages[: index + 1], tools, strict)
+
+
+def _with_answers(record: dict) -> dict:
+    """A record of xLAM's form, ``query`` and the calls that are its ``answers``, as messages."""
+    if not isinstance(record.get("query"), str) or "answers" not in record:
+        return record
+    calls = {"role": "assistant", "content": "", "tool_calls": record["answers"]}
+    return {"messages": [{"role": "user", "content": record["query"]}, calls], "tools": record.get("tools")}
+
+
+def _from_hermes(messages: list[dict], tools: list[dict]) -> tuple[list[dict], list[dict]]:
+    """``messages`` with the calls and results that Hermes writes as text in tags, and the tools of its system message,
+    which is left out: the model's own template says how to call. Raises DataError for tools that are none.
+    https://github.com/NousResearch/Hermes-Function-Calling"""
+    first = messages[0]["content"] if messages[0]["role"] == "system" else ""
+    if listed := first.rpartition("</tools>")[0].rpartition("<tools>")[2].strip():
+        array = listed if listed.startswith("[") else f"[{','.join(filter(str.strip, listed.splitlines()))}]"
+        messages, tools = messages[1:], tools or tool_schemas(array) or []
+    return [_from_tags(message) for message in messages], tools
+
+
+def _from_tags(message: dict) -> dict:
+    if message["role"] == "tool":
+        content = message["content"].strip()
+        tagged = content.startswith(RESULT) and content.endswith(RESULT_END)
+        return {**message, "content": content[len(RESULT) : -len(RESULT_END)].strip()} if tagged else message
+    if message["role"] != "assistant" or OPEN not in message["content"] or message.get("tool_calls"):
+        return message
+    thought, text = split_thinking(message["content"])
+    try:
+        calls, words = parse_calls(text)
+    except Malformed:
+        return message  # its turn is told to be no call, what follows to be broken
+    content = f"<think>\n{thought}\n</think>\n\n{words}" if thought else words
+    return {**message, "content": content, "tool_calls": [{"type": "function", "function": call} for call in calls]}
+
+
+def _broken(messages: list[dict], index: int) -> str | None:
+    """Why ``messages[index]`` cannot follow those before it: a call lacks its result, or a result its call."""
+    before = next((i for i in range(index - 1, -1, -1) if messages[i]["role"] != "tool"), None)
+    calls = messages[before].get("tool_calls") or [] if before is not None else []
+    results = index - 1 - (-1 if before is None else before)
+    if messages[index]["role"] == "tool":
+        return None if results < len(calls) else "a result without a call"
+    return "comes after a call without a result" if calls and not results else None
 
 
 def _example(messages: list[dict], tools: list[dict], strict: bool) -> prepare.Example | str:
     *before, turn = messages
-    calls = [call["function"] for call in turn["tool_calls"]]
+    calls = [call["function"] for call in turn.get("tool_calls") or []]
     if unknown := {call["name"] for call in calls} - functions(tools).keys():
-        return f"calls {', '.join(sorted(unknown))}, which is not among its tools"
+        return f"calls {', '.join(sorted(unknown))[:200]}, which is not among its tools"
     if not before or before[-1]["role"] not in ("user", "tool"):
-        return "calls a tool where it is not the assistant's turn"
-    demonstration = render_calls(calls)
-    if not _reads_as(demonstration, calls):
-        return "has calls that are no strict JSON, too many or too long"
+        return f"{'calls a tool' if calls else 'answers'} where it is not the assistant's turn"
+    thought, text = split_thinking(turn["content"])
+    demonstration = render_calls(calls) if calls else text.strip()
+    if not _reads_as(demonstration, calls, tools):
+        return "has calls that are no strict JSON, too many or too long" if calls else "has words that read as a call"
     if strict:
-        thought, _ = split_thinking(turn["content"])
         demonstration = f"<think>\n{thought}\n</think>\n\n{demonstration}"
-        if not thought or not _reads_as(demonstration, calls):
+        if not thought or not _reads_as(demonstration, calls, tools):
             demonstration = None
     prompt = [_without_thinking(message) for message in before]
     truth = {"calls": calls, "tools": tools}
@@ -65,9 +119,11 @@ def _without_thinking(message: dict) -> dict:
     return {**message, "content": split_thinking(message["content"])[1]}
 
 
-def _reads_as(response: str, calls: list[dict]) -> bool:
+def _reads_as(response: str, calls: list[dict], tools: list[dict]) -> bool:
+    """Whether the reward reads ``calls`` in ``response``; of no calls, also words."""
     try:
-        return parse_response(response).calls == calls
+        read = parse_response(response, tools)
+        return read.calls == calls and bool(read.text) != bool(calls)
     except (Malformed, RecursionError):
         return False
 

@@ -33,7 +33,7 @@ def project_root(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def rows() -> dict[str, list[dict]]:
-    return {category: bfcl.questions(category) for category in bfcl.CATEGORIES}
+    return {category: bfcl.questions(category) for category in bfcl.SINGLE_TURN}
 
 
 def concrete(value):
@@ -214,7 +214,7 @@ JSON = st.recursive(
 
 @given(data=st.data())
 def test_any_arguments_get_a_score(rows, data):
-    row = data.draw(st.sampled_from([row for category in bfcl.CATEGORIES for row in rows[category][:60]]))
+    row = data.draw(st.sampled_from([row for category in bfcl.SINGLE_TURN for row in rows[category][:60]]))
     calls = answer(row, optional=False) or [{"name": tools_of(row)[0]["function"]["name"], "arguments": {"x": 1}}]
     for call in calls:
         for name in call["arguments"]:
@@ -313,7 +313,7 @@ def command(tmp_path):
 
 
 def test_the_command_counts_by_category_and_goes_on_from_a_smaller_limit(command, rows, tmp_path):
-    right = [render_calls(answer(rows[c][i], optional=False)) or "no" for i in range(3) for c in bfcl.CATEGORIES]
+    right = [render_calls(answer(rows[c][i], optional=False)) or "no" for i in range(3) for c in bfcl.SINGLE_TURN]
     base = ["no call"] * 15
     trained = list(right)
     trained[1], trained[8], trained[4] = "no", None, CALL  # multiple 0, parallel_multiple 1, irrelevance 0
@@ -331,7 +331,7 @@ def test_the_command_counts_by_category_and_goes_on_from_a_smaller_limit(command
     assert sorted(map(int, asked.read_text().split())) == list(range(15))  # each question once
     (path,) = (tmp_path / "artifacts/eval/bfcl").glob("trained-*/summary.json")
     summary = json.loads(path.read_text())
-    assert summary["prompts"] == dict.fromkeys(bfcl.CATEGORIES, 3)
+    assert summary["prompts"] == dict.fromkeys(bfcl.SINGLE_TURN, 3)
     assert summary["too_long"] == 1
     value = {name: estimate["value"] for name, estimate in summary["metrics"].items()}
     assert value == pytest.approx(

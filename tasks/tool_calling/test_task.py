@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.common.data.prepare import Example, distinct
+from tasks.common.data.prepare import Example, distinct, too_long
 from tasks.common.data.records import load
 from tasks.common.rewards.answers import RewardError
 from tasks.common.rewards.tool_calls import render_calls
@@ -129,7 +129,7 @@ def assistant(*calls, content=""):
 USER, RESULT = {"role": "user", "content": "Weather in Oslo?"}, {"role": "tool", "content": "{}"}
 
 
-def test_each_turn_that_calls_becomes_an_example_of_all_before_it():
+def test_each_turn_becomes_an_example_of_all_before_it():
     text = {**ROME, "arguments": json.dumps(ROME["arguments"])}  # arguments as JSON text, as OpenAI has them
     messages = [
         USER,
@@ -139,12 +139,14 @@ def test_each_turn_that_calls_becomes_an_example_of_all_before_it():
         {"role": "user", "content": "And in Rome, and again Oslo?"},
         assistant(text, OSLO),
     ]
-    first, second = examples({"messages": messages, "tools": [WEATHER]}, strict=False)
+    first, words, second = examples({"messages": messages, "tools": [WEATHER]}, strict=False)
     assert replace(first, group=None) == Example([USER], ONE, render_calls([OSLO]), tools=[WEATHER])
+    assert [m["role"] for m in words.prompt] == ["user", "assistant", "tool"]
+    assert words.ground_truth == {"calls": [], "tools": [WEATHER]} and words.demonstration == "Cold."
     assert [m["role"] for m in second.prompt] == ["user", "assistant", "tool", "assistant", "user"]
     assert second.prompt[1]["content"] == "" and second.prompt[1]["tool_calls"]  # without the thinking
     assert second.ground_truth == {"calls": [ROME, OSLO], "tools": [WEATHER]}
-    first, second = examples({"messages": messages, "tools": json.dumps([WEATHER])}, strict=True)
+    first, words, second = examples({"messages": messages, "tools": json.dumps([WEATHER])}, strict=True)
     assert first.demonstration == f"<think>\nOslo it is.\n</think>\n\n{render_calls([OSLO])}"
     assert second.demonstration is None  # strict, and the data has no thinking
 
@@ -156,8 +158,81 @@ def test_sharegpt_turns_are_read():
         {"from": "observation", "value": "{}"},
         {"from": "gpt", "value": "Cold."},
     ]
-    (found,) = examples({"conversations": turns, "tools": json.dumps([WEATHER["function"]])}, strict=False)
+    record = {"conversations": turns, "tools": json.dumps([WEATHER["function"]]), "system": "Be brief."}  # APIGen-MT
+    found, words = examples(record, strict=False)
+    assert found.prompt == [{"role": "system", "content": "Be brief."}, USER]
+    assert (found.ground_truth, found.demonstration) == (ONE, render_calls([OSLO]))
+    assert (words.ground_truth["calls"], words.demonstration) == ([], "Cold.")
+
+
+def test_hermes_turns_are_read():
+    block, other = f"<tool_call>\n{json.dumps(OSLO)}\n</tool_call>", tool("f", {})
+    turns = [
+        {"from": "system", "value": f"You call functions.\n<tools>{json.dumps([WEATHER])}</tools>"},
+        {"from": "human", "value": "Weather in Oslo?"},
+        {"from": "gpt", "value": f"<think>Oslo.</think>\n{block}"},
+        {"from": "tool", "value": '<tool_response>\n{"t": 3}\n</tool_response>'},
+        {"from": "gpt", "value": "Cold."},
+    ]
+    found, words = examples({"conversations": turns}, strict=True)
+    assert found.prompt == [USER] and found.ground_truth == ONE and found.tools == [WEATHER]
+    assert found.demonstration == f"<think>\nOslo.\n</think>\n\n{render_calls([OSLO])}"
+    assert words.prompt[2]["content"] == '{"t": 3}' and words.prompt[1]["content"] == ""
+    # A line for each tool, as Qwen's template writes them.
+    turns[0]["value"] = (
+        f"Signatures are in <tools></tools>:\n<tools>\n{json.dumps(WEATHER)}\n{json.dumps(other)}\n</tools>"
+    )
+    assert next(examples({"conversations": turns}, strict=False)).tools == [WEATHER, other]
+    turns[2]["value"] = block[:-20]  # a call that cannot be read
+    assert list(examples({"conversations": turns}, strict=False)) == ["no turn calls a tool"]
+    turns[0]["value"] = "<tools>no JSON</tools>"
+    (found,) = examples({"conversations": turns}, strict=False)
+    assert "not JSON" in found
+
+
+def test_a_record_of_xlam_is_read():
+    record = {"query": USER["content"], "answers": json.dumps([OSLO]), "tools": json.dumps([WEATHER["function"]])}
+    (found,) = examples(record, strict=False)
     assert replace(found, group=None) == Example([USER], ONE, render_calls([OSLO]), tools=[WEATHER])
+
+
+def test_words_before_a_call_of_the_same_turn_are_no_answer():
+    says = {"role": "assistant", "content": "I look it up."}
+    found = list(examples({"messages": [USER, says, assistant(OSLO), RESULT, says], "tools": [WEATHER]}, strict=False))
+    assert found[0] == "calls a tool where it is not the assistant's turn"
+    assert [len(example.prompt) for example in found[1:]] == [4]
+
+
+@pytest.mark.parametrize(
+    "messages, usable, reason",
+    [
+        ([USER, assistant(OSLO), USER, assistant(OSLO)], 1, "message 2: comes after a call without a result"),
+        ([USER, RESULT, assistant(OSLO)], 0, "message 1: a result without a call"),
+        ([USER, assistant(OSLO), RESULT, RESULT, assistant(ROME)], 1, "message 3: a result without a call"),
+        ([USER, {"role": "assistant", "content": "Hm."}, RESULT, assistant(OSLO)], 1, "message 2: a result without"),
+        ([USER, assistant({**OSLO, "name": "w"}), RESULT, assistant(OSLO)], 1, "calls w, which is not among its tools"),
+        ([USER, assistant(OSLO), RESULT, {"role": "assistant", "content": "{broken <tool_call>"}], 1, "read as a call"),
+        ([USER, assistant({**OSLO, "arguments": {"city": "a" * 10_000_000}}), RESULT, assistant(OSLO)], 1, "too long"),
+    ],
+    ids=["no result", "no call", "two results", "result of words", "unknown tool", "broken words", "10 MB"],
+)
+def test_a_broken_turn_is_told_and_what_can_be_used_is_kept(messages, usable, reason):
+    found = list(examples({"messages": messages, "tools": [WEATHER]}, strict=False))
+    (problem,) = [each for each in found if isinstance(each, str)]
+    assert reason in problem and len(problem) < 200
+    assert len(found) == usable + 1
+
+
+def test_a_prompt_of_10_mb_is_left_out_without_tokenizing_it():
+    messages = [USER, assistant({**OSLO, "arguments": {"city": "a " * 5_000_000}}), RESULT, assistant(OSLO)]
+    *_, last = examples({"messages": messages, "tools": [WEATHER]}, strict=False)
+    assert too_long(None, 4096, last.messages(), last.tools) == "too_long"
+
+
+def test_the_first_of_parallel_calls_may_have_the_only_result():
+    messages = [USER, assistant(OSLO, ROME), RESULT, {"role": "assistant", "content": "Cold."}]
+    calls, words = examples({"messages": messages, "tools": [WEATHER]}, strict=False)
+    assert len(calls.ground_truth["calls"]) == 2 and words.ground_truth["calls"] == []
 
 
 @pytest.mark.parametrize(
@@ -208,7 +283,7 @@ def test_turns_of_a_conversation_are_one_group(tmp_path):
     groups = {}
     for example in filter(None, from_file(file_settings(path))):
         groups.setdefault(example.prompt[0]["content"], []).append(example.group)
-    assert len(groups) == 20 and {len(group) for group in groups.values()} == {2}
+    assert len(groups) == 20 and {len(group) for group in groups.values()} == {3}
     assert {len(set(group)) for group in groups.values()} == {1}
     assert len({group[0] for group in groups.values()}) == 20
 
@@ -225,7 +300,7 @@ def test_a_folder_with_its_own_split_keeps_it(tmp_path):
     for name in ("train", "test"):
         conversation_file(tmp_path / f"{name}.jsonl", 20)
     found = [example.split for example in from_file(file_settings(tmp_path)) if example]
-    assert found == ["train"] * 40 + ["test"] * 40
+    assert found == ["train"] * 60 + ["test"] * 60
 
 
 # ---- dialogues made here
@@ -331,18 +406,23 @@ def mutations(calls):
 
 @real_data
 def test_real_demonstrations_are_right_and_every_mutation_is_wrong():
-    seen = 0
+    seen = words = 0
     for example, variant in real_examples():
         truth = json.dumps(example.ground_truth)
         calls = example.ground_truth["calls"]
         head = example.demonstration.removesuffix(render_calls(calls))
         assert score(example.demonstration, truth, variant)["score"] == 1.0
+        if not calls:
+            call = render_calls([{"name": example.tools[0]["function"]["name"], "arguments": {}}])
+            assert score(call, truth, variant)["score"] == score("", truth, variant)["score"] == 0.0
+            words += 1
+            continue
         assert score(head + render_calls(calls[::-1]), truth, variant)["score"] == 1.0
         for changed in mutations(calls):
             found = score(head + render_calls(changed), truth, variant)
             assert found["score"] == 0.0, (changed, calls)
         seen += 1
-    assert seen > 250
+    assert seen > 250 and words > 300
 
 
 # ---- metrics

@@ -5,7 +5,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/../common/launch/launch.sh"
 
 default MODEL Qwen/Qwen3-4B-Instruct-2507 cpu=embedded # a hub id, a folder, or `embedded` (SmolLM2-135M-Instruct)
 default SOURCE auto                             # auto | hub (Bingguang/HardGen) | generate; FILE= goes before
-default MAX_SAMPLES 1000                        # turns with a call, before the split; 0: all
+default MAX_SAMPLES 1000                        # turns of the assistant, before the split; 0: all
 default DIFFICULTY hard cpu=easy                # hard: the hub, or long generated dialogues | easy: short generated ones
 default TRAIN_SIZE 0                            # 0: all
 default TEST_SIZE 0.05                          # a share, or a count

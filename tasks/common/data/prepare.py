@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -24,7 +25,7 @@ from tasks.common.data.rows import (
 )
 from tasks.common.data.split import Form, Sizes, SplitError, write_sides, write_split
 from tasks.common.files import partial_of, read_json, write_json
-from tasks.common.models.chat_template import prompt_ids
+from tasks.common.models.chat_template import LONGEST_TOKEN, prompt_ids
 from tasks.common.models.find import resolve_model
 from tasks.common.models.merge import base_model
 from tasks.common.process import errors_in_one_line
@@ -161,7 +162,7 @@ def _prepare(settings: Settings, name: str, source: Source, note: str) -> dict:
     finite = iter(examples) is not examples
     shown = f"FILE={settings.FILE}" if name == "file" else f"SOURCE={name}"
     demonstrations: list[dict] = []
-    checked = {}
+    checked, groups = {}, defaultdict(set)
 
     def check(sides: dict[str, list], load: Callable) -> dict[str, list]:
         checked["gold"], sides = _gold_checked(settings, sides, load)
@@ -171,6 +172,8 @@ def _prepare(settings: Settings, name: str, source: Source, note: str) -> dict:
         messages, tools = example.messages(), example.tools
         if split == "train" and example.demonstration and len(demonstrations) < settings.SFT_SIZE:
             demonstrations.append(sft_row(messages, example.demonstration, tools))
+        if example.group:
+            groups[split].add(_group_key(example))
         return _rl_row(settings, example, split, index)
 
     form = Form(
@@ -206,12 +209,19 @@ def _prepare(settings: Settings, name: str, source: Source, note: str) -> dict:
             examples = Examples(load(settings.FILE) if name == "file" else [], iter)
         manifest = {"fingerprint": settings.data_fingerprint(), "source": name, "note": "; ".join(filter(None, notes))}
         manifest |= {"origin": examples.origin(), "seed": settings.SEED, "rows": rows, **details, **checked}
+        manifest |= {"groups": {split: len(found) for split, found in groups.items()}} if groups else {}
         write_json(new / "manifest.json", manifest)
     return manifest
 
 
 def _rl_row(settings: Settings, example: Example, split: str, index: int) -> dict:
-    return rl_row(settings.TASK, example.messages(), example.ground_truth, split, index, example.tools, example.key)
+    key = example.key or (_group_key(example) if example.group else None)
+    return rl_row(settings.TASK, example.messages(), example.ground_truth, split, index, example.tools, key)
+
+
+def _group_key(example: Example) -> str:
+    """The same text for all rows of a group: `extra_info.key` tells a conversation's rows apart from others'."""
+    return hashlib.blake2b(example.group.encode(), digest_size=16).hexdigest()
 
 
 @dataclass(frozen=True)
@@ -320,6 +330,8 @@ def load_tokenizer(model: str, shown: str = "MODEL="):
 
 def too_long(tokenizer, limit: int, messages: list[dict], tools: list[dict] | None) -> str | None:
     """Why a prompt cannot be used: "too_long" with over ``limit`` tokens, "refused_by_chat_template", or None."""
+    if len(json.dumps(messages)) > limit * LONGEST_TOKEN:
+        return "too_long"
     try:
         return "too_long" if len(prompt_ids(tokenizer, messages, tools)) > limit else None
     except ValueError:
@@ -348,7 +360,8 @@ def read_manifest(data_dir: Path) -> dict:
 
 def describe(manifest: dict) -> str:
     """A manifest in one to three lines: rows and source, what was dropped, the gold check."""
-    rows = ", ".join(f"{count} {name}" for name, count in manifest["rows"].items())
+    of = {name: f" (of {count} conversations)" for name, count in manifest.get("groups", {}).items()}
+    rows = ", ".join(f"{count} {name}{of.get(name, '')}" for name, count in manifest["rows"].items())
     parts = [manifest["source"]]
     for part in manifest.get("origin") or []:
         if "file" in part:

@@ -367,8 +367,8 @@ class TransformersEngine:
 ENGINES = {"vllm": VLLMEngine, "transformers": TransformersEngine}
 
 
-def window(model: str, max_new_tokens: int) -> int:
-    """Context length to ask the engine for: WINDOW plus the response, or the model's own limit where that is
+def window(model: str, max_new_tokens: int, before: int = WINDOW) -> int:
+    """Context length to ask the engine for: ``before`` plus the response, or the model's own limit where that is
     smaller. Raises SettingsError for a model that cannot be found, and when the response alone would fill it."""
     from transformers import AutoConfig
 
@@ -376,7 +376,7 @@ def window(model: str, max_new_tokens: int) -> int:
         config = AutoConfig.from_pretrained(base_model(model)).get_text_config()
     except (OSError, ValueError) as error:
         raise SettingsError(f"MODEL={model}: {one_line(str(error), 200)}") from error
-    largest = getattr(config, "max_position_embeddings", None) or WINDOW + max_new_tokens
+    largest = getattr(config, "max_position_embeddings", None) or before + max_new_tokens
     if max_new_tokens >= largest:
         raise SettingsError(f"MAX_NEW_TOKENS={max_new_tokens}: {model} has a window of {largest} tokens; lower it")
-    return min(largest, WINDOW + max_new_tokens)
+    return min(largest, before + max_new_tokens)

@@ -122,6 +122,7 @@ def _own(own_metrics: OwnMetrics | None, rollouts: list[Rollout], prompts: set[i
 def summarize(rollouts: list[Rollout], own_metrics: OwnMetrics | None = None) -> dict:
     """Metrics of one model: ``{"prompts", "samples", "left_out", "errors", "metrics": {name: Estimate as dict}}``.
 
+    ``conversations``, where there are fewer than prompts: some prompts are turns of one (`extra_info.key`).
     ``left_out``: prompts that were too long to sample. ``errors``: completions on which the reward raised. Neither
     counts in a metric. The task's own metrics come last in ``metrics``.
     """
@@ -129,8 +130,11 @@ def summarize(rollouts: list[Rollout], own_metrics: OwnMetrics | None = None) ->
     metrics = {name: _estimate(table[name], rollouts) for name in table}
     own, resampled = _own(own_metrics, rollouts, {*table.index})
     metrics |= {name: _with_interval(value, resampled[name]) for name, value in own.items()}
+    keys = {r.index: (r.extra_info or {}).get("key") or r.index for r in rollouts if r.index in table.index}
+    conversations = len(set(keys.values()))
     return {
         "prompts": len(table),
+        **({"conversations": conversations} if conversations < len(table) else {}),
         "samples": max((r.sample + 1 for r in rollouts if r.mode == SAMPLED), default=0),
         "left_out": len({r.index for r in rollouts if r.finish_reason == TOO_LONG}),
         "errors": sum(bool(r.error) for r in rollouts),

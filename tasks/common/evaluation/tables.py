@@ -15,7 +15,8 @@ from tasks.common.text import one_line, printable
 
 def sizes(summary: dict) -> str:
     """The numbers of prompts and samples of a summary, with what could not be counted."""
-    text = f"{summary['prompts']} prompts, {summary['samples']} samples each"
+    of = f" of {summary['conversations']} conversations" if "conversations" in summary else ""
+    text = f"{summary['prompts']} prompts{of}, {summary['samples']} samples each"
     if summary["left_out"]:
         text += f"; {summary['left_out']} prompts left out (longer than MAX_PROMPT_LENGTH)"
     if summary["errors"]:

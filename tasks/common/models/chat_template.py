@@ -19,6 +19,7 @@ For each call, write a JSON object in <tool_call></tool_call>:
 {{"name": <function name>, "arguments": <object of arguments>}}
 </tool_call>"""
 PROBE = "probe_7f3a"  # a text that stands in no template
+LONGEST_TOKEN = 512  # characters; no text of more than this for each free token is tokenized
 
 
 def prompt_ids(tokenizer, messages: list[dict], tools: list[dict] | None = None, chat_template=None) -> list[int]:

@@ -33,11 +33,13 @@ class Start:
 @dataclass(frozen=True)
 class Step:
     """What follows a message of the model: the ``messages`` that it reads next (role ``tool`` or ``user``), a
-    ``reward``, and whether the episode is ``done``. Rewards of an episode add up; 1 in all is a success."""
+    ``reward``, and whether the episode is ``done``. Rewards of an episode add up; 1 in all is a success. ``failed``:
+    calls that the environment could not carry out, where it goes on by itself."""
 
     messages: list[dict] = field(default_factory=list)
     reward: float = 0.0
     done: bool = False
+    failed: int = 0
 
 
 class Environment(Protocol):
@@ -45,6 +47,8 @@ class Environment(Protocol):
 
     ``action``: the model's message, with ``calls`` ``{"name", "arguments"}``, ``text`` outside of them and
     ``thinking``. Calls are of known tools; their arguments may be anything that JSON can say. Both run in a thread.
+    An environment with ``step_text(text) -> Step`` in place of ``step`` reads the model's texts itself, malformed ones
+    too.
     """
 
     def reset(self, row: dict) -> Start: ...
@@ -94,16 +98,20 @@ def stepped(environment: Environment, row: dict, tools: list[dict], answer: str)
 
 
 def _stepped(environment: Environment, row: dict, tools: list[dict], answer: str) -> tuple[Step, int]:
+    act = getattr(environment, "step_text", None)
+    action = answer
+    if act is None:
+        act = environment.step
+        try:
+            action = _parsed(answer, tools)
+        except Malformed as error:
+            return _refused(f"malformed: {error}", tools), 1
+        unknown = {call["name"][:80] for call in action.calls} - functions(tools).keys()
+        if unknown:
+            there = ", ".join(functions(tools))
+            return _refused(f"no tool {', '.join(sorted(unknown)[:3])}; there are: {there}", tools), len(action.calls)
     try:
-        action = _parsed(answer, tools)
-    except Malformed as error:
-        return _refused(f"malformed: {error}", tools), 1
-    unknown = {call["name"][:80] for call in action.calls} - functions(tools).keys()
-    if unknown:
-        there = ", ".join(functions(tools))
-        return _refused(f"no tool {', '.join(sorted(unknown)[:3])}; there are: {there}", tools), len(action.calls)
-    try:
-        step = environment.step(action)
+        step = act(action)
         if problem := _step_problem(step):
             raise ValueError(problem)
     except CallError as error:
@@ -112,7 +120,7 @@ def _stepped(environment: Environment, row: dict, tools: list[dict], answer: str
         raise
     except BaseException as error:
         raise RewardError(f"{_where(row)}: step raised {_said(error)}") from error
-    return step, 0
+    return step, step.failed
 
 
 def _encodable(message: dict) -> dict:

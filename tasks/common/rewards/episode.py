@@ -9,28 +9,28 @@ import contextlib
 import copy
 import threading
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from tasks.common.models.chat_template import next_turn_ids, opens_thinking, prompt_ids
+from tasks.common.models.chat_template import LONGEST_TOKEN, next_turn_ids, opens_thinking, prompt_ids
 from tasks.common.rewards.answers import RewardError
 from tasks.common.rewards.environment import SUCCESS, Environment, Start, begun, stepped
 
 # Why an episode ended. The last three are cuts.
 DONE, TOO_LONG, LENGTH, MAX_TURNS, TIMEOUT = "stop", "prompt_too_long", "length", "max_turns", "step_timeout"
 CUT = (LENGTH, MAX_TURNS, TIMEOUT)
-LONGEST_TOKEN = 512  # characters; no text of more than this for each free token is tokenized
 
 
 @dataclass(frozen=True)
 class Limits:
     """Of an episode, in tokens: its prompt, one turn, and all turns with what stands between them. ``turns``: of the
-    model. ``step_seconds``: of reset and of each step."""
+    model. ``step_seconds``: of reset and of each step. ``window``: of prompt and turns together, 0: no bound."""
 
     prompt_length: int
     response_length: int
     turn_length: int
     turns: int
     step_seconds: float
+    window: int = 0
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,9 @@ async def play(made: type[Environment], row: dict, tokenizer, sample: Sample, li
     episode = Episode(prompt_ids(tokenizer, start.messages, start.tools))
     if len(episode.prompt_ids) > limits.prompt_length:
         episode.ended = TOO_LONG
+    if limits.window:
+        left = limits.window - len(episode.prompt_ids)
+        limits = replace(limits, response_length=min(limits.response_length, left))
     while not episode.ended:
         episode.ended = await _turn(episode, environment, row, start, tokenizer, sample, limits)
     return episode
