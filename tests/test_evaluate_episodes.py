@@ -47,7 +47,12 @@ def workplace(tmp_path, small_model):
             return folder
 
         def run(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess:
-            given = {"ARTIFACTS": str(self.artifacts), "N": "2", "MAX_PROMPT_LENGTH": "1024"} | variables
+            given = {
+                "ARTIFACTS": str(self.artifacts),
+                "N": "2",
+                "MAX_PROMPT_LENGTH": "1024",
+                "MAX_TURNS": "4",
+            } | variables
             given |= {"MAX_RESPONSE_LENGTH": "2048", "MAX_TURN_LENGTH": "512"}
             environment = exported(ROOT / "tasks/calculator/train.sh", given) | {"PYTHONPATH": str(ROOT)}
             command = [PYTHON, str(ROOT / "tests/stub_episodes.py"), *arguments]
@@ -176,7 +181,7 @@ def test_each_turn_has_a_seed_of_its_own():
     assert len(seeds) == 7 and pickle.loads(pickle.dumps(turns)) == turns
 
 
-@pytest.mark.parametrize("goal", ["chat", "batch", "rescore", "dpo"])
+@pytest.mark.parametrize("goal", ["batch", "rescore", "dpo"])
 def test_goals_of_single_turn_tasks_are_refused_before_anything_starts(goal, tmp_path):
     result = make(goal, TASK="calculator", STACK="cpu", ARTIFACTS=str(tmp_path))
     errors = [line for line in result.stdout.splitlines() if line.startswith("error:")]

@@ -81,27 +81,49 @@ class Episode:
                 raise ValueError(f"{len(ids)} sampled tokens have {len(log_probs or [])} log-probs")
 
 
+@dataclass(frozen=True)
+class Begun:
+    """What an episode is played in: its ``environment``, as reset to ``row`` it gave ``start``."""
+
+    environment: Environment
+    row: dict
+    start: Start
+
+
+async def begin(made: type[Environment], row: dict, step_seconds: float) -> Begun:
+    """A new environment of the class ``made``, reset to the RL row ``row``. Raises RewardError for what it raises, and
+    when that takes more than ``step_seconds``."""
+    row = copy.deepcopy(row)  # other episodes have the same one
+    try:
+        environment, start = await _in_thread(step_seconds, begun, made, row)
+    except TimeoutError:
+        raise RewardError(f"the environment's reset took more than STEP_SECONDS={step_seconds:g}") from None
+    return Begun(environment, row, start)
+
+
 async def play(made: type[Environment], row: dict, tokenizer, sample: Sample, limits: Limits) -> Episode:
     """One episode of the RL row ``row`` in a new environment of the class ``made``.
 
     Raises RewardError for what the environment raises, and when its reset takes too long; a step that takes too long
     ends the episode. Raises ValueError when the chat template refuses.
     """
-    row = copy.deepcopy(row)  # other episodes have the same one
-    try:
-        environment, start = await _in_thread(limits.step_seconds, begun, made, row)
-    except TimeoutError:
-        raise RewardError(f"the environment's reset took more than STEP_SECONDS={limits.step_seconds:g}") from None
-    episode = Episode(prompt_ids(tokenizer, start.messages, start.tools))
+    found = await begin(made, row, limits.step_seconds)
+    episode = Episode(prompt_ids(tokenizer, found.start.messages, found.start.tools))
     if len(episode.prompt_ids) > limits.prompt_length:
         episode.ended = TOO_LONG
-    while not episode.ended:
-        episode.ended = await _turn(episode, environment, row, start, tokenizer, sample, limits)
+    await play_on(episode, found, tokenizer, sample, limits)
     return episode
 
 
-async def _turn(episode, environment, row: dict, start: Start, tokenizer, sample: Sample, limits: Limits) -> str:
+async def play_on(episode: Episode, found: Begun, tokenizer, sample: Sample, limits: Limits) -> None:
+    """Play ``episode``, whose last tokens ask for a turn of the model, until it has ended. Raises as ``play``."""
+    while not episode.ended:
+        episode.ended = await _turn(episode, found, tokenizer, sample, limits)
+
+
+async def _turn(episode: Episode, found: Begun, tokenizer, sample: Sample, limits: Limits) -> str:
     """One turn of the model and what follows it; why the episode has ended, or empty."""
+    tools = found.start.tools
     context = episode.prompt_ids + episode.response_ids
     most = min(limits.turn_length, limits.response_length - len(episode.response_ids))
     sampled = await sample(context, most)
@@ -112,7 +134,7 @@ async def _turn(episode, environment, row: dict, start: Start, tokenizer, sample
     text = tokenizer.decode(sampled.ids, skip_special_tokens=True)
     answer = f"<think>{text}" if opens_thinking(tokenizer, context) else text
     try:
-        step, errors = await _in_thread(limits.step_seconds, stepped, environment, row, start.tools, answer)
+        step, errors = await _in_thread(limits.step_seconds, stepped, found.environment, found.row, tools, answer)
     except TimeoutError:
         return TIMEOUT
     episode.reward += step.reward
@@ -122,7 +144,7 @@ async def _turn(episode, environment, row: dict, start: Start, tokenizer, sample
     room = limits.response_length - len(episode.response_ids)
     if sum(len(message["content"]) for message in step.messages) > room * LONGEST_TOKEN:
         return LENGTH
-    between = next_turn_ids(tokenizer, sampled.ids, step.messages, start.tools)
+    between = next_turn_ids(tokenizer, sampled.ids, step.messages, tools)
     if len(between) >= room:
         return LENGTH
     episode.add(between, False)
