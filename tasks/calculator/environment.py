@@ -49,7 +49,8 @@ class Environment:
     """A message with calls gets their results; one without ends the episode: 1.0 if its <answer> is right, else 0.0."""
 
     def reset(self, row: dict) -> Start:
-        self.truth = str(read_ground_truth(row["reward_model"]["ground_truth"])["answer"])
+        truth = read_ground_truth(row["reward_model"]["ground_truth"])
+        self.truth = truth and str(truth["answer"])  # `make batch` may have none
         return Start(decoded(row["prompt"]), TOOLS)
 
     def step(self, action: Response) -> Step:

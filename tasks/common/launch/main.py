@@ -47,7 +47,7 @@ from tasks.common.training import verl_versions
 # Goals that need verl to train or to show its config.
 TRAINING = ("sft", "train", "dpo", "all", "experiment", "config", "certify")
 # Goals that know no episodes.
-SINGLE_TURN = ("batch", "rescore", "dpo")
+SINGLE_TURN = ("rescore", "dpo")
 # Goals that use an existing model: of a run, or MODEL.
 ABOUT_A_RUN = ("eval", "compare", "merge", "chat", "batch")
 # The stages of each goal, in order. A stage of the task's own comes after data and model.

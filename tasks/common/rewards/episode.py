@@ -10,6 +10,7 @@ import copy
 import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from tasks.common.models.chat_template import next_turn_ids, opens_thinking, prompt_ids
 from tasks.common.rewards.answers import RewardError
@@ -51,7 +52,8 @@ Sample = Callable[[list[int], int], Awaitable[Sampled]]
 class Episode:
     """``response_ids``: all after the prompt. ``mask``: 1 for a token that the model sampled. ``log_probs``: of these,
     0 for the others; None where the engine gives none. ``reward``: the sum over turns. ``ended``: DONE, TOO_LONG or one
-    of CUT. ``tool_errors``: calls that could not be carried out."""
+    of CUT. ``tool_errors``: calls that could not be carried out. ``messages``: what was said after the prompt, the
+    model's texts and what it read."""
 
     prompt_ids: list[int]
     response_ids: list[int] = field(default_factory=list)
@@ -61,6 +63,7 @@ class Episode:
     turns: int = 0
     tool_errors: int = 0
     ended: str = ""
+    messages: list[dict] = field(default_factory=list)
 
     @property
     def scores(self) -> dict[str, float]:
@@ -129,10 +132,11 @@ async def _turn(episode: Episode, found: Begun, tokenizer, sample: Sample, limit
     sampled = await sample(context, most)
     episode.add(list(sampled.ids), True, sampled.log_probs)
     episode.turns += 1
-    if not sampled.stopped:
-        return LENGTH
     text = tokenizer.decode(sampled.ids, skip_special_tokens=True)
     answer = f"<think>{text}" if opens_thinking(tokenizer, context) else text
+    episode.messages.append({"role": "assistant", "content": answer})
+    if not sampled.stopped:
+        return LENGTH
     try:
         step, errors = await _in_thread(limits.step_seconds, stepped, found.environment, found.row, tools, answer)
     except TimeoutError:
@@ -148,7 +152,17 @@ async def _turn(episode: Episode, found: Begun, tokenizer, sample: Sample, limit
     if len(between) >= room:
         return LENGTH
     episode.add(between, False)
+    episode.messages += step.messages
     return ""
+
+
+def turn_texts(tokenizer, ids: list[int], mask: list[int]) -> list[str]:
+    """What was said in turn, without special tokens: the model first, then what it read, and so on.
+
+    ``ids`` and ``mask``: of an episode's response. Empty where the mask has no 1 (TRUNCATED=masked).
+    """
+    parts = [[token for token, _ in part] for _, part in groupby(zip(ids, mask, strict=True), key=lambda pair: pair[1])]
+    return [tokenizer.decode(part, skip_special_tokens=True).strip() for part in parts] if any(mask) else []
 
 
 async def _in_thread(seconds: float, function: Callable, *arguments):
