@@ -98,10 +98,17 @@ class TaskTrainer(KeepBest):
     # With what was said in turn, which an episode's text does not tell: a model can write what stands between turns.
     def _log_rollout_data(self, batch, timing_raw, rollout_data_dir):
         if self.config.data.get("episode"):
-            data = tq.kv_batch_get(batch.keys, batch.partition_id, select_fields=["responses", "response_mask"])
-            rows = zip(batch.keys, data["responses"].unbind(), data["response_mask"].unbind(), strict=True)
-            self._turns = {key: turn_texts(self.tokenizer, *map(torch.Tensor.tolist, row)) for key, *row in rows}
+            try:
+                self._turns = self._said(batch)
+            except Exception as error:  # only people look at them
+                print(f"the turns of step {self.global_steps} are not told: {one_line(str(error), 300)}", flush=True)
         super()._log_rollout_data(batch, timing_raw, rollout_data_dir)
+
+    def _said(self, batch) -> dict[str, list[str]]:
+        fields = ["responses", "response_mask"]
+        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
+        rows = zip(batch.keys, *(data[name].unbind() for name in fields), strict=True)
+        return {key: turn_texts(self.tokenizer, ids.tolist(), mask.tolist()) for key, ids, mask in rows}
 
     def _dump_generations(self, inputs, outputs, gts, scores, reward_extra_infos_dict, dump_path):
         turns, self._turns = self._turns, None
