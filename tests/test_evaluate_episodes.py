@@ -4,19 +4,23 @@ import json
 import pickle
 import shutil
 import subprocess
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tasks.calculator.environment import TOOLS, Environment
-from tasks.common.data.rows import chat, rl_row, rl_schema, write_parquet
+from tasks.common.data.rows import chat, read_rows, rl_row, rl_schema, tools_of, write_parquet
 from tasks.common.evaluation.engines import Request, Sampling, TurnRequest
-from tasks.common.evaluation.rollouts import Rollout, read_rollouts, write_rollouts
+from tasks.common.evaluation.episodes import Stage, play_all
+from tasks.common.evaluation.rollouts import Completion, Rollout, read_rollouts, write_rollouts
 from tasks.common.evaluation.sample import Hardware, Job, Scoring, load
 from tasks.common.evaluation.summary import summarize
 from tasks.common.evaluation.tables import sizes
 from tasks.common.files import write_json
+from tasks.common.models.chat_template import answer_ids
+from tasks.common.rewards.environment import Step, tool_message
 from tasks.common.rewards.episode import Limits
 from tasks.common.rewards.tool_calls import render_calls
 from tests.helpers import PYTHON, ROOT, exported, make
@@ -49,7 +53,12 @@ def workplace(tmp_path, small_model):
             return folder
 
         def run(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess:
-            given = {"ARTIFACTS": str(self.artifacts), "N": "2", "MAX_PROMPT_LENGTH": "1024"} | variables
+            given = {
+                "ARTIFACTS": str(self.artifacts),
+                "N": "2",
+                "MAX_PROMPT_LENGTH": "1024",
+                "MAX_TURNS": "4",
+            } | variables
             given |= {"MAX_RESPONSE_LENGTH": "2048", "MAX_TURN_LENGTH": "512"}
             environment = exported(ROOT / "tasks/calculator/train.sh", given) | {"PYTHONPATH": str(ROOT)}
             command = [PYTHON, str(ROOT / "tests/stub_episodes.py"), *arguments]
@@ -102,6 +111,8 @@ def test_episodes_get_the_exact_metrics_and_each_turn_is_one_batch(workplace):
     assert "<tool_response>\n7\n</tool_response>" in found[0, "sampled", 0].response
     assert "error: no tool python; there are: calculator" in found[1, "sampled", 0].response
     assert [found[2, "sampled", n].finish_reason for n in (0, 1)] == ["max_turns", "length"]
+    said = [("assistant", CALL), ("tool", "7"), ("assistant", RIGHT)]
+    assert found[0, "sampled", 0].messages == [{"role": role, "content": text} for role, text in said]
 
 
 def test_what_has_ended_is_kept_and_the_same_command_plays_the_rest(workplace):
@@ -171,6 +182,107 @@ def test_limits_count_for_episodes_alone(tmp_path):
     assert len(marks) == 3
 
 
+def test_batch_plays_the_rows_of_a_table_and_scores_those_with_a_ground_truth(workplace, tmp_path):
+    table, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    prompts = [{"prompt": "3 + 4?", "ground_truth": {"answer": "7"}}, {"prompt": "3 + 5?"}]
+    table.write_text("".join(json.dumps(row) + "\n" for row in prompts))
+    model = workplace.model("m", [{"sampled": [[CALL, RIGHT]]}] * 2)
+    (model / "config.json").write_text('{"model_type": "llama", "max_position_embeddings": 4096}')
+    given = {"INPUT": str(table), "OUTPUT": str(output), "N": "1", "MAX_NEW_TOKENS": "1024"}
+    result = workplace.run("batch", str(model), **given)
+    assert result.returncode == 0, result.stdout
+    first, second = map(json.loads, output.read_text().splitlines())
+    assert (first["score"], first["turns"], second["score"]) == (1.0, 2.0, None)
+    assert "<tool_response>\n7\n</tool_response>" in second["response"] and second["finish_reason"] == "stop"
+    result = workplace.run("batch", str(model), **given, TEMPLATE="chatml")
+    assert result.returncode == 1 and "plays episodes, with BACKEND=vllm and the model's own template" in result.stdout
+
+
+def test_right_episodes_become_demonstrations_with_each_turn(workplace, tmp_path):
+    model = workplace.model("m", TABLE)
+    result = workplace.run("accepted", str(model), str(tmp_path / "run/accepted.parquet"), ROLLOUT_N="2")
+    assert result.returncode == 0, result.stdout
+    assert "3 prompts, 2 samples each, 3 accepted" in result.stdout
+    rows = list(read_rows(tmp_path / "run/accepted.parquet"))
+    assert [row["prompt_messages"] for row in rows] == [1, 1, 1]
+    said = [(message["role"], message["content"]) for message in rows[0]["messages"]]
+    assert said == [("user", "train 0"), ("assistant", CALL), ("tool", "7"), ("assistant", RIGHT)]
+    assert rows[2]["messages"][2]["content"].startswith("error: no tool python") and tools_of(rows[0]) == TOOLS
+
+
+class Slow(Environment):
+    """A step takes ``seconds`` where the row's truth says so."""
+
+    def step(self, action):
+        time.sleep(float(self.truth))
+        return Step([tool_message("go on")]) if action.calls else Step(reward=1.0, done=True)
+
+
+class Engine:
+    """Each turn takes SECONDS for all that are asked at once; it notes when each is asked."""
+
+    SECONDS = 0.05
+
+    def __init__(self, tokenizer, turns: int):
+        self.tokenizer, self.turns, self.asked, self.started = tokenizer, turns, [], time.monotonic()
+
+    def generate(self, requests, sampling):
+        self.asked.append((time.monotonic() - self.started, [(r.index, r.turn) for r in requests]))
+        time.sleep(self.SECONDS)
+        for request in requests:
+            ids = answer_ids(self.tokenizer, CALL if request.turn < self.turns - 1 else RIGHT)
+            yield request, [Completion("", "stop", len(ids), 0.5, ids=tuple(ids))]
+
+
+def played(small_model, seconds: list[float], turns: int, engine=Engine):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(small_model)
+    rows = [rl_row("x", chat("hi"), {"answer": str(each)}, "test", i, TOOLS) for i, each in enumerate(seconds)]
+    requests = [Request(i, "sampled", []) for i in range(len(rows))]
+    made, found = engine(tokenizer, turns), []
+    how = Sampling(1, False, 1.0, 1.0, 4096, 4096, 0)
+    started = time.monotonic()
+    stage = Stage(made, tokenizer, how, Limits(4096, 4096, 4096, turns, 30), Slow)
+    play_all(stage, rows, requests, lambda group: found.extend((time.monotonic() - started, r) for r in group))
+    return made, found
+
+
+def test_a_slow_environment_holds_no_other_episode(small_model):
+    engine, found = played(small_model, [3.0, *[0.0] * 7], turns=4)
+    ended = {rollout.index: seconds for seconds, rollout in found}
+    assert len(ended) == 8 and all(rollout.reward["acc"] == 1 for _, rollout in found)
+    assert max(ended[i] for i in range(1, 8)) < 3 < 12 < ended[0]
+    assert len(engine.asked[0][1]) == 8
+
+
+def test_steps_of_all_episodes_run_at_once(small_model):
+    _, found = played(small_model, [1.0] * 16, turns=3)
+    assert len(found) == 16 and max(seconds for seconds, _ in found) < 1.3 * 3 * (1 + Engine.SECONDS) + 1
+
+
+def test_an_engine_that_fails_ends_the_evaluation_with_its_error(small_model):
+    class Dies(Engine):
+        def generate(self, requests, sampling):
+            for found in super().generate(requests, sampling):
+                if len(self.asked) > 1:
+                    raise RuntimeError("the engine died")
+                yield found
+
+    with pytest.raises(RuntimeError, match="the engine died"):
+        played(small_model, [0.0] * 3, turns=3, engine=Dies)
+
+
+def test_a_template_that_refuses_ends_the_evaluation_with_its_error(small_model):
+    class Refuses(Engine):
+        def __init__(self, tokenizer, turns):
+            super().__init__(tokenizer, turns)
+            tokenizer.chat_template = "{{ raise_exception('no tools here') }}"
+
+    with pytest.raises(ValueError, match="no tools here"):
+        played(small_model, [0.0] * 3, turns=3, engine=Refuses)
+
+
 def test_each_turn_has_a_seed_of_its_own():
     places = [(0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0), (10, 0, 0), (0, 10, 0)]
     turns = [TurnRequest(index, "sampled", [], None, (1,), 9, sample, turn) for index, sample, turn in places]
@@ -178,7 +290,7 @@ def test_each_turn_has_a_seed_of_its_own():
     assert len(seeds) == 7 and pickle.loads(pickle.dumps(turns)) == turns
 
 
-@pytest.mark.parametrize("goal", ["chat", "batch", "rescore", "dpo"])
+@pytest.mark.parametrize("goal", ["rescore", "dpo"])
 def test_goals_of_single_turn_tasks_are_refused_before_anything_starts(goal, tmp_path):
     result = make(goal, TASK="calculator", STACK="cpu", ARTIFACTS=str(tmp_path))
     errors = [line for line in result.stdout.splitlines() if line.startswith("error:")]

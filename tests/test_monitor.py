@@ -161,6 +161,25 @@ def test_trackio_has_curves_samples_findings_and_settings(run_dir, trackio):
     assert len(trackio.store.get_traces("countdown", "mine", search="target: 3")) == 4
 
 
+def test_an_episode_is_a_conversation(run_dir, trackio):
+    turns = ["call", HOSTILE, "answer"]
+    write_lines(run_dir / "rollouts/2.jsonl", [rollout(2, 1.0) | {"turns": turns}, rollout(2, 0.0) | {"turns": "x"}])
+    Follower(trackio).update()
+    found = [trace for trace in trackio.store.get_traces("countdown", "mine") if trace["step"] == 2]
+    said = sorted([(m["role"], m["content"]) for m in trace["messages"]][1:] for trace in found)
+    assert said[0] == [("assistant", "<answer>1+2</answer>")]
+    assert said[1] == [("assistant", "call"), ("user", HOSTILE), ("assistant", "answer")]
+
+
+def test_an_evaluated_episode_has_its_turns(run_dir):
+    (file,) = (run_dir.parents[2] / "eval/countdown").glob("*/rollouts.jsonl")
+    row = json.loads(file.read_text().splitlines()[0])
+    said = [("assistant", "call"), ("tool", "1"), ("tool", HOSTILE), ("assistant", "2")]
+    write_lines(file, [row | {"messages": [{"role": role, "content": text} for role, text in said]}])
+    (sample,) = [each for each in look(run_dir).samples.values() if each.kind == "evaluation"]
+    assert sample.turns == ("call", f"1\n{HOSTILE}", "2")
+
+
 def test_a_resumed_run_is_one_curve_with_what_was_trained_last(run_dir, trackio):
     follower = Follower(trackio)
     follower.update()

@@ -412,6 +412,43 @@ def test_what_a_model_wrote_is_text_and_nothing_is_loaded(settings):
     assert HOSTILE[4] in page.text["Probe"]
 
 
+def test_an_episode_is_shown_turn_by_turn_and_what_it_says_is_text(settings):
+    run_dir = make_run(settings, metrics={1: STEP})
+    turns = [HOSTILE[0], HOSTILE[1], HOSTILE[3]]
+    write_rollouts(run_dir, [ROLLOUT | {"output": "all", "turns": turns}])
+    raw = run_report.write(run_dir).read_text()
+    page = Page(raw)
+    assert page.blocks["Samples"][1:4] == [HOSTILE[0], HOSTILE[1], "[31mredback?"] and "script" not in page.tags
+    heads = ["turn 1: model", "turn 1: environment", "turn 2: model"]
+    assert [page.text["Samples"].count(head) for head in heads] == [1, 1, 1] and "all" not in page.blocks["Samples"]
+    write_rollouts(run_dir, [ROLLOUT | {"turns": [f"said {place} " + "x" * 5000 for place in range(99)]}])
+    blocks = report(run_dir).blocks["Samples"]
+    assert len(blocks) == 2 + run_report.TURNS + 1 and "[… 75 messages left out …]" in blocks
+    assert blocks[-2].startswith("said 98") and max(map(len, blocks)) < 1100
+    for other in (["one"], "text", {"a": 1}, None, [1, None]):
+        write_rollouts(run_dir, [ROLLOUT | {"turns": other}])
+        assert len(report(run_dir).blocks["Samples"]) == (4 if other == [1, None] else 3)
+
+
+def test_without_rollouts_the_samples_are_of_the_evaluation(settings):
+    run_dir = make_run(settings, metrics={1: STEP})
+    evaluate(run_dir, "mine", checkpoint(run_dir, 1), accuracy=0.5)
+    folder = run_dir.parents[2] / "eval/countdown/mine"
+    made = {"index": 0, "mode": "greedy", "sample": 0, "finish_reason": "stop", "tokens": 1, "entropy": 0.0}
+    made |= {"prompt": [{"role": "user", "content": HOSTILE[0]}], "response": "r", "data_source": "x", "extra_info": {}}
+    made |= {"ground_truth": "3", "reward": {"score": 1.0}}
+    roles = ("assistant", "tool", "tool")
+    made["messages"] = [{"role": role, "content": text} for role, text in zip(roles, "abc", strict=True)]
+    lines = [json.dumps(made) + "\n", json.dumps(made | {"reward": None}) + "\n"]
+    (folder / "rollouts.jsonl").write_text("".join(lines))
+    page = report(run_dir)
+    assert page.blocks["Samples"] == [f"user: {HOSTILE[0]}", "a", "b\nc", "3"]
+    assert "1 of 1 responses of the evaluation of step 1" in page.text["Samples"]
+    (folder / "rollouts.jsonl").write_text("[1]\n")
+    with pytest.raises(SettingsError, match="line 1: is not a rollout"):
+        run_report.write(run_dir)
+
+
 def test_long_texts_lose_their_middle(settings):
     run_dir = make_run(settings, metrics={1: STEP})
     text = "begin" + "x" * 1_000_000 + "end"

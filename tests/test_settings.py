@@ -522,7 +522,6 @@ MULTI_TURN_REFUSED = [
     ({"STACK": "a100"}, "TASK=calculator: is multi-turn, which STACK=a100 (verl 0.6.1) cannot train; take STACK="),
     ({"METHOD": "dpo"}, "METHOD=dpo: is for single-turn tasks; TASK=calculator has episodes"),
     ({"METHOD": "distill", "TEACHER": "a/b"}, "METHOD=distill: is for single-turn tasks; TASK=calculator has episodes"),
-    ({"SFT_SOURCE": "samples"}, "SFT_SOURCE=samples: is for single-turn tasks; TASK=calculator has episodes"),
     ({"TRUNCATED": "shaped"}, "TRUNCATED=shaped: is for single-turn tasks; TASK=calculator has episodes"),
     ({"REWARD": "x"}, "REWARD=x: TASK=calculator has the rewards of its environment.py; leave REWARD out"),
     ({"REWARD_MODEL": "a/b"}, "REWARD_MODEL=a/b: TASK=calculator has the rewards of its environment.py; leave "),

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 
@@ -127,3 +128,34 @@ def test_a_reward_model_that_fails_ends_the_run_in_one_line(trainer, module, mon
     text = str(raised.value)
     assert text.startswith(f"REWARD_MODEL={MODEL} gave no reward: ") and text.endswith(reason) and "\n" not in text
     assert trainer.saved == [(3, {"taken": 3})]
+
+
+@pytest.mark.parametrize("stored", [True, False])
+def test_the_samples_of_a_step_have_the_turns_of_their_own_episode(trainer, module, monkeypatch, stored):
+    """Through verl's own dump, which sorts the rows by prompt and sample."""
+    texts, masks = {"b_0_0": [7, 8, 9, 7], "a_0_0": [5, 6]}, {"b_0_0": [1, 0, 0, 1], "a_0_0": [1, 1]}
+
+    def nested(rows):
+        return torch.nested.nested_tensor([torch.tensor(row) for row in rows], layout=torch.jagged)
+
+    def get(keys, partition_id, select_fields):
+        if "response_mask" in select_fields and not stored:
+            raise KeyError("response_mask")
+        found = {"responses": nested(texts[key] for key in keys), "prompts": nested([1] for _ in keys)}
+        found |= {"response_mask": nested(masks[key] for key in keys), "uid": np.array(keys)}
+        found |= {"rm_scores": torch.zeros(2, 4), "reward_model": np.array([{"ground_truth": "x"}] * 2)}
+        return {name: found[name] for name in select_fields}
+
+    dumped = []
+    monkeypatch.setattr(module.tq, "kv_batch_get", get, raising=False)
+    monkeypatch.setattr(module.PPOTrainer, "_dump_generations", lambda self, *given: dumped.append(given))
+    trainer.config.data = {"episode": {"task": "x"}}
+    decode = mock.Mock(side_effect=lambda ids, skip_special_tokens: " ".join(str(int(token)) for token in ids))
+    trainer.tokenizer = SimpleNamespace(decode=decode, pad_token_id=0)
+    batch = SimpleNamespace(keys=[*texts], partition_id="train")
+    trainer._log_rollout_data(batch, {}, "folder")
+    ((_, outputs, _, _, more, folder),) = dumped
+    assert outputs == ["5 6 0 0", "7 8 9 7"] and folder == "folder" and more["uid"] == ["a_0_0", "b_0_0"]
+    assert more.get("turns") == ([["5 6"], ["7", "8 9", "7"]] if stored else None)
+    trainer._dump_generations([], [], [], [], {"x": []}, "validation")  # which has no uid
+    assert dumped[1][4] == {"x": []}

@@ -1,11 +1,14 @@
 """Arithmetic with a calculator: the model calls it, reads the results, and answers."""
 
+from fractions import Fraction
+
 from tasks.common.data.rows import decoded
 from tasks.common.rewards.answers import last_answer, read_ground_truth
 from tasks.common.rewards.environment import CallError, Start, Step, tool_message
 from tasks.common.rewards.expression import MAX_DIGITS, parse_expression
 from tasks.common.rewards.tool_calls import Response
 
+PLACES = 6
 TOOLS = [
     {
         "type": "function",
@@ -22,22 +25,32 @@ TOOLS = [
 ]
 
 
+def written(value: Fraction) -> str:
+    """``value`` exactly: as a decimal where it has one of up to PLACES places, else as a fraction."""
+    scaled = value * 10**PLACES
+    if value.denominator == 1 or scaled.denominator > 1:
+        return str(value)
+    whole, part = divmod(abs(scaled.numerator), 10**PLACES)
+    return f"{'-' * (value < 0)}{whole}.{part:0{PLACES}}".rstrip("0")
+
+
 def calculate(arguments: dict) -> str:
-    """The value of ``arguments["expression"]``, a fraction where it is not whole. Raises CallError."""
+    """The value of ``arguments["expression"]``, as ``written``. Raises CallError."""
     expression = arguments.get("expression")
     if arguments.keys() != {"expression"} or not isinstance(expression, str):
         raise CallError("calculator takes one argument, expression, a text")
-    found = parse_expression(expression)
+    found = parse_expression(expression, signs_and_points=True)
     if found is None:
         raise CallError(f"not an expression over + - * / and parentheses, with numbers of up to {MAX_DIGITS} digits")
-    return str(found[0])
+    return written(found[0])
 
 
 class Environment:
     """A message with calls gets their results; one without ends the episode: 1.0 if its <answer> is right, else 0.0."""
 
     def reset(self, row: dict) -> Start:
-        self.truth = str(read_ground_truth(row["reward_model"]["ground_truth"])["answer"])
+        truth = read_ground_truth(row["reward_model"]["ground_truth"])
+        self.truth = truth and str(truth["answer"])  # `make batch` may have none
         return Start(decoded(row["prompt"]), TOOLS)
 
     def step(self, action: Response) -> Step:

@@ -1,11 +1,13 @@
-"""Arithmetic problems that a small model cannot compute in its head, with the episodes that solve them."""
+"""Arithmetic problems that a small model cannot compute in its head, and GSM8K's, with the episodes that solve them."""
 
 import random
 from collections.abc import Iterator
 
-from tasks.calculator.environment import TOOLS, calculate
-from tasks.common.data import prepare
-from tasks.common.rewards.environment import tool_message
+from tasks.calculator.environment import TOOLS, calculate, written
+from tasks.common.data import prepare, word_problems
+from tasks.common.data.rows import DataError
+from tasks.common.rewards.environment import CallError, tool_message
+from tasks.common.rewards.math_answer import read_number
 from tasks.common.rewards.tool_calls import render_calls
 
 # DIFFICULTY: how many numbers, the largest number
@@ -24,13 +26,22 @@ def expression(rng: random.Random, difficulty: str) -> str:
     return text
 
 
+def turns(text: str, problem: str) -> list[dict]:
+    """The model's message of ``text`` and a call for ``problem``, and its result. Raises CallError."""
+    arguments = {"expression": problem}
+    call = render_calls([{"name": "calculator", "arguments": arguments}])
+    return [{"role": "assistant", "content": f"{text}\n{call}".strip()}, tool_message(calculate(arguments))]
+
+
+def answered(text: str, result: str) -> dict:
+    """The model's last message."""
+    return {"role": "assistant", "content": f"{text}\n<answer>{result}</answer>".strip()}
+
+
 def demonstration(problem: str) -> list[dict]:
     """The messages of an episode that solves ``problem`` with one call."""
-    arguments = {"expression": problem}
-    result = calculate(arguments)
-    call = render_calls([{"name": "calculator", "arguments": arguments}])
-    answer = {"role": "assistant", "content": f"<answer>{result}</answer>"}
-    return [{"role": "assistant", "content": call}, tool_message(result), answer]
+    messages = turns("", problem)
+    return [*messages, answered("", messages[-1]["content"])]
 
 
 def generate(settings) -> Iterator[prepare.Example]:
@@ -42,5 +53,40 @@ def generate(settings) -> Iterator[prepare.Example]:
         yield prepare.Example(f"What is {problem}?", truth, demonstration(problem), SYSTEM, TOOLS)
 
 
+def worked(solution: str, result: str) -> list[dict] | None:
+    """The episode of a worked solution: a turn up to each of its annotations, ``<<48/2=24>>``, which is the call.
+
+    None without an annotation, or with one that is no expression.
+    """
+    messages, place = [], 0
+    try:
+        for found in word_problems.ANNOTATION.finditer(solution):
+            messages += turns(solution[place : found.start()].strip(), found[1])
+            place = found.end()
+    except CallError:
+        return None
+    return [*messages, answered(solution[place:].strip(), result)] if messages else None
+
+
+def from_record(record: dict) -> list[prepare.Example]:
+    """The example of a word problem. Raises DataError where it is none, or its answer is no number."""
+    problem = word_problems.read(record)
+    if (number := read_number(problem.number)) is None:
+        raise DataError("`answer` must end with `#### ` and a number")
+    result = written(number)
+    solution = worked(problem.answer.rpartition("####")[0], result)
+    return [prepare.Example(problem.question, {"answer": result}, solution, SYSTEM, TOOLS)]
+
+
+def from_hub(settings) -> prepare.Examples:
+    """GSM8K of the hub (SOURCE=gsm8k)."""
+    return word_problems.from_hub(word_problems.HUB_DATASET, from_record)
+
+
+def from_file(settings) -> prepare.Examples:
+    """FILE: GSM8K's folder or a file of its form."""
+    return word_problems.from_file(settings, from_record)
+
+
 if __name__ == "__main__":
-    prepare.main({"generate": generate})
+    prepare.main({"generate": generate, "gsm8k": from_hub, "file": from_file})

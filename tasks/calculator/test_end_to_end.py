@@ -24,6 +24,9 @@ def test_every_stage(small_model, tmp_path):
     assert all(step["training/rollout_actor_probs_pearson_corr"] > 0.99 for step in lines)
     episodes = [json.loads(line) for line in (run / "rollouts/1.jsonl").read_text().splitlines()]
     assert len(episodes) == 16 and any("<tool_response>" in episode["output"] for episode in episodes)
+    for episode in episodes:  # the turns are those of this episode, and all of it
+        assert all(text in episode["output"] for text in episode["turns"])
+        assert ("<tool_response>" in episode["output"]) == any("<tool_response>" in t for t in episode["turns"][1::2])
     summaries = [json.loads(file.read_text()) for file in tmp_path.glob("eval/calculator/*/summary.json")]
     assert len(summaries) == 3 and all("turns" in summary["metrics"] for summary in summaries)
     assert max(summary["metrics"]["turns"]["value"] for summary in summaries) > 1

@@ -1,5 +1,6 @@
 """The environment and the data of calculator: episodes without a model."""
 
+import os
 import random
 from dataclasses import replace
 from itertools import islice
@@ -9,14 +10,17 @@ from types import SimpleNamespace
 import pytest
 
 from tasks.calculator.environment import TOOLS, Environment, calculate
-from tasks.calculator.prepare_data import DIFFICULTIES, expression, generate
+from tasks.calculator.prepare_data import DIFFICULTIES, expression, from_file, from_record, generate, worked
 from tasks.common.data import prepare
-from tasks.common.data.rows import rl_row
+from tasks.common.data.rows import DataError, rl_row
 from tasks.common.rewards.environment import CallError, replayed
 from tasks.common.rewards.examples import check_episodes
 from tasks.common.rewards.tool_calls import parse_response, render_calls
 from tasks.common.settings import load_settings
+from tests.helpers import ROOT
 from tests.test_settings import VALUES
+
+SHARED = Path(os.environ.get("SHARED_DATA", ROOT.parent / "shared/data"))
 
 
 def test_examples_score_as_stated():
@@ -49,6 +53,41 @@ def test_the_gold_check_plays_the_demonstrations(tmp_path, monkeypatch):
     assert sorted(other["reason"] for other in entry["others"]) == ["score 0, acc 0", "score 0, acc 0"]
 
 
+SOLUTION = "Each costs 3/4 = $<<3/4=0.75>>0.75.\nSo 4 cost $<<0.75*4=3>>3, as stated.\n#### 3"
+
+
+def test_the_annotations_of_a_worked_solution_are_calls():
+    (example,) = from_record({"question": " How much? ", "answer": SOLUTION})
+    said = [message["content"] for message in example.demonstration if message["role"] == "assistant"]
+    results = [message["content"] for message in example.demonstration if message["role"] == "tool"]
+    assert example.prompt == "How much?" and results == ["0.75", "3"]
+    assert [parse_response(text).text for text in said[:2]] == ["Each costs 3/4 = $", "0.75.\nSo 4 cost $"]
+    assert said[2] == "3, as stated.\n<answer>3</answer>"
+    row = rl_row("calculator", example.messages(), example.ground_truth, "train", 0, TOOLS)
+    assert replayed(Environment, row, said) == (1.0, 0, True)
+
+
+def test_a_solution_that_cannot_be_called_is_no_demonstration():
+    assert worked("Ten.", "10") is None and worked("<<2**9=512>>512", "512") is None
+    (example,) = from_record({"question": "How many?", "answer": "Many.\n#### 1,234.50"})
+    assert (example.demonstration, example.ground_truth) == (None, {"answer": "1234.5"})
+    with pytest.raises(DataError, match="must end with"):
+        from_record({"question": "How many?", "answer": "Many.\n#### many"})
+
+
+@pytest.mark.skipif(not (SHARED / "gsm8k").is_dir(), reason="no shared data")
+def test_gsm8k_is_played_with_its_own_calculations():
+    examples = list(from_file(SimpleNamespace(FILE=str(SHARED / "gsm8k"))))
+    without = [example.place.rpartition("/")[2] for example in examples if not example.demonstration]
+    assert len(examples) == 8792 and len(without) == 116
+    assert {"train.jsonl: line 395", "train.jsonl: line 4170", "train.jsonl: line 4877"} <= set(without)
+    for example in examples[::20]:
+        if example.demonstration:
+            row = rl_row("calculator", example.messages(), example.ground_truth, "train", 0, TOOLS)
+            said = [message["content"] for message in example.demonstration if message["role"] == "assistant"]
+            assert replayed(Environment, row, said) == (1.0, 0, True), example.place
+
+
 def test_problems_are_of_their_difficulty_and_the_same_for_a_seed():
     for difficulty, (counts, largest) in DIFFICULTIES.items():
         made = [expression(random.Random(seed), difficulty) for seed in range(200)]
@@ -59,13 +98,28 @@ def test_problems_are_of_their_difficulty_and_the_same_for_a_seed():
 
 
 @pytest.mark.parametrize(
-    ("text", "value"), [("2 + 3 * 4", "14"), ("(2 + 3) * 4", "20"), ("10 - 20", "-10"), ("1 / 3", "1/3"), ("8/2", "4")]
+    ("text", "value"),
+    [
+        ("2 + 3 * 4", "14"),
+        ("(2 + 3) * 4", "20"),
+        ("10 - 20", "-10"),
+        ("1 / 3", "1/3"),
+        ("8/2", "4"),
+        ("0.1 + .2", "0.3"),
+        ("-1/8", "-0.125"),
+        ("1/1000000 + 10.50*2", "21.000001"),
+        ("+12 - -(3 + 4)", "19"),
+        ("1/10000000", "1/10000000"),
+    ],
 )
 def test_values_are_exact(text, value):
     assert calculate({"expression": text}) == value
 
 
-@pytest.mark.parametrize("text", ["", "2**9", "1/0", "x", "9999999999", "1" * 300, "len('a')", "(1", None, 5, ["1"]])
+NO_EXPRESSIONS = ["", "2**9", "1/0", "x", "9999999999", "1." + 10 * "1", "1" * 300, "5.", "1.2.3", "1_0", "1e5", "05"]
+
+
+@pytest.mark.parametrize("text", [*NO_EXPRESSIONS, "len('a')", "(1", None, 5, ["1"]])
 def test_what_is_no_expression_is_a_call_error(text):
     with pytest.raises(CallError):
         calculate({"expression": text})

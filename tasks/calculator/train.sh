@@ -4,12 +4,12 @@
 source "$(dirname "${BASH_SOURCE[0]}")/../common/launch/launch.sh"
 
 default MODEL Qwen/Qwen2.5-1.5B-Instruct cpu=embedded # a hub id, a folder, or `embedded` (SmolLM2-135M-Instruct)
-default SOURCE generate                         # the only one
+default SOURCE generate                         # generate | gsm8k (openai/gsm8k, word problems); FILE= goes before
 default DIFFICULTY hard cpu=easy                # easy: 2 numbers up to 999 | hard: 3 or 4 up to 9999
 default TRAIN_SIZE 8192 cpu=512                 # training prompts
 default TEST_SIZE 512 cpu=128                   # held-out prompts
 default STEPS 100 cpu=8                         # training steps
-default MAX_TURNS 4                             # of the model in an episode
+default MAX_TURNS 12                            # of the model in an episode
 default MICRO_BATCH_SIZE 16 cpu=8               # long episodes: fewer sequences in one pass
 default MAX_TURN_LENGTH 256 cpu=64              # tokens
 default MAX_PROMPT_LENGTH 512 cpu=256           # tokens

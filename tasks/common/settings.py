@@ -639,7 +639,7 @@ def _multi_turn_problems(s: Settings) -> Iterator[str]:
     """What a multi-turn task cannot do."""
     if problem := getattr(stack(s.STACK), "MULTI_TURN_PROBLEM", ""):
         yield f"TASK={s.TASK}: {problem}"
-    single = {"METHOD": ("dpo", "distill"), "SFT_SOURCE": ("samples",), "TRUNCATED": ("shaped",)}
+    single = {"METHOD": ("dpo", "distill"), "TRUNCATED": ("shaped",)}
     for name, values in single.items():
         if getattr(s, name) in values:
             yield f"{name}={getattr(s, name)}: is for single-turn tasks; TASK={s.TASK} has episodes"

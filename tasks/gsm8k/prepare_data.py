@@ -1,40 +1,33 @@
 """GSM8K: grade school word problems. The hub set, its original files, or problems generated here."""
 
 import random
-import re
 from collections.abc import Iterator
 
-from tasks.common.data import prepare
-from tasks.common.data.records import hub, load
+from tasks.common.data import prepare, word_problems
 from tasks.common.data.rows import DataError
 from tasks.common.rewards.math_answer import read_number
 
-HUB_DATASET, HUB_CONFIG = "openai/gsm8k", "main"
 INSTRUCTION = 'Reason step by step, then end with "#### " and the answer as a number.'
 
 # Templates of reasoning-gym's gsm_symbolic with two or three short steps: prompt and demonstration fit into 192 and 96
 # tokens of SmolLM2.
 EASY = (6, 10, 20, 31, 43, 50, 54, 56, 58, 62, 72, 95)
 
-_CALCULATOR = re.compile(r"<<[^<>]*>>")  # 16-3-4=<<16-3-4=9>>9
-
 
 def example(question: str, answer: str) -> prepare.Example:
     """One row of the public set. The ground truth is what follows ``####``, without commas; the demonstration is
     ``answer`` without its calculator annotations. Raises DataError if no number follows a ``####``."""
-    truth = answer.rpartition("####")[2].strip().replace(",", "") if "####" in answer else ""
-    if read_number(truth) is None:
+    problem = word_problems.read({"question": question, "answer": answer})
+    if read_number(problem.number) is None:
         raise DataError("`answer` must end with `#### ` and a number")
-    prompt = f"{question.strip()}\n{INSTRUCTION}"
-    return prepare.Example(prompt, truth, _CALCULATOR.sub("", answer).strip())
+    prompt = f"{problem.question}\n{INSTRUCTION}"
+    return prepare.Example(prompt, problem.number, word_problems.ANNOTATION.sub("", answer).strip())
 
 
 def from_record(record: dict) -> list[prepare.Example]:
     """The example of one record. Raises DataError unless it has the texts ``question`` and ``answer``."""
-    question, answer = record.get("question"), record.get("answer")
-    if not isinstance(question, str) or not isinstance(answer, str) or not question.strip():
-        raise DataError("needs the texts `question` and `answer`")
-    return [example(question, answer)]
+    problem = word_problems.read(record)
+    return [example(problem.question, problem.answer)]
 
 
 def generate(settings) -> Iterator[prepare.Example]:
@@ -56,13 +49,13 @@ def generate(settings) -> Iterator[prepare.Example]:
 
 def from_hub(settings) -> prepare.Examples:
     """The public set, or a local copy of its folder, with its own splits: 7,473 train, 1,319 test."""
-    name = HUB_DATASET if settings.SOURCE in ("auto", "hub") else settings.SOURCE
-    return prepare.Examples([hub(name, HUB_CONFIG, split) for split in ("train", "test")], from_record)
+    name = word_problems.HUB_DATASET if settings.SOURCE in ("auto", "hub") else settings.SOURCE
+    return word_problems.from_hub(name, from_record)
 
 
 def from_file(settings) -> prepare.Examples:
     """FILE: a folder with the original train.jsonl and test.jsonl, or one file of such rows, to be split by seed."""
-    return prepare.Examples(load(settings.FILE), from_record)
+    return word_problems.from_file(settings, from_record)
 
 
 if __name__ == "__main__":

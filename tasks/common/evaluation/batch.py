@@ -11,7 +11,7 @@ from tasks.common.data.rows import DataError, chat, messages_problem, rl_row, rl
 from tasks.common.evaluation.chat import task_system
 from tasks.common.evaluation.engines import window
 from tasks.common.evaluation.rollouts import TOO_LONG, Rollout
-from tasks.common.evaluation.sample import Hardware, Job, Scoring, report_errors, sampled, sampling
+from tasks.common.evaluation.sample import Hardware, Job, Scoring, episode_limits, report_errors, sampled, sampling
 from tasks.common.evaluation.spreadsheet import csv_table, csv_text, write_xlsx
 from tasks.common.files import check_writable, written_beside
 from tasks.common.settings import Command, Settings, SettingsError, artifacts, fingerprint
@@ -111,6 +111,8 @@ def _cell(value):
 def batch(s: Settings, command: Command, scoring: Scoring, model: str) -> int:
     """Answer each row of INPUT with ``model`` and write OUTPUT. Returns on how many the reward raised."""
     table, output = paths(command)
+    if scoring.environment and (command.BACKEND != "vllm" or command.TEMPLATE != "default"):
+        raise SettingsError(f"TASK={s.TASK}: plays episodes, with BACKEND=vllm and the model's own template alone")
     rows = read_table(table)[: s.LIMIT or None]
     prompts = rl_rows(rows, s.TASK, task_system(s.data_dir / "test.parquet"))
     file = artifacts() / "batch" / s.TASK / f"{fingerprint({'rows': prompts})}.parquet"
@@ -118,7 +120,9 @@ def batch(s: Settings, command: Command, scoring: Scoring, model: str) -> int:
     # Not MAX_PROMPT_LENGTH: these are not the task's prompts.
     room = window(model, s.MAX_NEW_TOKENS) - s.MAX_NEW_TOKENS
     how = replace(sampling(s), greedy=False, max_prompt_tokens=room, template=command.TEMPLATE)
-    job = Job(model, str(file), 0, how, Hardware.of(s), command.BACKEND)
+    limits = episode_limits(s)
+    limits = limits and replace(limits, prompt_length=room)
+    job = Job(model, str(file), 0, how, Hardware.of(s), command.BACKEND, limits)
     rollouts = sampled({"batch": job}, artifacts() / "batch" / s.TASK, scoring)[0]["batch"]
     write_table(output, answers(rows, rollouts))
     scores = [r.reward["score"] for r in rollouts if r.reward]

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import TextIO
 
 from tasks.common.data.rows import decoded, read_rows, tools_of
+from tasks.common.evaluation import chat_episode
 from tasks.common.evaluation.engines import VLLMEngine, window
 from tasks.common.evaluation.rollouts import Completion, scored
-from tasks.common.evaluation.sample import Scoring, model_name, sampling
+from tasks.common.evaluation.sample import Scoring, episode_limits, model_name, sampling
 from tasks.common.process import StageFailed
 from tasks.common.settings import Settings, artifacts
 from tasks.common.text import one_line, printable
@@ -116,8 +117,14 @@ def chat(s: Settings, scoring: Scoring, model: str) -> int:
             engine = VLLMEngine(model, size, how.seed, s.GPU_MEMORY_UTILIZATION, s.TP)
         except Exception as error:
             raise StageFailed(f"the engine did not start: {one_line(str(error), 300)}\n  log: {log}") from error
-        screen.write(HELP + "\n")
-        talk(engine, how, rows, task_system(test_file), scoring, typed(screen), screen)
+        if scoring.environment:
+            limits = episode_limits(s)
+            table = chat_episode.Table(engine, how, rows, scoring.environment, limits, size, screen)
+            table.say(chat_episode.HELP)
+            chat_episode.talk(table, typed(screen))
+        else:
+            screen.write(HELP + "\n")
+            talk(engine, how, rows, task_system(test_file), scoring, typed(screen), screen)
         engine.close()
         if distributed.is_initialized():  # else NCCL complains on the screen after the end
             distributed.destroy_process_group()

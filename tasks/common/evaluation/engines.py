@@ -257,13 +257,18 @@ class VLLMEngine:
     def stream(self, messages: list[dict], sampling: Sampling, tools: list[dict] | None = None) -> Iterator[str]:
         """The pieces of one answer as they come; ``think_opened`` then says whether it began inside of ``<think>``.
         Raises ValueError when the chat is longer than the model's window."""
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
-
         ids = prompt_ids(self.tokenizer, messages, tools)
         self.think_opened = opens_thinking(self.tokenizer, ids)
         if len(ids) > sampling.max_prompt_tokens:
             raise ValueError(f"the conversation has {len(ids)} tokens, {sampling.max_prompt_tokens} fit: /reset")
+        return (piece.response for piece in self.stream_ids(ids, sampling))
+
+    def stream_ids(self, ids: list[int], sampling: Sampling) -> Iterator[Completion]:
+        """The pieces of one answer to the prompt ``ids`` as they come, each with its text and ids; the last one has the
+        ``finish_reason``. Closing it ends the answer."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
         params = SamplingParams(temperature=sampling.temperature, top_p=sampling.top_p, max_tokens=sampling.max_tokens)
         params.output_kind = RequestOutputKind.DELTA
         engine = self.llm.llm_engine
@@ -272,7 +277,9 @@ class VLLMEngine:
         try:
             while engine.has_unfinished_requests():
                 for output in engine.step():
-                    yield output.outputs[0].text
+                    (new,) = output.outputs
+                    found = tuple(new.token_ids)
+                    yield Completion(new.text, str(new.finish_reason or ""), len(found), 0.0, ids=found)
         finally:  # interrupted: the next question must not wait for this answer
             engine.abort_request([f"chat-{self.asked}"])
 

@@ -1,6 +1,7 @@
-"""Episodes of a multi-turn task: all that live ask for a turn, the engine samples these turns as one batch."""
+"""Episodes of a multi-turn task: those that live ask for a turn, and the engine samples these turns as one batch."""
 
 import asyncio
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,34 +13,51 @@ from tasks.common.rewards.episode import TOO_LONG, Episode, Limits, Sampled, pla
 from tasks.common.text import one_line
 
 AT_ONCE = 1024  # episodes; vLLM samples some hundred at a time
+GRACE = 0.1  # seconds that a batch waits for episodes whose environment is still at work
 
 
 class Turns:
-    """Collects the requests of the ``live`` episodes and samples them once each has asked or ended."""
+    """Turns that episodes ask for, in batches for the engine. The episodes live in the event loop of another thread:
+    their environments work while the engine samples, and a slow one holds no other episode."""
 
-    def __init__(self, engine, sampling: Sampling, live: int):
-        self.engine, self.sampling, self.live = engine, sampling, live
-        self.waiting: dict[tuple, tuple[TurnRequest, asyncio.Future]] = {}
+    def __init__(self):
+        self.changed = threading.Condition()
+        self.waiting: list[tuple[TurnRequest, asyncio.Future]] = []
+        self.live, self.over, self.loop, self.playing = 0, False, None, None
 
     async def sampled(self, request: TurnRequest) -> Completion:
         """The turn that ``request`` asks for."""
         future = asyncio.get_running_loop().create_future()
-        self.waiting[_key(request)] = request, future
-        self._sample_if_all_ask()
+        with self.changed:
+            self.waiting.append((request, future))
+            self.changed.notify()
         return await future
 
-    def ended(self) -> None:
-        """An episode asks for no more turns."""
-        self.live -= 1
-        self._sample_if_all_ask()
+    def began(self, episodes: int) -> None:
+        """So many more ``episodes`` will ask for turns; fewer, where it is negative."""
+        with self.changed:
+            self.live += episodes
+            self.changed.notify()
 
-    def _sample_if_all_ask(self) -> None:
-        if not self.waiting or len(self.waiting) < self.live:
-            return
-        asked, self.waiting = self.waiting, {}
-        requests = [request for request, _ in asked.values()]
-        for request, (completion,) in self.engine.generate(requests, self.sampling):
-            asked[_key(request)][1].set_result(completion)
+    def end(self) -> None:
+        """No episode asks for more."""
+        with self.changed:
+            self.over = True
+            self.changed.notify()
+
+    def cancel(self) -> None:
+        """End the episodes, from another thread."""
+        if self.loop and not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(self.playing.cancel)
+
+    def batch(self) -> list[tuple[TurnRequest, asyncio.Future]]:
+        """The next turns to sample: of all live episodes, or of those that have asked GRACE after the first. Empty at
+        the end."""
+        with self.changed:
+            self.changed.wait_for(lambda: self.waiting or self.over)
+            self.changed.wait_for(lambda: len(self.waiting) >= self.live or self.over, GRACE)
+            found, self.waiting = self.waiting, []
+            return found
 
 
 def _key(request: TurnRequest) -> tuple[int, str, int]:
@@ -59,21 +77,51 @@ class Stage:
 
 def play_all(stage: Stage, rows: list[dict], requests: list[Request], write: Callable[[list[Rollout]], None]) -> None:
     """Play what ``requests`` ask for of the RL ``rows``; ``write`` gets the episodes of each request once all of them
-    have ended. Raises JudgeError, and what the engine raises."""
-    count = max(1, AT_ONCE // stage.sampling.n)
-    for start in range(0, len(requests), count):
-        asyncio.run(_at_once(stage, rows, requests[start : start + count], write))
+    have ended, in another thread. Raises JudgeError, and what the engine raises. The engine samples in this thread."""
+    turns, failed = Turns(), []
+
+    def episodes() -> None:
+        try:
+            asyncio.run(_all(stage, turns, rows, requests, write))
+        except BaseException as error:
+            failed.append(error)
+        turns.end()
+
+    thread = threading.Thread(target=episodes, daemon=True)
+    thread.start()
+    try:
+        while asked := turns.batch():
+            futures = {_key(request): future for request, future in asked}
+            for request, (completion,) in stage.engine.generate([each for each, _ in asked], stage.sampling):
+                if turns.over:  # one failed
+                    break
+                turns.loop.call_soon_threadsafe(_settle, futures[_key(request)], completion)
+    except BaseException:
+        turns.cancel()
+        raise
+    thread.join()
+    if failed:
+        raise failed[0]
 
 
-async def _at_once(stage: Stage, rows: list[dict], requests: list[Request], write: Callable) -> None:
-    sizes = [1 if request.mode == GREEDY else stage.sampling.n for request in requests]
-    turns = Turns(stage.engine, stage.sampling, sum(sizes))
+def _settle(future: asyncio.Future, completion: Completion) -> None:
+    if not future.done():  # else its episode was cancelled
+        future.set_result(completion)
 
-    async def group(request: Request, size: int) -> None:
-        row = rows[request.index]
-        write(await asyncio.gather(*(_one(stage, turns, row, request, number) for number in range(size))))
 
-    await asyncio.gather(*(group(request, size) for request, size in zip(requests, sizes, strict=True)))
+async def _all(stage: Stage, turns: Turns, rows: list[dict], requests: list[Request], write: Callable) -> None:
+    """All episodes, at most AT_ONCE at a time."""
+    turns.loop, turns.playing = asyncio.get_running_loop(), asyncio.current_task()
+    slots = asyncio.Semaphore(max(1, AT_ONCE // stage.sampling.n))
+
+    async def group(request: Request) -> None:
+        size = 1 if request.mode == GREEDY else stage.sampling.n
+        async with slots:
+            turns.began(size)
+            row = rows[request.index]
+            write(await asyncio.gather(*(_one(stage, turns, row, request, number) for number in range(size))))
+
+    await asyncio.gather(*map(group, requests))
 
 
 async def _one(stage: Stage, turns: Turns, row: dict, request: Request, number: int) -> Rollout:
@@ -93,9 +141,10 @@ async def _one(stage: Stage, turns: Turns, row: dict, request: Request, number: 
     except RewardError as raised:
         error = one_line(str(raised), 500)
     finally:
-        turns.ended()
+        turns.began(-1)
     tokens = sum(completion.tokens for completion in found)
-    scores = None if error or episode.ended == TOO_LONG else episode.scores
+    truth = row["reward_model"]["ground_truth"]
+    unscored = error or episode.ended == TOO_LONG or truth in (None, "")  # of `make batch`
     return Rollout(
         index=request.index,
         mode=request.mode,
@@ -106,8 +155,9 @@ async def _one(stage: Stage, turns: Turns, row: dict, request: Request, number: 
         entropy=sum(c.entropy * c.tokens for c in found) / tokens if tokens else 0.0,
         prompt=row["prompt"],
         data_source=row["data_source"],
-        ground_truth=row["reward_model"]["ground_truth"],
+        ground_truth=truth,
         extra_info=row["extra_info"],
-        reward=scores,
+        reward=None if unscored else episode.scores,
         error=error,
+        messages=episode.messages,
     )

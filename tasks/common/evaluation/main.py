@@ -110,9 +110,9 @@ def main(
 ) -> None:
     """Run one command: ``probe MODEL``, ``eval LABEL=MODEL ...``, ``compare BASE MODEL``, ``rescore``,
     ``attack [RUN]``, ``chat MODEL``, ``batch MODEL``, ``pairs MODEL OUT``, ``accepted MODEL OUT`` or, called by these,
-    ``sample JOB``. A multi-turn task gives its ``environment`` in place of ``compute_score``, and has the first three,
-    ``attack``, ``experiment`` and ``sample``. Settings come from the environment. Exits with 1 after one line that says
-    why, also when the reward raised on some completion."""
+    ``sample JOB``. A multi-turn task gives its ``environment`` in place of ``compute_score``, and has all but
+    ``rescore`` and ``pairs``. Settings come from the environment. Exits with 1 after one line that says why, also when
+    the reward raised on some completion."""
     interrupt_on_sigterm()
     name, *arguments = sys.argv[1:]
     with errors_in_one_line(

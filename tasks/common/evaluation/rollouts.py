@@ -1,8 +1,9 @@
 """Scored completions on disk: JSONL, one completion per line, appended while sampling and read by every report."""
 
+import itertools
 import json
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 from tasks.common.data.rows import DataError
@@ -40,8 +41,8 @@ class Rollout:
 
     ``index``: the prompt's place in its parquet file; ``mode``: greedy or sampled; ``sample``: which of the n.
     ``reward``: the dict of the task's reward.py; None where it raised (``error``) or where there is nothing to score.
-    Of an episode, ``response`` is all after the prompt as the model saw it, ``tokens`` counts the model's, and
-    ``finish_reason`` says why it ended (rewards/episode.py).
+    Of an episode, ``response`` is all after the prompt as the model saw it, ``tokens`` counts the model's,
+    ``finish_reason`` says why it ended, and ``messages`` has what was said after the prompt (rewards/episode.py).
     """
 
     index: int
@@ -57,6 +58,7 @@ class Rollout:
     extra_info: dict
     reward: dict[str, float] | None
     error: str = ""
+    messages: list[dict] = field(default_factory=list)
 
 
 FIELDS = {f.name for f in fields(Rollout)}
@@ -85,8 +87,17 @@ def rescored(rollout: Rollout, compute_score: Callable) -> Rollout:
     return replace(rollout, reward=reward, error="")
 
 
+def in_turn(messages: list[dict]) -> list[str]:
+    """The texts of an episode's ``messages``: the model's, then what it read, and so on."""
+    groups = itertools.groupby(messages, key=lambda message: message["role"] == "assistant")
+    return ["\n".join(message["content"] for message in group) for _, group in groups]
+
+
 def to_line(rollout: Rollout) -> str:
-    return json.dumps(asdict(rollout)) + "\n"
+    values = asdict(rollout)
+    if not rollout.messages:
+        del values["messages"]
+    return json.dumps(values) + "\n"
 
 
 def read_rollouts(path: Path) -> tuple[list[Rollout], int]:

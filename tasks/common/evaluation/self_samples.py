@@ -14,7 +14,7 @@ from tasks.common.data.convert import dpo_line, dpo_schema
 from tasks.common.data.prepare import Example, needs_tools
 from tasks.common.data.rows import DataError, decoded, sft_row, sft_schema, tools_of, write_parquet
 from tasks.common.evaluation.rollouts import SAMPLED, Rollout
-from tasks.common.evaluation.sample import Hardware, Job, Scoring, report_errors, sampled, sampling
+from tasks.common.evaluation.sample import Hardware, Job, Scoring, episode_limits, report_errors, sampled, sampling
 from tasks.common.files import written_beside
 from tasks.common.settings import Settings, SettingsError, artifacts
 
@@ -56,11 +56,12 @@ def best_against_worst(rollouts: list[Rollout]) -> Pairs:
 
 
 def right_responses(rollouts: list[Rollout]) -> list[Example]:
-    """The first MOST_ACCEPTED different responses per prompt that are right (acc 1) and ended by themselves."""
+    """The first MOST_ACCEPTED different responses or episodes per prompt that are right (acc 1) and ended by
+    themselves."""
     accepted = []
     for group in scored_by_prompt(rollouts):
         right = [r for r in group if r.reward["acc"] == 1 and r.finish_reason == "stop"]
-        accepted += [_example(r, {}, _text(r)) for r in right[:MOST_ACCEPTED]]
+        accepted += [_example(r, {}, r.messages or _text(r)) for r in right[:MOST_ACCEPTED]]
     return accepted
 
 
@@ -73,7 +74,7 @@ def _text(rollout: Rollout) -> str:
     return ("<think>\n" if rollout.extra_info.get("think_opened") else "") + rollout.response
 
 
-def _example(rollout: Rollout, ground_truth: dict, demonstration: str | None = None) -> Example:
+def _example(rollout: Rollout, ground_truth: dict, demonstration: str | list[dict] | None = None) -> Example:
     tools = tools_of({"extra_info": rollout.extra_info})
     return Example(decoded(rollout.prompt), ground_truth, demonstration, tools=tools)
 
@@ -112,7 +113,7 @@ def write_accepted(s: Settings, scoring: Scoring, model: str, out: str) -> int:
             "MAX_RESPONSE_LENGTH, take easier data, or use SFT_SOURCE=task"
         )
     rows = (sft_row(example.messages(), example.demonstration, example.tools) for example in found)
-    write_parquet(rows, Path(out), sft_schema(any(map(needs_tools, found))))
+    write_parquet(rows, Path(out), sft_schema(any(map(needs_tools, found)), episodes=bool(scoring.environment)))
     print(f"  {counts}: {out}")
     return report_errors(rollouts)
 
@@ -136,5 +137,7 @@ def _samples(s: Settings, scoring: Scoring, model: str, out: Path, number: int =
         pq.write_table(table.take(chosen_prompts(len(table), s.SAMPLED_PROMPTS, number, s.SEED)), partial)
     how = replace(sampling(s), n=s.ROLLOUT_N, greedy=False, temperature=s.TEMPERATURE, top_p=1.0)
     how = replace(how, max_tokens=s.MAX_RESPONSE_LENGTH, seed=s.SEED + number - 1)
-    job = Job(model, str(prompts), 0, how, Hardware.of(s))
+    limits = episode_limits(s)
+    limits = limits and replace(limits, response_length=s.MAX_RESPONSE_LENGTH, turn_length=s.MAX_TURN_LENGTH)
+    job = Job(model, str(prompts), 0, how, Hardware.of(s), episode=limits)
     return sampled({"samples": job}, artifacts() / "samples" / s.TASK, scoring)[0]["samples"]

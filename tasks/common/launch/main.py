@@ -47,7 +47,7 @@ from tasks.common.training import verl_versions
 # Goals that need verl to train or to show its config.
 TRAINING = ("sft", "train", "dpo", "all", "experiment", "config", "certify")
 # Goals that know no episodes.
-SINGLE_TURN = ("chat", "batch", "rescore", "dpo")
+SINGLE_TURN = ("rescore", "dpo")
 # Goals that use an existing model: of a run, or MODEL.
 ABOUT_A_RUN = ("eval", "compare", "merge", "chat", "batch")
 # The stages of each goal, in order. A stage of the task's own comes after data and model.
@@ -330,8 +330,7 @@ def closing(s: Settings, run_dirs: list[Path]) -> None:
         more = f"{f'STEPS={2 * s.STEPS}' if ended else 'PATIENCE=0'}    # continues this run"
     print(f"  the same command with {more}")
     print(f"  make compare TASK={s.TASK}    # base, warm-up and trained with tests, prompts gained and lost; files")
-    if not s.multi_turn:
-        print(f"  make chat TASK={s.TASK}    # talk to it")
+    print(f"  make chat TASK={s.TASK}    # talk to it")
     print("  make new TASK=my_task    # a task of your own")
 
 

@@ -20,7 +20,7 @@ from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
-from tasks.common.evaluation.rollouts import SAMPLED
+from tasks.common.evaluation.rollouts import SAMPLED, in_turn
 from tasks.common.interrupts import interrupt_on_sigterm
 from tasks.common.machine import hardware
 from tasks.common.process import errors_in_one_line
@@ -37,11 +37,13 @@ TRAINING_SAMPLES, EVALUATION_SAMPLES = 8, 256  # of a step, of a validation or e
 DUMPS = (("training", "rollouts", TRAINING_SAMPLES), ("validation", "validation", EVALUATION_SAMPLES))
 NO_REWARD = ("step", "uid")  # numbers beside a dumped response that are no part of its reward
 LONGEST = 8000  # characters of a text that are shown
+MOST_TURNS = 64  # of an episode, and what it read between them
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A response to a prompt. ``kind``: of a training step, of verl's validation, of an evaluation of a checkpoint."""
+    """A response to a prompt. ``kind``: of a training step, of verl's validation, of an evaluation of a checkpoint.
+    ``turns``: of an episode, what the model said, then what it read, and so on."""
 
     kind: str
     step: int
@@ -49,6 +51,7 @@ class Sample:
     response: str
     ground_truth: str
     rewards: dict[str, float]
+    turns: tuple[str, ...] = ()
 
 
 @dataclass
@@ -128,7 +131,7 @@ def _dumped(file: Path, kind: str, most: int) -> Iterator[Sample]:
     for row in _rows(file, most):
         texts = (_cut(row.pop(name)) for name in ("input", "output", "gts"))
         rewards = {k: float(v) for k, v in row.items() if isinstance(v, int | float) and k not in NO_REWARD}
-        yield Sample(kind, int(file.stem), *texts, rewards)
+        yield Sample(kind, int(file.stem), *texts, rewards, _turns(row))
 
 
 @_once_written
@@ -136,7 +139,13 @@ def _evaluated(file: Path, step: int) -> Iterator[Sample]:
     for row in _rows(file, EVALUATION_SAMPLES):
         prompt = "\n".join(f"{message['role']}: {message['content']}" for message in row["prompt"])
         rewards = dict(row["reward"] or {}) | {"sampled": float(row["mode"] == SAMPLED)}
-        yield Sample("evaluation", step, _cut(prompt), _cut(row["response"]), _cut(row["ground_truth"]), rewards)
+        texts = _cut(prompt), _cut(row["response"]), _cut(row["ground_truth"])
+        yield Sample("evaluation", step, *texts, rewards, _turns({"turns": in_turn(row.get("messages", []))}))
+
+
+def _turns(row: dict) -> tuple[str, ...]:
+    found = row.get("turns")
+    return tuple(map(_cut, found[:MOST_TURNS])) if isinstance(found, list) else ()
 
 
 def _cut(text: str) -> str:

@@ -39,7 +39,9 @@ class Tensorboard:
             for name, value in row.items():
                 writer.add_scalar(name, value, round(when), walltime=when)  # a step for each second
         for key, sample in new.samples.items():
-            text = f"{sample.prompt}\n\n{sample.response}\n\nground truth: {sample.ground_truth}\n{sample.rewards}"
+            said = [f"{'model' if i % 2 == 0 else 'environment'}: {text}" for i, text in enumerate(sample.turns)]
+            said = "\n\n".join(said or [sample.response])
+            text = f"{sample.prompt}\n\n{said}\n\nground truth: {sample.ground_truth}\n{sample.rewards}"
             writer.add_text(f"{sample.kind}/{key.rpartition('-')[2]}", _as_code(text), sample.step)
         for each in new.findings.values():
             writer.add_text(f"health/{each.rule}", each.text, each.step)

@@ -54,7 +54,9 @@ class Trackio:
             )
 
     def _trace(self, sample) -> dict:
-        messages = [{"role": "user", "content": sample.prompt}, {"role": "assistant", "content": sample.response}]
+        said = [("assistant" if place % 2 == 0 else "user", text) for place, text in enumerate(sample.turns)]
+        said = [("user", sample.prompt), *(said or [("assistant", sample.response)])]
+        messages = [{"role": role, "content": text} for role, text in said]
         told = {"kind": sample.kind, "ground_truth": sample.ground_truth, **sample.rewards}
         told["status"] = f"score {sample.rewards.get('score', float('nan')):.3g}"  # a column of the list
         return self.trackio.Trace(messages, told)._to_dict("", "", sample.step)

@@ -14,8 +14,10 @@ from pathlib import Path
 import jinja2
 
 from tasks.common.data.prepare import describe
+from tasks.common.data.rows import DataError
 from tasks.common.evaluation import compare, plots
 from tasks.common.evaluation import probe as probes
+from tasks.common.evaluation.rollouts import in_turn, read_rollouts
 from tasks.common.evaluation.sample import model_name
 from tasks.common.evaluation.statistics import Estimate
 from tasks.common.evaluation.summary import Difference
@@ -34,6 +36,7 @@ from tasks.common.text import one_line, printable
 
 SAMPLES = 6  # rollouts that are shown
 PROMPT, RESPONSE, TRUTH = 1500, 3000, 500  # characters of each
+TURNS, TURN = 24, 1000  # of an episode, with what it read between them; characters of each
 CELL = 500  # characters of a cell
 LINES = 10  # in one picture
 MEMORY = "actor/perf/max_memory_allocated_gb"
@@ -330,22 +333,58 @@ def evaluation(run_dir: Path, found: Comparison | None) -> Section:
 
 
 def samples(run_dir: Path) -> Section:
-    """Rollouts of the last step that has any, from the highest score to the lowest."""
+    """Rollouts of the last step that has any, else of the last evaluation, from the highest score to the lowest."""
     files = [file for file in (run_dir / "rollouts").glob("*.jsonl") if file.stem.isdigit()]
     for file in sorted(files, key=lambda file: -int(file.stem)):
         records, bad = read_dump(file)
         if records:
-            mean, shown = sum(record["score"] for record in records) / len(records), spread(records)
-            lines = [f"{len(shown)} of {len(records)} rollouts of step {file.stem}; their mean score is {mean:.3f}"]
-            lines += [f"skipped: {bad} lines without a response and a finite score"] if bad else []
-            blocks = []
-            for record in shown:
-                truth = record.get("gts", "(none)")
-                truth = truth if isinstance(truth, str) else json.dumps(truth)
-                blocks += [(f"score {record['score']:.4g}: prompt", cut(str(record.get("input", "")), PROMPT))]
-                blocks += [("response", cut(record["output"], RESPONSE)), ("ground truth", cut(truth, TRUTH))]
-            return Section("Samples", lines, blocks=blocks)
+            return _samples(records, bad, f"rollouts of step {file.stem}")
+    for step, summary, _ in reversed(evaluations(run_dir)):
+        if (file := summary.with_name("rollouts.jsonl")).is_file() and (records := evaluated(file)):
+            return _samples(records, 0, f"responses of the evaluation of step {step}")
     return Section("Samples", [f"no rollouts in {run_dir}/rollouts: SFT and DPO write none"])
+
+
+def _samples(records: list[dict], bad: int, what: str) -> Section:
+    mean, shown = sum(record["score"] for record in records) / len(records), spread(records)
+    lines = [f"{len(shown)} of {len(records)} {what}; their mean score is {mean:.3f}"]
+    lines += [f"skipped: {bad} lines without a response and a finite score"] if bad else []
+    blocks = []
+    for record in shown:
+        truth = record.get("gts", "(none)")
+        truth = truth if isinstance(truth, str) else json.dumps(truth)
+        blocks += [(f"score {record['score']:.4g}: prompt", cut(str(record.get("input", "")), PROMPT))]
+        blocks += transcript(record) or [("response", cut(record["output"], RESPONSE))]
+        blocks += [("ground truth", cut(truth, TRUTH))]
+    return Section("Samples", lines, blocks=blocks)
+
+
+def evaluated(file: Path) -> list[dict]:
+    """The scored rollouts of an evaluation in the form of ``read_dump``."""
+    found = [rollout for rollout in read_rollouts(file)[0] if rollout.reward]
+    return [
+        {
+            "input": "\n".join(f"{message['role']}: {message['content']}" for message in rollout.prompt),
+            "output": rollout.response,
+            "gts": rollout.ground_truth,
+            "score": rollout.reward["score"],
+            "turns": in_turn(rollout.messages),
+        }
+        for rollout in found
+    ]
+
+
+def transcript(record: dict) -> list[tuple[str, str]]:
+    """An episode's turns as blocks, without its middle beyond TURNS; empty for a single response."""
+    turns = record.get("turns")
+    if not isinstance(turns, list) or len(turns) < 2:
+        return []
+    heads = [f"turn {place // 2 + 1}: {'environment' if place % 2 else 'model'}" for place in range(len(turns))]
+    blocks = [(head, cut(str(text), TURN)) for head, text in zip(heads, turns, strict=True)]
+    if len(blocks) <= TURNS:
+        return blocks
+    left_out = ("", f"[… {len(blocks) - TURNS} messages left out …]")
+    return [*blocks[: TURNS // 2], left_out, *blocks[-TURNS // 2 :]]
 
 
 def read_dump(file: Path) -> tuple[list[dict], int]:
@@ -425,7 +464,7 @@ def write(run_dir: Path) -> Path:
         text = page(run_dir)
     except SettingsError:
         raise
-    except UNREADABLE as error:  # a run may come from elsewhere
+    except (*UNREADABLE, DataError) as error:  # a run may come from elsewhere
         raise SettingsError(f"RUN={run_dir.name}: cannot be read ({type(error).__name__}: {error})") from error
     with written_beside(path) as partial:
         partial.write_text(text, encoding="utf-8", errors="replace")  # a lone surrogate is no UTF-8

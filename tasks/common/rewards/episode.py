@@ -10,6 +10,7 @@ import copy
 import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 
 from tasks.common.models.chat_template import LONGEST_TOKEN, next_turn_ids, opens_thinking, prompt_ids
 from tasks.common.rewards.answers import RewardError
@@ -51,7 +52,8 @@ Sample = Callable[[list[int], int], Awaitable[Sampled]]
 class Episode:
     """``response_ids``: all after the prompt. ``mask``: 1 for a token that the model sampled. ``log_probs``: of these,
     0 for the others; None where the engine gives none. ``reward``: the sum over turns. ``ended``: DONE, TOO_LONG or one
-    of CUT. ``tool_errors``: calls that could not be carried out."""
+    of CUT. ``tool_errors``: calls that could not be carried out. ``messages``: what was said after the prompt, the
+    model's texts and what it read."""
 
     prompt_ids: list[int]
     response_ids: list[int] = field(default_factory=list)
@@ -61,6 +63,7 @@ class Episode:
     turns: int = 0
     tool_errors: int = 0
     ended: str = ""
+    messages: list[dict] = field(default_factory=list)
 
     @property
     def scores(self) -> dict[str, float]:
@@ -81,41 +84,64 @@ class Episode:
                 raise ValueError(f"{len(ids)} sampled tokens have {len(log_probs or [])} log-probs")
 
 
+@dataclass(frozen=True)
+class Begun:
+    """What an episode is played in: its ``environment``, as reset to ``row`` it gave ``start``."""
+
+    environment: Environment
+    row: dict
+    start: Start
+
+
+async def begin(made: type[Environment], row: dict, step_seconds: float) -> Begun:
+    """A new environment of the class ``made``, reset to the RL row ``row``. Raises RewardError for what it raises, and
+    when that takes more than ``step_seconds``."""
+    row = copy.deepcopy(row)  # other episodes have the same one
+    try:
+        environment, start = await _in_thread(step_seconds, begun, made, row)
+    except TimeoutError:
+        raise RewardError(f"the environment's reset took more than STEP_SECONDS={step_seconds:g}") from None
+    return Begun(environment, row, start)
+
+
 async def play(made: type[Environment], row: dict, tokenizer, sample: Sample, limits: Limits) -> Episode:
     """One episode of the RL row ``row`` in a new environment of the class ``made``.
 
     Raises RewardError for what the environment raises, and when its reset takes too long; a step that takes too long
     ends the episode. Raises ValueError when the chat template refuses.
     """
-    row = copy.deepcopy(row)  # other episodes have the same one
-    try:
-        environment, start = await _in_thread(limits.step_seconds, begun, made, row)
-    except TimeoutError:
-        raise RewardError(f"the environment's reset took more than STEP_SECONDS={limits.step_seconds:g}") from None
-    episode = Episode(prompt_ids(tokenizer, start.messages, start.tools))
+    found = await begin(made, row, limits.step_seconds)
+    episode = Episode(prompt_ids(tokenizer, found.start.messages, found.start.tools))
     if len(episode.prompt_ids) > limits.prompt_length:
         episode.ended = TOO_LONG
     if limits.window:
         left = limits.window - len(episode.prompt_ids)
         limits = replace(limits, response_length=min(limits.response_length, left))
-    while not episode.ended:
-        episode.ended = await _turn(episode, environment, row, start, tokenizer, sample, limits)
+    await play_on(episode, found, tokenizer, sample, limits)
     return episode
 
 
-async def _turn(episode, environment, row: dict, start: Start, tokenizer, sample: Sample, limits: Limits) -> str:
+async def play_on(episode: Episode, found: Begun, tokenizer, sample: Sample, limits: Limits) -> None:
+    """Play ``episode``, whose last tokens ask for a turn of the model, until it has ended. Raises as ``play``."""
+    while not episode.ended:
+        episode.ended = await _turn(episode, found, tokenizer, sample, limits)
+
+
+async def _turn(episode: Episode, found: Begun, tokenizer, sample: Sample, limits: Limits) -> str:
     """One turn of the model and what follows it; why the episode has ended, or empty."""
+    tools = found.start.tools
     context = episode.prompt_ids + episode.response_ids
     most = min(limits.turn_length, limits.response_length - len(episode.response_ids))
     sampled = await sample(context, most)
     episode.add(list(sampled.ids), True, sampled.log_probs)
     episode.turns += 1
-    if not sampled.stopped:
-        return LENGTH
     text = tokenizer.decode(sampled.ids, skip_special_tokens=True)
     answer = f"<think>{text}" if opens_thinking(tokenizer, context) else text
+    episode.messages.append({"role": "assistant", "content": answer})
+    if not sampled.stopped:
+        return LENGTH
     try:
-        step, errors = await _in_thread(limits.step_seconds, stepped, environment, row, start.tools, answer)
+        step, errors = await _in_thread(limits.step_seconds, stepped, found.environment, found.row, tools, answer)
     except TimeoutError:
         return TIMEOUT
     episode.reward += step.reward
@@ -125,11 +151,21 @@ async def _turn(episode, environment, row: dict, start: Start, tokenizer, sample
     room = limits.response_length - len(episode.response_ids)
     if sum(len(message["content"]) for message in step.messages) > room * LONGEST_TOKEN:
         return LENGTH
-    between = next_turn_ids(tokenizer, sampled.ids, step.messages, start.tools)
+    between = next_turn_ids(tokenizer, sampled.ids, step.messages, tools)
     if len(between) >= room:
         return LENGTH
     episode.add(between, False)
+    episode.messages += step.messages
     return ""
+
+
+def turn_texts(tokenizer, ids: list[int], mask: list[int]) -> list[str]:
+    """What was said in turn, without special tokens: the model first, then what it read, and so on.
+
+    ``ids`` and ``mask``: of an episode's response. Empty where the mask has no 1 (TRUNCATED=masked).
+    """
+    parts = [[token for token, _ in part] for _, part in groupby(zip(ids, mask, strict=True), key=lambda pair: pair[1])]
+    return [tokenizer.decode(part, skip_special_tokens=True).strip() for part in parts] if any(mask) else []
 
 
 async def _in_thread(seconds: float, function: Callable, *arguments):

@@ -1,4 +1,4 @@
-"""Answers that are an arithmetic expression over whole numbers: parse and compute them exactly, run nothing."""
+"""Answers that are an arithmetic expression: parse and compute them exactly, run nothing."""
 
 import ast
 import operator
@@ -6,19 +6,20 @@ import re
 from fractions import Fraction
 
 MAX_EXPRESSION_CHARS = 200
-# One number has at most 9 digits and an expression at most 100 of them, so exact fractions stay small.
+# A number has up to 9 digits on each side of its point, an expression up to 100 numbers: exact fractions stay small.
 MAX_DIGITS = 9
 
-_ALLOWED = re.compile(r"[0-9+\-*/() ]+")
+_ALLOWED, _WITH_POINTS = re.compile(r"[0-9+\-*/() ]+"), re.compile(r"(?:[0-9+\-*/() ]|\.(?=[0-9]))+")
 _SPELLING = str.maketrans({"−": "-", "–": "-", "×": "*", "·": "*", "÷": "/", "\n": " ", "\t": " "})
 _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+_SIGNS = {ast.UAdd: operator.pos, ast.USub: operator.neg}
 
 
-def parse_expression(text: str) -> tuple[Fraction, list[int]] | None:
+def parse_expression(text: str, signs_and_points: bool = False) -> tuple[Fraction, list[Fraction]] | None:
     """Value and numbers of an arithmetic expression over + - * / and parentheses, or None if it is not one.
 
-    ``expr = target`` counts as ``expr``. The text is parsed to a syntax tree and walked; nothing is evaluated as code,
-    and no float occurs. A division by zero gives None.
+    With ``signs_and_points`` also -5, -(2 + 3), 0.5 and .5. ``expr = target`` counts as ``expr``. The text is parsed to
+    a syntax tree and walked; nothing is evaluated as code, and no float occurs. A division by zero gives None.
     """
     if len(text) > MAX_EXPRESSION_CHARS:
         return None
@@ -27,21 +28,26 @@ def parse_expression(text: str) -> tuple[Fraction, list[int]] | None:
     if right and not re.fullmatch(r"\s*-?[0-9]+\s*", right):
         return None
     expression = expression.strip()
-    if not _ALLOWED.fullmatch(expression) or re.search(rf"[0-9]{{{MAX_DIGITS + 1}}}|\b0[0-9]", expression):
+    allowed = _WITH_POINTS if signs_and_points else _ALLOWED
+    if not allowed.fullmatch(expression) or re.search(rf"[0-9]{{{MAX_DIGITS + 1}}}|(?<![0-9.])0[0-9]", expression):
         return None
     try:
         tree = ast.parse(expression, mode="eval").body
-        numbers: list[int] = []
-        return _value(tree, numbers), numbers
+        if not signs_and_points and any(isinstance(node, ast.UnaryOp) for node in ast.walk(tree)):
+            return None
+        numbers: list[Fraction] = []
+        return _value(tree, expression, numbers), numbers
     except (SyntaxError, ValueError, ZeroDivisionError, RecursionError, MemoryError):
         return None
 
 
-def _value(node: ast.AST, numbers: list[int]) -> Fraction:
-    if isinstance(node, ast.Constant) and type(node.value) is int:
-        numbers.append(node.value)
-        return Fraction(node.value)
+def _value(node: ast.AST, text: str, numbers: list[Fraction]) -> Fraction:
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        numbers.append(Fraction(text[node.col_offset : node.end_col_offset]))  # as written: a float is rounded
+        return numbers[-1]
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        left, right = _value(node.left, numbers), _value(node.right, numbers)
+        left, right = (_value(side, text, numbers) for side in (node.left, node.right))
         return _OPERATORS[type(node.op)](left, right)
+    if isinstance(node, ast.UnaryOp) and type(node.op) in _SIGNS:
+        return _SIGNS[type(node.op)](_value(node.operand, text, numbers))
     raise ValueError(f"{type(node).__name__} is not allowed")

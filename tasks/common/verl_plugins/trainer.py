@@ -20,6 +20,7 @@ from verl.utils.transferqueue_utils import kv_batch_meta2batch_meta
 
 import tasks.common.verl_plugins.patches  # noqa: F401
 from tasks.common.rewards.answers import RewardError
+from tasks.common.rewards.episode import turn_texts
 from tasks.common.runs.folder import read_metrics
 from tasks.common.runs.health import abort, aborted_by
 from tasks.common.settings import load_settings
@@ -32,6 +33,7 @@ from tasks.common.verl_plugins.keep_best import KeepBest
 expect(AgentLoopWorkerTQ.__ray_actor_class__._run_prompt, 'status = "failure"')
 # A disk that is full for the samples, which people only look at, ends a training.
 expect(PPOTrainer._dump_generations, "self._write_generations,", "f.result()  # re-raises if the write failed")
+expect(PPOTrainer._log_rollout_data, 'reward_extra_infos_dict = {"uid": [batch.keys[i] for i in sorted_indices]}')
 expect(PPOTrainer._write_generations, 'filename = os.path.join(dump_path, f"{global_steps}.jsonl")')
 expect(ReplayBuffer.sample, "self._sync_metadata_from_transfer_queue()")
 expect(ReplayBuffer._sync_metadata_from_transfer_queue, "self.failure_keys[partition_id].add(key)")
@@ -55,6 +57,7 @@ class TaskTrainer(KeepBest):
     _on_policy = False  # this step skips the pass for the old log-probs
     _complete = 0, None  # the last step that this process trained, and the state of its data then
     _saved = 0
+    _turns = None  # what was said in the episodes of this step, by verl's key
 
     # verl/trainer/ppo/v1/trainer_base.py compares the mode with the literal "sync".
     @property
@@ -91,6 +94,26 @@ class TaskTrainer(KeepBest):
     def _save_checkpoint(self):
         super()._save_checkpoint()
         self._saved = self.global_steps
+
+    # With what was said in turn, which an episode's text does not tell: a model can write what stands between turns.
+    def _log_rollout_data(self, batch, timing_raw, rollout_data_dir):
+        if self.config.data.get("episode"):
+            try:
+                self._turns = self._said(batch)
+            except Exception as error:  # only people look at them
+                print(f"the turns of step {self.global_steps} are not told: {one_line(str(error), 300)}", flush=True)
+        super()._log_rollout_data(batch, timing_raw, rollout_data_dir)
+
+    def _said(self, batch) -> dict[str, list[str]]:
+        fields = ["responses", "response_mask"]
+        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
+        rows = zip(batch.keys, *(data[name].unbind() for name in fields), strict=True)
+        return {key: turn_texts(self.tokenizer, ids.tolist(), mask.tolist()) for key, ids, mask in rows}
+
+    def _dump_generations(self, inputs, outputs, gts, scores, reward_extra_infos_dict, dump_path):
+        turns, self._turns = self._turns, None
+        more = {"turns": [turns[uid] for uid in reward_extra_infos_dict["uid"]]} if turns else {}
+        super()._dump_generations(inputs, outputs, gts, scores, {**reward_extra_infos_dict, **more}, dump_path)
 
     @staticmethod
     def _write_generations(inputs, outputs, gts, scores, reward_extra_infos_dict, dump_path, global_steps):

@@ -1,0 +1,43 @@
+"""Word problems in GSM8K's form (Cobbe et al. 2021): a ``question``, and a worked ``answer`` that ends in ``#### 18``.
+
+A solution marks its arithmetic: ``16-3-4=<<16-3-4=9>>9``.
+"""
+
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+from tasks.common.data.prepare import Example, Examples
+from tasks.common.data.records import hub, load
+from tasks.common.data.rows import DataError
+
+HUB_DATASET, HUB_CONFIG = "openai/gsm8k", "main"
+ANNOTATION = re.compile(r"<<([^<>=]*)[^<>]*>>")  # group 1: the expression, without its value
+
+
+class WordProblem(NamedTuple):
+    """``answer``: the worked solution as it stands in the record; ``number``: the text after its last ``####``, without
+    commas."""
+
+    question: str
+    answer: str
+    number: str
+
+
+def read(record: dict) -> WordProblem:
+    """The problem of one record. Raises DataError unless it has the texts ``question`` and ``answer``."""
+    question, answer = record.get("question"), record.get("answer")
+    if not isinstance(question, str) or not isinstance(answer, str) or not question.strip():
+        raise DataError("needs the texts `question` and `answer`")
+    number = answer.rpartition("####")[2].strip().replace(",", "") if "####" in answer else ""
+    return WordProblem(question.strip(), answer, number)
+
+
+def from_hub(name: str, convert: Callable[[dict], list[Example]]) -> Examples:
+    """The set ``name`` of the hub, or a local copy of its folder, with its own splits."""
+    return Examples([hub(name, HUB_CONFIG, split) for split in ("train", "test")], convert)
+
+
+def from_file(settings, convert: Callable[[dict], list[Example]]) -> Examples:
+    """FILE: a folder with the original train.jsonl and test.jsonl, or one file of such rows, to be split by seed."""
+    return Examples(load(settings.FILE), convert)
