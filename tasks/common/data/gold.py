@@ -142,8 +142,6 @@ def said(entry: dict) -> str:
     if taken := entry.get("taken"):
         text += "; wrong forms that get it too: "
         text += "; ".join(f"{each['place']} ({each['form']})" for each in taken[:FORMS_SHOWN])
-    elif entry.get("forms"):
-        text += f"; none of their {entry['forms']} wrong forms does"
     left_out = f"{entry['dropped']} rows left out (GOLD=drop)" if entry.get("dropped") else ""
     return "; ".join(filter(None, [text, left_out, entry["note"]]))
 

@@ -97,8 +97,16 @@ class Search:
             if len(own) < SOME or time.monotonic() - started < self.seconds / 8:
                 own[i] = self.reward.scores(text, [i])[0]
         calls = int(self.seconds / 8 / (time.monotonic() - started) * len(own)) if own else 0
-        right = [i for i in own if own[i].right][: max(SOME, int(calls**0.5))]
-        crossed = {i: {j: self.reward.scores(texts[i], [j])[0] for j in right} for i in right}
+        right: list[int] = []
+        crossed: dict[int, dict[int, Result]] = {}
+        for i in [i for i in own if own[i].right][: max(SOME, int(calls**0.5))]:
+            if len(right) >= SOME and time.monotonic() - started > self.seconds / 4:  # a wrong answer may take longer
+                break
+            crossed[i] = {i: own[i]}
+            for j in right:
+                crossed[i][j] = self.reward.scores(texts[i], [j])[0]
+                crossed[j][i] = self.reward.scores(texts[j], [i])[0]
+            right.append(i)
         scores = [result.score for results in crossed.values() for result in results.values()]
         self.low = min([nothing.score, *scores])
         self.best = max((own[i].score for i in right), default=float("inf"))
