@@ -8,7 +8,7 @@ each batch.
 import json
 
 from tasks.calculator.environment import Environment
-from tasks.common.evaluation import engines, main
+from tasks.common.evaluation import engines, episodes, main
 from tasks.common.evaluation.rollouts import Completion
 from tasks.common.models.chat_template import answer_ids
 from tests import stub_evaluate
@@ -35,6 +35,7 @@ class TableEngine(stub_evaluate.TableEngine):
 
 
 engines.ENGINES["vllm"] = TableEngine
+episodes.GRACE = 10  # the batches are the turns, also on a busy machine
 
 
 class Breaks(Environment):

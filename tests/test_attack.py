@@ -521,7 +521,7 @@ def test_shrunk():
 
 def test_make_attack_writes_what_it_found_and_fails_in_ci(tmp_path):
     checkout = copy_of_checkout(tmp_path / "checkout")
-    given = {"TASK": "countdown", "STACK": "cpu", "SECONDS": "5", "TRAIN_SIZE": "128", "TEST_SIZE": "8"}
+    given = {"TASK": "countdown", "STACK": "cpu", "SECONDS": "10", "TRAIN_SIZE": "128", "TEST_SIZE": "8"}
     given |= {"ARTIFACTS": str(tmp_path / "artifacts"), "DEV_SIZE": "4", "SFT_SIZE": "64"}
     result = make("attack", cwd=checkout, **given)
     assert result.returncode == 0 and "no exploit found" in result.stdout, result.stdout
