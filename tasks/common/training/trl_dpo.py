@@ -182,20 +182,19 @@ def remove_unfinished(run_dir: Path) -> None:
 # ---- training
 
 
-def in_shards() -> dict:
+def fsdp_config() -> dict:
     """What DPOConfig gets for FSDP2. Each process loads the whole model, for nothing would send the reference's weights
-    from the first to the others. transformers 4 has no fields for what stands in
-    the environment."""
+    from the first to the others. transformers 4 has no fields for what stands in the environment."""
     os.environ |= {"FSDP_VERSION": "2", "FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}
     config = {"version": 2, "reshard_after_forward": True, "cpu_ram_efficient_loading": False}
-    return {"fsdp": "full_shard auto_wrap", "fsdp_config": config | {"state_dict_type": "FULL_STATE_DICT"}}
+    return config | {"state_dict_type": "FULL_STATE_DICT"}
 
 
 def arguments(s: Settings, run_dir: Path, held_out: int) -> DPOConfig:
     """The settings as TRL's, for a training of STEPS with so many pairs held out."""
     pairs = s.TRAIN_BATCH_SIZE // s.N_GPUS
     micro = micro_batch(max(1, s.MICRO_BATCH_SIZE // 2), pairs)  # a pair is two sequences
-    on_cpu = s.STACK == "cpu"
+    on_cpu, in_shards = s.STACK == "cpu", s.N_GPUS > 1 and dpo.sharded(s)
     return DPOConfig(
         output_dir=str(run_dir / "checkpoints"),
         run_name=run_dir.name,
@@ -223,7 +222,8 @@ def arguments(s: Settings, run_dir: Path, held_out: int) -> DPOConfig:
         save_steps=s.SAVE_FREQ,
         report_to=tracking.loggers(s),
         disable_tqdm=True,
-        **(in_shards() if s.N_GPUS > 1 and dpo.sharded(s) else {}),
+        fsdp="full_shard auto_wrap" if in_shards else "",
+        fsdp_config=fsdp_config() if in_shards else None,
     )
 
 
