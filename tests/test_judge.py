@@ -581,7 +581,7 @@ def test_broken_counters_are_named(serve, tmp_path):
     "variables, reason",
     [
         ({"JUDGE_URL": ""}, "JUDGE_URL: is not set"),
-        ({"JUDGE_MODEL": " "}, "JUDGE_MODEL=: is not set"),
+        ({"JUDGE_MODEL": " "}, "JUDGE_MODEL=' ': is not set"),
         ({"JUDGE_URL": "localhost:8000"}, "JUDGE_URL: must begin with http"),
         ({"JUDGE_URL": "ftp://host/v1"}, "JUDGE_URL: must begin with http"),
         ({"JUDGE_URL": "http://[::1"}, "JUDGE_URL: is no URL"),

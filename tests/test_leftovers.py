@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tasks.common.interrupts import Interrupts
+from tasks.common.interrupts import ENDING, Interrupts
 from tasks.common.settings import ROOT
 
 STUBBORN = """
@@ -153,7 +153,16 @@ def test_shared_memory_that_no_process_of_ours_has_mapped_stays(tmp_path):
         theirs.unlink()
 
 
-def test_only_the_first_signal_of_a_block_is_an_interrupt():
+@pytest.fixture
+def heeded():
+    """Under nohup, or in the background, a process ignores some of these signals."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in ENDING}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_only_the_first_signal_of_a_block_is_an_interrupt(heeded):
     before = signal.getsignal(signal.SIGHUP)
     with pytest.raises(KeyboardInterrupt), Interrupts() as interrupts:
         try:

@@ -168,12 +168,11 @@ class VLLMEngine:
         old = vllm.__version__.startswith("0.11.0")
         lora = is_adapter(Path(model))
         self.adapter = LoRARequest(lora_name="adapter", lora_int_id=1, lora_path=model) if lora else None
-        dtype = cpu_dtype() if current_platform.is_cpu() else "bfloat16"
         self.llm = vllm.LLM(
             base_model(model),
             enable_lora=lora,
             max_lora_rank=max_rank(Path(model)) if lora else RANKS[0],
-            dtype=dtype,
+            dtype=cpu_dtype() if current_platform.is_cpu() else "bfloat16",
             max_model_len=max_model_len,
             worker_extension_cls=f"tasks.common.{'stacks.a100.vllm_worker.ManySequences' if old else RELOADING}",
             seed=seed,
@@ -187,15 +186,12 @@ class VLLMEngine:
             disable_log_stats=True,
         )
         self.tokenizer = self.llm.get_tokenizer()
-        self.model, self.float32 = model, dtype == "float32"
+        self.model = model
 
     def load(self, model: str) -> bool:
         """Put ``model`` in place of the one that is loaded, as a new engine would have it; False where that takes a new
-        engine: for an adapter, another architecture, another tokenizer or other ends of an answer, and in float32 on a
-        CPU, where an engine that took weights answered otherwise than a new one (tests/test_engines.py)."""
+        engine: for an adapter, another architecture, another tokenizer or other ends of an answer."""
         if model != self.model:
-            if self.float32:
-                return False
             kind = _kind(model)
             if kind is None or kind != _kind(self.model):
                 return False

@@ -118,8 +118,20 @@ async def _all(stage: Stage, turns: Turns, rows: list[dict], requests: list[Requ
         size = 1 if request.mode == GREEDY else stage.sampling.n
         async with slots:
             turns.began(size)
-            row = rows[request.index]
-            write(await asyncio.gather(*(_one(stage, turns, row, request, number) for number in range(size))))
+            row, left = rows[request.index], size
+
+            async def one(number: int) -> Rollout:
+                nonlocal left
+                try:
+                    return await _one(stage, turns, row, request, number)
+                finally:
+                    left -= 1
+                    turns.began(-1 if left else 0)
+
+            try:
+                write(await asyncio.gather(*map(one, range(size))))
+            finally:
+                turns.began(-1)  # the last of a group is live until all are written: the next batch may fail
 
     await asyncio.gather(*map(group, requests))
 
@@ -140,8 +152,6 @@ async def _one(stage: Stage, turns: Turns, row: dict, request: Request, number: 
         raise
     except RewardError as raised:
         error = one_line(str(raised), 500)
-    finally:
-        turns.began(-1)
     tokens = sum(completion.tokens for completion in found)
     truth = row["reward_model"]["ground_truth"]
     unscored = error or episode.ended == TOO_LONG or truth in (None, "")  # of `make batch`
