@@ -93,6 +93,7 @@ class Guarded:
                 results.append(Result(problem=str(error) or "the process died"))
                 self.close()
             if results[-1].fatal:
+                self.close()
                 raise self.fatal(results[-1].problem)
             if results[-1].problem:
                 break
