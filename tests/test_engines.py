@@ -22,6 +22,7 @@ from tasks.common.evaluation.engines import (
     token_entropy,
 )
 from tasks.common.evaluation.sample import Hardware
+from tasks.common.machine.hardware import cpu_dtype
 from tasks.common.models.chat_template import prompt_ids
 from tests.adapters import saved
 
@@ -183,7 +184,7 @@ def other_weights(model, folder) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", sorted({cpu_dtype(), "float32"}))
 def test_an_engine_that_takes_another_models_weights_samples_as_a_new_one(small_model, dtype, tmp_path, monkeypatch):
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     monkeypatch.setattr("tasks.common.evaluation.engines.cpu_dtype", lambda: dtype)
