@@ -28,9 +28,8 @@ def planned(s: Settings, command: Command) -> dict[str, Settings]:
         raise SettingsError(f"METHODS={command.METHODS}: name two or more, separated by commas, or several LRS")
     mini = min(each.MINI_BATCH_SIZE for each in chosen)
     runs = {}
-    for seed in range(
-        s.TRAIN_SEED, s.TRAIN_SEED + command.SEEDS
-    ):  # outermost: an interrupted experiment has complete seeds
+    # Seeds outermost: an interrupted experiment has complete seeds.
+    for seed in range(s.TRAIN_SEED, s.TRAIN_SEED + command.SEEDS):
         for each in chosen:
             name = f"{s.RUN}-{each.METHOD}-{each.LR:g}-{seed}" if s.RUN else ""
             run = replace(each, MINI_BATCH_SIZE=mini, TRAIN_SEED=seed, RUN=name)
