@@ -13,6 +13,7 @@ import zipfile
 from pathlib import Path
 
 from tasks.common.settings import COMPLETE, STACKS, stack, values_of
+from tests.warm_python import EARLY
 
 ROOT = Path(__file__).resolve().parents[1]
 TASKS = sorted(path.parent.name for path in ROOT.glob("tasks/*/train.sh"))
@@ -58,8 +59,8 @@ def stacks() -> list[str]:
 
 def exported(train_sh: Path, changes: dict[str, str]) -> dict[str, str]:
     """The environment that the scripts of a stage get of a task under ``changes``, on the cpu stack by default."""
-    kept = ("PATH", "HOME", "LANG", "TMPDIR", "PYTHONDONTWRITEBYTECODE")  # without the last, no fork (warm_python.py)
-    clean = {k: v for k, v in os.environ.items() if k in kept}
+    kept = ("PATH", "HOME", "TMPDIR", *EARLY)  # without those that the server started with, no fork (warm_python.py)
+    clean = {k: v for k, v in outside_make().items() if k.startswith(kept)}
     given = {**clean, "STACK": "cpu", **changes, "TASK": train_sh.parent.name}
     values = {name: value.text for name, value in values_of(given, train_sh.parents[2]).items()}
     return given | stack(given["STACK"]).ENVIRONMENT | values | {COMPLETE: "1", "PYTHONPATH": str(train_sh.parents[2])}
