@@ -54,6 +54,10 @@ def test_a_manifest_that_is_none_counts_as_no_data(text, variables, data_dir):
     (data_dir / "manifest.json").write_text(text)
     (error,) = errors_of(make("train", **variables, FROM="train", MODEL="some/model", INIT="base"))
     assert "run `make data TASK=countdown`" in error
+
+
+def test_data_with_a_broken_manifest_are_made_again(variables, data_dir):
+    (data_dir / "manifest.json").write_text("[]")
     result = make("data", **variables)
     assert result.returncode == 0 and "up to date" not in result.stdout
     assert "up to date" in make("data", **variables).stdout

@@ -248,6 +248,7 @@ def played(small_model, seconds: list[float], turns: int, engine=Engine):
     return made, found
 
 
+@pytest.mark.slow
 def test_a_slow_environment_holds_no_other_episode(small_model):
     engine, found = played(small_model, [3.0, *[0.0] * 7], turns=4)
     ended = {rollout.index: seconds for seconds, rollout in found}

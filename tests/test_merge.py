@@ -130,6 +130,7 @@ def checkpoint_of(small_model: Path, folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_checkpoint_gives_its_adapter_in_float32_by_verls_own_merger(small_model, tmp_path):
     from safetensors.torch import load_file
 

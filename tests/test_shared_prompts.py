@@ -156,6 +156,7 @@ def found(small_model) -> dict:
     return json.loads(result.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES)
 def test_log_probs_entropy_and_gradients_are_verls(found, case):
     assert found[case]["finite"] and found[case]["log-probs"] < 1e-4

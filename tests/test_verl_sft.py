@@ -6,6 +6,8 @@ import pytest
 
 from tests.wheels import VERLS, found_with
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module", params=VERLS)
 def result(request) -> dict:

@@ -217,6 +217,7 @@ bfcl.main()
 """
 
 
+@pytest.mark.slow
 def test_the_command_plays_the_questions_to_its_table(tmp_path, small_model):
     (tmp_path / "stub.py").write_text(STUB)
     shutil.copytree(small_model, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
