@@ -8,6 +8,7 @@ from fractions import Fraction
 from tasks.common.data import prepare
 from tasks.common.data.records import hub
 from tasks.common.data.rows import DataError
+from tasks.countdown import search
 
 HUB_DATASET = "Jiayi-Pan/Countdown-Tasks-3to4"
 # DIFFICULTY: how many numbers, the largest number, the largest target
@@ -86,10 +87,9 @@ def _random_target(rng: random.Random, numbers: list[int]) -> int:
 
 
 def example(numbers: list[int], target: int) -> prepare.Example:
-    """The prompt, the ground truth, and a demonstration from our own solver."""
-    solution = solve(numbers, target)
-    demonstration = None
-    if solution:
+    """The prompt, the ground truth, and a demonstration from our own solver: with three or four numbers a search."""
+    demonstration = search.demonstration(numbers, target) if len(numbers) in (3, 4) else None
+    if demonstration is None and (solution := solve(numbers, target)):
         expression, steps = solution
         demonstration = f"<think>{', '.join(steps)}</think>\n<answer>{expression}</answer>"
     prompt = PROMPT.format(numbers=", ".join(map(str, numbers)), target=target)

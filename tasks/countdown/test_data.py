@@ -56,6 +56,28 @@ def assert_worked(numbers, target, steps):
     assert terms == [target]
 
 
+def assert_searched(numbers, target, lines):
+    """Each line of a search takes two numbers at hand, and is right; only the last one finds the target."""
+    at_hand = {0: sorted(numbers)}
+    for line in lines:
+        depth = len(line) - len(line.lstrip())
+        step, _, after = line.strip().partition(":")
+        left = list(at_hand[depth])
+        x, symbol, y, result = re.fullmatch(r"(\d+)([-+*/])(\d+)=(\d+)", step).groups()
+        assert exact(f"{x}{symbol}{y}") == int(result)
+        left.remove(int(x))
+        left.remove(int(y))
+        left = sorted([*left, int(result)])
+        if "=" not in after:
+            assert after.split() == [str(number) for number in left]
+            at_hand[depth + 1] = left
+            continue
+        for each in after.removesuffix(" yes").split():
+            x, symbol, y, result = re.fullmatch(r"(\d+)([-+*/])(\d+)=(\d+)", each).groups()
+            assert exact(f"{x}{symbol}{y}") == int(result) and sorted([int(x), int(y)]) == left
+        assert after.endswith("yes") == (line == lines[-1]) == (int(after.removesuffix(" yes").rpartition("=")[2]) == target)
+
+
 # ---- combine and solve
 
 
@@ -166,8 +188,15 @@ def test_generated_examples(difficulty):
         assert sorted(map(int, re.findall(r"\d+", example.prompt))) == sorted([*numbers, target])
         assert "<answer></answer>" in example.system
         assert compute_score("countdown", example.demonstration, example.ground_truth)["score"] == 1.0
-        thinking = re.match(r"<think>(.*)</think>", example.demonstration).group(1)
-        assert_worked(numbers, target, thinking.split(", "))
+        thinking = re.match(r"<think>(.*)</think>", example.demonstration, re.S).group(1)
+        if "\n" in thinking:
+            assert_searched(numbers, target, thinking.strip("\n").split("\n"))
+        else:
+            assert_worked(numbers, target, thinking.split(", "))
+    searches = [example for example in examples if example.demonstration.startswith("<think>\n")]
+    assert len(searches) == 0 if difficulty == "easy" else len(searches) > 280
+    if difficulty == "hard":  # dead ends are in many, and the order of the steps is not always the same
+        assert 50 < sum(example.demonstration.count("\n") > 5 for example in searches) < 250
 
 
 # ---- a local folder in the form of the public set

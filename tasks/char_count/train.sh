@@ -1,0 +1,15 @@
+#!/usr/bin/env bash
+# Count a letter in a word: the task of verl-recipe.
+# Any variable can be given: make train TASK=char_count LR=2e-6 ARGS="trainer.total_epochs=1". All of them: make settings.
+source "$(dirname "${BASH_SOURCE[0]}")/../common/launch/launch.sh"
+
+default MODEL embedded                          # a hub id, a folder, or `embedded` (SmolLM2-135M-Instruct)
+default SOURCE generate                         # verl-recipe's data rule
+default DIFFICULTY hard cpu=easy                # easy: words of 5 to 10 letters | hard: 5 to 20, as verl-recipe
+default TRAIN_SIZE 9000 cpu=512                 # training prompts
+default TEST_SIZE 1000 cpu=128                  # held-out prompts
+default STEPS 100 cpu=8                         # training steps
+default MAX_PROMPT_LENGTH 128                   # tokens
+default MAX_RESPONSE_LENGTH 192 cpu=96          # tokens
+
+launch "$@"

@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# GRPO on countdown with three and four numbers, from a warm-up on searches
+# hardware: 1 H200
+# stack: current
+# minutes: 30
+# reach: pass@1 gain above 0.18
+make all TASK=countdown PROFILE=smollm2-search-1xh200
