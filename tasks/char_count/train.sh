@@ -9,6 +9,7 @@ default DIFFICULTY hard cpu=easy                # easy: words of 5 to 10 letters
 default TRAIN_SIZE 9000 cpu=512                 # training prompts
 default TEST_SIZE 1000 cpu=128                  # held-out prompts
 default STEPS 100 cpu=8                         # training steps
+default SFT_STEPS 64 cpu=24                     # steps of the warm-up
 default MAX_PROMPT_LENGTH 128                   # tokens
 default MAX_RESPONSE_LENGTH 192 cpu=96          # tokens
 
