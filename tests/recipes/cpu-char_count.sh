@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# GRPO on char_count, words of 5 to 10 letters
+# hardware: 2 CPU cores, 16 GB
+# stack: cpu
+# minutes: 25
+# reach: pass@1 gain above 0
+make all TASK=char_count
