@@ -12,7 +12,6 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import fields
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -650,13 +649,6 @@ def test_the_key_is_in_no_error_no_log_and_no_file(serve, tmp_path, caplog, answ
     for part in ("sk-secr", "ret-4711"):
         assert not any(part in text for text in texts)
         assert not any(part.encode() in data for data in files)
-
-
-def test_the_documentation_has_every_variable_with_its_default():
-    text = (ROOT / "docs/JUDGE.md").read_text()
-    for f in fields(Judge):
-        default = f"`{f.metadata['default']}`" if f.metadata["default"] else ""
-        assert f"| `{f.name}` | {default} |".replace("  ", " ") in text.replace("  ", " "), f.name
 
 
 def test_the_error_is_a_reward_error_and_survives_ray():
