@@ -125,7 +125,7 @@ CALL = re.compile(r"(?:^|&&|;)\s*((?:[A-Z_]+=\S+\s+)*)make\s+([^\n]*)", re.M)
 def variables() -> set[str]:
     """What a user can set: the settings, and what the Makefile and our scripts read."""
     names = {f.name for cls in (Settings, Command, Judge) for f in fields(cls)} - {"STAGE"}
-    names |= of_tasks() | {"FRESH_PYTHON"}
+    names |= of_tasks() | {"FRESH_PYTHON", "NAME"}
     names |= set(re.findall(r"\$\(([A-Z_]+)\)", MAKEFILE))
     for path in ROOT.glob("tasks/**/*"):
         if path.suffix == ".sh":
