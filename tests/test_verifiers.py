@@ -13,8 +13,6 @@ from tasks.common.rewards.answers import RewardError
 from tasks.common.rewards.environment import begun, replayed, stepped
 from tasks.common.rewards.tool_calls import render_calls
 from tasks.common.rewards.verifiers import Package, Process, environment_of, examples, process_of
-from tests.helpers import checkout_with, make
-from tests.stages import VARIABLES, run_stages
 
 READY = 'import json, os, sys, time\nprint(json.dumps({"n": 0}), flush=True)\n'
 # A package of other people: a guessing game, one with a tool, and what cannot be played.
@@ -217,12 +215,3 @@ def test_what_an_environment_cannot_do_is_one_line(games, monkeypatch):
     process_of(package).child.kill()
     with pytest.raises(RewardError, match="its process has ended"):
         replayed(environment_of(package), row, ["0"])
-
-
-@pytest.mark.long
-def test_every_stage(small_model, tmp_path):
-    made = {"SOURCE": "verifiers", "ENV": "reasoning-gym:verifiers.ReasoningGymEnv", "CONFIG": '{"gym": "chain_sum"}'}
-    checkout = checkout_with("sums", tmp_path, **made)
-    own = {"TASK": "sums", "MODEL": str(small_model), "ARTIFACTS": str(tmp_path / "artifacts")}
-    own |= {"MAX_PROMPT_LENGTH": "1500"}
-    run_stages(partial(make, cwd=checkout), VARIABLES | own, set())
