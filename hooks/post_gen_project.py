@@ -45,15 +45,16 @@ data = {
     "hub": "the data set (HUB_DATASET), its columns, and the prompt",
     "file": "the columns of your file and the prompt; put the file in place of data.jsonl, or give FILE=",
     "reasoning_gym": "the settings of the environment (CONFIG)",
+    "verifiers": "",
 }[source]
-print(f"fill in   prepare_data.py   {data}")
+print(f"fill in   prepare_data.py   {data}" if data else "fill in   environment.py    the settings of the environment (CONFIG)")
 own = {"json": ": SCHEMA", "judge": ": RUBRIC"}.get(reward, "")
-if multi:
+if multi and source != "verifiers":
     print("          environment.py    the tools, and what follows a message (test_environment.py, examples.jsonl check it)")
-elif reward != "environment":
+elif reward != "environment" and not multi:
     print(f"          reward.py         when a response is right{own} (test_reward.py, examples.jsonl check it)")
 judge = "export JUDGE_URL=http://localhost:8000/v1 JUDGE_MODEL=name    # the model that judges: docs/JUDGE.md"
-trains = "downloads the data" if source == "hub" else "trains as it is"
+trains = {"hub": "downloads the data", "verifiers": "installs the environment"}.get(source, "trains as it is")
 print("\nnext")
 for line in filter(None, [first, reward == "judge" and judge, f"make train TASK={task}    # {trains}"]):
     print(f"  {line}")

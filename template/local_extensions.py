@@ -182,10 +182,18 @@ def _check_multi(answers: dict) -> None:
     """Refuse what a task with episodes cannot have; reward and source stay at their defaults."""
     if answers["reward"] != "math":
         refuse(f"reward {answers['reward']}: with turns=multi environment.py makes the rewards; leave reward out")
-    if answers["source"] != "generate":
+    if answers["source"] not in ("generate", "verifiers"):
         refuse(f"source {answers['source']}: with turns=multi it must be generate; then write prepare_data.py as you like")
     if answers["method"] in ("dpo", "distill"):
         refuse(f"method {answers['method']}: is for single-turn tasks; leave it out, or take turns=single")
+
+
+def _check_verifiers(turns: str, env: str, config: str) -> None:
+    if turns != "multi":
+        refuse("source verifiers: needs turns=multi, also where the environment takes one")
+    if not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,60}(==[0-9][\w.]{0,20})?(:[A-Za-z_][\w.]{0,80})?", env, re.ASCII):
+        refuse(f"env {env[:80]!r}: must be a package, package==version, or package:module of an environment")
+    _read_config(config)
 
 
 def _check(answers: dict) -> None:
@@ -205,11 +213,13 @@ def _check(answers: dict) -> None:
         refuse(f"gpus {gpus[:80]!r}: must be all, or 1, 2, 4, 8, 16, 32 or 64, by which the batches can be divided")
     if answers["turns"] == "multi":
         _check_multi(answers)
-    if source != "reasoning_gym":
+    if source == "verifiers":
+        _check_verifiers(answers["turns"], env, config)
+    elif source != "reasoning_gym":
         if reward == "environment":
             refuse("reward environment: needs source=reasoning_gym, or take another reward")
         if env or config != "{}":
-            refuse(f"{'env' if env else 'config'}: only for source=reasoning_gym")
+            refuse(f"{'env' if env else 'config'}: only for source=reasoning_gym or verifiers")
     elif reward not in ("environment", "math", "exact", "judge"):
         refuse(f"reward {reward}: with source=reasoning_gym it must be environment, math, exact or judge")
     elif not re.fullmatch(r"[a-z0-9_]{1,60}", env):

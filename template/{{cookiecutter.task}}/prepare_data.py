@@ -1,4 +1,6 @@
-{% if cookiecutter.turns == "multi" %}
+{% if cookiecutter.source == "verifiers" %}
+{% include "verifiers/prepare_data.py" %}
+{% elif cookiecutter.turns == "multi" %}
 {% include "multi/prepare_data.py" %}
 {% else %}
 {% set reward, source = cookiecutter.reward, cookiecutter.source %}

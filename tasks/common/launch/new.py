@@ -19,6 +19,8 @@ def answers(environ: Mapping[str, str]) -> list[str]:
     given["config"] = environ.get("CONFIG")
     if given["source"] == "reasoning_gym":
         given |= {"reward": "environment", "description": f"{given['env'] or 'An environment'} of reasoning-gym"}
+    if given["source"] == "verifiers":
+        given |= {"turns": "multi", "description": "An environment of verifiers"}
     found = [f"{question}={answer}" for question, answer in given.items() if answer]
     try:
         found += shlex.split(environ.get("OPTIONS", ""))

@@ -1,0 +1,200 @@
+"""An environment of `verifiers` as a multi-turn task: its rows as examples, its rollouts as episodes.
+
+verifiers clashes with the packages of the stacks, and an environment is code of other people. Both are installed into a
+folder of their own and run in a process of their own (rewards/verifiers_server.py), one for each process of ours. See
+docs/MULTI_TURN.md.
+"""
+
+import hashlib
+import itertools
+import json
+import os
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from queue import Empty, SimpleQueue
+
+from tasks.common.data.prepare import Example
+from tasks.common.data.rows import DataError, decoded
+from tasks.common.rewards.answers import RewardError, read_ground_truth
+from tasks.common.rewards.environment import Environment, Start, Step
+from tasks.common.rewards.tool_calls import Response
+from tasks.common.settings import artifacts
+from tasks.common.text import one_line
+
+SERVER = Path(__file__).with_name("verifiers_server.py")
+VERIFIERS = "verifiers==0.2.1"  # the last with environments of this form; 0.3 has others
+MAX_LINE = 16 * 2**20  # bytes of a reply
+MEMORY = 32 * 2**30  # of the process's address space
+START_SECONDS, SECONDS = 600, 120  # to load an environment and its data, to reply
+ROWS = 100  # in a reply
+# What the process gets of our environment variables: no key and no token.
+VARIABLES = ("PATH", "HOME", "LANG", "TMPDIR", "HF_HOME", "HF_HUB_OFFLINE", "VERL_TASK_LOGS", "VERL_TASK_LAUNCH")
+
+
+@dataclass(frozen=True)
+class Package:
+    """``env``: what pip installs beside verifiers, and after a colon the module with ``load_environment`` (default: the
+    package's) or a class: ``reasoning-gym:verifiers.ReasoningGymEnv``. ``config``: its arguments, as JSON has them."""
+
+    env: str
+    config: dict
+
+    @property
+    def requirements(self) -> list[str]:
+        """Of pip."""
+        return [VERIFIERS, self.env.partition(":")[0]]
+
+    @property
+    def name(self) -> str:
+        """The module or class."""
+        package, _, name = self.env.partition(":")
+        return name or package.partition("==")[0].replace("-", "_")
+
+    @property
+    def folder(self) -> Path:
+        """Of its Python environment."""
+        key = json.dumps([sys.version_info[:2], self.requirements]).encode()
+        return artifacts() / "verifiers" / hashlib.blake2b(key, digest_size=6).hexdigest()
+
+    @property
+    def installed(self) -> Path:
+        """A file that is there once all is installed."""
+        return self.folder / "installed"
+
+    def install(self) -> None:
+        """Install the requirements, unless they are. Raises DataError with what pip says."""
+        if self.installed.exists():
+            return
+        wanted = " ".join(self.requirements)
+        print(f"  installing {wanted} into {self.folder}", flush=True)
+        pip = [self.folder / "bin/python", "-m", "pip", "install", "-q", *self.requirements]
+        for command in ([sys.executable, "-m", "venv", "--clear", self.folder], pip):
+            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+            if done.returncode:
+                raise DataError(f"{wanted}: cannot be installed: {one_line(done.stdout.decode()[-400:], 400)}")
+        self.installed.touch()
+
+
+class Process:
+    """The process of ``package``; safe for threads. It ends with ours, whose end closes its input."""
+
+    def __init__(self, package: Package):
+        if not package.installed.exists():
+            raise RewardError(f"{package.name}: is not installed in {package.folder}: run make data")
+        self.name, self.log, self.numbers = package.name, package.folder / f"{os.getpid()}.log", itertools.count(1)
+        self.waiting: dict[int, SimpleQueue] = {0: SimpleQueue()}
+        self.outbox, self.gone = SimpleQueue(), ""  # a finalizer may put into such a queue, whatever its thread holds
+        with self.log.open("ab") as log:
+            self.child = subprocess.Popen(
+                [package.folder / "bin/python", "-I", SERVER, package.name, json.dumps(package.config), str(MEMORY)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                env={name: os.environ[name] for name in VARIABLES if name in os.environ},
+                start_new_session=True,
+            )
+        for work in (self._read, self._write):
+            threading.Thread(target=self._until_its_end, args=(work,), daemon=True).start()
+        self._reply(0, START_SECONDS)
+
+    def send(self, number: int, **request) -> None:
+        """Send ``request``, whose reply gets the ``number``; 0: nobody reads it."""
+        self.outbox.put(json.dumps({"n": number, **request}).encode() + b"\n")
+
+    def ask(self, **request) -> dict:
+        """The reply to ``request``. Raises RewardError: what the environment raised, or that its process is gone or too
+        slow."""
+        number = next(self.numbers)
+        self.waiting[number] = SimpleQueue()
+        self.send(number, **request)
+        return self._reply(number, SECONDS)
+
+    def _reply(self, number: int, seconds: float) -> dict:
+        try:
+            reply = {"error": self.gone} if self.gone else self.waiting[number].get(timeout=seconds)
+        except Empty:
+            reply = {"error": f"no reply in {seconds} s"}
+        del self.waiting[number]
+        if "error" in reply:
+            raise RewardError(f"{self.name} of verifiers: {str(reply['error'])[:500]}; log: {self.log}")
+        return reply
+
+    def _until_its_end(self, work: Callable[[], None]) -> None:
+        problem = "its process has ended"
+        try:
+            work()
+        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+            problem = f"{problem}: {type(error).__name__}: {error}"
+        self.child.kill()
+        self.gone = self.gone or problem
+        for waiting in list(self.waiting.values()):
+            waiting.put({"error": self.gone})
+
+    def _read(self) -> None:
+        while line := self.child.stdout.readline(MAX_LINE):
+            reply = json.loads(line)
+            if waiting := self.waiting.get(reply["n"]):
+                waiting.put(reply)
+
+    def _write(self) -> None:
+        while True:
+            self.child.stdin.write(self.outbox.get())
+            self.child.stdin.flush()
+
+
+_STARTING, _STARTED = threading.Lock(), {}
+
+
+def process_of(package: Package) -> Process:
+    """This process's one for ``package``; a fork has its own. Raises RewardError."""
+    with _STARTING:
+        key = os.getpid(), package.env, json.dumps(package.config)
+        if key not in _STARTED:
+            _STARTED[key] = Process(package)
+        return _STARTED[key]
+
+
+def examples(package: Package) -> list[Example]:
+    """The environment's rows; its own evaluation rows are the test split. Installs it first. Raises DataError."""
+    package.install()
+    found: list[Example] = []
+    try:
+        for split in ("train", "test"):
+            first, process = len(found), process_of(package)
+            while rows := process.ask(split=split, first=len(found) - first, count=ROWS)["rows"]:
+                # Some environments have one prompt for all rows: two are equal when all but their number is.
+                keys = [json.dumps(row | {"example_id": 0}, sort_keys=True) for row in rows]
+                found += [
+                    Example(row["prompt"], row, split=split, key=key) for row, key in zip(rows, keys, strict=True)
+                ]
+    except RewardError as error:
+        raise DataError(str(error)) from error
+    return found
+
+
+def environment_of(package: Package) -> type[Environment]:
+    """The class of the package's episodes; nothing is started before the first one."""
+
+    class Verifiers:
+        numbers = itertools.count()
+
+        def reset(self, row: dict) -> Start:
+            """Without a ground truth (`make batch`) it is the environment's first row, with the prompt of ``row``."""
+            self.process, self.number = process_of(package), next(self.numbers)
+            truth = read_ground_truth(row["reward_model"]["ground_truth"])
+            begun = self.process.ask(episode=self.number, row=truth or None)
+            weakref.finalize(self, self.process.send, 0, episode=self.number, end=True)  # also of one that is cut off
+            return Start(begun["messages"] if truth else decoded(row["prompt"]), begun["tools"])
+
+        def step(self, action: Response) -> Step:
+            thinking = "" if action.thinking is None else f"<think>\n{action.thinking}\n</think>\n"
+            message = {"content": thinking + action.text, "calls": action.calls}
+            found = self.process.ask(episode=self.number, message=message)
+            return Step(reward=found["reward"], done=True) if "reward" in found else Step(found["messages"])
+
+    return Verifiers

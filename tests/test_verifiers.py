@@ -1,0 +1,217 @@
+"""rewards/verifiers.py: an environment of verifiers in a process of its own, and what that process may do wrong."""
+
+import json
+import sys
+import threading
+from functools import partial
+
+import pytest
+
+from tasks.common.data.rows import DataError, rl_row
+from tasks.common.rewards import verifiers
+from tasks.common.rewards.answers import RewardError
+from tasks.common.rewards.environment import begun, replayed, stepped
+from tasks.common.rewards.tool_calls import render_calls
+from tasks.common.rewards.verifiers import Package, Process, environment_of, examples, process_of
+
+READY = 'import json, os, sys, time\nprint(json.dumps({"n": 0}), flush=True)\n'
+# A package of other people: a guessing game, one with a tool, and what cannot be played.
+GAMES = '''
+import verifiers as vf
+from datasets import Dataset
+
+
+class Guess(vf.MultiTurnEnv):
+    async def env_response(self, messages, state, **kwargs):
+        print("this is not a reply")
+        guess, truth = int(messages[-1].content), int(state["answer"])
+        if guess == truth:
+            state["right"], state["final_env_response"] = True, [{"role": "user", "content": "right"}]
+        return [{"role": "user", "content": "more" if guess < truth else "less"}]
+
+
+class Forgets(Guess):
+    async def get_prompt_messages(self, state):
+        return [{"role": "user", "content": f"turn {len(state['trajectory'])}"}]
+
+
+def right(state):
+    return float(state.get("right", False))
+
+
+def five(completion):
+    return float(completion[-1].content == "5")
+
+
+def groups(completions):
+    return [0.0 for _ in completions]
+
+
+def add(a: int, b: int) -> int:
+    """Add two numbers."""
+    return a + b
+
+
+def load_environment(kind: str = "guess"):
+    rows = Dataset.from_list([{"question": "A number up to 9?", "answer": str(i)} for i in range(150)])
+    if kind == "tools":
+        return vf.ToolEnv(tools=[add], dataset=rows, eval_dataset=rows, rubric=vf.Rubric(funcs=[five]))
+    made = {"guess": Guess, "forgets": Forgets}.get(kind, Guess)
+    return made(dataset=rows, rubric=vf.Rubric(funcs=[groups if kind == "groups" else right]), max_turns=4)
+'''
+
+
+@pytest.fixture(autouse=True)
+def own_artifacts(monkeypatch, tmp_path_factory):
+    """All tests of this file share what they install."""
+    monkeypatch.setenv("ARTIFACTS", str(tmp_path_factory.getbasetemp() / "verifiers"))
+
+
+def row_of(example) -> dict:
+    return rl_row("test", example.messages(), example.ground_truth, "test", 0)
+
+
+# ---- the process, without verifiers
+
+
+def served(monkeypatch, tmp_path, code: str) -> Package:
+    """A package that counts as installed, whose server is ``code``."""
+    (tmp_path / "server.py").write_text(code)
+    monkeypatch.setattr(verifiers, "SERVER", tmp_path / "server.py")
+    package = Package(f"package-{tmp_path.name}", {})
+    (package.folder / "bin").mkdir(parents=True)
+    (package.folder / "bin/python").symlink_to(sys.executable)
+    package.installed.touch()
+    return package
+
+
+@pytest.mark.parametrize(
+    ("env", "requirement", "name"),
+    [
+        ("reverse-text", "reverse-text", "reverse_text"),
+        ("reverse-text==0.1.4", "reverse-text==0.1.4", "reverse_text"),
+        ("reasoning-gym:verifiers.ReasoningGymEnv", "reasoning-gym", "verifiers.ReasoningGymEnv"),
+    ],
+)
+def test_a_package_says_what_is_installed_and_loaded(env, requirement, name):
+    package = Package(env, {})
+    assert package.requirements == [verifiers.VERIFIERS, requirement] and package.name == name
+    assert package.folder != Package("another", {}).folder
+
+
+def test_without_make_data_it_is_one_line():
+    with pytest.raises(RewardError, match=r"is not installed in .*: run make data"):
+        begun(environment_of(Package("not-there", {})), {"reward_model": {"ground_truth": "{}"}})
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("raise SystemExit(3)", "its process has ended"),
+        ("print('hello', flush=True)\nimport time\ntime.sleep(60)", "its process has ended: JSONDecodeError"),
+        ("print('[' * 100000, flush=True)\nimport time\ntime.sleep(60)", "its process has ended: RecursionError"),
+        (READY.replace('"n": 0', '"n": 0, "error": "no"'), "no; log: "),
+        ("import time\ntime.sleep(60)", "no reply in 1 s"),
+    ],
+)
+def test_a_process_that_does_not_start_is_one_line(code, said, monkeypatch, tmp_path):
+    monkeypatch.setattr(verifiers, "START_SECONDS", 1 if "no reply" in said else 30)
+    with pytest.raises(RewardError, match=said) as raised:
+        Process(served(monkeypatch, tmp_path, code))
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("sys.exit(1)", "its process has ended"),
+        ("sys.stdin.readline()\nprint('x' * 2**21, flush=True)\ntime.sleep(60)", "its process has ended: JSON"),
+        ("sys.stdin.readline()\nprint('{}', flush=True)\ntime.sleep(60)", "its process has ended: KeyError"),
+        ("time.sleep(60)", "no reply in 2 s"),
+    ],
+)
+def test_a_process_that_stops_answering_is_one_line_and_stays_gone(code, said, monkeypatch, tmp_path):
+    monkeypatch.setattr(verifiers, "MAX_LINE", 2**20)
+    process = Process(served(monkeypatch, tmp_path, READY + code))
+    monkeypatch.setattr(verifiers, "SECONDS", 2)
+    for _ in range(2):
+        with pytest.raises(RewardError, match=said):
+            process.ask(episode=1, row=None)
+    process.child.kill()
+
+
+def test_it_gets_no_secret_and_many_threads_get_their_own_replies(monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    echo = "for line in sys.stdin:\n    print(json.dumps(json.loads(line) | {'env': dict(os.environ)}), flush=True)"
+    process, found = Process(served(monkeypatch, tmp_path, READY + echo)), {}
+
+    def ask(number: int) -> None:
+        found[number] = process.ask(episode=number)
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(50)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(found[number]["episode"] == number for number in range(50))
+    assert "secret" not in json.dumps(found[0]) and "PATH" in found[0]["env"]
+    process.child.stdin.close()
+    assert process.child.wait(30) == 0  # it ends where we do
+
+
+# ---- real environments, installed from the registry
+
+
+@pytest.fixture(scope="module")
+def games(tmp_path_factory):
+    """The folder of a package that pip can install."""
+    folder = tmp_path_factory.mktemp("games")
+    (folder / "pyproject.toml").write_text('[project]\nname = "games"\nversion = "1"\n')
+    (folder / "games.py").write_text(GAMES)
+    return folder
+
+
+@pytest.mark.long
+def test_the_episodes_are_the_environments(games):
+    guess, tools = Package(f"{games}:games", {}), Package(f"{games}:games", {"kind": "tools"})
+    found = examples(guess)
+    assert len(found) == len({example.key for example in found}) == 150  # one prompt for all
+    environment = environment_of(guess)
+    play = partial(replayed, environment, row_of(found[7]))
+    assert play(["5", "9", "7"]) == (1.0, 0, True)
+    assert play(["1", "2"]) == (0.0, 0, False)
+    assert play(["1", "2", "3", "4"]) == (0.0, 0, True)  # its own max_turns
+    played, start = begun(environment, row_of(found[3]))
+    assert [message["content"] for message in start.messages] == ["A number up to 9?"]
+    assert stepped(played, row_of(found[3]), [], "5")[0].messages == [{"role": "user", "content": "less"}]
+
+    found = examples(tools)
+    assert [example.split for example in found] == ["train"] * 150 + ["test"] * 150
+    environment = environment_of(tools)
+    played, start = begun(environment, row_of(found[0]))
+    call = render_calls([{"name": "add", "arguments": {"a": 2, "b": 3}}])
+    step, failed = stepped(played, row_of(found[0]), start.tools, call)
+    assert (step.messages, step.done, failed) == ([{"role": "tool", "content": "5"}], False, 0)
+    assert stepped(played, row_of(found[0]), start.tools, "5")[0].reward == 1.0
+    assert replayed(environment, row_of(found[0]), [call.replace("add", "pay"), call, "5"]) == (1.0, 1, True)
+
+
+@pytest.mark.long
+def test_what_an_environment_cannot_do_is_one_line(games, monkeypatch):
+    package = Package(f"{games}:games", {})
+    row = row_of(examples(package)[0])
+    with pytest.raises(RewardError, match="ValueError: invalid literal for int"):
+        replayed(environment_of(package), row, ["five"])
+    assert replayed(environment_of(package), row, ["0"]) == (1.0, 0, True)  # the next episode is played
+    for kind, said in (("forgets", "rewrites earlier messages"), ("groups", "several episodes together")):
+        with pytest.raises(RewardError, match=said):
+            replayed(environment_of(Package(package.env, {"kind": kind})), row, ["5", "6"])
+    with pytest.raises(DataError, match="kinds"):
+        examples(Package(package.env, {"kinds": 1}))
+    with pytest.raises(DataError, match="no_such_module"):
+        examples(Package(f"{games}:no_such_module", {}))
+    with pytest.raises(DataError, match="cannot be installed: "):
+        examples(Package("/no/such/folder", {}))
+    process_of(package).child.kill()
+    with pytest.raises(RewardError, match="its process has ended"):
+        replayed(environment_of(package), row, ["0"])
