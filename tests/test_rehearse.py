@@ -126,6 +126,22 @@ def test_a_thin_model_learns_demonstrations_until_it_samples_them_about_as_often
     assert json.loads((tmp_path / "thin/config.json").read_text())["dtype"] == "bfloat16"
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_thin_model_of_a_large_vocabulary_learns_with_tied_embeddings_and_without(tied, small_model, tmp_path):
+    """At a rate of 1e-2 tied ones did not learn."""
+    from transformers import AutoTokenizer
+
+    changes = {"tie_word_embeddings": tied, "vocab_size": 49152}
+    source = folder_of(LLAMA | changes, small_model, tmp_path / "real")
+    thin.write(source, tmp_path / "thin", seed=1)
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    prompts, answers = [f"{n}, {n + 3}, {n * 7 % 10}" for n in range(11, 19)], [f"{n * n} - {n}" for n in range(8)]
+    pairs = zip(prompts, answers, strict=True)
+    chats = [[{"role": "user", "content": one}, {"role": "assistant", "content": two}] for one, two in pairs]
+    told = thin.teach(tmp_path / "thin", [demonstration_ids(tokenizer, chat, 1) for chat in chats], seed=1)
+    assert told >= thin.RIGHT
+
+
 def test_rows_are_learned_whose_demonstration_no_limit_cuts(small_model, tmp_path):
     from transformers import AutoTokenizer
 

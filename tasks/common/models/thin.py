@@ -16,7 +16,7 @@ from tasks.common.text import one_line
 LAYERS, HEADS, HEAD = 2, 2, 32  # vLLM on a CPU wants heads of 32 or more
 HIDDEN, INTERMEDIATE = HEADS * HEAD, 128
 # Of `teach`: it ends once the mean probability of a whole demonstration is RIGHT, or after MOST_STEPS.
-RIGHT, MOST_STEPS, RATE, OTHERS = 0.6, 400, 1e-2, 512
+RIGHT, MOST_STEPS, RATE, OTHERS = 0.6, 600, 3e-3, 512
 # What a hub id is asked for: config, tokenizer, chat template; never weights.
 SMALL_FILES = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.*", "*.tiktoken")
