@@ -16,7 +16,7 @@ from tasks.calculator import prepare_data as calculator
 from tasks.calculator.environment import Environment
 from tasks.common.data.rows import chat, rl_row, rl_schema, write_parquet
 from tasks.common.evaluation import attack, policy_attack
-from tasks.common.evaluation.exploits import TURN, Form, Row, shrunk
+from tasks.common.evaluation.exploits import TURN, Form, Row, shrunk, with_values
 from tasks.common.guarded import Guarded, asks_judge
 from tasks.common.rewards import gym
 from tasks.common.rewards.answers import (
@@ -139,6 +139,23 @@ def no_call_is_none_wrong(source, response, truth, extra=None):
 
 
 @reward_function
+def the_names_of_calls(source, response, truth, extra=None):
+    """tool_calling that does not look at the arguments: rows with the same names do not contradict one another."""
+    names = [sorted(call["name"] for call in calls) for calls in (called(response), read_ground_truth(truth)["calls"])]
+    return scored(names[0] == names[1])
+
+
+@reward_function
+def the_keys_of_calls(source, response, truth, extra=None):
+    """tool_calling that looks at the arguments' names alone."""
+
+    def keys(calls: list[dict]) -> list:
+        return sorted((call["name"], sorted(call["arguments"])) for call in calls)
+
+    return scored(keys(called(response)) == keys(read_ground_truth(truth)["calls"]))
+
+
+@reward_function
 def any_key(source, response, truth, extra=None):
     """A JSON answer of which any value may be the right one."""
     try:
@@ -199,6 +216,8 @@ HOLES = [
     (first_answer, "countdown", "answer inside thinking, another outside"),
     (spare_calls, "tool_calling", "several answers"),
     (no_call_is_none_wrong, "tool_calling", "nothing at all"),
+    (the_names_of_calls, "tool_calling", "JSON emptied"),
+    (the_keys_of_calls, "tool_calling", "JSON of other values"),
     (any_key, numbered, "JSON with extra keys"),
     (longer_is_better, "gsm8k", "length"),
     (raises, "gsm8k", "Unicode digits and operators"),
@@ -509,6 +528,14 @@ def test_the_form_of_an_answer_is_learned():
     assert form.emptied("<think>3+9=12</think><answer>12</answer>") == "<think>3+9=</think><answer></answer>"
     assert Form.learned(["<answer>0</answer>"] * 8) == Form("<answer>", "</answer>", ("0",))
     assert Form.learned([]) == Form()
+
+
+def test_json_is_changed_only_where_it_ends_the_answer():
+    call = '<tool_call>\n{"name": "f", "arguments": {"a": 1}}\n</tool_call>'
+    emptied = with_values(f"<think>{{}}</think>{call}", lambda found: {})
+    assert emptied == '<tool_call>\n{"name": "f", "arguments": {}}\n</tool_call>'
+    for kept in ('{"a": 1}\n#### 5', "#### 5", "\\boxed{5}", call.replace('"a": 1', ""), "", None):
+        assert with_values(kept, lambda found: {}) is None, kept
 
 
 def test_shrunk():

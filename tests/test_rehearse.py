@@ -126,6 +126,21 @@ def test_a_thin_model_learns_demonstrations_until_it_samples_them_about_as_often
     assert json.loads((tmp_path / "thin/config.json").read_text())["dtype"] == "bfloat16"
 
 
+def test_a_thin_model_of_a_large_vocabulary_with_tied_embeddings_learns(small_model, tmp_path):
+    """At a rate of 1e-2 tied ones did not learn."""
+    from transformers import AutoTokenizer
+
+    changes = {"tie_word_embeddings": True, "vocab_size": 49152}
+    source = folder_of(LLAMA | changes, small_model, tmp_path / "real")
+    thin.write(source, tmp_path / "thin", seed=1)
+    tokenizer = AutoTokenizer.from_pretrained(source)
+    prompts, answers = [f"{n}, {n + 3}, {n * 7 % 10}" for n in range(11, 19)], [f"{n * n} - {n}" for n in range(8)]
+    pairs = zip(prompts, answers, strict=True)
+    chats = [[{"role": "user", "content": one}, {"role": "assistant", "content": two}] for one, two in pairs]
+    told = thin.teach(tmp_path / "thin", [demonstration_ids(tokenizer, chat, 1) for chat in chats], seed=1)
+    assert told >= thin.RIGHT
+
+
 def test_rows_are_learned_whose_demonstration_no_limit_cuts(small_model, tmp_path):
     from transformers import AutoTokenizer
 
@@ -146,10 +161,10 @@ def test_rows_are_learned_whose_demonstration_no_limit_cuts(small_model, tmp_pat
     assert [sum(mask) for _, _, mask in found] == [3, 3]  # a byte is a token, and <|im_end|>
     assert len(rehearsed_data.demonstrated(s, *files, tokenizer, 1)) == 1
     few = rehearsed_data.taught(s, *files, tokenizer, tmp_path / "thin", tmp_path / "known.parquet", range(3, 5))
-    assert few == "" and not (tmp_path / "known.parquet").exists()
+    assert few == (0, 0.0) and not (tmp_path / "known.parquet").exists()
     shutil.copytree(small_model, tmp_path / "thin")
-    said = rehearsed_data.taught(s, *files, tokenizer, tmp_path / "thin", tmp_path / "known.parquet", range(2, 5))
-    assert "learned 2 demonstrations" in said
+    told = rehearsed_data.taught(s, *files, tokenizer, tmp_path / "thin", tmp_path / "known.parquet", range(2, 5))
+    assert told == (2, pytest.approx(0.75, abs=0.25))
     assert [row["prompt"][0]["content"] for row in read_rows(tmp_path / "known.parquet")] == ["short", "last"]
 
 
@@ -174,6 +189,26 @@ def test_an_episode_is_learned_where_its_turns_and_results_fit(small_model, tmp_
         assert len(rehearsed_data.demonstrated(s, *files, tokenizer, 8)) == count, changes
     (whole,), _ = doctor.measured(tokenizer, tmp_path / "sft.parquet")
     assert whole > 20 + 30 + 1  # of an episode all turns and results count
+
+
+@pytest.mark.parametrize("method", ["dpo", "grpo"])
+def test_a_thin_model_that_learned_nothing_is_named_and_ends_a_run_of_its_own_pairs(
+    method, small_model, tmp_path, monkeypatch
+):
+    data = tmp_path / "data/countdown"
+    data.mkdir(parents=True)
+    prompts = [[{"role": "user", "content": str(number)}] for number in range(8)]
+    rows = [rl_row("countdown", prompt, "2", "train", number) for number, prompt in enumerate(prompts)]
+    write_parquet(rows, data / "train.parquet", rl_schema())
+    write_parquet([sft_row(prompt, "ab") for prompt in prompts], data / "sft.parquet", sft_schema())
+    shutil.copytree(small_model, tmp_path / "model")
+    s, _ = real(None, "current", METHOD=method)
+    given = {"TASK": "countdown", "STACK": "cpu", "METHOD": method, "MODEL": str(tmp_path / "model")}
+    r = rehearse.Rehearsal(s, tmp_path, given, "")
+    monkeypatch.setattr(thin, "MOST_STEPS", 1)
+    played = rehearse.teach(r)
+    assert "did not learn its 8 demonstrations" in played.problem + played.said
+    assert ("give PAIRS_FILE" in played.problem) == (method == "dpo")
 
 
 def test_of_a_file_of_pairs_the_first_are_played(tmp_path):
@@ -417,7 +452,12 @@ def test_a_profile_is_predicted_from_its_config_alone(profile, small_model, tmp_
     assert f"at PRICE=2 x {s.N_GPUS} GPUs" in said and "leave-one-out" in said
     assert (f"scaled to {gpu.name} by its published peak and bandwidth" in said) == (gpu.name != "H200")
     assert ("LoRA" in said) == (s.LORA_RANK > 0)
-    assert not [each for each in needs.fits(s, [], target) if each.state == "error"]
+    # All that `make rehearse` does before it plays something.
+    thin.write(source, tmp_path / "thin", s.SEED)
+    assert next(needs.refused(replace(s, MODEL=str(tmp_path / "thin")), []), None) is None
+    found = needs.before(s, [], target, replace(command, DISK=10_000))
+    assert {each.what for each in found} == {"stop token", "memory", "disk"}
+    assert not [str(each) for each in found if each.state == "error"]
     short, long = (
         needs.time_of(s, target.gpu, Lengths([80], []), length, length).hours for length in (40, s.MAX_RESPONSE_LENGTH)
     )
@@ -505,7 +545,7 @@ def stages_of(said: str) -> list[str]:
     return [line.split()[0] for line in said.splitlines() if line[2:].rstrip() and " s  " in line[:20]]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_whole_run_is_rehearsed(small_model, tmp_path):
     """A profile with a Qwen3-4B by its config.json, and a warm-up, on the stack that it is meant for."""
     said = rehearsed(small_model, tmp_path, TASK="countdown", PROFILE="qwen3-4b-8xa100", INIT="sft")

@@ -250,3 +250,31 @@ def test_there_is_no_pass_where_a_step_is_one_update(module, monkeypatch, change
 )
 def test_there_is_a_pass_where_something_wants_it(module, monkeypatch, overrides, changes, responses):
     assert not applies(composed(monkeypatch, *overrides, **changes), responses)
+
+
+def test_distillation_takes_the_importance_weights_of_tokens(module, batch):
+    """verl's own loss fails on them: they are nested, and what it weighs is padded."""
+    from verl.workers.config import DistillationConfig, DistillationLossConfig
+
+    from tasks.common.verl_plugins import patches
+
+    config = DistillationConfig(
+        distillation_loss=DistillationLossConfig(loss_mode="k1", use_policy_gradient=True, use_task_rewards=False)
+    )
+    data, output, _ = batch
+    own = module.response_from_nested(output["log_probs"].detach(), data["response_mask"])
+    offsets, values = output["log_probs"].offsets(), torch.randn(len(output["log_probs"].values()), 1)
+    data["old_log_probs"] = own
+    data["teacher_logprobs"] = torch.nested.nested_tensor_from_jagged(values, offsets)
+    losses = {}
+    for weight in (None, 1.0, 0.5):
+        if weight:
+            data["rollout_is_weights"] = nested([torch.full((length,), weight) for length in LENGTHS])
+            if weight == 1.0:
+                with pytest.raises(ValueError, match="NestedTensor"):
+                    patches._distillation_loss(actor_config(), config, output, data)
+        loss, _ = patches.distillation.distillation_ppo_loss(actor_config(), config, output, data)
+        losses[weight] = loss.item()
+        assert "rollout_is_weights" not in data or data["rollout_is_weights"].is_nested
+    assert losses[None] != 0 and losses[1.0] == pytest.approx(losses[None])
+    assert losses[0.5] == pytest.approx(losses[None] / 2)

@@ -43,6 +43,7 @@ ROWS, TEST, DEV, EVALUATED = 512, 16, 4, 4  # at most: training, test and dev pr
 BATCH, ROLLOUTS, SAMPLES = 4, 4, 2
 PAIRS_BATCH, PAIRS = 2, 16  # of DPO: pairs of a step, and of PAIRS_FILE
 KNOWN = range(BATCH, 2 * BATCH + 1)  # training prompts whose demonstrations the thin model learns
+LEARNED = 0.1  # the least probability of a demonstration at which a few samples of each prompt differ
 RESPONSE, EPISODE, TURN = 128, 256, 128  # tokens; a random model hardly ever ends a response
 KILL_AFTER = 900  # seconds without a checkpoint
 CLEAN_SECONDS = 20  # until no process of a killed training is left
@@ -322,13 +323,14 @@ def teach(r: Rehearsal) -> Played:
             tokenizer, train = load_tokenizer(r.given["MODEL"]), needs.train_file(s, data)
             played = load_settings({name: value for name, value in r.given.items() if name != "ARTIFACTS"})
             model = Path(r.given["MODEL"])
-            said = rehearsed_data.taught(played, train, data / "sft.parquet", tokenizer, model, out, KNOWN)
-            if said:
+            count, chance = rehearsed_data.taught(played, train, data / "sft.parquet", tokenizer, model, out, KNOWN)
+            said = f"no {KNOWN[0]} demonstrations fit the limits: random weights, whose rewards hardly differ"
+            if count:
                 r.given["TRAIN_FILE"] = str(out)
-            elif s.METHOD == "dpo":
-                problem = "METHOD=dpo: too few demonstrations to make pairs of own samples; give PAIRS_FILE"
-            else:
-                said = f"no {KNOWN[0]} demonstrations fit the limits: random weights, whose rewards hardly differ"
+                verb = "learned" if chance >= LEARNED else "did not learn its"
+                said = f"the thin model {verb} {count} demonstrations; it samples one with probability {chance:.2f}"
+            if s.METHOD == "dpo" and chance < LEARNED:
+                problem = f"METHOD=dpo finds no pairs among own samples: {said}; give PAIRS_FILE"
     except (DataError, ValueError, SettingsError) as error:
         problem = str(error)
     return Played("teach", time.monotonic() - started, said, problem)

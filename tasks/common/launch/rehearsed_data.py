@@ -51,18 +51,21 @@ def demonstrated(s: Settings, train: Path, demonstrations: Path, tokenizer, most
     return found
 
 
-def taught(s: Settings, train: Path, demonstrations: Path, tokenizer, model: Path, out: Path, wanted: range) -> str:
+def taught(
+    s: Settings, train: Path, demonstrations: Path, tokenizer, model: Path, out: Path, wanted: range
+) -> tuple[int, float]:
     """Teach the thin model ``model`` the demonstrations of some rows of ``train``, and write these rows to ``out``, a
     parquet file. ``s``: the settings that are played. ``wanted``: how many rows, from the least to the most.
 
-    Returns what it did in words; empty, and without ``out``, where there are too few rows.
+    Returns how many it was taught, and the mean probability with which it samples one; 0 and 0.0, and without ``out``,
+    where there are too few rows.
     """
     found = demonstrated(s, train, demonstrations, tokenizer, wanted[-1]) if demonstrations.is_file() else []
     if len(found) < wanted[0]:
-        return ""
+        return 0, 0.0
     right = thin.teach(model, [(ids, mask) for _, ids, mask in found], s.SEED)
     pq.write_table(pq.read_table(train).take(pa.array([place for place, *_ in found])), out)
-    return f"the thin model learned {len(found)} demonstrations; it samples one with probability {right:.2f}"
+    return len(found), right
 
 
 def first_pairs(source: str, out: Path, most: int) -> int:

@@ -10,6 +10,7 @@ from transformers import AutoModelForTokenClassification
 from transformers.utils import is_flash_attn_2_available
 from verl.experimental.reward_loop import reward_loop
 from verl.models.transformers import monkey_patch
+from verl.trainer.distillation import losses as distillation
 from verl.utils import seqlen_balancing, tensordict_utils
 from verl.workers.engine import utils as engine_utils
 from verl.workers.engine.fsdp import transformer_impl
@@ -132,3 +133,22 @@ def _rearrange_taking_apart_once(batch, *args, **kwargs):
 
 
 engine_utils.rearrange_micro_batches = _rearrange_taking_apart_once
+
+
+# ---- verl/trainer/distillation/losses.py:281 multiplies the loss, which is padded, by nested importance weights -----
+
+expect(distillation.distillation_loss, 'rollout_is_weights = data.get("rollout_is_weights", None)')
+expect(distillation.distillation_ppo_loss, "distillation_loss(config, distillation_config, model_output, data)")
+
+_distillation_loss = distillation.distillation_loss
+
+
+def _distillation_loss_padded(config, distillation_config, model_output, data):
+    weights = data.get("rollout_is_weights", None)
+    if weights is not None and weights.is_nested:
+        data = data.copy()  # its other users take nested ones
+        data["rollout_is_weights"] = weights.to_padded_tensor(0.0)
+    return _distillation_loss(config, distillation_config, model_output, data)
+
+
+distillation.distillation_loss = _distillation_loss_padded
