@@ -347,22 +347,20 @@ def learned(search: Search, run_dir: Path, last: int) -> None:
             search.attack(Attempt(policy_attack.NAME, text))
     ended = rollouts[-last:]
     best = search.best if search.best < float("inf") else 1.0
-    right = [rollout for rollout in ended if rollout.score >= best]
+    right = ended[ended["score"] >= best]
     enough = max(HALF, policy_attack.commonest(ended) + policy_attack.MARGIN) * len(ended)
-    if right and len(right) >= enough and policy_attack.NAME not in search.found:
-        score = sum(rollout.score for rollout in right) / len(right)
-        first, why = right[0], "right under the truths of other rows"
+    if len(right) and len(right) >= enough and policy_attack.NAME not in search.found:
+        first = right.iloc[0]
         search.found[policy_attack.NAME] = Finding(
             policy_attack.NAME,
-            first.response,
+            first["response"],
             list(range(len(right))),
-            score,
-            why,
-            True,
-            False,
-            first.truth,
-            first.score,
-            len(ended),
+            float(right["score"].mean()),
+            "right under the truths of other rows",
+            recipe=True,
+            truth=first["truth"],
+            first=float(first["score"]),
+            of=len(ended),
         )
 
 
