@@ -224,25 +224,19 @@ def _group_key(example: Example) -> str:
     return hashlib.blake2b(example.group.encode(), digest_size=16).hexdigest()
 
 
-@dataclass(frozen=True)
 class _Gold(Sequence):
     """The rows of all sides for the gold check, made anew each time they are read."""
 
-    settings: Settings
-    sides: dict[str, list]
-    load: Callable[[object], Example]
+    def __init__(self, settings: Settings, sides: dict[str, list], load: Callable[[object], Example]):
+        self.settings, self.load = settings, load
+        self.items = [(side, index, item) for side, items in sides.items() for index, item in enumerate(items)]
 
     def __len__(self) -> int:
-        return sum(map(len, self.sides.values()))
+        return len(self.items)
 
-    def __getitem__(self, index: int) -> gold.Row:
-        for side, items in self.sides.items():
-            if index < len(items):
-                return self._row(side, index, self.load(items[index]))
-            index -= len(items)
-        raise IndexError(index)
-
-    def _row(self, side: str, index: int, example: Example) -> gold.Row:
+    def __getitem__(self, number: int) -> gold.Row:
+        side, index, item = self.items[number]
+        example = self.load(item)
         row = _rl_row(self.settings, example, side, index)
         place = example.place or f"{side}: row {index}"
         truth, demonstration, extra = row["reward_model"]["ground_truth"], example.demonstration, row["extra_info"]
