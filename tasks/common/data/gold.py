@@ -54,8 +54,7 @@ def check(s: Settings, rows: Sequence[Row]) -> tuple[dict, set[int]]:
     The entry: ``rows``, ``demonstrations`` (rows that have one), ``right`` (``acc`` 1, or a score of 1 where the reward
     has no ``acc``), ``others`` (the first SHOWN others: ``place`` and ``reason``), ``note`` (why not all were checked),
     ``reward`` (its digest); where the reward's module has ``wrong_forms``, ``forms`` (how many of right demonstrations
-    were scored) and ``taken`` (the first SHOWN that are right too: ``place`` and ``form``). ``rows`` may make its items
-    anew each time they are read.
+    were scored) and ``taken`` (the first SHOWN that are right too: ``place`` and ``form``).
     """
     entry = {"reward": digest(s), "rows": len(rows), "demonstrations": 0, "right": 0, "others": [], "note": ""}
     entry |= {"forms": 0, "taken": []}
