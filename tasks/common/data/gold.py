@@ -107,10 +107,10 @@ def _of_messages(forms: Callable, demonstration: str) -> list[str]:
     return [json.dumps(messages) for messages in forms(json.loads(demonstration))]
 
 
-def _end(text: str, length: int = 40) -> str:
+def _end(text: str) -> str:
     """The end of ``text`` in one line: what was changed mostly stands there."""
     text = one_line(text, len(text))
-    return f"…{text[-length:]}" if len(text) > length else text
+    return f"…{text[-40:]}" if len(text) > 40 else text
 
 
 def _in_file(other: dict) -> tuple[str, int]:
