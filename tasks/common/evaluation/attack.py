@@ -27,7 +27,7 @@ from tasks.common.data.rows import decoded, read_rows
 from tasks.common.evaluation import policy_attack
 from tasks.common.evaluation.exploits import SOME, TURN, Attempt, Form, Row, library, mutated, shrunk, visible
 from tasks.common.evaluation.tables import show_table
-from tasks.common.files import write_json, written_beside
+from tasks.common.files import write_json, write_text
 from tasks.common.guarded import Guarded, Result, asks_judge
 from tasks.common.rewards.answers import JudgeError, read_ground_truth
 from tasks.common.rewards.environment import SUCCESS, Environment, replayed
@@ -400,7 +400,6 @@ def report(s: Settings, search: Search) -> None:
                 one_line(repr(finding.response)[1:-1], 60),
             ]
         )
-    with written_beside(folder / "examples.jsonl") as partial:
-        partial.write_text("\n".join(lines) + "\n")
+    write_text(folder / "examples.jsonl", "\n".join(lines) + "\n")
     show_table(title, ["exploit", "score", "fooled", "why", "smallest form"], cells)
     print(f"in full: {folder / 'attack.json'}; lines for {s.task_dir / 'examples.jsonl'}: {folder / 'examples.jsonl'}")

@@ -13,7 +13,7 @@ from tasks.common.evaluation.engines import window
 from tasks.common.evaluation.rollouts import TOO_LONG, Rollout
 from tasks.common.evaluation.sample import Job, Scoring, report_errors, sampled, sampling
 from tasks.common.evaluation.spreadsheet import csv_table, csv_text, write_xlsx
-from tasks.common.files import check_writable, written_beside
+from tasks.common.files import check_writable, write_text
 from tasks.common.settings import Command, Settings, SettingsError, artifacts, fingerprint
 
 READ = {
@@ -98,8 +98,7 @@ def write_table(path: Path, rows: list[dict]) -> None:
         if kind == ".xlsx":
             return write_xlsx(path, table, "batch")
         text = csv_text(table)
-    with written_beside(path) as partial:
-        partial.write_text(text, encoding="utf-8", errors="replace")
+    write_text(path, text)
 
 
 def _cell(value):
