@@ -27,7 +27,8 @@ class EnginePool:
         spawn = multiprocessing.get_context("spawn")
         self.engines: list[tuple[Connection, multiprocessing.Process]] = []
         threads = str(max(1, len(os.sched_getaffinity(0)) // count))
-        for gpus in gpu_groups(tensor_parallel, count) or [[]] * count:  # none on a CPU
+        numbered = [[str(number)] for number in range(count)]  # where no GPU is listed: on a CPU, or without nvidia-smi
+        for gpus in gpu_groups(tensor_parallel, count) or numbered:
             ours, theirs = spawn.Pipe()
             process = spawn.Process(target=_serve, args=(theirs, backend, arguments, tensor_parallel))
             own = {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "OMP_NUM_THREADS": threads}
