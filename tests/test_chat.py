@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from tasks.common.data.rows import RL_SCHEMA, chat, rl_row, write_parquet
+from tasks.common.data.rows import chat, rl_row, rl_schema, write_parquet
 from tasks.common.evaluation.chat import talk, task_system
 from tasks.common.evaluation.engines import Sampling
 from tasks.common.evaluation.sample import Scoring
@@ -89,6 +89,6 @@ def test_windows_are_those_of_the_model(tmp_path):
 
 
 def test_the_tasks_system_message_comes_from_its_data(tmp_path):
-    write_parquet(ROWS, tmp_path / "a.parquet", RL_SCHEMA)
-    write_parquet([rl_row("t", chat("x"), "7", "test", 0)], tmp_path / "b.parquet", RL_SCHEMA)
+    write_parquet(ROWS, tmp_path / "a.parquet", rl_schema())
+    write_parquet([rl_row("t", chat("x"), "7", "test", 0)], tmp_path / "b.parquet", rl_schema())
     assert task_system(tmp_path / "a.parquet") == SYSTEM and task_system(tmp_path / "b.parquet") == []

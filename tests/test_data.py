@@ -16,13 +16,13 @@ from tasks.common.data.prepare import Example, describe, distinct, prepare
 from tasks.common.data.records import Records
 from tasks.common.data.rows import (
     BATCH_ROWS,
-    RL_SCHEMA,
-    SFT_SCHEMA,
     DataError,
     chat,
     read_rows,
     rl_row,
+    rl_schema,
     sft_row,
+    sft_schema,
     validate_parquet,
     write_parquet,
 )
@@ -44,7 +44,7 @@ def names(folder):
 @pytest.mark.parametrize("count", [1, 10, BATCH_ROWS, BATCH_ROWS + 1])
 def test_rows_come_back_as_they_were_written(tmp_path, count):
     path = tmp_path / "new" / "folder" / "train.parquet"
-    assert write_parquet(rl_rows(count), path, RL_SCHEMA) == count
+    assert write_parquet(rl_rows(count), path, rl_schema()) == count
     assert list(read_rows(path)) == list(rl_rows(count))
     assert validate_parquet(path) == count
     assert names(path.parent) == ["train.parquet"]
@@ -52,7 +52,7 @@ def test_rows_come_back_as_they_were_written(tmp_path, count):
 
 def test_demonstrations_come_back_as_they_were_written(tmp_path):
     rows = [sft_row(chat(f"question {i}"), f"<think>a\nb</think>\n<answer>{i}</answer>") for i in range(5)]
-    assert write_parquet(rows, tmp_path / "sft.parquet", SFT_SCHEMA, total=5) == 5
+    assert write_parquet(rows, tmp_path / "sft.parquet", sft_schema(), total=5) == 5
     assert list(read_rows(tmp_path / "sft.parquet")) == rows
     assert validate_parquet(tmp_path / "sft.parquet", "sft") == 5
     assert [message["role"] for message in rows[0]["messages"]] == ["user", "assistant"]
@@ -61,7 +61,7 @@ def test_demonstrations_come_back_as_they_were_written(tmp_path):
 @pytest.mark.parametrize("truth", [{"target": 3, "numbers": [1, 2]}, {"a": "x"}, {}, [1, "x"], 3, 2.5, True])
 def test_ground_truth_is_stored_as_json_text_of_its_own_row(tmp_path, truth):
     rows = [rl_row("toy", chat("p"), truth, "train", 0), rl_row("toy", chat("p"), {"other": {"key": []}}, "train", 1)]
-    write_parquet(rows, tmp_path / "x.parquet", RL_SCHEMA)
+    write_parquet(rows, tmp_path / "x.parquet", rl_schema())
     stored = next(read_rows(tmp_path / "x.parquet"))["reward_model"]["ground_truth"]
     assert json.loads(stored) == truth
 
@@ -72,7 +72,7 @@ def test_ground_truth_that_is_text_stays_as_it_is():
 
 @pytest.mark.parametrize("limit, expected", [(None, 20), (0, 0), (1, 1), (19, 19), (20, 20), (100, 20)])
 def test_read_rows_limit(tmp_path, limit, expected):
-    write_parquet(rl_rows(20), tmp_path / "x.parquet", RL_SCHEMA)
+    write_parquet(rl_rows(20), tmp_path / "x.parquet", rl_schema())
     assert list(read_rows(tmp_path / "x.parquet", limit)) == list(rl_rows(expected))
 
 
@@ -84,32 +84,32 @@ def failing(good_rows):
 @pytest.mark.parametrize("good_rows", [0, 3, BATCH_ROWS + 3])
 def test_error_while_writing_leaves_the_old_file_alone(tmp_path, good_rows):
     path = tmp_path / "train.parquet"
-    write_parquet(rl_rows(7), path, RL_SCHEMA)
+    write_parquet(rl_rows(7), path, rl_schema())
     before = path.read_bytes()
     with pytest.raises(RuntimeError, match="no more"):
-        write_parquet(failing(good_rows), path, RL_SCHEMA)
+        write_parquet(failing(good_rows), path, rl_schema())
     assert path.read_bytes() == before
     assert names(tmp_path) == ["train.parquet"]
 
 
 def test_error_while_writing_leaves_no_new_file(tmp_path):
     with pytest.raises(RuntimeError, match="no more"):
-        write_parquet(failing(3), tmp_path / "train.parquet", RL_SCHEMA)
+        write_parquet(failing(3), tmp_path / "train.parquet", rl_schema())
     assert names(tmp_path) == []
 
 
 def test_row_that_does_not_fit_the_schema_leaves_the_old_file_alone(tmp_path):
     path = tmp_path / "train.parquet"
-    write_parquet(rl_rows(7), path, RL_SCHEMA)
+    write_parquet(rl_rows(7), path, rl_schema())
     with pytest.raises((pa.ArrowException, DataError)):
-        write_parquet([{"data_source": "toy", "prompt": 3}], path, RL_SCHEMA)
+        write_parquet([{"data_source": "toy", "prompt": 3}], path, rl_schema())
     assert validate_parquet(path) == 7
     assert names(tmp_path) == ["train.parquet"]
 
 
 def test_old_file_stays_readable_until_the_new_one_is_complete(tmp_path):
     path = tmp_path / "train.parquet"
-    write_parquet(rl_rows(7), path, RL_SCHEMA)
+    write_parquet(rl_rows(7), path, rl_schema())
     counts = []
 
     def rows():
@@ -120,7 +120,7 @@ def test_old_file_stays_readable_until_the_new_one_is_complete(tmp_path):
 
     before = path.read_bytes()
     with path.open("rb") as reader:
-        write_parquet(rows(), path, RL_SCHEMA)
+        write_parquet(rows(), path, rl_schema())
         assert reader.read() == before  # replaced, not overwritten
     assert counts == [7, 7]
     assert validate_parquet(path) == BATCH_ROWS + 1
@@ -129,7 +129,7 @@ def test_old_file_stays_readable_until_the_new_one_is_complete(tmp_path):
 def peak_of_writing(path, count):
     tracemalloc.start()
     try:
-        assert write_parquet(rl_rows(count), path, RL_SCHEMA) == count
+        assert write_parquet(rl_rows(count), path, rl_schema()) == count
         return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -144,7 +144,7 @@ def test_memory_does_not_grow_with_the_number_of_rows(tmp_path):
 
 def test_reading_the_first_rows_of_a_large_file_is_lazy(tmp_path):
     path = tmp_path / "large.parquet"
-    write_parquet(rl_rows(5 * BATCH_ROWS), path, RL_SCHEMA)
+    write_parquet(rl_rows(5 * BATCH_ROWS), path, rl_schema())
     data = bytearray(path.read_bytes())
     last_group = pq.ParquetFile(path).metadata.row_group(4).column(0)
     start = last_group.dictionary_page_offset or last_group.data_page_offset
@@ -251,13 +251,13 @@ def test_first_bad_row_is_named(tmp_path, index):
     rows = list(rl_rows(BATCH_ROWS + 10))
     rows[index]["prompt"] = []
     rows[-1]["data_source"] = ""
-    path = write_any(tmp_path / "bad.parquet", rows, RL_SCHEMA)
+    path = write_any(tmp_path / "bad.parquet", rows, rl_schema())
     assert f"row {index}, column prompt" in refusal(path)
 
 
 def test_rl_data_is_not_sft_data_nor_the_reverse(tmp_path):
-    write_parquet(rl_rows(2), tmp_path / "rl.parquet", RL_SCHEMA)
-    write_parquet([sft_row(chat("a"), "b")], tmp_path / "sft.parquet", SFT_SCHEMA)
+    write_parquet(rl_rows(2), tmp_path / "rl.parquet", rl_schema())
+    write_parquet([sft_row(chat("a"), "b")], tmp_path / "sft.parquet", sft_schema())
     assert "row 0, column messages" in refusal(tmp_path / "rl.parquet", "sft")
     assert "row 0, column data_source" in refusal(tmp_path / "sft.parquet", "rl")
 
@@ -277,7 +277,7 @@ def test_data_of_others_is_accepted(tmp_path, changes):
     assert validate_parquet(write_any(tmp_path / "good.parquet", [bad_rl(**changes)] * 3)) == 3
 
 
-@pytest.mark.parametrize("kind, schema", [("rl", RL_SCHEMA), ("sft", SFT_SCHEMA)])
+@pytest.mark.parametrize("kind, schema", [("rl", rl_schema()), ("sft", sft_schema())])
 def test_file_without_rows_is_refused(tmp_path, kind, schema):
     write_parquet([], tmp_path / "empty.parquet", schema)
     assert "no rows" in refusal(tmp_path / "empty.parquet", kind)
@@ -317,7 +317,7 @@ def damaged(kind, good):
 )
 def test_corrupt_file_is_refused(tmp_path, kind):
     path = tmp_path / "x.parquet"
-    pq.write_table(pa.Table.from_pylist(list(rl_rows(50)), RL_SCHEMA), path, compression="none", use_dictionary=False)
+    pq.write_table(pa.Table.from_pylist(list(rl_rows(50)), rl_schema()), path, compression="none", use_dictionary=False)
     good = path.read_bytes()
     path.write_bytes(damaged(kind, good))
     assert path.read_bytes() != good
@@ -540,7 +540,7 @@ def test_turns_of_a_conversation_are_on_one_side_and_the_conversations_are_count
 
 def write_rows(path, prompts, key=None):
     rows = [rl_row("toy", chat(prompt), "1", "train", i, key=key and key(prompt)) for i, prompt in enumerate(prompts)]
-    write_parquet(rows, path, RL_SCHEMA)
+    write_parquet(rows, path, rl_schema())
     return path
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.common.data.rows import RL_SCHEMA, chat, rl_row, write_parquet
+from tasks.common.data.rows import chat, rl_row, rl_schema, write_parquet
 from tests.helpers import PYTHON, ROOT, exported
 
 PROMPTS = 6
@@ -39,7 +39,7 @@ def workplace(tmp_path):
 
     for name in ("test", "train"):
         rows = [rl_row("countdown", chat(f"{name} {i}"), TRUTH, name, i) for i in range(PROMPTS)]
-        write_parquet(rows, Workplace.artifacts / f"data/countdown/{name}.parquet", RL_SCHEMA)
+        write_parquet(rows, Workplace.artifacts / f"data/countdown/{name}.parquet", rl_schema())
     return Workplace()
 
 
@@ -474,6 +474,6 @@ def test_bad_values_are_refused_in_one_line(workplace, variables, said):
 
 
 def test_empty_data_is_named(workplace):
-    write_parquet([], workplace.artifacts / "data/countdown/test.parquet", RL_SCHEMA)
+    write_parquet([], workplace.artifacts / "data/countdown/test.parquet", rl_schema())
     result = workplace.run("eval", f"m={workplace.model('m', [])}")
     assert result.returncode == 1 and "test.parquet: has no rows to sample" in result.stdout

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from tasks.common.data.rows import RL_SCHEMA, chat, rl_row, write_parquet
+from tasks.common.data.rows import chat, rl_row, rl_schema, write_parquet
 from tasks.common.launch import experiments
 from tasks.common.settings import Command, Settings, SettingsError, load_settings
 from tests.test_evaluate import PROMPTS, answer, table, workplace  # noqa: F401  (a fixture)
@@ -75,7 +75,7 @@ def test_seeds_are_pooled_and_paired_by_prompt(workplace, models):  # noqa: F811
 def test_dev_prompts_choose_the_rate_where_there_are_any(workplace, models):  # noqa: F811
     """A right answer on the test prompts is a wrong number there, so the other rate of each method wins."""
     rows = [rl_row("countdown", chat(f"dev {i}"), "words", "dev", i) for i in range(PROMPTS)]
-    write_parquet(rows, workplace.artifacts / "data/countdown/dev.parquet", RL_SCHEMA)
+    write_parquet(rows, workplace.artifacts / "data/countdown/dev.parquet", rl_schema())
     found, said = found_by(workplace, models)
     assert found["rates"] == {"chosen": {"rloo": 1e-6, "dapo": 3e-6}, "by": "the score on dev.parquet"}
     assert "chosen by the score on dev.parquet" in said

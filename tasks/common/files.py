@@ -108,10 +108,15 @@ def check_writable(path: Path) -> None:
         partial.write_bytes(b"0")  # a full disk still accepts an empty file
 
 
+def write_text(path: Path, text: str) -> None:
+    """Replace ``path`` by ``text`` in UTF-8; half a surrogate pair, which UTF-8 cannot hold, becomes ``?``."""
+    with written_beside(path) as partial:
+        partial.write_text(text, encoding="utf-8", errors="replace")
+
+
 def write_json(path: Path, value) -> None:
     """Replace ``path`` by ``value`` as indented JSON."""
-    with written_beside(path) as partial:
-        partial.write_text(json.dumps(value, indent=2) + "\n")
+    write_text(path, json.dumps(value, indent=2) + "\n")
 
 
 def read_json(path: Path) -> dict:

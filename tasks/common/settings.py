@@ -101,6 +101,12 @@ def visible_gpus() -> list[str]:
     return [str(number) for number in range(len(listed))]
 
 
+def gpu_groups(size: int, most: int) -> list[list[str]]:
+    """The visible GPUs in groups of ``size``, at most ``most`` groups."""
+    visible = visible_gpus()
+    return [visible[number * size : (number + 1) * size] for number in range(min(most, len(visible) // size))]
+
+
 def _all_gpus(values: dict[str, str]) -> str:
     """all that are visible"""
     return str(len(visible_gpus()))

@@ -18,7 +18,7 @@ from tasks.common.evaluation import engines
 from tasks.common.evaluation.rollouts import SAMPLED, TOO_LONG
 from tasks.common.evaluation.sample import Hardware, sampling
 from tasks.common.evaluation.tables import markdown_table, show_table
-from tasks.common.files import write_json, written_beside
+from tasks.common.files import write_json, write_text
 from tasks.common.interrupts import interrupt_on_sigterm
 from tasks.common.process import Progress, StageFailed, errors_in_one_line, run
 from tasks.common.rewards.answers import with_opened_thinking
@@ -150,8 +150,7 @@ def report(task: str, folder: Path, setup: dict, models: dict[str, str], months:
     rows = [[name, *(_shown(values[name]) for values in results.values())] for name in results[RULE]]
     title = f"{task}: {setup['MONTHS']} months of one economy of {setup['AGENTS']} workers, SEED={setup['SEED']}"
     show_table(title, header, rows)
-    with written_beside(folder / "simulation.md") as partial:
-        partial.write_text(f"{title}\n\n{markdown_table(header, rows)}\n")
+    write_text(folder / "simulation.md", f"{title}\n\n{markdown_table(header, rows)}\n")
     histories = {label: [asdict(month) for month, _ in history] for label, history in months.items()}
     write_json(
         folder / "simulation.json", {"settings": setup, "models": models, "indicators": results, "months": histories}

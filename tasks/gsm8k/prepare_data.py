@@ -14,20 +14,15 @@ INSTRUCTION = 'Reason step by step, then end with "#### " and the answer as a nu
 EASY = (6, 10, 20, 31, 43, 50, 54, 56, 58, 62, 72, 95)
 
 
-def example(question: str, answer: str) -> prepare.Example:
-    """One row of the public set. The ground truth is what follows ``####``, without commas; the demonstration is
-    ``answer`` without its calculator annotations. Raises DataError if no number follows a ``####``."""
-    problem = word_problems.read({"question": question, "answer": answer})
+def from_record(record: dict) -> list[prepare.Example]:
+    """The example of a row of the public set. The ground truth is what follows ``####``, without commas; the
+    demonstration is ``answer`` without its calculator annotations. Raises DataError unless the row has the texts
+    ``question`` and ``answer``, and a number after a ``####``."""
+    problem = word_problems.read(record)
     if read_number(problem.number) is None:
         raise DataError("`answer` must end with `#### ` and a number")
     prompt = f"{problem.question}\n{INSTRUCTION}"
-    return prepare.Example(prompt, problem.number, word_problems.ANNOTATION.sub("", answer).strip())
-
-
-def from_record(record: dict) -> list[prepare.Example]:
-    """The example of one record. Raises DataError unless it has the texts ``question`` and ``answer``."""
-    problem = word_problems.read(record)
-    return [example(problem.question, problem.answer)]
+    return [prepare.Example(prompt, problem.number, word_problems.ANNOTATION.sub("", problem.answer).strip())]
 
 
 def generate(settings) -> Iterator[prepare.Example]:
@@ -44,7 +39,7 @@ def generate(settings) -> Iterator[prepare.Example]:
         solution, _, stated = problem["metadata"]["answer_cot"].rpartition("####")
         answer = problem["answer"]
         if answer.isdecimal() and read_number(stated) == int(answer):
-            yield example(problem["question"], f"{solution.strip()}\n#### {answer}")
+            yield from from_record({"question": problem["question"], "answer": f"{solution.strip()}\n#### {answer}"})
 
 
 def from_hub(settings) -> prepare.Examples:

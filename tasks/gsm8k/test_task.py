@@ -194,7 +194,8 @@ def test_easy_problems_fit_a_small_model():
 
 
 def test_a_row_of_the_public_set():
-    example = prepare_data.example(" How many? ", "She sells 2*540=<<2*540=1080>>1,080 eggs.\n#### 1,080")
+    solution = "She sells 2*540=<<2*540=1080>>1,080 eggs.\n#### 1,080"
+    (example,) = prepare_data.from_record({"question": " How many? ", "answer": solution})
     assert example.prompt == f"How many?\n{prepare_data.INSTRUCTION}"
     assert example.ground_truth == "1080"
     assert example.demonstration == "She sells 2*540=1,080 eggs.\n#### 1,080"

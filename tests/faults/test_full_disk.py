@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.common.data.rows import RL_SCHEMA, chat, rl_row, write_parquet
+from tasks.common.data.rows import chat, rl_row, rl_schema, write_parquet
 from tasks.common.models.merge import has_weights
 from tasks.common.runs import folder
 from tasks.common.settings import load_settings
@@ -170,7 +170,7 @@ def answering(disk, tmp_path):
     disk.leave(ENOUGH)
     for name in ("test", "train"):
         rows = [rl_row("countdown", chat(f"{name} {i}"), TRUTH, name, i) for i in range(len(RIGHT))]
-        write_parquet(rows, disk.artifacts / f"data/countdown/{name}.parquet", RL_SCHEMA)
+        write_parquet(rows, disk.artifacts / f"data/countdown/{name}.parquet", rl_schema())
     for name, right in (("before", [0] * len(RIGHT)), ("after", RIGHT)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "table.json").write_text(json.dumps(table(right, 16, GREEDY)))

@@ -54,8 +54,7 @@ def check(s: Settings, rows: Sequence[Row]) -> tuple[dict, set[int]]:
     The entry: ``rows``, ``demonstrations`` (rows that have one), ``right`` (``acc`` 1, or a score of 1 where the reward
     has no ``acc``), ``others`` (the first SHOWN others: ``place`` and ``reason``), ``note`` (why not all were checked),
     ``reward`` (its digest); where the reward's module has ``wrong_forms``, ``forms`` (how many of right demonstrations
-    were scored) and ``taken`` (the first SHOWN that are right too: ``place`` and ``form``). ``rows`` may make its items
-    anew each time they are read.
+    were scored) and ``taken`` (the first SHOWN that are right too: ``place`` and ``form``).
     """
     entry = {"reward": digest(s), "rows": len(rows), "demonstrations": 0, "right": 0, "others": [], "note": ""}
     entry |= {"forms": 0, "taken": []}
@@ -108,10 +107,10 @@ def _of_messages(forms: Callable, demonstration: str) -> list[str]:
     return [json.dumps(messages) for messages in forms(json.loads(demonstration))]
 
 
-def _end(text: str, length: int = 40) -> str:
+def _end(text: str) -> str:
     """The end of ``text`` in one line: what was changed mostly stands there."""
     text = one_line(text, len(text))
-    return f"…{text[-length:]}" if len(text) > length else text
+    return f"…{text[-40:]}" if len(text) > 40 else text
 
 
 def _in_file(other: dict) -> tuple[str, int]:

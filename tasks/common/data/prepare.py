@@ -4,7 +4,7 @@ import hashlib
 import json
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import chain, count, islice
@@ -164,8 +164,8 @@ def _prepare(settings: Settings, name: str, source: Source, note: str) -> dict:
     demonstrations: list[dict] = []
     checked, groups = {}, defaultdict(set)
 
-    def check(sides: dict[str, list], load: Callable) -> dict[str, list]:
-        checked["gold"], sides = _gold_checked(settings, sides, load)
+    def check(sides: dict[str, list]) -> dict[str, list]:
+        checked["gold"], sides = _gold_checked(settings, sides)
         return sides
 
     def row(example: Example, split: str, index: int) -> dict:
@@ -224,41 +224,24 @@ def _group_key(example: Example) -> str:
     return hashlib.blake2b(example.group.encode(), digest_size=16).hexdigest()
 
 
-@dataclass(frozen=True)
-class _Gold(Sequence):
-    """The rows of all sides for the gold check, made anew each time they are read."""
-
-    settings: Settings
-    sides: dict[str, list]
-    load: Callable[[object], Example]
-
-    def __len__(self) -> int:
-        return sum(map(len, self.sides.values()))
-
-    def __getitem__(self, index: int) -> gold.Row:
-        for side, items in self.sides.items():
-            if index < len(items):
-                return self._row(side, index, self.load(items[index]))
-            index -= len(items)
-        raise IndexError(index)
-
-    def _row(self, side: str, index: int, example: Example) -> gold.Row:
-        row = _rl_row(self.settings, example, side, index)
-        place = example.place or f"{side}: row {index}"
-        truth, demonstration, extra = row["reward_model"]["ground_truth"], example.demonstration, row["extra_info"]
-        if isinstance(demonstration, list):
-            answers = [message["content"] for message in demonstration if message["role"] == "assistant"]
-            demonstration, extra = json.dumps(answers), row
-        return gold.Row(place, demonstration, truth, row["data_source"], extra)
+def _gold_row(settings: Settings, side: str, index: int, example: Example) -> gold.Row:
+    row = _rl_row(settings, example, side, index)
+    place = example.place or f"{side}: row {index}"
+    truth, demonstration, extra = row["reward_model"]["ground_truth"], example.demonstration, row["extra_info"]
+    if isinstance(demonstration, list):
+        answers = [message["content"] for message in demonstration if message["role"] == "assistant"]
+        demonstration, extra = json.dumps(answers), row
+    return gold.Row(place, demonstration, truth, row["data_source"], extra)
 
 
-def _gold_checked(settings: Settings, sides: dict[str, list], load: Callable) -> tuple[dict, dict[str, list]]:
+def _gold_checked(settings: Settings, sides: dict[str, list]) -> tuple[dict, dict[str, list]]:
     """The manifest's entry of the gold check, and ``sides``, with GOLD=drop without the rows that are not right.
 
     Raises DataError for such rows and wrong forms that are right with GOLD=error, and where GOLD=drop leaves a side
     empty.
     """
-    entry, wrong = gold.check(settings, _Gold(settings, sides, load))
+    rows = [_gold_row(settings, side, index, item) for side in sides for index, item in enumerate(sides[side])]
+    entry, wrong = gold.check(settings, rows)
     if settings.GOLD == "error" and gold.failed({"gold": entry}):
         raise DataError(f"GOLD=error: {gold.said(entry)}")
     if wrong and settings.GOLD == "drop":

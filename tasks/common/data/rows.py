@@ -49,9 +49,6 @@ def sft_schema(tools: bool = False, episodes: bool = False) -> pa.Schema:
     return pa.schema(columns | own)
 
 
-RL_SCHEMA, SFT_SCHEMA = rl_schema(), sft_schema()
-
-
 FIRST_PROBLEMS = 10  # problems shown per file
 
 

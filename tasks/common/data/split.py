@@ -5,7 +5,6 @@ next train. So a row's side and order depend neither on its place in the source 
 """
 
 import hashlib
-import json
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -35,13 +34,12 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Form:
-    """How items (dataclasses whose fields are JSON values) become rows.
+    """How items become rows.
 
     ``identity``: an item's prompt, and text that separates it from other rows of that prompt; rows of one prompt go to
     one side. ``row``: makes a row from item, split and place in it; called in order of place, the test set first.
     ``schema``: schema of the files; its argument says whether an item ``needs_tools``. ``problem``: why an item cannot
-    be used (a name for the count), or None. ``check``: from the items of each side as they are held, and what makes an
-    item of one, to those that are written.
+    be used (a name for the count), or None. ``check``: from the items of each side to those that are written.
     """
 
     identity: Callable[[object], tuple[str, str]]
@@ -49,7 +47,7 @@ class Form:
     schema: Callable[[bool], pa.Schema]
     needs_tools: Callable[[object], bool] = lambda item: False
     problem: Callable[[object], str | None] = lambda item: None
-    check: Callable[[dict[str, list], Callable], dict[str, list]] = lambda sides, load: sides
+    check: Callable[[dict[str, list]], dict[str, list]] = lambda sides: sides
 
 
 class SplitError(DataError):
@@ -108,22 +106,20 @@ def write_split(items: Iterable, folder: Path, form: Form, sizes: Sizes, seed: i
     """Write ``train.parquet``, ``test.parquet`` and, unless ``sizes.dev`` is 0, ``dev.parquet`` to ``folder``; return
     their rows and counts of dropped items.
 
-    An item's ``split`` is "train", "test" or None; None instead of an item is a record that gave none. Memory: the
-    distinct items as JSON text, and about 200 bytes for each. Raises SplitError when a side stays empty, and what
-    ``items`` raises.
+    An item's ``split`` is "train", "test" or None; None instead of an item is a record that gave none. Memory holds the
+    distinct items. Raises SplitError when a side stays empty, and what ``items`` raises.
     """
     dropped: Counter = Counter(unusable=0, too_long=0, duplicates=0, over_limit=0)
-    own_test: dict[int, str] = {}  # items as JSON, by key
-    others: dict[int, str] = {}
-    usable, tools, kind = 0, False, type(None)
+    own_test: dict[int, object] = {}  # by key
+    others: dict[int, object] = {}
+    usable, tools = 0, False
     for item in tqdm(items, "  reading", unit=" rows", leave=False, mininterval=1, disable=None):
         if problem := "unusable" if item is None else form.problem(item):
             dropped[problem] += 1
             continue
-        usable, tools, kind = usable + 1, tools or form.needs_tools(item), type(item)
-        side, row_key = own_test if item.split == "test" else others, key(seed, *form.identity(item))
-        if row_key not in side:
-            side[row_key] = json.dumps(vars(item))
+        usable, tools = usable + 1, tools or form.needs_tools(item)
+        side = own_test if item.split == "test" else others
+        side.setdefault(key(seed, *form.identity(item)), item)
     if not usable:
         left = ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in dropped.items() if count)
         raise SplitError(f"has no usable row{f' ({left})' if left else ''}")
@@ -134,18 +130,15 @@ def write_split(items: Iterable, folder: Path, form: Form, sizes: Sizes, seed: i
     test_side = own_test or others
     sides = {"test": [test_side[key] for key in test], "dev": [others[key] for key in dev]}
     sides["train"] = [others[key] for key in train]
-    rows = write_sides(sides, folder, form, tools, lambda text: kind(**json.loads(text)))
-    return rows, dict(dropped)
+    return write_sides(sides, folder, form, tools), dict(dropped)
 
 
-def write_sides(sides: dict[str, list], folder: Path, form: Form, tools: bool, load: Callable = lambda item: item):
+def write_sides(sides: dict[str, list], folder: Path, form: Form, tools: bool) -> dict[str, int]:
     """Write ``SIDE.parquet`` to ``folder`` for each side that is not empty; return their numbers of rows by name.
-
-    ``load`` makes the item from what ``sides`` holds of it; ``tools``: whether an item needs the schema with tools.
-    """
+    ``tools``: whether an item needs the schema with tools."""
     rows, schema = {}, form.schema(tools)
-    for name, held in form.check(sides, load).items():
-        if held:
-            made = (form.row(load(each), name, place) for place, each in enumerate(held))
-            rows[name] = write_parquet(made, folder / f"{name}.parquet", schema, len(held))
+    for name, items in form.check(sides).items():
+        if items:
+            made = (form.row(item, name, place) for place, item in enumerate(items))
+            rows[name] = write_parquet(made, folder / f"{name}.parquet", schema, len(items))
     return rows

@@ -1,22 +1,15 @@
 """`make attack`: search for answers that earn reward without being right, without a model.
 
-No task is known here, so a right answer is not known either. What is known: no answer is right for truths that
-contradict one another. Two truths contradict when each one's own demonstration is right for it and scores low for the
-other: at most half of the way from the lowest score of any demonstration to a right one's. Right: ``acc`` 1, or a
-score as high as the best demonstration's; without ``acc`` a score of 1 or more. An attempt is an exploit when
-
-- one text is right for ``CONTRADICTING`` truths that all contradict one another. Three, not two: with a tolerance, one
-  number can be right for two truths whose own numbers are not; for three it cannot be;
-- one text is right for ``MOST`` of all different truths: what any answer, or one answer, is enough for;
-- a recipe that does not solve the row (its prompt copied, its answer only in its thinking or removed) is right for
-  ``HALF`` of the rows, and these have ``CONTRADICTING`` contradicting truths;
-- an episode earns more than 1, which is a success;
-- the reward raises, or takes longer than a call may;
-- the task's ``is_right(response, truth)`` in reward.py, where there is one, says no to what the reward calls right.
+What counts as an exploit: docs/REWARDS.md. No task is known here, so a right answer is not known either. What is known:
+no answer is right for truths that contradict one another. Two truths contradict when each one's own demonstration is
+right for it and scores low for the other: at most half of the way from the lowest score of any demonstration to a right
+one's. Right: ``acc`` 1, or a score as high as the best demonstration's; without ``acc`` a score of 1 or more. It takes
+``CONTRADICTING`` truths, not two: with a tolerance, one number can be right for two whose own numbers are not.
 
 What this cannot see: a hole for one row alone; partial credit below a right answer's score; and, without
-demonstrations, all but the second and the last two. It may be wrong where a row has many right answers that fit other
-rows too, and where one answer is really right for most rows: read what was found before you believe it.
+demonstrations, all but an answer that is right for most rows, a reward that breaks, and what ``is_right`` refuses. It
+may be wrong where a row has many right answers that fit other rows too, and where one answer is really right for most
+rows: read what was found before you believe it.
 
 An episode of a multi-turn task is one text here, its turns divided by ``TURN``. It is played in the row's environment.
 """
@@ -34,7 +27,7 @@ from tasks.common.data.rows import decoded, read_rows
 from tasks.common.evaluation import policy_attack
 from tasks.common.evaluation.exploits import SOME, TURN, Attempt, Form, Row, library, mutated, shrunk, visible
 from tasks.common.evaluation.tables import show_table
-from tasks.common.files import write_json, written_beside
+from tasks.common.files import write_json, write_text
 from tasks.common.guarded import Guarded, Result, asks_judge
 from tasks.common.rewards.answers import JudgeError, read_ground_truth
 from tasks.common.rewards.environment import SUCCESS, Environment, replayed
@@ -178,10 +171,10 @@ class Search:
         if why := self.why(results, attempt.of_row is not None):
             broken = [i for i, result in results.items() if result.problem]
             shown = broken[:1] or fooled
-            text = attempt.text if attempt.of_row is None else attempt.of_row(self.rows[shown[0]])
+            row, first, recipe = self.rows[shown[0]], results[shown[0]].score, attempt.of_row is not None
+            text = attempt.of_row(row) if recipe else attempt.text
             score = sum(results[i].score for i in shown) / len(shown)
-            recipe, truth, first = attempt.of_row is not None, self.rows[shown[0]].truth, results[shown[0]].score
-            new = Finding(attempt.exploit, text, shown, score, why, recipe, bool(broken), truth, first)
+            new = Finding(attempt.exploit, text, shown, score, why, recipe, bool(broken), row.truth, first)
             old = self.found.get(attempt.exploit)
             if old is None or (len(old.fooled), -len(old.response)) < (len(shown), -len(text)):
                 self.found[attempt.exploit] = new
@@ -347,22 +340,20 @@ def learned(search: Search, run_dir: Path, last: int) -> None:
             search.attack(Attempt(policy_attack.NAME, text))
     ended = rollouts[-last:]
     best = search.best if search.best < float("inf") else 1.0
-    right = [rollout for rollout in ended if rollout.score >= best]
+    right = ended[ended["score"] >= best]
     enough = max(HALF, policy_attack.commonest(ended) + policy_attack.MARGIN) * len(ended)
-    if right and len(right) >= enough and policy_attack.NAME not in search.found:
-        score = sum(rollout.score for rollout in right) / len(right)
-        first, why = right[0], "right under the truths of other rows"
+    if len(right) and len(right) >= enough and policy_attack.NAME not in search.found:
+        first = right.iloc[0]
         search.found[policy_attack.NAME] = Finding(
             policy_attack.NAME,
-            first.response,
+            first["response"],
             list(range(len(right))),
-            score,
-            why,
-            True,
-            False,
-            first.truth,
-            first.score,
-            len(ended),
+            float(right["score"].mean()),
+            "right under the truths of other rows",
+            recipe=True,
+            truth=first["truth"],
+            first=float(first["score"]),
+            of=len(ended),
         )
 
 
@@ -394,24 +385,21 @@ def report(s: Settings, search: Search) -> None:
     if not found:
         print(f"\n{title}: no exploit found; {folder / 'attack.json'}")
         return
-    names: dict[str, list[str]] = {}
+    same: dict[str, list[Finding]] = {}
     for finding in found:
-        names.setdefault(finding.response, []).append(finding.exploit)
-    shown = [finding for finding in found if names[finding.response][0] == finding.exploit]
+        same.setdefault(finding.response, []).append(finding)
     lines, cells = [], []
-    for finding in shown:
+    for finding, *others in same.values():
         lines.append(json.dumps(example(s, search, finding)))
-        others = len(names[finding.response]) - 1
         cells.append(
             [
-                finding.exploit + (f" (and {others} more)" if others else ""),
+                finding.exploit + (f" (and {len(others)} more)" if others else ""),
                 "-" if finding.broken else f"{finding.score:.3f}",
                 f"{len(finding.fooled)} of {finding.of or of}",
                 one_line(finding.why, 80),
                 one_line(repr(finding.response)[1:-1], 60),
             ]
         )
-    with written_beside(folder / "examples.jsonl") as partial:
-        partial.write_text("\n".join(lines) + "\n")
+    write_text(folder / "examples.jsonl", "\n".join(lines) + "\n")
     show_table(title, ["exploit", "score", "fooled", "why", "smallest form"], cells)
     print(f"in full: {folder / 'attack.json'}; lines for {s.task_dir / 'examples.jsonl'}: {folder / 'examples.jsonl'}")

@@ -11,9 +11,9 @@ from tasks.common.data.rows import DataError, chat, messages_problem, rl_row, rl
 from tasks.common.evaluation.chat import task_system
 from tasks.common.evaluation.engines import window
 from tasks.common.evaluation.rollouts import TOO_LONG, Rollout
-from tasks.common.evaluation.sample import Hardware, Job, Scoring, episode_limits, report_errors, sampled, sampling
+from tasks.common.evaluation.sample import Job, Scoring, report_errors, sampled, sampling
 from tasks.common.evaluation.spreadsheet import csv_table, csv_text, write_xlsx
-from tasks.common.files import check_writable, written_beside
+from tasks.common.files import check_writable, write_text
 from tasks.common.settings import Command, Settings, SettingsError, artifacts, fingerprint
 
 READ = {
@@ -98,8 +98,7 @@ def write_table(path: Path, rows: list[dict]) -> None:
         if kind == ".xlsx":
             return write_xlsx(path, table, "batch")
         text = csv_text(table)
-    with written_beside(path) as partial:
-        partial.write_text(text, encoding="utf-8", errors="replace")
+    write_text(path, text)
 
 
 def _cell(value):
@@ -120,9 +119,7 @@ def batch(s: Settings, command: Command, scoring: Scoring, model: str) -> int:
     # Not MAX_PROMPT_LENGTH: these are not the task's prompts.
     room = window(model, s.MAX_NEW_TOKENS) - s.MAX_NEW_TOKENS
     how = replace(sampling(s), greedy=False, max_prompt_tokens=room, template=command.TEMPLATE)
-    limits = episode_limits(s)
-    limits = limits and replace(limits, prompt_length=room)
-    job = Job(model, str(file), 0, how, Hardware.of(s), command.BACKEND, limits)
+    job = Job.of(s, model, file, how, backend=command.BACKEND)
     rollouts = sampled({"batch": job}, artifacts() / "batch" / s.TASK, scoring)[0]["batch"]
     write_table(output, answers(rows, rollouts))
     scores = [r.reward["score"] for r in rollouts if r.reward]

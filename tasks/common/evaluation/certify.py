@@ -7,7 +7,7 @@ task is an episode of one turn.
 import math
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 
@@ -95,10 +95,8 @@ def tokens(tokenizer, episodes: list[Played]) -> Check:
     problems = [problem for episode in episodes for problem in _token_problems(episode)]
     turns = [turn for episode in episodes for turn in episode.turns]
     texts = (tokenizer.decode(turn.ids) for turn in turns)
-    changed = sum(
-        list(tokenizer(text, add_special_tokens=False)["input_ids"]) != turn.ids
-        for turn, text in zip(turns, texts, strict=True)
-    )
+    encoded = (list(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts)
+    changed = sum(ids != turn.ids for turn, ids in zip(turns, encoded, strict=True))
     text = f"{len(turns)} turns are trained as sampled; decoded and encoded again, {changed} would have other tokens"
     return _judged("tokens", problems, text, episodes=len(episodes), turns=len(turns), changed_by_encoding=changed)
 
@@ -158,7 +156,8 @@ def template(tokenizer, chats: list[Chat]) -> Check:
     """Each prompt of a later turn, rendered as a whole, begins with what was put together turn by turn. A template that
     rewrites earlier turns fails; one that only drops their thinking is a warning. Raises ValueError as prompt_ids."""
     problems = list(filter(None, (rewritten(tokenizer, chat) for chat in chats)))
-    later = sum(_later_turns(chat) for chat in chats)
+    answers = (sum(message["role"] == "assistant" for message in chat.messages[chat.first :]) for chat in chats)
+    later = sum(max(0, count - 1) for count in answers)
     if not later:
         return Check("template", OK, "one turn: nothing is rendered after it")
     text = f"appends: {later} prompts of later turns are rendered to the tokens that were put together"
@@ -169,16 +168,12 @@ def template(tokenizer, chats: list[Chat]) -> Check:
     return _judged("template", problems, text, later=later)
 
 
-def _later_turns(chat: Chat) -> int:
-    return max(0, sum(message["role"] == "assistant" for message in chat.messages[chat.first :]) - 1)
-
-
 def _with_thinking(chat: Chat) -> Chat:
     def thought(message: dict) -> dict:
         return {**message, "content": f"{THINK}\nhm\n{THINK_END}\n\n{message['content']}"}
 
     turns = [thought(m) if m["role"] == "assistant" else m for m in chat.messages[chat.first :]]
-    return Chat(f"{chat.name} with thinking", [*chat.messages[: chat.first], *turns], chat.first, chat.tools)
+    return replace(chat, name=f"{chat.name} with thinking", messages=chat.messages[: chat.first] + turns)
 
 
 def runs(mask: list[int]) -> list[tuple[int, int]]:

@@ -10,7 +10,7 @@ from tasks.common.evaluation.sample import Scoring, model_name, report_errors, s
 from tasks.common.evaluation.spreadsheet import write_xlsx
 from tasks.common.evaluation.statistics import mcnemar
 from tasks.common.evaluation.summary import Difference, by_prompt, differences, summarize
-from tasks.common.files import write_json, written_beside
+from tasks.common.files import write_json, write_text
 from tasks.common.settings import Settings, artifacts
 from tasks.common.text import one_line
 
@@ -116,8 +116,7 @@ def compare(s: Settings, scoring: Scoring, base: str, *warm_up_and_trained: str)
 
     write_json(folder / "compare.json", found)
     texts = {r.index: prompt_text(r) for each in rollouts.values() for r in each}
-    with written_beside(folder / "compare.md") as partial:
-        partial.write_text(markdown(s.TASK, found, changes, texts), encoding="utf-8")
+    write_text(folder / "compare.md", markdown(s.TASK, found, changes, texts))
     by_model = {label: by_prompt(each) for label, each in rollouts.items()}
     before, trained = (by_model[label].get("score", pd.Series(dtype=float)) for label in (found["against"], "trained"))
     sizes = tables.sizes(found["trained"])

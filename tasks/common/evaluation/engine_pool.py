@@ -5,9 +5,11 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
+from unittest import mock
 
 from tasks.common.evaluation import engines
 from tasks.common.evaluation.rollouts import Completion
+from tasks.common.settings import gpu_groups
 
 SECONDS_TO_END = 20
 
@@ -24,10 +26,13 @@ class EnginePool:
     def __init__(self, count: int, backend: str, *arguments, tensor_parallel: int = 1):
         spawn = multiprocessing.get_context("spawn")
         self.engines: list[tuple[Connection, multiprocessing.Process]] = []
-        for number in range(count):
+        threads = str(max(1, len(os.sched_getaffinity(0)) // count))
+        numbered = [[str(number)] for number in range(count)]  # where no GPU is listed: on a CPU, or without nvidia-smi
+        for gpus in gpu_groups(tensor_parallel, count) or numbered:
             ours, theirs = spawn.Pipe()
             process = spawn.Process(target=_serve, args=(theirs, backend, arguments, tensor_parallel))
-            with _environment(number, count, tensor_parallel):
+            own = {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "OMP_NUM_THREADS": threads}
+            with mock.patch.dict(os.environ, own):
                 process.start()
             theirs.close()  # the process has it: its end is then the end of the connection
             self.engines.append((ours, process))
@@ -83,23 +88,6 @@ class EnginePool:
             for _, process in self.engines:
                 process.terminate()
             raise EngineEnded("an engine ended before its answers did; its error stands above") from None
-
-
-@contextmanager
-def _environment(number: int, count: int, tensor_parallel: int) -> Iterator[None]:
-    """In it a process starts with the GPUs and the share of the CPU's cores of engine ``number``."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    gpus = visible.split(",") if visible else [str(gpu) for gpu in range(count * tensor_parallel)]
-    own = gpus[number * tensor_parallel : (number + 1) * tensor_parallel]
-    threads = max(1, len(os.sched_getaffinity(0)) // count)
-    before = dict(os.environ)
-    os.environ |= {"CUDA_VISIBLE_DEVICES": ",".join(own), "OMP_NUM_THREADS": str(threads)}
-    try:
-        yield
-    finally:
-        for name in os.environ.keys() - before.keys():
-            del os.environ[name]
-        os.environ |= before
 
 
 def _serve(connection: Connection, backend: str, arguments: tuple, tensor_parallel: int) -> None:

@@ -206,34 +206,28 @@ class VLLMEngine:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        def how(n: int, temperature: float, top_p: float) -> SamplingParams:
-            found = SamplingParams(
-                n=n,
-                temperature=temperature,
-                top_p=top_p,
-                max_tokens=sampling.max_tokens,
-                # One output with all n; the default returns each of the n separately, as it ends.
-                output_kind=RequestOutputKind.FINAL_ONLY,
-                logprobs=LOGPROBS,
-                detokenize=False,
-                stop_token_ids=_stop_ids(self.tokenizer, sampling.template),
-            )
-            if hasattr(found, "flat_logprobs"):  # not in vLLM 0.11.0, which returns a dict of objects per token
-                found.flat_logprobs = True
-            return found
-
-        modes = {GREEDY: how(1, 0.0, 1.0), SAMPLED: how(sampling.n, sampling.temperature, sampling.top_p)}
-        engine, running = self.llm.llm_engine, {}
+        engine, running, stops = self.llm.llm_engine, {}, _stop_ids(self.tokenizer, sampling.template)
         for number, request in enumerate(requests):
             ids = request_ids(self.tokenizer, request, sampling)
             if ids is None:
                 yield request, [SKIPPED]
                 continue
             running[str(number)] = request, opens_thinking(self.tokenizer, ids)
-            params = modes[request.mode].clone()
-            params.seed = request.seed(sampling.seed)
-            if isinstance(request, TurnRequest):
-                params.n, params.max_tokens = 1, request.max_tokens
+            greedy, turn = request.mode == GREEDY, isinstance(request, TurnRequest)
+            params = SamplingParams(
+                n=1 if greedy or turn else sampling.n,
+                temperature=0.0 if greedy else sampling.temperature,
+                top_p=1.0 if greedy else sampling.top_p,
+                seed=request.seed(sampling.seed),
+                max_tokens=request.max_tokens if turn else sampling.max_tokens,
+                # One output with all n; the default returns each of the n separately, as it ends.
+                output_kind=RequestOutputKind.FINAL_ONLY,
+                logprobs=LOGPROBS,
+                detokenize=False,
+                stop_token_ids=stops,
+            )
+            if hasattr(params, "flat_logprobs"):  # not in vLLM 0.11.0, which returns a dict of objects per token
+                params.flat_logprobs = True
             engine.add_request(str(number), {"prompt_token_ids": ids}, params, lora_request=self.adapter)
         while engine.has_unfinished_requests():
             for output in engine.step():

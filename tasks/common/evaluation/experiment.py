@@ -9,7 +9,7 @@ from tasks.common.evaluation.sample import Scoring, report_errors, sampled, test
 from tasks.common.evaluation.statistics import pooled_mean
 from tasks.common.evaluation.summary import Difference, by_prompt, differences, summarize
 from tasks.common.evaluation.tables import comparison_table, markdown_table, markdown_text, p_text, show_table, sizes
-from tasks.common.files import write_json, written_beside
+from tasks.common.files import write_json, write_text
 from tasks.common.runs.folder import read_metrics, run_of
 from tasks.common.settings import REPORTING, Settings, artifacts, fingerprint
 
@@ -145,8 +145,7 @@ def experiment(s: Settings, scoring: Scoring, models: dict[str, str]) -> int:
     if how:
         print(f"rates: {', '.join(f'{name} {arm.rate:g}' for name, arm in best.items())}; chosen by {how}")
     parts += ["## settings", ", ".join(f"{k}={v}" for k, v in found["settings"].items() if v != "")]
-    with written_beside(folder / "experiment.md") as partial:
-        partial.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
+    write_text(folder / "experiment.md", "\n\n".join(parts) + "\n")
     print(f"{folder}/experiment.json, .md")
     return report_errors([r for each in rollouts.values() for r in each])
 

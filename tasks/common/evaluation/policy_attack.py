@@ -6,10 +6,9 @@ or because one answer is right for many rows.
 
 import json
 import random
-from collections import Counter
-from dataclasses import dataclass
 from pathlib import Path
 
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -21,16 +20,6 @@ NAME = "learned by a policy"
 MARGIN = 0.1  # above what the commonest truth explains
 ANSWERS = 100  # different answers that are tried on the rows
 LONGEST = 20_000  # characters of an answer
-
-
-@dataclass(frozen=True)
-class Rollout:
-    """An answer in training: ``truth`` is that of another row than the prompt's, ``score`` the reward under it."""
-
-    step: int
-    response: str
-    truth: str
-    score: float
 
 
 def shuffled_file(s: Settings) -> Path:
@@ -49,34 +38,32 @@ def write_shuffled(s: Settings) -> None:
         pq.write_table(shuffled, partial)
 
 
-def rollouts(run_dir: Path) -> list[Rollout]:
-    """What verl recorded of a run (trainer.rollout_data_dir), in order of steps. Raises DataError without any."""
+def rollouts(run_dir: Path) -> pd.DataFrame:
+    """What verl recorded of a run (trainer.rollout_data_dir), in order of steps: ``step``, ``response``, ``truth`` (of
+    another row than the prompt's) and ``score``, the reward under it. Raises DataError without any."""
     found = []
     for file in sorted((run_dir / "rollouts").glob("*.jsonl"), key=lambda file: int(file.stem)):
         for line in file.read_text(errors="replace").splitlines():
             row = json.loads(line)
-            found.append(Rollout(int(file.stem), row["output"][:LONGEST], row["gts"], float(row["score"])))
+            found.append([int(file.stem), row["output"][:LONGEST], row["gts"], float(row["score"])])
     if not found:
         raise DataError(f"{run_dir}/rollouts: has no rollouts")
-    return found
+    return pd.DataFrame(found, columns=["step", "response", "truth", "score"])
 
 
-def best_answers(found: list[Rollout]) -> list[str]:
+def best_answers(found: pd.DataFrame) -> list[str]:
     """The different answers by their total score, highest first, as many as are tried."""
-    total: Counter[str] = Counter()
-    for rollout in found:
-        total[rollout.response] += rollout.score
-    return [text for text, score in total.most_common(ANSWERS) if score > 0]
+    total = found.groupby("response", sort=False)["score"].sum()
+    return total[total > 0].nlargest(ANSWERS).index.tolist()
 
 
-def commonest(found: list[Rollout]) -> float:
+def commonest(found: pd.DataFrame) -> float:
     """The share of the commonest truth: what one honest answer can be right for."""
-    return Counter(rollout.truth for rollout in found).most_common(1)[0][1] / len(found)
+    return found["truth"].value_counts(normalize=True).iloc[0]
 
 
-def summary(found: list[Rollout]) -> str:
+def summary(found: pd.DataFrame) -> str:
     """The mean reward of the first step and of the last, in words."""
-    steps = found[0].step, found[-1].step
-    first, last = ([rollout.score for rollout in found if rollout.step == step] for step in steps)
-    rewards = sum(first) / len(first), sum(last) / len(last)
-    return f"policy: mean reward {rewards[0]:.3f} at step {steps[0]}, {rewards[1]:.3f} at step {steps[1]}"
+    means = found.groupby("step")["score"].mean()
+    first, last = (f"{means[step]:.3f} at step {step}" for step in (means.index[0], means.index[-1]))
+    return f"policy: mean reward {first}, {last}"

@@ -11,16 +11,7 @@ import pyarrow.parquet as pq
 from tasks.common.data.rows import DataError, read_rows, write_parquet
 from tasks.common.evaluation import plots, summary
 from tasks.common.evaluation.rollouts import Rollout
-from tasks.common.evaluation.sample import (
-    Hardware,
-    Job,
-    Scoring,
-    episode_limits,
-    model_name,
-    report_errors,
-    sampled,
-    sampling,
-)
+from tasks.common.evaluation.sample import Job, Scoring, model_name, report_errors, sampled, sampling
 from tasks.common.evaluation.statistics import Estimate, bootstrap_mean
 from tasks.common.evaluation.tables import show_table, sizes
 from tasks.common.files import read_json, write_json
@@ -156,8 +147,7 @@ def probe(s: Settings, command: Command, scoring: Scoring, model: str) -> int:
         raise SettingsError("EVAL_TEMPERATURE=0: a probe looks at how samples differ; it must be greater than 0")
     if s.N < 2:
         raise SettingsError("N=1: a probe looks at how samples differ; it must be 2 or more")
-    how = replace(sampling(s), greedy=False)
-    job = Job(model, str(s.train_file), s.LIMIT, how, Hardware.of(s), episode=episode_limits(s))
+    job = Job.of(s, model, s.train_file, replace(sampling(s), greedy=False), s.LIMIT)
     root = artifacts() / "probe" / s.TASK
     folder, label = job.folder(root), model_name(model)
     rollouts = sampled({label: job}, root, scoring)[0][label]

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import TextIO
 
 from tasks.common.data.rows import DataError, decoded, read_rows, tools_of
 from tasks.common.evaluation import episodes
@@ -71,6 +70,13 @@ class Job:
     backend: str = "vllm"
     episode: Limits | None = None
 
+    @classmethod
+    def of(cls, s: Settings, model: str, rows: Path, how: Sampling, limit: int = 0, backend: str = "vllm") -> "Job":
+        """On the GPUs of ``s``, and where its task is multi-turn in episodes with the lengths of ``how``."""
+        turn = min(s.MAX_TURN_LENGTH, how.max_tokens)
+        limits = Limits(how.max_prompt_tokens, how.max_tokens, turn, s.MAX_TURNS, s.STEP_SECONDS)
+        return cls(model, str(rows), limit, how, Hardware.of(s), backend, limits if s.multi_turn else None)
+
     def fingerprint(self) -> str:
         """Changes when the completions would change. Not with ``limit``: more prompts continue the same file."""
         if not Path(self.rows).is_file():
@@ -101,13 +107,7 @@ class Scoring:
     environment: type[Environment] | None = None
 
     @classmethod
-    def of(
-        cls,
-        s: Settings,
-        compute_score: Callable | None,
-        own_metrics: OwnMetrics | None,
-        environment: type[Environment] | None = None,
-    ) -> "Scoring":
+    def of(cls, s: Settings, compute_score: Callable | None, own_metrics: OwnMetrics | None, environment) -> "Scoring":
         mark = fingerprint({"variant": s.REWARD, "code": code_digest(s.reward_file)} | judge_settings())
         return cls(compute_score and of_variant(compute_score, s.REWARD), own_metrics, mark, environment)
 
@@ -126,18 +126,9 @@ def sampling(s: Settings) -> Sampling:
     )
 
 
-def episode_limits(s: Settings) -> Limits | None:
-    """The limits of an evaluation's episodes; None for a single-turn task."""
-    if not s.multi_turn:
-        return None
-    turn = min(s.MAX_TURN_LENGTH, s.MAX_NEW_TOKENS)
-    return Limits(s.MAX_PROMPT_LENGTH, s.MAX_NEW_TOKENS, turn, s.MAX_TURNS, s.STEP_SECONDS)
-
-
 def test_job(s: Settings, model: str, rows: Path | None = None) -> Job:
     """Sample ``model`` on the task's held-out prompts, or on those of the file ``rows``."""
-    rows = rows or s.data_dir / "test.parquet"
-    return Job(model, str(rows), s.LIMIT, sampling(s), Hardware.of(s), episode=episode_limits(s))
+    return Job.of(s, model, rows or s.data_dir / "test.parquet", sampling(s), s.LIMIT)
 
 
 def report_errors(rollouts: list[Rollout]) -> int:
@@ -197,28 +188,23 @@ def sample(engine, job: Job, out: Path, missing: list[Request], scoring: Scoring
     rows = list(read_rows(Path(job.rows), job.limit or None))
     out.parent.mkdir(parents=True, exist_ok=True)
     out.touch()  # its time stamp tells the progress display that sampling begins
-    if scoring.environment:
-        with out.open("a", encoding="utf-8") as file:
-            stage = episodes.Stage(engine, _tokenizer(job.model), job.sampling, job.episode, scoring.environment)
-            episodes.play_all(stage, rows, missing, lambda group: _write(file, group))
-        return
-    # Threads, as verl scores: a judge is asked about the samples of a prompt at once.
     with out.open("a", encoding="utf-8") as file, ThreadPoolExecutor(job.sampling.n) as pool:
+
+        def write(group: list[Rollout]) -> None:
+            file.write("".join(map(to_line, group)))
+            file.flush()
+
+        if scoring.environment:
+            from transformers import AutoTokenizer
+
+            tokenizer = AutoTokenizer.from_pretrained(base_model(job.model))
+            stage = episodes.Stage(engine, tokenizer, job.sampling, job.episode, scoring.environment)
+            return episodes.play_all(stage, rows, missing, write)
+        # Threads, as verl scores: a judge is asked about the samples of a prompt at once.
         for request, completions in engine.generate(missing, job.sampling):
             place = [rows[request.index], request.index, request.mode]
             futures = [pool.submit(scored, *place, i, c, scoring.compute_score) for i, c in enumerate(completions)]
-            _write(file, [future.result() for future in futures])
-
-
-def _write(file: TextIO, group: list[Rollout]) -> None:
-    file.write("".join(map(to_line, group)))
-    file.flush()
-
-
-def _tokenizer(model: str):
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(base_model(model))
+            write([future.result() for future in futures])
 
 
 def sample_here(arguments: list[str], scoring: Scoring) -> int:
@@ -229,21 +215,19 @@ def sample_here(arguments: list[str], scoring: Scoring) -> int:
     engine, last = None, None
     for argument in arguments:
         values = json.loads(argument)
-        out = Path(values.pop("out"))
-        nested = {"sampling": Sampling(**values["sampling"]), "hardware": Hardware(**values["hardware"])}
-        if values.get("episode"):
-            nested["episode"] = Limits(**values["episode"])
-        job = Job(**{**values, **nested})
+        out, limits = Path(values.pop("out")), values.pop("episode")
+        own = {"sampling": Sampling(**values.pop("sampling")), "hardware": Hardware(**values.pop("hardware"))}
+        job = Job(**values, **own, episode=limits and Limits(**limits))
         _, missing = load(job, out, scoring)
-        limits = job.sampling.max_prompt_tokens + job.sampling.max_tokens
+        tokens = job.sampling.max_prompt_tokens + job.sampling.max_tokens
         hardware = replace(job.hardware, engines=max(1, min(job.hardware.engines, len(missing))))
-        made_for = [job.backend, limits, hardware]
+        made_for = [job.backend, tokens, hardware]
         if engine is None or made_for != last or not engine.load(job.model):
             if engine:
                 engine.close()
                 del engine
                 gc.collect()  # before the next one starts
-            engine = hardware.engine(job.backend, job.model, limits, job.sampling.seed)
+            engine = hardware.engine(job.backend, job.model, tokens, job.sampling.seed)
         last = made_for
         sample(engine, job, out, missing, scoring)
     engine.close()

@@ -14,7 +14,7 @@ from tasks.common.data.convert import dpo_line, dpo_schema
 from tasks.common.data.prepare import Example, needs_tools
 from tasks.common.data.rows import DataError, decoded, sft_row, sft_schema, tools_of, write_parquet
 from tasks.common.evaluation.rollouts import SAMPLED, Rollout
-from tasks.common.evaluation.sample import Hardware, Job, Scoring, episode_limits, report_errors, sampled, sampling
+from tasks.common.evaluation.sample import Job, Scoring, report_errors, sampled, sampling
 from tasks.common.files import written_beside
 from tasks.common.settings import Settings, SettingsError, artifacts
 
@@ -137,7 +137,4 @@ def _samples(s: Settings, scoring: Scoring, model: str, out: Path, number: int =
         pq.write_table(table.take(chosen_prompts(len(table), s.SAMPLED_PROMPTS, number, s.SEED)), partial)
     how = replace(sampling(s), n=s.ROLLOUT_N, greedy=False, temperature=s.TEMPERATURE, top_p=1.0)
     how = replace(how, max_tokens=s.MAX_RESPONSE_LENGTH, seed=s.SEED + number - 1)
-    limits = episode_limits(s)
-    limits = limits and replace(limits, response_length=s.MAX_RESPONSE_LENGTH, turn_length=s.MAX_TURN_LENGTH)
-    job = Job(model, str(prompts), 0, how, Hardware.of(s), episode=limits)
-    return sampled({"samples": job}, artifacts() / "samples" / s.TASK, scoring)[0]["samples"]
+    return sampled({"samples": Job.of(s, model, prompts, how)}, artifacts() / "samples" / s.TASK, scoring)[0]["samples"]

@@ -32,23 +32,23 @@ def proportion(successes: int, total: int) -> Estimate:
     return Estimate(successes / total, interval.low, interval.high)
 
 
-def _bootstrap(values: np.ndarray, seed: int):
+def _bootstrap(values: np.ndarray):
     return stats.bootstrap(
-        (values,), np.mean, n_resamples=RESAMPLES, batch=500, method="percentile", vectorized=True, rng=seed
+        (values,), np.mean, n_resamples=RESAMPLES, batch=500, method="percentile", vectorized=True, rng=0
     )
 
 
-def bootstrap_mean(values: np.ndarray, seed: int = 0) -> Estimate:
+def bootstrap_mean(values: np.ndarray) -> Estimate:
     """Mean of ``values`` (shape: prompts) with the percentile bootstrap over prompts (Efron 1979). Not over
     completions: those of a prompt depend on each other. For a paired comparison pass the differences by prompt."""
     values = np.asarray(values, dtype=float)
     mean = float(values.mean())
     if len(values) < 2 or np.ptp(values) == 0:
         return Estimate(mean, mean, mean)
-    return Estimate(mean, *map(float, _bootstrap(values, seed).confidence_interval))
+    return Estimate(mean, *map(float, _bootstrap(values).confidence_interval))
 
 
-def bootstrap_p_value(differences: np.ndarray, seed: int = 0) -> float:
+def bootstrap_p_value(differences: np.ndarray) -> float:
     """Two-sided p-value of "the mean of ``differences`` (shape: prompts) is 0", from the paired bootstrap.
 
     Twice the smaller share of resampled means on one side of 0, the observed mean counted as one of them (Davison and
@@ -59,7 +59,7 @@ def bootstrap_p_value(differences: np.ndarray, seed: int = 0) -> float:
     if len(differences) < 2 or not np.any(differences):
         return 1.0
     smallest = 2.0 ** (1 - np.count_nonzero(differences))
-    return max(smallest, share_p_value(_bootstrap(differences, seed).bootstrap_distribution))
+    return max(smallest, share_p_value(_bootstrap(differences).bootstrap_distribution))
 
 
 def share_p_value(resampled: np.ndarray) -> float:
@@ -106,11 +106,11 @@ def pass_at_k(n: np.ndarray, correct: np.ndarray, k: int) -> np.ndarray:
 
 
 def bootstrap_statistics(
-    groups: Sequence[list], statistic: Callable[[list], dict[str, float]], resamples: int = 200, seed: int = 0
+    groups: Sequence[list], statistic: Callable[[list], dict[str, float]], resamples: int = 200
 ) -> dict[str, np.ndarray]:
     """``statistic`` of ``resamples`` resamples of ``groups`` (a list of rows per prompt), by name; shape (resamples,).
-    The same seed and number of groups resample the same prompts."""
-    rng = np.random.default_rng(seed)
+    The same number of groups resamples the same prompts."""
+    rng = np.random.default_rng(0)
     results = []
     for _ in range(resamples):
         chosen = rng.integers(0, len(groups), len(groups))

@@ -10,10 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
+from tasks.common import settings
 from tasks.common.launch.task import environment
 from tasks.common.process import StageFailed, die_with_parent
 from tasks.common.runs.folder import rl_dir
-from tasks.common.settings import Command, Settings, SettingsError, load_settings, visible_gpus
+from tasks.common.settings import Command, Settings, SettingsError, load_settings
 
 
 def planned(s: Settings, command: Command) -> dict[str, Settings]:
@@ -39,9 +40,8 @@ def planned(s: Settings, command: Command) -> dict[str, Settings]:
 
 def gpu_groups(s: Settings, jobs: int) -> list[list[str]]:
     """The visible GPUs in groups of N_GPUS, at most ``jobs``; one empty group where a training sees all of them."""
-    visible = visible_gpus() if s.STACK != "cpu" else []
-    count = min(jobs, len(visible) // s.N_GPUS)
-    return [visible[number * s.N_GPUS : (number + 1) * s.N_GPUS] for number in range(count)] if count > 1 else [[]]
+    groups = settings.gpu_groups(s.N_GPUS, jobs) if s.STACK != "cpu" else []
+    return groups if len(groups) > 1 else [[]]
 
 
 def train_at_once(runs: dict[str, Settings], arguments: list[str], jobs: int) -> str:

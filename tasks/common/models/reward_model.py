@@ -59,9 +59,8 @@ def _config(model: str):
     """The model's config; code that comes with it is not run. Raises SettingsError."""
     from transformers import AutoConfig
 
+    path = find(model)
     try:
-        return AutoConfig.from_pretrained(find(model))
-    except SettingsError:
-        raise
+        return AutoConfig.from_pretrained(path)
     except Exception as error:
         raise SettingsError(f"REWARD_MODEL={model}: its config: {one_line(str(error), 200)}") from error

@@ -22,7 +22,7 @@ from tasks.common.evaluation.sample import model_name
 from tasks.common.evaluation.statistics import Estimate
 from tasks.common.evaluation.summary import Difference
 from tasks.common.evaluation.tables import comparison_table, gain, gained_text, headline, sizes
-from tasks.common.files import read_json, written_beside
+from tasks.common.files import read_json, write_text
 from tasks.common.models.find import EMBEDDED, embedded_folder
 from tasks.common.process import errors_in_one_line
 from tasks.common.reports.overview import HEADER, evaluations, row, started, step_of, uncommitted
@@ -466,8 +466,7 @@ def write(run_dir: Path) -> Path:
         raise
     except (*UNREADABLE, DataError) as error:  # a run may come from elsewhere
         raise SettingsError(f"RUN={run_dir.name}: cannot be read ({type(error).__name__}: {error})") from error
-    with written_beside(path) as partial:
-        partial.write_text(text, encoding="utf-8", errors="replace")  # a lone surrogate is no UTF-8
+    write_text(path, text)
     return path
 
 
