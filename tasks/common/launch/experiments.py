@@ -58,7 +58,14 @@ def train_at_once(runs: dict[str, Settings], arguments: list[str], jobs: int) ->
         places.put(groups[number % len(groups)])
 
     def job(label: str) -> int:
-        each, gpus = runs[label], places.get_nowait()
+        gpus = places.get_nowait()
+        try:
+            return train_on(label, gpus)
+        finally:
+            places.put(gpus)
+
+    def train_on(label: str, gpus: list[str]) -> int:
+        each = runs[label]
         log = rl_dir(each, arguments) / "job.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         share = replace(each, GPU_MEMORY_UTILIZATION=each.GPU_MEMORY_UTILIZATION / sharing)
@@ -68,18 +75,15 @@ def train_at_once(runs: dict[str, Settings], arguments: list[str], jobs: int) ->
         command = [sys.executable, "-m", "tasks.common.launch.main", "one_of_many", *arguments]
         started = time.monotonic()
         print(f"  {label}: {log}", flush=True)
-        try:
-            with log.open("w") as output:
-                running[label] = subprocess.Popen(
-                    command,
-                    env=environment(share) | own,
-                    stdout=output,
-                    stderr=subprocess.STDOUT,
-                    preexec_fn=die_with_parent,
-                )
-                code = running[label].wait()
-        finally:
-            places.put(gpus)
+        with log.open("w") as output:
+            running[label] = subprocess.Popen(
+                command,
+                env=environment(share) | own,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                preexec_fn=die_with_parent,
+            )
+            code = running[label].wait()
         print(f"  {label}: {_last_line(log)} ({time.monotonic() - started:.0f} s)", flush=True)
         return code
 
