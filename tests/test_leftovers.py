@@ -153,6 +153,32 @@ def test_shared_memory_that_no_process_of_ours_has_mapped_stays(tmp_path):
         theirs.unlink()
 
 
+CHAT = """
+import os, sys
+from pathlib import Path
+from tasks.common.leftovers import Launch
+launch = Launch(Path(sys.argv[1]))
+launch.outlives_exec()
+socket = "import os, socket, sys, tempfile, time; name = tempfile.gettempdir() + '/socket'\\n"
+socket += "socket.socket(socket.AF_UNIX).bind(name); print(name, flush=True); time.sleep(float(sys.argv[1]))"
+os.execve(sys.executable, [sys.executable, "-c", socket, sys.argv[2]], os.environ | launch.environment)
+"""
+
+
+@pytest.mark.parametrize("kill", [True, False], ids=["killed", "ended"])
+def test_the_sockets_of_a_program_in_place_of_the_launcher_go_with_it(kill, tmp_path):
+    """`make chat`: vLLM makes sockets in the folder of temporary files."""
+    command = [sys.executable, "-c", CHAT, str(tmp_path), "600" if kill else "3"]
+    chat = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    made = Path(chat.stdout.readline().strip())
+    time.sleep(1.5)
+    assert made.exists() and chat.poll() is None  # the guard waits
+    if kill:
+        chat.kill()
+    assert chat.wait(30) == (-signal.SIGKILL if kill else 0)
+    wait_until(lambda: not made.parent.exists(), 10)
+
+
 @pytest.fixture
 def heeded():
     """Under nohup, or in the background, a process ignores some of these signals."""

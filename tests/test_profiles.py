@@ -213,7 +213,7 @@ def test_hardware_that_is_too_small_is_told_with_the_variable_to_change(profile,
         assert not fix.startswith("set ") or memory.too_much(model, applied(alone, fix), 40e9, RAM) == [], fix
     own = speed.GPUS[hardware_of(profile)[1]].memory
     (text, fix), *_ = memory.too_much(model, replace(plan, tokens=64 * plan.tokens), own, RAM)
-    assert "activations" in text and fix.startswith(f"lower {plan.tokens_by} to ")
+    assert "activations" in text and fix.startswith(f"set {plan.tokens_by}=")
 
 
 @pytest.mark.parametrize("profile", PROFILES, ids=lambda path: path.stem)

@@ -1,5 +1,6 @@
 """What a launch leaves on record, `make repeat` from it, and the tables of `make runs` and `make diff`."""
 
+import hashlib
 import json
 import os
 import shutil
@@ -244,7 +245,9 @@ def test_git_says_commit_changes_and_new_files_or_why_not(tmp_path, monkeypatch)
 
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     state, diff = launches.git_state(tmp_path)
-    assert "not a git repository" in state["missing"] and diff == "" and repeat.commit_text(state).startswith("none (")
+    assert (
+        "not a git repository" in state["missing"] and diff == "" and launches.commit_text(state).startswith("none (")
+    )
     git("init")
     (tmp_path / "a.py").write_text("x = 1\n")
     git("add", ".")
@@ -288,7 +291,7 @@ def test_a_record_has_the_code_of_a_task_that_git_does_not_know_yet(tmp_path, mo
         assert f"\n{line}" in changes, line
     assert not any(text in changes for text in ("ignored", "private", "other = 1", "abc"))
     assert "# tasks/new/big.jsonl: 1500000 bytes, not recorded" in changes and len(changes) < 5000
-    shown = overview.uncommitted({"changes": changes, "git": {"untracked": ["tasks/new/reward.py"]}}).split(", ")
+    shown = launches.uncommitted({"changes": changes, "git": {"untracked": ["tasks/new/reward.py"]}}).split(", ")
     assert shown.count("tasks/new/reward.py (new)") == 1 and "tasks/new/reward.py" not in shown
     (tmp_path / "other").mkdir()
     for name in ("tasks/new/reward.py", "tasks/new/big.jsonl", "tasks/new/a ü'b.py", "tasks/common/own.py"):
@@ -434,12 +437,19 @@ def test_the_warning_names_what_is_not_as_it_was():
         "python": "3.12.1",
         "packages": ["torch==2.9.0", "zip==1"],
     }
+
+    def digest(text: str) -> str:
+        return hashlib.sha256(text.encode()).hexdigest()[:12]
+
     assert repeat.differences(then, now) == [
         "commit aaaaaaaaaaaa -> none (git is not installed)",
-        "uncommitted changes",
-        "the task's new.py, reward.py",
-        "Python 3.11.1 -> 3.12.1",
-        "packages: a 1 -> none, torch 2.8.0 -> 2.9.0, zip none -> 1",
+        f"launches/*/changes.diff {digest('')} -> {digest('diff')}",
+        "python 3.11.1 -> 3.12.1",
+        "task: reward.py 1 -> 2",
+        "a 1 -> none",
+        "torch 2.8.0 -> 2.9.0",
+        "task: new.py none -> 1",
+        "zip none -> 1",
     ]
 
 

@@ -170,7 +170,6 @@ def _module(compute_score: Callable):
 
 
 def _no_network(event: str, arguments: tuple) -> None:
-    if event in ("socket.connect", "socket.bind") and arguments[0].family in (socket.AF_INET, socket.AF_INET6):
-        raise PermissionError("no network for a reward that asks no judge")
-    if event == "socket.getaddrinfo":
+    used = event in ("socket.connect", "socket.bind") and arguments[0].family in (socket.AF_INET, socket.AF_INET6)
+    if used or event == "socket.getaddrinfo":
         raise PermissionError("no network for a reward that asks no judge")

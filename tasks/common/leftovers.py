@@ -60,6 +60,10 @@ class Launch:
         """Tell the guard of the stage's process, which begins a session."""
         self._tell(f"session {process}")
 
+    def outlives_exec(self) -> None:
+        """Let the program that replaces this process keep the guard, which then cleans up at that program's end."""
+        os.set_inheritable(self._guard.stdin.fileno(), True)
+
     def _tell(self, line: str) -> None:
         with contextlib.suppress(OSError):  # a guard that somebody killed
             os.write(self._guard.stdin.fileno(), f"{line}\n".encode())

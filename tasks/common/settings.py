@@ -67,28 +67,15 @@ def _rules(value: str) -> str | None:
     return f"{unknown[0]}: must be some of {', '.join(HEALTH_RULES)}" if unknown else None
 
 
-def _gpu(value: str) -> str | None:
-    return None if not value or value in GPUS else f"must be one of {', '.join(GPUS)}"
-
-
-def _kl_coef(values: dict[str, str]) -> str:
-    """0; in self-play 0.01"""
-    return "0" if values["SELF_PLAY_ROUNDS"] == "1" else "0.01"
-
-
-def _batch_size(values: dict[str, str]) -> str:
-    """128; dpo: 32"""
-    return "32" if values["METHOD"] == "dpo" else "128"
+def _rule(words: str, value: Callable[[dict[str, str]], str]) -> Callable[[dict[str, str]], str]:
+    """A default that follows from the other values, and the words for it in `make help`."""
+    value.__doc__ = words
+    return value
 
 
 def _same_as(name: str) -> Callable[[dict[str, str]], str]:
     """The default of a variable that follows the variable ``name``."""
-
-    def value(values: dict[str, str]) -> str:
-        return values[name]
-
-    value.__doc__ = name  # what `make help` shows
-    return value
+    return _rule(name, lambda values: values[name])
 
 
 def visible_gpus() -> list[str]:
@@ -107,9 +94,10 @@ def gpu_groups(size: int, most: int) -> list[list[str]]:
     return [visible[number * size : (number + 1) * size] for number in range(min(most, len(visible) // size))]
 
 
-def _all_gpus(values: dict[str, str]) -> str:
-    """all that are visible"""
-    return str(len(visible_gpus()))
+_gpu = _must(("", *GPUS).__contains__, f"must be one of {', '.join(GPUS)}")
+_kl_coef = _rule("0; in self-play 0.01", lambda values: "0" if values["SELF_PLAY_ROUNDS"] == "1" else "0.01")
+_batch_size = _rule("128; dpo: 32", lambda values: "32" if values["METHOD"] == "dpo" else "128")
+_all_gpus = _rule("all that are visible", lambda values: str(len(visible_gpus())))
 
 
 @dataclass(frozen=True)

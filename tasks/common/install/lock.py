@@ -15,6 +15,8 @@ import tempfile
 import tomllib
 from pathlib import Path
 
+from tasks.common.files import written_beside
+
 ROOT = Path(__file__).resolve().parents[3]
 STACKS = {"a100": ("3.12",), "current": ("3.12",), "cpu": ("3.11", "3.12")}  # with their Pythons
 # install.sh finds torch's CPU build for the cpu stack: its hash differs between indexes, and PyPI's build requires CUDA
@@ -90,11 +92,9 @@ def main() -> None:
             raise LockError(f"STACK={stack}: no such stack; there are: {' '.join(STACKS)}")
         path = list_of(stack)
         text = compiled(stack, None if options.upgrade else path)
-        path.parent.mkdir(exist_ok=True)
         changed = not path.exists() or path.read_text() != text
-        partial = path.with_suffix(".partial")
-        partial.write_text(text)
-        partial.replace(path)
+        with written_beside(path) as partial:
+            partial.write_text(text)
         print(f"{path.relative_to(ROOT)}: {text.count('==')} packages{'' if changed else ', unchanged'}")
 
 

@@ -4,6 +4,7 @@ The same checks run before every training; there only warnings and errors are pr
 All checks together take less than 20 seconds: nothing imports verl or vLLM, and large data is sampled.
 """
 
+import functools
 import os
 import sys
 import time
@@ -45,8 +46,8 @@ PINNED = ("verl", "torch", "vllm", "transformers", "ray", "tensordict")  # a wro
 class Finding:
     """The result of a check: ``state`` is ok, warning or error; ``fix`` is the remedy."""
 
-    what: str
     state: str
+    what: str
     text: str
     fix: str = ""
 
@@ -54,16 +55,7 @@ class Finding:
         return f"{self.what}: {self.text}" + (f"; {self.fix}" if self.fix else "")
 
 
-def ok(what: str, text: str) -> Finding:
-    return Finding(what, "ok", text)
-
-
-def warning(what: str, text: str, fix: str) -> Finding:
-    return Finding(what, "warning", text, fix)
-
-
-def error(what: str, text: str, fix: str) -> Finding:
-    return Finding(what, "error", text, fix)
+ok, warning, error = (functools.partial(Finding, state) for state in ("ok", "warning", "error"))
 
 
 # ---- the machine ---------------------------------------------------------------------------------------------------
@@ -106,18 +98,13 @@ def disk(s: Settings) -> Iterator[Finding]:
     parameters = shapes.parameters if shapes else weights // 2  # unknown model type: assumed to be bf16
     need = checkpoints * memory.checkpoint_bytes(parameters, s.LORA_RANK, s.METHOD == "ppo")
     if free < need:
-        yield error(
-            "disk",
-            f"{existing}: {gb(free)} free, {checkpoints} checkpoints need about {gb(need)}",
-            "free some space, or set ARTIFACTS to a folder on a larger disk",
-        )
+        short = f"{existing}: {gb(free)} free, {checkpoints} checkpoints need about {gb(need)}"
+        yield error("disk", short, "free some space, or set ARTIFACTS to a folder on a larger disk")
     else:
         yield ok("disk", f"{existing}: {gb(free)} free" + (f", checkpoints need about {gb(need)}" if need else ""))
     shared = hardware.free_disk(Path("/dev/shm"))[1]
-    if shared < SHARED_MEMORY:
-        yield warning("shared memory", f"/dev/shm: {gb(shared)} free", "in a container: docker run --shm-size=16g")
-    else:
-        yield ok("shared memory", f"/dev/shm: {gb(shared)} free")
+    found = "shared memory", f"/dev/shm: {gb(shared)} free"
+    yield ok(*found) if shared >= SHARED_MEMORY else warning(*found, "in a container: docker run --shm-size=16g")
 
 
 def ray(s: Settings) -> Iterator[Finding]:
@@ -125,10 +112,8 @@ def ray(s: Settings) -> Iterator[Finding]:
     address, running = os.environ.get("RAY_ADDRESS", ""), hardware.ray_daemons()
     left = [daemon for daemon in running if daemon.orphaned]
     if address == "auto":
-        if running:
-            yield ok("ray", "RAY_ADDRESS=auto: a Ray runs here")
-        else:
-            yield error("ray", "RAY_ADDRESS=auto: no Ray runs here", "run `ray start --head`, or unset it")
+        missing = error("ray", "RAY_ADDRESS=auto: no Ray runs here", "run `ray start --head`, or unset it")
+        yield ok("ray", "RAY_ADDRESS=auto: a Ray runs here") if running else missing
         return
     if address not in ("", "local"):
         place = address.removeprefix("ray://")
@@ -151,10 +136,8 @@ def judge(s: Settings) -> Iterator[Finding]:
     url = urlsplit(os.environ.get("JUDGE_URL", ""))
     if url.hostname:
         place = f"{url.hostname}:{url.port or (443 if url.scheme == 'https' else 80)}"  # not the URL: it may hold a key
-        if hardware.listens(place):
-            yield ok("judge", f"{place} answers")
-        else:
-            yield warning("judge", f"JUDGE_URL: nothing answers at {place}", "start its server, or correct JUDGE_URL")
+        missing = warning("judge", f"JUDGE_URL: nothing answers at {place}", "start its server, or correct JUDGE_URL")
+        yield ok("judge", f"{place} answers") if hardware.listens(place) else missing
 
 
 # ---- packages ------------------------------------------------------------------------------------------------------
@@ -312,7 +295,7 @@ def model(s: Settings) -> Iterator[Finding]:
         if not is_adapter(Path(s.MODEL).expanduser()):
             resolve_model(s.MODEL)
     except SettingsError as problem:
-        yield Finding("model", "error", str(problem), "set MODEL")
+        yield error("model", str(problem), "set MODEL")
 
 
 SPARE = 0.05  # of a GPU: the estimate is no closer
@@ -359,7 +342,7 @@ def batches_and_memory(
     try:
         planned = plan(s, arguments, stage)
     except SettingsError as problem:
-        yield Finding("settings", "error", str(problem), "correct the variable")
+        yield error("settings", str(problem), "correct the variable")
         return
     if s.METHOD == "dpo" and stage != "sft":
         text = f"DPO_EPOCHS={s.DPO_EPOCHS} of the pairs, {s.TRAIN_BATCH_SIZE} per step; STEPS is not used"

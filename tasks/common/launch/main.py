@@ -25,6 +25,7 @@ from tasks.common.interrupts import interrupt_on_sigterm
 from tasks.common.launch import doctor, experiments, rehearse, train
 from tasks.common.launch.plan import planned
 from tasks.common.launch.task import compute_score_of, environment, load_reward, own_stages, script, stack_environment
+from tasks.common.leftovers import Launch
 from tasks.common.models.find import embedded_folder, resolve_model, whole_model
 from tasks.common.models.merge import base_of, is_adapter, merge_note, whole_folder
 from tasks.common.process import Progress, errors_in_one_line, run
@@ -472,7 +473,9 @@ def main(goal: str, arguments: list[str]) -> None:
             script(s, "evaluate.py", "batch", job.chosen())
     if goal == "chat":  # in place of this process, so that Ctrl-C reaches it alone; the lock is free again
         program = [sys.executable, str(s.task_dir / "evaluate.py"), "chat", job.chosen()]
-        os.execve(sys.executable, program, environment(s))
+        launch = Launch(artifacts() / "chat" / s.TASK / str(os.getpid()))  # a killed engine leaves sockets
+        launch.outlives_exec()
+        os.execve(sys.executable, program, environment(s) | launch.environment)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ import json
 import math
 import re
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
@@ -330,120 +329,81 @@ def checkpoint_bytes(parameters: int, lora_rank: int = 0, critic: bool = False) 
 
 def too_much(model: Shapes, plan: Plan, gpu_bytes: float, ram_bytes: float) -> list[tuple[str, str]]:
     """What of ``plan`` does not fit into GPUs of ``gpu_bytes`` each and ``ram_bytes`` (0: not checked): pairs of the
-    problem and the variable to change."""
-    found, needs = [], estimate(model, plan, gpu_bytes)
-    ram, update, sampling = (sum(parts.values()) for parts in (needs.ram, needs.update, needs.sampling))
+    problem and what to change."""
+    found = _problems(model, plan, gpu_bytes, ram_bytes)
+    fix = _remedy(model, plan, gpu_bytes, ram_bytes) if found else ""
+    return [(text, fix) for text in found]
+
+
+def _problems(model: Shapes, plan: Plan, gpu_bytes: float, ram_bytes: float) -> list[str]:
+    """What does not fit, in words."""
+    found, needs, vllm = [], estimate(model, plan, gpu_bytes), plan.share * gpu_bytes
+    ram, update, sampling, least = (sum(p.values()) for p in (needs.ram, needs.update, needs.sampling, needs.engine))
     if ram_bytes and ram > ram_bytes:
-        text = f"RAM: about {gb(ram)} of {gb(ram_bytes)} ({words_of(needs.ram)})"
-        found.append((text, _less_ram(model, plan, ram_bytes)))
-    if plan.on_cpu:
-        return found
+        found.append(f"RAM: about {gb(ram)} of {gb(ram_bytes)} ({words_of(needs.ram)})")
     if update > gpu_bytes:
-        text = f"update: about {gb(update)} of {gb(gpu_bytes)} on each GPU ({words_of(needs.update)})"
-        found.append((text, _smaller_update(model, plan, gpu_bytes, ram_bytes)))
-    vllm, least = plan.share * gpu_bytes, sum(needs.engine.values())
-    if plan.share and (vllm < least or sampling > gpu_bytes):
-        room = math.floor((gpu_bytes - sampling + vllm) / gpu_bytes * 20) / 20
-        wanted = math.ceil(least / gpu_bytes * 20) / 20
-        if vllm < least:
-            text = (
-                f"vLLM: GPU_MEMORY_UTILIZATION={plan.share:g} is {gb(vllm)}, and its weights with "
-                f"one sequence of {plan.sequence} tokens take about {gb(least)}"
-            )
-            fix = f"set GPU_MEMORY_UTILIZATION={wanted:g}"
-        else:
-            text = f"sampling: about {gb(sampling)} of {gb(gpu_bytes)} on each GPU ({words_of(needs.sampling)})"
-            fix = f"lower GPU_MEMORY_UTILIZATION to {room:g}"
-        found.append((text, fix if wanted <= room else _spread(model, plan, gpu_bytes, ram_bytes)))
+        found.append(f"update: about {gb(update)} of {gb(gpu_bytes)} on each GPU ({words_of(needs.update)})")
+    if vllm < least and not plan.on_cpu:
+        found.append(
+            f"vLLM: GPU_MEMORY_UTILIZATION={plan.share:g} is {gb(vllm)}, and its weights with "
+            f"one sequence of {plan.sequence} tokens take about {gb(least)}"
+        )
+    elif sampling > gpu_bytes:
+        found.append(f"sampling: about {gb(sampling)} of {gb(gpu_bytes)} on each GPU ({words_of(needs.sampling)})")
     return found
 
 
-def _holds(model: Shapes, plan: Plan, gpu_bytes: float, ram_bytes: float) -> bool:
-    """Whether the plan fits as it is."""
-    needs = estimate(model, plan, gpu_bytes)
-    ram, update, sampling, least = (sum(p.values()) for p in (needs.ram, needs.update, needs.sampling, needs.engine))
-    on_gpu = max(update, sampling) <= gpu_bytes and least <= plan.share * gpu_bytes
-    return on_gpu and (not ram_bytes or ram <= ram_bytes)
-
-
-def _that_fits(model: Shapes, plan: Plan, gpu_bytes: float, ram_bytes: float) -> Plan | None:
-    """``plan`` with the training state in RAM while vLLM samples, the model or a sequence over more GPUs, or both, and
-    with the share and the tokens that go with it, so that it fits."""
-    tps = _shared(model, plan, plan.tensor_parallel) if plan.share else [plan.tensor_parallel]
-    by_tokens = plan.tokens_by == "MAX_TOKENS_PER_GPU"
-    sps = _shared(model, plan, plan.sequence_parallel) if by_tokens else [plan.sequence_parallel]
-    away = {"weights_offloaded": True, "optimizer_offloaded": True}
-    for sp, tp, state in product(sps, tps, [{}, away] if plan.share and plan.sharded else [{}]):
-        among = replace(plan, sequence_parallel=sp, tensor_parallel=tp, **state)
-        for tokens, share in product(_halved(among), (plan.share, *SHARES) if plan.share else (0.0,)):
-            changed = replace(among, tokens=tokens, share=share)
-            if _holds(model, changed, gpu_bytes, ram_bytes):
-                return changed
-    return None
-
-
-def _spread(model: Shapes, plan: Plan, gpu_bytes: float, ram_bytes: float) -> str:
-    """What makes ``plan`` fit on its GPUs; else more GPUs, an adapter or a smaller model."""
-    if changed := _that_fits(model, plan, gpu_bytes, ram_bytes):
+def _remedy(model: Shapes, plan: Plan, gpu_bytes: float, ram_bytes: float) -> str:
+    """What makes ``plan`` fit on its GPUs; else more GPUs, an adapter, shorter texts or a smaller model."""
+    sizes = gpu_bytes, ram_bytes
+    if changed := _that_fits(model, plan, *sizes):
         return f"set {_changes(plan, changed)}"
     here = max(MACHINE, plan.gpus_here)
     most = here if plan.loaded else 64 * plan.gpus  # TRL trains on one machine
-    totals = [plan.gpus * 2**power for power in range(1, 7)] if plan.sharded else []
+    totals = [plan.gpus * 2**power for power in range(1, 7)] if plan.sharded and not plan.on_cpu else []
     more = [replace(plan, gpus=total, gpus_here=min(total, here)) for total in totals if total <= most]
     adapter = [] if plan.lora_rank else [replace(plan, lora_rank=16)]
     ways = []
     for plans in (more, adapter):
-        fitting = (_that_fits(model, changed, gpu_bytes, ram_bytes) for changed in plans)
+        fitting = (_that_fits(model, changed, *sizes) for changed in plans)
         ways += [f"set {_changes(plan, first)}" for first in [next(filter(None, fitting), None)] if first]
-    return " or ".join([*ways, "take a smaller MODEL"])
-
-
-def _smaller_update(model: Shapes, plan: Plan, gpu_bytes: float, ram_bytes: float) -> str:
-    state = sum(training_state(model, plan).values())
-    if words := _fewer_tokens(plan, lambda p: sum(estimate(model, p, gpu_bytes).update.values()) <= gpu_bytes):
-        return words
-    spread = _spread(model, plan, gpu_bytes, ram_bytes)
-    if (
-        not spread.startswith("set ")
-        and state + OVERHEAD < gpu_bytes
-        and _that_fits(model, replace(plan, sequence=plan.sequence // 2), gpu_bytes, ram_bytes)
-    ):
+    if not ways and _that_fits(model, replace(plan, sequence=plan.sequence // 2), *sizes):
         return "lower MAX_PROMPT_LENGTH or MAX_RESPONSE_LENGTH"
-    return spread
+    more_ram = ram_bytes and not plan.on_cpu and sum(estimate(model, plan, gpu_bytes).ram.values()) > ram_bytes
+    return " or ".join([*ways, *(["take a machine with more RAM"] if more_ram else []), "take a smaller MODEL"])
 
 
-def _less_ram(model: Shapes, plan: Plan, ram_bytes: float) -> str:
-    def fits(changed: Plan) -> bool:
-        return sum(estimate(model, changed).ram.values()) <= ram_bytes
-
-    if not plan.on_cpu:
-        return "take a machine with more RAM, or a smaller MODEL"
-    adapter = not plan.lora_rank and fits(replace(plan, lora_rank=8))
-    return _fewer_tokens(plan, fits) or ("set LORA_RANK=8 or " if adapter else "") + "take a smaller MODEL"
-
-
-def _least(plan: Plan) -> int:
-    """Tokens of a GPU's part of one sequence."""
-    return math.ceil(plan.sequence / plan.sequence_parallel)
+def _that_fits(model: Shapes, plan: Plan, gpu_bytes: float, ram_bytes: float) -> Plan | None:
+    """``plan`` with fewer tokens in a pass, another share for vLLM, the model or a sequence over more GPUs, or the
+    training state in RAM while vLLM samples, so that it fits."""
+    tps = _shared(model, plan, plan.tensor_parallel) if plan.share else [plan.tensor_parallel]
+    by_tokens = plan.tokens_by == "MAX_TOKENS_PER_GPU"
+    sps = _shared(model, plan, plan.sequence_parallel) if by_tokens else [plan.sequence_parallel]
+    away = {"weights_offloaded": True, "optimizer_offloaded": True}
+    states = [{}, away] if plan.share and plan.sharded and not plan.on_cpu else [{}]
+    shares = sorted({plan.share, *SHARES}, key=lambda share: abs(share - plan.share))  # the nearest first
+    for sp, tp, state in product(sps, tps, states):
+        among = replace(plan, sequence_parallel=sp, tensor_parallel=tp, **state)
+        for tokens, share in product(_halved(among), shares if plan.share and not plan.on_cpu else [plan.share]):
+            changed = replace(among, tokens=tokens, share=share)
+            if not _problems(model, changed, gpu_bytes, ram_bytes):
+                return changed
+    return None
 
 
 def _halved(plan: Plan) -> list[int]:
-    """The tokens of a pass, and half of them, down to one sequence."""
-    counts = [plan.tokens]
-    while counts[-1] > _least(plan):
-        counts.append(max(_least(plan), counts[-1] // 2))
+    """The tokens of a pass, and half of them, down to a GPU's part of one sequence."""
+    counts, least = [plan.tokens], math.ceil(plan.sequence / plan.sequence_parallel)
+    while counts[-1] > least:
+        counts.append(max(least, counts[-1] // 2))
     return counts
 
 
 def _shared(model: Shapes, plan: Plan, least: int) -> list[int]:
     """Numbers of GPUs from ``least`` on that may share a model or a sequence."""
+    if plan.on_cpu:
+        return [least]
     return [n for n in range(least, plan.gpus_here + 1) if plan.gpus_here % n == 0 and model.divides(n)]
-
-
-def _fewer_tokens(plan: Plan, fits: Callable[[Plan], bool]) -> str:
-    """Which variable to lower to what, so that the plan fits; empty if no number of tokens does."""
-    changed = (replace(plan, tokens=tokens) for tokens in _halved(plan)[1:])
-    return next((f"lower {_changes(plan, fewer).replace('=', ' to ')}" for fewer in changed if fits(fewer)), "")
 
 
 def _changes(plan: Plan, changed: Plan) -> str:

@@ -1,6 +1,5 @@
 """`make runs`: a table of all runs. `make diff RUN=a,b`: what differs between two, in settings and results."""
 
-import hashlib
 import os
 import re
 import sys
@@ -12,7 +11,6 @@ from tasks.common.files import read_json
 from tasks.common.process import errors_in_one_line
 from tasks.common.runs import launches
 from tasks.common.runs.folder import UNREADABLE, all_runs, broken_runs, named, read_metrics, recorded
-from tasks.common.runs.repeat import commit_text
 from tasks.common.settings import SettingsError, artifacts
 from tasks.common.text import one_line
 
@@ -111,23 +109,12 @@ def settings_of(run_dir: Path) -> dict:
 
 
 def code_of(run_dir: Path) -> dict:
-    """Commit, uncommitted changes, Python, digests of task and data, and packages of a run's last launch, if any."""
+    """The code, data and packages of a run's last launch, if any."""
     if not (found := launches.launches(run_dir)):
         return {}
     record = launches.read(found[-1])
-    code = {"commit": commit_text(record["git"]), "uncommitted changes": uncommitted(record)}
-    code["launches/*/changes.diff"] = hashlib.sha256(record["changes"].encode()).hexdigest()[:12]
-    code["python"] = record["python"]
-    for part in ("task", "data"):
-        code |= {f"{part}: {Path(name).name}": digest[:12] for name, digest in record[part].items()}
-    return code | dict(line.split("==", 1) for line in record["packages"])
-
-
-def uncommitted(record: dict) -> str:
-    """The files with uncommitted changes in a launch's record, and the untracked ones."""
-    new = record["git"].get("untracked", [])
-    files = re.findall(r"^diff --git a/.* b/(.*)$", record["changes"], re.MULTILINE)
-    return ", ".join([*(name for name in files if name not in new), *(f"{name} (new)" for name in new)]) or "none"
+    data = {f"data: {Path(name).name}": digest[:12] for name, digest in record["data"].items()}
+    return launches.code_of(record) | data
 
 
 def results_of(run_dir: Path) -> dict:

@@ -25,11 +25,11 @@ from tasks.common.evaluation.tables import comparison_table, gain, gained_text, 
 from tasks.common.files import read_json, write_text
 from tasks.common.models.find import EMBEDDED, embedded_folder
 from tasks.common.process import errors_in_one_line
-from tasks.common.reports.overview import HEADER, evaluations, row, started, step_of, uncommitted
+from tasks.common.reports.overview import HEADER, evaluations, row, started, step_of
 from tasks.common.runs import launches
 from tasks.common.runs.folder import UNREADABLE, all_runs, lineage, named, read_metrics, recorded
 from tasks.common.runs.health import findings, newest_by_rule
-from tasks.common.runs.repeat import changed_files, check, commit_text
+from tasks.common.runs.repeat import changed_files, check
 from tasks.common.runs.secrets import masked, masked_values
 from tasks.common.settings import ROOT, Settings, SettingsError, artifacts, load_settings
 from tasks.common.text import one_line, printable
@@ -200,8 +200,8 @@ def environment(run_dir: Path, made: dict, launch: dict | None, metrics: dict[in
         ["launches", len(launches.launches(run_dir))],
         ["last launch", launch["date"]],
         ["stack", launch["stack"]],
-        ["commit", commit_text(launch["git"])],
-        ["uncommitted changes", uncommitted(launch)],
+        ["commit", launches.commit_text(launch["git"])],
+        ["uncommitted changes", launches.uncommitted(launch)],
         ["python", launch["python"]],
         *([name, versions[name]] for name in PACKAGES if name in versions),
         ["machines x GPUs", f"{values.get('NNODES', 1)} x {values['N_GPUS']} (the launch does not record which)"],

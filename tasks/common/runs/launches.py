@@ -9,6 +9,7 @@ import hashlib
 import json
 import os
 import platform
+import re
 import subprocess
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -98,6 +99,27 @@ def _problem(record: dict) -> str:
     except (ValueError, OverflowError):
         return "date must be a date"
     return ""
+
+
+def code_of(record: dict) -> dict[str, str]:
+    """Commit, uncommitted changes, Python, digests of the task's files, and packages of a record, by name."""
+    code = {"commit": commit_text(record["git"]), "uncommitted changes": uncommitted(record)}
+    code["launches/*/changes.diff"] = hashlib.sha256(record["changes"].encode()).hexdigest()[:12]
+    code["python"] = record["python"]
+    code |= {f"task: {name}": digest[:12] for name, digest in record["task"].items()}
+    return code | dict(line.split("==", 1) for line in record["packages"])
+
+
+def commit_text(git: dict) -> str:
+    """A commit in a few letters, or why there is none."""
+    return git["commit"][:12] if "commit" in git else f"none ({git['missing']})"
+
+
+def uncommitted(record: dict) -> str:
+    """The files with uncommitted changes in a record, and the untracked ones."""
+    new = record["git"].get("untracked", [])
+    files = re.findall(r"^diff --git a/.* b/(.*)$", record["changes"], re.MULTILINE)
+    return ", ".join([*(name for name in files if name not in new), *(f"{name} (new)" for name in new)]) or "none"
 
 
 def now(task_dir: Path) -> dict:

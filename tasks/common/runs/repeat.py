@@ -26,7 +26,7 @@ from tasks.common.settings import (
 )
 from tasks.common.text import one_line, printable
 
-SHOWN = 6  # packages in the warning
+SHOWN = 10  # changes in the warning
 # Keys of verl, vLLM, Ray and hydra that name code to load, files and folders to write to, a server to send to, or a
 # cluster to join.
 _CODE = re.compile(
@@ -126,31 +126,10 @@ def changed_files(then: dict[str, str], now: dict[str, str]) -> str:
 
 def differences(then: dict, now: dict) -> list[str]:
     """Changes of code and packages since the record ``then``, a few words each."""
-    found, left, right = [], then["git"], now["git"]
-    if left.get("commit") != right.get("commit"):
-        found.append(f"commit {commit_text(left)} -> {commit_text(right)}")
-    if (then["changes"], left.get("untracked")) != (now["changes"], right.get("untracked")):
-        found.append("uncommitted changes")
-    if files := changed_files(then["task"], now["task"]):
-        found.append(f"the task's {files}")
-    if then["python"] != now["python"]:
-        found.append(f"Python {then['python']} -> {now['python']}")
-    if changed := package_changes(then["packages"], now["packages"]):
-        more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
-        found.append(f"packages: {', '.join(changed[:SHOWN])}{more}")
-    return found
-
-
-def commit_text(git: dict) -> str:
-    """A commit in a few letters, or why there is none."""
-    return git["commit"][:12] if "commit" in git else f"none ({git['missing']})"
-
-
-def package_changes(then: list[str], now: list[str]) -> list[str]:
-    """``torch 2.8.0 -> 2.9.0`` for each package of two lists that differs."""
-    left, right = (dict(line.split("==", 1) for line in lines) for lines in (then, now))
-    names = sorted(left.keys() | right.keys(), key=str.lower)
-    return [f"{n} {left.get(n, 'none')} -> {right.get(n, 'none')}" for n in names if left.get(n) != right.get(n)]
+    left, right = launches.code_of(then), launches.code_of(now)
+    values = {name: (left.get(name, "none"), right.get(name, "none")) for name in left | right}
+    found = [one_line(f"{name} {old} -> {new}") for name, (old, new) in values.items() if old != new]
+    return found[:SHOWN] + ([f"{len(found) - SHOWN} more"] if len(found) > SHOWN else [])
 
 
 def main() -> None:

@@ -144,19 +144,11 @@ def _truncated(s: Settings) -> list[str]:
     ]
 
 
-def _episodes(s: Settings) -> list[str]:
-    """What the agent loop of a multi-turn task reads (verl_plugins/episode_loop.py); it makes the rewards too."""
-    return [
-        f"+data.episode.task={s.TASK}",
-        f"+data.episode.turns={s.MAX_TURNS}",
-        f"+data.episode.turn_length={s.MAX_TURN_LENGTH}",
-        f"+data.episode.step_seconds={s.STEP_SECONDS}",
-    ]
-
-
 def _reward(s: Settings) -> list[str]:
+    """What makes the rewards: of a multi-turn task its agent loop (verl_plugins/episode_loop.py)."""
     if s.multi_turn:
-        return _episodes(s)
+        turns = {"turns": s.MAX_TURNS, "turn_length": s.MAX_TURN_LENGTH, "step_seconds": s.STEP_SECONDS}
+        return [f"+data.episode.{name}={value}" for name, value in ({"task": s.TASK} | turns).items()]
     return _reward_model(s) if s.REWARD_MODEL else _reward_function(s)
 
 

@@ -1,8 +1,7 @@
 """DAPO's trainer: verl's filter of groups without signal, with a bound and with counts in the metrics.
 
 verl 0.9.1 drops a group whose samples all have the same reward and samples two other prompts for it, without a limit
-(trainer/ppo/v1/replay_buffer.py): a step never ends when no prompt has signal. VERL_USE_EXTERNAL_MODULES loads this in
-every verl process (tasks/common/launch/train.py).
+(trainer/ppo/v1/replay_buffer.py): a step never ends when no prompt has signal. launch/plan.py has verl load it.
 """
 
 from verl.trainer.ppo.v1 import register_trainer

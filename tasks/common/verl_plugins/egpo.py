@@ -1,7 +1,7 @@
 """EGPO's trainer: GRPO whose advantages get a bonus for the entropy of the reasoning.
 
 Hao et al. 2025, arXiv 2508.05118. It is a trainer because verl's advantage estimators do not get the entropy.
-VERL_USE_EXTERNAL_MODULES loads it in every verl process (tasks/common/launch/train.py).
+launch/plan.py has every verl process load it.
 """
 
 from bisect import bisect_left, bisect_right

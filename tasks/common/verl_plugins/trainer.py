@@ -1,6 +1,6 @@
 """The trainer of every RL method: verl's synchronous one (verl/trainer/ppo/v1/trainer_sync.py), with a checked reward.
 
-VERL_USE_EXTERNAL_MODULES loads it in every verl process (tasks/common/launch/train.py).
+launch/plan.py has every verl process load it.
 """
 
 import copy

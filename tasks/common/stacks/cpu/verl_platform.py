@@ -34,24 +34,13 @@ def _device_module() -> types.ModuleType:
     module = types.ModuleType("verl_cpu_device")
     module.__dict__.update({name: getattr(torch.cpu, name) for name in dir(torch.cpu) if not name.startswith("__")})
 
-    def resident(*_) -> int:
-        return psutil.Process().memory_info().rss
-
-    def peak(*_) -> int:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-    def mem_get_info(*_) -> tuple[int, int]:
-        memory = psutil.virtual_memory()
-        return memory.free, memory.total
-
-    def nothing(*_, **__) -> None:
-        return None
-
-    module.memory_allocated = module.memory_reserved = resident
-    module.max_memory_allocated = module.max_memory_reserved = peak
-    module.mem_get_info = mem_get_info
-    module.empty_cache = module.ipc_collect = module.synchronize = module.set_device = nothing
-    module.reset_peak_memory_stats = nothing
+    for name in ("empty_cache", "ipc_collect", "synchronize", "set_device", "reset_peak_memory_stats"):
+        setattr(module, name, lambda *_, **__: None)
+    module.memory_allocated = module.memory_reserved = lambda *_: psutil.Process().memory_info().rss
+    module.max_memory_allocated = module.max_memory_reserved = lambda *_: (
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    )
+    module.mem_get_info = lambda *_: (psutil.virtual_memory().free, psutil.virtual_memory().total)
     module.manual_seed = module.manual_seed_all = torch.manual_seed
     module.get_rng_state, module.set_rng_state = torch.get_rng_state, torch.set_rng_state
     module.get_device_name = lambda *_: "cpu"
