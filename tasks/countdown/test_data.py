@@ -75,7 +75,8 @@ def assert_searched(numbers, target, lines):
         for each in after.removesuffix(" yes").split():
             x, symbol, y, result = re.fullmatch(r"(\d+)([-+*/])(\d+)=(\d+)", each).groups()
             assert exact(f"{x}{symbol}{y}") == int(result) and sorted([int(x), int(y)]) == left
-        assert after.endswith("yes") == (line == lines[-1]) == (int(after.removesuffix(" yes").rpartition("=")[2]) == target)
+        found = int(after.removesuffix(" yes").rpartition("=")[2]) == target
+        assert after.endswith(" yes") == found == (line == lines[-1])
 
 
 # ---- combine and solve
