@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch is imported: two workers share the cores
+
 
 class TellsFailuresAtOnce:
     """pytest tells which tests failed at its end, which a run that a time limit ends does not reach."""

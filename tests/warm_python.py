@@ -37,7 +37,8 @@ EARLY += ("TORCH", "PYTORCH", "CUDA_", "NVIDIA_", "MPL", "ARROW_")
 # The launcher's own, what a fork does, and what torch._inductor sets where it is imported and reads when it compiles.
 # The server is in UTF-8 mode as all commands are; where the locale is another, LC_ or LANG differs too.
 LATE = ("PYTHON", "PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONUTF8", "TORCHINDUCTOR_CACHE_DIR")
-UNSET = {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0)))}  # what OpenMP takes when it is not told
+# What OpenMP takes when it is not told; and conftest.py's, which changes nothing but time.
+UNSET = {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))), "GOMP_SPINCOUNT": "1000"}
 LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_DATA, resource.RLIMIT_CPU, resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE)
 
 
