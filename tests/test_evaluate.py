@@ -390,9 +390,9 @@ def test_compare_pairs_the_trained_model_with_its_warm_up_and_shows_the_base(wor
 # ---- the closing table's words
 
 
-def three_models(workplace, trained: list[int]):
-    """`make eval` of base, warm-up (8 of 16 samples right) and a trained model; its output, and the models."""
-    counts = {"base": [0] * 6, "sft": [8] * 6, "grpo": trained}
+def three_models(workplace, trained: list[int], warm_up: tuple[int, ...] = (8,) * 6):
+    """`make eval` of base, warm-up and a trained model, with right samples of 16 by prompt; its output, and the models."""
+    counts = {"base": [0] * 6, "sft": warm_up, "grpo": trained}
     models = {label: workplace.model(label, table(right, 16, [True] * 6)) for label, right in counts.items()}
     arguments = [f"{label}={model}" for label, model in models.items()]
     result = workplace.run("eval", *arguments, N="16", STEPS="8", LR="1e-5")
@@ -412,6 +412,11 @@ def test_an_interval_with_0_is_explained_with_what_to_try(workplace):
     assert workplace.run("probe", str(models["sft"]), N="16").returncode == 0
     again, _ = three_models(workplace, [10, 6, 8, 9, 7, 9])
     assert "the probe of the model it started from: train: the data has signal" in again and "make probe" not in again
+
+
+def test_a_warm_up_that_is_rarely_right_is_told_to_go_on(workplace):
+    said, _ = three_models(workplace, [0, 1, 0, 0, 0, 0], warm_up=(1, 0, 0, 0, 0, 0))
+    assert said.partition("What to try:")[2].splitlines()[1].endswith("right too rarely to learn from: SFT_STEPS=16")
 
 
 def test_a_clear_gain_needs_no_advice_and_a_loss_gets_other(workplace):

@@ -1,5 +1,7 @@
 """Evaluation of the task: the shared one (tasks/common/evaluation/main.py) and the task's own metrics."""
 
+from collections import Counter
+
 from tasks.char_count.reward import compute_score
 from tasks.common.evaluation.main import main
 
@@ -7,10 +9,10 @@ from tasks.common.evaluation.main import main
 def metrics(scored: list[dict]) -> dict[str, float]:
     """The task's own metrics, from the sampled completions; every key of the reward is reported without them.
 
-    ``different_answers``: answers (without thinking) that differ within all; a policy that collapsed comes near 0.
+    ``commonest_answer``: share of the most frequent answer (without thinking); a policy that collapsed comes near 1.
     """
-    answers = {row["response"].rpartition("</think>")[2].strip() for row in scored}
-    return {"different_answers": len(answers) / len(scored)}
+    answers = Counter(row["response"].rpartition("</think>")[2].strip() for row in scored)
+    return {"commonest_answer": max(answers.values()) / len(scored)}
 
 
 if __name__ == "__main__":

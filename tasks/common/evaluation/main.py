@@ -42,13 +42,15 @@ def evaluate(s: Settings, command: Command, scoring: Scoring, models: dict[str, 
     show_table(title, header[:-1], [row[:-1] for row in rows])
     if changes:
         print(gain(pair, changes))
-        if last != "sft" and (tries := next_steps(s, models[before], changes[headline(changes)].difference)):
+        warm_up = summaries[before]["metrics"].get("pass@1") if before == "sft" else None
+        if last != "sft" and (tries := next_steps(s, models[before], changes[headline(changes)].difference, warm_up)):
             print("\n".join(["What to try:", *(f"  {line}" for line in tries)]), flush=True)
     return report_errors([r for rollouts in all_rollouts.values() for r in rollouts])
 
 
-def next_steps(s: Settings, start: str, change: Estimate) -> list[str]:
-    """What to try where a training from the model ``start`` with ``s`` brought no clear gain; else nothing."""
+def next_steps(s: Settings, start: str, change: Estimate, warm_up: dict | None) -> list[str]:
+    """What to try where a training from the model ``start`` with ``s`` brought no clear gain; else nothing. ``warm_up``:
+    the pass@1 of the SFT warm-up it started from, if it did."""
     if change.low > 0:
         return []
     if change.high < 0:
@@ -58,7 +60,9 @@ def next_steps(s: Settings, start: str, change: Estimate) -> list[str]:
         ]
     file = probe.newest(s.TASK, lambda model: model == start)
     without = f"make probe TASK={s.TASK} says whether the data has signal for it"
+    rare = warm_up is not None and warm_up["value"] < probe.RARE
     return [
+        *([f"a longer warm-up, which is right too rarely to learn from: SFT_STEPS={2 * s.SFT_STEPS}"] if rare else []),
         f"more steps: the same command with STEPS={2 * s.STEPS}",
         f"the probe of the model it started from: {read_json(file)['conclusion'] if file else without}",
         f"another learning rate: LR={2 * s.LR:g}, and lower if the reward falls",

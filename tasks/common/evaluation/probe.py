@@ -17,6 +17,7 @@ from tasks.common.evaluation.tables import show_table, sizes
 from tasks.common.files import read_json, write_json
 from tasks.common.settings import Command, Settings, SettingsError, artifacts
 
+RARE = 0.05  # accuracy of a start below which RL sees too few right answers
 VERDICT_HEADER = ["", "", "value", "good range", "meaning"]
 
 
@@ -50,7 +51,7 @@ def verdicts(accuracy: float, variance: float, entropy: float, zero_variance: fl
         "good: right and wrong samples to tell apart",
         "high: little is left to learn; harder data, or FILTER=1",
         "too easy for this model: take harder data",
-    )[(accuracy >= 0.05) + (accuracy >= 0.1) + (accuracy > 0.8) + (accuracy > 0.95)]
+    )[(accuracy >= RARE) + (accuracy >= 0.1) + (accuracy > 0.8) + (accuracy > 0.95)]
     variance_words = ("low: the samples of a prompt score alike", "good: the samples of a prompt differ in reward")
     entropy_words = (
         "low: it repeats itself, RL finds nothing new",
@@ -82,7 +83,7 @@ def conclusion(found: list[Verdict]) -> str:
     """One sentence over all verdicts."""
     accuracy, variance, *_ = found
     bad = [verdict.name for verdict in found if not verdict.good]
-    if accuracy.value < 0.05:
+    if accuracy.value < RARE:
         return "do SFT first: this model is almost never right, RL has nothing to reinforce"
     if accuracy.value > 0.95:
         return "take harder data: this model is almost always right"

@@ -171,8 +171,10 @@ def labelled(models: dict[str, str]) -> list[str]:
 def start_of(job: Job) -> str:
     """MODEL, or the warm-up that RL would start from once there is one."""
     s = job.s
-    if not job.model and s.INIT == "sft" and folder.last_step(folder.sft_dir(s)):
-        return str(folder.hf_folder(folder.sft_dir(s)))
+    if not job.model and s.INIT == "sft":
+        if folder.last_step(folder.sft_dir(s)):
+            return str(folder.hf_folder(folder.sft_dir(s)))
+        print(f"  no warm-up yet, so this is {s.MODEL}; make sft TASK={s.TASK} trains one", flush=True)
     return job.base()
 
 
@@ -480,6 +482,7 @@ def main(goal: str, arguments: list[str]) -> None:
 
 if __name__ == "__main__":
     interrupt_on_sigterm()
-    said = "stopped" if sys.argv[1] == "rehearse" else "stopped; the same command continues from the last checkpoint"
+    trains = sys.argv[1] in ("sft", "train", "dpo", "all", "experiment")
+    said = "stopped" + "; the same command continues from the last checkpoint" * trains
     with errors_in_one_line(SettingsError, DataError, RewardError, stopped=said):
         main(sys.argv[1], sys.argv[2:] or given_arguments())
