@@ -391,7 +391,7 @@ def test_compare_pairs_the_trained_model_with_its_warm_up_and_shows_the_base(wor
 
 
 def three_models(workplace, trained: list[int], warm_up: tuple[int, ...] = (8,) * 6):
-    """`make eval` of base, warm-up and a trained model, with right samples of 16 by prompt; its output, and the models."""
+    """`make eval` of base, warm-up and a trained model, right samples of 16 by prompt; its output, and the models."""
     counts = {"base": [0] * 6, "sft": warm_up, "grpo": trained}
     models = {label: workplace.model(label, table(right, 16, [True] * 6)) for label, right in counts.items()}
     arguments = [f"{label}={model}" for label, model in models.items()]

@@ -49,8 +49,10 @@ def evaluate(s: Settings, command: Command, scoring: Scoring, models: dict[str, 
 
 
 def next_steps(s: Settings, start: str, change: Estimate, warm_up: dict | None) -> list[str]:
-    """What to try where a training from the model ``start`` with ``s`` brought no clear gain; else nothing. ``warm_up``:
-    the pass@1 of the SFT warm-up it started from, if it did."""
+    """What to try where a training from the model ``start`` with ``s`` brought no clear gain; else nothing.
+
+    ``warm_up``: pass@1 of the SFT warm-up, where the training started from one.
+    """
     if change.low > 0:
         return []
     if change.high < 0:
