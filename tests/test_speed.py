@@ -1,5 +1,6 @@
 """machine/speed.py: the prediction of a step's seconds, and its errors on the runs in docs/results."""
 
+import json
 import re
 from dataclasses import replace
 
@@ -44,9 +45,14 @@ def test_the_errors_are_those_that_the_document_states():
     for what, (average, most, runs) in (("a step", speed.error()), ("memory", speed.memory_error())):
         row = f"| {what} | {average:.0%} | {most:.0%} | {runs} |".replace("%", " %")
         assert row in text
+    written = json.loads((ROOT / "docs/results/rehearse-errors.json").read_text())
     errors = speed.left_out(speed.recorded())
-    for name, value in errors.items():
-        assert f"{name}.metrics.jsonl) | {value:+.0%}".replace("%", " %") in text, name
+    assert written.keys() == errors.keys()
+    for run in speed.recorded():
+        row = {"step_error": errors[run.run.name], "step_seconds": run.total, "memory_error": speed.memory_off(run)}
+        assert written[run.run.name] == pytest.approx(row, abs=0.0501), run.run.name
+        for what in ("step_error", "memory_error"):
+            assert written[run.run.name][what] == pytest.approx(row[what], abs=0.001), run.run.name
 
 
 def test_most_steps_are_predicted_within_a_third_and_memory_within_a_tenth():
