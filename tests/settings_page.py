@@ -10,11 +10,9 @@ from tasks.common.settings import STACKS, Command, Settings, shown_default, stac
 
 HEAD = """# Settings
 
-Every variable, from `tasks/common/settings.py`. Give one on make's command line, `make train TASK=countdown LR=2e-6`,
-or in the environment. `make settings TASK=countdown` shows the values of a task and where each comes from
-([order of precedence](QUICKSTART.md#stages-and-settings)). A task, a method and LoRA have defaults of their own.
-A default that follows from another variable is named by it; `-` is empty.
-`tests/settings_page.py` writes this page.
+Every variable, written by `tests/settings_page.py`. Give one on make's command line
+(`make train TASK=countdown LR=2e-6`) or in the environment. `make settings TASK=countdown` shows a task's values and
+where each comes from ([order of precedence](QUICKSTART.md#stages-and-settings)). `-` is empty.
 """
 
 
@@ -33,12 +31,15 @@ def sections(cls: type) -> dict[str, list[str]]:
 def default(f: Field) -> str:
     """A variable's default, and that of each stack where it differs."""
     own = {name: getattr(stack(name), "DEFAULTS", {}).get(f.name) for name in STACKS}
-    return "; ".join([f"`{shown_default(f)}`", *(f"`{name}`: `{value}`" for name, value in own.items() if value)])
+    shared = shown_default(f)
+    return "; ".join(
+        [f"`{shared}`", *(f"`{name}`: `{value}`" for name, value in own.items() if value and value != shared)]
+    )
 
 
 def row(f: Field) -> str:
     help = f.metadata["help"].replace("|", "\\|")
-    return f"| `{f.name}` | {f.type.__name__} | {default(f)} | {help} |"
+    return f"| `{f.name}` | {default(f)} | {help} |"
 
 
 def lines() -> Iterator[str]:
@@ -51,7 +52,7 @@ def lines() -> Iterator[str]:
     for title, table in tables.items():
         title = re.sub(r" \((\S+\.md)\)", r" ([\1](\1))", title)
         yield f"## {title[0].upper()}{title[1:]}\n"
-        yield "| variable | type | default | meaning |\n|---|---|---|---|"
+        yield "| variable | default | meaning |\n|---|---|---|"
         yield from map(row, table)
         yield ""
 

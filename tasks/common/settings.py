@@ -109,92 +109,86 @@ class Settings:
     # model and data
     MODEL: str = variable("Qwen/Qwen2.5-1.5B-Instruct", "hub id, folder or `embedded` (SmolLM2-135M-Instruct)", _given)
     INIT: str = variable("base", "start from `base`, or from an SFT warm-up (`sft`)", _one_of("base", "sft"))
-    SOURCE: str = variable("generate", "source of the data; train.sh names those of the task", _given)
-    FILE: str = variable("", "a data file (json, jsonl, csv, parquet), or a folder of them, as the source")
-    MAX_SAMPLES: int = variable("0", "the most examples to use of a file or data set; 0: all", _from_0)
+    SOURCE: str = variable("generate", "source of the data, one of train.sh's", _given)
+    FILE: str = variable("", "a data file (json, jsonl, csv, parquet) or folder as the source")
+    MAX_SAMPLES: int = variable("0", "most examples of a file or data set; 0: all", _from_0)
     DIFFICULTY: str = variable("hard", "of generated problems: easy or hard", _one_of("easy", "hard"))
-    TRAIN_SIZE: int = variable("8192", "training prompts; 0: all that a file or data set has", _from_0)
-    TEST_SIZE: float = variable("512", "test prompts: count, share below 1, or 0: all of a test split", _count_or_share)
-    TEST_SHARE: float = variable(
-        "0.1",
-        "largest share that a default TEST_SIZE takes of a file without a test split; 1 if you set TEST_SIZE",
-        _fraction,
-    )
-    DEV_SIZE: int = variable("128", "prompts for validation, taken from the training data; 0: none", _from_0)
-    SFT_SIZE: int = variable("2048", "demonstrations, of training prompts", _from_0)
+    TRAIN_SIZE: int = variable("8192", "training prompts; 0: all", _from_0)
+    TEST_SIZE: float = variable("512", "test prompts: count, share, or 0: the test split", _count_or_share)
+    TEST_SHARE: float = variable("0.1", "most that a default TEST_SIZE takes of a file without test split", _fraction)
+    DEV_SIZE: int = variable("128", "validation prompts, from the training data; 0: none", _from_0)
+    SFT_SIZE: int = variable("2048", "demonstrations", _from_0)
     SFT_SOURCE: str = variable(
         "task", "demonstrations: the `task`'s, or correct `samples` of MODEL", _one_of("task", "samples")
     )
-    TRAIN_FILE: str = variable("", "parquet to train on instead of train.parquet, e.g. a probe's signal.parquet")
-    PAIRS_FILE: str = variable("", "dpo: parquet, json or jsonl of prompt, chosen, rejected; empty: own samples")
-    SAMPLED_PROMPTS: int = variable("1024", "prompts sampled for SFT_SOURCE=samples and dpo; 0: all", _from_0)
+    TRAIN_FILE: str = variable("", "parquet in place of train.parquet, e.g. a probe's signal.parquet")
+    PAIRS_FILE: str = variable("", "dpo: file of prompt, chosen, rejected; empty: own samples")
+    SAMPLED_PROMPTS: int = variable("1024", "prompts that SFT_SOURCE=samples and dpo sample; 0: all", _from_0)
     GOLD: str = variable(
         "warn",
-        "rows whose demonstration the reward calls wrong: `warn`, `drop` or `error`",
+        "rows whose demonstration is not right: `warn`, `drop` or `error`",
         _one_of("drop", "warn", "error"),
     )
     SEED: int = variable("42", "seed of data, sampling and shuffling", _from_0)
-    TRAIN_SEED: int = variable(_same_as("SEED"), "seed of RL and DPO only: order of prompts, sampling", _from_0)
+    TRAIN_SEED: int = variable(_same_as("SEED"), "seed of RL and DPO only", _from_0)
     # optimisation
     METHOD: str = variable("grpo", f"one of {', '.join(METHODS)}", _one_of(*METHODS))
-    REWARD: str = variable("", "variant of the task's reward; train.sh names the variants", _name)
-    REWARD_MODEL: str = variable("", "a sequence classifier (hub id or folder) whose score is the reward in training")
-    STEPS: int = variable("100", "training steps (dpo: DPO_EPOCHS); a larger number continues the same run", positive)
-    TEACHER: str = variable("", "distill: a model (hub id or folder) with MODEL's tokenizer, on a GPU of its own")
+    REWARD: str = variable("", "variant of the task's reward, one of train.sh's", _name)
+    REWARD_MODEL: str = variable("", "sequence classifier whose score is the reward in training")
+    STEPS: int = variable("100", "training steps; a larger number continues the run", positive)
+    TEACHER: str = variable("", "distill: model with MODEL's tokenizer, on its own GPU")
     TRUNCATED: str = variable(
         "counted",
-        "responses cut off at the limit: counted, masked (no loss), or shaped (a soft penalty near the limit)",
+        "responses cut off: counted, masked (no loss), or shaped (a penalty near the limit)",
         _one_of("counted", "masked", "shaped"),
     )
-    SELF_PLAY_ROUNDS: int = variable("1", "trainings of STEPS; each starts from the last, also its reference", positive)
+    SELF_PLAY_ROUNDS: int = variable("1", "trainings of STEPS, each from the last one's policy", positive)
     TRAIN_BATCH_SIZE: int = variable(_batch_size, "prompts (dpo: pairs) per step", positive)
     MINI_BATCH_SIZE: int = variable("0", "prompts per optimizer step; 0: the method's default", _from_0)
     LR: float = variable("1e-6", "learning rate of the policy", positive)
-    LR_WARMUP: int = variable("0", "steps over which the policy's rate rises to LR", _from_0)
-    CLIP_LOW: float = variable("0.2", "RL methods: ratios are clipped below 1 - CLIP_LOW", positive)
-    CLIP_HIGH: float = variable("0.2", "RL methods: ratios are clipped above 1 + CLIP_HIGH", positive)
-    CRITIC_LR: float = variable("1e-5", "ppo: learning rate of the critic", positive)
-    CRITIC_WARMUP: int = variable("5", "ppo: first steps, in which only the critic learns", _from_0)
-    KL_COEF: float = variable(_kl_coef, "weight of the KL to the start; 0: no reference model", _from_0)
-    EGPO_LAMBDA: float = variable("0.4", "egpo: weight of the entropy in the advantage; 0: GRPO", _from_0)
-    EGPO_ALPHA: float = variable("2.0", "egpo: the entropy term is at most advantage / EGPO_ALPHA", positive)
-    DPO_EPOCHS: int = variable("1", "dpo: epochs over the pairs; they set the number of steps, not STEPS", positive)
+    LR_WARMUP: int = variable("0", "steps in which the rate rises to LR", _from_0)
+    CLIP_LOW: float = variable("0.2", "ratios are clipped below 1 - CLIP_LOW", positive)
+    CLIP_HIGH: float = variable("0.2", "ratios are clipped above 1 + CLIP_HIGH", positive)
+    CRITIC_LR: float = variable("1e-5", "ppo: the critic's learning rate", positive)
+    CRITIC_WARMUP: int = variable("5", "ppo: first steps, for the critic alone", _from_0)
+    KL_COEF: float = variable(_kl_coef, "weight of the KL to the start; 0: none", _from_0)
+    EGPO_LAMBDA: float = variable("0.4", "egpo: weight of the entropy; 0: GRPO", _from_0)
+    EGPO_ALPHA: float = variable("2.0", "egpo: entropy term at most advantage / EGPO_ALPHA", positive)
+    DPO_EPOCHS: int = variable("1", "dpo: epochs over the pairs, in place of STEPS", positive)
     ROLLOUT_CORRECTION: str = variable(
         "token",
-        "correct for the engine's log-probs: weight each `token`, also reject responses (`sequence`), or `none`",
+        "for the engine's log-probs: weight each `token`, also reject responses (`sequence`), or `none`",
         _one_of("token", "sequence", "none"),
     )
-    DPO_BETA: float = variable("0.1", "dpo: beta, how strongly the policy is kept near the start", positive)
-    SFT_STEPS: int = variable("64", "optimizer steps of the warm-up", positive)
+    DPO_BETA: float = variable("0.1", "dpo: beta, the pull to the start", positive)
+    SFT_STEPS: int = variable("64", "warm-up: optimizer steps", positive)
     SFT_BATCH_SIZE: int = variable("64", "demonstrations per step", positive)
     SFT_LR: float = variable("1e-5", "learning rate of the warm-up", positive)
     # rollouts and lengths
-    ROLLOUT_N: int = variable("8", "samples per prompt, the group of a group advantage", positive)
+    ROLLOUT_N: int = variable("8", "samples per prompt: a group", positive)
     TEMPERATURE: float = variable("1.0", "sampling temperature of rollouts", positive)
     MAX_PROMPT_LENGTH: int = variable("256", "tokens", positive)
-    MAX_RESPONSE_LENGTH: int = variable("1024", "tokens; multi-turn: all turns and tool results together", positive)
+    MAX_RESPONSE_LENGTH: int = variable("1024", "tokens; multi-turn: of a whole episode", positive)
     # multi-turn tasks (tasks/TASK/environment.py)
-    MAX_TURNS: int = variable("8", "multi-turn: turns of the model per episode", positive)
+    MAX_TURNS: int = variable("8", "multi-turn: the model's turns per episode", positive)
     MAX_TURN_LENGTH: int = variable(_same_as("MAX_RESPONSE_LENGTH"), "multi-turn: tokens per turn", positive)
-    STEP_SECONDS: float = variable("30", "multi-turn: a longer step of the environment ends the episode", positive)
+    STEP_SECONDS: float = variable("30", "multi-turn: a longer step ends the episode", positive)
     # hardware
-    N_GPUS: int = variable(_all_gpus, "GPUs per machine (cpu stack: processes in place of GPUs)", positive)
-    NNODES: int = variable("1", "machines with N_GPUS each; 2 or more need the Ray cluster at RAY_ADDRESS", positive)
-    TP: int = variable("1", "GPUs that share a model while it samples, in training and evaluation", positive)
+    N_GPUS: int = variable(_all_gpus, "GPUs per machine (cpu stack: processes)", positive)
+    NNODES: int = variable("1", "machines with N_GPUS each, of the cluster at RAY_ADDRESS", positive)
+    TP: int = variable("1", "GPUs that share a model while it samples", positive)
     SP: int = variable("1", "GPUs that share a sequence in the update (Ulysses)", positive)
-    OFFLOAD: int = variable("0", "1: parameters and optimizer wait in CPU memory while vLLM samples", _one_of(0, 1))
-    MAX_TOKENS_PER_GPU: int = variable(
-        "32768", "tokens per forward pass, without padding; 0: MICRO_BATCH_SIZE", _from_0
-    )
-    MICRO_BATCH_SIZE: int = variable("16", "sequences per forward pass, for dpo and MAX_TOKENS_PER_GPU=0", positive)
+    OFFLOAD: int = variable("0", "1: the trainer waits in CPU memory while vLLM samples", _one_of(0, 1))
+    MAX_TOKENS_PER_GPU: int = variable("32768", "tokens per pass; 0: MICRO_BATCH_SIZE", _from_0)
+    MICRO_BATCH_SIZE: int = variable("16", "sequences per pass, for dpo and MAX_TOKENS_PER_GPU=0", positive)
     GPU_MEMORY_UTILIZATION: float = variable("0.5", "share of GPU memory for vLLM", _fraction)
     # LoRA
     LORA_RANK: int = variable("0", "0: full fine-tuning", _from_0)
     LORA_ALPHA: int = variable("32", "LoRA scale", positive)
     # evaluation: make eval, compare, probe, chat, batch
     N: int = variable("4", "samples per prompt", positive)
-    LIMIT: int = variable("0", "only the first LIMIT prompts; 0: all", _from_0)
-    GREEDY: int = variable("1", "1: also a greedy response per prompt; 0: none", _one_of(0, 1))
+    LIMIT: int = variable("0", "only the first prompts; 0: all", _from_0)
+    GREEDY: int = variable("1", "1: also a greedy response per prompt", _one_of(0, 1))
     EVAL_TEMPERATURE: float = variable(_same_as("TEMPERATURE"), "in evaluation; 0: one greedy response", _from_0)
     TOP_P: float = variable("1.0", "in evaluation", _fraction)
     MAX_NEW_TOKENS: int = variable(_same_as("MAX_RESPONSE_LENGTH"), "tokens per response in evaluation", positive)
@@ -202,12 +196,12 @@ class Settings:
     # run
     RUN: str = variable("", "name of the run; empty: made from the settings", _name)
     SAVE_FREQ: int = variable("20", "steps between checkpoints", positive)
-    TEST_FREQ: int = variable("10", "steps between dev-set validations, each with a checkpoint; 0: none", _from_0)
-    KEEP: int = variable("1", "best checkpoints by the dev set to keep, besides the last one", _from_0)
-    PATIENCE: int = variable("0", "validations without a gain that end the training; 0: never", _from_0)
-    ABORT_ON: str = variable("", "health rules that end the training after a checkpoint, e.g. nan,collapse", _rules)
+    TEST_FREQ: int = variable("10", "steps between validations, each with a checkpoint; 0: none", _from_0)
+    KEEP: int = variable("1", "best checkpoints to keep, besides the last", _from_0)
+    PATIENCE: int = variable("0", "validations without gain that end the training; 0: never", _from_0)
+    ABORT_ON: str = variable("", "health rules that end the training, e.g. nan,collapse", _rules)
     WANDB: int = variable("0", "1: also to Weights & Biases", _one_of(0, 1))
-    LOGGER: str = variable("", "more verl loggers beside console and file, e.g. tensorboard,mlflow")
+    LOGGER: str = variable("", "more of verl's loggers, e.g. tensorboard,mlflow")
 
     @property
     def world_size(self) -> int:
@@ -307,30 +301,28 @@ class Command:
     """Variables of single commands; no task or profile sets them."""
 
     STAGE: str = variable("train", "what train.sh runs")
-    PROFILE: str = variable("", "values for a typical use: a file of tasks/TASK/profiles, by its name")
-    FROM: str = variable("data", "train, all: the first stage to run; earlier results are reused", _one_of(*WHOLE))
-    METHODS: str = variable("grpo,gspo,egpo", "experiment: methods to compare, with the same data and settings")
-    SEEDS: int = variable("1", "experiment: trainings of each method, with seeds from TRAIN_SEED on", positive)
-    LRS: str = variable("", "experiment: rates to train each method with, e.g. 1e-6,3e-6; empty: LR")
-    JOBS: int = variable("1", "experiment: trainings at a time, spread over groups of N_GPUS", positive)
-    STEP: str = variable(
-        "", "eval, compare, merge, chat, batch: checkpoint `best`, `latest` or its step; empty: best if validated"
-    )
-    BASE: str = variable("", "compare: the model to compare with; the base model of an adapter")
-    FILTER: int = variable("0", "probe: 1 writes the prompts with signal to signal.parquet", _one_of(0, 1))
+    PROFILE: str = variable("", "values for a typical use: a file of tasks/TASK/profiles")
+    FROM: str = variable("data", "train, all: the first stage to run", _one_of(*WHOLE))
+    METHODS: str = variable("grpo,gspo,egpo", "experiment: methods to compare")
+    SEEDS: int = variable("1", "experiment: seeds of each method, from TRAIN_SEED on", positive)
+    LRS: str = variable("", "experiment: learning rates, e.g. 1e-6,3e-6; empty: LR")
+    JOBS: int = variable("1", "experiment: trainings at a time, N_GPUS each", positive)
+    STEP: str = variable("", "checkpoint to use: `best`, `latest` or its step; empty: best if validated")
+    BASE: str = variable("", "compare: model to compare with; an adapter's base model")
+    FILTER: int = variable("0", "probe: 1 writes prompts with signal to signal.parquet", _one_of(0, 1))
     FILTER_LOW: float = variable("0.0", "probe: accuracy strictly above", _from_0)
     FILTER_HIGH: float = variable("1.0", "probe: accuracy strictly below", _fraction)
     SECONDS: float = variable("120", "attack: how long to search", positive)
-    POLICY: int = variable("0", "attack: 1 first trains a policy on the truths of other rows", _one_of(0, 1))
+    POLICY: int = variable("0", "attack: 1 first trains a policy on shuffled truths", _one_of(0, 1))
     ATTACK_CALLS: int = variable("200", "attack: most calls of a reward that asks a judge", positive)
-    GPU: str = variable("", f"rehearse: the real run's GPU, one of {', '.join(GPUS)}; empty: by PROFILE or STACK", _gpu)
-    PRICE: float = variable("0", "rehearse: price of a GPU hour; 0: unknown", _from_0)
-    DISK: float = variable("0", "rehearse: GB free for checkpoints on the real machine; 0: as on this one", _from_0)
+    GPU: str = variable("", f"rehearse: GPU of the real run, one of {', '.join(GPUS)}", _gpu)
+    PRICE: float = variable("0", "rehearse: price of a GPU hour", _from_0)
+    DISK: float = variable("0", "rehearse: GB free on the real machine; 0: as here", _from_0)
     ROLLOUTS: str = variable("", "rescore: a rollouts.jsonl")
     INPUT: str = variable("", "batch: json, jsonl, csv or xlsx with a column prompt")
     OUTPUT: str = variable("", "batch: xlsx, json, jsonl or csv to write")
     TEMPLATE: str = variable(
-        "default", "batch: chat template: the model's `default`, chatml or llama", _one_of("default", "chatml", "llama")
+        "default", "batch: chat template: `default`, chatml or llama", _one_of("default", "chatml", "llama")
     )
     BACKEND: str = variable("vllm", "batch: vllm or transformers", _one_of("vllm", "transformers"))
 

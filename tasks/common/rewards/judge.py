@@ -88,10 +88,10 @@ class Judge:
     """A judge; each field is the environment variable of that name. JUDGE_API_KEY is not a field but read for each
     request, so nothing that shows or stores a Judge can hold the key."""
 
-    JUDGE_URL: str = variable("", "base URL of an OpenAI-compatible API, such as http://localhost:8000/v1")
+    JUDGE_URL: str = variable("", "base URL of an OpenAI-compatible API")
     JUDGE_MODEL: str = variable("", "name of the model there", lambda value: None if value.strip() else "is not set")
-    JUDGE_CONCURRENCY: int = variable("16", "requests in flight, over all processes of this machine", _within(1, 1024))
-    JUDGE_TIMEOUT: float = variable("60", "seconds for one request, connection to last byte", _within(0.01, 3600))
+    JUDGE_CONCURRENCY: int = variable("16", "requests in flight on this machine", _within(1, 1024))
+    JUDGE_TIMEOUT: float = variable("60", "seconds for one request", _within(0.01, 3600))
     JUDGE_RETRIES: int = variable("5", "further attempts after one that failed", _within(0, 100))
     JUDGE_SAMPLING: str = variable(SAMPLING, "further fields of the request, as JSON", _sampling)
     JUDGE_PRICE_IN: float = variable("0", "price of a million tokens of prompts", _within(0, 1e6))
