@@ -455,7 +455,7 @@ def test_seconds_and_tokens_of_a_step_are_those_of_their_files():
     for row, found in timed:
         cells = {cell.strip() for cell in row.split("|")}
         wanted = [
-            {f"{each['seconds_step']:.1f}", f"{each['tokens_per_second_per_gpu']:,.0f}", found["date"][5:]}
+            {f"{each['seconds_step']:.1f}", f"{each['tokens_per_second_per_gpu']:,.0f}"}
             for each in found["variants"].values()
         ]
         assert any(each <= cells for each in wanted), row
