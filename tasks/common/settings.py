@@ -169,7 +169,6 @@ class Settings:
     TEMPERATURE: float = variable("1.0", "sampling temperature of rollouts", positive)
     MAX_PROMPT_LENGTH: int = variable("256", "tokens", positive)
     MAX_RESPONSE_LENGTH: int = variable("1024", "tokens; multi-turn: of a whole episode", positive)
-    # multi-turn tasks (tasks/TASK/environment.py)
     MAX_TURNS: int = variable("8", "multi-turn: the model's turns per episode", positive)
     MAX_TURN_LENGTH: int = variable(_same_as("MAX_RESPONSE_LENGTH"), "multi-turn: tokens per turn", positive)
     STEP_SECONDS: float = variable("30", "multi-turn: a longer step ends the episode", positive)
