@@ -17,8 +17,8 @@ where each comes from ([order of precedence](QUICKSTART.md#stages-and-settings))
 
 
 def sections(cls: type) -> dict[str, list[str]]:
-    """The names of the fields of ``cls`` by the comments that head them in its source; those before: ``general``."""
-    found, section = {"general": []}, "general"
+    """The names of the fields of ``cls`` by the comments that head them in its source."""
+    found, section = {}, ""
     for line in inspect.getsource(cls).splitlines():
         if comment := re.fullmatch(r"    # (.+)", line):
             section = comment[1]

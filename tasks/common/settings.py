@@ -104,9 +104,9 @@ _all_gpus = _rule("all that are visible", lambda values: str(len(visible_gpus())
 class Settings:
     """One field for each variable; `make help` and `make settings` print them."""
 
+    # task, model and data
     TASK: str = variable("", "folder under tasks/", _task)
     STACK: str = variable("", "packages and hardware; default from the machine", _one_of(*STACKS))
-    # model and data
     MODEL: str = variable("Qwen/Qwen2.5-1.5B-Instruct", "hub id, folder or `embedded` (SmolLM2-135M-Instruct)", _given)
     INIT: str = variable("base", "start from `base`, or from an SFT warm-up (`sft`)", _one_of("base", "sft"))
     SOURCE: str = variable("generate", "source of the data, one of train.sh's", _given)
