@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tasks.common.machine import memory, speed
+from tests.benchmarks import rehearse_errors
 from tests.helpers import ROOT
 
 STEP = speed.Step(memory.shapes(speed.QWEN25_3B), 1, 1024, 68, 256, 256)
@@ -45,14 +46,8 @@ def test_the_errors_are_those_that_the_document_states():
     for what, (average, most, runs) in (("a step", speed.error()), ("memory", speed.memory_error())):
         row = f"| {what} | {average:.0%} | {most:.0%} | {runs} |".replace("%", " %")
         assert row in text
-    written = json.loads((ROOT / "docs/results/rehearse-errors.json").read_text())
-    errors = speed.left_out(speed.recorded())
-    assert written.keys() == errors.keys()
-    for run in speed.recorded():
-        row = {"step_error": errors[run.run.name], "step_seconds": run.total, "memory_error": speed.memory_off(run)}
-        assert written[run.run.name] == pytest.approx(row, abs=0.0501), run.run.name
-        for what in ("step_error", "memory_error"):
-            assert written[run.run.name][what] == pytest.approx(row[what], abs=0.001), run.run.name
+    written = json.loads(rehearse_errors.FILE.read_text())
+    assert written == {name: pytest.approx(row, abs=0.002) for name, row in rehearse_errors.errors().items()}
 
 
 def test_most_steps_are_predicted_within_a_third_and_memory_within_a_tenth():
