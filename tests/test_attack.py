@@ -475,9 +475,9 @@ def test_a_search_that_can_see_little_says_so():
 def test_the_tasks_own_check_is_stricter(monkeypatch):
     """A response that is right for one row alone is found where the task says what is right."""
     lenient = reward_function(lambda source, response, truth, extra=None: scored(response.split("\n")[0] == truth))
-    assert attacked(lenient, plain(), 1000).found == {}
+    assert attacked(lenient, plain(), 1200).found == {}
     monkeypatch.setattr(importlib.import_module(__name__), "is_right", lambda r, t: r == t, raising=False)
-    assert {finding.why for finding in attacked(lenient, plain(), 1000).found.values()} == {"is_right says no"}
+    assert {finding.why for finding in attacked(lenient, plain(), 1200).found.values()} == {"is_right says no"}
 
 
 def test_a_judge_is_asked_so_many_times_and_no_more():

@@ -17,3 +17,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kw
     if answer and read_number(answer.text) is not None:
         well_formed, right = compare(answer.text, str(ground_truth))
     return {"score": float(right), "acc": float(right), "format": float(well_formed)}
+
+
+def wrong_forms(response: str) -> list[str]:
+    """What the gold check makes of a right response, none of it right: another number, thinking, a sum to be done."""
+    changed = [response.replace("\\boxed{", f"\\boxed{{{more}") for more in ("1", "0+")]
+    return [f"<think>{response}</think>", *changed]

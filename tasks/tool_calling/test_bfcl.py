@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -229,11 +228,12 @@ def test_any_arguments_get_a_score(rows, data):
 
 def test_the_package_runs_without_traces(rows):
     import bfcl_eval
+    from bfcl_eval.constants.eval_config import LOCK_DIR  # it was made by the first test that imported the package
 
     assert not [name for name in bfcl.STAND_INS if name.startswith("bfcl_eval") and name in sys.modules]
     beside = Path(bfcl_eval.__file__).parents[1]
     assert not [name for name in ("result", "score", ".file_locks") if (beside / name).exists()]
-    assert (Path(os.environ["BFCL_PROJECT_ROOT"]) / ".file_locks").is_dir()
+    assert LOCK_DIR.is_dir() and LOCK_DIR.parent != beside
 
 
 @pytest.mark.parametrize("installed", ["2025.1.1", None])
