@@ -99,9 +99,24 @@ def test_a_command_ends_at_its_limit(written):
     assert "exit status 124: longer than its 0.01 minutes" in status
 
 
-def test_a_row_says_that_the_code_has_changed_since():
-    root = subprocess.run(["git", "rev-list", "--max-parents=0", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-    assert recipe.is_stale({"commit": root.stdout.split()[0]}) and recipe.is_stale({"commit": "0" * 40})
+def test_a_row_says_that_the_code_has_changed_since(tmp_path, monkeypatch):
+    monkeypatch.setattr(recipe, "ROOT", tmp_path)
+    git = ["git", "-C", tmp_path, "-c", "user.name=x", "-c", "user.email=x"]
+
+    def committed(name: str) -> str:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(f"{name}\n")
+        subprocess.run([*git, "add", "."], check=True)
+        subprocess.run([*git, "commit", "-q", "-m", name], check=True)
+        return recipe.commit()[0]
+
+    subprocess.run([*git, "init", "-q"], check=True)
+    measured = committed("tasks/reward.py")
+    committed("tasks/README.md")
+    committed("tasks/test_reward.py")
+    assert not recipe.is_stale({"commit": measured}) and recipe.is_stale({"commit": "0" * 40})
+    committed("tasks/prepare_data.py")
+    assert recipe.is_stale({"commit": measured})
 
 
 @pytest.mark.parametrize("line", ["reach: pass@1 over 0", "reach: pass@1 gain above x", ""])
