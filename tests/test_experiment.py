@@ -165,7 +165,7 @@ def test_the_trainings_are_spread_over_the_gpus_that_are_there(monkeypatch, tmp_
     monkeypatch.setattr(sys, "executable", str(python))
     experiments.train_at_once(runs, [], 3)
     said = sorted(log.read_text() for log in tmp_path.glob("runs/countdown/*/job.log"))
-    assert set(said) == {"1,3 0.3 1\n", "4,6 0.3 1\n"} and len(said) == 6
+    assert set(said) == {"1,3 0.3 2\n", "4,6 0.3 2\n"} and len(said) == 6
     assert experiments.train_at_once(runs, [], 2) == "6 trainings, 2 at a time"
     said = {log.read_text() for log in tmp_path.glob("runs/countdown/*/job.log")}
     assert said == {"1,3 0.6 \n", "4,6 0.6 \n"}

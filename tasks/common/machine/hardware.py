@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+KV_CACHE = 0.7  # of vLLM's share of a GPU; the rest is for weights, activations and CUDA graphs
 MIB = 2**20
 RAY_DAEMONS = ("gcs_server", "raylet")
 
@@ -66,6 +67,13 @@ def nvidia() -> Nvidia | None:
         chosen = tuple(found.gpus[int(number)] for number in visible if int(number) < len(found.gpus))
         return Nvidia(found.driver, found.cuda, chosen)
     return found
+
+
+def shared_kv_cache(utilization: float) -> int | None:
+    """Bytes of vLLM's KV cache for ``utilization`` of a GPU that other trainings use (SHARED_GPU, set by
+    launch/experiments.py); None where it is not shared: vLLM then measures what is free."""
+    found = nvidia() if os.environ.get("SHARED_GPU") else None
+    return int(KV_CACHE * utilization * found.gpus[0].total) if found and found.gpus else None
 
 
 def own_process(pid: int) -> bool:

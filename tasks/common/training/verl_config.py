@@ -26,6 +26,7 @@ PLUGINS = ROOT / "tasks/common/verl_plugins"
 TRAINED = ("actor_rollout_ref.actor.fsdp_config", "critic.fsdp")  # models with an optimizer
 
 # No outputs/ folder of hydra's own; what it would log is in our log file.
+VERLS_WORKERS = 8  # agent loops and rewards, each (verl/trainer/config)
 HYDRA = ["hydra.run.dir=.", "hydra.output_subdir=null", "hydra/job_logging=none", "hydra/hydra_logging=none"]
 
 # ROLLOUT_CORRECTION: the log-probs of engine and trainer differ, so the samples are another policy's. `token` weights
@@ -226,8 +227,9 @@ def rl_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
     own = [*stack(s.STACK).OVERRIDES, *stack(s.STACK).RL_OVERRIDES]
     method_ = [*_truncated(s), *method(s.METHOD).overrides(s)]
     rollout += CORRECTIONS[s.ROLLOUT_CORRECTION]
-    if os.environ.get("SHARED_GPU"):  # by launch/experiments.py; of verl's eight each, every one imports verl: 0.7 GB
-        rollout += ["actor_rollout_ref.rollout.agent.num_workers=1", "reward.num_workers=1"]
+    if sharing := os.environ.get("SHARED_GPU"):  # by launch/experiments.py; each worker imports verl: 0.7 GB
+        workers = max(1, VERLS_WORKERS // int(sharing))
+        rollout += [f"actor_rollout_ref.rollout.agent.num_workers={workers}", f"reward.num_workers={workers}"]
     overrides = [*data, *model_, *actor, *_micro_batches(s), *rollout, *_reward(s), *trainer, *_ray(s), *own, *method_]
     return verl_versions.translated(overrides, "ppo_trainer", s)
 

@@ -9,10 +9,10 @@ import os
 
 from vllm.v1.worker.gpu_worker import Worker
 
+from tasks.common.machine.hardware import KV_CACHE
 from tasks.common.verl_plugins.expect import expect
 
 SHARED = "SHARED_GPU"  # set by launch/experiments.py
-KV_CACHE = 0.7  # of its share of the GPU; the rest is for weights, activations and CUDA graphs
 
 expect(Worker.sleep, 'assert freed_bytes >= 0, "Memory usage increased after sleeping."')
 expect(Worker.determine_available_memory, "if kv_cache_memory_bytes := self.cache_config.kv_cache_memory_bytes:")

@@ -18,4 +18,4 @@ default LR 1e-5 # 3e-5 made the policy of two numbers narrow (docs/TUNING.md)
 default MAX_PROMPT_LENGTH 128
 default MAX_RESPONSE_LENGTH 1024 # the longest demonstrations have about 1,060 tokens
 default MAX_TOKENS_PER_GPU 65536
-default GPU_MEMORY_UTILIZATION 0.5
+default GPU_MEMORY_UTILIZATION 0.3
