@@ -4,4 +4,5 @@
 # stack: current
 # minutes: 30
 # reach: pass@1 gain above 0.18
-make all TASK=countdown PROFILE=smollm2-search-1xh200
+# reach: pass@8 gain above -0.02
+make all TASK=countdown PROFILE=smollm2-search-1xh200 N=8
