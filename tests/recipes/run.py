@@ -175,7 +175,8 @@ def rows(results: Iterable[tuple[Path, dict]]) -> list[list[str]]:
         at = f"{result['date'][5:]}, `{result['commit'][:7]}`{' changed' * result['changed']}"
         on = ", ".join(result["gpus"]) or result["cpu"]
         first = [f"`{recipe.name}`: {recipe.about}", at + STALE * is_stale(result), f"{on}, STACK={result['stack']}"]
-        first += [f"{result['minutes']}, {result['ram_gb']} GB"]
+        ram = "" if result["gpus"] else f", {result['ram_gb']} GB"  # a GPU's host has other programs
+        first += [f"{result['minutes']}{ram}"]
         for metric in dict.fromkeys(promise.metric for promise in recipe.reach):
             values = compared["metrics"].get(metric)
             if values is None:

@@ -10,7 +10,7 @@ default SFT_SIZE 65536
 default SFT_STEPS 512
 default SFT_BATCH_SIZE 128
 default SFT_LR 3e-4
-default STEPS 30
+default STEPS 20
 default TRAIN_BATCH_SIZE 128
 default ROLLOUT_N 16
 default MINI_BATCH_SIZE 32 # four updates a step
