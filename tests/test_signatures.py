@@ -28,6 +28,7 @@ OF_CPU = set((ROOT / "tasks/common/stacks/cpu").glob("*.py"))  # vLLM 0.30, whic
 OF_CURRENT = set((ROOT / "tasks/common/stacks/current").glob("*.py"))
 OF_CURRENT |= {ROOT / f"tasks/common/verl_plugins/{name}.py" for name in NEWER}
 OF_CURRENT.add(ROOT / "tests/benchmarks/attack_libraries.py")  # rewards that 0.6.1 lacks
+OF_CURRENT.add(ROOT / "tests/benchmarks/trl_grpo.py")  # TRL 1.16
 ENGINE = "vllm.v1.engine.llm_engine.LLMEngine"
 KNOWN = Known(
     instances={"self.llm": "vllm.LLM", "self.llm.llm_engine": ENGINE, "engine": ENGINE, "trainer": "trl.DPOTrainer"},

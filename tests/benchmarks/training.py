@@ -1,4 +1,4 @@
-"""Speed of GRPO steps with our settings, with those of verl's example, and with naive ones, in one run.
+"""Speed of GRPO steps with our settings, with those of verl's example, with naive ones, and of TRL, in one run.
 
     make bench_training TASK=countdown [MODEL=...] [N_GPUS=...] [ARGS="--steps 4 --out file.json"]
 
@@ -10,6 +10,8 @@ one after the other on the same GPUs. The first step of each is left out (compil
   and agent loop. The first one's flash_attention_2 is not there for torch 2.11: it is given our attention, so that
   padding is left out as it wants. The second runs with flash-attn, as it is meant to; its 32 sequences a pass
 - naive: sdpa with padding, eager rollouts, MICRO_BATCH_SIZE sequences a pass, verl's own trainer and agent loop
+- trl: TRL's GRPOTrainer with vLLM in its process, on one GPU; trl_lean: the same without what ours leaves out
+  (trl_grpo.py). Not among the default variants: only the newer stacks have that TRL
 
 All are without a KL term, which the examples have. ``a100``'s have vllm_worker.py: without it vLLM 0.11.0 ends.
 """
@@ -20,7 +22,9 @@ import os
 import statistics
 import subprocess
 import sys
+import threading
 import time
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 
@@ -49,6 +53,8 @@ OF_CURRENT = [
     "++actor_rollout_ref.rollout.engine_kwargs.vllm.max_cudagraph_capture_size=null",
 ]
 OF_A100 = ["++actor_rollout_ref.rollout.engine_kwargs.vllm.cuda_graph_sizes=null"]
+TRL = {"trl": [], "trl_lean": ["--lean"]}  # and what they give trl_grpo.py
+LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # TRL sets them for its one process
 
 
 def _by_sequences(s: Settings, most: int) -> list[str]:
@@ -99,7 +105,6 @@ def random_model(folder: Path, tokenizer_of: str) -> Path:
 
 def train(s: Settings, model: str, out: Path, steps: int, extra: list[str]) -> dict[int, dict]:
     """Metrics by step of ``steps`` GRPO steps. Raises RuntimeError when the training fails."""
-    out.mkdir(parents=True)
     overrides = [
         *verl_config.rl_overrides(s, model, out),
         *extra,
@@ -109,13 +114,48 @@ def train(s: Settings, model: str, out: Path, steps: int, extra: list[str]) -> d
         "trainer.rollout_data_dir=null",
     ]
     environ = os.environ | trainer_module(s) | {"VERL_FILE_LOGGER_PATH": str(out / "metrics.jsonl")}
-    command = [sys.executable, "-m", "verl.trainer.main_ppo", *verl_config.HYDRA, *overrides]
+    return run(["verl.trainer.main_ppo", *verl_config.HYDRA, *overrides], out, environ)
+
+
+def train_with_trl(model: str, out: Path, steps: int, options: list[str]) -> dict[int, dict]:
+    """The same of TRL's trainer, which takes one GPU that it sees."""
+    environ = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    environ |= {"CUDA_VISIBLE_DEVICES": seen, "HF_HUB_DISABLE_TELEMETRY": "1", "MASTER_ADDR": "127.0.0.1"}
+    return run(["tests.benchmarks.trl_grpo", model, str(steps), str(out), *options], out, environ)
+
+
+def run(program: list[str], out: Path, environ: dict[str, str]) -> dict[int, dict]:
+    """Metrics by step that ``python -m PROGRAM`` wrote. Raises RuntimeError when it fails."""
+    out.mkdir(parents=True)
     with (out / "log").open("w") as log:
-        code = subprocess.run(command, env=environ, stdout=log, stderr=subprocess.STDOUT).returncode
-    if code:
+        code = subprocess.run([sys.executable, "-m", *program], env=environ, stdout=log, stderr=subprocess.STDOUT)
+    if code.returncode:
         raise RuntimeError(f"training failed, log: {out / 'log'}")
     lines = (out / "metrics.jsonl").read_text().splitlines()
     return {line["step"]: line["data"] for line in map(json.loads, lines)}
+
+
+@contextmanager
+def peak_of_gpus(count: int):
+    """A dict whose ``peak_gb_of_gpu`` is, at the end, the most memory that was in use on a GPU, of all programs."""
+    found, done = {}, threading.Event()
+
+    def look() -> None:
+        while not done.wait(0.2):
+            for gpu in range(count):
+                free, total = torch.cuda.mem_get_info(gpu)
+                found["peak_gb_of_gpu"] = max(found.get("peak_gb_of_gpu", 0.0), (total - free) / 2**30)
+
+    looking = threading.Thread(target=look, daemon=True)
+    if torch.cuda.is_available():
+        looking.start()
+    try:
+        yield found
+    finally:
+        done.set()
+        if looking.is_alive():
+            looking.join()
 
 
 def summary(metrics: dict[int, dict]) -> dict[str, float]:
@@ -140,7 +180,7 @@ def summary(metrics: dict[int, dict]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--variants", default="naive,example,ours")
+    parser.add_argument("--variants", default="naive,example,ours", help="of these and trl, trl_lean")
     parser.add_argument("--steps", type=int, default=4, help="of each; the first is left out")
     parser.add_argument("--random-3b", action="store_true", help="a Qwen2.5-3B with random weights in place of MODEL")
     parser.add_argument("--out", type=Path, help="write the result as JSON")
@@ -150,29 +190,43 @@ def main() -> None:
     model = str(resolve_model(s.MODEL))
     if arguments.random_3b:
         model = str(random_model(artifacts() / "bench/random-qwen2.5-3b", tokenizer_of=model))
+    chosen = arguments.variants.split(",")
+    packages = ["verl", "vllm", "torch", "transformers", *(["trl"] if TRL.keys() & {*chosen} else [])]
     result = {
         "date": time.strftime("%Y-%m-%d"),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "gpus": s.N_GPUS,
-        "versions": {name: version(name) for name in ("verl", "vllm", "torch", "transformers")},
+        "versions": {name: version(name) for name in packages},
         "model": "random Qwen2.5-3B" if arguments.random_3b else s.MODEL,
         "rollouts": f"{s.TRAIN_BATCH_SIZE} x {s.ROLLOUT_N}, lengths {s.MAX_PROMPT_LENGTH} + {s.MAX_RESPONSE_LENGTH}",
         "overrides": extra,
         "variants": {},
     }
-    for name in arguments.variants.split(","):
+    failed = []
+    for name in chosen:
         started = time.monotonic()
-        metrics = train(s, model, work / name, arguments.steps, variants(s)[name] + extra)
-        figures = summary(metrics) | {"seconds_in_all": time.monotonic() - started}
+        try:
+            with peak_of_gpus(s.N_GPUS) as peak:
+                if name in TRL:
+                    metrics = train_with_trl(model, work / name, arguments.steps, TRL[name])
+                else:
+                    metrics = train(s, model, work / name, arguments.steps, variants(s)[name] + extra)
+        except RuntimeError as error:  # the others take minutes each, and may end well
+            print(f"{name}: {error}", flush=True)
+            failed.append(name)
+            continue
+        figures = summary(metrics) | peak | {"seconds_in_all": time.monotonic() - started}
         result["variants"][name] = figures
         steps = {other: its["seconds_step"] for other, its in result["variants"].items()}
         if "ours" in steps:
             result["faster_than"] = {other: steps[other] / steps["ours"] for other in steps if other != "ours"}
-        if arguments.out:  # after each: the next takes minutes, and may fail
+        if arguments.out:  # after each: the next may be killed
             arguments.out.write_text(json.dumps(result, indent=1) + "\n")
         print(name, " ".join(f"{key}={value:.4g}" for key, value in figures.items()), flush=True)
     if "faster_than" in result:
         print("ours is faster by", result["faster_than"])
+    if failed:
+        raise SystemExit(f"error: failed: {', '.join(failed)}")
 
 
 if __name__ == "__main__":
