@@ -114,9 +114,9 @@ def test_a_row_says_that_the_code_has_changed_since(tmp_path, monkeypatch):
     measured = committed("tasks/reward.py")
     committed("tasks/README.md")
     committed("tasks/test_reward.py")
-    assert not recipe.is_stale({"commit": measured}) and recipe.is_stale({"commit": "0" * 40})
+    assert not recipe.changed_since(measured) and recipe.changed_since("0" * 40)
     committed("tasks/prepare_data.py")
-    assert recipe.is_stale({"commit": measured})
+    assert recipe.changed_since(measured)
 
 
 @pytest.mark.parametrize("line", ["reach: pass@1 over 0", "reach: pass@1 gain above x", ""])

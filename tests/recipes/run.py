@@ -136,6 +136,7 @@ def run(recipe: Recipe, stack: str) -> dict:
     git, started = git_state(ROOT)[0], time.monotonic()
     if "missing" in git:
         raise SettingsError(f"a result needs the commit that it measures: {git['missing']}")
+    changed = changed_since(git["commit"])
     file = FOLDER / f"{recipe.name}.sh"
     limit = ["timeout", "--kill-after=30", f"{recipe.minutes * 60:.0f}"]
     with subprocess.Popen([*limit, "bash", "-euo", "pipefail", file], cwd=ROOT, env=environment) as command:
@@ -152,7 +153,7 @@ def run(recipe: Recipe, stack: str) -> dict:
         "stack": stack,
         "date": datetime.now(UTC).date().isoformat(),
         "commit": git["commit"],
-        "changed": git["changed"],
+        "changed": changed,
         **machine(),
         "minutes": round(seconds / 60, 1),
         "ram_gb": round(peak / 1e9, 1),
@@ -161,9 +162,9 @@ def run(recipe: Recipe, stack: str) -> dict:
     }
 
 
-def is_stale(result: dict) -> bool:
-    """Whether the code of tasks/ changed after the commit that ``result`` measured, or this clone does not have it."""
-    changed = ["git", "diff", "--quiet", result["commit"], "--", "tasks", "Makefile", ":!*.md", ":!*/test_*.py"]
+def changed_since(commit: str) -> bool:
+    """Whether the code of tasks/ differs from that of ``commit``, or this clone does not have the commit."""
+    changed = ["git", "diff", "--quiet", commit, "--", "tasks", "Makefile", ":!*.md", ":!*/test_*.py"]
     return subprocess.run(changed, cwd=ROOT, stderr=subprocess.DEVNULL).returncode != 0
 
 
@@ -174,7 +175,11 @@ def rows(results: Iterable[tuple[Path, dict]]) -> list[list[str]]:
         recipe, compared = known[result["recipe"]], result["compare"]
         at = f"{result['date'][5:]}, `{result['commit'][:7]}`{' changed' * result['changed']}"
         on = ", ".join(result["gpus"]) or result["cpu"]
-        first = [f"`{recipe.name}`: {recipe.about}", at + STALE * is_stale(result), f"{on}, STACK={result['stack']}"]
+        first = [
+            f"`{recipe.name}`: {recipe.about}",
+            at + STALE * changed_since(result["commit"]),
+            f"{on}, STACK={result['stack']}",
+        ]
         ram = "" if result["gpus"] else f", {result['ram_gb']} GB"  # a GPU's host has other programs
         first += [f"{result['minutes']}{ram}"]
         for metric in dict.fromkeys(promise.metric for promise in recipe.reach):
@@ -209,7 +214,7 @@ def overview() -> None:
         files = sorted(RESULTS.glob(f"recipe-{recipe.name}-*.json"))
         for result in map(read_json, files):
             state = f"missed {', '.join(result['missed'])}" if result["missed"] else "reached"
-            old = STALE * is_stale(result)
+            old = STALE * changed_since(result["commit"])
             print(f"  {result['date']} STACK={result['stack']}: {state} in {result['minutes']} min{old}")
         if not files:
             print("  never run")
