@@ -153,7 +153,7 @@ test: PROGRAM = -m pytest -q -m 'not $(if $(SLOW),long,slow) and not gpu' $(if $
 test-all: PROGRAM = -m pytest -q -m 'not gpu' --durations=15 $(IN_TWO) tests tasks
 
 lock new repeat monitor runs diff report cluster-status json_to_parquet bench_rewards recipe test test-all: $(INSTALLED)
-	@PYTHONPATH=. "$$PYTHON" $(PROGRAM)
+	@PYTHONPATH=".$${PYTHONPATH:+:$$PYTHONPATH}" "$$PYTHON" $(PROGRAM)
 
 OF_PYTHON = PATH="$${PYTHON%/*}:$$PATH"
 lint: $(INSTALLED)

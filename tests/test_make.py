@@ -47,6 +47,13 @@ def test_a_python_can_be_named_as_the_shell_finds_it(named, tmp_path):
         assert (result.returncode == 0) == there and ("no such Python" in result.stderr) != there
 
 
+def test_make_keeps_the_shells_pythonpath(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("print('found in PYTHONPATH')")
+    environment = outside_make() | {"PYTHONPATH": str(tmp_path), "ARTIFACTS": str(tmp_path), "STACK": "cpu"}
+    result = subprocess.run([*MAKE, "runs"], cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0 and "found in PYTHONPATH" in result.stdout, result.stderr
+
+
 @pytest.mark.parametrize(
     "locale",
     [
