@@ -12,7 +12,6 @@ import json
 import sys
 import tempfile
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -30,6 +29,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.utils.losses import sft_loss
 
 from tasks.common.stacks.current import varlen_attention
+from tests.varlen_reference import reference_kernel
 
 ON_GPU = torch.cuda.is_available()
 TOLERANCE, ROUNDING = 1.2, 1e-5
@@ -38,16 +38,6 @@ HEADS = {"4 key heads": (8, 4), "1 key head": (6, 1)}
 LENGTHS = [7, 130, 2, 64, 301, 33, 200, 90] if ON_GPU else [7, 13, 2, 16, 31, 5, 20, 9]  # odd in all: one is added
 VOCABULARY = 1000 if ON_GPU else 50
 TOKENS = 700 if ON_GPU else 70  # of a pass on one GPU: more than one pass
-
-
-def reference_kernel(query, key, value, offsets, _, longest, __, scale=None, window_size=None):
-    """What varlen_attn computes, on a CPU: (tokens, heads, size) each, causal inside each sequence."""
-    out = []
-    for begin, end in pairwise(offsets):
-        rows = [x[begin:end].transpose(0, 1)[None] for x in (query, key, value)]
-        attend = torch.nn.functional.scaled_dot_product_attention
-        out.append(attend(*rows, is_causal=True, scale=scale, enable_gqa=True)[0].transpose(0, 1))
-    return torch.cat(out)
 
 
 def model(folder: Path, heads: tuple[int, int]) -> Path:

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tasks.common.machine.memory import EMBEDDED_CONFIG, Plan, passed, shapes
+from tests.benchmarks import shared_prompt
 from tests.helpers import ROOT
 
 # A process with our platform: verl's engine computes each batch in its own way and with each prompt once.
@@ -208,3 +209,118 @@ def test_the_estimate_of_memory_knows_it():
     assert passed(model, many) == (8 * 8192, 8 * 8064)  # scores over all eight would be more work
     mamba = shapes(EMBEDDED_CONFIG | {"model_type": "other"}, parameters=model.parameters)
     assert passed(mamba, short) == (16 * 192, 16 * 192)
+
+
+# ---- tests/benchmarks/shared_prompt.py: what sharing would gain on a GPU ---------------------------------------------
+
+
+def checked() -> dict:
+    return shared_prompt.check(shared_prompt.TINY, shared_prompt.CASES["tiny"]["20 + 6"], "cpu")
+
+
+def test_the_ways_that_the_benchmark_times_give_the_same():
+    result = checked()
+    assert result["holds"], result
+    assert set(result["from exact"]) == {"now", "shared", "alone_flex", "now_responses"}
+    assert 0 < result["from exact"]["shared"]["gradients"] < 1e-5
+
+
+def causal(owner):
+    return lambda batch, head, query, key: query >= key
+
+
+def continued(prompt, responses):
+    row = shared_prompt.shared(prompt, responses)
+    return replace(row, positions=torch.arange(row.ids.numel())[None])
+
+
+def one_sequence(row):
+    return shared_prompt.sdpa
+
+
+@pytest.mark.parametrize(
+    ("way", "wrong"),
+    [
+        ("shared", (continued, shared_prompt.FLEX, False)),
+        ("now", (shared_prompt.alone, one_sequence, True)),
+        ("sees", causal),
+    ],
+    ids=["positions that go on", "packed sequences that see each other", "responses that see each other"],
+)
+def test_the_benchmarks_check_sees_a_wrong_way(monkeypatch, way, wrong):
+    if way in shared_prompt.WAYS:
+        monkeypatch.setitem(shared_prompt.WAYS, way, wrong)
+    else:
+        monkeypatch.setattr(shared_prompt, way, wrong)
+    result = checked()
+    assert not result["holds"], result
+
+
+def test_layers_are_computed_again_in_the_backward_pass():
+    calls = []
+
+    def counted(*given):
+        calls.append(1)
+        return shared_prompt.sdpa(*given)
+
+    (group,), weights = shared_prompt.drawn(shared_prompt.Case(4, 2), 97, "cpu")
+    model = shared_prompt.made(shared_prompt.TINY, "cpu", torch.float32)
+    shared_prompt.values(model, shared_prompt.alone(*group), counted, weights, whole=True)
+    assert len(calls) == 2 * shared_prompt.TINY["num_hidden_layers"]
+
+
+def test_the_benchmark_computes_as_the_product_does(monkeypatch):
+    """Its attention is stacks/current/varlen_attention.py's, its log-probs and entropies are verl's."""
+    from verl.utils.experimental.torch_functional import FusedLinearForPPO
+
+    from tasks.common.stacks.current import varlen_attention
+
+    monkeypatch.setattr(varlen_attention, "varlen_attn", shared_prompt.reference_kernel)
+    monkeypatch.setattr(shared_prompt, "CHUNK", 7)
+    torch.manual_seed(0)
+    (group,), _ = shared_prompt.drawn(shared_prompt.Case(5, 3), 97, "cpu")
+    row = shared_prompt.alone(*group)
+    query, key, value = (torch.randn(1, heads, row.ids.numel(), 8) for heads in (6, 2, 2))
+    own = shared_prompt.varlen(row)(query, key, value, 0.3).transpose(1, 2)
+    assert torch.equal(
+        own, varlen_attention.varlen(None, query, key, value, None, position_ids=row.positions, scaling=0.3)[0]
+    )
+
+    found = []
+    for compute in (shared_prompt.LogProbs.apply, FusedLinearForPPO(chunk_size=7)):
+        hidden, weight = (
+            torch.randn(20, 8, generator=torch.Generator().manual_seed(1)),
+            torch.ones(97, 8).cumsum(0) / 97,
+        )
+        hidden.requires_grad_(), weight.requires_grad_()
+        log_probs, entropy = compute(hidden, weight, torch.arange(20))
+        (log_probs * torch.arange(20)).sum().backward()
+        found.append([log_probs, entropy, hidden.grad, weight.grad])
+    for ours, theirs in zip(*found, strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_flex_attention_takes_the_benchmarks_mask():
+    (group,), _ = shared_prompt.drawn(shared_prompt.Case(100, 60), 97, "cpu")
+    row = shared_prompt.shared(*group)
+    tokens = row.ids.numel()
+    blocks = shared_prompt.create_block_mask(shared_prompt.sees(row.owner), None, None, tokens, tokens, device="cpu")
+    query, key, value = (torch.randn(1, heads, tokens, 8) for heads in (6, 2, 2))
+    found = shared_prompt.flex_attention(query, key, value, block_mask=blocks, scale=0.3, enable_gqa=True)
+    assert torch.allclose(found, shared_prompt.FLEX(row)(query, key, value, 0.3), atol=1e-5)
+
+
+def test_the_benchmark_writes_what_it_found(monkeypatch, tmp_path):
+    out = tmp_path / "out.json"
+    monkeypatch.setattr(sys, "argv", ["shared_prompt", str(out), "--device", "cpu", "--tiny"])
+    monkeypatch.setattr(shared_prompt, "REPEATS", 2)
+    monkeypatch.setitem(shared_prompt.WAYS, "alone_flex", (None, shared_prompt.FLEX, False))  # one that fails
+    monkeypatch.setattr(shared_prompt.FLEX, "options", [{}, {}])
+    with pytest.raises(SystemExit) as status:
+        shared_prompt.main()
+    result = json.loads(out.read_text())
+    assert status.value.code == 1 and result["failed"] == ["alone_flex"]
+    case = result["cases"]["20 + 6"]
+    assert "error" in case["alone_flex"] and result["check"]["errors"]["alone_flex"]
+    assert [case[way]["tokens"] for way in ("now", "shared")] == [2 * 16 * 26, 2 * (20 + 16 * 6)]
+    assert all(len(case[way]["all_seconds"]) == 2 and case[way]["seconds"] > 0 for way in ("now", "shared"))
