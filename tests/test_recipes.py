@@ -99,24 +99,39 @@ def test_a_command_ends_at_its_limit(written):
     assert "exit status 124: longer than its 0.01 minutes" in status
 
 
+@pytest.mark.parametrize("name", recipe.recipes())
+def test_a_result_depends_on_its_own_task_alone(name):
+    known = recipe.recipes()[name]
+    assert known.code == ("Makefile", "tasks/common", f"tasks/{name.split('-')[1]}")
+
+
+def test_a_command_without_a_task_depends_on_all_of_them(tmp_path):
+    (tmp_path / "x.sh").write_text(HEAD.format(0) + "make all\n")
+    assert recipe.read(tmp_path / "x.sh").code == ("Makefile", "tasks")
+
+
 def test_a_row_says_that_the_code_has_changed_since(tmp_path, monkeypatch):
     monkeypatch.setattr(recipe, "ROOT", tmp_path)
+    code = ("Makefile", "tasks/common", "tasks/own")
     git = ["git", "-C", tmp_path, "-c", "user.name=x", "-c", "user.email=x"]
 
     def committed(name: str) -> str:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"{name}\n")
         subprocess.run([*git, "add", "."], check=True)
         subprocess.run([*git, "commit", "-q", "-m", name], check=True)
         return recipe.git_state(tmp_path)[0]["commit"]
 
     subprocess.run([*git, "init", "-q"], check=True)
-    measured = committed("tasks/reward.py")
-    committed("tasks/README.md")
-    committed("tasks/test_reward.py")
-    assert not recipe.changed_since(measured) and recipe.changed_since("0" * 40)
-    committed("tasks/prepare_data.py")
-    assert recipe.changed_since(measured)
+    measured = committed("tasks/own/reward.py")
+    committed("tasks/own/README.md")
+    committed("tasks/own/test_reward.py")
+    committed("tasks/other/reward.py")
+    assert not recipe.changed_since(measured, code) and recipe.changed_since("0" * 40, code)
+    for name in ("tasks/own/prepare_data.py", "tasks/common/settings.py", "Makefile"):
+        before = recipe.git_state(tmp_path)[0]["commit"]
+        committed(name)
+        assert recipe.changed_since(before, code)
 
 
 @pytest.mark.parametrize("line", ["reach: pass@1 over 0", "reach: pass@1 gain above x", ""])

@@ -7,13 +7,18 @@ from collections.abc import Iterator
 from tasks.common.data import prepare
 
 # DIFFICULTY: letters of a word; `hard` is verl-recipe's
-LENGTHS = {"easy": (5, 10), "hard": (5, 20)}
+LENGTHS = {"easy": (3, 6), "hard": (5, 20)}
 
 
-def example(letter: str, letters: list[str]) -> prepare.Example:
+def example(letter: str, letters: list[str], difficulty: str) -> prepare.Example:
+    """How often ``letter`` is in the word of ``letters``. The demonstration compares letter by letter; `hard` counts at
+    the end, as verl-recipe does, and `easy` as it goes, which a small model can learn."""
     word = "-".join(letters)  # a token for each letter
-    count = letters.count(letter)
-    lines = [f"{each} {'=' if each == letter else '!='} {letter}." for each in letters]
+    count, lines = 0, []
+    for each in letters:
+        count += each == letter
+        running = f" {count}" if each == letter and difficulty == "easy" else ""
+        lines.append(f"{each} {'=' if each == letter else '!='} {letter}{running}.")
     demonstration = "\n".join([*lines, f"\\boxed{{{count}}} {letter} in {word}."])
     return prepare.Example(f"How many {letter} are there in word {word}?", str(count), demonstration)
 
@@ -27,7 +32,7 @@ def generate(settings) -> Iterator[prepare.Example]:
         others = string.ascii_lowercase.replace(letter, "")
         letters = [letter] * count + rng.choices(others, k=length - count)
         rng.shuffle(letters)
-        yield example(letter, letters)
+        yield example(letter, letters, settings.DIFFICULTY)
 
 
 if __name__ == "__main__":

@@ -8,9 +8,12 @@ default SOURCE auto                             # auto | hub (Bingguang/HardGen)
 default MAX_SAMPLES 1000                        # turns of the assistant, before the split; 0: all
 default DIFFICULTY hard cpu=easy                # hard: the hub, or long generated dialogues | easy: short generated ones
 default TRAIN_SIZE 0                            # 0: all
-default TEST_SIZE 0.05                          # a share, or a count
+default TEST_SIZE 0.05 cpu=128                  # a share, or a count
 default REWARD instruct                         # strict (with thinking) | instruct
-default STEPS 100 cpu=8                         # training steps
+default SFT_STEPS 64 cpu=16                     # steps of the warm-up
+default SFT_BATCH_SIZE 64 cpu=8                 # demonstrations per step; on a CPU few: RL is to learn the rest
+default STEPS 100 cpu=12                        # training steps
+default LR "" cpu=2e-5                          # on a CPU; elsewhere the stack's
 default MAX_PROMPT_LENGTH 4096 cpu=448          # tokens
 default MAX_RESPONSE_LENGTH 1024 cpu=64         # tokens
 

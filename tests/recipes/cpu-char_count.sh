@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# GRPO on char_count, words of 5 to 10 letters
+# GRPO on char_count, words of 3 to 6 letters
 # hardware: 2 CPU cores, 16 GB
 # stack: cpu
 # minutes: 25

@@ -3,5 +3,5 @@
 # hardware: 2 CPU cores, 16 GB
 # stack: cpu
 # minutes: 25
-# reach: pass@1 gain above 0
+# reach: score gain above 0
 make all TASK=econ_agent

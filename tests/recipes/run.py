@@ -82,11 +82,16 @@ class Recipe:
     stack: str
     minutes: float  # the limit
     reach: tuple[Promise, ...]
+    code: tuple[str, ...]  # what its result depends on, below ROOT
 
 
 def read(file: Path) -> Recipe:
-    """The head of a recipe. Raises SettingsError where a line is missing or has another form."""
-    lines = [line[2:].strip() for line in file.read_text().splitlines() if line.startswith("# ")]
+    """A recipe: its head, and the task of its command. Raises SettingsError where a line of the head is missing or has
+    another form."""
+    text = file.read_text()
+    lines = [line[2:].strip() for line in text.splitlines() if line.startswith("# ")]
+    task = re.search(r"^make .*\bTASK=(\w+)", text, re.M)
+    code = ("Makefile", "tasks/common", f"tasks/{task[1]}") if task else ("Makefile", "tasks")
     found = dict(re.findall(r"^(hardware|stack|minutes): (.+)$", "\n".join(lines), re.M))
     reach = [re.fullmatch(r"reach: (\S+) (gain )?above (-?[0-9.]+)", line) for line in lines if "reach:" in line]
     if missing := [name for name in ("hardware", "stack", "minutes") if name not in found]:
@@ -94,7 +99,7 @@ def read(file: Path) -> Recipe:
     if not reach or None in reach:
         raise SettingsError(f"{file}: its head needs lines `# reach: METRIC [gain] above NUMBER`")
     promises = tuple(Promise(m[1], bool(m[2]), float(m[3])) for m in reach)
-    return Recipe(file.stem, lines[0], found["hardware"], found["stack"], float(found["minutes"]), promises)
+    return Recipe(file.stem, lines[0], found["hardware"], found["stack"], float(found["minutes"]), promises, code)
 
 
 def recipes() -> dict[str, Recipe]:
@@ -136,7 +141,7 @@ def run(recipe: Recipe, stack: str) -> dict:
     git, started = git_state(ROOT)[0], time.monotonic()
     if "missing" in git:
         raise SettingsError(f"a result needs the commit that it measures: {git['missing']}")
-    changed = changed_since(git["commit"])
+    changed = changed_since(git["commit"], recipe.code)
     file = FOLDER / f"{recipe.name}.sh"
     limit = ["timeout", "--kill-after=30", f"{recipe.minutes * 60:.0f}"]
     with subprocess.Popen([*limit, "bash", "-euo", "pipefail", file], cwd=ROOT, env=environment) as command:
@@ -162,9 +167,10 @@ def run(recipe: Recipe, stack: str) -> dict:
     }
 
 
-def changed_since(commit: str) -> bool:
-    """Whether the code of tasks/ differs from that of ``commit``, or this clone does not have the commit."""
-    changed = ["git", "diff", "--quiet", commit, "--", "tasks", "Makefile", ":!*.md", ":!*/test_*.py"]
+def changed_since(commit: str, code: tuple[str, ...]) -> bool:
+    """Whether ``code`` differs from that of ``commit``, documents and tests aside, or this clone does not have the
+    commit."""
+    changed = ["git", "diff", "--quiet", commit, "--", *code, ":!*.md", ":!*/test_*.py"]
     return subprocess.run(changed, cwd=ROOT, stderr=subprocess.DEVNULL).returncode != 0
 
 
@@ -177,7 +183,7 @@ def rows(results: Iterable[tuple[Path, dict]]) -> list[list[str]]:
         on = ", ".join(result["gpus"]) or result["cpu"]
         first = [
             f"`{recipe.name}`: {recipe.about}",
-            at + STALE * changed_since(result["commit"]),
+            at + STALE * changed_since(result["commit"], recipe.code),
             f"{on}, STACK={result['stack']}",
         ]
         ram = "" if result["gpus"] else f", {result['ram_gb']} GB"  # a GPU's host has other programs
@@ -214,7 +220,7 @@ def overview() -> None:
         files = sorted(RESULTS.glob(f"recipe-{recipe.name}-*.json"))
         for result in map(read_json, files):
             state = f"missed {', '.join(result['missed'])}" if result["missed"] else "reached"
-            old = STALE * changed_since(result["commit"])
+            old = STALE * changed_since(result["commit"], recipe.code)
             print(f"  {result['date']} STACK={result['stack']}: {state} in {result['minutes']} min{old}")
         if not files:
             print("  never run")
