@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import gc
 import os
 import tempfile
 from collections import Counter
@@ -33,6 +34,18 @@ def pytest_configure(config):
         os.environ["WARM_PYTHON"] = str(install(Path(folder.name) / "bin"))  # before tests.helpers is imported
     if reporter := config.pluginmanager.get_plugin("terminalreporter"):  # not in the workers of pytest-xdist
         config.pluginmanager.register(TellsFailuresAtOnce(reporter))
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection():
+    """The garbage collector looks at all that was imported again and again: half of the time that it takes to collect
+    the tests. What they import stays."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 # Of the fast tests, longest first.

@@ -28,12 +28,13 @@ import threading
 import types
 from pathlib import Path
 
-# Not what reads the environment again later, or is told before its import, as huggingface_hub is (records.py).
+# Not what reads the environment again later.
 IMPORTS = ["pandas", "pyarrow.parquet", "scipy.stats", "matplotlib.pyplot", "openpyxl", "omegaconf", "hydra", "jinja2"]
 IMPORTS += ["torch", "sympy", "reasoning_gym", "math_verify", "httpx", "requests", "rich.console", "jsonschema"]
+IMPORTS += ["transformers.models.auto.tokenization_auto", "transformers.models.auto.modeling_auto"]
 # Variables that these, the C libraries or Python itself read when they start.
 EARLY = ("PYTHON", "LD_", "LC_", "LANG", "TZ", "OMP_", "MKL_", "OPENBLAS_", "KMP_", "GOMP_", "NUMEXPR_", "MALLOC_")
-EARLY += ("TORCH", "PYTORCH", "CUDA_", "NVIDIA_", "MPL", "ARROW_")
+EARLY += ("TORCH", "PYTORCH", "CUDA_", "NVIDIA_", "MPL", "ARROW_", "HF_", "HUGGING", "TRANSFORMERS_", "ACCELERATE_")
 # The launcher's own, what a fork does, and what torch._inductor sets where it is imported and reads when it compiles.
 # The server is in UTF-8 mode as all commands are; where the locale is another, LC_ or LANG differs too.
 LATE = ("PYTHON", "PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONUTF8", "TORCHINDUCTOR_CACHE_DIR")

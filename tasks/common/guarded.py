@@ -1,6 +1,8 @@
 """A reward in its own process, for answers and data that may break it: time limit per call, no network."""
 
 import contextlib
+import functools
+import gc
 import json
 import multiprocessing
 import os
@@ -38,6 +40,11 @@ class Result:
     def right(self) -> bool:
         """``acc`` is 1; for a reward without ``acc``, the score is 1 or more."""
         return not self.problem and (self.score if self.acc is None else self.acc) >= 1
+
+
+@functools.lru_cache(4096)
+def _result(line: bytes) -> Result:
+    return Result(**json.loads(line))
 
 
 class Row(Protocol):
@@ -82,15 +89,18 @@ class Guarded:
 
     def _exchange(self, text: str, indices: list[int], seconds: float | None) -> list[Result]:
         results: list[Result] = []
-        self._pipe.send_bytes(json.dumps([text, indices]).encode())
+        self._socket.settimeout(None)
+        self._socket.sendall(json.dumps([text, indices]).encode() + b"\n")
+        self._socket.settimeout(seconds)
         for _ in indices:
             self.calls += 1
             try:
-                if not self._pipe.poll(seconds):
-                    raise TimeoutError(f"took longer than {seconds:g} s")
-                results.append(Result(**json.loads(self._pipe.recv_bytes())))
-            except (TimeoutError, EOFError, OSError) as error:
-                results.append(Result(problem=str(error) or "the process died"))
+                if not (line := self._answers.readline()):  # one of all that have come
+                    raise EOFError
+                results.append(_result(line))
+            except (EOFError, OSError) as error:
+                slow = f"took longer than {seconds:g} s" if isinstance(error, TimeoutError) else ""
+                results.append(Result(problem=slow or str(error) or "the process died"))
                 self.close()
             if results[-1].fatal:
                 self.close()
@@ -101,7 +111,8 @@ class Guarded:
 
     def _start(self) -> None:
         fork = multiprocessing.get_context("fork")
-        self._pipe, theirs = fork.Pipe()
+        self._socket, theirs = socket.socketpair()
+        self._answers = self._socket.makefile("rb")
         self._process = fork.Process(target=self._serve, args=(theirs,), daemon=True)
         self._process.start()
         theirs.close()
@@ -113,13 +124,15 @@ class Guarded:
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.kill()
             self._process.join()
-            self._pipe.close()
+            self._answers.close()
+            self._socket.close()
             self._process = None
 
     # ---- in the process
 
-    def _serve(self, pipe) -> None:
+    def _serve(self, connection: socket.socket) -> None:
         die_with_parent()
+        gc.freeze()  # else a collection copies all pages
         os.setpgid(0, 0)
         multiprocessing.current_process().daemon = False  # a daemon may start no process
         signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -131,11 +144,11 @@ class Guarded:
         if not self.network:
             sys.addaudithook(_no_network)
         is_right = own_check(self.compute_score)
-        while True:
-            text, indices = json.loads(pipe.recv_bytes())
+        for line in connection.makefile("rb"):
+            text, indices = json.loads(line)
             for index in indices:
                 result = self._scored(text, self.rows[index], is_right)
-                pipe.send_bytes(json.dumps(result).encode())
+                connection.sendall(json.dumps(result).encode() + b"\n")
                 if "problem" in result:
                     break
 

@@ -130,11 +130,12 @@ def hub(name: str, config: str | None = None, split: str = "train") -> HubRecord
     """
     folder = Path(name).is_dir()
     offline = not folder and not _hub_answers()
-    if offline:
-        os.environ["HF_HUB_OFFLINE"] = "1"  # set before the first import, else each request is tried five times
     import datasets
+    from huggingface_hub import constants
     from huggingface_hub.utils import logging
 
+    if offline:  # else each request is tried five times
+        constants.HF_HUB_OFFLINE = datasets.config.HF_HUB_OFFLINE = True
     logging.set_verbosity_error()  # a folder has no card
     datasets.disable_progress_bars()
     where = f"{name}{f' ({config})' if config else ''}, split {split}"

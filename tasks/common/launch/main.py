@@ -451,12 +451,12 @@ def main(goal: str, arguments: list[str]) -> None:
     if by_policy and asks_judge(compute_score_of(s)):
         raise SettingsError("POLICY=1: would ask the judge for each rollout; leave POLICY out: ATTACK_CALLS limits it")
     with _locked(s):
+        if job.trains and command.FROM != "data":
+            _shared_data(s, command.FROM)
         if job.trains or by_policy:
             train.check(s, arguments)
         if job.trains or by_policy or goal in ("sft", "experiment"):
             doctor.before_training(s, arguments, goal)
-        if job.trains and command.FROM != "data":
-            _shared_data(s, command.FROM)
         if goal == "experiment":
             experiment(job)
         else:
