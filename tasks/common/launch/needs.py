@@ -245,7 +245,7 @@ def tools(tokenizer, data_dir: Path) -> Iterator[Finding]:
     if knows_tools(tokenizer, None):
         yield ok("tools", "the chat template renders them")
     else:
-        text = "the chat template knows no tools; they are written out in the form of Hermes and Qwen models"
+        text = "the chat template knows no tools, or no results of calls; they are written out as Hermes and Qwen do"
         yield warning("tools", text, "take a model that was trained with tools")
 
 
