@@ -9,7 +9,7 @@ import pytest
 from tasks.calculator.environment import TOOLS, Environment
 from tasks.calculator.prepare_data import SYSTEM
 from tasks.common.data.rows import chat, rl_row
-from tasks.common.evaluation.certify import Chat, template
+from tasks.common.evaluation.certify import Chat, ends, template
 from tasks.common.models.chat_template import (
     answer_ids,
     demonstration_ids,
@@ -117,6 +117,14 @@ def test_a_demonstration_is_what_the_whole_chat_is_rendered_to(tokenizer):
 def test_the_end_of_a_chat_is_no_end_of_a_turn(tokenizer):
     assert end_of_turn(tokenizer) == "<|end|>"
     assert tokenizer.decode(answer_ids(tokenizer, "4")) == "4<|end|>"
+
+
+@of_form("ends")
+def test_an_end_of_two_tokens_stops_at_the_last(tokenizer):
+    tokenizer.chat_template = tokenizer.chat_template.replace("<|end|>\n{% endfor", "<|end|><|tool|>\n{% endfor")
+    assert end_of_turn(tokenizer) == "<|end|><|tool|>"
+    last = tokenizer.convert_tokens_to_ids("<|tool|>")
+    assert [ends(tokenizer, {stop}, [], []).state for stop in (last, last - 1)] == ["ok", "failed"]
 
 
 @of_form("opens")

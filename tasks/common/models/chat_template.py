@@ -136,7 +136,7 @@ def shown_ids(tokenizer, answer: str, between: list[dict], think_opened: bool, t
 
 
 def end_of_turn_ids(tokenizer) -> list[int]:
-    """Token ids that the template puts after an answer; one for an instruct model."""
+    """Token ids that the template puts after an answer, mostly one."""
     return tokenizer(end_of_turn(tokenizer), add_special_tokens=False)["input_ids"]
 
 
