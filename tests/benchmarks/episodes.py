@@ -24,7 +24,6 @@ from importlib.metadata import version
 from pathlib import Path
 
 import torch
-import vllm
 
 from tasks.common.data.rows import chat, rl_row
 from tasks.common.evaluation.engines import Request, Sampling, VLLMEngine
@@ -80,6 +79,8 @@ def main() -> None:
     if not torch.cuda.is_available() and "VLLM_CPU_OMP_THREADS_BIND" not in os.environ:
         # libc and OpenMP read these at the start of a process.
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | cpu.ENVIRONMENT)
+    import vllm
+
     vllm.SamplingParams = functools.partial(vllm.SamplingParams, ignore_eos=True)
     length = 2048
     real = VLLMEngine(resolve_model(given.model), length, 0, 0.5)
