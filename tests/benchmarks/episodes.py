@@ -2,12 +2,12 @@
 
     PYTHONPATH=. .venv/bin/python tests/benchmarks/episodes.py --model MODEL [--episodes 16] [--turns 4]
 
-Every turn has ``--tokens`` tokens: an end of sequence does not end it. All have as many turns, and as
-many of them live at once. ``single_turns``: of the episodes' first prompts. ``same_prompts``: of the tokens with which
-the episodes asked for each turn. Measured: tokens/s of episodes whose environment answers at once, over those of each;
-the time of episodes whose steps take ``--seconds``, over that of the slowest one: it waits for the engine as long as
-episodes at once do, and ``--seconds`` in each turn. Prints the ratios; exits with 1 when one of the first is below 0.8
-or the last above 1.3.
+Every turn has ``--tokens`` tokens: an end of sequence does not end it. All have as many turns, and as many of them live
+at once. ``same_prompts``: of the tokens with which the episodes asked for each turn, which shows what playing episodes
+costs. ``single_turns``: of the first prompts, which are shorter. Measured: tokens/s of episodes whose environment
+answers at once, over those of each; the time of episodes whose steps take ``--seconds``, over that of the slowest one:
+it waits for the engine as long as episodes at once do, and ``--seconds`` in each turn. Prints the ratios; exits with 1
+when that to ``same_prompts`` is below 0.8 or the last above 1.3. ``load``: of the machine, before and after.
 """
 
 import argparse
@@ -81,6 +81,7 @@ def main() -> None:
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | cpu.ENVIRONMENT)
     import vllm
 
+    load = [round(os.getloadavg()[0], 2)]
     vllm.SamplingParams = functools.partial(vllm.SamplingParams, ignore_eos=True)
     length = 2048
     real = VLLMEngine(resolve_model(given.model), length, 0, 0.5)
@@ -135,6 +136,7 @@ def main() -> None:
                 {
                     "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
                     "cores": os.cpu_count(),
+                    "load": [*load, round(os.getloadavg()[0], 2)],
                     "versions": {name: version(name) for name in ("vllm", "torch", "transformers")},
                     "model": Path(real.model).name,
                     "episodes": given.episodes,
@@ -151,7 +153,7 @@ def main() -> None:
             + "\n"
         )
     real.close()
-    if min(rates.values()) < LEAST or slow > MOST:
+    if rates["same_prompts"] < LEAST or slow > MOST:
         sys.exit(f"error: the targets are at least {LEAST} and at most {MOST}")
 
 
