@@ -190,7 +190,7 @@ def test_an_environment_that_answers_at_random_is_named(certified, monkeypatch):
 
 
 def test_sft_that_learns_no_end_of_turn_fails(certified, monkeypatch):
-    monkeypatch.setattr(chat_template, "answer_ids", lambda *given: answer_ids(*given, ended=False))
+    monkeypatch.setattr(chat_template, "shown_ids", lambda own, text, *_: answer_ids(own, text, ended=False))
     assert failed(certified()) == ["stop", "sft"]
 
 

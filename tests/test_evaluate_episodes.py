@@ -4,6 +4,7 @@ import json
 import pickle
 import shutil
 import subprocess
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 
 from tasks.calculator.environment import TOOLS, Environment
 from tasks.common.data.rows import chat, read_rows, rl_row, rl_schema, tools_of, write_parquet
+from tasks.common.evaluation import episodes
 from tasks.common.evaluation.engines import Request, Sampling, TurnRequest
 from tasks.common.evaluation.episodes import Stage, play_all
 from tasks.common.evaluation.rollouts import Completion, Rollout, read_rollouts, write_rollouts
@@ -234,7 +236,7 @@ class Engine:
             yield request, [Completion("", "stop", len(ids), 0.5, ids=tuple(ids))]
 
 
-def played(small_model, seconds: list[float], turns: int, engine=Engine):
+def played(small_model, seconds: list[float], turns: int, engine=Engine, environment=Slow, step_seconds: float = 30):
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(small_model)
@@ -243,7 +245,7 @@ def played(small_model, seconds: list[float], turns: int, engine=Engine):
     made, found = engine(tokenizer, turns), []
     how = Sampling(1, False, 1.0, 1.0, 4096, 4096, 0)
     started = time.monotonic()
-    stage = Stage(made, tokenizer, how, Limits(4096, 4096, 4096, turns, 30), Slow)
+    stage = Stage(made, tokenizer, how, Limits(4096, 4096, 4096, turns, step_seconds), environment)
     play_all(stage, rows, requests, lambda group: found.extend((time.monotonic() - started, r) for r in group))
     return made, found
 
@@ -260,6 +262,40 @@ def test_a_slow_environment_holds_no_other_episode(small_model):
 def test_steps_of_all_episodes_run_at_once(small_model):
     _, found = played(small_model, [1.0] * 16, turns=3)
     assert len(found) == 16 and max(seconds for seconds, _ in found) < 1.3 * 3 * (1 + Engine.SECONDS) + 1
+
+
+def test_a_step_that_hangs_ends_its_episode_alone(small_model):
+    free = threading.Event()
+
+    class Hangs(Slow):
+        def step(self, action):
+            if self.truth == "1.0" and not action.calls:
+                free.wait(60)
+            return replace(super().step(action), reward=0.25)
+
+    engine, found = played(small_model, [1.0, 0.0, 0.0], turns=2, environment=Hangs, step_seconds=2)
+    free.set()
+    ended = {rollout.index: (seconds, rollout) for seconds, rollout in found}
+    hung = ended[0][1]
+    assert (hung.finish_reason, hung.error, hung.messages[-1]["role"]) == ("step_timeout", "", "assistant")
+    assert hung.reward == {"score": 0.25, "acc": 0.0, "turns": 2.0, "tool_errors": 0.0, "timeout": 1.0}
+    assert [ended[i][1].finish_reason for i in (1, 2)] == ["stop", "stop"]
+    assert max(2, ended[1][0], ended[2][0]) < ended[0][0] < 20
+    assert [turn for _, asked in engine.asked for turn in asked].count((0, 1)) == 1
+
+
+def test_who_is_answered_last_has_time_for_a_step_before_the_next_batch(small_model, monkeypatch):
+    """The first to be answered asks again while the others are sampled; GRACE counts from the end of the batch."""
+    monkeypatch.setattr(episodes, "GRACE", 0.5)
+
+    class OneByOne(Engine):
+        def generate(self, requests, sampling):
+            for found in super().generate(requests, sampling):
+                yield found
+                time.sleep(0.6)
+
+    engine, found = played(small_model, [0.0] * 3, turns=3, engine=OneByOne)
+    assert len(found) == 3 and [len(asked) for _, asked in engine.asked] == [3, 3, 3]
 
 
 def test_an_engine_that_fails_ends_the_evaluation_with_its_error(small_model):

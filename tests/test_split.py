@@ -408,7 +408,7 @@ def test_turns_of_a_group_go_to_one_side(folder, small_model):
         ({"TEST_SIZE": 0}, examples(30), r"no test split of its own"),
         ({"TEST_SIZE": 0}, examples(30, split="test"), r"0 to train on"),
         ({}, [], r"no usable row"),
-        ({"MAX_PROMPT_LENGTH": 5}, examples(30), r"no usable row \(30 too long\)"),
+        ({"MAX_PROMPT_LENGTH": 5}, examples(30), r"no usable row \(30 too long\); raise MAX_PROMPT_LENGTH"),
     ],
 )
 def test_too_little_is_refused_and_the_old_data_stays(folder, small_model, changes, given, message):

@@ -105,6 +105,26 @@ def test_without_make_data_it_is_one_line():
 
 
 @pytest.mark.parametrize(
+    ("printed", "said"),
+    [
+        ("WARNING: slow\\nERROR: No matching distribution found for x\\nWARNING: old pip", "No matching distribution"),
+        ("Killed", "Killed"),
+        ("", "no output"),
+    ],
+)
+def test_a_package_that_cannot_be_installed_is_one_line(printed, said, monkeypatch, tmp_path):
+    package = Package(f"missing-{said[:2]}", {})
+    monkeypatch.setattr(verifiers.sys, "executable", str(tmp_path / "python"))
+    (tmp_path / "python").write_text(f"#!/bin/sh\nprintf '{printed}'\nexit 1\n")
+    (tmp_path / "python").chmod(0o755)
+    with pytest.raises(DataError) as raised:
+        package.install()
+    wanted = f"{verifiers.VERIFIERS} {package.env}: cannot be installed: "
+    assert str(raised.value).removeprefix(wanted).removeprefix("ERROR: ").startswith(said)
+    assert "\n" not in str(raised.value) and "WARNING" not in str(raised.value) and not package.installed.exists()
+
+
+@pytest.mark.parametrize(
     ("code", "said"),
     [
         ("raise SystemExit(3)", "its process has ended"),

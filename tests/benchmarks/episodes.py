@@ -1,20 +1,24 @@
-"""Episodes of an evaluation against the same number of tokens in single turns, in one run on one engine.
+"""Episodes of an evaluation against single turns that are asked for in the same way, in one run on one engine.
 
-    PYTHONPATH=. .venv/bin/python tests/benchmarks/episodes.py --model MODEL [--episodes 64] [--turns 4]
+    PYTHONPATH=. .venv/bin/python tests/benchmarks/episodes.py --model MODEL [--episodes 16] [--turns 4]
 
-Every turn has ``--tokens`` tokens, as many as the engine samples before it is stopped. Measured: tokens/s of episodes
-whose environment answers at once, over those of as many single turns; the time of episodes whose steps take
-``--seconds``, over that of the slowest one: it waits for the engine as long as episodes at once do, and ``--seconds``
-in each turn. Prints both ratios; exits with 1 when the first is below 0.8 or the second above 1.3.
+Every turn has ``--tokens`` tokens: an end of sequence does not end it. All have as many turns, and as many of them live
+at once. ``same_prompts``: of the tokens with which the episodes asked for each turn, which shows what playing episodes
+costs. ``single_turns``: of the first prompts, which are shorter. Measured: tokens/s of episodes whose environment
+answers at once, over those of each; the time of episodes whose steps take ``--seconds``, over that of the slowest one:
+it waits for the engine as long as episodes at once do, and ``--seconds`` in each turn. Prints the ratios; exits with 1
+when that to ``same_prompts`` is below 0.8 or the last above 1.3. ``load``: of the machine, before and after.
 """
 
 import argparse
+import functools
 import json
 import os
 import platform
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
@@ -29,16 +33,17 @@ from tasks.common.rewards.environment import Start, Step
 from tasks.common.rewards.episode import Limits
 from tasks.common.stacks import cpu
 
-LEAST, MOST = 0.8, 1.3  # of the two ratios
+LEAST, MOST = 0.8, 1.3  # of the ratios
 
 
 class NeverEnds:
-    """An engine whose answers count as ended where they are stopped at their length."""
+    """An engine whose answers count as ended where they are stopped at their length; ``asked``: what each call asks."""
 
     def __init__(self, engine: VLLMEngine):
-        self.engine, self.tokens = engine, 0
+        self.engine, self.tokens, self.asked = engine, 0, []
 
     def generate(self, requests, sampling):
+        self.asked.append(list(requests))
         for request, completions in self.engine.generate(requests, sampling):
             self.tokens += sum(completion.tokens for completion in completions)
             yield request, [replace(completion, finish_reason="stop") for completion in completions]
@@ -63,9 +68,9 @@ def environment(turns: int, seconds: float) -> type:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default="embedded")
-    parser.add_argument("--episodes", type=int, default=64)
+    parser.add_argument("--episodes", type=int, default=16)
     parser.add_argument("--turns", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=32, help="of a turn")
+    parser.add_argument("--tokens", type=int, default=16, help="of a turn")
     parser.add_argument("--seconds", type=float, default=1.0, help="of a step, in the second measurement")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--out", type=Path, help="write the result as JSON")
@@ -74,54 +79,64 @@ def main() -> None:
     if not torch.cuda.is_available() and "VLLM_CPU_OMP_THREADS_BIND" not in os.environ:
         # libc and OpenMP read these at the start of a process.
         os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | cpu.ENVIRONMENT)
+    import vllm
+
+    load = [round(os.getloadavg()[0], 2)]
+    vllm.SamplingParams = functools.partial(vllm.SamplingParams, ignore_eos=True)
     length = 2048
     real = VLLMEngine(resolve_model(given.model), length, 0, 0.5)
     limits = Limits(length, length // 2, given.tokens, given.turns, 60 + given.seconds)
     how = Sampling(1, False, 1.0, 1.0, length // 2, given.tokens, 0)
     rows = [rl_row("benchmark", chat(f"Count to {i}."), {}, "test", i) for i in range(given.episodes)]
 
-    def episodes(count: int, seconds: float) -> tuple[float, int]:
-        """Seconds and sampled tokens of ``count`` episodes."""
-        engine, requests = NeverEnds(real), [Request(i, "sampled", []) for i in range(count)]
-        stage, found = Stage(engine, real.tokenizer, how, limits, environment(given.turns, seconds)), []
+    def timed(work: Callable[[NeverEnds], None]) -> tuple[float, NeverEnds]:
+        """Seconds of ``work`` on an engine with an empty cache, and that engine."""
+        engine = NeverEnds(real)
         real.llm.reset_prefix_cache()
         started = time.perf_counter()
+        work(engine)
+        return time.perf_counter() - started, engine
+
+    def episodes(engine: NeverEnds, seconds: float = 0) -> None:
+        requests = [Request(i, "sampled", []) for i in range(given.episodes)]
+        stage, found = Stage(engine, real.tokenizer, how, limits, environment(given.turns, seconds)), []
         play_all(stage, rows, requests, found.extend)
-        took = time.perf_counter() - started
         if any(rollout.reward["turns"] != given.turns for rollout in found):
             sys.exit("error: an episode was cut off: take fewer --turns or --tokens")
-        return took, engine.tokens
 
-    def single_turns() -> tuple[float, int]:
-        """Of as many single turns as the episodes have."""
-        engine = NeverEnds(real)
-        requests = [Request(i, "sampled", rows[i % given.episodes]["prompt"]) for i in range(len(rows) * given.turns)]
-        real.llm.reset_prefix_cache()
-        started = time.perf_counter()
-        for _ in engine.generate(requests, how):
-            pass
-        return time.perf_counter() - started, engine.tokens
+    def asked(engine: NeverEnds, waves: list[list[Request]]) -> None:
+        for wave in waves:
+            list(engine.generate(wave, how))
 
-    episodes(min(8, given.episodes), 0)  # warm up
-    seconds: dict[str, list[float]] = {"at once": [], "single turns": [], "slow steps": []}
+    _, warm = timed(episodes)
+    first = [[Request(row["extra_info"]["index"], "sampled", row["prompt"]) for row in rows]] * given.turns
+    works = {
+        "at_once": episodes,
+        "single_turns": lambda engine: asked(engine, first),
+        "same_prompts": lambda engine: asked(engine, warm.asked),
+        "slow_steps": lambda engine: episodes(engine, given.seconds),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in works}
     for _ in range(given.rounds):
-        for name, (took, tokens) in (
-            ("at once", episodes(given.episodes, 0)),
-            ("single turns", single_turns()),
-            ("slow steps", episodes(given.episodes, given.seconds)),
-        ):
+        for name, work in works.items():
+            took, engine = timed(work)
+            if engine.tokens != warm.tokens:
+                sys.exit(f"error: {name} sampled {engine.tokens} tokens, the episodes {warm.tokens}")
             seconds[name].append(round(took, 3))
-            print(f"{name:<14}{took:>10.2f} s{tokens / took:>10.0f} tokens/s", flush=True)
-    at_once, single, slow = (statistics.median(seconds[name]) for name in seconds)
-    rate, slowest = single / at_once, at_once + given.turns * given.seconds
-    print(f"episodes / single turns, tokens per second: {rate:.3f}")
-    print(f"steps of {given.seconds:g} s: all / the slowest episode: {slow / slowest:.3f}")
+            print(f"{name:<14}{took:>10.2f} s{engine.tokens / took:>10.0f} tokens/s", flush=True)
+    median = {name: statistics.median(found) for name, found in seconds.items()}
+    rates = {name: round(median[name] / median["at_once"], 3) for name in ("single_turns", "same_prompts")}
+    slow = round(median["slow_steps"] / (median["at_once"] + given.turns * given.seconds), 3)
+    for name, rate in rates.items():
+        print(f"episodes / {name}, tokens per second: {rate:.3f}")
+    print(f"steps of {given.seconds:g} s: all / the slowest episode: {slow:.3f}")
     if given.out:
         given.out.write_text(
             json.dumps(
                 {
                     "device": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine(),
                     "cores": os.cpu_count(),
+                    "load": [*load, round(os.getloadavg()[0], 2)],
                     "versions": {name: version(name) for name in ("vllm", "torch", "transformers")},
                     "model": Path(real.model).name,
                     "episodes": given.episodes,
@@ -129,15 +144,16 @@ def main() -> None:
                     "tokens_per_turn": given.tokens,
                     "step_s": given.seconds,
                     "seconds": seconds,
-                    "rate_to_single_turns": round(rate, 3),
-                    "slow_to_slowest_episode": round(slow / slowest, 3),
+                    "tokens": warm.tokens,
+                    "rate_to": rates,
+                    "slow_to_slowest_episode": slow,
                 },
                 indent=2,
             )
             + "\n"
         )
     real.close()
-    if rate < LEAST or slow / slowest > MOST:
+    if rates["same_prompts"] < LEAST or slow > MOST:
         sys.exit(f"error: the targets are at least {LEAST} and at most {MOST}")
 
 

@@ -122,7 +122,8 @@ def write_split(items: Iterable, folder: Path, form: Form, sizes: Sizes, seed: i
         side.setdefault(key(seed, *form.identity(item)), item)
     if not usable:
         left = ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in dropped.items() if count)
-        raise SplitError(f"has no usable row{f' ({left})' if left else ''}")
+        todo = "; raise MAX_PROMPT_LENGTH" if dropped["too_long"] else ""
+        raise SplitError(f"has no usable row{f' ({left})' if left else ''}{todo}")
     test, dev, train, leaked = choose(sorted(own_test), sorted(others), sizes)
     distinct = len(own_test) + len(others)
     dropped["duplicates"] = usable - distinct + leaked

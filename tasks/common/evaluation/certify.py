@@ -5,6 +5,7 @@ task is an episode of one turn.
 """
 
 import math
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -25,6 +26,10 @@ MARKERS = (THINK, THINK_END, OPEN, CLOSE, "<answer>", "</answer>")
 # where ROLLOUT_CORRECTION=sequence rejects a response. At ten times that a token is off by some 0.45 nats, and most
 # weights of ROLLOUT_CORRECTION=token come near their limit of 2: the engine has another distribution than the trainer.
 TOO_FAR = 10 * MISMATCH
+# A block of thinking, also one that the prompt opened and the template closes, and Gemma 4's.
+THINKING = re.compile(
+    r"(?:<think>(?:(?!</?think>).)*)?</think>|<\|channel>thought(?:(?!<channel\|>).)*<channel\|>", re.DOTALL
+)
 
 
 @dataclass(frozen=True)
@@ -154,17 +159,21 @@ def masks(episodes: list[Played], may_be_empty: bool) -> Check:
 
 def template(tokenizer, chats: list[Chat]) -> Check:
     """Each prompt of a later turn, rendered as a whole, begins with what was put together turn by turn. A template that
-    rewrites earlier turns fails; one that only drops their thinking is a warning. Raises ValueError as prompt_ids."""
-    problems = list(filter(None, (rewritten(tokenizer, chat) for chat in chats)))
+    rewrites earlier turns fails; where only thinking or white space differs, it is a warning. Raises ValueError as
+    prompt_ids."""
+    found = [rewritten(tokenizer, chat) for chat in chats]
+    problems, thoughts = ([each[place] for each in found if each[place]] for place in (0, 1))
     answers = (sum(message["role"] == "assistant" for message in chat.messages[chat.first :]) for chat in chats)
     later = sum(max(0, count - 1) for count in answers)
     if not later:
         return Check("template", OK, "one turn: nothing is rendered after it")
-    text = f"appends: {later} prompts of later turns are rendered to the tokens that were put together"
-    thinks = not problems and "think" in (tokenizer.chat_template or "")
-    if dropped := next(filter(None, (rewritten(tokenizer, _with_thinking(c)) for c in chats if thinks)), ""):
+    if not problems and not thoughts and "think" in str(tokenizer.chat_template):
+        thoughts = [each for c in chats for each in rewritten(tokenizer, _with_thinking(c)) if each]
+    if thoughts and not problems:
         kept = "training and evaluation keep the sampled tokens; a chat server that renders anew shows others"
-        return Check("template", WARNING, f"rewrites thinking: {one_line(dropped, 300)}; {kept}", {"later": later})
+        text = f"rewrites thinking or white space: {one_line(thoughts[0], 300)}; {kept}"
+        return Check("template", WARNING, text, {"later": later})
+    text = f"appends: {later} prompts of later turns are rendered to the tokens that were put together"
     return _judged("template", problems, text, later=later)
 
 
@@ -182,10 +191,11 @@ def runs(mask: list[int]) -> list[tuple[int, int]]:
     return list(zip(edges[::2], edges[1::2], strict=True))
 
 
-def rewritten(tokenizer, chat: Chat) -> str:
-    """The message that the template renders differently once others follow; empty if it only appends."""
+def rewritten(tokenizer, chat: Chat) -> tuple[str, str]:
+    """The message that the template renders differently once others follow, and one of which only thinking or
+    white space differs; empty where there is none."""
     together, mask = demonstration_ids(tokenizer, chat.messages, chat.first, chat.tools)
-    turns = runs(mask)
+    turns, thought = runs(mask), ""
     places = [i for i, m in enumerate(chat.messages) if m["role"] == "assistant" and i >= chat.first]
     for number, ((start, _), message) in enumerate(zip(turns, places, strict=True), 1):
         whole = prompt_ids(tokenizer, chat.messages[:message], chat.tools)
@@ -196,15 +206,23 @@ def rewritten(tokenizer, chat: Chat) -> str:
         inside = before and place < turns[before - 1][1]
         which = f"turn {before} of the model" if inside else f"what follows turn {before}" if before else "the prompt"
         now, then = (tokenizer.decode(ids[place : place + 12]) for ids in (whole, together[:start]))
-        return f"{chat.name}: {which} is {now!r} in the prompt of turn {number}, and was {then!r}"
-    return ""
+        told = f"{chat.name}: {which} is {now!r} in the prompt of turn {number}, and was {then!r}"
+        if _without_thinking(tokenizer.decode(whole)) != _without_thinking(tokenizer.decode(together[:start])):
+            return told, thought
+        thought = thought or told
+    return "", thought
+
+
+def _without_thinking(text: str) -> str:
+    """``text`` without blocks of thinking and white space."""
+    return "".join(THINKING.sub("", text).split())
 
 
 def ends(tokenizer, stops: set[int], episodes: list[Played], chats: list[Chat]) -> Check:
     """Turns end with a token at which the engine stops, also those that SFT learns."""
     end, problems = end_of_turn_ids(tokenizer), []
     shown = ", ".join(repr(tokenizer.decode([stop])) for stop in sorted(stops))
-    if len(end) != 1 or end[0] not in stops:
+    if not stops.intersection(end[-1:]):  # Command-R7B's has two tokens; the engine stops at the last
         problems.append(f"the template ends a turn with {tokenizer.decode(end)!r}, the engine stops at {shown}")
     turns = [(episode.name, turn) for episode in episodes for turn in episode.turns]
     for name, turn in turns:

@@ -197,7 +197,7 @@ def stops(s: Settings, tokenizer) -> Iterator[Finding]:
     fix = "correct eos_token_id of generation_config.json"
     if not ids:
         yield error("stop token", "the chat template ends no turn, and there is no end of sequence", fix)
-    elif ids[0] not in stopping:
+    elif ids[-1] not in stopping:
         yield error("stop token", f"the chat template ends a turn with {end}, generation stops at {named}", fix)
     else:
         yield ok("stop token", f"the chat template ends a turn with {end}, which ends a response")
@@ -245,7 +245,7 @@ def tools(tokenizer, data_dir: Path) -> Iterator[Finding]:
     if knows_tools(tokenizer, None):
         yield ok("tools", "the chat template renders them")
     else:
-        text = "the chat template knows no tools; they are written out in the form of Hermes and Qwen models"
+        text = "the chat template knows no tools, or no results of calls; they are written out as Hermes and Qwen do"
         yield warning("tools", text, "take a model that was trained with tools")
 
 

@@ -1,12 +1,11 @@
 """From a chat and its tools to the tokens of a prompt: the same for data, training and evaluation.
 
-The model's chat template renders both. If it does not support tools, they are written out in the format of Hermes and
-Qwen models (https://github.com/NousResearch/Hermes-Function-Calling).
+The model's chat template renders both. If it does not support tools, or no result of a call that stands as text, they
+are written out in the format of Hermes and Qwen models (https://github.com/NousResearch/Hermes-Function-Calling).
 """
 
 import functools
 import json
-from itertools import takewhile
 
 from jinja2 import TemplateError
 
@@ -19,6 +18,10 @@ For each call, write a JSON object in <tool_call></tool_call>:
 {{"name": <function name>, "arguments": <object of arguments>}}
 </tool_call>"""
 PROBE = "probe_7f3a"  # a text that stands in no template
+ASKED = {"role": "user", "content": "hi"}
+ANSWERED = [ASKED, {"role": "assistant", "content": PROBE}]
+# What a template raises: of Jinja, and of Python where it takes for granted what is not there.
+REFUSALS = (TemplateError, TypeError, ValueError)
 LONGEST_TOKEN = 512  # characters; no text of more than this for each free token is tokenized
 
 
@@ -27,7 +30,7 @@ def prompt_ids(tokenizer, messages: list[dict], tools: list[dict] | None = None,
 
     ``messages``: OpenAI messages, the arguments of tool calls as objects; ``tools``: OpenAI tool schemas;
     ``chat_template``: Jinja that replaces the model's. Raises ValueError without a chat template, or when it refuses
-    the chat.
+    the chat or leaves out all messages of a role.
     """
     if not chat_template and not tokenizer.chat_template:
         raise ValueError("the model has no chat template: it is no instruct model (`make batch` can take TEMPLATE=)")
@@ -37,8 +40,11 @@ def prompt_ids(tokenizer, messages: list[dict], tools: list[dict] | None = None,
         encoded = tokenizer.apply_chat_template(
             messages, tools=tools or None, add_generation_prompt=True, return_dict=True, chat_template=chat_template
         )
-    except TemplateError as error:  # some refuse a system message, or two turns of one side
+    except REFUSALS as error:  # some refuse a system message, or two turns of one side
         raise ValueError(f"the model's chat template refuses this conversation: {error}") from error
+    for role in ("system", "user"):
+        if messages[0]["role"] == role and _leaves_out(tokenizer, chat_template, role):
+            raise ValueError(f"the model's chat template leaves out messages of the role {role}")
     return list(encoded["input_ids"])
 
 
@@ -50,19 +56,29 @@ def next_turn_ids(tokenizer, sampled: list[int], messages: list[dict], tools: li
     chat: earlier turns stay as they were sampled. Raises ValueError when the template refuses or drops the fixed chat.
     """
     if tools and not knows_tools(tokenizer, None):
-        messages = _in_words(messages)
-    fixed = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": PROBE}]
+        messages, tools = _in_words(messages), None
+    text, end = _after_answer(tokenizer, messages, tools), end_of_turn(tokenizer)
+    end_ids = end_of_turn_ids(tokenizer)
+    if list(sampled[-len(end_ids) :]) == end_ids and text.lstrip().startswith(end):
+        text = text.lstrip().removeprefix(end)
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    # The model may stop at the token that opens what follows, as GLM's do: <|user|> or <|observation|>.
+    return ids[1:] if ids and list(sampled[-1:]) == ids[:1] else ids
+
+
+def _after_answer(tokenizer, messages: list[dict], tools: list[dict] | None = None) -> str:
+    """The text from the end of an answer to the model's next turn. Raises ValueError as ``next_turn_ids``."""
+    named = isinstance(tokenizer.chat_template, dict)  # one for chats with tools, one for others, as Hermes has them
     try:
-        text = tokenizer.apply_chat_template([*fixed, *messages], add_generation_prompt=True, tokenize=False)
-    except TemplateError as error:
+        text = tokenizer.apply_chat_template(
+            [*ANSWERED, *messages], tools=tools if named else None, add_generation_prompt=True, tokenize=False
+        )
+    except REFUSALS as error:
         raise ValueError(f"the model's chat template refuses this turn: {error}") from error
     _, found, text = text.partition(PROBE)
     if not found:
         raise ValueError("the model's chat template leaves out earlier answers; no episode can be rendered")
-    end_ids = end_of_turn_ids(tokenizer)
-    if list(sampled[-len(end_ids) :]) == end_ids:
-        text = text.removeprefix(end_of_turn(tokenizer))
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
+    return text
 
 
 def opens_thinking(tokenizer, ids: list[int]) -> bool:
@@ -88,21 +104,39 @@ def demonstration_ids(
 ) -> tuple[list[int], list[int]]:
     """Token ids of a chat whose turns of the model from ``messages[first]`` on are put together turn by turn, as an
     episode's are, and the mask: 1 on these turns, each with its end."""
-    ids, turns = prompt_ids(tokenizer, messages[:first], tools), messages[first:]
+    ids = prompt_ids(tokenizer, messages[:first], tools)
     mask = [0] * len(ids)
-    while turns:
-        answer, *turns = turns
-        sampled = answer_ids(tokenizer, answer["content"], opens_thinking(tokenizer, ids))
-        between = list(takewhile(lambda message: message["role"] != "assistant", turns))
-        turns = turns[len(between) :]
+    for answer, between in exchanges(messages[first:]):
+        sampled = shown_ids(tokenizer, answer, between, opens_thinking(tokenizer, ids), tools)
         follows = next_turn_ids(tokenizer, sampled, between, tools) if between else []
         ids += sampled + follows
         mask += [1] * len(sampled) + [0] * len(follows)
     return ids, mask
 
 
+def exchanges(turns: list[dict]) -> list[tuple[str, list[dict]]]:
+    """Each answer in ``turns``, which begin with one, and the messages up to the next."""
+    found: list[tuple[str, list[dict]]] = []
+    for message in turns:
+        if message["role"] == "assistant":
+            found.append((message["content"], []))
+        else:
+            found[-1][1].append(message)
+    return found
+
+
+def shown_ids(tokenizer, answer: str, between: list[dict], think_opened: bool, tools: list[dict] | None) -> list[int]:
+    """Token ids of a demonstrated ``answer``. Where the template has no end of a turn, it ends with the token that
+    opens ``between``."""
+    ids = answer_ids(tokenizer, answer, think_opened)
+    if between and not own_end(tokenizer):
+        follows = next_turn_ids(tokenizer, [], between, tools)
+        ids = answer_ids(tokenizer, answer, think_opened, False) + follows[:1]
+    return ids
+
+
 def end_of_turn_ids(tokenizer) -> list[int]:
-    """Token ids that the template puts after an answer; one for an instruct model."""
+    """Token ids that the template puts after an answer, mostly one."""
     return tokenizer(end_of_turn(tokenizer), add_special_tokens=False)["input_ids"]
 
 
@@ -113,22 +147,76 @@ def ends_turn(tokenizer, ids: list[int]) -> bool:
 
 @functools.lru_cache(maxsize=8)
 def end_of_turn(tokenizer) -> str:
-    """The text that the template puts after an answer, e.g. <|im_end|>; if none, the end-of-sequence token."""
-    chat = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": PROBE}]
-    text = tokenizer.apply_chat_template(chat, tokenize=False)
-    return text.rpartition(PROBE)[2].strip() or tokenizer.eos_token or ""
+    """The text that the template puts after an answer, e.g. <|im_end|>. If there is none, the special token that opens
+    the user's next turn (GLM's <|user|>), or else the end-of-sequence token."""
+    if end := own_end(tokenizer):
+        return end
+    try:
+        ids = tokenizer(_after_answer(tokenizer, [ASKED]).lstrip(), add_special_tokens=False)["input_ids"]
+    except ValueError:
+        ids = []
+    return str(tokenizer.added_tokens_decoder.get(ids[0], "") if ids else "") or tokenizer.eos_token or ""
+
+
+@functools.lru_cache(maxsize=8)
+def own_end(tokenizer) -> str:
+    """The text after an answer, at the end of a chat and before the user's next turn alike: Phi-3's template puts an
+    end of sequence at the end of a chat only. Empty where the template puts nothing there."""
+    eos = tokenizer.eos_token or ""
+    try:
+        _, found, last = _rendered(tokenizer, ANSWERED, None, turn=False).rpartition(PROBE)
+    except REFUSALS:
+        return ""
+    last = last.lstrip() if found else ""
+    try:
+        then = _after_answer(tokenizer, [ASKED]).lstrip()
+    except ValueError:  # it takes no second turn
+        then = last
+    # Command-R's goes on with the model's next turn, after the end of sequence.
+    end = last[: last.index(eos) + len(eos)] if eos and eos in last else last
+    if not then.startswith(end):
+        while not (_begins(tokenizer, last, end) and _begins(tokenizer, then, end)):
+            end = end[:-1]
+    # gpt-oss ends a chat with the end of sequence, and earlier turns with another token
+    return end.strip() or (eos if last.startswith(eos) else "")
+
+
+def _begins(tokenizer, text: str, start: str) -> bool:
+    """Whether the tokens of ``text`` begin with those of ``start``."""
+    whole, part = (tokenizer(each, add_special_tokens=False)["input_ids"] for each in (text, start))
+    return whole[: len(part)] == part
 
 
 @functools.lru_cache(maxsize=8)
 def knows_tools(tokenizer, chat_template: str | None) -> bool:
-    """Whether the template renders tools."""
+    """Whether the template renders tools, and the result of a call that stands in an answer's text."""
     tool = {"type": "function", "function": {"name": PROBE, "description": "", "parameters": {}}}
-    chat = [{"role": "user", "content": "hi"}]
+    answer, result = {"role": "assistant", "content": "hm"}, {"role": "tool", "content": PROBE}
     try:
-        text = tokenizer.apply_chat_template(chat, tools=[tool], tokenize=False, chat_template=chat_template)
-    except (TemplateError, TypeError, ValueError):
+        shown = _rendered(tokenizer, [ASKED], chat_template, tools=[tool])
+        told = _rendered(tokenizer, [ASKED, answer, result], chat_template)
+        opened, bare = (_rendered(tokenizer, [ASKED], chat_template, turn) for turn in (True, False))
+    except REFUSALS:
         return False
-    return PROBE in text
+    opening = opened.removeprefix(bare) if opened.startswith(bare) else ""
+    return PROBE in shown and PROBE in told and told.endswith(opening)
+
+
+def _rendered(tokenizer, messages: list[dict], chat_template: str | None, turn: bool = True, tools=None) -> str:
+    """The text of a chat; ``turn``: with the generation prompt."""
+    return tokenizer.apply_chat_template(
+        messages, tools=tools, chat_template=chat_template, add_generation_prompt=turn, tokenize=False
+    )
+
+
+@functools.lru_cache(maxsize=8)
+def _leaves_out(tokenizer, chat_template: str | None, role: str) -> bool:
+    """Whether the template drops messages of the ``role``: some know no system, those for images no plain text."""
+    chat = [{"role": role, "content": PROBE}, *([ASKED] if role == "system" else [])]
+    try:
+        return PROBE not in _rendered(tokenizer, chat, chat_template)
+    except REFUSALS:
+        return False
 
 
 def in_words(messages: list[dict], tools: list[dict]) -> list[dict]:

@@ -76,8 +76,14 @@ class Package:
         for command in ([sys.executable, "-m", "venv", "--clear", self.folder], pip):
             done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
             if done.returncode:
-                raise DataError(f"{wanted}: cannot be installed: {one_line(done.stdout.decode()[-400:], 400)}")
+                raise DataError(f"{wanted}: cannot be installed: {_last_error(done.stdout.decode(errors='replace'))}")
         self.installed.touch()
+
+
+def _last_error(said: str) -> str:
+    """The line of pip's output that says what went wrong: the last error, else the last line."""
+    lines = list(filter(None, map(str.strip, said.splitlines()))) or ["no output"]
+    return one_line(next((line for line in reversed(lines) if line.startswith("ERROR:")), lines[-1]), 300)
 
 
 class Process:

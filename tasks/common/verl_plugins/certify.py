@@ -27,7 +27,7 @@ from tasks.common.evaluation.episodes import Stage, play_all
 from tasks.common.evaluation.rollouts import SAMPLED, Rollout
 from tasks.common.evaluation.sample import Hardware
 from tasks.common.files import write_json
-from tasks.common.models.chat_template import answer_ids, demonstration_ids, opens_thinking
+from tasks.common.models.chat_template import demonstration_ids, exchanges, opens_thinking, shown_ids
 from tasks.common.models.merge import base_model
 from tasks.common.process import die_with_parent
 from tasks.common.rewards.answers import RewardError
@@ -139,11 +139,11 @@ def _text(messages: list[dict]) -> str:
 
 def scripted_episode(s: Settings, config, tokenizer, row: dict, chat: Chat) -> Played:
     """The agent loop, with the demonstration's answers for what an engine samples."""
-    answers = [message["content"] for message in chat.messages[chat.first :] if message["role"] == "assistant"]
+    shown = exchanges(chat.messages[chat.first :])
 
     def answer(number: int, context: list[int]) -> Turn:
-        text = answers[number] if number < len(answers) else ""
-        return Turn(context, answer_ids(tokenizer, text, opens_thinking(tokenizer, context)))
+        text, between = shown[number] if number < len(shown) else ("", [])
+        return Turn(context, shown_ids(tokenizer, text, between, opens_thinking(tokenizer, context), chat.tools))
 
     return played(s, config, tokenizer, row, chat.name, Server(answer), None)
 

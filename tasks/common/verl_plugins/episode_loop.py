@@ -46,7 +46,7 @@ class EpisodeOfRow(AgentLoopBase):
         episode = await play(made, row, self.tokenizer, sample, limits)
         if episode.ended == TOO_LONG:
             tokens = f"{len(episode.prompt_ids)} tokens, more than MAX_PROMPT_LENGTH={limits.prompt_length}"
-            raise RewardError(f"the environment's reset gave a prompt of {tokens}")
+            raise RewardError(f"the environment's reset gave a prompt of {tokens}: raise it")
         return AgentLoopOutput(
             prompt_ids=episode.prompt_ids,
             response_ids=episode.response_ids,
