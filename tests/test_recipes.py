@@ -8,7 +8,7 @@ import subprocess
 import pytest
 
 from tasks.common.settings import SettingsError
-from tests.helpers import MAKE, ROOT, make, outside_make
+from tests.helpers import MAKE, PYTHON, ROOT, make, outside_make
 from tests.recipes import run as recipe
 
 
@@ -92,6 +92,15 @@ def test_a_command_that_fails_leaves_the_page(command, said, written, tmp_path):
     status, page = written("0", command)
     assert said in status and status.count("\n") == 0 and page == f"before\n{recipe.BEGIN}old\n{recipe.END}after\n"
     assert not [*(tmp_path / "results").iterdir()]
+
+
+def test_ram_is_that_of_the_processes_below_the_command():
+    holds = "import time; held = bytearray(b'x') * 10**8; time.sleep(4)"
+    with (
+        subprocess.Popen([PYTHON, "-c", holds]),  # another program
+        subprocess.Popen(["bash", "-c", '"$0" -c "$1"; true', PYTHON, holds]) as command,
+    ):
+        assert 1e8 < recipe.peak_of(command) < 1.5e8
 
 
 def test_a_command_ends_at_its_limit(written):

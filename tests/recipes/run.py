@@ -12,6 +12,7 @@ A recipe is the command of one result, with comments at its head:
 The row is written whether the promise is kept or not, and says which; a command that fails leaves the row as it was.
 """
 
+import contextlib
 import json
 import os
 import platform
@@ -108,12 +109,17 @@ def recipes() -> dict[str, Recipe]:
 
 
 def peak_of(command: subprocess.Popen) -> int:
-    """Wait for ``command``; the most bytes of RAM that this machine used beyond what it used before."""
-    before = peak = psutil.virtual_memory().used
+    """Wait for ``command``; the most bytes of RAM that the processes below it used at once. A page that several share
+    counts once, and other programs of this machine do not count."""
+    peak, root = 0, psutil.Process(command.pid)
     while command.poll() is None:
         time.sleep(1)
-        peak = max(peak, psutil.virtual_memory().used)
-    return peak - before
+        used = 0
+        for process in root.children(recursive=True):
+            with contextlib.suppress(psutil.Error):
+                used += process.memory_full_info().pss
+        peak = max(peak, used)
+    return peak
 
 
 def machine() -> dict:
