@@ -82,9 +82,9 @@ def main() -> None:
     import vllm
 
     load = [round(os.getloadavg()[0], 2)]
-    vllm.SamplingParams = functools.partial(vllm.SamplingParams, ignore_eos=True)
     length = 2048
     real = VLLMEngine(resolve_model(given.model), length, 0, 0.5)
+    vllm.SamplingParams = functools.partial(vllm.SamplingParams, ignore_eos=True)  # vLLM's modules are imported
     limits = Limits(length, length // 2, given.tokens, given.turns, 60 + given.seconds)
     how = Sampling(1, False, 1.0, 1.0, length // 2, given.tokens, 0)
     rows = [rl_row("benchmark", chat(f"Count to {i}."), {}, "test", i) for i in range(given.episodes)]
