@@ -214,10 +214,14 @@ def test_a_model_is_named_after_its_run_and_step(settings):
     assert model_name("/data/checkpoints") == "checkpoints" and model_name("me/checkpoints") == "checkpoints"
 
 
-def test_a_whole_checkpoint_is_not_merged_and_a_broken_one_leaves_nothing(settings):
-    run_dir = make_run(settings)
-    whole = run_dir / "checkpoints/global_step_4/actor"
+def test_a_whole_checkpoint_is_not_merged(settings):
+    whole = make_run(settings) / "checkpoints/global_step_4/actor"
     assert merge(whole) == whole_folder(whole) == whole / "huggingface"
+
+
+@pytest.mark.slow  # verl's merger imports verl
+def test_a_broken_checkpoint_leaves_nothing(settings):
+    run_dir = make_run(settings)
     broken = run_dir / "checkpoints/global_step_2/actor"
     (broken / "huggingface/model.safetensors").unlink()
     with pytest.raises(StageFailed, match=r"verl\.model_merger failed"):

@@ -23,7 +23,7 @@ FORKED = "import sys\nprint('pandas' in sys.modules)\n"
 
 @pytest.fixture(scope="module")
 def python(tmp_path_factory) -> Path:
-    return install(tmp_path_factory.mktemp("warm") / "bin")
+    return install(tmp_path_factory.mktemp("warm") / "bin", ["pandas"])
 
 
 @pytest.fixture

@@ -43,8 +43,8 @@ UNSET = {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))), "GOMP_SPINCOUNT":
 LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_DATA, resource.RLIMIT_CPU, resource.RLIMIT_NOFILE, resource.RLIMIT_FSIZE)
 
 
-def install(folder: Path) -> Path:
-    """Make ``folder`` the `bin` of a warm Python and return its `python`.
+def install(folder: Path, imports: list[str] = IMPORTS) -> Path:
+    """Make ``folder`` the `bin` of a warm Python, which has the modules ``imports``, and return its `python`.
 
     The server starts with the first command, and ends with this process.
     """
@@ -55,7 +55,7 @@ def install(folder: Path) -> Path:
     (folder / "environment").write_bytes(marshal.dumps(os.environ | {"PYTHONUTF8": "1"}))
     client, server = (
         Path(__file__).with_name("warm_client.py"),
-        [sys.executable, __file__, str(folder), str(os.getpid())],
+        [sys.executable, __file__, str(folder), str(os.getpid()), *imports],
     )
     code = f"#!{sys.executable} -IS\nimport sys\nsys.path.insert(0, {str(client.parent)!r})\n"
     (folder / "python").write_text(f"{code}import {client.stem}\n{client.stem}.main({str(folder)!r}, {server!r})\n")
@@ -84,13 +84,13 @@ def fork() -> int:
     return child
 
 
-def serve(folder: str, owner: int) -> socket.socket:
+def serve(folder: str, owner: int, imports: list[str]) -> socket.socket:
     """Accept clients until the process ``owner`` ends. Returns the connection, in a child of this process for each."""
     listener, owned = socket.socket(socket.AF_UNIX), os.pidfd_open(owner)
     listener.bind(f"{folder}/socket.new")
     listener.listen(128)
     os.rename(f"{folder}/socket.new", f"{folder}/socket")
-    for name in IMPORTS:  # the first clients wait meanwhile
+    for name in imports:  # the first clients wait meanwhile
         importlib.import_module(name)
     gc.collect()
     gc.freeze()  # the children share these pages
@@ -148,6 +148,9 @@ def become(environment: dict[str, str], folder: str, mask: int, group: int, igno
     os.environ.update(environment)
     for number in ignored:
         signal.signal(number, signal.SIG_IGN)
+    # Also with PYTHONDONTWRITEBYTECODE: to compile our modules took a fifth of a command's time.
+    sys.dont_write_bytecode = False
+    sys.pycache_prefix = str(Path(sys.argv[1]).with_name("pycache"))
     unbuffered = bool(environment.get("PYTHONUNBUFFERED"))
     sys.stdin = sys.__stdin__ = io.TextIOWrapper(io.BufferedReader(io.FileIO(0, closefd=False)))
     for number, name in ((1, "stdout"), (2, "stderr")):
@@ -194,7 +197,7 @@ def end(status: int) -> None:
 
 
 if __name__ == "__main__":
-    arguments, *inherited = hand_over(serve(sys.argv[1], int(sys.argv[2])))
+    arguments, *inherited = hand_over(serve(sys.argv[1], int(sys.argv[2]), sys.argv[3:]))
     become(*inherited)
     try:
         run(f"{sys.argv[1]}/python", arguments)

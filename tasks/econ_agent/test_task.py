@@ -334,7 +334,7 @@ def test_a_memory_without_one_status_gives_no_examples(shots):
 @pytest.mark.parametrize("difficulty", ["easy", "hard"])
 def test_examples(difficulty):
     rows = generated(200, difficulty)
-    assert rows == generated(200, difficulty) != generated(200, difficulty, seed=43)
+    assert rows[:20] == generated(20, difficulty) != generated(20, difficulty, seed=43)
     assert len({row.prompt for row in rows}) == 200
     for row in rows:
         result = compute_score("econ_agent", row.demonstration, row.ground_truth)
