@@ -192,7 +192,8 @@ def rows(results: Iterable[tuple[Path, dict]]) -> list[list[str]]:
             at + STALE * changed_since(result["commit"], recipe.code),
             f"{on}, STACK={result['stack']}",
         ]
-        ram = "" if result["gpus"] or not result["ram_gb"] else f", {result['ram_gb']} GB"  # a GPU's host has other programs
+        known_ram = result["ram_gb"] and not result["gpus"]  # a GPU's host has other programs
+        ram = f", {result['ram_gb']} GB" if known_ram else ""
         first += [f"{result['minutes']}{ram}"]
         for metric in dict.fromkeys(promise.metric for promise in recipe.reach):
             values = compared["metrics"].get(metric)
