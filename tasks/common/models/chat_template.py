@@ -70,9 +70,7 @@ def _after_answer(tokenizer, messages: list[dict], tools: list[dict] | None = No
     """The text from the end of an answer to the model's next turn. Raises ValueError as ``next_turn_ids``."""
     named = isinstance(tokenizer.chat_template, dict)  # one for chats with tools, one for others, as Hermes has them
     try:
-        text = tokenizer.apply_chat_template(
-            [*ANSWERED, *messages], tools=tools if named else None, add_generation_prompt=True, tokenize=False
-        )
+        text = _rendered(tokenizer, [*ANSWERED, *messages], None, tools=tools if named else None)
     except REFUSALS as error:
         raise ValueError(f"the model's chat template refuses this turn: {error}") from error
     _, found, text = text.partition(PROBE)
