@@ -7,12 +7,14 @@ from functools import partial
 
 import pytest
 
-from tasks.common.data.rows import DataError, rl_row
+from tasks.common.data.prepare import prepare
+from tasks.common.data.rows import DataError, read_rows, rl_row
 from tasks.common.rewards import verifiers
 from tasks.common.rewards.answers import RewardError
 from tasks.common.rewards.environment import begun, replayed, stepped
 from tasks.common.rewards.tool_calls import render_calls
 from tasks.common.rewards.verifiers import Package, Process, environment_of, examples, process_of
+from tasks.common.settings import load_settings
 
 READY = 'import json, os, sys, time\nprint(json.dumps({"n": 0}), flush=True)\n'
 # A package of other people: a guessing game, one with a tool, and what cannot be played.
@@ -177,6 +179,41 @@ def test_it_gets_no_secret_and_many_threads_get_their_own_replies(monkeypatch, t
     assert "secret" not in json.dumps(found[0]) and "PATH" in found[0]["env"]
     process.child.stdin.close()
     assert process.child.wait(30) == 0  # it ends where we do
+
+
+ROWS = (
+    READY
+    + """
+rows = [{"prompt": [{"role": "user", "content": f"p {i % PROMPTS}"}], "answer": str(i)} for i in range(90)]
+for request in map(json.loads, sys.stdin):
+    side = rows if request["split"] == "train" else []
+    found = side[request["first"] :][: request["count"]]
+    print(json.dumps({"n": request["n"], "rows": found}), flush=True)
+"""
+)
+
+
+@pytest.mark.parametrize("prompts", [45, 9, 1])
+def test_rows_of_one_prompt_are_on_one_side_unless_it_is_that_of_many(prompts, small_model, monkeypatch, tmp_path):
+    package = served(monkeypatch, tmp_path, f"PROMPTS = {prompts}\n{ROWS}")
+    sizes = {"TRAIN_SIZE": "80", "TEST_SIZE": "20", "DEV_SIZE": "8"}
+    settings = load_settings({"TASK": "countdown", "STACK": "cpu", "MODEL": str(small_model), **sizes})
+    manifest = prepare(settings, {"generate": lambda _: examples(package)})
+    sides = {name: list(read_rows(settings.data_dir / f"{name}.parquet")) for name in ("train", "dev", "test")}
+    truths, texts = ({n: {what(row) for row in rows} for n, rows in sides.items()} for what in (truth_of, prompt_of))
+    shared = [texts[one] & texts[two] for one, two in (("train", "test"), ("train", "dev"), ("dev", "test"))]
+    assert not any(truths[one] & truths[two] for one, two in (("train", "test"), ("train", "dev"), ("dev", "test")))
+    assert not any(shared) if prompts == 45 else all(shared)
+    assert len(truths["train"]) == manifest["rows"]["train"] >= 50  # no row is lost for its prompt
+    assert "groups" not in manifest  # they are no conversations
+
+
+def truth_of(row) -> str:
+    return json.loads(row["reward_model"]["ground_truth"])["answer"]
+
+
+def prompt_of(row) -> str:
+    return row["prompt"][0]["content"]
 
 
 # ---- real environments, installed from the registry

@@ -41,7 +41,7 @@ class Example:
     ``prompt``: text of the user's turn, or OpenAI messages. ``ground_truth``: stored as JSON text unless it is text.
     ``tools``: OpenAI tool schemas for the prompt. ``split``: "train" or "test" where the source has its own split.
     ``group``: examples of one group (turns of a conversation) stay on one side of the split. ``key``: one text per
-    problem, if different prompts can pose it; the problem is then taken once. ``place``: of its record, for
+    problem, if its prompt does not tell it from others; the problem is then taken once. ``place``: of its record, for
     people; ``Examples`` sets it.
     """
 
@@ -172,7 +172,7 @@ def _prepare(settings: Settings, name: str, source: Source, note: str) -> dict:
         messages, tools = example.messages(), example.tools
         if split == "train" and example.demonstration and len(demonstrations) < settings.SFT_SIZE:
             demonstrations.append(sft_row(messages, example.demonstration, tools))
-        if example.group:
+        if example.group and not example.key:
             groups[split].add(_group_key(example))
         return _rl_row(settings, example, split, index)
 

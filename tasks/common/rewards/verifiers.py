@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -166,21 +167,30 @@ def process_of(package: Package) -> Process:
 
 
 def examples(package: Package) -> list[Example]:
-    """The environment's rows; its own evaluation rows are the test split. Installs it first. Raises DataError."""
+    """The environment's rows; its own evaluation rows are the test split. Rows of one prompt stay on one side of a
+    split, unless the prompt cannot tell problems apart: more than a tenth of all rows have the commonest one. Two rows
+    are equal when all but their number is. Installs the environment first. Raises DataError."""
     package.install()
-    found: list[Example] = []
+    found: list[tuple[str, dict]] = []
     try:
         for split in ("train", "test"):
             first, process = len(found), process_of(package)
             while rows := process.ask(split=split, first=len(found) - first, count=ROWS)["rows"]:
-                # Some environments have one prompt for all rows: two are equal when all but their number is.
-                keys = [json.dumps(row | {"example_id": 0}, sort_keys=True) for row in rows]
-                found += [
-                    Example(row["prompt"], row, split=split, key=key) for row, key in zip(rows, keys, strict=True)
-                ]
+                found += [(split, row) for row in rows]
     except RewardError as error:
         raise DataError(str(error)) from error
-    return found
+    prompts = [json.dumps(row["prompt"], sort_keys=True) for _, row in found]
+    alike = 10 * max(Counter(prompts).values(), default=0) > len(prompts)
+    return [
+        Example(
+            row["prompt"],
+            row,
+            split=split,
+            group=None if alike else prompt,
+            key=json.dumps(row | {"example_id": 0}, sort_keys=True),
+        )
+        for (split, row), prompt in zip(found, prompts, strict=True)
+    ]
 
 
 def environment_of(package: Package) -> type[Environment]:
