@@ -438,7 +438,7 @@ def test_a_lost_node_ends_the_training_with_one_line_and_it_resumes(nodes, small
         for line in second.stdout:
             output += line
             if line.startswith("[5/5] eval"):  # on this machine alone: not what this test is about
-                os.killpg(second.pid, signal.SIGINT)
+                os.killpg(second.pid, signal.SIGTERM)
                 break
         second.communicate(timeout=60)
     finally:

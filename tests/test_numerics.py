@@ -222,11 +222,13 @@ def test_grpo_with_one_update_a_step(thinking_model, checkout, tmp_path):
         "training/rollout_probs_diff_max": 1e-3,
         "training/rollout_probs_diff_mean": 1e-3,
         "rollout_corr/rollout_is_mean": 1e-5,
-        "rollout_corr/rollout_is_ratio_fraction_high": 1e-5,
         "rollout_corr/k3_kl": 1e-3,
         "training/rollout_actor_probs_pearson_corr": 1e-4,
     }.items():
         assert metrics[name] == pytest.approx(float(update[name.replace("/", "_")]), rel=tolerance), name
+    high = "rollout_corr/rollout_is_ratio_fraction_high"  # a token at the limit may be on either side of it
+    tokens = int((update["response_mask"] > 0).sum())
+    assert abs(metrics[high] - float(update[high.replace("/", "_")])) < 3.5 / tokens
     ratio = np.exp(update["old_log_probs"].astype(np.float64) - update["rollout_log_probs"])
     weights = np.minimum(ratio, CAP)[update["response_mask"] > 0]
     assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx(weights.mean(), rel=1e-5)
