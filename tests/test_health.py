@@ -24,8 +24,8 @@ FINE = {
 }
 
 
-def real(name: str) -> dict[int, dict]:
-    lines = (ROOT / f"docs/results/h200-{name}.metrics.jsonl").read_text().splitlines()
+def real(name: str, machine: str = "h200") -> dict[int, dict]:
+    lines = (ROOT / f"docs/results/{machine}-{name}.metrics.jsonl").read_text().splitlines()
     return {record["step"]: record["data"] for record in map(json.loads, lines)}
 
 
@@ -135,6 +135,15 @@ def test_no_reward_counts_when_it_lasts_and_the_same_score_for_all_is_not_none()
     assert found({4: none, 5: none}) == [] and found({4: none, 5: none, 6: none}) == [("no_reward", 6)]
     all_right = {"critic/score/min": 1.0, "critic/score/max": 1.0, "critic/score/mean": 1.0}
     assert found({step: all_right for step in (4, 5, 6)}) == []
+
+
+def test_a_policy_that_unlearns_falls_and_no_other_real_training_does():
+    score = {step: {"critic/score/mean": value} for step, value in enumerate((0.4, 0.3, 0.09, 0.09, 0.11, 0.09), 1)}
+    assert found(score) == []
+    assert found(score | {step: {"critic/score/mean": 0.09} for step in (5, 6)}) == [("fall", 5), ("fall", 6)]
+    names = [file.name.split(".")[0].split("-", 1) for file in (ROOT / "docs/results").glob("*.metrics.jsonl")]
+    rules = {name: {each.rule for each in findings(real(name, machine), SETTINGS)} for machine, name in names}
+    assert len(rules) > 20 and [name for name, fired in rules.items() if "fall" in fired] == ["char_count"]
 
 
 def test_a_critics_advantages_and_a_sample_alone_have_no_groups():

@@ -21,7 +21,7 @@ from dataclasses import Field, asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-HEALTH_RULES = ("nan", "collapse", "kl", "spike", "mismatch", "zero_variance", "truncation", "no_reward")  # health.py
+HEALTH_RULES = ("nan", "collapse", "kl", "spike", "mismatch", "zero_variance", "truncation", "no_reward", "fall")
 GPUS = ("a100", "a100-40g", "h100", "h200", "a10", "l40s")  # that machine/speed.py knows
 METHODS = sorted(path.stem for path in (ROOT / "tasks/common/training/methods").glob("[a-z]*.py"))
 STACKS = sorted(path.parent.name for path in (ROOT / "tasks/common/stacks").glob("*/__init__.py"))

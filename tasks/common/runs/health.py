@@ -24,7 +24,8 @@ BEFORE = 50  # earlier steps at most
 MISMATCH = 0.01  # nats a token between the engine and the trainer; 0.0015 at most in the trainings of docs/results
 MISMATCH_STEPS = 3  # in a row above it
 TRUNCATED = 0.3  # share of the responses
-REWARD_STEPS = 3  # in a row with no reward at all
+REWARD_STEPS = 3  # in a row with no reward at all, or little
+FALL = 0.25  # of the best mean reward before
 
 
 @dataclass(frozen=True)
@@ -166,4 +167,14 @@ def _no_reward(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
         yield (
             f"no reward in {REWARD_STEPS} steps: the task is too hard for this start, or its answers are not "
             "recognised; warm up with INIT=sft, take DIFFICULTY=easy, and look at the rollouts"
+        )
+
+
+def _fall(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
+    key = "critic/score/mean"
+    best = max((each.get(key, 0.0) for each in before), default=0.0)
+    if best > 0 and _for_steps(REWARD_STEPS, row, before, lambda each: each.get(key, best) < FALL * best):
+        yield (
+            f"reward {row[key]:.3g}, below a quarter of the best step's {best:.3g} for {REWARD_STEPS} steps: the policy "
+            "has unlearned; lower LR and start again"
         )
