@@ -171,10 +171,11 @@ def _no_reward(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
 
 
 def _fall(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
+    def low(each: dict) -> bool:
+        return each.get(key, best) < FALL * best
+
     key = "critic/score/mean"
     best = max((each.get(key, 0.0) for each in before), default=0.0)
-    if best > 0 and _for_steps(REWARD_STEPS, row, before, lambda each: each.get(key, best) < FALL * best):
-        yield (
-            f"reward {row[key]:.3g}, below a quarter of the best step's {best:.3g} for {REWARD_STEPS} steps: the policy "
-            "has unlearned; lower LR and start again"
-        )
+    if s.METHOD != "distill" and 0 < best < math.inf and _for_steps(REWARD_STEPS, row, before, low):
+        fell = f"reward {row[key]:.3g}, for {REWARD_STEPS} steps below a quarter of the best step's {best:.3g}"
+        yield f"{fell}: the policy has unlearned; lower LR and start again"
