@@ -390,7 +390,8 @@ def found(tmp_path, small_model, changes=None, settings=None, command=None, **da
     s, _ = real(None, "current", **{"N_GPUS": "8", "TRAIN_BATCH_SIZE": "8"} | (settings or {}))
     s, command = replace(s, MODEL=str(source)), load_settings({"DISK": "1000"} | (command or {}), cls=Command)
     files = data_of(tmp_path / "data", **data)
-    return {each.what: each for each in needs.findings(s, [], files, needs.target_of(s, command), command)}
+    every = needs.before(s, [], needs.target_of(s, command), command) + needs.of_data(s, files)
+    return {each.what: each for each in every}
 
 
 def test_a_run_that_is_right_has_nothing_that_would_break(tmp_path, small_model):

@@ -94,17 +94,22 @@ def disk(s: Settings) -> Iterator[Finding]:
     """Room for checkpoints, and Ray's and NCCL's shared memory."""
     shapes, weights = memory.shapes_of(base_model(s.MODEL)), weights_bytes(s.MODEL) or 0
     existing, free = hardware.free_disk(s.runs_dir)
-    checkpoints = 3 if s.METHOD == "dpo" else s.KEEP + 2  # the best, the last, and the one being written
-    parameters = shapes.parameters if shapes else weights // 2  # unknown model type: assumed to be bf16
-    need = checkpoints * memory.checkpoint_bytes(parameters, s.LORA_RANK, s.METHOD == "ppo")
-    if free < need:
-        short = f"{existing}: {gb(free)} free, {checkpoints} checkpoints need about {gb(need)}"
+    # An unknown model type is assumed to be bf16.
+    count, size = checkpoints(s, shapes.parameters if shapes else weights // 2)
+    if free < (need := count * size):
+        short = f"{existing}: {gb(free)} free, {count} checkpoints need about {gb(need)}"
         yield error("disk", short, "free some space, or set ARTIFACTS to a folder on a larger disk")
     else:
         yield ok("disk", f"{existing}: {gb(free)} free" + (f", checkpoints need about {gb(need)}" if need else ""))
     shared = hardware.free_disk(Path("/dev/shm"))[1]
     found = "shared memory", f"/dev/shm: {gb(shared)} free"
     yield ok(*found) if shared >= SHARED_MEMORY else warning(*found, "in a container: docker run --shm-size=16g")
+
+
+def checkpoints(s: Settings, parameters: int) -> tuple[int, float]:
+    """How many checkpoints there are at once (the best, the last, the one being written), and the bytes of one."""
+    size = memory.checkpoint_bytes(parameters, s.LORA_RANK, s.METHOD == "ppo")
+    return (3 if s.METHOD == "dpo" else s.KEEP + 2), size
 
 
 def ray(s: Settings) -> Iterator[Finding]:
@@ -321,9 +326,7 @@ def plan(s: Settings, arguments: list[str], stage: str = "train") -> memory.Plan
         held = {"response": 0, "sharded": dpo.sharded(s), "reference": True, "reference_offloaded": False}
         held |= {"loaded": 1 if s.LORA_RANK else 2}
         return memory.Plan(**own | held, tokens=2 * pairs * sequence)
-    config = verl_config.compose("ppo_trainer", verl_config.rl_overrides(s, s.MODEL, s.runs_dir), arguments=arguments)
-    verl_config.check(config)
-    return verl_config.memory_plan(config)
+    return verl_config.memory_plan(verl_config.rl_config(s, arguments))
 
 
 def heads(s: Settings, shapes: memory.Shapes) -> Iterator[Finding]:
@@ -360,19 +363,21 @@ def batches_and_memory(
         return
     least = min((gpu.free for gpu in gpus), default=0)
     free, total = hardware.ram()
-    short = memory.too_much(shapes, planned, least, total)
-    for text, fix in short:
-        yield error("memory", text, fix)
     ram = sum(memory.estimate(shapes, planned, least).ram.values())
-    tight = [] if short else memory.too_much(shapes, planned, (1 - SPARE) * least, 0)
-    for text, fix in tight:
-        yield warning("memory", f"less than {SPARE:.0%} to spare: {text}", fix)
-    if tight:
-        return
-    if not short and ram > free:
+    if short := too_much(shapes, planned, least, total):
+        yield from short
+    elif ram > free:
         yield warning("memory", f"needs about {gb(ram)} RAM, {gb(free)} is free", "end other programs")
-    elif not short:
+    else:
         yield ok("memory", f"estimated: {memory.summary(shapes, planned, least)}")
+
+
+def too_much(shapes: memory.Shapes, planned: memory.Plan, gpu_bytes: float, ram_bytes: float) -> list[Finding]:
+    """What does not fit, as memory.too_much; where all fits, what of the GPUs leaves less than SPARE."""
+    if short := memory.too_much(shapes, planned, gpu_bytes, ram_bytes):
+        return [error("memory", text, fix) for text, fix in short]
+    tight = memory.too_much(shapes, planned, (1 - SPARE) * gpu_bytes, 0)
+    return [warning("memory", f"less than {SPARE:.0%} to spare: {text}", fix) for text, fix in tight]
 
 
 def _folder(model: str) -> Path | None:

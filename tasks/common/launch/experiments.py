@@ -8,7 +8,6 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 
 from tasks.common import settings
 from tasks.common.launch.task import environment
@@ -84,7 +83,8 @@ def train_at_once(runs: dict[str, Settings], arguments: list[str], jobs: int) ->
                 preexec_fn=die_with_parent,
             )
             code = running[label].wait()
-        print(f"  {label}: {_last_line(log)} ({time.monotonic() - started:.0f} s)", flush=True)
+        said = log.read_text(errors="replace").strip().rpartition("\n")[2].strip()
+        print(f"  {label}: {said} ({time.monotonic() - started:.0f} s)", flush=True)
         return code
 
     with ThreadPoolExecutor(jobs) as pool:
@@ -102,7 +102,3 @@ def train_at_once(runs: dict[str, Settings], arguments: list[str], jobs: int) ->
             f"{len(failed)} of {len(runs)} trainings failed: {', '.join(failed)}; the same command continues"
         )
     return f"{len(runs)} trainings, {jobs} at a time"
-
-
-def _last_line(log: Path) -> str:
-    return next((line.strip() for line in reversed(log.read_text(errors="replace").splitlines()) if line.strip()), "")

@@ -14,6 +14,7 @@ from statistics import mean
 from tasks.common.data.pairs import token_pairs
 from tasks.common.data.prepare import read_manifest
 from tasks.common.data.rows import DataError, read_rows, tools_of
+from tasks.common.evaluation.engines import stop_ids
 from tasks.common.files import read_json
 from tasks.common.launch import doctor
 from tasks.common.launch.doctor import Finding, error, ok, warning
@@ -82,13 +83,9 @@ def lengths(s: Settings, tokenizer, data_dir: Path) -> Lengths:
 # ---- what would break ----------------------------------------------------------------------------------------------
 
 
-def findings(s: Settings, arguments: list[str], data_dir: Path, target: Target, command: Command) -> list[Finding]:
-    """What would break the real run. ``s``: its settings, with MODEL as a folder; ``data_dir``: the rehearsal's."""
-    return before(s, arguments, target, command) + of_data(s, data_dir)
-
-
 def before(s: Settings, arguments: list[str], target: Target, command: Command, judged: bool = False) -> list[Finding]:
-    """What would break the real run, by its settings and its model's small files alone."""
+    """What would break the real run, by its settings and its model's small files alone. ``s``: with MODEL as a
+    folder."""
     found = []
     try:
         found += stops(s, load_tokenizer_of(s.MODEL))
@@ -104,11 +101,8 @@ def refused(s: Settings, arguments: list[str]) -> Iterator[Finding]:
         if s.PAIRS_FILE and not Path(s.PAIRS_FILE).expanduser().is_file():
             yield error("settings", f"PAIRS_FILE={s.PAIRS_FILE}: no such file", "correct the variable")
         return
-    s = composed_here(s)
     try:
-        config = verl_config.compose(
-            "ppo_trainer", verl_config.rl_overrides(s, s.MODEL, s.runs_dir), arguments=arguments
-        )
+        config = verl_config.rl_config(composed_here(s), arguments)
         problem = getattr(method(s.METHOD), "problem", lambda config: None)(config)
     except SettingsError as found:
         problem = str(found)
@@ -177,21 +171,13 @@ def load_tokenizer_of(folder: str):
     return tokenizer
 
 
-def stop_ids(folder: Path, tokenizer) -> set[int]:
-    """Ids at which vLLM ends a response: those of generation_config.json, config.json and the tokenizer."""
-    stated = [read_json(folder / name).get("eos_token_id") for name in ("generation_config.json", "config.json")]
-    every = [tokenizer.eos_token_id, *stated]
-    return {each for found in every for each in (found if isinstance(found, list) else [found]) if each is not None}
-
-
 def stops(s: Settings, tokenizer) -> Iterator[Finding]:
     """Does the token that ends a turn in the chat template also end a response? And do all tokens have a row?"""
-    folder = Path(s.MODEL)
-    size, vocabulary = len(tokenizer), read_json(folder / "config.json").get("vocab_size", 0)
+    size, vocabulary = len(tokenizer), read_json(Path(s.MODEL) / "config.json").get("vocab_size", 0)
     if size > vocabulary:
         text = f"{size} tokens, and vocab_size={vocabulary} in config.json"
         yield error("vocabulary", text, "take the tokenizer that belongs to the model")
-    end, stopping = end_of_turn(tokenizer), stop_ids(folder, tokenizer)
+    end, stopping = end_of_turn(tokenizer), {*stop_ids(s.MODEL), tokenizer.eos_token_id} - {None}
     named = ", ".join(tokenizer.convert_ids_to_tokens(sorted(stopping)))
     ids = tokenizer(end, add_special_tokens=False)["input_ids"] if end else []
     fix = "correct eos_token_id of generation_config.json"
@@ -259,14 +245,7 @@ def fits(s: Settings, arguments: list[str], target: Target) -> Iterator[Finding]
     shapes = memory.shapes_of(s.MODEL)
     if shapes is None or target.gpu is None:
         return
-    short = memory.too_much(shapes, planned, target.gpu.memory, 0)
-    for text, fix in short:
-        yield error("memory", text, fix)
-    tight = [] if short else memory.too_much(shapes, planned, (1 - doctor.SPARE) * target.gpu.memory, 0)
-    for text, fix in tight:
-        yield warning("memory", f"less than {doctor.SPARE:.0%} to spare: {text}", fix)
-    if not short and not tight:
-        yield ok("memory", f"fits on {target}")
+    yield from doctor.too_much(shapes, planned, target.gpu.memory, 0) or [ok("memory", f"fits on {target}")]
 
 
 def composed_here(s: Settings) -> Settings:
@@ -281,10 +260,9 @@ def plan_of(s: Settings, arguments: list[str]) -> memory.Plan:
 
 
 def checkpoints(s: Settings) -> tuple[int, float]:
-    """How many checkpoints there are at once (the best, the last, the one being written), and the bytes of one."""
+    """As doctor's; the bytes are 0 where the config is of an unknown model type."""
     shapes = memory.shapes_of(s.MODEL)
-    size = memory.checkpoint_bytes(shapes.parameters, s.LORA_RANK, s.METHOD == "ppo") if shapes else 0.0
-    return (3 if s.METHOD == "dpo" else s.KEEP + 2), size
+    return doctor.checkpoints(s, shapes.parameters if shapes else 0)
 
 
 def disk(s: Settings, command: Command) -> Iterator[Finding]:

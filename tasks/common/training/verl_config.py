@@ -298,6 +298,13 @@ def compose(config_name: str, overrides: list[str], package: Path | None = None,
             raise SettingsError(f"verl's config refuses an override (ARGS?): {' '.join(str(error).split())}") from error
 
 
+def rl_config(s: Settings, arguments: Sequence[str] = ()):
+    """verl's config of an RL training from MODEL, checked. Raises SettingsError."""
+    config = compose("ppo_trainer", rl_overrides(s, s.MODEL, s.runs_dir), arguments=arguments)
+    check(config)
+    return config
+
+
 def _check_types(before, after, arguments: Sequence[str]) -> None:
     """Raise SettingsError where one of ``arguments`` gives a value another type than it has in the config ``before``.
 
