@@ -168,15 +168,12 @@ def parquet_rows(path: Path) -> Iterator[dict]:
         at_once = AT_ONCE // max(1, largest) if stored < 100 * own + FEW else FREE // stored
         decoded = 0
         for batch in file.iter_batches(max(1, min(READ_ROWS, at_once))):
-            decoded += sum(map(_bytes_of, batch.columns))
+            # Of its values one by one: a dictionary counts a value as often as it is used.
+            plain = (c.dictionary_decode() if pa.types.is_dictionary(c.type) else c for c in batch.columns)
+            decoded += sum(column.nbytes for column in plain)
             if decoded > DECODED * own + FREE:
                 raise DataError(f"its {own:,} bytes expand to more than {decoded:,}: too many to read")
             yield from batch.to_pylist()
-
-
-def _bytes_of(column: pa.Array) -> int:
-    """Of its values one by one: a dictionary counts a value as often as it is used."""
-    return (column.dictionary_decode() if pa.types.is_dictionary(column.type) else column).nbytes
 
 
 def read_rows(path: Path, limit: int | None = None) -> Iterator[dict]:

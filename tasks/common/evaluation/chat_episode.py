@@ -85,7 +85,8 @@ async def _said(table: Table, place: tuple[Episode, Begun] | None, text: str) ->
     tokenizer, said = table.engine.tokenizer, {"role": "user", "content": text}
     if place is None:
         found = await begin(table.made, table.rows[0], table.limits.step_seconds)
-        episode = Episode(prompt_ids(tokenizer, [*_system(found), said], found.start.tools))
+        system = [message for message in found.start.messages[:1] if message["role"] == "system"]
+        episode = Episode(prompt_ids(tokenizer, [*system, said], found.start.tools))
     else:
         old, found = place
         between = next_turn_ids(tokenizer, old.response_ids, [said], found.start.tools)
@@ -98,11 +99,6 @@ async def _said(table: Table, place: tuple[Episode, Begun] | None, text: str) ->
     if episode.ended != "stop":
         table.say(f"({episode.ended})")
     return episode, found
-
-
-def _system(found: Begun) -> list[dict]:
-    """The environment's system message, if any, in a list."""
-    return [message for message in found.start.messages[:1] if message["role"] == "system"]
 
 
 def _text(message: dict) -> str:

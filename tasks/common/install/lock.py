@@ -15,7 +15,7 @@ import tempfile
 import tomllib
 from pathlib import Path
 
-from tasks.common.files import written_beside
+from tasks.common.files import write_text
 
 ROOT = Path(__file__).resolve().parents[3]
 STACKS = {"a100": ("3.12",), "current": ("3.12",), "cpu": ("3.11", "3.12")}  # with their Pythons
@@ -93,8 +93,7 @@ def main() -> None:
         path = list_of(stack)
         text = compiled(stack, None if options.upgrade else path)
         changed = not path.exists() or path.read_text() != text
-        with written_beside(path) as partial:
-            partial.write_text(text)
+        write_text(path, text)
         print(f"{path.relative_to(ROOT)}: {text.count('==')} packages{'' if changed else ', unchanged'}")
 
 

@@ -8,7 +8,7 @@ import re
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
-from tasks.common.files import read_json, write_json, written_beside
+from tasks.common.files import read_json, write_json, write_text
 from tasks.common.models.merge import base_model, loadable, merge
 from tasks.common.runs import validation
 from tasks.common.runs.checkpoint import whole
@@ -170,8 +170,7 @@ def mend_tracker(run_dir: Path) -> None:
     if not last:
         tracker(run_dir).unlink(missing_ok=True)
     elif _tracked(run_dir) != str(last):
-        with written_beside(tracker(run_dir)) as partial:
-            partial.write_text(str(last))
+        write_text(tracker(run_dir), str(last))
 
 
 def checkpoints(run_dir: Path) -> list[int]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from tasks.common.machine import cluster, hardware
 from tasks.common.machine.memory import GIB, Plan
 from tasks.common.models import reward_model
-from tasks.common.models.find import whole_model
+from tasks.common.models.find import resolve_whole, whole_model
 from tasks.common.models.merge import base_model, is_adapter
 from tasks.common.settings import ROOT, Settings, SettingsError, batch_problems, method, stack, token_problems
 from tasks.common.text import one_line
@@ -87,7 +87,7 @@ def _reward_function(s: Settings) -> list[str]:
 def _reward_model(s: Settings) -> list[str]:
     """A classifier behind a vLLM of its own, on the same GPUs; it sleeps while the policy samples and learns."""
     reward_model.check(s)
-    path, context = reward_model.find(s.REWARD_MODEL), reward_model.context_length(s)
+    path, context = resolve_whole("REWARD_MODEL", s.REWARD_MODEL), reward_model.context_length(s)
     return [
         "reward.reward_model.enable=True",
         f"reward.reward_model.model_path={quoted(path)}",
