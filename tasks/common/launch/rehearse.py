@@ -27,16 +27,7 @@ from tasks.common.guarded import asks_judge
 from tasks.common.launch import needs, rehearsed_data, thin_judge
 from tasks.common.launch.task import load_reward
 from tasks.common.models import thin
-from tasks.common.settings import (
-    COMPLETE,
-    ROOT,
-    Command,
-    Settings,
-    SettingsError,
-    artifacts,
-    load_settings,
-    values_of,
-)
+from tasks.common.settings import COMPLETE, ROOT, Command, Settings, SettingsError, artifacts, load_settings, values_of
 
 STEPS, SAVED, SFT_STEPS = "2", 1, 2  # RL steps, the one whose checkpoint is resumed, steps of the warm-up
 ROWS, TEST, DEV, EVALUATED = 512, 16, 4, 4  # at most: training, test and dev prompts, prompts of the evaluation

@@ -17,7 +17,7 @@ from tasks.common.data.prepare import describe
 from tasks.common.data.rows import DataError
 from tasks.common.evaluation import compare, plots
 from tasks.common.evaluation import probe as probes
-from tasks.common.evaluation.rollouts import in_turn, read_rollouts
+from tasks.common.evaluation.rollouts import dumped, in_turn, read_rollouts
 from tasks.common.evaluation.sample import model_name
 from tasks.common.evaluation.statistics import Estimate
 from tasks.common.evaluation.summary import Difference
@@ -336,9 +336,9 @@ def samples(run_dir: Path) -> Section:
     """Rollouts of the last step that has any, else of the last evaluation, from the highest score to the lowest."""
     files = [file for file in (run_dir / "rollouts").glob("*.jsonl") if file.stem.isdigit()]
     for file in sorted(files, key=lambda file: -int(file.stem)):
-        records, bad = read_dump(file)
-        if records:
-            return _samples(records, bad, f"rollouts of step {file.stem}")
+        lines = list(dumped(file))
+        if records := list(filter(None, lines)):
+            return _samples(records, lines.count(None), f"rollouts of step {file.stem}")
     for step, summary, _ in reversed(evaluations(run_dir)):
         if (file := summary.with_name("rollouts.jsonl")).is_file() and (records := evaluated(file)):
             return _samples(records, 0, f"responses of the evaluation of step {step}")
@@ -360,7 +360,7 @@ def _samples(records: list[dict], bad: int, what: str) -> Section:
 
 
 def evaluated(file: Path) -> list[dict]:
-    """The scored rollouts of an evaluation in the form of ``read_dump``."""
+    """The scored rollouts of an evaluation in the form of ``dumped``."""
     found = [rollout for rollout in read_rollouts(file)[0] if rollout.reward]
     return [
         {
@@ -385,22 +385,6 @@ def transcript(record: dict) -> list[tuple[str, str]]:
         return blocks
     left_out = ("", f"[… {len(blocks) - TURNS} messages left out …]")
     return [*blocks[: TURNS // 2], left_out, *blocks[-TURNS // 2 :]]
-
-
-def read_dump(file: Path) -> tuple[list[dict], int]:
-    """verl's rollouts of a step (``input``, ``output``, ``gts``, ``score``), and the number of other lines."""
-    records, bad = [], 0
-    with file.open(encoding="utf-8", errors="replace") as stream:
-        for line in stream:
-            try:
-                record = json.loads(line)
-                record["score"] = float(record["score"])
-                if not math.isfinite(record["score"]) or not isinstance(record["output"], str):
-                    raise ValueError
-                records.append(record)
-            except (ValueError, TypeError, KeyError, RecursionError):
-                bad += 1
-    return records, bad
 
 
 def spread(records: list[dict]) -> list[dict]:

@@ -61,11 +61,6 @@ def variants(compute_score: Callable[..., dict]) -> tuple[str, ...]:
     return getattr(sys.modules[compute_score.__module__], "VARIANTS", ())
 
 
-def of_variant(compute_score: Callable[..., dict], variant: str) -> Callable[..., dict]:
-    """``compute_score`` with ``variant``, as verl calls it (reward.custom_reward_function.reward_kwargs)."""
-    return functools.partial(compute_score, variant=variant) if variant else compute_score
-
-
 def reward_function(compute_score: Callable[..., dict]) -> Callable[..., dict]:
     """Decorator for a task's ``compute_score``: it must return ``{"score": float, "acc": 0 or 1, ...}``, all finite.
 
