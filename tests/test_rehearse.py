@@ -416,11 +416,11 @@ def test_a_vocabulary_smaller_than_the_tokenizer_is_an_error(tmp_path, small_mod
 def test_long_prompts_and_demonstrations_are_counted_under_the_real_limits(tmp_path, small_model):
     lengths = {"MAX_PROMPT_LENGTH": "64", "MAX_RESPONSE_LENGTH": "32"}
     states = found(tmp_path, small_model, settings=lengths, prompt="x" * 100, answer="y" * 40)
-    assert states["prompts"].state == "error" and "8 are longer and are left out" in states["prompts"].text
+    assert states["prompts"].state == "error"
+    assert "8 are longer than MAX_PROMPT_LENGTH, too many" in states["prompts"].text
     assert states["demonstrations"].state == "warning"
-    assert "8 are longer: a response of RL is cut there; raise MAX_RESPONSE_LENGTH to 41" in str(
-        states["demonstrations"]
-    )
+    cut = "8 are longer than MAX_RESPONSE_LENGTH where RL cuts a response; raise MAX_RESPONSE_LENGTH=32 to 41"
+    assert cut in str(states["demonstrations"])
 
 
 def test_a_template_without_tools_is_named_where_rows_have_tools(tmp_path, small_model):

@@ -259,17 +259,23 @@ def lengths(s: Settings, by: float) -> Iterator[Finding]:
         yield error("prompts", f"MODEL={s.MODEL}: the tokenizer fails on the prompts: {text}", "take an instruct model")
         return
     for what, (tokens, total) in found.items():
-        name = "MAX_PROMPT_LENGTH" if what == "prompts" else "MAX_RESPONSE_LENGTH"
-        limit = getattr(s, name)
-        long = sum(length > limit for length in tokens)
-        text = f"{len(tokens)} of {total} measured, the longest has {max(tokens)} tokens"
-        if what == "prompts" and (len(tokens) - long) * total < s.TRAIN_BATCH_SIZE * len(tokens):
-            yield error(what, f"{text}; {long} are longer than {name}, too many for a batch", f"raise {name}={limit}")
-        elif long:
-            then = "and are left out" if what == "prompts" else "where RL cuts a response"
-            yield warning(what, f"{text}; {long} are longer than {name} {then}", f"raise {name}={limit}")
-        else:
-            yield ok(what, f"{text}, {name}={limit}")
+        yield fit(s, what, tokens, s.TRAIN_BATCH_SIZE * len(tokens) / total, total)
+
+
+def fit(s: Settings, what: str, tokens: list[int], least: float, total: int | None = None) -> Finding:
+    """Whether prompts fit MAX_PROMPT_LENGTH, and demonstrations MAX_RESPONSE_LENGTH. ``tokens``: of those of the
+    ``total`` (default: all) that were measured; with fewer than ``least`` prompts that fit it is an error."""
+    name = "MAX_PROMPT_LENGTH" if what == "prompts" else "MAX_RESPONSE_LENGTH"
+    limit, longest = getattr(s, name), max(tokens)
+    long = sum(length > limit for length in tokens)
+    measured = f"{len(tokens)} of {total or len(tokens)} measured"
+    text = f"{measured}, the longest has {longest} tokens, the mean {sum(tokens) / len(tokens):.0f}"
+    if not long:
+        return ok(what, f"{text}, {name}={limit}")
+    text, fix = f"{text}; {long} are longer than {name}", f"raise {name}={limit} to {longest}"
+    if what == "prompts" and len(tokens) - long < least:
+        return error(what, f"{text}, too many: they are left out", fix)
+    return warning(what, f"{text} {'and are left out' if what == 'prompts' else 'where RL cuts a response'}", fix)
 
 
 def measured(tokenizer, file: Path) -> tuple[list[int], int]:

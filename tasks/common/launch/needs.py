@@ -29,7 +29,7 @@ from tasks.common.text import one_line
 from tasks.common.training import verl_config
 
 START = 180  # seconds from the start to the first step: 180 to 205 recorded (docs/GPU.md)
-FEW = 0.5  # of the prompts: with more left out it is an error
+FEW = 0.5  # of the prompts: where fewer fit it is an error
 
 
 @dataclass(frozen=True)
@@ -202,26 +202,10 @@ def rows(s: Settings, manifest: dict) -> Iterator[Finding]:
         yield ok("rows", said)
 
 
-def too_long(s: Settings, found: Lengths) -> Iterator[Finding]:
-    """Prompts over MAX_PROMPT_LENGTH, which verl leaves out, and demonstrations over MAX_RESPONSE_LENGTH."""
-    for what, tokens, name in (
-        ("prompts", found.prompts, "MAX_PROMPT_LENGTH"),
-        ("demonstrations", found.answers, "MAX_RESPONSE_LENGTH"),
-    ):
-        if not tokens:
-            continue
-        limit = getattr(s, name)
-        long = sum(count > limit for count in tokens)
-        average, longest = mean(tokens), max(tokens)
-        text = f"{len(tokens)} measured, on average {average:.0f} tokens, the longest {longest}, {name}={limit}"
-        fix = f"raise {name} to {longest}"
-        if not long:
-            yield ok(what, text)
-        elif what == "prompts" and long > FEW * len(tokens):
-            yield error(what, f"{text}; {long} are longer and are left out", fix)
-        else:
-            then = "are longer and are left out" if what == "prompts" else "are longer: a response of RL is cut there"
-            yield warning(what, f"{text}; {long} {then}", fix)
+def too_long(s: Settings, found: Lengths) -> list[Finding]:
+    """Prompts over MAX_PROMPT_LENGTH, and demonstrations over MAX_RESPONSE_LENGTH."""
+    measured = {"prompts": found.prompts, "demonstrations": found.answers}
+    return [doctor.fit(s, what, tokens, FEW * len(tokens)) for what, tokens in measured.items() if tokens]
 
 
 def tools(tokenizer, data_dir: Path) -> Iterator[Finding]:
@@ -286,22 +270,11 @@ def step_of(s: Settings, shapes: memory.Shapes, prompt: float, response: float, 
     """An RL step of the real run with responses of these lengths."""
     updates = s.TRAIN_BATCH_SIZE // s.MINI_BATCH_SIZE
     # The old log-probs of a step of one update are its own (verl_plugins/on_policy.py), with these exceptions.
-    in_reward = s.METHOD == "ppo" and s.KL_COEF > 0
-    again = updates > 1 or s.METHOD in ("egpo", "distill") or s.ROLLOUT_CORRECTION == "sequence" or in_reward
-    forward = int(again) + int(s.KL_COEF > 0) + int(s.METHOD == "ppo")
-    return speed.Step(
-        shapes,
-        s.world_size,
-        s.TRAIN_BATCH_SIZE * s.ROLLOUT_N,
-        prompt,
-        response,
-        longest,
-        updates,
-        forward,
-        s.METHOD == "ppo",
-        s.TP,
-        s.LORA_RANK > 0,
-    )
+    rollouts, critic = s.TRAIN_BATCH_SIZE * s.ROLLOUT_N, s.METHOD == "ppo"
+    again = updates > 1 or s.METHOD in ("egpo", "distill") or s.ROLLOUT_CORRECTION == "sequence"
+    forward = int(again or (critic and s.KL_COEF > 0)) + int(s.KL_COEF > 0) + int(critic)
+    lengths = prompt, response, longest
+    return speed.Step(shapes, s.world_size, rollouts, *lengths, updates, forward, critic, s.TP, s.LORA_RANK > 0)
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from tasks.common.runs.health import findings, newest_by_rule
 from tasks.common.runs.repeat import changed_files, check
 from tasks.common.runs.secrets import masked, masked_values
 from tasks.common.settings import ROOT, Settings, SettingsError, artifacts, load_settings
-from tasks.common.text import one_line, printable
+from tasks.common.text import one_line, printable, without_middle
 
 SAMPLES = 6  # rollouts that are shown
 PROMPT, RESPONSE, TRUTH = 1500, 3000, 500  # characters of each
@@ -401,12 +401,8 @@ def spread(records: list[dict]) -> list[dict]:
 
 
 def cut(text: str, limit: int) -> str:
-    """``text`` without control characters, and without its middle beyond ``limit`` characters: answers stand last."""
-    text = printable(text)
-    if len(text) <= limit:
-        return text
-    half = limit // 2
-    return f"{text[:half]}\n[… {len(text) - 2 * half} characters left out …]\n{text[-half:]}"
+    """``text`` without control characters, and without its middle beyond ``limit`` characters."""
+    return without_middle(printable(text), limit)
 
 
 def _png(path: Path, text: str) -> list[Picture]:

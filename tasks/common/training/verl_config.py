@@ -77,13 +77,6 @@ def _trainer(s: Settings, run_dir: Path, steps: int) -> list[str]:
     ]
 
 
-def _reward_function(s: Settings) -> list[str]:
-    # Not the old top-level key `custom_reward_function`: verl 0.9.1 accepts and ignores it.
-    key = "reward.custom_reward_function"
-    function = [f"{key}.path={quoted(s.task_dir / 'reward.py')}", f"{key}.name=compute_score"]
-    return [*function, f"+{key}.reward_kwargs.variant={s.REWARD}"] if s.REWARD else function
-
-
 def _reward_model(s: Settings) -> list[str]:
     """A classifier behind a vLLM of its own, on the same GPUs; it sleeps while the policy samples and learns."""
     reward_model.check(s)
@@ -150,7 +143,12 @@ def _reward(s: Settings) -> list[str]:
     if s.multi_turn:
         turns = {"turns": s.MAX_TURNS, "turn_length": s.MAX_TURN_LENGTH, "step_seconds": s.STEP_SECONDS}
         return [f"+data.episode.{name}={value}" for name, value in ({"task": s.TASK} | turns).items()]
-    return _reward_model(s) if s.REWARD_MODEL else _reward_function(s)
+    if s.REWARD_MODEL:
+        return _reward_model(s)
+    # Not the old top-level key `custom_reward_function`: verl 0.9.1 accepts and ignores it.
+    key = "reward.custom_reward_function"
+    function = [f"{key}.path={quoted(s.task_dir / 'reward.py')}", f"{key}.name=compute_score"]
+    return [*function, f"+{key}.reward_kwargs.variant={s.REWARD}"] if s.REWARD else function
 
 
 def _ray(s: Settings) -> list[str]:
