@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tasks.common.data.pairs import read_pairs
+from tasks.common.data.prepare import load_tokenizer
 from tasks.common.data.rows import DataError, read_rows, rl_row, rl_schema, sft_row, sft_schema, write_parquet
 from tasks.common.launch import doctor, needs, rehearse, rehearsed_data, thin_judge
 from tasks.common.launch.needs import Lengths
@@ -405,7 +406,8 @@ def test_a_stop_token_that_the_template_never_writes_is_an_error(tmp_path, small
     (source / "generation_config.json").write_text('{"eos_token_id": 5}')
     settings = json.loads((source / "tokenizer_config.json").read_text())
     (source / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "!"}))
-    (finding,) = needs.stops(replace(real(None, "current")[0], MODEL=str(source)), needs.load_tokenizer_of(str(source)))
+    tokenizer = load_tokenizer(str(source), weights=False)
+    (finding,) = needs.stops(replace(real(None, "current")[0], MODEL=str(source)), tokenizer)
     assert finding.state == "error" and "ends a turn with <|im_end|>, generation stops at " in finding.text
 
 

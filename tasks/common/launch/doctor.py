@@ -29,7 +29,7 @@ from tasks.common.models.find import embedded_folder, resolve_model, weights_byt
 from tasks.common.models.merge import base_model, is_adapter
 from tasks.common.rewards.answers import RewardError
 from tasks.common.rewards.examples import check_episodes, check_examples
-from tasks.common.settings import Settings, SettingsError, method
+from tasks.common.settings import Settings, SettingsError, code_digest, method
 from tasks.common.text import one_line
 from tasks.common.training import verl_config
 from tasks.common.training.methods import dpo
@@ -92,7 +92,7 @@ def of_machine(s: Settings, found: hardware.Nvidia | None) -> Iterator[Finding]:
 
 def disk(s: Settings) -> Iterator[Finding]:
     """Room for checkpoints, and Ray's and NCCL's shared memory."""
-    shapes, weights = memory.shapes_of(base_model(s.MODEL)), weights_bytes(s.MODEL) or 0
+    shapes, weights = memory.shapes_of(base_model(s.MODEL)), weights_bytes(s.MODEL)
     existing, free = hardware.free_disk(s.runs_dir)
     # An unknown model type is assumed to be bf16.
     count, size = checkpoints(s, shapes.parameters if shapes else weights // 2)
@@ -204,7 +204,7 @@ def gold_check(s: Settings, manifest: dict, training: bool) -> Iterator[Finding]
     """Do all demonstrations get acc 1? ``training``: its data stage says so itself, unless that is an error."""
     entry, text = manifest["gold"], gold.said(manifest["gold"])
     fix = f"correct these rows or {s.task_dir}/reward.py, or set GOLD=drop"
-    current = entry["reward"] == gold.digest(s)
+    current = entry["reward"] == code_digest(s.reward_file)
     if current and gold.failed(manifest) and s.GOLD == "error":
         yield error("gold check", text, fix)
     elif training:

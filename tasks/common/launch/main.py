@@ -38,6 +38,7 @@ from tasks.common.settings import (
     Settings,
     SettingsError,
     artifacts,
+    code_digest,
     given_arguments,
     load_settings,
     table,
@@ -121,7 +122,7 @@ def data(job: Job) -> str:
     fresh = fresh and all((s.data_dir / f"{name}.parquet").is_file() for name in manifest["rows"])
     checked = manifest.get("gold")
     if fresh and checked and (job.goal == "data" or s.GOLD == "error"):  # else a changed reward keeps the data
-        fresh = checked["reward"] == gold.digest(s)
+        fresh = checked["reward"] == code_digest(s.reward_file)
     if not fresh:
         script(s, "prepare_data.py")
         manifest = read_manifest(s.data_dir)

@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import mean
 
 from tasks.common.data.pairs import token_pairs
-from tasks.common.data.prepare import read_manifest
+from tasks.common.data.prepare import load_tokenizer, read_manifest
 from tasks.common.data.rows import DataError, read_rows, tools_of
 from tasks.common.evaluation.engines import stop_ids
 from tasks.common.files import read_json
@@ -88,9 +88,9 @@ def before(s: Settings, arguments: list[str], target: Target, command: Command, 
     folder."""
     found = []
     try:
-        found += stops(s, load_tokenizer_of(s.MODEL))
+        found += stops(s, load_tokenizer(s.MODEL, weights=False))
     except DataError as problem:
-        found.append(error("tokenizer", str(problem), "take an instruct model"))
+        found.append(error("tokenizer", str(problem)))
     found += [*fits(s, arguments, target), *disk(s, command)]
     return found + (list(judge(s)) if judged else [])
 
@@ -116,7 +116,7 @@ def of_data(s: Settings, data_dir: Path) -> list[Finding]:
     if not manifest:
         return []
     try:
-        tokenizer = load_tokenizer_of(s.MODEL)
+        tokenizer = load_tokenizer(s.MODEL, weights=False)
         found = [*rows(s, manifest), *tools(tokenizer, data_dir), *too_long(s, lengths(s, tokenizer, data_dir))]
         found += pairs(s, tokenizer) if s.METHOD == "dpo" and s.PAIRS_FILE else []
     except DataError as problem:
@@ -156,19 +156,6 @@ def pairs(s: Settings, tokenizer) -> Iterator[Finding]:
         yield warning("pairs", f"{text}; these are left out", "raise MAX_PROMPT_LENGTH or MAX_RESPONSE_LENGTH")
     else:
         yield ok("pairs", f"{text}, none left out")
-
-
-def load_tokenizer_of(folder: str):
-    """The tokenizer of a folder that may have no weights. Raises DataError without one or its chat template."""
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as problem:
-        raise DataError(f"MODEL={folder}: no tokenizer ({one_line(str(problem), 200)})") from problem
-    if not tokenizer.chat_template:
-        raise DataError(f"MODEL={folder}: has no chat template to render prompts")
-    return tokenizer
 
 
 def stops(s: Settings, tokenizer) -> Iterator[Finding]:
@@ -222,7 +209,7 @@ def tools(tokenizer, data_dir: Path) -> Iterator[Finding]:
 def fits(s: Settings, arguments: list[str], target: Target) -> Iterator[Finding]:
     """The settings as verl wants them, and the estimate of memory against the real GPUs."""
     try:
-        planned = plan_of(s, arguments)
+        planned = doctor.plan(composed_here(s), arguments)
     except SettingsError as problem:
         yield error("settings", str(problem), "correct the variable")
         return
@@ -236,11 +223,6 @@ def composed_here(s: Settings) -> Settings:
     """``s`` for the verl that is installed here, the cpu stack's. `a100` has another, whose keys it lacks; `current`
     sets the same of what memory depends on."""
     return replace(s, STACK="current") if s.STACK == "a100" else s
-
-
-def plan_of(s: Settings, arguments: list[str]) -> memory.Plan:
-    """doctor's plan. Raises SettingsError."""
-    return doctor.plan(composed_here(s), arguments)
 
 
 def checkpoints(s: Settings) -> tuple[int, float]:
@@ -328,7 +310,8 @@ def words(s: Settings, arguments: list[str], data_dir: Path, target: Target, com
         yield "not predicted: config.json is of an unknown model type"
         return
     try:
-        yield from _of_memory(memory.estimate(shapes, plan_of(s, arguments), target.gpu.memory if target.gpu else 0))
+        planned = doctor.plan(composed_here(s), arguments)
+        yield from _of_memory(memory.estimate(shapes, planned, target.gpu.memory if target.gpu else 0))
     except SettingsError:
         yield "memory: not estimated, the settings are wrong"
     count, size = checkpoints(s)
@@ -336,7 +319,7 @@ def words(s: Settings, arguments: list[str], data_dir: Path, target: Target, com
     if reason := unpredicted(s, target, data_dir):
         yield f"seconds per step, hours, cost: not predicted, {reason}"
         return
-    found = lengths(s, load_tokenizer_of(s.MODEL), data_dir)
+    found = lengths(s, load_tokenizer(s.MODEL, weights=False), data_dir)
     for case, (response, longest) in cases(s, found).items():
         yield _of_time(time_of(s, target.gpu, found, response, longest), case, target, command.PRICE)
     if not command.PRICE:

@@ -129,9 +129,6 @@ def embedded_model() -> Path:
     return folder
 
 
-def weights_bytes(model: str) -> int | None:
-    """Size of a local model's weight files; None for a hub id."""
-    folder = Path(model)
-    if not folder.is_dir():
-        return None
-    return sum(f.stat().st_size for pattern in ("*.safetensors", "*.bin") for f in folder.glob(pattern))
+def weights_bytes(model: str) -> int:
+    """Size of a local model's weight files; 0 for a hub id."""
+    return sum(f.stat().st_size for pattern in ("*.safetensors", "*.bin") for f in Path(model).glob(pattern))
