@@ -16,8 +16,8 @@ import tomllib
 from pathlib import Path
 
 from tasks.common.files import write_text
+from tasks.common.settings import ROOT
 
-ROOT = Path(__file__).resolve().parents[3]
 STACKS = {"a100": ("3.12",), "current": ("3.12",), "cpu": ("3.11", "3.12")}  # with their Pythons
 # install.sh finds torch's CPU build for the cpu stack: its hash differs between indexes, and PyPI's build requires CUDA
 # packages. triton, which xgrammar requires, is for GPUs.
