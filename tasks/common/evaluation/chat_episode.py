@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -70,7 +69,7 @@ async def _of_row(table: Table, index: int) -> tuple[Episode, Begun]:
     found = await begin(table.made, table.rows[index], table.limits.step_seconds)
     tokenizer = table.engine.tokenizer
     episode = Episode(prompt_ids(tokenizer, found.start.messages, found.start.tools))
-    table.say(f"prompt {index}: {_text(found.start.messages[-1])}")
+    table.say(f"prompt {index}: {found.start.messages[-1]['content']}")
     if len(episode.prompt_ids) > table.limits.prompt_length:
         raise ValueError(f"{TOO_LONG}: {len(episode.prompt_ids)} tokens, more than {table.limits.prompt_length}")
     await play_on(episode, found, tokenizer, _sample(table, episode), table.limits)
@@ -99,11 +98,6 @@ async def _said(table: Table, place: tuple[Episode, Begun] | None, text: str) ->
     if episode.ended != "stop":
         table.say(f"({episode.ended})")
     return episode, found
-
-
-def _text(message: dict) -> str:
-    content = message["content"]
-    return content if isinstance(content, str) else json.dumps(content)
 
 
 def _sample(table: Table, episode: Episode):

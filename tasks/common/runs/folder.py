@@ -269,6 +269,14 @@ def _saved_at(run_dir: Path) -> float:
     return (file if file.exists() else file.parent).stat().st_mtime
 
 
+def check_settings(run_dir: Path, values: dict) -> None:
+    """Raise SettingsError for the ``values`` of a run's record that no variable takes."""
+    try:
+        recorded_texts(values)
+    except SettingsError as error:
+        raise SettingsError(f"RUN={run_dir.name}: its settings.json has {error}") from None
+
+
 def settings_of(run_dir: Path, s: Settings) -> Settings:
     """The settings of ``run_dir``'s training, with the evaluation settings of ``s``.
 
@@ -276,10 +284,7 @@ def settings_of(run_dir: Path, s: Settings) -> Settings:
     """
     own = {f.name for f in fields(Settings)} - REPORTING
     values = {name: value for name, value in recorded(run_dir)["settings"].items() if name in own}
-    try:
-        recorded_texts(values)
-    except SettingsError as error:
-        raise SettingsError(f"RUN={run_dir.name}: its settings.json has {error}") from None
+    check_settings(run_dir, values)
     found = replace(s, **values | {"TASK": s.TASK})
     for name, followed in (("MAX_NEW_TOKENS", "MAX_RESPONSE_LENGTH"), ("EVAL_TEMPERATURE", "TEMPERATURE")):
         if getattr(s, name) == getattr(s, followed):
