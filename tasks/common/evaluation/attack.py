@@ -337,7 +337,8 @@ def learned(search: Search, run_dir: Path, last: int) -> None:
     ended = rollouts[-last:]
     best = search.best if search.best < float("inf") else 1.0
     right = ended[ended["score"] >= best]
-    enough = max(HALF, policy_attack.commonest(ended) + policy_attack.MARGIN) * len(ended)
+    honest = ended["truth"].value_counts(normalize=True).iloc[0]  # what one answer can be right for
+    enough = max(HALF, honest + policy_attack.MARGIN) * len(ended)
     if len(right) and len(right) >= enough and policy_attack.NAME not in search.found:
         first = right.iloc[0]
         search.found[policy_attack.NAME] = Finding(

@@ -56,11 +56,6 @@ def best_answers(found: pd.DataFrame) -> list[str]:
     return total[total > 0].nlargest(ANSWERS).index.tolist()
 
 
-def commonest(found: pd.DataFrame) -> float:
-    """The share of the commonest truth: what one honest answer can be right for."""
-    return found["truth"].value_counts(normalize=True).iloc[0]
-
-
 def summary(found: pd.DataFrame) -> str:
     """The mean reward of the first step and of the last, in words."""
     means = found.groupby("step")["score"].mean()

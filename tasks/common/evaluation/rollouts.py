@@ -10,11 +10,10 @@ from pathlib import Path
 from tasks.common.data.rows import DataError
 from tasks.common.files import written_beside
 from tasks.common.rewards.answers import JudgeError
+from tasks.common.rewards.episode import TOO_LONG
 from tasks.common.text import one_line
 
 GREEDY, SAMPLED = "greedy", "sampled"
-# finish_reason of a prompt that was not sampled because it is longer than MAX_PROMPT_LENGTH
-TOO_LONG = "prompt_too_long"
 
 
 @dataclass(frozen=True)
