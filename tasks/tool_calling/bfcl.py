@@ -204,8 +204,7 @@ def right_by_category(rollouts: list[Rollout]) -> dict[str, np.ndarray]:
 
 
 def why_wrong(rollouts: list[Rollout]) -> dict[str, dict[str, int]]:
-    """By category: how many responses are wrong for which reason, the most frequent first; of episodes, how they
-    ended."""
+    """By category: counts of wrong responses by reason, the most frequent first; of episodes, how they ended."""
     counts = {rollout.data_source: Counter() for rollout in rollouts}
     for r in rollouts:
         if not r.reward:
@@ -275,8 +274,7 @@ def table_rows(summaries: dict[str, dict], change: dict[str, Estimate] | None) -
 
 def evaluate(s: Settings, own: Variables, models: dict[str, str]) -> int:
     """`make bfcl`: a table of ``models`` (label to path) for the single-turn and one for the multi-turn categories, and
-    summary.json beside each model's rollouts. LIMIT is per category. Returns the number of completions on which the
-    reward raised."""
+    summary.json beside each model's rollouts. LIMIT is per category. Returns on how many the reward raised."""
     if not models:
         raise SettingsError("no model is given: bfcl.py LABEL=MODEL ...")
     categories, errors = chosen(own.CATEGORIES), 0

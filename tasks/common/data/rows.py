@@ -72,8 +72,7 @@ def chat(prompt: str, system: str | None = None) -> list[dict]:
 
 
 def encoded(messages: list[dict]) -> list[dict]:
-    """OpenAI messages for storage: the arguments of tool calls as JSON text, because parquet merges the keys of objects
-    over all rows."""
+    """OpenAI messages for storage, calls' arguments as JSON text: parquet merges the keys of objects over all rows."""
     return [_with_calls(message, json.dumps) for message in messages]
 
 

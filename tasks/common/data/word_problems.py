@@ -16,8 +16,7 @@ ANNOTATION = re.compile(r"<<([^<>=]*)[^<>]*>>")  # group 1: the expression, with
 
 
 class WordProblem(NamedTuple):
-    """``answer``: the worked solution as it stands in the record; ``number``: the text after its last ``####``, without
-    commas."""
+    """``answer``: the worked solution as in the record; ``number``: what follows its last ``####``, without commas."""
 
     question: str
     answer: str

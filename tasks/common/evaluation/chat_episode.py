@@ -20,8 +20,7 @@ HELP += "reward, /reset: a new conversation, /exit"
 
 @dataclass(frozen=True)
 class Table:
-    """What all episodes of a chat share. ``limits``: of a test prompt's episode; ``window``: of a conversation's, in
-    tokens with its prompt."""
+    """What all episodes of a chat share. ``limits``: of a prompt's episode; ``window``: tokens of a conversation."""
 
     engine: object
     how: Sampling
@@ -79,8 +78,7 @@ async def _of_row(table: Table, index: int) -> tuple[Episode, Begun]:
 
 
 async def _said(table: Table, place: tuple[Episode, Begun] | None, text: str) -> tuple[Episode, Begun]:
-    """The episode that follows what the user said: of a new conversation, or of one that goes on. No reward: nobody
-    knows the answer."""
+    """The episode that follows what the user said, in a new conversation or after ``place``. It has no reward."""
     tokenizer, said = table.engine.tokenizer, {"role": "user", "content": text}
     if place is None:
         found = await begin(table.made, table.rows[0], table.limits.step_seconds)

@@ -205,8 +205,7 @@ def attack(job: Job) -> str:
 
 
 def compare(job: Job) -> str:
-    """BASE (default: what the run began with, its warm-up beside it) against MODEL, or the checkpoint STEP of the
-    run."""
+    """BASE (default: what the run began with, beside its warm-up) against MODEL, or the run's checkpoint STEP."""
     s, base, run_dir, warm_up = job.s, job.command.BASE, job.trained, []
     if run_dir:
         trained = job.checkpoint(run_dir)

@@ -84,8 +84,7 @@ def lengths(s: Settings, tokenizer, data_dir: Path) -> Lengths:
 
 
 def before(s: Settings, arguments: list[str], target: Target, command: Command, judged: bool = False) -> list[Finding]:
-    """What would break the real run, by its settings and its model's small files alone. ``s``: with MODEL as a
-    folder."""
+    """What would break the real run, by its settings ``s``, with MODEL as a folder, and its model's small files."""
     found = []
     try:
         found += stops(s, load_tokenizer(s.MODEL, weights=False))

@@ -38,8 +38,7 @@ def with_opened_thinking(response: str, extra_info: dict | None) -> str:
 
 
 def after_thinking(response: str) -> str:
-    """The text after the last ``</think>``, up to a ``<think>`` that is not closed; at most its last 100,000
-    characters."""
+    """The text after the last ``</think>``, up to an open ``<think>``; at most its last 100,000 characters."""
     return _THINK.split(_THINK_END.split(response)[-1], 1)[0][-MAX_RESPONSE_CHARS:]
 
 

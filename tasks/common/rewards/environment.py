@@ -70,8 +70,7 @@ def tool_message(content: str) -> dict:
 
 
 def begun(made: type[Environment], row: dict) -> tuple[Environment, Start]:
-    """A new environment, reset to ``row``. Raises RewardError for what it raises, and for messages or tools that are
-    none."""
+    """A new environment, reset to ``row``. Raises RewardError for what it raises, and for bad messages or tools."""
     try:
         environment = made()
         start = environment.reset(row)

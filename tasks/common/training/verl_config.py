@@ -346,8 +346,7 @@ def resolved(config_name: str, overrides: list[str], arguments: Sequence[str] = 
 
 
 def check(config) -> None:
-    """Raise SettingsError for the first of what verl would refuse late, or silently do otherwise than ``config`` (of
-    "ppo_trainer") says."""
+    """Raise SettingsError for what of ``config`` ("ppo_trainer") verl would refuse late, or silently not do."""
     for problem in chain(_without_effect(config), _indivisible(config)):
         raise SettingsError(problem)
 

@@ -136,8 +136,7 @@ def trainer_log_probs(model: str, turns: list[Turn]) -> list[tuple[Turn, list[fl
 
 
 def certified(s: Settings, model: str, engine_of: Callable[[], object]) -> list[Check]:
-    """All checks of ``model``; ``engine_of`` starts the engine of evaluation. Where the template refuses a chat, that
-    check alone."""
+    """All checks; ``engine_of`` starts evaluation's engine. Where the template refuses a chat, that check alone."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(base_model(model))

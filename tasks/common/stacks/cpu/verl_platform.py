@@ -125,8 +125,7 @@ _entropy = torch_functional.entropy_from_logits
 
 
 def _entropy_in_parts(logits: torch.Tensor) -> torch.Tensor:
-    """verl's, of ``logits`` (..., vocabulary), 256 tokens at a time: it copies its input, 1.2 GB for a default
-    micro-batch."""
+    """verl's, of ``logits`` (..., vocabulary), 256 tokens at a time: it copies its input, 1.2 GB by default."""
     parts = logits.flatten(0, -2).split(256)
     return torch.cat([_entropy(part) for part in parts]).view(logits.shape[:-1])
 
