@@ -120,7 +120,7 @@ def test_each_fault_has_its_line_and_its_fix(prepared, copy, small_model, tmp_pa
         ({"ARGS": f"{POLICY}.rollout.tensor_model_parallel_size=2"}, "tensor_model_parallel_size=2: must divide"),
         ({"MODEL": "/no/such/model"}, "MODEL=/no/such/model: no such folder"),
         ({"MODEL": "{broken}"}, "MODEL={broken}: the tokenizer fails on the prompts"),
-        ({"MAX_PROMPT_LENGTH": "40"}, "longer than MAX_PROMPT_LENGTH, too many for a batch; raise MAX_PROMPT_LENGTH"),
+        ({"MAX_PROMPT_LENGTH": "40"}, "longer than MAX_PROMPT_LENGTH, too many: they are left out; raise"),
     ],
 )
 def test_what_verl_would_refuse_later_is_refused_now(variables, said, prepared, small_model, tmp_path):

@@ -12,8 +12,9 @@ import pytest
 
 from tasks.calculator.environment import TOOLS, Environment
 from tasks.calculator.prepare_data import SYSTEM, demonstration
+from tasks.common.data import rows
 from tasks.common.data.rows import chat, rl_row, sft_row
-from tasks.common.models.chat_template import answer_ids, next_turn_ids, prompt_ids
+from tasks.common.models.chat_template import answer_ids, demonstration_ids, next_turn_ids, prompt_ids
 from tasks.common.rewards.answers import RewardError
 from tasks.common.rewards.environment import CallError, Start, Step, of_task, replayed, tool_message
 from tasks.common.rewards.episode import Limits, Sampled, play, turn_texts
@@ -418,12 +419,9 @@ def test_a_call_error_is_for_the_model():
 
 @pytest.mark.parametrize("problem", ["12 + 7", "(347 + 58) * 29 - 614"])
 def test_sft_learns_the_models_turns_as_an_engine_would_sample_them(tokenizer, problem):
-    pytest.importorskip("verl")
-    from tasks.common.verl_plugins.dataset import _demonstration
-
     shown = demonstration(problem)
     messages = chat(f"What is {problem}?", SYSTEM)
-    ids, mask = _demonstration(tokenizer, sft_row(messages, shown, TOOLS))
+    ids, mask = demonstration_ids(tokenizer, *rows.demonstration(sft_row(messages, shown, TOOLS)), TOOLS)
     row = rl_row("calculator", messages, {"answer": shown[1]["content"]}, "train", 0, TOOLS)
     episode, _ = episode_of(tokenizer, shown[0]["content"], shown[2]["content"], row=row)
     assert ids == episode.prompt_ids + episode.response_ids
@@ -433,8 +431,6 @@ def test_sft_learns_the_models_turns_as_an_engine_would_sample_them(tokenizer, p
 
 
 def test_a_single_turn_demonstration_learns_its_last_message_alone(small_tokenizer):
-    from tasks.common.verl_plugins.dataset import _demonstration
-
     messages = [*chat("a"), {"role": "assistant", "content": "b"}, {"role": "user", "content": "c"}]
-    ids, mask = _demonstration(small_tokenizer, sft_row(messages, "d"))
+    ids, mask = demonstration_ids(small_tokenizer, *rows.demonstration(sft_row(messages, "d")))
     assert small_tokenizer.decode([t for t, mine in zip(ids, mask, strict=True) if mine]) == "d<|im_end|>"

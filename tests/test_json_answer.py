@@ -8,7 +8,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from tasks.common.rewards.answers import RewardError
-from tasks.common.rewards.json_answer import MAX_DEPTH, MAX_OBJECT_CHARS, read_object, schema_problem
+from tasks.common.rewards.json_answer import MAX_OBJECT_CHARS, read_object, schema_problem
+from tasks.common.strict_json import MAX_DEPTH
 
 quick = settings(max_examples=300, deadline=None, database=None)
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tasks.common.data.pairs import read_pairs
+from tasks.common.data.prepare import load_tokenizer
 from tasks.common.data.rows import DataError, read_rows, rl_row, rl_schema, sft_row, sft_schema, write_parquet
 from tasks.common.launch import doctor, needs, rehearse, rehearsed_data, thin_judge
 from tasks.common.launch.needs import Lengths
@@ -390,7 +391,8 @@ def found(tmp_path, small_model, changes=None, settings=None, command=None, **da
     s, _ = real(None, "current", **{"N_GPUS": "8", "TRAIN_BATCH_SIZE": "8"} | (settings or {}))
     s, command = replace(s, MODEL=str(source)), load_settings({"DISK": "1000"} | (command or {}), cls=Command)
     files = data_of(tmp_path / "data", **data)
-    return {each.what: each for each in needs.findings(s, [], files, needs.target_of(s, command), command)}
+    every = needs.before(s, [], needs.target_of(s, command), command) + needs.of_data(s, files)
+    return {each.what: each for each in every}
 
 
 def test_a_run_that_is_right_has_nothing_that_would_break(tmp_path, small_model):
@@ -404,7 +406,8 @@ def test_a_stop_token_that_the_template_never_writes_is_an_error(tmp_path, small
     (source / "generation_config.json").write_text('{"eos_token_id": 5}')
     settings = json.loads((source / "tokenizer_config.json").read_text())
     (source / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "!"}))
-    (finding,) = needs.stops(replace(real(None, "current")[0], MODEL=str(source)), needs.load_tokenizer_of(str(source)))
+    tokenizer = load_tokenizer(str(source), weights=False)
+    (finding,) = needs.stops(replace(real(None, "current")[0], MODEL=str(source)), tokenizer)
     assert finding.state == "error" and "ends a turn with <|im_end|>, generation stops at " in finding.text
 
 
@@ -415,11 +418,11 @@ def test_a_vocabulary_smaller_than_the_tokenizer_is_an_error(tmp_path, small_mod
 def test_long_prompts_and_demonstrations_are_counted_under_the_real_limits(tmp_path, small_model):
     lengths = {"MAX_PROMPT_LENGTH": "64", "MAX_RESPONSE_LENGTH": "32"}
     states = found(tmp_path, small_model, settings=lengths, prompt="x" * 100, answer="y" * 40)
-    assert states["prompts"].state == "error" and "8 are longer and are left out" in states["prompts"].text
+    assert states["prompts"].state == "error"
+    assert "8 are longer than MAX_PROMPT_LENGTH, too many" in states["prompts"].text
     assert states["demonstrations"].state == "warning"
-    assert "8 are longer: a response of RL is cut there; raise MAX_RESPONSE_LENGTH to 41" in str(
-        states["demonstrations"]
-    )
+    cut = "8 are longer than MAX_RESPONSE_LENGTH where RL cuts a response; raise MAX_RESPONSE_LENGTH=32 to 41"
+    assert cut in str(states["demonstrations"])
 
 
 def test_a_template_without_tools_is_named_where_rows_have_tools(tmp_path, small_model):

@@ -4,7 +4,7 @@ import random
 from collections.abc import Iterator
 
 from tasks.calculator.environment import TOOLS, calculate, written
-from tasks.common.data import prepare, word_problems
+from tasks.common.data import prepare, records, word_problems
 from tasks.common.data.rows import DataError
 from tasks.common.rewards.environment import CallError, tool_message
 from tasks.common.rewards.math_answer import read_number
@@ -85,7 +85,7 @@ def from_hub(settings) -> prepare.Examples:
 
 def from_file(settings) -> prepare.Examples:
     """FILE: GSM8K's folder or a file of its form."""
-    return word_problems.from_file(settings, from_record)
+    return prepare.Examples(records.load(settings.FILE), from_record)
 
 
 if __name__ == "__main__":

@@ -143,7 +143,7 @@ class Guarded:
         resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MEMORY, resource.RLIM_INFINITY))
         if not self.network:
             sys.addaudithook(_no_network)
-        is_right = own_check(self.compute_score)
+        is_right = getattr(_module(self.compute_score), "is_right", None)  # (response, truth)
         for line in connection.makefile("rb"):
             text, indices = json.loads(line)
             for index in indices:
@@ -164,11 +164,6 @@ class Guarded:
         except BaseException as error:  # SystemExit and RecursionError too: the answer caused it
             reason = one_line(str(error), 200).rpartition("compute_score ")[2]
             return {"problem": f"{type(error).__name__}: {reason}"}
-
-
-def own_check(compute_score: Callable) -> Callable | None:
-    """``is_right(response, truth)`` of the task's reward.py, None without one."""
-    return getattr(_module(compute_score), "is_right", None)
 
 
 def asks_judge(compute_score: Callable) -> bool:

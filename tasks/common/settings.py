@@ -125,9 +125,7 @@ class Settings:
     PAIRS_FILE: str = variable("", "dpo: file of prompt, chosen, rejected; empty: own samples")
     SAMPLED_PROMPTS: int = variable("1024", "prompts that SFT_SOURCE=samples and dpo sample; 0: all", _from_0)
     GOLD: str = variable(
-        "warn",
-        "rows whose demonstration is not right: `warn`, `drop` or `error`",
-        _one_of("drop", "warn", "error"),
+        "warn", "rows whose demonstration is not right: `warn`, `drop` or `error`", _one_of("drop", "warn", "error")
     )
     SEED: int = variable("42", "seed of data, sampling and shuffling", _from_0)
     TRAIN_SEED: int = variable(_same_as("SEED"), "seed of RL and DPO only", _from_0)

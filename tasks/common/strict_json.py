@@ -26,12 +26,13 @@ def no_constant(name: str) -> NoReturn:
     raise ValueError(f"the number {name[:20]}")
 
 
+MAX_DEPTH = 32  # of objects and lists in what a model wrote
 DECODER = json.JSONDecoder(object_pairs_hook=once, parse_float=finite, parse_constant=no_constant)
 
 
-def deeper_than(value: object, levels: int) -> bool:
-    """Whether objects and lists are nested in ``value`` more than ``levels`` deep."""
+def too_deep(value: object) -> bool:
+    """Whether objects and lists are nested in ``value`` more than MAX_DEPTH deep."""
     level = [value]
-    for _ in range(levels):
+    for _ in range(MAX_DEPTH):
         level = [x for v in level for x in (v.values() if isinstance(v, dict) else v if isinstance(v, list) else ())]
     return any(isinstance(v, dict | list) for v in level)

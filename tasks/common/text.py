@@ -11,6 +11,13 @@ def printable(text: str) -> str:
     return _CONTROL.sub("", text)
 
 
+def without_middle(text: str, limit: int) -> str:
+    """``text`` without its middle beyond ``limit`` characters: answers stand last."""
+    half = limit // 2
+    left_out = len(text) - 2 * half
+    return text if len(text) <= limit else f"{text[:half]}\n[{left_out} characters left out]\n{text[-half:]}"
+
+
 def one_line(text: str, length: int = 100) -> str:
     """``text`` as one line of at most ``length`` characters."""
     text = " ".join(printable(text).split())

@@ -81,6 +81,5 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, vari
 
 
 def wrong_forms(response: str) -> list[str]:
-    """What the gold check makes of a right response, none of it right: it stands in the thinking, comes twice, has one
-    more key."""
+    """What the gold check makes of a right response, none of it right: in the thinking, twice, with one more key."""
     return [f"<think>{response}</think>", response + response, response.replace("{", '{"note": 1, ', 1)]

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Iterator
 
-from tasks.common.data import prepare, word_problems
+from tasks.common.data import prepare, records, word_problems
 from tasks.common.data.rows import DataError
 from tasks.common.rewards.math_answer import read_number
 
@@ -50,7 +50,7 @@ def from_hub(settings) -> prepare.Examples:
 
 def from_file(settings) -> prepare.Examples:
     """FILE: a folder with the original train.jsonl and test.jsonl, or one file of such rows, to be split by seed."""
-    return word_problems.from_file(settings, from_record)
+    return prepare.Examples(records.load(settings.FILE), from_record)
 
 
 if __name__ == "__main__":

@@ -30,19 +30,11 @@ from tasks.common.evaluation.statistics import Estimate, bootstrap_mean, proport
 from tasks.common.evaluation.tables import comparison_table, show_table
 from tasks.common.interrupts import interrupt_on_sigterm
 from tasks.common.process import errors_in_one_line
+from tasks.common.rewards import tool_calls
 from tasks.common.rewards.answers import reward_function, with_opened_thinking
 from tasks.common.rewards.episode import CUT, Limits
 from tasks.common.rewards.tool_calls import Malformed, parse_response
-from tasks.common.settings import (
-    ROOT,
-    Settings,
-    SettingsError,
-    artifacts,
-    fingerprint,
-    load_settings,
-    positive,
-    variable,
-)
+from tasks.common.settings import Settings, SettingsError, artifacts, fingerprint, load_settings, positive, variable
 from tasks.tool_calling import bfcl_apis, bfcl_episodes
 from tasks.tool_calling.bfcl_episodes import MULTI_TURN
 
@@ -212,8 +204,7 @@ def right_by_category(rollouts: list[Rollout]) -> dict[str, np.ndarray]:
 
 
 def why_wrong(rollouts: list[Rollout]) -> dict[str, dict[str, int]]:
-    """By category: how many responses are wrong for which reason, the most frequent first; of episodes, how they
-    ended."""
+    """By category: counts of wrong responses by reason, the most frequent first; of episodes, how they ended."""
     counts = {rollout.data_source: Counter() for rollout in rollouts}
     for r in rollouts:
         if not r.reward:
@@ -283,8 +274,7 @@ def table_rows(summaries: dict[str, dict], change: dict[str, Estimate] | None) -
 
 def evaluate(s: Settings, own: Variables, models: dict[str, str]) -> int:
     """`make bfcl`: a table of ``models`` (label to path) for the single-turn and one for the multi-turn categories, and
-    summary.json beside each model's rollouts. LIMIT is per category. Returns the number of completions on which the
-    reward raised."""
+    summary.json beside each model's rollouts. LIMIT is per category. Returns on how many the reward raised."""
     if not models:
         raise SettingsError("no model is given: bfcl.py LABEL=MODEL ...")
     categories, errors = chosen(own.CATEGORIES), 0
@@ -327,7 +317,7 @@ def _of_episodes(job: Job, longest: int) -> Job:
 
 def scoring(episodes: bool) -> Scoring:
     """The reward of single-turn questions, or the environment of ``episodes``; the mark is of all that decides."""
-    code = [ROOT / "tasks/common/rewards/tool_calls.py", Path(bfcl_apis.__file__), Path(bfcl_episodes.__file__)]
+    code = [Path(module.__file__) for module in (tool_calls, bfcl_apis, bfcl_episodes)]
     mark = fingerprint({"bfcl-eval": VERSION}, Path(__file__).resolve(), *code)
     return Scoring(None if episodes else compute_score, None, mark, bfcl_episodes.Environment if episodes else None)
 

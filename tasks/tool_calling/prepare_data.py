@@ -100,7 +100,8 @@ def _example(messages: list[dict], tools: list[dict], strict: bool) -> prepare.E
         demonstration = f"<think>\n{thought}\n</think>\n\n{demonstration}"
         if not thought or not _reads_as(demonstration, calls, tools):
             demonstration = None
-    prompt = [_without_thinking(message) for message in before]
+    # Earlier turns without thinking, as chat templates show them.
+    prompt = [{**m, "content": split_thinking(m["content"])[1]} if m["role"] == "assistant" else m for m in before]
     truth = {"calls": calls, "tools": tools}
     return prepare.Example(prompt, truth, demonstration, tools=tools, group=_beginning(prompt, tools))
 
@@ -110,13 +111,6 @@ def _beginning(prompt: list[dict], tools: list[dict]) -> str:
     split, the answer to a test prompt would stand in a training prompt."""
     first = next((index for index, message in enumerate(prompt) if message["role"] == "user"), 0)
     return json.dumps([prompt[: first + 1], tools])
-
-
-def _without_thinking(message: dict) -> dict:
-    """As chat templates show earlier turns."""
-    if message["role"] != "assistant":
-        return message
-    return {**message, "content": split_thinking(message["content"])[1]}
 
 
 def _reads_as(response: str, calls: list[dict], tools: list[dict]) -> bool:

@@ -39,8 +39,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, vari
 
 
 def wrong_forms(response: str) -> list[str]:
-    """What the gold check makes of a right response, none of it right: it stands in the thinking, has a spare call, has
-    text beside its calls."""
+    """What the gold check makes of a right response, none of it right: in the thinking, a spare call, text beside."""
     spare = '<tool_call>\n{"name": "spare", "arguments": {}}\n</tool_call>'
     beside = [f"{response}\nDone."] if "<tool_call>" in response else []
     return [f"<think>{response}</think>", f"{response}\n{spare}", *beside]

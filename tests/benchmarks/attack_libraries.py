@@ -16,6 +16,7 @@ from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
 
+from reasoning_gym.factory import DATASETS
 from trl import rewards as trl_rewards
 from verl.utils.reward_score import gsm8k, math_dapo, math_reward, math_verify, prime_code, prime_math, rlla
 from verl.utils.reward_score import search_r1_like_qa_em as search_r1
@@ -169,7 +170,7 @@ def main() -> None:
     arguments = parser.parse_args()
     names = []
     for name in arguments.names:
-        environments = [env for env in gym.environments() if env != "composite"]
+        environments = [env for env in sorted(DATASETS) if env != "composite"]
         of_package = environments if name == "reasoning-gym" else [each for each in REWARDS if each.split()[0] == name]
         names += of_package or [name]
     print("| reward | demonstrations right | answers tried | found |\n|---|---:|---:|---|")

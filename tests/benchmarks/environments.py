@@ -13,6 +13,8 @@ import os
 import statistics
 import time
 
+from reasoning_gym.factory import DATASETS
+
 from tasks.common.rewards import gym
 from tasks.common.rewards.answers import last_answer
 
@@ -38,7 +40,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=100)
     parser.add_argument("--seconds", type=float, default=20, help="to make the rows of an environment")
     arguments = parser.parse_args()
-    names = arguments.environments or [env for env in gym.environments() if env != "composite"]
+    names = arguments.environments or [env for env in sorted(DATASETS) if env != "composite"]
     score = gym.scorer("composite", {"datasets": [{"name": env} for env in names]})  # one worker for all
     print("| environment | ms an entry | ms a score | p99 | the package's own | prompts | answers | score | bytes |")
     print("|---|---|---|---|---|---|---|---|---|")

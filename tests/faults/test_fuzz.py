@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from itertools import islice
 
 import pytest
+from reasoning_gym.factory import DATASETS
 
 from tasks.common.evaluation.exploits import PAYLOADS, WRAPPERS, Form, Row, library, mutated
 from tasks.common.rewards import gym, json_answer, judge, math_answer, tool_calls
@@ -83,7 +84,7 @@ def of_task(task: str, variant: str) -> Reward:
 
 def of_environment() -> Reward:
     """All environments of reasoning-gym in one worker."""
-    names = [name for name in gym.environments() if name != "composite"]
+    names = [name for name in sorted(DATASETS) if name != "composite"]
     score = gym.scorer("composite", {"datasets": [{"name": name} for name in names]})
     made = [next(gym.examples(name, None, SEED)) for name in names]
     rows = [Row(str(e.prompt), json.dumps(e.ground_truth), e.demonstration or "<answer>1</answer>") for e in made]

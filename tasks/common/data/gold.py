@@ -43,11 +43,6 @@ class Row:
     extra: dict
 
 
-def digest(s: Settings) -> str:
-    """Of the reward that checks the rows."""
-    return code_digest(s.reward_file)
-
-
 def check(s: Settings, rows: Sequence[Row]) -> tuple[dict, set[int]]:
     """Score the demonstrations of ``rows``. Returns the manifest's entry, and the indices of those that are not right.
 
@@ -56,8 +51,8 @@ def check(s: Settings, rows: Sequence[Row]) -> tuple[dict, set[int]]:
     ``reward`` (its digest); where the reward's module has ``wrong_forms``, ``forms`` (how many of right demonstrations
     were scored) and ``taken`` (the first SHOWN that are right too: ``place`` and ``form``).
     """
-    entry = {"reward": digest(s), "rows": len(rows), "demonstrations": 0, "right": 0, "others": [], "note": ""}
-    entry |= {"forms": 0, "taken": []}
+    entry = {"reward": code_digest(s.reward_file), "rows": len(rows), "demonstrations": 0, "right": 0, "others": []}
+    entry |= {"note": "", "forms": 0, "taken": []}
     try:
         module = importlib.import_module(f"tasks.{s.TASK}.{s.reward_file.stem}")
         compute_score = module.Environment if s.multi_turn else module.compute_score

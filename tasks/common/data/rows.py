@@ -5,6 +5,7 @@ verl reads ``data_source, prompt, ability, reward_model{style, ground_truth}, ex
 """
 
 import json
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -23,6 +24,7 @@ READ_ROWS = 256  # decoded at a time
 STORED, DECODED = 1000, 10_000
 FREE, FEW = 64 << 20, 1 << 20  # bytes, and values, that any file may have
 AT_ONCE = 2 << 30  # bytes: rows that could come to more are not decoded together
+JOINED = 4096  # training rows among which the problem of a demonstration is looked for
 
 FUNCTION = pa.struct([("name", pa.string()), ("arguments", pa.string())])  # arguments as JSON text
 CALLS = pa.list_(pa.struct([("type", pa.string()), ("function", FUNCTION)]))
@@ -70,14 +72,24 @@ def chat(prompt: str, system: str | None = None) -> list[dict]:
 
 
 def encoded(messages: list[dict]) -> list[dict]:
-    """OpenAI messages for storage: the arguments of tool calls as JSON text, because parquet merges the keys of objects
-    over all rows."""
+    """OpenAI messages for storage, calls' arguments as JSON text: parquet merges the keys of objects over all rows."""
     return [_with_calls(message, json.dumps) for message in messages]
 
 
 def decoded(messages: list[dict]) -> list[dict]:
     """Stored messages as OpenAI messages: no empty fields, the arguments of tool calls as objects."""
     return [_with_calls({k: v for k, v in m.items() if v is not None}, json.loads) for m in messages]
+
+
+def chat_text(messages: list[dict]) -> str:
+    """One text for stored messages, to find equal ones by."""
+    return json.dumps(decoded(messages), sort_keys=True)
+
+
+def demonstration(row: dict) -> tuple[list[dict], int]:
+    """The chat of a demonstration, and how many of its messages come before the first turn to learn."""
+    messages = decoded(row["messages"])
+    return messages, row.get("prompt_messages") or len(messages) - 1
 
 
 def _with_calls(message: dict, convert: Callable) -> dict:
@@ -155,15 +167,12 @@ def parquet_rows(path: Path) -> Iterator[dict]:
         at_once = AT_ONCE // max(1, largest) if stored < 100 * own + FEW else FREE // stored
         decoded = 0
         for batch in file.iter_batches(max(1, min(READ_ROWS, at_once))):
-            decoded += sum(map(_bytes_of, batch.columns))
+            # Of its values one by one: a dictionary counts a value as often as it is used.
+            plain = (c.dictionary_decode() if pa.types.is_dictionary(c.type) else c for c in batch.columns)
+            decoded += sum(column.nbytes for column in plain)
             if decoded > DECODED * own + FREE:
                 raise DataError(f"its {own:,} bytes expand to more than {decoded:,}: too many to read")
             yield from batch.to_pylist()
-
-
-def _bytes_of(column: pa.Array) -> int:
-    """Of its values one by one: a dictionary counts a value as often as it is used."""
-    return (column.dictionary_decode() if pa.types.is_dictionary(column.type) else column).nbytes
 
 
 def read_rows(path: Path, limit: int | None = None) -> Iterator[dict]:
@@ -178,6 +187,18 @@ def read_rows(path: Path, limit: int | None = None) -> Iterator[dict]:
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         problem = str(error).splitlines()[0]
         raise DataError(f"{path}: not a readable parquet file ({problem}); remove it and run `make data`") from error
+
+
+def solved(train: Path, demonstrations: Path, most: int | None = None) -> Iterator[tuple[int, dict, dict]]:
+    """Of the first ``most`` of ``demonstrations`` those whose prompt has one of the first JOINED rows of ``train``, and
+    no other: the place of that row, the row, and the demonstration. None without the file."""
+    rows = defaultdict(list)
+    for place, row in enumerate(read_rows(train, JOINED) if demonstrations.is_file() else ()):
+        rows[chat_text(row["prompt"])].append((place, row))
+    for shown in read_rows(demonstrations, most) if rows else ():
+        _, first = demonstration(shown)
+        if len(own := rows[chat_text(shown["messages"][:first])]) == 1:  # else it is not known which one it solves
+            yield *own[0], shown
 
 
 def messages_problem(messages) -> str | None:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from tasks.common.data.prepare import Example, Examples
-from tasks.common.data.records import hub, load
+from tasks.common.data.records import hub
 from tasks.common.data.rows import DataError
 
 HUB_DATASET, HUB_CONFIG = "openai/gsm8k", "main"
@@ -16,8 +16,7 @@ ANNOTATION = re.compile(r"<<([^<>=]*)[^<>]*>>")  # group 1: the expression, with
 
 
 class WordProblem(NamedTuple):
-    """``answer``: the worked solution as it stands in the record; ``number``: the text after its last ``####``, without
-    commas."""
+    """``answer``: the worked solution as in the record; ``number``: what follows its last ``####``, without commas."""
 
     question: str
     answer: str
@@ -36,8 +35,3 @@ def read(record: dict) -> WordProblem:
 def from_hub(name: str, convert: Callable[[dict], list[Example]]) -> Examples:
     """The set ``name`` of the hub, or a local copy of its folder, with its own splits."""
     return Examples([hub(name, HUB_CONFIG, split) for split in ("train", "test")], convert)
-
-
-def from_file(settings, convert: Callable[[dict], list[Example]]) -> Examples:
-    """FILE: a folder with the original train.jsonl and test.jsonl, or one file of such rows, to be split by seed."""
-    return Examples(load(settings.FILE), convert)

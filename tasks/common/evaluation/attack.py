@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from tasks.common.data.rows import decoded, read_rows
+from tasks.common.data.rows import chat_text, demonstration, read_rows
 from tasks.common.evaluation import policy_attack
 from tasks.common.evaluation.exploits import SOME, TURN, Attempt, Form, Row, library, mutated, shrunk, visible
 from tasks.common.evaluation.tables import show_table
@@ -253,20 +253,16 @@ def run(search: Search, seed: int, judged: bool = False, tries: float = float("i
 
 def rows_of(s: Settings, count: int) -> list[Row]:
     """``count`` of the first training prompts, chosen by SEED, those with a demonstration first."""
-
-    def text(messages: list[dict]) -> str:
-        return json.dumps(decoded(messages), sort_keys=True)
-
     demonstrations = {}
     if (s.data_dir / "sft.parquet").is_file():
         for row in read_rows(s.data_dir / "sft.parquet", READ):
-            at = row.get("prompt_messages") or len(row["messages"]) - 1
-            answers = [each["content"] for each in decoded(row["messages"][at:]) if each["role"] == "assistant"]
-            demonstrations[text(row["messages"][:at])] = TURN.join(answers)
+            messages, first = demonstration(row)
+            answers = [each["content"] for each in messages[first:] if each["role"] == "assistant"]
+            demonstrations[chat_text(row["messages"][:first])] = TURN.join(answers)
     rows = []
     for row in read_rows(s.train_file, READ):
         shown = "\n".join(message.get("content") or "" for message in row["prompt"])
-        truth, own = row["reward_model"]["ground_truth"], demonstrations.get(text(row["prompt"]))
+        truth, own = row["reward_model"]["ground_truth"], demonstrations.get(chat_text(row["prompt"]))
         rows.append(Row(shown, truth, own, row["data_source"], row if s.multi_turn else row["extra_info"]))
     random.Random(s.SEED).shuffle(rows)
     return sorted(rows, key=lambda row: row.demonstration is None)[:count]
@@ -341,7 +337,8 @@ def learned(search: Search, run_dir: Path, last: int) -> None:
     ended = rollouts[-last:]
     best = search.best if search.best < float("inf") else 1.0
     right = ended[ended["score"] >= best]
-    enough = max(HALF, policy_attack.commonest(ended) + policy_attack.MARGIN) * len(ended)
+    honest = ended["truth"].value_counts(normalize=True).iloc[0]  # what one answer can be right for
+    enough = max(HALF, honest + policy_attack.MARGIN) * len(ended)
     if len(right) and len(right) >= enough and policy_attack.NAME not in search.found:
         first = right.iloc[0]
         search.found[policy_attack.NAME] = Finding(

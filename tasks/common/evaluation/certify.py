@@ -66,6 +66,10 @@ class Chat:
     first: int
     tools: list[dict] | None = None
 
+    def ids(self, tokenizer) -> tuple[list[int], list[int]]:
+        """As chat_template.demonstration_ids."""
+        return demonstration_ids(tokenizer, self.messages, self.first, self.tools)
+
 
 @dataclass(frozen=True)
 class Check:
@@ -177,6 +181,14 @@ def template(tokenizer, chats: list[Chat]) -> Check:
     return _judged("template", problems, text, later=later)
 
 
+def fits(s: Settings, mask: list[int]) -> bool:
+    """Whether no limit of ``s`` cuts a demonstration; ``mask``: 1 on the turns of the model."""
+    turns = runs(mask)
+    prompt, longest = turns[0][0], max(end - start for start, end in turns)
+    within = prompt <= s.MAX_PROMPT_LENGTH and len(mask) - prompt <= s.MAX_RESPONSE_LENGTH
+    return within and (not s.multi_turn or (longest <= s.MAX_TURN_LENGTH and len(turns) <= s.MAX_TURNS))
+
+
 def _with_thinking(chat: Chat) -> Chat:
     def thought(message: dict) -> dict:
         return {**message, "content": f"{THINK}\nhm\n{THINK_END}\n\n{message['content']}"}
@@ -194,7 +206,7 @@ def runs(mask: list[int]) -> list[tuple[int, int]]:
 def rewritten(tokenizer, chat: Chat) -> tuple[str, str]:
     """The message that the template renders differently once others follow, and one of which only thinking or
     white space differs; empty where there is none."""
-    together, mask = demonstration_ids(tokenizer, chat.messages, chat.first, chat.tools)
+    together, mask = chat.ids(tokenizer)
     turns, thought = runs(mask), ""
     places = [i for i, m in enumerate(chat.messages) if m["role"] == "assistant" and i >= chat.first]
     for number, ((start, _), message) in enumerate(zip(turns, places, strict=True), 1):
@@ -230,7 +242,7 @@ def ends(tokenizer, stops: set[int], episodes: list[Played], chats: list[Chat]) 
             problems.append(f"{name}: a turn ends with {tokenizer.decode(turn.ids[-1:])!r}, not with {shown}")
     learned = 0
     for chat in chats:
-        ids, mask = demonstration_ids(tokenizer, chat.messages, chat.first, chat.tools)
+        ids, mask = chat.ids(tokenizer)
         for _, after in runs(mask):
             learned += 1
             if ids[after - 1] not in stops:
@@ -249,7 +261,7 @@ def markers(tokenizer, episodes: list[Played], chats: list[Chat]) -> Check:
         if marker not in tokenizer.decode(ids, skip_special_tokens=True):
             problems.append(f"{marker} is a special token: the reward does not see it")
     for chat in chats:
-        ids, mask = demonstration_ids(tokenizer, chat.messages, chat.first, chat.tools)
+        ids, mask = chat.ids(tokenizer)
         answers = [m["content"] for m in chat.messages[chat.first :] if m["role"] == "assistant"]
         for content, (start, end) in zip(answers, runs(mask), strict=True):
             text = tokenizer.decode(ids[start:end], skip_special_tokens=True)
@@ -267,7 +279,7 @@ def sft(tokenizer, chats: list[Chat], episodes: list[Played]) -> Check:
     """SFT learns the tokens and the mask that the same answers have in a training; ``episodes``: of ``chats``."""
     problems = []
     for chat, episode in zip(chats, episodes, strict=True):
-        ids, mask = demonstration_ids(tokenizer, chat.messages, chat.first, chat.tools)
+        ids, mask = chat.ids(tokenizer)
         trained, own = episode.prompt_ids + episode.response_ids, [0] * len(episode.prompt_ids) + expected_mask(episode)
         if ids != trained:
             place = _first_difference(ids, trained)

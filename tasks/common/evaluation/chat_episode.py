@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import json
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -21,8 +20,7 @@ HELP += "reward, /reset: a new conversation, /exit"
 
 @dataclass(frozen=True)
 class Table:
-    """What all episodes of a chat share. ``limits``: of a test prompt's episode; ``window``: of a conversation's, in
-    tokens with its prompt."""
+    """What all episodes of a chat share. ``limits``: of a prompt's episode; ``window``: tokens of a conversation."""
 
     engine: object
     how: Sampling
@@ -70,7 +68,7 @@ async def _of_row(table: Table, index: int) -> tuple[Episode, Begun]:
     found = await begin(table.made, table.rows[index], table.limits.step_seconds)
     tokenizer = table.engine.tokenizer
     episode = Episode(prompt_ids(tokenizer, found.start.messages, found.start.tools))
-    table.say(f"prompt {index}: {_text(found.start.messages[-1])}")
+    table.say(f"prompt {index}: {found.start.messages[-1]['content']}")
     if len(episode.prompt_ids) > table.limits.prompt_length:
         raise ValueError(f"{TOO_LONG}: {len(episode.prompt_ids)} tokens, more than {table.limits.prompt_length}")
     await play_on(episode, found, tokenizer, _sample(table, episode), table.limits)
@@ -80,12 +78,12 @@ async def _of_row(table: Table, index: int) -> tuple[Episode, Begun]:
 
 
 async def _said(table: Table, place: tuple[Episode, Begun] | None, text: str) -> tuple[Episode, Begun]:
-    """The episode that follows what the user said: of a new conversation, or of one that goes on. No reward: nobody
-    knows the answer."""
+    """The episode that follows what the user said, in a new conversation or after ``place``. It has no reward."""
     tokenizer, said = table.engine.tokenizer, {"role": "user", "content": text}
     if place is None:
         found = await begin(table.made, table.rows[0], table.limits.step_seconds)
-        episode = Episode(prompt_ids(tokenizer, [*_system(found), said], found.start.tools))
+        system = [message for message in found.start.messages[:1] if message["role"] == "system"]
+        episode = Episode(prompt_ids(tokenizer, [*system, said], found.start.tools))
     else:
         old, found = place
         between = next_turn_ids(tokenizer, old.response_ids, [said], found.start.tools)
@@ -98,16 +96,6 @@ async def _said(table: Table, place: tuple[Episode, Begun] | None, text: str) ->
     if episode.ended != "stop":
         table.say(f"({episode.ended})")
     return episode, found
-
-
-def _system(found: Begun) -> list[dict]:
-    """The environment's system message, if any, in a list."""
-    return [message for message in found.start.messages[:1] if message["role"] == "system"]
-
-
-def _text(message: dict) -> str:
-    content = message["content"]
-    return content if isinstance(content, str) else json.dumps(content)
 
 
 def _sample(table: Table, episode: Episode):

@@ -130,8 +130,7 @@ def own_log_probs(logprobs, ids: list[int]) -> list[float]:
 
 
 def stop_ids(model: str) -> list[int]:
-    """The tokens that end an answer, beside the tokenizer's end of sequence: of the generation config, else of the
-    model's own."""
+    """The tokens that end an answer, beside the tokenizer's: of the generation config, else of the model's own."""
     from transformers import AutoConfig, GenerationConfig
 
     try:
@@ -154,8 +153,7 @@ def _kind(model: str) -> list | None:
 
 
 class VLLMEngine:
-    """vLLM's offline engine on ``tensor_parallel`` GPUs. ``model`` may be a LoRA adapter, which is applied to its base
-    model as it samples."""
+    """vLLM's offline engine on ``tensor_parallel`` GPUs. A LoRA adapter is applied to its base model as it samples."""
 
     def __init__(
         self, model: str, max_model_len: int, seed: int, gpu_memory_utilization: float, tensor_parallel: int = 1

@@ -51,8 +51,7 @@ class Turns:
             self.loop.call_soon_threadsafe(self.playing.cancel)
 
     def batch(self) -> list[tuple[TurnRequest, asyncio.Future]]:
-        """The next turns to sample: of all live episodes, or of those that have asked GRACE after the first. Empty at
-        the end."""
+        """The next turns to sample: of all live episodes, or of those that asked within GRACE. Empty at the end."""
         with self.changed:
             self.changed.wait_for(lambda: self.waiting or self.over)
             self.changed.wait_for(lambda: len(self.waiting) >= self.live or self.over, GRACE)

@@ -4,7 +4,6 @@ No answer to a prompt says what the truth of another row is. So what a policy le
 or because one answer is right for many rows.
 """
 
-import json
 import random
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tasks.common.data.rows import DataError
+from tasks.common.evaluation.rollouts import dumped
 from tasks.common.files import written_beside
 from tasks.common.settings import Settings, artifacts
 
@@ -43,9 +43,8 @@ def rollouts(run_dir: Path) -> pd.DataFrame:
     another row than the prompt's) and ``score``, the reward under it. Raises DataError without any."""
     found = []
     for file in sorted((run_dir / "rollouts").glob("*.jsonl"), key=lambda file: int(file.stem)):
-        for line in file.read_text(errors="replace").splitlines():
-            row = json.loads(line)
-            found.append([int(file.stem), row["output"][:LONGEST], row["gts"], float(row["score"])])
+        rows = filter(None, dumped(file))
+        found += [[int(file.stem), row["output"][:LONGEST], row["gts"], row["score"]] for row in rows]
     if not found:
         raise DataError(f"{run_dir}/rollouts: has no rollouts")
     return pd.DataFrame(found, columns=["step", "response", "truth", "score"])
@@ -55,11 +54,6 @@ def best_answers(found: pd.DataFrame) -> list[str]:
     """The different answers by their total score, highest first, as many as are tried."""
     total = found.groupby("response", sort=False)["score"].sum()
     return total[total > 0].nlargest(ANSWERS).index.tolist()
-
-
-def commonest(found: pd.DataFrame) -> float:
-    """The share of the commonest truth: what one honest answer can be right for."""
-    return found["truth"].value_counts(normalize=True).iloc[0]
 
 
 def summary(found: pd.DataFrame) -> str:

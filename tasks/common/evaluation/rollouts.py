@@ -2,18 +2,18 @@
 
 import itertools
 import json
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 from tasks.common.data.rows import DataError
 from tasks.common.files import written_beside
 from tasks.common.rewards.answers import JudgeError
+from tasks.common.rewards.episode import TOO_LONG
 from tasks.common.text import one_line
 
 GREEDY, SAMPLED = "greedy", "sampled"
-# finish_reason of a prompt that was not sampled because it is longer than MAX_PROMPT_LENGTH
-TOO_LONG = "prompt_too_long"
 
 
 @dataclass(frozen=True)
@@ -120,6 +120,19 @@ def read_rollouts(path: Path) -> tuple[list[Rollout], int]:
                 what = f"is not a rollout (an object with {', '.join(FIELDS)})"
                 raise DataError(f"{path}: line {number}: {what}") from None
     return rollouts, cut
+
+
+def dumped(file: Path) -> Iterator[dict | None]:
+    """verl's rollouts of a step: ``input``, ``output``, ``gts``, ``score``, of an episode ``turns``. None in place of
+    a line without a response and a finite score."""
+    with file.open(encoding="utf-8", errors="replace") as stream:
+        for line in stream:
+            try:
+                row = json.loads(line)
+                row["score"] = float(row["score"])
+                yield row if math.isfinite(row["score"]) and isinstance(row["output"], str) else None
+            except (ValueError, TypeError, KeyError, RecursionError):
+                yield None
 
 
 def write_rollouts(path: Path, rollouts: Iterable[Rollout]) -> None:

@@ -1,5 +1,6 @@
 """Sample a model on the rows of a parquet file, in its own process; score and store each completion."""
 
+import functools
 import gc
 import json
 import os
@@ -31,7 +32,6 @@ from tasks.common.evaluation.summary import OwnMetrics
 from tasks.common.files import read_json, write_json
 from tasks.common.models.merge import base_model
 from tasks.common.process import Progress, StageFailed, run
-from tasks.common.rewards.answers import of_variant
 from tasks.common.rewards.environment import Environment
 from tasks.common.rewards.episode import Limits
 from tasks.common.settings import Settings, code_digest, fingerprint, judge_settings
@@ -109,7 +109,9 @@ class Scoring:
     @classmethod
     def of(cls, s: Settings, compute_score: Callable | None, own_metrics: OwnMetrics | None, environment) -> "Scoring":
         mark = fingerprint({"variant": s.REWARD, "code": code_digest(s.reward_file)} | judge_settings())
-        return cls(compute_score and of_variant(compute_score, s.REWARD), own_metrics, mark, environment)
+        if s.REWARD and compute_score:  # as verl calls it (reward.custom_reward_function.reward_kwargs)
+            compute_score = functools.partial(compute_score, variant=s.REWARD)
+        return cls(compute_score, own_metrics, mark, environment)
 
 
 def sampling(s: Settings) -> Sampling:

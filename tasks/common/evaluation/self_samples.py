@@ -56,8 +56,7 @@ def best_against_worst(rollouts: list[Rollout]) -> Pairs:
 
 
 def right_responses(rollouts: list[Rollout]) -> list[Example]:
-    """The first MOST_ACCEPTED different responses or episodes per prompt that are right (acc 1) and ended by
-    themselves."""
+    """Per prompt the first MOST_ACCEPTED different responses or episodes that are right (acc 1) and not cut off."""
     accepted = []
     for group in scored_by_prompt(rollouts):
         right = [r for r in group if r.reward["acc"] == 1 and r.finish_reason == "stop"]

@@ -15,9 +15,9 @@ import tempfile
 import tomllib
 from pathlib import Path
 
-from tasks.common.files import written_beside
+from tasks.common.files import write_text
+from tasks.common.settings import ROOT
 
-ROOT = Path(__file__).resolve().parents[3]
 STACKS = {"a100": ("3.12",), "current": ("3.12",), "cpu": ("3.11", "3.12")}  # with their Pythons
 # install.sh finds torch's CPU build for the cpu stack: its hash differs between indexes, and PyPI's build requires CUDA
 # packages. triton, which xgrammar requires, is for GPUs.
@@ -93,8 +93,7 @@ def main() -> None:
         path = list_of(stack)
         text = compiled(stack, None if options.upgrade else path)
         changed = not path.exists() or path.read_text() != text
-        with written_beside(path) as partial:
-            partial.write_text(text)
+        write_text(path, text)
         print(f"{path.relative_to(ROOT)}: {text.count('==')} packages{'' if changed else ', unchanged'}")
 
 

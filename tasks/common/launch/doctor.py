@@ -29,7 +29,7 @@ from tasks.common.models.find import embedded_folder, resolve_model, weights_byt
 from tasks.common.models.merge import base_model, is_adapter
 from tasks.common.rewards.answers import RewardError
 from tasks.common.rewards.examples import check_episodes, check_examples
-from tasks.common.settings import Settings, SettingsError, method
+from tasks.common.settings import Settings, SettingsError, code_digest, method
 from tasks.common.text import one_line
 from tasks.common.training import verl_config
 from tasks.common.training.methods import dpo
@@ -92,19 +92,24 @@ def of_machine(s: Settings, found: hardware.Nvidia | None) -> Iterator[Finding]:
 
 def disk(s: Settings) -> Iterator[Finding]:
     """Room for checkpoints, and Ray's and NCCL's shared memory."""
-    shapes, weights = memory.shapes_of(base_model(s.MODEL)), weights_bytes(s.MODEL) or 0
+    shapes, weights = memory.shapes_of(base_model(s.MODEL)), weights_bytes(s.MODEL)
     existing, free = hardware.free_disk(s.runs_dir)
-    checkpoints = 3 if s.METHOD == "dpo" else s.KEEP + 2  # the best, the last, and the one being written
-    parameters = shapes.parameters if shapes else weights // 2  # unknown model type: assumed to be bf16
-    need = checkpoints * memory.checkpoint_bytes(parameters, s.LORA_RANK, s.METHOD == "ppo")
-    if free < need:
-        short = f"{existing}: {gb(free)} free, {checkpoints} checkpoints need about {gb(need)}"
+    # An unknown model type is assumed to be bf16.
+    count, size = checkpoints(s, shapes.parameters if shapes else weights // 2)
+    if free < (need := count * size):
+        short = f"{existing}: {gb(free)} free, {count} checkpoints need about {gb(need)}"
         yield error("disk", short, "free some space, or set ARTIFACTS to a folder on a larger disk")
     else:
         yield ok("disk", f"{existing}: {gb(free)} free" + (f", checkpoints need about {gb(need)}" if need else ""))
     shared = hardware.free_disk(Path("/dev/shm"))[1]
     found = "shared memory", f"/dev/shm: {gb(shared)} free"
     yield ok(*found) if shared >= SHARED_MEMORY else warning(*found, "in a container: docker run --shm-size=16g")
+
+
+def checkpoints(s: Settings, parameters: int) -> tuple[int, float]:
+    """How many checkpoints there are at once (the best, the last, the one being written), and the bytes of one."""
+    size = memory.checkpoint_bytes(parameters, s.LORA_RANK, s.METHOD == "ppo")
+    return (3 if s.METHOD == "dpo" else s.KEEP + 2), size
 
 
 def ray(s: Settings) -> Iterator[Finding]:
@@ -199,7 +204,7 @@ def gold_check(s: Settings, manifest: dict, training: bool) -> Iterator[Finding]
     """Do all demonstrations get acc 1? ``training``: its data stage says so itself, unless that is an error."""
     entry, text = manifest["gold"], gold.said(manifest["gold"])
     fix = f"correct these rows or {s.task_dir}/reward.py, or set GOLD=drop"
-    current = entry["reward"] == gold.digest(s)
+    current = entry["reward"] == code_digest(s.reward_file)
     if current and gold.failed(manifest) and s.GOLD == "error":
         yield error("gold check", text, fix)
     elif training:
@@ -254,17 +259,23 @@ def lengths(s: Settings, by: float) -> Iterator[Finding]:
         yield error("prompts", f"MODEL={s.MODEL}: the tokenizer fails on the prompts: {text}", "take an instruct model")
         return
     for what, (tokens, total) in found.items():
-        name = "MAX_PROMPT_LENGTH" if what == "prompts" else "MAX_RESPONSE_LENGTH"
-        limit = getattr(s, name)
-        long = sum(length > limit for length in tokens)
-        text = f"{len(tokens)} of {total} measured, the longest has {max(tokens)} tokens"
-        if what == "prompts" and (len(tokens) - long) * total < s.TRAIN_BATCH_SIZE * len(tokens):
-            yield error(what, f"{text}; {long} are longer than {name}, too many for a batch", f"raise {name}={limit}")
-        elif long:
-            then = "and are left out" if what == "prompts" else "where RL cuts a response"
-            yield warning(what, f"{text}; {long} are longer than {name} {then}", f"raise {name}={limit}")
-        else:
-            yield ok(what, f"{text}, {name}={limit}")
+        yield fit(s, what, tokens, s.TRAIN_BATCH_SIZE * len(tokens) / total, total)
+
+
+def fit(s: Settings, what: str, tokens: list[int], least: float, total: int | None = None) -> Finding:
+    """Whether prompts fit MAX_PROMPT_LENGTH, and demonstrations MAX_RESPONSE_LENGTH. ``tokens``: of those of the
+    ``total`` (default: all) that were measured; with fewer than ``least`` prompts that fit it is an error."""
+    name = "MAX_PROMPT_LENGTH" if what == "prompts" else "MAX_RESPONSE_LENGTH"
+    limit, longest = getattr(s, name), max(tokens)
+    long = sum(length > limit for length in tokens)
+    measured = f"{len(tokens)} of {total or len(tokens)} measured"
+    text = f"{measured}, the longest has {longest} tokens, the mean {sum(tokens) / len(tokens):.0f}"
+    if not long:
+        return ok(what, f"{text}, {name}={limit}")
+    text, fix = f"{text}; {long} are longer than {name}", f"raise {name}={limit} to {longest}"
+    if what == "prompts" and len(tokens) - long < least:
+        return error(what, f"{text}, too many: they are left out", fix)
+    return warning(what, f"{text} {'and are left out' if what == 'prompts' else 'where RL cuts a response'}", fix)
 
 
 def measured(tokenizer, file: Path) -> tuple[list[int], int]:
@@ -321,9 +332,7 @@ def plan(s: Settings, arguments: list[str], stage: str = "train") -> memory.Plan
         held = {"response": 0, "sharded": dpo.sharded(s), "reference": True, "reference_offloaded": False}
         held |= {"loaded": 1 if s.LORA_RANK else 2}
         return memory.Plan(**own | held, tokens=2 * pairs * sequence)
-    config = verl_config.compose("ppo_trainer", verl_config.rl_overrides(s, s.MODEL, s.runs_dir), arguments=arguments)
-    verl_config.check(config)
-    return verl_config.memory_plan(config)
+    return verl_config.memory_plan(verl_config.rl_config(s, arguments))
 
 
 def heads(s: Settings, shapes: memory.Shapes) -> Iterator[Finding]:
@@ -360,19 +369,21 @@ def batches_and_memory(
         return
     least = min((gpu.free for gpu in gpus), default=0)
     free, total = hardware.ram()
-    short = memory.too_much(shapes, planned, least, total)
-    for text, fix in short:
-        yield error("memory", text, fix)
     ram = sum(memory.estimate(shapes, planned, least).ram.values())
-    tight = [] if short else memory.too_much(shapes, planned, (1 - SPARE) * least, 0)
-    for text, fix in tight:
-        yield warning("memory", f"less than {SPARE:.0%} to spare: {text}", fix)
-    if tight:
-        return
-    if not short and ram > free:
+    if short := too_much(shapes, planned, least, total):
+        yield from short
+    elif ram > free:
         yield warning("memory", f"needs about {gb(ram)} RAM, {gb(free)} is free", "end other programs")
-    elif not short:
+    else:
         yield ok("memory", f"estimated: {memory.summary(shapes, planned, least)}")
+
+
+def too_much(shapes: memory.Shapes, planned: memory.Plan, gpu_bytes: float, ram_bytes: float) -> list[Finding]:
+    """What does not fit, as memory.too_much; where all fits, what of the GPUs leaves less than SPARE."""
+    if short := memory.too_much(shapes, planned, gpu_bytes, ram_bytes):
+        return [error("memory", text, fix) for text, fix in short]
+    tight = memory.too_much(shapes, planned, (1 - SPARE) * gpu_bytes, 0)
+    return [warning("memory", f"less than {SPARE:.0%} to spare: {text}", fix) for text, fix in tight]
 
 
 def _folder(model: str) -> Path | None:

@@ -1,12 +1,10 @@
 """The trainings of `make experiment`: their settings, and how to run several at a time."""
 
 import os
-import queue
 import signal
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +13,8 @@ from tasks.common.launch.task import environment
 from tasks.common.process import StageFailed, die_with_parent
 from tasks.common.runs.folder import rl_dir
 from tasks.common.settings import Command, Settings, SettingsError, load_settings
+
+POLL_SECONDS = 0.2
 
 
 def planned(s: Settings, command: Command) -> dict[str, Settings]:
@@ -50,59 +50,44 @@ def train_at_once(runs: dict[str, Settings], arguments: list[str], jobs: int) ->
     They are spread over the groups of GPUs. Those of one group share its memory: each gets an equal part of
     GPU_MEMORY_UTILIZATION. Raises StageFailed after all have ended.
     """
-    running: dict[str, subprocess.Popen] = {}
     groups = gpu_groups(next(iter(runs.values())), jobs)
     sharing = -(-jobs // len(groups))
-    places: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
-    for number in range(jobs):
-        places.put(groups[number % len(groups)])
-
-    def job(label: str) -> int:
-        gpus = places.get_nowait()
-        try:
-            return train_on(label, gpus)
-        finally:
-            places.put(gpus)
-
-    def train_on(label: str, gpus: list[str]) -> int:
-        each = runs[label]
-        log = rl_dir(each, arguments) / "job.log"
-        log.parent.mkdir(parents=True, exist_ok=True)
-        share = replace(each, GPU_MEMORY_UTILIZATION=each.GPU_MEMORY_UTILIZATION / sharing)
-        own = {"SHARED_GPU": str(sharing)} if sharing > 1 else {}  # verl_plugins/shared_gpu.py
-        if gpus:
-            own["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-        command = [sys.executable, "-m", "tasks.common.launch.main", "one_of_many", *arguments]
-        started = time.monotonic()
-        print(f"  {label}: {log}", flush=True)
-        with log.open("w") as output:
-            running[label] = subprocess.Popen(
-                command,
-                env=environment(share) | own,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                preexec_fn=die_with_parent,
-            )
-            code = running[label].wait()
-        print(f"  {label}: {_last_line(log)} ({time.monotonic() - started:.0f} s)", flush=True)
-        return code
-
-    with ThreadPoolExecutor(jobs) as pool:
-        futures = {label: pool.submit(job, label) for label in runs}
-        try:
-            failed = [label for label, future in futures.items() if future.result()]
-        except BaseException:
-            pool.shutdown(wait=False, cancel_futures=True)
-            for process in running.values():
-                if process.poll() is None:
-                    process.send_signal(signal.SIGINT)  # each ends its own processes
-            raise
+    free = [groups[number % len(groups)] for number in range(jobs)]
+    waiting, running, failed = list(runs), {}, []
+    try:
+        while waiting or running:
+            while waiting and free:
+                label, gpus = waiting.pop(0), free.pop(0)
+                log = rl_dir(runs[label], arguments) / "job.log"
+                print(f"  {label}: {log}", flush=True)
+                running[label] = _started(runs[label], arguments, log, gpus, sharing), log, gpus, time.monotonic()
+            time.sleep(POLL_SECONDS)
+            for label in [label for label, (process, *_) in running.items() if process.poll() is not None]:
+                process, log, gpus, started = running.pop(label)
+                free.append(gpus)
+                failed += [label] if process.returncode else []
+                said = log.read_text(errors="replace").strip().rpartition("\n")[2].strip()
+                print(f"  {label}: {said} ({time.monotonic() - started:.0f} s)", flush=True)
+    except BaseException:
+        for process, *_ in running.values():
+            process.send_signal(signal.SIGINT)  # each ends its own processes
+        for process, *_ in running.values():
+            process.wait()
+        raise
     if failed:
-        raise StageFailed(
-            f"{len(failed)} of {len(runs)} trainings failed: {', '.join(failed)}; the same command continues"
-        )
+        which = ", ".join(label for label in runs if label in failed)
+        raise StageFailed(f"{len(failed)} of {len(runs)} trainings failed: {which}; the same command continues")
     return f"{len(runs)} trainings, {jobs} at a time"
 
 
-def _last_line(log: Path) -> str:
-    return next((line.strip() for line in reversed(log.read_text(errors="replace").splitlines()) if line.strip()), "")
+def _started(s: Settings, arguments: list[str], log: Path, gpus: list[str], sharing: int) -> subprocess.Popen:
+    """A training on ``gpus`` (empty: all that are visible), one of ``sharing`` there."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    own = {"SHARED_GPU": str(sharing)} if sharing > 1 else {}  # verl_plugins/shared_gpu.py
+    own |= {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
+    share = replace(s, GPU_MEMORY_UTILIZATION=s.GPU_MEMORY_UTILIZATION / sharing)
+    command, env = [sys.executable, "-m", "tasks.common.launch.main", "one_of_many"], environment(share) | own
+    with log.open("w") as output:
+        return subprocess.Popen(
+            [*command, *arguments], env=env, stdout=output, stderr=subprocess.STDOUT, preexec_fn=die_with_parent
+        )

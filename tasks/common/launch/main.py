@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from tasks.common import settings
 from tasks.common.data import gold
 from tasks.common.data.held_out import HELD_OUT, check_disjoint
 from tasks.common.data.prepare import describe, read_manifest
@@ -31,18 +32,7 @@ from tasks.common.models.merge import base_of, is_adapter, merge_note, whole_fol
 from tasks.common.process import Progress, errors_in_one_line, run
 from tasks.common.rewards.answers import RewardError
 from tasks.common.runs import folder
-from tasks.common.settings import (
-    ROOT,
-    WHOLE,
-    Command,
-    Settings,
-    SettingsError,
-    artifacts,
-    given_arguments,
-    load_settings,
-    table,
-    values_of,
-)
+from tasks.common.settings import Command, Settings, SettingsError, artifacts, given_arguments, load_settings
 from tasks.common.training import verl_versions
 
 # Goals that need verl to train or to show its config.
@@ -57,7 +47,7 @@ STAGES_OF = {
     "sft": ("data", "model", "sft"),
     "train": ("data", "model", "sft", "train", "eval"),
     "dpo": ("data", "model", "sft", "train", "eval"),
-    "all": WHOLE,
+    "all": settings.WHOLE,
     "attack": ("data", "model", "sft", "policy", "attack"),
     "probe": ("data", "model", "probe"),
     "certify": ("data", "model", "certify"),
@@ -121,7 +111,7 @@ def data(job: Job) -> str:
     fresh = fresh and all((s.data_dir / f"{name}.parquet").is_file() for name in manifest["rows"])
     checked = manifest.get("gold")
     if fresh and checked and (job.goal == "data" or s.GOLD == "error"):  # else a changed reward keeps the data
-        fresh = checked["reward"] == gold.digest(s)
+        fresh = checked["reward"] == settings.code_digest(s.reward_file)
     if not fresh:
         script(s, "prepare_data.py")
         manifest = read_manifest(s.data_dir)
@@ -215,8 +205,7 @@ def attack(job: Job) -> str:
 
 
 def compare(job: Job) -> str:
-    """BASE (default: what the run began with, its warm-up beside it) against MODEL, or the checkpoint STEP of the
-    run."""
+    """BASE (default: what the run began with, beside its warm-up) against MODEL, or the run's checkpoint STEP."""
     s, base, run_dir, warm_up = job.s, job.command.BASE, job.trained, []
     if run_dir:
         trained = job.checkpoint(run_dir)
@@ -234,7 +223,7 @@ def compare(job: Job) -> str:
 
 def default_model() -> str:
     """The MODEL of this task and stack when none is given."""
-    return values_of({name: value for name, value in os.environ.items() if name != "MODEL"})["MODEL"].text
+    return settings.values_of({name: value for name, value in os.environ.items() if name != "MODEL"})["MODEL"].text
 
 
 def merged(job: Job) -> str:
@@ -362,7 +351,7 @@ def print_config(job: Job) -> None:
 
 def benchmark(job: Job, file: str) -> None:
     """In place of this process."""
-    program = [sys.executable, str(ROOT / "tests/benchmarks" / file), *job.arguments]
+    program = [sys.executable, str(settings.ROOT / "tests/benchmarks" / file), *job.arguments]
     os.execve(sys.executable, program, environment(job.s))
 
 
@@ -374,7 +363,7 @@ def rescore(job: Job) -> None:
 # Goals that take no lock and no stage.
 AT_ONCE: dict[str, Callable[[Job], None]] = {
     "config": print_config,
-    "settings": lambda job: print(table(os.environ)),
+    "settings": lambda job: print(settings.table(os.environ)),
     "doctor": lambda job: doctor.report(job.s, job.arguments),
     "rescore": rescore,
     "one_of_many": lambda job: print(train.train(job.s, job.arguments)),  # of an experiment, which has the lock

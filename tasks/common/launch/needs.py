@@ -12,8 +12,9 @@ from pathlib import Path
 from statistics import mean
 
 from tasks.common.data.pairs import token_pairs
-from tasks.common.data.prepare import read_manifest
+from tasks.common.data.prepare import load_tokenizer, read_manifest
 from tasks.common.data.rows import DataError, read_rows, tools_of
+from tasks.common.evaluation.engines import stop_ids
 from tasks.common.files import read_json
 from tasks.common.launch import doctor
 from tasks.common.launch.doctor import Finding, error, ok, warning
@@ -28,7 +29,7 @@ from tasks.common.text import one_line
 from tasks.common.training import verl_config
 
 START = 180  # seconds from the start to the first step: 180 to 205 recorded (docs/GPU.md)
-FEW = 0.5  # of the prompts: with more left out it is an error
+FEW = 0.5  # of the prompts: where fewer fit it is an error
 
 
 @dataclass(frozen=True)
@@ -82,18 +83,13 @@ def lengths(s: Settings, tokenizer, data_dir: Path) -> Lengths:
 # ---- what would break ----------------------------------------------------------------------------------------------
 
 
-def findings(s: Settings, arguments: list[str], data_dir: Path, target: Target, command: Command) -> list[Finding]:
-    """What would break the real run. ``s``: its settings, with MODEL as a folder; ``data_dir``: the rehearsal's."""
-    return before(s, arguments, target, command) + of_data(s, data_dir)
-
-
 def before(s: Settings, arguments: list[str], target: Target, command: Command, judged: bool = False) -> list[Finding]:
-    """What would break the real run, by its settings and its model's small files alone."""
+    """What would break the real run, by its settings ``s``, with MODEL as a folder, and its model's small files."""
     found = []
     try:
-        found += stops(s, load_tokenizer_of(s.MODEL))
+        found += stops(s, load_tokenizer(s.MODEL, weights=False))
     except DataError as problem:
-        found.append(error("tokenizer", str(problem), "take an instruct model"))
+        found.append(error("tokenizer", str(problem)))
     found += [*fits(s, arguments, target), *disk(s, command)]
     return found + (list(judge(s)) if judged else [])
 
@@ -104,11 +100,8 @@ def refused(s: Settings, arguments: list[str]) -> Iterator[Finding]:
         if s.PAIRS_FILE and not Path(s.PAIRS_FILE).expanduser().is_file():
             yield error("settings", f"PAIRS_FILE={s.PAIRS_FILE}: no such file", "correct the variable")
         return
-    s = composed_here(s)
     try:
-        config = verl_config.compose(
-            "ppo_trainer", verl_config.rl_overrides(s, s.MODEL, s.runs_dir), arguments=arguments
-        )
+        config = verl_config.rl_config(composed_here(s), arguments)
         problem = getattr(method(s.METHOD), "problem", lambda config: None)(config)
     except SettingsError as found:
         problem = str(found)
@@ -122,7 +115,7 @@ def of_data(s: Settings, data_dir: Path) -> list[Finding]:
     if not manifest:
         return []
     try:
-        tokenizer = load_tokenizer_of(s.MODEL)
+        tokenizer = load_tokenizer(s.MODEL, weights=False)
         found = [*rows(s, manifest), *tools(tokenizer, data_dir), *too_long(s, lengths(s, tokenizer, data_dir))]
         found += pairs(s, tokenizer) if s.METHOD == "dpo" and s.PAIRS_FILE else []
     except DataError as problem:
@@ -164,34 +157,13 @@ def pairs(s: Settings, tokenizer) -> Iterator[Finding]:
         yield ok("pairs", f"{text}, none left out")
 
 
-def load_tokenizer_of(folder: str):
-    """The tokenizer of a folder that may have no weights. Raises DataError without one or its chat template."""
-    from transformers import AutoTokenizer
-
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as problem:
-        raise DataError(f"MODEL={folder}: no tokenizer ({one_line(str(problem), 200)})") from problem
-    if not tokenizer.chat_template:
-        raise DataError(f"MODEL={folder}: has no chat template to render prompts")
-    return tokenizer
-
-
-def stop_ids(folder: Path, tokenizer) -> set[int]:
-    """Ids at which vLLM ends a response: those of generation_config.json, config.json and the tokenizer."""
-    stated = [read_json(folder / name).get("eos_token_id") for name in ("generation_config.json", "config.json")]
-    every = [tokenizer.eos_token_id, *stated]
-    return {each for found in every for each in (found if isinstance(found, list) else [found]) if each is not None}
-
-
 def stops(s: Settings, tokenizer) -> Iterator[Finding]:
     """Does the token that ends a turn in the chat template also end a response? And do all tokens have a row?"""
-    folder = Path(s.MODEL)
-    size, vocabulary = len(tokenizer), read_json(folder / "config.json").get("vocab_size", 0)
+    size, vocabulary = len(tokenizer), read_json(Path(s.MODEL) / "config.json").get("vocab_size", 0)
     if size > vocabulary:
         text = f"{size} tokens, and vocab_size={vocabulary} in config.json"
         yield error("vocabulary", text, "take the tokenizer that belongs to the model")
-    end, stopping = end_of_turn(tokenizer), stop_ids(folder, tokenizer)
+    end, stopping = end_of_turn(tokenizer), {*stop_ids(s.MODEL), tokenizer.eos_token_id} - {None}
     named = ", ".join(tokenizer.convert_ids_to_tokens(sorted(stopping)))
     ids = tokenizer(end, add_special_tokens=False)["input_ids"] if end else []
     fix = "correct eos_token_id of generation_config.json"
@@ -216,26 +188,10 @@ def rows(s: Settings, manifest: dict) -> Iterator[Finding]:
         yield ok("rows", said)
 
 
-def too_long(s: Settings, found: Lengths) -> Iterator[Finding]:
-    """Prompts over MAX_PROMPT_LENGTH, which verl leaves out, and demonstrations over MAX_RESPONSE_LENGTH."""
-    for what, tokens, name in (
-        ("prompts", found.prompts, "MAX_PROMPT_LENGTH"),
-        ("demonstrations", found.answers, "MAX_RESPONSE_LENGTH"),
-    ):
-        if not tokens:
-            continue
-        limit = getattr(s, name)
-        long = sum(count > limit for count in tokens)
-        average, longest = mean(tokens), max(tokens)
-        text = f"{len(tokens)} measured, on average {average:.0f} tokens, the longest {longest}, {name}={limit}"
-        fix = f"raise {name} to {longest}"
-        if not long:
-            yield ok(what, text)
-        elif what == "prompts" and long > FEW * len(tokens):
-            yield error(what, f"{text}; {long} are longer and are left out", fix)
-        else:
-            then = "are longer and are left out" if what == "prompts" else "are longer: a response of RL is cut there"
-            yield warning(what, f"{text}; {long} {then}", fix)
+def too_long(s: Settings, found: Lengths) -> list[Finding]:
+    """Prompts over MAX_PROMPT_LENGTH, and demonstrations over MAX_RESPONSE_LENGTH."""
+    measured = {"prompts": found.prompts, "demonstrations": found.answers}
+    return [doctor.fit(s, what, tokens, FEW * len(tokens)) for what, tokens in measured.items() if tokens]
 
 
 def tools(tokenizer, data_dir: Path) -> Iterator[Finding]:
@@ -252,21 +208,14 @@ def tools(tokenizer, data_dir: Path) -> Iterator[Finding]:
 def fits(s: Settings, arguments: list[str], target: Target) -> Iterator[Finding]:
     """The settings as verl wants them, and the estimate of memory against the real GPUs."""
     try:
-        planned = plan_of(s, arguments)
+        planned = doctor.plan(composed_here(s), arguments)
     except SettingsError as problem:
         yield error("settings", str(problem), "correct the variable")
         return
     shapes = memory.shapes_of(s.MODEL)
     if shapes is None or target.gpu is None:
         return
-    short = memory.too_much(shapes, planned, target.gpu.memory, 0)
-    for text, fix in short:
-        yield error("memory", text, fix)
-    tight = [] if short else memory.too_much(shapes, planned, (1 - doctor.SPARE) * target.gpu.memory, 0)
-    for text, fix in tight:
-        yield warning("memory", f"less than {doctor.SPARE:.0%} to spare: {text}", fix)
-    if not short and not tight:
-        yield ok("memory", f"fits on {target}")
+    yield from doctor.too_much(shapes, planned, target.gpu.memory, 0) or [ok("memory", f"fits on {target}")]
 
 
 def composed_here(s: Settings) -> Settings:
@@ -275,16 +224,10 @@ def composed_here(s: Settings) -> Settings:
     return replace(s, STACK="current") if s.STACK == "a100" else s
 
 
-def plan_of(s: Settings, arguments: list[str]) -> memory.Plan:
-    """doctor's plan. Raises SettingsError."""
-    return doctor.plan(composed_here(s), arguments)
-
-
 def checkpoints(s: Settings) -> tuple[int, float]:
-    """How many checkpoints there are at once (the best, the last, the one being written), and the bytes of one."""
+    """As doctor's; the bytes are 0 where the config is of an unknown model type."""
     shapes = memory.shapes_of(s.MODEL)
-    size = memory.checkpoint_bytes(shapes.parameters, s.LORA_RANK, s.METHOD == "ppo") if shapes else 0.0
-    return (3 if s.METHOD == "dpo" else s.KEEP + 2), size
+    return doctor.checkpoints(s, shapes.parameters if shapes else 0)
 
 
 def disk(s: Settings, command: Command) -> Iterator[Finding]:
@@ -308,22 +251,11 @@ def step_of(s: Settings, shapes: memory.Shapes, prompt: float, response: float, 
     """An RL step of the real run with responses of these lengths."""
     updates = s.TRAIN_BATCH_SIZE // s.MINI_BATCH_SIZE
     # The old log-probs of a step of one update are its own (verl_plugins/on_policy.py), with these exceptions.
-    in_reward = s.METHOD == "ppo" and s.KL_COEF > 0
-    again = updates > 1 or s.METHOD in ("egpo", "distill") or s.ROLLOUT_CORRECTION == "sequence" or in_reward
-    forward = int(again) + int(s.KL_COEF > 0) + int(s.METHOD == "ppo")
-    return speed.Step(
-        shapes,
-        s.world_size,
-        s.TRAIN_BATCH_SIZE * s.ROLLOUT_N,
-        prompt,
-        response,
-        longest,
-        updates,
-        forward,
-        s.METHOD == "ppo",
-        s.TP,
-        s.LORA_RANK > 0,
-    )
+    rollouts, critic = s.TRAIN_BATCH_SIZE * s.ROLLOUT_N, s.METHOD == "ppo"
+    again = updates > 1 or s.METHOD in ("egpo", "distill") or s.ROLLOUT_CORRECTION == "sequence"
+    forward = int(again or (critic and s.KL_COEF > 0)) + int(s.KL_COEF > 0) + int(critic)
+    lengths = prompt, response, longest
+    return speed.Step(shapes, s.world_size, rollouts, *lengths, updates, forward, critic, s.TP, s.LORA_RANK > 0)
 
 
 @dataclass(frozen=True)
@@ -377,7 +309,8 @@ def words(s: Settings, arguments: list[str], data_dir: Path, target: Target, com
         yield "not predicted: config.json is of an unknown model type"
         return
     try:
-        yield from _of_memory(memory.estimate(shapes, plan_of(s, arguments), target.gpu.memory if target.gpu else 0))
+        planned = doctor.plan(composed_here(s), arguments)
+        yield from _of_memory(memory.estimate(shapes, planned, target.gpu.memory if target.gpu else 0))
     except SettingsError:
         yield "memory: not estimated, the settings are wrong"
     count, size = checkpoints(s)
@@ -385,7 +318,7 @@ def words(s: Settings, arguments: list[str], data_dir: Path, target: Target, com
     if reason := unpredicted(s, target, data_dir):
         yield f"seconds per step, hours, cost: not predicted, {reason}"
         return
-    found = lengths(s, load_tokenizer_of(s.MODEL), data_dir)
+    found = lengths(s, load_tokenizer(s.MODEL, weights=False), data_dir)
     for case, (response, longest) in cases(s, found).items():
         yield _of_time(time_of(s, target.gpu, found, response, longest), case, target, command.PRICE)
     if not command.PRICE:

@@ -27,16 +27,7 @@ from tasks.common.guarded import asks_judge
 from tasks.common.launch import needs, rehearsed_data, thin_judge
 from tasks.common.launch.task import load_reward
 from tasks.common.models import thin
-from tasks.common.settings import (
-    COMPLETE,
-    ROOT,
-    Command,
-    Settings,
-    SettingsError,
-    artifacts,
-    load_settings,
-    values_of,
-)
+from tasks.common.settings import COMPLETE, ROOT, Command, Settings, SettingsError, artifacts, load_settings, values_of
 
 STEPS, SAVED, SFT_STEPS = "2", 1, 2  # RL steps, the one whose checkpoint is resumed, steps of the warm-up
 ROWS, TEST, DEV, EVALUATED = 512, 16, 4, 4  # at most: training, test and dev prompts, prompts of the evaluation
@@ -54,7 +45,7 @@ NOT_PLAYED = ("ABORT_ON", "WANDB", "LOGGER", "REWARD_MODEL", "RUN", "PATIENCE")
 # What make, a shell and an outer launch put into the environment; a played command gets its own.
 OURS = {"GIVEN", "MAKEFLAGS", "MAKELEVEL", "MFLAGS", "STARTED", COMPLETE, "ARTIFACTS", "ARGS", "RAY_ADDRESS", "PYTHON"}
 ERROR = re.compile(r"^error: .*", re.MULTILINE)
-TAKEN = re.compile(r"^  .* \((\d+) s\)$")
+EVALUATED_IN = re.compile(r"^\[\d+/\d+\] eval\n(?:.*\n)*  .* \((\d+) s\)$", re.MULTILINE)
 
 
 @dataclass
@@ -241,17 +232,6 @@ def _left(folder: Path) -> list[str]:
         time.sleep(POLL_SECONDS)
 
 
-def stage_seconds(text: str) -> dict[str, float]:
-    """The seconds of each stage of a command, by the lines that the launcher prints."""
-    found, stage = {}, ""
-    for line in text.splitlines():
-        if begins := re.match(r"\[\d+/\d+\] (\w+)$", line):
-            stage = begins[1]
-        elif stage and (ends := TAKEN.match(line)):
-            found[stage] = float(ends[1])
-    return found
-
-
 def stages(r: Rehearsal) -> Iterator[Played]:
     """Play the stages, one after the other; what needs one that broke is left out."""
     s = r.real
@@ -289,7 +269,7 @@ def stages(r: Rehearsal) -> Iterator[Played]:
     text = Path(resumed.log).read_text(errors="replace")
     if not resumed.problem and "resuming from step" not in text:
         resumed.problem = "it began anew, not from the checkpoint"
-    in_eval = stage_seconds(text).get("eval", 0.0)
+    in_eval = float(taken[1]) if (taken := EVALUATED_IN.search(text)) else 0.0
     resumed.seconds -= in_eval
     resumed.said = f"to the last step{', with validations' if s.TEST_FREQ and s.METHOD != 'dpo' else ''}"
     yield resumed

@@ -60,8 +60,7 @@ def own_stages(task_dir: Path) -> list[str]:
 
 
 def load_reward(s: Settings) -> Callable:
-    """The source of the task's rewards: its ``compute_score``, or the Environment of a multi-turn task. Raises as
-    ``compute_score_of``."""
+    """What makes the task's rewards: ``compute_score``, or its Environment. Raises as ``compute_score_of``."""
     return of_task(s.TASK) if s.multi_turn else compute_score_of(s)
 
 

@@ -76,7 +76,6 @@ def serving(folder: Path) -> Iterator[str]:
             pass
 
     class Server(ThreadingHTTPServer):
-        daemon_threads = True
         request_queue_size = 128
 
     with Server(("127.0.0.1", 0), Handler) as server:

@@ -44,8 +44,7 @@ def check(s: Settings, arguments: list[str]) -> None:
         return
     if s.ABORT_ON and not verl_versions.has_own_trainers(s):
         raise SettingsError(f"ABORT_ON={s.ABORT_ON}: STACK={s.STACK} has a verl that cannot do it; take STACK=current")
-    config = verl_config.compose("ppo_trainer", verl_config.rl_overrides(s, s.MODEL, s.runs_dir), arguments=arguments)
-    verl_config.check(config)
+    config = verl_config.rl_config(s, arguments)
     if config.trainer.test_freq > 0 and not s.DEV_SIZE:
         raise SettingsError(f"trainer.test_freq={config.trainer.test_freq}: validates on the dev set; set DEV_SIZE")
     if problem := getattr(method(s.METHOD), "problem", lambda config: None)(config):

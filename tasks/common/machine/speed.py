@@ -20,8 +20,7 @@ from tasks.common.settings import ROOT
 
 @dataclass(frozen=True)
 class GPU:
-    """The maker's figures: dense bf16 FLOP per second, bytes per second of its memory, bytes that a driver
-    leaves free."""
+    """The maker's figures: dense bf16 FLOP and bytes of memory per second, and bytes that a driver leaves free."""
 
     name: str
     peak: float

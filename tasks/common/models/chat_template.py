@@ -124,8 +124,7 @@ def exchanges(turns: list[dict]) -> list[tuple[str, list[dict]]]:
 
 
 def shown_ids(tokenizer, answer: str, between: list[dict], think_opened: bool, tools: list[dict] | None) -> list[int]:
-    """Token ids of a demonstrated ``answer``. Where the template has no end of a turn, it ends with the token that
-    opens ``between``."""
+    """Token ids of a demonstrated ``answer``; without an end of turn it ends with the token that opens ``between``."""
     ids = answer_ids(tokenizer, answer, think_opened)
     if between and not own_end(tokenizer):
         follows = next_turn_ids(tokenizer, [], between, tools)

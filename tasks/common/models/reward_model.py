@@ -1,23 +1,9 @@
 """REWARD_MODEL: a sequence classifier whose score is the reward (verl/experimental/reward_loop)."""
 
-from pathlib import Path
-
-from tasks.common.models.find import resolve_model
-from tasks.common.models.merge import is_adapter
+from tasks.common.models.find import loaded
 from tasks.common.settings import Settings, SettingsError
-from tasks.common.text import one_line
 
 CLASSIFIER = "ForSequenceClassification"
-
-
-def find(model: str) -> str:
-    """The reward model's path for verl, a folder or a hub id. Raises SettingsError as find.py, and for an adapter."""
-    if is_adapter(Path(model).expanduser()):
-        raise SettingsError(f"REWARD_MODEL={model}: is a LoRA adapter; merge it into its classifier first")
-    try:
-        return resolve_model(model)
-    except SettingsError as error:
-        raise SettingsError(f"REWARD_{error}") from None
 
 
 def check(s: Settings) -> None:
@@ -26,7 +12,7 @@ def check(s: Settings) -> None:
         return
     from transformers import AutoTokenizer
 
-    path, config = find(s.REWARD_MODEL), _config(s.REWARD_MODEL)
+    config = _config(s.REWARD_MODEL)
     architectures = config.architectures or ["none"]
     if not architectures[0].endswith(CLASSIFIER):
         raise SettingsError(
@@ -35,11 +21,7 @@ def check(s: Settings) -> None:
         )
     if config.num_labels != 1:
         raise SettingsError(f"REWARD_MODEL={s.REWARD_MODEL}: has {config.num_labels} labels; a reward is one number")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-    except Exception as error:
-        raise SettingsError(f"REWARD_MODEL={s.REWARD_MODEL}: its tokenizer: {one_line(str(error), 200)}") from error
-    if not tokenizer.chat_template:
+    if not loaded(AutoTokenizer, "tokenizer", "REWARD_MODEL", s.REWARD_MODEL).chat_template:
         raise SettingsError(
             f"REWARD_MODEL={s.REWARD_MODEL}: its tokenizer has no chat template, which it needs to read the answer"
         )
@@ -56,11 +38,6 @@ def context_length(s: Settings) -> int:
 
 
 def _config(model: str):
-    """The model's config; code that comes with it is not run. Raises SettingsError."""
     from transformers import AutoConfig
 
-    path = find(model)
-    try:
-        return AutoConfig.from_pretrained(path)
-    except Exception as error:
-        raise SettingsError(f"REWARD_MODEL={model}: its config: {one_line(str(error), 200)}") from error
+    return loaded(AutoConfig, "config", "REWARD_MODEL", model)

@@ -20,7 +20,7 @@ from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
-from tasks.common.evaluation.rollouts import SAMPLED, in_turn
+from tasks.common.evaluation.rollouts import SAMPLED, dumped, in_turn
 from tasks.common.interrupts import interrupt_on_sigterm
 from tasks.common.machine import hardware
 from tasks.common.process import errors_in_one_line
@@ -128,7 +128,7 @@ def _once_written(read):
 
 @_once_written
 def _dumped(file: Path, kind: str, most: int) -> Iterator[Sample]:
-    for row in _rows(file, most):
+    for row in filter(None, islice(dumped(file), most)):
         texts = (_cut(row.pop(name)) for name in ("input", "output", "gts"))
         rewards = {k: float(v) for k, v in row.items() if isinstance(v, int | float) and k not in NO_REWARD}
         yield Sample(kind, int(file.stem), *texts, rewards, _turns(row))

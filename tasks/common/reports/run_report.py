@@ -17,7 +17,7 @@ from tasks.common.data.prepare import describe
 from tasks.common.data.rows import DataError
 from tasks.common.evaluation import compare, plots
 from tasks.common.evaluation import probe as probes
-from tasks.common.evaluation.rollouts import in_turn, read_rollouts
+from tasks.common.evaluation.rollouts import dumped, in_turn, read_rollouts
 from tasks.common.evaluation.sample import model_name
 from tasks.common.evaluation.statistics import Estimate
 from tasks.common.evaluation.summary import Difference
@@ -32,7 +32,7 @@ from tasks.common.runs.health import findings, newest_by_rule
 from tasks.common.runs.repeat import changed_files, check
 from tasks.common.runs.secrets import masked, masked_values
 from tasks.common.settings import ROOT, Settings, SettingsError, artifacts, load_settings
-from tasks.common.text import one_line, printable
+from tasks.common.text import one_line, printable, without_middle
 
 SAMPLES = 6  # rollouts that are shown
 PROMPT, RESPONSE, TRUTH = 1500, 3000, 500  # characters of each
@@ -336,9 +336,9 @@ def samples(run_dir: Path) -> Section:
     """Rollouts of the last step that has any, else of the last evaluation, from the highest score to the lowest."""
     files = [file for file in (run_dir / "rollouts").glob("*.jsonl") if file.stem.isdigit()]
     for file in sorted(files, key=lambda file: -int(file.stem)):
-        records, bad = read_dump(file)
-        if records:
-            return _samples(records, bad, f"rollouts of step {file.stem}")
+        lines = list(dumped(file))
+        if records := list(filter(None, lines)):
+            return _samples(records, lines.count(None), f"rollouts of step {file.stem}")
     for step, summary, _ in reversed(evaluations(run_dir)):
         if (file := summary.with_name("rollouts.jsonl")).is_file() and (records := evaluated(file)):
             return _samples(records, 0, f"responses of the evaluation of step {step}")
@@ -360,7 +360,7 @@ def _samples(records: list[dict], bad: int, what: str) -> Section:
 
 
 def evaluated(file: Path) -> list[dict]:
-    """The scored rollouts of an evaluation in the form of ``read_dump``."""
+    """The scored rollouts of an evaluation in the form of ``dumped``."""
     found = [rollout for rollout in read_rollouts(file)[0] if rollout.reward]
     return [
         {
@@ -387,22 +387,6 @@ def transcript(record: dict) -> list[tuple[str, str]]:
     return [*blocks[: TURNS // 2], left_out, *blocks[-TURNS // 2 :]]
 
 
-def read_dump(file: Path) -> tuple[list[dict], int]:
-    """verl's rollouts of a step (``input``, ``output``, ``gts``, ``score``), and the number of other lines."""
-    records, bad = [], 0
-    with file.open(encoding="utf-8", errors="replace") as stream:
-        for line in stream:
-            try:
-                record = json.loads(line)
-                record["score"] = float(record["score"])
-                if not math.isfinite(record["score"]) or not isinstance(record["output"], str):
-                    raise ValueError
-                records.append(record)
-            except (ValueError, TypeError, KeyError, RecursionError):
-                bad += 1
-    return records, bad
-
-
 def spread(records: list[dict]) -> list[dict]:
     """SAMPLES of ``records`` with as many different scores as can be, the highest and the lowest among them."""
     by_score: dict[float, list[dict]] = {}
@@ -417,12 +401,8 @@ def spread(records: list[dict]) -> list[dict]:
 
 
 def cut(text: str, limit: int) -> str:
-    """``text`` without control characters, and without its middle beyond ``limit`` characters: answers stand last."""
-    text = printable(text)
-    if len(text) <= limit:
-        return text
-    half = limit // 2
-    return f"{text[:half]}\n[… {len(text) - 2 * half} characters left out …]\n{text[-half:]}"
+    """``text`` without control characters, and without its middle beyond ``limit`` characters."""
+    return without_middle(printable(text), limit)
 
 
 def _png(path: Path, text: str) -> list[Picture]:

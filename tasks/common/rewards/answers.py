@@ -38,8 +38,7 @@ def with_opened_thinking(response: str, extra_info: dict | None) -> str:
 
 
 def after_thinking(response: str) -> str:
-    """The text after the last ``</think>``, up to a ``<think>`` that is not closed; at most its last 100,000
-    characters."""
+    """The text after the last ``</think>``, up to an open ``<think>``; at most its last 100,000 characters."""
     return _THINK.split(_THINK_END.split(response)[-1], 1)[0][-MAX_RESPONSE_CHARS:]
 
 
@@ -59,11 +58,6 @@ def last_answer(response: str) -> str | None:
 def variants(compute_score: Callable[..., dict]) -> tuple[str, ...]:
     """The values of REWARD in a task's reward.py: its VARIANTS, the default first; empty without variants."""
     return getattr(sys.modules[compute_score.__module__], "VARIANTS", ())
-
-
-def of_variant(compute_score: Callable[..., dict], variant: str) -> Callable[..., dict]:
-    """``compute_score`` with ``variant``, as verl calls it (reward.custom_reward_function.reward_kwargs)."""
-    return functools.partial(compute_score, variant=variant) if variant else compute_score
 
 
 def reward_function(compute_score: Callable[..., dict]) -> Callable[..., dict]:

@@ -61,8 +61,7 @@ def of_task(task: str) -> type[Environment]:
     try:
         return importlib.import_module(f"tasks.{task}.environment").Environment
     except Exception as error:
-        why = " ".join(f"{type(error).__name__}: {error}".split())
-        raise RewardError(f"tasks/{task}/environment.py: cannot be loaded: {why[:300]}") from error
+        raise RewardError(f"tasks/{task}/environment.py: cannot be loaded: {_said(error)}") from error
 
 
 def tool_message(content: str) -> dict:
@@ -71,8 +70,7 @@ def tool_message(content: str) -> dict:
 
 
 def begun(made: type[Environment], row: dict) -> tuple[Environment, Start]:
-    """A new environment, reset to ``row``. Raises RewardError for what it raises, and for messages or tools that are
-    none."""
+    """A new environment, reset to ``row``. Raises RewardError for what it raises, and for bad messages or tools."""
     try:
         environment = made()
         start = environment.reset(row)

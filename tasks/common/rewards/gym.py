@@ -39,13 +39,6 @@ MAX_SEED = 2**31
 RIGHT = 1 - 1e-9
 
 
-def environments() -> list[str]:
-    """Names of all environments, sorted."""
-    from reasoning_gym.factory import DATASETS
-
-    return sorted(DATASETS)
-
-
 def dataset(env: str, config: dict | None = None, seed: int = 0, size: int = 1):
     """The ``ProceduralDataset`` of an environment. ``config``: its own settings, as JSON has them.
 

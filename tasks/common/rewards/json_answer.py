@@ -15,11 +15,10 @@ from referencing import Registry
 from referencing.exceptions import Unresolvable
 
 from tasks.common.rewards.answers import RewardError, after_thinking
-from tasks.common.strict_json import deeper_than, finite, no_constant, once
+from tasks.common.strict_json import finite, no_constant, once, too_deep
 from tasks.common.text import one_line
 
 MAX_OBJECT_CHARS = 10_000
-MAX_DEPTH = 32
 MAX_DIGITS = 18  # of an integer: it fits in 64 bits, and no arithmetic on it is slow
 
 _STRUCTURE = re.compile(r'[{}]|"(?:[^"\\]|\\.)*+"?', re.DOTALL)  # a brace, or a string with the braces in it
@@ -48,7 +47,7 @@ def _parse(text: str) -> dict | None:
         value = json.loads(text, object_pairs_hook=once, parse_int=_int, parse_float=finite, parse_constant=no_constant)
     except (ValueError, RecursionError):
         return None
-    return value if isinstance(value, dict) and not deeper_than(value, MAX_DEPTH) else None
+    return value if isinstance(value, dict) and not too_deep(value) else None
 
 
 def _int(text: str) -> int:

@@ -29,7 +29,7 @@ from tasks.common.files import write_json
 from tasks.common.rewards.answers import JudgeError
 from tasks.common.settings import SettingsError, artifacts, load_settings, variable
 from tasks.common.strict_json import once
-from tasks.common.text import one_line, printable
+from tasks.common.text import one_line, printable, without_middle
 
 RIGHT = 0.7  # the lowest score with acc 1; the prompt says that 7 of 10 is acceptable
 MAX_TEXT_CHARS = 20_000  # of each text in the prompt
@@ -227,10 +227,7 @@ def messages(question: str, response: str, reference: str = "", rubric: str = ""
 
 def _quoted(text: str) -> str:
     """``text`` cut to MAX_TEXT_CHARS, without what a server or its chat template would read as a control token."""
-    if len(text) > MAX_TEXT_CHARS:
-        half = MAX_TEXT_CHARS // 2
-        text = f"{text[:half]}\n[{len(text) - 2 * half} characters left out]\n{text[-half:]}"
-    text = printable(text).encode("utf-8", errors="replace").decode()  # no lone surrogates
+    text = printable(without_middle(text, MAX_TEXT_CHARS)).encode("utf-8", errors="replace").decode()  # no surrogates
     return _CONTROL_TOKEN.sub(lambda found: found[0] + " ", text)
 
 

@@ -117,8 +117,7 @@ def _first_sentence(text: str) -> str:
 
 
 def _last(pattern: re.Pattern, text: str, words: tuple[str, ...]) -> Iterator[re.Match]:
-    """Matches of ``pattern`` at the last MAX_CANDIDATES places of ``words``, the last first. A pattern over the whole
-    text takes longer."""
+    """Matches of ``pattern`` at the last MAX_CANDIDATES places of ``words``, the last first: faster than over all."""
     places = []
     for word in words:
         place = len(text)

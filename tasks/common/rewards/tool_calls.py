@@ -11,10 +11,9 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_bipartite_matching
 
 from tasks.common.models.chat_template import call_text
-from tasks.common.strict_json import DECODER, deeper_than
+from tasks.common.strict_json import DECODER, MAX_DEPTH, too_deep
 
 MAX_CHARS = 16_384  # after the thinking; more would take longer than the 5 ms that a reward may take per row
-MAX_DEPTH = 32
 MAX_CALLS = 64
 
 THINK, THINK_END = "<think>", "</think>"
@@ -217,7 +216,7 @@ def _decode(text: str, start: int):
         value, end = DECODER.raw_decode(text, start)
     except (ValueError, RecursionError) as error:
         raise Malformed(f"not JSON ({str(error)[:80]})") from None
-    if deeper_than(value, MAX_DEPTH):
+    if too_deep(value):
         raise Malformed(f"nested deeper than {MAX_DEPTH} levels")
     return value, end
 

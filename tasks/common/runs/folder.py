@@ -8,7 +8,7 @@ import re
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
-from tasks.common.files import read_json, write_json, written_beside
+from tasks.common.files import read_json, write_json, write_text
 from tasks.common.models.merge import base_model, loadable, merge
 from tasks.common.runs import validation
 from tasks.common.runs.checkpoint import whole
@@ -170,8 +170,7 @@ def mend_tracker(run_dir: Path) -> None:
     if not last:
         tracker(run_dir).unlink(missing_ok=True)
     elif _tracked(run_dir) != str(last):
-        with written_beside(tracker(run_dir)) as partial:
-            partial.write_text(str(last))
+        write_text(tracker(run_dir), str(last))
 
 
 def checkpoints(run_dir: Path) -> list[int]:
@@ -270,6 +269,14 @@ def _saved_at(run_dir: Path) -> float:
     return (file if file.exists() else file.parent).stat().st_mtime
 
 
+def check_settings(run_dir: Path, values: dict) -> None:
+    """Raise SettingsError for the ``values`` of a run's record that no variable takes."""
+    try:
+        recorded_texts(values)
+    except SettingsError as error:
+        raise SettingsError(f"RUN={run_dir.name}: its settings.json has {error}") from None
+
+
 def settings_of(run_dir: Path, s: Settings) -> Settings:
     """The settings of ``run_dir``'s training, with the evaluation settings of ``s``.
 
@@ -277,10 +284,7 @@ def settings_of(run_dir: Path, s: Settings) -> Settings:
     """
     own = {f.name for f in fields(Settings)} - REPORTING
     values = {name: value for name, value in recorded(run_dir)["settings"].items() if name in own}
-    try:
-        recorded_texts(values)
-    except SettingsError as error:
-        raise SettingsError(f"RUN={run_dir.name}: its settings.json has {error}") from None
+    check_settings(run_dir, values)
     found = replace(s, **values | {"TASK": s.TASK})
     for name, followed in (("MAX_NEW_TOKENS", "MAX_RESPONSE_LENGTH"), ("EVAL_TEMPERATURE", "TEMPERATURE")):
         if getattr(s, name) == getattr(s, followed):

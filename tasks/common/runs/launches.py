@@ -17,7 +17,7 @@ from pathlib import Path
 
 import yaml
 
-from tasks.common.files import folder_beside, read_json, sha256, write_json, written_beside
+from tasks.common.files import folder_beside, read_json, sha256, write_json, write_text
 from tasks.common.install.check import versions
 from tasks.common.runs.secrets import masked, masked_values
 from tasks.common.settings import JUDGED, ROOT, Settings, SettingsError, judge_settings
@@ -54,8 +54,7 @@ def begin(run_dir: Path, s: Settings, command: list[str], config: dict | None = 
 def write_config(launch: Path, config: dict) -> None:
     """Write a trainer's resolved ``config`` beside a launch's record."""
     plain = masked_values(json.loads(json.dumps(config, default=str)))
-    with written_beside(launch / "config.yaml") as partial:
-        partial.write_text(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True))
+    write_text(launch / "config.yaml", yaml.safe_dump(plain, sort_keys=False, allow_unicode=True))
 
 
 def launches(run_dir: Path) -> list[Path]:

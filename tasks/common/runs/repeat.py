@@ -12,18 +12,9 @@ from pathlib import Path
 
 from tasks.common.process import die_with_parent, errors_in_one_line
 from tasks.common.runs import launches
-from tasks.common.runs.folder import last_step, lineage, named, recorded
+from tasks.common.runs.folder import check_settings, last_step, lineage, named, recorded
 from tasks.common.runs.secrets import MASK
-from tasks.common.settings import (
-    COMPLETE,
-    ROOT,
-    Command,
-    Settings,
-    SettingsError,
-    judge_settings,
-    load_settings,
-    recorded_texts,
-)
+from tasks.common.settings import COMPLETE, JUDGED, ROOT, Command, Settings, SettingsError, load_settings
 from tasks.common.text import one_line, printable
 
 SHOWN = 10  # changes in the warning
@@ -41,10 +32,7 @@ def check(run_dir: Path) -> tuple[dict, dict]:
     training cannot be repeated under another name. A run may come from elsewhere: its record is data, never code."""
     made, found = recorded(run_dir), launches.launches(run_dir)
     problem = ""
-    try:
-        recorded_texts(made["settings"])
-    except SettingsError as error:
-        raise SettingsError(f"RUN={run_dir.name}: its settings.json has {error}") from None
+    check_settings(run_dir, made["settings"])
     if not found:
         problem = f"was trained by an older version, which left no record in {run_dir}/launches"
     elif made["kind"] == "sft":
@@ -74,8 +62,8 @@ def variables(made: dict, judge: dict[str, str], name: str, environ: dict[str, s
 
     Raises SettingsError when ``environ`` has another value than the record.
     """
-    recorded_values = recorded_texts(made["settings"])
-    for key, value in {**recorded_values, **{key: judge.get(key, "") for key in judge_settings() | judge}}.items():
+    recorded_values = {key: str(value) for key, value in made["settings"].items()}
+    for key, value in {**recorded_values, **{key: judge.get(key, "") for key in JUDGED}}.items():
         given = environ.get(key, "")
         if key not in ("RUN", "TASK") and given and not _same(given, value):
             hint = f"make repeat STACK={value} does" if key == "STACK" else "leave it out, or use make train"

@@ -29,7 +29,7 @@ from trl.trainer import dpo_trainer
 
 from tasks.common.data.pairs import ANSWERS, TokenPair, pair_set
 from tasks.common.data.prepare import load_tokenizer
-from tasks.common.files import written_beside
+from tasks.common.files import write_text
 from tasks.common.machine.hardware import cpu_dtype
 from tasks.common.models.merge import base_model, base_of, is_adapter
 from tasks.common.process import die_with_torchrun
@@ -167,8 +167,7 @@ def publish(run_dir: Path, step: int) -> None:
     folder = run_dir / "checkpoints"
     shutil.rmtree(folder / f"global_step_{step}", ignore_errors=True)  # of a killed run, unknown to the tracker
     (folder / f"checkpoint-{step}").rename(folder / f"global_step_{step}")
-    with written_beside(tracker(run_dir)) as partial:
-        partial.write_text(str(step))
+    write_text(tracker(run_dir), str(step))
     prune(run_dir, KEPT - 1)
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from tasks.common.machine import cluster, hardware
 from tasks.common.machine.memory import GIB, Plan
 from tasks.common.models import reward_model
-from tasks.common.models.find import whole_model
+from tasks.common.models.find import resolve_whole, whole_model
 from tasks.common.models.merge import base_model, is_adapter
 from tasks.common.settings import ROOT, Settings, SettingsError, batch_problems, method, stack, token_problems
 from tasks.common.text import one_line
@@ -77,17 +77,10 @@ def _trainer(s: Settings, run_dir: Path, steps: int) -> list[str]:
     ]
 
 
-def _reward_function(s: Settings) -> list[str]:
-    # Not the old top-level key `custom_reward_function`: verl 0.9.1 accepts and ignores it.
-    key = "reward.custom_reward_function"
-    function = [f"{key}.path={quoted(s.task_dir / 'reward.py')}", f"{key}.name=compute_score"]
-    return [*function, f"+{key}.reward_kwargs.variant={s.REWARD}"] if s.REWARD else function
-
-
 def _reward_model(s: Settings) -> list[str]:
     """A classifier behind a vLLM of its own, on the same GPUs; it sleeps while the policy samples and learns."""
     reward_model.check(s)
-    path, context = reward_model.find(s.REWARD_MODEL), reward_model.context_length(s)
+    path, context = resolve_whole("REWARD_MODEL", s.REWARD_MODEL), reward_model.context_length(s)
     return [
         "reward.reward_model.enable=True",
         f"reward.reward_model.model_path={quoted(path)}",
@@ -150,7 +143,12 @@ def _reward(s: Settings) -> list[str]:
     if s.multi_turn:
         turns = {"turns": s.MAX_TURNS, "turn_length": s.MAX_TURN_LENGTH, "step_seconds": s.STEP_SECONDS}
         return [f"+data.episode.{name}={value}" for name, value in ({"task": s.TASK} | turns).items()]
-    return _reward_model(s) if s.REWARD_MODEL else _reward_function(s)
+    if s.REWARD_MODEL:
+        return _reward_model(s)
+    # Not the old top-level key `custom_reward_function`: verl 0.9.1 accepts and ignores it.
+    key = "reward.custom_reward_function"
+    function = [f"{key}.path={quoted(s.task_dir / 'reward.py')}", f"{key}.name=compute_score"]
+    return [*function, f"+{key}.reward_kwargs.variant={s.REWARD}"] if s.REWARD else function
 
 
 def _ray(s: Settings) -> list[str]:
@@ -298,6 +296,13 @@ def compose(config_name: str, overrides: list[str], package: Path | None = None,
             raise SettingsError(f"verl's config refuses an override (ARGS?): {' '.join(str(error).split())}") from error
 
 
+def rl_config(s: Settings, arguments: Sequence[str] = ()):
+    """verl's config of an RL training from MODEL, checked. Raises SettingsError."""
+    config = compose("ppo_trainer", rl_overrides(s, s.MODEL, s.runs_dir), arguments=arguments)
+    check(config)
+    return config
+
+
 def _check_types(before, after, arguments: Sequence[str]) -> None:
     """Raise SettingsError where one of ``arguments`` gives a value another type than it has in the config ``before``.
 
@@ -341,8 +346,7 @@ def resolved(config_name: str, overrides: list[str], arguments: Sequence[str] = 
 
 
 def check(config) -> None:
-    """Raise SettingsError for the first of what verl would refuse late, or silently do otherwise than ``config`` (of
-    "ppo_trainer") says."""
+    """Raise SettingsError for what of ``config`` ("ppo_trainer") verl would refuse late, or silently not do."""
     for problem in chain(_without_effect(config), _indivisible(config)):
         raise SettingsError(problem)
 

@@ -9,7 +9,6 @@ The checks: evaluation/certify.py.
 import asyncio
 import importlib
 import itertools
-import json
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -19,7 +18,7 @@ from pathlib import Path
 
 import yaml
 
-from tasks.common.data.rows import decoded, read_rows, tools_of
+from tasks.common.data.rows import decoded, demonstration, read_rows, solved, tools_of
 from tasks.common.evaluation import certify as checks
 from tasks.common.evaluation.certify import FAILED, Chat, Check, Played, Turn
 from tasks.common.evaluation.engines import Request, Sampling, TransformersEngine, TurnRequest, request_ids, stop_ids
@@ -27,7 +26,7 @@ from tasks.common.evaluation.episodes import Stage, play_all
 from tasks.common.evaluation.rollouts import SAMPLED, Rollout
 from tasks.common.evaluation.sample import Hardware
 from tasks.common.files import write_json
-from tasks.common.models.chat_template import demonstration_ids, exchanges, opens_thinking, shown_ids
+from tasks.common.models.chat_template import exchanges, opens_thinking, shown_ids
 from tasks.common.models.merge import base_model
 from tasks.common.process import die_with_parent
 from tasks.common.rewards.answers import RewardError
@@ -36,7 +35,6 @@ from tasks.common.rewards.episode import Limits
 from tasks.common.settings import Settings, load_settings
 from tasks.common.training import verl_config
 
-READ = 4096  # rows in which the prompt of a demonstration is looked for
 VERSIONS = ("verl", "vllm", "transformers", "torch")
 
 
@@ -108,33 +106,8 @@ def sampled_turns(s: Settings, engine: Recorded, tokenizer, rows: list[dict], ho
 
 def scripted(s: Settings, limit: int | None) -> list[tuple[dict, Chat]]:
     """The RL rows and chats of the first ``limit`` demonstrations; none without demonstrations."""
-    file = s.data_dir / "sft.parquet"
-    if not file.is_file():
-        return []
-    rows, found = defaultdict(list), []
-    for row in read_rows(s.data_dir / "train.parquet", READ):
-        rows[_text(row["prompt"])].append(row)
-    for number, row in enumerate(read_rows(file, limit)):
-        messages = decoded(row["messages"])
-        first = row.get("prompt_messages") or len(messages) - 1
-        own = rows[_text(row["messages"][:first])]
-        if len(own) == 1:  # else its problem is unknown
-            found.append((own[0], Chat(f"demonstration {number}", messages, first, tools_of(row))))
-    return found
-
-
-def _fits(s: Settings, tokenizer, chat: Chat) -> bool:
-    """Whether a demonstration's episode fits all limits."""
-    ids, mask = demonstration_ids(tokenizer, chat.messages, chat.first, chat.tools)
-    turns = checks.runs(mask)
-    prompt = turns[0][0]
-    longest = max(end - start for start, end in turns)
-    within = prompt <= s.MAX_PROMPT_LENGTH and len(ids) - prompt <= s.MAX_RESPONSE_LENGTH
-    return within and (not s.multi_turn or (longest <= s.MAX_TURN_LENGTH and len(turns) <= s.MAX_TURNS))
-
-
-def _text(messages: list[dict]) -> str:
-    return json.dumps(decoded(messages), sort_keys=True)
+    found = solved(s.data_dir / "train.parquet", s.data_dir / "sft.parquet", limit)
+    return [(row, Chat(f"demonstration {place}", *demonstration(own), tools_of(own))) for place, row, own in found]
 
 
 def scripted_episode(s: Settings, config, tokenizer, row: dict, chat: Chat) -> Played:
@@ -163,14 +136,13 @@ def trainer_log_probs(model: str, turns: list[Turn]) -> list[tuple[Turn, list[fl
 
 
 def certified(s: Settings, model: str, engine_of: Callable[[], object]) -> list[Check]:
-    """All checks of ``model``; ``engine_of`` starts the engine of evaluation. Where the template refuses a chat, that
-    check alone."""
+    """All checks; ``engine_of`` starts evaluation's engine. Where the template refuses a chat, that check alone."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(base_model(model))
     rows = list(read_rows(s.train_file, s.LIMIT or None))
     try:
-        pairs = [pair for pair in scripted(s, s.LIMIT or None) if _fits(s, tokenizer, pair[1])]
+        pairs = [(row, chat) for row, chat in scripted(s, s.LIMIT or None) if checks.fits(s, chat.ids(tokenizer)[1])]
         chats = [chat for _, chat in pairs]
         first = checks.template(tokenizer, chats + ([_two_turns(rows[0])] if s.multi_turn else []))
     except ValueError as error:

@@ -18,7 +18,7 @@ from verl.utils.model import compute_position_id_with_mask
 from verl.utils.profiler import simple_timer
 from verl.utils.torch_functional import postprocess_data
 
-from tasks.common.data.rows import decoded, tools_of
+from tasks.common.data.rows import decoded, demonstration, tools_of
 from tasks.common.models.chat_template import demonstration_ids, ends_turn, opens_thinking, prompt_ids
 
 RENDERS_ONCE = hasattr(SingleTurnAgentLoop, "ct_build_initial_tokens")  # verl 0.9.1
@@ -112,7 +112,8 @@ class Demonstrations(Dataset):
         rows = [row for file in files for row in pq.read_table(file).to_pylist()]
         rows = rows[:max_samples] if max_samples > 0 else rows
         limit, least = config.get("max_length", 1024), config.get("train_batch_size", 1)
-        self.tokens = [tokens for tokens in (_demonstration(tokenizer, row) for row in rows) if len(tokens[0]) <= limit]
+        made = (demonstration_ids(tokenizer, *demonstration(row), tools_of(row)) for row in rows)
+        self.tokens = [(ids, mask) for ids, mask in made if len(ids) <= limit]  # mask: 1 on what the model learns
         print(f"{len(rows) - len(self.tokens)} of {len(rows)} demonstrations are longer than {limit} tokens")
         if len(self.tokens) < least:
             raise ValueError(
@@ -125,14 +126,5 @@ class Demonstrations(Dataset):
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         ids, mask = self.tokens[index]
-        return {
-            "input_ids": torch.tensor(ids),
-            "position_ids": torch.arange(len(ids)),
-            "loss_mask": torch.tensor(mask),
-        }
-
-
-def _demonstration(tokenizer, row: dict) -> tuple[list[int], list[int]]:
-    """Token ids of a demonstration, as the model would sample them, and the mask: 1 on those that it learns."""
-    messages = decoded(row["messages"])
-    return demonstration_ids(tokenizer, messages, row.get("prompt_messages") or len(messages) - 1, tools_of(row))
+        values = {"input_ids": torch.tensor(ids), "position_ids": torch.arange(len(ids))}
+        return values | {"loss_mask": torch.tensor(mask)}

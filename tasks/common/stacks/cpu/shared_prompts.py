@@ -105,8 +105,7 @@ def _option(batch: TensorDict, name: str, default=False):
 
 
 class SharedPrompts:
-    """For a subclass of verl's FSDPEngineWithLMHead. A model that is not plain (machine/memory.py) is computed verl's
-    way."""
+    """For a subclass of verl's FSDPEngineWithLMHead. Other than plain models (machine/memory.py) go verl's way."""
 
     def forward_backward_batch(self, data: TensorDict, loss_function, forward_only=False):
         # Micro-batches of fixed size; a loss is a sum over rows, whatever their order.

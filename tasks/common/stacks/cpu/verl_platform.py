@@ -48,6 +48,11 @@ def _device_module() -> types.ModuleType:
     return module
 
 
+def _always(value):
+    """A method that returns ``value``."""
+    return lambda self, *_, **__: value
+
+
 @PlatformRegistry.register(platform="cpu")
 class PlatformCPU(PlatformBase):
     """One CPU process plays one GPU: gloo, no IPC (weights reach vLLM through shared memory)."""
@@ -56,46 +61,19 @@ class PlatformCPU(PlatformBase):
     vendor_name = "cpu"
     device_module = _device_module()
 
-    def _nothing(self, *_, **__) -> None:
-        return None
-
-    set_device = synchronize = set_allocator_settings = empty_cache = _nothing
-    profiler_start = profiler_stop = cudart = _nothing
-
-    def is_available(self):
-        return True
-
-    def current_device(self):
-        return _CPUDevice("cpu")
+    set_device = synchronize = set_allocator_settings = empty_cache = _always(None)
+    profiler_start = profiler_stop = cudart = _always(None)
+    is_available, is_ipc_supported = _always(True), _always(False)
+    current_device, get_device_capability = _always(_CPUDevice("cpu")), _always((None, None))
+    manual_seed = manual_seed_all = staticmethod(torch.manual_seed)
+    communication_backend_name = _always("gloo")
+    visible_devices_envvar = _always("CUDA_VISIBLE_DEVICES")  # what Ray sets for its "GPU" resource
+    ray_resource_name = _always("GPU")  # satisfied by ray_init.num_gpus, see stacks/cpu
+    ray_noset_envvars = _always([])
+    nvtx_range = _always(contextlib.nullcontext())
 
     def device_count(self):
         return int(os.environ.get("N_GPUS", 1))
-
-    def manual_seed(self, seed):
-        torch.manual_seed(seed)
-
-    manual_seed_all = manual_seed
-
-    def get_device_capability(self, device_index=0):
-        return None, None
-
-    def communication_backend_name(self):
-        return "gloo"
-
-    def visible_devices_envvar(self):
-        return "CUDA_VISIBLE_DEVICES"  # what Ray sets for its "GPU" resource
-
-    def nvtx_range(self, msg):
-        return contextlib.nullcontext()
-
-    def ray_resource_name(self):
-        return "GPU"  # satisfied by ray_init.num_gpus, see stacks/cpu
-
-    def ray_noset_envvars(self):
-        return []
-
-    def is_ipc_supported(self):
-        return False
 
 
 # ---- verl/utils/distributed.py:63,89 build "cpu:gloo,cpu:gloo", which torch refuses --------------------------------
@@ -147,8 +125,7 @@ _entropy = torch_functional.entropy_from_logits
 
 
 def _entropy_in_parts(logits: torch.Tensor) -> torch.Tensor:
-    """verl's, of ``logits`` (..., vocabulary), 256 tokens at a time: it copies its input, 1.2 GB for a default
-    micro-batch."""
+    """verl's, of ``logits`` (..., vocabulary), 256 tokens at a time: it copies its input, 1.2 GB by default."""
     parts = logits.flatten(0, -2).split(256)
     return torch.cat([_entropy(part) for part in parts]).view(logits.shape[:-1])
 

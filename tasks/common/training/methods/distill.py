@@ -4,12 +4,8 @@ The advantage of a token is the teacher's log-prob minus the policy's, a sample 
 thinkingmachines.ai/blog/on-policy-distillation). The task's reward is measured, not learned.
 """
 
-from pathlib import Path
-
-from tasks.common.models.find import resolve_model
-from tasks.common.models.merge import is_adapter
-from tasks.common.settings import Settings, SettingsError
-from tasks.common.text import one_line
+from tasks.common.models.find import loaded, resolve_model, resolve_whole
+from tasks.common.settings import Settings
 from tasks.common.training.verl_config import quoted
 
 DEFAULTS = {"KL_COEF": "0"}  # in rounds of self-play too
@@ -20,12 +16,13 @@ _TEACHER = "distillation.teacher_models.teacher_model"
 
 def overrides(s: Settings) -> list[str]:
     """What distillation sets in verl's config. Raises SettingsError where TEACHER is no model."""
+    teacher = resolve_whole("TEACHER", s.TEACHER) if s.TEACHER else ""  # empty: a ``problem``
     return [
         "algorithm.adv_estimator=grpo",  # of the metrics alone
         "distillation.enabled=True",
         f"distillation.n_gpus_per_node={GPUS}",
         "distillation.nnodes=1",
-        f"{_TEACHER}.model_path={quoted(_teacher(s))}",
+        f"{_TEACHER}.model_path={quoted(teacher)}",
         f"{_TEACHER}.inference.tensor_model_parallel_size={GPUS}",
         f"{_TEACHER}.inference.gpu_memory_utilization={s.GPU_MEMORY_UTILIZATION}",
         # verl gives it the prompt, the response and room for one token.
@@ -38,23 +35,13 @@ def overrides(s: Settings) -> list[str]:
     ]
 
 
-def _teacher(s: Settings) -> str:
-    """The folder or hub id of TEACHER; empty where none is set, which is a ``problem``."""
-    if not s.TEACHER:
-        return ""
-    if is_adapter(Path(s.TEACHER).expanduser()):
-        raise SettingsError(f"TEACHER={s.TEACHER}: is a LoRA adapter; merge it first (make merge MODEL=...)")
-    try:
-        return resolve_model(s.TEACHER)
-    except SettingsError as error:
-        raise SettingsError(str(error).replace("MODEL=", "TEACHER=", 1)) from None
-
-
 def problem(config) -> str | None:
     """Why distillation cannot train with verl's composed ``config`` (a DictConfig), in one line; None where it can.
 
     Asks the hub for a hub id's tokenizer.
     """
+    from transformers import AutoTokenizer
+
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     if actor.use_kl_loss or config.algorithm.use_kl_in_reward:
         return "KL_COEF: METHOD=distill is held to the teacher, not to the start; leave KL_COEF out"
@@ -64,15 +51,10 @@ def problem(config) -> str | None:
     if not teacher:
         return "TEACHER is empty: METHOD=distill learns from a model; set its hub id or folder"
     policy = resolve_model(config.actor_rollout_ref.model.path)
-    if _vocabulary(teacher, "TEACHER") != _vocabulary(policy, "MODEL"):
+    vocabularies = [
+        loaded(AutoTokenizer, "tokenizer", name, model).get_vocab()
+        for name, model in (("TEACHER", teacher), ("MODEL", policy))
+    ]
+    if vocabularies[0] != vocabularies[1]:
         return f"TEACHER={teacher}: has another tokenizer than MODEL={policy}; METHOD=distill compares their tokens"
     return None
-
-
-def _vocabulary(model: str, name: str) -> dict[str, int]:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(model).get_vocab()
-    except Exception as error:
-        raise SettingsError(f"{name}={model}: its tokenizer: {one_line(str(error), 200)}") from error
