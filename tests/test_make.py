@@ -66,7 +66,7 @@ def test_files_and_screen_are_utf8_in_any_locale(locale, tmp_path):
     sizes = {"TRAIN_SIZE": "16", "TEST_SIZE": "8", "SFT_SIZE": "32", "TRAIN_BATCH_SIZE": "8"}
     variables = {"STACK": "cpu", "ARTIFACTS": str(tmp_path / "ä"), "RUN": "x", "MODEL": "/no/é", **sizes}
     result = subprocess.run(
-        [*MAKE, "data", "probe", "TASK=countdown", *(f"{name}={value}" for name, value in variables.items())],
+        [*MAKE, "probe", "TASK=countdown", *(f"{name}={value}" for name, value in variables.items())],
         cwd=ROOT,
         env={name: value for name, value in outside_make().items() if name != "LANG"} | locale,
         capture_output=True,
