@@ -38,9 +38,10 @@ IMPORTS += ["transformers.models.auto.tokenization_auto", "transformers.models.a
 # Variables that these, the C libraries or Python itself read when they start.
 EARLY = ("PYTHON", "LD_", "LC_", "LANG", "TZ", "OMP_", "MKL_", "OPENBLAS_", "KMP_", "GOMP_", "NUMEXPR_", "MALLOC_")
 EARLY += ("TORCH", "PYTORCH", "CUDA_", "NVIDIA_", "MPL", "ARROW_", "HF_", "HUGGING", "TRANSFORMERS_", "ACCELERATE_")
-# The launcher's own, what a fork does, and what torch._inductor sets where it is imported and reads when it compiles.
+# The launcher's own, what a fork does, what torch._inductor sets where it is imported and reads when it compiles, and
+# what huggingface_hub reads for each request.
 # The server is in UTF-8 mode as all commands are; where the locale is another, LC_ or LANG differs too.
-LATE = ("PYTHON", "PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONUTF8", "TORCHINDUCTOR_CACHE_DIR")
+LATE = ("PYTHON", "PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONUTF8", "TORCHINDUCTOR_CACHE_DIR", "HF_TOKEN")
 # What OpenMP takes when it is not told; conftest.py's, which changes nothing but time; and the hashes that a task's
 # scripts are told to have (tasks/common/launch/task.py).
 UNSET = {"OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))), "GOMP_SPINCOUNT": "1000", "PYTHONHASHSEED": "0"}
