@@ -52,8 +52,8 @@ def pytest_collection():
 
 
 # Of the fast tests, longest first.
-LONGEST_FILES = ("test_template.py", "test_gym.py", "test_bad_input.py", "test_doctor.py", "test_evaluate.py")
-LONGEST_FILES += ("test_a100_stack.py", "test_docs.py", "test_cpu_stack.py", "test_experiment.py")
+LONGEST_FILES = ("test_template.py", "test_verl_config.py", "test_rehearse.py", "test_make.py", "test_evaluate.py")
+LONGEST_FILES += ("test_gym.py", "test_bad_input.py", "test_attack.py", "test_verl_generations.py")
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
