@@ -57,9 +57,9 @@ def test_make_keeps_the_shells_pythonpath(tmp_path):
 @pytest.mark.parametrize(
     "locale",
     [
-        {"PYTHONIOENCODING": "ascii"},
+        pytest.param({"PYTHONIOENCODING": "ascii"}, marks=pytest.mark.slow),
         {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"},
-        {"LC_ALL": "POSIX"},
+        pytest.param({"LC_ALL": "POSIX"}, marks=pytest.mark.slow),
     ],
 )
 def test_files_and_screen_are_utf8_in_any_locale(locale, tmp_path):
