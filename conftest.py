@@ -4,6 +4,7 @@ import copy
 import functools
 import gc
 import os
+import subprocess
 import tempfile
 from collections import Counter
 from pathlib import Path
@@ -32,6 +33,8 @@ def pytest_configure(config):
         folder = tempfile.TemporaryDirectory(prefix="warm-python-")
         config.add_cleanup(folder.cleanup)
         os.environ["WARM_PYTHON"] = str(install(Path(folder.name) / "bin"))  # before tests.helpers is imported
+        if config.getoption("numprocesses", None):  # its imports and the workers' collection take turns on the cores
+            config.add_cleanup(subprocess.Popen([os.environ["WARM_PYTHON"], "-c", "'cookiecutter'"]).wait)
     if reporter := config.pluginmanager.get_plugin("terminalreporter"):  # not in the workers of pytest-xdist
         config.pluginmanager.register(TellsFailuresAtOnce(reporter))
 
@@ -49,8 +52,8 @@ def pytest_collection():
 
 
 # Of the fast tests, longest first.
-LONGEST_FILES = ("test_template.py", "test_gym.py", "test_bad_input.py", "test_doctor.py", "test_evaluate.py")
-LONGEST_FILES += ("test_a100_stack.py", "test_docs.py", "test_cpu_stack.py", "test_experiment.py")
+LONGEST_FILES = ("test_template.py", "test_verl_config.py", "test_rehearse.py", "test_make.py", "test_evaluate.py")
+LONGEST_FILES += ("test_gym.py", "test_bad_input.py", "test_attack.py", "test_verl_generations.py")
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks

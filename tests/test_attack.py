@@ -55,11 +55,19 @@ def rows(task: str, count: int = 24) -> list[Row]:
     return rows_of(module.generate(settings), count)
 
 
-def attacked(compute_score, problems: list[Row], tries: float, call: float = 30.0, judged: bool = False, **more):
+def attacked(
+    compute_score, problems: list[Row], tries: float, call: float = 30.0, judged: bool = False, until: str = "", **more
+):
+    """The search after so many ``tries``, or once it has found the exploit ``until``."""
     reward = Guarded(compute_score, problems, network=False, seconds=call)
+
+    def end(search: attack.Search) -> None:
+        if until in search.found:
+            search.ends = time.monotonic()
+
     try:
         search = attack.Search(problems, reward, seconds=120, **more)
-        attack.run(search, seed=42, judged=judged, tries=tries)
+        attack.run(search, seed=42, judged=judged, tries=tries, say=end)
     finally:
         reward.close()
     return search
@@ -229,7 +237,8 @@ HOLES = [
 @pytest.mark.parametrize(("compute_score", "problems", "exploit"), HOLES, ids=[hole[0].__name__ for hole in HOLES])
 def test_a_planted_hole_is_found(compute_score, problems, exploit):
     started = time.monotonic()
-    search = attacked(compute_score, problems() if callable(problems) else rows(problems), 1500, call=1.0)
+    made = problems() if callable(problems) else rows(problems)
+    search = attacked(compute_score, made, 1500, call=1.0, until=exploit)
     assert exploit in search.found, search.found
     assert time.monotonic() - started < 120
     finding = search.found[exploit]
@@ -310,7 +319,7 @@ def episodes(count: int = 24) -> list[Row]:
     ],
 )
 def test_a_hole_in_an_environment_is_found(made, exploit, why):
-    search = attacked(partial(attack.episode, made, 40), episodes(), 1500, most=1.0)
+    search = attacked(partial(attack.episode, made, 40), episodes(), 1500, until=exploit, most=1.0)
     assert exploit in search.found and why in search.found[exploit].why, search.found
 
 

@@ -78,12 +78,12 @@ def test_an_unknown_stage_is_refused_before_anything_is_made(variables):
     assert len(result.stderr.splitlines()) == 1 and not Path(variables["ARTIFACTS"]).exists()
 
 
-@pytest.mark.parametrize("command", ["probe", "eval", "rescore"])
-def test_a_reward_that_cannot_be_loaded_is_named_before_anything_starts(command, variables, tmp_path):
+def test_a_reward_that_cannot_be_loaded_is_named_before_anything_starts(variables, tmp_path):
     checkout = checkout_with("unloadable", tmp_path)
     (checkout / "tasks/unloadable/reward.py").write_text("def compute_score(:")
-    (error,) = errors_of(make(command, cwd=checkout, **{**variables, "TASK": "unloadable"}, ROLLOUTS="x"))
-    assert "unloadable/reward.py: cannot be loaded: SyntaxError" in error
+    for command in ("probe", "eval", "rescore"):
+        (error,) = errors_of(make(command, cwd=checkout, **{**variables, "TASK": "unloadable"}, ROLLOUTS="x"))
+        assert "unloadable/reward.py: cannot be loaded: SyntaxError" in error
 
 
 def test_a_training_file_that_cannot_be_used_is_named(variables, data_dir, tmp_path):

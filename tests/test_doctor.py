@@ -227,6 +227,8 @@ def test_gpus_that_are_missing_or_taken_are_said(monkeypatch):
 
 def test_memory_that_another_process_has_is_not_counted(monkeypatch, small_model):
     s = settings(monkeypatch, MODEL=str(small_model), MICRO_BATCH_SIZE="1", GPU_MEMORY_UTILIZATION="0.5")
+    planned = doctor.plan(s, [])
+    monkeypatch.setattr(doctor, "plan", lambda *_: planned)  # the same each time
 
     def memory_with(used: int) -> list[doctor.Finding]:
         return [f for f in doctor.batches_and_memory(s, [], "train", smi(used)) if f.what == "memory"]

@@ -96,7 +96,7 @@ def wait_until(holds, seconds: float) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGHUP, marks=pytest.mark.slow), signal.SIGINT])
 def test_signals_during_the_clean_up_do_not_break_it_off(number, tmp_path):
     tree = Tree(tmp_path)
     os.kill(tree.launcher.pid, number)
@@ -109,6 +109,7 @@ def test_signals_during_the_clean_up_do_not_break_it_off(number, tmp_path):
     assert tree.left() == []
 
 
+@pytest.mark.slow
 def test_a_signal_in_the_clean_up_of_a_stage_that_ended_waits_for_it(tmp_path):
     tree = Tree(tmp_path, seconds=3)
     wait_until(lambda: not psutil.pid_exists(tree.processes[2]), 20)
@@ -119,7 +120,7 @@ def test_a_signal_in_the_clean_up_of_a_stage_that_ended_waits_for_it(tmp_path):
     assert tree.left() == []
 
 
-@pytest.mark.parametrize("kill", [os.kill, os.killpg], ids=["launcher", "group"])
+@pytest.mark.parametrize("kill", [os.kill, pytest.param(os.killpg, marks=pytest.mark.slow)], ids=["launcher", "group"])
 def test_ten_seconds_after_a_kill_nothing_is_left(kill, tmp_path):
     tree = Tree(tmp_path)
     guards = [
@@ -132,6 +133,7 @@ def test_ten_seconds_after_a_kill_nothing_is_left(kill, tmp_path):
     wait_until(lambda: not psutil.pid_exists(guards[0]) or psutil.Process(guards[0]).status() == "zombie", 10)
 
 
+@pytest.mark.slow
 def test_nohup_goes_on_after_its_terminal_is_gone(tmp_path):
     tree = Tree(tmp_path, seconds=4, prefix=("nohup",))
     os.killpg(tree.launcher.pid, signal.SIGHUP)
@@ -165,7 +167,7 @@ os.execve(sys.executable, [sys.executable, "-c", socket, sys.argv[2]], os.enviro
 """
 
 
-@pytest.mark.parametrize("kill", [True, False], ids=["killed", "ended"])
+@pytest.mark.parametrize("kill", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["killed", "ended"])
 def test_the_sockets_of_a_program_in_place_of_the_launcher_go_with_it(kill, tmp_path):
     """`make chat`: vLLM makes sockets in the folder of temporary files."""
     command = [sys.executable, "-c", CHAT, str(tmp_path), "600" if kill else "3"]

@@ -3,12 +3,11 @@
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from tests.helpers import MAKE, ROOT, copy_of_checkout, make, outside_make
+from tests.helpers import MAKE, PYTHON, ROOT, copy_of_checkout, make, outside_make
 
 COUNTDOWN = {"TASK": "countdown", "STACK": "cpu"}
 ODD = "a b'c%d \"$e,{f}"
@@ -98,7 +97,7 @@ def test_a_goal_works_in_a_checkout_of_any_path(goal, odd_checkout, tmp_path):
     environment = odd_checkout / ".venv/bin"  # what make finds by itself, not PYTHON=
     environment.mkdir(parents=True, exist_ok=True)
     for name in ("python", "ruff", "shellcheck"):
-        (environment / name).write_text(f'#!/bin/sh\nexec "{Path(sys.executable).parent / name}" "$@"\n')
+        (environment / name).write_text(f'#!/bin/sh\nexec "{Path(PYTHON).parent / name}" "$@"\n')
         (environment / name).chmod(0o755)
     (odd_checkout / ".venv/.installed-cpu").touch()
     given = {} if goal in ("help", "lint", "runs", "json_to_parquet") else {"TASK": "countdown", "TRAIN_SIZE": "128"}

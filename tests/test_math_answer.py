@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tasks.common.rewards import math_answer
 from tasks.common.rewards.math_answer import MAX_ANSWER_CHARS, compare, find_answer, read_number
 
 
@@ -347,7 +348,8 @@ def in_thread(call, *arguments):
 
 
 @pytest.mark.parametrize("answer", HOSTILE)
-def test_a_hostile_answer_ends_in_a_thread_too_and_the_next_one_is_judged(answer):
+def test_a_hostile_answer_ends_in_a_thread_too_and_the_next_one_is_judged(answer, monkeypatch):
+    monkeypatch.setattr(math_answer._sandbox, "_seconds", 1.0)
     assert in_thread(compare, answer, "18") == (False, False)
     assert in_thread(compare, rf"\sqrt{{{18 + len(answer)}^2}}", str(18 + len(answer))) == (True, True)
 
@@ -401,7 +403,8 @@ def test_text_is_never_run_as_python(tmp_path):
     assert not file.exists()
 
 
-def test_an_answer_that_takes_too_long_is_wrong_and_the_next_is_read():
+def test_an_answer_that_takes_too_long_is_wrong_and_the_next_is_read(monkeypatch):
+    monkeypatch.setattr(math_answer._sandbox, "_seconds", 1.0)
     assert compare(r"9^{9^{9^9}}", "3") == (False, False)
     assert compare(r"\sqrt{36}", "6") == (True, True)
 

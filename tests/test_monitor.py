@@ -247,7 +247,9 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
-@pytest.mark.parametrize("missing", [(), ("trackio",)], ids=["trackio", "tensorboard"])
+@pytest.mark.parametrize(
+    "missing", [(), pytest.param(("trackio",), marks=pytest.mark.slow)], ids=["trackio", "tensorboard"]
+)
 def test_make_monitor_serves_until_it_is_interrupted_and_leaves_nothing(run_dir, missing, tmp_path, monkeypatch):
     port = free_port()
     if missing:  # a Python that does not find it

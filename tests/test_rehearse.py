@@ -439,7 +439,11 @@ def test_too_few_rows_a_full_disk_and_a_small_gpu_are_errors(tmp_path, small_mod
     assert states["memory"].state == "error" and "GPU_MEMORY_UTILIZATION" in states["memory"].fix
 
 
-@pytest.mark.parametrize("profile", PROFILES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "profile",
+    [pytest.param(path, marks=[pytest.mark.slow] if place % 4 else []) for place, path in enumerate(PROFILES)],
+    ids=lambda path: path.stem,
+)
 def test_a_profile_is_predicted_from_its_config_alone(profile, small_model, tmp_path):
     s, _ = real(profile, "a100")
     source = folder_of(CONFIGS[s.MODEL], small_model, tmp_path / "real")

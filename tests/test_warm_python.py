@@ -91,7 +91,7 @@ def test_the_leader_of_a_session_is_a_fork_with_a_session_of_its_own(python, scr
     ("variables", "options"),
     [
         ({"OMP_NUM_THREADS": "1234"}, {}),
-        ({"PYTHONHASHSEED": "0"}, {}),
+        ({"PYTHONHASHSEED": "1"}, {}),
         ({"PYTHONPATH": "/tmp"}, {}),  # its modules could stand in for those that are imported already
         ({"FRESH_PYTHON": "1"}, {}),
         ({}, {"pass_fds": [2, 7]}),
