@@ -1,12 +1,15 @@
 """Validation, the best checkpoints and PATIENCE in verl's own training loop; only workers and engines are stand-ins."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
+from tasks.common.launch import train
 from tasks.common.runs import folder, keep, validation
+from tasks.common.settings import load_settings
 from tasks.common.training import verl_config
 from tests.helpers import write_checkpoint, write_shards
 from tests.test_settings import VALUES
@@ -125,6 +128,13 @@ def whole(run_dir, steps, last=None):
     for step in steps:
         write_checkpoint(run_dir / f"checkpoints/global_step_{step}")
     folder.tracker(run_dir).write_text(str(last or max(steps)))
+
+
+def test_a_warm_up_that_was_resumed_keeps_its_last_checkpoint_alone(tmp_path, monkeypatch):
+    settings = replace(load_settings(VALUES), SFT_STEPS=4)
+    monkeypatch.setattr(folder, "sft_dir", lambda s: tmp_path)
+    whole(tmp_path, [2, 4])  # 2 is of the launch that was killed
+    assert train.sft(settings) == "up to date: 4 steps" and folders(tmp_path) == ["global_step_4"]
 
 
 def validated(run_dir, accuracies):

@@ -62,6 +62,7 @@ def sft(s: Settings) -> str:
     """The warm-up on the task's demonstrations, or on correct samples of MODEL."""
     run_dir = folder.sft_dir(s)
     if folder.last_step(run_dir) >= s.SFT_STEPS:
+        prune(run_dir, 0)
         return f"up to date: {s.SFT_STEPS} steps"
     start = whole_model(resolve_model(s.MODEL))
     demonstrations = s.data_dir / "sft.parquet"
@@ -75,6 +76,7 @@ def sft(s: Settings) -> str:
         raise DataError(f"INIT=sft: {demonstrations} {few}; lower it, or use INIT=base")
     folder.record(run_dir, "sft", s.sft_fingerprint(), s, start, [])
     metrics = execute(planned("sft", s, run_dir, start, data=demonstrations))
+    prune(run_dir, 0)  # a resumed trainer does not know the checkpoints of the one that was killed
     loss = metrics.get(s.SFT_STEPS, {}).get("train/loss", math.nan)
     return f"{s.SFT_STEPS} steps on {count} demonstrations, loss {loss:.3f}"
 
