@@ -40,6 +40,9 @@ source "$(dirname "${BASH_SOURCE[0]}")/../common/launch/launch.sh"
 {{ line("N_GPUS", cookiecutter.gpus, "of this machine", 1) }}
 {% endif %}
 {% if multi %}
+{% if generated and cookiecutter.lora != "yes" %}
+{{ line("SFT_STEPS", 64, "steps of the warm-up; on a CPU few: RL is to learn the rest", 3) }}
+{% endif %}
 {{ line("MAX_TURNS", 4, "of the model in an episode") }}
 {{ line("MAX_TURN_LENGTH", 256, "tokens", 64) }}
 {{ line("MICRO_BATCH_SIZE", 16, "long episodes: fewer sequences in one pass", 8) }}
