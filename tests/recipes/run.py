@@ -144,18 +144,15 @@ def run(recipe: Recipe, stack: str) -> dict:
     python = os.environ.get("PYTHON", "")
     if python and ROOT not in Path(python).parents:  # one in ROOT is what make chose, by its own STACK
         environment["PYTHON"] = python
-    on, peak = machine(), 0
-    git, started = git_state(ROOT)[0], time.monotonic()
+    on, git, started = machine(), git_state(ROOT)[0], time.monotonic()
     if "missing" in git:
         raise SettingsError(f"a result needs the commit that it measures: {git['missing']}")
     changed = changed_since(git["commit"], recipe.code)
     file = FOLDER / f"{recipe.name}.sh"
     limit = ["timeout", "--kill-after=30", f"{recipe.minutes * 60:.0f}"]
     with subprocess.Popen([*limit, "bash", "-euo", "pipefail", file], cwd=ROOT, env=environment) as command:
-        if on["gpus"]:  # to read the memory of CUDA's processes slows them, and the host has other programs
-            command.wait()
-        else:
-            peak = peak_of(command)
+        # To read the memory of CUDA's processes slows them, and a GPU's host has other programs.
+        peak = None if on["gpus"] else peak_of(command)
     if command.returncode:
         over = f": longer than its {recipe.minutes:g} minutes" if command.returncode == 124 else ""
         raise SettingsError(f"{file}: exit status {command.returncode}{over}; docs/RESULTS.md stays as it was")
@@ -171,7 +168,7 @@ def run(recipe: Recipe, stack: str) -> dict:
         "changed": changed,
         **on,
         "minutes": round(seconds / 60, 1),
-        "ram_gb": round(peak / 1e9, 1) or None,
+        "ram_gb": peak and round(peak / 1e9, 1),
         "missed": [str(promise) for promise in recipe.reach if not promise.kept(compared)],
         "compare": {name: value for name, value in compared.items() if name not in ("gained", "lost")},
     }
