@@ -60,9 +60,11 @@ def test_the_rollouts_have_the_rewards_of_the_tasks_own_function(variables):
     assert scores == pytest.approx([sum(c in "0123456789" for c in row["output"]) / 10 for row in rows])
     assert len(rows) == 16 and len(set(scores)) > 1
     adapter = run / "checkpoints/global_step_2/actor/adapter"
+    merged = adapter.with_name("merged")  # the experiment's, which evaluates several models in one engine
+    made = merged.stat().st_mtime_ns
     evaluated = make("eval", **{**variables, "MODEL": str(adapter), "BASE": variables["MODEL"], "LIMIT": "2"})
     assert evaluated.returncode == 0, evaluated.stdout
-    assert "adapter-" in evaluated.stdout
+    assert "adapter-" in evaluated.stdout and merged.stat().st_mtime_ns == made
 
 
 @pytest.mark.long  # after the experiment
