@@ -416,7 +416,7 @@ def test_an_interval_with_0_is_explained_with_what_to_try(workplace):
 
 def test_a_warm_up_that_is_rarely_right_is_told_to_go_on(workplace):
     said, _ = three_models(workplace, [0, 1, 0, 0, 0, 0], warm_up=(1, 0, 0, 0, 0, 0))
-    assert said.partition("What to try:")[2].splitlines()[1].endswith("right too rarely to learn from: SFT_STEPS=16")
+    assert said.partition("What to try:")[2].splitlines()[1].endswith("right too rarely to learn from: SFT_STEPS=8")
 
 
 def test_a_clear_gain_needs_no_advice_and_a_loss_gets_other(workplace):

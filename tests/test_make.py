@@ -72,7 +72,8 @@ def test_files_and_screen_are_utf8_in_any_locale(locale, tmp_path):
         capture_output=True,
         encoding="utf-8",
     )
-    assert "Traceback" not in result.stderr and "16 train, 16 sft from generate" in result.stdout
+    assert "16 train, 16 sft from generate" in result.stdout
+    assert "Traceback" not in result.stderr, result.stderr
     errors = [line for line in result.stderr.splitlines() if not line.startswith("make")]
     assert errors == ["error: MODEL=/no/é: no such folder, and not a hub id (owner/name)"]
 
