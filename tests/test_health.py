@@ -48,7 +48,7 @@ def test_the_longest_of_a_batch_are_not_cut_off_below_the_limit():
     assert metrics[11]["response_length/clip_ratio"] > 0.6 and metrics[11]["response_length/max"] == 19
     assert findings(metrics, SETTINGS) == []
     cut_off = findings(metrics, replace(SETTINGS, MAX_RESPONSE_LENGTH=19))
-    assert [(finding.rule, finding.step) for finding in cut_off] == [("truncation", step) for step in (9, 11, 12)]
+    assert [(finding.rule, finding.step) for finding in cut_off] == [("truncation", 12)]  # 9, 11 and 12 are above
 
 
 def test_a_benchmark_without_reward_is_ill_in_three_ways():
@@ -56,7 +56,7 @@ def test_a_benchmark_without_reward_is_ill_in_three_ways():
     ill = findings(metrics, replace(SETTINGS, MAX_RESPONSE_LENGTH=256))
     by_rule = {rule: [finding.step for finding in ill if finding.rule == rule] for rule in {f.rule for f in ill}}
     steps = sorted(metrics)
-    assert by_rule == {"zero_variance": steps, "truncation": steps, "no_reward": steps[2:]}
+    assert by_rule == {"zero_variance": steps, "truncation": steps[1:], "no_reward": steps[2:]}
     assert [finding.step for finding in newest_by_rule(ill)] == [steps[-1]] * 3
     for finding, variable in zip(newest_by_rule(ill), ("ROLLOUT_N", "MAX_RESPONSE_LENGTH=256", "INIT"), strict=True):
         assert variable in finding.text and "\n" not in finding.text
@@ -84,16 +84,17 @@ def test_metrics_that_are_fine_or_missing_are_no_finding():
             {"critic/advantages/min": 0.0, "critic/advantages/max": 0.0},
             {"critic/advantages/min": 0.0, "critic/advantages/max": 0.1},
         ),
-        (
-            "truncation",
-            {"response_length/clip_ratio": 0.31, "response_length/max": 64.0},
-            {"response_length/clip_ratio": 0.29, "response_length/max": 64.0},
-        ),
     ],
 )
 def test_a_rule_fires_at_its_step_and_not_short_of_it(rule, ill, fine):
     assert found({12: ill}) == [(rule, 12)]
     assert found({12: fine}) == []
+
+
+def test_truncation_counts_when_it_stays():
+    cut, short = ({"response_length/clip_ratio": share, "response_length/max": 64.0} for share in (0.31, 0.29))
+    assert found({1: cut}) == [] == found({11: cut, 12: short, 13: cut})
+    assert found({11: cut, 12: cut}) == [("truncation", 12)]
 
 
 def test_a_spike_needs_steps_to_be_held_against():

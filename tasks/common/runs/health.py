@@ -24,6 +24,7 @@ BEFORE = 50  # earlier steps at most
 MISMATCH = 0.01  # nats a token between the engine and the trainer; 0.0015 at most in the trainings of docs/results
 MISMATCH_STEPS = 3  # in a row above it
 TRUNCATED = 0.3  # share of the responses
+TRUNCATION_STEPS = 2  # in a row above it: after a short warm-up, the first update teaches the policy to end
 REWARD_STEPS = 3  # in a row with no reward at all, or little
 FALL = 0.25  # of the best mean reward before
 
@@ -150,12 +151,15 @@ def _zero_variance(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
 
 
 def _truncation(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
-    # verl counts the responses as long as the longest of the batch; they are cut off where that is the limit.
-    share, longest = row.get("response_length/clip_ratio", 0.0), row.get("response_length/max", 0)
-    if share > TRUNCATED and longest >= s.MAX_RESPONSE_LENGTH:
+    def cut_off(each: dict) -> bool:
+        # verl counts the responses as long as the longest of the batch; they are cut off where that is the limit.
+        longest = each.get("response_length/max", 0)
+        return each.get("response_length/clip_ratio", 0.0) > TRUNCATED and longest >= s.MAX_RESPONSE_LENGTH
+
+    if _for_steps(TRUNCATION_STEPS, row, before, cut_off):
         yield (
-            f"{share:.0%} of the responses are cut off at MAX_RESPONSE_LENGTH={s.MAX_RESPONSE_LENGTH}: too short, or "
-            "the policy does not end; raise it, or warm up with INIT=sft"
+            f"{row['response_length/clip_ratio']:.0%} of the responses are cut off at MAX_RESPONSE_LENGTH="
+            f"{s.MAX_RESPONSE_LENGTH}: too short, or the policy does not end; raise it, or warm up with INIT=sft"
         )
 
 
