@@ -8,13 +8,16 @@ from pathlib import Path
 import numpy as np
 
 from tasks.common.evaluation.rollouts import GREEDY, SAMPLED, TOO_LONG, Completion
-from tasks.common.machine.hardware import cpu_dtype, shared_kv_cache
+from tasks.common.machine.hardware import CPU_BLOCK_SIZE, cpu_dtype, shared_kv_cache
 from tasks.common.models.chat_template import opens_thinking, prompt_ids
 from tasks.common.models.merge import RANKS, base_model, is_adapter, max_rank
 from tasks.common.settings import SettingsError
 from tasks.common.text import one_line
 
-RELOADING = "evaluation.vllm_worker.Reloading"
+# What vLLM's worker class inherits from.
+EXTENSION = "tasks.common.evaluation.vllm_worker.Reloading"
+EXTENSION_OF_CPU = "tasks.common.stacks.cpu.sampler.Sampling"
+EXTENSION_OF_0_11 = "tasks.common.stacks.a100.vllm_worker.ManySequences"
 WINDOW = 4096  # tokens of a prompt in `make batch`, of a conversation in `make chat`
 LOGPROBS = 20  # vLLM's default limit (max_logprobs)
 SKIPPED = Completion("", TOO_LONG, 0, 0.0)
@@ -162,6 +165,7 @@ class VLLMEngine:
         from vllm.lora.request import LoRARequest
         from vllm.platforms import current_platform
 
+        on_cpu = current_platform.is_cpu()
         # Of vLLM 0.11.0 alone: more sequences at once than max_model_len end its engine.
         old = vllm.__version__.startswith("0.11.0")
         lora = is_adapter(Path(model))
@@ -170,14 +174,15 @@ class VLLMEngine:
             base_model(model),
             enable_lora=lora,
             max_lora_rank=max_rank(Path(model)) if lora else RANKS[0],
-            dtype=cpu_dtype() if current_platform.is_cpu() else "bfloat16",
+            dtype=cpu_dtype() if on_cpu else "bfloat16",
             max_model_len=max_model_len,
-            worker_extension_cls=f"tasks.common.{'stacks.a100.vllm_worker.ManySequences' if old else RELOADING}",
+            block_size=CPU_BLOCK_SIZE if on_cpu else None,
+            worker_extension_cls=EXTENSION_OF_CPU if on_cpu else EXTENSION_OF_0_11 if old else EXTENSION,
             seed=seed,
             tensor_parallel_size=tensor_parallel,
             # A part of a prompt samples a token for nothing: vLLM 0.30 on a CPU cannot take back what that drew
             # (gpu_model_runner.py:3723).
-            enable_chunked_prefill=False if current_platform.is_cpu() else None,
+            enable_chunked_prefill=False if on_cpu else None,
             max_logprobs=LOGPROBS,
             enforce_eager=True,  # CUDA graphs start later and, with this many requests at once, gain nothing
             gpu_memory_utilization=gpu_memory_utilization,

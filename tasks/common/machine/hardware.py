@@ -13,6 +13,8 @@ from pathlib import Path
 import psutil
 
 KV_CACHE = 0.7  # of vLLM's share of a GPU; the rest is for weights, activations and CUDA graphs
+# Tokens of a block of vLLM's cache on a CPU. Prompts share full blocks only; vLLM's 128 are longer than most prompts.
+CPU_BLOCK_SIZE = 32
 MIB = 2**20
 RAY_DAEMONS = ("gcs_server", "raylet")
 

@@ -5,7 +5,7 @@ Packages: requirements.txt. How verl and vLLM run on a CPU: verl_platform.py, vl
 
 import os
 
-from tasks.common.machine.hardware import cpu_dtype
+from tasks.common.machine.hardware import CPU_BLOCK_SIZE, cpu_dtype
 from tasks.common.settings import Settings, method
 
 VERL = "0.9.1"
@@ -46,6 +46,8 @@ ENVIRONMENT = {
     # A process per evaluation engine would import everything again (10 s); only a GPU's memory needs its end.
     "EVAL_MULTIPROCESSING": "0",
     "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
+    # vLLM compiles small functions of its sampler: 10 s at each start, and what they do is a few ms of a step.
+    "TORCHDYNAMO_DISABLE": "1",
     # An idle thread soon sleeps: spinning beside another program, it takes the core that the work needs.
     "GOMP_SPINCOUNT": "1000",
     # Huge pages: a micro-batch's logits are hundreds of MB, whose page faults cost about 15 %.
@@ -84,6 +86,7 @@ RL_OVERRIDES = [
     "+actor_rollout_ref.rollout.enable_sleep_mode=False",
     "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=1024",
     "+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=tasks.common.stacks.cpu.vllm_worker.CPUColocateWorkerExtension",
+    f"+actor_rollout_ref.rollout.engine_kwargs.vllm.block_size={CPU_BLOCK_SIZE}",
     "actor_rollout_ref.rollout.agent.num_workers=1",
     "actor_rollout_ref.model.lora.merge=True",
     "reward.num_workers=1",

@@ -1,0 +1,49 @@
+"""vLLM's sampling on a CPU by one random number for each row.
+
+vLLM 0.30 draws one for each token of the vocabulary, twice for a row with a seed, on one core: a fifth of the time of a
+small model (v1/sample/ops/topk_topp_sampler.py:203, forward_cpu).
+"""
+
+import torch
+from vllm.v1.sample.ops import topk_topp_sampler
+from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+
+from tasks.common.evaluation.vllm_worker import Reloading
+from tasks.common.verl_plugins.expect import expect
+
+expect(
+    TopKTopPSampler.forward_cpu,
+    "logits = apply_top_k_top_p(logits, k, p)",
+    "return compiled_random_sample(logits), logits_to_return",
+    "return sample_with_exponential_noise(probs, q), logits_to_return",
+)
+
+
+def sample(logits: torch.Tensor, generators: dict[int, torch.Generator]) -> torch.Tensor:
+    """A token (rows,) from each row of ``logits`` (rows, vocabulary), where its cumulative probability passes a uniform
+    number: of the row's generator if it has one. A token with no probability (-inf) is never taken."""
+    cumulative = logits.softmax(-1, dtype=torch.float32).cumsum(-1, dtype=torch.float64)
+    uniform = torch.rand(len(logits), 1, dtype=torch.float64)
+    for row, generator in generators.items():
+        uniform[row] = torch.rand(1, dtype=torch.float64, generator=generator)
+    # The probabilities may add up to another sum than 1, and the product may round to that sum, which no token passes.
+    total = cumulative[:, -1:]
+    found = torch.minimum(uniform * total, total.nextafter(torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, found, right=True).view(-1)
+
+
+def _forward(self, logits, generators, k, p):
+    logits = topk_topp_sampler.apply_top_k_top_p(logits, k, p)
+    kept = None
+    if self.logprobs_mode == "processed_logits":
+        kept = logits
+    elif self.logprobs_mode == "processed_logprobs":
+        kept = logits.log_softmax(-1, dtype=torch.float32)
+    return sample(logits, generators), kept
+
+
+TopKTopPSampler.forward_cpu = _forward
+
+
+class Sampling(Reloading):
+    """Named by ``worker_extension_cls``: vLLM imports this module in the process of its worker, before it makes one."""

@@ -1,0 +1,53 @@
+"""The cpu stack's sampling: the right shares, never an impossible token, and a seed's tokens whatever is beside it."""
+
+import pytest
+import torch
+
+pytestmark = pytest.mark.slow  # imports vLLM
+
+
+@pytest.fixture(scope="module")
+def sampler():
+    from tasks.common.stacks.cpu import sampler
+
+    return sampler
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+@pytest.mark.parametrize("seeded", [False, True])
+def test_tokens_have_their_probabilities(sampler, seeded):
+    shares, rows = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05]), 20_000
+    torch.manual_seed(0)
+    generators = {row: generator(row) for row in range(rows)} if seeded else {}
+    found = sampler.sample(shares.log().expand(rows, -1), generators)
+    counts = torch.bincount(found, minlength=5) / rows
+    assert counts[1] == 0
+    assert ((counts - shares).abs() <= 4 * (shares * (1 - shares) / rows).sqrt()).all(), counts
+
+
+@pytest.mark.parametrize(("uniform", "token"), [(0.0, 1), (1 - 2**-53, 3)])
+def test_the_ends_of_the_interval_are_possible_tokens(sampler, monkeypatch, uniform, token):
+    monkeypatch.setattr(torch, "rand", lambda *size, **kwargs: torch.full(size, uniform, dtype=torch.float64))
+    logits = torch.tensor([[-torch.inf, 0.0, 1.0, 2.0, -torch.inf]]).expand(3, -1)
+    assert sampler.sample(logits, {1: generator(0)}).tolist() == [token] * 3
+
+
+def test_a_row_with_a_seed_does_not_depend_on_the_others(sampler):
+    logits = torch.randn(8, 49152, generator=generator(1))
+    alone = [int(sampler.sample(logits[row : row + 1], {0: generator(row)})) for row in range(8)]
+    together = sampler.sample(logits, {row: generator(row) for row in range(0, 8, 2)})
+    assert together[::2].tolist() == alone[::2] and len(set(alone)) > 4
+
+
+@pytest.mark.parametrize("kept", ["raw_logprobs", "processed_logits", "processed_logprobs"])
+def test_vllm_samples_by_it(sampler, kept):
+    module = sampler.TopKTopPSampler(kept)
+    logits = torch.randn(4, 100, generator=generator(2))
+    tokens, returned = module.forward_cpu(logits.clone(), {}, torch.tensor([1] * 4), None)
+    assert tokens.tolist() == logits.argmax(-1).tolist()
+    assert (returned is None) == (kept == "raw_logprobs")
+    if kept == "processed_logprobs":
+        assert returned.exp().sum(-1).allclose(torch.ones(4))
