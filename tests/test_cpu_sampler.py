@@ -51,3 +51,9 @@ def test_vllm_samples_by_it(sampler, kept):
     assert (returned is None) == (kept == "raw_logprobs")
     if kept == "processed_logprobs":
         assert returned.exp().sum(-1).allclose(torch.ones(4))
+
+
+def test_ranks_are_counted_without_compiling(sampler):
+    rank = sampler.vllm_sampler.batched_count_greater_than
+    assert not hasattr(rank, "__wrapped__")
+    assert rank(torch.tensor([[3.0, 1.0, 2.0]]), torch.tensor([[2.0]])).tolist() == [2]

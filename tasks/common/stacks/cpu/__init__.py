@@ -46,8 +46,6 @@ ENVIRONMENT = {
     # A process per evaluation engine would import everything again (10 s); only a GPU's memory needs its end.
     "EVAL_MULTIPROCESSING": "0",
     "OMP_NUM_THREADS": str(len(os.sched_getaffinity(0))),
-    # vLLM compiles small functions of its sampler: 10 s at each start, and what they do is a few ms of a step.
-    "TORCHDYNAMO_DISABLE": "1",
     # An idle thread soon sleeps: spinning beside another program, it takes the core that the work needs.
     "GOMP_SPINCOUNT": "1000",
     # Huge pages: a micro-batch's logits are hundreds of MB, whose page faults cost about 15 %.

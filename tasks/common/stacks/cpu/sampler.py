@@ -1,10 +1,13 @@
-"""vLLM's sampling on a CPU by one random number for each row.
+"""vLLM's sampling on a CPU by one random number for each row, and without torch.compile.
 
 vLLM 0.30 draws one for each token of the vocabulary, twice for a row with a seed, on one core: a fifth of the time of a
 small model (v1/sample/ops/topk_topp_sampler.py:203, forward_cpu).
 """
 
+import inspect
+
 import torch
+from vllm.v1.sample import sampler as vllm_sampler
 from vllm.v1.sample.ops import topk_topp_sampler
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
@@ -17,6 +20,7 @@ expect(
     "return compiled_random_sample(logits), logits_to_return",
     "return sample_with_exponential_noise(probs, q), logits_to_return",
 )
+expect(vllm_sampler.Sampler.gather_logprobs, "batched_count_greater_than(logprobs, token_logprobs)")
 
 
 def sample(logits: torch.Tensor, generators: dict[int, torch.Generator]) -> torch.Tensor:
@@ -43,6 +47,8 @@ def _forward(self, logits, generators, k, p):
 
 
 TopKTopPSampler.forward_cpu = _forward
+# Compiling this one line takes seconds at each start.
+vllm_sampler.batched_count_greater_than = inspect.unwrap(vllm_sampler.batched_count_greater_than)
 
 
 class Sampling(Reloading):
