@@ -22,7 +22,7 @@ def test_tokens_have_their_probabilities(sampler, seeded):
     shares, rows = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05]), 20_000
     torch.manual_seed(0)
     generators = {row: generator(row) for row in range(rows)} if seeded else {}
-    found = sampler.sample(shares.log().expand(rows, -1), generators)
+    found = sampler.sample(shares.expand(rows, -1), generators)
     counts = torch.bincount(found, minlength=5) / rows
     assert counts[1] == 0
     assert ((counts - shares).abs() <= 4 * (shares * (1 - shares) / rows).sqrt()).all(), counts
@@ -32,21 +32,22 @@ def test_tokens_have_their_probabilities(sampler, seeded):
 def test_the_ends_of_the_interval_are_possible_tokens(sampler, monkeypatch, uniform, token):
     monkeypatch.setattr(torch, "rand", lambda *size, **kwargs: torch.full(size, uniform, dtype=torch.float64))
     logits = torch.tensor([[-torch.inf, 0.0, 1.0, 2.0, -torch.inf]]).expand(3, -1)
-    assert sampler.sample(logits, {1: generator(0)}).tolist() == [token] * 3
+    assert sampler.sample(logits.softmax(-1), {1: generator(0)}).tolist() == [token] * 3
 
 
 def test_a_row_with_a_seed_does_not_depend_on_the_others(sampler):
-    logits = torch.randn(8, 49152, generator=generator(1))
-    alone = [int(sampler.sample(logits[row : row + 1], {0: generator(row)})) for row in range(8)]
-    together = sampler.sample(logits, {row: generator(row) for row in range(0, 8, 2)})
+    probs = torch.randn(8, 49152, generator=generator(1)).softmax(-1)
+    alone = [int(sampler.sample(probs[row : row + 1], {0: generator(row)})) for row in range(8)]
+    together = sampler.sample(probs, {row: generator(row) for row in range(0, 8, 2)})
     assert together[::2].tolist() == alone[::2] and len(set(alone)) > 4
 
 
 @pytest.mark.parametrize("kept", ["raw_logprobs", "processed_logits", "processed_logprobs"])
 def test_vllm_samples_by_it(sampler, kept):
     module = sampler.TopKTopPSampler(kept)
+    assert sampler.topk_topp_sampler.random_sample is sampler.sample
     logits = torch.randn(4, 100, generator=generator(2))
-    tokens, returned = module.forward_cpu(logits.clone(), {}, torch.tensor([1] * 4), None)
+    tokens, returned = module.forward(logits.clone(), {}, torch.tensor([1] * 4), None)
     assert tokens.tolist() == logits.argmax(-1).tolist()
     assert (returned is None) == (kept == "raw_logprobs")
     if kept == "processed_logprobs":

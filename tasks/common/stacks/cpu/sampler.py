@@ -14,20 +14,15 @@ from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 from tasks.common.evaluation.vllm_worker import Reloading
 from tasks.common.verl_plugins.expect import expect
 
-expect(
-    TopKTopPSampler.forward_cpu,
-    "logits = apply_top_k_top_p(logits, k, p)",
-    "return compiled_random_sample(logits), logits_to_return",
-    "return sample_with_exponential_noise(probs, q), logits_to_return",
-)
+expect(TopKTopPSampler.forward_native, "random_sample(probs, generators, self.use_fp64_gumbel)")
 expect(vllm_sampler.Sampler.gather_logprobs, "batched_count_greater_than(logprobs, token_logprobs)")
 
 
-def sample(logits: torch.Tensor, generators: dict[int, torch.Generator]) -> torch.Tensor:
-    """A token (rows,) from each row of ``logits`` (rows, vocabulary), where its cumulative probability passes a uniform
-    number: of the row's generator if it has one. A token with no probability (-inf) is never taken."""
-    cumulative = logits.softmax(-1, dtype=torch.float32).cumsum(-1, dtype=torch.float64)
-    uniform = torch.rand(len(logits), 1, dtype=torch.float64)
+def sample(probs: torch.Tensor, generators: dict[int, torch.Generator], use_fp64_gumbel: bool = False) -> torch.Tensor:
+    """A token (rows,) from each row of ``probs`` (rows, vocabulary), where its cumulative probability passes a uniform
+    number: of the row's generator if it has one. A token with no probability is never taken."""
+    cumulative = probs.cumsum(-1, dtype=torch.float64)
+    uniform = torch.rand(len(probs), 1, dtype=torch.float64)
     for row, generator in generators.items():
         uniform[row] = torch.rand(1, dtype=torch.float64, generator=generator)
     # The probabilities may add up to another sum than 1, and the product may round to that sum, which no token passes.
@@ -36,17 +31,8 @@ def sample(logits: torch.Tensor, generators: dict[int, torch.Generator]) -> torc
     return torch.searchsorted(cumulative, found, right=True).view(-1)
 
 
-def _forward(self, logits, generators, k, p):
-    logits = topk_topp_sampler.apply_top_k_top_p(logits, k, p)
-    kept = None
-    if self.logprobs_mode == "processed_logits":
-        kept = logits
-    elif self.logprobs_mode == "processed_logprobs":
-        kept = logits.log_softmax(-1, dtype=torch.float32)
-    return sample(logits, generators), kept
-
-
-TopKTopPSampler.forward_cpu = _forward
+topk_topp_sampler.random_sample = sample  # of forward_native
+TopKTopPSampler.forward_cpu = TopKTopPSampler.forward_native
 # Compiling this one line takes seconds at each start.
 vllm_sampler.batched_count_greater_than = inspect.unwrap(vllm_sampler.batched_count_greater_than)
 
