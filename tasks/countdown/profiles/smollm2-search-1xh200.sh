@@ -3,7 +3,7 @@
 default MODEL embedded
 default DIFFICULTY hard
 default N_GPUS 1
-default TRAIN_SIZE 65536
+default TRAIN_SIZE 20480
 default TEST_SIZE 1024
 default INIT sft
 default SFT_SIZE 20480 # a warm-up of one epoch
@@ -15,6 +15,7 @@ default TRAIN_BATCH_SIZE 128
 default ROLLOUT_N 16
 default MINI_BATCH_SIZE 32 # four updates a step
 default LR 3e-5 # in 20 steps with 1e-5 the policy hardly changed
+default LR_WARMUP 2 # Adam's first steps are its largest
 default MAX_PROMPT_LENGTH 128
 default MAX_RESPONSE_LENGTH 1024 # the longest demonstrations have about 1,060 tokens
 default MAX_TOKENS_PER_GPU 65536
