@@ -1,4 +1,4 @@
-"""verl_plugins/forked.py: a fork does what a fresh Python would, and ends with its client and with the trainer."""
+"""stacks/cpu/forked.py: a fork does what a fresh Python would, and ends with its client and with the trainer."""
 
 import json
 import os
@@ -11,15 +11,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tasks.common.verl_plugins import fork_client
+from tasks.common.stacks.cpu import fork_client
 from tests.helpers import ROOT
 
 # The server of a training, with imports that take no time; `owner` plays the trainer.
 SERVER = """import sys
 from pathlib import Path
-from tasks.common.verl_plugins import forked
+from tasks.common.stacks.cpu import forked
 forked.IMPORTS = ("numpy",)
-forked.serve(Path(sys.argv[1]), int(sys.argv[2]), "email")"""
+forked.serve(Path(sys.argv[1]), int(sys.argv[2]))"""
 
 
 @pytest.fixture

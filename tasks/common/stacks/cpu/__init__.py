@@ -53,7 +53,7 @@ ENVIRONMENT = {
 }
 
 # The module that runs verl's trainer: its processes as forks of one.
-LAUNCHER = ["tasks.common.verl_plugins.forked", "vllm.v1.worker.cpu_worker"]
+LAUNCHER = ["tasks.common.stacks.cpu.forked"]
 
 # What the trainers multiply in, and vLLM keeps and samples in.
 DTYPE = cpu_dtype()

@@ -11,9 +11,6 @@ ENVIRONMENT = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
 
-# The module that runs verl's trainer: its processes as forks of one. vLLM's GPU worker starts CUDA as it is imported.
-LAUNCHER = ["tasks.common.verl_plugins.forked", "vllm.v1.executor.uniproc_executor"]
-
 OVERRIDES: list[str] = []
 # Fused kernels: log-probs and entropy from the hidden states. Without flash-attn verl takes them from the logits,
 # a few kernels for each token (verl/utils/torch_functional.py, logprobs_from_logits_v2).
