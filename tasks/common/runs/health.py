@@ -182,4 +182,4 @@ def _fall(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
     best = max((each.get(key, 0.0) for each in before), default=0.0)
     if s.METHOD != "distill" and 0 < best < math.inf and _for_steps(REWARD_STEPS, row, before, low):
         fell = f"reward {row[key]:.3g}, for {REWARD_STEPS} steps below a quarter of the best step's {best:.3g}"
-        yield f"{fell}: the policy has unlearned; lower LR and start again"
+        yield f"{fell}: the policy has unlearned; lower LR or set LR_WARMUP=3, and start again"
