@@ -96,6 +96,13 @@ def test_each_typical_use_has_its_profile():
     assert {path.parents[1].name for path in PROFILES} == set(SINGLE_TURN) - small
 
 
+@pytest.mark.parametrize("profile", PROFILES, ids=lambda path: path.stem)
+def test_the_table_of_settings_has_room_for_a_profiles_name(profile):
+    shown = settings.table(exported(profile.parents[1] / "train.sh", {"PROFILE": profile.stem, "STACK": STACKS[-1]}))
+    (line,) = [line for line in shown.splitlines() if line.startswith("N_GPUS ")]
+    assert f"profile {profile.stem}  GPUs" in line, line
+
+
 def test_the_published_study_is_a_profile():
     s = load_settings(
         exported(ROOT / "tasks/countdown/train.sh", {"PROFILE": "study-qwen3-4b-8xa100", "STACK": "a100"})

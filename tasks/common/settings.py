@@ -700,9 +700,10 @@ def table(environ: Mapping[str, str]) -> str:
     values, settings = values_of(environ), load_settings(environ)
     texts = {name: value.text or "-" for name, value in values.items()}
     texts["MINI_BATCH_SIZE"] = str(settings.MINI_BATCH_SIZE)
-    wide = max(map(len, texts.values())) + 2
+    wide, sources = max(map(len, texts.values())) + 2, max(len(value.source) for value in values.values()) + 2
     return "\n".join(
-        f"{f.name:<24}{texts[f.name]:<{wide}}{values[f.name].source:<20}{f.metadata['help']}" for f in fields(Settings)
+        f"{f.name:<24}{texts[f.name]:<{wide}}{values[f.name].source:<{sources}}{f.metadata['help']}"
+        for f in fields(Settings)
     )
 
 
