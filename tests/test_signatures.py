@@ -21,6 +21,7 @@ WHEELS = {
 }
 # Modules of 0.9.1 alone: a100's environment names others (stacks/a100.sh, training.trainer_module).
 NEWER = ["patches", "own_sockets", "on_policy", "trainer", "egpo", "keep_best", "dynamic_sampling", "certify"]
+NEWER += ["whole_responses"]
 FILES = {path for folder in ("tasks", "tests/benchmarks") for path in (ROOT / folder).rglob("*.py")}
 FILES -= {path for path in FILES if path.name.startswith("test_")}
 OF_A100 = set((ROOT / "tasks/common/stacks/a100").glob("*.py"))
@@ -29,6 +30,7 @@ OF_CURRENT = set((ROOT / "tasks/common/stacks/current").glob("*.py"))
 OF_CURRENT |= {ROOT / f"tasks/common/verl_plugins/{name}.py" for name in NEWER}
 OF_CURRENT.add(ROOT / "tests/benchmarks/attack_libraries.py")  # rewards that 0.6.1 lacks
 OF_CURRENT.add(ROOT / "tests/benchmarks/trl_grpo.py")  # TRL 1.16
+OF_CURRENT.add(ROOT / "tests/benchmarks/whole_responses.py")
 ENGINE = "vllm.v1.engine.llm_engine.LLMEngine"
 KNOWN = Known(
     instances={"self.llm": "vllm.LLM", "self.llm.llm_engine": ENGINE, "engine": ENGINE, "trainer": "trl.DPOTrainer"},

@@ -58,6 +58,12 @@ LAUNCHER = ["tasks.common.stacks.cpu.forked"]
 # What the trainers multiply in, and vLLM keeps and samples in.
 DTYPE = cpu_dtype()
 
+# Rollouts come from vLLM's process as whole responses.
+WHOLE_RESPONSES = (
+    "+actor_rollout_ref.rollout.engine_kwargs.vllm.scheduler_cls="
+    "tasks.common.verl_plugins.whole_responses.WholeResponses"
+)
+
 # Hydra overrides for both trainers or one of them.
 OVERRIDES = ["trainer.device=cpu"]
 # entropy_checkpointing: an update that measures the entropy (verl_plugins/on_policy.py) keeps nothing for a gradient.
@@ -85,6 +91,7 @@ RL_OVERRIDES = [
     "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=1024",
     "+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=tasks.common.stacks.cpu.vllm_worker.CPUColocateWorkerExtension",
     f"+actor_rollout_ref.rollout.engine_kwargs.vllm.block_size={CPU_BLOCK_SIZE}",
+    WHOLE_RESPONSES,
     "actor_rollout_ref.rollout.agent.num_workers=1",
     "actor_rollout_ref.model.lora.merge=True",
     "reward.num_workers=1",

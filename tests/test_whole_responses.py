@@ -1,0 +1,85 @@
+"""verl_plugins/whole_responses.py: a response comes once, with the tokens and log-probs of its steps."""
+
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.slow  # a real engine
+
+PROMPT = {"prompt_token_ids": [0, 70, 80, 90]}
+LENGTH = 6
+
+
+@pytest.fixture(scope="module")
+def engine(small_model):
+    """vLLM's engine, and what its scheduler found in each step, by request."""
+    from tasks.common.evaluation.engines import VLLMEngine
+    from tasks.common.verl_plugins.whole_responses import WholeResponses
+
+    class Recorded(WholeResponses):
+        def _returns(self, output) -> bool:
+            arrays = output.new_logprobs and output.new_logprobs[:3]
+            returned = found.setdefault(output.request_id.split("-")[0], [])
+            returned.append([list(output.new_token_ids), arrays, super()._returns(output)])
+            return returned[-1][-1]
+
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        patch.setattr("vllm.config.scheduler.SchedulerConfig.get_scheduler_cls", lambda self: Recorded)
+        ours = VLLMEngine(str(small_model), 300, 0, 0.5)
+        yield ours.llm.llm_engine, found
+        ours.close()
+
+
+def params(kind: str, **more):
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    kind = RequestOutputKind[kind]
+    return SamplingParams(max_tokens=LENGTH, ignore_eos=True, detokenize=False, output_kind=kind, **more)
+
+
+def run(engine) -> dict[str, list]:
+    """The outputs of each request, in the order in which they come."""
+    came = {}
+    while engine.has_unfinished_requests():
+        for output in engine.step():
+            came.setdefault(output.request_id, []).append(output)
+    return came
+
+
+def test_a_response_comes_once_with_the_tokens_and_log_probs_of_its_steps(engine):
+    engine, found = engine
+    names = {"one": {"seed": 1}, "other": {"seed": 2}, "greedy": {"temperature": 0.0}}
+    for name, how in names.items():
+        engine.add_request(name, PROMPT, params("FINAL_ONLY", logprobs=2, **how))
+    came = run(engine)
+    assert came.keys() == names.keys() and len(found["one"]) == LENGTH
+    for name, outputs in came.items():
+        (output,) = outputs
+        tokens, arrays, returned = zip(*found[name], strict=True)
+        ids = [token for part in tokens for token in part]
+        assert list(output.outputs[0].token_ids) == ids and returned == (False,) * (LENGTH - 1) + (True,)
+        own = [entry[token].logprob for entry, token in zip(output.outputs[0].logprobs, ids, strict=True)]
+        assert own == np.concatenate([part[1][:, 0] for part in arrays]).tolist()
+    assert came["one"][0].outputs[0].token_ids != came["other"][0].outputs[0].token_ids
+
+
+def test_who_wants_each_token_gets_it(engine):
+    engine, found = engine
+    engine.add_request("each", PROMPT, params("DELTA"))
+    assert len(run(engine)["each"]) == LENGTH == sum(returned for _, _, returned in found["each"])
+
+
+def test_nothing_is_kept_of_an_aborted_request(engine):
+    engine, _ = engine
+    scheduler = engine.engine_core.engine_core.scheduler
+    for name in ("stays", "goes"):
+        engine.add_request(name, PROMPT, params("FINAL_ONLY"))
+    while not scheduler.held:
+        engine.step()
+    assert len(scheduler.held) == 2
+    engine.abort_request(["goes"])
+    assert len(scheduler.held) == 1
+    (output,) = run(engine)["stays"]
+    assert len(output.outputs[0].token_ids) == LENGTH and not scheduler.held
