@@ -56,5 +56,6 @@ def _join(parts: list[EngineCoreOutput]) -> None:
     last.new_token_ids = [token for part in parts for token in part.new_token_ids]
     last.events = [event for part in parts for event in part.events or ()] or None
     if arrays := [part.new_logprobs[:3] for part in parts if part.new_logprobs is not None]:
-        last.new_logprobs = LogprobsLists(*map(np.concatenate, zip(*arrays, strict=True)))
+        ids, logprobs, ranks = map(np.concatenate, zip(*arrays, strict=True))
+        last.new_logprobs = LogprobsLists(ids, logprobs, ranks)
     last.new_prompt_logprobs_tensors, last.prefill_stats = first.new_prompt_logprobs_tensors, first.prefill_stats
