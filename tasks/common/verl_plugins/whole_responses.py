@@ -11,7 +11,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
 
@@ -55,7 +55,7 @@ def _join(parts: list[EngineCoreOutput]) -> None:
     first, last = parts[0], parts[-1]
     last.new_token_ids = [token for part in parts for token in part.new_token_ids]
     last.events = [event for part in parts for event in part.events or ()] or None
-    if arrays := [part.new_logprobs[:3] for part in parts if part.new_logprobs is not None]:
-        ids, logprobs, ranks = map(np.concatenate, zip(*arrays, strict=True))
-        last.new_logprobs = LogprobsLists(ids, logprobs, ranks)
+    if found := [part.new_logprobs for part in parts if part.new_logprobs is not None]:
+        ids, logprobs, ranks = map(np.concatenate, zip(*(each[:3] for each in found), strict=True))
+        last.new_logprobs = found[0]._replace(logprob_token_ids=ids, logprobs=logprobs, sampled_token_ranks=ranks)
     last.new_prompt_logprobs_tensors, last.prefill_stats = first.new_prompt_logprobs_tensors, first.prefill_stats
