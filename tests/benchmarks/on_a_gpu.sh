@@ -8,7 +8,7 @@
 # shellcheck disable=SC2329 # the functions are called by their names
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit
-RUNS=(learn gspo ppo egpo dpo lora resume gsm8k tool_calling econ_agent speed speed_3b methods)
+RUNS=(learn gspo ppo egpo dpo lora resume gsm8k tool_calling econ_agent engines speed speed_3b methods)
 STACK=${STACK:?set STACK to a100 or current}
 OUT=${ARTIFACTS:-$PWD/artifacts}/on_a_gpu/$STACK
 
@@ -57,6 +57,11 @@ resume() { # killed after step 3, in the second epoch of two steps; the same com
   set +m
   echo "killed after step $(cat "$saved")"
   start train "${same[@]}"
+}
+engines() { # several on one GPU
+  start data TASK=countdown MODEL=embedded "${EASY[@]:2}" TEST_SIZE=256 TRAIN_SIZE=512 SFT_SIZE=64 DEV_SIZE=0 TEST_FREQ=0 &&
+    MODEL=embedded "${PYTHON:-.venv/bin/python}" -m tests.benchmarks.two_gpus shared \
+      "$ARTIFACTS/data/countdown/test.parquet" "$OUT/engines.json"
 }
 speed() { start bench_training "${STEP[@]}" ARGS="--variants ours,example,naive --steps 4 --out $OUT/speed.json"; }
 speed_3b() { start bench_training "${STEP[@]}" ARGS="--random-3b --variants ours,example --steps 4 --out $OUT/speed_3b.json"; }

@@ -10,7 +10,7 @@ one after the other on the same GPUs. The first step of each is left out (compil
   and agent loop. The first one's flash_attention_2 is not there for torch 2.11: it is given our attention, so that
   padding is left out as it wants. The second runs with flash-attn, as it is meant to; its 32 sequences a pass
 - naive: sdpa with padding, eager rollouts, MICRO_BATCH_SIZE sequences a pass, verl's own trainer and agent loop
-- whole: ours with whole responses (verl_plugins/whole_responses.py), which no GPU has measured yet
+- by_token: ours without whole responses (verl_plugins/whole_responses.py)
 - trl: TRL's GRPOTrainer with vLLM in its process, on one GPU; trl_lean: the same without what ours leaves out
   (trl_grpo.py). Not among the default variants: only the newer stacks have that TRL
 
@@ -35,7 +35,6 @@ from tasks.common.launch.plan import trainer_module
 from tasks.common.machine.speed import QWEN25_3B
 from tasks.common.models.find import resolve_model
 from tasks.common.settings import Settings, artifacts, load_settings
-from tasks.common.stacks.cpu import WHOLE_RESPONSES
 from tasks.common.training import verl_config, verl_versions
 
 PHASES = ("gen", "reward", "old_log_prob", "adv", "update_actor", "update_weights", "step")
@@ -53,6 +52,7 @@ VERLS_OWN = [
 OF_CURRENT = [
     "actor_rollout_ref.rollout.max_num_seqs=256",
     "++actor_rollout_ref.rollout.engine_kwargs.vllm.max_cudagraph_capture_size=null",
+    "++actor_rollout_ref.rollout.engine_kwargs.vllm.scheduler_cls=null",
 ]
 OF_A100 = ["++actor_rollout_ref.rollout.engine_kwargs.vllm.cuda_graph_sizes=null"]
 TRL = {"trl": [], "trl_lean": ["--lean"]}  # and what they give trl_grpo.py
@@ -86,7 +86,7 @@ def variants(s: Settings) -> dict[str, list[str]]:
     ]
     every = {"ours": [], "example": [*verls_own, *example], "naive": [*verls_own, *naive]}
     if newer:
-        every["whole"] = [WHOLE_RESPONSES]
+        every["by_token"] = ["++actor_rollout_ref.rollout.engine_kwargs.vllm.scheduler_cls=null"]
     return {name: verl_versions.renamed(overrides, "ppo_trainer", s) for name, overrides in every.items()}
 
 

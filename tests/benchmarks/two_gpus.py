@@ -1,4 +1,4 @@
-"""What two_gpus.sh computes: `python -m tests.benchmarks.two_gpus sp|engines|dpo|scale|model ...`."""
+"""What two_gpus.sh and on_a_gpu.sh compute: `python -m tests.benchmarks.two_gpus PART ...`."""
 
 import json
 import math
@@ -9,8 +9,9 @@ import time
 from collections.abc import Callable
 from importlib.metadata import version
 from pathlib import Path
+from unittest import mock
 
-from tasks.common.evaluation.engines import Sampling
+from tasks.common.evaluation.engines import SCHEDULER, Sampling
 from tasks.common.evaluation.rollouts import read_rollouts
 from tasks.common.evaluation.sample import Hardware, Job, Scoring, load, sample
 from tasks.common.models.find import resolve_model
@@ -38,7 +39,8 @@ def engines(rows: str, out: str) -> None:
     result: dict = {"model": os.environ["MODEL"], "samples of a prompt": SAMPLES, "tokens": LENGTH}
     found: dict[int, dict] = {}
     for count in (1, 2):
-        found[count], result[f"{count} engines"] = _sampled(count, rows, Path(out).with_name(f"engines-{count}.jsonl"))
+        file = Path(out).with_name(f"engines-{count}.jsonl")
+        found[count], result[f"{count} engines"] = _sampled(Hardware(count), rows, file)
         write(Path(out), result)
     same = sum(found[1][key] == found[2][key] for key in found[1])
     speed = [result[f"{count} engines"]["samples_per_second"] for count in (1, 2)]
@@ -47,12 +49,36 @@ def engines(rows: str, out: str) -> None:
     print(f"{speed[0]:.1f} and {speed[1]:.1f} samples/s, {speed[1] / speed[0]:.2f} x, same responses: {same}")
 
 
-def _sampled(count: int, rows: str, out: Path) -> tuple[dict, dict]:
-    """The responses of all ``rows`` by prompt and sample, written to ``out`` by ``count`` engines, and the times."""
+def shared(rows: str, out: str) -> None:
+    """Samples per second of the same job with one engine on a GPU, without whole_responses.py and with it, then with
+    two and four on the same GPU; how many responses are the same as one engine's."""
+    result: dict = {"model": os.environ["MODEL"], "samples of a prompt": SAMPLES, "tokens": LENGTH}
+    result["cores"] = len(os.sched_getaffinity(0))
+    first: dict = {}
+    for name, count, scheduler in (
+        ("1, vLLM's scheduler", 1, None),
+        ("1", 1, SCHEDULER),
+        ("2", 2, SCHEDULER),
+        ("4", 4, SCHEDULER),
+    ):
+        with mock.patch("tasks.common.evaluation.engines.SCHEDULER", scheduler):  # a pool's processes do not see it
+            found, result[name] = _sampled(
+                Hardware(count, sharing=count), rows, Path(out).with_suffix(f".{count}.jsonl")
+            )
+        first = first or found
+        result[name]["same_responses"] = sum(first[key] == found[key] for key in first) / len(first)
+        write(Path(out), result)
+    print(
+        ", ".join(f"{name}: {each['tokens_per_second']:.0f}" for name, each in result.items() if isinstance(each, dict))
+    )
+
+
+def _sampled(hardware: Hardware, rows: str, out: Path) -> tuple[dict, dict]:
+    """The responses of all ``rows`` by prompt and sample, written to ``out`` on ``hardware``, and the times."""
     from tasks.countdown.reward import compute_score
 
     sampling = Sampling(SAMPLES, False, 1.0, 1.0, max_prompt_tokens=256, max_tokens=LENGTH, seed=0)
-    job = Job(str(resolve_model(os.environ["MODEL"])), rows, 0, sampling, Hardware(count))
+    job = Job(str(resolve_model(os.environ["MODEL"])), rows, 0, sampling, hardware)
     scoring = Scoring(compute_score, None, "")
     out.unlink(missing_ok=True)
     started = time.monotonic()
@@ -73,7 +99,7 @@ def _sampled(count: int, rows: str, out: Path) -> tuple[dict, dict]:
         "tokens_per_second": sum(r.tokens for r in rollouts) / seconds,
         "mean_score": sum((r.reward or {}).get("score", 0.0) for r in rollouts) / len(rollouts),
     }
-    print(f"{count} engines: {figures}", flush=True)
+    print(f"{hardware}: {figures}", flush=True)
     return {(r.index, r.sample): r.response for r in rollouts}, figures
 
 
@@ -117,7 +143,14 @@ def model(folder: str) -> None:
     random_model(Path(folder), tokenizer_of=str(resolve_model(os.environ["MODEL"])))
 
 
-PARTS: dict[str, Callable] = {"sp": sp, "engines": engines, "dpo": dpo, "scale": scale, "model": model}
+PARTS: dict[str, Callable] = {
+    "sp": sp,
+    "engines": engines,
+    "shared": shared,
+    "dpo": dpo,
+    "scale": scale,
+    "model": model,
+}
 
 if __name__ == "__main__":
     os.environ |= stack(os.environ["STACK"]).ENVIRONMENT

@@ -1,4 +1,4 @@
-"""Several engines of one machine as one engine: each in a process of its own, on GPUs of its own."""
+"""Several engines of one machine as one engine: each in a process of its own, on GPUs of its own or shared."""
 
 import multiprocessing
 import os
@@ -19,19 +19,21 @@ class EngineEnded(Exception):
 
 
 class EnginePool:
-    """``count`` engines of the kind ``backend``, each on the next ``tensor_parallel`` of the visible GPUs, with
-    ``arguments`` for each. The requests are shared out; each has a seed of its own, so that ``count`` changes nothing.
+    """``count`` engines of the kind ``backend``, each on the next ``tensor_parallel`` of the visible GPUs, which
+    ``sharing`` of them have in common, with ``arguments`` for each. The requests are shared out; each has a seed of its
+    own, so that ``count`` changes nothing.
     """
 
-    def __init__(self, count: int, backend: str, *arguments, tensor_parallel: int = 1):
+    def __init__(self, count: int, backend: str, *arguments, tensor_parallel: int = 1, sharing: int = 1):
         spawn = multiprocessing.get_context("spawn")
         self.engines: list[tuple[Connection, multiprocessing.Process]] = []
         threads = str(max(1, len(os.sched_getaffinity(0)) // count))
         numbered = [[str(number)] for number in range(count)]  # where no GPU is listed: on a CPU, or without nvidia-smi
-        for gpus in gpu_groups(tensor_parallel, count) or numbered:
+        shared = {"SHARED_GPU": str(sharing)} if sharing > 1 else {}
+        for gpus in gpu_groups(tensor_parallel, count // sharing) * sharing or numbered:
             ours, theirs = spawn.Pipe()
             process = spawn.Process(target=_serve, args=(theirs, backend, arguments, tensor_parallel))
-            own = {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "OMP_NUM_THREADS": threads}
+            own = {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "OMP_NUM_THREADS": threads} | shared
             with mock.patch.dict(os.environ, own):
                 process.start()
             theirs.close()  # the process has it: its end is then the end of the connection

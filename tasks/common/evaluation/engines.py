@@ -18,6 +18,7 @@ from tasks.common.text import one_line
 EXTENSION = "tasks.common.evaluation.vllm_worker.Reloading"
 EXTENSION_OF_CPU = "tasks.common.stacks.cpu.sampler.Sampling"
 EXTENSION_OF_0_11 = "tasks.common.stacks.a100.vllm_worker.ManySequences"
+SCHEDULER = "tasks.common.verl_plugins.whole_responses.WholeResponses"  # not of vLLM 0.11.0
 WINDOW = 4096  # tokens of a prompt in `make batch`, of a conversation in `make chat`
 LOGPROBS = 20  # vLLM's default limit (max_logprobs)
 SKIPPED = Completion("", TOO_LONG, 0, 0.0)
@@ -178,6 +179,7 @@ class VLLMEngine:
             max_model_len=max_model_len,
             block_size=CPU_BLOCK_SIZE if on_cpu else None,
             worker_extension_cls=EXTENSION_OF_CPU if on_cpu else EXTENSION_OF_0_11 if old else EXTENSION,
+            scheduler_cls=None if old else SCHEDULER,
             seed=seed,
             tensor_parallel_size=tensor_parallel,
             # A part of a prompt samples a token for nothing: vLLM 0.30 on a CPU cannot take back what that drew

@@ -30,30 +30,55 @@ from tasks.common.evaluation.rollouts import (
 )
 from tasks.common.evaluation.summary import OwnMetrics
 from tasks.common.files import read_json, write_json
+from tasks.common.machine.hardware import nvidia
 from tasks.common.models.merge import base_model
 from tasks.common.process import Progress, StageFailed, run
 from tasks.common.rewards.environment import Environment
 from tasks.common.rewards.episode import Limits
 from tasks.common.settings import Settings, code_digest, fingerprint, judge_settings
 
+ENGINE_SAMPLES = 512  # one more engine on the same GPU is not worth its start with fewer
+MOST_SHARING = 4
+
 
 @dataclass(frozen=True)
 class Hardware:
-    """``engines`` at once, each on ``tensor_parallel`` GPUs with vLLM's share of their memory."""
+    """``engines`` at once, each on ``tensor_parallel`` GPUs. ``sharing`` of them have the same GPUs and divide vLLM's
+    share of their memory."""
 
     engines: int = 1
     tensor_parallel: int = 1
     gpu_memory_utilization: float = 0.5
+    sharing: int = 1
 
     @classmethod
     def of(cls, s: Settings) -> "Hardware":
         return cls(max(1, s.N_GPUS // s.TP), s.TP, s.GPU_MEMORY_UTILIZATION)
 
+    def shared(self, model: str) -> "Hardware":
+        """With several engines on each GPU where ``model`` is small: vLLM's scheduler takes longer for a step than the
+        GPU does. Each has memory for four times the weights, and four cores."""
+        found = None if os.environ.get("SHARED_GPU") or self.tensor_parallel > 1 else nvidia()
+        weights = sum(file.stat().st_size for file in Path(base_model(model)).glob("*.safetensors"))
+        if not found or not found.gpus or not weights:
+            return self
+        fitting = int(self.gpu_memory_utilization * found.gpus[0].total / (4 * weights))
+        sharing = max(1, min(MOST_SHARING, len(os.sched_getaffinity(0)) // (4 * self.engines), fitting))
+        return replace(self, engines=self.engines * sharing, sharing=sharing)
+
+    def enough(self, prompts: int, samples: int) -> "Hardware":
+        """Without engines that would have no prompt, or on a shared GPU fewer than ENGINE_SAMPLES ``samples``."""
+        if samples >= self.engines * ENGINE_SAMPLES:
+            return self
+        return replace(self, engines=max(1, min(self.engines // self.sharing, prompts)), sharing=1)
+
     def engine(self, backend: str, *arguments):
         """One engine, or all as one, with the ``arguments`` model, max_model_len and seed."""
-        arguments = (*arguments, self.gpu_memory_utilization)
+        arguments = (*arguments, self.gpu_memory_utilization / self.sharing)
         if self.engines > 1:
-            return EnginePool(self.engines, backend, *arguments, tensor_parallel=self.tensor_parallel)
+            return EnginePool(
+                self.engines, backend, *arguments, tensor_parallel=self.tensor_parallel, sharing=self.sharing
+            )
         return ENGINES[backend](*arguments, tensor_parallel=self.tensor_parallel)
 
 
@@ -75,7 +100,9 @@ class Job:
         """On the GPUs of ``s``, and where its task is multi-turn in episodes with the lengths of ``how``."""
         turn = min(s.MAX_TURN_LENGTH, how.max_tokens)
         limits = Limits(how.max_prompt_tokens, how.max_tokens, turn, s.MAX_TURNS, s.STEP_SECONDS)
-        return cls(model, str(rows), limit, how, Hardware.of(s), backend, limits if s.multi_turn else None)
+        return cls(
+            model, str(rows), limit, how, Hardware.of(s).shared(model), backend, limits if s.multi_turn else None
+        )
 
     def fingerprint(self) -> str:
         """Changes when the completions would change. Not with ``limit``: more prompts continue the same file."""
@@ -222,7 +249,8 @@ def sample_here(arguments: list[str], scoring: Scoring) -> int:
         job = Job(**values, **own, episode=limits and Limits(**limits))
         _, missing = load(job, out, scoring)
         tokens = job.sampling.max_prompt_tokens + job.sampling.max_tokens
-        hardware = replace(job.hardware, engines=max(1, min(job.hardware.engines, len(missing))))
+        samples = sum(1 if request.mode == GREEDY else job.sampling.n for request in missing)
+        hardware = job.hardware.enough(len(missing), samples)
         made_for = [job.backend, tokens, hardware]
         if engine is None or made_for != last or not engine.load(job.model):
             if engine:

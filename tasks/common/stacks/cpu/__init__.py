@@ -7,6 +7,7 @@ import os
 
 from tasks.common.machine.hardware import CPU_BLOCK_SIZE, cpu_dtype
 from tasks.common.settings import Settings, method
+from tasks.common.stacks import WHOLE_RESPONSES
 
 VERL = "0.9.1"
 
@@ -57,12 +58,6 @@ LAUNCHER = ["tasks.common.stacks.cpu.forked"]
 
 # What the trainers multiply in, and vLLM keeps and samples in.
 DTYPE = cpu_dtype()
-
-# Rollouts come from vLLM's process as whole responses.
-WHOLE_RESPONSES = (
-    "+actor_rollout_ref.rollout.engine_kwargs.vllm.scheduler_cls="
-    "tasks.common.verl_plugins.whole_responses.WholeResponses"
-)
 
 # Hydra overrides for both trainers or one of them.
 OVERRIDES = ["trainer.device=cpu"]

@@ -3,6 +3,8 @@
 How to install: docs/INSTALLATION.md. What makes it fast, measured: docs/GPU.md.
 """
 
+from tasks.common.stacks import WHOLE_RESPONSES
+
 VERL = "0.9.1"
 
 # There is no flash-attn wheel for torch 2.11: attention is torch's own kernel.
@@ -25,6 +27,7 @@ RL_OVERRIDES = [
     "actor_rollout_ref.rollout.max_num_batched_tokens=16384",
     "+actor_rollout_ref.rollout.engine_kwargs.vllm.max_cudagraph_capture_size=1024",
     "+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=tasks.common.stacks.current.vllm_worker.SharedGPUExtension",
+    WHOLE_RESPONSES,
     "critic.strategy=fsdp2",
     "+critic.model.override_config.attn_implementation=varlen",
     "critic.model.use_remove_padding=True",
