@@ -1,11 +1,14 @@
-"""The end of several engines: also of one whose process would go on."""
+"""Several engines: how many share a GPU, and their end, also of one whose process would go on."""
 
+import os
 import threading
 import time
 
 import psutil
+import pytest
 
-from tasks.common.evaluation import engine_pool, engines
+from tasks.common.evaluation import engine_pool, engines, sample
+from tasks.common.machine.hardware import GPU, Nvidia
 
 
 class Endless:
@@ -18,7 +21,17 @@ class Endless:
         pass
 
 
-engines.ENGINES["endless"] = Endless  # the processes of the pool import this file
+class Placed(Endless):
+    """An engine that answers with what it sees of the machine."""
+
+    def __init__(self, *arguments, tensor_parallel: int = 1):
+        self.arguments = arguments
+
+    def generate(self, requests: list, sampling):
+        yield os.environ["CUDA_VISIBLE_DEVICES"], os.environ.get("SHARED_GPU"), self.arguments, len(requests)
+
+
+engines.ENGINES |= {"endless": Endless, "placed": Placed}  # the processes of the pool import this file
 
 
 def test_a_process_that_does_not_end_is_ended(monkeypatch):
@@ -37,3 +50,60 @@ _serve = engine_pool._serve
 def serve(*arguments) -> None:
     """engine_pool's, in a process that has read this file and so knows the engine."""
     _serve(*arguments)
+
+
+def test_engines_that_share_divide_the_gpus_their_memory_and_the_requests(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+    monkeypatch.setattr(engine_pool, "_serve", serve)
+    pool = sample.Hardware(4, 1, 0.5, sharing=2).engine("placed", "model", 300, 1)
+    try:
+        found = sorted(pool.generate([*range(10)], None))
+    finally:
+        pool.close()
+    assert [placed[:2] for placed in found] == [("4", "2"), ("4", "2"), ("7", "2"), ("7", "2")]
+    assert {placed[2] for placed in found} == {("model", 300, 1, 0.25)}
+    assert sorted(placed[3] for placed in found) == [2, 2, 3, 3]
+
+
+GB = 10**9
+SMALL = {"weights": GB // 2, "cores": 16, "gpus": 1, "tensor_parallel": 1, "memory": 80 * GB, "shared": ""}
+
+
+@pytest.mark.parametrize(
+    ("other", "each"),
+    [
+        ({}, 4),
+        ({"cores": 64}, 4),
+        ({"cores": 8}, 2),
+        ({"cores": 3}, 1),
+        ({"gpus": 2}, 2),
+        ({"gpus": 2, "cores": 32}, 4),
+        ({"weights": 3 * GB}, 3),
+        ({"weights": 6 * GB}, 1),
+        ({"weights": 0}, 1),  # not here yet
+        ({"memory": 24 * GB}, 4),
+        ({"memory": 8 * GB}, 2),
+        ({"memory": 0}, 1),  # no GPU
+        ({"tensor_parallel": 2, "gpus": 2}, 1),
+        ({"shared": "4"}, 1),  # by other trainings
+    ],
+)
+def test_engines_of_a_small_model_share_a_gpu(other, each, tmp_path, monkeypatch):
+    has = SMALL | other
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.truncate(has["weights"])
+    gpus = (GPU("H100", has["memory"], has["memory"]),) * has["gpus"]
+    monkeypatch.setattr(sample, "nvidia", lambda: Nvidia("1", "13", gpus) if has["memory"] else None)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(has["cores"]))
+    monkeypatch.setenv("SHARED_GPU", has["shared"])
+    groups = has["gpus"] // has["tensor_parallel"]
+    hardware = sample.Hardware(groups, has["tensor_parallel"], 0.5).shared(str(tmp_path))
+    assert (hardware.engines, hardware.sharing) == (groups * each, each)
+
+
+def test_few_samples_do_not_start_engines_that_share():
+    four = sample.Hardware(8, 1, 0.5, sharing=4)  # on two GPUs
+    assert four.enough(1024, 8 * sample.ENGINE_SAMPLES) == four
+    assert four.enough(1024, 8 * sample.ENGINE_SAMPLES - 1) == sample.Hardware(2, 1, 0.5)
+    assert four.enough(1, 1) == sample.Hardware(1, 1, 0.5)
+    assert sample.Hardware(2).enough(1, 9999) == sample.Hardware(1)

@@ -12,6 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tasks.common.rewards.answers import last_answer
+from tasks.countdown import evaluate as evaluation
 from tasks.countdown.reward import compute_score
 
 SCORES = {0.0, 0.1, 0.3, 1.0}
@@ -367,3 +369,21 @@ def test_right_answer_after_a_megabyte_of_thinking():
     rng = random.Random(0)
     thinking = "".join(rng.choice("0123456789 +-*/()\n") for _ in range(1000)) * 1000
     assert score("4*(5+1)", [1, 5, 4], 24, f"<think>{thinking}</think><answer>{{}}</answer>")["score"] == 1.0
+
+
+def test_own_metrics_read_a_completion_once(monkeypatch):
+    """The bootstrap asks for each hundreds of times; to read a long search takes as long as many others."""
+    read = []
+    monkeypatch.setattr(evaluation, "last_answer", lambda response: read.append(response) or last_answer(response))
+    texts = [
+        "<answer>1 + 2</answer>",
+        "<answer>3 * 4</answer>",
+        "<answer>5 * 6 = 30</answer>",
+        "<answer>7 + 8 * 9</answer>",
+    ]
+    texts += ["none", "<answer>what</answer>"]
+    scored = [{"response": text, "reward": {"format": 1.0, "numbers": float(i < 3)}} for i, text in enumerate(texts)]
+    evaluation._operators.cache_clear()
+    for _ in range(3):
+        assert evaluation.metrics(scored) == {"one_operator": 0.5, "wrong_numbers": 0.5}
+    assert sorted(read) == sorted(texts)

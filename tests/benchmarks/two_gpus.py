@@ -154,4 +154,6 @@ PARTS: dict[str, Callable] = {
 
 if __name__ == "__main__":
     os.environ |= stack(os.environ["STACK"]).ENVIRONMENT
+    # A fork of this process hangs once torch's threads ran here, to unpack the model.
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     PARTS[sys.argv[1]](*sys.argv[2:])

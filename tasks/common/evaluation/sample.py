@@ -68,7 +68,7 @@ class Hardware:
 
     def enough(self, prompts: int, samples: int) -> "Hardware":
         """Without engines that would have no prompt, or on a shared GPU fewer than ENGINE_SAMPLES ``samples``."""
-        if samples >= self.engines * ENGINE_SAMPLES:
+        if self.engines <= min(prompts, samples // ENGINE_SAMPLES):
             return self
         return replace(self, engines=max(1, min(self.engines // self.sharing, prompts)), sharing=1)
 
