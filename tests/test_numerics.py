@@ -12,6 +12,7 @@ from unittest import mock
 import numpy as np
 import pytest
 
+from tasks.common.machine.hardware import cpu_dtype
 from tests.helpers import change_reward, checkout_with, make
 
 pytestmark = pytest.mark.slow
@@ -217,15 +218,18 @@ def test_grpo_with_one_update_a_step(thinking_model, checkout, tmp_path):
     assert metrics["actor/pg_loss"] == pytest.approx(sum(float(call["loss"]) for call in losses), abs=1e-5)
     total = sum(float((call["old_log_prob"] * (call["response_mask"] > 0)).sum()) for call in losses)
     assert total == pytest.approx(float((update["old_log_probs"] * update["response_mask"]).sum()), rel=1e-5)
+    between = ("training/rollout_probs_diff_max", "training/rollout_probs_diff_mean", "rollout_corr/k3_kl")
     for name, tolerance in {
         "actor/entropy": 1e-5,
-        "training/rollout_probs_diff_max": 1e-3,
-        "training/rollout_probs_diff_mean": 1e-3,
         "rollout_corr/rollout_is_mean": 1e-5,
-        "rollout_corr/k3_kl": 1e-3,
         "training/rollout_actor_probs_pearson_corr": 1e-4,
+        **dict.fromkeys(between, 1e-3),
     }.items():
-        assert metrics[name] == pytest.approx(float(update[name.replace("/", "_")]), rel=tolerance), name
+        found, verls = metrics[name], float(update[name.replace("/", "_")])
+        if name in between and cpu_dtype() == "float32":  # of engine and trainer; only rounding is left between them
+            assert max(abs(found), abs(verls)) < 1e-5, name
+        else:
+            assert found == pytest.approx(verls, rel=tolerance), name
     high = "rollout_corr/rollout_is_ratio_fraction_high"  # a token at the limit may be on either side of it
     tokens = int((update["response_mask"] > 0).sum())
     assert abs(metrics[high] - float(update[high.replace("/", "_")])) < 3.5 / tokens
