@@ -74,8 +74,12 @@ def with_fake_make(script, tmp_path, *runs: str, **variables: str) -> subprocess
     return subprocess.run(["bash", script, *runs], env=environment, capture_output=True, text=True)
 
 
-def on_a_gpu(tmp_path, *runs: str) -> subprocess.CompletedProcess:
-    return with_fake_make(ON_A_GPU, tmp_path, *runs)
+@pytest.fixture
+def idle_python(tmp_path):
+    """A Python that computes nothing."""
+    (tmp_path / "python").write_text("#!/bin/sh\n")
+    (tmp_path / "python").chmod(0o755)
+    return str(tmp_path / "python")
 
 
 def settings_of(calls: list[list[str]]) -> list:
@@ -92,12 +96,13 @@ def settings_of(calls: list[list[str]]) -> list:
     return found
 
 
-def test_the_runs_on_a_gpu_have_settings_that_are_taken(tmp_path):
-    result = on_a_gpu(tmp_path)
+def test_the_runs_on_a_gpu_have_settings_that_are_taken(tmp_path, idle_python):
+    result = with_fake_make(ON_A_GPU, tmp_path, PYTHON=idle_python)
     assert result.returncode == 0, result.stdout + result.stderr
     calls = [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
     assert {target for target, *_ in calls} == {
         "all",
+        "data",
         "train",
         "dpo",
         "probe",
@@ -108,14 +113,6 @@ def test_the_runs_on_a_gpu_have_settings_that_are_taken(tmp_path):
         "bench_training",
     }
     assert all(s.STACK == "a100" for s in settings_of(calls))
-
-
-@pytest.fixture
-def idle_python(tmp_path):
-    """A Python that computes nothing."""
-    (tmp_path / "python").write_text("#!/bin/sh\n")
-    (tmp_path / "python").chmod(0o755)
-    return str(tmp_path / "python")
 
 
 def test_the_runs_on_two_gpus_have_settings_that_are_taken(tmp_path, idle_python):
@@ -142,6 +139,6 @@ def test_a_part_on_two_gpus_that_fails_does_not_stop_the_others(tmp_path, idle_p
 
 
 def test_a_run_on_a_gpu_that_there_is_not_is_refused(tmp_path):
-    result = on_a_gpu(tmp_path, "learn", "nosuch")
+    result = with_fake_make(ON_A_GPU, tmp_path, "learn", "nosuch")
     assert result.returncode == 2 and result.stderr.startswith("error: nosuch: no such run; there are: learn gspo")
     assert not (tmp_path / "calls").exists()
