@@ -66,7 +66,15 @@ def test_engines_that_share_divide_the_gpus_their_memory_and_the_requests(monkey
 
 
 GB = 10**9
-SMALL = {"weights": GB // 2, "cores": 16, "gpus": 1, "tensor_parallel": 1, "memory": 80 * GB, "shared": ""}
+SMALL = {
+    "weights": GB // 2,
+    "cores": 16,
+    "gpus": 1,
+    "tensor_parallel": 1,
+    "memory": 80 * GB,
+    "ram": 64 * GB,
+    "shared": "",
+}
 
 
 @pytest.mark.parametrize(
@@ -76,6 +84,7 @@ SMALL = {"weights": GB // 2, "cores": 16, "gpus": 1, "tensor_parallel": 1, "memo
         ({"cores": 64}, 4),
         ({"cores": 8}, 2),
         ({"cores": 3}, 1),
+        ({"ram": 24 * GB}, 3),
         ({"gpus": 2}, 2),
         ({"gpus": 2, "cores": 32}, 4),
         ({"weights": 3 * GB}, 3),
@@ -94,6 +103,7 @@ def test_engines_of_a_small_model_share_a_gpu(other, each, tmp_path, monkeypatch
         file.truncate(has["weights"])
     gpus = (GPU("H100", has["memory"], has["memory"]),) * has["gpus"]
     monkeypatch.setattr(sample, "nvidia", lambda: Nvidia("1", "13", gpus) if has["memory"] else None)
+    monkeypatch.setattr(sample, "ram", lambda: (has["ram"], 2 * has["ram"]))
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(has["cores"]))
     monkeypatch.setenv("SHARED_GPU", has["shared"])
     groups = has["gpus"] // has["tensor_parallel"]

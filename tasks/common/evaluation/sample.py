@@ -30,7 +30,7 @@ from tasks.common.evaluation.rollouts import (
 )
 from tasks.common.evaluation.summary import OwnMetrics
 from tasks.common.files import read_json, write_json
-from tasks.common.machine.hardware import nvidia
+from tasks.common.machine.hardware import nvidia, ram
 from tasks.common.models.merge import base_model
 from tasks.common.process import Progress, StageFailed, run
 from tasks.common.rewards.environment import Environment
@@ -57,13 +57,14 @@ class Hardware:
 
     def shared(self, model: str) -> "Hardware":
         """With several engines on each GPU where ``model`` is small: vLLM's scheduler takes longer for a step than the
-        GPU does. Each has memory for four times the weights, and four cores."""
+        GPU does. Each has a GPU's memory for four times the weights, four cores and 8 GB of RAM."""
         found = None if os.environ.get("SHARED_GPU") or self.tensor_parallel > 1 else nvidia()
         weights = sum(file.stat().st_size for file in Path(base_model(model)).glob("*.safetensors"))
         if not found or not found.gpus or not weights:
             return self
         fitting = int(self.gpu_memory_utilization * found.gpus[0].total / (4 * weights))
-        sharing = max(1, min(MOST_SHARING, len(os.sched_getaffinity(0)) // (4 * self.engines), fitting))
+        served = min(len(os.sched_getaffinity(0)) // 4, ram()[0] // 8_000_000_000) // self.engines
+        sharing = max(1, min(MOST_SHARING, fitting, served))
         return replace(self, engines=self.engines * sharing, sharing=sharing)
 
     def enough(self, prompts: int, samples: int) -> "Hardware":
