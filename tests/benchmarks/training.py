@@ -11,6 +11,7 @@ one after the other on the same GPUs. The first step of each is left out (compil
   padding is left out as it wants. The second runs with flash-attn, as it is meant to; its 32 sequences a pass
 - naive: sdpa with padding, eager rollouts, MICRO_BATCH_SIZE sequences a pass, verl's own trainer and agent loop
 - by_token: ours without whole responses (verl_plugins/whole_responses.py)
+- one_process: ours with vLLM's worker in the process of its engine, which starts sooner; TP=1 only, never measured
 - trl: TRL's GRPOTrainer with vLLM in its process, on one GPU; trl_lean: the same without what ours leaves out
   (trl_grpo.py). Not among the default variants: only the newer stacks have that TRL
 
@@ -87,6 +88,7 @@ def variants(s: Settings) -> dict[str, list[str]]:
     every = {"ours": [], "example": [*verls_own, *example], "naive": [*verls_own, *naive]}
     if newer:
         every["by_token"] = ["++actor_rollout_ref.rollout.engine_kwargs.vllm.scheduler_cls=null"]
+        every["one_process"] = ["+actor_rollout_ref.rollout.engine_kwargs.vllm.distributed_executor_backend=uni"]
     return {name: verl_versions.renamed(overrides, "ppo_trainer", s) for name, overrides in every.items()}
 
 
