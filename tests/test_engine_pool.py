@@ -9,6 +9,8 @@ import pytest
 
 from tasks.common.evaluation import engine_pool, engines, sample
 from tasks.common.machine.hardware import GPU, Nvidia
+from tasks.common.settings import ROOT, load_settings
+from tests.helpers import exported
 
 
 class Endless:
@@ -77,6 +79,14 @@ SMALL = {
 }
 
 
+def on(machine: dict, monkeypatch) -> None:
+    gpus = (GPU("H100", machine["memory"], machine["memory"]),) * machine["gpus"]
+    monkeypatch.setattr(sample, "nvidia", lambda: Nvidia("1", "13", gpus) if machine["memory"] else None)
+    monkeypatch.setattr(sample, "ram", lambda: (machine["ram"], 2 * machine["ram"]))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(machine["cores"]))
+    monkeypatch.setenv("SHARED_GPU", machine["shared"])
+
+
 @pytest.mark.parametrize(
     ("other", "each"),
     [
@@ -101,11 +111,7 @@ def test_engines_of_a_small_model_share_a_gpu(other, each, tmp_path, monkeypatch
     has = SMALL | other
     with (tmp_path / "model.safetensors").open("wb") as file:
         file.truncate(has["weights"])
-    gpus = (GPU("H100", has["memory"], has["memory"]),) * has["gpus"]
-    monkeypatch.setattr(sample, "nvidia", lambda: Nvidia("1", "13", gpus) if has["memory"] else None)
-    monkeypatch.setattr(sample, "ram", lambda: (has["ram"], 2 * has["ram"]))
-    monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(has["cores"]))
-    monkeypatch.setenv("SHARED_GPU", has["shared"])
+    on(has, monkeypatch)
     groups = has["gpus"] // has["tensor_parallel"]
     hardware = sample.Hardware(groups, has["tensor_parallel"], 0.5).shared(str(tmp_path))
     assert (hardware.engines, hardware.sharing) == (groups * each, each)
@@ -117,3 +123,14 @@ def test_few_samples_do_not_start_engines_that_share():
     assert four.enough(1024, 8 * sample.ENGINE_SAMPLES - 1) == sample.Hardware(2, 1, 0.5)
     assert four.enough(1, 1) == sample.Hardware(1, 1, 0.5)
     assert sample.Hardware(2).enough(1, 9999) == sample.Hardware(1)
+
+
+@pytest.mark.parametrize(
+    ("stack", "backend", "engines"), [("current", "vllm", 4), ("current", "transformers", 1), ("cpu", "vllm", 1)]
+)
+def test_only_vllms_engines_on_a_gpu_share_it(stack, backend, engines, tmp_path, monkeypatch):
+    (tmp_path / "model.safetensors").write_bytes(b"weights")
+    s = load_settings(exported(ROOT / "tasks/countdown/train.sh", {"STACK": stack, "N_GPUS": "1"}))
+    on(SMALL, monkeypatch)
+    job = sample.Job.of(s, str(tmp_path), tmp_path / "rows", sample.sampling(s), backend=backend)
+    assert (job.hardware.engines, job.hardware.sharing) == (engines, engines)

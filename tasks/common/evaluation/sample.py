@@ -101,9 +101,10 @@ class Job:
         """On the GPUs of ``s``, and where its task is multi-turn in episodes with the lengths of ``how``."""
         turn = min(s.MAX_TURN_LENGTH, how.max_tokens)
         limits = Limits(how.max_prompt_tokens, how.max_tokens, turn, s.MAX_TURNS, s.STEP_SECONDS)
-        return cls(
-            model, str(rows), limit, how, Hardware.of(s).shared(model), backend, limits if s.multi_turn else None
-        )
+        hardware = Hardware.of(s)
+        if backend == "vllm" and s.STACK != "cpu":
+            hardware = hardware.shared(model)
+        return cls(model, str(rows), limit, how, hardware, backend, limits if s.multi_turn else None)
 
     def fingerprint(self) -> str:
         """Changes when the completions would change. Not with ``limit``: more prompts continue the same file."""
