@@ -238,6 +238,10 @@ def sample(engine, job: Job, out: Path, missing: list[Request], scoring: Scoring
             write([future.result() for future in futures])
 
 
+def _samples(requests: list[Request], sampling: Sampling) -> int:
+    return sum(1 if request.mode == GREEDY else sampling.n for request in requests)
+
+
 def sample_here(arguments: list[str], scoring: Scoring) -> int:
     """The child of ``sampled``: complete each job (as JSON, with its file ``out``), one after the other.
 
@@ -251,8 +255,7 @@ def sample_here(arguments: list[str], scoring: Scoring) -> int:
         job = Job(**values, **own, episode=limits and Limits(**limits))
         _, missing = load(job, out, scoring)
         tokens = job.sampling.max_prompt_tokens + job.sampling.max_tokens
-        samples = sum(1 if request.mode == GREEDY else job.sampling.n for request in missing)
-        hardware = job.hardware.enough(len(missing), samples)
+        hardware = job.hardware.enough(len(missing), _samples(missing, job.sampling))
         made_for = [job.backend, tokens, hardware]
         if engine is None or made_for != last or not engine.load(job.model):
             if engine:
@@ -305,13 +308,13 @@ def sampled(jobs: dict[str, Job], root: Path, scoring: Scoring) -> tuple[dict[st
     todo = {label: jobs[label] for label, (_, missing) in found.items() if missing}
     if todo:
         tails = [_Tail(label, files[label]) for label in todo]
-        missing = [(request, job) for label, job in todo.items() for request in found[label][1]]
+        missing = sum(_samples(found[label][1], job.sampling) for label, job in todo.items())
         arguments = [json.dumps({**asdict(job), "out": str(files[label])}) for label, job in todo.items()]
         run(
             [sys.executable, sys.argv[0], "sample", *arguments],
             name="sampling",
             log=root / "sampling.log",
-            total=sum(t.lines for t in tails) + sum(1 if r.mode == GREEDY else j.sampling.n for r, j in missing),
+            total=sum(tail.lines for tail in tails) + missing,
             watch=lambda: _progress(tails),
             environment={"VLLM_ENABLE_V1_MULTIPROCESSING": os.environ.get("EVAL_MULTIPROCESSING", "1")},
         )
