@@ -130,3 +130,24 @@ def test_without_a_server_the_client_is_a_fresh_python(python, tmp_path, owner):
     owner.kill()
     tells = script(tmp_path, "import sys\nprint(sys.argv[1:], 'numpy' in sys.modules)")
     until(lambda: subprocess.run([python, tells, "a"], capture_output=True, text=True).stdout == "['a'] False\n")
+
+
+def test_two_forks_draw_other_ids_of_ray(tmp_path, owner):
+    """Ray gives the IDs of tasks and objects: with the same, agent loops ended vLLM's server."""
+    code = "import ray._raylet as ray; print(ray.TaskID.for_fake_task(ray.JobID.from_int(1)).hex())"
+    drawn = f"""import ray, sys
+from tasks.common.stacks.cpu import forked
+with forked.own_ids() if {{}} else forked.contextlib.nullcontext():
+    ray.remote(type("Actor", (), {{}}))
+for _ in range(2):
+    if not forked.os.fork():
+        exec({code!r})
+        sys.stdout.flush()
+        forked.os._exit(0)
+    forked.os.wait()
+"""
+    for own in (True, False):
+        ids = subprocess.check_output(
+            [sys.executable, "-c", drawn.replace("{}", str(own), 1)], cwd=ROOT, text=True
+        ).split()
+        assert len(ids) == 2 and (ids[0] != ids[1]) is own

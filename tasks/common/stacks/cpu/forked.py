@@ -22,7 +22,9 @@ import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 from tasks.common.leftovers import LAUNCH
 from tasks.common.process import die_with_parent
@@ -47,8 +49,9 @@ def serve(folder: Path, owner: int) -> None:
     # Ray too reads its variables as it is imported. A worker ends when the process RAYLET_PID does.
     os.environ.update(EARLY | {name: os.environ[name] for name in OF_RAY if name in os.environ})
     os.environ["RAY_RAYLET_PID"] = str(owner)
-    for name in IMPORTS:  # the first clients wait meanwhile
-        importlib.import_module(name)
+    with own_ids():
+        for name in IMPORTS:  # the first clients wait meanwhile
+            importlib.import_module(name)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     children: dict[int, tuple[int, socket.socket]] = {}  # the fork and its client, by the fork's pidfd
@@ -73,6 +76,21 @@ def serve(folder: Path, owner: int) -> None:
 
 def _ready(files: list) -> list:
     return select.select(files, [], [])[0]
+
+
+@contextlib.contextmanager
+def own_ids() -> Iterator[None]:
+    """Name actor classes without Ray's random numbers (ray/actor.py, ActorClassID.from_random).
+
+    Its generator is seeded at the first use. Forks of a process that has used it draw the same IDs for their tasks and
+    objects, and Ray ends a worker that gets one twice.
+    """
+    import ray.actor
+
+    of_ray = ray.actor.ActorClassID
+    ray.actor.ActorClassID = SimpleNamespace(from_random=lambda: of_ray(os.urandom(of_ray.size())))
+    yield
+    ray.actor.ActorClassID = of_ray
 
 
 def _start(connection: socket.socket, children: dict[int, tuple[int, socket.socket]]) -> None:
