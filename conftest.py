@@ -1,7 +1,5 @@
 """Fixtures of the tests."""
 
-import copy
-import functools
 import gc
 import os
 import subprocess
@@ -85,22 +83,12 @@ def pytest_runtest_protocol(item):
 
 
 @pytest.fixture(scope="session", autouse=True)
-def parse_each_yaml_file_once():
-    """Composing verl's config parses some thirty files, 40 % of its time, and a hundred tests compose."""
-    from omegaconf import OmegaConf
-
-    load_file = OmegaConf.load
-
-    @functools.cache
-    def parsed(path: str, changed: int):
-        return load_file(path)
-
-    def load(file):
-        path = str(getattr(file, "name", file))
-        return copy.deepcopy(parsed(path, os.stat(path).st_mtime_ns))
+def compose_verls_config_once():
+    """Composing takes half a second, and hundreds of tests do."""
+    from tests import composed_once
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(OmegaConf, "load", staticmethod(load))
+        composed_once.install(patch)
         yield
 
 

@@ -8,6 +8,7 @@ from omegaconf import OmegaConf
 
 from tasks.common.settings import METHODS, SettingsError, load_settings, method
 from tasks.common.training import verl_config
+from tests import composed_once
 from tests.exact_kl import gradients
 from tests.helpers import ROOT, TASKS, exported, stacks
 
@@ -58,6 +59,23 @@ def test_rl_overrides_compose(task, stack, method, changes, monkeypatch):
     assert config["trainer"]["default_local_dir"] == "/runs/r/checkpoints"
     assert config["trainer"]["device"] == ("cpu" if stack == "cpu" else "cuda")
     assert config["trainer"]["logger"] == ["console", "file", *filter(None, s.LOGGER.split(","))]
+
+
+@pytest.mark.parametrize("changes", [{}, {"METHOD": "egpo", "LORA_RANK": "8"}])
+def test_a_composition_from_what_was_read_once_is_hydras_own(changes, monkeypatch):
+    """Of composed_once.py: the same values, references and strictness, also after another composition was changed."""
+    s = settings_of("countdown", monkeypatch, **changes)
+    rl = ("ppo_trainer", verl_config.rl_overrides(s, "some/model", Path("/r")))
+    for name, overrides in (rl, ("sft_trainer_engine", verl_config.sft_overrides(s, "some/model", Path("/r"), "/d"))):
+        verl_config.compose(name, overrides).trainer.logger.append("changed")
+        again = verl_config.compose(name, overrides)
+        with monkeypatch.context() as patch:
+            composed_once.restore(patch)
+            own = verl_config.compose(name, overrides)
+        assert OmegaConf.to_yaml(again) == OmegaConf.to_yaml(own) and OmegaConf.is_struct(again)
+        for config in (again, own):
+            with pytest.raises(AttributeError):
+                config.trainer.no_such_key = 1
 
 
 @pytest.mark.parametrize(("truncated", "loop"), [("counted", "episode_of_row"), ("masked", "episode_unless_truncated")])
