@@ -32,7 +32,7 @@ def restore(patch: pytest.MonkeyPatch) -> None:
 
 
 def install(patch: pytest.MonkeyPatch) -> None:
-    load_file, parse_rule, create_defaults_list, compose = (getattr(owner, name) for owner, name, _ in ORIGINAL)
+    load_file, parse_rule, create_defaults_list, compose = (function for _, _, function in ORIGINAL)
 
     @functools.cache
     def parsed_file(path: str, changed: int):

@@ -14,11 +14,11 @@ import pytest
 from tasks.common.stacks.cpu import fork_client
 from tests.helpers import ROOT
 
-# The server of a training, with imports that take no time; `owner` plays the trainer.
+# The server of a training, with imports that take little time; `owner` plays the trainer.
 SERVER = """import sys
 from pathlib import Path
 from tasks.common.stacks.cpu import forked
-forked.IMPORTS = ("numpy",)
+forked.IMPORTS = ("numpy", "actors")
 forked.serve(Path(sys.argv[1]), int(sys.argv[2]))"""
 
 
@@ -37,7 +37,9 @@ def python(tmp_path, owner):
     lines = [f"#!{sys.executable} -IS", "import sys", f"sys.path.insert(0, {str(folder)!r})", "import fork_client"]
     (tmp_path / "python").write_text("\n".join([*lines, called]))
     (tmp_path / "python").chmod(0o755)
+    (tmp_path / "actors.py").write_text("import ray\nray.remote(type('Actor', (), {}))\n")
     environment = {name: value for name, value in os.environ.items() if name != "RAY_AUTH_MODE"}
+    environment["PYTHONPATH"] = str(tmp_path)
     with subprocess.Popen(
         [sys.executable, "-c", SERVER, str(tmp_path), str(owner.pid)], cwd=ROOT, env=environment
     ) as server:
@@ -132,22 +134,30 @@ def test_without_a_server_the_client_is_a_fresh_python(python, tmp_path, owner):
     until(lambda: subprocess.run([python, tells, "a"], capture_output=True, text=True).stdout == "['a'] False\n")
 
 
-def test_two_forks_draw_other_ids_of_ray(tmp_path, owner):
+DRAW = "import ray._raylet as ray; print(ray.TaskID.for_fake_task(ray.JobID.from_int(1)).hex())"
+
+
+def test_two_forks_draw_other_ids_of_ray(python):
     """Ray gives the IDs of tasks and objects: with the same, agent loops ended vLLM's server."""
-    code = "import ray._raylet as ray; print(ray.TaskID.for_fake_task(ray.JobID.from_int(1)).hex())"
-    drawn = f"""import ray, sys
+    ids = [subprocess.check_output([python, "-c", DRAW], text=True) for _ in range(2)]
+    assert len(ids[0].strip()) == 48 and ids[0] != ids[1]
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_only_own_ids_keep_an_actor_class_from_giving_forks_the_same(own):
+    """What own_ids is for. If Ray comes to seed each fork, the second case says so."""
+    drawn = f"""import os, sys
+from contextlib import nullcontext
 from tasks.common.stacks.cpu import forked
-with forked.own_ids() if {{}} else forked.contextlib.nullcontext():
+import ray
+with {"forked.own_ids()" if own else "nullcontext()"}:
     ray.remote(type("Actor", (), {{}}))
 for _ in range(2):
-    if not forked.os.fork():
-        exec({code!r})
+    if not os.fork():
+        {DRAW}
         sys.stdout.flush()
-        forked.os._exit(0)
-    forked.os.wait()
+        os._exit(0)
+    os.wait()
 """
-    for own in (True, False):
-        ids = subprocess.check_output(
-            [sys.executable, "-c", drawn.replace("{}", str(own), 1)], cwd=ROOT, text=True
-        ).split()
-        assert len(ids) == 2 and (ids[0] != ids[1]) is own
+    ids = subprocess.check_output([sys.executable, "-c", drawn], cwd=ROOT, text=True).split()
+    assert len(ids) == 2 and (ids[0] != ids[1]) is own
