@@ -5,6 +5,9 @@ import pytest
 from tests.wheels import found_with
 
 
+pytestmark = pytest.mark.medium
+
+
 @pytest.fixture(scope="module")
 def result() -> dict:
     """What tests/verl_061.py found. All patches load with it: each looks for the lines that it answers."""

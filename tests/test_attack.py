@@ -234,6 +234,7 @@ HOLES = [
 ]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("compute_score", "problems", "exploit"), HOLES, ids=[hole[0].__name__ for hole in HOLES])
 def test_a_planted_hole_is_found(compute_score, problems, exploit):
     started = time.monotonic()
@@ -247,6 +248,7 @@ def test_a_planted_hole_is_found(compute_score, problems, exploit):
         assert again["acc"] == 1 or again["score"] >= search.best
 
 
+@pytest.mark.medium
 def test_a_slow_reward_does_not_hold_up_the_end():
     def slow(source, response, truth, extra=None):
         time.sleep(0.02)
@@ -270,6 +272,7 @@ def test_what_is_shown_is_short():
     assert found.response == "####nan" and len(found.fooled) == len(search.rows) and found.score == 1.0
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("task", SINGLE_TURN)
 def test_shipped_rewards_give_no_alarm(task):
     compute_score = importlib.import_module(f"tasks.{task}.reward").compute_score
@@ -323,6 +326,7 @@ def test_a_hole_in_an_environment_is_found(made, exploit, why):
     assert exploit in search.found and why in search.found[exploit].why, search.found
 
 
+@pytest.mark.medium
 def test_the_shipped_environment_gives_no_alarm():
     search = attacked(partial(attack.episode, Environment, 8), episodes(40), 1100, most=1.0)
     assert search.found == {} and len(search.against) > 30
@@ -421,6 +425,7 @@ def test_a_policy_is_trained_against_other_rows_truths(tmp_path, small_model):
     assert len(list((run / "rollouts").iterdir())) == 2 and folder.find_run(s, []) is None
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("environment", "exploit", "response", "fewest"),
     [
@@ -446,6 +451,7 @@ def test_the_holes_of_reasoning_gyms_scorers_are_found_and_closed(environment, e
 # ---- the oracle
 
 
+@pytest.mark.medium
 def test_an_answer_within_the_tolerance_of_two_truths_is_none():
     problems = [Row(f"Which number has the name {n:b}?", str(n), str(n)) for n in range(0, 90, 3)]
 
@@ -584,6 +590,7 @@ def test_make_attack_writes_what_it_found_and_fails_in_ci(tmp_path):
     assert "as stated on" in result.stdout and "states less" not in result.stdout
 
 
+@pytest.mark.medium
 def test_the_lines_of_a_found_hole_fail_until_it_is_closed(tmp_path):
     """For an environment: whether the episode ends is not stated. For a reward: partial credit is left to it."""
     s = replace(load_settings(exported(ROOT / "tasks/calculator/train.sh", {"N_GPUS": "1"})), MAX_TURNS=40)

@@ -38,6 +38,7 @@ def data_dir(variables, prepared) -> Path:
     return Path(variables["ARTIFACTS"]) / "data/countdown"
 
 
+@pytest.mark.medium
 def test_data_is_reused_until_a_setting_changes_it(variables, data_dir):
     assert "up to date" in make("data", **variables).stdout
     assert "up to date" not in make("data", **variables, SEED="7").stdout
@@ -78,6 +79,7 @@ def test_an_unknown_stage_is_refused_before_anything_is_made(variables):
     assert len(result.stderr.splitlines()) == 1 and not Path(variables["ARTIFACTS"]).exists()
 
 
+@pytest.mark.medium
 def test_a_reward_that_cannot_be_loaded_is_named_before_anything_starts(variables, tmp_path):
     checkout = checkout_with("unloadable", tmp_path)
     (checkout / "tasks/unloadable/reward.py").write_text("def compute_score(:")
@@ -86,6 +88,7 @@ def test_a_reward_that_cannot_be_loaded_is_named_before_anything_starts(variable
         assert "unloadable/reward.py: cannot be loaded: SyntaxError" in error
 
 
+@pytest.mark.medium
 def test_a_training_file_that_cannot_be_used_is_named(variables, data_dir, tmp_path):
     for file, said in (
         (tmp_path / "none.parquet", "no such file"),
@@ -111,6 +114,7 @@ def test_a_missing_parquet_is_made_again(variables, data_dir):
     assert (data_dir / "train.parquet").read_bytes() == before
 
 
+@pytest.mark.medium
 def test_too_few_problems_keep_the_data_that_was_there(variables, data_dir, small_model):
     before = (data_dir / "train.parquet").read_bytes()
     folder = data_dir.parent / "public"
@@ -124,6 +128,7 @@ def test_too_few_problems_keep_the_data_that_was_there(variables, data_dir, smal
     assert "up to date" in make("data", **variables).stdout
 
 
+@pytest.mark.medium
 def test_a_model_without_weights_and_one_without_config_are_named(variables, tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()
@@ -134,6 +139,7 @@ def test_a_model_without_weights_and_one_without_config_are_named(variables, tmp
     assert f"MODEL={folder}" in error and "no weights" in error
 
 
+@pytest.mark.medium
 def test_a_model_whose_checkpoints_do_not_fit_on_the_disk_is_refused(variables, tmp_path):
     folder = tmp_path / "model"
     folder.mkdir()
@@ -144,6 +150,7 @@ def test_a_model_whose_checkpoints_do_not_fit_on_the_disk_is_refused(variables, 
     assert "GB free" in error and "ARTIFACTS" in error
 
 
+@pytest.mark.medium
 def test_an_example_with_another_score_stops_before_the_training(variables, small_model, tmp_path):
     checkout = checkout_with("wrong_example", tmp_path)
     examples = checkout / "tasks/wrong_example/examples.jsonl"

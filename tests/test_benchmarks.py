@@ -96,6 +96,7 @@ def settings_of(calls: list[list[str]]) -> list:
     return found
 
 
+@pytest.mark.medium
 def test_the_runs_on_a_gpu_have_settings_that_are_taken(tmp_path, idle_python):
     result = with_fake_make(ON_A_GPU, tmp_path, PYTHON=idle_python)
     assert result.returncode == 0, result.stdout + result.stderr

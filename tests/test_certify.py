@@ -99,6 +99,7 @@ def failed(found: dict[str, checks.Check]) -> list[str]:
 NAMES = ["tokens", "mask", "template", "stop", "markers", "sft", "log_probs"]
 
 
+@pytest.mark.medium
 def test_what_is_right_is_certified_with_its_figures(certified, tokenizer):
     found = certified()
     assert list(found) == NAMES and {check.state for check in found.values()} == {"ok"}, found
@@ -111,6 +112,7 @@ def test_what_is_right_is_certified_with_its_figures(certified, tokenizer):
     assert found["template"].figures == {"later": 2} and found["log_probs"].figures["max"] < 1e-3
 
 
+@pytest.mark.medium
 def test_a_single_turn_task_is_an_episode_of_one_turn(certified):
     found = certified("gsm8k", answers=[ANSWER])
     assert list(found) == NAMES and {check.state for check in found.values()} == {"ok"}, found
@@ -259,6 +261,7 @@ def test_the_command_prints_the_checks_and_fails_where_one_does(tmp_path, capsys
     assert ended.value.code == 1 and "=> not certified: 3 checks, 1 warnings, 1 failed" in capsys.readouterr().out
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("given", "said"),
     [

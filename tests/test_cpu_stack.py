@@ -67,22 +67,26 @@ def found() -> dict:
     return json.loads(result.stdout.splitlines()[-1])
 
 
+@pytest.mark.medium
 def test_verl_runs_on_our_platform_and_engines(found):
     assert found["device"] == ["cpu", "cpu:0", False]
     assert found["engine"] == "tasks.common.stacks.cpu.verl_platform"
 
 
+@pytest.mark.medium
 def test_a_patch_stops_in_one_line_when_its_line_of_verl_has_changed(found):
     said = "verl.utils.model.load_valuehead_model no longer contains `a line that verl never had`"
     assert said in found["expect"] and "\n" not in found["expect"]
 
 
+@pytest.mark.medium
 def test_log_probs_of_verl_are_taken_in_one_operation(found):
     assert found["patched"][0] == "tasks.common.stacks.cpu.verl_platform"
     shape, error = found["log-probs"]
     assert shape == [2, 7] and error < 1e-6
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_entropy_of_verl_is_taken_in_parts(shape, found):
     assert found["patched"][1] == "tasks.common.stacks.cpu.verl_platform"

@@ -135,6 +135,7 @@ def peak_of_writing(path, count):
         tracemalloc.stop()
 
 
+@pytest.mark.medium
 def test_memory_does_not_grow_with_the_number_of_rows(tmp_path):
     one_batch = peak_of_writing(tmp_path / "small.parquet", BATCH_ROWS)
     many = peak_of_writing(tmp_path / "large.parquet", 50_000)
@@ -583,6 +584,7 @@ def bombs() -> dict[str, pa.Table]:
     }
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("kind", "store_schema"), [("value", False), ("list", False), ("dictionary", False), ("dictionary", True)]
 )
@@ -609,6 +611,7 @@ def test_rows_of_long_values_that_a_file_repeats_are_decoded_a_few_at_a_time(tmp
     tracemalloc.stop()
 
 
+@pytest.mark.medium
 def test_tool_schemas_in_every_row_are_not_too_much(tmp_path):
     questions = [f"What is {i * 7919 % 10007} + {i * 104729 % 99991}?" for i in range(20_000)]
     table = pa.table({"question": questions, "tools": ["schema " * 1000] * 20_000})

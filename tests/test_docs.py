@@ -550,6 +550,7 @@ def run_blocks(name: str, repository: Path, marks: tuple[str, ...], **variables:
             assert [line for line in wanted if line not in lines] == [], printed
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", [name for name in NAMES if marked(name) & {"run", "output"}])
 def test_commands_run_and_print_what_the_document_shows(name, tmp_path):
     repository = copy_of_checkout(tmp_path / "repository")

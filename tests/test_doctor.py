@@ -59,6 +59,7 @@ def model_folder(folder: Path, config: dict, tokenizer: Path) -> Path:
 # ---- on this machine, through make
 
 
+@pytest.mark.medium
 def test_a_machine_and_settings_without_fault(prepared):
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     result = make("doctor", **prepared)
@@ -72,6 +73,7 @@ def test_a_machine_and_settings_without_fault(prepared):
     assert lines(result, "error") == []
 
 
+@pytest.mark.medium
 def test_missing_data_is_a_warning(prepared, tmp_path):
     result = make("doctor", **{**prepared, "ARTIFACTS": str(tmp_path)})
     assert result.returncode == 0, result.stdout
@@ -79,6 +81,7 @@ def test_missing_data_is_a_warning(prepared, tmp_path):
     assert "not there yet" in line and "`make data TASK=countdown`" in line
 
 
+@pytest.mark.medium
 def test_each_fault_has_its_line_and_its_fix(prepared, copy, small_model, tmp_path):
     """Wrong pins, a wrong reward, a broken data file, a model that is too large, and a cluster that is gone."""
     pinned = copy / "tasks/common/stacks/cpu/requirements.txt"
@@ -112,6 +115,7 @@ def test_each_fault_has_its_line_and_its_fix(prepared, copy, small_model, tmp_pa
     assert any("psutil" in line and "list: 0.1" in line for line in lines(result, "warning"))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
@@ -133,6 +137,7 @@ def test_what_verl_would_refuse_later_is_refused_now(variables, said, prepared, 
     assert [line for line in result.stdout.splitlines() if line.startswith("error") and said in line], result.stdout
 
 
+@pytest.mark.medium
 def test_demonstrations_that_do_not_fit_are_counted(prepared):
     file = Path(prepared["ARTIFACTS"]) / "data/countdown/sft.parquet"
     lengths = sorted(len(row["messages"][-1]["content"].encode()) for row in read_rows(file))  # a byte is a token
@@ -147,6 +152,7 @@ def test_demonstrations_that_do_not_fit_are_counted(prepared):
     assert [line for line in lines(result, "ok") if line.startswith("demonstrations: ")], result.stdout
 
 
+@pytest.mark.medium
 def test_a_training_says_what_is_not_ok_and_does_not_begin(prepared, copy):
     examples = copy / "tasks/countdown/examples.jsonl"
     examples.write_text(examples.read_text().replace('"score": 1', '"score": 0.5', 1))
@@ -246,6 +252,7 @@ def test_memory_that_another_process_has_is_not_counted(monkeypatch, small_model
 # ---- parts
 
 
+@pytest.mark.medium
 def test_shapes_count_what_the_weights_have(small_model, tmp_path):
     from transformers import AutoModelForCausalLM, LlamaConfig, Qwen2Config, Qwen3Config
 

@@ -213,6 +213,7 @@ def test_more_than_three_epochs_are_warned_of(epochs, monkeypatch, tmp_path, cap
 # ---- order, batches, checkpoints
 
 
+@pytest.mark.medium
 def test_more_steps_begin_as_fewer_do_and_an_epoch_has_no_pair_twice():
     from tasks.common.training.trl_dpo import training_order
 

@@ -71,6 +71,7 @@ def step(module, monkeypatch, signal, batches: int, steps: int = 1) -> tuple[lis
     return chosen, metrics, store
 
 
+@pytest.mark.medium
 def test_a_batch_has_signal_and_the_metrics_count_what_was_sampled_for_it(module, monkeypatch):
     (chosen,), (metrics,), store = step(module, monkeypatch, lambda n: n % 2 == 0, batches=10)
     assert len(chosen) == BATCH and all(int(name[1:]) % 2 == 0 for name in chosen)

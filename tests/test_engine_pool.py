@@ -36,6 +36,7 @@ class Placed(Endless):
 engines.ENGINES |= {"endless": Endless, "placed": Placed}  # the processes of the pool import this file
 
 
+@pytest.mark.medium
 def test_a_process_that_does_not_end_is_ended(monkeypatch):
     monkeypatch.setattr(engine_pool, "SECONDS_TO_END", 0.5)
     monkeypatch.setattr(engine_pool, "_serve", serve)
@@ -54,6 +55,7 @@ def serve(*arguments) -> None:
     _serve(*arguments)
 
 
+@pytest.mark.medium
 def test_engines_that_share_divide_the_gpus_their_memory_and_the_requests(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
     monkeypatch.setattr(engine_pool, "_serve", serve)

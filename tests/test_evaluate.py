@@ -195,6 +195,7 @@ def asked(model: Path) -> list:
     return [json.loads(line) for line in (model / "asked.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.medium
 def test_what_was_sampled_is_kept_when_the_engine_dies_and_is_not_asked_again(workplace):
     model = workplace.model("m", table(RIGHT, 16, GREEDY))
     (model / "die").touch()
@@ -209,6 +210,7 @@ def test_what_was_sampled_is_kept_when_the_engine_dies_and_is_not_asked_again(wo
     assert len(rollouts.read_text().splitlines()) == PROMPTS * 17
 
 
+@pytest.mark.medium
 def test_a_second_run_samples_nothing_and_a_larger_limit_only_the_rest(workplace):
     model = workplace.model("m", table(RIGHT, 16, GREEDY))
     assert workplace.run("eval", f"m={model}", N="16", LIMIT="2").returncode == 0
@@ -266,6 +268,7 @@ def test_rescore_refuses_a_file_without_rollouts_in_one_line(workplace, tmp_path
 # ---- probe
 
 
+@pytest.mark.medium
 def test_probe_gives_the_exact_signal_of_each_prompt_and_the_verdict(workplace):
     model = workplace.model("m", table(RIGHT, 16, GREEDY))
     result = workplace.run("probe", str(model), N="16", LIMIT="0", FILTER="1")
@@ -298,6 +301,7 @@ def test_probe_gives_the_exact_signal_of_each_prompt_and_the_verdict(workplace):
     assert f"TRAIN_FILE={folder}/signal.parquet" in result.stdout
 
 
+@pytest.mark.medium
 def test_the_same_rollouts_give_the_same_probe_byte_for_byte(workplace):
     model = workplace.model("m", table(RIGHT, 16, GREEDY))
     contents = []
@@ -308,6 +312,7 @@ def test_the_same_rollouts_give_the_same_probe_byte_for_byte(workplace):
     assert contents[0] == contents[1]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("right", "said"), [(0, "do SFT first"), (16, "take harder data"), (1, "weak signal"), (8, "train:")]
 )
@@ -318,6 +323,7 @@ def test_probe_says_what_to_do(workplace, right, said):
     assert f"=> {said}" in result.stdout
 
 
+@pytest.mark.medium
 def test_a_filter_that_leaves_nothing_says_so_and_writes_no_parquet(workplace):
     model = workplace.model("m", table([16, 16, 0, 0, 0, 0], 16, GREEDY))
     result = workplace.run("probe", str(model), N="16", FILTER="1")
@@ -331,6 +337,7 @@ def test_a_filter_that_leaves_nothing_says_so_and_writes_no_parquet(workplace):
 # ---- compare
 
 
+@pytest.mark.medium
 def test_compare_pairs_the_prompts_and_tests_the_difference(workplace):
     base = workplace.model("base", table([0, 2, 4, 4, 0, 16], 16, [False, False, False, False, False, True]))
     trained = workplace.model("trained", table([16, 16, 8, 4, 0, 0], 16, [True, True, True, True, False, False]))
@@ -360,6 +367,7 @@ def test_compare_pairs_the_prompts_and_tests_the_difference(workplace):
     assert "trained - base: pass@1 +0.188 [" in result.stdout and "so this may be chance" in result.stdout
 
 
+@pytest.mark.medium
 def test_compare_pairs_the_trained_model_with_its_warm_up_and_shows_the_base(workplace):
     base = workplace.model("base", table([0] * 6, 16, [False] * 6))
     warm = workplace.model("warm", table([8] * 6, 16, [True, True, True, False, False, False]))
@@ -400,6 +408,7 @@ def three_models(workplace, trained: list[int], warm_up: tuple[int, ...] = (8,) 
     return result.stdout, models
 
 
+@pytest.mark.medium
 def test_an_interval_with_0_is_explained_with_what_to_try(workplace):
     said, models = three_models(workplace, [10, 6, 8, 9, 7, 9])
     assert "grpo - sft: pass@1 +0.010 [-" in said and "the interval includes 0, so this may be chance" in said
@@ -419,6 +428,7 @@ def test_a_warm_up_that_is_rarely_right_is_told_to_go_on(workplace):
     assert said.partition("What to try:")[2].splitlines()[1].endswith("right too rarely to learn from: SFT_STEPS=8")
 
 
+@pytest.mark.medium
 def test_a_clear_gain_needs_no_advice_and_a_loss_gets_other(workplace):
     said, _ = three_models(workplace, [12, 12, 13, 12, 12, 14])
     assert "): a gain" in said and "What to try" not in said
@@ -426,6 +436,7 @@ def test_a_clear_gain_needs_no_advice_and_a_loss_gets_other(workplace):
     assert "): a loss" in said and "LR=5e-06" in said and "STEP=best" in said and "STEPS=16" not in said
 
 
+@pytest.mark.medium
 def test_the_same_rollouts_give_the_same_report_byte_for_byte(workplace):
     base = workplace.model("base", table([0, 2, 4, 4, 0, 16], 16, GREEDY))
     trained = workplace.model("trained", table(RIGHT, 16, GREEDY))
@@ -443,6 +454,7 @@ def test_the_same_rollouts_give_the_same_report_byte_for_byte(workplace):
     assert {f.name: f.read_bytes() for f in folder.iterdir()} == before
 
 
+@pytest.mark.medium
 def test_what_a_model_wrote_stays_text_in_every_report(workplace):
     bad = '=HYPERLINK("http://x")\x00\x1b]0;title\x07[bold]</td><script>|`'
     entries = [{"greedy": answer(bad), "sampled": [answer(bad)]}] * PROMPTS

@@ -117,6 +117,7 @@ def test_episodes_get_the_exact_metrics_and_each_turn_is_one_batch(workplace):
     assert found[0, "sampled", 0].messages == [{"role": role, "content": text} for role, text in said]
 
 
+@pytest.mark.medium
 def test_what_has_ended_is_kept_and_the_same_command_plays_the_rest(workplace):
     model = workplace.model("m", TABLE)
     (model / "die").touch()
@@ -149,6 +150,7 @@ def test_an_environment_that_raises_counts_as_a_reward_that_raises_and_long_prom
     assert all(index < 2 for batch in asked(model) for index, *_ in batch)
 
 
+@pytest.mark.medium
 def test_probe_and_compare_play_episodes(workplace):
     better = [{"greedy": [CALL, RIGHT], "sampled": [[RIGHT], [CALL, RIGHT]]}] * PROMPTS
     base, trained = workplace.model("base", TABLE), workplace.model("trained", better)
@@ -184,6 +186,7 @@ def test_limits_count_for_episodes_alone(tmp_path):
     assert len(marks) == 3
 
 
+@pytest.mark.medium
 def test_batch_plays_the_rows_of_a_table_and_scores_those_with_a_ground_truth(workplace, tmp_path):
     table, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     prompts = [{"prompt": "3 + 4?", "ground_truth": {"answer": "7"}}, {"prompt": "3 + 5?"}]
@@ -259,11 +262,13 @@ def test_a_slow_environment_holds_no_other_episode(small_model):
     assert len(engine.asked[0][1]) == 8
 
 
+@pytest.mark.medium
 def test_steps_of_all_episodes_run_at_once(small_model):
     _, found = played(small_model, [1.0] * 16, turns=3)
     assert len(found) == 16 and max(seconds for seconds, _ in found) < 1.3 * 3 * (1 + Engine.SECONDS) + 1
 
 
+@pytest.mark.medium
 def test_a_step_that_hangs_ends_its_episode_alone(small_model):
     free = threading.Event()
 
@@ -284,6 +289,7 @@ def test_a_step_that_hangs_ends_its_episode_alone(small_model):
     assert [turn for _, asked in engine.asked for turn in asked].count((0, 1)) == 1
 
 
+@pytest.mark.medium
 def test_who_is_answered_last_has_time_for_a_step_before_the_next_batch(small_model, monkeypatch):
     """The first to be answered asks again while the others are sampled; GRACE counts from the end of the batch."""
     monkeypatch.setattr(episodes, "GRACE", 0.5)

@@ -44,6 +44,7 @@ def found_by(workplace, models: list[str]) -> tuple[dict, str]:  # noqa: F811
     return json.loads(workplace.only("experiments/countdown/*/experiment.json").read_text()), result.stdout
 
 
+@pytest.mark.medium
 def test_seeds_are_pooled_and_paired_by_prompt(workplace, models):  # noqa: F811
     found, said = found_by(workplace, models)
     assert found["rates"]["chosen"] == {"rloo": 3e-6, "dapo": 1e-6}
@@ -72,6 +73,7 @@ def test_seeds_are_pooled_and_paired_by_prompt(workplace, models):  # noqa: F811
     assert set(found["summaries"]) == {name.partition("=")[0] for name in models}
 
 
+@pytest.mark.medium
 def test_dev_prompts_choose_the_rate_where_there_are_any(workplace, models):  # noqa: F811
     """A right answer on the test prompts is a wrong number there, so the other rate of each method wins."""
     rows = [rl_row("countdown", chat(f"dev {i}"), "words", "dev", i) for i in range(PROMPTS)]
@@ -81,6 +83,7 @@ def test_dev_prompts_choose_the_rate_where_there_are_any(workplace, models):  # 
     assert "chosen by the score on dev.parquet" in said
 
 
+@pytest.mark.medium
 def test_one_seed_and_rate_are_compared_as_two_models_are(workplace):  # noqa: F811
     right = {"start": [0, 1, 2, 0, 1, 0], "rloo@1e-06#1": [4, 3, 4, 1, 3, 2], "dapo@1e-06#1": [3, 2, 4, 0, 2, 1]}
     found, said = found_by(workplace, [counts(workplace, name, values) for name, values in right.items()])
@@ -133,6 +136,7 @@ def test_an_impossible_plan_is_refused(changes, said, monkeypatch):
         planned(monkeypatch, **changes)
 
 
+@pytest.mark.medium
 def test_several_trainings_at_a_time_share_the_gpus_memory_and_say_which_failed(monkeypatch, tmp_path):
     """Each is a launcher of its own; here one that notes its settings, and fails for one seed."""
     runs = planned(monkeypatch, METHODS="grpo,gspo", SEEDS="2", ARTIFACTS=str(tmp_path), GPU_MEMORY_UTILIZATION="0.6")
@@ -151,6 +155,7 @@ def test_several_trainings_at_a_time_share_the_gpus_memory_and_say_which_failed(
     assert (tmp_path / "gspo-43").exists()
 
 
+@pytest.mark.medium
 def test_the_trainings_are_spread_over_the_gpus_that_are_there(monkeypatch, tmp_path):
     """Three at a time with two GPUs each on five: two groups, of which one has two trainings and so half its memory."""
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,3,4,6,7")

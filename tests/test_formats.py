@@ -278,6 +278,7 @@ RECORD = st.dictionaries(
 )
 
 
+@pytest.mark.medium
 @settings(max_examples=300, deadline=None)
 @given(RECORD)
 def test_any_record_is_read_or_refused(record):

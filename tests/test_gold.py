@@ -178,6 +178,7 @@ def test_a_row_that_breaks_the_reward_does_not_break_the_check(reward):
     assert reasons[0].startswith("the process died") and reasons[1:] == ["SystemExit: no", "score nan"]
 
 
+@pytest.mark.medium
 def test_rows_on_which_the_reward_hangs_end_the_check(reward, monkeypatch):
     monkeypatch.setattr(gold, "CALL_SECONDS", 0.3)
     monkeypatch.setattr(guarded, "FIRST_SECONDS", 0.6)
@@ -259,6 +260,7 @@ def test_a_wrong_form_that_is_right_is_named(reward, monkeypatch):
     )
 
 
+@pytest.mark.medium
 def test_wrong_forms_on_which_the_reward_hangs_end_the_check(reward, monkeypatch):
     monkeypatch.setattr(gold, "CALL_SECONDS", 0.3)
     monkeypatch.setattr("tasks.countdown.reward.wrong_forms", lambda text: [text + "!"])
@@ -281,6 +283,7 @@ def test_error_takes_no_reward_that_calls_a_wrong_form_right(folder, monkeypatch
 # ---- the shipped tasks
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("difficulty", ["easy", "hard"])
 @pytest.mark.parametrize("task", SINGLE_TURN)
 def test_every_demonstration_of_the_shipped_tasks_is_right(task, difficulty):
@@ -305,6 +308,7 @@ def test_every_episode_of_calculator_is_right(difficulty, folder):
     assert (entry["demonstrations"], entry["right"], entry["forms"], entry["taken"]) == (162, 162, 324, []), entry
 
 
+@pytest.mark.medium
 @pytest.mark.skipif(not (SHARED / "gsm8k").is_dir(), reason="no shared data")
 def test_every_demonstration_of_gsm8k_is_right():
     found = importlib.import_module("tasks.gsm8k.prepare_data").from_file(settings("gsm8k", FILE=str(SHARED / "gsm8k")))
@@ -315,6 +319,7 @@ def test_every_demonstration_of_gsm8k_is_right():
 # ---- the commands
 
 
+@pytest.mark.medium
 def test_make_data_says_it_and_checks_again_after_the_reward_was_changed(tmp_path):
     checkout = copy_of_checkout(tmp_path / "checkout")
     given = {"TASK": "countdown", "STACK": "cpu", "ARTIFACTS": str(tmp_path / "artifacts"), "TRAIN_SIZE": "32"}

@@ -55,6 +55,7 @@ def test_there_are_106():
     assert len(sorted(DATASETS)) == 106
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("env", ALONE)
 def test_an_environment_is_trainable(env, score):
     """Its own answers get 1 after the way through JSON to the worker, wrong ones less; each row has the same keys."""
@@ -75,12 +76,14 @@ def test_an_environment_is_trainable(env, score):
     assert sum(row["score"] for row in wrong) < 0.5 * len(wrong)
 
 
+@pytest.mark.medium
 def test_an_empty_answer_can_be_right(score):
     example = next(e for e in gym.examples("ab", None, 1) if e.ground_truth["answer"] == "")
     assert example.demonstration == "<answer></answer>"
     assert score(example.demonstration, example.ground_truth) == {"score": 1, "acc": 1, "format": 1, "failed": 0}
 
 
+@pytest.mark.medium
 def test_boxnet_can_be_solved(score):
     """Its entries come without an answer: carry each box to its target, a square at a time."""
     for example in some("boxnet", 3):
@@ -245,6 +248,7 @@ def test_the_worker_runs_no_code_of_an_answer(env, score):
         assert score(answered(code), example.ground_truth)["failed"] == 0.0
 
 
+@pytest.mark.medium
 def test_an_endless_computation_fails_and_the_next_answer_scores():
     example = some("countdown", 1)[0]
     with scorer("countdown", seconds=1) as score:
@@ -252,6 +256,7 @@ def test_an_endless_computation_fails_and_the_next_answer_scores():
         assert score(example.demonstration, example.ground_truth)["acc"] == 1.0
 
 
+@pytest.mark.medium
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     env=st.sampled_from(
@@ -305,6 +310,7 @@ def test_a_bad_setting_is_one_line_that_helps(env, config, problem):
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.medium
 def test_the_scorer_names_a_bad_setting_too():
     with pytest.raises(RuntimeError, match=r"DataError.*did you mean chain_sum"):
         gym.scorer("chain_summ")(answered("1"), {"answer": "1", "metadata": {}})
@@ -315,6 +321,7 @@ def test_a_ground_truth_of_another_kind_is_named():
         gym.scorer("chain_sum")(answered("1"), "12")
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("env", "config"),
     [

@@ -99,6 +99,7 @@ def providers() -> dict[str, list[str]]:
     return packages_distributions()
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("stack", STACKS)
 def test_every_package_that_the_code_imports_is_in_the_list(stack, imported, providers):
     listed = check.listed(stack)

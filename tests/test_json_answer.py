@@ -102,6 +102,7 @@ plain = st.recursive(
 )
 
 
+@pytest.mark.medium
 @quick
 @given(st.dictionaries(st.text(), plain, max_size=4), st.sampled_from(["", "So ", "<think>{</think>"]), st.booleans())
 def test_what_json_writes_is_read_back(value, before, ascii_only):

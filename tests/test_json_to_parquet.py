@@ -259,6 +259,7 @@ def test_an_array_takes_its_text_and_little_more(tmp_path):
 # ---- the hub
 
 
+@pytest.mark.medium
 def test_hub_that_cannot_be_reached():
     code = "from tasks.common.data.records import hub; hub('openai/gsm8k', 'main', 'test')"
     for offline in ("0", "1"):
@@ -496,6 +497,7 @@ def test_command_line(tmp_path):
     assert result.stderr == f"error: {tmp_path}/no.json: no such file\n"
 
 
+@pytest.mark.medium
 @pytest.mark.skipif(not SHARED.is_dir(), reason="no shared data")
 @pytest.mark.parametrize(
     "name, kind, rows, duplicates",

@@ -433,6 +433,7 @@ def trickled_body(handler):
         time.sleep(0.1)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("answer", [lambda handler: time.sleep(20), trickle, trickled_body])
 def test_the_time_limit_is_for_the_whole_request(serve, answer):
     serve(answer, JUDGE_TIMEOUT=0.4, JUDGE_RETRIES=1)
@@ -461,6 +462,7 @@ def other_process(code: str) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, "-c", code], env=environment, cwd=ROOT)
 
 
+@pytest.mark.medium
 def test_requests_in_flight_are_bounded_over_threads_and_processes(serve, tmp_path):
     server = serve(delay=0.1, JUDGE_CONCURRENCY=3)
     with other_process("score_in_threads(range(100, 130))") as process:

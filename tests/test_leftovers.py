@@ -96,6 +96,7 @@ def wait_until(holds, seconds: float) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGHUP, marks=pytest.mark.slow), signal.SIGINT])
 def test_signals_during_the_clean_up_do_not_break_it_off(number, tmp_path):
     tree = Tree(tmp_path)
@@ -120,6 +121,7 @@ def test_a_signal_in_the_clean_up_of_a_stage_that_ended_waits_for_it(tmp_path):
     assert tree.left() == []
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("kill", [os.kill, pytest.param(os.killpg, marks=pytest.mark.slow)], ids=["launcher", "group"])
 def test_ten_seconds_after_a_kill_nothing_is_left(kill, tmp_path):
     tree = Tree(tmp_path)
@@ -141,6 +143,7 @@ def test_nohup_goes_on_after_its_terminal_is_gone(tmp_path):
     assert tree.left() == []
 
 
+@pytest.mark.medium
 def test_shared_memory_that_no_process_of_ours_has_mapped_stays(tmp_path):
     """With --ipc=host another container's: its processes cannot be seen, so nobody seems to use the file."""
     tree = Tree(tmp_path)
@@ -167,6 +170,7 @@ os.execve(sys.executable, [sys.executable, "-c", socket, sys.argv[2]], os.enviro
 """
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("kill", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["killed", "ended"])
 def test_the_sockets_of_a_program_in_place_of_the_launcher_go_with_it(kill, tmp_path):
     """`make chat`: vLLM makes sockets in the folder of temporary files."""

@@ -41,6 +41,7 @@ print(json.dumps([each.laddr.ip for each in found if each.status == psutil.CONN_
 """
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("how", ["alone", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_the_rendezvous_of_pytorch_listens_on_loopback(how, tmp_path):
     (tmp_path / "stores.py").write_text(STORES)

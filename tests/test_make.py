@@ -54,6 +54,7 @@ def test_make_keeps_the_shells_pythonpath(tmp_path):
     assert result.returncode == 0 and "found in PYTHONPATH" in result.stdout, result.stderr
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "locale",
     [
@@ -81,6 +82,7 @@ def test_files_and_screen_are_utf8_in_any_locale(locale, tmp_path):
 A100, H200 = "8.0, NVIDIA A100-SXM4-80GB", "9.0, NVIDIA H200"
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("gpus", "visible", "said"),
     [
@@ -118,6 +120,7 @@ def test_the_stack_follows_from_the_gpu_and_is_printed_once(gpus, visible, said,
     assert f"STACK={said[6:].partition(':')[0]}" in seen
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
@@ -163,6 +166,7 @@ def test_bad_value_is_refused_in_one_line(variables, said, tmp_path):
     assert "Traceback" not in result.stdout
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("goal", "variables", "said"),
     [
@@ -235,12 +239,14 @@ def test_what_the_shell_exported_is_named_and_what_make_got_is_not(tmp_path):
         assert rows[name].split()[1] == value and f" {source}" in rows[name], rows[name]
 
 
+@pytest.mark.medium
 def test_gspo_with_one_mini_batch_is_warned_of_on_the_screen(tmp_path):
     chosen = {"METHOD": "gspo", "MINI_BATCH_SIZE": "8", "TRAIN_BATCH_SIZE": "8", "MODEL": "/no/such/model"}
     result = make("train", TASK="countdown", STACK="cpu", ARTIFACTS=str(tmp_path / "artifacts"), **chosen)
     assert "warning: METHOD=gspo with one mini-batch a step" in result.stdout and result.returncode != 0
 
 
+@pytest.mark.medium
 def test_config_shows_the_plan_above_the_resolved_config_and_writes_nothing(tmp_path):
     given = {"STACK": "cpu", "LR": "0.125", "INIT": "base", "MODEL": "some/model", "STEPS": "7", "TRAIN_SEED": "5"}
     given |= {"ARTIFACTS": str(tmp_path / "artifacts"), "RUN": "mine", "ARGS": "trainer.total_epochs=7"}

@@ -13,6 +13,7 @@ COUNTDOWN = {"TASK": "countdown", "STACK": "cpu"}
 ODD = "a b'c%d \"$e,{f}"
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("goal", "variables"),
     [
@@ -76,6 +77,7 @@ def test_a_value_reaches_a_stage_as_it_is(way):
     assert given["MODEL"] in row and not (ROOT / "X").exists()
 
 
+@pytest.mark.medium
 def test_words_of_ARGS_are_the_shells_without_its_commands():
     arguments = "trainer.experiment_name='a b' +data.note=\"'$HOME; touch X * $(touch X)'\""
     result = make("config", **COUNTDOWN, INIT="base", MODEL="some/model", ARGS=arguments)
@@ -92,6 +94,7 @@ def odd_checkout(tmp_path_factory):
     return folder
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("goal", ["help", "settings", "data", "config", "lint", "runs", "json_to_parquet"])
 def test_a_goal_works_in_a_checkout_of_any_path(goal, odd_checkout, tmp_path):
     environment = odd_checkout / ".venv/bin"  # what make finds by itself, not PYTHON=
@@ -114,6 +117,7 @@ def test_a_goal_works_in_a_checkout_of_any_path(goal, odd_checkout, tmp_path):
         assert (tmp_path / f"{ODD} out/train.parquet").is_file()
 
 
+@pytest.mark.medium
 def test_a_new_task_works_in_a_checkout_of_any_path(odd_checkout):
     assert make("new", TASK="fresh", cwd=odd_checkout).returncode == 0
     result = make("test", TASK="fresh", cwd=odd_checkout)

@@ -347,6 +347,7 @@ def in_thread(call, *arguments):
         return pool.submit(call, *arguments).result(timeout=120)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("answer", HOSTILE)
 def test_a_hostile_answer_ends_in_a_thread_too_and_the_next_one_is_judged(answer, monkeypatch):
     monkeypatch.setattr(math_answer._sandbox, "_seconds", 1.0)
@@ -403,6 +404,7 @@ def test_text_is_never_run_as_python(tmp_path):
     assert not file.exists()
 
 
+@pytest.mark.medium
 def test_an_answer_that_takes_too_long_is_wrong_and_the_next_is_read(monkeypatch):
     monkeypatch.setattr(math_answer._sandbox, "_seconds", 1.0)
     assert compare(r"9^{9^{9^9}}", "3") == (False, False)

@@ -185,6 +185,7 @@ def test_a_reference_that_is_not_the_base_takes_a_merged_start(small_model, tmp_
         assert _trainer_start(replace(s, **changes), adapter) == whole_model(adapter) != adapter
 
 
+@pytest.mark.medium
 def test_a_merge_ends_with_the_process_that_was_killed(tmp_path):
     """verl's merger is another process, which takes seconds to start."""
     write_checkpoint(tmp_path / "global_step_1")

@@ -100,6 +100,7 @@ def test_the_same_values_give_the_same_interval_and_equal_values_no_width():
     assert bootstrap_mean(np.ones(9)).low == bootstrap_mean(np.ones(9)).high == 1
 
 
+@pytest.mark.medium
 def test_bootstrap_covers_the_mean_about_as_often_as_it_says():
     rng = np.random.default_rng(3)
     hits = 0
@@ -147,6 +148,7 @@ def test_the_interval_over_seeds_covers_the_truth(seeds, of_seed):
     assert 0.92 <= covered / 1000 <= 0.985
 
 
+@pytest.mark.medium
 def test_a_bootstrap_of_three_seeds_and_an_interval_over_prompts_alone_are_too_narrow():
     rng = np.random.default_rng(0)
     ours = boot = prompts = 0

@@ -247,6 +247,7 @@ def free_port() -> int:
         return free.getsockname()[1]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "missing", [(), pytest.param(("trackio",), marks=pytest.mark.slow)], ids=["trackio", "tensorboard"]
 )

@@ -139,6 +139,7 @@ def test_each_round_samples_other_prompts_until_all_were_sampled():
     assert all(chosen_prompts(7, wanted, 2, seed=1).tolist() == list(range(7)) for wanted in (0, 7, 9))
 
 
+@pytest.mark.medium
 def test_a_second_round_makes_its_pairs_on_the_prompts_that_the_first_has_left(workplace, tmp_path):  # noqa: F811
     model, prompts = workplace.model("m", table([1, 1, 1, 0, 0, 0], 2, [True] * 6)), []
     for number in ("1", "2"):

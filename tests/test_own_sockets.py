@@ -14,6 +14,7 @@ def own_sockets():
     return own_sockets
 
 
+@pytest.mark.medium
 def test_both_ends_have_the_address_in_the_launchs_folder(own_sockets, tmp_path, monkeypatch):
 
     def init(self):

@@ -69,6 +69,7 @@ def test_verls_processes_learn_what_verl_has_no_key_for(settings):
     assert dpo.environment.items() >= (environment(replace(s, METHOD="dpo", STEPS=6))).items()
 
 
+@pytest.mark.medium
 def test_rounds_are_trained_as_planned_skipped_when_done_and_continued_with_more_steps(
     settings, tmp_path, monkeypatch, capsys
 ):

@@ -25,6 +25,7 @@ def run_python(code, tmp_path, **kwargs):
     )
 
 
+@pytest.mark.medium
 def test_output_goes_to_the_log_and_progress_to_the_screen(tmp_path, capfd):
     steps = iter([Progress(0, " starting"), Progress(1, " reward 0.5")])
     run_python("import time; print('noise'); time.sleep(1.2)", tmp_path, watch=lambda: next(steps, Progress(2, " end")))
@@ -79,6 +80,7 @@ def test_failure_without_an_error_line_names_the_exit_code(tmp_path):
         run_python("raise SystemExit(5)", tmp_path)
 
 
+@pytest.mark.medium
 def test_a_process_that_hangs_after_its_engine_died_is_ended(tmp_path, monkeypatch):
     monkeypatch.setattr(process, "GRACE_SECONDS", 1)
     started = time.monotonic()
@@ -108,6 +110,7 @@ def test_what_the_log_says_decides_how_long_the_end_may_take(lines, seconds, mon
     assert process._deadline("", due, ours) == deadlines[-1] == 1000 + seconds
 
 
+@pytest.mark.medium
 def test_daemons_and_shared_memory_of_the_process_do_not_outlive_it(tmp_path):
     code = """
 import subprocess, sys, multiprocessing.resource_tracker as tracker

@@ -208,6 +208,7 @@ def test_heads_that_gpus_cannot_share_are_told():
     assert not list(doctor.heads(replace(s, TP=4, SP=2), seven))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("profile", PROFILES, ids=lambda path: path.stem)
 def test_hardware_that_is_too_small_is_told_with_the_variable_to_change(profile, monkeypatch, tmp_path):
     s = loaded(profile, monkeypatch)

@@ -97,6 +97,7 @@ def test_a_command_that_fails_leaves_the_page(command, said, written, tmp_path):
     assert not [*(tmp_path / "results").iterdir()]
 
 
+@pytest.mark.medium
 def test_ram_is_that_of_the_processes_below_the_command(monkeypatch):
     monkeypatch.setattr(recipe, "PAUSE", 0.5)
     holds = "import time; held = bytearray(b'x') * 10**8; time.sleep(4)"
@@ -112,6 +113,7 @@ def test_a_command_ends_at_its_limit(written):
     assert "exit status 124: longer than its 0.01 minutes" in status
 
 
+@pytest.mark.medium
 def test_a_recipe_that_is_ended_ends_its_command(written, tmp_path):
     threading.Timer(2, os.kill, (os.getpid(), signal.SIGTERM)).start()
     before = signal.getsignal(signal.SIGTERM)

@@ -457,6 +457,7 @@ def errors(result) -> list[str]:
     return [line for line in result.stdout.splitlines() if line.startswith("error:") or "*** TASK" in line]
 
 
+@pytest.mark.medium
 def test_make_repeat_prepares_the_data_checks_it_and_trains_by_the_ordinary_path(settings):
     """The model is gone: the training refuses to start, in its own words."""
     s = replace(settings, MODEL="/no/such/model", INIT="base")

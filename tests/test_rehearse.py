@@ -73,6 +73,7 @@ def test_a_thin_model_is_of_the_same_kind(kind, small_model, tmp_path):
     assert json.loads((tmp_path / "thin/generation_config.json").read_text())["eos_token_id"] in (1, [1])
 
 
+@pytest.mark.medium
 def test_a_thin_model_follows_its_seed(small_model, tmp_path):
     source = folder_of(KINDS["qwen3"], small_model, tmp_path / "real")
     for name, seed in (("one", 1), ("again", 1), ("other", 2)):
@@ -127,6 +128,7 @@ def test_a_thin_model_learns_demonstrations_until_it_samples_them_about_as_often
     assert json.loads((tmp_path / "thin/config.json").read_text())["dtype"] == "bfloat16"
 
 
+@pytest.mark.medium
 def test_a_thin_model_of_a_large_vocabulary_with_tied_embeddings_learns(small_model, tmp_path):
     """At a rate of 1e-2 tied ones did not learn."""
     from transformers import AutoTokenizer
@@ -324,6 +326,7 @@ elif goal == "merge":
 """
 
 
+@pytest.mark.medium
 def test_a_training_is_killed_after_its_checkpoint_and_resumed_and_a_broken_stage_is_named(
     small_model, tmp_path, monkeypatch
 ):
@@ -339,6 +342,7 @@ def test_a_training_is_killed_after_its_checkpoint_and_resumed_and_a_broken_stag
     assert [name for name, each in played.items() if each.problem] == ["merge"]
 
 
+@pytest.mark.medium
 def test_a_training_that_ends_before_a_checkpoint_or_begins_anew_broke(small_model, tmp_path, monkeypatch):
     ended = KILLED.replace("    saved.write_text", "    sys.exit('error: LR is wrong')\n    saved.write_text")
     *_, train = rehearse.stages(rehearsal(tmp_path, ended.replace("child = ", "pass #"), monkeypatch, small_model))
@@ -501,6 +505,7 @@ def test_what_has_no_recorded_run_is_not_predicted(tmp_path, small_model):
 # ---- the command
 
 
+@pytest.mark.medium
 def test_make_refuses_in_one_line_before_anything_is_made(tmp_path):
     for given, said in (
         ({"MODEL": str(tmp_path / "nowhere")}, "no such folder, and not a hub id"),
@@ -515,6 +520,7 @@ def test_make_refuses_in_one_line_before_anything_is_made(tmp_path):
     assert not (tmp_path / "artifacts").exists()
 
 
+@pytest.mark.medium
 def test_what_shows_before_anything_is_played_ends_it_at_once(small_model, tmp_path):
     source = folder_of(KINDS["qwen3"] | {"num_hidden_layers": 400}, small_model, tmp_path / "Large")
     given = {"MODEL": str(source), "PROFILE": "qwen3-4b-8xa100", "DISK": "100"}

@@ -546,6 +546,7 @@ def test_the_newest_run_of_rl_or_dpo_is_taken(settings):
         run_report.chosen("gsm8k", "")
 
 
+@pytest.mark.medium
 def test_make_report_prints_the_path_or_one_line_of_error(settings):
     where = {"ARTIFACTS": os.environ["ARTIFACTS"], "STACK": "cpu", "TASK": "countdown"}
     make_run(settings, "empty")

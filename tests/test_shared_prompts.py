@@ -165,6 +165,7 @@ def test_log_probs_entropy_and_gradients_are_verls(found, case):
     assert found[case]["others"] == 0
 
 
+@pytest.mark.medium
 def test_a_prompt_stands_once_where_that_is_less_work(found):
     assert [len(found[case]["rows"]) for case in CASES] == [2, 2, 2, 2, 2, 1]  # the two ways; SFT has no prompts
     assert [found["groups"]["rows"][way][0] for way in (0, 1)] == [3, 6]
@@ -172,6 +173,7 @@ def test_a_prompt_stands_once_where_that_is_less_work(found):
     assert found["sft"]["rows"][0][0] == 6
 
 
+@pytest.mark.medium
 def test_rows_of_a_prompt_share_a_micro_batch_and_results_come_back_in_order(found):
     got, wanted = found["order"]
     assert got == wanted and found["back"]

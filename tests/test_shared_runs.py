@@ -199,6 +199,7 @@ def test_the_dashboard_goes_on_beside_a_hostile_run(settings, capsys):  # noqa: 
     assert [line.split(":")[1].rpartition("/")[2] for line in said] == ["a", "c", "d"]
 
 
+@pytest.mark.medium
 def test_make_says_it_in_one_line_and_runs_nothing(settings, tmp_path):  # noqa: F811
     mark = tmp_path / "ran"
     changed(settings, {"N_GPUS": f"a[$(touch {mark})]"}, name="one")

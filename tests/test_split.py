@@ -258,6 +258,7 @@ def peak(count, folder):
         tracemalloc.stop()
 
 
+@pytest.mark.medium
 def test_a_row_takes_little_more_memory_than_its_text(tmp_path):
     few, many = peak(10_000, tmp_path), peak(60_000, tmp_path)
     assert (many - few) / 50_000 < 600  # bytes a row: its text has 270
@@ -582,6 +583,7 @@ def test_prompt_that_is_no_chat_is_named(tmp_path):
         list(Examples(load(path), lambda record: [Example([{"role": "x", "content": "y"}], "1")]))
 
 
+@pytest.mark.medium
 @pytest.mark.skipif(not SHARED.is_dir(), reason="no shared data")
 def test_gsm8k_keeps_its_own_split(folder, small_model):
     settings = settings_for(

@@ -83,6 +83,7 @@ def own_home(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("way", ways_in(Path()))
 def test_every_way_in_scaffolds_under_tasks(way, checkout, own_home):
     result = cookiecutter(*ways_in(checkout)[way], "--no-input", "task=fresh", cwd=checkout)
@@ -99,6 +100,7 @@ def test_every_way_in_scaffolds_under_tasks(way, checkout, own_home):
 BAD = ["a/b", "../evil", "Bad-Name", "class", "9lives", "naïve", "a" * 41, "{{7*7}}", "a b"]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("name", "way"), zip(BAD, itertools.cycle(ways_in(Path())), strict=False))
 def test_bad_name_gets_one_line_and_leaves_nothing(way, name, checkout, own_home):
     before = tree(checkout.parent)
@@ -118,6 +120,7 @@ def test_an_existing_task_is_kept(checkout, own_home):
     assert not (checkout / "countdown").exists()
 
 
+@pytest.mark.medium
 def test_outside_a_checkout_the_next_commands_lead_into_one(checkout, own_home, tmp_path):
     result = cookiecutter(git_url(checkout), "--no-input", "task=far", cwd=tmp_path)
     assert result.returncode == 0, result.stdout
@@ -246,6 +249,7 @@ def test_the_whole_product_of_answers_lints_composes_and_passes_its_own_tests(tm
         check_composition(settings_of(homes[name], STACK=STACKS[index % len(STACKS)]), answers)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("tool", ["ruff check", "ruff format", "shellcheck", "pytest"])
 def test_every_combination_lints_and_passes_its_own_tests(tool, checked):
     done = checked[tool]
@@ -317,6 +321,7 @@ def tokenizer():
     return prepare.load_tokenizer("embedded")
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("name", NAMES, ids=ABOUT.get)
 def test_every_combination_makes_data_whose_demonstrations_are_right(name, rendered, tokenizer, monkeypatch, tmp_path):
     home = rendered[name]
@@ -438,6 +443,7 @@ def test_every_question_and_choice_has_a_readable_prompt():
 # ---- answers that cannot be
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("answers", "said"),
     [
@@ -498,6 +504,7 @@ def test_rendering_again_from_the_answers_gives_the_same_task(checkout, own_home
     assert {file: (home / file).read_bytes() for file in FILES} == before
 
 
+@pytest.mark.medium
 def test_rendering_again_writes_over_no_edited_file(checkout, own_home):
     cookiecutter("template", "-o", "tasks", "--no-input", "task=edited", "source=file", cwd=checkout)
     home = checkout / "tasks/edited"

@@ -324,6 +324,7 @@ CALLS = st.lists(
 )
 
 
+@pytest.mark.medium
 @given(CALLS)
 def test_what_is_rendered_is_parsed_and_equal_in_any_order(calls):
     parsed, outside = parse_calls(render_calls(calls))
@@ -352,6 +353,7 @@ PIECES += [
 ]
 
 
+@pytest.mark.medium
 @settings(max_examples=500)
 @given(st.lists(st.sampled_from(PIECES) | st.text(max_size=5), max_size=12).map("".join), st.booleans())
 @example("{" * 10_000, False)

@@ -143,6 +143,7 @@ def test_a_process_that_does_not_start_is_one_line(code, said, monkeypatch, tmp_
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("code", "said"),
     [

@@ -259,6 +259,7 @@ def test_a_path_that_verls_config_would_read_as_a_reference_is_refused(path, mon
 ACTOR = "actor_rollout_ref.actor"
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("argument", "said"),
     [

@@ -63,6 +63,7 @@ for wanted in VERLS:
     CASES += [(*of_version[i % len(of_version)], name, CHANGES[i % 3]) for i, name in enumerate(others)]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(("stack", "version", "method", "changes"), CASES)
 def test_rl_composes_against_the_verl_of_the_stack(stack, version, method, changes, monkeypatch):
     s = settings_of(monkeypatch, stack, version, METHOD=method, **changes)

@@ -83,6 +83,7 @@ def test_a_full_disk_under_the_state_of_the_gpus_is_passed_over(tmp_path, monkey
     assert len(file.read_text().splitlines()) == 1
 
 
+@pytest.mark.medium
 def test_a_watch_that_fails_is_told_once_and_the_process_goes_on(tmp_path, capfd):
     def broken():
         raise KeyError("critic/score/mean")

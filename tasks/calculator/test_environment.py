@@ -75,6 +75,7 @@ def test_a_solution_that_cannot_be_called_is_no_demonstration():
         from_record({"question": "How many?", "answer": "Many.\n#### many"})
 
 
+@pytest.mark.medium
 @pytest.mark.skipif(not (SHARED / "gsm8k").is_dir(), reason="no shared data")
 def test_gsm8k_is_played_with_its_own_calculations():
     examples = list(from_file(SimpleNamespace(FILE=str(SHARED / "gsm8k"))))

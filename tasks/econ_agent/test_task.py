@@ -315,6 +315,7 @@ def test_a_state_is_never_its_own_example(memory):
         assert shot.state not in [other.state for other in found]
 
 
+@pytest.mark.medium
 def test_no_prompt_and_no_simulation_of_the_evaluation_is_in_the_memory(shots):
     known = {shot.state for shot in shots}
     asked = set(itertools.islice(prepare_data.states(42), 600))
@@ -331,6 +332,7 @@ def test_a_memory_without_one_status_gives_no_examples(shots):
     assert len(memory.similar(next(s.state for s in shots[200:] if s.state.employed), 9)) <= 3
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("difficulty", ["easy", "hard"])
 def test_examples(difficulty):
     rows = generated(200, difficulty)
@@ -346,6 +348,7 @@ def test_examples(difficulty):
         assert f"you need {BASKET:.0f} goods" in rows[0].prompt
 
 
+@pytest.mark.medium
 def test_the_best_constant_decision_and_copying_the_example_are_far_below_the_targets():
     rows = generated(500)
     copied = [row.prompt.split("Good: ")[1].splitlines()[0] for row in rows]  # the decision of the example
@@ -483,6 +486,7 @@ def test_simulate_shows_each_model_beside_the_rule(simulated, tmp_path):
     assert not list(Path(table.parent).glob(".*"))
 
 
+@pytest.mark.medium
 def test_lenient_reads_a_decision_within_text(simulated):
     _, (strict,) = simulated({"m": [f"So: {WORKS}"]})
     _, results = simulated({"m": [f"So: {WORKS}"]}, REWARD="lenient")
@@ -490,6 +494,7 @@ def test_lenient_reads_a_decision_within_text(simulated):
     assert [r["indicators"]["m"]["no_decision"] for r in results if r["settings"]["REWARD"] == "lenient"] == [0]
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     ("models", "more", "variables", "message"),
     [

@@ -164,6 +164,7 @@ def settings(**changes):
     return SimpleNamespace(**{"SEED": 42, "DIFFICULTY": "easy", "SOURCE": "auto", "FILE": ""} | changes)
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("difficulty, wanted", [("easy", 128 + 512), ("hard", 512 + 8192)])
 def test_generated_problems(difficulty, wanted):
     examples = list(islice(prepare_data.generate(settings(DIFFICULTY=difficulty)), 2 * wanted))
@@ -237,6 +238,7 @@ def test_a_bad_row_is_named(tmp_path, row, problem):
         list(prepare_data.from_file(settings(FILE=str(file))))
 
 
+@pytest.mark.medium
 @needs_shared
 def test_the_public_files():
     examples = list(prepare_data.from_file(settings(FILE=str(SHARED))))

@@ -312,6 +312,7 @@ def command(tmp_path):
     return run
 
 
+@pytest.mark.medium
 def test_the_command_counts_by_category_and_goes_on_from_a_smaller_limit(command, rows, tmp_path):
     right = [render_calls(answer(rows[c][i], optional=False)) or "no" for i in range(3) for c in bfcl.SINGLE_TURN]
     base = ["no call"] * 15

@@ -48,6 +48,7 @@ def answers(row: dict) -> list[str]:
     return found
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("category", MULTI_TURN)
 def test_the_packages_own_answers_are_right(category):
     wrong = [index for index, row in enumerate(rows(category)) if replayed(Environment, row, answers(row))[0] != 1.0]
@@ -125,6 +126,7 @@ def math_row() -> int:
     return next(i for i, row in enumerate(rows("multi_turn_base")) if "MathAPI" in truth(row)["involved_classes"])
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize(
     "call",
     [

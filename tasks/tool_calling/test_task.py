@@ -311,6 +311,7 @@ def made(difficulty, count, seed=42, reward="instruct"):
     return list(islice(distinct(source), count))
 
 
+@pytest.mark.medium
 @pytest.mark.parametrize("reward", VARIANTS)
 @pytest.mark.parametrize("difficulty, count", [("easy", 640), ("hard", 8192 + 512)])
 def test_there_are_enough_dialogues_and_each_demonstration_is_right(difficulty, count, reward):
