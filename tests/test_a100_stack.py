@@ -4,7 +4,6 @@ import pytest
 
 from tests.wheels import found_with
 
-
 pytestmark = pytest.mark.medium
 
 
