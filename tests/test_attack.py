@@ -561,7 +561,7 @@ def test_shrunk():
 # ---- the command
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_make_attack_writes_what_it_found_and_fails_in_ci(tmp_path):
     checkout = copy_of_checkout(tmp_path / "checkout")
     given = {"TASK": "countdown", "STACK": "cpu", "SECONDS": "10", "TRAIN_SIZE": "128", "TEST_SIZE": "8"}

@@ -278,8 +278,8 @@ def test_what_cannot_be_certified_is_refused_in_one_line(tmp_path, given, said):
     assert said in line and not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("task", ["calculator", pytest.param("countdown", marks=pytest.mark.long)])
+@pytest.mark.long
+@pytest.mark.parametrize("task", ["calculator", "countdown"])
 def test_the_very_small_model_is_certified_with_a_real_engine(small_model, tmp_path, task):
     variables = SMALL | {"TASK": task, "MODEL": str(small_model), "ARTIFACTS": str(tmp_path), "LIMIT": "3"}
     variables |= {"MAX_PROMPT_LENGTH": "768", "MAX_RESPONSE_LENGTH": "384"}

@@ -162,7 +162,7 @@ def test_a_training_says_what_is_not_ok_and_does_not_begin(prepared, copy):
     assert "[2/" not in result.stdout and "checks ok" not in result.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_ray_that_nobody_holds_is_found(prepared):
     temporary = Path("/tmp") / f"doctor-{os.getpid()}"  # short: Ray's socket paths must fit in 107 bytes
     with socket.socket() as free:

@@ -452,7 +452,7 @@ def test_a_training_goes_on_with_an_adapter_whose_copy_is_its_reference(trained_
     assert trained_on["same"] and len(trained_on["changed"]) == trained_on["parameters"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_lora_in_two_processes_starts_from_its_base_and_changes_the_projections_alone(small_model, tmp_path):
     pairs, run_dir = written(tmp_path / "pairs.jsonl", PAIRS), tmp_path / "run"
     lora = {"LORA_RANK": "8", "LORA_ALPHA": "16", "N_GPUS": "2"}
@@ -468,7 +468,7 @@ def test_lora_in_two_processes_starts_from_its_base_and_changes_the_projections_
     assert changed == {name for name in start if "_proj." in name} and len(changed) == 14
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_abort_on_ends_a_training_whose_loss_is_not_finite_and_saves_no_checkpoint(small_model, tmp_path):
     from transformers import AutoModelForCausalLM
 

@@ -558,7 +558,7 @@ def stages_of(said: str) -> list[str]:
     return [line.split()[0] for line in said.splitlines() if line[2:].rstrip() and " s  " in line[:20]]
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_whole_run_is_rehearsed(small_model, tmp_path):
     """A profile with a Qwen3-4B by its config.json, and a warm-up, on the stack that it is meant for."""
     said = rehearsed(small_model, tmp_path, TASK="countdown", PROFILE="qwen3-4b-8xa100", INIT="sft")

@@ -53,7 +53,7 @@ def result(request, small_model, tmp_path_factory) -> dict:
     return json.loads((folder / "out.json").read_text()) | {"variant": request.param}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_three_steps_have_figures_under_the_names_of_ours(result):
     figures = result["variants"][result["variant"]]
     wanted = {f"seconds_{phase}" for phase in training.PHASES} | {"tokens_per_second_per_gpu", "tokens", "score"}

@@ -3,6 +3,7 @@
 Real: the trainer, its loader, sampler and checkpoints of the data. The engine notes which rows it is given.
 """
 
+import gc
 import json
 import os
 import sys
@@ -102,6 +103,7 @@ def resumed(trainer: type, after: int) -> bool:
 
 
 def main() -> None:
+    gc.freeze()  # else verl collects all that was imported at each checkpoint, which took most of the time
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=sys.argv[1])
     torch.distributed.init_process_group("gloo", rank=0, world_size=1)
     with tempfile.TemporaryDirectory() as folder:

@@ -11,6 +11,7 @@ imports while the trainer does, and ends with it.
 import atexit
 import contextlib
 import fcntl
+import gc
 import importlib
 import json
 import multiprocessing.spawn
@@ -52,6 +53,8 @@ def serve(folder: Path, owner: int) -> None:
     with own_ids():
         for name in IMPORTS:  # the first clients wait meanwhile
             importlib.import_module(name)
+    gc.collect()
+    gc.freeze()  # else each fork's collections copy these pages, and take half a second
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     children: dict[int, tuple[int, socket.socket]] = {}  # the fork and its client, by the fork's pidfd
