@@ -80,7 +80,7 @@ eval: ## evaluate MODEL; without it the base model, the warm-up and the trained 
 compare: ## compare BASE with MODEL or the trained model: paired tests, prompts gained and lost
 chat: ## talk to MODEL, or to the trained model
 report: ## write the newest run of TASK, or RUN, as one HTML file to attach to a pull request
-test: ## run the fast tests, with TASK only those of tasks/TASK; SLOW=1 adds short real trainings
+test: ## run the fast tests, with TASK only those of tasks/TASK; SLOW=1 adds longer ones and short real trainings
 clean: ## remove data, runs and results of TASK (without TASK of all tasks, and models); asks first unless YES=1
 ##@ Before a training
 data: ## prepare the task's data

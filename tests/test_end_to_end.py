@@ -204,7 +204,7 @@ def test_chat_answers_from_a_pipe(variables):
     assert "INFO" not in result.stdout
 
 
-@pytest.mark.parametrize("backend", ["vllm", "transformers"])
+@pytest.mark.parametrize("backend", ["vllm", pytest.param("transformers", marks=pytest.mark.long)])
 def test_batch_answers_a_table(variables, tmp_path, backend):
     import openpyxl
 

@@ -262,7 +262,8 @@ def test_a_stack_without_a_list_says_so(checkout):
     ("by", "made", "said"),
     [
         ("uv", "2.0", "installing 1 packages, by uv failed"),  # the list wants 1.0
-        ("pip", "other", "installing 1 packages, by pip failed"),  # another file than that of the hash
+        # another file than that of the hash
+        pytest.param("pip", "other", "installing 1 packages, by pip failed", marks=pytest.mark.long),
         ("uv", "other", "installing 1 packages, by uv failed"),
         ("pip", "1.0", "what is installed does not work"),  # without verl
     ],
@@ -313,7 +314,7 @@ def test_the_second_installation_waits_for_the_first(checkout):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("by", ["pip", "uv"])
+@pytest.mark.parametrize("by", [pytest.param("pip", marks=pytest.mark.long), "uv"])
 def test_a_package_on_PYTHONPATH_counts_for_nothing(by, checkout):
     digest = wheel(checkout / "wheels", "1.0")
     (checkout / "tasks/common/stacks/cpu/requirements.txt").write_text(f"tiny==1.0 --hash=sha256:{digest}\n")
