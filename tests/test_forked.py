@@ -134,6 +134,11 @@ def test_without_a_server_the_client_is_a_fresh_python(python, tmp_path, owner):
     until(lambda: subprocess.run([python, tells, "a"], capture_output=True, text=True).stdout == "['a'] False\n")
 
 
+def test_a_forks_collections_leave_out_what_the_server_imported(python):
+    counted = subprocess.check_output([python, "-c", "import gc; print(gc.get_freeze_count())"], text=True)
+    assert int(counted) > 10_000
+
+
 DRAW = "import ray._raylet as ray; print(ray.TaskID.for_fake_task(ray.JobID.from_int(1)).hex())"
 
 
