@@ -142,8 +142,8 @@ def test_a_policy_that_unlearns_falls_and_no_other_real_training_does():
     score = {step: {"critic/score/mean": value} for step, value in enumerate((0.4, 0.3, 0.09, 0.09, 0.11, 0.09), 1)}
     assert found(score) == []
     assert found(score | {step: {"critic/score/mean": 0.09} for step in (5, 6)}) == [("fall", 5), ("fall", 6)]
-    names = [file.name.split(".")[0] for file in (ROOT / "docs/results").glob("*.metrics.jsonl")]
-    rules = {name: {each.rule for each in findings(real(*name.split("-", 1)[::-1]), SETTINGS)} for name in names}
+    names = [file.name.split(".")[0].split("-", 1) for file in (ROOT / "docs/results").glob("*.metrics.jsonl")]
+    rules = {f"{where}-{name}": {each.rule for each in findings(real(name, where), SETTINGS)} for where, name in names}
     assert len(rules) > 20 and [name for name, fired in rules.items() if "fall" in fired] == ["h100-char_count"]
 
 
