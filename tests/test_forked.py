@@ -1,8 +1,10 @@
-"""stacks/cpu/forked.py: a fork does what a fresh Python would, and ends with its client and with the trainer."""
+"""verl_plugins/forked.py: a fork does what a fresh Python would, and ends with its client and with the trainer."""
 
+import functools
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -11,15 +13,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tasks.common.stacks.cpu import fork_client
+from tasks.common.verl_plugins import fork_client
 from tests.helpers import ROOT
 
 # The server of a training, with imports that take little time; `owner` plays the trainer.
 SERVER = """import sys
 from pathlib import Path
-from tasks.common.stacks.cpu import forked
+from tasks.common.verl_plugins import forked
 forked.IMPORTS = ("numpy", "actors")
-forked.serve(Path(sys.argv[1]), int(sys.argv[2]))"""
+forked.serve(Path(sys.argv[1]), int(sys.argv[2]), "email")"""
 
 
 @pytest.fixture
@@ -62,6 +64,10 @@ def script(tmp_path: Path, text: str) -> str:
 
 def is_fork(process: psutil.Process) -> bool:
     return "forked.serve" in " ".join(process.parent().cmdline())
+
+
+def connected(client: socket.socket, path: str) -> bool:
+    return client.connect_ex(path) == 0
 
 
 def test_a_fork_has_the_arguments_environment_folder_and_files_of_its_client(python, tmp_path):
@@ -153,7 +159,7 @@ def test_only_own_ids_keep_an_actor_class_from_giving_forks_the_same(own):
     """What own_ids is for. If Ray comes to seed each fork, the second case says so."""
     drawn = f"""import os, sys
 from contextlib import nullcontext
-from tasks.common.stacks.cpu import forked
+from tasks.common.verl_plugins import forked
 import ray
 with {"forked.own_ids()" if own else "nullcontext()"}:
     ray.remote(type("Actor", (), {{}}))
@@ -166,3 +172,38 @@ for _ in range(2):
 """
     ids = subprocess.check_output([sys.executable, "-c", drawn], cwd=ROOT, text=True).split()
     assert len(ids) == 2 and (ids[0] != ids[1]) is own
+
+
+def test_where_an_import_started_cuda_each_process_imports_by_itself(tmp_path, owner):
+    """The driver answers cuDeviceGetCount with 3 until something starts it: then no fork could use a GPU."""
+    driver = "SimpleNamespace(cuDeviceGetCount=lambda count: {})"
+    ctypes = f"SimpleNamespace(CDLL=lambda name: {driver}, byref=id, c_int=int)"
+    given = f"from types import SimpleNamespace\nforked.ctypes = {ctypes}\nforked.serve"
+    started = SERVER.replace(', "actors"', ",").replace("forked.serve", given)
+    for answer, fresh in ((0, True), (100, True), (3, False)):
+        folder = tmp_path / str(answer)
+        folder.mkdir()
+        command = [sys.executable, "-c", started.format(answer), str(folder), str(owner.pid)]
+        with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as server:
+            with socket.socket(socket.AF_UNIX) as client:
+                until(functools.partial(connected, client, str(folder / "fork")))
+                asked = {"arguments": ["-c", ""], "environment": {}, "folder": "/", "files": [0, 1, 2]}
+                body = json.dumps(asked).encode()
+                socket.send_fds(client, [len(body).to_bytes(8, "little")], [0, 1, 2])
+                client.sendall(body)
+                line = client.makefile().readline()
+            assert (line == "fresh\n") is fresh and (fresh or line.strip().isdigit())
+            server.kill()
+            assert ("an import started CUDA" in server.stderr.read()) is fresh
+
+
+def test_what_a_gpu_training_preloads_leaves_no_trace_of_how():
+    code = """
+import sys, torch
+asked = torch.cuda.get_device_capability
+from tasks.common.stacks.current import preload
+from tasks.common.verl_plugins import forked
+assert set(forked.IMPORTS) | {"vllm.v1.worker.gpu_worker"} <= set(sys.modules)
+assert preload.KERNELS not in sys.modules and torch.cuda.get_device_capability is asked
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)

@@ -54,7 +54,7 @@ ENVIRONMENT = {
 }
 
 # The module that runs verl's trainer: its processes as forks of one.
-LAUNCHER = ["tasks.common.stacks.cpu.forked"]
+LAUNCHER = ["tasks.common.verl_plugins.forked", "vllm.v1.worker.cpu_worker"]
 
 # What the trainers multiply in, and vLLM keeps and samples in.
 DTYPE = cpu_dtype()

@@ -13,6 +13,9 @@ ENVIRONMENT = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
 
+# The module that runs verl's trainer: its processes as forks of one.
+LAUNCHER = ["tasks.common.verl_plugins.forked", "tasks.common.stacks.current.preload"]
+
 OVERRIDES: list[str] = []
 # Fused kernels: log-probs and entropy from the hidden states. Without flash-attn verl takes them from the logits,
 # a few kernels for each token (verl/utils/torch_functional.py, logprobs_from_logits_v2).

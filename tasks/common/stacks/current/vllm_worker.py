@@ -1,7 +1,13 @@
 """verl's vLLM worker extension with the patches of shared_gpu.py: its import is what vLLM's worker needs."""
 
+import importlib
+
+from verl.utils.vllm import patch
+
 from tasks.common.verl_plugins import shared_gpu  # noqa: F401
 from tasks.common.verl_plugins.own_sockets import OwnSocketExtension
+
+importlib.reload(patch)  # the models that preload.py left out
 
 
 class SharedGPUExtension(OwnSocketExtension):

@@ -1,6 +1,8 @@
 """The processes of a training as forks of one Python, which has imported torch, verl and vLLM.
 
-    python -m tasks.common.stacks.cpu.forked verl.trainer.main_ppo ARGUMENTS
+    python -m tasks.common.verl_plugins.forked MODULE verl.trainer.main_ppo ARGUMENTS
+
+MODULE is what the stack's engine needs besides IMPORTS.
 
 Ten processes make a training: Ray's workers, and vLLM's, which multiprocessing spawns. Each would import the same for
 ten seconds of a core, most of them one after the other, and keep pages of its own. Here Ray starts its workers with a
@@ -10,6 +12,7 @@ imports while the trainer does, and ends with it.
 
 import atexit
 import contextlib
+import ctypes
 import fcntl
 import gc
 import importlib
@@ -29,20 +32,25 @@ from types import SimpleNamespace
 
 from tasks.common.leftovers import LAUNCH
 from tasks.common.process import die_with_parent
-from tasks.common.stacks.cpu import fork_client
+from tasks.common.verl_plugins import fork_client
 
 IMPORTS = ("verl.trainer.main_ppo", "verl.workers.engine_workers", "verl.experimental.reward_loop", "transfer_queue")
-IMPORTS += ("verl.workers.rollout.vllm_rollout.vllm_async_server", "vllm.v1.worker.cpu_worker")
-IMPORTS += ("ray._private.workers.default_worker",)
+IMPORTS += ("verl.workers.rollout.vllm_rollout.vllm_async_server", "ray._private.workers.default_worker")
 # What these read as they are imported: what verl sets for Ray's workers (verl/trainer/constants_ppo.py), what Ray's
 # default is, and the number of its first job.
 EARLY = {"TRANSFER_QUEUE_ENABLE": "1", "VLLM_LOGGING_LEVEL": "WARN", "RAY_AUTH_MODE": "token", "RAY_JOB_ID": "01000000"}
+# Without it torch starts CUDA to see whether there is a GPU.
+EARLY["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 OF_RAY = ("RAY_AUTH_MODE", "RAY_JOB_ID")
 MOST_FILES = 250  # that one message can hand over
+NOT_STARTED = 3  # CUDA_ERROR_NOT_INITIALIZED
 
 
-def serve(folder: Path, owner: int) -> None:
-    """Fork for each client of the socket ``folder``/fork until the process ``owner`` ends. Returns in no process."""
+def serve(folder: Path, owner: int, module: str) -> None:
+    """Fork for each client of the socket ``folder``/fork until the process ``owner`` ends. Returns in no process.
+
+    CUDA works in no fork of a process that started it. Where an import does, each client starts a Python of its own.
+    """
     listener, owned = socket.socket(socket.AF_UNIX), os.pidfd_open(owner)
     listener.bind(str(folder / "fork"))
     listener.listen(64)
@@ -51,10 +59,12 @@ def serve(folder: Path, owner: int) -> None:
     os.environ.update(EARLY | {name: os.environ[name] for name in OF_RAY if name in os.environ})
     os.environ["RAY_RAYLET_PID"] = str(owner)
     with own_ids():
-        for name in IMPORTS:  # the first clients wait meanwhile
+        for name in (module, *IMPORTS):  # the first clients wait meanwhile
             importlib.import_module(name)
     gc.collect()
     gc.freeze()  # else each fork's collections copy these pages, and take half a second
+    if not (forks := not cuda_started()):
+        print("warning: an import started CUDA: each process of the training imports by itself", file=sys.stderr)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     children: dict[int, tuple[int, socket.socket]] = {}  # the fork and its client, by the fork's pidfd
@@ -62,7 +72,7 @@ def serve(folder: Path, owner: int) -> None:
         for each in ready:
             if each is listener:
                 connection, _ = listener.accept()
-                _start(connection, children)
+                _start(connection, children, forks)
             elif each in children:
                 child, connection = children.pop(each)
                 os.close(each)
@@ -96,12 +106,21 @@ def own_ids() -> Iterator[None]:
     ray.actor.ActorClassID = of_ray
 
 
-def _start(connection: socket.socket, children: dict[int, tuple[int, socket.socket]]) -> None:
+def cuda_started() -> bool:
+    """Whether this process has started the CUDA driver."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:  # no driver
+        return False
+    return driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) != NOT_STARTED
+
+
+def _start(connection: socket.socket, children: dict[int, tuple[int, socket.socket]], forks: bool) -> None:
     """Fork for a client, unless it belongs to another Ray than the first of this training."""
     size, files, _, _ = socket.recv_fds(connection, 8, MOST_FILES)
     with connection.makefile("rb") as stream:
         request = json.loads(stream.read(int.from_bytes(size, "little")))
-    if any(request["environment"].get(name, os.environ[name]) != os.environ[name] for name in OF_RAY):
+    if not forks or any(request["environment"].get(name, os.environ[name]) != os.environ[name] for name in OF_RAY):
         connection.sendall(b"fresh\n")
         connection.close()
     elif child := os.fork():
@@ -166,13 +185,13 @@ def main(arguments: list[str]) -> None:
         lines = ["import sys", f"sys.path.insert(0, {str(client.parent)!r})", f"import {client.stem}", called]
         python.write_text("\n".join([f"#!{sys.executable} -IS", *lines, ""]))
         python.chmod(0o755)
-        server = [sys.executable, "-m", __spec__.name, "--serve", str(folder), str(os.getpid())]
+        server = [sys.executable, "-m", __spec__.name, "--serve", str(folder), str(os.getpid()), arguments[0]]
         subprocess.Popen(server, stdin=subprocess.DEVNULL)
         arguments = [*arguments, f"+ray_kwargs.ray_init.runtime_env.py_executable={python}"]
-    os.execv(sys.executable, [sys.executable, "-m", *arguments])
+    os.execv(sys.executable, [sys.executable, "-m", *arguments[1:]])
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "--serve":
-        serve(Path(sys.argv[2]), int(sys.argv[3]))
+        serve(Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
     main(sys.argv[1:])
