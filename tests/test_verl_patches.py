@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 
 @pytest.fixture(scope="module")
@@ -10,37 +9,6 @@ def patches():
     from tasks.common.verl_plugins import patches  # here: importing verl takes seconds
 
     return patches
-
-
-def sequences(lengths: list[int], dtype=torch.int64) -> torch.Tensor:
-    rows = [torch.randint(0, 100, (length,)).to(dtype) for length in lengths]
-    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
-
-
-def test_micro_batches_are_those_of_verl(patches):
-    torch.manual_seed(0)
-    lengths = torch.randint(5, 60, (64,)).tolist()
-    batch = TensorDict(
-        {
-            "input_ids": sequences(lengths),
-            "old_log_probs": sequences(lengths, torch.float32),
-            "temperature": torch.rand(64),
-            "uid": NonTensorStack(*[NonTensorData(str(i)) for i in range(64)]),
-            "max_token_len_per_gpu": NonTensorData(200),
-        },
-        batch_size=64,
-    )
-    ours, our_rows = patches.engine_utils.rearrange_micro_batches(batch, max_token_len=200)
-    verls, verls_rows = patches._rearrange(batch, max_token_len=200)
-    assert our_rows == verls_rows and len(ours) == len(verls) > 5
-    assert sorted(row for rows in our_rows for row in rows) == list(range(64))
-    for mine, its in zip(ours, verls, strict=True):
-        assert set(mine.keys()) == set(its.keys())
-        for name in ("input_ids", "old_log_probs"):
-            assert torch.equal(mine[name].values(), its[name].values())
-            assert torch.equal(mine[name].offsets(), its[name].offsets())
-        assert torch.equal(mine["temperature"], its["temperature"])
-        assert mine["uid"] == its["uid"] and mine["max_token_len_per_gpu"] == its["max_token_len_per_gpu"]
 
 
 # ---- what is drawn follows SEED

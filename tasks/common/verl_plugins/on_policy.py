@@ -19,9 +19,9 @@ from verl.utils import tensordict_utils
 from verl.utils.debug.metrics import calculate_debug_metrics
 from verl.utils.metric import AggregationType, Metric
 from verl.workers import engine_workers
-from verl.workers.utils.padding import no_padding_2_padding, response_from_nested, response_to_nested
 
 from tasks.common.verl_plugins.expect import expect
+from tasks.common.verl_plugins.nested import no_padding_2_padding, response_from_nested, response_to_nested
 from tasks.common.verl_plugins.one_update import CAP, ON_POLICY
 
 CORRECTION = "rollout_corr/"

@@ -4,18 +4,16 @@ import importlib.util
 from pathlib import Path
 from unittest import mock
 
-import torch
 import verl.utils.model as verl_model
 from transformers import AutoModelForTokenClassification
 from transformers.utils import is_flash_attn_2_available
 from verl.experimental.reward_loop import reward_loop
 from verl.models.transformers import monkey_patch
 from verl.trainer.distillation import losses as distillation
-from verl.utils import seqlen_balancing, tensordict_utils
-from verl.workers.engine import utils as engine_utils
 from verl.workers.engine.fsdp import transformer_impl
 from verl.workers.rollout import base as rollout_base
 
+import tasks.common.verl_plugins.nested
 import tasks.common.verl_plugins.on_policy  # noqa: F401
 from tasks.common.machine.local_store import listen_locally
 from tasks.common.process import die_with_torchrun
@@ -103,36 +101,6 @@ def _init_reward_fn_without_code(self):
 
 
 reward_loop.RewardLoopWorker._init_reward_fn = _init_reward_fn_without_code
-
-
-# ---- verl/utils/seqlen_balancing.py:501 unbinds nested tensors again for every micro-batch --------------------------
-
-expect(seqlen_balancing.rearrange_micro_batches, "tu.index_select_tensor_dict(batch, partition)")
-expect(tensordict_utils.index_select_tensor_dict, "tensor_lst = tensor.unbind()", "nested_tensor_from_tensor_list(")
-
-_index_select = tensordict_utils.index_select_tensor_dict
-_rearrange = seqlen_balancing.rearrange_micro_batches
-
-
-def _rearrange_taking_apart_once(batch, *args, **kwargs):
-    """verl's, which spent more than a second per step on it for 1,024 sequences in 7 micro-batches."""
-    nested = {name: tensor for name, tensor in batch.items() if isinstance(tensor, torch.Tensor) and tensor.is_nested}
-    rows = {name: tensor.unbind() for name, tensor in nested.items()}
-    others = batch.exclude(*nested)
-
-    def select(_, indices):
-        selected = _index_select(others, indices)
-        for name, tensor in nested.items():
-            ragged = getattr(tensor, "_ragged_idx", tensor.dim() - 1)
-            chosen = [rows[name][index] for index in indices]
-            selected[name] = tensordict_utils.nested_tensor_from_tensor_list(chosen, ragged_idx=ragged)
-        return selected
-
-    with mock.patch.object(tensordict_utils, "index_select_tensor_dict", select):
-        return _rearrange(batch, *args, **kwargs)
-
-
-engine_utils.rearrange_micro_batches = _rearrange_taking_apart_once
 
 
 # ---- verl/trainer/distillation/losses.py:281 multiplies the loss, which is padded, by nested importance weights -----
