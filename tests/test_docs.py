@@ -354,9 +354,9 @@ def test_the_translation_says_the_same():
         ("blocks", "git clone", "git fetch"),
         ("code", "`make help`", "`make data`"),
         ("links", "(docs/QUICKSTART.md)", "(docs/DATA.md)"),
-        ("pictures", "docs/images/countdown-h200.png", "docs/results/h200-countdown-compare.png"),
+        ("pictures", "docs/images/countdown-search.png", "docs/results/h200-countdown-compare.png"),
         ("rows", "\n| A100", "\nA100"),
-        ("numbers", "→ 0.88", "→ 0.95"),
+        ("numbers", "→ 0.70", "→ 0.95"),
     ],
 )
 @pytest.mark.parametrize("name", ["README.md", "README.zh-CN.md"])
@@ -374,10 +374,11 @@ def test_the_picture_of_the_readme_is_drawn_from_its_file_and_its_caption_says_w
     text = " ".join((ROOT / "README.md").read_text().split())
     assert f"rises ({scores[0]:.2f} → {scores[-1]:.2f}), and the entropy falls ({entropies[0]:.3f} → " in text
     assert f"→ {entropies[-1]:.3f} nats)" in text and f"{values['step'][-1]} GRPO steps" in text
-    found = json.loads((ROOT / "docs/results/h200-countdown-learning-eval.json").read_text())
-    start, end = (found[name]["metrics"]["pass@1"]["value"] for name in ("SFT warm-up", "GRPO, step 20"))
-    gain = found["GRPO, step 20 less SFT warm-up, paired"]["pass@1"]
-    assert f"from {start:.3f} to {end:.3f}" in text and f"+{interval(gain)}, paired" in text
+    result = json.loads((ROOT / "docs/results/recipe-gpu-countdown-search-current.json").read_text())
+    found = result["compare"]["metrics"]["pass@1"]
+    start, end = (found[name]["value"] for name in ("warm-up", "trained"))
+    assert f"from {start:.3f} to {end:.3f}" in text and f"+{interval(found['difference'])}, paired" in text
+    assert f"{result['minutes']:.0f} min in all" in text
     assert f"]({curve.PICTURE.relative_to(ROOT)})" in text
 
 

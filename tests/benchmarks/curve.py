@@ -12,8 +12,8 @@ from pathlib import Path
 from tasks.common.evaluation.plots import COLORS, plt, save
 from tests.helpers import ROOT
 
-METRICS = ROOT / "docs/results/h200-countdown-learning.metrics.jsonl"
-PICTURE = ROOT / "docs/images/countdown-h200.png"
+METRICS = ROOT / "docs/results/h100-countdown-search-24.metrics.jsonl"
+PICTURE = ROOT / "docs/images/countdown-search.png"
 SCORE, ENTROPY = "critic/score/mean", "actor/entropy"
 
 
