@@ -1,5 +1,6 @@
 """verl_plugins/forked.py: a fork does what a fresh Python would, and ends with its client and with the trainer."""
 
+import contextlib
 import functools
 import json
 import os
@@ -31,9 +32,9 @@ def owner():
         process.kill()
 
 
-@pytest.fixture
-def python(tmp_path, owner):
-    """The `python` that asks the server."""
+@contextlib.contextmanager
+def serving(tmp_path: Path, owner: subprocess.Popen, code: str):
+    """The `python` that asks a server, and that server."""
     called = f"fork_client.main({sys.executable!r}, {str(tmp_path / 'fork')!r})"
     folder = Path(fork_client.__file__).parent
     lines = [f"#!{sys.executable} -IS", "import sys", f"sys.path.insert(0, {str(folder)!r})", "import fork_client"]
@@ -43,11 +44,17 @@ def python(tmp_path, owner):
     environment = {name: value for name, value in os.environ.items() if name != "RAY_AUTH_MODE"}
     environment["PYTHONPATH"] = str(tmp_path)
     with subprocess.Popen(
-        [sys.executable, "-c", SERVER, str(tmp_path), str(owner.pid)], cwd=ROOT, env=environment
+        [sys.executable, "-c", code, str(tmp_path), str(owner.pid)], cwd=ROOT, env=environment
     ) as server:
         until(lambda: (tmp_path / "fork").exists())
-        yield str(tmp_path / "python")
+        yield str(tmp_path / "python"), server
         server.kill()
+
+
+@pytest.fixture
+def python(tmp_path, owner):
+    with serving(tmp_path, owner, SERVER) as (python, _):
+        yield python
 
 
 def until(found) -> None:
@@ -105,6 +112,17 @@ if __name__ == "__main__":
     result = subprocess.run([python, script(tmp_path, work)], capture_output=True, text=True, timeout=60)
     (child, imported, client), (code,) = (line.split() for line in result.stdout.splitlines())
     assert imported == "True" and child != client and code == "5", result  # the client stands in for the fork
+
+
+@pytest.mark.medium
+def test_vllm_looks_at_a_model_in_a_fork(tmp_path, owner):
+    look = """import os, sys
+from vllm.model_executor.models import registry
+print(*registry._run_in_subprocess(lambda: (os.getppid(), "actors" in sys.modules)))"""
+    imports = ", 'vllm.model_executor.models.registry'"
+    with serving(tmp_path, owner, SERVER.replace(', "actors"', ', "actors"' + imports)) as (python, server):
+        result = subprocess.run([python, script(tmp_path, look)], capture_output=True, text=True, timeout=120)
+        assert result.stdout.split() == [str(server.pid), "True"], result
 
 
 def test_a_signal_reaches_the_fork_and_its_end_is_the_clients(python, tmp_path):

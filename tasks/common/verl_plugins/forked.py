@@ -54,13 +54,16 @@ def serve(folder: Path, owner: int, module: str) -> None:
     listener, owned = socket.socket(socket.AF_UNIX), os.pidfd_open(owner)
     listener.bind(str(folder / "fork"))
     listener.listen(64)
-    multiprocessing.spawn.set_executable(str(folder / "python"))
+    python = str(folder / "python")
+    multiprocessing.spawn.set_executable(python)
     # Ray too reads its variables as it is imported. A worker ends when the process RAYLET_PID does.
     os.environ.update(EARLY | {name: os.environ[name] for name in OF_RAY if name in os.environ})
     os.environ["RAY_RAYLET_PID"] = str(owner)
     with own_ids():
         for name in (module, *IMPORTS):  # the first clients wait meanwhile
             importlib.import_module(name)
+    if vllm := sys.modules.get("vllm.model_executor.models.registry"):
+        vllm._SUBPROCESS_COMMAND[0] = python  # it looks at a model's class in a process of its own, once for each HOME
     gc.collect()
     gc.freeze()  # else each fork's collections copy these pages, and take half a second
     if not (forks := not cuda_started()):
@@ -166,11 +169,15 @@ def _become(request: dict, files: list[int]) -> None:
 
 
 def _run(arguments: list[str]) -> None:
-    """What `python *arguments` does for Ray's worker, a script, and for multiprocessing, after Python's own flags."""
+    """What `python *arguments` does for Ray's worker (a script), vLLM's look at a model (-m), and multiprocessing (-c),
+    after Python's own flags."""
     if "-c" in arguments:
         code = arguments[arguments.index("-c") + 1]
         sys.argv[:] = ["-c", *arguments[arguments.index("-c") + 2 :]]
         exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
+    elif arguments[0] == "-m":
+        sys.argv[:] = arguments[1:]
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv[:] = arguments
         runpy.run_path(arguments[0], run_name="__main__")
