@@ -264,8 +264,15 @@ def test_a_slow_environment_holds_no_other_episode(small_model):
 
 @pytest.mark.medium
 def test_steps_of_all_episodes_run_at_once(small_model):
-    _, found = played(small_model, [1.0] * 16, turns=3)
-    assert len(found) == 16 and max(seconds for seconds, _ in found) < 1.3 * 3 * (1 + Engine.SECONDS) + 1
+    all_are_here = threading.Barrier(16, timeout=20)
+
+    class Together(Slow):
+        def step(self, action):
+            all_are_here.wait()
+            return super().step(action)
+
+    _, found = played(small_model, [0.0] * 16, turns=3, environment=Together)
+    assert [rollout.reward["acc"] for _, rollout in found] == [1] * 16
 
 
 @pytest.mark.medium
