@@ -379,7 +379,7 @@ def test_rloo_with_truncated_responses_masked(thinking_model, checkout, tmp_path
     (update,), losses, _ = train("rloo", thinking_model, checkout, tmp_path, TRUNCATED="masked")
     last = update["responses"][np.arange(32), update["responses_length"] - 1]
     cut = (update["responses_length"] == 128) & (last != 1)  # the token that ends a response
-    assert 0 < cut.sum() < 32, cut.sum()
+    assert 4 < cut.sum() < 28, cut.sum()
     mask = np.arange(update["responses"].shape[1]) < update["responses_length"][:, None]
     assert (update["response_mask"] == mask * ~cut[:, None]).all()
     others = by_group(update, lambda scores: scores - (scores.sum() - scores) / 3)  # all count in the mean
