@@ -65,11 +65,11 @@ engines() { # several on one GPU
 }
 speed() { start bench_training "${STEP[@]}" ARGS="--variants ours,example,naive --steps 4 --out $OUT/speed.json"; }
 speed_3b() { start bench_training "${STEP[@]}" ARGS="--random-3b --variants ours,example --steps 4 --out $OUT/speed_3b.json"; }
-methods() { # the same warm-up and rollouts for each, three seeds; a100 refuses three of them
+methods() { # the same warm-up and rollouts for each; a100 refuses three of them. JOBS: trainings at a time
   local all=grpo,dr_grpo,dapo,gspo,cispo,rloo,ppo,egpo
   [ "$STACK" = a100 ] && all=grpo,dr_grpo,gspo,rloo,ppo
-  start experiment "${COUNTDOWN[@]}" TRAIN_SIZE=8192 TEST_SIZE=1024 STEPS=20 TRAIN_BATCH_SIZE=64 TEST_FREQ=0 \
-    METHODS="$all" SEEDS=3 JOBS=4
+  start experiment "${COUNTDOWN[@]}" TRAIN_SIZE=8192 TEST_SIZE=512 STEPS=20 TRAIN_BATCH_SIZE=64 TEST_FREQ=0 \
+    METHODS="${METHODS:-$all}" SEEDS="${SEEDS:-3}" JOBS="${JOBS:-4}"
 }
 
 for run in "${@:-${RUNS[@]}}"; do
