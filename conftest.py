@@ -67,12 +67,13 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    """A slow test starts its commands as a user does. No test leaves the variables behind that vLLM sets as it is
+    """A slow test starts its commands as a user does, except for long ones, in whose time the imports add up; those of
+    tests/faults kill processes. No test leaves the variables behind that vLLM sets as it is
     imported: the next test's commands would not be forked."""
     from tests.warm_python import EARLY
 
     before = {name: value for name, value in os.environ.items() if name.startswith(EARLY)}
-    if item.get_closest_marker("slow"):
+    if item.get_closest_marker("slow") and ("faults" in item.path.parts or not item.get_closest_marker("long")):
         os.environ["FRESH_PYTHON"] = "1"
     try:
         return (yield)

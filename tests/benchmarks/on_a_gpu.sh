@@ -68,7 +68,7 @@ speed_3b() { start bench_training "${STEP[@]}" ARGS="--random-3b --variants ours
 methods() { # the same warm-up and rollouts for each; a100 refuses three of them. JOBS: trainings at a time
   local all=grpo,dr_grpo,dapo,gspo,cispo,rloo,ppo,egpo
   [ "$STACK" = a100 ] && all=grpo,dr_grpo,gspo,rloo,ppo
-  start experiment "${COUNTDOWN[@]}" TRAIN_SIZE=8192 TEST_SIZE=512 STEPS=20 TRAIN_BATCH_SIZE=64 TEST_FREQ=0 \
+  start experiment "${COUNTDOWN[@]}" TRAIN_SIZE=8192 TEST_SIZE=512 STEPS=16 TRAIN_BATCH_SIZE=64 TEST_FREQ=0 \
     METHODS="${METHODS:-$all}" SEEDS="${SEEDS:-3}" JOBS="${JOBS:-4}"
 }
 

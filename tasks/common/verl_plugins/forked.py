@@ -59,6 +59,9 @@ def serve(folder: Path, owner: int, module: str) -> None:
     # Ray too reads its variables as it is imported. A worker ends when the process RAYLET_PID does.
     os.environ.update(EARLY | {name: os.environ[name] for name in OF_RAY if name in os.environ})
     os.environ["RAY_RAYLET_PID"] = str(owner)
+    # Ray gives its workers a thread for each core they ask for, before they import torch (ray/_private/utils.py). In a
+    # fork that is too late, and threads for all cores in each of ten processes wait for one another.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
     with own_ids():
         for name in (module, *IMPORTS):  # the first clients wait meanwhile
             importlib.import_module(name)
