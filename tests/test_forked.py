@@ -22,7 +22,8 @@ SERVER = """import sys
 from pathlib import Path
 from tasks.common.verl_plugins import forked
 forked.IMPORTS = ("numpy", "actors")
-forked.serve(Path(sys.argv[1]), int(sys.argv[2]), "email")"""
+folder = Path(sys.argv[1])
+forked.serve(forked.listening(folder), folder, int(sys.argv[2]), "email")"""
 
 
 @pytest.fixture
@@ -112,6 +113,16 @@ if __name__ == "__main__":
     result = subprocess.run([python, script(tmp_path, work)], capture_output=True, text=True, timeout=60)
     (child, imported, client), (code,) = (line.split() for line in result.stdout.splitlines())
     assert imported == "True" and child != client and code == "5", result  # the client stands in for the fork
+
+
+def test_the_trainer_is_a_fork_before_all_is_imported(tmp_path, owner):
+    """The first client needs the first of IMPORTS alone; the second waits for the others."""
+    tells = script(tmp_path, "import sys\nprint('numpy' in sys.modules, 'slow' in sys.modules)")
+    (tmp_path / "slow.py").touch()
+    code = SERVER.replace('"actors")', '"slow")').replace('"email")', '"email", trainer=True)')
+    with serving(tmp_path, owner, code) as (python, _):
+        said = [subprocess.check_output([python, tells], text=True, timeout=60) for _ in range(2)]
+    assert said == ["True False\n", "True True\n"]
 
 
 @pytest.mark.medium

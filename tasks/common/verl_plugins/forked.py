@@ -1,8 +1,9 @@
 """The processes of a training as forks of one Python, which has imported torch, verl and vLLM.
 
-    python -m tasks.common.verl_plugins.forked MODULE verl.trainer.main_ppo ARGUMENTS
+    python -m tasks.common.verl_plugins.forked [--trainer] MODULE verl.trainer.main_ppo ARGUMENTS
 
-MODULE is what the stack's engine needs besides IMPORTS.
+MODULE is what the stack's engine needs besides IMPORTS. With --trainer the trainer is a fork too, as soon as the first
+of IMPORTS is there. On a GPU that import would start CUDA: there MODULE comes first, and the trainer imports by itself.
 
 Ten processes make a training: Ray's workers, and vLLM's, which multiprocessing spawns. Each would import the same for
 ten seconds of a core, most of them one after the other, and keep pages of its own. Here Ray starts its workers with a
@@ -26,6 +27,7 @@ import socket
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,15 +48,22 @@ MOST_FILES = 250  # that one message can hand over
 NOT_STARTED = 3  # CUDA_ERROR_NOT_INITIALIZED
 
 
-def serve(folder: Path, owner: int, module: str) -> None:
-    """Fork for each client of the socket ``folder``/fork until the process ``owner`` ends. Returns in no process.
+def listening(folder: Path) -> socket.socket:
+    """The socket of the server, ``folder``/fork: who connects waits until it serves."""
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(folder / "fork"))
+    listener.listen(64)
+    return listener
+
+
+def serve(listener: socket.socket, folder: Path, owner: int, module: str, trainer: bool = False) -> None:
+    """Fork for each client of ``listener`` until the process ``owner`` ends. Returns in no process. ``trainer``: the
+    first client is the trainer.
 
     CUDA works in no fork of a process that started it. Where an import does, each client starts a Python of its own.
     """
-    listener, owned = socket.socket(socket.AF_UNIX), os.pidfd_open(owner)
-    listener.bind(str(folder / "fork"))
-    listener.listen(64)
-    python = str(folder / "python")
+    owned, python = os.pidfd_open(owner), str(folder / "python")
+    gc.disable()  # a quarter of the imports' time
     multiprocessing.spawn.set_executable(python)
     # Ray too reads its variables as it is imported. A worker ends when the process RAYLET_PID does.
     os.environ.update(EARLY | {name: os.environ[name] for name in OF_RAY if name in os.environ})
@@ -62,8 +71,15 @@ def serve(folder: Path, owner: int, module: str) -> None:
     # Ray gives its workers a thread for each core they ask for, before they import torch (ray/_private/utils.py). In a
     # fork that is too late, and threads for all cores in each of ten processes wait for one another.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    children: dict[int, tuple[int, socket.socket]] = {}  # the fork and its client, by the fork's pidfd
+    if trainer:
+        with own_ids():
+            importlib.import_module(IMPORTS[0])
+        gc.freeze()
+        if listener in _ready([listener, owned]):
+            _start(listener.accept()[0], children, forks=True)
     with own_ids():
-        for name in (module, *IMPORTS):  # the first clients wait meanwhile
+        for name in (module, *IMPORTS):  # the other clients wait meanwhile
             importlib.import_module(name)
     if vllm := sys.modules.get("vllm.model_executor.models.registry"):
         vllm._SUBPROCESS_COMMAND[0] = python  # it looks at a model's class in a process of its own, once for each HOME
@@ -73,7 +89,6 @@ def serve(folder: Path, owner: int, module: str) -> None:
         print("warning: an import started CUDA: each process of the training imports by itself", file=sys.stderr)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    children: dict[int, tuple[int, socket.socket]] = {}  # the fork and its client, by the fork's pidfd
     while owned not in (ready := _ready([listener, owned, *children, *(each for _, each in children.values())])):
         for each in ready:
             if each is listener:
@@ -141,6 +156,7 @@ def _start(connection: socket.socket, children: dict[int, tuple[int, socket.sock
 def _become(request: dict, files: list[int]) -> None:
     """Run what a client asks for, with its open files and environment, and end."""
     die_with_parent()
+    gc.enable()
     moved = [fcntl.fcntl(file, fcntl.F_DUPFD, max(request["files"]) + 1) for file in files]
     for number, file in zip(request["files"], moved, strict=True):
         os.dup2(file, number)
@@ -180,6 +196,7 @@ def _run(arguments: list[str]) -> None:
         exec(compile(code, "<string>", "exec"), {"__name__": "__main__"})
     elif arguments[0] == "-m":
         sys.argv[:] = arguments[1:]
+        warnings.filterwarnings("ignore", "'.*' found in sys.modules", RuntimeWarning, "runpy")  # it is there: a fork
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv[:] = arguments
@@ -187,7 +204,10 @@ def _run(arguments: list[str]) -> None:
 
 
 def main(arguments: list[str]) -> None:
-    """Start the server, then become the trainer. In a Ray cluster, which others started, there is no server."""
+    """Start the server, then become the trainer, or its client. In a Ray cluster, which others started, there is no
+    server."""
+    trainer, executable = arguments[0] == "--trainer", sys.executable
+    first, arguments = arguments[: 1 + trainer], arguments[1 + trainer :]
     if not os.environ.get("RAY_ADDRESS"):
         folder = Path(os.environ[LAUNCH])
         client, python = Path(fork_client.__file__), folder / "python"
@@ -195,13 +215,16 @@ def main(arguments: list[str]) -> None:
         lines = ["import sys", f"sys.path.insert(0, {str(client.parent)!r})", f"import {client.stem}", called]
         python.write_text("\n".join([f"#!{sys.executable} -IS", *lines, ""]))
         python.chmod(0o755)
-        server = [sys.executable, "-m", __spec__.name, "--serve", str(folder), str(os.getpid()), arguments[0]]
-        subprocess.Popen(server, stdin=subprocess.DEVNULL)
+        listener = listening(folder)
+        server = [sys.executable, "-m", __spec__.name, "--serve", str(listener.fileno()), str(folder), str(os.getpid())]
+        subprocess.Popen([*server, *first], stdin=subprocess.DEVNULL, pass_fds=[listener.fileno()])
         arguments = [*arguments, f"+ray_kwargs.ray_init.runtime_env.py_executable={python}"]
-    os.execv(sys.executable, [sys.executable, "-m", *arguments[1:]])
+        executable = str(python) if trainer else executable
+    os.execv(executable, [executable, "-m", *arguments])
 
 
 if __name__ == "__main__":
     if sys.argv[1] == "--serve":
-        serve(Path(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
+        listener, folder, owner, *first = sys.argv[2:]
+        serve(socket.socket(fileno=int(listener)), Path(folder), int(owner), first[-1], "--trainer" in first)
     main(sys.argv[1:])

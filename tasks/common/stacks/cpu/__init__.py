@@ -53,8 +53,8 @@ ENVIRONMENT = {
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
 }
 
-# The module that runs verl's trainer: its processes as forks of one.
-LAUNCHER = ["tasks.common.verl_plugins.forked", "vllm.v1.worker.cpu_worker"]
+# The module that runs verl's trainer: it and its processes as forks of one.
+LAUNCHER = ["tasks.common.verl_plugins.forked", "--trainer", "vllm.v1.worker.cpu_worker"]
 
 # What the trainers multiply in, and vLLM keeps and samples in.
 DTYPE = cpu_dtype()
