@@ -67,9 +67,9 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    """A slow test starts its commands as a user does, except for long ones, in whose time the imports add up; those of
-    tests/faults kill processes. No test leaves the variables behind that vLLM sets as it is
-    imported: the next test's commands would not be forked."""
+    """A slow test starts its commands as a user does. A long one does so only in tests/faults, which kills processes:
+    the imports add up. No test leaves the variables behind that vLLM sets as it is imported: the next test's commands
+    would not be forked."""
     from tests.warm_python import EARLY
 
     before = {name: value for name, value in os.environ.items() if name.startswith(EARLY)}

@@ -6,8 +6,8 @@ hands its command line, environment, folder and standard streams to one server, 
 Modules of tasks/ are never imported beforehand: a command takes those of its own checkout.
 
 A command gets a fresh Python where the difference could matter (`eligible` in warm_client.py, ``suits`` below). One
-difference remains: all forks hash strings as with PYTHONHASHSEED=0. The slow tests and tests/test_warm_python.py use
-fresh ones.
+difference remains: all forks hash strings as with PYTHONHASHSEED=0. Slow tests, except long ones, and
+tests/test_warm_python.py use fresh ones.
 """
 
 import atexit

@@ -105,7 +105,7 @@ def embedded_folder() -> Path:
 
 
 def embedded_model() -> Path:
-    """Folder of the embedded model in transformers' format; unpacked on the first call (about 10 seconds)."""
+    """Folder of the embedded model in transformers' format; unpacked on the first call (about 20 seconds)."""
     folder = embedded_folder()
     if folder.is_dir():
         return folder
