@@ -259,9 +259,10 @@ def test_config_shows_the_plan_above_the_resolved_config_and_writes_nothing(tmp_
     run_dir = tmp_path / "artifacts/runs/countdown/mine"
     assert plan == ["# start: some/model", f"# run folder: {run_dir}", "# resumes from step: 0", "# steps: 7"]
     words = shlex.split(command.removeprefix("# command: "))
-    assert words[1:5] == [
+    assert words[1:6] == [
         "-m",
         "tasks.common.verl_plugins.forked",
+        "--trainer",
         "vllm.v1.worker.cpu_worker",
         "verl.trainer.main_ppo",
     ]
