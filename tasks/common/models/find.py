@@ -8,6 +8,7 @@ import io
 import re
 import shutil
 from pathlib import Path
+from unittest import mock
 
 from tasks.common.files import folder_beside, write_json
 from tasks.common.models.merge import adapter_config, base_of, is_adapter, merge, merge_adapter, sampled_as_adapter
@@ -123,9 +124,8 @@ def embedded_model() -> Path:
 
     logging.set_verbosity_error()
     # transformers reads the whole file four times, and makes this map for each module: two thirds of the time.
-    for name in ("GGUFReader", "get_tensor_name_map"):
-        setattr(gguf, name, functools.cache(getattr(gguf, name)))
-    with folder_beside(folder) as partial:
+    cached = {name: functools.cache(getattr(gguf, name)) for name in ("GGUFReader", "get_tensor_name_map")}
+    with folder_beside(folder) as partial, mock.patch.multiple(gguf, **cached):
         with contextlib.redirect_stderr(io.StringIO()):  # progress bars over 272 tensors
             tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
             model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.bfloat16)
