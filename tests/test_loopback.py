@@ -1,4 +1,4 @@
-"""A training on one machine listens on the loopback interface alone; on a cluster nothing of ours changes addresses."""
+"""A training's own Ray listens on the loopback interface alone and starts no idle worker; a cluster's is left alone."""
 
 import ipaddress
 import json
@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from tasks.common.launch.task import stack_environment
-from tasks.common.machine.cluster import LOOPBACK
+from tasks.common.machine.cluster import OWN_RAY
 from tasks.common.settings import ROOT, STACKS, load_settings
 from tests.test_settings import VALUES
 
@@ -18,8 +18,8 @@ from tests.test_settings import VALUES
 @pytest.mark.parametrize("name", STACKS)
 def test_every_stack_has_the_addresses_of_this_machine_unless_it_trains_on_a_cluster(name):
     s = replace(load_settings(VALUES), STACK=name)
-    assert stack_environment(s, {}).items() >= LOOPBACK.items()
-    assert not stack_environment(s, {"RAY_ADDRESS": "auto"}).keys() & LOOPBACK.keys()
+    assert stack_environment(s, {}).items() >= OWN_RAY.items()
+    assert not stack_environment(s, {"RAY_ADDRESS": "auto"}).keys() & OWN_RAY.keys()
     assert stack_environment(s, {"NCCL_SOCKET_IFNAME": "eth1"})["NCCL_SOCKET_IFNAME"] == "eth1"
 
 
@@ -47,7 +47,7 @@ def test_the_rendezvous_of_pytorch_listens_on_loopback(how, tmp_path):
     (tmp_path / "stores.py").write_text(STORES)
     torchrun = ["-m", "tasks.common.training.torchrun", "--nproc_per_node=1"]
     command = [sys.executable, *(torchrun if how == "torchrun" else []), str(tmp_path / "stores.py")]
-    environment = os.environ | LOOPBACK | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | OWN_RAY | {"PYTHONPATH": str(ROOT)}
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, cwd=tmp_path)
     assert result.returncode == 0, result.stderr[-3000:]
     addresses = [ipaddress.ip_address(address) for address in json.loads(result.stdout.splitlines()[-1])]
@@ -60,6 +60,8 @@ SERVERS = """
 import asyncio, json, os, psutil, ray, time
 from fastapi import FastAPI
 ray.init(include_dashboard=False, num_cpus=4, log_to_driver=False)
+time.sleep(5)
+workers = [each.name() for each in psutil.Process().children(recursive=True) if "IDLE" in "".join(each.cmdline())]
 
 @ray.remote
 class Server:
@@ -78,19 +80,20 @@ for process in psutil.Process().children(recursive=True):
     for each in process.net_connections("inet"):
         if each.status == psutil.CONN_LISTEN:
             found.append([each.laddr.ip, " ".join(process.cmdline())])
-print(json.dumps(found), flush=True)
+print(json.dumps([workers, found]), flush=True)
 """
 
 
 @pytest.mark.slow
-def test_rays_servers_verls_http_server_and_the_transfer_queue_listen_on_loopback(tmp_path):
+def test_ray_starts_no_worker_unasked_and_all_servers_listen_on_loopback(tmp_path):
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    environment |= LOOPBACK | {"RAY_TMPDIR": "/tmp", "HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
+    environment |= OWN_RAY | {"RAY_TMPDIR": "/tmp", "HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}
     result = subprocess.run(
         [sys.executable, "-c", SERVERS], env=environment, capture_output=True, text=True, timeout=240, cwd=tmp_path
     )
     assert result.returncode == 0, result.stderr[-3000:]
-    found = json.loads(result.stdout.splitlines()[-1])
+    workers, found = json.loads(result.stdout.splitlines()[-1])
+    assert not workers  # two on a machine with two cores else
     for part in ("gcs_server", "raylet", "ray::Server", "ray::TransferQueueController", "ray::SimpleStorageUnit"):
         assert any(part in command for _, command in found), (part, found)
     for address, command in found:

@@ -167,6 +167,16 @@ def test_what_a_killed_launcher_left_is_ended_before_the_next_start(tmp_path):
         leftover.wait(timeout=10)  # raises if it still runs
 
 
+ABORTED = "terminate called after throwing an instance of 'std::system_error'\n  what():  Resource temporarily unavailable"
+NO_THREAD = "import threading; threading.stack_size(2**46); threading.Thread(target=print).start()"
+
+
+@pytest.mark.parametrize("code", [NO_THREAD, f"import os\nos.write(2, {ABORTED!r}.encode())\nos.abort()"])
+def test_a_thread_that_the_machine_refuses_ends_the_run_with_what_to_do(code, tmp_path):
+    with pytest.raises(StageFailed, match=r"\Athe machine allows no more threads: lower JOBS, or raise `ulimit -u` or "):
+        run_python(code, tmp_path)
+
+
 def test_a_full_disk_is_the_cause_also_where_the_log_could_not_be_written(tmp_path, monkeypatch):
     usage = shutil.disk_usage(tmp_path)._replace(free=0)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)

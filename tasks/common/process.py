@@ -49,6 +49,8 @@ _MEMORY = re.compile(
     r"killed due to the node running low on memory|[1-9]\d* Workers \(tasks / actors\) killed due to mem"
 )
 _MEMORY_USED = re.compile(r"Memory on the node \(IP: ([^,]+), .*? was (\S+) used / (\S+) limit")
+# Of Python, C++ and OpenBLAS where the kernel starts no further thread.
+_THREADS = re.compile(r"can't start new thread|what\(\):\s+Resource temporarily unavailable|pthread_create failed")
 # Ray tells every driver of every node: the node was ours if our log has lines from it, "(WorkerDict ip=...)".
 _NODE = re.compile(r"address: (\S+) and node name: \S+ has been marked dead")
 _FROM = re.compile(r"^(?:\x1b\[[0-9;]*m)?\([^()]*pid=\d+, ip=([^()\s]+)\)", re.MULTILINE)
@@ -87,6 +89,11 @@ def _known(text: str) -> str:
         return (
             f"out of memory{where}: Ray ended a worker; lower MICRO_BATCH_SIZE or N_GPUS, or free memory on the "
             "machine, then the same command continues from the last checkpoint"
+        )
+    if _THREADS.search(text):
+        return (
+            "the machine allows no more threads: lower JOBS, or raise `ulimit -u` or the container's pids limit, "
+            "then the same command continues from the last checkpoint"
         )
     return ""
 

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from tasks.common.interrupts import Interrupts
-from tasks.common.machine.cluster import LOOPBACK
+from tasks.common.machine.cluster import OWN_RAY
 from tasks.common.process import StageFailed, die_with_parent
 from tasks.common.rewards.answers import RewardError, variants
 from tasks.common.rewards.environment import of_task
@@ -46,7 +46,7 @@ def stack_environment(s: Settings, environ: Mapping[str, str]) -> dict[str, str]
 
     A value in ``environ`` stays; its modules are loaded after the stack's.
     """
-    ours = stack(s.STACK).ENVIRONMENT | ({} if environ.get("RAY_ADDRESS") else LOOPBACK)
+    ours = stack(s.STACK).ENVIRONMENT | ({} if environ.get("RAY_ADDRESS") else OWN_RAY)
     own = {name: environ.get(name) or value for name, value in ours.items()}
     name = "VERL_USE_EXTERNAL_MODULES"
     modules = [*stack(s.STACK).ENVIRONMENT[name].split(","), *environ.get(name, "").split(",")]
