@@ -1,6 +1,5 @@
 """The engines: vLLM's offline engine, and plain transformers for `make batch`. Both take the same requests."""
 
-import gc
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -12,6 +11,7 @@ from tasks.common.evaluation.rollouts import GREEDY, SAMPLED, TOO_LONG, Completi
 from tasks.common.machine.hardware import CPU_BLOCK_SIZE, cpu_dtype, shared_kv_cache
 from tasks.common.models.chat_template import opens_thinking, prompt_ids
 from tasks.common.models.merge import RANKS, base_model, is_adapter, max_rank
+from tasks.common.process import imports
 from tasks.common.settings import SettingsError
 from tasks.common.text import one_line
 
@@ -163,13 +163,11 @@ class VLLMEngine:
     def __init__(
         self, model: str, max_model_len: int, seed: int, gpu_memory_utilization: float, tensor_parallel: int = 1
     ):
-        gc.disable()  # a fifth of the imports' time
-        import vllm
-        from vllm import LLM
-        from vllm.lora.request import LoRARequest
-        from vllm.platforms import current_platform
-
-        gc.enable()  # its forks would have none
+        with imports():
+            import vllm
+            from vllm import LLM
+            from vllm.lora.request import LoRARequest
+            from vllm.platforms import current_platform
         on_cpu = current_platform.is_cpu()
         # Of vLLM 0.11.0 alone: more sequences at once than max_model_len end its engine.
         old = vllm.__version__.startswith("0.11.0")

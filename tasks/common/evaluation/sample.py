@@ -265,8 +265,7 @@ def sample_here(arguments: list[str], scoring: Scoring) -> int:
             engine = hardware.engine(job.backend, job.model, tokens, job.sampling.seed)
         last = made_for
         sample(engine, job, out, missing, scoring)
-    engine.close()
-    return 0
+    return 0  # the end of the process ends the engine too, and on a CPU 5 s sooner than close() does
 
 
 class _Tail:

@@ -3,15 +3,12 @@
 `torchrun -m tasks.common.verl_plugins.sft` takes the overrides of verl's own.
 """
 
-import gc
+from tasks.common.process import imports
 
-gc.disable()  # a fifth of the imports' time
-from verl.trainer import sft_trainer  # noqa: E402
+with imports():
+    from verl.trainer import sft_trainer
 
-from tasks.common.verl_plugins.expect import expect  # noqa: E402
-
-gc.freeze()
-gc.enable()
+    from tasks.common.verl_plugins.expect import expect
 
 # verl reads trainer.seed nowhere: its sampler has the seed 0.
 expect(sft_trainer.SFTTrainer._build_dataloader, "self.train_sampler = DistributedSampler(")
