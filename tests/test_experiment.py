@@ -1,6 +1,7 @@
 """`make experiment`: which trainings it plans, and what it makes of models whose every answer is known."""
 
 import json
+import re
 import sys
 from dataclasses import replace
 
@@ -137,14 +138,14 @@ def test_an_impossible_plan_is_refused(changes, said, monkeypatch):
 
 
 @pytest.mark.medium
-def test_several_trainings_at_a_time_share_the_gpus_memory_and_say_which_failed(monkeypatch, tmp_path):
+def test_several_trainings_at_a_time_share_the_gpus_memory_and_say_which_failed(monkeypatch, tmp_path, capsys):
     """Each is a launcher of its own; here one that notes its settings, and fails for one seed."""
     runs = planned(monkeypatch, METHODS="grpo,gspo", SEEDS="2", ARTIFACTS=str(tmp_path), GPU_MEMORY_UTILIZATION="0.6")
     python = tmp_path / "python"
     python.write_text(
         '#!/bin/sh\nset -e\ntouch "$ARTIFACTS/$METHOD-$TRAIN_SEED"\nsleep 1\n'
         'echo "$# $4 $GPU_MEMORY_UTILIZATION $(ls $ARTIFACTS | grep -c pso) there"\n'
-        '[ "$TRAIN_SEED-$METHOD" != 43-gspo ]\n'
+        '[ "$TRAIN_SEED-$METHOD" != 43-gspo ] || { printf "error: no threads\\n  log: x.log\\n"; exit 1; }\n'
     )
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
@@ -152,6 +153,7 @@ def test_several_trainings_at_a_time_share_the_gpus_memory_and_say_which_failed(
         experiments.train_at_once(runs, ["a=1"], 2)
     logs = [log.read_text() for log in sorted(tmp_path.glob("runs/countdown/*/job.log"))]
     assert len(logs) == 4 and all(text.startswith("4 a=1 ") and " 0.3 " in text for text in logs)
+    assert re.findall(r"#43: (error.*) \(\d+ s\)", capsys.readouterr().out) == ["error: no threads"]
     assert (tmp_path / "gspo-43").exists()
 
 

@@ -66,7 +66,8 @@ def train_at_once(runs: dict[str, Settings], arguments: list[str], jobs: int) ->
                 process, log, gpus, started = running.pop(label)
                 free.append(gpus)
                 failed += [label] if process.returncode else []
-                said = log.read_text(errors="replace").strip().rpartition("\n")[2].strip()
+                *_, last = lines = log.read_text(errors="replace").strip().split("\n")
+                said = next((line for line in lines if line.startswith("error: ")), last).strip()
                 print(f"  {label}: {said} ({time.monotonic() - started:.0f} s)", flush=True)
     except BaseException:
         for process, *_ in running.values():
