@@ -17,6 +17,7 @@ from tasks.common.data.convert import dpo_line, dpo_schema
 from tasks.common.data.pairs import pair_set, read_pairs, steps, token_pairs
 from tasks.common.data.prepare import Example
 from tasks.common.data.rows import DataError, write_parquet
+from tasks.common.launch.plan import ALONE
 from tasks.common.machine.hardware import cpu_dtype
 from tasks.common.models.chat_template import answer_ids, prompt_ids
 from tasks.common.runs.folder import checkpoints, hf_folder, last_step, merged_folder, read_metrics, tracker
@@ -300,12 +301,13 @@ def launch(
     inherited = {name: os.environ[name] for name in ("PATH", "HOME")}
     small = {"METHOD": "dpo", "INIT": "base", "TRAIN_BATCH_SIZE": "4", "MICRO_BATCH_SIZE": "4", "LR": "1e-3"}
     own = {"PYTHONPATH": str(ROOT), "VERL_FILE_LOGGER_PATH": str(metrics / f"{len(list(metrics.iterdir())):03}.jsonl")}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    command += [f"--nproc_per_node={changes.get('N_GPUS', 1)}"]
+    several, alone = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={changes.get('N_GPUS')}"], {}
+    if "N_GPUS" not in changes:
+        several, alone = [], ALONE
     return subprocess.run(
-        [*command, "-m", module, start, pairs, run_dir],
+        [sys.executable, *several, "-m", module, start, pairs, run_dir],
         cwd=ROOT,
-        env=inherited | VALUES | small | own | changes,
+        env=inherited | VALUES | small | own | alone | changes,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

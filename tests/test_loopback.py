@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from tasks.common.launch.plan import ALONE
 from tasks.common.launch.task import stack_environment
 from tasks.common.machine.cluster import OWN_RAY
 from tasks.common.settings import ROOT, STACKS, load_settings
@@ -30,7 +31,7 @@ listen_locally()
 with socket.socket() as free:
     free.bind(("", 0))
     port = free.getsockname()[1]
-if "TORCHELASTIC_RUN_ID" in os.environ:
+if "RANK" in os.environ:
     dist.init_process_group("gloo")
 else:
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=1)
@@ -42,12 +43,12 @@ print(json.dumps([each.laddr.ip for each in found if each.status == psutil.CONN_
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize("how", ["alone", pytest.param("torchrun", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("how", ["address", "alone", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_the_rendezvous_of_pytorch_listens_on_loopback(how, tmp_path):
     (tmp_path / "stores.py").write_text(STORES)
     torchrun = ["-m", "tasks.common.training.torchrun", "--nproc_per_node=1"]
     command = [sys.executable, *(torchrun if how == "torchrun" else []), str(tmp_path / "stores.py")]
-    environment = os.environ | OWN_RAY | {"PYTHONPATH": str(ROOT)}
+    environment = os.environ | OWN_RAY | {"PYTHONPATH": str(ROOT)} | (ALONE if how == "alone" else {})
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, cwd=tmp_path)
     assert result.returncode == 0, result.stderr[-3000:]
     addresses = [ipaddress.ip_address(address) for address in json.loads(result.stdout.splitlines()[-1])]

@@ -12,6 +12,10 @@ from tasks.common.runs.folder import last_step, next_metrics_file
 from tasks.common.settings import Settings, method, stack
 from tasks.common.training import tracking, verl_config, verl_versions
 
+# What torchrun tells its only worker. Without it one process less imports torch; the store takes any free port.
+ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+ALONE |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+
 
 @dataclass(frozen=True, eq=False)
 class Plan:
@@ -61,15 +65,18 @@ def planned(
     seeded = replace(s, SEED=seed)  # for the trainer of RL or DPO; the data keep their SEED
     metrics = next_metrics_file(run_dir)
     own = tracking.environment(s, run_dir) | {"VERL_FILE_LOGGER_PATH": str(metrics)}
-    torchrun = ["tasks.common.training.torchrun", f"--nproc_per_node={s.N_GPUS}", "-m"]
+    torchrun, alone = ["tasks.common.training.torchrun", f"--nproc_per_node={s.N_GPUS}", "-m"], {}
+    if s.N_GPUS == 1:
+        torchrun, alone = [], ALONE
     config, shown = None, ("loss", "train/loss")
     if name == "sft":
         ours = verl_config.sft_overrides(s, start, run_dir, data)
         command = [*torchrun, "tasks.common.verl_plugins.sft", *verl_config.HYDRA, *ours]
+        own |= alone
         config = verl_config.resolved("sft_trainer_engine", ours)
     elif name == "dpo":
         command = [*torchrun, "tasks.common.training.trl_dpo", start, str(data), str(run_dir)]
-        own = environment(seeded) | own
+        own = environment(seeded) | own | alone
     else:
         # verl has no keys for these three.
         own |= trainer_module(s) | {"SEED": str(seed), "KEEP": str(s.KEEP), "PATIENCE": str(s.PATIENCE)}

@@ -31,6 +31,7 @@ from tasks.common.data.pairs import ANSWERS, TokenPair, pair_set
 from tasks.common.data.prepare import load_tokenizer
 from tasks.common.files import write_text
 from tasks.common.machine.hardware import cpu_dtype
+from tasks.common.machine.local_store import listen_locally
 from tasks.common.models.merge import base_model, base_of, is_adapter
 from tasks.common.process import die_with_torchrun
 from tasks.common.runs import health, launches
@@ -281,5 +282,6 @@ def train(s: Settings, start: str, pairs: str, run_dir: Path, metrics: Path) -> 
 
 if __name__ == "__main__":
     die_with_torchrun()
+    listen_locally()
     start, pairs, run_dir = sys.argv[1:]
     train(load_settings(), start, pairs, Path(run_dir), Path(os.environ["VERL_FILE_LOGGER_PATH"]))
