@@ -34,8 +34,8 @@ SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD|CREDENTIAL")
 
 # Without a cluster all servers listen on the loopback interface (docs/MULTI_NODE.md, "Ports"). The first is Ray's
 # switch for systems where it makes no cluster: its address is 127.0.0.1 then, which verl's servers and TransferQueue
-# take from it. And Ray starts no worker before one is asked for: else it starts one for each core, which verl does not
-# use, with 50 threads each (docs/GPU.md).
+# take from it. The second: no worker before one is asked for, else one for each core, each with dozens of threads
+# (docs/GPU.md).
 OWN_RAY = {
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
     "RAY_prestart_worker_first_driver": "0",
