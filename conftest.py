@@ -81,6 +81,8 @@ def pytest_runtest_protocol(item):
         for name in {"FRESH_PYTHON", *(name for name in os.environ if name.startswith(EARLY))}:
             os.environ.pop(name, None)
         os.environ.update(before)
+        if item.get_closest_marker("slow"):
+            gc.freeze()  # vLLM thaws all at its engine's end
 
 
 @pytest.fixture(scope="session", autouse=True)
