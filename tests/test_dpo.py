@@ -17,7 +17,7 @@ from tasks.common.data.convert import dpo_line, dpo_schema
 from tasks.common.data.pairs import pair_set, read_pairs, steps, token_pairs
 from tasks.common.data.prepare import Example
 from tasks.common.data.rows import DataError, write_parquet
-from tasks.common.launch.plan import ALONE
+from tasks.common.launch.plan import ONE_WORKER
 from tasks.common.machine.hardware import cpu_dtype
 from tasks.common.models.chat_template import answer_ids, prompt_ids
 from tasks.common.runs.folder import checkpoints, hf_folder, last_step, merged_folder, read_metrics, tracker
@@ -303,7 +303,7 @@ def launch(
     own = {"PYTHONPATH": str(ROOT), "VERL_FILE_LOGGER_PATH": str(metrics / f"{len(list(metrics.iterdir())):03}.jsonl")}
     several, alone = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={changes.get('N_GPUS')}"], {}
     if "N_GPUS" not in changes:
-        several, alone = [], ALONE
+        several, alone = [], ONE_WORKER
     return subprocess.run(
         [sys.executable, *several, "-m", module, start, pairs, run_dir],
         cwd=ROOT,

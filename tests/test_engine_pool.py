@@ -1,8 +1,11 @@
 """Several engines: how many share a GPU, and their end, also of one whose process would go on."""
 
+import json
 import os
 import threading
 import time
+from dataclasses import asdict
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -34,6 +37,21 @@ class Placed(Endless):
 
 
 engines.ENGINES |= {"endless": Endless, "placed": Placed}  # the processes of the pool import this file
+
+
+@pytest.mark.parametrize(("count", "own_process", "closed"), [(1, "0", 0), (1, "1", 1), (2, "0", 1), (2, "1", 1)])
+def test_sampling_closes_engines_in_other_processes_at_its_end(count, own_process, closed, monkeypatch, tmp_path):
+    """One whose process does not end by itself would keep the sampling process."""
+    calls = []
+    engine = SimpleNamespace(close=lambda: calls.append("close"))
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", own_process)
+    monkeypatch.setattr(sample, "load", lambda job, out, scoring: ([], []))
+    monkeypatch.setattr(sample, "sample", lambda *arguments: calls.append("sample"))
+    monkeypatch.setattr(sample.Hardware, "enough", lambda self, *needed: self)
+    monkeypatch.setattr(sample.Hardware, "engine", lambda self, *arguments: engine)
+    job = sample.Job("model", "rows", 0, sample.Sampling(1, False, 1.0, 1.0, 8, 8, 0), sample.Hardware(count))
+    assert sample.sample_here([json.dumps(asdict(job) | {"out": str(tmp_path / "out")})], None) == 0
+    assert calls == ["sample"] + ["close"] * closed
 
 
 @pytest.mark.medium

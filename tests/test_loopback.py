@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from tasks.common.launch.plan import ALONE
+from tasks.common.launch.plan import ONE_WORKER
 from tasks.common.launch.task import stack_environment
 from tasks.common.machine.cluster import OWN_RAY
 from tasks.common.settings import ROOT, STACKS, load_settings
@@ -48,7 +48,7 @@ def test_the_rendezvous_of_pytorch_listens_on_loopback(how, tmp_path):
     (tmp_path / "stores.py").write_text(STORES)
     torchrun = ["-m", "tasks.common.training.torchrun", "--nproc_per_node=1"]
     command = [sys.executable, *(torchrun if how == "torchrun" else []), str(tmp_path / "stores.py")]
-    environment = os.environ | OWN_RAY | {"PYTHONPATH": str(ROOT)} | (ALONE if how == "alone" else {})
+    environment = os.environ | OWN_RAY | {"PYTHONPATH": str(ROOT)} | (ONE_WORKER if how == "alone" else {})
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, cwd=tmp_path)
     assert result.returncode == 0, result.stderr[-3000:]
     addresses = [ipaddress.ip_address(address) for address in json.loads(result.stdout.splitlines()[-1])]

@@ -67,7 +67,7 @@ def train_at_once(runs: dict[str, Settings], arguments: list[str], jobs: int) ->
                 free.append(gpus)
                 failed += [label] if process.returncode else []
                 *_, last = lines = log.read_text(errors="replace").strip().split("\n")
-                said = next((line for line in lines if line.startswith("error: ")), last).strip()
+                said = next((line for line in lines if process.returncode and line.startswith("error: ")), last).strip()
                 print(f"  {label}: {said} ({time.monotonic() - started:.0f} s)", flush=True)
     except BaseException:
         for process, *_ in running.values():

@@ -13,8 +13,8 @@ from tasks.common.settings import Settings, method, stack
 from tasks.common.training import tracking, verl_config, verl_versions
 
 # What torchrun tells its only worker. Without it one process less imports torch; the store takes any free port.
-ALONE = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
-ALONE |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+ONE_WORKER = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+ONE_WORKER |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,18 +65,18 @@ def planned(
     seeded = replace(s, SEED=seed)  # for the trainer of RL or DPO; the data keep their SEED
     metrics = next_metrics_file(run_dir)
     own = tracking.environment(s, run_dir) | {"VERL_FILE_LOGGER_PATH": str(metrics)}
-    torchrun, alone = ["tasks.common.training.torchrun", f"--nproc_per_node={s.N_GPUS}", "-m"], {}
+    torchrun, told = ["tasks.common.training.torchrun", f"--nproc_per_node={s.N_GPUS}", "-m"], {}
     if s.N_GPUS == 1:
-        torchrun, alone = [], ALONE
+        torchrun, told = [], ONE_WORKER
     config, shown = None, ("loss", "train/loss")
     if name == "sft":
         ours = verl_config.sft_overrides(s, start, run_dir, data)
         command = [*torchrun, "tasks.common.verl_plugins.sft", *verl_config.HYDRA, *ours]
-        own |= alone
+        own |= told
         config = verl_config.resolved("sft_trainer_engine", ours)
     elif name == "dpo":
         command = [*torchrun, "tasks.common.training.trl_dpo", start, str(data), str(run_dir)]
-        own = environment(seeded) | own | alone
+        own = environment(seeded) | own | told
     else:
         # verl has no keys for these three.
         own |= trainer_module(s) | {"SEED": str(seed), "KEEP": str(s.KEEP), "PATIENCE": str(s.PATIENCE)}

@@ -1,6 +1,6 @@
 """verl's SFT trainer (0.9.1 and 0.6.1): the order of the rows follows the seed, and a resume skips no epoch.
 
-`torchrun -m tasks.common.verl_plugins.sft` takes the overrides of verl's own.
+`python -m tasks.common.verl_plugins.sft`, for several GPUs with torchrun, takes the overrides of verl's own.
 """
 
 from tasks.common.process import imports
