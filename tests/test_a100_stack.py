@@ -66,3 +66,7 @@ def test_the_metric_of_the_entropy_is_of_a_token_whatever_the_loss(result):
 
 def test_a_response_ends_at_its_length_and_not_where_the_window_is_full(result):
     assert result["sampled"] == [256, 112, 452]  # the last as verl asks: 512 - 60
+
+
+def test_a_trained_models_config_does_not_ask_for_flash_attention(result):
+    assert result["exported"] == {"pad_token_id": 5}

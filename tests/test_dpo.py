@@ -388,10 +388,13 @@ def test_a_continued_training_follows_the_formula_and_is_the_uninterrupted_one(s
 
 @pytest.mark.slow
 def test_shards_in_two_processes_train_as_one_process_and_go_on_from_a_checkpoint(small_model, tmp_path):
-    pairs = many_pairs(tmp_path, prompts=40)
+    """From a checkpoint whose config names an attention that only verl's processes know, as older ones do."""
+    pairs, start = many_pairs(tmp_path, prompts=40), shutil.copytree(small_model, tmp_path / "start")
+    config = json.loads((start / "config.json").read_text())
+    (start / "config.json").write_text(json.dumps(config | {"attn_implementation": "varlen"}))
 
     def trained(name: str, **changes) -> Path:
-        result = launch(small_model, pairs, tmp_path / name, "tests.sharded_dpo", STEPS="3", SAVE_FREQ="2", **changes)
+        result = launch(start, pairs, tmp_path / name, "tests.sharded_dpo", STEPS="3", SAVE_FREQ="2", **changes)
         assert result.returncode == 0, result.stdout
         return tmp_path / name
 

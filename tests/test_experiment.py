@@ -94,6 +94,25 @@ def test_one_seed_and_rate_are_compared_as_two_models_are(workplace):  # noqa: F
     assert found["rates"]["by"] == "" and "chosen by" not in said
 
 
+@pytest.mark.medium
+def test_the_warm_up_is_the_start_and_no_training_of_the_experiment(workplace):  # noqa: F811
+    """Its metrics have no reward and no time."""
+    runs = workplace.artifacts / "runs/countdown"
+    step = {"sft": {"train/loss": 0.5}, "rl": {"critic/score/mean": 0.25, "actor/entropy": 0.5, "timing_s/step": 6.0}}
+    models = []
+    for label, kind in (("start", "sft"), ("rloo@1e-06#1", "rl"), ("dapo@1e-06#1", "rl")):
+        run_dir = runs / label.partition("@")[0]
+        (run_dir / "metrics").mkdir(parents=True)
+        (run_dir / "metrics/000.jsonl").write_text(json.dumps({"step": 1, "data": step[kind]}) + "\n")
+        model = workplace.model(label, table([1, 2, 0, 1, 1, 0], N, [False] * PROMPTS))
+        models.append(f"{label}={model.rename(run_dir / 'model')}")
+    found, said = found_by(workplace, models)
+    figures = {"steps": 1, "seconds": 6.0, "seconds_per_step": 6.0, "entropy_last": 0.5}
+    figures |= {"reward_first": 0.25, "reward_last": 0.25}
+    assert found["training"] == dict.fromkeys(("rloo@1e-06#1", "dapo@1e-06#1"), figures)
+    assert "reward, first quarter" in said
+
+
 # ---- which trainings
 
 

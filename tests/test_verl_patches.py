@@ -48,3 +48,18 @@ def test_loras_first_weights_follow_the_seed_whatever_was_drawn_before(patches, 
     first = drawn(monkeypatch, seed=5, before=1)
     assert torch.equal(first, drawn(monkeypatch, seed=5, before=2))
     assert not torch.equal(first, drawn(monkeypatch, seed=6, before=1))
+
+
+# ---- what is exported loads everywhere
+
+
+def test_a_trained_models_config_does_not_name_the_attention_of_the_training(patches, small_model, tmp_path):
+    from transformers import AutoConfig
+    from verl.workers.config import HFModelConfig
+
+    override = {"attn_implementation": "eager", "initializer_range": 0.03}
+    config = HFModelConfig(path=str(small_model), override_config=override).hf_config
+    assert (config._attn_implementation, config.initializer_range) == ("eager", 0.03)
+    config.save_pretrained(tmp_path)  # as verl's checkpoint manager does
+    assert "attn" not in (tmp_path / "config.json").read_text()
+    assert AutoConfig.from_pretrained(tmp_path)._attn_implementation is None  # transformers' own default

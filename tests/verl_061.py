@@ -28,10 +28,12 @@ from verl.trainer.ppo import core_algos, ray_trainer  # noqa: E402
 from verl.trainer.ppo.core_algos import agg_loss  # noqa: E402
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer  # noqa: E402
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch  # noqa: E402
+from verl.utils import model as verl_model  # noqa: E402
 from verl.utils.debug.metrics import calculate_debug_metrics  # noqa: E402
 from verl.workers import fsdp_workers  # noqa: E402
 from verl.workers.actor.dp_actor import DataParallelPPOActor  # noqa: E402
 from verl.workers.config import FSDPActorConfig  # noqa: E402
+from verl.workers.config import model as config_model  # noqa: E402
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine  # noqa: E402
 
 from tasks.common.stacks.a100 import mini_batches, on_policy, verl_patches  # noqa: E402  (each stops where verl has changed)
@@ -258,6 +260,14 @@ def sampled_for(prompt: int, response_length: int | None) -> int:
     return asked[0]
 
 
+def exported() -> dict:
+    """What a config says after verl changed it."""
+    config = transformers.LlamaConfig()
+    for module in (verl_model, config_model):
+        module.update_model_config(config, {"attn_implementation": "flash_attention_2", "pad_token_id": 5})
+    return {name: value for name, value in config.to_dict().items() if "attn" in name or name == "pad_token_id"}
+
+
 def main() -> None:
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     own = {"class_path": "pkg://tasks.common.stacks.a100.sampler", "class_name": "Shuffled"}
@@ -279,6 +289,7 @@ def main() -> None:
         "entropy": float(ray_trainer.agg_loss(advantages, mask, "seq-mean-token-sum-norm")),
         "entropy wanted": float((advantages * mask).sum() / mask.sum()),
         "version": __version__,
+        "exported": exported(),
         "resumes": {
             name: [resumes_where_it_was(s, n) for n in range(1, 6)] for name, s in (("own", own), ("verl", none))
         },

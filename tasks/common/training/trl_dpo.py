@@ -46,6 +46,8 @@ from tasks.common.training.verl_config import micro_batch
 torch.serialization.register_package(0, lambda _: None, lambda storage, place: storage if place == "cpu:0" else None)
 
 KEPT = 2  # checkpoints, as verl keeps
+# How a model is loaded. Without an attention transformers takes the one of config.json, which it may not know.
+LOADED = {"dtype": "float32", "attn_implementation": "sdpa"}
 EVALUATIONS = 4  # on the held-out pairs, the last one after the last step
 
 
@@ -212,7 +214,7 @@ def arguments(s: Settings, run_dir: Path, held_out: int) -> DPOConfig:
         max_length=None,  # longer pairs are dropped, none is cut
         seed=s.SEED,
         bf16=not on_cpu or cpu_dtype() == "bfloat16",
-        model_init_kwargs={"dtype": "float32", "device_map": None},
+        model_init_kwargs=LOADED | {"device_map": None},
         gradient_checkpointing=not on_cpu,
         use_cpu=on_cpu,
         dataloader_pin_memory=not on_cpu,
@@ -246,7 +248,7 @@ def policy(start: str):
     """START for TRL: its name, or the adapter on its base, both in fp32."""
     if not is_adapter(Path(start)):
         return start
-    base = AutoModelForCausalLM.from_pretrained(base_of(Path(start)), dtype="float32")
+    base = AutoModelForCausalLM.from_pretrained(base_of(Path(start)), **LOADED)
     return PeftModel.from_pretrained(base, start, is_trainable=True)
 
 

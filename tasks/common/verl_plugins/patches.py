@@ -10,6 +10,7 @@ from transformers.utils import is_flash_attn_2_available
 from verl.experimental.reward_loop import reward_loop
 from verl.models.transformers import monkey_patch
 from verl.trainer.distillation import losses as distillation
+from verl.workers.config import model as config_model
 from verl.workers.engine.fsdp import transformer_impl
 from verl.workers.rollout import base as rollout_base
 
@@ -18,6 +19,7 @@ import tasks.common.verl_plugins.on_policy  # noqa: F401
 from tasks.common.machine.local_store import listen_locally
 from tasks.common.process import die_with_torchrun
 from tasks.common.verl_plugins.expect import expect
+from tasks.common.verl_plugins.exported import without_attention
 from tasks.common.verl_plugins.seeded import seeded
 
 die_with_torchrun()
@@ -28,6 +30,16 @@ listen_locally()
 
 expect(rollout_base.get_rollout_class, "fqdn = _ROLLOUT_REGISTRY[(rollout_name, mode)]")
 rollout_base._ROLLOUT_REGISTRY["vllm", "async"] = "tasks.common.verl_plugins.own_sockets.OwnSocketAdapter"
+
+
+# ---- verl/workers/config/model.py:220 writes the attention of the training into config.json
+
+expect(
+    config_model.HFModelConfig.__post_init__,
+    "attn_implementation=attn_implementation,",
+    "update_model_config(self.hf_config, override_config_kwargs=override_config_kwargs)",
+)
+config_model.update_model_config = without_attention(config_model.update_model_config)
 
 
 # ---- verl/models/transformers/monkey_patch.py:352 and utils/model.py:654 take a class from trl that trl 1 has no more

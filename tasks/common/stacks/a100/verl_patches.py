@@ -15,6 +15,7 @@ from verl.utils import tracking
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 from verl.workers import fsdp_workers
 from verl.workers.actor import dp_actor
+from verl.workers.config import model as config_model
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
 import tasks.common.stacks.a100.keep_best
@@ -23,6 +24,7 @@ import tasks.common.stacks.a100.on_policy  # noqa: F401
 from tasks.common.machine.local_store import listen_locally
 from tasks.common.process import die_with_torchrun
 from tasks.common.verl_plugins.expect import expect
+from tasks.common.verl_plugins.exported import without_attention
 from tasks.common.verl_plugins.seeded import seeded
 
 die_with_torchrun()
@@ -36,6 +38,19 @@ for _function in (monkey_patch.apply_monkey_patch, verl_model.load_valuehead_mod
 _trl = importlib.util.find_spec("trl")
 if _trl and "AutoModelForCausalLMWithValueHead" not in Path(_trl.origin).read_text():
     monkey_patch.is_trl_available = verl_model.is_trl_available = lambda: False
+
+
+# ---- verl/workers/fsdp_workers.py:340 and config/model.py:142 write the attention of the training into config.json ---
+
+_updates = "update_model_config(self.hf_config, override_config_kwargs=override_config_kwargs)"
+expect(config_model.HFModelConfig.__post_init__, "attn_implementation=attn_implementation", _updates)
+expect(
+    fsdp_workers.ActorRolloutRefWorker._build_model_optimizer,
+    "from verl.utils.model import get_generation_config, print_model_size, update_model_config",
+    "attn_implementation=attn_implementation",
+)
+verl_model.update_model_config = without_attention(verl_model.update_model_config)
+config_model.update_model_config = verl_model.update_model_config
 
 
 # ---- verl/utils/tracking.py:243 keeps lines back until there are 8 kB, and fails on tensors, which are among RL's ----
