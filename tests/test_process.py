@@ -173,7 +173,7 @@ NO_THREAD = "import threading; threading.stack_size(2**46); threading.Thread(tar
 
 @pytest.mark.parametrize("code", [NO_THREAD, f"import os\nos.write(2, {ABORTED!r}.encode())\nos.abort()"])
 def test_a_thread_that_the_machine_refuses_ends_the_run_with_what_to_do(code, tmp_path):
-    with pytest.raises(StageFailed, match=r"\Athe machine allows no more threads: lower JOBS, or raise `uli"):
+    with pytest.raises(StageFailed, match=r"\Athe machine allows no more threads: lower JOBS, or raise `sysctl kernel"):
         run_python(code, tmp_path)
 
 

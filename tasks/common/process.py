@@ -93,8 +93,8 @@ def _known(text: str) -> str:
         )
     if _THREADS.search(text):
         return (
-            "the machine allows no more threads: lower JOBS, or raise `ulimit -u` or the container's pids limit, "
-            "then the same command continues from the last checkpoint"
+            "the machine allows no more threads: lower JOBS, or raise `sysctl kernel.pid_max`, `ulimit -u` or the "
+            "container's pids limit, then the same command continues from the last checkpoint"
         )
     return ""
 
