@@ -19,4 +19,5 @@ def test_every_stage(small_model, tmp_path):
     assert result.returncode == 0, result.stdout
     found = json.loads(only(variables, "eval/econ_agent/simulation-*/simulation.json").read_text())
     assert found["indicators"].keys() == {"base", "grpo", "rule"}
+    assert make("merge", **variables).returncode == 0
     assert (only(variables, "runs/econ_agent/grpo-*") / "checkpoints/global_step_2/actor/merged").is_dir()

@@ -63,6 +63,7 @@ def sft(s: Settings) -> str:
     run_dir = folder.sft_dir(s)
     if folder.last_step(run_dir) >= s.SFT_STEPS:
         prune(run_dir, 0)
+        _note_if_killed(run_dir, f"{s.SFT_STEPS} steps")
         return f"up to date: {s.SFT_STEPS} steps"
     start = whole_model(resolve_model(s.MODEL))
     demonstrations = s.data_dir / "sft.parquet"
@@ -93,6 +94,7 @@ def train(s: Settings, arguments: list[str]) -> str:
             _round(s, arguments, number, start, run_dir)
         dev = validation.words(folder.read_metrics(run_dir, strict=False))
         steps = _steps(run_dir, folder.wanted_steps(run_dir, s), s)
+        _note_if_killed(run_dir, steps)
         said = f"{'up to date: ' if done else ''}{steps} in {run_dir}{f'; {dev}' if dev else ''}"
         start = str(folder.hf_folder(run_dir))
     return said
@@ -205,6 +207,12 @@ def _note(file: Path, outcome: str, reason: str) -> None:
         write_json(file, {"outcome": outcome, "reason": reason})
     except OSError as error:
         print(f"  warning: {file}: cannot be written ({error.strerror})")
+
+
+def _note_if_killed(run_dir: Path, reason: str) -> None:
+    """Write how the last launch of a complete run ended, where a kill after its last checkpoint left that out."""
+    if not (run_dir / health.OUTCOME).exists():
+        _note(run_dir / health.OUTCOME, "finished", reason)
 
 
 @functools.lru_cache(1)  # called twice a second
