@@ -256,8 +256,8 @@ def test_grpo_with_one_update_a_step(thinking_model, checkout, tmp_path):
         ("training/rollout_probs_diff_mean", between.mean(), (np.exp(used) * apart).mean()),
         ("rollout_corr/k3_kl", (np.expm1(log_ratio) - log_ratio).mean(), (np.abs(np.expm1(log_ratio)) * apart).mean()),
     ):
-        assert metrics[name] == pytest.approx(wanted, rel=1e-3, abs=1e-7), name  # computed in float32
-        assert abs(metrics[name] - float(update[name.replace("/", "_")])) <= bound * 1.01 + 1e-7, name
+        assert metrics[name] == pytest.approx(wanted, rel=1e-3, abs=3e-7), name  # computed in float32
+        assert abs(metrics[name] - float(update[name.replace("/", "_")])) <= bound * 1.01 + 3e-7, name
         assert not rounding or metrics[name] < 1e-5
     ratio = np.exp(log_ratio)
     at_limit = int((np.abs(ratio - CAP) < 1e-6).sum())  # rounding puts such a token on either side
@@ -405,7 +405,6 @@ def test_rloo_with_truncated_responses_masked(thinking_model, checkout, tmp_path
     last = update["responses"][np.arange(32), update["responses_length"] - 1]
     cut = (update["responses_length"] == longest) & (last != 1)  # the token that ends a response
     assert 4 < cut.sum() < 28, cut.sum()
-    print("cut off", cut.sum())
     mask = np.arange(update["responses"].shape[1]) < update["responses_length"][:, None]
     assert (update["response_mask"] == mask * ~cut[:, None]).all()
     others = by_group(update, lambda scores: scores - (scores.sum() - scores) / 3)  # all count in the mean
