@@ -98,7 +98,8 @@ def experiment(s: Settings, scoring: Scoring, models: dict[str, str]) -> int:
     pairs = {f"{arm.name} - {START}": difference((START,), arm.labels) for arm in best.values()}
     pairs |= {f"{arm.name} - {first.name}": difference(first.labels, arm.labels) for arm in others}
     summaries = {label: summarize(found, scoring.own_metrics) for label, found in rollouts.items()}
-    trained = {label: training_figures(s, model) for label, model in models.items() if label != START}
+    trained = [label for arm in arms for label in arm.labels]  # the start may be a warm-up, without rewards
+    training = {label: figures for label in trained if (figures := training_figures(s, models[label]))}
     shown = {START: summaries[START]}
     for arm in arms:
         shown[arm.name] = summaries[arm.labels[0]]
@@ -112,7 +113,7 @@ def experiment(s: Settings, scoring: Scoring, models: dict[str, str]) -> int:
         "models": models,
         "settings": settings | {"STEPS": s.STEPS, "SELF_PLAY_ROUNDS": s.SELF_PLAY_ROUNDS},
         "rates": {"chosen": {method: arm.rate for method, arm in best.items()}, "by": how},
-        "training": {label: figures for label, figures in trained.items() if figures},
+        "training": training,
         "summaries": summaries,
         "arms": {arm.name: {"labels": arm.labels, **shown[arm.name]} for arm in arms},
         "differences": {
@@ -135,7 +136,7 @@ def experiment(s: Settings, scoring: Scoring, models: dict[str, str]) -> int:
     report = [
         (title, *comparison_table(shown)),
         ("paired differences [95 % interval]", ["pair", "metric", "difference", "p", "test"], change_rows),
-        ("training", header, training_rows(arms, found["training"])),
+        ("training", header, training_rows(arms, training)),
     ]
     parts = [f"# {s.TASK}: {', '.join(shown)}", *(f"- {k}: {markdown_text(v)}" for k, v in models.items())]
     parts += [f"Rates chosen by {how}."] if how else []
