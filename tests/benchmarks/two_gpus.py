@@ -115,10 +115,13 @@ def dpo(runs: str, out: str) -> None:
 
 
 def scale(folder: str, out: str) -> None:
-    """Tokens per second and GPU on two GPUs beside one, with the same rollouts a step."""
+    """Tokens per second and GPU on two GPUs beside one, with the same rollouts a step, where both files are there."""
     result: dict = {"target": SCALE_TARGET}
     for rollouts in (1024, 2048):
-        runs = {gpus: json.loads((Path(folder) / f"scale-{gpus}gpu-{rollouts}.json").read_text()) for gpus in (1, 2)}
+        files = {gpus: Path(folder) / f"scale-{gpus}gpu-{rollouts}.json" for gpus in (1, 2)}
+        if not all(file.exists() for file in files.values()):
+            continue
+        runs = {gpus: json.loads(file.read_text()) for gpus, file in files.items()}
         figures = {gpus: run["variants"]["ours"] for gpus, run in runs.items()}
         one, two = (figures[gpus]["tokens_per_second_per_gpu"] for gpus in (1, 2))
         phases = [name for name in figures[1] if name.startswith("seconds_") and name != "seconds_in_all"]
