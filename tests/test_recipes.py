@@ -48,6 +48,7 @@ def written(tmp_path, monkeypatch):
     monkeypatch.setenv("ARTIFACTS", str(tmp_path / "artifacts"))
     monkeypatch.setenv("NAME", "own")
     monkeypatch.delenv("GIVEN", raising=False)
+    monkeypatch.delenv("STACK", raising=False)
 
     def write(bound: str, command: str):
         (tmp_path / "recipes/own.sh").write_text(HEAD.format(bound) + command)
@@ -108,31 +109,77 @@ def test_ram_is_that_of_the_processes_below_the_command(monkeypatch):
         assert 1e8 < recipe.peak_of(command) < 1.5e8
 
 
+def test_a_setting_of_the_shell_reaches_no_command(written, tmp_path, monkeypatch):
+    for name in ("LR", "STEPS", "SEEDS", "FILE", "HF_HOME"):
+        monkeypatch.setenv(name, "7")
+    shows = f'echo "${{LR-}} ${{STEPS-}} ${{SEEDS-}} ${{FILE-}} $HF_HOME" >{tmp_path}/seen\n'
+    assert written("0", shows + leaves(tmp_path))[0] == 0 and (tmp_path / "seen").read_text() == "    7\n"
+    written("0\n# takes: FILE", shows + leaves(tmp_path))
+    assert (tmp_path / "seen").read_text() == "   7 7\n"
+
+
+def test_a_result_says_what_data_it_is_of(written, tmp_path):
+    manifest = {"source": "file", "origin": [{"file": "/home/me/a.jsonl", "sha256": "abc"}]}
+    (tmp_path / "manifest.json").write_text(json.dumps(manifest))
+    copies = f'mkdir -p "$ARTIFACTS/data/own" && cp {tmp_path}/manifest.json "$ARTIFACTS/data/own"\n'
+    written("0", copies + leaves(tmp_path))
+    assert json.loads((tmp_path / "results/recipe-own-cpu.json").read_text())["data"] == {"file": ["abc"]}
+
+
+@pytest.mark.parametrize("given", ["", "STACK"])
+def test_a_recipe_of_another_stack_is_refused(given, written, tmp_path, monkeypatch):
+    monkeypatch.setenv("STACK", "current")
+    monkeypatch.setenv("GIVEN", given)
+    monkeypatch.setattr(recipe, "nvidia", lambda: None)
+    status, _ = written("0", leaves(tmp_path))
+    other = "error: NAME=own: is for STACK=cpu: make recipe NAME=own STACK=cpu"
+    assert status == ("error: STACK=current: needs a GPU, and this machine has none" if given else other)
+
+
+def test_a_metric_that_is_missing_has_its_row(written, tmp_path):
+    status, page = written("0\n# reach: pass@9 gain above 0", leaves(tmp_path))
+    assert status == "error: own missed: pass@9 gain above 0" and "| pass@9 |  |  | missing |" in page
+
+
+def test_the_result_of_a_recipe_that_has_gone_has_no_row(written, tmp_path):
+    (tmp_path / "results/recipe-gone-cpu.json").write_text('{"recipe": "gone"}')
+    status, page = written("0", leaves(tmp_path))
+    assert status == 0 and "gone" not in page
+
+
+@pytest.mark.parametrize(("above", "kept"), [(0.29, True), (0.31, False)])
+def test_a_promise_may_be_of_the_start(above, kept):
+    promise = recipe.Promise("pass@1", "start", above)
+    assert promise.kept(COMPARED) is kept and str(promise) == f"pass@1 start above {above}"
+
+
 def test_a_command_ends_at_its_limit(written):
     status, _ = written("0\n# minutes: 0.01", "sleep 60\n")
     assert "exit status 124: longer than its 0.01 minutes" in status
 
 
 @pytest.mark.medium
-def test_a_recipe_that_is_ended_ends_its_command(written, tmp_path):
-    threading.Timer(2, os.kill, (os.getpid(), signal.SIGTERM)).start()
-    before = signal.getsignal(signal.SIGTERM)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_recipe_that_is_ended_ends_its_command(number, written, tmp_path):
+    threading.Timer(2, os.kill, (os.getpid(), number)).start()
+    before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
     try:
         status, _ = written("0", f"echo $$ >{tmp_path}/pid\nsleep 60\n")
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for each, handler in before.items():
+            signal.signal(each, handler)
     assert "exit status -15" in status and not psutil.pid_exists(int((tmp_path / "pid").read_text()))
 
 
 @pytest.mark.parametrize("name", recipe.recipes())
 def test_a_result_depends_on_its_own_task_alone(name):
     known = recipe.recipes()[name]
-    assert known.code == ("Makefile", "tasks/common", f"tasks/{name.split('-')[1]}")
+    assert known.code == ("Makefile", "tasks/common", f"tasks/{name.split('-')[1]}", f"tests/recipes/{name}.sh")
 
 
 def test_a_command_without_a_task_depends_on_all_of_them(tmp_path):
     (tmp_path / "x.sh").write_text(HEAD.format(0) + "make all\n")
-    assert recipe.read(tmp_path / "x.sh").code == ("Makefile", "tasks")
+    assert recipe.read(tmp_path / "x.sh").code == ("Makefile", "tasks", "tests/recipes/x.sh")
 
 
 def test_a_row_says_that_the_code_has_changed_since(tmp_path, monkeypatch):
@@ -157,6 +204,9 @@ def test_a_row_says_that_the_code_has_changed_since(tmp_path, monkeypatch):
         before = recipe.git_state(tmp_path)[0]["commit"]
         committed(name)
         assert recipe.changed_since(before, code)
+    head = recipe.git_state(tmp_path)[0]["commit"]
+    (tmp_path / "tasks/own/new.py").touch()  # not committed
+    assert recipe.changed_since(head, code)
 
 
 @pytest.mark.parametrize("line", ["reach: pass@1 over 0", "reach: pass@1 gain above x", ""])

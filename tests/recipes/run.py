@@ -6,9 +6,11 @@ A recipe is the command of one result, with comments at its head:
     # hardware: 2 CPU cores, 16 GB
     # stack: cpu
     # minutes: 15
+    # takes: FILE
     # reach: pass@1 gain above 0
 
-`gain`: the lower end of the 95 % interval of the paired difference to the start. Without it, the trained model's value.
+`gain`: the lower end of the 95 % interval of the paired difference to the start; `start`: the start's value; without
+them, the trained model's. `takes`: variables that the user may give; all others are those of the command.
 The row is written whether the promise is kept or not, and says which; a command that fails leaves the row as it was.
 """
 
@@ -23,7 +25,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -35,7 +37,7 @@ from tasks.common.install.check import versions
 from tasks.common.machine.hardware import nvidia
 from tasks.common.process import errors_in_one_line
 from tasks.common.runs.launches import git_state
-from tasks.common.settings import ROOT, SettingsError, artifacts
+from tasks.common.settings import ROOT, Command, Settings, SettingsError, artifacts
 from tests.helpers import outside_make
 
 FOLDER = Path(__file__).parent
@@ -60,10 +62,10 @@ PAUSE = 4  # seconds between two readings of the memory: each second, they took 
 
 @dataclass(frozen=True)
 class Promise:
-    """What a metric of the trained model must be above."""
+    """What a metric must be above."""
 
     metric: str
-    gain: bool  # of the lower end of its difference to the start; else its value
+    of: str  # gain: the lower end of its difference to the start; start: the start's value; empty: the trained model's
     above: float
 
     def kept(self, compared: dict) -> bool:
@@ -71,10 +73,12 @@ class Promise:
         found = compared["metrics"].get(self.metric)
         if found is None:
             return False
-        return (found["difference"]["low"] if self.gain else found["trained"]["value"]) > self.above
+        start = found[compared["against"]]["value"]
+        values = {"gain": found["difference"]["low"], "start": start, "": found["trained"]["value"]}
+        return values[self.of] > self.above
 
     def __str__(self) -> str:
-        return f"{self.metric} {'gain ' * self.gain}above {self.above:g}"
+        return " ".join(filter(None, (self.metric, self.of, f"above {self.above:g}")))
 
 
 @dataclass(frozen=True)
@@ -84,6 +88,7 @@ class Recipe:
     hardware: str
     stack: str
     minutes: float  # the limit
+    takes: tuple[str, ...]  # variables that the user may give
     reach: tuple[Promise, ...]
     code: tuple[str, ...]  # what its result depends on, below ROOT
 
@@ -95,14 +100,20 @@ def read(file: Path) -> Recipe:
     lines = [line[2:].strip() for line in text.splitlines() if line.startswith("# ")]
     task = re.search(r"^make .*\bTASK=(\w+)", text, re.M)
     code = ("Makefile", "tasks/common", f"tasks/{task[1]}") if task else ("Makefile", "tasks")
-    found = dict(re.findall(r"^(hardware|stack|minutes): (.+)$", "\n".join(lines), re.M))
-    reach = [re.fullmatch(r"reach: (\S+) (gain )?above (-?[0-9.]+)", line) for line in lines if "reach:" in line]
+    code += (f"tests/recipes/{file.name}",)
+    found = dict(re.findall(r"^(hardware|stack|minutes|takes): (.+)$", "\n".join(lines), re.M))
+    reach = [
+        re.fullmatch(r"reach: (\S+) (?:(gain|start) )?above (-?[0-9.]+)", line) for line in lines if "reach:" in line
+    ]
     if missing := [name for name in ("hardware", "stack", "minutes") if name not in found]:
         raise SettingsError(f"{file}: its head has no line `# {missing[0]}: ...`")
     if not reach or None in reach:
-        raise SettingsError(f"{file}: its head needs lines `# reach: METRIC [gain] above NUMBER`")
-    promises = tuple(Promise(m[1], bool(m[2]), float(m[3])) for m in reach)
-    return Recipe(file.stem, lines[0], found["hardware"], found["stack"], float(found["minutes"]), promises, code)
+        raise SettingsError(f"{file}: its head needs lines `# reach: METRIC [gain|start] above NUMBER`")
+    promises = tuple(Promise(m[1], m[2] or "", float(m[3])) for m in reach)
+    takes = tuple(found.get("takes", "").split())
+    return Recipe(
+        file.stem, lines[0], found["hardware"], found["stack"], float(found["minutes"]), takes, promises, code
+    )
 
 
 def recipes() -> dict[str, Recipe]:
@@ -125,9 +136,11 @@ def peak_of(command: subprocess.Popen) -> int:
         peak = max(peak, used)
 
 
-def machine() -> dict:
-    """What the recipe ran on, and the versions that its result depends on."""
-    gpus = (found := nvidia()) and found.gpus
+def machine(stack: str) -> dict:
+    """What the recipe runs on, and the versions that its result depends on. Raises SettingsError without its GPU."""
+    gpus = stack != "cpu" and (found := nvidia()) and found.gpus
+    if stack != "cpu" and not gpus:
+        raise SettingsError(f"STACK={stack}: needs a GPU, and this machine has none")
     cpu = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
     present = versions()
     return {
@@ -140,21 +153,23 @@ def machine() -> dict:
 
 def run(recipe: Recipe, stack: str) -> dict:
     """Run ``recipe`` from an empty folder of its own; what it came to. Raises SettingsError if the command fails."""
+    ours = {"NAME", *(each.name for kind in (Settings, Command) for each in fields(kind))} - {*recipe.takes}
+    environment = {name: value for name, value in outside_make().items() if name not in ours}
     folder = artifacts() / "recipes" / f"{recipe.name}-{stack}"
-    shutil.rmtree(folder, ignore_errors=True)
-    environment = {name: value for name, value in outside_make().items() if name not in ("NAME", "ARGS")}
     environment |= {"ARTIFACTS": str(folder), "STACK": stack}
     python = os.environ.get("PYTHON", "")
     if python and ROOT not in Path(python).parents:  # one in ROOT is what make chose, by its own STACK
         environment["PYTHON"] = python
-    on, git, started = machine(), git_state(ROOT)[0], time.monotonic()
+    on, git, started = machine(stack), git_state(ROOT)[0], time.monotonic()
     if "missing" in git:
         raise SettingsError(f"a result needs the commit that it measures: {git['missing']}")
+    shutil.rmtree(folder, ignore_errors=True)
     changed = changed_since(git["commit"], recipe.code)
     file = FOLDER / f"{recipe.name}.sh"
     limit = ["timeout", "--kill-after=30", f"{recipe.minutes * 60:.0f}"]
     with subprocess.Popen([*limit, "bash", "-euo", "pipefail", file], cwd=ROOT, env=environment) as command:
-        signal.signal(signal.SIGTERM, lambda number, _: command.send_signal(number))  # ended alone, it would train on
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # ended alone, it would train on
+            signal.signal(number, lambda *_: command.terminate())
         # To read the memory of CUDA's processes slows them, and a GPU's host has other programs.
         peak = None if on["gpus"] else peak_of(command)
     if command.returncode:
@@ -170,6 +185,7 @@ def run(recipe: Recipe, stack: str) -> dict:
         "date": datetime.now(UTC).date().isoformat(),
         "commit": git["commit"],
         "changed": changed,
+        "data": data_of(folder),
         **on,
         "minutes": round(seconds / 60, 1),
         "ram_gb": peak and round(peak / 1e9, 1),
@@ -178,17 +194,27 @@ def run(recipe: Recipe, stack: str) -> dict:
     }
 
 
+def data_of(folder: Path) -> dict:
+    """Where the data of the run in ``folder`` came from; of files the digest, without a path of this machine."""
+    manifests = [read_json(file) for file in folder.glob("data/*/manifest.json")]
+    return {manifest["source"]: [each.get("sha256", each) for each in manifest["origin"]] for manifest in manifests}
+
+
 def changed_since(commit: str, code: tuple[str, ...]) -> bool:
     """Whether ``code`` differs from that of ``commit``, documents and tests aside, or this clone does not have the
     commit."""
-    changed = ["git", "diff", "--quiet", commit, "--", *code, ":!*.md", ":!*/test_*.py"]
-    return subprocess.run(changed, cwd=ROOT, stderr=subprocess.DEVNULL).returncode != 0
+    paths = ["--", *code, ":!*.md", ":!*/test_*.py"]
+    changed = subprocess.run(["git", "diff", "--quiet", commit, *paths], cwd=ROOT, stderr=subprocess.DEVNULL)
+    new = subprocess.run(["git", "ls-files", "--others", "--exclude-standard", *paths], cwd=ROOT, capture_output=True)
+    return changed.returncode != 0 or bool(new.stdout)
 
 
 def rows(results: Iterable[tuple[Path, dict]]) -> list[list[str]]:
     """The rows of docs/RESULTS.md, one for each promised metric of each result."""
     known, found = recipes(), []
     for file, result in results:
+        if result["recipe"] not in known:  # a recipe that has gone
+            continue
         recipe, compared = known[result["recipe"]], result["compare"]
         at = f"{result['date'][5:]}, `{result['commit'][:7]}`{' changed' * result['changed']}"
         on = ", ".join(result["gpus"]) or result["cpu"]
@@ -202,6 +228,8 @@ def rows(results: Iterable[tuple[Path, dict]]) -> list[list[str]]:
         for metric in dict.fromkeys(promise.metric for promise in recipe.reach):
             values = compared["metrics"].get(metric)
             if values is None:
+                found.append([*first, metric, "", "", "missing", f"[file](results/{file.name})"])
+                first = [""] * len(first)
                 continue
             start, trained = (str(Estimate(**values[label])) for label in (compared["against"], "trained"))
             missed = "".join(f"; missed: {text}" for text in result["missed"] if text.startswith(f"{metric} "))
@@ -243,12 +271,15 @@ def main() -> None:
         known, name = recipes(), os.environ.get("NAME", "")
         if not name:
             overview()
-            write_table()
             return
         if name not in known:
             raise SettingsError(f"NAME={name}: no such recipe; there are: {', '.join(known)}")
         recipe = known[name]
-        stack = os.environ["STACK"] if "STACK" in os.environ.get("GIVEN", "").split() else recipe.stack
+        stack = os.environ.get("STACK", recipe.stack)  # make's, whose Python this is
+        if stack != recipe.stack and "STACK" not in os.environ.get("GIVEN", "").split():
+            raise SettingsError(
+                f"NAME={name}: is for STACK={recipe.stack}: make recipe NAME={name} STACK={recipe.stack}"
+            )
         result = run(recipe, stack)
         write_json(RESULTS / f"recipe-{name}-{stack}.json", result)
         write_table()
