@@ -448,6 +448,26 @@ def test_results_are_those_of_their_files():
     assert len(rows) > 25 and [row for row in rows if "(results/" not in row] == []
 
 
+@pytest.mark.parametrize(
+    "page", [p for p in DOCUMENTS if INTERVAL.search(p.read_text())], ids=lambda path: str(path.relative_to(ROOT))
+)
+def test_an_interval_of_any_page_is_in_a_result(page):
+    results = [file for file in (ROOT / "docs/results").iterdir() if file.suffix in (".json", ".txt")]
+    assert set(INTERVAL.findall(page.read_text())) <= set().union(*map(intervals, results))
+
+
+def test_the_lines_of_char_count_are_counted():
+    folder = ROOT / "tasks/char_count"
+    own, tests = (
+        sum(len(re.findall(r"^\s*[^\s#]", (folder / name).read_text(), re.M)) for name in names)
+        for names in (("prepare_data.py", "reward.py", "train.sh"), ("test_reward.py",))
+    )
+    assert (
+        f"| here | {own} in `prepare_data.py`, `reward.py` and `train.sh`; {tests} in tests |"
+        in (folder / "README.md").read_text()
+    )
+
+
 def test_seconds_and_tokens_of_a_step_are_those_of_their_files():
     rows = re.findall(r"^\|(.*)\]\((results/\S+\.json)\)", (ROOT / "docs/RESULTS.md").read_text(), re.M)
     timed = [(row, json.loads((ROOT / "docs" / file).read_text())) for row, file in rows]

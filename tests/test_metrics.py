@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tasks.common.evaluation import statistics
+from tasks.common.evaluation.rollouts import Rollout
 from tasks.common.evaluation.statistics import (
     bootstrap_mean,
     bootstrap_p_value,
@@ -18,6 +20,7 @@ from tasks.common.evaluation.statistics import (
     pooled_mean,
     proportion,
 )
+from tasks.common.evaluation.summary import summarize
 
 counts = st.integers(1, 500).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n)))
 
@@ -116,6 +119,17 @@ def test_bootstrap_statistics_of_a_mean_agree_with_the_bootstrap_of_the_mean():
     resampled = bootstrap_statistics(groups, lambda rows: {"mean": np.mean([row["x"] for row in rows])}, 2000)["mean"]
     estimate = bootstrap_mean(values)
     assert np.percentile(resampled, [2.5, 97.5]) == pytest.approx((estimate.low, estimate.high), abs=0.02)
+
+
+def test_the_interval_of_a_largest_share_contains_its_value():
+    """Resampled, the largest of many small shares is larger than it was."""
+    rollouts = [
+        Rollout(i, "sampled", 0, f"answer {i}", "stop", 3, 0.5, [], "t", "7", {}, {"score": 0.0, "acc": 0.0})
+        for i in range(64)
+    ]
+    shares = summarize(rollouts, lambda rows: {"commonest": max(Counter(r["response"] for r in rows).values()) / 64})
+    found = shares["metrics"]["commonest"]
+    assert found["low"] == found["value"] == 1 / 64 < found["high"]
 
 
 # ---- several seeds

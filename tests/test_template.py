@@ -19,10 +19,13 @@ from jinja2 import Environment
 import tasks
 from tasks.common.data import prepare
 from tasks.common.data.rows import decoded, read_rows, tools_of, validate_parquet
+from tasks.common.launch import doctor
+from tasks.common.machine import hardware, memory
 from tasks.common.models.find import resolve_model
 from tasks.common.rewards import judge
 from tasks.common.rewards.environment import replayed
 from tasks.common.settings import METHODS, load_settings
+from tasks.common.stacks import cpu
 from tasks.common.training import verl_config
 from tests.helpers import ROOT, cookiecutter, copy_of_checkout, exported, stacks
 
@@ -426,6 +429,44 @@ def test_lengths_and_start_suit_the_environment(env, prompt, response, init, che
         assert init == s.INIT
     finally:
         shutil.rmtree(home)
+
+
+SIXTEEN_GB = [
+    "",
+    "method=ppo",
+    "reward=tool_call method=ppo",
+    "turns=multi",
+    "turns=multi method=ppo",
+    "source=reasoning_gym reward=environment env=tower_of_hanoi",
+    "source=reasoning_gym reward=environment env=rush_hour method=ppo",
+]
+
+
+@pytest.fixture
+def largest_numbers(monkeypatch):
+    """A CPU without bfloat16, which needs the most memory."""
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", cpu.ENVIRONMENT["VLLM_CPU_KVCACHE_SPACE"])
+    monkeypatch.setattr(hardware, "number_bytes", lambda on_cpu: 4)
+
+
+def ram_of(s) -> float:
+    return sum(memory.estimate(memory.shapes(memory.EMBEDDED_CONFIG), doctor.plan(s, [])).ram.values())
+
+
+@pytest.mark.parametrize("answers", SIXTEEN_GB)
+def test_a_new_task_trains_on_16_gb_by_doctors_estimate(answers, checkout, own_home, largest_numbers):
+    home = checkout / "tasks/of16"
+    result = cookiecutter("template", "-o", "tasks", "--no-input", "task=of16", *answers.split(), cwd=checkout)
+    try:
+        assert result.returncode == 0, result.stdout
+        assert ram_of(load_settings(exported(home / "train.sh", {"STACK": "cpu"}))) < 16e9
+    finally:
+        shutil.rmtree(home)
+
+
+@pytest.mark.parametrize("train_sh", sorted(ROOT.glob("tasks/*/train.sh")), ids=lambda path: path.parent.name)
+def test_a_task_trains_on_16_gb_by_doctors_estimate(train_sh, largest_numbers):
+    assert ram_of(load_settings(exported(train_sh, {"STACK": "cpu"}))) < 16e9
 
 
 def rows_of(s, part: str) -> list[dict]:

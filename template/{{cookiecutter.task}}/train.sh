@@ -3,6 +3,7 @@
 {%- endmacro %}
 {% set multi = cookiecutter.turns == "multi" %}
 {% set generated = cookiecutter.source == "generate" %}
+{% set pass_tokens = 1536 if cookiecutter.method == "ppo" else 4096 %}
 {% set small = {"tool_call": (256, 64)}.get(cookiecutter.reward, (128, 64)) %}
 {% if cookiecutter.source == "reasoning_gym" %}
 {% set small = cookiecutter.env | lengths(cookiecutter.config) %}
@@ -45,12 +46,16 @@ source "$(dirname "${BASH_SOURCE[0]}")/../common/launch/launch.sh"
 {% endif %}
 {{ line("MAX_TURNS", 4, "of the model in an episode") }}
 {{ line("MAX_TURN_LENGTH", 256, "tokens", 64) }}
-{{ line("MICRO_BATCH_SIZE", 16, "long episodes: fewer sequences in one pass", 8) }}
+{{ line("MICRO_BATCH_SIZE", 16, "long episodes: fewer sequences in one pass", [8, pass_tokens // 448] | min) }}
 {{ line("MAX_PROMPT_LENGTH", 512, "tokens", 256) }}
 {{ line("MAX_RESPONSE_LENGTH", 1024, "tokens of all turns and results", 192) }}
 {% else %}
 {{ line("MAX_PROMPT_LENGTH", 256 if generated and cookiecutter.reward != "tool_call" else [1024, 2 * small[0]] | max, "tokens", small[0]) }}
 {{ line("MAX_RESPONSE_LENGTH", 1024, "tokens", small[1] or 256) }}
+{% set fitting = pass_tokens // (small[0] + (small[1] or 256)) %}
+{% if fitting < 16 %}
+{{ line("MICRO_BATCH_SIZE", 16, "sequences in one pass; on a CPU fewer long ones fit in 16 GB", [1, fitting] | max) }}
+{% endif %}
 {% endif %}
 
 launch "$@"

@@ -143,7 +143,9 @@ def summarize(rollouts: list[Rollout], own_metrics: OwnMetrics | None = None) ->
 
 
 def _with_interval(value: float, resampled: np.ndarray) -> Estimate:
-    return Estimate(value, *map(float, np.percentile(resampled, [2.5, 97.5])))
+    """With the percentile interval, widened to ``value``: a resampled maximum is larger, and leaves it out."""
+    low, high = map(float, np.percentile(resampled, [2.5, 97.5]))
+    return Estimate(value, min(low, value), max(high, value))
 
 
 @dataclass(frozen=True)
