@@ -254,10 +254,6 @@ def _nodes() -> list[Node]:
     return sorted(map(node, ray.nodes()), key=lambda found: (found.address, found.id))
 
 
-def _status() -> dict:
-    return {"nodes": [asdict(node) for node in _nodes()]}
-
-
 def _check(mark: str) -> dict:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -294,7 +290,8 @@ def main(question: str, *arguments: str) -> None:
     if not hardware.listens(found, CONNECT_SECONDS):
         raise ConnectionError(f"Could not find any running Ray instance: nothing answers at {found}")
     ray.init(address="auto", logging_level="ERROR", log_to_driver=False)
-    print(json.dumps({"check": _check, "lost": _lost, "status": _status}[question](*arguments)), flush=True)
+    answers = {"check": _check, "lost": _lost, "status": lambda: {"nodes": [asdict(node) for node in _nodes()]}}
+    print(json.dumps(answers[question](*arguments)), flush=True)
     ray.shutdown()
 
 
