@@ -33,6 +33,14 @@ def test_the_tokens_weights_change_the_step(result):
     assert result["token"]["first weights"] != pytest.approx(result["none"]["first weights"], abs=1e-6)
 
 
+def test_responses_that_are_cut_off_end_no_step(result):
+    """TRUNCATED=masked: none, all of one micro-batch, and all of a worker. Workers must have the same metrics."""
+    none, half, every = result["cut off"]
+    assert none.keys() == half.keys() == every.keys()
+    assert half["actor/grad_norm"] > 0 == every["actor/grad_norm"]
+    assert every["rollout_corr/kl"] == 0 < half["rollout_corr/kl"] < none["rollout_corr/kl"]
+
+
 def test_mini_batches_of_several_gpus_are_of_mixed_lengths(result):
     """What the shuffling is for: verl's own order has all the long responses in the middle of the step."""
     for name, least, most in (("verl", 200, 400), ("own", 0, 60), ("next step", 0, 60)):

@@ -1,6 +1,7 @@
 """Bad files and models: one clear line, a non-zero exit, and nothing lost. No engine starts in these tests."""
 
 import json
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -55,6 +56,14 @@ def test_a_manifest_that_is_none_counts_as_no_data(text, variables, data_dir):
     (data_dir / "manifest.json").write_text(text)
     (error,) = errors_of(make("train", **variables, FROM="train", MODEL="some/model", INIT="base"))
     assert "run `make data TASK=countdown`" in error
+
+
+def test_a_training_file_is_checked_where_the_data_stage_is_left_out(variables, data_dir):
+    own = str(data_dir / "test.parquet")
+    given = {**variables, "MODEL": "some/model", "INIT": "base", "TRAIN_FILE": own}
+    for first in ("model", "train"):
+        (error,) = errors_of(make("train", **given, FROM=first))
+        assert re.search(rf"TRAIN_FILE={own}: \d+ of its prompts are in test\.parquet; remove them", error)
 
 
 def test_data_with_a_broken_manifest_are_made_again(variables, data_dir):

@@ -22,8 +22,9 @@ from tasks.common.launch import doctor
 from tasks.common.machine import hardware, memory
 from tasks.common.machine.memory import EMBEDDED_CONFIG, Plan, shapes, shapes_of
 from tasks.common.machine.speed import QWEN25_3B
+from tasks.common.runs.folder import rl_dir
 from tasks.common.settings import load_settings
-from tests.helpers import ROOT, SMALL, exported, make
+from tests.helpers import ROOT, SMALL, exported, make, write_checkpoint
 
 SECONDS = 20
 POLICY = "actor_rollout_ref"
@@ -233,6 +234,15 @@ def test_gpus_that_are_missing_or_taken_are_said(monkeypatch):
     assert error.state == "error" and "STACK=cpu" in error.fix
 
 
+def test_a_teachers_gpu_is_counted_where_one_of_an_experiments_methods_has_a_teacher(monkeypatch):
+    s = settings(monkeypatch, N_GPUS="2")
+    runs = [s, replace(s, METHOD="distill")]
+    assert [f.state for f in doctor.of_machine(s, smi(4, 4), [s])] == ["ok", "ok"]
+    assert [f.state for f in doctor.of_machine(s, smi(4, 4, 4), runs)] == ["ok", "ok"]
+    *_, error = doctor.of_machine(s, smi(4, 4), runs)
+    assert str(error) == "gpu: N_GPUS=2 and 1 for TEACHER, and there are 2; set N_GPUS=1"
+
+
 def test_memory_that_another_process_has_is_not_counted(monkeypatch, small_model):
     s = settings(monkeypatch, MODEL=str(small_model), MICRO_BATCH_SIZE="1", GPU_MEMORY_UTILIZATION="0.5")
     planned = doctor.plan(s, [])
@@ -249,6 +259,23 @@ def test_memory_that_another_process_has_is_not_counted(monkeypatch, small_model
         fits, too_much = (fits, middle) if memory_with(middle)[0].state == "error" else (middle, too_much)
     just = memory_with(fits)
     assert {f.state for f in just} == {"warning"} and "less than 5% to spare: " in just[0].text
+
+
+def test_the_memory_of_a_warm_up_to_come_is_checked_before_the_training(monkeypatch, small_model, tmp_path):
+    monkeypatch.setenv("ARTIFACTS", str(tmp_path))
+    s = settings(monkeypatch, MODEL=str(small_model), INIT="sft")
+
+    def memory_of(s, stage: str = "train") -> list[tuple[str, bool]]:
+        found = doctor.batches_and_memory(s, [], stage, smi(4))
+        return [(f.state, f.text.startswith("SFT: ")) for f in found if f.what == "memory"]
+
+    assert memory_of(s) == memory_of(s, "doctor") == [("ok", False), ("ok", True)]
+    assert memory_of(s, "sft") == [("ok", True)] and memory_of(replace(s, INIT="base")) == [("ok", False)]
+    assert memory_of(replace(s, METHOD="dpo")) == [("ok", False), ("ok", True)]
+    large = replace(s, STACK="a100", METHOD="dpo", MICRO_BATCH_SIZE=10**6, TRAIN_BATCH_SIZE=1)
+    assert memory_of(large) == [("ok", False), ("error", True)]
+    monkeypatch.setattr(doctor.folder, "last_step", lambda run_dir: s.SFT_STEPS)
+    assert memory_of(large) == [("ok", False)]  # the warm-up is there
 
 
 # ---- parts
@@ -339,6 +366,10 @@ def test_what_adds_to_the_memory():
     assert sum(memory.resting(model, plan).values()) == 12 * P / 2
     away = replace(plan, weights_offloaded=True, optimizer_offloaded=True)
     assert sum(memory.resting(model, away).values()) == 0 and total(optimizer_offloaded=True) == total()
+    ppo, also_away = replace(plan, critic=True), replace(away, critic=True)
+    assert [sum(memory.resting(model, each).values()) for each in (ppo, also_away)] == [2 * 12 * P / 2, 0]
+    ram = memory.estimate(model, also_away, 80e9).ram
+    assert (ram["offloaded weights"], ram["offloaded optimizer"]) == (2 * 4 * P, 2 * 8 * P)
 
 
 def test_a_share_of_the_gpu_that_does_not_fit_is_told_with_one_that_does():
@@ -358,7 +389,14 @@ def test_a_share_of_the_gpu_that_does_not_fit_is_told_with_one_that_does():
 
 @pytest.mark.parametrize(
     ("changes", "count", "bytes_each"),
-    [({}, 3, 16), ({"KEEP": "4"}, 6, 16), ({"METHOD": "ppo"}, 3, 28), ({"METHOD": "dpo", "KEEP": "4"}, 3, 16)],
+    [
+        ({}, 3, 16),
+        ({"KEEP": "4"}, 6, 16),
+        ({"METHOD": "ppo"}, 3, 28),
+        ({"METHOD": "dpo", "KEEP": "4"}, 3, 16),
+        ({"SELF_PLAY_ROUNDS": "3"}, 7, 16),
+        ({"SELF_PLAY_ROUNDS": "3", "METHOD": "dpo"}, 7, 16),
+    ],
 )
 def test_the_room_for_checkpoints_is_of_the_best_the_last_and_the_next(changes, count, bytes_each, monkeypatch):
     monkeypatch.setattr(hardware, "free_disk", lambda path: (path, 0))
@@ -366,3 +404,23 @@ def test_the_room_for_checkpoints_is_of_the_best_the_last_and_the_next(changes, 
     disk = next(doctor.disk(s))
     parameters = shapes(EMBEDDED_CONFIG).parameters
     assert f"{count} checkpoints need about {doctor.gb(count * bytes_each * parameters)}" in disk.text
+
+
+def test_the_room_for_an_experiments_checkpoints_is_that_of_all_its_trainings(monkeypatch, tmp_path):
+    monkeypatch.setattr(hardware, "free_disk", lambda path: (path, 0))
+    monkeypatch.setenv("ARTIFACTS", str(tmp_path))
+    s = load_settings(exported(ROOT / "tasks/countdown/train.sh", {"MODEL": "embedded"}))
+    runs = [replace(s, METHOD=name, TRAIN_SEED=seed) for name in ("grpo", "ppo") for seed in (1, 2, 3)]
+    parameters = shapes(EMBEDDED_CONFIG).parameters
+
+    def needs(number: int, grpo: int, ppo: int) -> str:
+        return f"{number} checkpoints need about {doctor.gb((16 * grpo + 28 * ppo) * parameters)}"
+
+    assert needs(6 * 2 + 1, 6, 6 + 1) in next(doctor.disk(s, runs)).text
+    assert needs(6 * 2 + 4, 6, 6 + 4) in next(doctor.disk(s, runs, jobs=4)).text
+    assert needs(6 * 2 + 6, 6, 6 + 6) in next(doctor.disk(s, runs, jobs=9)).text
+    made = rl_dir(runs[0], []) / "checkpoints"
+    for step in (2, 4):
+        write_checkpoint(made / f"global_step_{step}")
+    (made / "latest_checkpointed_iteration.txt").write_text("4")
+    assert needs(5 * 2 + 4, 4, 6 + 4) in next(doctor.disk(s, runs, 4, [])).text  # the same command, continued

@@ -194,6 +194,15 @@ def test_a_tenth_of_the_prompts_is_held_out_with_all_of_their_pairs(tmp_path, to
     assert pair_set(s, many_pairs(tmp_path, prompts=9), tokenizer).held_out == []
 
 
+def test_of_many_pairs_256_are_held_out_and_all_others_are_trained_on(tmp_path, tokenizer):
+    s = replace(load_settings(VALUES), TRAIN_BATCH_SIZE=4)
+    found = pair_set(s, many_pairs(tmp_path, prompts=2700), tokenizer)
+    assert (len(found.held_out), len(found.train)) == (256, 2700 - 256)
+    found = pair_set(s, many_pairs(tmp_path, prompts=60, each=50), tokenizer)  # 6 prompts that have 256 pairs together
+    held_out, trained = ({pair.prompt.tobytes() for pair in pairs} for pairs in (found.held_out, found.train))
+    assert (len(found.held_out), len(found.train)) == (300, 2700) and not held_out & trained
+
+
 def test_the_default_batch_makes_sixteen_steps_of_570_pairs_and_epochs_multiply_them(tmp_path, tokenizer):
     given = {"TASK": "countdown", "STACK": "current", "METHOD": "dpo", "N_GPUS": "1", "MAX_RESPONSE_LENGTH": "256"}
     s = load_settings(given)

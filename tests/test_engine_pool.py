@@ -10,9 +10,10 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from tasks.common.data.rows import rl_row, rl_schema, write_parquet
 from tasks.common.evaluation import engine_pool, engines, sample
 from tasks.common.machine.hardware import GPU, Nvidia
-from tasks.common.settings import ROOT, load_settings
+from tasks.common.settings import ROOT, SettingsError, load_settings
 from tests.helpers import exported
 
 
@@ -85,6 +86,54 @@ def test_engines_that_share_divide_the_gpus_their_memory_and_the_requests(monkey
     assert [placed[:2] for placed in found] == [("4", "2"), ("4", "2"), ("7", "2"), ("7", "2")]
     assert {placed[2] for placed in found} == {("model", 300, 1, 0.25)}
     assert sorted(placed[3] for placed in found) == [2, 2, 3, 3]
+
+
+@pytest.fixture
+def placed(monkeypatch) -> list[str]:
+    """CUDA_VISIBLE_DEVICES of each process that a pool starts, which none does."""
+    found: list[str] = []
+    process = SimpleNamespace(start=lambda: found.append(os.environ["CUDA_VISIBLE_DEVICES"]))
+    ends = SimpleNamespace(close=lambda: None, recv=lambda: None)
+    spawn = SimpleNamespace(Pipe=lambda: (ends, ends), Process=lambda **_: process)
+    monkeypatch.setattr(engine_pool.multiprocessing, "get_context", lambda kind: spawn)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("gpus", "tp", "places"), [(4, 2, ["0,1", "2,3"]), (8, 4, ["0,1,2,3", "4,5,6,7"]), (2, 1, ["0", "1"])]
+)
+def test_each_engine_has_as_many_gpus_as_share_its_model(gpus, tp, places, placed, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus))))
+    given = {"STACK": "current", "N_GPUS": str(gpus), "TP": str(tp)}
+    hardware = sample.Hardware.of(load_settings(exported(ROOT / "tasks/countdown/train.sh", given)))
+    assert (hardware.engines, hardware.tensor_parallel) == (gpus // tp, tp)
+    hardware.engine("placed", "model", 300, 1)
+    assert placed == places
+
+
+def test_engines_that_share_a_model_are_not_started_on_too_few_gpus(placed, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    with pytest.raises(SettingsError, match=r"^TP=2: visible GPUs: 1; set TP lower$"):
+        engine_pool.EnginePool(2, "placed", "model", 300, 1, tensor_parallel=2)
+    assert placed == []
+    engine_pool.EnginePool(2, "placed", "model", 300, 1)
+    assert placed == ["3"]
+
+
+def test_another_number_of_engines_goes_on_with_the_same_samples(tmp_path):
+    message = [{"role": "user", "content": "?"}]
+    rows, scoring = tmp_path / "test.parquet", sample.Scoring(lambda *_, **__: {"score": 1.0}, None, "mark")
+    write_parquet([rl_row("countdown", message, "2", "test", n) for n in range(4)], rows, rl_schema())
+    how = sample.Sampling(2, False, 1.0, 1.0, 8, 8, 0)
+    one, four = (sample.Job(str(tmp_path), str(rows), 0, how, sample.Hardware(n, sharing=n)) for n in (1, 4))
+    out = one.folder(tmp_path / "eval") / "rollouts.jsonl"
+    assert four.folder(tmp_path / "eval") == out.parent
+    _, missing = sample.load(one, out, scoring)
+    answered = [engines.Completion("2", "stop", 1, 0.0)] * 2
+    engine = SimpleNamespace(generate=lambda requests, sampling: ((each, answered) for each in requests))
+    sample.sample(engine, one, out, missing[:3], scoring)
+    kept, missing = sample.load(four, out, scoring)
+    assert [rollout.index for rollout in kept] == [0, 0, 1, 1, 2, 2] and [each.index for each in missing] == [3]
 
 
 GB = 10**9

@@ -3,12 +3,19 @@
 import json
 import math
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tasks.common.data.rows import chat, rl_row, rl_schema, write_parquet
+from tasks.common.evaluation.main import next_steps
+from tasks.common.evaluation.statistics import Estimate
+from tasks.common.runs.folder import hf_folder
+from tasks.common.settings import load_settings
 from tests.helpers import PYTHON, ROOT, exported
+from tests.test_runs import make_run
+from tests.test_settings import VALUES
 
 PROMPTS = 6
 TRUTH = "7"
@@ -434,6 +441,66 @@ def test_a_clear_gain_needs_no_advice_and_a_loss_gets_other(workplace):
     assert "): a gain" in said and "What to try" not in said
     said, _ = three_models(workplace, [4, 4, 3, 4, 4, 5])
     assert "): a loss" in said and "LR=5e-06" in said and "STEP=best" in said and "STEPS=16" not in said
+
+
+def test_the_last_round_of_self_play_is_paired_with_the_warm_up(workplace):
+    """As RL's own difference, and as `make compare` does; the round before has most of the gain."""
+    models = {"base": [0] * 6, "sft": [4] * 6, "round1": [12] * 6, "round2": [12, 12, 13, 12, 12, 12]}
+    models = {label: workplace.model(label, table(right, 16, [True] * 6)) for label, right in models.items()}
+    for labels, to in ((("base", "sft", "round1", "round2"), "sft"), (("base", "round1", "round2"), "base")):
+        result = workplace.run("eval", *(f"{label}={models[label]}" for label in labels), N="16")
+        assert result.returncode == 0 and f"round2 - {to}: pass@1 +0." in result.stdout and "): a gain" in result.stdout
+        stored = json.loads(workplace.only("eval/countdown/round2-*/summary.json").read_text())["paired"]
+        assert stored["to"] == str(models[to])
+
+
+CHANCE, LOSS = Estimate(0.01, -0.02, 0.04), Estimate(-0.1, -0.2, -0.05)
+
+
+def advice(change: Estimate, run_dir: Path | None = None, **changes) -> str:
+    s = replace(load_settings(VALUES), LR=1e-5, **changes)
+    return "\n".join(next_steps(s, "start", change, None, run_dir))
+
+
+@pytest.mark.parametrize(
+    ("changes", "change", "wanted", "not_said"),
+    [
+        ({"METHOD": "dpo"}, CHANCE, ["SELF_PLAY_ROUNDS=2", "DPO_EPOCHS=2", "DPO_BETA=0.05", "LR=2e-05"], ["STEPS="]),
+        ({"METHOD": "dpo", "PAIRS_FILE": "x"}, CHANCE, ["DPO_EPOCHS=2"], ["SELF_PLAY_ROUNDS", "STEPS="]),
+        ({"METHOD": "dpo"}, LOSS, ["LR=5e-06", "DPO_BETA=0.2"], ["KL_COEF", "TEST_FREQ", "DPO_EPOCHS"]),
+        ({"METHOD": "dpo", "DPO_EPOCHS": 3}, LOSS, ["DPO_EPOCHS=2"], ["KL_COEF", "TEST_FREQ"]),
+        ({"METHOD": "distill"}, LOSS, ["LR=5e-06", "STEP=best"], ["KL_COEF"]),
+        ({}, LOSS, ["LR=5e-06, or KL_COEF=0.01", "STEP=best"], ["DPO_"]),
+        ({"KL_COEF": 0.01}, LOSS, ["LR=5e-06, or KL_COEF=0.02"], []),
+    ],
+)
+def test_the_advice_is_of_what_the_method_uses(changes, change, wanted, not_said, tmp_path, monkeypatch):
+    monkeypatch.setenv("ARTIFACTS", str(tmp_path))
+    said = advice(change, **changes)
+    assert [words for words in wanted if words not in said] == [words for words in not_said if words in said] == []
+
+
+@pytest.mark.parametrize(
+    ("steps", "patience", "wanted"),
+    [(10, 2, "with PATIENCE=0"), (4, 2, "with STEPS=8 PATIENCE=0"), (4, 3, "with STEPS=8"), (4, 0, "with STEPS=8")],
+)
+def test_a_run_that_patience_ended_is_told_what_continues_it(steps, patience, wanted, tmp_path, monkeypatch):
+    monkeypatch.setenv("ARTIFACTS", str(tmp_path))
+    s = replace(load_settings(VALUES), STEPS=steps, PATIENCE=patience, TEST_FREQ=1)
+    dev = {step: {"val-core/x/acc/mean@1": value} for step, value in {1: 0.1, 2: 0.3, 3: 0.2, 4: 0.3}.items()}
+    run_dir = make_run(s, "mine", metrics=dev)
+    assert f"the same command {wanted}" in advice(CHANCE, run_dir).splitlines()[0]  # its own record counts
+
+
+def test_make_eval_looks_whether_patience_ended_the_run(workplace, monkeypatch):
+    monkeypatch.setenv("ARTIFACTS", str(workplace.artifacts))
+    dev = {1: {"val-core/x/acc/mean@1": 0.3}, 2: {"val-core/x/acc/mean@1": 0.2}}
+    run_dir = make_run(replace(load_settings(VALUES), PATIENCE=1, TEST_FREQ=1), "mine", steps=(2,), metrics=dev)
+    base = workplace.model("base", table([8] * 6, 16, [True] * 6))
+    trained = hf_folder(run_dir)
+    (trained / "table.json").write_text((base / "table.json").read_text())
+    result = workplace.run("eval", f"base={base}", f"grpo={trained}", N="16")
+    assert result.returncode == 0 and "more steps: the same command with PATIENCE=0\n" in result.stdout
 
 
 @pytest.mark.medium

@@ -10,7 +10,8 @@ import pytest
 from scipy import stats
 
 from tasks.common.data.rows import chat, rl_row, rl_schema, write_parquet
-from tasks.common.launch import experiments
+from tasks.common.launch import experiments, main
+from tasks.common.launch.task import environment
 from tasks.common.settings import Command, Settings, SettingsError, load_settings
 from tests.test_evaluate import PROMPTS, answer, table, workplace  # noqa: F401  (a fixture)
 
@@ -156,6 +157,50 @@ def test_an_impossible_plan_is_refused(changes, said, monkeypatch):
         planned(monkeypatch, **changes)
 
 
+def test_a_group_of_gpus_has_one_for_the_teacher(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6")
+    changes = {"STACK": "current", "N_GPUS": "2", "METHOD": "distill", "TEACHER": "some/model"}
+    runs = planned(monkeypatch, **changes, METHODS="grpo,distill")
+    assert [run.TEACHER for run in runs.values()] == ["", "some/model"]
+    assert experiments.gpu_groups(runs, 8) == [["0", "1", "2"], ["3", "4", "5"]]
+
+
+def test_the_comparison_takes_the_gpus_of_all_trainings_whatever_the_batch_is(monkeypatch):
+    """Three engines, where a training with three GPUs would be refused; and the cores are said before it starts."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5")
+    monkeypatch.setenv("STAGE", "experiment")
+    monkeypatch.setattr(experiments.os, "sched_getaffinity", lambda pid: range(12))
+    runs = planned(monkeypatch, STACK="current", N_GPUS="1", METHODS="grpo,gspo", SEEDS="3", JOBS="3")
+    job = main.Job("experiment", load_settings(), load_settings(cls=Command), [])
+    said, evaluated = [], []
+    monkeypatch.setattr("builtins.print", lambda text, **_: said.append(text))
+    monkeypatch.setattr(main.train, "check", lambda *_: None)
+    monkeypatch.setattr(main.train, "start_model", lambda s: "start")
+    monkeypatch.setattr(main.folder, "hf_folder", lambda run: run)
+    monkeypatch.setattr(main, "script", lambda s, *_: evaluated.append(load_settings(environment(s)).N_GPUS))
+    monkeypatch.setattr(main, "run_stages", lambda stages: stages["compare"]())
+    main.experiment(job, runs)
+    assert evaluated == [3]
+    assert said == [
+        "warning: JOBS=3 on 12 cores: fewer than 5 for each training, which wait for one another; "
+        "JOBS=2 does more steps in all"
+    ]
+    assert not experiments.few_cores(runs, 2) and not experiments.few_cores(runs, 1)
+    on_cpu = {label: replace(each, STACK="cpu") for label, each in runs.items()}
+    assert experiments.few_cores(runs, 6) and not experiments.few_cores(on_cpu, 6)
+
+
+def test_the_checks_before_an_experiment_are_of_all_its_trainings(monkeypatch, tmp_path):
+    planned(monkeypatch, METHODS="grpo,ppo", SEEDS="2", JOBS="3", ARTIFACTS=str(tmp_path))
+    checked = []
+    monkeypatch.setattr(main.doctor, "before_training", lambda s, arguments, stage, *of: checked.append(of))
+    monkeypatch.setattr(main, "stack_environment", lambda *_: {})
+    monkeypatch.setattr(main, "experiment", lambda job, runs: None)
+    main.main("experiment", [])
+    ((runs, jobs),) = checked
+    assert ([run.METHOD for run in runs], jobs) == (["grpo", "ppo", "grpo", "ppo"], 3)
+
+
 @pytest.mark.medium
 def test_several_trainings_at_a_time_share_the_gpus_memory_and_say_which_failed(monkeypatch, tmp_path, capsys):
     """Each is a launcher of its own; here one that notes its settings, and fails for one seed."""
@@ -182,9 +227,9 @@ def test_the_trainings_are_spread_over_the_gpus_that_are_there(monkeypatch, tmp_
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,3,4,6,7")
     changes = {"STACK": "current", "N_GPUS": "2", "ARTIFACTS": str(tmp_path), "GPU_MEMORY_UTILIZATION": "0.6"}
     runs = planned(monkeypatch, METHODS="grpo,gspo", SEEDS="3", **changes)
-    s = next(iter(runs.values()))
-    assert experiments.gpu_groups(s, 8) == [["1", "3"], ["4", "6"]]
-    assert experiments.gpu_groups(s, 1) == experiments.gpu_groups(replace(s, N_GPUS=4), 8) == [[]]
+    larger = {label: replace(each, N_GPUS=4) for label, each in runs.items()}
+    assert experiments.gpu_groups(runs, 8) == [["1", "3"], ["4", "6"]]
+    assert experiments.gpu_groups(runs, 1) == experiments.gpu_groups(larger, 8) == [[]]
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\nsleep 1\necho "$CUDA_VISIBLE_DEVICES $GPU_MEMORY_UTILIZATION $SHARED_GPU"\n')
     python.chmod(0o755)

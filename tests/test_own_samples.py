@@ -1,16 +1,21 @@
 """Pairs and demonstrations from a policy's own samples: which responses are taken, and how they are stored."""
 
 import json
+from dataclasses import replace
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
 from tasks.common.data.pairs import read_pairs
-from tasks.common.data.rows import decoded, encoded, read_rows, tools_of, validate_parquet
+from tasks.common.data.rows import DataError, decoded, encoded, read_rows, tools_of, validate_parquet
+from tasks.common.evaluation import self_samples
 from tasks.common.evaluation.rollouts import GREEDY, SAMPLED, Rollout
 from tasks.common.evaluation.self_samples import MOST_ACCEPTED, best_against_worst, chosen_prompts, right_responses
+from tasks.common.settings import load_settings
 from tests.test_chat_template import CHAT, TOOLS
 from tests.test_evaluate import answer, table, workplace  # noqa: F401 (a fixture)
+from tests.test_settings import VALUES
 
 HOSTILE = [
     "\0",
@@ -137,6 +142,27 @@ def test_each_round_samples_other_prompts_until_all_were_sampled():
     # There are none left for a third round: another order begins.
     assert len({*third, *fourth}) == 6 and (third, fourth) != (first, second)
     assert all(chosen_prompts(7, wanted, 2, seed=1).tolist() == list(range(7)) for wanted in (0, 7, 9))
+
+
+def test_pairs_follow_the_trainings_seed_and_demonstrations_that_of_the_data(tmp_path, monkeypatch):
+    """`make experiment METHODS=dpo,... SEEDS=3`: three trainings on the same pairs would be no three samples."""
+    rows, seen = tmp_path / "rows.parquet", []
+    pq.write_table(pa.table({"prompt": list(range(9))}), rows)
+
+    def sampled(jobs, root, scoring):
+        job = jobs["samples"]
+        seen.append((job.sampling.seed, tuple(pq.read_table(job.rows)["prompt"].to_pylist())))
+        return {"samples": []}, False
+
+    monkeypatch.setattr(self_samples, "sampled", sampled)
+    for seed in (42, 43):
+        s = replace(load_settings(VALUES), TRAIN_FILE=str(rows), SAMPLED_PROMPTS=4, TRAIN_SEED=seed)
+        for write in (self_samples.write_pairs, self_samples.write_accepted):
+            with pytest.raises(DataError):  # none of no samples
+                write(s, None, "m", str(tmp_path / "out.parquet"))
+    (default, demonstrations), (other, same) = seen[:2], seen[2:]
+    assert default == demonstrations == same and default[0] == 42
+    assert other[0] == 43 and other[1] != default[1]
 
 
 @pytest.mark.medium

@@ -120,15 +120,16 @@ def test_parameters_are_those_that_the_model_is_known_by(config, parameters):
 
 @pytest.mark.parametrize("stack", STACKS)
 @pytest.mark.parametrize("profile", PROFILES, ids=lambda path: path.stem)
-def test_a_profile_composes_and_fits_its_hardware(profile, stack, monkeypatch, tmp_path):
+def test_a_profile_and_its_warm_up_compose_and_fit_their_hardware(profile, stack, monkeypatch, tmp_path):
     s = loaded(profile, monkeypatch, STACK=stack)
     package = verl_package(verl_versions.wanted(s))  # the stack's verl, not the one that is installed
     monkeypatch.setattr(verl_config, "compose", partial(verl_config.compose, package=package))
     model, plan = shapes_of(s.MODEL, tmp_path), doctor.plan(s, [])
     gpus, kind = hardware_of(profile)
     assert int(gpus) == s.N_GPUS == plan.gpus and plan.share == s.GPU_MEMORY_UTILIZATION
-    assert memory.too_much(model, plan, (1 - doctor.SPARE) * speed.GPUS[kind].memory, RAM) == []
-    assert list(doctor.heads(s, model)) == []
+    for each in (plan, doctor.plan(s, [], "sft")):
+        assert memory.too_much(model, each, (1 - doctor.SPARE) * speed.GPUS[kind].memory, RAM) == []
+    assert list(doctor.heads(s, model, plan)) == []
     # Validation and one optimizer step a step, as everywhere on GPUs.
     assert s.TEST_FREQ > 0 and s.DEV_SIZE > 0
 
@@ -159,6 +160,7 @@ def applied(plan: memory.Plan, fix: str) -> memory.Plan:
 ADVISED = {  # what the advice of each must name
     (0, 8, 100, "32B"): "OFFLOAD GPU_MEMORY_UTILIZATION",
     (0, 8, 80, "32B"): "NNODES OFFLOAD",
+    (0, 6, 80, "32B"): "N_GPUS NNODES OFFLOAD",
     (16, 8, 40, "32B"): "TP OFFLOAD",
     (16, 1, 80, "32B"): "N_GPUS SP OFFLOAD MAX_TOKENS_PER_GPU",
     (0, 4, 80, "14B"): "OFFLOAD",
@@ -180,6 +182,29 @@ def test_advice_for_a_model_that_does_not_fit_makes_it_fit(lora_rank, gpus, gpu,
     assert any(set(ADVISED[lora_rank, gpus, gpu, name].split()) <= set(re.findall(r"\w+(?==)", fix)) for fix in advice)
 
 
+LONG = {"MAX_RESPONSE_LENGTH": "40000", "MAX_TOKENS_PER_GPU": "40960"}
+ON_ONE_MACHINE = [  # the stage, what is given, the model, and the memory of a GPU in GB
+    ("train", {"METHOD": "dpo", "STACK": "a100", "N_GPUS": "8"}, QWEN25_32B, 80),
+    ("train", {"METHOD": "dpo", "STACK": "current", "N_GPUS": "2"}, QWEN25_14B, 80),
+    ("train", {"METHOD": "dpo", "STACK": "a100", "N_GPUS": "1"}, SMOLLM2, 6),
+    ("sft", {"STACK": "a100", "N_GPUS": "2", "SP": "2"} | LONG, QWEN25_3B, 80),
+    ("sft", {"STACK": "current", "N_GPUS": "8"}, QWEN25_32B, 80),
+]
+
+
+@pytest.mark.parametrize(("stage", "given", "config", "gpu"), ON_ONE_MACHINE)
+def test_advice_for_dpo_and_sft_makes_the_settings_fit(stage, given, config, gpu):
+    s, model = load_settings(exported(ROOT / "tasks/countdown/train.sh", given)), memory.shapes(config)
+    advice = [fix for _, fix in memory.too_much(model, doctor.plan(s, [], stage), gpu * 1e9, RAM)]
+    assert advice
+    for part in " or ".join(advice).split(" or "):
+        if part.startswith("set "):
+            values = {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", part)}
+            assert values.keys() <= {"N_GPUS", "LORA_RANK", "MICRO_BATCH_SIZE", "MAX_TOKENS_PER_GPU", "SP"}, part
+            changed = doctor.plan(replace(s, **values), [], stage)
+            assert memory.too_much(model, changed, gpu * 1e9, RAM) == [], part
+
+
 def test_dpo_of_7b_with_all_weights_fits_eight_gpus_in_shards_and_not_one(monkeypatch):
     model, gpu = memory.shapes(QWEN25_7B), speed.GPUS["a100"].memory
     given = {"STACK": "a100", "METHOD": "dpo", "N_GPUS": "8"}
@@ -193,6 +218,7 @@ def test_dpo_of_7b_with_all_weights_fits_eight_gpus_in_shards_and_not_one(monkey
     assert re.match(r"set N_GPUS=[248]", fix) and "NNODES" not in fix and "TP" not in fix and "OFFLOAD" not in fix
     lora = doctor.plan(replace(s, LORA_RANK=8), [])
     assert not lora.sharded and lora.loaded == 1
+    assert not plan.fused and doctor.plan(replace(s, STACK="current"), []).fused  # TRL 1.16 computes no whole logits
 
 
 def test_heads_that_gpus_cannot_share_are_told():
@@ -201,11 +227,13 @@ def test_heads_that_gpus_cannot_share_are_told():
     s = replace(
         load_settings(exported(ROOT / "tasks/gsm8k/train.sh", {"STACK": STACKS[-1], "N_GPUS": "8"})), TP=8, SP=8
     )
-    found = list(doctor.heads(s, seven))
+    found = list(doctor.heads(s, seven, memory.Plan()))
     assert [f.state for f in found] == ["error"] * 2
     said = "TP=8: MODEL has 28 heads and 4 of keys, which cannot be shared so; set TP to one of [1, 2, 4]"
     assert str(found[0]) == f"heads: {said}"
-    assert not list(doctor.heads(replace(s, TP=4, SP=2), seven))
+    assert not list(doctor.heads(replace(s, TP=4, SP=2), seven, memory.Plan()))
+    by_arguments = memory.Plan(tensor_parallel=8, sequence_parallel=2)
+    assert [str(f) for f in doctor.heads(replace(s, TP=4, SP=2), seven, by_arguments)] == [f"heads: {said}"]
 
 
 @pytest.mark.medium

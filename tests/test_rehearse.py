@@ -491,6 +491,32 @@ def test_hours_count_start_steps_checkpoints_and_validations(small_model, tmp_pa
     assert twice.saves == pytest.approx(2 * time_.saves)
 
 
+def test_heads_and_a_warm_up_that_do_not_fit_are_errors(small_model, tmp_path):
+    def problems(profile: str, arguments: list[str], **given: str) -> list[str]:
+        s, _ = real(next(path for path in PROFILES if path.stem == profile), "a100", **given)
+        source = tmp_path / profile
+        source.mkdir()
+        (source / "config.json").write_text(json.dumps(CONFIGS[s.MODEL]))
+        target = needs.target_of(s, load_settings({"PROFILE": profile}, cls=Command))
+        found = needs.fits(replace(s, MODEL=str(source)), arguments, target)
+        return [str(each) for each in found if each.state != "ok"]
+
+    (said,) = problems("qwen2.5-3b-lora-1xa10", [], INIT="sft", MAX_RESPONSE_LENGTH="4096")
+    assert said.startswith("memory: SFT: update: about 25.5 GB of 23.6 GB on each GPU")
+    batches = {"N_GPUS": "6", "TRAIN_BATCH_SIZE": "12", "SFT_BATCH_SIZE": "60"}
+    (said,) = problems("qwen3-4b-8xa100", ["actor_rollout_ref.rollout.tensor_model_parallel_size=3"], **batches)
+    assert said.startswith("heads: TP=3: MODEL has 32 heads and 8 of keys")
+
+
+def test_what_of_the_settings_was_not_measured_is_said():
+    s, _ = real(None, "current", N_GPUS="4", TP="2", SP="4", OFFLOAD="1")
+    shapes, target = memory.shapes(KINDS["qwen3"]), needs.Target(speed.GPUS["h200"], 4)
+    said = "\n".join(needs._error_of_time(s, shapes, target))
+    assert "not measured: OFFLOAD=1; TP=2; SP=4" in said and "NNODES" not in said
+    said = "\n".join(needs._error_of_time(replace(s, SP=1, OFFLOAD=0), shapes, target))
+    assert "not measured: TP=2" in said and "SP=" not in said and "OFFLOAD" not in said
+
+
 def test_what_has_no_recorded_run_is_not_predicted(tmp_path, small_model):
     s, _ = real(None, "current", METHOD="dpo")
     target = needs.target_of(s, load_settings({}, cls=Command))

@@ -336,6 +336,30 @@ def test_the_headline_is_what_the_training_itself_has_brought(settings):
     assert page.row("Base → trained", "accuracy")[4] == "+0.039 [-0.016, 0.094]"
 
 
+@pytest.mark.parametrize("to", ["sft", "round1"])
+def test_a_round_of_self_play_has_the_difference_that_make_eval_made(settings, to):
+    """Since its warm-up; an older version paired it with the round before."""
+    s = replace(settings, INIT="sft", MODEL="embedded")
+    warm = "/a/artifacts/runs/countdown/sft-1/checkpoints/global_step_8/huggingface"
+    first = make_run(s, "mine", metrics={1: STEP}, start=warm)
+    start = str(first / "checkpoints/global_step_10/actor/huggingface")
+    second = make_run(s, "mine-round2", metrics={1: STEP}, start=start)
+    models = {"base": "/b/artifacts/models/" + run_report.embedded_folder().name, "sft": warm, "round1": start}
+    for number, (name, model) in enumerate((models | {"round2": checkpoint(second)}).items()):
+        evaluate(second, name, model, accuracy=0.1 * number)
+    change = {"difference": {"value": 0.2, "low": 0.1, "high": 0.3}, "p_value": 0.01, "test": "exact McNemar"}
+    file = second.parents[2] / "eval/countdown/round2/summary.json"
+    paired = {"paired": {"to": models[to], "metrics": {"accuracy": change}}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | paired))
+    page = report(second)
+    header = ["metric", "base", "sft", "round1", "round2", f"round2 - {to} [95 % interval]", "p", "meaning"]
+    assert page.rows["Base → trained"][0] == header
+    assert f"round2 - {to}: accuracy +0.200 [0.100, 0.300]" in " ".join(page.text[""].split())
+
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"paired": {"to": "/models/other"}}))
+    assert "None" not in run_report.comparison(second, run_report.recorded(second)).pair
+
+
 def test_the_newest_probe_of_this_model_is_shown(settings):
     run_dir = make_run(settings, metrics={1: STEP}, start="/models/start")
     probe_of(run_dir, "other", "/models/other", "of another model")

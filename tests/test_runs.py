@@ -207,6 +207,23 @@ def test_length_and_temperature_follow_the_run_unless_they_were_given(settings):
     assert (found.MAX_NEW_TOKENS, found.EVAL_TEMPERATURE) == (99, 0.2)
 
 
+@pytest.mark.parametrize(("gpus", "tp"), [(8, 4), (4, 4), (6, 2), (1, 1)])
+def test_a_run_is_evaluated_on_the_gpus_that_are_here_which_share_its_model_as_in_the_training(gpus, tp, settings):
+    run_dir = make_run(replace(settings, N_GPUS=8, TP=4, GPU_MEMORY_UTILIZATION=0.8))
+    found = settings_of(run_dir, replace(settings, N_GPUS=gpus))
+    assert found == replace(settings, N_GPUS=gpus, TP=tp, GPU_MEMORY_UTILIZATION=0.8)
+
+
+def test_how_gpus_share_a_model_is_what_is_given(settings, monkeypatch):
+    run_dir = make_run(replace(settings, N_GPUS=8, TP=4, GPU_MEMORY_UTILIZATION=0.8))
+    part = make_run(replace(settings, SEED=7, GPU_MEMORY_UTILIZATION=0.04))  # of trainings that shared a GPU
+    assert settings_of(part, settings).GPU_MEMORY_UTILIZATION == settings.GPU_MEMORY_UTILIZATION == 0.5
+    monkeypatch.setenv("TP", "2")
+    monkeypatch.setenv("GPU_MEMORY_UTILIZATION", "0.6")
+    found = settings_of(run_dir, replace(settings, N_GPUS=8, TP=2, GPU_MEMORY_UTILIZATION=0.6))
+    assert (found.TP, found.GPU_MEMORY_UTILIZATION) == (2, 0.6)
+
+
 def test_a_model_is_named_after_its_run_and_step(settings):
     run_dir = make_run(settings, "my-run")
     assert model_name(str(hf_folder(run_dir))) == "my-run-step4"

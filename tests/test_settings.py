@@ -268,12 +268,38 @@ def test_number_beyond_any_float_is_no_crash(name):
         ({"SFT_SIZE": "7"}, ("SFT_BATCH_SIZE=8", "SFT_SIZE=7")),
         ({"DEV_SIZE": "0"}, ("TEST_FREQ=5", "DEV_SIZE")),
         ({"PATIENCE": "2", "TEST_FREQ": "0"}, ("PATIENCE=2", "TEST_FREQ")),
+        ({"LR_WARMUP": "10"}, ("LR_WARMUP=10", "STEPS=10", "set it lower")),
+        (
+            {"METHOD": "ppo", "PATIENCE": "3", "TEST_FREQ": "1", "CRITIC_WARMUP": "3"},
+            ("PATIENCE=3 x TEST_FREQ=1", "CRITIC_WARMUP=3", "set PATIENCE higher"),
+        ),
     ],
 )
 def test_values_that_do_not_fit_together_are_named_in_one_line(changes, names):
     message = error_of(**changes)
     assert all(name in message for name in names)
     assert "\n" not in message
+
+
+def test_the_rate_may_rise_until_the_last_step():
+    load(LR_WARMUP="9")
+    load(METHOD="dpo", LR_WARMUP="10")  # its steps follow from the pairs
+    load(STAGE="eval", LR_WARMUP="10")  # of a run with more steps
+
+
+def test_validations_without_gain_may_end_ppo_after_the_critics_warm_up():
+    changes = {"PATIENCE": "2", "TEST_FREQ": "2", "CRITIC_WARMUP": "3"}
+    assert load(METHOD="ppo", **changes).PATIENCE == 2
+    load(METHOD="grpo", **changes | {"PATIENCE": "1"})  # it has no critic
+
+
+@pytest.mark.parametrize("changes", [{"N_GPUS": "3"}, {"N_GPUS": "3", "METHOD": "dpo", "ROLLOUT_N": "3"}])
+def test_the_gpus_of_an_evaluation_need_divide_no_batch(changes):
+    assert "N_GPUS=3: must divide" in error_of(**changes)
+    for stage in ("eval", "compare", "merge", "simulate"):
+        assert load(STAGE=stage, **changes).N_GPUS == 3
+    for stage in ("data", "doctor", "train", "all"):
+        assert "N_GPUS=3: must divide" in error_of(STAGE=stage, **changes)
 
 
 @pytest.mark.parametrize(
@@ -288,7 +314,19 @@ def test_value_at_the_edge_is_accepted(name, value):
 
 
 @pytest.mark.parametrize(
-    ("method", "prompts", "mini"), [("grpo", 8, 8), ("gspo", 8, 2), ("gspo", 10, 2), ("gspo", 9, 1), ("ppo", 2, 1)]
+    ("method", "prompts", "mini"),
+    [
+        ("grpo", 8, 8),
+        ("gspo", 8, 2),
+        ("gspo", 10, 2),
+        ("gspo", 9, 3),
+        ("ppo", 2, 1),
+        ("gspo", 6, 2),
+        ("gspo", 49, 49),
+        ("gspo", 62, 31),
+        ("gspo", 61, 61),
+        ("cispo", 1, 1),
+    ],
 )
 def test_the_method_chooses_its_mini_batches(method, prompts, mini):
     chosen = load(METHOD=method, TRAIN_BATCH_SIZE=str(prompts), MINI_BATCH_SIZE="0")
@@ -483,10 +521,28 @@ def test_the_method_goes_before_the_stack_and_after_the_task(sources, monkeypatc
 
 
 def test_an_adapter_learns_at_ten_times_the_rate(sources):
-    adapter = sources("default LORA_RANK 8")
-    assert (adapter["LR"], adapter["SFT_LR"]) == (("0.0001", "LORA_RANK"), ("0.003", "LORA_RANK"))
-    assert sources("default LORA_RANK 8\ndefault LR 3e-5")["LR"] == ("3e-5", "train.sh")
+    adapter, own = sources("default LORA_RANK 8"), "default LORA_RANK 8\ndefault LR 3e-5 cpu=2e-5"
+    assert (adapter["LR"], adapter["SFT_LR"]) == (
+        ("0.0001", "stack cpu, x 10 for LoRA"),
+        ("0.003", "stack cpu, x 10 for LoRA"),
+    )
+    assert sources(own)["LR"] == ("0.0002", "train.sh, cpu, x 10 for LoRA")
+    assert sources(own, STACK="a100")["LR"] == ("0.0003", "train.sh, x 10 for LoRA")
+    assert sources(own, LORA_RANK="0")["LR"] == ("2e-5", "train.sh, cpu")
+    # Whoever gives a rate, or writes a profile, gives the adapter's.
+    assert sources(own, LR="7e-5")["LR"] == ("7e-5", "environment")
+    assert sources(own, "default LR 5e-5")["LR"] == ("5e-5", "profile big")
+    assert sources(own, "default STEPS 5")["LR"][0] == "0.0002"
     assert sources(LORA_RANK="0")["LR"] == ("1e-5", "stack cpu")
+    assert sources("default LORA_RANK 8\ndefault LR fast")["LR"][0] == "fast"  # refused with the other values
+
+
+@pytest.mark.parametrize(("stack", "rates"), [("cpu", (2e-4, 2e-3)), ("a100", (1e-5, 1e-4)), ("current", (1e-5, 1e-4))])
+def test_econ_agent_with_all_weights_learns_at_a_tenth_of_its_adapters_rates(stack, rates):
+    for rank, factor in (("", 1), ("0", 10)):
+        values = values_of({"TASK": "econ_agent", "STACK": stack, "N_GPUS": "1", "LORA_RANK": rank})
+        found = [float(values[name].text) for name in ("LR", "SFT_LR")]
+        assert found == pytest.approx([rate / factor for rate in rates])
 
 
 @pytest.mark.parametrize(
@@ -514,6 +570,8 @@ def test_each_train_sh_is_short_and_every_line_of_it_takes_effect(task, stack, t
     found = exported(ROOT / "tasks" / task / "train.sh", {"STACK": stack, "N_GPUS": "1"})
     for name, value, small in block:
         wanted = small if stack == "cpu" and small else value
+        if name in ("LR", "SFT_LR") and found["LORA_RANK"] != "0":
+            wanted = f"{settings.LORA_RATES * float(wanted):g}"
         shared = Settings.__dataclass_fields__[name].metadata["default"]
         assert found[name] == (shared if wanted == '""' else wanted)  # "": no default of its own
     if task not in MULTI_TURN or stack != "a100":  # which refuses it
@@ -525,6 +583,7 @@ MULTI_TURN_REFUSED = [
     ({"METHOD": "dpo"}, "METHOD=dpo: is for single-turn tasks; TASK=calculator has episodes"),
     ({"METHOD": "distill", "TEACHER": "a/b"}, "METHOD=distill: is for single-turn tasks; TASK=calculator has episodes"),
     ({"TRUNCATED": "shaped"}, "TRUNCATED=shaped: is for single-turn tasks; TASK=calculator has episodes"),
+    ({"METHOD": "dapo", "TRUNCATED": "shaped"}, "TRUNCATED=shaped of METHOD=dapo: is for single-turn tasks; "),
     ({"REWARD": "x"}, "REWARD=x: TASK=calculator has the rewards of its environment.py; leave REWARD out"),
     ({"REWARD_MODEL": "a/b"}, "REWARD_MODEL=a/b: TASK=calculator has the rewards of its environment.py; leave "),
     ({"MAX_TURN_LENGTH": "65"}, "MAX_TURN_LENGTH=65: more than MAX_RESPONSE_LENGTH=64, all turns"),
@@ -640,13 +699,21 @@ def test_dpo_has_a_batch_of_its_own_where_the_stack_has_none(stack, method, batc
         ({"STACK": "a100", "N_GPUS": "4", "SP": "3"}, "SP=3: must divide N_GPUS=4"),
         ({"STACK": "a100", "N_GPUS": "4", "SP": "2", "MAX_TOKENS_PER_GPU": "0"}, "set MAX_TOKENS_PER_GPU"),
         ({"STACK": "a100", "N_GPUS": "4", "SP": "2", "METHOD": "dpo"}, "SP=2: is for the RL methods"),
+        ({"STACK": "a100", "OFFLOAD": "1", "METHOD": "dpo"}, "OFFLOAD=1: is for the RL methods"),
         ({"TP": "2"}, "TP=2: is for GPUs"),
         ({"OFFLOAD": "1"}, "OFFLOAD=1: is for GPUs"),
         ({"STACK": "a100", "MAX_TOKENS_PER_GPU": "100"}, "MAX_TOKENS_PER_GPU=100: less than"),
+        ({"STACK": "a100", "MAX_TOKENS_PER_GPU": "100", "METHOD": "dpo"}, "MAX_TOKENS_PER_GPU=100: less than"),
     ],
 )
 def test_gpus_that_cannot_share_a_model_or_a_sequence(changes, said):
     assert said in error_of(**changes)
+
+
+def test_the_tokens_of_a_pass_are_checked_where_a_training_takes_them():
+    few = {"STACK": "a100", "MAX_TOKENS_PER_GPU": "100"}
+    load(METHOD="dpo", INIT="base", **few)  # TRL takes sequences
+    load(STAGE="eval", **few)  # of a run with SP=2
 
 
 @pytest.mark.parametrize("stack", ["a100", "current"])

@@ -1,5 +1,6 @@
 """The override lists of every stage, composed strictly against verl's own config tree."""
 
+import re
 import shutil
 from pathlib import Path
 
@@ -190,7 +191,7 @@ def test_a_truncated_that_would_do_nothing_is_refused(changes, said, monkeypatch
 )
 def test_what_a_method_cannot_train_with_is_named(name, argument, said, monkeypatch):
     found = method(name).problem(config_of(monkeypatch, argument, METHOD=name))
-    assert found.startswith(said) and "\n" not in found
+    assert found.startswith(said) and "\n" not in found and re.search("; (take|set|leave) ", found)  # what to do
 
 
 def test_a_teacher_with_another_tokenizer_is_refused(small_model, tmp_path, monkeypatch):
@@ -318,6 +319,15 @@ def test_a_count_of_nothing_is_refused(argument, said, monkeypatch):
     config = verl_config.compose("ppo_trainer", ours, arguments=[argument])
     with pytest.raises(SettingsError, match=f"^{said}$"):
         verl_config.check(config)
+
+
+@pytest.mark.parametrize("name", ["actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic"])
+@pytest.mark.parametrize("strategy", ["megatron", "veomni"])
+def test_another_trainer_than_fsdp_is_refused(name, strategy, monkeypatch):
+    said = rf"^ARGS: {name.split('.')[-1]}\.strategy={strategy}: all stacks train with FSDP; leave it out$"
+    with pytest.raises(SettingsError, match=said):
+        verl_config.check(config_of(monkeypatch, f"{name}.strategy={strategy}"))
+    verl_config.check(config_of(monkeypatch, f"{name}.strategy=fsdp"))
 
 
 def test_the_last_override_is_the_users(monkeypatch):

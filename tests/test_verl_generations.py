@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,10 @@ def test_a_training_of_several_at_a_time_has_few_workers(version, monkeypatch):
     config = rl(s, version)
     assert (before, config["actor_rollout_ref"]["rollout"]["agent"]["num_workers"]) == (8, 2)
     assert version == "0.6.1" or config["reward"]["num_workers"] == 2
+    # Those of 0.6.1 share a batch evenly or not at all.
+    odd = replace(s, TRAIN_BATCH_SIZE=9, MINI_BATCH_SIZE=9, ROLLOUT_N=5)
+    monkeypatch.setenv("SHARED_GPU", "2")
+    assert rl(odd, version)["actor_rollout_ref"]["rollout"]["agent"]["num_workers"] == (3 if version == "0.6.1" else 4)
 
 
 @pytest.mark.parametrize(("stack", "version"), STACKS)

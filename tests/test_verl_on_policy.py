@@ -155,6 +155,34 @@ def test_the_tokens_weights_are_those_of_verls_own_pass(module, batch, aggregati
     assert set(metrics) <= set(found[0])
 
 
+@pytest.mark.parametrize("cap", [0, CAP])
+def test_metrics_of_two_gpus_are_of_all_tokens_where_a_micro_batch_has_none(module, batch, cap):
+    """TRUNCATED=masked, the second response cut off. verl wants as many values of a metric from either GPU."""
+    from verl.utils.py_functional import append_to_dict
+
+    data, _, _ = batch
+    masks = [*data["response_mask"].unbind()]
+    data["response_mask"] = nested([masks[0], torch.zeros_like(masks[1]), masks[2]])
+    _, counts, _ = part(batch, [0, 2, 0])
+    counts["batch_num_tokens"] = sum(LENGTHS[row] for row in (0, 2, 0))
+
+    def metrics_of(rows: list[int], gpus: int) -> dict:
+        made, _, outputs = part(batch, rows)
+        marks = {module.ON_POLICY: True, module.CAP: cap}
+        module.tensordict_utils.assign_non_tensor(made, **counts | {"dp_size": gpus}, **marks)
+        return module.ppo_loss(actor_config(), outputs, made)[1]
+
+    gpus = {}, {}
+    for gpu, rows in zip(gpus, ([0, 1], [2, 0]), strict=True):
+        for row in rows:
+            append_to_dict(gpu, metrics_of([row], 2))
+    wanted = {name: value for name, value in metrics_of([0, 2, 0], 1).items() if name in module.OVER_TOKENS}
+    assert ("rollout_corr/rollout_is_mean" in wanted) == bool(cap) and "rollout_corr/k3_kl" in wanted
+    for name, value in wanted.items():
+        found = module.Metric.aggregate_dp([gpu[name] for gpu in gpus])
+        assert found == pytest.approx(value.aggregate(), rel=1e-4), name
+
+
 def test_without_correction_nothing_is_weighed(module, batch):
     data, _, _ = batch
     module.tensordict_utils.assign_non_tensor(data, **{module.ON_POLICY: True, module.CAP: 0})
@@ -171,13 +199,16 @@ def test_other_batches_keep_their_old_log_probs(module, batch):
     assert results[0][1]["actor/ppo_kl"].aggregate() != 0
 
 
+@pytest.mark.parametrize("cap", [0, CAP])
 @pytest.mark.parametrize("on_policy", [True, False])
-def test_a_mini_batch_without_a_token_has_the_loss_0(module, batch, on_policy):
-    """TRUNCATED=masked, all responses cut off. verl's own loss is 0 / 0."""
+def test_a_mini_batch_without_a_token_has_the_loss_0(module, batch, on_policy, cap):
+    """TRUNCATED=masked, all responses cut off. verl's own loss is 0 / 0, and it has no weights of no token."""
     data, _, _ = batch
     data["response_mask"] = nested([torch.zeros(length, dtype=torch.int64) for length in LENGTHS])
     data["old_log_probs"] = nested([-torch.rand(length) for length in LENGTHS])
-    module.tensordict_utils.assign_non_tensor(data, batch_num_tokens=0, **{module.ON_POLICY: on_policy})
+    module.tensordict_utils.assign_non_tensor(
+        data, batch_num_tokens=0, **{module.ON_POLICY: on_policy, module.CAP: cap}
+    )
     loss, _, gradients = loss_of(module.ppo_loss, actor_config(), batch)
     assert loss == 0 and not any(gradient.any() for gradient in gradients)
 

@@ -6,8 +6,10 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from tasks.common.rewards.answers import RewardError
+from tests.test_verl_on_policy import composed, nested
 
 MODEL = "the/classifier"
 
@@ -159,3 +161,35 @@ def test_the_samples_of_a_step_have_the_turns_of_their_own_episode(trainer, modu
     assert more.get("turns") == ([["5 6"], ["7", "8 9", "7"]] if stored else None)
     trainer._dump_generations([], [], [], [], {"x": []}, "validation")  # which has no uid
     assert dumped[1][4] == {"x": []}
+
+
+@pytest.mark.parametrize("on_policy", [True, False])
+@pytest.mark.parametrize("correction", ["none", "token", "sequence"])
+@pytest.mark.parametrize("method", ["grpo", "reinforce_pp", "ppo"])
+def test_a_step_whose_responses_are_all_cut_off_has_advantages(module, monkeypatch, method, correction, on_policy):
+    """TRUNCATED=masked. verl's own correction, and its variance over tokens, raise where no token counts."""
+    changes = {"METHOD": method, "ROLLOUT_CORRECTION": correction, "TRUNCATED": "masked", "ROLLOUT_N": "2"}
+    trainer = object.__new__(module.TaskTrainer)
+    trainer.config, trainer._on_policy = composed(monkeypatch, **changes), on_policy
+    lengths, put = (3, 2, 3, 3), {}
+
+    def rows(value) -> torch.Tensor:
+        return nested([torch.full((length,), value) for length in lengths])
+
+    log_probs = {name: rows(-0.5) for name in ("old_log_probs", "rollout_log_probs", "values")}
+    stored = log_probs | {"response_mask": rows(0), "rm_scores": rows(1.0)}
+
+    def get(keys, partition_id, select_fields):
+        found = TensorDict({n: stored[n] for n in select_fields if n in stored}, batch_size=len(lengths))
+        if "uid" in select_fields:
+            found["uid"] = NonTensorStack(*(NonTensorData(name) for name in "aabb"))
+        return found
+
+    tq = SimpleNamespace(kv_batch_get=get, kv_batch_put=lambda keys, partition_id, fields: put.update(fields.items()))
+    monkeypatch.setattr(module, "tq", tq)
+    monkeypatch.setattr("verl.trainer.ppo.v1.trainer_base.tq", tq)
+    batch = mock.MagicMock(keys=["a_0_0", "a_1_0", "b_0_0", "b_1_0"], partition_id="train")
+    batch.__len__.return_value = len(lengths)
+    trainer._compute_advantage(batch, {})
+    assert torch.isfinite(put["advantages"].values()).all() and "rollout_is_weights" not in put
+    assert not trainer.config.algorithm.rollout_correction.bypass_mode

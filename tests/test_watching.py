@@ -52,6 +52,24 @@ def test_the_bar_shows_a_step_that_logged_a_validation_alone(settings, tmp_path)
     assert not health.findings(folder.read_metrics(tmp_path / "run"), settings)
 
 
+CLOSED = [
+    ({"STEPS": 4, "PATIENCE": 0}, "STEPS=8    # continues"),
+    ({"STEPS": 9, "PATIENCE": 1}, "PATIENCE=0    # continues"),
+    ({"STEPS": 4, "PATIENCE": 1}, "STEPS=8 PATIENCE=0    # continues"),
+    ({"METHOD": "dpo"}, "SELF_PLAY_ROUNDS=2    # pairs"),
+    ({"METHOD": "dpo", "PAIRS_FILE": "pairs.parquet"}, "DPO_EPOCHS=2    # more"),
+]
+
+
+@pytest.mark.parametrize(("changes", "said"), CLOSED)
+def test_the_next_command_continues_the_run(changes, said, settings, tmp_path, capsys):
+    run_dir = tmp_path / "run"
+    whole(run_dir, [1, 2, 3, 4])
+    logged(run_dir, *(json.dumps({"step": step, "data": row(acc)}) for step, acc in ((1, 0.9), (2, 0.1), (4, 0.2))))
+    main.closing(replace(settings, **changes), [run_dir])
+    assert f"  the same command with {said}" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("damaged", DAMAGED, ids=range(len(DAMAGED)))
 def test_a_damaged_line_ends_a_report_and_no_training(damaged, settings, tmp_path):
     run_dir = tmp_path / "run"

@@ -172,6 +172,15 @@ def compared(correction: dict) -> dict:
     }
 
 
+def cut_off(first: int) -> dict[str, float]:
+    """The metrics of a step without the pass where no token counts of the responses from ``first`` on."""
+    ours, data = actor(), batch()
+    data.meta_info |= {"temperature": 0.7, on_policy.ON_POLICY: True, on_policy.CAP: TOKENS["rollout_is_threshold"]}
+    data.batch["old_log_probs"] = data.batch["rollout_log_probs"]  # not used on policy
+    data.batch["response_mask"][first:] = 0
+    return {name: float(torch.as_tensor(value).mean()) for name, value in ours.update_policy(data).items()}
+
+
 # ---- mini-batches
 
 
@@ -297,6 +306,7 @@ def main() -> None:
         "seeds": seeds_set(),
         "none": compared({}),
         "token": compared(TOKENS),
+        "cut off": [cut_off(first) for first in (ROWS, 4, 0)],
         "lengths": {
             "verl": mean_lengths(mini_batches._balance_batch, 2),
             "own": mean_lengths(RayPPOTrainer._balance_batch, 2),

@@ -1,8 +1,9 @@
 """Our variables: name, type, range, default and help of each, where its value comes from, and the paths it implies.
 
 A value comes from the first that has one: what is given (make's command line, the environment), the profile, the stage,
-the task on this stack, the task, LoRA and the method, the stack, the table below. Profiles (tasks/TASK/profiles/*.sh)
-and tasks (train.sh) set theirs in lines ``default NAME VALUE [STACK=VALUE ...]  # comment``.
+the task on this stack, the task, the method, the stack, the table below. Profiles (tasks/TASK/profiles/*.sh) and tasks
+(train.sh) set theirs in lines ``default NAME VALUE [STACK=VALUE ...]  # comment``. The rates are those of all weights:
+with LoRA they are multiplied by LORA_RATES, unless they are given or the profile's.
 """
 
 import ast
@@ -414,6 +415,11 @@ def method(name: str):
     return importlib.import_module(f"tasks.common.training.methods.{name}")
 
 
+def teacher_gpus(runs: Iterable[Settings]) -> int:
+    """The most GPUs that the method of one of ``runs`` takes beside N_GPUS, for a teacher."""
+    return max(getattr(method(s.METHOD), "GPUS", 0) for s in runs)
+
+
 def stack(name: str):
     """The module of a stack."""
     return importlib.import_module(f"tasks.common.stacks.{name}")
@@ -425,6 +431,8 @@ def stack(name: str):
 STAGE_DEFAULTS = {"probe": {"N": "16", "LIMIT": "256"}, "batch": {"N": "1"}, "dpo": {"METHOD": "dpo"}}
 STAGE_DEFAULTS |= {"certify": {"LIMIT": "4"}}
 EVALUATING = ("probe", "eval", "compare", "chat", "batch")
+TRAINING = ("train", "all", "sft", "dpo", "experiment", "one_of_many", "attack", "bench_training")
+TRAINING += ("data", "doctor", "rehearse", "certify", "config")  # what comes before
 COMPLETE = "SETTINGS_COMPLETE"  # set if the environment has every variable; then nothing else is read
 LORA_RATES = 10  # factor on the rates of full fine-tuning (Schulman et al. 2025, "LoRA Without Regret")
 
@@ -487,8 +495,9 @@ def values_of(environ: Mapping[str, str], root: Path = ROOT) -> dict[str, Value]
         folder = root / "tasks" / given["TASK"]
         own = read_defaults(folder / "train.sh") if (folder / "train.sh").exists() else none
         profile = read_defaults(profile_file(folder, environ["PROFILE"])) if environ.get("PROFILE") else none
+    of_profile = [(f"profile {environ.get('PROFILE')}", profile.get(of, none)) for of in (name, "")]
     layers = [
-        *((f"profile {environ.get('PROFILE')}", profile.get(of, none)) for of in (name, "")),
+        *of_profile,
         ("TEST_SIZE", {"TEST_SHARE": "1"} if "TEST_SIZE" in given else none),  # a default alone is held to a share
         (f"make {stage}", getattr(module, "STAGE_DEFAULTS", {}).get(stage, {})),
         (f"make {stage}", STAGE_DEFAULTS.get(stage, {})),
@@ -508,15 +517,17 @@ def values_of(environ: Mapping[str, str], root: Path = ROOT) -> dict[str, Value]
 
     if (chosen := early("METHOD")) in METHODS:
         layers.append((f"METHOD={chosen}", getattr(method(chosen), "DEFAULTS", {})))
-    if early("LORA_RANK") not in ("", "0"):
-        rates = {name: (first(name, below) or Value(shared[name], "")).text for name in ("LR", "SFT_LR")}
-        layers.append(("LORA_RANK", {name: f"{LORA_RATES * float(rate):g}" for name, rate in rates.items()}))
     typed, values = environ.get("GIVEN", "").split(), {}
     for name, default in shared.items():
         if name in given:
             values[name] = Value(given[name], "command line" if name in typed else "environment")
         else:
             values[name] = first(name, [*layers, *below]) or Value(default, "default")
+    if values["LORA_RANK"].text != "0":
+        for name in ("LR", "SFT_LR"):
+            text, source = values[name].text, values[name].source
+            if name not in given and not first(name, of_profile) and _NUMBER[float].fullmatch(text):
+                values[name] = Value(f"{LORA_RATES * float(text):g}", f"{source}, x {LORA_RATES} for LoRA")
     for name, value in values.items():
         if callable(value.text):  # it follows from others
             values[name] = Value(value.text({name: each.text for name, each in values.items()}), "default")
@@ -537,9 +548,10 @@ def load_settings(environ: Mapping[str, str] | None = None, cls: type = Settings
     if cls is Settings:
         if not settings.MINI_BATCH_SIZE:
             prompts, steps = settings.TRAIN_BATCH_SIZE, getattr(method(settings.METHOD), "MINI_BATCHES", 1)
-            mini = max(size for size in range(1, max(1, prompts // steps) + 1) if prompts % size == 0)
-            settings = replace(settings, MINI_BATCH_SIZE=mini)
-        for problem in _problems(settings):
+            counts = [count for count in range(1, 2 * steps) if prompts % count == 0]  # more are further than 1
+            nearest = min(counts, key=lambda count: abs(count - steps))  # of equally near ones the fewer
+            settings = replace(settings, MINI_BATCH_SIZE=prompts // nearest)
+        for problem in _problems(settings, trains=environ.get("STAGE", "train") in TRAINING):
             raise SettingsError(problem)
     return settings
 
@@ -614,6 +626,8 @@ def _parallel_problems(s: Settings) -> Iterator[str]:
             yield f"{name}={value}: must divide N_GPUS={s.N_GPUS}"
     if s.SP > 1 and s.METHOD == "dpo":
         yield f"SP={s.SP}: is for the RL methods; METHOD=dpo trains on whole sequences"
+    if s.OFFLOAD and s.METHOD == "dpo":
+        yield "OFFLOAD=1: is for the RL methods; METHOD=dpo does not sample while it trains"
     if s.SP > 1 and not s.MAX_TOKENS_PER_GPU:
         yield f"SP={s.SP}: shares sequences without padding; set MAX_TOKENS_PER_GPU"
 
@@ -622,10 +636,14 @@ def _multi_turn_problems(s: Settings) -> Iterator[str]:
     """What a multi-turn task cannot do."""
     if problem := getattr(stack(s.STACK), "MULTI_TURN_PROBLEM", ""):
         yield f"TASK={s.TASK}: {problem}"
-    single = {"METHOD": ("dpo", "distill"), "TRUNCATED": ("shaped",)}
-    for name, values in single.items():
-        if getattr(s, name) in values:
-            yield f"{name}={getattr(s, name)}: is for single-turn tasks; TASK={s.TASK} has episodes"
+    single = {
+        "METHOD": (("dpo", "distill"), "take another METHOD"),
+        "TRUNCATED": (("shaped",), "take TRUNCATED=masked or counted"),
+    }
+    for name, (values, fix) in single.items():
+        if (value := getattr(s, name)) in values:
+            by = " of METHOD=dapo" if value == "shaped" and s.METHOD == "dapo" else ""
+            yield f"{name}={value}{by}: is for single-turn tasks; TASK={s.TASK} has episodes; {fix}"
     for name in ("REWARD", "REWARD_MODEL"):
         if getattr(s, name):
             yield f"{name}={getattr(s, name)}: TASK={s.TASK} has the rewards of its environment.py; leave {name} out"
@@ -633,37 +651,49 @@ def _multi_turn_problems(s: Settings) -> Iterator[str]:
         yield f"MAX_TURN_LENGTH={s.MAX_TURN_LENGTH}: more than MAX_RESPONSE_LENGTH={s.MAX_RESPONSE_LENGTH}, all turns"
 
 
-def _problems(s: Settings) -> Iterator[str]:
-    """Values that do not fit together."""
+def _training_problems(s: Settings) -> Iterator[str]:
+    """Why the GPUs cannot share the batches of a training, or its steps are too few."""
+    yield from batch_problems(s.TRAIN_BATCH_SIZE, s.MINI_BATCH_SIZE, s.ROLLOUT_N, s.N_GPUS, s.NNODES)
+    if s.METHOD == "dpo" and s.TRAIN_BATCH_SIZE % s.N_GPUS:
+        yield f"N_GPUS={s.N_GPUS}: must divide TRAIN_BATCH_SIZE={s.TRAIN_BATCH_SIZE}"
+    if s.SFT_BATCH_SIZE % s.N_GPUS:
+        yield f"N_GPUS={s.N_GPUS}: must divide SFT_BATCH_SIZE={s.SFT_BATCH_SIZE}"
+    by_sequences = s.METHOD == "dpo" and s.INIT == "base"  # TRL takes MICRO_BATCH_SIZE
+    if s.MAX_TOKENS_PER_GPU and not by_sequences:
+        yield from token_problems(s.MAX_TOKENS_PER_GPU, s.SP, s.MAX_PROMPT_LENGTH, s.MAX_RESPONSE_LENGTH)
+    if s.METHOD != "dpo" and s.LR_WARMUP >= s.STEPS:  # the steps of DPO follow from its pairs
+        yield f"LR_WARMUP={s.LR_WARMUP}: the rate reaches LR in none of STEPS={s.STEPS}; set it lower"
+    if s.METHOD == "ppo" and s.CRITIC_WARMUP >= s.STEPS:
+        yield f"CRITIC_WARMUP={s.CRITIC_WARMUP}: leaves none of STEPS={s.STEPS} to the policy; set it lower"
+    if s.METHOD == "ppo" and 0 < s.PATIENCE * s.TEST_FREQ <= s.CRITIC_WARMUP:
+        warm_up = f"within CRITIC_WARMUP={s.CRITIC_WARMUP}, in which the policy stays as it is"
+        yield f"PATIENCE={s.PATIENCE} x TEST_FREQ={s.TEST_FREQ}: {warm_up}; set PATIENCE higher"
+
+
+def _problems(s: Settings, trains: bool) -> Iterator[str]:
+    """Values that do not fit together. ``trains``: a stage of TRAINING; others share no batch among their GPUs."""
     if s.multi_turn:
         yield from _multi_turn_problems(s)
-    yield from batch_problems(s.TRAIN_BATCH_SIZE, s.MINI_BATCH_SIZE, s.ROLLOUT_N, s.N_GPUS, s.NNODES)
+    if trains:
+        yield from _training_problems(s)
     yield from _parallel_problems(s)
-    if s.MAX_TOKENS_PER_GPU:
-        yield from token_problems(s.MAX_TOKENS_PER_GPU, s.SP, s.MAX_PROMPT_LENGTH, s.MAX_RESPONSE_LENGTH)
     if 0 < s.TRAIN_SIZE < s.TRAIN_BATCH_SIZE:
         yield f"TRAIN_BATCH_SIZE={s.TRAIN_BATCH_SIZE}: larger than TRAIN_SIZE={s.TRAIN_SIZE}"
     if s.TEST_FREQ and not s.DEV_SIZE:
         yield f"TEST_FREQ={s.TEST_FREQ}: validates on the dev set; set DEV_SIZE, or TEST_FREQ=0"
     if s.PATIENCE and not s.TEST_FREQ:
         yield f"PATIENCE={s.PATIENCE}: counts validations; set TEST_FREQ, or PATIENCE=0"
-    if s.METHOD == "ppo" and s.CRITIC_WARMUP >= s.STEPS:
-        yield f"CRITIC_WARMUP={s.CRITIC_WARMUP}: leaves none of STEPS={s.STEPS} to the policy; set it lower"
     if s.METHOD == "dpo" and s.NNODES > 1:
         yield f"NNODES={s.NNODES}: METHOD=dpo trains on one machine; leave NNODES out"
-    if s.METHOD == "dpo" and s.TRAIN_BATCH_SIZE % s.N_GPUS:
-        yield f"N_GPUS={s.N_GPUS}: must divide TRAIN_BATCH_SIZE={s.TRAIN_BATCH_SIZE}"
     if s.METHOD == "dpo" and s.TRUNCATED != "counted":
         yield f"TRUNCATED={s.TRUNCATED}: is for the RL methods; METHOD=dpo learns from pairs"
     if s.METHOD == "dpo" and s.REWARD_MODEL:
         yield "REWARD_MODEL: is for the RL methods; METHOD=dpo learns from pairs"
-    if s.TRUNCATED == "shaped" and (s.METHOD == "distill" or s.REWARD_MODEL):
+    if s.TRUNCATED == "shaped" and s.METHOD != "dapo" and (s.METHOD == "distill" or s.REWARD_MODEL):
         what = "REWARD_MODEL is the whole reward" if s.REWARD_MODEL else "METHOD=distill learns from no reward"
         yield f"TRUNCATED=shaped: {what}; take TRUNCATED=masked or counted"
     if s.TEACHER and s.METHOD != "distill":
         yield f"TEACHER={s.TEACHER}: is for METHOD=distill; METHOD={s.METHOD} has none"
-    if s.SFT_BATCH_SIZE % s.N_GPUS:
-        yield f"N_GPUS={s.N_GPUS}: must divide SFT_BATCH_SIZE={s.SFT_BATCH_SIZE}"
     if s.INIT == "sft" and s.SFT_SOURCE == "task" and s.SFT_SIZE < s.SFT_BATCH_SIZE:
         yield f"SFT_BATCH_SIZE={s.SFT_BATCH_SIZE}: larger than SFT_SIZE={s.SFT_SIZE}"
 

@@ -10,10 +10,10 @@ default REWARD strict                           # strict | lenient (text around 
 default STEPS 100 cpu=8                         # training steps
 default LORA_RANK 8                             # an adapter; 0: full fine-tuning
 default LORA_ALPHA 16                           # LoRA scale
-default LR 1e-5 cpu=2e-4                        # of the adapter
+default LR 1e-6 cpu=2e-5                        # of all weights; the adapter's is ten times as high
 default SFT_STEPS 64 cpu=16                     # steps of the warm-up
 default SFT_BATCH_SIZE 64 cpu=8                 # demonstrations per step; on a CPU few: RL is to learn the rest
-default SFT_LR 1e-4 cpu=2e-3                    # of the adapter in the warm-up
+default SFT_LR 1e-5 cpu=2e-4                    # of all weights in the warm-up; the adapter's is ten times as high
 default MAX_PROMPT_LENGTH 1024 cpu=256          # tokens
 default MAX_RESPONSE_LENGTH 128 cpu=48          # tokens
 

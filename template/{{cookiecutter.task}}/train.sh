@@ -33,9 +33,9 @@ source "$(dirname "${BASH_SOURCE[0]}")/../common/launch/launch.sh"
 {% if cookiecutter.lora == "yes" %}
 {{ line("LORA_RANK", 8, "an adapter; 0: full fine-tuning") }}
 {{ line("LORA_ALPHA", 16, "LoRA scale") }}
-{{ line("LR", "1e-5", "of the adapter", "2e-4") }}
+{{ line("LR", "1e-6", "times 10 for the adapter", "2e-5") }}
 {{ line("SFT_STEPS", 64, "steps of the warm-up", 12) }}
-{{ line("SFT_LR", "1e-4", "of the adapter in the warm-up", "2e-3") }}
+{{ line("SFT_LR", "1e-5", "in the warm-up, times 10 for the adapter", "2e-4") }}
 {% endif %}
 {% if cookiecutter.gpus != "all" %}
 {{ line("N_GPUS", cookiecutter.gpus, "of this machine", 1) }}

@@ -20,10 +20,10 @@ import psutil
 
 from tasks.common.launch import doctor
 from tasks.common.machine.memory import EMBEDDED_CONFIG, Plan, estimate, shapes
-from tasks.common.machine.speed import QWEN25_3B
+from tasks.common.machine.speed import GPUS, QWEN25_3B
 from tasks.common.settings import ROOT, load_settings
 from tests.helpers import exported
-from tests.test_profiles import A100, CONFIGS, PROFILES
+from tests.test_profiles import CONFIGS, PROFILES, hardware_of
 
 GB = 1e9
 
@@ -63,7 +63,7 @@ def profiles() -> None:
         environment = exported(profile.parents[1] / "train.sh", {"STACK": "current", "PROFILE": profile.stem})
         s = load_settings(environment)
         model = shapes(CONFIGS[s.MODEL])
-        needs = estimate(model, doctor.plan(s, []), A100)
+        needs = estimate(model, doctor.plan(s, []), GPUS[hardware_of(profile)[1]].memory)
         sums = [sum(part.values()) / GB for part in (needs.update, needs.sampling, needs.ram)]
         row = [f"`{profile.stem}`", f"{model.parameters / 1e9:.2f} B", *(f"{size:.0f}" for size in sums)]
         print(f"| {' | '.join(row)} |")

@@ -17,20 +17,23 @@ from tasks.common.interrupts import interrupt_on_sigterm
 from tasks.common.process import errors_in_one_line
 from tasks.common.rewards.answers import JudgeError
 from tasks.common.rewards.environment import Environment
+from tasks.common.runs.folder import ended_early, last_step, recorded, run_of
 from tasks.common.settings import Command, Settings, SettingsError, artifacts, fingerprint, load_settings
 
 STOPPED = "stopped; finished samples are kept, the same command continues"
 
 
 def evaluate(s: Settings, command: Command, scoring: Scoring, models: dict[str, str]) -> int:
-    """`make eval`: a table of ``models`` (label to path), the last one's difference to the one before it, in words too,
-    and summary.json beside each model's rollouts. Returns the number of completions on which the reward raised."""
+    """`make eval`: a table of ``models`` (label to path), the last one's difference to the warm-up, else to the first
+    one, in words too, and summary.json beside each model's rollouts. Returns the number of completions on which the
+    reward raised."""
     root = artifacts() / "eval" / s.TASK
     jobs = {label: test_job(s, model) for label, model in models.items()}
     all_rollouts, summaries = summarized(
         jobs, root, scoring, lambda rollouts: summarize(rollouts, scoring.own_metrics), command.STAGE == "eval"
     )
-    before, last = [None, *models][-2:]
+    *earlier, last = models
+    before = "sft" if "sft" in earlier else next(iter(earlier), None)
     title = f"{s.TASK}: {sizes(summaries[last])}; mean [95 % interval]"
     if before is None:
         show_table(title, *comparison_table(summaries))
@@ -43,33 +46,56 @@ def evaluate(s: Settings, command: Command, scoring: Scoring, models: dict[str, 
     if changes:
         print(gain(pair, changes))
         warm_up = summaries[before]["metrics"].get("pass@1") if before == "sft" else None
-        if last != "sft" and (tries := next_steps(s, models[before], changes[headline(changes)].difference, warm_up)):
+        change, run_dir = changes[headline(changes)].difference, run_of(models[last], s.runs_dir)
+        if last != "sft" and (tries := next_steps(s, models[before], change, warm_up, run_dir)):
             print("\n".join(["What to try:", *(f"  {line}" for line in tries)]), flush=True)
     return report_errors([r for rollouts in all_rollouts.values() for r in rollouts])
 
 
-def next_steps(s: Settings, start: str, change: Estimate, warm_up: dict | None) -> list[str]:
+def next_steps(s: Settings, start: str, change: Estimate, warm_up: dict | None, run_dir: Path | None) -> list[str]:
     """What to try where a training from the model ``start`` with ``s`` brought no clear gain; else nothing.
 
-    ``warm_up``: pass@1 of the SFT warm-up, where the training started from one.
+    ``warm_up``: pass@1 of the SFT warm-up, where the training started from one. ``run_dir``: the last round, if known.
     """
     if change.low > 0:
         return []
     if change.high < 0:
-        return [
-            f"a lower learning rate: LR={s.LR / 2:g}, or KL_COEF={s.KL_COEF or 0.01:g}",
-            "an earlier checkpoint: validate (TEST_FREQ), keep more (KEEP) and take STEP=best",
-        ]
+        return _after_a_loss(s)
     file = probe.newest(s.TASK, lambda model: model == start)
     without = f"make probe TASK={s.TASK} says whether the data has signal for it"
     rare = warm_up is not None and warm_up["value"] < probe.RARE
     return [
         *([f"a longer warm-up, which is right too rarely to learn from: SFT_STEPS={2 * s.SFT_STEPS}"] if rare else []),
-        f"more steps: the same command with STEPS={2 * s.STEPS}",
+        *_more_training(s, run_dir),
         f"the probe of the model it started from: {read_json(file)['conclusion'] if file else without}",
         f"another learning rate: LR={2 * s.LR:g}, and lower if the reward falls",
         "more test prompts: a larger TEST_SIZE narrows the interval",
     ]
+
+
+def _after_a_loss(s: Settings) -> list[str]:
+    """What to try where the training made the model worse."""
+    rate = f"a lower learning rate: LR={s.LR / 2:g}"
+    if s.METHOD == "dpo":
+        fewer = [f"fewer epochs over the pairs: DPO_EPOCHS={s.DPO_EPOCHS - 1}"] if s.DPO_EPOCHS > 1 else []
+        return [f"{rate}, or a stronger pull to the start: DPO_BETA={2 * s.DPO_BETA:g}", *fewer]
+    return [
+        rate if s.METHOD == "distill" else f"{rate}, or KL_COEF={2 * s.KL_COEF or 0.01:g}",
+        "an earlier checkpoint: validate (TEST_FREQ), keep more (KEEP) and take STEP=best",
+    ]
+
+
+def _more_training(s: Settings, run_dir: Path | None) -> list[str]:
+    """How to train the run of ``s`` longer; its last launch's record says how long it was to be."""
+    made = recorded(run_dir).get("settings", {}) if run_dir else {}
+    steps, patience, rounds = (made.get(name, getattr(s, name)) for name in ("STEPS", "PATIENCE", "SELF_PLAY_ROUNDS"))
+    if s.METHOD == "dpo":
+        own = f"pairs of the new policy's samples: the same command with SELF_PLAY_ROUNDS={rounds + 1}"
+        epochs = f"DPO_EPOCHS={s.DPO_EPOCHS + 1}, or a weaker pull to the start: DPO_BETA={s.DPO_BETA / 2:g}"
+        return [*([] if s.PAIRS_FILE else [own]), f"more epochs over the pairs: {epochs}"]
+    ended = bool(run_dir) and ended_early(run_dir, patience)
+    more = [] if ended and last_step(run_dir) < steps else [f"STEPS={2 * steps}"]
+    return [f"more steps: the same command with {' '.join([*more, *(['PATIENCE=0'] if ended else [])])}"]
 
 
 def summarized(

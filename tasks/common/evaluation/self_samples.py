@@ -85,7 +85,7 @@ def write_pairs(s: Settings, scoring: Scoring, model: str, out: str, number: str
     """
     if s.ROLLOUT_N < 2:
         raise SettingsError(f"ROLLOUT_N={s.ROLLOUT_N}: pairs of own samples need at least 2 samples per prompt")
-    rollouts = _samples(s, scoring, model, Path(out), int(number))
+    rollouts = _samples(s, scoring, model, Path(out), s.TRAIN_SEED, int(number))
     found = best_against_worst(rollouts)
     counts = f"{len({r.index for r in rollouts})} prompts, {len(found.examples)} pairs of the best and the worst of "
     counts += f"{s.ROLLOUT_N} samples, {found.ties} ties dropped"
@@ -103,7 +103,7 @@ def write_pairs(s: Settings, scoring: Scoring, model: str, out: str, number: str
 
 def write_accepted(s: Settings, scoring: Scoring, model: str, out: str) -> int:
     """``accepted MODEL OUT.parquet``: demonstrations for SFT_SOURCE=samples. Returns and raises as ``write_pairs``."""
-    rollouts = _samples(s, scoring, model, Path(out))
+    rollouts = _samples(s, scoring, model, Path(out), s.SEED)
     found = right_responses(rollouts)
     counts = f"{len({r.index for r in rollouts})} prompts, {s.ROLLOUT_N} samples each, {len(found)} accepted"
     if not found:
@@ -128,12 +128,12 @@ def chosen_prompts(count: int, wanted: int, number: int, seed: int) -> np.ndarra
     return np.sort(orders[-1][place * wanted : (place + 1) * wanted])
 
 
-def _samples(s: Settings, scoring: Scoring, model: str, out: Path, number: int = 1) -> list[Rollout]:
+def _samples(s: Settings, scoring: Scoring, model: str, out: Path, seed: int, number: int = 1) -> list[Rollout]:
     """ROLLOUT_N responses of ``model`` to each training prompt of round ``number``, sampled as RL samples."""
     table = pq.read_table(s.train_file)
     prompts = out.with_name("prompts.parquet")
     with written_beside(prompts) as partial:
-        pq.write_table(table.take(chosen_prompts(len(table), s.SAMPLED_PROMPTS, number, s.SEED)), partial)
+        pq.write_table(table.take(chosen_prompts(len(table), s.SAMPLED_PROMPTS, number, seed)), partial)
     how = replace(sampling(s), n=s.ROLLOUT_N, greedy=False, temperature=s.TEMPERATURE, top_p=1.0)
-    how = replace(how, max_tokens=s.MAX_RESPONSE_LENGTH, seed=s.SEED + number - 1)
+    how = replace(how, max_tokens=s.MAX_RESPONSE_LENGTH, seed=seed + number - 1)
     return sampled({"samples": Job.of(s, model, prompts, how)}, artifacts() / "samples" / s.TASK, scoring)[0]["samples"]

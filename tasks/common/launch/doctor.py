@@ -8,7 +8,7 @@ import functools
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
@@ -29,7 +29,8 @@ from tasks.common.models.find import embedded_folder, resolve_model, weights_byt
 from tasks.common.models.merge import base_model, is_adapter
 from tasks.common.rewards.answers import RewardError
 from tasks.common.rewards.examples import check_episodes, check_examples
-from tasks.common.settings import Settings, SettingsError, code_digest, method
+from tasks.common.runs import folder
+from tasks.common.settings import Settings, SettingsError, code_digest, teacher_gpus
 from tasks.common.text import one_line
 from tasks.common.training import verl_config
 from tasks.common.training.methods import dpo
@@ -61,8 +62,9 @@ ok, warning, error = (functools.partial(Finding, state) for state in ("ok", "war
 # ---- the machine ---------------------------------------------------------------------------------------------------
 
 
-def of_machine(s: Settings, found: hardware.Nvidia | None) -> Iterator[Finding]:
-    """Processor, RAM and GPUs. ``found``: by nvidia-smi; None on the cpu stack, or without a driver."""
+def of_machine(s: Settings, found: hardware.Nvidia | None, runs: Sequence[Settings] = ()) -> Iterator[Finding]:
+    """Processor, RAM and GPUs. ``found``: by nvidia-smi; None on the cpu stack, or without a driver. ``runs``: the
+    trainings of an experiment."""
     free, total = hardware.ram()
     yield ok("cpu", f"{os.cpu_count()} cores, {gb(free)} of {gb(total)} RAM free")
     if s.STACK == "cpu":
@@ -76,7 +78,7 @@ def of_machine(s: Settings, found: hardware.Nvidia | None) -> Iterator[Finding]:
     names = ", ".join(sorted({gpu.name for gpu in found.gpus}))
     free_now = ", ".join(gb(gpu.free) for gpu in found.gpus)
     yield ok("gpu", f"driver {found.driver}, CUDA {found.cuda}, {len(found.gpus)} x {names}, free {free_now}")
-    others = getattr(method(s.METHOD), "GPUS", 0)  # of a teacher
+    others = teacher_gpus(runs or [s])
     if len(found.gpus) < s.N_GPUS + others:
         wanted = f"{s.N_GPUS}{f' and {others} for TEACHER' if others else ''}"
         there = len(found.gpus)
@@ -90,14 +92,23 @@ def of_machine(s: Settings, found: hardware.Nvidia | None) -> Iterator[Finding]:
         yield warning("gpu", f"other processes are on GPU {number}: {named}", fix)
 
 
-def disk(s: Settings) -> Iterator[Finding]:
-    """Room for checkpoints, and Ray's and NCCL's shared memory."""
+def disk(
+    s: Settings, runs: Sequence[Settings] = (), jobs: int = 1, arguments: list[str] | None = None
+) -> Iterator[Finding]:
+    """Room for checkpoints, and Ray's and NCCL's shared memory. ``runs``: the trainings of an experiment, ``jobs`` at a
+    time; ``arguments``: of a training that may be continued: those that it has made do not count."""
     shapes, weights = memory.shapes_of(base_model(s.MODEL)), weights_bytes(s.MODEL)
     existing, free = hardware.free_disk(s.runs_dir)
-    # An unknown model type is assumed to be bf16.
-    count, size = checkpoints(s, shapes.parameters if shapes else weights // 2)
-    if free < (need := count * size):
-        short = f"{existing}: {gb(free)} free, {count} checkpoints need about {gb(need)}"
+    sizes, largest = [], 0.0
+    for run in runs or [s]:
+        # An unknown model type is assumed to be bf16.
+        count, size = checkpoints(run, shapes.parameters if shapes else weights // 2)
+        folders = folder.rounds(run, arguments) if arguments is not None else []
+        sizes += [size] * (count - 1 - sum(len(folder.checkpoints(each)) for each in folders))
+        largest = max(largest, size)
+    sizes += [largest] * min(jobs, len(runs) or 1)  # that are being written
+    if free < (need := sum(sizes)):
+        short = f"{existing}: {gb(free)} free, {len(sizes)} checkpoints need about {gb(need)}"
         yield error("disk", short, "free some space, or set ARTIFACTS to a folder on a larger disk")
     else:
         yield ok("disk", f"{existing}: {gb(free)} free" + (f", checkpoints need about {gb(need)}" if need else ""))
@@ -107,9 +118,10 @@ def disk(s: Settings) -> Iterator[Finding]:
 
 
 def checkpoints(s: Settings, parameters: int) -> tuple[int, float]:
-    """How many checkpoints there are at once (the best, the last, the one being written), and the bytes of one."""
+    """How many checkpoints there are at once (of each round the best and the last, and the one being written), and the
+    bytes of one."""
     size = memory.checkpoint_bytes(parameters, s.LORA_RANK, s.METHOD == "ppo")
-    return (3 if s.METHOD == "dpo" else s.KEEP + 2), size
+    return s.SELF_PLAY_ROUNDS * (2 if s.METHOD == "dpo" else s.KEEP + 1) + 1, size
 
 
 def ray(s: Settings) -> Iterator[Finding]:
@@ -321,23 +333,25 @@ def plan(s: Settings, arguments: list[str], stage: str = "train") -> memory.Plan
     own |= {"response": s.MAX_RESPONSE_LENGTH}
     if stage == "sft":
         overrides = verl_config.sft_overrides(s, s.MODEL, s.runs_dir, s.data_dir / "sft.parquet")
-        config = verl_config.compose("sft_trainer_engine", overrides)
-        by_tokens, rows = config.data.use_dynamic_bsz, config.data.micro_batch_size_per_gpu
-        tokens = config.data.max_token_len_per_gpu if by_tokens else rows * sequence
-        named = "MAX_TOKENS_PER_GPU" if tokens == s.MAX_TOKENS_PER_GPU else "MICRO_BATCH_SIZE"
-        held = {"fused": bool(config.model.use_fused_kernels), "sequence_parallel": s.SP}
-        return memory.Plan(**own, **held, tokens=tokens, tokens_by=named)
+        given = dict(override.lstrip("+").split("=", 1) for override in overrides)  # SFT takes no ARGS
+        by_tokens, fused = s.MAX_TOKENS_PER_GPU and s.STACK != "a100", "model.use_fused_kernels" in given
+        tokens = int(given.get("data.max_token_len_per_gpu") or int(given["data.micro_batch_size_per_gpu"]) * sequence)
+        named = "MAX_TOKENS_PER_GPU" if by_tokens else "MICRO_BATCH_SIZE"
+        return memory.Plan(**own, fused=fused, sequence_parallel=s.SP, tokens=tokens, tokens_by=named)
     if s.METHOD == "dpo":  # TRL: each process loads the policy and the reference
         pairs = verl_config.micro_batch(max(1, s.MICRO_BATCH_SIZE // 2), s.TRAIN_BATCH_SIZE // s.N_GPUS)
         held = {"response": 0, "sharded": dpo.sharded(s), "reference": True, "reference_offloaded": False}
-        held |= {"loaded": 1 if s.LORA_RANK else 2}
+        # TRL 0.29.1 computes all logits, 1.16 never (trl/trainer/dpo_trainer.py, add_fused_lm_head).
+        held |= {"loaded": 1 if s.LORA_RANK else 2, "fused": s.STACK != "a100"}
         return memory.Plan(**own | held, tokens=2 * pairs * sequence)
     return verl_config.memory_plan(verl_config.rl_config(s, arguments))
 
 
-def heads(s: Settings, shapes: memory.Shapes) -> Iterator[Finding]:
-    """Each of the GPUs that share a model or a sequence takes whole heads (vLLM; verl's apply_monkey_patch)."""
-    for name, count in (("TP", s.TP), ("SP", s.SP)):
+def heads(s: Settings, shapes: memory.Shapes, planned: memory.Plan) -> Iterator[Finding]:
+    """Each of the GPUs that share a model or a sequence takes whole heads (vLLM; verl's apply_monkey_patch). ARGS may
+    have other numbers in ``planned``."""
+    shared = {("TP", s.TP), ("SP", s.SP), ("TP", planned.tensor_parallel), ("SP", planned.sequence_parallel)}
+    for name, count in sorted(shared, reverse=True):
         if not shapes.divides(count):
             text = f"{name}={count}: MODEL has {shapes.heads} heads and {shapes.key_heads} of keys"
             fits = [n for n in range(1, s.N_GPUS + 1) if s.N_GPUS % n == 0 and shapes.divides(n)]
@@ -347,9 +361,9 @@ def heads(s: Settings, shapes: memory.Shapes) -> Iterator[Finding]:
 def batches_and_memory(
     s: Settings, arguments: list[str], stage: str, found: hardware.Nvidia | None
 ) -> Iterator[Finding]:
-    """Batch sizes as verl wants them, and the estimate of memory against what is free."""
+    """Batch sizes as verl wants them, and the estimate of memory against what is free, also of a warm-up to come."""
     try:
-        planned = plan(s, arguments, stage)
+        plans = {each: plan(s, arguments, each) for each in stages(s, stage)}
     except SettingsError as problem:
         yield error("settings", str(problem), "correct the variable")
         return
@@ -363,27 +377,37 @@ def batches_and_memory(
         text = f"not estimated: MODEL={s.MODEL} has no config.json in the hub's cache, or an unknown model type"
         yield warning("memory", text, f"download it (`hf download {s.MODEL}`), or watch the first steps")
         return
-    yield from heads(s, shapes)
+    yield from heads(s, shapes, plans[stage])
     gpus = found.gpus[: s.N_GPUS] if found and s.STACK != "cpu" else ()
     if s.STACK != "cpu" and not gpus:
         return
     least = min((gpu.free for gpu in gpus), default=0)
     free, total = hardware.ram()
-    ram = sum(memory.estimate(shapes, planned, least).ram.values())
-    if short := too_much(shapes, planned, least, total):
-        yield from short
-    elif ram > free:
-        yield warning("memory", f"needs about {gb(ram)} RAM, {gb(free)} is free", "end other programs")
-    else:
-        yield ok("memory", f"estimated: {memory.summary(shapes, planned, least)}")
+    for each, planned in plans.items():
+        ram, of = sum(memory.estimate(shapes, planned, least).ram.values()), "SFT: " if each == "sft" else ""
+        if short := too_much(shapes, planned, least, total, of):
+            yield from short
+        elif ram > free:
+            yield warning("memory", f"{of}needs about {gb(ram)} RAM, {gb(free)} is free", "end other programs")
+        else:
+            yield ok("memory", f"{of}estimated: {memory.summary(shapes, planned, least)}")
 
 
-def too_much(shapes: memory.Shapes, planned: memory.Plan, gpu_bytes: float, ram_bytes: float) -> list[Finding]:
-    """What does not fit, as memory.too_much; where all fits, what of the GPUs leaves less than SPARE."""
+def stages(s: Settings, stage: str) -> list[str]:
+    """``stage`` and, where it first trains the warm-up, sft."""
+    to_come = stage != "sft" and s.INIT == "sft" and folder.last_step(folder.sft_dir(s)) < s.SFT_STEPS
+    return [stage, "sft"] if to_come else [stage]
+
+
+def too_much(
+    shapes: memory.Shapes, planned: memory.Plan, gpu_bytes: float, ram_bytes: float, of: str = ""
+) -> list[Finding]:
+    """What does not fit, as memory.too_much; where all fits, what of the GPUs leaves less than SPARE. ``of``: before
+    each text."""
     if short := memory.too_much(shapes, planned, gpu_bytes, ram_bytes):
-        return [error("memory", text, fix) for text, fix in short]
+        return [error("memory", f"{of}{text}", fix) for text, fix in short]
     tight = memory.too_much(shapes, planned, (1 - SPARE) * gpu_bytes, 0)
-    return [warning("memory", f"less than {SPARE:.0%} to spare: {text}", fix) for text, fix in tight]
+    return [warning("memory", f"{of}less than {SPARE:.0%} to spare: {text}", fix) for text, fix in tight]
 
 
 def _folder(model: str) -> Path | None:
@@ -400,20 +424,28 @@ def _folder(model: str) -> Path | None:
 # ---- all checks ----------------------------------------------------------------------------------------------------
 
 
-def findings(s: Settings, arguments: list[str], stage: str = "doctor") -> list[Finding]:
-    """The findings of all checks. ``stage``: doctor, or the stage that is about to train."""
+def findings(
+    s: Settings, arguments: list[str], stage: str = "doctor", runs: Sequence[Settings] = (), jobs: int = 1
+) -> list[Finding]:
+    """The findings of all checks. ``stage``: doctor, or the stage that is about to train; ``runs``, ``jobs``: as of
+    ``disk``."""
     started = time.monotonic()
     smi = hardware.nvidia() if s.STACK != "cpu" else None
     wrong = list(model(s))
-    checks = [of_machine(s, smi), disk(s), packages(s), ray(s), judge(s), reward(s), data(s, stage != "doctor")]
+    continued = arguments if stage in ("train", "dpo", "all", "experiment") else None
+    checks = [of_machine(s, smi, runs), disk(s, runs, jobs, continued), packages(s), ray(s), judge(s), reward(s)]
+    checks.append(data(s, stage != "doctor"))
     if not wrong:
         checks += [batches_and_memory(s, arguments, stage, smi), lengths(s, started + TOKENIZER_BY)]
     return [*wrong, *chain(*checks)]
 
 
-def before_training(s: Settings, arguments: list[str], stage: str) -> None:
-    """Print warnings and errors; raise SettingsError with the last error, which ends the command."""
-    found = findings(s, arguments, stage)
+def before_training(
+    s: Settings, arguments: list[str], stage: str, runs: Sequence[Settings] = (), jobs: int = 1
+) -> None:
+    """Print warnings and errors; raise SettingsError with the last error, which ends the command. ``runs``: those of an
+    experiment, ``jobs`` at a time."""
+    found = findings(s, arguments, stage, runs, jobs)
     bad = [finding for finding in found if finding.state != "ok"]
     last = next((finding for finding in reversed(bad) if finding.state == "error"), None)
     for finding in bad:

@@ -15,6 +15,7 @@ from tasks.common.runs.folder import rl_dir
 from tasks.common.settings import Command, Settings, SettingsError, load_settings
 
 POLL_SECONDS = 0.2
+CORES = 5  # of each training on GPUs: with fewer they wait for one another (docs/GPU.md)
 
 
 def planned(s: Settings, command: Command) -> dict[str, Settings]:
@@ -24,7 +25,8 @@ def planned(s: Settings, command: Command) -> dict[str, Settings]:
     """
     names = list(dict.fromkeys(filter(None, command.METHODS.split(","))))
     rates = [{"LR": rate} for rate in dict.fromkeys(filter(None, command.LRS.split(",")))] or [{}]
-    chosen = [load_settings({**os.environ, "METHOD": name, **rate}) for name in names for rate in rates]
+    given = {name: os.environ | {"METHOD": name} | ({} if name == "distill" else {"TEACHER": ""}) for name in names}
+    chosen = [load_settings(given[name] | rate) for name in names for rate in rates]
     if len(chosen) < 2:
         raise SettingsError(f"METHODS={command.METHODS}: name two or more, separated by commas, or several LRS")
     mini = min(each.MINI_BATCH_SIZE for each in chosen)
@@ -38,10 +40,23 @@ def planned(s: Settings, command: Command) -> dict[str, Settings]:
     return runs
 
 
-def gpu_groups(s: Settings, jobs: int) -> list[list[str]]:
-    """The visible GPUs in groups of N_GPUS, at most ``jobs``; one empty group where a training sees all of them."""
-    groups = settings.gpu_groups(s.N_GPUS, jobs) if s.STACK != "cpu" else []
+def gpu_groups(runs: dict[str, Settings], jobs: int) -> list[list[str]]:
+    """The visible GPUs in groups, at most ``jobs``, each for any of ``runs``: of N_GPUS, and those of a teacher.
+
+    One empty group where a training sees all of them.
+    """
+    s = next(iter(runs.values()))
+    groups = settings.gpu_groups(s.N_GPUS + settings.teacher_gpus(runs.values()), jobs) if s.STACK != "cpu" else []
     return groups if len(groups) > 1 else [[]]
+
+
+def few_cores(runs: dict[str, Settings], jobs: int) -> str:
+    """A warning where ``runs``, ``jobs`` at a time, have too few cores; else empty."""
+    cores, at_once = len(os.sched_getaffinity(0)), min(jobs, len(runs))
+    if at_once == 1 or at_once * CORES <= cores or next(iter(runs.values())).STACK == "cpu":
+        return ""
+    few = f"JOBS={jobs} on {cores} cores: fewer than {CORES} for each training, which wait for one another"
+    return f"{few}; JOBS={max(1, cores // CORES)} does more steps in all"
 
 
 def train_at_once(runs: dict[str, Settings], arguments: list[str], jobs: int) -> str:
@@ -50,7 +65,7 @@ def train_at_once(runs: dict[str, Settings], arguments: list[str], jobs: int) ->
     They are spread over the groups of GPUs. Those of one group share its memory: each gets an equal part of
     GPU_MEMORY_UTILIZATION. Raises StageFailed after all have ended.
     """
-    groups = gpu_groups(next(iter(runs.values())), jobs)
+    groups = gpu_groups(runs, jobs)
     sharing = -(-jobs // len(groups))
     free = [groups[number % len(groups)] for number in range(jobs)]
     waiting, running, failed = list(runs), {}, []

@@ -9,7 +9,7 @@ import functools
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -120,12 +120,17 @@ def data(job: Job) -> str:
     for name in manifest["rows"]:
         validate_parquet(s.data_dir / f"{name}.parquet", "sft" if name == "sft" else "rl")
     if training and s.TRAIN_FILE:
-        if (own := validate_parquet(s.train_file)) < s.TRAIN_BATCH_SIZE:
-            few = f"has {own} prompts, less than TRAIN_BATCH_SIZE={s.TRAIN_BATCH_SIZE}"
-            raise DataError(f"TRAIN_FILE={s.train_file}: {few}")
-        check_disjoint(s.train_file, [s.data_dir / f"{name}.parquet" for name in manifest["rows"] if name in HELD_OUT])
+        _check_train_file(s, manifest["rows"])
     own_file = f"; training on {s.train_file}" if training and s.TRAIN_FILE else ""
     return f"{'up to date: ' if fresh else ''}{describe(manifest)}{own_file}"
+
+
+def _check_train_file(s: Settings, names: Iterable[str]) -> None:
+    """Raise DataError unless TRAIN_FILE fills a batch and poses no problem of the data files ``names`` for tests."""
+    if (own := validate_parquet(s.train_file)) < s.TRAIN_BATCH_SIZE:
+        few = f"has {own} prompts, less than TRAIN_BATCH_SIZE={s.TRAIN_BATCH_SIZE}"
+        raise DataError(f"TRAIN_FILE={s.train_file}: {few}")
+    check_disjoint(s.train_file, [s.data_dir / f"{name}.parquet" for name in names if name in HELD_OUT])
 
 
 def model(job: Job) -> str:
@@ -254,17 +259,19 @@ STAGES: dict[str, Callable[[Job], str]] = {
 }
 
 
-def experiment(job: Job) -> None:
-    """`make experiment`: train with each of METHODS, LRS and SEEDS on the same data, and compare the results."""
+def experiment(job: Job, runs: dict[str, Settings]) -> None:
+    """`make experiment`: train ``runs``, each of METHODS, LRS and SEEDS on the same data, and compare the results."""
     s, arguments = job.s, job.arguments
-    runs = experiments.planned(s, job.command)
+    if few := experiments.few_cores(runs, job.command.JOBS):
+        print(f"warning: {few}", flush=True)
     for each in {each.METHOD: each for each in runs.values()}.values():
         train.check(each, arguments)
 
     def compared() -> str:
         folders = {label: folder.rounds(each, arguments)[-1] for label, each in runs.items()}
         models = {"start": train.start_model(s)} | {label: str(folder.hf_folder(run)) for label, run in folders.items()}
-        gpus = sum(map(len, experiments.gpu_groups(s, job.command.JOBS))) or s.N_GPUS
+        gpus = s.N_GPUS * len(experiments.gpu_groups(runs, job.command.JOBS))
+        os.environ["STAGE"] = "compare"  # these GPUs share no batch
         script(replace(s, N_GPUS=gpus), "evaluate.py", "experiment", *labelled(models))
         return f"{len(models)} models"
 
@@ -315,11 +322,14 @@ def closing(s: Settings, run_dirs: list[Path]) -> None:
     seconds = sum(row.get("timing_s/step", 0.0) for row in rows)
     steps = sum(map(folder.last_step, run_dirs))
     print(f"{steps} steps, {seconds:.0f} s of training{total_time()}; all of it in {run_dirs[-1]}\n\nNext:")
-    if s.METHOD == "dpo":
+    if s.METHOD == "dpo" and s.PAIRS_FILE:
+        more = f"DPO_EPOCHS={s.DPO_EPOCHS + 1}    # more epochs over the pairs"
+    elif s.METHOD == "dpo":
         more = f"SELF_PLAY_ROUNDS={s.SELF_PLAY_ROUNDS + 1}    # pairs of the new policy's samples"
     else:
-        ended = folder.last_step(run_dirs[-1]) >= s.STEPS
-        more = f"{f'STEPS={2 * s.STEPS}' if ended else 'PATIENCE=0'}    # continues this run"
+        more = [f"STEPS={2 * s.STEPS}"] if folder.last_step(run_dirs[-1]) >= s.STEPS else []
+        more += ["PATIENCE=0"] if not more or folder.ended_early(run_dirs[-1], s.PATIENCE) else []
+        more = f"{' '.join(more)}    # continues this run"
     print(f"  the same command with {more}")
     print(f"  make compare TASK={s.TASK}    # base, warm-up and trained with tests, prompts gained and lost; files")
     print(f"  make chat TASK={s.TASK}    # talk to it")
@@ -327,11 +337,15 @@ def closing(s: Settings, run_dirs: list[Path]) -> None:
 
 
 def _shared_data(s: Settings, first: str) -> None:
-    """Raise SettingsError unless the data that FROM skips exists, made with these settings."""
-    made = read_manifest(s.data_dir).get("fingerprint")
+    """Raise SettingsError unless the data that FROM skips exists, made with these settings. Checks TRAIN_FILE as the
+    stage of the data does."""
+    manifest = read_manifest(s.data_dir)
+    made = manifest.get("fingerprint")
     if made != s.data_fingerprint():
         what = "was made with other settings" if made else "is not there"
         raise SettingsError(f"FROM={first}: {s.data_dir} {what}; run `make data TASK={s.TASK}`, or leave FROM out")
+    if s.TRAIN_FILE and first in ("model", "sft", "train"):
+        _check_train_file(s, manifest["rows"])
 
 
 def print_config(job: Job) -> None:
@@ -444,10 +458,11 @@ def main(goal: str, arguments: list[str]) -> None:
             _shared_data(s, command.FROM)
         if job.trains or by_policy:
             train.check(s, arguments)
+        runs = experiments.planned(s, command) if goal == "experiment" else {}
         if job.trains or by_policy or goal in ("sft", "experiment"):
-            doctor.before_training(s, arguments, goal)
+            doctor.before_training(s, arguments, goal, list(runs.values()), command.JOBS)
         if goal == "experiment":
-            experiment(job)
+            experiment(job, runs)
         else:
             names = STAGES_OF.get(goal, ("data", "model"))
             stages = {name: functools.partial(STAGES[name], job) for name in names}

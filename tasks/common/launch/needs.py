@@ -208,19 +208,29 @@ def tools(tokenizer, data_dir: Path) -> Iterator[Finding]:
 def fits(s: Settings, arguments: list[str], target: Target) -> Iterator[Finding]:
     """The settings as verl wants them, and the estimate of memory against the real GPUs."""
     try:
-        planned = doctor.plan(composed_here(s), arguments)
+        planned = plan(s, arguments)
+        warm_up = [doctor.plan(s, [], "sft")] if s.INIT == "sft" else []
     except SettingsError as problem:
         yield error("settings", str(problem), "correct the variable")
         return
     shapes = memory.shapes_of(s.MODEL)
     if shapes is None or target.gpu is None:
         return
-    yield from doctor.too_much(shapes, planned, target.gpu.memory, 0) or [ok("memory", f"fits on {target}")]
+    yield from doctor.heads(s, shapes, planned)
+    found = doctor.too_much(shapes, planned, target.gpu.memory, 0)
+    for each in warm_up:
+        found += doctor.too_much(shapes, each, target.gpu.memory, 0, "SFT: ")
+    yield from found or [ok("memory", f"fits on {target}")]
+
+
+def plan(s: Settings, arguments: list[str]) -> memory.Plan:
+    """doctor's plan of the training; only RL's reads verl's config. Raises SettingsError."""
+    return doctor.plan(s if s.METHOD == "dpo" else composed_here(s), arguments)
 
 
 def composed_here(s: Settings) -> Settings:
     """``s`` for the verl that is installed here, the cpu stack's. `a100` has another, whose keys it lacks; `current`
-    sets the same of what memory depends on."""
+    sets the same of what RL's memory depends on."""
     return replace(s, STACK="current") if s.STACK == "a100" else s
 
 
@@ -309,7 +319,7 @@ def words(s: Settings, arguments: list[str], data_dir: Path, target: Target, com
         yield "not predicted: config.json is of an unknown model type"
         return
     try:
-        planned = doctor.plan(composed_here(s), arguments)
+        planned = plan(s, arguments)
         yield from _of_memory(memory.estimate(shapes, planned, target.gpu.memory if target.gpu else 0))
     except SettingsError:
         yield "memory: not estimated, the settings are wrong"
@@ -378,7 +388,8 @@ def _error_of_time(s: Settings, shapes: memory.Shapes, target: Target) -> Iterat
         beyond.append(f"a larger model than the {sizes[-1] / 1e9:.1f} B that was recorded")
     if s.world_size > max(run.step.gpus for run in speed.recorded()):
         beyond.append("more GPUs than the 4 that were recorded")
-    beyond += ["LoRA"] * (s.LORA_RANK > 0) + [f"TP={s.TP}"] * (s.TP > 1) + [f"NNODES={s.NNODES}"] * (s.NNODES > 1)
+    beyond += ["LoRA"] * (s.LORA_RANK > 0) + ["OFFLOAD=1"] * s.OFFLOAD
+    beyond += [f"{name}={getattr(s, name)}" for name in ("TP", "SP", "NNODES") if getattr(s, name) > 1]
     beyond += ["the environment's own time left out"] * s.multi_turn
     beyond += ["the teacher's time left out"] * (s.METHOD == "distill")
     beyond += ["without groups that are sampled again"] * (s.METHOD == "dapo")

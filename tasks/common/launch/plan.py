@@ -72,7 +72,7 @@ def planned(
     if name == "sft":
         ours = verl_config.sft_overrides(s, start, run_dir, data)
         command = [*torchrun, "tasks.common.verl_plugins.sft", *verl_config.HYDRA, *ours]
-        own |= told
+        own |= told | {"SEED": str(s.SEED)}  # verl_plugins/seeded.py
         config = verl_config.resolved("sft_trainer_engine", ours)
     elif name == "dpo":
         command = [*torchrun, "tasks.common.training.trl_dpo", start, str(data), str(run_dir)]

@@ -182,7 +182,7 @@ class Plan:
     share: float = 0.5  # of a GPU's memory for vLLM; 0: no vLLM
     tensor_parallel: int = 1
     sequence_parallel: int = 1  # GPUs that share a sequence, of which each takes ``tokens``
-    loaded: int = 0  # models that each process loads into RAM; 0: as verl
+    loaded: int = 0  # models that each process of TRL (DPO) loads into RAM; 0: as verl
     batched_tokens: int = 8192  # of vLLM in one pass
     sequences: int = 256  # of vLLM at once
     on_cpu: bool = False
@@ -205,6 +205,11 @@ def _trained(model: Shapes, plan: Plan) -> int:
     return model.adapter(plan.lora_rank) if plan.lora_rank else model.parameters
 
 
+def _critic(model: Shapes, plan: Plan) -> int:
+    """Parameters of the critic, which has no output head of its own; 0 without one."""
+    return plan.critic * (model.parameters - (0 if model.tied else model.vocabulary * model.hidden))
+
+
 def training_state(model: Shapes, plan: Plan) -> dict[str, float]:
     """Bytes per GPU of what stays from step to step.
 
@@ -218,8 +223,7 @@ def training_state(model: Shapes, plan: Plan) -> dict[str, float]:
     whole = model.parameters + (trained if plan.lora_rank else 0)
     state = {"weights": 4 * whole / over, "gradients": 4 * trained / over, "optimizer": 8 * trained / over}
     if plan.critic:
-        critic = model.parameters - (0 if model.tied else model.vocabulary * model.hidden)
-        state["critic"] = 16 * critic / over
+        state["critic"] = 16 * _critic(model, plan) / over
     if plan.reference and not plan.reference_offloaded and not plan.lora_rank:
         state["reference"] = 4 * model.parameters / over
     return state
@@ -228,8 +232,8 @@ def training_state(model: Shapes, plan: Plan) -> dict[str, float]:
 def resting(model: Shapes, plan: Plan) -> dict[str, float]:
     """Bytes per GPU of the training state while vLLM samples: without gradients and without what is offloaded."""
     state = training_state(model, plan)
-    if plan.critic:
-        state["critic"] *= 12 / 16
+    if plan.critic:  # OFFLOAD is the critic's too
+        state["critic"] *= (4 * (not plan.weights_offloaded) + 8 * (not plan.optimizer_offloaded)) / 16
     gone = {"gradients": True, "weights": plan.weights_offloaded, "optimizer": plan.optimizer_offloaded}
     return {name: size for name, size in state.items() if not gone.get(name)}
 
@@ -309,9 +313,9 @@ def estimate(model: Shapes, plan: Plan, gpu_bytes: float = 0) -> Estimate:
     if own_reference and plan.reference_offloaded:
         ram["reference"] = 4 * model.parameters / machines
     if plan.weights_offloaded:
-        ram["offloaded weights"] = 4 * model.parameters / machines
+        ram["offloaded weights"] = 4 * (model.parameters + _critic(model, plan)) / machines
     if plan.optimizer_offloaded:
-        ram["offloaded optimizer"] = 8 * _trained(model, plan) / machines
+        ram["offloaded optimizer"] = 8 * (_trained(model, plan) + _critic(model, plan)) / machines
     if plan.lora_rank and plan.share:
         ram["vLLM asleep"] = vllm["weights"] * plan.gpus_here
     sampling = resting(model, plan) | {"vLLM": plan.share * gpu_bytes, "contexts": OVERHEAD} if plan.share else {}
@@ -359,10 +363,12 @@ def _remedy(model: Shapes, plan: Plan, gpu_bytes: float, ram_bytes: float) -> st
     if changed := _that_fits(model, plan, *sizes):
         return f"set {_changes(plan, changed)}"
     here = max(MACHINE, plan.gpus_here)
-    most = here if plan.loaded else 64 * plan.gpus  # TRL trains on one machine
+    most = 64 * plan.gpus if plan.share else here  # SFT and DPO train on one machine
     totals = [plan.gpus * 2**power for power in range(1, 7)] if plan.sharded and not plan.on_cpu else []
-    more = [replace(plan, gpus=total, gpus_here=min(total, here)) for total in totals if total <= most]
-    adapter = [] if plan.lora_rank else [replace(plan, lora_rank=16)]
+    totals = [total for total in totals if total <= most and (total <= here or total % here == 0)]
+    more = [replace(plan, gpus=total, gpus_here=min(total, here)) for total in totals]
+    whole = {"sharded": False, "loaded": 1} if plan.loaded else {}  # training/methods/dpo.py
+    adapter = [] if plan.lora_rank else [replace(plan, lora_rank=16, **whole)]
     ways = []
     for plans in (more, adapter):
         fitting = (_that_fits(model, changed, *sizes) for changed in plans)
@@ -392,8 +398,10 @@ def _that_fits(model: Shapes, plan: Plan, gpu_bytes: float, ram_bytes: float) ->
 
 
 def _halved(plan: Plan) -> list[int]:
-    """The tokens of a pass, and half of them, down to a GPU's part of one sequence."""
-    counts, least = [plan.tokens], math.ceil(plan.sequence / plan.sequence_parallel)
+    """The tokens of a pass, and half of them, down to one sequence, DPO's pair, or a GPU's part of a sequence."""
+    counts, least = [plan.tokens], plan.sequence * (2 if plan.loaded else 1)
+    if plan.tokens_by == "MAX_TOKENS_PER_GPU":
+        least = math.ceil(least / plan.sequence_parallel)
     while counts[-1] > least:
         counts.append(max(least, counts[-1] // 2))
     return counts

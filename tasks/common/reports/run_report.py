@@ -105,8 +105,8 @@ class Section:
 class Comparison:
     """Evaluations of the checkpoint of ``step`` and of what it began with: summaries by label, the trained model last.
 
-    ``changes``: the training's own, paired with what it began with, by ``pair``. ``test`` (McNemar's) and ``picture``
-    only where `make compare` made it.
+    ``changes``: the training's own, paired with what it began with, by ``pair``; None where that was not paired.
+    ``test`` (McNemar's) and ``picture`` only where `make compare` made it.
     """
 
     step: int
@@ -280,9 +280,10 @@ def comparison(run_dir: Path, made: dict) -> Comparison | None:
     if not evaluated:
         return None
     step, last, trained = evaluated[-1]
-    models = {"base": base_of(run_dir)}
+    models, (first, *later) = {"base": base_of(run_dir)}, lineage(run_dir)
     if made["kind"] == "rl" and made["settings"]["INIT"] == "sft":
-        models["sft"] = recorded(lineage(run_dir)[0])["start"]
+        models["sft"] = recorded(first)["start"]
+    models |= {f"round{number}": recorded(run)["start"] for number, run in enumerate(later, 1)}
     files = sorted((artifacts() / "eval" / task).glob("*/summary.json"), key=lambda file: file.stat().st_mtime)
     found = [read_json(file) for file in files if _conditions(file) == _conditions(last)]
     summaries = {
@@ -292,8 +293,10 @@ def comparison(run_dir: Path, made: dict) -> Comparison | None:
         if same_model(summary.get("model", ""), model)
     }
     label, paired = "trained" if made["kind"] == "sft" else made["settings"]["METHOD"], trained.get("paired", {})
+    label = f"round{len(later) + 1}" if later else label
     to = next((name for name in summaries if same_model(paired.get("to", ""), models[name])), None)
-    return Comparison(step, summaries | {label: trained}, _changes(paired) if to else None, f"{label} - {to}")
+    changes, pair = (_changes(paired), f"{label} - {to}") if to else (None, "")
+    return Comparison(step, summaries | {label: trained}, changes, pair)
 
 
 def _changes(stored: dict) -> dict[str, Difference]:

@@ -4,6 +4,7 @@ import difflib
 import json
 import math
 import operator
+import os
 import re
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -278,14 +279,18 @@ def check_settings(run_dir: Path, values: dict) -> None:
 
 
 def settings_of(run_dir: Path, s: Settings) -> Settings:
-    """The settings of ``run_dir``'s training, with the evaluation settings of ``s``.
+    """The settings of ``run_dir``'s training, with the evaluation settings and the GPUs of ``s``.
 
-    With other data settings, test prompts could be among its training prompts.
+    With other data settings, test prompts could be among its training prompts. Unless they are given, an engine gets
+    the GPUs of the training's, or the most of them that divide N_GPUS, and no less of their memory than by default.
     """
-    own = {f.name for f in fields(Settings)} - REPORTING
+    own = {f.name for f in fields(Settings)} - REPORTING - {"N_GPUS"}
+    own |= {name for name in ("TP", "GPU_MEMORY_UTILIZATION") if not os.environ.get(name)}
     values = {name: value for name, value in recorded(run_dir)["settings"].items() if name in own}
     check_settings(run_dir, values)
     found = replace(s, **values | {"TASK": s.TASK})
+    share = max(found.GPU_MEMORY_UTILIZATION, s.GPU_MEMORY_UTILIZATION)  # trainings at once had a part of it
+    found = replace(found, TP=math.gcd(found.TP, found.N_GPUS), GPU_MEMORY_UTILIZATION=share)
     for name, followed in (("MAX_NEW_TOKENS", "MAX_RESPONSE_LENGTH"), ("EVAL_TEMPERATURE", "TEMPERATURE")):
         if getattr(s, name) == getattr(s, followed):
             found = replace(found, **{name: getattr(found, followed)})

@@ -226,7 +226,7 @@ def rl_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
     method_ = [*_truncated(s), *method(s.METHOD).overrides(s)]
     rollout += CORRECTIONS[s.ROLLOUT_CORRECTION]
     if sharing := os.environ.get("SHARED_GPU"):  # by launch/experiments.py; each worker imports verl: 0.7 GB
-        workers = max(1, VERLS_WORKERS // int(sharing))
+        workers = verl_versions.workers(s, max(1, VERLS_WORKERS // int(sharing)))
         rollout += [f"actor_rollout_ref.rollout.agent.num_workers={workers}", f"reward.num_workers={workers}"]
     overrides = [*data, *model_, *actor, *_micro_batches(s), *rollout, *_reward(s), *trainer, *_ray(s), *own, *method_]
     return verl_versions.translated(overrides, "ppo_trainer", s)
@@ -347,8 +347,15 @@ def resolved(config_name: str, overrides: list[str], arguments: Sequence[str] = 
 
 def check(config) -> None:
     """Raise SettingsError for what of ``config`` ("ppo_trainer") verl would refuse late, or silently not do."""
-    for problem in chain(_without_effect(config), _indivisible(config)):
+    for problem in chain(_not_fsdp(config), _without_effect(config), _indivisible(config)):
         raise SettingsError(problem)
+
+
+def _not_fsdp(config) -> Iterator[str]:
+    policy = config.actor_rollout_ref
+    for name, group in (("actor", policy.actor), ("ref", policy.ref), ("critic", config.critic)):
+        if group.strategy not in ("fsdp", "fsdp2"):
+            yield f"ARGS: {name}.strategy={group.strategy}: all stacks train with FSDP; leave it out"
 
 
 def _without_effect(config) -> Iterator[str]:

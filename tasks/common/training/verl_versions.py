@@ -27,14 +27,19 @@ class Differences:
     needed: Callable[[Settings], list[str]] = lambda s: []  # overrides that come before all others
 
 
-def _rl_of_061(s: Settings) -> list[str]:
+def workers(s: Settings, most: int) -> int:
+    """Agent-loop workers, up to ``most``. Those of 0.6.1 share a batch evenly or not at all (verl/protocol.py,
+    DataProto.chunk)."""
     rollouts = s.TRAIN_BATCH_SIZE * s.ROLLOUT_N
+    return most if has_own_trainers(s) else max(n for n in range(1, most + 1) if rollouts % n == 0)
+
+
+def _rl_of_061(s: Settings) -> list[str]:
     needed = [
         # The agent loop, the only mode of 0.9.1. It takes the chat from the row.
         "actor_rollout_ref.rollout.mode=async",
         "data.return_raw_chat=True",
-        # Its workers share a batch evenly or not at all (verl/protocol.py, DataProto.chunk); 8 are verl's default.
-        f"actor_rollout_ref.rollout.agent.num_workers={max(n for n in range(1, 9) if rollouts % n == 0)}",
+        f"actor_rollout_ref.rollout.agent.num_workers={workers(s, 8)}",  # verl's default, where they can share a batch
         # Off by default there; algorithm.rollout_correction does nothing without them.
         "actor_rollout_ref.rollout.calculate_log_probs=True",
         # With a custom sampler verl requires that the trainer's own process loads the data.

@@ -88,11 +88,14 @@ def weighed(log_probs: torch.Tensor, data: TensorDict, cap: float | str) -> tupl
     return response_to_nested(weights, data["response_mask"]), metrics
 
 
-def of_the_batch(metrics: dict, data: TensorDict) -> dict:
-    """``metrics`` of a micro-batch; OVER_TOKENS become its part of the mean over all tokens of the batch."""
+def of_the_batch(metrics: dict, data: TensorDict, cap: float | str) -> dict:
+    """``metrics`` of a micro-batch; OVER_TOKENS become its part of the mean over all tokens of the batch.
+
+    Without a token the part is 0: verl wants as many parts from every GPU. ``cap``: 0 without importance weights.
+    """
     counts = data["response_mask"].values().sum().item() / data["batch_num_tokens"] * data["dp_size"]
-    parts = {name: Metric(AggregationType.SUM, metrics[name] * counts) for name in OVER_TOKENS if name in metrics}
-    return metrics | parts
+    names = [name for name in OVER_TOKENS if cap or "rollout_is" not in name]
+    return metrics | {name: Metric(AggregationType.SUM, metrics.get(name, 0.0) * counts) for name in names}
 
 
 _ppo_loss = engine_workers.ppo_loss
@@ -108,14 +111,14 @@ def ppo_loss(config, model_output: dict, data: TensorDict, dp_group=None):
     nested, entropy = model_output["log_probs"].detach(), model_output["entropy"].detach()
     log_probs, entropy = (no_padding_2_padding(values, data) for values in (nested, entropy))
     data["old_log_probs"] = response_from_nested(nested, data["response_mask"])
-    found = {}
-    if cap := tensordict_utils.get_non_tensor_data(data=data, key=CAP, default=0):
+    found, cap = {}, tensordict_utils.get_non_tensor_data(data=data, key=CAP, default=0)
+    if cap and data["response_mask"].values().any():  # as in ``measured``
         data["rollout_is_weights"], found = weighed(log_probs, data, cap)
     if config.entropy_coeff == 0:  # verl would take its gradient, times 0
         model_output = {name: value for name, value in model_output.items() if name != "entropy"}
     loss, metrics = _ppo_loss(config, model_output, data, dp_group)
     found |= measured(config, log_probs, entropy, data)
-    return loss, metrics | of_the_batch(found, data)
+    return loss, metrics | of_the_batch(found, data, cap)
 
 
 engine_workers.ppo_loss = ppo_loss

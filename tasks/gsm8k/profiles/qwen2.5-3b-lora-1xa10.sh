@@ -1,5 +1,5 @@
 # shellcheck shell=bash
-# Qwen2.5-3B-Instruct with a LoRA adapter, on one A10 (24 GB); 1,024 + 4,096 tokens.
+# Qwen2.5-3B-Instruct with a LoRA adapter, on one A10 (24 GB); 1,024 + 4,096 tokens, on a100 + 2,048.
 default MODEL Qwen/Qwen2.5-3B-Instruct # of 7B the frozen base alone, in fp32, is 31 GB
 default N_GPUS 1
 default LORA_RANK 32 # all weights would take 49 GB
@@ -12,4 +12,4 @@ default ROLLOUT_N 8 # the group that a response is compared with
 default MAX_TOKENS_PER_GPU 5120 # the longest sequence
 default MICRO_BATCH_SIZE 1 # the same in SFT on a100
 default MAX_PROMPT_LENGTH 1024 # prompts with examples or a long instruction
-default MAX_RESPONSE_LENGTH 4096 # a chain of thought
+default MAX_RESPONSE_LENGTH 4096 a100=2048 # a chain of thought; a warm-up on a100 has no room for 5,120 tokens' logits

@@ -8,6 +8,7 @@ from unittest import mock
 
 import torch
 from verl import DataProto
+from verl.trainer.ppo import rollout_corr_helper
 from verl.trainer.ppo.core_algos import agg_loss
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
@@ -23,6 +24,7 @@ expect(
     "old_log_prob = log_prob.detach()",
     "entropy, log_prob = self._forward_micro_batch(\n                        model_inputs,",
     'rollout_is_weights = model_inputs.get("rollout_is_weights", None)',
+    "from verl.trainer.ppo.rollout_corr_helper import compute_rollout_corr_metrics_from_logprobs",
 )
 expect(
     RayPPOTrainer.fit,
@@ -56,6 +58,33 @@ def init_workers(self) -> None:
 RayPPOTrainer.init_workers = init_workers
 
 
+def with_a_token(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """``batch``, or one of equal log-probs where none of its tokens counts (TRUNCATED=masked).
+
+    verl's metrics and weights raise there, and each worker must have the same metrics.
+    """
+    if batch["response_mask"].any():
+        return batch
+    zeros = torch.zeros_like(batch["rollout_log_probs"])
+    equal = {"response_mask": torch.ones_like(batch["response_mask"]), "old_log_probs": zeros}
+    return batch | equal | {"rollout_log_probs": zeros}
+
+
+_metrics_from_logprobs = rollout_corr_helper.compute_rollout_corr_metrics_from_logprobs
+
+
+def metrics_from_logprobs(
+    log_prob: torch.Tensor, rollout_log_prob: torch.Tensor, response_mask: torch.Tensor
+) -> dict[str, float]:
+    """verl's, which the update calls for each micro-batch."""
+    batch = {"old_log_probs": log_prob, "rollout_log_probs": rollout_log_prob, "response_mask": response_mask}
+    batch = with_a_token(batch)
+    return _metrics_from_logprobs(batch["old_log_probs"], batch["rollout_log_probs"], batch["response_mask"])
+
+
+rollout_corr_helper.compute_rollout_corr_metrics_from_logprobs = metrics_from_logprobs
+
+
 def weighed(batch: dict[str, torch.Tensor], limit: float) -> tuple[torch.Tensor, dict]:
     """verl's truncated importance weights of tokens, shape (responses, tokens), and its metrics of them."""
     ratio = batch["old_log_probs"] - batch["rollout_log_probs"]
@@ -77,13 +106,14 @@ def update_policy(self, data: DataProto) -> dict:
         kept = {name: inputs[name] for name in ("responses", "response_mask", "rollout_log_probs")}
         parts.append(kept | {"old_log_probs": log_probs.detach(), "entropy": entropy.detach()})
         if limit:  # in place of the trainer's, which have no log-probs to be taken from
-            inputs["rollout_is_weights"], _ = weighed(parts[-1], limit)
+            inputs["rollout_is_weights"], _ = weighed(with_a_token(parts[-1]), limit)
         return entropy if calculate_entropy else None, log_probs
 
     with mock.patch.object(self, "_forward_micro_batch", forward_and_keep):
         metrics = _update_policy(self, data)
     batch = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     entropy = agg_loss(batch.pop("entropy"), batch["response_mask"], "token-mean")
+    batch = with_a_token(batch)
     found = calculate_debug_metrics(DataProto.from_dict(batch)) | {"actor/entropy": entropy}
     if limit:
         found |= weighed(batch, limit)[1]

@@ -29,7 +29,8 @@ def overrides(s: Settings) -> list[str]:
 def problem(config) -> str | None:
     """Why DAPO cannot train with verl's composed ``config`` (a DictConfig), in one line; None where it can."""
     if config.reward.reward_model.enable:
-        return "METHOD=dapo: drops groups by the task's reward while it samples; REWARD_MODEL scores only after that"
+        why = "drops groups by the task's reward while it samples; REWARD_MODEL scores only after that"
+        return f"METHOD=dapo: {why}; leave REWARD_MODEL out, or take another METHOD"
     if config.actor_rollout_ref.rollout.n < 2:
         return "ROLLOUT_N=1: METHOD=dapo compares the samples of a prompt; take 2 or more"
     return None

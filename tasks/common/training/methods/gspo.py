@@ -27,7 +27,7 @@ def one_update(name: str, config) -> str | None:
     actor = config.actor_rollout_ref.actor
     if actor.ppo_mini_batch_size < config.data.train_batch_size or actor.ppo_epochs > 1:
         return None
-    return (
-        f"METHOD={name} with one mini-batch a step: all ratios are 1, which is plain policy gradient; "
-        f"MINI_BATCH_SIZE={max(1, config.data.train_batch_size // MINI_BATCHES)} makes {MINI_BATCHES}"
-    )
+    size, left = divmod(config.data.train_batch_size, MINI_BATCHES)
+    other = f"a TRAIN_BATCH_SIZE that {MINI_BATCHES} divides" if left else f"MINI_BATCH_SIZE={size}"
+    why = "all ratios are 1, which is plain policy gradient"
+    return f"METHOD={name} with one mini-batch a step: {why}; {other} makes {MINI_BATCHES}"
