@@ -24,6 +24,7 @@ from tasks.common.machine.memory import EMBEDDED_CONFIG, Plan, shapes, shapes_of
 from tasks.common.machine.speed import QWEN25_3B
 from tasks.common.runs.folder import rl_dir
 from tasks.common.settings import load_settings
+from tasks.common.stacks import cpu
 from tests.helpers import ROOT, SMALL, exported, make, write_checkpoint
 
 SECONDS = 20
@@ -320,6 +321,19 @@ def test_the_embedded_models_shapes_are_those_of_its_package():
     file = next(Path(spec.origin).parent.glob("*.gguf"))
     tensors = GGUFReader(file).tensors
     assert shapes(EMBEDDED_CONFIG).parameters == sum(int(tensor.n_elements) for tensor in tensors)
+
+
+CPU_RECIPES = sorted((ROOT / "docs/results").glob("recipe-cpu-*-cpu.json"))
+
+
+@pytest.mark.parametrize("file", CPU_RECIPES, ids=lambda file: file.stem)
+def test_the_estimate_on_a_cpu_is_above_what_was_measured(file, monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", cpu.ENVIRONMENT["VLLM_CPU_KVCACHE_SPACE"])
+    monkeypatch.setattr(hardware, "number_bytes", lambda on_cpu: 2)  # they ran in bfloat16
+    task = file.stem.split("-")[2]
+    s = load_settings(exported(ROOT / f"tasks/{task}/train.sh", {"STACK": "cpu"}))
+    estimate = sum(memory.estimate(shapes(EMBEDDED_CONFIG), doctor.plan(s, [])).ram.values())
+    assert 1 < estimate / 1e9 / json.loads(file.read_text())["ram_gb"] < 1.3
 
 
 def test_the_estimate_follows_what_was_measured_on_a_gpu():

@@ -38,7 +38,7 @@ FUSED_CHUNK = 512  # tokens of logits at once with use_fused_kernels (verl/utils
 # Without use_remove_padding a micro-batch by tokens counts real tokens; padding then made up two thirds (countdown).
 PADDED = 3
 OVERHEAD = 2e9  # per GPU: CUDA contexts of trainer and vLLM, NCCL's buffers, CUDA graphs; assumed, not measured
-PROCESSES = 7.4e9  # RAM of verl's, Ray's and vLLM's processes on the CPU; measured: docs/DOCTOR.md
+PROCESSES = 6.2e9  # RAM of verl's, Ray's and vLLM's processes on the CPU; measured: docs/DOCTOR.md
 MACHINE = 8  # GPUs that one machine has at most
 SHARES = [percent / 100 for percent in range(30, 95, 5)]  # of a GPU for vLLM, that doctor advises
 TRAINER = 1.5e9  # RAM of a trainer without them
