@@ -91,6 +91,16 @@ def test_a_rule_fires_at_its_step_and_not_short_of_it(rule, ill, fine):
     assert found({12: fine}) == []
 
 
+def test_a_step_without_a_counted_token_has_means_of_none():
+    means = {"critic/advantages/mean": float("nan"), "response_length/max": 64.0}
+    masked = replace(SETTINGS, TRUNCATED="masked")
+    rules = [
+        {finding.rule for finding in findings({1: means | {"response_length/clip_ratio": share}}, settings)}
+        for share, settings in ((1.0, masked), (0.9, masked), (1.0, SETTINGS))
+    ]
+    assert rules == [set(), {"nan"}, {"nan"}]
+
+
 def test_truncation_counts_when_it_stays():
     cut, short = ({"response_length/clip_ratio": share, "response_length/max": 64.0} for share in (0.31, 0.29))
     assert found({1: cut}) == [] == found({11: cut, 12: short, 13: cut})

@@ -265,5 +265,8 @@ def test_the_lock_of_a_task_holds_without_its_number_on_a_full_disk(settings):
             first.enter_context(_locked(settings))
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-        with pytest.raises(SettingsError, match=r"is already running \(process unknown\)$"), _locked(settings):
+        with (
+            pytest.raises(SettingsError, match=r"is already running \(process unknown\); wait for it"),
+            _locked(settings),
+        ):
             pass

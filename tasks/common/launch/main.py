@@ -294,7 +294,8 @@ def _locked(s: Settings) -> Iterator[None]:
         except BlockingIOError:
             lock.seek(0)
             holder = lock.read().strip() or "unknown"
-            raise SettingsError(f"TASK={s.TASK}: is already running (process {holder})") from None
+            other = "wait for it, or give this one other ARTIFACTS"
+            raise SettingsError(f"TASK={s.TASK}: is already running (process {holder}); {other}") from None
         lock.truncate(0)
         with contextlib.suppress(OSError):  # a full disk: the lock holds without the number
             os.write(lock.fileno(), str(os.getpid()).encode())

@@ -86,6 +86,8 @@ def _for_steps(count: int, row: dict, before: list[dict], holds: Callable[[dict]
 
 
 def _nan(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
+    if s.TRUNCATED == "masked" and row.get("response_length/clip_ratio") == 1:
+        return  # no token counts, and verl's means are of none
     trained = ("actor/", "critic/", "train/")
     names = [n for n, v in row.items() if n.startswith(trained) and isinstance(v, float) and not math.isfinite(v)]
     if names:
