@@ -346,7 +346,7 @@ def test_goals_of_single_turn_tasks_are_refused_before_anything_starts(goal, tmp
     errors = [line for line in result.stdout.splitlines() if line.startswith("error:")]
     said = f"TASK=calculator: has episodes of several turns; `make {goal}` is for single-turn tasks"
     if goal == "dpo":
-        said = "METHOD=dpo: is for single-turn tasks; TASK=calculator has episodes"
+        said = "METHOD=dpo: is for single-turn tasks; TASK=calculator has episodes; take another METHOD"
     assert result.returncode != 0 and errors == [f"error: {said}"]
     assert not list(tmp_path.iterdir())
 
