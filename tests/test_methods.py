@@ -87,7 +87,7 @@ def test_two_seeds_of_two_methods_two_at_a_time(variables):
     assert "4 trainings, 2 at a time" in result.stdout
     (file,) = Path(variables["ARTIFACTS"]).glob(f"experiments/{TASK}/start-dr_grpo-reinforce_pp-*/experiment.json")
     found = json.loads(file.read_text())
-    labels = [f"{method}@1e-05#{seed}" for seed in (42, 43) for method in ("dr_grpo", "reinforce_pp")]
+    labels = [f"{method}@1e-05#{seed}" for method in ("dr_grpo", "reinforce_pp") for seed in (42, 43)]  # by arm
     assert list(found["training"]) == labels
     assert found["differences"]["reinforce_pp - dr_grpo"]["score"]["test"] == "t, 2 seeds x 8 prompts"
     records = [json.loads((run / "launches/000/launch.json").read_text()) for run in runs_of(variables, "dr_grpo")]
