@@ -110,12 +110,12 @@ def test_ram_is_that_of_the_processes_below_the_command(monkeypatch):
 
 
 def test_a_setting_of_the_shell_reaches_no_command(written, tmp_path, monkeypatch):
-    for name in ("LR", "STEPS", "SEEDS", "FILE", "HF_HOME"):
+    for name in ("LR", "STEPS", "SEEDS", "ARGS", "FILE", "HF_HOME"):
         monkeypatch.setenv(name, "7")
-    shows = f'echo "${{LR-}} ${{STEPS-}} ${{SEEDS-}} ${{FILE-}} $HF_HOME" >{tmp_path}/seen\n'
-    assert written("0", shows + leaves(tmp_path))[0] == 0 and (tmp_path / "seen").read_text() == "    7\n"
+    shows = f'echo "${{LR-}} ${{STEPS-}} ${{SEEDS-}} ${{ARGS-}} ${{FILE-}} $HF_HOME" >{tmp_path}/seen\n'
+    assert written("0", shows + leaves(tmp_path))[0] == 0 and (tmp_path / "seen").read_text() == "     7\n"
     written("0\n# takes: FILE", shows + leaves(tmp_path))
-    assert (tmp_path / "seen").read_text() == "   7 7\n"
+    assert (tmp_path / "seen").read_text() == "    7 7\n"
 
 
 def test_a_result_says_what_data_it_is_of(written, tmp_path):

@@ -153,7 +153,7 @@ def machine(stack: str) -> dict:
 
 def run(recipe: Recipe, stack: str) -> dict:
     """Run ``recipe`` from an empty folder of its own; what it came to. Raises SettingsError if the command fails."""
-    ours = {"NAME", *(each.name for kind in (Settings, Command) for each in fields(kind))} - {*recipe.takes}
+    ours = {"NAME", "ARGS", *(each.name for kind in (Settings, Command) for each in fields(kind))} - {*recipe.takes}
     environment = {name: value for name, value in outside_make().items() if name not in ours}
     folder = artifacts() / "recipes" / f"{recipe.name}-{stack}"
     environment |= {"ARTIFACTS": str(folder), "STACK": stack}
