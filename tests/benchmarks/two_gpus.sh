@@ -73,7 +73,7 @@ scale2() { scale_step 2 128 && scale_step 2 256; }
 scale() { ours scale "$OUT" "$OUT/scale.json"; }
 
 if [ "${1:-}" = --inside ]; then # in a process of its own, which timeout ends with all that it started
-  "$2"
+  "${@:2}"
   exit
 fi
 for part in "${@:-${PARTS[@]}}"; do
