@@ -105,6 +105,10 @@ def test_the_warm_up_is_the_start_and_no_training_of_the_experiment(workplace): 
         run_dir = runs / label.partition("@")[0]
         (run_dir / "metrics").mkdir(parents=True)
         (run_dir / "metrics/000.jsonl").write_text(json.dumps({"step": 1, "data": step[kind]}) + "\n")
+        made = {"MODEL": "m", "METHOD": "grpo", "INIT": "base", "STACK": "cpu", "STEPS": 1, "SFT_STEPS": 1, "N_GPUS": 1}
+        made |= {"MINI_BATCH_SIZE": 16, "CLIP_HIGH": 0.28 if "dapo" in label else 0.2}
+        texts = {"kind": kind, "fingerprint": "0", "start": "", "base": "", "arguments": []}
+        (run_dir / "settings.json").write_text(json.dumps({**texts, "settings": made}))
         model = workplace.model(label, table([1, 2, 0, 1, 1, 0], N, [False] * PROMPTS))
         models.append(f"{label}={model.rename(run_dir / 'model')}")
     found, said = found_by(workplace, models)
@@ -112,6 +116,8 @@ def test_the_warm_up_is_the_start_and_no_training_of_the_experiment(workplace): 
     figures |= {"reward_first": 0.25, "reward_last": 0.25}
     assert found["training"] == dict.fromkeys(("rloo@1e-06#1", "dapo@1e-06#1"), figures)
     assert "reward, first quarter" in said
+    assert found["settings"]["MINI_BATCH_SIZE"] == 16 and "CLIP_HIGH" not in found["settings"]
+    assert found["settings_of_arms"] == {"rloo": {"CLIP_HIGH": 0.2}, "dapo": {"CLIP_HIGH": 0.28}}
 
 
 # ---- which trainings

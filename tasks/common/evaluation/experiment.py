@@ -10,7 +10,7 @@ from tasks.common.evaluation.statistics import pooled_mean
 from tasks.common.evaluation.summary import Difference, by_prompt, differences, summarize
 from tasks.common.evaluation.tables import comparison_table, markdown_table, markdown_text, p_text, show_table, sizes
 from tasks.common.files import write_json, write_text
-from tasks.common.runs.folder import read_metrics, run_of
+from tasks.common.runs.folder import read_metrics, recorded, run_of
 from tasks.common.settings import REPORTING, Settings, artifacts, fingerprint
 
 START = "start"
@@ -49,6 +49,18 @@ def training_figures(s: Settings, model: str) -> dict | None:
     figures = {"seconds": seconds.sum(), "seconds_per_step": seconds.mean(), "entropy_last": entropy[-1:].mean()}
     figures |= {"reward_first": rewards[:quarter].mean(), "reward_last": rewards[-quarter:].mean()}
     return {"steps": len(steps), **{name: float(value) for name, value in figures.items() if pd.notna(value)}}
+
+
+def training_settings(s: Settings, arms: list[Arm], models: dict[str, str]) -> tuple[dict, dict[str, dict]]:
+    """The settings that the trainings share, and by arm those that it does not. From the runs' records, for an arm
+    trains with its method's defaults and the mini-batches of all; from ``s`` where no run made its model."""
+    runs = {arm.name: run_of(models[arm.labels[0]], s.runs_dir) for arm in arms}
+    made = {name: (recorded(run) if run else {}).get("settings") or asdict(s) for name, run in runs.items()}
+    shown = [name for name in asdict(s) if name not in (REPORTING | SWEPT) - {"STEPS", "SELF_PLAY_ROUNDS"}]
+    own = [name for name in shown if len({str(each.get(name)) for each in made.values()}) > 1]
+    first = next(iter(made.values()))
+    shared = {name: first.get(name) for name in shown if name not in own}
+    return shared, {arm: {name: each.get(name) for name in own} for arm, each in made.items() if own}
 
 
 def pooled(
@@ -108,10 +120,11 @@ def experiment(s: Settings, scoring: Scoring, models: dict[str, str]) -> int:
             shown[arm.name] = shown[arm.name] | {"metrics": metrics}
 
     folder = artifacts() / "experiments" / s.TASK / f"{'-'.join([START, *best])}-{fingerprint({'models': models})}"
-    settings = {name: value for name, value in asdict(s).items() if name not in REPORTING | SWEPT}
+    shared, own = training_settings(s, arms, models)
     found = {
         "models": models,
-        "settings": settings | {"STEPS": s.STEPS, "SELF_PLAY_ROUNDS": s.SELF_PLAY_ROUNDS},
+        "settings": shared,
+        "settings_of_arms": own,
         "rates": {"chosen": {method: arm.rate for method, arm in best.items()}, "by": how},
         "training": training,
         "summaries": summaries,
@@ -145,10 +158,14 @@ def experiment(s: Settings, scoring: Scoring, models: dict[str, str]) -> int:
         parts += [f"## {name}", markdown_table(*table)]
     if how:
         print(f"rates: {', '.join(f'{name} {arm.rate:g}' for name, arm in best.items())}; chosen by {how}")
-    parts += ["## settings", ", ".join(f"{k}={v}" for k, v in found["settings"].items() if v != "")]
+    parts += ["## settings", _listed(shared), *(f"- {arm}: {_listed(each)}" for arm, each in own.items())]
     write_text(folder / "experiment.md", "\n\n".join(parts) + "\n")
     print(f"{folder}/experiment.json, .md")
     return report_errors([r for each in rollouts.values() for r in each])
+
+
+def _listed(settings: dict) -> str:
+    return ", ".join(f"{name}={value}" for name, value in settings.items() if value != "")
 
 
 def _chosen(s: Settings, scoring: Scoring, models, arms: list[Arm], tables, root) -> tuple[dict[str, Arm], str]:
