@@ -500,7 +500,7 @@ def test_make_eval_looks_whether_patience_ended_the_run(workplace, monkeypatch):
     trained = hf_folder(run_dir)
     (trained / "table.json").write_text((base / "table.json").read_text())
     result = workplace.run("eval", f"base={base}", f"grpo={trained}", N="16")
-    assert result.returncode == 0 and "more steps: the same command with PATIENCE=0\n" in result.stdout
+    assert result.returncode == 0 and "more steps of this run: the same command with PATIENCE=0\n" in result.stdout
 
 
 @pytest.mark.medium

@@ -53,9 +53,9 @@ def test_the_bar_shows_a_step_that_logged_a_validation_alone(settings, tmp_path)
 
 
 CLOSED = [
-    ({"STEPS": 4, "PATIENCE": 0}, "STEPS=8    # continues"),
-    ({"STEPS": 9, "PATIENCE": 1}, "PATIENCE=0    # continues"),
-    ({"STEPS": 4, "PATIENCE": 1}, "STEPS=8 PATIENCE=0    # continues"),
+    ({"STEPS": 4, "PATIENCE": 0}, "STEPS=8    # more steps"),
+    ({"STEPS": 9, "PATIENCE": 1}, "PATIENCE=0    # more steps"),
+    ({"STEPS": 4, "PATIENCE": 1}, "STEPS=8 PATIENCE=0    # more steps"),
     ({"METHOD": "dpo"}, "SELF_PLAY_ROUNDS=2    # pairs"),
     ({"METHOD": "dpo", "PAIRS_FILE": "pairs.parquet"}, "DPO_EPOCHS=2    # more"),
 ]

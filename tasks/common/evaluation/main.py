@@ -17,7 +17,7 @@ from tasks.common.interrupts import interrupt_on_sigterm
 from tasks.common.process import errors_in_one_line
 from tasks.common.rewards.answers import JudgeError
 from tasks.common.rewards.environment import Environment
-from tasks.common.runs.folder import ended_early, last_step, recorded, run_of
+from tasks.common.runs.folder import more_training, run_of
 from tasks.common.settings import Command, Settings, SettingsError, artifacts, fingerprint, load_settings
 
 STOPPED = "stopped; finished samples are kept, the same command continues"
@@ -63,10 +63,13 @@ def next_steps(s: Settings, start: str, change: Estimate, warm_up: dict | None, 
         return _after_a_loss(s)
     file = probe.newest(s.TASK, lambda model: model == start)
     without = f"make probe TASK={s.TASK} says whether the data has signal for it"
+    more = [f"{what}: the same command with {change}" for change, what in more_training(s, run_dir)]
+    if s.METHOD == "dpo":
+        more[-1] += f", or a weaker pull to the start: DPO_BETA={s.DPO_BETA / 2:g}"
     rare = warm_up is not None and warm_up["value"] < probe.RARE
     return [
         *([f"a longer warm-up, which is right too rarely to learn from: SFT_STEPS={2 * s.SFT_STEPS}"] if rare else []),
-        *_more_training(s, run_dir),
+        *more,
         f"the probe of the model it started from: {read_json(file)['conclusion'] if file else without}",
         f"another learning rate: LR={2 * s.LR:g}, and lower if the reward falls",
         "more test prompts: a larger TEST_SIZE narrows the interval",
@@ -83,19 +86,6 @@ def _after_a_loss(s: Settings) -> list[str]:
         rate if s.METHOD == "distill" else f"{rate}, or KL_COEF={2 * s.KL_COEF or 0.01:g}",
         "an earlier checkpoint: validate (TEST_FREQ), keep more (KEEP) and take STEP=best",
     ]
-
-
-def _more_training(s: Settings, run_dir: Path | None) -> list[str]:
-    """How to train the run of ``s`` longer; its last launch's record says how long it was to be."""
-    made = recorded(run_dir).get("settings", {}) if run_dir else {}
-    steps, patience, rounds = (made.get(name, getattr(s, name)) for name in ("STEPS", "PATIENCE", "SELF_PLAY_ROUNDS"))
-    if s.METHOD == "dpo":
-        own = f"pairs of the new policy's samples: the same command with SELF_PLAY_ROUNDS={rounds + 1}"
-        epochs = f"DPO_EPOCHS={s.DPO_EPOCHS + 1}, or a weaker pull to the start: DPO_BETA={s.DPO_BETA / 2:g}"
-        return [*([] if s.PAIRS_FILE else [own]), f"more epochs over the pairs: {epochs}"]
-    ended = bool(run_dir) and ended_early(run_dir, patience)
-    more = [] if ended and last_step(run_dir) < steps else [f"STEPS={2 * steps}"]
-    return [f"more steps: the same command with {' '.join([*more, *(['PATIENCE=0'] if ended else [])])}"]
 
 
 def summarized(

@@ -323,15 +323,8 @@ def closing(s: Settings, run_dirs: list[Path]) -> None:
     seconds = sum(row.get("timing_s/step", 0.0) for row in rows)
     steps = sum(map(folder.last_step, run_dirs))
     print(f"{steps} steps, {seconds:.0f} s of training{total_time()}; all of it in {run_dirs[-1]}\n\nNext:")
-    if s.METHOD == "dpo" and s.PAIRS_FILE:
-        more = f"DPO_EPOCHS={s.DPO_EPOCHS + 1}    # more epochs over the pairs"
-    elif s.METHOD == "dpo":
-        more = f"SELF_PLAY_ROUNDS={s.SELF_PLAY_ROUNDS + 1}    # pairs of the new policy's samples"
-    else:
-        more = [f"STEPS={2 * s.STEPS}"] if folder.last_step(run_dirs[-1]) >= s.STEPS else []
-        more += ["PATIENCE=0"] if not more or folder.ended_early(run_dirs[-1], s.PATIENCE) else []
-        more = f"{' '.join(more)}    # continues this run"
-    print(f"  the same command with {more}")
+    change, what = folder.more_training(s, run_dirs[-1])[0]
+    print(f"  the same command with {change}    # {what}")
     print(f"  make compare TASK={s.TASK}    # base, warm-up and trained with tests, prompts gained and lost; files")
     print(f"  make chat TASK={s.TASK}    # talk to it")
     print("  make new TASK=my_task    # a task of your own")

@@ -210,6 +210,19 @@ def ended_early(run_dir: Path, patience: int) -> bool:
     return validation.ends_early({step: row for step, row in metrics.items() if step <= last}, patience)
 
 
+def more_training(s: Settings, run_dir: Path | None) -> list[tuple[str, str]]:
+    """What makes the same command train the run of ``s`` longer: variables, and what they do, the first choice first.
+    The record of its last launch says how long it was to be."""
+    made = recorded(run_dir).get("settings", {}) if run_dir else {}
+    steps, patience, rounds = (made.get(name, getattr(s, name)) for name in ("STEPS", "PATIENCE", "SELF_PLAY_ROUNDS"))
+    if s.METHOD == "dpo":
+        own = (f"SELF_PLAY_ROUNDS={rounds + 1}", "pairs of the new policy's samples")
+        return [*([] if s.PAIRS_FILE else [own]), (f"DPO_EPOCHS={s.DPO_EPOCHS + 1}", "more epochs over the pairs")]
+    ended = bool(run_dir) and ended_early(run_dir, patience)
+    more = [] if ended and last_step(run_dir) < steps else [f"STEPS={2 * steps}"]
+    return [(" ".join([*more, *(["PATIENCE=0"] if ended else [])]), "more steps of this run")]
+
+
 def wanted_steps(run_dir: Path, s: Settings) -> float:
     """STEPS; for DPO the steps that its pairs make, as the launch that had them noted; infinite before that."""
     return recorded(run_dir).get("settings", {}).get("STEPS", math.inf) if s.METHOD == "dpo" else s.STEPS
