@@ -8,7 +8,7 @@
 # shellcheck disable=SC2329 # the functions are called by their names
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit
-RUNS=(learn gspo ppo egpo dpo lora resume gsm8k tool_calling econ_agent engines speed speed_3b trl_3b kept kept_3b methods)
+RUNS=(learn gspo ppo egpo dpo lora resume gsm8k tool_calling econ_agent engines speed speed_3b kept kept_3b methods)
 STACK=${STACK:?set STACK to a100 or current}
 OUT=${ARTIFACTS:-$PWD/artifacts}/on_a_gpu/$STACK
 
@@ -63,9 +63,10 @@ engines() { # several on one GPU
     MODEL=embedded "${PYTHON:-.venv/bin/python}" -m tests.benchmarks.two_gpus shared \
       "$ARTIFACTS/data/countdown/test.parquet" "$OUT/engines.json"
 }
-speed() { start bench_training "${STEP[@]}" ARGS="--variants ours,example,naive --steps 4 --out $OUT/speed.json"; }
-speed_3b() { start bench_training "${STEP[@]}" ARGS="--random-3b --variants ours,example --steps 4 --out $OUT/speed_3b.json"; }
-trl_3b() { start bench_training "${STEP[@]}" ARGS="--random-3b --variants trl --steps 3 --out $OUT/trl_3b.json"; }
+PEERS=ours,trl,example # in one run, one after the other; a100 has an older TRL
+[ "$STACK" = a100 ] && PEERS=ours,example
+speed() { start bench_training "${STEP[@]}" ARGS="--variants $PEERS,naive --steps 4 --out $OUT/speed.json"; }
+speed_3b() { start bench_training "${STEP[@]}" ARGS="--random-3b --variants $PEERS --steps 3 --out $OUT/speed_3b.json"; }
 KEPT=actor_rollout_ref.model.enable_gradient_checkpointing=False # all activations kept: nothing is computed twice
 kept() { start bench_training "${STEP[@]}" ARGS="--variants ours --steps 4 --out $OUT/kept.json $KEPT"; }
 kept_3b() { # 3,072 tokens a pass: about 5 MB of activations a token
