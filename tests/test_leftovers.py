@@ -82,11 +82,18 @@ class Tree:
         assert len(self.left()) == 6
 
     def left(self) -> list:
-        alive = [pid for pid in self.processes if psutil.pid_exists(pid) and psutil.Process(pid).status() != "zombie"]
-        return [*alive, *(file for file in self.files if file.exists())]
+        return [*filter(runs, self.processes), *(file for file in self.files if file.exists())]
 
     def output(self) -> str:
         return self.launcher.communicate(timeout=30)[0]
+
+
+def runs(pid: int) -> bool:
+    """Whether the process ``pid`` is there, and no zombie."""
+    try:
+        return psutil.Process(pid).status() != "zombie"
+    except psutil.NoSuchProcess:  # it may end between any two looks
+        return False
 
 
 def wait_until(holds, seconds: float) -> None:
@@ -132,7 +139,7 @@ def test_ten_seconds_after_a_kill_nothing_is_left(kill, tmp_path):
     tree.launcher.wait()
     wait_until(lambda: tree.left() == [], 10)
     assert len(guards) == 1
-    wait_until(lambda: not psutil.pid_exists(guards[0]) or psutil.Process(guards[0]).status() == "zombie", 10)
+    wait_until(lambda: not runs(guards[0]), 10)
 
 
 @pytest.mark.slow
