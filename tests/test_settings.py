@@ -606,10 +606,10 @@ def test_editing_a_value_takes_effect_on_a_machine_without_a_gpu(tmp_path):
     shutil.copytree(ROOT / "tasks/countdown", tmp_path / "tasks/countdown")
     train_sh = tmp_path / "tasks/countdown/train.sh"
     text = train_sh.read_text()
-    assert exported(train_sh, {})["STEPS"] == "10"
-    train_sh.write_text(text.replace("STEPS 100 cpu=10", "STEPS 300 cpu=12"))
+    assert exported(train_sh, {})["STEPS"] == "8"
+    train_sh.write_text(text.replace("STEPS 100 cpu=8", "STEPS 300 cpu=12"))
     assert exported(train_sh, {})["STEPS"] == "12"
-    train_sh.write_text(text.replace("STEPS 100 cpu=10", "STEPS 300"))
+    train_sh.write_text(text.replace("STEPS 100 cpu=8", "STEPS 300"))
     assert exported(train_sh, {})["STEPS"] == "300"
     assert exported(train_sh, {"STEPS": "5", "TASK": "ignored"})["STEPS"] == "5"
 

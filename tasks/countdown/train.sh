@@ -9,7 +9,7 @@ default DIFFICULTY hard cpu=easy                # easy: 2 numbers up to 99 | har
 default TRAIN_SIZE 8192 cpu=512                 # training prompts
 default TEST_SIZE 512 cpu=128                   # held-out prompts
 default SFT_STEPS 64 cpu=4                      # steps of the warm-up; on a CPU few: RL is to learn the rest
-default STEPS 100 cpu=10                        # training steps
+default STEPS 100 cpu=8                         # training steps
 default MAX_PROMPT_LENGTH 256 cpu=128           # tokens
 default MAX_RESPONSE_LENGTH 1024 cpu=64         # tokens
 
