@@ -41,6 +41,10 @@ def test_responses_that_are_cut_off_end_no_step(result):
     assert every["rollout_corr/kl"] == 0 < half["rollout_corr/kl"] < none["rollout_corr/kl"]
 
 
+def test_a_whole_step_that_is_cut_off_is_not_measured(result):
+    assert result["none counts"] == [{}, {}]
+
+
 def test_mini_batches_of_several_gpus_are_of_mixed_lengths(result):
     """What the shuffling is for: verl's own order has all the long responses in the middle of the step."""
     for name, least, most in (("verl", 200, 400), ("own", 0, 60), ("next step", 0, 60)):

@@ -244,6 +244,25 @@ def test_a_teachers_gpu_is_counted_where_one_of_an_experiments_methods_has_a_tea
     assert str(error) == "gpu: N_GPUS=2 and 1 for TEACHER, and there are 2; set N_GPUS=1"
 
 
+def test_the_gpus_that_are_advised_share_the_batches(monkeypatch):
+    def advised(there: int, **changes: str) -> str:
+        s = settings(monkeypatch, **changes)
+        found = replace(smi(4, 4), gpus=(smi(4, 4).gpus * 4)[:there])
+        return next(f.fix for f in doctor.of_machine(s, found) if f.state == "error")
+
+    distill = {"METHOD": "distill", "TEACHER": "some/model"}
+    assert advised(8, **distill, N_GPUS="8") == "set N_GPUS=4"  # 7 divide no batch
+    assert advised(6, N_GPUS="8") == "set N_GPUS=4"
+    assert advised(1, **distill, N_GPUS="1") == "take a machine with more"
+
+
+@pytest.mark.parametrize("value", ["1.5GB", "2.5", "-1"])
+def test_a_cache_on_a_cpu_is_a_whole_number(value, monkeypatch):
+    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", value)
+    said = [str(f) for f in doctor.batches_and_memory(settings(monkeypatch, STACK="cpu"), [], "train", None)]
+    assert said == [f"settings: VLLM_CPU_KVCACHE_SPACE={value}: must be a whole number of GiB; correct the variable"]
+
+
 def test_memory_that_another_process_has_is_not_counted(monkeypatch, small_model):
     s = settings(monkeypatch, MODEL=str(small_model), MICRO_BATCH_SIZE="1", GPU_MEMORY_UTILIZATION="0.5")
     planned = doctor.plan(s, [])

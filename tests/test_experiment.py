@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -169,6 +170,27 @@ def test_a_group_of_gpus_has_one_for_the_teacher(monkeypatch):
     runs = planned(monkeypatch, **changes, METHODS="grpo,distill")
     assert [run.TEACHER for run in runs.values()] == ["", "some/model"]
     assert experiments.gpu_groups(runs, 8) == [["0", "1", "2"], ["3", "4", "5"]]
+
+
+@pytest.mark.parametrize(("methods", "refused"), [("grpo,distill", False), ("grpo,gspo", True)])
+def test_a_teacher_needs_one_of_an_experiments_methods(methods, refused, monkeypatch):
+    """Without METHOD, the task's own one has no teacher."""
+    given = {"TASK": "countdown", "STACK": "current", "N_GPUS": "1", "TEACHER": "some/model", "METHODS": methods}
+    for name, value in (given | {"STAGE": "experiment"}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("METHOD", raising=False)
+    monkeypatch.setattr(main, "about", lambda job: job)
+    monkeypatch.setattr(main.verl_versions, "check_installed", lambda s: None)
+    monkeypatch.setattr(main.doctor, "before_training", lambda *_: None)
+    monkeypatch.setattr(main, "_locked", lambda s: nullcontext())
+    found = {}
+    monkeypatch.setattr(main, "experiment", lambda job, runs: found.update(runs))
+    if refused:
+        with pytest.raises(SettingsError, match="TEACHER=some/model: is for METHOD=distill; METHOD=grpo has none"):
+            main.main("experiment", [])
+    else:
+        main.main("experiment", [])
+        assert {run.METHOD: run.TEACHER for run in found.values()} == {"grpo": "", "distill": "some/model"}
 
 
 def test_the_comparison_takes_the_gpus_of_all_trainings_whatever_the_batch_is(monkeypatch):

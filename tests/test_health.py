@@ -101,6 +101,16 @@ def test_a_step_without_a_counted_token_has_means_of_none():
     assert rules == [set(), {"nan"}, {"nan"}]
 
 
+def test_a_step_that_trained_nothing_has_not_diverged():
+    """Episodes that all ended by MAX_TURNS (masked), or a rollout that ROLLOUT_CORRECTION=sequence rejected whole."""
+    none = float("nan")
+    idle = {"critic/advantages/mean": none, "critic/returns/max": none, "actor/entropy": none, "actor/grad_norm": 0.0}
+    idle |= {"critic/score/mean": 0.1, "response_length/clip_ratio": 0.02}
+    assert found({1: idle}) == []
+    for name, value in (("actor/grad_norm", 0.1), ("critic/score/mean", none), ("critic/vf_loss", none)):
+        assert ("nan", 1) in found({1: idle | {name: value}})
+
+
 def test_truncation_counts_when_it_stays():
     cut, short = ({"response_length/clip_ratio": share, "response_length/max": 64.0} for share in (0.31, 0.29))
     assert found({1: cut}) == [] == found({11: cut, 12: short, 13: cut})
@@ -117,6 +127,12 @@ def test_kl_below_the_band_counts_when_it_stays_there():
     low = {step: {"actor/kl_loss": 0.00005} for step in range(1, 21)}
     assert found(low) == [("kl", step) for step in range(10, 21)]
     assert found(low | {8: {"actor/kl_loss": 0.001}}) == [("kl", step) for step in (18, 19, 20)]
+
+
+def test_a_policy_that_waits_for_its_critic_is_not_below_the_band():
+    critic_alone = {step: {"actor/reward_kl_penalty": 0.0} for step in range(1, 11)}  # CRITIC_WARMUP=10
+    trained = {step: {"actor/reward_kl_penalty": 0.0, "actor/grad_norm": 1.0} for step in range(11, 21)}
+    assert [each.step for each in findings(critic_alone | trained, SETTINGS) if each.rule == "kl"] == [20]
 
 
 def test_a_mismatch_counts_when_it_lasts():

@@ -269,6 +269,7 @@ def test_number_beyond_any_float_is_no_crash(name):
         ({"DEV_SIZE": "0"}, ("TEST_FREQ=5", "DEV_SIZE")),
         ({"PATIENCE": "2", "TEST_FREQ": "0"}, ("PATIENCE=2", "TEST_FREQ")),
         ({"LR_WARMUP": "10"}, ("LR_WARMUP=10", "STEPS=10", "set it lower")),
+        ({"METHOD": "ppo", "LR_WARMUP": "9"}, ("LR_WARMUP=9", "STEPS=10 after CRITIC_WARMUP=1")),
         (
             {"METHOD": "ppo", "PATIENCE": "3", "TEST_FREQ": "1", "CRITIC_WARMUP": "3"},
             ("PATIENCE=3 x TEST_FREQ=1", "CRITIC_WARMUP=3", "set PATIENCE higher"),
@@ -279,6 +280,27 @@ def test_values_that_do_not_fit_together_are_named_in_one_line(changes, names):
     message = error_of(**changes)
     assert all(name in message for name in names)
     assert "\n" not in message
+
+
+@pytest.mark.parametrize("name", ["SEED", "TRAIN_SEED", "EVAL_SEED"])
+def test_a_seed_that_numpy_refuses_is_refused_at_once(name):
+    assert f"{name}=20261127120000: must be 0 or more and below 2147483648" in error_of(**{name: "20261127120000"})
+    assert getattr(load(**{name: str(2**31 - 1)}), name) == 2**31 - 1
+
+
+def test_a_command_is_not_held_to_what_it_does_not_use():
+    three = {
+        "STACK": "current",
+        "N_GPUS": "3",
+        "TRAIN_BATCH_SIZE": "48",
+        "MINI_BATCH_SIZE": "48",
+        "SFT_BATCH_SIZE": "64",
+    }
+    assert load(**three, INIT="base").N_GPUS == 3
+    for other in ({"INIT": "sft"}, {"INIT": "base", "STAGE": "sft"}):
+        assert "N_GPUS=3: must divide SFT_BATCH_SIZE=64" in error_of(**three, **other)
+    one = {"STACK": "current", "N_GPUS": "1", "SP": "2", "MAX_TOKENS_PER_GPU": "1000"}
+    assert load(**one, STAGE="eval").SP == 2 and "SP=2: must divide N_GPUS=1" in error_of(**one)
 
 
 def test_the_rate_may_rise_until_the_last_step():
@@ -718,6 +740,6 @@ def test_the_tokens_of_a_pass_are_checked_where_a_training_takes_them():
 
 @pytest.mark.parametrize("stack", ["a100", "current"])
 def test_a_sequence_may_be_longer_than_the_tokens_of_one_of_the_gpus_that_share_it(stack):
-    lengths = {"MAX_TOKENS_PER_GPU": "100", "MAX_PROMPT_LENGTH": "96", "MAX_RESPONSE_LENGTH": "96"}
+    lengths = {"MAX_TOKENS_PER_GPU": "100", "MAX_PROMPT_LENGTH": "48", "MAX_RESPONSE_LENGTH": "48"}
     s = load(STACK=stack, N_GPUS="4", SP="2", **lengths)
     assert s.SP * s.MAX_TOKENS_PER_GPU > 192 > s.MAX_TOKENS_PER_GPU

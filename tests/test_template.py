@@ -159,7 +159,7 @@ REFUSED = [pair for pair in PAIRS if not accepted(pair) and pair["source"] != "v
 ACCEPTED = [pair | other for pair, other in zip(filter(accepted, PAIRS), itertools.cycle(OTHER_CHOICES), strict=False)]
 # A multi-turn task, under two names: nothing but the method and LoRA can be chosen.
 MULTI = {"turns": "multi", "reward": "math", "source": "generate"}
-ACCEPTED += [MULTI | {"method": "gspo", "lora": "yes"}, MULTI | {"method": "grpo", "lora": "no"}]
+ACCEPTED += [MULTI | {"method": "gspo", "lora": "yes"}, MULTI | {"method": "dapo", "lora": "no"}]
 # Short and long names, before and after `common` in the order of imports; a long name makes long lines.
 NAMES = {f"{'az'[i % 2]}{i}".ljust(40 if i % 3 == 0 else 0, "x"): answers for i, answers in enumerate(ACCEPTED)}
 ABOUT = {name: "-".join(answers.values()) for name, answers in NAMES.items()}

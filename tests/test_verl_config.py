@@ -178,10 +178,13 @@ def test_a_truncated_that_would_do_nothing_is_refused(changes, said, monkeypatch
         settings_of("countdown", monkeypatch, **changes)
 
 
+GROUPS = ("grpo", "dapo", "dr_grpo", "gspo", "cispo", "egpo")
+
+
 @pytest.mark.parametrize(
     ("name", "argument", "said"),
     [
-        ("dapo", "actor_rollout_ref.rollout.n=1", "ROLLOUT_N=1: METHOD=dapo compares"),
+        *((name, "actor_rollout_ref.rollout.n=1", "ROLLOUT_N=1: GRPO's advantages") for name in GROUPS),
         ("rloo", "actor_rollout_ref.rollout.n=1", "ROLLOUT_N=1: METHOD=rloo needs"),
         ("dapo", "reward.reward_model.enable=True", "METHOD=dapo: drops groups by the task's reward"),
         ("distill", "actor_rollout_ref.rollout.temperature=0.9", "TEMPERATURE=0.9: METHOD=distill"),

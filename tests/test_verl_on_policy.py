@@ -213,6 +213,36 @@ def test_a_mini_batch_without_a_token_has_the_loss_0(module, batch, on_policy, c
     assert loss == 0 and not any(gradient.any() for gradient in gradients)
 
 
+def test_the_critics_loss_of_a_mini_batch_without_a_token_is_0(module, batch):
+    from verl.workers.config import CriticConfig
+
+    data, _, _ = batch
+    values = nested([torch.rand(length) for length in LENGTHS])
+    data = data.set("values", values).set("returns", nested([torch.ones(length) for length in LENGTHS]))
+    config = CriticConfig(strategy="fsdp2", ppo_micro_batch_size_per_gpu=1)
+    losses = [
+        f(config, {"values": batch[1]["log_probs"]}, data.clone())[0] for f in (module.value_loss, module._value_loss)
+    ]
+    assert losses[0] == losses[1] > 0
+    data["response_mask"] = nested([torch.zeros(length, dtype=torch.int64) for length in LENGTHS])
+    module.tensordict_utils.assign_non_tensor(data, batch_num_tokens=0)
+    assert torch.isnan(module._value_loss(config, {"values": batch[1]["log_probs"]}, data.clone())[0])
+    assert module.value_loss(config, {"values": batch[1]["log_probs"]}, data)[0] == 0
+
+
+def test_advantages_are_whitened_where_two_tokens_count():
+    from tasks.common.verl_plugins import whitened
+
+    values, mask = torch.randn(2, 4), torch.ones(2, 4)
+    assert torch.equal(whitened.masked_whiten(values, mask), whitened._masked_whiten(values, mask))
+    for counted in (0, 1):
+        mask = torch.zeros(2, 4)
+        mask[0, :counted] = 1
+        with pytest.raises(ValueError, match="mask"):
+            whitened._masked_whiten(values, mask)
+        assert not whitened.masked_whiten(values, mask).any()
+
+
 def test_the_metric_of_the_entropy_is_of_a_token_whatever_the_loss(module, batch):
     data, output, _ = batch
     module.tensordict_utils.assign_non_tensor(data, **{module.ON_POLICY: True})

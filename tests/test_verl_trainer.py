@@ -163,11 +163,18 @@ def test_the_samples_of_a_step_have_the_turns_of_their_own_episode(trainer, modu
     assert dumped[1][4] == {"x": []}
 
 
-@pytest.mark.parametrize("on_policy", [True, False])
-@pytest.mark.parametrize("correction", ["none", "token", "sequence"])
+CUT_OFF = [
+    (correction, on_policy, False) for correction in ("none", "token", "sequence") for on_policy in (True, False)
+]
+
+
+@pytest.mark.parametrize(("correction", "on_policy", "rejected"), [*CUT_OFF, ("sequence", False, True)])
 @pytest.mark.parametrize("method", ["grpo", "reinforce_pp", "ppo"])
-def test_a_step_whose_responses_are_all_cut_off_has_advantages(module, monkeypatch, method, correction, on_policy):
-    """TRUNCATED=masked. verl's own correction, and its variance over tokens, raise where no token counts."""
+def test_a_step_in_which_no_token_counts_has_advantages(module, monkeypatch, method, correction, on_policy, rejected):
+    """All responses cut off (TRUNCATED=masked), or all rejected (ROLLOUT_CORRECTION=sequence, the engine is far off).
+
+    verl's own correction, and its variance over tokens, raise there.
+    """
     changes = {"METHOD": method, "ROLLOUT_CORRECTION": correction, "TRUNCATED": "masked", "ROLLOUT_N": "2"}
     trainer = object.__new__(module.TaskTrainer)
     trainer.config, trainer._on_policy = composed(monkeypatch, **changes), on_policy
@@ -177,7 +184,9 @@ def test_a_step_whose_responses_are_all_cut_off_has_advantages(module, monkeypat
         return nested([torch.full((length,), value) for length in lengths])
 
     log_probs = {name: rows(-0.5) for name in ("old_log_probs", "rollout_log_probs", "values")}
-    stored = log_probs | {"response_mask": rows(0), "rm_scores": rows(1.0)}
+    stored = log_probs | {"response_mask": rows(int(rejected)), "rm_scores": rows(1.0)}
+    if rejected:
+        stored["rollout_log_probs"] = rows(-9.0)
 
     def get(keys, partition_id, select_fields):
         found = TensorDict({n: stored[n] for n in select_fields if n in stored}, batch_size=len(lengths))
@@ -191,5 +200,7 @@ def test_a_step_whose_responses_are_all_cut_off_has_advantages(module, monkeypat
     batch = mock.MagicMock(keys=["a_0_0", "a_1_0", "b_0_0", "b_1_0"], partition_id="train")
     batch.__len__.return_value = len(lengths)
     trainer._compute_advantage(batch, {})
-    assert torch.isfinite(put["advantages"].values()).all() and "rollout_is_weights" not in put
+    assert torch.isfinite(put["advantages"].values()).all()
+    assert ("rollout_is_weights" in put) == rejected
+    assert not put.get("response_mask", stored["response_mask"]).values().any()
     assert not trainer.config.algorithm.rollout_correction.bypass_mode

@@ -181,6 +181,20 @@ def cut_off(first: int) -> dict[str, float]:
     return {name: float(torch.as_tensor(value).mean()) for name, value in ours.update_policy(data).items()}
 
 
+def none_counts() -> tuple[dict, dict]:
+    """What ``fit`` measures and corrects of a whole batch in which no token counts: its own functions, by name."""
+    from verl.trainer.ppo import rollout_corr_helper
+    from verl.utils.debug import metrics
+
+    data = batch()
+    data.batch["old_log_probs"] = data.batch["rollout_log_probs"]
+    data.batch["response_mask"][:] = 0
+    config = OmegaConf.create(TOKENS)
+    return metrics.calculate_debug_metrics(data), rollout_corr_helper.compute_rollout_correction_and_add_to_batch(
+        data, config
+    )[1]
+
+
 # ---- mini-batches
 
 
@@ -307,6 +321,7 @@ def main() -> None:
         "none": compared({}),
         "token": compared(TOKENS),
         "cut off": [cut_off(first) for first in (ROWS, 4, 0)],
+        "none counts": none_counts(),
         "lengths": {
             "verl": mean_lengths(mini_batches._balance_batch, 2),
             "own": mean_lengths(RayPPOTrainer._balance_batch, 2),

@@ -44,6 +44,7 @@ def _must(hold: Callable, problem: str) -> Callable[[object], str | None]:
 
 positive = _must(lambda value: 0 < value < 1e15, "must be greater than 0")  # false for NaN and infinity
 _from_0 = _must(lambda value: 0 <= value < 1e15, "must be 0 or more")
+_seed = _must(lambda value: 0 <= value < 2**31, "must be 0 or more and below 2147483648")  # NumPy takes no larger ones
 _count_or_share = _must(lambda n: 0 <= n < 1e15 and (n < 1 or n == int(n)), "must be 0 or more, and whole from 1 on")
 _fraction = _must(lambda value: 0 < value <= 1, "must be above 0 and at most 1")
 _name = _must(re.compile(r"(?!\.)[A-Za-z0-9._-]{0,64}").fullmatch, "must be a plain name")
@@ -128,8 +129,8 @@ class Settings:
     GOLD: str = variable(
         "warn", "rows whose demonstration is not right: `warn`, `drop` or `error`", _one_of("drop", "warn", "error")
     )
-    SEED: int = variable("42", "seed of data, sampling and shuffling", _from_0)
-    TRAIN_SEED: int = variable(_same_as("SEED"), "seed of RL and DPO only", _from_0)
+    SEED: int = variable("42", "seed of data, sampling and shuffling", _seed)
+    TRAIN_SEED: int = variable(_same_as("SEED"), "seed of RL and DPO only", _seed)
     # optimisation
     METHOD: str = variable("grpo", f"one of {', '.join(METHODS)}", _one_of(*METHODS))
     REWARD: str = variable("", "variant of the task's reward, one of train.sh's", _name)
@@ -190,7 +191,7 @@ class Settings:
     EVAL_TEMPERATURE: float = variable(_same_as("TEMPERATURE"), "in evaluation; 0: one greedy response", _from_0)
     TOP_P: float = variable("1.0", "in evaluation", _fraction)
     MAX_NEW_TOKENS: int = variable(_same_as("MAX_RESPONSE_LENGTH"), "tokens per response in evaluation", positive)
-    EVAL_SEED: int = variable("0", "seed of the engine in evaluation", _from_0)
+    EVAL_SEED: int = variable("0", "seed of the engine in evaluation", _seed)
     # run
     RUN: str = variable("", "name of the run; empty: made from the settings", _name)
     SAVE_FREQ: int = variable("20", "steps between checkpoints", positive)
@@ -551,7 +552,7 @@ def load_settings(environ: Mapping[str, str] | None = None, cls: type = Settings
             counts = [count for count in range(1, 2 * steps) if prompts % count == 0]  # more are further than 1
             nearest = min(counts, key=lambda count: abs(count - steps))  # of equally near ones the fewer
             settings = replace(settings, MINI_BATCH_SIZE=prompts // nearest)
-        for problem in _problems(settings, trains=environ.get("STAGE", "train") in TRAINING):
+        for problem in problems(settings, environ.get("STAGE", "train")):
             raise SettingsError(problem)
     return settings
 
@@ -615,14 +616,14 @@ def token_problems(tokens: int, shared: int, prompt: int, response: int) -> Iter
         yield f"MAX_TOKENS_PER_GPU={tokens}{among}: less than {lengths}, one sequence"
 
 
-def _parallel_problems(s: Settings) -> Iterator[str]:
+def _parallel_problems(s: Settings, stage: str) -> Iterator[str]:
     """Why models or sequences cannot be shared among the GPUs in this way."""
     if s.OFFLOAD and s.STACK == "cpu":
         yield "OFFLOAD=1: is for GPUs; leave OFFLOAD out"
     for name, value in (("TP", s.TP), ("SP", s.SP)):
         if value > 1 and s.STACK == "cpu":
             yield f"{name}={value}: is for GPUs; leave {name} out"
-        if s.N_GPUS % value:
+        if s.N_GPUS % value and (name == "TP" or stage in TRAINING):  # an evaluation shares no sequences
             yield f"{name}={value}: must divide N_GPUS={s.N_GPUS}"
     if s.SP > 1 and s.METHOD == "dpo":
         yield f"SP={s.SP}: is for the RL methods; METHOD=dpo trains on whole sequences"
@@ -651,32 +652,34 @@ def _multi_turn_problems(s: Settings) -> Iterator[str]:
         yield f"MAX_TURN_LENGTH={s.MAX_TURN_LENGTH}: more than MAX_RESPONSE_LENGTH={s.MAX_RESPONSE_LENGTH}, all turns"
 
 
-def _training_problems(s: Settings) -> Iterator[str]:
+def _training_problems(s: Settings, stage: str) -> Iterator[str]:
     """Why the GPUs cannot share the batches of a training, or its steps are too few."""
     yield from batch_problems(s.TRAIN_BATCH_SIZE, s.MINI_BATCH_SIZE, s.ROLLOUT_N, s.N_GPUS, s.NNODES)
     if s.METHOD == "dpo" and s.TRAIN_BATCH_SIZE % s.N_GPUS:
         yield f"N_GPUS={s.N_GPUS}: must divide TRAIN_BATCH_SIZE={s.TRAIN_BATCH_SIZE}"
-    if s.SFT_BATCH_SIZE % s.N_GPUS:
+    if (s.INIT == "sft" or stage == "sft") and s.SFT_BATCH_SIZE % s.N_GPUS:
         yield f"N_GPUS={s.N_GPUS}: must divide SFT_BATCH_SIZE={s.SFT_BATCH_SIZE}"
     by_sequences = s.METHOD == "dpo" and s.INIT == "base"  # TRL takes MICRO_BATCH_SIZE
     if s.MAX_TOKENS_PER_GPU and not by_sequences:
         yield from token_problems(s.MAX_TOKENS_PER_GPU, s.SP, s.MAX_PROMPT_LENGTH, s.MAX_RESPONSE_LENGTH)
-    if s.METHOD != "dpo" and s.LR_WARMUP >= s.STEPS:  # the steps of DPO follow from its pairs
-        yield f"LR_WARMUP={s.LR_WARMUP}: the rate reaches LR in none of STEPS={s.STEPS}; set it lower"
     if s.METHOD == "ppo" and s.CRITIC_WARMUP >= s.STEPS:
         yield f"CRITIC_WARMUP={s.CRITIC_WARMUP}: leaves none of STEPS={s.STEPS} to the policy; set it lower"
+    of_policy = s.STEPS - (s.CRITIC_WARMUP if s.METHOD == "ppo" else 0)
+    if s.METHOD != "dpo" and of_policy <= s.LR_WARMUP:  # the steps of DPO follow from its pairs
+        after = f" after CRITIC_WARMUP={s.CRITIC_WARMUP}" if of_policy < s.STEPS else ""
+        yield f"LR_WARMUP={s.LR_WARMUP}: the rate reaches LR in none of STEPS={s.STEPS}{after}; set it lower"
     if s.METHOD == "ppo" and 0 < s.PATIENCE * s.TEST_FREQ <= s.CRITIC_WARMUP:
         warm_up = f"within CRITIC_WARMUP={s.CRITIC_WARMUP}, in which the policy stays as it is"
         yield f"PATIENCE={s.PATIENCE} x TEST_FREQ={s.TEST_FREQ}: {warm_up}; set PATIENCE higher"
 
 
-def _problems(s: Settings, trains: bool) -> Iterator[str]:
-    """Values that do not fit together. ``trains``: a stage of TRAINING; others share no batch among their GPUs."""
+def problems(s: Settings, stage: str) -> Iterator[str]:
+    """Values that do not fit together, one line each. Stages out of TRAINING share no batch among their GPUs."""
     if s.multi_turn:
         yield from _multi_turn_problems(s)
-    if trains:
-        yield from _training_problems(s)
-    yield from _parallel_problems(s)
+    if stage in TRAINING:
+        yield from _training_problems(s, stage)
+    yield from _parallel_problems(s, stage)
     if 0 < s.TRAIN_SIZE < s.TRAIN_BATCH_SIZE:
         yield f"TRAIN_BATCH_SIZE={s.TRAIN_BATCH_SIZE}: larger than TRAIN_SIZE={s.TRAIN_SIZE}"
     if s.TEST_FREQ and not s.DEV_SIZE:

@@ -28,7 +28,10 @@ source "$(dirname "${BASH_SOURCE[0]}")/../common/launch/launch.sh"
 {{ line("TRAIN_SIZE", 8192, "training prompts", 512) }}
 {{ line("TEST_SIZE", 512, "held-out prompts", 128) }}
 {% endif %}
-{{ line("METHOD", cookiecutter.method, "grpo | gspo | egpo | ppo" ~ ("" if multi else " | dpo")) }}
+{{ line("METHOD", cookiecutter.method, "docs/METHODS.md has all of them") }}
+{% if multi and cookiecutter.method == "dapo" %}
+{{ line("TRUNCATED", "masked", "no loss of a cut-off episode; dapo's penalty is for single responses") }}
+{% endif %}
 {{ line("STEPS", 100, "training steps", 8) }}
 {% if cookiecutter.lora == "yes" %}
 {{ line("LORA_RANK", 8, "an adapter; 0: full fine-tuning") }}

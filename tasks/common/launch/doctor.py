@@ -9,7 +9,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -30,7 +30,7 @@ from tasks.common.models.merge import base_model, is_adapter
 from tasks.common.rewards.answers import RewardError
 from tasks.common.rewards.examples import check_episodes, check_examples
 from tasks.common.runs import folder
-from tasks.common.settings import Settings, SettingsError, code_digest, teacher_gpus
+from tasks.common.settings import Settings, SettingsError, code_digest, problems, teacher_gpus
 from tasks.common.text import one_line
 from tasks.common.training import verl_config
 from tasks.common.training.methods import dpo
@@ -82,7 +82,9 @@ def of_machine(s: Settings, found: hardware.Nvidia | None, runs: Sequence[Settin
     if len(found.gpus) < s.N_GPUS + others:
         wanted = f"{s.N_GPUS}{f' and {others} for TEACHER' if others else ''}"
         there = len(found.gpus)
-        yield error("gpu", f"N_GPUS={wanted}, and there are {there}", f"set N_GPUS={there - others}")
+        fitting = (n for n in range(there - others, 0, -1) if not any(problems(replace(s, N_GPUS=n), "train")))
+        fix = f"set N_GPUS={n}" if (n := next(fitting, 0)) else "take a machine with more"
+        yield error("gpu", f"N_GPUS={wanted}, and there are {there}", fix)
     for number, gpu in enumerate(found.gpus[: s.N_GPUS]):
         if not gpu.processes:
             continue

@@ -25,7 +25,8 @@ def planned(s: Settings, command: Command) -> dict[str, Settings]:
     """
     names = list(dict.fromkeys(filter(None, command.METHODS.split(","))))
     rates = [{"LR": rate} for rate in dict.fromkeys(filter(None, command.LRS.split(",")))] or [{}]
-    given = {name: os.environ | {"METHOD": name} | ({} if name == "distill" else {"TEACHER": ""}) for name in names}
+    others = {"TEACHER": ""} if "distill" in names else {}
+    given = {name: os.environ | {"METHOD": name} | ({} if name == "distill" else others) for name in names}
     chosen = [load_settings(given[name] | rate) for name in names for rate in rates]
     if len(chosen) < 2:
         raise SettingsError(f"METHODS={command.METHODS}: name two or more, separated by commas, or several LRS")

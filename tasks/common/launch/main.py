@@ -410,7 +410,9 @@ def main(goal: str, arguments: list[str]) -> None:
         say_environment()
         rehearse.main(arguments)
         return
-    s, command = load_settings(), load_settings(cls=Command)
+    # An experiment's TEACHER is for one of METHODS; ``planned`` gives it to that one.
+    alone = goal == "experiment" and os.environ.get("METHOD") != "distill"
+    s, command = load_settings(os.environ | ({"TEACHER": ""} if alone else {})), load_settings(cls=Command)
     os.environ.update(stack_environment(s, os.environ) | {"ARTIFACTS": str(artifacts())})
     job = Job(goal, s, command, arguments, os.environ.get("MODEL", ""))
     say_environment()

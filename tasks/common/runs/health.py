@@ -85,11 +85,18 @@ def _for_steps(count: int, row: dict, before: list[dict], holds: Callable[[dict]
     return len(last) == count and all(map(holds, last))
 
 
+# Means over the tokens that count. Where none does (TRUNCATED=masked, ROLLOUT_CORRECTION=sequence), nothing is trained.
+_OF_TOKENS = ("critic/advantages/", "critic/returns/", "critic/values/", "critic/vf_explained_var", "actor/entropy")
+
+
 def _nan(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
     if s.TRUNCATED == "masked" and row.get("response_length/clip_ratio") == 1:
-        return  # no token counts, and verl's means are of none
-    trained = ("actor/", "critic/", "train/")
-    names = [n for n, v in row.items() if n.startswith(trained) and isinstance(v, float) and not math.isfinite(v)]
+        return  # no token counts
+    idle = row.get("actor/grad_norm") == 0 and math.isfinite(row.get("critic/score/mean", math.nan))
+    bad = [n for n, v in row.items() if isinstance(v, float) and not math.isfinite(v)]
+    names = [
+        n for n in bad if n.startswith(("actor/", "critic/", "train/")) and not (idle and n.startswith(_OF_TOKENS))
+    ]
     if names:
         yield f"{', '.join(names[:3])}: not a finite number; the training has diverged, or a reward is NaN: lower LR"
 
@@ -114,7 +121,8 @@ def _kl(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
     low, high = KL
     if (value := _kl_of(row)) > high:
         yield f"KL to the start {value:.3f} > {high}: the policy has left its start; lower LR, or raise KL_COEF"
-    if _for_steps(KL_STEPS, row, before, lambda each: abs(_kl_of(each)) < low):
+    # A step of CRITIC_WARMUP has no gradient of the policy, which stays at its start.
+    if _for_steps(KL_STEPS, row, before, lambda each: "actor/grad_norm" in each and abs(_kl_of(each)) < low):
         still = f"KL to the start below {low:g} for {KL_STEPS} steps: the policy hardly moves"
         yield f"{still}; raise LR, or lower KL_COEF={s.KL_COEF:g}"
 

@@ -400,6 +400,14 @@ def _indivisible(config) -> Iterator[str]:
         yield f"rollout.log_prob_micro_batch_size_per_gpu={log_prob}: must divide a GPU's batch, {batch}"
 
 
+def _cpu_cache_gib() -> int:
+    """vLLM's variable, which it reads as a whole number. Raises SettingsError."""
+    text = os.environ.get("VLLM_CPU_KVCACHE_SPACE") or "4"
+    if not re.fullmatch("[0-9]{1,6}", text):
+        raise SettingsError(f"VLLM_CPU_KVCACHE_SPACE={text[:80]}: must be a whole number of GiB")
+    return int(text)
+
+
 def memory_plan(config) -> Plan:
     """What of ``config`` (of "ppo_trainer") decides on the memory of a training."""
     policy, trainer = config.actor_rollout_ref, config.trainer
@@ -431,5 +439,5 @@ def memory_plan(config) -> Plan:
         sequences=rollout.max_num_seqs or 256,
         on_cpu=on_cpu,
         number=hardware.number_bytes(on_cpu),
-        cache_bytes=float(os.environ.get("VLLM_CPU_KVCACHE_SPACE") or 4) * GIB,
+        cache_bytes=_cpu_cache_gib() * GIB,
     )

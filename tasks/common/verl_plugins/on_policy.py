@@ -19,6 +19,7 @@ from verl.utils import tensordict_utils
 from verl.utils.debug.metrics import calculate_debug_metrics
 from verl.utils.metric import AggregationType, Metric
 from verl.workers import engine_workers
+from verl.workers.utils import losses
 
 from tasks.common.verl_plugins.expect import expect
 from tasks.common.verl_plugins.nested import no_padding_2_padding, response_from_nested, response_to_nested
@@ -98,14 +99,24 @@ def of_the_batch(metrics: dict, data: TensorDict, cap: float | str) -> dict:
     return metrics | {name: Metric(AggregationType.SUM, metrics.get(name, 0.0) * counts) for name in names}
 
 
-_ppo_loss = engine_workers.ppo_loss
+_ppo_loss, _value_loss = engine_workers.ppo_loss, losses.value_loss
+
+
+def _without_a_token(data: TensorDict) -> None:
+    """TRUNCATED=masked may leave a mini-batch without a token: let its loss be 0, not 0 / 0."""
+    if tensordict_utils.get_non_tensor_data(data=data, key="batch_num_tokens", default=None) == 0:
+        tensordict_utils.assign_non_tensor(data, batch_num_tokens=1)
+
+
+def value_loss(config, model_output: dict, data: TensorDict, dp_group=None):
+    """verl's loss of the critic (workers/utils/losses.py), which trainer.py gives the workers."""
+    _without_a_token(data)
+    return _value_loss(config, model_output, data, dp_group)
 
 
 def ppo_loss(config, model_output: dict, data: TensorDict, dp_group=None):
     """verl's loss (workers/utils/losses.py); in an ON_POLICY batch the model's own log-probs are the old ones."""
-    # TRUNCATED=masked may leave a mini-batch without a token: its loss is 0, not 0 / 0.
-    if tensordict_utils.get_non_tensor_data(data=data, key="batch_num_tokens", default=None) == 0:
-        tensordict_utils.assign_non_tensor(data, batch_num_tokens=1)
+    _without_a_token(data)
     if not tensordict_utils.get_non_tensor_data(data=data, key=ON_POLICY, default=False):
         return _ppo_loss(config, model_output, data, dp_group)
     nested, entropy = model_output["log_probs"].detach(), model_output["entropy"].detach()

@@ -15,7 +15,8 @@ from verl.workers.engine.fsdp import transformer_impl
 from verl.workers.rollout import base as rollout_base
 
 import tasks.common.verl_plugins.nested
-import tasks.common.verl_plugins.on_policy  # noqa: F401
+import tasks.common.verl_plugins.on_policy
+import tasks.common.verl_plugins.whitened  # noqa: F401
 from tasks.common.machine.local_store import listen_locally
 from tasks.common.process import die_with_torchrun
 from tasks.common.verl_plugins.expect import expect

@@ -6,16 +6,14 @@ launch/plan.py has every verl process load it.
 import copy
 import os
 import time
-from contextlib import ExitStack
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 import torch
 import transfer_queue as tq
 from transfer_queue import KVBatchMeta
-from verl.trainer.ppo import core_algos
-from verl.trainer.ppo.v1 import register_trainer
+from verl.trainer.ppo.v1 import register_trainer, trainer_base
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
@@ -38,9 +36,11 @@ expect(AgentLoopWorkerTQ.__ray_actor_class__._run_prompt, 'status = "failure"')
 expect(PPOTrainer._dump_generations, "self._write_generations,", "f.result()  # re-raises if the write failed")
 expect(PPOTrainer._log_rollout_data, 'reward_extra_infos_dict = {"uid": [batch.keys[i] for i in sorted_indices]}')
 expect(PPOTrainer._write_generations, 'filename = os.path.join(dump_path, f"{global_steps}.jsonl")')
-expect(core_algos.compute_gae_advantage_return, "verl_F.masked_whiten(advantages, response_mask)")
+expect(PPOTrainer._setup, "partial(value_loss, config=critic_cfg)")
 expect(ReplayBuffer.sample, "self._sync_metadata_from_transfer_queue()")
 expect(ReplayBuffer._sync_metadata_from_transfer_queue, "self.failure_keys[partition_id].add(key)")
+
+trainer_base.value_loss = on_policy.value_loss
 
 POLL_SECONDS = 0.2  # verl checks every 2 s whether the rollouts are complete
 LOG_SECONDS = 2  # for Ray to bring the reason from another process to the log
@@ -159,14 +159,9 @@ class TaskTrainer(KeepBest):
         correction = self.config.algorithm.get("rollout_correction")
         masks = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["response_mask"])
         none = not masks["response_mask"].values().any()  # TRUNCATED=masked, all responses cut off
-        with ExitStack() as changed:
-            if correction and (self._on_policy or none):
-                # verl's option for "no old log-probs to compare the engine's with"
-                changed.enter_context(on_policy.set_to(correction, "bypass_mode", True))
-            if none:  # ppo, reinforce_pp: no token has no variance to divide by
-                changed.enter_context(
-                    mock.patch.object(core_algos.verl_F, "masked_whiten", lambda values, mask: values)
-                )
+        # verl's option for "no old log-probs to compare the engine's with"
+        skip = correction and (self._on_policy or none)
+        with on_policy.set_to(correction, "bypass_mode", True) if skip else nullcontext():
             return super()._compute_advantage(batch, metrics)
 
     def _compute_values(self, batch, metrics):

@@ -22,6 +22,8 @@ RL_OVERRIDES = [
     "actor_rollout_ref.ref.strategy=fsdp",
     "actor_rollout_ref.rollout.max_num_batched_tokens=16384",
     "+actor_rollout_ref.rollout.engine_kwargs.vllm.cuda_graph_sizes=1024",
+    # Log-probs at TEMPERATURE, as the trainer's are and as verl 0.9.1 asks for them; vLLM's own default is 1.
+    "+actor_rollout_ref.rollout.engine_kwargs.vllm.logprobs_mode=processed_logprobs",
     "+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=tasks.common.stacks.a100.vllm_worker.ManySequences",
     "critic.strategy=fsdp",
     "critic.model.use_remove_padding=True",

@@ -12,7 +12,7 @@ from verl.trainer.ppo import rollout_corr_helper
 from verl.trainer.ppo.core_algos import agg_loss
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
-from verl.utils.debug.metrics import calculate_debug_metrics
+from verl.utils.debug import metrics as verl_metrics
 from verl.workers.actor.dp_actor import DataParallelPPOActor
 
 from tasks.common.verl_plugins.expect import expect
@@ -30,6 +30,8 @@ expect(
     RayPPOTrainer.fit,
     "old_log_prob = self.actor_rollout_wg.compute_log_prob(batch)",
     'entropys = old_log_prob.batch["entropys"]',
+    "from verl.utils.debug.metrics import calculate_debug_metrics",
+    "import compute_rollout_correction_and_add_to_batch",
     "metrics.update(actor_output_metrics)",
 )
 
@@ -69,6 +71,24 @@ def with_a_token(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     equal = {"response_mask": torch.ones_like(batch["response_mask"]), "old_log_probs": zeros}
     return batch | equal | {"rollout_log_probs": zeros}
 
+
+# ``fit`` calls these two of the whole batch.
+_debug_metrics = verl_metrics.calculate_debug_metrics
+_correction_added = rollout_corr_helper.compute_rollout_correction_and_add_to_batch
+
+
+def debug_metrics(batch: DataProto) -> dict:
+    """verl's; none of a batch without a token that counts."""
+    return _debug_metrics(batch) if batch.batch["response_mask"].any() else {}
+
+
+def correction_added(batch: DataProto, config) -> tuple[DataProto, dict]:
+    """verl's; ``batch`` as it is where no token counts."""
+    return _correction_added(batch, config) if batch.batch["response_mask"].any() else (batch, {})
+
+
+verl_metrics.calculate_debug_metrics = debug_metrics
+rollout_corr_helper.compute_rollout_correction_and_add_to_batch = correction_added
 
 _metrics_from_logprobs = rollout_corr_helper.compute_rollout_corr_metrics_from_logprobs
 
@@ -114,7 +134,7 @@ def update_policy(self, data: DataProto) -> dict:
     batch = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     entropy = agg_loss(batch.pop("entropy"), batch["response_mask"], "token-mean")
     batch = with_a_token(batch)
-    found = calculate_debug_metrics(DataProto.from_dict(batch)) | {"actor/entropy": entropy}
+    found = debug_metrics(DataProto.from_dict(batch)) | {"actor/entropy": entropy}
     if limit:
         found |= weighed(batch, limit)[1]
     return metrics | {name: [float(value)] for name, value in found.items()}

@@ -20,7 +20,8 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
 import tasks.common.stacks.a100.keep_best
 import tasks.common.stacks.a100.mini_batches
-import tasks.common.stacks.a100.on_policy  # noqa: F401
+import tasks.common.stacks.a100.on_policy
+import tasks.common.verl_plugins.whitened  # noqa: F401
 from tasks.common.machine.local_store import listen_locally
 from tasks.common.process import die_with_torchrun
 from tasks.common.verl_plugins.expect import expect

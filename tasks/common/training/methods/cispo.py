@@ -8,6 +8,7 @@ from tasks.common.training.methods import grpo, gspo
 DEFAULTS = {"CLIP_LOW": "1.0", "CLIP_HIGH": "4.0"}
 # The first of a step's mini-batches is on-policy: all weights are 1.
 MINI_BATCHES = 4
+problem = grpo.problem
 
 
 def overrides(s: Settings) -> list[str]:

@@ -31,6 +31,4 @@ def problem(config) -> str | None:
     if config.reward.reward_model.enable:
         why = "drops groups by the task's reward while it samples; REWARD_MODEL scores only after that"
         return f"METHOD=dapo: {why}; leave REWARD_MODEL out, or take another METHOD"
-    if config.actor_rollout_ref.rollout.n < 2:
-        return "ROLLOUT_N=1: METHOD=dapo compares the samples of a prompt; take 2 or more"
-    return None
+    return grpo.problem(config)

@@ -4,12 +4,15 @@ The advantage of a token is the teacher's log-prob minus the policy's, a sample 
 thinkingmachines.ai/blog/on-policy-distillation). The task's reward is measured, not learned.
 """
 
+import os
+
 from tasks.common.models.find import loaded, resolve_model, resolve_whole
 from tasks.common.settings import Settings
 from tasks.common.training.verl_config import quoted
 
 DEFAULTS = {"KL_COEF": "0"}  # in rounds of self-play too
 GPUS = 1  # of the teacher, beside those of the training
+SHARE = 0.9  # of that GPU's memory, which the teachers of several trainings (SHARED_GPU) share
 
 _TEACHER = "distillation.teacher_models.teacher_model"
 
@@ -17,6 +20,7 @@ _TEACHER = "distillation.teacher_models.teacher_model"
 def overrides(s: Settings) -> list[str]:
     """What distillation sets in verl's config. Raises SettingsError where TEACHER is no model."""
     teacher = resolve_whole("TEACHER", s.TEACHER) if s.TEACHER else ""  # empty: a ``problem``
+    share = s.GPU_MEMORY_UTILIZATION if s.STACK == "cpu" else SHARE / int(os.environ.get("SHARED_GPU") or 1)
     return [
         "algorithm.adv_estimator=grpo",  # of the metrics alone
         "distillation.enabled=True",
@@ -24,7 +28,7 @@ def overrides(s: Settings) -> list[str]:
         "distillation.nnodes=1",
         f"{_TEACHER}.model_path={quoted(teacher)}",
         f"{_TEACHER}.inference.tensor_model_parallel_size={GPUS}",
-        f"{_TEACHER}.inference.gpu_memory_utilization={s.GPU_MEMORY_UTILIZATION}",
+        f"{_TEACHER}.inference.gpu_memory_utilization={share}",
         # verl gives it the prompt, the response and room for one token.
         f"{_TEACHER}.inference.max_model_len={s.MAX_PROMPT_LENGTH + s.MAX_RESPONSE_LENGTH + 1}",
         f"{_TEACHER}.inference.free_cache_engine=False",  # its GPU is its own: it need not sleep

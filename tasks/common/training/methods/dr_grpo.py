@@ -3,6 +3,8 @@
 from tasks.common.settings import Settings
 from tasks.common.training.methods import grpo
 
+problem = grpo.problem
+
 
 def overrides(s: Settings) -> list[str]:
     """What Dr. GRPO sets in verl's config.

@@ -31,7 +31,7 @@ def problem(config) -> str | None:
         return f"trainer.v1.trainer_mode={mode}, trainer.use_v1={v1}: METHOD=egpo has a trainer of its own; leave both"
     if not config.trainer.v1.egpo.egpo_alpha > 0:
         return f"trainer.v1.egpo.egpo_alpha={config.trainer.v1.egpo.egpo_alpha}: must be greater than 0"
-    return None
+    return grpo.problem(config)
 
 
 def warning_after(metrics: dict[int, dict]) -> str | None:

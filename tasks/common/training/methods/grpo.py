@@ -14,3 +14,13 @@ def overrides(s: Settings) -> list[str]:
         # The value is k3's, the gradient k2's, which is that of the KL; k3's own is not.
         "actor_rollout_ref.actor.kl_loss_type=low_var_kl+",
     ]
+
+
+def problem(config) -> str | None:
+    """Why GRPO, or a method with its advantages, cannot train with verl's composed ``config``, in one line; else None.
+
+    verl takes the reward itself as the advantage of a group of one (trainer/ppo/core_algos.py).
+    """
+    if config.actor_rollout_ref.rollout.n < 2:
+        return "ROLLOUT_N=1: GRPO's advantages compare the samples of a prompt; take 2 or more, or METHOD=ppo"
+    return None

@@ -6,6 +6,7 @@ from tasks.common.training.methods import grpo
 DEFAULTS = {"CLIP_LOW": "3e-4", "CLIP_HIGH": "4e-4"}  # of sequences: the paper's (section 5.1)
 # The first of a step's mini-batches is on-policy: its ratios are 1 and nothing is clipped.
 MINI_BATCHES = 4
+problem = grpo.problem
 
 
 def overrides(s: Settings) -> list[str]:
