@@ -85,6 +85,14 @@ def pytest_runtest_protocol(item):
             gc.freeze()  # vLLM thaws all at its engine's end
 
 
+@pytest.fixture(autouse=True)
+def artifacts_stay_where_they_are():
+    """A test that leaves ARTIFACTS changed, as `main.main` does in its process, moves a later test's files."""
+    before = os.environ.get("ARTIFACTS")
+    yield
+    assert os.environ.get("ARTIFACTS") == before
+
+
 @pytest.fixture(scope="session", autouse=True)
 def compose_verls_config_once():
     """Composing takes half a second, and hundreds of tests do."""

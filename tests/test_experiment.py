@@ -1,6 +1,7 @@
 """`make experiment`: which trainings it plans, and what it makes of models whose every answer is known."""
 
 import json
+import os
 import re
 import sys
 from contextlib import nullcontext
@@ -179,6 +180,7 @@ def test_a_teacher_needs_one_of_an_experiments_methods(methods, refused, monkeyp
     for name, value in (given | {"STAGE": "experiment"}).items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("METHOD", raising=False)
+    monkeypatch.setattr(main.os, "environ", dict(os.environ))  # main adds what the stack's programs read
     monkeypatch.setattr(main, "about", lambda job: job)
     monkeypatch.setattr(main.verl_versions, "check_installed", lambda s: None)
     monkeypatch.setattr(main.doctor, "before_training", lambda *_: None)
