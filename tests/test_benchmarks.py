@@ -10,7 +10,7 @@ import pytest
 
 from tasks.common.settings import Command, load_settings
 from tests.benchmarks import fresh_prompts
-from tests.helpers import ROOT, exported
+from tests.helpers import ROOT, SMALL, exported, make
 
 
 def rows(**scores) -> str:
@@ -66,8 +66,8 @@ def with_fake_make(script, tmp_path, *runs: str, **variables: str) -> subprocess
     """The script with a make that writes down how it was called."""
     fake = tmp_path / "make"
     writes = f"open('{tmp_path}/calls', 'a').write(json.dumps(sys.argv[1:]) + chr(10))"
-    metrics = "os.makedirs(os.environ['ARTIFACTS'] + '/bench/now/ours', exist_ok=True)"
-    metrics += "; open(os.environ['ARTIFACTS'] + '/bench/now/ours/metrics.jsonl', 'w')"
+    metrics = "os.makedirs(os.environ['ARTIFACTS'] + '/bench/now/ours/metrics', exist_ok=True)"
+    metrics += "; open(os.environ['ARTIFACTS'] + '/bench/now/ours/metrics/000.jsonl', 'w')"
     fake.write_text(f"#!/usr/bin/env python3\nimport json, os, sys\n{writes}\n{metrics}\n")
     fake.chmod(0o755)
     environment = os.environ | {"MAKE": str(fake), "STACK": "a100", "ARTIFACTS": str(tmp_path)} | variables
@@ -143,3 +143,17 @@ def test_a_run_on_a_gpu_that_there_is_not_is_refused(tmp_path):
     result = with_fake_make(ON_A_GPU, tmp_path, "learn", "nosuch")
     assert result.returncode == 2 and result.stderr.startswith("error: nosuch: no such run; there are: learn gspo")
     assert not (tmp_path / "calls").exists()
+
+
+@pytest.mark.medium
+@pytest.mark.parametrize(
+    ("goal", "given", "said"),
+    [
+        ("bench", {"MODEL": "typo"}, "MODEL=typo: no such folder, and not a hub id (owner/name)"),
+        ("bench_training", {"MODEL": "typo"}, "MODEL=typo: no such folder, and not a hub id (owner/name)"),
+        ("bench_training", {"ARGS": "--steps 1"}, "--steps 1: give 2 or more, the first is left out"),
+    ],
+)
+def test_what_a_benchmark_cannot_take_is_said_in_one_line(goal, given, said, tmp_path):
+    result = make(goal, **SMALL | {"ARTIFACTS": str(tmp_path)} | given)
+    assert result.returncode != 0 and f"\nerror: {said}\n" in result.stdout and "Traceback" not in result.stdout

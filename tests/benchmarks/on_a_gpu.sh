@@ -63,8 +63,9 @@ engines() { # several on one GPU
     MODEL=embedded "${PYTHON:-.venv/bin/python}" -m tests.benchmarks.two_gpus shared \
       "$ARTIFACTS/data/countdown/test.parquet" "$OUT/engines.json"
 }
-PEERS=ours,trl,example # in one run, one after the other; a100 has an older TRL
-[ "$STACK" = a100 ] && PEERS=ours,example
+peers=ours,trl,example # in one run, one after the other; a100 has an older TRL
+[ "$STACK" = a100 ] && peers=ours,example
+PEERS=${PEERS:-$peers}
 speed() { start bench_training "${STEP[@]}" ARGS="--variants $PEERS,naive --steps 4 --out $OUT/speed.json"; }
 speed_3b() { start bench_training "${STEP[@]}" ARGS="--random-3b --variants $PEERS --steps 3 --out $OUT/speed_3b.json"; }
 KEPT=actor_rollout_ref.model.enable_gradient_checkpointing=False # all activations kept: nothing is computed twice

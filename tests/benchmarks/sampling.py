@@ -26,7 +26,8 @@ from tasks.common.evaluation.engines import LOGPROBS, VLLMEngine
 from tasks.common.evaluation.sample import Hardware, Job, Scoring, load, sample, sampling
 from tasks.common.models.chat_template import prompt_ids
 from tasks.common.models.find import resolve_model
-from tasks.common.settings import load_settings
+from tasks.common.process import errors_in_one_line
+from tasks.common.settings import SettingsError, load_settings
 
 LIMIT_RATIO = 0.95
 
@@ -103,4 +104,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with errors_in_one_line(SettingsError):
+        main()

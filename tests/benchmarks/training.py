@@ -22,7 +22,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import threading
 import time
@@ -32,10 +31,11 @@ from pathlib import Path
 
 import torch
 
-from tasks.common.launch.plan import trainer_module
+from tasks.common.launch.plan import planned
 from tasks.common.machine.speed import QWEN25_3B
 from tasks.common.models.find import resolve_model
-from tasks.common.settings import Settings, artifacts, load_settings
+from tasks.common.process import Progress, StageFailed, errors_in_one_line, run
+from tasks.common.settings import Settings, SettingsError, artifacts, load_settings
 from tasks.common.training import verl_config, verl_versions
 
 PHASES = ("gen", "reward", "old_log_prob", "adv", "update_actor", "update_weights", "step")
@@ -57,7 +57,8 @@ OF_CURRENT = [
 ]
 OF_A100 = ["++actor_rollout_ref.rollout.engine_kwargs.vllm.cuda_graph_sizes=null"]
 TRL = {"trl": [], "trl_lean": ["--lean"]}  # and what they give trl_grpo.py
-LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # TRL sets them for its one process
+METRICS = "metrics/000.jsonl"
+LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")  # TRL sets them for its one process
 
 
 def _by_sequences(s: Settings, most: int) -> list[str]:
@@ -110,36 +111,30 @@ def random_model(folder: Path, tokenizer_of: str) -> Path:
 
 
 def train(s: Settings, model: str, out: Path, steps: int, extra: list[str]) -> dict[int, dict]:
-    """Metrics by step of ``steps`` GRPO steps. Raises RuntimeError when the training fails."""
-    overrides = [
-        *verl_config.rl_overrides(s, model, out),
-        *extra,
-        f"trainer.total_training_steps={steps}",
-        "trainer.save_freq=-1",
-        "trainer.test_freq=-1",
-        "trainer.rollout_data_dir=null",
-    ]
-    environ = os.environ | trainer_module(s) | {"VERL_FILE_LOGGER_PATH": str(out / "metrics.jsonl")}
-    return run(["verl.trainer.main_ppo", *verl_config.HYDRA, *overrides], out, environ)
+    """Metrics by step of ``steps`` GRPO steps. Raises StageFailed when the training fails."""
+    own = [f"trainer.total_training_steps={steps}", "trainer.save_freq=-1", "trainer.test_freq=-1"]
+    plan = planned(s.METHOD, s, out, model, overrides=[*extra, *own, "trainer.rollout_data_dir=null"])
+    return watched(plan.command, out, steps, plan.environment)
 
 
 def train_with_trl(model: str, out: Path, steps: int, options: list[str]) -> dict[int, dict]:
     """The same of TRL's trainer, which takes one GPU that it sees."""
-    environ = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
     seen = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
-    environ |= {"CUDA_VISIBLE_DEVICES": seen, "HF_HUB_DISABLE_TELEMETRY": "1", "MASTER_ADDR": "127.0.0.1"}
-    return run(["tests.benchmarks.trl_grpo", model, str(steps), str(out), *options], out, environ)
+    environ = {"CUDA_VISIBLE_DEVICES": seen, "HF_HUB_DISABLE_TELEMETRY": "1", "MASTER_ADDR": "127.0.0.1"}
+    alone = ["env", *(f"--unset={name}" for name in LAUNCHER), sys.executable, "-m", "tests.benchmarks.trl_grpo"]
+    return watched([*alone, model, str(steps), str(out), *options], out, steps, environ)
 
 
-def run(program: list[str], out: Path, environ: dict[str, str]) -> dict[int, dict]:
-    """Metrics by step that ``python -m PROGRAM`` wrote. Raises RuntimeError when it fails."""
-    out.mkdir(parents=True)
-    with (out / "log").open("w") as log:
-        code = subprocess.run([sys.executable, "-m", *program], env=environ, stdout=log, stderr=subprocess.STDOUT)
-    if code.returncode:
-        raise RuntimeError(f"training failed, log: {out / 'log'}")
-    lines = (out / "metrics.jsonl").read_text().splitlines()
-    return {line["step"]: line["data"] for line in map(json.loads, lines)}
+def watched(command: list[str], out: Path, steps: int, environ: dict[str, str]) -> dict[int, dict]:
+    """The metrics of ``command`` by step, from where verl's runs have them. Raises StageFailed when it fails."""
+    metrics = out / METRICS
+    metrics.parent.mkdir(parents=True)
+
+    def watch() -> Progress:
+        return Progress(len(metrics.read_text().splitlines()) if metrics.exists() else 0)
+
+    run(command, name=out.name, log=out / "log", total=steps, watch=watch, environment=environ)
+    return {line["step"]: line["data"] for line in map(json.loads, metrics.read_text().splitlines())}
 
 
 @contextmanager
@@ -191,6 +186,8 @@ def main() -> None:
     parser.add_argument("--random-3b", action="store_true", help="a Qwen2.5-3B with random weights in place of MODEL")
     parser.add_argument("--out", type=Path, help="write the result as JSON")
     arguments, extra = parser.parse_known_args()
+    if arguments.steps < 2:
+        raise SettingsError(f"--steps {arguments.steps}: give 2 or more, the first is left out")
     s = load_settings()
     work = artifacts() / "bench" / time.strftime("%Y%m%d-%H%M%S")
     model = str(resolve_model(s.MODEL))
@@ -217,14 +214,14 @@ def main() -> None:
                     metrics = train_with_trl(model, work / name, arguments.steps, TRL[name])
                 else:
                     metrics = train(s, model, work / name, arguments.steps, variants(s)[name] + extra)
-        except RuntimeError as error:  # the others take minutes each, and may end well
+        except StageFailed as error:  # the others take minutes each, and may end well
             print(f"{name}: {error}", flush=True)
             failed.append(name)
             continue
         figures = summary(metrics) | peak | {"seconds_in_all": time.monotonic() - started}
         result["variants"][name] = figures
         steps = {other: its["seconds_step"] for other, its in result["variants"].items()}
-        if "ours" in steps:
+        if "ours" in steps and len(steps) > 1:
             result["faster_than"] = {other: steps[other] / steps["ours"] for other in steps if other != "ours"}
         if arguments.out:  # after each: the next may be killed
             arguments.out.write_text(json.dumps(result, indent=1) + "\n")
@@ -236,4 +233,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with errors_in_one_line(SettingsError):
+        main()

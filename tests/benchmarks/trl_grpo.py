@@ -2,7 +2,8 @@
 
     python -m tests.benchmarks.trl_grpo MODEL STEPS FOLDER [--lean]      with the settings in the environment
 
-The phases of each step go to FOLDER/metrics.jsonl, in the form and under the names of verl's metrics. TRL 1.16 gets:
+The phases of each step go to FOLDER/metrics/000.jsonl, in the form and under the names of verl's metrics. TRL 1.16
+gets:
 
 - the same as ours: prompts, reward, rollouts, one optimizer step a step, lengths, temperature, rate, clipping, weight
   decay, fp32 weights with bf16 computation, gradient checkpointing. TRL's own defaults are ours in the rest: a loss by
@@ -229,7 +230,7 @@ def main() -> None:
     else:  # as for ours: another program on the GPU may take memory while vLLM falls asleep
         from tasks.common.verl_plugins import shared_gpu  # noqa: F401
     config = arguments(s, given.model, given.steps, given.folder, given.lean)
-    train(s, given.model, config, given.folder / "metrics.jsonl")
+    train(s, given.model, config, given.folder / "metrics/000.jsonl")
     os._exit(0)  # what ends vLLM in this process is not measured, and may fail
 
 

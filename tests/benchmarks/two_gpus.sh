@@ -13,7 +13,7 @@
 #   scale     the efficiency, of the files of scale1 and scale2
 #
 # A part that fails does not stop the others. PYTHON=/some/python takes an environment of your own, MODEL=folder a model
-# in place of the embedded one, PART_SECONDS another limit for each part than 580.
+# in place of the embedded one, PART_SECONDS another limit for each part than 1,200.
 # shellcheck disable=SC2329 # the functions are called by their names
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit
@@ -90,13 +90,13 @@ for part in "${@:-${PARTS[@]}}"; do
   case $part in
     sp16k | scale1 | scale2) [ -e "$RANDOM_3B/config.json" ] || ours model "$RANDOM_3B" >"$OUT/model.txt" 2>&1 ;;
   esac
-  if timeout --kill-after=10 "${PART_SECONDS:-580}" bash tests/benchmarks/two_gpus.sh --inside "$part" >"$OUT/$part.txt" 2>&1; then
+  if timeout --kill-after=10 "${PART_SECONDS:-1200}" bash tests/benchmarks/two_gpus.sh --inside "$part" >"$OUT/$part.txt" 2>&1; then
     echo "$part: done in $SECONDS s: $(tail -n 1 "$OUT/$part.txt")"
   else
     status=1
     echo "$part: failed after $SECONDS s: $(grep -m1 '^error:' "$OUT/$part.txt" || tail -n 1 "$OUT/$part.txt")"
   fi
-  for file in "$OUT"/*/bench/*/ours/metrics.jsonl; do # also of a training that was ended
+  for file in "$OUT"/*/bench/*/ours/metrics/000.jsonl; do # also of a training that was ended
     name=${file#"$OUT"/}
     [ ! -e "$file" ] || cp "$file" "$OUT/${name%%/*}.metrics.jsonl"
   done
