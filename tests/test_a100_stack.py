@@ -45,6 +45,17 @@ def test_a_whole_step_that_is_cut_off_is_not_measured(result):
     assert result["none counts"] == [{}, {}]
 
 
+def test_engine_against_trainer_is_of_the_pass_where_there_is_one(result):
+    """The update's own are of a policy that moves on, and would replace them; bypass_mode has no others."""
+    passed, without_fused_kernels, bypassed = result["drift"]
+    assert passed == without_fused_kernels == [] and "rollout_corr/k3_kl" in bypassed
+
+
+def test_the_metric_of_the_kl_is_of_a_token_whatever_the_loss(result):
+    """verl's own is divided by the number of micro-batches too."""
+    assert result["kl metric"] == pytest.approx([1] * 5, rel=1e-4)
+
+
 def test_mini_batches_of_several_gpus_are_of_mixed_lengths(result):
     """What the shuffling is for: verl's own order has all the long responses in the middle of the step."""
     for name, least, most in (("verl", 200, 400), ("own", 0, 60), ("next step", 0, 60)):

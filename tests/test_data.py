@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from tasks.common.data import rows
-from tasks.common.data.held_out import check_disjoint
+from tasks.common.data.held_out import check_disjoint, check_pairs
 from tasks.common.data.prepare import Example, describe, distinct, prepare
 from tasks.common.data.records import Records
 from tasks.common.data.rows import (
@@ -564,6 +564,17 @@ def test_a_training_file_with_held_out_problems_is_refused(tmp_path):
         with pytest.raises(DataError) as error:
             check_disjoint(own, held_out)
         assert str(error.value).startswith(f"TRAIN_FILE={own}: {said}") and "\n" not in str(error.value)
+
+
+def test_pairs_on_held_out_prompts_are_refused(tmp_path):
+    held_out = [write_rows(tmp_path / "test.parquet", ["say 3", "say 4"])]
+    pairs = [{"prompt": f"say {number}", "chosen": "a", "rejected": "b"} for number in (3, 5, 5, 3)]
+    file = tmp_path / "pairs.jsonl"
+    file.write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    with pytest.raises(DataError, match=r"^PAIRS_FILE=\S+: 2 of its prompts are in test\.parquet; remove them"):
+        check_pairs(file, held_out)
+    file.write_text("".join(json.dumps(pair) + "\n" for pair in pairs[1:3]))
+    check_pairs(file, held_out)
 
 
 def test_a_row_of_another_file_poses_the_same_problem_whatever_its_fields_order(tmp_path):

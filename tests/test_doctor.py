@@ -22,7 +22,7 @@ from tasks.common.launch import doctor
 from tasks.common.machine import hardware, memory
 from tasks.common.machine.memory import EMBEDDED_CONFIG, Plan, shapes, shapes_of
 from tasks.common.machine.speed import QWEN25_3B
-from tasks.common.runs.folder import rl_dir
+from tasks.common.runs.folder import rl_dir, sft_dir
 from tasks.common.settings import load_settings
 from tasks.common.stacks import cpu
 from tests.helpers import ROOT, SMALL, exported, make, write_checkpoint
@@ -263,6 +263,22 @@ def test_a_cache_on_a_cpu_is_a_whole_number(value, monkeypatch):
     assert said == [f"settings: VLLM_CPU_KVCACHE_SPACE={value}: must be a whole number of GiB; correct the variable"]
 
 
+def test_a_gpu_that_shares_the_machines_memory_is_no_gpu_of_0_GB(monkeypatch, small_model):
+    s = settings(monkeypatch, MODEL=str(small_model))
+    told = smi(0)
+    untold = replace(told, gpus=(replace(told.gpus[0], total=0, free=0),))
+    (memory_,) = [f for f in doctor.batches_and_memory(s, [], "train", untold) if f.what == "memory"]
+    assert memory_.state == "warning" and "nvidia-smi does not tell" in memory_.text
+
+
+def test_a_teacher_must_fit_into_its_own_gpu(monkeypatch, small_model):
+    s = settings(monkeypatch, MODEL=str(small_model), METHOD="distill", TEACHER=str(small_model))
+    assert not list(doctor.teacher(s, smi(0, 0)))
+    (found,) = doctor.teacher(s, smi(0, 81385))
+    assert found.state == "error" and found.text.startswith(f"TEACHER={small_model}: weights of ")
+    assert found in list(doctor.batches_and_memory(s, [], "train", smi(0, 81385)))
+
+
 def test_memory_that_another_process_has_is_not_counted(monkeypatch, small_model):
     s = settings(monkeypatch, MODEL=str(small_model), MICRO_BATCH_SIZE="1", GPU_MEMORY_UTILIZATION="0.5")
     planned = doctor.plan(s, [])
@@ -433,16 +449,39 @@ def test_a_share_of_the_gpu_that_does_not_fit_is_told_with_one_that_does():
 )
 def test_the_room_for_checkpoints_is_of_the_best_the_last_and_the_next(changes, count, bytes_each, monkeypatch):
     monkeypatch.setattr(hardware, "free_disk", lambda path: (path, 0))
-    s = load_settings(exported(ROOT / "tasks/countdown/train.sh", {"MODEL": "embedded", **changes}))
+    s = load_settings(exported(ROOT / "tasks/countdown/train.sh", {"MODEL": "embedded", "INIT": "base", **changes}))
     disk = next(doctor.disk(s))
     parameters = shapes(EMBEDDED_CONFIG).parameters
     assert f"{count} checkpoints need about {doctor.gb(count * bytes_each * parameters)}" in disk.text
 
 
+def test_the_warm_ups_checkpoint_stays_beside_those_of_the_training(monkeypatch, tmp_path):
+    monkeypatch.setattr(hardware, "free_disk", lambda path: (path, 0))
+    given = {"MODEL": "embedded", "INIT": "sft", "METHOD": "ppo", "ARTIFACTS": str(tmp_path)}
+    monkeypatch.setenv("ARTIFACTS", str(tmp_path))
+    s, parameters = (
+        load_settings(exported(ROOT / "tasks/countdown/train.sh", given)),
+        shapes(EMBEDDED_CONFIG).parameters,
+    )
+    assert f"4 checkpoints need about {doctor.gb((16 + 3 * 28) * parameters)}" in next(doctor.disk(s)).text
+    write_checkpoint(sft_dir(s) / f"checkpoints/global_step_{s.SFT_STEPS}")
+    (sft_dir(s) / "checkpoints/latest_checkpointed_iteration.txt").write_text(str(s.SFT_STEPS))
+    assert f"3 checkpoints need about {doctor.gb(3 * 28 * parameters)}" in next(doctor.disk(s)).text
+
+
+def test_the_memory_of_an_experiment_is_checked_for_each_method(monkeypatch, small_model):
+    s = settings(monkeypatch, MODEL=str(small_model))
+    runs = [replace(s, METHOD=name, TRAIN_SEED=seed) for name in ("grpo", "ppo") for seed in (1, 2)]
+    planned, plan = [], doctor.plan
+    monkeypatch.setattr(doctor, "plan", lambda each, *more: planned.append(each.METHOD) or plan(each, *more))
+    doctor.findings(s, [], "experiment", runs)
+    assert planned == ["grpo", "ppo"]
+
+
 def test_the_room_for_an_experiments_checkpoints_is_that_of_all_its_trainings(monkeypatch, tmp_path):
     monkeypatch.setattr(hardware, "free_disk", lambda path: (path, 0))
     monkeypatch.setenv("ARTIFACTS", str(tmp_path))
-    s = load_settings(exported(ROOT / "tasks/countdown/train.sh", {"MODEL": "embedded"}))
+    s = load_settings(exported(ROOT / "tasks/countdown/train.sh", {"MODEL": "embedded", "INIT": "base"}))
     runs = [replace(s, METHOD=name, TRAIN_SEED=seed) for name in ("grpo", "ppo") for seed in (1, 2, 3)]
     parameters = shapes(EMBEDDED_CONFIG).parameters
 

@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -17,11 +18,12 @@ from tasks.common.data.convert import dpo_line, dpo_schema
 from tasks.common.data.pairs import pair_set, read_pairs, steps, token_pairs
 from tasks.common.data.prepare import Example
 from tasks.common.data.rows import DataError, write_parquet
+from tasks.common.launch import train
 from tasks.common.launch.plan import ONE_WORKER
 from tasks.common.machine.hardware import cpu_dtype
 from tasks.common.models.chat_template import answer_ids, prompt_ids
 from tasks.common.runs.folder import checkpoints, hf_folder, last_step, merged_folder, read_metrics, tracker
-from tasks.common.settings import load_settings
+from tasks.common.settings import SettingsError, load_settings
 from tasks.common.training.methods import dpo
 from tests.helpers import ROOT
 from tests.test_chat_template import CHAT, TOOLS
@@ -496,3 +498,14 @@ def test_abort_on_ends_a_training_whose_loss_is_not_finite_and_saves_no_checkpoi
     outcome = json.loads((run_dir / "outcome.json").read_text())
     assert outcome["outcome"] == "aborted" and outcome["reason"].startswith("ABORT_ON=nan: step 1: train/loss")
     assert [math.isnan(loss) for loss in losses(run_dir)] == [True] and checkpoints(run_dir) == []
+
+
+def test_a_warm_up_of_the_rate_as_long_as_the_training_is_refused(tmp_path, monkeypatch):
+    """Its steps follow from the pairs, which the first checks do not have."""
+    monkeypatch.setenv("ARTIFACTS", str(tmp_path))
+    found = SimpleNamespace(train=[None] * 40, said="40 pairs")
+    monkeypatch.setattr(train.dpo_pairs, "pair_set", lambda *_: found)
+    monkeypatch.setattr(train, "load_tokenizer", lambda *_: None)
+    s = replace(load_settings(VALUES), METHOD="dpo", PAIRS_FILE="pairs.jsonl", DPO_EPOCHS=1, LR_WARMUP=5)
+    with pytest.raises(SettingsError, match=r"^LR_WARMUP=5: the rate reaches LR in none of 5 steps; set it lower$"):
+        train._round(s, [], 1, "start", tmp_path / "run")

@@ -88,6 +88,14 @@ def test_without_any_signal_the_bound_fills_the_batch(module, monkeypatch):
     assert store.prompts == sum(each["dapo/sampled"] for each in metrics)
 
 
+@pytest.mark.medium
+@pytest.mark.parametrize("batches", [0, -1])
+def test_a_bound_that_is_not_positive_is_none_as_in_verl(module, monkeypatch, batches):
+    (chosen,), (metrics,), _ = step(module, monkeypatch, lambda n: n % 8 == 0, batches)
+    assert len(chosen) == BATCH and all(int(name[1:]) % 8 == 0 for name in chosen)
+    assert metrics["dapo/bound_hit"] == 0 and metrics["dapo/sampled"] > 3 * BATCH
+
+
 def test_all_with_signal_samples_one_batch(module, monkeypatch):
     _, (metrics,), store = step(module, monkeypatch, lambda n: True, batches=10)
     assert store.prompts == BATCH

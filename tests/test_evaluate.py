@@ -480,6 +480,17 @@ def test_the_advice_is_of_what_the_method_uses(changes, change, wanted, not_said
     assert [words for words in wanted if words not in said] == [words for words in not_said if words in said] == []
 
 
+def test_what_the_validations_say_is_in_the_advice(tmp_path, monkeypatch):
+    """The table is of the best validated checkpoint: more steps come after the rate, a loss is not told to validate."""
+    monkeypatch.setenv("ARTIFACTS", str(tmp_path))
+    s = replace(load_settings(VALUES), TEST_FREQ=2)
+    dev = {step: {"val-core/x/acc/mean@1": value} for step, value in {2: 0.3, 4: 0.1}.items()}
+    run_dir = make_run(s, "mine", metrics=dev)
+    said = advice(CHANCE, run_dir)
+    assert said.index("another learning rate") < said.index("more steps of this run")
+    assert "STEP=best" not in advice(LOSS, run_dir) and "STEP=best" in advice(LOSS, make_run(s, "other"))
+
+
 @pytest.mark.parametrize(
     ("steps", "patience", "wanted"),
     [(10, 2, "with PATIENCE=0"), (4, 2, "with STEPS=8 PATIENCE=0"), (4, 3, "with STEPS=8"), (4, 0, "with STEPS=8")],
@@ -489,7 +500,8 @@ def test_a_run_that_patience_ended_is_told_what_continues_it(steps, patience, wa
     s = replace(load_settings(VALUES), STEPS=steps, PATIENCE=patience, TEST_FREQ=1)
     dev = {step: {"val-core/x/acc/mean@1": value} for step, value in {1: 0.1, 2: 0.3, 3: 0.2, 4: 0.3}.items()}
     run_dir = make_run(s, "mine", metrics=dev)
-    assert f"the same command {wanted}" in advice(CHANCE, run_dir).splitlines()[0]  # its own record counts
+    said = advice(CHANCE, run_dir).splitlines()
+    assert f"more steps of this run: the same command {wanted}" in said  # its own record counts
 
 
 def test_make_eval_looks_whether_patience_ended_the_run(workplace, monkeypatch):

@@ -14,8 +14,10 @@ from scipy import stats
 from tasks.common.data.rows import chat, rl_row, rl_schema, write_parquet
 from tasks.common.launch import experiments, main
 from tasks.common.launch.task import environment
+from tasks.common.runs.folder import rl_dir
 from tasks.common.settings import Command, Settings, SettingsError, load_settings
 from tests.test_evaluate import PROMPTS, answer, table, workplace  # noqa: F401  (a fixture)
+from tests.test_runs import write_checkpoints
 
 N = 4
 
@@ -158,11 +160,31 @@ def test_without_rates_each_method_has_its_own(monkeypatch):
         ({"METHODS": "grpo"}, "METHODS=grpo: name two or more, separated by commas, or several LRS"),
         ({"METHODS": "grpo,magic"}, "METHOD=magic: must be one of"),
         ({"METHODS": "grpo,gspo", "LRS": "1e-6,fast"}, "LR=fast: must be a number"),
+        ({"METHODS": "grpo", "LRS": "1e-6,0.000001"}, "METHODS=grpo: name two or more"),
+        ({"METHODS": "grpo,gspo", "LRS": "1e-6,0.000001"}, "LRS=1e-6,0.000001: two of them are the same rate"),
     ],
 )
 def test_an_impossible_plan_is_refused(changes, said, monkeypatch):
     with pytest.raises(SettingsError, match=said):
         planned(monkeypatch, **changes)
+
+
+def test_dpo_has_no_mini_batches_for_the_others_to_share(monkeypatch):
+    runs = planned(monkeypatch, STACK="current", N_GPUS="1", METHODS="grpo,dpo,rloo").values()
+    sizes = {run.METHOD: (run.MINI_BATCH_SIZE, run.TRAIN_BATCH_SIZE) for run in runs}
+    assert sizes == {"grpo": (128, 128), "dpo": (32, 32), "rloo": (128, 128)}
+
+
+def test_a_run_with_more_steps_already_is_not_compared(monkeypatch, tmp_path):
+    runs = planned(monkeypatch, METHODS="grpo,gspo", STEPS="4", ARTIFACTS=str(tmp_path))
+    longer = list(runs.values())[1]
+    write_checkpoints(rl_dir(longer, []), (4, 8))
+    monkeypatch.setattr(main.train, "check", lambda *_: None)
+    job = main.Job("experiment", load_settings(), load_settings(cls=Command), [])
+    with pytest.raises(
+        SettingsError, match=r"^STEPS=4: gspo-\w+ has 8 steps already, .*; take STEPS=8, or another RUN$"
+    ):
+        main.experiment(job, runs)
 
 
 def test_a_group_of_gpus_has_one_for_the_teacher(monkeypatch):

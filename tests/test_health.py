@@ -146,6 +146,8 @@ def test_a_mismatch_names_the_correction_that_is_left():
     for chosen, said in (("none", "set ROLLOUT_CORRECTION=token"), ("token", "try ROLLOUT_CORRECTION=sequence")):
         (finding,) = findings(high, replace(SETTINGS, ROLLOUT_CORRECTION=chosen))
         assert said in finding.text and "another policy" in finding.text and "\n" not in finding.text
+    (finding,) = findings(high, replace(SETTINGS, STACK="a100", ROLLOUT_CORRECTION="token"))
+    assert "ROLLOUT_CORRECTION cannot correct this" in finding.text  # its verl cannot mask sequences
 
 
 def test_the_real_trainings_are_below_the_limit_of_a_mismatch_and_a_random_model_is_not():

@@ -377,6 +377,9 @@ def test_a_repetition_has_the_first_name_without_a_complete_run(settings):
     write_checkpoints(first, (10,))
     assert repeat.next_name(run_dir) == repeat.next_name(first) == "mine-repeat-2"
     assert len(repeat.next_name(settings.runs_dir / ("x" * 64))) == 64
+    dev = {step: {"val-core/t/acc/mean@1": acc} for step, acc in ((2, 0.3), (4, 0.2))}
+    make_run(replace(settings, PATIENCE=1), "early-repeat-1", metrics=dev)  # complete, by PATIENCE
+    assert repeat.next_name(make_run(settings, "early")) == "early-repeat-2"
     rounds = replace(settings, SELF_PLAY_ROUNDS=2)
     make_run(rounds, "two-repeat-1")
     assert repeat.next_name(make_run(rounds, "two")) == "two-repeat-1"

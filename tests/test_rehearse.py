@@ -280,11 +280,12 @@ def test_what_is_played_differs_from_the_real_run_only_in_what_is_made_smaller(p
 @pytest.mark.parametrize("method", ["ppo", "gspo", "egpo", "dpo", "dapo", "distill"])
 def test_every_method_has_settings_that_can_be_played(method, tmp_path):
     own = {"TEACHER": "some/teacher"} if method == "distill" else {"KL_COEF": "0.01"}
-    s, texts = real(None, "current", METHOD=method, INIT="sft", TP="2", N_GPUS="2", **own)
+    s, texts = real(None, "current", METHOD=method, INIT="sft", TP="2", N_GPUS="2", LR_WARMUP="2", **own)
     given = rehearse.given_variables(s, texts, tmp_path / "model", tmp_path)
     played = load_settings({name: value for name, value in given.items() if name != "ARTIFACTS"})
     same = own | {"METHOD": method} | ({"TEACHER": str(tmp_path / "teacher")} if method == "distill" else {})
     assert {name: str(getattr(played, name)) for name in same} == same and played.TP == 1
+    assert (method != "ppo") == played.LR_WARMUP  # of ppo's two steps one is the critic's
     several = s.MINI_BATCH_SIZE < s.TRAIN_BATCH_SIZE
     assert (played.MINI_BATCH_SIZE < played.TRAIN_BATCH_SIZE) == several  # as many updates a step: one, or several
     assert rehearse.not_played(s).startswith("N_GPUS=2, TP=2")
@@ -485,7 +486,7 @@ def test_hours_count_start_steps_checkpoints_and_validations(small_model, tmp_pa
     time_ = needs.time_of(s, gpu, Lengths([80], [40]), 40, 40)
     parts = needs.START + time_.sft + time_.validations + time_.saves + 40 * sum(time_.step.values())
     assert time_.hours == pytest.approx(parts / 3600) and time_.sft > 0 and time_.validations > 0
-    rate = speed.saving_seconds(needs.checkpoints(s)[1])
+    rate = speed.saving_seconds(doctor.checkpoints(s, needs.parameters(s))[1])
     assert time_.saves == pytest.approx(4 * rate)  # TEST_FREQ=10, SAVE_FREQ=20
     twice = needs.time_of(replace(s, STEPS=80), gpu, Lengths([80], [40]), 40, 40)
     assert twice.saves == pytest.approx(2 * time_.saves)

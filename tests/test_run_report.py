@@ -420,8 +420,11 @@ def test_a_run_of_an_older_version_and_a_task_that_is_gone(settings):
 def test_dpo_and_a_warm_up_have_their_own_curves(settings):
     lines = (ROOT / "docs/results/h200-countdown-dpo.metrics.jsonl").read_text().splitlines()
     metrics = {record["step"]: record["data"] for record in map(json.loads, lines)}
+    held_out = {"val/loss": 0.6, "val/accuracy": 0.7, "val/margin": 0.1}
+    metrics |= {max(metrics): metrics[max(metrics)] | held_out}
     page = report(make_run(replace(settings, METHOD="dpo"), "dpo-1", metrics=metrics))
-    assert {"train/loss", "dpo/rewards/accuracies", "timing_s/step"} <= {row[0] for row in page.rows["Curves"]}
+    wanted = {"train/loss", "dpo/rewards/accuracies", "timing_s/step", *held_out}
+    assert wanted <= {row[0] for row in page.rows["Curves"]}
     assert "not in this run's metrics" not in page.text["Curves"]
     page = report(make_run(settings, "sft-1", kind="sft", metrics={1: {"train/loss": 2.5}}))
     assert page.row("Curves", "train/loss")[1] == "2.5" and "the rules are about RL" in page.text["Health"]

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from tasks.common.evaluation.sample import model_name
+from tasks.common.launch import train
 from tasks.common.launch.main import _locked
 from tasks.common.models.merge import merge, whole_folder
 from tasks.common.process import StageFailed
@@ -25,6 +26,7 @@ from tasks.common.runs.folder import (
     rounds,
     settings_of,
 )
+from tasks.common.runs.keep import ends_run
 from tasks.common.settings import SettingsError, load_settings
 from tests.test_settings import VALUES
 
@@ -106,6 +108,33 @@ def test_a_checkpoint_is_found_by_latest_best_and_number(settings):
     assert hf_folder(run_dir, "best") == run_dir / "checkpoints/global_step_2/actor/huggingface"
 
 
+def test_a_run_without_validation_and_reward_has_no_best_checkpoint(settings):
+    run_dir = make_run(settings, metrics={2: {"train/loss": 0.1}, 4: {"train/loss": 0.2}})
+    with pytest.raises(SettingsError, match=r"^STEP=best: .* has neither validations nor rewards; take STEP=latest$"):
+        find_step(run_dir, "best")
+    assert find_step(run_dir) == 4
+
+
+def test_patience_begins_after_the_steps_of_ppos_critic_alone(settings):
+    same = {step: {"val-core/t/acc/mean@1": 0.3} for step in (1, 2, 3, 4)}
+    s = replace(settings, METHOD="ppo", STEPS=10, PATIENCE=2, CRITIC_WARMUP=3)
+    run_dir = make_run(s, metrics=same)
+    assert not complete(run_dir, s) and complete(run_dir, replace(s, PATIENCE=1))
+    assert not ends_run(run_dir, 4, same[4], 2) and ends_run(run_dir, 5, same[4], 2)
+    s = replace(s, METHOD="grpo")  # it has no critic
+    assert complete(make_run(s, "other", metrics=same), s)
+
+
+def test_more_steps_of_a_round_that_another_started_from_are_refused_before_they_are_trained(settings):
+    s = replace(settings, RUN="mine", SELF_PLAY_ROUNDS=2, STEPS=4)
+    first = begun(rl_dir(s, []), "start", s, s.rl_fingerprint([]))
+    start = str(hf_folder(first))
+    begun(rl_dir(s, [], 2, start), start, s, s.rl_fingerprint([], 2, start))
+    train.check(s, [])
+    with pytest.raises(SettingsError, match=r"^RUN=mine: mine-round2 started from mine as it is; take another name$"):
+        train.check(replace(s, STEPS=8), [])
+
+
 def test_validation_counts_before_training_reward(settings):
     metrics = {
         2: {"critic/score/mean": 0.9, "val-core/t/acc/mean@1": 0.1},
@@ -138,10 +167,6 @@ def test_an_unknown_checkpoint_is_refused_with_those_there_are(settings, step):
     run_dir = make_run(settings)
     with pytest.raises(SettingsError, match=r"has the checkpoints 2, 4; take one of them, latest or best"):
         find_step(run_dir, step)
-
-
-def test_without_scores_the_best_is_the_latest(settings):
-    assert find_step(make_run(settings), "best") == 4
 
 
 @pytest.mark.parametrize("said", ["", "\0\0", "7", "4\ufffd", "-1", None])

@@ -270,10 +270,7 @@ def test_number_beyond_any_float_is_no_crash(name):
         ({"PATIENCE": "2", "TEST_FREQ": "0"}, ("PATIENCE=2", "TEST_FREQ")),
         ({"LR_WARMUP": "10"}, ("LR_WARMUP=10", "STEPS=10", "set it lower")),
         ({"METHOD": "ppo", "LR_WARMUP": "9"}, ("LR_WARMUP=9", "STEPS=10 after CRITIC_WARMUP=1")),
-        (
-            {"METHOD": "ppo", "PATIENCE": "3", "TEST_FREQ": "1", "CRITIC_WARMUP": "3"},
-            ("PATIENCE=3 x TEST_FREQ=1", "CRITIC_WARMUP=3", "set PATIENCE higher"),
-        ),
+        ({"METHOD": "dpo", "PATIENCE": "2"}, ("PATIENCE=2", "METHOD=dpo has none")),
     ],
 )
 def test_values_that_do_not_fit_together_are_named_in_one_line(changes, names):
@@ -307,12 +304,6 @@ def test_the_rate_may_rise_until_the_last_step():
     load(LR_WARMUP="9")
     load(METHOD="dpo", LR_WARMUP="10")  # its steps follow from the pairs
     load(STAGE="eval", LR_WARMUP="10")  # of a run with more steps
-
-
-def test_validations_without_gain_may_end_ppo_after_the_critics_warm_up():
-    changes = {"PATIENCE": "2", "TEST_FREQ": "2", "CRITIC_WARMUP": "3"}
-    assert load(METHOD="ppo", **changes).PATIENCE == 2
-    load(METHOD="grpo", **changes | {"PATIENCE": "1"})  # it has no critic
 
 
 @pytest.mark.parametrize("changes", [{"N_GPUS": "3"}, {"N_GPUS": "3", "METHOD": "dpo", "ROLLOUT_N": "3"}])
@@ -363,6 +354,9 @@ def test_what_dpo_cannot_use_is_refused():
 def test_a_run_is_not_known_by_its_rounds_but_a_round_is_by_its_start():
     marks = [load(SELF_PLAY_ROUNDS=rounds).rl_fingerprint([]) for rounds in ("1", "3")]
     assert marks[0] == marks[1]
+    own_rule = {name: value for name, value in VALUES.items() if name != "KL_COEF"} | {"METHOD": "dpo"}
+    marks_of_dpo = {load_settings(own_rule | {"SELF_PLAY_ROUNDS": n}).rl_fingerprint([]) for n in ("1", "3")}
+    assert len(marks_of_dpo) == 1  # KL_COEF is not 0.01 in its rounds
     starts = {load().rl_fingerprint([], number, start) for number, start in ((2, "a"), (2, "b"), (3, "a"))}
     assert len({*starts, marks[0]}) == 4
 

@@ -151,6 +151,11 @@ def test_what_the_methods_after_grpo_set(monkeypatch):
     assert not dr_grpo.algorithm.norm_adv_by_std_in_grpo and dr_grpo.actor_rollout_ref.actor.loss_scale_factor == 64
 
 
+def test_distillation_clips_in_a_loss_of_its_own(monkeypatch):
+    loss = config_of(monkeypatch, METHOD="distill", CLIP_LOW="0.1", CLIP_HIGH="0.3").distillation.distillation_loss
+    assert (loss.clip_ratio_low, loss.clip_ratio_high) == (0.1, 0.3)
+
+
 def test_what_truncated_sets(monkeypatch):
     counted, masked, shaped = (
         config_of(monkeypatch, METHOD="gspo", TRUNCATED=how, MAX_RESPONSE_LENGTH="100")

@@ -252,6 +252,35 @@ def test_the_metric_of_the_entropy_is_of_a_token_whatever_the_loss(module, batch
     assert metrics["entropy"].aggregate() == pytest.approx(float(entropy.values().mean()))
 
 
+@pytest.mark.parametrize("on_policy", [True, False])
+@pytest.mark.parametrize("aggregation", ["seq-mean-token-sum-norm", "seq-mean-token-mean", "token-mean"])
+def test_the_metric_of_the_kl_is_of_a_token_whatever_the_loss(module, batch, aggregation, on_policy):
+    """Of two micro-batches, the second without a token (TRUNCATED=masked); the loss is verl's."""
+    data, output, _ = batch
+    own = module.response_from_nested(output["log_probs"].detach(), data["response_mask"])
+    masks = [*data["response_mask"].unbind()]
+    data["response_mask"] = nested([masks[0], torch.zeros_like(masks[1]), masks[2]])
+    data["ref_log_prob"] = nested([-torch.rand(length) for length in LENGTHS])
+    data["old_log_probs"] = own
+    _, counts, _ = part(batch, [0])
+    counts["batch_num_tokens"] = LENGTHS[0] + LENGTHS[2]
+    config = actor_config(
+        loss_agg_mode=aggregation, loss_scale_factor=100, use_kl_loss=True, kl_loss_coef=0.5, kl_loss_type="low_var_kl+"
+    )
+    kls = []
+    for rows in ([0, 2], [1]):
+        made, _, outputs = part(batch, rows)
+        module.tensordict_utils.assign_non_tensor(made, **counts, **{module.ON_POLICY: on_policy, module.CAP: 0})
+        wanted, _ = module._ppo_loss(config, outputs, made.clone())
+        loss, metrics = module.ppo_loss(config, outputs, made)
+        assert loss.item() == pytest.approx(wanted.item())
+        kls.append(metrics["kl_loss"])
+    ratio = data["ref_log_prob"].values() - own.values()
+    k3 = (ratio.exp() - ratio - 1)[data["response_mask"].values().bool()]
+    kls[0].extend(kls[1])
+    assert kls[0].aggregate() == pytest.approx(k3.mean().item(), rel=1e-4)
+
+
 def test_metrics_of_the_pass_have_the_names_of_verl(module):
     metrics = {"actor/training/rollout_probs_diff_max": 1, "actor/rollout_corr/kl": 2, "actor/entropy": 3, "perf/x": 4}
     assert list(module.taken_out(metrics)) == [
@@ -313,20 +342,24 @@ def test_there_is_a_pass_where_something_wants_it(module, monkeypatch, overrides
     assert not applies(composed(monkeypatch, *overrides, **changes), responses)
 
 
-def test_distillation_takes_the_importance_weights_of_tokens(module, batch):
-    """verl's own loss fails on them: they are nested, and what it weighs is padded."""
+def distilling(module, batch):
+    """patches.py and a config of METHOD=distill; gives ``batch`` a teacher's log-probs, and its own as the old ones."""
     from verl.workers.config import DistillationConfig, DistillationLossConfig
 
     from tasks.common.verl_plugins import patches
 
-    config = DistillationConfig(
-        distillation_loss=DistillationLossConfig(loss_mode="k1", use_policy_gradient=True, use_task_rewards=False)
-    )
     data, output, _ = batch
-    own = module.response_from_nested(output["log_probs"].detach(), data["response_mask"])
     offsets, values = output["log_probs"].offsets(), torch.randn(len(output["log_probs"].values()), 1)
-    data["old_log_probs"] = own
+    data["old_log_probs"] = module.response_from_nested(output["log_probs"].detach(), data["response_mask"])
     data["teacher_logprobs"] = torch.nested.nested_tensor_from_jagged(values, offsets)
+    loss = DistillationLossConfig(loss_mode="k1", use_policy_gradient=True, use_task_rewards=False)
+    return patches, DistillationConfig(distillation_loss=loss)
+
+
+def test_distillation_takes_the_importance_weights_of_tokens(module, batch):
+    """verl's own loss fails on them: they are nested, and what it weighs is padded."""
+    patches, config = distilling(module, batch)
+    data, output, _ = batch
     losses = {}
     for weight in (None, 1.0, 0.5):
         if weight:
@@ -339,3 +372,23 @@ def test_distillation_takes_the_importance_weights_of_tokens(module, batch):
         assert "rollout_is_weights" not in data or data["rollout_is_weights"].is_nested
     assert losses[None] != 0 and losses[1.0] == pytest.approx(losses[None])
     assert losses[0.5] == pytest.approx(losses[None] / 2)
+
+
+@pytest.mark.parametrize("tokens", [sum(LENGTHS), 0])  # of the other micro-batches, if any
+def test_distillation_of_a_micro_batch_without_a_token_has_the_loss_0(module, batch, tokens):
+    """TRUNCATED=masked, ROLLOUT_CORRECTION=sequence: verl's own loss looks for the smallest of none."""
+    patches, config = distilling(module, batch)
+    data, output, values = batch
+    data["rollout_is_weights"] = nested([torch.ones(length) for length in LENGTHS])
+    loss_of_distillation = patches.distillation.distillation_ppo_loss
+    _, wanted = loss_of_distillation(actor_config(), config, output, data)
+    data["response_mask"] = nested([torch.zeros(length, dtype=torch.int64) for length in LENGTHS])
+    module.tensordict_utils.assign_non_tensor(data, batch_num_tokens=tokens)
+    loss, metrics = loss_of_distillation(actor_config(), config, output, data)
+    (gradient,) = torch.autograd.grad(loss, values["log_probs"])
+    assert loss == 0 and not gradient.any()
+    # verl wants as many parts of a metric from every GPU.
+    kinds = [{name: getattr(each, "aggregation", None) for name, each in found.items()} for found in (wanted, metrics)]
+    assert kinds[0] == kinds[1] and kinds[0]["distillation/loss_min"] == module.AggregationType.MIN
+    numbers = {name: each.aggregate() if kinds[1][name] else each for name, each in metrics.items()}
+    assert set(numbers.values()) == {0}

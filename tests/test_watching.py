@@ -56,8 +56,10 @@ CLOSED = [
     ({"STEPS": 4, "PATIENCE": 0}, "STEPS=8    # more steps"),
     ({"STEPS": 9, "PATIENCE": 1}, "PATIENCE=0    # more steps"),
     ({"STEPS": 4, "PATIENCE": 1}, "STEPS=8 PATIENCE=0    # more steps"),
-    ({"METHOD": "dpo"}, "SELF_PLAY_ROUNDS=2    # pairs"),
-    ({"METHOD": "dpo", "PAIRS_FILE": "pairs.parquet"}, "DPO_EPOCHS=2    # more"),
+    ({"STEPS": 4, "SELF_PLAY_ROUNDS": 2}, "SELF_PLAY_ROUNDS=3    # another round"),
+    ({"METHOD": "dpo"}, "SELF_PLAY_ROUNDS=2    # another round"),
+    ({"METHOD": "dpo", "PAIRS_FILE": "pairs.parquet"}, "DPO_EPOCHS=2    # another run, with more"),
+    ({"METHOD": "dpo", "PAIRS_FILE": "pairs.parquet", "RUN": "mine"}, "DPO_EPOCHS=2 RUN=mine-2    # another run"),
 ]
 
 
@@ -67,7 +69,11 @@ def test_the_next_command_continues_the_run(changes, said, settings, tmp_path, c
     whole(run_dir, [1, 2, 3, 4])
     logged(run_dir, *(json.dumps({"step": step, "data": row(acc)}) for step, acc in ((1, 0.9), (2, 0.1), (4, 0.2))))
     main.closing(replace(settings, **changes), [run_dir])
-    assert f"  the same command with {said}" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"  the same command with {said}" in out
+    assert "the table is of the checkpoint of step 1, the best of its validations (STEP=latest: 4)\n" in out
+    main.closing(replace(settings, **changes), [run_dir], "latest")
+    assert "the table is of" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("damaged", DAMAGED, ids=range(len(DAMAGED)))

@@ -80,7 +80,7 @@ def actor(micro: int = 4, **changes) -> DataParallelPPOActor:
     config = transformers.LlamaConfig(**shape, num_attention_heads=2, num_key_value_heads=2)
     model = transformers.LlamaForCausalLM(config)
     sizes = {"ppo_mini_batch_size": ROWS, "ppo_micro_batch_size_per_gpu": micro, "ppo_epochs": 1, "rollout_n": 1}
-    settings = FSDPActorConfig(strategy="fsdp", use_dynamic_bsz=False, use_torch_compile=False, **sizes, **changes)
+    settings = FSDPActorConfig(strategy="fsdp", use_dynamic_bsz=False, use_torch_compile=False, **(sizes | changes))
     return DataParallelPPOActor(settings, model, torch.optim.SGD(model.parameters(), lr=0.1))
 
 
@@ -193,6 +193,33 @@ def none_counts() -> tuple[dict, dict]:
     return metrics.calculate_debug_metrics(data), rollout_corr_helper.compute_rollout_correction_and_add_to_batch(
         data, config
     )[1]
+
+
+def drift(**changes) -> list[str]:
+    """What a step of four mini-batches says of engine against trainer: with verl's pass before, or in bypass_mode."""
+    ours, data = actor(2, ppo_mini_batch_size=2), batch()
+    data.meta_info["temperature"] = 0.7
+    made = trainer(**{"actor_rollout_ref.actor.ppo_mini_batch_size": 2, **changes})
+    if not made.config.algorithm.rollout_correction.get("bypass_mode"):  # as RayPPOTrainer.fit
+        assert made.actor_rollout_wg.compute_log_prob(data) == "verl's pass"
+    data.batch["old_log_probs"], _ = ours.compute_log_prob(data, calculate_entropy=False)
+    data.batch["rollout_log_probs"] = data.batch["old_log_probs"]
+    return [name for name in ours.update_policy(data) if name.startswith("rollout_corr/")]
+
+
+def kl_metric(micro: int, mini: int, marks: dict) -> float:
+    """``actor/kl_loss`` of a step of Dr. GRPO, whose last three responses are cut off, as a share of a token's KL."""
+    changes = {"ppo_mini_batch_size": mini, "use_kl_loss": True, "kl_loss_type": "low_var_kl+"}
+    ours, data = actor(micro, loss_agg_mode="seq-mean-token-sum-norm", **changes), batch()
+    ours.actor_optimizer.param_groups[0]["lr"] = 0.0
+    data.meta_info |= {"temperature": 0.7, **marks}
+    data.batch["response_mask"][-3:] = 0
+    log_probs, _ = ours.compute_log_prob(data, calculate_entropy=False)
+    ratio = data.batch["rollout_log_probs"]  # small: verl bounds a token's KL
+    data.batch["old_log_probs"], data.batch["ref_log_prob"] = log_probs, log_probs + ratio
+    found = ours.update_policy(data)["actor/kl_loss"]
+    wanted = (ratio.exp() - ratio - 1)[data.batch["response_mask"].bool()].mean()
+    return sum(found) / len(found) / float(wanted)  # reduce_metrics takes the mean
 
 
 # ---- mini-batches
@@ -322,6 +349,17 @@ def main() -> None:
         "token": compared(TOKENS),
         "cut off": [cut_off(first) for first in (ROWS, 4, 0)],
         "none counts": none_counts(),
+        "drift": [
+            drift(),
+            drift(**{"actor_rollout_ref.model.use_fused_kernels": False}),
+            drift(**{"algorithm.rollout_correction.bypass_mode": True}),
+        ],
+        "kl metric": [
+            kl_metric(micro, mini, marks)
+            for micro, mini in ((8, 8), (2, 8), (2, 4))
+            for marks in ({}, {on_policy.ON_POLICY: True, on_policy.CAP: 0})
+            if mini == ROWS or not marks
+        ],
         "lengths": {
             "verl": mean_lengths(mini_batches._balance_batch, 2),
             "own": mean_lengths(RayPPOTrainer._balance_batch, 2),

@@ -668,9 +668,6 @@ def _training_problems(s: Settings, stage: str) -> Iterator[str]:
     if s.METHOD != "dpo" and of_policy <= s.LR_WARMUP:  # the steps of DPO follow from its pairs
         after = f" after CRITIC_WARMUP={s.CRITIC_WARMUP}" if of_policy < s.STEPS else ""
         yield f"LR_WARMUP={s.LR_WARMUP}: the rate reaches LR in none of STEPS={s.STEPS}{after}; set it lower"
-    if s.METHOD == "ppo" and 0 < s.PATIENCE * s.TEST_FREQ <= s.CRITIC_WARMUP:
-        warm_up = f"within CRITIC_WARMUP={s.CRITIC_WARMUP}, in which the policy stays as it is"
-        yield f"PATIENCE={s.PATIENCE} x TEST_FREQ={s.TEST_FREQ}: {warm_up}; set PATIENCE higher"
 
 
 def problems(s: Settings, stage: str) -> Iterator[str]:
@@ -686,6 +683,8 @@ def problems(s: Settings, stage: str) -> Iterator[str]:
         yield f"TEST_FREQ={s.TEST_FREQ}: validates on the dev set; set DEV_SIZE, or TEST_FREQ=0"
     if s.PATIENCE and not s.TEST_FREQ:
         yield f"PATIENCE={s.PATIENCE}: counts validations; set TEST_FREQ, or PATIENCE=0"
+    if s.PATIENCE and s.METHOD == "dpo":
+        yield f"PATIENCE={s.PATIENCE}: counts validations, and METHOD=dpo has none; leave PATIENCE out"
     if s.METHOD == "dpo" and s.NNODES > 1:
         yield f"NNODES={s.NNODES}: METHOD=dpo trains on one machine; leave NNODES out"
     if s.METHOD == "dpo" and s.TRUNCATED != "counted":

@@ -5,15 +5,10 @@ import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from tasks.common.data.pairs import read_pairs
 from tasks.common.data.rows import DataError, decoded, read_rows, tools_of
 
 HELD_OUT = ("dev", "test")  # files of the data folder
-
-
-def _digests(row: dict) -> Iterator[bytes]:
-    """Digests of the row's prompt and tools, and of its key, which rows of other sources may lack."""
-    texts = [json.dumps([decoded(row["prompt"]), tools_of(row)], sort_keys=True), row["extra_info"].get("key")]
-    return (hashlib.blake2b(text.encode(), digest_size=16).digest() for text in texts if text)
 
 
 def check_disjoint(train_file: Path, held_out: Iterable[Path]) -> None:
@@ -21,11 +16,34 @@ def check_disjoint(train_file: Path, held_out: Iterable[Path]) -> None:
 
     Reads each file once. Memory: 32 bytes per held-out row.
     """
-    where = {digest: path.name for path in held_out for row in read_rows(path) for digest in _digests(row)}
+    _check(f"TRAIN_FILE={train_file}", map(_of_row, read_rows(train_file)), held_out)
+
+
+def check_pairs(pairs_file: Path, held_out: Iterable[Path]) -> None:
+    """The same of the prompts of PAIRS_FILE."""
+    pairs = (pair for _, pair in read_pairs(pairs_file) if pair)
+    _check(f"PAIRS_FILE={pairs_file}", (_digests(_posed(pair.messages(), pair.tools)) for pair in pairs), held_out)
+
+
+def _check(file: str, problems: Iterable[Iterable[bytes]], held_out: Iterable[Path]) -> None:
+    where = {digest: path.name for path in held_out for row in read_rows(path) for digest in _of_row(row)}
     found: dict[str, int] = {}
-    for row in read_rows(train_file):
-        for name in {where[digest] for digest in _digests(row) if digest in where}:
+    for digests in problems:
+        for name in {where[digest] for digest in digests if digest in where}:
             found[name] = found.get(name, 0) + 1
     if found:
         counts = " and ".join(f"{count} of its prompts are in {name}" for name, count in sorted(found.items()))
-        raise DataError(f"TRAIN_FILE={train_file}: {counts}; remove them: results on these prompts would be invalid")
+        raise DataError(f"{file}: {counts}; remove them: results on these prompts would be invalid")
+
+
+def _posed(messages: list[dict], tools: list[dict] | None) -> str:
+    return json.dumps([messages, tools], sort_keys=True)
+
+
+def _of_row(row: dict) -> Iterator[bytes]:
+    """Digests of the row's prompt and tools, and of its key, which rows of other sources may lack."""
+    return _digests(_posed(decoded(row["prompt"]), tools_of(row)), row["extra_info"].get("key"))
+
+
+def _digests(*texts: str | None) -> Iterator[bytes]:
+    return (hashlib.blake2b(text.encode(), digest_size=16).digest() for text in texts if text)

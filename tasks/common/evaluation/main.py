@@ -17,7 +17,8 @@ from tasks.common.interrupts import interrupt_on_sigterm
 from tasks.common.process import errors_in_one_line
 from tasks.common.rewards.answers import JudgeError
 from tasks.common.rewards.environment import Environment
-from tasks.common.runs.folder import more_training, run_of
+from tasks.common.runs.folder import more_training, read_metrics, run_of
+from tasks.common.runs.validation import best
 from tasks.common.settings import Command, Settings, SettingsError, artifacts, fingerprint, load_settings
 
 STOPPED = "stopped; finished samples are kept, the same command continues"
@@ -59,32 +60,36 @@ def next_steps(s: Settings, start: str, change: Estimate, warm_up: dict | None, 
     """
     if change.low > 0:
         return []
+    dev = read_metrics(run_dir, strict=False) if run_dir else {}
+    top, last = best(dev), max(dev, default=0)
     if change.high < 0:
-        return _after_a_loss(s)
+        return _after_a_loss(s, validated=top is not None)
     file = probe.newest(s.TASK, lambda model: model == start)
     without = f"make probe TASK={s.TASK} says whether the data has signal for it"
     more = [f"{what}: the same command with {change}" for change, what in more_training(s, run_dir)]
     if s.METHOD == "dpo":
         more[-1] += f", or a weaker pull to the start: DPO_BETA={s.DPO_BETA / 2:g}"
     rare = warm_up is not None and warm_up["value"] < probe.RARE
+    rate = f"another learning rate: LR={2 * s.LR:g}, and lower if the reward falls"
+    probed = f"the probe of the model it started from: {read_json(file)['conclusion'] if file else without}"
+    past = top is not None and top < last  # the steps after it brought nothing
     return [
         *([f"a longer warm-up, which is right too rarely to learn from: SFT_STEPS={2 * s.SFT_STEPS}"] if rare else []),
-        *more,
-        f"the probe of the model it started from: {read_json(file)['conclusion'] if file else without}",
-        f"another learning rate: LR={2 * s.LR:g}, and lower if the reward falls",
+        *([probed, rate, *more] if past else [*more, probed, rate]),
         "more test prompts: a larger TEST_SIZE narrows the interval",
     ]
 
 
-def _after_a_loss(s: Settings) -> list[str]:
-    """What to try where the training made the model worse."""
+def _after_a_loss(s: Settings, validated: bool) -> list[str]:
+    """What to try where the training made the model worse. ``validated``: so this is its best checkpoint already."""
     rate = f"a lower learning rate: LR={s.LR / 2:g}"
     if s.METHOD == "dpo":
         fewer = [f"fewer epochs over the pairs: DPO_EPOCHS={s.DPO_EPOCHS - 1}"] if s.DPO_EPOCHS > 1 else []
         return [f"{rate}, or a stronger pull to the start: DPO_BETA={2 * s.DPO_BETA:g}", *fewer]
+    earlier = "an earlier checkpoint: validate (TEST_FREQ), keep more (KEEP) and take STEP=best"
     return [
         rate if s.METHOD == "distill" else f"{rate}, or KL_COEF={2 * s.KL_COEF or 0.01:g}",
-        "an earlier checkpoint: validate (TEST_FREQ), keep more (KEEP) and take STEP=best",
+        *([] if validated else [earlier]),
     ]
 
 

@@ -33,7 +33,7 @@ from tasks.common.runs import folder
 from tasks.common.settings import Settings, SettingsError, code_digest, problems, teacher_gpus
 from tasks.common.text import one_line
 from tasks.common.training import verl_config
-from tasks.common.training.methods import dpo
+from tasks.common.training.methods import distill, dpo
 
 ROWS = 20_000  # checked of each data file
 PROMPTS = 2_000  # measured in tokens, spread over the file
@@ -101,10 +101,10 @@ def disk(
     time; ``arguments``: of a training that may be continued: those that it has made do not count."""
     shapes, weights = memory.shapes_of(base_model(s.MODEL)), weights_bytes(s.MODEL)
     existing, free = hardware.free_disk(s.runs_dir)
-    sizes, largest = [], 0.0
+    parameters = shapes.parameters if shapes else weights // 2  # an unknown model type is assumed to be bf16
+    sizes, largest = [each for each in [warm_up(s, parameters)] if each], 0.0
     for run in runs or [s]:
-        # An unknown model type is assumed to be bf16.
-        count, size = checkpoints(run, shapes.parameters if shapes else weights // 2)
+        count, size = checkpoints(run, parameters)
         folders = folder.rounds(run, arguments) if arguments is not None else []
         sizes += [size] * (count - 1 - sum(len(folder.checkpoints(each)) for each in folders))
         largest = max(largest, size)
@@ -124,6 +124,11 @@ def checkpoints(s: Settings, parameters: int) -> tuple[int, float]:
     bytes of one."""
     size = memory.checkpoint_bytes(parameters, s.LORA_RANK, s.METHOD == "ppo")
     return s.SELF_PLAY_ROUNDS * (2 if s.METHOD == "dpo" else s.KEEP + 1) + 1, size
+
+
+def warm_up(s: Settings, parameters: int) -> float:
+    """The bytes of the warm-up's checkpoint, which stays beside those of the training; 0 where none is to come."""
+    return memory.checkpoint_bytes(parameters, s.LORA_RANK) if "sft" in stages(s, "train") else 0.0
 
 
 def ray(s: Settings) -> Iterator[Finding]:
@@ -383,6 +388,12 @@ def batches_and_memory(
     gpus = found.gpus[: s.N_GPUS] if found and s.STACK != "cpu" else ()
     if s.STACK != "cpu" and not gpus:
         return
+    if not all(gpu.total for gpu in gpus):  # it shares the machine's, e.g. a GB10
+        yield warning(
+            "memory", f"not estimated: nvidia-smi does not tell that of {gpus[0].name}", "watch the first steps"
+        )
+        return
+    yield from teacher(s, found)
     least = min((gpu.free for gpu in gpus), default=0)
     free, total = hardware.ram()
     for each, planned in plans.items():
@@ -393,6 +404,14 @@ def batches_and_memory(
             yield warning("memory", f"{of}needs about {gb(ram)} RAM, {gb(free)} is free", "end other programs")
         else:
             yield ok("memory", f"{of}estimated: {memory.summary(shapes, planned, least)}")
+
+
+def teacher(s: Settings, found: hardware.Nvidia | None) -> Iterator[Finding]:
+    """An error where TEACHER's weights in bf16 do not fit into the GPU after those of the training."""
+    shapes = memory.shapes_of(s.TEACHER) if s.TEACHER and found and len(found.gpus) > s.N_GPUS else None
+    if shapes and (need := 2 * shapes.parameters) > (room := distill.SHARE * found.gpus[s.N_GPUS].free):
+        too_large = f"TEACHER={s.TEACHER}: weights of {gb(need)}, and its GPU has {gb(room)} for it"
+        yield error("memory", too_large, "take a smaller TEACHER, or end what is on that GPU")
 
 
 def stages(s: Settings, stage: str) -> list[str]:
@@ -438,8 +457,11 @@ def findings(
     checks = [of_machine(s, smi, runs), disk(s, runs, jobs, continued), packages(s), ray(s), judge(s), reward(s)]
     checks.append(data(s, stage != "doctor"))
     if not wrong:
-        checks += [batches_and_memory(s, arguments, stage, smi), lengths(s, started + TOKENIZER_BY)]
-    return [*wrong, *chain(*checks)]
+        # Of an experiment each method: ppo has a critic beside the policy.
+        each_method = list({run.METHOD: run for run in runs}.values()) or [s]
+        checks += [batches_and_memory(run, arguments, stage, smi) for run in each_method]
+        checks.append(lengths(s, started + TOKENIZER_BY))
+    return [*wrong, *dict.fromkeys(chain(*checks))]
 
 
 def before_training(

@@ -21,22 +21,25 @@ CORES = 5  # of each training on GPUs: with fewer they wait for one another (doc
 def planned(s: Settings, command: Command) -> dict[str, Settings]:
     """The settings of each training, by its label METHOD@RATE#SEED, in order. Raises SettingsError.
 
-    All have the data and the warm-up of ``s``, and the smallest mini-batch of all the methods.
+    All have the data and the warm-up of ``s``, and the smallest mini-batch of all the methods that have rollouts.
     """
     names = list(dict.fromkeys(filter(None, command.METHODS.split(","))))
-    rates = [{"LR": rate} for rate in dict.fromkeys(filter(None, command.LRS.split(",")))] or [{}]
+    rates = [{"LR": rate} for rate in filter(None, command.LRS.split(","))] or [{}]
     others = {"TEACHER": ""} if "distill" in names else {}
     given = {name: os.environ | {"METHOD": name} | ({} if name == "distill" else others) for name in names}
     chosen = [load_settings(given[name] | rate) for name in names for rate in rates]
-    if len(chosen) < 2:
+    if len(named := {f"{each.METHOD} {each.LR:g}" for each in chosen}) < 2:
         raise SettingsError(f"METHODS={command.METHODS}: name two or more, separated by commas, or several LRS")
-    mini = min(each.MINI_BATCH_SIZE for each in chosen)
+    if len(named) < len(chosen):
+        raise SettingsError(f"LRS={command.LRS}: two of them are the same rate; leave one out")
+    mini = min((each.MINI_BATCH_SIZE for each in chosen if each.METHOD != "dpo"), default=0)
     runs = {}
     # Seeds outermost: an interrupted experiment has complete seeds.
     for seed in range(s.TRAIN_SEED, s.TRAIN_SEED + command.SEEDS):
         for each in chosen:
             name = f"{s.RUN}-{each.METHOD}-{each.LR:g}-{seed}" if s.RUN else ""
-            run = replace(each, MINI_BATCH_SIZE=mini, TRAIN_SEED=seed, RUN=name)
+            own = each.MINI_BATCH_SIZE if each.METHOD == "dpo" else mini
+            run = replace(each, MINI_BATCH_SIZE=own, TRAIN_SEED=seed, RUN=name)
             runs[f"{each.METHOD}@{each.LR:g}#{seed}"] = run
     return runs
 
@@ -66,6 +69,7 @@ def train_at_once(runs: dict[str, Settings], arguments: list[str], jobs: int) ->
     They are spread over the groups of GPUs. Those of one group share its memory: each gets an equal part of
     GPU_MEMORY_UTILIZATION. Raises StageFailed after all have ended.
     """
+    jobs = min(jobs, len(runs))
     groups = gpu_groups(runs, jobs)
     sharing = -(-jobs // len(groups))
     free = [groups[number % len(groups)] for number in range(jobs)]

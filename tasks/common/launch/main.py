@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tasks.common import settings
 from tasks.common.data import gold
-from tasks.common.data.held_out import HELD_OUT, check_disjoint
+from tasks.common.data.held_out import HELD_OUT, check_disjoint, check_pairs
 from tasks.common.data.prepare import describe, read_manifest
 from tasks.common.data.rows import DataError, validate_parquet
 from tasks.common.evaluation import policy_attack
@@ -119,18 +119,23 @@ def data(job: Job) -> str:
         raise DataError(f"GOLD=error: {gold.said(manifest['gold'])}")
     for name in manifest["rows"]:
         validate_parquet(s.data_dir / f"{name}.parquet", "sft" if name == "sft" else "rl")
-    if training and s.TRAIN_FILE:
-        _check_train_file(s, manifest["rows"])
+    if training:
+        _check_own_files(s, manifest["rows"])
     own_file = f"; training on {s.train_file}" if training and s.TRAIN_FILE else ""
     return f"{'up to date: ' if fresh else ''}{describe(manifest)}{own_file}"
 
 
-def _check_train_file(s: Settings, names: Iterable[str]) -> None:
-    """Raise DataError unless TRAIN_FILE fills a batch and poses no problem of the data files ``names`` for tests."""
-    if (own := validate_parquet(s.train_file)) < s.TRAIN_BATCH_SIZE:
-        few = f"has {own} prompts, less than TRAIN_BATCH_SIZE={s.TRAIN_BATCH_SIZE}"
-        raise DataError(f"TRAIN_FILE={s.train_file}: {few}")
-    check_disjoint(s.train_file, [s.data_dir / f"{name}.parquet" for name in names if name in HELD_OUT])
+def _check_own_files(s: Settings, names: Iterable[str]) -> None:
+    """Raise DataError where TRAIN_FILE fills no batch, or where it or DPO's PAIRS_FILE poses a problem of those data
+    files ``names`` that are for tests."""
+    held_out = [s.data_dir / f"{name}.parquet" for name in names if name in HELD_OUT]
+    if s.TRAIN_FILE:
+        if (own := validate_parquet(s.train_file)) < s.TRAIN_BATCH_SIZE:
+            few = f"has {own} prompts, less than TRAIN_BATCH_SIZE={s.TRAIN_BATCH_SIZE}"
+            raise DataError(f"TRAIN_FILE={s.train_file}: {few}")
+        check_disjoint(s.train_file, held_out)
+    if s.METHOD == "dpo" and s.PAIRS_FILE:
+        check_pairs(Path(s.PAIRS_FILE).expanduser(), held_out)
 
 
 def model(job: Job) -> str:
@@ -266,6 +271,11 @@ def experiment(job: Job, runs: dict[str, Settings]) -> None:
         print(f"warning: {few}", flush=True)
     for each in {each.METHOD: each for each in runs.values()}.values():
         train.check(each, arguments)
+    for each in runs.values():
+        steps = folder.last_step(run_dir := folder.rl_dir(each, arguments))
+        if steps > folder.wanted_steps(run_dir, each):
+            longer = f"STEPS={each.STEPS}: {run_dir.name} has {steps} steps already, which would be compared"
+            raise SettingsError(f"{longer}; take STEPS={steps}, or another RUN")
 
     def compared() -> str:
         folders = {label: folder.rounds(each, arguments)[-1] for label, each in runs.items()}
@@ -317,11 +327,13 @@ def run_stages(stages: dict[str, Callable[[], str]], first: str = "data") -> Non
         print(f"  {stage()} ({time.monotonic() - started:.0f} s)", flush=True)
 
 
-def closing(s: Settings, run_dirs: list[Path]) -> None:
-    """After the table: the time, the folder and the next commands."""
+def closing(s: Settings, run_dirs: list[Path], step: str = "") -> None:
+    """After the table of the checkpoint STEP=``step``: which it is, the time, the folder and the next commands."""
     rows = [row for run_dir in run_dirs for row in folder.read_metrics(run_dir, strict=False).values()]
     seconds = sum(row.get("timing_s/step", 0.0) for row in rows)
     steps = sum(map(folder.last_step, run_dirs))
+    if (last := folder.last_step(run_dirs[-1])) and folder.find_step(run_dirs[-1], step) != last:
+        print(f"the table is of the {chosen_step(run_dirs[-1], step)}")
     print(f"{steps} steps, {seconds:.0f} s of training{total_time()}; all of it in {run_dirs[-1]}\n\nNext:")
     change, what = folder.more_training(s, run_dirs[-1])[0]
     print(f"  the same command with {change}    # {what}")
@@ -331,15 +343,15 @@ def closing(s: Settings, run_dirs: list[Path]) -> None:
 
 
 def _shared_data(s: Settings, first: str) -> None:
-    """Raise SettingsError unless the data that FROM skips exists, made with these settings. Checks TRAIN_FILE as the
-    stage of the data does."""
+    """Raise SettingsError unless the data that FROM skips exists, made with these settings. Checks TRAIN_FILE
+    and PAIRS_FILE as the stage of the data does."""
     manifest = read_manifest(s.data_dir)
     made = manifest.get("fingerprint")
     if made != s.data_fingerprint():
         what = "was made with other settings" if made else "is not there"
         raise SettingsError(f"FROM={first}: {s.data_dir} {what}; run `make data TASK={s.TASK}`, or leave FROM out")
-    if s.TRAIN_FILE and first in ("model", "sft", "train"):
-        _check_train_file(s, manifest["rows"])
+    if first in ("model", "sft", "train"):
+        _check_own_files(s, manifest["rows"])
 
 
 def print_config(job: Job) -> None:
@@ -398,11 +410,16 @@ def about(job: Job) -> Job:
     if given or job.goal not in (*ABOUT_A_RUN, *own_stages(job.s.task_dir)):
         return job
     if run_dir := folder.find_run(job.s, job.arguments, job.model):
-        step, last = folder.find_step(run_dir, job.command.STEP), folder.last_step(run_dir)
-        why = "" if job.command.STEP or step == last else f", the best of its validations (STEP=latest: {last})"
-        print(f"run {run_dir.name}, checkpoint of step {step}{why}")
+        print(f"run {run_dir.name}, {chosen_step(run_dir, job.command.STEP)}")
         return replace(job, s=folder.settings_of(run_dir, job.s), run_dir=run_dir)
     return job
+
+
+def chosen_step(run_dir: Path, given: str) -> str:
+    """The checkpoint STEP=``given`` of a run, in words."""
+    step, last = folder.find_step(run_dir, given), folder.last_step(run_dir)
+    why = "" if given or step == last else f", the best of its validations (STEP=latest: {last})"
+    return f"checkpoint of step {step}{why}"
 
 
 def main(goal: str, arguments: list[str]) -> None:
@@ -470,7 +487,7 @@ def main(goal: str, arguments: list[str]) -> None:
                 stages[goal] = functools.partial(evaluate, job, f"{goal}.py")
             run_stages(stages, command.FROM if job.trains else "data")
         if job.trains:
-            closing(s, folder.rounds(s, arguments))
+            closing(s, folder.rounds(s, arguments), command.STEP)
         if goal == "batch":
             script(s, "evaluate.py", "batch", job.chosen())
     if goal == "chat":  # in place of this process, so that Ctrl-C reaches it alone; the lock is free again

@@ -234,19 +234,26 @@ def composed_here(s: Settings) -> Settings:
     return replace(s, STACK="current") if s.STACK == "a100" else s
 
 
-def checkpoints(s: Settings) -> tuple[int, float]:
-    """As doctor's; the bytes are 0 where the config is of an unknown model type."""
+def parameters(s: Settings) -> int:
+    """Of the real model; 0 where its config is of an unknown type."""
     shapes = memory.shapes_of(s.MODEL)
-    return doctor.checkpoints(s, shapes.parameters if shapes else 0)
+    return shapes.parameters if shapes else 0
+
+
+def saved(s: Settings) -> tuple[float, str]:
+    """The bytes of all checkpoints that there are at once, and in words what they are."""
+    (count, size), warm_up = doctor.checkpoints(s, parameters(s)), doctor.warm_up(s, parameters(s))
+    beside = f" and the warm-up's of {gb(warm_up)}" if warm_up else ""
+    return count * size + warm_up, f"{count} checkpoints of {gb(size)}{beside}"
 
 
 def disk(s: Settings, command: Command) -> Iterator[Finding]:
     """Room for the real model's checkpoints: DISK, or what is free here."""
-    count, size = checkpoints(s)
+    need, what = saved(s)
     free = command.DISK * 1e9 or hardware.free_disk(s.runs_dir)[1]
     where = "by DISK" if command.DISK else "on this machine; DISK= says that of the real one"
-    text = f"{count} checkpoints of {gb(size)} need {gb(count * size)}, {gb(free)} free {where}"
-    if count * size <= free:
+    text = f"{what} need {gb(need)}, {gb(free)} free {where}"
+    if need <= free:
         yield ok("disk", text)
     elif command.DISK:
         yield error("disk", text, "lower KEEP, or take a larger disk")
@@ -292,7 +299,7 @@ def time_of(s: Settings, gpu: speed.GPU, found: Lengths, response: float, longes
     at = range(1, s.STEPS + 1)
     tested = sum(s.TEST_FREQ > 0 and number % s.TEST_FREQ == 0 for number in at)
     saved = sum(number % s.SAVE_FREQ == 0 or (s.TEST_FREQ and number % s.TEST_FREQ == 0) for number in at)
-    saving = speed.saving_seconds(checkpoints(s)[1])
+    saving = speed.saving_seconds(doctor.checkpoints(s, parameters(s))[1])
     return Time(
         speed.predicted(step, gpu),
         speed.predicted(warm_up, gpu)["passes"] * s.SFT_STEPS if s.INIT == "sft" else 0.0,
@@ -323,8 +330,8 @@ def words(s: Settings, arguments: list[str], data_dir: Path, target: Target, com
         yield from _of_memory(memory.estimate(shapes, planned, target.gpu.memory if target.gpu else 0))
     except SettingsError:
         yield "memory: not estimated, the settings are wrong"
-    count, size = checkpoints(s)
-    yield f"disk: {gb(count * size)}, {count} checkpoints of {gb(size)}"
+    need, what = saved(s)
+    yield f"disk: {gb(need)}, {what}"
     if reason := unpredicted(s, target, data_dir):
         yield f"seconds per step, hours, cost: not predicted, {reason}"
         return

@@ -114,7 +114,7 @@ def smaller(s: Settings) -> dict[str, str]:
         "STEPS": STEPS,
         "SELF_PLAY_ROUNDS": 1,
         "CRITIC_WARMUP": min(s.CRITIC_WARMUP, 1),
-        "LR_WARMUP": min(s.LR_WARMUP, 1),
+        "LR_WARMUP": min(s.LR_WARMUP, 0 if s.METHOD == "ppo" and s.CRITIC_WARMUP else 1),
         "SFT_STEPS": SFT_STEPS,
         "SFT_BATCH_SIZE": BATCH,
         "SFT_SOURCE": "task",  # samples of the thin model may be too few

@@ -30,7 +30,11 @@ def check(s: Settings, arguments: list[str]) -> None:
     """Before anything starts, raise SettingsError for settings that would fail later, and print warnings."""
     load_reward(s)
     tracking.check(s)
-    last_round = folder.rounds(s, arguments)[-1]  # raises for a RUN of other settings
+    *_, last_round = begun = folder.rounds(s, arguments)  # raises for a RUN of other settings
+    following = s.runs_dir / f"{s.RUN}-round{len(begun) + 1}"
+    left = len(begun) < s.SELF_PLAY_ROUNDS and not folder.complete(last_round, s)
+    if s.RUN and left and folder.recorded(following):
+        raise SettingsError(f"RUN={s.RUN}: {following.name} started from {last_round.name} as it is; take another name")
     if s.METHOD == "dpo":
         if arguments:
             raise SettingsError(f"ARGS={' '.join(arguments)}: are verl's; METHOD=dpo trains with TRL")
@@ -38,6 +42,8 @@ def check(s: Settings, arguments: list[str]) -> None:
             raise SettingsError("PAIRS_FILE: holds samples of another policy; leave it out with SELF_PLAY_ROUNDS")
         if s.PAIRS_FILE and not Path(s.PAIRS_FILE).expanduser().is_file():
             raise SettingsError(f"PAIRS_FILE={s.PAIRS_FILE}: no such file")
+        if others := [name for name in s.ABORT_ON.split(",") if name not in ("", "nan")]:
+            raise SettingsError(f"ABORT_ON={s.ABORT_ON}: of METHOD=dpo only nan can be seen; leave {others[0]} out")
         if s.DPO_EPOCHS > MANY_EPOCHS:
             many = f"more than {MANY_EPOCHS} epochs over the same pairs usually overfit"
             print(f"warning: DPO_EPOCHS={s.DPO_EPOCHS}: {many}; watch val/accuracy, or set SELF_PLAY_ROUNDS")
@@ -107,6 +113,10 @@ def _round(s: Settings, arguments: list[str], number: int, start: str, run_dir: 
         seeded = replace(s, SEED=s.TRAIN_SEED + number - 1)  # the trainer splits them by it too
         found = dpo_pairs.pair_set(seeded, pairs, load_tokenizer(base_model(start)))
         s = replace(s, STEPS=dpo_pairs.steps(s, found))
+        if s.LR_WARMUP >= s.STEPS:
+            raise SettingsError(
+                f"LR_WARMUP={s.LR_WARMUP}: the rate reaches LR in none of {s.STEPS} steps; set it lower"
+            )
         print(f"  {found.said}: {s.STEPS} steps of {s.TRAIN_BATCH_SIZE} in DPO_EPOCHS={s.DPO_EPOCHS}")
     else:
         prune(run_dir, s.KEEP)  # also a crash's leftovers

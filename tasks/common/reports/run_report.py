@@ -56,8 +56,9 @@ CURVES = {
         "seconds of each phase": ("timing_s/*",),
     },
     "dpo": {
-        "loss": ("train/loss",),
-        "share of pairs ranked right": ("dpo/rewards/accuracies",),
+        "loss": ("train/loss", "val/loss"),
+        "share of pairs ranked right": ("dpo/rewards/accuracies", "val/accuracy"),
+        "margin of held-out pairs": ("val/margin",),
         "rewards": ("dpo/rewards/chosen", "dpo/rewards/rejected", "dpo/rewards/margins"),
         "entropy, nats": ("dpo/entropy",),
         "gradient norm": ("train/grad_norm",),

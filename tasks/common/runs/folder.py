@@ -193,6 +193,8 @@ def find_step(run_dir: Path, step: str = "") -> int:
         metrics = read_metrics(run_dir, strict=False)
         if validation.scores(metrics).keys() & set(steps):
             return validation.ranked(steps, metrics)[0]
+        if step and not any("critic/score/mean" in metrics.get(number, {}) for number in steps):
+            raise SettingsError(f"STEP=best: {run_dir} has neither validations nor rewards; take STEP=latest")
         if step:
             return max(steps, key=lambda number: (metrics.get(number, {}).get("critic/score/mean", -math.inf), number))
     if step in ("", "latest"):
@@ -207,17 +209,28 @@ def ended_early(run_dir: Path, patience: int) -> bool:
     """Whether the run ended at its last checkpoint because ``patience`` validations brought no gain (0: never)."""
     last = last_step(run_dir)
     metrics = read_metrics(run_dir, strict=False)
-    return validation.ends_early({step: row for step, row in metrics.items() if step <= last}, patience)
+    done = {step: row for step, row in metrics.items() if step <= last}
+    return validation.ends_early(done, patience, critic_steps(run_dir))
+
+
+def critic_steps(run_dir: Path) -> int:
+    """The run's first steps, in which PPO trains its critic and the policy stays as it is."""
+    made = recorded(run_dir).get("settings", {})
+    return made.get("CRITIC_WARMUP", 0) if made.get("METHOD") == "ppo" else 0
 
 
 def more_training(s: Settings, run_dir: Path | None) -> list[tuple[str, str]]:
-    """What makes the same command train the run of ``s`` longer: variables, and what they do, the first choice first.
+    """What makes the same command train on: variables, and what they do, the first choice first.
     The record of its last launch says how long it was to be."""
     made = recorded(run_dir).get("settings", {}) if run_dir else {}
     steps, patience, rounds = (made.get(name, getattr(s, name)) for name in ("STEPS", "PATIENCE", "SELF_PLAY_ROUNDS"))
+    own = (f"SELF_PLAY_ROUNDS={rounds + 1}", "another round, from the last one's policy")
     if s.METHOD == "dpo":
-        own = (f"SELF_PLAY_ROUNDS={rounds + 1}", "pairs of the new policy's samples")
-        return [*([] if s.PAIRS_FILE else [own]), (f"DPO_EPOCHS={s.DPO_EPOCHS + 1}", "more epochs over the pairs")]
+        name = f" RUN={s.RUN}-{s.DPO_EPOCHS + 1}" if s.RUN else ""
+        epochs = (f"DPO_EPOCHS={s.DPO_EPOCHS + 1}{name}", "another run, with more epochs over the pairs")
+        return [*([] if s.PAIRS_FILE else [own]), epochs]
+    if rounds > 1:  # more STEPS would change what the later rounds start from
+        return [own]
     ended = bool(run_dir) and ended_early(run_dir, patience)
     more = [] if ended and last_step(run_dir) < steps else [f"STEPS={2 * steps}"]
     return [(" ".join([*more, *(["PATIENCE=0"] if ended else [])]), "more steps of this run")]

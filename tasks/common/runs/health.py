@@ -143,6 +143,8 @@ def _mismatch(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
             "token": "try ROLLOUT_CORRECTION=sequence",
             "sequence": "ROLLOUT_CORRECTION cannot correct this",
         }
+        if s.STACK == "a100":  # whose verl cannot mask sequences
+            advice["token"] = advice["sequence"]
         yield (
             f"KL between the log-probs of engine and trainer {row[key]:.3g} > {MISMATCH} for {MISMATCH_STEPS} steps: "
             "the samples are another policy's, by precision, kernels or ARGS of the rollout (top_p, quantization); "

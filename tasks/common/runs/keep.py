@@ -3,7 +3,7 @@
 import shutil
 from pathlib import Path
 
-from tasks.common.runs.folder import checkpoints, last_step, read_metrics
+from tasks.common.runs.folder import checkpoints, critic_steps, last_step, read_metrics
 from tasks.common.runs.validation import ends_early, ranked, words
 
 REMOVED = "removed_"  # prefix of a folder that is being removed
@@ -39,4 +39,4 @@ def ends_run(run_dir: Path, step: int, found: dict, patience: int) -> bool:
     metrics = read_metrics(run_dir, strict=False)
     done = {number: row for number, row in metrics.items() if number < step} | {step: found}
     print(f"step {step}: {words(done)}", flush=True)
-    return ends_early(done, patience)
+    return ends_early(done, patience, critic_steps(run_dir))

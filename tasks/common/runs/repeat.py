@@ -12,7 +12,7 @@ from pathlib import Path
 
 from tasks.common.process import die_with_parent, errors_in_one_line
 from tasks.common.runs import launches
-from tasks.common.runs.folder import check_settings, last_step, lineage, named, recorded
+from tasks.common.runs.folder import check_settings, ended_early, last_step, lineage, named, recorded
 from tasks.common.runs.secrets import MASK
 from tasks.common.settings import COMPLETE, JUDGED, ROOT, Command, Settings, SettingsError, load_settings
 from tasks.common.text import one_line, printable
@@ -104,7 +104,7 @@ def _complete(run_dir: Path) -> bool:
         return False
     rounds = made.get("SELF_PLAY_ROUNDS", 1)
     last = run_dir.with_name(f"{run_dir.name}-round{rounds}") if rounds > 1 else run_dir
-    return last_step(last) >= made["STEPS"]
+    return last_step(last) >= made["STEPS"] or ended_early(last, made.get("PATIENCE", 0))
 
 
 def changed_files(then: dict[str, str], now: dict[str, str]) -> str:

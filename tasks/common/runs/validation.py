@@ -40,10 +40,11 @@ def best(metrics: dict[int, dict]) -> int | None:
     return max(found, key=lambda step: (found[step], -step), default=None)
 
 
-def ends_early(metrics: dict[int, dict], patience: int) -> bool:
-    """Whether the last ``patience`` validations or more brought no gain (0: never)."""
+def ends_early(metrics: dict[int, dict], patience: int, unchanged: int = 0) -> bool:
+    """Whether the last ``patience`` validations or more brought no gain (0: never). Those of the first ``unchanged``
+    steps are of the same policy and do not count."""
     top = best(metrics)
-    return top is not None and 0 < patience <= sum(step > top for step in scores(metrics))
+    return top is not None and 0 < patience <= sum(step > max(top, unchanged) for step in scores(metrics))
 
 
 def curves(metrics: dict[int, dict]) -> dict[int, dict[str, float]]:

@@ -35,7 +35,8 @@ class DynamicSamplingTrainer(TaskTrainer):
 def bounded(buffer: ReplayBuffer, batches: int) -> ReplayBuffer:
     """``buffer`` with its filter off for the rest of a step once ``batches`` batches have been sampled for it.
 
-    verl keeps as many prompts in flight as the batch lacks, so the batch then fills up.
+    verl keeps as many prompts in flight as the batch lacks, so the batch then fills up. With 0 or less the filter
+    stays on, as verl's config says, and a step without any signal does not end.
     """
     metric, sample, refill = buffer.filter_groups_metric, buffer.sample, buffer.refill_fn
     sampled = 0
@@ -45,7 +46,7 @@ def bounded(buffer: ReplayBuffer, batches: int) -> ReplayBuffer:
         if buffer.filter_groups_metric is None:  # unused quota of earlier steps
             return 0
         sampled += prompts
-        if sampled >= batches * buffer.train_batch_size:
+        if 0 < batches * buffer.train_batch_size <= sampled:
             buffer.filter_groups_metric = None
         return refill(prompts)
 

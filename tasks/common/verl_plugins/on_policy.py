@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 from tensordict import TensorDict
 from verl import DataProto
-from verl.trainer.ppo.core_algos import agg_loss
+from verl.trainer.ppo.core_algos import agg_loss, kl_penalty
 from verl.trainer.ppo.rollout_corr_helper import (
     compute_rollout_corr_metrics_from_logprobs,
     compute_rollout_correction_weights,
@@ -37,6 +37,7 @@ expect(
     'old_log_prob = data["old_log_probs"]',
     'entropy = model_output.get("entropy", None)',
     'if "rollout_is_weights" in data:',
+    'metrics["kl_loss"] = Metric(value=kl_loss, aggregation=metric_aggregation)',
 )
 expect(engine_workers.ActorRolloutRefWorker.init_model, "self.loss_fn = partial(ppo_loss, config=actor_config)")
 
@@ -102,7 +103,7 @@ def of_the_batch(metrics: dict, data: TensorDict, cap: float | str) -> dict:
 _ppo_loss, _value_loss = engine_workers.ppo_loss, losses.value_loss
 
 
-def _without_a_token(data: TensorDict) -> None:
+def without_a_token(data: TensorDict) -> None:
     """TRUNCATED=masked may leave a mini-batch without a token: let its loss be 0, not 0 / 0."""
     if tensordict_utils.get_non_tensor_data(data=data, key="batch_num_tokens", default=None) == 0:
         tensordict_utils.assign_non_tensor(data, batch_num_tokens=1)
@@ -110,15 +111,27 @@ def _without_a_token(data: TensorDict) -> None:
 
 def value_loss(config, model_output: dict, data: TensorDict, dp_group=None):
     """verl's loss of the critic (workers/utils/losses.py), which trainer.py gives the workers."""
-    _without_a_token(data)
+    without_a_token(data)
     return _value_loss(config, model_output, data, dp_group)
+
+
+def _with_kl_of_a_token(config, model_output: dict, data: TensorDict, dp_group) -> tuple[torch.Tensor, dict]:
+    """verl's loss; its metric of the KL is nats a token, whatever the loss's mode."""
+    loss, metrics = _ppo_loss(config, model_output, data, dp_group)
+    if config.use_kl_loss:
+        batch = data.select("response_mask", "ref_log_prob").to_padded_tensor()
+        log_probs = no_padding_2_padding(model_output["log_probs"].detach(), data)
+        kl = kl_penalty(log_probs, batch["ref_log_prob"], config.kl_loss_type)
+        total = agg_loss(kl, batch["response_mask"].bool(), "token-mean", **config.global_batch_info)
+        metrics["kl_loss"] = Metric(AggregationType.SUM, total)
+    return loss, metrics
 
 
 def ppo_loss(config, model_output: dict, data: TensorDict, dp_group=None):
     """verl's loss (workers/utils/losses.py); in an ON_POLICY batch the model's own log-probs are the old ones."""
-    _without_a_token(data)
+    without_a_token(data)
     if not tensordict_utils.get_non_tensor_data(data=data, key=ON_POLICY, default=False):
-        return _ppo_loss(config, model_output, data, dp_group)
+        return _with_kl_of_a_token(config, model_output, data, dp_group)
     nested, entropy = model_output["log_probs"].detach(), model_output["entropy"].detach()
     log_probs, entropy = (no_padding_2_padding(values, data) for values in (nested, entropy))
     data["old_log_probs"] = response_from_nested(nested, data["response_mask"])
@@ -127,7 +140,7 @@ def ppo_loss(config, model_output: dict, data: TensorDict, dp_group=None):
         data["rollout_is_weights"], found = weighed(log_probs, data, cap)
     if config.entropy_coeff == 0:  # verl would take its gradient, times 0
         model_output = {name: value for name, value in model_output.items() if name != "entropy"}
-    loss, metrics = _ppo_loss(config, model_output, data, dp_group)
+    loss, metrics = _with_kl_of_a_token(config, model_output, data, dp_group)
     found |= measured(config, log_probs, entropy, data)
     return loss, metrics | of_the_batch(found, data, cap)
 

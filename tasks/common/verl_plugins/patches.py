@@ -4,23 +4,25 @@ import importlib.util
 from pathlib import Path
 from unittest import mock
 
+import torch
 import verl.utils.model as verl_model
 from transformers import AutoModelForTokenClassification
 from transformers.utils import is_flash_attn_2_available
 from verl.experimental.reward_loop import reward_loop
 from verl.models.transformers import monkey_patch
 from verl.trainer.distillation import losses as distillation
+from verl.utils.metric import Metric
 from verl.workers.config import model as config_model
 from verl.workers.engine.fsdp import transformer_impl
 from verl.workers.rollout import base as rollout_base
 
 import tasks.common.verl_plugins.nested
-import tasks.common.verl_plugins.on_policy
 import tasks.common.verl_plugins.whitened  # noqa: F401
 from tasks.common.machine.local_store import listen_locally
 from tasks.common.process import die_with_torchrun
 from tasks.common.verl_plugins.expect import expect
 from tasks.common.verl_plugins.exported import without_attention
+from tasks.common.verl_plugins.on_policy import without_a_token
 from tasks.common.verl_plugins.seeded import seeded
 
 die_with_torchrun()
@@ -117,19 +119,33 @@ reward_loop.RewardLoopWorker._init_reward_fn = _init_reward_fn_without_code
 
 
 # ---- verl/trainer/distillation/losses.py:281 multiplies the loss, which is padded, by nested importance weights -----
+# And :118 takes the smallest loss of a micro-batch's tokens, where TRUNCATED=masked may leave none.
 
-expect(distillation.distillation_loss, 'rollout_is_weights = data.get("rollout_is_weights", None)')
+expect(
+    distillation.distillation_loss,
+    'rollout_is_weights = data.get("rollout_is_weights", None)',
+    "compute_distillation_loss_range(distillation_losses=distillation_losses, response_mask=response_mask)",
+)
 expect(distillation.distillation_ppo_loss, "distillation_loss(config, distillation_config, model_output, data)")
 
 _distillation_loss = distillation.distillation_loss
 
 
-def _distillation_loss_padded(config, distillation_config, model_output, data):
-    weights = data.get("rollout_is_weights", None)
+def _distillation_loss_of_any(config, distillation_config, model_output, data):
+    """verl's with padded weights. Without a token that counts: 0, and as many metrics, which verl wants of each GPU."""
+    without_a_token(data)
+    weights, counted = data.get("rollout_is_weights", None), data["response_mask"]
+    none = not counted.values().any()
+    data = data.copy()  # its other users take nested weights, and this mask
     if weights is not None and weights.is_nested:
-        data = data.copy()  # its other users take nested ones
         data["rollout_is_weights"] = weights.to_padded_tensor(0.0)
-    return _distillation_loss(config, distillation_config, model_output, data)
+    if none:
+        data["response_mask"] = torch.ones_like(counted)
+    loss, metrics = _distillation_loss(config, distillation_config, model_output, data)
+    if not none:
+        return loss, metrics
+    zeros = {name: Metric(m.aggregation, 0.0) if isinstance(m, Metric) else 0.0 for name, m in metrics.items()}
+    return loss * 0, zeros
 
 
-distillation.distillation_loss = _distillation_loss_padded
+distillation.distillation_loss = _distillation_loss_of_any

@@ -9,7 +9,7 @@ from unittest import mock
 import torch
 from verl import DataProto
 from verl.trainer.ppo import rollout_corr_helper
-from verl.trainer.ppo.core_algos import agg_loss
+from verl.trainer.ppo.core_algos import agg_loss, kl_penalty
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
 from verl.utils.debug import metrics as verl_metrics
@@ -25,6 +25,7 @@ expect(
     "entropy, log_prob = self._forward_micro_batch(\n                        model_inputs,",
     'rollout_is_weights = model_inputs.get("rollout_is_weights", None)',
     "from verl.trainer.ppo.rollout_corr_helper import compute_rollout_corr_metrics_from_logprobs",
+    'micro_batch_metrics["actor/kl_loss"] = kl_loss.detach().item() * loss_scale_factor',
 )
 expect(
     RayPPOTrainer.fit,
@@ -35,19 +36,22 @@ expect(
     "metrics.update(actor_output_metrics)",
 )
 
+PASSED = "passed"  # marks a batch that verl makes its pass for: with bypass_mode it makes none
+CORRECTION = "rollout_corr/"
+
 _init_workers = RayPPOTrainer.init_workers
 
 
 def init_workers(self) -> None:
-    """verl's. Where a step is one update, ``compute_log_prob`` then marks the batch and returns unused values."""
+    """verl's. ``compute_log_prob`` then marks the batch; where a step is one update, it returns unused values."""
     _init_workers(self)
     # Without fused kernels the update would keep what the gradient of the entropy needs.
-    if not self.config.actor_rollout_ref.model.use_fused_kernels or self.config.trainer.critic_warmup:
-        return
+    skips = self.config.actor_rollout_ref.model.use_fused_kernels and not self.config.trainer.critic_warmup
     compute_log_prob = self.actor_rollout_wg.compute_log_prob
 
     def without_pass(batch: DataProto) -> DataProto:
-        if not applies(self.config, len(batch)):
+        if not skips or not applies(self.config, len(batch)):
+            batch.meta_info[PASSED] = True
             return compute_log_prob(batch)
         batch.meta_info |= {ON_POLICY: True, CAP: cap(self.config)}
         sampled = batch.batch["rollout_log_probs"]
@@ -109,16 +113,40 @@ def weighed(batch: dict[str, torch.Tensor], limit: float) -> tuple[torch.Tensor,
     """verl's truncated importance weights of tokens, shape (responses, tokens), and its metrics of them."""
     ratio = batch["old_log_probs"] - batch["rollout_log_probs"]
     weights, found = compute_rollout_correction_weights(ratio, batch["response_mask"], "token", limit)
-    return weights, {f"rollout_corr/{name}": value for name, value in found.items()}
+    return weights, {CORRECTION + name: value for name, value in found.items()}
 
 
 _update_policy = DataParallelPPOActor.update_policy
 
 
-def update_policy(self, data: DataProto) -> dict:
-    """verl's. For an ON_POLICY batch it adds the metrics of the pass, over all responses of this worker."""
-    if not data.meta_info.get(ON_POLICY):
+def _with_kl_of_a_token(self, data: DataProto) -> dict:
+    """verl's; its metric of the KL is nats a token, over all responses of this worker.
+
+    verl's own follows the loss's mode, and is divided by the number of micro-batches.
+    """
+    if not self.config.use_kl_loss:
         return _update_policy(self, data)
+    kls, masks, forward = [], [], self._forward_micro_batch
+
+    def forward_and_keep(inputs, temperature, calculate_entropy=False):
+        entropy, log_probs = forward(inputs, temperature=temperature, calculate_entropy=calculate_entropy)
+        kls.append(kl_penalty(log_probs.detach(), inputs["ref_log_prob"], self.config.kl_loss_type))
+        masks.append(inputs["response_mask"])
+        return entropy, log_probs
+
+    with mock.patch.object(self, "_forward_micro_batch", forward_and_keep):
+        metrics = _update_policy(self, data)
+    return metrics | {"actor/kl_loss": [agg_loss(torch.cat(kls), torch.cat(masks), "token-mean").item()]}
+
+
+def update_policy(self, data: DataProto) -> dict:
+    """verl's. For an ON_POLICY batch it adds the metrics of the pass, over all responses of this worker.
+
+    After verl's pass it leaves out CORRECTION, which would replace the pass's: the policy has moved on since.
+    """
+    if not data.meta_info.get(ON_POLICY):
+        metrics, passed = _with_kl_of_a_token(self, data), data.meta_info.get(PASSED)
+        return {name: values for name, values in metrics.items() if not (passed and name.startswith(CORRECTION))}
     parts, forward, limit = [], self._forward_micro_batch, data.meta_info[CAP]
 
     def forward_and_keep(inputs, temperature, calculate_entropy=False):
@@ -130,7 +158,7 @@ def update_policy(self, data: DataProto) -> dict:
         return entropy if calculate_entropy else None, log_probs
 
     with mock.patch.object(self, "_forward_micro_batch", forward_and_keep):
-        metrics = _update_policy(self, data)
+        metrics = _with_kl_of_a_token(self, data)
     batch = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     entropy = agg_loss(batch.pop("entropy"), batch["response_mask"], "token-mean")
     batch = with_a_token(batch)

@@ -36,6 +36,9 @@ def overrides(s: Settings) -> list[str]:
         "distillation.distillation_loss.loss_mode=k1",
         "distillation.distillation_loss.use_policy_gradient=True",
         "distillation.distillation_loss.use_task_rewards=False",
+        # Its loss does not read the actor's.
+        f"distillation.distillation_loss.clip_ratio_low={s.CLIP_LOW}",
+        f"distillation.distillation_loss.clip_ratio_high={s.CLIP_HIGH}",
     ]
 
 

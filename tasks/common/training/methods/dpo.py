@@ -5,6 +5,8 @@ verl has no DPO: training/trl_dpo.py trains with TRL, on the pairs of PAIRS_FILE
 
 from tasks.common.settings import Settings
 
+DEFAULTS = {"KL_COEF": "0"}  # in rounds of self-play too: its pull to the start is DPO_BETA
+
 
 def sharded(s: Settings) -> bool:
     """Whether each of several GPUs has a share of the policy, its optimizer and the reference (FSDP2), in place of all.
