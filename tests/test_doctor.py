@@ -23,9 +23,10 @@ from tasks.common.machine import hardware, memory
 from tasks.common.machine.memory import EMBEDDED_CONFIG, Plan, shapes, shapes_of
 from tasks.common.machine.speed import QWEN25_3B
 from tasks.common.runs.folder import rl_dir, sft_dir
-from tasks.common.settings import load_settings
+from tasks.common.settings import load_settings, problems
 from tasks.common.stacks import cpu
 from tests.helpers import ROOT, SMALL, exported, make, write_checkpoint
+from tests.test_profiles import CONFIGS
 
 SECONDS = 20
 POLICY = "actor_rollout_ref"
@@ -198,6 +199,7 @@ def test_a_ray_that_nobody_holds_is_found(prepared):
 PROCESS = """<process_info><pid>{pid}</pid><process_name>{name}</process_name><used_memory>{used} MiB</used_memory>
 </process_info>"""
 GPU = """<gpu id="00000000:0{number}:00.0"><product_name>NVIDIA A100-SXM4-80GB</product_name>
+<uuid>GPU-{number}c4f1b2e-0a7d-11ef-9c3b-5d0e6f7a8b9c</uuid>
 <fb_memory_usage><total>81920 MiB</total><reserved>535 MiB</reserved><used>{used} MiB</used><free>{free} MiB</free>
 </fb_memory_usage><processes>{processes}</processes></gpu>"""
 LOG = """<?xml version="1.0" ?>
@@ -206,9 +208,28 @@ LOG = """<?xml version="1.0" ?>
 <attached_gpus>{count}</attached_gpus>{gpus}</nvidia_smi_log>"""
 
 
-def smi(*used: int, processes: str = "") -> hardware.Nvidia:
+def log(*used: int, processes: str = "") -> str:
     gpus = [GPU.format(number=n, used=u, free=81385 - u, processes=processes) for n, u in enumerate(used)]
-    return hardware.parse_nvidia_smi(LOG.format(count=len(used), gpus="".join(gpus)))
+    return LOG.format(count=len(used), gpus="".join(gpus))
+
+
+def smi(*used: int, processes: str = "") -> hardware.Nvidia:
+    return hardware.parse_nvidia_smi(log(*used, processes=processes))
+
+
+@pytest.fixture
+def visible(monkeypatch, tmp_path):
+    """What hardware.nvidia finds where CUDA_VISIBLE_DEVICES has a value, and others use so many MiB of each GPU."""
+
+    def found(value: str, *used: int) -> hardware.Nvidia:
+        (tmp_path / "log.xml").write_text(log(*used))
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\ncat '{tmp_path}/log.xml'\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+        return hardware.nvidia()
+
+    return found
 
 
 def settings(monkeypatch, **changes):
@@ -223,6 +244,42 @@ def test_nvidia_smi_is_read():
     assert found.gpus[1].processes == ((4321, "/usr/bin/python3", 29000 * 2**20),)
     with pytest.raises(ValueError, match="nvidia-smi"):
         hardware.parse_nvidia_smi("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.")
+
+
+@pytest.mark.parametrize(
+    ("value", "numbers"),
+    [
+        ("", [0, 1, 2]),
+        ("2,0", [2, 0]),
+        (" 2, 0", [2, 0]),
+        ("1,", [1]),
+        ("0,-1,2", [0]),
+        ("-1", []),
+        ("0,3,2", [0]),  # there is no GPU 3
+        ("GPU-1c4f1b2e-0a7d-11ef-9c3b-5d0e6f7a8b9c", [1]),
+        ("GPU-2c,GPU-0", [2, 0]),
+        ("GPU-0,GPU-7,GPU-1", [0]),
+        ("GPU-", []),  # of which of them?
+        ("NoDevFiles", []),
+    ],
+)
+def test_the_gpus_are_those_that_cuda_takes(value, numbers, visible):
+    gpus = smi(0, 10, 20).gpus
+    assert visible(value, 0, 10, 20).gpus == tuple(gpus[number] for number in numbers)
+
+
+def test_the_memory_is_that_of_the_gpu_with_the_uuid(visible, monkeypatch, small_model):
+    s = settings(monkeypatch, MODEL=str(small_model))
+    for name, state in (("GPU-0c4f", "error"), ("GPU-1c4f", "ok"), ("MIG-1c4f", "warning")):
+        found = visible(name, 81000, 0)
+        said = [f for f in doctor.batches_and_memory(s, [], "train", found) if f.what == "memory"]
+        assert {f.state for f in said} == {state}, said
+    assert said[0].text == "not estimated: nvidia-smi does not tell that of MIG-1c4f"
+    assert "1 x MIG-1c4f, free unknown" in list(doctor.of_machine(s, found))[1].text
+    distill = replace(s, METHOD="distill", TEACHER=str(small_model))
+    assert not list(doctor.teacher(distill, visible("0,MIG-1c4f", 0, 0)))
+    *_, none = doctor.of_machine(s, visible("GPU-7", 0, 0))
+    assert str(none) == "gpu: CUDA_VISIBLE_DEVICES=GPU-7: names no GPU here; correct it"
 
 
 def test_gpus_that_are_missing_or_taken_are_said(monkeypatch):
@@ -434,6 +491,79 @@ def test_a_share_of_the_gpu_that_does_not_fit_is_told_with_one_that_does():
     assert fix.startswith("set MICRO_BATCH_SIZE=")
     fewer = int(fix.partition("=")[2]) * 512
     assert memory.too_much(model, replace(many, tokens=fewer), 20e9, 0) == []
+
+
+def test_vllm_takes_its_share_of_the_whole_gpu_and_must_find_it_free():
+    model, plan = shapes(EMBEDDED_CONFIG), Plan(tokens=512, sequence=512)
+    assert memory.too_much(model, plan, 40e9, 0) == []  # all of it is free
+    ((text, fix),) = memory.too_much(model, plan, 40e9, 0, 80e9)
+    assert text.startswith("sampling: about ") and "vLLM 40.0 GB" in text
+    assert fix == "set GPU_MEMORY_UTILIZATION=0.45"
+    assert memory.too_much(model, replace(plan, share=0.45), 40e9, 0, 80e9) == []
+    ((_, fix),) = memory.too_much(model, plan, 20e9, 0, 160e9)
+    assert fix == "set GPU_MEMORY_UTILIZATION=0.1"
+    little = replace(plan, share=0.02)  # too little of what is free, enough of the whole
+    assert memory.too_much(model, little, 20e9, 0) and memory.too_much(model, little, 20e9, 0, 80e9) == []
+
+
+def test_the_share_that_is_advised_is_one_of_the_whole_gpu(monkeypatch, small_model):
+    s = settings(monkeypatch, MODEL=str(small_model), MICRO_BATCH_SIZE="1", GPU_MEMORY_UTILIZATION="0.5")
+
+    def memory_of(s) -> list[doctor.Finding]:
+        return [f for f in doctor.batches_and_memory(s, [], "train", smi(45000)) if f.what == "memory"]
+
+    (found,) = memory_of(s)
+    assert found.state == "error" and found.fix.startswith("set GPU_MEMORY_UTILIZATION=0.")
+    share = float(found.fix.partition("=")[2])
+    (found,) = memory_of(replace(s, GPU_MEMORY_UTILIZATION=share))
+    assert found.state == "ok" and f"sampling {doctor.gb(share * 81920 * 2**20 + memory.OVERHEAD)}" in found.text
+
+
+BATCHES = {"TRAIN_BATCH_SIZE": "6", "ROLLOUT_N": "2"}
+ADVISED = [  # of a model on GPUs of so many GB: what is given, the stage, and whether more GPUs are advised
+    ("14B", 80, {"N_GPUS": "2"} | BATCHES, "train", True),
+    ("14B", 80, {"N_GPUS": "2", "INIT": "sft", "SFT_BATCH_SIZE": "6"}, "train", False),
+    ("14B", 80, {"N_GPUS": "2", "INIT": "sft", "SFT_BATCH_SIZE": "6"}, "sft", False),
+    ("14B", 80, {"N_GPUS": "2", "METHOD": "ppo", "CRITIC_WARMUP": "1"}, "train", True),
+    ("7B", 80, {"N_GPUS": "1", "METHOD": "dpo", "TRAIN_BATCH_SIZE": "6"}, "train", False),
+    ("7B", 80, {"N_GPUS": "1", "METHOD": "dpo"}, "train", True),
+    ("7B", 30, {"N_GPUS": "8"}, "train", False),
+    ("7B", 24, {"N_GPUS": "1", "LORA_RANK": "16"}, "train", True),
+    ("32B", 80, {"N_GPUS": "8", "STACK": "a100", "INIT": "sft"}, "sft", False),
+    ("32B", 80, {"N_GPUS": "8"}, "train", True),
+]
+
+
+@pytest.mark.parametrize(("name", "size", "given", "stage", "more"), ADVISED)
+def test_what_is_advised_is_taken_and_leaves_something_to_spare(name, size, given, stage, more, monkeypatch):
+    monkeypatch.setenv("RAY_ADDRESS", "auto")  # of a cluster, for NNODES
+    s, model = settings(monkeypatch, **given), shapes(CONFIGS[f"Qwen/Qwen2.5-{name}-Instruct"])
+    gpu = hardware.GPU("", size * 10**9, size * 10**9)
+
+    def found(s) -> list[doctor.Finding]:
+        return doctor.too_much(s, stage, model, doctor.plan(s, [], stage), gpu, 2e12)
+
+    advice = {part for each in found(s) for part in each.fix.split(" or ") if part.startswith("set ")}
+    assert advice and any("N_GPUS=" in part or "NNODES=" in part for part in advice) == more, advice
+    for part in advice:
+        texts = dict(re.findall(r"(\w+)=(\S+)", part))
+        changed = replace(s, **{name: float(text) if "." in text else int(text) for name, text in texts.items()})
+        assert not list(problems(changed, stage)) and not found(changed), part
+
+
+def test_what_leaves_little_to_spare_is_advised_where_nothing_leaves_more(monkeypatch):
+    model, plan = shapes(EMBEDDED_CONFIG), Plan(tokens=1024, sequence=512, share=0, lora_rank=16, sharded=False)
+    least = sum(memory.estimate(model, replace(plan, tokens=512)).update.values())
+    assert memory.too_much(model, plan, 1.01 * least, 0, spare=0.05)[0][1] == "set MICRO_BATCH_SIZE=1"
+
+
+def test_what_is_advised_for_more_to_spare_fits_the_ram(monkeypatch):
+    s, model = settings(monkeypatch, N_GPUS="4"), shapes(CONFIGS["Qwen/Qwen2.5-7B-Instruct"])
+    plan = Plan(gpus=4, gpus_here=4, tokens=1280, sequence=1280, share=0.4, fused=True)
+    gpu = hardware.GPU("", 43 * 10**9, 43 * 10**9)
+    for ram, offloads in ((1e12, True), (60e9, False)):
+        (found,) = doctor.too_much(s, "train", model, plan, gpu, ram)
+        assert found.state == "warning" and ("OFFLOAD=1" in found.fix) == offloads, found
 
 
 @pytest.mark.parametrize(

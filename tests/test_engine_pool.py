@@ -113,8 +113,9 @@ def test_each_engine_has_as_many_gpus_as_share_its_model(gpus, tp, places, place
 
 def test_engines_that_share_a_model_are_not_started_on_too_few_gpus(placed, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
-    with pytest.raises(SettingsError, match=r"^TP=2: visible GPUs: 1; set TP lower$"):
-        engine_pool.EnginePool(2, "placed", "model", 300, 1, tensor_parallel=2)
+    for count in (1, 2):
+        with pytest.raises(SettingsError, match=r"^TP=2: visible GPUs: 1; set TP lower$"):
+            sample.Hardware(count, tensor_parallel=2).engine("placed", "model", 300, 1)
     assert placed == []
     engine_pool.EnginePool(2, "placed", "model", 300, 1)
     assert placed == ["3"]

@@ -76,6 +76,14 @@ def is_fork(process: psutil.Process) -> bool:
     return "forked.serve" in " ".join(process.parent().cmdline())
 
 
+def ask(client: socket.socket, arguments: list[str], environment: dict[str, str], length: int | None = None) -> None:
+    """Send the first ``length`` bytes of what fork_client.py sends."""
+    asked = {"arguments": arguments, "environment": environment, "folder": "/", "files": [0, 1, 2]}
+    body = json.dumps(asked).encode()
+    socket.send_fds(client, [len(body).to_bytes(8, "little")], [0, 1, 2])
+    client.sendall(body[:length])
+
+
 def connected(client: socket.socket, path: str) -> bool:
     return client.connect_ex(path) == 0
 
@@ -157,6 +165,21 @@ def test_a_fork_ends_with_its_client_and_with_the_trainer(ended, python, tmp_pat
         assert client.wait(20) == -signal.SIGKILL
 
 
+def test_a_client_that_is_gone_ends_only_its_fork(tmp_path, owner):
+    """It ends before it is accepted: the server stands still meanwhile. It sent nothing, half, and all."""
+    sleeps, tells = "import time; time.sleep(600)", script(tmp_path, "import sys\nprint('numpy' in sys.modules)")
+    with serving(tmp_path, owner, SERVER) as (python, server):
+        for length, environment in ((None, None), (20, {}), (None, {"RAY_JOB_ID": "02000000"}), (None, {})):
+            server.send_signal(signal.SIGSTOP)
+            with socket.socket(socket.AF_UNIX) as client:
+                client.connect(str(tmp_path / "fork"))
+                if environment is not None:
+                    ask(client, ["-c", sleeps], environment, length)
+            server.send_signal(signal.SIGCONT)
+            assert subprocess.check_output([python, tells], text=True) == "True\n", (length, environment)
+            until(lambda: not psutil.Process(server.pid).children())
+
+
 @pytest.mark.parametrize("changed", [{"RAY_JOB_ID": "02000000"}, {"RAY_AUTH_MODE": "disabled"}])
 def test_what_ray_read_when_it_was_imported_must_be_the_same(changed, python, tmp_path):
     tells = script(tmp_path, "import sys\nprint('numpy' in sys.modules)")
@@ -229,10 +252,7 @@ def test_where_an_import_started_cuda_each_process_imports_by_itself(tmp_path, o
         with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as server:
             with socket.socket(socket.AF_UNIX) as client:
                 until(functools.partial(connected, client, str(folder / "fork")))
-                asked = {"arguments": ["-c", ""], "environment": {}, "folder": "/", "files": [0, 1, 2]}
-                body = json.dumps(asked).encode()
-                socket.send_fds(client, [len(body).to_bytes(8, "little")], [0, 1, 2])
-                client.sendall(body)
+                ask(client, ["-c", ""], {})
                 line = client.makefile().readline()
             assert (line == "fresh\n") is fresh and (fresh or line.strip().isdigit())
             server.kill()

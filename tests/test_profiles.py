@@ -194,7 +194,8 @@ ON_ONE_MACHINE = [  # the stage, what is given, the model, and the memory of a G
 
 @pytest.mark.parametrize(("stage", "given", "config", "gpu"), ON_ONE_MACHINE)
 def test_advice_for_dpo_and_sft_makes_the_settings_fit(stage, given, config, gpu):
-    s, model = load_settings(exported(ROOT / "tasks/countdown/train.sh", given)), memory.shapes(config)
+    s = load_settings(exported(ROOT / "tasks/countdown/train.sh", given | {"STAGE": stage}))
+    model = memory.shapes(config)
     advice = [fix for _, fix in memory.too_much(model, doctor.plan(s, [], stage), gpu * 1e9, RAM)]
     assert advice
     for part in " or ".join(advice).split(" or "):

@@ -89,6 +89,7 @@ def test_a_missed_promise_is_said_in_the_row_and_by_the_exit_status(written, tmp
     ("command", "said"),
     [
         ("exit 3\n", "exit status 3; docs/RESULTS.md stays as it was"),
+        ("exit 124\n", "exit status 124; docs/RESULTS.md stays as it was"),
         ("true\n", "it left 0 compare.json"),
     ],
 )
@@ -126,6 +127,41 @@ def test_a_result_says_what_data_it_is_of(written, tmp_path):
     assert json.loads((tmp_path / "results/recipe-own-cpu.json").read_text())["data"] == {"file": ["abc"]}
 
 
+@pytest.mark.parametrize("name", [".venv-own/bin/python", "my-env/bin/python"])
+def test_the_command_has_the_python_of_make(name, written, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHON", str(ROOT / name))
+    assert written("0", f'echo "${{PYTHON-}}" >{tmp_path}/seen\n' + leaves(tmp_path))[0] == 0
+    assert (tmp_path / "seen").read_text() == f"{ROOT / name}\n"
+
+
+@pytest.mark.parametrize(
+    ("given", "takes", "said"),
+    [
+        ("NAME STACK PYTHON ARTIFACTS", "", 0),
+        ("NAME FILE", "FILE", 0),
+        ("NAME FILE", "", "error: FILE: own has its own settings; it takes no variable"),
+        ("STEPS NAME LR FILE", "FILE", "error: LR: own has its own settings; it takes FILE"),
+    ],
+)
+def test_a_variable_of_makes_command_line_that_a_recipe_does_not_take(
+    given, takes, said, written, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("GIVEN", given)
+    status, _ = written(f"0\n# takes: {takes}" if takes else "0", f"touch {tmp_path}/ran\n" + leaves(tmp_path))
+    assert status == said and (tmp_path / "ran").exists() is (said == 0)
+
+
+@pytest.mark.parametrize(("before", "command", "changed"), [("", "", False), ("x", "rm", True), ("", "touch", True)])
+def test_a_tree_that_is_edited_during_the_run_is_changed(before, command, changed, written, tmp_path, monkeypatch):
+    """Before the command, after it, or at neither time."""
+    edited = tmp_path / "edited"
+    if before:
+        edited.touch()
+    monkeypatch.setattr(recipe, "changed_since", lambda *_: edited.exists())
+    written("0", (f"{command} {edited}\n" if command else "") + leaves(tmp_path))
+    assert json.loads((tmp_path / "results/recipe-own-cpu.json").read_text())["changed"] is changed
+
+
 @pytest.mark.parametrize("given", ["", "STACK"])
 def test_a_recipe_of_another_stack_is_refused(given, written, tmp_path, monkeypatch):
     monkeypatch.setenv("STACK", "current")
@@ -156,6 +192,12 @@ def test_a_promise_may_be_of_the_start(above, kept):
 def test_a_command_ends_at_its_limit(written):
     status, _ = written("0\n# minutes: 0.01", "sleep 60\n")
     assert "exit status 124: longer than its 0.01 minutes" in status
+
+
+def test_a_command_that_outlives_the_signal_of_its_limit_has_its_reason(written, monkeypatch):
+    monkeypatch.setattr(recipe, "GRACE", 1)
+    status, _ = written("0\n# minutes: 0.01", "trap '' TERM\nsleep 60\n")
+    assert "exit status -9: longer than its 0.01 minutes" in status
 
 
 @pytest.mark.medium
@@ -207,6 +249,12 @@ def test_a_row_says_that_the_code_has_changed_since(tmp_path, monkeypatch):
     head = recipe.git_state(tmp_path)[0]["commit"]
     (tmp_path / "tasks/own/new.py").touch()  # not committed
     assert recipe.changed_since(head, code)
+    subprocess.run([*git, "add", "."], check=True)
+    assert recipe.changed_since(head, code)
+    head = committed("tasks/own/new.py")
+    assert not recipe.changed_since(head, code)
+    (tmp_path / "Makefile").write_text("edited\n")
+    assert recipe.changed_since(head, code)
 
 
 @pytest.mark.parametrize("line", ["reach: pass@1 over 0", "reach: pass@1 gain above x", ""])
@@ -230,12 +278,20 @@ def test_a_recipe_that_is_not_there():
     assert result.returncode != 0 and "NAME=none: no such recipe; there are: cpu-" in result.stdout
 
 
-def test_the_table_is_that_of_the_files(tmp_path):
+def test_the_table_is_that_of_the_files_and_of_the_code(tmp_path):
+    """Also of uncommitted code. Of a row whose commit this clone does not have, nobody can say how old it is."""
+    published = (ROOT / "docs/RESULTS.md").read_text()
     page = tmp_path / "RESULTS.md"
-    page.write_text((ROOT / "docs/RESULTS.md").read_text())
+    page.write_text(published)
     recipe.write_table(page)
 
-    def fresh(text: str) -> str:
-        return re.sub(recipe.STALE, "", text)
+    def known(commit: str) -> bool:
+        asks = ["git", "cat-file", "-e", f"{commit}^{{commit}}"]
+        return subprocess.run(asks, cwd=ROOT, capture_output=True).returncode == 0
 
-    assert fresh(page.read_text()) == fresh((ROOT / "docs/RESULTS.md").read_text())
+    def comparable(text: str) -> str:
+        row = rf"(`([0-9a-f]{{7}})`(?: changed)?){recipe.STALE}"
+        return re.sub(row, lambda found: found[0] if known(found[2]) else found[1], text)
+
+    told = "write it again: .venv/bin/python -c 'from tests.recipes.run import write_table; write_table()'"
+    assert comparable(page.read_text()) == comparable(published), told

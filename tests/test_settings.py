@@ -646,9 +646,26 @@ def test_all_gpus_that_are_visible_are_used(sources, monkeypatch, tmp_path):
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     assert sources(STACK="current")["N_GPUS"] == ("4", "default")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # an empty value is none
+    assert sources(STACK="current")["N_GPUS"] == ("4", "default")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,3")
     assert sources(STACK="current")["N_GPUS"][0] == "2"
     assert sources(STACK="current", N_GPUS="3")["N_GPUS"] == ("3", "environment")
+
+
+@pytest.mark.parametrize(
+    ("value", "names"),
+    [
+        ("1,", ["1"]),
+        ("0,-1,2", ["0"]),
+        ("0, 1", ["0", "1"]),
+        ("GPU-1c,MIG-2f", ["GPU-1c", "MIG-2f"]),
+        ("NoDevFiles", []),
+    ],
+)
+def test_the_visible_gpus_end_where_cuda_stops(value, names, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+    assert settings.visible_gpus() == names
 
 
 def test_help_has_one_line_for_each_variable():
@@ -713,8 +730,9 @@ def test_dpo_has_a_batch_of_its_own_where_the_stack_has_none(stack, method, batc
     [
         ({"STACK": "a100", "N_GPUS": "4", "TP": "3"}, "TP=3: must divide N_GPUS=4"),
         ({"STACK": "a100", "N_GPUS": "4", "SP": "3"}, "SP=3: must divide N_GPUS=4"),
-        ({"STACK": "a100", "N_GPUS": "4", "SP": "2", "MAX_TOKENS_PER_GPU": "0"}, "set MAX_TOKENS_PER_GPU"),
-        ({"STACK": "a100", "N_GPUS": "4", "SP": "2", "METHOD": "dpo"}, "SP=2: is for the RL methods"),
+        ({"STACK": "a100", "N_GPUS": "4", "SP": "2"}, "SP=2: STACK=a100 (verl 0.6.1) has wrong labels"),
+        ({"STACK": "current", "N_GPUS": "4", "SP": "2", "MAX_TOKENS_PER_GPU": "0"}, "set MAX_TOKENS_PER_GPU"),
+        ({"STACK": "current", "N_GPUS": "4", "SP": "2", "METHOD": "dpo"}, "SP=2: is for the RL methods"),
         ({"STACK": "a100", "OFFLOAD": "1", "METHOD": "dpo"}, "OFFLOAD=1: is for the RL methods"),
         ({"TP": "2"}, "TP=2: is for GPUs"),
         ({"OFFLOAD": "1"}, "OFFLOAD=1: is for GPUs"),
@@ -732,8 +750,8 @@ def test_the_tokens_of_a_pass_are_checked_where_a_training_takes_them():
     load(STAGE="eval", **few)  # of a run with SP=2
 
 
-@pytest.mark.parametrize("stack", ["a100", "current"])
-def test_a_sequence_may_be_longer_than_the_tokens_of_one_of_the_gpus_that_share_it(stack):
+@pytest.mark.parametrize(("stack", "stage"), [("a100", "sft"), ("current", "train")])
+def test_a_sequence_may_be_longer_than_the_tokens_of_one_of_the_gpus_that_share_it(stack, stage):
     lengths = {"MAX_TOKENS_PER_GPU": "100", "MAX_PROMPT_LENGTH": "48", "MAX_RESPONSE_LENGTH": "48"}
-    s = load(STACK=stack, N_GPUS="4", SP="2", **lengths)
+    s = load(STACK=stack, STAGE=stage, N_GPUS="4", SP="2", **lengths)
     assert s.SP * s.MAX_TOKENS_PER_GPU > 192 > s.MAX_TOKENS_PER_GPU

@@ -60,6 +60,13 @@ def test_what_it_does_not_do_is_refused(module, what):
         module.varlen(None, query, key, key, mask, position_ids=positions(3), dropout=0.1 if what == "dropout" else 0)
 
 
+@pytest.mark.parametrize("what", [{"softcap": 50.0}, {"s_aux": torch.zeros(2)}])
+def test_a_soft_cap_and_sinks_are_refused(module, what):
+    query = torch.zeros(1, 2, 3, 8)
+    with pytest.raises(ValueError, match="no soft cap"):
+        module.varlen(None, query, query, query, None, position_ids=positions(3), **what)
+
+
 def test_transformers_knows_it(module):
     from transformers import AttentionInterface
 

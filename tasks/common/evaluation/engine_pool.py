@@ -9,7 +9,7 @@ from unittest import mock
 
 from tasks.common.evaluation import engines
 from tasks.common.evaluation.rollouts import Completion
-from tasks.common.settings import SettingsError, gpu_groups, visible_gpus
+from tasks.common.settings import gpu_groups
 
 SECONDS_TO_END = 20
 
@@ -30,10 +30,7 @@ class EnginePool:
         threads = str(max(1, len(os.sched_getaffinity(0)) // count))
         numbered = [[str(number)] for number in range(count)]  # where no GPU is listed: on a CPU, or without nvidia-smi
         shared = {"SHARED_GPU": str(sharing)} if sharing > 1 else {}
-        groups = gpu_groups(tensor_parallel, count // sharing) * sharing
-        if not groups and tensor_parallel > 1:
-            raise SettingsError(f"TP={tensor_parallel}: visible GPUs: {len(visible_gpus())}; set TP lower")
-        for gpus in groups or numbered:
+        for gpus in gpu_groups(tensor_parallel, count // sharing) * sharing or numbered:
             ours, theirs = spawn.Pipe()
             process = spawn.Process(target=_serve, args=(theirs, backend, arguments, tensor_parallel))
             own = {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "OMP_NUM_THREADS": threads} | shared

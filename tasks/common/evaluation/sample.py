@@ -35,7 +35,15 @@ from tasks.common.models.merge import base_model
 from tasks.common.process import Progress, StageFailed, run
 from tasks.common.rewards.environment import Environment
 from tasks.common.rewards.episode import Limits
-from tasks.common.settings import Settings, code_digest, fingerprint, judge_settings
+from tasks.common.settings import (
+    Settings,
+    SettingsError,
+    code_digest,
+    fingerprint,
+    gpu_groups,
+    judge_settings,
+    visible_gpus,
+)
 
 ENGINE_SAMPLES = 512  # one more engine on the same GPU is not worth its start with fewer
 MOST_SHARING = 4
@@ -75,6 +83,8 @@ class Hardware:
 
     def engine(self, backend: str, *arguments):
         """One engine, or all as one, with the ``arguments`` model, max_model_len and seed."""
+        if self.tensor_parallel > 1 and not gpu_groups(self.tensor_parallel, 1):
+            raise SettingsError(f"TP={self.tensor_parallel}: visible GPUs: {len(visible_gpus())}; set TP lower")
         arguments = (*arguments, self.gpu_memory_utilization / self.sharing)
         if self.engines > 1:
             return EnginePool(

@@ -70,13 +70,15 @@ def of_machine(s: Settings, found: hardware.Nvidia | None, runs: Sequence[Settin
     if s.STACK == "cpu":
         return
     if found is None or not found.gpus:
-        if os.environ.get("RAY_ADDRESS", "local") in ("", "local"):
-            yield error("gpu", "nvidia-smi finds no GPU", "install NVIDIA's driver, or set STACK=cpu")
-        else:
+        if os.environ.get("RAY_ADDRESS", "local") not in ("", "local"):
             yield ok("gpu", "none in this machine; those of the cluster are not checked")
+        elif found and (named := os.environ.get("CUDA_VISIBLE_DEVICES")):
+            yield error("gpu", f"CUDA_VISIBLE_DEVICES={one_line(named, 80)}: names no GPU here", "correct it")
+        else:
+            yield error("gpu", "nvidia-smi finds no GPU", "install NVIDIA's driver, or set STACK=cpu")
         return
     names = ", ".join(sorted({gpu.name for gpu in found.gpus}))
-    free_now = ", ".join(gb(gpu.free) for gpu in found.gpus)
+    free_now = ", ".join(gb(gpu.free) if gpu.total else "unknown" for gpu in found.gpus)
     yield ok("gpu", f"driver {found.driver}, CUDA {found.cuda}, {len(found.gpus)} x {names}, free {free_now}")
     others = teacher_gpus(runs or [s])
     if len(found.gpus) < s.N_GPUS + others:
@@ -388,28 +390,28 @@ def batches_and_memory(
     gpus = found.gpus[: s.N_GPUS] if found and s.STACK != "cpu" else ()
     if s.STACK != "cpu" and not gpus:
         return
-    if not all(gpu.total for gpu in gpus):  # it shares the machine's, e.g. a GB10
-        yield warning(
-            "memory", f"not estimated: nvidia-smi does not tell that of {gpus[0].name}", "watch the first steps"
-        )
+    if untold := [gpu.name for gpu in gpus if not gpu.total]:  # of a part (MIG), or the machine's, e.g. a GB10
+        text = f"not estimated: nvidia-smi does not tell that of {untold[0]}"
+        yield warning("memory", text, "watch the first steps")
         return
     yield from teacher(s, found)
-    least = min((gpu.free for gpu in gpus), default=0)
+    gpu = min(gpus, key=lambda gpu: gpu.free, default=hardware.GPU("", 0, 0))
     free, total = hardware.ram()
     for each, planned in plans.items():
-        ram, of = sum(memory.estimate(shapes, planned, least).ram.values()), "SFT: " if each == "sft" else ""
-        if short := too_much(shapes, planned, least, total, of):
+        ram, of = sum(memory.estimate(shapes, planned).ram.values()), "SFT: " if each == "sft" else ""
+        if short := too_much(s, stage, shapes, planned, gpu, total, of):
             yield from short
         elif ram > free:
             yield warning("memory", f"{of}needs about {gb(ram)} RAM, {gb(free)} is free", "end other programs")
         else:
-            yield ok("memory", f"{of}estimated: {memory.summary(shapes, planned, least)}")
+            yield ok("memory", f"{of}estimated: {memory.summary(shapes, planned, gpu.total)}")
 
 
 def teacher(s: Settings, found: hardware.Nvidia | None) -> Iterator[Finding]:
     """An error where TEACHER's weights in bf16 do not fit into the GPU after those of the training."""
-    shapes = memory.shapes_of(s.TEACHER) if s.TEACHER and found and len(found.gpus) > s.N_GPUS else None
-    if shapes and (need := 2 * shapes.parameters) > (room := distill.SHARE * found.gpus[s.N_GPUS].free):
+    gpu = found.gpus[s.N_GPUS] if s.TEACHER and found and len(found.gpus) > s.N_GPUS else hardware.GPU("", 0, 0)
+    shapes = memory.shapes_of(s.TEACHER) if gpu.total else None
+    if shapes and (need := 2 * shapes.parameters) > (room := min(gpu.free, distill.SHARE * gpu.total)):
         too_large = f"TEACHER={s.TEACHER}: weights of {gb(need)}, and its GPU has {gb(room)} for it"
         yield error("memory", too_large, "take a smaller TEACHER, or end what is on that GPU")
 
@@ -421,13 +423,24 @@ def stages(s: Settings, stage: str) -> list[str]:
 
 
 def too_much(
-    shapes: memory.Shapes, planned: memory.Plan, gpu_bytes: float, ram_bytes: float, of: str = ""
+    s: Settings,
+    stage: str,
+    shapes: memory.Shapes,
+    planned: memory.Plan,
+    gpu: hardware.GPU,
+    ram_bytes: float,
+    of: str = "",
 ) -> list[Finding]:
     """What does not fit, as memory.too_much; where all fits, what of the GPUs leaves less than SPARE. ``of``: before
-    each text."""
-    if short := memory.too_much(shapes, planned, gpu_bytes, ram_bytes):
+    each text. What is advised, the ``stage`` of ``s`` takes."""
+
+    def takes(changes: dict[str, float]) -> bool:
+        return not any(problems(replace(s, **changes), stage))
+
+    if short := memory.too_much(shapes, planned, gpu.free, ram_bytes, gpu.total, SPARE, takes):
         return [error("memory", f"{of}{text}", fix) for text, fix in short]
-    tight = memory.too_much(shapes, planned, (1 - SPARE) * gpu_bytes, 0)
+    less = (1 - SPARE) * gpu.free, ram_bytes, (1 - SPARE) * gpu.total
+    tight = memory.too_much(shapes, planned, *less, takes=takes)
     return [warning("memory", f"{of}less than {SPARE:.0%} to spare: {text}", fix) for text, fix in tight]
 
 

@@ -217,9 +217,10 @@ def fits(s: Settings, arguments: list[str], target: Target) -> Iterator[Finding]
     if shapes is None or target.gpu is None:
         return
     yield from doctor.heads(s, shapes, planned)
-    found = doctor.too_much(shapes, planned, target.gpu.memory, 0)
+    gpu = hardware.GPU(target.gpu.name, target.gpu.memory, target.gpu.memory)
+    found = doctor.too_much(s, "train", shapes, planned, gpu, 0)
     for each in warm_up:
-        found += doctor.too_much(shapes, each, target.gpu.memory, 0, "SFT: ")
+        found += doctor.too_much(s, "train", shapes, each, gpu, 0, "SFT: ")
     yield from found or [ok("memory", f"fits on {target}")]
 
 

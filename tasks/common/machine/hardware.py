@@ -7,10 +7,13 @@ import shutil
 import socket
 import subprocess
 import xml.etree.ElementTree as ElementTree
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 
 import psutil
+
+from tasks.common.settings import named_gpus
 
 KV_CACHE = 0.7  # of vLLM's share of a GPU; the rest is for weights, activations and CUDA graphs
 # Tokens of a block of vLLM's cache on a CPU. Prompts share full blocks only; vLLM's 128 are longer than most prompts.
@@ -25,6 +28,7 @@ class GPU:
     total: int  # bytes
     free: int
     processes: tuple[tuple[int, str, int], ...] = ()  # process id, name, bytes
+    uuid: str = ""
 
 
 @dataclass(frozen=True)
@@ -47,7 +51,7 @@ def parse_nvidia_smi(text: str) -> Nvidia:
             for p in gpu.findall("processes/process_info")
         )
         memory = (_bytes(gpu.findtext(f"fb_memory_usage/{name}", "")) for name in ("total", "free"))
-        gpus.append(GPU(gpu.findtext("product_name", "GPU"), *memory, processes))
+        gpus.append(GPU(gpu.findtext("product_name", "GPU"), *memory, processes, gpu.findtext("uuid", "")))
     return Nvidia(log.findtext("driver_version", "?"), log.findtext("cuda_version", "?"), tuple(gpus))
 
 
@@ -58,17 +62,23 @@ def _bytes(text: str) -> int:
 
 
 def nvidia() -> Nvidia | None:
-    """The GPUs that a training would see (CUDA_VISIBLE_DEVICES by number); None if the driver does not answer."""
+    """The GPUs that a training would see, as CUDA_VISIBLE_DEVICES names them; None if the driver does not answer."""
     try:
         result = subprocess.run(["nvidia-smi", "-q", "-x"], capture_output=True, text=True, timeout=10, check=True)
         found = parse_nvidia_smi(result.stdout)
     except (OSError, subprocess.SubprocessError, ValueError):
         return None
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").replace(" ", "").split(",")
-    if all(number.isdigit() for number in visible):
-        chosen = tuple(found.gpus[int(number)] for number in visible if int(number) < len(found.gpus))
-        return Nvidia(found.driver, found.cuda, chosen)
-    return found
+    if (names := named_gpus()) is None:
+        return found
+    return replace(found, gpus=tuple(takewhile(bool, (_named(found.gpus, name) for name in names))))
+
+
+def _named(gpus: tuple[GPU, ...], name: str) -> GPU | None:
+    """The GPU that CUDA finds by its number or the start of its UUID; the memory of a part (MIG) is not read: 0."""
+    if name.startswith("MIG-"):
+        return GPU(name, 0, 0)
+    fitting = gpus[int(name) :][:1] if name.isdigit() else [gpu for gpu in gpus if gpu.uuid.startswith(name)]
+    return fitting[0] if len(fitting) == 1 else None
 
 
 def shared_kv_cache(utilization: float) -> int | None:

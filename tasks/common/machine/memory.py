@@ -9,6 +9,7 @@ import json
 import math
 import re
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import product
 from pathlib import Path
@@ -40,7 +41,8 @@ PADDED = 3
 OVERHEAD = 2e9  # per GPU: CUDA contexts of trainer and vLLM, NCCL's buffers, CUDA graphs; assumed, not measured
 PROCESSES = 6.2e9  # RAM of verl's, Ray's and vLLM's processes on the CPU; measured: docs/DOCTOR.md
 MACHINE = 8  # GPUs that one machine has at most
-SHARES = [percent / 100 for percent in range(30, 95, 5)]  # of a GPU for vLLM, that doctor advises
+SHARES = range(5, 95, 5)  # percent of a GPU for vLLM, that doctor advises
+LEAST_SHARE = 30  # percent of what is free
 TRAINER = 1.5e9  # RAM of a trainer without them
 
 
@@ -331,17 +333,30 @@ def checkpoint_bytes(parameters: int, lora_rank: int = 0, critic: bool = False) 
 # ---- what does not fit ---------------------------------------------------------------------------------------------
 
 
-def too_much(model: Shapes, plan: Plan, gpu_bytes: float, ram_bytes: float) -> list[tuple[str, str]]:
-    """What of ``plan`` does not fit into GPUs of ``gpu_bytes`` each and ``ram_bytes`` (0: not checked): pairs of the
-    problem and what to change."""
-    found = _problems(model, plan, gpu_bytes, ram_bytes)
-    fix = _remedy(model, plan, gpu_bytes, ram_bytes) if found else ""
+def too_much(
+    model: Shapes,
+    plan: Plan,
+    gpu_bytes: float,
+    ram_bytes: float,
+    whole: float = 0,
+    spare: float = 0,
+    takes: Callable[[dict[str, float]], bool] = lambda changes: True,
+) -> list[tuple[str, str]]:
+    """What of ``plan`` does not fit into ``gpu_bytes`` of each GPU and ``ram_bytes`` (0: not checked): pairs of the
+    problem and what to change. ``whole``: bytes of a GPU, of which vLLM takes its share; 0: all are free. The change is
+    one of variables that ``takes`` accepts, and leaves the part ``spare`` of a GPU where any does."""
+    sizes, less = (gpu_bytes, ram_bytes, whole or gpu_bytes), 1 - spare
+    if not (found := _problems(model, plan, *sizes)):
+        return []
+    fix = _remedy(model, plan, less * sizes[0], ram_bytes, less * sizes[2], takes)
+    if spare and not fix.startswith("set "):
+        fix = _remedy(model, plan, *sizes, takes)
     return [(text, fix) for text in found]
 
 
-def _problems(model: Shapes, plan: Plan, gpu_bytes: float, ram_bytes: float) -> list[str]:
+def _problems(model: Shapes, plan: Plan, gpu_bytes: float, ram_bytes: float, whole: float) -> list[str]:
     """What does not fit, in words."""
-    found, needs, vllm = [], estimate(model, plan, gpu_bytes), plan.share * gpu_bytes
+    found, needs, vllm = [], estimate(model, plan, whole), plan.share * whole
     ram, update, sampling, least = (sum(p.values()) for p in (needs.ram, needs.update, needs.sampling, needs.engine))
     if ram_bytes and ram > ram_bytes:
         found.append(f"RAM: about {gb(ram)} of {gb(ram_bytes)} ({words_of(needs.ram)})")
@@ -357,42 +372,52 @@ def _problems(model: Shapes, plan: Plan, gpu_bytes: float, ram_bytes: float) -> 
     return found
 
 
-def _remedy(model: Shapes, plan: Plan, gpu_bytes: float, ram_bytes: float) -> str:
+def _remedy(model: Shapes, plan: Plan, gpu_bytes: float, ram_bytes: float, whole: float, takes: Callable) -> str:
     """What makes ``plan`` fit on its GPUs; else more GPUs, an adapter, shorter texts or a smaller model."""
-    sizes = gpu_bytes, ram_bytes
-    if changed := _that_fits(model, plan, *sizes):
-        return f"set {_changes(plan, changed)}"
+    sizes = gpu_bytes, ram_bytes, whole
+
+    def taken(changed: Plan) -> bool:
+        return takes(_changes(plan, changed))
+
+    def said(changed: Plan) -> str:
+        return f"set {' '.join(f'{name}={value}' for name, value in _changes(plan, changed).items())}"
+
+    if changed := _that_fits(model, plan, *sizes, taken):
+        return said(changed)
     here = max(MACHINE, plan.gpus_here)
     most = 64 * plan.gpus if plan.share else here  # SFT and DPO train on one machine
     totals = [plan.gpus * 2**power for power in range(1, 7)] if plan.sharded and not plan.on_cpu else []
     totals = [total for total in totals if total <= most and (total <= here or total % here == 0)]
     more = [replace(plan, gpus=total, gpus_here=min(total, here)) for total in totals]
-    whole = {"sharded": False, "loaded": 1} if plan.loaded else {}  # training/methods/dpo.py
-    adapter = [] if plan.lora_rank else [replace(plan, lora_rank=16, **whole)]
+    unsharded = {"sharded": False, "loaded": 1} if plan.loaded else {}  # training/methods/dpo.py
+    adapter = [] if plan.lora_rank else [replace(plan, lora_rank=16, **unsharded)]
     ways = []
     for plans in (more, adapter):
-        fitting = (_that_fits(model, changed, *sizes) for changed in plans)
-        ways += [f"set {_changes(plan, first)}" for first in [next(filter(None, fitting), None)] if first]
-    if not ways and _that_fits(model, replace(plan, sequence=plan.sequence // 2), *sizes):
+        fitting = (_that_fits(model, changed, *sizes, taken) for changed in plans)
+        ways += [said(first) for first in [next(filter(None, fitting), None)] if first]
+    if not ways and _that_fits(model, replace(plan, sequence=plan.sequence // 2), *sizes, lambda changed: True):
         return "lower MAX_PROMPT_LENGTH or MAX_RESPONSE_LENGTH"
-    more_ram = ram_bytes and not plan.on_cpu and sum(estimate(model, plan, gpu_bytes).ram.values()) > ram_bytes
+    more_ram = ram_bytes and not plan.on_cpu and sum(estimate(model, plan).ram.values()) > ram_bytes
     return " or ".join([*ways, *(["take a machine with more RAM"] if more_ram else []), "take a smaller MODEL"])
 
 
-def _that_fits(model: Shapes, plan: Plan, gpu_bytes: float, ram_bytes: float) -> Plan | None:
+def _that_fits(
+    model: Shapes, plan: Plan, gpu_bytes: float, ram_bytes: float, whole: float, taken: Callable[[Plan], bool]
+) -> Plan | None:
     """``plan`` with fewer tokens in a pass, another share for vLLM, the model or a sequence over more GPUs, or the
-    training state in RAM while vLLM samples, so that it fits."""
+    training state in RAM while vLLM samples, so that it fits and is ``taken``."""
     tps = _shared(model, plan, plan.tensor_parallel) if plan.share else [plan.tensor_parallel]
     by_tokens = plan.tokens_by == "MAX_TOKENS_PER_GPU"
     sps = _shared(model, plan, plan.sequence_parallel) if by_tokens else [plan.sequence_parallel]
     away = {"weights_offloaded": True, "optimizer_offloaded": True}
     states = [{}, away] if plan.share and plan.sharded and not plan.on_cpu else [{}]
-    shares = sorted({plan.share, *SHARES}, key=lambda share: abs(share - plan.share))  # the nearest first
+    shares = {plan.share, *(share / 100 for share in SHARES if share * whole >= LEAST_SHARE * gpu_bytes)}
+    shares = sorted(shares, key=lambda share: abs(share - plan.share))  # the nearest first
     for sp, tp, state in product(sps, tps, states):
         among = replace(plan, sequence_parallel=sp, tensor_parallel=tp, **state)
         for tokens, share in product(_halved(among), shares if plan.share and not plan.on_cpu else [plan.share]):
             changed = replace(among, tokens=tokens, share=share)
-            if not _problems(model, changed, gpu_bytes, ram_bytes):
+            if not _problems(model, changed, gpu_bytes, ram_bytes, whole) and taken(changed):
                 return changed
     return None
 
@@ -414,8 +439,8 @@ def _shared(model: Shapes, plan: Plan, least: int) -> list[int]:
     return [n for n in range(least, plan.gpus_here + 1) if plan.gpus_here % n == 0 and model.divides(n)]
 
 
-def _changes(plan: Plan, changed: Plan) -> str:
-    """The variables that make ``changed`` of ``plan``, as `make` takes them."""
+def _changes(plan: Plan, changed: Plan) -> dict[str, float]:
+    """The variables that make ``changed`` of ``plan``."""
     unit = plan.sequence if plan.tokens_by == "MICRO_BATCH_SIZE" else 1
     found = {
         "N_GPUS": (changed.gpus_here, plan.gpus_here),
@@ -424,10 +449,10 @@ def _changes(plan: Plan, changed: Plan) -> str:
         "TP": (changed.tensor_parallel, plan.tensor_parallel),
         "SP": (changed.sequence_parallel, plan.sequence_parallel),
         "OFFLOAD": (int(changed.weights_offloaded), int(plan.weights_offloaded)),
-        "GPU_MEMORY_UTILIZATION": (f"{changed.share:g}", f"{plan.share:g}"),
+        "GPU_MEMORY_UTILIZATION": (changed.share, plan.share),
         plan.tokens_by: (changed.tokens // unit, plan.tokens // unit),
     }
-    return " ".join(f"{name}={value}" for name, (value, before) in found.items() if value != before)
+    return {name: value for name, (value, before) in found.items() if value != before}
 
 
 def gb(count: float) -> str:
@@ -441,7 +466,7 @@ def words_of(parts: dict[str, float]) -> str:
 
 
 def summary(model: Shapes, plan: Plan, gpu_bytes: float) -> str:
-    """The estimate in one line."""
+    """The estimate in one line, as ``estimate``."""
     needs = estimate(model, plan, gpu_bytes)
     parts = (("update", needs.update, ""), ("sampling", needs.sampling, " on each GPU"), ("RAM", needs.ram, ""))
     sizes = [f"{name} {gb(sum(part.values()))}{where}" for name, part, where in parts if part]

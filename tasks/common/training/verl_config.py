@@ -197,7 +197,8 @@ def rl_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
         f"actor_rollout_ref.actor.clip_ratio_high={s.CLIP_HIGH}",
         *(f"{engine}.{what}_offload={bool(s.OFFLOAD)}" for engine in TRAINED for what in ("param", "optimizer")),
         f"actor_rollout_ref.actor.ulysses_sequence_parallel_size={s.SP}",
-        f"critic.ulysses_sequence_parallel_size={s.SP}",
+        f"critic.ulysses_sequence_parallel_size={s.SP}",  # which 0.9.1 hands on to the actor's engine alone
+        f"critic.fsdp.ulysses_sequence_parallel_size={s.SP}",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={s.MINI_BATCH_SIZE}",
         "actor_rollout_ref.actor.shuffle=True",  # the critic's too
         f"actor_rollout_ref.actor.checkpoint.save_contents={_save_contents(s)}",

@@ -86,6 +86,7 @@ DIFFERENCES = {
             left_out=(
                 "trainer.v1.trainer_mode",  # it has one trainer
                 "reward.num_workers",  # it has one for each agent-loop worker
+                "critic.fsdp.ulysses_sequence_parallel_size",  # of the critic itself
                 "actor_rollout_ref.actor.shuffle",  # read by its Megatron workers only; stacks/a100/mini_batches.py
                 # Rollouts are seeded by the rank (verl/workers/fsdp_workers.py, gen_random_states).
                 "actor_rollout_ref.rollout.seed",

@@ -137,16 +137,23 @@ def cuda_started() -> bool:
 
 
 def _start(connection: socket.socket, children: dict[int, tuple[int, socket.socket]], forks: bool) -> None:
-    """Fork for a client, unless it belongs to another Ray than the first of this training."""
-    size, files, _, _ = socket.recv_fds(connection, 8, MOST_FILES)
-    with connection.makefile("rb") as stream:
-        request = json.loads(stream.read(int.from_bytes(size, "little")))
-    if not forks or any(request["environment"].get(name, os.environ[name]) != os.environ[name] for name in OF_RAY):
-        connection.sendall(b"fresh\n")
-        connection.close()
+    """Fork for a client, unless it is gone or belongs to another Ray than the first of this training."""
+    request, files = None, []
+    with contextlib.suppress(OSError, ValueError):  # it is gone
+        size, files, _, _ = socket.recv_fds(connection, 8, MOST_FILES)
+        with connection.makefile("rb") as stream:
+            request = json.loads(stream.read(int.from_bytes(size, "little")))
+    if (
+        request is None
+        or not forks
+        or any(request["environment"].get(name, os.environ[name]) != os.environ[name] for name in OF_RAY)
+    ):
+        with contextlib.suppress(OSError), connection:
+            connection.sendall(b"fresh\n")
     elif child := os.fork():
         children[os.pidfd_open(child)] = child, connection
-        connection.sendall(b"%d\n" % child)
+        with contextlib.suppress(OSError):  # it is gone: serve sees that, and kills the fork
+            connection.sendall(b"%d\n" % child)
     else:
         _become(request, files)
     for file in files:

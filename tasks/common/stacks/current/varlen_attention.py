@@ -67,14 +67,19 @@ def varlen(
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
     **_,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention inside each packed sequence; a function of transformers' AttentionInterface.
 
     ``query`` (rows, heads, tokens, size), ``key`` and ``value`` with as many or fewer heads; returns (rows, tokens,
     heads, size). With SP the tokens are a slice of the row; the kernel gets the whole row and its share of the heads.
-    Raises ValueError for what it would compute otherwise than asked: a mask, a cache, dropout.
+    Raises ValueError for what it would compute otherwise than asked: a mask, a cache, dropout; the soft cap of Gemma 2,
+    the sinks of gpt-oss.
     """
+    if softcap is not None or s_aux is not None:
+        raise ValueError("attn_implementation=varlen: has no soft cap (Gemma 2) and no sinks (gpt-oss)")
     if attention_mask is not None or dropout or query.shape[2] != key.shape[2]:
         raise ValueError("attn_implementation=varlen: takes packed sequences, without a mask, a cache or dropout")
     shared = get_ulysses_sequence_parallel_world_size()
