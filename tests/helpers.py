@@ -12,6 +12,8 @@ import time
 import zipfile
 from pathlib import Path
 
+import psutil
+
 from tasks.common.settings import COMPLETE, STACKS, stack, values_of
 from tests.warm_python import EARLY
 
@@ -85,6 +87,14 @@ def make(*arguments: str, cwd: Path = ROOT, **variables: str) -> subprocess.Comp
         stderr=subprocess.STDOUT,
         text=True,
     )
+
+
+def has_ended(pid: int) -> bool:
+    """Whether the process is gone, or dead and not yet noticed by its parent."""
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
 
 
 def write_shards(part: Path, ranks: int = 1) -> None:

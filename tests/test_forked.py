@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from tasks.common.verl_plugins import fork_client
-from tests.helpers import ROOT
+from tests.helpers import ROOT, has_ended
 
 # The server of a training, with imports that take little time; `owner` plays the trainer.
 SERVER = """import sys
@@ -161,7 +161,7 @@ def test_a_fork_ends_with_its_client_and_with_the_trainer(ended, python, tmp_pat
         fork = psutil.Process(int(client.stdout.readline()))
         assert is_fork(fork)
         (client if ended == "client" else owner).kill()
-        until(lambda: not fork.is_running() or fork.status() == psutil.STATUS_ZOMBIE)
+        until(lambda: has_ended(fork.pid))
         assert client.wait(20) == -signal.SIGKILL
 
 

@@ -11,7 +11,6 @@ from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tasks.calculator import prepare_data as calculator
@@ -22,7 +21,7 @@ from tasks.common.data.records import load
 from tasks.common.data.rows import DataError, read_rows
 from tasks.common.settings import load_settings
 from tasks.countdown.prepare_data import example
-from tests.helpers import ROOT, SINGLE_TURN, copy_of_checkout, exported, make
+from tests.helpers import ROOT, SINGLE_TURN, copy_of_checkout, exported, has_ended, make
 
 WRONG = "<answer>1</answer>"
 SHARED = Path(os.environ.get("SHARED_DATA", ROOT.parent / "shared/data"))
@@ -220,7 +219,7 @@ def test_the_processes_of_a_reward_end_with_the_check(reward, tmp_path):
     assert gold.check(settings(), rows(3))[0]["right"] == 3
     pid = int((tmp_path / "pid").read_text())
     for _ in range(100):
-        if not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+        if has_ended(pid):
             return
         time.sleep(0.1)
     raise AssertionError("it is still there")

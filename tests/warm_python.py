@@ -206,12 +206,15 @@ def run(executable: str, arguments: list[str]) -> None:
 
 
 def end(status: int) -> None:
-    """End as Python does, but without taking the modules apart, which would copy their pages."""
+    """End as Python does (below 0: by a signal), without taking the modules apart, which would copy their pages."""
     threading._shutdown()
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
+    if status < 0:
+        signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
     os._exit(status)
 
 
@@ -224,7 +227,7 @@ if __name__ == "__main__":
         if not isinstance(ended.code, int | None):
             print(ended.code, file=sys.stderr)
         end(ended.code if isinstance(ended.code, int) else int(ended.code is not None))
-    except Exception:
+    except (Exception, KeyboardInterrupt) as error:
         sys.excepthook(*sys.exc_info())
-        end(1)
+        end(-signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1)
     end(0)
