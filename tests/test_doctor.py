@@ -572,7 +572,7 @@ def test_what_is_advised_for_more_to_spare_fits_the_ram(monkeypatch):
         ({}, 3, 16),
         ({"KEEP": "4"}, 6, 16),
         ({"METHOD": "ppo"}, 3, 28),
-        ({"METHOD": "dpo", "KEEP": "4"}, 3, 16),
+        ({"METHOD": "dpo", "KEEP": "4"}, 6, 16),
         ({"SELF_PLAY_ROUNDS": "3"}, 7, 16),
         ({"SELF_PLAY_ROUNDS": "3", "METHOD": "dpo"}, 7, 16),
     ],

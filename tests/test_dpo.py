@@ -262,7 +262,8 @@ def test_dpo_computes_in_what_the_cpu_multiplies(tmp_path, monkeypatch, dtype, b
     assert trl_dpo.arguments(s, tmp_path, 0).bf16 is bf16
 
 
-def test_the_last_two_checkpoints_stay_and_what_a_killed_run_left_is_removed(tmp_path):
+@pytest.mark.parametrize("keep, left", [(1, [4, 10]), (0, [10]), (3, [2, 4, 10])])
+def test_keep_checkpoints_stay_and_what_a_killed_run_left_is_removed(tmp_path, keep, left):
     from tasks.common.training.trl_dpo import publish, remove_unfinished
 
     folder = tmp_path / "checkpoints"
@@ -270,13 +271,13 @@ def test_the_last_two_checkpoints_stay_and_what_a_killed_run_left_is_removed(tmp
         (folder / f"checkpoint-{step}").mkdir(parents=True)
         (folder / f"checkpoint-{step}/model.safetensors").touch()
         (folder / f"checkpoint-{step}/config.json").touch()
-        publish(tmp_path, step)
+        publish(tmp_path, step, keep)
         assert last_step(tmp_path) == step
-    assert checkpoints(tmp_path) == [4, 10] and tracker(tmp_path).read_text() == "10"
+    assert checkpoints(tmp_path) == left and tracker(tmp_path).read_text() == "10"
     for name in ("checkpoint-12", "global_step_11", "removed_global_step_2"):
         (folder / name).mkdir()
-    remove_unfinished(tmp_path)
-    assert sorted(f.name for f in folder.iterdir()) == ["global_step_10", "global_step_4", tracker(tmp_path).name]
+    remove_unfinished(tmp_path, keep)
+    assert {f.name for f in folder.iterdir()} == {tracker(tmp_path).name, *(f"global_step_{step}" for step in left)}
 
 
 # ---- a training

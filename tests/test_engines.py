@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessorList
 
 from tasks.common.evaluation.engine_pool import EngineEnded
 from tasks.common.evaluation.engines import (
@@ -109,6 +110,31 @@ def test_transformers_engine_samples_and_gives_the_exact_entropy(small_model):
         entropies.append(exact(logits.softmax(-1).detach().numpy().astype(float)))
         ids.append(int(logits.argmax()))
     assert greedy.entropy == pytest.approx(np.mean(entropies), abs=0.02)
+
+
+def test_a_sample_of_transformers_depends_on_its_request_alone(small_model):
+    """Not on its neighbours, which another number of engines would change; it is a draw of the model's distribution."""
+    engine, how = TransformersEngine(str(small_model), 300, 0, 0.5), replace(HOW, temperature=0.7, top_p=0.9)
+    engine.model.float()
+    requests = [Request(i, "sampled", [{"role": "user", "content": "x" * i}]) for i in range(1, 12)]
+    texts = [
+        {
+            r.index: [sample.response for sample in samples]
+            for batch in batches
+            for r, samples in engine.generate(batch, h)
+        }
+        for batches, h in (([requests], how), ([[r] for r in requests], how), ([requests], replace(how, seed=1)))
+    ]
+    assert texts[0] == texts[1]
+    assert len({text for found in texts[1:] for of in found.values() for text in of}) > 60  # of 66 draws
+
+
+def test_the_draws_of_transformers_have_the_models_distribution(small_model):
+    engine, how = TransformersEngine(str(small_model), 300, 0, 0.5), replace(HOW, temperature=0.5, top_p=0.9)
+    scores = torch.tensor([2.0, 1.5, 1.0, 0.0, -2.0, -1e9]).repeat(20_000, 1)
+    draws = LogitsProcessorList(engine._draws(list(range(20_000)), how))(None, scores).argmax(-1)
+    p = (scores[0] / 0.5).softmax(-1)[:3]  # 0.66, 0.24, 0.09: the first 0.9 of the mass ends in the third
+    assert torch.bincount(draws, minlength=6) / 20_000 == pytest.approx([*(p / p.sum()).tolist(), 0, 0, 0], abs=0.015)
 
 
 @pytest.mark.slow

@@ -180,6 +180,19 @@ def test_a_client_that_is_gone_ends_only_its_fork(tmp_path, owner):
             until(lambda: not psutil.Process(server.pid).children())
 
 
+def test_a_client_that_says_nothing_holds_up_the_others_for_a_while_alone(tmp_path, owner):
+    tells = script(tmp_path, "import sys\nprint('numpy' in sys.modules)")
+    with (
+        serving(tmp_path, owner, SERVER.replace("forked.serve(", "forked.SECONDS_TO_ASK = 1; forked.serve(")) as (
+            python,
+            _,
+        ),
+        socket.socket(socket.AF_UNIX) as client,
+    ):
+        client.connect(str(tmp_path / "fork"))
+        assert subprocess.check_output([python, tells], text=True, timeout=60) == "True\n"
+
+
 @pytest.mark.parametrize("changed", [{"RAY_JOB_ID": "02000000"}, {"RAY_AUTH_MODE": "disabled"}])
 def test_what_ray_read_when_it_was_imported_must_be_the_same(changed, python, tmp_path):
     tells = script(tmp_path, "import sys\nprint('numpy' in sys.modules)")

@@ -10,7 +10,7 @@ import threading
 import psutil
 import pytest
 
-from tasks.common.settings import SettingsError
+from tasks.common.settings import STACKS, SettingsError
 from tests.helpers import MAKE, PYTHON, ROOT, make, outside_make
 from tests.recipes import run as recipe
 
@@ -241,20 +241,33 @@ def test_a_row_says_that_the_code_has_changed_since(tmp_path, monkeypatch):
     committed("tasks/own/README.md")
     committed("tasks/own/test_reward.py")
     committed("tasks/other/reward.py")
-    assert not recipe.changed_since(measured, code) and recipe.changed_since("0" * 40, code)
-    for name in ("tasks/own/prepare_data.py", "tasks/common/settings.py", "Makefile"):
+    committed("tasks/common/stacks/current/__init__.py")
+    assert not recipe.changed_since(measured, code, "cpu") and recipe.changed_since("0" * 40, code, "cpu")
+    for name in (
+        "tasks/own/prepare_data.py",
+        "tasks/common/settings.py",
+        "tasks/common/stacks/cpu/__init__.py",
+        "Makefile",
+    ):
         before = recipe.git_state(tmp_path)[0]["commit"]
         committed(name)
-        assert recipe.changed_since(before, code)
+        assert recipe.changed_since(before, code, "cpu")
     head = recipe.git_state(tmp_path)[0]["commit"]
     (tmp_path / "tasks/own/new.py").touch()  # not committed
-    assert recipe.changed_since(head, code)
+    assert recipe.changed_since(head, code, "cpu")
     subprocess.run([*git, "add", "."], check=True)
-    assert recipe.changed_since(head, code)
+    assert recipe.changed_since(head, code, "cpu")
     head = committed("tasks/own/new.py")
-    assert not recipe.changed_since(head, code)
+    assert not recipe.changed_since(head, code, "cpu")
     (tmp_path / "Makefile").write_text("edited\n")
-    assert recipe.changed_since(head, code)
+    assert recipe.changed_since(head, code, "cpu")
+
+
+def test_no_stack_depends_on_the_folder_of_another():
+    for name in STACKS:
+        code = "".join(file.read_text() for file in (ROOT / "tasks/common/stacks" / name).glob("*.py"))
+        named = {*re.findall(r"tasks\.common\.stacks\.(\w+)\.", code)} & {*STACKS}
+        assert named <= {name}, name
 
 
 @pytest.mark.parametrize("line", ["reach: pass@1 over 0", "reach: pass@1 gain above x", ""])

@@ -38,7 +38,7 @@ from tasks.common.install.check import versions
 from tasks.common.machine.hardware import nvidia
 from tasks.common.process import errors_in_one_line
 from tasks.common.runs.launches import git_state
-from tasks.common.settings import ROOT, Command, Settings, SettingsError, artifacts
+from tasks.common.settings import ROOT, STACKS, Command, Settings, SettingsError, artifacts
 from tests.helpers import outside_make
 
 FOLDER = Path(__file__).parent
@@ -165,7 +165,7 @@ def run(recipe: Recipe, stack: str) -> dict:
     if "missing" in git:
         raise SettingsError(f"a result needs the commit that it measures: {git['missing']}")
     shutil.rmtree(folder, ignore_errors=True)
-    changed = changed_since(git["commit"], recipe.code)
+    changed = changed_since(git["commit"], recipe.code, stack)
     file, limit, started = FOLDER / f"{recipe.name}.sh", recipe.minutes * 60, time.monotonic()
     bounded = ["timeout", f"--kill-after={GRACE}", f"{limit}", "bash", "-euo", "pipefail", file]
     with subprocess.Popen(bounded, cwd=ROOT, env=environment) as command:
@@ -185,7 +185,7 @@ def run(recipe: Recipe, stack: str) -> dict:
         "stack": stack,
         "date": datetime.now(UTC).date().isoformat(),
         "commit": git["commit"],
-        "changed": changed or changed_since(git["commit"], recipe.code),
+        "changed": changed or changed_since(git["commit"], recipe.code, stack),
         "data": data_of(folder),
         **on,
         "minutes": round(seconds / 60, 1),
@@ -201,10 +201,11 @@ def data_of(folder: Path) -> dict:
     return {manifest["source"]: [each.get("sha256", each) for each in manifest["origin"]] for manifest in manifests}
 
 
-def changed_since(commit: str, code: tuple[str, ...]) -> bool:
-    """Whether ``code`` of the working tree differs from that of ``commit``, documents and tests aside, or this clone
-    does not have the commit."""
-    paths = ["--", *code, ":!*.md", ":!*/test_*.py"]
+def changed_since(commit: str, code: tuple[str, ...], stack: str) -> bool:
+    """Whether ``code`` of the working tree differs from that of ``commit``, documents, tests and the folders of other
+    stacks than ``stack`` aside, or this clone does not have the commit."""
+    others = [f":!tasks/common/stacks/{name}/" for name in STACKS if name != stack]
+    paths = ["--", *code, ":!*.md", ":!*/test_*.py", *others]
     changed = subprocess.run(["git", "diff", "--quiet", commit, *paths], cwd=ROOT, stderr=subprocess.DEVNULL)
     new = subprocess.run(["git", "ls-files", "--others", "--exclude-standard", *paths], cwd=ROOT, capture_output=True)
     return changed.returncode != 0 or bool(new.stdout)
@@ -221,7 +222,7 @@ def rows(results: Iterable[tuple[Path, dict]]) -> list[list[str]]:
         on = ", ".join(result["gpus"]) or result["cpu"]
         first = [
             f"`{recipe.name}`: {recipe.about}",
-            at + STALE * changed_since(result["commit"], recipe.code),
+            at + STALE * changed_since(result["commit"], recipe.code, result["stack"]),
             f"{on}, STACK={result['stack']}",
         ]
         ram = f", {result['ram_gb']} GB" if result["ram_gb"] and not result["gpus"] else ""
@@ -260,7 +261,7 @@ def overview() -> None:
         files = sorted(RESULTS.glob(f"recipe-{recipe.name}-*.json"))
         for result in map(read_json, files):
             state = f"missed {', '.join(result['missed'])}" if result["missed"] else "reached"
-            old = STALE * changed_since(result["commit"], recipe.code)
+            old = STALE * changed_since(result["commit"], recipe.code, result["stack"])
             print(f"  {result['date']} STACK={result['stack']}: {state} in {result['minutes']} min{old}")
         if not files:
             print("  never run")

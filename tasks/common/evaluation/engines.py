@@ -295,9 +295,8 @@ class TransformersEngine:
         self, model: str, max_model_len: int, seed: int, gpu_memory_utilization: float, tensor_parallel: int = 1
     ):
         import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+        from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        set_seed(seed)
         self.tokenizer = AutoTokenizer.from_pretrained(base_model(model), padding_side="left")
         if self.tokenizer.pad_token is None:
             self.tokenizer.pad_token = self.tokenizer.eos_token
@@ -326,13 +325,12 @@ class TransformersEngine:
     def _batch(self, batch: list[tuple[Request, list[int]]], sampling: Sampling, greedy: bool):
         import torch
 
-        inputs = self.tokenizer.pad({"input_ids": [ids for _, ids in batch]}, return_tensors="pt").to(self.model.device)
         n = 1 if greedy else sampling.n
+        rows = [ids for _, ids in batch for _ in range(n)]
+        inputs = self.tokenizer.pad({"input_ids": rows}, return_tensors="pt").to(self.model.device)
         own = self.model.generation_config.eos_token_id or self.tokenizer.eos_token_id
         ends = [*(own if isinstance(own, list) else [own]), *_stop_ids(self.tokenizer, sampling.template)]
-        how = {"do_sample": True, "temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": 0}
-        if greedy:
-            how = {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
+        seeds = [request.seed(sampling.seed) + number for request, _ in batch for number in range(n)]
         entropies = []  # of each step, shape (rows,)
 
         def keep_entropy(module, arguments, logits):
@@ -344,9 +342,12 @@ class TransformersEngine:
             with torch.inference_mode():
                 output = self.model.generate(
                     **inputs,
-                    **how,
+                    do_sample=False,  # the draws are in the scores: transformers has one generator for a batch
+                    temperature=None,
+                    top_p=None,
+                    top_k=None,
+                    logits_processor=[] if greedy else self._draws(seeds, sampling),
                     repetition_penalty=1.0,  # a model's generation_config may have another; vLLM is given none
-                    num_return_sequences=n,
                     max_new_tokens=sampling.max_tokens,
                     eos_token_id=ends,
                     pad_token_id=self.tokenizer.pad_token_id,
@@ -364,6 +365,22 @@ class TransformersEngine:
                 mean = float(entropy[row, : len(ids)].mean()) if ids else 0.0
                 completions.append(Completion(text, "stop" if end else "length", len(ids), mean, thinking))
             yield request, completions
+
+    def _draws(self, seeds: list[int], sampling: Sampling) -> list:
+        """Processors of scores (rows, vocabulary) whose largest is then a sample, with a generator for each row: with
+        exponential noise e, argmax(score - ln e) is a draw of softmax(score) (Gumbel-max)."""
+        import torch
+        from transformers import TemperatureLogitsWarper, TopPLogitsWarper
+
+        generators = [torch.Generator(self.model.device).manual_seed(seed) for seed in seeds]
+
+        def drawn(ids, scores):
+            noise = torch.empty_like(scores)
+            for row, generator in zip(noise, generators, strict=True):
+                row.exponential_(generator=generator)
+            return scores - noise.clamp_min(torch.finfo(noise.dtype).tiny).log()
+
+        return [TemperatureLogitsWarper(sampling.temperature), TopPLogitsWarper(sampling.top_p), drawn]
 
     def close(self) -> None:
         del self.model

@@ -125,7 +125,7 @@ def checkpoints(s: Settings, parameters: int) -> tuple[int, float]:
     """How many checkpoints there are at once (of each round the best and the last, and the one being written), and the
     bytes of one."""
     size = memory.checkpoint_bytes(parameters, s.LORA_RANK, s.METHOD == "ppo")
-    return s.SELF_PLAY_ROUNDS * (2 if s.METHOD == "dpo" else s.KEEP + 1) + 1, size
+    return s.SELF_PLAY_ROUNDS * (s.KEEP + 1) + 1, size
 
 
 def warm_up(s: Settings, parameters: int) -> float:

@@ -45,7 +45,6 @@ from tasks.common.training.verl_config import micro_batch
 # The device of a process of several on the CPU is cpu:0 by accelerate, a place that torch.load does not know.
 torch.serialization.register_package(0, lambda _: None, lambda storage, place: storage if place == "cpu:0" else None)
 
-KEPT = 2  # checkpoints, as verl keeps
 # How a model is loaded. Without an attention transformers takes the one of config.json, which it may not know.
 LOADED = {"dtype": "float32", "attn_implementation": "sdpa"}
 EVALUATIONS = 4  # on the held-out pairs, the last one after the last step
@@ -53,6 +52,8 @@ EVALUATIONS = 4  # on the held-out pairs, the last one after the last step
 
 class Trainer(DPOTrainer):
     """TRL's trainer on rows that are token ids already, with checkpoints where runs/folder.py looks for them."""
+
+    keep: int  # KEEP
 
     def _prepare_dataset(self, dataset, *_):
         return dataset  # TRL's own tokens would not be those of evaluation and RL
@@ -92,7 +93,7 @@ class Trainer(DPOTrainer):
             # The reference's copy of the adapter. A resume would load it alone, and not the policy's adapter
             # (transformers/trainer.py, _load_from_checkpoint: adapter_subdirs).
             shutil.rmtree(run_dir / f"checkpoints/checkpoint-{step}/ref", ignore_errors=True)
-            publish(run_dir, step)
+            publish(run_dir, step, self.keep)
 
 
 def _reference_in_shards(model, accelerator):
@@ -165,20 +166,20 @@ class AbortOn(TrainerCallback):
 # ---- checkpoints
 
 
-def publish(run_dir: Path, step: int) -> None:
-    """Give the checkpoint that transformers wrote, which is whole now, its name, then leave the last KEPT."""
+def publish(run_dir: Path, step: int, keep: int) -> None:
+    """Give the checkpoint that transformers wrote, which is whole now, its name, then leave it and ``keep`` others."""
     folder = run_dir / "checkpoints"
     shutil.rmtree(folder / f"global_step_{step}", ignore_errors=True)  # of a killed run, unknown to the tracker
     (folder / f"checkpoint-{step}").rename(folder / f"global_step_{step}")
     write_text(tracker(run_dir), str(step))
-    prune(run_dir, KEPT - 1)
+    prune(run_dir, keep)
 
 
-def remove_unfinished(run_dir: Path) -> None:
+def remove_unfinished(run_dir: Path, keep: int) -> None:
     """Remove the checkpoints that a killed run left half-written or half-removed."""
     for path in run_dir.glob("checkpoints/checkpoint-*"):
         shutil.rmtree(path)
-    prune(run_dir, KEPT - 1)
+    prune(run_dir, keep)
 
 
 # ---- training
@@ -271,11 +272,12 @@ def train(s: Settings, start: str, pairs: str, run_dir: Path, metrics: Path) -> 
         callbacks=[MetricsFile(metrics), *([abort] if s.ABORT_ON else [])],
         peft_config=LoraConfig(**adapter) if s.LORA_RANK and model == start else None,
     )
+    trainer.keep = s.KEEP
     if trainer.is_world_process_zero():
         for launch in launches.launches(run_dir)[-1:]:
             launches.write_config(launch, config.to_dict())
         print(f"{pairs}: {found.said}", flush=True)
-        remove_unfinished(run_dir)
+        remove_unfinished(run_dir, s.KEEP)
     step = last_step(run_dir)
     trainer.train(resume_from_checkpoint=str(run_dir / f"checkpoints/global_step_{step}") if step else None)
     if abort.found:

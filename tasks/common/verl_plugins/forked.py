@@ -46,6 +46,7 @@ EARLY["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
 OF_RAY = ("RAY_AUTH_MODE", "RAY_JOB_ID")
 MOST_FILES = 250  # that one message can hand over
 NOT_STARTED = 3  # CUDA_ERROR_NOT_INITIALIZED
+SECONDS_TO_ASK = 20  # of a client that is there; the others wait for it
 
 
 def listening(folder: Path) -> socket.socket:
@@ -139,10 +140,12 @@ def cuda_started() -> bool:
 def _start(connection: socket.socket, children: dict[int, tuple[int, socket.socket]], forks: bool) -> None:
     """Fork for a client, unless it is gone or belongs to another Ray than the first of this training."""
     request, files = None, []
-    with contextlib.suppress(OSError, ValueError):  # it is gone
+    connection.settimeout(SECONDS_TO_ASK)
+    with contextlib.suppress(OSError, ValueError):  # it is gone, or silent
         size, files, _, _ = socket.recv_fds(connection, 8, MOST_FILES)
         with connection.makefile("rb") as stream:
             request = json.loads(stream.read(int.from_bytes(size, "little")))
+    connection.settimeout(None)
     if (
         request is None
         or not forks
