@@ -151,6 +151,11 @@ def test_a_run_on_a_gpu_that_there_is_not_is_refused(tmp_path):
     [
         ("bench", {"MODEL": "typo"}, "MODEL=typo: no such folder, and not a hub id (owner/name)"),
         ("bench_training", {"MODEL": "typo"}, "MODEL=typo: no such folder, and not a hub id (owner/name)"),
+        (
+            "bench_training",
+            {"ARGS": "--variants ours,typo"},
+            "--variants typo: there are: ours, example, naive, by_token, one_process, trl, trl_lean",
+        ),
         ("bench_training", {"ARGS": "--steps 1"}, "--steps 1: give 2 or more, the first is left out"),
     ],
 )

@@ -6,12 +6,13 @@ import re
 import signal
 import subprocess
 import threading
+import time
 
 import psutil
 import pytest
 
 from tasks.common.settings import STACKS, SettingsError
-from tests.helpers import MAKE, PYTHON, ROOT, make, outside_make
+from tests.helpers import MAKE, PYTHON, ROOT, has_ended, make, outside_make
 from tests.recipes import run as recipe
 
 
@@ -75,7 +76,7 @@ def test_a_result_has_its_row(written, tmp_path):
     assert "| pass@1 | 0.300 [0.250, 0.350] | 0.500 [0.450, 0.550] | +0.200 [0.100, 0.300] |" in row
     result = json.loads((tmp_path / "results/recipe-own-cpu.json").read_text())
     head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    assert result["commit"] == head and result["missed"] == [] and "gained" not in result["compare"]
+    assert result["commit"] == head and "gained" not in result["compare"]
     assert result["versions"]["python"] and result["cpu"].startswith(f"{len(os.sched_getaffinity(0))} x ")
 
 
@@ -213,6 +214,36 @@ def test_a_recipe_that_is_ended_ends_its_command(number, written, tmp_path):
     assert "exit status -15" in status and not psutil.pid_exists(int((tmp_path / "pid").read_text()))
 
 
+def test_the_limit_ends_what_ignores_sigterm(written, tmp_path, monkeypatch):
+    """timeout waits for the bash of the command alone, which ends."""
+    monkeypatch.setattr(recipe, "GRACE", 2)
+    ignores = (
+        "import os, signal, time; signal.signal(15, signal.SIG_IGN); print(os.getpid(), flush=True); time.sleep(60)"
+    )
+    status, _ = written("0\n# minutes: 0.05", f"{PYTHON} -c '{ignores}' >{tmp_path}/pid\n")
+    assert "longer than its 0.05 minutes" in status
+    pid, deadline = int((tmp_path / "pid").read_text()), time.monotonic() + 10
+    while not has_ended(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_the_list_has_each_recipes_own_results_judged_as_they_are_now(written, tmp_path, capsys):
+    assert written("0.05", leaves(tmp_path))[0] == 0
+    file = tmp_path / "results/recipe-own-cpu.json"
+    file.write_text(file.read_text().replace('"own"', '"own-longer"'))
+    file.rename(tmp_path / "results/recipe-own-longer-cpu.json")
+    for name, bound in (("own", "0"), ("own-longer", "0.5")):
+        (tmp_path / f"recipes/{name}.sh").write_text(HEAD.format(bound) + "true\n")
+    capsys.readouterr()
+    recipe.overview()
+    longer, result, own, never = capsys.readouterr().out.splitlines()
+    assert own.startswith("own: ") and never == "  never run" and longer.startswith("own-longer: ")
+    assert "missed pass@1 gain above 0.5 in 0.0 min" in result
+    recipe.write_table()
+    assert "+0.200 [0.100, 0.300]; missed: pass@1 gain above 0.5" in (tmp_path / "RESULTS.md").read_text()
+
+
 @pytest.mark.parametrize("name", recipe.recipes())
 def test_a_result_depends_on_its_own_task_alone(name):
     known = recipe.recipes()[name]
@@ -274,6 +305,12 @@ def test_no_stack_depends_on_the_folder_of_another():
 def test_a_head_of_another_form_is_refused(line, tmp_path):
     (tmp_path / "x.sh").write_text(f"# x\n# hardware: y\n# stack: cpu\n# minutes: 1\n# {line}\n")
     with pytest.raises(SettingsError, match=r"x\.sh: its head needs lines"):
+        recipe.read(tmp_path / "x.sh")
+
+
+def test_a_limit_that_is_no_number_is_refused(tmp_path):
+    (tmp_path / "x.sh").write_text(HEAD.format(0).replace("minutes: 1", "minutes: ten"))
+    with pytest.raises(SettingsError, match=r"x\.sh: minutes: ten: give a number"):
         recipe.read(tmp_path / "x.sh")
 
 

@@ -190,11 +190,15 @@ def main() -> None:
     if arguments.steps < 2:
         raise SettingsError(f"--steps {arguments.steps}: give 2 or more, the first is left out")
     s = load_settings()
+    chosen, known = arguments.variants.split(","), [*variants(s), *TRL]
+    if unknown := [name for name in chosen if name not in known]:
+        raise SettingsError(f"--variants {unknown[0]}: there are: {', '.join(known)}")
+    if arguments.out:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
     work = artifacts() / "bench" / time.strftime("%Y%m%d-%H%M%S")
     model = str(resolve_model(s.MODEL))
     if arguments.random_3b:
         model = str(random_model(artifacts() / "bench/random-qwen2.5-3b", tokenizer_of=model))
-    chosen = arguments.variants.split(",")
     packages = ["verl", "vllm", "torch", "transformers", *(["trl"] if TRL.keys() & {*chosen} else [])]
     result = {
         "date": time.strftime("%Y-%m-%d"),

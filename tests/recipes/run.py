@@ -107,8 +107,10 @@ def read(file: Path) -> Recipe:
     reach = [
         re.fullmatch(r"reach: (\S+) (?:(gain|start) )?above (-?[0-9.]+)", line) for line in lines if "reach:" in line
     ]
-    if missing := [name for name in ("hardware", "stack", "minutes") if name not in found]:
-        raise SettingsError(f"{file}: its head has no line `# {missing[0]}: ...`")
+    if absent := [name for name in ("hardware", "stack", "minutes") if name not in found]:
+        raise SettingsError(f"{file}: its head has no line `# {absent[0]}: ...`")
+    if not re.fullmatch(r"[0-9.]+", found["minutes"]):
+        raise SettingsError(f"{file}: minutes: {found['minutes']}: give a number")
     if not reach or None in reach:
         raise SettingsError(f"{file}: its head needs lines `# reach: METRIC [gain|start] above NUMBER`")
     promises = tuple(Promise(m[1], m[2] or "", float(m[3])) for m in reach)
@@ -175,11 +177,13 @@ def run(recipe: Recipe, stack: str) -> dict:
         peak = None if on["gpus"] else peak_of(command)
     seconds = time.monotonic() - started
     if command.returncode:
+        end(command.pid)
         over = f": longer than its {recipe.minutes:g} minutes" if seconds >= limit else ""
         raise SettingsError(f"{file}: exit status {command.returncode}{over}; docs/RESULTS.md stays as it was")
     if len(found := [*folder.glob("compare/*/*/compare.json")]) != 1:
         raise SettingsError(f"{file}: it left {len(found)} compare.json below {folder}/compare, it must leave one")
-    compared = json.loads(found[0].read_text().replace(f"{folder}/", ""))  # no path of this machine in a result
+    own = json.dumps(f"{folder}/")[1:-1]
+    compared = json.loads(found[0].read_text().replace(own, ""))  # no path of this machine in a result
     return {
         "recipe": recipe.name,
         "stack": stack,
@@ -190,9 +194,23 @@ def run(recipe: Recipe, stack: str) -> dict:
         **on,
         "minutes": round(seconds / 60, 1),
         "ram_gb": peak and round(peak / 1e9, 1),
-        "missed": [str(promise) for promise in recipe.reach if not promise.kept(compared)],
         "compare": {name: value for name, value in compared.items() if name not in ("gained", "lost")},
     }
+
+
+def end(group: int) -> None:
+    """Wait for the processes of a command that was told to end, GRACE seconds at most. timeout waits for bash alone."""
+    deadline = time.monotonic() + GRACE
+    with contextlib.suppress(ProcessLookupError):
+        while time.monotonic() < deadline:
+            os.killpg(group, 0)
+            time.sleep(0.2)
+        os.killpg(group, signal.SIGKILL)
+
+
+def missed(recipe: Recipe, compared: dict) -> list[str]:
+    """The promises that ``compared``, of a compare.json, does not keep."""
+    return [str(promise) for promise in recipe.reach if not promise.kept(compared)]
 
 
 def data_of(folder: Path) -> dict:
@@ -234,8 +252,8 @@ def rows(results: Iterable[tuple[Path, dict]]) -> list[list[str]]:
                 first = [""] * len(first)
                 continue
             start, trained = (str(Estimate(**values[label])) for label in (compared["against"], "trained"))
-            missed = "".join(f"; missed: {text}" for text in result["missed"] if text.startswith(f"{metric} "))
-            change = Estimate(**values["difference"]).signed() + missed
+            less = [f"; missed: {text}" for text in missed(recipe, compared) if text.startswith(f"{metric} ")]
+            change = Estimate(**values["difference"]).signed() + "".join(less)
             link = f"[file](results/{file.name})"
             found.append([*first, metric, start, trained, change, link])
             first = [""] * len(first)
@@ -258,9 +276,10 @@ def overview() -> None:
     """A line for each recipe, and for its last result."""
     for recipe in recipes().values():
         print(f"{recipe.name}: {recipe.about}; {recipe.hardware}, STACK={recipe.stack}, at most {recipe.minutes:g} min")
-        files = sorted(RESULTS.glob(f"recipe-{recipe.name}-*.json"))
+        files = [file for name in STACKS if (file := RESULTS / f"recipe-{recipe.name}-{name}.json").exists()]
         for result in map(read_json, files):
-            state = f"missed {', '.join(result['missed'])}" if result["missed"] else "reached"
+            less = missed(recipe, result["compare"])
+            state = f"missed {', '.join(less)}" if less else "reached"
             old = STALE * changed_since(result["commit"], recipe.code, result["stack"])
             print(f"  {result['date']} STACK={result['stack']}: {state} in {result['minutes']} min{old}")
         if not files:
@@ -282,6 +301,7 @@ def main() -> None:
             raise SettingsError(f"{refused[0]}: {name} has its own settings; it takes {takes}")
         stack = os.environ.get("STACK", recipe.stack)  # make's, whose Python this is
         if stack != recipe.stack and "STACK" not in given:
+            machine(recipe.stack)  # where it cannot run, nobody is told to install it
             raise SettingsError(
                 f"NAME={name}: is for STACK={recipe.stack}: make recipe NAME={name} STACK={recipe.stack}"
             )
@@ -289,8 +309,8 @@ def main() -> None:
         write_json(RESULTS / f"recipe-{name}-{stack}.json", result)
         write_table()
         print(f"{name}: {result['minutes']} min; its row is in docs/RESULTS.md")
-        if result["missed"]:
-            sys.exit(f"error: {name} missed: {'; '.join(result['missed'])}")
+        if less := missed(recipe, result["compare"]):
+            sys.exit(f"error: {name} missed: {'; '.join(less)}")
 
 
 if __name__ == "__main__":
