@@ -19,14 +19,14 @@ import pytest
 
 from tasks.common.data.rows import read_rows
 from tasks.common.launch import doctor
-from tasks.common.machine import hardware, memory
+from tasks.common.machine import hardware, memory, speed
 from tasks.common.machine.memory import EMBEDDED_CONFIG, Plan, shapes, shapes_of
 from tasks.common.machine.speed import QWEN25_3B
 from tasks.common.runs.folder import rl_dir, sft_dir
 from tasks.common.settings import load_settings, problems
 from tasks.common.stacks import cpu
 from tests.helpers import ROOT, SMALL, exported, make, write_checkpoint
-from tests.test_profiles import CONFIGS
+from tests.test_profiles import CONFIGS, PROFILES, hardware_of, loaded
 
 SECONDS = 20
 POLICY = "actor_rollout_ref"
@@ -223,7 +223,9 @@ def visible(monkeypatch, tmp_path):
 
     def found(value: str, *used: int) -> hardware.Nvidia:
         (tmp_path / "log.xml").write_text(log(*used))
-        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\ncat '{tmp_path}/log.xml'\n")
+        uuids = re.findall("<uuid>(.*)</uuid>", log(*used))
+        (tmp_path / "list").write_text("".join(f"GPU {n}: A100 (UUID: {uuid})\n" for n, uuid in enumerate(uuids)))
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\ncd '{tmp_path}'\n[ $1 = -L ] && cat list || cat log.xml\n")
         (tmp_path / "nvidia-smi").chmod(0o755)
         monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
@@ -249,7 +251,7 @@ def test_nvidia_smi_is_read():
 @pytest.mark.parametrize(
     ("value", "numbers"),
     [
-        ("", [0, 1, 2]),
+        ("", []),
         ("2,0", [2, 0]),
         (" 2, 0", [2, 0]),
         ("1,", [1]),
@@ -311,6 +313,88 @@ def test_the_gpus_that_are_advised_share_the_batches(monkeypatch):
     assert advised(8, **distill, N_GPUS="8") == "set N_GPUS=4"  # 7 divide no batch
     assert advised(6, N_GPUS="8") == "set N_GPUS=4"
     assert advised(1, **distill, N_GPUS="1") == "take a machine with more"
+
+
+LARGE = {"MODEL": "Qwen/Qwen2.5-14B-Instruct", "GPU_MEMORY_UTILIZATION": "0.55", "MAX_TOKENS_PER_GPU": "16384"}
+
+
+def advice_on(there: int, s, monkeypatch, ram: float = 1e12) -> list[doctor.Finding]:
+    """The errors of GPUs and memory on a machine with so many A100-80G and ``ram`` bytes of RAM."""
+    monkeypatch.setenv("RAY_ADDRESS", "auto")  # of a cluster, for NNODES
+    monkeypatch.setattr(memory, "shapes_of", lambda model: shapes(CONFIGS[model]))
+    monkeypatch.setattr(hardware, "ram", lambda: (ram, ram))
+    found = replace(smi(4), gpus=smi(4).gpus * there)
+    checks = [*doctor.of_machine(s, found), *doctor.batches_and_memory(s, [], "train", found)]
+    return [finding for finding in checks if finding.state == "error"]
+
+
+@pytest.mark.parametrize(
+    ("there", "n", "more", "gpu_fix"),
+    [
+        (2, "8", {}, "set N_GPUS=2 LORA_RANK=16"),
+        (2, "4", {}, "set N_GPUS=2 LORA_RANK=16"),
+        (2, "2", {}, ""),
+        (2, "8", {"INIT": "sft"}, "set N_GPUS=2 LORA_RANK=16"),
+        (4, "8", {}, "set N_GPUS=4 GPU_MEMORY_UTILIZATION=0.4"),
+        (2, "2", {"NNODES": "2", "METHOD": "ppo", "CRITIC_WARMUP": "1"}, ""),
+        (8, "2", {}, ""),
+    ],
+)
+def test_what_is_advised_fits_the_gpus_that_are_there(there, n, more, gpu_fix, monkeypatch):
+    s = settings(monkeypatch, N_GPUS=n, **LARGE | more)
+    found = advice_on(there, s, monkeypatch)
+    assert [f.fix for f in found if f.what == "gpu"] == [gpu_fix] * bool(gpu_fix)
+    parts = {part for each in found for part in each.fix.split(" or ")}
+    assert any(part.startswith("set ") for part in parts), parts
+    for part in parts:
+        changes = doctor.advised(part)
+        assert changes or part.startswith(("on ", "take a smaller MODEL")), part
+        assert not changes or advice_on(there, replace(s, **changes), monkeypatch) == [], part
+
+
+def test_advice_that_needs_more_gpus_comes_last_and_says_so(monkeypatch):
+    s = settings(monkeypatch, N_GPUS="2", **LARGE)
+    more = "on a machine with more GPUs N_GPUS=4 GPU_MEMORY_UTILIZATION=0.4"
+    wanted = f"set LORA_RANK=16 or {more} or take a smaller MODEL"
+    assert {f.fix for f in advice_on(2, s, monkeypatch)} == {wanted}
+    assert {f.fix for f in advice_on(8, s, monkeypatch)} == {
+        "set N_GPUS=4 GPU_MEMORY_UTILIZATION=0.4 or set LORA_RANK=16 or take a smaller MODEL"
+    }
+    of_a_cluster = {f.fix for f in advice_on(2, replace(s, NNODES=2, METHOD="ppo", CRITIC_WARMUP=1), monkeypatch)}
+    assert all("on 4 machines N_GPUS=2 NNODES=4" in fix for fix in of_a_cluster), of_a_cluster
+    gpu, *_ = advice_on(1, replace(s, MODEL="Qwen/Qwen2.5-32B-Instruct"), monkeypatch)
+    assert gpu.fix.startswith("with N_GPUS=1 memory: update: ") and "on 2 machines with more GPUs" in gpu.fix
+
+
+@pytest.mark.parametrize(
+    ("given", "ram", "fix"),
+    [
+        ({"MODEL": "Qwen/Qwen2.5-7B-Instruct", "OFFLOAD": "1"}, 100e9, "set OFFLOAD=0"),
+        ({"MODEL": "Qwen/Qwen2.5-3B-Instruct", "METHOD": "dpo"}, 50e9, "set N_GPUS=2 MICRO_BATCH_SIZE="),
+    ],
+)
+def test_where_ram_lacks_less_of_it_is_advised(given, ram, fix, monkeypatch):
+    s = settings(monkeypatch, N_GPUS="8", **given)
+    (found,) = advice_on(8, s, monkeypatch, ram)
+    assert found.text.startswith("RAM: ") and found.fix.startswith(fix)
+    assert advice_on(8, replace(s, **doctor.advised(found.fix)), monkeypatch, ram) == []
+
+
+def test_what_dpo_refuses_is_an_error_of_doctor_too(monkeypatch):
+    s = settings(monkeypatch, METHOD="dpo", MODEL="embedded")
+    said = [str(f) for f in doctor.batches_and_memory(s, ["x"], "doctor", None)]
+    assert said == ["settings: ARGS=x: are verl's; METHOD=dpo trains with TRL; correct the variable"]
+
+
+@pytest.mark.parametrize("profile", PROFILES, ids=lambda path: path.stem)
+def test_the_table_of_profiles_has_the_numbers_of_the_estimate(profile, monkeypatch):
+    s = loaded(profile, monkeypatch)
+    gpu = speed.GPUS[hardware_of(profile)[1]]
+    needs = memory.estimate(shapes(CONFIGS[s.MODEL]), doctor.plan(s, []), gpu.memory)
+    update, sampling, ram = (f"{sum(part.values()) / 1e9:.0f}" for part in (needs.update, needs.sampling, needs.ram))
+    rows = (ROOT / "docs/DOCTOR.md").read_text().splitlines()
+    (row,) = [row for row in rows if row.startswith("| ") and f"`{profile.stem}`" in row]
+    assert profile.parents[1].name in row and f"| {update}, {sampling}, " in row and ram in re.findall(r"\d+", row)
 
 
 @pytest.mark.parametrize("value", ["1.5GB", "2.5", "-1"])

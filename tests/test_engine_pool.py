@@ -121,6 +121,16 @@ def test_engines_that_share_a_model_are_not_started_on_too_few_gpus(placed, monk
     assert placed == ["3"]
 
 
+@pytest.mark.parametrize(("visible", "places"), [(None, ["0", "1"]), ("", ["", ""]), ("-1", ["", ""])])
+def test_engines_are_not_placed_on_gpus_that_are_hidden(visible, places, placed, monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))  # no nvidia-smi
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    engine_pool.EnginePool(2, "placed", "model", 300, 1)
+    assert placed == places
+
+
 def test_another_number_of_engines_goes_on_with_the_same_samples(tmp_path):
     message = [{"role": "user", "content": "?"}]
     rows, scoring = tmp_path / "test.parquet", sample.Scoring(lambda *_, **__: {"score": 1.0}, None, "mark")

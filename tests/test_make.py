@@ -94,6 +94,8 @@ A100, H200 = "8.0, NVIDIA A100-SXM4-80GB", "9.0, NVIDIA H200"
         ([H200, A100], "0", "STACK=current: NVIDIA H200, compute capability 9.0"),
         (["[Not Supported]"], "", "STACK=a100: an NVIDIA GPU, whose driver does not tell its compute capability"),
         ([], "", "STACK=cpu: no NVIDIA GPU"),
+        ([H200], "-1", "STACK=cpu: CUDA_VISIBLE_DEVICES=-1 hides all GPUs"),
+        ([H200, A100], "GPU-1c4f", "STACK=a100: NVIDIA A100-SXM4-80GB, compute capability 8.0"),
     ],
 )
 def test_the_stack_follows_from_the_gpu_and_is_printed_once(gpus, visible, said, tmp_path):

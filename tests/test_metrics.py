@@ -193,3 +193,11 @@ def test_seeds_and_prompts_that_do_not_differ():
     half = 12.706204736 * 0.1
     assert (estimate.low, estimate.high) == pytest.approx((0.2 - half, 0.2 + half))
     assert 0 < p_value < 1
+
+
+def test_char_counts_commonest_answer_is_a_number_not_a_text():
+    from tasks.char_count.evaluate import metrics
+
+    boxes = ["2", "2", "2", "5"]
+    scored = [{"response": f"word {number}: \\boxed{{{box}}}"} for number, box in enumerate(boxes)]
+    assert metrics([*scored, {"response": "no number"}]) == {"commonest_answer": 0.6}

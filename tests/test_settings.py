@@ -8,6 +8,7 @@ from dataclasses import fields
 import pytest
 
 from tasks.common import settings
+from tasks.common.launch.task import stack_environment
 from tasks.common.settings import (
     METHODS,
     ROOT,
@@ -639,14 +640,18 @@ def test_defaults_of_a_stack_are_variables(stack):
         assert all(type(value) is str for value in values.values())
 
 
-def test_all_gpus_that_are_visible_are_used(sources, monkeypatch, tmp_path):
-    fake = tmp_path / "nvidia-smi"
-    fake.write_text("#!/bin/sh\nprintf 'GPU 0: H200\\nGPU 1: H200\\nGPU 2: H200\\nGPU 3: H200\\n'\n")
-    fake.chmod(0o755)
+@pytest.fixture
+def four_gpus(monkeypatch, tmp_path):
+    """A machine with four GPUs, of which two have UUIDs that begin in the same way."""
+    uuids = ("GPU-0c4f", "GPU-1c4f", "GPU-2c4f", "GPU-2d00")
+    lines = "".join(f"GPU {n}: NVIDIA H200 (UUID: {uuid}-0a7d-11ef)\n" for n, uuid in enumerate(uuids))
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n[ $1 = -L ] && echo '{lines}' | grep GPU\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert sources(STACK="current")["N_GPUS"] == ("4", "default")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # an empty value is none
+
+
+def test_all_gpus_that_are_visible_are_used(four_gpus, sources, monkeypatch):
     assert sources(STACK="current")["N_GPUS"] == ("4", "default")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,3")
     assert sources(STACK="current")["N_GPUS"][0] == "2"
@@ -656,16 +661,63 @@ def test_all_gpus_that_are_visible_are_used(sources, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("value", "names"),
     [
+        ("", []),
+        ("-1", []),
         ("1,", ["1"]),
         ("0,-1,2", ["0"]),
         ("0, 1", ["0", "1"]),
-        ("GPU-1c,MIG-2f", ["GPU-1c", "MIG-2f"]),
+        ("GPU-1c,MIG-2f", ["1", "MIG-2f"]),
+        ("GPU-2c4f-0a7d-11ef, GPU-0", ["2", "0"]),
+        ("GPU-0,", ["0"]),
+        ("GPU-0,GPU-2,GPU-1", ["0"]),  # two begin with GPU-2
+        ("GPU-7", []),
         ("NoDevFiles", []),
     ],
 )
-def test_the_visible_gpus_end_where_cuda_stops(value, names, monkeypatch):
+def test_the_visible_gpus_end_where_cuda_stops(value, names, four_gpus, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
     assert settings.visible_gpus() == names
+
+
+@pytest.mark.parametrize(
+    ("given", "left", "order"),
+    [
+        ("GPU-2c,GPU-0", "2,0", "PCI_BUS_ID"),
+        ("GPU-2c,GPU-7,GPU-0", "2", "PCI_BUS_ID"),
+        ("MIG-1c4f", "MIG-1c4f", "FASTEST_FIRST"),
+        ("MIG-GPU-1c4f/1/0", "MIG-GPU-1c4f/1/0", "FASTEST_FIRST"),
+        ("2,0", "2,0", "FASTEST_FIRST"),
+    ],
+)
+def test_vllm_gets_numbers_in_place_of_uuids(given, left, order, four_gpus, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "FASTEST_FIRST")
+    s = load_settings({"TASK": "countdown", "STACK": "current", "N_GPUS": "1"})
+    found = os.environ | stack_environment(s, {})
+    assert (found["CUDA_VISIBLE_DEVICES"], found["CUDA_DEVICE_ORDER"]) == (left, order)
+
+
+@pytest.mark.parametrize("value", ["", "-1", "NoDevFiles,0", "GPU-7"])
+def test_a_stack_of_gpus_is_refused_where_all_are_hidden(value, four_gpus, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    given = {"TASK": "countdown", "STACK": "current"}
+    said = f"^CUDA_VISIBLE_DEVICES={value}: no GPU is visible, it hides them; name GPUs of this machine, unset it, or"
+    with pytest.raises(SettingsError, match=said):
+        load_settings(given)
+    for stage in ("train", "eval", "doctor"):
+        monkeypatch.setenv("STAGE", stage)
+        with pytest.raises(SettingsError, match=said):
+            load_settings(given | {"STAGE": stage, "N_GPUS": "2"})
+        assert load_settings(given | {"STACK": "cpu"}).N_GPUS == 1
+    monkeypatch.setenv("SETTINGS_COMPLETE", "1")  # a process of Ray without a GPU
+    assert load_settings(given | {"N_GPUS": "2"}).N_GPUS == 2
+    monkeypatch.delenv("SETTINGS_COMPLETE")
+    monkeypatch.setenv("STAGE", "rehearse")
+    assert load_settings(given | {"STAGE": "train", "N_GPUS": "2"}).N_GPUS == 2
+    monkeypatch.setenv("STAGE", "train")
+    monkeypatch.setenv("RAY_ADDRESS", "auto")  # the GPUs are of other machines
+    assert load_settings(given | {"N_GPUS": "2"}).N_GPUS == 2
 
 
 def test_help_has_one_line_for_each_variable():

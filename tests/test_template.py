@@ -439,6 +439,8 @@ SIXTEEN_GB = [
     "turns=multi method=ppo",
     "source=reasoning_gym reward=environment env=tower_of_hanoi",
     "source=reasoning_gym reward=environment env=rush_hour method=ppo",
+    "source=reasoning_gym reward=environment env=arc_agi",
+    "source=reasoning_gym reward=environment env=palindrome_partitioning method=ppo",
 ]
 
 

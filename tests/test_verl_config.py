@@ -2,6 +2,7 @@
 
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from tasks.common.training import verl_config
 from tests import composed_once
 from tests.exact_kl import gradients
 from tests.helpers import ROOT, TASKS, exported, stacks
+from tests.wheels import verl_package
 
 RL_METHODS = [name for name in METHODS if name != "dpo"]
 STACKS = stacks()
@@ -129,6 +131,19 @@ def test_one_mini_batch_is_warned_of_where_it_makes_the_method_another(name, mon
     assert one.startswith(f"METHOD={name} ") and "MINI_BATCH_SIZE=2" in one
     again = config_of(monkeypatch, "actor_rollout_ref.actor.ppo_epochs=2", METHOD=name, MINI_BATCH_SIZE="8")
     assert warning(again) is None
+
+
+@pytest.mark.parametrize("name", [name for name in RL_METHODS if name not in ("gspo", "cispo")])
+def test_a_clip_that_is_given_is_warned_of_where_nothing_is_clipped(name, monkeypatch):
+    one, warning = {"METHOD": name, "MINI_BATCH_SIZE": "8"}, method(name).warning
+    assert warning(config_of(monkeypatch, **one)) is None
+    said = " with one mini-batch a step: all ratios are 1, which is plain policy gradient; MINI_BATCH_SIZE=2 makes 4"
+    assert warning(config_of(monkeypatch, CLIP_HIGH="0.3", **one)) == f"CLIP_HIGH=0.3{said}"
+    both = config_of(monkeypatch, CLIP_LOW="0.1", CLIP_HIGH="0.3", **one)
+    assert warning(both) == f"CLIP_LOW=0.1 CLIP_HIGH=0.3{said}"
+    assert warning(config_of(monkeypatch, METHOD=name, CLIP_HIGH="0.3", MINI_BATCH_SIZE="2")) is None
+    engines = "algorithm.rollout_correction.bypass_mode=True"  # probabilities of the engine are the old ones
+    assert warning(config_of(monkeypatch, engines, CLIP_HIGH="0.3", **one)) is None
 
 
 def loss_of(config) -> tuple:
@@ -266,6 +281,9 @@ def test_a_path_that_verls_config_would_read_as_a_reference_is_refused(path, mon
 
 
 ACTOR = "actor_rollout_ref.actor"
+OTHER_ENGINES = ["model_engine=megatron", "+model_engine=megatron", "++model_engine = 'megatron'"]
+OTHER_ENGINES += ["ref@actor_rollout_ref.ref=megatron_ref", "actor@actor_rollout_ref.actor='veomni_actor'"]
+OTHER_ENGINES += ["critic=torchtitan_critic", "+engine@actor_rollout_ref.ref.fsdp_config=megatron"]
 
 
 @pytest.mark.medium
@@ -299,7 +317,13 @@ ACTOR = "actor_rollout_ref.actor"
             "verl's config refuses an override (ARGS?): Interpolation key 'no.such'",
         ),
         ("trainer=5", "ARGS: trainer=5: must be a group of keys, as {"),
-        ("model_engine=megatron", "ARGS: model_engine=megatron: all stacks train with FSDP"),
+        *((a, f"ARGS: {a}: all stacks train with FSDP") for a in OTHER_ENGINES),
+        ("model_engine='dp'", ""),
+        ("ref@actor_rollout_ref.ref=dp_ref", ""),
+        ("+engine@actor_rollout_ref.ref.fsdp_config=fsdp", ""),
+        ("data=legacy_data", ""),
+        ("rollout@actor_rollout_ref.rollout=rollout", ""),
+        ("~ref@actor_rollout_ref.ref", "ARGS: ~ref@actor_rollout_ref.ref: verl reads its keys"),
     ],
 )
 def test_an_argument_of_another_type_than_its_default_is_refused(argument, said, monkeypatch):
@@ -315,18 +339,65 @@ def test_an_argument_of_another_type_than_its_default_is_refused(argument, said,
 @pytest.mark.parametrize(
     ("argument", "said"),
     [
-        ("trainer.n_gpus_per_node=0", "n_gpus_per_node=0: must be greater than 0"),
-        ("trainer.nnodes=-1", "nnodes=-1: must be greater than 0"),
-        ("actor_rollout_ref.rollout.n=0", "n=0: must be greater than 0"),
-        ("data.train_batch_size=0", "train_batch_size=0: must be greater than 0"),
-        ("data.train_batch_size=null", "train_batch_size=None: must be greater than 0"),
+        ("trainer.n_gpus_per_node=0", ""),
+        ("trainer.nnodes=-1", ""),
+        ("actor_rollout_ref.rollout.n=0", ""),
+        ("actor_rollout_ref.rollout.n=1.5", ""),
+        ("actor_rollout_ref.rollout.tensor_model_parallel_size=0", ""),
+        ("actor_rollout_ref.rollout.tensor_model_parallel_size=-1", ""),
+        (f"{ACTOR}.ulysses_sequence_parallel_size=0", ""),
+        (f"{ACTOR}.ppo_micro_batch_size_per_gpu=0", ""),
+        ("data.train_batch_size=0", ""),
+        ("data.train_batch_size=null", "data.train_batch_size=None"),
     ],
 )
 def test_a_count_of_nothing_is_refused(argument, said, monkeypatch):
+    said = f"{re.escape(said or argument)}: must be a whole number above 0"
     ours = verl_config.rl_overrides(settings_of("countdown", monkeypatch), "some/model", Path("/r"))
     config = verl_config.compose("ppo_trainer", ours, arguments=[argument])
     with pytest.raises(SettingsError, match=f"^{said}$"):
         verl_config.check(config)
+
+
+SHARED = "ulysses_sequence_parallel_size"
+TWO = {"STACK": "current", "N_GPUS": "2"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        *(
+            ([f"{name}.{SHARED}=3"], f"{name}.{SHARED}=3: must divide N_GPUS x NNODES = 2")
+            for name in (ACTOR, f"{ACTOR}.fsdp_config", "actor_rollout_ref.ref", "critic", "critic.fsdp")
+        ),
+        (
+            [f"{ACTOR}.{SHARED}=2", "actor_rollout_ref.model.use_remove_padding=False"],
+            f"{ACTOR}.{SHARED}=2: is for sequences without padding; leave use_remove_padding on",
+        ),
+        (
+            [f"critic.fsdp.{SHARED}=2", "critic.model.use_remove_padding=False"],
+            f"critic.fsdp.{SHARED}=2: is for sequences without padding; leave use_remove_padding on",
+        ),
+        (
+            [f"{ACTOR}.{SHARED}=2", "actor_rollout_ref.model.override_config.attn_implementation=sdpa"],
+            f"{ACTOR}.{SHARED}=2: attn_implementation=sdpa does not share a sequence; leave that out",
+        ),
+    ],
+)
+def test_gpus_that_would_not_share_a_sequence_are_refused(arguments, said, monkeypatch):
+    with pytest.raises(SettingsError, match=f"^{re.escape(said)}$"):
+        verl_config.check(config_of(monkeypatch, *arguments, **TWO))
+    verl_config.check(config_of(monkeypatch, SP="2", **TWO))
+    verl_config.check(config_of(monkeypatch, *arguments[1:], **TWO))
+
+
+@pytest.mark.parametrize("name", [ACTOR, f"{ACTOR}.fsdp_config", "actor_rollout_ref.ref", "critic"])
+def test_arguments_share_no_sequence_where_the_stack_cannot(name, monkeypatch):
+    monkeypatch.setattr(verl_config, "compose", partial(verl_config.compose, package=verl_package("0.6.1")))
+    s = settings_of("countdown", monkeypatch, STACK="a100", N_GPUS="2")
+    with pytest.raises(SettingsError, match=rf"^{re.escape(name)}\.{SHARED}=2: STACK=a100 .* take STACK=current$"):
+        verl_config.rl_config(s, [f"{name}.{SHARED}=2"])
+    verl_config.rl_config(s, [f"{name}.{SHARED}=1"])
 
 
 @pytest.mark.parametrize("name", ["actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic"])

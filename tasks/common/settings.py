@@ -81,22 +81,46 @@ def _same_as(name: str) -> Callable[[dict[str, str]], str]:
     return _rule(name, lambda values: values[name])
 
 
+def _listed_gpus() -> list[str]:
+    """The lines of `nvidia-smi -L`, in the order of the PCI bus; none without it."""
+    if not shutil.which("nvidia-smi"):
+        return []
+    return subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout.splitlines()
+
+
 def named_gpus() -> list[str] | None:
     """The GPUs of CUDA_VISIBLE_DEVICES, up to the first entry that names none, e.g. -1: CUDA stops there. None where it
-    is empty or not set."""
-    if not (given := os.environ.get("CUDA_VISIBLE_DEVICES")):
+    is not set; empty, it hides all. A UUID, or the beginning of one, is the number that nvidia-smi has for it."""
+    if (given := os.environ.get("CUDA_VISIBLE_DEVICES")) is None:
         return None
-    return list(takewhile(re.compile(r"[0-9]+$|GPU-|MIG-").match, given.replace(" ", "").split(",")))
+    names = given.replace(" ", "").split(",")
+    if any(name.startswith("GPU-") for name in names):
+        numbers = re.findall(r"^GPU ([0-9]+): .*\(UUID: (GPU-.+)\)$", "\n".join(_listed_gpus()), re.MULTILINE)
+        for place, name in enumerate(names):
+            found = [number for number, uuid in numbers if name.startswith("GPU-") and uuid.startswith(name)]
+            names[place] = found[0] if len(found) == 1 else name  # of several that begin so CUDA takes none
+    return list(takewhile(re.compile(r"[0-9]+$|MIG-").match, names))
 
 
 def visible_gpus() -> list[str]:
-    """The NVIDIA GPUs that a training sees, as CUDA_VISIBLE_DEVICES names them."""
-    if (named := named_gpus()) is not None:
-        return named
-    if not shutil.which("nvidia-smi"):
-        return []
-    listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout.splitlines()
-    return [str(number) for number in range(len(listed))]
+    """The NVIDIA GPUs that a training sees: numbers, and parts (MIG) as CUDA_VISIBLE_DEVICES names them."""
+    named = named_gpus()
+    return [str(number) for number in range(len(_listed_gpus()))] if named is None else named
+
+
+def gpu_numbers() -> dict[str, str]:
+    """What programs get in place of UUIDs in CUDA_VISIBLE_DEVICES: vLLM 0.11.0 takes numbers only, and 0.24.0 no
+    beginning of a UUID. nvidia-smi's numbers are in the order of the PCI bus, CUDA's own begin with the fastest."""
+    by_uuid = re.search(r"(^|,) *GPU-", os.environ.get("CUDA_VISIBLE_DEVICES", ""))
+    return {"CUDA_VISIBLE_DEVICES": ",".join(named_gpus()), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if by_uuid else {}
+
+
+def _check_visible(stack: str) -> None:
+    """Raise SettingsError where CUDA_VISIBLE_DEVICES hides all GPUs of this machine from a stack that needs one."""
+    if stack != "cpu" and named_gpus() == [] and os.environ.get("RAY_ADDRESS", "local") in ("", "local"):
+        given = " ".join(os.environ["CUDA_VISIBLE_DEVICES"].split())[:80]
+        fix = "name GPUs of this machine, unset it, or set STACK=cpu"
+        raise SettingsError(f"CUDA_VISIBLE_DEVICES={given}: no GPU is visible, it hides them; {fix}")
 
 
 def gpu_groups(size: int, most: int) -> list[list[str]]:
@@ -442,6 +466,7 @@ STAGE_DEFAULTS = {"probe": {"N": "16", "LIMIT": "256"}, "batch": {"N": "1"}, "dp
 STAGE_DEFAULTS |= {"certify": {"LIMIT": "4"}}
 EVALUATING = ("probe", "eval", "compare", "chat", "batch")
 TRAINING = ("train", "all", "sft", "dpo", "experiment", "one_of_many", "attack", "bench_training")
+ON_GPUS = (*TRAINING, *EVALUATING, "bench", "doctor")
 TRAINING += ("data", "doctor", "rehearse", "certify", "config")  # what comes before
 COMPLETE = "SETTINGS_COMPLETE"  # set if the environment has every variable; then nothing else is read
 LORA_RATES = 10  # factor on the rates of full fine-tuning (Schulman et al. 2025, "LoRA Without Regret")
@@ -552,6 +577,9 @@ def load_settings(environ: Mapping[str, str] | None = None, cls: type = Settings
     environ = os.environ if environ is None else environ
     if cls is Settings:
         texts = {name: value.text for name, value in values_of(environ).items()}
+        # Not where settings are COMPLETE: Ray hides the GPUs from processes of a training that use none.
+        if texts["N_GPUS"] == "0" or (os.environ.get("STAGE") in ON_GPUS and not os.environ.get(COMPLETE)):
+            _check_visible(texts["STACK"])
     else:
         texts = {f.name: environ.get(f.name) or f.metadata["default"] for f in fields(cls)}
     settings = cls(**{f.name: _checked(f, texts[f.name]) for f in fields(cls)})

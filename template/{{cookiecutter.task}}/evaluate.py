@@ -6,14 +6,21 @@
 from collections import Counter
 
 {% import "imports.jinja" as imports with context %}
-{{ imports.sorted(["from tasks.common.evaluation.main import main"], "reward import compute_score") }}
+{% set math = cookiecutter.reward == "math" %}
+{% set reader = ["from tasks.common.rewards.math_answer import find_answer"] if math else [] %}
+{{ imports.sorted(["from tasks.common.evaluation.main import main"] + reader, "reward import compute_score") }}
 
 def metrics(scored: list[dict]) -> dict[str, float]:
     """The task's own metrics, from the sampled completions; every key of the reward is reported without them.
 
-    ``commonest_answer``: share of the most frequent answer (without thinking); a policy that collapsed comes near 1.
+    ``commonest_answer``: share of the most frequent answer{{ "" if math else " (without thinking)" }}; a policy that collapsed comes near 1.
     """
+{% if math %}
+    found = (find_answer(row["response"]) for row in scored)
+    answers = Counter(answer.text if answer else "" for answer in found)
+{% else %}
     answers = Counter(row["response"].rpartition("</think>")[2].strip() for row in scored)
+{% endif %}
     return {"commonest_answer": max(answers.values()) / len(scored)}
 
 

@@ -8,6 +8,10 @@
 {% if cookiecutter.source == "reasoning_gym" %}
 {% set small = cookiecutter.env | lengths(cookiecutter.config) %}
 {% endif %}
+{## One long sequence takes more of 16 GB than short ones: longer prompts are left out, longer answers cut off. ##}
+{% set longest = [pass_tokens, 3072] | min %}
+{% set answer = [small[1] or 256, longest * 3 // 4] | min %}
+{% set prompt = [small[0], longest - answer] | min %}
 #!/usr/bin/env bash
 # {{ cookiecutter.description }}.
 # Any variable can be given: make train TASK={{ cookiecutter.task }} LR=2e-6 ARGS="trainer.total_epochs=1". All of them: make settings.
@@ -53,11 +57,11 @@ source "$(dirname "${BASH_SOURCE[0]}")/../common/launch/launch.sh"
 {{ line("MAX_PROMPT_LENGTH", 512, "tokens", 256) }}
 {{ line("MAX_RESPONSE_LENGTH", 1024, "tokens of all turns and results", 192) }}
 {% else %}
-{{ line("MAX_PROMPT_LENGTH", 256 if generated and cookiecutter.reward != "tool_call" else [1024, 2 * small[0]] | max, "tokens", small[0]) }}
-{{ line("MAX_RESPONSE_LENGTH", 1024, "tokens", small[1] or 256) }}
-{% set fitting = pass_tokens // (small[0] + (small[1] or 256)) %}
+{{ line("MAX_PROMPT_LENGTH", 256 if generated and cookiecutter.reward != "tool_call" else [1024, 2 * small[0]] | max, "tokens", prompt) }}
+{{ line("MAX_RESPONSE_LENGTH", 1024, "tokens", answer) }}
+{% set fitting = pass_tokens // (prompt + answer) %}
 {% if fitting < 16 %}
-{{ line("MICRO_BATCH_SIZE", 16, "sequences in one pass; on a CPU fewer long ones fit in 16 GB", [1, fitting] | max) }}
+{{ line("MICRO_BATCH_SIZE", 16, "sequences in one pass; on a CPU fewer long ones fit in 16 GB", fitting) }}
 {% endif %}
 {% endif %}
 

@@ -14,18 +14,23 @@ from unittest import mock
 from tasks.common.evaluation.engines import SCHEDULER, Sampling
 from tasks.common.evaluation.rollouts import read_rollouts
 from tasks.common.evaluation.sample import Hardware, Job, Scoring, load, sample
+from tasks.common.machine.hardware import nvidia
 from tasks.common.models.find import resolve_model
 from tasks.common.runs.folder import read_metrics
-from tasks.common.settings import stack
+from tasks.common.settings import gpu_numbers, stack
 
 SAMPLES, LENGTH = 16, 256  # a prompt's, and the tokens of each
 ENGINE_TARGET, SCALE_TARGET = 1.8, 0.92
 
 
 def write(out: Path, result: dict) -> None:
-    """``result`` as JSON, with the day and the versions, to ``out``; its last line to the screen."""
+    """``result`` as JSON, with the day, the GPU if there is one, and the versions, to ``out``."""
+    found = nvidia()  # torch would tell the name too, but take memory of the GPU that is measured
+    gpu = {"gpu": found.gpus[0].name} if found and found.gpus else {}
     versions = {name: version(name) for name in ("torch", "transformers")}
-    out.write_text(json.dumps({"date": time.strftime("%Y-%m-%d"), "versions": versions, **result}, indent=1) + "\n")
+    out.write_text(
+        json.dumps({"date": time.strftime("%Y-%m-%d"), **gpu, "versions": versions, **result}, indent=1) + "\n"
+    )
 
 
 def sp(out: str) -> None:
@@ -156,7 +161,7 @@ PARTS: dict[str, Callable] = {
 }
 
 if __name__ == "__main__":
-    os.environ |= stack(os.environ["STACK"]).ENVIRONMENT
+    os.environ |= stack(os.environ["STACK"]).ENVIRONMENT | gpu_numbers()
     # A fork of this process hangs once torch's threads ran here, to unpack the model.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     PARTS[sys.argv[1]](*sys.argv[2:])

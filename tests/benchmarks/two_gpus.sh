@@ -8,7 +8,7 @@
 #   engines   samples per second of evaluation with one engine on one GPU and two on two
 #   dpo       4 DPO steps on one GPU and on two, in shards
 #   sp16k     2 GRPO steps of the 3B shape with responses of 16,384 tokens, SP=2
-#   scale1    the 3B shape on one GPU, 1,024 rollouts a step on GPU 0 and 2,048 on GPU 1 at once
+#   scale1    the 3B shape on one GPU, 1,024 rollouts a step on the first GPU and 2,048 on the second at once
 #   scale2    the 3B shape on two GPUs, 1,024 rollouts a step, then 2,048
 #   scale     the efficiency, of the files of scale1 and scale2
 #
@@ -63,9 +63,10 @@ scale_step() { # GPUS PROMPTS
   step_3b "$name" N_GPUS="$1" MAX_RESPONSE_LENGTH=256 TRAIN_BATCH_SIZE="$2" ROLLOUT_N=8 "$(figures "$name" 3)"
 }
 scale1() {
-  local status=0
-  CUDA_VISIBLE_DEVICES=0 scale_step 1 128 &
-  CUDA_VISIBLE_DEVICES=1 scale_step 1 256 || status=1
+  local status=0 first second
+  IFS=', ' read -r first second _ <<<"${CUDA_VISIBLE_DEVICES-0,1}"
+  CUDA_VISIBLE_DEVICES=$first scale_step 1 128 &
+  CUDA_VISIBLE_DEVICES=$second scale_step 1 256 || status=1
   wait $! || status=1
   return "$status"
 }

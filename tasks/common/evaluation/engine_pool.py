@@ -9,7 +9,7 @@ from unittest import mock
 
 from tasks.common.evaluation import engines
 from tasks.common.evaluation.rollouts import Completion
-from tasks.common.settings import gpu_groups
+from tasks.common.settings import gpu_groups, named_gpus
 
 SECONDS_TO_END = 20
 
@@ -28,7 +28,8 @@ class EnginePool:
         spawn = multiprocessing.get_context("spawn")
         self.engines: list[tuple[Connection, multiprocessing.Process]] = []
         threads = str(max(1, len(os.sched_getaffinity(0)) // count))
-        numbered = [[str(number)] for number in range(count)]  # where no GPU is listed: on a CPU, or without nvidia-smi
+        # Where no GPU is listed: on a CPU, or without nvidia-smi. Those that the user hides stay hidden.
+        numbered = [[str(number)] if named_gpus() is None else [] for number in range(count)]
         shared = {"SHARED_GPU": str(sharing)} if sharing > 1 else {}
         for gpus in gpu_groups(tensor_parallel, count // sharing) * sharing or numbered:
             ours, theirs = spawn.Pipe()

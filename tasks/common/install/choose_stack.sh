@@ -3,6 +3,11 @@
 #
 # a100: flash-attn 2.8.1 and vLLM 0.11.0's FlashAttention 2 are built for 8.x. current: 9.0 and later.
 set -euo pipefail
+# A first entry that names no GPU hides all, as CUDA has it: empty, -1, NoDevFiles.
+if [[ ! ${CUDA_VISIBLE_DEVICES-0} =~ ^\ *([0-9]+\ *(,|$)|GPU-|MIG-) ]]; then
+  echo "cpu: CUDA_VISIBLE_DEVICES=$CUDA_VISIBLE_DEVICES hides all GPUs"
+  exit
+fi
 gpus() { nvidia-smi ${1:+-i "$1"} --query-gpu=compute_cap,name --format=csv,noheader 2>/dev/null | grep -E '^[0-9]+\.[0-9]+, '; }
 
 # The least of those that a training would see.

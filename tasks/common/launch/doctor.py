@@ -6,6 +6,7 @@ All checks together take less than 20 seconds: nothing imports verl or vLLM, and
 
 import functools
 import os
+import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,7 @@ from tasks.common.data import gold
 from tasks.common.data.prepare import read_manifest
 from tasks.common.data.rows import DataError, decoded, read_rows, tools_of, validate_parquet
 from tasks.common.install.check import installed
+from tasks.common.launch import train
 from tasks.common.launch.task import load_reward
 from tasks.common.machine import hardware, memory
 from tasks.common.machine.memory import gb
@@ -36,6 +38,7 @@ from tasks.common.training import verl_config
 from tasks.common.training.methods import distill, dpo
 
 ROWS = 20_000  # checked of each data file
+TRIES = 4  # times that advice on memory is followed, to find settings for fewer GPUs
 PROMPTS = 2_000  # measured in tokens, spread over the file
 PROMPT_SECONDS = 3.0
 TOKENIZER_BY = 6.0  # seconds; later the tokenizer is not loaded: its import may take 14 s on a busy machine
@@ -62,9 +65,11 @@ ok, warning, error = (functools.partial(Finding, state) for state in ("ok", "war
 # ---- the machine ---------------------------------------------------------------------------------------------------
 
 
-def of_machine(s: Settings, found: hardware.Nvidia | None, runs: Sequence[Settings] = ()) -> Iterator[Finding]:
+def of_machine(
+    s: Settings, found: hardware.Nvidia | None, runs: Sequence[Settings] = (), arguments: Sequence[str] = ()
+) -> Iterator[Finding]:
     """Processor, RAM and GPUs. ``found``: by nvidia-smi; None on the cpu stack, or without a driver. ``runs``: the
-    trainings of an experiment."""
+    trainings of an experiment; ``arguments``: ARGS."""
     free, total = hardware.ram()
     yield ok("cpu", f"{os.cpu_count()} cores, {gb(free)} of {gb(total)} RAM free")
     if s.STACK == "cpu":
@@ -72,7 +77,7 @@ def of_machine(s: Settings, found: hardware.Nvidia | None, runs: Sequence[Settin
     if found is None or not found.gpus:
         if os.environ.get("RAY_ADDRESS", "local") not in ("", "local"):
             yield ok("gpu", "none in this machine; those of the cluster are not checked")
-        elif found and (named := os.environ.get("CUDA_VISIBLE_DEVICES")):
+        elif found and (named := os.environ.get("CUDA_VISIBLE_DEVICES")) is not None:
             yield error("gpu", f"CUDA_VISIBLE_DEVICES={one_line(named, 80)}: names no GPU here", "correct it")
         else:
             yield error("gpu", "nvidia-smi finds no GPU", "install NVIDIA's driver, or set STACK=cpu")
@@ -84,8 +89,7 @@ def of_machine(s: Settings, found: hardware.Nvidia | None, runs: Sequence[Settin
     if len(found.gpus) < s.N_GPUS + others:
         wanted = f"{s.N_GPUS}{f' and {others} for TEACHER' if others else ''}"
         there = len(found.gpus)
-        fitting = (n for n in range(there - others, 0, -1) if not any(problems(replace(s, N_GPUS=n), "train")))
-        fix = f"set N_GPUS={n}" if (n := next(fitting, 0)) else "take a machine with more"
+        fix = fewer_gpus(of_each_method(s, runs), list(arguments), found, there - others)
         yield error("gpu", f"N_GPUS={wanted}, and there are {there}", fix)
     for number, gpu in enumerate(found.gpus[: s.N_GPUS]):
         if not gpu.processes:
@@ -94,6 +98,38 @@ def of_machine(s: Settings, found: hardware.Nvidia | None, runs: Sequence[Settin
         ours = [str(pid) for pid, _, _ in gpu.processes if hardware.own_process(pid)]
         fix = f"kill {' '.join(ours)}" if ours else "wait for them, or choose other GPUs with CUDA_VISIBLE_DEVICES"
         yield warning("gpu", f"other processes are on GPU {number}: {named}", fix)
+
+
+def fewer_gpus(runs: list[Settings], arguments: list[str], found: hardware.Nvidia, most: int) -> str:
+    """What to set where ``runs`` get at most ``most`` GPUs: a number with which the settings hold, and what else the
+    memory then needs, as far as that is known."""
+    short = []
+    for n in range(most, 0, -1):
+        changes = {"N_GPUS": n}
+        for _ in range(TRIES):
+            changed = [replace(run, **changes) for run in runs]
+            if any(chain.from_iterable(problems(run, "train") for run in changed)):
+                break
+            checks = chain.from_iterable(batches_and_memory(run, arguments, "train", found) for run in changed)
+            if not (wrong := next((finding for finding in checks if finding.state == "error"), None)):
+                return f"set {' '.join(f'{name}={value}' for name, value in changes.items())}"
+            short.append(f"with N_GPUS={n} {wrong}")
+            if not (more := advised(wrong.fix)) or more.get("N_GPUS", n) > most:
+                break
+            changes |= more
+    return short[0] if short else "take a machine with more"
+
+
+def advised(fix: str) -> dict[str, float]:
+    """The variables of the first advice in ``fix``, where that is to set numbers."""
+    first = fix.split(" or ")[0]
+    pairs = re.findall(r"(\w+)=([\d.]+)", first) if re.fullmatch(r"set( [A-Z_]+=[\d.]+)+", first) else []
+    return {name: float(text) if "." in text else int(text) for name, text in pairs}
+
+
+def of_each_method(s: Settings, runs: Sequence[Settings]) -> list[Settings]:
+    """Of the trainings of an experiment one of each method: ppo has a critic beside the policy. Without them ``s``."""
+    return list({run.METHOD: run for run in runs}.values()) or [s]
 
 
 def disk(
@@ -372,6 +408,8 @@ def batches_and_memory(
 ) -> Iterator[Finding]:
     """Batch sizes as verl wants them, and the estimate of memory against what is free, also of a warm-up to come."""
     try:
+        if s.METHOD == "dpo" and stage != "sft":
+            train.check_dpo(s, arguments)
         plans = {each: plan(s, arguments, each) for each in stages(s, stage)}
     except SettingsError as problem:
         yield error("settings", str(problem), "correct the variable")
@@ -397,9 +435,10 @@ def batches_and_memory(
     yield from teacher(s, found)
     gpu = min(gpus, key=lambda gpu: gpu.free, default=hardware.GPU("", 0, 0))
     free, total = hardware.ram()
+    there = len(found.gpus) - teacher_gpus([s]) if gpus else 0
     for each, planned in plans.items():
         ram, of = sum(memory.estimate(shapes, planned).ram.values()), "SFT: " if each == "sft" else ""
-        if short := too_much(s, stage, shapes, planned, gpu, total, of):
+        if short := too_much(s, stage, shapes, planned, gpu, total, of, there):
             yield from short
         elif ram > free:
             yield warning("memory", f"{of}needs about {gb(ram)} RAM, {gb(free)} is free", "end other programs")
@@ -430,17 +469,19 @@ def too_much(
     gpu: hardware.GPU,
     ram_bytes: float,
     of: str = "",
+    there: int = 0,
 ) -> list[Finding]:
     """What does not fit, as memory.too_much; where all fits, what of the GPUs leaves less than SPARE. ``of``: before
-    each text. What is advised, the ``stage`` of ``s`` takes."""
+    each text. ``there``: GPUs of this machine for the training; 0: not known. What is advised, the ``stage`` of ``s``
+    takes."""
 
     def takes(changes: dict[str, float]) -> bool:
         return not any(problems(replace(s, **changes), stage))
 
-    if short := memory.too_much(shapes, planned, gpu.free, ram_bytes, gpu.total, SPARE, takes):
+    if short := memory.too_much(shapes, planned, gpu.free, ram_bytes, gpu.total, SPARE, takes, there):
         return [error("memory", f"{of}{text}", fix) for text, fix in short]
     less = (1 - SPARE) * gpu.free, ram_bytes, (1 - SPARE) * gpu.total
-    tight = memory.too_much(shapes, planned, *less, takes=takes)
+    tight = memory.too_much(shapes, planned, *less, takes=takes, there=there)
     return [warning("memory", f"{of}less than {SPARE:.0%} to spare: {text}", fix) for text, fix in tight]
 
 
@@ -467,12 +508,10 @@ def findings(
     smi = hardware.nvidia() if s.STACK != "cpu" else None
     wrong = list(model(s))
     continued = arguments if stage in ("train", "dpo", "all", "experiment") else None
-    checks = [of_machine(s, smi, runs), disk(s, runs, jobs, continued), packages(s), ray(s), judge(s), reward(s)]
-    checks.append(data(s, stage != "doctor"))
+    checks = [of_machine(s, smi, runs, arguments), disk(s, runs, jobs, continued), packages(s), ray(s), judge(s)]
+    checks += [reward(s), data(s, stage != "doctor")]
     if not wrong:
-        # Of an experiment each method: ppo has a critic beside the policy.
-        each_method = list({run.METHOD: run for run in runs}.values()) or [s]
-        checks += [batches_and_memory(run, arguments, stage, smi) for run in each_method]
+        checks += [batches_and_memory(run, arguments, stage, smi) for run in of_each_method(s, runs)]
         checks.append(lengths(s, started + TOKENIZER_BY))
     return [*wrong, *dict.fromkeys(chain(*checks))]
 

@@ -14,7 +14,7 @@ from tasks.common.machine.cluster import OWN_RAY
 from tasks.common.process import StageFailed, die_with_parent
 from tasks.common.rewards.answers import RewardError, variants
 from tasks.common.rewards.environment import of_task
-from tasks.common.settings import COMPLETE, Settings, SettingsError, stack
+from tasks.common.settings import COMPLETE, Settings, SettingsError, gpu_numbers, stack
 
 
 def script(s: Settings, name: str, *arguments: str) -> None:
@@ -42,12 +42,13 @@ def environment(s: Settings) -> dict[str, str]:
 
 
 def stack_environment(s: Settings, environ: Mapping[str, str]) -> dict[str, str]:
-    """The environment of verl, vLLM and Ray on this stack; they listen on this machine only, unless on a cluster.
+    """The environment of verl, vLLM and Ray on this stack; they listen on this machine only, unless on a cluster. GPUs
+    have numbers in it.
 
     A value in ``environ`` stays; its modules are loaded after the stack's.
     """
     ours = stack(s.STACK).ENVIRONMENT | ({} if environ.get("RAY_ADDRESS") else OWN_RAY)
-    own = {name: environ.get(name) or value for name, value in ours.items()}
+    own = {name: environ.get(name) or value for name, value in ours.items()} | gpu_numbers()
     name = "VERL_USE_EXTERNAL_MODULES"
     modules = [*stack(s.STACK).ENVIRONMENT[name].split(","), *environ.get(name, "").split(",")]
     return own | {name: ",".join(dict.fromkeys(filter(None, modules)))}

@@ -36,14 +36,7 @@ def check(s: Settings, arguments: list[str]) -> None:
     if s.RUN and left and folder.recorded(following):
         raise SettingsError(f"RUN={s.RUN}: {following.name} started from {last_round.name} as it is; take another name")
     if s.METHOD == "dpo":
-        if arguments:
-            raise SettingsError(f"ARGS={' '.join(arguments)}: are verl's; METHOD=dpo trains with TRL")
-        if s.PAIRS_FILE and s.SELF_PLAY_ROUNDS > 1:
-            raise SettingsError("PAIRS_FILE: holds samples of another policy; leave it out with SELF_PLAY_ROUNDS")
-        if s.PAIRS_FILE and not Path(s.PAIRS_FILE).expanduser().is_file():
-            raise SettingsError(f"PAIRS_FILE={s.PAIRS_FILE}: no such file")
-        if others := [name for name in s.ABORT_ON.split(",") if name not in ("", "nan")]:
-            raise SettingsError(f"ABORT_ON={s.ABORT_ON}: of METHOD=dpo only nan can be seen; leave {others[0]} out")
+        check_dpo(s, arguments)
         if s.DPO_EPOCHS > MANY_EPOCHS:
             many = f"more than {MANY_EPOCHS} epochs over the same pairs usually overfit"
             print(f"warning: DPO_EPOCHS={s.DPO_EPOCHS}: {many}; watch val/accuracy, or set SELF_PLAY_ROUNDS")
@@ -59,6 +52,18 @@ def check(s: Settings, arguments: list[str]) -> None:
         print(f"warning: {warning}")
     if not folder.complete(last_round, s):
         cluster.join(s)
+
+
+def check_dpo(s: Settings, arguments: list[str]) -> None:
+    """Raise SettingsError for settings that METHOD=dpo cannot train with."""
+    if arguments:
+        raise SettingsError(f"ARGS={' '.join(arguments)}: are verl's; METHOD=dpo trains with TRL")
+    if s.PAIRS_FILE and s.SELF_PLAY_ROUNDS > 1:
+        raise SettingsError("PAIRS_FILE: holds samples of another policy; leave it out with SELF_PLAY_ROUNDS")
+    if s.PAIRS_FILE and not Path(s.PAIRS_FILE).expanduser().is_file():
+        raise SettingsError(f"PAIRS_FILE={s.PAIRS_FILE}: no such file")
+    if others := [name for name in s.ABORT_ON.split(",") if name not in ("", "nan")]:
+        raise SettingsError(f"ABORT_ON={s.ABORT_ON}: of METHOD=dpo only nan can be seen; leave {others[0]} out")
 
 
 # ---- stages --------------------------------------------------------------------------------------------------------

@@ -28,7 +28,6 @@ class GPU:
     total: int  # bytes
     free: int
     processes: tuple[tuple[int, str, int], ...] = ()  # process id, name, bytes
-    uuid: str = ""
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ def parse_nvidia_smi(text: str) -> Nvidia:
             for p in gpu.findall("processes/process_info")
         )
         memory = (_bytes(gpu.findtext(f"fb_memory_usage/{name}", "")) for name in ("total", "free"))
-        gpus.append(GPU(gpu.findtext("product_name", "GPU"), *memory, processes, gpu.findtext("uuid", "")))
+        gpus.append(GPU(gpu.findtext("product_name", "GPU"), *memory, processes))
     return Nvidia(log.findtext("driver_version", "?"), log.findtext("cuda_version", "?"), tuple(gpus))
 
 
@@ -74,11 +73,10 @@ def nvidia() -> Nvidia | None:
 
 
 def _named(gpus: tuple[GPU, ...], name: str) -> GPU | None:
-    """The GPU that CUDA finds by its number or the start of its UUID; the memory of a part (MIG) is not read: 0."""
+    """The GPU of that number; the memory of a part (MIG) is not read: 0."""
     if name.startswith("MIG-"):
         return GPU(name, 0, 0)
-    fitting = gpus[int(name) :][:1] if name.isdigit() else [gpu for gpu in gpus if gpu.uuid.startswith(name)]
-    return fitting[0] if len(fitting) == 1 else None
+    return next(iter(gpus[int(name) :]), None)
 
 
 def shared_kv_cache(utilization: float) -> int | None:

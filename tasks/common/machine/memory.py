@@ -9,9 +9,9 @@ import json
 import math
 import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from itertools import product
+from itertools import filterfalse, islice, product
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -191,6 +191,11 @@ class Plan:
     number: int = 2  # bytes of a number that the model computes with
     cache_bytes: float = 0  # of vLLM on a CPU
 
+    @property
+    def machines(self) -> int:
+        """How many machines share the training."""
+        return max(1, self.gpus // self.gpus_here)
+
 
 @dataclass(frozen=True)
 class Estimate:
@@ -311,13 +316,12 @@ def estimate(model: Shapes, plan: Plan, gpu_bytes: float = 0) -> Estimate:
         return Estimate(ram=ram)
     loaded = plan.loaded * plan.gpus_here or (plan.gpus_here if model.tied else 1)
     ram = {"loading": 4 * model.parameters * loaded}
-    machines = max(1, plan.gpus // plan.gpus_here)
     if own_reference and plan.reference_offloaded:
-        ram["reference"] = 4 * model.parameters / machines
+        ram["reference"] = 4 * model.parameters / plan.machines
     if plan.weights_offloaded:
-        ram["offloaded weights"] = 4 * (model.parameters + _critic(model, plan)) / machines
+        ram["offloaded weights"] = 4 * (model.parameters + _critic(model, plan)) / plan.machines
     if plan.optimizer_offloaded:
-        ram["offloaded optimizer"] = 8 * (_trained(model, plan) + _critic(model, plan)) / machines
+        ram["offloaded optimizer"] = 8 * (_trained(model, plan) + _critic(model, plan)) / plan.machines
     if plan.lora_rank and plan.share:
         ram["vLLM asleep"] = vllm["weights"] * plan.gpus_here
     sampling = resting(model, plan) | {"vLLM": plan.share * gpu_bytes, "contexts": OVERHEAD} if plan.share else {}
@@ -341,16 +345,19 @@ def too_much(
     whole: float = 0,
     spare: float = 0,
     takes: Callable[[dict[str, float]], bool] = lambda changes: True,
+    there: int = 0,
 ) -> list[tuple[str, str]]:
     """What of ``plan`` does not fit into ``gpu_bytes`` of each GPU and ``ram_bytes`` (0: not checked): pairs of the
     problem and what to change. ``whole``: bytes of a GPU, of which vLLM takes its share; 0: all are free. The change is
-    one of variables that ``takes`` accepts, and leaves the part ``spare`` of a GPU where any does."""
+    one of variables that ``takes`` accepts, and leaves the part ``spare`` of a GPU where any does. ``there``: GPUs that
+    this machine has for the training (0: not known); only what they can do begins with "set"."""
     sizes, less = (gpu_bytes, ram_bytes, whole or gpu_bytes), 1 - spare
     if not (found := _problems(model, plan, *sizes)):
         return []
-    fix = _remedy(model, plan, less * sizes[0], ram_bytes, less * sizes[2], takes)
-    if spare and not fix.startswith("set "):
-        fix = _remedy(model, plan, *sizes, takes)
+    fix = _remedy(model, plan, less * sizes[0], ram_bytes, less * sizes[2], takes, there)
+    if spare and not fix.startswith("set "):  # little to spare here is better than other machines
+        tight = _remedy(model, plan, *sizes, takes, there)
+        fix = tight if tight.startswith("set ") or "=" not in fix else fix
     return [(text, fix) for text in found]
 
 
@@ -372,45 +379,66 @@ def _problems(model: Shapes, plan: Plan, gpu_bytes: float, ram_bytes: float, who
     return found
 
 
-def _remedy(model: Shapes, plan: Plan, gpu_bytes: float, ram_bytes: float, whole: float, takes: Callable) -> str:
-    """What makes ``plan`` fit on its GPUs; else more GPUs, an adapter, shorter texts or a smaller model."""
+def _remedy(
+    model: Shapes, plan: Plan, gpu_bytes: float, ram_bytes: float, whole: float, takes: Callable, there: int
+) -> str:
+    """What makes ``plan`` fit on its GPUs; else another number of those ``there``, an adapter, more GPUs, shorter texts
+    or a smaller model."""
     sizes = gpu_bytes, ram_bytes, whole
+    lacks_ram = ram_bytes and sum(estimate(model, plan).ram.values()) > ram_bytes
 
     def taken(changed: Plan) -> bool:
         return takes(_changes(plan, changed))
 
+    def here(changed: Plan) -> bool:
+        return not there or (changed.gpus_here <= there and changed.machines <= plan.machines)
+
     def said(changed: Plan) -> str:
-        return f"set {' '.join(f'{name}={value}' for name, value in _changes(plan, changed).items())}"
+        changes, where = _changes(plan, changed), "set"
+        if not here(changed):
+            changes = {"N_GPUS": changed.gpus_here} | changes
+            where = f"on {f'{changed.machines} machines' if changed.machines > 1 else 'a machine'}"
+            where += " with more GPUs" if changed.gpus_here > there else ""
+        return f"{where} {' '.join(f'{name}={value}' for name, value in changes.items())}"
 
     if changed := _that_fits(model, plan, *sizes, taken):
         return said(changed)
-    here = max(MACHINE, plan.gpus_here)
-    most = 64 * plan.gpus if plan.share else here  # SFT and DPO train on one machine
+    size = max(plan.gpus_here, there, 0 if there and plan.machines > 1 else MACHINE)  # a cluster grows by its own kind
+    most = 64 * plan.gpus if plan.share else size  # SFT and DPO train on one machine
     totals = [plan.gpus * 2**power for power in range(1, 7)] if plan.sharded and not plan.on_cpu else []
-    totals = [total for total in totals if total <= most and (total <= here or total % here == 0)]
-    more = [replace(plan, gpus=total, gpus_here=min(total, here)) for total in totals]
+    totals = [total for total in totals if total <= most and (total <= size or total % size == 0)]
+    others = [replace(plan, gpus=total, gpus_here=min(total, size)) for total in totals]
+    if lacks_ram:  # each process may load the whole model
+        counts = [n for n in range(plan.gpus_here - 1, 0, -1) if plan.gpus_here % n == 0]
+        others = [replace(plan, gpus=n * plan.machines, gpus_here=n) for n in counts] + others
+    possible, elsewhere = list(filter(here, others)), filterfalse(here, others)
     unsharded = {"sharded": False, "loaded": 1} if plan.loaded else {}  # training/methods/dpo.py
-    adapter = [] if plan.lora_rank else [replace(plan, lora_rank=16, **unsharded)]
-    ways = []
-    for plans in (more, adapter):
-        fitting = (_that_fits(model, changed, *sizes, taken) for changed in plans)
-        ways += [said(first) for first in [next(filter(None, fitting), None)] if first]
+    adapter = [] if plan.lora_rank else [replace(each, lora_rank=16, **unsharded) for each in (plan, *possible)]
+
+    def fitting(plans: Iterable[Plan]) -> list[str]:
+        found = (_that_fits(model, changed, *sizes, taken) for changed in plans)
+        return [said(first) for first in islice(filter(None, found), 1)]
+
+    on_more = fitting(possible)
+    ways = on_more + fitting(adapter)
     if not ways and _that_fits(model, replace(plan, sequence=plan.sequence // 2), *sizes, lambda changed: True):
-        return "lower MAX_PROMPT_LENGTH or MAX_RESPONSE_LENGTH"
-    more_ram = ram_bytes and not plan.on_cpu and sum(estimate(model, plan).ram.values()) > ram_bytes
-    return " or ".join([*ways, *(["take a machine with more RAM"] if more_ram else []), "take a smaller MODEL"])
+        ways = ["lower MAX_PROMPT_LENGTH or MAX_RESPONSE_LENGTH"]
+    ways += fitting(elsewhere) if not on_more else []
+    more_ram = ["take a machine with more RAM"] if lacks_ram and not plan.on_cpu else []
+    return " or ".join([*ways, *more_ram, "take a smaller MODEL"])
 
 
 def _that_fits(
     model: Shapes, plan: Plan, gpu_bytes: float, ram_bytes: float, whole: float, taken: Callable[[Plan], bool]
 ) -> Plan | None:
     """``plan`` with fewer tokens in a pass, another share for vLLM, the model or a sequence over more GPUs, or the
-    training state in RAM while vLLM samples, so that it fits and is ``taken``."""
+    training state in RAM while vLLM samples or no longer there, so that it fits and is ``taken``."""
     tps = _shared(model, plan, plan.tensor_parallel) if plan.share else [plan.tensor_parallel]
     by_tokens = plan.tokens_by == "MAX_TOKENS_PER_GPU"
     sps = _shared(model, plan, plan.sequence_parallel) if by_tokens else [plan.sequence_parallel]
-    away = {"weights_offloaded": True, "optimizer_offloaded": True}
-    states = [{}, away] if plan.share and plan.sharded and not plan.on_cpu else [{}]
+    away = not (plan.weights_offloaded and plan.optimizer_offloaded)
+    other = {"weights_offloaded": away, "optimizer_offloaded": away}
+    states = [{}, other] if plan.share and plan.sharded and not plan.on_cpu else [{}]
     shares = {plan.share, *(share / 100 for share in SHARES if share * whole >= LEAST_SHARE * gpu_bytes)}
     shares = sorted(shares, key=lambda share: abs(share - plan.share))  # the nearest first
     for sp, tp, state in product(sps, tps, states):
@@ -440,17 +468,19 @@ def _shared(model: Shapes, plan: Plan, least: int) -> list[int]:
 
 
 def _changes(plan: Plan, changed: Plan) -> dict[str, float]:
-    """The variables that make ``changed`` of ``plan``."""
+    """The variables that make ``changed`` of ``plan``. On fewer GPUs the same MICRO_BATCH_SIZE may give larger passes
+    (verl_config.micro_batch), so it is named."""
     unit = plan.sequence if plan.tokens_by == "MICRO_BATCH_SIZE" else 1
+    kept = changed.gpus_here >= plan.gpus_here or plan.tokens_by != "MICRO_BATCH_SIZE"
     found = {
         "N_GPUS": (changed.gpus_here, plan.gpus_here),
-        "NNODES": (changed.gpus // changed.gpus_here, plan.gpus // plan.gpus_here),
+        "NNODES": (changed.machines, plan.machines),
         "LORA_RANK": (changed.lora_rank, plan.lora_rank),
         "TP": (changed.tensor_parallel, plan.tensor_parallel),
         "SP": (changed.sequence_parallel, plan.sequence_parallel),
         "OFFLOAD": (int(changed.weights_offloaded), int(plan.weights_offloaded)),
         "GPU_MEMORY_UTILIZATION": (changed.share, plan.share),
-        plan.tokens_by: (changed.tokens // unit, plan.tokens // unit),
+        plan.tokens_by: (changed.tokens // unit, plan.tokens // unit if kept else 0),
     }
     return {name: value for name, (value, before) in found.items() if value != before}
 

@@ -24,6 +24,14 @@ from tasks.common.training import tracking, verl_versions
 PLUGINS = ROOT / "tasks/common/verl_plugins"
 
 TRAINED = ("actor_rollout_ref.actor.fsdp_config", "critic.fsdp")  # models with an optimizer
+ENGINES = ("actor", "ref", "critic", "engine", "optim")  # groups of verl's config with a file for each engine
+
+COUNTS = [f"data.{name}" for name in ("train_batch_size", "max_prompt_length", "max_response_length")]
+COUNTS += [f"actor_rollout_ref.rollout.{name}" for name in ("n", "tensor_model_parallel_size")]
+COUNTS += [f"actor_rollout_ref.actor.{name}" for name in ("ppo_mini_batch_size", "ppo_max_token_len_per_gpu")]
+COUNTS += ["trainer.n_gpus_per_node", "trainer.nnodes"]
+COUNTS_OR_NULL = ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"]
+COUNTS_OR_NULL += ["actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu"]
 
 # No outputs/ folder of hydra's own; what it would log is in our log file.
 VERLS_WORKERS = 8  # agent loops and rewards, each (verl/trainer/config)
@@ -279,10 +287,10 @@ def compose(config_name: str, overrides: list[str], package: Path | None = None,
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
-    if engine := next((a for a in arguments if a.startswith("model_engine=") and a != "model_engine=dp"), ""):
-        raise SettingsError(f"ARGS: {engine}: all stacks train with FSDP, verl's model_engine=dp; leave it out")
     if deletion := next((a for a in arguments if a.startswith("~")), ""):
         raise SettingsError(f"ARGS: {deletion}: verl reads its keys, so none is deleted; set a value or null instead")
+    if engine := next(filter(_of_another_engine, arguments), ""):
+        raise SettingsError(f"ARGS: {engine}: all stacks train with FSDP, verl's model_engine=dp; leave it out")
     package = package or Path(importlib.util.find_spec("verl").submodule_search_locations[0])
     with initialize_config_dir(str(package / "trainer/config"), version_base=None):
         try:
@@ -301,7 +309,20 @@ def rl_config(s: Settings, arguments: Sequence[str] = ()):
     """verl's config of an RL training from MODEL, checked. Raises SettingsError."""
     config = compose("ppo_trainer", rl_overrides(s, s.MODEL, s.runs_dir), arguments=arguments)
     check(config)
+    if problem := getattr(stack(s.STACK), "SP_PROBLEM", ""):
+        for key, shared, _ in _sequence_parallel(config):
+            if shared > 1:
+                raise SettingsError(f"{key}={shared}: {problem}")
     return config
+
+
+def _of_another_engine(argument: str) -> bool:
+    """Whether ``argument`` takes one of verl's config files that is not FSDP's, e.g. ref@actor_rollout_ref.ref=..."""
+    key, _, value = argument.lstrip("+").partition("=")
+    group, file = key.partition("@")[0].strip(), value.strip(" '\"")
+    if group == "model_engine":
+        return file != "dp"
+    return group in ENGINES and not file.startswith(("dp_", "fsdp"))
 
 
 def _check_types(before, after, arguments: Sequence[str]) -> None:
@@ -348,7 +369,8 @@ def resolved(config_name: str, overrides: list[str], arguments: Sequence[str] = 
 
 def check(config) -> None:
     """Raise SettingsError for what of ``config`` ("ppo_trainer") verl would refuse late, or silently not do."""
-    for problem in chain(_not_fsdp(config), _without_effect(config), _indivisible(config)):
+    checks = (_not_fsdp, _no_counts, _without_effect, _indivisible, _apart)
+    for problem in chain.from_iterable(each(config) for each in checks):
         raise SettingsError(problem)
 
 
@@ -357,6 +379,53 @@ def _not_fsdp(config) -> Iterator[str]:
     for name, group in (("actor", policy.actor), ("ref", policy.ref), ("critic", config.critic)):
         if group.strategy not in ("fsdp", "fsdp2"):
             yield f"ARGS: {name}.strategy={group.strategy}: all stacks train with FSDP; leave it out"
+
+
+def _no_counts(config) -> Iterator[str]:
+    """Values that verl divides by, or by which it ends late."""
+    from omegaconf import OmegaConf
+
+    values = [(key, OmegaConf.select(config, key)) for key in (*COUNTS, *COUNTS_OR_NULL)]
+    values += [(key, shared) for key, shared, _ in _sequence_parallel(config)]
+    for key, value in values:
+        if value is None and key in COUNTS_OR_NULL:
+            continue
+        if not isinstance(value, int) or value < 1:
+            yield f"{key}={value}: must be a whole number above 0"
+
+
+def _sequence_parallel(config) -> list[tuple[str, int, Mapping]]:
+    """The keys with the number of GPUs that share a sequence, that number, and the config of the model.
+
+    In verl 0.9.1 the engine's own key counts where the other is 1; for the critic it alone counts.
+    """
+    policy, critic = config.actor_rollout_ref, config.critic
+    groups = {
+        "actor_rollout_ref.actor": (policy.actor, policy.model),
+        "actor_rollout_ref.ref": (policy.ref, policy.model),
+    }
+    groups |= {f"{name}.fsdp_config": (group.fsdp_config, model) for name, (group, model) in groups.items()}
+    groups["critic"] = critic, critic.model
+    if "fsdp" in critic:  # verl 0.6.1 reads the critic's own key alone
+        groups["critic.fsdp"] = critic.fsdp, critic.model
+    key = "ulysses_sequence_parallel_size"
+    return [(f"{name}.{key}", group[key], model) for name, (group, model) in groups.items()]
+
+
+def _apart(config) -> Iterator[str]:
+    """What keeps GPUs from sharing a sequence."""
+    gpus = config.trainer.n_gpus_per_node * config.trainer.nnodes
+    for key, shared, model in _sequence_parallel(config):
+        if shared == 1:
+            continue
+        if gpus % shared:
+            yield f"{key}={shared}: must divide N_GPUS x NNODES = {gpus}"
+        if not model.use_remove_padding:  # verl/workers/engine/fsdp/transformer_impl.py
+            yield f"{key}={shared}: is for sequences without padding; leave use_remove_padding on"
+        # Only around these kernels the whole sequence is gathered; another attends within each slice, silently.
+        attention = (model.get("override_config") or {}).get("attn_implementation", "flash_attention_2")
+        if attention not in ("varlen", "flash_attention_2"):
+            yield f"{key}={shared}: attn_implementation={attention} does not share a sequence; leave that out"
 
 
 def _without_effect(config) -> Iterator[str]:
@@ -380,10 +449,6 @@ def _without_effect(config) -> Iterator[str]:
 def _indivisible(config) -> Iterator[str]:
     """What verl would refuse of the batch sizes once its engines are up, or leave out silently."""
     actor, rollout, trainer = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout, config.trainer
-    counts = [(trainer, "n_gpus_per_node"), (trainer, "nnodes"), (rollout, "n"), (actor, "ppo_mini_batch_size")]
-    for group, name in [*counts, (config.data, "train_batch_size")]:
-        if not group[name] or group[name] < 0:
-            yield f"{name}={group[name]}: must be greater than 0"
     gpus, parallel = trainer.n_gpus_per_node * trainer.nnodes, rollout.tensor_model_parallel_size
     prompts, mini_prompts = config.data.train_batch_size, actor.ppo_mini_batch_size
     if gpus % parallel:  # verl/workers/engine_workers.py, init_model

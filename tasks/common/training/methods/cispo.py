@@ -1,7 +1,7 @@
 """CISPO (MiniMax-M1, arXiv 2506.13585): the weight of a token is clipped, its gradient is not; every token counts."""
 
 from tasks.common.settings import Settings
-from tasks.common.training.methods import grpo, gspo
+from tasks.common.training.methods import grpo
 
 # Weights in [0, 5], of all tokens alike. The paper gives no number for its upper bound; 5 is that of ScaleRL (arXiv
 # 2510.13786) and TRL's documentation.
@@ -22,4 +22,4 @@ def overrides(s: Settings) -> list[str]:
 
 def warning(config) -> str | None:
     """What to know before a run with ``config``, the composed config of verl."""
-    return gspo.one_update("cispo", config)
+    return grpo.one_update("METHOD=cispo", config)

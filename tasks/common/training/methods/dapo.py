@@ -32,3 +32,8 @@ def problem(config) -> str | None:
         why = "drops groups by the task's reward while it samples; REWARD_MODEL scores only after that"
         return f"METHOD=dapo: {why}; leave REWARD_MODEL out, or take another METHOD"
     return grpo.problem(config)
+
+
+def warning(config) -> str | None:
+    """What to know before a run with ``config``, the composed config of verl."""
+    return grpo.warning(config, high=float(DEFAULTS["CLIP_HIGH"]))

@@ -8,11 +8,13 @@ import os
 
 from tasks.common.models.find import loaded, resolve_model, resolve_whole
 from tasks.common.settings import Settings
+from tasks.common.training.methods import grpo
 from tasks.common.training.verl_config import quoted
 
 DEFAULTS = {"KL_COEF": "0"}  # in rounds of self-play too
 GPUS = 1  # of the teacher, beside those of the training
 SHARE = 0.9  # of that GPU's memory, which the teachers of several trainings (SHARED_GPU) share
+warning = grpo.warning
 
 _TEACHER = "distillation.teacher_models.teacher_model"
 

@@ -4,6 +4,7 @@ from tasks.common.settings import Settings
 from tasks.common.training.methods import grpo
 
 problem = grpo.problem
+warning = grpo.warning
 
 
 def overrides(s: Settings) -> list[str]:

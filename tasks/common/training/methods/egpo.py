@@ -7,6 +7,7 @@ from tasks.common.settings import Settings
 from tasks.common.training.methods import grpo
 
 TRAINER = "tasks.common.verl_plugins.egpo"
+warning = grpo.warning
 
 
 def overrides(s: Settings) -> list[str]:

@@ -20,15 +20,4 @@ def overrides(s: Settings) -> list[str]:
 
 def warning(config) -> str | None:
     """What to know before a run with ``config``, the composed config of verl."""
-    return one_update("gspo", config)
-
-
-def one_update(name: str, config) -> str | None:
-    """A warning where the METHOD ``name``, which differs from the second mini-batch on, gets only one."""
-    actor = config.actor_rollout_ref.actor
-    if actor.ppo_mini_batch_size < config.data.train_batch_size or actor.ppo_epochs > 1:
-        return None
-    size, left = divmod(config.data.train_batch_size, MINI_BATCHES)
-    other = f"a TRAIN_BATCH_SIZE that {MINI_BATCHES} divides" if left else f"MINI_BATCH_SIZE={size}"
-    why = "all ratios are 1, which is plain policy gradient"
-    return f"METHOD={name} with one mini-batch a step: {why}; {other} makes {MINI_BATCHES}"
+    return grpo.one_update("METHOD=gspo", config)

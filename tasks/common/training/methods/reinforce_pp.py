@@ -7,6 +7,8 @@ group, and mean and std are the batch's.
 from tasks.common.settings import Settings
 from tasks.common.training.methods import grpo
 
+warning = grpo.warning
+
 
 def overrides(s: Settings) -> list[str]:
     """What REINFORCE++-baseline sets in verl's config."""

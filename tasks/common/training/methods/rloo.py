@@ -1,6 +1,9 @@
 """RLOO (Ahmadian et al. 2024, arXiv 2402.14740): the reward minus the mean of the other samples of the prompt."""
 
 from tasks.common.settings import Settings
+from tasks.common.training.methods import grpo
+
+warning = grpo.warning
 
 
 def overrides(s: Settings) -> list[str]:
