@@ -53,8 +53,6 @@ EVALUATIONS = 4  # on the held-out pairs, the last one after the last step
 class Trainer(DPOTrainer):
     """TRL's trainer on rows that are token ids already, with checkpoints where runs/folder.py looks for them."""
 
-    keep: int  # KEEP
-
     def _prepare_dataset(self, dataset, *_):
         return dataset  # TRL's own tokens would not be those of evaluation and RL
 
@@ -93,7 +91,7 @@ class Trainer(DPOTrainer):
             # The reference's copy of the adapter. A resume would load it alone, and not the policy's adapter
             # (transformers/trainer.py, _load_from_checkpoint: adapter_subdirs).
             shutil.rmtree(run_dir / f"checkpoints/checkpoint-{step}/ref", ignore_errors=True)
-            publish(run_dir, step, self.keep)
+            publish(run_dir, step, int(os.environ["KEEP"]))
 
 
 def _reference_in_shards(model, accelerator):
@@ -272,7 +270,6 @@ def train(s: Settings, start: str, pairs: str, run_dir: Path, metrics: Path) -> 
         callbacks=[MetricsFile(metrics), *([abort] if s.ABORT_ON else [])],
         peft_config=LoraConfig(**adapter) if s.LORA_RANK and model == start else None,
     )
-    trainer.keep = s.KEEP
     if trainer.is_world_process_zero():
         for launch in launches.launches(run_dir)[-1:]:
             launches.write_config(launch, config.to_dict())
