@@ -91,7 +91,7 @@ class Trainer(DPOTrainer):
             # The reference's copy of the adapter. A resume would load it alone, and not the policy's adapter
             # (transformers/trainer.py, _load_from_checkpoint: adapter_subdirs).
             shutil.rmtree(run_dir / f"checkpoints/checkpoint-{step}/ref", ignore_errors=True)
-            publish(run_dir, step, int(os.environ["KEEP"]))
+            publish(run_dir, step, self.args.save_total_limit - 1)
 
 
 def _reference_in_shards(model, accelerator):
@@ -221,6 +221,7 @@ def arguments(s: Settings, run_dir: Path, held_out: int) -> DPOConfig:
         logging_nan_inf_filter=False,  # it would show the mean of other steps in place of a loss that is NaN
         save_strategy="steps",
         save_steps=s.SAVE_FREQ,
+        save_total_limit=s.KEEP + 1,
         report_to=tracking.loggers(s),
         disable_tqdm=True,
         fsdp="full_shard auto_wrap" if in_shards else "",
