@@ -121,10 +121,11 @@ def test_the_runs_on_two_gpus_have_settings_that_are_taken(tmp_path, idle_python
     assert result.returncode == 0, result.stdout + result.stderr
     calls = [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
     targets = [target for target, *_ in calls]
-    assert targets == ["data", "dpo", "dpo", *["bench_training"] * 5]
+    assert targets == ["data", "dpo", "dpo", "train", *["bench_training"] * 5]
     found = settings_of(calls)
     assert all(s.STACK == "current" for s in found)
-    sp16k, *scale = found[3:]
+    tp, sp16k, *scale = found[3:]
+    assert (tp.TP, tp.OFFLOAD, tp.N_GPUS, tp.STEPS) == (2, 1, 2, 2)
     assert (sp16k.SP, sp16k.N_GPUS, sp16k.MAX_RESPONSE_LENGTH) == (2, 2, 16384)
     sizes = sorted((s.N_GPUS, s.TRAIN_BATCH_SIZE * s.ROLLOUT_N) for s in scale)
     assert sizes == [(1, 1024), (1, 2048), (2, 1024), (2, 2048)]

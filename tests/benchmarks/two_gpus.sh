@@ -7,6 +7,7 @@
 #   sp        SP=2 beside SP=1: log-probs, entropies, gradients
 #   engines   samples per second of evaluation with one engine on one GPU and two on two
 #   dpo       4 DPO steps on one GPU and on two, in shards
+#   tp        2 GRPO steps and the evaluation of the 3B shape, TP=2 and OFFLOAD=1; its result is its screen
 #   sp16k     2 GRPO steps of the 3B shape with responses of 16,384 tokens, SP=2
 #   scale1    the 3B shape on one GPU, 1,024 rollouts a step on the first GPU and 2,048 on the second at once
 #   scale2    the 3B shape on two GPUs, 1,024 rollouts a step, then 2,048
@@ -17,7 +18,7 @@
 # shellcheck disable=SC2329 # the functions are called by their names
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit
-PARTS=(sp engines dpo sp16k scale1 scale2 scale)
+PARTS=(sp engines dpo tp sp16k scale1 scale2 scale)
 export STACK=${STACK:?set STACK to current or a100} PYTHON=${PYTHON:-$PWD/.venv/bin/python} MODEL=${MODEL:-embedded}
 OUT=${ARTIFACTS:-$PWD/artifacts}/two_gpus
 RANDOM_3B=$OUT/random-qwen2.5-3b
@@ -44,6 +45,11 @@ dpo() {
   start dpo dpo "${same[@]}" RUN=shards N_GPUS=2 &&
     start dpo dpo "${same[@]}" RUN=whole N_GPUS=1 FROM=train PAIRS_FILE="$OUT/dpo/runs/countdown/shards/pairs.parquet" &&
     ours dpo "$OUT/dpo/runs/countdown" "$OUT/dpo.json"
+}
+tp() {
+  start tp train "${EASY[@]}" MODEL="$RANDOM_3B" INIT=base TP=2 OFFLOAD=1 N_GPUS=2 STEPS=2 TRAIN_BATCH_SIZE=32 ROLLOUT_N=4 \
+    TRAIN_SIZE=64 TEST_SIZE=64 DEV_SIZE=16 TEST_FREQ=1 MAX_PROMPT_LENGTH=128 MAX_RESPONSE_LENGTH=128 N=2 \
+    GPU_MEMORY_UTILIZATION=0.4
 }
 step_3b() { # NAME VARIABLE=value ...: the times of its steps in NAME.json
   local name=$1
@@ -89,7 +95,7 @@ for part in "${@:-${PARTS[@]}}"; do
   echo "$part: $OUT/$part.txt"
   SECONDS=0
   case $part in
-    sp16k | scale1 | scale2) [ -e "$RANDOM_3B/config.json" ] || ours model "$RANDOM_3B" >"$OUT/model.txt" 2>&1 ;;
+    tp | sp16k | scale1 | scale2) [ -e "$RANDOM_3B/config.json" ] || ours model "$RANDOM_3B" >"$OUT/model.txt" 2>&1 ;;
   esac
   if timeout --kill-after=10 "${PART_SECONDS:-1200}" bash tests/benchmarks/two_gpus.sh --inside "$part" >"$OUT/$part.txt" 2>&1; then
     echo "$part: done in $SECONDS s: $(tail -n 1 "$OUT/$part.txt")"
