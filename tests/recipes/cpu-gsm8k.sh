@@ -4,4 +4,4 @@
 # stack: cpu
 # minutes: 25
 # reach: pass@1 gain above 0
-make all TASK=gsm8k SOURCE=generate LR=2e-5 STEPS=10 TEST_SIZE=256 GREEDY=0
+make all TASK=gsm8k SOURCE=generate STEPS=12 TEST_SIZE=320 GREEDY=0
