@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -95,6 +96,14 @@ def has_ended(pid: int) -> bool:
         return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return True
+
+
+def until(found: Callable[[], bool], seconds: float = 30) -> None:
+    """Wait until ``found()``; AssertionError after ``seconds``."""
+    deadline = time.monotonic() + seconds
+    while not found():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
 
 
 def write_shards(part: Path, ranks: int = 1) -> None:

@@ -8,14 +8,13 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 
 from tasks.common.verl_plugins import fork_client
-from tests.helpers import ROOT, has_ended
+from tests.helpers import ROOT, has_ended, until
 
 # The server of a training, with imports that take little time; `owner` plays the trainer.
 SERVER = """import sys
@@ -58,13 +57,6 @@ def serving(tmp_path: Path, owner: subprocess.Popen, code: str):
 def python(tmp_path, owner):
     with serving(tmp_path, owner, SERVER) as (python, _):
         yield python
-
-
-def until(found) -> None:
-    deadline = time.monotonic() + 30
-    while not found():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def script(tmp_path: Path, text: str) -> str:

@@ -6,13 +6,12 @@ import re
 import signal
 import subprocess
 import threading
-import time
 
 import psutil
 import pytest
 
 from tasks.common.settings import STACKS, SettingsError
-from tests.helpers import MAKE, PYTHON, ROOT, has_ended, make, outside_make
+from tests.helpers import MAKE, PYTHON, ROOT, has_ended, make, outside_make, until
 from tests.recipes import run as recipe
 
 
@@ -222,10 +221,7 @@ def test_the_limit_ends_what_ignores_sigterm(written, tmp_path, monkeypatch):
     )
     status, _ = written("0\n# minutes: 0.05", f"{PYTHON} -c '{ignores}' >{tmp_path}/pid\n")
     assert "longer than its 0.05 minutes" in status
-    pid, deadline = int((tmp_path / "pid").read_text()), time.monotonic() + 10
-    while not has_ended(pid):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    until(lambda: has_ended(int((tmp_path / "pid").read_text())), seconds=10)
 
 
 def test_the_list_has_each_recipes_own_results_judged_as_they_are_now(written, tmp_path, capsys):

@@ -190,7 +190,8 @@ def main() -> None:
     if arguments.steps < 2:
         raise SettingsError(f"--steps {arguments.steps}: give 2 or more, the first is left out")
     s = load_settings()
-    chosen, known = arguments.variants.split(","), [*variants(s), *TRL]
+    chosen, overrides = arguments.variants.split(","), variants(s)
+    known = [*overrides, *TRL]
     if unknown := [name for name in chosen if name not in known]:
         raise SettingsError(f"--variants {unknown[0]}: there are: {', '.join(known)}")
     if arguments.out:
@@ -218,7 +219,7 @@ def main() -> None:
                 if name in TRL:
                     metrics = train_with_trl(model, work / name, arguments.steps, TRL[name])
                 else:
-                    metrics = train(s, model, work / name, arguments.steps, variants(s)[name] + extra)
+                    metrics = train(s, model, work / name, arguments.steps, overrides[name] + extra)
         except StageFailed as error:  # the others take minutes each, and may end well
             print(f"{name}: {error}", flush=True)
             failed.append(name)
