@@ -2,9 +2,9 @@
 # GRPO on countdown with three and four numbers, from a warm-up on searches
 # hardware: 1 H200
 # stack: current
-# minutes: 40
+# minutes: 30
 # reach: pass@1 start above 0.3
 # reach: pass@1 gain above 0.18
 # reach: pass@8 gain above -0.02
 # reach: entropy above 0.05
-make all TASK=countdown PROFILE=smollm2-search-1xh200 N=8
+make all TASK=countdown PROFILE=smollm2-search-1xh200 N=8 GREEDY=0
