@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # GRPO on countdown with three and four numbers, from a warm-up on searches
-# hardware: 1 H200
+# hardware: 1 GPU of 80 GB
 # stack: current
 # minutes: 30
 # reach: pass@1 start above 0.3
