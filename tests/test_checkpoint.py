@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from tasks.common.models.merge import has_weights
-from tasks.common.runs.checkpoint import whole
+from tasks.common.runs.checkpoint import ranks, whole
 from tasks.common.runs.folder import checkpoints, last_step, mend_tracker, tracker
 from tests.helpers import write_checkpoint, write_shards
 
@@ -40,6 +40,12 @@ def test_a_checkpoint_counts_only_with_every_file_and_every_file_to_its_end(save
         assert not whole(saved) and last_step(saved.parents[1]) == 0, file
         file.write_bytes(kept)
     assert whole(saved)
+
+
+def test_the_names_of_the_shards_tell_how_many_processes_wrote_them(tmp_path):
+    write_shards(tmp_path / "sft", 12)
+    (tmp_path / "sft/data_0.pt").touch()
+    assert (ranks(tmp_path / "sft"), ranks(tmp_path), ranks(tmp_path / "absent")) == (12, 0, 0)
 
 
 def test_only_empty_folders_are_no_checkpoint(tmp_path):

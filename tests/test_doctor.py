@@ -129,6 +129,8 @@ def test_each_fault_has_its_line_and_its_fix(prepared, copy, small_model, tmp_pa
         ({"MODEL": "/no/such/model"}, "MODEL=/no/such/model: no such folder"),
         ({"MODEL": "{broken}"}, "MODEL={broken}: the tokenizer fails on the prompts"),
         ({"MAX_PROMPT_LENGTH": "40"}, "longer than MAX_PROMPT_LENGTH, too many: they are left out; raise"),
+        ({"MODEL": "embedded", "MAX_RESPONSE_LENGTH": "8100"}, "LENGTH=8100: more than MODEL's window of 8192"),
+        ({"MODEL": "embedded", "MAX_NEW_TOKENS": "8100"}, "MAX_NEW_TOKENS=8100: more than MODEL's window of 8192"),
     ],
 )
 def test_what_verl_would_refuse_later_is_refused_now(variables, said, prepared, small_model, tmp_path):
@@ -246,6 +248,18 @@ def test_nvidia_smi_is_read():
     assert found.gpus[1].processes == ((4321, "/usr/bin/python3", 29000 * 2**20),)
     with pytest.raises(ValueError, match="nvidia-smi"):
         hardware.parse_nvidia_smi("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.")
+
+
+def test_nvidia_smi_has_time_to_start_the_driver_and_a_timeout_is_told(monkeypatch, tmp_path, capsys):
+    """Without persistence mode each call starts the driver for every GPU."""
+    assert hardware.ANSWERS_WITHIN == 60
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexec sleep 5\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setattr(hardware, "ANSWERS_WITHIN", 0.2)
+    assert hardware.nvidia() is None
+    said = "warning: nvidia-smi does not answer within 0.2 s; turn on persistence mode: nvidia-smi -pm 1\n"
+    assert capsys.readouterr() == ("", said)
 
 
 @pytest.mark.parametrize(
@@ -483,8 +497,21 @@ def test_shapes_count_what_the_weights_have(small_model, tmp_path):
         changed = json.loads((folder / "config.json").read_text()) | {"model_type": "another"}
         (folder / "config.json").write_text(json.dumps(changed))
         assert shapes_of(str(folder)).parameters == model.num_parameters()
+        assert found.window == model.config.max_position_embeddings
     assert shapes({"model_type": "another"}) is None
     assert shapes_of("no-such-owner-7f3a/none") is None
+
+
+@pytest.mark.medium
+def test_a_downloaded_model_of_another_kind_is_counted_by_its_weights(small_model, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    repository = tmp_path / "models--an-owner--a-model"
+    shutil.copytree(small_model, snapshot := repository / "snapshots/abc")
+    (repository / "refs").mkdir()
+    (repository / "refs/main").write_text("abc")
+    config = json.loads((snapshot / "config.json").read_text())
+    (snapshot / "config.json").write_text(json.dumps(config | {"model_type": "another"}))
+    assert shapes_of("an-owner/a-model").parameters == shapes_of(str(small_model)).parameters
 
 
 @pytest.mark.slow  # reads 135 M weights, of a package that is pinned
@@ -690,6 +717,94 @@ def test_the_memory_of_an_experiment_is_checked_for_each_method(monkeypatch, sma
     monkeypatch.setattr(doctor, "plan", lambda each, *more: planned.append(each.METHOD) or plan(each, *more))
     doctor.findings(s, [], "experiment", runs)
     assert planned == ["grpo", "ppo"]
+
+
+SHARED = {"MODEL": "Qwen/Qwen2.5-3B-Instruct", "MAX_TOKENS_PER_GPU": "16384", "GPU_MEMORY_UTILIZATION": "0.3"}
+
+
+@pytest.fixture
+def of_an_experiment(monkeypatch):
+    """What is found of the memory of so many trainings at a time, of methods and two seeds, on so many A100-80G."""
+    monkeypatch.setattr(memory, "shapes_of", lambda model: shapes((CONFIGS | {"embedded": EMBEDDED_CONFIG})[model]))
+    monkeypatch.setattr(doctor, "model", lambda s: [])
+    for name in ("disk", "packages", "ray", "judge", "reward", "data", "lengths"):
+        monkeypatch.setattr(doctor, name, lambda *_: [])
+
+    def found(jobs: int, there: int, methods: str = "grpo,gspo", seeds: int = 2, **changes: str):
+        s = settings(monkeypatch, **SHARED | changes)
+        names = methods.split(",")
+        runs = [replace(s, METHOD=name, TRAIN_SEED=seed) for seed in range(seeds) for name in names]
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(there))))
+        monkeypatch.setattr(hardware, "nvidia", lambda: smi(*[0] * there))
+        return [f for f in doctor.findings(s, [], "experiment", runs, jobs) if f.what == "memory"]
+
+    return found
+
+
+@pytest.mark.parametrize(("jobs", "there", "most"), [(4, 2, 2), (9, 2, 2), (3, 2, 2), (2, 1, 1), (4, 3, 3)])
+def test_trainings_that_share_a_gpu_must_fit_beside_each_other(jobs, there, most, of_an_experiment):
+    (found,) = of_an_experiment(jobs, there)
+    assert found.state == "error" and found.fix == f"set JOBS={most}" and "\n" not in found.text
+    assert "update: about 63.7 GB of " in found.text  # a number that fits alone
+    (fewer,) = of_an_experiment(most, there)
+    assert fewer.state == "ok" and "of others" not in fewer.text
+
+
+def test_a_shared_gpu_holds_what_the_other_trainings_hold_between_their_passes(of_an_experiment):
+    three_b = shapes(CONFIGS[SHARED["MODEL"]]).parameters
+    held = 12 * three_b + memory.OVERHEAD  # weights and Adam's moments in fp32
+    (found,) = of_an_experiment(4, 2)
+    assert found.text.startswith(f"JOBS=4 puts 2 on one GPU, {doctor.gb(held)} of others: ")
+    assert f" of {doctor.gb(81385 * 2**20 - held)} on each GPU" in found.text
+    (found,) = of_an_experiment(4, 1)
+    assert found.text.startswith(f"JOBS=4 puts 4 on one GPU, {doctor.gb(3 * held)} of others: ")
+    assert " of 0.0 GB on each GPU" in found.text and found.fix == "set JOBS=1"
+
+
+def test_trainings_that_fit_beside_each_other_have_their_part_of_vllms_share(of_an_experiment):
+    small = {"MODEL": "embedded", "MAX_TOKENS_PER_GPU": "2048"}
+    parameters = shapes(EMBEDDED_CONFIG).parameters
+    for jobs, share in ((1, 0.6), (2, 0.6), (4, 0.3)):
+        (found,) = of_an_experiment(jobs, 2, **small | {"GPU_MEMORY_UTILIZATION": "0.6"})
+        sampling = 12 * parameters + share * 81920 * 2**20 + memory.OVERHEAD
+        assert found.state == "ok" and f"sampling {doctor.gb(sampling)} on each GPU" in found.text, found
+        others = f", {doctor.gb(12 * parameters + memory.OVERHEAD)} of others on one GPU"
+        assert found.text.endswith(others) == (jobs == 4), found
+    (found,) = of_an_experiment(4, 1, **small | {"GPU_MEMORY_UTILIZATION": "0.03"})
+    assert found.state == "error" and ": vLLM: GPU_MEMORY_UTILIZATION=0.0075 is " in found.text
+    assert found.fix == "set JOBS=2"
+
+
+def test_the_other_trainings_are_those_of_the_experiment(of_an_experiment):
+    """Of ppo there is one, so the GPU that it is on has a training without a critic; with two seeds both may be ppo."""
+    small = {"MODEL": "embedded", "MAX_TOKENS_PER_GPU": "2048", "CRITIC_WARMUP": "1"}
+    held = 12 * shapes(EMBEDDED_CONFIG).parameters + memory.OVERHEAD
+    critic = held - memory.OVERHEAD
+    for seeds, others in ((1, [held + critic, held]), (2, [held + critic] * 2)):
+        found = of_an_experiment(2, 1, "grpo,ppo", seeds, **small)
+        assert [f.text.split(", ")[-1] for f in found] == [f"{doctor.gb(size)} of others on one GPU" for size in others]
+
+
+def test_where_not_even_one_training_fits_the_advice_is_that_for_one(of_an_experiment):
+    for changes in ({"MODEL": "Qwen/Qwen2.5-7B-Instruct"}, {"GPU_MEMORY_UTILIZATION": "0.02"}):
+        alone = of_an_experiment(1, 2, **changes)
+        assert {f.state for f in alone} == {"error"} and not any("JOBS=" in str(f) for f in alone)
+        assert of_an_experiment(4, 2, **changes) == alone
+
+
+def test_fewer_trainings_at_a_time_are_advised_for_more_to_spare(of_an_experiment, monkeypatch):
+    monkeypatch.setattr(doctor, "SPARE", 0.3)
+    long = {"MODEL": "embedded", "MAX_TOKENS_PER_GPU": "800000"}  # an update of 55 GB; at rest 4 GB
+    assert [f.state for f in of_an_experiment(2, 1, seeds=4, **long)] == ["ok"]
+    (found,) = of_an_experiment(8, 1, seeds=4, **long)
+    assert found.state == "warning" and found.fix == "set JOBS=2"
+    assert found.text.startswith("JOBS=8 puts 8 on one GPU, ") and ": less than 30% to spare: " in found.text
+
+
+def test_a_warm_up_shares_no_gpu(of_an_experiment, monkeypatch, tmp_path):
+    monkeypatch.setenv("ARTIFACTS", str(tmp_path))
+    training, warm_up = of_an_experiment(4, 2, INIT="sft")
+    assert training.fix == "set JOBS=2" and warm_up.state == "ok" and warm_up.text.startswith("SFT: ")
 
 
 def test_the_room_for_an_experiments_checkpoints_is_that_of_all_its_trainings(monkeypatch, tmp_path):

@@ -6,13 +6,14 @@ import re
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from scipy import stats
 
 from tasks.common.data.rows import chat, rl_row, rl_schema, write_parquet
-from tasks.common.launch import experiments, main
+from tasks.common.launch import doctor, experiments, main
 from tasks.common.launch.task import environment
 from tasks.common.runs.folder import rl_dir
 from tasks.common.settings import Command, Settings, SettingsError, load_settings
@@ -251,6 +252,34 @@ def test_the_checks_before_an_experiment_are_of_all_its_trainings(monkeypatch, t
     main.main("experiment", [])
     ((runs, jobs),) = checked
     assert ([run.METHOD for run in runs], jobs) == (["grpo", "ppo", "grpo", "ppo"], 3)
+
+
+@pytest.mark.parametrize(("n_gpus", "there"), [(1, 2), (2, 5), (2, 3), (1, 1)])
+def test_the_estimate_of_memory_counts_the_trainings_that_share_a_gpu(n_gpus, there, monkeypatch, tmp_path):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(there))))
+    given = {"STACK": "current", "N_GPUS": str(n_gpus), "MODEL": "embedded", "ARTIFACTS": str(tmp_path)}
+    runs = planned(monkeypatch, **given, METHODS="grpo,gspo", SEEDS="2")
+    monkeypatch.setattr(experiments, "POLL_SECONDS", 0)
+    started = []
+
+    def start(s, arguments, log, gpus, sharing):
+        log.parent.mkdir(parents=True, exist_ok=True)
+        log.write_text("done\n")
+        started.append((sharing, s.GPU_MEMORY_UTILIZATION / sharing))
+        return SimpleNamespace(poll=lambda: 0, returncode=0)
+
+    monkeypatch.setattr(experiments, "_started", start)
+    beside = doctor.neighbours(list(runs.values()), [], 9)["grpo"]
+    assert len(beside) == len(runs)
+    plan = doctor.plan(run := next(iter(runs.values())), [])
+    for jobs, others in enumerate(beside, 1):
+        started.clear()
+        experiments.train_at_once(runs, [], jobs)
+        assert set(started) == {(len(others) + 1, doctor.one_of_many(run, plan, others).share)}
+    alone = replace(plan, share=0.123)  # ARGS reach each training as they are
+    assert doctor.one_of_many(run, alone, [1.0]) == alone
+    assert doctor.neighbours(list(runs.values()), [], 1) == doctor.neighbours([], [], 4) == {}
+    assert doctor.neighbours([replace(run, STACK="cpu") for run in runs.values()], [], 4) == {}
 
 
 @pytest.mark.medium

@@ -1,6 +1,7 @@
 """Validation, the best checkpoints and PATIENCE in verl's own training loop; only workers and engines are stand-ins."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ import pytest
 
 from tasks.common.launch import train
 from tasks.common.runs import folder, keep, validation
-from tasks.common.settings import load_settings
+from tasks.common.settings import SettingsError, load_settings
 from tasks.common.training import verl_config
 from tests.helpers import write_checkpoint, write_shards
 from tests.test_settings import VALUES
@@ -136,6 +137,26 @@ def test_a_warm_up_that_was_resumed_keeps_its_last_checkpoint_alone(tmp_path, mo
     whole(tmp_path, [2, 4])  # 2 is of the launch that was killed
     assert train.sft(settings) == "up to date: 4 steps" and folders(tmp_path) == ["global_step_4"]
     assert json.loads((tmp_path / "outcome.json").read_text()) == {"outcome": "finished", "reason": "4 steps"}
+
+
+def test_a_warm_up_goes_on_only_with_as_many_gpus(tmp_path, monkeypatch):
+    """verl opens the shards of its own number of processes; the folder is the same for any N_GPUS."""
+    four = replace(load_settings(VALUES), SFT_STEPS=8, N_GPUS=4)
+    monkeypatch.setattr(folder, "sft_dir", lambda s: tmp_path)
+    monkeypatch.setattr(train, "resolve_model", lambda model: 1 / 0)  # what follows the check
+    saved = tmp_path / "checkpoints/global_step_4"
+    write_shards(saved, 8)
+    shutil.copy(saved / "model_world_size_8_rank_0.pt", saved / "data_0.pt")
+    with pytest.raises(SettingsError) as error:
+        train.sft(four)
+    fix = f"set N_GPUS=8, or remove {tmp_path}/checkpoints"
+    assert str(error.value) == f"N_GPUS=4: the warm-up stopped at step 4 with N_GPUS=8; {fix}"
+    with pytest.raises(ZeroDivisionError):
+        train.sft(replace(four, N_GPUS=8))
+    assert train.sft(replace(four, SFT_STEPS=4)) == "up to date: 4 steps"
+    shutil.rmtree(tmp_path / "checkpoints")
+    with pytest.raises(ZeroDivisionError):
+        train.sft(four)
 
 
 def validated(run_dir, accuracies):

@@ -509,6 +509,20 @@ def test_heads_and_a_warm_up_that_do_not_fit_are_errors(small_model, tmp_path):
     assert said.startswith("heads: TP=3: MODEL has 32 heads and 8 of keys")
 
 
+def test_what_the_config_does_not_say_is_not_called_ok(tmp_path):
+    def found(**config) -> list[str]:
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        s, _ = real(None, "current", MODEL=str(tmp_path), GPU="h100", INIT="base")
+        command = load_settings({"GPU": "h100"}, cls=Command)
+        each = [*needs.fits(s, [], needs.target_of(s, command)), *needs.disk(s, command)]
+        return [f"{one.state} {one}" for one in each]
+
+    memory_, disk = found(model_type="another")
+    assert memory_.startswith("warning memory: not estimated: MODEL=")
+    assert disk.startswith("warning disk: checkpoints not estimated")
+    assert "lengths: MAX_PROMPT_LENGTH" in found(**KINDS["qwen3"], max_position_embeddings=128)[0]
+
+
 def test_what_of_the_settings_was_not_measured_is_said():
     s, _ = real(None, "current", N_GPUS="4", TP="2", SP="4", OFFLOAD="1")
     shapes, target = memory.shapes(KINDS["qwen3"]), needs.Target(speed.GPUS["h200"], 4)

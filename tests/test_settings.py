@@ -659,6 +659,23 @@ def test_all_gpus_that_are_visible_are_used(four_gpus, sources, monkeypatch):
 
 
 @pytest.mark.parametrize(
+    ("lines", "names"),
+    [
+        (["GPU 0: H100 (UUID: GPU-0)", "  MIG 3g.40gb Device 0: (UUID: MIG-1)", "  MIG 3g.40gb Device 1: x"], ["0"]),
+        (["GPU 0: H100 (UUID: GPU-0)", "  MIG 3g.40gb Device 0: x", "GPU 1: H100 (UUID: GPU-1)"], ["0", "1"]),
+        (["No devices found."], []),
+    ],
+)
+def test_parts_of_a_gpu_are_not_counted_as_gpus(lines, names, monkeypatch, tmp_path):
+    (tmp_path / "list").write_text("\n".join(lines))
+    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\ncat '{tmp_path}/list'\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    assert settings.visible_gpus() == names
+
+
+@pytest.mark.parametrize(
     ("value", "names"),
     [
         ("", []),

@@ -102,6 +102,7 @@ def test_rl_composes_against_the_verl_of_the_stack(stack, version, method, chang
     padded = stack == "cpu"
     used = actor["use_remove_padding"], config["actor_rollout_ref"]["model"]["use_remove_padding"]
     assert used == (not padded, not padded)
+    assert rollout["max_model_len"] == s.MAX_PROMPT_LENGTH + s.MAX_RESPONSE_LENGTH  # of vLLM's memory
     tokens = (actor["ppo_max_token_len_per_gpu"], rollout["log_prob_max_token_len_per_gpu"])
     assert actor["use_dynamic_bsz"] == rollout["log_prob_use_dynamic_bsz"] == (stack != "cpu")
     assert stack == "cpu" or tokens == (s.MAX_TOKENS_PER_GPU, s.MAX_TOKENS_PER_GPU)

@@ -104,8 +104,10 @@ def named_gpus() -> list[str] | None:
 
 def visible_gpus() -> list[str]:
     """The NVIDIA GPUs that a training sees: numbers, and parts (MIG) as CUDA_VISIBLE_DEVICES names them."""
-    named = named_gpus()
-    return [str(number) for number in range(len(_listed_gpus()))] if named is None else named
+    if (named := named_gpus()) is not None:
+        return named
+    listed = [line for line in _listed_gpus() if line.startswith("GPU ")]  # parts are indented below their GPU
+    return [str(number) for number in range(len(listed))]
 
 
 def gpu_numbers() -> dict[str, str]:

@@ -4,6 +4,7 @@ The same checks run before every training; there only warnings and errors are pr
 All checks together take less than 20 seconds: nothing imports verl or vLLM, and large data is sampled.
 """
 
+import contextlib
 import functools
 import os
 import re
@@ -22,7 +23,7 @@ from tasks.common.data import gold
 from tasks.common.data.prepare import read_manifest
 from tasks.common.data.rows import DataError, decoded, read_rows, tools_of, validate_parquet
 from tasks.common.install.check import installed
-from tasks.common.launch import train
+from tasks.common.launch import experiments, train
 from tasks.common.launch.task import load_reward
 from tasks.common.machine import hardware, memory
 from tasks.common.machine.memory import gb
@@ -392,6 +393,16 @@ def plan(s: Settings, arguments: list[str], stage: str = "train") -> memory.Plan
     return verl_config.memory_plan(verl_config.rl_config(s, arguments))
 
 
+def window(s: Settings, shapes: memory.Shapes) -> Iterator[Finding]:
+    """No sequence may be longer than the model's window: verl 0.9.1 and vLLM's engine of the evaluation refuse it."""
+    name = "MAX_NEW_TOKENS" if s.MAX_NEW_TOKENS > s.MAX_RESPONSE_LENGTH else "MAX_RESPONSE_LENGTH"
+    longest = s.MAX_PROMPT_LENGTH + (response := getattr(s, name))
+    if shapes.window and longest > shapes.window:
+        lengths = f"MAX_PROMPT_LENGTH={s.MAX_PROMPT_LENGTH} + {name}={response}"
+        text = f"{lengths}: more than MODEL's window of {shapes.window} tokens"
+        yield error("lengths", text, "lower one of them, or take another MODEL")
+
+
 def heads(s: Settings, shapes: memory.Shapes, planned: memory.Plan) -> Iterator[Finding]:
     """Each of the GPUs that share a model or a sequence takes whole heads (vLLM; verl's apply_monkey_patch). ARGS may
     have other numbers in ``planned``."""
@@ -403,10 +414,39 @@ def heads(s: Settings, shapes: memory.Shapes, planned: memory.Plan) -> Iterator[
             yield error("heads", f"{text}, which cannot be shared so", f"set {name} to one of {fits}")
 
 
+def neighbours(runs: Sequence[Settings], arguments: list[str], jobs: int) -> dict[str, list[list[float]]]:
+    """For a training of each method of ``runs`` and each JOBS from 1 to ``jobs``: the bytes that each other training
+    on its GPU holds there between its passes, the largest first. Empty where none share a GPU."""
+    if (jobs := min(jobs, len(runs))) < 2 or runs[0].STACK == "cpu":
+        return {}
+    groups, held, found = len(experiments.gpu_groups(dict(enumerate(runs)), jobs)), {}, {}
+    for run in of_each_method(runs[0], runs):
+        with contextlib.suppress(SettingsError):  # ``batches_and_memory`` reports it
+            if shapes := memory.shapes_of(base_model(run.MODEL)):
+                held[run.METHOD] = sum(memory.resting(shapes, plan(run, arguments)).values(), memory.OVERHEAD)
+    for method in held:
+        others = [run.METHOD for run in runs]
+        others.remove(method)
+        sizes = sorted((held.get(other, 0.0) for other in others), reverse=True)
+        found[method] = [sizes[: experiments.sharing(n, min(n, groups)) - 1] for n in range(1, jobs + 1)]
+    return found
+
+
+def one_of_many(s: Settings, planned: memory.Plan, others: Sequence[float]) -> memory.Plan:
+    """``planned`` on a GPU with ``others``: vLLM's share is divided, unless ARGS set it (experiments.train_at_once)."""
+    own = planned.share == s.GPU_MEMORY_UTILIZATION
+    return replace(planned, share=planned.share / (len(others) + 1)) if own else planned
+
+
 def batches_and_memory(
-    s: Settings, arguments: list[str], stage: str, found: hardware.Nvidia | None
+    s: Settings,
+    arguments: list[str],
+    stage: str,
+    found: hardware.Nvidia | None,
+    beside: Sequence[Sequence[float]] = ((),),
 ) -> Iterator[Finding]:
-    """Batch sizes as verl wants them, and the estimate of memory against what is free, also of a warm-up to come."""
+    """Batch sizes as verl wants them, and the estimate of memory against what is free, also of a warm-up to come.
+    ``beside``: as ``neighbours`` has it for the method."""
     try:
         if s.METHOD == "dpo" and stage != "sft":
             train.check_dpo(s, arguments)
@@ -424,6 +464,7 @@ def batches_and_memory(
         text = f"not estimated: MODEL={s.MODEL} has no config.json in the hub's cache, or an unknown model type"
         yield warning("memory", text, f"download it (`hf download {s.MODEL}`), or watch the first steps")
         return
+    yield from window(s, shapes)
     yield from heads(s, shapes, plans[stage])
     gpus = found.gpus[: s.N_GPUS] if found and s.STACK != "cpu" else ()
     if s.STACK != "cpu" and not gpus:
@@ -438,12 +479,15 @@ def batches_and_memory(
     there = len(found.gpus) - teacher_gpus([s]) if gpus else 0
     for each, planned in plans.items():
         ram, of = sum(memory.estimate(shapes, planned).ram.values()), "SFT: " if each == "sft" else ""
-        if short := too_much(s, stage, shapes, planned, gpu, total, of, there):
+        crowd = beside if each == stage else ((),)  # the warm-up is trained before them
+        if short := too_much(s, stage, shapes, planned, gpu, total, of, there, crowd):
             yield from short
         elif ram > free:
             yield warning("memory", f"{of}needs about {gb(ram)} RAM, {gb(free)} is free", "end other programs")
         else:
-            yield ok("memory", f"{of}estimated: {memory.summary(shapes, planned, gpu.total)}")
+            text = memory.summary(shapes, one_of_many(s, planned, crowd[-1]), gpu.total)
+            text += f", {gb(sum(crowd[-1]))} of others on one GPU" if crowd[-1] else ""
+            yield ok("memory", f"{of}estimated: {text}")
 
 
 def teacher(s: Settings, found: hardware.Nvidia | None) -> Iterator[Finding]:
@@ -470,19 +514,34 @@ def too_much(
     ram_bytes: float,
     of: str = "",
     there: int = 0,
+    beside: Sequence[Sequence[float]] = ((),),
 ) -> list[Finding]:
     """What does not fit, as memory.too_much; where all fits, what of the GPUs leaves less than SPARE. ``of``: before
     each text. ``there``: GPUs of this machine for the training; 0: not known. What is advised, the ``stage`` of ``s``
-    takes."""
+    takes. ``beside``: as of ``neighbours``. Where fewer JOBS help, one line advises the most that do; where none do, it
+    is what is said of one training."""
 
     def takes(changes: dict[str, float]) -> bool:
         return not any(problems(replace(s, **changes), stage))
 
-    if short := memory.too_much(shapes, planned, gpu.free, ram_bytes, gpu.total, SPARE, takes, there):
-        return [error("memory", f"{of}{text}", fix) for text, fix in short]
-    less = (1 - SPARE) * gpu.free, ram_bytes, (1 - SPARE) * gpu.total
-    tight = memory.too_much(shapes, planned, *less, takes=takes, there=there)
-    return [warning("memory", f"{of}less than {SPARE:.0%} to spare: {text}", fix) for text, fix in tight]
+    def check(others: Sequence[float]) -> list[Finding]:
+        each, free = one_of_many(s, planned, others), max(0, gpu.free - sum(others))
+        if short := memory.too_much(shapes, each, free, ram_bytes, gpu.total, SPARE, takes, there):
+            return [error("memory", f"{of}{text}", fix) for text, fix in short]
+        less = (1 - SPARE) * free, ram_bytes, (1 - SPARE) * gpu.total
+        tight = memory.too_much(shapes, each, *less, takes=takes, there=there)
+        return [warning("memory", f"{of}less than {SPARE:.0%} to spare: {text}", fix) for text, fix in tight]
+
+    def rank(found: list[Finding]) -> int:
+        return ("ok", "warning", "error").index(found[0].state if found else "ok")
+
+    *smaller, others = beside
+    found = fewer = check(others)
+    for jobs in range(len(smaller), 0, -1) if found else ():
+        if rank(fewer := check(smaller[jobs - 1])) < rank(found):
+            where = f"JOBS={len(beside)} puts {len(others) + 1} on one GPU, {gb(sum(others))} of others"
+            return [replace(found[0], text=f"{where}: {found[0].text}", fix=f"set JOBS={jobs}")]
+    return fewer if rank(fewer) == rank(found) else found
 
 
 def _folder(model: str) -> Path | None:
@@ -511,7 +570,9 @@ def findings(
     checks = [of_machine(s, smi, runs, arguments), disk(s, runs, jobs, continued), packages(s), ray(s), judge(s)]
     checks += [reward(s), data(s, stage != "doctor")]
     if not wrong:
-        checks += [batches_and_memory(run, arguments, stage, smi) for run in of_each_method(s, runs)]
+        beside = neighbours(runs, arguments, jobs)
+        for run in of_each_method(s, runs):
+            checks.append(batches_and_memory(run, arguments, stage, smi, beside.get(run.METHOD, ((),))))
         checks.append(lengths(s, started + TOKENIZER_BY))
     return [*wrong, *dict.fromkeys(chain(*checks))]
 

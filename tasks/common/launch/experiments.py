@@ -54,6 +54,11 @@ def gpu_groups(runs: dict[str, Settings], jobs: int) -> list[list[str]]:
     return groups if len(groups) > 1 else [[]]
 
 
+def sharing(jobs: int, groups: int) -> int:
+    """How many of ``jobs`` trainings share one of so many groups of GPUs, at most."""
+    return -(-jobs // groups)
+
+
 def few_cores(runs: dict[str, Settings], jobs: int) -> str:
     """A warning where ``runs``, ``jobs`` at a time, have too few cores; else empty."""
     cores, at_once = len(os.sched_getaffinity(0)), min(jobs, len(runs))
@@ -71,8 +76,7 @@ def train_at_once(runs: dict[str, Settings], arguments: list[str], jobs: int) ->
     """
     jobs = min(jobs, len(runs))
     groups = gpu_groups(runs, jobs)
-    sharing = -(-jobs // len(groups))
-    free = [groups[number % len(groups)] for number in range(jobs)]
+    free, shared = [groups[number % len(groups)] for number in range(jobs)], sharing(jobs, len(groups))
     waiting, running, failed = list(runs), {}, []
     try:
         while waiting or running:
@@ -80,7 +84,7 @@ def train_at_once(runs: dict[str, Settings], arguments: list[str], jobs: int) ->
                 label, gpus = waiting.pop(0), free.pop(0)
                 log = rl_dir(runs[label], arguments) / "job.log"
                 print(f"  {label}: {log}", flush=True)
-                running[label] = _started(runs[label], arguments, log, gpus, sharing), log, gpus, time.monotonic()
+                running[label] = _started(runs[label], arguments, log, gpus, shared), log, gpus, time.monotonic()
             time.sleep(POLL_SECONDS)
             for label in [label for label, (process, *_) in running.items() if process.poll() is not None]:
                 process, log, gpus, started = running.pop(label)
@@ -101,12 +105,12 @@ def train_at_once(runs: dict[str, Settings], arguments: list[str], jobs: int) ->
     return f"{len(runs)} trainings, {jobs} at a time"
 
 
-def _started(s: Settings, arguments: list[str], log: Path, gpus: list[str], sharing: int) -> subprocess.Popen:
-    """A training on ``gpus`` (empty: all that are visible), one of ``sharing`` there."""
+def _started(s: Settings, arguments: list[str], log: Path, gpus: list[str], shared: int) -> subprocess.Popen:
+    """A training on ``gpus`` (empty: all that are visible), one of ``shared`` there."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    own = {"SHARED_GPU": str(sharing)} if sharing > 1 else {}  # verl_plugins/shared_gpu.py
+    own = {"SHARED_GPU": str(shared)} if shared > 1 else {}  # verl_plugins/shared_gpu.py
     own |= {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
-    share = replace(s, GPU_MEMORY_UTILIZATION=s.GPU_MEMORY_UTILIZATION / sharing)
+    share = replace(s, GPU_MEMORY_UTILIZATION=s.GPU_MEMORY_UTILIZATION / shared)
     command, env = [sys.executable, "-m", "tasks.common.launch.main", "one_of_many"], environment(share) | own
     with log.open("w") as output:
         return subprocess.Popen(

@@ -214,7 +214,12 @@ def fits(s: Settings, arguments: list[str], target: Target) -> Iterator[Finding]
         yield error("settings", str(problem), "correct the variable")
         return
     shapes = memory.shapes_of(s.MODEL)
-    if shapes is None or target.gpu is None:
+    if shapes is None:
+        text = f"not estimated: MODEL={s.MODEL} has no config.json here, or an unknown model type"
+        yield warning("memory", text, "watch the first steps")
+        return
+    yield from doctor.window(s, shapes)
+    if target.gpu is None:
         return
     yield from doctor.heads(s, shapes, planned)
     gpu = hardware.GPU(target.gpu.name, target.gpu.memory, target.gpu.memory)
@@ -254,7 +259,9 @@ def disk(s: Settings, command: Command) -> Iterator[Finding]:
     free = command.DISK * 1e9 or hardware.free_disk(s.runs_dir)[1]
     where = "by DISK" if command.DISK else "on this machine; DISK= says that of the real one"
     text = f"{what} need {gb(need)}, {gb(free)} free {where}"
-    if need <= free:
+    if not need:
+        yield warning("disk", f"checkpoints not estimated, {gb(free)} free {where}", "download MODEL here first")
+    elif need <= free:
         yield ok("disk", text)
     elif command.DISK:
         yield error("disk", text, "lower KEEP, or take a larger disk")

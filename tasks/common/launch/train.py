@@ -19,6 +19,7 @@ from tasks.common.models.find import resolve_model, whole_model
 from tasks.common.models.merge import adapter_config, base_model, is_adapter
 from tasks.common.process import Progress, StageFailed, run
 from tasks.common.runs import folder, health, launches, validation
+from tasks.common.runs.checkpoint import ranks
 from tasks.common.runs.keep import prune
 from tasks.common.settings import Settings, SettingsError, method
 from tasks.common.training import tracking, verl_config, verl_versions
@@ -70,12 +71,16 @@ def check_dpo(s: Settings, arguments: list[str]) -> None:
 
 
 def sft(s: Settings) -> str:
-    """The warm-up on the task's demonstrations, or on correct samples of MODEL."""
+    """The warm-up on the task's demonstrations, or on correct samples of MODEL.
+
+    Raises SettingsError, DataError and StageFailed.
+    """
     run_dir = folder.sft_dir(s)
     if folder.last_step(run_dir) >= s.SFT_STEPS:
         prune(run_dir, 0)
         _note_if_killed(run_dir, f"{s.SFT_STEPS} steps")
         return f"up to date: {s.SFT_STEPS} steps"
+    _check_ranks(s, run_dir)
     start = whole_model(resolve_model(s.MODEL))
     demonstrations = s.data_dir / "sft.parquet"
     if s.SFT_SOURCE == "samples":
@@ -91,6 +96,18 @@ def sft(s: Settings) -> str:
     prune(run_dir, 0)  # a resumed trainer does not know the checkpoints of the one that was killed
     loss = metrics.get(s.SFT_STEPS, {}).get("train/loss", math.nan)
     return f"{s.SFT_STEPS} steps on {count} demonstrations, loss {loss:.3f}"
+
+
+def _check_ranks(s: Settings, run_dir: Path) -> None:
+    """Raise SettingsError where the warm-up would resume from shards of another number of GPUs.
+
+    ``run_dir`` is the same for any N_GPUS, and verl opens only the shards of its own number of processes.
+    """
+    step = folder.last_step(run_dir)
+    saved = ranks(folder.shards(run_dir, step)) if step else 0
+    if saved not in (0, s.N_GPUS):
+        fix = f"set N_GPUS={saved}, or remove {run_dir / 'checkpoints'}"
+        raise SettingsError(f"N_GPUS={s.N_GPUS}: the warm-up stopped at step {step} with N_GPUS={saved}; {fix}")
 
 
 def train(s: Settings, arguments: list[str]) -> str:

@@ -6,6 +6,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import xml.etree.ElementTree as ElementTree
 from dataclasses import dataclass, replace
 from itertools import takewhile
@@ -19,6 +20,7 @@ KV_CACHE = 0.7  # of vLLM's share of a GPU; the rest is for weights, activations
 # Tokens of a block of vLLM's cache on a CPU. Prompts share full blocks only; vLLM's 128 are longer than most prompts.
 CPU_BLOCK_SIZE = 32
 MIB = 2**20
+ANSWERS_WITHIN = 60  # seconds, nvidia-smi: without persistence mode each call starts the driver of every GPU
 RAY_DAEMONS = ("gcs_server", "raylet")
 
 
@@ -61,10 +63,18 @@ def _bytes(text: str) -> int:
 
 
 def nvidia() -> Nvidia | None:
-    """The GPUs that a training would see, as CUDA_VISIBLE_DEVICES names them; None if the driver does not answer."""
+    """The GPUs that a training would see, as CUDA_VISIBLE_DEVICES names them; None if the driver does not answer.
+
+    Prints a warning when it takes more than ANSWERS_WITHIN seconds.
+    """
+    query = ["nvidia-smi", "-q", "-x"]
     try:
-        result = subprocess.run(["nvidia-smi", "-q", "-x"], capture_output=True, text=True, timeout=10, check=True)
+        result = subprocess.run(query, capture_output=True, text=True, timeout=ANSWERS_WITHIN, check=True)
         found = parse_nvidia_smi(result.stdout)
+    except subprocess.TimeoutExpired:
+        fix = "turn on persistence mode: nvidia-smi -pm 1"
+        print(f"warning: nvidia-smi does not answer within {ANSWERS_WITHIN} s; {fix}", file=sys.stderr, flush=True)
+        return None
     except (OSError, subprocess.SubprocessError, ValueError):
         return None
     if (names := named_gpus()) is None:

@@ -29,6 +29,7 @@ EMBEDDED_CONFIG = {
     "intermediate_size": 1536,
     "vocab_size": 49152,
     "tie_word_embeddings": True,
+    "max_position_embeddings": 8192,
 }
 PLAIN = ("llama", "qwen2", "qwen3")
 # Bytes per logit in the update without fused kernels, where the model computes in numbers of 2 or 4 bytes: the logits,
@@ -64,6 +65,7 @@ class Shapes:
     plain: bool = True
     heads: int = 1
     key_heads: int = 1
+    window: int = 0  # tokens of the longest sequence; 0: the config does not say
 
     def divides(self, gpus: int) -> bool:
         """Whether each of so many GPUs can take whole heads; those of the keys may be copied."""
@@ -103,7 +105,8 @@ def shapes(config: dict, parameters: int = 0) -> Shapes | None:
     layer = (parameters - embeddings) // layers
     widths = (hidden, intermediate, queries, keys, vocabulary, linear)
     key_heads = config.get("num_key_value_heads") or heads
-    return Shapes(parameters, embeddings, layer, layers, *widths, tied, plain(config), heads, key_heads)
+    window = config.get("max_position_embeddings") or 0
+    return Shapes(parameters, embeddings, layer, layers, *widths, tied, plain(config), heads, key_heads, window)
 
 
 def plain(config: dict) -> bool:
@@ -123,7 +126,7 @@ def shapes_of(model: str) -> Shapes | None:
     folder = Path(model).expanduser()
     file = folder / "config.json" if folder.is_dir() else _of_the_hub(model)
     try:
-        return shapes(json.loads(file.read_text()), _stored_parameters(folder)) if file else None
+        return shapes(json.loads(file.read_text()), _stored_parameters(file.parent)) if file else None
     except (OSError, ValueError, SafetensorError):
         return None
 

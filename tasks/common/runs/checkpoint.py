@@ -30,6 +30,11 @@ def whole(folder: Path) -> bool:
     return state in (set(), *_TRL) and (is_adapter(policy) or any(map(has_weights, models)))
 
 
+def ranks(part: Path) -> int:
+    """How many processes wrote verl's shards in ``part``, as their names tell; 0 where there are none."""
+    return max((int(match[2]) for file in part.glob("*.pt") if (match := _SHARD.fullmatch(file.name))), default=0)
+
+
 def _all_ranks(part: Path) -> bool:
     """Whether every kind of shard in ``part``, the model's among them, is there for all ranks and readable."""
     found = [match for file in part.glob("*.pt") if (match := _SHARD.fullmatch(file.name))]

@@ -218,6 +218,8 @@ def rl_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
         f"actor_rollout_ref.rollout.temperature={s.TEMPERATURE}",
         f"actor_rollout_ref.rollout.tensor_model_parallel_size={s.TP}",
         f"actor_rollout_ref.rollout.gpu_memory_utilization={s.GPU_MEMORY_UTILIZATION}",
+        # Without it vLLM wants room for the model's whole window, and ends at the start where there is less.
+        f"actor_rollout_ref.rollout.max_model_len={s.MAX_PROMPT_LENGTH + s.MAX_RESPONSE_LENGTH}",
         f"actor_rollout_ref.rollout.seed={s.SEED}",
         f"actor_rollout_ref.rollout.agent.agent_loop_config_path={quoted(PLUGINS / 'agent_loops.yaml')}",
     ]
