@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -13,7 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tasks.common.verl_plugins import fork_client
+from tasks.common.leftovers import LAUNCH
+from tasks.common.verl_plugins import fork_client, forked
 from tests.helpers import ROOT, has_ended, until
 
 # The server of a training, with imports that take little time; `owner` plays the trainer.
@@ -35,11 +37,7 @@ def owner():
 @contextlib.contextmanager
 def serving(tmp_path: Path, owner: subprocess.Popen, code: str):
     """The `python` that asks a server, and that server."""
-    called = f"fork_client.main({sys.executable!r}, {str(tmp_path / 'fork')!r})"
-    folder = Path(fork_client.__file__).parent
-    lines = [f"#!{sys.executable} -IS", "import sys", f"sys.path.insert(0, {str(folder)!r})", "import fork_client"]
-    (tmp_path / "python").write_text("\n".join([*lines, called]))
-    (tmp_path / "python").chmod(0o755)
+    forked.write_python(tmp_path)
     (tmp_path / "actors.py").write_text("import ray\nray.remote(type('Actor', (), {}))\n")
     environment = {name: value for name, value in os.environ.items() if name != "RAY_AUTH_MODE"}
     environment["PYTHONPATH"] = str(tmp_path)
@@ -188,15 +186,41 @@ def test_a_client_that_says_nothing_holds_up_the_others_for_a_while_alone(tmp_pa
 @pytest.mark.parametrize("changed", [{"RAY_JOB_ID": "02000000"}, {"RAY_AUTH_MODE": "disabled"}])
 def test_what_ray_read_when_it_was_imported_must_be_the_same(changed, python, tmp_path):
     tells = script(tmp_path, "import sys\nprint('numpy' in sys.modules)")
-    for given, forked in (({"RAY_JOB_ID": "01000000", "RAY_AUTH_MODE": "token"}, "True\n"), (changed, "False\n")):
+    for given, said in (({"RAY_JOB_ID": "01000000", "RAY_AUTH_MODE": "token"}, "True\n"), (changed, "False\n")):
         run = subprocess.run([python, tells], env={**os.environ, **given}, capture_output=True, text=True)
-        assert run.stdout == forked, run
+        assert run.stdout == said, run
 
 
 def test_without_a_server_the_client_is_a_fresh_python(python, tmp_path, owner):
     owner.kill()
     tells = script(tmp_path, "import sys\nprint(sys.argv[1:], 'numpy' in sys.modules)")
     until(lambda: subprocess.run([python, tells, "a"], capture_output=True, text=True).stdout == "['a'] False\n")
+
+
+@pytest.mark.parametrize("named", ["sp ace", "it's $HOME", "é", "long" * 60])
+def test_the_python_of_a_training_works_in_a_checkout_of_any_path(named, tmp_path, monkeypatch):
+    """A #! line ends at a space, and after 127 or 255 characters."""
+    launch, checkout = tmp_path / "launch", tmp_path / named
+    launch.mkdir()
+    checkout.mkdir()
+    shutil.copy(fork_client.__file__, checkout)
+    (checkout / "python").symlink_to(sys.executable)
+    executed = []
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "executable", str(checkout / "python"))
+        patched.setattr(fork_client, "__file__", str(checkout / "fork_client.py"))
+        patched.setenv(LAUNCH, str(launch))
+        patched.delenv("RAY_ADDRESS", raising=False)
+        patched.setattr(subprocess, "Popen", lambda *_, **__: None)  # no server: the client is a fresh Python
+        patched.setattr(os, "execv", lambda *given: executed.append(given))
+        forked.main(["--trainer", "a_module", "verl.trainer.main_ppo", "an=argument"])
+    ((python, words),) = executed
+    given = f"+ray_kwargs.ray_init.runtime_env.py_executable={python}"
+    assert words == [python, "-m", "verl.trainer.main_ppo", "an=argument", given]
+    given = ["", "a b", "$HOME 'é\n", "-c"]
+    tells = script(tmp_path, "import json, sys\nprint(json.dumps([sys.executable, *sys.argv[1:]]))")
+    result = subprocess.run([python, tells, *given], capture_output=True, text=True)
+    assert result.returncode == 0 and json.loads(result.stdout) == [str(checkout / "python"), *given], result
 
 
 def test_a_forks_collections_leave_out_what_the_server_imported(python):

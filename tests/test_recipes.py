@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import threading
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -170,6 +171,17 @@ def test_a_recipe_of_another_stack_is_refused(given, written, tmp_path, monkeypa
     status, _ = written("0", leaves(tmp_path))
     other = "error: NAME=own: is for STACK=cpu: make recipe NAME=own STACK=cpu"
     assert status == ("error: STACK=current: needs a GPU, and this machine has none" if given else other)
+
+
+def test_a_row_names_the_gpus_that_the_recipe_used(monkeypatch):
+    gpus = tuple(SimpleNamespace(name=name) for name in ("first", "second"))
+    monkeypatch.setattr(recipe, "nvidia", lambda: SimpleNamespace(gpus=gpus))
+    for hardware, names in (
+        ("1 GPU of 80 GB", ["first"]),
+        ("2 GPUs", ["first", "second"]),
+        ("any", ["first", "second"]),
+    ):
+        assert recipe.machine("current", hardware)["gpus"] == names
 
 
 def test_a_metric_that_is_missing_has_its_row(written, tmp_path):

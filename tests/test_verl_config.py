@@ -123,6 +123,16 @@ def test_a_kl_coefficient_that_would_do_nothing_is_refused(argument, named, monk
     verl_config.check(config_of(monkeypatch, argument, "algorithm.use_kl_in_reward=True", KL_COEF="0.05"))
 
 
+def test_lengths_of_args_that_vllm_would_cut_are_refused(monkeypatch):
+    for name in ("prompt", "response"):
+        with pytest.raises(
+            SettingsError, match=r"^rollout\.max_model_len=\d+: cuts sequences of \d+ tokens; set MAX_PROMPT_"
+        ):
+            verl_config.check(config_of(monkeypatch, f"data.max_{name}_length=4096"))
+    longer = ["data.max_response_length=4096", "actor_rollout_ref.rollout.max_model_len=8192"]
+    verl_config.check(config_of(monkeypatch, *longer))
+
+
 @pytest.mark.parametrize("name", ["gspo", "cispo"])
 def test_one_mini_batch_is_warned_of_where_it_makes_the_method_another(name, monkeypatch):
     warning = method(name).warning

@@ -106,7 +106,7 @@ def visible_gpus() -> list[str]:
     """The NVIDIA GPUs that a training sees: numbers, and parts (MIG) as CUDA_VISIBLE_DEVICES names them."""
     if (named := named_gpus()) is not None:
         return named
-    listed = [line for line in _listed_gpus() if line.startswith("GPU ")]  # parts are indented below their GPU
+    listed = [line for line in _listed_gpus() if re.match("GPU [0-9]+:", line)]  # parts are indented below theirs
     return [str(number) for number in range(len(listed))]
 
 

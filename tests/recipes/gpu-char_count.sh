@@ -2,7 +2,7 @@
 # GRPO on verl-recipe's char_count, words of 5 to 20 letters
 # hardware: 1 GPU of 80 GB
 # stack: current
-# minutes: 12
+# minutes: 20
 # reach: accuracy above 0.6
 # reach: accuracy gain above 0
 # reach: pass@1 gain above 0

@@ -140,16 +140,18 @@ def peak_of(command: subprocess.Popen) -> int:
         peak = max(peak, used)
 
 
-def machine(stack: str) -> dict:
-    """What the recipe runs on, and the versions that its result depends on. Raises SettingsError without its GPU."""
+def machine(stack: str, hardware: str = "") -> dict:
+    """What the recipe runs on, of several GPUs as many as ``hardware`` says ("1 GPU of 80 GB"), and the versions that
+    its result depends on. Raises SettingsError without its GPU."""
     gpus = stack != "cpu" and (found := nvidia()) and found.gpus
     if stack != "cpu" and not gpus:
         raise SettingsError(f"STACK={stack}: needs a GPU, and this machine has none")
+    said = re.match(r"(\d+) GPU", hardware)
     cpu = re.search(r"model name\s*: (.+)", Path("/proc/cpuinfo").read_text())
     present = versions()
     return {
         "cpu": f"{len(os.sched_getaffinity(0))} x {cpu[1] if cpu else platform.machine()}",
-        "gpus": [gpu.name for gpu in gpus or ()],
+        "gpus": [gpu.name for gpu in gpus or ()][: int(said[1]) if said else None],
         "versions": {"python": platform.python_version()}
         | {name: present[name] for name in PACKAGES if name in present},
     }
@@ -163,7 +165,7 @@ def run(recipe: Recipe, stack: str) -> dict:
     environment |= {"ARTIFACTS": str(folder), "STACK": stack}
     if python := os.environ.get("PYTHON"):  # the user's, or make's for the same STACK
         environment["PYTHON"] = python
-    on, git = machine(stack), git_state(ROOT)[0]
+    on, git = machine(stack, recipe.hardware), git_state(ROOT)[0]
     if "missing" in git:
         raise SettingsError(f"a result needs the commit that it measures: {git['missing']}")
     shutil.rmtree(folder, ignore_errors=True)

@@ -32,34 +32,51 @@ def proportion(successes: int, total: int) -> Estimate:
     return Estimate(successes / total, interval.low, interval.high)
 
 
-def _bootstrap(values: np.ndarray):
-    return stats.bootstrap(
-        (values,), np.mean, n_resamples=RESAMPLES, batch=500, method="percentile", vectorized=True, rng=0
-    )
+def _sums(values: np.ndarray, conversations: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+    """The sum of ``values`` (shape: prompts) in each conversation, and how many it has, at least 1; shapes
+    (conversations,). Sums of several are rounded: differences that cancel each other have no sign."""
+    if conversations is None or len(np.unique(conversations)) == len(values):
+        return values, np.ones(len(values))
+    _, places, counts = np.unique(conversations, return_inverse=True, return_counts=True)
+    return np.bincount(places, weights=values).round(12), counts
 
 
-def bootstrap_mean(values: np.ndarray) -> Estimate:
+def _bootstrap(values: np.ndarray, conversations: np.ndarray | None):
+    sums, counts = _sums(values, conversations)
+    settings = dict(n_resamples=RESAMPLES, batch=500, method="percentile", vectorized=True, rng=0)
+    if len(sums) in (1, len(values)):
+        return stats.bootstrap((values,), np.mean, **settings)
+    return stats.bootstrap((sums, counts), lambda s, n, axis: s.sum(axis) / n.sum(axis), paired=True, **settings)
+
+
+def bootstrap_mean(values: np.ndarray, conversations: np.ndarray | None = None) -> Estimate:
     """Mean of ``values`` (shape: prompts) with the percentile bootstrap over prompts (Efron 1979). Not over
-    completions: those of a prompt depend on each other. For a paired comparison pass the differences by prompt."""
+    completions: those of a prompt depend on each other. For a paired comparison pass the differences by prompt.
+
+    ``conversations`` (shape: prompts): equal numbers for turns of one, which depend on each other too. Then whole
+    conversations are drawn (Davison and Hinkley 1997, section 3.8): the mean is the sum of their sums by that of their
+    numbers of prompts. Over prompts if there is one conversation: its interval says nothing about others.
+    """
     values = np.asarray(values, dtype=float)
     mean = float(values.mean())
     if len(values) < 2 or np.ptp(values) == 0:
         return Estimate(mean, mean, mean)
-    return Estimate(mean, *map(float, _bootstrap(values).confidence_interval))
+    return Estimate(mean, *map(float, _bootstrap(values, conversations).confidence_interval))
 
 
-def bootstrap_p_value(differences: np.ndarray) -> float:
+def bootstrap_p_value(differences: np.ndarray, conversations: np.ndarray | None = None) -> float:
     """Two-sided p-value of "the mean of ``differences`` (shape: prompts) is 0", from the paired bootstrap.
 
     Twice the smaller share of resampled means on one side of 0, the observed mean counted as one of them (Davison and
     Hinkley 1997, eq. 4.11), at most 1. Resamples of a few values of one sign never cross 0, so it is at least 2^(1 - d)
-    for d differences that are not 0: the smallest p-value of the exact test that flips their signs.
+    for d differences that are not 0: the smallest p-value of the exact test that flips their signs. With
+    ``conversations`` (see ``bootstrap_mean``), d is the number of those whose sum is not 0: each has one sign.
     """
     differences = np.asarray(differences, dtype=float)
     if len(differences) < 2 or not np.any(differences):
         return 1.0
-    smallest = 2.0 ** (1 - np.count_nonzero(differences))
-    return max(smallest, share_p_value(_bootstrap(differences).bootstrap_distribution))
+    smallest = 2.0 ** (1 - np.count_nonzero(_sums(differences, conversations)[0]))
+    return min(1.0, max(smallest, share_p_value(_bootstrap(differences, conversations).bootstrap_distribution)))
 
 
 def share_p_value(resampled: np.ndarray) -> float:
@@ -108,8 +125,8 @@ def pass_at_k(n: np.ndarray, correct: np.ndarray, k: int) -> np.ndarray:
 def bootstrap_statistics(
     groups: Sequence[list], statistic: Callable[[list], dict[str, float]], resamples: int = 200
 ) -> dict[str, np.ndarray]:
-    """``statistic`` of ``resamples`` resamples of ``groups`` (a list of rows per prompt), by name; shape (resamples,).
-    The same number of groups resamples the same prompts."""
+    """``statistic`` of ``resamples`` resamples of ``groups`` (each the rows of a conversation), by name; shape
+    (resamples,). The same number of groups resamples the same ones."""
     rng = np.random.default_rng(0)
     results = []
     for _ in range(resamples):

@@ -80,17 +80,26 @@ def _column(key: str) -> str:
     return f"reward {key}" if taken or key.startswith("pass@") else key
 
 
-def _estimate(values: pd.Series, rollouts: list[Rollout]) -> Estimate:
-    """Mean over prompts of a column of ``by_prompt``. Wilson where each prompt has one response that is 0 or 1, and
-    where all responses of all prompts are the same 0 or 1 (the bootstrap of equal values has no width, and 0 of 128 is
-    not exactly 0): then of prompts, since the samples of one depend on each other. Else the bootstrap."""
+def _conversations(rollouts: list[Rollout]) -> pd.Series:
+    """A number for each prompt (index: its place), from 0 on: the same for turns of one conversation, which are rows
+    with the same ``extra_info.key``. A row without a key is a conversation of its own."""
+    numbers = {}
+    keys = {r.index: (r.extra_info or {}).get("key") or r.index for r in rollouts}
+    return pd.Series({index: numbers.setdefault(key, len(numbers)) for index, key in keys.items()})
+
+
+def _estimate(values: pd.Series, rollouts: list[Rollout], conversations: pd.Series) -> Estimate:
+    """Mean over prompts of a column of ``by_prompt``. Wilson where each conversation has one response that is 0 or 1,
+    and where all responses of all prompts are the same 0 or 1 (the bootstrap of equal values has no width, and 0 of 128
+    is not exactly 0): then of conversations, since the samples of one depend on each other. Else the bootstrap."""
     name, values = values.name, values.dropna()
+    of = conversations[values.index]
     yes_or_no = name.startswith("pass@") or name in ("accuracy", "truncated")
     yes_or_no = yes_or_no or all(r.reward.get(name, 0) in (0, 1) for r in rollouts if r.reward is not None)
     shares = values.isin([0, 1]).all() and name not in ("tokens", "entropy", "turns", "tool_errors")
-    if shares and (_one_response(rollouts, name) or (yes_or_no and values.nunique() == 1)):
-        return statistics.proportion(int(values.sum()), len(values))
-    return bootstrap_mean(values.to_numpy())
+    if shares and ((of.is_unique and _one_response(rollouts, name)) or (yes_or_no and values.nunique() == 1)):
+        return statistics.proportion(int(values.groupby(of).first().sum()), of.nunique())
+    return bootstrap_mean(values.to_numpy(), of.to_numpy())
 
 
 def _one_response(rollouts: list[Rollout], name: str) -> bool:
@@ -100,9 +109,10 @@ def _one_response(rollouts: list[Rollout], name: str) -> bool:
 def _own(own_metrics: OwnMetrics | None, rollouts: list[Rollout], prompts: set[int]):
     """The task's own metrics and their resampled values, by name."""
     groups: dict[int, list[dict]] = {}
+    conversations = _conversations(rollouts)
     for row in as_dicts(rollouts):
         if row["index"] in prompts:
-            groups.setdefault(row["index"], []).append(row)
+            groups.setdefault(conversations[row["index"]], []).append(row)
     if own_metrics is None or not groups:
         return {}, {}
     try:
@@ -122,16 +132,16 @@ def _own(own_metrics: OwnMetrics | None, rollouts: list[Rollout], prompts: set[i
 def summarize(rollouts: list[Rollout], own_metrics: OwnMetrics | None = None) -> dict:
     """Metrics of one model: ``{"prompts", "samples", "left_out", "errors", "metrics": {name: Estimate as dict}}``.
 
-    ``conversations``, where there are fewer than prompts: some prompts are turns of one (`extra_info.key`).
+    ``conversations``, where there are fewer than prompts: some prompts are turns of one (`extra_info.key`), and the
+    intervals are of conversations.
     ``left_out``: prompts that were too long to sample. ``errors``: completions on which the reward raised. Neither
     counts in a metric. The task's own metrics come last in ``metrics``.
     """
-    table = by_prompt(rollouts)
-    metrics = {name: _estimate(table[name], rollouts) for name in table}
+    table, of = by_prompt(rollouts), _conversations(rollouts)
+    metrics = {name: _estimate(table[name], rollouts, of) for name in table}
     own, resampled = _own(own_metrics, rollouts, {*table.index})
     metrics |= {name: _with_interval(value, resampled[name]) for name, value in own.items()}
-    keys = {r.index: (r.extra_info or {}).get("key") or r.index for r in rollouts if r.index in table.index}
-    conversations = len(set(keys.values()))
+    conversations = of[table.index].nunique()
     return {
         "prompts": len(table),
         **({"conversations": conversations} if conversations < len(table) else {}),
@@ -162,26 +172,33 @@ class Difference:
         return cls(Estimate(**stored["difference"]), stored["p_value"], stored["test"])
 
 
+def _bootstrap_name(conversations: pd.Series) -> str:
+    return "paired bootstrap" if conversations.is_unique else "bootstrap of conversations"
+
+
 def differences(
     base: list[Rollout], trained: list[Rollout], own_metrics: OwnMetrics | None = None
 ) -> dict[str, Difference]:
     """The paired difference of each metric that both have: exact McNemar where a prompt has one response that is right
-    or wrong (accuracy; pass@1 of one sample), else the paired bootstrap over prompts."""
-    left, right = by_prompt(base), by_prompt(trained)
+    or wrong (accuracy; pass@1 of one sample), else the paired bootstrap over prompts. Where prompts are turns of one
+    conversation (`extra_info.key`), the bootstrap of conversations in place of both."""
+    left, right, conversations = by_prompt(base), by_prompt(trained), _conversations(base + trained)
     result = {}
     for name in [name for name in left if name in right]:
-        change = (right[name] - left[name]).dropna().to_numpy()
+        change = (right[name] - left[name]).dropna()
+        of, change = conversations[change.index], change.to_numpy()
         if not len(change):
             continue
-        if name in ("accuracy", "pass@1") and _one_response(base + trained, name):
+        if of.is_unique and name in ("accuracy", "pass@1") and _one_response(base + trained, name):
             p_value, test = statistics.mcnemar(int((change > 0).sum()), int((change < 0).sum())), "exact McNemar"
         else:
-            p_value, test = statistics.bootstrap_p_value(change), "paired bootstrap"
-        result[name] = Difference(bootstrap_mean(change), p_value, test)
+            p_value, test = statistics.bootstrap_p_value(change, of.to_numpy()), _bootstrap_name(of)
+        result[name] = Difference(bootstrap_mean(change, of.to_numpy()), p_value, test)
     prompts = set.intersection(*({row["index"] for row in as_dicts(rollouts)} for rollouts in (base, trained)))
+    of = conversations[sorted(prompts)]
     (before, resampled_before), (after, resampled) = (_own(own_metrics, each, prompts) for each in (base, trained))
     for name in [name for name in before if name in after]:
-        change = resampled[name] - resampled_before[name]  # the same prompts in each resample
-        p_value = max(statistics.share_p_value(change), 2.0 ** (1 - len(prompts))) if np.any(change) else 1.0
-        result[name] = Difference(_with_interval(after[name] - before[name], change), p_value, "paired bootstrap")
+        change = resampled[name] - resampled_before[name]  # the same conversations in each resample
+        p_value = max(statistics.share_p_value(change), 2.0 ** (1 - of.nunique())) if np.any(change) else 1.0
+        result[name] = Difference(_with_interval(after[name] - before[name], change), p_value, _bootstrap_name(of))
     return result

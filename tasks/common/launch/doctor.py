@@ -4,7 +4,6 @@ The same checks run before every training; there only warnings and errors are pr
 All checks together take less than 20 seconds: nothing imports verl or vLLM, and large data is sampled.
 """
 
-import contextlib
 import functools
 import os
 import re
@@ -390,7 +389,9 @@ def plan(s: Settings, arguments: list[str], stage: str = "train") -> memory.Plan
         # TRL 0.29.1 computes all logits, 1.16 never (trl/trainer/dpo_trainer.py, add_fused_lm_head).
         held |= {"loaded": 1 if s.LORA_RANK else 2, "fused": s.STACK != "a100"}
         return memory.Plan(**own | held, tokens=2 * pairs * sequence)
-    return verl_config.memory_plan(verl_config.rl_config(s, arguments))
+    found = verl_config.memory_plan(verl_config.rl_config(s, arguments))
+    others = [memory.shapes_of(each) for each in (s.TEACHER, s.REWARD_MODEL) if each and on_cpu]
+    return replace(found, served=sum(each.parameters for each in others if each))
 
 
 def window(s: Settings, shapes: memory.Shapes) -> Iterator[Finding]:
@@ -414,39 +415,16 @@ def heads(s: Settings, shapes: memory.Shapes, planned: memory.Plan) -> Iterator[
             yield error("heads", f"{text}, which cannot be shared so", f"set {name} to one of {fits}")
 
 
-def neighbours(runs: Sequence[Settings], arguments: list[str], jobs: int) -> dict[str, list[list[float]]]:
-    """For a training of each method of ``runs`` and each JOBS from 1 to ``jobs``: the bytes that each other training
-    on its GPU holds there between its passes, the largest first. Empty where none share a GPU."""
-    if (jobs := min(jobs, len(runs))) < 2 or runs[0].STACK == "cpu":
-        return {}
-    groups, held, found = len(experiments.gpu_groups(dict(enumerate(runs)), jobs)), {}, {}
-    for run in of_each_method(runs[0], runs):
-        with contextlib.suppress(SettingsError):  # ``batches_and_memory`` reports it
-            if shapes := memory.shapes_of(base_model(run.MODEL)):
-                held[run.METHOD] = sum(memory.resting(shapes, plan(run, arguments)).values(), memory.OVERHEAD)
-    for method in held:
-        others = [run.METHOD for run in runs]
-        others.remove(method)
-        sizes = sorted((held.get(other, 0.0) for other in others), reverse=True)
-        found[method] = [sizes[: experiments.sharing(n, min(n, groups)) - 1] for n in range(1, jobs + 1)]
-    return found
-
-
-def one_of_many(s: Settings, planned: memory.Plan, others: Sequence[float]) -> memory.Plan:
-    """``planned`` on a GPU with ``others``: vLLM's share is divided, unless ARGS set it (experiments.train_at_once)."""
-    own = planned.share == s.GPU_MEMORY_UTILIZATION
-    return replace(planned, share=planned.share / (len(others) + 1)) if own else planned
-
-
 def batches_and_memory(
     s: Settings,
     arguments: list[str],
     stage: str,
     found: hardware.Nvidia | None,
-    beside: Sequence[Sequence[float]] = ((),),
+    jobs: int = 1,
+    groups: int = 1,
 ) -> Iterator[Finding]:
     """Batch sizes as verl wants them, and the estimate of memory against what is free, also of a warm-up to come.
-    ``beside``: as ``neighbours`` has it for the method."""
+    ``jobs``, ``groups``: as of ``too_much``."""
     try:
         if s.METHOD == "dpo" and stage != "sft":
             train.check_dpo(s, arguments)
@@ -464,8 +442,10 @@ def batches_and_memory(
         text = f"not estimated: MODEL={s.MODEL} has no config.json in the hub's cache, or an unknown model type"
         yield warning("memory", text, f"download it (`hf download {s.MODEL}`), or watch the first steps")
         return
-    yield from window(s, shapes)
+    if stage != "sft" or s.SFT_SOURCE == "samples":
+        yield from window(s, shapes)
     yield from heads(s, shapes, plans[stage])
+    yield from teacher(s, found, experiments.sharing(jobs, groups))
     gpus = found.gpus[: s.N_GPUS] if found and s.STACK != "cpu" else ()
     if s.STACK != "cpu" and not gpus:
         return
@@ -473,28 +453,47 @@ def batches_and_memory(
         text = f"not estimated: nvidia-smi does not tell that of {untold[0]}"
         yield warning("memory", text, "watch the first steps")
         return
-    yield from teacher(s, found)
     gpu = min(gpus, key=lambda gpu: gpu.free, default=hardware.GPU("", 0, 0))
     free, total = hardware.ram()
     there = len(found.gpus) - teacher_gpus([s]) if gpus else 0
     for each, planned in plans.items():
         ram, of = sum(memory.estimate(shapes, planned).ram.values()), "SFT: " if each == "sft" else ""
-        crowd = beside if each == stage else ((),)  # the warm-up is trained before them
-        if short := too_much(s, stage, shapes, planned, gpu, total, of, there, crowd):
+        at_once = jobs if each == stage else 1  # the warm-up is trained before them
+        if short := too_much(s, stage, shapes, planned, gpu, total, of, there, at_once, groups):
             yield from short
-        elif ram > free:
-            yield warning("memory", f"{of}needs about {gb(ram)} RAM, {gb(free)} is free", "end other programs")
+        elif at_once * ram > free:
+            need = f"{of}needs about {gb(at_once * ram)} RAM, {gb(free)} is free"
+            yield warning("memory", need, "end other programs")
         else:
-            text = memory.summary(shapes, one_of_many(s, planned, crowd[-1]), gpu.total)
-            text += f", {gb(sum(crowd[-1]))} of others on one GPU" if crowd[-1] else ""
-            yield ok("memory", f"{of}estimated: {text}")
+            shown, held = beside(s, shapes, planned, gpu, experiments.sharing(at_once, groups))
+            others = f", {gb(held)} of others on one GPU" if held else ""
+            yield ok("memory", f"{of}estimated: {memory.summary(shapes, shown, gpu.total)}{others}")
 
 
-def teacher(s: Settings, found: hardware.Nvidia | None) -> Iterator[Finding]:
-    """An error where TEACHER's weights in bf16 do not fit into the GPU after those of the training."""
+def beside(
+    s: Settings, shapes: memory.Shapes, planned: memory.Plan, gpu: hardware.GPU, sharing: int
+) -> tuple[memory.Plan, float]:
+    """``planned`` as one of ``sharing`` trainings on ``gpu`` (experiments.train_at_once), and the bytes that the others
+    hold there: their state between the passes, and their part of vLLM's share. ARGS give each the whole share."""
+    share = planned.share / (sharing if planned.share == s.GPU_MEMORY_UTILIZATION else 1)
+    each = sum(memory.resting(shapes, planned).values()) + memory.OVERHEAD + share * gpu.total
+    return replace(planned, share=share), (sharing - 1) * each
+
+
+def teacher(s: Settings, found: hardware.Nvidia | None, sharing: int = 1) -> Iterator[Finding]:
+    """An error where TEACHER's weights in bf16 do not fit into its part of the GPU after those of the training, which
+    ``sharing`` teachers share, or its window is too short for a prompt, its response and one token more."""
     gpu = found.gpus[s.N_GPUS] if s.TEACHER and found and len(found.gpus) > s.N_GPUS else hardware.GPU("", 0, 0)
-    shapes = memory.shapes_of(s.TEACHER) if gpu.total else None
-    if shapes and (need := 2 * shapes.parameters) > (room := min(gpu.free, distill.SHARE * gpu.total)):
+    shapes = memory.shapes_of(s.TEACHER) if s.TEACHER else None
+    longest = s.MAX_PROMPT_LENGTH + s.MAX_RESPONSE_LENGTH + 1
+    if shapes and shapes.window and longest > shapes.window:
+        short = f"TEACHER={s.TEACHER}: its window of {shapes.window} tokens is less than the {longest} of a sequence"
+        yield error("lengths", short, "lower MAX_RESPONSE_LENGTH, or take another TEACHER")
+    if (
+        gpu.total
+        and shapes
+        and (need := 2 * shapes.parameters) > (room := min(gpu.free, distill.SHARE * gpu.total / sharing))
+    ):
         too_large = f"TEACHER={s.TEACHER}: weights of {gb(need)}, and its GPU has {gb(room)} for it"
         yield error("memory", too_large, "take a smaller TEACHER, or end what is on that GPU")
 
@@ -514,34 +513,34 @@ def too_much(
     ram_bytes: float,
     of: str = "",
     there: int = 0,
-    beside: Sequence[Sequence[float]] = ((),),
+    jobs: int = 1,
+    groups: int = 1,
 ) -> list[Finding]:
     """What does not fit, as memory.too_much; where all fits, what of the GPUs leaves less than SPARE. ``of``: before
     each text. ``there``: GPUs of this machine for the training; 0: not known. What is advised, the ``stage`` of ``s``
-    takes. ``beside``: as of ``neighbours``. Where fewer JOBS help, one line advises the most that do; where none do, it
-    is what is said of one training."""
+    takes. ``jobs``: trainings of an experiment at a time, on ``groups`` of GPUs. Where fewer JOBS help, one line
+    advises the most that do; where none do, it is what is said of one training."""
 
     def takes(changes: dict[str, float]) -> bool:
         return not any(problems(replace(s, **changes), stage))
 
-    def check(others: Sequence[float]) -> list[Finding]:
-        each, free = one_of_many(s, planned, others), max(0, gpu.free - sum(others))
-        if short := memory.too_much(shapes, each, free, ram_bytes, gpu.total, SPARE, takes, there):
+    def check(at_once: int) -> list[Finding]:
+        each, held = beside(s, shapes, planned, gpu, experiments.sharing(at_once, groups))
+        free, ram = max(0, gpu.free - held), ram_bytes / at_once
+        if short := memory.too_much(shapes, each, free, ram, gpu.total, SPARE, takes, there):
             return [error("memory", f"{of}{text}", fix) for text, fix in short]
-        less = (1 - SPARE) * free, ram_bytes, (1 - SPARE) * gpu.total
+        less = (1 - SPARE) * free, ram, (1 - SPARE) * gpu.total
         tight = memory.too_much(shapes, each, *less, takes=takes, there=there)
         return [warning("memory", f"{of}less than {SPARE:.0%} to spare: {text}", fix) for text, fix in tight]
 
-    def rank(found: list[Finding]) -> int:
-        return ("ok", "warning", "error").index(found[0].state if found else "ok")
+    def state(found: list[Finding]) -> str:
+        return found[0].state if found else "ok"
 
-    *smaller, others = beside
-    found = fewer = check(others)
-    for jobs in range(len(smaller), 0, -1) if found else ():
-        if rank(fewer := check(smaller[jobs - 1])) < rank(found):
-            where = f"JOBS={len(beside)} puts {len(others) + 1} on one GPU, {gb(sum(others))} of others"
-            return [replace(found[0], text=f"{where}: {found[0].text}", fix=f"set JOBS={jobs}")]
-    return fewer if rank(fewer) == rank(found) else found
+    found, alone = check(jobs), check(1)
+    if state(found) == state(alone):
+        return alone
+    most = max(fewer for fewer in range(1, jobs) if state(check(fewer)) != state(found))
+    return [replace(found[0], text=f"with JOBS={jobs}: {found[0].text}", fix=f"set JOBS={most}")]
 
 
 def _folder(model: str) -> Path | None:
@@ -563,16 +562,16 @@ def findings(
 ) -> list[Finding]:
     """The findings of all checks. ``stage``: doctor, or the stage that is about to train; ``runs``, ``jobs``: as of
     ``disk``."""
-    started = time.monotonic()
     smi = hardware.nvidia() if s.STACK != "cpu" else None
+    started = time.monotonic()  # without a driver that is slow to start
     wrong = list(model(s))
     continued = arguments if stage in ("train", "dpo", "all", "experiment") else None
     checks = [of_machine(s, smi, runs, arguments), disk(s, runs, jobs, continued), packages(s), ray(s), judge(s)]
     checks += [reward(s), data(s, stage != "doctor")]
     if not wrong:
-        beside = neighbours(runs, arguments, jobs)
-        for run in of_each_method(s, runs):
-            checks.append(batches_and_memory(run, arguments, stage, smi, beside.get(run.METHOD, ((),))))
+        at_once = min(jobs, len(runs)) or 1
+        groups = len(experiments.gpu_groups(dict(enumerate(runs)), at_once)) if runs else 1
+        checks += [batches_and_memory(run, arguments, stage, smi, at_once, groups) for run in of_each_method(s, runs)]
         checks.append(lengths(s, started + TOKENIZER_BY))
     return [*wrong, *dict.fromkeys(chain(*checks))]
 

@@ -104,7 +104,7 @@ def _check_ranks(s: Settings, run_dir: Path) -> None:
     ``run_dir`` is the same for any N_GPUS, and verl opens only the shards of its own number of processes.
     """
     step = folder.last_step(run_dir)
-    saved = ranks(folder.shards(run_dir, step)) if step else 0
+    saved = ranks(folder.shards(run_dir, step))
     if saved not in (0, s.N_GPUS):
         fix = f"set N_GPUS={saved}, or remove {run_dir / 'checkpoints'}"
         raise SettingsError(f"N_GPUS={s.N_GPUS}: the warm-up stopped at step {step} with N_GPUS={saved}; {fix}")

@@ -127,7 +127,7 @@ def shapes_of(model: str) -> Shapes | None:
     file = folder / "config.json" if folder.is_dir() else _of_the_hub(model)
     try:
         return shapes(json.loads(file.read_text()), _stored_parameters(file.parent)) if file else None
-    except (OSError, ValueError, SafetensorError):
+    except (OSError, ValueError, KeyError, AttributeError, SafetensorError):
         return None
 
 
@@ -155,9 +155,13 @@ def _of_the_hub(model: str) -> Path | None:
 
 
 def _stored_parameters(folder: Path) -> int:
-    """Numbers in the safetensors files of ``folder``, by their headers; 0 without any."""
-    count = 0
-    for file in folder.glob("*.safetensors"):
+    """Numbers in the safetensors files of ``folder``, by their headers; 0 without any. Of several copies of the weights
+    those count that transformers loads. Raises OSError where the index names a file that is missing."""
+    count, whole, index = 0, folder / "model.safetensors", folder / "model.safetensors.index.json"
+    files = [whole] if whole.is_file() else folder.glob("*.safetensors")
+    if not whole.is_file() and index.is_file():
+        files = [folder / name for name in {*json.loads(index.read_text())["weight_map"].values()}]
+    for file in files:
         with safe_open(file, "numpy") as tensors:
             count += sum(math.prod(tensors.get_slice(name).get_shape()) for name in tensors.keys())  # noqa: SIM118
     return count
@@ -193,6 +197,7 @@ class Plan:
     on_cpu: bool = False
     number: int = 2  # bytes of a number that the model computes with
     cache_bytes: float = 0  # of vLLM on a CPU
+    served: int = 0  # parameters of a teacher or a reward model, which has a vLLM of its own on that CPU
 
     @property
     def machines(self) -> int:
@@ -316,6 +321,8 @@ def estimate(model: Shapes, plan: Plan, gpu_bytes: float = 0) -> Estimate:
         if plan.share:
             ram["vLLM's weights"] = vllm["weights"] * plan.gpus
             ram["vLLM's cache"] = plan.cache_bytes * plan.gpus
+        if plan.served:
+            ram["teacher or reward model"] = plan.number * plan.served + plan.cache_bytes
         return Estimate(ram=ram)
     loaded = plan.loaded * plan.gpus_here or (plan.gpus_here if model.tied else 1)
     ram = {"loading": 4 * model.parameters * loaded}

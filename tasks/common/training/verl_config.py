@@ -431,6 +431,10 @@ def _apart(config) -> Iterator[str]:
 
 
 def _without_effect(config) -> Iterator[str]:
+    lengths, longest = config.data, config.actor_rollout_ref.rollout.max_model_len
+    if longest and longest < (wanted := lengths.max_prompt_length + lengths.max_response_length):
+        name = f"rollout.max_model_len={longest}: cuts sequences of {wanted} tokens"
+        yield f"{name}; set MAX_PROMPT_LENGTH and MAX_RESPONSE_LENGTH, not data.max_prompt_length and the like"
     kl, actor = config.algorithm.kl_ctrl.kl_coef, config.actor_rollout_ref.actor
     default = 0.001  # verl/trainer/config/ppo_trainer.yaml, both coefficients
     if not config.algorithm.use_kl_in_reward and kl not in (0, default):

@@ -22,6 +22,7 @@ import multiprocessing.spawn
 import os
 import runpy
 import select
+import shlex
 import signal
 import socket
 import subprocess
@@ -213,6 +214,20 @@ def _run(arguments: list[str]) -> None:
         runpy.run_path(arguments[0], run_name="__main__")
 
 
+def write_python(folder: Path) -> Path:
+    """``folder``/python, which asks the server of ``folder`` for a fork.
+
+    A shell starts it: the path of a Python with a space, or a long one, works in no #! line.
+    """
+    client, python = Path(fork_client.__file__), folder / "python"
+    called = f"{client.stem}.main({sys.executable!a}, {str(folder / 'fork')!a})"
+    code = f"import sys; sys.path.insert(0, {str(client.parent)!a}); import {client.stem}; {called}"
+    words = shlex.join([sys.executable, "-IS", "-c", code])
+    python.write_bytes(os.fsencode(f'#!/bin/sh\nexec {words} "$@"\n'))
+    python.chmod(0o755)
+    return python
+
+
 def main(arguments: list[str]) -> None:
     """Start the server, then become the trainer, or its client. In a Ray cluster, which others started, there is no
     server."""
@@ -220,11 +235,7 @@ def main(arguments: list[str]) -> None:
     first, arguments = arguments[: 1 + trainer], arguments[1 + trainer :]
     if not os.environ.get("RAY_ADDRESS"):
         folder = Path(os.environ[LAUNCH])
-        client, python = Path(fork_client.__file__), folder / "python"
-        called = f"{client.stem}.main({sys.executable!r}, {str(folder / 'fork')!r})"
-        lines = ["import sys", f"sys.path.insert(0, {str(client.parent)!r})", f"import {client.stem}", called]
-        python.write_text("\n".join([f"#!{sys.executable} -IS", *lines, ""]))
-        python.chmod(0o755)
+        python = write_python(folder)
         listener = listening(folder)
         server = [sys.executable, "-m", __spec__.name, "--serve", str(listener.fileno()), str(folder), str(os.getpid())]
         subprocess.Popen([*server, *first], stdin=subprocess.DEVNULL, pass_fds=[listener.fileno()])
