@@ -10,8 +10,8 @@ from tasks.common.rewards.math_answer import read_number
 INSTRUCTION = 'Reason step by step, then end with "#### " and the answer as a number.'
 
 # Templates of reasoning-gym's gsm_symbolic with two or three short steps: prompt and demonstration fit into 192 and 96
-# tokens of SmolLM2.
-EASY = (6, 10, 20, 31, 43, 50, 54, 56, 58, 62, 72, 95)
+# tokens of SmolLM2, which after a short warm-up is right at times in each. Where it never is, RL has nothing to reinforce.
+EASY = (6, 10, 31, 43, 58, 62)
 
 
 def from_record(record: dict) -> list[prepare.Example]:
