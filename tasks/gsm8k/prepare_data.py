@@ -10,7 +10,7 @@ from tasks.common.rewards.math_answer import read_number
 INSTRUCTION = 'Reason step by step, then end with "#### " and the answer as a number.'
 
 # Templates of reasoning-gym's gsm_symbolic with two or three short steps: prompt and demonstration fit into 192 and 96
-# tokens of SmolLM2, which after a short warm-up is right at times in each. Where it never is, RL has nothing to reinforce.
+# tokens of SmolLM2. After a short warm-up it is right at times in each; where it never is, RL has nothing to reinforce.
 EASY = (6, 10, 31, 43, 58, 62)
 
 
