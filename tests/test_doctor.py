@@ -18,7 +18,8 @@ import psutil
 import pytest
 
 from tasks.common.data.rows import read_rows
-from tasks.common.launch import doctor
+from tasks.common.launch import doctor, memory_checks
+from tasks.common.launch.finding import Finding
 from tasks.common.machine import hardware, memory, speed
 from tasks.common.machine.memory import EMBEDDED_CONFIG, Plan, shapes, shapes_of
 from tasks.common.machine.speed import QWEN25_3B
@@ -288,12 +289,12 @@ def test_the_memory_is_that_of_the_gpu_with_the_uuid(visible, monkeypatch, small
     s = settings(monkeypatch, MODEL=str(small_model))
     for name, state in (("GPU-0c4f", "error"), ("GPU-1c4f", "ok"), ("MIG-1c4f", "warning")):
         found = visible(name, 81000, 0)
-        said = [f for f in doctor.batches_and_memory(s, [], "train", found) if f.what == "memory"]
+        said = [f for f in memory_checks.batches_and_memory(s, [], "train", found) if f.what == "memory"]
         assert {f.state for f in said} == {state}, said
     assert said[0].text == "not estimated: nvidia-smi does not tell that of MIG-1c4f"
     assert "1 x MIG-1c4f, free unknown" in list(doctor.of_machine(s, found))[1].text
     distill = replace(s, METHOD="distill", TEACHER=str(small_model))
-    assert not list(doctor.teacher(distill, visible("0,MIG-1c4f", 0, 0)))
+    assert not list(memory_checks.teacher(distill, visible("0,MIG-1c4f", 0, 0)))
     *_, none = doctor.of_machine(s, visible("GPU-7", 0, 0))
     assert str(none) == "gpu: CUDA_VISIBLE_DEVICES=GPU-7: names no GPU here; correct it"
 
@@ -332,13 +333,13 @@ def test_the_gpus_that_are_advised_share_the_batches(monkeypatch):
 LARGE = {"MODEL": "Qwen/Qwen2.5-14B-Instruct", "GPU_MEMORY_UTILIZATION": "0.55", "MAX_TOKENS_PER_GPU": "16384"}
 
 
-def advice_on(there: int, s, monkeypatch, ram: float = 1e12) -> list[doctor.Finding]:
+def advice_on(there: int, s, monkeypatch, ram: float = 1e12) -> list[Finding]:
     """The errors of GPUs and memory on a machine with so many A100-80G and ``ram`` bytes of RAM."""
     monkeypatch.setenv("RAY_ADDRESS", "auto")  # of a cluster, for NNODES
     monkeypatch.setattr(memory, "shapes_of", lambda model: shapes(CONFIGS[model]))
     monkeypatch.setattr(hardware, "ram", lambda: (ram, ram))
     found = replace(smi(4), gpus=smi(4).gpus * there)
-    checks = [*doctor.of_machine(s, found), *doctor.batches_and_memory(s, [], "train", found)]
+    checks = [*doctor.of_machine(s, found), *memory_checks.batches_and_memory(s, [], "train", found)]
     return [finding for finding in checks if finding.state == "error"]
 
 
@@ -361,7 +362,7 @@ def test_what_is_advised_fits_the_gpus_that_are_there(there, n, more, gpu_fix, m
     parts = {part for each in found for part in each.fix.split(" or ")}
     assert any(part.startswith("set ") for part in parts), parts
     for part in parts:
-        changes = doctor.advised(part)
+        changes = memory_checks.advised(part)
         assert changes or part.startswith(("on ", "take a smaller MODEL")), part
         assert not changes or advice_on(there, replace(s, **changes), monkeypatch) == [], part
 
@@ -391,12 +392,12 @@ def test_where_ram_lacks_less_of_it_is_advised(given, ram, fix, monkeypatch):
     s = settings(monkeypatch, N_GPUS="8", **given)
     (found,) = advice_on(8, s, monkeypatch, ram)
     assert found.text.startswith("RAM: ") and found.fix.startswith(fix)
-    assert advice_on(8, replace(s, **doctor.advised(found.fix)), monkeypatch, ram) == []
+    assert advice_on(8, replace(s, **memory_checks.advised(found.fix)), monkeypatch, ram) == []
 
 
 def test_what_dpo_refuses_is_an_error_of_doctor_too(monkeypatch):
     s = settings(monkeypatch, METHOD="dpo", MODEL="embedded")
-    said = [str(f) for f in doctor.batches_and_memory(s, ["x"], "doctor", None)]
+    said = [str(f) for f in memory_checks.batches_and_memory(s, ["x"], "doctor", None)]
     assert said == ["settings: ARGS=x: are verl's; METHOD=dpo trains with TRL; correct the variable"]
 
 
@@ -404,7 +405,7 @@ def test_what_dpo_refuses_is_an_error_of_doctor_too(monkeypatch):
 def test_the_table_of_profiles_has_the_numbers_of_the_estimate(profile, monkeypatch):
     s = loaded(profile, monkeypatch)
     gpu = speed.GPUS[hardware_of(profile)[1]]
-    needs = memory.estimate(shapes(CONFIGS[s.MODEL]), doctor.plan(s, []), gpu.memory)
+    needs = memory.estimate(shapes(CONFIGS[s.MODEL]), memory_checks.plan(s, []), gpu.memory)
     update, sampling, ram = (f"{sum(part.values()) / 1e9:.0f}" for part in (needs.update, needs.sampling, needs.ram))
     rows = (ROOT / "docs/DOCTOR.md").read_text().splitlines()
     (row,) = [row for row in rows if row.startswith("| ") and f"`{profile.stem}`" in row]
@@ -414,7 +415,7 @@ def test_the_table_of_profiles_has_the_numbers_of_the_estimate(profile, monkeypa
 @pytest.mark.parametrize("value", ["1.5GB", "2.5", "-1"])
 def test_a_cache_on_a_cpu_is_a_whole_number(value, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", value)
-    said = [str(f) for f in doctor.batches_and_memory(settings(monkeypatch, STACK="cpu"), [], "train", None)]
+    said = [str(f) for f in memory_checks.batches_and_memory(settings(monkeypatch, STACK="cpu"), [], "train", None)]
     assert said == [f"settings: VLLM_CPU_KVCACHE_SPACE={value}: must be a whole number of GiB; correct the variable"]
 
 
@@ -422,25 +423,25 @@ def test_a_gpu_that_shares_the_machines_memory_is_no_gpu_of_0_GB(monkeypatch, sm
     s = settings(monkeypatch, MODEL=str(small_model))
     told = smi(0)
     untold = replace(told, gpus=(replace(told.gpus[0], total=0, free=0),))
-    (memory_,) = [f for f in doctor.batches_and_memory(s, [], "train", untold) if f.what == "memory"]
+    (memory_,) = [f for f in memory_checks.batches_and_memory(s, [], "train", untold) if f.what == "memory"]
     assert memory_.state == "warning" and "nvidia-smi does not tell" in memory_.text
 
 
 def test_a_teacher_must_fit_into_its_own_gpu(monkeypatch, small_model):
     s = settings(monkeypatch, MODEL=str(small_model), METHOD="distill", TEACHER=str(small_model))
-    assert not list(doctor.teacher(s, smi(0, 0)))
-    (found,) = doctor.teacher(s, smi(0, 81385))
+    assert not list(memory_checks.teacher(s, smi(0, 0)))
+    (found,) = memory_checks.teacher(s, smi(0, 81385))
     assert found.state == "error" and found.text.startswith(f"TEACHER={small_model}: weights of ")
-    assert found in list(doctor.batches_and_memory(s, [], "train", smi(0, 81385)))
+    assert found in list(memory_checks.batches_and_memory(s, [], "train", smi(0, 81385)))
 
 
 def test_memory_that_another_process_has_is_not_counted(monkeypatch, small_model):
     s = settings(monkeypatch, MODEL=str(small_model), MICRO_BATCH_SIZE="1", GPU_MEMORY_UTILIZATION="0.5")
-    planned = doctor.plan(s, [])
-    monkeypatch.setattr(doctor, "plan", lambda *_: planned)  # the same each time
+    planned = memory_checks.plan(s, [])
+    monkeypatch.setattr(memory_checks, "plan", lambda *_: planned)  # the same each time
 
-    def memory_with(used: int) -> list[doctor.Finding]:
-        return [f for f in doctor.batches_and_memory(s, [], "train", smi(used)) if f.what == "memory"]
+    def memory_with(used: int) -> list[Finding]:
+        return [f for f in memory_checks.batches_and_memory(s, [], "train", smi(used)) if f.what == "memory"]
 
     assert [f.state for f in memory_with(4)] == ["ok"]
     assert {f.state for f in memory_with(80000)} == {"error"}
@@ -457,7 +458,7 @@ def test_the_memory_of_a_warm_up_to_come_is_checked_before_the_training(monkeypa
     s = settings(monkeypatch, MODEL=str(small_model), INIT="sft")
 
     def memory_of(s, stage: str = "train") -> list[tuple[str, bool]]:
-        found = doctor.batches_and_memory(s, [], stage, smi(4))
+        found = memory_checks.batches_and_memory(s, [], stage, smi(4))
         return [(f.state, f.text.startswith("SFT: ")) for f in found if f.what == "memory"]
 
     assert memory_of(s) == memory_of(s, "doctor") == [("ok", False), ("ok", True)]
@@ -543,7 +544,7 @@ def test_the_estimate_on_a_cpu_is_above_what_was_measured(file, monkeypatch):
     monkeypatch.setattr(hardware, "number_bytes", lambda on_cpu: 2)  # they ran in bfloat16
     task = file.stem.split("-")[2]
     s = load_settings(exported(ROOT / f"tasks/{task}/train.sh", {"STACK": "cpu"}))
-    estimate = sum(memory.estimate(shapes(EMBEDDED_CONFIG), doctor.plan(s, [])).ram.values())
+    estimate = sum(memory.estimate(shapes(EMBEDDED_CONFIG), memory_checks.plan(s, [])).ram.values())
     assert 1 < estimate / 1e9 / json.loads(file.read_text())["ram_gb"] < 1.3
 
 
@@ -628,8 +629,8 @@ def test_vllm_takes_its_share_of_the_whole_gpu_and_must_find_it_free():
 def test_the_share_that_is_advised_is_one_of_the_whole_gpu(monkeypatch, small_model):
     s = settings(monkeypatch, MODEL=str(small_model), MICRO_BATCH_SIZE="1", GPU_MEMORY_UTILIZATION="0.5")
 
-    def memory_of(s) -> list[doctor.Finding]:
-        return [f for f in doctor.batches_and_memory(s, [], "train", smi(45000)) if f.what == "memory"]
+    def memory_of(s) -> list[Finding]:
+        return [f for f in memory_checks.batches_and_memory(s, [], "train", smi(45000)) if f.what == "memory"]
 
     (found,) = memory_of(s)
     assert found.state == "error" and found.fix.startswith("set GPU_MEMORY_UTILIZATION=0.")
@@ -659,8 +660,8 @@ def test_what_is_advised_is_taken_and_leaves_something_to_spare(name, size, give
     s, model = settings(monkeypatch, **given), shapes(CONFIGS[f"Qwen/Qwen2.5-{name}-Instruct"])
     gpu = hardware.GPU("", size * 10**9, size * 10**9)
 
-    def found(s) -> list[doctor.Finding]:
-        return doctor.too_much(s, stage, model, doctor.plan(s, [], stage), gpu, 2e12)
+    def found(s) -> list[Finding]:
+        return memory_checks.too_much(s, stage, model, memory_checks.plan(s, [], stage), gpu, 2e12)
 
     advice = {part for each in found(s) for part in each.fix.split(" or ") if part.startswith("set ")}
     assert advice and any("N_GPUS=" in part or "NNODES=" in part for part in advice) == more, advice
@@ -681,7 +682,7 @@ def test_what_is_advised_for_more_to_spare_fits_the_ram(monkeypatch):
     plan = Plan(gpus=4, gpus_here=4, tokens=1280, sequence=1280, share=0.4, fused=True)
     gpu = hardware.GPU("", 43 * 10**9, 43 * 10**9)
     for ram, offloads in ((1e12, True), (60e9, False)):
-        (found,) = doctor.too_much(s, "train", model, plan, gpu, ram)
+        (found,) = memory_checks.too_much(s, "train", model, plan, gpu, ram)
         assert found.state == "warning" and ("OFFLOAD=1" in found.fix) == offloads, found
 
 
@@ -721,8 +722,8 @@ def test_the_warm_ups_checkpoint_stays_beside_those_of_the_training(monkeypatch,
 def test_the_memory_of_an_experiment_is_checked_for_each_method(monkeypatch, small_model):
     s = settings(monkeypatch, MODEL=str(small_model))
     runs = [replace(s, METHOD=name, TRAIN_SEED=seed) for name in ("grpo", "ppo") for seed in (1, 2)]
-    planned, plan = [], doctor.plan
-    monkeypatch.setattr(doctor, "plan", lambda each, *more: planned.append(each.METHOD) or plan(each, *more))
+    planned, plan = [], memory_checks.plan
+    monkeypatch.setattr(memory_checks, "plan", lambda each, *more: planned.append(each.METHOD) or plan(each, *more))
     doctor.findings(s, [], "experiment", runs)
     assert planned == ["grpo", "ppo"]
 
@@ -777,8 +778,8 @@ def test_a_shared_gpu_holds_what_the_other_trainings_hold(of_an_experiment):
 
 def test_a_teacher_on_the_cpu_is_in_the_estimate(monkeypatch, small_model):
     given = {"STACK": "cpu", "MODEL": "embedded", "INIT": "base"}
-    alone = doctor.plan(settings(monkeypatch, **given), [])
-    plan = doctor.plan(settings(monkeypatch, **given, METHOD="distill", TEACHER=str(small_model)), [])
+    alone = memory_checks.plan(settings(monkeypatch, **given), [])
+    plan = memory_checks.plan(settings(monkeypatch, **given, METHOD="distill", TEACHER=str(small_model)), [])
     more = {"teacher or reward model": plan.number * shapes_of(str(small_model)).parameters + plan.cache_bytes}
     ram = memory.estimate(shapes(EMBEDDED_CONFIG), plan).ram
     assert alone.served == 0 and more.items() <= ram.items() and plan.cache_bytes > 0
@@ -801,7 +802,7 @@ def test_where_not_even_one_training_fits_the_advice_is_that_for_one(of_an_exper
 
 
 def test_fewer_trainings_at_a_time_are_advised_for_more_to_spare(of_an_experiment, monkeypatch):
-    monkeypatch.setattr(doctor, "SPARE", 0.3)
+    monkeypatch.setattr(memory_checks, "SPARE", 0.3)
     long = {"MODEL": "embedded", "MAX_TOKENS_PER_GPU": "400000"}  # an update of 28 GB; at rest 4 GB
     (found,) = of_an_experiment(8, 1, seeds=4, **long)
     assert found.state == "warning" and found.text.startswith("with JOBS=8: less than 30% to spare: ")

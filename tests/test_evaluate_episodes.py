@@ -281,18 +281,18 @@ def test_a_step_that_hangs_ends_its_episode_alone(small_model):
 
     class Hangs(Slow):
         def step(self, action):
-            if self.truth == "1.0" and not action.calls:
+            if self.truth == "0.01" and not action.calls:
                 free.wait(60)
             return replace(super().step(action), reward=0.25)
 
-    engine, found = played(small_model, [1.0, 0.0, 0.0], turns=2, environment=Hangs, step_seconds=2)
+    engine, found = played(small_model, [0.01, 0.0, 0.0], turns=2, environment=Hangs, step_seconds=8)
     free.set()
     ended = {rollout.index: (seconds, rollout) for seconds, rollout in found}
     hung = ended[0][1]
     assert (hung.finish_reason, hung.error, hung.messages[-1]["role"]) == ("step_timeout", "", "assistant")
     assert hung.reward == {"score": 0.25, "acc": 0.0, "turns": 2.0, "tool_errors": 0.0, "timeout": 1.0}
     assert [ended[i][1].finish_reason for i in (1, 2)] == ["stop", "stop"]
-    assert max(2, ended[1][0], ended[2][0]) < ended[0][0] < 20
+    assert max(8, ended[1][0], ended[2][0]) < ended[0][0] < 20
     assert [turn for _, asked in engine.asked for turn in asked].count((0, 1)) == 1
 
 

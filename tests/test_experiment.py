@@ -13,9 +13,9 @@ import pytest
 from scipy import stats
 
 from tasks.common.data.rows import chat, rl_row, rl_schema, write_parquet
-from tasks.common.launch import doctor, experiments, main
+from tasks.common.launch import experiments, main, memory_checks
 from tasks.common.launch.task import environment
-from tasks.common.machine import hardware
+from tasks.common.machine import hardware, memory
 from tasks.common.runs.folder import rl_dir
 from tasks.common.settings import Command, Settings, SettingsError, load_settings
 from tests.test_evaluate import PROMPTS, answer, table, workplace  # noqa: F401  (a fixture)
@@ -270,15 +270,15 @@ def test_the_estimate_of_memory_counts_the_trainings_that_share_a_gpu(n_gpus, th
         return SimpleNamespace(poll=lambda: 0, returncode=0)
 
     monkeypatch.setattr(experiments, "_started", start)
-    plan, gpu = doctor.plan(run := next(iter(runs.values())), []), hardware.GPU("", 80, 80)
+    plan, gpu = memory_checks.plan(run := next(iter(runs.values())), []), hardware.GPU("", 80, 80)
     for jobs in range(1, len(runs) + 1):
         started.clear()
         experiments.train_at_once(runs, [], jobs)
         sharing = experiments.sharing(jobs, len(experiments.gpu_groups(runs, jobs)))
-        shapes = doctor.memory.shapes_of("embedded")
-        assert set(started) == {(sharing, doctor.beside(run, shapes, plan, gpu, sharing)[0].share)}
+        shapes = memory.shapes_of("embedded")
+        assert set(started) == {(sharing, memory_checks.beside(run, shapes, plan, gpu, sharing)[0].share)}
     alone = replace(plan, share=0.123)  # ARGS reach each training as they are
-    assert doctor.beside(run, shapes, alone, gpu, 2)[0] == alone
+    assert memory_checks.beside(run, shapes, alone, gpu, 2)[0] == alone
 
 
 @pytest.mark.medium

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tasks.common import settings
-from tasks.common.launch import doctor
+from tasks.common.launch import memory_checks
 from tasks.common.machine import memory, speed
 from tasks.common.machine.speed import QWEN25_3B
 from tasks.common.settings import load_settings
@@ -124,12 +124,12 @@ def test_a_profile_and_its_warm_up_compose_and_fit_their_hardware(profile, stack
     s = loaded(profile, monkeypatch, STACK=stack)
     package = verl_package(verl_versions.wanted(s))  # the stack's verl, not the one that is installed
     monkeypatch.setattr(verl_config, "compose", partial(verl_config.compose, package=package))
-    model, plan = shapes_of(s.MODEL, tmp_path), doctor.plan(s, [])
+    model, plan = shapes_of(s.MODEL, tmp_path), memory_checks.plan(s, [])
     gpus, kind = hardware_of(profile)
     assert int(gpus) == s.N_GPUS == plan.gpus and plan.share == s.GPU_MEMORY_UTILIZATION
-    for each in (plan, doctor.plan(s, [], "sft")):
-        assert memory.too_much(model, each, (1 - doctor.SPARE) * speed.GPUS[kind].memory, RAM) == []
-    assert list(doctor.heads(s, model, plan)) == []
+    for each in (plan, memory_checks.plan(s, [], "sft")):
+        assert memory.too_much(model, each, (1 - memory_checks.SPARE) * speed.GPUS[kind].memory, RAM) == []
+    assert list(memory_checks.heads(s, model, plan)) == []
     # Validation and one optimizer step a step, as everywhere on GPUs.
     assert s.TEST_FREQ > 0 and s.DEV_SIZE > 0
 
@@ -196,13 +196,13 @@ ON_ONE_MACHINE = [  # the stage, what is given, the model, and the memory of a G
 def test_advice_for_dpo_and_sft_makes_the_settings_fit(stage, given, config, gpu):
     s = load_settings(exported(ROOT / "tasks/countdown/train.sh", given | {"STAGE": stage}))
     model = memory.shapes(config)
-    advice = [fix for _, fix in memory.too_much(model, doctor.plan(s, [], stage), gpu * 1e9, RAM)]
+    advice = [fix for _, fix in memory.too_much(model, memory_checks.plan(s, [], stage), gpu * 1e9, RAM)]
     assert advice
     for part in " or ".join(advice).split(" or "):
         if part.startswith("set "):
             values = {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", part)}
             assert values.keys() <= {"N_GPUS", "LORA_RANK", "MICRO_BATCH_SIZE", "MAX_TOKENS_PER_GPU", "SP"}, part
-            changed = doctor.plan(replace(s, **values), [], stage)
+            changed = memory_checks.plan(replace(s, **values), [], stage)
             assert memory.too_much(model, changed, gpu * 1e9, RAM) == [], part
 
 
@@ -210,16 +210,17 @@ def test_dpo_of_7b_with_all_weights_fits_eight_gpus_in_shards_and_not_one(monkey
     model, gpu = memory.shapes(QWEN25_7B), speed.GPUS["a100"].memory
     given = {"STACK": "a100", "METHOD": "dpo", "N_GPUS": "8"}
     s = load_settings(exported(ROOT / "tasks/countdown/train.sh", given))
-    plan = doctor.plan(s, [])
-    assert memory.too_much(model, plan, (1 - doctor.SPARE) * gpu, RAM) == []
+    plan = memory_checks.plan(s, [])
+    assert memory.too_much(model, plan, (1 - memory_checks.SPARE) * gpu, RAM) == []
     held = memory.training_state(model, plan)
     assert sum(held.values()) == 20 * model.parameters / 8  # 16 of the policy, 4 of the reference
     assert memory.estimate(model, plan, gpu).ram["loading"] == 2 * 8 * 4 * model.parameters
     ((_, fix),) = memory.too_much(model, replace(plan, gpus=1, gpus_here=1), gpu, RAM)
     assert re.match(r"set N_GPUS=[248]", fix) and "NNODES" not in fix and "TP" not in fix and "OFFLOAD" not in fix
-    lora = doctor.plan(replace(s, LORA_RANK=8), [])
+    lora = memory_checks.plan(replace(s, LORA_RANK=8), [])
     assert not lora.sharded and lora.loaded == 1
-    assert not plan.fused and doctor.plan(replace(s, STACK="current"), []).fused  # TRL 1.16 computes no whole logits
+    current = memory_checks.plan(replace(s, STACK="current"), [])
+    assert not plan.fused and current.fused  # TRL 1.16 computes no whole logits
 
 
 def test_heads_that_gpus_cannot_share_are_told():
@@ -228,20 +229,20 @@ def test_heads_that_gpus_cannot_share_are_told():
     s = replace(
         load_settings(exported(ROOT / "tasks/gsm8k/train.sh", {"STACK": STACKS[-1], "N_GPUS": "8"})), TP=8, SP=8
     )
-    found = list(doctor.heads(s, seven, memory.Plan()))
+    found = list(memory_checks.heads(s, seven, memory.Plan()))
     assert [f.state for f in found] == ["error"] * 2
     said = "TP=8: MODEL has 28 heads and 4 of keys, which cannot be shared so; set TP to one of [1, 2, 4]"
     assert str(found[0]) == f"heads: {said}"
-    assert not list(doctor.heads(replace(s, TP=4, SP=2), seven, memory.Plan()))
+    assert not list(memory_checks.heads(replace(s, TP=4, SP=2), seven, memory.Plan()))
     by_arguments = memory.Plan(tensor_parallel=8, sequence_parallel=2)
-    assert [str(f) for f in doctor.heads(replace(s, TP=4, SP=2), seven, by_arguments)] == [f"heads: {said}"]
+    assert [str(f) for f in memory_checks.heads(replace(s, TP=4, SP=2), seven, by_arguments)] == [f"heads: {said}"]
 
 
 @pytest.mark.medium
 @pytest.mark.parametrize("profile", PROFILES, ids=lambda path: path.stem)
 def test_hardware_that_is_too_small_is_told_with_the_variable_to_change(profile, monkeypatch, tmp_path):
     s = loaded(profile, monkeypatch)
-    model, plan = shapes_of(s.MODEL, tmp_path), doctor.plan(s, [])
+    model, plan = shapes_of(s.MODEL, tmp_path), memory_checks.plan(s, [])
     for gpu in (12e9, 8e9) if s.MODEL != "embedded" else (8e9, 4e9):
         fixes = " ".join(fix for _, fix in memory.too_much(model, plan, gpu, RAM))
         assert any(f"{name}" in fixes for name in ("N_GPUS", plan.tokens_by, "GPU_MEMORY_UTILIZATION", "MODEL")), fixes

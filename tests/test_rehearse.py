@@ -14,7 +14,7 @@ import pytest
 from tasks.common.data.pairs import read_pairs
 from tasks.common.data.prepare import load_tokenizer
 from tasks.common.data.rows import DataError, read_rows, rl_row, rl_schema, sft_row, sft_schema, write_parquet
-from tasks.common.launch import doctor, needs, rehearse, rehearsed_data, thin_judge
+from tasks.common.launch import doctor, memory_checks, needs, rehearse, rehearsed_data, thin_judge
 from tasks.common.launch.needs import Lengths
 from tasks.common.machine import memory, speed
 from tasks.common.models import thin
@@ -272,7 +272,7 @@ def test_what_is_played_differs_from_the_real_run_only_in_what_is_made_smaller(p
     changed = {name for name, value in vars(played).items() if value != getattr(s, name)}
     assert changed <= {*rehearse.smaller(s), *rehearse.NOT_PLAYED, "MODEL", "STACK"}
     assert (played.STACK, played.N_GPUS, played.STEPS) == ("cpu", 1, 2)
-    doctor.plan(replace(played, MODEL=s.MODEL), [])  # verl composes what is played, and takes its batch sizes
+    memory_checks.plan(replace(played, MODEL=s.MODEL), [])  # verl composes what is played, and takes its batch sizes
     same = ("METHOD", "LORA_RANK", "LR", "MAX_PROMPT_LENGTH", "REWARD", "ROLLOUT_CORRECTION", "INIT", "SOURCE")
     assert [getattr(played, name) for name in same] == [getattr(s, name) for name in same]
 

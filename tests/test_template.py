@@ -19,7 +19,7 @@ from jinja2 import Environment
 import tasks
 from tasks.common.data import prepare
 from tasks.common.data.rows import decoded, read_rows, tools_of, validate_parquet
-from tasks.common.launch import doctor
+from tasks.common.launch import memory_checks
 from tasks.common.machine import hardware, memory
 from tasks.common.models.find import resolve_model
 from tasks.common.rewards import judge
@@ -452,7 +452,7 @@ def largest_numbers(monkeypatch):
 
 
 def ram_of(s) -> float:
-    return sum(memory.estimate(memory.shapes(memory.EMBEDDED_CONFIG), doctor.plan(s, [])).ram.values())
+    return sum(memory.estimate(memory.shapes(memory.EMBEDDED_CONFIG), memory_checks.plan(s, [])).ram.values())
 
 
 @pytest.mark.parametrize("answers", SIXTEEN_GB)

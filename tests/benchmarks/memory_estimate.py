@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from tasks.common.launch import doctor
+from tasks.common.launch import memory_checks
 from tasks.common.machine.memory import EMBEDDED_CONFIG, Plan, estimate, shapes
 from tasks.common.machine.speed import GPUS, QWEN25_3B
 from tasks.common.settings import ROOT, load_settings
@@ -63,7 +63,7 @@ def profiles() -> None:
         environment = exported(profile.parents[1] / "train.sh", {"STACK": "current", "PROFILE": profile.stem})
         s = load_settings(environment)
         model = shapes(CONFIGS[s.MODEL])
-        needs = estimate(model, doctor.plan(s, []), GPUS[hardware_of(profile)[1]].memory)
+        needs = estimate(model, memory_checks.plan(s, []), GPUS[hardware_of(profile)[1]].memory)
         sums = [sum(part.values()) / GB for part in (needs.update, needs.sampling, needs.ram)]
         row = [f"`{profile.stem}`", f"{model.parameters / 1e9:.2f} B", *(f"{size:.0f}" for size in sums)]
         print(f"| {' | '.join(row)} |")

@@ -4,13 +4,10 @@ The same checks run before every training; there only warnings and errors are pr
 All checks together take less than 20 seconds: nothing imports verl or vLLM, and large data is sampled.
 """
 
-import functools
 import os
-import re
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from itertools import chain, islice
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -22,7 +19,9 @@ from tasks.common.data import gold
 from tasks.common.data.prepare import read_manifest
 from tasks.common.data.rows import DataError, decoded, read_rows, tools_of, validate_parquet
 from tasks.common.install.check import installed
-from tasks.common.launch import experiments, train
+from tasks.common.launch import experiments
+from tasks.common.launch.finding import Finding, error, ok, warning
+from tasks.common.launch.memory_checks import batches_and_memory, fewer_gpus, of_each_method, stages
 from tasks.common.launch.task import load_reward
 from tasks.common.machine import hardware, memory
 from tasks.common.machine.memory import gb
@@ -32,34 +31,15 @@ from tasks.common.models.merge import base_model, is_adapter
 from tasks.common.rewards.answers import RewardError
 from tasks.common.rewards.examples import check_episodes, check_examples
 from tasks.common.runs import folder
-from tasks.common.settings import Settings, SettingsError, code_digest, problems, teacher_gpus
+from tasks.common.settings import Settings, SettingsError, code_digest, teacher_gpus
 from tasks.common.text import one_line
-from tasks.common.training import verl_config
-from tasks.common.training.methods import distill, dpo
 
 ROWS = 20_000  # checked of each data file
-TRIES = 4  # times that advice on memory is followed, to find settings for fewer GPUs
 PROMPTS = 2_000  # measured in tokens, spread over the file
 PROMPT_SECONDS = 3.0
 TOKENIZER_BY = 6.0  # seconds; later the tokenizer is not loaded: its import may take 14 s on a busy machine
 SHARED_MEMORY = 2e9  # with less, Ray's object store goes to disk, and NCCL and data workers may not start
 PINNED = ("verl", "torch", "vllm", "transformers", "ray", "tensordict")  # a wrong version of another is a warning
-
-
-@dataclass(frozen=True)
-class Finding:
-    """The result of a check: ``state`` is ok, warning or error; ``fix`` is the remedy."""
-
-    state: str
-    what: str
-    text: str
-    fix: str = ""
-
-    def __str__(self) -> str:
-        return f"{self.what}: {self.text}" + (f"; {self.fix}" if self.fix else "")
-
-
-ok, warning, error = (functools.partial(Finding, state) for state in ("ok", "warning", "error"))
 
 
 # ---- the machine ---------------------------------------------------------------------------------------------------
@@ -98,38 +78,6 @@ def of_machine(
         ours = [str(pid) for pid, _, _ in gpu.processes if hardware.own_process(pid)]
         fix = f"kill {' '.join(ours)}" if ours else "wait for them, or choose other GPUs with CUDA_VISIBLE_DEVICES"
         yield warning("gpu", f"other processes are on GPU {number}: {named}", fix)
-
-
-def fewer_gpus(runs: list[Settings], arguments: list[str], found: hardware.Nvidia, most: int) -> str:
-    """What to set where ``runs`` get at most ``most`` GPUs: a number with which the settings hold, and what else the
-    memory then needs, as far as that is known."""
-    short = []
-    for n in range(most, 0, -1):
-        changes = {"N_GPUS": n}
-        for _ in range(TRIES):
-            changed = [replace(run, **changes) for run in runs]
-            if any(chain.from_iterable(problems(run, "train") for run in changed)):
-                break
-            checks = chain.from_iterable(batches_and_memory(run, arguments, "train", found) for run in changed)
-            if not (wrong := next((finding for finding in checks if finding.state == "error"), None)):
-                return f"set {' '.join(f'{name}={value}' for name, value in changes.items())}"
-            short.append(f"with N_GPUS={n} {wrong}")
-            if not (more := advised(wrong.fix)) or more.get("N_GPUS", n) > most:
-                break
-            changes |= more
-    return short[0] if short else "take a machine with more"
-
-
-def advised(fix: str) -> dict[str, float]:
-    """The variables of the first advice in ``fix``, where that is to set numbers."""
-    first = fix.split(" or ")[0]
-    pairs = re.findall(r"(\w+)=([\d.]+)", first) if re.fullmatch(r"set( [A-Z_]+=[\d.]+)+", first) else []
-    return {name: float(text) if "." in text else int(text) for name, text in pairs}
-
-
-def of_each_method(s: Settings, runs: Sequence[Settings]) -> list[Settings]:
-    """Of the trainings of an experiment one of each method: ppo has a critic beside the policy. Without them ``s``."""
-    return list({run.METHOD: run for run in runs}.values()) or [s]
 
 
 def disk(
@@ -364,183 +312,6 @@ def model(s: Settings) -> Iterator[Finding]:
             resolve_model(s.MODEL)
     except SettingsError as problem:
         yield error("model", str(problem), "set MODEL")
-
-
-SPARE = 0.05  # of a GPU: the estimate is no closer
-
-
-def plan(s: Settings, arguments: list[str], stage: str = "train") -> memory.Plan:
-    """The values that decide the memory; for RL from verl's config, which is checked. Raises SettingsError."""
-    sequence = s.MAX_PROMPT_LENGTH + s.MAX_RESPONSE_LENGTH
-    own = {"gpus": s.N_GPUS, "gpus_here": s.N_GPUS, "sequence": sequence, "lora_rank": s.LORA_RANK, "share": 0}
-    on_cpu = s.STACK == "cpu"
-    own |= {"on_cpu": on_cpu, "checkpointing": not on_cpu, "number": hardware.number_bytes(on_cpu)}
-    own |= {"response": s.MAX_RESPONSE_LENGTH}
-    if stage == "sft":
-        overrides = verl_config.sft_overrides(s, s.MODEL, s.runs_dir, s.data_dir / "sft.parquet")
-        given = dict(override.lstrip("+").split("=", 1) for override in overrides)  # SFT takes no ARGS
-        by_tokens, fused = s.MAX_TOKENS_PER_GPU and s.STACK != "a100", "model.use_fused_kernels" in given
-        tokens = int(given.get("data.max_token_len_per_gpu") or int(given["data.micro_batch_size_per_gpu"]) * sequence)
-        named = "MAX_TOKENS_PER_GPU" if by_tokens else "MICRO_BATCH_SIZE"
-        return memory.Plan(**own, fused=fused, sequence_parallel=s.SP, tokens=tokens, tokens_by=named)
-    if s.METHOD == "dpo":  # TRL: each process loads the policy and the reference
-        pairs = verl_config.micro_batch(max(1, s.MICRO_BATCH_SIZE // 2), s.TRAIN_BATCH_SIZE // s.N_GPUS)
-        held = {"response": 0, "sharded": dpo.sharded(s), "reference": True, "reference_offloaded": False}
-        # TRL 0.29.1 computes all logits, 1.16 never (trl/trainer/dpo_trainer.py, add_fused_lm_head).
-        held |= {"loaded": 1 if s.LORA_RANK else 2, "fused": s.STACK != "a100"}
-        return memory.Plan(**own | held, tokens=2 * pairs * sequence)
-    found = verl_config.memory_plan(verl_config.rl_config(s, arguments))
-    others = [memory.shapes_of(each) for each in (s.TEACHER, s.REWARD_MODEL) if each and on_cpu]
-    return replace(found, served=sum(each.parameters for each in others if each))
-
-
-def window(s: Settings, shapes: memory.Shapes) -> Iterator[Finding]:
-    """No sequence may be longer than the model's window: verl 0.9.1 and vLLM's engine of the evaluation refuse it."""
-    name = "MAX_NEW_TOKENS" if s.MAX_NEW_TOKENS > s.MAX_RESPONSE_LENGTH else "MAX_RESPONSE_LENGTH"
-    longest = s.MAX_PROMPT_LENGTH + (response := getattr(s, name))
-    if shapes.window and longest > shapes.window:
-        lengths = f"MAX_PROMPT_LENGTH={s.MAX_PROMPT_LENGTH} + {name}={response}"
-        text = f"{lengths}: more than MODEL's window of {shapes.window} tokens"
-        yield error("lengths", text, "lower one of them, or take another MODEL")
-
-
-def heads(s: Settings, shapes: memory.Shapes, planned: memory.Plan) -> Iterator[Finding]:
-    """Each of the GPUs that share a model or a sequence takes whole heads (vLLM; verl's apply_monkey_patch). ARGS may
-    have other numbers in ``planned``."""
-    shared = {("TP", s.TP), ("SP", s.SP), ("TP", planned.tensor_parallel), ("SP", planned.sequence_parallel)}
-    for name, count in sorted(shared, reverse=True):
-        if not shapes.divides(count):
-            text = f"{name}={count}: MODEL has {shapes.heads} heads and {shapes.key_heads} of keys"
-            fits = [n for n in range(1, s.N_GPUS + 1) if s.N_GPUS % n == 0 and shapes.divides(n)]
-            yield error("heads", f"{text}, which cannot be shared so", f"set {name} to one of {fits}")
-
-
-def batches_and_memory(
-    s: Settings,
-    arguments: list[str],
-    stage: str,
-    found: hardware.Nvidia | None,
-    jobs: int = 1,
-    groups: int = 1,
-) -> Iterator[Finding]:
-    """Batch sizes as verl wants them, and the estimate of memory against what is free, also of a warm-up to come.
-    ``jobs``, ``groups``: as of ``too_much``."""
-    try:
-        if s.METHOD == "dpo" and stage != "sft":
-            train.check_dpo(s, arguments)
-        plans = {each: plan(s, arguments, each) for each in stages(s, stage)}
-    except SettingsError as problem:
-        yield error("settings", str(problem), "correct the variable")
-        return
-    if s.METHOD == "dpo" and stage != "sft":
-        text = f"DPO_EPOCHS={s.DPO_EPOCHS} of the pairs, {s.TRAIN_BATCH_SIZE} per step; STEPS is not used"
-    else:
-        text = f"{s.TRAIN_BATCH_SIZE} x {s.ROLLOUT_N}, mini-batches of {s.MINI_BATCH_SIZE}: verl takes them"
-    yield ok("settings", text)
-    shapes = memory.shapes_of(base_model(s.MODEL))
-    if shapes is None:
-        text = f"not estimated: MODEL={s.MODEL} has no config.json in the hub's cache, or an unknown model type"
-        yield warning("memory", text, f"download it (`hf download {s.MODEL}`), or watch the first steps")
-        return
-    if stage != "sft" or s.SFT_SOURCE == "samples":
-        yield from window(s, shapes)
-    yield from heads(s, shapes, plans[stage])
-    yield from teacher(s, found, experiments.sharing(jobs, groups))
-    gpus = found.gpus[: s.N_GPUS] if found and s.STACK != "cpu" else ()
-    if s.STACK != "cpu" and not gpus:
-        return
-    if untold := [gpu.name for gpu in gpus if not gpu.total]:  # of a part (MIG), or the machine's, e.g. a GB10
-        text = f"not estimated: nvidia-smi does not tell that of {untold[0]}"
-        yield warning("memory", text, "watch the first steps")
-        return
-    gpu = min(gpus, key=lambda gpu: gpu.free, default=hardware.GPU("", 0, 0))
-    free, total = hardware.ram()
-    there = len(found.gpus) - teacher_gpus([s]) if gpus else 0
-    for each, planned in plans.items():
-        ram, of = sum(memory.estimate(shapes, planned).ram.values()), "SFT: " if each == "sft" else ""
-        at_once = jobs if each == stage else 1  # the warm-up is trained before them
-        if short := too_much(s, stage, shapes, planned, gpu, total, of, there, at_once, groups):
-            yield from short
-        elif at_once * ram > free:
-            need = f"{of}needs about {gb(at_once * ram)} RAM, {gb(free)} is free"
-            yield warning("memory", need, "end other programs")
-        else:
-            shown, held = beside(s, shapes, planned, gpu, experiments.sharing(at_once, groups))
-            others = f", {gb(held)} of others on one GPU" if held else ""
-            yield ok("memory", f"{of}estimated: {memory.summary(shapes, shown, gpu.total)}{others}")
-
-
-def beside(
-    s: Settings, shapes: memory.Shapes, planned: memory.Plan, gpu: hardware.GPU, sharing: int
-) -> tuple[memory.Plan, float]:
-    """``planned`` as one of ``sharing`` trainings on ``gpu`` (experiments.train_at_once), and the bytes that the others
-    hold there: their state between the passes, and their part of vLLM's share. ARGS give each the whole share."""
-    share = planned.share / (sharing if planned.share == s.GPU_MEMORY_UTILIZATION else 1)
-    each = sum(memory.resting(shapes, planned).values()) + memory.OVERHEAD + share * gpu.total
-    return replace(planned, share=share), (sharing - 1) * each
-
-
-def teacher(s: Settings, found: hardware.Nvidia | None, sharing: int = 1) -> Iterator[Finding]:
-    """An error where TEACHER's weights in bf16 do not fit into its part of the GPU after those of the training, which
-    ``sharing`` teachers share, or its window is too short for a prompt, its response and one token more."""
-    gpu = found.gpus[s.N_GPUS] if s.TEACHER and found and len(found.gpus) > s.N_GPUS else hardware.GPU("", 0, 0)
-    shapes = memory.shapes_of(s.TEACHER) if s.TEACHER else None
-    longest = s.MAX_PROMPT_LENGTH + s.MAX_RESPONSE_LENGTH + 1
-    if shapes and shapes.window and longest > shapes.window:
-        short = f"TEACHER={s.TEACHER}: its window of {shapes.window} tokens is less than the {longest} of a sequence"
-        yield error("lengths", short, "lower MAX_RESPONSE_LENGTH, or take another TEACHER")
-    if (
-        gpu.total
-        and shapes
-        and (need := 2 * shapes.parameters) > (room := min(gpu.free, distill.SHARE * gpu.total / sharing))
-    ):
-        too_large = f"TEACHER={s.TEACHER}: weights of {gb(need)}, and its GPU has {gb(room)} for it"
-        yield error("memory", too_large, "take a smaller TEACHER, or end what is on that GPU")
-
-
-def stages(s: Settings, stage: str) -> list[str]:
-    """``stage`` and, where it first trains the warm-up, sft."""
-    to_come = stage != "sft" and s.INIT == "sft" and folder.last_step(folder.sft_dir(s)) < s.SFT_STEPS
-    return [stage, "sft"] if to_come else [stage]
-
-
-def too_much(
-    s: Settings,
-    stage: str,
-    shapes: memory.Shapes,
-    planned: memory.Plan,
-    gpu: hardware.GPU,
-    ram_bytes: float,
-    of: str = "",
-    there: int = 0,
-    jobs: int = 1,
-    groups: int = 1,
-) -> list[Finding]:
-    """What does not fit, as memory.too_much; where all fits, what of the GPUs leaves less than SPARE. ``of``: before
-    each text. ``there``: GPUs of this machine for the training; 0: not known. What is advised, the ``stage`` of ``s``
-    takes. ``jobs``: trainings of an experiment at a time, on ``groups`` of GPUs. Where fewer JOBS help, one line
-    advises the most that do; where none do, it is what is said of one training."""
-
-    def takes(changes: dict[str, float]) -> bool:
-        return not any(problems(replace(s, **changes), stage))
-
-    def check(at_once: int) -> list[Finding]:
-        each, held = beside(s, shapes, planned, gpu, experiments.sharing(at_once, groups))
-        free, ram = max(0, gpu.free - held), ram_bytes / at_once
-        if short := memory.too_much(shapes, each, free, ram, gpu.total, SPARE, takes, there):
-            return [error("memory", f"{of}{text}", fix) for text, fix in short]
-        less = (1 - SPARE) * free, ram, (1 - SPARE) * gpu.total
-        tight = memory.too_much(shapes, each, *less, takes=takes, there=there)
-        return [warning("memory", f"{of}less than {SPARE:.0%} to spare: {text}", fix) for text, fix in tight]
-
-    def state(found: list[Finding]) -> str:
-        return found[0].state if found else "ok"
-
-    found, alone = check(jobs), check(1)
-    if state(found) == state(alone):
-        return alone
-    most = max(fewer for fewer in range(1, jobs) if state(check(fewer)) != state(found))
-    return [replace(found[0], text=f"with JOBS={jobs}: {found[0].text}", fix=f"set JOBS={most}")]
 
 
 def _folder(model: str) -> Path | None:

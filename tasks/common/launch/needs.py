@@ -16,8 +16,8 @@ from tasks.common.data.prepare import load_tokenizer, read_manifest
 from tasks.common.data.rows import DataError, read_rows, tools_of
 from tasks.common.evaluation.engines import stop_ids
 from tasks.common.files import read_json
-from tasks.common.launch import doctor
-from tasks.common.launch.doctor import Finding, error, ok, warning
+from tasks.common.launch import doctor, memory_checks
+from tasks.common.launch.finding import Finding, error, ok, warning
 from tasks.common.launch.rehearsed_data import first_pairs
 from tasks.common.machine import hardware, memory, speed
 from tasks.common.machine.memory import gb
@@ -209,7 +209,7 @@ def fits(s: Settings, arguments: list[str], target: Target) -> Iterator[Finding]
     """The settings as verl wants them, and the estimate of memory against the real GPUs."""
     try:
         planned = plan(s, arguments)
-        warm_up = [doctor.plan(s, [], "sft")] if s.INIT == "sft" else []
+        warm_up = [memory_checks.plan(s, [], "sft")] if s.INIT == "sft" else []
     except SettingsError as problem:
         yield error("settings", str(problem), "correct the variable")
         return
@@ -218,20 +218,20 @@ def fits(s: Settings, arguments: list[str], target: Target) -> Iterator[Finding]
         text = f"not estimated: MODEL={s.MODEL} has no config.json here, or an unknown model type"
         yield warning("memory", text, "watch the first steps")
         return
-    yield from doctor.window(s, shapes)
+    yield from memory_checks.window(s, shapes)
     if target.gpu is None:
         return
-    yield from doctor.heads(s, shapes, planned)
+    yield from memory_checks.heads(s, shapes, planned)
     gpu = hardware.GPU(target.gpu.name, target.gpu.memory, target.gpu.memory)
-    found = doctor.too_much(s, "train", shapes, planned, gpu, 0)
+    found = memory_checks.too_much(s, "train", shapes, planned, gpu, 0)
     for each in warm_up:
-        found += doctor.too_much(s, "train", shapes, each, gpu, 0, "SFT: ")
+        found += memory_checks.too_much(s, "train", shapes, each, gpu, 0, "SFT: ")
     yield from found or [ok("memory", f"fits on {target}")]
 
 
 def plan(s: Settings, arguments: list[str]) -> memory.Plan:
     """doctor's plan of the training; only RL's reads verl's config. Raises SettingsError."""
-    return doctor.plan(s if s.METHOD == "dpo" else composed_here(s), arguments)
+    return memory_checks.plan(s if s.METHOD == "dpo" else composed_here(s), arguments)
 
 
 def composed_here(s: Settings) -> Settings:
