@@ -8,8 +8,11 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 os.environ.setdefault("GOMP_SPINCOUNT", "1000")  # before torch is imported: two workers share the cores
+settings.register_profile("busy machine", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy machine")
 
 
 class TellsFailuresAtOnce:

@@ -15,7 +15,7 @@ from tasks.common.rewards.episode import Limits
 from tasks.common.rewards.tool_calls import render_calls
 
 HOW = Sampling(n=1, greedy=False, temperature=1.0, top_p=1.0, max_prompt_tokens=9, max_tokens=9, seed=0)
-LIMITS = Limits(prompt_length=2048, response_length=2048, turn_length=512, turns=4, step_seconds=5)
+LIMITS = Limits(prompt_length=2048, response_length=2048, turn_length=512, turns=4, step_seconds=60)
 SYSTEM = "be brief"
 ROW = rl_row("calculator", chat("What is 3 + 4?", SYSTEM), {"answer": "7"}, "test", 0, TOOLS)
 CALL = render_calls([{"name": "calculator", "arguments": {"expression": "3 + 4"}}])

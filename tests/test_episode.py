@@ -20,7 +20,7 @@ from tasks.common.rewards.environment import CallError, Start, Step, of_task, re
 from tasks.common.rewards.episode import Limits, Sampled, play, turn_texts
 from tasks.common.rewards.tool_calls import render_calls
 
-LIMITS = Limits(prompt_length=4096, response_length=4096, turn_length=4096, turns=8, step_seconds=5)
+LIMITS = Limits(prompt_length=4096, response_length=4096, turn_length=4096, turns=8, step_seconds=60)
 ROW = rl_row("calculator", chat("What is 347 * 58?", SYSTEM), {"answer": "20126"}, "test", 0, TOOLS)
 CALL = render_calls([{"name": "calculator", "arguments": {"expression": "347 * 58"}}])
 ANSWER = "<answer>20126</answer>"
@@ -240,9 +240,9 @@ def test_a_call_that_cannot_be_carried_out_is_answered(small_tokenizer, name):
 
 def test_ten_megabytes_of_arguments_are_refused_at_once():
     huge = render_calls([{"name": "calculator", "arguments": {"expression": "1+" * 5_000_000 + "1"}}])
-    started = time.monotonic()
+    started = time.process_time()
     assert replayed(Environment, ROW, [huge, ANSWER]) == (1.0, 1, True)
-    assert time.monotonic() - started < 2
+    assert time.process_time() - started < 2
 
 
 def test_results_that_are_too_large_end_the_episode_before_they_are_tokenized(small_tokenizer):
@@ -250,9 +250,9 @@ def test_results_that_are_too_large_end_the_episode_before_they_are_tokenized(sm
         def step(self, action):
             return Step([tool_message("x" * 50_000_000)])
 
-    started = time.monotonic()
+    started = time.process_time()
     episode, _ = episode_of(small_tokenizer, CALL, made=Talkative)
-    assert (episode.ended, episode.turns) == ("length", 1) and time.monotonic() - started < 2
+    assert (episode.ended, episode.turns) == ("length", 1) and time.process_time() - started < 2
 
 
 # ---- environments that fail
@@ -308,26 +308,28 @@ def test_a_start_that_is_none_is_told(start):
 
 
 def test_a_step_that_hangs_ends_its_episode_alone(small_tokenizer):
-    free = threading.Event()
+    began, free, ended = threading.Event(), threading.Event(), threading.Event()
 
     class Hangs(Environment):
         def step(self, action):
+            began.set()
             free.wait(60)
+            ended.set()
             return super().step(action)
 
-    limits = replace(LIMITS, step_seconds=0.3)
-
     async def both():
-        hanging = play(Hangs, ROW, small_tokenizer, Scripted(small_tokenizer, CALL, ANSWER), limits)
-        quick = play(Environment, ROW, small_tokenizer, Scripted(small_tokenizer, CALL, ANSWER), limits)
-        waiting = asyncio.create_task(hanging)
+        hanging = play(Hangs, ROW, small_tokenizer, Scripted(small_tokenizer, CALL, ANSWER), LIMITS)
+        quick = play(Environment, ROW, small_tokenizer, Scripted(small_tokenizer, CALL, ANSWER), LIMITS)
+        waiting, loop = asyncio.create_task(hanging), asyncio.get_running_loop()
         first = await quick
-        assert not waiting.done()  # the other step still runs, and holds nobody
+        assert await asyncio.to_thread(began.wait, 60)
+        assert not waiting.done() and not ended.is_set()  # the other step still runs, and holds nobody
+        now = loop.time
+        loop.time = lambda: now() + LIMITS.step_seconds  # the clock that ends the step
         return first, await waiting
 
-    started = time.monotonic()
     quick, hung = asyncio.run(both())
-    assert time.monotonic() - started < 5
+    assert not ended.is_set()  # its end was not waited for
     free.set()
     assert (quick.ended, quick.reward) == ("stop", 1.0)
     assert (hung.ended, hung.reward, hung.scores["timeout"]) == ("step_timeout", 0.0, 1.0)

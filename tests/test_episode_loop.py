@@ -49,7 +49,7 @@ def output_of(tokenizer, server: Server, cls: str = "EpisodeOfRow", prompt_lengt
     from tasks.common.verl_plugins import episode_loop
 
     loop = object.__new__(getattr(episode_loop, cls))
-    of_data = {"task": "calculator", "turns": 4, "turn_length": 200, "step_seconds": 5.0} | limits
+    of_data = {"task": "calculator", "turns": 4, "turn_length": 200, "step_seconds": 60.0} | limits
     loop.data_config = SimpleNamespace(episode=SimpleNamespace(**of_data))
     loop.rollout_config = SimpleNamespace(prompt_length=prompt_length, response_length=800)
     loop.tokenizer, loop.server_manager = tokenizer, server

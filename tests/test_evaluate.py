@@ -10,9 +10,11 @@ import pytest
 
 from tasks.common.data.rows import chat, rl_row, rl_schema, write_parquet
 from tasks.common.evaluation.main import next_steps
+from tasks.common.evaluation.sample import Job, sampling
 from tasks.common.evaluation.statistics import Estimate
+from tasks.common.machine.memory import EMBEDDED_CONFIG
 from tasks.common.runs.folder import hf_folder
-from tasks.common.settings import load_settings
+from tasks.common.settings import SettingsError, load_settings
 from tests.helpers import PYTHON, ROOT, exported
 from tests.test_runs import make_run
 from tests.test_settings import VALUES
@@ -567,6 +569,63 @@ def test_bad_values_are_refused_in_one_line(workplace, variables, said):
     assert result.returncode != 0
     (line,) = result.stdout.strip().splitlines()
     assert line.startswith("error:") and said in line
+
+
+# ---- the model's window
+
+
+def with_window(model: Path, tokens: int | None) -> Path:
+    """``model`` with the config of one whose window has so many ``tokens``; None: the config does not say."""
+    (model / "config.json").write_text(json.dumps(EMBEDDED_CONFIG | {"max_position_embeddings": tokens}))
+    return model
+
+
+@pytest.mark.parametrize(
+    ("arguments", "variables", "lengths"),
+    [
+        ("eval large={large} m={m}", {"MAX_NEW_TOKENS": "8065"}, "MAX_NEW_TOKENS=8065"),
+        ("eval m={m}", {"MAX_RESPONSE_LENGTH": "8065"}, "MAX_RESPONSE_LENGTH=8065"),
+        ("probe {m}", {"MAX_NEW_TOKENS": "8065"}, "MAX_NEW_TOKENS=8065"),
+        ("compare {large} {m}", {"MAX_NEW_TOKENS": "8065"}, "MAX_NEW_TOKENS=8065"),
+        ("pairs {m} {out}", {"MAX_RESPONSE_LENGTH": "8065", "MAX_NEW_TOKENS": "64"}, "MAX_RESPONSE_LENGTH=8065"),
+        ("accepted {m} {out}", {"MAX_RESPONSE_LENGTH": "8065", "MAX_NEW_TOKENS": "64"}, "MAX_RESPONSE_LENGTH=8065"),
+    ],
+)
+def test_lengths_beyond_the_models_window_are_refused_before_sampling(
+    workplace, tmp_path, arguments, variables, lengths
+):
+    m, large = (with_window(workplace.model(name, []), size) for name, size in (("m", 8192), ("large", 9000)))
+    given = arguments.format(m=m, large=large, out=tmp_path / "out.parquet").split()
+    result = workplace.run(*given, **variables, N="2")
+    said = f"error: MAX_PROMPT_LENGTH=128 + {lengths}: more than m's window of 8192 tokens; "
+    assert (result.returncode, result.stdout) == (1, f"{said}lower one of them, or take another MODEL\n")
+    assert not [*workplace.artifacts.rglob("sampling.log")]
+
+
+@pytest.mark.parametrize("task", ["countdown", "calculator"])  # calculator: the turns of an episode share the window
+def test_the_window_is_that_of_an_adapters_base_model_and_an_unknown_one_passes(task, tmp_path):
+    def job(model: Path, tokens: int) -> Job:
+        return Job.of(s, str(model), tmp_path / "rows", replace(sampling(s), max_prompt_tokens=128, max_tokens=tokens))
+
+    for name in ("base", "adapter", "unknown"):
+        (tmp_path / name).mkdir()
+    base, adapter, unknown = with_window(tmp_path / "base", 8192), tmp_path / "adapter", tmp_path / "unknown"
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base), "r": 8}))
+    s = load_settings(exported(ROOT / f"tasks/{task}/train.sh", {}))
+    for model in (base, adapter):
+        assert job(model, 8192 - 128).sampling.max_tokens == 8064
+        with pytest.raises(SettingsError, match=f"more than {model.name}'s window of 8192 tokens"):
+            job(model, 8192 - 127)
+    config = json.loads((base / "config.json").read_text())
+    for name in ("rope_scaling", "rope_parameters"):  # of transformers 4 and 5
+        (tmp_path / name).mkdir()
+        yarn = config | {name: {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}}
+        (tmp_path / name / "config.json").write_text(json.dumps(yarn))
+        assert job(tmp_path / name, 32768 - 128).sampling.max_tokens == 32640
+        with pytest.raises(SettingsError, match="window of 32768 tokens"):
+            job(tmp_path / name, 32768 - 127)
+    for model in (unknown, with_window(unknown, None), tmp_path / "none"):
+        assert job(model, 9000).sampling.max_tokens == 9000
 
 
 def test_empty_data_is_named(workplace):

@@ -194,7 +194,7 @@ def test_a_group_of_gpus_has_one_for_the_teacher(monkeypatch):
     changes = {"STACK": "current", "N_GPUS": "2", "METHOD": "distill", "TEACHER": "some/model"}
     runs = planned(monkeypatch, **changes, METHODS="grpo,distill")
     assert [run.TEACHER for run in runs.values()] == ["", "some/model"]
-    assert experiments.gpu_groups(runs, 8) == [["0", "1", "2"], ["3", "4", "5"]]
+    assert experiments.gpu_groups([*runs.values()], 8) == [["0", "1", "2"], ["3", "4", "5"]]
 
 
 @pytest.mark.parametrize(("methods", "refused"), [("grpo,distill", False), ("grpo,gspo", True)])
@@ -274,7 +274,7 @@ def test_the_estimate_of_memory_counts_the_trainings_that_share_a_gpu(n_gpus, th
     for jobs in range(1, len(runs) + 1):
         started.clear()
         experiments.train_at_once(runs, [], jobs)
-        sharing = experiments.sharing(jobs, len(experiments.gpu_groups(runs, jobs)))
+        sharing = experiments.sharing(jobs, len(experiments.gpu_groups([*runs.values()], jobs)))
         shapes = memory.shapes_of("embedded")
         assert set(started) == {(sharing, memory_checks.beside(run, shapes, plan, gpu, sharing)[0].share)}
     alone = replace(plan, share=0.123)  # ARGS reach each training as they are
@@ -308,8 +308,8 @@ def test_the_trainings_are_spread_over_the_gpus_that_are_there(monkeypatch, tmp_
     changes = {"STACK": "current", "N_GPUS": "2", "ARTIFACTS": str(tmp_path), "GPU_MEMORY_UTILIZATION": "0.6"}
     runs = planned(monkeypatch, METHODS="grpo,gspo", SEEDS="3", **changes)
     larger = {label: replace(each, N_GPUS=4) for label, each in runs.items()}
-    assert experiments.gpu_groups(runs, 8) == [["1", "3"], ["4", "6"]]
-    assert experiments.gpu_groups(runs, 1) == experiments.gpu_groups(larger, 8) == [[]]
+    assert experiments.gpu_groups([*runs.values()], 8) == [["1", "3"], ["4", "6"]]
+    assert experiments.gpu_groups([*runs.values()], 1) == experiments.gpu_groups([*larger.values()], 8) == [[]]
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\nsleep 1\necho "$CUDA_VISIBLE_DEVICES $GPU_MEMORY_UTILIZATION $SHARED_GPU"\n')
     python.chmod(0o755)

@@ -172,11 +172,14 @@ def test_a_client_that_is_gone_ends_only_its_fork(tmp_path, owner):
 
 def test_a_client_that_says_nothing_holds_up_the_others_for_a_while_alone(tmp_path, owner):
     tells = script(tmp_path, "import sys\nprint('numpy' in sys.modules)")
+    once = """start = forked._start
+def once(*given):
+    start(*given)
+    forked.SECONDS_TO_ASK = 20  # the next one has time
+forked.SECONDS_TO_ASK, forked._start = 1, once
+forked.serve("""
     with (
-        serving(tmp_path, owner, SERVER.replace("forked.serve(", "forked.SECONDS_TO_ASK = 1; forked.serve(")) as (
-            python,
-            _,
-        ),
+        serving(tmp_path, owner, SERVER.replace("forked.serve(", once)) as (python, _),
         socket.socket(socket.AF_UNIX) as client,
     ):
         client.connect(str(tmp_path / "fork"))

@@ -279,7 +279,7 @@ RECORD = st.dictionaries(
 
 
 @pytest.mark.medium
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(RECORD)
 def test_any_record_is_read_or_refused(record):
     try:

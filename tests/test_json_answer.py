@@ -11,7 +11,7 @@ from tasks.common.rewards.answers import RewardError
 from tasks.common.rewards.json_answer import MAX_OBJECT_CHARS, read_object, schema_problem
 from tasks.common.strict_json import MAX_DEPTH
 
-quick = settings(max_examples=300, deadline=None, database=None)
+quick = settings(max_examples=300, database=None)
 
 
 def nested(depth: int) -> str:

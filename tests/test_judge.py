@@ -440,7 +440,7 @@ def test_the_time_limit_is_for_the_whole_request(serve, answer):
     started = time.monotonic()
     with pytest.raises(JudgeError, match=r"no whole reply within 0.4 s \(JUDGE_TIMEOUT\)"):
         judge.score("q", "a")
-    assert 0.8 <= time.monotonic() - started < 8
+    assert 0.8 <= time.monotonic() - started < 18  # each answer alone takes 20
 
 
 def score_in_threads(numbers) -> list[float]:

@@ -41,17 +41,28 @@ daemon = {{"start_new_session": True}}
 subprocess.Popen([sys.executable, "-c", {DAEMON!r}, folder / "daemon"], **daemon)
 subprocess.Popen([sys.executable, "-c", {AGENT!r}, folder / "agent"], env={{}})
 open(folder / "stage", "w").write(str(os.getpid()))
-time.sleep(float(sys.argv[2]))
+for _ in range(12000):
+    (folder / "end").exists() or time.sleep(0.05)
 """
 LAUNCHER = f"""
-import sys
+import sys, time
 from pathlib import Path
+from tasks.common import leftovers
 from tasks.common.interrupts import interrupt_on_sigterm
 from tasks.common.process import Progress, errors_in_one_line, run
 interrupt_on_sigterm()
-folder = Path(sys.argv[1])
+folder, wait_procs = Path(sys.argv[1]), leftovers.psutil.wait_procs
+def wait(children, timeout):
+    if timeout == leftovers.TERMINATE_SECONDS:  # for processes that would end in order
+        (folder / "waits").touch()
+        for _ in range(1200):
+            (folder / "waited").exists() or time.sleep(0.05)
+        timeout = 0
+    return wait_procs(children, timeout=timeout)
+if sys.argv[2] == "held":
+    leftovers.psutil.wait_procs = wait
 with errors_in_one_line(stopped="stopped"):
-    command = [sys.executable, "-c", {STAGE!r}, str(folder), sys.argv[2]]
+    command = [sys.executable, "-c", {STAGE!r}, str(folder)]
     run(command, name="stage", log=folder / "logs/stage.log", total=1, watch=Progress)
     print("went on", flush=True)
 """
@@ -66,10 +77,12 @@ def interrupt_as_in_a_terminal():
 
 
 class Tree:
-    """A launcher with its stage and daemons; ``left`` says what of them there is."""
+    """A launcher with its stage and daemons; ``left`` says what of them there is. Where it is ``held`` its clean-up
+    waits for ``go_on``, in place of some seconds."""
 
-    def __init__(self, folder: Path, seconds: float = 600, prefix: tuple = ()):
-        command = [*prefix, sys.executable, "-c", LAUNCHER, str(folder), str(seconds)]
+    def __init__(self, folder: Path, held: bool = False, prefix: tuple = ()):
+        self.folder = folder
+        command = [*prefix, sys.executable, "-c", LAUNCHER, str(folder), "held" if held else ""]
         self.launcher = subprocess.Popen(
             command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
         )
@@ -83,6 +96,15 @@ class Tree:
 
     def left(self) -> list:
         return [*filter(runs, self.processes), *(file for file in self.files if file.exists())]
+
+    def end_stage(self) -> None:
+        (self.folder / "end").touch()
+
+    def until_clean_up(self) -> None:
+        wait_until((self.folder / "waits").exists, 30)
+
+    def go_on(self) -> None:
+        (self.folder / "waited").touch()
 
     def output(self) -> str:
         return self.launcher.communicate(timeout=30)[0]
@@ -106,12 +128,14 @@ def wait_until(holds, seconds: float) -> None:
 @pytest.mark.medium
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGHUP, marks=pytest.mark.slow), signal.SIGINT])
 def test_signals_during_the_clean_up_do_not_break_it_off(number, tmp_path):
-    tree = Tree(tmp_path)
+    tree = Tree(tmp_path, held=True)
     os.kill(tree.launcher.pid, number)
+    tree.until_clean_up()
     for again in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
-        time.sleep(0.2)
-        assert tree.launcher.poll() is None  # 3 seconds are for processes that would end in order
         os.killpg(tree.launcher.pid, again)
+        time.sleep(0.2)
+        assert tree.launcher.poll() is None
+    tree.go_on()
     said = tree.output()
     assert tree.launcher.returncode == 130 and said.endswith("\nstopped\n"), said
     assert tree.left() == []
@@ -119,10 +143,12 @@ def test_signals_during_the_clean_up_do_not_break_it_off(number, tmp_path):
 
 @pytest.mark.slow
 def test_a_signal_in_the_clean_up_of_a_stage_that_ended_waits_for_it(tmp_path):
-    tree = Tree(tmp_path, seconds=3)
-    wait_until(lambda: not psutil.pid_exists(tree.processes[2]), 20)
-    time.sleep(0.3)
+    tree = Tree(tmp_path, held=True)
+    tree.end_stage()
+    tree.until_clean_up()
+    assert not runs(tree.processes[2])
     os.kill(tree.launcher.pid, signal.SIGINT)
+    tree.go_on()
     said = tree.output()
     assert tree.launcher.returncode == 130 and "went on" not in said
     assert tree.left() == []
@@ -144,8 +170,10 @@ def test_ten_seconds_after_a_kill_nothing_is_left(kill, tmp_path):
 
 @pytest.mark.slow
 def test_nohup_goes_on_after_its_terminal_is_gone(tmp_path):
-    tree = Tree(tmp_path, seconds=4, prefix=("nohup",))
+    tree = Tree(tmp_path, prefix=("nohup",))
     os.killpg(tree.launcher.pid, signal.SIGHUP)
+    time.sleep(0.2)
+    tree.end_stage()
     assert "went on" in tree.output() and tree.launcher.returncode == 0
     assert tree.left() == []
 
@@ -171,9 +199,9 @@ from pathlib import Path
 from tasks.common.leftovers import Launch
 launch = Launch(Path(sys.argv[1]))
 launch.outlives_exec()
-socket = "import os, socket, sys, tempfile, time; name = tempfile.gettempdir() + '/socket'\\n"
-socket += "socket.socket(socket.AF_UNIX).bind(name); print(name, flush=True); time.sleep(float(sys.argv[1]))"
-os.execve(sys.executable, [sys.executable, "-c", socket, sys.argv[2]], os.environ | launch.environment)
+socket = "import os, socket, sys, tempfile; name = tempfile.gettempdir() + '/socket'\\n"
+socket += "socket.socket(socket.AF_UNIX).bind(name); print(name, flush=True); sys.stdin.read()"
+os.execve(sys.executable, [sys.executable, "-c", socket], os.environ | launch.environment)
 """
 
 
@@ -181,13 +209,12 @@ os.execve(sys.executable, [sys.executable, "-c", socket, sys.argv[2]], os.enviro
 @pytest.mark.parametrize("kill", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["killed", "ended"])
 def test_the_sockets_of_a_program_in_place_of_the_launcher_go_with_it(kill, tmp_path):
     """`make chat`: vLLM makes sockets in the folder of temporary files."""
-    command = [sys.executable, "-c", CHAT, str(tmp_path), "600" if kill else "3"]
-    chat = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", CHAT, str(tmp_path)]
+    chat = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     made = Path(chat.stdout.readline().strip())
     time.sleep(1.5)
     assert made.exists() and chat.poll() is None  # the guard waits
-    if kill:
-        chat.kill()
+    chat.kill() if kill else chat.stdin.close()
     assert chat.wait(30) == (-signal.SIGKILL if kill else 0)
     wait_until(lambda: not made.parent.exists(), 10)
 

@@ -281,6 +281,25 @@ def test_new_refuses_a_bad_name_and_leaves_nothing():
     assert sorted(p.name for p in (ROOT / "tasks").iterdir()) == before
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"OPTIONS": "reward=nosuch"}, "reward=nosuch: must be one of math, exact, "),
+        ({"OPTIONS": "reward=exact reward=nosuch"}, "reward=nosuch: must be one of math, exact, "),
+        ({"OPTIONS": "lora=maybe"}, "lora=maybe: must be one of no, yes"),
+        ({"SOURCE": "nosuch"}, "source=nosuch: must be one of generate, hub, "),
+        ({"OPTIONS": "reward"}, "OPTIONS=reward: has no answer; write OPTIONS=reward=answer"),
+        ({"TASK": "countdown"}, "tasks/countdown: exists already; take another name"),
+    ],
+)
+def test_new_refuses_in_one_line_what_cookiecutter_would_not(given, said):
+    result = make("new", **{"TASK": "not_there"} | given)
+    line, *others = result.stdout.splitlines()
+    assert result.returncode != 0 and line.startswith(f"error: {said}")
+    assert [other for other in others if not other.startswith("make: ***")] == []
+    assert not (ROOT / "tasks/not_there").exists()
+
+
 def test_top_level_folders_are_those_of_the_house():
     files = subprocess.run(
         ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True

@@ -196,6 +196,11 @@ def test_a_merge_ends_with_the_process_that_was_killed(tmp_path):
     while not (mergers := [c for c in psutil.Process(merging.pid).children() if "verl.model_merger" in c.cmdline()]):
         assert merging.poll() is None and time.monotonic() < deadline
         time.sleep(0.05)
+    for merger in mergers:
+        merger.suspend()  # it does not end by itself, however long it is waited for
     merging.kill()
     merging.wait()
-    assert psutil.wait_procs(mergers, timeout=3)[1] == []
+    left = psutil.wait_procs(mergers, timeout=30)[1]
+    for merger in left:
+        merger.kill()
+    assert left == []

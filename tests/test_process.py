@@ -25,10 +25,21 @@ def run_python(code, tmp_path, **kwargs):
     )
 
 
+def waits_for(file) -> str:
+    """Python that goes on once there is ``file``, or after a minute."""
+    return f"import os, time\nfor _ in range(1200): os.path.exists({str(file)!r}) or time.sleep(0.05)\n"
+
+
 @pytest.mark.medium
 def test_output_goes_to_the_log_and_progress_to_the_screen(tmp_path, capfd):
     steps = iter([Progress(0, " starting"), Progress(1, " reward 0.5")])
-    run_python("import time; print('noise'); time.sleep(1.2)", tmp_path, watch=lambda: next(steps, Progress(2, " end")))
+
+    def watch() -> Progress:
+        if (step := next(steps, None)) is None:
+            (tmp_path / "watched").touch()
+        return step or Progress(2, " end")
+
+    run_python(f"print('noise')\n{waits_for(tmp_path / 'watched')}", tmp_path, watch=watch)
     screen = capfd.readouterr().out
     assert "noise" not in screen and "logs/stage.log" in screen
     assert "reward 0.5" in screen and "2/2" in screen
@@ -119,10 +130,18 @@ tracker.register = lambda *a: None
 memory = shared_memory.SharedMemory(create=True, size=64)
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
 print(child.pid, memory.name, flush=True)
-time.sleep(1.5)  # the launcher looks every half second who has mapped what
 """
-    run_python(f"import time\n{code}", tmp_path)
-    pid, name = (tmp_path / "logs/stage.log").read_text().split()
+    log, said = tmp_path / "logs/stage.log", []
+
+    def watch() -> Progress:
+        """After each call the launcher looks who has mapped what."""
+        said.append(log.read_text())
+        if [text.endswith("\n") for text in said[-2:]] == [True, True]:  # it has looked since
+            (tmp_path / "looked").touch()
+        return Progress()
+
+    run_python(f"{code}{waits_for(tmp_path / 'looked')}", tmp_path, watch=watch)
+    pid, name = log.read_text().split()
     assert name.startswith("psm_")
     assert not psutil.pid_exists(int(pid)) and not os.path.exists(f"/dev/shm/{name}")
 

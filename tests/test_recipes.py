@@ -103,11 +103,22 @@ def test_a_command_that_fails_leaves_the_page(command, said, written, tmp_path):
 @pytest.mark.medium
 def test_ram_is_that_of_the_processes_below_the_command(monkeypatch):
     monkeypatch.setattr(recipe, "PAUSE", 0.5)
-    holds = "import time; held = bytearray(b'x') * 10**8; time.sleep(4)"
+    holds = "import sys; held = bytearray(b'x') * 10**8; print('held', flush=True); sys.stdin.read()"
+    piped = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
     with (
-        subprocess.Popen([PYTHON, "-c", holds]),  # another program
-        subprocess.Popen(["bash", "-c", '"$0" -c "$1"; true', PYTHON, holds]) as command,
+        subprocess.Popen([PYTHON, "-c", holds], **piped) as other,  # another program
+        subprocess.Popen(["bash", "-c", '"$0" -c "$1"; true', PYTHON, holds], **piped) as command,
     ):
+        assert other.stdout.readline() == command.stdout.readline() == "held\n"
+        waits, looks = command.wait, []
+
+        def wait(seconds: float | None = None) -> int:
+            looks.append(seconds)
+            if len(looks) == 3:  # it has been looked at twice
+                command.stdin.close()
+            return waits(seconds if len(looks) < 3 else None)
+
+        monkeypatch.setattr(command, "wait", wait)
         assert 1e8 < recipe.peak_of(command) < 1.5e8
 
 
@@ -208,21 +219,28 @@ def test_a_command_ends_at_its_limit(written):
 
 def test_a_command_that_outlives_the_signal_of_its_limit_has_its_reason(written, monkeypatch):
     monkeypatch.setattr(recipe, "GRACE", 1)
-    status, _ = written("0\n# minutes: 0.01", "trap '' TERM\nsleep 60\n")
-    assert "exit status -9: longer than its 0.01 minutes" in status
+    status, _ = written("0\n# minutes: 0.1", "trap '' TERM\nsleep 60\n")  # 6 s for the trap
+    assert "exit status -9: longer than its 0.1 minutes" in status
 
 
 @pytest.mark.medium
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_recipe_that_is_ended_ends_its_command(number, written, tmp_path):
-    threading.Timer(2, os.kill, (os.getpid(), number)).start()
+    pid = tmp_path / "pid"
     before = {each: signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+
+    def end() -> None:
+        until(lambda: pid.exists() and pid.read_text().endswith("\n"))
+        until(lambda: signal.getsignal(number) != before[number])  # else the tests end
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=end).start()
     try:
-        status, _ = written("0", f"echo $$ >{tmp_path}/pid\nsleep 60\n")
+        status, _ = written("0", f"echo $$ >{pid}\nsleep 60\n")
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
-    assert "exit status -15" in status and not psutil.pid_exists(int((tmp_path / "pid").read_text()))
+    assert "exit status -15" in status and not psutil.pid_exists(int(pid.read_text()))
 
 
 def test_the_limit_ends_what_ignores_sigterm(written, tmp_path, monkeypatch):
@@ -231,8 +249,8 @@ def test_the_limit_ends_what_ignores_sigterm(written, tmp_path, monkeypatch):
     ignores = (
         "import os, signal, time; signal.signal(15, signal.SIG_IGN); print(os.getpid(), flush=True); time.sleep(60)"
     )
-    status, _ = written("0\n# minutes: 0.05", f"{PYTHON} -c '{ignores}' >{tmp_path}/pid\n")
-    assert "longer than its 0.05 minutes" in status
+    status, _ = written("0\n# minutes: 0.1", f"{PYTHON} -c '{ignores}' >{tmp_path}/pid\n")  # 6 s to begin
+    assert "longer than its 0.1 minutes" in status
     until(lambda: has_ended(int((tmp_path / "pid").read_text())), seconds=10)
 
 
@@ -309,16 +327,17 @@ def test_no_stack_depends_on_the_folder_of_another():
         assert named <= {name}, name
 
 
-@pytest.mark.parametrize("line", ["reach: pass@1 over 0", "reach: pass@1 gain above x", ""])
+@pytest.mark.parametrize("line", ["reach: pass@1 over 0", "reach: pass@1 gain above x", "reach: pass@1 above 0..9", ""])
 def test_a_head_of_another_form_is_refused(line, tmp_path):
     (tmp_path / "x.sh").write_text(f"# x\n# hardware: y\n# stack: cpu\n# minutes: 1\n# {line}\n")
     with pytest.raises(SettingsError, match=r"x\.sh: its head needs lines"):
         recipe.read(tmp_path / "x.sh")
 
 
-def test_a_limit_that_is_no_number_is_refused(tmp_path):
-    (tmp_path / "x.sh").write_text(HEAD.format(0).replace("minutes: 1", "minutes: ten"))
-    with pytest.raises(SettingsError, match=r"x\.sh: minutes: ten: give a number"):
+@pytest.mark.parametrize("limit", ["ten", "1..2", "-3"])
+def test_a_limit_that_is_no_number_is_refused(limit, tmp_path):
+    (tmp_path / "x.sh").write_text(HEAD.format(0).replace("minutes: 1", f"minutes: {limit}"))
+    with pytest.raises(SettingsError, match=rf"x\.sh: minutes: {limit}: give a number"):
         recipe.read(tmp_path / "x.sh")
 
 

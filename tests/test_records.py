@@ -233,9 +233,9 @@ def test_what_is_masked_and_what_is_not(text, expected):
     "text", ["a_" * 50_000, "--" * 50_000, "token: " * 20_000, "token" * 20_000, "sk-" * 30_000, "bearer " * 20_000]
 )
 def test_masking_is_fast_on_repetition(text):
-    begun = time.perf_counter()
+    begun = time.thread_time()
     masked(text)
-    assert time.perf_counter() - begun < 2
+    assert time.thread_time() - begun < 2
 
 
 def test_git_says_commit_changes_and_new_files_or_why_not(tmp_path, monkeypatch):

@@ -509,6 +509,19 @@ def test_heads_and_a_warm_up_that_do_not_fit_are_errors(small_model, tmp_path):
     assert said.startswith("heads: TP=3: MODEL has 32 heads and 8 of keys")
 
 
+def test_a_teacher_with_a_short_window_is_an_error(tmp_path):
+    for name, window in (("policy", 4096), ("teacher", 1024)):
+        (tmp_path / name).mkdir()
+        config = CONFIGS["Qwen/Qwen2.5-3B-Instruct"] | {"max_position_embeddings": window}
+        (tmp_path / name / "config.json").write_text(json.dumps(config))
+        (tmp_path / name / "pytorch_model.bin").touch()
+    given = {"METHOD": "distill", "TEACHER": str(tmp_path / "teacher"), "MAX_RESPONSE_LENGTH": "1024", "INIT": "base"}
+    s, _ = real(None, "current", MODEL=str(tmp_path / "policy"), GPU="h100", **given)
+    found = needs.fits(s, [], needs.target_of(s, load_settings({"GPU": "h100"}, cls=Command)))
+    (said,) = [str(each) for each in found if each.state == "error"]
+    assert "its window of 1024 tokens is less than the" in said
+
+
 def test_what_the_config_does_not_say_is_not_called_ok(tmp_path):
     def found(**config) -> list[str]:
         (tmp_path / "config.json").write_text(json.dumps(config))

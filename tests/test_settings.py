@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import subprocess
 from dataclasses import fields
 
 import pytest
@@ -641,14 +642,24 @@ def test_defaults_of_a_stack_are_variables(stack):
 
 
 @pytest.fixture
-def four_gpus(monkeypatch, tmp_path):
+def smi(monkeypatch, tmp_path):
+    """Makes nvidia-smi a shell script with the given body."""
+
+    def write(body: str) -> None:
+        (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n{body}\n")
+        (tmp_path / "nvidia-smi").chmod(0o755)
+
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return write
+
+
+@pytest.fixture
+def four_gpus(smi):
     """A machine with four GPUs, of which two have UUIDs that begin in the same way."""
     uuids = ("GPU-0c4f", "GPU-1c4f", "GPU-2c4f", "GPU-2d00")
     lines = "".join(f"GPU {n}: NVIDIA H200 (UUID: {uuid}-0a7d-11ef)\n" for n, uuid in enumerate(uuids))
-    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\n[ $1 = -L ] && echo '{lines}' | grep GPU\n")
-    (tmp_path / "nvidia-smi").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    smi(f"[ $1 = -L ] && echo '{lines}' | grep GPU")
 
 
 def test_all_gpus_that_are_visible_are_used(four_gpus, sources, monkeypatch):
@@ -666,12 +677,9 @@ def test_all_gpus_that_are_visible_are_used(four_gpus, sources, monkeypatch):
         (["No devices found."], []),
     ],
 )
-def test_parts_of_a_gpu_are_not_counted_as_gpus(lines, names, monkeypatch, tmp_path):
+def test_parts_of_a_gpu_are_not_counted_as_gpus(lines, names, smi, tmp_path):
     (tmp_path / "list").write_text("\n".join(lines))
-    (tmp_path / "nvidia-smi").write_text(f"#!/bin/sh\ncat '{tmp_path}/list'\n")
-    (tmp_path / "nvidia-smi").chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    smi(f"cat '{tmp_path}/list'")
     assert settings.visible_gpus() == names
 
 
@@ -689,11 +697,86 @@ def test_parts_of_a_gpu_are_not_counted_as_gpus(lines, names, monkeypatch, tmp_p
         ("GPU-0,GPU-2,GPU-1", ["0"]),  # two begin with GPU-2
         ("GPU-7", []),
         ("NoDevFiles", []),
+        ("0,0", []),
+        ("0,00", []),
+        ("0,9,9", []),
+        ("0,-1,0", ["0"]),
+        ("GPU-1c,1", []),
+        ("GPU-1c,GPU-1c4f", []),
+        ("MIG-2f,MIG-2f", []),
+        ("0 1", ["0"]),
+        ("1gpu2, +2ampere", ["1", "2"]),
+        ("+,0", []),
+        ("0,5,1", ["0"]),  # there is no GPU 5
+        ("5", []),
+        ("0,MIG-2f,5", ["0", "MIG-2f"]),
     ],
 )
 def test_the_visible_gpus_end_where_cuda_stops(value, names, four_gpus, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
     assert settings.visible_gpus() == names
+
+
+def test_without_a_list_of_gpus_the_named_ones_are_kept(smi, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,5,MIG-2f")
+    smi("echo No devices found.")
+    assert settings.visible_gpus() == ["0", "5", "MIG-2f"]
+    monkeypatch.setenv("PATH", "")
+    assert settings.visible_gpus() == ["0", "5", "MIG-2f"]
+
+
+def test_an_nvidia_smi_that_hangs_is_an_error(smi, monkeypatch):
+    smi("exec sleep 5")
+    monkeypatch.setattr(settings, "ANSWERS_WITHIN", 0.2)
+    said = "nvidia-smi does not answer within 0.2 s; turn on persistence mode: nvidia-smi -pm 1, or set STACK=cpu"
+    assert error_of(STACK="current", N_GPUS="") == said
+    assert load(STACK="cpu", N_GPUS="").N_GPUS == 1
+
+
+@pytest.mark.parametrize("timeout", [True, False])
+def test_the_stack_is_chosen_where_nvidia_smi_hangs(timeout, smi, tmp_path):
+    """One question that hangs is enough. Without the command timeout there is no limit."""
+    smi(f"echo >>'{tmp_path}/asked'; exec sleep {60 if timeout else 0.1}")
+    for name in ("bash", "grep", "sort", "head", "sleep"):
+        (tmp_path / name).symlink_to(shutil.which(name))
+    if timeout:  # for `timeout --foreground 1 true` and `timeout --foreground 60 nvidia-smi ...`
+        limited = f'shift 2; exec {shutil.which("timeout")} 1 "$@"'
+        (tmp_path / "timeout").write_text(f"#!/bin/bash\n[ $3 = true ] && exit\n{limited}\n")
+        (tmp_path / "timeout").chmod(0o755)
+    script = [tmp_path / "bash", ROOT / "tasks/common/install/choose_stack.sh"]
+    result = subprocess.run(script, env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=True)
+    answered = "a100: an NVIDIA GPU, whose driver does not tell its compute capability\n"
+    hangs = f"cpu: {settings.no_answer(settings.ANSWERS_WITHIN)}\n"
+    assert (result.stdout, result.stderr) == (hangs if timeout else answered, "")
+    assert len((tmp_path / "asked").read_text()) == (1 if timeout else 3)
+
+
+@pytest.mark.parametrize(("visible", "stack"), [("0 1", "current"), (" +0", "current"), ("x0", "cpu"), ("+", "cpu")])
+def test_the_stack_is_that_of_the_gpu_that_cuda_takes(visible, stack, smi):
+    smi("echo 9.0, NVIDIA H200")
+    script = ["bash", ROOT / "tasks/common/install/choose_stack.sh"]
+    result = subprocess.run(script, env=os.environ | {"CUDA_VISIBLE_DEVICES": visible}, capture_output=True, text=True)
+    assert result.stdout.startswith(f"{stack}: ")
+
+
+def test_a_stack_of_gpus_is_refused_where_there_is_none(smi, monkeypatch):
+    smi("echo No devices found.; exit 6")
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    for stack in ("current", "a100"):
+        changes = {"STACK": stack, "METHOD": "grpo", "N_GPUS": ""}
+        said = "nvidia-smi finds no GPU; install NVIDIA's driver, or set STACK=cpu"
+        assert error_of(**changes) == said
+        given = exported(ROOT / "tasks/countdown/train.sh", {"STACK": stack})
+        with pytest.raises(SettingsError, match=f"^{said}$"):
+            load_settings(given)
+        monkeypatch.setenv("RAY_ADDRESS", "auto")
+        fix = "set it to the GPUs per machine of the cluster at RAY_ADDRESS"
+        assert error_of(**changes) == f"N_GPUS=0: this machine has no GPU to count; {fix}"
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        assert error_of(**changes) == f"N_GPUS=0: this machine has no GPU to count; {fix}"
+        assert load(**changes | {"N_GPUS": "2"}).N_GPUS == 2
+        monkeypatch.delenv("RAY_ADDRESS")
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
 
 
 @pytest.mark.parametrize(
@@ -714,7 +797,7 @@ def test_vllm_gets_numbers_in_place_of_uuids(given, left, order, four_gpus, monk
     assert (found["CUDA_VISIBLE_DEVICES"], found["CUDA_DEVICE_ORDER"]) == (left, order)
 
 
-@pytest.mark.parametrize("value", ["", "-1", "NoDevFiles,0", "GPU-7"])
+@pytest.mark.parametrize("value", ["", "-1", "NoDevFiles,0", "GPU-7", "0,0"])
 def test_a_stack_of_gpus_is_refused_where_all_are_hidden(value, four_gpus, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", value)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)

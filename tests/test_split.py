@@ -219,7 +219,7 @@ def test_row_that_does_not_fit_is_refused_and_leaves_nothing(tmp_path):
 PROMPT_NUMBERS = st.lists(st.tuples(st.integers(0, 40), st.integers(0, 3), st.booleans()), min_size=1, max_size=120)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     PROMPT_NUMBERS, st.integers(0, 60), st.sampled_from([0, 0.05, 0.5, 1, 5, 30]), st.integers(0, 30), st.integers(0, 9)
 )

@@ -124,11 +124,16 @@ def test_a_kl_coefficient_that_would_do_nothing_is_refused(argument, named, monk
 
 
 def test_lengths_of_args_that_vllm_would_cut_are_refused(monkeypatch):
-    for name in ("prompt", "response"):
+    for name in (
+        "data.max_prompt",
+        "data.max_response",
+        "actor_rollout_ref.rollout.prompt",
+        "actor_rollout_ref.rollout.response",
+    ):
         with pytest.raises(
             SettingsError, match=r"^rollout\.max_model_len=\d+: cuts sequences of \d+ tokens; set MAX_PROMPT_"
         ):
-            verl_config.check(config_of(monkeypatch, f"data.max_{name}_length=4096"))
+            verl_config.check(config_of(monkeypatch, f"{name}_length=4096"))
     longer = ["data.max_response_length=4096", "actor_rollout_ref.rollout.max_model_len=8192"]
     verl_config.check(config_of(monkeypatch, *longer))
 
@@ -233,7 +238,7 @@ def test_a_teacher_with_another_tokenizer_is_refused(small_model, tmp_path, monk
     def problem(teacher: Path) -> str | None:
         s = settings_of("countdown", monkeypatch, METHOD="distill", TEACHER=str(teacher))
         overrides = verl_config.rl_overrides(s, small_model, Path("/r"))
-        return method("distill").problem(verl_config.compose("ppo_trainer", overrides))
+        return method("distill").models_problem(verl_config.compose("ppo_trainer", overrides))
 
     assert problem(small_model) is None
     other = tmp_path / "other"
@@ -355,6 +360,9 @@ def test_an_argument_of_another_type_than_its_default_is_refused(argument, said,
         ("actor_rollout_ref.rollout.n=1.5", ""),
         ("actor_rollout_ref.rollout.tensor_model_parallel_size=0", ""),
         ("actor_rollout_ref.rollout.tensor_model_parallel_size=-1", ""),
+        ("actor_rollout_ref.rollout.max_model_len=0", ""),
+        ("actor_rollout_ref.rollout.max_model_len=8192.5", ""),
+        ("actor_rollout_ref.rollout.response_length=0", ""),
         (f"{ACTOR}.ulysses_sequence_parallel_size=0", ""),
         (f"{ACTOR}.ppo_micro_batch_size_per_gpu=0", ""),
         ("data.train_batch_size=0", ""),

@@ -25,6 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 HEALTH_RULES = ("nan", "collapse", "kl", "spike", "mismatch", "zero_variance", "truncation", "no_reward", "fall")
 GPUS = ("a100", "a100-40g", "h100", "h200", "a10", "l40s")  # that machine/speed.py knows
+ANSWERS_WITHIN = 60  # seconds, nvidia-smi: without persistence mode each call starts the driver of every GPU
 METHODS = sorted(path.stem for path in (ROOT / "tasks/common/training/methods").glob("[a-z]*.py"))
 STACKS = sorted(path.parent.name for path in (ROOT / "tasks/common/stacks").glob("*/__init__.py"))
 
@@ -81,33 +82,49 @@ def _same_as(name: str) -> Callable[[dict[str, str]], str]:
     return _rule(name, lambda values: values[name])
 
 
-def _listed_gpus() -> list[str]:
-    """The lines of `nvidia-smi -L`, in the order of the PCI bus; none without it."""
+def no_answer(seconds: float) -> str:
+    """What to say of an nvidia-smi that takes longer."""
+    return f"nvidia-smi does not answer within {seconds} s; turn on persistence mode: nvidia-smi -pm 1"
+
+
+def _listed_gpus() -> list[tuple[str, str]]:
+    """Number and UUID of each GPU of `nvidia-smi -L`, in the order of the PCI bus; none without it. Raises
+    SettingsError when it takes more than ANSWERS_WITHIN seconds."""
     if not shutil.which("nvidia-smi"):
         return []
-    return subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True).stdout.splitlines()
+    query = ["nvidia-smi", "-L"]
+    try:
+        listed = subprocess.run(query, capture_output=True, text=True, timeout=ANSWERS_WITHIN).stdout
+    except subprocess.TimeoutExpired:
+        raise SettingsError(f"{no_answer(ANSWERS_WITHIN)}, or set STACK=cpu") from None
+    # Parts (MIG) are indented below theirs.
+    return re.findall(r"^GPU ([0-9]+):(?:.*\(UUID: (GPU-.+)\)$)?", listed, re.MULTILINE)
 
 
 def named_gpus() -> list[str] | None:
     """The GPUs of CUDA_VISIBLE_DEVICES, up to the first entry that names none, e.g. -1: CUDA stops there. None where it
-    is not set; empty, it hides all. A UUID, or the beginning of one, is the number that nvidia-smi has for it."""
+    is not set; empty, or with a GPU twice, it hides all. The digits that an entry begins with are its number. A UUID,
+    or the beginning of one, is the number that nvidia-smi has for it."""
     if (given := os.environ.get("CUDA_VISIBLE_DEVICES")) is None:
         return None
-    names = given.replace(" ", "").split(",")
-    if any(name.startswith("GPU-") for name in names):
-        numbers = re.findall(r"^GPU ([0-9]+): .*\(UUID: (GPU-.+)\)$", "\n".join(_listed_gpus()), re.MULTILINE)
-        for place, name in enumerate(names):
-            found = [number for number, uuid in numbers if name.startswith("GPU-") and uuid.startswith(name)]
-            names[place] = found[0] if len(found) == 1 else name  # of several that begin so CUDA takes none
-    return list(takewhile(re.compile(r"[0-9]+$|MIG-").match, names))
+    names = [name.strip() for name in given.split(",")]
+    listed = _listed_gpus() if any(name.startswith("GPU-") for name in names) else []
+    for place, name in enumerate(names):
+        found = [number for number, uuid in listed if name.startswith("GPU-") and uuid.startswith(name)]
+        name = found[0] if len(found) == 1 else name  # of several that begin so CUDA takes none
+        digits = re.match(r"\+?0*([0-9]+)", name)
+        names[place] = digits[1] if digits else name
+    names = list(takewhile(re.compile(r"[0-9]|MIG-").match, names))
+    return names if len(set(names)) == len(names) else []
 
 
 def visible_gpus() -> list[str]:
-    """The NVIDIA GPUs that a training sees: numbers, and parts (MIG) as CUDA_VISIBLE_DEVICES names them."""
-    if (named := named_gpus()) is not None:
-        return named
-    listed = [line for line in _listed_gpus() if re.match("GPU [0-9]+:", line)]  # parts are indented below theirs
-    return [str(number) for number in range(len(listed))]
+    """The NVIDIA GPUs that a training sees: numbers, and parts (MIG) as CUDA_VISIBLE_DEVICES names them. They end at
+    the first number that nvidia-smi does not list, if it lists any."""
+    names, listed = named_gpus(), [number for number, _ in _listed_gpus()]
+    if names is None or not listed:
+        return names or listed
+    return list(takewhile(lambda name: name in listed or name.startswith("MIG-"), names))
 
 
 def gpu_numbers() -> dict[str, str]:
@@ -117,12 +134,21 @@ def gpu_numbers() -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": ",".join(named_gpus()), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if by_uuid else {}
 
 
-def _check_visible(stack: str) -> None:
-    """Raise SettingsError where CUDA_VISIBLE_DEVICES hides all GPUs of this machine from a stack that needs one."""
-    if stack != "cpu" and named_gpus() == [] and os.environ.get("RAY_ADDRESS", "local") in ("", "local"):
-        given = " ".join(os.environ["CUDA_VISIBLE_DEVICES"].split())[:80]
+def _check_visible(stack: str, gpus: str) -> None:
+    """Raise SettingsError where a stack needs a GPU and sees none: CUDA_VISIBLE_DEVICES hides all of this machine, or
+    it has none to count for N_GPUS, ``gpus``."""
+    if stack == "cpu" or (named_gpus() != [] and (gpus != "0" or visible_gpus())):
+        return
+    if os.environ.get("RAY_ADDRESS", "local") not in ("", "local"):
+        if gpus == "0":
+            fix = "set it to the GPUs per machine of the cluster at RAY_ADDRESS"
+            raise SettingsError(f"N_GPUS=0: this machine has no GPU to count; {fix}")
+    elif (given := os.environ.get("CUDA_VISIBLE_DEVICES")) is None:
+        raise SettingsError("nvidia-smi finds no GPU; install NVIDIA's driver, or set STACK=cpu")
+    else:
         fix = "name GPUs of this machine, unset it, or set STACK=cpu"
-        raise SettingsError(f"CUDA_VISIBLE_DEVICES={given}: no GPU is visible, it hides them; {fix}")
+        shown = " ".join(given.split())[:80]
+        raise SettingsError(f"CUDA_VISIBLE_DEVICES={shown}: no GPU is visible, it hides them; {fix}")
 
 
 def gpu_groups(size: int, most: int) -> list[list[str]]:
@@ -447,7 +473,8 @@ def _imported(tree: ast.AST, file: Path) -> set[Path]:
 
 def method(name: str):
     """The module of a method: ``overrides(settings)``, perhaps MINI_BATCHES (optimizer steps per step; default 1),
-    TRAINER, DEFAULTS, GPUS, ``problem``, ``warning`` (of verl's config), ``warning_after`` (of the metrics)."""
+    TRAINER, DEFAULTS, GPUS, ``problem``, ``models_problem``, ``warning`` (of verl's config), ``warning_after`` (of the
+    metrics)."""
     return importlib.import_module(f"tasks.common.training.methods.{name}")
 
 
@@ -581,7 +608,7 @@ def load_settings(environ: Mapping[str, str] | None = None, cls: type = Settings
         texts = {name: value.text for name, value in values_of(environ).items()}
         # Not where settings are COMPLETE: Ray hides the GPUs from processes of a training that use none.
         if texts["N_GPUS"] == "0" or (os.environ.get("STAGE") in ON_GPUS and not os.environ.get(COMPLETE)):
-            _check_visible(texts["STACK"])
+            _check_visible(texts["STACK"], texts["N_GPUS"])
     else:
         texts = {f.name: environ.get(f.name) or f.metadata["default"] for f in fields(cls)}
     settings = cls(**{f.name: _checked(f, texts[f.name]) for f in fields(cls)})

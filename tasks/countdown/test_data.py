@@ -104,7 +104,7 @@ def test_combine_keeps_the_expressions_of_its_terms():
     assert all(exact(text) == value for (value, text), _ in found)
 
 
-@settings(max_examples=100, deadline=None, database=None)
+@settings(max_examples=100, database=None)
 @given(st.lists(st.integers(1, 12), min_size=1, max_size=3), st.integers(-10, 60))
 def test_solve_agrees_with_the_exhaustive_search(numbers, target):
     solution = solve(numbers, target)
@@ -115,7 +115,7 @@ def test_solve_agrees_with_the_exhaustive_search(numbers, target):
         assert len(steps) == len(numbers) - 1
 
 
-@settings(max_examples=20, deadline=None, database=None)
+@settings(max_examples=20, database=None)
 @given(st.lists(st.integers(1, 10), min_size=4, max_size=4), st.integers(1, 999))
 def test_solve_agrees_with_the_exhaustive_search_of_four_numbers(numbers, target):
     solution = solve(numbers, target)

@@ -18,7 +18,7 @@ from tasks.countdown.reward import compute_score
 
 SCORES = {0.0, 0.1, 0.3, 1.0}
 SPELLINGS = {"+": "+", "-": "-−", "*": "*×", "/": "/÷"}
-quick = settings(max_examples=200, deadline=None, database=None)
+quick = settings(max_examples=200, database=None)
 
 
 def score(answer, numbers, target, wrap="<answer>{}</answer>"):

@@ -31,7 +31,7 @@ from tasks.econ_agent.simulation import (
 )
 from tests.helpers import PYTHON, ROOT, exported, make
 
-quick = settings(max_examples=200, deadline=None, database=None)
+quick = settings(max_examples=200, database=None)
 share = st.floats(0, 1)
 money = st.floats(0, 1e7)
 truths = st.fixed_dictionaries(
@@ -168,7 +168,7 @@ def test_gini_by_hand(values, expected):
     assert gini(np.array(values, float)) == pytest.approx(expected)
 
 
-@settings(max_examples=40, deadline=None, database=None)
+@settings(max_examples=40, database=None)
 @given(
     st.integers(0, 10**9), st.integers(1, 12), st.integers(1, 30), st.sampled_from(["behave", "all", "none", "random"])
 )

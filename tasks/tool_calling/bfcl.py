@@ -25,7 +25,7 @@ from tasks.common.data.rows import DataError, rl_row, rl_schema, write_parquet
 from tasks.common.evaluation.engines import window
 from tasks.common.evaluation.main import STOPPED, summarized
 from tasks.common.evaluation.rollouts import TOO_LONG, Rollout
-from tasks.common.evaluation.sample import Hardware, Job, Scoring, report_errors, sample_here, sampling
+from tasks.common.evaluation.sample import Hardware, Job, Scoring, check_window, report_errors, sample_here, sampling
 from tasks.common.evaluation.statistics import Estimate, bootstrap_mean, proportion
 from tasks.common.evaluation.tables import comparison_table, show_table
 from tasks.common.interrupts import interrupt_on_sigterm
@@ -294,6 +294,9 @@ def _evaluated(s: Settings, own: Variables, categories: tuple[str, ...], models:
     jobs = {label: Job(model, str(data), limit, how, Hardware.of(s)) for label, model in models.items()}
     if episodes:
         jobs = {label: _of_episodes(job, own.WINDOW) for label, job in jobs.items()}
+    else:
+        for model in models.values():
+            check_window(s, how, model)
     rollouts, summaries = summarized(jobs, root, scoring(episodes), summarize)
     labels = list(models)
     change = changes(rollouts[labels[-2]], rollouts[labels[-1]]) if len(labels) > 1 else None

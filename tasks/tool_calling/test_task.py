@@ -99,7 +99,7 @@ def test_an_unknown_variant_is_refused_in_one_line():
 MARKS = ["<tool_call>", "</tool_call>", "<think>", "</think>", json.dumps(OSLO), '{"name":', "[", "{", "1e999", "NaN"]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.lists(st.sampled_from(MARKS) | st.text(max_size=4), max_size=10).map("".join),
     st.sampled_from([ONE, TWO, NONE]),

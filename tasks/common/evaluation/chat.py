@@ -13,7 +13,7 @@ from tasks.common.data.rows import decoded, read_rows, tools_of
 from tasks.common.evaluation import chat_episode
 from tasks.common.evaluation.engines import VLLMEngine, window
 from tasks.common.evaluation.rollouts import Completion, scored
-from tasks.common.evaluation.sample import Job, Scoring, model_name, sampling
+from tasks.common.evaluation.sample import Scoring, episode_limits, model_name, sampling
 from tasks.common.process import StageFailed
 from tasks.common.settings import Settings, artifacts
 from tasks.common.text import one_line, printable
@@ -118,7 +118,7 @@ def chat(s: Settings, scoring: Scoring, model: str) -> int:
         except Exception as error:
             raise StageFailed(f"the engine did not start: {one_line(str(error), 300)}\n  log: {log}") from error
         if scoring.environment:
-            limits = Job.of(s, model, test_file, sampling(s)).episode
+            limits = episode_limits(s, sampling(s))
             table = chat_episode.Table(engine, how, rows, scoring.environment, limits, size, screen)
             table.say(chat_episode.HELP)
             chat_episode.talk(table, typed(screen))

@@ -30,6 +30,7 @@ from tasks.common.evaluation.rollouts import (
 )
 from tasks.common.evaluation.summary import OwnMetrics
 from tasks.common.files import read_json, write_json
+from tasks.common.machine import memory
 from tasks.common.machine.hardware import nvidia, ram
 from tasks.common.models.merge import base_model
 from tasks.common.process import Progress, StageFailed, run
@@ -108,13 +109,12 @@ class Job:
 
     @classmethod
     def of(cls, s: Settings, model: str, rows: Path, how: Sampling, limit: int = 0, backend: str = "vllm") -> "Job":
-        """On the GPUs of ``s``, and where its task is multi-turn in episodes with the lengths of ``how``."""
-        turn = min(s.MAX_TURN_LENGTH, how.max_tokens)
-        limits = Limits(how.max_prompt_tokens, how.max_tokens, turn, s.MAX_TURNS, s.STEP_SECONDS)
+        """On the GPUs of ``s``, and where its task is multi-turn in episodes. Raises SettingsError as check_window."""
+        check_window(s, how, model)
         hardware = Hardware.of(s)
         if backend == "vllm" and s.STACK != "cpu":
             hardware = hardware.shared(model)
-        return cls(model, str(rows), limit, how, hardware, backend, limits if s.multi_turn else None)
+        return cls(model, str(rows), limit, how, hardware, backend, episode_limits(s, how) if s.multi_turn else None)
 
     def fingerprint(self) -> str:
         """Changes when the completions would change. Not with ``limit``: more prompts continue the same file."""
@@ -165,6 +165,25 @@ def sampling(s: Settings) -> Sampling:
         max_tokens=s.MAX_NEW_TOKENS,
         seed=s.EVAL_SEED,
     )
+
+
+def episode_limits(s: Settings, how: Sampling) -> Limits:
+    """The limits of a multi-turn task's episodes, with the lengths of ``how``."""
+    turn = min(s.MAX_TURN_LENGTH, how.max_tokens)
+    return Limits(how.max_prompt_tokens, how.max_tokens, turn, s.MAX_TURNS, s.STEP_SECONDS)
+
+
+def check_window(s: Settings, how: Sampling, model: str) -> None:
+    """Raise SettingsError where the lengths of ``how`` add up to more than the window of ``model``: vLLM says so late.
+
+    A prompt and its response share the window; so do a prompt and all turns of an episode. An unknown window passes.
+    """
+    shapes = memory.shapes_of(base_model(model))
+    if shapes and shapes.window and how.max_prompt_tokens + how.max_tokens > shapes.window * shapes.stretch:
+        name = "MAX_RESPONSE_LENGTH" if how.max_tokens == s.MAX_RESPONSE_LENGTH else "MAX_NEW_TOKENS"
+        lengths = f"MAX_PROMPT_LENGTH={how.max_prompt_tokens} + {name}={how.max_tokens}"
+        text = f"{lengths}: more than {model_name(model)}'s window of {shapes.window * shapes.stretch:.0f} tokens"
+        raise SettingsError(f"{text}; lower one of them, or take another MODEL")
 
 
 def test_job(s: Settings, model: str, rows: Path | None = None) -> Job:

@@ -125,8 +125,8 @@ def pass_at_k(n: np.ndarray, correct: np.ndarray, k: int) -> np.ndarray:
 def bootstrap_statistics(
     groups: Sequence[list], statistic: Callable[[list], dict[str, float]], resamples: int = 200
 ) -> dict[str, np.ndarray]:
-    """``statistic`` of ``resamples`` resamples of ``groups`` (each the rows of a conversation), by name; shape
-    (resamples,). The same number of groups resamples the same ones."""
+    """``statistic`` of ``resamples`` resamples of ``groups`` (each the rows of a conversation or a prompt), by name;
+    shape (resamples,). The same number of groups resamples the same ones."""
     rng = np.random.default_rng(0)
     results = []
     for _ in range(resamples):

@@ -107,12 +107,12 @@ def _one_response(rollouts: list[Rollout], name: str) -> bool:
 
 
 def _own(own_metrics: OwnMetrics | None, rollouts: list[Rollout], prompts: set[int]):
-    """The task's own metrics and their resampled values, by name."""
+    """The task's own metrics and their resampled values, by name: of conversations; of prompts if there is one."""
     groups: dict[int, list[dict]] = {}
-    conversations = _conversations(rollouts)
-    for row in as_dicts(rollouts):
-        if row["index"] in prompts:
-            groups.setdefault(conversations[row["index"]], []).append(row)
+    kept = [row for row in as_dicts(rollouts) if row["index"] in prompts]
+    of = _conversations(rollouts)[[row["index"] for row in kept]]
+    for number, row in zip(of.index if of.nunique() == 1 else of, kept, strict=True):  # as bootstrap_mean
+        groups.setdefault(number, []).append(row)
     if own_metrics is None or not groups:
         return {}, {}
     try:
@@ -133,7 +133,7 @@ def summarize(rollouts: list[Rollout], own_metrics: OwnMetrics | None = None) ->
     """Metrics of one model: ``{"prompts", "samples", "left_out", "errors", "metrics": {name: Estimate as dict}}``.
 
     ``conversations``, where there are fewer than prompts: some prompts are turns of one (`extra_info.key`), and the
-    intervals are of conversations.
+    intervals are of conversations; of prompts where there is one conversation.
     ``left_out``: prompts that were too long to sample. ``errors``: completions on which the reward raised. Neither
     counts in a metric. The task's own metrics come last in ``metrics``.
     """

@@ -19,9 +19,9 @@ from tasks.common.data import gold
 from tasks.common.data.prepare import read_manifest
 from tasks.common.data.rows import DataError, decoded, read_rows, tools_of, validate_parquet
 from tasks.common.install.check import installed
-from tasks.common.launch import experiments
+from tasks.common.launch import memory_checks
 from tasks.common.launch.finding import Finding, error, ok, warning
-from tasks.common.launch.memory_checks import batches_and_memory, fewer_gpus, of_each_method, stages
+from tasks.common.launch.memory_checks import ALONE, Jobs, batches_and_memory, jobs_of, of_each_method
 from tasks.common.launch.task import load_reward
 from tasks.common.machine import hardware, memory
 from tasks.common.machine.memory import gb
@@ -46,10 +46,14 @@ PINNED = ("verl", "torch", "vllm", "transformers", "ray", "tensordict")  # a wro
 
 
 def of_machine(
-    s: Settings, found: hardware.Nvidia | None, runs: Sequence[Settings] = (), arguments: Sequence[str] = ()
+    s: Settings,
+    found: hardware.Nvidia | None,
+    runs: Sequence[Settings] = (),
+    arguments: Sequence[str] = (),
+    jobs: Jobs = ALONE,
 ) -> Iterator[Finding]:
     """Processor, RAM and GPUs. ``found``: by nvidia-smi; None on the cpu stack, or without a driver. ``runs``: the
-    trainings of an experiment; ``arguments``: ARGS."""
+    trainings of an experiment, ``jobs`` of them at a time; ``arguments``: ARGS."""
     free, total = hardware.ram()
     yield ok("cpu", f"{os.cpu_count()} cores, {gb(free)} of {gb(total)} RAM free")
     if s.STACK == "cpu":
@@ -69,9 +73,9 @@ def of_machine(
     if len(found.gpus) < s.N_GPUS + others:
         wanted = f"{s.N_GPUS}{f' and {others} for TEACHER' if others else ''}"
         there = len(found.gpus)
-        fix = fewer_gpus(of_each_method(s, runs), list(arguments), found, there - others)
+        fix = memory_checks.fewer_gpus(of_each_method(s, runs), list(arguments), found, there - others)
         yield error("gpu", f"N_GPUS={wanted}, and there are {there}", fix)
-    for number, gpu in enumerate(found.gpus[: s.N_GPUS]):
+    for number, gpu in jobs.gpus(s, found.gpus).items():
         if not gpu.processes:
             continue
         named = ", ".join(f"{pid} {Path(name).name} ({gb(size)})" for pid, name, size in gpu.processes[:4])
@@ -114,7 +118,7 @@ def checkpoints(s: Settings, parameters: int) -> tuple[int, float]:
 
 def warm_up(s: Settings, parameters: int) -> float:
     """The bytes of the warm-up's checkpoint, which stays beside those of the training; 0 where none is to come."""
-    return memory.checkpoint_bytes(parameters, s.LORA_RANK) if "sft" in stages(s, "train") else 0.0
+    return memory.checkpoint_bytes(parameters, s.LORA_RANK) if "sft" in memory_checks.stages(s, "train") else 0.0
 
 
 def ray(s: Settings) -> Iterator[Finding]:
@@ -337,12 +341,11 @@ def findings(
     started = time.monotonic()  # without a driver that is slow to start
     wrong = list(model(s))
     continued = arguments if stage in ("train", "dpo", "all", "experiment") else None
-    checks = [of_machine(s, smi, runs, arguments), disk(s, runs, jobs, continued), packages(s), ray(s), judge(s)]
-    checks += [reward(s), data(s, stage != "doctor")]
+    at_once = jobs_of(s, runs, jobs)
+    checks = [of_machine(s, smi, runs, arguments, at_once), disk(s, runs, jobs, continued), packages(s), ray(s)]
+    checks += [judge(s), reward(s), data(s, stage != "doctor")]
     if not wrong:
-        at_once = min(jobs, len(runs)) or 1
-        groups = len(experiments.gpu_groups(dict(enumerate(runs)), at_once)) if runs else 1
-        checks += [batches_and_memory(run, arguments, stage, smi, at_once, groups) for run in of_each_method(s, runs)]
+        checks += [batches_and_memory(run, arguments, stage, smi, at_once) for run in of_each_method(s, runs)]
         checks.append(lengths(s, started + TOKENIZER_BY))
     return [*wrong, *dict.fromkeys(chain(*checks))]
 

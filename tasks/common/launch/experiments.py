@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,13 +45,13 @@ def planned(s: Settings, command: Command) -> dict[str, Settings]:
     return runs
 
 
-def gpu_groups(runs: dict[str, Settings], jobs: int) -> list[list[str]]:
+def gpu_groups(runs: Sequence[Settings], jobs: int) -> list[list[str]]:
     """The visible GPUs in groups, at most ``jobs``, each for any of ``runs``: of N_GPUS, and those of a teacher.
 
     One empty group where a training sees all of them.
     """
-    s = next(iter(runs.values()))
-    groups = settings.gpu_groups(s.N_GPUS + settings.teacher_gpus(runs.values()), jobs) if s.STACK != "cpu" else []
+    s = runs[0]
+    groups = settings.gpu_groups(s.N_GPUS + settings.teacher_gpus(runs), jobs) if s.STACK != "cpu" else []
     return groups if len(groups) > 1 else [[]]
 
 
@@ -75,7 +76,7 @@ def train_at_once(runs: dict[str, Settings], arguments: list[str], jobs: int) ->
     GPU_MEMORY_UTILIZATION. Raises StageFailed after all have ended.
     """
     jobs = min(jobs, len(runs))
-    groups = gpu_groups(runs, jobs)
+    groups = gpu_groups([*runs.values()], jobs)
     free, shared = [groups[number % len(groups)] for number in range(jobs)], sharing(jobs, len(groups))
     waiting, running, failed = list(runs), {}, []
     try:

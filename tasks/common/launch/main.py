@@ -280,7 +280,7 @@ def experiment(job: Job, runs: dict[str, Settings]) -> None:
     def compared() -> str:
         folders = {label: folder.rounds(each, arguments)[-1] for label, each in runs.items()}
         models = {"start": train.start_model(s)} | {label: str(folder.hf_folder(run)) for label, run in folders.items()}
-        gpus = s.N_GPUS * len(experiments.gpu_groups(runs, job.command.JOBS))
+        gpus = s.N_GPUS * len(experiments.gpu_groups([*runs.values()], job.command.JOBS))
         os.environ["STAGE"] = "compare"  # these GPUs share no batch
         script(replace(s, N_GPUS=gpus), "evaluate.py", "experiment", *labelled(models))
         return f"{len(models)} models"

@@ -1,8 +1,9 @@
 """doctor's checks of the settings against a machine: batch sizes, heads, the model's window, memory; and its advice."""
 
+import math
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 
 from tasks.common.launch import experiments, train
@@ -12,15 +13,50 @@ from tasks.common.machine.memory import gb
 from tasks.common.models.merge import base_model
 from tasks.common.runs import folder
 from tasks.common.settings import Settings, SettingsError, problems, teacher_gpus
-from tasks.common.training import verl_config
+from tasks.common.training import tracking, verl_config
 from tasks.common.training.methods import distill, dpo
 
 SPARE = 0.05  # of a GPU: the estimate is no closer
 TRIES = 4  # times that advice on memory is followed, to find settings for fewer GPUs
 
 
-def plan(s: Settings, arguments: list[str], stage: str = "train") -> memory.Plan:
-    """The values that decide the memory; for RL from verl's config, which is checked. Raises SettingsError."""
+@dataclass(frozen=True)
+class Jobs:
+    """The trainings of an experiment that run at a time (experiments.train_at_once)."""
+
+    count: int = 1
+    groups: int = 1  # of GPUs, over which they are spread
+    size: int = 0  # GPUs of a group, with those of a teacher
+
+    @property
+    def sharing(self) -> int:
+        """How many of them share a group, at most."""
+        return experiments.sharing(self.count, self.groups)
+
+    def gpus(self, s: Settings, gpus: Sequence[hardware.GPU]) -> dict[int, hardware.GPU]:
+        """Of ``gpus`` those that train, by their number: the first N_GPUS of each group."""
+        numbers = [first * self.size + number for first in range(self.groups) for number in range(s.N_GPUS)]
+        return {number: gpus[number] for number in numbers if number < len(gpus)}
+
+    def teachers(self, s: Settings, gpus: Sequence[hardware.GPU]) -> list[hardware.GPU]:
+        """Of ``gpus`` those that a teacher has: after those that train."""
+        numbers = [first * self.size + s.N_GPUS for first in range(self.groups)]
+        return [gpus[number] for number in numbers if number < len(gpus)]
+
+
+ALONE = Jobs()
+
+
+def jobs_of(s: Settings, runs: Sequence[Settings], jobs: int) -> Jobs:
+    """``jobs`` of ``runs`` at a time; without runs one training of ``s``."""
+    count = min(jobs, len(runs)) or 1
+    groups = len(experiments.gpu_groups(runs, count)) if runs else 1
+    return Jobs(count, groups, s.N_GPUS + teacher_gpus(runs or [s]))
+
+
+def plan(s: Settings, arguments: list[str], stage: str = "train", config=None) -> memory.Plan:
+    """The values that decide the memory; for RL from verl's ``config``, else composed and checked here. Raises
+    SettingsError."""
     sequence = s.MAX_PROMPT_LENGTH + s.MAX_RESPONSE_LENGTH
     own = {"gpus": s.N_GPUS, "gpus_here": s.N_GPUS, "sequence": sequence, "lora_rank": s.LORA_RANK, "share": 0}
     on_cpu = s.STACK == "cpu"
@@ -39,7 +75,7 @@ def plan(s: Settings, arguments: list[str], stage: str = "train") -> memory.Plan
         # TRL 0.29.1 computes all logits, 1.16 never (trl/trainer/dpo_trainer.py, add_fused_lm_head).
         held |= {"loaded": 1 if s.LORA_RANK else 2, "fused": s.STACK != "a100"}
         return memory.Plan(**own | held, tokens=2 * pairs * sequence)
-    found = verl_config.memory_plan(verl_config.rl_config(s, arguments))
+    found = verl_config.memory_plan(config or verl_config.rl_config(s, arguments))
     others = [memory.shapes_of(each) for each in (s.TEACHER, s.REWARD_MODEL) if each and on_cpu]
     return replace(found, served=sum(each.parameters for each in others if each))
 
@@ -66,19 +102,15 @@ def heads(s: Settings, shapes: memory.Shapes, planned: memory.Plan) -> Iterator[
 
 
 def batches_and_memory(
-    s: Settings,
-    arguments: list[str],
-    stage: str,
-    found: hardware.Nvidia | None,
-    jobs: int = 1,
-    groups: int = 1,
+    s: Settings, arguments: list[str], stage: str, found: hardware.Nvidia | None, jobs: Jobs = ALONE
 ) -> Iterator[Finding]:
-    """Batch sizes as verl wants them, and the estimate of memory against what is free, also of a warm-up to come.
-    ``jobs``, ``groups``: as of ``too_much``."""
+    """Batch sizes as verl wants them, and the estimate of memory against what is free, also of a warm-up to come."""
+    config = None
     try:
-        if s.METHOD == "dpo" and stage != "sft":
-            train.check_dpo(s, arguments)
-        plans = {each: plan(s, arguments, each) for each in stages(s, stage)}
+        if stage != "sft":
+            tracking.check(s)
+            config = train.check_method(s, arguments)
+        plans = {each: plan(s, arguments, each, config) for each in stages(s, stage)}
     except SettingsError as problem:
         yield error("settings", str(problem), "correct the variable")
         return
@@ -87,6 +119,8 @@ def batches_and_memory(
     else:
         text = f"{s.TRAIN_BATCH_SIZE} x {s.ROLLOUT_N}, mini-batches of {s.MINI_BATCH_SIZE}: verl takes them"
     yield ok("settings", text)
+    if stage == "doctor" and (text := train.of_method(s, "warning", config)):  # a training says it itself
+        yield warning("settings", text)
     shapes = memory.shapes_of(base_model(s.MODEL))
     if shapes is None:
         text = f"not estimated: MODEL={s.MODEL} has no config.json in the hub's cache, or an unknown model type"
@@ -95,8 +129,8 @@ def batches_and_memory(
     if stage != "sft" or s.SFT_SOURCE == "samples":
         yield from window(s, shapes)
     yield from heads(s, shapes, plans[stage])
-    yield from teacher(s, found, experiments.sharing(jobs, groups))
-    gpus = found.gpus[: s.N_GPUS] if found and s.STACK != "cpu" else ()
+    yield from teacher(s, found, jobs)
+    gpus = jobs.gpus(s, found.gpus).values() if found and s.STACK != "cpu" else ()
     if s.STACK != "cpu" and not gpus:
         return
     if untold := [gpu.name for gpu in gpus if not gpu.total]:  # of a part (MIG), or the machine's, e.g. a GB10
@@ -108,16 +142,14 @@ def batches_and_memory(
     there = len(found.gpus) - teacher_gpus([s]) if gpus else 0
     for each, planned in plans.items():
         ram, of = sum(memory.estimate(shapes, planned).ram.values()), "SFT: " if each == "sft" else ""
-        at_once = jobs if each == stage else 1  # the warm-up is trained before them
-        if short := too_much(s, stage, shapes, planned, gpu, total, of, there, at_once, groups):
+        at_once = jobs if each == stage else ALONE  # the warm-up is trained before them
+        if short := too_much(s, stage, shapes, planned, gpu, total, of, there, at_once):
             yield from short
-        elif at_once * ram > free:
-            need = f"{of}needs about {gb(at_once * ram)} RAM, {gb(free)} is free"
+        elif at_once.count * ram > free:
+            need = f"{of}needs about {gb(at_once.count * ram)} RAM, {gb(free)} is free"
             yield warning("memory", need, "end other programs")
         else:
-            shown, held = beside(s, shapes, planned, gpu, experiments.sharing(at_once, groups))
-            others = f", {gb(held)} of others on one GPU" if held else ""
-            yield ok("memory", f"{of}estimated: {memory.summary(shapes, shown, gpu.total)}{others}")
+            yield ok("memory", f"{of}estimated: {memory.summary(shapes, planned, gpu.total)}")
 
 
 def beside(
@@ -130,19 +162,23 @@ def beside(
     return replace(planned, share=share), (sharing - 1) * each
 
 
-def teacher(s: Settings, found: hardware.Nvidia | None, sharing: int = 1) -> Iterator[Finding]:
+def teacher(s: Settings, found: hardware.Nvidia | None, jobs: Jobs = ALONE) -> Iterator[Finding]:
     """An error where TEACHER's weights in bf16 do not fit into its part of the GPU after those of the training, which
-    ``sharing`` teachers share, or its window is too short for a prompt, its response and one token more."""
-    gpu = found.gpus[s.N_GPUS] if s.TEACHER and found and len(found.gpus) > s.N_GPUS else hardware.GPU("", 0, 0)
-    shapes = memory.shapes_of(s.TEACHER) if s.TEACHER else None
+    the teachers of ``jobs`` share, or its window is too short for a prompt, its response and one token more."""
+    if not (shapes := memory.shapes_of(s.TEACHER) if s.TEACHER else None):
+        return
     longest = s.MAX_PROMPT_LENGTH + s.MAX_RESPONSE_LENGTH + 1
-    if shapes and shapes.window and longest > shapes.window:
+    if shapes.window and longest > shapes.window:
         short = f"TEACHER={s.TEACHER}: its window of {shapes.window} tokens is less than the {longest} of a sequence"
         yield error("lengths", short, "lower MAX_RESPONSE_LENGTH, or take another TEACHER")
-    need, room = 2 * shapes.parameters if shapes else 0, min(gpu.free, distill.SHARE * gpu.total / sharing)
-    if gpu.total and need > room:
-        too_large = f"TEACHER={s.TEACHER}: weights of {gb(need)}, and its GPU has {gb(room)} for it"
-        yield error("memory", too_large, "take a smaller TEACHER, or end what is on that GPU")
+    gpus = [gpu for gpu in jobs.teachers(s, found.gpus if found else ()) if gpu.total]
+    parts = [min(gpu.free, distill.SHARE * gpu.total) for gpu in gpus]
+    need, room = 2 * shapes.parameters, min(parts, default=math.inf)
+    shared = min([room, *(distill.SHARE * gpu.total / jobs.sharing for gpu in gpus)])
+    if need > shared:
+        too_large = f"TEACHER={s.TEACHER}: weights of {gb(need)}, and its GPU has {gb(shared)} for it"
+        fix = "end what is on that GPU" if need > room else "lower JOBS"
+        yield error("memory", too_large, f"take a smaller TEACHER, or {fix}")
 
 
 def stages(s: Settings, stage: str) -> list[str]:
@@ -160,19 +196,18 @@ def too_much(
     ram_bytes: float,
     of: str = "",
     there: int = 0,
-    jobs: int = 1,
-    groups: int = 1,
+    jobs: Jobs = ALONE,
 ) -> list[Finding]:
     """What does not fit, as memory.too_much; where all fits, what of the GPUs leaves less than SPARE. ``of``: before
     each text. ``there``: GPUs of this machine for the training; 0: not known. What is advised, the ``stage`` of ``s``
-    takes. ``jobs``: trainings of an experiment at a time, on ``groups`` of GPUs. Where fewer JOBS help, one line
-    advises the most that do; where none do, it is what is said of one training."""
+    takes. Where fewer JOBS help, one line advises the most that do; where none do, it is what is said of one
+    training."""
 
     def takes(changes: dict[str, float]) -> bool:
         return not any(problems(replace(s, **changes), stage))
 
     def check(at_once: int) -> list[Finding]:
-        each, held = beside(s, shapes, planned, gpu, experiments.sharing(at_once, groups))
+        each, held = beside(s, shapes, planned, gpu, replace(jobs, count=at_once).sharing)
         free, ram = max(0, gpu.free - held), ram_bytes / at_once
         if short := memory.too_much(shapes, each, free, ram, gpu.total, SPARE, takes, there):
             return [error("memory", f"{of}{text}", fix) for text, fix in short]
@@ -184,11 +219,11 @@ def too_much(
         return found[0].state if found else "ok"
 
     alone = check(1)
-    found = check(jobs) if jobs > 1 else alone
+    found = check(jobs.count) if jobs.count > 1 else alone
     if state(found) == state(alone):
         return alone
-    most = max(fewer for fewer in range(1, jobs) if state(check(fewer)) != state(found))
-    return [replace(found[0], text=f"with JOBS={jobs}: {found[0].text}", fix=f"set JOBS={most}")]
+    most = max(fewer for fewer in range(1, jobs.count) if state(check(fewer)) != state(found))
+    return [replace(found[0], text=f"with JOBS={jobs.count}: {found[0].text}", fix=f"set JOBS={most}")]
 
 
 def fewer_gpus(runs: list[Settings], arguments: list[str], found: hardware.Nvidia, most: int) -> str:

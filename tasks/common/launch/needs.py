@@ -219,6 +219,7 @@ def fits(s: Settings, arguments: list[str], target: Target) -> Iterator[Finding]
         yield warning("memory", text, "watch the first steps")
         return
     yield from memory_checks.window(s, shapes)
+    yield from memory_checks.teacher(s, None)
     if target.gpu is None:
         return
     yield from memory_checks.heads(s, shapes, planned)

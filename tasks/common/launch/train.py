@@ -36,26 +36,41 @@ def check(s: Settings, arguments: list[str]) -> None:
     left = len(begun) < s.SELF_PLAY_ROUNDS and not folder.complete(last_round, s)
     if s.RUN and left and folder.recorded(following):
         raise SettingsError(f"RUN={s.RUN}: {following.name} started from {last_round.name} as it is; take another name")
+    config = check_method(s, arguments)
     if s.METHOD == "dpo":
-        check_dpo(s, arguments)
         if s.DPO_EPOCHS > MANY_EPOCHS:
             many = f"more than {MANY_EPOCHS} epochs over the same pairs usually overfit"
             print(f"warning: DPO_EPOCHS={s.DPO_EPOCHS}: {many}; watch val/accuracy, or set SELF_PLAY_ROUNDS")
         return
-    if s.ABORT_ON and not verl_versions.has_own_trainers(s):
-        raise SettingsError(f"ABORT_ON={s.ABORT_ON}: STACK={s.STACK} has a verl that cannot do it; take STACK=current")
-    config = verl_config.rl_config(s, arguments)
-    if config.trainer.test_freq > 0 and not s.DEV_SIZE:
-        raise SettingsError(f"trainer.test_freq={config.trainer.test_freq}: validates on the dev set; set DEV_SIZE")
-    if problem := getattr(method(s.METHOD), "problem", lambda config: None)(config):
+    if problem := of_method(s, "models_problem", config):
         raise SettingsError(problem)
-    if warning := getattr(method(s.METHOD), "warning", lambda config: None)(config):
+    if warning := of_method(s, "warning", config):
         print(f"warning: {warning}")
     if not folder.complete(last_round, s):
         cluster.join(s)
 
 
-def check_dpo(s: Settings, arguments: list[str]) -> None:
+def of_method(s: Settings, name: str, argument) -> str | None:
+    """What METHOD's function ``name`` says of ``argument``; None where it has none."""
+    return getattr(method(s.METHOD), name, lambda argument: None)(argument)
+
+
+def check_method(s: Settings, arguments: list[str]):
+    """verl's config of the training, None with METHOD=dpo. Raises SettingsError for what METHOD cannot train with."""
+    if s.METHOD == "dpo":
+        _check_dpo(s, arguments)
+        return None
+    if s.ABORT_ON and not verl_versions.has_own_trainers(s):
+        raise SettingsError(f"ABORT_ON={s.ABORT_ON}: STACK={s.STACK} has a verl that cannot do it; take STACK=current")
+    config = verl_config.rl_config(s, arguments)
+    if config.trainer.test_freq > 0 and not s.DEV_SIZE:
+        raise SettingsError(f"trainer.test_freq={config.trainer.test_freq}: validates on the dev set; set DEV_SIZE")
+    if problem := of_method(s, "problem", config):
+        raise SettingsError(problem)
+    return config
+
+
+def _check_dpo(s: Settings, arguments: list[str]) -> None:
     """Raise SettingsError for settings that METHOD=dpo cannot train with."""
     if arguments:
         raise SettingsError(f"ARGS={' '.join(arguments)}: are verl's; METHOD=dpo trains with TRL")
@@ -150,7 +165,7 @@ def _round(s: Settings, arguments: list[str], number: int, start: str, run_dir: 
         metrics = execute(plan)
     except StageFailed as error:
         raise cluster.explained(error, nodes) from error
-    if warning := getattr(method(s.METHOD), "warning_after", lambda metrics: None)(metrics):
+    if warning := of_method(s, "warning_after", metrics):
         print(f"  warning: {warning}")
 
 

@@ -14,13 +14,12 @@ from pathlib import Path
 
 import psutil
 
-from tasks.common.settings import named_gpus
+from tasks.common.settings import ANSWERS_WITHIN, named_gpus, no_answer
 
 KV_CACHE = 0.7  # of vLLM's share of a GPU; the rest is for weights, activations and CUDA graphs
 # Tokens of a block of vLLM's cache on a CPU. Prompts share full blocks only; vLLM's 128 are longer than most prompts.
 CPU_BLOCK_SIZE = 32
 MIB = 2**20
-ANSWERS_WITHIN = 60  # seconds, nvidia-smi: without persistence mode each call starts the driver of every GPU
 RAY_DAEMONS = ("gcs_server", "raylet")
 
 
@@ -72,8 +71,7 @@ def nvidia() -> Nvidia | None:
         result = subprocess.run(query, capture_output=True, text=True, timeout=ANSWERS_WITHIN, check=True)
         found = parse_nvidia_smi(result.stdout)
     except subprocess.TimeoutExpired:
-        fix = "turn on persistence mode: nvidia-smi -pm 1"
-        print(f"warning: nvidia-smi does not answer within {ANSWERS_WITHIN} s; {fix}", file=sys.stderr, flush=True)
+        print(f"warning: {no_answer(ANSWERS_WITHIN)}", file=sys.stderr, flush=True)
         return None
     except (OSError, subprocess.SubprocessError, ValueError):
         return None

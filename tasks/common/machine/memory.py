@@ -7,7 +7,6 @@ import contextlib
 import functools
 import json
 import math
-import re
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -66,6 +65,7 @@ class Shapes:
     heads: int = 1
     key_heads: int = 1
     window: int = 0  # tokens of the longest sequence; 0: the config does not say
+    stretch: float = 1  # vLLM's window is so many times as long (YaRN); verl 0.9.1 trains within ``window``
 
     def divides(self, gpus: int) -> bool:
         """Whether each of so many GPUs can take whole heads; those of the keys may be copied."""
@@ -105,8 +105,10 @@ def shapes(config: dict, parameters: int = 0) -> Shapes | None:
     layer = (parameters - embeddings) // layers
     widths = (hidden, intermediate, queries, keys, vocabulary, linear)
     key_heads = config.get("num_key_value_heads") or heads
-    window = config.get("max_position_embeddings") or 0
-    return Shapes(parameters, embeddings, layer, layers, *widths, tied, plain(config), heads, key_heads, window)
+    window = int(config.get("max_position_embeddings") or 0)
+    stretch = float((config.get("rope_parameters") or config.get("rope_scaling") or {}).get("factor") or 1)
+    more = (tied, plain(config), heads, key_heads, window, stretch)
+    return Shapes(parameters, embeddings, layer, layers, *widths, *more)
 
 
 def plain(config: dict) -> bool:
@@ -124,21 +126,24 @@ def shapes_of(model: str) -> Shapes | None:
     if model == "embedded":
         return shapes(EMBEDDED_CONFIG)
     folder = Path(model).expanduser()
-    file = folder / "config.json" if folder.is_dir() else _of_the_hub(model)
     try:
-        return shapes(json.loads(file.read_text()), _stored_parameters(file.parent)) if file else None
-    except (OSError, ValueError, KeyError, AttributeError, SafetensorError):
-        return None
+        if not (file := folder / "config.json" if folder.is_dir() else _of_the_hub(model)):
+            return None
+        config = json.loads(file.read_text())
+        return shapes(config, 0 if config.get("model_type") in PLAIN else _stored_parameters(file.parent))
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, SafetensorError):
+        return None  # the files may hold anything
 
 
 @functools.cache
 def _of_the_hub(model: str) -> Path | None:
-    """config.json of a hub id, from the cache or the hub; None where neither has it within HUB_SECONDS."""
+    """config.json of a hub id, from the cache or the hub; None where neither has it within HUB_SECONDS. Raises
+    ValueError where ``model`` is none."""
     from huggingface_hub import hf_hub_download, try_to_load_from_cache
     from huggingface_hub.utils import logging
 
-    if not re.fullmatch(r"\w[\w.-]*/[\w.-]+", model):
-        return None
+    if "/" not in model:
+        raise ValueError(f"{model}: not a hub id (owner/name)")
     if isinstance(found := try_to_load_from_cache(model, "config.json"), str):
         return Path(found)
     logging.set_verbosity_error()  # it would report each retry

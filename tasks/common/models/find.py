@@ -5,7 +5,6 @@ import functools
 import importlib.metadata
 import importlib.util
 import io
-import re
 import shutil
 from pathlib import Path
 from unittest import mock
@@ -38,9 +37,20 @@ def resolve_model(model: str, base: str = "") -> str:
         if not any(folder.glob("*.safetensors")) and not any(folder.glob("pytorch_model*.bin")):
             raise SettingsError(f"MODEL={model}: the folder has no weights (*.safetensors or pytorch_model*.bin)")
         return str(folder.resolve())
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", model) or model.startswith("."):
+    if not is_hub_id(model):
         raise SettingsError(f"MODEL={model}: no such folder, and not a hub id (owner/name)")
     return model
+
+
+def is_hub_id(model: str) -> bool:
+    """Whether ``model`` has the form of a hub id, owner/name."""
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        validate_repo_id(model)
+    except HFValidationError:
+        return False
+    return "/" in model
 
 
 def resolve_whole(variable: str, model: str) -> str:

@@ -44,7 +44,7 @@ def adapter_config(adapter: Path) -> dict:
 
 def base_of(adapter: Path) -> str:
     """The base model that an adapter names; empty if it names none."""
-    return adapter_config(adapter).get("base_model_name_or_path") or ""
+    return str(adapter_config(adapter).get("base_model_name_or_path") or "")
 
 
 def base_model(model: str) -> str:

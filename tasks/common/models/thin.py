@@ -4,13 +4,12 @@ weights. It is made from config.json and the tokenizer's files alone, so no weig
 import contextlib
 import io
 import math
-import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
 from tasks.common.files import folder_beside
-from tasks.common.models.find import embedded_model
+from tasks.common.models.find import embedded_model, is_hub_id
 from tasks.common.settings import SettingsError
 from tasks.common.text import one_line
 
@@ -31,7 +30,7 @@ def config_folder(model: str, variable: str = "MODEL") -> Path:
         return embedded_model()
     folder = Path(model).expanduser()
     if not folder.is_dir():
-        if not re.fullmatch(r"\w[\w.-]*/[\w.-]+", model):
+        if not is_hub_id(model):
             raise SettingsError(f"{variable}={model}: no such folder, and not a hub id (owner/name)")
         folder = _fetched(model, variable)
     if not (folder / "config.json").is_file():

@@ -27,11 +27,12 @@ TRAINED = ("actor_rollout_ref.actor.fsdp_config", "critic.fsdp")  # models with 
 ENGINES = ("actor", "ref", "critic", "engine", "optim")  # groups of verl's config with a file for each engine
 
 COUNTS = [f"data.{name}" for name in ("train_batch_size", "max_prompt_length", "max_response_length")]
-COUNTS += [f"actor_rollout_ref.rollout.{name}" for name in ("n", "tensor_model_parallel_size")]
+COUNTS += [f"actor_rollout_ref.rollout.{name}" for name in ("n", "prompt_length", "response_length")]
+COUNTS += ["actor_rollout_ref.rollout.tensor_model_parallel_size", "trainer.n_gpus_per_node", "trainer.nnodes"]
 COUNTS += [f"actor_rollout_ref.actor.{name}" for name in ("ppo_mini_batch_size", "ppo_max_token_len_per_gpu")]
-COUNTS += ["trainer.n_gpus_per_node", "trainer.nnodes"]
 COUNTS_OR_NULL = ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"]
 COUNTS_OR_NULL += ["actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu"]
+COUNTS_OR_NULL += ["actor_rollout_ref.rollout.max_model_len"]
 
 # No outputs/ folder of hydra's own; what it would log is in our log file.
 VERLS_WORKERS = 8  # agent loops and rewards, each (verl/trainer/config)
@@ -431,8 +432,9 @@ def _apart(config) -> Iterator[str]:
 
 
 def _without_effect(config) -> Iterator[str]:
-    lengths, longest = config.data, config.actor_rollout_ref.rollout.max_model_len
-    if longest and longest < (wanted := lengths.max_prompt_length + lengths.max_response_length):
+    rollout = config.actor_rollout_ref.rollout
+    longest, wanted = rollout.max_model_len, rollout.prompt_length + rollout.response_length
+    if longest and longest < wanted:
         name = f"rollout.max_model_len={longest}: cuts sequences of {wanted} tokens"
         yield f"{name}; set MAX_PROMPT_LENGTH and MAX_RESPONSE_LENGTH, not data.max_prompt_length and the like"
     kl, actor = config.algorithm.kl_ctrl.kl_coef, config.actor_rollout_ref.actor

@@ -45,20 +45,22 @@ def overrides(s: Settings) -> list[str]:
 
 
 def problem(config) -> str | None:
-    """Why distillation cannot train with verl's composed ``config`` (a DictConfig), in one line; None where it can.
-
-    Asks the hub for a hub id's tokenizer.
-    """
-    from transformers import AutoTokenizer
-
+    """Why distillation cannot train with verl's composed ``config`` (a DictConfig), in one line; None where it can."""
     actor, rollout = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout
     if actor.use_kl_loss or config.algorithm.use_kl_in_reward:
         return "KL_COEF: METHOD=distill is held to the teacher, not to the start; leave KL_COEF out"
     if rollout.temperature != 1:  # the teacher scores at 1 (verl/experimental/teacher_loop/teacher_manager.py)
         return f"TEMPERATURE={rollout.temperature}: METHOD=distill compares log-probs at TEMPERATURE=1; leave it out"
-    teacher = config.distillation.teacher_models.teacher_model.model_path
-    if not teacher:
+    if not config.distillation.teacher_models.teacher_model.model_path:
         return "TEACHER is empty: METHOD=distill learns from a model; set its hub id or folder"
+    return None
+
+
+def models_problem(config) -> str | None:
+    """Why TEACHER cannot teach MODEL, in one line; None where it can. Asks the hub for a hub id's tokenizer."""
+    from transformers import AutoTokenizer
+
+    teacher = config.distillation.teacher_models.teacher_model.model_path
     policy = resolve_model(config.actor_rollout_ref.model.path)
     vocabularies = [
         loaded(AutoTokenizer, "tokenizer", name, model).get_vocab()
