@@ -10,6 +10,7 @@ from pathlib import Path
 task = {{ cookiecutter.task | jsonify }}  # fmt: skip
 reward = {{ cookiecutter.reward | jsonify }}  # fmt: skip
 source = {{ cookiecutter.source | jsonify }}  # fmt: skip
+method = {{ cookiecutter.method | jsonify }}  # fmt: skip
 multi = {{ cookiecutter.turns | jsonify }} == "multi"  # fmt: skip
 
 
@@ -55,6 +56,9 @@ elif reward != "environment" and not multi:
     print(f"          reward.py         when a response is right{own} (test_reward.py, examples.jsonl check it)")
 judge = "export JUDGE_URL=http://localhost:8000/v1 JUDGE_MODEL=name    # the model that judges: docs/JUDGE.md"
 trains = {"hub": "downloads the data", "verifiers": "installs the environment"}.get(source, "trains as it is")
+train = f"make train TASK={task}    # {trains}"
+if method == "distill":
+    train = f"make train TASK={task} TEACHER=name    # {trains}; TEACHER: a larger model with MODEL's tokenizer"
 print("\nnext")
-for line in filter(None, [first, reward == "judge" and judge, f"make train TASK={task}    # {trains}"]):
+for line in filter(None, [first, reward == "judge" and judge, train]):
     print(f"  {line}")

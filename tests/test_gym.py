@@ -5,6 +5,7 @@ import functools
 import json
 import os
 import re
+import runpy
 import sys
 import types
 from itertools import islice
@@ -18,6 +19,7 @@ from tasks.common.data.prepare import Example
 from tasks.common.data.rows import DataError
 from tasks.common.rewards import gym
 from tasks.common.rewards.answers import last_answer
+from tests.helpers import ROOT
 
 ALONE = [env for env in sorted(DATASETS) if env != "composite"]
 NO_WORKED_ANSWER = {"boxnet", "rush_hour"}
@@ -53,6 +55,14 @@ def truth_of(env: str):
 
 def test_there_are_106():
     assert len(sorted(DATASETS)) == 106
+
+
+def test_the_cases_of_a_new_task_hold_in_every_environment():
+    made = runpy.run_path(str(ROOT / "template/templates/environment/tests.py"))
+    for env in sorted(DATASETS):
+        with scorer(env) as score:
+            found = [(response, score(response, made["TRUTH"])["score"]) for response, _ in made["CASES"]]
+        assert found == made["CASES"], env
 
 
 @pytest.mark.medium
@@ -257,7 +267,7 @@ def test_an_endless_computation_fails_and_the_next_answer_scores():
 
 
 @pytest.mark.medium
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     env=st.sampled_from(
         ["boxnet", "codeio", "complex_arithmetic", "cryptarithm", "knight_swap", "rubiks_cube", "sudoku"]
@@ -271,7 +281,7 @@ def test_any_text_gets_a_score(score, env, answer, wrapped):
     assert all(type(value) is float and 0 <= value <= 1 for value in row.values())
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(text=st.one_of(st.text(), st.from_regex(r"[0-9x+*/()., ^a-z_-]{0,60}")))
 def test_only_expressions_reach_sympy(text):
     parsed = []

@@ -100,6 +100,17 @@ def test_every_way_in_scaffolds_under_tasks(way, checkout, own_home):
         shutil.rmtree(home, ignore_errors=True)
 
 
+def test_a_new_task_of_distillation_asks_for_a_teacher(checkout, own_home):
+    result = cookiecutter("template", "-o", "tasks", "--no-input", "task=taught", "method=distill", cwd=checkout)
+    home = checkout / "tasks/taught"
+    try:
+        assert "make train TASK=taught TEACHER=name " in result.stdout
+        commands = re.findall("^make train .*", (home / "README.md").read_text(), re.M)
+        assert commands and all(" TEACHER=name " in command for command in commands)
+    finally:
+        shutil.rmtree(home)
+
+
 BAD = ["a/b", "../evil", "Bad-Name", "class", "9lives", "naïve", "a" * 41, "{{7*7}}", "a b"]
 
 
@@ -441,6 +452,10 @@ SIXTEEN_GB = [
     "source=reasoning_gym reward=environment env=rush_hour method=ppo",
     "source=reasoning_gym reward=environment env=arc_agi",
     "source=reasoning_gym reward=environment env=palindrome_partitioning method=ppo",
+    "method=distill",
+    "source=reasoning_gym reward=environment env=arc_agi method=distill",
+    "source=reasoning_gym reward=environment env=palindrome_partitioning method=distill",
+    "source=reasoning_gym reward=environment env=tower_of_hanoi method=distill",
 ]
 
 
@@ -461,7 +476,8 @@ def test_a_new_task_trains_on_16_gb_by_doctors_estimate(answers, checkout, own_h
     result = cookiecutter("template", "-o", "tasks", "--no-input", "task=of16", *answers.split(), cwd=checkout)
     try:
         assert result.returncode == 0, result.stdout
-        assert ram_of(load_settings(exported(home / "train.sh", {"STACK": "cpu"}))) < 16e9
+        teacher = {"TEACHER": "embedded"} if "distill" in answers else {}
+        assert ram_of(load_settings(exported(home / "train.sh", {"STACK": "cpu", **teacher}))) < 16e9
     finally:
         shutil.rmtree(home)
 

@@ -3,7 +3,7 @@
 {%- endmacro %}
 {% set multi = cookiecutter.turns == "multi" %}
 {% set generated = cookiecutter.source == "generate" %}
-{% set pass_tokens = 1536 if cookiecutter.method == "ppo" else 4096 %}
+{% set pass_tokens = {"ppo": 1536, "distill": 2048}.get(cookiecutter.method, 4096) %}
 {% set small = {"tool_call": (256, 64)}.get(cookiecutter.reward, (128, 64)) %}
 {% if cookiecutter.source == "reasoning_gym" %}
 {% set small = cookiecutter.env | lengths(cookiecutter.config) %}

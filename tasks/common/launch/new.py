@@ -1,5 +1,6 @@
 """`make new`: TASK, SOURCE, ENV, CONFIG and OPTIONS as answers to the template's questions, given to cookiecutter."""
 
+import json
 import os
 import re
 import shlex
@@ -7,13 +8,14 @@ import sys
 from collections.abc import Mapping
 
 from tasks.common.process import errors_in_one_line
-from tasks.common.settings import SettingsError
+from tasks.common.settings import ROOT, SettingsError
 
 
 def answers(environ: Mapping[str, str]) -> list[str]:
     """``question=answer`` for each variable that is set; OPTIONS come last and take precedence.
 
-    Raises SettingsError for an answer that cookiecutter would render, because its templates run code.
+    Raises SettingsError for what cookiecutter would not refuse in one line, and for an answer that it would render,
+    because its templates run code.
     """
     given = {"task": environ.get("TASK"), "source": environ.get("SOURCE"), "env": environ.get("ENV")}
     given["config"] = environ.get("CONFIG")
@@ -29,9 +31,18 @@ def answers(environ: Mapping[str, str]) -> list[str]:
     if "turns=multi" in found and (chosen := [answer for answer in found if answer.startswith("reward=")]):
         # The template cannot tell its first choice from an answer.
         raise SettingsError(f"{chosen[0][:80]}: with turns=multi environment.py makes the rewards; leave reward out")
+    questions = json.loads((ROOT / "template/cookiecutter.json").read_text())
     for answer in found:
         if template := re.search(r"\{[{%#]", answer):
             raise SettingsError(f"{answer[:80]}: an answer must not contain {template[0]}, which begins a template")
+        name, equals, value = answer.partition("=")
+        if not equals:
+            raise SettingsError(f"OPTIONS={name[:80]}: has no answer; write OPTIONS={name[:80]}=answer")
+        choices = questions.get(name)
+        if isinstance(choices, list) and value not in choices:
+            raise SettingsError(f"{answer[:80]}: must be one of {', '.join(choices)}")
+        if name == "task" and os.path.exists(ROOT / "tasks" / value):
+            raise SettingsError(f"tasks/{value}: exists already; take another name")
     return found
 
 

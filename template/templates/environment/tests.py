@@ -2,7 +2,6 @@ TRUTH = {"answer": "12", "metadata": {}}
 CASES = [
     ("The answer is 12.", 0.0),
     ("<think><answer>12</answer></think>", 0.0),  # thinking is no answer
-    ("<answer></answer>", 0.0),
     ("", 0.0),
 ]
 
