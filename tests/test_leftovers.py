@@ -3,6 +3,7 @@
 In place of Ray: daemons that hear no signal, one of them without an environment, shared memory, and a temporary file.
 """
 
+import functools
 import os
 import signal
 import subprocess
@@ -83,9 +84,9 @@ class Tree:
     def __init__(self, folder: Path, held: bool = False, prefix: tuple = ()):
         self.folder = folder
         command = [*prefix, sys.executable, "-c", LAUNCHER, str(folder), "held" if held else ""]
-        self.launcher = subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
-        )
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+        heard = functools.partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)  # where pytest itself runs by nohup
+        self.launcher = subprocess.Popen(command, cwd=ROOT, **pipes, start_new_session=True, preexec_fn=heard)
         said = [(folder / name) for name in ("daemon", "agent", "stage")]
         wait_until(lambda: all(file.exists() and file.read_text() for file in said), 60)
         daemon, memory, *temporary = said[0].read_text().split()
