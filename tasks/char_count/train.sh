@@ -9,7 +9,7 @@ default DIFFICULTY hard cpu=easy                # easy: words of 3 to 6 letters 
 default TRAIN_SIZE 9000 cpu=512                 # training prompts
 default TEST_SIZE 1000 cpu=128                  # held-out prompts
 default STEPS 100 cpu=14                        # training steps
-default LR "" cpu=2e-5                          # on a CPU; elsewhere the stack's
+default LR "" cpu=1e-5                          # on a CPU; elsewhere the stack's
 default LR_WARMUP 3                             # without, Adam's first steps unlearn the warm-up (docs/TUNING.md)
 default SFT_STEPS 64 cpu=16                     # steps of the warm-up; on a CPU few: RL is to learn the rest
 default SFT_BATCH_SIZE 64 cpu=16                # demonstrations per step
