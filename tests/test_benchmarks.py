@@ -155,7 +155,7 @@ def test_a_run_on_a_gpu_that_there_is_not_is_refused(tmp_path):
         (
             "bench_training",
             {"ARGS": "--variants ours,typo"},
-            "--variants typo: there are: ours, example, naive, by_token, one_process, trl, trl_lean",
+            "--variants typo: there are: ours, example, naive, by_token, one_process, uncompiled, trl, trl_lean",
         ),
         ("bench_training", {"ARGS": "--steps 1"}, "--steps 1: give 2 or more, the first is left out"),
     ],

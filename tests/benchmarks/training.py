@@ -12,6 +12,7 @@ one after the other on the same GPUs. The first step of each is left out (compil
 - naive: sdpa with padding, eager rollouts, MICRO_BATCH_SIZE sequences a pass, verl's own trainer and agent loop
 - by_token: ours without whole responses (verl_plugins/whole_responses.py)
 - one_process: ours with vLLM's worker in the process of its engine, which starts sooner; TP=1 only, never measured
+- uncompiled: ours with CUDA graphs alone, without torch.compile, which takes half a minute at the start; never measured
 - trl: TRL's GRPOTrainer with vLLM in its process, on one GPU; trl_lean: the same without what ours leaves out
   (trl_grpo.py). Not among the default variants: only the newer stacks have that TRL
 
@@ -50,6 +51,7 @@ VERLS_OWN = [
     "actor_rollout_ref.actor.strategy=fsdp",
     "actor_rollout_ref.ref.strategy=fsdp",
 ]
+GRAPHS_ALONE = '{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}'  # vLLM's CompilationConfig, as verl reads it
 # The same of what only one stack sets.
 OF_CURRENT = [
     "actor_rollout_ref.rollout.max_num_seqs=256",
@@ -91,6 +93,7 @@ def variants(s: Settings) -> dict[str, list[str]]:
     if newer:
         every["by_token"] = ["++actor_rollout_ref.rollout.engine_kwargs.vllm.scheduler_cls=null"]
         every["one_process"] = ["+actor_rollout_ref.rollout.engine_kwargs.vllm.distributed_executor_backend=uni"]
+        every["uncompiled"] = [f"+actor_rollout_ref.rollout.engine_kwargs.vllm.compilation_config='{GRAPHS_ALONE}'"]
     return {name: verl_versions.renamed(overrides, "ppo_trainer", s) for name, overrides in every.items()}
 
 
