@@ -457,6 +457,13 @@ def test_an_interval_of_any_page_is_in_a_result(page):
     assert set(INTERVAL.findall(page.read_text())) <= set().union(*map(intervals, results))
 
 
+def test_a_page_or_a_program_names_each_result():
+    """Those of make recipe are in its table; metrics by step are also read by their pattern (test_health.py)."""
+    text = "".join(file.read_text() for file in [*DOCUMENTS, *(ROOT / "tests").rglob("*.py")])
+    files = [file.name for file in (ROOT / "docs/results").iterdir() if not file.name.endswith(".metrics.jsonl")]
+    assert len(files) > 50 and [name for name in files if name not in text] == []
+
+
 def test_the_lines_of_char_count_are_counted():
     folder = ROOT / "tasks/char_count"
     own, tests = (

@@ -184,6 +184,62 @@ def test_a_recipe_of_another_stack_is_refused(given, written, tmp_path, monkeypa
     assert status == ("error: STACK=current: needs a GPU, and this machine has none" if given else other)
 
 
+def test_on_a_gpu_of_another_stack_the_advice_is_its_own(written, monkeypatch):
+    monkeypatch.setenv("STACK", "a100")
+    monkeypatch.setattr(recipe, "nvidia", lambda: SimpleNamespace(gpus=(SimpleNamespace(name="A100"),)))
+    status, _ = written("0\n# stack: current", "true\n")
+    assert status == "error: NAME=own: is for STACK=current: make recipe NAME=own STACK=a100"
+
+
+def test_a_second_run_of_a_recipe_is_refused_and_the_first_goes_on(written, tmp_path):
+    folder = tmp_path / "artifacts/recipes/own-cpu"
+    with recipe.alone_in(folder):
+        folder.mkdir()
+        status, page = written("0", leaves(tmp_path))
+        assert status == f"error: {folder}: another run of this recipe is in it; wait for its end"
+        assert folder.is_dir() and "A result" not in page
+    assert written("0", leaves(tmp_path))[0] == 0
+
+
+def test_a_folder_that_cannot_be_emptied_is_refused(written, tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    folder = tmp_path / "artifacts/recipes/own-cpu"
+    folder.parent.mkdir(parents=True)
+    folder.symlink_to(elsewhere)
+    assert written("0", leaves(tmp_path))[0] == f"error: {folder}: cannot be emptied; remove it"
+
+
+@pytest.mark.parametrize(
+    ("changed", "since", "said"),
+    [
+        (False, False, "`"),
+        (False, True, "`, older than the code"),
+        (False, None, "`, of a commit that is not here"),
+        (True, True, "` changed"),
+    ],
+)
+def test_what_a_row_and_the_list_say_of_the_commit(changed, since, said, written, tmp_path, monkeypatch, capsys):
+    assert written("0.05", leaves(tmp_path))[0] == 0
+    file = tmp_path / "results/recipe-own-cpu.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"changed": changed}))
+    monkeypatch.setattr(recipe, "changed_since", lambda *_: since)
+    recipe.write_table()
+    assert re.search(r"`[0-9a-f]{7}(`[^|]*) \|", (tmp_path / "RESULTS.md").read_text())[1] == said
+    capsys.readouterr()
+    recipe.overview()
+    assert capsys.readouterr().out.splitlines()[1].endswith(f" min{said[1:]}")
+
+
+def test_a_row_shows_what_its_recipe_is_about_as_it_is_written(written, tmp_path):
+    _, page = written("0\n# takes: FILE", leaves(tmp_path))
+    assert "| `own`: A result |" in page
+    head = HEAD.replace("# A result", "# A result: FILE=<a folder>")
+    (tmp_path / "recipes/own.sh").write_text(head.format(0) + "true\n")
+    recipe.write_table()
+    assert "| `own`: A result: FILE=&lt;a folder> |" in (tmp_path / "RESULTS.md").read_text()
+
+
 def test_a_row_names_the_gpus_that_the_recipe_used(monkeypatch):
     gpus = tuple(SimpleNamespace(name=name) for name in ("first", "second"))
     monkeypatch.setattr(recipe, "nvidia", lambda: SimpleNamespace(gpus=gpus))
@@ -240,7 +296,7 @@ def test_a_recipe_that_is_ended_ends_its_command(number, written, tmp_path):
     finally:
         for each, handler in before.items():
             signal.signal(each, handler)
-    assert "exit status -15" in status and not psutil.pid_exists(int(pid.read_text()))
+    assert "own.sh: interrupted; docs/RESULTS.md" in status and not psutil.pid_exists(int(pid.read_text()))
 
 
 def test_the_limit_ends_what_ignores_sigterm(written, tmp_path, monkeypatch):
@@ -299,7 +355,8 @@ def test_a_row_says_that_the_code_has_changed_since(tmp_path, monkeypatch):
     committed("tasks/own/test_reward.py")
     committed("tasks/other/reward.py")
     committed("tasks/common/stacks/current/__init__.py")
-    assert not recipe.changed_since(measured, code, "cpu") and recipe.changed_since("0" * 40, code, "cpu")
+    assert recipe.changed_since(measured, code, "cpu") is False
+    assert recipe.changed_since("0" * 40, code, "cpu") is None
     for name in (
         "tasks/own/prepare_data.py",
         "tasks/common/settings.py",
@@ -367,7 +424,7 @@ def test_the_table_is_that_of_the_files_and_of_the_code(tmp_path):
         return subprocess.run(asks, cwd=ROOT, capture_output=True).returncode == 0
 
     def comparable(text: str) -> str:
-        row = rf"(`([0-9a-f]{{7}})`(?: changed)?){recipe.STALE}"
+        row = rf"(`([0-9a-f]{{7}})`)(?:{recipe.STALE}|{recipe.UNKNOWN})"
         return re.sub(row, lambda found: found[0] if known(found[2]) else found[1], text)
 
     told = "write it again: .venv/bin/python -c 'from tests.recipes.run import write_table; write_table()'"

