@@ -2,6 +2,7 @@
 
 import csv
 import json
+from dataclasses import replace
 
 import openpyxl
 import pandas as pd
@@ -71,6 +72,17 @@ def test_tables_that_cannot_be_used_are_named(tmp_path, given, output, said):
     assert str(error.value) == said.format(tmp_path)
 
 
+@pytest.mark.parametrize("output", ["in.csv", "none/../in.csv", "link.csv"])
+def test_the_input_is_not_replaced_by_the_output(tmp_path, output):
+    (tmp_path / "in.csv").write_text("prompt\na\n")
+    (tmp_path / "none").mkdir()
+    (tmp_path / "link.csv").symlink_to("in.csv")
+    output = tmp_path / output
+    with pytest.raises(SettingsError) as error:
+        paths(load_settings({"INPUT": str(tmp_path / "in.csv"), "OUTPUT": str(output)}, Command))
+    assert str(error.value) == f"OUTPUT={output}: is INPUT, which it would replace; give the path of another file"
+
+
 def test_a_home_folder_is_found(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "in.csv").write_text("prompt\na\n")
@@ -96,6 +108,18 @@ def test_text_prompts_get_the_tasks_system_message_and_chats_stay():
 
 def rollout(index: int, response: str, reward: dict | None) -> Rollout:
     return Rollout(index, "sampled", 0, response, "stop", 3, 0.5, [], "t", "", {}, reward)
+
+
+def test_columns_of_the_input_that_are_named_like_those_of_the_output_are_kept():
+    reward = {"score": 1.0}
+    (row,) = once = answers([{"prompt": "a", "score": 5, "error": "e", "sample": 7}], [rollout(0, "x", reward)])
+    assert (row["input score"], row["input error"], row["sample"], row["score"], row["error"]) == (5, "e", 7, 1.0, "")
+    assert list(row)[:4] == ["prompt", "input score", "input error", "sample"]
+    (again,) = answers(once, [rollout(0, "y", reward | {"score": 0.5})])  # the output as the next input
+    assert (again["input score"], again["input input score"], again["score"]) == (5, 1.0, 0.5)
+    several = [rollout(0, "x", reward), replace(rollout(0, "y", reward), sample=1)]
+    rows = answers([{"prompt": "a", "sample": 7}], several)
+    assert [(row["input sample"], row["sample"]) for row in rows] == [(7, 0), (7, 1)]
 
 
 BAD = "=1+1 \x00 ü 漢"

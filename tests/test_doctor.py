@@ -15,9 +15,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
-from tasks.common.data.rows import read_rows
+from tasks.common.data.rows import decoded, read_rows
 from tasks.common.launch import doctor, memory_checks
 from tasks.common.launch.finding import Finding
 from tasks.common.machine import hardware, memory, speed
@@ -142,6 +144,32 @@ def test_what_verl_would_refuse_later_is_refused_now(variables, said, prepared, 
     result = make("doctor", **{**prepared, **own, **variables})
     assert result.returncode != 0
     assert [line for line in result.stdout.splitlines() if line.startswith("error") and said in line], result.stdout
+
+
+@pytest.mark.medium
+def test_own_data_with_held_out_prompts_is_an_error_as_in_make_data(prepared, tmp_path):
+    test = Path(prepared["ARTIFACTS"]) / "data/countdown/test.parquet"
+    pairs = tmp_path / "pairs.jsonl"
+    rows = [{"prompt": decoded(row["prompt"]), "chosen": "a", "rejected": "b"} for row in read_rows(test)]
+    pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for own in ({"TRAIN_FILE": str(test)}, {"METHOD": "dpo", "PAIRS_FILE": str(pairs)}):
+        of_data, of_doctor = (make(goal, **prepared, **own) for goal in ("data", "doctor"))
+        (said,) = [line.removeprefix("error: ") for line in of_data.stdout.splitlines() if line.startswith("error: ")]
+        assert "8 of its prompts are in test.parquet; remove them" in said and of_doctor.returncode != 0
+        assert [line for line in lines(of_doctor, "error") if line.startswith("data: ")] == [f"data: {said}"]
+
+
+@pytest.mark.medium
+def test_a_fault_late_in_a_training_file_of_ones_own_is_an_error(prepared, monkeypatch, tmp_path):
+    monkeypatch.setenv("ARTIFACTS", prepared["ARTIFACTS"])
+    monkeypatch.setattr(doctor, "ROWS", 8)
+    table = pq.read_table(Path(prepared["ARTIFACTS"]) / "data/countdown/train.parquet")
+    first, *others = table.to_pylist()
+    rows = [first, *others, first | {"prompt": None}]
+    pq.write_table(pa.Table.from_pylist(rows, table.schema), own := tmp_path / "own.parquet")
+    s = load_settings(exported(ROOT / "tasks/countdown/train.sh", prepared | {"TRAIN_FILE": str(own)}))
+    (found,) = [each for each in doctor.data(s, False) if each.state == "error"]
+    assert found.text.startswith(f"{own}: row 16, column prompt: ") and found.fix == "correct TRAIN_FILE"
 
 
 @pytest.mark.medium

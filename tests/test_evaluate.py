@@ -9,9 +9,14 @@ from pathlib import Path
 import pytest
 
 from tasks.common.data.rows import chat, rl_row, rl_schema, write_parquet
+from tasks.common.evaluation import sample
 from tasks.common.evaluation.main import next_steps
-from tasks.common.evaluation.sample import Job, sampling
+from tasks.common.evaluation.rollouts import Rollout, write_rollouts
+from tasks.common.evaluation.sample import Hardware, Job, Sampling, Scoring, sampling
 from tasks.common.evaluation.statistics import Estimate
+from tasks.common.evaluation.summary import Difference
+from tasks.common.evaluation.tables import gain
+from tasks.common.files import read_json, write_json
 from tasks.common.machine.memory import EMBEDDED_CONFIG
 from tasks.common.runs.folder import hf_folder
 from tasks.common.settings import SettingsError, load_settings
@@ -153,6 +158,25 @@ def test_keys_of_the_reward_that_are_named_like_a_metric_do_not_replace_it(workp
     metrics = json.loads(workplace.only("eval/countdown/m-*/summary.json").read_text())["metrics"]
     assert metrics["accuracy"]["value"] == 1.0 and metrics["tokens"]["value"] == 20
     assert metrics["reward accuracy"]["value"] == 0.25 and metrics["reward tokens"]["value"] == -3
+
+
+def test_a_new_reward_whose_scores_cannot_be_written_scores_again_the_next_time(tmp_path, monkeypatch):
+    row = rl_row("t", chat("a"), TRUTH, "test", 0)
+    write_parquet([row], tmp_path / "test.parquet", rl_schema())
+    job = Job("m", str(tmp_path / "test.parquet"), 0, Sampling(1, False, 1.0, 1.0, 9, 9, 0), Hardware())
+    old = Rollout(0, "sampled", 0, TRUTH, "stop", 9, 0.5, row["prompt"], "t", TRUTH, {}, {"score": 0.0})
+    write_rollouts(file := tmp_path / "rollouts.jsonl", [old])
+    write_json(meta := tmp_path / "rollouts.meta.json", {"reward": "old"})
+    new = Scoring(lambda *_: {"score": 1.0}, None, "new")
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        patch.setattr(sample, "write_rollouts", full)
+        sample.load(job, file, new)
+    kept, missing = sample.load(job, file, new)
+    assert ([r.reward for r in kept], missing) == ([{"score": 1.0}], []) and read_json(meta)["reward"] == "new"
 
 
 def test_rescore_counts_a_repeated_line_once(workplace):
@@ -456,10 +480,36 @@ def test_the_last_round_of_self_play_is_paired_with_the_warm_up(workplace):
         assert stored["to"] == str(models[to])
 
 
-CHANCE, LOSS = Estimate(0.01, -0.02, 0.04), Estimate(-0.1, -0.2, -0.05)
+CHANCE = Difference(Estimate(0.01, -0.02, 0.04), 0.4, "paired bootstrap")
+LOSS = Difference(Estimate(-0.1, -0.2, -0.05), 0.001, "paired bootstrap")
 
 
-def advice(change: Estimate, run_dir: Path | None = None, **changes) -> str:
+@pytest.mark.parametrize(
+    ("interval", "p_value", "said"),
+    [
+        ((0.25, 0.25, 0.25), 1.0, "too few prompts to tell"),
+        ((0.3, 0.1, 0.5), 0.05, "too few prompts to tell"),
+        ((-0.3, -0.5, -0.1), 0.0625, "too few prompts to tell"),
+        ((0.3, 0.1, 0.5), 0.049, "a gain"),
+        ((-0.3, -0.5, -0.1), 0.049, "a loss"),
+        ((0.3, 0.0, 0.5), 0.049, "the interval includes 0, so this may be chance"),
+        ((-0.3, -0.5, 0.0), 0.049, "the interval includes 0, so this may be chance"),
+    ],
+)
+def test_a_gain_or_a_loss_is_one_by_its_interval_and_its_test(interval, p_value, said, tmp_path, monkeypatch):
+    """The percentile interval alone says "a gain" of a single prompt. The advice agrees with the verdict."""
+    monkeypatch.setenv("ARTIFACTS", str(tmp_path))
+    change = Difference(Estimate(*interval), p_value, "paired bootstrap")
+    assert gain("grpo - base", {"pass@1": change}).endswith(f" (paired bootstrap): {said}")
+    tries = advice(change)
+    assert (tries == "", "LR=5e-06" in tries, "LR=2e-05" in tries) == (
+        said == "a gain",
+        said == "a loss",
+        said not in ("a gain", "a loss"),
+    )
+
+
+def advice(change: Difference, run_dir: Path | None = None, **changes) -> str:
     s = replace(load_settings(VALUES), LR=1e-5, **changes)
     return "\n".join(next_steps(s, "start", change, None, run_dir))
 

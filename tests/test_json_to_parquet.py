@@ -368,7 +368,7 @@ def test_dpo_rows(tmp_path):
     rows = [*pairs(40), *pairs(3), {"prompt": "hi", "chosen": "same", "rejected": "same"}]
     manifest, train, _ = converted(write_rows(tmp_path / "x.json", rows), tmp_path / "out")
     assert manifest["kind"] == "dpo"
-    assert manifest["dropped"] == {"unusable": 1, "too_long": 0, "duplicates": 3, "over_limit": 0}
+    assert {reason: count for reason, count in manifest["dropped"].items() if count} == {"unusable": 1, "duplicates": 3}
     assert train[0]["chosen"] == [{"role": "assistant", "content": "yes"}]
     assert train[0]["rejected"] == [{"role": "assistant", "content": "no"}]
 
@@ -409,6 +409,12 @@ def test_conversation_without_last_answer_is_counted(tmp_path):
     assert "dropped: 1 unusable" in describe(manifest)
 
 
+def test_answers_that_contradict_each_other_are_counted(tmp_path):
+    rows = [*plain(20), *plain(5), {"question": "what is 0?", "answer": 1}]
+    manifest, _, _ = converted(write_rows(tmp_path / "x.jsonl", rows), tmp_path / "out")
+    assert "dropped: 6 duplicates, 1 of them with another ground truth" in describe(manifest)
+
+
 def test_columns_seed_and_sizes(tmp_path):
     rows = [{"q": f"what {n}", "a": n, "prompt": "other", "s": "be brief"} for n in range(50)]
     path = write_rows(tmp_path / "x.jsonl", rows)
@@ -426,7 +432,8 @@ def test_folder_keeps_its_own_split(tmp_path):
     write_rows(folder / "train.jsonl", plain(30))
     write_rows(folder / "test.csv", plain(40)[25:])
     manifest, train, test = converted(folder, tmp_path / "out")
-    assert (len(train), len(test), manifest["dropped"]["duplicates"]) == (25, 15, 5)
+    assert (len(train), len(test)) == (25, 15)
+    assert "dropped: 5 with a prompt of the test split" in describe(manifest)
 
 
 def test_long_prompts_are_dropped_by_the_tokenizer(tmp_path, small_model):
@@ -439,7 +446,7 @@ def test_long_prompts_are_dropped_by_the_tokenizer(tmp_path, small_model):
 
 
 ODD = {
-    "unknown form": ([{"a": 1}], [], "line 1: has no known form; it has columns a"),
+    "unknown form": ([{"a": 1}], [], "line 1: has no known form; it has columns a.*\\. Name the columns .*--prompt"),
     "a later row": ([*plain(3), {"question": "x", "answer": None}], [], "line 4: column `answer`"),
     "a column that goes": ([*plain(3), {"question": "x"}], [], "line 4: has a prompt but no answer"),
     "another type": ([*plain(3), {"question": 3, "answer": 1}], [], "line 4: column `question` must be text"),

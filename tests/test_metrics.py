@@ -10,9 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.common.evaluation import statistics
+from tasks.common.evaluation import compare, probe, statistics
 from tasks.common.evaluation.rollouts import Rollout
+from tasks.common.evaluation.sample import Scoring
 from tasks.common.evaluation.statistics import (
+    Estimate,
     bootstrap_mean,
     bootstrap_p_value,
     bootstrap_statistics,
@@ -22,6 +24,7 @@ from tasks.common.evaluation.statistics import (
     proportion,
 )
 from tasks.common.evaluation.summary import differences, summarize
+from tasks.common.evaluation.tables import gained_text
 
 counts = st.integers(1, 500).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n)))
 
@@ -87,7 +90,8 @@ def test_bootstrap_p_value_agrees_with_the_enumeration(values):
     means = resampled_means(values)
     exact = min(1.0, 2 * min(np.mean(means <= 0), np.mean(means >= 0)))
     exact = max(exact, 2.0 ** (1 - np.count_nonzero(values)))
-    assert bootstrap_p_value(np.array(values)) == pytest.approx(exact, abs=0.03)
+    # Twice a share of 9,999 resamples has a standard error of at most 0.01.
+    assert bootstrap_p_value(np.array(values)) == pytest.approx(exact, abs=0.05)
 
 
 def test_bootstrap_p_value_at_its_ends():
@@ -207,6 +211,50 @@ def test_right_and_wrong_turns_have_an_interval_and_a_test_of_conversations():
     assert (change.p_value, change.test) == (1 / 4, "bootstrap of conversations")  # McNemar: 1 / 32
     change = differences(turns("abcdef", no, no), turns("abcdef", no, yes))["accuracy"]
     assert (change.p_value, change.test) == (1 / 32, "exact McNemar")
+
+
+@pytest.mark.parametrize(
+    ("keys", "p_value", "said"),
+    [
+        (["a", "a", "b", "b", "c", "c"], None, "6 prompts gained, 0 lost"),
+        ("abcdef", 1 / 32, "6 prompts gained, 0 lost: exact McNemar p = 0.0312"),
+    ],
+)
+def test_gained_and_lost_turns_of_one_conversation_are_counted_and_not_tested(keys, p_value, said):
+    """McNemar's test counts prompts as independent; the metrics have a test of conversations."""
+    rollouts = {"base": turns(keys, [0.0] * 6), "trained": turns(keys, [0.0] * 6, [1.0] * 6)}
+    found, changes = compare.result(rollouts, {"base": "b", "trained": "t"}, Scoring(None, None, ""))
+    assert found["mcnemar"] == {"gained": 6, "lost": 0, "p_value": p_value} and gained_text(found["mcnemar"]) == said
+    text = compare.markdown("t", found, changes, dict.fromkeys(range(6), "?"))
+    assert f"both models answered: {said}.\n" in text
+
+
+def sampled_twice(keys, right) -> list[Rollout]:
+    """Two samples per prompt, whose score is their ``right``, shape (2, prompts), and whose entropies differ."""
+    return [
+        replace(r, sample=sample, reward={"score": acc, "acc": acc}, entropy=0.1 + r.index // 20 * acc)
+        for sample, each in enumerate(right.tolist())
+        for r, acc in zip(turns(keys, each)[1::2], each, strict=True)
+    ]
+
+
+def test_the_probes_intervals_are_of_conversations_as_those_of_its_metrics():
+    keys = np.repeat(np.arange(6), 20)
+    right = (np.random.default_rng(0).random((2, 120)) < np.where(keys % 2, 0.9, 0.5)).astype(float)
+    rollouts = sampled_twice([f"chat {key}" for key in keys], right)
+    found = probe.probed(rollouts, prompts := probe.by_prompt(rollouts))
+    shown = {name: Estimate(v["value"], v["low"], v["high"]) for name, v in found["distributions"].items()}
+    for name, metric in (("accuracy", "pass@1"), ("score", "score"), ("entropy", "entropy")):
+        assert vars(shown[name]) == found["metrics"][metric]
+    assert shown["variance"] == bootstrap_mean(prompts["variance"], keys) != bootstrap_mean(prompts["variance"])
+
+
+def test_a_probe_whose_samples_are_all_wrong_has_wilsons_interval():
+    rollouts = sampled_twice(range(50), np.zeros((2, 50)))
+    found = probe.probed(rollouts, probe.by_prompt(rollouts))["distributions"]
+    for name in ("accuracy", "score"):
+        assert (found[name]["low"], found[name]["high"]) == pytest.approx((0, proportion(0, 50).high))
+    assert (found["variance"]["low"], found["variance"]["high"]) == (0, 0)  # no share
 
 
 def test_own_metrics_get_whole_conversations():

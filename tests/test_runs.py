@@ -5,12 +5,13 @@ import errno
 import json
 import os
 import resource
+import shutil
 from dataclasses import replace
 
 import pytest
 
 from tasks.common.evaluation.sample import model_name
-from tasks.common.launch import train
+from tasks.common.launch import main, train
 from tasks.common.launch.main import _locked
 from tasks.common.models.merge import merge, whole_folder
 from tasks.common.process import StageFailed
@@ -25,9 +26,10 @@ from tasks.common.runs.folder import (
     rl_dir,
     rounds,
     settings_of,
+    sft_dir,
 )
 from tasks.common.runs.keep import ends_run
-from tasks.common.settings import SettingsError, load_settings
+from tasks.common.settings import Command, SettingsError, load_settings
 from tests.test_settings import VALUES
 
 
@@ -247,6 +249,52 @@ def test_how_gpus_share_a_model_is_what_is_given(settings, monkeypatch):
     monkeypatch.setenv("GPU_MEMORY_UTILIZATION", "0.6")
     found = settings_of(run_dir, replace(settings, N_GPUS=8, TP=2, GPU_MEMORY_UTILIZATION=0.6))
     assert (found.TP, found.GPU_MEMORY_UTILIZATION) == (2, 0.6)
+
+
+def job_of(goal, s, run_dir=None, **command):
+    return main.Job(goal, s, load_settings(command, cls=Command), [], run_dir=run_dir)
+
+
+def test_a_start_that_is_gone_is_named_before_the_evaluation_begins(settings, monkeypatch):
+    s, called = replace(settings, MODEL="some/model", INIT="sft"), []
+    monkeypatch.setattr(main, "script", lambda *arguments: called.append(arguments))
+    make_run(s, sft_dir(s).name, kind="sft")
+    start = str(hf_folder(sft_dir(s)))
+    rl = begun(s.runs_dir / "rl", start, s)
+    second = begun(s.runs_dir / "rl-round2", str(hf_folder(rl)), s)
+    for goal, stage in (("eval", main.evaluate), ("compare", main.compare)):
+        stage(job_of(goal, s, second))
+    assert len(called) == 2
+    shutil.rmtree(sft_dir(s))
+    again = f"`make sft TASK={s.TASK}` with the settings of that run makes it again"
+    for goal, stage, more in (("eval", main.evaluate, ""), ("compare", main.compare, ", or give BASE")):
+        with pytest.raises(SettingsError) as error:
+            stage(job_of(goal, s, second))
+        assert str(error.value) == f"RUN=rl: the model that it began with, {start}, is gone; {again}{more}"
+    main.compare(job_of("compare", s, second, BASE="some/other"))
+    assert len(called) == 3
+    start = str(hf_folder(rl))
+    shutil.rmtree(rl)  # of this no stage makes the same again
+    with pytest.raises(SettingsError, match=f"^RUN=rl-round2: .* {start}, is gone; put it back$"):
+        main.evaluate(job_of("eval", s, second))
+
+
+def test_a_base_that_is_not_there_is_named_by_its_variable(settings, monkeypatch, tmp_path):
+    monkeypatch.setattr(main, "script", lambda *arguments: None)
+    job = replace(job_of("compare", replace(settings, MODEL="some/model"), BASE="/nonexistent"), model="some/model")
+    with pytest.raises(SettingsError, match=r"^BASE=/nonexistent: no such folder, and not a hub id \(owner/name\)$"):
+        main.compare(job)
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter/adapter_model.safetensors").write_text("")
+    for config, said in (({}, "names no base model"), ({"base_model_name_or_path": "/gone"}, "/gone is not there")):
+        (tmp_path / "adapter/adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 8} | config))
+        job = replace(job, command=replace(job.command, BASE=str(tmp_path / "adapter")))
+        fix = "correct its adapter_config.json"
+        with pytest.raises(SettingsError, match=f"^BASE={tmp_path}/adapter: .*{said}; {fix}$"):
+            main.compare(job)
+    gone = job_of("compare", replace(settings, MODEL="/nonexistent", INIT="base"), make_run(settings))
+    with pytest.raises(SettingsError, match=r"^MODEL=/nonexistent: no such folder"):
+        main.compare(gone)
 
 
 def test_a_model_is_named_after_its_run_and_step(settings):

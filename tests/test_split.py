@@ -5,7 +5,7 @@ import json
 import os
 import random
 import tracemalloc
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pyarrow as pa
@@ -152,11 +152,18 @@ def test_test_split_of_the_source_stays_its_own(tmp_path):
     train, test, dropped = done(given, tmp_path, Sizes(test=0))
     assert {*prompts(test)} == {f"prompt {number}" for number in range(45, 60)}
     assert {*prompts(train)} == {f"prompt {number}" for number in range(45)}
-    assert dropped == {"duplicates": 5}  # training prompts that are in the test split
+    assert dropped == {"with_a_prompt_of_the_test_split": 5}
     _, test, dropped = done(given, tmp_path, Sizes(test=4))
-    assert (len(test), dropped) == (4, {"duplicates": 5, "over_limit": 11})
+    assert (len(test), dropped) == (4, {"with_a_prompt_of_the_test_split": 5, "over_limit": 11})
+    assert done([*given, *given[:48]], tmp_path, Sizes(test=0))[2] == {
+        "duplicates": 48,
+        "with_a_prompt_of_the_test_split": 5,
+    }
     train, test, dropped = done(given, tmp_path, Sizes(limit=30, test=0))
-    assert (len(train) + len(test), dropped) == (30, {"duplicates": 5, "over_limit": 30})
+    assert (len(train) + len(test), dropped) == (
+        30,
+        {"with_a_prompt_of_the_test_split": 5, "over_limit": 30},
+    )
     assert {*prompts(test)} <= {f"prompt {number}" for number in range(45, 60)}
 
 
@@ -200,6 +207,11 @@ def test_schema_has_tools_when_one_row_needs_them(tmp_path):
         (items(10), Sizes(test=10), "only 10 different rows: 10 for the test set, 0 to train on"),
         (items(10), Sizes(test=0), "no test split of its own: set TEST_SIZE"),
         (items(10, split="test"), Sizes(test=0), "0 to train on"),
+        (
+            [*items(10, split="train"), *items(12, split="test")],
+            Sizes(test=5),
+            "^all 10 training rows have a prompt of the test split; take other training rows$",
+        ),
         ([Item("same", str(number)) for number in range(9)], Sizes(), "9 for the test set, 0 to train on"),
     ],
 )
@@ -363,9 +375,15 @@ def test_all_that_a_finite_source_has(folder, small_model):
     settings = settings_for(MODEL=small_model, TRAIN_SIZE=0, TEST_SIZE=0.1)
     manifest = prepare(settings, {"toy": Fixed([*examples(30), *examples(4), None])})
     assert manifest["rows"] == {"test": 3, "train": 27, "sft": 8}
-    assert manifest["dropped"] == {"unusable": 1, "too_long": 0, "duplicates": 4, "over_limit": 0}
+    assert {reason: count for reason, count in manifest["dropped"].items() if count} == {"unusable": 1, "duplicates": 4}
     assert "dropped: 1 unusable, 4 duplicates" in describe(manifest)
     assert len(describe(manifest).splitlines()) == 3  # the last: the gold check
+
+
+def test_duplicates_with_another_ground_truth_are_counted_apart(folder, small_model):
+    repeated = [replace(example, ground_truth="other") for example in examples(3)]
+    manifest = prepare(settings_for(MODEL=small_model), {"toy": Fixed([*examples(26), *examples(4), *repeated])})
+    assert "dropped: 7 duplicates, 3 of them with another ground truth" in describe(manifest).splitlines()[1]
 
 
 def test_long_prompts_are_dropped_by_the_model_s_own_tokens(folder, small_model):
@@ -435,7 +453,23 @@ def test_sizes_of_a_generator(folder, changes, expected):
     assert (rows["train"], rows["test"]) == expected
 
 
-@pytest.mark.parametrize("changes", [{"TEST_SIZE": 0}, {"TRAIN_SIZE": 0}, {"TEST_SIZE": 9, "MAX_SAMPLES": 9}])
+@pytest.mark.parametrize(
+    "changes, needed",
+    [
+        ({"TEST_SIZE": 9, "DEV_SIZE": 0, "MAX_SAMPLES": 9}, "9 \\+ 0"),
+        ({"TEST_SIZE": 16, "DEV_SIZE": 4, "MAX_SAMPLES": 19}, "16 \\+ 4"),
+        ({"TEST_SIZE": 0.5, "DEV_SIZE": 16, "MAX_SAMPLES": 20, "TRAIN_SIZE": 0}, "10 \\+ 16"),
+    ],
+)
+def test_generator_needs_more_samples_than_are_held_out(folder, changes, needed):
+    message = (
+        rf"^SOURCE=toy: MAX_SAMPLES={changes['MAX_SAMPLES']} must exceed TEST_SIZE \+ DEV_SIZE \({needed} prompts\)$"
+    )
+    with pytest.raises(DataError, match=message):
+        prepare(settings_for(**changes), {"toy": endless})
+
+
+@pytest.mark.parametrize("changes", [{"TEST_SIZE": 0}, {"TRAIN_SIZE": 0}, {"TEST_SIZE": 0, "MAX_SAMPLES": 9}])
 def test_generator_has_no_all(folder, changes):
     with pytest.raises(DataError, match=r"^SOURCE=toy: a generator needs a number[^\n]*set TEST_SIZE and TRAIN_SIZE$"):
         prepare(settings_for(**changes), {"toy": endless})
@@ -522,7 +556,8 @@ def test_source_that_is_taken(folder, small_model, tmp_path, changes, sources, e
         ({"FILE": "x.jsonl"}, {"generate": endless}, "FILE=x.jsonl: this task reads no files"),
         ({"SOURCE": "file"}, SOURCES, "SOURCE=file: set FILE"),
         ({"SOURCE": "auto", "DIFFICULTY": "hard"}, {"file": endless}, "for a data file set FILE"),
-        ({"SOURCE": "x"}, SOURCES, "SOURCE=x: this task knows hub, generate, file"),
+        ({"SOURCE": "x"}, SOURCES, "SOURCE=x: this task knows hub, generate, file, or a folder of the hub's form"),
+        ({"SOURCE": "/"}, {"generate": endless, "file": endless}, "SOURCE=/: this task knows generate, file$"),
     ],
 )
 def test_source_that_cannot_be_taken(folder, small_model, changes, sources, message):

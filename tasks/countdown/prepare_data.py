@@ -2,8 +2,12 @@
 
 import itertools
 import random
+import re
 from collections.abc import Iterator
 from fractions import Fraction
+from numbers import Integral
+
+import numpy as np
 
 from tasks.common.data import prepare
 from tasks.common.data.records import hub
@@ -13,6 +17,7 @@ from tasks.countdown import search
 HUB_DATASET = "Jiayi-Pan/Countdown-Tasks-3to4"
 # DIFFICULTY: how many numbers, the largest number, the largest target
 DIFFICULTIES = {"easy": ((2,), 99, 999), "hard": ((3, 4), 99, 999)}
+MOST_NUMBERS = 5  # of a row of the public set: with five the solver takes up to a second, with six over a minute
 
 SYSTEM = (
     "Make the target from the numbers with + - * / and parentheses, each number once. "
@@ -102,13 +107,29 @@ def generate(settings) -> Iterator[prepare.Example]:
     return (example(**problem) for problem in problems(random.Random(settings.SEED), settings.DIFFICULTY))
 
 
-def from_record(record: dict) -> list[prepare.Example]:
-    """The example of a row of the public set. Raises DataError for one of another form."""
-    try:
-        numbers, target = [int(n) for n in record["nums"]], int(record["target"])
-    except (KeyError, TypeError, ValueError):
-        raise DataError("needs columns `nums` (integers) and `target` (integer)") from None
-    return [example(sorted(numbers), target)]  # in any order it is the same problem, taken once
+def whole(value) -> int | None:
+    """An integer, an integral float, or a text of digits as int; None for any other value, also for a bool."""
+    if isinstance(value, str):
+        return int(value) if re.fullmatch("[0-9]{1,18}", value) else None
+    integral = isinstance(value, Integral) or (isinstance(value, float | np.floating) and value.is_integer())
+    return int(value) if integral and not isinstance(value, bool) else None
+
+
+def from_record(record: dict) -> list[prepare.Example | str]:
+    """The example of a row of the public set, or text that says why the row cannot be used. Raises DataError for a row
+    without the columns."""
+    if not record.keys() >= {"nums", "target"}:
+        raise DataError("needs columns `nums` (integers) and `target` (integer)")
+    nums, target = record["nums"], whole(record["target"])
+    numbers = list(map(whole, nums)) if isinstance(nums, list | tuple | np.ndarray) else [None]
+    if None in numbers or min(numbers, default=0) < 0:  # the reward takes no sign before a number
+        return ["`nums` must be a list of whole numbers"]
+    if target is None:
+        return ["`target` must be a whole number"]
+    if len(numbers) > MOST_NUMBERS:
+        return [f"{len(numbers)} numbers; the solver takes at most {MOST_NUMBERS}"]
+    made = example(sorted(numbers), target)  # in any order it is the same problem, taken once
+    return [made if made.demonstration else "no expression over all numbers gives the target"]
 
 
 def from_hub(settings) -> prepare.Examples:

@@ -7,6 +7,7 @@ from functools import cache
 from itertools import islice
 from types import SimpleNamespace
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 
 from tasks.common.data.prepare import distinct
 from tasks.common.data.rows import DataError
-from tasks.countdown.prepare_data import DIFFICULTIES, combine, from_hub, generate, problems, solve
+from tasks.countdown.prepare_data import DIFFICULTIES, combine, from_hub, from_record, generate, problems, solve
 from tasks.countdown.reward import compute_score
 
 
@@ -217,24 +218,70 @@ def datasets_here(tmp_path, monkeypatch):
     monkeypatch.setattr(datasets.config, "SLEEP_TIME_ON_THREADS_SHUTDOWN", 0)
 
 
-def test_examples_from_a_local_folder(tmp_path, datasets_here):
+def test_examples_from_a_local_folder(tmp_path, datasets_here, capsys):
     rows = [{"target": 10 + n, "nums": [4, 6, n]} for n in range(1, 21)] + [{"target": 4, "nums": [2, 3, 99]}]
     source = write_hub_folder(tmp_path / "set", rows)
-    examples = list(from_hub(source))
-    assert examples == list(from_hub(source))
-    assert sorted(e.ground_truth["target"] for e in examples) == sorted(row["target"] for row in rows)
+    *examples, unsolvable = from_hub(source)
+    assert unsolvable is None  # it can never score 1; None is counted as unusable
+    reason = "no expression over all numbers gives the target"
+    assert capsys.readouterr().out == f"  cannot be used: {tmp_path}/set: row 20: {reason}\n"
+    assert [*examples, None] == list(from_hub(source))
+    assert sorted(e.ground_truth["target"] for e in examples) == sorted(row["target"] for row in rows[:-1])
     for example in examples:
         assert str(example.ground_truth["target"]) in example.prompt
-        if example.ground_truth["target"] == 4:
-            assert example.demonstration is None  # not solvable
-        else:
-            assert compute_score("countdown", example.demonstration, example.ground_truth)["score"] == 1.0
+        assert compute_score("countdown", example.demonstration, example.ground_truth)["score"] == 1.0
+
+
+def test_target_that_is_infinite_is_no_traceback(tmp_path, datasets_here, capsys):
+    source = write_hub_folder(tmp_path / "set", [{"target": 7.0, "nums": [3, 4]}, {"target": np.inf, "nums": [3, 4]}])
+    example, infinite = from_hub(source)
+    assert (example.ground_truth, infinite) == ({"target": 7, "numbers": [3, 4]}, None)
+    assert capsys.readouterr().out == f"  cannot be used: {tmp_path}/set: row 1: `target` must be a whole number\n"
+
+
+@pytest.mark.parametrize("nums", [[4, 3], (3, 4), ["3", 4.0], np.array([3, 4]), np.array([3.0, 4.0]), ["4", "3"]])
+@pytest.mark.parametrize("target", [7, 7.0, "7", np.int64(7), np.float64(7)])
+def test_whole_numbers_are_taken_in_every_form(nums, target):
+    (example,) = from_record({"nums": nums, "target": target})
+    assert example.ground_truth == {"target": 7, "numbers": [3, 4]}
+    assert {type(n) for n in (example.ground_truth["target"], *example.ground_truth["numbers"])} == {int}
+
+
+NUMBERS, TARGET = "`nums` must be a list of whole numbers", "`target` must be a whole number"
 
 
 @pytest.mark.parametrize(
-    "row",
-    [{"target": 7, "numbers": [3, 4]}, {"nums": [3, 4]}, {"target": "seven", "nums": [3, 4]}, {"target": 7, "nums": 3}],
+    "row, reason",
+    [
+        ({"nums": [1.5, 2], "target": 3}, NUMBERS),
+        ({"nums": [-1, 2], "target": 1}, NUMBERS),
+        ({"nums": "12", "target": 3}, NUMBERS),
+        ({"nums": 3, "target": 3}, NUMBERS),
+        ({"nums": None, "target": 3}, NUMBERS),
+        ({"nums": {"1": 2}, "target": 1}, NUMBERS),
+        ({"nums": [True, 2], "target": 3}, NUMBERS),
+        ({"nums": [None, 2], "target": 3}, NUMBERS),
+        ({"nums": [[1], 2], "target": 3}, NUMBERS),
+        ({"nums": ["1.0", 2], "target": 3}, NUMBERS),
+        ({"nums": ["²", 2], "target": 4}, NUMBERS),
+        ({"nums": ["9" * 5000, 2], "target": 4}, NUMBERS),
+        ({"nums": np.array([1.5, 2]), "target": 3}, NUMBERS),
+        ({"nums": np.array([[1, 2]]), "target": 3}, NUMBERS),
+        ({"nums": [3, 4], "target": 7.9}, TARGET),
+        ({"nums": [3, 4], "target": float("inf")}, TARGET),
+        ({"nums": [3, 4], "target": float("nan")}, TARGET),
+        ({"nums": [3, 1], "target": True}, TARGET),
+        ({"nums": [3, 4], "target": "seven"}, TARGET),
+        ({"nums": [1, 2], "target": 1000}, "no expression over all numbers gives the target"),
+        ({"nums": [], "target": 0}, "no expression over all numbers gives the target"),
+        ({"nums": [1, 2, 3, 4, 5, 6], "target": 21}, "6 numbers; the solver takes at most 5"),
+    ],
 )
+def test_row_that_cannot_be_used_says_why(row, reason):
+    assert from_record(row) == [reason]
+
+
+@pytest.mark.parametrize("row", [{"target": 7, "numbers": [3, 4]}, {"nums": [3, 4]}])
 def test_folder_of_another_form_is_refused_in_one_line(tmp_path, datasets_here, row):
     source = write_hub_folder(tmp_path / "set", [row])
     with pytest.raises(DataError) as error:

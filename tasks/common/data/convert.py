@@ -21,6 +21,8 @@ from tasks.common.files import write_json
 from tasks.common.process import errors_in_one_line
 from tasks.common.settings import SettingsError, given_arguments
 
+OPTIONS = "Name the columns (--prompt-column, --answer-column, --messages-column, …)"
+
 
 def dpo_schema(tools: bool = False, truncated: bool = False) -> pa.Schema:
     """Schema of preference pairs for TRL's DPOTrainer: chosen and rejected are one assistant message each.
@@ -86,7 +88,7 @@ def convert(options: argparse.Namespace) -> dict:
     """Write the files and return the manifest. Raises DataError; OUTPUT_DIR is then unchanged."""
     parts = load(options.input)
     columns = Columns(**{field.name: getattr(options, f"{field.name}_column") for field in fields(Columns)})
-    kind = options.kind or next(parts[0].converted(lambda record: conversation(record, columns).kind))[1]
+    kind = options.kind or next(parts[0].converted(lambda record: conversation(record, columns, OPTIONS).kind))[1]
     make = {"rl": rl_example, "sft": sft_example, "dpo": dpo_example}[kind]
     tokenizer = prepare.load_tokenizer(options.tokenizer, "--tokenizer ") if options.tokenizer else None
     own_test = any(part.split == "test" for part in parts)
@@ -94,7 +96,7 @@ def convert(options: argparse.Namespace) -> dict:
     name = options.data_source or Path(options.input).stem
 
     def made(record: dict) -> Iterator[prepare.Example]:
-        found = conversation(record, columns)
+        found = conversation(record, columns, OPTIONS)
         if found.chosen is not None and kind != "dpo":
             raise DataError(f"has chosen and rejected answers, which are no {kind} row; use --kind dpo")
         return filter(None, [make(found)])
@@ -110,6 +112,7 @@ def convert(options: argparse.Namespace) -> dict:
         schema={"rl": rl_schema, "sft": sft_schema, "dpo": dpo_schema}[kind],
         needs_tools=lambda e: prepare.needs_tools(e) or (kind == "sft" and "tool_calls" in e.ground_truth),
         problem=lambda e: prepare.too_long(tokenizer, limit, e.prompt, e.tools) if tokenizer else None,
+        truth=lambda e: e.ground_truth,
     )
     with prepare.replaced_as_a_whole(Path(options.output_dir), ("test", "train")) as new:
         try:

@@ -153,7 +153,8 @@ def _resolve(settings: Settings, sources: dict[str, Source]) -> tuple[str, str]:
         if not name:
             raise DataError(f"SOURCE=auto: this task knows {known}; for a data file set FILE")
     elif name not in sources and not ("hub" in sources and Path(name).is_dir()):
-        raise DataError(f"SOURCE={name}: this task knows {known}, or a folder of the hub's form")
+        or_folder = ", or a folder of the hub's form" if "hub" in sources else ""
+        raise DataError(f"SOURCE={name}: this task knows {known}{or_folder}")
     return name, ""
 
 
@@ -181,6 +182,7 @@ def _prepare(settings: Settings, name: str, source: Source, note: str) -> dict:
         row=row,
         schema=rl_schema,
         needs_tools=needs_tools,
+        truth=lambda e: e.ground_truth,
         check=check,
     )
     with replaced_as_a_whole(settings.data_dir, ("test", "dev", "train", "sft")) as new:
@@ -272,6 +274,9 @@ def _endless(settings: Settings, examples: Iterator[Example], form: Form, new: P
     train = settings.TRAIN_SIZE
     if settings.MAX_SAMPLES:
         train = min(train or total, total - test - settings.DEV_SIZE)
+    if settings.MAX_SAMPLES and train < 1 <= test:
+        needed = f"TEST_SIZE + DEV_SIZE ({test} + {settings.DEV_SIZE} prompts)"
+        raise SplitError(f"MAX_SAMPLES={settings.MAX_SAMPLES} must exceed {needed}")
     if test < 1 or train < 1:
         sizes = f"{sizes}, MAX_SAMPLES={settings.MAX_SAMPLES}"
         raise SplitError(f"a generator needs a number of prompts, {sizes} give none; set TEST_SIZE and TRAIN_SIZE")

@@ -39,7 +39,8 @@ class Form:
     ``identity``: an item's prompt, and text that separates it from other rows of that prompt; rows of one prompt go to
     one side. ``row``: makes a row from item, split and place in it; called in order of place, the test set first.
     ``schema``: schema of the files; its argument says whether an item ``needs_tools``. ``problem``: why an item cannot
-    be used (a name for the count), or None. ``check``: from the items of each side to those that are written.
+    be used (a name for the count), or None. ``truth``: an item's ground truth, to tell repeats that contradict each
+    other. ``check``: from the items of each side to those that are written.
     """
 
     identity: Callable[[object], tuple[str, str]]
@@ -47,6 +48,7 @@ class Form:
     schema: Callable[[bool], pa.Schema]
     needs_tools: Callable[[object], bool] = lambda item: False
     problem: Callable[[object], str | None] = lambda item: None
+    truth: Callable[[object], object] = lambda item: None
     check: Callable[[dict[str, list]], dict[str, list]] = lambda sides: sides
 
 
@@ -70,6 +72,8 @@ def choose(own_test: list[int], others: list[int], sizes: Sizes) -> tuple[list[i
     test_prompts = {key >> REST_BITS for key in own_test}
     train = [key for key in others if key >> REST_BITS not in test_prompts]
     leaked = len(others) - len(train)
+    if leaked and not train:
+        raise SplitError(f"all {leaked} training rows have a prompt of the test split; take other training rows")
     total = len(own_test) + len(train)
     if sizes.limit and sizes.limit < total:
         total = sizes.limit
@@ -109,7 +113,9 @@ def write_split(items: Iterable, folder: Path, form: Form, sizes: Sizes, seed: i
     An item's ``split`` is "train", "test" or None; None instead of an item is a record that gave none. Memory holds the
     distinct items. Raises SplitError when a side stays empty, and what ``items`` raises.
     """
-    dropped: Counter = Counter(unusable=0, too_long=0, duplicates=0, over_limit=0)
+    contradicting, leaked_rows = "of_them_with_another_ground_truth", "with_a_prompt_of_the_test_split"
+    reasons = ("unusable", "too_long", "duplicates", contradicting, leaked_rows, "over_limit")  # as they are printed
+    dropped: Counter = Counter(dict.fromkeys(reasons, 0))
     own_test: dict[int, object] = {}  # by key
     others: dict[int, object] = {}
     usable, tools = 0, False
@@ -119,14 +125,15 @@ def write_split(items: Iterable, folder: Path, form: Form, sizes: Sizes, seed: i
             continue
         usable, tools = usable + 1, tools or form.needs_tools(item)
         side = own_test if item.split == "test" else others
-        side.setdefault(key(seed, *form.identity(item)), item)
+        first = side.setdefault(key(seed, *form.identity(item)), item)
+        dropped[contradicting] += first is not item and form.truth(first) != form.truth(item)
     if not usable:
         left = ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in dropped.items() if count)
         todo = "; raise MAX_PROMPT_LENGTH" if dropped["too_long"] else ""
         raise SplitError(f"has no usable row{f' ({left})' if left else ''}{todo}")
     test, dev, train, leaked = choose(sorted(own_test), sorted(others), sizes)
     distinct = len(own_test) + len(others)
-    dropped["duplicates"] = usable - distinct + leaked
+    dropped["duplicates"], dropped[leaked_rows] = usable - distinct, leaked
     dropped["over_limit"] = distinct - leaked - len(test) - len(dev) - len(train)
     test_side = own_test or others
     sides = {"test": [test_side[key] for key in test], "dev": [others[key] for key in dev]}

@@ -25,7 +25,8 @@ WRITE = (".xlsx", ".json", ".jsonl", ".csv")
 
 
 def paths(command: Command) -> tuple[Path, Path]:
-    """INPUT and OUTPUT. Raises SettingsError, before a model is loaded, where one is missing or cannot be used."""
+    """INPUT and OUTPUT. Raises SettingsError, before a model is loaded, where one is missing or cannot be used, and
+    where both are one file."""
     for name in ("INPUT", "OUTPUT"):
         if not getattr(command, name):
             raise SettingsError(f"{name} is empty: give INPUT=in.jsonl OUTPUT=out.xlsx")
@@ -40,6 +41,8 @@ def paths(command: Command) -> tuple[Path, Path]:
         check_writable(output)
     except OSError as error:
         raise SettingsError(f"OUTPUT={output}: cannot be written: {error.strerror or error}") from error
+    if output.exists() and output.samefile(table):
+        raise SettingsError(f"OUTPUT={output}: is INPUT, which it would replace; give the path of another file")
     return table, output
 
 
@@ -74,15 +77,24 @@ def rl_rows(rows: list[dict], task: str, system: list[dict]) -> list[dict]:
 
 
 def answers(rows: list[dict], rollouts: list[Rollout]) -> list[dict]:
-    """The rows of the output: one per response, first the input's columns, then the response's and its reward's."""
+    """The rows of the output: one per response, first the input's columns, then the response's and its reward's. A
+    column of the input that has the name of one of these becomes "input <name>"."""
     keys = dict.fromkeys(key for r in rollouts for key in (r.reward or {}))
     several, result = any(r.sample for r in rollouts), []
     for r in rollouts:
         error = "longer than the model's window" if r.finish_reason == TOO_LONG else r.error
         new = {"response": r.response, "finish_reason": r.finish_reason, "tokens": r.tokens, "entropy": r.entropy}
         new = ({"sample": r.sample} if several else {}) | new | keys | (r.reward or {}) | {"error": error}
-        result.append({name: value for name, value in rows[r.index].items() if name not in new} | new)
+        result.append({_input_name(name, rows[r.index], new): value for name, value in rows[r.index].items()} | new)
     return result
+
+
+def _input_name(name: str, row: dict, new: dict) -> str:
+    """The output's name of the column ``name`` of the input ``row``: neither ``new`` nor another column has it."""
+    kept = name
+    while kept in new or (kept != name and kept in row):
+        kept = f"input {kept}"
+    return kept
 
 
 def write_table(path: Path, rows: list[dict]) -> None:

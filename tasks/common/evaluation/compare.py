@@ -9,7 +9,7 @@ from tasks.common.evaluation.rollouts import GREEDY, SAMPLED, Rollout
 from tasks.common.evaluation.sample import Scoring, model_name, report_errors, sampled, test_job
 from tasks.common.evaluation.spreadsheet import write_xlsx
 from tasks.common.evaluation.statistics import mcnemar
-from tasks.common.evaluation.summary import Difference, by_prompt, differences, summarize
+from tasks.common.evaluation.summary import Difference, by_prompt, conversations_of, differences, summarize
 from tasks.common.files import write_json, write_text
 from tasks.common.settings import Settings, artifacts
 from tasks.common.text import one_line
@@ -33,7 +33,8 @@ def result(
     rollouts: dict[str, list[Rollout]], models: dict[str, str], scoring: Scoring
 ) -> tuple[dict, dict[str, Difference]]:
     """The content of compare.json: each model's summary by label, the model that the trained one is paired ``against``,
-    each metric's difference and test, prompts gained and lost. Also the differences by metric."""
+    each metric's difference and test, prompts gained and lost. Their test's p-value is None where some prompts are
+    turns of one conversation: the test is of independent prompts. Also the differences by metric."""
     *_, before, trained = models
     summaries = {label: summarize(each, scoring.own_metrics) for label, each in rollouts.items()}
     changes = differences(rollouts[before], rollouts[trained], scoring.own_metrics)
@@ -41,8 +42,11 @@ def result(
         {index: r.reward["acc"] > 0 for index, r in shown_responses(rollouts[label]).items() if r.reward}
         for label in (before, trained)
     )
-    changed = [index for index in sorted(left.keys() & right.keys()) if left[index] != right[index]]
+    both = sorted(left.keys() & right.keys())
+    changed = [index for index in both if left[index] != right[index]]
     gained, lost = ([index for index in changed if right[index] == better] for better in (True, False))
+    independent = conversations_of(rollouts[before] + rollouts[trained])[both].is_unique
+    p_value = mcnemar(len(gained), len(lost)) if independent else None
     found = {
         **{label: {"model": models[label], **summaries[label]} for label in models},
         "against": before,
@@ -50,7 +54,7 @@ def result(
             name: {label: summaries[label]["metrics"].get(name) for label in models} | asdict(change)
             for name, change in changes.items()
         },
-        "mcnemar": {"gained": len(gained), "lost": len(lost), "p_value": mcnemar(len(gained), len(lost))},
+        "mcnemar": {"gained": len(gained), "lost": len(lost), "p_value": p_value},
         "gained": gained,
         "lost": lost,
     }

@@ -9,9 +9,8 @@ from tasks.common.data.rows import DataError
 from tasks.common.evaluation import attack, batch, chat, compare, experiment, probe, self_samples
 from tasks.common.evaluation.rollouts import Rollout, in_order, read_rollouts, rescored, write_rollouts
 from tasks.common.evaluation.sample import Job, Scoring, report_errors, sample_here, sampled, test_job
-from tasks.common.evaluation.statistics import Estimate
-from tasks.common.evaluation.summary import OwnMetrics, differences, summarize
-from tasks.common.evaluation.tables import comparison_table, gain, headline, show_table, sizes
+from tasks.common.evaluation.summary import Difference, OwnMetrics, differences, summarize
+from tasks.common.evaluation.tables import GAIN, LOSS, comparison_table, gain, headline, show_table, sizes, verdict
 from tasks.common.files import read_json, write_json
 from tasks.common.interrupts import interrupt_on_sigterm
 from tasks.common.process import errors_in_one_line
@@ -47,22 +46,22 @@ def evaluate(s: Settings, command: Command, scoring: Scoring, models: dict[str, 
     if changes:
         print(gain(pair, changes))
         warm_up = summaries[before]["metrics"].get("pass@1") if before == "sft" else None
-        change, run_dir = changes[headline(changes)].difference, run_of(models[last], s.runs_dir)
+        change, run_dir = changes[headline(changes)], run_of(models[last], s.runs_dir)
         if last != "sft" and (tries := next_steps(s, models[before], change, warm_up, run_dir)):
             print("\n".join(["What to try:", *(f"  {line}" for line in tries)]), flush=True)
     return report_errors([r for rollouts in all_rollouts.values() for r in rollouts])
 
 
-def next_steps(s: Settings, start: str, change: Estimate, warm_up: dict | None, run_dir: Path | None) -> list[str]:
+def next_steps(s: Settings, start: str, change: Difference, warm_up: dict | None, run_dir: Path | None) -> list[str]:
     """What to try where a training from the model ``start`` with ``s`` brought no clear gain; else nothing.
 
     ``warm_up``: pass@1 of the SFT warm-up, where the training started from one. ``run_dir``: the last round, if known.
     """
-    if change.low > 0:
+    if (judged := verdict(change)) == GAIN:
         return []
     dev = read_metrics(run_dir, strict=False) if run_dir else {}
     top, last = best(dev), max(dev, default=0)
-    if change.high < 0:
+    if judged == LOSS:
         return _after_a_loss(s, validated=top is not None)
     file = probe.newest(s.TASK, lambda model: model == start)
     without = f"make probe TASK={s.TASK} says whether the data has signal for it"

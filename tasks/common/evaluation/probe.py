@@ -97,15 +97,21 @@ def probed(rollouts: list[Rollout], prompts: pd.DataFrame) -> dict:
     zero = float((prompts["variance"] == 0).mean())
     means = {name: float(prompts[name].mean()) for name in ("accuracy", "variance", "entropy", "truncated")}
     found = verdicts(**means, zero_variance=zero)
+    of = summary.conversations_of(rollouts)[prompts.index]
+    estimates = {
+        "accuracy": summary.estimate(prompts["accuracy"].rename("pass@1"), rollouts, of),
+        "score": summary.estimate(prompts["score"], rollouts, of),
+        "variance": bootstrap_mean(prompts["variance"].to_numpy(), of.to_numpy()),
+        "entropy": summary.estimate(prompts["entropy"], rollouts, of),
+    }
     counts, edges = np.histogram(prompts["accuracy"], bins=np.linspace(0, 1, 11))
     return {
         **summary.summarize(rollouts),
         "conclusion": conclusion(found),
         "verdicts": [asdict(verdict) for verdict in found],
         "distributions": {
-            name: asdict(bootstrap_mean(prompts[name].to_numpy()))
-            | {f"p{q}": float(np.percentile(prompts[name], q)) for q in (10, 50, 90)}
-            for name in ("accuracy", "score", "variance", "entropy")
+            name: asdict(mean) | {f"p{q}": float(np.percentile(prompts[name], q)) for q in (10, 50, 90)}
+            for name, mean in estimates.items()
         },
         "accuracy_histogram": {"edges": edges.round(1).tolist(), "prompts": counts.tolist()},
         "zero_variance_groups": zero,

@@ -231,9 +231,10 @@ def load(job: Job, out: Path, scoring: Scoring) -> tuple[list[Rollout], list[Req
     kept = [rollout for group in groups.values() for rollout in group.values()]
     if not current:
         kept = [rescored(rollout, scoring.compute_score) for rollout in kept]
-        write_json(meta, {"reward": scoring.mark, **asdict(job)})
     if cut or kept != stored:
         write_rollouts(out, kept)
+    if not current:  # after the scores that it marks: if they cannot be written, the old mark stays
+        write_json(meta, {"reward": scoring.mark, **asdict(job)})
     missing = [
         Request(index, mode, decoded(row["prompt"]), tools_of(row))
         for index, row in enumerate(rows)

@@ -80,7 +80,7 @@ def _column(key: str) -> str:
     return f"reward {key}" if taken or key.startswith("pass@") else key
 
 
-def _conversations(rollouts: list[Rollout]) -> pd.Series:
+def conversations_of(rollouts: list[Rollout]) -> pd.Series:
     """A number for each prompt (index: its place), from 0 on: the same for turns of one conversation, which are rows
     with the same ``extra_info.key``. A row without a key is a conversation of its own."""
     numbers = {}
@@ -88,7 +88,7 @@ def _conversations(rollouts: list[Rollout]) -> pd.Series:
     return pd.Series({index: numbers.setdefault(key, len(numbers)) for index, key in keys.items()})
 
 
-def _estimate(values: pd.Series, rollouts: list[Rollout], conversations: pd.Series) -> Estimate:
+def estimate(values: pd.Series, rollouts: list[Rollout], conversations: pd.Series) -> Estimate:
     """Mean over prompts of a column of ``by_prompt``. Wilson where each conversation has one response that is 0 or 1,
     and where all responses of all prompts are the same 0 or 1 (the bootstrap of equal values has no width, and 0 of 128
     is not exactly 0): then of conversations, since the samples of one depend on each other. Else the bootstrap."""
@@ -110,7 +110,7 @@ def _own(own_metrics: OwnMetrics | None, rollouts: list[Rollout], prompts: set[i
     """The task's own metrics and their resampled values, by name: of conversations; of prompts if there is one."""
     groups: dict[int, list[dict]] = {}
     kept = [row for row in as_dicts(rollouts) if row["index"] in prompts]
-    of = _conversations(rollouts)[[row["index"] for row in kept]]
+    of = conversations_of(rollouts)[[row["index"] for row in kept]]
     for number, row in zip(of.index if of.nunique() == 1 else of, kept, strict=True):  # as bootstrap_mean
         groups.setdefault(number, []).append(row)
     if own_metrics is None or not groups:
@@ -137,8 +137,8 @@ def summarize(rollouts: list[Rollout], own_metrics: OwnMetrics | None = None) ->
     ``left_out``: prompts that were too long to sample. ``errors``: completions on which the reward raised. Neither
     counts in a metric. The task's own metrics come last in ``metrics``.
     """
-    table, of = by_prompt(rollouts), _conversations(rollouts)
-    metrics = {name: _estimate(table[name], rollouts, of) for name in table}
+    table, of = by_prompt(rollouts), conversations_of(rollouts)
+    metrics = {name: estimate(table[name], rollouts, of) for name in table}
     own, resampled = _own(own_metrics, rollouts, {*table.index})
     metrics |= {name: _with_interval(value, resampled[name]) for name, value in own.items()}
     conversations = of[table.index].nunique()
@@ -182,7 +182,7 @@ def differences(
     """The paired difference of each metric that both have: exact McNemar where a prompt has one response that is right
     or wrong (accuracy; pass@1 of one sample), else the paired bootstrap over prompts. Where prompts are turns of one
     conversation (`extra_info.key`), the bootstrap of conversations in place of both."""
-    left, right, conversations = by_prompt(base), by_prompt(trained), _conversations(base + trained)
+    left, right, conversations = by_prompt(base), by_prompt(trained), conversations_of(base + trained)
     result = {}
     for name in [name for name in left if name in right]:
         change = (right[name] - left[name]).dropna()

@@ -12,6 +12,8 @@ from tasks.common.evaluation.statistics import Estimate
 from tasks.common.evaluation.summary import MEANING, Difference
 from tasks.common.text import one_line, printable
 
+GAIN, LOSS = "a gain", "a loss"
+
 
 def sizes(summary: dict) -> str:
     """The numbers of prompts and samples of a summary, with what could not be counted."""
@@ -33,19 +35,29 @@ def headline(names) -> str | None:
     return next((name for name in ("pass@1", "accuracy") if name in names), next(iter(names), None))
 
 
+def verdict(change: Difference) -> str:
+    """GAIN or LOSS where the 95 % interval excludes 0 and the test's p-value is below 0.05; else why it is neither. The
+    percentile interval of a few prompts of one sign excludes 0 whatever their number; the test does not."""
+    low, high = change.difference.low, change.difference.high
+    if low <= 0 <= high:
+        return "the interval includes 0, so this may be chance"
+    if change.p_value >= 0.05:
+        return "too few prompts to tell"
+    return GAIN if low > 0 else LOSS
+
+
 def gain(pair: str, changes: dict[str, Difference] | None) -> str:
-    """The headline's difference in one line, and what its interval says; ``pair``: "grpo - sft". Empty without one."""
+    """The headline's difference in one line, with its verdict; ``pair``: "grpo - sft". Empty without one."""
     if not changes:
         return ""
     change = changes[name := headline(changes)]
-    low, high = change.difference.low, change.difference.high
-    said = "a loss" if high < 0 else "a gain" if low > 0 else "the interval includes 0, so this may be chance"
-    return f"{pair}: {name} {change.difference.signed()}, p {p_text(change.p_value)} ({change.test}): {said}"
+    return f"{pair}: {name} {change.difference.signed()}, p {p_text(change.p_value)} ({change.test}): {verdict(change)}"
 
 
 def gained_text(test: dict) -> str:
-    """The prompts gained and lost of compare.json, with their test."""
-    return f"{test['gained']} prompts gained, {test['lost']} lost: exact McNemar p = {p_text(test['p_value'])}"
+    """The prompts gained and lost of compare.json, with their test where it has one."""
+    text = f"{test['gained']} prompts gained, {test['lost']} lost"
+    return text if test["p_value"] is None else f"{text}: exact McNemar p = {p_text(test['p_value'])}"
 
 
 def comparison_table(

@@ -1,13 +1,13 @@
 """`make doctor`: check this machine, the settings and the data, and say what to do about each problem.
 
 The same checks run before every training; there only warnings and errors are printed, and an error ends the command.
-All checks together take less than 20 seconds: nothing imports verl or vLLM, and large data is sampled.
+All checks together take less than 20 seconds: nothing imports verl or vLLM, and the task's large data is sampled.
 """
 
 import os
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -16,6 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tasks.common.data import gold
+from tasks.common.data.held_out import HELD_OUT, check_disjoint, check_pairs
 from tasks.common.data.prepare import read_manifest
 from tasks.common.data.rows import DataError, decoded, read_rows, tools_of, validate_parquet
 from tasks.common.install.check import installed
@@ -34,7 +35,7 @@ from tasks.common.runs import folder
 from tasks.common.settings import Settings, SettingsError, code_digest, teacher_gpus
 from tasks.common.text import one_line
 
-ROWS = 20_000  # checked of each data file
+ROWS = 20_000  # checked of each data file, but all of TRAIN_FILE
 PROMPTS = 2_000  # measured in tokens, spread over the file
 PROMPT_SECONDS = 3.0
 TOKENIZER_BY = 6.0  # seconds; later the tokenizer is not loaded: its import may take 14 s on a busy machine
@@ -185,17 +186,19 @@ def data(s: Settings, training: bool) -> Iterator[Finding]:
         yield ok("data", text) if training else warning("data", text, makes)
         if not s.TRAIN_FILE:
             return
+    current, sound = manifest.get("fingerprint") == s.data_fingerprint(), True
     fix = f"remove {s.data_dir} and run `make data TASK={s.TASK}`"
     files = {name: s.data_dir / f"{name}.parquet" for name in manifest.get("rows", {})}
     files |= {"train": s.train_file} if s.TRAIN_FILE else {}
     for name, file in files.items():
+        own = s.TRAIN_FILE and name == "train"
         try:
             if not file.is_file():
                 raise DataError(f"{file}: no such file")
-            validate_parquet(file, "sft" if name == "sft" else "rl", most=ROWS)
+            validate_parquet(file, "sft" if name == "sft" else "rl", most=None if own and not training else ROWS)
             rows = pq.read_metadata(file).num_rows
         except (DataError, OSError, pa.ArrowException) as problem:
-            own = s.TRAIN_FILE and name == "train"
+            sound = False
             yield error("data", one_line(str(problem), 400), "correct TRAIN_FILE" if own else fix)
             continue
         warm_up = s.INIT == "sft" and s.SFT_SOURCE == "task"
@@ -205,8 +208,23 @@ def data(s: Settings, training: bool) -> Iterator[Finding]:
             yield error("data", f"{file}: {rows} rows, fewer than {by}={wanted}", f"lower {by}, or take more data")
         else:
             yield ok("data", f"{file}: {rows} rows")
-    if manifest.get("gold") and manifest.get("fingerprint") == s.data_fingerprint():
+    if current and sound and not training:  # a training's data stage does it itself
+        try:
+            check_held_out(s, manifest["rows"])
+        except DataError as problem:
+            yield error("data", one_line(str(problem), 400))
+    if current and manifest.get("gold"):
         yield from gold_check(s, manifest, training)
+
+
+def check_held_out(s: Settings, names: Iterable[str]) -> None:
+    """Raise DataError where TRAIN_FILE or DPO's PAIRS_FILE poses a problem of those data files ``names`` that are for
+    tests. Reads the files to the end."""
+    held_out = [s.data_dir / f"{name}.parquet" for name in names if name in HELD_OUT]
+    if s.TRAIN_FILE:
+        check_disjoint(s.train_file, held_out)
+    if s.METHOD == "dpo" and s.PAIRS_FILE:
+        check_pairs(Path(s.PAIRS_FILE).expanduser(), held_out)
 
 
 def gold_check(s: Settings, manifest: dict, training: bool) -> Iterator[Finding]:

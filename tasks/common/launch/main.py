@@ -15,7 +15,6 @@ from pathlib import Path
 
 from tasks.common import settings
 from tasks.common.data import gold
-from tasks.common.data.held_out import HELD_OUT, check_disjoint, check_pairs
 from tasks.common.data.prepare import describe, read_manifest
 from tasks.common.data.rows import DataError, validate_parquet
 from tasks.common.evaluation import policy_attack
@@ -126,16 +125,11 @@ def data(job: Job) -> str:
 
 
 def _check_own_files(s: Settings, names: Iterable[str]) -> None:
-    """Raise DataError where TRAIN_FILE fills no batch, or where it or DPO's PAIRS_FILE poses a problem of those data
-    files ``names`` that are for tests."""
-    held_out = [s.data_dir / f"{name}.parquet" for name in names if name in HELD_OUT]
-    if s.TRAIN_FILE:
-        if (own := validate_parquet(s.train_file)) < s.TRAIN_BATCH_SIZE:
-            few = f"has {own} prompts, less than TRAIN_BATCH_SIZE={s.TRAIN_BATCH_SIZE}"
-            raise DataError(f"TRAIN_FILE={s.train_file}: {few}")
-        check_disjoint(s.train_file, held_out)
-    if s.METHOD == "dpo" and s.PAIRS_FILE:
-        check_pairs(Path(s.PAIRS_FILE).expanduser(), held_out)
+    """Raise DataError where TRAIN_FILE fills no batch, or as doctor.check_held_out."""
+    if s.TRAIN_FILE and (own := validate_parquet(s.train_file)) < s.TRAIN_BATCH_SIZE:
+        few = f"has {own} prompts, less than TRAIN_BATCH_SIZE={s.TRAIN_BATCH_SIZE}"
+        raise DataError(f"TRAIN_FILE={s.train_file}: {few}")
+    doctor.check_held_out(s, names)
 
 
 def model(job: Job) -> str:
@@ -152,9 +146,21 @@ def models_of(job: Job) -> dict[str, str]:
     if folder.recorded(run_dir)["kind"] == "sft":
         return models | {"sft": job.checkpoint(run_dir)}
     if job.s.INIT == "sft":
-        models["sft"] = folder.recorded([*earlier, run_dir][0])["start"]
+        models["sft"] = warm_up_of(job, run_dir)
     models |= {f"round{number}": str(folder.hf_folder(run)) for number, run in enumerate(earlier, 1)}
     return models | {f"round{len(earlier) + 1}" if earlier else job.s.METHOD: job.checkpoint(run_dir)}
+
+
+def warm_up_of(job: Job, run_dir: Path) -> str:
+    """The checkpoint that the first round of ``run_dir`` began with. Raises SettingsError where it is gone."""
+    first = folder.lineage(run_dir)[0]
+    start = folder.recorded(first)["start"]
+    if Path(start).is_absolute() and not Path(start).is_dir():  # a hub id is neither
+        again = f"`make sft TASK={job.s.TASK}` with the settings of that run makes it again"
+        fix = again if folder.sft_dir(job.s) in Path(start).parents else "put it back"
+        fix += ", or give BASE" if job.goal == "compare" else ""
+        raise SettingsError(f"RUN={first.name}: the model that it began with, {start}, is gone; {fix}")
+    return start
 
 
 def evaluate(job: Job, name: str = "evaluate.py", *arguments: str) -> str:
@@ -220,14 +226,15 @@ def compare(job: Job) -> str:
     if run_dir:
         trained = job.checkpoint(run_dir)
         if not base and folder.recorded(run_dir)["kind"] == "rl" and s.INIT == "sft":
-            warm_up = [folder.recorded(folder.lineage(run_dir)[0])["start"]]
+            warm_up = [warm_up_of(job, run_dir)]
         base = base or s.MODEL
     elif job.model:
         trained, adapter = job.base(), Path(job.model).expanduser()
         base = base or (base_of(adapter) if is_adapter(adapter) else default_model())
     else:
         raise SettingsError(f"there is no trained model yet: run `make train TASK={s.TASK}`, or set MODEL")
-    script(s, "evaluate.py", "compare", resolve_model(base), *warm_up, trained)
+    start = resolve_model(base, variable="BASE" if job.command.BASE else "MODEL")
+    script(s, "evaluate.py", "compare", start, *warm_up, trained)
     return " -> ".join([base, *warm_up, trained])
 
 

