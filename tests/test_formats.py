@@ -177,7 +177,7 @@ def test_column_that_is_not_there_is_named():
 
 REFUSED = {
     "nothing": ({}, "no columns"),
-    "unknown": ({"text": "hi"}, "columns text.*\\. For other columns use `make json_to_parquet`$"),
+    "unknown": ({"text": "hi"}, "columns text.*`make json_to_parquet` takes others \\(--prompt-column"),
     "prompt alone": ({"prompt": "hi"}, "no answer"),
     "answer alone": ({"answer": "hi"}, "no known form"),
     "null prompt": ({"prompt": None, "answer": "x"}, "`prompt` must be text, is null"),

@@ -368,7 +368,14 @@ def test_dpo_rows(tmp_path):
     rows = [*pairs(40), *pairs(3), {"prompt": "hi", "chosen": "same", "rejected": "same"}]
     manifest, train, _ = converted(write_rows(tmp_path / "x.json", rows), tmp_path / "out")
     assert manifest["kind"] == "dpo"
-    assert {reason: count for reason, count in manifest["dropped"].items() if count} == {"unusable": 1, "duplicates": 3}
+    assert manifest["dropped"] == {
+        "unusable": 1,
+        "too_long": 0,
+        "duplicates": 3,
+        "of_them_with_another_ground_truth": 0,
+        "with_a_prompt_of_the_test_split": 0,
+        "over_limit": 0,
+    }
     assert train[0]["chosen"] == [{"role": "assistant", "content": "yes"}]
     assert train[0]["rejected"] == [{"role": "assistant", "content": "no"}]
 
@@ -446,7 +453,11 @@ def test_long_prompts_are_dropped_by_the_tokenizer(tmp_path, small_model):
 
 
 ODD = {
-    "unknown form": ([{"a": 1}], [], "line 1: has no known form; it has columns a.*\\. Name the columns .*--prompt"),
+    "unknown form": (
+        [{"a": 1}],
+        [],
+        "line 1: has no known form; it has columns a.*`make json_to_parquet` takes others .*--prompt",
+    ),
     "a later row": ([*plain(3), {"question": "x", "answer": None}], [], "line 4: column `answer`"),
     "a column that goes": ([*plain(3), {"question": "x"}], [], "line 4: has a prompt but no answer"),
     "another type": ([*plain(3), {"question": 3, "answer": 1}], [], "line 4: column `question` must be text"),

@@ -4,6 +4,7 @@ import itertools
 import math
 from collections import Counter
 from dataclasses import replace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -90,8 +91,9 @@ def test_bootstrap_p_value_agrees_with_the_enumeration(values):
     means = resampled_means(values)
     exact = min(1.0, 2 * min(np.mean(means <= 0), np.mean(means >= 0)))
     exact = max(exact, 2.0 ** (1 - np.count_nonzero(values)))
-    # Twice a share of 9,999 resamples has a standard error of at most 0.01.
-    assert bootstrap_p_value(np.array(values)) == pytest.approx(exact, abs=0.05)
+    # Twice a share of 9,999 resamples has a standard error of up to 0.01, and there are many examples.
+    with mock.patch.object(statistics, "RESAMPLES", 99_999):
+        assert bootstrap_p_value(np.array(values)) == pytest.approx(exact, abs=0.03)
 
 
 def test_bootstrap_p_value_at_its_ends():

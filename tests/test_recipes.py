@@ -201,6 +201,17 @@ def test_a_second_run_of_a_recipe_is_refused_and_the_first_goes_on(written, tmp_
     assert written("0", leaves(tmp_path))[0] == 0
 
 
+def test_others_stay_out_until_the_result_is_read(written, tmp_path, monkeypatch):
+    def meanwhile(folder):
+        with pytest.raises(SettingsError, match="another run of this recipe is in it"), recipe.alone_in(folder):
+            pass
+        return {"folder": folder.is_dir()}
+
+    monkeypatch.setattr(recipe, "data_of", meanwhile)
+    assert written("0", leaves(tmp_path))[0] == 0
+    assert json.loads((tmp_path / "results/recipe-own-cpu.json").read_text())["data"] == {"folder": True}
+
+
 def test_a_folder_that_cannot_be_emptied_is_refused(written, tmp_path):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()

@@ -375,7 +375,14 @@ def test_all_that_a_finite_source_has(folder, small_model):
     settings = settings_for(MODEL=small_model, TRAIN_SIZE=0, TEST_SIZE=0.1)
     manifest = prepare(settings, {"toy": Fixed([*examples(30), *examples(4), None])})
     assert manifest["rows"] == {"test": 3, "train": 27, "sft": 8}
-    assert {reason: count for reason, count in manifest["dropped"].items() if count} == {"unusable": 1, "duplicates": 4}
+    assert manifest["dropped"] == {
+        "unusable": 1,
+        "too_long": 0,
+        "duplicates": 4,
+        "of_them_with_another_ground_truth": 0,
+        "with_a_prompt_of_the_test_split": 0,
+        "over_limit": 0,
+    }
     assert "dropped: 1 unusable, 4 duplicates" in describe(manifest)
     assert len(describe(manifest).splitlines()) == 3  # the last: the gold check
 

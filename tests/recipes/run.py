@@ -172,35 +172,36 @@ def run(recipe: Recipe, stack: str) -> dict:
     if "missing" in git:
         raise SettingsError(f"a result needs the commit that it measures: {git['missing']}")
     changed = changed_since(git["commit"], recipe.code, stack)
-    file, limit, started = FOLDER / f"{recipe.name}.sh", recipe.minutes * 60, time.monotonic()
-    bounded = ["timeout", f"--kill-after={GRACE}", f"{limit}", "bash", "-euo", "pipefail", file]
-    with alone_in(folder), subprocess.Popen(bounded, cwd=ROOT, env=environment) as command:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # ended alone, it would train on
-            signal.signal(number, lambda *_: command.terminate())
-        # To read the memory of CUDA's processes slows them, and a GPU's host has other programs.
-        peak = None if on["gpus"] else peak_of(command)
-    seconds = time.monotonic() - started
-    if command.returncode:
-        end(command.pid)
-        over = f": longer than its {recipe.minutes:g} minutes" if seconds >= limit else ""
-        status = "interrupted" if command.returncode == -signal.SIGTERM else f"exit status {command.returncode}"
-        raise SettingsError(f"{file}: {status}{over}; docs/RESULTS.md stays as it was")
-    if len(found := [*folder.glob("compare/*/*/compare.json")]) != 1:
-        raise SettingsError(f"{file}: it left {len(found)} compare.json below {folder}/compare, it must leave one")
-    own = json.dumps(f"{folder}/")[1:-1]
-    compared = json.loads(found[0].read_text().replace(own, ""))  # no path of this machine in a result
-    return {
-        "recipe": recipe.name,
-        "stack": stack,
-        "date": datetime.now(UTC).date().isoformat(),
-        "commit": git["commit"],
-        "changed": changed is not False or changed_since(git["commit"], recipe.code, stack) is not False,
-        "data": data_of(folder),
-        **on,
-        "minutes": round(seconds / 60, 1),
-        "ram_gb": peak and round(peak / 1e9, 1),
-        "compare": {name: value for name, value in compared.items() if name not in ("gained", "lost")},
-    }
+    with alone_in(folder):
+        file, limit, started = FOLDER / f"{recipe.name}.sh", recipe.minutes * 60, time.monotonic()
+        bounded = ["timeout", f"--kill-after={GRACE}", f"{limit}", "bash", "-euo", "pipefail", file]
+        with subprocess.Popen(bounded, cwd=ROOT, env=environment) as command:
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # ended alone, it would train on
+                signal.signal(number, lambda *_: command.terminate())
+            # To read the memory of CUDA's processes slows them, and a GPU's host has other programs.
+            peak = None if on["gpus"] else peak_of(command)
+        seconds = time.monotonic() - started
+        if command.returncode:
+            end(command.pid)
+            over = f": longer than its {recipe.minutes:g} minutes" if seconds >= limit else ""
+            status = "interrupted" if command.returncode == -signal.SIGTERM else f"exit status {command.returncode}"
+            raise SettingsError(f"{file}: {status}{over}; docs/RESULTS.md stays as it was")
+        if len(found := [*folder.glob("compare/*/*/compare.json")]) != 1:
+            raise SettingsError(f"{file}: it left {len(found)} compare.json below {folder}/compare, it must leave one")
+        own = json.dumps(f"{folder}/")[1:-1]
+        compared = json.loads(found[0].read_text().replace(own, ""))  # no path of this machine in a result
+        return {
+            "recipe": recipe.name,
+            "stack": stack,
+            "date": datetime.now(UTC).date().isoformat(),
+            "commit": git["commit"],
+            "changed": changed or changed_since(git["commit"], recipe.code, stack),
+            "data": data_of(folder),
+            **on,
+            "minutes": round(seconds / 60, 1),
+            "ram_gb": peak and round(peak / 1e9, 1),
+            "compare": {name: value for name, value in compared.items() if name not in ("gained", "lost")},
+        }
 
 
 @contextlib.contextmanager
@@ -211,7 +212,7 @@ def alone_in(folder: Path) -> Iterator[None]:
     with open(f"{folder}.lock", "w") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             raise SettingsError(f"{folder}: another run of this recipe is in it; wait for its end") from None
         shutil.rmtree(folder, ignore_errors=True)
         if os.path.lexists(folder):

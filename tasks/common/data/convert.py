@@ -21,8 +21,6 @@ from tasks.common.files import write_json
 from tasks.common.process import errors_in_one_line
 from tasks.common.settings import SettingsError, given_arguments
 
-OPTIONS = "Name the columns (--prompt-column, --answer-column, --messages-column, …)"
-
 
 def dpo_schema(tools: bool = False, truncated: bool = False) -> pa.Schema:
     """Schema of preference pairs for TRL's DPOTrainer: chosen and rejected are one assistant message each.
@@ -88,7 +86,7 @@ def convert(options: argparse.Namespace) -> dict:
     """Write the files and return the manifest. Raises DataError; OUTPUT_DIR is then unchanged."""
     parts = load(options.input)
     columns = Columns(**{field.name: getattr(options, f"{field.name}_column") for field in fields(Columns)})
-    kind = options.kind or next(parts[0].converted(lambda record: conversation(record, columns, OPTIONS).kind))[1]
+    kind = options.kind or next(parts[0].converted(lambda record: conversation(record, columns).kind))[1]
     make = {"rl": rl_example, "sft": sft_example, "dpo": dpo_example}[kind]
     tokenizer = prepare.load_tokenizer(options.tokenizer, "--tokenizer ") if options.tokenizer else None
     own_test = any(part.split == "test" for part in parts)
@@ -96,7 +94,7 @@ def convert(options: argparse.Namespace) -> dict:
     name = options.data_source or Path(options.input).stem
 
     def made(record: dict) -> Iterator[prepare.Example]:
-        found = conversation(record, columns, OPTIONS)
+        found = conversation(record, columns)
         if found.chosen is not None and kind != "dpo":
             raise DataError(f"has chosen and rejected answers, which are no {kind} row; use --kind dpo")
         return filter(None, [make(found)])

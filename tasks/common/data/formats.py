@@ -16,7 +16,6 @@ WHOLE = ("messages", "conversations", "conversation")
 PROMPTS = ("prompt", "question", "query", "problem", "instruction", "input")
 ANSWERS = ("answer", "response", "completion", "output", "solution", "target", "ground_truth")
 KINDS = ("rl", "sft", "dpo")
-OTHER_COLUMNS = "For other columns use `make json_to_parquet`"
 ROLES = {
     "system": ("system", "developer"),
     "user": ("user", "human"),
@@ -66,21 +65,20 @@ class Conversation:
         return "rl" if self.answer is not None else "sft"
 
 
-def conversation(record: dict, columns: Columns | None = None, other_columns: str = OTHER_COLUMNS) -> Conversation:
+def conversation(record: dict, columns: Columns | None = None) -> Conversation:
     """``record`` in the recognized form, or in the form that ``columns`` names. Raises DataError; the caller
-    (``Records.converted``) adds the row's place. ``other_columns``: what to do about an unknown form, for the message.
-    """
+    (``Records.converted``) adds the row's place."""
     named = {name: column for name, column in vars(columns or Columns()).items() if column is not None}
     for column in named.values():
         if column not in record:
             raise DataError(f"has no column `{column}`; it has {_names(record)}")
     try:
-        return _conversation(record, named, other_columns)
+        return _conversation(record, named)
     except RecursionError as error:
         raise DataError("is nested too deeply") from error
 
 
-def _conversation(record: dict, named: dict[str, str], other_columns: str) -> Conversation:
+def _conversation(record: dict, named: dict[str, str]) -> Conversation:
     """``named``: the columns that the caller names, by their field in Columns."""
     tools_column, chosen, rejected = (named.get(name, name) for name in ("tools", "chosen", "rejected"))
     tools = _at(f"column `{tools_column}`", tool_schemas, record.get(tools_column))
@@ -108,16 +106,16 @@ def _conversation(record: dict, named: dict[str, str], other_columns: str) -> Co
         messages = messages or before
         if not messages or messages[-1]["role"] not in ("user", "tool"):
             problem = f"has {chosen} and {rejected} but no prompt that ends with the user's turn"
-            raise DataError(f"{problem}; {_advice(record, other_columns)}")
+            raise DataError(f"{problem}; {_advice(record)}")
         return Conversation(messages, tools, chosen=better, rejected=worse)
     if not messages:
-        raise DataError(f"has no known form; {_advice(record, other_columns)}")
+        raise DataError(f"has no known form; {_advice(record)}")
     answered, answer = messages[-1]["role"] == "assistant", named.get("answer")
     if not answered:
         answer = answer or next((name for name in ANSWERS if name in record and name != prompt), None)
     if answer is None:
         if len(messages) == 1 and not whole:
-            raise DataError(f"has a prompt but no answer; {_advice(record, other_columns)}")
+            raise DataError(f"has a prompt but no answer; {_advice(record)}")
         return Conversation(messages, tools)
     if answered:
         raise DataError(f"the conversation ends with the assistant's turn, and column `{answer}` is an answer too")
@@ -337,8 +335,9 @@ def _names(record: dict) -> str:
     return f"columns {', '.join(map(str, record))}"[:300] if record else "no columns"
 
 
-def _advice(record: dict, other_columns: str) -> str:
+def _advice(record: dict) -> str:
     return (
         f"it has {_names(record)}. Known: messages; conversations; instruction and output; prompt and answer; prompt, "
-        f"chosen and rejected. {other_columns}"
+        "chosen and rejected. `make json_to_parquet` takes others "
+        "(--prompt-column, --answer-column, --messages-column, …)"
     )

@@ -7,8 +7,19 @@ from pathlib import Path
 
 from tasks.common.data.pairs import read_pairs
 from tasks.common.data.rows import DataError, decoded, read_rows, tools_of
+from tasks.common.settings import Settings
 
 HELD_OUT = ("dev", "test")  # files of the data folder
+
+
+def check_held_out(s: Settings, names: Iterable[str]) -> None:
+    """Raise DataError where TRAIN_FILE or DPO's PAIRS_FILE poses a problem of those data files ``names`` that are for
+    tests. Reads the files to the end."""
+    held_out = [s.data_dir / f"{name}.parquet" for name in names if name in HELD_OUT]
+    if s.TRAIN_FILE:
+        check_disjoint(s.train_file, held_out)
+    if s.METHOD == "dpo" and s.PAIRS_FILE:
+        check_pairs(Path(s.PAIRS_FILE).expanduser(), held_out)
 
 
 def check_disjoint(train_file: Path, held_out: Iterable[Path]) -> None:

@@ -7,7 +7,7 @@ All checks together take less than 20 seconds: nothing imports verl or vLLM, and
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tasks.common.data import gold
-from tasks.common.data.held_out import HELD_OUT, check_disjoint, check_pairs
+from tasks.common.data.held_out import check_held_out
 from tasks.common.data.prepare import read_manifest
 from tasks.common.data.rows import DataError, decoded, read_rows, tools_of, validate_parquet
 from tasks.common.install.check import installed
@@ -215,16 +215,6 @@ def data(s: Settings, training: bool) -> Iterator[Finding]:
             yield error("data", one_line(str(problem), 400))
     if current and manifest.get("gold"):
         yield from gold_check(s, manifest, training)
-
-
-def check_held_out(s: Settings, names: Iterable[str]) -> None:
-    """Raise DataError where TRAIN_FILE or DPO's PAIRS_FILE poses a problem of those data files ``names`` that are for
-    tests. Reads the files to the end."""
-    held_out = [s.data_dir / f"{name}.parquet" for name in names if name in HELD_OUT]
-    if s.TRAIN_FILE:
-        check_disjoint(s.train_file, held_out)
-    if s.METHOD == "dpo" and s.PAIRS_FILE:
-        check_pairs(Path(s.PAIRS_FILE).expanduser(), held_out)
 
 
 def gold_check(s: Settings, manifest: dict, training: bool) -> Iterator[Finding]:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from tasks.common import settings
 from tasks.common.data import gold
+from tasks.common.data.held_out import check_held_out
 from tasks.common.data.prepare import describe, read_manifest
 from tasks.common.data.rows import DataError, validate_parquet
 from tasks.common.evaluation import policy_attack
@@ -125,11 +126,11 @@ def data(job: Job) -> str:
 
 
 def _check_own_files(s: Settings, names: Iterable[str]) -> None:
-    """Raise DataError where TRAIN_FILE fills no batch, or as doctor.check_held_out."""
+    """Raise DataError where TRAIN_FILE fills no batch, or as check_held_out."""
     if s.TRAIN_FILE and (own := validate_parquet(s.train_file)) < s.TRAIN_BATCH_SIZE:
         few = f"has {own} prompts, less than TRAIN_BATCH_SIZE={s.TRAIN_BATCH_SIZE}"
         raise DataError(f"TRAIN_FILE={s.train_file}: {few}")
-    doctor.check_held_out(s, names)
+    check_held_out(s, names)
 
 
 def model(job: Job) -> str:
