@@ -219,7 +219,7 @@ def test_right_and_wrong_turns_have_an_interval_and_a_test_of_conversations():
     ("keys", "p_value", "said"),
     [
         (["a", "a", "b", "b", "c", "c"], None, "6 prompts gained, 0 lost"),
-        ("abcdef", 1 / 32, "6 prompts gained, 0 lost: exact McNemar p = 0.0312"),
+        ("abcdef", 1 / 32, "6 prompts gained, 0 lost: exact McNemar p 0.0312"),
     ],
 )
 def test_gained_and_lost_turns_of_one_conversation_are_counted_and_not_tested(keys, p_value, said):

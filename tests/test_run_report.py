@@ -225,7 +225,7 @@ def test_a_run_with_all_has_every_section(settings):
 
     table = page.row("Base → trained", "accuracy")
     assert table[:5] == ["accuracy", str(before), str(after), f"+{change}", "0.0321 (exact McNemar)"]
-    assert "17 prompts gained, 5 lost: exact McNemar p = 0.0169" in page.text["Base → trained"]
+    assert "17 prompts gained, 5 lost: exact McNemar p 0.0169" in page.text["Base → trained"]
     [(_, picture)] = page.pictures["Base → trained"]
     assert base64.b64decode(picture.partition("base64,")[2]) == (folder / "compare.png").read_bytes()
 

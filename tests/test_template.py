@@ -12,13 +12,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from cookiecutter import main
 from jinja2 import Environment
 
 import tasks
 from tasks.common.data import prepare
-from tasks.common.data.rows import decoded, read_rows, tools_of, validate_parquet
+from tasks.common.data.rows import DataError, decoded, read_rows, tools_of, validate_parquet
 from tasks.common.launch import memory_checks
 from tasks.common.machine import hardware, memory
 from tasks.common.models.find import resolve_model
@@ -374,6 +375,18 @@ def test_every_combination_makes_data_whose_demonstrations_are_right(name, rende
         assert len(tokenizer("".join(answers))["input_ids"]) < s.MAX_RESPONSE_LENGTH
     for row in rows_of(s, "train"):
         assert not prepare.too_long(tokenizer, s.MAX_PROMPT_LENGTH, decoded(row["prompt"]), tools_of(row))
+
+
+@pytest.mark.parametrize("record", [{"nums": [1.5, 2], "target": 3}, {"nums": [1, 2], "target": 3.5}, {"target": 3}])
+def test_a_new_task_of_expressions_cuts_no_number(record, rendered):
+    home = next(
+        rendered[name] for name in NAMES if NAMES[name].items() >= {"reward": "expression", "source": "file"}.items()
+    )
+    from_record = module_of(home, "prepare_data").from_record
+    with pytest.raises(DataError, match="needs columns `nums`"):
+        from_record(record)
+    (example,) = from_record({"nums": np.array([1, 2]), "target": np.int64(3)})
+    assert example.ground_truth == {"target": 3, "numbers": [1, 2]}
 
 
 @pytest.mark.parametrize("reward", sorted({c["reward"] for c in ACCEPTED if c["source"] == "generate"}))

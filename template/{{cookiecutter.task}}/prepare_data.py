@@ -30,8 +30,10 @@ import random
 {% endif %}
 {% if not from_records %}
 from collections.abc import Iterator
+{% elif reward == "expression" %}
+from operator import index
 {% endif %}
-{% if reward == "json" or not from_records %}
+{% if reward in ("json", "expression") or not from_records %}
 
 {% endif %}
 {% if reward == "regex" %}

@@ -57,7 +57,7 @@ def gain(pair: str, changes: dict[str, Difference] | None) -> str:
 def gained_text(test: dict) -> str:
     """The prompts gained and lost of compare.json, with their test where it has one."""
     text = f"{test['gained']} prompts gained, {test['lost']} lost"
-    return text if test["p_value"] is None else f"{text}: exact McNemar p = {p_text(test['p_value'])}"
+    return text if test["p_value"] is None else f"{text}: exact McNemar p {p_text(test['p_value'])}"
 
 
 def comparison_table(
