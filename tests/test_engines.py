@@ -144,7 +144,7 @@ def test_vllm_engine_agrees_with_transformers(small_model, monkeypatch):
     from tasks.common.evaluation.engines import VLLMEngine
 
     requests = [Request(i, "greedy", [{"role": "user", "content": "hello" * i}]) for i in range(4)]
-    engine = VLLMEngine(str(small_model), 300, 0, 0.5)
+    engine = VLLMEngine(str(small_model), 300, 0, 0.2)
     ours = {r.index: c[0] for r, c in engine.generate(requests, HOW)}
     streamed = "".join(engine.stream(requests[1].messages, HOW))
     engine.close()
@@ -185,7 +185,7 @@ def test_vllm_engine_samples_through_an_adapter(small_model, tmp_path, monkeypat
 
     adapter = saved(small_model, tmp_path / "adapter")
     requests = [Request(i, "greedy", [{"role": "user", "content": "hello" * i}]) for i in range(4)]
-    engine = VLLMEngine(str(adapter), 300, 0, 0.5)
+    engine = VLLMEngine(str(adapter), 300, 0, 0.2)
     ours = {r.index: c[0] for r, c in engine.generate(requests, HOW)}
     streamed = "".join(engine.stream(requests[1].messages, HOW))
     engine.close()
@@ -223,13 +223,13 @@ def test_an_engine_that_takes_another_models_weights_samples_as_a_new_one(small_
     def sampled(engine) -> dict:
         return {(r.index, r.mode): [c.response for c in found] for r, found in engine.generate(requests, HOW)}
 
-    engine = VLLMEngine(str(small_model), 300, HOW.seed, 0.5)
+    engine = VLLMEngine(str(small_model), 300, HOW.seed, 0.2)
     first = sampled(engine)
     assert engine.load(other)
     second = sampled(engine)
     assert engine.load(str(small_model)) and same(sampled(engine), first) >= 7
     engine.close()
-    new = VLLMEngine(other, 300, HOW.seed, 0.5)
+    new = VLLMEngine(other, 300, HOW.seed, 0.2)
     assert sampled(new) != first
     assert same(second, sampled(new)) >= 7 and same(second, first) == 0
     assert not new.load(str(saved(small_model, tmp_path / "adapter")))

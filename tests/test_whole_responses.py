@@ -26,7 +26,7 @@ def engine(small_model):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         patch.setattr("vllm.config.scheduler.SchedulerConfig.get_scheduler_cls", lambda self: Recorded)
-        ours = VLLMEngine(str(small_model), 300, 0, 0.5)
+        ours = VLLMEngine(str(small_model), 300, 0, 0.2)
         yield ours.llm.llm_engine, found
         ours.close()
 
