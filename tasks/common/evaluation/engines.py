@@ -22,6 +22,12 @@ EXTENSION_OF_0_11 = "tasks.common.stacks.a100.vllm_worker.ManySequences"
 SCHEDULER = "tasks.common.verl_plugins.whole_responses.WholeResponses"  # not of vLLM 0.11.0
 WINDOW = 4096  # tokens of a prompt in `make batch`, of a conversation in `make chat`
 LOGPROBS = 20  # vLLM's default limit (max_logprobs)
+# A CUDA graph for each of these batch sizes. torch.compile (mode 3) would start later and sample no faster.
+GRAPHS = {
+    "mode": 0,
+    "cudagraph_mode": "FULL_DECODE_ONLY",
+    "cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32, 64, *range(128, 1025, 128)],  # 1,024: vLLM's limit on an H100
+}
 SKIPPED = Completion("", TOO_LONG, 0, 0.0)
 
 # Chat templates to put in place of the model's own (`make batch TEMPLATE=`), and what ends an answer in them.
@@ -188,7 +194,8 @@ class VLLMEngine:
             # (gpu_model_runner.py:3723).
             enable_chunked_prefill=False if on_cpu else None,
             max_logprobs=LOGPROBS,
-            enforce_eager=True,  # CUDA graphs start later and, with this many requests at once, gain nothing
+            enforce_eager=on_cpu or old,  # with 0.11.0 graphs were never tried
+            compilation_config=None if on_cpu or old else GRAPHS,
             gpu_memory_utilization=gpu_memory_utilization,
             kv_cache_memory_bytes=shared_kv_cache(gpu_memory_utilization),
             disable_log_stats=True,
