@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from unittest import mock
 
-from tasks.common.evaluation.engines import SCHEDULER, Sampling
+from tasks.common.evaluation.engines import GRAPHS, Sampling
 from tasks.common.evaluation.rollouts import read_rollouts
 from tasks.common.evaluation.sample import Hardware, Job, Scoring, load, sample
 from tasks.common.machine.hardware import nvidia
@@ -55,18 +55,19 @@ def engines(rows: str, out: str) -> None:
 
 
 def shared(rows: str, out: str) -> None:
-    """Samples per second of the same job with one engine on a GPU, without whole_responses.py and with it, then with
-    two and four on the same GPU; how many responses are the same as one engine's."""
+    """Samples per second of the same job with one engine on a GPU, without CUDA graphs, without whole_responses.py and
+    with both, then with two and four on the same GPU; how many responses are the same as the first's."""
     result: dict = {"model": os.environ["MODEL"], "samples of a prompt": SAMPLES, "tokens": LENGTH}
     result["cores"] = len(os.sched_getaffinity(0))
-    first: dict = {}
-    for name, count, scheduler in (
-        ("1, vLLM's scheduler", 1, None),
-        ("1", 1, SCHEDULER),
-        ("2", 2, SCHEDULER),
-        ("4", 4, SCHEDULER),
+    first, ours = {}, {"GRAPHS": GRAPHS}
+    for name, count, other in (
+        ("1, without graphs", 1, {"GRAPHS": GRAPHS | {"cudagraph_mode": "NONE"}}),
+        ("1, vLLM's scheduler", 1, {"SCHEDULER": None}),
+        ("1", 1, ours),
+        ("2", 2, ours),
+        ("4", 4, ours),
     ):
-        with mock.patch("tasks.common.evaluation.engines.SCHEDULER", scheduler):  # a pool's processes do not see it
+        with mock.patch.multiple("tasks.common.evaluation.engines", **other):  # a pool's processes do not see it
             found, result[name] = _sampled(
                 Hardware(count, sharing=count), rows, Path(out).with_suffix(f".{count}.jsonl")
             )
