@@ -33,6 +33,7 @@ from pathlib import Path
 
 import torch
 
+from tasks.common.evaluation.engines import GRAPHS
 from tasks.common.launch.plan import planned
 from tasks.common.machine.speed import QWEN25_3B
 from tasks.common.models.find import resolve_model
@@ -51,7 +52,8 @@ VERLS_OWN = [
     "actor_rollout_ref.actor.strategy=fsdp",
     "actor_rollout_ref.ref.strategy=fsdp",
 ]
-GRAPHS_ALONE = '{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}'  # vLLM's CompilationConfig, as verl reads it
+# Evaluation's CompilationConfig of vLLM, as verl reads it; a training has batch sizes of its own.
+GRAPHS_ALONE = json.dumps({name: GRAPHS[name] for name in ("mode", "cudagraph_mode")})
 # The same of what only one stack sets.
 OF_CURRENT = [
     "actor_rollout_ref.rollout.max_num_seqs=256",
