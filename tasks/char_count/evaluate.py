@@ -1,5 +1,6 @@
 """Evaluation of the task: the shared one (tasks/common/evaluation/main.py) and the task's own metrics."""
 
+import functools
 from collections import Counter
 
 from tasks.char_count.reward import compute_score
@@ -7,13 +8,18 @@ from tasks.common.evaluation.main import main
 from tasks.common.rewards.math_answer import find_answer
 
 
+@functools.cache  # the bootstrap asks for the same completions again and again
+def _answer(response: str) -> str:
+    found = find_answer(response)
+    return found.text if found else ""
+
+
 def metrics(scored: list[dict]) -> dict[str, float]:
     """The task's own metrics, from the sampled completions; every key of the reward is reported without them.
 
     ``commonest_answer``: share of the most frequent answer; a policy that collapsed comes near 1.
     """
-    found = (find_answer(row["response"]) for row in scored)
-    answers = Counter(answer.text if answer else "" for answer in found)
+    answers = Counter(_answer(row["response"]) for row in scored)
     return {"commonest_answer": max(answers.values()) / len(scored)}
 
 

@@ -7,6 +7,4 @@
 # reach: pass@1 gain above 0.18
 # reach: pass@8 gain above -0.02
 # reach: entropy above 0.05
-# The old log-probs are the engine's: verl's pass for them took 5 of 46 seconds a step.
-make all TASK=countdown PROFILE=smollm2-search-1xh200 N=8 GREEDY=0 ROLLOUT_CORRECTION=none \
-  ARGS=algorithm.rollout_correction.bypass_mode=True
+make all TASK=countdown PROFILE=smollm2-search-1xh200 N=8 GREEDY=0 TEST_FREQ=0
