@@ -223,6 +223,8 @@ def test_an_engine_that_takes_another_models_weights_samples_as_a_new_one(small_
     def sampled(engine) -> dict:
         return {(r.index, r.mode): [c.response for c in found] for r, found in engine.generate(requests, HOW)}
 
+    config = tmp_path / "other/config.json"  # verl writes the tokenizer's ends into it
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"eos_token_id": 3, "pad_token_id": 3}))
     engine = VLLMEngine(str(small_model), 300, HOW.seed, 0.2)
     first = sampled(engine)
     assert engine.load(other)

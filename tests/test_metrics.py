@@ -16,8 +16,8 @@ from tasks.common.evaluation.rollouts import Rollout
 from tasks.common.evaluation.sample import Scoring
 from tasks.common.evaluation.statistics import (
     Estimate,
+    bootstrap_difference,
     bootstrap_mean,
-    bootstrap_p_value,
     bootstrap_statistics,
     mcnemar,
     pass_at_k,
@@ -66,6 +66,12 @@ def test_mcnemar_is_the_share_of_sign_patterns_at_least_as_one_sided(gained, los
     extreme = abs(gained - lost)
     patterns = sum(math.comb(n, k) for k in range(n + 1) if abs(2 * k - n) >= extreme)
     assert mcnemar(gained, lost) == pytest.approx(patterns / 2**n)
+
+
+def bootstrap_p_value(*of) -> float:
+    estimate, p_value = bootstrap_difference(*of)
+    assert estimate == bootstrap_mean(*of)
+    return p_value
 
 
 def resampled_means(values) -> np.ndarray:

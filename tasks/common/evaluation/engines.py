@@ -158,7 +158,9 @@ def _kind(model: str) -> list | None:
     if is_adapter(Path(model)):
         return None
     config, tokenizer = AutoConfig.from_pretrained(model).to_dict(), AutoTokenizer.from_pretrained(model)
-    for name in ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache"):
+    # vLLM ends an answer at stop_ids and the tokenizer's; verl writes the tokenizer's into the config as well.
+    ends = ("bos_token_id", "eos_token_id", "pad_token_id")
+    for name in ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "use_cache", *ends):
         config.pop(name, None)
     return [config, tokenizer.get_vocab(), tokenizer.chat_template, tokenizer.eos_token_id, stop_ids(model)]
 
@@ -175,8 +177,9 @@ class VLLMEngine:
             from vllm.lora.request import LoRARequest
             from vllm.platforms import current_platform
         on_cpu = current_platform.is_cpu()
-        # Of vLLM 0.11.0 alone: more sequences at once than max_model_len end its engine.
+        # Of vLLM 0.11.0 alone: more sequences at once than max_model_len end its engine; graphs were never tried.
         old = vllm.__version__.startswith("0.11.0")
+        eager = on_cpu or old
         lora = is_adapter(Path(model))
         self.adapter = LoRARequest(lora_name="adapter", lora_int_id=1, lora_path=model) if lora else None
         self.llm = LLM(
@@ -194,8 +197,8 @@ class VLLMEngine:
             # (gpu_model_runner.py:3723).
             enable_chunked_prefill=False if on_cpu else None,
             max_logprobs=LOGPROBS,
-            enforce_eager=on_cpu or old,  # with 0.11.0 graphs were never tried
-            compilation_config=None if on_cpu or old else GRAPHS,
+            enforce_eager=eager,
+            compilation_config=None if eager else GRAPHS,
             gpu_memory_utilization=gpu_memory_utilization,
             kv_cache_memory_bytes=shared_kv_cache(gpu_memory_utilization),
             disable_log_stats=True,

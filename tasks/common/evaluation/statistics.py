@@ -41,42 +41,44 @@ def _sums(values: np.ndarray, conversations: np.ndarray | None) -> tuple[np.ndar
     return np.bincount(places, weights=values).round(12), counts
 
 
-def _bootstrap(values: np.ndarray, conversations: np.ndarray | None):
+def _bootstrap(values: np.ndarray, conversations: np.ndarray | None) -> tuple[Estimate, np.ndarray]:
+    """See ``bootstrap_mean``; also the resampled means, shape (resamples,)."""
+    values = np.asarray(values, dtype=float)
+    mean = float(values.mean())
+    if len(values) < 2 or np.ptp(values) == 0:
+        return Estimate(mean, mean, mean), np.full(RESAMPLES, mean)
     sums, counts = _sums(values, conversations)
     settings = dict(n_resamples=RESAMPLES, batch=500, method="percentile", vectorized=True, rng=0)
     if len(sums) in (1, len(values)):
-        return stats.bootstrap((values,), np.mean, **settings)
-    return stats.bootstrap((sums, counts), lambda s, n, axis: s.sum(axis) / n.sum(axis), paired=True, **settings)
+        found = stats.bootstrap((values,), np.mean, **settings)
+    else:
+        found = stats.bootstrap((sums, counts), lambda s, n, axis: s.sum(axis) / n.sum(axis), paired=True, **settings)
+    return Estimate(mean, *map(float, found.confidence_interval)), found.bootstrap_distribution
 
 
 def bootstrap_mean(values: np.ndarray, conversations: np.ndarray | None = None) -> Estimate:
     """Mean of ``values`` (shape: prompts) with the percentile bootstrap over prompts (Efron 1979). Not over
-    completions: those of a prompt depend on each other. For a paired comparison pass the differences by prompt.
+    completions: those of a prompt depend on each other.
 
     ``conversations`` (shape: prompts): equal numbers for turns of one, which depend on each other too. Then whole
     conversations are drawn (Davison and Hinkley 1997, section 3.8): the mean is the sum of their sums by that of their
     numbers of prompts. Over prompts if there is one conversation: its interval says nothing about others.
     """
-    values = np.asarray(values, dtype=float)
-    mean = float(values.mean())
-    if len(values) < 2 or np.ptp(values) == 0:
-        return Estimate(mean, mean, mean)
-    return Estimate(mean, *map(float, _bootstrap(values, conversations).confidence_interval))
+    return _bootstrap(values, conversations)[0]
 
 
-def bootstrap_p_value(differences: np.ndarray, conversations: np.ndarray | None = None) -> float:
-    """Two-sided p-value of "the mean of ``differences`` (shape: prompts) is 0", from the paired bootstrap.
+def bootstrap_difference(differences: np.ndarray, conversations: np.ndarray | None = None) -> tuple[Estimate, float]:
+    """The mean of paired ``differences`` (shape: prompts), see ``bootstrap_mean``, and the two-sided p-value of "it is
+    0" from the same resamples.
 
     Twice the smaller share of resampled means on one side of 0, the observed mean counted as one of them (Davison and
     Hinkley 1997, eq. 4.11), at most 1. Resamples of a few values of one sign never cross 0, so it is at least 2^(1 - d)
     for d differences that are not 0: the smallest p-value of the exact test that flips their signs. With
-    ``conversations`` (see ``bootstrap_mean``), d is the number of those whose sum is not 0: each has one sign.
+    ``conversations``, d is the number of those whose sum is not 0: each has one sign.
     """
-    differences = np.asarray(differences, dtype=float)
-    if len(differences) < 2 or not np.any(differences):
-        return 1.0
-    smallest = 2.0 ** (1 - np.count_nonzero(_sums(differences, conversations)[0]))
-    return min(1.0, max(smallest, share_p_value(_bootstrap(differences, conversations).bootstrap_distribution)))
+    estimate, resampled = _bootstrap(differences, conversations)
+    smallest = 2.0 ** (1 - np.count_nonzero(_sums(np.asarray(differences, dtype=float), conversations)[0]))
+    return estimate, min(1.0, max(smallest, share_p_value(resampled)))
 
 
 def share_p_value(resampled: np.ndarray) -> float:

@@ -189,11 +189,10 @@ def differences(
         of, change = conversations[change.index], change.to_numpy()
         if not len(change):
             continue
+        (estimate, p_value), test = statistics.bootstrap_difference(change, of.to_numpy()), _bootstrap_name(of)
         if of.is_unique and name in ("accuracy", "pass@1") and _one_response(base + trained, name):
             p_value, test = statistics.mcnemar(int((change > 0).sum()), int((change < 0).sum())), "exact McNemar"
-        else:
-            p_value, test = statistics.bootstrap_p_value(change, of.to_numpy()), _bootstrap_name(of)
-        result[name] = Difference(bootstrap_mean(change, of.to_numpy()), p_value, test)
+        result[name] = Difference(estimate, p_value, test)
     prompts = set.intersection(*({row["index"] for row in as_dicts(rollouts)} for rollouts in (base, trained)))
     of = conversations[sorted(prompts)]
     (before, resampled_before), (after, resampled) = (_own(own_metrics, each, prompts) for each in (base, trained))

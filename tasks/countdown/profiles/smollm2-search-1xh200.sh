@@ -6,11 +6,11 @@ default N_GPUS 1
 default TRAIN_SIZE 20480
 default TEST_SIZE 1024
 default INIT sft
-default SFT_SIZE 16384 # a warm-up of one epoch
-default SFT_STEPS 128 # after 512 the reward is 0.69, and RL adds little (docs/RESULTS.md)
+default SFT_SIZE 20480 # a warm-up of one epoch
+default SFT_STEPS 160 # after 512 the reward is 0.69, and RL adds little (docs/RESULTS.md)
 default SFT_BATCH_SIZE 128
 default SFT_LR 3e-4
-default STEPS 23 # as many as fit into half an hour (docs/RESULTS.md)
+default STEPS 24 # as many as fit into half an hour (docs/RESULTS.md)
 default TRAIN_BATCH_SIZE 128
 default ROLLOUT_N 16
 default MINI_BATCH_SIZE 32 # four updates a step
