@@ -12,7 +12,7 @@ from pathlib import Path
 from tasks.common.evaluation.plots import COLORS, plt, save
 from tests.helpers import ROOT
 
-METRICS = ROOT / "docs/results/h200-countdown-search-23.metrics.jsonl"
+METRICS = ROOT / "docs/results/h200-countdown-search-24.metrics.jsonl"
 PICTURE = ROOT / "docs/images/countdown-search.png"
 SCORE, ENTROPY = "critic/score/mean", "actor/entropy"
 
