@@ -52,10 +52,17 @@ class Disk:
         (path / "ballast").write_bytes(b"0" * PAGE)  # size=0 would be no limit
 
     def leave(self, free: int) -> None:
-        """Let ``free`` bytes be free, a multiple of PAGE."""
-        found = os.statvfs(self.path)
-        used = (found.f_blocks - found.f_bfree) * found.f_frsize
-        subprocess.run(["mount", "-o", f"remount,size={used + free}", self.path], check=True)
+        """Let ``free`` bytes be free, a multiple of PAGE.
+
+        A size below what is used is refused, and a running command may write after it was read: then read again.
+        """
+        for _ in range(20):
+            found = os.statvfs(self.path)
+            used = (found.f_blocks - found.f_bfree) * found.f_frsize
+            resized = subprocess.run(["mount", "-o", f"remount,size={used + free}", self.path], capture_output=True)
+            if resized.returncode == 0:
+                return
+        raise AssertionError(resized.stderr.decode())
 
     def close(self) -> None:
         subprocess.run(["umount", "-l", self.path], check=True)
