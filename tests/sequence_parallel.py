@@ -29,20 +29,25 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.utils.losses import sft_loss
 
 from tasks.common.stacks.current import varlen_attention
-from tests.varlen_reference import reference_kernel
+from tasks.common.verl_plugins.reference_attention import reference_kernel
 
 ON_GPU = torch.cuda.is_available()
 TOLERANCE, ROUNDING = 1.2, 1e-5
-# Query heads and heads of keys: several of both on each process; a key head that both need.
-HEADS = {"4 key heads": (8, 4), "1 key head": (6, 1)}
+# Query heads, heads of keys, whether embedding and output head are one matrix, the rank of an adapter: several heads of
+# both kinds on each process; a key head that both need; as the models of 7B and more.
+MODELS = {
+    "4 key heads": (8, 4, True, 0),
+    "1 key head": (6, 1, True, 0),
+    "head of its own": (8, 4, False, 0),
+    "head of its own, LoRA": (8, 4, False, 4),
+}
 LENGTHS = [7, 130, 2, 64, 301, 33, 200, 90] if ON_GPU else [7, 13, 2, 16, 31, 5, 20, 9]  # odd in all: one is added
 VOCABULARY = 1000 if ON_GPU else 50
 TOKENS = 700 if ON_GPU else 70  # of a pass on one GPU: more than one pass
 
 
-def model(folder: Path, heads: tuple[int, int]) -> Path:
+def model(folder: Path, queries: int, keys: int, tied: bool) -> Path:
     """A random Qwen2 with so many heads."""
-    queries, keys = heads
     size = 64 if ON_GPU else 8
     config = Qwen2Config(
         vocab_size=VOCABULARY,
@@ -51,7 +56,7 @@ def model(folder: Path, heads: tuple[int, int]) -> Path:
         num_hidden_layers=4 if ON_GPU else 2,
         num_attention_heads=queries,
         num_key_value_heads=keys,
-        tie_word_embeddings=True,
+        tie_word_embeddings=tied,
         initializer_range=0.1,  # at 0.02 attention would hardly move a log-prob
     )
     torch.manual_seed(0)
@@ -59,7 +64,7 @@ def model(folder: Path, heads: tuple[int, int]) -> Path:
     return folder
 
 
-def engine(folder: Path, shared: int, exact: bool) -> FSDPEngineWithLMHead:
+def engine(folder: Path, shared: int, exact: bool, rank: int) -> FSDPEngineWithLMHead:
     """verl's engine as the overrides of `current` make it, ``exact``: without its kernels, in float32."""
     dtype = "fp32" if exact or not ON_GPU else "bf16"
     attention = "sdpa" if exact else "varlen"
@@ -71,6 +76,9 @@ def engine(folder: Path, shared: int, exact: bool) -> FSDPEngineWithLMHead:
             use_remove_padding=not exact,
             use_fused_kernels=not exact,
             fused_kernel_options={"impl_backend": "torch"},
+            lora_rank=rank,
+            lora_alpha=2 * rank or 16,
+            target_modules="all-linear",
         ),
         engine_config=FSDPEngineConfig(
             strategy="fsdp2",
@@ -121,7 +129,8 @@ def values(made: FSDPEngineWithLMHead) -> dict[str, torch.Tensor]:
         found[name] = torch.cat(order)
     with made.train_mode():
         made.forward_backward_batch(data, partial(sft_loss, None))
-        gradients = [p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for p in made.module.parameters()]
+        trained = [p.grad for p in made.module.parameters() if p.requires_grad]
+        gradients = [grad.full_tensor() if isinstance(grad, DTensor) else grad for grad in trained]
         found["gradients"] = torch.cat([gradient.flatten().double().cpu() for gradient in gradients])
     return found
 
@@ -144,13 +153,15 @@ def main() -> None:
     if not ON_GPU:
         varlen_attention.varlen_attn = reference_kernel
     with tempfile.TemporaryDirectory() as folder:
-        paths = {name: model(Path(folder) / name, heads) for name, heads in HEADS.items()}
+        paths = {name: model(Path(folder) / name, *shape) for name, (*shape, _) in MODELS.items()}
         # First all without fused kernels: verl gives these to the class.
         passes = [(1, True), (1, False), (2, False)]
-        computed = [{name: values(engine(path, *each)) for name, path in paths.items()} for each in passes]
+        computed = [
+            {name: values(engine(path, *each, MODELS[name][-1])) for name, path in paths.items()} for each in passes
+        ]
     device = get_torch_device().get_device_name() if ON_GPU else "cpu"
-    result = {"device": device, "torch": torch.__version__, "heads": HEADS, "tolerance": TOLERANCE, "relative": {}}
-    for name in HEADS:
+    result = {"device": device, "torch": torch.__version__, "models": MODELS, "tolerance": TOLERANCE, "relative": {}}
+    for name in MODELS:
         exact, whole, shared = (of_pass[name] for of_pass in computed)
         pairs = {"SP=2 from SP=1": (shared, whole), "SP=1 from exact": (whole, exact)}
         pairs |= {"SP=2 from exact": (shared, exact)}

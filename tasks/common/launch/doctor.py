@@ -24,7 +24,7 @@ from tasks.common.launch import memory_checks
 from tasks.common.launch.finding import Finding, error, ok, warning
 from tasks.common.launch.memory_checks import ALONE, Jobs, batches_and_memory, jobs_of, of_each_method
 from tasks.common.launch.task import load_reward
-from tasks.common.machine import hardware, memory
+from tasks.common.machine import cluster, hardware, memory
 from tasks.common.machine.memory import gb
 from tasks.common.models.chat_template import answer_ids, demonstration_ids, prompt_ids
 from tasks.common.models.find import embedded_folder, resolve_model, weights_bytes
@@ -34,6 +34,7 @@ from tasks.common.rewards.examples import check_episodes, check_examples
 from tasks.common.runs import folder
 from tasks.common.settings import Settings, SettingsError, code_digest, teacher_gpus
 from tasks.common.text import one_line
+from tasks.common.training import parity
 
 ROWS = 20_000  # checked of each data file, but all of TRAIN_FILE
 PROMPTS = 2_000  # measured in tokens, spread over the file
@@ -56,7 +57,8 @@ def of_machine(
     """Processor, RAM and GPUs. ``found``: by nvidia-smi; None on the cpu stack, or without a driver. ``runs``: the
     trainings of an experiment, ``jobs`` of them at a time; ``arguments``: ARGS."""
     free, total = hardware.ram()
-    yield ok("cpu", f"{os.cpu_count()} cores, {gb(free)} of {gb(total)} RAM free")
+    held = f"; a training holds {cluster.held_cpus(s)} CPUs of its Ray, which may be more than there are cores"
+    yield ok("cpu", f"{os.cpu_count()} cores, {gb(free)} of {gb(total)} RAM free{held}")
     if s.STACK == "cpu":
         return
     if found is None or not found.gpus:
@@ -316,6 +318,44 @@ def measured(tokenizer, file: Path) -> tuple[list[int], int]:
 # ---- settings ------------------------------------------------------------------------------------------------------
 
 
+def numbers(s: Settings) -> Iterator[Finding]:
+    """Whether a pass of the stack computes MODEL's own log-probs and gradient (training/parity.py)."""
+    found = parity.play(s)
+    if "unknown" in found:
+        text = f"the passes of STACK={s.STACK} were not compared with the plain model: {found['unknown']}"
+        yield warning("numbers", text, "watch rollout_corr/k3_kl in the first steps")
+    if "refused" in found:
+        yield error("numbers", f"MODEL={s.MODEL}: {found['refused']}", "take another METHOD")
+    if not (results := found.get("paths")):
+        return
+    if off := found["noise"]:
+        named = ", ".join(f"{name}={value:g}" for name, value in off.items())
+        yield warning("numbers", f"MODEL's {named}: would make each pass another policy; the training sets 0")
+    by_problem: dict[str, list[str]] = {}
+    for name, result in results.items():
+        if not result["agrees"]:
+            by_problem.setdefault(_said(result), []).append(f"`{name}`")
+    wrong = [f"{' and '.join(names)} {problem}" for problem, names in by_problem.items()]
+    right = next((name for name, result in results.items() if result["agrees"]), "")
+    if not right:
+        text = f"no pass of STACK={s.STACK} computes what MODEL={s.MODEL} computes: {'; '.join(wrong)}"
+        yield error("numbers", text, "take another MODEL")
+    elif wrong:
+        yield warning("numbers", "; ".join(wrong), f"trains by `{right}`, which {_said(results[right])}")
+    else:
+        yield ok("numbers", f"the pass `{right}` {_said(results[right])}")
+
+
+def _said(result: dict) -> str:
+    """What a path's numbers are beside the plain model's."""
+    if "failed" in result:
+        return f"cannot: {result['failed']}"
+    named = {"gradient": "the gradient", "values": "the critic's values"}
+    others = [f"{text} by {result[name]:.1g}" for name, text in named.items() if name in result]
+    verb = "agrees" if result["agrees"] else "is wrong"
+    return f"{verb} (log-probs off by {result['nats']:.2g} nats, {', '.join(others)})"
+
+
 def model(s: Settings) -> Iterator[Finding]:
     if s.MODEL == "embedded":
         return
@@ -353,7 +393,9 @@ def findings(
     checks = [of_machine(s, smi, runs, arguments, at_once), disk(s, runs, jobs, continued), packages(s), ray(s)]
     checks += [judge(s), reward(s), data(s, stage != "doctor")]
     if not wrong:
-        checks += [batches_and_memory(run, arguments, stage, smi, at_once) for run in of_each_method(s, runs)]
+        each_method = of_each_method(s, runs)
+        checks += [numbers(run) for run in each_method]  # before the memory, which follows the pass
+        checks += [batches_and_memory(run, arguments, stage, smi, at_once) for run in each_method]
         checks.append(lengths(s, started + TOKENIZER_BY))
     return [*wrong, *dict.fromkeys(chain(*checks))]
 

@@ -90,7 +90,7 @@ def before(s: Settings, arguments: list[str], target: Target, command: Command, 
         found += stops(s, load_tokenizer(s.MODEL, weights=False))
     except DataError as problem:
         found.append(error("tokenizer", str(problem)))
-    found += [*fits(s, arguments, target), *disk(s, command)]
+    found += [*doctor.numbers(s), *fits(s, arguments, target), *disk(s, command)]
     return found + (list(judge(s)) if judged else [])
 
 

@@ -19,7 +19,17 @@ from pathlib import Path
 
 from tasks.common.machine import hardware
 from tasks.common.process import StageFailed, die_with_parent, errors_in_one_line, node_lost
-from tasks.common.settings import ROOT, Settings, SettingsError, artifacts, load_settings, positive, variable
+from tasks.common.settings import (
+    ROOT,
+    Settings,
+    SettingsError,
+    artifacts,
+    load_settings,
+    method,
+    positive,
+    stack,
+    variable,
+)
 
 HELP = "docs/MULTI_NODE.md"
 CONNECT_SECONDS = 5  # to the head's port; Ray itself waits for a minute
@@ -101,11 +111,24 @@ def secrets(environment: dict[str, str]) -> list[str]:
     return sorted(name for name in names if not name.endswith(("_PATH", "_FILE")))
 
 
-def enough(nodes: list[Node], nnodes: int, gpus: int) -> str:
-    """Why the cluster does not have ``nnodes`` nodes with ``gpus`` free GPUs each, and the remedy; empty if it has."""
+def held_cpus(s: Settings) -> int:
+    """The CPUs of Ray that a training holds; with fewer, verl 0.9.1 waits for ever.
+
+    Three for each GPU (verl/single_controller/ray/base.py, ResourcePoolManager), one for each of TransferQueue's storage
+    units and its controller. verl 0.6.1 has no TransferQueue.
+    """
+    units = getattr(stack(s.STACK), "STORAGE_UNITS", 0)
+    return 3 * (s.world_size + getattr(method(s.METHOD), "GPUS", 0)) + (units + 1 if units else 0)
+
+
+def enough(nodes: list[Node], nnodes: int, gpus: int, cpus: int = 0) -> str:
+    """Why the cluster does not have ``nnodes`` nodes with ``gpus`` free GPUs each, and ``cpus`` free CPUs in all, with
+    the remedy; empty if it has."""
     having = [node for node in nodes if node.alive and node.free_gpus >= gpus]
     if len(having) >= nnodes:
-        return ""
+        free = sum(node.free_cpus for node in nodes if node.alive)
+        fix = f"end other jobs, or give `ray start` --num-cpus ({HELP})"
+        return f"a training holds {cpus} of Ray's CPUs, {free:g} are free; {fix}" if free < cpus else ""
     large = [node for node in nodes if node.alive and node.gpus >= gpus]
     fix = "end the jobs that hold them" if len(large) >= nnodes else f"start more nodes ({HELP})"
     found = "1 node has" if len(having) == 1 else f"{len(having)} nodes have"
@@ -128,7 +151,7 @@ def join(s: Settings) -> list[Node]:
                 seen = replace(seen, artifacts="")
             if problem := difference(node.address, seen, here):
                 raise SettingsError(problem)
-    if problem := enough(nodes, s.NNODES, s.N_GPUS):
+    if problem := enough(nodes, s.NNODES, s.N_GPUS, held_cpus(s)):
         raise SettingsError(problem)
     return nodes
 

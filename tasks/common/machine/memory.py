@@ -125,14 +125,20 @@ def shapes_of(model: str) -> Shapes | None:
     """The shapes of MODEL: a folder, `embedded`, or a hub id whose config is in the cache or can be had; else None."""
     if model == "embedded":
         return shapes(EMBEDDED_CONFIG)
-    folder = Path(model).expanduser()
     try:
-        if not (file := folder / "config.json" if folder.is_dir() else _of_the_hub(model)):
+        if not (file := config_file(model)):
             return None
         config = json.loads(file.read_text())
         return shapes(config, 0 if config.get("model_type") in PLAIN else _stored_parameters(file.parent))
     except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError, SafetensorError):
         return None  # the files may hold anything
+
+
+def config_file(model: str) -> Path | None:
+    """config.json of a folder, or of a hub id in the cache or on the hub; None without one. Raises ValueError for a
+    name that is neither."""
+    folder = Path(model).expanduser()
+    return folder / "config.json" if folder.is_dir() else _of_the_hub(model)
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from tasks.common.models.find import resolve_whole, whole_model
 from tasks.common.models.merge import base_model, is_adapter
 from tasks.common.settings import ROOT, Settings, SettingsError, batch_problems, method, stack, token_problems
 from tasks.common.text import one_line
-from tasks.common.training import tracking, verl_versions
+from tasks.common.training import parity, tracking, verl_versions
 
 PLUGINS = ROOT / "tasks/common/verl_plugins"
 
@@ -234,7 +234,8 @@ def rl_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
         "trainer.val_before_train=False",
         f"trainer.test_freq={s.TEST_FREQ or -1}",
     ]
-    own = [*stack(s.STACK).OVERRIDES, *stack(s.STACK).RL_OVERRIDES]
+    own = [*stack(s.STACK).OVERRIDES, *stack(s.STACK).RL_OVERRIDES, *parity.rl_overrides(s)]
+    own += getattr(stack(s.STACK), "lora_overrides", lambda s: [])(s)
     method_ = [*_truncated(s), *method(s.METHOD).overrides(s)]
     rollout += CORRECTIONS[s.ROLLOUT_CORRECTION]
     if sharing := os.environ.get("SHARED_GPU"):  # by launch/experiments.py; each worker imports verl: 0.7 GB
@@ -274,6 +275,7 @@ def sft_overrides(s: Settings, model: Path | str, run_dir: Path, demonstrations:
         "checkpoint.load_contents=[model,optimizer,extra]",
     ]
     own = [f"engine.ulysses_sequence_parallel_size={s.SP}", *stack(s.STACK).OVERRIDES, *stack(s.STACK).SFT_OVERRIDES]
+    own += parity.sft_overrides(s)
     return verl_versions.translated([*data, *model_, *optim, *trainer, *own], "sft_trainer_engine", s)
 
 
@@ -372,7 +374,7 @@ def resolved(config_name: str, overrides: list[str], arguments: Sequence[str] = 
 
 def check(config) -> None:
     """Raise SettingsError for what of ``config`` ("ppo_trainer") verl would refuse late, or silently not do."""
-    checks = (_not_fsdp, _no_counts, _without_effect, _indivisible, _apart)
+    checks = (_not_fsdp, _no_counts, _without_effect, _indivisible, _apart, _too_few_cpus)
     for problem in chain.from_iterable(each(config) for each in checks):
         raise SettingsError(problem)
 
@@ -382,6 +384,20 @@ def _not_fsdp(config) -> Iterator[str]:
     for name, group in (("actor", policy.actor), ("ref", policy.ref), ("critic", config.critic)):
         if group.strategy not in ("fsdp", "fsdp2"):
             yield f"ARGS: {name}.strategy={group.strategy}: all stacks train with FSDP; leave it out"
+
+
+def _too_few_cpus(config) -> Iterator[str]:
+    """Ray's CPUs, where ARGS say how many: with fewer than a training holds (cluster.held_cpus) it waits for ever."""
+    given = config.get("ray_kwargs", {}).get("ray_init", {}).get("num_cpus")
+    if not given or "transfer_queue" not in config:
+        return
+    units = config.transfer_queue.backend.SimpleStorage.num_data_storage_units
+    gpus = config.trainer.n_gpus_per_node * config.trainer.nnodes
+    teachers = config.distillation.n_gpus_per_node * config.distillation.nnodes if config.distillation.enabled else 0
+    if given < (held := units + 1 + 3 * (gpus + teachers)):
+        less = "transfer_queue.backend.SimpleStorage.num_data_storage_units"
+        fix = f"leave it out, or lower {less}={units}"
+        yield f"ray_kwargs.ray_init.num_cpus={given}: a training holds {held} of Ray's CPUs, and would wait; {fix}"
 
 
 def _no_counts(config) -> Iterator[str]:

@@ -16,6 +16,7 @@ from verl.workers.config import model as config_model
 from verl.workers.engine.fsdp import transformer_impl
 from verl.workers.rollout import base as rollout_base
 
+import tasks.common.verl_plugins.head
 import tasks.common.verl_plugins.nested
 import tasks.common.verl_plugins.whitened  # noqa: F401
 from tasks.common.machine.local_store import listen_locally

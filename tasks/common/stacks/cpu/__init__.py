@@ -59,6 +59,8 @@ LAUNCHER = ["tasks.common.verl_plugins.forked", "--trainer", "vllm.v1.worker.cpu
 # What the trainers multiply in, and vLLM keeps and samples in.
 DTYPE = cpu_dtype()
 
+STORAGE_UNITS = 1
+
 # Hydra overrides for both trainers or one of them.
 OVERRIDES = ["trainer.device=cpu"]
 # entropy_checkpointing: an update that measures the entropy (verl_plugins/on_policy.py) keeps nothing for a gradient.
@@ -92,7 +94,7 @@ RL_OVERRIDES = [
     "reward.num_workers=1",
     "reward.reward_model.rollout.free_cache_engine=False",
     "+reward.reward_model.rollout.enable_sleep_mode=False",
-    "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
+    f"transfer_queue.backend.SimpleStorage.num_data_storage_units={STORAGE_UNITS}",
     "data.dataloader_num_workers=0",
 ]
 SFT_OVERRIDES = [

@@ -3,6 +3,10 @@
 How to install: docs/INSTALLATION.md. What makes it fast, measured: docs/GPU.md.
 """
 
+import os
+
+from tasks.common.machine import cluster
+from tasks.common.settings import Settings
 from tasks.common.stacks import WHOLE_RESPONSES
 
 VERL = "0.9.1"
@@ -16,13 +20,20 @@ ENVIRONMENT = {
 # The module that runs verl's trainer: its processes as forks of one.
 LAUNCHER = ["tasks.common.verl_plugins.forked", "tasks.common.stacks.current.preload"]
 
+# How sequences pass through a model, best first; training/parity.py takes the first that is right for MODEL. A fused head
+# takes log-probs and entropy from the hidden states. Without flash-attn verl takes them from the logits, a few kernels
+# for each token (verl/utils/torch_functional.py, logprobs_from_logits_v2).
+PATHS = {
+    "packed, fused head": {"attention": "varlen", "packed": True, "fused": True},
+    "packed": {"attention": "varlen", "packed": True, "fused": False},
+    "padded, sdpa": {"attention": "sdpa", "packed": False, "fused": False},
+    "padded, eager": {"attention": "eager", "packed": False, "fused": False},
+}
+
+STORAGE_UNITS = 8  # verl's default (trainer/config/transfer_queue)
+
 OVERRIDES: list[str] = []
-# Fused kernels: log-probs and entropy from the hidden states. Without flash-attn verl takes them from the logits,
-# a few kernels for each token (verl/utils/torch_functional.py, logprobs_from_logits_v2).
 RL_OVERRIDES = [
-    "+actor_rollout_ref.model.override_config.attn_implementation=varlen",
-    "actor_rollout_ref.model.use_remove_padding=True",
-    "actor_rollout_ref.model.use_fused_kernels=True",
     "actor_rollout_ref.model.fused_kernel_options.impl_backend=torch",
     "actor_rollout_ref.actor.strategy=fsdp2",
     "actor_rollout_ref.ref.strategy=fsdp2",
@@ -32,13 +43,19 @@ RL_OVERRIDES = [
     "+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=tasks.common.stacks.current.vllm_worker.SharedGPUExtension",
     WHOLE_RESPONSES,
     "critic.strategy=fsdp2",
-    "+critic.model.override_config.attn_implementation=varlen",
-    "critic.model.use_remove_padding=True",
 ]
 SFT_OVERRIDES = [
     "engine.strategy=fsdp2",
-    "+model.override_config.attn_implementation=varlen",
-    "model.use_remove_padding=True",
-    "model.use_fused_kernels=True",
     "model.fused_kernel_options.impl_backend=torch",
 ]
+
+
+def ray_overrides(s: Settings) -> list[str]:
+    """As many CPUs as a training holds, of a Ray that it starts itself: with fewer it would wait for ever."""
+    return [f"ray_kwargs.ray_init.num_cpus={max(os.cpu_count() or 1, cluster.held_cpus(s))}"]
+
+
+def lora_overrides(s: Settings) -> list[str]:
+    """vLLM reads the base model itself. verl's default sends it first, gathered in float32 in RAM, and a tensor above
+    its bucket of 2,048 MB (vocabulary x width of 7B and more) is never received (bucketed_weight_transfer.py)."""
+    return ["actor_rollout_ref.rollout.load_format=auto"] if s.LORA_RANK else []

@@ -1,0 +1,129 @@
+"""Which pass of a stack computes MODEL's own numbers: the choice, and where it is kept.
+
+A stack's PATHS, best first, say how the trainers pass sequences through a model: the attention, packed into one row or
+padded, log-probs by a fused head or from the logits. verl takes any model through any of them, and some come out wrong
+without a word: state of a recurrent layer leaks between packed sequences, a fused head leaves out what a model does to
+its logits. `play` compares each path with the plain model on a small copy (verl_plugins/parity.py), until one agrees.
+"""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
+
+from tasks.common.files import read_json, write_json
+from tasks.common.machine import memory
+from tasks.common.models.merge import base_model
+from tasks.common.process import die_with_parent
+from tasks.common.settings import ROOT, Settings, artifacts, stack
+from tasks.common.text import one_line
+
+PROGRAM = "tasks.common.verl_plugins.parity"
+SECONDS = 300  # it takes 15
+SOURCES = ("verl_plugins/parity.py", "verl_plugins/head.py", "models/small.py", "stacks/current/varlen_attention.py")
+# On a CPU, whatever stack is played.
+MODULES = "tasks.common.stacks.cpu.verl_platform,tasks.common.verl_plugins.patches"
+ENVIRONMENT = {"VERL_PLATFORM": "cpu", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+ENVIRONMENT |= {"VERL_USE_EXTERNAL_MODULES": f"{MODULES},tasks.common.stacks.current.varlen_attention"}
+
+
+def paths(s: Settings) -> dict[str, dict]:
+    """The stack's passes by name, best first; none where they are not compared."""
+    return getattr(stack(s.STACK), "PATHS", {})
+
+
+def path(s: Settings) -> dict | None:
+    """The pass to train with: the first that agreed, else the stack's best; None where the stack has none to choose."""
+    known = paths(s)
+    agreed = [name for name, result in played(s).get("paths", {}).items() if result["agrees"]]
+    return known[agreed[0]] if agreed else next(iter(known.values()), None)
+
+
+def rl_overrides(s: Settings) -> list[str]:
+    """verl's keys of ``path`` for the policy and a critic, which has no fused head."""
+    if not (chosen := path(s)):
+        return []
+    fused = f"actor_rollout_ref.model.use_fused_kernels={chosen['fused']}"
+    return [*_of_model("actor_rollout_ref.model", s, chosen), fused, *_of_model("critic.model", s, chosen)]
+
+
+def sft_overrides(s: Settings) -> list[str]:
+    """verl's keys of ``path`` for the SFT trainer."""
+    if not (chosen := path(s)):
+        return []
+    return [*_of_model("model", s, chosen), f"model.use_fused_kernels={chosen['fused']}"]
+
+
+def _of_model(key: str, s: Settings, chosen: dict) -> list[str]:
+    config = {"attn_implementation": chosen["attention"]} | dict.fromkeys(played(s).get("noise", {}), 0.0)
+    own = [f"+{key}.override_config.{name}={value}" for name, value in config.items()]
+    return [*own, f"{key}.use_remove_padding={chosen['packed']}"]
+
+
+def played(s: Settings) -> dict:
+    """What `play` found for these settings: of each path tried its errors; empty before it."""
+    config = _config(s)
+    return read_json(_file(s, config)) if config else {}
+
+
+def play(s: Settings) -> dict:
+    """Compare the stack's passes with the plain model, once for each config, version and method with a critic.
+
+    Returns ``paths``, of each one tried its result and whether it ``agrees``, and ``noise``, what of MODEL's config is
+    random in a pass and is turned off; or ``unknown`` or ``refused``, why none was compared; empty for a stack without
+    PATHS.
+    """
+    if not paths(s):
+        return {}
+    if not (config := _config(s)):
+        return {"unknown": f"MODEL={s.MODEL} has no config.json here or in the hub's cache"}
+    file = _file(s, config)
+    if not file.is_file():
+        print("comparing the passes of the training with the plain model (15 s) ...", flush=True)
+        found = _asked({"config": config, "paths": paths(s), "critic": s.METHOD == "ppo"})
+        if "broken" in found:
+            return {"unknown": found["broken"]}
+        write_json(file, found)
+    return read_json(file)
+
+
+def _config(s: Settings) -> dict | None:
+    if not paths(s):
+        return None
+    model = base_model(s.MODEL)
+    if model == "embedded":
+        return memory.EMBEDDED_CONFIG
+    file = memory.config_file(model)
+    return (read_json(file) or None) if file else None
+
+
+def _file(s: Settings, config: dict) -> Path:
+    code = [(ROOT / "tasks/common" / name).read_text() for name in SOURCES]
+    versions = [version(name) for name in ("verl", "transformers", "torch")]
+    known = json.dumps([config, paths(s), s.METHOD == "ppo", versions, code], sort_keys=True)
+    return artifacts() / "parity" / f"{hashlib.sha256(known.encode()).hexdigest()[:12]}.json"
+
+
+def _asked(request: dict) -> dict:
+    """The program's answer, or ``broken``: why there is none."""
+    environment = os.environ | ENVIRONMENT | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    try:
+        child = subprocess.run(
+            [sys.executable, "-m", PROGRAM],
+            input=json.dumps(request),
+            capture_output=True,
+            text=True,
+            env=environment,
+            timeout=SECONDS,
+            preexec_fn=die_with_parent,
+        )
+    except subprocess.TimeoutExpired:
+        return {"broken": f"it took more than {SECONDS} s"}
+    try:
+        return json.loads(child.stdout.splitlines()[-1])
+    except (IndexError, ValueError):
+        lines = child.stderr.strip().splitlines() or [f"exit code {child.returncode}"]
+        return {"broken": one_line(lines[-1], 200)}

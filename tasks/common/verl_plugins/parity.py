@@ -1,0 +1,247 @@
+"""Does a stack's pass compute what the plain model computes? `python -m tasks.common.verl_plugins.parity`.
+
+Standard input: a JSON object with ``config`` (what config.json holds), ``paths`` (PATHS of a stack) and ``critic``,
+whether there is one (training/parity.py). The last line of standard output: for each path tried, in order, its largest error of a log-prob (nats), the
+relative error of the gradient and of the critic's values, or why it failed; it ends with the first that agrees.
+
+verl's own engine takes a small random model of that config, with all sequences in a pass as the path packs or pads
+them. transformers' eager model takes each sequence alone. Both are in float32 on the CPU, with a reference in place of
+the GPU's attention kernel.
+"""
+
+import contextlib
+import gc
+import io
+import json
+import os
+import re
+import sys
+import tempfile
+import traceback
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import transformers
+from tensordict import TensorDict
+from torch.distributed.tensor import DTensor
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
+from verl.trainer.config import CheckpointConfig
+from verl.utils import tensordict_utils
+from verl.utils.model import get_hf_auto_model_class
+from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
+from verl.workers.utils.losses import sft_loss
+
+from tasks.common.models.small import small
+from tasks.common.stacks.current import varlen_attention
+from tasks.common.text import one_line
+from tasks.common.verl_plugins.reference_attention import reference_kernel
+
+LENGTHS = (7, 13, 2, 16, 31, 5, 20, 9)
+VOCABULARY, SPECIAL = 128, 32  # special tokens are among the last
+TEMPERATURE = 0.7
+TOKENS = 64  # of a pass: more than one
+CRITICS = AutoModelForTokenClassification._model_mapping
+NATS, RELATIVE = 1e-3, 1e-3  # float32 is within 1e-5; what was seen wrong is from 0.05 on
+
+
+def write_small(values: dict, target: Path) -> dict[str, float]:
+    """Write a small random model of the config with ``values``, without its ``noise``, which is returned. Raises what
+    transformers raises."""
+    (target / "config.json").write_text(json.dumps(values))
+    config = small(AutoConfig.from_pretrained(target, local_files_only=True), vocabulary=VOCABULARY)
+    found = noise(config)
+    for name in found:
+        setattr(config, name, 0.0)
+    kind = get_hf_auto_model_class(config) if config.architectures else AutoModelForCausalLM
+    torch.manual_seed(0)
+    model = kind.from_config(config, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):  # zero at first: one that a path leaves out would not show
+                parameter.normal_(std=0.3)
+    model.save_pretrained(target)
+    return found
+
+
+def noise(config) -> dict[str, float]:
+    """What of a config makes passes random in training, e.g. attention_dropout: the policy would not be the sampled
+    one."""
+    values = {name: value for name, value in vars(config).items() if type(value) is float and value > 0}
+    return {name: value for name, value in values.items() if re.search(r"(?<!classifier_)dropout|pdrop|jitter", name)}
+
+
+def sequences() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(3, VOCABULARY - SPECIAL, (length,), generator=generator) for length in LENGTHS]
+
+
+def batch(rows: list[torch.Tensor], path: dict) -> TensorDict:
+    nested = partial(torch.nested.as_nested_tensor, layout=torch.jagged)
+    data = TensorDict(
+        {
+            "input_ids": nested(rows),
+            "position_ids": nested([torch.arange(len(row)) for row in rows]),
+            # The first token, which the token before would predict, is another sequence's.
+            "loss_mask": nested([(torch.arange(len(row)) > 0).float() for row in rows]),
+        },
+        batch_size=len(rows),
+    )
+    passes = {"use_remove_padding": path["packed"], "use_fused_kernels": path["fused"]}
+    limits = {"use_dynamic_bsz": True, "max_token_len_per_gpu": TOKENS, "temperature": TEMPERATURE}
+    tensordict_utils.assign_non_tensor(data, **passes, **limits, calculate_entropy=True)
+    return data
+
+
+def engine(kind: type, folder: Path, path: dict, **model):
+    made = kind(
+        model_config=HFModelConfig(
+            path=str(folder),
+            load_tokenizer=False,
+            override_config={"attn_implementation": path["attention"]},
+            use_remove_padding=path["packed"],
+            use_fused_kernels=path["fused"],
+            fused_kernel_options={"impl_backend": "torch"},
+            **model,
+        ),
+        engine_config=FSDPEngineConfig(
+            strategy="fsdp2",
+            use_torch_compile=False,
+            mixed_precision={"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
+        ),
+        optimizer_config=FSDPOptimizerConfig(lr=1e-3, total_training_steps=1),
+        checkpoint_config=CheckpointConfig(),
+    )
+    made.initialize()
+    return made
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def of_engine(folder: Path, path: dict) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Log-probs of every token but each sequence's first, and the gradient of verl's SFT loss by parameter."""
+    made, data = engine(FSDPEngineWithLMHead, folder, path), batch(sequences(), path)
+    with made.eval_mode():
+        log_probs = made.infer_batch(data)["model_output"]["log_probs"]
+    with made.train_mode():
+        made.forward_backward_batch(data, partial(sft_loss, None))
+        found = {n: whole(p.grad).clone() for n, p in made.module.named_parameters() if p.grad is not None}
+    return torch.cat([row[:-1] for row in log_probs.unbind()]).float(), found
+
+
+def of_plain(folder: Path) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The same of transformers' eager model, which sees one sequence at a time."""
+    config = AutoConfig.from_pretrained(folder)
+    kind = get_hf_auto_model_class(config)
+    model = kind.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").train()
+    found = []
+    for row in sequences():
+        logits = model(input_ids=row[None], use_cache=False).logits[0, :-1].float() / TEMPERATURE
+        found.append(logits.log_softmax(-1).gather(-1, row[1:, None])[:, 0])
+    log_probs = torch.cat(found)
+    (-log_probs.mean()).backward()
+    return log_probs.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+
+def of_critic(folder: Path, path: dict) -> float:
+    """The largest difference of a value, relative to the values' spread."""
+    torch.manual_seed(0)
+    path, rows = path | {"fused": False}, sequences()  # it has another head
+    made = engine(FSDPEngineWithValueHead, folder, path, model_type="value_model")
+    with made.eval_mode():
+        found = torch.cat(list(made.infer_batch(batch(rows, path))["model_output"]["values"].unbind()))
+    config = AutoConfig.from_pretrained(folder)
+    config.num_labels, config.classifier_dropout, config.hidden_dropout = 1, 0.0, "0"
+    plain = AutoModelForTokenClassification.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
+    plain.load_state_dict({name: whole(value) for name, value in made.module.state_dict().items()})
+    with torch.no_grad():
+        alone = torch.cat([plain(input_ids=row[None], use_cache=False).logits[0, :, 0] for row in rows])
+    return float((found.flatten() - alone).abs().max() / alone.std())
+
+
+def tried(folder: Path, path: dict, right: tuple, critic: bool) -> dict:
+    """What came of ``path``: its errors, or ``failed``, in one line."""
+    forwards = {kind: kind.forward for kind in _classes(folder)}
+    try:
+        log_probs, gradient = of_engine(folder, path)
+        want, want_gradient = right
+        result = {"nats": float((log_probs - want).abs().max())}
+        names = want_gradient.keys() & gradient.keys()
+        off = sum(float((gradient[n] - want_gradient[n]).double().square().sum()) for n in names)
+        missing = want_gradient.keys() ^ gradient.keys()
+        lost = sum(float({**want_gradient, **gradient}[n].double().square().sum()) for n in missing)
+        size = sum(float(g.double().square().sum()) for g in want_gradient.values())
+        result["gradient"] = ((off + lost) / size) ** 0.5
+        if critic:
+            result["values"] = of_critic(folder, path)
+    except Exception as error:
+        return {"failed": _line(error)}
+    finally:
+        for kind, forward in forwards.items():  # verl gives fused heads to the class
+            kind.forward = forward
+        gc.collect()
+    return result
+
+
+def _classes(folder: Path) -> set[type]:
+    names = json.loads((folder / "config.json").read_text()).get("architectures") or []
+    return {getattr(transformers, name) for name in names if hasattr(transformers, name)}
+
+
+def agrees(result: dict) -> bool:
+    """Whether a path's numbers are the plain model's; NaN is none."""
+    limits = {"nats": NATS, "gradient": RELATIVE, "values": RELATIVE}
+    return "failed" not in result and all(result[name] <= limits[name] for name in result)
+
+
+def compared(values: dict, paths: dict[str, dict], critic: bool) -> dict:
+    """Of each path tried its result and whether it ``agrees``, and the config's ``noise``; ``unknown``, why the model cannot be made small;
+    ``refused``, why there is no critic."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, found = Path(name), {}
+        try:
+            random = write_small(values, folder)
+            right = of_plain(folder)
+        except Exception as error:  # a family may fail anywhere
+            return {"unknown": _line(error)}
+        if critic and type(config := AutoConfig.from_pretrained(folder)) not in CRITICS:
+            return {
+                "refused": f"METHOD=ppo needs a critic, and transformers has no token classifier of {config.model_type}"
+            }
+        for path in paths:
+            result = tried(folder, paths[path], right, critic)
+            found[path] = result | {"agrees": agrees(result)}
+            if agrees(result):
+                break
+    return {"paths": found, "noise": random}
+
+
+def _line(error: Exception) -> str:
+    if os.environ.get("TRACE"):
+        traceback.print_exc()
+    return f"{type(error).__name__}: {one_line(str(error), 200)}"
+
+
+def start() -> None:
+    """A process group of this process alone, and the reference kernel."""
+    os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    torch.set_num_threads(1)
+    varlen_attention.varlen_attn = reference_kernel
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+
+def main() -> None:
+    request = json.load(sys.stdin)
+    with contextlib.redirect_stdout(io.StringIO()):
+        start()
+        found = compared(request["config"], request["paths"], request["critic"])
+    print(json.dumps(found), flush=True)
+    os._exit(0)  # engines leave threads that end slowly
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+"""training/parity.py: the pass that a model trains by is one that computes the plain model's numbers."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tasks.common.launch import doctor
+from tasks.common.models.small import small
+from tasks.common.settings import load_settings
+from tasks.common.stacks import current
+from tasks.common.training import parity, verl_config
+from tests.helpers import ROOT
+
+MODEL = "actor_rollout_ref.model"
+
+
+@pytest.fixture
+def settings(tmp_path, monkeypatch):
+    """Settings of `current` for a config with these values, whose results are kept in the test's folder."""
+    monkeypatch.setenv("ARTIFACTS", str(tmp_path / "artifacts"))
+
+    def of(**values):
+        method = values.pop("METHOD", "grpo")
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"} | values))
+        given = {"STACK": "current", "TASK": "gsm8k", "STAGE": "train", "N_GPUS": "1", "MODEL": str(tmp_path)}
+        return load_settings(given | {"METHOD": method})
+
+    return of
+
+
+def write(s, **found) -> None:
+    file = parity._file(s, parity._config(s))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(found))
+
+
+def result(agrees: bool, **more) -> dict:
+    return {"nats": 1e-6, "gradient": 1e-6} | more | {"agrees": agrees}
+
+
+@pytest.mark.medium
+def test_each_family_takes_the_first_pass_that_is_right(tmp_path):
+    """Real comparisons: a head of its own, scaled logits, recurrent layers, soft caps, sinks, dropout."""
+    wanted = {
+        "qwen2 (2.5 7B+": "packed, fused head",
+        "granite (3.x)": "packed",
+        "phimoe": "packed",
+        "lfm2": "padded, sdpa",
+        "gemma2 (as published)": "padded, eager",
+        "seed_oss": "packed, fused head",
+    }
+    command = [sys.executable, "-m", "tests.benchmarks.families", "--out", str(tmp_path / "found.json"), *wanted]
+    child = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert child.returncode == 0, child.stderr[-2000:]
+    found = json.loads((tmp_path / "found.json").read_text())["families"]
+    taken = {name: [p for p, each in family["paths"].items() if each["agrees"]] for name, family in found.items()}
+    assert len(taken) == len(wanted)
+    for name, passes in taken.items():
+        assert passes == [next(right for start, right in wanted.items() if name.startswith(start))], name
+    assert found["granite (3.x)"]["paths"]["packed, fused head"]["nats"] > 1  # wrong without a word
+    by_name = {name.split(" ")[0]: family for name, family in found.items()}
+    assert by_name["seed_oss"]["noise"] and not by_name["granite"]["noise"]
+    assert by_name["qwen2"]["critic"] and not by_name["lfm2"]["critic"]
+
+
+@pytest.mark.medium
+def test_a_model_is_played_once_and_a_family_without_a_critic_is_refused_for_ppo(settings, capsys):
+    shape = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    lfm2 = {"model_type": "lfm2", "architectures": ["Lfm2ForCausalLM"], "vocab_size": 500} | shape
+    s = settings(**lfm2, METHOD="ppo")
+    (finding,) = doctor.numbers(s)
+    assert finding.state == "error" and "no token classifier of lfm2" in finding.text
+    assert "comparing" in capsys.readouterr().out
+    assert [*doctor.numbers(s)] == [finding] and "comparing" not in capsys.readouterr().out
+
+
+@pytest.mark.medium
+def test_what_cannot_be_compared_is_said(settings):
+    (finding,) = doctor.numbers(settings(model_type="nothing_known"))
+    assert finding.state == "warning" and "not compared" in finding.text and "nothing_known" in finding.text
+
+
+@pytest.mark.parametrize(("name", "state"), [("packed, fused head", "ok"), ("packed", "warning"), ("", "error")])
+def test_the_finding_names_the_pass_that_is_taken(settings, name, state):
+    paths = {}
+    for path in current.PATHS:
+        paths[path] = result(path == name, nats=1e-6 if path == name else 4.2)
+        if path == name:
+            break
+    s = settings()
+    write(s, paths=paths, noise={})
+    (finding,) = doctor.numbers(s)
+    assert finding.state == state
+    assert ("4.2 nats" in str(finding)) == (state != "ok") and (not name or f"`{name}`" in str(finding))
+
+
+@pytest.mark.parametrize("name", current.PATHS)
+def test_all_trainers_take_the_pass(settings, name):
+    s, path = settings(), current.PATHS[name]
+    before = verl_config.rl_config(s).actor_rollout_ref.model
+    assert before.use_fused_kernels and before.use_remove_padding  # the stack's best
+    write(s, paths={name: result(True)}, noise={"attention_dropout": 0.1})
+    config = verl_config.rl_config(s)
+    sft = verl_config.resolved("sft_trainer_engine", verl_config.sft_overrides(s, "m", Path("r"), Path("d")))
+    policy, critic, warm_up = config.actor_rollout_ref.model, config.critic.model, sft["model"]
+    for model in (policy, critic, warm_up):
+        assert model["override_config"]["attn_implementation"] == path["attention"]
+        assert model["override_config"]["attention_dropout"] == 0.0
+        assert model["use_remove_padding"] == path["packed"]
+    assert policy.use_fused_kernels == warm_up["use_fused_kernels"] == path["fused"]
+    plan = verl_config.memory_plan(config)
+    assert plan.fused == path["fused"] and plan.padded == (not path["packed"])
+
+
+def test_dropout_is_said_to_be_off(settings):
+    s = settings()
+    write(s, paths={"packed": result(True)}, noise={"attention_dropout": 0.1})
+    assert any("attention_dropout=0.1" in str(finding) for finding in doctor.numbers(s))
+
+
+def test_other_methods_configs_and_stacks_have_results_of_their_own(settings):
+    s = settings()
+    write(s, paths={"padded, sdpa": result(True)}, noise={})
+    assert parity.path(s) == current.PATHS["padded, sdpa"]
+    assert (
+        parity.path(settings(METHOD="ppo"))
+        == parity.path(settings(hidden_size=128))
+        == current.PATHS["packed, fused head"]
+    )
+    given = {"STACK": "cpu", "TASK": "gsm8k", "STAGE": "train"}
+    assert parity.path(load_settings(given)) is None and not [*doctor.numbers(load_settings(given))]
+
+
+# ---- the small model
+
+
+def of(kind: str, **values):
+    from transformers import AutoConfig
+
+    return AutoConfig.for_model(kind, **values)
+
+
+def test_a_small_config_keeps_what_makes_the_family():
+    large = of(
+        "granite", logits_scaling=8.0, attention_multiplier=0.1, num_key_value_heads=8, tie_word_embeddings=False
+    )
+    made = small(large, vocabulary=128)
+    assert (made.logits_scaling, made.attention_multiplier, made.tie_word_embeddings) == (8.0, 0.1, False)
+    assert made.num_key_value_heads < made.num_attention_heads and made.num_hidden_layers == 2
+    assert made.vocab_size == 128 and large.num_hidden_layers == 32
+
+
+@pytest.mark.parametrize(
+    ("kind", "values", "wanted"),
+    [
+        (
+            "qwen3_next",
+            {"layer_types": (["linear_attention"] * 3 + ["full_attention"]) * 4, "num_hidden_layers": 16},
+            2,
+        ),
+        ("gemma3_text", {"layer_types": ["sliding_attention"] * 5 + ["full_attention"], "num_hidden_layers": 6}, 2),
+        ("bamba", {"attn_layer_indices": [3, 9], "num_hidden_layers": 12}, 2),
+        ("jamba", {"num_hidden_layers": 32, "attn_layer_period": 8, "attn_layer_offset": 4}, 8),
+    ],
+)
+def test_a_small_model_has_every_kind_of_layer(kind, values, wanted):
+    made = small(of(kind, **values), vocabulary=128)
+    kinds = made.layer_types if kind != "jamba" else made.layers_block_type
+    assert made.num_hidden_layers == len(kinds) == wanted and len(set(kinds)) == 2
+
+
+def test_special_tokens_stay_apart_in_a_small_vocabulary():
+    made = small(of("qwen2", bos_token_id=151643, eos_token_id=151645, pad_token_id=151643), vocabulary=128)
+    assert made.bos_token_id == made.pad_token_id != made.eos_token_id
+    assert max(made.bos_token_id, made.eos_token_id) < 128
