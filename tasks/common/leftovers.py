@@ -68,7 +68,8 @@ class Launch:
         with contextlib.suppress(OSError):  # a guard that somebody killed
             os.write(self._guard.stdin.fileno(), f"{line}\n".encode())
 
-    def _processes(self) -> list[psutil.Process]:
+    def processes(self) -> list[psutil.Process]:
+        """Every descendant of this process but the guard."""
         children = psutil.Process().children(recursive=True)
         return [child for child in children if child.pid != self._guard.pid]
 
@@ -77,7 +78,7 @@ class Launch:
         with contextlib.suppress(psutil.Error):
             new = _files()
             fresh, self._seen = {inode: file for inode, file in new.items() if inode not in self._seen}, set(new)
-            for inode in fresh.keys() & (_mapped(self._processes()) if fresh else set()):
+            for inode in fresh.keys() & (_mapped(self.processes()) if fresh else set()):
                 self._ours[inode] = fresh[inode]
                 self._tell(f"file {inode} {fresh[inode].name}")
 
@@ -85,7 +86,7 @@ class Launch:
         """End every descendant of this process, and remove what they left."""
         self.look()
         for wait in (TERMINATE_SECONDS, 0):
-            children = self._processes()
+            children = self.processes()
             for child in children:
                 with contextlib.suppress(psutil.NoSuchProcess):
                     child.terminate() if wait else child.kill()

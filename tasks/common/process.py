@@ -12,11 +12,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tqdm import tqdm
 
+from tasks.common import alive
 from tasks.common.files import NO_SPACE
 from tasks.common.interrupts import Interrupts
 from tasks.common.leftovers import Launch
@@ -145,6 +146,15 @@ def _deadline(text: str, due: dict[str, float], ours: set[str]) -> float:
     return next((due[reason] for reason in reasons if reason in due), float("inf"))
 
 
+def _stalled(name: str, life: alive.Watch, launch: Launch) -> str:
+    """Why a process that stands still is ended; its stacks are in the log then."""
+    asked = alive.ask_for_stacks(launch.processes())
+    time.sleep(alive.STACKS_SECONDS if asked else 0)
+    what = f"it waits for {life.waits}" if life.waits else "none of its processes says what it waits for"
+    stacks = f"the stacks of {asked} processes are in the log" if asked else "no process told its stacks"
+    return f"{name} stood still for START_MINUTES={life.minutes:g}: {what}; {stacks}"
+
+
 def die_with_parent() -> None:
     """For ``preexec_fn``: the child is killed when the process that started it ends."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a killed launcher leaves no training behind
@@ -237,17 +247,19 @@ def run(
     total: int,
     watch: Callable[[], Progress],
     environment: dict[str, str] | None = None,
+    minutes: float = 0,
 ) -> None:
     """Run ``command`` until it ends; its output goes to ``log``.
 
-    ``watch`` is asked twice a second for the Progress towards ``total``. Raises StageFailed with the first real error
-    and the last lines of the log when the process fails, or hangs after its log reports a dead engine. All processes
+    ``watch`` is asked twice a second for the Progress towards ``total``. ``minutes`` without a sign of life (alive.py)
+    end it; 0: it may wait for ever. Raises StageFailed with the first real error and the last lines of the log when the
+    process fails, stands still, or hangs after its log reports a dead engine. All processes
     that it started are ended on every way out, including signals (interrupts.py) and the end of this process by
     SIGKILL (leftovers.py).
     """
     log.parent.mkdir(parents=True, exist_ok=True)
     print(f"  log: {log}", flush=True)
-    screen = _Screen(name, total)
+    screen, stalled = _Screen(name, total), ""
     with Interrupts() as interrupts, log.open("wb") as output:
         launch = Launch(log.parent)
         own_ray = {} if os.environ.get("RAY_ADDRESS") else {"RAY_TMPDIR": str(launch.folder)}
@@ -263,10 +275,20 @@ def run(
             )
             launch.started(child.pid)
             due, ours = {}, set()
+            life = alive.Watch(launch.folder, log.parent.parent, log, minutes)
+
+            def watched() -> Progress:
+                progress = watch()
+                life.look(progress.done)
+                return replace(progress, note=progress.note + life.note) if minutes else progress
+
             with log.open(errors="replace") as new:
                 while child.poll() is None:
-                    screen.look(watch)
+                    screen.look(watched)
                     launch.look()
+                    if life.stalled:
+                        stalled = _stalled(name, life, launch)
+                        break
                     if time.monotonic() > _deadline(new.read(), due, ours):
                         break
                     time.sleep(POLL_SECONDS)
@@ -277,5 +299,7 @@ def run(
             with interrupts.held():
                 launch.clean_up()
                 screen.close()
+    if stalled:
+        raise StageFailed(f"{stalled}\n  log: {log}")
     if code != 0:
         raise StageFailed(_report(log, f"{name} ended with exit code {code}" if code else f"{name}: an engine died"))

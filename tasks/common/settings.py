@@ -259,6 +259,7 @@ class Settings:
     TEST_FREQ: int = variable("10", "steps between validations, each with a checkpoint; 0: none", _from_0)
     KEEP: int = variable("1", "best checkpoints to keep, besides the last", _from_0)
     PATIENCE: int = variable("0", "validations without gain that end the training; 0: never", _from_0)
+    START_MINUTES: float = variable("30", "minutes without a sign of life that end a training; 0: never", _from_0)
     ABORT_ON: str = variable("", "health rules that end the training, e.g. nan,collapse", _rules)
     WANDB: int = variable("0", "1: also to Weights & Biases", _one_of(0, 1))
     LOGGER: str = variable("", "more of verl's loggers, e.g. tensorboard,mlflow")
@@ -351,7 +352,18 @@ GENERATORS = ("generate", "reasoning_gym")
 WHOLE = ("data", "model", "sft", "train", "merge", "eval", "compare")
 
 # Variables that do not define a run: they continue it, or only change reports.
-REPORTING = {"RUN", "STEPS", "SELF_PLAY_ROUNDS", "SAVE_FREQ", "TEST_FREQ", "KEEP", "PATIENCE", "ABORT_ON", "WANDB"}
+REPORTING = {
+    "RUN",
+    "STEPS",
+    "SELF_PLAY_ROUNDS",
+    "SAVE_FREQ",
+    "TEST_FREQ",
+    "KEEP",
+    "PATIENCE",
+    "START_MINUTES",
+    "ABORT_ON",
+    "WANDB",
+}
 REPORTING |= {"LOGGER", "GPU_MEMORY_UTILIZATION", "TP", "SP", "OFFLOAD", "GOLD"}
 REPORTING |= {"N", "LIMIT", "GREEDY", "EVAL_TEMPERATURE", "TOP_P", "MAX_NEW_TOKENS", "EVAL_SEED"}
 

@@ -340,7 +340,8 @@ def row(name: str, found: dict) -> str:
     first = next(iter(paths.values()), {})
     best = "right" if first.get("agrees") else first.get("failed", found.get("unknown", "")).partition(":")[0]
     best = f"{first['nats']:.2g} nats off" if "nats" in first and not first["agrees"] else best
-    return f"| {name} | {'not compared' if 'unknown' in found else taken} | {best} | {'yes' if found['critic'] else 'no'} |"
+    critic = "yes" if found["critic"] else "no"
+    return f"| {name} | {'not compared' if 'unknown' in found else taken} | {best} | {critic} |"
 
 
 def main() -> None:

@@ -230,7 +230,8 @@ def execute(plan: Plan) -> dict[int, dict[str, float]]:
     outcome = run_dir / health.OUTCOME
     outcome.unlink(missing_ok=True)
     try:
-        run(plan.command, name=plan.name, log=plan.log, total=plan.steps, watch=watch, environment=plan.environment)
+        how = {"name": plan.name, "log": plan.log, "total": plan.steps, "environment": plan.environment}
+        run(plan.command, **how, watch=watch, minutes=s.START_MINUTES if verl_versions.has_own_trainers(s) else 0)
     except StageFailed as error:
         if reason := read_json(outcome).get("reason"):  # the trainer's own: ABORT_ON
             kept = f"the checkpoint of step {folder.last_step(run_dir)} is kept; the same command continues from it"

@@ -7,6 +7,7 @@ pairs.py reads. RUN_DIR gets checkpoints in verl's form; the same command contin
 as JSON lines to the file that VERL_FILE_LOGGER_PATH names, in the form of verl's file logger.
 """
 
+import faulthandler
 import json
 import math
 import os
@@ -27,6 +28,7 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import DPOConfig, DPOTrainer
 from trl.trainer import dpo_trainer
 
+from tasks.common.alive import STACKS, beat
 from tasks.common.data.pairs import ANSWERS, TokenPair, pair_set
 from tasks.common.data.prepare import load_tokenizer
 from tasks.common.files import write_text
@@ -116,7 +118,14 @@ class MetricsFile(TrainerCallback):
     def on_step_begin(self, args, state, control, **_):
         self.started = time.perf_counter()
 
+    def on_substep_end(self, args, state, control, **_):
+        beat()
+
+    def on_prediction_step(self, args, state, control, **_):
+        beat()
+
     def on_step_end(self, args, state, control, **_):
+        beat()
         if args.eval_strategy != "no" and state.global_step >= state.max_steps:
             control.should_evaluate = True
 
@@ -284,6 +293,7 @@ def train(s: Settings, start: str, pairs: str, run_dir: Path, metrics: Path) -> 
 
 if __name__ == "__main__":
     die_with_torchrun()
+    faulthandler.register(STACKS, file=2)
     listen_locally()
     start, pairs, run_dir = sys.argv[1:]
     train(load_settings(), start, pairs, Path(run_dir), Path(os.environ["VERL_FILE_LOGGER_PATH"]))

@@ -1,9 +1,9 @@
 """The output head stays in FSDP2's root unit, also where the embedding is another matrix than the head.
 
 verl 0.9.1 gives such a head a unit of its own. FSDP2 gathers a unit around its own forward, but the fused kernel reads
-``lm_head.weight`` outside it (verl/models/transformers/dense_common.py): a shard then meets a whole tensor, and the step
-ends with "got mixed torch.Tensor and DTensor". The root unit stays gathered from its forward to its backward. Of two
-GPUs, ``full_tensor()`` in its place would give the head half of its gradient.
+``lm_head.weight`` outside it (verl/models/transformers/dense_common.py): a shard then meets a whole tensor, and the
+step ends with "got mixed torch.Tensor and DTensor". The root unit stays gathered from its forward to its backward. On
+two GPUs ``full_tensor()`` in its place would give the head half of its gradient.
 """
 
 from verl.models.transformers import dense_common

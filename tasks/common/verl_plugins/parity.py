@@ -1,8 +1,9 @@
 """Does a stack's pass compute what the plain model computes? `python -m tasks.common.verl_plugins.parity`.
 
 Standard input: a JSON object with ``config`` (what config.json holds), ``paths`` (PATHS of a stack) and ``critic``,
-whether there is one (training/parity.py). The last line of standard output: for each path tried, in order, its largest error of a log-prob (nats), the
-relative error of the gradient and of the critic's values, or why it failed; it ends with the first that agrees.
+whether there is one (training/parity.py). The last line of standard output is what `compared` returns: of each path
+tried the largest error of a log-prob (nats), the relative error of the gradient and of the critic's values, or why it
+failed, up to the first that agrees.
 
 verl's own engine takes a small random model of that config, with all sequences in a pass as the path packs or pads
 them. transformers' eager model takes each sequence alone. Both are in float32 on the CPU, with a reference in place of
@@ -199,8 +200,8 @@ def agrees(result: dict) -> bool:
 
 
 def compared(values: dict, paths: dict[str, dict], critic: bool) -> dict:
-    """Of each path tried its result and whether it ``agrees``, and the config's ``noise``; ``unknown``, why the model cannot be made small;
-    ``refused``, why there is no critic."""
+    """Of each path tried its result and whether it ``agrees``, and the config's ``noise``; or ``unknown``, why the
+    model cannot be made small; or ``refused``, why there is no critic."""
     with tempfile.TemporaryDirectory() as name:
         folder, found = Path(name), {}
         try:

@@ -18,6 +18,7 @@ from verl.workers.rollout import base as rollout_base
 
 import tasks.common.verl_plugins.head
 import tasks.common.verl_plugins.nested
+import tasks.common.verl_plugins.waits
 import tasks.common.verl_plugins.whitened  # noqa: F401
 from tasks.common.machine.local_store import listen_locally
 from tasks.common.process import die_with_torchrun

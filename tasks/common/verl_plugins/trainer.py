@@ -20,6 +20,7 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils.transferqueue_utils import kv_batch_meta2batch_meta
 
 import tasks.common.verl_plugins.patches  # noqa: F401
+from tasks.common.alive import waits_for
 from tasks.common.rewards.answers import RewardError
 from tasks.common.rewards.episode import turn_texts
 from tasks.common.runs.folder import read_metrics
@@ -72,7 +73,12 @@ class TaskTrainer(KeepBest):
     def trainer_mode(self, name: str) -> None:
         pass
 
+    def init(self):
+        waits_for("verl's workers and vLLM's servers to start")
+        super().init()
+
     def on_step_begin(self):
+        waits_for(f"the samples and rewards of step {self.global_steps}")
         if os.environ.get("ABORT_ON"):
             self._abort_on_broken_rule()
         super().on_step_begin()
@@ -177,6 +183,7 @@ class TaskTrainer(KeepBest):
             return super()._update_critic(_tensors(batch), metrics)
 
     def _update_actor(self, batch, metrics):
+        waits_for(f"the update of step {self.global_steps}")
         policy, update = self.config.actor_rollout_ref, {}
         batch.extra_info[one_update.ON_POLICY] = self._on_policy
         batch.extra_info[one_update.CAP] = one_update.cap(self.config)

@@ -14,6 +14,8 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
+from tasks.common.alive import beat
+
 
 class WholeResponses(AsyncScheduler):
     """Named by ``engine_kwargs.vllm.scheduler_cls``. An aborted request loses the tokens that it has so far."""
@@ -26,6 +28,7 @@ class WholeResponses(AsyncScheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> dict[int, EngineCoreOutputs]:
         found = super().update_from_output(scheduler_output, model_runner_output)
+        beat()
         for outputs in found.values():
             outputs.outputs = [output for output in outputs.outputs if self._returns(output)]
         return found

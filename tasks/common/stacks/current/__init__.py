@@ -20,9 +20,9 @@ ENVIRONMENT = {
 # The module that runs verl's trainer: its processes as forks of one.
 LAUNCHER = ["tasks.common.verl_plugins.forked", "tasks.common.stacks.current.preload"]
 
-# How sequences pass through a model, best first; training/parity.py takes the first that is right for MODEL. A fused head
-# takes log-probs and entropy from the hidden states. Without flash-attn verl takes them from the logits, a few kernels
-# for each token (verl/utils/torch_functional.py, logprobs_from_logits_v2).
+# How sequences pass through a model, best first; training/parity.py takes the first that is right for MODEL. A fused
+# head takes log-probs and entropy from the hidden states. Without flash-attn verl takes them from the logits, a few
+# kernels for each token (verl/utils/torch_functional.py, logprobs_from_logits_v2).
 PATHS = {
     "packed, fused head": {"attention": "varlen", "packed": True, "fused": True},
     "packed": {"attention": "varlen", "packed": True, "fused": False},
