@@ -200,3 +200,50 @@ def test_a_thousand_steps_are_looked_through_at_once():
     before = time.process_time()
     findings({step: FINE for step in range(1, 1001)}, SETTINGS)
     assert time.process_time() - before < 2
+
+
+def memory(
+    values, key: str = "actor/perf/cpu_memory_used_gb", limit: str = "perf/cpu_memory_limit_gb", of: float = 100
+):
+    return {step: {key: float(value), limit: float(of)} for step, value in enumerate(values, 1)}
+
+
+def test_memory_that_grows_to_its_limit_names_the_step_at_which_it_ends():
+    metrics = {step: FINE | row for step, row in memory(range(20, 48, 2)).items()}
+    ill = findings(metrics, replace(SETTINGS, STEPS=1000))
+    assert [(finding.rule, finding.step) for finding in ill] == [("memory", 12), ("memory", 13), ("memory", 14)]
+    assert "RAM grows by 2 GiB a step, to 46 of 100 GiB: it is used up at step 41 of 1000" in ill[-1].text
+    gpu = memory(range(20, 48, 2), "actor/perf/max_memory_reserved_gb", "perf/gpu_memory_limit_gb")
+    assert "GPU memory grows" in str(findings(gpu, replace(SETTINGS, STEPS=1000))[-1])
+    old = memory(range(20, 48, 2), "perf/cpu_memory_used_gb")  # verl 0.6.1's name
+    assert findings(old, replace(SETTINGS, STEPS=1000))
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        [20, 22, 24, 26, 28, 30, 32, 34, 36, 38, 40],  # eleven steps
+        [20, 20, 20, 20, 20, 20, 20, 60, 60, 60, 60, 60, 60, 60],  # one longer sequence
+        [20, 30, 22, 32, 24, 34, 26, 36, 28, 38, 30, 40, 32],  # up and down
+        [*range(60, 20, -2)],
+        [20 + step / 100 for step in range(20)],  # far from the limit at the last step
+    ],
+)
+def test_memory_that_does_not_grow_step_by_step_to_its_limit_is_fine(values):
+    assert findings(memory(values), replace(SETTINGS, STEPS=60)) == []
+
+
+def test_memory_that_lasts_for_the_training_or_whose_limit_is_unknown_is_fine():
+    assert findings(memory(range(20, 48, 2)), replace(SETTINGS, STEPS=41)) == []
+    unknown = {step: {"actor/perf/cpu_memory_used_gb": 20.0 + 2 * step} for step in range(1, 20)}
+    assert findings(unknown, replace(SETTINGS, STEPS=1000)) == []
+
+
+def test_the_memory_of_real_trainings_is_fine():
+    files = [*(ROOT / "docs/results").glob("*.metrics.jsonl")]
+    assert files
+    for file in files:
+        rows = {record["step"]: record["data"] for record in map(json.loads, file.read_text().splitlines())}
+        metrics = {step: row | {"perf/cpu_memory_limit_gb": 112.0} for step, row in rows.items()}
+        ill = findings(metrics, replace(SETTINGS, STEPS=200))
+        assert not [each for each in ill if each.rule == "memory"], file.name

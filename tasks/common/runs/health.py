@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import correlation, linear_regression, median
 from typing import NoReturn
 
 from tasks.common.files import write_json
@@ -27,6 +27,11 @@ TRUNCATED = 0.3  # share of the responses
 TRUNCATION_STEPS = 2  # in a row above it: after a short warm-up, the first update teaches the policy to end
 REWARD_STEPS = 3  # in a row with no reward at all, or little
 FALL = 0.25  # of the best mean reward before
+MEMORY_STEPS = 12  # in a row in which memory grows
+STEADY = 0.97  # correlation of memory and steps: what programs keep and give back goes up and down
+# Of what verl measures, and its limit, which the trainer adds (verl_plugins/trainer.py).
+MEMORIES = {"RAM": ("perf/cpu_memory_used_gb", "perf/cpu_memory_limit_gb")}
+MEMORIES["GPU memory"] = "perf/max_memory_reserved_gb", "perf/gpu_memory_limit_gb"
 
 
 @dataclass(frozen=True)
@@ -47,7 +52,7 @@ def findings(metrics: dict[int, dict], s: Settings) -> list[Finding]:
     rows = [metrics[step] for step in steps]
     found = []
     for index, step in enumerate(steps):
-        before, row = rows[max(0, index - BEFORE) : index], rows[index]
+        before, row = rows[max(0, index - BEFORE) : index], rows[index] | {"step": step}
         for name in HEALTH_RULES:
             found += [Finding(name, step, text) for text in globals()[f"_{name}"](row, before, s)]
     return found
@@ -195,3 +200,19 @@ def _fall(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
     if s.METHOD != "distill" and 0 < best < math.inf and _for_steps(REWARD_STEPS, row, before, low):
         fell = f"reward {row[key]:.3g}, for {REWARD_STEPS} steps below a quarter of the best step's {best:.3g}"
         yield f"{fell}: the policy has unlearned; lower LR or set LR_WARMUP=3, and start again"
+
+
+def _memory(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
+    rows = [*before, row][-MEMORY_STEPS:]
+    for what, (key, limit) in MEMORIES.items():
+        used = [each.get(f"actor/{key}", each.get(key)) for each in rows]
+        if len(used) < MEMORY_STEPS or None in used or limit not in row:
+            continue
+        if len(set(used)) == 1 or correlation(range(MEMORY_STEPS), used) < STEADY:
+            continue
+        mean = linear_regression(range(MEMORY_STEPS), used).slope
+        end = row["step"] + math.floor((row[limit] - used[-1]) / mean)
+        if end < s.STEPS:
+            grows = f"{what} grows by {mean:.2g} GiB a step, to {used[-1]:.0f} of {row[limit]:.0f} GiB"
+            fix = "stop and run the same command again, which continues from the last checkpoint"
+            yield f"{grows}: it is used up at step {end} of {s.STEPS}; {fix}"

@@ -4,6 +4,7 @@ launch/plan.py has every verl process load it.
 """
 
 import copy
+import functools
 import os
 import time
 from contextlib import nullcontext
@@ -21,6 +22,8 @@ from verl.utils.transferqueue_utils import kv_batch_meta2batch_meta
 
 import tasks.common.verl_plugins.patches  # noqa: F401
 from tasks.common.alive import waits_for
+from tasks.common.machine import hardware
+from tasks.common.machine.memory import GIB
 from tasks.common.rewards.answers import RewardError
 from tasks.common.rewards.episode import turn_texts
 from tasks.common.runs.folder import read_metrics
@@ -63,6 +66,14 @@ class TaskTrainer(KeepBest):
     _complete = 0, None  # the last step that this process trained, and the state of its data then
     _saved = 0
     _turns = None  # what was said in the episodes of this step, by verl's key
+
+    @functools.cached_property
+    def _limits(self) -> dict[str, float]:
+        """GiB of RAM and of a GPU of this machine, for the health rule of memory."""
+        limits = {"perf/cpu_memory_limit_gb": hardware.ram()[1] / GIB}
+        if (found := hardware.nvidia()) and (totals := [gpu.total for gpu in found.gpus if gpu.total]):
+            limits["perf/gpu_memory_limit_gb"] = min(totals) / GIB
+        return limits
 
     # verl/trainer/ppo/v1/trainer_base.py compares the mode with the literal "sync".
     @property
@@ -190,7 +201,7 @@ class TaskTrainer(KeepBest):
         entropy = self._on_policy or policy.actor.calculate_entropy
         with self._shuffled(policy.actor), on_policy.set_to(policy.actor, "calculate_entropy", entropy):
             batch = super()._update_actor(_tensors(batch), update)
-        metrics.update(on_policy.taken_out(update))
+        metrics.update(on_policy.taken_out(update) | self._limits)
         return batch
 
     def _compute_ref_log_prob(self, batch, metrics):

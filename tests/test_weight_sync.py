@@ -1,0 +1,139 @@
+"""verl_plugins/weight_sync.py: an update that vLLM does not get ends the training."""
+
+import pytest
+import torch
+
+from tests.helpers import SMALL, make
+
+
+@pytest.fixture(scope="module")
+def module():
+    from tasks.common.verl_plugins import weight_sync
+
+    return weight_sync
+
+
+def model(**tensors: torch.Tensor) -> torch.nn.Module:
+    made = torch.nn.Module()
+    for name, tensor in tensors.items():
+        made.register_parameter(name, torch.nn.Parameter(tensor.clone(), requires_grad=False))
+    return made
+
+
+def sent_of(module, weights: dict[str, torch.Tensor], scaling: float = 1.0) -> dict:
+    sums: dict = {}
+    passed = dict(module.passing(weights.items(), torch.bfloat16, scaling, sums))
+    assert all(passed[name] is weights[name] for name in weights)  # nothing is changed on the way
+    return {name: (count, int(each)) for name, (count, each) in sums.items()}
+
+
+def weights(seed: int = 0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(8, 6, generator=generator) for name in ("a", "b", "c")}
+
+
+def test_sums_are_the_same_for_the_same_numbers_in_any_order_and_differ_for_one_bit(module):
+    tensor = torch.randn(100, 7).bfloat16()
+    assert module.total(tensor) == module.total(tensor.flatten().flip(0))
+    assert module.total(tensor) == module.total(torch.cat([tensor.flatten(), torch.zeros(9, dtype=torch.bfloat16)]))
+    other = tensor.clone()
+    other.view(torch.int16)[3, 4] += 1
+    assert module.total(tensor) != module.total(other)
+
+
+def test_the_trainers_float32_is_compared_in_vllms_numbers(module):
+    trained = weights()
+    engine = model(**{name: tensor.bfloat16() for name, tensor in trained.items()})
+    assert module.compared(sent_of(module, trained), [module.of_model(engine)]) == {"a": True, "b": True, "c": True}
+
+
+def test_shares_of_a_tensor_add_up_and_whole_copies_must_each_agree(module):
+    trained = weights()
+    halves = [
+        {"a": part.bfloat16(), "b": trained["b"].bfloat16(), "fused": part.bfloat16()}
+        for part in trained["a"].chunk(2, 1)
+    ]
+    told = [module.of_model(model(**half)) for half in halves]
+    assert module.compared(sent_of(module, trained), told) == {"a": True, "b": True}
+    halves[1]["b"] += 1
+    told = [module.of_model(model(**half)) for half in halves]
+    assert module.compared(sent_of(module, trained), told) == {"a": True, "b": False}
+
+
+def test_names_are_compared_from_the_layer_on(module):
+    assert module.name_of("model.language_model.layers.3.o_proj.weight") == "layers.3.o_proj.weight"
+    assert module.name_of("base_model.model.model.layers.3.x.lora_A.weight") == "layers.3.x.lora_A.weight"
+    assert module.name_of("model.norm.weight") == "model.norm.weight"
+
+
+def test_an_adapter_is_compared_with_its_second_matrix_scaled(module):
+    from types import SimpleNamespace
+
+    a, b = torch.randn(4, 16), torch.randn(16, 4)
+    name = "base_model.model.model.layers.0.mlp.down_proj"
+    sent = sent_of(module, {f"{name}.lora_A.weight": a, f"{name}.lora_B.weight": b}, scaling=0.75)
+    theirs = SimpleNamespace(lora_a=a.bfloat16(), lora_b=b.bfloat16() * 0.75)
+    fused = SimpleNamespace(lora_a=[a, a], lora_b=[b, b])
+    told = module.of_adapter({"model.layers.0.mlp.down_proj": theirs, "model.layers.0.self_attn.qkv_proj": fused})
+    assert module.compared(sent, [told]) == dict.fromkeys(sent, True) and len(sent) == 2
+    theirs.lora_b = b.bfloat16()
+    assert not all(module.compared(sent, [module.of_adapter({"model.layers.0.mlp.down_proj": theirs})]).values())
+
+
+class Syncs:
+    """A trainer's syncs with an engine that has ``engine``'s numbers each time."""
+
+    def __init__(self, module):
+        self.module, self.agreement = module, module.Agreement()
+
+    def __call__(self, trained: dict, engine: dict, step: int) -> str:
+        told = self.module.of_model(model(**{name: tensor.bfloat16() for name, tensor in engine.items()}))
+        return self.agreement.check(sent_of(self.module, trained), [told], step)
+
+
+def test_an_engine_that_drops_the_update_ends_the_training(module):
+    sync, start = Syncs(module), weights()
+    assert sync(start, start, 0) == "" and sync.agreement.due
+    with pytest.raises(module.WeightSyncError, match=r"after step 1 .* 3 of 3 tensors differ \(a, b, c\)"):
+        sync(weights(1), start, 1)
+
+
+def test_an_engine_that_never_got_any_weights_ends_the_training(module):
+    with pytest.raises(module.WeightSyncError, match="after step 0"):
+        Syncs(module)(weights(), weights(5), 0)
+
+
+def test_it_is_compared_until_an_update_was_seen_to_arrive(module):
+    sync, start = Syncs(module), weights()
+    sync(start, start, 0)
+    assert sync(start, start, 1) == "" and sync.agreement.due  # a step that moved nothing shows nothing
+    assert "3 had changed" in sync(weights(1), weights(1), 2)
+    assert not sync.agreement.due
+
+
+def test_a_tensor_that_vllm_changes_by_itself_does_not_count(module):
+    sync, start = Syncs(module), weights()
+    assert sync(start, start | {"c": -start["c"]}, 0) == ""
+    later = weights(1)
+    assert "2 had changed" in sync(later, later | {"c": -later["c"]}, 1)
+
+
+def test_an_engine_without_a_tensor_of_that_name_is_said_not_to_be_compared(module):
+    agreement = module.Agreement()
+    assert "not compared" in agreement.check(sent_of(module, weights()), [{"other": (1, 1)}], 0)
+    assert not agreement.due
+
+
+@pytest.mark.slow
+def test_a_real_engine_that_drops_the_update_ends_the_training_in_one_line(tmp_path, small_model, digits_checkout):
+
+    dropping = (
+        "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=tests.dropping_worker.DroppingExtension"
+    )
+    given = SMALL | {"TASK": "digits", "INIT": "base", "STEPS": "2", "MODEL": str(small_model), "KL_COEF": "0.01"}
+    given |= {"ARTIFACTS": str(tmp_path), "LR": "1e-4"}
+    result = make("train", f"ARGS={dropping}", cwd=digits_checkout, **given)
+    errors = [line for line in result.stdout.splitlines() if line.startswith("error: ")]
+    assert result.returncode and len(errors) == 1 and "WeightSyncError: after step 1" in errors[0], result.stdout[
+        -2000:
+    ]
