@@ -240,10 +240,11 @@ def test_memory_that_lasts_for_the_training_or_whose_limit_is_unknown_is_fine():
 
 
 def test_the_memory_of_real_trainings_is_fine():
+    """With less RAM than their hosts had (those of two GPUs have 256 GB)."""
     files = [*(ROOT / "docs/results").glob("*.metrics.jsonl")]
     assert files
     for file in files:
         rows = {record["step"]: record["data"] for record in map(json.loads, file.read_text().splitlines())}
-        metrics = {step: row | {"perf/cpu_memory_limit_gb": 112.0} for step, row in rows.items()}
-        ill = findings(metrics, replace(SETTINGS, STEPS=200))
+        metrics = {step: row | {"perf/cpu_memory_limit_gb": 256.0} for step, row in rows.items()}
+        ill = findings(metrics, replace(SETTINGS, STEPS=100))
         assert not [each for each in ill if each.rule == "memory"], file.name

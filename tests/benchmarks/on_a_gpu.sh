@@ -9,11 +9,15 @@
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit
 RUNS=(learn gspo ppo egpo dpo lora resume gsm8k tool_calling econ_agent engines speed speed_3b kept kept_3b methods)
+# With models that people use. MODELS is a folder with small and teacher, instruct models of one vocabulary; the large
+# ones, random weights of a real shape, are written there.
+REAL=(reinforce_pp distill reward_model own_samples judged self_play few_cpus resume_small)
+LARGE=(qwen7b_lora llama8b_lora qwen14b_lora qwen7b qwen32b_lora) # the last two want two GPUs
 STACK=${STACK:?set STACK to a100 or current}
 OUT=${ARTIFACTS:-$PWD/artifacts}/on_a_gpu/$STACK
 
 start() { # TARGET VARIABLE=value ...
-  "${MAKE:-make}" "$@" STACK="$STACK" N_GPUS=1
+  "${MAKE:-make}" "$1" STACK="$STACK" N_GPUS=1 "${@:2}"
 }
 EASY=(MODEL=embedded INIT=sft SOURCE=generate DIFFICULTY=easy SFT_SIZE=512 SFT_LR=3e-4)
 LENGTHS=(MAX_PROMPT_LENGTH=128 MAX_RESPONSE_LENGTH=64)
@@ -46,8 +50,10 @@ econ_agent() { # its default is LoRA
     start simulate TASK=econ_agent "${OTHER[@]}" "${own[@]}" MONTHS=3
 }
 resume() { # killed after step 3, in the second epoch of two steps; the same command then goes on with step 4
-  local same=("${SHORT[@]}" TRAIN_SIZE=64 TRAIN_BATCH_SIZE=32 STEPS=5 SAVE_FREQ=1 RUN=resumed
-    ROLLOUT_CORRECTION=token)
+  killed_and_resumed "${SHORT[@]}" TRAIN_SIZE=64 TRAIN_BATCH_SIZE=32 ROLLOUT_CORRECTION=token
+}
+killed_and_resumed() { # VARIABLE=value ...
+  local same=("$@" STEPS=5 SAVE_FREQ=1 RUN=resumed)
   local saved=$ARTIFACTS/runs/countdown/resumed/checkpoints/latest_checkpointed_iteration.txt
   set -m # the launcher and make in a process group of their own
   start train "${same[@]}" &
@@ -80,6 +86,59 @@ methods() { # the same warm-up and rollouts for each; a100 refuses three of them
   start experiment "${COUNTDOWN[@]}" TRAIN_SIZE=8192 TEST_SIZE=512 STEPS=16 TRAIN_BATCH_SIZE=64 TEST_FREQ=0 \
     METHODS="${METHODS:-$all}" SEEDS="${SEEDS:-3}" JOBS="${JOBS:-4}"
 }
+
+MODEL_OF_REAL=${MODELS:-}/small
+REAL_SIZE=(TASK=countdown DIFFICULTY=easy TRAIN_SIZE=512 TEST_SIZE=32 DEV_SIZE=16 TEST_FREQ=0 STEPS=3 TRAIN_BATCH_SIZE=16
+  ROLLOUT_N=4 MINI_BATCH_SIZE=8 N=1 MAX_PROMPT_LENGTH=256 MAX_RESPONSE_LENGTH=256 MAX_TOKENS_PER_GPU=8192
+  GPU_MEMORY_UTILIZATION="${SHARE:-0.5}")
+SMALL=("${REAL_SIZE[@]}" MODEL="$MODEL_OF_REAL" INIT=base)
+reinforce_pp() { start train "${SMALL[@]}" METHOD=reinforce_pp; }
+distill() { start train "${SMALL[@]}" METHOD=distill TEACHER="$MODELS/teacher"; }
+reward_model() {
+  "${PYTHON:-.venv/bin/python}" -m tests.benchmarks.random_model classifier "$MODEL_OF_REAL" "$MODELS/classifier" &&
+    start train "${SMALL[@]}" REWARD_MODEL="$MODELS/classifier"
+}
+own_samples() { start train "${SMALL[@]}" INIT=sft SFT_SOURCE=samples SAMPLED_PROMPTS=128 SFT_BATCH_SIZE=8 SFT_STEPS=4; }
+self_play() { start train "${SMALL[@]}" STEPS=2 SELF_PLAY_ROUNDS=2; }
+few_cpus() { # a Ray of eight CPUs, of which a training would hold twelve
+  start train "${SMALL[@]}" \
+    ARGS="ray_kwargs.ray_init.num_cpus=8 transfer_queue.backend.SimpleStorage.num_data_storage_units=2"
+}
+resume_small() { killed_and_resumed "${SMALL[@]}"; }
+judged() { # the judge: MODELS/teacher, served by vLLM on the same GPU
+  local port=8765 server
+  "${PYTHON:-.venv/bin/python}" -m vllm.entrypoints.openai.api_server --model "$MODELS/teacher" --served-model-name judge \
+    --host 127.0.0.1 --port "$port" --gpu-memory-utilization "${SHARE:-0.2}" --max-model-len 4096 >"$ARTIFACTS/judge.txt" 2>&1 &
+  server=$!
+  for _ in $(seq 120); do
+    curl -sf "http://127.0.0.1:$port/v1/models" >/dev/null && break
+    sleep 2
+  done
+  make new TASK=judged_on_a_gpu PYTHON="${PYTHON:-.venv/bin/python}" OPTIONS="reward=judge" &&
+    JUDGE_URL=http://127.0.0.1:$port/v1 JUDGE_MODEL=judge start train "${SMALL[@]}" TASK=judged_on_a_gpu TRAIN_SIZE=64 TEST_SIZE=8
+  local code=$?
+  kill "$server"
+  rm -rf tasks/judged_on_a_gpu
+  return "$code"
+}
+
+random() { # SHAPE
+  [ -d "$MODELS/$1" ] ||
+    "${PYTHON:-.venv/bin/python}" -m tests.benchmarks.random_model "$1" "$MODEL_OF_REAL" "$MODELS/$1"
+}
+large() { # SHAPE VARIABLE=value ...: what doctor estimates, then everything of `make all`
+  local shape=$1 same=("${REAL_SIZE[@]}" STEPS=2 LIMIT=8 INIT=base MODEL="$MODELS/$1" "${@:2}")
+  random "$shape" && start doctor "${same[@]}"
+  start all "${same[@]}"
+}
+qwen7b_lora() { large qwen7b LORA_RANK=32 LORA_ALPHA=64 SAVE_FREQ=1 STEPS=3; }
+llama8b_lora() { large llama8b LORA_RANK=32 LORA_ALPHA=64; }
+qwen14b_lora() { large qwen14b LORA_RANK=32 LORA_ALPHA=64; }
+# Without the optimizer's state in the checkpoint, which is for a resume alone: 61 GB less.
+WEIGHTS="actor_rollout_ref.actor.checkpoint.save_contents=[model,hf_model]"
+qwen7b() { large qwen7b N_GPUS=2 KEEP=0 ARGS="$WEIGHTS"; }
+qwen32b_lora() { large qwen32b N_GPUS=2 LORA_RANK=32 LORA_ALPHA=64 TP=2 OFFLOAD=1 ARGS="${LORA_32B:-}"; }
+RUNS+=("${REAL[@]}" "${LARGE[@]}")
 
 for run in "${@:-${RUNS[@]}}"; do
   if [[ " ${RUNS[*]} " != *" $run "* ]]; then
