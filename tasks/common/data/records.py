@@ -28,6 +28,22 @@ class HubUnreachable(DataError):
     """The hub does not answer, and its data set is not in the cache."""
 
 
+class Record(dict):
+    """A record that remembers which of its columns were ``read`` by name."""
+
+    def __init__(self, record: dict):
+        super().__init__(record)
+        self.read: set[str] = set()
+
+    def __getitem__(self, name):
+        self.read.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name, default=None):
+        self.read.add(name)
+        return super().get(name, default)
+
+
 class Records:
     """The records of one file. ``for record in records`` reads it from the start each time.
 
@@ -38,6 +54,7 @@ class Records:
 
     def __init__(self, path: Path | str, split: str | None = None):
         self.path, self.split = Path(path).expanduser(), split
+        self.unused: dict[str, None] = {}  # columns that hold something and that ``converted`` did not read
         if self.path.suffix.lower() not in SUFFIXES:
             raise DataError(f"{path}: unknown kind of file; give one of {', '.join(SUFFIXES)}")
         if not self.path.is_file():
@@ -70,7 +87,11 @@ class Records:
                 try:
                     if isinstance(record, DataError):
                         raise record
-                    made = convert(record)
+                    made = convert(record := Record(record))
+                    empty = (None, "", [], {})
+                    self.unused |= {
+                        name: None for name in dict.keys(record) - record.read if dict.get(record, name) not in empty
+                    }
                 except DataError as error:
                     problems.append(f"{place}: {error}")
                     if len(problems) == FIRST_PROBLEMS:
@@ -93,11 +114,11 @@ class HubRecords(Records):
 
     def __init__(self, dataset, name: str, config: str | None, split: str):
         self.dataset, self.name, self.config = dataset, name, config
-        self.split = split if split in ("train", "test") else None
+        self.split, self.unused = split if split in ("train", "test") else None, {}
 
     def located(self) -> Iterator[tuple[str, dict]]:
         """Each record with its place, "openai/gsm8k: row 3"."""
-        return ((f"{self.name}: row {index}", record) for index, record in enumerate(self.dataset))
+        return ((f"{self.name}: row {index}", _own(record)) for index, record in enumerate(self.dataset))
 
     def origin(self) -> dict:
         """The manifest's entry of the data set: name, config, split, and the revision if it is known."""
@@ -253,4 +274,15 @@ def _csv(path: Path) -> Iterator[tuple[str, dict]]:
 
 
 def _parquet(path: Path) -> Iterator[tuple[str, dict]]:
-    yield from ((f"row {index}", record) for index, record in enumerate(parquet_rows(path)))
+    yield from ((f"row {index}", _own(record)) for index, record in enumerate(parquet_rows(path)))
+
+
+def _own(record: dict) -> dict:
+    """``record`` without the null fields that Arrow gives an object for the keys of other rows' objects."""
+    return {name: _without_null(value) for name, value in record.items()}
+
+
+def _without_null(value):
+    if isinstance(value, dict):
+        return {name: _without_null(each) for name, each in value.items() if each is not None}
+    return [_without_null(each) for each in value] if isinstance(value, list) else value
