@@ -88,10 +88,8 @@ class Records:
                     if isinstance(record, DataError):
                         raise record
                     made = convert(record := Record(record))
-                    empty = (None, "", [], {})
-                    self.unused |= {
-                        name: None for name in dict.keys(record) - record.read if dict.get(record, name) not in empty
-                    }
+                    unread = (name for name in record if name not in record.read)
+                    self.unused |= {name: None for name in unread if dict.get(record, name) not in (None, "", [], {})}
                 except DataError as error:
                     problems.append(f"{place}: {error}")
                     if len(problems) == FIRST_PROBLEMS:
