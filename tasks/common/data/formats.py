@@ -235,9 +235,10 @@ def _answer(value):
 
 def _reply(name: str, value) -> tuple[str, list[dict]]:
     """Text of a chosen or rejected answer, and the messages before it if ``value`` has them."""
-    if isinstance(value, str):
+    chat = _chat_in(value)
+    if isinstance(value, str) and not chat:
         return _text(name, value), []
-    turns = _at(f"column `{name}`", _turns, value if isinstance(value, list) else [value])
+    turns = _at(f"column `{name}`", _turns, chat or (value if isinstance(value, list) else [value]))
     if turns[-1]["role"] != "assistant" or not turns[-1]["content"] or turns[-1].get("tool_calls"):
         raise DataError(f"column `{name}` must be a text answer of the assistant")
     return turns[-1]["content"], turns[:-1]
