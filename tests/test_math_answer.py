@@ -299,7 +299,7 @@ def test_read_number(text, number):
         ("The answer is $p - q$.", "p - q", "sentence"),
         ("The answer is 6 - 5i.", "6 - 5i", "sentence"),
         ("The answer is (3, \\frac{\\pi}{2}).", "(3, \\frac{\\pi}{2})", "sentence"),
-        ("The answer is $5 + $13 = $18 in all.", "5 + $13 = $18 in all", "sentence"),
+        ("The answer is $5 + $13 = $18 in all.", "$5 + $13 = $18 in all", "sentence"),
         ("\\boxed{1} and \\boxed{2}", "1, 2", "boxed"),
         ("$\\boxed{(1, 2)}$, \\quad $\\boxed{(2, 1)}$", "(1, 2), (2, 1)", "boxed"),
         ("\\boxed{18}\n\n\\boxed{18}", "18", "boxed"),

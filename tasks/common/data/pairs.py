@@ -60,7 +60,7 @@ def read_pairs(
     own = _is_own(records.path)
     yield from records.converted(_own_pair if own else lambda record: dpo_example(conversation(record, columns)))
     if unused is not None and not own:
-        unused |= records.unused.keys()
+        unused.update(records.unused)
 
 
 def _is_own(path: Path) -> bool:

@@ -88,7 +88,7 @@ class Records:
                     if isinstance(record, DataError):
                         raise record
                     made = convert(record := Record(record))
-                    unread = (name for name in record if name not in record.read)
+                    unread = [name for name in record if name not in record.read] if made else ()  # else: read in part
                     self.unused |= {name: None for name in unread if dict.get(record, name) not in (None, "", [], {})}
                 except DataError as error:
                     problems.append(f"{place}: {error}")
