@@ -107,6 +107,24 @@ FORMS = {
     "input as prompt": ({"input": "hi", "target": "yes"}, [HI], "yes"),
     "answer that is an object": ({"prompt": "hi", "ground_truth": {"a": [1, None]}}, [HI], {"a": [1, None]}),
     "answer that is 0": ({"prompt": "hi", "answer": 0}, [HI], 0),
+    "answer that looks like a message": ({"prompt": "hi", "answer": "{'value': 3}"}, [HI], "{'value': 3}"),
+    "answer with a role": (
+        {"prompt": "hi", "answer": {"role": "nurse", "value": 1}},
+        [HI],
+        {"role": "nurse", "value": 1},
+    ),
+    "null columns of other rows": (
+        {"messages": None, "prompt": "hi", "answer": "yes", "chosen": None, "rejected": None},
+        [HI],
+        "yes",
+    ),
+    "system_prompt": ({"system_prompt": "be brief", "question": "hi", "response": "yes"}, [BE, HI], "yes"),
+    "context": ({"question": "h", "context": "i", "answer": "yes"}, [HI | {"content": "h\ni"}], "yes"),
+    "context of a named prompt": (
+        {"question": "h", "passage": "i", "answer": "yes"},
+        [HI | {"content": "h\ni"}],
+        "yes",
+    ),
     "unknown columns": ({"id": 3, "prompt": "hi", "answer": "yes", "level": None}, [HI], "yes"),
 }
 FORMS |= {
@@ -281,7 +299,9 @@ REFUSED = {
     "instruction is null": ({"instruction": None, "output": "x"}, "`instruction`"),
     "input is a list": ({"instruction": "hi", "input": [], "output": "x"}, "`input`"),
     "output is null": ({"instruction": "hi", "output": None}, "content must be text"),
-    "history is text": ({"instruction": "hi", "output": "x", "history": "h"}, "`history`"),
+    "history is text": ({"instruction": "hi", "output": "x", "history": "h"}, "`history`: is not JSON"),
+    "history is a number": ({"instruction": "hi", "output": "x", "history": 3}, "`history`"),
+    "chat as Python prints it": ({"prompt": str([HI]), "completion": "x"}, "`prompt`: is not JSON"),
     "history has one": ({"instruction": "hi", "output": "x", "history": [["h"]]}, "`history`"),
 }
 

@@ -29,9 +29,8 @@ ROLES = {
 }
 ROLE_OF = {name: role for role, names in ROLES.items() for name in names}
 WEIGHTS = ("weight", "loss", "train")  # of a turn: 0 or false where it is not to be learned
-_CELL = re.compile(
-    r"""\s*\[?\s*\{[^{}]{0,2000}?["'](?:role|from)["']\s*:|\s*\[?\s*\{\s*["'](?:content|value)["']\s*:"""
-)
+# A chat in a cell, in JSON, or as Python prints it, which is refused.
+_CELL = re.compile(r"""\s*\[?\s*\{(?=.*["'](?:role|from)["']\s*:)\s*["']\w+["']\s*:.*[]}]\s*""", re.DOTALL)
 # From the type names of Python and BFCL to those of JSON Schema.
 TYPES = {"dict": "object", "str": "string", "int": "integer", "float": "number", "double": "number", "bool": "boolean"}
 TYPES |= {"list": "array", "tuple": "array", "set": "array", "NoneType": "null", "None": "null"}
@@ -115,7 +114,7 @@ def _conversation(record: dict, named: dict[str, str]) -> Conversation:
     messages = []
     if whole and not (before and whole not in named.values()):
         messages = _at(f"column `{whole}`", _turns, record[whole])
-    elif prompt and not whole and _chat_in(record[prompt]):
+    elif prompt and not whole and _at(f"column `{prompt}`", _chat_in, record[prompt]):
         messages = _at(f"column `{prompt}`", _turns, record[prompt])
     elif prompt and not whole:
         others = [name for name in PROMPTS if name not in (prompt, *CONTEXTS) and has(name)]
@@ -150,7 +149,11 @@ def _conversation(record: dict, named: dict[str, str]) -> Conversation:
         return _finished(messages, tools)
     if answered:
         raise DataError(f"the conversation ends with the assistant's turn, and column `{answer}` is an answer too")
-    if turns := [{"role": "assistant", "content": record[answer]}] if alpaca else _chat_in(record[answer]):
+    if (
+        turns := [{"role": "assistant", "content": record[answer]}]
+        if alpaca
+        else _at(f"column `{answer}`", _chat_in, record[answer])
+    ):
         return _finished([*messages, *_at(f"column `{answer}`", _turns, turns)], tools)
     return _finished(messages, tools, answer=_at(f"column `{answer}`", _answer, record[answer]))
 
@@ -166,9 +169,8 @@ def _finished(messages: list[dict], tools: list[dict] | None, **answers) -> Conv
         taken = {name for name, own in schema.get("properties", {}).items() if _takes_null(own)}
         function["arguments"] = {name: value for name, value in given.items() if value is not None or name in taken}
         # One that is required and can be null was null, where Arrow shows no difference.
-        required = schema.get("required")
-        missing = taken.intersection(required) - given.keys() if isinstance(required, list) else ()
-        function["arguments"] |= dict.fromkeys(sorted(missing))
+        required = schema["required"] if isinstance(schema.get("required"), list) else []
+        function["arguments"] |= {name: None for name in sorted(taken - given.keys()) if name in required}
     return Conversation(messages, tools, **answers, context=context)
 
 
@@ -176,7 +178,7 @@ def _takes_null(schema) -> bool:
     if not isinstance(schema, dict) or (schema.get("default", 0) is None or schema.get("nullable") is True):
         return True
     types = schema.get("type", "null" if not schema.keys() & {"anyOf", "oneOf", "enum"} else "")
-    choices = [choice for key in ("anyOf", "oneOf") for choice in schema.get(key) or []]
+    choices = [each for key in ("anyOf", "oneOf") if isinstance(schema.get(key), list) for each in schema[key]]
     return "null" in (types if isinstance(types, list) else [types]) or any(map(_takes_null, choices))
 
 
@@ -189,7 +191,7 @@ def _marks(record: dict, name: str) -> bool:
 
 def _chat_in(value) -> list | None:
     """The messages in ``value``, also as one message or as JSON text (a cell of CSV); None for anything else."""
-    if isinstance(value, str) and _CELL.match(value) and value.rstrip()[-1] in "]}":
+    if isinstance(value, str) and _CELL.fullmatch(value):
         value = _parsed(value)
     turns = value if isinstance(value, list) else [value]
     whole = turns and all(isinstance(t, dict) and (t.keys() & {"content", "value", "tool_calls"}) for t in turns)
@@ -198,7 +200,7 @@ def _chat_in(value) -> list | None:
 
 def _history(record: dict) -> list[dict]:
     """``history`` as in LLaMA-Factory: pairs of texts."""
-    history = record.get("history") or []
+    history = _at("column `history`", _parsed, record.get("history") or [])
     if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
         raise DataError("column `history` must be a list of [instruction, output]")
     turns = zip(cycle(("user", "assistant")), chain.from_iterable(history), strict=False)
@@ -235,7 +237,7 @@ def _answer(value):
 
 def _reply(name: str, value) -> tuple[str, list[dict]]:
     """Text of a chosen or rejected answer, and the messages before it if ``value`` has them."""
-    chat = _chat_in(value)
+    chat = _at(f"column `{name}`", _chat_in, value)
     if isinstance(value, str) and not chat:
         return _text(name, value), []
     turns = _at(f"column `{name}`", _turns, chat or (value if isinstance(value, list) else [value]))

@@ -116,7 +116,8 @@ class HubRecords(Records):
 
     def located(self) -> Iterator[tuple[str, dict]]:
         """Each record with its place, "openai/gsm8k: row 3"."""
-        return ((f"{self.name}: row {index}", _own(record)) for index, record in enumerate(self.dataset))
+        for index, record in enumerate(self.dataset):
+            yield f"{self.name}: row {index}", {name: _own(value) for name, value in record.items()}
 
     def origin(self) -> dict:
         """The manifest's entry of the data set: name, config, split, and the revision if it is known."""
@@ -272,15 +273,12 @@ def _csv(path: Path) -> Iterator[tuple[str, dict]]:
 
 
 def _parquet(path: Path) -> Iterator[tuple[str, dict]]:
-    yield from ((f"row {index}", _own(record)) for index, record in enumerate(parquet_rows(path)))
+    for index, record in enumerate(parquet_rows(path)):
+        yield f"row {index}", {name: _own(value) for name, value in record.items()}
 
 
-def _own(record: dict) -> dict:
-    """``record`` without the null fields that Arrow gives an object for the keys of other rows' objects."""
-    return {name: _without_null(value) for name, value in record.items()}
-
-
-def _without_null(value):
+def _own(value):
+    """``value`` without the null fields that Arrow gives an object for the keys of other rows' objects."""
     if isinstance(value, dict):
-        return {name: _without_null(each) for name, each in value.items() if each is not None}
-    return [_without_null(each) for each in value] if isinstance(value, list) else value
+        return {name: _own(each) for name, each in value.items() if each is not None}
+    return [_own(each) for each in value] if isinstance(value, list) else value
