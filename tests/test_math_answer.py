@@ -444,6 +444,9 @@ def test_a_hostile_answer_ends_in_a_thread_too_and_the_next_one_is_judged(answer
         "#### " + " " * 100_000,
         "#### " + "\\text{" * 20_000,
         "The answer is " + "1/" * 50_000,
+        "The answer is " + "\\text{1}" * 23 + "é é",
+        "The answer is " + "\\sin" * 40 + "é é",
+        "\\boxed{1}, " * 9000 + "\\boxed{2",
         "1," * 50_000,
     ],
 )

@@ -84,7 +84,7 @@ _NOT_A_UNIT = (
 )
 _LETTER = r"[A-Za-zÀ-ÖØ-öø-ɏЀ-ӿ]"
 _PLAIN = re.compile(
-    rf"(?:[≈~]\s*)?(?P<sign>[-+]?)\s*(?:(?P<whole>\d{{1,18}})\s+(?=\d+\s*/))?(?P<number>{_NUMBER})"
+    rf"(?P<sign>[-+]?)\s*(?:(?P<whole>\d{{1,18}})\s+(?=\d+\s*/))?(?P<number>{_NUMBER})"
     rf"(?:\s*/\s*(?P<denominator>{_NUMBER}))?\)?(?:\s*(?P<scale>(?i:{'|'.join(_SCALES)}))\b)?(?:\s*[%°])?"
     rf"(?:\s*\*\s*10\s*\^\s*\{{?\s*(?P<power>-?\d{{1,2}})\s*\}}?)?"
 )
@@ -103,11 +103,13 @@ _REFERENCE = re.compile(
     r"\s*#?\(?\d+(?:\.\d+)?\)?|第\s?\d+\s?[步章节式]|步骤\s?\d+|\[\d{1,2}\]",
     re.IGNORECASE,
 )
-# A formula between dollars or \( and \), and a sentence that is one: no words but LaTeX's.
+# A formula between dollars or \( and \), and a sentence that is one: no words but LaTeX's (possessive: \text{1} can be
+# read in two ways).
 _INLINE = re.compile(r"\$(?=\S)([^$]+)(?<=\S)\$(?!\d)|\\\((.+?)\\\)")
 _FORMULA = re.compile(
-    r"(?:\\(?:text|mbox|mathrm|textbf|operatorname)\s?\{[^{}]*\}|\\(?:begin|end)\{[a-z]{1,20}\}|\\[A-Za-z]+|\\.|(?<![A-Za-z])[A-Za-z](?![A-Za-z])"
-    r"|(?:sin|cos|tan|log|ln|exp|sqrt|pi)(?![A-Za-z])|[\d\s+\-*/^_=(){}\[\],.|!<>%&'±√π∞°·×÷−≤≥≠∪∩∈])+"
+    r"(?:\\(?:text|mbox|mathrm|textbf|operatorname)\s?\{[^{}]*\}|\\(?:begin|end)\{[a-z]{1,20}\}|\\[A-Za-z]+|\\."
+    r"|(?<![A-Za-z])[A-Za-z](?![A-Za-z])"
+    r"|(?:sin|cos|tan|log|ln|exp|sqrt|pi)(?![A-Za-z])|[\d\s+\-*/^_=(){}\[\],.|!<>%&'±√π∞°·×÷−≤≥≠∪∩∈])++"
 )
 _NAME = re.compile(r"\\?[A-Za-z]+'{0,3}(?:_\{?\w{1,9}\}?)?(?:\([^()]*\))?")  # x, a_3, f(2)
 _UNKNOWN = re.compile(r"(?<![A-Za-z\\])[A-Za-z](?![A-Za-z])")
@@ -182,10 +184,8 @@ def _in_box(text: str) -> str | None:
         content, end = _braced(text, match.end())
         if start is None and content:
             found, start = [content], match.start()
-        elif (
-            start is not None and match.start() < start < match.end() + MAX_ANSWER_CHARS
-        ):  # else it is in the box before
-            if not (end <= start and content and _LISTED.fullmatch(text, end, start)):
+        elif start is not None:
+            if not (content and end <= start < end + MAX_ANSWER_CHARS and _LISTED.fullmatch(text, end, start)):
                 break
             found, start = [content, *found], match.start()
     return ", ".join(dict.fromkeys(found)) or None
