@@ -141,6 +141,7 @@ MATRIX = r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"
         ("48 24/1", None),
         ("17 2/2", None),
         ("1 1.5/2", None),
+        ("1 18/m", None),
         ("18万", None),
         ("18或19", None),
         ("18加1", None),

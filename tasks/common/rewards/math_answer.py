@@ -254,7 +254,7 @@ def read_number(text: str) -> Fraction | None:
     if not match or not _REST.fullmatch(text, match.end()):
         return None
     whole = match["whole"]
-    if whole and not re.fullmatch(r"\d+", match["number"] + match["denominator"]):
+    if whole and not re.fullmatch(r"\d+", match["number"] + (match["denominator"] or "/")):
         return None
     number, denominator = (Fraction((match[name] or "1").replace(",", "")) for name in ("number", "denominator"))
     if denominator == 0 or (whole and number >= denominator):  # 48 24/1 is a sum, left undone
