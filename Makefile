@@ -116,13 +116,16 @@ bench: ## compare our sampling with plain LLM.generate, in tokens per second; AR
 bench_training: ## time a GRPO step with our settings, those of verl's example, and naive ones; ARGS="--help"
 cluster-status: ## list the nodes of the Ray cluster at RAY_ADDRESS, and check for NNODES x N_GPUS free GPUs
 
+# Written at once: a reader that has seen enough, as `head` has, breaks no pipe.
 help:
-	@echo 'make TARGET TASK=<$(subst $() ,|,$(TASKS))> [VARIABLE=value ...] [ARGS="hydra.key=value ..."]'
-	@awk -F': ## ' '/^##@ /{printf "\n%s\n", substr($$0, 5)} /^[a-z_-]+: ## /{printf "  %-16s%s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
-	@printf '\nOf one task\n'
-	@awk -F'"""' 'FNR == 1 {split(FILENAME, path, "[/.]"); printf "  %-16s%s: %s\n", path[3], path[2], $$2}' $(OWN_FILES) /dev/null
-	@printf '\nVariables with their defaults. A task, a stack and a method have their own: make settings TASK=...\n'
-	@PYTHONPATH=. python3 -m tasks.common.settings
+	@text=$$( \
+	  echo 'make TARGET TASK=<$(subst $() ,|,$(TASKS))> [VARIABLE=value ...] [ARGS="hydra.key=value ..."]'; \
+	  awk -F': ## ' '/^##@ /{printf "\n%s\n", substr($$0, 5)} /^[a-z_-]+: ## /{printf "  %-16s%s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST)); \
+	  printf '\nOf one task\n'; \
+	  awk -F'"""' 'FNR == 1 {split(FILENAME, path, "[/.]"); printf "  %-16s%s: %s\n", path[3], path[2], $$2}' $(OWN_FILES) /dev/null; \
+	  printf '\nVariables with their defaults. A task, a stack and a method have their own: make settings TASK=...\n'; \
+	  PYTHONPATH=. python3 -m tasks.common.settings); \
+	trap '' PIPE; printf '%s\n' "$$text" 2>/dev/null || true
 
 install: $(INSTALLED)
 

@@ -36,6 +36,9 @@ def test_every_kind_of_table_is_read(tmp_path, kind):
     [
         ("in.csv", "question,ground_truth\na,1\n", "needs a column `prompt`; it has question, ground_truth"),
         ("in.csv", "prompt\n", "has no rows"),
+        ("in.csv", "prompt,ground_truth\na,1,\nb,2,\n", "row 0 (line 2): has 3 fields, the header has 2"),
+        ("in.csv", "prompt,ground_truth\na\n", "has 1 fields, the header has 2"),
+        ("in.csv", "prompt,prompt\na,b\n", "the header has an empty or repeated name"),
         ("in.csv", "prompt,x\n  ,1\n", "row 1, column prompt: is empty"),
         ("in.json", '["a"]', "must be a JSON array of objects"),
         ("in.json", '[{"prompt": "a"}, {"prompt": 5}]', "row 2, column prompt: must be text or a chat"),
@@ -120,6 +123,31 @@ def test_columns_of_the_input_that_are_named_like_those_of_the_output_are_kept()
     several = [rollout(0, "x", reward), replace(rollout(0, "y", reward), sample=1)]
     rows = answers([{"prompt": "a", "sample": 7}], several)
     assert [(row["input sample"], row["sample"]) for row in rows] == [(7, 0), (7, 1)]
+
+
+LARGE = 1234567890123456789
+
+
+@pytest.mark.parametrize("given", ["json", "jsonl", "xlsx", "csv"])
+@pytest.mark.parametrize("kind", ["json", "jsonl", "csv", "xlsx"])
+def test_integers_keep_their_digits(tmp_path, given, kind):
+    text = given in ("xlsx", "csv")  # all their values are
+    rows = [
+        {"prompt": "a", "year": 2024, "id": str(LARGE) if text else LARGE},
+        {"prompt": "b", "year": None, "id": None},
+    ]
+    write_table(tmp_path / f"in.{given}", rows)
+    read = read_table(tmp_path / f"in.{given}")
+    write_table(tmp_path / f"out.{kind}", answers(read, [rollout(0, "x", None), rollout(1, "y", {"score": 1.0})]))
+    if kind == "xlsx":
+        _, *cells = openpyxl.load_workbook(tmp_path / "out.xlsx").active.iter_rows(values_only=True)
+        assert cells[0][1:3] == ("2024" if text else 2024, str(LARGE)) and not any(cells[1][1:3])
+    elif kind == "csv":
+        assert [row["year"] for row in csv.DictReader((tmp_path / "out.csv").open())] == ["2024", ""]
+        assert f'"{LARGE}"' in (tmp_path / "out.csv").read_text()
+    else:
+        text_of = (tmp_path / f"out.{kind}").read_text()
+        assert str(LARGE) in text_of and "2024.0" not in text_of
 
 
 BAD = "=1+1 \x00 ü 漢"

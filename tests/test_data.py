@@ -577,6 +577,17 @@ def test_pairs_on_held_out_prompts_are_refused(tmp_path):
     check_pairs(file, held_out)
 
 
+TWINS = ["say  caf\u00e9", "say cafe\u0301", " say caf\u00e9\r\n", "say\u00a0caf\u00e9"]
+
+
+@pytest.mark.parametrize("twin", TWINS)
+def test_a_twin_of_a_held_out_prompt_is_refused(tmp_path, twin):
+    held_out = write_rows(tmp_path / "test.parquet", ["say caf\u00e9"])
+    with pytest.raises(DataError, match=r"1 of its prompts are in test\.parquet"):
+        check_disjoint(write_rows(tmp_path / "own.parquet", [twin]), [held_out])
+    check_disjoint(write_rows(tmp_path / "other.parquet", ["say cafe"]), [held_out])
+
+
 def test_a_row_of_another_file_poses_the_same_problem_whatever_its_fields_order(tmp_path):
     held_out = write_rows(tmp_path / "test.parquet", ["say 1"])
     row = bad_rl(prompt=[{"content": "say 1", "role": "user", "name": None}])

@@ -89,6 +89,26 @@ def test_tools_of_our_own_parquet_are_taken_as_they_are(tmp_path):
     assert (pair.messages(), pair.ground_truth, pair.tools) == (CHAT, {"chosen": "a", "rejected": ""}, tools)
 
 
+def test_columns_can_be_named(tmp_path, tokenizer):
+    path = written(
+        tmp_path / "pairs.jsonl", [{"asked": f"{n}+2?", "good": "4", "bad": "5", "by": "me"} for n in range(9)]
+    )
+    s = replace(load_settings(VALUES), PAIRS_FILE=str(path), TRAIN_BATCH_SIZE=4, MAX_PROMPT_LENGTH=64)
+    with pytest.raises(DataError, match=r"pairs.jsonl: line 1: has no known form"):
+        pair_set(s, path, tokenizer)
+    found = pair_set(replace(s, PAIRS_COLUMNS="prompt=asked, chosen=good,rejected=bad"), path, tokenizer)
+    assert len(found.train) == 9 and found.said.endswith("; not used: by)")
+    with pytest.raises(DataError, match="PAIRS_COLUMNS=answer=x: must be FIELD=COLUMN,"):
+        pair_set(replace(s, PAIRS_COLUMNS="answer=x"), path, tokenizer)
+
+
+def test_twins_of_a_prompt_are_held_out_together(tmp_path, tokenizer):
+    twins = [{"prompt": f"{n}{space}+ 2?", "chosen": "4", "rejected": "5"} for n in range(40) for space in (" ", " \n")]
+    s = replace(load_settings(VALUES), TRAIN_BATCH_SIZE=4, MAX_PROMPT_LENGTH=64)
+    found = pair_set(s, written(tmp_path / "pairs.jsonl", twins), tokenizer)
+    assert len(found.held_out) == 8 and len({pair.problem for pair in found.held_out}) == 4
+
+
 def test_a_bad_row_is_named(tmp_path):
     lines = [{"prompt": "a", "chosen": "b", "rejected": "c"}, {"prompt": "a", "chosen": "b", "rejected": 7}]
     with pytest.raises(DataError, match=r"pairs.jsonl: line 2: column `rejected`: message 0"):

@@ -107,6 +107,24 @@ FORMS = {
     "input as prompt": ({"input": "hi", "target": "yes"}, [HI], "yes"),
     "answer that is an object": ({"prompt": "hi", "ground_truth": {"a": [1, None]}}, [HI], {"a": [1, None]}),
     "answer that is 0": ({"prompt": "hi", "answer": 0}, [HI], 0),
+    "answer that looks like a message": ({"prompt": "hi", "answer": "{'value': 3}"}, [HI], "{'value': 3}"),
+    "answer with a role": (
+        {"prompt": "hi", "answer": {"role": "nurse", "value": 1}},
+        [HI],
+        {"role": "nurse", "value": 1},
+    ),
+    "null columns of other rows": (
+        {"messages": None, "prompt": "hi", "answer": "yes", "chosen": None, "rejected": None},
+        [HI],
+        "yes",
+    ),
+    "system_prompt": ({"system_prompt": "be brief", "question": "hi", "response": "yes"}, [BE, HI], "yes"),
+    "context": ({"question": "h", "context": "i", "answer": "yes"}, [HI | {"content": "h\ni"}], "yes"),
+    "context of a named prompt": (
+        {"question": "h", "passage": "i", "answer": "yes"},
+        [HI | {"content": "h\ni"}],
+        "yes",
+    ),
     "unknown columns": ({"id": 3, "prompt": "hi", "answer": "yes", "level": None}, [HI], "yes"),
 }
 FORMS |= {
@@ -170,6 +188,58 @@ def test_columns_of_pairs_and_tools():
     assert (found.chosen, found.rejected, found.tools[0]["function"]["name"]) == ("yes", "no", "f")
 
 
+CALLS = [{"id": f"c{n}", "function": {"name": name, "arguments": {"x": n}}} for n, name in enumerate("fgf")]
+
+
+def answered(calls, *results):
+    messages = [HI, {"role": "assistant", "content": "", "tool_calls": calls}]
+    found = conversation({"messages": [*messages, *({"role": "tool"} | each for each in results), YES]})
+    assert not any(key in message for message in found.messages for key in ("tool_call_id", "weight"))
+    return [message["content"] for message in found.messages[2:-1]]
+
+
+def test_results_stand_in_the_order_of_their_calls():
+    a, b, c = ({"tool_call_id": f"c{n}", "content": text} for n, text in enumerate("abc"))
+    assert answered(CALLS, c, a, b) == ["a", "b", "c"] == answered(json.dumps(CALLS), b, c, a)
+    assert answered(CALLS, c, b) == ["b", "c"]
+    assert answered(CALLS[:1], b) == ["b"]  # one call: nothing to mistake
+    with pytest.raises(DataError, match="message 2: tool_call_id 'c9' is of no call before it"):
+        answered(CALLS, a, {"tool_call_id": "c9", "content": "x"})
+    by_name = {"name": "g", "content": "b"}, {"name": "f", "content": "a"}
+    assert answered(CALLS[:2], *by_name) == ["a", "b"] and answered(CALLS, *by_name) == ["b", "a"]
+
+
+NULL = {"type": ["string", "null"]}
+FUNCTION = {
+    "name": "f",
+    "parameters": {"properties": {"a": {"type": "string"}, "b": NULL, "c": NULL}, "required": ["a", "c"]},
+}
+
+
+@pytest.mark.parametrize(
+    "arguments, expected",
+    [
+        ({"a": "x", "b": None, "c": None}, {"a": "x", "b": None, "c": None}),
+        ({"a": None, "d": None, "c": "y"}, {"c": "y"}),  # a cannot be null, and there is no d
+        ({"a": "x"}, {"a": "x", "c": None}),
+    ],
+)
+def test_a_null_argument_is_one_that_its_function_takes(arguments, expected):
+    called = {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": arguments}}]}
+    found = conversation({"messages": [HI, called], "tools": [FUNCTION]})
+    assert found.messages[1]["tool_calls"][0]["function"]["arguments"] == expected
+
+
+def test_a_pair_goes_on_from_its_prompt_or_holds_it():
+    turns = [YES, {"role": "user", "content": "and?"}]
+    for before in (turns, [HI, *turns], [BE, HI, *turns]):
+        pair = {"chosen": [*before, YES], "rejected": [*before, YES | {"content": "no"}]}
+        found = conversation({"prompt": "hi"} | pair)
+        assert found.messages == [*([BE] if BE in before else []), HI, *turns]
+    with pytest.raises(DataError, match="column `prompt` is not in the messages of column `chosen`"):
+        conversation({"prompt": "ho"} | pair)
+
+
 def test_column_that_is_not_there_is_named():
     with pytest.raises(DataError, match="has no column `a`; it has columns prompt, answer"):
         conversation({"prompt": "hi", "answer": "yes"}, Columns(prompt="a"))
@@ -229,7 +299,9 @@ REFUSED = {
     "instruction is null": ({"instruction": None, "output": "x"}, "`instruction`"),
     "input is a list": ({"instruction": "hi", "input": [], "output": "x"}, "`input`"),
     "output is null": ({"instruction": "hi", "output": None}, "content must be text"),
-    "history is text": ({"instruction": "hi", "output": "x", "history": "h"}, "`history`"),
+    "history is text": ({"instruction": "hi", "output": "x", "history": "h"}, "`history`: is not JSON"),
+    "history is a number": ({"instruction": "hi", "output": "x", "history": 3}, "`history`"),
+    "chat as Python prints it": ({"prompt": str([HI]), "completion": "x"}, "`prompt`: is not JSON"),
     "history has one": ({"instruction": "hi", "output": "x", "history": [["h"]]}, "`history`"),
 }
 

@@ -409,6 +409,38 @@ def test_kind_can_be_chosen(tmp_path, rows, kind):
     assert validate_parquet(tmp_path / "out/train.parquet", kind) == 19
 
 
+def test_twins_are_one_prompt(tmp_path):
+    twins = [{"question": text, "answer": "1"} for text in ("what\r\nis  caf\u00e9?", " what is cafe\u0301? ")]
+    path = write_rows(tmp_path / "x.jsonl", [*plain(20), {"question": "what is caf\u00e9?", "answer": "1"}, *twins])
+    assert converted(path, tmp_path / "out")[0]["dropped"]["duplicates"] == 2
+    (tmp_path / "own").mkdir()
+    write_rows(tmp_path / "own/test.jsonl", [{"question": "what is caf\u00e9?", "answer": "1"}])
+    write_rows(tmp_path / "own/train.jsonl", [*plain(20), twins[1]])
+    assert converted(tmp_path / "own", tmp_path / "out")[0]["dropped"]["with_a_prompt_of_the_test_split"] == 1
+
+
+def test_columns_that_are_not_used_are_named(tmp_path):
+    rows = [row | {"source": "web", "empty": None} | ({"level": 3} if n else {}) for n, row in enumerate(plain(20))]
+    manifest, _, _ = converted(write_rows(tmp_path / "x.jsonl", rows), tmp_path / "out")
+    assert manifest["not_used"] == ["source", "level"] and "not used: source, level" in describe(manifest)
+
+
+@pytest.mark.parametrize("kind", ["sft", "rl"])
+def test_a_turn_of_weight_0_is_no_truth(tmp_path, kind):
+    turns = [("user", 1), ("assistant", 0), ("user", 1), ("assistant", 1), ("user", 1), ("assistant", 0)]
+    rows = [
+        {"messages": [{"role": role, "content": f"{role} {n} {i}", "weight": w} for i, (role, w) in enumerate(turns)]}
+        for n in range(20)
+    ]
+    rows.append({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0}]})
+    manifest, _, train = converted(write_rows(tmp_path / "x.jsonl", rows), tmp_path / "out", "--kind", kind)
+    assert manifest["dropped"]["unusable"] == 1
+    assert ("those of weight 0" in describe(manifest)) == (kind == "sft")
+    for row in train:
+        *prompt, last = row["messages"] if kind == "sft" else [*row["prompt"], row["reward_model"]["ground_truth"]]
+        assert len(prompt) == 3 and (last["content"] if kind == "sft" else last).endswith(" 3")
+
+
 def test_conversation_without_last_answer_is_counted(tmp_path):
     path = write_rows(tmp_path / "x.jsonl", [*chats(20), {"messages": [USER]}])
     manifest, _, _ = converted(path, tmp_path / "out")

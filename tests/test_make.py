@@ -27,6 +27,15 @@ def test_train_without_a_task_lists_the_known_ones():
     assert result.returncode != 0 and "countdown" in result.stdout
 
 
+@pytest.mark.parametrize("lines", [0, 1, 30])
+def test_help_ends_quietly_where_its_reader_has_seen_enough(lines):
+    command = f"{' '.join(MAKE)} help | head -n {lines}"
+    result = subprocess.run(
+        ["bash", "-o", "pipefail", "-c", command], cwd=ROOT, env=outside_make(), capture_output=True
+    )
+    assert result.stderr == b"" and result.returncode == 0 and result.stdout.count(b"\n") == lines
+
+
 def test_help_lists_every_variable_and_target():
     text = make("help").stdout
     for name in Settings.__dataclass_fields__:

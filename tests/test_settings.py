@@ -50,6 +50,7 @@ VALUES = {
     "SFT_SOURCE": "task",
     "TRAIN_FILE": "",
     "PAIRS_FILE": "",
+    "PAIRS_COLUMNS": "",
     "SAMPLED_PROMPTS": "16",
     "GOLD": "warn",
     "SEED": "42",

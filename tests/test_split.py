@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -600,6 +601,18 @@ def test_file_with_its_manifest(folder, tmp_path, small_model):
     assert manifest["origin"] == [Records(path).origin()]
     assert manifest["origin"][0]["bytes"] == path.stat().st_size
     assert f"{path} (sha256 {manifest['origin'][0]['sha256'][:12]})" in describe(manifest)
+
+
+def test_columns_that_a_task_does_not_read_are_named(folder, tmp_path, small_model):
+    rows = [
+        {"question": f"q{n}", "answer": "1" if n else "", "context": f"c{n}", "source": "web", "x": ""}
+        for n in range(40)
+    ]
+    for path in (write_lines(tmp_path / "x.jsonl", rows), tmp_path / "x.parquet"):
+        if path.suffix == ".parquet":
+            pq.write_table(pa.Table.from_pylist(rows), path)
+        manifest = prepare(settings_for(MODEL=small_model, FILE=path, TRAIN_SIZE=0), {"file": from_file})
+        assert manifest["not_used"] == ["context", "source"] and "not used: context, source" in describe(manifest)
 
 
 def test_folder_with_its_own_splits(folder, tmp_path, small_model):

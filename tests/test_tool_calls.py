@@ -301,7 +301,35 @@ def test_split_thinking(response, opened, expected):
 )
 def test_thinking_stands_once_at_the_start(response, opened):
     with pytest.raises(Malformed):
-        split_thinking("<think>" * opened + response)
+        parse_response("<think>" * opened + response)
+
+
+CALL_OF_A_TAG = [
+    '<tool_call>\n{{"name": "f", "arguments": {{"x": "{tag}"}}}}\n</tool_call>',
+    '{{"name": "f", "parameters": {{"x": "{tag}"}}}}',
+    '[TOOL_CALLS] [{{"name": "f", "arguments": {{"x": "{tag}"}}}}]',
+    '<function=f>{{"x": "{tag}"}}</function>',
+]
+
+
+@pytest.mark.parametrize(
+    "tag", ["<think>", "</think>", "a </think> b <think>", "<tool_call>", "</tool_call>", "</answer>"]
+)
+@pytest.mark.parametrize("form", CALL_OF_A_TAG)
+@pytest.mark.parametrize("thinking", [None, "hm"])
+def test_a_tag_in_an_argument_is_data(form, tag, thinking):
+    response = (f"<think>{thinking}</think>\n" if thinking else "") + form.format(tag=tag)
+    expected = [{"name": "f", "arguments": {"x": tag}}]
+    found = parse_response(response)
+    assert (found.thinking, found.calls, found.text) == (thinking, expected, "")
+
+
+@pytest.mark.parametrize(
+    "response", [f"a</think>{CALL_OF_A_TAG[0]}", f"<think>{CALL_OF_A_TAG[0]}", f"{CALL_OF_A_TAG[0]}</think>"]
+)
+def test_a_tag_in_an_argument_ends_no_thinking(response):
+    with pytest.raises(Malformed):
+        parse_response(response.format(tag="</think>"))
 
 
 def test_calls_in_the_thinking_do_not_count():

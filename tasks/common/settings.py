@@ -187,6 +187,9 @@ class Settings:
     )
     TRAIN_FILE: str = variable("", "parquet in place of train.parquet, e.g. a probe's signal.parquet")
     PAIRS_FILE: str = variable("", "dpo: file of prompt, chosen, rejected; empty: own samples")
+    PAIRS_COLUMNS: str = variable(
+        "", "dpo: columns of PAIRS_FILE with other names: prompt=question,chosen=good,rejected=bad"
+    )
     SAMPLED_PROMPTS: int = variable("1024", "prompts that SFT_SOURCE=samples and dpo sample; 0: all", _from_0)
     GOLD: str = variable(
         "warn", "rows whose demonstration is not right: `warn`, `drop` or `error`", _one_of("drop", "warn", "error")

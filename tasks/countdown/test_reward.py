@@ -33,3 +33,26 @@ def test_score(response, score):
 def test_every_response_gets_the_same_keys():
     keys = {frozenset(compute_score("countdown", response, TRUTH)) for response in ("", "<answer>1</answer>")}
     assert len(keys) == 1
+
+
+SIGNS = ["（3+4）", "３＋４", "$3+4$", "`3+4`", r"\(3+4\)", "3\u200b+4", "3 ﹢ 4", "$$3+4$$", "3＋4＝7"]
+
+
+@pytest.mark.parametrize("answer", SIGNS)
+def test_a_sum_in_signs_of_other_scripts_is_right(answer):
+    assert compute_score("countdown", f"<answer>{answer}</answer>", {"target": 7, "numbers": [3, 4]})["score"] == 1.0
+
+
+@pytest.mark.parametrize(
+    "answer, target",
+    [("3⋅6", 18), ("3×6", 18), (r"$3 \times 6$", 18), ("6－3", 3), ("6−3", 3), ("6／3", 2), (r"6\div 3", 2)],
+)
+def test_other_signs_are_read_as_numbers_are(answer, target):
+    assert (
+        compute_score("countdown", f"<answer>{answer}</answer>", {"target": target, "numbers": [3, 6]})["score"] == 1.0
+    )
+
+
+@pytest.mark.parametrize("answer", ["3**6", "6//3", "`3`+`6`", "3 6", "3²+6", "٣+6"])
+def test_what_is_no_arithmetic_stays_none(answer):
+    assert compute_score("countdown", f"<answer>{answer}</answer>", {"target": 9, "numbers": [3, 6]})["format"] == 0.0

@@ -259,7 +259,6 @@ HOSTILE = {
     "tower": "9**9**9",
     "tower in parentheses": "(9**9)**(9**9)",
     "unicode digits": "٤*(٥+١)",
-    "full-width digits": "４*（５+１）",
     "superscript": "4²+5+1",
     "fraction character": "½*4",
     "null byte": "4*(5+1)\0",

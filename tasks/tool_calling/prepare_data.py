@@ -3,13 +3,12 @@
 From a file (FILE), the public set (SOURCE=hub), or made here (SOURCE=generate, dialogues.py).
 """
 
-import json
 import random
 from collections.abc import Iterator
 
 from tasks.common.data import prepare, records
 from tasks.common.data.formats import conversation, split_thinking, tool_schemas
-from tasks.common.data.rows import DataError
+from tasks.common.data.rows import DataError, posed
 from tasks.common.rewards.tool_calls import OPEN, Malformed, functions, parse_calls, parse_response, render_calls
 from tasks.tool_calling.dialogues import dialogues
 
@@ -30,13 +29,15 @@ def examples(record: dict, strict: bool) -> Iterator[prepare.Example | str]:
     if not any(message.get("tool_calls") for message in messages):
         yield "no turn calls a tool"
         return
+    shift = len(found.messages) - len(messages)  # Hermes' system message
     for index, message in enumerate(messages):
         if problem := _broken(messages, index):
             yield f"message {index}: {problem}; it and what follows are left out"
             return
         follows = messages[index + 1]["role"] if index + 1 < len(messages) else None
         # Words before a call of the same turn are no answer without a call.
-        if message.get("tool_calls") or (message["role"] == "assistant" and follows != "assistant"):
+        answers = message.get("tool_calls") or (message["role"] == "assistant" and follows != "assistant")
+        if answers and index + shift not in found.context:
             yield _example(messages[: index + 1], tools, strict)
 
 
@@ -110,7 +111,7 @@ def _beginning(prompt: list[dict], tools: list[dict]) -> str:
     """The same text for all turns of a conversation, and for conversations that begin alike: on the other side of the
     split, the answer to a test prompt would stand in a training prompt."""
     first = next((index for index, message in enumerate(prompt) if message["role"] == "user"), 0)
-    return json.dumps([prompt[: first + 1], tools])
+    return posed(prompt[: first + 1], tools)
 
 
 def _reads_as(response: str, calls: list[dict], tools: list[dict]) -> bool:

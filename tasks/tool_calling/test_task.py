@@ -10,6 +10,8 @@ from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -127,6 +129,43 @@ def assistant(*calls, content=""):
 
 
 USER, RESULT = {"role": "user", "content": "Weather in Oslo?"}, {"role": "tool", "content": "{}"}
+
+
+@pytest.mark.parametrize("tag", ["<think>", "</think>", "<tool_call>"])
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_tag_as_an_argument_is_data(tag, strict):
+    call = {"name": "weather", "arguments": {"city": tag}}
+    messages = [USER, assistant(call, content="<think>Hm.</think>" if strict else "")]
+    (example,) = examples({"messages": messages, "tools": [WEATHER]}, strict)
+    assert example.ground_truth["calls"] == [call]
+    assert score(example.demonstration, example.ground_truth, "strict" if strict else "instruct")["score"] == 1.0
+
+
+def test_a_turn_of_weight_0_is_context_alone():
+    messages = [USER, assistant(ROME) | {"weight": 0}, RESULT, assistant(OSLO) | {"weight": 1}]
+    for head in ([], [{"role": "system", "content": f"<tools>[{json.dumps(WEATHER)}]</tools>"}]):
+        (example,) = examples({"messages": [*head, *messages], "tools": [] if head else [WEATHER]}, strict=False)
+        assert example.ground_truth["calls"] == [OSLO] and len(example.prompt) == 3
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+def test_calls_with_other_arguments_get_no_nulls(tmp_path, suffix):
+    add = {"name": "add", "arguments": {"expr": "8+1"}}
+    tools = [WEATHER, tool("add", {"expr": {"type": "string"}}, ["expr"])]
+    rows = [
+        {"messages": [USER, assistant(call), RESULT, assistant(call)], "tools": tools} for call in (add, OSLO, ROME)
+    ]
+    path = tmp_path / f"x{suffix}"
+    if suffix == ".parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    else:
+        path.write_text("\n".join(map(json.dumps, rows)))
+    found = [example for record in load(path)[0] for example in examples(record, strict=False)]
+    for example, call in zip(found, [add, add, OSLO, OSLO, ROME, ROME], strict=True):
+        assert (
+            example.ground_truth["calls"] == [call] and score(render_calls([call]), example.ground_truth)["score"] == 1
+        )
+        assert all(m.get("tool_calls", [{"function": call}])[0]["function"] == call for m in example.prompt)
 
 
 def test_each_turn_becomes_an_example_of_all_before_it():

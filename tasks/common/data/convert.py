@@ -15,7 +15,16 @@ import pyarrow as pa
 from tasks.common.data import prepare
 from tasks.common.data.formats import KINDS, Columns, Conversation, conversation
 from tasks.common.data.records import load
-from tasks.common.data.rows import MESSAGES, TOOL_MESSAGES, DataError, encoded, rl_row, rl_schema, sft_schema
+from tasks.common.data.rows import (
+    MESSAGES,
+    TOOL_MESSAGES,
+    DataError,
+    encoded,
+    normalized,
+    rl_row,
+    rl_schema,
+    sft_schema,
+)
 from tasks.common.data.split import Form, Sizes, SplitError, write_split
 from tasks.common.files import write_json
 from tasks.common.process import errors_in_one_line
@@ -43,12 +52,15 @@ def rl_example(found: Conversation) -> prepare.Example | None:
 
 
 def sft_example(found: Conversation) -> prepare.Example | None:
-    """The answer is the last message."""
-    *prompt, last = found.messages
+    """The answer is the last message to be learned; None where the conversation does not end with the assistant."""
+    messages = found.messages
     if found.answer is not None:
         text = found.answer if isinstance(found.answer, str) else json.dumps(found.answer, ensure_ascii=False)
-        prompt, last = found.messages, {"role": "assistant", "content": text}
-    return prepare.Example(prompt, last, tools=found.tools) if last["role"] == "assistant" and prompt else None
+        messages = [*messages, {"role": "assistant", "content": text}]
+    learned = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i not in found.context]
+    if messages[-1]["role"] != "assistant" or not any(learned):
+        return None
+    return prepare.Example(messages[: learned[-1]], messages[learned[-1]], tools=found.tools)
 
 
 def dpo_example(found: Conversation) -> prepare.Example | None:
@@ -93,8 +105,12 @@ def convert(options: argparse.Namespace) -> dict:
     test_size = options.test_size if options.test_size is not None else 0 if own_test else 0.05
     name = options.data_source or Path(options.input).stem
 
+    noted = set()
+
     def made(record: dict) -> Iterator[prepare.Example]:
         found = conversation(record, columns)
+        if kind == "sft" and found.context:
+            noted.add("verl's SFT trainer learns every turn of the assistant, also those of weight 0 before the last")
         if found.chosen is not None and kind != "dpo":
             raise DataError(f"has chosen and rejected answers, which are no {kind} row; use --kind dpo")
         return filter(None, [make(found)])
@@ -105,7 +121,7 @@ def convert(options: argparse.Namespace) -> dict:
     examples = prepare.Examples(parts, made)
     limit = options.max_prompt_tokens
     form = Form(
-        identity=lambda e: (prepare.prompt_text(e), "" if kind == "rl" else json.dumps(e.ground_truth)),
+        identity=lambda e: (prepare.prompt_text(e), "" if kind == "rl" else json.dumps(normalized(e.ground_truth))),
         row={"rl": rl_line, "sft": sft_line, "dpo": dpo_line}[kind],
         schema={"rl": rl_schema, "sft": sft_schema, "dpo": dpo_schema}[kind],
         needs_tools=lambda e: prepare.needs_tools(e) or (kind == "sft" and "tool_calls" in e.ground_truth),
@@ -119,8 +135,8 @@ def convert(options: argparse.Namespace) -> dict:
         except SplitError as error:
             raise DataError(f"{options.input}: {error}") from error
         manifest = {"source": "file", "kind": kind, "origin": examples.origin(), "seed": options.seed, "rows": rows}
-        manifest |= {"dropped": dropped, "test_size": test_size, "max_samples": options.max_samples}
-        manifest |= {"tokenizer": options.tokenizer, "max_prompt_tokens": options.max_prompt_tokens}
+        manifest |= {"not_used": examples.unused(), "note": "".join(noted), "dropped": dropped, "test_size": test_size}
+        manifest |= {"max_samples": options.max_samples, "tokenizer": options.tokenizer, "max_prompt_tokens": limit}
         write_json(new / "manifest.json", manifest)
     return manifest
 

@@ -1,12 +1,12 @@
 """Refuse a training file with problems of the dev or the test set."""
 
 import hashlib
-import json
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from tasks.common.data.pairs import read_pairs
-from tasks.common.data.rows import DataError, decoded, read_rows, tools_of
+from tasks.common.data.formats import Columns
+from tasks.common.data.pairs import pairs_columns, read_pairs
+from tasks.common.data.rows import DataError, decoded, normalized, posed, read_rows, tools_of
 from tasks.common.settings import Settings
 
 HELD_OUT = ("dev", "test")  # files of the data folder
@@ -19,7 +19,7 @@ def check_held_out(s: Settings, names: Iterable[str]) -> None:
     if s.TRAIN_FILE:
         check_disjoint(s.train_file, held_out)
     if s.METHOD == "dpo" and s.PAIRS_FILE:
-        check_pairs(Path(s.PAIRS_FILE).expanduser(), held_out)
+        check_pairs(Path(s.PAIRS_FILE).expanduser(), held_out, pairs_columns(s))
 
 
 def check_disjoint(train_file: Path, held_out: Iterable[Path]) -> None:
@@ -30,10 +30,10 @@ def check_disjoint(train_file: Path, held_out: Iterable[Path]) -> None:
     _check(f"TRAIN_FILE={train_file}", map(_of_row, read_rows(train_file)), held_out)
 
 
-def check_pairs(pairs_file: Path, held_out: Iterable[Path]) -> None:
+def check_pairs(pairs_file: Path, held_out: Iterable[Path], columns: Columns | None = None) -> None:
     """The same of the prompts of PAIRS_FILE."""
-    pairs = (pair for _, pair in read_pairs(pairs_file) if pair)
-    _check(f"PAIRS_FILE={pairs_file}", (_digests(_posed(pair.messages(), pair.tools)) for pair in pairs), held_out)
+    pairs = (pair for _, pair in read_pairs(pairs_file, columns) if pair)
+    _check(f"PAIRS_FILE={pairs_file}", (_digests(posed(pair.messages(), pair.tools)) for pair in pairs), held_out)
 
 
 def _check(file: str, problems: Iterable[Iterable[bytes]], held_out: Iterable[Path]) -> None:
@@ -47,13 +47,9 @@ def _check(file: str, problems: Iterable[Iterable[bytes]], held_out: Iterable[Pa
         raise DataError(f"{file}: {counts}; remove them: results on these prompts would be invalid")
 
 
-def _posed(messages: list[dict], tools: list[dict] | None) -> str:
-    return json.dumps([messages, tools], sort_keys=True)
-
-
 def _of_row(row: dict) -> Iterator[bytes]:
     """Digests of the row's prompt and tools, and of its key, which rows of other sources may lack."""
-    return _digests(_posed(decoded(row["prompt"]), tools_of(row)), row["extra_info"].get("key"))
+    return _digests(posed(decoded(row["prompt"]), tools_of(row)), normalized(row["extra_info"].get("key")))
 
 
 def _digests(*texts: str | None) -> Iterator[bytes]:

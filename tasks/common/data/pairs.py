@@ -11,8 +11,8 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tasks.common.data.convert import dpo_example, dpo_schema
-from tasks.common.data.formats import conversation
-from tasks.common.data.prepare import Example
+from tasks.common.data.formats import Columns, conversation
+from tasks.common.data.prepare import Example, prompt_text
 from tasks.common.data.records import Records
 from tasks.common.data.rows import DataError, decoded, messages_problem, tools_of
 from tasks.common.models.chat_template import answer_ids, opens_thinking, prompt_ids
@@ -24,26 +24,43 @@ HELD_OUT = 256  # pairs are enough: the accuracy is then known to 6 points (95 %
 
 @dataclass(frozen=True)
 class TokenPair:
-    """A pair as token ids (int32, one dimension); each answer has its end-of-turn tokens unless it was cut off."""
+    """A pair as token ids (int32, one dimension); each answer has its end-of-turn tokens unless it was cut off.
+    ``problem``: the same text for all prompts that pose the same problem."""
 
     prompt: np.ndarray
     chosen: np.ndarray
     rejected: np.ndarray
+    problem: str
 
     def __len__(self) -> int:
         """Tokens of the prompt and the longer answer."""
         return len(self.prompt) + max(len(self.chosen), len(self.rejected))
 
 
-def read_pairs(path: Path | str) -> Iterator[tuple[str, Example | None]]:
+def pairs_columns(s: Settings) -> Columns:
+    """The columns that PAIRS_COLUMNS names. Raises DataError where it names no field of a pair."""
+    named = dict(each.partition("=")[::2] for each in s.PAIRS_COLUMNS.replace(" ", "").split(",") if each)
+    known = ("prompt", "messages", "system", "tools", "chosen", "rejected")
+    if not named.keys() <= set(known) or not all(named.values()):
+        raise DataError(f"PAIRS_COLUMNS={s.PAIRS_COLUMNS}: must be FIELD=COLUMN,… with fields {', '.join(known)}")
+    return Columns(**named)
+
+
+def read_pairs(
+    path: Path | str, columns: Columns | None = None, unused: set | None = None
+) -> Iterator[tuple[str, Example | None]]:
     """Each row of ``path`` with its place, as an Example whose ground_truth is ``{"chosen", "rejected"}``, both text,
     and perhaps ``truncated``, the names of those cut at the length limit. None where the two answers are the same.
 
-    ``path``: a parquet file of ours (``dpo_schema``), or any form that formats.py knows. DataError names file and row.
+    ``path``: a parquet file of ours (``dpo_schema``), or any form that formats.py knows, with ``columns`` named. To
+    ``unused`` go the columns that were not read. DataError names file and row.
     """
     records = Records(path)
     # The tools of our own file stay as they are: a prompt must be the one that the policy was sampled on.
-    return records.converted(_own_pair if _is_own(records.path) else lambda record: dpo_example(conversation(record)))
+    own = _is_own(records.path)
+    yield from records.converted(_own_pair if own else lambda record: dpo_example(conversation(record, columns)))
+    if unused is not None and not own:
+        unused.update(records.unused)
 
 
 def _is_own(path: Path) -> bool:
@@ -73,14 +90,16 @@ def _own_pair(record: dict) -> Example | None:
     return Example(decoded(record["prompt"]), truth | cut, tools=tools)
 
 
-def token_pairs(path: Path | str, tokenizer, limit: int) -> tuple[list[TokenPair], Counter]:
+def token_pairs(
+    path: Path | str, tokenizer, limit: int, columns: Columns | None = None, unused: set | None = None
+) -> tuple[list[TokenPair], Counter]:
     """The pairs of ``path`` with at most ``limit`` tokens, rendered as in evaluation, RL and SFT (chat_template.py).
 
     Also counts of dropped rows by reason: same_answers, refused_by_chat_template, empty_answer, too_long.
     """
     kept: list[TokenPair] = []
     left_out: Counter = Counter()
-    for _, pair in read_pairs(path):
+    for _, pair in read_pairs(path, columns, unused):
         if pair is None:
             left_out["same_answers"] += 1
             continue
@@ -103,7 +122,7 @@ def _tokens(tokenizer, pair: Example) -> TokenPair:
     opened = opens_thinking(tokenizer, prompt)
     cut = pair.ground_truth.get("truncated", ())
     answers = (answer_ids(tokenizer, pair.ground_truth[name], opened, name not in cut) for name in ANSWERS)
-    return TokenPair(*(np.array(ids, dtype=np.int32) for ids in (prompt, *answers)))
+    return TokenPair(*(np.array(ids, dtype=np.int32) for ids in (prompt, *answers)), prompt_text(pair))
 
 
 @dataclass(frozen=True)
@@ -121,7 +140,8 @@ def pair_set(s: Settings, path: Path | str, tokenizer) -> PairSet:
     Raises DataError as ``read_pairs``, and when fewer pairs than TRAIN_BATCH_SIZE are left.
     """
     limit = s.MAX_PROMPT_LENGTH + s.MAX_RESPONSE_LENGTH
-    kept, left_out = token_pairs(path, tokenizer, limit)
+    unused: set[str] = set()
+    kept, left_out = token_pairs(path, tokenizer, limit, pairs_columns(s) if s.PAIRS_FILE else None, unused)
     train, held_out = _split(kept, s.SEED, s.N_GPUS)
     reasons = ", ".join(f"{count} {reason}" for reason, count in left_out.items()) or "none left out"
     if len(train) < s.TRAIN_BATCH_SIZE:
@@ -132,6 +152,7 @@ def pair_set(s: Settings, path: Path | str, tokenizer) -> PairSet:
             f"MAX_RESPONSE_LENGTH = {limit} tokens) are less than TRAIN_BATCH_SIZE={s.TRAIN_BATCH_SIZE}; {advice}, "
             "or lower TRAIN_BATCH_SIZE"
         )
+    reasons += f"; not used: {', '.join(sorted(unused))}" if unused else ""
     return PairSet(train, held_out, f"{len(train)} pairs, {len(held_out)} held out ({reasons})")
 
 
@@ -146,11 +167,11 @@ def _split(kept: list[TokenPair], seed: int, processes: int) -> tuple[list[Token
     Fewer prompts where these have HELD_OUT pairs. All pairs of a prompt stay together. With fewer than ten prompts none
     is held out.
     """
-    counts = Counter(pair.prompt.tobytes() for pair in kept)
+    counts = Counter(pair.problem for pair in kept)
     order, prompts = np.random.default_rng(seed).permutation(len(counts)), list(counts)
     tenth = [prompts[index] for index in order[: len(prompts) // 10]]
     before = accumulate((counts[prompt] for prompt in tenth), initial=0)
     apart = {prompt for prompt, pairs in zip(tenth, before, strict=False) if pairs < HELD_OUT}
-    held_out = [pair for pair in kept if pair.prompt.tobytes() in apart]
+    held_out = [pair for pair in kept if pair.problem in apart]
     held_out = held_out[: len(held_out) // processes * processes]
-    return [pair for pair in kept if pair.prompt.tobytes() not in apart], held_out
+    return [pair for pair in kept if pair.problem not in apart], held_out

@@ -17,6 +17,8 @@ from tasks.common.data.rows import (
     DataError,
     chat,
     messages_problem,
+    normalized,
+    posed,
     rl_row,
     rl_schema,
     sft_row,
@@ -100,6 +102,10 @@ class Examples:
         """The manifest's entries of the parts."""
         return [part.origin() for part in self.parts]
 
+    def unused(self) -> list[str]:
+        """Columns that no record's conversion read."""
+        return list(dict.fromkeys(name for part in self.parts for name in part.unused))
+
 
 def distinct(examples: Iterable[Example | None], patience: int = 100_000) -> Iterator[Example]:
     """Each problem once. Ends after ``patience`` consecutive repeats. Memory: 16 bytes of digest per problem."""
@@ -117,7 +123,7 @@ def distinct(examples: Iterable[Example | None], patience: int = 100_000) -> Ite
 
 def prompt_text(example: Example) -> str:
     """One text per problem: its key, or its messages and tools."""
-    return example.key or json.dumps([example.messages(), example.tools])
+    return normalized(example.key) if example.key else posed(example.messages(), example.tools)
 
 
 def prepare(settings: Settings, sources: dict[str, Source]) -> dict:
@@ -178,7 +184,7 @@ def _prepare(settings: Settings, name: str, source: Source, note: str) -> dict:
         return _rl_row(settings, example, split, index)
 
     form = Form(
-        identity=lambda e: (e.group, prompt_text(e)) if e.group else (prompt_text(e), ""),
+        identity=lambda e: (normalized(e.group), prompt_text(e)) if e.group else (prompt_text(e), ""),
         row=row,
         schema=rl_schema,
         needs_tools=needs_tools,
@@ -210,7 +216,8 @@ def _prepare(settings: Settings, name: str, source: Source, note: str) -> dict:
         if not isinstance(examples, Examples):
             examples = Examples(load(settings.FILE) if name == "file" else [], iter)
         manifest = {"fingerprint": settings.data_fingerprint(), "source": name, "note": "; ".join(filter(None, notes))}
-        manifest |= {"origin": examples.origin(), "seed": settings.SEED, "rows": rows, **details, **checked}
+        manifest |= {"origin": examples.origin(), "not_used": examples.unused(), "seed": settings.SEED, "rows": rows}
+        manifest |= {**details, **checked}
         manifest |= {"groups": {split: len(found) for split, found in groups.items()}} if groups else {}
         write_json(new / "manifest.json", manifest)
     return manifest
@@ -347,7 +354,7 @@ def read_manifest(data_dir: Path) -> dict:
 
 
 def describe(manifest: dict) -> str:
-    """A manifest in one to three lines: rows and source, what was dropped, the gold check."""
+    """A manifest in one to three lines: rows and source, what was dropped or not used, the gold check."""
     of = {name: f" (of {count} conversations)" for name, count in manifest.get("groups", {}).items()}
     rows = ", ".join(f"{count} {name}{of.get(name, '')}" for name, count in manifest["rows"].items())
     parts = [manifest["source"]]
@@ -357,7 +364,8 @@ def describe(manifest: dict) -> str:
         else:
             details = [part["config"], part["split"], part.get("revision", "")[:12]]
             parts.append(f"{part['hub']} ({', '.join(filter(None, details))})")
-    extra = "; ".join(filter(None, [_because(manifest).strip(" ()"), manifest.get("note")]))
+    unused = f"not used: {', '.join(manifest['not_used'])}" if manifest.get("not_used") else ""
+    extra = "; ".join(filter(None, [_because(manifest).strip(" ()"), unused, manifest.get("note")]))
     checked = f"gold check: {gold.said(manifest['gold'])}" if manifest.get("gold") else ""
     lines = [f"{rows} from {', '.join(parts)}, seed {manifest['seed']}", extra, checked]
     return "\n  ".join(filter(None, lines))

@@ -28,6 +28,22 @@ class HubUnreachable(DataError):
     """The hub does not answer, and its data set is not in the cache."""
 
 
+class Record(dict):
+    """A record that remembers which of its columns were ``read`` by name."""
+
+    def __init__(self, record: dict):
+        super().__init__(record)
+        self.read: set[str] = set()
+
+    def __getitem__(self, name):
+        self.read.add(name)
+        return super().__getitem__(name)
+
+    def get(self, name, default=None):
+        self.read.add(name)
+        return super().get(name, default)
+
+
 class Records:
     """The records of one file. ``for record in records`` reads it from the start each time.
 
@@ -38,6 +54,7 @@ class Records:
 
     def __init__(self, path: Path | str, split: str | None = None):
         self.path, self.split = Path(path).expanduser(), split
+        self.unused: dict[str, None] = {}  # columns that hold something and that ``converted`` did not read
         if self.path.suffix.lower() not in SUFFIXES:
             raise DataError(f"{path}: unknown kind of file; give one of {', '.join(SUFFIXES)}")
         if not self.path.is_file():
@@ -70,7 +87,9 @@ class Records:
                 try:
                     if isinstance(record, DataError):
                         raise record
-                    made = convert(record)
+                    made = convert(record := Record(record))
+                    unread = [name for name in record if name not in record.read] if made else ()  # else: read in part
+                    self.unused |= {name: None for name in unread if dict.get(record, name) not in (None, "", [], {})}
                 except DataError as error:
                     problems.append(f"{place}: {error}")
                     if len(problems) == FIRST_PROBLEMS:
@@ -93,11 +112,12 @@ class HubRecords(Records):
 
     def __init__(self, dataset, name: str, config: str | None, split: str):
         self.dataset, self.name, self.config = dataset, name, config
-        self.split = split if split in ("train", "test") else None
+        self.split, self.unused = split if split in ("train", "test") else None, {}
 
     def located(self) -> Iterator[tuple[str, dict]]:
         """Each record with its place, "openai/gsm8k: row 3"."""
-        return ((f"{self.name}: row {index}", record) for index, record in enumerate(self.dataset))
+        for index, record in enumerate(self.dataset):
+            yield f"{self.name}: row {index}", {name: _own(value) for name, value in record.items()}
 
     def origin(self) -> dict:
         """The manifest's entry of the data set: name, config, split, and the revision if it is known."""
@@ -253,4 +273,12 @@ def _csv(path: Path) -> Iterator[tuple[str, dict]]:
 
 
 def _parquet(path: Path) -> Iterator[tuple[str, dict]]:
-    yield from ((f"row {index}", record) for index, record in enumerate(parquet_rows(path)))
+    for index, record in enumerate(parquet_rows(path)):
+        yield f"row {index}", {name: _own(value) for name, value in record.items()}
+
+
+def _own(value):
+    """``value`` without the null fields that Arrow gives an object for the keys of other rows' objects."""
+    if isinstance(value, dict):
+        return {name: _own(each) for name, each in value.items() if each is not None}
+    return [_own(each) for each in value] if isinstance(value, list) else value

@@ -5,6 +5,7 @@ verl reads ``data_source, prompt, ability, reward_model{style, ground_truth}, ex
 """
 
 import json
+import unicodedata
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from itertools import islice
@@ -84,6 +85,20 @@ def decoded(messages: list[dict]) -> list[dict]:
 def chat_text(messages: list[dict]) -> str:
     """One text for stored messages, to find equal ones by."""
     return json.dumps(decoded(messages), sort_keys=True)
+
+
+def normalized(value):
+    """``value`` with every text in it in Unicode's NFC and its white space collapsed: twins become equal."""
+    if isinstance(value, str):
+        return " ".join(unicodedata.normalize("NFC", value).split())
+    if isinstance(value, dict):
+        return {name: normalized(each) for name, each in value.items()}
+    return [normalized(each) for each in value] if isinstance(value, list) else value
+
+
+def posed(messages: list[dict], tools: list[dict] | None) -> str:
+    """One text for all prompts that pose the same problem."""
+    return json.dumps(normalized([messages, tools]), sort_keys=True)
 
 
 def demonstration(row: dict) -> tuple[list[dict], int]:

@@ -12,14 +12,14 @@ from tasks.common.evaluation.chat import task_system
 from tasks.common.evaluation.engines import window
 from tasks.common.evaluation.rollouts import TOO_LONG, Rollout
 from tasks.common.evaluation.sample import Job, Scoring, report_errors, sampled, sampling
-from tasks.common.evaluation.spreadsheet import csv_table, csv_text, write_xlsx
+from tasks.common.evaluation.spreadsheet import csv_rows, csv_text, write_xlsx
 from tasks.common.files import check_writable, write_text
 from tasks.common.settings import Command, Settings, SettingsError, artifacts, fingerprint
 
 READ = {
-    **dict.fromkeys((".json", ".jsonl"), lambda path: pd.DataFrame(list(Records(path)), dtype=object)),
-    ".csv": csv_table,
-    ".xlsx": lambda path: pd.read_excel(path, dtype=str, keep_default_na=False),
+    **dict.fromkeys((".json", ".jsonl"), lambda path: list(Records(path))),
+    ".csv": csv_rows,
+    ".xlsx": lambda path: pd.read_excel(path, dtype=str, keep_default_na=False).to_dict("records"),
 }
 WRITE = (".xlsx", ".json", ".jsonl", ".csv")
 
@@ -49,14 +49,15 @@ def paths(command: Command) -> tuple[Path, Path]:
 def read_table(path: Path) -> list[dict]:
     """The rows of ``path``, dicts with ``prompt`` and perhaps ``ground_truth``. Raises DataError for other files."""
     try:
-        table = READ[path.suffix.lower()](path)
+        rows = READ[path.suffix.lower()](path)
     except Exception as error:
         raise DataError(f"INPUT={path}: cannot be read: {' '.join(str(error).split())[:200]}") from error
-    if "prompt" not in table.columns:
-        raise DataError(f"INPUT={path}: needs a column `prompt`; it has {', '.join(map(str, table.columns)) or 'none'}")
-    rows = table.astype(object).where(table.notna(), None).to_dict("records")
     if not rows:
         raise DataError(f"INPUT={path}: has no rows")
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    if "prompt" not in columns:
+        raise DataError(f"INPUT={path}: needs a column `prompt`; it has {', '.join(map(str, columns))}")
+    rows = [{name: dict.get(row, name) for name in columns} for row in rows]
     for number, row in enumerate(rows, 1):
         prompt = row["prompt"]
         problem = messages_problem([*chat(prompt)] if isinstance(prompt, str) and prompt.strip() else prompt)

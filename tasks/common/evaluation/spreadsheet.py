@@ -2,6 +2,7 @@
 
 import csv
 import datetime
+import io
 import re
 import zipfile
 from pathlib import Path
@@ -13,6 +14,7 @@ from openpyxl.styles import Alignment, Font
 from openpyxl.utils import get_column_letter
 from openpyxl.writer.excel import ExcelWriter
 
+from tasks.common.data.records import Records
 from tasks.common.files import written_beside
 
 MAX_CELL_CHARS = 32_767  # Excel's limit
@@ -43,21 +45,29 @@ def write_xlsx(path: Path, table: pd.DataFrame, sheet: str) -> None:
 def csv_text(table: pd.DataFrame) -> str:
     """``table`` as CSV: text that a spreadsheet would run gets an apostrophe in front, numbers do not.
 
-    ``csv_table`` removes it.
+    ``csv_rows`` removes it.
     """
-    harmless = table.map(_harmless).rename(columns=_harmless)
-    return harmless.to_csv(index=False, quoting=csv.QUOTE_NONNUMERIC)
+    text = io.StringIO()
+    rows = table.astype(object).where(table.notna(), "").itertuples(index=False, name=None)
+    writer = csv.writer(text, quoting=csv.QUOTE_NONNUMERIC, lineterminator="\n")
+    writer.writerows([_harmless(value) for value in row] for row in (table.columns, *rows))
+    return text.getvalue()
 
 
 def _harmless(value):
+    value = _exact(value)
     runs = isinstance(value, str) and _FORMULA.match(value) and not _NUMBER.fullmatch(value)
     return f"'{value}" if runs else value
 
 
-def csv_table(path: Path) -> pd.DataFrame:
-    """A CSV file as texts, without the apostrophes that ``csv_text`` put in."""
-    table = pd.read_csv(path, dtype=str, keep_default_na=False)
-    return table.map(_original).rename(columns=_original)
+def _exact(value):
+    """``value``, an integer that spreadsheets would round as text."""
+    return str(value) if isinstance(value, int) and abs(value) > 2**53 else value
+
+
+def csv_rows(path: Path) -> list[dict]:
+    """The rows of a CSV file as texts, without the apostrophes that ``csv_text`` put in. Raises DataError."""
+    return [{_original(name): _original(value) for name, value in row.items()} for row in Records(path)]
 
 
 def _original(value):
@@ -65,6 +75,7 @@ def _original(value):
 
 
 def _cell(page, value, font: Font | None = None) -> WriteOnlyCell:
+    value = _exact(value)
     if not isinstance(value, str):
         return WriteOnlyCell(page, None if pd.isna(value) else value)
     value = _NOT_XML.sub("", value)[:MAX_CELL_CHARS]

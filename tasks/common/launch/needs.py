@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 
-from tasks.common.data.pairs import token_pairs
+from tasks.common.data.pairs import pairs_columns, token_pairs
 from tasks.common.data.prepare import load_tokenizer, read_manifest
 from tasks.common.data.rows import DataError, read_rows, tools_of
 from tasks.common.evaluation.engines import stop_ids
@@ -144,7 +144,7 @@ def pairs(s: Settings, tokenizer) -> Iterator[Finding]:
     limit = s.MAX_PROMPT_LENGTH + s.MAX_RESPONSE_LENGTH
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "pairs.parquet"
-        first_pairs(s.PAIRS_FILE, file, doctor.PROMPTS)
+        first_pairs(s.PAIRS_FILE, file, doctor.PROMPTS, pairs_columns(s))
         kept, left_out = token_pairs(file, tokenizer, limit)
     text = f"{len(kept) + left_out.total()} measured" + "".join(
         f", {count} {reason.replace('_', ' ')}" for reason, count in left_out.items()

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import psutil
 
+from tasks.common.data.pairs import pairs_columns
 from tasks.common.data.prepare import load_tokenizer, read_manifest
 from tasks.common.data.rows import DataError
 from tasks.common.files import read_json
@@ -297,7 +298,7 @@ def teach(r: Rehearsal) -> Played:
     try:
         if s.METHOD == "dpo" and s.PAIRS_FILE:
             r.given["PAIRS_FILE"] = str(r.folder / "pairs.parquet")
-            count = rehearsed_data.first_pairs(s.PAIRS_FILE, Path(r.given["PAIRS_FILE"]), PAIRS)
+            count = rehearsed_data.first_pairs(s.PAIRS_FILE, Path(r.given["PAIRS_FILE"]), PAIRS, pairs_columns(s))
             said = f"the first {count} pairs of PAIRS_FILE; random weights"
         else:
             tokenizer, train = load_tokenizer(r.given["MODEL"]), needs.train_file(s, data)

@@ -8,6 +8,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from tasks.common.data.convert import dpo_line, dpo_schema
+from tasks.common.data.formats import Columns
 from tasks.common.data.pairs import read_pairs
 from tasks.common.data.prepare import needs_tools
 from tasks.common.data.rows import demonstration, solved, tools_of, write_parquet
@@ -44,8 +45,8 @@ def taught(
     return len(found), right
 
 
-def first_pairs(source: str, out: Path, most: int) -> int:
+def first_pairs(source: str, out: Path, most: int, columns: Columns | None = None) -> int:
     """Write the first ``most`` pairs of PAIRS_FILE to ``out`` as our own file; their number. Raises DataError."""
-    pairs = [pair for _, pair in islice(read_pairs(Path(source).expanduser()), 2 * most) if pair][:most]
+    pairs = [pair for _, pair in islice(read_pairs(Path(source).expanduser(), columns), 2 * most) if pair][:most]
     lines = (dpo_line(pair, "train", index) for index, pair in enumerate(pairs))
     return write_parquet(lines, out, dpo_schema(any(map(needs_tools, pairs)), truncated=True))

@@ -13,6 +13,22 @@ from collections.abc import Callable
 MAX_RESPONSE_CHARS = 100_000
 _THINK, _THINK_END = re.compile(r"<think>", re.IGNORECASE), re.compile(r"</think>", re.IGNORECASE)
 _ANSWER = re.compile(r"<(/?)answer>", re.IGNORECASE)
+# One table for every reader of numbers and arithmetic: signs of other scripts and keyboards as ASCII.
+SPELLING = str.maketrans(
+    "！＂＃＄％＆＇（）＊＋，－．／０１２３４５６７８９：；＜＝＞？～", "!\"#$%&'()*+,-./0123456789:;<=>?~"
+)
+SPELLING |= str.maketrans(
+    {"￥": "¥", "￡": "£"}
+    | dict.fromkeys("−–‐‑‒﹣➖", "-")
+    | dict.fromkeys("﹢➕", "+")
+    | dict.fromkeys("×·⋅∙∗•✕✖", "*")
+    | dict.fromkeys("÷∕⁄➗", "/")
+    | dict.fromkeys("\t\u00a0\u2009\u202f\u3000", " ")
+    | dict.fromkeys("\u200b\u200c\u200d\u2060\ufeff", "")  # characters without a width
+)
+_SIGNS = (re.compile(r"\\(?:times|cdot|ast)(?![a-zA-Z])"), "*"), (re.compile(r"\\div(?![a-zA-Z])"), "/")
+# LaTeX and Markdown around a formula, and spaces in it, which change nothing.
+_MARKUP = re.compile(r"\\[()\[\]]|\\[,!;: ]|\\(?:left|right|displaystyle|euro|pounds)(?![a-zA-Z])")
 
 
 class RewardError(RuntimeError):
@@ -35,6 +51,14 @@ def with_opened_thinking(response: str, extra_info: dict | None) -> str:
     """``response`` with the ``<think>`` that its prompt ended with (``extra_info["think_opened"]``, which
     verl_plugins/dataset.py sets): without it, a response that never stops thinking looks like one that never began."""
     return f"<think>{response}" if (extra_info or {}).get("think_opened") else response
+
+
+def in_ascii(text: str) -> str:
+    """``text`` with the signs of ``SPELLING`` and LaTeX's operators as ASCII, without LaTeX's delimiters and spaces."""
+    text = text.translate(SPELLING)
+    for sign, plain in _SIGNS:
+        text = sign.sub(plain, text)
+    return _MARKUP.sub("", text)
 
 
 def after_thinking(response: str) -> str:

@@ -13,7 +13,7 @@ from typing import Protocol
 
 from tasks.common.data.rows import messages_problem
 from tasks.common.rewards.answers import RewardError
-from tasks.common.rewards.tool_calls import Malformed, Response, functions, parse_response, split_thinking
+from tasks.common.rewards.tool_calls import Malformed, Response, functions, parse_response, split_thinking, without_tags
 
 SUCCESS = 1 - 1e-9  # an episode succeeds when its rewards sum to 1, up to rounding
 
@@ -130,7 +130,7 @@ def _parsed(answer: str, tools: list[dict]) -> Response:
     if tools:
         return parse_response(answer)
     thinking, text = split_thinking(answer)
-    return Response(thinking, [], text.strip())
+    return Response(thinking, [], without_tags(text).strip())
 
 
 def _refused(why: str, tools: list[dict]) -> Step:

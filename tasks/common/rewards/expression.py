@@ -5,12 +5,13 @@ import operator
 import re
 from fractions import Fraction
 
+from tasks.common.rewards.answers import in_ascii
+
 MAX_EXPRESSION_CHARS = 200
 # A number has up to 9 digits on each side of its point, an expression up to 100 numbers: exact fractions stay small.
 MAX_DIGITS = 9
 
 _ALLOWED, _WITH_POINTS = re.compile(r"[0-9+\-*/() ]+"), re.compile(r"(?:[0-9+\-*/() ]|\.(?=[0-9]))+")
-_SPELLING = str.maketrans({"−": "-", "–": "-", "×": "*", "·": "*", "÷": "/", "\n": " ", "\t": " "})
 _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 _SIGNS = {ast.UAdd: operator.pos, ast.USub: operator.neg}
 
@@ -18,12 +19,13 @@ _SIGNS = {ast.UAdd: operator.pos, ast.USub: operator.neg}
 def parse_expression(text: str, signs_and_points: bool = False) -> tuple[Fraction, list[Fraction]] | None:
     """Value and numbers of an arithmetic expression over + - * / and parentheses, or None if it is not one.
 
-    With ``signs_and_points`` also -5, -(2 + 3), 0.5 and .5. ``expr = target`` counts as ``expr``. The text is parsed to
+    With ``signs_and_points`` also -5, -(2 + 3), 0.5 and .5. ``expr = target`` counts as ``expr``. Signs of other
+    scripts and LaTeX's count as ASCII's (answers.in_ascii); ``$`` and backticks may stand around. The text is parsed to
     a syntax tree and walked; nothing is evaluated as code, and no float occurs. A division by zero gives None.
     """
     if len(text) > MAX_EXPRESSION_CHARS:
         return None
-    text = text.translate(_SPELLING).strip()
+    text = in_ascii(text).replace("\n", " ").strip("$` ")
     expression, _, right = text.partition("=")
     if right and not re.fullmatch(r"\s*-?[0-9]+\s*", right):
         return None

@@ -33,11 +33,15 @@ def read_object(text: str, strict: bool = True) -> dict | None:
     """
     if strict:
         return _parse(text)
-    answer = after_thinking(text)
-    if len(answer) > MAX_OBJECT_CHARS:
-        return None
-    found = list(islice((value for value in map(_parse, _braced(answer)) if value is not None), 2))
-    return found[0] if len(found) == 1 else None
+    # A value may hold a tag: then the thinking ends before the object, and no tag stands outside of it.
+    first = text.partition("</think>")[2] if text.lstrip().startswith("<think>") else text
+    for answer, tags in ((after_thinking(text), ()), (first, ("<think>", "</think>"))):
+        if len(answer) > MAX_OBJECT_CHARS:
+            return None
+        found = list(islice(((v, part) for part in _braced(answer) if (v := _parse(part)) is not None), 2))
+        if len(found) == 1 and not any(tag in answer.replace(found[0][1], "", 1) for tag in tags):
+            return found[0][0]
+    return None
 
 
 def _parse(text: str) -> dict | None:

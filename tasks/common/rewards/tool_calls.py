@@ -17,6 +17,7 @@ MAX_CHARS = 16_384  # after the thinking; more would take longer than the 5 ms t
 MAX_CALLS = 64
 
 THINK, THINK_END = "<think>", "</think>"
+ONCE = "<think>…</think> must stand once, at the start"
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 _CLOSE = re.compile(r"\s*</tool_call>")
 # Mistral's and Llama's templates put these special tokens before bare JSON; decoding mostly strips them.
@@ -85,18 +86,23 @@ def _calls_of(names: tuple[str, ...]) -> re.Pattern:
 
 
 def split_thinking(text: str) -> tuple[str | None, str]:
-    """The stripped text in ``<think>…</think>`` (None without tags) and what follows.
+    """The stripped text in ``<think>…</think>`` (None where ``text`` does not begin with it) and what follows.
 
-    Raises Malformed unless there are no tags, or one pair of tags with nothing before it.
+    Raises Malformed for a second ``<think>`` before ``</think>``, or none to close it.
     """
-    opened, closed = text.count(THINK), text.count(THINK_END)
-    if opened == closed == 0:
+    if not text.lstrip().startswith(THINK):
         return None, text
-    before, _, rest = text.partition(THINK)
-    thinking, end, answer = rest.partition(THINK_END)
-    if (opened, closed) != (1, 1) or before.strip() or not end:
-        raise Malformed("<think>…</think> must stand once, at the start")
+    thinking, end, answer = text.lstrip().removeprefix(THINK).partition(THINK_END)
+    if not end or THINK in thinking:
+        raise Malformed(ONCE)
     return thinking.strip(), answer
+
+
+def without_tags(text: str) -> str:
+    """``text`` outside of calls. Raises Malformed where a tag of thinking is in it; an argument may hold one."""
+    if THINK in text or THINK_END in text:
+        raise Malformed(ONCE)
+    return text
 
 
 def parse_calls(text: str) -> tuple[list[dict], str]:
@@ -110,15 +116,30 @@ def parse_calls(text: str) -> tuple[list[dict], str]:
     """
     if len(text) > MAX_CHARS:
         raise Malformed(f"longer than {MAX_CHARS} characters")
-    if OPEN in text:
-        calls, outside = _blocks(text)
-    else:
-        calls, outside = (_functions(text), "") if _FUNCTION.match(text) else _bare(text)
+    calls, outside = _in_form(text)
+    without_tags(outside)
     if _UNREAD.search(outside) or _PYTHONIC.fullmatch(outside):
         raise Malformed("a call in a form that is not read")
     if len(calls) > MAX_CALLS:
         raise Malformed(f"more than {MAX_CALLS} calls")
     return calls, outside.strip()
+
+
+def _in_form(text: str) -> tuple[list[dict], str]:
+    """The calls and other text in the form of what stands first: an argument may hold the tags of another form."""
+    if _FUNCTION.match(text):
+        return _functions(text), ""
+    if OPEN in text and not ((_BARE.match(text) or _MARKER.match(text)) and _alone(text)):
+        return _blocks(text)
+    return _bare(text)
+
+
+def _alone(text: str) -> bool:
+    """Whether bare calls are all of ``text``."""
+    try:
+        return bool(_bare(text)[0])
+    except Malformed:
+        return False
 
 
 def _blocks(text: str) -> tuple[list[dict], str]:
