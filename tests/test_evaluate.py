@@ -92,6 +92,10 @@ def test_a_model_that_answers_from_a_table_gets_the_exact_metrics_of_16_samples(
     expected = {
         "accuracy": 3 / 6,
         **{f"pass@{k}": sum(unbiased(16, c, k) for c in RIGHT) / 6 for k in (1, 2, 4, 8, 16)},
+        "wrong": sum(wrong_number) / 96,
+        "unreadable": sum(words) / 96,
+        "lenient": sum(RIGHT) / 96,
+        "format_loss": 0,
         "score": sum(c + 0.5 * w for c, w in zip(RIGHT, wrong_number, strict=True)) / 96,
         "format": sum(c + w for c, w in zip(RIGHT, wrong_number, strict=True)) / 96,
         "tokens": (96 * 20 + 20 * sum(words)) / 96,

@@ -36,7 +36,7 @@ def read_object(text: str, strict: bool = True) -> dict | None:
     answer = after_thinking(text)
     if len(answer) > MAX_OBJECT_CHARS:
         return None
-    found = list(islice((value for value in map(_parse, _braced(answer)) if value is not None), 2))
+    found = list(islice((value for value in map(_parse, braced(answer)) if value is not None), 2))
     return found[0] if len(found) == 1 else None
 
 
@@ -56,7 +56,7 @@ def _int(text: str) -> int:
     return int(text)
 
 
-def _braced(text: str) -> Iterator[str]:
+def braced(text: str) -> Iterator[str]:
     """The outermost ``{…}`` of ``text``, in one pass. Quotation marks count only inside braces."""
     depth = start = position = 0
     while True:
