@@ -421,8 +421,12 @@ def test_compare_pairs_the_trained_model_with_its_warm_up_and_shows_the_base(wor
     assert gain["value"] == pytest.approx(7 / 96) and gain["low"] > 0
     line = "trained - warm-up: pass@1 +0.073 ["
     assert line in result.stdout and result.stdout.index("): a gain") > result.stdout.index(line)
+    assert "of it, skill +0.073 [" in result.stdout and "warm-up: 50.0% right, " in result.stdout
     text = (folder / "compare.md").read_text()
-    assert "| metric | base | warm-up | trained | trained - warm-up [95 % interval] | p | meaning |" in text
+    assert (
+        "of it, skill +0.073" in text
+        and "| metric | base | warm-up | trained | trained - warm-up [95 % interval] | p | meaning |" in text
+    )
     import openpyxl
 
     rows = list(openpyxl.load_workbook(folder / "compare.xlsx").active.iter_rows(values_only=True))

@@ -1,18 +1,35 @@
-"""Countdown's reward: 0.0 nothing usable, 0.1 a well-formed expression, 0.3 exactly the given numbers, 1.0 correct."""
+"""Countdown's reward: 1.0 correct, 0.1 the given numbers after a thought that calculates, else 0.0 (README.md)."""
 
+import re
 from collections import Counter
+from itertools import islice
 
-from tasks.common.rewards.answers import last_answer, read_ground_truth, reward_function
+from tasks.common.rewards.answers import last_answer, read_ground_truth, reward_function, thought
 from tasks.common.rewards.expression import parse_expression
+
+VARIANTS = ("thought", "ladder")
+MOST_STEPS, READ = 20, 2000  # steps of a thought that are looked at, and its last characters
+_STEP = re.compile(r"([0-9(][0-9+*/() -]{2,80}?)= ?([0-9]{1,9}(?:/[0-9]{1,9})?)(?![0-9])")
+
+
+def calculates(response: str) -> bool:
+    """Whether the thought of ``response`` has a calculation that is true, such as 3*5=15."""
+    for left, right in islice(_STEP.findall(thought(response)[-READ:]), MOST_STEPS):
+        made, said = parse_expression(left), parse_expression(right)
+        if made and said and len(made[1]) > 1 and made[0] == said[0]:
+            return True
+    return False
 
 
 @reward_function
-def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs) -> dict:
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, variant="thought", **kwargs) -> dict:
     """Score one response.
 
-    ``ground_truth`` is ``{"target": int, "numbers": [int, ...]}`` or that as JSON text. Returns the same keys for every
-    row: ``score`` in {0.0, 0.1, 0.3, 1.0}; ``acc``, ``format`` (a well-formed expression) and ``numbers`` (each given
-    number exactly once, no other) in {0.0, 1.0}.
+    ``ground_truth`` is ``{"target": int, "numbers": [int, ...]}`` or that as JSON text. ``variant`` (the setting
+    REWARD): "thought" pays 0.1 for exactly the given numbers, after a thought that calculates; "ladder" 0.3 for exactly
+    the given numbers and 0.1 for any expression, thought or not. Returns the same keys for every row: ``score``;
+    ``acc``, ``format`` (a well-formed expression), ``numbers`` (each given number exactly once, no other) and
+    ``thinking`` (a thought that calculates) in {0.0, 1.0}.
     """
     truth = read_ground_truth(ground_truth)
     answer = last_answer(solution_str)
@@ -20,8 +37,13 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kw
     well_formed = parsed is not None
     right_numbers = well_formed and Counter(parsed[1]) == Counter(truth["numbers"])
     correct = right_numbers and parsed[0] == truth["target"]
-    score = 1.0 if correct else 0.3 if right_numbers else 0.1 if well_formed else 0.0
-    return {"score": score, "acc": correct, "format": well_formed, "numbers": right_numbers}
+    thinking = calculates(solution_str)
+    if variant == "ladder":
+        partial = 0.3 if right_numbers else 0.1 if well_formed else 0.0
+    else:
+        partial = 0.1 if right_numbers and thinking else 0.0
+    score = 1.0 if correct else partial
+    return {"score": score, "acc": correct, "format": well_formed, "numbers": right_numbers, "thinking": thinking}
 
 
 def wrong_forms(response: str) -> list[str]:
