@@ -55,7 +55,7 @@ VALUES = {
     "SEED": "42",
     "TRAIN_SEED": "42",
     "METHOD": "grpo",
-    "REWARD": "",
+    "REWARD": "thought",
     "REWARD_MODEL": "",
     "TEACHER": "",
     "TRUNCATED": "counted",

@@ -1,24 +1,11 @@
 """Countdown's reward: 1.0 correct, 0.1 the given numbers after a thought that calculates, else 0.0 (README.md)."""
 
-import re
 from collections import Counter
-from itertools import islice
 
 from tasks.common.rewards.answers import last_answer, read_ground_truth, reward_function, thought
-from tasks.common.rewards.expression import parse_expression
+from tasks.common.rewards.expression import calculates, parse_expression
 
 VARIANTS = ("thought", "ladder")
-MOST_STEPS, READ = 20, 2000  # steps of a thought that are looked at, and its last characters
-_STEP = re.compile(r"([0-9(][0-9+*/() -]{2,80}?)= ?([0-9]{1,9}(?:/[0-9]{1,9})?)(?![0-9])")
-
-
-def calculates(response: str) -> bool:
-    """Whether the thought of ``response`` has a calculation that is true, such as 3*5=15."""
-    for left, right in islice(_STEP.findall(thought(response)[-READ:]), MOST_STEPS):
-        made, said = parse_expression(left), parse_expression(right)
-        if made and said and len(made[1]) > 1 and made[0] == said[0]:
-            return True
-    return False
 
 
 @reward_function
@@ -37,7 +24,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, vari
     well_formed = parsed is not None
     right_numbers = well_formed and Counter(parsed[1]) == Counter(truth["numbers"])
     correct = right_numbers and parsed[0] == truth["target"]
-    thinking = calculates(solution_str)
+    thinking = calculates(thought(solution_str))
     if variant == "ladder":
         partial = 0.3 if right_numbers else 0.1 if well_formed else 0.0
     else:
