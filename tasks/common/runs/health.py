@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import NoReturn
 
 from tasks.common.files import write_json
@@ -27,6 +27,10 @@ TRUNCATED = 0.3  # share of the responses
 TRUNCATION_STEPS = 2  # in a row above it: after a short warm-up, the first update teaches the policy to end
 REWARD_STEPS = 3  # in a row with no reward at all, or little
 FALL = 0.25  # of the best mean reward before
+FIRST = 3  # steps whose mean is the start; as many are the end
+RISE, EXPLAINED = 0.1, 0.2  # of the mean reward; the least share of it that right answers must rise by
+SHORT = 1 / 3  # of the start's response length
+ALIKE = 0.5  # share of the prompts
 
 
 @dataclass(frozen=True)
@@ -195,3 +199,40 @@ def _fall(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
     if s.METHOD != "distill" and 0 < best < math.inf and _for_steps(REWARD_STEPS, row, before, low):
         fell = f"reward {row[key]:.3g}, for {REWARD_STEPS} steps below a quarter of the best step's {best:.3g}"
         yield f"{fell}: the policy has unlearned; lower LR or set LR_WARMUP=3, and start again"
+
+
+def _ends(key: str, rows: list[dict]) -> tuple[float, float]:
+    """The mean of ``key`` over the first and the last FIRST ``rows``; NaN where a step lacks it, or they overlap."""
+    if len(rows) < 2 * FIRST:
+        return math.nan, math.nan
+    return tuple(mean(each.get(key, math.nan) for each in part) for part in (rows[:FIRST], rows[-FIRST:]))
+
+
+def _hollow(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
+    rows = [*before, row]
+    (first, last), (wrong, right) = (_ends(key, rows) for key in ("critic/score/mean", "answers/right"))
+    if last - first > RISE and right - wrong < EXPLAINED * (last - first):
+        yield (
+            f"reward rose from {first:.3g} to {last:.3g}, right answers from {wrong:.1%} to {right:.1%}: the policy "
+            "learns what the reward pays besides; look at the rollouts, run make attack, pay less partial credit"
+        )
+
+
+def _short(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
+    key, rows = "response_length/mean", [*before, row]
+    first, cut = _ends(key, rows)[0], _ends("response_length/clip_ratio", rows)[0]
+    # Where many were cut off at the start, the policy has to learn to end.
+    if not cut > TRUNCATED and _for_steps(FIRST, row, before, lambda each: each.get(key, first) < SHORT * first):
+        yield (
+            f"responses of {row[key]:.0f} tokens in the mean, {first:.0f} at the start: the policy no longer thinks, "
+            "or works nothing out; look at the rollouts, run make attack, lower LR or set KL_COEF"
+        )
+
+
+def _alike(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
+    key = "answers/alike"
+    if _for_steps(FIRST, row, before, lambda each: each.get(key, 0.0) > ALIKE):
+        yield (
+            f"of {row[key]:.0%} of the prompts all samples are the same wrong response: nothing new is tried; start "
+            "again from an earlier step with a lower LR or KL_COEF, or raise TEMPERATURE"
+        )
