@@ -395,3 +395,18 @@ def test_the_table_is_that_of_the_files(tmp_path):
     (tmp_path / "RESULTS.md").write_text(published)
     recipe.write_table(tmp_path / "RESULTS.md")
     assert (tmp_path / "RESULTS.md").read_text() == published
+
+
+@pytest.mark.parametrize("name", ["gpu-gsm8k", "gpu-gsm8k-0.5b", "gpu-countdown-search", "gpu-calculator"])
+def test_a_recipe_of_real_weights_names_them_by_hub_id_and_takes_a_folder(name, tmp_path):
+    known = recipe.recipes()[name]
+    size = "0.5B" if name.endswith("0.5b") else "1.5B"
+    own = f"Qwen/Qwen2.5-Coder-{size}-Instruct"
+    (tmp_path / "make").write_text('#!/bin/sh\nfor each; do echo "$each"; done\n')
+    (tmp_path / "make").chmod(0o755)
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    for given, model in (({}, own), ({"MODEL": "/my model"}, "/my model")):
+        command = ["bash", "-euo", "pipefail", f"tests/recipes/{name}.sh"]
+        result = subprocess.run(command, cwd=ROOT, env=path | given, capture_output=True, text=True)
+        assert f"MODEL={model}" in result.stdout.splitlines()
+    assert "MODEL" in known.takes and size in known.about
