@@ -110,7 +110,8 @@ class TaskTrainer(KeepBest):
     def _answers(self, batch) -> dict[str, float]:
         fields = ["uid", "responses", "extra_fields"]
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
-        rows = zip(data["uid"].tolist(), data["responses"].unbind(), data["extra_fields"].tolist(), strict=True)
+        uids, extras = (data.pop(name).tolist() for name in ("uid", "extra_fields"))  # data[name] has no tolist
+        rows = zip(uids, data["responses"].unbind(), extras, strict=True)
         own = [row for row, tag in zip(rows, batch.tags, strict=True) if not tag.get("is_padding", False)]
         rewards = [extra.get("reward_extra_info") or {} for *_, extra in own]
         return answers.figures([uid for uid, *_ in own], [tuple(ids.tolist()) for _, ids, _ in own], rewards)
