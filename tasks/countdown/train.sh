@@ -8,7 +8,6 @@ default SOURCE generate                         # generate | hub (Jiayi-Pan/Coun
 default DIFFICULTY hard cpu=easy                # easy: 2 numbers up to 99 | hard: 3 or 4
 default TRAIN_SIZE 8192 cpu=512                 # training prompts
 default TEST_SIZE 512 cpu=128                   # held-out prompts
-default REWARD thought                          # thought (a guess earns nothing) | ladder (0.3 for the right numbers)
 default SFT_STEPS 64 cpu=4                      # steps of the warm-up; on a CPU few: RL is to learn the rest
 default STEPS 100 cpu=8                         # training steps
 default MAX_PROMPT_LENGTH 256 cpu=128           # tokens
