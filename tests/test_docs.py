@@ -375,7 +375,7 @@ def test_the_picture_of_the_readme_is_drawn_from_its_file_and_its_caption_says_w
     entropy = "rises" if entropies[-1] > entropies[0] else "falls"
     assert f"rises ({scores[0]:.2f} → {scores[-1]:.2f}), and the entropy {entropy} ({entropies[0]:.3f} → " in text
     assert f"→ {entropies[-1]:.3f} nats)" in text and f"{values['step'][-1]} GRPO steps" in text
-    result = json.loads((ROOT / "docs/results/recipe-gpu-countdown-search-current.json").read_text())
+    result = json.loads((ROOT / "docs/results/recipe-gpu-countdown-search-135m-current.json").read_text())
     found = result["compare"]["metrics"]["pass@1"]
     start, end = (found[name]["value"] for name in ("warm-up", "trained"))
     assert f"from {start:.3f} to {end:.3f}" in text and f"+{interval(found['difference'])}, paired" in text

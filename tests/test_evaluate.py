@@ -92,6 +92,10 @@ def test_a_model_that_answers_from_a_table_gets_the_exact_metrics_of_16_samples(
     expected = {
         "accuracy": 3 / 6,
         **{f"pass@{k}": sum(unbiased(16, c, k) for c in RIGHT) / 6 for k in (1, 2, 4, 8, 16)},
+        "wrong": sum(wrong_number) / 96,
+        "unreadable": sum(words) / 96,
+        "lenient": sum(RIGHT) / 96,
+        "format_loss": 0,
         "score": sum(c + 0.5 * w for c, w in zip(RIGHT, wrong_number, strict=True)) / 96,
         "format": sum(c + w for c, w in zip(RIGHT, wrong_number, strict=True)) / 96,
         "tokens": (96 * 20 + 20 * sum(words)) / 96,
@@ -417,8 +421,12 @@ def test_compare_pairs_the_trained_model_with_its_warm_up_and_shows_the_base(wor
     assert gain["value"] == pytest.approx(7 / 96) and gain["low"] > 0
     line = "trained - warm-up: pass@1 +0.073 ["
     assert line in result.stdout and result.stdout.index("): a gain") > result.stdout.index(line)
+    assert "of it, skill +0.073 [" in result.stdout and "warm-up: 50.0% right, " in result.stdout
     text = (folder / "compare.md").read_text()
-    assert "| metric | base | warm-up | trained | trained - warm-up [95 % interval] | p | meaning |" in text
+    assert (
+        "of it, skill +0.073" in text
+        and "| metric | base | warm-up | trained | trained - warm-up [95 % interval] | p | meaning |" in text
+    )
     import openpyxl
 
     rows = list(openpyxl.load_workbook(folder / "compare.xlsx").active.iter_rows(values_only=True))

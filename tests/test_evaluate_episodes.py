@@ -93,7 +93,12 @@ def test_episodes_get_the_exact_metrics_and_each_turn_is_one_batch(workplace):
         "accuracy": 1 / 3,
         "pass@1": (1 + 0.5 + 0) / 3,
         "pass@2": 2 / 3,
+        "wrong": 1 / 6,
+        "unreadable": 2 / 6,  # both were cut off
+        "lenient": 3 / 6,
+        "format_loss": 0,
         "score": 3 / 6,
+        "format": 4 / 6,
         "turns": sum(map(sum, TURNS)) / 6,
         "tool_errors": 1 / 6,
         "timeout": 0,
@@ -168,7 +173,7 @@ def test_episodes_are_played_again_when_the_environment_changes(tmp_path):
     row = rl_row("calculator", chat("a"), {"answer": "7"}, "test", 0, TOOLS)
     write_parquet([row], tmp_path / "test.parquet", rl_schema(tools=True))
     rollout = Rollout(0, "sampled", 0, RIGHT, "stop", 9, 0.5, [], "calculator", "7", {}, {"score": 1.0})
-    stored = [rollout, replace(rollout, sample=1)]
+    stored = [replace(rollout, sample=n, lenient=False) for n in (0, 1)]
     write_rollouts(file := tmp_path / "rollouts.jsonl", stored)
     write_json(tmp_path / "rollouts.meta.json", {"reward": "mark"})
     how = Sampling(2, False, 1.0, 1.0, 9, 9, 0)
@@ -290,7 +295,8 @@ def test_a_step_that_hangs_ends_its_episode_alone(small_model):
     ended = {rollout.index: (seconds, rollout) for seconds, rollout in found}
     hung = ended[0][1]
     assert (hung.finish_reason, hung.error, hung.messages[-1]["role"]) == ("step_timeout", "", "assistant")
-    assert hung.reward == {"score": 0.25, "acc": 0.0, "turns": 2.0, "tool_errors": 0.0, "timeout": 1.0}
+    counts = {"format": 0.0, "turns": 2.0, "tool_errors": 0.0, "timeout": 1.0}
+    assert hung.reward == {"score": 0.25, "acc": 0.0} | counts
     assert [ended[i][1].finish_reason for i in (1, 2)] == ["stop", "stop"]
     assert max(8, ended[1][0], ended[2][0]) < ended[0][0] < 20
     assert [turn for _, asked in engine.asked for turn in asked].count((0, 1)) == 1

@@ -65,7 +65,7 @@ def test_rows_whose_demonstration_is_wrong_are_named(folder):
     # Of 1 to 36, 6 are divisible by 5 and not by 7, and 5 by 7.
     assert (entry["rows"], entry["demonstrations"], entry["right"]) == (36, 31, 25)
     assert len(entry["others"]) == 6 and "dropped" not in entry
-    assert {"place": "test: row 4", "reason": "score 0.1, acc 0, format 1"} in entry["others"]
+    assert {"place": "test: row 4", "reason": "score 0, acc 0, format 1"} in entry["others"]
     assert len(numbers(folder / "train.parquet")) == 24  # a warning leaves nothing out
     said = describe(json.loads((folder / "manifest.json").read_text())).splitlines()[-1]
     assert said.startswith(

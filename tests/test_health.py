@@ -8,6 +8,7 @@ import pytest
 from tasks.common.runs.folder import read_metrics
 from tasks.common.runs.health import findings, newest_by_rule
 from tasks.common.settings import ROOT, load_settings
+from tasks.common.verl_plugins.answers import figures
 from tests.test_settings import VALUES
 
 SETTINGS = replace(load_settings(VALUES), MAX_RESPONSE_LENGTH=64, KL_COEF=0.01)
@@ -246,5 +247,52 @@ def test_the_memory_of_real_trainings_is_fine():
     for file in files:
         rows = {record["step"]: record["data"] for record in map(json.loads, file.read_text().splitlines())}
         metrics = {step: row | {"perf/cpu_memory_limit_gb": 256.0} for step, row in rows.items()}
-        ill = findings(metrics, replace(SETTINGS, STEPS=100))
+        ill = findings(metrics, replace(SETTINGS, STEPS=max(rows)))
         assert not [each for each in ill if each.rule == "memory"], file.name
+
+
+def curve(key: str, values: list[float], **others: list[float]) -> dict[int, dict]:
+    found = {step: {key: value} for step, value in enumerate(values, 1)}
+    for name, more in others.items():
+        for step, value in enumerate(more, 1):
+            found[step][name.replace("__", "/")] = value
+    return found
+
+
+def test_a_reward_that_rises_without_right_answers_is_hollow():
+    """Countdown with 0.3 for the right numbers, without a thought: the reward rises, right answers hardly."""
+    reward, hollow, sound = [0.09, 0.1, 0.1, 0.2, 0.3, 0.3, 0.3], [0.05] * 7, [0.05, 0.05, 0.05, 0.1, 0.2, 0.2, 0.2]
+    rose = found(curve("critic/score/mean", reward, answers__right=hollow), 7)
+    assert rose == [("hollow", 6), ("hollow", 7)]  # after five steps the start and the end overlap
+    assert found(curve("critic/score/mean", reward, answers__right=sound), 7) == []
+    assert found(curve("critic/score/mean", reward), 7) == []  # a100: verl does not tell
+    assert found(curve("critic/score/mean", [0.1] * 3 + [0.19] * 4, answers__right=hollow), 7) == []
+
+
+def test_responses_that_fall_to_a_fraction_are_told():
+    lengths = [300.0, 280.0, 320.0, 200.0, 99.0, 99.0, 99.0]
+    assert found(curve("response_length/mean", lengths), 7) == [("short", 7)]
+    assert found(curve("response_length/mean", [*lengths[:4], 99.0, 101.0, 99.0]), 7) == []
+    cut_off = curve("response_length/mean", lengths, **{"response_length/clip_ratio": [0.5] * 3})
+    assert found(cut_off, 7) == []  # it learned to end
+
+
+def test_one_wrong_response_for_all_samples_is_told():
+    assert found(curve("answers/alike", [0.6, 0.6, 0.4, 0.6, 0.6, 0.51]), 6) == [("alike", 6)]
+
+
+def test_the_new_rules_find_nothing_in_real_trainings():
+    for file in (ROOT / "docs/results").glob("*.metrics.jsonl"):
+        machine, _, name = file.name.split(".")[0].partition("-")
+        fired = {each.rule for each in findings(real(name, machine), SETTINGS)}
+        assert not fired & {"hollow", "short", "alike"}, file.name
+
+
+def test_the_answers_of_a_step_are_measured():
+    right, wrong = {"acc": 1.0, "format": 1.0}, {"acc": 0.0, "format": 1.0}
+    unread = {"acc": 0.0, "format": 0.0}
+    rewards = [wrong, wrong, right, right, unread, wrong, wrong]
+    prompts, responses = ["a", "a", "b", "b", "c", "c", "alone"], [(1,), (1,), (2,), (2,), (3,), (4,), (5,)]
+    measured = figures(prompts, responses, rewards)
+    assert measured == pytest.approx({"answers/right": 2 / 7, "answers/readable": 6 / 7, "answers/alike": 1 / 3})
+    assert figures(prompts, responses, [{}] * 7) == {} == figures([], [], [])

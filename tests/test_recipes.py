@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from tasks.common.settings import STACKS, SettingsError
+from tasks.common.settings import SettingsError
 from tests.helpers import MAKE, PYTHON, ROOT, has_ended, make, outside_make, until
 from tests.recipes import run as recipe
 
@@ -169,7 +169,7 @@ def test_a_tree_that_is_edited_during_the_run_is_changed(before, command, change
     edited = tmp_path / "edited"
     if before:
         edited.touch()
-    monkeypatch.setattr(recipe, "changed_since", lambda *_: edited.exists())
+    monkeypatch.setattr(recipe, "edited", lambda *_: edited.exists())
     written("0", (f"{command} {edited}\n" if command else "") + leaves(tmp_path))
     assert json.loads((tmp_path / "results/recipe-own-cpu.json").read_text())["changed"] is changed
 
@@ -221,25 +221,18 @@ def test_a_folder_that_cannot_be_emptied_is_refused(written, tmp_path):
     assert written("0", leaves(tmp_path))[0] == f"error: {folder}: cannot be emptied; remove it"
 
 
-@pytest.mark.parametrize(
-    ("changed", "since", "said"),
-    [
-        (False, False, "`"),
-        (False, True, "`, older than the code"),
-        (False, None, "`, of a commit that is not here"),
-        (True, True, "` changed"),
-    ],
-)
-def test_what_a_row_and_the_list_say_of_the_commit(changed, since, said, written, tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(("changed", "said"), [(False, ""), (True, ", with uncommitted changes")])
+def test_a_row_and_the_list_say_whether_the_code_was_edited_when_it_ran(changed, said, written, tmp_path, capsys):
+    """A row is a dated fact with its commit: what changes later says nothing about it."""
     assert written("0.05", leaves(tmp_path))[0] == 0
     file = tmp_path / "results/recipe-own-cpu.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"changed": changed}))
-    monkeypatch.setattr(recipe, "changed_since", lambda *_: since)
+    long_ago = {"changed": changed, "commit": "0123456" * 5}  # no commit of this repository
+    file.write_text(json.dumps(json.loads(file.read_text()) | long_ago))
     recipe.write_table()
-    assert re.search(r"`[0-9a-f]{7}(`[^|]*) \|", (tmp_path / "RESULTS.md").read_text())[1] == said
+    assert re.search(r"`0123456`([^|]*) \|", (tmp_path / "RESULTS.md").read_text())[1] == said
     capsys.readouterr()
     recipe.overview()
-    assert capsys.readouterr().out.splitlines()[1].endswith(f" min{said[1:]}")
+    assert capsys.readouterr().out.splitlines()[1].endswith(f" min{said}")
 
 
 def test_a_row_shows_what_its_recipe_is_about_as_it_is_written(written, tmp_path):
@@ -348,51 +341,25 @@ def test_a_command_without_a_task_depends_on_all_of_them(tmp_path):
     assert recipe.read(tmp_path / "x.sh").code == ("Makefile", "tasks", "tests/recipes/x.sh")
 
 
-def test_a_row_says_that_the_code_has_changed_since(tmp_path, monkeypatch):
+def test_code_that_is_not_committed_is_edited(tmp_path, monkeypatch):
     monkeypatch.setattr(recipe, "ROOT", tmp_path)
     code = ("Makefile", "tasks/common", "tasks/own")
     git = ["git", "-C", tmp_path, "-c", "user.name=x", "-c", "user.email=x"]
-
-    def committed(name: str) -> str:
+    for name in ("Makefile", "tasks/own/reward.py", "tasks/own/README.md", "tasks/other/reward.py"):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(f"{name}\n")
-        subprocess.run([*git, "add", "."], check=True)
-        subprocess.run([*git, "commit", "-q", "-m", name], check=True)
-        return recipe.git_state(tmp_path)[0]["commit"]
-
-    subprocess.run([*git, "init", "-q"], check=True)
-    measured = committed("tasks/own/reward.py")
-    committed("tasks/own/README.md")
-    committed("tasks/own/test_reward.py")
-    committed("tasks/other/reward.py")
-    committed("tasks/common/stacks/current/__init__.py")
-    assert recipe.changed_since(measured, code, "cpu") is False
-    assert recipe.changed_since("0" * 40, code, "cpu") is None
-    for name in (
-        "tasks/own/prepare_data.py",
-        "tasks/common/settings.py",
-        "tasks/common/stacks/cpu/__init__.py",
-        "Makefile",
-    ):
-        before = recipe.git_state(tmp_path)[0]["commit"]
-        committed(name)
-        assert recipe.changed_since(before, code, "cpu")
+        (tmp_path / name).touch()
+    for command in (["init", "-q"], ["add", "."], ["commit", "-q", "-m", "x"]):
+        subprocess.run([*git, *command], check=True)
     head = recipe.git_state(tmp_path)[0]["commit"]
-    (tmp_path / "tasks/own/new.py").touch()  # not committed
-    assert recipe.changed_since(head, code, "cpu")
-    subprocess.run([*git, "add", "."], check=True)
-    assert recipe.changed_since(head, code, "cpu")
-    head = committed("tasks/own/new.py")
-    assert not recipe.changed_since(head, code, "cpu")
-    (tmp_path / "Makefile").write_text("edited\n")
-    assert recipe.changed_since(head, code, "cpu")
-
-
-def test_no_stack_depends_on_the_folder_of_another():
-    for name in STACKS:
-        code = "".join(file.read_text() for file in (ROOT / "tasks/common/stacks" / name).glob("*.py"))
-        named = {*re.findall(r"tasks\.common\.stacks\.(\w+)\.", code)} & {*STACKS}
-        assert named <= {name}, name
+    for name in ("tasks/own/README.md", "tasks/other/reward.py"):
+        (tmp_path / name).write_text("edited")
+    (tmp_path / "tasks/own/test_reward.py").touch()
+    assert not recipe.edited(head, code)
+    (tmp_path / "tasks/own/new.py").touch()
+    assert recipe.edited(head, code)
+    (tmp_path / "tasks/own/new.py").unlink()
+    (tmp_path / "Makefile").write_text("edited")
+    assert recipe.edited(head, code)
 
 
 @pytest.mark.parametrize("line", ["reach: pass@1 over 0", "reach: pass@1 gain above x", "reach: pass@1 above 0..9", ""])
@@ -423,20 +390,23 @@ def test_a_recipe_that_is_not_there():
     assert result.returncode != 0 and "NAME=none: no such recipe; there are: cpu-" in result.stdout
 
 
-def test_the_table_is_that_of_the_files_and_of_the_code(tmp_path):
-    """Also of uncommitted code. Of a row whose commit this clone does not have, nobody can say how old it is."""
+def test_the_table_is_that_of_the_files(tmp_path):
     published = (ROOT / "docs/RESULTS.md").read_text()
-    page = tmp_path / "RESULTS.md"
-    page.write_text(published)
-    recipe.write_table(page)
+    (tmp_path / "RESULTS.md").write_text(published)
+    recipe.write_table(tmp_path / "RESULTS.md")
+    assert (tmp_path / "RESULTS.md").read_text() == published
 
-    def known(commit: str) -> bool:
-        asks = ["git", "cat-file", "-e", f"{commit}^{{commit}}"]
-        return subprocess.run(asks, cwd=ROOT, capture_output=True).returncode == 0
 
-    def comparable(text: str) -> str:
-        row = rf"(`([0-9a-f]{{7}})`)(?:{recipe.STALE}|{recipe.UNKNOWN})"
-        return re.sub(row, lambda found: found[0] if known(found[2]) else found[1], text)
-
-    told = "write it again: .venv/bin/python -c 'from tests.recipes.run import write_table; write_table()'"
-    assert comparable(page.read_text()) == comparable(published), told
+@pytest.mark.parametrize("name", ["gpu-gsm8k", "gpu-gsm8k-0.5b", "gpu-countdown-search", "gpu-calculator"])
+def test_a_recipe_of_real_weights_names_them_by_hub_id_and_takes_a_folder(name, tmp_path):
+    known = recipe.recipes()[name]
+    size = "0.5B" if name.endswith("0.5b") else "1.5B"
+    own = f"Qwen/Qwen2.5-Coder-{size}-Instruct"
+    (tmp_path / "make").write_text('#!/bin/sh\nfor each; do echo "$each"; done\n')
+    (tmp_path / "make").chmod(0o755)
+    path = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    for given, model in (({}, own), ({"MODEL": "/my model"}, "/my model")):
+        command = ["bash", "-euo", "pipefail", f"tests/recipes/{name}.sh"]
+        result = subprocess.run(command, cwd=ROOT, env=path | given, capture_output=True, text=True)
+        assert f"MODEL={model}" in result.stdout.splitlines()
+    assert "MODEL" in known.takes and size in known.about

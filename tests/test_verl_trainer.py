@@ -204,3 +204,25 @@ def test_a_step_in_which_no_token_counts_has_advantages(module, monkeypatch, met
     assert ("rollout_is_weights" in put) == rejected
     assert not put.get("response_mask", stored["response_mask"]).values().any()
     assert not trainer.config.algorithm.rollout_correction.bypass_mode
+
+
+def stack(values: list) -> NonTensorStack:
+    return NonTensorStack(*map(NonTensorData, values))
+
+
+def step_of(module, monkeypatch, **fields):
+    """The trainer's metrics of a step whose TransferQueue has ``fields``; the last row is padding."""
+    monkeypatch.setattr(module.KeepBest, "_compute_metrics", lambda self, batch, metrics, *_, **__: None)
+    monkeypatch.setattr(module.tq, "kv_batch_get", lambda **_: TensorDict(fields, batch_size=len(fields["uid"])))
+    batch = SimpleNamespace(keys=["a", "b", "c"], partition_id="train", tags=[{}, {}, {"is_padding": True}])
+    object.__new__(module.TaskTrainer)._compute_metrics(batch, metrics := {}, {}, global_steps=1, epoch=0)
+    return metrics
+
+
+def test_a_step_tells_its_answers_and_goes_on_without_them(module, monkeypatch, capsys):
+    responses = nested([torch.tensor(ids) for ids in ([1, 2], [1, 2], [3])])
+    infos = [{"reward_extra_info": {"acc": acc, "format": 1.0}} for acc in (0.0, 0.0, 1.0)]
+    told = step_of(module, monkeypatch, uid=stack(["p", "p", "p"]), responses=responses, extra_fields=stack(infos))
+    assert told == {"answers/right": 0.0, "answers/readable": 1.0, "answers/alike": 1.0}
+    assert step_of(module, monkeypatch, uid=stack(["p"])) == {}
+    assert "the answers of step 1 are not told: " in capsys.readouterr().out

@@ -56,7 +56,8 @@ class Environment:
     def step(self, action: Response) -> Step:
         if action.calls:
             return Step([tool_message(calculate(call["arguments"])) for call in action.calls])
-        return Step(reward=float(last_answer(action.text) == self.truth), done=True)
+        answer = last_answer(action.text)
+        return Step(reward=float(answer == self.truth), done=True, readable=bool(answer))
 
 
 def wrong_forms(messages: list[str]) -> list[list[str]]:

@@ -24,7 +24,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 HEALTH_RULES = ("nan", "collapse", "kl", "spike", "mismatch", "zero_variance", "truncation", "no_reward", "fall")
-HEALTH_RULES += ("memory",)
+HEALTH_RULES += ("memory", "hollow", "short", "alike")
 GPUS = ("a100", "a100-40g", "h100", "h200", "a10", "l40s")  # that machine/speed.py knows
 ANSWERS_WITHIN = 60  # seconds, nvidia-smi: without persistence mode each call starts the driver of every GPU
 METHODS = sorted(path.stem for path in (ROOT / "tasks/common/training/methods").glob("[a-z]*.py"))

@@ -1,18 +1,22 @@
-"""Countdown's reward: 0.0 nothing usable, 0.1 a well-formed expression, 0.3 exactly the given numbers, 1.0 correct."""
+"""Countdown's reward: 1.0 correct, 0.1 the given numbers after a thought that calculates, else 0.0 (README.md)."""
 
 from collections import Counter
 
-from tasks.common.rewards.answers import last_answer, read_ground_truth, reward_function
-from tasks.common.rewards.expression import parse_expression
+from tasks.common.rewards.answers import last_answer, read_ground_truth, reward_function, thought
+from tasks.common.rewards.expression import calculates, parse_expression
+
+VARIANTS = ("thought", "ladder")
 
 
 @reward_function
-def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs) -> dict:
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, variant="thought", **kwargs) -> dict:
     """Score one response.
 
-    ``ground_truth`` is ``{"target": int, "numbers": [int, ...]}`` or that as JSON text. Returns the same keys for every
-    row: ``score`` in {0.0, 0.1, 0.3, 1.0}; ``acc``, ``format`` (a well-formed expression) and ``numbers`` (each given
-    number exactly once, no other) in {0.0, 1.0}.
+    ``ground_truth`` is ``{"target": int, "numbers": [int, ...]}`` or that as JSON text. ``variant`` (the setting
+    REWARD): "thought" pays 0.1 for exactly the given numbers, after a thought that calculates; "ladder" 0.3 for exactly
+    the given numbers and 0.1 for any expression, thought or not. Returns the same keys for every row: ``score``;
+    ``acc``, ``format`` (a well-formed expression), ``numbers`` (each given number exactly once, no other) and
+    ``thinking`` (a thought that calculates) in {0.0, 1.0}.
     """
     truth = read_ground_truth(ground_truth)
     answer = last_answer(solution_str)
@@ -20,8 +24,13 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kw
     well_formed = parsed is not None
     right_numbers = well_formed and Counter(parsed[1]) == Counter(truth["numbers"])
     correct = right_numbers and parsed[0] == truth["target"]
-    score = 1.0 if correct else 0.3 if right_numbers else 0.1 if well_formed else 0.0
-    return {"score": score, "acc": correct, "format": well_formed, "numbers": right_numbers}
+    thinking = calculates(thought(solution_str))
+    if variant == "ladder":
+        partial = 0.3 if right_numbers else 0.1 if well_formed else 0.0
+    else:
+        partial = 0.1 if right_numbers and thinking else 0.0
+    score = 1.0 if correct else partial
+    return {"score": score, "acc": correct, "format": well_formed, "numbers": right_numbers, "thinking": thinking}
 
 
 def wrong_forms(response: str) -> list[str]:

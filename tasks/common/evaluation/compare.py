@@ -72,7 +72,7 @@ def markdown(task: str, found: dict, changes: dict[str, Difference], texts: dict
     pair = f"trained - {found['against']}"
     parts = [
         f"# {task}: {', '.join(summaries)}",
-        tables.markdown_text(tables.gain(pair, changes)),
+        "\n".join(f"- {tables.markdown_text(line)}" for line in tables.outcome(pair, summaries, changes)),
         "\n".join(
             f"- {label}: {tables.markdown_text(each['model'])}, {tables.sizes(each)}"
             for label, each in summaries.items()
@@ -129,7 +129,7 @@ def compare(s: Settings, scoring: Scoring, base: str, *warm_up_and_trained: str)
 
     title = f"{s.TASK}: {' -> '.join(map(model_name, models.values()))}; {sizes}"
     tables.show_table(title, *tables.comparison_table(summaries, changes, pair))
-    print(*filter(None, [tables.gain(pair, changes), tables.gained_text(found["mcnemar"])]), sep="\n")
+    print(*tables.outcome(pair, summaries, changes), tables.gained_text(found["mcnemar"]), sep="\n")
     for name in ("gained", "lost"):
         for index in found[name][:3]:
             print(f"  {name} {index}: {one_line(texts[index])}")

@@ -7,10 +7,11 @@ from pathlib import Path
 
 from tasks.common.data.rows import DataError
 from tasks.common.evaluation import attack, batch, chat, compare, experiment, probe, self_samples
+from tasks.common.evaluation.lenient import read as read_leniently
 from tasks.common.evaluation.rollouts import Rollout, in_order, read_rollouts, rescored, write_rollouts
 from tasks.common.evaluation.sample import Job, Scoring, report_errors, sample_here, sampled, test_job
 from tasks.common.evaluation.summary import Difference, OwnMetrics, differences, summarize
-from tasks.common.evaluation.tables import GAIN, LOSS, comparison_table, gain, headline, show_table, sizes, verdict
+from tasks.common.evaluation.tables import GAIN, LOSS, comparison_table, headline, outcome, show_table, sizes, verdict
 from tasks.common.files import read_json, write_json
 from tasks.common.interrupts import interrupt_on_sigterm
 from tasks.common.process import errors_in_one_line
@@ -37,14 +38,15 @@ def evaluate(s: Settings, command: Command, scoring: Scoring, models: dict[str, 
     title = f"{s.TASK}: {sizes(summaries[last])}; mean [95 % interval]"
     if before is None:
         show_table(title, *comparison_table(summaries))
+        print(*outcome("", summaries, None), sep="\n")
         return report_errors(all_rollouts[last])
     changes, pair = differences(all_rollouts[before], all_rollouts[last], scoring.own_metrics), f"{last} - {before}"
     paired = {"to": models[before], "metrics": {name: asdict(change) for name, change in changes.items()}}
     write_json(jobs[last].folder(root) / "summary.json", {"model": models[last], **summaries[last], "paired": paired})
     header, rows = comparison_table(summaries, changes, pair)
     show_table(title, header[:-1], [row[:-1] for row in rows])
+    print(*outcome(pair, summaries, changes), sep="\n")
     if changes:
-        print(gain(pair, changes))
         warm_up = summaries[before]["metrics"].get("pass@1") if before == "sft" else None
         change, run_dir = changes[headline(changes)], run_of(models[last], s.runs_dir)
         if last != "sft" and (tries := next_steps(s, models[before], change, warm_up, run_dir)):
@@ -118,7 +120,7 @@ def rescore(s: Settings, command: Command, scoring: Scoring) -> int:
     if cut:
         print(f"  {source}: its last line was cut off and is skipped")
     stored = in_order({(r.index, r.mode, r.sample): r for r in stored}.values())  # the last of repeated ones
-    rollouts = [rescored(rollout, scoring.compute_score) for rollout in stored]
+    rollouts = read_leniently([rescored(each, scoring.compute_score) for each in stored], scoring.compute_score, None)
     changed = sum(old.reward != new.reward for old, new in zip(stored, rollouts, strict=True))
     summary = summarize(rollouts, scoring.own_metrics)
     folder = artifacts() / "eval" / s.TASK / f"rescored-{fingerprint({'file': str(source.resolve())})}"

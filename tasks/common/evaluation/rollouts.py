@@ -43,6 +43,7 @@ class Rollout:
     ``reward``: the dict of the task's reward.py; None where it raised (``error``) or where there is nothing to score.
     Of an episode, ``response`` is all after the prompt as the model saw it, ``tokens`` counts the model's,
     ``finish_reason`` says why it ended, and ``messages`` has what was said after the prompt (rewards/episode.py).
+    ``lenient``: whether a lenient reader finds it right (lenient.py); None before it was asked.
     """
 
     index: int
@@ -59,6 +60,7 @@ class Rollout:
     reward: dict[str, float] | None
     error: str = ""
     messages: list[dict] = field(default_factory=list)
+    lenient: bool | None = None
 
 
 FIELDS = {f.name for f in fields(Rollout)}
@@ -77,14 +79,14 @@ def scored(row: dict, index: int, mode: str, sample: int, completion: Completion
 def rescored(rollout: Rollout, compute_score: Callable) -> Rollout:
     """``rollout`` with its reward from ``compute_score``; an exception becomes its ``error``. Raises JudgeError."""
     if rollout.finish_reason == TOO_LONG or rollout.ground_truth in (None, ""):
-        return replace(rollout, reward=None, error="")
+        return replace(rollout, reward=None, error="", lenient=None)
     try:
         reward = compute_score(rollout.data_source, rollout.response, rollout.ground_truth, rollout.extra_info)
     except JudgeError:
         raise
     except Exception as error:
-        return replace(rollout, reward=None, error=one_line(f"{type(error).__name__}: {error}", 500))
-    return replace(rollout, reward=reward, error="")
+        return replace(rollout, reward=None, error=one_line(f"{type(error).__name__}: {error}", 500), lenient=None)
+    return replace(rollout, reward=reward, error="", lenient=None)
 
 
 def in_turn(messages: list[dict]) -> list[str]:

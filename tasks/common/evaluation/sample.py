@@ -16,6 +16,7 @@ from tasks.common.data.rows import DataError, decoded, read_rows, tools_of
 from tasks.common.evaluation import episodes
 from tasks.common.evaluation.engine_pool import EnginePool
 from tasks.common.evaluation.engines import ENGINES, Request, Sampling
+from tasks.common.evaluation.lenient import read as read_leniently
 from tasks.common.evaluation.rollouts import (
     GREEDY,
     SAMPLED,
@@ -231,6 +232,7 @@ def load(job: Job, out: Path, scoring: Scoring) -> tuple[list[Rollout], list[Req
     kept = [rollout for group in groups.values() for rollout in group.values()]
     if not current:
         kept = [rescored(rollout, scoring.compute_score) for rollout in kept]
+    kept = read_leniently(kept, scoring.compute_score, scoring.environment)
     if cut or kept != stored:
         write_rollouts(out, kept)
     if not current:  # after the scores that it marks: if they cannot be written, the old mark stays

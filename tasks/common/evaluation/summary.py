@@ -18,6 +18,10 @@ OwnMetrics = Callable[[list[dict]], dict[str, float]]
 MEANING = {
     "accuracy": "share of prompts whose greedy response is right",
     "pass@k": "chance that one of k samples is right",
+    "wrong": "share of samples with a wrong answer",
+    "unreadable": "share of samples without an answer that the reward can read, none of them right",
+    "lenient": "share of samples that are right for a lenient reader (pass@1 and format_loss)",
+    "format_loss": "share of samples that are right for a lenient reader alone",
     "score": "mean reward of the samples",
     "turns": "the model's turns in an episode",
     "tool_errors": "calls in an episode that could not be carried out",
@@ -28,6 +32,7 @@ MEANING = {
 }
 
 
+OF_ANSWERS = ("wrong", "unreadable", "lenient", "format_loss")  # with pass@1, the first two add up to 1
 OF_EPISODES = ("turns", "tool_errors", "timeout")  # keys of an episode's reward (rewards/episode.py)
 
 
@@ -51,6 +56,7 @@ def by_prompt(rollouts: list[Rollout]) -> pd.DataFrame:
             "tokens": r.tokens,
             "truncated": float(r.finish_reason in CUT),
             "entropy": r.entropy,
+            **_answer(r),
         }
         for r in rollouts
         if r.reward is not None
@@ -70,8 +76,20 @@ def by_prompt(rollouts: list[Rollout]) -> pd.DataFrame:
         for k in sorted({*(2**i for i in range(least.bit_length())), least}):
             table[f"pass@{k}"] = pd.Series(statistics.pass_at_k(n.to_numpy(), right.to_numpy(), k), index=n.index)
         means, last = grouped.mean().drop(columns="acc"), ["tokens", "truncated", "entropy"]
-        table = table.join(means[["score", *means.columns.drop(["score", *last]), *last]])
+        first = [*OF_ANSWERS, "score"]
+        table = table.join(means[[*first, *means.columns.drop([*first, *last]), *last]])
     return table.dropna(axis="columns", how="all")
+
+
+def _answer(rollout: Rollout) -> dict[str, float]:
+    """What ``OF_ANSWERS`` says of one completion with a reward. Without a reward's ``format`` those are unreadable that
+    a lenient reader alone finds right. NaN: no lenient reader was asked."""
+    right, asked = rollout.reward["acc"] > 0, rollout.lenient is not None
+    loss = bool(rollout.lenient) and not right
+    unreadable = not right and (loss or rollout.reward.get("format", 1) <= 0)
+    found = {"wrong": not right and not unreadable, "unreadable": unreadable}
+    found |= {"lenient": right or loss if asked else np.nan, "format_loss": loss if asked else np.nan}
+    return {name: float(value) for name, value in found.items()}
 
 
 def _column(key: str) -> str:

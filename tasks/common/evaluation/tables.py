@@ -3,6 +3,7 @@
 import os
 import re
 import time
+from dataclasses import replace
 
 from rich.console import Console
 from rich.markup import escape
@@ -52,6 +53,35 @@ def gain(pair: str, changes: dict[str, Difference] | None) -> str:
         return ""
     change = changes[name := headline(changes)]
     return f"{pair}: {name} {change.difference.signed()}, p {p_text(change.p_value)} ({change.test}): {verdict(change)}"
+
+
+def parts(changes: dict[str, Difference] | None) -> str:
+    """Which part of the difference of pass@1 is skill and which is form, in one line: the two add up to it. Skill is
+    what a lenient reader sees too; form is what such a reader had found right before. Empty where nobody asked one."""
+    if not changes or not {"pass@1", "lenient", "format_loss"} <= changes.keys():
+        return ""
+    loss = changes["format_loss"].difference
+    form = replace(changes["format_loss"], difference=Estimate(0 - loss.value, 0 - loss.high, 0 - loss.low))
+    both = {"skill": changes["lenient"], "form": form}
+    clear = [f"{judged} of {name}" for name, each in both.items() if (judged := verdict(each)) in (GAIN, LOSS)]
+    shares = " and ".join(f"{name} {each.difference.signed()}" for name, each in both.items())
+    return f"of it, {shares}: {' and '.join(clear) or 'neither is clear of chance'}"
+
+
+def answers(summaries: dict[str, dict]) -> str:
+    """What became of each model's samples, in one line. Empty for summaries of an older version."""
+    texts = []
+    for label, summary in summaries.items():
+        values = [summary["metrics"].get(name, {}).get("value") for name in ("pass@1", "wrong", "unreadable")]
+        if None not in values:
+            said = (f"{value:.1%} {name}" for value, name in zip(values, ("right", "wrong", "unreadable"), strict=True))
+            texts.append(f"{label}: {', '.join(said)}")
+    return "; ".join(texts)
+
+
+def outcome(pair: str, summaries: dict[str, dict], changes: dict[str, Difference] | None) -> list[str]:
+    """The lines below a table of models: the difference, its parts, and the answers of each model."""
+    return list(filter(None, [gain(pair, changes), parts(changes), answers(summaries)]))
 
 
 def gained_text(test: dict) -> str:

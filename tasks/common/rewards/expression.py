@@ -15,6 +15,18 @@ _ALLOWED, _WITH_POINTS = re.compile(r"[0-9+\-*/() ]+"), re.compile(r"(?:[0-9+\-*
 _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 _SIGNS = {ast.UAdd: operator.pos, ast.USub: operator.neg}
 
+MOST_STEPS, READ = 20, 2000  # calculations that are looked at, and the last characters of their text
+_STEP = re.compile(r"([0-9(][0-9+*/() -]{2,80}?)= ?([0-9]{1,9}(?:/[0-9]{1,9})?)(?![0-9])")
+
+
+def calculates(text: str) -> bool:
+    """Whether the end of ``text`` has a calculation that is true, such as 3*5=15."""
+    for left, right in _STEP.findall(in_ascii(text[-READ:]))[:MOST_STEPS]:
+        made, said = parse_expression(left), parse_expression(right)
+        if made and said and len(made[1]) > 1 and made[0] == said[0]:
+            return True
+    return False
+
 
 def parse_expression(text: str, signs_and_points: bool = False) -> tuple[Fraction, list[Fraction]] | None:
     """Value and numbers of an arithmetic expression over + - * / and parentheses, or None if it is not one.

@@ -38,7 +38,7 @@ def read_object(text: str, strict: bool = True) -> dict | None:
     for answer, tags in ((after_thinking(text), ()), (first, ("<think>", "</think>"))):
         if len(answer) > MAX_OBJECT_CHARS:
             return None
-        found = list(islice(((v, part) for part in _braced(answer) if (v := _parse(part)) is not None), 2))
+        found = list(islice(((v, part) for part in braced(answer) if (v := _parse(part)) is not None), 2))
         if len(found) == 1 and not any(tag in answer.replace(found[0][1], "", 1) for tag in tags):
             return found[0][0]
     return None
@@ -60,7 +60,7 @@ def _int(text: str) -> int:
     return int(text)
 
 
-def _braced(text: str) -> Iterator[str]:
+def braced(text: str) -> Iterator[str]:
     """The outermost ``{…}`` of ``text``, in one pass. Quotation marks count only inside braces."""
     depth = start = position = 0
     while True:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import correlation, linear_regression, median
+from statistics import correlation, linear_regression, mean, median
 from typing import NoReturn
 
 from tasks.common.files import write_json
@@ -32,6 +32,10 @@ STEADY = 0.97  # correlation of memory and steps: what programs keep and give ba
 # Of what verl measures, and its limit, which the trainer adds (verl_plugins/trainer.py).
 MEMORIES = {"RAM": ("perf/cpu_memory_used_gb", "perf/cpu_memory_limit_gb")}
 MEMORIES["GPU memory"] = "perf/max_memory_reserved_gb", "perf/gpu_memory_limit_gb"
+FIRST = 3  # steps whose mean is the start; as many are the end
+RISE, EXPLAINED = 0.1, 0.2  # of the mean reward; the least share of it that right answers must rise by
+SHORT = 1 / 3  # of the start's response length
+ALIKE = 0.5  # share of the prompts
 
 
 @dataclass(frozen=True)
@@ -210,9 +214,46 @@ def _memory(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
             continue
         if len(set(used)) == 1 or correlation(range(MEMORY_STEPS), used) < STEADY:
             continue
-        mean = linear_regression(range(MEMORY_STEPS), used).slope
-        end = row["step"] + math.floor((row[limit] - used[-1]) / mean)
+        slope = linear_regression(range(MEMORY_STEPS), used).slope
+        end = row["step"] + math.floor((row[limit] - used[-1]) / slope)
         if end < s.STEPS:
-            grows = f"{what} grows by {mean:.2g} GiB a step, to {used[-1]:.0f} of {row[limit]:.0f} GiB"
+            grows = f"{what} grows by {slope:.2g} GiB a step, to {used[-1]:.0f} of {row[limit]:.0f} GiB"
             fix = "stop and run the same command again, which continues from the last checkpoint"
             yield f"{grows}: it is used up at step {end} of {s.STEPS}; {fix}"
+
+
+def _ends(key: str, rows: list[dict]) -> tuple[float, float]:
+    """The mean of ``key`` over the first and the last FIRST ``rows``; NaN where a step lacks it, or they overlap."""
+    if len(rows) < 2 * FIRST:
+        return math.nan, math.nan
+    return tuple(mean(each.get(key, math.nan) for each in part) for part in (rows[:FIRST], rows[-FIRST:]))
+
+
+def _hollow(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
+    rows = [*before, row]
+    (first, last), (wrong, right) = (_ends(key, rows) for key in ("critic/score/mean", "answers/right"))
+    if last - first > RISE and right - wrong < EXPLAINED * (last - first):
+        yield (
+            f"reward rose from {first:.3g} to {last:.3g}, right answers from {wrong:.1%} to {right:.1%}: the policy "
+            "learns what the reward pays besides; look at the rollouts, run make attack, pay less partial credit"
+        )
+
+
+def _short(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
+    key, rows = "response_length/mean", [*before, row]
+    first, cut = _ends(key, rows)[0], _ends("response_length/clip_ratio", rows)[0]
+    # Where many were cut off at the start, the policy has to learn to end.
+    if not cut > TRUNCATED and _for_steps(FIRST, row, before, lambda each: each.get(key, first) < SHORT * first):
+        yield (
+            f"responses of {row[key]:.0f} tokens in the mean, {first:.0f} at the start: the policy no longer thinks, "
+            "or works nothing out; look at the rollouts, run make attack, lower LR or set KL_COEF"
+        )
+
+
+def _alike(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
+    key = "answers/alike"
+    if _for_steps(FIRST, row, before, lambda each: each.get(key, 0.0) > ALIKE):
+        yield (
+            f"of {row[key]:.0%} of the prompts all samples are the same wrong response: nothing new is tried; start "
+            "again from an earlier step with a lower LR or KL_COEF, or raise TEMPERATURE"
+        )

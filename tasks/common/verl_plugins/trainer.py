@@ -30,7 +30,7 @@ from tasks.common.runs.folder import read_metrics
 from tasks.common.runs.health import abort, aborted_by
 from tasks.common.settings import load_settings
 from tasks.common.text import one_line
-from tasks.common.verl_plugins import on_policy, one_update
+from tasks.common.verl_plugins import answers, on_policy, one_update
 from tasks.common.verl_plugins.expect import expect
 from tasks.common.verl_plugins.keep_best import KeepBest
 
@@ -40,6 +40,7 @@ expect(AgentLoopWorkerTQ.__ray_actor_class__._run_prompt, 'status = "failure"')
 expect(PPOTrainer._dump_generations, "self._write_generations,", "f.result()  # re-raises if the write failed")
 expect(PPOTrainer._log_rollout_data, 'reward_extra_infos_dict = {"uid": [batch.keys[i] for i in sorted_indices]}')
 expect(PPOTrainer._write_generations, 'filename = os.path.join(dump_path, f"{global_steps}.jsonl")')
+expect(PPOTrainer._compute_metrics, "moe_lb_metrics_interval", "global_steps")
 expect(PPOTrainer._setup, "partial(value_loss, config=critic_cfg)")
 expect(ReplayBuffer.sample, "self._sync_metadata_from_transfer_queue()")
 expect(ReplayBuffer._sync_metadata_from_transfer_queue, "self.failure_keys[partition_id].add(key)")
@@ -115,6 +116,22 @@ class TaskTrainer(KeepBest):
     def _save_checkpoint(self):
         super()._save_checkpoint()
         self._saved = self.global_steps
+
+    def _compute_metrics(self, batch, metrics, timing_raw, global_steps, epoch):
+        super()._compute_metrics(batch, metrics, timing_raw, global_steps=global_steps, epoch=epoch)
+        try:
+            metrics.update(self._answers(batch))
+        except Exception as error:  # the training needs none of them
+            print(f"the answers of step {global_steps} are not told: {one_line(str(error), 300)}", flush=True)
+
+    def _answers(self, batch) -> dict[str, float]:
+        fields = ["uid", "responses", "extra_fields"]
+        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
+        uids, extras = (data.pop(name).tolist() for name in ("uid", "extra_fields"))  # data[name] has no tolist
+        rows = zip(uids, data["responses"].unbind(), extras, strict=True)
+        own = [row for row, tag in zip(rows, batch.tags, strict=True) if not tag.get("is_padding", False)]
+        rewards = [extra.get("reward_extra_info") or {} for *_, extra in own]
+        return answers.figures([uid for uid, *_ in own], [tuple(ids.tolist()) for _, ids, _ in own], rewards)
 
     # With what was said in turn, which an episode's text does not tell: a model can write what stands between turns.
     def _log_rollout_data(self, batch, timing_raw, rollout_data_dir):

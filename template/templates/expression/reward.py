@@ -1,4 +1,4 @@
-"""The reward: 0.1 an arithmetic expression, 0.3 of exactly the given numbers, 1.0 that reaches the target."""
+"""The reward: 0.1 an expression of exactly the given numbers, 1.0 that reaches the target: a guess shall not pay."""
 
 from collections import Counter
 
@@ -20,5 +20,5 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kw
     well_formed = parsed is not None
     right_numbers = well_formed and Counter(parsed[1]) == Counter(truth["numbers"])
     right = right_numbers and parsed[0] == truth["target"]
-    score = 1.0 if right else 0.3 if right_numbers else 0.1 if well_formed else 0.0
+    score = 1.0 if right else 0.1 if right_numbers else 0.0
     return {"score": score, "acc": float(right), "format": float(well_formed), "numbers": float(right_numbers)}

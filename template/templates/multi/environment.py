@@ -46,4 +46,5 @@ class Environment:
         """What follows ``action``, the model's message. Rewards of an episode add up; 1 in all is a success."""
         if action.calls:
             return Step([tool_message(look_up(self.stock, call["arguments"])) for call in action.calls])
-        return Step(reward=float(last_answer(action.text) == str(self.stock["pieces"])), done=True)
+        answer = last_answer(action.text)
+        return Step(reward=float(answer == str(self.stock["pieces"])), done=True, readable=bool(answer))

@@ -1,0 +1,115 @@
+"""What a policy earns that does not think: partial credit for guesses may pay more than thinking earns at the start.
+
+No single score is wrong then, so no exploit is found; but reinforcement learning takes what pays. The guesses are made
+of other rows' demonstrations, so no task is known here.
+"""
+
+import re
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from statistics import mean
+
+from tasks.common.evaluation import probe
+from tasks.common.evaluation.exploits import SOME, THINKING, TURN, Row, visible
+from tasks.common.files import read_json
+from tasks.common.guarded import Guarded
+from tasks.common.runs.folder import POLICY, all_runs, read_metrics, recorded
+from tasks.common.settings import Settings
+
+MUCH = 0.2  # of what a right answer earns more than none, where no samples of the start are known
+ROWS, SECONDS = 24, 5.0
+_DIGITS = re.compile(r"\d+(?:\.\d+)?")
+
+
+@dataclass(frozen=True)
+class Guess:
+    """A policy that guesses: its mean ``score`` over the rows, the share that is ``right``, and what it says to one."""
+
+    policy: str
+    score: float
+    right: float
+    response: str
+
+
+def with_numbers(text: str, other: str, own: str) -> str | None:
+    """``text``, which answers the prompt ``other``, with the numbers of the prompt ``own`` in their places. None where
+    the prompts do not have as many numbers, or nothing would change."""
+    theirs, ours = _DIGITS.findall(other), _DIGITS.findall(own)
+    if len(theirs) != len(ours):
+        return None
+    places = dict(zip(reversed(theirs), reversed(ours), strict=True))  # of equal ones the first
+    changed = _DIGITS.sub(lambda found: places.get(found[0], found[0]), text)
+    return None if changed == text else changed
+
+
+def policies(others: list[Row]) -> dict[str, Callable[[Row], str | None]]:
+    """What a policy could say to any row that has seen the demonstrations of ``others`` alone: of the first, or of the
+    first that fits the row."""
+    whole = [row.demonstration.split(TURN)[-1] for row in others]
+    thought = "".join(THINKING.findall(whole[0]))
+
+    def guess(row: Row) -> str | None:
+        shapes = zip(others, whole, strict=True)
+        found = (with_numbers(visible(text), other.prompt, row.prompt) for other, text in shapes if other is not row)
+        return next(filter(None, found), None)
+
+    found = {"one answer for all, no thought": lambda row: None if row is others[0] else visible(whole[0])}
+    found["a guess of the row's numbers, no thought"] = guess
+    if thought:
+        found["one thought for all, and such a guess"] = lambda row: (text := guess(row)) and thought + text
+    return found
+
+
+def guesses(rows: list[Row], reward: Guarded, seconds: float) -> list[Guess]:
+    """The best guess of each policy over the ``rows``, the one that earns most first; none without demonstrations."""
+    ends, best = time.monotonic() + seconds, {}
+    others = [row for row in rows[:SOME] if row.demonstration]
+    for place in range(len(others)):
+        for name, of_row in policies([*others[place:], *others[:place]]).items():
+            said = {i: text for i, row in enumerate(rows) if (text := of_row(row))}
+            results = [(text, reward.scores(text, [i])[0]) for i, text in said.items() if time.monotonic() < ends]
+            results = [(text, result) for text, result in results if not result.problem]
+            if len(results) < len(rows) / 2:
+                continue  # it has an answer to few of them
+            score, right = (mean(values) for values in zip(*((r.score, r.right) for _, r in results), strict=True))
+            if name not in best or best[name].score < score:
+                best[name] = Guess(name, score, right, results[0][0])
+    return sorted(best.values(), key=lambda each: -each.score)
+
+
+def start_score(s: Settings) -> tuple[float, str] | None:
+    """The mean reward of the start's own samples, and where it is known from: the newest probe, else the first step of
+    the newest run. None without both."""
+    if file := probe.newest(s.TASK, bool):
+        return read_json(file)["metrics"]["score"]["value"], f"make probe: {file.parent.name}"
+    runs = [run for run in all_runs(s.TASK) if recorded(run)["kind"] == "rl" and not run.name.startswith(POLICY)]
+    for run in sorted(runs, key=lambda run: -run.stat().st_mtime):
+        for metrics in read_metrics(run, strict=False).values():
+            if "critic/score/mean" in metrics:
+                return metrics["critic/score/mean"], f"first step of {run.name}"
+    return None
+
+
+def told(s: Settings, rows: list[Row], reward: Guarded, seconds: float = SECONDS) -> Iterator[tuple[str, bool]]:
+    """Lines on the guesses, and whether each is a warning: without being right, a guess earns more than the start's own
+    samples, or much of what a right answer does where none are known."""
+    found = guesses(rows, reward, seconds)
+    if not found:
+        return
+    shown = [f"{each.policy}: {each.score:.3f} ({each.right:.0%} right)" for each in found]
+    yield f"what guesses earn: {'; '.join(shown)}", False
+    known, low = start_score(s), reward.scores("", [0])[0].score
+    high = max(reward.scores(row.demonstration, [i])[0].score for i, row in enumerate(rows[:SOME]) if row.demonstration)
+
+    def unearned(guess: Guess) -> float:
+        return guess.score - guess.right * high - (1 - guess.right) * low
+
+    most = max(found, key=unearned)
+    text = f"{most.policy}, such as {most.response!r:.80}, earns {most.score:.3f}, right or wrong"
+    advice = "the training may learn it; pay less partial credit, or only after a thought"
+    if known and unearned(most) > max(0.0, known[0] - low):
+        yield f"{text}, the start's own samples {known[0]:.3f} ({known[1]}): {advice}", True
+    elif not known and unearned(most) > MUCH * (high - low):
+        unknown = f"make probe TASK={s.TASK} says what the start's own samples earn"
+        yield f"{text}, a right answer {high:.3f}: {advice} ({unknown})", True

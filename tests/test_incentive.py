@@ -1,0 +1,102 @@
+"""What guesses earn: the incentive of partial credit, beside the exploits of make attack."""
+
+import json
+import random
+from functools import partial
+from itertools import islice
+from types import SimpleNamespace
+
+import pytest
+
+from tasks.common.evaluation import incentive
+from tasks.common.evaluation.exploits import Row
+from tasks.common.files import write_json
+from tasks.common.guarded import Guarded
+from tasks.common.settings import artifacts
+from tasks.countdown.prepare_data import example, problems
+from tasks.countdown.reward import compute_score
+
+
+@pytest.fixture(scope="module")
+def rows():
+    made = [example(**problem) for problem in islice(problems(random.Random(3), "hard"), 24)]
+    return [Row(each.prompt, json.dumps(each.ground_truth), each.demonstration) for each in made]
+
+
+@pytest.fixture
+def s(tmp_path, monkeypatch):
+    monkeypatch.setenv("ARTIFACTS", str(tmp_path))
+    return SimpleNamespace(TASK="own")
+
+
+def told(s, rows, score) -> list[tuple[str, bool]]:
+    reward = Guarded(score, rows)
+    try:
+        return list(incentive.told(s, rows, reward, 60))
+    finally:
+        reward.close()
+
+
+def started_at(s, score: float) -> None:
+    write_json(artifacts() / "probe/own/m/probe.json", {"model": "m", "metrics": {"score": {"value": score}}})
+
+
+def test_the_ladder_of_countdown_pays_a_guess_more_than_the_start_earns(s, rows):
+    started_at(s, 0.09)
+    (earns, _), (warning, warns) = told(s, rows, partial(compute_score, variant="ladder"))
+    assert warns and "no thought: 0.417 (17% right)" in earns
+    assert "<answer>" in warning and "the start's own samples 0.090 (make probe: m)" in warning
+
+
+def test_a_start_that_earns_more_is_not_warned_of(s, rows):
+    started_at(s, 0.5)
+    assert [warns for _, warns in told(s, rows, partial(compute_score, variant="ladder"))] == [False]
+
+
+def test_countdowns_default_pays_a_guess_without_a_thought_nothing(s, rows):
+    ((earns, warns),) = told(s, rows, compute_score)
+    assert not warns and "a guess of the row's numbers, no thought: 0.167 (17% right)" in earns
+    started_at(s, 0.05)  # a thought that is the same for all, and a guess, earn 0.1
+    assert told(s, rows, compute_score)[1][1]
+
+
+def test_without_samples_of_the_start_much_of_a_right_answer_is_warned_of(s, rows):
+    (_, (warning, warns)) = told(s, rows, partial(compute_score, variant="ladder"))
+    assert warns and "make probe TASK=own says what the start's own samples earn" in warning
+
+
+def test_what_is_right_is_no_partial_credit(s):
+    """Two numbers and always the same operator: often right, which nothing is wrong with."""
+    found = [Row(f"{n} {n + 1}", str(2 * n + 1), f"<think>so</think>{n}+{n + 1}") for n in range(10, 30)]
+
+    def score(source, response, truth, extra=None):
+        right = float(response.rpartition(">")[2] == f"{int(truth) // 2}+{int(truth) // 2 + 1}")
+        return {"score": right, "acc": right}
+
+    ((earns, warns),) = told(s, found, score)
+    assert not warns and "no thought: 1.000 (100% right)" in earns
+
+
+def test_rows_without_demonstrations_tell_nothing(s):
+    assert told(s, [Row("1", "1"), Row("2", "2")], compute_score) == []
+
+
+def test_numbers_take_the_places_of_the_others():
+    change = incentive.with_numbers
+    assert change("<answer>98-73</answer>", "Numbers: 73, 98. Target: 25.", "Numbers: 5, 7. Target: 2.") == (
+        "<answer>7-5</answer>"
+    )
+    assert change("7", "1 and 2", "3 and 4") is None is change("1", "1 and 2", "3")
+
+
+def test_a_training_warns_before_it_trains(s, rows, monkeypatch, capsys):
+    from tasks.common.launch import main
+
+    s.REWARD = "ladder"
+    monkeypatch.setattr(main, "compute_score_of", lambda s: compute_score)
+    monkeypatch.setattr(main.attacks, "rows_of", lambda s, count: rows)
+    main._warn_of_guesses(s)
+    assert capsys.readouterr().out.startswith("  warning: a guess of the row's numbers, no thought, such as '<answer>")
+    s.REWARD = ""
+    main._warn_of_guesses(s)
+    assert capsys.readouterr().out == ""

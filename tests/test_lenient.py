@@ -1,0 +1,187 @@
+"""Form and skill apart: the lenient reader with every task's own reward, and the parts of a gain."""
+
+import importlib
+import json
+import time
+from dataclasses import asdict, replace
+from functools import partial
+
+import pytest
+
+from tasks.calculator.environment import Environment
+from tasks.common.evaluation import tables
+from tasks.common.evaluation.lenient import read, readings, reads_right
+from tasks.common.evaluation.rollouts import SAMPLED, Rollout
+from tasks.common.evaluation.summary import by_prompt, differences, summarize
+from tasks.common.reports import monitor
+
+COUNTDOWN = {"target": 17, "numbers": [8, 80, 89]}
+CALLS = {"calls": [{"name": "look", "arguments": {"at": 1}}], "tools": []}
+NO_CALL = {"calls": [], "tools": []}
+WORKER = {"income": 5.0, "savings": 1.0, "price": 1.0, "interest": 0.0, "inflation": 0.0, "unemployment": 0.0}
+
+
+def rollout(response: str, truth, score, sample=0, index=0, **more) -> Rollout:
+    truth = truth if isinstance(truth, str) else json.dumps(truth)
+    made = Rollout(index, SAMPLED, sample, response, "stop", 5, 0.1, [], "x", truth, {}, None, **more)
+    return read([replace(made, reward=score("x", response, truth))], score, None)[0]
+
+
+def reward(task: str, **kwargs):
+    return partial(importlib.import_module(f"tasks.{task}.reward").compute_score, **kwargs)
+
+
+RIGHT = [
+    ("countdown", COUNTDOWN, "8 - 80 + 89 = 17"),
+    ("countdown", COUNTDOWN, "So we get $8 + 89 - 80 = 17$, which is the target."),
+    ("countdown", COUNTDOWN, "<think>8+89=97</think>\n\\boxed{8+89-80}"),
+    ("countdown", COUNTDOWN, "<think>hm</think><answer>8+89-80"),
+    ("countdown", {"target": 40, "numbers": [5, 8]}, "The result is $5 \\times 8 = 40$."),
+    ("gsm8k", "18", "She makes 9 * 2 = $18 every day."),
+    ("gsm8k", "18", "<think>9 * 2 is 18</think> <answer>18</answer>"),
+    ("gsm8k", "18", "<think>9 * 2 is \\boxed{18}"),
+    ("char_count", "3", "There are 3 r's: the count is 3"),
+    ("tool_calling", CALLS, '```json\n{"name": "look", "arguments": {"at": 1}}\n```'),
+    ("tool_calling", CALLS, 'I look.\n<tool_call>\n{"name": "look", "arguments": {"at": 1}}\n</tool_call>'),
+    ("econ_agent", WORKER, 'I decide: {"work": 1.0, "consumption": 1.0} - good for me.'),
+]
+WRONG = [
+    ("countdown", COUNTDOWN, "8 + 80 + 89"),
+    ("countdown", COUNTDOWN, "<think>8 + 89 - 80 = 17, or is it"),  # a thought that never ends says no answer
+    ("countdown", COUNTDOWN, ""),
+    ("gsm8k", "18", "#### 18 or 19"),
+    ("gsm8k", "18", "It is 18. No, it is 19"),
+    ("char_count", "3", "s t r 1 2 3 and more: 4"),
+    ("tool_calling", CALLS, '{"name": "look", "arguments": {"at": 2}}'),
+    ("tool_calling", NO_CALL, "<tool_call>\n{broken\n</tool_call>"),  # text in its place would be right
+    ("tool_calling", NO_CALL, '{"name": "look", "arguments": {"at": 2}} there'),
+    ("econ_agent", WORKER, 'I decide: {"work": 0.0, "consumption": 0.0} - good for me.'),
+]
+
+
+@pytest.mark.parametrize(("task", "truth", "response"), RIGHT)
+def test_a_right_answer_in_no_form_is_right_for_a_lenient_reader_alone(task, truth, response):
+    found = rollout(response, truth, reward(task))
+    assert found.reward["acc"] == 0 and found.lenient is True
+
+
+@pytest.mark.parametrize(("task", "truth", "response"), WRONG)
+def test_a_wrong_answer_is_wrong_for_a_lenient_reader_too(task, truth, response):
+    found = rollout(response, truth, reward(task))
+    assert found.reward["acc"] == 0 and found.lenient is False
+
+
+def test_what_the_reward_can_read_is_left_to_the_reward():
+    said = "8+89-80 = 17\n<answer>8+80+89</answer>"  # readable, and wrong: the other expression does not count
+    assert rollout(said, COUNTDOWN, reward("countdown")).lenient is False
+    assert rollout("<answer>8+89-80</answer>", COUNTDOWN, reward("countdown")).lenient is True
+
+
+def test_a_judge_and_an_environment_of_texts_are_not_asked(monkeypatch):
+    class OfTexts:
+        step_text = None
+
+    score = reward("gsm8k")
+    given = [replace(rollout("no", "18", score), lenient=None)]
+    assert read(given, None, OfTexts) == given != read(given, score, None)
+    monkeypatch.setattr(
+        "tasks.gsm8k.reward.judge", importlib.import_module("tasks.common.rewards.judge"), raising=False
+    )
+    assert read(given, score, None) == given
+
+
+@pytest.mark.parametrize(
+    ("last", "finish", "lenient", "readable"),
+    [
+        ("<answer>5</answer>", "stop", True, 1.0),
+        ("it is 5", "stop", True, 0.0),
+        ("it is 6", "stop", False, 0.0),
+        ("it is 5", "length", False, 0.0),
+    ],
+)
+def test_the_last_message_of_an_episode_is_read_leniently(last, finish, lenient, readable):
+    right = last == "<answer>5</answer>"
+    call = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "2+3"}}\n</tool_call>'
+    said = [{"role": "assistant", "content": call}, {"role": "tool", "content": "5"}]
+    said.append({"role": "assistant", "content": last})
+    scores = {"score": float(right), "acc": float(right), "format": readable}
+    prompt = [{"role": "user", "content": "2+3?"}]
+    made = Rollout(0, SAMPLED, 0, "", finish, 9, 0.1, prompt, "calculator", '{"answer": "5"}', {}, scores, "", said)
+    (found,) = read([made], None, Environment)
+    assert found.lenient is lenient
+
+
+def test_hostile_responses_take_no_long_time():
+    before = time.process_time()
+    for text in ("(" * 100_000, "<answer>" * 20_000, "{" * 100_000, "1+" * 50_000, "<think>" * 20_000, "$`*" * 30_000):
+        assert len(readings(text)) <= 7 and reads_right(text, lambda _: False) is False
+    assert time.process_time() - before < 3
+
+
+# ---- what the reports say
+
+
+def responses(texts: dict[int, list[str]]) -> list[Rollout]:
+    score = reward("gsm8k")
+    return [rollout(text, "18", score, n, index) for index, each in texts.items() for n, text in enumerate(each)]
+
+
+FORM, YES, NO = "it makes 18", "#### 18", "#### 17"
+
+
+def outcome(start: list[str], end: list[str], prompts: int = 20) -> str:
+    before, after = (responses({i: texts for i in range(prompts)}) for texts in (start, end))
+    changes = differences(before, after)
+    summaries = {"sft": summarize(before), "grpo": summarize(after)}
+    return "\n".join(tables.outcome("grpo - sft", summaries, changes))
+
+
+def test_right_wrong_and_unreadable_are_all_samples():
+    table = by_prompt(responses({0: [FORM, YES, NO, "none"], 1: [YES, YES, YES, YES]}))
+    assert table.loc[0, ["pass@1", "wrong", "unreadable", "lenient", "format_loss"]].tolist() == [
+        0.25,
+        0.25,
+        0.5,
+        0.5,
+        0.25,
+    ]
+    assert table.loc[1, ["pass@1", "wrong", "unreadable", "lenient", "format_loss"]].tolist() == [1, 0, 0, 1, 0]
+
+
+def test_a_gain_of_form_is_told_from_a_gain_of_skill():
+    said = outcome([FORM, NO], [YES, NO])
+    assert (
+        "pass@1 +0.500" in said and "skill +0.000 [0.000, 0.000] and form +0.500 [0.500, 0.500]: a gain of form" in said
+    )
+    assert "sft: 0.0% right, 50.0% wrong, 50.0% unreadable; grpo: 50.0% right, 50.0% wrong, 0.0% unreadable" in said
+    assert outcome([NO, NO], [YES, NO]).splitlines()[1].endswith("form +0.000 [0.000, 0.000]: a gain of skill")
+    assert "a gain of skill and a gain of form" in outcome([NO, FORM], [YES, YES])
+    assert "a loss of skill and a gain of form" in outcome([FORM, FORM], [YES, NO])
+    assert "neither is clear of chance" in outcome([YES, NO], [YES, NO])
+
+
+def test_a_reward_without_format_calls_unreadable_what_a_lenient_reader_alone_finds_right():
+    def score(source, text, truth, extra=None):
+        right = float("#### 18" in text)
+        return {"score": right, "acc": right}
+
+    table = by_prompt([rollout(text, "18", score, n) for n, text in enumerate([FORM, "17"])])
+    assert table.loc[0, ["wrong", "unreadable", "format_loss"]].tolist() == [0.5, 0.5, 0.5]
+
+
+def test_without_a_lenient_reader_nothing_is_said_of_form():
+    plain = [replace(each, lenient=None) for each in responses({0: [YES, NO], 1: [NO, NO]})]
+    changes = differences(plain, plain)
+    assert "lenient" not in changes and tables.parts(changes) == "" and "format_loss" not in summarize(plain)["metrics"]
+    assert tables.answers({"base": {"metrics": {}}}) == ""
+
+
+def test_the_dashboard_tells_the_start_and_what_was_gained():
+    before, after = (responses({i: texts for i in range(20)}) for texts in ([FORM, NO], [YES, NO]))
+    changes = {name: asdict(change) for name, change in differences(before, after).items()}
+    seen = monitor.Seen()
+    monitor._against_start(seen, 8, {**summarize(after), "paired": {"to": "m", "metrics": changes}})
+    assert seen.evaluations[0]["eval/pass@1"] == 0 and seen.evaluations[0]["eval/unreadable"] == 0.5
+    assert seen.findings["evaluation-8"].text.endswith("form +0.500 [0.500, 0.500]: a gain of form")
+    monitor._against_start(alone := monitor.Seen(), 8, summarize(after))
+    assert not alone
