@@ -96,6 +96,10 @@ def test_episodes_get_the_exact_metrics_and_each_turn_is_one_batch(workplace):
         "score": 3 / 6,
         "turns": sum(map(sum, TURNS)) / 6,
         "tool_errors": 1 / 6,
+        "cut_length": 0,
+        "cut_turn_length": 1 / 6,
+        "cut_observation": 0,
+        "cut_turns": 1 / 6,
         "timeout": 0,
         "tokens": sum(lengths) / 6,
         "truncated": 2 / 6,
@@ -112,7 +116,7 @@ def test_episodes_get_the_exact_metrics_and_each_turn_is_one_batch(workplace):
     assert found[0, "sampled", 0].response.endswith(f"<|im_start|>assistant\n{RIGHT}<|im_end|>")
     assert "<tool_response>\n7\n</tool_response>" in found[0, "sampled", 0].response
     assert "error: no tool python; there are: calculator" in found[1, "sampled", 0].response
-    assert [found[2, "sampled", n].finish_reason for n in (0, 1)] == ["max_turns", "length"]
+    assert [found[2, "sampled", n].finish_reason for n in (0, 1)] == ["max_turns", "turn_length"]
     said = [("assistant", CALL), ("tool", "7"), ("assistant", RIGHT)]
     assert found[0, "sampled", 0].messages == [{"role": role, "content": text} for role, text in said]
 

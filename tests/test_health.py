@@ -117,6 +117,17 @@ def test_truncation_counts_when_it_stays():
     assert found({11: cut, 12: cut}) == [("truncation", 12)]
 
 
+def test_an_episodes_cuts_are_named_by_their_own_variables():
+    cuts = {"episode/turns": 3.0, "episode/cut_turn_length": 0.25, "episode/cut_length": 0.06}
+    rows = {step: FINE | cuts | {"response_length/clip_ratio": 0.0} for step in (1, 2)}
+    (one,) = findings(rows, replace(SETTINGS, MAX_TURN_LENGTH=48))
+    assert (one.rule, one.step) == ("truncation", 2)
+    assert "25% by MAX_TURN_LENGTH=48 (turn_length), 6% by MAX_RESPONSE_LENGTH=64 (length); raise MAX_TURN_" in one.text
+    # The longest of a batch of episodes says nothing about their limits.
+    long = {"episode/turns": 3.0, "response_length/clip_ratio": 0.9, "response_length/max": 64.0}
+    assert findings({1: FINE | long, 2: FINE | long}, SETTINGS) == []
+
+
 def test_a_spike_needs_steps_to_be_held_against():
     assert found({5: {"actor/grad_norm": 100.0}}) == [] and found({6: {"actor/grad_norm": 100.0}}) == [("spike", 6)]
     silent = {step: {"actor/grad_norm": 0.0} for step in range(1, 19)}

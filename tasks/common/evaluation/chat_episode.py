@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TextIO
 
+from tasks.common.data.ends import TOO_LONG
 from tasks.common.evaluation.engines import Sampling
 from tasks.common.models.chat_template import next_turn_ids, prompt_ids
 from tasks.common.rewards.answers import RewardError
 from tasks.common.rewards.environment import Environment
-from tasks.common.rewards.episode import TOO_LONG, Begun, Episode, Limits, Sampled, begin, play_on
+from tasks.common.rewards.episode import Begun, Episode, Limits, Sampled, begin, play_on
 from tasks.common.text import one_line, printable
 
 HELP = "a text: your own question, then what you say next; /next (or /sample): an episode of a test prompt with its "

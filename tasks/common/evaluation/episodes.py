@@ -5,11 +5,12 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tasks.common.data.ends import TOO_LONG
 from tasks.common.evaluation.engines import Request, Sampling, TurnRequest
 from tasks.common.evaluation.rollouts import GREEDY, Completion, Rollout
 from tasks.common.rewards.answers import JudgeError, RewardError
 from tasks.common.rewards.environment import Environment
-from tasks.common.rewards.episode import TOO_LONG, Episode, Limits, Sampled, play
+from tasks.common.rewards.episode import Episode, Limits, Sampled, play
 from tasks.common.text import one_line
 
 AT_ONCE = 1024  # episodes; vLLM samples some hundred at a time

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
+from tasks.common.data.ends import TOO_LONG
 from tasks.common.data.rows import DataError
 from tasks.common.files import written_beside
 from tasks.common.rewards.answers import JudgeError
-from tasks.common.rewards.episode import TOO_LONG
 from tasks.common.text import one_line
 
 GREEDY, SAMPLED = "greedy", "sampled"

@@ -6,13 +6,19 @@ of the dict that it returns.
 
 import functools
 import json
+import math
 import re
 import sys
+import traceback
 from collections.abc import Callable
+from pathlib import Path
 
 MAX_RESPONSE_CHARS = 100_000
 _THINK, _THINK_END = re.compile(r"<think>", re.IGNORECASE), re.compile(r"</think>", re.IGNORECASE)
 _ANSWER = re.compile(r"<(/?)answer>", re.IGNORECASE)
+
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 class RewardError(RuntimeError):
@@ -21,6 +27,34 @@ class RewardError(RuntimeError):
 
 class JudgeError(RewardError):
     """The judge gave no score. The response is not at fault, so the run stops; the response never scores 0."""
+
+
+def said(error: BaseException) -> str:
+    """``error`` of a task's code in one line: its type, its message, and the line of the task's own file."""
+    text = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+    place = own_place(error)
+    return f"{text[:300]}{f' ({place})' if place else ''}"
+
+
+def own_place(error: BaseException) -> str:
+    """``file:line, in function``, where ``error`` left the code of the user: the innermost frame outside of
+    tasks/common and of packages. Empty where there is none."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        file = Path(frame.filename)
+        if not file.is_relative_to(ROOT) or "site-packages" in file.parts:
+            continue
+        if (name := file.relative_to(ROOT)).parts[:2] != ("tasks", "common"):
+            return f"{name}:{frame.lineno}, in {frame.name}"
+    return ""
+
+
+def number(value) -> float | None:
+    """``value`` as a finite number: of Python, NumPy or torch, a bool too. None for anything else, a text too."""
+    try:
+        found = float(value) if hasattr(value, "__float__") or hasattr(value, "__index__") else math.nan
+    except Exception:  # an array of several, a huge integer
+        return None
+    return found if math.isfinite(found) else None
 
 
 def read_ground_truth(ground_truth) -> object:
@@ -82,14 +116,14 @@ def reward_function(compute_score: Callable[..., dict]) -> Callable[..., dict]:
         except RewardError:
             raise
         except Exception as error:
-            text = " ".join(str(error).split())
-            raise RewardError(f"{where}: compute_score raised {type(error).__name__}: {text[:200]}") from error
+            raise RewardError(f"{where}: compute_score raised {said(error)}") from error
         if not isinstance(result, dict) or not {"score", "acc"} <= result.keys():
             raise RewardError(f"{where}: compute_score must return a dict with `score` and `acc`, not {result!r}")
+        numbers = {key: number(value) for key, value in result.items()}
         for key, value in result.items():
-            if not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:  # false for NaN too
+            if numbers[key] is None:
                 shown = "a huge integer" if isinstance(value, int) else repr(value)[:50]
                 raise RewardError(f"{where}: {key} is {shown}, not a finite number")
-        return {key: float(value) for key, value in result.items()}
+        return numbers
 
     return checked

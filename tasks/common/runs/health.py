@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import NoReturn
 
+from tasks.common.data.ends import CUT, cut_key, remedy
 from tasks.common.files import write_json
 from tasks.common.settings import HEALTH_RULES, Settings
 
@@ -163,6 +164,16 @@ def _zero_variance(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
 
 
 def _truncation(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
+    def shares(each: dict) -> dict[str, float]:
+        return {end: each.get(f"episode/{cut_key(end)}", 0.0) for end in CUT}
+
+    if "episode/turns" in row:
+        if _for_steps(TRUNCATION_STEPS, row, before, lambda each: sum(shares(each).values()) > TRUNCATED):
+            cuts = sorted(((share, end) for end, share in shares(row).items() if share), reverse=True)
+            parts = ", ".join(f"{share:.0%} by {CUT[end]}={getattr(s, CUT[end])} ({end})" for share, end in cuts)
+            yield f"episodes are cut off: {parts}; {remedy(cuts[0][1])}, or warm up longer with INIT=sft"
+        return
+
     def cut_off(each: dict) -> bool:
         # verl counts the responses as long as the longest of the batch; they are cut off where that is the limit.
         longest = each.get("response_length/max", 0)

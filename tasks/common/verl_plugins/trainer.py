@@ -20,6 +20,7 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils.transferqueue_utils import kv_batch_meta2batch_meta
 
 import tasks.common.verl_plugins.patches  # noqa: F401
+from tasks.common.data.ends import step_metrics
 from tasks.common.rewards.answers import RewardError
 from tasks.common.rewards.episode import turn_texts
 from tasks.common.runs.folder import read_metrics
@@ -98,6 +99,14 @@ class TaskTrainer(KeepBest):
     def _save_checkpoint(self):
         super()._save_checkpoint()
         self._saved = self.global_steps
+
+    def _compute_metrics(self, batch, metrics, timing_raw, global_steps, epoch):
+        if self.config.data.get("episode"):
+            data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["extra_fields"])
+            found = zip(data["extra_fields"].tolist(), batch.tags, strict=True)
+            found = [fields.get("reward_extra_info") for fields, tag in found if not tag.get("is_padding")]
+            metrics.update(step_metrics([*filter(None, found)]))
+        super()._compute_metrics(batch, metrics, timing_raw, global_steps, epoch)
 
     # With what was said in turn, which an episode's text does not tell: a model can write what stands between turns.
     def _log_rollout_data(self, batch, timing_raw, rollout_data_dir):
