@@ -10,7 +10,9 @@ import pytest
 from tasks.common.launch import train
 from tasks.common.launch.plan import planned
 from tasks.common.launch.task import environment
+from tasks.common.process import StageFailed
 from tasks.common.runs import launches
+from tasks.common.runs.checkpoint import begun_file
 from tasks.common.runs.folder import hf_folder, lineage, read_metrics
 from tasks.common.settings import load_settings
 from tests.test_runs import make_run, write_checkpoints
@@ -83,6 +85,8 @@ def test_rounds_are_trained_as_planned_skipped_when_done_and_continued_with_more
 
     def run(command, *, name, log, total, watch, environment):
         assert watch().note == " starting the engines"
+        begun_file(Path(environment["VERL_FILE_LOGGER_PATH"])).write_text(str(total - 1))
+        assert watch().note == f" step {total - 1}"
         row = {"critic/score/mean": 0.5, "actor/entropy": 0.001}
         Path(environment["VERL_FILE_LOGGER_PATH"]).write_text(json.dumps({"step": total, "data": row}) + "\n")
         assert watch().note == f" reward 0.500, collapse (step {total})" and watch().done == total
@@ -108,6 +112,21 @@ def test_rounds_are_trained_as_planned_skipped_when_done_and_continued_with_more
     assert train.train(replace(s, SELF_PLAY_ROUNDS=1, STEPS=6), ["trainer.total_epochs=3"]) == f"6 steps in {first}"
     assert "resuming from step 4" in capsys.readouterr().out and seen[2][1:4] == (6, "grpo-001.log", "7")
     assert sorted(read_metrics(first)) == [4, 6]
+
+
+@pytest.mark.parametrize("steps", [(), (2, 4)])
+def test_a_stop_says_where_the_same_command_goes_on(settings, monkeypatch, steps):
+    run_dir = make_run(settings, "mine", steps=steps) if steps else settings.runs_dir / "mine"
+    plan = planned("grpo", settings, run_dir, "some/model")
+    goes_on = "continues from the checkpoint of step 4" if steps else "begins at step 1, as there is no checkpoint yet"
+
+    def run(*_, **__):
+        raise stop
+
+    monkeypatch.setattr(train, "run", run)
+    for stop in (KeyboardInterrupt(), StageFailed("no memory; free some, then the same command continues\n  log: x")):
+        with pytest.raises(type(stop), match=f"the same command {goes_on}"):
+            train.execute(plan)
 
 
 def test_a_complete_training_by_dpo_is_up_to_date_with_the_steps_of_its_pairs(

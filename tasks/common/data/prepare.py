@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, count, islice
 from pathlib import Path
 
+from tasks.common import errors
 from tasks.common.data import gold
 from tasks.common.data.records import HubRecords, HubUnreachable, Records, load
 from tasks.common.data.rows import (
@@ -24,7 +25,7 @@ from tasks.common.data.rows import (
     write_parquet,
 )
 from tasks.common.data.split import Form, Sizes, SplitError, write_sides, write_split
-from tasks.common.files import partial_of, read_json, write_json
+from tasks.common.files import partial_of, read_json, write_json, write_text
 from tasks.common.models.chat_template import LONGEST_TOKEN, prompt_ids
 from tasks.common.models.find import resolve_model
 from tasks.common.models.merge import base_model
@@ -243,14 +244,17 @@ def _gold_checked(settings: Settings, sides: dict[str, list]) -> tuple[dict, dic
     empty.
     """
     rows = [_gold_row(settings, side, index, item) for side in sides for index, item in enumerate(sides[side])]
-    entry, wrong = gold.check(settings, rows)
-    if settings.GOLD == "error" and gold.failed({"gold": entry}):
-        raise DataError(f"GOLD=error: {gold.said(entry)}")
+    entry, wrong = gold.check(settings, rows, _tokenizer_here(settings.MODEL))
+    if settings.GOLD == "error" and gold.failed({"gold": entry}, settings):
+        raise DataError(f"GOLD=error: {gold.said(entry, settings)}")
+    if entry["demonstrations"] and not entry["right"]:
+        advice = f"mend {settings.reward_file.name} or the demonstrations"
+        raise DataError(f"gold check: {gold.said(entry, settings)}; nothing is right: {advice}")
     if wrong and settings.GOLD == "drop":
         place = count()  # over all sides, as the check counts
         left = {side: [item for item in items if next(place) not in wrong] for side, items in sides.items()}
         if empty := [side for side, items in sides.items() if items and not left[side]]:
-            raise DataError(f"GOLD=drop: leaves no {empty[0]} row; {gold.said(entry)}")
+            raise DataError(f"GOLD=drop: leaves no {empty[0]} row; {gold.said(entry, settings)}")
         entry, sides = entry | {"dropped": len(wrong)}, left
     return entry, sides
 
@@ -316,6 +320,18 @@ def load_tokenizer(model: str, shown: str = "MODEL=", weights: bool = True):
     return tokenizer
 
 
+def _tokenizer_here(model: str):
+    """The tokenizer of ``model`` where it is on this machine; else None: nothing is downloaded to count tokens."""
+    from transformers import AutoTokenizer
+
+    try:
+        folder = base_model(resolve_model(model)) if model == "embedded" or Path(model).expanduser().exists() else model
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception:  # none, or a broken one, which the model's stage reports
+        return None
+    return tokenizer if tokenizer.chat_template else None
+
+
 def too_long(tokenizer, limit: int, messages: list[dict], tools: list[dict] | None) -> str | None:
     """Why a prompt cannot be used: "too_long" with over ``limit`` tokens, "refused_by_chat_template", or None."""
     if len(json.dumps(messages)) > limit * LONGEST_TOKEN:
@@ -346,8 +362,8 @@ def read_manifest(data_dir: Path) -> dict:
     return manifest if isinstance(manifest.get("rows"), dict) else {}
 
 
-def describe(manifest: dict) -> str:
-    """A manifest in one to three lines: rows and source, what was dropped, the gold check."""
+def describe(manifest: dict, s: Settings | None = None) -> str:
+    """A manifest in one to three lines: rows and source, what was dropped, the gold check under the limits of ``s``."""
     of = {name: f" (of {count} conversations)" for name, count in manifest.get("groups", {}).items()}
     rows = ", ".join(f"{count} {name}{of.get(name, '')}" for name, count in manifest["rows"].items())
     parts = [manifest["source"]]
@@ -358,7 +374,7 @@ def describe(manifest: dict) -> str:
             details = [part["config"], part["split"], part.get("revision", "")[:12]]
             parts.append(f"{part['hub']} ({', '.join(filter(None, details))})")
     extra = "; ".join(filter(None, [_because(manifest).strip(" ()"), manifest.get("note")]))
-    checked = f"gold check: {gold.said(manifest['gold'])}" if manifest.get("gold") else ""
+    checked = f"gold check: {gold.said(manifest['gold'], s)}" if manifest.get("gold") else ""
     lines = [f"{rows} from {', '.join(parts)}, seed {manifest['seed']}", extra, checked]
     return "\n  ".join(filter(None, lines))
 
@@ -372,4 +388,13 @@ def _because(details: dict) -> str:
 def main(sources: dict[str, Source]) -> None:
     """Command line of a task's prepare_data.py: settings come from the environment (`make data`)."""
     with errors_in_one_line(DataError, SettingsError):
-        prepare(load_settings(), sources)
+        s = load_settings()
+        try:
+            prepare(s, sources)
+        except (DataError, SettingsError):
+            raise
+        except Exception as error:
+            if not errors.own_place(error):
+                raise
+            write_text(log := s.data_dir / "prepare_data.log", errors.whole(error))
+            raise DataError(f"{errors.said(error)}; traceback: {log}") from error

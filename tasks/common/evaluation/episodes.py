@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tasks.common import errors
 from tasks.common.data.ends import TOO_LONG
 from tasks.common.evaluation.engines import Request, Sampling, TurnRequest
 from tasks.common.evaluation.rollouts import GREEDY, Completion, Rollout
@@ -151,6 +152,7 @@ async def _one(stage: Stage, turns: Turns, row: dict, request: Request, number: 
     except JudgeError:
         raise
     except RewardError as raised:
+        errors.log(raised)
         error = one_line(str(raised), 500)
     tokens = sum(completion.tokens for completion in found)
     truth = row["reward_model"]["ground_truth"]

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
+from tasks.common import errors
 from tasks.common.data.ends import TOO_LONG
 from tasks.common.data.rows import DataError
 from tasks.common.files import written_beside
@@ -83,6 +84,7 @@ def rescored(rollout: Rollout, compute_score: Callable) -> Rollout:
     except JudgeError:
         raise
     except Exception as error:
+        errors.log(error)
         return replace(rollout, reward=None, error=one_line(f"{type(error).__name__}: {error}", 500))
     return replace(rollout, reward=reward, error="")
 

@@ -115,14 +115,14 @@ def data(job: Job) -> str:
     if not fresh:
         script(s, "prepare_data.py")
         manifest = read_manifest(s.data_dir)
-    if s.GOLD == "error" and gold.failed(manifest):
-        raise DataError(f"GOLD=error: {gold.said(manifest['gold'])}")
+    if s.GOLD == "error" and gold.failed(manifest, s):
+        raise DataError(f"GOLD=error: {gold.said(manifest['gold'], s)}")
     for name in manifest["rows"]:
         validate_parquet(s.data_dir / f"{name}.parquet", "sft" if name == "sft" else "rl")
     if training:
         _check_own_files(s, manifest["rows"])
     own_file = f"; training on {s.train_file}" if training and s.TRAIN_FILE else ""
-    return f"{'up to date: ' if fresh else ''}{describe(manifest)}{own_file}"
+    return f"{'up to date: ' if fresh else ''}{describe(manifest, s)}{own_file}"
 
 
 def _check_own_files(s: Settings, names: Iterable[str]) -> None:
@@ -342,7 +342,12 @@ def closing(s: Settings, run_dirs: list[Path], step: str = "") -> None:
     steps = sum(map(folder.last_step, run_dirs))
     if (last := folder.last_step(run_dirs[-1])) and folder.find_step(run_dirs[-1], step) != last:
         print(f"the table is of the {chosen_step(run_dirs[-1], step)}")
-    print(f"{steps} steps, {seconds:.0f} s of training{total_time()}; all of it in {run_dirs[-1]}\n\nNext:")
+    launched = sum(len(list(run_dir.glob("metrics/*.jsonl"))) for run_dir in run_dirs)
+    earlier = f" in {launched} launches" if launched > len(run_dirs) else ""  # the time in all is of this one
+    print(
+        f"{steps} steps, {seconds:.0f} s of training{earlier}{total_time(bool(earlier))}; all of it in {run_dirs[-1]}"
+    )
+    print("\nNext:")
     change, what = folder.more_training(s, run_dirs[-1])[0]
     print(f"  the same command with {change}    # {what}")
     print(f"  make compare TASK={s.TASK}    # base, warm-up and trained with tests, prompts gained and lost; files")
@@ -508,6 +513,6 @@ def main(goal: str, arguments: list[str]) -> None:
 if __name__ == "__main__":
     interrupt_on_sigterm()
     trains = sys.argv[1] in ("sft", "train", "dpo", "all", "experiment")
-    said = "stopped" + "; the same command continues from the last checkpoint" * trains
+    said = "stopped" + "; the same command continues" * trains
     with errors_in_one_line(SettingsError, DataError, RewardError, stopped=said):
         main(sys.argv[1], sys.argv[2:] or given_arguments())

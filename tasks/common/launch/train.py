@@ -19,7 +19,7 @@ from tasks.common.models.find import resolve_model, whole_model
 from tasks.common.models.merge import adapter_config, base_model, is_adapter
 from tasks.common.process import Progress, StageFailed, run
 from tasks.common.runs import folder, health, launches, validation
-from tasks.common.runs.checkpoint import ranks
+from tasks.common.runs.checkpoint import begun_step, ranks
 from tasks.common.runs.keep import prune
 from tasks.common.settings import Settings, SettingsError, method
 from tasks.common.training import tracking, verl_config, verl_versions
@@ -225,7 +225,7 @@ def execute(plan: Plan) -> dict[int, dict[str, float]]:
 
     def watch() -> Progress:
         gpus.sample()
-        return _progress(plan, plan.metrics.stat().st_size if plan.metrics.exists() else 0)
+        return _progress(plan, plan.metrics.stat().st_size if plan.metrics.exists() else 0, begun_step(plan.metrics))
 
     outcome = run_dir / health.OUTCOME
     outcome.unlink(missing_ok=True)
@@ -233,10 +233,11 @@ def execute(plan: Plan) -> dict[int, dict[str, float]]:
         run(plan.command, name=plan.name, log=plan.log, total=plan.steps, watch=watch, environment=plan.environment)
     except StageFailed as error:
         if reason := read_json(outcome).get("reason"):  # the trainer's own: ABORT_ON
-            kept = f"the checkpoint of step {folder.last_step(run_dir)} is kept; the same command continues from it"
-            raise StageFailed(f"{reason}; {kept}\n  log: {plan.log}") from error
+            raise StageFailed(f"{reason}; {_goes_on(run_dir)}\n  log: {plan.log}") from error
         _note(outcome, "failed", str(error).splitlines()[0])
-        raise
+        raise StageFailed(str(error).replace("the same command continues", _goes_on(run_dir))) from error
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"stopped; {_goes_on(run_dir)}") from None
     if folder.last_step(run_dir) < plan.steps and not folder.ended_early(run_dir, s.PATIENCE):
         raise StageFailed(f"{plan.name} ended without a checkpoint of step {plan.steps}\n  log: {plan.log}")
     _note(outcome, "finished", _steps(run_dir, plan.steps, s))
@@ -246,6 +247,13 @@ def execute(plan: Plan) -> dict[int, dict[str, float]]:
         times = sum(finding.rule == each.rule for each in found)
         print(f"  warning: step {finding.step}{f' and {times - 1} before' if times > 1 else ''}: {finding.text}")
     return metrics
+
+
+def _goes_on(run_dir: Path) -> str:
+    """Where the same command goes on after a stop."""
+    step = folder.last_step(run_dir)
+    begins = "the same command begins at step 1, as there is no checkpoint yet"
+    return f"the same command continues from the checkpoint of step {step}" if step else begins
 
 
 def _note(file: Path, outcome: str, reason: str) -> None:
@@ -263,14 +271,15 @@ def _note_if_killed(run_dir: Path, reason: str) -> None:
 
 
 @functools.lru_cache(1)  # called twice a second
-def _progress(plan: Plan, size: int) -> Progress:
+def _progress(plan: Plan, size: int, begun: int = 0) -> Progress:
     """The last logged step, its metric, the last and best validation and the newest finding.
 
-    ``size``: bytes of the metrics file, which show whether there is news.
+    ``size``: bytes of the metrics file, which show whether there is news. ``begun``: the step that is under way.
     """
     here = folder.metrics_in(plan.metrics, strict=False) if size else {}
     if not here:
-        return Progress(plan.resumed, " starting the engines")
+        starting = "loading the model" if plan.name in ("SFT", "DPO") else "starting the engines"
+        return Progress(plan.resumed, f" step {begun}" if begun else f" {starting}")
     (name, key), last = plan.shown, max(here)
     done = {step: row for step, row in folder.read_metrics(plan.run_dir, strict=False).items() if step <= last}
     found = health.findings(done, plan.settings)

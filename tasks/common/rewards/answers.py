@@ -9,16 +9,13 @@ import json
 import math
 import re
 import sys
-import traceback
 from collections.abc import Callable
-from pathlib import Path
+
+from tasks.common.errors import said
 
 MAX_RESPONSE_CHARS = 100_000
 _THINK, _THINK_END = re.compile(r"<think>", re.IGNORECASE), re.compile(r"</think>", re.IGNORECASE)
 _ANSWER = re.compile(r"<(/?)answer>", re.IGNORECASE)
-
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 class RewardError(RuntimeError):
@@ -27,25 +24,6 @@ class RewardError(RuntimeError):
 
 class JudgeError(RewardError):
     """The judge gave no score. The response is not at fault, so the run stops; the response never scores 0."""
-
-
-def said(error: BaseException) -> str:
-    """``error`` of a task's code in one line: its type, its message, and the line of the task's own file."""
-    text = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
-    place = own_place(error)
-    return f"{text[:300]}{f' ({place})' if place else ''}"
-
-
-def own_place(error: BaseException) -> str:
-    """``file:line, in function``, where ``error`` left the code of the user: the innermost frame outside of
-    tasks/common and of packages. Empty where there is none."""
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        file = Path(frame.filename)
-        if not file.is_relative_to(ROOT) or "site-packages" in file.parts:
-            continue
-        if (name := file.relative_to(ROOT)).parts[:2] != ("tasks", "common"):
-            return f"{name}:{frame.lineno}, in {frame.name}"
-    return ""
 
 
 def number(value) -> float | None:

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from tasks.common.data.rows import messages_problem
-from tasks.common.rewards.answers import RewardError, number, said
+from tasks.common.errors import said
+from tasks.common.rewards.answers import RewardError, number
 from tasks.common.rewards.tool_calls import Malformed, Response, functions, parse_response, split_thinking
 
 SUCCESS = 1 - 1e-9  # an episode succeeds when its rewards sum to 1, up to rounding
@@ -157,18 +158,30 @@ def _where(row: dict) -> str:
 def replayed(
     made: type[Environment], row: dict, answers: Iterable[str], spare: bool = False
 ) -> tuple[float, int, bool]:
-    """An episode without a model, of the texts ``answers``: its reward, how many calls failed, whether it was done.
+    """An episode without a model: its reward, how many calls failed, whether it was done. Raises as ``retold``."""
+    _, turns = retold(made, row, answers, spare)
+    return reward_of(turns), sum(failed for _, _, failed in turns), bool(turns) and turns[-1][1].done
+
+
+def reward_of(turns: list[tuple[str, Step, int]]) -> float:
+    """The sum of the rewards of an episode."""
+    return math.fsum(step.reward for _, step, _ in turns)
+
+
+def retold(
+    made: type[Environment], row: dict, answers: Iterable[str], spare: bool = False
+) -> tuple[Start, list[tuple[str, Step, int]]]:
+    """An episode without a model, of the texts ``answers``: how it begins, and of each turn the answer, the step that
+    follows and the number of calls that failed.
 
     Raises RewardError, also for answers after the end, unless they may be ``spare``.
     """
     environment, start = begun(made, row)
-    rewards, failed, done = [], 0, False
+    turns: list[tuple[str, Step, int]] = []
     for answer in answers:
-        if done and spare:
-            break
-        if done:
+        if turns and turns[-1][1].done:
+            if spare:
+                break
             raise RewardError(f"{_where(row)}: was done before the answer {answer[:80]!r}")
-        step, errors = stepped(environment, row, start.tools, answer)
-        rewards.append(step.reward)
-        failed, done = failed + errors, step.done
-    return math.fsum(rewards), failed, done
+        turns.append((answer, *stepped(environment, row, start.tools, answer)))
+    return start, turns

@@ -12,10 +12,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
+from tasks.common import errors
 from tasks.common.data.ends import CUT, DONE, LENGTH, MAX_TURNS, OBSERVATION, TIMEOUT, TOO_LONG, TURN_LENGTH, cut_key
 from tasks.common.models.chat_template import LONGEST_TOKEN, next_turn_ids, opens_thinking, prompt_ids
 from tasks.common.rewards.answers import RewardError
-from tasks.common.rewards.environment import SUCCESS, Environment, Start, begun, stepped
+from tasks.common.rewards.environment import SUCCESS, Environment, Start, begun, retold, stepped
 
 
 @dataclass(frozen=True)
@@ -99,6 +100,16 @@ async def begin(made: type[Environment], row: dict, step_seconds: float) -> Begu
     except TimeoutError:
         raise RewardError(f"the environment's reset took more than STEP_SECONDS={step_seconds:g}") from None
     return Begun(environment, row, start)
+
+
+async def refusal(made: type[Environment], row: dict, step_seconds: float) -> str:
+    """Why an environment cannot play ``row``, e.g. without its ground truth: what reset or the step of an empty text
+    raises. Empty where it can."""
+    try:
+        await _in_thread(step_seconds, retold, made, copy.deepcopy(row), [""])
+    except (RewardError, TimeoutError) as error:
+        return errors.said(error)
+    return ""
 
 
 async def play(made: type[Environment], row: dict, tokenizer, sample: Sample, limits: Limits) -> Episode:

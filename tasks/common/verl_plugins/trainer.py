@@ -6,7 +6,7 @@ launch/plan.py has every verl process load it.
 import copy
 import os
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,6 +23,7 @@ import tasks.common.verl_plugins.patches  # noqa: F401
 from tasks.common.data.ends import step_metrics
 from tasks.common.rewards.answers import RewardError
 from tasks.common.rewards.episode import turn_texts
+from tasks.common.runs.checkpoint import begun_file
 from tasks.common.runs.folder import read_metrics
 from tasks.common.runs.health import abort, aborted_by
 from tasks.common.settings import load_settings
@@ -74,6 +75,8 @@ class TaskTrainer(KeepBest):
         pass
 
     def on_step_begin(self):
+        with suppress(OSError, KeyError):  # a full disk; verl alone
+            begun_file(Path(os.environ["VERL_FILE_LOGGER_PATH"])).write_text(str(self.global_steps))
         if os.environ.get("ABORT_ON"):
             self._abort_on_broken_rule()
         super().on_step_begin()
