@@ -17,16 +17,18 @@ from tasks.common.data.rows import (
     FIRST_PROBLEMS,
     DataError,
     chat,
+    demonstration,
     messages_problem,
     rl_row,
     rl_schema,
     sft_row,
     sft_schema,
+    tools_of,
     write_parquet,
 )
 from tasks.common.data.split import Form, Sizes, SplitError, write_sides, write_split
-from tasks.common.files import partial_of, read_json, write_json, write_text
-from tasks.common.models.chat_template import LONGEST_TOKEN, prompt_ids
+from tasks.common.files import partial_of, read_json, sha256, write_json, write_text
+from tasks.common.models.chat_template import LONGEST_TOKEN, demonstration_ids, prompt_ids
 from tasks.common.models.find import resolve_model
 from tasks.common.models.merge import base_model
 from tasks.common.process import errors_in_one_line
@@ -213,8 +215,22 @@ def _prepare(settings: Settings, name: str, source: Source, note: str) -> dict:
         manifest = {"fingerprint": settings.data_fingerprint(), "source": name, "note": "; ".join(filter(None, notes))}
         manifest |= {"origin": examples.origin(), "seed": settings.SEED, "rows": rows, **details, **checked}
         manifest |= {"groups": {split: len(found) for split, found in groups.items()}} if groups else {}
+        manifest["contents"] = {name: sha256(new / f"{name}.parquet") for name in rows}
+        if longest := _longest(_tokenizer_here(settings.MODEL), demonstrations):
+            manifest["contents"][f"longest of {settings.MODEL}"] = str(longest)
         write_json(new / "manifest.json", manifest)
     return manifest
+
+
+def _longest(tokenizer, rows: list[dict]) -> int:
+    """Tokens of the longest of the demonstrations ``rows``; 0 where that is not known, or takes too long to say."""
+    if not tokenizer or len(rows) > gold.MEASURED:
+        return 0
+    try:
+        lengths = (len(demonstration_ids(tokenizer, *demonstration(row), tools_of(row))[0]) for row in rows)
+        return max(lengths, default=0)
+    except ValueError:  # the template refuses one
+        return 0
 
 
 def _rl_row(settings: Settings, example: Example, split: str, index: int) -> dict:

@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 
 from tasks.common.data import pairs as dpo_pairs
 from tasks.common.data.prepare import load_tokenizer
-from tasks.common.data.rows import DataError
+from tasks.common.data.rows import DataError, read_rows
 from tasks.common.files import read_json, write_json
 from tasks.common.launch.plan import Plan, planned
 from tasks.common.launch.task import load_reward, script
@@ -21,10 +21,11 @@ from tasks.common.process import Progress, StageFailed, run
 from tasks.common.runs import folder, health, launches, validation
 from tasks.common.runs.checkpoint import begun_step, ranks
 from tasks.common.runs.keep import prune
-from tasks.common.settings import Settings, SettingsError, method
+from tasks.common.settings import Settings, SettingsError, artifacts, fingerprint, method
 from tasks.common.training import tracking, verl_config, verl_versions
 
 MANY_EPOCHS = 3  # of DPO
+DIGESTS = "demonstrations.json"  # of a warm-up
 
 
 def check(s: Settings, arguments: list[str]) -> None:
@@ -106,11 +107,33 @@ def sft(s: Settings) -> str:
     if count < s.SFT_BATCH_SIZE:
         few = f"has {count} demonstrations, less than SFT_BATCH_SIZE={s.SFT_BATCH_SIZE}"
         raise DataError(f"INIT=sft: {demonstrations} {few}; lower it, or use INIT=base")
-    folder.record(run_dir, "sft", s.sft_fingerprint(), s, start, [])
+    _tell_anew(s, run_dir, "sft", s.sft_parts(), demonstrations)
+    folder.record(run_dir, "sft", s.sft_fingerprint(), s, start, [], reads=s.sft_parts())
     metrics = execute(planned("sft", s, run_dir, start, data=demonstrations))
     prune(run_dir, 0)  # a resumed trainer does not know the checkpoints of the one that was killed
     loss = metrics.get(s.SFT_STEPS, {}).get("train/loss", math.nan)
     return f"{s.SFT_STEPS} steps on {count} demonstrations, loss {loss:.3f}"
+
+
+def _tell_anew(s: Settings, run_dir: Path, kind: str, parts: dict, demonstrations: Path | None = None) -> None:
+    """Say in a line why a stage does not go on with the newest run, and what is known of a changed reward already.
+    Leaves the digests of the ``demonstrations``, to count those that change."""
+    name, now = {"sft": "sft", "rl": "train"}[kind], []
+    if demonstrations:
+        now = [fingerprint(row) for row in read_rows(demonstrations)]
+    if why := folder.anew(run_dir, kind, parts):
+        then = read_json(s.runs_dir / why.rpartition(" ")[2] / DIGESTS).get("demonstrations")
+        if now and then and "demonstrations changed" in why:
+            why = why.replace("demonstrations changed", f"{len({*now} - {*then})} demonstrations changed")
+        print(f"  {name} starts anew: {why}", flush=True)
+        if "reward changed" in why and not s.multi_turn:
+            found = sorted(
+                (artifacts() / "eval" / s.TASK).glob("*/rollouts.jsonl"), key=lambda file: file.stat().st_mtime
+            )
+            for file in found[-1:]:
+                print(f"  without a training, `make rescore TASK={s.TASK} ROLLOUTS={file}` scores its samples again")
+    if now:
+        write_json(run_dir / DIGESTS, {"demonstrations": now})
 
 
 def _check_ranks(s: Settings, run_dir: Path) -> None:
@@ -159,7 +182,10 @@ def _round(s: Settings, arguments: list[str], number: int, start: str, run_dir: 
         prune(run_dir, s.KEEP)  # also a crash's leftovers
         overrides = verl_config.critic_overrides(s, begins) + arguments
         nodes = cluster.join(s)
-    folder.record(run_dir, "rl", s.rl_fingerprint(arguments, number, start), s, start, arguments, base_model(begins))
+    made, parts = s.rl_fingerprint(arguments, number, start), s.rl_parts(arguments, number, start)
+    if number == 1:
+        _tell_anew(s, run_dir, "rl", parts)
+    folder.record(run_dir, "rl", made, s, start, arguments, base_model(begins), parts)
     plan = planned(s.METHOD, s, run_dir, begins, number=number, data=pairs, overrides=overrides)
     try:
         metrics = execute(plan)
