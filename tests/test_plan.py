@@ -1,13 +1,15 @@
 """A training's plan: what the launcher and the trainer do follows from it."""
 
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tasks.common.launch import train
+from tasks.common.files import write_json
+from tasks.common.launch import main, train
 from tasks.common.launch.plan import planned
 from tasks.common.launch.task import environment
 from tasks.common.process import StageFailed
@@ -127,6 +129,41 @@ def test_a_stop_says_where_the_same_command_goes_on(settings, monkeypatch, steps
     for stop in (KeyboardInterrupt(), StageFailed("no memory; free some, then the same command continues\n  log: x")):
         with pytest.raises(type(stop), match=f"the same command {goes_on}"):
             train.execute(plan)
+
+
+def test_a_warm_up_without_signal_ends_before_rl_and_all_asks_on_a_terminal(settings, monkeypatch, capsys):
+    plan = planned("grpo", settings, settings.runs_dir / "mine", "some/model")
+    assert (settings.INIT, plan.environment["ANYWAY"]) == ("sft", "0")
+    assert planned("grpo", replace(settings, INIT="base"), plan.run_dir, "m").environment["ANYWAY"] == "1"
+
+    def run(*_, **__):
+        write_json(plan.run_dir / "outcome.json", {"outcome": "no signal", "reason": "none of 64 is right; ANYWAY=1"})
+        raise StageFailed("AbortedError: none of 64")
+
+    monkeypatch.setattr(train, "run", run)
+    with pytest.raises(train.WithoutSignal, match=r"^none of 64 is right; ANYWAY=1\n  log: "):
+        train.execute(plan)
+    asked, tried = [], []
+
+    def trained(s, arguments):
+        tried.append(os.environ.get("ANYWAY"))
+        if len(tried) % 2:
+            raise train.WithoutSignal("none is right")
+        return "trained"
+
+    monkeypatch.setattr(train, "train", trained)
+    monkeypatch.setattr("builtins.input", lambda text: asked.append(text) or answer)
+    monkeypatch.setenv("ANYWAY", "")
+    for goal, terminal, answer in (("train", True, "y"), ("all", False, "y"), ("all", True, "n"), ("all", True, "y")):
+        monkeypatch.setattr(sys.stdin, "isatty", lambda terminal=terminal: terminal, raising=False)
+        job = main.Job(goal, settings, None, [])
+        if answer == "y" and goal == "all" and terminal:
+            assert main.STAGES["train"](job) == "trained"
+        else:
+            with pytest.raises(train.WithoutSignal):
+                main.STAGES["train"](job)
+            tried.append(None)
+    assert len(asked) == 2 and tried[-1] == "1"
 
 
 def test_a_complete_training_by_dpo_is_up_to_date_with_the_steps_of_its_pairs(

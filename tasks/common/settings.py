@@ -224,6 +224,7 @@ class Settings:
     )
     DPO_BETA: float = variable("0.1", "dpo: beta, the pull to the start", positive)
     SFT_STEPS: int = variable("64", "warm-up: optimizer steps", positive)
+    SFT_LOSS: float = variable("0", "warm-up: ends before SFT_STEPS once its loss is below; 0: never", _from_0)
     SFT_BATCH_SIZE: int = variable("64", "demonstrations per step", positive)
     SFT_LR: float = variable("1e-5", "learning rate of the warm-up", positive)
     # rollouts and lengths
@@ -337,7 +338,7 @@ class Settings:
 
     def sft_parts(self) -> dict:
         """What the warm-up reads, by name: it starts anew where one changes."""
-        values = self._values("STACK MODEL SEED SFT_STEPS SFT_BATCH_SIZE SFT_LR LORA_RANK LORA_ALPHA")
+        values = self._values("STACK MODEL SEED SFT_STEPS SFT_LOSS SFT_BATCH_SIZE SFT_LR LORA_RANK LORA_ALPHA")
         contents, length = self.contents(), self.MAX_PROMPT_LENGTH + self.MAX_RESPONSE_LENGTH
         values["demonstrations"] = contents.get("sft")
         # Longer ones are left out: the length counts where there are some, or it is not known.
@@ -396,6 +397,7 @@ class Command:
     STAGE: str = variable("train", "what train.sh runs")
     PROFILE: str = variable("", "values for a typical use: a file of tasks/TASK/profiles")
     FROM: str = variable("data", "train, all: the first stage to run", _one_of(*WHOLE))
+    ANYWAY: int = variable("0", "train, all: 1 trains also where no sample of the warm-up is right", _one_of(0, 1))
     METHODS: str = variable("grpo,gspo,egpo", "experiment: methods to compare")
     SEEDS: int = variable("1", "experiment: seeds of each method, from TRAIN_SEED on", positive)
     LRS: str = variable("", "experiment: learning rates, e.g. 1e-6,3e-6; empty: LR")

@@ -257,11 +257,25 @@ def merged(job: Job) -> str:
     return f"written: {found}{merge_note(found)}"
 
 
+def trained_rl(job: Job) -> str:
+    """RL; where the warm-up gives it nothing to learn from, `make all` on a terminal asks whether to go on."""
+    try:
+        return train.train(job.s, job.arguments)
+    except train.WithoutSignal as error:
+        if job.goal != "all" or not sys.stdin.isatty():
+            raise
+        print(f"  {error}")
+        if input("  train all the same? [y/N] ").strip().lower() not in ("y", "yes"):
+            raise
+        os.environ["ANYWAY"] = "1"
+        return train.train(job.s, job.arguments)
+
+
 STAGES: dict[str, Callable[[Job], str]] = {
     "data": data,
     "model": model,
     "sft": lambda job: train.sft(job.s),
-    "train": lambda job: train.train(job.s, job.arguments),
+    "train": trained_rl,
     "merge": merged,
     "eval": lambda job: evaluate(job, "evaluate.py", "eval"),
     "policy": policy,

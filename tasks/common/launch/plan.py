@@ -72,7 +72,7 @@ def planned(
     if name == "sft":
         ours = verl_config.sft_overrides(s, start, run_dir, data)
         command = [*torchrun, "tasks.common.verl_plugins.sft", *verl_config.HYDRA, *ours]
-        own |= told | {"SEED": str(s.SEED)}  # verl_plugins/seeded.py
+        own |= told | {"SEED": str(s.SEED), "SFT_LOSS": str(s.SFT_LOSS)}  # verl_plugins/sft.py
         config = verl_config.resolved("sft_trainer_engine", ours)
     elif name == "dpo":
         command = [*torchrun, "tasks.common.training.trl_dpo", start, str(data), str(run_dir)]
@@ -80,6 +80,8 @@ def planned(
     else:
         # verl has no keys for these three.
         own |= trainer_module(s) | {"SEED": str(seed), "KEEP": str(s.KEEP), "PATIENCE": str(s.PATIENCE)}
+        learns = s.INIT == "sft" and s.METHOD != "distill" and not s.REWARD_MODEL and number == 1
+        own["ANYWAY"] = (os.environ.get("ANYWAY") or "0") if learns else "1"
         sent = verl_config.sent_environment(environment(seeded) | own)
         ours = [*sent, *verl_config.rl_overrides(seeded, start, run_dir)]
         command = [

@@ -28,6 +28,10 @@ MANY_EPOCHS = 3  # of DPO
 DIGESTS = "demonstrations.json"  # of a warm-up
 
 
+class WithoutSignal(StageFailed):
+    """The warm-up gives RL nothing to learn from."""
+
+
 def check(s: Settings, arguments: list[str]) -> None:
     """Before anything starts, raise SettingsError for settings that would fail later, and print warnings."""
     load_reward(s)
@@ -92,11 +96,13 @@ def sft(s: Settings) -> str:
     Raises SettingsError, DataError and StageFailed.
     """
     run_dir = folder.sft_dir(s)
-    if folder.last_step(run_dir) >= s.SFT_STEPS:
+    if folder.warmed(run_dir, s):
         prune(run_dir, 0)
-        _note_if_killed(run_dir, f"{s.SFT_STEPS} steps")
-        return f"up to date: {s.SFT_STEPS} steps"
+        _note_if_killed(run_dir, steps := f"{folder.last_step(run_dir)} steps")
+        return f"up to date: {steps}"
     _check_ranks(s, run_dir)
+    if s.SFT_LOSS and not verl_versions.has_own_trainers(s):
+        raise SettingsError(f"SFT_LOSS={s.SFT_LOSS:g}: STACK={s.STACK} has a verl that cannot do it; set SFT_STEPS")
     start = whole_model(resolve_model(s.MODEL))
     demonstrations = s.data_dir / "sft.parquet"
     if s.SFT_SOURCE == "samples":
@@ -111,8 +117,9 @@ def sft(s: Settings) -> str:
     folder.record(run_dir, "sft", s.sft_fingerprint(), s, start, [], reads=s.sft_parts())
     metrics = execute(planned("sft", s, run_dir, start, data=demonstrations))
     prune(run_dir, 0)  # a resumed trainer does not know the checkpoints of the one that was killed
-    loss = metrics.get(s.SFT_STEPS, {}).get("train/loss", math.nan)
-    return f"{s.SFT_STEPS} steps on {count} demonstrations, loss {loss:.3f}"
+    loss = metrics.get(last := folder.last_step(run_dir), {}).get("train/loss", math.nan)
+    early = f", below SFT_LOSS={s.SFT_LOSS:g}" if last < s.SFT_STEPS else ""
+    return f"{last} steps on {count} demonstrations, loss {loss:.3f}{early}"
 
 
 def _tell_anew(s: Settings, run_dir: Path, kind: str, parts: dict, demonstrations: Path | None = None) -> None:
@@ -200,7 +207,7 @@ def start_model(s: Settings) -> str:
     if s.INIT == "base":
         return resolve_model(s.MODEL)
     run_dir = folder.sft_dir(s)
-    if folder.last_step(run_dir) < s.SFT_STEPS:
+    if not folder.warmed(run_dir, s):
         raise SettingsError(f"INIT=sft: there is no warm-up for these settings; run `make sft TASK={s.TASK}` first")
     return str(folder.hf_folder(run_dir))
 
@@ -258,15 +265,20 @@ def execute(plan: Plan) -> dict[int, dict[str, float]]:
     try:
         run(plan.command, name=plan.name, log=plan.log, total=plan.steps, watch=watch, environment=plan.environment)
     except StageFailed as error:
-        if reason := read_json(outcome).get("reason"):  # the trainer's own: ABORT_ON
+        ended = read_json(outcome)
+        if ended.get("outcome") == health.WITHOUT:
+            raise WithoutSignal(f"{ended['reason']}\n  log: {plan.log}") from error
+        if reason := ended.get("reason"):  # the trainer's own: ABORT_ON
             raise StageFailed(f"{reason}; {_goes_on(run_dir)}\n  log: {plan.log}") from error
         _note(outcome, "failed", str(error).splitlines()[0])
         raise StageFailed(str(error).replace("the same command continues", _goes_on(run_dir))) from error
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"stopped; {_goes_on(run_dir)}") from None
-    if folder.last_step(run_dir) < plan.steps and not folder.ended_early(run_dir, s.PATIENCE):
+    early = folder.warmed(run_dir, s) if plan.name == "SFT" else folder.ended_early(run_dir, s.PATIENCE)
+    if folder.last_step(run_dir) < plan.steps and not early:
         raise StageFailed(f"{plan.name} ended without a checkpoint of step {plan.steps}\n  log: {plan.log}")
-    _note(outcome, "finished", _steps(run_dir, plan.steps, s))
+    done = f"{folder.last_step(run_dir)} steps" if plan.name == "SFT" else _steps(run_dir, plan.steps, s)
+    _note(outcome, "finished", done)
     metrics = folder.read_metrics(run_dir, strict=False)
     found = health.findings(metrics, s)
     for finding in health.newest_by_rule(found):

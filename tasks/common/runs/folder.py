@@ -115,8 +115,8 @@ def record_problem(made: dict) -> str:
 def anew(run_dir: Path, kind: str, reads: dict) -> str:
     """Why ``run_dir``, which has no record yet, does not go on with the newest run of its ``kind``: the parts ``reads``
     of its identity that are others there. Empty where there is no such run."""
-    runs = [run for run in all_runs(run_dir.parent.name) if recorded(run)["kind"] == kind and run != run_dir]
-    runs = [run for run in runs if not run.name.startswith(POLICY) and isinstance(recorded(run).get("reads") or None, dict)]
+    runs = [run for run in all_runs(run_dir.parent.name) if run != run_dir and not run.name.startswith(POLICY)]
+    runs = [run for run in runs if recorded(run)["kind"] == kind and recorded(run).get("reads")]
     if recorded(run_dir) or not runs:
         return ""
     newest = max(runs, key=lambda run: (run / "settings.json").stat().st_mtime)
@@ -242,6 +242,14 @@ def ended_early(run_dir: Path, patience: int) -> bool:
     metrics = read_metrics(run_dir, strict=False)
     done = {step: row for step, row in metrics.items() if step <= last}
     return validation.ends_early(done, patience, critic_steps(run_dir))
+
+
+def warmed(run_dir: Path, s: Settings) -> bool:
+    """Whether the warm-up with ``s`` is complete: SFT_STEPS, or its loss is below SFT_LOSS at its last checkpoint."""
+    last = last_step(run_dir)
+    rows = read_metrics(run_dir, strict=False) if s.SFT_LOSS and last else {}
+    losses = [row["train/loss"] for step, row in rows.items() if step <= last and "train/loss" in row]
+    return last >= s.SFT_STEPS or validation.learned(losses, s.SFT_LOSS)
 
 
 def critic_steps(run_dir: Path) -> int:

@@ -17,15 +17,16 @@ from verl.trainer.ppo.v1 import register_trainer, trainer_base
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+from verl.utils.profiler import marked_timer
 from verl.utils.transferqueue_utils import kv_batch_meta2batch_meta
 
 import tasks.common.verl_plugins.patches  # noqa: F401
-from tasks.common.data.ends import step_metrics
+from tasks.common.data.ends import CUT, cut_key, step_metrics
 from tasks.common.rewards.answers import RewardError
 from tasks.common.rewards.episode import turn_texts
 from tasks.common.runs.checkpoint import begun_file
 from tasks.common.runs.folder import read_metrics
-from tasks.common.runs.health import abort, aborted_by
+from tasks.common.runs.health import abort, aborted_by, no_signal, stop_without_signal
 from tasks.common.settings import load_settings
 from tasks.common.text import one_line
 from tasks.common.verl_plugins import on_policy, one_update
@@ -45,6 +46,7 @@ expect(ReplayBuffer._sync_metadata_from_transfer_queue, "self.failure_keys[parti
 trainer_base.value_loss = on_policy.value_loss
 
 POLL_SECONDS = 0.2  # verl checks every 2 s whether the rollouts are complete
+FIRST_SAVE = 300  # seconds
 LOG_SECONDS = 2  # for Ray to bring the reason from another process to the log
 
 
@@ -63,6 +65,7 @@ class TaskTrainer(KeepBest):
     _on_policy = False  # this step skips the pass for the old log-probs
     _complete = 0, None  # the last step that this process trained, and the state of its data then
     _saved = 0
+    _began, _first = 0.0, 0.0  # when this step began, and the first one of this process ended
     _turns = None  # what was said in the episodes of this step, by verl's key
 
     # verl/trainer/ppo/v1/trainer_base.py compares the mode with the literal "sync".
@@ -77,6 +80,7 @@ class TaskTrainer(KeepBest):
     def on_step_begin(self):
         with suppress(OSError, KeyError):  # a full disk; verl alone
             begun_file(Path(os.environ["VERL_FILE_LOGGER_PATH"])).write_text(str(self.global_steps))
+        self._began = time.monotonic()
         if os.environ.get("ABORT_ON"):
             self._abort_on_broken_rule()
         super().on_step_begin()
@@ -97,7 +101,17 @@ class TaskTrainer(KeepBest):
 
     def on_step_end(self):
         self._complete = self.global_steps, copy.deepcopy(self.train_dataloader.state_dict())
+        if self._first_save_is_due() and self._saved != self.global_steps:
+            with marked_timer("save_checkpoint", self.timing_raw, color="green"):
+                self._save_checkpoint()
         super().on_step_end()
+
+    def _first_save_is_due(self) -> bool:
+        """Whether this launch has saved nothing, and another step as long as this one would end more than FIRST_SAVE
+        after its first: then a stop costs no more, whatever SAVE_FREQ is."""
+        now = time.monotonic()
+        self._first = self._first or now
+        return not self._saved and now - self._first + (now - self._began) > FIRST_SAVE
 
     def _save_checkpoint(self):
         super()._save_checkpoint()
@@ -168,6 +182,8 @@ class TaskTrainer(KeepBest):
             return super()._compute_old_log_prob(_tensors(batch), metrics)
 
     def _compute_advantage(self, batch, metrics):
+        if self.global_steps == 1 and os.environ.get("ANYWAY") == "0":
+            self._check_signal(batch)
         correction = self.config.algorithm.get("rollout_correction")
         masks = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["response_mask"])
         none = not masks["response_mask"].values().any()  # TRUNCATED=masked, all responses cut off
@@ -175,6 +191,24 @@ class TaskTrainer(KeepBest):
         skip = correction and (self._on_policy or none)
         with on_policy.set_to(correction, "bypass_mode", True) if skip else nullcontext():
             return super()._compute_advantage(batch, metrics)
+
+    def _check_signal(self, batch) -> None:
+        """End before the first update where the warm-up's rollouts give RL nothing to learn from."""
+        names = ["uid", "responses", "extra_fields"]
+        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=names)
+        lengths, limit = data["responses"].offsets().diff().tolist(), self.config.data.max_response_length
+        scores, groups, cut = [], [], []
+        for uid, fields, length, tag in zip(
+            data["uid"].tolist(), data["extra_fields"].tolist(), lengths, batch.tags, strict=True
+        ):
+            found = fields.get("reward_extra_info") or {}
+            if not tag.get("is_padding") and {"acc", "score"} <= found.keys():
+                scores.append(found)
+                groups.append(uid)
+                ends = [found[cut_key(end)] for end in CUT if cut_key(end) in found]
+                cut.append(any(ends) if ends else length >= limit)
+        if reason := no_signal(scores, groups, cut, load_settings()):
+            stop_without_signal(self.run_dir, f"{reason}; ANYWAY=1 trains all the same")
 
     def _compute_values(self, batch, metrics):
         return super()._compute_values(_tensors(batch), metrics)
