@@ -93,6 +93,7 @@ def test_rounds_are_trained_as_planned_skipped_when_done_and_continued_with_more
         Path(environment["VERL_FILE_LOGGER_PATH"]).write_text(json.dumps({"step": total, "data": row}) + "\n")
         assert watch().note == f" reward 0.500, collapse (step {total})" and watch().done == total
         write_checkpoints(log.parents[1], [total])
+        assert environment.get("ANYWAY", "1") == "1"  # INIT=base
         seen.append((name, total, log.name, environment["SEED"], command))
 
     monkeypatch.setattr(train, "run", run)
@@ -132,9 +133,8 @@ def test_a_stop_says_where_the_same_command_goes_on(settings, monkeypatch, steps
 
 
 def test_a_warm_up_without_signal_ends_before_rl_and_all_asks_on_a_terminal(settings, monkeypatch, capsys):
-    plan = planned("grpo", settings, settings.runs_dir / "mine", "some/model")
-    assert (settings.INIT, plan.environment["ANYWAY"]) == ("sft", "0")
-    assert planned("grpo", replace(settings, INIT="base"), plan.run_dir, "m").environment["ANYWAY"] == "1"
+    plan = planned("grpo", settings, settings.runs_dir / "mine", "some/model", anyway=False)
+    assert plan.environment["ANYWAY"] == "0"
 
     def run(*_, **__):
         write_json(plan.run_dir / "outcome.json", {"outcome": "no signal", "reason": "none of 64 is right; ANYWAY=1"})
@@ -178,6 +178,7 @@ def test_a_complete_training_by_dpo_is_up_to_date_with_the_steps_of_its_pairs(
         Path(environment["VERL_FILE_LOGGER_PATH"]).write_text('{"step": 2, "data": {"train/loss": 0.7}}\n')
         assert watch().note == " loss 0.700"
         write_checkpoints(log.parents[1], [total])
+        assert environment.get("ANYWAY", "1") == "1"  # INIT=base
         seen.append((name, total, log.name, environment["STEPS"], command[-3:-1]))
 
     monkeypatch.setattr(train, "run", run)

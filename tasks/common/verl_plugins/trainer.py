@@ -120,7 +120,7 @@ class TaskTrainer(KeepBest):
     def _compute_metrics(self, batch, metrics, timing_raw, global_steps, epoch):
         if self.config.data.get("episode"):
             data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["extra_fields"])
-            found = zip(data["extra_fields"].tolist(), batch.tags, strict=True)
+            found = zip(list(data["extra_fields"]), batch.tags, strict=True)
             found = [fields.get("reward_extra_info") for fields, tag in found if not tag.get("is_padding")]
             metrics.update(step_metrics([*filter(None, found)]))
         super()._compute_metrics(batch, metrics, timing_raw, global_steps, epoch)
@@ -199,7 +199,7 @@ class TaskTrainer(KeepBest):
         lengths, limit = data["responses"].offsets().diff().tolist(), self.config.data.max_response_length
         scores, groups, cut = [], [], []
         for uid, fields, length, tag in zip(
-            data["uid"].tolist(), data["extra_fields"].tolist(), lengths, batch.tags, strict=True
+            list(data["uid"]), list(data["extra_fields"]), lengths, batch.tags, strict=True
         ):
             found = fields.get("reward_extra_info") or {}
             if not tag.get("is_padding") and {"acc", "score"} <= found.keys():
