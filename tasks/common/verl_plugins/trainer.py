@@ -111,7 +111,8 @@ class TaskTrainer(KeepBest):
         after its first: then a stop costs no more, whatever SAVE_FREQ is."""
         now = time.monotonic()
         self._first = self._first or now
-        return not self._saved and now - self._first + (now - self._began) > FIRST_SAVE
+        step = now - (self._began or now)
+        return not self._saved and now - self._first + step > FIRST_SAVE
 
     def _save_checkpoint(self):
         super()._save_checkpoint()
@@ -182,7 +183,7 @@ class TaskTrainer(KeepBest):
             return super()._compute_old_log_prob(_tensors(batch), metrics)
 
     def _compute_advantage(self, batch, metrics):
-        if self.global_steps == 1 and os.environ.get("ANYWAY") == "0":
+        if os.environ.get("ANYWAY") == "0" and self.global_steps == 1:
             self._check_signal(batch)
         correction = self.config.algorithm.get("rollout_correction")
         masks = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["response_mask"])
