@@ -129,6 +129,7 @@ ZERO_ALLOWED = {
     "SEED",
     "TRAIN_SEED",
     "KL_COEF",
+    "SFT_LOSS",
     "LORA_RANK",
     "LIMIT",
     "GREEDY",
