@@ -1,18 +1,23 @@
 """Tables in and out of `make batch`."""
 
+import asyncio
 import csv
 import json
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import openpyxl
 import pandas as pd
 import pytest
 
-from tasks.common.data.rows import DataError
+from tasks.calculator.environment import TOOLS, Environment
+from tasks.common.data.rows import DataError, chat, rl_row, rl_schema, write_parquet
+from tasks.common.evaluation import batch
 from tasks.common.evaluation.batch import answers, paths, read_table, rl_rows, write_table
 from tasks.common.evaluation.rollouts import Rollout
+from tasks.common.evaluation.sample import Scoring
+from tasks.common.rewards.episode import refusal
 from tasks.common.settings import Command, SettingsError, load_settings
-from tests.helpers import make
+from tests.helpers import ROOT, exported, make
 
 ROWS = [{"prompt": "a", "ground_truth": "1"}, {"prompt": "b", "ground_truth": "2"}]
 
@@ -200,3 +205,25 @@ def test_no_character_makes_an_xlsx_unreadable(tmp_path, bad):
     sheet = openpyxl.load_workbook(tmp_path / "out.xlsx").active
     assert sheet["B1"].value.startswith("name") and sheet["B2"].value.replace(bad, "").replace("?", "") == "xy"
     assert (sheet["A3"].value, sheet["A3"].data_type) == ("=1+1", "s")
+
+
+class Needs(Environment):
+    """An environment that cannot play a row without its ground truth."""
+
+    def step(self, action):
+        return super().step(action) if self.truth["answer"] else None
+
+
+def test_a_row_without_a_ground_truth_that_is_needed_is_named_before_a_model_is_loaded(tmp_path, monkeypatch):
+    monkeypatch.setenv("ARTIFACTS", str(tmp_path))
+    prompt = [rl_row("calculator", chat("1 + 1", "be brief"), {"answer": "2"}, "test", 0, TOOLS)]
+    write_parquet(prompt, tmp_path / "data/calculator/test.parquet", rl_schema(tools=True))
+    rows = [{"prompt": "1 + 2", "ground_truth": {"answer": "3"}}, {"prompt": "2 + 2"}]
+    (tmp_path / "in.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    s = load_settings(exported(ROOT / "tasks/calculator/train.sh", {"N_GPUS": "1", "ARTIFACTS": str(tmp_path)}))
+    command = Command(**{f.name: f.metadata["default"] for f in fields(Command)})
+    command = replace(command, INPUT=str(tmp_path / "in.jsonl"), OUTPUT=str(tmp_path / "out.jsonl"))
+    said = r"row 2 has no ground_truth, which the environment needs: TypeError: .* \(tests/test_batch\.py:\d+, in step"
+    with pytest.raises(DataError, match=said):
+        batch.batch(s, command, Scoring(None, None, "", Needs), "/none")
+    assert asyncio.run(refusal(Environment, rl_row("calculator", chat("1"), "", "batch", 0), 9)) == ""

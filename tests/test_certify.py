@@ -29,7 +29,8 @@ PROMPT = chat(f"What is {PROBLEM}?", SYSTEM)
 CALL = render_calls([{"name": "calculator", "arguments": {"expression": PROBLEM}}])
 SHOWN = Chat("demonstration 0", [*PROMPT, *demonstration(PROBLEM)], 2, TOOLS)
 ANSWER = "<answer>20126</answer>"
-NAMES = ["tokens", "mask", "template", "stop", "markers", "sft", "log_probs"]
+LONG = {"MAX_PROMPT_LENGTH": 2048, "MAX_RESPONSE_LENGTH": 2048, "MAX_TURN_LENGTH": 1024, "MAX_TURNS": 4}
+NAMES = ["tokens", "mask", "template", "stop", "markers", "limits", "sft", "log_probs"]
 # In place of a message's content, in the template: calls of earlier turns as an empty line; their thinking left out.
 REWRITES = "'-' if m.role == 'assistant' and 'tool_call' in m.content else m.content }}"
 DROPS = "(m.content.split('</think>') | last).lstrip() if m.role == 'assistant' else m.content }}"
@@ -96,7 +97,8 @@ def failed(found: dict[str, checks.Check]) -> list[str]:
     return [name for name, check in found.items() if check.state == "failed"]
 
 
-NAMES = ["tokens", "mask", "template", "stop", "markers", "sft", "log_probs"]
+LONG = {"MAX_PROMPT_LENGTH": 2048, "MAX_RESPONSE_LENGTH": 2048, "MAX_TURN_LENGTH": 1024, "MAX_TURNS": 4}
+NAMES = ["tokens", "mask", "template", "stop", "markers", "limits", "sft", "log_probs"]
 
 
 @pytest.mark.medium
@@ -117,6 +119,25 @@ def test_a_single_turn_task_is_an_episode_of_one_turn(certified):
     found = certified("gsm8k", answers=[ANSWER])
     assert list(found) == NAMES and {check.state for check in found.values()} == {"ok"}, found
     assert "one turn" in found["template"].text and "(100%)" in found["mask"].text
+
+
+@pytest.mark.parametrize(
+    ("changes", "state", "said"),
+    [
+        ({}, "ok", "1 demonstrations fit"),
+        ({"MAX_TURNS": 1}, "failed", "demonstration 0 by MAX_TURNS=1 (needs 2)"),
+        ({"MAX_TURN_LENGTH": 10}, "failed", "demonstration 0 by MAX_TURN_LENGTH=10 (needs "),
+    ],
+)
+def test_a_demonstration_that_a_limit_cuts_is_told(tokenizer, changes, state, said):
+    s = replace(
+        load_settings(exported(ROOT / "tasks/calculator/train.sh", SMALL | {"N_GPUS": "1", "MAX_TURN_LENGTH": "48"})),
+        **LONG | changes,
+    )
+    found = checks.limits({"demonstration 0": checks.cut_by(s, SHOWN.ids(tokenizer)[1])})
+    assert (found.state, found.figures["demonstrations"]) == (state, 1) and said in found.text
+    one_of_two = checks.limits({"a": [], "b": ["MAX_TURNS=1 (needs 2)"]})
+    assert one_of_two.state == "warning" and one_of_two.text.startswith("1 of 2 demonstrations are cut off")
 
 
 # ---- planted faults, in the whole command
@@ -282,9 +303,9 @@ def test_what_cannot_be_certified_is_refused_in_one_line(tmp_path, given, said):
 @pytest.mark.parametrize("task", ["calculator", "countdown"])
 def test_the_very_small_model_is_certified_with_a_real_engine(small_model, tmp_path, task):
     variables = SMALL | {"TASK": task, "MODEL": str(small_model), "ARTIFACTS": str(tmp_path), "LIMIT": "3"}
-    variables |= {"MAX_PROMPT_LENGTH": "768", "MAX_RESPONSE_LENGTH": "384"}
+    variables |= {"MAX_PROMPT_LENGTH": "768", "MAX_RESPONSE_LENGTH": "384", "MAX_TURN_LENGTH": "128"}
     result = make("certify", **variables)
-    assert result.returncode == 0 and "=> certified: 7 checks" in result.stdout, result.stdout
+    assert result.returncode == 0 and "=> certified: 8 checks" in result.stdout, result.stdout
     (file,) = tmp_path.glob(f"certify/{task}/*/certificate.json")
     figures = {check["name"]: check["figures"] for check in json.loads(file.read_text())["checks"]}
     # Random bytes are seldom text.

@@ -1,7 +1,9 @@
 """Episodes in `make chat`, with an engine whose turns are given."""
 
 import io
+import json
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import pytest
 
@@ -11,6 +13,7 @@ from tasks.common.evaluation.chat_episode import Table, talk
 from tasks.common.evaluation.engines import Sampling
 from tasks.common.evaluation.rollouts import Completion
 from tasks.common.models.chat_template import answer_ids, prompt_ids
+from tasks.common.rewards.environment import Step
 from tasks.common.rewards.episode import Limits
 from tasks.common.rewards.tool_calls import render_calls
 
@@ -81,9 +84,44 @@ def test_the_users_own_question_has_no_reward_and_goes_on_until_reset(tokenizer)
     assert "sure?" in tokenizer.decode(contexts[2]) and contexts[3] == prompt_ids(tokenizer, chat("x", SYSTEM), TOOLS)
 
 
-def test_a_test_prompts_episode_goes_on_too(tokenizer):
-    engine, _ = converse(tokenizer, [ANSWER, "Yes."], "/next", "sure?")
-    assert tokenizer.decode(engine.asked[1][0]).count(ANSWER) == 1
+class Once(Environment):
+    """An environment that tells which row it is of, and is over after an answer."""
+
+    begun: ClassVar[list[str]] = []
+
+    def reset(self, row):
+        self.over = False
+        self.begun.append(row["reward_model"]["ground_truth"])
+        return super().reset(row)
+
+    def step(self, action):
+        assert not self.over, "it is over"
+        found = super().step(action)
+        self.over = found.done
+        return found
+
+
+def test_after_a_test_prompt_a_new_episode_begins_in_its_environment(tokenizer):
+    Once.begun.clear()
+    engine, shown = converse(tokenizer, [ANSWER, CALL, "Yes.", "No."], "/next", "sure?", "and?", made=Once)
+    assert engine.asked[1][0] == prompt_ids(tokenizer, chat("sure?", SYSTEM), TOOLS)
+    assert Once.begun == ['{"answer": "7"}'] * 3 and "it is over" not in shown and "episode is over" in shown
+    last = tokenizer.decode(engine.asked[3][0])
+    assert "sure?" in last and "Yes." in last and "and?" in last and ANSWER not in last
+
+
+def test_the_users_own_question_has_no_rows_ground_truth(tokenizer):
+    Once.begun.clear()
+    engine, _ = converse(tokenizer, ["Yes.", "No."], "who?", "sure?", made=Once)
+    assert {*Once.begun} == {""} and len(engine.asked) == 2
+
+    class Needs(Environment):
+        def step(self, action):
+            return Step(reward=json.loads(self.truth), done=True)
+
+    engine, shown = converse(tokenizer, ["7", "7"], "who?", "/next", "who?", made=Needs)
+    assert "error: the environment needs a row's ground truth (JSONDecodeError: " in shown and len(engine.asked) == 2
+    assert "reward: score 7" in shown
 
 
 def test_ctrl_c_ends_a_turn_and_leaves_the_conversation_as_it_was(tokenizer):
@@ -103,4 +141,4 @@ def test_what_goes_wrong_is_one_line_and_the_chat_goes_on(tokenizer):
     engine, shown = converse(tokenizer, [], "x", window=300)
     assert not engine.asked and "error: the conversation has" in shown
     engine, shown = converse(tokenizer, ["y" * 600], "x")
-    assert "(length)" in shown
+    assert "(turn_length)" in shown

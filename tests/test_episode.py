@@ -3,16 +3,20 @@
 import asyncio
 import copy
 import importlib.util
+import json
 import threading
 import time
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from tasks.calculator.environment import TOOLS, Environment
 from tasks.calculator.prepare_data import SYSTEM, demonstration
 from tasks.common.data import rows
+from tasks.common.data.ends import advice, step_metrics
 from tasks.common.data.rows import chat, rl_row, sft_row
 from tasks.common.models.chat_template import answer_ids, demonstration_ids, next_turn_ids, prompt_ids
 from tasks.common.rewards.answers import RewardError
@@ -183,7 +187,8 @@ def test_the_turns_are_bounded(small_tokenizer):
 
 def test_a_turn_that_is_cut_off_ends_the_episode(small_tokenizer):
     episode, _ = episode_of(small_tokenizer, CALL, limits=replace(LIMITS, turn_length=10))
-    assert (episode.ended, episode.turns, len(episode.response_ids)) == ("length", 1, 10)
+    assert (episode.ended, episode.turns, len(episode.response_ids)) == ("turn_length", 1, 10)
+    assert {name for name, value in episode.scores.items() if value} == {"turns", "cut_turn_length"}
 
 
 @pytest.mark.parametrize("length", range(80, 400, 13))
@@ -252,7 +257,26 @@ def test_results_that_are_too_large_end_the_episode_before_they_are_tokenized(sm
 
     started = time.process_time()
     episode, _ = episode_of(small_tokenizer, CALL, made=Talkative)
-    assert (episode.ended, episode.turns) == ("length", 1) and time.process_time() - started < 2
+    assert (episode.ended, episode.turns) == ("observation", 1) and time.process_time() - started < 2
+
+
+@pytest.mark.parametrize(("size", "ended"), [(100_000, "observation"), (900, "observation"), (700, "length")])
+def test_what_the_environment_says_at_once_has_an_end_of_its_own(small_tokenizer, size, ended):
+    made = type("Says", (Environment,), {"step": lambda *_: Step([tool_message("x" * size)])})
+    episode, _ = episode_of(small_tokenizer, CALL, made=made, limits=replace(LIMITS, response_length=800))
+    assert (episode.ended, episode.turns) == (ended, 1)  # CALL and 700 fit no longer, 900 alone never
+
+
+def test_ends_are_counted_with_their_own_variables():
+    ends = (
+        ["stop"] * 3 + ["length"] * 38 + ["turn_length"] * 21 + ["max_turns"] * 4 + ["observation"] + ["step_timeout"]
+    )
+    said = advice(ends)
+    assert said.startswith(
+        "38 by length: raise MAX_RESPONSE_LENGTH; 21 by turn_length: raise MAX_TURN_LENGTH; 4 by max"
+    )
+    assert "1 by observation: shorten" in said and "1 by step_timeout: raise STEP_SECONDS" in said
+    assert advice(["stop", "prompt_too_long"]) == ""
 
 
 # ---- environments that fail
@@ -274,6 +298,18 @@ def test_an_environment_that_raises_is_a_reward_that_raises(small_tokenizer, whe
     said = f"{'step' if where == 'step' else 'reset'} raised {type(error).__name__}"
     assert said in str(raised.value) and "\n" not in str(raised.value)
     assert "environment of 'calculator' on ground_truth='{\"answer\": \"20126\"}'" in str(raised.value)
+
+
+@pytest.mark.parametrize("where", ["reset", "step"])
+def test_an_error_names_its_type_and_the_line_of_the_users_own_file(where):
+    def fails(*_):
+        raise OSError("db down")
+
+    broken = type("Broken", (Environment,), {where: lambda *_: json.loads(fails())})
+    with pytest.raises(RewardError) as raised:
+        replayed(broken, ROW, [CALL])
+    line = fails.__code__.co_firstlineno + 1
+    assert str(raised.value).endswith(f"{where} raised OSError: db down (tests/test_episode.py:{line}, in fails)")
 
 
 BAD_STEPS = {
@@ -365,8 +401,21 @@ def test_rewards_add_up_and_one_is_a_success(small_tokenizer):
     episode, _ = episode_of(small_tokenizer, *texts, made=Tenths, limits=replace(LIMITS, turns=10))
     assert episode.reward == pytest.approx(1) and episode.scores["acc"] == 1.0
     nine, _ = episode_of(small_tokenizer, *texts[1:], made=Tenths, limits=replace(LIMITS, turns=10))
-    rest = {"acc": 0.0, "format": 1.0, "turns": 9.0, "tool_errors": 0.0, "timeout": 0.0}
-    assert nine.scores == pytest.approx({"score": 0.9, **rest})
+    cuts = dict.fromkeys(("cut_length", "cut_turn_length", "cut_observation", "cut_turns", "timeout"), 0.0)
+    assert nine.scores == pytest.approx(
+        {"score": 0.9, "acc": 0.0, "format": 1.0, "turns": 9.0, "tool_errors": 0.0, **cuts}
+    )
+    assert step_metrics([episode.scores, {**nine.scores, "cut_turns": 1.0}]) == pytest.approx(
+        {f"episode/{name}": value for name, value in cuts.items()}
+        | {"episode/turns": 9.5, "episode/tool_errors": 0.0, "episode/cut_turns": 0.5}
+    )
+
+
+@pytest.mark.parametrize("one", [np.float32(1), np.float64(1), np.int64(1), np.bool_(True), np.array(1.0), Fraction(1)])
+def test_rewards_are_numbers_of_any_library(small_tokenizer, one):
+    made = type("Counts", (Environment,), {"step": lambda *_: Step(reward=one, done=np.bool_(True))})
+    episode, _ = episode_of(small_tokenizer, ANSWER, made=made)
+    assert (type(episode.reward), episode.reward, episode.ended) == (float, 1.0, "stop")
 
 
 def test_the_window_bounds_prompt_and_turns_together(small_tokenizer):

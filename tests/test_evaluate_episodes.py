@@ -101,6 +101,10 @@ def test_episodes_get_the_exact_metrics_and_each_turn_is_one_batch(workplace):
         "format": 4 / 6,
         "turns": sum(map(sum, TURNS)) / 6,
         "tool_errors": 1 / 6,
+        "cut_length": 0,
+        "cut_turn_length": 1 / 6,
+        "cut_observation": 0,
+        "cut_turns": 1 / 6,
         "timeout": 0,
         "tokens": sum(lengths) / 6,
         "truncated": 2 / 6,
@@ -117,7 +121,7 @@ def test_episodes_get_the_exact_metrics_and_each_turn_is_one_batch(workplace):
     assert found[0, "sampled", 0].response.endswith(f"<|im_start|>assistant\n{RIGHT}<|im_end|>")
     assert "<tool_response>\n7\n</tool_response>" in found[0, "sampled", 0].response
     assert "error: no tool python; there are: calculator" in found[1, "sampled", 0].response
-    assert [found[2, "sampled", n].finish_reason for n in (0, 1)] == ["max_turns", "length"]
+    assert [found[2, "sampled", n].finish_reason for n in (0, 1)] == ["max_turns", "turn_length"]
     said = [("assistant", CALL), ("tool", "7"), ("assistant", RIGHT)]
     assert found[0, "sampled", 0].messages == [{"role": role, "content": text} for role, text in said]
 
@@ -295,8 +299,8 @@ def test_a_step_that_hangs_ends_its_episode_alone(small_model):
     ended = {rollout.index: (seconds, rollout) for seconds, rollout in found}
     hung = ended[0][1]
     assert (hung.finish_reason, hung.error, hung.messages[-1]["role"]) == ("step_timeout", "", "assistant")
-    counts = {"format": 0.0, "turns": 2.0, "tool_errors": 0.0, "timeout": 1.0}
-    assert hung.reward == {"score": 0.25, "acc": 0.0} | counts
+    expected = {"score": 0.25, "acc": 0.0, "format": 0.0, "turns": 2.0, "tool_errors": 0.0, "timeout": 1.0}
+    assert {name: value for name, value in hung.reward.items() if not name.startswith("cut_")} == expected
     assert [ended[i][1].finish_reason for i in (1, 2)] == ["stop", "stop"]
     assert max(8, ended[1][0], ended[2][0]) < ended[0][0] < 20
     assert [turn for _, asked in engine.asked for turn in asked].count((0, 1)) == 1

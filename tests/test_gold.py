@@ -2,9 +2,11 @@
 
 import functools
 import importlib
+import itertools
 import json
 import multiprocessing
 import os
+import re
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -14,11 +16,16 @@ from pathlib import Path
 import pytest
 
 from tasks.calculator import prepare_data as calculator
+from tasks.calculator.environment import TOOLS
+from tasks.calculator.environment import Environment as calculator_environment
 from tasks.common import guarded
 from tasks.common.data import gold
-from tasks.common.data.prepare import Example, Examples, describe, prepare
+from tasks.common.data.prepare import Example, Examples, describe, load_tokenizer, prepare
 from tasks.common.data.records import load
 from tasks.common.data.rows import DataError, read_rows
+from tasks.common.models.chat_template import demonstration_ids
+from tasks.common.rewards.environment import Step, tool_message
+from tasks.common.rewards.tool_calls import render_calls
 from tasks.common.settings import load_settings
 from tasks.countdown.prepare_data import example
 from tests.helpers import ROOT, SINGLE_TURN, copy_of_checkout, exported, has_ended, make
@@ -81,7 +88,7 @@ def test_drop_leaves_the_rows_out_of_all_files(folder):
     kept = set.union(*(numbers(folder / f"{side}.parquet") for side in ("test", "dev", "train")))
     assert kept == {number for number in range(1, 37) if number % 5 or number % 7 == 0}
     assert all(row["messages"][-1]["content"] != WRONG for row in read_rows(folder / "sft.parquet"))
-    assert "6 rows left out (GOLD=drop)" in describe(manifest) and not gold.failed(manifest)
+    assert "6 rows left out (GOLD=drop)" in describe(manifest) and not gold.failed(manifest, settings())
     assert "TRAIN_SIZE=24: there are 20" in manifest["note"]
 
 
@@ -124,7 +131,9 @@ def test_a_row_of_a_file_is_named_by_its_line(folder, tmp_path, small_model):
     manifest = prepare(s, {"file": lambda s: Examples(load(s.FILE), one)})
     assert manifest["gold"]["right"] == 58
     assert [other["place"] for other in manifest["gold"]["others"]] == [f"{path}: line 4", f"{path}: line 41"]
-    assert all("RewardError: raised TypeError" in other["reason"] for other in manifest["gold"]["others"])
+    assert all(
+        "TypeError: " in other["reason"] and "/reward.py:" in other["reason"] for other in manifest["gold"]["others"]
+    )
 
 
 # ---- a reward that hangs, dies, asks a judge
@@ -174,7 +183,8 @@ def test_a_row_that_breaks_the_reward_does_not_break_the_check(reward):
     entry, wrong = gold.check(settings(), rows(6))
     assert wrong == {0, 1, 2} and entry["note"] == ""
     reasons = [other["reason"] for other in entry["others"]]
-    assert reasons[0].startswith("the process died") and reasons[1:] == ["SystemExit: no", "score nan"]
+    assert reasons[0].startswith("the process died") and reasons[2] == "score nan"
+    assert reasons[1].startswith("SystemExit: no (tests/test_gold.py:")
 
 
 @pytest.fixture
@@ -271,7 +281,7 @@ def test_a_wrong_form_that_is_right_is_named(reward, monkeypatch):
     monkeypatch.setattr("tasks.countdown.reward.wrong_forms", forms)
     made = [replace(row, demonstration=f"# {row.truth}") for row in rows(5)]
     entry, wrong = gold.check(settings(), made)
-    assert (entry["right"], entry["forms"], wrong) == (5, 4, set()) and gold.failed({"gold": entry})
+    assert (entry["right"], entry["forms"], wrong) == (5, 4, set()) and gold.failed({"gold": entry}, settings())
     assert entry["taken"] == [{"place": f"x: row {i}", "form": f"<think># {i}</think>"} for i in (1, 3)]
     assert gold.said(entry) == (
         "5 of 5 demonstrations get acc 1; wrong forms that get it too: "
@@ -327,6 +337,105 @@ def test_every_episode_of_calculator_is_right(difficulty, folder):
     assert (entry["demonstrations"], entry["right"], entry["forms"], entry["taken"]) == (162, 162, 324, []), entry
 
 
+# ---- episodes: what they need, and calls that are repeated
+
+
+def stock(s, turns: int = 4):
+    """Sums of several calls; each third has one more."""
+    for number in range(1, 10_000):
+        calls = [f"{number} + {step}" for step in range(turns - 1 + (number % 3 == 0))]
+        shown = []
+        for text in calls:
+            call = render_calls([{"name": "calculator", "arguments": {"expression": text}}])
+            shown += [{"role": "assistant", "content": call}, tool_message(str(number + int(text.split()[-1])))]
+        answer = {"role": "assistant", "content": f"<answer>{number}</answer>"}
+        yield Example(f"what is {number}?", {"answer": str(number)}, [*shown, answer], tools=TOOLS)
+
+
+EPISODES = {
+    "SOURCE": "toy",
+    "TEST_SIZE": "9",
+    "DEV_SIZE": "6",
+    "TRAIN_SIZE": "30",
+    "SFT_SIZE": "30",
+    "MODEL": "embedded",
+}
+
+
+def test_demonstrations_are_played_under_the_tasks_limits(folder):
+    s = settings("calculator", **EPISODES, MAX_TURNS="4", MAX_TURN_LENGTH="128", MAX_RESPONSE_LENGTH="512")
+    manifest = prepare(s, {"toy": stock})
+    said = "15 of 45 demonstrations cannot be played to their end: they need 15 more than MAX_TURNS=4; set MAX_TURNS=5"
+    assert manifest["gold"]["right"] == 45 and said in describe(manifest, s) and gold.failed(manifest, s)
+    assert not gold.failed(manifest, replace(s, MAX_TURNS=5)) and "cannot" not in describe(
+        manifest, replace(s, MAX_TURNS=5)
+    )
+    with pytest.raises(DataError, match=r"GOLD=error: 45 of 45 .*; set MAX_TURNS=5$"):
+        prepare(replace(s, GOLD="error"), {"toy": stock})
+    needs = manifest["gold"]["needs"]
+    assert {need[1] for need in needs} == {4, 5} and sum(need[-1] for need in needs) == 45
+    # The tokens are those of the episode's own demonstration.
+    tokenizer = load_tokenizer("embedded")
+    shown = next(iter(stock(s))).messages(), next(iter(stock(s))).demonstration
+    _, mask = demonstration_ids(tokenizer, [*shown[0], *shown[1]], 1, TOOLS)
+    longest = max(len([*run]) for mine, run in itertools.groupby(mask) if mine)
+    assert any(need[:4] == [mask.index(1), 4, longest, len(mask) - mask.index(1)] for need in needs)
+    tight = replace(s, MAX_TURNS=5, MAX_TURN_LENGTH=longest - 1, MAX_RESPONSE_LENGTH=len(mask) - mask.index(1))
+    wanted = max(need[2] for need in needs), max(need[3] for need in needs)
+    assert gold.said(manifest["gold"], tight).endswith(
+        f"set MAX_TURN_LENGTH={wanted[0]} MAX_RESPONSE_LENGTH={wanted[1]}"
+    )
+
+
+def test_a_response_is_measured_too(folder):
+    s = settings(MODEL="embedded", MAX_RESPONSE_LENGTH="4")
+    manifest = prepare(s, {"toy": toy})
+    assert re.search(r"31 of 31 demonstrations cannot .* MAX_RESPONSE_LENGTH=4; set MAX_RES", describe(manifest, s))
+    assert not gold.too_small(prepare(settings(MODEL="/none"), {"toy": toy})["gold"], s)  # no tokenizer here
+
+
+def by_call(self, action):
+    """Half for each call, half for the answer."""
+    done = not action.calls
+    return Step([] if done else [tool_message("0")], reward=0.5, done=done)
+
+
+def by_calls_alone(self, action):
+    """A quarter for each call up to 1, the whole for the answer."""
+    self.calls = getattr(self, "calls", 0) + bool(action.calls)
+    done = not action.calls
+    rest = 1 - 0.25 * min(self.calls, 4)
+    return Step([] if done else [tool_message("0")], reward=rest if done else 0.25 * (self.calls <= 4), done=done)
+
+
+@pytest.mark.parametrize(
+    ("step", "said"),
+    [(by_call, "each call made twice: 1.5"), (by_calls_alone, "first call 8 times, no answer: 1")],
+)
+def test_calls_that_earn_more_each_time_are_named(folder, monkeypatch, step, said):
+    monkeypatch.setattr(calculator_environment, "step", step)
+    monkeypatch.delattr("tasks.calculator.environment.wrong_forms")
+    s = settings("calculator", **EPISODES)
+    one_call = {"toy": lambda s: (e for e in stock(s, 2) if len(e.demonstration) == 3)}
+    entry = prepare(s, one_call)["gold"]
+    assert {each["form"] for each in entry["taken"]} == {said}
+    assert gold.failed({"gold": entry}, s) and gold.said(entry).count(said) == 1
+
+
+def test_an_environment_that_fails_names_its_line_and_nothing_right_is_an_error(folder, monkeypatch):
+    def step(self, action):
+        return self.sen.add(action)
+
+    monkeypatch.setattr(calculator_environment, "step", step)
+    with pytest.raises(DataError, match="nothing is right") as error:
+        prepare(settings("calculator", **EPISODES), {"toy": stock})
+    line = step.__code__.co_firstlineno + 1
+    assert f"AttributeError: 'Environment' object has no attribute 'sen' (tests/test_gold.py:{line}, in step)" in str(
+        error.value
+    )
+    assert "self.sen.add" in (folder.with_name("calculator") / gold.LOG).read_text()
+
+
 @pytest.mark.medium
 @pytest.mark.skipif(not (SHARED / "gsm8k").is_dir(), reason="no shared data")
 def test_every_demonstration_of_gsm8k_is_right():
@@ -345,14 +454,19 @@ def test_make_data_says_it_and_checks_again_after_the_reward_was_changed(tmp_pat
     given |= {"TEST_SIZE": "8", "DEV_SIZE": "4", "SFT_SIZE": "32"}
     reward = checkout / "tasks/countdown/reward.py"
     right = reward.read_text()
-    reward.write_text(right.replace("if correct else", "if False else").replace('"acc": correct', '"acc": False'))
+    none = right.replace("if correct else", "if False else").replace('"acc": correct', '"acc": False')
+    reward.write_text(none)
     result = make("data", cwd=checkout, **given)
-    assert result.returncode == 0 and "gold check: 0 of 44 demonstrations get acc 1; the first 10" in result.stdout
+    (error,) = [line for line in result.stdout.splitlines() if line.startswith("error:")]
+    assert result.returncode != 0 and "gold check: 0 of 44 demonstrations get acc 1; the first 10" in error
+    reward.write_text(none.replace('"acc": False', '"acc": correct and truth["target"] % 2'))
+    result = make("data", cwd=checkout, **given)
+    assert result.returncode == 0 and re.search(r"gold check: [12]\d of 44 demonstrations", result.stdout)
     result = make("doctor", cwd=checkout, **given)
-    assert "warning  gold check: 0 of 44" in result.stdout and "set GOLD=drop" in result.stdout
+    assert re.search(r"warning  gold check: [12]\d of 44", result.stdout) and "set GOLD=drop" in result.stdout
     result = make("data", cwd=checkout, **given, GOLD="error")
     (error,) = [line for line in result.stdout.splitlines() if line.startswith("error:")]
-    assert result.returncode != 0 and error.startswith("error: GOLD=error: 0 of 44 demonstrations")
+    assert result.returncode != 0 and re.match(r"error: GOLD=error: [12]\d of 44 demonstrations", error)
     reward.write_text(right)
     assert "gold check: reward.py has changed since" in make("doctor", cwd=checkout, **given, GOLD="error").stdout
     result = make("data", cwd=checkout, **given, GOLD="error")

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tasks.common.runs.folder import read_metrics
-from tasks.common.runs.health import findings, newest_by_rule
+from tasks.common.runs.health import findings, newest_by_rule, no_signal
 from tasks.common.settings import ROOT, load_settings
 from tasks.common.verl_plugins.answers import figures
 from tests.test_settings import VALUES
@@ -116,6 +116,53 @@ def test_truncation_counts_when_it_stays():
     cut, short = ({"response_length/clip_ratio": share, "response_length/max": 64.0} for share in (0.31, 0.29))
     assert found({1: cut}) == [] == found({11: cut, 12: short, 13: cut})
     assert found({11: cut, 12: cut}) == [("truncation", 12)]
+
+
+def test_an_episodes_cuts_are_named_by_their_own_variables():
+    cuts = {"episode/turns": 3.0, "episode/cut_turn_length": 0.25, "episode/cut_length": 0.06}
+    rows = {step: FINE | cuts | {"response_length/clip_ratio": 0.0} for step in (1, 2)}
+    (one,) = findings(rows, replace(SETTINGS, MAX_TURN_LENGTH=48))
+    assert (one.rule, one.step) == ("truncation", 2)
+    assert "25% by MAX_TURN_LENGTH=48 (turn_length), 6% by MAX_RESPONSE_LENGTH=64 (length); raise MAX_TURN_" in one.text
+    # The longest of a batch of episodes says nothing about their limits.
+    long = {"episode/turns": 3.0, "response_length/clip_ratio": 0.9, "response_length/max": 64.0}
+    assert findings({1: FINE | long, 2: FINE | long}, SETTINGS) == []
+
+
+def samples(**counts) -> tuple[list[dict], list[int], list[bool]]:
+    """``no_signal``'s arguments: so many samples of each kind, four of a prompt."""
+    kinds = {"right": (1.0, 1.0, False), "wrong": (0.0, 1.0, False), "bad": (0.0, 0.0, False), "cut": (0.0, 0.0, True)}
+    found = [kinds[kind] for kind, count in counts.items() for _ in range(count)]
+    scores = [{"score": acc, "acc": acc, "format": form} for acc, form, _ in found]
+    return scores, [place // 4 for place in range(len(found))], [off for *_, off in found]
+
+
+@pytest.mark.parametrize(
+    ("counts", "said"),
+    [
+        (
+            {"wrong": 40, "cut": 24},
+            "none of 64 samples is right (24 cut off, 40 wrong): RL has nothing to learn from; ",
+        ),
+        ({"wrong": 10, "cut": 54}, "raise SFT_STEPS=16, or raise MAX_RESPONSE_LENGTH"),
+        ({"wrong": 10, "bad": 54}, "raise SFT_STEPS=16, or SFT_LR=0.0001"),
+        ({"wrong": 64}, "raise SFT_STEPS=16, or take DIFFICULTY=easy"),
+        ({"right": 64}, "all 16 groups have one reward"),
+        ({"right": 4, "wrong": 60}, "all 16 groups have one reward"),
+        ({"right": 1, "wrong": 63}, ""),
+        ({"wrong": 63}, ""),  # too few to tell
+    ],
+)
+def test_a_warm_up_that_cannot_work_is_counted(counts, said):
+    s = replace(SETTINGS, SFT_STEPS=16, SFT_LR=1e-4, DIFFICULTY="hard", ROLLOUT_N=4, METHOD="grpo")
+    found = no_signal(*samples(**counts), s)
+    assert said in found and bool(found) == bool(said)
+
+
+def test_the_cuts_of_episodes_are_named_by_their_own_variable():
+    scores, groups, cut = samples(wrong=10, cut=54)
+    scores = [{**each, "cut_turns": float(off)} for each, off in zip(scores, cut, strict=True)]
+    assert "or raise MAX_TURNS" in no_signal(scores, groups, cut, SETTINGS)
 
 
 def test_a_spike_needs_steps_to_be_held_against():

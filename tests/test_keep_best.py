@@ -49,7 +49,7 @@ def fit(module, tmp_path, monkeypatch):
     monkeypatch.setattr(trainer_base.tq, "kv_clear", lambda **_: None, raising=False)
     run_dir = tmp_path / "run"
 
-    def run(dev, steps=8, start=0, **variables):
+    def run(dev, steps=8, start=0, step=None, **variables):
         for name, value in (VALUES | {"ARTIFACTS": str(tmp_path)} | variables).items():
             monkeypatch.setenv(name, value)
         metrics = folder.next_metrics_file(run_dir)
@@ -77,7 +77,7 @@ def fit(module, tmp_path, monkeypatch):
         for name, value in {
             "_start_profiling": lambda self: None,
             "_stop_profiling": lambda self: None,
-            "step": lambda self, metrics, timing: trained,
+            "step": step or (lambda self, metrics, timing: trained),
             "_compute_metrics": lambda self, batch, metrics, timing, global_steps, epoch: metrics.update(x=1.0),
         }.items():
             monkeypatch.setattr(module.TaskTrainer, name, value)
@@ -110,6 +110,18 @@ def test_steps_are_saved_that_are_validated_and_the_newest_stay_without(fit):
 def test_without_validations_the_newest_stay(fit):
     run_dir = fit(None, SAVE_FREQ="2", KEEP="1")
     assert folder.checkpoints(run_dir) == [6, 8]
+
+
+@pytest.mark.parametrize(("seconds", "saved"), [(120, [3, 8]), (400, [1, 8]), (10, [8])])
+def test_the_first_checkpoint_comes_within_five_minutes_of_the_first_step(fit, module, monkeypatch, seconds, saved):
+    clock = SimpleNamespace(now=1000.0)
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: clock.now, sleep=lambda _: None))
+
+    def step(self, metrics, timing):
+        clock.now += seconds
+        return SimpleNamespace(keys=[], partition_id="train")
+
+    assert folder.checkpoints(fit(None, SAVE_FREQ="100", KEEP="1", step=step)) == saved
 
 
 def test_patience_ends_the_run_and_more_of_it_continues(fit):

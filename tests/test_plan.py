@@ -1,16 +1,20 @@
 """A training's plan: what the launcher and the trainer do follows from it."""
 
 import json
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tasks.common.launch import train
+from tasks.common.files import write_json
+from tasks.common.launch import main, train
 from tasks.common.launch.plan import planned
 from tasks.common.launch.task import environment
+from tasks.common.process import StageFailed
 from tasks.common.runs import launches
+from tasks.common.runs.checkpoint import begun_file
 from tasks.common.runs.folder import hf_folder, lineage, read_metrics
 from tasks.common.settings import load_settings
 from tests.test_runs import make_run, write_checkpoints
@@ -83,10 +87,13 @@ def test_rounds_are_trained_as_planned_skipped_when_done_and_continued_with_more
 
     def run(command, *, name, log, total, watch, environment):
         assert watch().note == " starting the engines"
+        begun_file(Path(environment["VERL_FILE_LOGGER_PATH"])).write_text(str(total - 1))
+        assert watch().note == f" step {total - 1}"
         row = {"critic/score/mean": 0.5, "actor/entropy": 0.001}
         Path(environment["VERL_FILE_LOGGER_PATH"]).write_text(json.dumps({"step": total, "data": row}) + "\n")
         assert watch().note == f" reward 0.500, collapse (step {total})" and watch().done == total
         write_checkpoints(log.parents[1], [total])
+        assert environment.get("ANYWAY", "1") == "1"  # INIT=base
         seen.append((name, total, log.name, environment["SEED"], command))
 
     monkeypatch.setattr(train, "run", run)
@@ -110,6 +117,55 @@ def test_rounds_are_trained_as_planned_skipped_when_done_and_continued_with_more
     assert sorted(read_metrics(first)) == [4, 6]
 
 
+@pytest.mark.parametrize("steps", [(), (2, 4)])
+def test_a_stop_says_where_the_same_command_goes_on(settings, monkeypatch, steps):
+    run_dir = make_run(settings, "mine", steps=steps) if steps else settings.runs_dir / "mine"
+    plan = planned("grpo", settings, run_dir, "some/model")
+    goes_on = "continues from the checkpoint of step 4" if steps else "begins at step 1, as there is no checkpoint yet"
+
+    def run(*_, **__):
+        raise stop
+
+    monkeypatch.setattr(train, "run", run)
+    for stop in (KeyboardInterrupt(), StageFailed("no memory; free some, then the same command continues\n  log: x")):
+        with pytest.raises(type(stop), match=f"the same command {goes_on}"):
+            train.execute(plan)
+
+
+def test_a_warm_up_without_signal_ends_before_rl_and_all_asks_on_a_terminal(settings, monkeypatch, capsys):
+    plan = planned("grpo", settings, settings.runs_dir / "mine", "some/model", anyway=False)
+    assert plan.environment["ANYWAY"] == "0"
+
+    def run(*_, **__):
+        write_json(plan.run_dir / "outcome.json", {"outcome": "no signal", "reason": "none of 64 is right; ANYWAY=1"})
+        raise StageFailed("AbortedError: none of 64")
+
+    monkeypatch.setattr(train, "run", run)
+    with pytest.raises(train.WithoutSignal, match=r"^none of 64 is right; ANYWAY=1\n  log: "):
+        train.execute(plan)
+    asked, tried = [], []
+
+    def trained(s, arguments):
+        tried.append(os.environ.get("ANYWAY"))
+        if len(tried) % 2:
+            raise train.WithoutSignal("none is right")
+        return "trained"
+
+    monkeypatch.setattr(train, "train", trained)
+    monkeypatch.setattr("builtins.input", lambda text: asked.append(text) or answer)
+    monkeypatch.setenv("ANYWAY", "")
+    for goal, terminal, answer in (("train", True, "y"), ("all", False, "y"), ("all", True, "n"), ("all", True, "y")):
+        monkeypatch.setattr(sys.stdin, "isatty", lambda terminal=terminal: terminal, raising=False)
+        job = main.Job(goal, settings, None, [])
+        if answer == "y" and goal == "all" and terminal:
+            assert main.STAGES["train"](job) == "trained"
+        else:
+            with pytest.raises(train.WithoutSignal):
+                main.STAGES["train"](job)
+            tried.append(None)
+    assert len(asked) == 2 and tried[-1] == "1"
+
+
 def test_a_complete_training_by_dpo_is_up_to_date_with_the_steps_of_its_pairs(
     settings, small_model, tmp_path, monkeypatch
 ):
@@ -122,6 +178,7 @@ def test_a_complete_training_by_dpo_is_up_to_date_with_the_steps_of_its_pairs(
         Path(environment["VERL_FILE_LOGGER_PATH"]).write_text('{"step": 2, "data": {"train/loss": 0.7}}\n')
         assert watch().note == " loss 0.700"
         write_checkpoints(log.parents[1], [total])
+        assert environment.get("ANYWAY", "1") == "1"  # INIT=base
         seen.append((name, total, log.name, environment["STEPS"], command[-3:-1]))
 
     monkeypatch.setattr(train, "run", run)

@@ -204,6 +204,12 @@ def test_a_full_disk_is_the_cause_also_where_the_log_could_not_be_written(tmp_pa
         run_python("raise SystemExit(3)", tmp_path)
 
 
+def test_an_os_error_of_the_users_code_has_its_type_and_place(capsys):
+    with pytest.raises(SystemExit) as ended, process.errors_in_one_line():
+        raise ConnectionError("db down")
+    assert ended.value.code.startswith("error: ConnectionError: db down (tests/test_process.py:")
+
+
 def test_a_full_disk_ends_a_command_in_one_line_with_what_to_do(capsys):
     with pytest.raises(SystemExit) as ended, process.errors_in_one_line():
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "file")

@@ -3,6 +3,7 @@
 import json
 import math
 
+import numpy as np
 import pytest
 
 from tasks.common.rewards.answers import RewardError, after_thinking, last_answer, read_ground_truth, reward_function
@@ -113,6 +114,19 @@ def test_broken_score_is_refused_in_one_line(result, reason):
     assert "some_source" in message
     assert "'target': 7" in message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize("one", [np.float32(1), np.int64(1), np.bool_(True), np.array(1.0), True])
+def test_a_score_is_a_number_of_any_library(one):
+    found = scorer({"score": one, "acc": one})("source", "response", "x")
+    assert found == {"score": 1.0, "acc": 1.0} and {*map(type, found.values())} == {float}
+
+
+def test_an_error_names_the_line_of_the_users_own_file():
+    with pytest.raises(
+        RewardError, match=r"compute_score raised KeyError: 'x' \(tests/test_reward_helpers\.py:\d+, in "
+    ):
+        scorer(KeyError("x"))("source", "response", "x")
 
 
 def test_long_ground_truth_is_cut_in_the_message():

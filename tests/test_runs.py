@@ -27,8 +27,10 @@ from tasks.common.runs.folder import (
     rounds,
     settings_of,
     sft_dir,
+    warmed,
 )
 from tasks.common.runs.keep import ends_run
+from tasks.common.runs.validation import learned
 from tasks.common.settings import Command, SettingsError, load_settings
 from tests.test_settings import VALUES
 
@@ -64,6 +66,15 @@ def begun(run_dir, start, settings, mark=None, steps=(4,)):
     write_checkpoints(run_dir, steps)
     record(run_dir, "rl", mark or "x", settings, start, [])
     return run_dir
+
+
+def test_a_warm_up_is_complete_with_its_steps_or_its_loss(settings):
+    s = replace(settings, SFT_STEPS=20, SFT_LOSS=0.1)
+    losses = {step: {"train/loss": loss} for step, loss in enumerate((0.9, 0.3, 0.12, 0.1, 0.08, 0.06), 1)}
+    run_dir = make_run(s, "sft-x", steps=(6,), metrics=losses, kind="sft")
+    assert warmed(run_dir, s) and not warmed(run_dir, replace(s, SFT_LOSS=0.0))  # the last four: 0.09
+    assert not warmed(run_dir, replace(s, SFT_LOSS=0.09)) and warmed(run_dir, replace(s, SFT_STEPS=6, SFT_LOSS=0.0))
+    assert not learned([0.0] * 3, 0.1) and learned([9.0, *[0.0] * 4], 0.1) and not learned([0.0] * 9, 0.0)
 
 
 def test_rounds_are_those_that_began_each_from_the_last_step_of_the_one_before(settings):

@@ -74,6 +74,7 @@ VALUES = {
     "DPO_BETA": "0.1",
     "DPO_EPOCHS": "1",
     "SFT_STEPS": "16",
+    "SFT_LOSS": "0",
     "SFT_BATCH_SIZE": "8",
     "SFT_LR": "3e-4",
     "ROLLOUT_N": "4",
@@ -131,6 +132,7 @@ ZERO_ALLOWED = {
     "SEED",
     "TRAIN_SEED",
     "KL_COEF",
+    "SFT_LOSS",
     "LORA_RANK",
     "LIMIT",
     "GREEDY",
@@ -413,6 +415,7 @@ WARM_UP = {
     "STACK": "current",
     "MODEL": "other",
     "SFT_STEPS": "17",
+    "SFT_LOSS": "0.1",
     "SFT_BATCH_SIZE": "9",
     "SFT_LR": "1e-4",
     "LORA_RANK": "8",
@@ -477,7 +480,7 @@ def test_length_and_reports_of_a_run_change_no_fingerprint(name):
     assert changed(**{name: REPORTING[name]}) == set()
 
 
-@pytest.mark.parametrize("name", ["SFT_STEPS", "SFT_BATCH_SIZE", "SFT_LR"])
+@pytest.mark.parametrize("name", ["SFT_STEPS", "SFT_LOSS", "SFT_BATCH_SIZE", "SFT_LR"])
 def test_warm_up_does_not_matter_to_a_training_from_base(name):
     assert load(INIT="base").rl_fingerprint([]) == load(INIT="base", **{name: WARM_UP[name]}).rl_fingerprint([])
 

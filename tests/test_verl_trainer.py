@@ -1,14 +1,18 @@
 """The trainer without a training: what it does when a reward fails. In a training: test_judge_training.py."""
 
+import json
 from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from omegaconf import OmegaConf
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from tasks.common.rewards.answers import RewardError
+from tasks.common.runs.health import AbortedError
+from tests.test_settings import VALUES
 from tests.test_verl_on_policy import composed, nested
 
 MODEL = "the/classifier"
@@ -215,7 +219,9 @@ def step_of(module, monkeypatch, **fields):
     monkeypatch.setattr(module.KeepBest, "_compute_metrics", lambda self, batch, metrics, *_, **__: None)
     monkeypatch.setattr(module.tq, "kv_batch_get", lambda **_: TensorDict(fields, batch_size=len(fields["uid"])))
     batch = SimpleNamespace(keys=["a", "b", "c"], partition_id="train", tags=[{}, {}, {"is_padding": True}])
-    object.__new__(module.TaskTrainer)._compute_metrics(batch, metrics := {}, {}, global_steps=1, epoch=0)
+    trainer = object.__new__(module.TaskTrainer)
+    trainer.config = SimpleNamespace(data={})
+    trainer._compute_metrics(batch, metrics := {}, {}, global_steps=1, epoch=0)
     return metrics
 
 
@@ -226,3 +232,73 @@ def test_a_step_tells_its_answers_and_goes_on_without_them(module, monkeypatch, 
     assert told == {"answers/right": 0.0, "answers/readable": 1.0, "answers/alike": 1.0}
     assert step_of(module, monkeypatch, uid=stack(["p"])) == {}
     assert "the answers of step 1 are not told: " in capsys.readouterr().out
+
+
+# ---- the first rollouts after a warm-up, and the episodes of a step
+
+
+@pytest.fixture
+def sampled(module, monkeypatch, tmp_path):
+    """A function: a trainer in step 1 that has 16 prompts of four samples with these scores."""
+
+    def made(scores: list[dict], anyway: str = "0", length: int = 3):
+        own = {"ARTIFACTS": str(tmp_path), "ANYWAY": anyway, "MAX_RESPONSE_LENGTH": "9"}
+        for name, value in (VALUES | own).items():
+            monkeypatch.setenv(name, value)
+        extra = [{"reward_extra_info": each} for each in scores]
+        data = TensorDict(
+            {
+                "uid": NonTensorStack(*(f"prompt {place // 4}" for place in range(len(scores)))),
+                "extra_fields": NonTensorStack(*extra),
+                "responses": torch.nested.as_nested_tensor([torch.ones(length)] * len(scores), layout=torch.jagged),
+            },
+            batch_size=[len(scores)],
+        )
+        monkeypatch.setattr(module.tq, "kv_batch_get", lambda select_fields, **_: data.select(*select_fields))
+        trainer = object.__new__(module.TaskTrainer)
+        (tmp_path / "run/checkpoints").mkdir(parents=True)
+        own = SimpleNamespace(default_local_dir=str(tmp_path / "run/checkpoints"))
+        of_data = {"max_response_length": 9, "episode": {"task": "t"}}
+        trainer.config = SimpleNamespace(trainer=own, data=OmegaConf.create(of_data), algorithm={})
+        trainer.global_steps = 1
+        return trainer, SimpleNamespace(keys=[], partition_id="train", tags=[{}] * len(scores))
+
+    return made
+
+
+WRONG = {"score": 0.0, "acc": 0.0}
+
+
+def test_a_warm_up_without_a_right_answer_ends_before_the_first_update(sampled, tmp_path):
+    trainer, batch = sampled([WRONG] * 64, length=9)
+    with pytest.raises(
+        AbortedError, match=r"none of 64 samples is right \(64 cut off\).*; ANYWAY=1 trains all the same"
+    ):
+        trainer._compute_advantage(batch, {})
+    assert json.loads((tmp_path / "run/outcome.json").read_text())["outcome"] == "no signal"
+
+
+@pytest.mark.parametrize(("right", "anyway"), [(1, "0"), (0, "1")])
+def test_a_right_answer_or_anyway_trains(sampled, module, monkeypatch, right, anyway):
+    trainer, batch = sampled([WRONG] * (64 - right) + [{"score": 1.0, "acc": 1.0}] * right, anyway)
+    went_on = mock.Mock(side_effect=StopIteration)
+    monkeypatch.setattr(module.KeepBest, "_compute_advantage", went_on)
+    monkeypatch.setattr(module.tq, "kv_batch_get", _with_masks(module.tq.kv_batch_get))
+    with pytest.raises((StopIteration, RuntimeError)):
+        trainer._compute_advantage(batch, {})
+    assert went_on.called
+
+
+def _with_masks(get):
+    """``response_mask`` too, which is not what this is about."""
+    mask = {"response_mask": SimpleNamespace(values=lambda: torch.ones(1))}
+    return lambda select_fields, **more: mask if select_fields == ["response_mask"] else get(select_fields, **more)
+
+
+def test_the_turns_and_cuts_of_a_steps_episodes_are_metrics(sampled, module, monkeypatch):
+    cuts = dict.fromkeys(("cut_length", "cut_turn_length", "cut_observation", "cut_turns", "timeout"), 0.0)
+    own = {"turns": 3.0, "tool_errors": 0.0, **cuts}
+    trainer, batch = sampled([WRONG | own, WRONG | own | {"turns": 5.0, "cut_turns": 1.0}])
+    monkeypatch.setattr(module.KeepBest, "_compute_metrics", lambda *_, **__: None)
+    trainer._compute_metrics(batch, metrics := {}, {}, 1, 0)
+    assert (metrics["episode/turns"], metrics["episode/cut_turns"], metrics["episode/cut_length"]) == (4.0, 0.5, 0.0)

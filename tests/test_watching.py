@@ -2,6 +2,7 @@
 
 import json
 import sys
+import time
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -50,6 +51,17 @@ def test_the_bar_shows_a_step_that_logged_a_validation_alone(settings, tmp_path)
     assert shown(plan) == Progress(2, " reward 0.250, dev 0.500")
     main.closing(settings, [tmp_path / "run"])  # adds the times of steps that have none
     assert not health.findings(folder.read_metrics(tmp_path / "run"), settings)
+
+
+def test_the_time_of_a_resumed_training_is_no_part_of_this_commands(settings, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("STARTED", str(time.time() - 60))
+    (first := tmp_path / "run/metrics/000.jsonl").parent.mkdir(parents=True)
+    first.write_text(line(1, **{"timing_s/step": 50.0}) + "\n")
+    main.closing(settings, [tmp_path / "run"])
+    assert "50 s of training, 60 s in all" in capsys.readouterr().out
+    first.with_name("001.jsonl").write_text(line(2, **{"timing_s/step": 40.0}) + "\n")
+    main.closing(settings, [tmp_path / "run"])
+    assert "90 s of training in 2 launches, 60 s in this command" in capsys.readouterr().out
 
 
 CLOSED = [
@@ -127,6 +139,23 @@ def test_the_time_left_is_not_reckoned_from_the_first_step_which_has_no_start(ca
     screen.bar.start_t -= 20  # seconds
     screen.look(lambda: Progress(3))
     assert "00:20<00:50" in capsys.readouterr().out  # two steps of 10 s, five to go
+
+
+def test_the_time_left_falls_within_a_step(capsys):
+    screen = _Screen("stage", 8)
+    for done in (0, 1):
+        screen.look(lambda done=done: Progress(done))
+    screen.bar.start_t -= 20
+    screen.look(lambda: Progress(3))
+    screen.bar.start_t -= 15  # half a step and more later
+    screen.bar.ends_at -= 15
+    screen.printed = 0.0
+    screen.look(lambda: Progress(3, "news"))
+    assert "00:35<00:35" in capsys.readouterr().out.splitlines()[-1]
+    screen.bar.ends_at -= 100  # a step that takes longer than all before
+    screen.printed = 0.0
+    screen.look(lambda: Progress(3, "more"))
+    assert "<00:00" in capsys.readouterr().out.splitlines()[-1]
 
 
 def test_a_screen_that_cannot_be_written_to_ends_nothing(monkeypatch):

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from tasks.common.errors import said, whole
 from tasks.common.process import die_with_parent
-from tasks.common.text import one_line
 
 CALL_SECONDS = 30.0  # longer than a sandbox allows for an answer and for its new process
 FIRST_SECONDS = 150.0  # a reward may load libraries at its first call
@@ -27,7 +27,7 @@ MEMORY = 4 * 2**30  # bytes that a call may add
 class Result:
     """A call: ``score``; ``acc`` and ``format``, None where the reward has none; ``honest``, what the task's
     ``is_right`` says, None without one; ``problem``, why there is no score, else empty; ``fatal``, whether that was an
-    error of Guarded's ``fatal``."""
+    error of Guarded's ``fatal``; ``trace``, its traceback. ``needs``: what the call found beside its scores."""
 
     score: float = 0.0
     acc: float | None = None
@@ -35,6 +35,8 @@ class Result:
     honest: bool | None = None
     problem: str = ""
     fatal: bool = False
+    trace: str = ""
+    needs: list | None = None
 
     @property
     def right(self) -> bool:
@@ -158,12 +160,11 @@ class Guarded:
             result = result if isinstance(result, dict) else {"score": result}
             honest = None if is_right is None else bool(is_right(text, row.truth))
             parts = {name: float(result[name]) for name in ("acc", "format") if result.get(name) is not None}
-            return {"score": float(result["score"]), "honest": honest, **parts}
+            return {"score": float(result["score"]), "honest": honest, "needs": result.get("needs"), **parts}
         except self.fatal as error:
             return {"problem": str(error), "fatal": True}
         except BaseException as error:  # SystemExit and RecursionError too: the answer caused it
-            reason = one_line(str(error), 200).rpartition("compute_score ")[2]
-            return {"problem": f"{type(error).__name__}: {reason}"}
+            return {"problem": said(error, 400), "trace": whole(error)}
 
 
 def asks_judge(compute_score: Callable) -> bool:

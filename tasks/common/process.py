@@ -18,6 +18,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from tasks.common import alive
+from tasks.common.errors import own_place, said
 from tasks.common.files import NO_SPACE
 from tasks.common.interrupts import Interrupts
 from tasks.common.leftovers import Launch
@@ -76,7 +77,7 @@ def node_lost(address: str) -> str:
     """The message for a node of the Ray cluster that was lost."""
     return (
         f"node {address} of the Ray cluster was lost; run `ray start` there again (docs/MULTI_NODE.md), then the same "
-        "command continues from the last checkpoint"
+        "command continues"
     )
 
 
@@ -90,12 +91,12 @@ def _known(text: str) -> str:
         where = " (node {}: {} of {} used)".format(*used.groups()) if used else ""
         return (
             f"out of memory{where}: Ray ended a worker; lower MICRO_BATCH_SIZE or N_GPUS, or free memory on the "
-            "machine, then the same command continues from the last checkpoint"
+            "machine, then the same command continues"
         )
     if _THREADS.search(text):
         return (
             "the machine allows no more threads: lower JOBS, or raise `sysctl kernel.pid_max`, `ulimit -u` or the "
-            "container's pids limit, then the same command continues from the last checkpoint"
+            "container's pids limit, then the same command continues"
         )
     return ""
 
@@ -181,18 +182,40 @@ def imports() -> Iterator[None]:
 @contextlib.contextmanager
 def errors_in_one_line(*kinds: type[Exception], stopped: str = "") -> Iterator[None]:
     """An error of ``kinds``, of a stage or of a file ends the command with one line, one more for each note of the
-    error, and exit code 1; Ctrl-C prints ``stopped`` and ends it with exit code 130."""
+    error, and exit code 1; Ctrl-C prints its own text or ``stopped``, and ends it with exit code 130."""
     try:
         yield
     except (StageFailed, OSError, *kinds) as error:
-        lines = [printable(" ".join(text.split())) for text in (str(error), *getattr(error, "__notes__", ()))]
-        said = str(error) if isinstance(error, StageFailed) else "\n  ".join(lines)
+        of_task = isinstance(error, OSError) and error.errno not in NO_SPACE and own_place(error)
+        first = said(error) if of_task else str(error)
+        lines = [printable(" ".join(text.split())) for text in (first, *getattr(error, "__notes__", ()))]
+        text = str(error) if isinstance(error, StageFailed) else "\n  ".join(lines)
         advice = f"; {_FREE_SOME}" if isinstance(error, OSError) and error.errno in NO_SPACE else ""
-        sys.exit(f"error: {said}{advice}")
-    except KeyboardInterrupt:
-        if stopped:
-            print(f"\n{stopped}", file=sys.stderr)
+        sys.exit(f"error: {text}{advice}")
+    except KeyboardInterrupt as error:
+        if text := str(error) or stopped:
+            print(f"\n{text}", file=sys.stderr)
         sys.exit(130)
+
+
+class _Bar(tqdm):
+    """The time left follows from the mean of the steps that ended, and only falls while one is under way."""
+
+    ends_at = 0.0  # by the clock; 0: unknown
+
+    def reckon(self) -> None:
+        """Look at the steps that have ended by now."""
+        if steps := self.n - self.initial:
+            now = time.time()
+            self.ends_at = now + (now - self.start_t) / steps * (self.total - self.n)
+
+    @property
+    def format_dict(self) -> dict:
+        found = super().format_dict
+        if self.ends_at:
+            left = max(self.ends_at - time.time(), 1e-9)
+            found["rate"] = (self.total - self.n) / left
+        return found
 
 
 class _Screen:
@@ -200,13 +223,12 @@ class _Screen:
 
     def __init__(self, name: str, total: int):
         self.live = sys.stdout.isatty()
-        self.bar = tqdm(
+        self.bar = _Bar(
             total=total,
             desc=f"  {name}",
             file=sys.stdout if self.live else io.StringIO(),
             bar_format="{desc} {n_fmt}/{total_fmt} |{bar:20}| {elapsed}<{remaining}{postfix}",
             dynamic_ncols=True,
-            smoothing=0,  # the time left by the mean step, not the last one
         )
         self.shown, self.printed, self.lines_at, self.told = Progress(), 0.0, 0, False
 
@@ -231,7 +253,9 @@ class _Screen:
             self.bar.initial = self.bar.n = self.bar.last_print_n = progress.done
             self.bar.start_t = self.bar.last_print_t = time.time()
         self.bar.set_postfix_str(progress.note, refresh=False)
-        self.bar.update(progress.done - self.bar.n)
+        self.bar.n = progress.done
+        if progress.done != self.shown.done:
+            self.bar.reckon()
         self.bar.refresh()
         percent_since = 100 * (progress.done - self.lines_at) / max(1, self.bar.total)
         due = percent_since >= 2 or time.monotonic() - self.printed > REPORT_SECONDS or (last and percent_since)

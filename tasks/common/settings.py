@@ -7,6 +7,7 @@ with LoRA they are multiplied by LORA_RATES, unless they are given or the profil
 """
 
 import ast
+import contextlib
 import difflib
 import functools
 import hashlib
@@ -227,6 +228,7 @@ class Settings:
     )
     DPO_BETA: float = variable("0.1", "dpo: beta, the pull to the start", positive)
     SFT_STEPS: int = variable("64", "warm-up: optimizer steps", positive)
+    SFT_LOSS: float = variable("0", "warm-up: ends before SFT_STEPS once its loss is below; 0: never", _from_0)
     SFT_BATCH_SIZE: int = variable("64", "demonstrations per step", positive)
     SFT_LR: float = variable("1e-5", "learning rate of the warm-up", positive)
     # rollouts and lengths
@@ -323,31 +325,59 @@ class Settings:
             values |= {"gold": code_digest(self.reward_file)}
         return fingerprint(values, *self.source_files)
 
+    def contents(self) -> dict[str, str]:
+        """Digest of each file of the data, by its name: ``train``, ``dev``, ``test``, ``sft``. Where they were not made
+        with these settings, what they would be made with stands for each."""
+        return self._made() or dict.fromkeys(("train", "dev", "test", "sft"), self.data_fingerprint())
+
+    def data_is_made(self) -> bool:
+        """Whether the data are there, made with these settings."""
+        return bool(self._made())
+
+    def _made(self) -> dict[str, str]:
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            manifest = json.loads((self.data_dir / "manifest.json").read_text())
+            if manifest.get("fingerprint") == self.data_fingerprint():
+                return manifest.get("contents") or {}
+        return {}
+
+    def sft_parts(self) -> dict:
+        """What the warm-up reads, by name: it starts anew where one changes."""
+        values = self._values("STACK MODEL SEED SFT_STEPS SFT_LOSS SFT_BATCH_SIZE SFT_LR LORA_RANK LORA_ALPHA")
+        contents, length = self.contents(), self.MAX_PROMPT_LENGTH + self.MAX_RESPONSE_LENGTH
+        values["demonstrations"] = contents.get("sft")
+        # Longer ones are left out: the length counts where there are some, or it is not known.
+        longest = contents.get(f"longest of {self.MODEL}", length + 1)
+        values |= {"MAX_PROMPT_LENGTH + MAX_RESPONSE_LENGTH": length} if int(longest) > length else {}
+        if self.SFT_SOURCE == "samples":
+            values |= self._values("SFT_SOURCE SAMPLED_PROMPTS ROLLOUT_N TEMPERATURE REWARD TRAIN_FILE")
+            values |= judge_settings() | {"train": contents.get("train"), "reward": code_digest(self.reward_file)}
+        return values
+
     def sft_fingerprint(self) -> str:
         """Changes when the warm-up would change."""
-        values = self._values("STACK MODEL SFT_STEPS SFT_BATCH_SIZE SFT_LR LORA_RANK LORA_ALPHA MAX_PROMPT_LENGTH")
-        values |= self._values("MAX_RESPONSE_LENGTH") | {"data": self.data_fingerprint()}
-        if self.SFT_SOURCE == "samples":
-            values |= self._values("SFT_SOURCE SAMPLED_PROMPTS ROLLOUT_N TEMPERATURE SEED REWARD TRAIN_FILE")
-            values |= judge_settings() | {"reward": code_digest(self.reward_file)}
-        return fingerprint(values)
+        return fingerprint(self.sft_parts())
+
+    def rl_parts(self, arguments: list[str], number: int = 1, start: str = "") -> dict:
+        """What the training reads, by name: it starts anew where one changes."""
+        left_out = {*REPORTING, *OF_DATA, "TRAIN_FILE", "FILE", "PAIRS_FILE"}  # files count by their contents
+        values = {k: v for k, v in asdict(self).items() if k not in left_out and not k.startswith("SFT_")}
+        values |= {"warm-up": self.sft_fingerprint()} if self.INIT == "sft" else {}
+        values |= {"round": number, "start": start} if number > 1 else {}
+        contents = self.contents()
+        values |= {"train": contents.get("train"), "dev": contents.get("dev"), "ARGS": arguments} | judge_settings()
+        own = {
+            name: Path(value).expanduser() for name in ("TRAIN_FILE", "PAIRS_FILE") if (value := getattr(self, name))
+        }
+        values |= {name: fingerprint({}, file) for name, file in own.items() if file.is_file()}
+        return values | {"reward": code_digest(self.reward_file)}
 
     def rl_fingerprint(self, arguments: list[str], number: int = 1, start: str = "") -> str:
         """Changes when the training would change; not with STEPS, which continues a run, nor with reporting variables.
 
         A later round of self-play also counts its ``number`` and the model ``start`` that it starts from.
         """
-        values = {name: value for name, value in asdict(self).items() if name not in (*REPORTING, "TEST_SHARE")}
-        for name in values.copy():
-            # Files count by their contents; the warm-up only if it is used.
-            if name in ("TRAIN_FILE", "FILE", "PAIRS_FILE") or (self.INIT == "base" and name.startswith("SFT_")):
-                del values[name]
-        if number > 1:
-            values |= {"round": number, "start": start}
-        values |= {"data": self.data_fingerprint(), "arguments": arguments} | judge_settings()
-        values["reward"] = code_digest(self.reward_file)
-        own_files = [Path(name).expanduser() for name in (self.TRAIN_FILE, self.PAIRS_FILE) if name]
-        return fingerprint(values, *filter(Path.is_file, own_files))
+        return fingerprint(self.rl_parts(arguments, number, start))
 
 
 # Values of SOURCE without a fixed size: TEST_SHARE does not apply to them.
@@ -372,6 +402,10 @@ REPORTING |= {"LOGGER", "GPU_MEMORY_UTILIZATION", "TP", "SP", "OFFLOAD", "GOLD"}
 REPORTING |= {"N", "LIMIT", "GREEDY", "EVAL_TEMPERATURE", "TOP_P", "MAX_NEW_TOKENS", "EVAL_SEED"}
 
 
+# Variables that change the data alone; a training counts these by their contents.
+OF_DATA = {"SOURCE", "MAX_SAMPLES", "DIFFICULTY", "TRAIN_SIZE", "TEST_SIZE", "TEST_SHARE", "DEV_SIZE"}
+
+
 @dataclass(frozen=True)
 class Command:
     """Variables of single commands; no task or profile sets them."""
@@ -379,6 +413,7 @@ class Command:
     STAGE: str = variable("train", "what train.sh runs")
     PROFILE: str = variable("", "values for a typical use: a file of tasks/TASK/profiles")
     FROM: str = variable("data", "train, all: the first stage to run", _one_of(*WHOLE))
+    ANYWAY: int = variable("0", "train, all: 1 trains also where no sample of the warm-up is right", _one_of(0, 1))
     METHODS: str = variable("grpo,gspo,egpo", "experiment: methods to compare")
     SEEDS: int = variable("1", "experiment: seeds of each method, from TRAIN_SEED on", positive)
     LRS: str = variable("", "experiment: learning rates, e.g. 1e-6,3e-6; empty: LR")

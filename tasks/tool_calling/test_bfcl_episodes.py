@@ -239,7 +239,7 @@ def test_the_command_plays_the_questions_to_its_table(tmp_path, small_model):
     summary = json.loads(path.read_text())
     assert summary["metrics"]["multi_turn_base"] == pytest.approx(vars(proportion(1, 3)))
     assert summary["metrics"]["cut"] == pytest.approx(vars(proportion(1, 3)))
-    assert summary["wrong"] == {"multi_turn_base": {"stop": 1, "length": 1}}
+    assert summary["wrong"] == {"multi_turn_base": {"stop": 1, "turn_length": 1}}
 
 
 def test_the_sandbox_leaves_nothing_beside_the_package():

@@ -49,7 +49,8 @@ source "$(dirname "${BASH_SOURCE[0]}")/../common/launch/launch.sh"
 {% endif %}
 {% if multi %}
 {% if generated and cookiecutter.lora != "yes" %}
-{{ line("SFT_STEPS", 64, "steps of the warm-up; on a CPU few: RL is to learn the rest", 3) }}
+{{ line("SFT_STEPS", 64, "most steps of the warm-up", 24) }}
+{{ line("SFT_LOSS", 0, "a loss that ends it before: the demonstrations are learned", "0.1") }}
 {% endif %}
 {{ line("MAX_TURNS", 4, "of the model in an episode") }}
 {{ line("MAX_TURN_LENGTH", 256, "tokens", 64) }}

@@ -13,13 +13,18 @@ import multiprocessing
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby, islice
 
 from tqdm import tqdm
 
+from tasks.common import errors
 from tasks.common.data.rows import DataError
+from tasks.common.files import write_text
 from tasks.common.guarded import CALL_SECONDS, Guarded, Result, asks_judge
+from tasks.common.models.chat_template import answer_ids, demonstration_ids
 from tasks.common.process import die_with_parent
 from tasks.common.settings import Settings, code_digest
 from tasks.common.text import one_line
@@ -29,6 +34,12 @@ FORMS_SHOWN = 3  # wrong forms in the line
 CHUNK = 512  # rows that a process scores at a time; fewer rows take one process
 MOST_PROCESSES = 16
 MOST_SLOW = 3  # demonstrations that take too long before the check ends
+MEASURED = 4096  # demonstrations whose turns and tokens are counted
+REPEATED = 64  # demonstrations of a chunk whose calls are repeated
+TIMES = 8  # that a call is made in place of an answer
+# What ``needs`` counts of a demonstration, in this order: the variables that bound it.
+NEEDS = ("MAX_PROMPT_LENGTH", "MAX_TURNS", "MAX_TURN_LENGTH", "MAX_RESPONSE_LENGTH")
+LOG = "gold.log"  # beside the data
 
 
 @dataclass(frozen=True)
@@ -43,16 +54,19 @@ class Row:
     extra: dict
 
 
-def check(s: Settings, rows: Sequence[Row]) -> tuple[dict, set[int]]:
-    """Score the demonstrations of ``rows``. Returns the manifest's entry, and the indices of those that are not right.
+def check(s: Settings, rows: Sequence[Row], tokenizer=None) -> tuple[dict, set[int]]:
+    """Score the demonstrations of ``rows``, and count with ``tokenizer`` what they need. Returns the manifest's entry,
+    and the indices of those that are not right.
 
     The entry: ``rows``, ``demonstrations`` (rows that have one), ``right`` (``acc`` 1, or a score of 1 where the reward
     has no ``acc``), ``others`` (the first SHOWN others: ``place`` and ``reason``), ``note`` (why not all were checked),
     ``reward`` (its digest); where the reward's module has ``wrong_forms``, ``forms`` (how many of right demonstrations
-    were scored) and ``taken`` (the first SHOWN that are right too: ``place`` and ``form``).
+    were scored) and ``taken`` (the first SHOWN that are right too: ``place`` and ``form``). ``needs``: of those that
+    were measured, a number for each of NEEDS (0: unknown), and how many have these numbers. ``traces``: how many
+    tracebacks are in LOG.
     """
     entry = {"reward": code_digest(s.reward_file), "rows": len(rows), "demonstrations": 0, "right": 0, "others": []}
-    entry |= {"note": "", "forms": 0, "taken": []}
+    entry |= {"note": "", "forms": 0, "taken": [], "needs": [], "traces": 0}
     try:
         module = importlib.import_module(f"tasks.{s.TASK}.{s.reward_file.stem}")
         compute_score = module.Environment if s.multi_turn else module.compute_score
@@ -61,13 +75,17 @@ def check(s: Settings, rows: Sequence[Row]) -> tuple[dict, set[int]]:
     if asks_judge(compute_score):
         return entry | {"note": "not checked: the reward asks a judge"}, set()
     forms = getattr(module, "wrong_forms", lambda demonstration: ())
+    own = {row.demonstration for row in islice(filter(lambda row: row.demonstration, rows), MEASURED)}
     if s.multi_turn:
-        compute_score, forms = functools.partial(_episode, compute_score), functools.partial(_of_messages, forms)
-    elif s.REWARD:
-        compute_score = functools.partial(compute_score, variant=s.REWARD)
+        compute_score = functools.partial(_episode, compute_score, tokenizer, own)
+        forms = functools.partial(_of_messages, forms)
+    else:
+        given = {"variant": s.REWARD} if s.REWARD else {}
+        compute_score = functools.partial(_response, compute_score, tokenizer, own, given)
+    (s.data_dir / LOG).unlink(missing_ok=True)
     wrong: dict[int, str] = {}  # why, by index
-    slow = 0
-    for index, scored in enumerate(_scores(compute_score, rows, forms)):
+    slow, needs, traces = 0, Counter(), {}
+    for index, scored in enumerate(_scores(compute_score, rows, forms, s.multi_turn)):
         if scored is None:
             continue
         result = scored.result
@@ -75,9 +93,13 @@ def check(s: Settings, rows: Sequence[Row]) -> tuple[dict, set[int]]:
         entry["forms"] += scored.forms
         if scored.taken and len(entry["taken"]) < SHOWN:
             entry["taken"].append({"place": rows[index].place, "form": _end(scored.taken)})
+        if result.needs:
+            needs[tuple(result.needs)] += 1
         if result.right:
             entry["right"] += 1
             continue
+        if result.trace and len(traces) < SHOWN:
+            traces.setdefault(result.trace, rows[index].place)
         wrong[index] = _reason(result)
         slow += _slow(result)
         if slow == MOST_SLOW:
@@ -85,21 +107,60 @@ def check(s: Settings, rows: Sequence[Row]) -> tuple[dict, set[int]]:
             break
     if not entry["demonstrations"]:
         entry["note"] = "not checked: no demonstrations"
+    if traces:
+        write_text(s.data_dir / LOG, "\n".join(f"{place}\n{trace}" for trace, place in traces.items()))
+    entry |= {"needs": sorted([*need, count] for need, count in needs.items()), "traces": len(traces)}
     others = ({"place": rows[index].place, "reason": reason} for index, reason in wrong.items())
     return entry | {"others": heapq.nsmallest(SHOWN, others, key=_in_file)}, set(wrong)
 
 
-def _episode(made: type, source: str, demonstration: str, truth: str, row: dict) -> dict:
-    """A reward's result for the episode of ``demonstration``; right only where it ends with its last message."""
+def _response(
+    score: Callable, tokenizer, own: set[str], given: dict, source: str, text: str, truth: str, extra: dict
+) -> dict:
+    """A reward's result for ``text``, with what it needs if it is one of ``own``."""
+    result = score(source, text, truth, extra, **given)
+    result = result if isinstance(result, dict) else {"score": result}
+    return result | {"needs": [0, 1, 0, len(answer_ids(tokenizer, text))] if tokenizer and text in own else None}
+
+
+def _episode(made: type, tokenizer, own: set[str], source: str, demonstration: str, truth: str, row: dict) -> dict:
+    """A reward's result for the episode of ``demonstration``, with what it needs if it is one of ``own``; right only
+    where it ends with its last message. ``{"repeated": messages}`` may end before."""
     # By name, as a task's own reward: rewards/ is above this room.
     environment = importlib.import_module("tasks.common.rewards.environment")
-    reward, _, done = environment.replayed(made, row, json.loads(demonstration))
-    return {"score": reward, "acc": float(done and reward >= environment.SUCCESS)}
+    answers, spare = json.loads(demonstration), False
+    if isinstance(answers, dict):
+        answers, spare = answers["repeated"], True
+    start, turns = environment.retold(made, row, answers, spare)
+    reward, done = environment.reward_of(turns), bool(turns) and turns[-1][1].done
+    needs = _needs(tokenizer, start, turns) if demonstration in own else None
+    return {"score": reward, "acc": float(done and reward >= environment.SUCCESS), "needs": needs}
+
+
+def _needs(tokenizer, start, turns: list) -> list[int]:
+    """What an episode needs: as NEEDS; without a tokenizer its turns alone."""
+    if not tokenizer:
+        return [0, len(turns), 0, 0]
+    messages = [*start.messages]
+    for place, (answer, step, _) in enumerate(turns, 1):
+        messages += [{"role": "assistant", "content": answer}, *(step.messages if place < len(turns) else [])]
+    _, mask = demonstration_ids(tokenizer, messages, len(start.messages), start.tools)
+    prompt, longest = mask.index(1), max(len([*own]) for mine, own in groupby(mask) if mine)
+    return [prompt, len(turns), longest, len(mask) - prompt]
 
 
 def _of_messages(forms: Callable, demonstration: str) -> list[str]:
     """``wrong_forms`` of an episode: of the model's messages."""
     return [json.dumps(messages) for messages in forms(json.loads(demonstration))]
+
+
+def _repeats(demonstration: str) -> Iterator[tuple[str, str, bool]]:
+    """Of an episode's messages: what is repeated in words, the messages, and whether a right answer ends them."""
+    *before, last = json.loads(demonstration)
+    if before:
+        twice = [message for message in before for _ in range(2)]
+        yield "each call made twice", json.dumps({"repeated": [*twice, last]}), True
+        yield f"first call {TIMES} times, no answer", json.dumps({"repeated": before[:1] * TIMES}), False
 
 
 def _end(text: str) -> str:
@@ -117,13 +178,13 @@ def _in_file(other: dict) -> tuple[str, int]:
 def _reason(result: Result) -> str:
     """Why a demonstration is not right: the error, or its score by part."""
     if result.problem:
-        return one_line(result.problem, 120)
+        return one_line(result.problem, 600)
     parts = {"score": result.score, "acc": result.acc, "format": result.format}
     return ", ".join(f"{name} {value:g}" for name, value in parts.items() if value is not None)
 
 
-def said(entry: dict) -> str:
-    """The manifest's entry in one line."""
+def said(entry: dict, s: Settings | None = None) -> str:
+    """The manifest's entry in one line; with ``s`` also which limits are too small, and where tracebacks are."""
     if not entry["demonstrations"]:
         return entry["note"]
     text = f"{entry['right']} of {entry['demonstrations']} demonstrations get acc 1"
@@ -134,10 +195,32 @@ def said(entry: dict) -> str:
         many = entry["demonstrations"] - entry["right"] > len(entry["others"])
         text += f"; {f'the first {SHOWN} others' if many else 'the others'}: {others}"
     if taken := entry.get("taken"):
-        text += "; wrong forms that get it too: "
-        text += "; ".join(f"{each['place']} ({each['form']})" for each in taken[:FORMS_SHOWN])
+        places: dict[str, list[str]] = {}
+        for each in taken:
+            places.setdefault(each["form"], []).append(each["place"])
+        shown = [f"{', '.join(found)} ({form})" for form, found in islice(places.items(), FORMS_SHOWN)]
+        text += f"; wrong forms that get it too: {'; '.join(shown)}"
+    if s and entry.get("traces"):
+        text += f"; tracebacks: {s.data_dir / LOG}"
+    if s and (limits := too_small(entry, s)):
+        text += f"; {limits}"
     left_out = f"{entry['dropped']} rows left out (GOLD=drop)" if entry.get("dropped") else ""
     return "; ".join(filter(None, [text, left_out, entry["note"]]))
+
+
+def too_small(entry: dict, s: Settings) -> str:
+    """Of the demonstrations in ``entry`` how many need more than the limits of ``s``, of each, and what fits all; empty
+    where all fit."""
+    needs, wanted, parts = entry.get("needs") or [], [], []
+    bounds = [getattr(s, name) for name in NEEDS]
+    for place, (name, bound) in enumerate(zip(NEEDS, bounds, strict=True)):
+        if more := sum(need[-1] for need in needs if need[place] > bound):
+            parts.append(f"{more} more than {name}={bound}")
+            wanted.append(f"{name}={max(need[place] for need in needs)}")
+    over = sum(need[-1] for need in needs if any(n > bound for n, bound in zip(need, bounds, strict=False)))
+    total = sum(need[-1] for need in needs)
+    said = f"{over} of {total} demonstrations cannot be played to their end: they need {', '.join(parts)}"
+    return f"{said}; set {' '.join(wanted)}" if parts else ""
 
 
 def _grouped(others: list[dict]) -> str:
@@ -149,11 +232,12 @@ def _grouped(others: list[dict]) -> str:
     return "; ".join(f"{file}: {', '.join(found)} ({reason})" for (file, reason), found in places.items())
 
 
-def failed(manifest: dict) -> bool:
-    """Whether the files of ``manifest`` hold rows whose demonstration is not right, or of which a wrong form is."""
+def failed(manifest: dict, s: Settings) -> bool:
+    """Whether the files of ``manifest`` hold rows whose demonstration is not right or does not fit the limits of ``s``,
+    or of which a wrong form is right."""
     entry = manifest.get("gold") or {}
     wrong = entry.get("right", 0) + entry.get("dropped", 0) < entry.get("demonstrations", 0)
-    return wrong or bool(entry.get("taken"))
+    return wrong or bool(entry.get("taken")) or bool(too_small(entry, s))
 
 
 # ---- processes
@@ -168,7 +252,7 @@ class _Scored:
     taken: str = ""
 
 
-def _scores(compute_score: Callable, rows: Sequence[Row], forms: Callable) -> Iterator[_Scored | None]:
+def _scores(compute_score: Callable, rows: Sequence[Row], forms: Callable, episodes: bool) -> Iterator[_Scored | None]:
     """The score of each row's demonstration in order, None without one; over all cores where there are many rows."""
     chunks = [range(start, min(start + CHUNK, len(rows))) for start in range(0, len(rows), CHUNK)]
     cores = min(len(os.sched_getaffinity(0)), MOST_PROCESSES, len(chunks))
@@ -178,7 +262,9 @@ def _scores(compute_score: Callable, rows: Sequence[Row], forms: Callable) -> It
     try:
         for first in range(cores):
             ours, theirs = fork.Pipe(duplex=False)
-            process = fork.Process(target=_work, args=(compute_score, rows, forms, chunks[first::cores], theirs))
+            process = fork.Process(
+                target=_work, args=(compute_score, rows, forms, episodes, chunks[first::cores], theirs)
+            )
             process.start()
             theirs.close()
             workers.append((process, ours))
@@ -195,7 +281,9 @@ def _scores(compute_score: Callable, rows: Sequence[Row], forms: Callable) -> It
             pipe.close()
 
 
-def _work(compute_score: Callable, rows: Sequence[Row], forms: Callable, chunks: list[range], pipe) -> None:
+def _work(
+    compute_score: Callable, rows: Sequence[Row], forms: Callable, episodes: bool, chunks: list[range], pipe
+) -> None:
     """Send the scores of each of ``chunks``, which end after MOST_SLOW demonstrations that took too long. A guarded
     process that hangs or dies is replaced; the new one first scores a demonstration that went well."""
     die_with_parent()
@@ -213,14 +301,18 @@ def _work(compute_score: Callable, rows: Sequence[Row], forms: Callable, chunks:
                     guarded.known = index
                 result = guarded.scores(text, [index])[0]
                 loaded = loaded or not result.problem
-                scored.append(_forms_scored(guarded, index, result, forms) if result.right else _Scored(result))
+                repeated = isinstance(forms, functools.partial) and len(scored) < REPEATED
+                scored.append(
+                    _forms_scored(guarded, index, result, forms, repeated) if result.right else _Scored(result)
+                )
                 if sum(each is not None and _slow(each.result) for each in scored) == MOST_SLOW:
                     break
             pipe.send(scored)
 
 
-def _forms_scored(guarded: Guarded, index: int, result: Result, forms: Callable) -> _Scored:
-    """``result``, of a right demonstration, with the scores of its wrong forms up to the first that is right."""
+def _forms_scored(guarded: Guarded, index: int, result: Result, forms: Callable, repeats: bool) -> _Scored:
+    """``result``, of a right demonstration, with the scores of its wrong forms up to the first that is right. With
+    ``repeats``, of an episode, also of repeated calls: they must not earn more than it, nor 1 without an answer."""
     try:
         for number, form in enumerate(made := list(forms(guarded.rows[index].demonstration)), 1):
             found = guarded.scores(form, [index])[0]
@@ -229,7 +321,13 @@ def _forms_scored(guarded: Guarded, index: int, result: Result, forms: Callable)
             if found.right:
                 return _Scored(result, number, form)
     except Exception as error:
-        return _Scored(Result(problem=f"wrong_forms: {type(error).__name__}: {error}"))
+        return _Scored(Result(problem=f"wrong_forms: {errors.said(error)}", trace=errors.whole(error)))
+    for what, form, answered in _repeats(guarded.rows[index].demonstration) if repeats else ():
+        found = guarded.scores(form, [index])[0]
+        if found.problem:
+            return _Scored(Result(problem=f"{what}: {found.problem}", trace=found.trace), len(made))
+        if found.score > result.score + 1e-6 or (not answered and found.score > 1 - 1e-6):
+            return _Scored(result, len(made), f"{what}: {found.score:g}")
     return _Scored(result, len(made))
 
 

@@ -10,12 +10,14 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, count, islice
 from pathlib import Path
 
+from tasks.common import errors
 from tasks.common.data import gold
 from tasks.common.data.records import HubRecords, HubUnreachable, Records, load
 from tasks.common.data.rows import (
     FIRST_PROBLEMS,
     DataError,
     chat,
+    demonstration,
     messages_problem,
     normalized,
     posed,
@@ -23,11 +25,12 @@ from tasks.common.data.rows import (
     rl_schema,
     sft_row,
     sft_schema,
+    tools_of,
     write_parquet,
 )
 from tasks.common.data.split import Form, Sizes, SplitError, write_sides, write_split
-from tasks.common.files import partial_of, read_json, write_json
-from tasks.common.models.chat_template import LONGEST_TOKEN, prompt_ids
+from tasks.common.files import partial_of, read_json, sha256, write_json, write_text
+from tasks.common.models.chat_template import LONGEST_TOKEN, demonstration_ids, prompt_ids
 from tasks.common.models.find import resolve_model
 from tasks.common.models.merge import base_model
 from tasks.common.process import errors_in_one_line
@@ -219,8 +222,22 @@ def _prepare(settings: Settings, name: str, source: Source, note: str) -> dict:
         manifest |= {"origin": examples.origin(), "not_used": examples.unused(), "seed": settings.SEED, "rows": rows}
         manifest |= {**details, **checked}
         manifest |= {"groups": {split: len(found) for split, found in groups.items()}} if groups else {}
+        manifest["contents"] = {name: sha256(new / f"{name}.parquet") for name in rows}
+        if longest := _longest(_tokenizer_here(settings.MODEL), demonstrations):
+            manifest["contents"][f"longest of {settings.MODEL}"] = str(longest)
         write_json(new / "manifest.json", manifest)
     return manifest
+
+
+def _longest(tokenizer, rows: list[dict]) -> int:
+    """Tokens of the longest of the demonstrations ``rows``; 0 where that is not known, or takes too long to say."""
+    if not tokenizer or len(rows) > gold.MEASURED:
+        return 0
+    try:
+        lengths = (len(demonstration_ids(tokenizer, *demonstration(row), tools_of(row))[0]) for row in rows)
+        return max(lengths, default=0)
+    except ValueError:  # the template refuses one
+        return 0
 
 
 def _rl_row(settings: Settings, example: Example, split: str, index: int) -> dict:
@@ -250,14 +267,17 @@ def _gold_checked(settings: Settings, sides: dict[str, list]) -> tuple[dict, dic
     empty.
     """
     rows = [_gold_row(settings, side, index, item) for side in sides for index, item in enumerate(sides[side])]
-    entry, wrong = gold.check(settings, rows)
-    if settings.GOLD == "error" and gold.failed({"gold": entry}):
-        raise DataError(f"GOLD=error: {gold.said(entry)}")
+    entry, wrong = gold.check(settings, rows, _tokenizer_here(settings.MODEL))
+    if settings.GOLD == "error" and gold.failed({"gold": entry}, settings):
+        raise DataError(f"GOLD=error: {gold.said(entry, settings)}")
+    if entry["demonstrations"] and not entry["right"]:
+        advice = f"mend {settings.reward_file.name} or the demonstrations"
+        raise DataError(f"gold check: {gold.said(entry, settings)}; nothing is right: {advice}")
     if wrong and settings.GOLD == "drop":
         place = count()  # over all sides, as the check counts
         left = {side: [item for item in items if next(place) not in wrong] for side, items in sides.items()}
         if empty := [side for side, items in sides.items() if items and not left[side]]:
-            raise DataError(f"GOLD=drop: leaves no {empty[0]} row; {gold.said(entry)}")
+            raise DataError(f"GOLD=drop: leaves no {empty[0]} row; {gold.said(entry, settings)}")
         entry, sides = entry | {"dropped": len(wrong)}, left
     return entry, sides
 
@@ -323,6 +343,18 @@ def load_tokenizer(model: str, shown: str = "MODEL=", weights: bool = True):
     return tokenizer
 
 
+def _tokenizer_here(model: str):
+    """The tokenizer of ``model`` where it is on this machine; else None: nothing is downloaded to count tokens."""
+    from transformers import AutoTokenizer
+
+    try:
+        folder = base_model(resolve_model(model)) if model == "embedded" or Path(model).expanduser().exists() else model
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except Exception:  # none, or a broken one, which the model's stage reports
+        return None
+    return tokenizer if tokenizer.chat_template else None
+
+
 def too_long(tokenizer, limit: int, messages: list[dict], tools: list[dict] | None) -> str | None:
     """Why a prompt cannot be used: "too_long" with over ``limit`` tokens, "refused_by_chat_template", or None."""
     if len(json.dumps(messages)) > limit * LONGEST_TOKEN:
@@ -353,8 +385,9 @@ def read_manifest(data_dir: Path) -> dict:
     return manifest if isinstance(manifest.get("rows"), dict) else {}
 
 
-def describe(manifest: dict) -> str:
-    """A manifest in one to three lines: rows and source, what was dropped or not used, the gold check."""
+def describe(manifest: dict, s: Settings | None = None) -> str:
+    """A manifest in one to three lines: rows and source, what was dropped or not used, the gold check under the limits
+    of ``s``."""
     of = {name: f" (of {count} conversations)" for name, count in manifest.get("groups", {}).items()}
     rows = ", ".join(f"{count} {name}{of.get(name, '')}" for name, count in manifest["rows"].items())
     parts = [manifest["source"]]
@@ -366,7 +399,7 @@ def describe(manifest: dict) -> str:
             parts.append(f"{part['hub']} ({', '.join(filter(None, details))})")
     unused = f"not used: {', '.join(manifest['not_used'])}" if manifest.get("not_used") else ""
     extra = "; ".join(filter(None, [_because(manifest).strip(" ()"), unused, manifest.get("note")]))
-    checked = f"gold check: {gold.said(manifest['gold'])}" if manifest.get("gold") else ""
+    checked = f"gold check: {gold.said(manifest['gold'], s)}" if manifest.get("gold") else ""
     lines = [f"{rows} from {', '.join(parts)}, seed {manifest['seed']}", extra, checked]
     return "\n  ".join(filter(None, lines))
 
@@ -380,4 +413,13 @@ def _because(details: dict) -> str:
 def main(sources: dict[str, Source]) -> None:
     """Command line of a task's prepare_data.py: settings come from the environment (`make data`)."""
     with errors_in_one_line(DataError, SettingsError):
-        prepare(load_settings(), sources)
+        s = load_settings()
+        try:
+            prepare(s, sources)
+        except (DataError, SettingsError):
+            raise
+        except Exception as error:
+            if not errors.own_place(error):
+                raise
+            write_text(log := s.data_dir / "prepare_data.log", errors.whole(error))
+            raise DataError(f"{errors.said(error)}; traceback: {log}") from error

@@ -1,5 +1,6 @@
 """`make batch`: a table of prompts in, the same table with responses and scores out."""
 
+import asyncio
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,7 @@ from tasks.common.evaluation.rollouts import TOO_LONG, Rollout
 from tasks.common.evaluation.sample import Job, Scoring, report_errors, sampled, sampling
 from tasks.common.evaluation.spreadsheet import csv_rows, csv_text, write_xlsx
 from tasks.common.files import check_writable, write_text
+from tasks.common.rewards.episode import refusal
 from tasks.common.settings import Command, Settings, SettingsError, artifacts, fingerprint
 
 READ = {
@@ -127,6 +129,10 @@ def batch(s: Settings, command: Command, scoring: Scoring, model: str) -> int:
         raise SettingsError(f"TASK={s.TASK}: plays episodes, with BACKEND=vllm and the model's own template alone")
     rows = read_table(table)[: s.LIMIT or None]
     prompts = rl_rows(rows, s.TASK, task_system(s.data_dir / "test.parquet"))
+    bare = next((row for row in prompts if not row["reward_model"]["ground_truth"]), None)
+    if scoring.environment and bare and (why := asyncio.run(refusal(scoring.environment, bare, s.STEP_SECONDS))):
+        number = bare["extra_info"]["index"] + 1
+        raise DataError(f"INPUT={table}: row {number} has no ground_truth, which the environment needs: {why}")
     file = artifacts() / "batch" / s.TASK / f"{fingerprint({'rows': prompts})}.parquet"
     write_parquet(prompts, file, rl_schema(tools=True))  # a chat may hold calls
     # Not MAX_PROMPT_LENGTH: these are not the task's prompts.

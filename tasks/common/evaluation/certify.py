@@ -181,12 +181,24 @@ def template(tokenizer, chats: list[Chat]) -> Check:
     return _judged("template", problems, text, later=later)
 
 
-def fits(s: Settings, mask: list[int]) -> bool:
-    """Whether no limit of ``s`` cuts a demonstration; ``mask``: 1 on the turns of the model."""
+def cut_by(s: Settings, mask: list[int]) -> list[str]:
+    """The limits of ``s`` that cut a demonstration; ``mask``: 1 on the turns of the model."""
     turns = runs(mask)
     prompt, longest = turns[0][0], max(end - start for start, end in turns)
-    within = prompt <= s.MAX_PROMPT_LENGTH and len(mask) - prompt <= s.MAX_RESPONSE_LENGTH
-    return within and (not s.multi_turn or (longest <= s.MAX_TURN_LENGTH and len(turns) <= s.MAX_TURNS))
+    needs = {"MAX_PROMPT_LENGTH": prompt, "MAX_RESPONSE_LENGTH": len(mask) - prompt}
+    needs |= {"MAX_TURN_LENGTH": longest, "MAX_TURNS": len(turns)} if s.multi_turn else {}
+    return [f"{name}={getattr(s, name)} (needs {need})" for name, need in needs.items() if need > getattr(s, name)]
+
+
+def limits(cuts: dict[str, list[str]]) -> Check:
+    """No limit cuts the demonstrations; ``cuts``: what ``cut_by`` says of each, by name. Such a one is not played."""
+    cut = {name: found for name, found in cuts.items() if found}
+    if not cut:
+        return Check("limits", OK, f"{len(cuts)} demonstrations fit", {"cut": 0, "demonstrations": len(cuts)})
+    first, found = next(iter(cut.items()))
+    text = f"{len(cut)} of {len(cuts)} demonstrations are cut off, and not played: {first} by {', '.join(found)}"
+    state = FAILED if len(cut) == len(cuts) else WARNING
+    return Check("limits", state, text, {"cut": len(cut), "demonstrations": len(cuts)})
 
 
 def _with_thinking(chat: Chat) -> Chat:

@@ -7,15 +7,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TextIO
 
+from tasks.common.data.ends import DONE, TOO_LONG
+from tasks.common.data.rows import decoded, rl_row, tools_of
 from tasks.common.evaluation.engines import Sampling
 from tasks.common.models.chat_template import next_turn_ids, prompt_ids
 from tasks.common.rewards.answers import RewardError
 from tasks.common.rewards.environment import Environment
-from tasks.common.rewards.episode import TOO_LONG, Begun, Episode, Limits, Sampled, begin, play_on
+from tasks.common.rewards.episode import Begun, Episode, Limits, Sampled, begin, play_on, refusal
 from tasks.common.text import one_line, printable
 
-HELP = "a text: your own question, then what you say next; /next (or /sample): an episode of a test prompt with its "
-HELP += "reward, /reset: a new conversation, /exit"
+HELP = "a text: your own question (after /next in that prompt's environment), then what you say next; /next (or "
+HELP += "/sample): an episode of a test prompt with its reward, /reset: a new conversation, /exit"
 
 
 @dataclass(frozen=True)
@@ -34,9 +36,20 @@ class Table:
         self.screen.write(printable(text) + "\n")
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a chat goes on: the ``episode`` so far, and what it is played in. ``row``: of its environment; ``test``:
+    it is a test prompt's own episode, which is over."""
+
+    episode: Episode
+    found: Begun
+    row: dict
+    test: bool = False
+
+
 def talk(table: Table, lines: Iterator[str]) -> None:
     """Carry out the user's ``lines`` until they end or say /exit."""
-    choose, place = random.Random(table.how.seed), None  # place: the episode to go on with, and what it is played in
+    choose, place = random.Random(table.how.seed), None
     for line in map(str.strip, lines):
         if line == "/exit":
             return
@@ -44,8 +57,7 @@ def talk(table: Table, lines: Iterator[str]) -> None:
             place = None
             table.say("(new conversation)")
         elif line in ("/next", "/sample"):
-            index = choose.randrange(len(table.rows))
-            place = _played(table, _of_row(table, index), None)
+            place = _played(table, _of_row(table, choose.randrange(len(table.rows))), None)
         elif line.startswith("/"):
             table.say(HELP)
         elif line:
@@ -63,9 +75,10 @@ def _played(table: Table, playing, before):
     return before
 
 
-async def _of_row(table: Table, index: int) -> tuple[Episode, Begun]:
+async def _of_row(table: Table, index: int) -> Place:
     """An episode of a test prompt, played and scored as evaluation does it."""
-    found = await begin(table.made, table.rows[index], table.limits.step_seconds)
+    row = table.rows[index]
+    found = await begin(table.made, row, table.limits.step_seconds)
     tokenizer = table.engine.tokenizer
     episode = Episode(prompt_ids(tokenizer, found.start.messages, found.start.tools))
     table.say(f"prompt {index}: {found.start.messages[-1]['content']}")
@@ -74,18 +87,20 @@ async def _of_row(table: Table, index: int) -> tuple[Episode, Begun]:
     await play_on(episode, found, tokenizer, _sample(table, episode), table.limits)
     table.say(f"reward: {', '.join(f'{name} {value:g}' for name, value in episode.scores.items())}; {episode.ended}")
     table.say(f"ground truth: {found.row['reward_model']['ground_truth']}")
-    return episode, found
+    return Place(episode, found, row, True)
 
 
-async def _said(table: Table, place: tuple[Episode, Begun] | None, text: str) -> tuple[Episode, Begun]:
-    """The episode that follows what the user said, in a new conversation or after ``place``. It has no reward."""
+async def _said(table: Table, place: Place | None, text: str) -> Place:
+    """The episode that follows what the user said: a new one, or that of ``place`` if it is the user's own. It has no
+    reward. An environment whose episode is over is not stepped again: it begins anew."""
     tokenizer, said = table.engine.tokenizer, {"role": "user", "content": text}
-    if place is None:
-        found = await begin(table.made, table.rows[0], table.limits.step_seconds)
-        system = [message for message in found.start.messages[:1] if message["role"] == "system"]
-        episode = Episode(prompt_ids(tokenizer, [*system, said], found.start.tools))
+    if place is None or place.test:
+        row, found, messages = await _begun(table, place, said)
+        episode = Episode(prompt_ids(tokenizer, messages, found.start.tools))
     else:
-        old, found = place
+        row, old, found = place.row, place.episode, place.found
+        if old.ended == DONE:
+            found = await begin(table.made, row, table.limits.step_seconds)
         between = next_turn_ids(tokenizer, old.response_ids, [said], found.start.tools)
         episode = Episode(old.prompt_ids + old.response_ids + between)
     room = table.window - len(episode.prompt_ids)
@@ -93,9 +108,28 @@ async def _said(table: Table, place: tuple[Episode, Begun] | None, text: str) ->
         raise ValueError(f"the conversation has {len(episode.prompt_ids)} of {table.window} tokens")
     limits = replace(table.limits, response_length=room)
     await play_on(episode, found, tokenizer, _sample(table, episode), limits)
-    if episode.ended != "stop":
+    if episode.ended != DONE:
         table.say(f"({episode.ended})")
-    return episode, found
+    return Place(episode, found, row)
+
+
+async def _begun(table: Table, place: Place | None, said: dict) -> tuple[dict, Begun, list[dict]]:
+    """For the user's own question a row, an environment that is reset to it, and the prompt. After a test prompt it is
+    that prompt's environment, else one without a ground truth. Raises ValueError where that cannot be played."""
+    seconds, first = table.limits.step_seconds, table.rows[0]
+    if place:
+        table.say("(that episode is over; a new one begins in the environment of its prompt)")
+        found = await begin(table.made, place.row, seconds)
+        return place.row, found, [*_system(found.start.messages), said]
+    messages = [*_system(first["prompt"]), said]
+    row = rl_row(first["data_source"], messages, "", "chat", 0, tools_of(first))
+    if why := await refusal(table.made, row, seconds):
+        raise ValueError(f"the environment needs a row's ground truth ({why}); after /next it has that prompt's")
+    return row, await begin(table.made, row, seconds), messages
+
+
+def _system(messages: list[dict]) -> list[dict]:
+    return [message for message in decoded(messages[:1]) if message["role"] == "system"]
 
 
 def _sample(table: Table, episode: Episode):

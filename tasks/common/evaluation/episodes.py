@@ -5,11 +5,13 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from tasks.common import errors
+from tasks.common.data.ends import TOO_LONG
 from tasks.common.evaluation.engines import Request, Sampling, TurnRequest
 from tasks.common.evaluation.rollouts import GREEDY, Completion, Rollout
 from tasks.common.rewards.answers import JudgeError, RewardError
 from tasks.common.rewards.environment import Environment
-from tasks.common.rewards.episode import TOO_LONG, Episode, Limits, Sampled, play
+from tasks.common.rewards.episode import Episode, Limits, Sampled, play
 from tasks.common.text import one_line
 
 AT_ONCE = 1024  # episodes; vLLM samples some hundred at a time
@@ -150,6 +152,7 @@ async def _one(stage: Stage, turns: Turns, row: dict, request: Request, number: 
     except JudgeError:
         raise
     except RewardError as raised:
+        errors.log(raised)
         error = one_line(str(raised), 500)
     tokens = sum(completion.tokens for completion in found)
     truth = row["reward_model"]["ground_truth"]

@@ -8,6 +8,7 @@ import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 
+from tasks.common.data.ends import advice
 from tasks.common.data.rows import DataError, read_rows, write_parquet
 from tasks.common.evaluation import plots, summary
 from tasks.common.evaluation.rollouts import Rollout
@@ -15,6 +16,7 @@ from tasks.common.evaluation.sample import Job, Scoring, model_name, report_erro
 from tasks.common.evaluation.statistics import Estimate, bootstrap_mean
 from tasks.common.evaluation.tables import show_table, sizes
 from tasks.common.files import read_json, write_json
+from tasks.common.runs.folder import recorded, run_of
 from tasks.common.settings import Command, Settings, SettingsError, artifacts
 
 RARE = 0.05  # accuracy of a start below which RL sees too few right answers
@@ -43,11 +45,22 @@ def by_prompt(rollouts: list[Rollout]) -> pd.DataFrame:
     return pd.DataFrame(parts | {"variance": variance, "entropy": table["entropy"], "truncated": table["truncated"]})
 
 
-def verdicts(accuracy: float, variance: float, entropy: float, zero_variance: float, truncated: float) -> list[Verdict]:
-    """The values against the thresholds that practitioners use; all but entropy (nats) and variance are shares."""
+def verdicts(
+    accuracy: float,
+    variance: float,
+    entropy: float,
+    zero_variance: float,
+    truncated: float,
+    cuts: str = "",
+    warmed: bool = False,
+) -> list[Verdict]:
+    """The values against the thresholds that practitioners use; all but entropy (nats) and variance are shares.
+
+    ``cuts``: what cut responses off (rewards/episode.py, advice). ``warmed``: the model is a warm-up."""
+    first = f"{_first(warmed)}, or take easier data"
     accuracy_words = (
-        "too hard for this model: do SFT first, or take easier data or a stronger model",
-        "low: few samples are right to learn from; SFT first or easier data would help",
+        f"too hard for this model: {first} or a stronger model",
+        f"low: few samples are right to learn from; {first}",
         "good: right and wrong samples to tell apart",
         "high: little is left to learn; harder data, or FILTER=1",
         "too easy for this model: take harder data",
@@ -56,11 +69,11 @@ def verdicts(accuracy: float, variance: float, entropy: float, zero_variance: fl
     entropy_words = (
         "low: it repeats itself, RL finds nothing new",
         "good: it explores",
-        "high: it guesses; SFT first sharpens",
+        f"high: it guesses; {_first(warmed)}",
     )[(entropy >= 0.2) + (entropy > 0.8)]
     groups = "these groups give GRPO no gradient"
     zero_words = (f"{groups}: FILTER=1 drops prompts that are never or always right", groups)
-    cut_words = ("cut at MAX_RESPONSE_LENGTH: raise it, or the reward sees no answer", "few responses are cut")
+    cut_words = (f"cut off, so the reward sees no answer: {cuts}", "few responses are cut")
     good = variance > 0.05, 0.2 <= entropy <= 0.8, zero_variance < 0.5, truncated < 0.3
     return [
         Verdict("accuracy", accuracy, "0.10 to 0.80", 0.1 <= accuracy <= 0.8, accuracy_words),
@@ -79,12 +92,16 @@ def verdict_rows(result: dict) -> list[list[str]]:
     ]
 
 
-def conclusion(found: list[Verdict]) -> str:
-    """One sentence over all verdicts."""
+def _first(warmed: bool) -> str:
+    return "train the warm-up longer (SFT_STEPS)" if warmed else "do SFT first"
+
+
+def conclusion(found: list[Verdict], warmed: bool = False) -> str:
+    """One sentence over all verdicts; ``warmed`` as above."""
     accuracy, variance, *_ = found
     bad = [verdict.name for verdict in found if not verdict.good]
     if accuracy.value < RARE:
-        return "do SFT first: this model is almost never right, RL has nothing to reinforce"
+        return f"{_first(warmed)}: this model is almost never right, RL has nothing to reinforce"
     if accuracy.value > 0.95:
         return "take harder data: this model is almost always right"
     if accuracy.good and variance.good:
@@ -92,11 +109,13 @@ def conclusion(found: list[Verdict]) -> str:
     return "weak signal: " + ", ".join(name for name in bad if name in (accuracy.name, variance.name))
 
 
-def probed(rollouts: list[Rollout], prompts: pd.DataFrame) -> dict:
-    """The content of probe.json except the paths: summary, verdicts, distributions over prompts, prompts."""
+def probed(rollouts: list[Rollout], prompts: pd.DataFrame, warmed: bool = False) -> dict:
+    """The content of probe.json except the paths: summary, verdicts, distributions over prompts, prompts. ``warmed``:
+    the model is a warm-up."""
     zero = float((prompts["variance"] == 0).mean())
     means = {name: float(prompts[name].mean()) for name in ("accuracy", "variance", "entropy", "truncated")}
-    found = verdicts(**means, zero_variance=zero)
+    cuts = advice(rollout.finish_reason for rollout in rollouts)
+    found = verdicts(**means, zero_variance=zero, cuts=cuts, warmed=warmed)
     of = summary.conversations_of(rollouts)[prompts.index]
     estimates = {
         "accuracy": summary.estimate(prompts["accuracy"].rename("pass@1"), rollouts, of),
@@ -107,7 +126,7 @@ def probed(rollouts: list[Rollout], prompts: pd.DataFrame) -> dict:
     counts, edges = np.histogram(prompts["accuracy"], bins=np.linspace(0, 1, 11))
     return {
         **summary.summarize(rollouts),
-        "conclusion": conclusion(found),
+        "conclusion": conclusion(found, warmed),
         "verdicts": [asdict(verdict) for verdict in found],
         "distributions": {
             name: asdict(mean) | {f"p{q}": float(np.percentile(prompts[name], q)) for q in (10, 50, 90)}
@@ -158,7 +177,9 @@ def probe(s: Settings, command: Command, scoring: Scoring, model: str) -> int:
     root = artifacts() / "probe" / s.TASK
     folder, label = job.folder(root), model_name(model)
     rollouts = sampled({label: job}, root, scoring)[0][label]
-    result = probed(rollouts, prompts := by_prompt(rollouts))
+    trained = run_of(model, s.runs_dir)
+    warmed = bool(trained) and recorded(trained).get("kind") == "sft"
+    result = probed(rollouts, prompts := by_prompt(rollouts), warmed)
     write_json(folder / "probe.json", {"model": model, "data": str(s.train_file), **result})
     title = f"{s.TASK}, {label}: {sizes(result)}"
     plots.probe_png(prompts, title, folder / "probe.png")

@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
+from tasks.common import errors
+from tasks.common.data.ends import TOO_LONG
 from tasks.common.data.rows import DataError
 from tasks.common.files import written_beside
 from tasks.common.rewards.answers import JudgeError
-from tasks.common.rewards.episode import TOO_LONG
 from tasks.common.text import one_line
 
 GREEDY, SAMPLED = "greedy", "sampled"
@@ -85,6 +86,7 @@ def rescored(rollout: Rollout, compute_score: Callable) -> Rollout:
     except JudgeError:
         raise
     except Exception as error:
+        errors.log(error)
         return replace(rollout, reward=None, error=one_line(f"{type(error).__name__}: {error}", 500), lenient=None)
     return replace(rollout, reward=reward, error="", lenient=None)
 

@@ -199,6 +199,8 @@ def report_errors(rollouts: list[Rollout]) -> int:
         print(f"  reward raised on prompt {rollout.index}, {rollout.mode} {rollout.sample}: {rollout.error}")
     if len(errors) > 5:
         print(f"  ... and on {len(errors) - 5} more")
+    if errors:
+        print("  the tracebacks of the first are in sampling.log, beside the folders of rollouts")
     return len(errors)
 
 

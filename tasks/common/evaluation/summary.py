@@ -6,11 +6,11 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import pandas as pd
 
+from tasks.common.data.ends import CUT, TIMEOUT, cut_key
 from tasks.common.data.rows import DataError
 from tasks.common.evaluation import statistics
 from tasks.common.evaluation.rollouts import GREEDY, SAMPLED, TOO_LONG, Rollout
 from tasks.common.evaluation.statistics import Estimate, bootstrap_mean
-from tasks.common.rewards.episode import CUT
 
 # A task's own metrics: a function of its scored completions (dicts, see ``as_dicts``) to named numbers.
 OwnMetrics = Callable[[list[dict]], dict[str, float]]
@@ -25,7 +25,9 @@ MEANING = {
     "score": "mean reward of the samples",
     "turns": "the model's turns in an episode",
     "tool_errors": "calls in an episode that could not be carried out",
-    "timeout": "share of episodes that a slow step of the environment ended",
+    **{cut_key(end): f"share of episodes that {variable} cut off" for end, variable in CUT.items()},
+    "cut_observation": "share of episodes cut off as the environment said more than MAX_RESPONSE_LENGTH at once",
+    cut_key(TIMEOUT): "share of episodes that a slow step of the environment ended",
     "tokens": "length of a sampled response; of an episode, the model's tokens",
     "truncated": "share of samples that hit the length limit; of episodes that were cut off",
     "entropy": "mean token entropy of the samples, nats (lower bound from the 20 likeliest tokens)",
@@ -33,7 +35,7 @@ MEANING = {
 
 
 OF_ANSWERS = ("wrong", "unreadable", "lenient", "format_loss")  # with pass@1, the first two add up to 1
-OF_EPISODES = ("turns", "tool_errors", "timeout")  # keys of an episode's reward (rewards/episode.py)
+OF_EPISODES = ("turns", "tool_errors", *map(cut_key, CUT))  # keys of an episode's reward (rewards/episode.py)
 
 
 def as_dicts(rollouts: list[Rollout]) -> list[dict]:

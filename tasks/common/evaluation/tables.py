@@ -131,7 +131,7 @@ def markdown_text(text: str) -> str:
     return text.replace("&", "&amp;").replace("<", "&lt;")
 
 
-def total_time() -> str:
-    """``, 830 s in all`` since make started, installation included; empty outside make."""
+def total_time(resumed: bool = False) -> str:
+    """``, 830 s in all`` since make started, installation included; empty outside make. ``resumed``: in this one."""
     started = os.environ.get("STARTED")
-    return f", {time.time() - float(started):.0f} s in all" if started else ""
+    return f", {time.time() - float(started):.0f} s {'in this command' if resumed else 'in all'}" if started else ""

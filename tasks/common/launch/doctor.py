@@ -221,16 +221,16 @@ def data(s: Settings, training: bool) -> Iterator[Finding]:
 
 def gold_check(s: Settings, manifest: dict, training: bool) -> Iterator[Finding]:
     """Do all demonstrations get acc 1? ``training``: its data stage says so itself, unless that is an error."""
-    entry, text = manifest["gold"], gold.said(manifest["gold"])
-    fix = f"correct these rows or {s.task_dir}/reward.py, or set GOLD=drop"
+    entry, text = manifest["gold"], gold.said(manifest["gold"], s)
+    fix = f"correct these rows, {s.reward_file} or the limits, or set GOLD=drop"
     current = entry["reward"] == code_digest(s.reward_file)
-    if current and gold.failed(manifest) and s.GOLD == "error":
+    if current and gold.failed(manifest, s) and s.GOLD == "error":
         yield error("gold check", text, fix)
     elif training:
         return
     elif not current:
         yield warning("gold check", "reward.py has changed since", f"`make data TASK={s.TASK}` checks again")
-    elif gold.failed(manifest):
+    elif gold.failed(manifest, s):
         yield warning("gold check", text, fix)
     else:
         yield ok("gold check", text)

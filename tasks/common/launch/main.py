@@ -116,8 +116,8 @@ def data(job: Job) -> str:
     if not fresh:
         script(s, "prepare_data.py")
         manifest = read_manifest(s.data_dir)
-    if s.GOLD == "error" and gold.failed(manifest):
-        raise DataError(f"GOLD=error: {gold.said(manifest['gold'])}")
+    if s.GOLD == "error" and gold.failed(manifest, s):
+        raise DataError(f"GOLD=error: {gold.said(manifest['gold'], s)}")
     for name in manifest["rows"]:
         validate_parquet(s.data_dir / f"{name}.parquet", "sft" if name == "sft" else "rl")
     if training:
@@ -125,7 +125,7 @@ def data(job: Job) -> str:
     if job.trains and not s.multi_turn and s.METHOD not in ("dpo", "distill") and not s.REWARD_MODEL:
         _warn_of_guesses(s)
     own_file = f"; training on {s.train_file}" if training and s.TRAIN_FILE else ""
-    return f"{'up to date: ' if fresh else ''}{describe(manifest)}{own_file}"
+    return f"{'up to date: ' if fresh else ''}{describe(manifest, s)}{own_file}"
 
 
 def _warn_of_guesses(s: Settings) -> None:
@@ -274,11 +274,25 @@ def merged(job: Job) -> str:
     return f"written: {found}{merge_note(found)}"
 
 
+def trained_rl(job: Job) -> str:
+    """RL; where the warm-up gives it nothing to learn from, `make all` on a terminal asks whether to go on."""
+    try:
+        return train.train(job.s, job.arguments)
+    except train.WithoutSignal as error:
+        if job.goal != "all" or not sys.stdin.isatty():
+            raise
+        print(f"  {error}")
+        if input("  train all the same? [y/N] ").strip().lower() not in ("y", "yes"):
+            raise
+        os.environ["ANYWAY"] = "1"
+        return train.train(job.s, job.arguments)
+
+
 STAGES: dict[str, Callable[[Job], str]] = {
     "data": data,
     "model": model,
     "sft": lambda job: train.sft(job.s),
-    "train": lambda job: train.train(job.s, job.arguments),
+    "train": trained_rl,
     "merge": merged,
     "eval": lambda job: evaluate(job, "evaluate.py", "eval"),
     "policy": policy,
@@ -359,7 +373,12 @@ def closing(s: Settings, run_dirs: list[Path], step: str = "") -> None:
     steps = sum(map(folder.last_step, run_dirs))
     if (last := folder.last_step(run_dirs[-1])) and folder.find_step(run_dirs[-1], step) != last:
         print(f"the table is of the {chosen_step(run_dirs[-1], step)}")
-    print(f"{steps} steps, {seconds:.0f} s of training{total_time()}; all of it in {run_dirs[-1]}\n\nNext:")
+    launched = sum(len(list(run_dir.glob("metrics/*.jsonl"))) for run_dir in run_dirs)
+    earlier = f" in {launched} launches" if launched > len(run_dirs) else ""  # the time in all is of this one
+    print(
+        f"{steps} steps, {seconds:.0f} s of training{earlier}{total_time(bool(earlier))}; all of it in {run_dirs[-1]}"
+    )
+    print("\nNext:")
     change, what = folder.more_training(s, run_dirs[-1])[0]
     print(f"  the same command with {change}    # {what}")
     print(f"  make compare TASK={s.TASK}    # base, warm-up and trained with tests, prompts gained and lost; files")
@@ -525,6 +544,6 @@ def main(goal: str, arguments: list[str]) -> None:
 if __name__ == "__main__":
     interrupt_on_sigterm()
     trains = sys.argv[1] in ("sft", "train", "dpo", "all", "experiment")
-    said = "stopped" + "; the same command continues from the last checkpoint" * trains
+    said = "stopped" + "; the same command continues" * trains
     with errors_in_one_line(SettingsError, DataError, RewardError, stopped=said):
         main(sys.argv[1], sys.argv[2:] or given_arguments())

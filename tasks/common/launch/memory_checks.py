@@ -183,7 +183,7 @@ def teacher(s: Settings, found: hardware.Nvidia | None, jobs: Jobs = ALONE) -> I
 
 def stages(s: Settings, stage: str) -> list[str]:
     """``stage`` and, where it first trains the warm-up, sft."""
-    to_come = stage != "sft" and s.INIT == "sft" and folder.last_step(folder.sft_dir(s)) < s.SFT_STEPS
+    to_come = stage != "sft" and s.INIT == "sft" and not folder.warmed(folder.sft_dir(s), s)
     return [stage, "sft"] if to_come else [stage]
 
 

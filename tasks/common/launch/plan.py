@@ -55,11 +55,13 @@ def planned(
     number: int = 1,
     data: Path | None = None,
     overrides: Sequence[str] = (),
+    anyway: bool = True,
 ) -> Plan:
     """Plan a training of ``run_dir`` from the model ``start``; ``name`` is sft or the METHOD. Writes nothing.
 
     ``number``: the round; each has other prompts and samples. ``data``: the demonstrations of SFT, the pairs of DPO.
-    ``overrides``: hydra's for RL, after ours. Raises SettingsError.
+    ``overrides``: hydra's for RL, after ours. ``anyway``: train also where no first sample is right. Raises
+    SettingsError.
     """
     seed = s.TRAIN_SEED + number - 1
     seeded = replace(s, SEED=seed)  # for the trainer of RL or DPO; the data keep their SEED
@@ -72,7 +74,7 @@ def planned(
     if name == "sft":
         ours = verl_config.sft_overrides(s, start, run_dir, data)
         command = [*torchrun, "tasks.common.verl_plugins.sft", *verl_config.HYDRA, *ours]
-        own |= told | {"SEED": str(s.SEED)}  # verl_plugins/seeded.py
+        own |= told | {"SEED": str(s.SEED), "SFT_LOSS": str(s.SFT_LOSS)}  # verl_plugins/sft.py
         config = verl_config.resolved("sft_trainer_engine", ours)
     elif name == "dpo":
         command = [*torchrun, "tasks.common.training.trl_dpo", start, str(data), str(run_dir)]
@@ -80,6 +82,7 @@ def planned(
     else:
         # verl has no keys for these three.
         own |= trainer_module(s) | {"SEED": str(seed), "KEEP": str(s.KEEP), "PATIENCE": str(s.PATIENCE)}
+        own["ANYWAY"] = str(int(anyway))
         sent = verl_config.sent_environment(environment(seeded) | own)
         ours = [*sent, *verl_config.rl_overrides(seeded, start, run_dir)]
         command = [

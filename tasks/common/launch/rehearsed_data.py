@@ -12,7 +12,7 @@ from tasks.common.data.formats import Columns
 from tasks.common.data.pairs import read_pairs
 from tasks.common.data.prepare import needs_tools
 from tasks.common.data.rows import demonstration, solved, tools_of, write_parquet
-from tasks.common.evaluation.certify import fits
+from tasks.common.evaluation.certify import cut_by
 from tasks.common.models import thin
 from tasks.common.models.chat_template import demonstration_ids
 from tasks.common.settings import Settings
@@ -25,7 +25,7 @@ def demonstrated(s: Settings, train: Path, demonstrations: Path, tokenizer, most
     of the demonstration, and its mask. Raises DataError and ValueError as what reads them."""
     found = solved(train, demonstrations, READ)
     made = ((place, *demonstration_ids(tokenizer, *demonstration(own), tools_of(own))) for place, _, own in found)
-    return list(islice(((place, ids, mask) for place, ids, mask in made if fits(s, mask)), most))
+    return list(islice(((place, ids, mask) for place, ids, mask in made if not cut_by(s, mask)), most))
 
 
 def taught(

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pyarrow.parquet as pq
 
 from tasks.common.data import pairs as dpo_pairs
 from tasks.common.data.prepare import load_tokenizer
-from tasks.common.data.rows import DataError
+from tasks.common.data.rows import DataError, read_rows
 from tasks.common.files import read_json, write_json
 from tasks.common.launch.plan import Plan, planned
 from tasks.common.launch.task import load_reward, script
@@ -19,12 +20,17 @@ from tasks.common.models.find import resolve_model, whole_model
 from tasks.common.models.merge import adapter_config, base_model, is_adapter
 from tasks.common.process import Progress, StageFailed, run
 from tasks.common.runs import folder, health, launches, validation
-from tasks.common.runs.checkpoint import ranks
+from tasks.common.runs.checkpoint import begun_step, ranks
 from tasks.common.runs.keep import prune
-from tasks.common.settings import Settings, SettingsError, method
+from tasks.common.settings import Settings, SettingsError, artifacts, fingerprint, method
 from tasks.common.training import tracking, verl_config, verl_versions
 
 MANY_EPOCHS = 3  # of DPO
+DIGESTS = "demonstrations.json"  # of a warm-up
+
+
+class WithoutSignal(StageFailed):
+    """The warm-up gives RL nothing to learn from."""
 
 
 def check(s: Settings, arguments: list[str]) -> None:
@@ -91,11 +97,13 @@ def sft(s: Settings) -> str:
     Raises SettingsError, DataError and StageFailed.
     """
     run_dir = folder.sft_dir(s)
-    if folder.last_step(run_dir) >= s.SFT_STEPS:
+    if folder.warmed(run_dir, s):
         prune(run_dir, 0)
-        _note_if_killed(run_dir, f"{s.SFT_STEPS} steps")
-        return f"up to date: {s.SFT_STEPS} steps"
+        _note_if_killed(run_dir, steps := f"{folder.last_step(run_dir)} steps")
+        return f"up to date: {steps}"
     _check_ranks(s, run_dir)
+    if s.SFT_LOSS and not verl_versions.has_own_trainers(s):
+        raise SettingsError(f"SFT_LOSS={s.SFT_LOSS:g}: STACK={s.STACK} has a verl that cannot do it; set SFT_STEPS")
     start = whole_model(resolve_model(s.MODEL))
     demonstrations = s.data_dir / "sft.parquet"
     if s.SFT_SOURCE == "samples":
@@ -106,11 +114,34 @@ def sft(s: Settings) -> str:
     if count < s.SFT_BATCH_SIZE:
         few = f"has {count} demonstrations, less than SFT_BATCH_SIZE={s.SFT_BATCH_SIZE}"
         raise DataError(f"INIT=sft: {demonstrations} {few}; lower it, or use INIT=base")
-    folder.record(run_dir, "sft", s.sft_fingerprint(), s, start, [])
+    _tell_anew(s, run_dir, "sft", s.sft_parts(), demonstrations)
+    folder.record(run_dir, "sft", s.sft_fingerprint(), s, start, [], reads=s.sft_parts())
     metrics = execute(planned("sft", s, run_dir, start, data=demonstrations))
     prune(run_dir, 0)  # a resumed trainer does not know the checkpoints of the one that was killed
-    loss = metrics.get(s.SFT_STEPS, {}).get("train/loss", math.nan)
-    return f"{s.SFT_STEPS} steps on {count} demonstrations, loss {loss:.3f}"
+    loss = metrics.get(last := folder.last_step(run_dir), {}).get("train/loss", math.nan)
+    early = f", below SFT_LOSS={s.SFT_LOSS:g}" if last < s.SFT_STEPS else ""
+    return f"{last} steps on {count} demonstrations, loss {loss:.3f}{early}"
+
+
+def _tell_anew(s: Settings, run_dir: Path, kind: str, parts: dict, demonstrations: Path | None = None) -> None:
+    """Say in a line why a stage does not go on with the newest run, and what is known of a changed reward already.
+    Leaves the digests of the ``demonstrations``, to count those that change."""
+    name, now = {"sft": "sft", "rl": "train"}[kind], []
+    if demonstrations:
+        now = [fingerprint(row) for row in read_rows(demonstrations)]
+    if why := folder.anew(run_dir, kind, parts):
+        then = read_json(s.runs_dir / why.rpartition(" ")[2] / DIGESTS).get("demonstrations")
+        if now and then and "demonstrations changed" in why:
+            why = why.replace("demonstrations changed", f"{len({*now} - {*then})} demonstrations changed")
+        print(f"  {name} starts anew: {why}", flush=True)
+        if "reward changed" in why and not s.multi_turn:
+            found = sorted(
+                (artifacts() / "eval" / s.TASK).glob("*/rollouts.jsonl"), key=lambda file: file.stat().st_mtime
+            )
+            for file in found[-1:]:
+                print(f"  without a training, `make rescore TASK={s.TASK} ROLLOUTS={file}` scores its samples again")
+    if now:
+        write_json(run_dir / DIGESTS, {"demonstrations": now})
 
 
 def _check_ranks(s: Settings, run_dir: Path) -> None:
@@ -159,8 +190,14 @@ def _round(s: Settings, arguments: list[str], number: int, start: str, run_dir: 
         prune(run_dir, s.KEEP)  # also a crash's leftovers
         overrides = verl_config.critic_overrides(s, begins) + arguments
         nodes = cluster.join(s)
-    folder.record(run_dir, "rl", s.rl_fingerprint(arguments, number, start), s, start, arguments, base_model(begins))
-    plan = planned(s.METHOD, s, run_dir, begins, number=number, data=pairs, overrides=overrides)
+    made, parts = s.rl_fingerprint(arguments, number, start), s.rl_parts(arguments, number, start)
+    if number == 1:
+        _tell_anew(s, run_dir, "rl", parts)
+    folder.record(run_dir, "rl", made, s, start, arguments, base_model(begins), parts)
+    # Shuffled truths (`make attack POLICY=1`), a teacher and a reward model may give no right answers.
+    learns = s.INIT == "sft" and number == 1 and s.METHOD != "distill" and not s.REWARD_MODEL
+    anyway = not learns or os.environ.get("ANYWAY") == "1" or run_dir.name.startswith(folder.POLICY)
+    plan = planned(s.METHOD, s, run_dir, begins, number=number, data=pairs, overrides=overrides, anyway=anyway)
     try:
         metrics = execute(plan)
     except StageFailed as error:
@@ -174,7 +211,7 @@ def start_model(s: Settings) -> str:
     if s.INIT == "base":
         return resolve_model(s.MODEL)
     run_dir = folder.sft_dir(s)
-    if folder.last_step(run_dir) < s.SFT_STEPS:
+    if not folder.warmed(run_dir, s):
         raise SettingsError(f"INIT=sft: there is no warm-up for these settings; run `make sft TASK={s.TASK}` first")
     return str(folder.hf_folder(run_dir))
 
@@ -225,7 +262,7 @@ def execute(plan: Plan) -> dict[int, dict[str, float]]:
 
     def watch() -> Progress:
         gpus.sample()
-        return _progress(plan, plan.metrics.stat().st_size if plan.metrics.exists() else 0)
+        return _progress(plan, plan.metrics.stat().st_size if plan.metrics.exists() else 0, begun_step(plan.metrics))
 
     outcome = run_dir / health.OUTCOME
     outcome.unlink(missing_ok=True)
@@ -233,20 +270,33 @@ def execute(plan: Plan) -> dict[int, dict[str, float]]:
         how = {"name": plan.name, "log": plan.log, "total": plan.steps, "environment": plan.environment}
         run(plan.command, **how, watch=watch, minutes=s.START_MINUTES if verl_versions.has_own_trainers(s) else 0)
     except StageFailed as error:
-        if reason := read_json(outcome).get("reason"):  # the trainer's own: ABORT_ON
-            kept = f"the checkpoint of step {folder.last_step(run_dir)} is kept; the same command continues from it"
-            raise StageFailed(f"{reason}; {kept}\n  log: {plan.log}") from error
+        ended = read_json(outcome)
+        if ended.get("outcome") == health.WITHOUT:
+            raise WithoutSignal(f"{ended['reason']}\n  log: {plan.log}") from error
+        if reason := ended.get("reason"):  # the trainer's own: ABORT_ON
+            raise StageFailed(f"{reason}; {_goes_on(run_dir)}\n  log: {plan.log}") from error
         _note(outcome, "failed", str(error).splitlines()[0])
-        raise
-    if folder.last_step(run_dir) < plan.steps and not folder.ended_early(run_dir, s.PATIENCE):
+        raise StageFailed(str(error).replace("the same command continues", _goes_on(run_dir))) from error
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"stopped; {_goes_on(run_dir)}") from None
+    early = folder.warmed(run_dir, s) if plan.name == "SFT" else folder.ended_early(run_dir, s.PATIENCE)
+    if folder.last_step(run_dir) < plan.steps and not early:
         raise StageFailed(f"{plan.name} ended without a checkpoint of step {plan.steps}\n  log: {plan.log}")
-    _note(outcome, "finished", _steps(run_dir, plan.steps, s))
+    done = f"{folder.last_step(run_dir)} steps" if plan.name == "SFT" else _steps(run_dir, plan.steps, s)
+    _note(outcome, "finished", done)
     metrics = folder.read_metrics(run_dir, strict=False)
     found = health.findings(metrics, s)
     for finding in health.newest_by_rule(found):
         times = sum(finding.rule == each.rule for each in found)
         print(f"  warning: step {finding.step}{f' and {times - 1} before' if times > 1 else ''}: {finding.text}")
     return metrics
+
+
+def _goes_on(run_dir: Path) -> str:
+    """Where the same command goes on after a stop."""
+    step = folder.last_step(run_dir)
+    begins = "the same command begins at step 1, as there is no checkpoint yet"
+    return f"the same command continues from the checkpoint of step {step}" if step else begins
 
 
 def _note(file: Path, outcome: str, reason: str) -> None:
@@ -264,14 +314,15 @@ def _note_if_killed(run_dir: Path, reason: str) -> None:
 
 
 @functools.lru_cache(1)  # called twice a second
-def _progress(plan: Plan, size: int) -> Progress:
+def _progress(plan: Plan, size: int, begun: int = 0) -> Progress:
     """The last logged step, its metric, the last and best validation and the newest finding.
 
-    ``size``: bytes of the metrics file, which show whether there is news.
+    ``size``: bytes of the metrics file, which show whether there is news. ``begun``: the step that is under way.
     """
     here = folder.metrics_in(plan.metrics, strict=False) if size else {}
     if not here:
-        return Progress(plan.resumed, " starting the engines")
+        starting = "loading the model" if plan.name in ("SFT", "DPO") else "starting the engines"
+        return Progress(plan.resumed, f" step {begun}" if begun else f" {starting}")
     (name, key), last = plan.shown, max(here)
     done = {step: row for step, row in folder.read_metrics(plan.run_dir, strict=False).items() if step <= last}
     found = health.findings(done, plan.settings)

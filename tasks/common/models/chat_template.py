@@ -2,12 +2,15 @@
 
 The model's chat template renders both. If it does not support tools, or no result of a call that stands as text, they
 are written out in the format of Hermes and Qwen models (https://github.com/NousResearch/Hermes-Function-Calling).
+What a message says never becomes a control token (control_tokens.py).
 """
 
 import functools
 import json
 
 from jinja2 import TemplateError
+
+from tasks.common.models.control_tokens import ids_of, marked
 
 TOOLS_IN_WORDS = """You may call functions to answer. Their signatures are in <tools></tools>:
 <tools>
@@ -34,18 +37,17 @@ def prompt_ids(tokenizer, messages: list[dict], tools: list[dict] | None = None,
     """
     if not chat_template and not tokenizer.chat_template:
         raise ValueError("the model has no chat template: it is no instruct model (`make batch` can take TEMPLATE=)")
+    mark, (messages, tools) = marked(tokenizer, messages, tools)
     if tools and not knows_tools(tokenizer, chat_template):
         messages, tools = in_words(messages, tools), None
     try:
-        encoded = tokenizer.apply_chat_template(
-            messages, tools=tools or None, add_generation_prompt=True, return_dict=True, chat_template=chat_template
-        )
+        text = _rendered(tokenizer, messages, chat_template, tools=tools or None)
     except REFUSALS as error:  # some refuse a system message, or two turns of one side
         raise ValueError(f"the model's chat template refuses this conversation: {error}") from error
     for role in ("system", "user"):
         if messages[0]["role"] == role and _leaves_out(tokenizer, chat_template, role):
             raise ValueError(f"the model's chat template leaves out messages of the role {role}")
-    return list(encoded["input_ids"])
+    return ids_of(tokenizer, text, mark)
 
 
 def next_turn_ids(tokenizer, sampled: list[int], messages: list[dict], tools: list[dict] | None = None) -> list[int]:
@@ -55,13 +57,14 @@ def next_turn_ids(tokenizer, sampled: list[int], messages: list[dict], tools: li
     ``tools``: those of the prompt, which decide how it was rendered. Only ``messages`` are rendered, after a fixed
     chat: earlier turns stay as they were sampled. Raises ValueError when the template refuses or drops the fixed chat.
     """
+    mark, (messages, tools) = marked(tokenizer, messages, tools)
     if tools and not knows_tools(tokenizer, None):
         messages, tools = _in_words(messages), None
     text, end = _after_answer(tokenizer, messages, tools), end_of_turn(tokenizer)
     end_ids = end_of_turn_ids(tokenizer)
     if list(sampled[-len(end_ids) :]) == end_ids and text.lstrip().startswith(end):
         text = text.lstrip().removeprefix(end)
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    ids = ids_of(tokenizer, text, mark)
     # The model may stop at the token that opens what follows, as GLM's do: <|user|> or <|observation|>.
     return ids[1:] if ids and list(sampled[-1:]) == ids[:1] else ids
 
@@ -93,8 +96,8 @@ def answer_ids(tokenizer, response: str, think_opened: bool = False, ended: bool
     if think_opened:
         thinks = response.lstrip().startswith("<think>")
         response = response.lstrip().removeprefix("<think>").lstrip() if thinks else f"\n</think>\n\n{response}"
-    end = end_of_turn(tokenizer) if ended else ""
-    return tokenizer(response + end, add_special_tokens=False)["input_ids"]
+    mark, (response,) = marked(tokenizer, response)
+    return ids_of(tokenizer, response + (end_of_turn(tokenizer) if ended else ""), mark)
 
 
 def demonstration_ids(

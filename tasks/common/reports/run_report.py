@@ -53,6 +53,8 @@ CURVES = {
         "KL of an update": ("actor/ppo_kl",),
         "response length, tokens": ("response_length/mean",),
         "truncated: share of responses as long as the longest": ("response_length/clip_ratio",),
+        "turns of an episode": ("episode/turns",),
+        "share of episodes cut off, by what": ("episode/cut_*", "episode/timeout"),
         "tokens per second and GPU": ("perf/throughput",),
         "seconds of each phase": ("timing_s/*",),
     },

@@ -6,9 +6,12 @@ of the dict that it returns.
 
 import functools
 import json
+import math
 import re
 import sys
 from collections.abc import Callable
+
+from tasks.common.errors import said
 
 MAX_RESPONSE_CHARS = 100_000
 _THINK, _THINK_END = re.compile(r"<think>", re.IGNORECASE), re.compile(r"</think>", re.IGNORECASE)
@@ -37,6 +40,15 @@ class RewardError(RuntimeError):
 
 class JudgeError(RewardError):
     """The judge gave no score. The response is not at fault, so the run stops; the response never scores 0."""
+
+
+def number(value) -> float | None:
+    """``value`` as a finite number: of Python, NumPy or torch, a bool too. None for anything else, a text too."""
+    try:
+        found = float(value) if hasattr(value, "__float__") or hasattr(value, "__index__") else math.nan
+    except Exception:  # an array of several, a huge integer
+        return None
+    return found if math.isfinite(found) else None
 
 
 def read_ground_truth(ground_truth) -> object:
@@ -111,14 +123,14 @@ def reward_function(compute_score: Callable[..., dict]) -> Callable[..., dict]:
         except RewardError:
             raise
         except Exception as error:
-            text = " ".join(str(error).split())
-            raise RewardError(f"{where}: compute_score raised {type(error).__name__}: {text[:200]}") from error
+            raise RewardError(f"{where}: compute_score raised {said(error)}") from error
         if not isinstance(result, dict) or not {"score", "acc"} <= result.keys():
             raise RewardError(f"{where}: compute_score must return a dict with `score` and `acc`, not {result!r}")
+        numbers = {key: number(value) for key, value in result.items()}
         for key, value in result.items():
-            if not isinstance(value, int | float) or not abs(value) <= sys.float_info.max:  # false for NaN too
+            if numbers[key] is None:
                 shown = "a huge integer" if isinstance(value, int) else repr(value)[:50]
                 raise RewardError(f"{where}: {key} is {shown}, not a finite number")
-        return {key: float(value) for key, value in result.items()}
+        return numbers
 
     return checked

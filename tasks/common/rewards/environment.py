@@ -6,13 +6,13 @@ The words are Gymnasium's (https://gymnasium.farama.org/api/env/).
 
 import importlib
 import math
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from tasks.common.data.rows import messages_problem
-from tasks.common.rewards.answers import RewardError
+from tasks.common.errors import said
+from tasks.common.rewards.answers import RewardError, number
 from tasks.common.rewards.tool_calls import Malformed, Response, functions, parse_response, split_thinking, without_tags
 
 SUCCESS = 1 - 1e-9  # an episode succeeds when its rewards sum to 1, up to rounding
@@ -63,7 +63,7 @@ def of_task(task: str) -> type[Environment]:
     try:
         return importlib.import_module(f"tasks.{task}.environment").Environment
     except Exception as error:
-        raise RewardError(f"tasks/{task}/environment.py: cannot be loaded: {_said(error)}") from error
+        raise RewardError(f"tasks/{task}/environment.py: cannot be loaded: {said(error)}") from error
 
 
 def tool_message(content: str) -> dict:
@@ -82,7 +82,7 @@ def begun(made: type[Environment], row: dict) -> tuple[Environment, Start]:
     except RewardError:
         raise
     except BaseException as error:  # also sys.exit: it runs in a thread, which would end in silence
-        raise RewardError(f"{_where(row)}: reset raised {_said(error)}") from error
+        raise RewardError(f"{_where(row)}: reset raised {said(error)}") from error
     return environment, start
 
 
@@ -94,7 +94,8 @@ def stepped(environment: Environment, row: dict, tools: list[dict], answer: str)
     and for a step that is none.
     """
     step, failed = _stepped(environment, row, tools, answer)
-    return replace(step, messages=[_encodable(message) for message in step.messages]), failed
+    messages = [_encodable(message) for message in step.messages]
+    return replace(step, messages=messages, reward=number(step.reward), done=bool(step.done)), failed
 
 
 def _stepped(environment: Environment, row: dict, tools: list[dict], answer: str) -> tuple[Step, int]:
@@ -119,7 +120,7 @@ def _stepped(environment: Environment, row: dict, tools: list[dict], answer: str
     except RewardError:
         raise
     except BaseException as error:
-        raise RewardError(f"{_where(row)}: step raised {_said(error)}") from error
+        raise RewardError(f"{_where(row)}: step raised {said(error)}") from error
     return step, step.failed
 
 
@@ -143,11 +144,12 @@ def _step_problem(step: Step) -> str | None:
     problem = messages_problem(step.messages) if step.messages else None
     if problem or (not step.messages and not step.done):
         return f"messages: {problem or 'none, and the episode is not done'}"
-    if not isinstance(step.reward, int | float) or not abs(step.reward) <= sys.float_info.max:  # false for NaN too
+    if number(step.reward) is None:
         return f"reward: {step.reward!r:.50} is not a finite number"
     if any(message["role"] in ("assistant", "system") for message in step.messages):
         return "messages: must be of the role tool or user"
-    return None if isinstance(step.done, bool) else "done: must be true or false"
+    of_numpy = str(getattr(step.done, "dtype", "")) in ("bool", "torch.bool")
+    return None if isinstance(step.done, bool) or of_numpy else "done: must be true or false"
 
 
 def _where(row: dict) -> str:
@@ -155,25 +157,33 @@ def _where(row: dict) -> str:
     return f"environment of {row.get('data_source')!r} on ground_truth={truth[:200]!r}"
 
 
-def _said(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:300]
-
-
 def replayed(
     made: type[Environment], row: dict, answers: Iterable[str], spare: bool = False
 ) -> tuple[float, int, bool]:
-    """An episode without a model, of the texts ``answers``: its reward, how many calls failed, whether it was done.
+    """An episode without a model: its reward, how many calls failed, whether it was done. Raises as ``retold``."""
+    _, turns = retold(made, row, answers, spare)
+    return reward_of(turns), sum(failed for _, _, failed in turns), bool(turns) and turns[-1][1].done
+
+
+def reward_of(turns: list[tuple[str, Step, int]]) -> float:
+    """The sum of the rewards of an episode."""
+    return math.fsum(step.reward for _, step, _ in turns)
+
+
+def retold(
+    made: type[Environment], row: dict, answers: Iterable[str], spare: bool = False
+) -> tuple[Start, list[tuple[str, Step, int]]]:
+    """An episode without a model, of the texts ``answers``: how it begins, and of each turn the answer, the step that
+    follows and the number of calls that failed.
 
     Raises RewardError, also for answers after the end, unless they may be ``spare``.
     """
     environment, start = begun(made, row)
-    rewards, failed, done = [], 0, False
+    turns: list[tuple[str, Step, int]] = []
     for answer in answers:
-        if done and spare:
-            break
-        if done:
+        if turns and turns[-1][1].done:
+            if spare:
+                break
             raise RewardError(f"{_where(row)}: was done before the answer {answer[:80]!r}")
-        step, errors = stepped(environment, row, start.tools, answer)
-        rewards.append(step.reward)
-        failed, done = failed + errors, step.done
-    return math.fsum(rewards), failed, done
+        turns.append((answer, *stepped(environment, row, start.tools, answer)))
+    return start, turns

@@ -12,13 +12,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
+from tasks.common import errors
+from tasks.common.data.ends import CUT, DONE, LENGTH, MAX_TURNS, OBSERVATION, TIMEOUT, TOO_LONG, TURN_LENGTH, cut_key
 from tasks.common.models.chat_template import LONGEST_TOKEN, next_turn_ids, opens_thinking, prompt_ids
 from tasks.common.rewards.answers import RewardError
-from tasks.common.rewards.environment import SUCCESS, Environment, Start, begun, stepped
-
-# Why an episode ended. The last three are cuts.
-DONE, TOO_LONG, LENGTH, MAX_TURNS, TIMEOUT = "stop", "prompt_too_long", "length", "max_turns", "step_timeout"
-CUT = (LENGTH, MAX_TURNS, TIMEOUT)
+from tasks.common.rewards.environment import SUCCESS, Environment, Start, begun, retold, stepped
 
 
 @dataclass(frozen=True)
@@ -71,7 +69,7 @@ class Episode:
         """What a reward.py of a single-turn task returns: ``score``, ``acc`` (success), and more to report."""
         readable = self.readable and self.ended == DONE
         found = {"score": self.reward, "acc": self.reward >= SUCCESS, "format": readable, "turns": self.turns}
-        found |= {"tool_errors": self.tool_errors, "timeout": self.ended == TIMEOUT}
+        found |= {"tool_errors": self.tool_errors, **{cut_key(end): self.ended == end for end in CUT}}
         return {name: float(value) for name, value in found.items()}
 
     def add(self, ids: list[int], own: bool, log_probs: list[float] | None = None) -> None:
@@ -106,6 +104,16 @@ async def begin(made: type[Environment], row: dict, step_seconds: float) -> Begu
     return Begun(environment, row, start)
 
 
+async def refusal(made: type[Environment], row: dict, step_seconds: float) -> str:
+    """Why an environment cannot play ``row``, e.g. without its ground truth: what reset or the step of an empty text
+    raises. Empty where it can."""
+    try:
+        await _in_thread(step_seconds, retold, made, copy.deepcopy(row), [""])
+    except (RewardError, TimeoutError) as error:
+        return errors.said(error)
+    return ""
+
+
 async def play(made: type[Environment], row: dict, tokenizer, sample: Sample, limits: Limits) -> Episode:
     """One episode of the RL row ``row`` in a new environment of the class ``made``.
 
@@ -133,7 +141,8 @@ async def _turn(episode: Episode, found: Begun, tokenizer, sample: Sample, limit
     """One turn of the model and what follows it; why the episode has ended, or empty."""
     tools = found.start.tools
     context = episode.prompt_ids + episode.response_ids
-    most = min(limits.turn_length, limits.response_length - len(episode.response_ids))
+    left = limits.response_length - len(episode.response_ids)
+    most = min(limits.turn_length, left)
     sampled = await sample(context, most)
     episode.add(list(sampled.ids), True, sampled.log_probs)
     episode.turns += 1
@@ -141,7 +150,7 @@ async def _turn(episode: Episode, found: Begun, tokenizer, sample: Sample, limit
     answer = f"<think>{text}" if opens_thinking(tokenizer, context) else text
     episode.messages.append({"role": "assistant", "content": answer})
     if not sampled.stopped:
-        return LENGTH
+        return TURN_LENGTH if most < left else LENGTH
     try:
         step, errors = await _in_thread(limits.step_seconds, stepped, found.environment, found.row, tools, answer)
     except TimeoutError:
@@ -152,11 +161,11 @@ async def _turn(episode: Episode, found: Begun, tokenizer, sample: Sample, limit
     if step.done or episode.turns == limits.turns:
         return DONE if step.done else MAX_TURNS
     room = limits.response_length - len(episode.response_ids)
-    if sum(len(message["content"]) for message in step.messages) > room * LONGEST_TOKEN:
-        return LENGTH
+    if sum(len(message["content"]) for message in step.messages) > limits.response_length * LONGEST_TOKEN:
+        return OBSERVATION
     between = next_turn_ids(tokenizer, sampled.ids, step.messages, tools)
     if len(between) >= room:
-        return LENGTH
+        return OBSERVATION if len(between) >= limits.response_length else LENGTH
     episode.add(between, False)
     episode.messages += step.messages
     return ""

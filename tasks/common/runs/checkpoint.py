@@ -42,3 +42,16 @@ def _all_ranks(part: Path) -> bool:
     kinds, sizes = {"model", *(match[1] for match in found)}, {int(match[2]) for match in found}
     wanted = {(kind, rank) for kind in kinds for rank in range(max(sizes, default=0))}
     return len(sizes) == 1 and there == wanted and all(zipfile.is_zipfile(part / match[0]) for match in found)
+
+
+def begun_file(metrics: Path) -> Path:
+    """Beside the ``metrics`` of a launch: the step that is under way."""
+    return metrics.with_suffix(".step")
+
+
+def begun_step(metrics: Path) -> int:
+    """The step that the launch with these ``metrics`` has begun; 0 before the first."""
+    try:
+        return int(begun_file(metrics).read_text())
+    except (OSError, ValueError):
+        return 0

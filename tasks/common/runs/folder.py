@@ -65,12 +65,22 @@ def next_metrics_file(run_dir: Path) -> Path:
     return run_dir / f"metrics/{len(list(run_dir.glob('metrics/*.jsonl'))):03}.jsonl"
 
 
-def record(run_dir: Path, kind: str, mark: str, s: Settings, start: str, arguments: list[str], base: str = "") -> None:
+def record(
+    run_dir: Path,
+    kind: str,
+    mark: str,
+    s: Settings,
+    start: str,
+    arguments: list[str],
+    base: str = "",
+    reads: dict | None = None,
+) -> None:
     """Record in ``run_dir`` its ``kind`` ("rl" or "sft"), settings, and start model.
 
-    ``base``: with LoRA, the adapter's base model.
+    ``base``: with LoRA, the adapter's base model. ``reads``: the parts of its identity (settings.py).
     """
     values = {"kind": kind, "fingerprint": mark, "settings": asdict(s), "start": start, "base": base or start}
+    values["reads"] = {name: masked(str(value)) for name, value in (reads or {}).items()}
     values["arguments"] = [masked(argument) for argument in arguments]
     write_json(run_dir / "settings.json", values)
 
@@ -100,6 +110,27 @@ def record_problem(made: dict) -> str:
         if type(value) not in kinds:
             return f"settings: {one_line(name, 40)}={one_line(str(value), 40)}: has a wrong type"
     return ""
+
+
+def anew(run_dir: Path, kind: str, reads: dict) -> str:
+    """Why ``run_dir``, which has no record yet, does not go on with the newest run of its ``kind``: the parts ``reads``
+    of its identity that are others there. Empty where there is no such run."""
+    runs = [run for run in all_runs(run_dir.parent.name) if run != run_dir and not run.name.startswith(POLICY)]
+    runs = [run for run in runs if recorded(run)["kind"] == kind and recorded(run).get("reads")]
+    if recorded(run_dir) or not runs:
+        return ""
+    newest = max(runs, key=lambda run: (run / "settings.json").stat().st_mtime)
+    then, said = recorded(newest)["reads"], []
+    for name in differing(then, reads):
+        values = one_line(f"from {then.get(name, 'unset')} to {reads.get(name, 'unset')}", 80) if name.isupper() else ""
+        said.append(f"{name} changed {values}".rstrip())
+    return f"{', '.join(said)} since {newest.name}"
+
+
+def differing(then: dict, reads: dict) -> list[str]:
+    """The names of the parts of an identity that are others in the recorded ``then`` than in ``reads``."""
+    now = {name: masked(str(value)) for name, value in reads.items()}
+    return [name for name in {**then, **now} if then.get(name) != now.get(name)]
 
 
 def all_runs(task: str = "") -> list[Path]:
@@ -211,6 +242,14 @@ def ended_early(run_dir: Path, patience: int) -> bool:
     metrics = read_metrics(run_dir, strict=False)
     done = {step: row for step, row in metrics.items() if step <= last}
     return validation.ends_early(done, patience, critic_steps(run_dir))
+
+
+def warmed(run_dir: Path, s: Settings) -> bool:
+    """Whether the warm-up with ``s`` is complete: SFT_STEPS, or its loss is below SFT_LOSS at its last checkpoint."""
+    last = last_step(run_dir)
+    rows = read_metrics(run_dir, strict=False) if s.SFT_LOSS and last else {}
+    losses = [row["train/loss"] for step, row in rows.items() if step <= last and "train/loss" in row]
+    return last >= s.SFT_STEPS or validation.learned(losses, s.SFT_LOSS)
 
 
 def critic_steps(run_dir: Path) -> int:
@@ -336,9 +375,15 @@ def rl_dir(s: Settings, arguments: list[str], number: int = 1, start: str = "") 
     run_dir = s.runs_dir / ((s.RUN or f"{s.METHOD}-{mark}") + (f"-round{number}" if number > 1 else ""))
     made_with = recorded(run_dir)
     if made_with and made_with["fingerprint"] != mark:
-        changed = [k for k, v in asdict(s).items() if made_with["settings"].get(k) != v]
-        changed = [k for k in changed if k not in REPORTING] or ["data, reward.py, ARGS or the round before"]
-        raise SettingsError(f"RUN={run_dir.name}: exists with other settings ({', '.join(changed)}); take another name")
+        changed = [k for k, v in asdict(s).items() if made_with["settings"].get(k) != v and k not in REPORTING]
+        if isinstance(then := made_with.get("reads"), dict) and then:
+            changed = differing(then, s.rl_parts(arguments, number, start))
+            if not s.data_is_made():  # its contents may come out the same
+                changed = [name for name in changed if name not in ("train", "dev", "warm-up")]
+                if not changed:
+                    return run_dir
+        changed = ", ".join(changed) or "data, reward.py, ARGS or the round before"
+        raise SettingsError(f"RUN={run_dir.name}: exists with other settings ({changed}); take another name")
     return run_dir
 
 

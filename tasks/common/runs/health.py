@@ -5,16 +5,20 @@ variance, not how many groups have none.
 """
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import correlation, linear_regression, mean, median
 from typing import NoReturn
 
+from tasks.common.data.ends import CUT, LENGTH, cut_key, remedy
 from tasks.common.files import write_json
 from tasks.common.settings import HEALTH_RULES, Settings
 
 OUTCOME = "outcome.json"  # of a run: how its last launch ended
+WITHOUT = "no signal"  # an outcome
+NO_SIGNAL = 64  # samples of the first step
 ENTROPY = 0.01  # nats per token
 KL = (1e-4, 0.1)  # to the reference model
 KL_STEPS = 10  # in a row below the band: at the start the policy is the reference
@@ -64,6 +68,38 @@ def findings(metrics: dict[int, dict], s: Settings) -> list[Finding]:
 
 class AbortedError(RuntimeError):
     """A rule of ABORT_ON ended the training; the text is one line for the user."""
+
+
+def no_signal(scores: list[dict], groups: list, cut: list[bool], s: Settings) -> str:
+    """Why RL has nothing to learn from the first rollouts after a warm-up, NO_SIGNAL or more; empty where it has.
+    ``scores``: of each sample, with ``acc`` and perhaps ``format``; ``groups``: its prompt; ``cut``: cut off."""
+    if len(scores) < NO_SIGNAL or not all("acc" in each for each in scores):
+        return ""
+    of = defaultdict(set)
+    for group, each in zip(groups, scores, strict=True):
+        of[group].add(each["score"])
+    right = sum(each["acc"] >= 1 for each in scores)
+    if right and (s.ROLLOUT_N == 1 or s.METHOD == "ppo" or any(len(found) > 1 for found in of.values())):
+        return ""
+    ends = Counter(end for each in scores for end in CUT if each.get(cut_key(end)))
+    if not ends:  # of single responses
+        ends = Counter({LENGTH: sum(cut)})
+    unread = sum(each.get("format", 1) < 1 for each, off in zip(scores, cut, strict=True) if not off)
+    counts = {"cut off": sum(cut), "unreadable": unread}
+    counts["wrong"] = len(scores) - right - sum(counts.values())
+    worst = max(counts, key=counts.get)
+    ways = {"cut off": remedy(ends.most_common(1)[0][0]), "unreadable": f"SFT_LR={s.SFT_LR:g}"}
+    way = ways.get(worst) or ("take easier problems" if s.DIFFICULTY == "easy" else "take DIFFICULTY=easy")
+    said = ", ".join(f"{count} {name}" for name, count in counts.items() if count > 0)
+    what = f"none of {len(scores)} samples is right" if not right else f"all {len(of)} groups have one reward"
+    first = f"raise SFT_STEPS={s.SFT_STEPS}" if not right else "raise TEMPERATURE or ROLLOUT_N"
+    return f"after the warm-up {what} ({said or 'all right'}): RL has nothing to learn from; {first}, or {way}"
+
+
+def stop_without_signal(run_dir: Path, reason: str) -> NoReturn:
+    """End a training before its first update: write the ``reason`` to its outcome.json and raise AbortedError."""
+    write_json(run_dir / OUTCOME, {"outcome": WITHOUT, "reason": reason})
+    raise AbortedError(reason)
 
 
 def aborted_by(metrics: dict[int, dict], s: Settings) -> Finding | None:
@@ -172,6 +208,16 @@ def _zero_variance(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
 
 
 def _truncation(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
+    def shares(each: dict) -> dict[str, float]:
+        return {end: each.get(f"episode/{cut_key(end)}", 0.0) for end in CUT}
+
+    if "episode/turns" in row:
+        if _for_steps(TRUNCATION_STEPS, row, before, lambda each: sum(shares(each).values()) > TRUNCATED):
+            cuts = sorted(((share, end) for end, share in shares(row).items() if share), reverse=True)
+            parts = ", ".join(f"{share:.0%} by {CUT[end]}={getattr(s, CUT[end])} ({end})" for share, end in cuts)
+            yield f"episodes are cut off: {parts}; {remedy(cuts[0][1])}, or warm up longer with INIT=sft"
+        return
+
     def cut_off(each: dict) -> bool:
         # verl counts the responses as long as the longest of the batch; they are cut off where that is the limit.
         longest = each.get("response_length/max", 0)

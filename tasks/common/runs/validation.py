@@ -12,6 +12,7 @@ from itertools import accumulate
 _MEAN = re.compile(r"val-(core|aux)/.+/(acc|reward)/mean@\d+")
 
 Score = tuple[float, float]
+LEARNED = 4  # steps
 
 
 def score(row: dict) -> Score | None:
@@ -59,6 +60,11 @@ def ranked(steps: list[int], metrics: dict[int, dict]) -> list[int]:
     found = scores(metrics)
     rest = sorted((step for step in steps if step not in found), reverse=True)
     return sorted(found.keys() & set(steps), key=lambda step: (found[step], -step), reverse=True) + rest
+
+
+def learned(losses: list[float], below: float) -> bool:
+    """Whether a warm-up has learned its demonstrations: the mean of the last LEARNED ``losses`` is ``below``."""
+    return len(losses) >= LEARNED and sum(losses[-LEARNED:]) / LEARNED < below
 
 
 def words(metrics: dict[int, dict]) -> str:

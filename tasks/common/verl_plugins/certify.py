@@ -142,7 +142,9 @@ def certified(s: Settings, model: str, engine_of: Callable[[], object]) -> list[
     tokenizer = AutoTokenizer.from_pretrained(base_model(model))
     rows = list(read_rows(s.train_file, s.LIMIT or None))
     try:
-        pairs = [(row, chat) for row, chat in scripted(s, s.LIMIT or None) if checks.fits(s, chat.ids(tokenizer)[1])]
+        pairs = scripted(s, s.LIMIT or None)
+        cuts = {chat.name: checks.cut_by(s, chat.ids(tokenizer)[1]) for _, chat in pairs}
+        pairs = [(row, chat) for row, chat in pairs if not cuts[chat.name]]
         chats = [chat for _, chat in pairs]
         first = checks.template(tokenizer, chats + ([_two_turns(rows[0])] if s.multi_turn else []))
     except ValueError as error:
@@ -170,6 +172,7 @@ def certified(s: Settings, model: str, engine_of: Callable[[], object]) -> list[
         first,
         checks.ends(tokenizer, stops, together, chats),
         checks.markers(tokenizer, together, chats),
+        checks.limits(cuts),
         checks.sft(tokenizer, chats, shown),
         checks.log_probs(together, trainer_log_probs(model, sampled)),
     ]

@@ -1,12 +1,18 @@
-"""verl's SFT trainer (0.9.1 and 0.6.1): the order of the rows follows the seed, and a resume skips no epoch.
+"""verl's SFT trainer (0.9.1 and 0.6.1): the order of the rows follows the seed, a resume skips no epoch, and SFT_LOSS
+ends it.
 
 `python -m tasks.common.verl_plugins.sft`, for several GPUs with torchrun, takes the overrides of verl's own.
 """
 
+import os
+
 from tasks.common.process import imports
+from tasks.common.runs.validation import learned
 
 with imports():
+    import torch
     from verl.trainer import sft_trainer
+    from verl.utils import tensordict_utils as tu
 
     from tasks.common.verl_plugins.expect import expect
 
@@ -18,7 +24,7 @@ expect(sft_trainer.SFTTrainer.fit, "start_epoch = global_step // self.steps_per_
 
 
 class SFTTrainer(sft_trainer.SFTTrainer):
-    """verl's, with its config's seed, and with a new loader when a resume starts an epoch."""
+    """verl's, with its config's seed, with a new loader when a resume starts an epoch, and with an end by SFT_LOSS."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -29,6 +35,32 @@ class SFTTrainer(sft_trainer.SFTTrainer):
     def _build_dataloader(self):
         super()._build_dataloader()
         self.train_sampler.seed = self.config.trainer.seed
+
+    def fit(self):
+        if below := float(os.environ.get("SFT_LOSS") or 0):
+            self._end_below(below)
+        super().fit()
+
+    def _end_below(self, below: float) -> None:
+        # Of verl 0.9.1, whose step that is under way is the last one where it reaches this number.
+        expect(
+            sft_trainer.SFTTrainer.fit,
+            "output = self.training_client.train_batch(data=data)",
+            "is_last_step = global_step >= self.total_training_steps",
+        )
+        train, losses = self.training_client.train_batch, []
+
+        def train_batch(data):
+            output = train(data=data)
+            loss = torch.tensor(float(tu.get(output, "metrics")["loss"]), device=self.device_name)
+            if torch.distributed.get_world_size() > 1:
+                torch.distributed.all_reduce(loss, op=torch.distributed.ReduceOp.AVG)
+            losses.append(loss.item())
+            if learned(losses, below):
+                self.total_training_steps = self.resume_global_step + len(losses)
+            return output
+
+        self.training_client.train_batch = train_batch
 
 
 if __name__ == "__main__":

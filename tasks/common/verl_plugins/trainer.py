@@ -7,7 +7,7 @@ import copy
 import functools
 import os
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,16 +18,19 @@ from verl.trainer.ppo.v1 import register_trainer, trainer_base
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+from verl.utils.profiler import marked_timer
 from verl.utils.transferqueue_utils import kv_batch_meta2batch_meta
 
 import tasks.common.verl_plugins.patches  # noqa: F401
 from tasks.common.alive import waits_for
+from tasks.common.data.ends import CUT, cut_key, step_metrics
 from tasks.common.machine import hardware
 from tasks.common.machine.memory import GIB
 from tasks.common.rewards.answers import RewardError
 from tasks.common.rewards.episode import turn_texts
+from tasks.common.runs.checkpoint import begun_file
 from tasks.common.runs.folder import read_metrics
-from tasks.common.runs.health import abort, aborted_by
+from tasks.common.runs.health import abort, aborted_by, no_signal, stop_without_signal
 from tasks.common.settings import load_settings
 from tasks.common.text import one_line
 from tasks.common.verl_plugins import answers, on_policy, one_update
@@ -48,6 +51,7 @@ expect(ReplayBuffer._sync_metadata_from_transfer_queue, "self.failure_keys[parti
 trainer_base.value_loss = on_policy.value_loss
 
 POLL_SECONDS = 0.2  # verl checks every 2 s whether the rollouts are complete
+FIRST_SAVE = 300  # seconds
 LOG_SECONDS = 2  # for Ray to bring the reason from another process to the log
 
 
@@ -66,6 +70,7 @@ class TaskTrainer(KeepBest):
     _on_policy = False  # this step skips the pass for the old log-probs
     _complete = 0, None  # the last step that this process trained, and the state of its data then
     _saved = 0
+    _began, _first = 0.0, 0.0  # when this step began, and the first one of this process ended
     _turns = None  # what was said in the episodes of this step, by verl's key
 
     @functools.cached_property
@@ -91,6 +96,9 @@ class TaskTrainer(KeepBest):
 
     def on_step_begin(self):
         waits_for(f"the samples and rewards of step {self.global_steps}")
+        with suppress(OSError, KeyError):  # a full disk; verl alone
+            begun_file(Path(os.environ["VERL_FILE_LOGGER_PATH"])).write_text(str(self.global_steps))
+        self._began = time.monotonic()
         if os.environ.get("ABORT_ON"):
             self._abort_on_broken_rule()
         super().on_step_begin()
@@ -111,7 +119,18 @@ class TaskTrainer(KeepBest):
 
     def on_step_end(self):
         self._complete = self.global_steps, copy.deepcopy(self.train_dataloader.state_dict())
+        if self._first_save_is_due() and self._saved != self.global_steps:
+            with marked_timer("save_checkpoint", self.timing_raw, color="green"):
+                self._save_checkpoint()
         super().on_step_end()
+
+    def _first_save_is_due(self) -> bool:
+        """Whether this launch has saved nothing, and another step as long as this one would end more than FIRST_SAVE
+        after its first: then a stop costs no more, whatever SAVE_FREQ is."""
+        now = time.monotonic()
+        self._first = self._first or now
+        step = now - (self._began or now)
+        return not self._saved and now - self._first + step > FIRST_SAVE
 
     def _save_checkpoint(self):
         super()._save_checkpoint()
@@ -125,13 +144,15 @@ class TaskTrainer(KeepBest):
             print(f"the answers of step {global_steps} are not told: {one_line(str(error), 300)}", flush=True)
 
     def _answers(self, batch) -> dict[str, float]:
+        """What a step's responses were worth, and in a multi-turn task how its episodes went."""
         fields = ["uid", "responses", "extra_fields"]
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
         uids, extras = (data.pop(name).tolist() for name in ("uid", "extra_fields"))  # data[name] has no tolist
         rows = zip(uids, data["responses"].unbind(), extras, strict=True)
         own = [row for row, tag in zip(rows, batch.tags, strict=True) if not tag.get("is_padding", False)]
         rewards = [extra.get("reward_extra_info") or {} for *_, extra in own]
-        return answers.figures([uid for uid, *_ in own], [tuple(ids.tolist()) for _, ids, _ in own], rewards)
+        found = answers.figures([uid for uid, *_ in own], [tuple(ids.tolist()) for _, ids, _ in own], rewards)
+        return found | (step_metrics([*filter(None, rewards)]) if self.config.data.get("episode") else {})
 
     # With what was said in turn, which an episode's text does not tell: a model can write what stands between turns.
     def _log_rollout_data(self, batch, timing_raw, rollout_data_dir):
@@ -190,6 +211,8 @@ class TaskTrainer(KeepBest):
             return super()._compute_old_log_prob(_tensors(batch), metrics)
 
     def _compute_advantage(self, batch, metrics):
+        if os.environ.get("ANYWAY") == "0" and self.global_steps == 1:
+            self._check_signal(batch)
         correction = self.config.algorithm.get("rollout_correction")
         masks = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["response_mask"])
         none = not masks["response_mask"].values().any()  # TRUNCATED=masked, all responses cut off
@@ -197,6 +220,24 @@ class TaskTrainer(KeepBest):
         skip = correction and (self._on_policy or none)
         with on_policy.set_to(correction, "bypass_mode", True) if skip else nullcontext():
             return super()._compute_advantage(batch, metrics)
+
+    def _check_signal(self, batch) -> None:
+        """End before the first update where the warm-up's rollouts give RL nothing to learn from."""
+        names = ["uid", "responses", "extra_fields"]
+        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=names)
+        lengths, limit = data["responses"].offsets().diff().tolist(), self.config.data.max_response_length
+        scores, groups, cut = [], [], []
+        for uid, fields, length, tag in zip(
+            list(data["uid"]), list(data["extra_fields"]), lengths, batch.tags, strict=True
+        ):
+            found = fields.get("reward_extra_info") or {}
+            if not tag.get("is_padding") and {"acc", "score"} <= found.keys():
+                scores.append(found)
+                groups.append(uid)
+                ends = [found[cut_key(end)] for end in CUT if cut_key(end) in found]
+                cut.append(any(ends) if ends else length >= limit)
+        if reason := no_signal(scores, groups, cut, load_settings()):
+            stop_without_signal(self.run_dir, f"{reason}; ANYWAY=1 trains all the same")
 
     def _compute_values(self, batch, metrics):
         return super()._compute_values(_tensors(batch), metrics)

@@ -29,7 +29,7 @@ def look_up(stock: dict, arguments: dict) -> str:
     shelf = arguments.get("shelf")
     if arguments.keys() != {"shelf"} or type(shelf) is not int:
         raise CallError("look_up takes one argument, shelf, a whole number")
-    if shelf != stock["shelf"]:
+    if shelf != stock.get("shelf"):
         raise CallError("there is nothing on this shelf")
     return str(stock["pieces"])
 
@@ -39,7 +39,7 @@ class Environment:
 
     def reset(self, row: dict) -> Start:
         """``row``: an RL row. The prompt, and the tools that the model may call."""
-        self.stock = read_ground_truth(row["reward_model"]["ground_truth"])
+        self.stock = read_ground_truth(row["reward_model"]["ground_truth"]) or {}  # `make batch` may have none
         return Start(decoded(row["prompt"]), TOOLS)
 
     def step(self, action: Response) -> Step:
@@ -47,4 +47,4 @@ class Environment:
         if action.calls:
             return Step([tool_message(look_up(self.stock, call["arguments"])) for call in action.calls])
         answer = last_answer(action.text)
-        return Step(reward=float(answer == str(self.stock["pieces"])), done=True, readable=bool(answer))
+        return Step(reward=float(answer == str(self.stock.get("pieces"))), done=True, readable=bool(answer))

@@ -1,0 +1,38 @@
+"""Why a response or an episode ended, with the variable that bounds it, for metrics, tables and advice."""
+
+from collections import Counter
+from collections.abc import Iterable
+
+DONE, TOO_LONG = "stop", "prompt_too_long"  # by itself; before its first turn
+LENGTH, TURN_LENGTH, OBSERVATION = "length", "turn_length", "observation"
+MAX_TURNS, TIMEOUT = "max_turns", "step_timeout"
+# What cuts off, and the variable to raise.
+CUT = {
+    LENGTH: "MAX_RESPONSE_LENGTH",
+    TURN_LENGTH: "MAX_TURN_LENGTH",
+    OBSERVATION: "MAX_RESPONSE_LENGTH",  # what the environment says next is longer than a whole response may be
+    MAX_TURNS: "MAX_TURNS",
+    TIMEOUT: "STEP_SECONDS",
+}
+
+
+def cut_key(end: str) -> str:
+    """The key of an episode's scores that says whether ``end``, one of CUT, ended it."""
+    return "timeout" if end == TIMEOUT else f"cut_{end.removeprefix('max_')}"
+
+
+def advice(ends: Iterable[str]) -> str:
+    """How many of ``ends`` are cuts, the most frequent first, and what to change; empty without one."""
+    counts = Counter(end for end in ends if end in CUT)
+    return "; ".join(f"{count} by {end}: {remedy(end)}" for end, count in counts.most_common())
+
+
+def remedy(end: str) -> str:
+    """What to change against the cut ``end``."""
+    return "shorten what the environment says at once" if end == OBSERVATION else f"raise {CUT[end]}"
+
+
+def step_metrics(scores: list[dict]) -> dict[str, float]:
+    """Means of the episodes' ``scores``, for a training's metrics: turns, failed calls, share of each cut."""
+    names = ("turns", "tool_errors", *map(cut_key, CUT))
+    return {f"episode/{name}": sum(each[name] for each in scores) / len(scores) for name in names if scores}

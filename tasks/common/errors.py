@@ -1,0 +1,47 @@
+"""Errors of a task's own code, told with the line of its own file."""
+
+import sys
+import traceback
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+LOGGED = 5  # tracebacks that a process leaves in its log
+_logged = 0
+
+
+def said(error: BaseException, length: int = 300) -> str:
+    """``error`` in one line of about ``length`` characters: its type, its message, and the line of the task's own file
+    that raised it. Of an error of ours that wraps the task's, the task's."""
+    place = own_place(error)
+    if not place and error.__cause__:
+        return said(error.__cause__, length)
+    text = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+    text = text if len(text) <= length else f"{text[: length - 1]}…"
+    return f"{text}{f' ({place})' if place else ''}"
+
+
+def own_place(error: BaseException) -> str:
+    """``file:line, in function`` where ``error`` left the code of the user: the innermost frame outside of tasks/common
+    and of packages. Empty where there is none."""
+    for frame, line in reversed([*traceback.walk_tb(error.__traceback__)]):
+        file, name = Path(frame.f_code.co_filename), frame.f_code.co_name
+        if not file.is_relative_to(ROOT) or "site-packages" in file.parts:
+            continue
+        if name == "<module>" and frame.f_globals.get("__name__") == "__main__":
+            continue  # a task's program, which calls ours
+        if (place := file.relative_to(ROOT)).parts[:2] != ("tasks", "common"):
+            return f"{place}:{line}, in {name}"
+    return ""
+
+
+def whole(error: BaseException) -> str:
+    """The traceback of ``error``, with those that it wraps; at most its last 8,000 characters."""
+    return "".join(traceback.format_exception(error))[-8000:]
+
+
+def log(error: BaseException) -> None:
+    """Leave the traceback of ``error`` in the log of this process, its standard error: of the first LOGGED."""
+    global _logged
+    _logged += 1
+    if _logged <= LOGGED:
+        print(whole(error), file=sys.stderr, flush=True)
