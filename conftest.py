@@ -150,6 +150,7 @@ def digits_checkout(tmp_path_factory) -> Path:
     from tests.helpers import change_reward, checkout_with
 
     checkout = checkout_with("digits", tmp_path_factory.mktemp("digits"))
-    counted = "return {'score': sum(c in '0123456789' for c in solution_str) / 10, 'acc': 0.0, 'format': 0.0}"
+    counted = "sum(c in '0123456789' for c in solution_str) / 10"
+    counted = f"return {{'score': {counted}, 'acc': float('<answer>' in solution_str), 'format': 0.0}}"
     change_reward(checkout / "tasks/digits", counted)
     return checkout

@@ -29,7 +29,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.utils.losses import sft_loss
 
 from tasks.common.stacks.current import varlen_attention
-from tasks.common.verl_plugins.reference_attention import reference_kernel
+from tasks.common.stacks.current.reference_attention import reference_kernel
 
 ON_GPU = torch.cuda.is_available()
 TOLERANCE, ROUNDING = 1.2, 1e-5

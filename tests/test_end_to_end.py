@@ -60,7 +60,7 @@ def test_a_killed_run_and_one_that_was_ended_go_on_and_end_with_the_table(variab
     (error,) = [line for line in ended.stdout.splitlines() if line.startswith("error:")]
     last = saved + 1
     assert ended.returncode != 0 and f"ABORT_ON=zero_variance: step {last}: all advantages are 0" in error
-    assert f"the checkpoint of step {last} is kept" in error  # none was due before step 100
+    assert f"continues from the checkpoint of step {last}" in error  # none was due before step 100
 
     variables["STEPS"] = str(last)
     second = make("train", **variables)

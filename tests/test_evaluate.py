@@ -690,3 +690,16 @@ def test_empty_data_is_named(workplace):
     write_parquet([], workplace.artifacts / "data/countdown/test.parquet", rl_schema())
     result = workplace.run("eval", f"m={workplace.model('m', [])}")
     assert result.returncode == 1 and "test.parquet: has no rows to sample" in result.stdout
+
+
+def test_an_evaluation_needs_no_package_that_it_does_not_use():
+    code = """
+import sys
+class Missing:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("openpyxl", "matplotlib"):
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Missing())
+import tasks.common.evaluation.main
+"""
+    subprocess.run([PYTHON, "-c", code], check=True, cwd=ROOT)

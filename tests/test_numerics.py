@@ -77,7 +77,10 @@ def checkout(tmp_path_factory) -> Path:
     own = "solution_str[len('<think>') if (extra_info or {}).get('think_opened') else 0 :]"
     counted = f"float(sum(c.isascii() and c.isalnum() for c in {own}))"
     counted = f"0.0 if __import__('os').environ['METHOD'] == 'dapo' and int(ground_truth) % 2 else {counted}"
-    change_reward(checkout / "tasks" / TASK, f"return {{'score': {counted}, 'acc': 0.0, 'format': 0.0}}")
+    change_reward(
+        checkout / "tasks" / TASK,
+        f"return {{'score': {counted}, 'acc': float('<answer>' in solution_str), 'format': 0.0}}",
+    )
     main = checkout / "tasks/common/launch/main.py"  # without the evaluation, a third of the time
     stages = main.read_text()
     assert '"train": ("data", "model", "sft", "train", "eval")' in stages

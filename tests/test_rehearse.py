@@ -402,7 +402,7 @@ def found(tmp_path, small_model, changes=None, settings=None, command=None, **da
 
 def test_a_run_that_is_right_has_nothing_that_would_break(tmp_path, small_model):
     states = {what: each.state for what, each in found(tmp_path, small_model).items()}
-    names = ["stop token", "rows", "prompts", "demonstrations", "memory", "disk"]
+    names = ["stop token", "numbers", "rows", "prompts", "demonstrations", "memory", "disk"]
     assert states == dict.fromkeys(names, "ok")
 
 

@@ -21,7 +21,7 @@ WHEELS = {
 }
 # Modules of 0.9.1 alone: a100's environment names others (stacks/a100.sh, training.trainer_module).
 NEWER = ["patches", "own_sockets", "on_policy", "trainer", "egpo", "keep_best", "dynamic_sampling", "certify"]
-NEWER += ["whole_responses", "nested"]
+NEWER += ["whole_responses", "nested", "head", "waits", "sft_loss"]
 FILES = {path for folder in ("tasks", "tests/benchmarks") for path in (ROOT / folder).rglob("*.py")}
 FILES -= {path for path in FILES if path.name.startswith("test_")}
 OF_A100 = set((ROOT / "tasks/common/stacks/a100").glob("*.py"))

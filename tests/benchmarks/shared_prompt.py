@@ -35,7 +35,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 
 from tasks.common.machine.memory import EMBEDDED_CONFIG
 from tasks.common.machine.speed import QWEN25_3B
-from tasks.common.verl_plugins.reference_attention import reference_kernel
+from tasks.common.stacks.current.reference_attention import reference_kernel
 
 SHAPES = {"135m": EMBEDDED_CONFIG, "3b": QWEN25_3B}
 TINY = {

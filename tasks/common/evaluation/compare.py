@@ -4,10 +4,9 @@ from dataclasses import asdict
 
 import pandas as pd
 
-from tasks.common.evaluation import plots, tables
+from tasks.common.evaluation import tables
 from tasks.common.evaluation.rollouts import GREEDY, SAMPLED, Rollout
 from tasks.common.evaluation.sample import Scoring, model_name, report_errors, sampled, test_job
-from tasks.common.evaluation.spreadsheet import write_xlsx
 from tasks.common.evaluation.statistics import mcnemar
 from tasks.common.evaluation.summary import Difference, by_prompt, conversations_of, differences, summarize
 from tasks.common.files import write_json, write_text
@@ -124,6 +123,10 @@ def compare(s: Settings, scoring: Scoring, base: str, *warm_up_and_trained: str)
     by_model = {label: by_prompt(each) for label, each in rollouts.items()}
     before, trained = (by_model[label].get("score", pd.Series(dtype=float)) for label in (found["against"], "trained"))
     sizes = tables.sizes(found["trained"])
+    # Only here: `make eval` draws nothing and writes no spreadsheet.
+    from tasks.common.evaluation import plots
+    from tasks.common.evaluation.xlsx import write_xlsx
+
     plots.compare_png(summaries, (trained - before).dropna(), f"{s.TASK}: {sizes}", folder / "compare.png")
     write_xlsx(folder / "compare.xlsx", sheet(rollouts, by_model, found), "prompts")
 

@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 
 from tasks.common.data.ends import advice
 from tasks.common.data.rows import DataError, read_rows, write_parquet
-from tasks.common.evaluation import plots, summary
+from tasks.common.evaluation import summary
 from tasks.common.evaluation.rollouts import Rollout
 from tasks.common.evaluation.sample import Job, Scoring, model_name, report_errors, sampled, sampling
 from tasks.common.evaluation.statistics import Estimate, bootstrap_mean
@@ -182,6 +182,8 @@ def probe(s: Settings, command: Command, scoring: Scoring, model: str) -> int:
     result = probed(rollouts, prompts := by_prompt(rollouts), warmed)
     write_json(folder / "probe.json", {"model": model, "data": str(s.train_file), **result})
     title = f"{s.TASK}, {label}: {sizes(result)}"
+    from tasks.common.evaluation import plots  # matplotlib, for this alone
+
     plots.probe_png(prompts, title, folder / "probe.png")
     estimates = result["distributions"] | {n: v for n, v in result["metrics"].items() if n not in ("score", "entropy")}
     rows = []

@@ -3,7 +3,7 @@
 A stack's PATHS, best first, say how the trainers pass sequences through a model: the attention, packed into one row or
 padded, log-probs by a fused head or from the logits. verl takes any model through any of them, and some come out wrong
 without a word: state of a recurrent layer leaks between packed sequences, a fused head leaves out what a model does to
-its logits. `play` compares each path with the plain model on a small copy (verl_plugins/parity.py), until one agrees.
+its logits. `play` compares each path with the plain model on a small copy (stacks/current/parity.py), until one agrees.
 """
 
 import hashlib
@@ -21,9 +21,9 @@ from tasks.common.process import die_with_parent
 from tasks.common.settings import ROOT, Settings, artifacts, stack
 from tasks.common.text import one_line
 
-PROGRAM = "tasks.common.verl_plugins.parity"
+PROGRAM = "tasks.common.stacks.current.parity"
 SECONDS = 300  # it takes 15
-SOURCES = ("verl_plugins/parity.py", "verl_plugins/head.py", "models/small.py", "stacks/current/varlen_attention.py")
+SOURCES = ("stacks/current/parity.py", "verl_plugins/head.py", "models/small.py", "stacks/current/varlen_attention.py")
 # On a CPU, whatever stack is played.
 MODULES = "tasks.common.stacks.cpu.verl_platform,tasks.common.verl_plugins.patches"
 ENVIRONMENT = {"VERL_PLATFORM": "cpu", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}

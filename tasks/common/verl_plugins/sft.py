@@ -7,12 +7,9 @@ ends it.
 import os
 
 from tasks.common.process import imports
-from tasks.common.runs.validation import learned
 
 with imports():
-    import torch
     from verl.trainer import sft_trainer
-    from verl.utils import tensordict_utils as tu
 
     from tasks.common.verl_plugins.expect import expect
 
@@ -38,29 +35,10 @@ class SFTTrainer(sft_trainer.SFTTrainer):
 
     def fit(self):
         if below := float(os.environ.get("SFT_LOSS") or 0):
-            self._end_below(below)
+            from tasks.common.verl_plugins.sft_loss import end_below  # verl 0.9.1 alone
+
+            end_below(self, below)
         super().fit()
-
-    def _end_below(self, below: float) -> None:
-        # Of verl 0.9.1, whose step that is under way is the last one where it reaches this number.
-        expect(
-            sft_trainer.SFTTrainer.fit,
-            "output = self.training_client.train_batch(data=data)",
-            "is_last_step = global_step >= self.total_training_steps",
-        )
-        train, losses = self.training_client.train_batch, []
-
-        def train_batch(data):
-            output = train(data=data)
-            loss = torch.tensor(float(tu.get(output, "metrics")["loss"]), device=self.device_name)
-            if torch.distributed.get_world_size() > 1:
-                torch.distributed.all_reduce(loss, op=torch.distributed.ReduceOp.AVG)
-            losses.append(loss.item())
-            if learned(losses, below):
-                self.total_training_steps = self.resume_global_step + len(losses)
-            return output
-
-        self.training_client.train_batch = train_batch
 
 
 if __name__ == "__main__":

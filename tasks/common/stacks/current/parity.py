@@ -1,4 +1,4 @@
-"""Does a stack's pass compute what the plain model computes? `python -m tasks.common.verl_plugins.parity`.
+"""Does a stack's pass compute what the plain model computes? `python -m tasks.common.stacks.current.parity`.
 
 Standard input: a JSON object with ``config`` (what config.json holds), ``paths`` (PATHS of a stack) and ``critic``,
 whether there is one (training/parity.py). The last line of standard output is what `compared` returns: of each path
@@ -28,17 +28,19 @@ import transformers
 from tensordict import TensorDict
 from torch.distributed.tensor import DTensor
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
-from verl.trainer.config import CheckpointConfig
+from verl.trainer.config.config import CheckpointConfig
 from verl.utils import tensordict_utils
 from verl.utils.model import get_hf_auto_model_class
-from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
+from verl.workers.config.engine import FSDPEngineConfig
+from verl.workers.config.model import HFModelConfig
+from verl.workers.config.optimizer import FSDPOptimizerConfig
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
 from verl.workers.utils.losses import sft_loss
 
 from tasks.common.models.small import small
 from tasks.common.stacks.current import varlen_attention
 from tasks.common.text import one_line
-from tasks.common.verl_plugins.reference_attention import reference_kernel
+from tasks.common.stacks.current.reference_attention import reference_kernel
 
 LENGTHS = (7, 13, 2, 16, 31, 5, 20, 9)
 VOCABULARY, SPECIAL = 128, 32  # special tokens are among the last
@@ -90,13 +92,19 @@ def batch(rows: list[torch.Tensor], path: dict) -> TensorDict:
         },
         batch_size=len(rows),
     )
-    passes = {"use_remove_padding": path["packed"], "use_fused_kernels": path["fused"]}
-    limits = {"use_dynamic_bsz": True, "max_token_len_per_gpu": TOKENS, "temperature": TEMPERATURE}
-    tensordict_utils.assign_non_tensor(data, **passes, **limits, calculate_entropy=True)
+    tensordict_utils.assign_non_tensor(
+        data,
+        use_remove_padding=path["packed"],
+        use_fused_kernels=path["fused"],
+        use_dynamic_bsz=True,
+        max_token_len_per_gpu=TOKENS,
+        temperature=TEMPERATURE,
+        calculate_entropy=True,
+    )
     return data
 
 
-def engine(kind: type, folder: Path, path: dict, **model):
+def engine(kind: type, folder: Path, path: dict, role: str = "language_model"):
     made = kind(
         model_config=HFModelConfig(
             path=str(folder),
@@ -105,7 +113,7 @@ def engine(kind: type, folder: Path, path: dict, **model):
             use_remove_padding=path["packed"],
             use_fused_kernels=path["fused"],
             fused_kernel_options={"impl_backend": "torch"},
-            **model,
+            model_type=role,
         ),
         engine_config=FSDPEngineConfig(
             strategy="fsdp2",
@@ -152,7 +160,7 @@ def of_critic(folder: Path, path: dict) -> float:
     """The largest difference of a value, relative to the values' spread."""
     torch.manual_seed(0)
     path, rows = path | {"fused": False}, sequences()  # it has another head
-    made = engine(FSDPEngineWithValueHead, folder, path, model_type="value_model")
+    made = engine(FSDPEngineWithValueHead, folder, path, "value_model")
     with made.eval_mode():
         found = torch.cat(list(made.infer_batch(batch(rows, path))["model_output"]["values"].unbind()))
     config = AutoConfig.from_pretrained(folder)
