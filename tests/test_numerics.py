@@ -79,7 +79,7 @@ def checkout(tmp_path_factory) -> Path:
     counted = f"0.0 if __import__('os').environ['METHOD'] == 'dapo' and int(ground_truth) % 2 else {counted}"
     change_reward(
         checkout / "tasks" / TASK,
-        f"return {{'score': {counted}, 'acc': float('<answer>' in solution_str), 'format': 0.0}}",
+        f"return {{'score': {counted}, 'acc': float(len(solution_str) > 9), 'format': 0.0}}",
     )
     main = checkout / "tasks/common/launch/main.py"  # without the evaluation, a third of the time
     stages = main.read_text()

@@ -2,7 +2,8 @@
 
     python -m tests.benchmarks.families [--out FILE.json] [NAME ...]       two minutes on one core
 
-Each config is made small and compared as before a training (stacks/current/parity.py); with a critic where there is one.
+Each config is made small and compared as before a training (stacks/current/parity.py), with a critic too where
+there is one.
 """
 
 import argparse

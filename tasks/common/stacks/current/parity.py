@@ -39,8 +39,8 @@ from verl.workers.utils.losses import sft_loss
 
 from tasks.common.models.small import small
 from tasks.common.stacks.current import varlen_attention
-from tasks.common.text import one_line
 from tasks.common.stacks.current.reference_attention import reference_kernel
+from tasks.common.text import one_line
 
 LENGTHS = (7, 13, 2, 16, 31, 5, 20, 9)
 VOCABULARY, SPECIAL = 128, 32  # special tokens are among the last
