@@ -114,6 +114,14 @@ def test_which_nodes_are_enough(nnodes, gpus, said):
     assert found.startswith(said) and bool(found) == bool(said)
 
 
+def test_a_cluster_has_the_cpus_that_a_training_holds():
+    nodes = [replace(node, free_cpus=4) for node in NODES]
+    free = sum(node.free_cpus for node in nodes if node.alive)
+    assert cluster.enough(nodes, 1, 1, cpus=int(free)) == ""
+    said = cluster.enough(nodes, 1, 1, cpus=int(free) + 1)
+    assert f"holds {free + 1:g} of Ray's CPUs, {free:g} are free" in said and "--num-cpus" in said
+
+
 HERE = Seen(python="3.12.1", verl="0.9.1", repository="digest", artifacts="/a", secrets=("JUDGE_API_KEY",))
 
 

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -113,6 +114,12 @@ def test_all_trainers_take_the_pass(settings, name):
     assert policy.use_fused_kernels == warm_up["use_fused_kernels"] == path["fused"]
     plan = verl_config.memory_plan(config)
     assert plan.fused == path["fused"] and plan.padded == (not path["packed"])
+
+
+def test_dpo_without_a_warm_up_uses_no_pass_of_verls(settings):
+    s = settings(METHOD="dpo")
+    write(s, paths={"packed": result(False)}, noise={})
+    assert not [*doctor.numbers(s)] and [*doctor.numbers(replace(s, INIT="sft"))]
 
 
 def test_dropout_is_said_to_be_off(settings):

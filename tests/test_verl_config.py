@@ -519,3 +519,34 @@ def test_the_critics_warm_up_is_counted_in_steps(monkeypatch):
 def test_mini_batches_are_shuffled_the_critics_too(monkeypatch):
     config = config_of(monkeypatch, METHOD="ppo")
     assert config.actor_rollout_ref.actor.shuffle and config.critic.shuffle
+
+
+# ---- what a GPU training would wait for, for ever
+
+
+def of_current(*arguments: str, **changes):
+    given = {"STACK": "current", "TASK": "gsm8k", "STAGE": "train", "N_GPUS": "1", "MODEL": "embedded"}
+    return verl_config.rl_config(load_settings(given | changes), arguments)
+
+
+def test_vllm_reads_the_base_of_an_adapter_itself():
+    """verl would send it as float32 tensors on the CPU, of which one above the bucket never arrives."""
+    assert of_current(LORA_RANK="8").actor_rollout_ref.rollout.load_format == "auto"
+    assert of_current().actor_rollout_ref.rollout.load_format == "dummy"
+    source = (verl_package("0.9.1") / "workers/engine_workers.py").read_text()
+    assert 'self.base_sync_done: bool = "dummy" not in self.config.rollout.load_format' in source
+
+
+@pytest.mark.parametrize(("gpus", "cores", "cpus"), [("1", 4, 12), ("2", 4, 15), ("8", 8, 33), ("1", 64, 64)])
+def test_a_training_has_the_cpus_of_ray_that_it_holds(gpus, cores, cpus, monkeypatch):
+    monkeypatch.setattr("os.cpu_count", lambda: cores)
+    assert of_current(N_GPUS=gpus).ray_kwargs.ray_init.num_cpus == cpus
+
+
+def test_fewer_cpus_of_ray_than_a_training_holds_are_refused():
+    few, units = "ray_kwargs.ray_init.num_cpus=8", "transfer_queue.backend.SimpleStorage.num_data_storage_units"
+    with pytest.raises(SettingsError, match="num_cpus=8: a training holds 12 of Ray's CPUs, and would wait"):
+        of_current(few)
+    with pytest.raises(SettingsError, match="holds 15"):
+        of_current("ray_kwargs.ray_init.num_cpus=14", METHOD="distill", TEACHER="owner/teacher")
+    assert of_current(few, f"{units}=4").ray_kwargs.ray_init.num_cpus == 8

@@ -320,6 +320,8 @@ def measured(tokenizer, file: Path) -> tuple[list[int], int]:
 
 def numbers(s: Settings) -> Iterator[Finding]:
     """Whether a pass of the stack computes MODEL's own log-probs and gradient (training/parity.py)."""
+    if s.METHOD == "dpo" and s.INIT == "base":
+        return  # TRL has passes of its own
     found = parity.play(s)
     if "unknown" in found:
         text = f"the passes of STACK={s.STACK} were not compared with the plain model: {found['unknown']}"
