@@ -106,6 +106,17 @@ def compose_verls_config_once():
         yield
 
 
+@pytest.fixture(autouse=True)
+def passes_are_compared_in_their_own_tests(request, monkeypatch):
+    """A comparison takes 15 seconds, and hundreds of tests look at a GPU stack; test_parity.py makes real ones."""
+    if request.path.name != "test_parity.py":
+        from tasks.common.training import parity
+
+        right = {"nats": 1e-6, "gradient": 1e-6, "agrees": True}
+        found = {"paths": {"packed, fused head": right}, "noise": {}}
+        monkeypatch.setattr(parity, "_asked", lambda request: found)
+
+
 @pytest.fixture(scope="session")
 def small_model(tmp_path_factory) -> Path:
     """A random Llama of 0.3 M parameters with a byte-level tokenizer: two heads of size 32, as vLLM on a CPU needs."""

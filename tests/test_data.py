@@ -352,7 +352,8 @@ def toy(settings):
     number = 0
     while True:
         demonstration = f"<answer>{number}</answer>" if number % 3 else None
-        example = Example(f"say {settings.SEED} {number}", {"target": number}, demonstration)
+        truth = {"target": number, "numbers": [number]}
+        example = Example(f"say {settings.SEED} {number}", truth, demonstration)
         yield example
         yield example
         number += 1
