@@ -402,7 +402,8 @@ def test_prepare_fills_the_rows(folder):
     prepare(settings_for(), {"toy": toy})
     for split, first in (("test", 0), ("dev", 6), ("train", 10)):
         for index, row in enumerate(read_rows(folder / f"{split}.parquet")):
-            assert row == rl_row("countdown", chat(f"say 5 {first + index}"), {"target": first + index}, split, index)
+            truth = {"target": first + index, "numbers": [first + index]}
+            assert row == rl_row("countdown", chat(f"say 5 {first + index}"), truth, split, index)
 
 
 def test_demonstrations_are_those_of_the_first_training_prompts_that_have_one(folder):
