@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tasks.common.launch import doctor
+from tasks.common.machine import memory
 from tasks.common.models.small import small
 from tasks.common.settings import load_settings
 from tasks.common.stacks import current
@@ -120,6 +121,13 @@ def test_dpo_without_a_warm_up_uses_no_pass_of_verls(settings):
     s = settings(METHOD="dpo")
     write(s, paths={"packed": result(False)}, noise={})
     assert not [*doctor.numbers(s)] and [*doctor.numbers(replace(s, INIT="sft"))]
+
+
+@pytest.mark.parametrize("model", ["/no/such.folder/at-all", "nothing", "owner/unknown"])
+def test_a_model_that_is_not_here_takes_the_stacks_best_pass_without_asking_the_hub(settings, model, monkeypatch):
+    monkeypatch.setattr(memory, "_of_the_hub", lambda model: pytest.fail("asked the hub"))
+    s = replace(settings(), MODEL=model)
+    assert parity.path(s) == current.PATHS["packed, fused head"] and verl_config.rl_config(s)
 
 
 def test_dropout_is_said_to_be_off(settings):

@@ -6,6 +6,7 @@ without a word: state of a recurrent layer leaks between packed sequences, a fus
 its logits. `play` compares each path with the plain model on a small copy (stacks/current/parity.py), until one agrees.
 """
 
+import functools
 import hashlib
 import json
 import os
@@ -78,7 +79,7 @@ def play(s: Settings) -> dict:
     """
     if not paths(s):
         return {}
-    if not (config := _config(s)):
+    if not (config := _config(s, ask=True)):
         return {"unknown": f"MODEL={s.MODEL} has no config.json here or in the hub's cache"}
     file = _file(s, config)
     if not file.is_file():
@@ -90,20 +91,36 @@ def play(s: Settings) -> dict:
     return read_json(file)
 
 
-def _config(s: Settings) -> dict | None:
+def _config(s: Settings, ask: bool = False) -> dict | None:
+    """MODEL's config.json; ``ask``: also of the hub, not of its cache alone."""
     if not paths(s):
         return None
     model = base_model(s.MODEL)
     if model == "embedded":
         return memory.EMBEDDED_CONFIG
-    file = memory.config_file(model)
+    try:
+        file = memory.config_file(model) if ask or Path(model).expanduser().is_dir() else _of_the_cache(model)
+    except ValueError:  # neither a folder nor a hub id, which others say
+        return None
     return (read_json(file) or None) if file else None
 
 
+def _of_the_cache(model: str) -> Path | None:
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(model, "config.json") if "/" in model else None
+    return Path(found) if isinstance(found, str) else None
+
+
+@functools.cache
+def _code() -> list:
+    """What else a result depends on: our own code, and the packages."""
+    own = [(ROOT / "tasks/common" / name).read_text() for name in SOURCES]
+    return own + [version(name) for name in ("verl", "transformers", "torch")]
+
+
 def _file(s: Settings, config: dict) -> Path:
-    code = [(ROOT / "tasks/common" / name).read_text() for name in SOURCES]
-    versions = [version(name) for name in ("verl", "transformers", "torch")]
-    known = json.dumps([config, paths(s), s.METHOD == "ppo", versions, code], sort_keys=True)
+    known = json.dumps([config, paths(s), s.METHOD == "ppo", _code()], sort_keys=True)
     return artifacts() / "parity" / f"{hashlib.sha256(known.encode()).hexdigest()[:12]}.json"
 
 
