@@ -16,7 +16,7 @@ from tasks.common.settings import SettingsError, artifacts
 # Folders with a folder for each task, as docs/ARCHITECTURE.md lists them.
 OF_A_TASK = ("data", "runs", "eval", "probe", "samples", "batch", "attack", "certify", "compare", "experiments")
 OF_A_TASK += ("reports", "chat", "rehearse")
-SHARED = ("models", "verifiers", "judge", "monitor", "trackio", "site", "install.log")
+SHARED = ("models", "parity", "verifiers", "judge", "monitor", "trackio", "site", "install.log")
 
 
 def found(task: str) -> list[Path]:

@@ -43,25 +43,9 @@ def path(s: Settings) -> dict | None:
     return known[agreed[0]] if agreed else next(iter(known.values()), None)
 
 
-def rl_overrides(s: Settings) -> list[str]:
-    """verl's keys of ``path`` for the policy and a critic, which has no fused head."""
-    if not (chosen := path(s)):
-        return []
-    fused = f"actor_rollout_ref.model.use_fused_kernels={chosen['fused']}"
-    return [*_of_model("actor_rollout_ref.model", s, chosen), fused, *_of_model("critic.model", s, chosen)]
-
-
-def sft_overrides(s: Settings) -> list[str]:
-    """verl's keys of ``path`` for the SFT trainer."""
-    if not (chosen := path(s)):
-        return []
-    return [*_of_model("model", s, chosen), f"model.use_fused_kernels={chosen['fused']}"]
-
-
-def _of_model(key: str, s: Settings, chosen: dict) -> list[str]:
-    config = {"attn_implementation": chosen["attention"]} | dict.fromkeys(played(s).get("noise", {}), 0.0)
-    own = [f"+{key}.override_config.{name}={value}" for name, value in config.items()]
-    return [*own, f"{key}.use_remove_padding={chosen['packed']}"]
+def model_config(s: Settings) -> dict:
+    """What ``path`` changes in the model's own config: its attention, and 0 for what is random in a pass."""
+    return {"attn_implementation": path(s)["attention"]} | dict.fromkeys(played(s).get("noise", {}), 0.0)
 
 
 def played(s: Settings) -> dict:

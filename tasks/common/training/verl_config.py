@@ -234,7 +234,8 @@ def rl_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
         "trainer.val_before_train=False",
         f"trainer.test_freq={s.TEST_FREQ or -1}",
     ]
-    own = [*stack(s.STACK).OVERRIDES, *stack(s.STACK).RL_OVERRIDES, *parity.rl_overrides(s)]
+    own = [*stack(s.STACK).OVERRIDES, *stack(s.STACK).RL_OVERRIDES]
+    own += [*_pass(s, "actor_rollout_ref.model"), *_pass(s, "critic.model", head=False)]
     own += getattr(stack(s.STACK), "lora_overrides", lambda s: [])(s)
     method_ = [*_truncated(s), *method(s.METHOD).overrides(s)]
     rollout += CORRECTIONS[s.ROLLOUT_CORRECTION]
@@ -243,6 +244,16 @@ def rl_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
         rollout += [f"actor_rollout_ref.rollout.agent.num_workers={workers}", f"reward.num_workers={workers}"]
     overrides = [*data, *model_, *actor, *_micro_batches(s), *rollout, *_reward(s), *trainer, *_ray(s), *own, *method_]
     return verl_versions.translated(overrides, "ppo_trainer", s)
+
+
+def _pass(s: Settings, model: str, head: bool = True) -> list[str]:
+    """How sequences pass through the ``model`` at that key (parity.py); ``head``: it gives log-probs, as a critic does
+    not. Nothing for a stack that has one way alone."""
+    if not (chosen := parity.path(s)):
+        return []
+    own = [f"+{model}.override_config.{name}={value}" for name, value in parity.model_config(s).items()]
+    fused = [f"{model}.use_fused_kernels={chosen['fused']}"] if head else []
+    return [*own, f"{model}.use_remove_padding={chosen['packed']}", *fused]
 
 
 def critic_overrides(s: Settings, model: str) -> list[str]:
@@ -275,7 +286,7 @@ def sft_overrides(s: Settings, model: Path | str, run_dir: Path, demonstrations:
         "checkpoint.load_contents=[model,optimizer,extra]",
     ]
     own = [f"engine.ulysses_sequence_parallel_size={s.SP}", *stack(s.STACK).OVERRIDES, *stack(s.STACK).SFT_OVERRIDES]
-    own += parity.sft_overrides(s)
+    own += _pass(s, "model")
     return verl_versions.translated([*data, *model_, *optim, *trainer, *own], "sft_trainer_engine", s)
 
 
