@@ -85,7 +85,7 @@ def test_rounds_are_trained_as_planned_skipped_when_done_and_continued_with_more
     s = replace(settings, INIT="base", MODEL=str(tmp_path / "model"), SELF_PLAY_ROUNDS=2, STEPS=4, TRAIN_SEED=7)
     seen = []
 
-    def run(command, *, name, log, total, watch, environment):
+    def run(command, *, name, log, total, watch, environment, minutes):
         assert watch().note == " starting the engines"
         begun_file(Path(environment["VERL_FILE_LOGGER_PATH"])).write_text(str(total - 1))
         assert watch().note == f" step {total - 1}"
@@ -174,7 +174,7 @@ def test_a_complete_training_by_dpo_is_up_to_date_with_the_steps_of_its_pairs(
     s = replace(settings, METHOD="dpo", INIT="base", MODEL=str(small_model), PAIRS_FILE=str(tmp_path / "pairs.jsonl"))
     seen = []
 
-    def run(command, *, name, log, total, watch, environment):
+    def run(command, *, name, log, total, watch, environment, minutes):
         Path(environment["VERL_FILE_LOGGER_PATH"]).write_text('{"step": 2, "data": {"train/loss": 0.7}}\n')
         assert watch().note == " loss 0.700"
         write_checkpoints(log.parents[1], [total])
