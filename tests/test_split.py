@@ -25,6 +25,12 @@ from tests.helpers import exported
 SHARED = Path(os.environ.get("SHARED_DATA", ROOT.parent / "shared/data"))
 
 
+@pytest.fixture(autouse=True)
+def toy_rows_need_not_be_right(monkeypatch):
+    """They are about the split; tests/test_gold.py has the refusal of data of which nothing is right."""
+    monkeypatch.setattr("tasks.common.data.prepare._refuse_nothing_right", lambda settings, entry: None)
+
+
 @dataclass(frozen=True)
 class Item:
     """A row to be: its prompt, the rest of it, and the split that its source has."""

@@ -260,6 +260,12 @@ def _gold_row(settings: Settings, side: str, index: int, example: Example) -> go
     return gold.Row(place, demonstration, truth, row["data_source"], extra)
 
 
+def _refuse_nothing_right(settings: Settings, entry: dict) -> None:
+    if entry["demonstrations"] and not entry["right"]:
+        advice = f"mend {settings.reward_file.name} or the demonstrations"
+        raise DataError(f"gold check: {gold.said(entry, settings)}; nothing is right: {advice}")
+
+
 def _gold_checked(settings: Settings, sides: dict[str, list]) -> tuple[dict, dict[str, list]]:
     """The manifest's entry of the gold check, and ``sides``, with GOLD=drop without the rows that are not right.
 
@@ -270,9 +276,7 @@ def _gold_checked(settings: Settings, sides: dict[str, list]) -> tuple[dict, dic
     entry, wrong = gold.check(settings, rows, _tokenizer_here(settings.MODEL))
     if settings.GOLD == "error" and gold.failed({"gold": entry}, settings):
         raise DataError(f"GOLD=error: {gold.said(entry, settings)}")
-    if entry["demonstrations"] and not entry["right"]:
-        advice = f"mend {settings.reward_file.name} or the demonstrations"
-        raise DataError(f"gold check: {gold.said(entry, settings)}; nothing is right: {advice}")
+    _refuse_nothing_right(settings, entry)
     if wrong and settings.GOLD == "drop":
         place = count()  # over all sides, as the check counts
         left = {side: [item for item in items if next(place) not in wrong] for side, items in sides.items()}
