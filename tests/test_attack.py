@@ -15,7 +15,6 @@ import pytest
 
 from tasks.calculator import prepare_data as calculator
 from tasks.calculator.environment import Environment
-from tasks.common.data.rows import chat, rl_row, rl_schema, write_parquet
 from tasks.common.evaluation import attack, policy_attack
 from tasks.common.evaluation.exploits import TURN, Form, Row, shrunk, with_values
 from tasks.common.guarded import Guarded, asks_judge
@@ -33,6 +32,7 @@ from tasks.common.rewards.examples import check_episodes, check_examples
 from tasks.common.rewards.expression import parse_expression
 from tasks.common.rewards.math_answer import find_answer, read_number
 from tasks.common.rewards.tool_calls import Malformed, matched, parse_response
+from tasks.common.rows import chat, rl_row, rl_schema, write_parquet
 from tasks.common.runs import folder
 from tasks.common.settings import load_settings
 from tests.helpers import ROOT, SINGLE_TURN, SMALL, copy_of_checkout, exported, make

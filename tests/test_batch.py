@@ -10,12 +10,12 @@ import pandas as pd
 import pytest
 
 from tasks.calculator.environment import TOOLS, Environment
-from tasks.common.data.rows import DataError, chat, rl_row, rl_schema, write_parquet
 from tasks.common.evaluation import batch
 from tasks.common.evaluation.batch import answers, paths, read_table, rl_rows, write_table
 from tasks.common.evaluation.rollouts import Rollout
 from tasks.common.evaluation.sample import Scoring
 from tasks.common.rewards.episode import refusal
+from tasks.common.rows import DataError, chat, rl_row, rl_schema, write_parquet
 from tasks.common.settings import Command, SettingsError, load_settings
 from tests.helpers import ROOT, exported, make
 

@@ -12,7 +12,6 @@ import pytest
 
 from tasks.calculator.environment import TOOLS, Environment
 from tasks.calculator.prepare_data import SYSTEM, demonstration
-from tasks.common.data.rows import chat, rl_row, rl_schema, sft_row, sft_schema, write_parquet
 from tasks.common.evaluation import certify as checks
 from tasks.common.evaluation.certify import Chat, Played, Turn
 from tasks.common.evaluation.rollouts import Completion
@@ -21,6 +20,7 @@ from tasks.common.models.chat_template import answer_ids
 from tasks.common.rewards import episode
 from tasks.common.rewards.environment import Step
 from tasks.common.rewards.tool_calls import render_calls
+from tasks.common.rows import chat, rl_row, rl_schema, sft_row, sft_schema, write_parquet
 from tasks.common.settings import load_settings
 from tests.helpers import ROOT, SMALL, exported, make
 

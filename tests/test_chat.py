@@ -4,10 +4,10 @@ import io
 
 import pytest
 
-from tasks.common.data.rows import chat, rl_row, rl_schema, write_parquet
 from tasks.common.evaluation.chat import talk, task_system
 from tasks.common.evaluation.engines import Sampling
 from tasks.common.evaluation.sample import Scoring
+from tasks.common.rows import chat, rl_row, rl_schema, write_parquet
 
 HOW = Sampling(n=1, greedy=False, temperature=1.0, top_p=1.0, max_prompt_tokens=50, max_tokens=5, seed=0)
 SYSTEM = [{"role": "system", "content": "be brief"}]

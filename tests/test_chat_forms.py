@@ -8,7 +8,6 @@ import pytest
 
 from tasks.calculator.environment import TOOLS, Environment
 from tasks.calculator.prepare_data import SYSTEM
-from tasks.common.data.rows import chat, rl_row
 from tasks.common.evaluation.certify import Chat, ends, template
 from tasks.common.models.chat_template import (
     answer_ids,
@@ -21,6 +20,7 @@ from tasks.common.models.chat_template import (
 from tasks.common.rewards.environment import tool_message
 from tasks.common.rewards.episode import Limits, Sampled, play
 from tasks.common.rewards.tool_calls import render_calls
+from tasks.common.rows import chat, rl_row
 
 CALL = render_calls([{"name": "calculator", "arguments": {"expression": "347 * 58"}}])
 ANSWER = "<answer>20126</answer>"

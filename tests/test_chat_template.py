@@ -6,8 +6,8 @@ import types
 
 import pytest
 
-from tasks.common.data.rows import decoded, rl_row, rl_schema, sft_row, sft_schema, write_parquet
 from tasks.common.models.chat_template import answer_ids, in_words, opens_thinking, prompt_ids
+from tasks.common.rows import decoded, rl_row, rl_schema, sft_row, sft_schema, write_parquet
 
 TOOLS = [
     {
@@ -89,7 +89,7 @@ def test_thinking_that_the_prompt_opened_is_seen(tokenizer, end, opened):
 
 
 def test_stored_messages_come_back_as_they_were(tmp_path):
-    from tasks.common.data.rows import read_rows, tools_of, validate_parquet
+    from tasks.common.rows import read_rows, tools_of, validate_parquet
 
     rows = [rl_row("t", CHAT, "x", "train", 0, TOOLS), rl_row("t", CHAT[:2], "x", "train", 1, [])]
     write_parquet(rows, tmp_path / "x.parquet", rl_schema(tools=True))
@@ -108,7 +108,7 @@ def test_stored_messages_come_back_as_they_were(tmp_path):
     ],
 )
 def test_tools_that_are_none_are_refused(tmp_path, change):
-    from tasks.common.data.rows import DataError, validate_parquet
+    from tasks.common.rows import DataError, validate_parquet
 
     row = rl_row("t", CHAT, "x", "train", 0, TOOLS)
     row["extra_info"] |= change

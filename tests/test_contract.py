@@ -9,7 +9,7 @@ import pytest
 
 from tasks.common.data.formats import conversation
 from tasks.common.data.records import Records, hub
-from tasks.common.data.rows import DataError
+from tasks.common.rows import DataError
 
 
 def user(text):

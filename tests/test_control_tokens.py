@@ -8,13 +8,13 @@ from collections import Counter
 import pytest
 
 from tasks.calculator.environment import TOOLS, Environment
-from tasks.common.data.rows import rl_row, rl_schema, sft_row, sft_schema, write_parquet
 from tasks.common.evaluation import certify
 from tasks.common.models.chat_template import answer_ids, demonstration_ids, next_turn_ids, prompt_ids
 from tasks.common.models.control_tokens import is_control
 from tasks.common.models.find import resolve_model
 from tasks.common.rewards.environment import Start, Step, tool_message
 from tasks.common.rewards.episode import Limits, Sampled, play
+from tasks.common.rows import rl_row, rl_schema, sft_row, sft_schema, write_parquet
 
 ANSWER = "<answer>4</answer>"
 LAST = {"role": "assistant", "content": ANSWER}

@@ -1,4 +1,4 @@
-"""data/rows.py and tasks/common/data/prepare.py: parquet files written, validated, and made from a source."""
+"""rows.py and tasks/common/data/prepare.py: parquet files written, validated, and made from a source."""
 
 import functools
 import json
@@ -10,13 +10,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tasks.common.data import rows
+from tasks.common import rows
 from tasks.common.data.held_out import check_disjoint, check_pairs
-from tasks.common.data.prepare import Example, describe, distinct, prepare
+from tasks.common.data.prepare import describe, distinct, prepare
 from tasks.common.data.records import Records
-from tasks.common.data.rows import (
+from tasks.common.rows import (
     BATCH_ROWS,
     DataError,
+    Example,
     chat,
     read_rows,
     rl_row,

@@ -19,12 +19,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tasks.common.data.rows import decoded, read_rows
 from tasks.common.launch import doctor, memory_checks
 from tasks.common.launch.finding import Finding
 from tasks.common.machine import hardware, memory, speed
 from tasks.common.machine.memory import EMBEDDED_CONFIG, Plan, shapes, shapes_of
 from tasks.common.machine.speed import QWEN25_3B
+from tasks.common.rows import decoded, read_rows
 from tasks.common.runs.folder import rl_dir, sft_dir
 from tasks.common.settings import load_settings, problems
 from tasks.common.stacks import cpu

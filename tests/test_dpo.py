@@ -16,12 +16,11 @@ import pytest
 
 from tasks.common.data.convert import dpo_line, dpo_schema
 from tasks.common.data.pairs import pair_set, read_pairs, steps, token_pairs
-from tasks.common.data.prepare import Example
-from tasks.common.data.rows import DataError, write_parquet
 from tasks.common.launch import train
 from tasks.common.launch.plan import ONE_WORKER
 from tasks.common.machine.hardware import cpu_dtype
 from tasks.common.models.chat_template import answer_ids, prompt_ids
+from tasks.common.rows import DataError, Example, write_parquet
 from tasks.common.runs.folder import checkpoints, hf_folder, last_step, merged_folder, read_metrics, tracker
 from tasks.common.settings import SettingsError, load_settings
 from tasks.common.training.methods import dpo

@@ -10,9 +10,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from tasks.common.data.rows import rl_row, rl_schema, write_parquet
 from tasks.common.evaluation import engine_pool, engines, sample
 from tasks.common.machine.hardware import GPU, Nvidia
+from tasks.common.rows import rl_row, rl_schema, write_parquet
 from tasks.common.settings import ROOT, SettingsError, load_settings
 from tests.helpers import exported
 

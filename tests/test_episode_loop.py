@@ -7,10 +7,10 @@ import pytest
 
 from tasks.calculator.environment import TOOLS, Environment
 from tasks.calculator.prepare_data import SYSTEM
-from tasks.common.data.rows import chat, decoded, rl_row
 from tasks.common.models.chat_template import answer_ids, prompt_ids
 from tasks.common.rewards.answers import RewardError
 from tasks.common.rewards.tool_calls import render_calls
+from tasks.common.rows import chat, decoded, rl_row
 
 CALL = render_calls([{"name": "calculator", "arguments": {"expression": "347 * 58"}}])
 ANSWER = "<answer>20126</answer>"

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from tasks.common.data.rows import chat, rl_row, rl_schema, write_parquet
 from tasks.common.evaluation import sample
 from tasks.common.evaluation.main import next_steps
 from tasks.common.evaluation.rollouts import Rollout, write_rollouts
@@ -18,6 +17,7 @@ from tasks.common.evaluation.summary import Difference
 from tasks.common.evaluation.tables import gain
 from tasks.common.files import read_json, write_json
 from tasks.common.machine.memory import EMBEDDED_CONFIG
+from tasks.common.rows import chat, rl_row, rl_schema, write_parquet
 from tasks.common.runs.folder import hf_folder
 from tasks.common.settings import SettingsError, load_settings
 from tests.helpers import PYTHON, ROOT, exported
@@ -327,7 +327,7 @@ def test_probe_gives_the_exact_signal_of_each_prompt_and_the_verdict(workplace):
     assert "=> train: the data has signal" in result.stdout
     assert (folder / "probe.png").read_bytes().startswith(b"\x89PNG")
     # Strictly between 0 and 1: prompts 1, 2 and 3.
-    from tasks.common.data.rows import read_rows, validate_parquet
+    from tasks.common.rows import read_rows, validate_parquet
 
     assert validate_parquet(folder / "signal.parquet") == 3
     assert [row["prompt"][0]["content"] for row in read_rows(folder / "signal.parquet")] == [

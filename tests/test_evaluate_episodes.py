@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from tasks.calculator.environment import TOOLS, Environment
-from tasks.common.data.rows import chat, read_rows, rl_row, rl_schema, tools_of, write_parquet
 from tasks.common.evaluation import episodes
 from tasks.common.evaluation.engines import Request, Sampling, TurnRequest
 from tasks.common.evaluation.episodes import Stage, play_all
@@ -25,6 +24,7 @@ from tasks.common.models.chat_template import answer_ids
 from tasks.common.rewards.environment import Step, tool_message
 from tasks.common.rewards.episode import Limits
 from tasks.common.rewards.tool_calls import render_calls
+from tasks.common.rows import chat, read_rows, rl_row, rl_schema, tools_of, write_parquet
 from tests.helpers import PYTHON, ROOT, exported, make
 
 CALL = render_calls([{"name": "calculator", "arguments": {"expression": "3 + 4"}}])

@@ -12,10 +12,10 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from tasks.common.data.rows import chat, rl_row, rl_schema, write_parquet
 from tasks.common.launch import experiments, main, memory_checks
 from tasks.common.launch.task import environment
 from tasks.common.machine import hardware, memory
+from tasks.common.rows import chat, rl_row, rl_schema, write_parquet
 from tasks.common.runs.folder import rl_dir
 from tasks.common.settings import Command, Settings, SettingsError, load_settings
 from tests.test_evaluate import PROMPTS, answer, table, workplace  # noqa: F401  (a fixture)

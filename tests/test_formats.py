@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from tasks.common.data.formats import Columns, conversation, split_thinking, tool_schemas
 from tasks.common.data.records import Records
-from tasks.common.data.rows import DataError, messages_problem
+from tasks.common.rows import DataError, messages_problem
 
 SHARED = Path(os.environ.get("SHARED_DATA", Path(__file__).resolve().parents[2] / "shared/data"))
 

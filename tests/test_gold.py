@@ -20,12 +20,12 @@ from tasks.calculator.environment import TOOLS
 from tasks.calculator.environment import Environment as calculator_environment
 from tasks.common import guarded
 from tasks.common.data import gold
-from tasks.common.data.prepare import Example, Examples, describe, load_tokenizer, prepare
+from tasks.common.data.prepare import Examples, describe, load_tokenizer, prepare
 from tasks.common.data.records import load
-from tasks.common.data.rows import DataError, read_rows
 from tasks.common.models.chat_template import demonstration_ids
 from tasks.common.rewards.environment import Step, tool_message
 from tasks.common.rewards.tool_calls import render_calls
+from tasks.common.rows import DataError, Example, read_rows
 from tasks.common.settings import load_settings
 from tasks.countdown.prepare_data import example
 from tests.helpers import ROOT, SINGLE_TURN, copy_of_checkout, exported, has_ended, make

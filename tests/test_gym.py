@@ -15,10 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reasoning_gym.factory import DATASETS
 
-from tasks.common.data.prepare import Example
-from tasks.common.data.rows import DataError
 from tasks.common.rewards import gym
 from tasks.common.rewards.answers import last_answer
+from tasks.common.rows import DataError, Example
 from tests.helpers import ROOT
 
 ALONE = [env for env in sorted(DATASETS) if env != "composite"]

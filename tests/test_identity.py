@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from tasks.common.data.prepare import Example, prepare
+from tasks.common.data.prepare import prepare
 from tasks.common.launch import train
+from tasks.common.rows import Example
 from tasks.common.runs import folder
 from tasks.common.settings import SettingsError, code_digest, load_settings
 from tests.helpers import ROOT, exported

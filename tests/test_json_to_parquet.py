@@ -16,7 +16,7 @@ from tasks.common.data import records
 from tasks.common.data.convert import convert, parse
 from tasks.common.data.prepare import describe
 from tasks.common.data.records import HubUnreachable, Records, hub, load
-from tasks.common.data.rows import DataError, read_rows, validate_parquet
+from tasks.common.rows import DataError, read_rows, validate_parquet
 from tasks.common.settings import ROOT
 from tests.helpers import PYTHON
 

@@ -13,7 +13,6 @@ import pytest
 
 from tasks.common.data.pairs import read_pairs
 from tasks.common.data.prepare import load_tokenizer
-from tasks.common.data.rows import DataError, read_rows, rl_row, rl_schema, sft_row, sft_schema, write_parquet
 from tasks.common.launch import doctor, memory_checks, needs, rehearse, rehearsed_data, thin_judge
 from tasks.common.launch.needs import Lengths
 from tasks.common.machine import memory, speed
@@ -21,6 +20,7 @@ from tasks.common.models import thin
 from tasks.common.models.chat_template import demonstration_ids
 from tasks.common.rewards.answers import JudgeError
 from tasks.common.rewards.judge import Judge
+from tasks.common.rows import DataError, read_rows, rl_row, rl_schema, sft_row, sft_schema, write_parquet
 from tasks.common.settings import STACKS, Command, SettingsError, load_settings, values_of
 from tests.helpers import ROOT, checkout_with, make, our_processes
 from tests.test_profiles import CONFIGS, PROFILES, hardware_of

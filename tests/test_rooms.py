@@ -1,7 +1,6 @@
 """The rule of imports in docs/ARCHITECTURE.md, kept over the syntax trees."""
 
 import ast
-from pathlib import Path
 
 from tasks.common.settings import ROOT
 
@@ -10,13 +9,14 @@ COMMON = ROOT / "tasks/common"
 LEVELS = (
     {"ground"},
     {"install", "machine", "models"},
-    {"data"},
     {"rewards", "runs"},
+    {"data"},
     {"evaluation", "training"},
     {"verl_plugins", "reports", "launch"},
 )
 NEVER_IMPORTED = {"reports", "launch"}
-BESIDES = {("stacks", "verl_plugins"), ("rewards", "runs")}
+BY_NAME = ("import_module", "__import__", "resolve_name", "run_module")
+PLUGINS = {"tasks.common.training.methods.{name}", "tasks.common.stacks.{name}"}  # METHOD and STACK choose one
 
 
 def room(name: str) -> str:
@@ -29,14 +29,18 @@ def level(name: str) -> int:
     return next((number for number, rooms in enumerate(LEVELS) if name in rooms), len(LEVELS))
 
 
-def imports(file: Path) -> set[str]:
-    found = set()
-    for node in ast.walk(ast.parse(file.read_text())):
+def imports(tree: ast.AST) -> set[str]:
+    """Modules of this repository that ``tree`` imports, also those of tasks.common by a name in text."""
+    names = set()
+    for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-    return {name for name in found if name.startswith("tasks.")}
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in BY_NAME:
+            texts = {ast.unparse(argument).removeprefix("f").strip("'") for argument in node.args}
+            names |= {text for text in texts if text.startswith("tasks.common.")} - PLUGINS
+    return {name for name in names if name.startswith("tasks.")}
 
 
 def wrong(here: str, there: str) -> bool:
@@ -49,9 +53,15 @@ def test_no_room_imports_from_a_later_one():
     arrows = {
         (str(file.relative_to(COMMON)), name, room("tasks.common." + ".".join(file.relative_to(COMMON).parts)))
         for file in COMMON.rglob("*.py")
-        for name in imports(file)
+        for name in imports(ast.parse(file.read_text()))
     }
     assert len(arrows) > 100  # the trees were read
     foreign = [(file, name) for file, name, _ in arrows if not name.startswith("tasks.common")]
     assert not foreign, "tasks/common knows no task"
     assert sorted((file, name) for file, name, here in arrows if wrong(here, room(name))) == []
+
+
+def test_an_import_by_a_name_in_text_counts():
+    code = """importlib.import_module("tasks.common.rewards.judge")
+import_module(f'tasks.common.launch.{name}'), import_module(f"tasks.{task}.reward"), import_module(name)"""
+    assert imports(ast.parse(code)) == {"tasks.common.rewards.judge", "tasks.common.launch.{name}"}

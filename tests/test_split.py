@@ -15,10 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tasks.common.data import prepare as prepare_module
-from tasks.common.data.prepare import Example, Examples, describe, prepare
+from tasks.common.data.prepare import Examples, describe, prepare
 from tasks.common.data.records import HubUnreachable, Records, load
-from tasks.common.data.rows import DataError, read_rows, validate_parquet
 from tasks.common.data.split import Form, Sizes, SplitError, choose, key, write_split
+from tasks.common.rows import DataError, Example, read_rows, validate_parquet
 from tasks.common.settings import ROOT, load_settings
 from tests.helpers import exported
 

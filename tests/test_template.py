@@ -19,12 +19,12 @@ from jinja2 import Environment
 
 import tasks
 from tasks.common.data import prepare
-from tasks.common.data.rows import DataError, decoded, read_rows, tools_of, validate_parquet
 from tasks.common.launch import memory_checks
 from tasks.common.machine import hardware, memory
 from tasks.common.models.find import resolve_model
 from tasks.common.rewards import judge
 from tasks.common.rewards.environment import replayed
+from tasks.common.rows import DataError, decoded, read_rows, tools_of, validate_parquet
 from tasks.common.settings import METHODS, load_settings
 from tasks.common.stacks import cpu
 from tasks.common.training import verl_config

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.common.data.rows import rl_row, rl_schema, write_parquet
+from tasks.common.rows import rl_row, rl_schema, write_parquet
 from tasks.common.settings import stack
 from tests.benchmarks import training
 from tests.helpers import ROOT, SMALL

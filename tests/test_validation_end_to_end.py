@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tasks.common.data.rows import read_rows
+from tasks.common.rows import read_rows
 from tests.helpers import SMALL, make
 
 pytestmark = pytest.mark.long

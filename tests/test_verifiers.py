@@ -8,12 +8,12 @@ from functools import partial
 import pytest
 
 from tasks.common.data.prepare import prepare
-from tasks.common.data.rows import DataError, read_rows, rl_row
 from tasks.common.rewards import verifiers
 from tasks.common.rewards.answers import RewardError
 from tasks.common.rewards.environment import begun, replayed, stepped
 from tasks.common.rewards.tool_calls import render_calls
 from tasks.common.rewards.verifiers import Package, Process, environment_of, examples, process_of
+from tasks.common.rows import DataError, read_rows, rl_row
 from tasks.common.settings import load_settings
 
 READY = 'import json, os, sys, time\nprint(json.dumps({"n": 0}), flush=True)\n'

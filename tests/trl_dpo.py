@@ -15,8 +15,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from tasks.common.data.convert import dpo_line, dpo_schema
-from tasks.common.data.prepare import Example
-from tasks.common.data.rows import chat, write_parquet
+from tasks.common.rows import Example, chat, write_parquet
 from tasks.common.runs.folder import read_metrics, tracker
 from tasks.common.settings import load_settings
 from tasks.common.training import trl_dpo

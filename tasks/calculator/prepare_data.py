@@ -5,10 +5,10 @@ from collections.abc import Iterator
 
 from tasks.calculator.environment import TOOLS, calculate, written
 from tasks.common.data import prepare, records, word_problems
-from tasks.common.data.rows import DataError
 from tasks.common.rewards.environment import CallError, tool_message
 from tasks.common.rewards.math_answer import read_number
 from tasks.common.rewards.tool_calls import render_calls
+from tasks.common.rows import DataError
 
 # DIFFICULTY: how many numbers, the largest number
 DIFFICULTIES = {"easy": ((2,), 999), "hard": ((3, 4), 9999)}

@@ -510,14 +510,15 @@ def code_digest(program: Path) -> str:
 
 
 def _imported(tree: ast.AST, file: Path) -> set[Path]:
-    """The files of the task, and of the rooms data and rewards, that a syntax tree imports."""
+    """The files of the task, of the rooms data and rewards, and of rows and ends, that a syntax tree imports."""
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module:
             names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
         elif isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
-    counted = (f"tasks.{file.parent.name}.", "tasks.common.data.", "tasks.common.rewards.")
+    common = (f"tasks.common.{name}" for name in ("data.", "rewards.", "rows", "ends"))
+    counted = (f"tasks.{file.parent.name}.", *common)
     files = {ROOT / f"{name.replace('.', '/')}.py" for name in names if name.startswith(counted)}
     return {each for each in files if each.is_file()}
 

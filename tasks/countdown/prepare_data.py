@@ -11,7 +11,7 @@ import numpy as np
 
 from tasks.common.data import prepare
 from tasks.common.data.records import hub
-from tasks.common.data.rows import DataError
+from tasks.common.rows import DataError
 from tasks.countdown import search
 
 HUB_DATASET = "Jiayi-Pan/Countdown-Tasks-3to4"

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tasks.common.data.prepare import distinct
-from tasks.common.data.rows import DataError
+from tasks.common.rows import DataError
 from tasks.countdown.prepare_data import DIFFICULTIES, combine, from_hub, from_record, generate, problems, solve
 from tasks.countdown.reward import compute_score
 

@@ -13,7 +13,6 @@ from pathlib import Path
 
 import numpy as np
 
-from tasks.common.data.rows import DataError, chat
 from tasks.common.evaluation import engines
 from tasks.common.evaluation.rollouts import SAMPLED, TOO_LONG
 from tasks.common.evaluation.sample import Hardware, sampling
@@ -22,6 +21,7 @@ from tasks.common.files import write_json, write_text
 from tasks.common.interrupts import interrupt_on_sigterm
 from tasks.common.process import Progress, StageFailed, errors_in_one_line, run
 from tasks.common.rewards.answers import with_opened_thinking
+from tasks.common.rows import DataError, chat
 from tasks.common.settings import Settings, SettingsError, artifacts, fingerprint, load_settings, positive, variable
 from tasks.econ_agent.prepare_data import SHOTS, SYSTEM, prompt
 from tasks.econ_agent.retrieval import Memory, roll_out

@@ -4,8 +4,8 @@ import random
 from collections.abc import Iterator
 
 from tasks.common.data import prepare, records, word_problems
-from tasks.common.data.rows import DataError
 from tasks.common.rewards.math_answer import read_number
+from tasks.common.rows import DataError
 
 INSTRUCTION = 'Reason step by step, then end with "#### " and the answer as a number.'
 

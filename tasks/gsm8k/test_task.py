@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.common.data.rows import DataError
 from tasks.common.rewards.answers import RewardError
 from tasks.common.rewards.math_answer import read_number
+from tasks.common.rows import DataError
 from tasks.gsm8k import evaluate, prepare_data
 from tasks.gsm8k.reward import compute_score
 

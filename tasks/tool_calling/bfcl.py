@@ -21,8 +21,7 @@ from types import ModuleType, SimpleNamespace
 
 import numpy as np
 
-from tasks.common.data.ends import CUT
-from tasks.common.data.rows import DataError, rl_row, rl_schema, write_parquet
+from tasks.common.ends import CUT
 from tasks.common.evaluation.engines import window
 from tasks.common.evaluation.main import STOPPED, summarized
 from tasks.common.evaluation.rollouts import TOO_LONG, Rollout
@@ -35,6 +34,7 @@ from tasks.common.rewards import tool_calls
 from tasks.common.rewards.answers import reward_function, with_opened_thinking
 from tasks.common.rewards.episode import Limits
 from tasks.common.rewards.tool_calls import Malformed, parse_response
+from tasks.common.rows import DataError, rl_row, rl_schema, write_parquet
 from tasks.common.settings import Settings, SettingsError, artifacts, fingerprint, load_settings, positive, variable
 from tasks.tool_calling import bfcl_apis, bfcl_episodes
 from tasks.tool_calling.bfcl_episodes import MULTI_TURN

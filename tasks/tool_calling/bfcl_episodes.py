@@ -2,10 +2,10 @@
 
 import json
 
-from tasks.common.data.rows import decoded, rl_row, tools_of
 from tasks.common.rewards.environment import Start, Step, tool_message
 from tasks.common.rewards.sandbox import CallFailed, Sandbox
 from tasks.common.rewards.tool_calls import Malformed, parse_response
+from tasks.common.rows import decoded, rl_row, tools_of
 
 MULTI_TURN = ("multi_turn_base", "multi_turn_miss_func", "multi_turn_miss_param", "multi_turn_long_context")
 MOST_STEPS = 20  # MAXIMUM_STEP_LIMIT of the package: messages with calls in a turn of the user

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 from tasks.common.data import prepare, records
 from tasks.common.data.formats import conversation, split_thinking, tool_schemas
-from tasks.common.data.rows import DataError, posed
 from tasks.common.rewards.tool_calls import OPEN, Malformed, functions, parse_calls, parse_response, render_calls
+from tasks.common.rows import DataError, posed
 from tasks.tool_calling.dialogues import dialogues
 
 HUB_DATASET = "Bingguang/HardGen"

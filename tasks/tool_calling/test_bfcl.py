@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.common.data.rows import DataError, read_rows, tools_of, validate_parquet
 from tasks.common.evaluation.statistics import Estimate, proportion
 from tasks.common.rewards.tool_calls import render_calls
+from tasks.common.rows import DataError, read_rows, tools_of, validate_parquet
 from tasks.tool_calling import bfcl
 from tests.helpers import PYTHON, ROOT, exported, make
 

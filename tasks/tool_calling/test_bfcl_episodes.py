@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from tasks.common.data.rows import tools_of, validate_parquet
 from tasks.common.evaluation.engines import Sampling
 from tasks.common.evaluation.rollouts import SAMPLED, TOO_LONG, Rollout
 from tasks.common.evaluation.sample import Hardware, Job
 from tasks.common.evaluation.statistics import proportion
 from tasks.common.rewards.environment import begun, replayed, stepped
 from tasks.common.rewards.tool_calls import render_calls
+from tasks.common.rows import tools_of, validate_parquet
 from tasks.common.settings import SettingsError
 from tasks.tool_calling import bfcl, bfcl_apis
 from tasks.tool_calling.bfcl_episodes import APIS, MOST_STEPS, MULTI_TURN, Environment

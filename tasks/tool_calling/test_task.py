@@ -16,10 +16,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.common.data.prepare import Example, distinct, too_long
+from tasks.common.data.prepare import distinct, too_long
 from tasks.common.data.records import load
 from tasks.common.rewards.answers import RewardError
 from tasks.common.rewards.tool_calls import render_calls
+from tasks.common.rows import Example
 from tasks.common.settings import ROOT, _imported
 from tasks.tool_calling.dialogues import DIFFICULTIES, TOOLS, dialogues
 from tasks.tool_calling.prepare_data import examples, from_file, generate

@@ -47,9 +47,6 @@ from tasks.common.data.formats import {{ "" if own_columns else "Columns, " }}co
 {% if from_records %}
 from tasks.common.data.records import {{ "hub" if source == "hub" else "load" }}
 {% endif %}
-{% if reward in ("math", "regex") or (from_records and reward == "expression") %}
-from tasks.common.data.rows import DataError
-{% endif %}
 {% if source == "reasoning_gym" %}
 from tasks.common.rewards import gym
 {% endif %}
@@ -58,6 +55,9 @@ from tasks.common.rewards.math_answer import compare
 {% endif %}
 {% if reward == "tool_call" %}
 from tasks.common.rewards.tool_calls import render_calls
+{% endif %}
+{% if reward in ("math", "regex") or (from_records and reward == "expression") %}
+from tasks.common.rows import DataError
 {% endif %}
 
 {% if source == "reasoning_gym" %}

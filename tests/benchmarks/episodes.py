@@ -25,12 +25,12 @@ from pathlib import Path
 
 import torch
 
-from tasks.common.data.rows import chat, rl_row
 from tasks.common.evaluation.engines import Request, Sampling, VLLMEngine
 from tasks.common.evaluation.episodes import Stage, play_all
 from tasks.common.models.find import resolve_model
 from tasks.common.rewards.environment import Start, Step
 from tasks.common.rewards.episode import Limits
+from tasks.common.rows import chat, rl_row
 from tasks.common.stacks import cpu
 
 LEAST, MOST = 0.8, 1.3  # of the ratios

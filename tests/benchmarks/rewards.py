@@ -24,10 +24,10 @@ import reasoning_gym
 from math_verify import parse, verify
 from verl.utils.reward_score import gsm8k as verl_gsm8k
 
-from tasks.common.data.prepare import Example
 from tasks.common.files import write_json
 from tasks.common.rewards import gym
 from tasks.common.rewards.answers import last_answer, read_ground_truth
+from tasks.common.rows import Example
 from tasks.common.settings import given_arguments, load_settings
 from tests.helpers import ROOT, exported
 

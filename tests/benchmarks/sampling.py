@@ -21,12 +21,12 @@ from pathlib import Path
 
 import torch
 
-from tasks.common.data.rows import read_rows
 from tasks.common.evaluation.engines import LOGPROBS, VLLMEngine
 from tasks.common.evaluation.sample import Hardware, Job, Scoring, load, sample, sampling
 from tasks.common.models.chat_template import prompt_ids
 from tasks.common.models.find import resolve_model
 from tasks.common.process import errors_in_one_line
+from tasks.common.rows import read_rows
 from tasks.common.settings import SettingsError, load_settings
 
 LIMIT_RATIO = 0.95

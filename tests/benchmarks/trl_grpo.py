@@ -33,10 +33,10 @@ from transformers import AutoConfig, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from tasks.common.data.prepare import load_tokenizer
-from tasks.common.data.rows import decoded, read_rows, tools_of
 from tasks.common.launch.task import compute_score_of
 from tasks.common.machine.hardware import cpu_dtype
 from tasks.common.models.chat_template import prompt_ids
+from tasks.common.rows import decoded, read_rows, tools_of
 from tasks.common.settings import Settings, SettingsError, load_settings
 
 CHECKPOINTED = 16 * 2**30  # bytes: a layer's input in fp32 for each token, of all layers

@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 
-from tasks.common.data.rows import chat, rl_row, rl_schema, write_parquet
 from tasks.common.models.merge import has_weights
+from tasks.common.rows import chat, rl_row, rl_schema, write_parquet
 from tasks.common.runs import folder
 from tasks.common.settings import load_settings
 from tests.adapters import saved as saved_adapter

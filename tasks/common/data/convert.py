@@ -15,7 +15,10 @@ import pyarrow as pa
 from tasks.common.data import prepare
 from tasks.common.data.formats import KINDS, Columns, Conversation, conversation
 from tasks.common.data.records import load
-from tasks.common.data.rows import (
+from tasks.common.data.split import Form, Sizes, SplitError, write_split
+from tasks.common.files import write_json
+from tasks.common.process import errors_in_one_line
+from tasks.common.rows import (
     MESSAGES,
     TOOL_MESSAGES,
     DataError,
@@ -25,9 +28,6 @@ from tasks.common.data.rows import (
     rl_schema,
     sft_schema,
 )
-from tasks.common.data.split import Form, Sizes, SplitError, write_split
-from tasks.common.files import write_json
-from tasks.common.process import errors_in_one_line
 from tasks.common.settings import SettingsError, given_arguments
 
 

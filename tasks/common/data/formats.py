@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from itertools import chain, cycle, takewhile
 
-from tasks.common.data.rows import DataError, chat, normalized
+from tasks.common.rows import DataError, chat, normalized
 from tasks.common.strict_json import no_constant
 from tasks.common.text import one_line
 

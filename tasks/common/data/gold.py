@@ -21,11 +21,12 @@ from itertools import groupby, islice
 from tqdm import tqdm
 
 from tasks.common import errors
-from tasks.common.data.rows import DataError
 from tasks.common.files import write_text
 from tasks.common.guarded import CALL_SECONDS, Guarded, Result, asks_judge
 from tasks.common.models.chat_template import answer_ids, demonstration_ids
 from tasks.common.process import die_with_parent
+from tasks.common.rewards.environment import SUCCESS, retold, reward_of
+from tasks.common.rows import DataError
 from tasks.common.settings import Settings, code_digest
 from tasks.common.text import one_line
 
@@ -126,15 +127,13 @@ def _response(
 def _episode(made: type, tokenizer, own: set[str], source: str, demonstration: str, truth: str, row: dict) -> dict:
     """A reward's result for the episode of ``demonstration``, with what it needs if it is one of ``own``; right only
     where it ends with its last message. ``{"repeated": messages}`` may end before."""
-    # By name, as a task's own reward: rewards/ is above this room.
-    environment = importlib.import_module("tasks.common.rewards.environment")
     answers, spare = json.loads(demonstration), False
     if isinstance(answers, dict):
         answers, spare = answers["repeated"], True
-    start, turns = environment.retold(made, row, answers, spare)
-    reward, done = environment.reward_of(turns), bool(turns) and turns[-1][1].done
+    start, turns = retold(made, row, answers, spare)
+    reward, done = reward_of(turns), bool(turns) and turns[-1][1].done
     needs = _needs(tokenizer, start, turns) if demonstration in own else None
-    return {"score": reward, "acc": float(done and reward >= environment.SUCCESS), "needs": needs}
+    return {"score": reward, "acc": float(done and reward >= SUCCESS), "needs": needs}
 
 
 def _needs(tokenizer, start, turns: list) -> list[int]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from tasks.common.data.formats import Columns
 from tasks.common.data.pairs import pairs_columns, read_pairs
-from tasks.common.data.rows import DataError, decoded, normalized, posed, read_rows, tools_of
+from tasks.common.rows import DataError, decoded, normalized, posed, read_rows, tools_of
 from tasks.common.settings import Settings
 
 HELD_OUT = ("dev", "test")  # files of the data folder

@@ -12,10 +12,10 @@ import pyarrow.parquet as pq
 
 from tasks.common.data.convert import dpo_example, dpo_schema
 from tasks.common.data.formats import Columns, conversation
-from tasks.common.data.prepare import Example, prompt_text
+from tasks.common.data.prepare import prompt_text
 from tasks.common.data.records import Records
-from tasks.common.data.rows import DataError, decoded, messages_problem, tools_of
 from tasks.common.models.chat_template import answer_ids, opens_thinking, prompt_ids
+from tasks.common.rows import DataError, Example, decoded, messages_problem, tools_of
 from tasks.common.settings import Settings
 
 ANSWERS = ("chosen", "rejected")

@@ -6,17 +6,23 @@ import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import chain, count, islice
 from pathlib import Path
 
 from tasks.common import errors
 from tasks.common.data import gold
 from tasks.common.data.records import HubRecords, HubUnreachable, Records, load
-from tasks.common.data.rows import (
+from tasks.common.data.split import Form, Sizes, SplitError, write_sides, write_split
+from tasks.common.files import partial_of, read_json, sha256, write_json, write_text
+from tasks.common.models.chat_template import LONGEST_TOKEN, demonstration_ids, prompt_ids
+from tasks.common.models.find import resolve_model
+from tasks.common.models.merge import base_model
+from tasks.common.process import errors_in_one_line
+from tasks.common.rows import (
     FIRST_PROBLEMS,
     DataError,
-    chat,
+    Example,
     demonstration,
     messages_problem,
     normalized,
@@ -28,45 +34,8 @@ from tasks.common.data.rows import (
     tools_of,
     write_parquet,
 )
-from tasks.common.data.split import Form, Sizes, SplitError, write_sides, write_split
-from tasks.common.files import partial_of, read_json, sha256, write_json, write_text
-from tasks.common.models.chat_template import LONGEST_TOKEN, demonstration_ids, prompt_ids
-from tasks.common.models.find import resolve_model
-from tasks.common.models.merge import base_model
-from tasks.common.process import errors_in_one_line
 from tasks.common.settings import Settings, SettingsError, load_settings
 from tasks.common.text import one_line
-
-
-@dataclass(frozen=True)
-class Example:
-    """One problem: the prompt, what the reward needs, and a worked answer for SFT if there is one. In a multi-turn
-    task, ``demonstration`` has the messages of an episode: the model's, calls as text, and those of tools or the user.
-
-    ``prompt``: text of the user's turn, or OpenAI messages. ``ground_truth``: stored as JSON text unless it is text.
-    ``tools``: OpenAI tool schemas for the prompt. ``split``: "train" or "test" where the source has its own split.
-    ``group``: examples of one group (turns of a conversation) stay on one side of the split. ``key``: one text per
-    problem, if its prompt does not tell it from others; the problem is then taken once. ``place``: of its record, for
-    people; ``Examples`` sets it.
-    """
-
-    prompt: str | list[dict]
-    ground_truth: dict | list | str
-    demonstration: str | list[dict] | None = None
-    system: str | None = None
-    tools: list[dict] | None = None
-    split: str | None = None
-    group: str | None = None
-    key: str | None = None
-    place: str = field(default="", compare=False)
-
-    def messages(self) -> list[dict]:
-        """The prompt as OpenAI messages."""
-        if isinstance(self.prompt, str):
-            return chat(self.prompt, self.system)
-        own = self.system and self.prompt[0]["role"] != "system"
-        return [*([{"role": "system", "content": self.system}] if own else []), *self.prompt]
-
 
 # A generator is read once: its first examples are the test set, the next the dev set, the next train. A source that can
 # be iterated again (``Examples``) is split by seed. None is a record without an example, which is counted.

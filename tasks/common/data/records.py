@@ -14,8 +14,8 @@ from pathlib import Path
 import httpx
 import pyarrow as pa
 
-from tasks.common.data.rows import FIRST_PROBLEMS, DataError, parquet_rows
 from tasks.common.files import sha256
+from tasks.common.rows import FIRST_PROBLEMS, DataError, parquet_rows
 from tasks.common.strict_json import DECODER
 from tasks.common.text import one_line
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pyarrow as pa
 from tqdm import tqdm
 
-from tasks.common.data.rows import DataError, write_parquet
+from tasks.common.rows import DataError, write_parquet
 
 PROMPT_BITS = 40  # the upper bits of a key identify the prompt, all 64 the row
 REST_BITS = 64 - PROMPT_BITS

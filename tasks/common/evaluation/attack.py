@@ -23,7 +23,6 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from tasks.common.data.rows import chat_text, demonstration, read_rows
 from tasks.common.evaluation import incentive, policy_attack
 from tasks.common.evaluation.exploits import SOME, TURN, Attempt, Form, Row, library, mutated, shrunk, visible
 from tasks.common.evaluation.tables import show_table
@@ -32,6 +31,7 @@ from tasks.common.guarded import Guarded, Result, asks_judge
 from tasks.common.rewards.answers import JudgeError, read_ground_truth
 from tasks.common.rewards.environment import SUCCESS, Environment, replayed
 from tasks.common.rewards.judge import Judge
+from tasks.common.rows import chat_text, demonstration, read_rows
 from tasks.common.settings import Command, Settings, SettingsError, artifacts
 from tasks.common.text import one_line
 

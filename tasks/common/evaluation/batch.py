@@ -8,7 +8,6 @@ from pathlib import Path
 import pandas as pd
 
 from tasks.common.data.records import Records
-from tasks.common.data.rows import DataError, chat, messages_problem, rl_row, rl_schema, write_parquet
 from tasks.common.evaluation.chat import task_system
 from tasks.common.evaluation.engines import window
 from tasks.common.evaluation.rollouts import TOO_LONG, Rollout
@@ -16,6 +15,7 @@ from tasks.common.evaluation.sample import Job, Scoring, report_errors, sampled,
 from tasks.common.evaluation.spreadsheet import csv_rows, csv_text
 from tasks.common.files import check_writable, write_text
 from tasks.common.rewards.episode import refusal
+from tasks.common.rows import DataError, chat, messages_problem, rl_row, rl_schema, write_parquet
 from tasks.common.settings import Command, Settings, SettingsError, artifacts, fingerprint
 
 READ = {

@@ -9,12 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
-from tasks.common.data.rows import decoded, read_rows, tools_of
 from tasks.common.evaluation import chat_episode
 from tasks.common.evaluation.engines import VLLMEngine, window
 from tasks.common.evaluation.rollouts import Completion, scored
 from tasks.common.evaluation.sample import Scoring, episode_limits, model_name, sampling
 from tasks.common.process import StageFailed
+from tasks.common.rows import decoded, read_rows, tools_of
 from tasks.common.settings import Settings, artifacts
 from tasks.common.text import one_line, printable
 

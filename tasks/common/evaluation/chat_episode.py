@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TextIO
 
-from tasks.common.data.ends import DONE, TOO_LONG
-from tasks.common.data.rows import decoded, rl_row, tools_of
+from tasks.common.ends import DONE, TOO_LONG
 from tasks.common.evaluation.engines import Sampling
 from tasks.common.models.chat_template import next_turn_ids, prompt_ids
 from tasks.common.rewards.answers import RewardError
 from tasks.common.rewards.environment import Environment
 from tasks.common.rewards.episode import Begun, Episode, Limits, Sampled, begin, play_on, refusal
+from tasks.common.rows import decoded, rl_row, tools_of
 from tasks.common.text import one_line, printable
 
 HELP = "a text: your own question (after /next in that prompt's environment), then what you say next; /next (or "

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from tasks.common import errors
-from tasks.common.data.ends import TOO_LONG
+from tasks.common.ends import TOO_LONG
 from tasks.common.evaluation.engines import Request, Sampling, TurnRequest
 from tasks.common.evaluation.rollouts import GREEDY, Completion, Rollout
 from tasks.common.rewards.answers import JudgeError, RewardError

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from tasks.common.data.rows import DataError
 from tasks.common.evaluation import attack, batch, chat, compare, experiment, probe, self_samples
 from tasks.common.evaluation.lenient import read as read_leniently
 from tasks.common.evaluation.rollouts import Rollout, in_order, read_rollouts, rescored, write_rollouts
@@ -17,6 +16,7 @@ from tasks.common.interrupts import interrupt_on_sigterm
 from tasks.common.process import errors_in_one_line
 from tasks.common.rewards.answers import JudgeError
 from tasks.common.rewards.environment import Environment
+from tasks.common.rows import DataError
 from tasks.common.runs.folder import more_training, read_metrics, run_of
 from tasks.common.runs.validation import best
 from tasks.common.settings import Command, Settings, SettingsError, artifacts, fingerprint, load_settings

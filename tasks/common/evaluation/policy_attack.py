@@ -11,9 +11,9 @@ import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tasks.common.data.rows import DataError
 from tasks.common.evaluation.rollouts import dumped
 from tasks.common.files import written_beside
+from tasks.common.rows import DataError
 from tasks.common.settings import Settings, artifacts
 
 NAME = "learned by a policy"

@@ -8,14 +8,14 @@ import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 
-from tasks.common.data.ends import advice
-from tasks.common.data.rows import DataError, read_rows, write_parquet
+from tasks.common.ends import advice
 from tasks.common.evaluation import summary
 from tasks.common.evaluation.rollouts import Rollout
 from tasks.common.evaluation.sample import Job, Scoring, model_name, report_errors, sampled, sampling
 from tasks.common.evaluation.statistics import Estimate, bootstrap_mean
 from tasks.common.evaluation.tables import show_table, sizes
 from tasks.common.files import read_json, write_json
+from tasks.common.rows import DataError, read_rows, write_parquet
 from tasks.common.runs.folder import recorded, run_of
 from tasks.common.settings import Command, Settings, SettingsError, artifacts
 

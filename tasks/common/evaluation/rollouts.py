@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
 from tasks.common import errors
-from tasks.common.data.ends import TOO_LONG
-from tasks.common.data.rows import DataError
+from tasks.common.ends import TOO_LONG
 from tasks.common.files import written_beside
 from tasks.common.rewards.answers import JudgeError
+from tasks.common.rows import DataError
 from tasks.common.text import one_line
 
 GREEDY, SAMPLED = "greedy", "sampled"

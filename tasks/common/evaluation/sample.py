@@ -12,7 +12,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from tasks.common.data.rows import DataError, decoded, read_rows, tools_of
 from tasks.common.evaluation import episodes
 from tasks.common.evaluation.engine_pool import EnginePool
 from tasks.common.evaluation.engines import ENGINES, Request, Sampling
@@ -37,6 +36,7 @@ from tasks.common.models.merge import base_model
 from tasks.common.process import Progress, StageFailed, run
 from tasks.common.rewards.environment import Environment
 from tasks.common.rewards.episode import Limits
+from tasks.common.rows import DataError, decoded, read_rows, tools_of
 from tasks.common.settings import (
     Settings,
     SettingsError,

@@ -11,11 +11,11 @@ import numpy as np
 import pyarrow.parquet as pq
 
 from tasks.common.data.convert import dpo_line, dpo_schema
-from tasks.common.data.prepare import Example, needs_tools
-from tasks.common.data.rows import DataError, decoded, sft_row, sft_schema, tools_of, write_parquet
+from tasks.common.data.prepare import needs_tools
 from tasks.common.evaluation.rollouts import SAMPLED, Rollout
 from tasks.common.evaluation.sample import Job, Scoring, report_errors, sampled, sampling
 from tasks.common.files import written_beside
+from tasks.common.rows import DataError, Example, decoded, sft_row, sft_schema, tools_of, write_parquet
 from tasks.common.settings import Settings, SettingsError, artifacts
 
 MOST_ACCEPTED = 4  # responses per prompt, so that easy prompts do not crowd out the others

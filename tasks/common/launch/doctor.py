@@ -18,7 +18,6 @@ import pyarrow.parquet as pq
 from tasks.common.data import gold
 from tasks.common.data.held_out import check_held_out
 from tasks.common.data.prepare import read_manifest
-from tasks.common.data.rows import DataError, decoded, read_rows, tools_of, validate_parquet
 from tasks.common.install.check import installed
 from tasks.common.launch import memory_checks
 from tasks.common.launch.finding import Finding, error, ok, warning
@@ -31,6 +30,7 @@ from tasks.common.models.find import embedded_folder, resolve_model, weights_byt
 from tasks.common.models.merge import base_model, is_adapter
 from tasks.common.rewards.answers import RewardError
 from tasks.common.rewards.examples import check_episodes, check_examples
+from tasks.common.rows import DataError, decoded, read_rows, tools_of, validate_parquet
 from tasks.common.runs import folder
 from tasks.common.settings import Settings, SettingsError, code_digest, teacher_gpus
 from tasks.common.text import one_line

@@ -17,7 +17,6 @@ from tasks.common import settings
 from tasks.common.data import gold
 from tasks.common.data.held_out import check_held_out
 from tasks.common.data.prepare import describe, read_manifest
-from tasks.common.data.rows import DataError, validate_parquet
 from tasks.common.evaluation import attack as attacks
 from tasks.common.evaluation import incentive, policy_attack
 from tasks.common.evaluation.certify import certificate, certified
@@ -32,6 +31,7 @@ from tasks.common.models.find import embedded_folder, resolve_model, whole_model
 from tasks.common.models.merge import base_of, is_adapter, merge_note, whole_folder
 from tasks.common.process import Progress, errors_in_one_line, run
 from tasks.common.rewards.answers import RewardError
+from tasks.common.rows import DataError, validate_parquet
 from tasks.common.runs import folder
 from tasks.common.settings import Command, Settings, SettingsError, artifacts, given_arguments, load_settings
 from tasks.common.training import verl_versions

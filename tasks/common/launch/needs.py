@@ -13,7 +13,6 @@ from statistics import mean
 
 from tasks.common.data.pairs import pairs_columns, token_pairs
 from tasks.common.data.prepare import load_tokenizer, read_manifest
-from tasks.common.data.rows import DataError, read_rows, tools_of
 from tasks.common.evaluation.engines import stop_ids
 from tasks.common.files import read_json
 from tasks.common.launch import doctor, memory_checks
@@ -24,6 +23,7 @@ from tasks.common.machine.memory import gb
 from tasks.common.models.chat_template import end_of_turn, knows_tools
 from tasks.common.rewards.answers import JudgeError
 from tasks.common.rewards.judge import Judge, read_counters
+from tasks.common.rows import DataError, read_rows, tools_of
 from tasks.common.settings import Command, Settings, SettingsError, method
 from tasks.common.text import one_line
 from tasks.common.training import verl_config

@@ -22,12 +22,12 @@ import psutil
 
 from tasks.common.data.pairs import pairs_columns
 from tasks.common.data.prepare import load_tokenizer, read_manifest
-from tasks.common.data.rows import DataError
 from tasks.common.files import read_json
 from tasks.common.guarded import asks_judge
 from tasks.common.launch import needs, rehearsed_data, thin_judge
 from tasks.common.launch.task import load_reward
 from tasks.common.models import thin
+from tasks.common.rows import DataError
 from tasks.common.settings import COMPLETE, ROOT, Command, Settings, SettingsError, artifacts, load_settings, values_of
 
 STEPS, SAVED, SFT_STEPS = "2", 1, 2  # RL steps, the one whose checkpoint is resumed, steps of the warm-up

@@ -11,10 +11,10 @@ from tasks.common.data.convert import dpo_line, dpo_schema
 from tasks.common.data.formats import Columns
 from tasks.common.data.pairs import read_pairs
 from tasks.common.data.prepare import needs_tools
-from tasks.common.data.rows import demonstration, solved, tools_of, write_parquet
 from tasks.common.evaluation.certify import cut_by
 from tasks.common.models import thin
 from tasks.common.models.chat_template import demonstration_ids
+from tasks.common.rows import demonstration, solved, tools_of, write_parquet
 from tasks.common.settings import Settings
 
 READ = 4096  # demonstrations in which it looks

@@ -10,7 +10,6 @@ import pyarrow.parquet as pq
 
 from tasks.common.data import pairs as dpo_pairs
 from tasks.common.data.prepare import load_tokenizer
-from tasks.common.data.rows import DataError, read_rows
 from tasks.common.files import read_json, write_json
 from tasks.common.launch.plan import Plan, planned
 from tasks.common.launch.task import load_reward, script
@@ -19,6 +18,7 @@ from tasks.common.machine.gpus import Sampler
 from tasks.common.models.find import resolve_model, whole_model
 from tasks.common.models.merge import adapter_config, base_model, is_adapter
 from tasks.common.process import Progress, StageFailed, run
+from tasks.common.rows import DataError, read_rows
 from tasks.common.runs import folder, health, launches, validation
 from tasks.common.runs.checkpoint import begun_step, ranks
 from tasks.common.runs.keep import prune

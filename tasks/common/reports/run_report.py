@@ -14,7 +14,6 @@ from pathlib import Path
 import jinja2
 
 from tasks.common.data.prepare import describe
-from tasks.common.data.rows import DataError
 from tasks.common.evaluation import compare, plots
 from tasks.common.evaluation import probe as probes
 from tasks.common.evaluation.rollouts import dumped, in_turn, read_rollouts
@@ -26,6 +25,7 @@ from tasks.common.files import read_json, write_text
 from tasks.common.models.find import EMBEDDED, embedded_folder
 from tasks.common.process import errors_in_one_line
 from tasks.common.reports.overview import HEADER, evaluations, row, started, step_of
+from tasks.common.rows import DataError
 from tasks.common.runs import launches
 from tasks.common.runs.folder import UNREADABLE, all_runs, lineage, named, read_metrics, recorded
 from tasks.common.runs.health import findings, newest_by_rule

@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from tasks.common.data.rows import messages_problem
 from tasks.common.errors import said
 from tasks.common.rewards.answers import RewardError, number
 from tasks.common.rewards.tool_calls import Malformed, Response, functions, parse_response, split_thinking, without_tags
+from tasks.common.rows import messages_problem
 
 SUCCESS = 1 - 1e-9  # an episode succeeds when its rewards sum to 1, up to rounding
 
@@ -45,7 +45,7 @@ class Step:
 
 
 class Environment(Protocol):
-    """One episode. ``row``: an RL row as its parquet file has it (data/rows.py).
+    """One episode. ``row``: an RL row as its parquet file has it (rows.py).
 
     ``action``: the model's message, with ``calls`` ``{"name", "arguments"}``, ``text`` outside of them and
     ``thinking``. Calls are of known tools; their arguments may be anything that JSON can say. Both run in a thread.

@@ -22,11 +22,10 @@ from enum import Enum
 from fractions import Fraction
 from unittest import mock
 
-from tasks.common.data.prepare import Example
-from tasks.common.data.rows import DataError
 from tasks.common.rewards.answers import last_answer, read_ground_truth
 from tasks.common.rewards.math_answer import read_number
 from tasks.common.rewards.sandbox import CallFailed, Sandbox
+from tasks.common.rows import DataError, Example
 from tasks.common.text import one_line
 
 ANSWER_FORM = (

@@ -19,11 +19,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
-from tasks.common.data.prepare import Example
-from tasks.common.data.rows import DataError, decoded
 from tasks.common.rewards.answers import RewardError, read_ground_truth
 from tasks.common.rewards.environment import Environment, Start, Step
 from tasks.common.rewards.tool_calls import Response
+from tasks.common.rows import DataError, Example, decoded
 from tasks.common.settings import artifacts
 from tasks.common.text import one_line
 

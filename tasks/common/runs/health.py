@@ -12,7 +12,7 @@ from pathlib import Path
 from statistics import correlation, linear_regression, mean, median
 from typing import NoReturn
 
-from tasks.common.data.ends import CUT, LENGTH, cut_key, remedy
+from tasks.common.ends import CUT, LENGTH, cut_key, remedy
 from tasks.common.files import write_json
 from tasks.common.settings import HEALTH_RULES, Settings
 

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import yaml
 
-from tasks.common.data.rows import decoded, demonstration, read_rows, solved, tools_of
 from tasks.common.evaluation import certify as checks
 from tasks.common.evaluation.certify import FAILED, Chat, Check, Played, Turn
 from tasks.common.evaluation.engines import Request, Sampling, TransformersEngine, TurnRequest, request_ids, stop_ids
@@ -32,6 +31,7 @@ from tasks.common.process import die_with_parent
 from tasks.common.rewards.answers import RewardError
 from tasks.common.rewards.environment import of_task
 from tasks.common.rewards.episode import Limits
+from tasks.common.rows import decoded, demonstration, read_rows, solved, tools_of
 from tasks.common.settings import Settings, load_settings
 from tasks.common.training import verl_config
 

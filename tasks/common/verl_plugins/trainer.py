@@ -23,7 +23,7 @@ from verl.utils.transferqueue_utils import kv_batch_meta2batch_meta
 
 import tasks.common.verl_plugins.patches  # noqa: F401
 from tasks.common.alive import waits_for
-from tasks.common.data.ends import CUT, cut_key, step_metrics
+from tasks.common.ends import CUT, cut_key, step_metrics
 from tasks.common.machine import hardware
 from tasks.common.machine.memory import GIB
 from tasks.common.rewards.answers import RewardError

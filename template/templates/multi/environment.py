@@ -1,9 +1,9 @@
 """The environment of an episode. FILL IN: the tools, and what follows a message of the model."""
 
-from tasks.common.data.rows import decoded
 from tasks.common.rewards.answers import last_answer, read_ground_truth
 from tasks.common.rewards.environment import CallError, Start, Step, tool_message
 from tasks.common.rewards.tool_calls import Response
+from tasks.common.rows import decoded
 
 TOOLS = [
     {

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 {% import "imports.jinja" as imports with context %}
-{% set common = ["from tasks.common.data.rows import rl_row", "from tasks.common.rewards.environment import CallError, replayed", "from tasks.common.rewards.examples import check_episodes", "from tasks.common.rewards.tool_calls import render_calls"] %}
+{% set common = ["from tasks.common.rows import rl_row", "from tasks.common.rewards.environment import CallError, replayed", "from tasks.common.rewards.examples import check_episodes", "from tasks.common.rewards.tool_calls import render_calls"] %}
 {{ imports.sorted(common, "environment import TOOLS, Environment, look_up\nfrom tasks." ~ cookiecutter.task ~ ".prepare_data import DIGITS, example, generate") }}
 STOCK = {"shelf": 417, "pieces": 58}
 CALL = render_calls([{"name": "look_up", "arguments": {"shelf": 417}}])

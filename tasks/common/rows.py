@@ -8,6 +8,7 @@ import json
 import unicodedata
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
@@ -70,6 +71,36 @@ class DataError(ValueError):
 def chat(prompt: str, system: str | None = None) -> list[dict]:
     """The messages of a prompt; without ``system`` the chat template inserts its default, if it has one."""
     return [*([{"role": "system", "content": system}] if system else []), {"role": "user", "content": prompt}]
+
+
+@dataclass(frozen=True)
+class Example:
+    """One problem: the prompt, what the reward needs, and a worked answer for SFT if there is one. In a multi-turn
+    task, ``demonstration`` has the messages of an episode: the model's, calls as text, and those of tools or the user.
+
+    ``prompt``: text of the user's turn, or OpenAI messages. ``ground_truth``: stored as JSON text unless it is text.
+    ``tools``: OpenAI tool schemas for the prompt. ``split``: "train" or "test" where the source has its own split.
+    ``group``: examples of one group (turns of a conversation) stay on one side of the split. ``key``: one text per
+    problem, if its prompt does not tell it from others; the problem is then taken once. ``place``: of its record, for
+    people; ``Examples`` sets it.
+    """
+
+    prompt: str | list[dict]
+    ground_truth: dict | list | str
+    demonstration: str | list[dict] | None = None
+    system: str | None = None
+    tools: list[dict] | None = None
+    split: str | None = None
+    group: str | None = None
+    key: str | None = None
+    place: str = field(default="", compare=False)
+
+    def messages(self) -> list[dict]:
+        """The prompt as OpenAI messages."""
+        if isinstance(self.prompt, str):
+            return chat(self.prompt, self.system)
+        own = self.system and self.prompt[0]["role"] != "system"
+        return [*([{"role": "system", "content": self.system}] if own else []), *self.prompt]
 
 
 def encoded(messages: list[dict]) -> list[dict]:
