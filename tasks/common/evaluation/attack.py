@@ -84,28 +84,24 @@ class Search:
         self.ends = time.monotonic() + self.seconds
         self.truths = [json.dumps(read_ground_truth(row.truth), sort_keys=True) for row in self.rows]
         texts = {i: row.demonstration for i, row in enumerate(self.rows) if row.demonstration}
-        nothing = self.reward.scores("", [0])[0]
-        started, own = time.monotonic(), {}
-        for i, text in texts.items():  # of a slow reward fewer: this may take about a quarter of the time
-            if len(own) < SOME or time.monotonic() - started < self.seconds / 8:
-                own[i] = self.reward.scores(text, [i])[0]
-        calls = int(self.seconds / 8 / (time.monotonic() - started) * len(own)) if own else 0
+        scores = {}  # of the demonstration of a row, by that row and the row that it is scored for
         right: list[int] = []
-        crossed: dict[int, dict[int, Result]] = {}
-        for i in [i for i in own if own[i].right][: max(SOME, int(calls**0.5))]:
-            if len(right) >= SOME and time.monotonic() - started > self.seconds / 4:  # a wrong answer may take longer
+        for count, (i, text) in enumerate(texts.items()):  # of a slow reward fewer
+            if count >= SOME and time.monotonic() > self.ends - self.seconds * 3 / 4:
                 break
-            crossed[i] = {i: own[i]}
-            for j in right:
-                crossed[i][j] = self.reward.scores(texts[i], [j])[0]
-                crossed[j][i] = self.reward.scores(texts[j], [i])[0]
-            right.append(i)
-        scores = [result.score for results in crossed.values() for result in results.values()]
-        self.low = min([nothing.score, *scores])
-        self.best = max((own[i].score for i in right), default=float("inf"))
+            own = self.reward.scores(text, [i])[0]
+            if own.right:
+                right.append(i)
+                scores[i, i] = own
+                for j in right[:-1]:
+                    scores[i, j] = self.reward.scores(text, [j])[0]
+                    scores[j, i] = self.reward.scores(texts[j], [i])[0]
+        nothing = self.reward.scores("", [0])[0]
+        self.low = min(result.score for result in (nothing, *scores.values()))
+        self.best = max((scores[i, i].score for i in right), default=float("inf"))
 
         def far(i: int, j: int) -> bool:
-            return not crossed[i][j].right and crossed[i][j].score <= (self.low + own[j].score) / 2
+            return not scores[i, j].right and scores[i, j].score <= (self.low + scores[j, j].score) / 2
 
         self.against = {i: {j for j in right if far(i, j) and far(j, i)} for i in right}
 
