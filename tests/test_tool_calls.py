@@ -43,7 +43,6 @@ def block(text: str) -> str:
         ("  It is 12 degrees.\n", [], "It is 12 degrees."),
         (block(F_TEXT), [F], ""),
         (f"{block(F_TEXT)}\n{block(G_TEXT)}\n", [F, G], ""),
-        (f"<tool_call>{F_TEXT}</tool_call><tool_call>{G_TEXT}</tool_call>", [F, G], ""),
         (f"I look.\n{block(F_TEXT)} Done.", [F], "I look.\n Done."),
         (block('{"name": "f", "parameters": {"x": 1}}'), [F], ""),
         (block('{"name": "f", "arguments": "{\\"x\\": 1}"}'), [F], ""),
@@ -52,15 +51,12 @@ def block(text: str) -> str:
         (F_TEXT, [F], ""),
         (f" [{F_TEXT}, {G_TEXT}]", [F, G], ""),
         ('{"type": "function", "name": "f", "parameters": {"x": 1}}', [F], ""),
-        ('[{"name": "f", "arguments": {"x": 1}, "id": "abcdefghi"}]', [F], ""),
         (f"[TOOL_CALLS] [{F_TEXT}]", [F], ""),
         (f"<|python_tag|>{F_TEXT}; {G_TEXT}", [F, G], ""),
         (f"{F_TEXT}\n{G_TEXT}", [F, G], ""),
         # JSON that is no call, and prose
-        ('{"answer": 12}', [], '{"answer": 12}'),
         ('{"name": "Ann", "age": 3}', [], '{"name": "Ann", "age": 3}'),
         ("[1] a source", [], "[1] a source"),
-        ("[]", [], "[]"),
         ('{"a": 1} is JSON', [], '{"a": 1} is JSON'),
         ("[" * 10_000, [], "[" * 10_000),
     ],
@@ -72,49 +68,34 @@ def test_parse_calls(text, calls, outside):
 @pytest.mark.parametrize(
     "text",
     [
-        "<tool_call>",
         "</tool_call>",
         f"<tool_call>\n{F_TEXT}",
-        f"{F_TEXT}\n</tool_call>",
         f"{block(F_TEXT)}\n</tool_call>",
         f"{block(F_TEXT)}\n<tool_call>\n{F_TEXT}",  # one good block does not save a bad one
-        f"<tool_call>\n<tool_call>\n{F_TEXT}\n</tool_call>\n</tool_call>",
-        block(""),
-        block("f(x=1)"),
         block("{'name': 'f', 'arguments': {}}"),
         block(F_TEXT[:-1]),
         block(F_TEXT + F_TEXT),
         block(f"[{F_TEXT}]"),  # a block is one call
-        block('"f"'),
         block("null"),
         block('{"name": "f"}'),
-        block('{"arguments": {}}'),
         block('{"name": 3, "arguments": {}}'),
         block('{"name": "f", "arguments": null}'),
-        block('{"name": "f", "arguments": [1]}'),
         block('{"name": "f", "arguments": "x=1"}'),
         block('{"name": "f", "arguments": "{\\"x\\": NaN}"}'),
         block('{"name": "f", "arguments": {}, "parameters": {}}'),
         block('{"name": "f", "arguments": {}, "more": 1}'),
         block('{"name": "f", "arguments": {"x": NaN}}'),
-        block('{"name": "f", "arguments": {"x": -Infinity}}'),
         block('{"name": "f", "arguments": {"x": 1e999}}'),
         block('{"name": "f", "arguments": {"x": 1, "x": 2}}'),
-        block('{"name": "f", "name": "g", "arguments": {}}'),
         block('{"name": "f", "arguments": {"x": ' + "9" * 5000 + "}}"),
         block('{"name": "f", "arguments": {"x": ' + "[" * MAX_DEPTH + "1" + "]" * MAX_DEPTH + "}}"),
-        block('{"name": "f", "arguments": {"x": ' + "[" * 7000 + "]" * 7000 + "}}"),
         "\n".join([block(F_TEXT)] * (MAX_CALLS + 1)),
-        f"[{','.join([F_TEXT] * (MAX_CALLS + 1))}]",
         block(json.dumps({"name": "f", "arguments": {"x": "a" * MAX_CHARS}})),
-        F_TEXT[:-1],
         F_TEXT + " Done.",
         f"I call {F_TEXT}",
         f"```json\n{F_TEXT}\n```",
         f'[{F_TEXT}, {{"answer": 1}}]',
-        f"[{F_TEXT}",
         '{"name": "f", ',
-        "[TOOL_CALLS]",
         "[TOOL_CALLS] f",
         '<|python_tag|>{"answer": 1}',
     ],
@@ -132,7 +113,6 @@ def test_what_begins_as_a_call_and_is_none_is_malformed(text):
         '[{"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}]',
         '{"type": "function", "function": "f", "parameters": {"x": 1}}',
         '<function=f>{"x": 1}</function>',
-        '\n<function=f> {"x": 1} </function>\n',
     ],
 )
 def test_other_forms_of_a_call_are_read(text):
@@ -159,16 +139,7 @@ def test_other_forms_of_a_call_are_read(text):
         '{"tool_calls": [1]}',
         '{"content": "Hi", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}',
         'Now {"type": "function", "function": "f", "parameters": {"x": 1}}',
-    ],
-)
-def test_a_call_in_a_form_that_is_not_read_is_malformed_and_never_text(text):
-    with pytest.raises(Malformed):
-        parse_calls(text)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
+        # other dialects
         "<start_function_call>call:f{x:<escape>1<escape>}<end_function_call>",
         '<｜DSML｜function_calls><｜DSML｜invoke name="f">',
         '<invoke name="f"><parameter name="x">1</parameter></invoke>',
@@ -190,7 +161,7 @@ def test_a_call_in_a_form_that_is_not_read_is_malformed_and_never_text(text):
         "I look.\n```tool_code\nf(x=1)\n```",
     ],
 )
-def test_other_dialects_of_a_call_are_malformed(text):
+def test_a_call_in_a_form_that_is_not_read_is_malformed_and_never_text(text):
     with pytest.raises(Malformed):
         parse_calls(text)
 
@@ -273,12 +244,9 @@ def test_a_truth_with_several_allowed_values(arguments, right):
     "response, opened, expected",
     [
         ("", False, (None, "")),
-        ("hi", False, (None, "hi")),
         ("<think>a</think>b", False, ("a", "b")),
         ("\n<think>\n a \n</think>\n\nb", False, ("a", "\n\nb")),
-        ("<think></think>b", False, ("", "b")),
         ("a</think>b", True, ("a", "b")),
-        ("</think>b", True, ("", "b")),
     ],
 )
 def test_split_thinking(response, opened, expected):
@@ -289,12 +257,10 @@ def test_split_thinking(response, opened, expected):
     "response, opened",
     [
         ("<think>a", False),
-        ("a</think>b", False),
         ("</think>a<think>", False),
         ("b<think>a</think>", False),
         ("<think>a</think>b</think>", False),
         ("<think>a</think><think>b</think>", False),
-        ("<think><think>a</think>", False),
         ("b", True),
         ("<think>a</think>b", True),  # the prompt has opened it: that makes two
     ],
@@ -361,24 +327,7 @@ def test_what_is_rendered_is_parsed_and_equal_in_any_order(calls):
 
 
 PIECES = ["<tool_call>", "</tool_call>", "<think>", "</think>", "[TOOL_CALLS]", "<|python_tag|>", F_TEXT, G_TEXT]
-PIECES += [
-    '{"name":',
-    '"arguments":',
-    "{",
-    "}",
-    "[",
-    "]",
-    '"',
-    "\\",
-    ",",
-    ";",
-    ":",
-    "NaN",
-    "1e999",
-    "\n",
-    "\ud800",
-    "é",
-]
+PIECES += [*'{}[]"\\,;:\nA\ud800', '{"name":', '"arguments":', "NaN", "1e999"]
 
 
 @pytest.mark.medium
@@ -407,23 +356,16 @@ INTEGER, NUMBER = {"type": "integer"}, {"type": "number"}
         (1, "1", {}, False),
         ("1", 1, {"type": "string"}, False),
         (True, 1, {}, False),
-        (1, True, {}, False),
-        (0, False, {"type": "boolean"}, False),
         (True, 1.0, NUMBER, False),
         (None, None, {}, True),
         (None, 0, {}, False),
-        (None, "", {}, False),
         ("a", "A", {}, False),
-        ("a", "a ", {}, False),
         # an int may stand where a float is expected
         (1, 1.0, {}, True),
-        (1, 1.0, NUMBER, True),
         (1, 1.0, INTEGER, True),
-        (2, 1.0, NUMBER, False),
         (10**400, 1e300, NUMBER, False),
         # a float where an int is expected only if the schema takes any number
         (1.0, 1, {}, False),
-        (1.0, 1, INTEGER, False),
         (1.0, 1, NUMBER, True),
         (1.5, 1, NUMBER, False),
         (1.0, 1, {"type": ["number", "null"]}, True),
@@ -435,22 +377,16 @@ INTEGER, NUMBER = {"type": "integer"}, {"type": "number"}
         ([2, 1], [1, 2], {}, False),
         ([1], [1, 1], {}, False),
         ([1.0], [1], {"items": NUMBER}, True),
-        ([1.0], [1], {"items": INTEGER}, False),
         ([True], [1], {"items": NUMBER}, False),
-        ([], {}, {}, False),
         # objects
         ({"a": 1, "b": 2}, {"b": 2, "a": 1}, {}, True),
-        ({"a": 1}, {"a": 1, "b": None}, {}, False),
         ({"a": {"b": 1.0}}, {"a": {"b": 1}}, {"properties": {"a": {"properties": {"b": NUMBER}}}}, True),
         ({"a": 1.0}, {"a": 1}, {"additionalProperties": NUMBER}, True),
-        ({"a": 1.0}, {"a": 1}, {"additionalProperties": True}, False),
         # optional arguments that equal their default
         ({}, {"a": 1}, {"properties": {"a": {"default": 1}}}, True),
         ({"a": 1}, {}, {"properties": {"a": {"default": 1}}}, True),
-        ({"a": 2}, {}, {"properties": {"a": {"default": 1}}}, False),
         ({}, {"a": 2}, {"properties": {"a": {"default": 1}}}, False),
         ({"a": True}, {}, {"properties": {"a": {"default": 1}}}, False),
-        ({"a": None}, {}, {"properties": {"a": {"default": None}}}, True),
         ({"a": None}, {}, {"properties": {"a": {"type": "string"}}}, False),
         ({}, {"a": 1}, {"properties": {"a": {"default": 1}}, "required": ["a"]}, False),
         ({}, {"a": 1.0}, {"properties": {"a": {"default": 1, "type": "number"}}}, True),
@@ -479,11 +415,8 @@ def test_matching_is_maximal_where_taking_the_first_partner_is_not():
 @pytest.mark.parametrize(
     "made, expected, pairs",
     [
-        ([], [], 0),
-        ([F], [], 0),
         ([], [F], 0),
         ([F, F], [F], 1),
-        ([F], [F, F], 1),
         ([F, G], [G, F], 2),
         ([F, F], [F, G], 1),
         ([{**F, "name": "F"}], [F], 0),

@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from tasks.common.errors import said, whole
 from tasks.common.process import die_with_parent
@@ -49,28 +48,20 @@ def _result(line: bytes) -> Result:
     return Result(**json.loads(line))
 
 
-class Row(Protocol):
-    """What the reward gets besides the response. ``demonstration``: a right answer, None without one."""
-
-    source: str
-    truth: str
-    extra: dict | None
-    demonstration: str | None
-
-
 class Guarded:
     """``compute_score`` over ``rows`` in a forked process, which is replaced when a call takes longer than ``seconds``.
     The reward may start processes of its own, as verl's math_verify does; they end with this one.
 
-    ``network``: let it connect, for a judge, which limits its own time. ``fatal``: an error of the reward to
-    raise here, with its message. ``calls`` counts. ``known``: the row whose demonstration a new process scores first,
-    in up to FIRST_SECONDS.
+    ``rows``: each has what the reward gets besides the response, ``source``, ``truth`` and ``extra``, and a right
+    ``demonstration`` or None. ``network``: let it connect, for a judge, which limits its own time. ``fatal``: an error
+    of the reward to raise here, with its message. ``calls`` counts. ``known``: the row whose demonstration a new
+    process scores first, in up to FIRST_SECONDS.
     """
 
     def __init__(
         self,
         compute_score: Callable,
-        rows: Sequence[Row],
+        rows: Sequence,
         network: bool = False,
         seconds: float = CALL_SECONDS,
         fatal: type[Exception] | tuple = (),
@@ -91,18 +82,15 @@ class Guarded:
 
     def _exchange(self, text: str, indices: list[int], seconds: float | None) -> list[Result]:
         results: list[Result] = []
-        self._socket.settimeout(None)
-        self._socket.sendall(json.dumps([text, indices]).encode() + b"\n")
-        self._socket.settimeout(seconds)
+        self._pipe.send_bytes(json.dumps([text, indices]).encode())
         for _ in indices:
             self.calls += 1
             try:
-                if not (line := self._answers.readline()):  # one of all that have come
-                    raise EOFError
-                results.append(_result(line))
+                if not self._pipe.poll(seconds):
+                    raise OSError(f"took longer than {seconds:g} s")
+                results.append(_result(self._pipe.recv_bytes()))
             except (EOFError, OSError) as error:
-                slow = f"took longer than {seconds:g} s" if isinstance(error, TimeoutError) else ""
-                results.append(Result(problem=slow or str(error) or "the process died"))
+                results.append(Result(problem=str(error) or "the process died"))
                 self.close()
             if results[-1].fatal:
                 self.close()
@@ -113,8 +101,7 @@ class Guarded:
 
     def _start(self) -> None:
         fork = multiprocessing.get_context("fork")
-        self._socket, theirs = socket.socketpair()
-        self._answers = self._socket.makefile("rb")
+        self._pipe, theirs = fork.Pipe()
         self._process = fork.Process(target=self._serve, args=(theirs,), daemon=True)
         self._process.start()
         theirs.close()
@@ -126,13 +113,12 @@ class Guarded:
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.kill()
             self._process.join()
-            self._answers.close()
-            self._socket.close()
+            self._pipe.close()
             self._process = None
 
     # ---- in the process
 
-    def _serve(self, connection: socket.socket) -> None:
+    def _serve(self, pipe) -> None:
         die_with_parent()
         gc.freeze()  # else a collection copies all pages
         os.setpgid(0, 0)
@@ -146,15 +132,15 @@ class Guarded:
         if not self.network:
             sys.addaudithook(_no_network)
         is_right = getattr(_module(self.compute_score), "is_right", None)  # (response, truth)
-        for line in connection.makefile("rb"):
-            text, indices = json.loads(line)
+        while True:
+            text, indices = json.loads(pipe.recv_bytes())
             for index in indices:
                 result = self._scored(text, self.rows[index], is_right)
-                connection.sendall(json.dumps(result).encode() + b"\n")
+                pipe.send_bytes(json.dumps(result).encode())
                 if "problem" in result:
                     break
 
-    def _scored(self, text: str, row: Row, is_right: Callable | None) -> dict:
+    def _scored(self, text: str, row, is_right: Callable | None) -> dict:
         try:
             result = self.compute_score(row.source, text, row.truth, row.extra)
             result = result if isinstance(result, dict) else {"score": result}
