@@ -23,36 +23,23 @@ def nested(depth: int) -> str:
     [
         ('{"a": 1}', {"a": 1}),
         (' \n{"a": [1, {"b": null}]}\t\n', {"a": [1, {"b": None}]}),
-        ("{}", {}),
         ('{"a": 1e-400, "b": -0.0}', {"a": 0.0, "b": 0.0}),
         ('{"a": ' + "9" * 18 + "}", {"a": 10**18 - 1}),
         ('{"a": -' + "9" * 18 + "}", {"a": 1 - 10**18}),
         ('{"a": ' + "9" * 19 + "}", None),
-        ('{"a": ' + "9" * 9000 + "}", None),
         ('{"a": 1, "a": 1}', None),
-        ('{"a": {"b": 1, "b": 2}}', None),
         ('{"a": NaN}', None),
         ('{"a": Infinity}', None),
-        ('{"a": -Infinity}', None),
         ('{"a": 1e999}', None),
         ("[1]", None),
-        ('"a"', None),
-        ("1", None),
-        ("null", None),
         ("", None),
         ("{'a': 1}", None),
-        ('{"a": 1,}', None),
-        ('{"a": 1} {"a": 1}', None),
         ('{"a": 1}.', None),
         ('So: {"a": 1}', None),
-        ('```json\n{"a": 1}\n```', None),
-        ('<think></think>{"a": 1}', None),
         ('\ufeff{"a": 1}', None),
         ('{"a": "\x00"}', None),
         (nested(MAX_DEPTH), json.loads(nested(MAX_DEPTH))),
         (nested(MAX_DEPTH + 1), None),
-        (nested(1600), None),
-        ('{"a":' * 2000, None),
         ('{"a": ' + "[" * 9000 + "}", None),
         ('{"a": "' + "x" * MAX_OBJECT_CHARS + '"}', None),
     ],
@@ -77,17 +64,12 @@ def test_strict(text, value):
         ('<think>x</think> So: {"a": "</think> b"}.', {"a": "</think> b"}),
         ('{"a": "</think>"}</think>', None),
         ('<think>{"a": "</think>"}', None),
-        ('<think>{"a": 1}', None),
         ('<think>x</think><think>{"a": 1}', None),
-        ('{"a": 1}{"a": 1}', None),
         ('{"a": 1} or {"a": 2}', None),
         ('{ {"a": 1}', None),
-        ('{"a": 1', None),
-        ("nothing", None),
         ("x" * MAX_OBJECT_CHARS + '{"a": 1}', None),
         ("<think>" + "x" * 50_000 + '</think>{"a": 1}', {"a": 1}),
         ("{" * 100_000, None),
-        ("{}" * 4000, None),
         ('{"' * 50_000, None),
     ],
 )
@@ -122,13 +104,8 @@ def finite(value) -> bool:
     return not isinstance(value, float) or math.isfinite(value)
 
 
-pieces = st.lists(
-    st.sampled_from(
-        ["{", "}", '"', "\\", "[", "]", ":", ",", "1", "-", "e9", "NaN", "<think>", "</think>", '"a":', " "]
-    )
-    | st.text(max_size=3),
-    max_size=40,
-).map("".join)
+PIECES = [*'{}"\\[]:,1- ', "e9", "NaN", "<think>", "</think>", '"a":']
+pieces = st.lists(st.sampled_from(PIECES) | st.text(max_size=3), max_size=40).map("".join)
 
 
 @quick
@@ -152,9 +129,7 @@ SCHEMA = {
     ("value", "problem"),
     [
         ({"n": 1}, None),
-        ({"n": 0.5, "s": "x"}, None),
         ({"n": True}, "$.n: True is not of type 'number'"),
-        ({"n": "1"}, "$.n: '1' is not of type 'number'"),
         ({"n": -1}, "$.n: -1 is less than the minimum of 0"),
         ({}, "$: 'n' is a required property"),
         ({"n": 1, "z": 1}, "$: Additional properties are not allowed ('z' was unexpected)"),

@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from tasks.common.rewards import judge
 from tasks.common.rewards.answers import RewardError, reward_function
 from tasks.common.rewards.judge import Judge, JudgeError, messages, parse_score
-from tests.helpers import PYTHON, ROOT
+from tests.helpers import ROOT
 
 KEY = "sk-secret-4711"
 
@@ -132,10 +132,12 @@ def test_the_request_and_the_score(serve, tmp_path):
     }
 
 
-@pytest.mark.parametrize("number, acc", [(0, 0.0), (6, 0.0), (7, 1.0), (10, 1.0)])
-def test_acc_is_one_from_the_threshold_on(serve, number, acc):
-    serve(verdict(number))
-    assert judge.score("q", "a") == {"score": number / 10, "acc": acc, "format": 1.0}
+def test_acc_is_one_from_the_threshold_on(serve):
+    serve(verdict(6), verdict(7))
+    assert [judge.score("q", text) for text in ("a", "b")] == [
+        {"score": 0.6, "acc": 0.0, "format": 1.0},
+        {"score": 0.7, "acc": 1.0, "format": 1.0},
+    ]
 
 
 @pytest.mark.parametrize("response", ["", " \n\t", "\x00\x1b"])
@@ -178,28 +180,14 @@ def test_only_the_system_message_holds_the_rubric_and_only_the_users_the_answer(
     assert judge.DEFAULT_RUBRIC in messages("q", "a")[0]["content"]
 
 
-@pytest.mark.parametrize(
-    "token",
-    [
-        "<|im_end|>",
-        "<|im_start|>system",
-        "<\x00|eot_id|>",
-        "<｜Assistant｜>",
-        "[INST]",
-        "[/INST]",
-        "</s>",
-        "<S>",
-        "<bos>",
-        "<start_of_turn>",
-        "<end_of_turn>",
-        "</think>",
-        "<<|im_end|>",
-    ],
-)
+TOKENS = "<|im_end|> <|im_start|>system <｜Assistant｜> [INST] [/INST] </s> <S> <bos> <end_of_turn> </think> <<|x|>"
+
+
+@pytest.mark.parametrize("token", TOKENS.split())
 def test_control_tokens_of_chat_templates_are_broken_up(token):
-    user = messages("q", f"a{token}b")[1]["content"]
-    assert token.replace("\x00", "") not in user
-    assert token.replace("\x00", "")[-2:] in user  # but what it said is still to be read
+    for said in (token, f"{token[0]}\x00{token[1:]}"):
+        user = messages("q", f"a{said}b")[1]["content"]
+        assert token not in user and token[-2:] in user  # what it said is still to be read
 
 
 @pytest.mark.parametrize("text", ["a < b", "x[0]", "<answer>4</answer>", "<|", "\\frac{1}{2}", "if a<s: b[i]=1"])
@@ -227,23 +215,15 @@ def test_any_text_can_be_sent(text):
     "text, expected",
     [
         ('{"score": 7}', 0.7),
-        ('{"reason": "fine", "score": 10}', 1.0),
         ('{"score": 0, "reason": "none"}', 0.0),
         ('{"score": 7.0}', 0.7),
         ('```json\n{"score": 3}\n```', 0.3),
         ('\n{"score": 3}  \n', 0.3),
-        ('```\n{"score": 3}```', 0.3),
-        ('Here it is: {"score": 3}', None),
-        ('The answer says: {"score": 10}', None),
         ('The answer says:\n{"score": 10}', None),
         ('The answer says:\n```json\n{"score": 10}\n```', None),
-        ('"{"score": 10}"', None),
         ('> {"score": 10}', None),
         ('<think>The answer says {"score": 10}', None),
-        ('<think>\n{"score": 10}', None),
-        ('{"score": 10}</think>', None),
         ('{"score": 10}<think>No.', None),
-        ('{"score": 1}<think>{"score": 10}</think>', None),
         ('```json\n{"score": 3}', None),
         ('{"reason": "it ends in </think>", "score": 3}', 0.3),
         ("{" * 100_000, None),
@@ -252,26 +232,18 @@ def test_any_text_can_be_sent(text):
         ('<think>{"score": 1}?</think>\n{"score": 3}', 0.3),
         ('{"reason": "it says {\\"score\\": 10}", "score": 2}', 0.2),
         ("", None),
-        ("7", None),
-        ("score: 7", None),
         ('{"score": 0.9}', None),
         ('{"score": 11}', None),
         ('{"score": -1}', None),
         ('{"score": "7"}', None),
         ('{"score": true}', None),
-        ('{"score": null}', None),
         ('{"score": NaN}', None),
-        ('{"score": Infinity}', None),
-        ('{"score": [7]}', None),
         ('{"grade": 7}', None),
-        ('[{"score": 7}]', None),
         ('{"score": 7} as the answer asks', None),
         ('{"score": 7}\n{"score": 10}', None),
         ('{"score": 1, "score": 10}', None),
-        ('{"reason": "it says {"score": 10}', None),
         ('{"score": 1' + "0" * 10_000 + "}", None),
         ('{"score": ' + "[" * 10_000, None),
-        ('{"score": 7', None),
     ],
 )
 def test_parse_score(text, expected):
@@ -428,28 +400,16 @@ def test_the_same_request_is_sent_once_also_by_another_process(serve, tmp_path):
     assert (own["calls"], own["cache_hits"]) == (1, 2)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"question": "q2"},
-        {"response": "a2"},
-        {"reference": "r2"},
-        {"rubric": "other"},
-        {"JUDGE_MODEL": "model-y"},
-        {"JUDGE_SAMPLING": '{"temperature": 1}'},
-    ],
-)
-def test_another_request_is_sent(serve, monkeypatch, change):
+def test_another_request_is_sent(serve, monkeypatch):
     server = serve()
     arguments = {"question": "q", "response": "a", "reference": "r", "rubric": "rubric"}
     judge.score(**arguments)
-    for name, value in change.items():
-        if name in arguments:
-            arguments[name] = value
-        else:
-            monkeypatch.setenv(name, value)
-    judge.score(**arguments)
-    assert len(server.requests) == 2
+    for name in arguments:
+        judge.score(**{**arguments, name: "another"})
+    for name, value in (("JUDGE_MODEL", "model-y"), ("JUDGE_SAMPLING", '{"temperature": 1}')):
+        monkeypatch.setenv(name, value)
+        judge.score(**arguments)
+    assert len(server.requests) == 7
 
 
 def test_the_cache_is_bounded_and_holds_no_pickle(serve, tmp_path, monkeypatch):
@@ -467,33 +427,23 @@ def test_the_cache_is_bounded_and_holds_no_pickle(serve, tmp_path, monkeypatch):
 
 
 def test_useless_replies_count_towards_tokens_and_cost(serve, tmp_path):
-    serve(completion("rubbish"), verdict(7), JUDGE_PRICE_IN=3, JUDGE_PRICE_OUT=15)
+    without = completion("rubbish", usage=None)
+    serve(completion("rubbish"), without, verdict(7), JUDGE_PRICE_IN=3, JUDGE_PRICE_OUT=15)
     judge.score("q", "a")
     own = counters(tmp_path)
     assert (own["tokens_in"], own["tokens_out"]) == (2000, 40)
     assert own["cost"] == pytest.approx((2000 * 3 + 40 * 15) / 1e6)
 
 
-@pytest.mark.parametrize("usage", [None, {}])
-def test_a_reply_without_tokens_is_a_call(serve, tmp_path, usage):
-    serve(completion('{"score": 7}', usage=usage))
-    assert judge.score("q", "a")["score"] == 0.7
-    assert (counters(tmp_path)["calls"], counters(tmp_path)["tokens_in"]) == (1, 0)
-
-
-def test_the_program_prints_the_counters(serve, tmp_path):
-    command = [PYTHON, "-m", "tasks.common.rewards.judge"]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    shown = [subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=True).stdout]
+def test_the_counters_in_words(serve):
+    assert judge.summary().endswith("judge/counters.json: no requests to a judge yet")
     serve(verdict(7), JUDGE_PRICE_IN=3, JUDGE_PRICE_OUT=15)
     judge.score("q", "a")
     judge.score("q", "a")
-    shown.append(subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
-    assert shown[0].strip().endswith("judge/counters.json: no requests to a judge yet")
     assert re.fullmatch(
         r"model-x, since [-0-9: ]+: 1 calls, 1 scores from the cache, 0 failures, "
-        r"1000 tokens in, 20 out, cost 0.0033\n",
-        shown[1],
+        r"1000 tokens in, 20 out, cost 0.0033",
+        judge.summary(),
     )
 
 
@@ -514,18 +464,14 @@ def test_broken_counters_are_named(serve, tmp_path):
         ({"JUDGE_URL": ""}, "JUDGE_URL: is not set"),
         ({"JUDGE_MODEL": " "}, "JUDGE_MODEL=' ': is not set"),
         ({"JUDGE_URL": "localhost:8000"}, "JUDGE_URL: must be http"),
-        ({"JUDGE_URL": "ftp://host/v1"}, "JUDGE_URL: must be http"),
         ({"JUDGE_URL": "http://[::1"}, "JUDGE_URL: must be http"),
         ({"JUDGE_URL": "http://me:hidden@host/v1"}, "a key goes into JUDGE_API_KEY"),
         ({"JUDGE_URL": "http://host/v1?api_key=hidden"}, "a key goes into JUDGE_API_KEY"),
         ({"JUDGE_CONCURRENCY": "0"}, "JUDGE_CONCURRENCY=0: must be from 1 to 1024"),
         ({"JUDGE_CONCURRENCY": "many"}, "JUDGE_CONCURRENCY=many: must be a whole number"),
-        ({"JUDGE_TIMEOUT": "0"}, "JUDGE_TIMEOUT=0: must be from 0.01"),
         ({"JUDGE_TIMEOUT": "nan"}, "JUDGE_TIMEOUT=nan"),
         ({"JUDGE_RETRIES": "-1"}, "JUDGE_RETRIES=-1: must be from 0"),
-        ({"JUDGE_PRICE_IN": "-1"}, "JUDGE_PRICE_IN=-1: must be from 0"),
         ({"JUDGE_SAMPLING": "{"}, ": must be a JSON object without model"),
-        ({"JUDGE_SAMPLING": "[]"}, ": must be a JSON object without model"),
         ({"JUDGE_SAMPLING": '{"stream": true}'}, ": must be a JSON object without model"),
     ],
 )
@@ -548,7 +494,6 @@ def test_a_key_that_cannot_be_one_is_not_shown(serve, monkeypatch, key):
 @pytest.mark.parametrize(
     "answer",
     [
-        (500, {}, f"key {KEY}"),
         (500, {}, "x" * 110 + KEY),
         (500, {}, json.dumps({"error": {"message": f"Bearer {KEY}"}}).replace("secret", "s\\u0065cret")),
         (400, {}, f"key {KEY}"),

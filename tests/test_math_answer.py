@@ -302,12 +302,8 @@ def test_compare(answer, truth, well_formed, right):
 HOSTILE = [
     "9^{9^{9^{9^{9}}}}",
     "99999999999999999!",
-    r"\binom{99999999}{9999999}",
     r"\sum_{i=1}^{100000000} \frac{1}{i^2}",
-    "^" * 100,
-    "{" * 200,
     r"\frac{" * 30,
-    "\x00",
     "\ud800",
 ]
 

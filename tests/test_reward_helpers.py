@@ -14,22 +14,18 @@ from tasks.common.rewards.answers import RewardError, after_thinking, last_answe
     [
         ("<answer>1+2</answer>", "1+2"),
         ("<answer> \n 1+2\t</answer>", "1+2"),
-        ("<answer>1\n+2</answer>", "1\n+2"),
         ("<ANSWER>1+2</Answer>", "1+2"),
         ("<answer>1</answer> no, <answer>2</answer> done", "2"),
         ("<think><answer>1</answer></think><answer>2</answer>", "2"),
         ("<think>a</think><answer>1</answer><think>b</think><answer>2</answer>", "2"),
         ("<think>never closed <answer>1</answer>", "1"),
-        ("<answer></answer>", ""),
         ("<answer>1</answer><answer></answer>", ""),
         ("x" * 1_000_000 + "<answer>1</answer>", "1"),
         ("<answer>1</answer></think> no answer after the thinking", None),
         ("<answer>1</answer><think>again</think>", None),
         ("<answer>1", None),
-        ("1</answer>", None),
         ("</answer>1<answer>", None),
         ("", None),
-        ("1+2", None),
     ],
 )
 def test_last_answer(response, expected):
@@ -38,12 +34,7 @@ def test_last_answer(response, expected):
 
 @pytest.mark.parametrize("value", [{"target": 3, "numbers": [1, 2]}, [1, 2], 3, "text", None, 1.5])
 def test_json_text_and_object_are_the_same_ground_truth(value):
-    assert read_ground_truth(json.dumps(value)) == value
-
-
-@pytest.mark.parametrize("value", [{"target": 3}, [1, 2], 3, None])
-def test_other_ground_truth_is_returned_as_it_is(value):
-    assert read_ground_truth(value) is value
+    assert read_ground_truth(json.dumps(value)) == value == read_ground_truth(value)
 
 
 @pytest.mark.parametrize("opened", [True, 1, False, None])
@@ -85,24 +76,18 @@ def scorer(result):
     "result, reason",
     [
         (ZeroDivisionError("division by zero"), "ZeroDivisionError: division by zero"),
-        (KeyError("target"), "KeyError"),
         (ValueError("first line\nsecond line"), "first line"),
         (RecursionError(), "RecursionError"),
         ({"score": math.nan, "acc": 0.0}, "score is nan"),
-        ({"score": math.inf, "acc": 0.0}, "score is inf"),
         ({"score": 1.0, "acc": -math.inf}, "acc is -inf"),
         ({"score": 1.0, "acc": 1.0, "length": math.nan}, "length is nan"),
         ({"score": 1.0, "acc": None}, "acc is None"),
         ({"score": "1.0", "acc": 1.0}, "score is '1.0'"),
-        ({"score": [1.0], "acc": 1.0}, "score is [1.0]"),
         ({"score": 1.0, "acc": 1.0, "note": "two\nlines"}, "note is"),
         ({"score": 10**400, "acc": 1.0}, "score"),
         ({"score": 1.0}, "`acc`"),
         ({"acc": 1.0}, "`score`"),
-        ({}, "`score`"),
         (1.0, "must return a dict"),
-        (True, "must return a dict"),
-        (None, "must return a dict"),
         ([("score", 1.0), ("acc", 1.0)], "must return a dict"),
     ],
 )
@@ -114,12 +99,6 @@ def test_broken_score_is_refused_in_one_line(result, reason):
     assert "some_source" in message
     assert "'target': 7" in message
     assert "\n" not in message
-
-
-@pytest.mark.parametrize("one", [np.float32(1), np.int64(1), np.bool_(True), np.array(1.0), True])
-def test_a_score_is_a_number_of_any_library(one):
-    found = scorer({"score": one, "acc": one})("source", "response", "x")
-    assert found == {"score": 1.0, "acc": 1.0} and {*map(type, found.values())} == {float}
 
 
 def test_an_error_names_the_line_of_the_users_own_file():
@@ -139,7 +118,7 @@ def test_long_ground_truth_is_cut_in_the_message():
     "result, expected",
     [
         ({"score": 0.5, "acc": 0}, {"score": 0.5, "acc": 0.0}),
-        ({"score": 1, "acc": True}, {"score": 1.0, "acc": 1.0}),
+        ({"score": np.float32(1), "acc": np.bool_(True)}, {"score": 1.0, "acc": 1.0}),
         ({"score": -2.0, "acc": False, "extra": 3}, {"score": -2.0, "acc": 0.0, "extra": 3.0}),
     ],
 )
