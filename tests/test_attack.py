@@ -1,11 +1,11 @@
 """evaluation/attack.py: planted holes are found, shipped rewards give no false alarm."""
 
+import functools
 import importlib
 import json
 import re
 import time
 from dataclasses import replace
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,6 +49,7 @@ def rows_of(examples, count: int = 24) -> list[Row]:
     ]
 
 
+@functools.cache
 def rows(task: str, count: int = 24) -> list[Row]:
     """Problems that a task makes itself."""
     module = importlib.import_module(f"tasks.{task}.prepare_data")
@@ -102,13 +103,6 @@ def any_number_of_the_answer(source, response, truth, extra=None):
 
 
 @reward_function
-def prefix(source, response, truth, extra=None):
-    """gsm8k that takes the beginning of the number."""
-    answer = re.findall(r"####\s*(-?\d*)", response)
-    return scored(bool(answer) and truth.startswith(answer[-1]))
-
-
-@reward_function
 def nan(source, response, truth, extra=None):
     """gsm8k with a tolerance that NaN is never outside of."""
     try:
@@ -152,16 +146,6 @@ def the_names_of_calls(source, response, truth, extra=None):
     """tool_calling that does not look at the arguments: rows with the same names do not contradict one another."""
     names = [sorted(call["name"] for call in calls) for calls in (called(response), read_ground_truth(truth)["calls"])]
     return scored(names[0] == names[1])
-
-
-@reward_function
-def the_keys_of_calls(source, response, truth, extra=None):
-    """tool_calling that looks at the arguments' names alone."""
-
-    def keys(calls: list[dict]) -> list:
-        return sorted((call["name"], sorted(call["arguments"])) for call in calls)
-
-    return scored(keys(called(response)) == keys(read_ground_truth(truth)["calls"]))
 
 
 @reward_function
@@ -220,13 +204,11 @@ HOLES = [
     (the_target_alone, "countdown", "the last number of the prompt copied"),
     (any_expression, "countdown", "constant"),
     (any_number_of_the_answer, "gsm8k", "several answers in one mark"),
-    (prefix, "gsm8k", "format without content"),
     (nan, "gsm8k", "NaN and infinities"),
     (first_answer, "countdown", "answer inside thinking, another outside"),
     (spare_calls, "tool_calling", "several answers"),
     (no_call_is_none_wrong, "tool_calling", "nothing at all"),
     (the_names_of_calls, "tool_calling", "JSON emptied"),
-    (the_keys_of_calls, "tool_calling", "JSON of other values"),
     (any_key, numbered, "JSON with extra keys"),
     (longer_is_better, "gsm8k", "length"),
     (raises, "gsm8k", "Unicode digits and operators"),
@@ -325,13 +307,13 @@ def episodes(count: int = 24) -> list[Row]:
     ],
 )
 def test_a_hole_in_an_environment_is_found(made, exploit, why):
-    search = attacked(partial(attack.episode, made, 40), episodes(), 1500, until=exploit, most=1.0)
+    search = attacked(functools.partial(attack.episode, made, 40), episodes(), 1500, until=exploit, most=1.0)
     assert exploit in search.found and why in search.found[exploit].why, search.found
 
 
 @pytest.mark.medium
 def test_the_shipped_environment_gives_no_alarm():
-    search = attacked(partial(attack.episode, Environment, 8), episodes(40), 1100, most=1.0)
+    search = attacked(functools.partial(attack.episode, Environment, 8), episodes(40), 1100, most=1.0)
     assert search.found == {} and len(search.against) > 30
 
 
@@ -341,7 +323,7 @@ def test_the_shipped_environment_gives_no_alarm():
 def shuffled(tmp_path, responses: list[str], steps: int = 3) -> Path:
     """A run whose policy gave ``responses`` to the last of 24 prompts, in verl's form; before, nothing."""
     problems = rows("countdown")
-    (tmp_path / "rollouts").mkdir()
+    (tmp_path / "rollouts").mkdir(parents=True)
     compute_score = importlib.import_module("tasks.countdown.reward").compute_score
     for step in range(1, steps + 1):
         answers = [response if step == steps else "" for response in responses]
@@ -353,36 +335,29 @@ def shuffled(tmp_path, responses: list[str], steps: int = 3) -> Path:
     return tmp_path
 
 
-def learned(run_dir: Path) -> attack.Search:
+def learned(run_dir: Path) -> dict[str, attack.Finding]:
     reward = Guarded(importlib.import_module("tasks.countdown.reward").compute_score, rows("countdown"))
     try:
         search = attack.Search(rows("countdown"), reward, seconds=120)
         attack.learned(search, run_dir, 24)
     finally:
         reward.close()
-    return search
+    return search.found
 
 
 def test_a_policy_that_is_right_under_other_rows_truths_has_found_a_hole(tmp_path, capsys):
     """Each prompt's answer is another: the mapping is what was learned, no single text."""
-    found = learned(shuffled(tmp_path, [row.demonstration for row in rows("countdown")])).found[policy_attack.NAME]
+    responses = [row.demonstration for row in rows("countdown")]
+    run_dir = shuffled(tmp_path, responses)
+    found = learned(run_dir)[policy_attack.NAME]
     assert found.why == "right under the truths of other rows" and (len(found.fooled), found.of) == (24, 24)
     assert found.truth == rows("countdown")[0].truth
     assert re.search(r"policy: mean reward 0.000 at step 1, 1.000 at step 3", capsys.readouterr().out)
-
-
-def test_a_policy_that_is_right_less_often_has_not(tmp_path):
-    problems = rows("countdown")
-    responses = [row.demonstration if index < 11 else "" for index, row in enumerate(problems)]
-    assert learned(shuffled(tmp_path, responses)).found == {}
-
-
-def test_what_the_truths_own_frequency_explains_is_no_hole(tmp_path):
-    run_dir = shuffled(tmp_path, [row.demonstration for row in rows("countdown")])
-    for file in (run_dir / "rollouts").iterdir():  # as if all prompts had one truth
+    for file in (run_dir / "rollouts").iterdir():  # as if all prompts had one truth, which explains as much
         lines = [json.loads(line) for line in file.read_text().splitlines()]
         file.write_text("".join(json.dumps(line | {"gts": lines[0]["gts"]}) + "\n" for line in lines))
-    assert learned(run_dir).found == {}
+    assert learned(run_dir) == {}
+    assert learned(shuffled(tmp_path / "seldom", responses[:11] + [""] * 13)) == {}
 
 
 def test_the_truths_of_a_policy_are_those_of_other_rows(tmp_path, monkeypatch):
@@ -403,15 +378,9 @@ def test_the_truths_of_a_policy_are_those_of_other_rows(tmp_path, monkeypatch):
     assert truths == [own[index] for index in indices]  # what belongs to a truth goes with it
 
 
-@pytest.mark.parametrize(
-    ("task", "more", "said"),
-    [
-        ("calculator", {}, "TASK=calculator: has episodes of several turns; POLICY=1 trains single-turn tasks"),
-        ("countdown", {"METHOD": "dpo"}, "METHOD=dpo: samples nothing; POLICY=1 trains single-turn tasks with an RL"),
-    ],
-)
-def test_a_policy_needs_a_single_turn_task_and_an_rl_method(task, more, said, tmp_path):
-    result = make("attack", TASK=task, STACK="cpu", POLICY="1", ARTIFACTS=str(tmp_path), **more)
+def test_a_policy_needs_a_single_turn_task(tmp_path):
+    result = make("attack", TASK="calculator", STACK="cpu", POLICY="1", ARTIFACTS=str(tmp_path))
+    said = "TASK=calculator: has episodes of several turns; POLICY=1 trains single-turn tasks"
     assert result.returncode != 0 and said in result.stdout
 
 
@@ -597,7 +566,7 @@ def test_make_attack_writes_what_it_found_and_fails_in_ci(tmp_path):
 def test_the_lines_of_a_found_hole_fail_until_it_is_closed(tmp_path):
     """For an environment: whether the episode ends is not stated. For a reward: partial credit is left to it."""
     s = replace(load_settings(exported(ROOT / "tasks/calculator/train.sh", {"N_GPUS": "1"})), MAX_TURNS=40)
-    search = attacked(partial(attack.episode, PaysForCalls, 40), episodes(), 1500, most=1.0)
+    search = attacked(functools.partial(attack.episode, PaysForCalls, 40), episodes(), 1500, most=1.0)
     lines = [attack.example(s, search, finding) for finding in search.found.values()]
     (tmp_path / "examples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(RewardError, match=r"line 1: the score is .*, the row states less than 1\.0"):
