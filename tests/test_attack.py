@@ -3,6 +3,7 @@
 import functools
 import importlib
 import json
+import os
 import re
 import time
 from dataclasses import replace
@@ -18,6 +19,7 @@ from tasks.calculator.environment import Environment
 from tasks.common.evaluation import attack, policy_attack
 from tasks.common.evaluation.exploits import TURN, Form, Row, shrunk, with_values
 from tasks.common.guarded import Guarded, asks_judge
+from tasks.common.launch import main as launch
 from tasks.common.rewards import gym
 from tasks.common.rewards.answers import (
     JudgeError,
@@ -34,7 +36,7 @@ from tasks.common.rewards.math_answer import find_answer, read_number
 from tasks.common.rewards.tool_calls import Malformed, matched, parse_response
 from tasks.common.rows import chat, rl_row, rl_schema, write_parquet
 from tasks.common.runs import folder
-from tasks.common.settings import load_settings
+from tasks.common.settings import SettingsError, load_settings
 from tests.helpers import ROOT, SINGLE_TURN, SMALL, copy_of_checkout, exported, make
 
 
@@ -378,10 +380,18 @@ def test_the_truths_of_a_policy_are_those_of_other_rows(tmp_path, monkeypatch):
     assert truths == [own[index] for index in indices]  # what belongs to a truth goes with it
 
 
-def test_a_policy_needs_a_single_turn_task(tmp_path):
-    result = make("attack", TASK="calculator", STACK="cpu", POLICY="1", ARTIFACTS=str(tmp_path))
-    said = "TASK=calculator: has episodes of several turns; POLICY=1 trains single-turn tasks"
-    assert result.returncode != 0 and said in result.stdout
+@pytest.mark.parametrize(
+    ("task", "more", "said"),
+    [
+        ("calculator", {}, "TASK=calculator: has episodes of several turns; POLICY=1 trains single-turn tasks"),
+        ("countdown", {"METHOD": "dpo"}, "METHOD=dpo: samples nothing; POLICY=1 trains single-turn tasks with an RL"),
+    ],
+)
+def test_a_policy_needs_a_single_turn_task_and_an_rl_method(task, more, said, monkeypatch, tmp_path):
+    given = {"POLICY": "1", "ARTIFACTS": str(tmp_path), **more}
+    monkeypatch.setattr(os, "environ", exported(ROOT / f"tasks/{task}/train.sh", given))
+    with pytest.raises(SettingsError, match=said):
+        launch.main("attack", [])
 
 
 @pytest.mark.long
@@ -566,7 +576,7 @@ def test_make_attack_writes_what_it_found_and_fails_in_ci(tmp_path):
 def test_the_lines_of_a_found_hole_fail_until_it_is_closed(tmp_path):
     """For an environment: whether the episode ends is not stated. For a reward: partial credit is left to it."""
     s = replace(load_settings(exported(ROOT / "tasks/calculator/train.sh", {"N_GPUS": "1"})), MAX_TURNS=40)
-    search = attacked(functools.partial(attack.episode, PaysForCalls, 40), episodes(), 1500, most=1.0)
+    search = attacked(functools.partial(attack.episode, PaysForCalls, 40), episodes(), 400, most=1.0)
     lines = [attack.example(s, search, finding) for finding in search.found.values()]
     (tmp_path / "examples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(RewardError, match=r"line 1: the score is .*, the row states less than 1\.0"):
