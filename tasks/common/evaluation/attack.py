@@ -104,6 +104,8 @@ class Search:
             return not scores[i, j].right and scores[i, j].score <= (self.low + scores[j, j].score) / 2
 
         self.against = {i: {j for j in right if far(i, j) and far(j, i)} for i in right}
+        others = {i: self.rows[min(against)].demonstration for i, against in self.against.items() if against}
+        self.rows = [replace(row, other=others.get(i, "")) for i, row in enumerate(self.rows)]
 
     def _fools(self, result: Result) -> bool:
         earns = result.right or (not result.problem and result.score >= self.best)
@@ -207,20 +209,11 @@ class Search:
 
         return Form.learned([smallest(index) for index in list(self.against)[:SOME]])
 
-    def with_others(self) -> list[Row]:
-        """The rows, each with what is right for a row that contradicts it."""
-        others = {i: min(against) for i, against in self.against.items() if against}
-        return [
-            replace(row, other=self.rows[others[i]].demonstration) if i in others else row
-            for i, row in enumerate(self.rows)
-        ]
-
 
 def run(search: Search, seed: int, judged: bool = False, tries: float = float("inf"), say: Callable = id) -> None:
     """The library, then mutations of what scored most, until the time, the calls or ``tries`` are spent."""
     rng = random.Random(seed)
     form = Form() if judged else search.form()
-    search.rows = search.with_others()
     pool: list[tuple[tuple[int, float], Attempt]] = []
     for attempt in library(search.rows, form, judged):
         if search.over or search.tried >= tries:
