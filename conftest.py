@@ -1,5 +1,6 @@
 """Fixtures of the tests."""
 
+import fcntl
 import gc
 import os
 import subprocess
@@ -103,6 +104,31 @@ def compose_verls_config_once():
 
     with pytest.MonkeyPatch.context() as patch:
         composed_once.install(patch)
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def embedded_model_unpacked_once(tmp_path_factory):
+    """Unpacking takes ten seconds, and a hundred tests have ARTIFACTS of their own."""
+    from tasks.common.models import find
+
+    own = tmp_path_factory.getbasetemp()
+    unpack, shared = find.embedded_model, (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "unpacked"
+    shared.mkdir(exist_ok=True)  # of all workers
+
+    def linked(variable: str = "MODEL") -> Path:
+        folder = find.embedded_folder()
+        if not folder.is_dir():
+            with (shared / ".lock").open("w") as lock, pytest.MonkeyPatch.context() as patch:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                patch.setenv("ARTIFACTS", str(shared))
+                once = unpack(variable)
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            folder.symlink_to(once)
+        return folder
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(find, "embedded_model", linked)
         yield
 
 
