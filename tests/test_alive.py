@@ -109,7 +109,7 @@ ray.get([unit.ready.remote() for unit in units])
 """
 
 
-@pytest.mark.medium
+@pytest.mark.long
 def test_what_ray_has_no_room_for_is_named(tmp_path):
     with pytest.raises(StageFailed) as failure:
         run_python(RAY, tmp_path, minutes=0.6)

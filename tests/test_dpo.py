@@ -417,7 +417,7 @@ def test_a_continued_training_follows_the_formula_and_is_the_uninterrupted_one(s
     assert not any(ours[name].equal(start[name]) for name in ours)
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_shards_in_two_processes_train_as_one_process_and_go_on_from_a_checkpoint(small_model, tmp_path):
     """From a checkpoint whose config names an attention that only verl's processes know, as older ones do."""
     pairs, start = many_pairs(tmp_path, prompts=40), shutil.copytree(small_model, tmp_path / "start")

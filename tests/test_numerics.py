@@ -274,6 +274,7 @@ def test_grpo_with_one_update_a_step(thinking_model, checkout, tmp_path):
     assert weighed == pytest.approx(weights.sum(), rel=1e-5)
 
 
+@pytest.mark.long
 def test_gspo(thinking_model, checkout, tmp_path):
     (update,), losses, _ = train("gspo", thinking_model, checkout, tmp_path, LR="0.0005")  # ratios on both sides of 1
     reference = grpo_advantages(update)

@@ -141,7 +141,7 @@ def test_make_refuses_it_before_anything_starts(small_model, tmp_path):
     assert not list(tmp_path.glob("runs/*/*/logs"))
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ppo_with_lora_trains_on_the_classifiers_own_scores(small_model, classifier, tmp_path):
     """The dumped scores are those of transformers for the same chats; evaluation keeps the task's reward.
 

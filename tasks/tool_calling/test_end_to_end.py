@@ -17,6 +17,7 @@ def variables(small_model, tmp_path_factory) -> dict[str, str]:
     return VARIABLES | own | {"MAX_PROMPT_LENGTH": "2000", "MAX_SAMPLES": "28"}
 
 
+@pytest.mark.long
 def test_every_stage(variables):
     run_stages(make, variables, {"parsed", "names", "missing", "extra"})
 
