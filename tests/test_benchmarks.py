@@ -70,7 +70,9 @@ def with_fake_make(script, tmp_path, *runs: str, **variables: str) -> subprocess
     metrics += "; open(os.environ['ARTIFACTS'] + '/bench/now/ours/metrics/000.jsonl', 'w')"
     fake.write_text(f"#!/usr/bin/env python3\nimport json, os, sys\n{writes}\n{metrics}\n")
     fake.chmod(0o755)
-    environment = os.environ | {"MAKE": str(fake), "STACK": "a100", "ARTIFACTS": str(tmp_path)} | variables
+    (tmp_path / "curl").symlink_to("/bin/true")  # a served judge answers
+    given = {"MAKE": str(fake), "STACK": "a100", "ARTIFACTS": str(tmp_path), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    environment = {name: value for name, value in os.environ.items() if name != "MODELS"} | given | variables
     return subprocess.run(["bash", script, *runs], env=environment, capture_output=True, text=True)
 
 
@@ -89,7 +91,8 @@ def settings_of(calls: list[list[str]]) -> list:
         given = dict(text.split("=", 1) for text in variables)  # the last counts, as make has it
         task = given.pop("TASK")
         given["STAGE"] = "train" if target == "bench_training" else target
-        environment = exported(ROOT / "tasks" / task / "train.sh", given)
+        scripts = ROOT / "tasks" / task / "train.sh"
+        environment = exported(scripts if scripts.exists() else ROOT / "tasks/countdown/train.sh", given)
         s, _ = load_settings(environment), load_settings(environment, cls=Command)
         assert task == s.TASK
         found.append(s)
@@ -98,22 +101,12 @@ def settings_of(calls: list[list[str]]) -> list:
 
 @pytest.mark.medium
 def test_the_runs_on_a_gpu_have_settings_that_are_taken(tmp_path, idle_python):
-    result = with_fake_make(ON_A_GPU, tmp_path, PYTHON=idle_python)
+    result = with_fake_make(ON_A_GPU, tmp_path, PYTHON=idle_python, MODELS=str(tmp_path / "models"))
     assert result.returncode == 0, result.stdout + result.stderr
     calls = [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
-    assert {target for target, *_ in calls} == {
-        "all",
-        "data",
-        "train",
-        "dpo",
-        "probe",
-        "batch",
-        "chat",
-        "simulate",
-        "experiment",
-        "bench_training",
-    }
-    assert all(s.STACK == "a100" for s in settings_of(calls))
+    targets = {"all", "data", "train", "dpo", "probe", "batch", "chat", "simulate", "experiment", "bench_training"}
+    assert {target for target, *_ in calls} == targets | {"doctor", "new"}
+    assert all(s.STACK == "a100" for s in settings_of([call for call in calls if call[0] != "new"]))
 
 
 def test_the_runs_on_two_gpus_have_settings_that_are_taken(tmp_path, idle_python):
@@ -140,9 +133,16 @@ def test_a_part_on_two_gpus_that_fails_does_not_stop_the_others(tmp_path, idle_p
     assert "error: none" in said[0]
 
 
-def test_a_run_on_a_gpu_that_there_is_not_is_refused(tmp_path):
-    result = with_fake_make(ON_A_GPU, tmp_path, "learn", "nosuch")
-    assert result.returncode == 2 and result.stderr.startswith("error: nosuch: no such run; there are: learn gspo")
+@pytest.mark.parametrize(
+    ("run", "said"),
+    [
+        ("nosuch", "no such run; there are: learn gspo"),
+        ("distill", "set MODELS to a folder with the models small and teacher\n"),
+    ],
+)
+def test_a_run_on_a_gpu_that_cannot_be_made_is_refused(run, said, tmp_path):
+    result = with_fake_make(ON_A_GPU, tmp_path, "learn", run)
+    assert result.returncode == 2 and result.stderr.startswith(f"error: {run}: {said}")
     assert not (tmp_path / "calls").exists()
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The runs behind the table in docs/GPU.md: every method and task with a small model on one GPU.
 #
-#   STACK=a100 bash tests/benchmarks/on_a_gpu.sh [RUN ...]     default: all of RUNS, one after the other
+#   STACK=a100 bash tests/benchmarks/on_a_gpu.sh [RUN ...]     default: all that there are models for, one after the other
 #
 # Each run has a folder artifacts/on_a_gpu/STACK/RUN of its own, and its screen beside it in RUN.txt. A run that fails does
 # not stop the others; the last lines say how each ended. PYTHON=/some/python takes an environment of your own.
@@ -92,7 +92,8 @@ methods() { # the same warm-up and rollouts for each; a100 refuses three of them
     METHODS="${METHODS:-$all}" SEEDS="${SEEDS:-3}" JOBS="${JOBS:-4}"
 }
 
-MODEL_OF_REAL=${MODELS:-}/small
+MODELS=${MODELS:-}
+MODEL_OF_REAL=$MODELS/small
 REAL_SIZE=(TASK=countdown DIFFICULTY=easy TRAIN_SIZE=512 TEST_SIZE=32 DEV_SIZE=16 TEST_FREQ=0 STEPS=3 TRAIN_BATCH_SIZE=16
   ROLLOUT_N=4 MINI_BATCH_SIZE=8 N=1 MAX_PROMPT_LENGTH=256 MAX_RESPONSE_LENGTH=256 MAX_TOKENS_PER_GPU=8192
   GPU_MEMORY_UTILIZATION="${SHARE:-0.5}")
@@ -116,11 +117,11 @@ judged() { # the judge: MODELS/teacher, served by vLLM on the same GPU
     --host 127.0.0.1 --port "$port" --gpu-memory-utilization 0.15 --kv-cache-memory-bytes 2000000000 \
     --max-model-len 4096 --enforce-eager >"$ARTIFACTS/judge.txt" 2>&1 &
   server=$!
-  for _ in $(seq 120); do
-    curl -sf "http://127.0.0.1:$port/v1/models" >/dev/null && break
+  until curl -sf "http://127.0.0.1:$port/v1/models" >/dev/null; do
+    kill -0 "$server" || { echo "error: the judge ended: $ARTIFACTS/judge.txt" && return 1; }
     sleep 2
   done
-  make new TASK=judged_on_a_gpu PYTHON="${PYTHON:-.venv/bin/python}" OPTIONS="reward=judge" &&
+  "${MAKE:-make}" new TASK=judged_on_a_gpu PYTHON="${PYTHON:-.venv/bin/python}" OPTIONS="reward=judge" &&
     JUDGE_URL=http://127.0.0.1:$port/v1 JUDGE_MODEL=judge start train "${SMALL[@]}" TASK=judged_on_a_gpu TRAIN_SIZE=64 TEST_SIZE=8
   local code=$?
   kill "$server"
@@ -144,16 +145,21 @@ qwen14b_lora() { large qwen14b LORA_RANK=32 LORA_ALPHA=64; }
 WEIGHTS="actor_rollout_ref.actor.checkpoint.save_contents=[model,hf_model]"
 qwen7b() { large qwen7b N_GPUS=2 KEEP=0 ARGS="$WEIGHTS"; }
 qwen32b_lora() { large qwen32b N_GPUS=2 LORA_RANK=32 LORA_ALPHA=64 TP=2 OFFLOAD=1 ARGS="${LORA_32B:-}"; }
-RUNS+=("${REAL[@]}" "${LARGE[@]}")
+WITH_MODELS=("${REAL[@]}" "${LARGE[@]}")
+[ -n "$MODELS" ] && RUNS+=("${WITH_MODELS[@]}")
+[ $# -gt 0 ] || set -- "${RUNS[@]}"
 
-for run in "${@:-${RUNS[@]}}"; do
-  if [[ " ${RUNS[*]} " != *" $run "* ]]; then
+for run; do
+  if [[ " ${RUNS[*]} " == *" $run "* ]]; then continue; fi
+  if [[ " ${WITH_MODELS[*]} " == *" $run "* ]]; then
+    echo "error: $run: set MODELS to a folder with the models small and teacher" >&2
+  else
     echo "error: $run: no such run; there are: ${RUNS[*]}" >&2
-    exit 2
   fi
+  exit 2
 done
 status=0
-for run in "${@:-${RUNS[@]}}"; do
+for run; do
   export ARTIFACTS=$OUT/$run
   mkdir -p "$ARTIFACTS"
   echo "$run: $OUT/$run.txt"
