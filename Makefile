@@ -110,7 +110,7 @@ lock: ## pin all packages of every stack from pyproject.toml; UPGRADE=1 takes th
 lint: ## run ruff and shellcheck, and check the format
 format: ## format the Python code
 docs: ## build the documents as a site with search: artifacts/site/index.html
-recipe: ## run a published result again, NAME=cpu-countdown, and write its row of docs/RESULTS.md; without NAME list all
+recipe: ## run a published result again, NAME=cpu-countdown: is its promise kept? Without NAME list all
 test-all: ## run all tests, including the long end-to-end runs
 bench: ## compare our sampling with plain LLM.generate, in tokens per second; ARGS="--out file.json"
 bench_training: ## time a GRPO step with our settings, those of verl's example, and naive ones; ARGS="--help"

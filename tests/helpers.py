@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from tasks.common.settings import COMPLETE, STACKS, stack, values_of
+from tasks.common.settings import COMPLETE, STACKS, Command, Settings, load_settings, stack, values_of
 from tests.warm_python import EARLY
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -67,6 +67,17 @@ def exported(train_sh: Path, changes: dict[str, str]) -> dict[str, str]:
     given = {**clean, "STACK": "cpu", **changes, "TASK": train_sh.parent.name}
     values = {name: value.text for name, value in values_of(given, train_sh.parents[2]).items()}
     return given | stack(given["STACK"]).ENVIRONMENT | values | {COMPLETE: "1", "PYTHONPATH": str(train_sh.parents[2])}
+
+
+def settings_of(target: str, variables: list[str]) -> Settings:
+    """The settings of `make target VARIABLE=value ...`, which the task must take; those of a task that is to be
+    written are countdown's."""
+    given = dict(text.split("=", 1) for text in variables)  # the last counts, as make has it
+    train_sh = ROOT / "tasks" / given.pop("TASK") / "train.sh"
+    given["STAGE"] = "train" if target == "bench_training" else target
+    environment = exported(train_sh if train_sh.exists() else ROOT / "tasks/countdown/train.sh", given)
+    load_settings(environment, cls=Command)
+    return load_settings(environment)
 
 
 # What make put into the environment, and what pytest was called with.

@@ -8,9 +8,8 @@ import sys
 import pandas as pd
 import pytest
 
-from tasks.common.settings import Command, load_settings
 from tests.benchmarks import fresh_prompts
-from tests.helpers import ROOT, SMALL, exported, make
+from tests.helpers import ROOT, SMALL, make, settings_of
 
 
 def rows(**scores) -> str:
@@ -84,21 +83,6 @@ def idle_python(tmp_path):
     return str(tmp_path / "python")
 
 
-def settings_of(calls: list[list[str]]) -> list:
-    """Of each call of make, whose variables its task takes."""
-    found = []
-    for target, *variables in calls:
-        given = dict(text.split("=", 1) for text in variables)  # the last counts, as make has it
-        task = given.pop("TASK")
-        given["STAGE"] = "train" if target == "bench_training" else target
-        scripts = ROOT / "tasks" / task / "train.sh"
-        environment = exported(scripts if scripts.exists() else ROOT / "tasks/countdown/train.sh", given)
-        s, _ = load_settings(environment), load_settings(environment, cls=Command)
-        assert task == s.TASK
-        found.append(s)
-    return found
-
-
 @pytest.mark.medium
 def test_the_runs_on_a_gpu_have_settings_that_are_taken(tmp_path, idle_python):
     result = with_fake_make(ON_A_GPU, tmp_path, PYTHON=idle_python, MODELS=str(tmp_path / "models"))
@@ -106,7 +90,7 @@ def test_the_runs_on_a_gpu_have_settings_that_are_taken(tmp_path, idle_python):
     calls = [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
     targets = {"all", "data", "train", "dpo", "probe", "batch", "chat", "simulate", "experiment", "bench_training"}
     assert {target for target, *_ in calls} == targets | {"doctor", "new"}
-    assert all(s.STACK == "a100" for s in settings_of([call for call in calls if call[0] != "new"]))
+    assert all(settings_of(target, given).STACK == "a100" for target, *given in calls if target != "new")
 
 
 def test_the_runs_on_two_gpus_have_settings_that_are_taken(tmp_path, idle_python):
@@ -115,7 +99,7 @@ def test_the_runs_on_two_gpus_have_settings_that_are_taken(tmp_path, idle_python
     calls = [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
     targets = [target for target, *_ in calls]
     assert targets == ["data", "dpo", "dpo", "train", *["bench_training"] * 5]
-    found = settings_of(calls)
+    found = [settings_of(target, given) for target, *given in calls]
     assert all(s.STACK == "current" for s in found)
     tp, sp16k, *scale = found[3:]
     assert (tp.TP, tp.OFFLOAD, tp.N_GPUS, tp.STEPS) == (2, 1, 2, 2)

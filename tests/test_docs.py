@@ -30,6 +30,7 @@ from tasks.common.rewards.judge import Judge
 from tasks.common.settings import Command, Settings, SettingsError, load_settings
 from tests.benchmarks import curve, pictures
 from tests.helpers import PYTHON, ROOT, SMALL, copy_of_checkout, exported, outside_make
+from tests.results import RESULTS, linked, names, recipes
 from tests.settings_page import settings_page
 
 DOCUMENTS = [
@@ -85,7 +86,8 @@ def broken_links(path: Path, text: str) -> list[str]:
             continue
         file, _, anchor = link.partition("#")
         target = path.parent / file if file else path
-        if not target.exists() or (anchor and anchor not in anchors(target)):
+        named = names if "/results/" in file else anchors
+        if not target.exists() or (anchor and anchor not in named(target.resolve())):
             broken.append(link)
     return broken
 
@@ -97,9 +99,12 @@ def test_links_lead_somewhere(name):
 
 def test_a_broken_link_is_found():
     text = (
-        "[a](docs/NOWHERE.md) [b](README.md#no-such-heading) [c](README.md#install) `[d](x)` [e](https://example.org)"
+        "[a](docs/NOWHERE.md) [b](README.md#no-such-heading) [c](README.md#install) `[d](x)` [e](https://example.org) "
+        "[f](docs/results/recipes.json#cpu-countdown) [g](docs/results/recipes.json#none) "
+        "[h](docs/results/metrics.jsonl#x)"
     )
-    assert broken_links(ROOT / "README.md", text) == ["docs/NOWHERE.md", "README.md#no-such-heading"]
+    wrong = ["docs/NOWHERE.md", "README.md#no-such-heading", "docs/results/recipes.json#none"]
+    assert broken_links(ROOT / "README.md", text) == [*wrong, "docs/results/metrics.jsonl#x"]
 
 
 def test_every_document_can_be_reached_from_the_readme():
@@ -366,16 +371,16 @@ def test_a_change_of_one_language_alone_is_found(name, part, old, new):
 
 
 def test_the_picture_of_the_readme_is_drawn_from_its_file_and_its_caption_says_what_is_in_it(tmp_path):
-    curve.draw(curve.METRICS, tmp_path / "new.png")
+    curve.draw(tmp_path / "new.png")
     assert np.array_equal(plt.imread(tmp_path / "new.png"), plt.imread(curve.PICTURE))
     assert curve.PICTURE.stat().st_size < 60_000
-    values = curve.curve(curve.METRICS)
+    values = curve.curve()
     scores, entropies = values[curve.SCORE], values[curve.ENTROPY]
     text = " ".join((ROOT / "README.md").read_text().split())
     entropy = "rises" if entropies[-1] > entropies[0] else "falls"
     assert f"rises ({scores[0]:.2f} → {scores[-1]:.2f}), and the entropy {entropy} ({entropies[0]:.3f} → " in text
     assert f"→ {entropies[-1]:.3f} nats)" in text and f"{values['step'][-1]} GRPO steps" in text
-    result = json.loads((ROOT / "docs/results/recipe-gpu-countdown-search-135m-current.json").read_text())
+    result = recipes()["gpu-countdown-search-135m"]
     found = result["compare"]["metrics"]["pass@1"]
     start, end = (found[name]["value"] for name in ("warm-up", "trained"))
     assert f"from {start:.3f} to {end:.3f}" in text and f"+{interval(found['difference'])}, paired" in text
@@ -417,24 +422,23 @@ def interval(found: dict) -> str:
     return f"{found['value']:.3f} [{found['low']:.3f}, {found['high']:.3f}]"
 
 
-def intervals(path: Path) -> set[str]:
-    """The values with intervals that a file of results has: those of JSON, or those on a screen."""
+def intervals(result) -> set[str]:
+    """The values with intervals that a result has: those of JSON, or those on a screen."""
 
     def inside(found) -> set[str]:
         own = {interval(found)} if isinstance(found, dict) and {"value", "low", "high"} <= set(found) else set()
         parts = found.values() if isinstance(found, dict) else found if isinstance(found, list) else ()
         return own.union(*map(inside, parts))
 
-    text = path.read_text()
-    return inside(json.loads(text)) if path.suffix == ".json" else set(INTERVAL.findall(text))
+    return set(INTERVAL.findall(result)) if isinstance(result, str) else inside(result)
 
 
 def not_measured(text: str, folder: Path) -> list[str]:
-    """The rows of ``text`` with an interval that none of the files has to which the row links."""
+    """The rows of ``text`` with an interval that none of the results has to which the row links."""
     wrong = []
     for row in re.findall(r"^\|.*\[.*$", text, re.M):
-        files = [folder / name for name in re.findall(r"\]\((\S+\.(?:json|txt))\)", row)]
-        if set(INTERVAL.findall(row)) - set().union(*map(intervals, files)):
+        links = re.findall(r"\]\(([^\s#]+\.(?:json|txt))#?([^\s)]*)\)", row)
+        if set(INTERVAL.findall(row)) - set().union(*(intervals(linked(folder / file, name)) for file, name in links)):
             wrong.append(row)
     return wrong
 
@@ -453,15 +457,18 @@ def test_results_are_those_of_their_files():
     "page", [p for p in DOCUMENTS if INTERVAL.search(p.read_text())], ids=lambda path: str(path.relative_to(ROOT))
 )
 def test_an_interval_of_any_page_is_in_a_result(page):
-    results = [file for file in (ROOT / "docs/results").iterdir() if file.suffix in (".json", ".txt")]
+    results = [linked(file, "") for file in RESULTS.iterdir() if file.suffix in (".json", ".txt")]
     assert set(INTERVAL.findall(page.read_text())) <= set().union(*map(intervals, results))
 
 
 def test_a_page_or_a_program_names_each_result():
-    """Those of make recipe are in its table; metrics by step are also read by their pattern (test_health.py)."""
+    """Metrics by step are also read all together (test_health.py)."""
     text = "".join(file.read_text() for file in [*DOCUMENTS, *(ROOT / "tests").rglob("*.py")])
-    files = [file.name for file in (ROOT / "docs/results").iterdir() if not file.name.endswith(".metrics.jsonl")]
-    assert len(files) > 50 and [name for name in files if name not in text] == []
+    files = [*RESULTS.iterdir()]
+    parts = [f"{file.name}#{name}" for file in files if f"{file.name}#" in text for name in names(file)]
+    assert len(parts) > 50
+    unnamed = [name for name in [*(file.name for file in files), *parts] if name not in text]
+    assert [name for name in unnamed if not name.startswith("metrics.jsonl#")] == []
 
 
 def test_the_lines_of_char_count_are_counted():
@@ -477,9 +484,8 @@ def test_the_lines_of_char_count_are_counted():
 
 
 def test_seconds_and_tokens_of_a_step_are_those_of_their_files():
-    rows = re.findall(r"^\|(.*)\]\((results/\S+\.json)\)", (ROOT / "docs/RESULTS.md").read_text(), re.M)
-    timed = [(row, json.loads((ROOT / "docs" / file).read_text())) for row, file in rows]
-    timed = [(row, found) for row, found in timed if "variants" in found]
+    rows = re.findall(r"^\|(.*)\]\(results/speed\.json#(\S+)\)", (ROOT / "docs/RESULTS.md").read_text(), re.M)
+    timed = [(row, linked(RESULTS / "speed.json", name)) for row, name in rows]
     assert len(timed) > 10
     for row, found in timed:
         cells = {cell.strip() for cell in row.split("|")}

@@ -28,6 +28,7 @@ from tasks.common.rows import decoded, read_rows
 from tasks.common.runs.folder import rl_dir, sft_dir
 from tasks.common.settings import load_settings, problems
 from tasks.common.stacks import cpu
+from tests import results
 from tests.helpers import ROOT, SMALL, exported, make, write_checkpoint
 from tests.test_profiles import CONFIGS, PROFILES, hardware_of, loaded
 
@@ -645,24 +646,23 @@ def test_the_embedded_models_shapes_are_those_of_its_package():
     assert shapes(EMBEDDED_CONFIG).parameters == sum(int(tensor.n_elements) for tensor in tensors)
 
 
-CPU_RECIPES = sorted((ROOT / "docs/results").glob("recipe-cpu-*-cpu.json"))
+CPU_RECIPES = [name for name in results.recipes() if name.startswith("cpu-")]
 
 
-@pytest.mark.parametrize("file", CPU_RECIPES, ids=lambda file: file.stem)
-def test_the_estimate_on_a_cpu_is_above_what_was_measured(file, monkeypatch):
+@pytest.mark.parametrize("recipe", CPU_RECIPES)
+def test_the_estimate_on_a_cpu_is_above_what_was_measured(recipe, monkeypatch):
     monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", cpu.ENVIRONMENT["VLLM_CPU_KVCACHE_SPACE"])
     monkeypatch.setattr(hardware, "number_bytes", lambda on_cpu: 2)  # they ran in bfloat16
-    task = file.stem.split("-")[2]
+    task = recipe.split("-")[1]
     s = load_settings(exported(ROOT / f"tasks/{task}/train.sh", {"STACK": "cpu"}))
     estimate = sum(memory.estimate(shapes(EMBEDDED_CONFIG), memory_checks.plan(s, [])).ram.values())
-    assert 1 < estimate / 1e9 / json.loads(file.read_text())["ram_gb"] < 1.3
+    assert 1 < estimate / 1e9 / results.recipes()[recipe]["ram_gb"] < 1.3
 
 
 def test_the_estimate_follows_what_was_measured_on_a_gpu():
     """docs/GPU.md's run on an H200: peak of the allocator by step, rows of at most so many tokens in batches of 32."""
-    steps = [json.loads(line)["data"] for line in (ROOT / "docs/results/h200-countdown-grpo.metrics.jsonl").open()]
     longest = 0
-    for number, step in enumerate(steps, 1):
+    for number, step in results.metrics()["h200-countdown-grpo"].items():
         longest = max(longest, int(step["prompt_length/max"] + step["response_length/max"]))
         plan = Plan(tokens=32 * longest, sequence=192, share=0)
         needs = memory.estimate(shapes(EMBEDDED_CONFIG), plan).update
@@ -675,11 +675,11 @@ def test_the_estimate_follows_what_was_measured_on_a_gpu():
 @pytest.mark.parametrize("gpus", [1, 2, 4])
 def test_the_estimate_follows_what_was_measured_with_billions_of_parameters_on_several_gpus(gpus):
     """docs/GPU.md's benchmark: the last step's peak, fused kernels, passes of 32,768 tokens."""
-    lines = (ROOT / f"docs/results/h200-3b-{gpus}gpu.metrics.jsonl").read_text().splitlines()
+    steps = results.metrics()[f"h200-3b-{gpus}gpu"]
     plan = Plan(gpus=gpus, gpus_here=gpus, tokens=32768, sequence=512, share=0, fused=True)
     needs = memory.estimate(shapes(QWEN25_3B), plan).update
     needs.pop("contexts")
-    measured = json.loads(lines[-1])["data"]["actor/perf/max_memory_allocated_gb"]
+    measured = steps[max(steps)]["actor/perf/max_memory_allocated_gb"]
     assert sum(needs.values()) / 2**30 == pytest.approx(measured, rel=0.05)
 
 

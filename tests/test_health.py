@@ -1,14 +1,14 @@
 """Health rules: on the metrics of real trainings (docs/results), and on such as each rule is about."""
 
-import json
 from dataclasses import replace
 
 import pytest
 
 from tasks.common.runs.folder import read_metrics
 from tasks.common.runs.health import findings, newest_by_rule, no_signal
-from tasks.common.settings import ROOT, load_settings
+from tasks.common.settings import load_settings
 from tasks.common.verl_plugins.answers import figures
+from tests.results import metrics
 from tests.test_settings import VALUES
 
 SETTINGS = replace(load_settings(VALUES), MAX_RESPONSE_LENGTH=64, KL_COEF=0.01)
@@ -26,8 +26,7 @@ FINE = {
 
 
 def real(name: str, machine: str = "h200") -> dict[int, dict]:
-    lines = (ROOT / f"docs/results/{machine}-{name}.metrics.jsonl").read_text().splitlines()
-    return {record["step"]: record["data"] for record in map(json.loads, lines)}
+    return metrics()[f"{machine}-{name}"]
 
 
 def found(changes: dict[int, dict], steps: int = 20, **settings) -> list[tuple[str, int]]:
@@ -218,8 +217,7 @@ def test_a_policy_that_unlearns_falls_and_no_other_real_training_does():
     score = {step: {"critic/score/mean": value} for step, value in enumerate((0.4, 0.3, 0.09, 0.09, 0.11, 0.09), 1)}
     assert found(score) == []
     assert found(score | {step: {"critic/score/mean": 0.09} for step in (5, 6)}) == [("fall", 5), ("fall", 6)]
-    names = [file.name.split(".")[0].split("-", 1) for file in (ROOT / "docs/results").glob("*.metrics.jsonl")]
-    rules = {f"{where}-{name}": {each.rule for each in findings(real(name, where), SETTINGS)} for where, name in names}
+    rules = {name: {each.rule for each in findings(steps, SETTINGS)} for name, steps in metrics().items()}
     assert len(rules) > 20 and [name for name, fired in rules.items() if "fall" in fired] == ["h100-char_count"]
 
 
@@ -289,13 +287,10 @@ def test_memory_that_lasts_for_the_training_or_whose_limit_is_unknown_is_fine():
 
 def test_the_memory_of_real_trainings_is_fine():
     """With less RAM than their hosts had (those of two GPUs have 256 GB)."""
-    files = [*(ROOT / "docs/results").glob("*.metrics.jsonl")]
-    assert files
-    for file in files:
-        rows = {record["step"]: record["data"] for record in map(json.loads, file.read_text().splitlines())}
-        metrics = {step: row | {"perf/cpu_memory_limit_gb": 256.0} for step, row in rows.items()}
-        ill = findings(metrics, replace(SETTINGS, STEPS=max(rows)))
-        assert not [each for each in ill if each.rule == "memory"], file.name
+    for name, rows in metrics().items():
+        limited = {step: row | {"perf/cpu_memory_limit_gb": 256.0} for step, row in rows.items()}
+        ill = findings(limited, replace(SETTINGS, STEPS=max(rows)))
+        assert not [each for each in ill if each.rule == "memory"], name
 
 
 def curve(key: str, values: list[float], **others: list[float]) -> dict[int, dict]:
@@ -329,10 +324,9 @@ def test_one_wrong_response_for_all_samples_is_told():
 
 
 def test_the_new_rules_find_nothing_in_real_trainings():
-    for file in (ROOT / "docs/results").glob("*.metrics.jsonl"):
-        machine, _, name = file.name.split(".")[0].partition("-")
-        fired = {each.rule for each in findings(real(name, machine), SETTINGS)}
-        assert not fired & {"hollow", "short", "alike"}, file.name
+    for name, steps in metrics().items():
+        fired = {each.rule for each in findings(steps, SETTINGS)}
+        assert not fired & {"hollow", "short", "alike"}, name
 
 
 def test_the_answers_of_a_step_are_measured():

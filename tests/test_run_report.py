@@ -16,7 +16,8 @@ from tasks.common.evaluation.statistics import Estimate
 from tasks.common.reports import run_report
 from tasks.common.runs import launches
 from tasks.common.runs.folder import named
-from tasks.common.settings import ROOT, SettingsError, load_settings
+from tasks.common.settings import SettingsError, load_settings
+from tests import results
 from tests.helpers import make
 from tests.test_records import make_run
 from tests.test_settings import VALUES
@@ -235,9 +236,10 @@ def test_a_run_with_all_has_every_section(settings):
 
 def test_the_numbers_of_a_real_training_are_those_of_its_file(settings):
     run_dir = make_run(settings)
-    lines = (ROOT / "docs/results/h200-countdown-two-numbers.metrics.jsonl").read_text()
-    (run_dir / "metrics/000.jsonl").write_text(lines)
-    records = [json.loads(line)["data"] for line in lines.splitlines()]
+    steps = results.metrics()["h200-countdown-two-numbers"]
+    lines = [json.dumps({"step": step, "data": data}) for step, data in steps.items()]
+    (run_dir / "metrics/000.jsonl").write_text("\n".join(lines))
+    records = [*steps.values()]
     page = report(run_dir)
     rows = {row[0]: row[1:] for row in page.rows["Curves"][1:]}
     phases = {name for name in records[0] if name.startswith("timing_s/")}
@@ -418,10 +420,9 @@ def test_a_run_of_an_older_version_and_a_task_that_is_gone(settings):
 
 
 def test_dpo_and_a_warm_up_have_their_own_curves(settings):
-    lines = (ROOT / "docs/results/h200-countdown-dpo.metrics.jsonl").read_text().splitlines()
-    metrics = {record["step"]: record["data"] for record in map(json.loads, lines)}
+    metrics = results.metrics()["h200-countdown-dpo"]
     held_out = {"val/loss": 0.6, "val/accuracy": 0.7, "val/margin": 0.1}
-    metrics |= {max(metrics): metrics[max(metrics)] | held_out}
+    metrics = metrics | {max(metrics): metrics[max(metrics)] | held_out}
     page = report(make_run(replace(settings, METHOD="dpo"), "dpo-1", metrics=metrics))
     wanted = {"train/loss", "dpo/rewards/accuracies", "timing_s/step", *held_out}
     assert wanted <= {row[0] for row in page.rows["Curves"]}

@@ -21,7 +21,7 @@ def seconds(step: speed.Step, gpu: speed.GPU = H200) -> float:
 def test_a_recorded_run_is_read_as_its_summary_says():
     run = next(run for run in speed.recorded() if run.run.name == "h200-3b-1gpu")
     assert run.step.rollouts == 1024 and run.step.response == pytest.approx(255.7, abs=0.1)
-    assert run.total == pytest.approx(37.5, abs=0.2)  # docs/results/h200-3b-1gpu.json
+    assert run.total == pytest.approx(37.5, abs=0.2)  # docs/results/speed.json
     assert run.memory == pytest.approx(57.5457 * 2**30, rel=1e-5)
 
 
@@ -73,5 +73,5 @@ def test_gpus_are_those_that_the_variable_takes():
 
 
 def test_a_copy_without_recorded_runs_has_none(tmp_path, monkeypatch):
-    with pytest.raises(OSError, match=re.escape("h200-3b-1gpu.metrics.jsonl")):
+    with pytest.raises(OSError, match=re.escape("metrics.jsonl")):
         speed.measured(speed.RECORDED[0], tmp_path)

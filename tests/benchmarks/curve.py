@@ -1,33 +1,25 @@
-"""A training by step: mean score and entropy of a metrics file, as the picture that the README shows.
+"""A training by step, as the picture that the README shows: PYTHONPATH=. python tests/benchmarks/curve.py"""
 
-    PYTHONPATH=. python tests/benchmarks/curve.py [FILE.metrics.jsonl] [PICTURE.png]
-
-FILE has a line for each step, as verl writes them.
-"""
-
-import json
-import sys
 from pathlib import Path
 
 from tasks.common.evaluation.plots import COLORS, plt, save
 from tests.helpers import ROOT
+from tests.results import metrics
 
-METRICS = ROOT / "docs/results/h200-countdown-search-24.metrics.jsonl"
+RUN = "h200-countdown-search-24"
 PICTURE = ROOT / "docs/images/countdown-search.png"
 SCORE, ENTROPY = "critic/score/mean", "actor/entropy"
 
 
-def curve(metrics: Path) -> dict[str, list[float]]:
+def curve() -> dict[str, list[float]]:
     """``step``, and by step the mean score of the rollouts and the entropy (nats a token) of the policy."""
-    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-    return {"step": [row["step"] for row in rows]} | {
-        name: [row["data"][name] for row in rows] for name in (SCORE, ENTROPY)
-    }
+    steps = metrics()[RUN]
+    return {"step": [*steps]} | {name: [data[name] for data in steps.values()] for name in (SCORE, ENTROPY)}
 
 
-def draw(metrics: Path, picture: Path) -> None:
+def draw(picture: Path) -> None:
     """Score on the left axis, entropy on the right one; both from 0."""
-    values = curve(metrics)
+    values = curve()
     figure, left = plt.subplots(figsize=(7, 2.8), layout="constrained")
     right = left.twinx()
     for axis, name, label, top, color in (
@@ -43,5 +35,4 @@ def draw(metrics: Path, picture: Path) -> None:
 
 
 if __name__ == "__main__":
-    given = [Path(argument) for argument in sys.argv[1:]]
-    draw(*(given + [METRICS, PICTURE][len(given) :]))
+    draw(PICTURE)

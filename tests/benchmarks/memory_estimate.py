@@ -9,7 +9,6 @@ Prints Markdown tables. With a command: the memory of all its processes (PSS: wh
 
 import collections
 import contextlib
-import json
 import re
 import subprocess
 import sys
@@ -21,8 +20,9 @@ import psutil
 from tasks.common.launch import memory_checks
 from tasks.common.machine.memory import EMBEDDED_CONFIG, Plan, estimate, shapes
 from tasks.common.machine.speed import GPUS, QWEN25_3B
-from tasks.common.settings import ROOT, load_settings
+from tasks.common.settings import load_settings
 from tests.helpers import exported
+from tests.results import metrics
 from tests.test_profiles import CONFIGS, PROFILES, hardware_of
 
 GB = 1e9
@@ -32,8 +32,7 @@ def recorded() -> None:
     """docs/GPU.md's run: batches of 32 rows, padded to the longest, SmolLM2-135M, one H200, without fused kernels."""
     print("| rows of at most | allocator's peak, GB | estimate, GB | off by |\n|---|---|---|---|")
     longest = 0
-    for number, line in enumerate((ROOT / "docs/results/h200-countdown-grpo.metrics.jsonl").open(), 1):
-        step = json.loads(line)["data"]
+    for number, step in metrics()["h200-countdown-grpo"].items():
         longer = max(longest, int(step["prompt_length/max"] + step["response_length/max"]))
         if longer == longest:
             continue
@@ -49,8 +48,8 @@ def recorded() -> None:
         plan = Plan(gpus=gpus, gpus_here=gpus, tokens=32768, sequence=512, share=0, fused=True)
         parts = estimate(model, plan).update
         del parts["contexts"]
-        lines = (ROOT / f"docs/results/h200-3b-{gpus}gpu.metrics.jsonl").read_text().splitlines()
-        measured = json.loads(lines[-1])["data"]["actor/perf/max_memory_allocated_gb"] * 2**30 / GB
+        steps = metrics()[f"h200-3b-{gpus}gpu"]
+        measured = steps[max(steps)]["actor/perf/max_memory_allocated_gb"] * 2**30 / GB
         found = sum(parts.values()) / GB
         print(f"| Qwen2.5-3B's shape, {gpus} GPUs | {measured:.2f} | {found:.2f} | {found / measured - 1:+.0%} |")
     naive = estimate(shapes(EMBEDDED_CONFIG), Plan(tokens=65536, sequence=512, share=0, padded=True)).update

@@ -4,23 +4,22 @@
 the task that the page writes: its blocks are run as they stand there.
 """
 
-import json
 import re
 from itertools import islice
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 from tasks.common.evaluation.plots import COLORS, plt, save
+from tests import results
 from tests.helpers import ROOT
 
 IMAGES = ROOT / "docs/images"
-RESULT = ROOT / "docs/results/recipe-cpu-countdown-cpu.json"
 METRICS = ["pass@1", "pass@2", "accuracy", "score", "numbers", "one_operator"]
 
 
 def before_after(picture: Path) -> None:
     """Each metric of the warm-up and of the trained model, with its 95 % interval."""
-    found = json.loads(RESULT.read_text())["compare"]
+    found = results.recipes()["cpu-countdown"]["compare"]
     figure, axis = plt.subplots(figsize=(7, 2.8), layout="constrained")
     for shift, model, label, color in ((-0.12, "warm-up", "warm-up", COLORS[0]), (0.12, "trained", "GRPO", COLORS[1])):
         values = [found[model]["metrics"][name] for name in METRICS]

@@ -158,8 +158,8 @@ class Measured:
 
 def measured(run: Recorded, folder: Path = RESULTS) -> Measured:
     """Read the metrics of a recorded run. Raises OSError without its file."""
-    lines = (folder / f"{run.name}.metrics.jsonl").read_text().splitlines()
-    _, *rows = [json.loads(line)["data"] for line in lines]  # the first step compiles
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    _, *rows = [record["data"] for record in records if record["run"] == run.name]  # the first step compiles
 
     median = statistics.median
 
