@@ -5,7 +5,6 @@ import functools
 import json
 import os
 import re
-import runpy
 import sys
 import types
 from itertools import islice
@@ -18,7 +17,7 @@ from reasoning_gym.factory import DATASETS
 from tasks.common.rewards import gym
 from tasks.common.rewards.answers import last_answer
 from tasks.common.rows import DataError, Example
-from tests.helpers import ROOT
+from tests.test_template import part_of
 
 ALONE = [env for env in sorted(DATASETS) if env != "composite"]
 NO_WORKED_ANSWER = {"boxnet", "rush_hour"}
@@ -53,7 +52,8 @@ def truth_of(env: str):
 
 
 def test_the_cases_of_a_new_task_hold():
-    made = runpy.run_path(str(ROOT / "template/templates/environment/tests.py"))
+    made = {}
+    exec(part_of("environment", "tests"), made)
     assert len(DATASETS) == 106
     with scorer("chain_sum") as score:
         assert [(response, score(response, made["TRUTH"])["score"]) for response, _ in made["CASES"]] == made["CASES"]

@@ -1,5 +1,6 @@
 {% if cookiecutter.turns == "multi" %}
-{% include "multi/evaluate.py" %}
+{% set part = "evaluate" %}
+{% include "multi.jinja" %}
 {% else %}
 """Evaluation of the task: the shared one (tasks/common/evaluation/main.py) and the task's own metrics."""
 

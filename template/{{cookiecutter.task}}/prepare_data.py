@@ -1,7 +1,9 @@
 {% if cookiecutter.source == "verifiers" %}
-{% include "verifiers/prepare_data.py" %}
+{% set part = "prepare_data" %}
+{% include "verifiers.jinja" %}
 {% elif cookiecutter.turns == "multi" %}
-{% include "multi/prepare_data.py" %}
+{% set part = "prepare_data" %}
+{% include "multi.jinja" %}
 {% else %}
 {% set reward, source = cookiecutter.reward, cookiecutter.source %}
 {% set from_records = source in ("file", "hub") %}
@@ -66,7 +68,8 @@ CONFIG = {{ cookiecutter.config | literal }}
 {% elif source == "hub" %}
 HUB_DATASET, HUB_CONFIG, HUB_SPLITS = "{{ hub_set[0] }}", {{ '"' ~ hub_set[1] ~ '"' if hub_set[1] else "None" }}, [{{ '"' ~ hub_set[2] | join('", "') ~ '"' }}]  # FILL IN
 {% elif source == "generate" %}
-{% include reward ~ "/constants.py" ignore missing %}
+{% set part = "constants" %}
+{% include reward ~ ".jinja" %}
 {% endif %}
 {% if reward in ("tool_call", "judge", "environment") %}{## a function comes next: two empty lines before it ##}
 {% if source in ("generate", "hub", "reasoning_gym") %}
@@ -75,7 +78,8 @@ HUB_DATASET, HUB_CONFIG, HUB_SPLITS = "{{ hub_set[0] }}", {{ '"' ~ hub_set[1] ~ 
 
 {% endif %}
 {% if reward != "environment" %}
-{% include reward ~ "/example.py" %}
+{% set part = "example" %}
+{% include reward ~ ".jinja" %}
 
 
 {% endif %}
@@ -83,7 +87,8 @@ HUB_DATASET, HUB_CONFIG, HUB_SPLITS = "{{ hub_set[0] }}", {{ '"' ~ hub_set[1] ~ 
 def generate(settings) -> Iterator[prepare.Example]:
     """Problems without end, different for each SEED; equal prompts are taken once."""
     rng = random.Random(settings.SEED)
-{% include reward ~ "/generate.py" %}
+{% set part = "generate" %}
+{% include reward ~ ".jinja" %}
 {% elif source == "reasoning_gym" %}
 {% if reward == "environment" %}
 def generate(settings) -> Iterator[prepare.Example]:
@@ -97,7 +102,18 @@ def generate(settings) -> Iterator[prepare.Example | None]:
         yield example(question, answer) if isinstance(answer, str) else None
 {% endif %}
 {% else %}
-{% include [reward ~ "/record.py", "record.py"] %}
+{% if own_columns %}
+{% set part = "record" %}
+{% include reward ~ ".jinja" %}
+{% else %}
+COLUMNS = Columns(prompt="{{ columns[0] }}", answer="{{ columns[1] }}")  # FILL IN: those of your data
+
+
+def from_record(record: dict) -> list[prepare.Example]:
+    """The examples of one record, perhaps none; a DataError gets the record's place put before."""
+    found = conversation(record, COLUMNS)
+    return [example(found.messages, {{ "found.answer" if cookiecutter.reward == "json" else "str(found.answer)" }}, record.get("demonstration"))]
+{% endif %}
 
 
 {% if source == "hub" %}

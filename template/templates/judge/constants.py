@@ -1,2 +1,0 @@
-WORDS = ["apple", "bread", "chair", "dream", "eagle", "flame", "grape", "house", "ivory", "joker", "knife", "lemon"]
-WORDS += ["mango", "night", "ocean", "paper", "queen", "river"]

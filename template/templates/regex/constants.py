@@ -1,2 +1,0 @@
-MONTHS = ["January", "February", "March", "April", "May", "June", "July", "August", "September", "October"]
-MONTHS += ["November", "December"]
