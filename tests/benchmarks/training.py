@@ -11,10 +11,8 @@ one after the other on the same GPUs. The first step of each is left out (compil
   padding is left out as it wants. The second runs with flash-attn, as it is meant to; its 32 sequences a pass
 - naive: sdpa with padding, eager rollouts, MICRO_BATCH_SIZE sequences a pass, verl's own trainer and agent loop
 - by_token: ours without whole responses (verl_plugins/whole_responses.py)
-- one_process: ours with vLLM's worker in the process of its engine, which starts sooner; TP=1 only, never measured
-- uncompiled: ours with CUDA graphs alone, without torch.compile, which takes half a minute at the start; never measured
-- trl: TRL's GRPOTrainer with vLLM in its process, on one GPU, with MINI_BATCH_SIZE=TRAIN_BATCH_SIZE; trl_lean: the same
-  without what ours leaves out (trl_grpo.py). Not among the default variants: only the newer stacks have that TRL
+- trl: TRL's GRPOTrainer with vLLM in its process, on one GPU, with MINI_BATCH_SIZE=TRAIN_BATCH_SIZE (trl_grpo.py). Not
+  among the default variants: only the newer stacks have that TRL
 
 All are without a KL term, which the examples have. ``a100``'s have vllm_worker.py: without it vLLM 0.11.0 ends. All of
 verl start as the stack's trainings do, on `current` as forks.
@@ -33,7 +31,6 @@ from pathlib import Path
 
 import torch
 
-from tasks.common.evaluation.engines import GRAPHS
 from tasks.common.launch.plan import planned
 from tasks.common.machine.speed import QWEN25_3B
 from tasks.common.models.find import resolve_model
@@ -52,8 +49,6 @@ VERLS_OWN = [
     "actor_rollout_ref.actor.strategy=fsdp",
     "actor_rollout_ref.ref.strategy=fsdp",
 ]
-# Evaluation's CompilationConfig of vLLM, as verl reads it; a training has batch sizes of its own.
-GRAPHS_ALONE = json.dumps({name: GRAPHS[name] for name in ("mode", "cudagraph_mode")})
 # The same of what only one stack sets.
 OF_CURRENT = [
     "actor_rollout_ref.rollout.max_num_seqs=256",
@@ -61,7 +56,6 @@ OF_CURRENT = [
     "++actor_rollout_ref.rollout.engine_kwargs.vllm.scheduler_cls=null",
 ]
 OF_A100 = ["++actor_rollout_ref.rollout.engine_kwargs.vllm.cuda_graph_sizes=null"]
-TRL = {"trl": [], "trl_lean": ["--lean"]}  # and what they give trl_grpo.py
 METRICS = "metrics/000.jsonl"
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_PORT")  # TRL sets them for its one process
 
@@ -94,8 +88,6 @@ def variants(s: Settings) -> dict[str, list[str]]:
     every = {"ours": [], "example": [*verls_own, *example], "naive": [*verls_own, *naive]}
     if newer:
         every["by_token"] = ["++actor_rollout_ref.rollout.engine_kwargs.vllm.scheduler_cls=null"]
-        every["one_process"] = ["+actor_rollout_ref.rollout.engine_kwargs.vllm.distributed_executor_backend=uni"]
-        every["uncompiled"] = [f"+actor_rollout_ref.rollout.engine_kwargs.vllm.compilation_config='{GRAPHS_ALONE}'"]
     return {name: verl_versions.renamed(overrides, "ppo_trainer", s) for name, overrides in every.items()}
 
 
@@ -123,12 +115,12 @@ def train(s: Settings, model: str, out: Path, steps: int, extra: list[str]) -> d
     return watched(plan.command, out, steps, plan.environment)
 
 
-def train_with_trl(model: str, out: Path, steps: int, options: list[str]) -> dict[int, dict]:
+def train_with_trl(model: str, out: Path, steps: int) -> dict[int, dict]:
     """The same of TRL's trainer, which takes one GPU that it sees."""
     seen = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
     environ = {"CUDA_VISIBLE_DEVICES": seen, "HF_HUB_DISABLE_TELEMETRY": "1", "MASTER_ADDR": "127.0.0.1"}
     alone = ["env", *(f"--unset={name}" for name in LAUNCHER), sys.executable, "-m", "tests.benchmarks.trl_grpo"]
-    return watched([*alone, model, str(steps), str(out), *options], out, steps, environ)
+    return watched([*alone, model, str(steps), str(out)], out, steps, environ)
 
 
 def watched(command: list[str], out: Path, steps: int, environ: dict[str, str]) -> dict[int, dict]:
@@ -187,7 +179,7 @@ def summary(metrics: dict[int, dict]) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--variants", default="naive,example,ours", help="of these and trl, trl_lean")
+    parser.add_argument("--variants", default="naive,example,ours", help="of these and trl")
     parser.add_argument("--steps", type=int, default=4, help="of each; the first is left out")
     parser.add_argument("--random-3b", action="store_true", help="a Qwen2.5-3B with random weights in place of MODEL")
     parser.add_argument("--out", type=Path, help="write the result as JSON")
@@ -196,7 +188,7 @@ def main() -> None:
         raise SettingsError(f"--steps {arguments.steps}: give 2 or more, the first is left out")
     s = load_settings()
     chosen, overrides = arguments.variants.split(","), variants(s)
-    known = [*overrides, *TRL]
+    known = [*overrides, "trl"]
     if unknown := [name for name in chosen if name not in known]:
         raise SettingsError(f"--variants {unknown[0]}: there are: {', '.join(known)}")
     if arguments.out:
@@ -205,7 +197,7 @@ def main() -> None:
     model = str(resolve_model(s.MODEL))
     if arguments.random_3b:
         model = str(random_model(artifacts() / "bench/random-qwen2.5-3b", tokenizer_of=model))
-    packages = ["verl", "vllm", "torch", "transformers", *(["trl"] if TRL.keys() & {*chosen} else [])]
+    packages = ["verl", "vllm", "torch", "transformers", *(["trl"] if "trl" in chosen else [])]
     result = {
         "date": time.strftime("%Y-%m-%d"),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else "none",
@@ -225,8 +217,8 @@ def main() -> None:
         started = time.monotonic()
         try:
             with peak_of_gpus(s.N_GPUS) as peak:
-                if name in TRL:
-                    metrics = train_with_trl(model, work / name, arguments.steps, TRL[name])
+                if name == "trl":
+                    metrics = train_with_trl(model, work / name, arguments.steps)
                 else:
                     metrics = train(s, model, work / name, arguments.steps, overrides[name] + extra)
         except StageFailed as error:  # the others take minutes each, and may end well

@@ -1,6 +1,6 @@
-"""GRPO steps of TRL's GRPOTrainer with vLLM in its process, for training.py (variants `trl` and `trl_lean`).
+"""GRPO steps of TRL's GRPOTrainer with vLLM in its process, for training.py.
 
-    python -m tests.benchmarks.trl_grpo MODEL STEPS FOLDER [--lean]      with the settings in the environment
+    python -m tests.benchmarks.trl_grpo MODEL STEPS FOLDER      with the settings in the environment
 
 The phases of each step go to FOLDER/metrics/000.jsonl, in the form and under the names of verl's metrics. TRL 1.16
 gets:
@@ -15,8 +15,6 @@ gets:
   with 3B. It sleeps in the update, as ours does.
 - vLLM makes no text of the tokens, as ours: TRL decodes them itself.
 - the correction for vLLM's log-probs, TRL's default. It needs a pass for the old log-probs.
-
-`--lean` leaves out what ours leaves out (the correction and its pass) and what a large GPU does not need (sleeping).
 """
 
 import argparse
@@ -56,7 +54,7 @@ def sequences_a_pass(s: Settings, model: str) -> int:
     return max(size for size in (2**n for n in range(20)) if size <= max(1, most) and rollouts % size == 0)
 
 
-def arguments(s: Settings, model: str, steps: int, folder: Path, lean: bool) -> GRPOConfig:
+def arguments(s: Settings, model: str, steps: int, folder: Path) -> GRPOConfig:
     """What the docstring above says."""
     on_cpu, micro = s.STACK == "cpu", sequences_a_pass(s, model)
     return GRPOConfig(
@@ -78,8 +76,7 @@ def arguments(s: Settings, model: str, steps: int, folder: Path, lean: bool) -> 
         vllm_mode="colocate",
         vllm_gpu_memory_utilization=0.3,
         vllm_max_model_length=s.MAX_PROMPT_LENGTH + s.MAX_RESPONSE_LENGTH,
-        vllm_enable_sleep_mode=not (lean or on_cpu),
-        vllm_importance_sampling_correction=not lean,
+        vllm_enable_sleep_mode=not on_cpu,
         generation_kwargs={"detokenize": False},
         bf16=not on_cpu or cpu_dtype() == "bfloat16",
         model_init_kwargs={"dtype": "float32", "device_map": None},
@@ -222,14 +219,13 @@ def main() -> None:
     parser.add_argument("model")
     parser.add_argument("steps", type=int)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--lean", action="store_true")
     given = parser.parse_args()
     s = load_settings()
     if s.STACK == "cpu":
         keep_weights()
     else:  # as for ours: another program on the GPU may take memory while vLLM falls asleep
         from tasks.common.verl_plugins import shared_gpu  # noqa: F401
-    config = arguments(s, given.model, given.steps, given.folder, given.lean)
+    config = arguments(s, given.model, given.steps, given.folder)
     train(s, given.model, config, given.folder / "metrics/000.jsonl")
     os._exit(0)  # what ends vLLM in this process is not measured, and may fail
 
