@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from packaging.utils import canonicalize_name
+from packaging.utils import canonicalize_name, parse_wheel_filename
 
 from tasks.common.install import check, lock
 from tasks.common.install.check import InstallError, Package
@@ -136,6 +136,25 @@ def test_list_is_what_pyproject_compiles_to(stack):
     assert committed.keys() == fresh.keys()
     for line, hashes in committed.items():  # a release may get further files later
         assert set(hashes) <= set(fresh[line]), line
+
+
+@pytest.mark.parametrize(
+    ("wheel", "taken"),
+    [
+        ("tiny-1.0-py3-none-any", True),
+        ("tiny-1.0-py2.py3-none-manylinux1_x86_64", True),
+        ("tiny-1.0-cp312-cp312-manylinux2014_x86_64.manylinux_2_17_x86_64", True),
+        ("tiny-1.0-cp39-abi3-manylinux_2_28_x86_64", True),
+        ("tiny-1.0-cp313-abi3-manylinux_2_28_x86_64", False),
+        ("tiny-1.0-cp313-cp313-manylinux_2_28_x86_64", False),
+        ("tiny-1.0-cp312-cp312-manylinux_2_28_aarch64", False),
+        ("tiny-1.0-cp312-cp312-musllinux_1_2_x86_64", False),
+        ("tiny-1.0-cp312-cp312-win_amd64", False),
+    ],
+)
+def test_the_list_has_the_hashes_of_wheels_that_its_python_takes(wheel, taken):
+    tags = parse_wheel_filename(f"{wheel}.whl")[3]
+    assert any(lock.fits(tag, ("3.12",)) for tag in tags) == taken
 
 
 # ---- can they be installed?

@@ -1,7 +1,8 @@
 """`make lock`: compile the package list of each stack from pyproject.toml.
 
-A list names every package of its stack with version and hashes and no index: an install resolves nothing, and any index
-works. Versions of the current list stay if pyproject.toml allows them, unless --upgrade is given.
+A list names every package of its stack with version and no index, and the hashes of the files that its Pythons take on
+Linux x86_64: an install resolves nothing, and any index works. Versions of the current list stay if pyproject.toml
+allows them, unless --upgrade is given.
 """
 
 import argparse
@@ -14,6 +15,9 @@ import sys
 import tempfile
 import tomllib
 from pathlib import Path
+
+from packaging.tags import Tag
+from packaging.utils import parse_wheel_filename
 
 from tasks.common.files import write_text
 from tasks.common.settings import ROOT
@@ -54,6 +58,48 @@ def direct(stack: str) -> list[str]:
     return [line for group in included for line in direct(group)] + own
 
 
+def run_uv(stack: str, *arguments: str) -> None:
+    """Run `uv pip compile`. Raises LockError with uv's reason."""
+    command = [uv(), "pip", "compile", "--quiet", "--python-version", STACKS[stack][0], "--generate-hashes", *arguments]
+    environment = {**os.environ, "UV_PYTHON_DOWNLOADS": "never"}
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    if result.returncode:
+        raise LockError(f"STACK={stack}: uv finds no versions that fit\n{result.stderr.strip()}")
+
+
+def fits(tag: Tag, pythons: tuple[str, ...]) -> bool:
+    """Whether one of ``pythons`` takes wheels of ``tag`` on Linux x86_64 with glibc."""
+    here = tag.platform == "any" or re.fullmatch(r"(manylinux.*|linux)_x86_64", tag.platform)
+    if tag.abi in ("none", "abi3"):
+        since = re.fullmatch(r"(py3|cp3)(\d*)", tag.interpreter)
+        return bool(here and since and int(since[2] or 0) <= max(int(version[2:]) for version in pythons))
+    return bool(here and tag.interpreter == tag.abi in {f"cp{version.replace('.', '')}" for version in pythons})
+
+
+def needed(stack: str, text: str) -> str:
+    """The list ``text`` without the hashes of files that no Python of ``stack`` takes: those of other systems and
+    Pythons, and the sources of packages that have a wheel."""
+    with tempfile.TemporaryDirectory() as folder:
+        pins, output = Path(folder) / "pins.txt", Path(folder) / "pylock.toml"
+        pins.write_text("\n".join(line.rstrip("\\") for line in text.splitlines() if not line.startswith(" ")))
+        run_uv(stack, "--universal", "--no-deps", "--format", "pylock.toml", "--output-file", str(output), str(pins))
+        packages = tomllib.loads(output.read_text())["packages"]
+    hashes = set()
+    for package in packages:
+        wheels = {wheel["hashes"]["sha256"]: Path(wheel["url"]).name for wheel in package.get("wheels", ())}
+        tags = {digest: parse_wheel_filename(name)[3] for digest, name in wheels.items()}
+        own = {digest for digest, each in tags.items() if any(fits(tag, STACKS[stack]) for tag in each)}
+        hashes |= own or {package["sdist"]["hashes"]["sha256"]}
+    kept: list[str] = []
+    for line in text.splitlines():
+        if not line.startswith(" "):
+            kept.append(line)
+        elif line.strip(" \\").removeprefix("--hash=sha256:") in hashes:
+            kept[-1] = kept[-1].rstrip(" \\") + " \\"
+            kept.append(line.rstrip(" \\"))
+    return "".join(f"{line}\n" for line in kept)
+
+
 def compiled(stack: str, preferred: Path | None) -> str:
     """The list of ``stack`` as text, with the versions of the list ``preferred`` where they fit.
 
@@ -66,15 +112,10 @@ def compiled(stack: str, preferred: Path | None) -> str:
         if preferred and preferred.exists():
             shutil.copy(preferred, output)
         excludes.write_text("\n".join(left_out))
-        command = [uv(), "pip", "compile", "--quiet", "--generate-hashes", "--no-annotate", "--no-header"]
-        command += ["--group", f"{ROOT / 'pyproject.toml'}:{stack}", "--python-version", pythons[0]]
-        command += ["--universal"] if len(pythons) > 1 else ["--python-platform", "x86_64-manylinux_2_28"]
-        command += ["--excludes", str(excludes), "--output-file", str(output)]
-        environment = {**os.environ, "UV_PYTHON_DOWNLOADS": "never"}
-        result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-        if result.returncode:
-            raise LockError(f"STACK={stack}: uv finds no versions that fit\n{result.stderr.strip()}")
-        text = output.read_text()
+        platform = ["--universal"] if len(pythons) > 1 else ["--python-platform", "x86_64-manylinux_2_28"]
+        group = ["--group", f"{ROOT / 'pyproject.toml'}:{stack}", "--excludes", str(excludes)]
+        run_uv(stack, *platform, *group, "--no-annotate", "--no-header", "--output-file", str(output))
+        text = needed(stack, output.read_text())
     # `environments` of pyproject.toml puts this marker on every line.
     everywhere = r"python_full_version < '3.13' and platform_machine == 'x86_64' and sys_platform == 'linux'"
     text = text.replace(f" ; {everywhere}", "")
