@@ -2,11 +2,16 @@
 
 import json
 import os
+import re
 import subprocess
+import sys
+from unittest import mock
 
 import pytest
 
-from tests.helpers import ROOT, SMALL, make, settings_of
+from tasks.common.settings import SettingsError
+from tests.benchmarks import training
+from tests.helpers import ROOT, SMALL, exported, settings_of
 
 ON_A_GPU, TWO_GPUS = (ROOT / f"tests/benchmarks/{name}.sh" for name in ("on_a_gpu", "two_gpus"))
 
@@ -80,20 +85,16 @@ def test_a_run_on_a_gpu_that_cannot_be_made_is_refused(run, said, tmp_path):
     assert not (tmp_path / "calls").exists()
 
 
-@pytest.mark.medium
 @pytest.mark.parametrize(
-    ("goal", "given", "said"),
+    ("given", "said"),
     [
-        ("bench", {"MODEL": "typo"}, "MODEL=typo: no such folder, and not a hub id (owner/name)"),
-        ("bench_training", {"MODEL": "typo"}, "MODEL=typo: no such folder, and not a hub id (owner/name)"),
-        (
-            "bench_training",
-            {"ARGS": "--variants ours,typo"},
-            "--variants typo: there are: ours, example, naive, by_token, trl",
-        ),
-        ("bench_training", {"ARGS": "--steps 1"}, "--steps 1: give 2 or more, the first is left out"),
+        (["--variants", "ours,typo"], "--variants typo: there are: ours, example, naive, by_token, trl"),
+        (["--steps", "1"], "--steps 1: give 2 or more, the first is left out"),
     ],
 )
-def test_what_a_benchmark_cannot_take_is_said_in_one_line(goal, given, said, tmp_path):
-    result = make(goal, **SMALL | {"ARTIFACTS": str(tmp_path)} | given)
-    assert result.returncode != 0 and f"\nerror: {said}\n" in result.stdout and "Traceback" not in result.stdout
+def test_what_a_benchmark_cannot_take_is_refused(given, said, tmp_path, monkeypatch):
+    environment = exported(ROOT / "tasks/countdown/train.sh", SMALL | {"ARTIFACTS": str(tmp_path)})
+    monkeypatch.setattr(sys, "argv", ["training.py", *given])
+    with pytest.raises(SettingsError, match=f"^{re.escape(said)}$"), mock.patch.dict(os.environ, environment):
+        training.main()
+    assert not [*tmp_path.iterdir()]

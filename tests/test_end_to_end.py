@@ -153,14 +153,11 @@ def test_probe_eval_and_compare_run_on_the_embedded_model(tmp_path):
     assert found["gained"] == found["lost"] == []
 
 
-def test_eval_takes_an_earlier_checkpoint_and_refuses_one_that_is_not_there(variables):
+def test_eval_takes_an_earlier_checkpoint(variables):
     earlier = str(int(variables["STEPS"]) - 1)
     result = make("eval", STEP=earlier, LIMIT="2", **variables)
     assert result.returncode == 0, result.stdout
     assert f"checkpoint of step {earlier}" in result.stdout and f"-step{earlier}-" in result.stdout
-    result = make("eval", STEP="999", **variables)
-    assert result.returncode != 0 and "error: STEP=999: " in result.stdout
-    assert f"{earlier}, {variables['STEPS']}" in result.stdout
 
 
 def test_merge_copies_nothing_where_the_weights_are_there(variables):
@@ -220,14 +217,6 @@ def test_batch_answers_a_table(variables, tmp_path, backend):
     assert len(rows) == 3 and {"response", "tokens", "score", "format"} <= set(rows[0])
     named = [dict(zip(rows[0], row, strict=True)) for row in rows[1:]]
     assert [row["score"] for row in named] == [None, 0] and all(1 <= row["tokens"] <= 5 for row in named)
-
-
-def test_batch_refuses_wrong_columns_in_one_line(variables, tmp_path):
-    (tmp_path / "in.csv").write_text("question\nhi\n")
-    result = make("batch", INPUT=str(tmp_path / "in.csv"), OUTPUT=str(tmp_path / "out.xlsx"), **variables)
-    errors = [line for line in result.stdout.splitlines() if line.startswith("error:")]
-    assert result.returncode != 0 and len(errors) == 1 and "needs a column `prompt`" in errors[0]
-    assert not (tmp_path / "out.xlsx").exists()
 
 
 def test_two_runs_of_one_task_do_not_mix(variables):

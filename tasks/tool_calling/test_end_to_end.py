@@ -7,7 +7,7 @@ import pytest
 from tests.helpers import make
 from tests.stages import VARIABLES, only, run_stages
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,6 @@ def test_every_stage(variables):
     run_stages(make, variables, {"parsed", "names", "missing", "extra"})
 
 
-@pytest.mark.long  # after the training
 def test_probe_and_bfcl(variables):
     result = make("probe", **{**variables, "LIMIT": "8", "N": "4"})
     assert result.returncode == 0, result.stdout
