@@ -109,6 +109,7 @@ def only(variables, pattern: str) -> Path:
     return path
 
 
+@pytest.mark.long  # its engine is that of the evaluation
 def test_probe_samples_the_training_prompts(variables):
     result = make("probe", **{**variables, "N": "4", "LIMIT": "5"})
     assert result.returncode == 0, result.stdout
@@ -153,6 +154,7 @@ def test_probe_eval_and_compare_run_on_the_embedded_model(tmp_path):
     assert found["gained"] == found["lost"] == []
 
 
+@pytest.mark.long
 def test_eval_takes_an_earlier_checkpoint(variables):
     earlier = str(int(variables["STEPS"]) - 1)
     result = make("eval", STEP=earlier, LIMIT="2", **variables)
