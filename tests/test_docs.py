@@ -86,7 +86,7 @@ def broken_links(path: Path, text: str) -> list[str]:
             continue
         file, _, anchor = link.partition("#")
         target = path.parent / file if file else path
-        named = names if "/results/" in file else anchors
+        named = names if "results/" in file else anchors
         if not target.exists() or (anchor and anchor not in named(target.resolve())):
             broken.append(link)
     return broken

@@ -237,8 +237,8 @@ def test_a_run_with_all_has_every_section(settings):
 def test_the_numbers_of_a_real_training_are_those_of_its_file(settings):
     run_dir = make_run(settings)
     steps = results.metrics()["h200-countdown-two-numbers"]
-    lines = [json.dumps({"step": step, "data": data}) for step, data in steps.items()]
-    (run_dir / "metrics/000.jsonl").write_text("\n".join(lines))
+    lines = [json.dumps({"step": step, "data": data}) + "\n" for step, data in steps.items()]
+    (run_dir / "metrics/000.jsonl").write_text("".join(lines))
     records = [*steps.values()]
     page = report(run_dir)
     rows = {row[0]: row[1:] for row in page.rows["Curves"][1:]}
