@@ -214,7 +214,7 @@ def ran(tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
     def run(command: str = LEAVES, old: str = "", new: str = ""):
-        recipes.FILE.write_text(TABLE.format(command).replace(old, new))
+        recipes.FILE.write_text(TABLE.replace(old, new).format(command))
         try:
             recipes.main()
         except SystemExit as ended:
