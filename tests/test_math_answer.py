@@ -325,7 +325,7 @@ def in_thread(call, *arguments):
 @pytest.mark.parametrize("answer", HOSTILE)
 def test_a_hostile_answer_ends_in_a_thread_too_and_the_next_one_is_judged(answer, monkeypatch):
     with monkeypatch.context() as patched:
-        patched.setattr(math_answer._sandbox, "_seconds", 1.0)
+        patched.setattr(math_answer._sandbox, "_seconds", 0.5)
         assert in_thread(compare, answer, "18") == (False, False)
     assert in_thread(compare, rf"\sqrt{{{18 + len(answer)}^2}}", str(18 + len(answer))) == (True, True)
 

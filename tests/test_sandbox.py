@@ -155,7 +155,7 @@ def test_a_fork_bomb_has_no_first_child(sandbox):
 def test_a_failure_is_a_reason_and_the_next_call_works(sandbox, code, reason, monkeypatch):
     with monkeypatch.context() as patched:
         if reason == "too slow":  # the others have the time that a busy machine needs
-            patched.setattr(sandbox, "_seconds", 1)
+            patched.setattr(sandbox, "_seconds", 0.5)
         assert outcome(sandbox, code) == f"failed: {reason}"
     assert sandbox.call("1 + 1") == 2
 

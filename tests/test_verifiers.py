@@ -133,11 +133,11 @@ def test_a_package_that_cannot_be_installed_is_one_line(printed, said, monkeypat
         ("print('hello', flush=True)\nimport time\ntime.sleep(60)", "its process has ended: JSONDecodeError"),
         ("print('[' * 100000, flush=True)\nimport time\ntime.sleep(60)", "its process has ended: RecursionError"),
         (READY.replace('"n": 0', '"n": 0, "error": "no"'), "no; log: "),
-        ("import time\ntime.sleep(60)", "no reply in 1 s"),
+        ("import time\ntime.sleep(60)", "no reply in 0.5 s"),
     ],
 )
 def test_a_process_that_does_not_start_is_one_line(code, said, monkeypatch, tmp_path):
-    monkeypatch.setattr(verifiers, "START_SECONDS", 1 if "no reply" in said else 30)
+    monkeypatch.setattr(verifiers, "START_SECONDS", 0.5 if "no reply" in said else 30)
     with pytest.raises(RewardError, match=said) as raised:
         Process(served(monkeypatch, tmp_path, code))
     assert "\n" not in str(raised.value)
@@ -150,13 +150,13 @@ def test_a_process_that_does_not_start_is_one_line(code, said, monkeypatch, tmp_
         ("sys.exit(1)", "its process has ended"),
         ("sys.stdin.readline()\nprint('x' * 2**21, flush=True)\ntime.sleep(60)", "its process has ended: JSON"),
         ("sys.stdin.readline()\nprint('{}', flush=True)\ntime.sleep(60)", "its process has ended: KeyError"),
-        ("time.sleep(60)", "no reply in 2 s"),
+        ("time.sleep(60)", "no reply in 0.5 s"),
     ],
 )
 def test_a_process_that_stops_answering_is_one_line_and_stays_gone(code, said, monkeypatch, tmp_path):
     monkeypatch.setattr(verifiers, "MAX_LINE", 2**20)
     process = Process(served(monkeypatch, tmp_path, READY + code))
-    monkeypatch.setattr(verifiers, "SECONDS", 2 if "no reply" in said else 60)
+    monkeypatch.setattr(verifiers, "SECONDS", 0.5 if "no reply" in said else 60)
     for _ in range(2):
         with pytest.raises(RewardError, match=said):
             process.ask(episode=1, row=None)
