@@ -84,7 +84,7 @@ test: ## run the fast tests, with TASK only those of tasks/TASK; SLOW=1 adds lon
 clean: ## remove data, runs and results of TASK (without TASK of all tasks, and models); asks first unless YES=1
 ##@ Before a training
 data: ## prepare the task's data
-attack: ## search SECONDS=120 for wrong answers that earn reward; exit code 1 if any; POLICY=1 first trains a policy
+attack: ## search SECONDS=120 for wrong answers that earn reward; exit code 1 if any
 rehearse: ## play the planned GPU run on this CPU with a thin model; estimate its memory, time and cost
 probe: ## sample MODEL on the data: do the rewards of a prompt differ? FILTER=1 keeps the prompts where they do
 certify: ## prove on a CPU that MODEL is trained on the tokens it samples: template, mask, stop tokens, log-probs

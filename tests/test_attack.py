@@ -8,18 +8,15 @@ import re
 import time
 from dataclasses import replace
 from itertools import islice
-from pathlib import Path
 from types import SimpleNamespace
 
-import pyarrow.parquet as pq
 import pytest
 
 from tasks.calculator import prepare_data as calculator
 from tasks.calculator.environment import Environment
-from tasks.common.evaluation import attack, policy_attack
+from tasks.common.evaluation import attack
 from tasks.common.evaluation.exploits import TURN, Form, Row, shrunk, with_values
 from tasks.common.guarded import Guarded, asks_judge
-from tasks.common.launch import main as launch
 from tasks.common.rewards import gym
 from tasks.common.rewards.answers import (
     JudgeError,
@@ -34,10 +31,9 @@ from tasks.common.rewards.examples import check_episodes, check_examples
 from tasks.common.rewards.expression import parse_expression
 from tasks.common.rewards.math_answer import find_answer, read_number
 from tasks.common.rewards.tool_calls import Malformed, matched, parse_response
-from tasks.common.rows import chat, rl_row, rl_schema, write_parquet
-from tasks.common.runs import folder
-from tasks.common.settings import SettingsError, load_settings
-from tests.helpers import ROOT, SINGLE_TURN, SMALL, copy_of_checkout, exported, make
+from tasks.common.rows import chat, rl_row
+from tasks.common.settings import load_settings
+from tests.helpers import ROOT, SINGLE_TURN, copy_of_checkout, exported, make
 
 
 def rows_of(examples, count: int = 24) -> list[Row]:
@@ -319,92 +315,7 @@ def test_the_shipped_environment_gives_no_alarm():
     assert search.found == {} and len(search.against) > 30
 
 
-# ---- a policy
-
-
-def shuffled(tmp_path, responses: list[str], steps: int = 3) -> Path:
-    """A run whose policy gave ``responses`` to the last of 24 prompts, in verl's form; before, nothing."""
-    problems = rows("countdown")
-    (tmp_path / "rollouts").mkdir(parents=True)
-    compute_score = importlib.import_module("tasks.countdown.reward").compute_score
-    for step in range(1, steps + 1):
-        answers = [response if step == steps else "" for response in responses]
-        rollouts = []
-        for row, text in zip(problems, answers, strict=True):
-            score = compute_score("", text, row.truth)["score"]
-            rollouts.append({"input": row.prompt, "output": text, "gts": row.truth, "score": score})
-        (tmp_path / f"rollouts/{step}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in rollouts))
-    return tmp_path
-
-
-def learned(run_dir: Path) -> dict[str, attack.Finding]:
-    reward = Guarded(importlib.import_module("tasks.countdown.reward").compute_score, rows("countdown"))
-    try:
-        search = attack.Search(rows("countdown"), reward, seconds=120)
-        attack.learned(search, run_dir, 24)
-    finally:
-        reward.close()
-    return search.found
-
-
-def test_a_policy_that_is_right_under_other_rows_truths_has_found_a_hole(tmp_path, capsys):
-    """Each prompt's answer is another: the mapping is what was learned, no single text."""
-    responses = [row.demonstration for row in rows("countdown")]
-    run_dir = shuffled(tmp_path, responses)
-    found = learned(run_dir)[policy_attack.NAME]
-    assert found.why == "right under the truths of other rows" and (len(found.fooled), found.of) == (24, 24)
-    assert found.truth == rows("countdown")[0].truth
-    assert re.search(r"policy: mean reward 0.000 at step 1, 1.000 at step 3", capsys.readouterr().out)
-    for file in (run_dir / "rollouts").iterdir():  # as if all prompts had one truth, which explains as much
-        lines = [json.loads(line) for line in file.read_text().splitlines()]
-        file.write_text("".join(json.dumps(line | {"gts": lines[0]["gts"]}) + "\n" for line in lines))
-    assert learned(run_dir) == {}
-    assert learned(shuffled(tmp_path / "seldom", responses[:11] + [""] * 13)) == {}
-
-
-def test_the_truths_of_a_policy_are_those_of_other_rows(tmp_path, monkeypatch):
-    monkeypatch.setenv("ARTIFACTS", str(tmp_path))
-    made = [
-        rl_row("countdown", chat(row.prompt), row.truth, "train", index) for index, row in enumerate(rows("countdown"))
-    ]
-    s = replace(
-        load_settings(exported(ROOT / "tasks/countdown/train.sh", {})), TRAIN_FILE=str(tmp_path / "own.parquet")
-    )
-    write_parquet(made, s.train_file, rl_schema())
-    policy_attack.write_shuffled(s)
-    table = pq.read_table(policy_attack.shuffled_file(s)).to_pylist()
-    assert [row["prompt"] for row in table] == [row["prompt"] for row in pq.read_table(s.train_file).to_pylist()]
-    truths, own = ([row["reward_model"]["ground_truth"] for row in each] for each in (table, made))
-    assert sorted(truths) == sorted(own) and sum(map(str.__eq__, truths, own)) < 5
-    indices = [row["extra_info"]["index"] for row in table]
-    assert truths == [own[index] for index in indices]  # what belongs to a truth goes with it
-
-
-@pytest.mark.parametrize(
-    ("task", "more", "said"),
-    [
-        ("calculator", {}, "TASK=calculator: has episodes of several turns; POLICY=1 trains single-turn tasks"),
-        ("countdown", {"METHOD": "dpo"}, "METHOD=dpo: samples nothing; POLICY=1 trains single-turn tasks with an RL"),
-    ],
-)
-def test_a_policy_needs_a_single_turn_task_and_an_rl_method(task, more, said, monkeypatch, tmp_path):
-    given = {"POLICY": "1", "ARTIFACTS": str(tmp_path), **more}
-    monkeypatch.setattr(os, "environ", exported(ROOT / f"tasks/{task}/train.sh", given))
-    with pytest.raises(SettingsError, match=said):
-        launch.main("attack", [])
-
-
-@pytest.mark.long
-def test_a_policy_is_trained_against_other_rows_truths(tmp_path, small_model):
-    """The very small model earns nothing; its run is no run of `make eval`."""
-    given = SMALL | {"MODEL": str(small_model), "INIT": "base", "STEPS": "2", "ARTIFACTS": str(tmp_path)}
-    result = make("attack", **given, POLICY="1", SECONDS="5")
-    assert result.returncode == 0, result.stdout
-    assert re.search(r"policy: mean reward [\d.]+ at step 1, [\d.]+ at step 2", result.stdout)
-    assert "no exploit found" in result.stdout
-    (run,) = (tmp_path / "runs/countdown").glob("attack-*")
-    s = load_settings(exported(ROOT / "tasks/countdown/train.sh", given))
-    assert len(list((run / "rollouts").iterdir())) == 2 and folder.find_run(s, []) is None
+# ---- rewards of others
 
 
 @pytest.mark.medium
@@ -500,7 +411,6 @@ def test_no_network_and_no_score_without_a_process():
         socket.create_connection(("127.0.0.1", 9), timeout=1)
 
     def dies(source, response, truth, extra=None):
-        import os
 
         os._exit(1)
 

@@ -424,7 +424,6 @@ class Command:
     FILTER_LOW: float = variable("0.0", "probe: accuracy strictly above", _from_0)
     FILTER_HIGH: float = variable("1.0", "probe: accuracy strictly below", _fraction)
     SECONDS: float = variable("120", "attack: how long to search", positive)
-    POLICY: int = variable("0", "attack: 1 first trains a policy on shuffled truths", _one_of(0, 1))
     ATTACK_CALLS: int = variable("200", "attack: most calls of a reward that asks a judge", positive)
     GPU: str = variable("", f"rehearse: GPU of the real run, one of {', '.join(GPUS)}", _gpu)
     PRICE: float = variable("0", "rehearse: price of a GPU hour", _from_0)

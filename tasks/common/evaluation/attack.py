@@ -21,9 +21,8 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 
-from tasks.common.evaluation import incentive, policy_attack
+from tasks.common.evaluation import incentive
 from tasks.common.evaluation.exploits import SOME, TURN, Attempt, Form, Row, library, mutated, shrunk, visible
 from tasks.common.evaluation.tables import show_table
 from tasks.common.files import write_json, write_text
@@ -53,7 +52,7 @@ REPORT_SECONDS = 15  # how often a line is printed where there is no terminal
 class Finding:
     """An exploit: ``response``, or for a recipe what it makes of the first row that it fooled; ``fooled``: indices of
     the rows; ``score``: the mean over them; ``why``: which rule of this module; ``broken``: the reward raised on the
-    row, or took too long; ``truth``: of the first row; ``first``: its score; ``of``: of how many rows, 0 for all."""
+    row, or took too long; ``truth``: of the first row; ``first``: its score."""
 
     exploit: str
     response: str
@@ -64,7 +63,6 @@ class Finding:
     broken: bool = False
     truth: str = ""
     first: float = 0.0
-    of: int = 0
 
 
 @dataclass
@@ -283,12 +281,10 @@ def attack(
     command: Command,
     compute_score: Callable | None,
     environment: type[Environment] | None = None,
-    trained: str = "",
 ) -> None:
     """`make attack`: a table of what was found, attack.json, and examples.jsonl with lines for the task's own.
 
-    ``trained``: the run of POLICY=1, empty without. Exits with 1 when something was found. A judge is asked at most
-    ATTACK_CALLS times. Raises JudgeError.
+    Exits with 1 when something was found. A judge is asked at most ATTACK_CALLS times. Raises JudgeError.
     """
     judged = asks_judge(environment or compute_score)
     if environment:
@@ -303,8 +299,6 @@ def attack(
     try:
         calls = command.ATTACK_CALLS - len(rows) if judged else float("inf")
         search = Search(rows, reward, command.SECONDS, calls, 1.0 if environment else float("inf"))
-        if trained:
-            learned(search, Path(trained), s.TRAIN_BATCH_SIZE * s.ROLLOUT_N)
         run(search, s.SEED, judged, say=_Progress())
         if not search.tried:
             raise SettingsError(f"SECONDS={command.SECONDS:g}: over before an answer was tried, the reward is slow")
@@ -317,44 +311,16 @@ def attack(
         sys.exit(1)
 
 
-def learned(search: Search, run_dir: Path, last: int) -> None:
-    """What a policy learned that was trained on the truths of other rows (policy_attack.py): its answers as attempts,
-    and its way as an exploit where most of its ``last`` rollouts are right and no one answer is for so many."""
-    rollouts = policy_attack.rollouts(run_dir)
-    print(f"  {policy_attack.summary(rollouts)}", flush=True)
-    for text in policy_attack.best_answers(rollouts):
-        if not search.over:
-            search.attack(Attempt(policy_attack.NAME, text))
-    ended = rollouts[-last:]
-    best = search.best if search.best < float("inf") else 1.0
-    right = ended[ended["score"] >= best]
-    honest = ended["truth"].value_counts(normalize=True).iloc[0]  # what one answer can be right for
-    enough = max(HALF, honest + policy_attack.MARGIN) * len(ended)
-    if len(right) and len(right) >= enough and policy_attack.NAME not in search.found:
-        first = right.iloc[0]
-        search.found[policy_attack.NAME] = Finding(
-            policy_attack.NAME,
-            first["response"],
-            list(range(len(right))),
-            float(right["score"].mean()),
-            "right under the truths of other rows",
-            recipe=True,
-            truth=first["truth"],
-            first=float(first["score"]),
-            of=len(ended),
-        )
-
-
 def example(s: Settings, search: Search, finding: Finding) -> dict:
     """A row of the task's examples.jsonl that the reward breaks while ``finding`` fools it. ``below``: a right answer's
     score, or the first fooled row's where that is lower; what partial credit is left to it is the task's own matter."""
     below = min(search.best, search.best if finding.broken else finding.first)
     found = {"ground_truth": read_ground_truth(finding.truth)}
-    row = None if finding.of else search.rows[finding.fooled[0]]
+    row = search.rows[finding.fooled[0]]
     if s.multi_turn:
         found |= {"prompt": row.prompt, "responses": finding.response.split(TURN)[: s.MAX_TURNS], "done": False}
     else:
-        extra = {name: value for name, value in ((row and row.extra) or {}).items() if name not in ROW_NAMES and value}
+        extra = {name: value for name, value in (row.extra or {}).items() if name not in ROW_NAMES and value}
         found |= {"response": finding.response} | ({"extra_info": extra} if extra else {})
     return found | {"below": below if below < float("inf") else 1.0} | ({"variant": s.REWARD} if s.REWARD else {})
 
@@ -383,7 +349,7 @@ def report(s: Settings, search: Search) -> None:
             [
                 finding.exploit + (f" (and {len(others)} more)" if others else ""),
                 "-" if finding.broken else f"{finding.score:.3f}",
-                f"{len(finding.fooled)} of {finding.of or of}",
+                f"{len(finding.fooled)} of {of}",
                 one_line(finding.why, 80),
                 one_line(repr(finding.response)[1:-1], 60),
             ]

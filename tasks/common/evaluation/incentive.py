@@ -14,7 +14,7 @@ from tasks.common.evaluation import probe
 from tasks.common.evaluation.exploits import SOME, THINKING, TURN, Row, visible
 from tasks.common.files import read_json
 from tasks.common.guarded import Guarded
-from tasks.common.runs.folder import POLICY, all_runs, read_metrics, recorded
+from tasks.common.runs.folder import all_runs, read_metrics, recorded
 from tasks.common.settings import Settings
 
 MUCH = 0.2  # of what a right answer earns more than none, where no samples of the start are known
@@ -83,7 +83,7 @@ def start_score(s: Settings) -> tuple[float, str] | None:
     the newest run. None without both."""
     if file := probe.newest(s.TASK, bool):
         return read_json(file)["metrics"]["score"]["value"], f"make probe: {file.parent.name}"
-    runs = [run for run in all_runs(s.TASK) if recorded(run)["kind"] == "rl" and not run.name.startswith(POLICY)]
+    runs = [run for run in all_runs(s.TASK) if recorded(run)["kind"] == "rl"]
     for run in sorted(runs, key=lambda run: -run.stat().st_mtime):
         for metrics in read_metrics(run, strict=False).values():
             if "critic/score/mean" in metrics:

@@ -137,7 +137,7 @@ def main(
     environment: type[Environment] | None = None,
 ) -> None:
     """Run one command: ``probe MODEL``, ``eval LABEL=MODEL ...``, ``compare BASE MODEL``, ``rescore``,
-    ``attack [RUN]``, ``chat MODEL``, ``batch MODEL``, ``pairs MODEL OUT``, ``accepted MODEL OUT`` or, called by these,
+    ``attack``, ``chat MODEL``, ``batch MODEL``, ``pairs MODEL OUT``, ``accepted MODEL OUT`` or, called by these,
     ``sample JOB``. A multi-turn task gives its ``environment`` in place of ``compute_score``, and has all but
     ``rescore`` and ``pairs``. Settings come from the environment. Exits with 1 after one line that says why, also when
     the reward raised on some completion."""
@@ -155,7 +155,7 @@ def main(
             "compare": lambda: compare.compare(s, scoring, *arguments),
             "experiment": lambda: experiment.experiment(s, scoring, models),
             "rescore": lambda: rescore(s, command, scoring),
-            "attack": lambda: attack.attack(s, command, scoring.compute_score, environment, *arguments),
+            "attack": lambda: attack.attack(s, command, scoring.compute_score, environment),
             "chat": lambda: chat.chat(s, scoring, *arguments),
             "batch": lambda: batch.batch(s, command, scoring, *arguments),
             "pairs": lambda: self_samples.write_pairs(s, scoring, *arguments),

@@ -18,7 +18,7 @@ from tasks.common.data import gold
 from tasks.common.data.held_out import check_held_out
 from tasks.common.data.prepare import describe, read_manifest
 from tasks.common.evaluation import attack as attacks
-from tasks.common.evaluation import incentive, policy_attack
+from tasks.common.evaluation import incentive
 from tasks.common.evaluation.certify import certificate, certified
 from tasks.common.evaluation.tables import total_time
 from tasks.common.guarded import Guarded, asks_judge
@@ -49,7 +49,7 @@ STAGES_OF = {
     "train": ("data", "model", "sft", "train", "eval"),
     "dpo": ("data", "model", "sft", "train", "eval"),
     "all": settings.WHOLE,
-    "attack": ("data", "model", "sft", "policy", "attack"),
+    "attack": ("data", "attack"),
     "probe": ("data", "model", "probe"),
     "certify": ("data", "model", "certify"),
     "eval": ("data", "model", "eval"),
@@ -74,14 +74,6 @@ class Job:
     @property
     def trains(self) -> bool:
         return self.goal in ("train", "dpo", "all")
-
-    @property
-    def against(self) -> "Job":
-        """`make attack POLICY=1`: the training on the truths of other rows, in a run of its own."""
-        s = replace(
-            self.s, TRAIN_FILE=str(policy_attack.shuffled_file(self.s)), TEST_FREQ=0, PATIENCE=0, SELF_PLAY_ROUNDS=1
-        )
-        return replace(self, s=replace(s, RUN=f"{folder.POLICY}-{s.rl_fingerprint(self.arguments)}"))
 
     @property
     def trained(self) -> Path | None:
@@ -225,16 +217,9 @@ def certify(job: Job) -> str:
     return certified(file)
 
 
-def policy(job: Job) -> str:
-    """Train against the reward on the truths of other rows."""
-    policy_attack.write_shuffled(job.s)
-    return train.train(job.against.s, job.arguments)
-
-
 def attack(job: Job) -> str:
     """Exits with 1 when the reward can be fooled."""
-    run_dir = [str(folder.rl_dir(job.against.s, job.arguments))] if job.command.POLICY else []
-    script(job.s, "evaluate.py", "attack", *run_dir)
+    script(job.s, "evaluate.py", "attack")
     return "nothing found"
 
 
@@ -295,7 +280,6 @@ STAGES: dict[str, Callable[[Job], str]] = {
     "train": trained_rl,
     "merge": merged,
     "eval": lambda job: evaluate(job, "evaluate.py", "eval"),
-    "policy": policy,
     "attack": attack,
     "probe": probe,
     "certify": certify,
@@ -479,17 +463,13 @@ def main(goal: str, arguments: list[str]) -> None:
     say_environment()
     if s.multi_turn and goal in SINGLE_TURN:
         raise SettingsError(f"TASK={s.TASK}: has episodes of several turns; `make {goal}` is for single-turn tasks")
-    by_policy = goal == "attack" and bool(command.POLICY)
-    if by_policy and (s.multi_turn or s.METHOD == "dpo"):
-        what = f"TASK={s.TASK}: has episodes of several turns" if s.multi_turn else "METHOD=dpo: samples nothing"
-        raise SettingsError(f"{what}; POLICY=1 trains single-turn tasks with an RL method")
     if goal == "certify" and s.METHOD == "dpo":
         raise SettingsError("METHOD=dpo: samples nothing in training; `make certify` is for the RL methods")
     if goal == "certify" and not verl_versions.has_own_trainers(s):
         found = f"STACK={s.STACK}: has verl {verl_versions.wanted(s)}, whose agent loop differs"
         raise SettingsError(f"{found}; `make certify` plays that of verl 0.9.1, with STACK=cpu")
     # DPO trains with TRL; its warm-up with verl.
-    if (goal in TRAINING or by_policy) and not (s.METHOD == "dpo" and s.INIT == "base"):
+    if goal in TRAINING and not (s.METHOD == "dpo" and s.INIT == "base"):
         verl_versions.check_installed(s)
     if goal in AT_ONCE:
         AT_ONCE[goal](job)
@@ -508,25 +488,21 @@ def main(goal: str, arguments: list[str]) -> None:
     s = job.s
     if goal in STAGES_OF and goal != "merge":
         load_reward(s)  # a broken reward.py ends the command before anything starts
-    if by_policy and asks_judge(compute_score_of(s)):
-        raise SettingsError("POLICY=1: would ask the judge for each rollout; leave POLICY out: ATTACK_CALLS limits it")
     with _locked(s):
         if job.trains and command.FROM != "data":
             _shared_data(s, command.FROM)
-        if job.trains or by_policy:
+        if job.trains:
             train.check(s, arguments)
         runs = experiments.planned(s, command) if goal == "experiment" else {}
-        if job.trains or by_policy or goal in ("sft", "experiment"):
+        if job.trains or goal in ("sft", "experiment"):
             doctor.before_training(s, arguments, goal, list(runs.values()), command.JOBS)
         if goal == "experiment":
             experiment(job, runs)
         else:
             names = STAGES_OF.get(goal, ("data", "model"))
             stages = {name: functools.partial(STAGES[name], job) for name in names}
-            if (job.trains or by_policy) and s.INIT == "base":
+            if job.trains and s.INIT == "base":
                 del stages["sft"]
-            if goal == "attack" and not by_policy:
-                stages = {name: stages[name] for name in ("data", "attack")}
             if goal not in STAGES_OF:
                 stages[goal] = functools.partial(evaluate, job, f"{goal}.py")
             run_stages(stages, command.FROM if job.trains else "data")

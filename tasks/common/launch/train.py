@@ -194,9 +194,9 @@ def _round(s: Settings, arguments: list[str], number: int, start: str, run_dir: 
     if number == 1:
         _tell_anew(s, run_dir, "rl", parts)
     folder.record(run_dir, "rl", made, s, start, arguments, base_model(begins), parts)
-    # Shuffled truths (`make attack POLICY=1`), a teacher and a reward model may give no right answers.
+    # A teacher and a reward model may give no right answers.
     learns = s.INIT == "sft" and number == 1 and s.METHOD != "distill" and not s.REWARD_MODEL
-    anyway = not learns or os.environ.get("ANYWAY") == "1" or run_dir.name.startswith(folder.POLICY)
+    anyway = not learns or os.environ.get("ANYWAY") == "1"
     plan = planned(s.METHOD, s, run_dir, begins, number=number, data=pairs, overrides=overrides, anyway=anyway)
     try:
         metrics = execute(plan)

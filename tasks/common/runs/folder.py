@@ -18,7 +18,6 @@ from tasks.common.settings import REPORTING, Settings, SettingsError, artifacts,
 from tasks.common.text import one_line
 
 PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")  # names of tasks and runs
-POLICY = "attack"  # prefix of the runs of `make attack POLICY=1`, which no other command uses
 PARTS = ("kind", "fingerprint", "start")  # of every record: texts beside its settings and arguments
 ALWAYS = {"MODEL", "METHOD", "STEPS", "SFT_STEPS", "INIT", "STACK", "N_GPUS"}  # settings that every version recorded
 
@@ -115,7 +114,7 @@ def record_problem(made: dict) -> str:
 def anew(run_dir: Path, kind: str, reads: dict) -> str:
     """Why ``run_dir``, which has no record yet, does not go on with the newest run of its ``kind``: the parts ``reads``
     of its identity that are others there. Empty where there is no such run."""
-    runs = [run for run in all_runs(run_dir.parent.name) if run != run_dir and not run.name.startswith(POLICY)]
+    runs = [run for run in all_runs(run_dir.parent.name) if run != run_dir]
     runs = [run for run in runs if recorded(run)["kind"] == kind and recorded(run).get("reads")]
     if recorded(run_dir) or not runs:
         return ""
@@ -314,7 +313,7 @@ def find_run(s: Settings, arguments: list[str], model_given: str = "") -> Path |
     ``model_given`` only a run that was trained from that model: any other MODEL stands for itself. Raises
     SettingsError when RUN names no run with a checkpoint.
     """
-    runs = [run for run in all_runs(s.TASK) if last_step(run) and not run.name.startswith(POLICY)]
+    runs = [run for run in all_runs(s.TASK) if last_step(run)]
     runs.sort(key=lambda run: (recorded(run)["kind"] == "rl", _saved_at(run)))
     if s.RUN:
         run_dir = s.runs_dir / s.RUN
