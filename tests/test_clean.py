@@ -1,6 +1,7 @@
 """`make clean` removes what it is told to, where ARTIFACTS is, and nothing else."""
 
 import fcntl
+import io
 import os
 import pty
 import re
@@ -31,47 +32,46 @@ def files(folder: Path) -> set[str]:
     return {str(path.relative_to(folder)) for path in folder.rglob("*") if not path.is_dir()}
 
 
-def test_of_one_task_its_own_folders_are_removed_and_named(artifacts):
+def test_of_one_task_its_own_folders_are_removed_and_named(artifacts, monkeypatch, capsys):
     before = files(artifacts)
     result = make("clean", TASK="countdown", ARTIFACTS=str(artifacts))
     own = [f"{name}/countdown" for name in clean.OF_A_TASK]
     assert result.returncode == 0 and result.stdout.splitlines() == [f"removed {artifacts / name}" for name in own]
     assert files(artifacts) == {name for name in before if not name.startswith(tuple(own))}
-    result = make("clean", TASK="countdown", ARTIFACTS=str(artifacts))
-    assert (result.returncode, result.stdout) == (0, f"nothing of TASK=countdown in {artifacts}\n")
+    monkeypatch.setenv("ARTIFACTS", str(artifacts))
+    clean.clean("countdown")
+    assert capsys.readouterr().out == f"nothing of TASK=countdown in {artifacts}\n"
 
 
-@pytest.mark.parametrize("variables", [{}, {"YES": "0"}, {"YES": "yes"}])
-def test_without_a_task_or_a_yes_nothing_is_removed(artifacts, variables):
+@pytest.mark.parametrize("yes", ["", "0", "yes"])
+def test_without_a_task_or_a_yes_nothing_is_removed(artifacts, yes, monkeypatch):
+    monkeypatch.setenv("ARTIFACTS", str(artifacts))
+    monkeypatch.setenv("YES", yes)
+    monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))  # no terminal
     before = files(artifacts)
-    result = subprocess.run(
-        ["make", "clean"],
-        cwd=ROOT,
-        env=outside_make() | {"ARTIFACTS": str(artifacts)} | variables,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-    )
-    assert result.returncode != 0 and result.stderr.startswith("error: make clean removes data, runs, eval")
+    with pytest.raises(clean.SettingsError, match=r"^make clean removes data, runs, eval.* or YES=1$"):
+        clean.clean("")
     assert files(artifacts) == before
 
 
 def test_with_a_yes_all_that_this_repository_wrote_is_removed(artifacts):
-    assert make("clean", YES="1", ARTIFACTS=str(artifacts)).returncode == 0
+    command = [sys.executable, "-S", "-m", "tasks.common.runs.clean"]  # -S: it needs no package
+    own = outside_make() | {"ARTIFACTS": str(artifacts), "PYTHONPATH": str(ROOT), "YES": "1"}
+    assert subprocess.run(command, cwd=ROOT, env=own).returncode == 0
     assert files(artifacts) == set(OTHERS)
 
 
-@pytest.mark.parametrize(("answer", "removed"), [(b"y\n", True), (b"\n", False), (b"no\n", False)])
-def test_on_a_terminal_it_asks(artifacts, answer, removed):
+@pytest.mark.parametrize(("answer", "removed"), [("y\n", True), ("\n", False), ("no\n", False)])
+def test_on_a_terminal_it_asks(artifacts, answer, removed, monkeypatch, capsys):
+    monkeypatch.setenv("ARTIFACTS", str(artifacts))
     ours, theirs = pty.openpty()
-    os.write(ours, answer)
-    environment = outside_make() | {"ARTIFACTS": str(artifacts), "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-S", "-m", "tasks.common.runs.clean"]  # -S: it needs no package
-    result = subprocess.run(command, cwd=ROOT, env=environment, stdin=theirs, capture_output=True, text=True)
-    os.close(ours)
-    os.close(theirs)
-    assert result.returncode == 0 and str(artifacts / "runs") in result.stdout
-    assert (files(artifacts) == set(OTHERS)) == removed and ("nothing removed" in result.stdout) != removed
+    os.write(ours, answer.encode())
+    with os.fdopen(ours), os.fdopen(theirs) as terminal:
+        monkeypatch.setattr(sys, "stdin", terminal)
+        clean.clean("")
+    said = capsys.readouterr().out
+    assert str(artifacts / "runs") in said and ("nothing removed" in said) != removed
+    assert (files(artifacts) == set(OTHERS)) == removed
 
 
 @pytest.mark.parametrize("task", ["..", "../countdown", "/etc", "a b", "*"])

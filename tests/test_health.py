@@ -1,5 +1,6 @@
 """Health rules: on the metrics of real trainings (docs/results), and on such as each rule is about."""
 
+import time
 from dataclasses import replace
 
 import pytest
@@ -25,6 +26,9 @@ FINE = {
 }
 
 
+GOOD = [f"h200-{name}" for name in ("countdown-grpo", "gsm8k-grpo", "tool_calling-grpo", "countdown-dpo")]
+
+
 def real(name: str, machine: str = "h200") -> dict[int, dict]:
     return metrics()[f"{machine}-{name}"]
 
@@ -37,9 +41,20 @@ def found(changes: dict[int, dict], steps: int = 20, **settings) -> list[tuple[s
 # ---- real trainings
 
 
-@pytest.mark.parametrize("name", ["countdown-grpo", "gsm8k-grpo", "tool_calling-grpo", "countdown-dpo"])
-def test_a_good_training_gets_no_finding(name):
-    assert findings(real(name), SETTINGS) == []
+def test_a_good_training_gets_no_finding_and_a_bad_one_those_that_it_deserves():
+    """With less RAM than the hosts had: those of two GPUs have 256 GB. Trainings may end sure of their answers, and
+    with every group right."""
+    late = {"collapse", "spike", "zero_variance"}
+    for name, rows in metrics().items():
+        if "step-" in name or "3b-" in name:  # benchmarks of few steps, without reward
+            continue
+        limited = {step: row | {"perf/cpu_memory_limit_gb": 256.0} for step, row in rows.items()}
+        fired = {each.rule for each in findings(limited, replace(SETTINGS, STEPS=max(rows)))}
+        allowed = set() if name in GOOD else late
+        assert fired - allowed == ({"fall"} if name == "h100-char_count" else set()), name
+    assert metrics().keys() >= {*GOOD, "h100-char_count"}
+    random = real("3b-ours")
+    assert [each.step for each in findings(random, SETTINGS) if each.rule == "mismatch"] == [max(random)]
 
 
 def test_the_longest_of_a_batch_are_not_cut_off_below_the_limit():
@@ -197,15 +212,6 @@ def test_a_mismatch_names_the_correction_that_is_left():
     assert "ROLLOUT_CORRECTION cannot correct this" in finding.text  # its verl cannot mask sequences
 
 
-def test_the_real_trainings_are_below_the_limit_of_a_mismatch_and_a_random_model_is_not():
-    for name in ("countdown-grpo", "countdown-ppo", "econ_agent-grpo", "a100-countdown-gspo"):
-        metrics = real(name)
-        assert "rollout_corr/k3_kl" in metrics[max(metrics)]
-        assert "mismatch" not in {finding.rule for finding in findings(metrics, SETTINGS)}
-    random = real("3b-ours")
-    assert [f.step for f in findings(random, SETTINGS) if f.rule == "mismatch"] == [max(random)]
-
-
 def test_no_reward_counts_when_it_lasts_and_the_same_score_for_all_is_not_none():
     none = {"critic/score/min": 0.0, "critic/score/max": 0.0, "critic/score/mean": 0.0}
     assert found({4: none, 5: none}) == [] and found({4: none, 5: none, 6: none})[0] == ("no_reward", 6)
@@ -213,12 +219,10 @@ def test_no_reward_counts_when_it_lasts_and_the_same_score_for_all_is_not_none()
     assert found({step: all_right for step in (4, 5, 6)}) == []
 
 
-def test_a_policy_that_unlearns_falls_and_no_other_real_training_does():
+def test_a_policy_that_unlearns_falls():
     score = {step: {"critic/score/mean": value} for step, value in enumerate((0.4, 0.3, 0.09, 0.09, 0.11, 0.09), 1)}
     assert found(score) == []
     assert found(score | {step: {"critic/score/mean": 0.09} for step in (5, 6)}) == [("fall", 5), ("fall", 6)]
-    rules = {name: {each.rule for each in findings(steps, SETTINGS)} for name, steps in metrics().items()}
-    assert len(rules) > 20 and [name for name, fired in rules.items() if "fall" in fired] == ["h100-char_count"]
 
 
 def test_a_critics_advantages_and_a_sample_alone_have_no_groups():
@@ -241,92 +245,64 @@ def test_the_null_that_verl_writes_for_nan_is_found(tmp_path):
 
 
 def test_a_thousand_steps_are_looked_through_at_once():
-    import time
-
     before = time.process_time()
     findings({step: FINE for step in range(1, 1001)}, SETTINGS)
     assert time.process_time() - before < 2
 
 
-def memory(
-    values, key: str = "actor/perf/cpu_memory_used_gb", limit: str = "perf/cpu_memory_limit_gb", of: float = 100
-):
-    return {step: {key: float(value), limit: float(of)} for step, value in enumerate(values, 1)}
+GROWS = range(20, 48, 2)  # fourteen steps
+
+
+def memory(values, key: str = "actor/perf/cpu_memory_used_gb", limit: str = "perf/cpu_memory_limit_gb", steps=1000):
+    """Findings of a training of ``steps`` whose memory was ``values`` of 100 GiB."""
+    metrics = {step: {key: float(value), limit: 100.0} for step, value in enumerate(values, 1)}
+    return findings(metrics, replace(SETTINGS, STEPS=steps))
 
 
 def test_memory_that_grows_to_its_limit_names_the_step_at_which_it_ends():
-    metrics = {step: FINE | row for step, row in memory(range(20, 48, 2)).items()}
-    ill = findings(metrics, replace(SETTINGS, STEPS=1000))
+    ill = memory(GROWS)
     assert [(finding.rule, finding.step) for finding in ill] == [("memory", 12), ("memory", 13), ("memory", 14)]
     assert "RAM grows by 2 GiB a step, to 46 of 100 GiB: it is used up at step 41 of 1000" in ill[-1].text
-    gpu = memory(range(20, 48, 2), "actor/perf/max_memory_reserved_gb", "perf/gpu_memory_limit_gb")
-    assert "GPU memory grows" in str(findings(gpu, replace(SETTINGS, STEPS=1000))[-1])
-    old = memory(range(20, 48, 2), "perf/cpu_memory_used_gb")  # verl 0.6.1's name
-    assert findings(old, replace(SETTINGS, STEPS=1000))
+    gpu = memory(GROWS, "actor/perf/max_memory_reserved_gb", "perf/gpu_memory_limit_gb")
+    assert "GPU memory grows" in str(gpu[-1])
+    assert memory(GROWS, "perf/cpu_memory_used_gb")  # verl 0.6.1's name
 
 
-@pytest.mark.parametrize(
-    "values",
-    [
-        [20, 22, 24, 26, 28, 30, 32, 34, 36, 38, 40],  # eleven steps
-        [20, 20, 20, 20, 20, 20, 20, 60, 60, 60, 60, 60, 60, 60],  # one longer sequence
-        [20, 30, 22, 32, 24, 34, 26, 36, 28, 38, 30, 40, 32],  # up and down
-        [*range(60, 20, -2)],
-        [20 + step / 100 for step in range(20)],  # far from the limit at the last step
-    ],
-)
-def test_memory_that_does_not_grow_step_by_step_to_its_limit_is_fine(values):
-    assert findings(memory(values), replace(SETTINGS, STEPS=60)) == []
+def test_memory_that_does_not_grow_step_by_step_to_its_limit_is_fine():
+    once, up_and_down = [20] * 7 + [60] * 7, [20, 30, 22, 32, 24, 34, 26, 36, 28, 38, 30, 40, 32]
+    slowly = [20 + step / 100 for step in range(20)]
+    for values in (range(20, 42, 2), once, up_and_down, range(60, 20, -2), slowly):  # the first: eleven steps
+        assert memory(values, steps=60) == []
+    assert memory(GROWS, steps=41) == [] == memory(GROWS, limit="unknown")
 
 
-def test_memory_that_lasts_for_the_training_or_whose_limit_is_unknown_is_fine():
-    assert findings(memory(range(20, 48, 2)), replace(SETTINGS, STEPS=41)) == []
-    unknown = {step: {"actor/perf/cpu_memory_used_gb": 20.0 + 2 * step} for step in range(1, 20)}
-    assert findings(unknown, replace(SETTINGS, STEPS=1000)) == []
-
-
-def test_the_memory_of_real_trainings_is_fine():
-    """With less RAM than their hosts had (those of two GPUs have 256 GB)."""
-    for name, rows in metrics().items():
-        limited = {step: row | {"perf/cpu_memory_limit_gb": 256.0} for step, row in rows.items()}
-        ill = findings(limited, replace(SETTINGS, STEPS=max(rows)))
-        assert not [each for each in ill if each.rule == "memory"], name
-
-
-def curve(key: str, values: list[float], **others: list[float]) -> dict[int, dict]:
+def curve(key: str, values: list[float], other: str = "", more: list[float] = ()) -> dict[int, dict]:
     found = {step: {key: value} for step, value in enumerate(values, 1)}
-    for name, more in others.items():
-        for step, value in enumerate(more, 1):
-            found[step][name.replace("__", "/")] = value
+    for step, value in enumerate(more, 1):
+        found[step][other] = value
     return found
 
 
 def test_a_reward_that_rises_without_right_answers_is_hollow():
     """Countdown with 0.3 for the right numbers, without a thought: the reward rises, right answers hardly."""
     reward, hollow, sound = [0.09, 0.1, 0.1, 0.2, 0.3, 0.3, 0.3], [0.05] * 7, [0.05, 0.05, 0.05, 0.1, 0.2, 0.2, 0.2]
-    rose = found(curve("critic/score/mean", reward, answers__right=hollow), 7)
+    rose = found(curve("critic/score/mean", reward, "answers/right", hollow), 7)
     assert rose == [("hollow", 6), ("hollow", 7)]  # after five steps the start and the end overlap
-    assert found(curve("critic/score/mean", reward, answers__right=sound), 7) == []
+    assert found(curve("critic/score/mean", reward, "answers/right", sound), 7) == []
     assert found(curve("critic/score/mean", reward), 7) == []  # a100: verl does not tell
-    assert found(curve("critic/score/mean", [0.1] * 3 + [0.19] * 4, answers__right=hollow), 7) == []
+    assert found(curve("critic/score/mean", [0.1] * 3 + [0.19] * 4, "answers/right", hollow), 7) == []
 
 
 def test_responses_that_fall_to_a_fraction_are_told():
     lengths = [300.0, 280.0, 320.0, 200.0, 99.0, 99.0, 99.0]
     assert found(curve("response_length/mean", lengths), 7) == [("short", 7)]
     assert found(curve("response_length/mean", [*lengths[:4], 99.0, 101.0, 99.0]), 7) == []
-    cut_off = curve("response_length/mean", lengths, **{"response_length/clip_ratio": [0.5] * 3})
+    cut_off = curve("response_length/mean", lengths, "response_length/clip_ratio", [0.5] * 3)
     assert found(cut_off, 7) == []  # it learned to end
 
 
 def test_one_wrong_response_for_all_samples_is_told():
     assert found(curve("answers/alike", [0.6, 0.6, 0.4, 0.6, 0.6, 0.51]), 6) == [("alike", 6)]
-
-
-def test_the_new_rules_find_nothing_in_real_trainings():
-    for name, steps in metrics().items():
-        fired = {each.rule for each in findings(steps, SETTINGS)}
-        assert not fired & {"hollow", "short", "alike"}, name
 
 
 def test_the_answers_of_a_step_are_measured():

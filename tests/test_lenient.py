@@ -3,7 +3,7 @@
 import importlib
 import json
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -13,7 +13,6 @@ from tasks.common.evaluation import tables
 from tasks.common.evaluation.lenient import read, readings, reads_right
 from tasks.common.evaluation.rollouts import SAMPLED, Rollout
 from tasks.common.evaluation.summary import by_prompt, differences, summarize
-from tasks.common.reports import monitor
 
 COUNTDOWN = {"target": 17, "numbers": [8, 80, 89]}
 CALLS = {"calls": [{"name": "look", "arguments": {"at": 1}}], "tools": []}
@@ -170,14 +169,3 @@ def test_without_a_lenient_reader_nothing_is_said_of_form():
     changes = differences(plain, plain)
     assert "lenient" not in changes and tables.parts(changes) == "" and "format_loss" not in summarize(plain)["metrics"]
     assert tables.answers({"base": {"metrics": {}}}) == ""
-
-
-def test_the_dashboard_tells_the_start_and_what_was_gained():
-    before, after = (responses({i: texts for i in range(20)}) for texts in ([FORM, NO], [YES, NO]))
-    changes = {name: asdict(change) for name, change in differences(before, after).items()}
-    seen = monitor.Seen()
-    monitor._against_start(seen, 8, {**summarize(after), "paired": {"to": "m", "metrics": changes}})
-    assert seen.evaluations[0]["eval/pass@1"] == 0 and seen.evaluations[0]["eval/unreadable"] == 0.5
-    assert seen.findings["evaluation-8"].text.endswith("form +0.500 [0.500, 0.500]: a gain of form")
-    monitor._against_start(alone := monitor.Seen(), 8, summarize(after))
-    assert not alone

@@ -8,16 +8,16 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from urllib.request import urlopen
 
 import pytest
 
 from tasks.common.machine import gpus
 from tasks.common.reports import monitor
-from tasks.common.reports.monitor import Follower, Sample, Seen, look
 from tasks.common.settings import ROOT, SettingsError
 from tasks.common.training import tracking
-from tests.helpers import MAKE, make, outside_make
+from tests.helpers import MAKE, outside_make
 from tests.test_records import evaluate, make_run, settings  # noqa: F401  (a fixture)
 from tests.test_settings import error_of, load
 
@@ -25,8 +25,9 @@ HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>"
 METRICS = {step: {"critic/score/mean": step / 10, "actor/entropy": 0.3, "timing_s/step": 2.0} for step in (1, 2, 3)}
 
 
-def rollout(step: int, score: float, text: str = "<answer>1+2</answer>") -> dict:
-    return {"input": "Numbers: 1, 2. Target: 3.", "output": text, "gts": "3", "score": score, "step": step, "uid": "a"}
+def rollout(step: int, score: float, text: str = "<answer>1+2</answer>", **more) -> dict:
+    row = {"input": "Numbers: 1, 2. Target: 3.", "output": text, "gts": "3", "score": score, "step": step, "uid": "a"}
+    return row | more
 
 
 def write_lines(file, rows, mode="w") -> None:
@@ -55,234 +56,177 @@ def run_dir(settings):  # noqa: F811
     return run
 
 
-# ---- what is shown
-
-
-def test_everything_that_a_run_has_is_seen(run_dir):
-    seen = look(run_dir)
-    assert seen.steps == METRICS
-    assert seen.evaluations == {3: {"eval/accuracy": 0.75}}
-    kinds = [(sample.kind, sample.step, sample.rewards.get("score")) for sample in seen.samples.values()]
-    assert sorted(kinds, key=str) == [
-        ("evaluation", 3, 1.0),
-        ("evaluation", 3, None),
-        ("training", 1, 0.0),
-        ("training", 1, 1.0),
-    ]
-    assert seen.samples["eval-mine-step3-0-0"].rewards == {"score": 1.0, "format": 1.0, "sampled": 0.0}
-    assert seen.findings == {} and seen.gpus == {}
-
-
-def test_verls_validations_are_seen_with_the_parts_of_the_reward(run_dir):
-    row = rollout(2, 0.3) | {"reward": 0.3, "acc": False, "format": 0.0, "note": "x"}
-    del row["uid"]
-    write_lines(run_dir / "validation/2.jsonl", [row])
-    (sample,) = [sample for sample in look(run_dir).samples.values() if sample.kind == "validation"]
-    assert (sample.step, sample.response) == (2, row["output"])
-    assert sample.rewards == {"score": 0.3, "reward": 0.3, "acc": 0.0, "format": 0.0}
-
-
-def test_the_dev_score_and_the_best_so_far_are_curves(settings):  # noqa: F811
-    metrics = {step: {"val-core/t/acc/mean@1": acc, "x": 1.0} for step, acc in ((2, 0.25), (4, 0.5), (6, 0.375))}
-    seen = look(make_run(settings, metrics=metrics | {5: {"x": 1.0}}))
-    drawn = {step: (row["dev/score"], row["dev/best"]) for step, row in seen.steps.items() if "dev/best" in row}
-    assert drawn == {2: (0.25, 0.25), 4: (0.5, 0.5), 6: (0.375, 0.5)}
-
-
-def test_a_rule_that_keeps_firing_is_told_of_where_it_begins(settings):  # noqa: F811
-    ill = {step: {"actor/entropy": 0.001 if step in (2, 3, 5) else 0.3} for step in range(1, 6)}
-    assert sorted(look(make_run(settings, metrics=ill)).findings) == ["collapse-2", "collapse-5"]
-
-
-def test_a_run_of_another_versions_settings_is_shown(run_dir):
-    file = run_dir / "settings.json"
-    made = json.loads(file.read_text())
-    del made["settings"]["ABORT_ON"]
-    file.write_text(json.dumps(made))
-    assert look(run_dir).steps == METRICS
-
-
-def test_long_texts_and_many_rows_are_cut(run_dir):
-    rows = [rollout(2, 0.0, "x" * 100_000)] * 50
-    write_lines(run_dir / "rollouts/2.jsonl", rows)
-    (run_dir / "rollouts/2.jsonl").open("a").write('{"input": "half a li')
-    found = [sample for sample in look(run_dir).samples.values() if sample.step == 2]
-    assert len(found) == monitor.TRAINING_SAMPLES
-    assert all(
-        len(sample.response) < monitor.LONGEST + 50 and "100000 characters" in sample.response for sample in found
-    )
-
-
-def test_what_is_new_and_what_was_trained_again():
-    sample = Sample("training", 1, "p", "r", "g", {"score": float("nan")})
-    before = Seen(steps={1: {"a": 1.0}, 2: {"a": float("nan")}}, samples={"s": sample})
-    assert not before.since(before) and before.since(before) is not None
-    more = Seen(steps=before.steps | {3: {"a": 2.0}}, samples={"s": sample})
-    assert more.since(before) == Seen(steps={3: {"a": 2.0}})
-    assert Seen(steps={1: {"a": 1.0}, 2: {"a": 5.0}}, samples={"s": sample}).since(before) is None
-    assert Seen(steps={1: {"a": 1.0}}, samples={"s": sample}).since(before) is None
-
-
-# ---- the dashboards
-
-
 @pytest.fixture
-def trackio(tmp_path, monkeypatch):
-    """trackio's dashboard with a store of its own; trackio reads TRACKIO_DIR when it is imported."""
+def store(tmp_path, monkeypatch):
+    """trackio's store in a folder of its own; trackio reads TRACKIO_DIR when it is imported."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "trackio"]:
         monkeypatch.delitem(sys.modules, name)
-    monkeypatch.setenv("TRACKIO_DIR", "")
-    from tasks.common.reports.monitor_trackio import Trackio
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "store"))
+    from trackio.sqlite_storage import SQLiteStorage
 
-    return Trackio(tmp_path / "store")
-
-
-def curve(trackio, run: str, metric: str) -> list[tuple[int, float]]:
-    logs = trackio.store.get_logs("countdown", run)
-    return [(row["step"], row[metric]) for row in logs if metric in row]
+    return SQLiteStorage
 
 
-def test_trackio_has_curves_samples_findings_and_settings(run_dir, trackio):
-    with (run_dir / "metrics/000.jsonl").open("a") as file:
-        file.write(json.dumps({"step": 4, "data": METRICS[3] | {"actor/entropy": 0.001}}) + "\n")
+def curve(store, run: str, metric: str) -> list[tuple[int, float]]:
+    logs = store.get_logs("countdown", run)
+    return sorted((row["step"], row[metric]) for row in logs if metric in row)
+
+
+def samples(store, step: int) -> list[dict]:
+    """The samples of a step, the lowest score first."""
+    found = [trace for trace in store.get_traces("countdown", "mine") if trace["step"] == step]
+    return sorted(found, key=lambda trace: trace["metadata"].get("score", -1))
+
+
+def test_a_run_is_shown_with_curves_samples_findings_gpus_and_settings(run_dir, store):
+    ill = METRICS[3] | {"actor/entropy": 0.001}
+    write_lines(run_dir / "metrics/000.jsonl", [{"step": step, "data": ill} for step in (4, 5)], "a")
     write_lines(run_dir / "gpu.jsonl", [{"time": 1.7e9, "gpu/0/memory_gib": 60.5, "gpu/0/load_percent": 97.0}])
-    follower = Follower(trackio)
+    follower = monitor.Follower(store)
     assert follower.update() == 1 and follower.update() == 0
-    assert curve(trackio, "mine", "critic/score/mean") == [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.3)]
-    assert curve(trackio, "mine", "eval/accuracy") == [(3, 0.75)]
-    (alert,) = trackio.store.get_alerts("countdown")
+    assert curve(store, "mine", "critic/score/mean") == [(1, 0.1), (2, 0.2), (3, 0.3), (4, 0.3), (5, 0.3)]
+    assert curve(store, "mine", "eval/accuracy") == [(3, 0.75)]
+    (alert,) = store.get_alerts("countdown")  # where the rule begins to fire
     assert (alert["title"], alert["step"], alert["level"]) == ("collapse", 4, "error") and "lower LR" in alert["text"]
-    assert trackio.store.get_system_logs("countdown", "mine")[0]["gpu/0/memory_gib"] == 60.5
-    config = trackio.store.get_run_config("countdown", "mine")
-    assert config["LR"] == 3e-5 and config["stack"] == "cpu"
-    found = trackio.store.get_traces("countdown", "mine", search="onerror")
+    assert store.get_system_logs("countdown", "mine")[0]["gpu/0/memory_gib"] == 60.5
+    config = store.get_run_config("countdown", "mine")
+    assert config["LR"] == 3e-5 and config["start"] == "embedded"
+    found = store.get_traces("countdown", "mine", search="onerror")
     assert [trace["messages"][1]["content"] for trace in found] == [HOSTILE]
-    assert found[0]["metadata"] == {"kind": "training", "ground_truth": "3", "score": 1.0, "status": "score 1"}
-    assert len(trackio.store.get_traces("countdown", "mine", search="target: 3")) == 4
+    assert found[0]["metadata"] == {"kind": "rollouts", "ground_truth": "3", "score": 1.0, "status": "score 1"}
+    assert len(store.get_traces("countdown", "mine", search="target: 3")) == 4
+    told = [trace["metadata"] for trace in samples(store, 3)]
+    assert told[1] == {"kind": "eval", "ground_truth": "3", "score": 1.0, "format": 1.0} | {"status": "score 1"}
 
 
-def test_an_episode_is_a_conversation(run_dir, trackio):
+def test_an_evaluation_has_what_the_training_began_with_as_its_step_0(run_dir, store):
+    (file,) = (run_dir.parents[2] / "eval/countdown").glob("*/summary.json")
+    change = {"difference": {"value": 0.5, "low": 0.4, "high": 0.6}, "p_value": 0.01, "test": "exact McNemar"}
+    paired = {"to": "start", "metrics": {"accuracy": change, "gone": change}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"paired": paired}))
+    monitor.Follower(store).update()
+    assert curve(store, "mine", "eval/accuracy") == [(0, 0.25), (3, 0.75)]
+
+
+def test_validations_have_the_parts_of_the_reward_and_episodes_their_turns(run_dir, store):
+    row = rollout(2, 0.3, reward=0.3, acc=False, format=0.0, note="x")
+    write_lines(run_dir / "validation/2.jsonl", [row])
     turns = ["call", HOSTILE, "answer"]
-    write_lines(run_dir / "rollouts/2.jsonl", [rollout(2, 1.0) | {"turns": turns}, rollout(2, 0.0) | {"turns": "x"}])
-    Follower(trackio).update()
-    found = [trace for trace in trackio.store.get_traces("countdown", "mine") if trace["step"] == 2]
-    said = sorted([(m["role"], m["content"]) for m in trace["messages"]][1:] for trace in found)
-    assert said[0] == [("assistant", "<answer>1+2</answer>")]
-    assert said[1] == [("assistant", "call"), ("user", HOSTILE), ("assistant", "answer")]
-
-
-def test_an_evaluated_episode_has_its_turns(run_dir):
+    write_lines(run_dir / "rollouts/3.jsonl", [rollout(3, 2.0, turns=turns), rollout(3, 3.0, turns="x")])
     (file,) = (run_dir.parents[2] / "eval/countdown").glob("*/rollouts.jsonl")
-    row = json.loads(file.read_text().splitlines()[0])
+    evaluated = json.loads(file.read_text().splitlines()[0])
     said = [("assistant", "call"), ("tool", "1"), ("tool", HOSTILE), ("assistant", "2")]
-    write_lines(file, [row | {"messages": [{"role": role, "content": text} for role, text in said]}])
-    (sample,) = [each for each in look(run_dir).samples.values() if each.kind == "evaluation"]
-    assert sample.turns == ("call", f"1\n{HOSTILE}", "2")
+    write_lines(file, [evaluated | {"messages": [{"role": role, "content": text} for role, text in said]}])
+    monitor.Follower(store).update()
+    (validated,) = samples(store, 2)
+    told = {name: validated["metadata"].get(name) for name in ("kind", "score", "acc", "format", "note")}
+    assert told == {"kind": "validation", "score": 0.3, "acc": 0.0, "format": 0.0, "note": None}
+    said = [[(m["role"], m["content"]) for m in trace["messages"]][1:] for trace in samples(store, 3)]
+    assert said == [
+        [("assistant", "call"), ("user", f"1\n{HOSTILE}"), ("assistant", "2")],
+        [("assistant", "call"), ("user", HOSTILE), ("assistant", "answer")],
+        [("assistant", "<answer>1+2</answer>")],
+    ]
 
 
-def test_a_resumed_run_is_one_curve_with_what_was_trained_last(run_dir, trackio):
-    follower = Follower(trackio)
+def test_long_texts_and_many_rows_are_cut(run_dir, store):
+    write_lines(run_dir / "rollouts/2.jsonl", [rollout(2, 0.0, "x" * 100_000)] * 50)
+    (run_dir / "gpu.jsonl").write_text('{"time": 1, "half a li')
+    monitor.Follower(store).update()
+    texts = [trace["messages"][1]["content"] for trace in samples(store, 2)]
+    assert len(texts) == monitor.SAMPLES["rollouts"]
+    assert all(len(text) < monitor.LONGEST + 50 and "100000 characters" in text for text in texts)
+
+
+def test_a_resumed_run_is_one_curve_with_what_was_trained_last(run_dir, store):
+    write_lines(run_dir / "metrics/000.jsonl", [{"step": 2, "data": METRICS[2] | {"nan": None}}], "a")
+    follower = monitor.Follower(store)
     follower.update()
+    write_lines(run_dir / "metrics/000.jsonl", [{"step": 4, "data": {"x": 1.0}}], "a")
+    follower.update()  # a value that is not a number differs from itself
+    assert curve(store, "mine", "x") == [(4, 1.0)] and len(curve(store, "mine", "critic/score/mean")) == 3
     resume(run_dir, first=3, score=0.9)
     follower.update()
-    assert curve(trackio, "mine", "critic/score/mean") == [(1, 0.1), (2, 0.2), (3, 0.9), (4, 0.9)]
-    assert len(trackio.store.get_traces("countdown", "mine")) == 4
-    assert trackio.store.get_runs("countdown") == ["mine"]
+    assert curve(store, "mine", "critic/score/mean") == [(1, 0.1), (2, 0.2), (3, 0.9), (4, 0.9)]
+    assert len(store.get_traces("countdown", "mine")) == 4
+    assert store.get_runs("countdown") == ["mine"]
 
 
-def test_runs_of_several_tasks_are_projects(run_dir, settings, trackio):  # noqa: F811
-    from dataclasses import replace
-
-    make_run(settings, "other", metrics={1: METRICS[1]})
+def test_runs_of_several_tasks_are_projects_and_an_unreadable_one_hides_no_other(
+    run_dir,
+    settings,  # noqa: F811
+    store,
+    capsys,
+):
     make_run(replace(settings, TASK="gsm8k"), "far", metrics={1: METRICS[1]})
-    assert Follower(trackio).update() == 3
-    assert sorted(trackio.store.get_projects()) == ["countdown", "gsm8k"]
-    assert sorted(trackio.store.get_runs("countdown")) == ["mine", "other"]
-
-
-def test_an_unreadable_run_is_reported_once_and_the_others_are_shown(run_dir, settings, trackio, capsys):  # noqa: F811
     broken = make_run(settings, "broken", metrics=METRICS)
+    noted = json.loads((run_dir / "settings.json").read_text())  # of another version, whose rules had no such variable
+    del noted["settings"]["ABORT_ON"]
+    (run_dir / "settings.json").write_text(json.dumps(noted))
     file = broken / "metrics/000.jsonl"
     whole = file.read_text()
     file.write_text(whole + "\0" * 10 + "\n")  # as a file system may leave it after a power cut
-    follower = Follower(trackio)
-    assert follower.update() == 1 and follower.update() == 0
-    said = capsys.readouterr().err.splitlines()
-    assert len(said) == 1 and said[0].startswith(
-        f"warning: {broken}: cannot be read (SettingsError: {file}: line 4 is "
-    )
-    listed = make("runs", ARTIFACTS=os.environ["ARTIFACTS"])
-    assert listed.returncode != 0 and f"\nerror: {file}: line 4 is not JSON; remove that line" in f"\n{listed.stdout}"
+    follower = monitor.Follower(store)
+    assert follower.update() == 2 and follower.update() == 0
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"warning: {broken}: cannot be read (SettingsError: {file}: line 4 is ")
     file.write_text(whole)
     assert follower.update() == 1
-    assert sorted(trackio.store.get_runs("countdown")) == ["broken", "mine"]
-
-
-def test_tensorboard_has_the_same(run_dir, tmp_path):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    from tasks.common.reports.monitor_tensorboard import Tensorboard
-
-    follower = Follower(Tensorboard(tmp_path / "events"))
-    follower.update()
-    resume(run_dir, first=3, score=0.9)
-    follower.update()
-    events = EventAccumulator(str(tmp_path / "events/countdown/mine"))
-    events.Reload()
-    scores = [(event.step, round(event.value, 3)) for event in events.Scalars("critic/score/mean")]
-    assert scores == [(1, 0.1), (2, 0.2), (3, 0.9), (4, 0.9)]
-    assert [event.value for event in events.Scalars("eval/accuracy")] == [0.75]
-    texts = {tag for tag in events.Tags()["tensors"]}
-    assert {"settings/text_summary", "training/1/text_summary", "evaluation/0/text_summary"} <= texts
-    (shown,) = events.Tensors("training/1/text_summary")
-    assert f"\t{HOSTILE}".encode() in shown.tensor_proto.string_val[0]  # indented: shown as it is
+    assert sorted(store.get_projects()) == ["countdown", "gsm8k"]
+    assert sorted(store.get_runs("countdown")) == ["broken", "mine"]
 
 
 # ---- the command
 
 
-def free_port() -> int:
+def unused_port() -> str:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
+        return str(free.getsockname()[1])
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize(
-    "missing", [(), pytest.param(("trackio",), marks=pytest.mark.slow)], ids=["trackio", "tensorboard"]
-)
-def test_make_monitor_serves_until_it_is_interrupted_and_leaves_nothing(run_dir, missing, tmp_path, monkeypatch):
-    port = free_port()
-    if missing:  # a Python that does not find it
+@pytest.mark.parametrize("name", ["trackio", pytest.param("tensorboard", marks=pytest.mark.slow)])
+def test_make_monitor_serves_until_it_is_interrupted_and_leaves_nothing(run_dir, name, tmp_path, monkeypatch):
+    port = unused_port()
+    if name == "tensorboard":  # a Python that does not find trackio, and a run of verl's logger
         hidden = "import importlib.util as u\nfind = u.find_spec\n"
         hidden += "u.find_spec = lambda name, *a: None if name == 'trackio' else find(name, *a)\n"
         (tmp_path / "sitecustomize.py").write_text(hidden)
-    command = [sys.executable, "-m", "tasks.common.reports.monitor"]
-    environment = outside_make() | {"PORT": str(port), "PYTHONPATH": f"{tmp_path}:{ROOT}", "PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        from verl.utils.tracking import Tracking
+
+        for variable, value in tracking.environment(load(LOGGER=name), run_dir).items():
+            monkeypatch.setenv(variable, value)
+        logger = Tracking("countdown", "mine", [name])
+        logger.log({"critic/score/mean": 0.5}, 1)
+        logger.finish()
+    monkeypatch.setenv("PORT", port)
+    environment = outside_make() | {"PYTHONPATH": str(tmp_path), "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen([*MAKE, "monitor"], cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True) as process:
         ended = threading.Timer(120, process.kill)
         ended.start()
         try:
             first = process.stdout.readline()
-            name = "tensorboard" if missing else "trackio"
             assert first.startswith(f"{name}: http://127.0.0.1:{port} ") and "1 run)" in first
-            page = urlopen(f"http://127.0.0.1:{port}/", timeout=30).read().decode()
-            assert name in page.lower()
-            taken = make("monitor", PORT=str(port))
-            assert taken.returncode != 0 and f"error: PORT={port}: something listens there already" in taken.stdout
+            assert name in urlopen(f"http://127.0.0.1:{port}/", timeout=30).read().decode().lower()
+            if name == "tensorboard":
+                runs = ""
+                while "countdown/mine/tensorboard" not in runs:  # it reads the files in a thread
+                    runs = urlopen(f"http://127.0.0.1:{port}/data/runs", timeout=30).read().decode()
+            with pytest.raises(SettingsError, match=f"^PORT={port}: something listens there already; take another, "):
+                monitor.free_port()
         finally:
             ended.cancel()
             process.terminate()
             process.wait(timeout=30)
-    assert list((run_dir.parents[2] / "monitor").iterdir()) == []
+    assert not list((run_dir.parents[2] / "monitor").glob("*"))
 
 
 @pytest.mark.parametrize("port", ["http", "0", "70000", "-1", "7860;id"])
-def test_a_bad_port_is_one_line(port):
-    result = subprocess.run(
-        [*MAKE, "monitor"], cwd=ROOT, env=outside_make() | {"PORT": port}, capture_output=True, text=True
-    )
-    assert result.returncode != 0 and result.stderr.startswith(f"error: PORT={port}: must be a number from 1 to 65535")
+def test_a_bad_port_is_one_line(port, monkeypatch):
+    monkeypatch.setenv("PORT", port)
+    with pytest.raises(SettingsError, match=f"^PORT={port}: must be a number from 1 to 65535$"):
+        monitor.free_port()
 
 
 # ---- GPUs and trackers

@@ -14,6 +14,7 @@ import pytest
 from tasks.common.evaluation import plots
 from tasks.common.evaluation.statistics import Estimate
 from tasks.common.reports import run_report
+from tasks.common.reports.samples import Sample
 from tasks.common.runs import launches
 from tasks.common.runs.folder import named
 from tasks.common.settings import SettingsError, load_settings
@@ -26,6 +27,7 @@ STEP = {"critic/score/mean": 0.25, "actor/entropy": 0.5, "actor/grad_norm": 1.5,
 STEP |= {"timing_s/step": 3.0, "perf/throughput": 1234.0, "response_length/mean": 17.0}
 ROLLOUT = {"input": "user\n2 and 3\nassistant\n", "output": "<answer>2+3</answer>", "gts": "5", "score": 1.0, "step": 2}
 VOID = {"meta", "img", "br"}
+RESULT, CODE = "Base → trained", "Data, code and packages"
 
 
 @pytest.fixture
@@ -124,36 +126,17 @@ def checkpoint(run_dir, step=10):
     return f"/elsewhere/artifacts/runs/{run_dir.parent.name}/{run_dir.name}/checkpoints/global_step_{step}/actor/hf"
 
 
-def evaluate(run_dir, name, model, sampling=None, **metrics):
+def evaluate(run_dir, name, model, sampling=None, paired=(), **metrics):
+    """``paired``: a model, and the difference of accuracy to it."""
     folder = run_dir.parents[2] / f"eval/{run_dir.parent.name}/{name}"
     folder.mkdir(parents=True)
-    (folder / "summary.json").write_text(json.dumps(summary(model, **metrics)))
+    found = summary(model, **metrics)
+    if paired:
+        change = {"difference": estimate(paired[1]), "p_value": 0.0321, "test": "exact McNemar"}
+        found["paired"] = {"to": paired[0], "metrics": {"accuracy": change}}
+    (folder / "summary.json").write_text(json.dumps(found))
     meta = {"reward": "r", "model": model, "rows": "test.parquet", "limit": 0, "sampling": sampling or {"n": 4}}
     (folder / "rollouts.meta.json").write_text(json.dumps(meta))
-
-
-def compare(run_dir, base, trained, step=10):
-    folder = run_dir.parents[2] / f"compare/{run_dir.parent.name}/{step}"
-    folder.mkdir(parents=True)
-    change = {"difference": estimate(trained - base), "p_value": 0.0321, "test": "exact McNemar"}
-    found = {
-        "base": summary("/models/start", accuracy=base),
-        "trained": summary(checkpoint(run_dir, step), accuracy=trained),
-        "metrics": {"accuracy": change},
-        "mcnemar": {"gained": 17, "lost": 5, "p_value": 0.0169},
-    }
-    (folder / "compare.json").write_text(json.dumps(found))
-    (folder / "compare.png").write_bytes(b"\x89PNG of compare")
-    return folder
-
-
-def probe_of(run_dir, name, model, conclusion):
-    folder = run_dir.parents[2] / f"probe/{run_dir.parent.name}/{name}"
-    folder.mkdir(parents=True)
-    verdict = {"name": "accuracy", "value": 0.4321, "threshold": "0.10 to 0.80", "good": True, "words": "good: so"}
-    found = summary(model) | {"data": "/d/train.parquet", "conclusion": conclusion, "verdicts": [verdict]}
-    (folder / "probe.json").write_text(json.dumps(found))
-    return folder
 
 
 # ---- a whole run
@@ -162,37 +145,48 @@ def probe_of(run_dir, name, model, conclusion):
 def test_a_run_with_all_has_every_section(settings):
     s = replace(settings, LR=3e-7)
     s.data_dir.mkdir(parents=True)
-    manifest = {"fingerprint": "1", "source": "generate", "note": "", "origin": [], "seed": 77, "rows": {"train": 4096}}
-    (s.data_dir / "manifest.json").write_text(json.dumps(manifest))
+    (s.data_dir / "manifest.json").write_text(json.dumps({"seed": 77}))
     (s.data_dir / "train.parquet").write_bytes(b"rows")
     metrics = {1: STEP, 2: STEP | {"critic/score/mean": 0.5, "actor/entropy": 0.004}}
     run_dir = make_run(s, metrics=metrics, arguments=["trainer.test_freq=5"], start="/models/start")
     write_rollouts(run_dir, [ROLLOUT | {"score": score} for score in (0.0, 0.5, 1.0)])
-    probe_of(run_dir, "a", "/models/start", "train: there is signal")
-    folder = compare(run_dir, 0.125, 0.375)
+    evaluate(run_dir, "base", "/models/start", accuracy=0.125)
+    evaluate(run_dir, "trained", checkpoint(run_dir), paired=("/models/start", 0.25), accuracy=0.375)
     launch = launches.launches(run_dir)[-1]
     noted = json.loads((launch / "launch.json").read_text())
-    noted["git"] = {"commit": "c0ffee" + "0" * 34, "changed": True, "untracked": ["own.py"]}
+    noted["git"] = {"commit": "c0ffee" + "0" * 34, "uncommitted": ["tasks/x.py", "own.py (new)"]}
     noted["judge"] = {"JUDGE_MODEL": "a-judge"}
     (launch / "launch.json").write_text(json.dumps(noted))
-    (launch / "changes.diff").write_text("diff --git a/tasks/x.py b/tasks/x.py\n")
     text = run_report.page(run_dir)
     DRAWN.clear()
     page = report(run_dir)
     assert run_report.page(run_dir) == text  # with pictures that were drawn again
 
-    titles = ["Settings", "Data", "Environment", "Probe", "Curves", "Health", "Base → trained", "Samples"]
-    assert list(page.text) == ["", *titles]
+    assert list(page.text) == ["", RESULT, "Curves", "Health", "Samples", "Settings", CODE]
     head = " ".join(page.text[""].split())
     for words in ("countdown: mine", "method grpo", "model start", "steps 2/10", "reward 0.500", "trained 6 s"):
         assert words in head, words
+
     before, after, change = (Estimate(**estimate(value)) for value in (0.125, 0.375, 0.25))
-    gain = f"trained - base: accuracy +{change}, p 0.0321 (exact McNemar): a gain"
-    assert f"{gain}; accuracy {before} → {after}, step 10" in head
     assert str(after) == "0.375 [0.363, 0.421]"
+    assert page.rows[RESULT][0] == ["metric", "base", "grpo", "grpo - base [95 % interval]", "p", "meaning"]
+    table = page.row(RESULT, "accuracy")
+    assert table[:5] == ["accuracy", str(before), str(after), f"+{change}", "0.0321 (exact McNemar)"]
+    assert f"grpo - base: accuracy +{change}, p 0.0321 (exact McNemar): a gain" in page.text[RESULT]
+    assert "grpo: mine-step10, 128 prompts, 4 samples each" in page.text[RESULT]
+
+    drawn = [text.partition(": ")[0] for text, _ in page.pictures["Curves"]]
+    assert drawn[:3] == ["reward", "entropy, nats", "gradient norm"] and "seconds of each phase" in drawn
+    assert page.row("Curves", "critic/score/mean") == ["critic/score/mean", "0.25", "0.5", "0.25", "0.5", "1 to 2"]
+    assert page.row("Curves", "perf/throughput")[1] == "1234"
+
+    assert page.row("Health", "collapse")[1:4] == ["2", "1", "2"] and "0.0040" in page.row("Health", "collapse")[4]
+
+    assert re.findall(r"score (?:is )?([\d.]+)", page.text["Samples"]) == ["0.500", "1", "0.5", "0"]
+    assert page.blocks["Samples"][:3] == [ROLLOUT["input"], ROLLOUT["output"], ROLLOUT["gts"]]
 
     assert page.row("Settings", "LR") == ["LR", "3e-07", "1e-05"]
-    assert page.rows["Settings"][0] == ["setting", "this run", "default"]
+    assert page.rows["Settings"][0] == ["setting", "this run", "default today"]
     end = page.rows["Settings"].index(["setting", "value"])
     other = [row[0] for row in page.rows["Settings"][1:end]]
     assert {"LR", "TRAIN_SIZE", "MODEL"} <= set(other) and "STACK" not in other and "TOP_P" not in other
@@ -200,38 +194,12 @@ def test_a_run_with_all_has_every_section(settings):
     assert {"STACK", "TOP_P", "LR"} <= set(every) and ["ARGS", "trainer.test_freq=5"] in page.rows["Settings"]
     assert page.row("Settings", "ARGS") == ["ARGS", "trainer.test_freq=5", "(none)"]
     assert page.row("Settings", "JUDGE_MODEL") == ["JUDGE_MODEL", "a-judge", "(none)"]
-    assert page.blocks["Settings"] == ["make repeat TASK=countdown RUN=mine"]
 
-    assert "4096 train from generate, seed 77" in page.text["Data"]
-    assert page.row("Data", "train.parquet") == ["train.parquet", noted["data"]["train.parquet"]]
-    assert len(noted["data"]["train.parquet"]) == 64
-
-    found = dict(page.rows["Environment"])
+    found = dict(page.rows[CODE])
+    assert found["sha256 of train.parquet"] == noted["data"]["train.parquet"] and len(noted["data"]) == 2
     assert found["commit"] == "c0ffee000000" and found["uncommitted changes"] == "tasks/x.py, own.py (new)"
     assert found["stack"] == "cpu" and found["last launch"] == noted["date"] and found["python"] == noted["python"]
-    for name in ("torch", "verl", "transformers", "ray"):
-        assert found[name] == importlib.metadata.version(name)
-    assert found["machines x GPUs"].startswith("1 x 1")
-
-    assert "train: there is signal" in page.text["Probe"]
-    assert ["ok", "accuracy", "0.432", "0.10 to 0.80", "good: so"] in page.rows["Probe"]
-
-    drawn = [text.partition(": ")[0] for text, _ in page.pictures["Curves"]]
-    assert drawn[:3] == ["reward", "entropy, nats", "gradient norm"] and "seconds of each phase" in drawn
-    assert "validation (val-core/*)" in page.text["Curves"] and "KL to the start" in page.text["Curves"]
-    assert page.row("Curves", "critic/score/mean") == ["critic/score/mean", "0.25", "0.5", "0.25", "0.5", "1 to 2"]
-    assert page.row("Curves", "perf/throughput")[1] == "1234"
-
-    assert page.row("Health", "collapse")[1:4] == ["2", "1", "2"] and "0.0040" in page.row("Health", "collapse")[4]
-
-    table = page.row("Base → trained", "accuracy")
-    assert table[:5] == ["accuracy", str(before), str(after), f"+{change}", "0.0321 (exact McNemar)"]
-    assert "17 prompts gained, 5 lost: exact McNemar p 0.0169" in page.text["Base → trained"]
-    [(_, picture)] = page.pictures["Base → trained"]
-    assert base64.b64decode(picture.partition("base64,")[2]) == (folder / "compare.png").read_bytes()
-
-    assert re.findall(r"score (?:is )?([\d.]+)", page.text["Samples"]) == ["0.500", "1", "0.5", "0"]
-    assert page.blocks["Samples"][:3] == [ROLLOUT["input"], ROLLOUT["output"], ROLLOUT["gts"]]
+    assert found["torch"] == importlib.metadata.version("torch") and len(found["task: reward.py"]) == 12
 
 
 def test_the_numbers_of_a_real_training_are_those_of_its_file(settings):
@@ -267,7 +235,7 @@ def test_a_curve_is_drawn_where_its_values_are():
     assert ends[1][0] < ends[1][2] and ends[1][1] < ends[1][3]
 
 
-# ---- which evaluation, which probe
+# ---- which evaluation
 
 
 def test_evaluations_count_that_were_made_in_the_same_way(settings):
@@ -275,137 +243,65 @@ def test_evaluations_count_that_were_made_in_the_same_way(settings):
     evaluate(run_dir, "other", "/models/other", accuracy=0.9)
     evaluate(run_dir, "trained", checkpoint(run_dir), accuracy=0.5, pass_at_4=0.75)
     page = report(run_dir)
-    assert page.rows["Base → trained"][0] == ["metric", "grpo", "meaning"]
-    assert "no evaluation of its base" in page.text["Base → trained"]
+    assert page.rows[RESULT][0] == ["metric", "grpo", "meaning"]
+    assert "no evaluation of its base on the same prompts" in page.text[RESULT]
     evaluate(run_dir, "base-hot", "/models/start", {"n": 64}, accuracy=0.8)
     assert page.rows == report(run_dir).rows
     evaluate(run_dir, "base", "/models/start", accuracy=0.25, pass_at_4=0.5)
     page = report(run_dir)
-    assert page.rows["Base → trained"][0] == ["metric", "base", "grpo", "meaning"]
+    assert page.rows[RESULT][0] == ["metric", "base", "grpo", "meaning"]
     before, after = (str(Estimate(**estimate(value))) for value in (0.25, 0.5))
-    assert page.row("Base → trained", "accuracy")[:3] == ["accuracy", before, after]
-    assert f"accuracy {before} → {after}, step 10" in page.text[""]
-    assert (
-        "prompts gained and lost, and their test: make compare TASK=countdown RUN=mine" in page.text["Base → trained"]
-    )
-    compare(run_dir, 0.1, 0.2, step=5)  # of an earlier step than the evaluation
-    assert report(run_dir).rows["Base → trained"] == page.rows["Base → trained"]
-    compare(run_dir, 0.1, 0.3, step=10)
-    assert report(run_dir).row("Base → trained", "accuracy")[2] == str(Estimate(**estimate(0.3)))
+    assert page.row(RESULT, "accuracy")[:3] == ["accuracy", before, after]
+    evaluate(run_dir, "later", checkpoint(run_dir, 12), accuracy=0.625)
+    assert report(run_dir).row(RESULT, "accuracy")[2] == str(Estimate(**estimate(0.625)))
 
 
 def test_the_warm_up_stands_between_base_and_trained(settings):
+    """artifacts/ was moved twice. Most of the way from base to trained was the warm-up's."""
     s = replace(settings, INIT="sft", MODEL="embedded")
     warm = "/a/artifacts/runs/countdown/sft-1/checkpoints/global_step_8/huggingface"
     run_dir = make_run(s, metrics={1: STEP}, start=warm)
     evaluate(run_dir, "0", "/b/artifacts/models/" + run_report.embedded_folder().name, accuracy=0.1)
     evaluate(run_dir, "1", warm.replace("/a/", "/b/"), accuracy=0.2)
-    evaluate(run_dir, "2", checkpoint(run_dir), accuracy=0.3)
-    probe_of(run_dir, "warm", warm, "weak signal")
+    evaluate(run_dir, "2", checkpoint(run_dir), paired=(warm.replace("/a/", "/c/"), 0.01), accuracy=0.21)
     page = report(run_dir)
-    assert page.rows["Base → trained"][0] == ["metric", "base", "sft", "grpo", "meaning"]
-    wanted = [str(Estimate(**estimate(value))) for value in (0.1, 0.2, 0.3)]
-    assert page.row("Base → trained", "accuracy")[1:4] == wanted
-    assert "weak signal" in page.text["Probe"]
+    assert page.rows[RESULT][0][1:5] == ["base", "sft", "grpo", "grpo - sft [95 % interval]"]
+    wanted = [str(Estimate(**estimate(value))) for value in (0.1, 0.2, 0.21)]
+    assert page.row(RESULT, "accuracy")[1:4] == wanted
+    assert "grpo - sft: accuracy +0.010 [-0.002, 0.056], p 0.0321 (exact McNemar): the interval in" in page.text[RESULT]
 
 
-def test_the_headline_is_what_the_training_itself_has_brought(settings):
-    """Of `make eval` alone, and of `make compare`; most of the way from base to trained was the warm-up's."""
-    s = replace(settings, INIT="sft", MODEL="embedded")
-    warm = "/a/artifacts/runs/countdown/sft-1/checkpoints/global_step_8/huggingface"
-    run_dir = make_run(s, metrics={1: STEP}, start=warm)
-    evaluate(run_dir, "0", "/b/artifacts/models/" + run_report.embedded_folder().name, accuracy=0.0)
-    evaluate(run_dir, "1", warm, accuracy=0.375)
-    evaluate(run_dir, "2", checkpoint(run_dir), accuracy=0.414)
-    change = {"difference": {"value": 0.039, "low": -0.016, "high": 0.094}, "p_value": 0.18, "test": "exact McNemar"}
-    file = run_dir.parents[2] / "eval/countdown/2/summary.json"
-    paired = {"paired": {"to": warm.replace("/a/", "/c/"), "metrics": {"accuracy": change}}}
-    file.write_text(json.dumps(json.loads(file.read_text()) | paired))
-    gain = "accuracy +0.039 [-0.016, 0.094], p 0.1800 (exact McNemar): the interval includes 0, so this may be chance"
-    page = report(run_dir)
-    assert f"grpo - sft: {gain}; accuracy " in " ".join(page.text[""].split())
-    assert page.rows["Base → trained"][0][1:5] == ["base", "sft", "grpo", "grpo - sft [95 % interval]"]
-
-    folder = compare(run_dir, 0.0, 0.414)
-    found = json.loads((folder / "compare.json").read_text())
-    found |= {"warm-up": summary(warm, accuracy=0.375), "against": "warm-up", "metrics": {"accuracy": change}}
-    (folder / "compare.json").write_text(json.dumps(found))
-    page = report(run_dir)
-    values = " → ".join(str(Estimate(**estimate(value))) for value in (0.0, 0.375, 0.414))
-    assert f"trained - warm-up: {gain}; accuracy {values}, step 10" in " ".join(page.text[""].split())
-    header = ["metric", "base", "warm-up", "trained", "trained - warm-up [95 % interval]", "p", "meaning"]
-    assert page.rows["Base → trained"][0] == header
-    assert page.row("Base → trained", "accuracy")[4] == "+0.039 [-0.016, 0.094]"
-
-
-@pytest.mark.parametrize("to", ["sft", "round1"])
-def test_a_round_of_self_play_has_the_difference_that_make_eval_made(settings, to):
-    """Since its warm-up; an older version paired it with the round before."""
+def test_a_round_of_self_play_stands_beside_its_warm_up_and_the_rounds_before(settings):
     s = replace(settings, INIT="sft", MODEL="embedded")
     warm = "/a/artifacts/runs/countdown/sft-1/checkpoints/global_step_8/huggingface"
     first = make_run(s, "mine", metrics={1: STEP}, start=warm)
     start = str(first / "checkpoints/global_step_10/actor/huggingface")
     second = make_run(s, "mine-round2", metrics={1: STEP}, start=start)
-    models = {"base": "/b/artifacts/models/" + run_report.embedded_folder().name, "sft": warm, "round1": start}
-    for number, (name, model) in enumerate((models | {"round2": checkpoint(second)}).items()):
-        evaluate(second, name, model, accuracy=0.1 * number)
-    change = {"difference": {"value": 0.2, "low": 0.1, "high": 0.3}, "p_value": 0.01, "test": "exact McNemar"}
-    file = second.parents[2] / "eval/countdown/round2/summary.json"
-    paired = {"paired": {"to": models[to], "metrics": {"accuracy": change}}}
-    file.write_text(json.dumps(json.loads(file.read_text()) | paired))
+    evaluate(second, "base", "/b/artifacts/models/" + run_report.embedded_folder().name, accuracy=0.0)
+    evaluate(second, "sft", warm, accuracy=0.1)
+    evaluate(second, "round1", start, accuracy=0.2)
+    evaluate(second, "round2", checkpoint(second), paired=(warm, 0.2), accuracy=0.3)
     page = report(second)
-    header = ["metric", "base", "sft", "round1", "round2", f"round2 - {to} [95 % interval]", "p", "meaning"]
-    assert page.rows["Base → trained"][0] == header
-    assert f"round2 - {to}: accuracy +0.200 [0.100, 0.300]" in " ".join(page.text[""].split())
-
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"paired": {"to": "/models/other"}}))
-    assert "None" not in run_report.comparison(second, run_report.recorded(second)).pair
-
-
-def test_the_newest_probe_of_this_model_is_shown(settings):
-    run_dir = make_run(settings, metrics={1: STEP}, start="/models/start")
-    probe_of(run_dir, "other", "/models/other", "of another model")
-    assert "no probe of this model: make probe TASK=countdown" in report(run_dir).text["Probe"]
-    old = probe_of(run_dir, "old", "/models/start", "the old one")
-    os.utime(old / "probe.json", (1e9, 1e9))
-    new = probe_of(run_dir, "new", "/models/start", "the new one")
-    (new / "probe.png").write_bytes(b"\x89PNG")
-    page = report(run_dir)
-    assert "the new one" in page.text["Probe"] and "old" not in page.text["Probe"]
-    assert page.pictures["Probe"] == [("probe", "data:image/png;base64," + base64.b64encode(b"\x89PNG").decode())]
+    header = ["metric", "base", "sft", "round1", "round2", "round2 - sft [95 % interval]", "p", "meaning"]
+    assert page.rows[RESULT][0] == header and "round2 - sft: accuracy +0.200 [0.188, 0.246]" in page.text[RESULT]
+    evaluate(second, "again", checkpoint(second), paired=("/models/other", 0.2), accuracy=0.3)
+    assert "None" not in report(second).text[RESULT] and len(report(second).rows[RESULT][0]) == 6
 
 
 # ---- what is not there
 
 
 def test_the_report_says_what_a_run_lacks(settings):
-    run_dir = make_run(settings, metrics={1: {"training/epoch": 0}}, launched=False)
-    page = report(run_dir)
+    page = report(make_run(settings, metrics={1: {"training/epoch": 0}}, launched=False))
     said = {
-        "": "not evaluated: make eval TASK=countdown RUN=mine",
-        "Settings": "make repeat cannot: RUN=mine: was trained by an older version",
-        "Data": "no manifest in",
-        "Environment": "no launch record in",
-        "Probe": "no probe of this model: make probe TASK=countdown",
-        "Curves": "not in this run's metrics: reward (critic/score/mean)",
+        RESULT: "not evaluated: make eval TASK=countdown RUN=mine",
         "Health": "no rule fired",
-        "Base → trained": "no evaluation of this run: make eval TASK=countdown RUN=mine",
         "Samples": "no rollouts in",
+        CODE: "not known: there is no record in",
     }
     for section, words in said.items():
         assert words in page.text[section], section
-    assert "no digests" in page.text["Data"] and "img" not in page.tags
-
-
-def test_other_data_than_the_run_had_is_not_shown_as_its_own(settings):
-    settings.data_dir.mkdir(parents=True)
-    manifest = settings.data_dir / "manifest.json"
-    manifest.write_text(json.dumps({"source": "generate", "origin": [], "seed": 1, "rows": {"train": 123}}))
-    run_dir = make_run(settings, metrics={1: STEP})
-    assert "123 train" in report(run_dir).text["Data"]
-    manifest.write_text(json.dumps({"source": "generate", "origin": [], "seed": 2, "rows": {"train": 456}}))
-    text = report(run_dir).text["Data"]
-    assert "has changed since the run (manifest.json differ)" in text and "456" not in text
+    assert "img" not in page.tags
 
 
 def test_a_run_of_an_older_version_and_a_task_that_is_gone(settings):
@@ -426,10 +322,8 @@ def test_dpo_and_a_warm_up_have_their_own_curves(settings):
     page = report(make_run(replace(settings, METHOD="dpo"), "dpo-1", metrics=metrics))
     wanted = {"train/loss", "dpo/rewards/accuracies", "timing_s/step", *held_out}
     assert wanted <= {row[0] for row in page.rows["Curves"]}
-    assert "not in this run's metrics" not in page.text["Curves"]
     page = report(make_run(settings, "sft-1", kind="sft", metrics={1: {"train/loss": 2.5}}))
     assert page.row("Curves", "train/loss")[1] == "2.5" and "the rules are about RL" in page.text["Health"]
-    assert "make repeat cannot: RUN=sft-1: is a warm-up" in page.text["Settings"]
 
 
 # ---- hostile input
@@ -446,7 +340,6 @@ HOSTILE = [
 def test_what_a_model_wrote_is_text_and_nothing_is_loaded(settings):
     run_dir = make_run(settings, metrics={1: STEP | {f"val-core/{HOSTILE[1]}$\\frac$/acc": 0.5}}, start=HOSTILE[0])
     write_rollouts(run_dir, [ROLLOUT | {"output": text, "input": text, "gts": text} for text in HOSTILE])
-    probe_of(run_dir, "x", HOSTILE[0], HOSTILE[4])
     raw = run_report.write(run_dir).read_text()
     page = Page(raw)
     allowed = {"html", "head", "meta", "title", "style", "body", "h1", "h2", "h3", "h4", "dl", "div", "dt", "dd", "p"}
@@ -458,7 +351,6 @@ def test_what_a_model_wrote_is_text_and_nothing_is_loaded(settings):
     shown = page.blocks["Samples"][1::3]
     assert shown[:3] == HOSTILE[:3] and shown[3] == "[31mredback?" and shown[4] == HOSTILE[4]
     assert page.blocks["Samples"][0::3] == page.blocks["Samples"][2::3] == shown
-    assert HOSTILE[4] in page.text["Probe"]
 
 
 def test_an_episode_is_shown_turn_by_turn_and_what_it_says_is_text(settings):
@@ -494,7 +386,7 @@ def test_without_rollouts_the_samples_are_of_the_evaluation(settings):
     assert page.blocks["Samples"] == [f"user: {HOSTILE[0]}", "a", "b\nc", "3"]
     assert "1 of 1 responses of the evaluation of step 1" in page.text["Samples"]
     (folder / "rollouts.jsonl").write_text("[1]\n")
-    with pytest.raises(SettingsError, match="line 1: is not a rollout"):
+    with pytest.raises(SettingsError, match=r"^RUN=mine: cannot be read \("):
         run_report.write(run_dir)
 
 
@@ -512,7 +404,7 @@ def test_long_texts_lose_their_middle(settings):
     assert len(page.blocks["Samples"]) == 3 * run_report.SAMPLES
 
 
-def test_lines_that_are_no_rollout_are_counted_and_the_last_step_that_has_any_is_taken(settings):
+def test_lines_that_are_no_rollout_are_skipped_and_the_last_step_that_has_any_is_taken(settings):
     run_dir = make_run(settings, metrics={1: STEP})
     for step in (1, 9):
         write_rollouts(run_dir, [ROLLOUT | {"output": f"of step {step}"}], step)
@@ -520,7 +412,7 @@ def test_lines_that_are_no_rollout_are_counted_and_the_last_step_that_has_any_is
     with (run_dir / "rollouts/10.jsonl").open("a") as file:
         file.write('{"input": "torn')
     page = report(run_dir)
-    assert "1 of 1 rollouts of step 10" in page.text["Samples"] and "skipped: 4 lines" in page.text["Samples"]
+    assert "1 of 1 rollouts of step 10" in page.text["Samples"]
     write_rollouts(run_dir, [], 11)
     assert report(run_dir).blocks["Samples"][1] == "of step 10"
 
@@ -529,14 +421,14 @@ def test_lines_that_are_no_rollout_are_counted_and_the_last_step_that_has_any_is
     ("scores", "shown"),
     [
         ([0] * 50 + [1], [1, 0, 0, 0, 0, 0]),
-        ([0, 1] * 9, [1, 1, 1, 0, 0, 0]),
         (range(101), [100, 80, 60, 40, 20, 0]),
-        ([0.5, 0.25], [0.5, 0.25]),
-        ([-1, -1, 3, 2, 2, 2], [3, 2, 2, 2, -1, -1]),
+        ([0.25, 0.5], [0.5, 0.25]),
+        ([1], [1]),
     ],
 )
 def test_samples_are_of_the_highest_the_lowest_and_scores_between(scores, shown):
-    assert [record["score"] for record in run_report.spread([{"score": score} for score in scores])] == shown
+    samples = [Sample("", [""], "", {"score": score}) for score in scores]
+    assert [sample.rewards["score"] for sample in run_report.spread(samples)] == shown
 
 
 def test_secrets_are_masked(settings):
@@ -577,21 +469,14 @@ def test_the_newest_run_of_rl_or_dpo_is_taken(settings):
 @pytest.mark.medium
 def test_make_report_prints_the_path_or_one_line_of_error(settings):
     where = {"ARTIFACTS": os.environ["ARTIFACTS"], "STACK": "cpu", "TASK": "countdown"}
-    make_run(settings, "empty")
+    with pytest.raises(SettingsError, match=r"^RUN=empty: has no metrics in "):
+        run_report.write(make_run(settings, "empty"))
     broken = make_run(settings, "broken")
     (broken / "metrics/000.jsonl").write_text("{no json\n")
     make_run(settings, "good", metrics={1: STEP})
-    said = {
-        "empty": "error: RUN=empty: has no metrics in ",
-        "broken": "/broken/metrics/000.jsonl: line 1 is not JSON; remove that line",
-        "goood": "is it good? `make runs` lists all",
-    }
-    for name, words in said.items():
-        result = make("report", RUN=name, **where)
-        lines = [line for line in result.stdout.splitlines() if not line.startswith("make: ***")]
-        assert result.returncode and len(lines) == 1 and words in lines[0], result.stdout
-    result = make("report", TASK="nosuch", STACK="cpu")
-    assert result.returncode and "TASK=nosuch: no such task" in result.stdout
+    result = make("report", RUN="broken", **where)
+    lines = [line for line in result.stdout.splitlines() if not line.startswith("make: ***")]
+    assert result.returncode and len(lines) == 1 and "000.jsonl: line 1 is not JSON; remove that line" in lines[0]
     assert not (settings.runs_dir.parents[1] / "reports").exists()
     result = make("report", RUN="good", LR="0.5", **where)  # what is given for a training says nothing of this run
     path = settings.runs_dir.parents[1] / "reports/countdown/good/report.html"

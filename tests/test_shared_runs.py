@@ -12,6 +12,7 @@ from tasks.common.runs import launches, repeat
 from tasks.common.runs.folder import all_runs, lineage, named, read_metrics, settings_of
 from tasks.common.settings import SettingsError
 from tests.helpers import make
+from tests.test_monitor import store  # noqa: F401  (a fixture)
 from tests.test_records import make_run, settings  # noqa: F401  (a fixture)
 
 METRICS = {1: {"critic/score/mean": 0.5, "timing_s/step": 1.0}}
@@ -88,22 +89,24 @@ def test_json_that_is_nested_too_deeply_is_no_record(settings):  # noqa: F811
 
 
 @pytest.mark.parametrize(
-    ("part", "said"),
+    "part",
     [
-        ({"judge": {"BASH_ENV": "/tmp/evil.sh"}}, "judge: 'BASH_ENV' is none of JUDGE_MODEL, JUDGE_SAMPLING"),
-        ({"judge": {"JUDGE_MODEL": 5}}, "judge must be an object of texts"),
-        ({"date": 5}, "needs the texts"),
-        ({"date": "tomorrow"}, "date must be a date"),
-        ({"git": []}, "git must be an object"),
-        ({"data": "x"}, "data must be an object of texts"),
+        {"judge": {"BASH_ENV": "/tmp/evil.sh"}},
+        {"judge": {"JUDGE_MODEL": 5}},
+        {"date": 5},
+        {"date": "tomorrow"},
+        {"stack": None},
+        {"git": []},
+        {"git": {"commit": 5}},
+        {"git": {"commit": "c0ffee", "uncommitted": [1]}},
+        {"data": "x"},
     ],
 )
-def test_a_launch_is_data_too(settings, part, said):  # noqa: F811
+def test_a_launch_is_data_too(settings, part):  # noqa: F811
     run_dir = changed(settings, file="launches/000/launch.json", **part)
-    with pytest.raises(SettingsError, match=rf"launch\.json is no record of a launch: {said}"):
-        repeat.check(run_dir)
-    with pytest.raises(SettingsError, match="is no record of a launch"):
-        run_report.write(run_dir)
+    for reads in (repeat.check, run_report.write):
+        with pytest.raises(SettingsError, match=r"launch\.json is no record of a launch \([^\n]+\)$"):
+            reads(run_dir)
 
 
 @pytest.mark.parametrize(
@@ -180,23 +183,15 @@ def test_a_summary_of_another_form_is_one_line_of_error(settings):  # noqa: F811
         run_report.write(run_dir)
 
 
-def test_the_dashboard_goes_on_beside_a_hostile_run(settings, capsys):  # noqa: F811
-    class Dashboard:
-        def __init__(self):
-            self.runs = []
-
-        def add(self, run_dir, new, config):
-            self.runs.append(run_dir.name)
-
+def test_the_dashboard_goes_on_beside_a_hostile_run(settings, store, capsys):  # noqa: F811
     make_run(settings, "mine", metrics=METRICS)
-    changed(settings, name="a", file="launches/000/launch.json", git=[])
     changed(settings, {"N_GPUS": [1]}, name="b")
     (changed(settings, name="c") / "gpu.jsonl").write_text('{"time": 1e300, "gpu/0/power": 1}\n')
     (changed(settings, name="d") / "gpu.jsonl").write_text("[" * 100_000 + "\n")
-    Follower(dashboard := Dashboard()).update()
-    assert dashboard.runs == ["mine"]
+    Follower(store).update()
+    assert store.get_runs("countdown") == ["mine"]
     said = capsys.readouterr().err.splitlines()
-    assert [line.split(":")[1].rpartition("/")[2] for line in said] == ["a", "c", "d"]
+    assert [line.split(":")[1].rpartition("/")[2] for line in said] == ["c", "d"]
 
 
 @pytest.mark.medium

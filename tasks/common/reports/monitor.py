@@ -1,249 +1,199 @@
 """`make monitor`: every run under artifacts/ in a dashboard on this machine, followed while it trains.
 
-It reads what each run writes to its own folder (docs/RUNS.md), so a resumed run is one curve. The dashboard is
-trackio's, or tensorboard's where trackio is not installed (the a100 stack). Its data is a copy, removed at the end.
+It reads what each run writes to its own folder (docs/RUNS.md), so a resumed run is one curve, and shows it in trackio
+(https://github.com/gradio-app/trackio), whose store is a copy, removed at the end. Where trackio is not installed (the
+a100 stack), tensorboard shows what verl logged for it (LOGGER=tensorboard).
 """
 
-import functools
-import importlib
+import contextlib
 import importlib.util
-import json
+import io
 import os
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
 
-from tasks.common.evaluation.rollouts import SAMPLED, dumped, in_turn
-from tasks.common.evaluation.summary import OF_ANSWERS, Difference
-from tasks.common.evaluation.tables import outcome
 from tasks.common.interrupts import interrupt_on_sigterm
 from tasks.common.machine import hardware
 from tasks.common.process import errors_in_one_line
-from tasks.common.reports.overview import evaluations, settings_of
-from tasks.common.runs import health, launches, validation
-from tasks.common.runs.folder import UNREADABLE, all_runs, read_metrics, recorded
+from tasks.common.reports.overview import evaluations, health_of, settings_of
+from tasks.common.reports.samples import Sample, of_evaluation, of_step, rows
+from tasks.common.runs.folder import UNREADABLE, all_runs, read_metrics
 from tasks.common.runs.secrets import masked_values
 from tasks.common.settings import SettingsError, artifacts
 from tasks.common.text import one_line
 
 SECONDS = 3  # between two looks at the runs
-TRAINING_SAMPLES, EVALUATION_SAMPLES = 8, 256  # of a step, of a validation or evaluation
-# What verl writes per step, and in which folder of the run; validations with TEST_FREQ
-DUMPS = (("training", "rollouts", TRAINING_SAMPLES), ("validation", "validation", EVALUATION_SAMPLES))
-NO_REWARD = ("step", "uid")  # numbers beside a dumped response that are no part of its reward
-LONGEST = 8000  # characters of a text that are shown
-EVALUATION = "evaluation"  # told among the findings
-MOST_TURNS = 64  # of an episode, and what it read between them
+# Of a step's rollouts, a validation, an evaluation, so many samples are shown.
+SAMPLES = {"rollouts": 8, "validation": 256, "eval": 256}
+LONGEST, MOST_TURNS = 8000, 64  # characters of a text, texts of an episode
+LEVELS = {"nan": "error", "collapse": "error"}
+FINDING, GPU = "finding", "gpu"  # parts of a run; the others are metrics
 
 
-@dataclass(frozen=True)
-class Sample:
-    """A response to a prompt. ``kind``: of a training step, of verl's validation, of an evaluation of a checkpoint.
-    ``turns``: of an episode, what the model said, then what it read, and so on."""
+def look(run_dir: Path, shown: dict) -> dict[tuple, dict]:
+    """All that a run has to show, each thing under its part, its step or time, and what else tells it from others.
 
-    kind: str
-    step: int
-    prompt: str
-    response: str
-    ground_truth: str
-    rewards: dict[str, float]
-    turns: tuple[str, ...] = ()
-
-
-@dataclass
-class Seen:
-    """What there is to show of a run, each thing under a key that it keeps."""
-
-    steps: dict[int, dict[str, float]] = field(default_factory=dict)  # training metrics
-    evaluations: dict[int, dict[str, float]] = field(default_factory=dict)  # eval/<metric>, by step
-    samples: dict[str, Sample] = field(default_factory=dict)
-    findings: dict[str, health.Finding] = field(default_factory=dict)
-    gpus: dict[float, dict[str, float]] = field(default_factory=dict)  # by time, seconds since 1970
-
-    def since(self, shown: "Seen") -> "Seen | None":
-        """What is new beyond ``shown``; None where something that was shown has changed (steps trained again)."""
-        new = Seen()
-        for part, before in vars(shown).items():
-            now = getattr(self, part)
-            if any(key not in now or str(now[key]) != str(value) for key, value in before.items()):  # nan != nan
-                return None
-            setattr(new, part, {key: value for key, value in now.items() if key not in before})
-        return new
-
-    def __bool__(self) -> bool:
-        return any(vars(self).values())
-
-
-def look(run_dir: Path) -> Seen:
-    """Everything that ``run_dir`` has to show."""
+    Samples that are ``shown`` already are not read again.
+    """
     metrics = read_metrics(run_dir)
-    seen = Seen(steps=metrics)
-    for step, values in validation.curves(metrics).items():
-        seen.steps[step] |= values
+    now = {("step", step): row for step, row in metrics.items()}
+    for folder in ("rollouts", "validation"):
+        for step in metrics:  # verl writes the samples of a step before its metrics
+            file, key = run_dir / f"{folder}/{step}.jsonl", (folder, step)
+            if file.is_file():
+                now[key] = shown.get(key) or _traces(folder, of_step(file), step)
     for step, file, summary in evaluations(run_dir):
-        seen.evaluations[step] = {f"eval/{name}": value["value"] for name, value in summary["metrics"].items()}
-        _against_start(seen, step, summary)
-        if (rollouts := file.with_name("rollouts.jsonl")).exists():
-            seen.samples |= {f"eval-{file.parent.name}-{i}": s for i, s in enumerate(_evaluated(rollouts, step))}
-    for kind, folder, most in DUMPS:
-        for file in sorted((run_dir / folder).glob("[0-9]*.jsonl")):
-            seen.samples |= {f"{kind}-{file.stem}-{i}": s for i, s in enumerate(_dumped(file, kind, most))}
-    found = health.findings(metrics, SimpleNamespace(**recorded(run_dir)["settings"]))  # of any version's variables
+        values = {name: each["value"] for name, each in summary["metrics"].items()}
+        now["evaluation", step] = {f"eval/{name}": value for name, value in values.items()}
+        for name, each in summary.get("paired", {}).get("metrics", {}).items():  # with what the training began with
+            if name in values:
+                start = now.setdefault(("evaluation", 0), {})
+                start.setdefault(f"eval/{name}", values[name] - each["difference"]["value"])
+        if (rollouts := file.with_name("rollouts.jsonl")).is_file():
+            key = ("eval", step, file.parent.name, rollouts.stat().st_mtime_ns)
+            now[key] = shown.get(key) or _traces("eval", of_evaluation(rollouts), step)
+    found = health_of(run_dir, metrics)
     fired = {(each.rule, each.step) for each in found}
-    for each in found:  # a rule that keeps firing is told of once
-        if (each.rule, each.step - 1) not in fired:
-            seen.findings[f"{each.rule}-{each.step}"] = each
-    for row in _rows(run_dir / "gpu.jsonl"):
-        when = datetime.fromtimestamp(row.pop("time"), UTC).timestamp()
-        seen.gpus[when] = {name: float(value) for name, value in row.items()}
-    return seen
+    for each in found:
+        if (each.rule, each.step - 1) not in fired:  # a rule that keeps firing is told of once
+            now[FINDING, each.step, each.rule] = {"text": each.text}
+    for row in rows(run_dir / "gpu.jsonl"):
+        now[GPU, datetime.fromtimestamp(row.pop("time"), UTC).isoformat()] = row
+    return now
 
 
-def _against_start(seen: Seen, step: int, summary: dict) -> None:
-    """Add what an evaluation says of the start that it is paired with: its answers, as step 0, and what was gained."""
-    changes = {name: Difference.read(each) for name, each in summary.get("paired", {}).get("metrics", {}).items()}
-    for name in ("pass@1", *OF_ANSWERS):
-        if name in changes and name in summary["metrics"]:
-            before = summary["metrics"][name]["value"] - changes[name].difference.value
-            seen.evaluations.setdefault(0, {}).setdefault(f"eval/{name}", before)
-    if lines := outcome("trained - start", {}, changes):
-        seen.findings[f"{EVALUATION}-{step}"] = health.Finding(EVALUATION, step, "; ".join(lines))
+def _traces(part: str, samples: Iterator[Sample], step: int) -> dict[str, list]:
+    """The first ``samples`` of a file as trackio's conversations."""
+    from trackio import Trace
+
+    def cut(text: str) -> str:
+        return text if len(text) <= LONGEST else f"{text[:LONGEST]} ... ({len(text)} characters)"
+
+    traces = []
+    for each in islice(samples, SAMPLES[part]):
+        said = [("assistant" if n % 2 == 0 else "user", text) for n, text in enumerate(each.said[:MOST_TURNS])]
+        messages = [{"role": role, "content": cut(text)} for role, text in [("user", each.prompt), *said]]
+        status = f"score {each.rewards.get('score', float('nan')):.3g}"  # a column of the list
+        told = {"kind": part, "ground_truth": cut(each.truth), **each.rewards, "status": status}
+        traces.append(Trace(messages, told)._to_dict("", "", step))
+    return {part: traces}
 
 
-def config_of(run_dir: Path) -> dict:
-    """What one compares runs by: settings, ARGS, start and commit, with secrets masked."""
-    config = settings_of(run_dir)
-    for launch in launches.launches(run_dir)[-1:]:
-        record = launches.read(launch)
-        config |= {"stack": record["stack"], "commit": record["git"].get("commit", "")}
-    return masked_values(config)
-
-
-def _rows(file: Path, most: int | None = None) -> Iterator[dict]:
-    """The first ``most`` whole lines of ``file``; none if it is not there."""
-    with suppress(OSError), file.open(errors="replace") as stream:
-        for line in islice(stream, most):
-            if line.endswith("\n"):  # else it is being written
-                with suppress(ValueError):
-                    yield json.loads(line)
-
-
-def _once_written(read):
-    """``read(file, ...)``, again only when the file has changed."""
-    cached = functools.lru_cache(maxsize=4096)(lambda file, changed, *rest: list(read(file, *rest)))
-    return lambda file, *rest: cached(file, (file.stat().st_mtime_ns, file.stat().st_size), *rest)
-
-
-@_once_written
-def _dumped(file: Path, kind: str, most: int) -> Iterator[Sample]:
-    for row in filter(None, islice(dumped(file), most)):
-        texts = (_cut(row.pop(name)) for name in ("input", "output", "gts"))
-        rewards = {k: float(v) for k, v in row.items() if isinstance(v, int | float) and k not in NO_REWARD}
-        yield Sample(kind, int(file.stem), *texts, rewards, _turns(row))
-
-
-@_once_written
-def _evaluated(file: Path, step: int) -> Iterator[Sample]:
-    for row in _rows(file, EVALUATION_SAMPLES):
-        prompt = "\n".join(f"{message['role']}: {message['content']}" for message in row["prompt"])
-        rewards = dict(row["reward"] or {}) | {"sampled": float(row["mode"] == SAMPLED)}
-        texts = _cut(prompt), _cut(row["response"]), _cut(row["ground_truth"])
-        yield Sample("evaluation", step, *texts, rewards, _turns({"turns": in_turn(row.get("messages", []))}))
-
-
-def _turns(row: dict) -> tuple[str, ...]:
-    found = row.get("turns")
-    return tuple(map(_cut, found[:MOST_TURNS])) if isinstance(found, list) else ()
-
-
-def _cut(text: str) -> str:
-    text = str(text)
-    return text if len(text) <= LONGEST else f"{text[:LONGEST]} ... ({len(text)} characters)"
-
-
-def changed(run_dir: Path) -> tuple:
+def changed(run_dir: Path) -> list[tuple]:
     """Something that differs when ``look`` would."""
-    files = [file for folder in ("metrics", "rollouts", "validation") for file in run_dir.glob(f"{folder}/*")]
-    files += [run_dir / "gpu.jsonl", run_dir / "settings.json"]
-    files += (artifacts() / "eval" / run_dir.parent.name).glob("*/summary.json")
-    found = []
-    for file in sorted(files):
-        with suppress(OSError):
-            found.append((file, file.stat().st_size, file.stat().st_mtime_ns))
-    return tuple(found)
+    files = [file for folder in ("metrics", "validation") for file in run_dir.glob(f"{folder}/*.jsonl")]
+    files += [*run_dir.glob("gpu.jsonl"), *(artifacts() / "eval" / run_dir.parent.name).glob("*/summary.json")]
+    return [(file, file.stat().st_size, file.stat().st_mtime_ns) for file in sorted(files)]
 
 
 class Follower:
-    """Brings to ``dashboard`` what the runs have that it does not show yet."""
+    """Brings to trackio's ``store`` what the runs have that it does not show yet: a project for each task."""
 
-    def __init__(self, dashboard):
-        self.dashboard, self.shown, self.state = dashboard, {}, {}
+    def __init__(self, store):
+        self.store, self.shown, self.states = store, {}, {}
 
     def update(self) -> int:
         """One look at all runs. Returns how many had something new."""
         count = 0
         for run_dir in all_runs():
-            state = changed(run_dir)
-            if self.state.get(run_dir) == state:
-                continue
-            self.state[run_dir] = state
+            task, run, shown = run_dir.parent.name, run_dir.name, self.shown.get(run_dir, {})
             try:
-                now, config = look(run_dir), config_of(run_dir)
+                if self.states.get(run_dir) == (state := changed(run_dir)):
+                    continue
+                self.states[run_dir] = state
+                now, config = look(run_dir, shown), masked_values(settings_of(run_dir))
+                if any(str(now.get(key)) != str(value) for key, value in shown.items()):  # steps trained again
+                    self.store.delete_run(task, run)
+                    shown, now = {}, look(run_dir, {})
+                self._add(task, run, {key: value for key, value in now.items() if key not in shown}, config)
             except UNREADABLE as error:  # the others are shown
                 what = f"{type(error).__name__}: {one_line(str(error), 200)}"
                 print(f"warning: {run_dir}: cannot be read ({what})", file=sys.stderr, flush=True)
                 continue
-            new = now.since(self.shown.get(run_dir, Seen()))
-            if new is None:
-                self.dashboard.remove(run_dir)
-                new = now
-            if new:
-                self.dashboard.add(run_dir, new, config)
-                count += 1
+            count += len(now) > len(shown)
             self.shown[run_dir] = now
         return count
 
+    def _add(self, task: str, run: str, new: dict[tuple, dict], config: dict) -> None:
+        metrics = {key: value for key, value in new.items() if key[0] not in (FINDING, GPU)}
+        self.store.bulk_log(task, run, [*metrics.values()], [step for _, step, *_ in metrics], config=config)
+        gpus = {key: value for key, value in new.items() if key[0] == GPU}
+        self.store.bulk_log_system(task, run, [*gpus.values()], [time for _, time in gpus])
+        found = {key: value["text"] for key, value in new.items() if key[0] == FINDING}
+        names = [rule.replace("_", " ") for *_, rule in found]
+        levels = [LEVELS.get(rule, "warn") for *_, rule in found]
+        self.store.bulk_alert(task, run, names, [*found.values()], levels, [step for _, step, _ in found])
 
-def open_dashboard(folder: Path):
-    """trackio's, or tensorboard's where trackio is missing; its data in ``folder``. Raises SettingsError."""
-    for name in ("trackio", "tensorboard"):
-        if importlib.util.find_spec(name):
-            module = importlib.import_module(f"tasks.common.reports.monitor_{name}")
-            return getattr(module, name.capitalize())(folder)
-    raise SettingsError("make monitor: neither trackio nor tensorboard is installed; run `make install`")
+
+@contextlib.contextmanager
+def trackio_served(port: int) -> Iterator[Follower]:
+    """trackio's dashboard on loopback until the end of the block, with what the runs have now."""
+    place = artifacts() / "monitor"
+    place.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=place, prefix=f"{port}-") as folder:
+        os.environ["TRACKIO_DIR"] = folder  # read when trackio is imported
+        import trackio
+        from trackio.sqlite_storage import SQLiteStorage
+
+        follower = Follower(SQLiteStorage)
+        follower.update()
+        with contextlib.redirect_stdout(io.StringIO()):  # an address with a token to write
+            off = dict.fromkeys(("open_browser", "block_thread", "share", "mcp_server"), False)
+            server, *_ = trackio.show(host="127.0.0.1", server_port=port, **off)
+        try:
+            yield follower
+        finally:
+            server.close()
 
 
-def main() -> None:
-    interrupt_on_sigterm()
+@contextlib.contextmanager
+def tensorboard_served(port: int) -> Iterator[None]:
+    """tensorboard on loopback, on what verl logged to the runs' folders. Raises SettingsError."""
+    from tensorboard import program
+
+    server = program.TensorBoard()
+    runs = str(artifacts() / "runs")
+    server.configure(logdir=runs, host="127.0.0.1", port=port, reload_interval=5, load_fast="false")
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):  # it says that TensorFlow is not installed
+            server.launch()  # threads, which end with this process
+    except program.TensorBoardServerException as error:
+        raise SettingsError(f"PORT={port}: tensorboard did not start: {error}") from error
+    yield None
+
+
+def free_port() -> int:
+    """PORT. Raises SettingsError where it is none, or is taken."""
     port = os.environ.get("PORT") or "7860"
     if not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
         raise SettingsError(f"PORT={port[:80]}: must be a number from 1 to 65535")
     if hardware.listens(f"127.0.0.1:{port}"):
         hint = f"take another, make monitor PORT={int(port) + 1}"
         raise SettingsError(f"PORT={port}: something listens there already; {hint}")
-    place = artifacts() / "monitor"
-    place.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=place, prefix=f"{port}-") as folder:
-        dashboard = open_dashboard(Path(folder))
-        follower = Follower(dashboard)
-        follower.update()
-        with dashboard.served(int(port)):
-            runs = len(follower.shown)
-            what = f"{runs} run{'s' * (runs != 1)}" if runs else "no runs yet; they appear when they train"
-            print(f"{dashboard.name}: http://127.0.0.1:{port} ({artifacts() / 'runs'}: {what})", flush=True)
-            print(f"Ctrl-C ends it. From another machine: ssh -L {port}:127.0.0.1:{port} this-machine", flush=True)
-            while True:
-                time.sleep(SECONDS)
+    return int(port)
+
+
+def main() -> None:
+    interrupt_on_sigterm()
+    port = free_port()
+    with_trackio = importlib.util.find_spec("trackio")
+    name, served = ("trackio", trackio_served) if with_trackio else ("tensorboard", tensorboard_served)
+    with served(port) as follower:
+        runs = len(all_runs())
+        what = f"{runs} run{'s' * (runs != 1)}" if runs else "no runs yet; they appear when they train"
+        print(f"{name}: http://127.0.0.1:{port} ({artifacts() / 'runs'}: {what})", flush=True)
+        print(f"Ctrl-C ends it. From another machine: ssh -L {port}:127.0.0.1:{port} this-machine", flush=True)
+        while True:
+            time.sleep(SECONDS)
+            if follower:
                 follower.update()
 
 
 if __name__ == "__main__":
-    with errors_in_one_line(SettingsError), suppress(KeyboardInterrupt):
+    with errors_in_one_line(SettingsError), contextlib.suppress(KeyboardInterrupt):
         main()

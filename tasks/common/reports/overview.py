@@ -6,20 +6,20 @@ import sys
 import time
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 from tasks.common.files import read_json
 from tasks.common.process import errors_in_one_line
 from tasks.common.runs import launches
 from tasks.common.runs.folder import UNREADABLE, all_runs, broken_runs, named, read_metrics, recorded
+from tasks.common.runs.health import Finding, findings
 from tasks.common.settings import SettingsError, artifacts
 from tasks.common.text import one_line
 
 REWARD = "critic/score/mean"
 HEADER = ["run", "task", "method", "model", "steps", "reward", "accuracy", "started", "trained"]
 # Results of the last step of training that stand in a comparison where a run has them.
-SHOWN = (REWARD, "train/loss", "dpo/rewards/accuracies", "actor/entropy", "actor/kl_loss", "actor/grad_norm")
-SHOWN += ("response_length/mean", "response_length/clip_ratio", "timing_s/step")
-OLDER = "(not recorded)"
+SHOWN = (REWARD, "train/loss", "dpo/rewards/accuracies", "actor/entropy", "actor/kl_loss", "response_length/mean")
 ERROR = "error: "
 
 
@@ -39,6 +39,11 @@ def evaluations(run_dir: Path) -> list[tuple[int, Path, dict]]:
         if (step := step_of(str(summary.get("model", "")), run_dir)) is not None:
             found.append((step, file, summary))
     return sorted(found, key=lambda each: (each[0], each[1].stat().st_mtime))
+
+
+def health_of(run_dir: Path, metrics: dict[int, dict]) -> list[Finding]:
+    """The findings of a run, whose settings may be another version's."""
+    return findings(metrics, SimpleNamespace(**recorded(run_dir)["settings"]))
 
 
 def started(run_dir: Path) -> float:
@@ -132,9 +137,9 @@ def results_of(run_dir: Path) -> dict:
     return found
 
 
-def side_by_side(left: dict, right: dict, missing: str, same: bool = False) -> list[list[str]]:
-    """Rows of name and both values where they differ; ``same``: all of them."""
-    values = {name: (left.get(name, missing), right.get(name, missing)) for name in left | right}
+def side_by_side(left: dict, right: dict, same: bool = False) -> list[list[str]]:
+    """Rows of name and both values, "-" for none, where they differ; ``same``: all of them."""
+    values = {name: (left.get(name, "-"), right.get(name, "-")) for name in left | right}
     return [[name, *map(str, pair)] for name, pair in values.items() if same or pair[0] != pair[1]]
 
 
@@ -144,13 +149,10 @@ def comparison(names: str, task: str = "") -> str:
     if len(parts) != 2:
         raise SettingsError(f"RUN={names}: name two runs, RUN=a,b; `make runs` lists all")
     left, right = (named(name, task) for name in parts)
-    code = [code_of(left), code_of(right)]
-    if not all(code):
-        code = [{"commit, packages": "recorded" if each else OLDER} for each in code]
     sections = {
-        "settings": side_by_side(settings_of(left), settings_of(right), OLDER),
-        "code, data and packages": side_by_side(*code, "none"),
-        "results": side_by_side(results_of(left), results_of(right), "-", same=True),
+        "settings": side_by_side(settings_of(left), settings_of(right)),
+        "code, data and packages": side_by_side(code_of(left), code_of(right)),
+        "results": side_by_side(results_of(left), results_of(right), same=True),
     }
     text = []
     for title, rows in sections.items():

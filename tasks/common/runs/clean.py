@@ -19,7 +19,7 @@ OF_A_TASK += ("reports", "chat", "rehearse")
 SHARED = ("models", "parity", "verifiers", "judge", "monitor", "trackio", "site", "install.log")
 
 
-def found(task: str) -> list[Path]:
+def folders(task: str) -> list[Path]:
     """The existing folders of ``task``; empty: of every task, with models and shared files. Raises SettingsError."""
     if task and not re.fullmatch(r"(?!\.)[A-Za-z0-9._-]{1,64}", task):
         raise SettingsError(f"TASK={task[:80]}: must be a plain name")
@@ -63,7 +63,7 @@ def agreed(paths: list[Path]) -> bool:
 
 def clean(task: str) -> None:
     """Remove the folders of ``task``, or of every task, and print each path. Raises SettingsError."""
-    if not (paths := found(task)):
+    if not (paths := folders(task)):
         print(f"nothing of {f'TASK={task}' if task else 'any task'} in {artifacts()}")
         return
     check_idle(task)

@@ -1,15 +1,14 @@
 """The record of each launch of a run: <run>/launches/000 and on, written before the trainer starts.
 
 launch.json: settings, the trainer's command line, git's state, digests of data and task, seeds and date. config.yaml:
-the trainer's resolved config. packages.txt: as `pip freeze` prints it. changes.diff: the uncommitted changes, and the
-new files of the task and of tasks/common. The environment and the machine's name are left out; secrets are masked.
+the trainer's resolved config. packages.txt: as `pip freeze` prints it. changes.diff: `git diff HEAD`. task/: the task's
+code. The environment and the machine's name are left out; secrets are masked.
 """
 
 import hashlib
 import json
 import os
 import platform
-import re
 import subprocess
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -19,11 +18,13 @@ import yaml
 
 from tasks.common.files import folder_beside, read_json, sha256, write_json, write_text
 from tasks.common.install.check import versions
+from tasks.common.runs.folder import UNREADABLE
 from tasks.common.runs.secrets import masked, masked_values
 from tasks.common.settings import JUDGED, ROOT, Settings, SettingsError, judge_settings
+from tasks.common.text import one_line
 
 CODE = ("*.py", "*.sh", "profiles/*.sh")  # of a task
-NEW_FILES, NEW_BYTES = 200, 1 << 20  # of new files in a record, at most
+FORM = {"date": str, "stack": str, "git": dict, "data": dict, "judge": dict}  # of a launch.json
 
 
 def begin(run_dir: Path, s: Settings, command: list[str], config: dict | None = None) -> Path:
@@ -36,6 +37,8 @@ def begin(run_dir: Path, s: Settings, command: list[str], config: dict | None = 
         record = now(s.task_dir)
         (partial / "packages.txt").write_text("".join(f"{line}\n" for line in record.pop("packages")))
         (partial / "changes.diff").write_text(record.pop("changes"))
+        for path in (path for pattern in CODE for path in s.task_dir.glob(pattern)):
+            write_text(partial / "task" / path.relative_to(s.task_dir), masked(path.read_text(errors="replace")))
         if config is not None:
             write_config(partial, config)
         record |= {
@@ -68,42 +71,26 @@ def read(launch: Path) -> dict:
     Raises SettingsError if it is not a record: a run may come from elsewhere.
     """
     record = read_json(launch / "launch.json")
-    if problem := _problem(record):
-        raise SettingsError(f"{launch}/launch.json is no record of a launch: {problem}")
-    lines = (launch / "packages.txt").read_text(errors="replace").splitlines()
-    record["packages"] = [line for line in lines if "==" in line]
-    return record | {"changes": (launch / "changes.diff").read_text(errors="replace")}
-
-
-def _problem(record: dict) -> str:
-    """The problem with the form of a launch.json; empty if there is none."""
-
-    def texts(value) -> bool:
-        return isinstance(value, dict) and all(isinstance(each, str) for each in value.values())
-
-    git = record.get("git")
-    if not isinstance(git, dict) or not any(isinstance(git.get(name), str) for name in ("commit", "missing")):
-        return "git must be an object with commit or missing"
-    if not isinstance(untracked := git.get("untracked", []), list) or not all(isinstance(n, str) for n in untracked):
-        return "git: untracked must be a list of texts"
-    for name in ("data", "task", "judge"):
-        if not texts(record.get(name)):
-            return f"{name} must be an object of texts"
-    if unknown := sorted(record["judge"].keys() - set(JUDGED)):
-        return f"judge: {unknown[0][:40]!r} is none of {', '.join(JUDGED)}"
-    if not all(isinstance(record.get(name), str) for name in ("python", "stack", "date")):
-        return "needs the texts python, stack and date"
     try:
+        lines = (launch / "packages.txt").read_text(errors="replace").splitlines()
+        record["packages"] = [line for line in lines if "==" in line]
+        record["changes"] = (launch / "changes.diff").read_text(errors="replace")
         datetime.fromisoformat(record["date"]).timestamp()
-    except (ValueError, OverflowError):
-        return "date must be a date"
-    return ""
+        texts = [*code_of(record).values(), *record["data"].values(), *record["judge"].values()]
+        wrong = [name for name, kind in FORM.items() if not isinstance(record[name], kind)]
+        wrong += [text for text in texts if not isinstance(text, str)]
+        wrong += record["judge"].keys() - set(JUDGED)  # they become variables of the environment
+    except UNREADABLE as error:
+        wrong = [f"{type(error).__name__}: {error}"]
+    if wrong:
+        raise SettingsError(f"{launch}/launch.json is no record of a launch ({one_line(str(wrong[0]), 80)})")
+    return record
 
 
 def code_of(record: dict) -> dict[str, str]:
     """Commit, uncommitted changes, Python, digests of the task's files, and packages of a record, by name."""
     code = {"commit": commit_text(record["git"]), "uncommitted changes": uncommitted(record)}
-    code["launches/*/changes.diff"] = hashlib.sha256(record["changes"].encode()).hexdigest()[:12]
+    code["changes.diff"] = hashlib.sha256(record["changes"].encode()).hexdigest()[:12]
     code["python"] = record["python"]
     code |= {f"task: {name}": digest[:12] for name, digest in record["task"].items()}
     return code | dict(line.split("==", 1) for line in record["packages"])
@@ -115,21 +102,17 @@ def commit_text(git: dict) -> str:
 
 
 def uncommitted(record: dict) -> str:
-    """The files with uncommitted changes in a record, and the untracked ones."""
-    new = record["git"].get("untracked", [])
-    files = re.findall(r"^diff --git a/.* b/(.*)$", record["changes"], re.MULTILINE)
-    return ", ".join([*(name for name in files if name not in new), *(f"{name} (new)" for name in new)]) or "none"
+    """The files of a record that were not as they are in its commit."""
+    return ", ".join(record["git"].get("uncommitted", [])) or "none"
 
 
 def now(task_dir: Path) -> dict:
     """The present state of code and packages, in the form of a record."""
     git, diff = git_state(ROOT)
-    own = (f"{task_dir.relative_to(ROOT)}/", "tasks/common/")
-    new = {name for name in git.get("untracked", []) if name.startswith(own)}
     return {
         "python": platform.python_version(),
         "git": git,
-        "changes": masked(diff + diff_of_new(ROOT, sorted(new | unknown_code(ROOT, task_dir)))),
+        "changes": masked(diff),
         "task": digests(task_dir, "*.py", "train.sh"),
         "packages": packages(),
     }
@@ -141,44 +124,16 @@ def packages() -> list[str]:
 
 
 def git_state(root: Path) -> tuple[dict, str]:
-    """State of git in ``root``: commit and untracked files, or why there is none; and `git diff HEAD`."""
+    """State of git in ``root``: commit and uncommitted files, or why there is none; and `git diff HEAD`."""
     try:
         commit = _git(root, "rev-parse", "HEAD").strip()
+        status = _git(root, "-c", "core.quotePath=false", "status", "--porcelain", "--", ".").splitlines()
         diff = _git(root, "diff", "HEAD", "--no-color", "--no-ext-diff", "--", ".")
-        untracked = _git(root, "ls-files", "--others", "--exclude-standard", "-z").split("\0")
     except FileNotFoundError:
         return {"missing": "git is not installed"}, ""
     except subprocess.CalledProcessError as error:
         return {"missing": next(iter(error.stderr.splitlines()), "git failed").removeprefix("fatal: ")}, ""
-    return {"commit": commit, "changed": bool(diff), "untracked": [name for name in untracked if name]}, diff
-
-
-def unknown_code(root: Path, task_dir: Path) -> set[str]:
-    """The task's code that git does not know, below ``root``: also where it is ignored, a link, or a repository of its
-    own, and where there is no repository."""
-    try:
-        known = set(_git(root, "ls-files", "-z", "--", task_dir.relative_to(root)).split("\0"))
-    except FileNotFoundError:
-        return set()
-    except subprocess.CalledProcessError:
-        known = set()
-    code = (path for pattern in CODE for path in task_dir.glob(pattern))
-    return {str(path.relative_to(root)) for path in code} - known
-
-
-def diff_of_new(root: Path, names: list[str]) -> str:
-    """The files ``names``, which git does not know yet, as additions; beyond NEW_FILES and NEW_BYTES only names."""
-    parts, left = [], NEW_BYTES
-    for number, name in enumerate(names):
-        if not (root / name).is_file():
-            continue
-        if (size := (root / name).stat().st_size) > left or number >= NEW_FILES:
-            parts.append(f"# {name}: {size} bytes, not recorded: the new files are too many or too large\n")
-            continue
-        left -= size
-        command = ["git", "-C", root, "diff", "--no-index", "--no-color", "--no-ext-diff", "--", os.devnull, name]
-        parts.append(subprocess.run(command, capture_output=True, text=True, errors="replace").stdout)
-    return "".join(parts)
+    return {"commit": commit, "uncommitted": [f"{each[3:]}{' (new)' * each.startswith('?')}" for each in status]}, diff
 
 
 def _git(root: Path, *arguments: str) -> str:

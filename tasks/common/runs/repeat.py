@@ -8,11 +8,13 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import asdict
+from itertools import count
 from pathlib import Path
 
 from tasks.common.process import die_with_parent, errors_in_one_line
 from tasks.common.runs import launches
-from tasks.common.runs.folder import check_settings, ended_early, last_step, lineage, named, recorded
+from tasks.common.runs.folder import check_settings, complete, lineage, named, recorded
 from tasks.common.runs.secrets import MASK
 from tasks.common.settings import COMPLETE, JUDGED, ROOT, Command, Settings, SettingsError, load_settings
 from tasks.common.text import one_line, printable
@@ -34,7 +36,7 @@ def check(run_dir: Path) -> tuple[dict, dict]:
     problem = ""
     check_settings(run_dir, made["settings"])
     if not found:
-        problem = f"was trained by an older version, which left no record in {run_dir}/launches"
+        problem = f"has no record in {run_dir}/launches"
     elif made["kind"] == "sft":
         problem = "is a warm-up, which its settings name; repeat the run that began with it"
     elif (first := lineage(run_dir)[0]) != run_dir:
@@ -57,8 +59,8 @@ def _harmless(argument: str) -> bool:
     return bool(re.fullmatch(r"[+]{0,2}[\w.@]+", key)) and not _CODE.search(keys) and "${" not in value
 
 
-def variables(made: dict, judge: dict[str, str], name: str, environ: dict[str, str]) -> dict[str, str]:
-    """The environment of the training: ``environ`` with the recorded settings and judge, under the name ``name``.
+def variables(made: dict, judge: dict[str, str], environ: dict[str, str]) -> dict[str, str]:
+    """The environment of the training: ``environ`` with the recorded settings and judge, without a name.
 
     Raises SettingsError when ``environ`` has another value than the record.
     """
@@ -73,12 +75,7 @@ def variables(made: dict, judge: dict[str, str], name: str, environ: dict[str, s
     # Not the variables of single commands, a PROFILE among them, nor make's own.
     left_out = {*Command.__dataclass_fields__, "MAKEFLAGS", "MFLAGS", "MAKELEVEL", "GIVEN"}
     kept = {key: value for key, value in environ.items() if key not in left_out}
-    return kept | recorded_values | judge | {"RUN": name, COMPLETE: "1"}
-
-
-def not_recorded(made: dict) -> list[str]:
-    """Today's variables that the record lacks; they take their defaults."""
-    return sorted(Settings.__dataclass_fields__.keys() - made["settings"].keys())
+    return kept | recorded_values | judge | {"RUN": "", COMPLETE: "1"}
 
 
 def _same(given: str, value: str) -> bool:
@@ -88,23 +85,15 @@ def _same(given: str, value: str) -> bool:
         return False
 
 
-def next_name(run_dir: Path) -> str:
-    """name-repeat-1, or the first such name that has no complete run: an interrupted one continues."""
-    base, number = re.sub(r"-repeat-\d+$", "", run_dir.name), 1
-    while True:
+def next_name(run_dir: Path, s: Settings) -> str:
+    """name-repeat-1, or the first such name that has no complete run with ``s``: an interrupted one continues."""
+    base = re.sub(r"-repeat-\d+$", "", run_dir.name)
+    for number in count(1):
         suffix = f"-repeat-{number}"
         name = base[: 64 - len(suffix)] + suffix  # names have at most 64 characters
-        if name != run_dir.name and not _complete(run_dir.parent / name):
+        last = f"{name}-round{s.SELF_PLAY_ROUNDS}" if s.SELF_PLAY_ROUNDS > 1 else name
+        if name != run_dir.name and not complete(run_dir.with_name(last), s):
             return name
-        number += 1
-
-
-def _complete(run_dir: Path) -> bool:
-    if not (made := recorded(run_dir).get("settings")):
-        return False
-    rounds = made.get("SELF_PLAY_ROUNDS", 1)
-    last = run_dir.with_name(f"{run_dir.name}-round{rounds}") if rounds > 1 else run_dir
-    return last_step(last) >= made["STEPS"] or ended_early(last, made.get("PATIENCE", 0))
 
 
 def changed_files(then: dict[str, str], now: dict[str, str]) -> str:
@@ -126,12 +115,13 @@ def main() -> None:
         raise SettingsError("RUN is empty: name the run to repeat; `make runs` lists all")
     run_dir = named(name, os.environ.get("TASK", ""))
     made, launch = check(run_dir)
-    environ = variables(made, launch["judge"], next_name(run_dir), dict(os.environ))
+    environ = variables(made, launch["judge"], dict(os.environ))
     task_dir = ROOT / "tasks" / run_dir.parent.name
     if not (task_dir / "train.sh").is_file():
         raise SettingsError(f"RUN={name}: its task is gone: there is no {task_dir}/train.sh")
     s = load_settings(environ)  # a record is data: its values are checked before anything runs
-    unknown = [f"{key} (not in the record)" for key in not_recorded(made)]
+    environ["RUN"] = next_name(run_dir, s)
+    unknown = [f"{key} (not in the record)" for key in sorted(asdict(s).keys() - made["settings"].keys())]
     if changed := differences(launch, launches.now(task_dir)) + unknown:
         print(f"warning: changed since that run: {printable('; '.join(changed))}")
     print(f"RUN={name} again, as RUN={environ['RUN']}", flush=True)

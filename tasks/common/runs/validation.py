@@ -5,7 +5,6 @@ All follow from the metrics by step (``runs.folder.read_metrics``), so trainer, 
 
 import math
 import re
-from itertools import accumulate
 
 # verl's names (verl/trainer/ppo/metric_utils.py, process_validation_metrics): val-core/SOURCE/acc/mean@N, and
 # val-aux/SOURCE/reward/mean@N beside it; without `acc` in the reward, val-core/SOURCE/reward/mean@N.
@@ -46,13 +45,6 @@ def ends_early(metrics: dict[int, dict], patience: int, unchanged: int = 0) -> b
     steps are of the same policy and do not count."""
     top = best(metrics)
     return top is not None and 0 < patience <= sum(step > max(top, unchanged) for step in scores(metrics))
-
-
-def curves(metrics: dict[int, dict]) -> dict[int, dict[str, float]]:
-    """For the dashboard: by validated step the dev score, and the best so far."""
-    found = {step: value for step, (value, _) in scores(metrics).items()}
-    tops = accumulate(found.values(), max)
-    return {step: {"dev/score": value, "dev/best": top} for (step, value), top in zip(found.items(), tops, strict=True)}
 
 
 def ranked(steps: list[int], metrics: dict[int, dict]) -> list[int]:

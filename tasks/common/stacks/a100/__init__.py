@@ -6,6 +6,7 @@ The overrides have verl 0.9.1's names, as all do; training/verl_versions.py tran
 VERL = "0.6.1"
 
 DEFAULTS = {"ROLLOUT_CORRECTION": "none"}  # until a training of this stack has learned with it
+DEFAULTS["LOGGER"] = "tensorboard"  # for `make monitor`: trackio needs another huggingface-hub
 
 MULTI_TURN_PROBLEM = "is multi-turn, which STACK=a100 (verl 0.6.1) cannot train; take STACK=current"
 
