@@ -91,7 +91,7 @@ def test_two_seeds_of_two_methods_two_at_a_time(variables):
     assert list(found["training"]) == labels
     assert found["differences"]["reinforce_pp - dr_grpo"]["score"]["test"] == "t, 2 seeds x 8 prompts"
     records = [json.loads((run / "launches/000/launch.json").read_text()) for run in runs_of(variables, "dr_grpo")]
-    assert {(each["seeds"]["SEED"], each["seeds"]["TRAIN_SEED"]) for each in records} == {(42, 42), (42, 43)}
+    assert {(each["settings"]["SEED"], each["settings"]["TRAIN_SEED"]) for each in records} == {(42, 42), (42, 43)}
     # Another order of prompts, and other samples, of the same data.
     first, second = (
         [json.loads(line) for line in (run / "rollouts/1.jsonl").read_text().splitlines()]

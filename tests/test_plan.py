@@ -105,7 +105,7 @@ def test_rounds_are_trained_as_planned_skipped_when_done_and_continued_with_more
     assert start in seen[1][4] and all(command[-1] == "trainer.total_epochs=3" for *_, command in seen)
     assert "warning: step 4: entropy" in capsys.readouterr().out
     noted = launches.read(second / "launches/000")
-    assert noted["command"] == seen[1][4] and noted["seeds"]["TRAIN_SEED"] == 8
+    assert noted["command"] == seen[1][4] and noted["settings"]["TRAIN_SEED"] == 8
     ended = {"outcome": "finished", "reason": "4 steps"}
     assert json.loads((second / "outcome.json").read_text()) == ended
 

@@ -35,32 +35,24 @@ CELL = 500  # characters of a cell
 LINES = 10  # in one picture
 # Titles of the pictures, and the metrics (of verl and of tasks/common/training/trl_dpo.py) that they draw.
 CURVES = {
-    "rl": {
-        "reward": ("critic/score/mean",),
-        "answers of the rollouts": ("answers/*",),
-        "validation": ("val-core/*",),
-        "entropy, nats": ("actor/entropy",),
-        "gradient norm": ("actor/grad_norm",),
-        "KL to the start": ("actor/kl_loss", "actor/reward_kl_penalty"),
-        "KL of an update": ("actor/ppo_kl",),
-        "response length, tokens": ("response_length/mean",),
-        "truncated: share of responses as long as the longest": ("response_length/clip_ratio",),
-        "turns of an episode": ("episode/turns",),
-        "share of episodes cut off, by what": ("episode/cut_*", "episode/timeout"),
-        "tokens per second and GPU": ("perf/throughput",),
-        "memory of a trainer's GPU, GB": ("actor/perf/max_memory_allocated_gb",),
-        "seconds of each phase": ("timing_s/*",),
-    },
-    "dpo": {
-        "loss": ("train/loss", "val/loss"),
-        "share of pairs ranked right": ("dpo/rewards/accuracies", "val/accuracy"),
-        "margin of held-out pairs": ("val/margin",),
-        "rewards": ("dpo/rewards/chosen", "dpo/rewards/rejected", "dpo/rewards/margins"),
-        "entropy, nats": ("dpo/entropy",),
-        "gradient norm": ("train/grad_norm",),
-        "seconds per step": ("timing_s/*",),
-    },
-    "sft": {"loss": ("train/loss", "val/loss"), "gradient norm": ("train/grad_norm",)},
+    "reward": ("critic/score/mean",),
+    "loss": ("train/loss", "val/loss"),
+    "answers of the rollouts": ("answers/*",),
+    "validation": ("val-core/*",),
+    "share of pairs ranked right": ("dpo/rewards/accuracies", "val/accuracy"),
+    "margin of held-out pairs": ("val/margin",),
+    "rewards of pairs": ("dpo/rewards/chosen", "dpo/rewards/rejected", "dpo/rewards/margins"),
+    "entropy, nats": ("actor/entropy", "dpo/entropy"),
+    "gradient norm": ("actor/grad_norm", "train/grad_norm"),
+    "KL to the start": ("actor/kl_loss", "actor/reward_kl_penalty"),
+    "KL of an update": ("actor/ppo_kl",),
+    "response length, tokens": ("response_length/mean",),
+    "truncated: share of responses as long as the longest": ("response_length/clip_ratio",),
+    "turns of an episode": ("episode/turns",),
+    "share of episodes cut off, by what": ("episode/cut_*", "episode/timeout"),
+    "tokens per second and GPU": ("perf/throughput",),
+    "memory of a trainer's GPU, GB": ("actor/perf/max_memory_allocated_gb",),
+    "seconds of each phase": ("timing_s/*",),
 }
 
 
@@ -127,12 +119,11 @@ def same_model(left: str, right: str) -> bool:
     return left == right or (len(tails) == 2 and tails[0] == tails[1])
 
 
-def curves(made: dict, metrics: dict[int, dict]) -> Section:
+def curves(metrics: dict[int, dict]) -> Section:
     """Pictures of the metrics that the run has, and their numbers."""
-    kind = "sft" if made["kind"] == "sft" else "dpo" if made["settings"]["METHOD"] == "dpo" else "rl"
     pictures, rows = [], []
     names = dict.fromkeys(name for step in metrics.values() for name in step)
-    for title, patterns in CURVES[kind].items():
+    for title, patterns in CURVES.items():
         wanted = [name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)]
         if not wanted:
             continue
@@ -279,7 +270,7 @@ def page(run_dir: Path) -> str:
     launch = next((launches.read(found) for found in launches.launches(run_dir)[-1:]), {})
     sections = [
         evaluation(run_dir, made),
-        curves(made, metrics),
+        curves(metrics),
         health(run_dir, made, metrics),
         samples(run_dir),
         settings(run_dir, made, launch),

@@ -1,6 +1,6 @@
 """The record of each launch of a run: <run>/launches/000 and on, written before the trainer starts.
 
-launch.json: settings, the trainer's command line, git's state, digests of data and task, seeds and date. config.yaml:
+launch.json: settings, the trainer's command line, git's state, digests of data and task, date. config.yaml:
 the trainer's resolved config. packages.txt: as `pip freeze` prints it. changes.diff: `git diff HEAD`. task/: the task's
 code. The environment and the machine's name are left out; secrets are masked.
 """
@@ -46,7 +46,6 @@ def begin(run_dir: Path, s: Settings, command: list[str], config: dict | None = 
             "stack": s.STACK,
             "command": [masked(word) for word in command],
             "data": data_digests(s.data_dir, s.TRAIN_FILE, s.PAIRS_FILE),
-            "seeds": {"SEED": s.SEED, "TRAIN_SEED": s.TRAIN_SEED, "EVAL_SEED": s.EVAL_SEED},
             "judge": judge_settings(),
             "settings": asdict(s),
         }
