@@ -52,7 +52,7 @@ REPORT_SECONDS = 15  # how often a line is printed where there is no terminal
 class Finding:
     """An exploit: ``response``, or for a recipe what it makes of the first row that it fooled; ``fooled``: indices of
     the rows; ``score``: the mean over them; ``why``: which rule of this module; ``broken``: the reward raised on the
-    row, or took too long; ``truth``: of the first row; ``first``: its score."""
+    row, or took too long; ``first``: the score for the first row."""
 
     exploit: str
     response: str
@@ -61,7 +61,6 @@ class Finding:
     why: str
     recipe: bool = False
     broken: bool = False
-    truth: str = ""
     first: float = 0.0
 
 
@@ -170,7 +169,7 @@ class Search:
             row, first, recipe = self.rows[shown[0]], results[shown[0]].score, attempt.of_row is not None
             text = attempt.of_row(row) if recipe else attempt.text
             score = sum(results[i].score for i in shown) / len(shown)
-            new = Finding(attempt.exploit, text, shown, score, why, recipe, bool(broken), row.truth, first)
+            new = Finding(attempt.exploit, text, shown, score, why, recipe, bool(broken), first)
             old = self.found.get(attempt.exploit)
             if old is None or (len(old.fooled), -len(old.response)) < (len(shown), -len(text)):
                 self.found[attempt.exploit] = new
@@ -315,8 +314,8 @@ def example(s: Settings, search: Search, finding: Finding) -> dict:
     """A row of the task's examples.jsonl that the reward breaks while ``finding`` fools it. ``below``: a right answer's
     score, or the first fooled row's where that is lower; what partial credit is left to it is the task's own matter."""
     below = min(search.best, search.best if finding.broken else finding.first)
-    found = {"ground_truth": read_ground_truth(finding.truth)}
     row = search.rows[finding.fooled[0]]
+    found = {"ground_truth": read_ground_truth(row.truth)}
     if s.multi_turn:
         found |= {"prompt": row.prompt, "responses": finding.response.split(TURN)[: s.MAX_TURNS], "done": False}
     else:

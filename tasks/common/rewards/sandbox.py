@@ -50,7 +50,7 @@ class Sandbox:
     def __init__(self, target: str, *setup, seconds: float = 5.0, memory: int = 2**30):
         self._start_message = {"target": target, "setup": setup, "memory": memory, "path": [str(ROOT), *sys.path]}
         self._seconds = seconds
-        self.protections: dict = {}  # of the last worker: {"seccomp": bool, "landlock": its version}
+        self.protections: dict = {}  # of the last worker: whether it has "seccomp" and "landlock"
         self._forget()
         _SANDBOXES.add(self)
 
@@ -200,21 +200,15 @@ def _system_call(number: int, *arguments) -> int:
     return result
 
 
-def _landlock(readable: list[str]) -> int:
-    """Allow reading under ``readable``; refuse other files, the network and signals to processes outside.
-
-    Returns the version of Landlock, 0 without it (before Linux 5.13). linux/landlock.h, landlock(7).
-    """
+def _landlock(readable: list[str]) -> bool:
+    """Allow reading under ``readable`` alone; what else Landlock knows, seccomp refuses. False without Landlock, before
+    Linux 5.13. linux/landlock.h, landlock(7)."""
     create, add_rule, restrict_self = 444, 445, 446  # the same on all architectures
+    attribute = struct.pack("=Q", (1 << 13) - 1)  # a bit for each right on files of its first version
     try:
-        version = _system_call(create, ctypes.c_void_p(None), ctypes.c_size_t(0), ctypes.c_uint(1))
+        ruleset = _system_call(create, attribute, ctypes.c_size_t(len(attribute)), ctypes.c_uint(0))
     except OSError:
-        return 0
-    handled = [(1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1]  # a bit for each right on files
-    handled += [0b11] if version >= 4 else []  # TCP: bind, connect
-    handled += [0b11] if version >= 6 else []  # abstract UNIX sockets, signals
-    attribute = struct.pack(f"={len(handled)}Q", *handled)
-    ruleset = _system_call(create, attribute, ctypes.c_size_t(len(attribute)), ctypes.c_uint(0))
+        return False
     read_file, read_folder = 1 << 2, 1 << 3
     for path in filter(os.path.exists, readable):
         folder = os.open(path, os.O_PATH | os.O_CLOEXEC)
@@ -223,7 +217,7 @@ def _landlock(readable: list[str]) -> int:
         os.close(folder)
     _system_call(restrict_self, ctypes.c_int(ruleset), ctypes.c_uint(0))
     os.close(ruleset)
-    return version
+    return True
 
 
 # System calls of x86_64 that the worker may make; anything else gives EPERM. ``write`` only reaches the parent: the
