@@ -152,9 +152,8 @@ def test_a_broken_schema_gives_a_one_line_error():
 
 
 def test_a_reference_to_elsewhere_is_not_fetched(monkeypatch):
-    def refuse(*arguments, **options):
-        raise AssertionError("it asked the network")
-
-    monkeypatch.setattr("urllib.request.urlopen", refuse)
+    asked = []
+    monkeypatch.setattr("urllib.request.urlopen", asked.append)
     with pytest.raises(RewardError, match=r"\$ref"):
         schema_problem({"a": 1}, {"$ref": "http://127.0.0.1:1/schema.json"})
+    assert not asked

@@ -46,6 +46,7 @@ WRONG = [
     ("countdown", COUNTDOWN, "<think>8 + 89 - 80 = 17, or is it"),  # a thought that never ends says no answer
     ("countdown", COUNTDOWN, ""),
     ("gsm8k", "18", "#### 18 or 19"),
+    ("gsm8k", "18", "It is 18. No, it is 19"),
     ("char_count", "3", "s t r 1 2 3 and more: 4"),
     ("tool_calling", CALLS, '{"name": "look", "arguments": {"at": 2}}'),
     ("tool_calling", NO_CALL, "<tool_call>\n{broken\n</tool_call>"),  # text in its place would be right

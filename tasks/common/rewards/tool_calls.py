@@ -152,10 +152,7 @@ def _blocks(text: str) -> tuple[list[dict], str]:
         calls.append(_call(_named(value)))
         outside += text[start:opened]
         start = closed.end()
-    outside += text[start:]
-    if CLOSE in outside:
-        raise Malformed(f"{CLOSE} without {OPEN}")
-    return calls, outside
+    return calls, outside + text[start:]
 
 
 def _functions(text: str) -> list[dict]:
@@ -191,7 +188,7 @@ def _bare(text: str) -> tuple[list[dict], str]:
     if values and not problem and (marker or shaped):
         return [_call(value) for value in values], ""
     # Prose, and JSON that is no call, are text. A broken call must not pass as text.
-    if marker or CLOSE in text or (_NAME.search(text) and (problem or _ARGUMENTS.search(text))):
+    if marker or (_NAME.search(text) and (problem or _ARGUMENTS.search(text))):
         raise Malformed(str(problem or "a call must stand alone or between its tags"))
     return [], text
 
