@@ -26,9 +26,8 @@ ifndef STACK
   STACK := $(firstword $(subst :, ,$(CHOSEN)))
 endif
 # A program tasks/TASK/STAGE.py is a stage of that task.
-OWN_FILES := $(shell grep -ls '^if __name__' $(filter-out tasks/common/% %/evaluate.py %/prepare_data.py,$(wildcard tasks/*/*.py)))
-OWN := $(sort $(basename $(notdir $(OWN_FILES))))
-STAGES := settings doctor rehearse data attack probe certify sft train dpo all experiment merge eval compare rescore chat batch config $(OWN)
+OWN := $(shell grep -ls '^if __name__' $(filter-out tasks/common/% %/evaluate.py %/prepare_data.py,$(wildcard tasks/*/*.py)))
+STAGES := $(shell sed -n 's/^    "\([a-z_]*\)": Stage.*/\1/p' tasks/common/stages.py) $(sort $(basename $(notdir $(OWN))))
 export STACK
 # Files and screens are UTF-8 in any locale (LANG=C, PYTHONIOENCODING=ascii).
 export PYTHONUTF8 := 1
@@ -50,7 +49,7 @@ endif
 goals = $(filter $1,$(MAKECMDGOALS))
 known_task = $(if $(call one_of,$(TASK),$(TASKS)),,$(error TASK=$(TASK): no such task; there are: $(TASKS)))
 $(if $(call one_of,$(STACK),$(STACKS)),,$(error STACK=$(STACK): no such stack; there are: $(STACKS)))
-$(if $(call goals,$(STAGES) bench bench_training report),$(known_task))
+$(if $(call goals,$(STAGES) report),$(known_task))
 $(if $(call goals,repeat runs diff test),$(if $(TASK),$(known_task)))
 $(if $(call goals,new),$(if $(TASK),,$(error TASK is empty; give the new task a name: make new TASK=my_task)))
 
@@ -64,44 +63,23 @@ endif
 
 $(if $(call goals,install $(filter-out config settings,$(STAGES))),$(if $(CHOSEN),$(info STACK=$(CHOSEN))))
 
-RUN_STAGE = STAGE=$@ bash tasks/$(TASK)/train.sh
+.PHONY: $(shell sed -n 's/^\([a-z_-]*\):.*/\1/p' $(firstword $(MAKEFILE_LIST))) $(STAGES)
 
-.PHONY: $(shell sed -n 's/^\([a-z_-]*\):.*/\1/p' $(firstword $(MAKEFILE_LIST))) $(OWN)
-
-# What `make help` shows, in this order.
+# What `make help` shows, with the stages of tasks/common/stages.py.
 ##@ Every day
 help: ## list the targets and the variables
 install: ## install the packages of STACK into .venv, and check them
 new: ## scaffold tasks/TASK; OPTIONS="reward=exact lora=yes", SOURCE=reasoning_gym ENV=name CONFIG='{"key": 1}'
-settings: ## show every variable of TASK: its value, where it comes from, and its help
-doctor: ## check this machine, the settings and the data before a training, and say what to do
-train: ## run data, model, SFT warm-up, RL, evaluation and closing table; FROM=train starts at that stage
-eval: ## evaluate MODEL; without it the base model, the warm-up and the trained model
-compare: ## compare BASE with MODEL or the trained model: paired tests, prompts gained and lost
-chat: ## talk to MODEL, or to the trained model
 report: ## write the newest run of TASK, or RUN, as one HTML file to attach to a pull request
 test: ## run the fast tests, with TASK only those of tasks/TASK; SLOW=1 adds longer ones and short real trainings
 clean: ## remove data, runs and results of TASK (without TASK of all tasks, and models); asks first unless YES=1
 ##@ Before a training
-data: ## prepare the task's data
-attack: ## search SECONDS=120 for wrong answers that earn reward; exit code 1 if any
-rehearse: ## play the planned GPU run on this CPU with a thin model; estimate its memory, time and cost
-probe: ## sample MODEL on the data: do the rewards of a prompt differ? FILTER=1 keeps the prompts where they do
-certify: ## prove on a CPU that MODEL is trained on the tokens it samples: template, mask, stop tokens, log-probs
-sft: ## run the SFT warm-up on the task's demonstrations
-config: ## print the training's plan and verl's resolved config, and train nothing
 ##@ Training
-dpo: ## like train, with DPO on the pairs of PAIRS_FILE or of the policy's own samples
-all: ## train, then merge and compare
-experiment: ## train with METHODS=grpo,gspo SEEDS=3 LRS=1e-6,3e-6 on the same data, and compare the results
 repeat: ## train RUN again from its record, under a new name (docs/RUNS.md)
 monitor: ## open a live dashboard of all runs on PORT=7860: curves, samples, comparison
 ##@ After a training
 runs: ## list all runs, or those of TASK: steps, reward, accuracy, date, duration
 diff: ## RUN=a,b: show what differs between two runs in settings, code, packages and results
-merge: ## save the checkpoint STEP as one folder that vLLM and transformers load
-batch: ## answer the prompts of INPUT with MODEL or the trained model, and write OUTPUT
-rescore: ## score stored ROLLOUTS again, without a model
 ##@ Data and rewards
 json_to_parquet: ## convert FILE (chats, questions or pairs) to verl's parquet files in OUTPUT; ARGS="--help"
 bench_rewards: ## rows per second of every reward, and of the scorers of verl, reasoning-gym and math-verify
@@ -112,20 +90,10 @@ format: ## format the Python code
 docs: ## build the documents as a site with search: artifacts/site/index.html
 recipe: ## run a published result again, NAME=cpu-countdown: is its promise kept? Without NAME list all
 test-all: ## run all tests, including the long end-to-end runs
-bench: ## compare our sampling with plain LLM.generate, in tokens per second; ARGS="--out file.json"
-bench_training: ## time a GRPO step with our settings, those of verl's example, and naive ones; ARGS="--help"
 cluster-status: ## list the nodes of the Ray cluster at RAY_ADDRESS, and check for NNODES x N_GPUS free GPUs
 
-# Written at once: a reader that has seen enough, as `head` has, breaks no pipe.
 help:
-	@text=$$( \
-	  echo 'make TARGET TASK=<$(subst $() ,|,$(TASKS))> [VARIABLE=value ...] [ARGS="hydra.key=value ..."]'; \
-	  awk -F': ## ' '/^##@ /{printf "\n%s\n", substr($$0, 5)} /^[a-z_-]+: ## /{printf "  %-16s%s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST)); \
-	  printf '\nOf one task\n'; \
-	  awk -F'"""' 'FNR == 1 {split(FILENAME, path, "[/.]"); printf "  %-16s%s: %s\n", path[3], path[2], $$2}' $(OWN_FILES) /dev/null; \
-	  printf '\nVariables with their defaults. A task, a stack and a method have their own: make settings TASK=...\n'; \
-	  PYTHONPATH=. python3 -m tasks.common.settings); \
-	trap '' PIPE; printf '%s\n' "$$text" 2>/dev/null || true
+	@PYTHONPATH=. python3 -m tasks.common.launch.help
 
 install: $(INSTALLED)
 
@@ -135,10 +103,7 @@ $(INSTALLED): $(wildcard tasks/common/stacks/$(STACK)/requirements.txt) tasks/co
 endif
 
 $(STAGES): $(INSTALLED)
-	@$(RUN_STAGE)
-
-bench bench_training: data
-	@$(RUN_STAGE)
+	@STAGE=$@ bash tasks/$(TASK)/train.sh
 
 # Two tests at a time, those of a file one after another: most of a small training is one process that starts.
 IN_TWO := -n 2 --dist loadfile --no-loadscope-reorder

@@ -4,7 +4,8 @@ import json
 import math
 from pathlib import Path
 
-from tasks.common.runs.folder import merged_folder, recorded
+from tasks.common.models.merge import merge
+from tasks.common.runs.run import Run, recorded
 from tests.helpers import SMALL
 
 TASK = "digits"
@@ -36,7 +37,7 @@ def trained_parameters(variables, run: Path) -> set[str]:
     import torch
     from transformers import AutoModelForCausalLM
 
-    trained = AutoModelForCausalLM.from_pretrained(merged_folder(run))
+    trained = AutoModelForCausalLM.from_pretrained(merge((trained_run := Run.read(run)).checkpoint(), trained_run.base))
     start = AutoModelForCausalLM.from_pretrained(variables["MODEL"])
     assert all(torch.isfinite(p).all() for p in trained.parameters())
     named = trained.named_parameters()

@@ -7,7 +7,7 @@ import pytest
 
 from tasks.common.models.merge import has_weights
 from tasks.common.runs.checkpoint import ranks, whole
-from tasks.common.runs.folder import checkpoints, last_step, mend_tracker, tracker
+from tasks.common.runs.run import Run, last_step, mend_tracker, tracker, whole_steps
 from tests.helpers import write_checkpoint, write_shards
 
 
@@ -88,9 +88,9 @@ def test_verl_resumes_from_the_last_whole_checkpoint(tmp_path, said):
     (folder / "global_step_8/data.pt").unlink()
     if said is not None:
         tracker(tmp_path).write_text(said)
-    mend_tracker(tmp_path)
+    mend_tracker(Run.read(tmp_path))
     assert find_latest_ckpt_path(str(folder)) == str(folder / "global_step_4")
-    assert checkpoints(tmp_path) == [2, 4]
+    assert [*whole_steps(tmp_path)] == [2, 4]
 
 
 def test_verl_starts_anew_where_no_checkpoint_is_whole(tmp_path):
@@ -98,7 +98,7 @@ def test_verl_starts_anew_where_no_checkpoint_is_whole(tmp_path):
 
     (tmp_path / "checkpoints/global_step_1").mkdir(parents=True)
     tracker(tmp_path).write_text("")
-    mend_tracker(tmp_path)
+    mend_tracker(Run.read(tmp_path))
     assert find_latest_ckpt_path(str(tmp_path / "checkpoints")) is None
 
 
@@ -106,5 +106,5 @@ def test_a_tracker_that_names_a_whole_checkpoint_is_followed_and_kept(tmp_path):
     for step in (2, 4):
         write_checkpoint(tmp_path / f"checkpoints/global_step_{step}")
     tracker(tmp_path).write_text("2")
-    mend_tracker(tmp_path)
-    assert last_step(tmp_path) == 2 and checkpoints(tmp_path) == [2] and tracker(tmp_path).read_text() == "2"
+    mend_tracker(Run.read(tmp_path))
+    assert last_step(tmp_path) == 2 and [*whole_steps(tmp_path)] == [2] and tracker(tmp_path).read_text() == "2"

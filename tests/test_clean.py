@@ -49,7 +49,7 @@ def test_without_a_task_or_a_yes_nothing_is_removed(artifacts, yes, monkeypatch)
     monkeypatch.setenv("YES", yes)
     monkeypatch.setattr(sys, "stdin", io.StringIO("y\n"))  # no terminal
     before = files(artifacts)
-    with pytest.raises(clean.SettingsError, match=r"^make clean removes data, runs, eval.* or YES=1$"):
+    with pytest.raises(clean.SettingsError, match=r"^make clean removes reports, runs, .* or YES=1$"):
         clean.clean("")
     assert files(artifacts) == before
 

@@ -25,9 +25,9 @@ import pytest
 
 from tasks.common.evaluation.plots import plt
 from tasks.common.launch.names import of_tasks
-from tasks.common.launch.task import own_stages
 from tasks.common.rewards.judge import Judge
 from tasks.common.settings import Command, Settings, SettingsError, load_settings
+from tasks.common.stages import STAGES, own_stages
 from tests.benchmarks import curve, pictures
 from tests.helpers import PYTHON, ROOT, SMALL, copy_of_checkout, exported, outside_make
 from tests.results import RESULTS, linked, names, recipes
@@ -123,7 +123,7 @@ def test_every_document_can_be_reached_from_the_readme():
 
 MAKEFILE = (ROOT / "Makefile").read_text()
 TARGETS = set(re.findall(r"^([a-z_-]+):", MAKEFILE, re.M))
-TARGETS |= {stage for path in ROOT.glob("tasks/*/train.sh") for stage in own_stages(path.parent)}
+TARGETS |= {*STAGES} | {stage for path in ROOT.glob("tasks/*/train.sh") for stage in own_stages(path.parent)}
 CALL = re.compile(r"(?:^|&&|;)\s*((?:[A-Z_]+=\S+\s+)*)make\s+([^\n]*)", re.M)
 
 

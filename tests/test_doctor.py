@@ -25,7 +25,7 @@ from tasks.common.machine import hardware, memory, speed
 from tasks.common.machine.memory import EMBEDDED_CONFIG, Plan, shapes, shapes_of
 from tasks.common.machine.speed import QWEN25_3B
 from tasks.common.rows import decoded, read_rows
-from tasks.common.runs.folder import rl_dir, sft_dir
+from tasks.common.runs.folder import rl_run, sft_dir
 from tasks.common.settings import load_settings, problems
 from tasks.common.stacks import cpu
 from tests import results
@@ -546,7 +546,7 @@ def test_the_memory_of_a_warm_up_to_come_is_checked_before_the_training(monkeypa
     assert memory_of(replace(s, METHOD="dpo")) == [("ok", False), ("ok", True)]
     large = replace(s, STACK="a100", METHOD="dpo", MICRO_BATCH_SIZE=10**6, TRAIN_BATCH_SIZE=1)
     assert memory_of(large) == [("ok", False), ("error", True)]
-    monkeypatch.setattr(doctor.folder, "last_step", lambda run_dir: s.SFT_STEPS)
+    monkeypatch.setattr(memory_checks.Run, "warmed", lambda run, s: True)
     assert memory_of(large) == [("ok", False)]  # the warm-up is there
 
 
@@ -943,7 +943,7 @@ def test_the_room_for_an_experiments_checkpoints_is_that_of_all_its_trainings(mo
     assert needs(6 * 2 + 1, 6, 6 + 1) in next(doctor.disk(s, runs)).text
     assert needs(6 * 2 + 4, 6, 6 + 4) in next(doctor.disk(s, runs, jobs=4)).text
     assert needs(6 * 2 + 6, 6, 6 + 6) in next(doctor.disk(s, runs, jobs=9)).text
-    made = rl_dir(runs[0], []) / "checkpoints"
+    made = rl_run(runs[0], []).folder / "checkpoints"
     for step in (2, 4):
         write_checkpoint(made / f"global_step_{step}")
     (made / "latest_checkpointed_iteration.txt").write_text("4")

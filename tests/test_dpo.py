@@ -20,8 +20,9 @@ from tasks.common.launch import train
 from tasks.common.launch.plan import ONE_WORKER
 from tasks.common.machine.hardware import cpu_dtype
 from tasks.common.models.chat_template import answer_ids, prompt_ids
+from tasks.common.models.merge import merge
 from tasks.common.rows import DataError, Example, write_parquet
-from tasks.common.runs.folder import checkpoints, hf_folder, last_step, merged_folder, read_metrics, tracker
+from tasks.common.runs.run import Run, export, last_step, read_metrics, tracker, whole_steps
 from tasks.common.settings import SettingsError, load_settings
 from tasks.common.training.methods import dpo
 from tests.helpers import ROOT
@@ -234,10 +235,10 @@ def test_the_default_batch_makes_sixteen_steps_of_570_pairs_and_epochs_multiply_
 
 @pytest.mark.parametrize("epochs", [3, 4])
 def test_more_than_three_epochs_are_warned_of(epochs, monkeypatch, tmp_path, capsys):
-    from tasks.common.launch.train import check
+    from tasks.common.launch.train import check_training
 
     monkeypatch.setenv("ARTIFACTS", str(tmp_path))
-    check(replace(load_settings(VALUES), METHOD="dpo", DPO_EPOCHS=epochs), [])
+    check_training(replace(load_settings(VALUES), METHOD="dpo", DPO_EPOCHS=epochs), [])
     assert ("warning: DPO_EPOCHS=4: more than 3 epochs" in capsys.readouterr().out) == (epochs == 4)
 
 
@@ -292,7 +293,7 @@ def test_keep_checkpoints_stay_and_what_a_killed_run_left_is_removed(tmp_path, k
         (folder / f"checkpoint-{step}/config.json").touch()
         publish(tmp_path, step, keep)
         assert last_step(tmp_path) == step
-    assert checkpoints(tmp_path) == left and tracker(tmp_path).read_text() == "10"
+    assert [*whole_steps(tmp_path)] == left and tracker(tmp_path).read_text() == "10"
     for name in ("checkpoint-12", "global_step_11", "removed_global_step_2"):
         (folder / name).mkdir()
     remove_unfinished(tmp_path, keep)
@@ -392,7 +393,7 @@ def test_a_continued_training_follows_the_formula_and_is_the_uninterrupted_one(s
     pairs = written(tmp_path / "pairs.jsonl", PAIRS)
     whole, run_dir = tmp_path / "whole", tmp_path / "run"
     assert launch(small_model, pairs, whole, STEPS="3", SAVE_FREQ="2").returncode == 0
-    assert checkpoints(whole) == [2, 3]
+    assert [*whole_steps(whole)] == [2, 3]
     # As if a launch had been killed while it saved its third step.
     shutil.copytree(whole, run_dir)
     folder = run_dir / "checkpoints"
@@ -401,10 +402,10 @@ def test_a_continued_training_follows_the_formula_and_is_the_uninterrupted_one(s
     resumed = launch(small_model, pairs, run_dir, STEPS="3", SAVE_FREQ="9")
     assert resumed.returncode == 0, resumed.stdout
     assert [len(f.read_text().splitlines()) for f in sorted((run_dir / "metrics").iterdir())] == [3, 1]
-    assert checkpoints(run_dir) == [2, 3] and losses(whole) == losses(run_dir)
+    assert [*whole_steps(run_dir)] == [2, 3] and losses(whole) == losses(run_dir)
 
     # Every batch has all four pairs.
-    after_two = dpo_loss(hf_folder(run_dir, "2"), small_model, token_pairs(pairs, tokenizer, 192)[0], beta=0.1)
+    after_two = dpo_loss(export(Run.read(run_dir), "2"), small_model, token_pairs(pairs, tokenizer, 192)[0], beta=0.1)
     assert losses(run_dir)[0] == pytest.approx(math.log(2), abs=1e-6)
     assert 0.3 < after_two < 0.68 and losses(run_dir)[2] == pytest.approx(after_two, abs=1e-3)
     metrics = read_metrics(run_dir)
@@ -412,7 +413,7 @@ def test_a_continued_training_follows_the_formula_and_is_the_uninterrupted_one(s
     # It decays to 0 after the last step.
     rates = [metrics[step]["train/learning_rate"] for step in (1, 2, 3)]
     assert rates == pytest.approx([1e-3, 2e-3 / 3, 1e-3 / 3]) and metrics[3]["train/grad_norm"] > 0
-    start, ours, theirs = weights(small_model), weights(hf_folder(run_dir)), weights(hf_folder(whole))
+    start, ours, theirs = weights(small_model), weights(export(Run.read(run_dir))), weights(export(Run.read(whole)))
     assert all(ours[name].equal(theirs[name]) for name in ours)
     assert not any(ours[name].equal(start[name]) for name in ours)
 
@@ -438,7 +439,7 @@ def test_shards_in_two_processes_train_as_one_process_and_go_on_from_a_checkpoin
     tracker(tmp_path / "resumed").write_text("2")
     resumed = trained("resumed", **two)
     assert [len(file.read_text().splitlines()) for file in sorted((resumed / "metrics").iterdir())] == [3, 1]
-    wanted, metrics = weights(hf_folder(whole)), read_metrics(whole)
+    wanted, metrics = weights(export(Run.read(whole))), read_metrics(whole)
     for run_dir in (shards, resumed):
         found = read_metrics(run_dir)
         for name in ("train/loss", "train/grad_norm", "val/loss", "val/margin"):
@@ -446,7 +447,7 @@ def test_shards_in_two_processes_train_as_one_process_and_go_on_from_a_checkpoin
             assert steps and [found[step][name] for step in steps] == pytest.approx(
                 [metrics[step][name] for step in steps], rel=1e-4
             )
-        ours = weights(hf_folder(run_dir))
+        ours = weights(export(Run.read(run_dir)))
         assert ours.keys() == wanted.keys()
         assert max(float((ours[name] - wanted[name]).abs().max()) for name in wanted) < 1e-4  # of steps of 1e-3
 
@@ -496,8 +497,8 @@ def test_lora_in_two_processes_starts_from_its_base_and_changes_the_projections_
     assert result.returncode == 0, result.stdout
     one, two = losses(run_dir)
     assert one == pytest.approx(math.log(2), abs=1e-6) and 0.3 < two < 0.69
-    assert hf_folder(run_dir) == run_dir / "checkpoints/global_step_2"
-    folder = merged_folder(run_dir)
+    assert export(Run.read(run_dir)) == run_dir / "checkpoints/global_step_2"
+    folder = merge((trained_run := Run.read(run_dir)).checkpoint(), trained_run.base)
     assert folder == run_dir / "checkpoints/global_step_2/merged"
     start, merged = weights(small_model), weights(folder)
     changed = {name for name in start if not start[name].equal(merged[name])}
@@ -517,15 +518,15 @@ def test_abort_on_ends_a_training_whose_loss_is_not_finite_and_saves_no_checkpoi
     assert ended.returncode != 0 and "AbortedError: ABORT_ON=nan: step 1: train/loss" in ended.stdout, ended.stdout
     outcome = json.loads((run_dir / "outcome.json").read_text())
     assert outcome["outcome"] == "aborted" and outcome["reason"].startswith("ABORT_ON=nan: step 1: train/loss")
-    assert [math.isnan(loss) for loss in losses(run_dir)] == [True] and checkpoints(run_dir) == []
+    assert [math.isnan(loss) for loss in losses(run_dir)] == [True] and [*whole_steps(run_dir)] == []
 
 
 def test_a_warm_up_of_the_rate_as_long_as_the_training_is_refused(tmp_path, monkeypatch):
     """Its steps follow from the pairs, which the first checks do not have."""
     monkeypatch.setenv("ARTIFACTS", str(tmp_path))
     found = SimpleNamespace(train=[None] * 40, said="40 pairs")
-    monkeypatch.setattr(train.dpo_pairs, "pair_set", lambda *_: found)
+    monkeypatch.setattr(train, "pair_set", lambda *_: found)
     monkeypatch.setattr(train, "load_tokenizer", lambda *_: None)
     s = replace(load_settings(VALUES), METHOD="dpo", PAIRS_FILE="pairs.jsonl", DPO_EPOCHS=1, LR_WARMUP=5)
     with pytest.raises(SettingsError, match=r"^LR_WARMUP=5: the rate reaches LR in none of 5 steps; set it lower$"):
-        train._round(s, [], 1, "start", tmp_path / "run")
+        train._round_by_pairs(s, [], 1, "start", Run.read(tmp_path / "run"))

@@ -18,7 +18,7 @@ from tasks.common.evaluation.tables import gain
 from tasks.common.files import read_json, write_json
 from tasks.common.machine.memory import EMBEDDED_CONFIG
 from tasks.common.rows import chat, rl_row, rl_schema, write_parquet
-from tasks.common.runs.folder import hf_folder
+from tasks.common.runs.run import Run, export
 from tasks.common.settings import SettingsError, load_settings
 from tests.helpers import PYTHON, ROOT, exported
 from tests.test_runs import make_run
@@ -519,7 +519,7 @@ def test_a_gain_or_a_loss_is_one_by_its_interval_and_its_test(interval, p_value,
 
 def advice(change: Difference, run_dir: Path | None = None, **changes) -> str:
     s = replace(load_settings(VALUES), LR=1e-5, **changes)
-    return "\n".join(next_steps(s, "start", change, None, run_dir))
+    return "\n".join(next_steps(s, "start", change, None, run_dir and Run.read(run_dir)))
 
 
 @pytest.mark.parametrize(
@@ -569,7 +569,7 @@ def test_make_eval_looks_whether_patience_ended_the_run(workplace, monkeypatch):
     dev = {1: {"val-core/x/acc/mean@1": 0.3}, 2: {"val-core/x/acc/mean@1": 0.2}}
     run_dir = make_run(replace(load_settings(VALUES), PATIENCE=1, TEST_FREQ=1), "mine", steps=(2,), metrics=dev)
     base = workplace.model("base", table([8] * 6, 16, [True] * 6))
-    trained = hf_folder(run_dir)
+    trained = export(Run.read(run_dir))
     (trained / "table.json").write_text((base / "table.json").read_text())
     result = workplace.run("eval", f"base={base}", f"grpo={trained}", N="16")
     assert result.returncode == 0 and "more steps of this run: the same command with PATIENCE=0\n" in result.stdout

@@ -13,10 +13,10 @@ import pytest
 from scipy import stats
 
 from tasks.common.launch import experiments, main, memory_checks
-from tasks.common.launch.task import environment
+from tasks.common.launch.task import exported
 from tasks.common.machine import hardware, memory
 from tasks.common.rows import chat, rl_row, rl_schema, write_parquet
-from tasks.common.runs.folder import rl_dir
+from tasks.common.runs.folder import rl_run
 from tasks.common.settings import Command, Settings, SettingsError, load_settings
 from tests.test_evaluate import PROMPTS, answer, table, workplace  # noqa: F401  (a fixture)
 from tests.test_runs import write_checkpoints
@@ -180,8 +180,8 @@ def test_dpo_has_no_mini_batches_for_the_others_to_share(monkeypatch):
 def test_a_run_with_more_steps_already_is_not_compared(monkeypatch, tmp_path):
     runs = planned(monkeypatch, METHODS="grpo,gspo", STEPS="4", ARTIFACTS=str(tmp_path))
     longer = list(runs.values())[1]
-    write_checkpoints(rl_dir(longer, []), (4, 8))
-    monkeypatch.setattr(main.train, "check", lambda *_: None)
+    write_checkpoints(rl_run(longer, []).folder, (4, 8))
+    monkeypatch.setattr(main.train, "check_training", lambda *_: None)
     job = main.Job("experiment", load_settings(), load_settings(cls=Command), [])
     with pytest.raises(
         SettingsError, match=r"^STEPS=4: gspo-\w+ has 8 steps already, .*; take STEPS=8, or another RUN$"
@@ -228,10 +228,10 @@ def test_the_comparison_takes_the_gpus_of_all_trainings_whatever_the_batch_is(mo
     job = main.Job("experiment", load_settings(), load_settings(cls=Command), [])
     said, evaluated = [], []
     monkeypatch.setattr("builtins.print", lambda text, **_: said.append(text))
-    monkeypatch.setattr(main.train, "check", lambda *_: None)
+    monkeypatch.setattr(main.train, "check_training", lambda *_: None)
     monkeypatch.setattr(main.train, "start_model", lambda s: "start")
-    monkeypatch.setattr(main.folder, "hf_folder", lambda run: run)
-    monkeypatch.setattr(main, "script", lambda s, *_: evaluated.append(load_settings(environment(s)).N_GPUS))
+    monkeypatch.setattr(main, "export", lambda run: run.folder)
+    monkeypatch.setattr(main, "script", lambda s, *_: evaluated.append(load_settings(exported(s)).N_GPUS))
     monkeypatch.setattr(main, "run_stages", lambda stages: stages["compare"]())
     main.experiment(job, runs)
     assert evaluated == [3]

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from tasks.common.runs.folder import read_metrics
 from tasks.common.runs.health import findings, newest_by_rule, no_signal
+from tasks.common.runs.run import read_metrics
 from tasks.common.settings import load_settings
 from tasks.common.verl_plugins.answers import figures
 from tests.results import metrics

@@ -7,20 +7,23 @@ from dataclasses import replace
 import pytest
 
 from tasks.common.data.prepare import prepare
-from tasks.common.launch import train
 from tasks.common.rows import Example
 from tasks.common.runs import folder
+from tasks.common.runs.folder import rl_run
+from tasks.common.runs.run import Run
 from tasks.common.settings import SettingsError, code_digest, load_settings
 from tests.helpers import ROOT, exported
 
 SMALL = {"TRAIN_SIZE": "24", "TEST_SIZE": "8", "DEV_SIZE": "4", "SFT_SIZE": "24", "SFT_BATCH_SIZE": "4", "N_GPUS": "1"}
-SMALL |= {"TRAIN_BATCH_SIZE": "4", "MINI_BATCH_SIZE": "4", "SOURCE": "toy", "MODEL": "embedded"}
+SMALL |= {"TRAIN_BATCH_SIZE": "4", "MINI_BATCH_SIZE": "4", "SOURCE": "toy", "MAX_PROMPT_LENGTH": "256"}
 
 
 @pytest.fixture
-def s(tmp_path, monkeypatch):
+def s(tmp_path, monkeypatch, small_model):
     monkeypatch.setenv("ARTIFACTS", str(tmp_path))
-    return load_settings(exported(ROOT / "tasks/countdown/train.sh", {"N_GPUS": "1"}) | SMALL)
+    return load_settings(
+        exported(ROOT / "tasks/countdown/train.sh", {"N_GPUS": "1"}) | SMALL | {"MODEL": str(small_model)}
+    )
 
 
 def toy(changed: int = 0):
@@ -63,32 +66,26 @@ def test_an_edit_of_the_reward_keeps_the_warm_up_also_where_the_data_imports_it(
     assert marks(s) == (warm_up, training)
 
 
-@pytest.mark.parametrize(
-    ("changes", "kept"),
-    [
-        ({"MAX_RESPONSE_LENGTH": 96, "MAX_NEW_TOKENS": 96}, "warm-up"),
-        ({"GOLD": "error", "REWARD": ""}, "warm-up training"),
-        ({"SFT_LR": 1e-3}, ""),
-        ({"SEED": 7}, ""),
-        ({"LR": 1e-4}, "warm-up"),
-        ({"SAVE_FREQ": 3}, "warm-up training"),
-    ],
-)
-def test_a_setting_changes_what_reads_it(s, changes, kept):
+def test_a_setting_changes_what_reads_it(s):
     prepare(s, toy())
-    warm_up, training = marks(s)
-    other = replace(s, **changes)
-    if not other.data_is_made():
-        prepare(other, toy())
-    assert ((other.sft_fingerprint() == warm_up), (other.rl_fingerprint([]) == training)) == (
-        "warm-up" in kept,
-        "training" in kept,
-    )
+    before = marks(s)
+    for changes, kept in (
+        ({"MAX_RESPONSE_LENGTH": 96, "MAX_NEW_TOKENS": 96}, (True, False)),  # the warm-up, the training
+        ({"GOLD": "error", "REWARD": ""}, (True, True)),
+        ({"SFT_LR": 1e-3}, (False, False)),
+        ({"LR": 1e-4}, (True, False)),
+        ({"SAVE_FREQ": 3}, (True, True)),
+        ({"SEED": 7}, (False, False)),  # other data
+    ):
+        other = replace(s, **changes)
+        if not other.data_is_made():
+            prepare(other, toy())
+        assert tuple(mark == old for mark, old in zip(marks(other), before, strict=True)) == kept, changes
 
 
 def test_a_length_that_leaves_demonstrations_out_changes_the_warm_up(s):
     manifest = prepare(s, toy())
-    longest = int(manifest["contents"]["longest of embedded"])
+    longest = int(manifest["contents"][f"longest of {s.MODEL}"])
     marks_of = {}
     for room in (longest + 50, longest, longest - 1):
         each = replace(s, MAX_PROMPT_LENGTH=room - 40, MAX_RESPONSE_LENGTH=40)
@@ -109,31 +106,27 @@ def test_the_test_set_alone_changes_no_training(s):
 def begun(s, kind, parts):
     """A run with a record of what it read."""
     mark = s.sft_fingerprint() if kind == "sft" else s.rl_fingerprint([])
-    run_dir = folder.sft_dir(s) if kind == "sft" else folder.rl_dir(s, [])
+    run_dir = folder.sft_dir(s) if kind == "sft" else rl_run(s, []).folder
     folder.record(run_dir, kind, mark, s, "start", [], reads=parts)
     return run_dir
 
 
 def test_a_line_says_what_starts_anew_and_why(s, code, capsys):
+    def begin(kind, s):
+        run, parts = (Run.read(folder.sft_dir(s)), s.sft_parts()) if kind == "sft" else (rl_run(s, []), s.rl_parts([]))
+        folder.begin(run, kind, s, parts, "start")
+        return run.folder.name, capsys.readouterr().out
+
     prepare(s, toy())
-    sft, rl = folder.sft_dir(s), folder.rl_dir(s, [])
-    train._tell_anew(s, sft, "sft", s.sft_parts(), s.data_dir / "sft.parquet")
-    assert capsys.readouterr().out == ""  # the first one
-    begun(s, "sft", s.sft_parts())
-    begun(s, "rl", s.rl_parts([]))
+    (sft, first), (rl, _) = begin("sft", s), begin("rl", s)
+    assert first == ""
     prepare(s, toy(12))
-    train._tell_anew(s, folder.sft_dir(s), "sft", s.sft_parts(), s.data_dir / "sft.parquet")
-    assert capsys.readouterr().out == f"  sft starts anew: 12 demonstrations changed since {sft.name}\n"
+    assert begin("sft", s)[1] == f"  sft starts anew: demonstrations changed since {sft}\n"
     prepare(s, toy())
-    stored = s.data_dir.parents[1] / "eval/countdown/m-1/rollouts.jsonl"
-    stored.parent.mkdir(parents=True)
-    stored.touch()
     code("reward.py")
-    other = replace(s, LR=1e-4)
-    train._tell_anew(other, folder.rl_dir(other, []), "rl", other.rl_parts([]))
-    out = capsys.readouterr().out
-    assert f"  train starts anew: LR changed from {s.LR} to 0.0001, reward changed since {rl.name}\n" in out
-    assert f"`make rescore TASK=countdown ROLLOUTS={stored}`" in out
+    out = begin("rl", replace(s, LR=1e-4))[1]
+    assert f"  train starts anew: LR changed from {s.LR} to 0.0001, reward changed since {rl}\n" in out
+    assert "`make rescore TASK=countdown ROLLOUTS=...`" in out
 
 
 def test_a_named_run_is_not_refused_before_its_data_are_there(s):
@@ -141,8 +134,8 @@ def test_a_named_run_is_not_refused_before_its_data_are_there(s):
     prepare(s, toy())
     run_dir = begun(s, "rl", s.rl_parts([]))
     os.remove(s.data_dir / "manifest.json")
-    assert folder.rl_dir(s, []) == run_dir
+    assert rl_run(s, []).folder == run_dir
     with pytest.raises(SettingsError, match=r"RUN=mine: exists with other settings \(LR\)"):
-        folder.rl_dir(replace(s, LR=1e-4), [])
+        rl_run(replace(s, LR=1e-4), [])
     prepare(s, toy())
-    assert folder.rl_dir(s, []) == run_dir
+    assert rl_run(s, []).folder == run_dir

@@ -10,6 +10,7 @@ import pytest
 
 from tasks.common.launch import train
 from tasks.common.runs import folder, keep, validation
+from tasks.common.runs.run import Run, last_step, read_metrics, tracker, whole_steps
 from tasks.common.settings import SettingsError, load_settings
 from tasks.common.training import verl_config
 from tests.helpers import write_checkpoint, write_shards
@@ -52,7 +53,7 @@ def fit(module, tmp_path, monkeypatch):
     def run(dev, steps=8, start=0, step=None, **variables):
         for name, value in (VALUES | {"ARTIFACTS": str(tmp_path)} | variables).items():
             monkeypatch.setenv(name, value)
-        metrics = folder.next_metrics_file(run_dir)
+        metrics = Run.read(run_dir).next_metrics
         metrics.parent.mkdir(parents=True, exist_ok=True)
         monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(metrics))
         trainer = object.__new__(module.TaskTrainer)
@@ -95,13 +96,13 @@ def folders(run_dir) -> list[str]:
 def test_the_best_and_the_last_stay(fit):
     dev = {1: 0.1, 2: 0.6, 3: 0.3, 4: 0.5, 5: 0.2, 6: 0.4, 7: 0.1, 8: 0.3}
     run_dir = fit(dev.get, TEST_FREQ="1", KEEP="2")
-    assert folder.checkpoints(run_dir) == [2, 4, 8]
+    assert [*whole_steps(run_dir)] == [2, 4, 8]
     assert folders(run_dir) == ["global_step_2", "global_step_4", "global_step_8"]
-    assert folder.find_step(run_dir, "best") == 2
+    assert Run.read(run_dir).step("best") == 2
 
 
 def test_steps_are_saved_that_are_validated_and_the_newest_stay_without(fit):
-    assert folder.checkpoints(fit({2: 0.1, 4: 0.2, 6: 0.1, 8: 0.1}.get, TEST_FREQ="2", SAVE_FREQ="5", KEEP="1")) == [
+    assert [*whole_steps(fit({2: 0.1, 4: 0.2, 6: 0.1, 8: 0.1}.get, TEST_FREQ="2", SAVE_FREQ="5", KEEP="1"))] == [
         4,
         8,
     ]
@@ -109,7 +110,7 @@ def test_steps_are_saved_that_are_validated_and_the_newest_stay_without(fit):
 
 def test_without_validations_the_newest_stay(fit):
     run_dir = fit(None, SAVE_FREQ="2", KEEP="1")
-    assert folder.checkpoints(run_dir) == [6, 8]
+    assert [*whole_steps(run_dir)] == [6, 8]
 
 
 @pytest.mark.parametrize(("seconds", "saved"), [(120, [3, 8]), (400, [1, 8]), (10, [8])])
@@ -121,17 +122,17 @@ def test_the_first_checkpoint_comes_within_five_minutes_of_the_first_step(fit, m
         clock.now += seconds
         return SimpleNamespace(keys=[], partition_id="train")
 
-    assert folder.checkpoints(fit(None, SAVE_FREQ="100", KEEP="1", step=step)) == saved
+    assert [*whole_steps(fit(None, SAVE_FREQ="100", KEEP="1", step=step))] == saved
 
 
 def test_patience_ends_the_run_and_more_of_it_continues(fit):
     dev = {1: 0.1, 2: 0.6, 3: 0.6, 4: 0.5, 5: 0.7, 6: 0.1, 7: 0.1, 8: 0.1}
     run_dir = fit(dev.get, TEST_FREQ="1", KEEP="1", PATIENCE="2")
-    assert (folder.checkpoints(run_dir), sorted(folder.read_metrics(run_dir))) == ([2, 4], [1, 2, 3, 4])
-    assert [folder.ended_early(run_dir, patience) for patience in (0, 2, 3)] == [False, True, False]
-    assert validation.words(folder.read_metrics(run_dir)) == "dev 0.500, best 0.600 (step 2)"
+    assert ([*whole_steps(run_dir)], sorted(read_metrics(run_dir))) == ([2, 4], [1, 2, 3, 4])
+    assert [Run.read(run_dir).ended_early(patience) for patience in (0, 2, 3)] == [False, True, False]
+    assert validation.words(read_metrics(run_dir)) == "dev 0.500, best 0.600 (step 2)"
     fit(dev.get, start=4, TEST_FREQ="1", KEEP="1", PATIENCE="3")  # history counts: 3, 4 and then a gain
-    assert (folder.checkpoints(run_dir), folder.ended_early(run_dir, 3)) == ([5, 8], True)
+    assert ([*whole_steps(run_dir)], Run.read(run_dir).ended_early(3)) == ([5, 8], True)
 
 
 # ---- what is on disk
@@ -140,7 +141,7 @@ def test_patience_ends_the_run_and_more_of_it_continues(fit):
 def whole(run_dir, steps, last=None):
     for step in steps:
         write_checkpoint(run_dir / f"checkpoints/global_step_{step}")
-    folder.tracker(run_dir).write_text(str(last or max(steps)))
+    tracker(run_dir).write_text(str(last or max(steps)))
 
 
 def test_a_warm_up_that_was_resumed_keeps_its_last_checkpoint_alone(tmp_path, monkeypatch):
@@ -185,7 +186,7 @@ def test_what_a_crash_left_goes_and_the_last_whole_one_never(tmp_path):
     keep.prune(tmp_path, 1)
     assert folders(tmp_path) == ["global_step_2", "global_step_8"]
     keep.prune(tmp_path, 0)
-    assert folders(tmp_path) == ["global_step_8"] and folder.last_step(tmp_path) == 8
+    assert folders(tmp_path) == ["global_step_8"] and last_step(tmp_path) == 8
 
 
 def test_nothing_goes_without_a_whole_checkpoint(tmp_path):
@@ -206,8 +207,8 @@ def test_a_crash_while_one_is_removed_leaves_no_half_checkpoint(tmp_path, monkey
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
         patched.setattr(keep.shutil, "rmtree", killed)
         keep.prune(tmp_path, 0)
-    assert all((tmp_path / f"checkpoints/global_step_{step}/data.pt").exists() for step in folder.checkpoints(tmp_path))
-    assert folder.last_step(tmp_path) == 6
+    assert all((tmp_path / f"checkpoints/global_step_{step}/data.pt").exists() for step in whole_steps(tmp_path))
+    assert last_step(tmp_path) == 6
     keep.prune(tmp_path, 0)
     assert folders(tmp_path) == ["global_step_6"]
 

@@ -173,7 +173,7 @@ def refused(goal: str, folder: Path, **variables: str) -> str:
         ({"METHOD": "dpo", "ABORT_ON": "nan,collapse"}, "ABORT_ON=nan,collapse: of METHOD=dpo only nan can be seen"),
         ({"METHOD": "dpo", "PAIRS_FILE": "p.jsonl", "SELF_PLAY_ROUNDS": "2"}, "PAIRS_FILE: holds samples of another"),
         ({"METHOD": "dpo", "PAIRS_FILE": "/no/such.jsonl"}, "PAIRS_FILE=/no/such.jsonl: no such file"),
-        ({"METHOD": "dpo", "REWARD_MODEL": "some/classifier"}, "REWARD_MODEL: is for the RL methods"),
+        ({"METHOD": "dpo", "REWARD_MODEL": "some/classifier"}, "REWARD_MODEL=some/classifier: is for the RL"),
         ({"METHOD": "distill"}, "TEACHER is empty: METHOD=distill learns from a model"),
         ({"TEACHER": "some/model"}, "TEACHER=some/model: is for METHOD=distill"),
         ({"METHOD": "dpo", "TRUNCATED": "masked"}, "TRUNCATED=masked: is for the RL methods"),

@@ -195,7 +195,7 @@ def test_make_monitor_serves_until_it_is_interrupted_and_leaves_nothing(run_dir,
         (tmp_path / "sitecustomize.py").write_text(hidden)
         from verl.utils.tracking import Tracking
 
-        for variable, value in tracking.environment(load(LOGGER=name), run_dir).items():
+        for variable, value in tracking.writes_to(load(LOGGER=name), run_dir).items():
             monkeypatch.setenv(variable, value)
         logger = Tracking("countdown", "mine", [name])
         logger.log({"critic/score/mean": 0.5}, 1)
@@ -278,14 +278,14 @@ def test_trackers_write_to_the_run_and_go_on_with_it(tmp_path, monkeypatch):
     s = load(WANDB="1", LOGGER="tensorboard,wandb")
     assert tracking.loggers(s) == ["tensorboard", "wandb"] and tracking.loggers(load()) == []
     run = s.runs_dir / "mine"
-    found = tracking.environment(s, run)
-    assert found == tracking.environment(s, run)
+    found = tracking.writes_to(s, run)
+    assert found == tracking.writes_to(s, run)
     assert found["WANDB_RESUME"] == "allow" and found["WANDB_RUN_ID"].startswith("mine-")
-    assert found["WANDB_RUN_ID"] != tracking.environment(s, s.runs_dir.parent / "elsewhere/mine")["WANDB_RUN_ID"]
+    assert found["WANDB_RUN_ID"] != tracking.writes_to(s, s.runs_dir.parent / "elsewhere/mine")["WANDB_RUN_ID"]
     assert found["WANDB_DIR"] == str(run) and found["TENSORBOARD_DIR"] == str(run / "tensorboard")
-    assert tracking.environment(load(), run) == {}
+    assert tracking.writes_to(load(), run) == {}
     monkeypatch.setenv("WANDB_PROJECT", "ours")
-    assert tracking.project(s) == "ours" and tracking.environment(s, run)["WANDB_PROJECT"] == "ours"
+    assert tracking.project(s) == "ours" and tracking.writes_to(s, run)["WANDB_PROJECT"] == "ours"
 
 
 def test_wandb_without_a_key_is_named_before_the_training(tmp_path, monkeypatch):
@@ -293,24 +293,24 @@ def test_wandb_without_a_key_is_named_before_the_training(tmp_path, monkeypatch)
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     with pytest.raises(SettingsError, match=r"WANDB=1: no key; run `wandb login`.*WANDB_MODE=offline"):
-        tracking.check(load(WANDB="1"))
-    tracking.check(load())
+        tracking.check_loggers(load(WANDB="1"))
+    tracking.check_loggers(load())
     monkeypatch.setenv("WANDB_MODE", "offline")
-    tracking.check(load(WANDB="1"))
+    tracking.check_loggers(load(WANDB="1"))
     monkeypatch.delenv("WANDB_MODE")
     (tmp_path / "netrc").write_text("machine api.wandb.ai login user password 0123456789\n")
     (tmp_path / "netrc").chmod(0o600)
-    tracking.check(load(LOGGER="wandb"))
+    tracking.check_loggers(load(LOGGER="wandb"))
     monkeypatch.setenv("WANDB_BASE_URL", "https://wandb.example.com")
     with pytest.raises(SettingsError, match="no key"):
-        tracking.check(load(WANDB="1"))
+        tracking.check_loggers(load(WANDB="1"))
 
 
 def test_loggers_that_are_not_there_are_named(monkeypatch):
     with pytest.raises(SettingsError, match="LOGGER=nothing: verl has no logger nothing; it has wandb, tensorboard"):
-        tracking.check(load(LOGGER="nothing"))
+        tracking.check_loggers(load(LOGGER="nothing"))
     with pytest.raises(SettingsError, match="LOGGER=swanlab: swanlab is not installed; `pip install swanlab`"):
-        tracking.check(load(LOGGER="swanlab"))
+        tracking.check_loggers(load(LOGGER="swanlab"))
 
 
 def test_abort_on_knows_the_rules():

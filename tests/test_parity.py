@@ -106,7 +106,8 @@ def test_all_trainers_take_the_pass(settings, name):
     assert before.use_fused_kernels and before.use_remove_padding  # the stack's best
     write(s, paths={name: result(True)}, noise={"attention_dropout": 0.1})
     config = verl_config.rl_config(s)
-    sft = verl_config.resolved("sft_trainer_engine", verl_config.sft_overrides(s, "m", Path("r"), Path("d")))
+    ours = verl_config.sft_overrides(s, "m", Path("r"), Path("d"), parity.decided(s))
+    sft = verl_config.resolved("sft_trainer_engine", ours)
     policy, critic, warm_up = config.actor_rollout_ref.model, config.critic.model, sft["model"]
     for model in (policy, critic, warm_up):
         assert model["override_config"]["attn_implementation"] == path["attention"]
@@ -127,7 +128,7 @@ def test_dpo_without_a_warm_up_uses_no_pass_of_verls(settings):
 def test_a_model_that_is_not_here_takes_the_stacks_best_pass_without_asking_the_hub(settings, model, monkeypatch):
     monkeypatch.setattr(memory, "_of_the_hub", lambda model: pytest.fail("asked the hub"))
     s = replace(settings(), MODEL=model)
-    assert parity.path(s) == current.PATHS["packed, fused head"] and verl_config.rl_config(s)
+    assert parity.decided(s) == parity.Pass("varlen", packed=True, fused=True) and verl_config.rl_config(s)
 
 
 def test_dropout_is_said_to_be_off(settings):
@@ -139,14 +140,11 @@ def test_dropout_is_said_to_be_off(settings):
 def test_other_methods_configs_and_stacks_have_results_of_their_own(settings):
     s = settings()
     write(s, paths={"padded, sdpa": result(True)}, noise={})
-    assert parity.path(s) == current.PATHS["padded, sdpa"]
-    assert (
-        parity.path(settings(METHOD="ppo"))
-        == parity.path(settings(hidden_size=128))
-        == current.PATHS["packed, fused head"]
-    )
+    assert parity.decided(s) == parity.Pass("sdpa", packed=False, fused=False)
+    for other in (settings(METHOD="ppo"), settings(hidden_size=128)):
+        assert parity.decided(other) == parity.best(s)
     given = {"STACK": "cpu", "TASK": "gsm8k", "STAGE": "train"}
-    assert parity.path(load_settings(given)) is None and not [*doctor.numbers(load_settings(given))]
+    assert parity.decided(load_settings(given)) is None and not [*doctor.numbers(load_settings(given))]
 
 
 # ---- the small model

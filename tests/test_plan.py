@@ -10,12 +10,13 @@ import pytest
 
 from tasks.common.files import write_json
 from tasks.common.launch import main, train
-from tasks.common.launch.plan import planned
-from tasks.common.launch.task import environment
+from tasks.common.launch.plan import pairs_plan, rl_plan, sft_plan
+from tasks.common.launch.task import exported
 from tasks.common.process import StageFailed
 from tasks.common.runs import launches
 from tasks.common.runs.checkpoint import begun_file
-from tasks.common.runs.folder import hf_folder, lineage, read_metrics
+from tasks.common.runs.folder import lineage
+from tasks.common.runs.run import Run, export, read_metrics
 from tasks.common.settings import load_settings
 from tests.test_runs import make_run, write_checkpoints
 from tests.test_settings import VALUES
@@ -28,50 +29,48 @@ def settings(tmp_path, monkeypatch):
 
 
 def test_a_warm_up_a_round_of_rl_and_one_of_dpo_are_planned_alike(settings):
-    run_dir, data = settings.runs_dir / "mine", Path("/data/rows.parquet")
-    sft = planned("sft", settings, run_dir, "some/model", data=data)
-    rl = planned("grpo", settings, run_dir, "some/model", overrides=["trainer.total_epochs=3"])
-    dpo = planned("dpo", replace(settings, METHOD="dpo"), run_dir, "some/model", data=data)
+    run, data = Run.read(settings.runs_dir / "mine"), Path("/data/rows.parquet")
+    sft = sft_plan(settings, run, "some/model", data, None)
+    rl = rl_plan(settings, run, "some/model", None, ["trainer.total_epochs=3"])
+    dpo = pairs_plan(replace(settings, METHOD="dpo"), run, "some/model", data)
     assert [plan.steps for plan in (sft, rl, dpo)] == [settings.SFT_STEPS, settings.STEPS, settings.STEPS]
     assert [plan.log.name for plan in (sft, rl, dpo)] == ["sft-000.log", "grpo-000.log", "dpo-000.log"]
     assert [plan.shown[0] for plan in (sft, rl, dpo)] == ["loss", "reward", "loss"]
-    assert {plan.resumed for plan in (sft, rl, dpo)} == {0}
     for plan in (sft, rl, dpo):
-        assert plan.metrics == run_dir / "metrics/000.jsonl" and plan.command[:2] == [sys.executable, "-m"]
+        assert plan.metrics == run.folder / "metrics/000.jsonl" and plan.command[:2] == [sys.executable, "-m"]
         assert plan.environment["VERL_FILE_LOGGER_PATH"] == str(plan.metrics)
     assert sft.config["data"]["train_files"] == str(data) and sft.config["model"]["path"] == "some/model"
     assert rl.config["trainer"]["total_epochs"] == 3 and rl.command[-1] == "trainer.total_epochs=3"
-    assert dpo.command[-3:] == ["some/model", str(data), str(run_dir)] and dpo.config is None
-    assert not run_dir.exists()
+    assert dpo.command[-3:] == ["some/model", str(data), str(run.folder)] and dpo.config is None
+    assert not run.folder.exists()
 
 
 def test_each_round_has_a_seed_of_its_own_and_the_data_keep_theirs(settings):
-    for method in ("grpo", "dpo"):
-        s = replace(settings, METHOD=method, TRAIN_SEED=7)
-        plan = planned(method, s, settings.runs_dir / "x", "some/model", number=3, data=Path("/pairs.parquet"))
+    s, run = replace(settings, SEED=5, TRAIN_SEED=7), Run.read(settings.runs_dir / "x")
+    rl = rl_plan(s, run, "some/model", None, number=3)
+    dpo = pairs_plan(replace(s, METHOD="dpo"), run, "some/model", Path("/pairs.parquet"), number=3)
+    for plan in (rl, dpo):
         assert plan.environment["SEED"] == "9"  # what the trainer's processes read
-        assert (plan.settings.SEED, plan.settings.TRAIN_SEED) == (42, 9)  # what the record says
-        assert method == "dpo" or plan.config["data"]["seed"] == 9
-    s = replace(settings, SEED=5, TRAIN_SEED=7)  # the warm-up is of the data: whatever the shell has
-    sft = planned("sft", s, settings.runs_dir / "x", "some/model", data=Path("/rows.parquet"))
+        assert (plan.settings.SEED, plan.settings.TRAIN_SEED) == (5, 9)  # what the record says
+    assert rl.config["data"]["seed"] == 9
+    sft = sft_plan(s, run, "some/model", Path("/rows.parquet"), None)  # the warm-up is of the data
     assert sft.settings == s and sft.environment["SEED"] == "5"
 
 
 def test_a_launch_after_others_goes_on_from_the_last_checkpoint(settings):
-    run_dir = make_run(settings, "mine", steps=(2, 4))
-    plan = planned("grpo", settings, run_dir, "some/model")
-    assert plan.resumed == 4 and (plan.metrics.name, plan.log.name) == ("001.jsonl", "grpo-001.log")
+    plan = rl_plan(settings, Run.read(make_run(settings, "mine", steps=(2, 4))), "some/model", None)
+    assert plan.run.last == 4 and (plan.metrics.name, plan.log.name) == ("001.jsonl", "grpo-001.log")
     assert "# resumes from step: 4" in plan.comments().splitlines()
     odd = replace(plan, start="a\nb").comments()
     assert all(line.startswith("# ") for line in odd.splitlines())
 
 
 def test_verls_processes_learn_what_verl_has_no_key_for(settings):
-    s = replace(settings, KEEP=3, PATIENCE=2)
-    plan = planned("grpo", s, s.runs_dir / "mine", "some/model")
+    s, run = replace(settings, KEEP=3, PATIENCE=2), Run.read(settings.runs_dir / "mine")
+    plan = rl_plan(s, run, "some/model", None)
     assert (plan.environment["KEEP"], plan.environment["PATIENCE"]) == ("3", "2")
-    dpo = planned("dpo", replace(s, METHOD="dpo", STEPS=6), s.runs_dir / "mine", "some/model", data=Path("/p"))
-    assert dpo.environment.items() >= (environment(replace(s, METHOD="dpo", STEPS=6))).items()
+    by_pairs = replace(s, METHOD="dpo", STEPS=6)
+    assert pairs_plan(by_pairs, run, "some/model", Path("/p")).environment.items() >= exported(by_pairs).items()
 
 
 @pytest.mark.medium
@@ -100,8 +99,8 @@ def test_rounds_are_trained_as_planned_skipped_when_done_and_continued_with_more
     said = train.train(s, ["trainer.total_epochs=3"])
     assert [each[:4] for each in seen] == [("GRPO", 4, "grpo-000.log", "7"), ("GRPO", 4, "grpo-000.log", "8")]
     first, second = sorted(s.runs_dir.iterdir(), key=lambda run: run.name.endswith("-round2"))
-    assert said == f"4 steps in {second}" and lineage(second) == [first, second]
-    start = f"actor_rollout_ref.model.path='{hf_folder(first)}'"
+    assert said == f"4 steps in {second}" and [each.folder for each in lineage(Run.read(second))] == [first, second]
+    start = f"actor_rollout_ref.model.path='{export(Run.read(first))}'"
     assert start in seen[1][4] and all(command[-1] == "trainer.total_epochs=3" for *_, command in seen)
     assert "warning: step 4: entropy" in capsys.readouterr().out
     noted = launches.read(second / "launches/000")
@@ -120,7 +119,7 @@ def test_rounds_are_trained_as_planned_skipped_when_done_and_continued_with_more
 @pytest.mark.parametrize("steps", [(), (2, 4)])
 def test_a_stop_says_where_the_same_command_goes_on(settings, monkeypatch, steps):
     run_dir = make_run(settings, "mine", steps=steps) if steps else settings.runs_dir / "mine"
-    plan = planned("grpo", settings, run_dir, "some/model")
+    plan = rl_plan(settings, Run.read(run_dir), "some/model", None)
     goes_on = "continues from the checkpoint of step 4" if steps else "begins at step 1, as there is no checkpoint yet"
 
     def run(*_, **__):
@@ -133,11 +132,13 @@ def test_a_stop_says_where_the_same_command_goes_on(settings, monkeypatch, steps
 
 
 def test_a_warm_up_without_signal_ends_before_rl_and_all_asks_on_a_terminal(settings, monkeypatch, capsys):
-    plan = planned("grpo", settings, settings.runs_dir / "mine", "some/model", anyway=False)
+    plan = rl_plan(settings, Run.read(settings.runs_dir / "mine"), "some/model", None, anyway=False)
     assert plan.environment["ANYWAY"] == "0"
 
     def run(*_, **__):
-        write_json(plan.run_dir / "outcome.json", {"outcome": "no signal", "reason": "none of 64 is right; ANYWAY=1"})
+        write_json(
+            plan.run.folder / "outcome.json", {"outcome": "no signal", "reason": "none of 64 is right; ANYWAY=1"}
+        )
         raise StageFailed("AbortedError: none of 64")
 
     monkeypatch.setattr(train, "run", run)
@@ -158,10 +159,10 @@ def test_a_warm_up_without_signal_ends_before_rl_and_all_asks_on_a_terminal(sett
         monkeypatch.setattr(sys.stdin, "isatty", lambda terminal=terminal: terminal, raising=False)
         job = main.Job(goal, settings, None, [])
         if answer == "y" and goal == "all" and terminal:
-            assert main.STAGES["train"](job) == "trained"
+            assert main.PARTS["train"](job) == "trained"
         else:
             with pytest.raises(train.WithoutSignal):
-                main.STAGES["train"](job)
+                main.PARTS["train"](job)
             tried.append(None)
     assert len(asked) == 2 and tried[-1] == "1"
 

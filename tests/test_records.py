@@ -14,11 +14,12 @@ import pytest
 import yaml
 
 from tasks.common.launch import train
-from tasks.common.launch.plan import planned
+from tasks.common.launch.plan import rl_plan
 from tasks.common.process import StageFailed
 from tasks.common.reports import overview
 from tasks.common.runs import launches, repeat
-from tasks.common.runs.folder import find_step, read_metrics, record
+from tasks.common.runs.folder import record
+from tasks.common.runs.run import Run, read_metrics
 from tasks.common.runs.secrets import MASK, masked
 from tasks.common.settings import SettingsError, load_settings
 from tests.helpers import make
@@ -79,7 +80,7 @@ Path(os.environ["VERL_FILE_LOGGER_PATH"]).write_text('{"step": 1, "data": {"crit
 write_checkpoint(run / "checkpoints/global_step_1")
 (run / "checkpoints/latest_checkpointed_iteration.txt").write_text("1")
 """
-    plan = planned("grpo", replace(settings, STEPS=1), run_dir, "some/model")
+    plan = rl_plan(replace(settings, STEPS=1), Run.read(run_dir), "some/model", None)
     command = [sys.executable, "-c", trainer, str(run_dir), *plan.command]
     assert not run_dir.exists()  # a plan writes nothing
     train.execute(replace(plan, command=command))
@@ -504,8 +505,7 @@ def test_the_comparison_has_what_differs_and_the_results_side_by_side(settings):
 def test_nan_in_the_metrics_breaks_nothing(settings):
     run_dir = make_run(settings, metrics={10: {"critic/score/mean": None}}, steps=(10,))
     assert str(read_metrics(run_dir)[10]["critic/score/mean"]) == "nan" and "nan" in overview.table()
-    assert find_step(run_dir, "best") == 10
+    assert Run.read(run_dir).step("best") == 10
+    plan = rl_plan(settings, Run.read(run_dir), "some/model", None)
     with pytest.raises(StageFailed):
-        train.execute(
-            replace(planned("grpo", settings, run_dir, "some/model"), command=["false"], steps=11, shown=("a", "b"))
-        )
+        train.execute(replace(plan, command=["false"], steps=11, shown=("a", "b")))

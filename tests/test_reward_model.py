@@ -10,7 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from tasks.common.models import reward_model
-from tasks.common.runs.folder import merged_folder, read_metrics
+from tasks.common.models.merge import merge
+from tasks.common.runs.run import Run, read_metrics
 from tasks.common.settings import SettingsError, load_settings
 from tasks.common.training import verl_config
 from tests.helpers import ROOT, exported, make
@@ -191,7 +192,7 @@ def test_ppo_with_lora_trains_on_the_classifiers_own_scores(small_model, classif
     assert mean < 0.1 < with_another_template / 2  # vLLM computes in bf16; the largest of 16 is over 0.1 now and then
 
     (run,) = tmp_path.glob(f"runs/countdown/{method}-*")
-    trained = AutoModelForCausalLM.from_pretrained(merged_folder(run))
+    trained = AutoModelForCausalLM.from_pretrained(merge((trained_run := Run.read(run)).checkpoint(), trained_run.base))
     assert all(torch.isfinite(p).all() for p in trained.parameters())
     start = AutoModelForCausalLM.from_pretrained(small_model)
     changed = {

@@ -17,19 +17,16 @@ from tasks.common.models.merge import merge, whole_folder
 from tasks.common.process import StageFailed
 from tasks.common.runs import launches
 from tasks.common.runs.folder import (
-    complete,
     find_run,
-    find_step,
-    hf_folder,
     lineage,
     record,
-    rl_dir,
+    rl_run,
     rounds,
     settings_of,
     sft_dir,
-    warmed,
 )
 from tasks.common.runs.keep import ends_run
+from tasks.common.runs.run import Run, export
 from tasks.common.runs.validation import learned
 from tasks.common.settings import Command, SettingsError, load_settings
 from tests.test_settings import VALUES
@@ -51,7 +48,7 @@ def write_checkpoints(run_dir, steps):
 
 
 def make_run(s, name=None, steps=(2, 4), metrics=None, age=0, kind="rl"):
-    run_dir = rl_dir(s, []) if name is None else s.runs_dir / name
+    run_dir = rl_run(s, []).folder if name is None else s.runs_dir / name
     write_checkpoints(run_dir, steps)
     record(run_dir, kind, s.rl_fingerprint([]), s, "start", [])
     (run_dir / "metrics").mkdir()
@@ -61,91 +58,96 @@ def make_run(s, name=None, steps=(2, 4), metrics=None, age=0, kind="rl"):
     return run_dir
 
 
-def begun(run_dir, start, settings, mark=None, steps=(4,)):
+def folders(runs):
+    return [run.folder for run in runs]
+
+
+def begun(run_dir, start, settings, mark=None, steps=(4,), reads=None):
     """A round with a checkpoint."""
     write_checkpoints(run_dir, steps)
-    record(run_dir, "rl", mark or "x", settings, start, [])
+    record(run_dir, "rl", mark or "x", settings, start, [], reads=reads)
     return run_dir
 
 
 def test_a_warm_up_is_complete_with_its_steps_or_its_loss(settings):
     s = replace(settings, SFT_STEPS=20, SFT_LOSS=0.1)
     losses = {step: {"train/loss": loss} for step, loss in enumerate((0.9, 0.3, 0.12, 0.1, 0.08, 0.06), 1)}
-    run_dir = make_run(s, "sft-x", steps=(6,), metrics=losses, kind="sft")
-    assert warmed(run_dir, s) and not warmed(run_dir, replace(s, SFT_LOSS=0.0))  # the last four: 0.09
-    assert not warmed(run_dir, replace(s, SFT_LOSS=0.09)) and warmed(run_dir, replace(s, SFT_STEPS=6, SFT_LOSS=0.0))
+    run = Run.read(make_run(s, "sft-x", steps=(6,), metrics=losses, kind="sft"))
+    assert run.warmed(s) and not run.warmed(replace(s, SFT_LOSS=0.0))  # the last four: 0.09
+    assert not run.warmed(replace(s, SFT_LOSS=0.09)) and run.warmed(replace(s, SFT_STEPS=6, SFT_LOSS=0.0))
     assert not learned([0.0] * 3, 0.1) and learned([9.0, *[0.0] * 4], 0.1) and not learned([0.0] * 9, 0.0)
 
 
 def test_rounds_are_those_that_began_each_from_the_last_step_of_the_one_before(settings):
     s = replace(settings, SELF_PLAY_ROUNDS=3, STEPS=4)
-    assert rounds(s, []) == [rl_dir(s, [])]
-    first = begun(rl_dir(s, []), "start", s, s.rl_fingerprint([]))
-    assert rounds(s, []) == [first]
-    start = str(hf_folder(first))
-    second = begun(rl_dir(s, [], 2, start), start, s, s.rl_fingerprint([], 2, start), steps=(2,))
-    assert second.name.endswith("-round2") and rounds(s, []) == [first, second] == lineage(second)
-    assert lineage(first) == [first]
-    assert find_run(s, []) == second
-    assert rounds(replace(s, SELF_PLAY_ROUNDS=1), []) == [first]
-    assert rounds(replace(s, STEPS=5), []) == [first]  # to be continued before another round can begin
+    assert folders(rounds(s, [])) == [rl_run(s, []).folder]
+    first = begun(rl_run(s, []).folder, "start", s, s.rl_fingerprint([]))
+    assert folders(rounds(s, [])) == [first]
+    start = str(export(Run.read(first)))
+    second = begun(rl_run(s, [], 2, start).folder, start, s, s.rl_fingerprint([], 2, start), steps=(2,))
+    assert second.name.endswith("-round2")
+    assert folders(rounds(s, [])) == [first, second] == folders(lineage(Run.read(second)))
+    assert folders(lineage(Run.read(first))) == [first]
+    assert find_run(s, []).folder == second
+    assert folders(rounds(replace(s, SELF_PLAY_ROUNDS=1), [])) == [first]
+    assert folders(rounds(replace(s, STEPS=5), [])) == [first]  # to be continued before another round can begin
 
 
 def test_a_round_of_dpo_is_complete_with_the_steps_that_its_pairs_made(settings):
     s = replace(settings, METHOD="dpo", SELF_PLAY_ROUNDS=2, STEPS=4)
-    first = begun(rl_dir(s, []), "start", replace(s, STEPS=9), s.rl_fingerprint([]), steps=(4,))
-    assert not complete(first, s) and not complete(rl_dir(s, [], 2, "x"), s)
+    first = begun(rl_run(s, []).folder, "start", replace(s, STEPS=9), s.rl_fingerprint([]), steps=(4,))
+    assert not Run.read(first).complete(s) and not Run.read(rl_run(s, [], 2, "x").folder).complete(s)
     write_checkpoints(first, (9,))
-    assert complete(first, s) and not complete(first, replace(s, METHOD="grpo", STEPS=10))
+    assert Run.read(first).complete(s) and not Run.read(first).complete(replace(s, METHOD="grpo", STEPS=10))
 
 
 def test_a_run_from_another_runs_checkpoint_as_MODEL_is_no_round_of_it(settings):
     first = begun(settings.runs_dir / "one", "start", settings)
-    start = str(hf_folder(first))
+    start = str(export(Run.read(first)))
     own = begun(settings.runs_dir / "two", start, replace(settings, MODEL=start))
-    assert lineage(own) == [own]
+    assert folders(lineage(Run.read(own))) == [own]
 
 
 def test_rounds_of_a_named_run_have_its_name(settings):
     s = replace(settings, RUN="mine")
-    assert rl_dir(s, [], 2, "a").name == "mine-round2"
-    begun(rl_dir(s, [], 2, "a"), "a", s, s.rl_fingerprint([], 2, "a"))
-    with pytest.raises(SettingsError, match=r"RUN=mine-round2: exists with other settings .*the round before"):
-        rl_dir(s, [], 2, "b")
+    assert rl_run(s, [], 2, "a").folder.name == "mine-round2"
+    begun(rl_run(s, [], 2, "a").folder, "a", s, s.rl_fingerprint([], 2, "a"), reads=s.rl_parts([], 2, "a"))
+    with pytest.raises(SettingsError, match=r"RUN=mine-round2: exists with other settings \(start\); take another"):
+        rl_run(s, [], 2, "b")
 
 
 def test_a_checkpoint_is_found_by_latest_best_and_number(settings):
     metrics = {2: {"critic/score/mean": 0.9}, 3: {"critic/score/mean": 0.95}, 4: {"critic/score/mean": 0.1}}
     run_dir = make_run(settings, metrics=metrics)
-    assert [find_step(run_dir, step) for step in ("latest", "best", "2")] == [4, 2, 2]
-    assert hf_folder(run_dir, "best") == run_dir / "checkpoints/global_step_2/actor/huggingface"
+    assert [Run.read(run_dir).step(step) for step in ("latest", "best", "2")] == [4, 2, 2]
+    assert export(Run.read(run_dir), "best") == run_dir / "checkpoints/global_step_2/actor/huggingface"
 
 
 def test_a_run_without_validation_and_reward_has_no_best_checkpoint(settings):
     run_dir = make_run(settings, metrics={2: {"train/loss": 0.1}, 4: {"train/loss": 0.2}})
     with pytest.raises(SettingsError, match=r"^STEP=best: .* has neither validations nor rewards; take STEP=latest$"):
-        find_step(run_dir, "best")
-    assert find_step(run_dir) == 4
+        Run.read(run_dir).step("best")
+    assert Run.read(run_dir).step() == 4
 
 
 def test_patience_begins_after_the_steps_of_ppos_critic_alone(settings):
     same = {step: {"val-core/t/acc/mean@1": 0.3} for step in (1, 2, 3, 4)}
     s = replace(settings, METHOD="ppo", STEPS=10, PATIENCE=2, CRITIC_WARMUP=3)
     run_dir = make_run(s, metrics=same)
-    assert not complete(run_dir, s) and complete(run_dir, replace(s, PATIENCE=1))
+    assert not Run.read(run_dir).complete(s) and Run.read(run_dir).complete(replace(s, PATIENCE=1))
     assert not ends_run(run_dir, 4, same[4], 2) and ends_run(run_dir, 5, same[4], 2)
     s = replace(s, METHOD="grpo")  # it has no critic
-    assert complete(make_run(s, "other", metrics=same), s)
+    assert Run.read(make_run(s, "other", metrics=same)).complete(s)
 
 
 def test_more_steps_of_a_round_that_another_started_from_are_refused_before_they_are_trained(settings):
     s = replace(settings, RUN="mine", SELF_PLAY_ROUNDS=2, STEPS=4)
-    first = begun(rl_dir(s, []), "start", s, s.rl_fingerprint([]))
-    start = str(hf_folder(first))
-    begun(rl_dir(s, [], 2, start), start, s, s.rl_fingerprint([], 2, start))
-    train.check(s, [])
+    first = begun(rl_run(s, []).folder, "start", s, s.rl_fingerprint([]))
+    start = str(export(Run.read(first)))
+    begun(rl_run(s, [], 2, start).folder, start, s, s.rl_fingerprint([], 2, start))
+    train.check_training(s, [])
     with pytest.raises(SettingsError, match=r"^RUN=mine: mine-round2 started from mine as it is; take another name$"):
-        train.check(replace(s, STEPS=8), [])
+        train.check_training(replace(s, STEPS=8), [])
 
 
 def test_validation_counts_before_training_reward(settings):
@@ -153,33 +155,34 @@ def test_validation_counts_before_training_reward(settings):
         2: {"critic/score/mean": 0.9, "val-core/t/acc/mean@1": 0.1},
         4: {"critic/score/mean": 0.1, "val-core/t/acc/mean@1": 0.3},
     }
-    assert find_step(make_run(settings, metrics=metrics), "best") == 4
+    assert Run.read(make_run(settings, metrics=metrics)).step("best") == 4
 
 
 def test_the_best_is_the_default_where_a_checkpoint_was_validated(settings):
     validated = {step: {"val-core/t/acc/mean@1": acc} for step, acc in ((2, 0.3), (3, 0.9), (4, 0.2))}
     run_dir = make_run(settings, metrics=validated)
-    assert find_step(run_dir) == find_step(run_dir, "best") == 2  # of step 3 there is no checkpoint
-    assert hf_folder(run_dir) == run_dir / "checkpoints/global_step_2/actor/huggingface"
-    assert find_step(make_run(settings, "other", metrics={2: {"critic/score/mean": 0.9}})) == 4
+    assert Run.read(run_dir).step() == Run.read(run_dir).step("best") == 2  # of step 3 there is no checkpoint
+    assert export(Run.read(run_dir)) == run_dir / "checkpoints/global_step_2/actor/huggingface"
+    assert Run.read(make_run(settings, "other", metrics={2: {"critic/score/mean": 0.9}})).step() == 4
 
 
 def test_a_run_that_patience_ended_is_complete_and_the_next_round_begins_with_its_best(settings):
     validated = {step: {"val-core/t/acc/mean@1": acc} for step, acc in ((2, 0.3), (4, 0.2))}
     s = replace(settings, SELF_PLAY_ROUNDS=2, STEPS=10, PATIENCE=1)
     first = make_run(s, metrics=validated | {6: {"val-core/t/acc/mean@1": 0.9}})  # 6: of a launch that was lost
-    assert complete(first, s) and not complete(first, replace(s, PATIENCE=2))
-    assert not complete(first, replace(s, PATIENCE=0)) and complete(first, replace(s, PATIENCE=0, STEPS=4))
-    start = str(hf_folder(first, "2"))
-    second = begun(rl_dir(s, [], 2, start), start, s, s.rl_fingerprint([], 2, start))
-    assert rounds(s, []) == [first, second]
+    run = Run.read(first)
+    assert run.complete(s) and not run.complete(replace(s, PATIENCE=2))
+    assert not run.complete(replace(s, PATIENCE=0)) and run.complete(replace(s, PATIENCE=0, STEPS=4))
+    start = str(export(run, "2"))
+    second = begun(rl_run(s, [], 2, start).folder, start, s, s.rl_fingerprint([], 2, start))
+    assert folders(rounds(s, [])) == [first, second]
 
 
 @pytest.mark.parametrize("step", ["3", "first", "-2", "2.0", "../x"])
 def test_an_unknown_checkpoint_is_refused_with_those_there_are(settings, step):
     run_dir = make_run(settings)
     with pytest.raises(SettingsError, match=r"has the checkpoints 2, 4; take one of them, latest or best"):
-        find_step(run_dir, step)
+        Run.read(run_dir).step(step)
 
 
 @pytest.mark.parametrize("said", ["", "\0\0", "7", "4\ufffd", "-1", None])
@@ -187,37 +190,37 @@ def test_a_damaged_tracker_hides_no_checkpoint(settings, said):
     run_dir = make_run(settings)
     tracker = run_dir / "checkpoints/latest_checkpointed_iteration.txt"
     tracker.unlink() if said is None else tracker.write_text(said)
-    assert find_run(settings, []) == run_dir and find_step(run_dir, "latest") == 4
-    assert hf_folder(run_dir) == run_dir / "checkpoints/global_step_4/actor/huggingface"
+    assert find_run(settings, []).folder == run_dir and Run.read(run_dir).step("latest") == 4
+    assert export(Run.read(run_dir)) == run_dir / "checkpoints/global_step_4/actor/huggingface"
 
 
 def test_a_checkpoint_that_was_not_finished_does_not_count(settings):
     run_dir = make_run(settings)
     (run_dir / "checkpoints/global_step_6").mkdir()
-    assert find_step(run_dir, "latest") == 4
+    assert Run.read(run_dir).step("latest") == 4
 
 
 def test_the_run_of_these_settings_comes_before_the_newest(settings):
     other = make_run(replace(settings, LR=1.0), age=0)
-    assert find_run(settings, []) == other
+    assert find_run(settings, []).folder == other
     mine = make_run(settings, age=100)
-    assert find_run(settings, []) == mine
-    assert find_run(replace(settings, LR=2.0), []) == other
-    assert find_run(replace(settings, RUN=mine.name), []) == mine
+    assert find_run(settings, []).folder == mine
+    assert find_run(replace(settings, LR=2.0), []).folder == other
+    assert find_run(replace(settings, RUN=mine.name), []).folder == mine
 
 
 def test_rl_comes_before_a_newer_warm_up_and_a_warm_up_before_nothing(settings):
     warm_up = make_run(replace(settings, LR=1.0), "sft-1", kind="sft")
-    assert find_run(settings, []) == warm_up
+    assert find_run(settings, []).folder == warm_up
     rl = make_run(replace(settings, LR=2.0), age=100)
-    assert find_run(settings, []) == rl
-    assert find_run(replace(settings, RUN="sft-1"), []) == warm_up
+    assert find_run(settings, []).folder == rl
+    assert find_run(replace(settings, RUN="sft-1"), []).folder == warm_up
 
 
 def test_a_model_that_no_run_started_from_stands_for_itself(settings):
     run_dir = make_run(replace(settings, MODEL="a/b"))
     assert find_run(replace(settings, MODEL="c/d"), [], "c/d") is None
-    assert find_run(replace(settings, MODEL="a/b", LR=9.0), [], "a/b") == run_dir
+    assert find_run(replace(settings, MODEL="a/b", LR=9.0), [], "a/b").folder == run_dir
 
 
 def test_an_unknown_run_is_refused_with_those_there_are(settings):
@@ -233,46 +236,46 @@ def test_without_a_checkpoint_there_is_no_run(settings):
 
 def test_a_run_is_evaluated_on_its_own_data_with_todays_sampling(settings):
     run_dir = make_run(replace(settings, TEST_SIZE=77, SEED=5, N=1))
-    found = settings_of(run_dir, replace(settings, N=9, LIMIT=3))
+    found = settings_of(Run.read(run_dir), replace(settings, N=9, LIMIT=3))
     assert (found.TEST_SIZE, found.SEED, found.N, found.LIMIT) == (77, 5, 9, 3)
 
 
 def test_length_and_temperature_follow_the_run_unless_they_were_given(settings):
     run_dir = make_run(replace(settings, MAX_RESPONSE_LENGTH=512, TEMPERATURE=0.7))
-    found = settings_of(run_dir, settings)
+    found = settings_of(Run.read(run_dir), settings)
     assert (found.MAX_NEW_TOKENS, found.EVAL_TEMPERATURE) == (512, 0.7)
-    found = settings_of(run_dir, replace(settings, MAX_NEW_TOKENS=99, EVAL_TEMPERATURE=0.2))
+    found = settings_of(Run.read(run_dir), replace(settings, MAX_NEW_TOKENS=99, EVAL_TEMPERATURE=0.2))
     assert (found.MAX_NEW_TOKENS, found.EVAL_TEMPERATURE) == (99, 0.2)
 
 
 @pytest.mark.parametrize(("gpus", "tp"), [(8, 4), (4, 4), (6, 2), (1, 1)])
 def test_a_run_is_evaluated_on_the_gpus_that_are_here_which_share_its_model_as_in_the_training(gpus, tp, settings):
     run_dir = make_run(replace(settings, N_GPUS=8, TP=4, GPU_MEMORY_UTILIZATION=0.8))
-    found = settings_of(run_dir, replace(settings, N_GPUS=gpus))
+    found = settings_of(Run.read(run_dir), replace(settings, N_GPUS=gpus))
     assert found == replace(settings, N_GPUS=gpus, TP=tp, GPU_MEMORY_UTILIZATION=0.8)
 
 
 def test_how_gpus_share_a_model_is_what_is_given(settings, monkeypatch):
     run_dir = make_run(replace(settings, N_GPUS=8, TP=4, GPU_MEMORY_UTILIZATION=0.8))
     part = make_run(replace(settings, SEED=7, GPU_MEMORY_UTILIZATION=0.04))  # of trainings that shared a GPU
-    assert settings_of(part, settings).GPU_MEMORY_UTILIZATION == settings.GPU_MEMORY_UTILIZATION == 0.5
+    assert settings_of(Run.read(part), settings).GPU_MEMORY_UTILIZATION == settings.GPU_MEMORY_UTILIZATION == 0.5
     monkeypatch.setenv("TP", "2")
     monkeypatch.setenv("GPU_MEMORY_UTILIZATION", "0.6")
-    found = settings_of(run_dir, replace(settings, N_GPUS=8, TP=2, GPU_MEMORY_UTILIZATION=0.6))
+    found = settings_of(Run.read(run_dir), replace(settings, N_GPUS=8, TP=2, GPU_MEMORY_UTILIZATION=0.6))
     assert (found.TP, found.GPU_MEMORY_UTILIZATION) == (2, 0.6)
 
 
 def job_of(goal, s, run_dir=None, **command):
-    return main.Job(goal, s, load_settings(command, cls=Command), [], run_dir=run_dir)
+    return main.Job(goal, s, load_settings(command, cls=Command), [], run=run_dir and Run.read(run_dir))
 
 
 def test_a_start_that_is_gone_is_named_before_the_evaluation_begins(settings, monkeypatch):
     s, called = replace(settings, MODEL="some/model", INIT="sft"), []
     monkeypatch.setattr(main, "script", lambda *arguments: called.append(arguments))
     make_run(s, sft_dir(s).name, kind="sft")
-    start = str(hf_folder(sft_dir(s)))
+    start = str(export(Run.read(sft_dir(s))))
     rl = begun(s.runs_dir / "rl", start, s)
-    second = begun(s.runs_dir / "rl-round2", str(hf_folder(rl)), s)
+    second = begun(s.runs_dir / "rl-round2", str(export(Run.read(rl))), s)
     for goal, stage in (("eval", main.evaluate), ("compare", main.compare)):
         stage(job_of(goal, s, second))
     assert len(called) == 2
@@ -284,7 +287,7 @@ def test_a_start_that_is_gone_is_named_before_the_evaluation_begins(settings, mo
         assert str(error.value) == f"RUN=rl: the model that it began with, {start}, is gone; {again}{more}"
     main.compare(job_of("compare", s, second, BASE="some/other"))
     assert len(called) == 3
-    start = str(hf_folder(rl))
+    start = str(export(Run.read(rl)))
     shutil.rmtree(rl)  # of this no stage makes the same again
     with pytest.raises(SettingsError, match=f"^RUN=rl-round2: .* {start}, is gone; put it back$"):
         main.evaluate(job_of("eval", s, second))
@@ -310,7 +313,7 @@ def test_a_base_that_is_not_there_is_named_by_its_variable(settings, monkeypatch
 
 def test_a_model_is_named_after_its_run_and_step(settings):
     run_dir = make_run(settings, "my-run")
-    assert model_name(str(hf_folder(run_dir))) == "my-run-step4"
+    assert model_name(str(export(Run.read(run_dir)))) == "my-run-step4"
     assert model_name("Qwen/Qwen2.5-1.5B") == "Qwen2.5-1.5B" and model_name("/models/x") == "x"
     assert model_name("/data/checkpoints") == "checkpoints" and model_name("me/checkpoints") == "checkpoints"
 

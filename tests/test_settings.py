@@ -8,7 +8,9 @@ from dataclasses import fields
 
 import pytest
 
-from tasks.common import settings
+from tasks.common import settings, visible_gpus
+from tasks.common.digest import _digest
+from tasks.common.launch.help import variables
 from tasks.common.launch.task import stack_environment
 from tasks.common.settings import (
     METHODS,
@@ -17,14 +19,12 @@ from tasks.common.settings import (
     Command,
     Settings,
     SettingsError,
-    _digest,
     code_digest,
     fingerprint,
-    help_text,
     load_settings,
-    method,
     values_of,
 )
+from tasks.common.training.methods import gspo
 from tests.helpers import MULTI_TURN, TASKS, exported
 
 VALUES = {
@@ -277,7 +277,7 @@ def test_number_beyond_any_float_is_no_crash(name):
         ({"PATIENCE": "2", "TEST_FREQ": "0"}, ("PATIENCE=2", "TEST_FREQ")),
         ({"LR_WARMUP": "10"}, ("LR_WARMUP=10", "STEPS=10", "set it lower")),
         ({"METHOD": "ppo", "LR_WARMUP": "9"}, ("LR_WARMUP=9", "STEPS=10 after CRITIC_WARMUP=1")),
-        ({"METHOD": "dpo", "PATIENCE": "2"}, ("PATIENCE=2", "METHOD=dpo has none")),
+        ({"METHOD": "dpo", "PATIENCE": "2"}, ("PATIENCE=2", "METHOD=dpo has no validations")),
     ],
 )
 def test_values_that_do_not_fit_together_are_named_in_one_line(changes, names):
@@ -311,6 +311,21 @@ def test_the_rate_may_rise_until_the_last_step():
     load(LR_WARMUP="9")
     load(METHOD="dpo", LR_WARMUP="10")  # its steps follow from the pairs
     load(STAGE="eval", LR_WARMUP="10")  # of a run with more steps
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"ABORT_ON": "nan,collapse"}, "ABORT_ON=nan,collapse: of METHOD=dpo only nan can be seen; leave collapse out"),
+        ({"PAIRS_FILE": "p.jsonl", "SELF_PLAY_ROUNDS": "2"}, "PAIRS_FILE: holds samples of another policy; leave it"),
+        ({"REWARD_MODEL": "some/classifier"}, "REWARD_MODEL=some/classifier: is for the RL methods; METHOD=dpo learns"),
+        ({"TRUNCATED": "masked"}, "TRUNCATED=masked: is for the RL methods; METHOD=dpo learns from pairs; leave"),
+        ({"STACK": "a100", "NNODES": "2", "INIT": "base"}, "NNODES=2: is for the RL methods; METHOD=dpo trains on one"),
+    ],
+)
+def test_what_dpo_cannot_train_with_is_refused(changes, said):
+    assert error_of(METHOD="dpo", **changes).startswith(said)
+    assert error_of(TEACHER="some/model").startswith("TEACHER=some/model: is for METHOD=distill")
 
 
 @pytest.mark.parametrize("changes", [{"N_GPUS": "3"}, {"N_GPUS": "3", "METHOD": "dpo", "ROLLOUT_N": "3"}])
@@ -537,7 +552,7 @@ def test_the_first_of_the_sources_that_has_a_value_gives_it(sources):
 
 
 def test_the_method_goes_before_the_stack_and_after_the_task(sources, monkeypatch):
-    monkeypatch.setattr(method("gspo"), "DEFAULTS", {"LR": "7e-6"}, raising=False)
+    monkeypatch.setattr(gspo, "DEFAULTS", {"LR": "7e-6"})
     assert sources(METHOD="gspo")["LR"] == ("7e-6", "METHOD=gspo")
     assert sources("default METHOD gspo")["LR"] == ("7e-6", "METHOD=gspo")
     assert sources("default LR 1e-7", METHOD="gspo")["LR"] == ("1e-7", "train.sh")
@@ -607,7 +622,7 @@ MULTI_TURN_REFUSED = [
     ({"METHOD": "dpo"}, "METHOD=dpo: is for single-turn tasks; TASK=calculator has episodes"),
     ({"METHOD": "distill", "TEACHER": "a/b"}, "METHOD=distill: is for single-turn tasks; TASK=calculator has episodes"),
     ({"TRUNCATED": "shaped"}, "TRUNCATED=shaped: is for single-turn tasks; TASK=calculator has episodes"),
-    ({"METHOD": "dapo", "TRUNCATED": "shaped"}, "TRUNCATED=shaped of METHOD=dapo: is for single-turn tasks; "),
+    ({"METHOD": "dapo", "TRUNCATED": "shaped"}, "TRUNCATED=shaped: is for single-turn tasks; "),
     ({"REWARD": "x"}, "REWARD=x: TASK=calculator has the rewards of its environment.py; leave REWARD out"),
     ({"REWARD_MODEL": "a/b"}, "REWARD_MODEL=a/b: TASK=calculator has the rewards of its environment.py; leave "),
     ({"MAX_TURN_LENGTH": "65"}, "MAX_TURN_LENGTH=65: more than MAX_RESPONSE_LENGTH=64, all turns"),
@@ -733,7 +748,7 @@ def test_without_a_list_of_gpus_the_named_ones_are_kept(smi, monkeypatch):
 
 def test_an_nvidia_smi_that_hangs_is_an_error(smi, monkeypatch):
     smi("exec sleep 5")
-    monkeypatch.setattr(settings, "ANSWERS_WITHIN", 0.2)
+    monkeypatch.setattr(visible_gpus, "ANSWERS_WITHIN", 0.2)
     said = "nvidia-smi does not answer within 0.2 s; turn on persistence mode: nvidia-smi -pm 1, or set STACK=cpu"
     assert error_of(STACK="current", N_GPUS="") == said
     assert load(STACK="cpu", N_GPUS="").N_GPUS == 1
@@ -752,7 +767,7 @@ def test_the_stack_is_chosen_where_nvidia_smi_hangs(timeout, smi, tmp_path):
     script = [tmp_path / "bash", ROOT / "tasks/common/install/choose_stack.sh"]
     result = subprocess.run(script, env={"PATH": str(tmp_path)}, capture_output=True, text=True, check=True)
     answered = "a100: an NVIDIA GPU, whose driver does not tell its compute capability\n"
-    hangs = f"cpu: {settings.no_answer(settings.ANSWERS_WITHIN)}\n"
+    hangs = f"cpu: {visible_gpus.no_answer(visible_gpus.ANSWERS_WITHIN)}\n"
     assert (result.stdout, result.stderr) == (hangs if timeout else answered, "")
     assert len((tmp_path / "asked").read_text()) == (1 if timeout else 3)
 
@@ -827,7 +842,7 @@ def test_a_stack_of_gpus_is_refused_where_all_are_hidden(value, four_gpus, monke
 
 
 def test_help_has_one_line_for_each_variable():
-    lines = [line for line in help_text().splitlines() if line.startswith("  ")]
+    lines = [*variables(Settings), *variables(Command)]
     commands = [f.name for f in fields(Command) if f.name != "STAGE"]
     assert [line.split()[0] for line in lines] == NAMES + commands
     assert all(len(line.split()) > 2 for line in lines)

@@ -9,7 +9,8 @@ import pytest
 from tasks.common.reports import overview, run_report
 from tasks.common.reports.monitor import Follower
 from tasks.common.runs import launches, repeat
-from tasks.common.runs.folder import all_runs, lineage, named, read_metrics, settings_of
+from tasks.common.runs.folder import all_runs, lineage, named, settings_of
+from tasks.common.runs.run import Run, read_metrics
 from tasks.common.settings import SettingsError
 from tests.helpers import make
 from tests.test_monitor import store  # noqa: F401  (a fixture)
@@ -55,8 +56,9 @@ def test_a_record_with_other_names_or_values_is_refused_in_one_line(settings, va
 
 def test_an_evaluation_of_a_run_checks_its_values_too(settings):  # noqa: F811
     with pytest.raises(SettingsError, match=r"^RUN=shared: its settings\.json has STACK=\.\./x: must be one of"):
-        settings_of(changed(settings, {"STACK": "../x"}), settings)
-    assert settings_of(changed(settings, {"TASK": "gsm8k", "SEED": 7}, name="b"), settings) == replace(settings, SEED=7)
+        settings_of(Run.read(changed(settings, {"STACK": "../x"})), settings)
+    other = Run.read(changed(settings, {"TASK": "gsm8k", "SEED": 7}, name="b"))
+    assert settings_of(other, settings) == replace(settings, SEED=7)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +147,7 @@ def test_a_run_that_begins_with_itself_is_refused(settings):  # noqa: F811
     for run_dir, other in ((first, second), (second, first)):
         changed(settings, name=run_dir.name, start=str(other / "checkpoints/global_step_1"))
     with pytest.raises(SettingsError, match="began with a round after it"):
-        lineage(first)
+        lineage(Run.read(first))
 
 
 def test_names_and_texts_reach_a_screen_without_control_characters(settings, capsys):  # noqa: F811

@@ -9,7 +9,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from tasks.common.settings import METHODS, SettingsError, load_settings, method
-from tasks.common.training import verl_config
+from tasks.common.training import verl_checks, verl_config
 from tests import composed_once
 from tests.exact_kl import gradients
 from tests.helpers import ROOT, TASKS, exported, stacks
@@ -29,11 +29,11 @@ def composed(config_name, overrides):
     return OmegaConf.to_container(config, resolve=True)
 
 
-CHANGES = [{}, {"KL_COEF": "0.01", "LORA_RANK": "8", "LOGGER": "wandb,tensorboard"}]
-# Every task on every stack, and every method with and without all changes; a stack and a task set nothing that a method
-# does.
-CASES = [(task, stack, "grpo", {}) for task in TASKS for stack in STACKS]
-CASES += [("countdown", STACKS[0], name, changes) for name in RL_METHODS for changes in CHANGES]
+CHANGES = {"KL_COEF": "0.01", "LORA_RANK": "8", "LOGGER": "wandb,tensorboard"}
+# Every task, every stack, and every method with all changes; a stack and a task set nothing that a method does.
+CASES = [(task, STACKS[0], "grpo", {}) for task in TASKS]
+CASES += [("countdown", stack, "grpo", {}) for stack in STACKS[1:]]
+CASES += [("countdown", STACKS[0], name, CHANGES) for name in RL_METHODS]
 
 
 @pytest.mark.parametrize(("task", "stack", "method", "changes"), CASES)
@@ -64,10 +64,9 @@ def test_rl_overrides_compose(task, stack, method, changes, monkeypatch):
     assert config["trainer"]["logger"] == ["console", "file", *filter(None, s.LOGGER.split(","))]
 
 
-@pytest.mark.parametrize("changes", [{}, {"METHOD": "egpo", "LORA_RANK": "8"}])
-def test_a_composition_from_what_was_read_once_is_hydras_own(changes, monkeypatch):
+def test_a_composition_from_what_was_read_once_is_hydras_own(monkeypatch):
     """Of composed_once.py: the same values, references and strictness, also after another composition was changed."""
-    s = settings_of("countdown", monkeypatch, **changes)
+    s = settings_of("countdown", monkeypatch, METHOD="egpo", LORA_RANK="8")
     rl = ("ppo_trainer", verl_config.rl_overrides(s, "some/model", Path("/r")))
     for name, overrides in (rl, ("sft_trainer_engine", verl_config.sft_overrides(s, "some/model", Path("/r"), "/d"))):
         verl_config.compose(name, overrides).trainer.logger.append("changed")
@@ -119,8 +118,8 @@ def test_what_each_method_sets(monkeypatch):
 )
 def test_a_kl_coefficient_that_would_do_nothing_is_refused(argument, named, monkeypatch):
     with pytest.raises(SettingsError, match=named):
-        verl_config.check(config_of(monkeypatch, argument))
-    verl_config.check(config_of(monkeypatch, argument, "algorithm.use_kl_in_reward=True", KL_COEF="0.05"))
+        verl_checks.check_composed(config_of(monkeypatch, argument))
+    verl_checks.check_composed(config_of(monkeypatch, argument, "algorithm.use_kl_in_reward=True", KL_COEF="0.05"))
 
 
 def test_lengths_of_args_that_vllm_would_cut_are_refused(monkeypatch):
@@ -133,9 +132,9 @@ def test_lengths_of_args_that_vllm_would_cut_are_refused(monkeypatch):
         with pytest.raises(
             SettingsError, match=r"^rollout\.max_model_len=\d+: cuts sequences of \d+ tokens; set MAX_PROMPT_"
         ):
-            verl_config.check(config_of(monkeypatch, f"{name}_length=4096"))
+            verl_checks.check_composed(config_of(monkeypatch, f"{name}_length=4096"))
     longer = ["data.max_response_length=4096", "actor_rollout_ref.rollout.max_model_len=8192"]
-    verl_config.check(config_of(monkeypatch, *longer))
+    verl_checks.check_composed(config_of(monkeypatch, *longer))
 
 
 @pytest.mark.parametrize("name", ["gspo", "cispo"])
@@ -148,7 +147,7 @@ def test_one_mini_batch_is_warned_of_where_it_makes_the_method_another(name, mon
     assert warning(again) is None
 
 
-@pytest.mark.parametrize("name", [name for name in RL_METHODS if name not in ("gspo", "cispo")])
+@pytest.mark.parametrize("name", ["grpo", "ppo"])
 def test_a_clip_that_is_given_is_warned_of_where_nothing_is_clipped(name, monkeypatch):
     one, warning = {"METHOD": name, "MINI_BATCH_SIZE": "8"}, method(name).warning
     assert warning(config_of(monkeypatch, **one)) is None
@@ -213,7 +212,7 @@ def test_a_truncated_that_would_do_nothing_is_refused(changes, said, monkeypatch
         settings_of("countdown", monkeypatch, **changes)
 
 
-GROUPS = ("grpo", "dapo", "dr_grpo", "gspo", "cispo", "egpo")
+GROUPS = ("grpo", "dapo", "egpo")
 
 
 @pytest.mark.parametrize(
@@ -259,10 +258,9 @@ def test_rounds_of_self_play_have_a_kl_term(monkeypatch):
     assert settings_of("countdown", monkeypatch).KL_COEF == 0
 
 
-@pytest.mark.parametrize("task", TASKS)
 @pytest.mark.parametrize("stack", STACKS)
-def test_sft_overrides_compose(task, stack, monkeypatch):
-    s = settings_of(task, monkeypatch, STACK=stack)
+def test_sft_overrides_compose(stack, monkeypatch):
+    s = settings_of("countdown", monkeypatch, STACK=stack)
     config = composed(
         "sft_trainer_engine", verl_config.sft_overrides(s, "some/model", Path("/runs/r"), Path("/r/d.parquet"))
     )
@@ -296,8 +294,7 @@ def test_a_path_that_verls_config_would_read_as_a_reference_is_refused(path, mon
 
 
 ACTOR = "actor_rollout_ref.actor"
-OTHER_ENGINES = ["model_engine=megatron", "+model_engine=megatron", "++model_engine = 'megatron'"]
-OTHER_ENGINES += ["ref@actor_rollout_ref.ref=megatron_ref", "actor@actor_rollout_ref.actor='veomni_actor'"]
+OTHER_ENGINES = ["++model_engine = 'megatron'", "actor@actor_rollout_ref.actor='veomni_actor'"]
 OTHER_ENGINES += ["critic=torchtitan_critic", "+engine@actor_rollout_ref.ref.fsdp_config=megatron"]
 
 
@@ -307,24 +304,18 @@ OTHER_ENGINES += ["critic=torchtitan_critic", "+engine@actor_rollout_ref.ref.fsd
     [
         (f"{ACTOR}.optim.lr=abc", f"ARGS: {ACTOR}.optim.lr=abc: must be a number, as 1e-05 is"),
         ("trainer.save_freq=true", "ARGS: trainer.save_freq=True: must be a number, as 4 is"),
-        ("++trainer.save_freq=[4]", "ARGS: trainer.save_freq=[4]: must be a number, as 4 is"),
         (f"{ACTOR}.use_kl_loss=no", f"ARGS: {ACTOR}.use_kl_loss=no: must be true or false, as False is"),
         (f"{ACTOR}.loss_agg_mode=true", f"ARGS: {ACTOR}.loss_agg_mode=True: must be text or a list, as token-mean is"),
-        ("trainer.logger=3.5", ""),
         ("trainer.logger=console", ""),
         ("data.train_files=[a,b]", ""),
-        (f"{ACTOR}.optim.lr=1", ""),
         (f"{ACTOR}.use_kl_loss=1", ""),
         (f"{ACTOR}.entropy_coeff=0.01", ""),  # 0 in verl's yaml
         ("trainer.default_hdfs_dir=/x", ""),  # null there
         ("trainer.save_freq=null", ""),
         ("~trainer.save_freq", "ARGS: ~trainer.save_freq: verl reads its keys, so none is deleted"),
-        ("~trainer", "ARGS: ~trainer: verl reads its keys"),
         ("trainer=null", "ARGS: trainer=None: must be a group of keys"),
         ("data=null", "verl's config refuses an override (ARGS?): Config group override must be"),
-        ("=1", "verl's config refuses an override (ARGS?): Config group override must be"),
         (f"{ACTOR}.optim.lr=nan", f"ARGS: {ACTOR}.optim.lr=nan: must be a number"),
-        (f"{ACTOR}.optim.lr=inf", f"ARGS: {ACTOR}.optim.lr=inf: must be a number"),
         ("+data.own=x", ""),
         ("trainer.experiment_name=${trainer.project_name}", ""),
         (
@@ -335,10 +326,7 @@ OTHER_ENGINES += ["critic=torchtitan_critic", "+engine@actor_rollout_ref.ref.fsd
         *((a, f"ARGS: {a}: all stacks train with FSDP") for a in OTHER_ENGINES),
         ("model_engine='dp'", ""),
         ("ref@actor_rollout_ref.ref=dp_ref", ""),
-        ("+engine@actor_rollout_ref.ref.fsdp_config=fsdp", ""),
         ("data=legacy_data", ""),
-        ("rollout@actor_rollout_ref.rollout=rollout", ""),
-        ("~ref@actor_rollout_ref.ref", "ARGS: ~ref@actor_rollout_ref.ref: verl reads its keys"),
     ],
 )
 def test_an_argument_of_another_type_than_its_default_is_refused(argument, said, monkeypatch):
@@ -355,17 +343,12 @@ def test_an_argument_of_another_type_than_its_default_is_refused(argument, said,
     ("argument", "said"),
     [
         ("trainer.n_gpus_per_node=0", ""),
-        ("trainer.nnodes=-1", ""),
         ("actor_rollout_ref.rollout.n=0", ""),
         ("actor_rollout_ref.rollout.n=1.5", ""),
-        ("actor_rollout_ref.rollout.tensor_model_parallel_size=0", ""),
         ("actor_rollout_ref.rollout.tensor_model_parallel_size=-1", ""),
-        ("actor_rollout_ref.rollout.max_model_len=0", ""),
         ("actor_rollout_ref.rollout.max_model_len=8192.5", ""),
-        ("actor_rollout_ref.rollout.response_length=0", ""),
         (f"{ACTOR}.ulysses_sequence_parallel_size=0", ""),
         (f"{ACTOR}.ppo_micro_batch_size_per_gpu=0", ""),
-        ("data.train_batch_size=0", ""),
         ("data.train_batch_size=null", "data.train_batch_size=None"),
     ],
 )
@@ -374,7 +357,7 @@ def test_a_count_of_nothing_is_refused(argument, said, monkeypatch):
     ours = verl_config.rl_overrides(settings_of("countdown", monkeypatch), "some/model", Path("/r"))
     config = verl_config.compose("ppo_trainer", ours, arguments=[argument])
     with pytest.raises(SettingsError, match=f"^{said}$"):
-        verl_config.check(config)
+        verl_checks.check_composed(config)
 
 
 SHARED = "ulysses_sequence_parallel_size"
@@ -404,12 +387,12 @@ TWO = {"STACK": "current", "N_GPUS": "2"}
 )
 def test_gpus_that_would_not_share_a_sequence_are_refused(arguments, said, monkeypatch):
     with pytest.raises(SettingsError, match=f"^{re.escape(said)}$"):
-        verl_config.check(config_of(monkeypatch, *arguments, **TWO))
-    verl_config.check(config_of(monkeypatch, SP="2", **TWO))
-    verl_config.check(config_of(monkeypatch, *arguments[1:], **TWO))
+        verl_checks.check_composed(config_of(monkeypatch, *arguments, **TWO))
+    verl_checks.check_composed(config_of(monkeypatch, SP="2", **TWO))
+    verl_checks.check_composed(config_of(monkeypatch, *arguments[1:], **TWO))
 
 
-@pytest.mark.parametrize("name", [ACTOR, f"{ACTOR}.fsdp_config", "actor_rollout_ref.ref", "critic"])
+@pytest.mark.parametrize("name", [f"{ACTOR}.fsdp_config", "critic"])
 def test_arguments_share_no_sequence_where_the_stack_cannot(name, monkeypatch):
     monkeypatch.setattr(verl_config, "compose", partial(verl_config.compose, package=verl_package("0.6.1")))
     s = settings_of("countdown", monkeypatch, STACK="a100", N_GPUS="2")
@@ -419,12 +402,11 @@ def test_arguments_share_no_sequence_where_the_stack_cannot(name, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic"])
-@pytest.mark.parametrize("strategy", ["megatron", "veomni"])
-def test_another_trainer_than_fsdp_is_refused(name, strategy, monkeypatch):
-    said = rf"^ARGS: {name.split('.')[-1]}\.strategy={strategy}: all stacks train with FSDP; leave it out$"
+def test_another_trainer_than_fsdp_is_refused(name, monkeypatch):
+    said = rf"^ARGS: {name.split('.')[-1]}\.strategy=veomni: all stacks train with FSDP; leave it out$"
     with pytest.raises(SettingsError, match=said):
-        verl_config.check(config_of(monkeypatch, f"{name}.strategy={strategy}"))
-    verl_config.check(config_of(monkeypatch, f"{name}.strategy=fsdp"))
+        verl_checks.check_composed(config_of(monkeypatch, f"{name}.strategy=veomni"))
+    verl_checks.check_composed(config_of(monkeypatch, f"{name}.strategy=fsdp"))
 
 
 def test_the_last_override_is_the_users(monkeypatch):
@@ -437,7 +419,7 @@ def test_the_mapping_to_verls_keys_exists_once():
     """No hydra key of verl stands in a second file but the stacks' and methods' own and the generations' table."""
     key = "actor_rollout_ref."
     files = [p for p in ROOT.glob("tasks/**/*") if p.suffix in (".py", ".sh") and key in p.read_text()]
-    allowed = {"tasks/common/training/verl_config.py", "tasks/common/training/verl_versions.py"}
+    allowed = {f"tasks/common/training/verl_{name}.py" for name in ("config", "checks", "versions")}
     allowed |= {"tasks/common/stacks", "tasks/common/training/methods"}
     strays = [f for f in files if not str(f.relative_to(ROOT)).startswith(tuple(allowed))]
     assert files and not strays
@@ -459,7 +441,7 @@ def test_training_reads_the_file_that_is_given(monkeypatch):
         assert config["data"]["train_files"] == (given or str(s.data_dir / "train.parquet"))
 
 
-@pytest.mark.parametrize("stage", ["probe", "eval", "compare", "chat", "batch"])
+@pytest.mark.parametrize("stage", ["probe", "batch"])
 def test_temperature_given_to_an_evaluation_is_that_of_the_evaluation(stage, monkeypatch):
     s = settings_of("countdown", monkeypatch, STAGE=stage, TEMPERATURE="0.5")
     assert (s.EVAL_TEMPERATURE, s.TEMPERATURE) == (0.5, 1.0)
@@ -484,7 +466,7 @@ def test_the_kl_as_a_loss_has_the_gradient_of_the_kl(monkeypatch):
 
 
 @pytest.mark.parametrize(("chosen", "preset"), [("token", "token_is"), ("sequence", "k3_rs_token_tis")])
-@pytest.mark.parametrize("method", RL_METHODS)
+@pytest.mark.parametrize("method", ["grpo", "ppo"])
 def test_rollout_correction_is_a_preset_of_verl(method, chosen, preset, monkeypatch):
     from verl.trainer.config import RolloutCorrectionConfig
 
@@ -492,7 +474,7 @@ def test_rollout_correction_is_a_preset_of_verl(method, chosen, preset, monkeypa
     verls = getattr(RolloutCorrectionConfig, f"decoupled_{preset}")()
     for name, value in config.algorithm.rollout_correction.items():
         assert value == getattr(verls, name), name
-    verl_config.check(config)
+    verl_checks.check_composed(config)
 
 
 def test_tokens_are_weighed_by_default_and_not_where_it_is_switched_off(monkeypatch):
@@ -503,8 +485,8 @@ def test_tokens_are_weighed_by_default_and_not_where_it_is_switched_off(monkeypa
 def test_a_correction_that_bypass_mode_would_leave_out_is_refused(monkeypatch):
     bypass = "algorithm.rollout_correction.bypass_mode=True"
     with pytest.raises(SettingsError, match=r"bypass_mode=True: rollout_is=token then does nothing; set ROLLOUT_COR"):
-        verl_config.check(config_of(monkeypatch, bypass))
-    verl_config.check(config_of(monkeypatch, bypass, ROLLOUT_CORRECTION="none"))
+        verl_checks.check_composed(config_of(monkeypatch, bypass))
+    verl_checks.check_composed(config_of(monkeypatch, bypass, ROLLOUT_CORRECTION="none"))
 
 
 def test_the_critics_warm_up_is_counted_in_steps(monkeypatch):

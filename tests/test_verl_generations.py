@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from tasks.common import settings
 from tasks.common.settings import METHODS, SettingsError, load_settings
-from tasks.common.training import verl_config, verl_versions
+from tasks.common.training import verl_checks, verl_config, verl_versions
 from tests.helpers import ROOT, exported, make
 from tests.wheels import VERLS, verl_package
 
@@ -39,7 +39,7 @@ def settings_of(monkeypatch, stack: str, version: str, **changes):
 def rl(s, version: str, *arguments: str) -> dict:
     overrides = [*verl_config.rl_overrides(s, "some/model", Path("/runs/r")), *arguments]
     config = verl_config.compose("ppo_trainer", overrides, verl_package(version))
-    verl_config.check(config)
+    verl_checks.check_composed(config)
     return OmegaConf.to_container(config, resolve=True)
 
 

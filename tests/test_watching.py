@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 
 from tasks.common.launch import main, train
-from tasks.common.launch.plan import planned
+from tasks.common.launch.plan import rl_plan
 from tasks.common.machine import gpus
 from tasks.common.process import Progress, _Screen, run
-from tasks.common.runs import folder, health, keep
+from tasks.common.runs import health, keep
+from tasks.common.runs.run import Run, read_metrics, whole_steps
 from tasks.common.settings import SettingsError, load_settings
 from tests.test_keep_best import row, whole
 from tests.test_settings import VALUES
@@ -43,24 +44,24 @@ def shown(plan) -> Progress:
 
 
 def test_the_bar_shows_a_step_that_logged_a_validation_alone(settings, tmp_path):
-    plan = planned("grpo", settings, tmp_path / "run", "some/model")
+    plan = rl_plan(settings, Run.read(tmp_path / "run"), "some/model", None)
     validation = json.dumps({"step": 2, "data": row(0.5)}).replace('"critic/score/mean": 9.0', '"x": 1')
     logged(tmp_path / "run", validation)
     assert shown(plan) == Progress(2, " reward -, dev 0.500")
     plan.metrics.write_text(f"{line(1, **{'critic/score/mean': 0.25})}\n{validation}\n")
     assert shown(plan) == Progress(2, " reward 0.250, dev 0.500")
-    main.closing(settings, [tmp_path / "run"])  # adds the times of steps that have none
-    assert not health.findings(folder.read_metrics(tmp_path / "run"), settings)
+    main.closing(settings, [Run.read(tmp_path / "run")])  # adds the times of steps that have none
+    assert not health.findings(read_metrics(tmp_path / "run"), settings)
 
 
 def test_the_time_of_a_resumed_training_is_no_part_of_this_commands(settings, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("STARTED", str(time.time() - 60))
     (first := tmp_path / "run/metrics/000.jsonl").parent.mkdir(parents=True)
     first.write_text(line(1, **{"timing_s/step": 50.0}) + "\n")
-    main.closing(settings, [tmp_path / "run"])
+    main.closing(settings, [Run.read(tmp_path / "run")])
     assert "50 s of training, 60 s in all" in capsys.readouterr().out
     first.with_name("001.jsonl").write_text(line(2, **{"timing_s/step": 40.0}) + "\n")
-    main.closing(settings, [tmp_path / "run"])
+    main.closing(settings, [Run.read(tmp_path / "run")])
     assert "90 s of training in 2 launches, 60 s in this command" in capsys.readouterr().out
 
 
@@ -80,28 +81,28 @@ def test_the_next_command_continues_the_run(changes, said, settings, tmp_path, c
     run_dir = tmp_path / "run"
     whole(run_dir, [1, 2, 3, 4])
     logged(run_dir, *(json.dumps({"step": step, "data": row(acc)}) for step, acc in ((1, 0.9), (2, 0.1), (4, 0.2))))
-    main.closing(replace(settings, **changes), [run_dir])
+    main.closing(replace(settings, **changes), [Run.read(run_dir)])
     out = capsys.readouterr().out
     assert f"  the same command with {said}" in out
     assert "the table is of the checkpoint of step 1, the best of its validations (STEP=latest: 4)\n" in out
-    main.closing(replace(settings, **changes), [run_dir], "latest")
+    main.closing(replace(settings, **changes), [Run.read(run_dir)], "latest")
     assert "the table is of" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("damaged", DAMAGED, ids=range(len(DAMAGED)))
 def test_a_damaged_line_ends_a_report_and_no_training(damaged, settings, tmp_path):
     run_dir = tmp_path / "run"
-    plan = planned("grpo", settings, run_dir, "some/model")
+    plan = rl_plan(settings, Run.read(run_dir), "some/model", None)
     whole(run_dir, [1, 2, 3, 4])
     scores = [json.dumps({"step": step, "data": row(acc)}) for step, acc in ((1, 0.1), (3, 0.9), (4, 0.2))]
     logged(run_dir, scores[0], damaged, *scores[1:])
     with pytest.raises(SettingsError, match=r"line 2 .*; remove that line"):
-        folder.read_metrics(run_dir)
+        read_metrics(run_dir)
     assert shown(plan).done == 4 and "best 0.900 (step 3)" in shown(plan).note
-    assert folder.find_step(run_dir) == 3 and folder.ended_early(run_dir, 1)
+    assert Run.read(run_dir).step() == 3 and Run.read(run_dir).ended_early(1)
     assert keep.ends_run(run_dir, 5, row(0.3), 2)
     keep.prune(run_dir, 1)
-    assert folder.checkpoints(run_dir) == [3, 4]
+    assert [*whole_steps(run_dir)] == [3, 4]
 
 
 def test_a_full_disk_under_the_state_of_the_gpus_is_passed_over(tmp_path, monkeypatch):

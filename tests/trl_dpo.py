@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 
 from tasks.common.data.convert import dpo_line, dpo_schema
 from tasks.common.rows import Example, chat, write_parquet
-from tasks.common.runs.folder import read_metrics, tracker
+from tasks.common.runs.run import read_metrics, tracker
 from tasks.common.settings import load_settings
 from tasks.common.training import trl_dpo
 from tests.adapters import saved

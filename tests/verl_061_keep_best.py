@@ -19,7 +19,7 @@ transformers.AutoModelForVision2Seq = transformers.AutoModelForImageTextToText
 from verl import DataProto, __version__  # noqa: E402
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer  # noqa: E402
 
-from tasks.common.runs import folder  # noqa: E402
+from tasks.common.runs.run import Run, mend_tracker, read_metrics, tracker, whole_steps  # noqa: E402
 from tasks.common.stacks.a100 import keep_best, verl_patches  # noqa: E402, F401
 from tasks.common.training import verl_config  # noqa: E402
 from tests.helpers import write_shards  # noqa: E402
@@ -81,7 +81,7 @@ def reward(data: DataProto, return_dict: bool) -> dict:
 
 def trained(run_dir: Path, dev: dict[int, float], steps: int, **variables: str) -> dict:
     """What is left of a training whose validations give ``dev``; ``run_dir`` may hold an earlier part of it."""
-    metrics = folder.next_metrics_file(run_dir)
+    metrics = Run.read(run_dir).next_metrics
     metrics.parent.mkdir(parents=True, exist_ok=True)
     os.environ.update(VALUES | variables | {"VERL_FILE_LOGGER_PATH": str(metrics)})
     own = {"save_freq": 4, "test_freq": variables["TEST_FREQ"], "default_local_dir": run_dir / "checkpoints"}
@@ -96,16 +96,16 @@ def trained(run_dir: Path, dev: dict[int, float], steps: int, **variables: str) 
     trainer.use_critic = trainer.use_rm = trainer.use_reference_policy = False
     trainer.resource_pool_manager = SimpleNamespace(get_n_gpus=lambda: 1)
     trainer.total_training_steps = steps
-    if folder.tracker(run_dir).exists():  # as a full disk leaves it; verl would end in int('')
-        folder.tracker(run_dir).write_text("")
-    folder.mend_tracker(run_dir)
+    if tracker(run_dir).exists():  # as a full disk leaves it; verl would end in int('')
+        tracker(run_dir).write_text("")
+    mend_tracker(Run.read(run_dir))
 
     def validate(self) -> dict:
         return {"val-core/t/acc/mean@1": dev[self.global_steps], "val-aux/t/reward/mean@1": 0.0}
 
     keep_best._validate = validate
     trainer.fit()
-    return {"kept": folder.checkpoints(run_dir), "logged": sorted(folder.read_metrics(run_dir))}
+    return {"kept": [*whole_steps(run_dir)], "logged": sorted(read_metrics(run_dir))}
 
 
 def main() -> None:

@@ -9,6 +9,10 @@ LOGGED = 5  # tracebacks that a process leaves in its log
 _logged = 0
 
 
+class SettingsError(ValueError):
+    """A variable has a bad value; the message is one line for the user."""
+
+
 def said(error: BaseException, length: int = 300) -> str:
     """``error`` in one line of about ``length`` characters: its type, its message, and the line of the task's own file
     that raised it. Of an error of ours that wraps the task's, the task's."""

@@ -6,34 +6,28 @@ the task on this stack, the task, the method, the stack, the table below. Profil
 with LoRA they are multiplied by LORA_RATES, unless they are given or the profile's.
 """
 
-import ast
 import contextlib
 import difflib
-import functools
-import hashlib
 import importlib
 import json
 import os
 import re
 import shlex
-import shutil
-import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import Field, asdict, dataclass, field, fields, replace
-from itertools import takewhile
 from pathlib import Path
+
+from tasks.common.digest import code_digest, fingerprint
+from tasks.common.errors import SettingsError
+from tasks.common.method import METHODS, method
+from tasks.common.stages import STAGES, stage_of
+from tasks.common.visible_gpus import check_visible, visible_gpus
 
 ROOT = Path(__file__).resolve().parents[2]
 HEALTH_RULES = ("nan", "collapse", "kl", "spike", "mismatch", "zero_variance", "truncation", "no_reward", "fall")
 HEALTH_RULES += ("memory", "hollow", "short", "alike")
 GPUS = ("a100", "a100-40g", "h100", "h200", "a10", "l40s")  # that machine/speed.py knows
-ANSWERS_WITHIN = 60  # seconds, nvidia-smi: without persistence mode each call starts the driver of every GPU
-METHODS = sorted(path.stem for path in (ROOT / "tasks/common/training/methods").glob("[a-z]*.py"))
 STACKS = sorted(path.parent.name for path in (ROOT / "tasks/common/stacks").glob("*/__init__.py"))
-
-
-class SettingsError(ValueError):
-    """A variable has a bad value; the message is one line for the user."""
 
 
 def variable(default, help: str, check=None):
@@ -84,84 +78,9 @@ def _same_as(name: str) -> Callable[[dict[str, str]], str]:
     return _rule(name, lambda values: values[name])
 
 
-def no_answer(seconds: float) -> str:
-    """What to say of an nvidia-smi that takes longer."""
-    return f"nvidia-smi does not answer within {seconds} s; turn on persistence mode: nvidia-smi -pm 1"
-
-
-def _listed_gpus() -> list[tuple[str, str]]:
-    """Number and UUID of each GPU of `nvidia-smi -L`, in the order of the PCI bus; none without it. Raises
-    SettingsError when it takes more than ANSWERS_WITHIN seconds."""
-    if not shutil.which("nvidia-smi"):
-        return []
-    query = ["nvidia-smi", "-L"]
-    try:
-        listed = subprocess.run(query, capture_output=True, text=True, timeout=ANSWERS_WITHIN).stdout
-    except subprocess.TimeoutExpired:
-        raise SettingsError(f"{no_answer(ANSWERS_WITHIN)}, or set STACK=cpu") from None
-    # Parts (MIG) are indented below theirs.
-    return re.findall(r"^GPU ([0-9]+):(?:.*\(UUID: (GPU-.+)\)$)?", listed, re.MULTILINE)
-
-
-def named_gpus() -> list[str] | None:
-    """The GPUs of CUDA_VISIBLE_DEVICES, up to the first entry that names none, e.g. -1: CUDA stops there. None where it
-    is not set; empty, or with a GPU twice, it hides all. The digits that an entry begins with are its number. A UUID,
-    or the beginning of one, is the number that nvidia-smi has for it."""
-    if (given := os.environ.get("CUDA_VISIBLE_DEVICES")) is None:
-        return None
-    names = [name.strip() for name in given.split(",")]
-    listed = _listed_gpus() if any(name.startswith("GPU-") for name in names) else []
-    for place, name in enumerate(names):
-        found = [number for number, uuid in listed if name.startswith("GPU-") and uuid.startswith(name)]
-        name = found[0] if len(found) == 1 else name  # of several that begin so CUDA takes none
-        digits = re.match(r"\+?0*([0-9]+)", name)
-        names[place] = digits[1] if digits else name
-    names = list(takewhile(re.compile(r"[0-9]|MIG-").match, names))
-    return names if len(set(names)) == len(names) else []
-
-
-def visible_gpus() -> list[str]:
-    """The NVIDIA GPUs that a training sees: numbers, and parts (MIG) as CUDA_VISIBLE_DEVICES names them. They end at
-    the first number that nvidia-smi does not list, if it lists any."""
-    names, listed = named_gpus(), [number for number, _ in _listed_gpus()]
-    if names is None or not listed:
-        return names or listed
-    return list(takewhile(lambda name: name in listed or name.startswith("MIG-"), names))
-
-
-def gpu_numbers() -> dict[str, str]:
-    """What programs get in place of UUIDs in CUDA_VISIBLE_DEVICES: vLLM 0.11.0 takes numbers only, and 0.24.0 no
-    beginning of a UUID. nvidia-smi's numbers are in the order of the PCI bus, CUDA's own begin with the fastest."""
-    by_uuid = re.search(r"(^|,) *GPU-", os.environ.get("CUDA_VISIBLE_DEVICES", ""))
-    return {"CUDA_VISIBLE_DEVICES": ",".join(named_gpus()), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"} if by_uuid else {}
-
-
-def _check_visible(stack: str, gpus: str) -> None:
-    """Raise SettingsError where a stack needs a GPU and sees none: CUDA_VISIBLE_DEVICES hides all of this machine, or
-    it has none to count for N_GPUS, ``gpus``."""
-    if stack == "cpu" or (named_gpus() != [] and (gpus != "0" or visible_gpus())):
-        return
-    if os.environ.get("RAY_ADDRESS", "local") not in ("", "local"):
-        if gpus == "0":
-            fix = "set it to the GPUs per machine of the cluster at RAY_ADDRESS"
-            raise SettingsError(f"N_GPUS=0: this machine has no GPU to count; {fix}")
-    elif (given := os.environ.get("CUDA_VISIBLE_DEVICES")) is None:
-        raise SettingsError("nvidia-smi finds no GPU; install NVIDIA's driver, or set STACK=cpu")
-    else:
-        fix = "name GPUs of this machine, unset it, or set STACK=cpu"
-        shown = " ".join(given.split())[:80]
-        raise SettingsError(f"CUDA_VISIBLE_DEVICES={shown}: no GPU is visible, it hides them; {fix}")
-
-
-def gpu_groups(size: int, most: int) -> list[list[str]]:
-    """The visible GPUs in groups of ``size``, at most ``most`` groups."""
-    visible = visible_gpus()
-    return [visible[number * size : (number + 1) * size] for number in range(min(most, len(visible) // size))]
-
-
 _gpu = _must(("", *GPUS).__contains__, f"must be one of {', '.join(GPUS)}")
 _kl_coef = _rule("0; in self-play 0.01", lambda values: "0" if values["SELF_PLAY_ROUNDS"] == "1" else "0.01")
-_batch_size = _rule("128; dpo: 32", lambda values: "32" if values["METHOD"] == "dpo" else "128")
+_batch_size = _rule("128; dpo: 32", lambda values: str(method(values["METHOD"]).BATCH_SIZE))
 _all_gpus = _rule("all that are visible", lambda values: str(len(visible_gpus())))
 
 
@@ -289,6 +208,16 @@ class Settings:
         return (self.task_dir / "environment.py").is_file()
 
     @property
+    def by_pairs(self) -> bool:
+        """Whether METHOD learns from pairs: it samples nothing in training, and they make its steps."""
+        return method(self.METHOD).PAIRS
+
+    @property
+    def needs_verl(self) -> bool:
+        """Whether verl trains: TRL does from pairs, after a warm-up by verl."""
+        return self.INIT == "sft" or not self.by_pairs
+
+    @property
     def reward_file(self) -> Path:
         """The task's file that makes rewards."""
         return self.task_dir / ("environment.py" if self.multi_turn else "reward.py")
@@ -382,8 +311,6 @@ class Settings:
 
 # Values of SOURCE without a fixed size: TEST_SHARE does not apply to them.
 GENERATORS = ("generate", "reasoning_gym")
-# The stages of `make all`, in order.
-WHOLE = ("data", "model", "sft", "train", "merge", "eval", "compare")
 
 # Variables that do not define a run: they continue it, or only change reports.
 REPORTING = {
@@ -412,7 +339,7 @@ class Command:
 
     STAGE: str = variable("train", "what train.sh runs")
     PROFILE: str = variable("", "values for a typical use: a file of tasks/TASK/profiles")
-    FROM: str = variable("data", "train, all: the first stage to run", _one_of(*WHOLE))
+    FROM: str = variable("data", "train, all: the first stage to run", _one_of(*STAGES["all"].parts))
     ANYWAY: int = variable("0", "train, all: 1 trains also where no sample of the warm-up is right", _one_of(0, 1))
     METHODS: str = variable("grpo,gspo,egpo", "experiment: methods to compare")
     SEEDS: int = variable("1", "experiment: seeds of each method, from TRAIN_SEED on", positive)
@@ -467,71 +394,9 @@ def judge_settings() -> dict[str, str]:
     return {name: os.environ[name] for name in JUDGED if os.environ.get(name)}
 
 
-def fingerprint(values: dict, *files: Path) -> str:
-    """Eight hex digits of a digest of ``values`` and of the contents of ``files``."""
-    digest = hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=4)
-    for file in files:
-        digest.update(_digest(file))
-    return digest.hexdigest()
-
-
-@functools.cache
-def _digest(file: Path) -> bytes:
-    """Computed once per process: editing a file during a run must not change the run's name."""
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").digest()
-
-
-@functools.cache
-def code_digest(program: Path) -> str:
-    """Digest of the code of ``program`` and of what it imports, without comments and docstrings.
-
-    Of tasks/common only the rooms data and rewards count; the others do not change data or rewards.
-    """
-    digest, seen, left = hashlib.sha256(), set(), [program]
-    while left:
-        file = left.pop()
-        if file in seen or not file.is_file():
-            continue
-        seen.add(file)
-        try:
-            tree = ast.parse(file.read_bytes())
-        except (SyntaxError, ValueError):  # the error comes where it is run
-            digest.update(file.read_bytes())
-            continue
-        for node in ast.walk(tree):
-            documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
-            if documented and ast.get_docstring(node, clean=False) is not None:
-                del node.body[0]
-        left += sorted(_imported(tree, file), reverse=True)
-        digest.update(ast.dump(tree).encode())
-    return digest.hexdigest()
-
-
-def _imported(tree: ast.AST, file: Path) -> set[Path]:
-    """The files of the task, of the rooms data and rewards, and of rows and ends, that a syntax tree imports."""
-    names = set()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module:
-            names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
-        elif isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-    common = (f"tasks.common.{name}" for name in ("data.", "rewards.", "rows", "ends"))
-    counted = (f"tasks.{file.parent.name}.", *common)
-    files = {ROOT / f"{name.replace('.', '/')}.py" for name in names if name.startswith(counted)}
-    return {each for each in files if each.is_file()}
-
-
-def method(name: str):
-    """The module of a method: ``overrides(settings)``, perhaps MINI_BATCHES (optimizer steps per step; default 1),
-    TRAINER, DEFAULTS, GPUS, ``problem``, ``models_problem``, ``warning`` (of verl's config), ``warning_after`` (of the
-    metrics)."""
-    return importlib.import_module(f"tasks.common.training.methods.{name}")
-
-
 def teacher_gpus(runs: Iterable[Settings]) -> int:
     """The most GPUs that the method of one of ``runs`` takes beside N_GPUS, for a teacher."""
-    return max(getattr(method(s.METHOD), "GPUS", 0) for s in runs)
+    return max(method(s.METHOD).GPUS for s in runs)
 
 
 def stack(name: str):
@@ -541,13 +406,6 @@ def stack(name: str):
 
 # ---- values --------------------------------------------------------------------------------------------------------
 
-# Defaults of single stages, which override the task's: a probe takes more samples of fewer prompts, batch one answer.
-STAGE_DEFAULTS = {"probe": {"N": "16", "LIMIT": "256"}, "batch": {"N": "1"}, "dpo": {"METHOD": "dpo"}}
-STAGE_DEFAULTS |= {"certify": {"LIMIT": "4"}}
-EVALUATING = ("probe", "eval", "compare", "chat", "batch")
-TRAINING = ("train", "all", "sft", "dpo", "experiment", "one_of_many", "attack", "bench_training")
-ON_GPUS = (*TRAINING, *EVALUATING, "bench", "doctor")
-TRAINING += ("data", "doctor", "rehearse", "certify", "config")  # what comes before
 COMPLETE = "SETTINGS_COMPLETE"  # set if the environment has every variable; then nothing else is read
 LORA_RATES = 10  # factor on the rates of full fine-tuning (Schulman et al. 2025, "LoRA Without Regret")
 
@@ -565,7 +423,7 @@ def read_defaults(file: Path) -> dict[str, dict[str, str]]:
 
     A value is plain text, in quotes where it has spaces; $ROOT stands for the repository.
     """
-    found: dict[str, dict[str, str]] = {"": {}} | {stack: {} for stack in STACKS}
+    defaults: dict[str, dict[str, str]] = {"": {}} | {stack: {} for stack in STACKS}
     for line in file.read_text().splitlines():
         if not re.match(r"\s*default\s", line):
             continue
@@ -576,13 +434,13 @@ def read_defaults(file: Path) -> dict[str, dict[str, str]]:
         if name not in Settings.__dataclass_fields__:
             raise SettingsError(f"{file}: default {name}: {unknown(name, Settings.__dataclass_fields__)}")
         for of, _, text in (("", "", value), *(pair.partition("=") for pair in own)):
-            if of not in found:
+            if of not in defaults:
                 raise SettingsError(f"{file}: default {name}: {of}: no such stack; there are: {', '.join(STACKS)}")
             text = text.replace("$ROOT", str(file.resolve().parents[2]))
             if "$" in text or "`" in text:
                 raise SettingsError(f"{file}: default {name}: {text}: a value is plain text, bash does not read it")
-            found[of][name] = text
-    return found
+            defaults[of][name] = text
+    return defaults
 
 
 def profile_file(task_dir: Path, name: str) -> Path:
@@ -601,7 +459,7 @@ def values_of(environ: Mapping[str, str], root: Path = ROOT) -> dict[str, Value]
     """
     given = {name: environ[name] for name in Settings.__dataclass_fields__ if environ.get(name)}
     stage, complete = environ.get("STAGE", "train"), environ.get(COMPLETE)
-    if stage in EVALUATING and "TEMPERATURE" in given and not complete:  # of the evaluation, then
+    if stage_of(stage).evaluates and "TEMPERATURE" in given and not complete:  # of the evaluation, then
         given.setdefault("EVAL_TEMPERATURE", given["TEMPERATURE"])
         del given["TEMPERATURE"]
     name, none = given.get("STACK", ""), {}
@@ -615,7 +473,7 @@ def values_of(environ: Mapping[str, str], root: Path = ROOT) -> dict[str, Value]
         *of_profile,
         ("TEST_SIZE", {"TEST_SHARE": "1"} if "TEST_SIZE" in given else none),  # a default alone is held to a share
         (f"make {stage}", getattr(module, "STAGE_DEFAULTS", {}).get(stage, {})),
-        (f"make {stage}", STAGE_DEFAULTS.get(stage, {})),
+        (f"make {stage}", stage_of(stage).defaults),
         (f"train.sh, {name}", own.get(name, none)),
         ("train.sh", own.get("", none)),
     ]
@@ -627,11 +485,11 @@ def values_of(environ: Mapping[str, str], root: Path = ROOT) -> dict[str, Value]
 
     def early(name: str) -> str:
         """A variable that decides on layers, without them."""
-        found = first(name, [("", given), *layers, *below])
-        return found.text if found else shared[name]
+        value = first(name, [("", given), *layers, *below])
+        return value.text if value else shared[name]
 
     if (chosen := early("METHOD")) in METHODS:
-        layers.append((f"METHOD={chosen}", getattr(method(chosen), "DEFAULTS", {})))
+        layers.append((f"METHOD={chosen}", method(chosen).DEFAULTS))
     typed, values = environ.get("GIVEN", "").split(), {}
     for name, default in shared.items():
         if name in given:
@@ -658,14 +516,14 @@ def load_settings(environ: Mapping[str, str] | None = None, cls: type = Settings
     if cls is Settings:
         texts = {name: value.text for name, value in values_of(environ).items()}
         # Not where settings are COMPLETE: Ray hides the GPUs from processes of a training that use none.
-        if texts["N_GPUS"] == "0" or (os.environ.get("STAGE") in ON_GPUS and not os.environ.get(COMPLETE)):
-            _check_visible(texts["STACK"], texts["N_GPUS"])
+        if texts["N_GPUS"] == "0" or (stage_of(os.environ.get("STAGE", "")).gpu and not os.environ.get(COMPLETE)):
+            check_visible(texts["STACK"], texts["N_GPUS"])
     else:
         texts = {f.name: environ.get(f.name) or f.metadata["default"] for f in fields(cls)}
     settings = cls(**{f.name: _checked(f, texts[f.name]) for f in fields(cls)})
     if cls is Settings:
         if not settings.MINI_BATCH_SIZE:
-            prompts, steps = settings.TRAIN_BATCH_SIZE, getattr(method(settings.METHOD), "MINI_BATCHES", 1)
+            prompts, steps = settings.TRAIN_BATCH_SIZE, method(settings.METHOD).MINI_BATCHES
             counts = [count for count in range(1, 2 * steps) if prompts % count == 0]  # more are further than 1
             nearest = min(counts, key=lambda count: abs(count - steps))  # of equally near ones the fewer
             settings = replace(settings, MINI_BATCH_SIZE=prompts // nearest)
@@ -740,15 +598,11 @@ def _parallel_problems(s: Settings, stage: str) -> Iterator[str]:
     for name, value in (("TP", s.TP), ("SP", s.SP)):
         if value > 1 and s.STACK == "cpu":
             yield f"{name}={value}: is for GPUs; leave {name} out"
-        if s.N_GPUS % value and (name == "TP" or stage in TRAINING):  # an evaluation shares no sequences
+        if s.N_GPUS % value and (name == "TP" or stage_of(stage).plans):  # an evaluation shares no sequences
             yield f"{name}={value}: must divide N_GPUS={s.N_GPUS}"
     problem = getattr(stack(s.STACK), "SP_PROBLEM", "")
-    if s.SP > 1 and problem and stage in TRAINING and stage != "sft":
+    if s.SP > 1 and problem and stage_of(stage).plans and stage != "sft":
         yield f"SP={s.SP}: {problem}"
-    if s.SP > 1 and s.METHOD == "dpo":
-        yield f"SP={s.SP}: is for the RL methods; METHOD=dpo trains on whole sequences"
-    if s.OFFLOAD and s.METHOD == "dpo":
-        yield "OFFLOAD=1: is for the RL methods; METHOD=dpo does not sample while it trains"
     if s.SP > 1 and not s.MAX_TOKENS_PER_GPU:
         yield f"SP={s.SP}: shares sequences without padding; set MAX_TOKENS_PER_GPU"
 
@@ -757,14 +611,12 @@ def _multi_turn_problems(s: Settings) -> Iterator[str]:
     """What a multi-turn task cannot do."""
     if problem := getattr(stack(s.STACK), "MULTI_TURN_PROBLEM", ""):
         yield f"TASK={s.TASK}: {problem}"
-    single = {
-        "METHOD": (("dpo", "distill"), "take another METHOD"),
-        "TRUNCATED": (("shaped",), "take TRUNCATED=masked or counted"),
-    }
-    for name, (values, fix) in single.items():
-        if (value := getattr(s, name)) in values:
-            by = " of METHOD=dapo" if value == "shaped" and s.METHOD == "dapo" else ""
-            yield f"{name}={value}{by}: is for single-turn tasks; TASK={s.TASK} has episodes; {fix}"
+    for name, single, fix in (
+        ("METHOD", not method(s.METHOD).EPISODES, "take another METHOD"),
+        ("TRUNCATED", s.TRUNCATED == "shaped", "take TRUNCATED=masked or counted"),
+    ):
+        if single:
+            yield f"{name}={getattr(s, name)}: is for single-turn tasks; TASK={s.TASK} has episodes; {fix}"
     for name in ("REWARD", "REWARD_MODEL"):
         if getattr(s, name):
             yield f"{name}={getattr(s, name)}: TASK={s.TASK} has the rewards of its environment.py; leave {name} out"
@@ -775,26 +627,24 @@ def _multi_turn_problems(s: Settings) -> Iterator[str]:
 def _training_problems(s: Settings, stage: str) -> Iterator[str]:
     """Why the GPUs cannot share the batches of a training, or its steps are too few."""
     yield from batch_problems(s.TRAIN_BATCH_SIZE, s.MINI_BATCH_SIZE, s.ROLLOUT_N, s.N_GPUS, s.NNODES)
-    if s.METHOD == "dpo" and s.TRAIN_BATCH_SIZE % s.N_GPUS:
-        yield f"N_GPUS={s.N_GPUS}: must divide TRAIN_BATCH_SIZE={s.TRAIN_BATCH_SIZE}"
     if (s.INIT == "sft" or stage == "sft") and s.SFT_BATCH_SIZE % s.N_GPUS:
         yield f"N_GPUS={s.N_GPUS}: must divide SFT_BATCH_SIZE={s.SFT_BATCH_SIZE}"
-    by_sequences = s.METHOD == "dpo" and s.INIT == "base"  # TRL takes MICRO_BATCH_SIZE
-    if s.MAX_TOKENS_PER_GPU and not by_sequences:
+    if s.MAX_TOKENS_PER_GPU and s.needs_verl:
         yield from token_problems(s.MAX_TOKENS_PER_GPU, s.SP, s.MAX_PROMPT_LENGTH, s.MAX_RESPONSE_LENGTH)
     if s.METHOD == "ppo" and s.CRITIC_WARMUP >= s.STEPS:
         yield f"CRITIC_WARMUP={s.CRITIC_WARMUP}: leaves none of STEPS={s.STEPS} to the policy; set it lower"
     of_policy = s.STEPS - (s.CRITIC_WARMUP if s.METHOD == "ppo" else 0)
-    if s.METHOD != "dpo" and of_policy <= s.LR_WARMUP:  # the steps of DPO follow from its pairs
+    if not s.by_pairs and of_policy <= s.LR_WARMUP:
         after = f" after CRITIC_WARMUP={s.CRITIC_WARMUP}" if of_policy < s.STEPS else ""
         yield f"LR_WARMUP={s.LR_WARMUP}: the rate reaches LR in none of STEPS={s.STEPS}{after}; set it lower"
 
 
 def problems(s: Settings, stage: str) -> Iterator[str]:
-    """Values that do not fit together, one line each. Stages out of TRAINING share no batch among their GPUs."""
+    """Values that do not fit together, one line each; only for a training must a batch fit the GPUs."""
     if s.multi_turn:
         yield from _multi_turn_problems(s)
-    if stage in TRAINING:
+    if stage_of(stage).plans:
+        yield from method(s.METHOD).refusals(s, [])
         yield from _training_problems(s, stage)
     yield from _parallel_problems(s, stage)
     if 0 < s.TRAIN_SIZE < s.TRAIN_BATCH_SIZE:
@@ -803,16 +653,9 @@ def problems(s: Settings, stage: str) -> Iterator[str]:
         yield f"TEST_FREQ={s.TEST_FREQ}: validates on the dev set; set DEV_SIZE, or TEST_FREQ=0"
     if s.PATIENCE and not s.TEST_FREQ:
         yield f"PATIENCE={s.PATIENCE}: counts validations; set TEST_FREQ, or PATIENCE=0"
-    if s.PATIENCE and s.METHOD == "dpo":
-        yield f"PATIENCE={s.PATIENCE}: counts validations, and METHOD=dpo has none; leave PATIENCE out"
-    if s.METHOD == "dpo" and s.NNODES > 1:
-        yield f"NNODES={s.NNODES}: METHOD=dpo trains on one machine; leave NNODES out"
-    if s.METHOD == "dpo" and s.TRUNCATED != "counted":
-        yield f"TRUNCATED={s.TRUNCATED}: is for the RL methods; METHOD=dpo learns from pairs"
-    if s.METHOD == "dpo" and s.REWARD_MODEL:
-        yield "REWARD_MODEL: is for the RL methods; METHOD=dpo learns from pairs"
-    if s.TRUNCATED == "shaped" and s.METHOD != "dapo" and (s.METHOD == "distill" or s.REWARD_MODEL):
-        what = "REWARD_MODEL is the whole reward" if s.REWARD_MODEL else "METHOD=distill learns from no reward"
+    learns = method(s.METHOD).REWARD or s.by_pairs
+    if s.TRUNCATED == "shaped" and s.METHOD != "dapo" and (not learns or s.REWARD_MODEL):
+        what = "REWARD_MODEL is the whole reward" if s.REWARD_MODEL else f"METHOD={s.METHOD} learns from no reward"
         yield f"TRUNCATED=shaped: {what}; take TRUNCATED=masked or counted"
     if s.TEACHER and s.METHOD != "distill":
         yield f"TEACHER={s.TEACHER}: is for METHOD=distill; METHOD={s.METHOD} has none"
@@ -838,15 +681,6 @@ def shown_default(f: Field) -> str:
     return (default.__doc__ if callable(default) else default) or "-"
 
 
-def help_text() -> str:
-    """One line for each variable: name, shared default, help."""
-
-    def lines(cls: type) -> list[str]:
-        return [f"  {f.name:<24}{shown_default(f):<28}{f.metadata['help']}" for f in fields(cls) if f.name != "STAGE"]
-
-    return "\n".join([*lines(Settings), "", "Variables of single commands:", *lines(Command)])
-
-
 def table(environ: Mapping[str, str]) -> str:
     """`make settings`: every variable with its value, where that comes from, and its help. Raises SettingsError."""
     values, settings = values_of(environ), load_settings(environ)
@@ -857,7 +691,3 @@ def table(environ: Mapping[str, str]) -> str:
         f"{f.name:<24}{texts[f.name]:<{wide}}{values[f.name].source:<{sources}}{f.metadata['help']}"
         for f in fields(Settings)
     )
-
-
-if __name__ == "__main__":
-    print(help_text())

@@ -18,10 +18,11 @@ from hypothesis import strategies as st
 
 from tasks.common.data.prepare import distinct, too_long
 from tasks.common.data.records import load
+from tasks.common.digest import imported
 from tasks.common.rewards.answers import RewardError
 from tasks.common.rewards.tool_calls import render_calls
 from tasks.common.rows import Example
-from tasks.common.settings import ROOT, _imported
+from tasks.common.settings import ROOT
 from tasks.tool_calling.dialogues import DIFFICULTIES, TOOLS, dialogues
 from tasks.tool_calling.prepare_data import examples, from_file, generate
 from tasks.tool_calling.reward import VARIANTS, compute_score
@@ -487,6 +488,6 @@ def test_metrics():
 
 def test_the_data_are_made_by_the_dialogues_and_not_by_the_benchmark():
     script = ROOT / "tasks/tool_calling/prepare_data.py"
-    names = {str(path.relative_to(ROOT)) for path in _imported(ast.parse(script.read_bytes()), script)}
+    names = {str(path.relative_to(ROOT)) for path in imported(ast.parse(script.read_bytes()), script)}
     assert "tasks/tool_calling/dialogues.py" in names and "tasks/common/data/prepare.py" in names
     assert "tasks/tool_calling/bfcl.py" not in names

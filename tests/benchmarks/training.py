@@ -31,12 +31,13 @@ from pathlib import Path
 
 import torch
 
-from tasks.common.launch.plan import planned
+from tasks.common.launch.plan import rl_plan
 from tasks.common.machine.speed import QWEN25_3B
 from tasks.common.models.find import resolve_model
 from tasks.common.process import Progress, StageFailed, errors_in_one_line, run
+from tasks.common.runs.run import Run
 from tasks.common.settings import Settings, SettingsError, artifacts, load_settings
-from tasks.common.training import verl_config, verl_versions
+from tasks.common.training import parity, verl_config, verl_versions
 
 PHASES = ("gen", "reward", "old_log_prob", "adv", "update_actor", "update_weights", "step")
 PEAK = ("actor/perf/max_memory_allocated_gb", "perf/max_memory_allocated_gb")  # of verl 0.9.1 and 0.6.1
@@ -111,7 +112,8 @@ def random_model(folder: Path, tokenizer_of: str) -> Path:
 def train(s: Settings, model: str, out: Path, steps: int, extra: list[str]) -> dict[int, dict]:
     """Metrics by step of ``steps`` GRPO steps. Raises StageFailed when the training fails."""
     own = [f"trainer.total_training_steps={steps}", "trainer.save_freq=-1", "trainer.test_freq=-1"]
-    plan = planned(s.METHOD, s, out, model, overrides=[*extra, *own, "trainer.rollout_data_dir=null"])
+    arguments = [*extra, *own, "trainer.rollout_data_dir=null"]
+    plan = rl_plan(s, Run.read(out), model, parity.decided(s), arguments)
     return watched(plan.command, out, steps, plan.environment)
 
 

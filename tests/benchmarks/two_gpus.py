@@ -16,8 +16,9 @@ from tasks.common.evaluation.rollouts import read_rollouts
 from tasks.common.evaluation.sample import Hardware, Job, Scoring, load, sample
 from tasks.common.machine.hardware import nvidia
 from tasks.common.models.find import resolve_model
-from tasks.common.runs.folder import read_metrics
-from tasks.common.settings import gpu_numbers, stack
+from tasks.common.runs.run import read_metrics
+from tasks.common.settings import stack
+from tasks.common.visible_gpus import gpu_numbers
 
 SAMPLES, LENGTH = 16, 256  # a prompt's, and the tokens of each
 ENGINE_TARGET, SCALE_TARGET = 1.8, 0.92

@@ -20,8 +20,8 @@ import psutil
 import pyarrow.parquet as pq
 import yaml
 
-from tasks.common.runs import folder
 from tasks.common.runs.launches import launches
+from tasks.common.runs.run import read_metrics, whole_steps
 from tests.helpers import MAKE, ROOT, SMALL, outside_make
 
 STEPS = "2"
@@ -227,8 +227,8 @@ def result_of(artifacts: Path, task: str = "countdown") -> dict:
     for run in sorted(file.parent for file in (artifacts / "runs" / task).glob("*/settings.json")):
         rollouts = {file.name: len(file.read_text().splitlines()) for file in sorted(run.glob("rollouts/*.jsonl"))}
         found[run.name] = {
-            "steps": list(folder.read_metrics(run)),
-            "checkpoints": folder.checkpoints(run),
+            "steps": list(read_metrics(run)),
+            "checkpoints": [*whole_steps(run)],
             "outcome": json.loads((run / "outcome.json").read_text())["outcome"],
             "rollouts": rollouts,
             "a record": len(launches(run)) > 0,

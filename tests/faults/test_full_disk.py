@@ -19,7 +19,7 @@ import pytest
 
 from tasks.common.models.merge import has_weights
 from tasks.common.rows import chat, rl_row, rl_schema, write_parquet
-from tasks.common.runs import folder
+from tasks.common.runs.run import last_step
 from tasks.common.settings import load_settings
 from tests.adapters import saved as saved_adapter
 from tests.faults.chain import CHAIN, STEPS, Watched, half_files, partial_files, result_of, table_of, texts
@@ -88,7 +88,7 @@ def lasting(artifacts: Path) -> dict[str, str]:
 
 def saved(artifacts: Path) -> dict[str, int]:
     """The last whole checkpoint of each run. Half of one may be written again, an old one removed."""
-    return {str(run): folder.last_step(run) for run in artifacts.glob("runs/*/*") if run.is_dir()}
+    return {str(run): last_step(run) for run in artifacts.glob("runs/*/*") if run.is_dir()}
 
 
 def attempt(disk: Disk, room: int, start: Callable[[], Watched], after: str = "") -> str:

@@ -18,7 +18,7 @@ def check_held_out(s: Settings, names: Iterable[str]) -> None:
     held_out = [s.data_dir / f"{name}.parquet" for name in names if name in HELD_OUT]
     if s.TRAIN_FILE:
         check_disjoint(s.train_file, held_out)
-    if s.METHOD == "dpo" and s.PAIRS_FILE:
+    if s.by_pairs and s.PAIRS_FILE:
         check_pairs(Path(s.PAIRS_FILE).expanduser(), held_out, pairs_columns(s))
 
 

@@ -9,7 +9,7 @@ from unittest import mock
 
 from tasks.common.evaluation import engines
 from tasks.common.evaluation.rollouts import Completion
-from tasks.common.settings import gpu_groups, named_gpus
+from tasks.common.visible_gpus import gpu_groups, named_gpus
 
 SECONDS_TO_END = 20
 

@@ -10,7 +10,8 @@ from tasks.common.evaluation.statistics import pooled_mean
 from tasks.common.evaluation.summary import Difference, by_prompt, differences, summarize
 from tasks.common.evaluation.tables import comparison_table, markdown_table, markdown_text, p_text, show_table, sizes
 from tasks.common.files import write_json, write_text
-from tasks.common.runs.folder import read_metrics, recorded, run_of
+from tasks.common.runs.folder import run_of
+from tasks.common.runs.run import read_metrics, recorded
 from tasks.common.settings import REPORTING, Settings, artifacts, fingerprint
 
 START = "start"

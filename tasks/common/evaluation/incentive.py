@@ -14,7 +14,8 @@ from tasks.common.evaluation import probe
 from tasks.common.evaluation.exploits import SOME, THINKING, TURN, Row, visible
 from tasks.common.files import read_json
 from tasks.common.guarded import Guarded
-from tasks.common.runs.folder import all_runs, read_metrics, recorded
+from tasks.common.runs.folder import all_runs
+from tasks.common.runs.run import read_metrics, recorded
 from tasks.common.settings import Settings
 
 MUCH = 0.2  # of what a right answer earns more than none, where no samples of the start are known

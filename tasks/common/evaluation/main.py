@@ -17,7 +17,8 @@ from tasks.common.process import errors_in_one_line
 from tasks.common.rewards.answers import JudgeError
 from tasks.common.rewards.environment import Environment
 from tasks.common.rows import DataError
-from tasks.common.runs.folder import more_training, read_metrics, run_of
+from tasks.common.runs.folder import more_training, run_of
+from tasks.common.runs.run import Run
 from tasks.common.runs.validation import best
 from tasks.common.settings import Command, Settings, SettingsError, artifacts, fingerprint, load_settings
 
@@ -48,27 +49,28 @@ def evaluate(s: Settings, command: Command, scoring: Scoring, models: dict[str, 
     print(*outcome(pair, summaries, changes), sep="\n")
     if changes:
         warm_up = summaries[before]["metrics"].get("pass@1") if before == "sft" else None
-        change, run_dir = changes[headline(changes)], run_of(models[last], s.runs_dir)
-        if last != "sft" and (tries := next_steps(s, models[before], change, warm_up, run_dir)):
+        change, folder = changes[headline(changes)], run_of(models[last], s.runs_dir)
+        run = Run.read(folder) if folder else None
+        if last != "sft" and (tries := next_steps(s, models[before], change, warm_up, run)):
             print("\n".join(["What to try:", *(f"  {line}" for line in tries)]), flush=True)
     return report_errors([r for rollouts in all_rollouts.values() for r in rollouts])
 
 
-def next_steps(s: Settings, start: str, change: Difference, warm_up: dict | None, run_dir: Path | None) -> list[str]:
+def next_steps(s: Settings, start: str, change: Difference, warm_up: dict | None, run: Run | None) -> list[str]:
     """What to try where a training from the model ``start`` with ``s`` brought no clear gain; else nothing.
 
-    ``warm_up``: pass@1 of the SFT warm-up, where the training started from one. ``run_dir``: the last round, if known.
+    ``warm_up``: pass@1 of the SFT warm-up, where the training started from one. ``run``: the last round, if known.
     """
     if (judged := verdict(change)) == GAIN:
         return []
-    dev = read_metrics(run_dir, strict=False) if run_dir else {}
+    dev = run.metrics if run else {}
     top, last = best(dev), max(dev, default=0)
     if judged == LOSS:
         return _after_a_loss(s, validated=top is not None)
     file = probe.newest(s.TASK, lambda model: model == start)
     without = f"make probe TASK={s.TASK} says whether the data has signal for it"
-    more = [f"{what}: the same command with {change}" for change, what in more_training(s, run_dir)]
-    if s.METHOD == "dpo":
+    more = [f"{what}: the same command with {change}" for change, what in more_training(s, run)]
+    if s.by_pairs:
         more[-1] += f", or a weaker pull to the start: DPO_BETA={s.DPO_BETA / 2:g}"
     rare = warm_up is not None and warm_up["value"] < probe.RARE
     rate = f"another learning rate: LR={2 * s.LR:g}, and lower if the reward falls"
@@ -84,7 +86,7 @@ def next_steps(s: Settings, start: str, change: Difference, warm_up: dict | None
 def _after_a_loss(s: Settings, validated: bool) -> list[str]:
     """What to try where the training made the model worse. ``validated``: so this is its best checkpoint already."""
     rate = f"a lower learning rate: LR={s.LR / 2:g}"
-    if s.METHOD == "dpo":
+    if s.by_pairs:
         fewer = [f"fewer epochs over the pairs: DPO_EPOCHS={s.DPO_EPOCHS - 1}"] if s.DPO_EPOCHS > 1 else []
         return [f"{rate}, or a stronger pull to the start: DPO_BETA={2 * s.DPO_BETA:g}", *fewer]
     earlier = "an earlier checkpoint: validate (TEST_FREQ), keep more (KEEP) and take STEP=best"

@@ -16,7 +16,8 @@ from tasks.common.evaluation.statistics import Estimate, bootstrap_mean
 from tasks.common.evaluation.tables import show_table, sizes
 from tasks.common.files import read_json, write_json
 from tasks.common.rows import DataError, read_rows, write_parquet
-from tasks.common.runs.folder import recorded, run_of
+from tasks.common.runs.folder import run_of
+from tasks.common.runs.run import recorded
 from tasks.common.settings import Command, Settings, SettingsError, artifacts
 
 RARE = 0.05  # accuracy of a start below which RL sees too few right answers

@@ -37,15 +37,8 @@ from tasks.common.process import Progress, StageFailed, run
 from tasks.common.rewards.environment import Environment
 from tasks.common.rewards.episode import Limits
 from tasks.common.rows import DataError, decoded, read_rows, tools_of
-from tasks.common.settings import (
-    Settings,
-    SettingsError,
-    code_digest,
-    fingerprint,
-    gpu_groups,
-    judge_settings,
-    visible_gpus,
-)
+from tasks.common.settings import Settings, SettingsError, code_digest, fingerprint, judge_settings
+from tasks.common.visible_gpus import gpu_groups, visible_gpus
 
 ENGINE_SAMPLES = 512  # one more engine on the same GPU is not worth its start with fewer
 MOST_SHARING = 4

@@ -33,6 +33,7 @@ from tasks.common.rewards.examples import check_episodes, check_examples
 from tasks.common.rows import DataError, decoded, read_rows, tools_of, validate_parquet
 from tasks.common.runs import folder
 from tasks.common.settings import Settings, SettingsError, code_digest, teacher_gpus
+from tasks.common.stages import stage_of
 from tasks.common.text import one_line
 from tasks.common.training import parity
 
@@ -98,8 +99,8 @@ def disk(
     sizes, largest = [each for each in [warm_up(s, parameters)] if each], 0.0
     for run in runs or [s]:
         count, size = checkpoints(run, parameters)
-        folders = folder.rounds(run, arguments) if arguments is not None else []
-        sizes += [size] * (count - 1 - sum(len(folder.checkpoints(each)) for each in folders))
+        begun = folder.rounds(run, arguments) if arguments is not None else []
+        sizes += [size] * (count - 1 - sum(len(each.steps) for each in begun))
         largest = max(largest, size)
     sizes += [largest] * min(jobs, len(runs) or 1)  # that are being written
     if free < (need := sum(sizes)):
@@ -320,7 +321,7 @@ def measured(tokenizer, file: Path) -> tuple[list[int], int]:
 
 def numbers(s: Settings) -> Iterator[Finding]:
     """Whether a pass of the stack computes MODEL's own log-probs and gradient (training/parity.py)."""
-    if s.METHOD == "dpo" and s.INIT == "base":
+    if not s.needs_verl:
         return  # TRL has passes of its own
     found = parity.play(s)
     if "unknown" in found:
@@ -390,7 +391,7 @@ def findings(
     smi = hardware.nvidia() if s.STACK != "cpu" else None
     started = time.monotonic()  # without a driver that is slow to start
     wrong = list(model(s))
-    continued = arguments if stage in ("train", "dpo", "all", "experiment") else None
+    continued = arguments if stage_of(stage).trains else None
     at_once = jobs_of(s, runs, jobs)
     checks = [of_machine(s, smi, runs, arguments, at_once), disk(s, runs, jobs, continued), packages(s), ray(s)]
     checks += [judge(s), reward(s), data(s, stage != "doctor")]

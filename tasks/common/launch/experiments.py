@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from tasks.common import settings
-from tasks.common.launch.task import environment
+from tasks.common import settings, visible_gpus
+from tasks.common.launch.task import exported
 from tasks.common.process import StageFailed, die_with_parent
-from tasks.common.runs.folder import rl_dir
+from tasks.common.runs.folder import rl_run
 from tasks.common.settings import Command, Settings, SettingsError, load_settings
 
 POLL_SECONDS = 0.2
@@ -33,13 +33,13 @@ def planned(s: Settings, command: Command) -> dict[str, Settings]:
         raise SettingsError(f"METHODS={command.METHODS}: name two or more, separated by commas, or several LRS")
     if len(named) < len(chosen):
         raise SettingsError(f"LRS={command.LRS}: two of them are the same rate; leave one out")
-    mini = min((each.MINI_BATCH_SIZE for each in chosen if each.METHOD != "dpo"), default=0)
+    mini = min((each.MINI_BATCH_SIZE for each in chosen if not each.by_pairs), default=0)
     runs = {}
     # Seeds outermost: an interrupted experiment has complete seeds.
     for seed in range(s.TRAIN_SEED, s.TRAIN_SEED + command.SEEDS):
         for each in chosen:
             name = f"{s.RUN}-{each.METHOD}-{each.LR:g}-{seed}" if s.RUN else ""
-            own = each.MINI_BATCH_SIZE if each.METHOD == "dpo" else mini
+            own = each.MINI_BATCH_SIZE if each.by_pairs else mini
             run = replace(each, MINI_BATCH_SIZE=own, TRAIN_SEED=seed, RUN=name)
             runs[f"{each.METHOD}@{each.LR:g}#{seed}"] = run
     return runs
@@ -51,7 +51,7 @@ def gpu_groups(runs: Sequence[Settings], jobs: int) -> list[list[str]]:
     One empty group where a training sees all of them.
     """
     s = runs[0]
-    groups = settings.gpu_groups(s.N_GPUS + settings.teacher_gpus(runs), jobs) if s.STACK != "cpu" else []
+    groups = visible_gpus.gpu_groups(s.N_GPUS + settings.teacher_gpus(runs), jobs) if s.STACK != "cpu" else []
     return groups if len(groups) > 1 else [[]]
 
 
@@ -83,7 +83,7 @@ def train_at_once(runs: dict[str, Settings], arguments: list[str], jobs: int) ->
         while waiting or running:
             while waiting and free:
                 label, gpus = waiting.pop(0), free.pop(0)
-                log = rl_dir(runs[label], arguments) / "job.log"
+                log = rl_run(runs[label], arguments).folder / "job.log"
                 print(f"  {label}: {log}", flush=True)
                 running[label] = _started(runs[label], arguments, log, gpus, shared), log, gpus, time.monotonic()
             time.sleep(POLL_SECONDS)
@@ -112,7 +112,7 @@ def _started(s: Settings, arguments: list[str], log: Path, gpus: list[str], shar
     own = {"SHARED_GPU": str(shared)} if shared > 1 else {}  # verl_plugins/shared_gpu.py
     own |= {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
     share = replace(s, GPU_MEMORY_UTILIZATION=s.GPU_MEMORY_UTILIZATION / shared)
-    command, env = [sys.executable, "-m", "tasks.common.launch.main", "one_of_many"], environment(share) | own
+    command, env = [sys.executable, "-m", "tasks.common.launch.main", "one_of_many"], exported(share) | own
     with log.open("w") as output:
         return subprocess.Popen(
             [*command, *arguments], env=env, stdout=output, stderr=subprocess.STDOUT, preexec_fn=die_with_parent

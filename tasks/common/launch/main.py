@@ -24,40 +24,19 @@ from tasks.common.evaluation.tables import total_time
 from tasks.common.guarded import Guarded, asks_judge
 from tasks.common.interrupts import interrupt_on_sigterm
 from tasks.common.launch import doctor, experiments, rehearse, train
-from tasks.common.launch.plan import planned
-from tasks.common.launch.task import compute_score_of, environment, load_reward, own_stages, script, stack_environment
+from tasks.common.launch.plan import rl_plan
+from tasks.common.launch.task import compute_score_of, exported, load_reward, script, stack_environment
 from tasks.common.leftovers import Launch
 from tasks.common.models.find import embedded_folder, resolve_model, whole_model
-from tasks.common.models.merge import base_of, is_adapter, merge_note, whole_folder
+from tasks.common.models.merge import base_of, is_adapter, merge, merge_note, whole_folder
 from tasks.common.process import Progress, errors_in_one_line, run
 from tasks.common.rewards.answers import RewardError
 from tasks.common.rows import DataError, validate_parquet
 from tasks.common.runs import folder
-from tasks.common.settings import Command, Settings, SettingsError, artifacts, given_arguments, load_settings
-from tasks.common.training import verl_versions
-
-# Goals that need verl to train or to show its config.
-TRAINING = ("sft", "train", "dpo", "all", "experiment", "config", "certify")
-# Goals that know no episodes.
-SINGLE_TURN = ("rescore", "dpo")
-# Goals that use an existing model: of a run, or MODEL.
-ABOUT_A_RUN = ("eval", "compare", "merge", "chat", "batch")
-# The stages of each goal, in order. A stage of the task's own comes after data and model.
-STAGES_OF = {
-    "data": ("data",),
-    "sft": ("data", "model", "sft"),
-    "train": ("data", "model", "sft", "train", "eval"),
-    "dpo": ("data", "model", "sft", "train", "eval"),
-    "all": settings.WHOLE,
-    "attack": ("data", "attack"),
-    "probe": ("data", "model", "probe"),
-    "certify": ("data", "model", "certify"),
-    "eval": ("data", "model", "eval"),
-    "compare": ("data", "model", "compare"),
-    "merge": ("merge",),
-    "chat": ("data", "model"),
-    "batch": ("data", "model"),
-}
+from tasks.common.runs.run import Run, export
+from tasks.common.settings import Command, Settings, SettingsError, artifacts, given_arguments, load_settings, method
+from tasks.common.stages import STAGES, Stage, own_stages, stage_of
+from tasks.common.training import parity, verl_versions
 
 
 @dataclass(frozen=True)
@@ -69,28 +48,39 @@ class Job:
     command: Command
     arguments: list[str]
     model: str = ""
-    run_dir: Path | None = None  # the run to use; None: MODEL itself, or a training that has not started
+    run: Run | None = None  # the run to use; None: MODEL itself, or a training that has not started
+
+    @property
+    def stage(self) -> Stage:
+        return stage_of(self.goal)
+
+    @property
+    def parts(self) -> list[str]:
+        """What it runs, in order."""
+        parts = [*self.stage.parts, *([self.goal] if self.goal not in STAGES else [])]
+        return [part for part in parts if part != "sft" or self.goal == "sft" or self.s.INIT == "sft"]
 
     @property
     def trains(self) -> bool:
-        return self.goal in ("train", "dpo", "all")
+        """Whether it is one training, whose result it evaluates."""
+        return "train" in self.stage.parts
 
     @property
-    def trained(self) -> Path | None:
-        """The run that a stage is about: after a training the one of these settings."""
-        return folder.rounds(self.s, self.arguments)[-1] if self.trains else self.run_dir
+    def trained(self) -> Run | None:
+        """The run that a stage is about: after a training the one of these settings, as it is now."""
+        return folder.rounds(self.s, self.arguments)[-1] if self.trains else self.run
 
     def base(self) -> str:
         """MODEL as a folder or hub id."""
         return resolve_model(self.s.MODEL, self.command.BASE)
 
-    def checkpoint(self, run_dir: Path) -> str:
+    def checkpoint(self, of: Run) -> str:
         """The checkpoint STEP of a run."""
-        return str(folder.hf_folder(run_dir, self.command.STEP))
+        return str(export(of, self.command.STEP))
 
     def chosen(self) -> str:
         """For chat and batch: the checkpoint STEP of the run; without a run MODEL."""
-        return self.checkpoint(self.run_dir) if self.run_dir else self.base()
+        return self.checkpoint(self.run) if self.run else self.base()
 
 
 # ---- stages --------------------------------------------------------------------------------------------------------
@@ -98,7 +88,7 @@ class Job:
 
 def data(job: Job) -> str:
     """Prepare the data if it is not up to date, and check TRAIN_FILE where a training reads it."""
-    s, training = job.s, job.trains or job.goal in ("data", "sft", "attack", "probe", "certify", "experiment")
+    s, training = job.s, not job.stage.about_a_run
     manifest = read_manifest(s.data_dir)
     fresh = manifest.get("fingerprint") == s.data_fingerprint()
     fresh = fresh and all((s.data_dir / f"{name}.parquet").is_file() for name in manifest["rows"])
@@ -114,7 +104,7 @@ def data(job: Job) -> str:
         validate_parquet(s.data_dir / f"{name}.parquet", "sft" if name == "sft" else "rl")
     if training:
         _check_own_files(s, manifest["rows"])
-    if job.trains and not s.multi_turn and s.METHOD not in ("dpo", "distill") and not s.REWARD_MODEL:
+    if job.trains and not s.multi_turn and method(s.METHOD).REWARD and not s.REWARD_MODEL:
         _warn_of_guesses(s)
     own_file = f"; training on {s.train_file}" if training and s.TRAIN_FILE else ""
     return f"{'up to date: ' if fresh else ''}{describe(manifest, s)}{own_file}"
@@ -149,27 +139,26 @@ def model(job: Job) -> str:
 
 def models_of(job: Job) -> dict[str, str]:
     """Models to evaluate, by label: base, warm-up and the checkpoint STEP of the run; without a run only MODEL."""
-    run_dir = job.trained
-    if run_dir is None:
+    trained = job.trained
+    if trained is None:
         return {"model" if job.model else "base": job.base()}
-    models, earlier = {"base": job.base()}, folder.lineage(run_dir)[:-1]
-    if folder.recorded(run_dir)["kind"] == "sft":
-        return models | {"sft": job.checkpoint(run_dir)}
+    if trained.record["kind"] == "sft":
+        return {"base": job.base(), "sft": job.checkpoint(trained)}
+    models, rounds = {"base": job.base()}, folder.lineage(trained)
     if job.s.INIT == "sft":
-        models["sft"] = warm_up_of(job, run_dir)
-    models |= {f"round{number}": str(folder.hf_folder(run)) for number, run in enumerate(earlier, 1)}
-    return models | {f"round{len(earlier) + 1}" if earlier else job.s.METHOD: job.checkpoint(run_dir)}
+        models["sft"] = warm_up_of(job, rounds[0])
+    models |= {f"round{number}": str(export(each)) for number, each in enumerate(rounds[:-1], 1)}
+    return models | {f"round{len(rounds)}" if rounds[1:] else job.s.METHOD: job.checkpoint(trained)}
 
 
-def warm_up_of(job: Job, run_dir: Path) -> str:
-    """The checkpoint that the first round of ``run_dir`` began with. Raises SettingsError where it is gone."""
-    first = folder.lineage(run_dir)[0]
-    start = folder.recorded(first)["start"]
+def warm_up_of(job: Job, first: Run) -> str:
+    """The checkpoint that the round ``first`` began with. Raises SettingsError where it is gone."""
+    start = first.record["start"]
     if Path(start).is_absolute() and not Path(start).is_dir():  # a hub id is neither
         again = f"`make sft TASK={job.s.TASK}` with the settings of that run makes it again"
         fix = again if folder.sft_dir(job.s) in Path(start).parents else "put it back"
         fix += ", or give BASE" if job.goal == "compare" else ""
-        raise SettingsError(f"RUN={first.name}: the model that it began with, {start}, is gone; {fix}")
+        raise SettingsError(f"RUN={first.folder.name}: the model that it began with, {start}, is gone; {fix}")
     return start
 
 
@@ -188,8 +177,8 @@ def start_of(job: Job) -> str:
     """MODEL, or the warm-up that RL would start from once there is one."""
     s = job.s
     if not job.model and s.INIT == "sft":
-        if folder.last_step(folder.sft_dir(s)):
-            return str(folder.hf_folder(folder.sft_dir(s)))
+        if (warm_up := Run.read(folder.sft_dir(s))).steps:
+            return str(export(warm_up))
         print(f"  no warm-up yet, so this is {s.MODEL}; make sft TASK={s.TASK} trains one", flush=True)
     return job.base()
 
@@ -212,7 +201,7 @@ def certify(job: Job) -> str:
         log=file.with_name("certify.log"),
         total=1,
         watch=lambda: Progress(int(file.is_file()), " playing episodes"),
-        environment=environment(s) | multiprocessing,
+        environment=exported(s) | multiprocessing,
     )
     return certified(file)
 
@@ -225,11 +214,11 @@ def attack(job: Job) -> str:
 
 def compare(job: Job) -> str:
     """BASE (default: what the run began with, beside its warm-up) against MODEL, or the run's checkpoint STEP."""
-    s, base, run_dir, warm_up = job.s, job.command.BASE, job.trained, []
-    if run_dir:
-        trained = job.checkpoint(run_dir)
-        if not base and folder.recorded(run_dir)["kind"] == "rl" and s.INIT == "sft":
-            warm_up = [warm_up_of(job, run_dir)]
+    s, base, of, warm_up = job.s, job.command.BASE, job.trained, []
+    if of:
+        trained = job.checkpoint(of)
+        if not base and of.record["kind"] == "rl" and s.INIT == "sft":
+            warm_up = [warm_up_of(job, folder.lineage(of)[0])]
         base = base or s.MODEL
     elif job.model:
         trained, adapter = job.base(), Path(job.model).expanduser()
@@ -247,16 +236,16 @@ def default_model() -> str:
 
 
 def merged(job: Job) -> str:
-    run_dir = job.trained
+    trained = job.trained
     if is_adapter(Path(job.model).expanduser()):
-        found = Path(whole_model(resolve_model(job.model, job.command.BASE)))
-    elif run_dir is None:
+        model = Path(whole_model(resolve_model(job.model, job.command.BASE)))
+    elif trained is None:
         raise SettingsError(f"there is no checkpoint to merge yet: run `make train TASK={job.s.TASK}`, or set RUN")
-    elif found := whole_folder(folder.shards(run_dir, folder.find_step(run_dir, job.command.STEP))):
-        return f"nothing to do: {found} has the whole model already{merge_note(found)}"
+    elif model := whole_folder(checkpoint := trained.checkpoint(job.command.STEP)):
+        return f"nothing to do: {model} has the whole model already{merge_note(model)}"
     else:
-        found = folder.merged_folder(run_dir, job.command.STEP)
-    return f"written: {found}{merge_note(found)}"
+        model = merge(checkpoint, trained.base)
+    return f"written: {model}{merge_note(model)}"
 
 
 def trained_rl(job: Job) -> str:
@@ -273,7 +262,7 @@ def trained_rl(job: Job) -> str:
         return train.train(job.s, job.arguments)
 
 
-STAGES: dict[str, Callable[[Job], str]] = {
+PARTS: dict[str, Callable[[Job], str]] = {
     "data": data,
     "model": model,
     "sft": lambda job: train.sft(job.s),
@@ -293,23 +282,22 @@ def experiment(job: Job, runs: dict[str, Settings]) -> None:
     if few := experiments.few_cores(runs, job.command.JOBS):
         print(f"warning: {few}", flush=True)
     for each in {each.METHOD: each for each in runs.values()}.values():
-        train.check(each, arguments)
+        train.check_training(each, arguments)
     for each in runs.values():
-        steps = folder.last_step(run_dir := folder.rl_dir(each, arguments))
-        if steps > folder.wanted_steps(run_dir, each):
-            longer = f"STEPS={each.STEPS}: {run_dir.name} has {steps} steps already, which would be compared"
-            raise SettingsError(f"{longer}; take STEPS={steps}, or another RUN")
+        begun = folder.rl_run(each, arguments)
+        if begun.last > begun.wanted(each):
+            longer = f"STEPS={each.STEPS}: {begun.folder.name} has {begun.last} steps already, which would be compared"
+            raise SettingsError(f"{longer}; take STEPS={begun.last}, or another RUN")
 
     def compared() -> str:
-        folders = {label: folder.rounds(each, arguments)[-1] for label, each in runs.items()}
-        models = {"start": train.start_model(s)} | {label: str(folder.hf_folder(run)) for label, run in folders.items()}
+        trained = {label: folder.rounds(each, arguments)[-1] for label, each in runs.items()}
+        models = {"start": train.start_model(s)} | {label: str(export(each)) for label, each in trained.items()}
         gpus = s.N_GPUS * len(experiments.gpu_groups([*runs.values()], job.command.JOBS))
         os.environ["STAGE"] = "compare"  # these GPUs share no batch
         script(replace(s, N_GPUS=gpus), "evaluate.py", "experiment", *labelled(models))
         return f"{len(models)} models"
 
-    names = ("data", "model", "sft") if s.INIT == "sft" else ("data", "model")
-    stages = {name: functools.partial(STAGES[name], job) for name in names}
+    stages = {name: functools.partial(PARTS[name], job) for name in job.parts}
     if job.command.JOBS > 1:
         stages |= {"train": lambda: experiments.train_at_once(runs, arguments, job.command.JOBS)}
     else:
@@ -350,20 +338,18 @@ def run_stages(stages: dict[str, Callable[[], str]], first: str = "data") -> Non
         print(f"  {stage()} ({time.monotonic() - started:.0f} s)", flush=True)
 
 
-def closing(s: Settings, run_dirs: list[Path], step: str = "") -> None:
+def closing(s: Settings, rounds: list[Run], step: str = "") -> None:
     """After the table of the checkpoint STEP=``step``: which it is, the time, the folder and the next commands."""
-    rows = [row for run_dir in run_dirs for row in folder.read_metrics(run_dir, strict=False).values()]
-    seconds = sum(row.get("timing_s/step", 0.0) for row in rows)
-    steps = sum(map(folder.last_step, run_dirs))
-    if (last := folder.last_step(run_dirs[-1])) and folder.find_step(run_dirs[-1], step) != last:
-        print(f"the table is of the {chosen_step(run_dirs[-1], step)}")
-    launched = sum(len(list(run_dir.glob("metrics/*.jsonl"))) for run_dir in run_dirs)
-    earlier = f" in {launched} launches" if launched > len(run_dirs) else ""  # the time in all is of this one
-    print(
-        f"{steps} steps, {seconds:.0f} s of training{earlier}{total_time(bool(earlier))}; all of it in {run_dirs[-1]}"
-    )
+    last = rounds[-1]
+    seconds = sum(row.get("timing_s/step", 0.0) for each in rounds for row in each.metrics.values())
+    if last.steps and last.step(step) != last.last:
+        print(f"the table is of the {chosen_step(last, step)}")
+    launches = sum(each.launches for each in rounds)
+    earlier = f" in {launches} launches" if launches > len(rounds) else ""  # the time in all is of this one
+    times = f"{seconds:.0f} s of training{earlier}{total_time(bool(earlier))}"
+    print(f"{sum(each.last for each in rounds)} steps, {times}; all of it in {last.folder}")
     print("\nNext:")
-    change, what = folder.more_training(s, run_dirs[-1])[0]
+    change, what = folder.more_training(s, last)[0]
     print(f"  the same command with {change}    # {what}")
     print(f"  make compare TASK={s.TASK}    # base, warm-up and trained with tests, prompts gained and lost; files")
     print(f"  make chat TASK={s.TASK}    # talk to it")
@@ -387,20 +373,29 @@ def print_config(job: Job) -> None:
     from omegaconf import OmegaConf
 
     s = job.s
-    if s.METHOD == "dpo":
+    if s.by_pairs:
         steps = f"DPO_EPOCHS={s.DPO_EPOCHS} x (pairs / TRAIN_BATCH_SIZE={s.TRAIN_BATCH_SIZE}) steps"
-        raise SettingsError(f"METHOD=dpo: has no config of verl; it trains with TRL: {steps}, STEPS is not used")
-    *before, run_dir = folder.rounds(s, job.arguments)
+        raise SettingsError(f"METHOD={s.METHOD}: has no config of verl; it trains with TRL: {steps}, STEPS is not used")
+    *before, current = folder.rounds(s, job.arguments)
     first = s.MODEL if s.INIT == "base" else str(folder.sft_dir(s))  # the warm-up may not exist yet
-    start = str(folder.hf_folder(before[-1])) if before else first
-    plan = planned(s.METHOD, s, run_dir, start, number=len(before) + 1, overrides=job.arguments)
+    start = str(export(before[-1])) if before else first
+    plan = rl_plan(s, current, start, parity.decided(s), job.arguments, number=len(before) + 1)
     print(f"{plan.comments()}\n{OmegaConf.to_yaml(OmegaConf.create(plan.config))}")
 
 
 def benchmark(job: Job, file: str) -> None:
     """In place of this process."""
     program = [sys.executable, str(settings.ROOT / "tests/benchmarks" / file), *job.arguments]
-    os.execve(sys.executable, program, environment(job.s))
+    os.execve(sys.executable, program, exported(job.s))
+
+
+def chat(job: Job) -> None:
+    """In place of this process, so that Ctrl-C reaches it alone."""
+    s = job.s
+    program = [sys.executable, str(s.task_dir / "evaluate.py"), "chat", job.chosen()]
+    launch = Launch(artifacts() / "chat" / s.TASK / str(os.getpid()))  # a killed engine leaves sockets
+    launch.outlives_exec()
+    os.execve(sys.executable, program, exported(s) | launch.environment)
 
 
 def rescore(job: Job) -> None:
@@ -408,13 +403,17 @@ def rescore(job: Job) -> None:
     script(job.s, "evaluate.py", "rescore")
 
 
-# Goals that take no lock and no stage.
+# What takes no lock and has no parts.
 AT_ONCE: dict[str, Callable[[Job], None]] = {
     "config": print_config,
     "settings": lambda job: print(settings.table(os.environ)),
     "doctor": lambda job: doctor.report(job.s, job.arguments),
     "rescore": rescore,
     "one_of_many": lambda job: print(train.train(job.s, job.arguments)),  # of an experiment, which has the lock
+}
+# What follows its parts, in place of this process.
+LAST: dict[str, Callable[[Job], None]] = {
+    "chat": chat,
     "bench": lambda job: benchmark(job, "sampling.py"),
     "bench_training": lambda job: benchmark(job, "training.py"),
 }
@@ -435,19 +434,39 @@ def about(job: Job) -> Job:
     """``job`` with the run that an evaluation uses, and that run's settings."""
     # The models are given, so no run is used.
     given = job.model and (job.goal in ("chat", "batch") or (job.goal == "compare" and job.command.BASE))
-    if given or job.goal not in (*ABOUT_A_RUN, *own_stages(job.s.task_dir)):
+    if given or not job.stage.about_a_run:
         return job
-    if run_dir := folder.find_run(job.s, job.arguments, job.model):
-        print(f"run {run_dir.name}, {chosen_step(run_dir, job.command.STEP)}")
-        return replace(job, s=folder.settings_of(run_dir, job.s), run_dir=run_dir)
+    if run_used := folder.find_run(job.s, job.arguments, job.model):
+        print(f"run {run_used.folder.name}, {chosen_step(run_used, job.command.STEP)}")
+        return replace(job, s=folder.settings_of(run_used, job.s), run=run_used)
     return job
 
 
-def chosen_step(run_dir: Path, given: str) -> str:
+def chosen_step(of: Run, given: str) -> str:
     """The checkpoint STEP=``given`` of a run, in words."""
-    step, last = folder.find_step(run_dir, given), folder.last_step(run_dir)
-    why = "" if given or step == last else f", the best of its validations (STEP=latest: {last})"
+    step = of.step(given)
+    why = "" if given or step == of.last else f", the best of its validations (STEP=latest: {of.last})"
     return f"checkpoint of step {step}{why}"
+
+
+def refuse(job: Job) -> None:
+    """Raise SettingsError for a stage that this task, method or stack does not have."""
+    s, goal = job.s, job.goal
+    if goal not in (*STAGES, *own_stages(s.task_dir)):
+        having = [path.parent.name for path in sorted(s.task_dir.parent.glob(f"*/{goal}.py"))]
+        if not having:
+            known = sorted({*STAGES} - {"one_of_many"})
+            raise SettingsError(f"STAGE={goal}: no such stage; there are: {', '.join(known)}")
+        raise SettingsError(f"TASK={s.TASK}: has no {goal}.py; `make {goal}` is for {', '.join(having)}")
+    if s.multi_turn and not job.stage.episodes:
+        raise SettingsError(f"TASK={s.TASK}: has episodes of several turns; `make {goal}` is for single-turn tasks")
+    if goal == "certify" and s.by_pairs:
+        raise SettingsError(f"METHOD={s.METHOD}: samples nothing in training; `make certify` is for the RL methods")
+    if goal == "certify" and not verl_versions.has_own_trainers(s):
+        differs = f"STACK={s.STACK}: has verl {verl_versions.wanted(s)}, whose agent loop differs"
+        raise SettingsError(f"{differs}; `make certify` plays that of verl 0.9.1, with STACK=cpu")
+    if job.stage.verl and s.needs_verl:
+        verl_versions.check_installed(s)
 
 
 def main(goal: str, arguments: list[str]) -> None:
@@ -461,65 +480,42 @@ def main(goal: str, arguments: list[str]) -> None:
     os.environ.update(stack_environment(s, os.environ) | {"ARTIFACTS": str(artifacts())})
     job = Job(goal, s, command, arguments, os.environ.get("MODEL", ""))
     say_environment()
-    if s.multi_turn and goal in SINGLE_TURN:
-        raise SettingsError(f"TASK={s.TASK}: has episodes of several turns; `make {goal}` is for single-turn tasks")
-    if goal == "certify" and s.METHOD == "dpo":
-        raise SettingsError("METHOD=dpo: samples nothing in training; `make certify` is for the RL methods")
-    if goal == "certify" and not verl_versions.has_own_trainers(s):
-        found = f"STACK={s.STACK}: has verl {verl_versions.wanted(s)}, whose agent loop differs"
-        raise SettingsError(f"{found}; `make certify` plays that of verl 0.9.1, with STACK=cpu")
-    # DPO trains with TRL; its warm-up with verl.
-    if goal in TRAINING and not (s.METHOD == "dpo" and s.INIT == "base"):
-        verl_versions.check_installed(s)
+    refuse(job)
     if goal in AT_ONCE:
         AT_ONCE[goal](job)
         return
-    if goal not in (*STAGES_OF, "experiment", *own_stages(s.task_dir)):
-        having = [path.parent.name for path in sorted(s.task_dir.parent.glob(f"*/{goal}.py"))]
-        if not having:
-            known = {*STAGES_OF, "experiment", "rehearse", *AT_ONCE} - {"one_of_many"}
-            raise SettingsError(f"STAGE={goal}: no such stage; there are: {', '.join(sorted(known))}")
-        raise SettingsError(f"TASK={s.TASK}: has no {goal}.py; `make {goal}` is for {', '.join(having)}")
     if goal == "batch":
         from tasks.common.evaluation import batch
 
         batch.paths(command)
     job = about(job)
     s = job.s
-    if goal in STAGES_OF and goal != "merge":
+    if goal != "merge":
         load_reward(s)  # a broken reward.py ends the command before anything starts
     with _locked(s):
-        if job.trains and command.FROM != "data":
-            _shared_data(s, command.FROM)
+        first = command.FROM if job.trains else "data"
+        if first != "data":
+            _shared_data(s, first)
         if job.trains:
-            train.check(s, arguments)
+            train.check_training(s, arguments)
         runs = experiments.planned(s, command) if goal == "experiment" else {}
-        if job.trains or goal in ("sft", "experiment"):
+        if "sft" in job.stage.parts:  # something is trained
             doctor.before_training(s, arguments, goal, list(runs.values()), command.JOBS)
         if goal == "experiment":
             experiment(job, runs)
         else:
-            names = STAGES_OF.get(goal, ("data", "model"))
-            stages = {name: functools.partial(STAGES[name], job) for name in names}
-            if job.trains and s.INIT == "base":
-                del stages["sft"]
-            if goal not in STAGES_OF:
-                stages[goal] = functools.partial(evaluate, job, f"{goal}.py")
-            run_stages(stages, command.FROM if job.trains else "data")
+            own = functools.partial(evaluate, name=f"{goal}.py")  # a stage of the task's own
+            run_stages({name: functools.partial(PARTS.get(name, own), job) for name in job.parts}, first)
         if job.trains:
             closing(s, folder.rounds(s, arguments), command.STEP)
         if goal == "batch":
             script(s, "evaluate.py", "batch", job.chosen())
-    if goal == "chat":  # in place of this process, so that Ctrl-C reaches it alone; the lock is free again
-        program = [sys.executable, str(s.task_dir / "evaluate.py"), "chat", job.chosen()]
-        launch = Launch(artifacts() / "chat" / s.TASK / str(os.getpid()))  # a killed engine leaves sockets
-        launch.outlives_exec()
-        os.execve(sys.executable, program, environment(s) | launch.environment)
+    if goal in LAST:  # the lock is free again
+        LAST[goal](job)
 
 
 if __name__ == "__main__":
     interrupt_on_sigterm()
-    trains = sys.argv[1] in ("sft", "train", "dpo", "all", "experiment")
-    said = "stopped" + "; the same command continues" * trains
+    said = "stopped" + "; the same command continues" * ("sft" in stage_of(sys.argv[1]).parts)
     with errors_in_one_line(SettingsError, DataError, RewardError, stopped=said):
         main(sys.argv[1], sys.argv[2:] or given_arguments())

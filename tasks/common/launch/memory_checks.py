@@ -12,8 +12,9 @@ from tasks.common.machine import hardware, memory
 from tasks.common.machine.memory import gb
 from tasks.common.models.merge import base_model
 from tasks.common.runs import folder
+from tasks.common.runs.run import Run
 from tasks.common.settings import Settings, SettingsError, problems, teacher_gpus
-from tasks.common.training import tracking, verl_config
+from tasks.common.training import parity, tracking, verl_config
 from tasks.common.training.methods import distill, dpo
 
 SPARE = 0.05  # of a GPU: the estimate is no closer
@@ -63,13 +64,14 @@ def plan(s: Settings, arguments: list[str], stage: str = "train", config=None) -
     own |= {"on_cpu": on_cpu, "checkpointing": not on_cpu, "number": hardware.number_bytes(on_cpu)}
     own |= {"response": s.MAX_RESPONSE_LENGTH}
     if stage == "sft":
-        overrides = verl_config.sft_overrides(s, s.MODEL, s.runs_dir, s.data_dir / "sft.parquet")
+        rows = s.data_dir / "sft.parquet"
+        overrides = verl_config.sft_overrides(s, s.MODEL, s.runs_dir, rows, parity.decided(s))
         given = dict(override.lstrip("+").split("=", 1) for override in overrides)  # SFT takes no ARGS
         by_tokens, fused = s.MAX_TOKENS_PER_GPU and s.STACK != "a100", "model.use_fused_kernels" in given
         tokens = int(given.get("data.max_token_len_per_gpu") or int(given["data.micro_batch_size_per_gpu"]) * sequence)
         named = "MAX_TOKENS_PER_GPU" if by_tokens else "MICRO_BATCH_SIZE"
         return memory.Plan(**own, fused=fused, sequence_parallel=s.SP, tokens=tokens, tokens_by=named)
-    if s.METHOD == "dpo":  # TRL: each process loads the policy and the reference
+    if s.by_pairs:  # TRL: each process loads the policy and the reference
         pairs = verl_config.micro_batch(max(1, s.MICRO_BATCH_SIZE // 2), s.TRAIN_BATCH_SIZE // s.N_GPUS)
         held = {"response": 0, "sharded": dpo.sharded(s), "reference": True, "reference_offloaded": False}
         # TRL 0.29.1 computes all logits, 1.16 never (trl/trainer/dpo_trainer.py, add_fused_lm_head).
@@ -108,18 +110,18 @@ def batches_and_memory(
     config = None
     try:
         if stage != "sft":
-            tracking.check(s)
+            tracking.check_loggers(s)
             config = train.check_method(s, arguments)
         plans = {each: plan(s, arguments, each, config) for each in stages(s, stage)}
     except SettingsError as problem:
         yield error("settings", str(problem), "correct the variable")
         return
-    if s.METHOD == "dpo" and stage != "sft":
+    if s.by_pairs and stage != "sft":
         text = f"DPO_EPOCHS={s.DPO_EPOCHS} of the pairs, {s.TRAIN_BATCH_SIZE} per step; STEPS is not used"
     else:
         text = f"{s.TRAIN_BATCH_SIZE} x {s.ROLLOUT_N}, mini-batches of {s.MINI_BATCH_SIZE}: verl takes them"
     yield ok("settings", text)
-    if stage == "doctor" and (text := train.of_method(s, "warning", config)):  # a training says it itself
+    if stage == "doctor" and (text := train.warning(s, config)):  # a training says it itself
         yield warning("settings", text)
     shapes = memory.shapes_of(base_model(s.MODEL))
     if shapes is None:
@@ -183,7 +185,7 @@ def teacher(s: Settings, found: hardware.Nvidia | None, jobs: Jobs = ALONE) -> I
 
 def stages(s: Settings, stage: str) -> list[str]:
     """``stage`` and, where it first trains the warm-up, sft."""
-    to_come = stage != "sft" and s.INIT == "sft" and not folder.warmed(folder.sft_dir(s), s)
+    to_come = stage != "sft" and s.INIT == "sft" and not Run.read(folder.sft_dir(s)).warmed(s)
     return [stage, "sft"] if to_come else [stage]
 
 

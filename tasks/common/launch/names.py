@@ -28,14 +28,14 @@ def of_the_judge() -> set[str]:
 
 def of_tasks() -> set[str]:
     """Variables of the tasks' own stages: the fields of a class Variables in tasks/*/*.py."""
-    found = set()
+    names = set()
     for path in ROOT.glob("tasks/*/*.py"):
         if "class Variables" not in (text := path.read_text()):
             continue
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.ClassDef) and node.name == "Variables":
-                found |= {each.target.id for each in node.body if isinstance(each, ast.AnnAssign)}
-    return found
+                names |= {each.target.id for each in node.body if isinstance(each, ast.AnnAssign)}
+    return names
 
 
 def _words(options: str) -> list[str]:

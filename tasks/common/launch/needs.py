@@ -48,7 +48,7 @@ def target_of(s: Settings, command: Command) -> Target:
     """The GPUs of the real run: GPU, else by the name of PROFILE, else the stack's."""
     if s.STACK == "cpu":
         return Target(None, s.world_size)
-    count = s.world_size + getattr(method(s.METHOD), "GPUS", 0)  # of a teacher
+    count = s.world_size + method(s.METHOD).GPUS  # of a teacher
     named = re.search(r"x(\w+)$", command.PROFILE)
     if command.GPU:
         name, why = command.GPU, ""
@@ -96,13 +96,13 @@ def before(s: Settings, arguments: list[str], target: Target, command: Command, 
 
 def refused(s: Settings, arguments: list[str]) -> Iterator[Finding]:
     """What a training refuses at its start. ``s``: the settings with MODEL and TEACHER as folders that have weights."""
-    if s.METHOD == "dpo":
+    if s.by_pairs:
         if s.PAIRS_FILE and not Path(s.PAIRS_FILE).expanduser().is_file():
             yield error("settings", f"PAIRS_FILE={s.PAIRS_FILE}: no such file", "correct the variable")
         return
     try:
         config = verl_config.rl_config(composed_here(s), arguments)
-        problem = getattr(method(s.METHOD), "problem", lambda config: None)(config)
+        problem = method(s.METHOD).problem(config)
     except SettingsError as found:
         problem = str(found)
     if problem:
@@ -117,7 +117,7 @@ def of_data(s: Settings, data_dir: Path) -> list[Finding]:
     try:
         tokenizer = load_tokenizer(s.MODEL, weights=False)
         found = [*rows(s, manifest), *tools(tokenizer, data_dir), *too_long(s, lengths(s, tokenizer, data_dir))]
-        found += pairs(s, tokenizer) if s.METHOD == "dpo" and s.PAIRS_FILE else []
+        found += pairs(s, tokenizer) if s.by_pairs and s.PAIRS_FILE else []
     except DataError as problem:
         return [error("data", str(problem), "correct it")]
     return found + (list(doctor.gold_check(s, manifest, training=False)) if manifest.get("gold") else [])
@@ -232,7 +232,7 @@ def fits(s: Settings, arguments: list[str], target: Target) -> Iterator[Finding]
 
 def plan(s: Settings, arguments: list[str]) -> memory.Plan:
     """doctor's plan of the training; only RL's reads verl's config. Raises SettingsError."""
-    return memory_checks.plan(s if s.METHOD == "dpo" else composed_here(s), arguments)
+    return memory_checks.plan(s if s.by_pairs else composed_here(s), arguments)
 
 
 def composed_here(s: Settings) -> Settings:
@@ -418,7 +418,7 @@ def unpredicted(s: Settings, target: Target, data_dir: Path) -> str:
     """Why the time cannot be predicted; empty where it can."""
     if target.gpu is None:
         return "STACK=cpu: there is no GPU; the real run's first steps say it"
-    if s.METHOD == "dpo":
+    if s.by_pairs:
         return f"no run with METHOD={s.METHOD} and today's settings is recorded"
     if not speed.recorded():
         return "docs/results is not there"

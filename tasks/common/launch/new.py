@@ -23,16 +23,16 @@ def answers(environ: Mapping[str, str]) -> list[str]:
         given |= {"reward": "environment", "description": f"{given['env'] or 'An environment'} of reasoning-gym"}
     if given["source"] == "verifiers":
         given |= {"turns": "multi", "description": "An environment of verifiers"}
-    found = [f"{question}={answer}" for question, answer in given.items() if answer]
+    replies = [f"{question}={answer}" for question, answer in given.items() if answer]
     try:
-        found += shlex.split(environ.get("OPTIONS", ""))
+        replies += shlex.split(environ.get("OPTIONS", ""))
     except ValueError as error:
         raise SettingsError(f"OPTIONS={environ['OPTIONS'][:80]}: {str(error).lower()}") from None
-    if "turns=multi" in found and (chosen := [answer for answer in found if answer.startswith("reward=")]):
+    if "turns=multi" in replies and (chosen := [answer for answer in replies if answer.startswith("reward=")]):
         # The template cannot tell its first choice from an answer.
         raise SettingsError(f"{chosen[0][:80]}: with turns=multi environment.py makes the rewards; leave reward out")
     questions = json.loads((ROOT / "template/cookiecutter.json").read_text())
-    for answer in found:
+    for answer in replies:
         if template := re.search(r"\{[{%#]", answer):
             raise SettingsError(f"{answer[:80]}: an answer must not contain {template[0]}, which begins a template")
         name, equals, value = answer.partition("=")
@@ -43,7 +43,7 @@ def answers(environ: Mapping[str, str]) -> list[str]:
             raise SettingsError(f"{answer[:80]}: must be one of {', '.join(choices)}")
         if name == "task" and os.path.exists(ROOT / "tasks" / value):
             raise SettingsError(f"tasks/{value}: exists already; take another name")
-    return found
+    return replies
 
 
 if __name__ == "__main__":

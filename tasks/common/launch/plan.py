@@ -7,14 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tasks.common.launch.task import environment
-from tasks.common.runs.folder import last_step, next_metrics_file
+from tasks.common.launch.task import exported
+from tasks.common.runs.run import Run
 from tasks.common.settings import Settings, method, stack
 from tasks.common.training import tracking, verl_config, verl_versions
+from tasks.common.training.parity import Pass
 
 # What torchrun tells its only worker. Without it one process less imports torch; the store takes any free port.
 ONE_WORKER = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
 ONE_WORKER |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+LOSS, REWARD = ("loss", "train/loss"), ("reward", "critic/score/mean")
 
 
 @dataclass(frozen=True, eq=False)
@@ -24,93 +26,114 @@ class Plan:
     name: str  # on the screen and of the log: SFT, DPO, GRPO, ...
     settings: Settings  # for the record; its TRAIN_SEED is the round's
     start: str  # the model: a folder or a hub id
-    run_dir: Path
-    resumed: int  # step of the last checkpoint; 0: none
+    run: Run  # as it is before
     steps: int  # in total: training steps; of SFT and DPO optimizer steps
     command: list[str]
-    config: dict | None  # the trainer's, resolved; None: TRL makes it
     environment: dict[str, str]  # added to that of this process
-    metrics: Path  # a JSON line a step, of this launch
-    log: Path
-    shown: tuple[str, str]  # of the progress bar: a name, and the metric
+    config: dict | None = None  # the trainer's, resolved; None: TRL makes it
+    shown: tuple[str, str] = LOSS  # of the progress bar: a name, and the metric
+
+    @property
+    def metrics(self) -> Path:
+        """A JSON line a step, of this launch."""
+        return self.run.next_metrics
+
+    @property
+    def log(self) -> Path:
+        """What the trainer prints."""
+        return self.run.folder / f"logs/{self.name.lower()}-{self.metrics.stem}.log"
 
     def comments(self) -> str:
         """The plan as YAML comments, for the head of the config."""
         lines = {
             "start": self.start,
-            "run folder": self.run_dir,
-            "resumes from step": self.resumed,
+            "run folder": self.run.folder,
+            "resumes from step": self.run.last,
             "steps": self.steps,
             "command": shlex.join(self.command),
         }
         return "\n".join(f"# {name}: {' '.join(str(value).splitlines())}" for name, value in lines.items())
 
 
-def planned(
-    name: str,
+def sft_plan(s: Settings, run: Run, start: str, demonstrations: Path, chosen: Pass | None) -> Plan:
+    """The warm-up of the model ``start`` on a parquet file, by the pass ``chosen``. Raises SettingsError."""
+    ours = verl_config.sft_overrides(s, start, run.folder, demonstrations, chosen)
+    program, own = _torchrun(s, "tasks.common.verl_plugins.sft")
+    own |= {"SEED": str(s.SEED), "SFT_LOSS": str(s.SFT_LOSS)}  # verl_plugins/sft.py
+    return Plan(
+        name="SFT",
+        settings=s,
+        start=start,
+        run=run,
+        steps=s.SFT_STEPS,
+        command=[*program, *verl_config.HYDRA, *ours],
+        environment=_writes(s, run) | own,
+        config=verl_config.resolved("sft_trainer_engine", ours),
+    )
+
+
+def pairs_plan(s: Settings, run: Run, start: str, pairs: Path, number: int = 1) -> Plan:
+    """Round ``number`` of DPO: STEPS on a file of pairs."""
+    seed = s.TRAIN_SEED + number - 1
+    program, own = _torchrun(s, "tasks.common.training.trl_dpo")
+    return Plan(
+        name=s.METHOD.upper(),
+        settings=replace(s, TRAIN_SEED=seed),
+        start=start,
+        run=run,
+        steps=s.STEPS,
+        command=[*program, start, str(pairs), str(run.folder)],
+        environment=exported(replace(s, SEED=seed)) | _writes(s, run) | own,
+    )
+
+
+def rl_plan(
     s: Settings,
-    run_dir: Path,
+    run: Run,
     start: str,
-    *,
+    chosen: Pass | None,
+    arguments: Sequence[str] = (),
     number: int = 1,
-    data: Path | None = None,
-    overrides: Sequence[str] = (),
     anyway: bool = True,
 ) -> Plan:
-    """Plan a training of ``run_dir`` from the model ``start``; ``name`` is sft or the METHOD. Writes nothing.
+    """Round ``number`` of RL from the model ``start``; each round has other prompts and samples.
 
-    ``number``: the round; each has other prompts and samples. ``data``: the demonstrations of SFT, the pairs of DPO.
-    ``overrides``: hydra's for RL, after ours. ``anyway``: train also where no first sample is right. Raises
-    SettingsError.
+    ``arguments``: hydra's, after ours. ``anyway``: train also where no first sample is right. Raises SettingsError.
     """
     seed = s.TRAIN_SEED + number - 1
-    seeded = replace(s, SEED=seed)  # for the trainer of RL or DPO; the data keep their SEED
-    metrics = next_metrics_file(run_dir)
-    own = tracking.environment(s, run_dir) | {"VERL_FILE_LOGGER_PATH": str(metrics)}
-    torchrun, told = ["tasks.common.training.torchrun", f"--nproc_per_node={s.N_GPUS}", "-m"], {}
-    if s.N_GPUS == 1:
-        torchrun, told = [], ONE_WORKER
-    config, shown = None, ("loss", "train/loss")
-    if name == "sft":
-        ours = verl_config.sft_overrides(s, start, run_dir, data)
-        command = [*torchrun, "tasks.common.verl_plugins.sft", *verl_config.HYDRA, *ours]
-        own |= told | {"SEED": str(s.SEED), "SFT_LOSS": str(s.SFT_LOSS)}  # verl_plugins/sft.py
-        config = verl_config.resolved("sft_trainer_engine", ours)
-    elif name == "dpo":
-        command = [*torchrun, "tasks.common.training.trl_dpo", start, str(data), str(run_dir)]
-        own = environment(seeded) | own | told
-    else:
-        # verl has no keys for these three.
-        own |= trainer_module(s) | {"SEED": str(seed), "KEEP": str(s.KEEP), "PATIENCE": str(s.PATIENCE)}
-        own["ANYWAY"] = str(int(anyway))
-        sent = verl_config.sent_environment(environment(seeded) | own)
-        ours = [*sent, *verl_config.rl_overrides(seeded, start, run_dir)]
-        command = [
-            *getattr(stack(s.STACK), "LAUNCHER", []),
-            "verl.trainer.main_ppo",
-            *verl_config.HYDRA,
-            *ours,
-            *overrides,
-        ]
-        config, shown = verl_config.resolved("ppo_trainer", ours, overrides), ("reward", "critic/score/mean")
+    seeded = replace(s, SEED=seed)  # for the trainer; the data keep their SEED
+    # verl has no keys for these.
+    own = {"SEED": str(seed), "KEEP": str(s.KEEP), "PATIENCE": str(s.PATIENCE), "ANYWAY": str(int(anyway))}
+    own |= _writes(s, run) | trainer_module(s)
+    sent = verl_config.sent_environment(exported(seeded) | own)
+    ours = [*sent, *verl_config.rl_overrides(seeded, start, run.folder, chosen)]
+    launcher = getattr(stack(s.STACK), "LAUNCHER", [])
     return Plan(
-        name=name.upper(),
-        settings=s if name == "sft" else replace(s, TRAIN_SEED=seed),
+        name=s.METHOD.upper(),
+        settings=replace(s, TRAIN_SEED=seed),
         start=start,
-        run_dir=run_dir,
-        resumed=last_step(run_dir),
-        steps=s.SFT_STEPS if name == "sft" else s.STEPS,
-        command=[sys.executable, "-m", *command],
-        config=config,
+        run=run,
+        steps=s.STEPS,
+        command=[sys.executable, "-m", *launcher, "verl.trainer.main_ppo", *verl_config.HYDRA, *ours, *arguments],
         environment=own,
-        metrics=metrics,
-        log=run_dir / f"logs/{name}-{metrics.stem}.log",
-        shown=shown,
+        config=verl_config.resolved("ppo_trainer", ours, arguments),
+        shown=REWARD,
     )
+
+
+def _writes(s: Settings, run: Run) -> dict[str, str]:
+    """The environment that says where metrics go."""
+    return tracking.writes_to(s, run.folder) | {"VERL_FILE_LOGGER_PATH": str(run.next_metrics)}
+
+
+def _torchrun(s: Settings, module: str) -> tuple[list[str], dict[str, str]]:
+    """The command of ``module`` on N_GPUS, and the environment that it needs without torchrun."""
+    torchrun = ["tasks.common.training.torchrun", f"--nproc_per_node={s.N_GPUS}", "-m"] if s.N_GPUS > 1 else []
+    return [sys.executable, "-m", *torchrun, module], {} if torchrun else dict(ONE_WORKER)
 
 
 def trainer_module(s: Settings) -> dict[str, str]:
     """The environment in which every verl process loads the method's trainer, where verl lets one choose it."""
-    own = getattr(method(s.METHOD), "TRAINER", "tasks.common.verl_plugins.trainer")
-    modules = [os.environ.get("VERL_USE_EXTERNAL_MODULES"), own if verl_versions.has_own_trainers(s) else None]
+    own = method(s.METHOD).TRAINER if verl_versions.has_own_trainers(s) else None
+    modules = [os.environ.get("VERL_USE_EXTERNAL_MODULES"), own]
     return {"VERL_USE_EXTERNAL_MODULES": ",".join(filter(None, modules))}

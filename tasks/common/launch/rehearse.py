@@ -100,7 +100,7 @@ def real_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 def smaller(s: Settings) -> dict[str, str]:
     """What of the real settings is played otherwise: sizes, lengths, and what one CPU or a random model cannot do."""
-    rows, dpo = max(ROWS, s.TRAIN_BATCH_SIZE) if s.METHOD != "dpo" else ROWS, s.METHOD == "dpo"
+    rows, dpo = max(ROWS, s.TRAIN_BATCH_SIZE) if not s.by_pairs else ROWS, s.by_pairs
     batch, response = PAIRS_BATCH if dpo else BATCH, EPISODE if s.multi_turn else RESPONSE
     sizes = {
         "TRAIN_SIZE": min(s.TRAIN_SIZE or rows, rows),
@@ -245,7 +245,7 @@ def stages(r: Rehearsal) -> Iterator[Played]:
     yield taught
     if taught.problem:
         return
-    if s.METHOD != "dpo":  # it samples nothing in training
+    if not s.by_pairs:  # it samples nothing in training
         certificate = play(r, "certify", "certify")
         said_of_certificate(r, certificate)
         yield certificate
@@ -272,7 +272,7 @@ def stages(r: Rehearsal) -> Iterator[Played]:
         resumed.problem = "it began anew, not from the checkpoint"
     in_eval = float(taken[1]) if (taken := EVALUATED_IN.search(text)) else 0.0
     resumed.seconds -= in_eval
-    resumed.said = f"to the last step{', with validations' if s.TEST_FREQ and s.METHOD != 'dpo' else ''}"
+    resumed.said = f"to the last step{', with validations' if s.TEST_FREQ and not s.by_pairs else ''}"
     yield resumed
     if in_eval:
         yield Played("eval", in_eval, "base, warm-up and trained" if s.INIT == "sft" else "base and trained")
@@ -296,7 +296,7 @@ def teach(r: Rehearsal) -> Played:
     s, started, problem, said = r.real, time.monotonic(), "", ""
     data, out = r.data_dir, r.folder / "known.parquet"
     try:
-        if s.METHOD == "dpo" and s.PAIRS_FILE:
+        if s.by_pairs and s.PAIRS_FILE:
             r.given["PAIRS_FILE"] = str(r.folder / "pairs.parquet")
             count = rehearsed_data.first_pairs(s.PAIRS_FILE, Path(r.given["PAIRS_FILE"]), PAIRS, pairs_columns(s))
             said = f"the first {count} pairs of PAIRS_FILE; random weights"
@@ -310,7 +310,7 @@ def teach(r: Rehearsal) -> Played:
                 r.given["TRAIN_FILE"] = str(out)
                 verb = "learned" if chance >= LEARNED else "did not learn its"
                 said = f"the thin model {verb} {count} demonstrations; it samples one with probability {chance:.2f}"
-            if s.METHOD == "dpo" and chance < LEARNED:
+            if s.by_pairs and chance < LEARNED:
                 problem = f"METHOD=dpo finds no pairs among own samples: {said}; give PAIRS_FILE"
     except (DataError, ValueError, SettingsError) as error:
         problem = str(error)

@@ -7,20 +7,20 @@ import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from pathlib import Path
 
 from tasks.common.interrupts import Interrupts
 from tasks.common.machine.cluster import OWN_RAY
 from tasks.common.process import StageFailed, die_with_parent
 from tasks.common.rewards.answers import RewardError, variants
 from tasks.common.rewards.environment import of_task
-from tasks.common.settings import COMPLETE, Settings, SettingsError, gpu_numbers, stack
+from tasks.common.settings import COMPLETE, Settings, SettingsError, stack
+from tasks.common.visible_gpus import gpu_numbers
 
 
 def script(s: Settings, name: str, *arguments: str) -> None:
     """Run a script of the task with the settings ``s``. If it fails, exits with its code: it has printed the reason."""
     command = [sys.executable, str(s.task_dir / name), *arguments]
-    with subprocess.Popen(command, env=environment(s), preexec_fn=die_with_parent) as process:
+    with subprocess.Popen(command, env=exported(s), preexec_fn=die_with_parent) as process:
         try:
             code = process.wait()
         except KeyboardInterrupt:
@@ -34,7 +34,7 @@ def script(s: Settings, name: str, *arguments: str) -> None:
         sys.exit(code)
 
 
-def environment(s: Settings) -> dict[str, str]:
+def exported(s: Settings) -> dict[str, str]:
     """This process's environment with the value of every variable, so that a script reads no defaults."""
     own = {name: value for name, value in os.environ.items() if name != "GIVEN"} | {COMPLETE: "1"}
     # Some environments of reasoning-gym draw from sets: the same data again needs the same hashes.
@@ -52,12 +52,6 @@ def stack_environment(s: Settings, environ: Mapping[str, str]) -> dict[str, str]
     name = "VERL_USE_EXTERNAL_MODULES"
     modules = [*stack(s.STACK).ENVIRONMENT[name].split(","), *environ.get(name, "").split(",")]
     return own | {name: ",".join(dict.fromkeys(filter(None, modules)))}
-
-
-def own_stages(task_dir: Path) -> list[str]:
-    """The task's own stages: its programs tasks/TASK/STAGE.py."""
-    files = [path for path in task_dir.glob("*.py") if path.stem not in ("prepare_data", "evaluate")]
-    return sorted(path.stem for path in files if '\nif __name__ == "__main__":' in path.read_text())
 
 
 def load_reward(s: Settings) -> Callable:

@@ -118,7 +118,7 @@ def held_cpus(s: Settings) -> int:
     storage units and its controller. verl 0.6.1 has no TransferQueue.
     """
     units = getattr(stack(s.STACK), "STORAGE_UNITS", 0)
-    return 3 * (s.world_size + getattr(method(s.METHOD), "GPUS", 0)) + (units + 1 if units else 0)
+    return 3 * (s.world_size + method(s.METHOD).GPUS) + (units + 1 if units else 0)
 
 
 def enough(nodes: list[Node], nnodes: int, gpus: int, cpus: int = 0) -> str:

@@ -82,15 +82,25 @@ def is_lora(checkpoint: Path) -> bool:
     return (checkpoint / "lora_train_meta.json").is_file() or is_adapter(checkpoint)
 
 
+def ready(checkpoint: Path) -> Path | None:
+    """What `loadable` returns, where nothing is left to make for it."""
+    adapter = checkpoint if is_adapter(checkpoint) else checkpoint / "adapter"
+    if not is_lora(checkpoint):
+        return whole_folder(checkpoint)
+    if not is_adapter(adapter):
+        return None
+    return adapter if sampled_as_adapter(adapter) else whole_folder(checkpoint)
+
+
 def loadable(checkpoint: Path, base: str) -> Path:
     """The model for evaluation, chat and further training: the adapter of ``checkpoint``, or the whole model.
 
     ``base``: the adapter's base model, a folder or a hub id. Raises as ``merge``.
     """
-    if not is_lora(checkpoint):
-        return merge(checkpoint, base)
-    adapter = adapter_folder(checkpoint, base)
-    return adapter if sampled_as_adapter(adapter) else merge(checkpoint, base)
+    if made := ready(checkpoint):
+        return made
+    adapter = adapter_folder(checkpoint, base) if is_lora(checkpoint) else None
+    return adapter if adapter and sampled_as_adapter(adapter) else merge(checkpoint, base)
 
 
 def adapter_folder(checkpoint: Path, base: str) -> Path:

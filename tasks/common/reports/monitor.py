@@ -22,7 +22,8 @@ from tasks.common.machine import hardware
 from tasks.common.process import errors_in_one_line
 from tasks.common.reports.overview import evaluations, health_of, settings_of
 from tasks.common.reports.samples import Sample, of_evaluation, of_step, rows
-from tasks.common.runs.folder import UNREADABLE, all_runs, read_metrics
+from tasks.common.runs.folder import UNREADABLE, all_runs
+from tasks.common.runs.run import read_metrics
 from tasks.common.runs.secrets import masked_values
 from tasks.common.settings import SettingsError, artifacts
 from tasks.common.text import one_line

@@ -11,8 +11,9 @@ from types import SimpleNamespace
 from tasks.common.files import read_json
 from tasks.common.process import errors_in_one_line
 from tasks.common.runs import launches
-from tasks.common.runs.folder import UNREADABLE, all_runs, broken_runs, named, read_metrics, recorded
+from tasks.common.runs.folder import UNREADABLE, all_runs, broken_runs, named
 from tasks.common.runs.health import Finding, findings
+from tasks.common.runs.run import read_metrics, recorded
 from tasks.common.settings import SettingsError, artifacts
 from tasks.common.text import one_line
 

@@ -22,8 +22,9 @@ from tasks.common.process import errors_in_one_line
 from tasks.common.reports.overview import HEADER, evaluations, health_of, row, started
 from tasks.common.reports.samples import Sample, of_evaluation, of_step
 from tasks.common.runs import launches
-from tasks.common.runs.folder import UNREADABLE, all_runs, lineage, named, read_metrics, recorded
+from tasks.common.runs.folder import UNREADABLE, all_runs, lineage, named
 from tasks.common.runs.health import newest_by_rule
+from tasks.common.runs.run import Run, read_metrics, recorded
 from tasks.common.runs.secrets import masked, masked_values
 from tasks.common.settings import ROOT, SettingsError, artifacts, load_settings
 from tasks.common.text import one_line, printable, without_middle
@@ -101,8 +102,8 @@ def chosen(task: str, name: str) -> Path:
 
 def began_with(run_dir: Path) -> dict[str, str]:
     """The models that a run began with, as an evaluation would name them: base, perhaps sft, and the rounds before."""
-    starts = [recorded(each)["start"] for each in lineage(run_dir)]
-    first = recorded(lineage(run_dir)[0])
+    rounds = [each.record for each in lineage(Run.read(run_dir))]
+    starts, first = [each["start"] for each in rounds], rounds[0]
     if first["kind"] == "sft" or first["settings"]["INIT"] == "base":
         models = {"base": starts[0]}
     else:
@@ -163,7 +164,7 @@ def evaluation(run_dir: Path, made: dict) -> Section:
     if not evaluated:
         return Section("Base → trained", [f"not evaluated: {command}"])
     _, last, trained = evaluated[-1]
-    began, rounds = began_with(run_dir), len(lineage(run_dir))
+    began, rounds = began_with(run_dir), len(lineage(Run.read(run_dir)))
     files = sorted((artifacts() / "eval" / task).glob("*/summary.json"), key=lambda file: file.stat().st_mtime)
     alike = [read_json(file) for file in files if _conditions(file) == _conditions(last)]
     summaries = {

@@ -37,11 +37,11 @@ def ranks(part: Path) -> int:
 
 def _all_ranks(part: Path) -> bool:
     """Whether every kind of shard in ``part``, the model's among them, is there for all ranks and readable."""
-    found = [match for file in part.glob("*.pt") if (match := _SHARD.fullmatch(file.name))]
-    there = {(match[1], int(match[3])) for match in found}
-    kinds, sizes = {"model", *(match[1] for match in found)}, {int(match[2]) for match in found}
+    shards = [match for file in part.glob("*.pt") if (match := _SHARD.fullmatch(file.name))]
+    there = {(match[1], int(match[3])) for match in shards}
+    kinds, sizes = {"model", *(match[1] for match in shards)}, {int(match[2]) for match in shards}
     wanted = {(kind, rank) for kind in kinds for rank in range(max(sizes, default=0))}
-    return len(sizes) == 1 and there == wanted and all(zipfile.is_zipfile(part / match[0]) for match in found)
+    return len(sizes) == 1 and there == wanted and all(zipfile.is_zipfile(part / match[0]) for match in shards)
 
 
 def begun_file(metrics: Path) -> Path:

@@ -12,10 +12,10 @@ import sys
 from pathlib import Path
 
 from tasks.common.settings import SettingsError, artifacts
+from tasks.common.stages import STAGES
 
-# Folders with a folder for each task, as docs/ARCHITECTURE.md lists them.
-OF_A_TASK = ("data", "runs", "eval", "probe", "samples", "batch", "attack", "certify", "compare", "experiments")
-OF_A_TASK += ("reports", "chat", "rehearse")
+# Folders with a folder for each task: those of the stages, and of `make report`.
+OF_A_TASK = ("reports", *(folder for stage in STAGES.values() for folder in stage.writes))
 SHARED = ("models", "parity", "verifiers", "judge", "monitor", "trackio", "site", "install.log")
 
 

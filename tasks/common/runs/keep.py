@@ -3,7 +3,7 @@
 import shutil
 from pathlib import Path
 
-from tasks.common.runs.folder import checkpoints, critic_steps, last_step, read_metrics
+from tasks.common.runs.run import Run, critic_steps
 from tasks.common.runs.validation import ends_early, ranked, words
 
 REMOVED = "removed_"  # prefix of a folder that is being removed
@@ -15,12 +15,12 @@ def prune(run_dir: Path, keep: int) -> None:
     Also removes a crash's leftovers: folders after the last whole checkpoint, half-removed ones. It renames a folder
     before it removes its files, so every folder with a checkpoint's name is whole.
     """
-    last, folder = last_step(run_dir), run_dir / "checkpoints"
-    if not last:
+    run, folder = Run.read(run_dir), run_dir / "checkpoints"
+    if not run.steps:
         return
     _remove(folder)
-    others = [step for step in checkpoints(run_dir) if step != last]
-    kept = {last, *ranked(others, read_metrics(run_dir, strict=False))[:keep]}
+    *others, last = run.steps
+    kept = {last, *ranked(others, run.metrics)[:keep]}
     for path in folder.glob("global_step_*"):
         step = path.name.removeprefix("global_step_")
         if step.isdigit() and int(step) not in kept:
@@ -33,10 +33,10 @@ def _remove(folder: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def ends_run(run_dir: Path, step: int, found: dict, patience: int) -> bool:
-    """Whether PATIENCE ends the run with the validation of ``step``, whose metrics ``found`` are not on disk yet."""
+def ends_run(run_dir: Path, step: int, validated: dict, patience: int) -> bool:
+    """Whether PATIENCE ends the run with the validation of ``step``, whose metrics ``validated`` no file has yet."""
     # Later steps on disk belong to a lost launch, and are trained again.
-    metrics = read_metrics(run_dir, strict=False)
-    done = {number: row for number, row in metrics.items() if number < step} | {step: found}
+    run = Run.read(run_dir)
+    done = {number: row for number, row in run.metrics.items() if number < step} | {step: validated}
     print(f"step {step}: {words(done)}", flush=True)
-    return ends_early(done, patience, critic_steps(run_dir))
+    return ends_early(done, patience, critic_steps(run.settings))

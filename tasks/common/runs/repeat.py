@@ -14,7 +14,8 @@ from pathlib import Path
 
 from tasks.common.process import die_with_parent, errors_in_one_line
 from tasks.common.runs import launches
-from tasks.common.runs.folder import check_settings, complete, lineage, named, recorded
+from tasks.common.runs.folder import check_settings, lineage, named
+from tasks.common.runs.run import Run, recorded
 from tasks.common.runs.secrets import MASK
 from tasks.common.settings import COMPLETE, JUDGED, ROOT, Command, Settings, SettingsError, load_settings
 from tasks.common.text import one_line, printable
@@ -39,7 +40,7 @@ def check(run_dir: Path) -> tuple[dict, dict]:
         problem = f"has no record in {run_dir}/launches"
     elif made["kind"] == "sft":
         problem = "is a warm-up, which its settings name; repeat the run that began with it"
-    elif (first := lineage(run_dir)[0]) != run_dir:
+    elif (first := lineage(Run.read(run_dir))[0].folder) != run_dir:
         problem = f"is a round of RUN={first.name}; repeat that"
     elif any(MASK in argument for argument in made["arguments"]):
         problem = "had a secret among its ARGS, which is not in its record; train with the same variables again"
@@ -92,7 +93,7 @@ def next_name(run_dir: Path, s: Settings) -> str:
         suffix = f"-repeat-{number}"
         name = base[: 64 - len(suffix)] + suffix  # names have at most 64 characters
         last = f"{name}-round{s.SELF_PLAY_ROUNDS}" if s.SELF_PLAY_ROUNDS > 1 else name
-        if name != run_dir.name and not complete(run_dir.with_name(last), s):
+        if name != run_dir.name and not Run.read(run_dir.with_name(last)).complete(s):
             return name
 
 

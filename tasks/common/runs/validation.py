@@ -1,6 +1,6 @@
 """The validations of a run: verl's metrics of the dev set, the best step, and when to stop.
 
-All follow from the metrics by step (``runs.folder.read_metrics``), so trainer, launcher and reports agree.
+All follow from the metrics by step (``runs.run.read_metrics``), so trainer, launcher and reports agree.
 """
 
 import math
@@ -24,20 +24,20 @@ def score(row: dict) -> Score | None:
     reward = [value for match, value in means if match[2] == "reward"]
     if not core:
         return None
-    found = (sum(core) / len(core), sum(reward) / len(reward) if reward else 0.0)
-    return found if math.isfinite(sum(found)) else None
+    both = (sum(core) / len(core), sum(reward) / len(reward) if reward else 0.0)
+    return both if math.isfinite(sum(both)) else None
 
 
 def scores(metrics: dict[int, dict]) -> dict[int, Score]:
     """The dev score of each validated step, in order of the steps."""
-    found = {step: score(metrics[step]) for step in sorted(metrics)}
-    return {step: value for step, value in found.items() if value is not None}
+    by_step = {step: score(metrics[step]) for step in sorted(metrics)}
+    return {step: value for step, value in by_step.items() if value is not None}
 
 
 def best(metrics: dict[int, dict]) -> int | None:
     """The step with the highest dev score, the first of equal ones; None without a validation."""
-    found = scores(metrics)
-    return max(found, key=lambda step: (found[step], -step), default=None)
+    by_step = scores(metrics)
+    return max(by_step, key=lambda step: (by_step[step], -step), default=None)
 
 
 def ends_early(metrics: dict[int, dict], patience: int, unchanged: int = 0) -> bool:
@@ -49,9 +49,9 @@ def ends_early(metrics: dict[int, dict], patience: int, unchanged: int = 0) -> b
 
 def ranked(steps: list[int], metrics: dict[int, dict]) -> list[int]:
     """``steps``, the best first: by dev score, then those that were not validated, the newest first."""
-    found = scores(metrics)
-    rest = sorted((step for step in steps if step not in found), reverse=True)
-    return sorted(found.keys() & set(steps), key=lambda step: (found[step], -step), reverse=True) + rest
+    by_step = scores(metrics)
+    rest = sorted((step for step in steps if step not in by_step), reverse=True)
+    return sorted(by_step.keys() & set(steps), key=lambda step: (by_step[step], -step), reverse=True) + rest
 
 
 def learned(losses: list[float], below: float) -> bool:
@@ -61,9 +61,9 @@ def learned(losses: list[float], below: float) -> bool:
 
 def words(metrics: dict[int, dict]) -> str:
     """The last validation and the best one, ``dev 0.414, best 0.430 (step 40)``; empty without one."""
-    found = scores(metrics)
-    if not found:
+    by_step = scores(metrics)
+    if not by_step:
         return ""
-    last, top = max(found), best(metrics)
-    text = f"dev {found[last][0]:.3f}"
-    return text if top == last else f"{text}, best {found[top][0]:.3f} (step {top})"
+    last, top = max(by_step), best(metrics)
+    text = f"dev {by_step[last][0]:.3f}"
+    return text if top == last else f"{text}, best {by_step[top][0]:.3f} (step {top})"

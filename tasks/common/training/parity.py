@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -36,22 +37,29 @@ def paths(s: Settings) -> dict[str, dict]:
     return getattr(stack(s.STACK), "PATHS", {})
 
 
-def path(s: Settings) -> dict | None:
-    """The pass to train with: the first that agreed, else the stack's best; None where the stack has none to choose."""
-    known = paths(s)
-    agreed = [name for name, result in played(s).get("paths", {}).items() if result["agrees"]]
-    return known[agreed[0]] if agreed else next(iter(known.values()), None)
+@dataclass(frozen=True)
+class Pass:
+    """How sequences pass through a model in training."""
+
+    attention: str
+    packed: bool  # into one row, without padding
+    fused: bool  # log-probs by a fused head
+    noise: tuple[str, ...] = ()  # what of the model's config is random in a pass, and is set to 0
 
 
-def model_config(s: Settings) -> dict:
-    """What ``path`` changes in the model's own config: its attention, and 0 for what is random in a pass."""
-    return {"attn_implementation": path(s)["attention"]} | dict.fromkeys(played(s).get("noise", {}), 0.0)
+def best(s: Settings) -> Pass | None:
+    """The stack's best pass, whatever MODEL is; None where the stack has none to choose."""
+    return next((Pass(**known) for known in paths(s).values()), None)
 
 
-def played(s: Settings) -> dict:
-    """What `play` found for these settings: of each path tried its errors; empty before it."""
+def decided(s: Settings) -> Pass | None:
+    """The pass to train with: the first that agreed when `play` compared them, else the stack's best; None where the
+    stack has none to choose."""
     config = _config(s)
-    return read_json(_file(s, config)) if config else {}
+    kept = read_json(_file(s, config)) if config else {}
+    agreed = [Pass(**paths(s)[name]) for name, result in kept.get("paths", {}).items() if result["agrees"]]
+    chosen = agreed[0] if agreed else best(s)
+    return replace(chosen, noise=tuple(kept.get("noise", ()))) if chosen else None
 
 
 def play(s: Settings) -> dict:
@@ -68,10 +76,10 @@ def play(s: Settings) -> dict:
     file = _file(s, config)
     if not file.is_file():
         print("comparing the passes of the training with the plain model (15 s) ...", flush=True)
-        found = _asked({"config": config, "paths": paths(s), "critic": s.METHOD == "ppo"})
-        if "broken" in found:
-            return {"unknown": found["broken"]}
-        write_json(file, found)
+        answer = _asked({"config": config, "paths": paths(s), "critic": s.METHOD == "ppo"})
+        if "broken" in answer:
+            return {"unknown": answer["broken"]}
+        write_json(file, answer)
     return read_json(file)
 
 
@@ -92,8 +100,8 @@ def _config(s: Settings, ask: bool = False) -> dict | None:
 def _of_the_cache(model: str) -> Path | None:
     from huggingface_hub import try_to_load_from_cache
 
-    found = try_to_load_from_cache(model, "config.json") if "/" in model else None
-    return Path(found) if isinstance(found, str) else None
+    file = try_to_load_from_cache(model, "config.json") if "/" in model else None
+    return Path(file) if isinstance(file, str) else None
 
 
 @functools.cache

@@ -29,7 +29,7 @@ def project(s: Settings) -> str:
     return os.environ.get("WANDB_PROJECT") or s.TASK
 
 
-def check(s: Settings) -> None:
+def check_loggers(s: Settings) -> None:
     """Raise SettingsError for what a tracker would stop the training with."""
     for name in loggers(s):
         if name not in BACKENDS:
@@ -51,17 +51,17 @@ def _has_wandb_key() -> bool:
         return False
 
 
-def environment(s: Settings, run_dir: Path) -> dict[str, str]:
+def writes_to(s: Settings, run_dir: Path) -> dict[str, str]:
     """Variables with which the trackers write into ``run_dir``, and continue its run on a resume."""
-    found = {}
+    variables = {}
     if "wandb" in loggers(s):
         # Its ids are unique in a project: two folders of artifacts/ may hold runs of the same name.
         mark = hashlib.blake2b(str(run_dir).encode(), digest_size=4).hexdigest()
-        found |= {"WANDB_RUN_ID": f"{run_dir.name}-{mark}", "WANDB_RESUME": "allow", "WANDB_DIR": str(run_dir)}
-        found |= {"WANDB_PROJECT": project(s)}
+        variables |= {"WANDB_RUN_ID": f"{run_dir.name}-{mark}", "WANDB_RESUME": "allow", "WANDB_DIR": str(run_dir)}
+        variables |= {"WANDB_PROJECT": project(s)}
     if "tensorboard" in loggers(s):
         folder = str(run_dir / "tensorboard")
-        found |= {"TENSORBOARD_DIR": folder, "TENSORBOARD_LOGGING_DIR": folder}  # verl's name, transformers'
+        variables |= {"TENSORBOARD_DIR": folder, "TENSORBOARD_LOGGING_DIR": folder}  # verl's name, transformers'
     if "trackio" in loggers(s):
-        found |= {"TRACKIO_DIR": str(artifacts() / "trackio")}
-    return found
+        variables |= {"TRACKIO_DIR": str(artifacts() / "trackio")}
+    return variables

@@ -37,8 +37,8 @@ from tasks.common.machine.local_store import listen_locally
 from tasks.common.models.merge import base_model, base_of, is_adapter
 from tasks.common.process import die_with_torchrun
 from tasks.common.runs import health, launches
-from tasks.common.runs.folder import last_step, tracker
 from tasks.common.runs.keep import prune
+from tasks.common.runs.run import last_step, tracker
 from tasks.common.settings import Settings, load_settings
 from tasks.common.training import tracking
 from tasks.common.training.methods import dpo
@@ -53,7 +53,7 @@ EVALUATIONS = 4  # on the held-out pairs, the last one after the last step
 
 
 class Trainer(DPOTrainer):
-    """TRL's trainer on rows that are token ids already, with checkpoints where runs/folder.py looks for them."""
+    """TRL's trainer on rows that are token ids already, with checkpoints where runs/run.py looks for them."""
 
     def _prepare_dataset(self, dataset, *_):
         return dataset  # TRL's own tokens would not be those of evaluation and RL
@@ -160,12 +160,12 @@ class AbortOn(TrainerCallback):
     """
 
     def __init__(self, s: Settings):
-        self.s, self.found = s, None
+        self.s, self.finding = s, None
 
     def on_log(self, args, state, control, logs, **_):
         row = {f"train/{name}": logs[name] for name in ("loss", "grad_norm") if name in logs}
-        self.found = self.found or health.aborted_by({state.global_step: row}, self.s)
-        if self.found:
+        self.finding = self.finding or health.aborted_by({state.global_step: row}, self.s)
+        if self.finding:
             control.should_training_stop = True
             control.should_save = False
 
@@ -267,15 +267,15 @@ def train(s: Settings, start: str, pairs: str, run_dir: Path, metrics: Path) -> 
     Raises DataError when START has no chat template, when PAIRS cannot be read, or has too few pairs.
     """
     tokenizer = load_tokenizer(base_model(start))
-    found = pair_set(s, pairs, tokenizer)
-    order = training_order(len(found.train), s.TRAIN_BATCH_SIZE, s.STEPS, s.SEED)
-    config, model, abort = arguments(s, run_dir, len(found.held_out)), policy(start), AbortOn(s)
+    chosen = pair_set(s, pairs, tokenizer)
+    order = training_order(len(chosen.train), s.TRAIN_BATCH_SIZE, s.STEPS, s.SEED)
+    config, model, abort = arguments(s, run_dir, len(chosen.held_out)), policy(start), AbortOn(s)
     adapter = {"r": s.LORA_RANK, "lora_alpha": s.LORA_ALPHA, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
     trainer = Trainer(
         model=model,
         args=config,
-        train_dataset=_columns(found.train).select(order),
-        eval_dataset=_columns(found.held_out) if found.held_out else None,
+        train_dataset=_columns(chosen.train).select(order),
+        eval_dataset=_columns(chosen.held_out) if chosen.held_out else None,
         processing_class=tokenizer,
         callbacks=[MetricsFile(metrics), *([abort] if s.ABORT_ON else [])],
         peft_config=LoraConfig(**adapter) if s.LORA_RANK and model == start else None,
@@ -283,12 +283,12 @@ def train(s: Settings, start: str, pairs: str, run_dir: Path, metrics: Path) -> 
     if trainer.is_world_process_zero():
         for launch in launches.launches(run_dir)[-1:]:
             launches.write_config(launch, config.to_dict())
-        print(f"{pairs}: {found.said}", flush=True)
+        print(f"{pairs}: {chosen.said}", flush=True)
         remove_unfinished(run_dir, s.KEEP)
     step = last_step(run_dir)
     trainer.train(resume_from_checkpoint=str(run_dir / f"checkpoints/global_step_{step}") if step else None)
-    if abort.found:
-        health.abort(run_dir, abort.found)
+    if abort.finding:
+        health.abort(run_dir, abort.finding)
 
 
 if __name__ == "__main__":

@@ -7,8 +7,7 @@ are in the names of verl 0.9.1, which verl_versions.py translates; the user's in
 import importlib.util
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain
+from collections.abc import Mapping, Sequence
 from math import isfinite
 from pathlib import Path
 
@@ -17,22 +16,15 @@ from tasks.common.machine.memory import GIB, Plan
 from tasks.common.models import reward_model
 from tasks.common.models.find import resolve_whole, whole_model
 from tasks.common.models.merge import base_model, is_adapter
-from tasks.common.settings import ROOT, Settings, SettingsError, batch_problems, method, stack, token_problems
+from tasks.common.settings import ROOT, Settings, SettingsError, method, stack
 from tasks.common.text import one_line
-from tasks.common.training import parity, tracking, verl_versions
+from tasks.common.training import parity, tracking, verl_checks, verl_versions
+from tasks.common.training.parity import Pass
 
 PLUGINS = ROOT / "tasks/common/verl_plugins"
 
 TRAINED = ("actor_rollout_ref.actor.fsdp_config", "critic.fsdp")  # models with an optimizer
 ENGINES = ("actor", "ref", "critic", "engine", "optim")  # groups of verl's config with a file for each engine
-
-COUNTS = [f"data.{name}" for name in ("train_batch_size", "max_prompt_length", "max_response_length")]
-COUNTS += [f"actor_rollout_ref.rollout.{name}" for name in ("n", "prompt_length", "response_length")]
-COUNTS += ["actor_rollout_ref.rollout.tensor_model_parallel_size", "trainer.n_gpus_per_node", "trainer.nnodes"]
-COUNTS += [f"actor_rollout_ref.actor.{name}" for name in ("ppo_mini_batch_size", "ppo_max_token_len_per_gpu")]
-COUNTS_OR_NULL = ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"]
-COUNTS_OR_NULL += ["actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu"]
-COUNTS_OR_NULL += ["actor_rollout_ref.rollout.max_model_len"]
 
 # No outputs/ folder of hydra's own; what it would log is in our log file.
 VERLS_WORKERS = 8  # agent loops and rewards, each (verl/trainer/config)
@@ -175,10 +167,10 @@ def sent_environment(environment: dict[str, str]) -> list[str]:
     return [f"+ray_kwargs.ray_init.runtime_env.env_vars.{name}={quoted(value)}" for name, value in sent]
 
 
-def rl_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
+def rl_overrides(s: Settings, model: Path | str, run_dir: Path, chosen: Pass | None = None) -> list[str]:
     """Overrides for ``verl.trainer.main_ppo``: train ``model`` for s.STEPS steps, writing to ``run_dir``.
 
-    Where ``model`` is a LoRA adapter, it is trained on.
+    Where ``model`` is a LoRA adapter, it is trained on. ``chosen``: the pass (parity.py); None: the stack's best.
     """
     data = [
         f"data.train_files={quoted(s.train_file)}",
@@ -235,7 +227,8 @@ def rl_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
         f"trainer.test_freq={s.TEST_FREQ or -1}",
     ]
     own = [*stack(s.STACK).OVERRIDES, *stack(s.STACK).RL_OVERRIDES]
-    own += [*_pass(s, "actor_rollout_ref.model"), *_pass(s, "critic.model", head=False)]
+    chosen = chosen or parity.best(s)
+    own += [*_pass(chosen, "actor_rollout_ref.model"), *_pass(chosen, "critic.model", head=False)]
     own += getattr(stack(s.STACK), "lora_overrides", lambda s: [])(s)
     method_ = [*_truncated(s), *method(s.METHOD).overrides(s)]
     rollout += CORRECTIONS[s.ROLLOUT_CORRECTION]
@@ -246,14 +239,15 @@ def rl_overrides(s: Settings, model: Path | str, run_dir: Path) -> list[str]:
     return verl_versions.translated(overrides, "ppo_trainer", s)
 
 
-def _pass(s: Settings, model: str, head: bool = True) -> list[str]:
-    """How sequences pass through the ``model`` at that key (parity.py); ``head``: it gives log-probs, as a critic does
-    not. Nothing for a stack that has one way alone."""
-    if not (chosen := parity.path(s)):
+def _pass(chosen: Pass | None, model: str, head: bool = True) -> list[str]:
+    """How sequences pass through the ``model`` at that key; ``head``: it gives log-probs, as a critic does not. Nothing
+    for a stack that has one way alone."""
+    if not chosen:
         return []
-    own = [f"+{model}.override_config.{name}={value}" for name, value in parity.model_config(s).items()]
-    fused = [f"{model}.use_fused_kernels={chosen['fused']}"] if head else []
-    return [*own, f"{model}.use_remove_padding={chosen['packed']}", *fused]
+    own = {"attn_implementation": chosen.attention} | dict.fromkeys(chosen.noise, 0.0)
+    fused = [f"{model}.use_fused_kernels={chosen.fused}"] if head else []
+    overridden = [f"+{model}.override_config.{name}={value}" for name, value in own.items()]
+    return [*overridden, f"{model}.use_remove_padding={chosen.packed}", *fused]
 
 
 def critic_overrides(s: Settings, model: str) -> list[str]:
@@ -263,8 +257,11 @@ def critic_overrides(s: Settings, model: str) -> list[str]:
     return [f"critic.model.path={quoted(whole_model(model))}"]
 
 
-def sft_overrides(s: Settings, model: Path | str, run_dir: Path, demonstrations: Path) -> list[str]:
-    """Overrides for ``verl.trainer.sft_trainer``: the warm-up on a parquet file of demonstrations."""
+def sft_overrides(
+    s: Settings, model: Path | str, run_dir: Path, demonstrations: Path, chosen: Pass | None = None
+) -> list[str]:
+    """Overrides for ``verl.trainer.sft_trainer``: the warm-up on a parquet file of demonstrations; ``chosen`` as of
+    ``rl_overrides``."""
     data = [
         f"data.train_files={quoted(demonstrations)}",
         f"data.custom_cls.path={quoted(PLUGINS / 'dataset.py')}",
@@ -286,7 +283,7 @@ def sft_overrides(s: Settings, model: Path | str, run_dir: Path, demonstrations:
         "checkpoint.load_contents=[model,optimizer,extra]",
     ]
     own = [f"engine.ulysses_sequence_parallel_size={s.SP}", *stack(s.STACK).OVERRIDES, *stack(s.STACK).SFT_OVERRIDES]
-    own += _pass(s, "model")
+    own += _pass(chosen or parity.best(s), "model")
     return verl_versions.translated([*data, *model_, *optim, *trainer, *own], "sft_trainer_engine", s)
 
 
@@ -323,10 +320,11 @@ def compose(config_name: str, overrides: list[str], package: Path | None = None,
 
 def rl_config(s: Settings, arguments: Sequence[str] = ()):
     """verl's config of an RL training from MODEL, checked. Raises SettingsError."""
-    config = compose("ppo_trainer", rl_overrides(s, s.MODEL, s.runs_dir), arguments=arguments)
-    check(config)
+    overrides = rl_overrides(s, s.MODEL, s.runs_dir, parity.decided(s))
+    config = compose("ppo_trainer", overrides, arguments=arguments)
+    verl_checks.check_composed(config)
     if problem := getattr(stack(s.STACK), "SP_PROBLEM", ""):
-        for key, shared, _ in _sequence_parallel(config):
+        for key, shared, _ in verl_checks.sequence_parallel(config):
             if shared > 1:
                 raise SettingsError(f"{key}={shared}: {problem}")
     return config
@@ -381,124 +379,6 @@ def resolved(config_name: str, overrides: list[str], arguments: Sequence[str] = 
     from omegaconf import OmegaConf
 
     return OmegaConf.to_container(compose(config_name, overrides, arguments=arguments), resolve=True)
-
-
-def check(config) -> None:
-    """Raise SettingsError for what of ``config`` ("ppo_trainer") verl would refuse late, or silently not do."""
-    checks = (_not_fsdp, _no_counts, _without_effect, _indivisible, _apart, _too_few_cpus)
-    for problem in chain.from_iterable(each(config) for each in checks):
-        raise SettingsError(problem)
-
-
-def _not_fsdp(config) -> Iterator[str]:
-    policy = config.actor_rollout_ref
-    for name, group in (("actor", policy.actor), ("ref", policy.ref), ("critic", config.critic)):
-        if group.strategy not in ("fsdp", "fsdp2"):
-            yield f"ARGS: {name}.strategy={group.strategy}: all stacks train with FSDP; leave it out"
-
-
-def _too_few_cpus(config) -> Iterator[str]:
-    """Ray's CPUs, where ARGS say how many: with fewer than a training holds (cluster.held_cpus) it waits for ever."""
-    given = config.get("ray_kwargs", {}).get("ray_init", {}).get("num_cpus")
-    if not given or "transfer_queue" not in config:
-        return
-    units = config.transfer_queue.backend.SimpleStorage.num_data_storage_units
-    gpus = config.trainer.n_gpus_per_node * config.trainer.nnodes
-    teachers = config.distillation.n_gpus_per_node * config.distillation.nnodes if config.distillation.enabled else 0
-    if given < (held := units + 1 + 3 * (gpus + teachers)):
-        less = "transfer_queue.backend.SimpleStorage.num_data_storage_units"
-        fix = f"leave it out, or lower {less}={units}"
-        yield f"ray_kwargs.ray_init.num_cpus={given}: a training holds {held} of Ray's CPUs, and would wait; {fix}"
-
-
-def _no_counts(config) -> Iterator[str]:
-    """Values that verl divides by, or by which it ends late."""
-    from omegaconf import OmegaConf
-
-    values = [(key, OmegaConf.select(config, key)) for key in (*COUNTS, *COUNTS_OR_NULL)]
-    values += [(key, shared) for key, shared, _ in _sequence_parallel(config)]
-    for key, value in values:
-        if value is None and key in COUNTS_OR_NULL:
-            continue
-        if not isinstance(value, int) or value < 1:
-            yield f"{key}={value}: must be a whole number above 0"
-
-
-def _sequence_parallel(config) -> list[tuple[str, int, Mapping]]:
-    """The keys with the number of GPUs that share a sequence, that number, and the config of the model.
-
-    In verl 0.9.1 the engine's own key counts where the other is 1; for the critic it alone counts.
-    """
-    policy, critic = config.actor_rollout_ref, config.critic
-    groups = {
-        "actor_rollout_ref.actor": (policy.actor, policy.model),
-        "actor_rollout_ref.ref": (policy.ref, policy.model),
-    }
-    groups |= {f"{name}.fsdp_config": (group.fsdp_config, model) for name, (group, model) in groups.items()}
-    groups["critic"] = critic, critic.model
-    if "fsdp" in critic:  # verl 0.6.1 reads the critic's own key alone
-        groups["critic.fsdp"] = critic.fsdp, critic.model
-    key = "ulysses_sequence_parallel_size"
-    return [(f"{name}.{key}", group[key], model) for name, (group, model) in groups.items()]
-
-
-def _apart(config) -> Iterator[str]:
-    """What keeps GPUs from sharing a sequence."""
-    gpus = config.trainer.n_gpus_per_node * config.trainer.nnodes
-    for key, shared, model in _sequence_parallel(config):
-        if shared == 1:
-            continue
-        if gpus % shared:
-            yield f"{key}={shared}: must divide N_GPUS x NNODES = {gpus}"
-        if not model.use_remove_padding:  # verl/workers/engine/fsdp/transformer_impl.py
-            yield f"{key}={shared}: is for sequences without padding; leave use_remove_padding on"
-        # Only around these kernels the whole sequence is gathered; another attends within each slice, silently.
-        attention = (model.get("override_config") or {}).get("attn_implementation", "flash_attention_2")
-        if attention not in ("varlen", "flash_attention_2"):
-            yield f"{key}={shared}: attn_implementation={attention} does not share a sequence; leave that out"
-
-
-def _without_effect(config) -> Iterator[str]:
-    rollout = config.actor_rollout_ref.rollout
-    longest, wanted = rollout.max_model_len, rollout.prompt_length + rollout.response_length
-    if longest and longest < wanted:
-        name = f"rollout.max_model_len={longest}: cuts sequences of {wanted} tokens"
-        yield f"{name}; set MAX_PROMPT_LENGTH and MAX_RESPONSE_LENGTH, not data.max_prompt_length and the like"
-    kl, actor = config.algorithm.kl_ctrl.kl_coef, config.actor_rollout_ref.actor
-    default = 0.001  # verl/trainer/config/ppo_trainer.yaml, both coefficients
-    if not config.algorithm.use_kl_in_reward and kl not in (0, default):
-        yield f"algorithm.kl_ctrl.kl_coef={kl:g}: does nothing without use_kl_in_reward; set KL_COEF"
-    if not actor.use_kl_loss and actor.kl_loss_coef not in (0, default):
-        yield f"actor.kl_loss_coef={actor.kl_loss_coef:g}: does nothing without use_kl_loss; set KL_COEF"
-    correction, key = config.algorithm.get("rollout_correction") or {}, "algorithm.rollout_correction"
-    given = [f"{name}={correction[name]}" for name in ("rollout_is", "rollout_rs") if correction.get(name)]
-    bypass = ["bypass_mode=True"] if correction.get("bypass_mode") else []
-    wanted = "actor_rollout_ref.rollout.calculate_log_probs=True"
-    if not config.actor_rollout_ref.rollout.calculate_log_probs and (lost := given + bypass):
-        yield f"{key}.{lost[0]}: does nothing without {wanted}; leave that on"
-    # verl then takes the engine's log-probs for the old ones, and computes no weights.
-    if given and bypass and not correction.get("use_policy_gradient"):
-        yield f"{key}.bypass_mode=True: {given[0]} then does nothing; set ROLLOUT_CORRECTION=none with it"
-
-
-def _indivisible(config) -> Iterator[str]:
-    """What verl would refuse of the batch sizes once its engines are up, or leave out silently."""
-    actor, rollout, trainer = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout, config.trainer
-    gpus, parallel = trainer.n_gpus_per_node * trainer.nnodes, rollout.tensor_model_parallel_size
-    prompts, mini_prompts = config.data.train_batch_size, actor.ppo_mini_batch_size
-    if gpus % parallel:  # verl/workers/engine_workers.py, init_model
-        yield f"rollout.tensor_model_parallel_size={parallel}: must divide N_GPUS x NNODES = {gpus}"
-    yield from batch_problems(prompts, mini_prompts, rollout.n, trainer.n_gpus_per_node, trainer.nnodes)
-    if actor.use_dynamic_bsz:
-        lengths = config.data.max_prompt_length, config.data.max_response_length
-        yield from token_problems(actor.ppo_max_token_len_per_gpu, actor.ulysses_sequence_parallel_size, *lengths)
-        return
-    # verl/workers/engine/utils.py, prepare_micro_batches
-    micro, log_prob = actor.ppo_micro_batch_size_per_gpu, rollout.log_prob_micro_batch_size_per_gpu
-    if micro and (mini := mini_prompts * rollout.n // gpus) % micro:
-        yield f"actor.ppo_micro_batch_size_per_gpu={micro}: must divide a GPU's mini-batch, {mini}"
-    if log_prob and (batch := prompts * rollout.n // gpus) % log_prob:
-        yield f"rollout.log_prob_micro_batch_size_per_gpu={log_prob}: must divide a GPU's batch, {batch}"
 
 
 def _cpu_cache_gib() -> int:

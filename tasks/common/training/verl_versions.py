@@ -128,12 +128,12 @@ def wanted(s: Settings) -> str:
 def check_installed(s: Settings) -> None:
     """Raise SettingsError unless this Python has the stack's version of verl. Does not import it."""
     try:
-        found = importlib.metadata.version("verl")
+        installed = importlib.metadata.version("verl")
     except importlib.metadata.PackageNotFoundError:
-        found = "none"
-    if found != wanted(s):
+        installed = "none"
+    if installed != wanted(s):
         fix = f"run `make install STACK={s.STACK}`, or set PYTHON to a Python with that version"
-        raise SettingsError(f"STACK={s.STACK}: needs verl {wanted(s)}, {sys.executable} has {found}; {fix}")
+        raise SettingsError(f"STACK={s.STACK}: needs verl {wanted(s)}, {sys.executable} has {installed}; {fix}")
 
 
 def has_own_trainers(s: Settings) -> bool:

@@ -7,8 +7,8 @@ from verl.trainer.ppo.v1 import PPOTrainerSync
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils.profiler import marked_timer
 
-from tasks.common.runs.folder import last_step
 from tasks.common.runs.keep import ends_run, prune
+from tasks.common.runs.run import last_step
 from tasks.common.verl_plugins.expect import expect
 
 expect(

@@ -29,8 +29,8 @@ from tasks.common.machine.memory import GIB
 from tasks.common.rewards.answers import RewardError
 from tasks.common.rewards.episode import turn_texts
 from tasks.common.runs.checkpoint import begun_file
-from tasks.common.runs.folder import read_metrics
 from tasks.common.runs.health import abort, aborted_by, no_signal, stop_without_signal
+from tasks.common.runs.run import read_metrics
 from tasks.common.settings import load_settings
 from tasks.common.text import one_line
 from tasks.common.verl_plugins import answers, on_policy, one_update

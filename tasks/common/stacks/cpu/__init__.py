@@ -110,5 +110,5 @@ SFT_OVERRIDES = [
 
 def ray_overrides(s: Settings) -> list[str]:
     """Resources of a Ray that the training starts itself; a cluster has them from `ray start`."""
-    gpus = s.N_GPUS + getattr(method(s.METHOD), "GPUS", 0)
+    gpus = s.N_GPUS + method(s.METHOD).GPUS
     return [f"+ray_kwargs.ray_init.num_gpus={gpus}", f"ray_kwargs.ray_init.num_cpus={16 * gpus}"]

@@ -1,0 +1,55 @@
+"""`make help`: the targets of the Makefile, the stages, and every variable.
+
+Runs before the installation, so it uses only Python's own library.
+"""
+
+import ast
+import os
+import re
+import sys
+from dataclasses import fields
+
+from tasks.common.settings import ROOT, Command, Settings, shown_default
+from tasks.common.stages import STAGES, own_stages
+
+
+def targets() -> dict[str, dict[str, str]]:
+    """The help of each target, by its group: those of the Makefile, then the stages."""
+    groups, group = {}, ""
+    for line in (ROOT / "Makefile").read_text().splitlines():
+        if line.startswith("##@ "):
+            group = line.removeprefix("##@ ")
+            groups[group] = {}
+        elif target := re.fullmatch(r"([a-z_-]+): ## (.+)", line):
+            groups[group][target[1]] = target[2]
+    for name, stage in STAGES.items():
+        if stage.group:
+            groups[stage.group][name] = stage.help
+    groups["Of one task"] = {}
+    for file in sorted(ROOT.glob("tasks/*/train.sh")):
+        for name in own_stages(file.parent):
+            said = ast.get_docstring(ast.parse((file.parent / f"{name}.py").read_text())) or ""
+            groups["Of one task"][name] = f"{file.parent.name}: {said.partition(chr(10))[0]}"
+    return groups
+
+
+def variables(cls: type) -> list[str]:
+    """One line for each variable of ``cls``: name, shared default, help."""
+    return [f"  {f.name:<24}{shown_default(f):<28}{f.metadata['help']}" for f in fields(cls) if f.name != "STAGE"]
+
+
+def text() -> str:
+    """All of it."""
+    tasks = "|".join(sorted(file.parent.name for file in ROOT.glob("tasks/*/train.sh")))
+    lines = [f'make TARGET TASK=<{tasks}> [VARIABLE=value ...] [ARGS="hydra.key=value ..."]']
+    for group, of_group in targets().items():
+        lines += ["", group, *(f"  {name:<16}{said}" for name, said in of_group.items())]
+    lines += ["", "Variables with their defaults. A task, a stack and a method have their own: make settings TASK=..."]
+    return "\n".join([*lines, *variables(Settings), "", "Variables of single commands:", *variables(Command)])
+
+
+if __name__ == "__main__":
+    try:
+        print(text(), flush=True)
+    except BrokenPipeError:  # a reader that has seen enough, as `head` has
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

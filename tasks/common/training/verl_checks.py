@@ -1,0 +1,132 @@
+"""What verl would refuse of a composed config only once its engines are up, or would silently not do."""
+
+from collections.abc import Iterator, Mapping
+from itertools import chain
+
+from tasks.common.settings import SettingsError, batch_problems, token_problems
+
+COUNTS = [f"data.{name}" for name in ("train_batch_size", "max_prompt_length", "max_response_length")]
+COUNTS += [f"actor_rollout_ref.rollout.{name}" for name in ("n", "prompt_length", "response_length")]
+COUNTS += ["actor_rollout_ref.rollout.tensor_model_parallel_size", "trainer.n_gpus_per_node", "trainer.nnodes"]
+COUNTS += [f"actor_rollout_ref.actor.{name}" for name in ("ppo_mini_batch_size", "ppo_max_token_len_per_gpu")]
+COUNTS_OR_NULL = ["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"]
+COUNTS_OR_NULL += ["actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu"]
+COUNTS_OR_NULL += ["actor_rollout_ref.rollout.max_model_len"]
+
+
+def check_composed(config) -> None:
+    """Raise SettingsError for what of ``config`` ("ppo_trainer") verl would refuse late, or silently not do."""
+    checks = (_not_fsdp, _no_counts, _without_effect, _indivisible, _apart, _too_few_cpus)
+    for problem in chain.from_iterable(each(config) for each in checks):
+        raise SettingsError(problem)
+
+
+def _not_fsdp(config) -> Iterator[str]:
+    policy = config.actor_rollout_ref
+    for name, group in (("actor", policy.actor), ("ref", policy.ref), ("critic", config.critic)):
+        if group.strategy not in ("fsdp", "fsdp2"):
+            yield f"ARGS: {name}.strategy={group.strategy}: all stacks train with FSDP; leave it out"
+
+
+def _too_few_cpus(config) -> Iterator[str]:
+    """Ray's CPUs, where ARGS say how many: with fewer than a training holds (cluster.held_cpus) it waits for ever."""
+    given = config.get("ray_kwargs", {}).get("ray_init", {}).get("num_cpus")
+    if not given or "transfer_queue" not in config:
+        return
+    units = config.transfer_queue.backend.SimpleStorage.num_data_storage_units
+    gpus = config.trainer.n_gpus_per_node * config.trainer.nnodes
+    teachers = config.distillation.n_gpus_per_node * config.distillation.nnodes if config.distillation.enabled else 0
+    if given < (held := units + 1 + 3 * (gpus + teachers)):
+        less = "transfer_queue.backend.SimpleStorage.num_data_storage_units"
+        fix = f"leave it out, or lower {less}={units}"
+        yield f"ray_kwargs.ray_init.num_cpus={given}: a training holds {held} of Ray's CPUs, and would wait; {fix}"
+
+
+def _no_counts(config) -> Iterator[str]:
+    """Values that verl divides by, or by which it ends late."""
+    from omegaconf import OmegaConf
+
+    values = [(key, OmegaConf.select(config, key)) for key in (*COUNTS, *COUNTS_OR_NULL)]
+    values += [(key, shared) for key, shared, _ in sequence_parallel(config)]
+    for key, value in values:
+        if value is None and key in COUNTS_OR_NULL:
+            continue
+        if not isinstance(value, int) or value < 1:
+            yield f"{key}={value}: must be a whole number above 0"
+
+
+def sequence_parallel(config) -> list[tuple[str, int, Mapping]]:
+    """The keys with the number of GPUs that share a sequence, that number, and the config of the model.
+
+    In verl 0.9.1 the engine's own key counts where the other is 1; for the critic it alone counts.
+    """
+    policy, critic = config.actor_rollout_ref, config.critic
+    groups = {
+        "actor_rollout_ref.actor": (policy.actor, policy.model),
+        "actor_rollout_ref.ref": (policy.ref, policy.model),
+    }
+    groups |= {f"{name}.fsdp_config": (group.fsdp_config, model) for name, (group, model) in groups.items()}
+    groups["critic"] = critic, critic.model
+    if "fsdp" in critic:  # verl 0.6.1 reads the critic's own key alone
+        groups["critic.fsdp"] = critic.fsdp, critic.model
+    key = "ulysses_sequence_parallel_size"
+    return [(f"{name}.{key}", group[key], model) for name, (group, model) in groups.items()]
+
+
+def _apart(config) -> Iterator[str]:
+    """What keeps GPUs from sharing a sequence."""
+    gpus = config.trainer.n_gpus_per_node * config.trainer.nnodes
+    for key, shared, model in sequence_parallel(config):
+        if shared == 1:
+            continue
+        if gpus % shared:
+            yield f"{key}={shared}: must divide N_GPUS x NNODES = {gpus}"
+        if not model.use_remove_padding:  # verl/workers/engine/fsdp/transformer_impl.py
+            yield f"{key}={shared}: is for sequences without padding; leave use_remove_padding on"
+        # Only around these kernels the whole sequence is gathered; another attends within each slice, silently.
+        attention = (model.get("override_config") or {}).get("attn_implementation", "flash_attention_2")
+        if attention not in ("varlen", "flash_attention_2"):
+            yield f"{key}={shared}: attn_implementation={attention} does not share a sequence; leave that out"
+
+
+def _without_effect(config) -> Iterator[str]:
+    rollout = config.actor_rollout_ref.rollout
+    longest, wanted = rollout.max_model_len, rollout.prompt_length + rollout.response_length
+    if longest and longest < wanted:
+        name = f"rollout.max_model_len={longest}: cuts sequences of {wanted} tokens"
+        yield f"{name}; set MAX_PROMPT_LENGTH and MAX_RESPONSE_LENGTH, not data.max_prompt_length and the like"
+    kl, actor = config.algorithm.kl_ctrl.kl_coef, config.actor_rollout_ref.actor
+    default = 0.001  # verl/trainer/config/ppo_trainer.yaml, both coefficients
+    if not config.algorithm.use_kl_in_reward and kl not in (0, default):
+        yield f"algorithm.kl_ctrl.kl_coef={kl:g}: does nothing without use_kl_in_reward; set KL_COEF"
+    if not actor.use_kl_loss and actor.kl_loss_coef not in (0, default):
+        yield f"actor.kl_loss_coef={actor.kl_loss_coef:g}: does nothing without use_kl_loss; set KL_COEF"
+    correction, key = config.algorithm.get("rollout_correction") or {}, "algorithm.rollout_correction"
+    given = [f"{name}={correction[name]}" for name in ("rollout_is", "rollout_rs") if correction.get(name)]
+    bypass = ["bypass_mode=True"] if correction.get("bypass_mode") else []
+    wanted = "actor_rollout_ref.rollout.calculate_log_probs=True"
+    if not config.actor_rollout_ref.rollout.calculate_log_probs and (lost := given + bypass):
+        yield f"{key}.{lost[0]}: does nothing without {wanted}; leave that on"
+    # verl then takes the engine's log-probs for the old ones, and computes no weights.
+    if given and bypass and not correction.get("use_policy_gradient"):
+        yield f"{key}.bypass_mode=True: {given[0]} then does nothing; set ROLLOUT_CORRECTION=none with it"
+
+
+def _indivisible(config) -> Iterator[str]:
+    """What verl would refuse of the batch sizes once its engines are up, or leave out silently."""
+    actor, rollout, trainer = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout, config.trainer
+    gpus, parallel = trainer.n_gpus_per_node * trainer.nnodes, rollout.tensor_model_parallel_size
+    prompts, mini_prompts = config.data.train_batch_size, actor.ppo_mini_batch_size
+    if gpus % parallel:  # verl/workers/engine_workers.py, init_model
+        yield f"rollout.tensor_model_parallel_size={parallel}: must divide N_GPUS x NNODES = {gpus}"
+    yield from batch_problems(prompts, mini_prompts, rollout.n, trainer.n_gpus_per_node, trainer.nnodes)
+    if actor.use_dynamic_bsz:
+        lengths = config.data.max_prompt_length, config.data.max_response_length
+        yield from token_problems(actor.ppo_max_token_len_per_gpu, actor.ulysses_sequence_parallel_size, *lengths)
+        return
+    # verl/workers/engine/utils.py, prepare_micro_batches
+    micro, log_prob = actor.ppo_micro_batch_size_per_gpu, rollout.log_prob_micro_batch_size_per_gpu
+    if micro and (mini := mini_prompts * rollout.n // gpus) % micro:
+        yield f"actor.ppo_micro_batch_size_per_gpu={micro}: must divide a GPU's mini-batch, {mini}"
+    if log_prob and (batch := prompts * rollout.n // gpus) % log_prob:
+        yield f"rollout.log_prob_micro_batch_size_per_gpu={log_prob}: must divide a GPU's batch, {batch}"
