@@ -235,7 +235,7 @@ def test_the_default_batch_makes_sixteen_steps_of_570_pairs_and_epochs_multiply_
 
 @pytest.mark.parametrize("epochs", [3, 4])
 def test_more_than_three_epochs_are_warned_of(epochs, monkeypatch, tmp_path, capsys):
-    from tasks.common.launch.train import check_training
+    from tasks.common.launch.rounds import check_training
 
     monkeypatch.setenv("ARTIFACTS", str(tmp_path))
     check_training(replace(load_settings(VALUES), METHOD="dpo", DPO_EPOCHS=epochs), [])
@@ -529,4 +529,4 @@ def test_a_warm_up_of_the_rate_as_long_as_the_training_is_refused(tmp_path, monk
     monkeypatch.setattr(train, "load_tokenizer", lambda *_: None)
     s = replace(load_settings(VALUES), METHOD="dpo", PAIRS_FILE="pairs.jsonl", DPO_EPOCHS=1, LR_WARMUP=5)
     with pytest.raises(SettingsError, match=r"^LR_WARMUP=5: the rate reaches LR in none of 5 steps; set it lower$"):
-        train._round_by_pairs(s, [], 1, "start", Run.read(tmp_path / "run"))
+        train.train_on_pairs(s, [], 1, "start", Run.read(tmp_path / "run"))

@@ -181,7 +181,7 @@ def test_a_run_with_more_steps_already_is_not_compared(monkeypatch, tmp_path):
     runs = planned(monkeypatch, METHODS="grpo,gspo", STEPS="4", ARTIFACTS=str(tmp_path))
     longer = list(runs.values())[1]
     write_checkpoints(rl_run(longer, []).folder, (4, 8))
-    monkeypatch.setattr(main.train, "check_training", lambda *_: None)
+    monkeypatch.setattr(main, "check_training", lambda *_: None)
     job = main.Job("experiment", load_settings(), load_settings(cls=Command), [])
     with pytest.raises(
         SettingsError, match=r"^STEPS=4: gspo-\w+ has 8 steps already, .*; take STEPS=8, or another RUN$"
@@ -228,8 +228,8 @@ def test_the_comparison_takes_the_gpus_of_all_trainings_whatever_the_batch_is(mo
     job = main.Job("experiment", load_settings(), load_settings(cls=Command), [])
     said, evaluated = [], []
     monkeypatch.setattr("builtins.print", lambda text, **_: said.append(text))
-    monkeypatch.setattr(main.train, "check_training", lambda *_: None)
-    monkeypatch.setattr(main.train, "start_model", lambda s: "start")
+    monkeypatch.setattr(main, "check_training", lambda *_: None)
+    monkeypatch.setattr(main, "start_model", lambda s: "start")
     monkeypatch.setattr(main, "export", lambda run: run.folder)
     monkeypatch.setattr(main, "script", lambda s, *_: evaluated.append(load_settings(exported(s)).N_GPUS))
     monkeypatch.setattr(main, "run_stages", lambda stages: stages["compare"]())

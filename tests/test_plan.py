@@ -11,6 +11,7 @@ import pytest
 from tasks.common.files import write_json
 from tasks.common.launch import main, train
 from tasks.common.launch.plan import pairs_plan, rl_plan, sft_plan
+from tasks.common.launch.rounds import train_rounds
 from tasks.common.launch.task import exported
 from tasks.common.process import StageFailed
 from tasks.common.runs import launches
@@ -96,7 +97,7 @@ def test_rounds_are_trained_as_planned_skipped_when_done_and_continued_with_more
         seen.append((name, total, log.name, environment["SEED"], command))
 
     monkeypatch.setattr(train, "run", run)
-    said = train.train(s, ["trainer.total_epochs=3"])
+    said = train_rounds(s, ["trainer.total_epochs=3"])
     assert [each[:4] for each in seen] == [("GRPO", 4, "grpo-000.log", "7"), ("GRPO", 4, "grpo-000.log", "8")]
     first, second = sorted(s.runs_dir.iterdir(), key=lambda run: run.name.endswith("-round2"))
     assert said == f"4 steps in {second}" and [each.folder for each in lineage(Run.read(second))] == [first, second]
@@ -109,9 +110,9 @@ def test_rounds_are_trained_as_planned_skipped_when_done_and_continued_with_more
     assert json.loads((second / "outcome.json").read_text()) == ended
 
     (second / "outcome.json").unlink()  # as if the launcher had been killed before its last line
-    assert train.train(s, ["trainer.total_epochs=3"]) == f"up to date: {said}" and len(seen) == 2
+    assert train_rounds(s, ["trainer.total_epochs=3"]) == f"up to date: {said}" and len(seen) == 2
     assert json.loads((second / "outcome.json").read_text()) == ended
-    assert train.train(replace(s, SELF_PLAY_ROUNDS=1, STEPS=6), ["trainer.total_epochs=3"]) == f"6 steps in {first}"
+    assert train_rounds(replace(s, SELF_PLAY_ROUNDS=1, STEPS=6), ["trainer.total_epochs=3"]) == f"6 steps in {first}"
     assert "resuming from step 4" in capsys.readouterr().out and seen[2][1:4] == (6, "grpo-001.log", "7")
     assert sorted(read_metrics(first)) == [4, 6]
 
@@ -152,7 +153,7 @@ def test_a_warm_up_without_signal_ends_before_rl_and_all_asks_on_a_terminal(sett
             raise train.WithoutSignal("none is right")
         return "trained"
 
-    monkeypatch.setattr(train, "train", trained)
+    monkeypatch.setattr(main, "train_rounds", trained)
     monkeypatch.setattr("builtins.input", lambda text: asked.append(text) or answer)
     monkeypatch.setenv("ANYWAY", "")
     for goal, terminal, answer in (("train", True, "y"), ("all", False, "y"), ("all", True, "n"), ("all", True, "y")):
@@ -183,6 +184,6 @@ def test_a_complete_training_by_dpo_is_up_to_date_with_the_steps_of_its_pairs(
         seen.append((name, total, log.name, environment["STEPS"], command[-3:-1]))
 
     monkeypatch.setattr(train, "run", run)
-    said = train.train(s, [])
+    said = train_rounds(s, [])
     assert seen == [("DPO", 2, "dpo-000.log", "2", [str(small_model), s.PAIRS_FILE])]  # a tenth is held out
-    assert said.startswith("2 steps in ") and train.train(s, []) == f"up to date: {said}" and len(seen) == 1
+    assert said.startswith("2 steps in ") and train_rounds(s, []) == f"up to date: {said}" and len(seen) == 1

@@ -11,8 +11,9 @@ from dataclasses import replace
 import pytest
 
 from tasks.common.evaluation.sample import model_name
-from tasks.common.launch import main, train
+from tasks.common.launch import main
 from tasks.common.launch.main import _locked
+from tasks.common.launch.rounds import check_training
 from tasks.common.models.merge import merge, whole_folder
 from tasks.common.process import StageFailed
 from tasks.common.runs import launches
@@ -145,9 +146,9 @@ def test_more_steps_of_a_round_that_another_started_from_are_refused_before_they
     first = begun(rl_run(s, []).folder, "start", s, s.rl_fingerprint([]))
     start = str(export(Run.read(first)))
     begun(rl_run(s, [], 2, start).folder, start, s, s.rl_fingerprint([], 2, start))
-    train.check_training(s, [])
+    check_training(s, [])
     with pytest.raises(SettingsError, match=r"^RUN=mine: mine-round2 started from mine as it is; take another name$"):
-        train.check_training(replace(s, STEPS=8), [])
+        check_training(replace(s, STEPS=8), [])
 
 
 def test_validation_counts_before_training_reward(settings):

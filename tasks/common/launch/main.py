@@ -25,6 +25,7 @@ from tasks.common.guarded import Guarded, asks_judge
 from tasks.common.interrupts import interrupt_on_sigterm
 from tasks.common.launch import doctor, experiments, rehearse, train
 from tasks.common.launch.plan import rl_plan
+from tasks.common.launch.rounds import check_training, start_model, train_rounds
 from tasks.common.launch.task import compute_score_of, exported, load_reward, script, stack_environment
 from tasks.common.leftovers import Launch
 from tasks.common.models.find import embedded_folder, resolve_model, whole_model
@@ -251,7 +252,7 @@ def merged(job: Job) -> str:
 def trained_rl(job: Job) -> str:
     """RL; where the warm-up gives it nothing to learn from, `make all` on a terminal asks whether to go on."""
     try:
-        return train.train(job.s, job.arguments)
+        return train_rounds(job.s, job.arguments)
     except train.WithoutSignal as error:
         if job.goal != "all" or not sys.stdin.isatty():
             raise
@@ -259,7 +260,7 @@ def trained_rl(job: Job) -> str:
         if input("  train all the same? [y/N] ").strip().lower() not in ("y", "yes"):
             raise
         os.environ["ANYWAY"] = "1"
-        return train.train(job.s, job.arguments)
+        return train_rounds(job.s, job.arguments)
 
 
 PARTS: dict[str, Callable[[Job], str]] = {
@@ -282,7 +283,7 @@ def experiment(job: Job, runs: dict[str, Settings]) -> None:
     if few := experiments.few_cores(runs, job.command.JOBS):
         print(f"warning: {few}", flush=True)
     for each in {each.METHOD: each for each in runs.values()}.values():
-        train.check_training(each, arguments)
+        check_training(each, arguments)
     for each in runs.values():
         begun = folder.rl_run(each, arguments)
         if begun.last > begun.wanted(each):
@@ -291,7 +292,7 @@ def experiment(job: Job, runs: dict[str, Settings]) -> None:
 
     def compared() -> str:
         trained = {label: folder.rounds(each, arguments)[-1] for label, each in runs.items()}
-        models = {"start": train.start_model(s)} | {label: str(export(each)) for label, each in trained.items()}
+        models = {"start": start_model(s)} | {label: str(export(each)) for label, each in trained.items()}
         gpus = s.N_GPUS * len(experiments.gpu_groups([*runs.values()], job.command.JOBS))
         os.environ["STAGE"] = "compare"  # these GPUs share no batch
         script(replace(s, N_GPUS=gpus), "evaluate.py", "experiment", *labelled(models))
@@ -301,7 +302,7 @@ def experiment(job: Job, runs: dict[str, Settings]) -> None:
     if job.command.JOBS > 1:
         stages |= {"train": lambda: experiments.train_at_once(runs, arguments, job.command.JOBS)}
     else:
-        stages |= {label: functools.partial(train.train, each, arguments) for label, each in runs.items()}
+        stages |= {label: functools.partial(train_rounds, each, arguments) for label, each in runs.items()}
     run_stages(stages | {"compare": compared})
 
 
@@ -409,7 +410,7 @@ AT_ONCE: dict[str, Callable[[Job], None]] = {
     "settings": lambda job: print(settings.table(os.environ)),
     "doctor": lambda job: doctor.report(job.s, job.arguments),
     "rescore": rescore,
-    "one_of_many": lambda job: print(train.train(job.s, job.arguments)),  # of an experiment, which has the lock
+    "one_of_many": lambda job: print(train_rounds(job.s, job.arguments)),  # of an experiment, which has the lock
 }
 # What follows its parts, in place of this process.
 LAST: dict[str, Callable[[Job], None]] = {
@@ -497,7 +498,7 @@ def main(goal: str, arguments: list[str]) -> None:
         if first != "data":
             _shared_data(s, first)
         if job.trains:
-            train.check_training(s, arguments)
+            check_training(s, arguments)
         runs = experiments.planned(s, command) if goal == "experiment" else {}
         if "sft" in job.stage.parts:  # something is trained
             doctor.before_training(s, arguments, goal, list(runs.values()), command.JOBS)

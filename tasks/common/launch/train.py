@@ -1,4 +1,4 @@
-"""The stages that train: SFT warm-up, RL with verl, DPO with TRL, and rounds of self-play over them."""
+"""One training carried out: the SFT warm-up with verl, a round of RL with verl, or one of DPO with TRL."""
 
 import functools
 import math
@@ -13,7 +13,7 @@ from tasks.common.data.pairs import steps as pair_steps
 from tasks.common.data.prepare import load_tokenizer
 from tasks.common.files import read_json, write_json
 from tasks.common.launch.plan import REWARD, Plan, pairs_plan, rl_plan, sft_plan
-from tasks.common.launch.task import load_reward, script
+from tasks.common.launch.task import script
 from tasks.common.machine import cluster
 from tasks.common.machine.gpus import Sampler
 from tasks.common.models.find import resolve_model, whole_model
@@ -23,32 +23,13 @@ from tasks.common.rows import DataError
 from tasks.common.runs import folder, health, launches, validation
 from tasks.common.runs.checkpoint import begun_step, ranks
 from tasks.common.runs.keep import prune
-from tasks.common.runs.run import Run, export, last_step, mend_tracker, metrics_in, recorded
+from tasks.common.runs.run import Run, last_step, mend_tracker, metrics_in
 from tasks.common.settings import Settings, SettingsError, method
-from tasks.common.training import parity, tracking, verl_config, verl_versions
+from tasks.common.training import parity, verl_config, verl_versions
 
 
 class WithoutSignal(StageFailed):
     """The warm-up gives RL nothing to learn from."""
-
-
-def check_training(s: Settings, arguments: list[str]) -> None:
-    """Before anything starts, raise SettingsError for settings that would fail later, and print warnings."""
-    load_reward(s)
-    tracking.check_loggers(s)
-    *_, last_round = begun = folder.rounds(s, arguments)  # raises for a RUN of other settings
-    following = s.runs_dir / f"{s.RUN}-round{len(begun) + 1}"
-    complete = last_round.complete(s)
-    if s.RUN and len(begun) < s.SELF_PLAY_ROUNDS and not complete and recorded(following):
-        started = f"{following.name} started from {last_round.folder.name} as it is"
-        raise SettingsError(f"RUN={s.RUN}: {started}; take another name")
-    config = check_method(s, arguments)
-    if problem := method(s.METHOD).models_problem(config):
-        raise SettingsError(problem)
-    if said := warning(s, config):
-        print(f"warning: {said}")
-    if not complete and not s.by_pairs:
-        cluster.join(s)
 
 
 def warning(s: Settings, config) -> str | None:
@@ -85,7 +66,7 @@ def sft(s: Settings) -> str:
     run = Run.read(folder.sft_dir(s))
     if run.warmed(s):
         prune(run.folder, 0)
-        _note_if_killed(run.folder, steps := f"{run.last} steps")
+        note_if_killed(run.folder, steps := f"{run.last} steps")
         return f"up to date: {steps}"
     _check_ranks(s, run)
     if s.SFT_LOSS and not verl_versions.has_own_trainers(s):
@@ -119,26 +100,7 @@ def _check_ranks(s: Settings, run: Run) -> None:
         raise SettingsError(f"N_GPUS={s.N_GPUS}: the warm-up stopped at step {run.last} with N_GPUS={saved}; {fix}")
 
 
-def train(s: Settings, arguments: list[str]) -> str:
-    """SELF_PLAY_ROUNDS trainings of STEPS; each starts from the last result, which is also its reference."""
-    start, said = start_model(s), ""
-    for number in range(1, s.SELF_PLAY_ROUNDS + 1):
-        run = folder.rl_run(s, arguments, number, start)
-        if s.SELF_PLAY_ROUNDS > 1:
-            print(f"  round {number} of {s.SELF_PLAY_ROUNDS}: {run.folder.name}")
-        done = run.complete(s)
-        if not done and s.by_pairs:
-            run = _round_by_pairs(s, arguments, number, start, run)
-        elif not done:
-            run = _round(s, arguments, number, start, run)
-        dev, steps = validation.words(run.metrics), _steps(run, run.wanted(s), s)
-        _note_if_killed(run.folder, steps)
-        said = f"{'up to date: ' if done else ''}{steps} in {run.folder}{f'; {dev}' if dev else ''}"
-        start = str(export(run))
-    return said
-
-
-def _round(s: Settings, arguments: list[str], number: int, start: str, run: Run) -> Run:
+def train(s: Settings, arguments: list[str], number: int, start: str, run: Run) -> Run:
     """Round ``number`` of RL from the model ``start``; the run after it."""
     begins = _trainer_start(s, start)
     prune(run.folder, s.KEEP)  # also a crash's leftovers
@@ -158,7 +120,7 @@ def _round(s: Settings, arguments: list[str], number: int, start: str, run: Run)
     return run
 
 
-def _round_by_pairs(s: Settings, arguments: list[str], number: int, start: str, run: Run) -> Run:
+def train_on_pairs(s: Settings, arguments: list[str], number: int, start: str, run: Run) -> Run:
     """Round ``number`` from the model ``start`` on PAIRS_FILE, or on pairs of its own samples; the run after it."""
     begins, file = _trainer_start(s, start), Path(s.PAIRS_FILE).expanduser()
     if not s.PAIRS_FILE and not (file := run.folder / "pairs.parquet").exists():
@@ -174,16 +136,6 @@ def _round_by_pairs(s: Settings, arguments: list[str], number: int, start: str, 
     return execute(pairs_plan(s, run, begins, file, number))
 
 
-def start_model(s: Settings) -> str:
-    """The start of RL and DPO: MODEL, or its warm-up. Raises SettingsError when there is no warm-up yet."""
-    if s.INIT == "base":
-        return resolve_model(s.MODEL)
-    run = Run.read(folder.sft_dir(s))
-    if not run.warmed(s):
-        raise SettingsError(f"INIT=sft: there is no warm-up for these settings; run `make sft TASK={s.TASK}` first")
-    return str(export(run))
-
-
 def _trainer_start(s: Settings, start: str) -> str:
     """``start`` for the trainer: an adapter where the training continues it, else a whole model.
 
@@ -197,7 +149,7 @@ def _trainer_start(s: Settings, start: str) -> str:
     return start if same and (s.by_pairs or not s.KL_COEF) else whole_model(start)
 
 
-def _steps(run: Run, wanted: float, s: Settings) -> str:
+def said_steps(run: Run, wanted: float, s: Settings) -> str:
     """The steps of a complete run, in words."""
     ended = f" of {wanted} steps, ended by PATIENCE={s.PATIENCE}"
     return f"{run.last} steps" if run.last >= wanted else f"{run.last}{ended}"
@@ -241,7 +193,7 @@ def execute(plan: Plan) -> Run:
     early = after.warmed(s) if warm_up else after.ended_early(s.PATIENCE)
     if after.last < plan.steps and not early:
         raise StageFailed(f"{plan.name} ended without a checkpoint of step {plan.steps}\n  log: {plan.log}")
-    _note(outcome, "finished", f"{after.last} steps" if warm_up else _steps(after, plan.steps, s))
+    _note(outcome, "finished", f"{after.last} steps" if warm_up else said_steps(after, plan.steps, s))
     broken = health.findings(after.metrics, s)
     for finding in health.newest_by_rule(broken):
         times = sum(finding.rule == each.rule for each in broken)
@@ -264,7 +216,7 @@ def _note(file: Path, outcome: str, reason: str) -> None:
         print(f"  warning: {file}: cannot be written ({error.strerror})")
 
 
-def _note_if_killed(run_dir: Path, reason: str) -> None:
+def note_if_killed(run_dir: Path, reason: str) -> None:
     """Write how the last launch of a complete run ended, where a kill after its last checkpoint left that out."""
     if not (run_dir / health.OUTCOME).exists():
         _note(run_dir / health.OUTCOME, "finished", reason)

@@ -1,0 +1,58 @@
+"""The stage `train`: rounds of RL or DPO, each from the model that the one before made, and the checks before them."""
+
+from tasks.common.launch import train
+from tasks.common.launch.task import load_reward
+from tasks.common.machine import cluster
+from tasks.common.models.find import resolve_model
+from tasks.common.runs import folder, validation
+from tasks.common.runs.run import Run, export, recorded
+from tasks.common.settings import Settings, SettingsError, method
+from tasks.common.training import tracking
+
+
+def check_training(s: Settings, arguments: list[str]) -> None:
+    """Before anything starts, raise SettingsError for settings that would fail later, and print warnings."""
+    load_reward(s)
+    tracking.check_loggers(s)
+    *_, last_round = begun = folder.rounds(s, arguments)  # raises for a RUN of other settings
+    following = s.runs_dir / f"{s.RUN}-round{len(begun) + 1}"
+    complete = last_round.complete(s)
+    if s.RUN and len(begun) < s.SELF_PLAY_ROUNDS and not complete and recorded(following):
+        started = f"{following.name} started from {last_round.folder.name} as it is"
+        raise SettingsError(f"RUN={s.RUN}: {started}; take another name")
+    config = train.check_method(s, arguments)
+    if problem := method(s.METHOD).models_problem(config):
+        raise SettingsError(problem)
+    if said := train.warning(s, config):
+        print(f"warning: {said}")
+    if not complete and not s.by_pairs:
+        cluster.join(s)
+
+
+def start_model(s: Settings) -> str:
+    """The start of RL and DPO: MODEL, or its warm-up. Raises SettingsError when there is no warm-up yet."""
+    if s.INIT == "base":
+        return resolve_model(s.MODEL)
+    run = Run.read(folder.sft_dir(s))
+    if not run.warmed(s):
+        raise SettingsError(f"INIT=sft: there is no warm-up for these settings; run `make sft TASK={s.TASK}` first")
+    return str(export(run))
+
+
+def train_rounds(s: Settings, arguments: list[str]) -> str:
+    """SELF_PLAY_ROUNDS trainings of STEPS; each starts from the last result, which is also its reference."""
+    start, said = start_model(s), ""
+    for number in range(1, s.SELF_PLAY_ROUNDS + 1):
+        run = folder.rl_run(s, arguments, number, start)
+        if s.SELF_PLAY_ROUNDS > 1:
+            print(f"  round {number} of {s.SELF_PLAY_ROUNDS}: {run.folder.name}")
+        done = run.complete(s)
+        if not done and s.by_pairs:
+            run = train.train_on_pairs(s, arguments, number, start, run)
+        elif not done:
+            run = train.train(s, arguments, number, start, run)
+        dev, steps = validation.words(run.metrics), train.said_steps(run, run.wanted(s), s)
+        train.note_if_killed(run.folder, steps)
+        said = f"{'up to date: ' if done else ''}{steps} in {run.folder}{f'; {dev}' if dev else ''}"
+        start = str(export(run))
+    return said
