@@ -173,16 +173,9 @@ def test_task_and_stack_have_no_default(name):
 
 @pytest.mark.parametrize(
     "name, value",
-    [
-        (name, value)
-        for name in INTEGERS
-        for value in ("abc", "1.5", "1e3", "-1", "nan", "0x10", "08", "00", "+1", "1_0", "٤")
-    ]
-    + [
-        (name, value)
-        for name in FLOATS
-        for value in ("abc", "1,5", "-1", "-1e-9", "nan", "inf", "-inf", "1e999", "1_0", "٤")
-    ]
+    [(name, value) for name in INTEGERS + FLOATS for value in ("abc", "-1")]
+    + [("STEPS", value) for value in ("1.5", "1e3", "nan", "0x10", "08", "00", "+1", "1_0", "٤")]
+    + [("LR", value) for value in ("1,5", "-1e-9", "nan", "inf", "-inf", "1e999", "1_0", "٤")]
     + [(name, "0") for name in INTEGERS + FLOATS if name not in ZERO_ALLOWED]
     + [("TEST_SIZE", "1.5"), ("GPU_MEMORY_UTILIZATION", "1.01"), ("GPU_MEMORY_UTILIZATION", "50")]
     + [("METHOD", value) for value in ("nosuch", "GRPO", "__init__", "../grpo", "grpo.py")]
@@ -192,22 +185,8 @@ def test_task_and_stack_have_no_default(name):
     + [("MODEL", "  ")]
     + [
         (name, value)
-        for name in ("RUN", "TASK", "STACK")
-        for value in (
-            "../x",
-            "..",
-            ".",
-            "a/b",
-            "/tmp/x",
-            "a\\b",
-            ".hidden",
-            "a b",
-            "$HOME",
-            "*",
-            "~",
-            "x" * 65,
-            "naïve",
-        )
+        for name in ("RUN", "TASK")
+        for value in ("../x", "..", "a/b", "/tmp/x", "a\\b", ".hidden", "a b", "$HOME", "*", "~", "x" * 65, "naïve")
     ],
 )
 def test_bad_value_is_named_in_one_line(name, value):
@@ -216,7 +195,7 @@ def test_bad_value_is_named_in_one_line(name, value):
     assert "\n" not in message
 
 
-@pytest.mark.parametrize("name", ["RUN", "METHOD", "STEPS", "LR", "INIT"])
+@pytest.mark.parametrize("name", ["RUN", "METHOD", "STEPS"])
 def test_value_with_a_line_break_is_named_in_one_line(name):
     message = error_of(**{name: "a\nb"})
     assert name in message
@@ -277,7 +256,6 @@ def test_number_beyond_any_float_is_no_crash(name):
         ({"PATIENCE": "2", "TEST_FREQ": "0"}, ("PATIENCE=2", "TEST_FREQ")),
         ({"LR_WARMUP": "10"}, ("LR_WARMUP=10", "STEPS=10", "set it lower")),
         ({"METHOD": "ppo", "LR_WARMUP": "9"}, ("LR_WARMUP=9", "STEPS=10 after CRITIC_WARMUP=1")),
-        ({"METHOD": "dpo", "PATIENCE": "2"}, ("PATIENCE=2", "METHOD=dpo has no validations")),
     ],
 )
 def test_values_that_do_not_fit_together_are_named_in_one_line(changes, names):
@@ -321,6 +299,10 @@ def test_the_rate_may_rise_until_the_last_step():
         ({"REWARD_MODEL": "some/classifier"}, "REWARD_MODEL=some/classifier: is for the RL methods; METHOD=dpo learns"),
         ({"TRUNCATED": "masked"}, "TRUNCATED=masked: is for the RL methods; METHOD=dpo learns from pairs; leave"),
         ({"STACK": "a100", "NNODES": "2", "INIT": "base"}, "NNODES=2: is for the RL methods; METHOD=dpo trains on one"),
+        ({"STACK": "current", "N_GPUS": "4", "SP": "2"}, "SP=2: is for the RL methods; METHOD=dpo trains on whole"),
+        ({"STACK": "a100", "OFFLOAD": "1"}, "OFFLOAD=1: is for the RL methods; METHOD=dpo does not sample"),
+        ({"PATIENCE": "2", "TEST_FREQ": "1"}, "PATIENCE=2: is for the RL methods; METHOD=dpo has no validations"),
+        ({"N_GPUS": "3", "ROLLOUT_N": "3", "SFT_BATCH_SIZE": "9"}, "N_GPUS=3: must divide TRAIN_BATCH_SIZE=8"),
     ],
 )
 def test_what_dpo_cannot_train_with_is_refused(changes, said):
@@ -366,11 +348,6 @@ def test_value_at_the_edge_is_accepted(name, value):
 def test_the_method_chooses_its_mini_batches(method, prompts, mini):
     chosen = load(METHOD=method, TRAIN_BATCH_SIZE=str(prompts), MINI_BATCH_SIZE="0")
     assert mini == chosen.MINI_BATCH_SIZE
-
-
-def test_what_dpo_cannot_use_is_refused():
-    assert "REWARD_MODEL" in error_of(METHOD="dpo", REWARD_MODEL="some/classifier")
-    assert "N_GPUS=3" in error_of(METHOD="dpo", N_GPUS="3", ROLLOUT_N="3", SFT_BATCH_SIZE="9")
 
 
 def test_a_run_is_not_known_by_its_rounds_but_a_round_is_by_its_start():
@@ -905,8 +882,6 @@ def test_dpo_has_a_batch_of_its_own_where_the_stack_has_none(stack, method, batc
         ({"STACK": "a100", "N_GPUS": "4", "SP": "3"}, "SP=3: must divide N_GPUS=4"),
         ({"STACK": "a100", "N_GPUS": "4", "SP": "2"}, "SP=2: STACK=a100 (verl 0.6.1) has wrong labels"),
         ({"STACK": "current", "N_GPUS": "4", "SP": "2", "MAX_TOKENS_PER_GPU": "0"}, "set MAX_TOKENS_PER_GPU"),
-        ({"STACK": "current", "N_GPUS": "4", "SP": "2", "METHOD": "dpo"}, "SP=2: is for the RL methods"),
-        ({"STACK": "a100", "OFFLOAD": "1", "METHOD": "dpo"}, "OFFLOAD=1: is for the RL methods"),
         ({"TP": "2"}, "TP=2: is for GPUs"),
         ({"OFFLOAD": "1"}, "OFFLOAD=1: is for GPUs"),
         ({"STACK": "a100", "MAX_TOKENS_PER_GPU": "100"}, "MAX_TOKENS_PER_GPU=100: less than"),

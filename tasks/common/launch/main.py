@@ -425,9 +425,9 @@ def say_environment() -> None:
     if "GIVEN" not in os.environ:
         return  # without make everything comes from the environment
     names = {*Settings.__dataclass_fields__, *Command.__dataclass_fields__} - {"STAGE", "TASK", "STACK"}
-    exported = [name for name in sorted(names - set(os.environ["GIVEN"].split())) if os.environ.get(name)]
-    if exported:
-        said = ", ".join(f"{name}={os.environ[name]}" for name in exported)
+    given = [name for name in sorted(names - set(os.environ["GIVEN"].split())) if os.environ.get(name)]
+    if given:
+        said = ", ".join(f"{name}={os.environ[name]}" for name in given)
         print(f"from your environment: {said}", file=sys.stderr, flush=True)
 
 
