@@ -28,7 +28,7 @@ from tasks.common.launch.names import of_tasks
 from tasks.common.rewards.judge import Judge
 from tasks.common.settings import Command, Settings, SettingsError, load_settings
 from tasks.common.stages import STAGES, own_stages
-from tests.benchmarks import curve, pictures
+from tests.benchmarks import pictures
 from tests.helpers import PYTHON, ROOT, SMALL, copy_of_checkout, exported, outside_make
 from tests.results import RESULTS, linked, names, recipes
 from tests.settings_page import settings_page
@@ -370,12 +370,10 @@ def test_a_change_of_one_language_alone_is_found(name, part, old, new):
     assert shape(text)[part] != shape(text.replace(old, new, 1))[part]
 
 
-def test_the_picture_of_the_readme_is_drawn_from_its_file_and_its_caption_says_what_is_in_it(tmp_path):
-    curve.draw(tmp_path / "new.png")
-    assert np.array_equal(plt.imread(tmp_path / "new.png"), plt.imread(curve.PICTURE))
-    assert curve.PICTURE.stat().st_size < 60_000
-    values = curve.curve()
-    scores, entropies = values[curve.SCORE], values[curve.ENTROPY]
+def test_the_caption_of_the_readmes_picture_says_what_is_in_it():
+    assert (pictures.IMAGES / "countdown-search.png").stat().st_size < 60_000
+    values = pictures.curve()
+    scores, entropies = values[pictures.SCORE], values[pictures.ENTROPY]
     text = " ".join((ROOT / "README.md").read_text().split())
     entropy = "rises" if entropies[-1] > entropies[0] else "falls"
     assert f"rises ({scores[0]:.2f} → {scores[-1]:.2f}), and the entropy {entropy} ({entropies[0]:.3f} → " in text
@@ -385,7 +383,7 @@ def test_the_picture_of_the_readme_is_drawn_from_its_file_and_its_caption_says_w
     start, end = (found[name]["value"] for name in ("warm-up", "trained"))
     assert f"from {start:.3f} to {end:.3f}" in text and f"+{interval(found['difference'])}, paired" in text
     assert f"{result['minutes']:.0f} min in all" in text
-    assert f"]({curve.PICTURE.relative_to(ROOT)})" in text
+    assert "](docs/images/countdown-search.png)" in text
 
 
 def test_the_readme_shows_the_reward_and_the_files_of_countdown():
@@ -402,7 +400,7 @@ def test_the_readme_shows_the_reward_and_the_files_of_countdown():
 
 
 @pytest.mark.parametrize("name", pictures.PICTURES)
-def test_the_pictures_of_the_tutorials_are_what_their_script_draws(name, tmp_path):
+def test_the_pictures_are_what_their_script_draws(name, tmp_path):
     pictures.PICTURES[name](tmp_path / name)
     assert np.array_equal(plt.imread(tmp_path / name), plt.imread(pictures.IMAGES / name))
 

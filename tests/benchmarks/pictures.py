@@ -1,7 +1,7 @@
-"""The pictures of the tutorials, from what their pages show: PYTHONPATH=. python tests/benchmarks/pictures.py
+"""The pictures of the README and the tutorials: PYTHONPATH=. python tests/benchmarks/pictures.py
 
-`before-after.png` (QUICKSTART.md) is drawn from a file of docs/results; `constant-answers.png` (ADDING_A_TASK.md) from
-the task that the page writes: its blocks are run as they stand there.
+`countdown-search.png` (README.md) and `before-after.png` (QUICKSTART.md) are drawn from docs/results;
+`constant-answers.png` (ADDING_A_TASK.md) from the task that the page writes: its blocks are run as they stand there.
 """
 
 import re
@@ -14,7 +14,32 @@ from tests import results
 from tests.helpers import ROOT
 
 IMAGES = ROOT / "docs/images"
+SEARCH = "h200-countdown-search-24"  # the README's training
+SCORE, ENTROPY = "critic/score/mean", "actor/entropy"
 METRICS = ["pass@1", "pass@2", "accuracy", "score", "numbers", "one_operator"]
+
+
+def curve() -> dict[str, list[float]]:
+    """``step``, and by step the mean score of the rollouts and the entropy (nats a token) of the policy."""
+    steps = results.metrics()[SEARCH]
+    return {"step": [*steps]} | {name: [data[name] for data in steps.values()] for name in (SCORE, ENTROPY)}
+
+
+def countdown_search(picture: Path) -> None:
+    """Score on the left axis, entropy on the right one; both from 0."""
+    values = curve()
+    figure, left = plt.subplots(figsize=(7, 2.8), layout="constrained")
+    right = left.twinx()
+    for axis, name, label, top, color in (
+        (left, SCORE, "mean score of the rollouts", 1, COLORS[0]),
+        (right, ENTROPY, "entropy (nats)", None, COLORS[1]),
+    ):
+        axis.plot(values["step"], values[name], color=color, marker=".", markersize=4)
+        axis.set_ylim(0, top)
+        axis.set_ylabel(label, color=color)
+    left.set_xlabel("step")
+    left.locator_params(axis="x", integer=True)
+    save(figure, picture)
 
 
 def before_after(picture: Path) -> None:
@@ -60,7 +85,11 @@ def constant_answers(picture: Path) -> None:
     save(figure, picture)
 
 
-PICTURES = {"before-after.png": before_after, "constant-answers.png": constant_answers}
+PICTURES = {
+    "countdown-search.png": countdown_search,
+    "before-after.png": before_after,
+    "constant-answers.png": constant_answers,
+}
 
 if __name__ == "__main__":
     for name, draw in PICTURES.items():
