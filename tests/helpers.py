@@ -12,9 +12,11 @@ import time
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import psutil
 
+from tasks.common.models import find
 from tasks.common.settings import COMPLETE, STACKS, Command, Settings, load_settings, stack, values_of
 from tests.warm_python import EARLY
 
@@ -78,6 +80,13 @@ def settings_of(target: str, variables: list[str]) -> Settings:
     environment = exported(train_sh if train_sh.exists() else ROOT / "tasks/countdown/train.sh", given)
     load_settings(environment, cls=Command)
     return load_settings(environment)
+
+
+def with_embedded(artifacts: Path) -> Path:
+    """``artifacts`` with the embedded model, which a command would unpack (ten seconds)."""
+    with mock.patch.dict(os.environ, ARTIFACTS=str(artifacts)):
+        find.embedded_model()
+    return artifacts
 
 
 # What make put into the environment, and what pytest was called with.

@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from tests.helpers import PYTHON, ROOT, checkout_with, make, outside_make
+from tests.helpers import PYTHON, ROOT, checkout_with, make, outside_make, with_embedded
 
 SIZES = {"TASK": "countdown", "STACK": "cpu", "TRAIN_SIZE": "32", "TEST_SIZE": "8", "SFT_SIZE": "32"}
 
@@ -28,14 +28,14 @@ def variables(tmp_path) -> dict[str, str]:
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory) -> Path:
     """Artifacts with the data of SIZES."""
-    artifacts = tmp_path_factory.mktemp("prepared") / "artifacts"
+    artifacts = with_embedded(tmp_path_factory.mktemp("prepared") / "artifacts")
     assert make("data", **SIZES, ARTIFACTS=str(artifacts)).returncode == 0
     return artifacts
 
 
 @pytest.fixture
 def data_dir(variables, prepared) -> Path:
-    shutil.copytree(prepared, variables["ARTIFACTS"])
+    shutil.copytree(prepared, variables["ARTIFACTS"], symlinks=True)
     return Path(variables["ARTIFACTS"]) / "data/countdown"
 
 

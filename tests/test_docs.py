@@ -29,7 +29,7 @@ from tasks.common.rewards.judge import Judge
 from tasks.common.settings import Command, Settings, SettingsError, load_settings
 from tasks.common.stages import STAGES, own_stages
 from tests.benchmarks import pictures
-from tests.helpers import PYTHON, ROOT, SMALL, copy_of_checkout, exported, outside_make
+from tests.helpers import PYTHON, ROOT, SMALL, copy_of_checkout, exported, outside_make, with_embedded
 from tests.results import RESULTS, linked, names, recipes
 from tests.settings_page import settings_page
 
@@ -564,6 +564,7 @@ def steady(text: str) -> list[str]:
 
 def run_blocks(name: str, repository: Path, marks: tuple[str, ...], **variables: str) -> None:
     """Do in ``repository`` what the blocks of document ``name`` say that are marked `file` or with one of ``marks``."""
+    with_embedded(repository / "artifacts")
     environment = outside_make() | {"PYTHON": PYTHON, "STACK": "cpu", **variables}
     printed = ""
     for block in blocks((ROOT / name).read_text()):

@@ -14,7 +14,7 @@ from tasks.common.launch import main
 from tasks.common.launch.names import of_the_judge, refusal
 from tasks.common.rewards.judge import Judge
 from tasks.common.settings import Settings, SettingsError
-from tests.helpers import MAKE, PYTHON, ROOT, copy_of_checkout, exported, make, outside_make
+from tests.helpers import MAKE, PYTHON, ROOT, copy_of_checkout, exported, make, outside_make, with_embedded
 
 
 @pytest.mark.parametrize(
@@ -414,6 +414,7 @@ def test_words_of_ARGS_are_the_shells_without_its_commands():
 @pytest.fixture(scope="module")
 def odd_checkout(tmp_path_factory):
     folder = copy_of_checkout(tmp_path_factory.mktemp("checkout") / ODD)
+    with_embedded(folder / "artifacts")
     subprocess.run(["git", "init", "-q"], cwd=folder, check=True)
     subprocess.run(["git", "add", "."], cwd=folder, check=True)
     return folder
