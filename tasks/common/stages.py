@@ -128,12 +128,6 @@ STAGES = {
         writes=("batch",),
     ),
     "rescore": Stage(_AFTER, "score stored ROLLOUTS again, without a model", episodes=False),
-    "bench": Stage(
-        _REPOSITORY,
-        'compare our sampling with plain LLM.generate, in tokens per second; ARGS="--out file.json"',
-        ("data",),
-        gpu=True,
-    ),
     "bench_training": Stage(
         _REPOSITORY,
         'time a GRPO step with our settings, those of verl\'s example, and naive ones; ARGS="--help"',

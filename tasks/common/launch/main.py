@@ -384,9 +384,9 @@ def print_config(job: Job) -> None:
     print(f"{plan.comments()}\n{OmegaConf.to_yaml(OmegaConf.create(plan.config))}")
 
 
-def benchmark(job: Job, file: str) -> None:
+def benchmark(job: Job) -> None:
     """In place of this process."""
-    program = [sys.executable, str(settings.ROOT / "tests/benchmarks" / file), *job.arguments]
+    program = [sys.executable, str(settings.ROOT / "tests/benchmarks/training.py"), *job.arguments]
     os.execve(sys.executable, program, exported(job.s))
 
 
@@ -415,8 +415,7 @@ AT_ONCE: dict[str, Callable[[Job], None]] = {
 # What follows its parts, in place of this process.
 LAST: dict[str, Callable[[Job], None]] = {
     "chat": chat,
-    "bench": lambda job: benchmark(job, "sampling.py"),
-    "bench_training": lambda job: benchmark(job, "training.py"),
+    "bench_training": benchmark,
 }
 
 
