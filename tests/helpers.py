@@ -3,6 +3,7 @@
 import importlib.metadata
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -17,7 +18,7 @@ from unittest import mock
 import psutil
 
 from tasks.common.models import find
-from tasks.common.settings import COMPLETE, STACKS, Command, Settings, load_settings, stack, values_of
+from tasks.common.settings import COMPLETE, STACKS, Command, Settings, SettingsError, load_settings, stack, values_of
 from tests.warm_python import EARLY
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -87,6 +88,22 @@ def with_embedded(artifacts: Path) -> Path:
     with mock.patch.dict(os.environ, ARTIFACTS=str(artifacts)):
         find.embedded_model()
     return artifacts
+
+
+def refused(goal: str, **variables: str) -> str:
+    """The one-line error of `make GOAL`, without make and in this process."""
+    import pytest
+
+    from tasks.common.launch import main
+    from tasks.common.rewards.answers import RewardError
+    from tasks.common.rows import DataError
+
+    environment = exported(ROOT / "tasks" / variables["TASK"] / "train.sh", {"STARTED": "0"} | variables)
+    kinds = (SettingsError, DataError, RewardError)
+    with pytest.raises(kinds) as said, mock.patch.dict(os.environ, environment, clear=True):
+        main.main(goal, shlex.split(variables.get("ARGS", "")))
+    (line,) = str(said.value).splitlines()
+    return line
 
 
 # What make put into the environment, and what pytest was called with.

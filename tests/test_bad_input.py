@@ -9,7 +9,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from tests.helpers import PYTHON, ROOT, checkout_with, make, outside_make, with_embedded
+from tests.helpers import PYTHON, ROOT, checkout_with, make, outside_make, refused, with_embedded
 
 SIZES = {"TASK": "countdown", "STACK": "cpu", "TRAIN_SIZE": "32", "TEST_SIZE": "8", "SFT_SIZE": "32"}
 
@@ -47,14 +47,14 @@ def test_data_is_reused_until_a_setting_changes_it(variables, data_dir):
 
 def test_a_corrupt_parquet_is_named(variables, data_dir):
     (data_dir / "train.parquet").write_bytes(b"PAR1 not really PAR1")
-    (error,) = errors_of(make("data", **variables))
+    error = refused("data", **variables)
     assert str(data_dir / "train.parquet") in error and "make data" in error
 
 
 @pytest.mark.parametrize("text", ["[]", "null", '"text"', "{nope", "[" * 100_000, '{"fingerprint": 1, "rows": 3}'])
 def test_a_manifest_that_is_none_counts_as_no_data(text, variables, data_dir):
     (data_dir / "manifest.json").write_text(text)
-    (error,) = errors_of(make("train", **variables, FROM="train", MODEL="some/model", INIT="base"))
+    error = refused("train", **variables, FROM="train", MODEL="some/model", INIT="base")
     assert "run `make data TASK=countdown`" in error
 
 
@@ -62,7 +62,7 @@ def test_a_training_file_is_checked_where_the_data_stage_is_left_out(variables, 
     own = str(data_dir / "test.parquet")
     given = {**variables, "MODEL": "some/model", "INIT": "base", "TRAIN_FILE": own}
     for first in ("model", "train"):
-        (error,) = errors_of(make("train", **given, FROM=first))
+        error = refused("train", **given, FROM=first)
         assert re.search(rf"TRAIN_FILE={own}: \d+ of its prompts are in test\.parquet; remove them", error)
 
 
@@ -103,14 +103,14 @@ def test_a_training_file_that_cannot_be_used_is_named(variables, data_dir, tmp_p
         (tmp_path / "none.parquet", "no such file"),
         (data_dir / "sft.parquet", "column data_source"),
     ):
-        (error,) = errors_of(make("data", **variables, TRAIN_FILE=str(file)))
+        error = refused("data", **variables, TRAIN_FILE=str(file))
         assert str(file) in error and said in error
     for name, count in (("test", 8), ("dev", 32)):
-        (error,) = errors_of(make("data", **variables, TRAIN_FILE=str(data_dir / f"{name}.parquet")))
+        error = refused("data", **variables, TRAIN_FILE=str(data_dir / f"{name}.parquet"))
         assert f"{count} of its prompts are in {name}.parquet" in error
     own_file = tmp_path / "own.parquet"
     pq.write_table(pq.read_table(data_dir / "train.parquet").slice(0, 12), own_file)
-    (error,) = errors_of(make("data", **variables, TRAIN_FILE=str(own_file), TRAIN_BATCH_SIZE="16"))
+    error = refused("data", **variables, TRAIN_FILE=str(own_file), TRAIN_BATCH_SIZE="16")
     assert "12 prompts, less than TRAIN_BATCH_SIZE=16" in error
     result = make("data", **variables, TRAIN_FILE=str(own_file))
     assert result.returncode == 0 and f"training on {own_file}" in result.stdout

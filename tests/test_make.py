@@ -5,16 +5,14 @@ import os
 import shlex
 import subprocess
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import yaml
 
-from tasks.common.launch import main
 from tasks.common.launch.names import of_the_judge, refusal
 from tasks.common.rewards.judge import Judge
-from tasks.common.settings import Settings, SettingsError
-from tests.helpers import MAKE, PYTHON, ROOT, copy_of_checkout, exported, make, outside_make, with_embedded
+from tasks.common.settings import Settings
+from tests.helpers import MAKE, PYTHON, ROOT, copy_of_checkout, make, outside_make, refused, with_embedded
 
 
 @pytest.mark.parametrize(
@@ -134,17 +132,6 @@ def test_the_stack_of_the_machine_is_printed_once_and_is_that_of_train_sh(tmp_pa
     assert "STACK=current" in seen
 
 
-def refused(goal: str, folder: Path, **variables: str) -> str:
-    """The error of `make GOAL` of countdown, called in this process."""
-    given = {"STACK": "cpu", "ARTIFACTS": str(folder / "artifacts"), "STARTED": "0"} | variables
-    arguments = shlex.split(variables.get("ARGS", ""))
-    with pytest.raises(SettingsError) as said, mock.patch.dict(os.environ, clear=True):
-        os.environ.update(exported(ROOT / "tasks/countdown/train.sh", given))
-        main.main(goal, arguments)
-    (line,) = str(said.value).splitlines()
-    return line
-
-
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
@@ -181,7 +168,7 @@ def refused(goal: str, folder: Path, **variables: str) -> str:
     ],
 )
 def test_bad_value_is_refused_in_one_line(variables, said, tmp_path):
-    assert said in refused("train", tmp_path, **variables)
+    assert said in refused("train", TASK="countdown", ARTIFACTS=str(tmp_path), **variables)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +187,7 @@ def test_bad_value_is_refused_in_one_line(variables, said, tmp_path):
     ],
 )
 def test_other_goals_refuse_in_one_line(goal, variables, said, tmp_path):
-    assert said in refused(goal, tmp_path, **variables)
+    assert said in refused(goal, TASK="countdown", ARTIFACTS=str(tmp_path), **variables)
 
 
 @pytest.mark.medium
