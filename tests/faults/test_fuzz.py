@@ -26,7 +26,7 @@ from tasks.common.evaluation.exploits import PAYLOADS, WRAPPERS, Form, Row, libr
 from tasks.common.rewards import gym, json_answer, judge, math_answer, tool_calls
 from tasks.common.rewards.answers import after_thinking, last_answer
 from tasks.common.rewards.expression import parse_expression
-from tasks.countdown.test_scores import HOSTILE as ARITHMETIC
+from tasks.countdown.test_reward import HOSTILE as ARITHMETIC
 from tests.helpers import ROOT, SINGLE_TURN
 from tests.test_gym import ATTACKS
 from tests.test_math_answer import HOSTILE as FORMULAS
