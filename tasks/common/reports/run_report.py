@@ -164,7 +164,7 @@ def evaluation(run_dir: Path, made: dict) -> Section:
     if not evaluated:
         return Section("Base → trained", [f"not evaluated: {command}"])
     _, last, trained = evaluated[-1]
-    began, rounds = began_with(run_dir), len(lineage(Run.read(run_dir)))
+    began = began_with(run_dir)
     files = sorted((artifacts() / "eval" / task).glob("*/summary.json"), key=lambda file: file.stat().st_mtime)
     alike = [read_json(file) for file in files if _conditions(file) == _conditions(last)]
     summaries = {
@@ -173,7 +173,9 @@ def evaluation(run_dir: Path, made: dict) -> Section:
         for summary in alike
         if same_model(summary.get("model", ""), model)
     }
-    label = f"round{rounds}" if rounds > 1 else "trained" if made["kind"] == "sft" else made["settings"]["METHOD"]
+    label = "trained" if made["kind"] == "sft" else made["settings"]["METHOD"]
+    if before := sum(name.startswith("round") for name in began):
+        label = f"round{before + 1}"
     paired = trained.get("paired", {})
     to = next((name for name in summaries if same_model(paired.get("to", ""), began[name])), None)
     changes = {name: Difference.read(each) for name, each in paired["metrics"].items()} if to else None
