@@ -88,21 +88,15 @@ def read(launch: Path) -> dict:
 
 def code_of(record: dict) -> dict[str, str]:
     """Commit, uncommitted changes, Python, digests of the task's files, and packages of a record, by name."""
-    code = {"commit": commit_text(record["git"]), "uncommitted changes": uncommitted(record)}
-    code["changes.diff"] = hashlib.sha256(record["changes"].encode()).hexdigest()[:12]
-    code["python"] = record["python"]
+    git = record["git"]
+    code = {
+        "commit": git["commit"][:12] if "commit" in git else f"none ({git['missing']})",
+        "uncommitted changes": ", ".join(git.get("uncommitted", [])) or "none",
+        "changes.diff": hashlib.sha256(record["changes"].encode()).hexdigest()[:12],
+        "python": record["python"],
+    }
     code |= {f"task: {name}": digest[:12] for name, digest in record["task"].items()}
     return code | dict(line.split("==", 1) for line in record["packages"])
-
-
-def commit_text(git: dict) -> str:
-    """A commit in a few letters, or why there is none."""
-    return git["commit"][:12] if "commit" in git else f"none ({git['missing']})"
-
-
-def uncommitted(record: dict) -> str:
-    """The files of a record that were not as they are in its commit."""
-    return ", ".join(record["git"].get("uncommitted", [])) or "none"
 
 
 def now(task_dir: Path) -> dict:

@@ -18,9 +18,8 @@ from tasks.common.runs.folder import check_settings, lineage, named
 from tasks.common.runs.run import Run, recorded
 from tasks.common.runs.secrets import MASK
 from tasks.common.settings import COMPLETE, JUDGED, ROOT, Command, Settings, SettingsError, load_settings
-from tasks.common.text import one_line, printable
+from tasks.common.text import one_line
 
-SHOWN = 10  # changes in the warning
 # Keys of verl, vLLM, Ray and hydra that name code to load, files and folders to write to, a server to send to, or a
 # cluster to join.
 _CODE = re.compile(
@@ -97,17 +96,9 @@ def next_name(run_dir: Path, s: Settings) -> str:
             return name
 
 
-def changed_files(then: dict[str, str], now: dict[str, str]) -> str:
-    """Names of the files whose digest has changed."""
-    return ", ".join(name for name in sorted(then.keys() | now.keys()) if then.get(name) != now.get(name))
-
-
-def differences(then: dict, now: dict) -> list[str]:
-    """Changes of code and packages since the record ``then``, a few words each."""
-    left, right = launches.code_of(then), launches.code_of(now)
-    values = {name: (left.get(name, "none"), right.get(name, "none")) for name in left | right}
-    found = [one_line(f"{name} {old} -> {new}") for name, (old, new) in values.items() if old != new]
-    return found[:SHOWN] + ([f"{len(found) - SHOWN} more"] if len(found) > SHOWN else [])
+def changed(then: dict[str, str], now: dict[str, str]) -> str:
+    """The names whose value has changed, in one line; empty without one."""
+    return one_line(", ".join(name for name in then | now if then.get(name) != now.get(name)), 300)
 
 
 def main() -> None:
@@ -122,9 +113,10 @@ def main() -> None:
         raise SettingsError(f"RUN={name}: its task is gone: there is no {task_dir}/train.sh")
     s = load_settings(environ)  # a record is data: its values are checked before anything runs
     environ["RUN"] = next_name(run_dir, s)
-    unknown = [f"{key} (not in the record)" for key in sorted(asdict(s).keys() - made["settings"].keys())]
-    if changed := differences(launch, launches.now(task_dir)) + unknown:
-        print(f"warning: changed since that run: {printable('; '.join(changed))}")
+    if names := changed(launches.code_of(launch), launches.code_of(launches.now(task_dir))):
+        print(f"warning: changed since that run: {names}; `make diff` of the two says how")
+    if unknown := sorted(asdict(s).keys() - made["settings"].keys()):
+        print(f"warning: not in its record, so as by default: {', '.join(unknown)}")
     print(f"RUN={name} again, as RUN={environ['RUN']}", flush=True)
     stage = [sys.executable, "-m", "tasks.common.launch.main"]  # not train.sh: the record has every variable
     environ |= {"PYTHONPATH": f"{ROOT}:{environ.get('PYTHONPATH', '')}".rstrip(":"), "PYTHONUNBUFFERED": "1"}
@@ -132,8 +124,8 @@ def main() -> None:
     if code := data.returncode:
         sys.exit(code)
     now = launches.data_digests(s.data_dir, s.TRAIN_FILE, s.PAIRS_FILE)
-    if changed := changed_files(launch["data"], now):
-        raise SettingsError(f"RUN={name}: was trained on different data ({changed} differ)")
+    if names := changed(launch["data"], now):
+        raise SettingsError(f"RUN={name}: was trained on different data ({names} differ)")
     os.execve(sys.executable, [*stage, "train", *made["arguments"]], environ | {"STAGE": "train"})
 
 
