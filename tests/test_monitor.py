@@ -162,6 +162,7 @@ def test_runs_of_several_tasks_are_projects_and_an_unreadable_one_hides_no_other
     broken = make_run(settings, "broken", metrics=METRICS)
     noted = json.loads((run_dir / "settings.json").read_text())  # of another version, whose rules had no such variable
     del noted["settings"]["ABORT_ON"]
+    noted["arguments"] = ["+a.api_key=sk-12345"]
     (run_dir / "settings.json").write_text(json.dumps(noted))
     file = broken / "metrics/000.jsonl"
     whole = file.read_text()
@@ -173,6 +174,7 @@ def test_runs_of_several_tasks_are_projects_and_an_unreadable_one_hides_no_other
     file.write_text(whole)
     assert follower.update() == 1
     assert sorted(store.get_projects()) == ["countdown", "gsm8k"]
+    assert store.get_run_config("countdown", "mine")["ARGS"] == "+a.api_key=***"
     assert sorted(store.get_runs("countdown")) == ["broken", "mine"]
 
 

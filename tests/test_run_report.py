@@ -456,7 +456,7 @@ def test_numbers_that_are_none_or_huge_break_nothing(settings):
 
 
 def test_the_newest_run_of_rl_or_dpo_is_taken(settings):
-    for name, date, kind in (("old", "2026-01-01", "rl"), ("new", "2026-03-01", "rl"), ("sft-1", "2026-05-01", "sft")):
+    for name, date, kind in (("new", "2026-03-01", "rl"), ("old", "2026-01-01", "rl"), ("sft-1", "2026-05-01", "sft")):
         launch = launches.launches(make_run(settings, name, kind=kind, metrics={1: STEP}))[-1]
         noted = json.loads((launch / "launch.json").read_text())
         (launch / "launch.json").write_text(json.dumps(noted | {"date": f"{date}T00:00:00+00:00"}))
