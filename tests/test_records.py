@@ -289,6 +289,7 @@ def test_a_repetition_has_the_first_name_without_a_complete_run(settings):
     assert repeat.next_name(run_dir, settings) == "mine-repeat-1"
     first = make_run(settings, "mine-repeat-1", steps=(5,))
     assert repeat.next_name(run_dir, settings) == "mine-repeat-1"  # it was interrupted, and goes on
+    assert repeat.next_name(first, settings) == "mine-repeat-2"
     write_checkpoints(first, (10,))
     assert repeat.next_name(run_dir, settings) == repeat.next_name(first, settings) == "mine-repeat-2"
     assert len(repeat.next_name(settings.runs_dir / ("x" * 64), settings)) == 64
