@@ -3,11 +3,13 @@
 import ctypes
 import importlib.util
 import json
+import math
 import os
 import re
 import resource
 import shutil
 import socket
+import statistics
 import struct
 import subprocess
 import sys
@@ -21,14 +23,14 @@ import pytest
 
 from tasks.common.launch import doctor, memory_checks
 from tasks.common.launch.finding import Finding
-from tasks.common.machine import hardware, memory, speed
+from tasks.common.machine import hardware, memory
 from tasks.common.machine.memory import EMBEDDED_CONFIG, Plan, shapes, shapes_of
-from tasks.common.machine.speed import QWEN25_3B
 from tasks.common.rows import decoded, read_rows
 from tasks.common.runs.folder import rl_run, sft_dir
-from tasks.common.settings import load_settings, problems
+from tasks.common.settings import GPU_MIB, load_settings, problems
 from tasks.common.stacks import cpu
 from tests import results
+from tests.benchmarks.qwen import QWEN25_3B
 from tests.helpers import ROOT, SMALL, exported, make, write_checkpoint
 from tests.test_profiles import CONFIGS, PROFILES, hardware_of, loaded
 
@@ -81,11 +83,18 @@ def test_a_machine_and_settings_without_fault(prepared):
     assert lines(result, "error") == []
 
 
+def findings(variables: dict[str, str], arguments: tuple[str, ...] = ()) -> list[str]:
+    """What `make doctor` prints, without a program of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ARTIFACTS", variables["ARTIFACTS"])
+        s = load_settings(exported(ROOT / "tasks/countdown/train.sh", variables))
+        return [f"{each.state} {each}" for each in doctor.findings(s, list(arguments))]
+
+
 @pytest.mark.medium
 def test_missing_data_is_a_warning(prepared, tmp_path):
-    result = make("doctor", **{**prepared, "ARTIFACTS": str(tmp_path)})
-    assert result.returncode == 0, result.stdout
-    (line,) = [line for line in lines(result, "warning") if line.startswith("data: ")]
+    found = findings({**prepared, "ARTIFACTS": str(tmp_path)})
+    (line,) = [line for line in found if line.startswith("warning data: ")]
     assert "not there yet" in line and "`make data TASK=countdown`" in line
 
 
@@ -124,40 +133,32 @@ def test_each_fault_has_its_line_and_its_fix(prepared, copy, small_model, tmp_pa
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize(
-    ("variables", "said"),
-    [
-        ({"N_GPUS": "3"}, "N_GPUS=3: must divide"),
-        ({"ARGS": f"{POLICY}.actor.ppo_micro_batch_size_per_gpu=3"}, "ppo_micro_batch_size_per_gpu=3: must divide"),
-        ({"ARGS": f"{POLICY}.rollout.tensor_model_parallel_size=2"}, "tensor_model_parallel_size=2: must divide"),
-        ({"MODEL": "/no/such/model"}, "MODEL=/no/such/model: no such folder"),
-        ({"MODEL": "{broken}"}, "MODEL={broken}: the tokenizer fails on the prompts"),
-        ({"MAX_PROMPT_LENGTH": "40"}, "longer than MAX_PROMPT_LENGTH, too many: they are left out; raise"),
-        ({"MODEL": "embedded", "MAX_RESPONSE_LENGTH": "8100"}, "LENGTH=8100: more than MODEL's window of 8192"),
-        ({"MODEL": "embedded", "MAX_NEW_TOKENS": "8100"}, "MAX_NEW_TOKENS=8100: more than MODEL's window of 8192"),
-    ],
-)
-def test_what_verl_would_refuse_later_is_refused_now(variables, said, prepared, small_model, tmp_path):
-    if "broken" in said:
-        folder = str(model_folder(tmp_path / "broken", EMBEDDED_CONFIG | {"num_attention_heads": 7}, small_model))
-        variables, said = {"MODEL": folder}, said.format(broken=folder)
+def test_what_verl_would_refuse_later_is_refused_now(prepared, small_model, tmp_path):
+    broken = str(model_folder(tmp_path / "broken", EMBEDDED_CONFIG | {"num_attention_heads": 7}, small_model))
+    micro, tp = f"{POLICY}.actor.ppo_micro_batch_size_per_gpu=3", f"{POLICY}.rollout.tensor_model_parallel_size=2"
     own = {"TRAIN_FILE": f"{prepared['ARTIFACTS']}/data/countdown/train.parquet"}
-    result = make("doctor", **{**prepared, **own, **variables})
-    assert result.returncode != 0
-    assert [line for line in result.stdout.splitlines() if line.startswith("error") and said in line], result.stdout
+    for variables, arguments, said in (
+        ({}, (micro,), "ppo_micro_batch_size_per_gpu=3: must divide"),
+        ({}, (tp,), "tensor_model_parallel_size=2: must divide"),
+        ({"MODEL": "/no/such/model"}, (), "MODEL=/no/such/model: no such folder"),
+        ({"MODEL": broken}, (), f"MODEL={broken}: the tokenizer fails on the prompts"),
+        ({"MAX_PROMPT_LENGTH": "40"}, (), "longer than MAX_PROMPT_LENGTH, too many: they are left out; raise"),
+        ({"MODEL": "embedded", "MAX_RESPONSE_LENGTH": "8100"}, (), "LENGTH=8100: more than MODEL's window of 8192"),
+        ({"MODEL": "embedded", "MAX_NEW_TOKENS": "8100"}, (), "MAX_NEW_TOKENS=8100: more than MODEL's window of 8192"),
+    ):
+        found = findings({**prepared, **own, **variables}, arguments)
+        assert [line for line in found if line.startswith("error ") and said in line], found
 
 
 @pytest.mark.medium
-def test_own_data_with_held_out_prompts_is_an_error_as_in_make_data(prepared, tmp_path):
+def test_own_data_with_held_out_prompts_is_an_error(prepared, tmp_path):
     test = Path(prepared["ARTIFACTS"]) / "data/countdown/test.parquet"
     pairs = tmp_path / "pairs.jsonl"
     rows = [{"prompt": decoded(row["prompt"]), "chosen": "a", "rejected": "b"} for row in read_rows(test)]
     pairs.write_text("".join(json.dumps(row) + "\n" for row in rows))
     for own in ({"TRAIN_FILE": str(test)}, {"METHOD": "dpo", "PAIRS_FILE": str(pairs)}):
-        of_data, of_doctor = (make(goal, **prepared, **own) for goal in ("data", "doctor"))
-        (said,) = [line.removeprefix("error: ") for line in of_data.stdout.splitlines() if line.startswith("error: ")]
-        assert "8 of its prompts are in test.parquet; remove them" in said and of_doctor.returncode != 0
-        assert [line for line in lines(of_doctor, "error") if line.startswith("data: ")] == [f"data: {said}"]
+        (said,) = [line for line in findings(prepared | own) if line.startswith("error data: ")]
+        assert "8 of its prompts are in test.parquet; remove them" in said
 
 
 @pytest.mark.medium
@@ -177,15 +178,14 @@ def test_a_fault_late_in_a_training_file_of_ones_own_is_an_error(prepared, monke
 def test_demonstrations_that_do_not_fit_are_counted(prepared):
     file = Path(prepared["ARTIFACTS"]) / "data/countdown/sft.parquet"
     lengths = sorted(len(row["messages"][-1]["content"].encode()) for row in read_rows(file))  # a byte is a token
-    result = make("doctor", **{**prepared, "MAX_RESPONSE_LENGTH": str(lengths[-3])})
-    (line,) = [line for line in lines(result, "warning") if line.startswith("demonstrations: ")]
-    assert (
-        f"{len(lengths)} of {len(lengths)} measured, the longest has {lengths[-1] + 1} tokens" in line
-    )  # the last: end of turn
+    found = findings({**prepared, "MAX_RESPONSE_LENGTH": str(lengths[-3])})
+    (line,) = [line for line in found if line.startswith("warning demonstrations: ")]
+    # The last token is the end of turn.
+    assert f"{len(lengths)} of {len(lengths)} measured, the longest has {lengths[-1] + 1} tokens" in line
     count = sum(length + 1 > lengths[-3] for length in lengths)
     assert f"; {count} are longer than MAX_RESPONSE_LENGTH where RL cuts a response; raise" in line
-    result = make("doctor", **{**prepared, "MAX_RESPONSE_LENGTH": str(lengths[-1] + 1)})
-    assert [line for line in lines(result, "ok") if line.startswith("demonstrations: ")], result.stdout
+    found = findings({**prepared, "MAX_RESPONSE_LENGTH": str(lengths[-1] + 1)})
+    assert [line for line in found if line.startswith("ok demonstrations: ")], found
 
 
 @pytest.mark.medium
@@ -378,56 +378,36 @@ def advice_on(there: int, s, monkeypatch, ram: float = 1e12) -> list[Finding]:
     return [finding for finding in checks if finding.state == "error"]
 
 
-@pytest.mark.parametrize(
-    ("there", "n", "more", "gpu_fix"),
-    [
-        (2, "8", {}, "set N_GPUS=2 LORA_RANK=16"),
-        (2, "4", {}, "set N_GPUS=2 LORA_RANK=16"),
-        (2, "2", {}, ""),
-        (2, "8", {"INIT": "sft"}, "set N_GPUS=2 LORA_RANK=16"),
-        (4, "8", {}, "set N_GPUS=4 GPU_MEMORY_UTILIZATION=0.4"),
-        (2, "2", {"NNODES": "2", "METHOD": "ppo", "CRITIC_WARMUP": "1"}, ""),
-        (8, "2", {}, ""),
-    ],
-)
-def test_what_is_advised_fits_the_gpus_that_are_there(there, n, more, gpu_fix, monkeypatch):
-    s = settings(monkeypatch, N_GPUS=n, **LARGE | more)
-    found = advice_on(there, s, monkeypatch)
-    assert [f.fix for f in found if f.what == "gpu"] == [gpu_fix] * bool(gpu_fix)
-    parts = {part for each in found for part in each.fix.split(" or ")}
-    assert any(part.startswith("set ") for part in parts), parts
-    for part in parts:
-        changes = memory_checks.advised(part)
-        assert changes or part.startswith(("on ", "take a smaller MODEL")), part
-        assert not changes or advice_on(there, replace(s, **changes), monkeypatch) == [], part
-
-
-def test_advice_that_needs_more_gpus_comes_last_and_says_so(monkeypatch):
-    s = settings(monkeypatch, N_GPUS="2", **LARGE)
-    more = "on a machine with more GPUs N_GPUS=4 GPU_MEMORY_UTILIZATION=0.4"
-    wanted = f"set LORA_RANK=16 or {more} or take a smaller MODEL"
-    assert {f.fix for f in advice_on(2, s, monkeypatch)} == {wanted}
-    assert {f.fix for f in advice_on(8, s, monkeypatch)} == {
-        "set N_GPUS=4 GPU_MEMORY_UTILIZATION=0.4 or set LORA_RANK=16 or take a smaller MODEL"
-    }
-    of_a_cluster = {f.fix for f in advice_on(2, replace(s, NNODES=2, METHOD="ppo", CRITIC_WARMUP=1), monkeypatch)}
-    assert all("on 4 machines N_GPUS=2 NNODES=4" in fix for fix in of_a_cluster), of_a_cluster
-    gpu, *_ = advice_on(1, replace(s, MODEL="Qwen/Qwen2.5-32B-Instruct"), monkeypatch)
-    assert gpu.fix.startswith("with N_GPUS=1 memory: update: ") and "on 2 machines with more GPUs" in gpu.fix
+def changes_of(part: str) -> dict[str, float]:
+    """The variables of an advice to set numbers."""
+    texts = dict(re.findall(r"(\w+)=(\S+)", part)) if part.startswith("set ") else {}
+    return {name: float(text) if "." in text else int(text) for name, text in texts.items()}
 
 
 @pytest.mark.parametrize(
-    ("given", "ram", "fix"),
+    ("there", "given", "ram", "wanted"),
     [
-        ({"MODEL": "Qwen/Qwen2.5-7B-Instruct", "OFFLOAD": "1"}, 100e9, "set OFFLOAD=0"),
-        ({"MODEL": "Qwen/Qwen2.5-3B-Instruct", "METHOD": "dpo"}, 50e9, "set N_GPUS=2 MICRO_BATCH_SIZE="),
+        (2, {"N_GPUS": "8"}, 1e12, ["set N_GPUS=2", "set LORA_RANK=16 or take more GPUs or take a smaller MODEL"]),
+        (2, {"N_GPUS": "8", "INIT": "sft"}, 1e12, ["set N_GPUS=2", "set LORA_RANK=16 or "]),
+        (4, {"N_GPUS": "8"}, 1e12, ["set N_GPUS=4", "set GPU_MEMORY_UTILIZATION=0.4"]),
+        (8, {"N_GPUS": "2"}, 1e12, ["set N_GPUS=4 GPU_MEMORY_UTILIZATION=0.4 or set LORA_RANK=16 or "]),
+        (
+            2,
+            {"N_GPUS": "2", "NNODES": "2", "METHOD": "ppo", "CRITIC_WARMUP": "1"},
+            1e12,
+            ["set LORA_RANK=16 OFFLOAD=1 "],
+        ),
+        (8, {"MODEL": "Qwen/Qwen2.5-7B-Instruct", "N_GPUS": "8", "OFFLOAD": "1"}, 100e9, ["set OFFLOAD=0"]),
+        (8, {"MODEL": "Qwen/Qwen2.5-3B-Instruct", "N_GPUS": "8", "METHOD": "dpo"}, 50e9, ["set N_GPUS=2 MICRO_BATCH_"]),
     ],
 )
-def test_where_ram_lacks_less_of_it_is_advised(given, ram, fix, monkeypatch):
-    s = settings(monkeypatch, N_GPUS="8", **given)
-    (found,) = advice_on(8, s, monkeypatch, ram)
-    assert found.text.startswith("RAM: ") and found.fix.startswith(fix)
-    assert advice_on(8, replace(s, **memory_checks.advised(found.fix)), monkeypatch, ram) == []
+def test_who_follows_the_advice_on_gpus_and_memory_has_settings_that_fit(there, given, ram, wanted, monkeypatch):
+    s = settings(monkeypatch, **LARGE | given)
+    for fix in wanted:
+        first, *_ = advice_on(there, s, monkeypatch, ram)
+        assert first.fix.startswith(fix), first
+        s = replace(s, **changes_of(first.fix.split(" or ")[0]))
+    assert advice_on(there, s, monkeypatch, ram) == []
 
 
 def test_what_dpo_refuses_is_an_error_of_doctor_too(monkeypatch):
@@ -439,8 +419,8 @@ def test_what_dpo_refuses_is_an_error_of_doctor_too(monkeypatch):
 @pytest.mark.parametrize("profile", PROFILES, ids=lambda path: path.stem)
 def test_the_table_of_profiles_has_the_numbers_of_the_estimate(profile, monkeypatch):
     s = loaded(profile, monkeypatch)
-    gpu = speed.GPUS[hardware_of(profile)[1]]
-    needs = memory.estimate(shapes(CONFIGS[s.MODEL]), memory_checks.plan(s, []), gpu.memory)
+    gpu = GPU_MIB[hardware_of(profile)[1]] * hardware.MIB
+    needs = memory.estimate(shapes(CONFIGS[s.MODEL]), memory_checks.plan(s, []), gpu)
     update, sampling, ram = (f"{sum(part.values()) / 1e9:.0f}" for part in (needs.update, needs.sampling, needs.ram))
     rows = (ROOT / "docs/DOCTOR.md").read_text().splitlines()
     (row,) = [row for row in rows if row.startswith("| ") and f"`{profile.stem}`" in row]
@@ -672,15 +652,28 @@ def test_the_estimate_follows_what_was_measured_on_a_gpu():
         assert sum(needs.values()) / 2**30 == pytest.approx(step["actor/perf/max_memory_allocated_gb"], rel=0.05)
 
 
-@pytest.mark.parametrize("gpus", [1, 2, 4])
-def test_the_estimate_follows_what_was_measured_with_billions_of_parameters_on_several_gpus(gpus):
-    """docs/GPU.md's benchmark: the last step's peak, fused kernels, passes of 32,768 tokens."""
-    steps = results.metrics()[f"h200-3b-{gpus}gpu"]
-    plan = Plan(gpus=gpus, gpus_here=gpus, tokens=32768, sequence=512, share=0, fused=True)
-    needs = memory.estimate(shapes(QWEN25_3B), plan).update
-    needs.pop("contexts")
-    measured = steps[max(steps)]["actor/perf/max_memory_allocated_gb"]
-    assert sum(needs.values()) / 2**30 == pytest.approx(measured, rel=0.05)
+MEASURED = [  # of docs/results/metrics.jsonl: the model, GPUs, optimizer steps a step, how far the estimate is off
+    ("3b-1gpu", QWEN25_3B, 1, 1, 0),
+    ("3b-2gpu", QWEN25_3B, 2, 1, -0.02),
+    ("3b-4gpu", QWEN25_3B, 4, 1, -0.03),
+    ("countdown-learning", EMBEDDED_CONFIG, 1, 4, 0.05),
+    ("countdown-gspo", EMBEDDED_CONFIG, 1, 4, -0.13),
+    ("countdown-ppo", EMBEDDED_CONFIG, 1, 4, 0.01),
+]
+
+
+@pytest.mark.parametrize(("name", "config", "gpus", "updates", "off"), MEASURED)
+def test_the_estimate_follows_what_was_measured_on_gpus(name, config, gpus, updates, off):
+    """The most that the allocator had in a run with fused kernels. verl balances the passes of an optimizer step, so
+    each has fewer tokens than the 32,768 of the limit."""
+    _, *steps = results.metrics()[f"h200-{name}"].values()
+    tokens = statistics.median(step["perf/total_num_tokens"] for step in steps) / updates / gpus
+    largest = round(tokens / math.ceil(tokens / 32768))
+    plan = Plan(gpus=gpus, gpus_here=gpus, tokens=largest, share=0, fused=True, critic=name.endswith("ppo"))
+    needs = memory.estimate(shapes(config), plan).update
+    needs.pop("contexts")  # the allocator does not know of them
+    measured = max(step["actor/perf/max_memory_allocated_gb"] for step in steps) * 2**30
+    assert sum(needs.values()) / measured - 1 == pytest.approx(off, abs=0.01)
 
 
 def test_what_adds_to_the_memory():
@@ -736,19 +729,6 @@ def test_vllm_takes_its_share_of_the_whole_gpu_and_must_find_it_free():
     assert memory.too_much(model, little, 20e9, 0) and memory.too_much(model, little, 20e9, 0, 80e9) == []
 
 
-def test_the_share_that_is_advised_is_one_of_the_whole_gpu(monkeypatch, small_model):
-    s = settings(monkeypatch, MODEL=str(small_model), MICRO_BATCH_SIZE="1", GPU_MEMORY_UTILIZATION="0.5")
-
-    def memory_of(s) -> list[Finding]:
-        return [f for f in memory_checks.batches_and_memory(s, [], "train", smi(45000)) if f.what == "memory"]
-
-    (found,) = memory_of(s)
-    assert found.state == "error" and found.fix.startswith("set GPU_MEMORY_UTILIZATION=0.")
-    share = float(found.fix.partition("=")[2])
-    (found,) = memory_of(replace(s, GPU_MEMORY_UTILIZATION=share))
-    assert found.state == "ok" and f"sampling {doctor.gb(share * 81920 * 2**20 + memory.OVERHEAD)}" in found.text
-
-
 BATCHES = {"TRAIN_BATCH_SIZE": "6", "ROLLOUT_N": "2"}
 ADVISED = [  # of a model on GPUs of so many GB: what is given, the stage, and whether more GPUs are advised
     ("14B", 80, {"N_GPUS": "2"} | BATCHES, "train", True),
@@ -760,13 +740,12 @@ ADVISED = [  # of a model on GPUs of so many GB: what is given, the stage, and w
     ("7B", 30, {"N_GPUS": "8"}, "train", False),
     ("7B", 24, {"N_GPUS": "1", "LORA_RANK": "16"}, "train", True),
     ("32B", 80, {"N_GPUS": "8", "STACK": "a100", "INIT": "sft"}, "sft", False),
-    ("32B", 80, {"N_GPUS": "8"}, "train", True),
+    ("32B", 80, {"N_GPUS": "8"}, "train", False),
 ]
 
 
 @pytest.mark.parametrize(("name", "size", "given", "stage", "more"), ADVISED)
 def test_what_is_advised_is_taken_and_leaves_something_to_spare(name, size, given, stage, more, monkeypatch):
-    monkeypatch.setenv("RAY_ADDRESS", "auto")  # of a cluster, for NNODES
     s, model = settings(monkeypatch, **given), shapes(CONFIGS[f"Qwen/Qwen2.5-{name}-Instruct"])
     gpu = hardware.GPU("", size * 10**9, size * 10**9)
 
@@ -774,26 +753,10 @@ def test_what_is_advised_is_taken_and_leaves_something_to_spare(name, size, give
         return memory_checks.too_much(s, stage, model, memory_checks.plan(s, [], stage), gpu, 2e12)
 
     advice = {part for each in found(s) for part in each.fix.split(" or ") if part.startswith("set ")}
-    assert advice and any("N_GPUS=" in part or "NNODES=" in part for part in advice) == more, advice
+    assert advice and any("N_GPUS=" in part for part in advice) == more, advice
     for part in advice:
-        texts = dict(re.findall(r"(\w+)=(\S+)", part))
-        changed = replace(s, **{name: float(text) if "." in text else int(text) for name, text in texts.items()})
+        changed = replace(s, **changes_of(part))
         assert not list(problems(changed, stage)) and not found(changed), part
-
-
-def test_what_leaves_little_to_spare_is_advised_where_nothing_leaves_more(monkeypatch):
-    model, plan = shapes(EMBEDDED_CONFIG), Plan(tokens=1024, sequence=512, share=0, lora_rank=16, sharded=False)
-    least = sum(memory.estimate(model, replace(plan, tokens=512)).update.values())
-    assert memory.too_much(model, plan, 1.01 * least, 0, spare=0.05)[0][1] == "set MICRO_BATCH_SIZE=1"
-
-
-def test_what_is_advised_for_more_to_spare_fits_the_ram(monkeypatch):
-    s, model = settings(monkeypatch, N_GPUS="4"), shapes(CONFIGS["Qwen/Qwen2.5-7B-Instruct"])
-    plan = Plan(gpus=4, gpus_here=4, tokens=1280, sequence=1280, share=0.4, fused=True)
-    gpu = hardware.GPU("", 43 * 10**9, 43 * 10**9)
-    for ram, offloads in ((1e12, True), (60e9, False)):
-        (found,) = memory_checks.too_much(s, "train", model, plan, gpu, ram)
-        assert found.state == "warning" and ("OFFLOAD=1" in found.fix) == offloads, found
 
 
 @pytest.mark.parametrize(
@@ -912,16 +875,6 @@ def test_where_not_even_one_training_fits_the_advice_is_that_for_one(of_an_exper
         alone = of_an_experiment(1, 2, **changes)
         assert {f.state for f in alone} == {"error"} and not any("JOBS=" in str(f) for f in alone)
         assert of_an_experiment(4, 2, **changes) == alone
-
-
-def test_fewer_trainings_at_a_time_are_advised_for_more_to_spare(of_an_experiment, monkeypatch):
-    monkeypatch.setattr(memory_checks, "SPARE", 0.3)
-    long = {"MODEL": "embedded", "MAX_TOKENS_PER_GPU": "400000"}  # an update of 28 GB; at rest 4 GB
-    (found,) = of_an_experiment(8, 1, seeds=4, **long)
-    assert found.state == "warning" and found.text.startswith("with JOBS=8: less than 30% to spare: ")
-    most = int(found.fix.removeprefix("set JOBS="))
-    states = [of_an_experiment(jobs, 1, seeds=4, **long)[0].state for jobs in (1, most, most + 1)]
-    assert states == ["ok", "ok", "warning"]
 
 
 def test_a_warm_up_shares_no_gpu(of_an_experiment, monkeypatch, tmp_path):

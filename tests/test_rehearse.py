@@ -13,15 +13,13 @@ import pytest
 
 from tasks.common.data.pairs import read_pairs
 from tasks.common.data.prepare import load_tokenizer
-from tasks.common.launch import doctor, memory_checks, needs, rehearse, rehearsed_data, thin_judge
-from tasks.common.launch.needs import Lengths
-from tasks.common.machine import memory, speed
+from tasks.common.launch import doctor, memory_checks, needs, played_judge, rehearse, rehearsed_data
+from tasks.common.launch.finding import Finding
 from tasks.common.models import thin
 from tasks.common.models.chat_template import demonstration_ids
-from tasks.common.rewards.answers import JudgeError
 from tasks.common.rewards.judge import Judge
 from tasks.common.rows import DataError, read_rows, rl_row, rl_schema, sft_row, sft_schema, write_parquet
-from tasks.common.settings import STACKS, Command, SettingsError, load_settings, values_of
+from tasks.common.settings import GPU_MIB, Command, SettingsError, load_settings, values_of
 from tests.helpers import ROOT, checkout_with, make, our_processes
 from tests.test_profiles import CONFIGS, PROFILES, hardware_of
 
@@ -54,10 +52,10 @@ def folder_of(config: dict, tokenizer: Path, folder: Path, **changes) -> Path:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_thin_model_is_of_the_same_kind(kind, small_model, tmp_path):
+def test_a_thin_model_is_of_the_same_kind_and_follows_its_seed(kind, small_model, tmp_path):
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-    source = folder_of(KINDS[kind], small_model, tmp_path / "real")
+    source = folder_of(KINDS[kind] | {"vocab_size": 8000}, small_model, tmp_path / "real")
     count = thin.write(source, tmp_path / "thin", seed=1)
     real, config = AutoConfig.from_pretrained(source), AutoConfig.from_pretrained(tmp_path / "thin")
     assert (config.model_type, config.vocab_size, config.num_hidden_layers) == (kind, real.vocab_size, 2)
@@ -65,20 +63,14 @@ def test_a_thin_model_is_of_the_same_kind(kind, small_model, tmp_path):
     assert config.num_key_value_heads < config.num_attention_heads  # heads share keys, as in the real one
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "thin")
     assert type(model).__name__ == f"{kind.capitalize()}ForCausalLM"
-    assert count == sum(p.numel() for p in model.parameters()) < 25e6
-    suffixes = {name.rsplit(".", 1)[-1] for name, _ in model.named_modules() if name.endswith("_proj")}
-    assert suffixes == {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}  # LoRA's
+    assert count == sum(p.numel() for p in model.parameters()) < 2e6
+    assert model.model.layers[0].self_attn.head_dim == 32  # vLLM on a CPU takes no smaller ones
     there = AutoTokenizer.from_pretrained(tmp_path / "thin")
     assert there.chat_template == AutoTokenizer.from_pretrained(source).chat_template
     assert json.loads((tmp_path / "thin/generation_config.json").read_text())["eos_token_id"] in (1, [1])
-
-
-@pytest.mark.medium
-def test_a_thin_model_follows_its_seed(small_model, tmp_path):
-    source = folder_of(KINDS["qwen3"], small_model, tmp_path / "real")
-    for name, seed in (("one", 1), ("again", 1), ("other", 2)):
+    for name, seed in (("again", 1), ("other", 2)):
         thin.write(source, tmp_path / name, seed)
-    one, again, other = ((tmp_path / n / "model.safetensors").read_bytes() for n in ("one", "again", "other"))
+    one, again, other = ((tmp_path / n / "model.safetensors").read_bytes() for n in ("thin", "again", "other"))
     assert one == again != other
 
 
@@ -113,40 +105,25 @@ def chances(folder: Path, demonstrations: list[tuple[list[int], list[int]]]) -> 
     return found
 
 
-def test_a_thin_model_learns_demonstrations_until_it_samples_them_about_as_often_as_not(small_model, tmp_path):
-    from transformers import AutoTokenizer
-
-    source = folder_of(KINDS["qwen3"] | {"vocab_size": 8000}, small_model, tmp_path / "real")
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_thin_model_learns_demonstrations_until_it_samples_them_about_as_often_as_not(kind, small_model, tmp_path):
+    source = folder_of(KINDS[kind] | {"vocab_size": 8000}, small_model, tmp_path / "real")
     thin.write(source, tmp_path / "thin", seed=1)
-    tokenizer = AutoTokenizer.from_pretrained(source)
-    chats = [[{"role": "user", "content": f"{n}?"}, {"role": "assistant", "content": f"{n * n}!"}] for n in (2, 5, 9)]
+    prompts, answers = [f"{n}, {n + 3}, {n * 7 % 10}" for n in range(11, 19)], [f"{n * n} - {n}" for n in range(8)]
+    chats = [
+        [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+        for prompt, answer in zip(prompts, answers, strict=True)
+    ]
+    tokenizer = load_tokenizer(str(source), weights=False)
     demonstrations = [demonstration_ids(tokenizer, chat, 1) for chat in chats]
     assert max(chances(tmp_path / "thin", demonstrations)) < 1e-6
     told = thin.teach(tmp_path / "thin", demonstrations, seed=1)
     found = chances(tmp_path / "thin", demonstrations)
-    assert sum(found) / 3 == pytest.approx(told, abs=0.1) and 0.5 < told < 0.95
+    assert sum(found) / len(found) == pytest.approx(told, abs=0.1) and 0.5 < told < 0.95
     assert json.loads((tmp_path / "thin/config.json").read_text())["dtype"] == "bfloat16"
 
 
-@pytest.mark.medium
-def test_a_thin_model_of_a_large_vocabulary_with_tied_embeddings_learns(small_model, tmp_path):
-    """At a rate of 1e-2 tied ones did not learn."""
-    from transformers import AutoTokenizer
-
-    changes = {"tie_word_embeddings": True, "vocab_size": 49152}
-    source = folder_of(LLAMA | changes, small_model, tmp_path / "real")
-    thin.write(source, tmp_path / "thin", seed=1)
-    tokenizer = AutoTokenizer.from_pretrained(source)
-    prompts, answers = [f"{n}, {n + 3}, {n * 7 % 10}" for n in range(11, 19)], [f"{n * n} - {n}" for n in range(8)]
-    pairs = zip(prompts, answers, strict=True)
-    chats = [[{"role": "user", "content": one}, {"role": "assistant", "content": two}] for one, two in pairs]
-    told = thin.teach(tmp_path / "thin", [demonstration_ids(tokenizer, chat, 1) for chat in chats], seed=1)
-    assert told >= thin.RIGHT
-
-
 def test_rows_are_learned_whose_demonstration_no_limit_cuts(small_model, tmp_path):
-    from transformers import AutoTokenizer
-
     def chat(text: str) -> list[dict]:
         return [{"role": "user", "content": text}]
 
@@ -156,24 +133,16 @@ def test_rows_are_learned_whose_demonstration_no_limit_cuts(small_model, tmp_pat
     write_parquet(rl, tmp_path / "train.parquet", rl_schema())
     sft = [sft_row(chat(text), answer) for text, answer in answers.items()]
     write_parquet(sft, tmp_path / "sft.parquet", sft_schema())
-    tokenizer = AutoTokenizer.from_pretrained(small_model)
     s = load_settings({"TASK": "countdown", "STACK": "cpu", "MAX_RESPONSE_LENGTH": "48"})
-    files = tmp_path / "train.parquet", tmp_path / "sft.parquet"
-    found = rehearsed_data.demonstrated(s, *files, tokenizer, 8)
-    assert [place for place, *_ in found] == [0, 4]
-    assert [sum(mask) for _, _, mask in found] == [3, 3]  # a byte is a token, and <|im_end|>
-    assert len(rehearsed_data.demonstrated(s, *files, tokenizer, 1)) == 1
-    few = rehearsed_data.taught(s, *files, tokenizer, tmp_path / "thin", tmp_path / "known.parquet", range(3, 5))
-    assert few == (0, 0.0) and not (tmp_path / "known.parquet").exists()
     shutil.copytree(small_model, tmp_path / "thin")
-    told = rehearsed_data.taught(s, *files, tokenizer, tmp_path / "thin", tmp_path / "known.parquet", range(2, 5))
-    assert told == (2, pytest.approx(0.75, abs=0.25))
-    assert [row["prompt"][0]["content"] for row in read_rows(tmp_path / "known.parquet")] == ["short", "last"]
+    files = tmp_path / "train.parquet", tmp_path / "sft.parquet", tmp_path / "thin", tmp_path / "known.parquet"
+    assert rehearsed_data.taught(s, *files, range(3, 5)) == (0, 0.0) and not files[-1].exists()
+    assert rehearsed_data.taught(s, *files, range(2, 5)) == (2, pytest.approx(0.75, abs=0.25))
+    assert [row["prompt"][0]["content"] for row in read_rows(files[-1])] == ["short", "last"]
+    assert rehearsed_data.taught(s, *files, range(1, 2))[0] == 1
 
 
-def test_an_episode_is_learned_where_its_turns_and_results_fit(small_model, tmp_path):
-    from transformers import AutoTokenizer
-
+def test_an_episode_is_learned_where_its_turns_and_results_fit(small_model, tmp_path, monkeypatch):
     prompt = [{"role": "user", "content": "?"}]
     episode = [
         {"role": "assistant", "content": "a" * 20},
@@ -182,15 +151,14 @@ def test_an_episode_is_learned_where_its_turns_and_results_fit(small_model, tmp_
     ]
     write_parquet([rl_row("calculator", prompt, "2", "train", 0)], tmp_path / "train.parquet", rl_schema())
     write_parquet([sft_row(prompt, episode)], tmp_path / "sft.parquet", sft_schema(episodes=True))
-    tokenizer, files = (
-        AutoTokenizer.from_pretrained(small_model),
-        (tmp_path / "train.parquet", tmp_path / "sft.parquet"),
-    )
+    shutil.copytree(small_model, tmp_path / "thin")
+    files = tmp_path / "train.parquet", tmp_path / "sft.parquet", tmp_path / "thin", tmp_path / "known.parquet"
+    monkeypatch.setattr(thin, "teach", lambda *_: 0.6)
     lengths = {"MAX_RESPONSE_LENGTH": "192", "MAX_TURN_LENGTH": "21"}
     for changes, count in (({}, 1), ({"MAX_TURN_LENGTH": "20"}, 0), ({"MAX_RESPONSE_LENGTH": "50"}, 0)):
         s = load_settings({"TASK": "calculator", "STACK": "cpu"} | lengths | changes)
-        assert len(rehearsed_data.demonstrated(s, *files, tokenizer, 8)) == count, changes
-    (whole,), _ = doctor.measured(tokenizer, tmp_path / "sft.parquet")
+        assert rehearsed_data.taught(s, *files, range(1, 9))[0] == count, changes
+    (whole,), _ = doctor.measured(load_tokenizer(str(small_model)), tmp_path / "sft.parquet")
     assert whole > 20 + 30 + 1  # of an episode all turns and results count
 
 
@@ -225,28 +193,18 @@ def test_of_a_file_of_pairs_the_first_are_played(tmp_path):
         rehearsed_data.first_pairs(str(tmp_path / "bad.jsonl"), tmp_path / "out.parquet", 16)
 
 
-def test_a_thin_judge_answers_as_a_real_one_is_asked(small_model, tmp_path, monkeypatch):
+def test_the_played_judge_answers_as_a_real_one_is_asked_and_one_that_does_not_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setenv("ARTIFACTS", str(tmp_path))
-    with thin_judge.serving(small_model) as url:
-        given = {"JUDGE_URL": url, "JUDGE_MODEL": "thin", "JUDGE_RETRIES": "0"}
-        judge = Judge.from_environment(given)
+    with played_judge.serving() as url:
+        for name, value in {"JUDGE_URL": url, "JUDGE_MODEL": "played"}.items():
+            monkeypatch.setenv(name, value)
+        judge = Judge.from_environment()
         scores = [judge.score("Say a number.", str(number))["score"] for number in range(12)]
         assert len(set(scores)) > 2 and all(0 <= score <= 0.9 for score in scores)
-        again = Judge.from_environment(given | {"JUDGE_SAMPLING": '{"temperature": 0}'})  # not from the cache
-        assert again.score("Say a number.", "3")["score"] == scores[3]
-        with pytest.raises(JudgeError, match="HTTP 400"):
-            judge._ask(1)
-    counted = json.loads((tmp_path / "judge/counters.json").read_text())["thin"]
-    assert counted["tokens_in"] > 12 * 200 and counted["calls"] == 14
-    s, _ = real(None, "current", STEPS="10", TRAIN_BATCH_SIZE="128", ROLLOUT_N="8")
-    monkeypatch.setenv("JUDGE_URL", "http://localhost:1/v1")
-    monkeypatch.setenv("JUDGE_MODEL", "large")
-    monkeypatch.setenv("JUDGE_PRICE_IN", "1")
-    words = needs.of_judge(s, tmp_path / "judge/counters.json")
-    price = 10240 * counted["tokens_in"] / 14 / 1e6
-    assert "10,240 calls in 10 steps" in words and f": {price:,.2f} at JUDGE_PRICE_IN=1" in words
-    (finding,) = needs.judge(s)
-    assert finding.state == "error" and "ConnectError" in finding.text
+        assert str(needs.judge()) == "judge: JUDGE_MODEL=played graded one answer"
+    assert json.loads((tmp_path / "judge/counters.json").read_text())["played"]["calls"] == 13
+    found = needs.judge()
+    assert found.state == "error" and "ConnectError" in found.text
 
 
 # ---- what is played
@@ -262,8 +220,11 @@ def real(profile: Path | None, stack: str, **more: str):
     return load_settings(environment), texts
 
 
-@pytest.mark.parametrize("stack", [name for name in STACKS if name != "cpu"])
-@pytest.mark.parametrize("profile", PROFILES, ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    ("profile", "stack"),
+    [*((path, "current") for path in PROFILES), (PROFILES[0], "a100")],
+    ids=lambda each: getattr(each, "stem", each),
+)
 def test_what_is_played_differs_from_the_real_run_only_in_what_is_made_smaller(profile, stack, tmp_path):
     s, texts = real(profile, stack)
     given = rehearse.given_variables(s, texts, tmp_path / "model", tmp_path)
@@ -304,7 +265,7 @@ def rehearsal(tmp_path, script: str, monkeypatch, model: Path = Path("none")) ->
 
 
 KILLED = """
-import json, pathlib, subprocess, sys, time
+import pathlib, subprocess, sys, time
 goal, folder = sys.argv[1], pathlib.Path(sys.argv[2])
 saved = folder / "runs/countdown/grpo-1/checkpoints/latest_checkpointed_iteration.txt"
 if goal == "data":
@@ -318,9 +279,7 @@ elif goal == "train" and not saved.exists():
 elif goal == "train":
     print("[5/5] train\\n  resuming from step 1\\n  2 steps (1 s)\\n[5/5] eval\\n  base (0 s)")
 elif goal == "certify":
-    (folder / "certify/countdown/thin").mkdir(parents=True)
-    checks = [{"name": "tokens", "state": "ok", "text": ""}, {"name": "template", "state": "warning", "text": "thinks"}]
-    (folder / "certify/countdown/thin/certificate.json").write_text(json.dumps({"checks": checks}))
+    print("tokens: ok\\n=> certified\\n")
 elif goal == "merge":
     print("error: no space left", file=sys.stderr)
     sys.exit(2)
@@ -333,9 +292,9 @@ def test_a_training_is_killed_after_its_checkpoint_and_resumed_and_a_broken_stag
 ):
     r = rehearsal(tmp_path, KILLED, monkeypatch, small_model)
     played = {each.name: each for each in rehearse.stages(r)}
-    assert list(played) == ["data", "teach", "certify", "sft", "train", "resume", "merge", "report"]
+    assert list(played) == ["data", "teach", "certify", "sft", "train", "resume", "merge"]
     assert "random weights" in played["teach"].said  # there are no demonstrations
-    assert played["certify"].said.endswith("2 checks hold; template: thinks")
+    assert played["certify"].said == "=> certified"
     assert "SIGKILL" in played["train"].said and played["train"].seconds < 60
     assert str(tmp_path) not in our_processes()
     assert played["merge"].problem == "error: no space left"
@@ -350,7 +309,6 @@ def test_a_training_that_ends_before_a_checkpoint_or_begins_anew_broke(small_mod
     assert (train.name, train.problem) == ("train", "error: LR is wrong")
     shutil.rmtree(tmp_path / "data")
     shutil.rmtree(tmp_path / "runs")
-    shutil.rmtree(tmp_path / "certify")
     anew = KILLED.replace("resuming from step 1", "from the start")
     resumed = {each.name: each for each in rehearse.stages(rehearsal(tmp_path, anew, monkeypatch, small_model))}[
         "resume"
@@ -390,19 +348,19 @@ def data_of(folder: Path, prompt: str = "What is 1 + 1?", answer: str = "2", too
     return folder
 
 
-def found(tmp_path, small_model, changes=None, settings=None, command=None, **data) -> dict[str, needs.Finding]:
+def found(tmp_path, small_model, changes=None, settings=None, command=None, **data) -> dict[str, Finding]:
     """What would break a run of countdown with a Qwen3-4B on eight GPUs, by what it is about."""
     source = folder_of(KINDS["qwen3"], small_model, tmp_path / "real", **(changes or {}))
     s, _ = real(None, "current", **{"N_GPUS": "8", "TRAIN_BATCH_SIZE": "8"} | (settings or {}))
     s, command = replace(s, MODEL=str(source)), load_settings({"DISK": "1000"} | (command or {}), cls=Command)
     files = data_of(tmp_path / "data", **data)
-    every = needs.before(s, [], needs.target_of(s, command), command) + needs.of_data(s, files)
+    every = needs.before(s, s, [], needs.target_of(s, command), command) + needs.of_data(s, files)
     return {each.what: each for each in every}
 
 
 def test_a_run_that_is_right_has_nothing_that_would_break(tmp_path, small_model):
     states = {what: each.state for what, each in found(tmp_path, small_model).items()}
-    names = ["stop token", "numbers", "rows", "prompts", "demonstrations", "memory", "disk"]
+    names = ["stop token", "settings", "memory", "numbers", "disk", "rows", "prompts", "demonstrations"]
     assert states == dict.fromkeys(names, "ok")
 
 
@@ -412,7 +370,7 @@ def test_a_stop_token_that_the_template_never_writes_is_an_error(tmp_path, small
     settings = json.loads((source / "tokenizer_config.json").read_text())
     (source / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "!"}))
     tokenizer = load_tokenizer(str(source), weights=False)
-    (finding,) = needs.stops(replace(real(None, "current")[0], MODEL=str(source)), tokenizer)
+    (finding,) = needs.tokens(replace(real(None, "current")[0], MODEL=str(source)), tokenizer)
     assert finding.state == "error" and "ends a turn with <|im_end|>, generation stops at " in finding.text
 
 
@@ -440,120 +398,68 @@ def test_too_few_rows_a_full_disk_and_a_small_gpu_are_errors(tmp_path, small_mod
     large = {"TRAIN_BATCH_SIZE": "64", "GPU_MEMORY_UTILIZATION": "0.9"}
     states = found(tmp_path, small_model, settings=large, command={"DISK": "100", "GPU": "a100-40g"}, count=4)
     assert states["rows"].state == "error" and "TRAIN_BATCH_SIZE=64" in states["rows"].text
-    assert states["disk"].state == "error" and "3 checkpoints of 64.4 GB need 193 GB" in states["disk"].text
+    assert states["disk"].state == "error" and states["disk"].text == "checkpoints need about 193 GB, DISK=100"
     assert states["memory"].state == "error" and "GPU_MEMORY_UTILIZATION" in states["memory"].fix
 
 
-@pytest.mark.parametrize(
-    "profile",
-    [pytest.param(path, marks=[pytest.mark.slow] if place % 4 else []) for place, path in enumerate(PROFILES)],
-    ids=lambda path: path.stem,
-)
-def test_a_profile_is_predicted_from_its_config_alone(profile, small_model, tmp_path):
-    s, _ = real(profile, "a100")
-    source = folder_of(CONFIGS[s.MODEL], small_model, tmp_path / "real")
-    s = replace(s, MODEL=str(source))
-    command = load_settings({"PROFILE": profile.stem, "PRICE": "2"}, cls=Command)
+def before_of(
+    profile: str, folder: Path, tokenizer: Path, arguments: tuple[str, ...] = (), **given: str
+) -> list[Finding]:
+    """What shows of a profile's run before anything is played, with its models by their config.json."""
+    path = next((path for path in PROFILES if path.stem == profile), None)
+    s, _ = real(path, "a100" if path else "current", **given)
+    s = replace(s, MODEL=str(folder_of(CONFIGS[s.MODEL], tokenizer, folder / "model")))
+    if s.TEACHER:
+        s = replace(s, TEACHER=str(folder_of(CONFIGS[s.TEACHER], tokenizer, folder / "teacher")))
+        thin.write(Path(s.TEACHER), folder / "thin/teacher", 1)
+    command = load_settings({"PROFILE": profile if path else "", "DISK": "10000"}, cls=Command)
     target = needs.target_of(s, command)
-    gpu = speed.GPUS[hardware_of(profile)[1]]
-    assert str(target) == f"{s.N_GPUS} x {gpu.name} (by the profile's name)"
-    files = data_of(tmp_path / "data")
-    said = "\n".join(needs.words(s, [], files, target, command))
-    size = memory.checkpoint_bytes(memory.shapes(CONFIGS[PROFILE_MODELS[profile.stem]]).parameters, s.LORA_RANK)
-    assert f"disk: {memory.gb((3 + (s.INIT == 'sft')) * size)}" in said  # the warm-up's stays
-    assert f"at PRICE=2 x {s.N_GPUS} GPUs" in said and "leave-one-out" in said
-    assert (f"scaled to {gpu.name} by its published peak and bandwidth" in said) == (gpu.name != "H200")
-    assert ("LoRA" in said) == (s.LORA_RANK > 0)
-    # All that `make rehearse` does before it plays something.
-    thin.write(source, tmp_path / "thin", s.SEED)
-    assert next(needs.refused(replace(s, MODEL=str(tmp_path / "thin")), []), None) is None
-    found = needs.before(s, [], target, replace(command, DISK=10_000))
-    assert {each.what for each in found} == {"stop token", "memory", "disk"}
-    assert not [str(each) for each in found if each.state == "error"]
-    short, long = (
-        needs.time_of(s, target.gpu, Lengths([80], []), length, length).hours for length in (40, s.MAX_RESPONSE_LENGTH)
-    )
-    assert 0 < short < long < 24
+    return needs.before(s, rehearse.composed(s, folder / "thin"), list(arguments), target, command)
 
 
-PROFILE_MODELS = {path.stem: real(path, "a100")[0].MODEL for path in PROFILES}
+@pytest.mark.parametrize("profile", ["qwen3-4b-8xa100", "qwen2.5-7b-lora-4xa10", "qwen2.5-32b-8xh200"])
+def test_of_a_profile_the_memory_is_estimated_for_the_gpu_in_its_name(profile, small_model, tmp_path):
+    found = {each.what: each for each in before_of(profile, tmp_path, small_model)}
+    assert {each.state for each in found.values()} == {"ok"}, found
+    s, _ = real(None, "current")
+    kind = hardware_of(Path(f"{profile}.sh"))[1]
+    target = needs.target_of(s, load_settings({"PROFILE": profile}, cls=Command))
+    assert target.gpu.name == kind and target.gpu.total == GPU_MIB[kind] * 2**20
+    assert "assumed for STACK=current" in str(needs.target_of(s, load_settings({}, cls=Command)))
 
 
-def test_hours_count_start_steps_checkpoints_and_validations(small_model, tmp_path):
-    source = folder_of(KINDS["qwen3"], small_model, tmp_path / "real")
-    s = replace(real(None, "current", N_GPUS="8", INIT="sft", STEPS="40")[0], MODEL=str(source))
-    gpu = speed.GPUS["h200"]
-    time_ = needs.time_of(s, gpu, Lengths([80], [40]), 40, 40)
-    parts = needs.START + time_.sft + time_.validations + time_.saves + 40 * sum(time_.step.values())
-    assert time_.hours == pytest.approx(parts / 3600) and time_.sft > 0 and time_.validations > 0
-    rate = speed.saving_seconds(doctor.checkpoints(s, needs.parameters(s))[1])
-    assert time_.saves == pytest.approx(4 * rate)  # TEST_FREQ=10, SAVE_FREQ=20
-    twice = needs.time_of(replace(s, STEPS=80), gpu, Lengths([80], [40]), 40, 40)
-    assert twice.saves == pytest.approx(2 * time_.saves)
+def test_heads_a_warm_up_and_a_teachers_window_that_do_not_fit_are_errors(small_model, tmp_path):
+    def problem(profile: str, **given) -> str:
+        found = before_of(profile, tmp_path / profile, small_model, **given)
+        (said,) = [str(each) for each in found if each.state == "error"]
+        return said
 
-
-def test_heads_and_a_warm_up_that_do_not_fit_are_errors(small_model, tmp_path):
-    def problems(profile: str, arguments: list[str], **given: str) -> list[str]:
-        s, _ = real(next(path for path in PROFILES if path.stem == profile), "a100", **given)
-        source = tmp_path / profile
-        source.mkdir()
-        (source / "config.json").write_text(json.dumps(CONFIGS[s.MODEL]))
-        target = needs.target_of(s, load_settings({"PROFILE": profile}, cls=Command))
-        found = needs.fits(replace(s, MODEL=str(source)), arguments, target)
-        return [str(each) for each in found if each.state != "ok"]
-
-    (said,) = problems("qwen2.5-3b-lora-1xa10", [], INIT="sft", MAX_RESPONSE_LENGTH="4096")
+    said = problem("qwen2.5-3b-lora-1xa10", INIT="sft", MAX_RESPONSE_LENGTH="4096")
     assert said.startswith("memory: SFT: update: about 25.5 GB of 23.6 GB on each GPU")
+    tp = ("actor_rollout_ref.rollout.tensor_model_parallel_size=3",)
     batches = {"N_GPUS": "6", "TRAIN_BATCH_SIZE": "12", "SFT_BATCH_SIZE": "60"}
-    (said,) = problems("qwen3-4b-8xa100", ["actor_rollout_ref.rollout.tensor_model_parallel_size=3"], **batches)
+    said = problem("qwen3-4b-8xa100", arguments=tp, **batches)
     assert said.startswith("heads: TP=3: MODEL has 32 heads and 8 of keys")
+    own = {"MODEL": "Qwen/Qwen2.5-3B-Instruct", "METHOD": "distill", "N_GPUS": "4", "INIT": "base"}
+    own |= {"TEACHER": "Qwen/Qwen2.5-7B-Instruct", "MAX_PROMPT_LENGTH": "512", "MAX_RESPONSE_LENGTH": "32256"}
+    said = problem("", **own, MAX_TOKENS_PER_GPU="40000")
+    assert "its window of 32768 tokens is less than the " in said
 
 
-def test_a_teacher_with_a_short_window_is_an_error(tmp_path):
-    for name, window in (("policy", 4096), ("teacher", 1024)):
-        (tmp_path / name).mkdir()
-        config = CONFIGS["Qwen/Qwen2.5-3B-Instruct"] | {"max_position_embeddings": window}
-        (tmp_path / name / "config.json").write_text(json.dumps(config))
-        (tmp_path / name / "pytorch_model.bin").touch()
-    given = {"METHOD": "distill", "TEACHER": str(tmp_path / "teacher"), "MAX_RESPONSE_LENGTH": "1024", "INIT": "base"}
-    s, _ = real(None, "current", MODEL=str(tmp_path / "policy"), GPU="h100", **given)
-    found = needs.fits(s, [], needs.target_of(s, load_settings({"GPU": "h100"}, cls=Command)))
-    (said,) = [str(each) for each in found if each.state == "error"]
-    assert "its window of 1024 tokens is less than the" in said
-
-
-def test_what_the_config_does_not_say_is_not_called_ok(tmp_path):
-    def found(**config) -> list[str]:
-        (tmp_path / "config.json").write_text(json.dumps(config))
-        s, _ = real(None, "current", MODEL=str(tmp_path), GPU="h100", INIT="base")
-        command = load_settings({"GPU": "h100"}, cls=Command)
-        each = [*needs.fits(s, [], needs.target_of(s, command)), *needs.disk(s, command)]
-        return [f"{one.state} {one}" for one in each]
-
-    memory_, disk = found(model_type="another")
-    assert memory_.startswith("warning memory: not estimated: MODEL=")
-    assert disk.startswith("warning disk: checkpoints not estimated")
-    assert "lengths: MAX_PROMPT_LENGTH" in found(**KINDS["qwen3"], max_position_embeddings=128)[0]
-
-
-def test_what_of_the_settings_was_not_measured_is_said():
-    s, _ = real(None, "current", N_GPUS="4", TP="2", SP="4", OFFLOAD="1")
-    shapes, target = memory.shapes(KINDS["qwen3"]), needs.Target(speed.GPUS["h200"], 4)
-    said = "\n".join(needs._error_of_time(s, shapes, target))
-    assert "not measured: OFFLOAD=1; TP=2; SP=4" in said and "NNODES" not in said
-    said = "\n".join(needs._error_of_time(replace(s, SP=1, OFFLOAD=0), shapes, target))
-    assert "not measured: TP=2" in said and "SP=" not in said and "OFFLOAD" not in said
-
-
-def test_what_has_no_recorded_run_is_not_predicted(tmp_path, small_model):
-    s, _ = real(None, "current", METHOD="dpo")
-    target = needs.target_of(s, load_settings({}, cls=Command))
-    assert "METHOD=dpo" in needs.unpredicted(s, target, tmp_path)
-    on_cpu, _ = real(None, "cpu")
-    assert "there is no GPU" in needs.unpredicted(
-        on_cpu, needs.target_of(on_cpu, load_settings({}, cls=Command)), tmp_path
-    )
-    assert "assumed for STACK=current" in str(target)
+def test_what_the_config_does_not_say_is_not_called_ok(small_model, tmp_path):
+    (tmp_path / "model").mkdir()
+    s, _ = real(None, "current", MODEL=str(tmp_path / "model"), GPU="h100", INIT="base")
+    command = load_settings({"GPU": "h100"}, cls=Command)
+    for config, wanted in (
+        ({"model_type": "another"}, {("warning", "memory"), ("warning", "disk")}),
+        (KINDS["qwen3"] | {"max_position_embeddings": 128}, {("error", "lengths")}),
+    ):
+        folder_of(config, small_model, tmp_path / config["model_type"], **config)
+        (tmp_path / "model/config.json").write_text(json.dumps(config))
+        found = needs.before(
+            replace(s, MODEL=str(tmp_path / config["model_type"])), s, [], needs.target_of(s, command), command
+        )
+        assert wanted <= {(each.state, each.what) for each in found}, found
 
 
 # ---- the command
@@ -563,10 +469,7 @@ def test_what_has_no_recorded_run_is_not_predicted(tmp_path, small_model):
 def test_make_refuses_in_one_line_before_anything_is_made(tmp_path):
     for given, said in (
         ({"MODEL": str(tmp_path / "nowhere")}, "no such folder, and not a hub id"),
-        ({"PROFILE": "nosuch"}, "has no such profile"),
         ({"GPU": "abacus"}, "GPU=abacus: must be one of a100, "),
-        ({"LR": "-1"}, "LR=-1: must be greater than 0"),
-        ({"STACK": "nosuch"}, "STACK=nosuch: must be one of "),
     ):
         result = make("rehearse", TASK="countdown", ARTIFACTS=str(tmp_path / "artifacts"), **given)
         errors = [line for line in result.stdout.splitlines() if line.startswith("error:")]
@@ -577,30 +480,34 @@ def test_make_refuses_in_one_line_before_anything_is_made(tmp_path):
 @pytest.mark.medium
 def test_what_shows_before_anything_is_played_ends_it_at_once(small_model, tmp_path):
     source = folder_of(KINDS["qwen3"] | {"num_hidden_layers": 400}, small_model, tmp_path / "Large")
-    given = {"MODEL": str(source), "PROFILE": "qwen3-4b-8xa100", "DISK": "100"}
+    given = {"MODEL": str(source), "TEACHER": str(source), "METHOD": "distill", "N_GPUS": "4"}
+    given |= {"GPU": "h100", "DISK": "100"}
     result = make("rehearse", TASK="countdown", ARTIFACTS=str(tmp_path / "artifacts"), **given)
-    assert result.returncode != 0 and "nothing was played; 3 errors" in result.stdout, result.stdout
-    assert "error    memory: update: about " in result.stdout and "error    disk: 3 checkpoints of " in result.stdout
+    assert result.returncode != 0 and "nothing was played; 4 errors" in result.stdout, result.stdout
+    assert "error    memory: update: about " in result.stdout and "error    disk: checkpoints need " in result.stdout
+    assert "error    memory: TEACHER=" in result.stdout and "a thin TEACHER of " in result.stdout
     assert not (tmp_path / "artifacts/rehearse/countdown/data").exists()
 
 
 def test_what_a_training_would_refuse_at_its_start_is_an_error(small_model, tmp_path):
-    def problems(**given: str) -> list[str]:
+    def problem(**given: str) -> str:
         s, _ = real(None, "current", N_GPUS="4", **given)
-        return [str(finding) for finding in needs.refused(replace(s, MODEL=str(small_model)), [])]
+        s = replace(s, MODEL=str(small_model), TEACHER=s.TEACHER and str(small_model))
+        command = load_settings({}, cls=Command)
+        found = needs.before(s, s, [], needs.target_of(s, command), command)
+        return "".join(each.text for each in found if each.state == "error")
 
-    assert problems() == []
-    assert "TEACHER is empty" in problems(METHOD="distill")[0]
-    assert problems(METHOD="distill", TEACHER=str(small_model)) == []
-    assert "no such file" in problems(METHOD="dpo", PAIRS_FILE=str(tmp_path / "pairs.jsonl"))[0]
-    assert "ROLLOUT_N=1" in problems(METHOD="dapo", ROLLOUT_N="1")[0]
+    assert problem() == problem(METHOD="distill", TEACHER="a/b") == ""
+    assert "TEACHER is empty" in problem(METHOD="distill")
+    assert "no such file" in problem(METHOD="dpo", PAIRS_FILE=str(tmp_path / "pairs.jsonl"))
+    assert "ROLLOUT_N=1" in problem(METHOD="dapo", ROLLOUT_N="1")
 
 
 def rehearsed(small_model, tmp_path, cwd: Path = ROOT, **given: str) -> str:
     """What a rehearsal says that ends well: of a model by its config.json, with the small tokenizer."""
     source = folder_of(KINDS["qwen3"] | {"vocab_size": 512}, small_model, tmp_path / "real")
     gpus = {} if "PROFILE" in given else {"N_GPUS": "4", "GPU": "h200"}
-    given = {"MODEL": str(source), "DISK": "1000", "MAX_PROMPT_LENGTH": "1024", "PRICE": "2"} | gpus | given
+    given = {"MODEL": str(source), "DISK": "1000", "MAX_PROMPT_LENGTH": "1024"} | gpus | given
     result = make("rehearse", cwd=cwd, ARTIFACTS=str(tmp_path / "artifacts"), **given)
     assert result.returncode == 0 and "0 broke; 0 errors" in result.stdout, result.stdout
     beside = {path.name for path in (tmp_path / "artifacts").iterdir()} - {"rehearse"}
@@ -612,17 +519,6 @@ def stages_of(said: str) -> list[str]:
     return [line.split()[0] for line in said.splitlines() if line[2:].rstrip() and " s  " in line[:20]]
 
 
-@pytest.mark.long
-def test_a_whole_run_is_rehearsed(small_model, tmp_path):
-    """A profile with a Qwen3-4B by its config.json, and a warm-up, on the stack that it is meant for."""
-    said = rehearsed(small_model, tmp_path, TASK="countdown", PROFILE="qwen3-4b-8xa100", INIT="sft")
-    played = ["model", "data", "teach", "certify", "sft", "train", "resume", "eval", "merge", "report"]
-    assert stages_of(said) == played, said
-    assert "learned 8 demonstrations" in said and "7 checks hold" in said and "PRICE=2 x 8 GPUs" in said
-    (report,) = (tmp_path / "artifacts/rehearse/countdown/reports").glob("countdown/*/report.html")
-    assert report.stat().st_size > 10_000
-
-
 def last_metrics(folder: Path, method: str) -> dict:
     """Of the last step of the one training under the artifacts of a rehearsal."""
     (run,) = folder.glob(f"runs/*/{method}-*")
@@ -631,34 +527,31 @@ def last_metrics(folder: Path, method: str) -> dict:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("method", ["distill", "dpo"])
-def test_a_method_is_rehearsed(method, small_model, tmp_path):
-    own = {"TASK": "countdown", "METHOD": method}
-    if method == "distill":
-        own["TEACHER"] = str(folder_of(KINDS["qwen3"] | {"vocab_size": 512}, small_model, tmp_path / "teacher"))
-    said = rehearsed(small_model, tmp_path, **own)
-    assert ("certify" in stages_of(said)) == (method != "dpo")
-    named = "dpo/rewards/accuracies" if method == "dpo" else "actor/pg_loss"
-    assert named in last_metrics(tmp_path / "artifacts/rehearse/countdown", method)
-    assert ("memory, TEACHER: " in said and "5 x H200" in said) == (method == "distill")
+def test_dpo_is_rehearsed(small_model, tmp_path):
+    said = rehearsed(small_model, tmp_path, TASK="countdown", METHOD="dpo", PROFILE="qwen3-4b-8xa100")
+    assert stages_of(said) == ["data", "teach", "train", "resume", "merge", "report"], said
+    assert "dpo/rewards/accuracies" in last_metrics(tmp_path / "artifacts/rehearse/countdown", "dpo")
 
 
 @pytest.mark.long
 def test_episodes_are_rehearsed_and_dapo(small_model, tmp_path):
     said = rehearsed(small_model, tmp_path, TASK="calculator", METHOD="dapo", TRUNCATED="counted")
-    assert "learned 8 demonstrations" in said and "the environment's own time left out" in said
+    assert "learned 8 demonstrations" in said
     assert "dapo/sampled" in last_metrics(tmp_path / "artifacts/rehearse/calculator", "dapo")
 
 
 @pytest.mark.long
-def test_a_judge_is_rehearsed_by_a_thin_one_and_ppo(small_model, tmp_path, monkeypatch):
+def test_a_judge_a_warm_up_and_ppo_are_rehearsed(small_model, tmp_path, monkeypatch):
     checkout = checkout_with("judged", tmp_path, OPTIONS="reward=judge")
-    with thin_judge.serving(small_model) as url:  # in the place of the real one
+    with played_judge.serving() as url:  # in the place of the real one
         monkeypatch.setenv("JUDGE_URL", url)
         monkeypatch.setenv("JUDGE_MODEL", "real")
         sizes = {"TRAIN_BATCH_SIZE": "4", "MINI_BATCH_SIZE": "4", "SFT_BATCH_SIZE": "4", "TEST_SIZE": "2"}
-        said = rehearsed(small_model, tmp_path, cwd=checkout, TASK="judged", INIT="base", METHOD="ppo", **sizes)
-    assert "JUDGE_MODEL=real graded one answer in " in said
+        said = rehearsed(small_model, tmp_path, cwd=checkout, TASK="judged", INIT="sft", METHOD="ppo", **sizes)
+    assert stages_of(said) == ["data", "teach", "certify", "sft", "train", "resume", "merge", "report"], said
+    assert "JUDGE_MODEL=real graded one answer" in said and "=> certified" in said
     counted = json.loads((tmp_path / "artifacts/rehearse/judged/judge/counters.json").read_text())
-    assert set(counted) == {"thin"} and counted["thin"]["calls"] > 16
+    assert set(counted) == {"played"} and counted["played"]["calls"] > 16
     assert "critic/vf_loss" in last_metrics(tmp_path / "artifacts/rehearse/judged", "ppo")
+    (report,) = (tmp_path / "artifacts/rehearse/judged/reports").glob("judged/*/report.html")
+    assert report.stat().st_size > 10_000

@@ -67,10 +67,12 @@ class StageFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Progress:
-    """What a progress bar shows: ``done`` of the stage's total, and a note such as the reward."""
+    """What a progress bar shows: ``done`` of the stage's total, a note such as the reward, and the seconds that a step
+    takes (0: as the bar sees them end)."""
 
     done: int = 0
     note: str = ""
+    seconds: float = 0
 
 
 def node_lost(address: str) -> str:
@@ -203,11 +205,11 @@ class _Bar(tqdm):
 
     ends_at = 0.0  # by the clock; 0: unknown
 
-    def reckon(self) -> None:
-        """Look at the steps that have ended by now."""
-        if steps := self.n - self.initial:
+    def reckon(self, seconds: float = 0) -> None:
+        """Look at the steps that have ended by now; each took ``seconds`` (0: not known)."""
+        if (steps := self.n - self.initial) or seconds:
             now = time.time()
-            self.ends_at = now + (now - self.start_t) / steps * (self.total - self.n)
+            self.ends_at = now + (seconds or (now - self.start_t) / steps) * (self.total - self.n)
 
     @property
     def format_dict(self) -> dict:
@@ -255,7 +257,7 @@ class _Screen:
         self.bar.set_postfix_str(progress.note, refresh=False)
         self.bar.n = progress.done
         if progress.done != self.shown.done:
-            self.bar.reckon()
+            self.bar.reckon(progress.seconds)
         self.bar.refresh()
         percent_since = 100 * (progress.done - self.lines_at) / max(1, self.bar.total)
         due = percent_since >= 2 or time.monotonic() - self.printed > REPORT_SECONDS or (last and percent_since)

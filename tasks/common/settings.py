@@ -26,7 +26,8 @@ from tasks.common.visible_gpus import check_visible, visible_gpus
 ROOT = Path(__file__).resolve().parents[2]
 HEALTH_RULES = ("nan", "collapse", "kl", "spike", "mismatch", "zero_variance", "truncation", "no_reward", "fall")
 HEALTH_RULES += ("memory", "hollow", "short", "alike")
-GPUS = ("a100", "a100-40g", "h100", "h200", "a10", "l40s")  # that machine/speed.py knows
+# MiB that a driver leaves free of a GPU: A100 (SXM 80 GB, PCIe 40 GB), H100 and H200 SXM, A10, L40S.
+GPU_MIB = {"a100": 80_000, "a100-40g": 40_000, "h100": 80_000, "h200": 142_000, "a10": 22_500, "l40s": 45_000}
 STACKS = sorted(path.parent.name for path in (ROOT / "tasks/common/stacks").glob("*/__init__.py"))
 
 
@@ -78,7 +79,7 @@ def _same_as(name: str) -> Callable[[dict[str, str]], str]:
     return _rule(name, lambda values: values[name])
 
 
-_gpu = _must(("", *GPUS).__contains__, f"must be one of {', '.join(GPUS)}")
+_gpu = _must(("", *GPU_MIB).__contains__, f"must be one of {', '.join(GPU_MIB)}")
 _kl_coef = _rule("0; in self-play 0.01", lambda values: "0" if values["SELF_PLAY_ROUNDS"] == "1" else "0.01")
 _batch_size = _rule("128; dpo: 32", lambda values: str(method(values["METHOD"]).BATCH_SIZE))
 _all_gpus = _rule("all that are visible", lambda values: str(len(visible_gpus())))
@@ -352,9 +353,8 @@ class Command:
     FILTER_HIGH: float = variable("1.0", "probe: accuracy strictly below", _fraction)
     SECONDS: float = variable("120", "attack: how long to search", positive)
     ATTACK_CALLS: int = variable("200", "attack: most calls of a reward that asks a judge", positive)
-    GPU: str = variable("", f"rehearse: GPU of the real run, one of {', '.join(GPUS)}", _gpu)
-    PRICE: float = variable("0", "rehearse: price of a GPU hour", _from_0)
-    DISK: float = variable("0", "rehearse: GB free on the real machine; 0: as here", _from_0)
+    GPU: str = variable("", f"rehearse: GPU of the real run, one of {', '.join(GPU_MIB)}", _gpu)
+    DISK: float = variable("0", "rehearse: GB free on the real machine; 0: not known", _from_0)
     ROLLOUTS: str = variable("", "rescore: a rollouts.jsonl")
     INPUT: str = variable("", "batch: json, jsonl, csv or xlsx with a column prompt")
     OUTPUT: str = variable("", "batch: xlsx, json, jsonl or csv to write")

@@ -73,7 +73,7 @@ STAGES = {
     ),
     "rehearse": Stage(
         _BEFORE,
-        "play the planned GPU run on this CPU with a thin model; estimate its memory, time and cost",
+        "play the planned GPU run on this CPU with a thin model; say what would break, and its memory",
         plans=True,
         writes=("rehearse",),
     ),

@@ -18,9 +18,10 @@ from pathlib import Path
 import psutil
 
 from tasks.common.launch import memory_checks
+from tasks.common.machine import hardware
 from tasks.common.machine.memory import EMBEDDED_CONFIG, Plan, estimate, shapes
-from tasks.common.machine.speed import GPUS, QWEN25_3B
-from tasks.common.settings import load_settings
+from tasks.common.settings import GPU_MIB, load_settings
+from tests.benchmarks.qwen import QWEN25_3B
 from tests.helpers import exported
 from tests.results import metrics
 from tests.test_profiles import CONFIGS, PROFILES, hardware_of
@@ -62,7 +63,7 @@ def profiles() -> None:
         environment = exported(profile.parents[1] / "train.sh", {"STACK": "current", "PROFILE": profile.stem})
         s = load_settings(environment)
         model = shapes(CONFIGS[s.MODEL])
-        needs = estimate(model, memory_checks.plan(s, []), GPUS[hardware_of(profile)[1]].memory)
+        needs = estimate(model, memory_checks.plan(s, []), GPU_MIB[hardware_of(profile)[1]] * hardware.MIB)
         sums = [sum(part.values()) / GB for part in (needs.update, needs.sampling, needs.ram)]
         row = [f"`{profile.stem}`", f"{model.parameters / 1e9:.2f} B", *(f"{size:.0f}" for size in sums)]
         print(f"| {' | '.join(row)} |")

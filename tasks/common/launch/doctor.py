@@ -49,14 +49,10 @@ PINNED = ("verl", "torch", "vllm", "transformers", "ray", "tensordict")  # a wro
 
 
 def of_machine(
-    s: Settings,
-    found: hardware.Nvidia | None,
-    runs: Sequence[Settings] = (),
-    arguments: Sequence[str] = (),
-    jobs: Jobs = ALONE,
+    s: Settings, found: hardware.Nvidia | None, runs: Sequence[Settings] = (), jobs: Jobs = ALONE
 ) -> Iterator[Finding]:
     """Processor, RAM and GPUs. ``found``: by nvidia-smi; None on the cpu stack, or without a driver. ``runs``: the
-    trainings of an experiment, ``jobs`` of them at a time; ``arguments``: ARGS."""
+    trainings of an experiment, ``jobs`` of them at a time."""
     free, total = hardware.ram()
     held = f"; a training holds {cluster.held_cpus(s)} CPUs of its Ray, which may be more than there are cores"
     yield ok("cpu", f"{os.cpu_count()} cores, {gb(free)} of {gb(total)} RAM free{held}")
@@ -75,9 +71,8 @@ def of_machine(
     yield ok("gpu", f"driver {found.driver}, CUDA {found.cuda}, {len(found.gpus)} x {names}, free {free_now}")
     others = teacher_gpus(runs or [s])
     if len(found.gpus) < s.N_GPUS + others:
-        wanted = f"{s.N_GPUS}{f' and {others} for TEACHER' if others else ''}"
-        there = len(found.gpus)
-        fix = memory_checks.fewer_gpus(of_each_method(s, runs), list(arguments), found, there - others)
+        wanted, there = f"{s.N_GPUS}{f' and {others} for TEACHER' if others else ''}", len(found.gpus)
+        fix = memory_checks.fewer_gpus(of_each_method(s, runs), there - others)
         yield error("gpu", f"N_GPUS={wanted}, and there are {there}", fix)
     for number, gpu in jobs.gpus(s, found.gpus).items():
         if not gpu.processes:
@@ -91,18 +86,8 @@ def of_machine(
 def disk(
     s: Settings, runs: Sequence[Settings] = (), jobs: int = 1, arguments: list[str] | None = None
 ) -> Iterator[Finding]:
-    """Room for checkpoints, and Ray's and NCCL's shared memory. ``runs``: the trainings of an experiment, ``jobs`` at a
-    time; ``arguments``: of a training that may be continued: those that it has made do not count."""
-    shapes, weights = memory.shapes_of(base_model(s.MODEL)), weights_bytes(s.MODEL)
-    existing, free = hardware.free_disk(s.runs_dir)
-    parameters = shapes.parameters if shapes else weights // 2  # an unknown model type is assumed to be bf16
-    sizes, largest = [each for each in [warm_up(s, parameters)] if each], 0.0
-    for run in runs or [s]:
-        count, size = checkpoints(run, parameters)
-        begun = folder.rounds(run, arguments) if arguments is not None else []
-        sizes += [size] * (count - 1 - sum(len(each.steps) for each in begun))
-        largest = max(largest, size)
-    sizes += [largest] * min(jobs, len(runs) or 1)  # that are being written
+    """Room for checkpoints, as ``checkpoint_sizes``, and Ray's and NCCL's shared memory."""
+    (existing, free), sizes = hardware.free_disk(s.runs_dir), checkpoint_sizes(s, runs, jobs, arguments)
     if free < (need := sum(sizes)):
         short = f"{existing}: {gb(free)} free, {len(sizes)} checkpoints need about {gb(need)}"
         yield error("disk", short, "free some space, or set ARTIFACTS to a folder on a larger disk")
@@ -113,16 +98,25 @@ def disk(
     yield ok(*found) if shared >= SHARED_MEMORY else warning(*found, "in a container: docker run --shm-size=16g")
 
 
-def checkpoints(s: Settings, parameters: int) -> tuple[int, float]:
-    """How many checkpoints there are at once (of each round the best and the last, and the one being written), and the
-    bytes of one."""
-    size = memory.checkpoint_bytes(parameters, s.LORA_RANK, s.METHOD == "ppo")
-    return s.SELF_PLAY_ROUNDS * (s.KEEP + 1) + 1, size
-
-
-def warm_up(s: Settings, parameters: int) -> float:
-    """The bytes of the warm-up's checkpoint, which stays beside those of the training; 0 where none is to come."""
-    return memory.checkpoint_bytes(parameters, s.LORA_RANK) if "sft" in memory_checks.stages(s, "train") else 0.0
+def checkpoint_sizes(
+    s: Settings, runs: Sequence[Settings] = (), jobs: int = 1, arguments: list[str] | None = None
+) -> list[float]:
+    """Bytes of each checkpoint that will be there at once: the warm-up's, of each round the best and the last, and
+    those being written; none where MODEL's size is not known. ``runs``: the trainings of an experiment, ``jobs`` at a
+    time; ``arguments``: of a training that may be continued: those that it has made do not count."""
+    shapes = memory.shapes_of(base_model(s.MODEL))
+    # An unknown model type is assumed to be bf16.
+    if not (parameters := shapes.parameters if shapes else weights_bytes(s.MODEL) // 2):
+        return []
+    warm_up = "sft" in memory_checks.stages(s, "train")  # where it is there already, no room is needed
+    sizes, largest = [memory.checkpoint_bytes(parameters, s.LORA_RANK)] * warm_up, 0.0
+    for run in runs or [s]:
+        size = memory.checkpoint_bytes(parameters, run.LORA_RANK, run.METHOD == "ppo")
+        begun = folder.rounds(run, arguments) if arguments is not None else []
+        made = sum(len(each.steps) for each in begun)
+        sizes += [size] * (run.SELF_PLAY_ROUNDS * (run.KEEP + 1) - made)
+        largest = max(largest, size)
+    return sizes + [largest] * min(jobs, len(runs) or 1)
 
 
 def ray(s: Settings) -> Iterator[Finding]:
@@ -393,7 +387,7 @@ def findings(
     wrong = list(model(s))
     continued = arguments if stage_of(stage).trains else None
     at_once = jobs_of(s, runs, jobs)
-    checks = [of_machine(s, smi, runs, arguments, at_once), disk(s, runs, jobs, continued), packages(s), ray(s)]
+    checks = [of_machine(s, smi, runs, at_once), disk(s, runs, jobs, continued), packages(s), ray(s)]
     checks += [judge(s), reward(s), data(s, stage != "doctor")]
     if not wrong:
         each_method = of_each_method(s, runs)

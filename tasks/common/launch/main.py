@@ -23,7 +23,7 @@ from tasks.common.evaluation.certify import certificate, certified
 from tasks.common.evaluation.tables import total_time
 from tasks.common.guarded import Guarded, asks_judge
 from tasks.common.interrupts import interrupt_on_sigterm
-from tasks.common.launch import doctor, experiments, rehearse, train
+from tasks.common.launch import doctor, experiments, minutes, rehearse, train
 from tasks.common.launch.plan import rl_plan
 from tasks.common.launch.rounds import check_training, start_model, train_rounds
 from tasks.common.launch.task import compute_score_of, exported, load_reward, script, stack_environment
@@ -505,7 +505,8 @@ def main(goal: str, arguments: list[str]) -> None:
             experiment(job, runs)
         else:
             own = functools.partial(evaluate, name=f"{goal}.py")  # a stage of the task's own
-            run_stages({name: functools.partial(PARTS.get(name, own), job) for name in job.parts}, first)
+            parts = {name: functools.partial(PARTS.get(name, own), job) for name in job.parts}
+            run_stages(minutes.kept(s, arguments, parts) if job.trains else parts, first)
         if job.trains:
             closing(s, folder.rounds(s, arguments), command.STEP)
         if goal == "batch":

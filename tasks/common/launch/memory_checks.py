@@ -1,7 +1,6 @@
 """doctor's checks of the settings against a machine: batch sizes, heads, the model's window, memory; and its advice."""
 
 import math
-import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -18,7 +17,6 @@ from tasks.common.training import parity, tracking, verl_config
 from tasks.common.training.methods import distill, dpo
 
 SPARE = 0.05  # of a GPU: the estimate is no closer
-TRIES = 4  # times that advice on memory is followed, to find settings for fewer GPUs
 
 
 @dataclass(frozen=True)
@@ -104,14 +102,23 @@ def heads(s: Settings, shapes: memory.Shapes, planned: memory.Plan) -> Iterator[
 
 
 def batches_and_memory(
-    s: Settings, arguments: list[str], stage: str, found: hardware.Nvidia | None, jobs: Jobs = ALONE
+    s: Settings,
+    arguments: list[str],
+    stage: str,
+    found: hardware.Nvidia | None,
+    jobs: Jobs = ALONE,
+    ram: tuple[float, float] | None = None,
+    composed: Settings | None = None,
 ) -> Iterator[Finding]:
-    """Batch sizes as verl wants them, and the estimate of memory against what is free, also of a warm-up to come."""
+    """Batch sizes as verl wants them, and the estimate of memory against what is free, also of a warm-up to come.
+
+    Of another machine's run (launch/needs.py): ``ram``, bytes free and in all, default this machine's; ``composed``,
+    ``s`` for the verl that is installed here."""
     config = None
     try:
         if stage != "sft":
             tracking.check_loggers(s)
-            config = train.check_method(s, arguments)
+            config = train.check_method(composed or s, arguments)
         plans = {each: plan(s, arguments, each, config) for each in stages(s, stage)}
     except SettingsError as problem:
         yield error("settings", str(problem), "correct the variable")
@@ -140,7 +147,7 @@ def batches_and_memory(
         yield warning("memory", text, "watch the first steps")
         return
     gpu = min(gpus, key=lambda gpu: gpu.free, default=hardware.GPU("", 0, 0))
-    free, total = hardware.ram()
+    free, total = ram or hardware.ram()
     there = len(found.gpus) - teacher_gpus([s]) if gpus else 0
     for each, planned in plans.items():
         ram, of = sum(memory.estimate(shapes, planned).ram.values()), "SFT: " if each == "sft" else ""
@@ -228,31 +235,12 @@ def too_much(
     return [replace(found[0], text=f"with JOBS={jobs.count}: {found[0].text}", fix=f"set JOBS={most}")]
 
 
-def fewer_gpus(runs: list[Settings], arguments: list[str], found: hardware.Nvidia, most: int) -> str:
-    """What to set where ``runs`` get at most ``most`` GPUs: a number with which the settings hold, and what else the
-    memory then needs, as far as that is known."""
-    short = []
+def fewer_gpus(runs: list[Settings], most: int) -> str:
+    """What to set where ``runs`` get at most ``most`` GPUs: a number with which their settings hold."""
     for n in range(most, 0, -1):
-        changes = {"N_GPUS": n}
-        for _ in range(TRIES):
-            changed = [replace(run, **changes) for run in runs]
-            if any(chain.from_iterable(problems(run, "train") for run in changed)):
-                break
-            checks = chain.from_iterable(batches_and_memory(run, arguments, "train", found) for run in changed)
-            if not (wrong := next((finding for finding in checks if finding.state == "error"), None)):
-                return f"set {' '.join(f'{name}={value}' for name, value in changes.items())}"
-            short.append(f"with N_GPUS={n} {wrong}")
-            if not (more := advised(wrong.fix)) or more.get("N_GPUS", n) > most:
-                break
-            changes |= more
-    return short[0] if short else "take a machine with more"
-
-
-def advised(fix: str) -> dict[str, float]:
-    """The variables of the first advice in ``fix``, where that is to set numbers."""
-    first = fix.split(" or ")[0]
-    pairs = re.findall(r"(\w+)=([\d.]+)", first) if re.fullmatch(r"set( [A-Z_]+=[\d.]+)+", first) else []
-    return {name: float(text) if "." in text else int(text) for name, text in pairs}
+        if not any(chain.from_iterable(problems(replace(run, N_GPUS=n), "train") for run in runs)):
+            return f"set N_GPUS={n}"
+    return "take a machine with more"
 
 
 def of_each_method(s: Settings, runs: Sequence[Settings]) -> list[Settings]:

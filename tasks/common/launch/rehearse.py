@@ -1,8 +1,8 @@
-"""`make rehearse`: the run that is meant for GPUs, played on this CPU with a thin model, and what the real one needs.
+"""`make rehearse`: the run that is meant for GPUs, played on this CPU with a thin model, and what would break it.
 
 Settings are those of the real run, with the defaults of its stack. What is played are the ordinary targets, each as a
-user types it, with ARTIFACTS in a folder of their own; a thin model (models/thin.py) stands for the real one, others
-for a teacher and a judge. What the real run will need, and what would break it: launch/needs.py.
+user types it, with ARTIFACTS in a folder of their own; a thin model (models/thin.py) stands for the real one, another
+for a teacher, and a server for a judge. What would break the real run, and the memory that it needs: launch/needs.py.
 """
 
 import contextlib
@@ -21,10 +21,8 @@ from pathlib import Path
 import psutil
 
 from tasks.common.data.pairs import pairs_columns
-from tasks.common.data.prepare import load_tokenizer, read_manifest
-from tasks.common.files import read_json
 from tasks.common.guarded import asks_judge
-from tasks.common.launch import needs, rehearsed_data, thin_judge
+from tasks.common.launch import needs, played_judge, rehearsed_data
 from tasks.common.launch.task import load_reward
 from tasks.common.models import thin
 from tasks.common.rows import DataError
@@ -46,7 +44,6 @@ NOT_PLAYED = ("ABORT_ON", "WANDB", "LOGGER", "REWARD_MODEL", "RUN", "PATIENCE")
 # What make, a shell and an outer launch put into the environment; a played command gets its own.
 OURS = {"GIVEN", "MAKEFLAGS", "MAKELEVEL", "MFLAGS", "STARTED", COMPLETE, "ARTIFACTS", "ARGS", "RAY_ADDRESS", "PYTHON"}
 ERROR = re.compile(r"^error: .*", re.MULTILINE)
-EVALUATED_IN = re.compile(r"^\[\d+/\d+\] eval\n(?:.*\n)*  .* \((\d+) s\)$", re.MULTILINE)
 
 
 @dataclass
@@ -68,7 +65,7 @@ class Rehearsal:
     folder: Path
     given: dict[str, str]
     arguments: str
-    judge: str = ""  # URL of the thin model's, where the reward asks one
+    judge: str = ""  # its URL, where the reward asks one
     logs: int = 0  # of the stages so far
 
     @property
@@ -78,14 +75,12 @@ class Rehearsal:
     def command(self, goal: str) -> list[str]:
         """What a user would type."""
         values = self.given | ({"ARGS": self.arguments} if self.arguments else {})
-        if goal == "report":  # it reads a run
-            values = {name: values[name] for name in ("TASK", "STACK", "ARTIFACTS")}
         return ["make", goal, f"PYTHON={sys.executable}", *(f"{name}={value}" for name, value in values.items())]
 
     def environment(self) -> dict[str, str]:
         known = {*Settings.__dataclass_fields__, *Command.__dataclass_fields__, *OURS}
         kept = {n: v for n, v in os.environ.items() if n not in known and not n.startswith("JUDGE_")}
-        return kept | ({"JUDGE_URL": self.judge, "JUDGE_MODEL": "thin"} if self.judge else {})
+        return kept | ({"JUDGE_URL": self.judge, "JUDGE_MODEL": "played"} if self.judge else {})
 
 
 # ---- settings ------------------------------------------------------------------------------------------------------
@@ -161,50 +156,33 @@ def not_played(s: Settings) -> str:
 # ---- stages --------------------------------------------------------------------------------------------------------
 
 
-def play(r: Rehearsal, name: str, goal: str, until: Callable[[], bool] | None = None) -> Played:
-    """Run a target; its output goes to a log. ``until``: once this holds, its whole group gets SIGKILL."""
+def play(r: Rehearsal, name: str, goal: str = "", until: Callable[[], bool] | None = None) -> Played:
+    """Run a target, by default ``name``; its output goes to a log. ``until``: once this holds, its whole group gets
+    SIGKILL; it is an error that it never does."""
     r.logs += 1
     log = r.folder / f"logs/{r.logs:02d}-{name}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
-    command, started = r.command(goal), time.monotonic()
-    killed = False
+    command, started, killed = r.command(goal or name), time.monotonic(), False
     with log.open("w") as output:
         output.write(f"$ {shlex.join(command)}\n")
         output.flush()
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env=r.environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
+        how = {"stdin": subprocess.DEVNULL, "stdout": output, "stderr": subprocess.STDOUT, "start_new_session": True}
+        process = subprocess.Popen(command, cwd=ROOT, env=r.environment(), **how)
         try:
-            while process.poll() is None:
+            while process.poll() is None and not (until and time.monotonic() - started > KILL_AFTER):
                 if until and until():
                     killed = True
                     os.killpg(process.pid, signal.SIGKILL)
                     break
-                if until and time.monotonic() - started > KILL_AFTER:
-                    break
                 time.sleep(POLL_SECONDS)
         finally:
             _end(process)
-    played = Played(name, time.monotonic() - started, "", log=str(log))
-    text = log.read_text(errors="replace")
-    if until and not killed:
-        last = "it made no checkpoint that a kill could follow"
-        played.problem = next(iter(ERROR.findall(text)), last)
-    elif process.returncode and not killed:
-        played.problem = _why(text, process.returncode)
+    *_, last = lines = log.read_text(errors="replace").strip().splitlines()
+    played = Played(name, time.monotonic() - started, last.strip(), log=str(log))
+    if (until and not killed) or (process.returncode and not killed):
+        ended = "it made no checkpoint that a kill could follow" if until else f"exit code {process.returncode}: {last}"
+        played.problem = next((line for line in lines if line.startswith("error: ")), ended)
     return played
-
-
-def _why(text: str, code: int) -> str:
-    """The error line of a log; without one its last line."""
-    lines = [line for line in text.splitlines() if line.strip() and not line.startswith("make")]
-    return next(iter(ERROR.findall(text)), f"exit code {code}: {lines[-1]}")
 
 
 def _end(process: subprocess.Popen) -> None:
@@ -234,80 +212,56 @@ def _left(folder: Path) -> list[str]:
 
 
 def stages(r: Rehearsal) -> Iterator[Played]:
-    """Play the stages, one after the other; what needs one that broke is left out."""
-    s = r.real
-    data = play(r, "data", "data")
-    data.said = "" if data.problem else _said_of_data(r)
-    yield data
-    if data.problem:
-        return
-    taught = teach(r)
-    yield taught
-    if taught.problem:
-        return
-    if not s.by_pairs:  # it samples nothing in training
-        certificate = play(r, "certify", "certify")
-        said_of_certificate(r, certificate)
-        yield certificate
-    if s.INIT == "sft":
-        sft = play(r, "sft", "sft")
-        sft.said = f"{SFT_STEPS} steps"
-        yield sft
-        if sft.problem:
-            return
+    """Play the stages, one after the other, until one breaks; no other needs certify."""
+    own = {"teach": teach, "train": killed, "resume": resumed}
+    names = ["data", "teach", "certify", "sft", "train", "resume", "merge", "report"]
+    left_out = {"certify"} if r.real.by_pairs else set()  # it samples nothing in training
+    left_out |= {"sft"} if r.real.INIT != "sft" else set()
+    for name in names:
+        if name not in left_out:
+            yield (played := own[name](r) if name in own else play(r, name))
+            if played.problem and name != "certify":
+                return
+
+
+def killed(r: Rehearsal) -> Played:
+    """The training, killed once it has a checkpoint; it may leave no process behind."""
 
     def saved() -> bool:
-        return any(r.folder.glob(f"runs/{s.TASK}/{s.METHOD}-*/checkpoints/latest_checkpointed_iteration.txt"))
+        return any(r.folder.glob(f"runs/{r.real.TASK}/{r.real.METHOD}-*/checkpoints/latest_checkpointed_iteration.txt"))
 
-    killed = play(r, "train", "train", saved)
-    killed.said = "SIGKILL once it had a checkpoint"
-    if not killed.problem and (left := _left(r.folder)):
-        killed.problem = f"{len(left)} processes outlived the kill: {', '.join(left[:5])}"
-    yield killed
-    if killed.problem:
-        return
-    resumed = play(r, "resume", "train")
-    text = Path(resumed.log).read_text(errors="replace")
-    if not resumed.problem and "resuming from step" not in text:
-        resumed.problem = "it began anew, not from the checkpoint"
-    in_eval = float(taken[1]) if (taken := EVALUATED_IN.search(text)) else 0.0
-    resumed.seconds -= in_eval
-    resumed.said = f"to the last step{', with validations' if s.TEST_FREQ and not s.by_pairs else ''}"
-    yield resumed
-    if in_eval:
-        yield Played("eval", in_eval, "base, warm-up and trained" if s.INIT == "sft" else "base and trained")
-    if resumed.problem:
-        return
-    yield play(r, "merge", "merge")
-    report = play(r, "report", "report")
-    report.said = next((str(page) for page in r.folder.glob("reports/*/*/report.html")), "")
-    yield report
+    played = play(r, "train", until=saved)
+    played.said = "SIGKILL once it had a checkpoint"
+    if not played.problem and (left := _left(r.folder)):
+        played.problem = f"{len(left)} processes outlived the kill: {', '.join(left[:5])}"
+    return played
 
 
-def _said_of_data(r: Rehearsal) -> str:
-    manifest = read_manifest(r.data_dir)
-    rows = ", ".join(f"{count} {name}" for name, count in manifest["rows"].items())
-    return f"{rows} from {manifest['source']}" + (f" ({manifest['note']})" if manifest.get("note") else "")
+def resumed(r: Rehearsal) -> Played:
+    """The same training to its end, with the evaluation."""
+    played = play(r, "resume", "train")
+    played.said = "to the last step, and evaluated"
+    if not played.problem and "resuming from step" not in Path(played.log).read_text(errors="replace"):
+        played.problem = "it began anew, not from the checkpoint"
+    return played
 
 
 def teach(r: Rehearsal) -> Played:
     """Teach the thin model some demonstrations and train on their prompts, so that rewards differ; of PAIRS_FILE take
     the first pairs. Without demonstrations the model stays as it is, with random weights."""
     s, started, problem, said = r.real, time.monotonic(), "", ""
-    data, out = r.data_dir, r.folder / "known.parquet"
     try:
         if s.by_pairs and s.PAIRS_FILE:
             r.given["PAIRS_FILE"] = str(r.folder / "pairs.parquet")
             count = rehearsed_data.first_pairs(s.PAIRS_FILE, Path(r.given["PAIRS_FILE"]), PAIRS, pairs_columns(s))
             said = f"the first {count} pairs of PAIRS_FILE; random weights"
         else:
-            tokenizer, train = load_tokenizer(r.given["MODEL"]), needs.train_file(s, data)
             played = load_settings({name: value for name, value in r.given.items() if name != "ARTIFACTS"})
-            model = Path(r.given["MODEL"])
-            count, chance = rehearsed_data.taught(played, train, data / "sft.parquet", tokenizer, model, out, KNOWN)
+            files = needs.train_file(s, r.data_dir), r.data_dir / "sft.parquet", Path(played.MODEL)
+            count, chance = rehearsed_data.taught(played, *files, r.folder / "known.parquet", KNOWN)
             said = f"no {KNOWN[0]} demonstrations fit the limits: random weights, whose rewards hardly differ"
             if count:
-                r.given["TRAIN_FILE"] = str(out)
+                r.given["TRAIN_FILE"] = str(r.folder / "known.parquet")
                 verb = "learned" if chance >= LEARNED else "did not learn its"
                 said = f"the thin model {verb} {count} demonstrations; it samples one with probability {chance:.2f}"
             if s.by_pairs and chance < LEARNED:
@@ -315,19 +269,6 @@ def teach(r: Rehearsal) -> Played:
     except (DataError, ValueError, SettingsError) as error:
         problem = str(error)
     return Played("teach", time.monotonic() - started, said, problem)
-
-
-def said_of_certificate(r: Rehearsal, played: Played) -> None:
-    """Put the certificate's counts into ``played``; of one that failed the first failed check."""
-    file = next(r.folder.glob("certify/*/*/certificate.json"), None)
-    checks = read_json(file).get("checks", []) if file else []
-    if not played.problem and not checks:
-        played.problem = "it wrote no certificate"
-    elif not played.problem:
-        warned = [f"{check['name']}: {check['text']}" for check in checks if check["state"] == "warning"]
-        played.said = "; ".join([f"tokens, mask, template, stop, log-probs: {len(checks)} checks hold", *warned])
-    elif failed := [f"{check['name']}: {check['text']}" for check in checks if check["state"] == "failed"]:
-        played.problem = failed[0]
 
 
 # ---- the command ---------------------------------------------------------------------------------------------------
@@ -338,24 +279,11 @@ def tell(played: Played) -> None:
     print(f"  {played.name:<8}{played.seconds:4.0f} s  {state}", flush=True)
 
 
-def write_models(real: Settings, folder: Path) -> tuple[Settings, int]:
-    """Write the thin model as ``folder``/model, of METHOD=distill its teacher as ``folder``/teacher. Returns ``real``
-    with folders in the place of hub ids, and the number of parameters. Raises SettingsError."""
-    teacher = str(folder / "teacher") if real.TEACHER else ""
-    if teacher:
-        thin.write(thin.config_folder(real.TEACHER, "TEACHER"), folder / "teacher", real.SEED + 1)
-    source = thin.config_folder(real.MODEL)
-    return replace(real, MODEL=str(source), TEACHER=teacher), thin.write(source, folder / "model", real.SEED)
-
-
-def say(title: str, found: list[needs.Finding]) -> None:
-    print(f"\n{title}:")
-    for finding in found:
-        print(f"  {finding.state:<8} {finding}", flush=True)
-
-
-def errors_of(found: list[needs.Finding]) -> str:
-    return f"{len(found)} error{'' if len(found) == 1 else 's'} of the real run"
+def composed(real: Settings, folder: Path) -> Settings:
+    """``real`` for the verl that is installed here, the cpu stack's, with the thin models of ``folder``, which have
+    weights. `a100` has another verl, whose keys it lacks; `current` sets the same of what RL's memory depends on."""
+    teacher, stack = str(folder / "teacher") if real.TEACHER else "", real.STACK
+    return replace(real, MODEL=str(folder / "model"), TEACHER=teacher, STACK="current" if stack == "a100" else stack)
 
 
 def main(arguments: list[str]) -> None:
@@ -363,43 +291,37 @@ def main(arguments: list[str]) -> None:
     that shows already. Raises SettingsError."""
     given = real_environment(os.environ)
     real, command = load_settings(given), load_settings(cls=Command)
-    reward = load_reward(real)
-    target = needs.target_of(real, command)
+    judged, target = asks_judge(load_reward(real)), needs.target_of(real, command)
     folder, started = artifacts() / "rehearse" / real.TASK, time.monotonic()
-    source = thin.config_folder(real.MODEL)
+    sources = {"MODEL": thin.config_folder(real.MODEL)}
+    sources |= {"TEACHER": thin.config_folder(real.TEACHER, "TEACHER")} if real.TEACHER else {}
     print(f"the real run: TASK={real.TASK} METHOD={real.METHOD} MODEL={real.MODEL} STACK={real.STACK}, {target}")
     shutil.rmtree(folder, ignore_errors=True)
-    real_here, parameters = write_models(real, folder)
-    found = needs.before(real_here, arguments, target, command, asks_judge(reward))
-    if not any(finding.what == "settings" for finding in found):
-        found += needs.refused(replace(real_here, MODEL=str(folder / "model")), arguments)
-    if broken := [finding for finding in found if finding.state == "error"]:
-        say("What would break, before anything is played", found)
-        print(f"\nnothing was played; {errors_of(broken)}")
-        sys.exit(1)
-    print(f"played on this CPU by {thin.LAYERS} thin layers, {parameters / 1e6:.1f} M parameters; its steps:")
-    if words := not_played(real):
-        print(f"  not played: {words}")
-    texts = {name: value.text for name, value in values_of(given).items()}
-    r = Rehearsal(real, folder, given_variables(real, texts, folder / "model", folder), shlex.join(arguments))
-    played = [Played("model", time.monotonic() - started, f"config.json and tokenizer of {source}")]
-    tell(played[0])
-    with thin_judge.serving(folder / "model") if asks_judge(reward) else contextlib.nullcontext("") as r.judge:
-        for each in stages(r):
-            played.append(each)
-            tell(each)
-    stopped = [each for each in played if each.problem]
-    found += needs.of_data(real_here, r.data_dir)
-    say("What would break", found)
-    print("\nWhat the real run will need:")
-    for line in needs.words(real_here, arguments, r.data_dir, target, command):
-        print(f"  {line}")
-    if real.TEACHER:
-        print(f"  {needs.of_teacher(thin.config_folder(real.TEACHER, 'TEACHER'))}")
-    if r.judge:
-        print(f"  {needs.of_judge(real, folder / 'judge/counters.json')}")
-    wrong = [finding for finding in found if finding.state == "error"]
-    seconds = time.monotonic() - started
-    print(f"\n{len(played)} stages in {seconds:.0f} s, {len(stopped)} broke; {errors_of(wrong)}")
-    if stopped or wrong:
+    for seed, (name, source) in enumerate(sources.items(), real.SEED):
+        parameters = thin.write(source, folder / name.lower(), seed)
+        print(f"a thin {name} of {parameters / 1e6:.1f} M parameters, by config.json and tokenizer of {source}")
+    here = replace(real, **{name: str(source) for name, source in sources.items()})
+    found = needs.before(here, composed(real, folder), arguments, target, command)
+    found += [needs.judge()] if judged else []
+    played = []
+    if not any(finding.state == "error" for finding in found):
+        print("played on this CPU; its steps:")
+        if words := not_played(real):
+            print(f"  not played: {words}")
+        texts = {name: value.text for name, value in values_of(given).items()}
+        r = Rehearsal(real, folder, given_variables(real, texts, folder / "model", folder), shlex.join(arguments))
+        with played_judge.serving() if judged else contextlib.nullcontext("") as r.judge:
+            for each in stages(r):
+                played.append(each)
+                tell(each)
+        found += needs.of_data(here, r.data_dir)
+    print("\nWhat the real run needs, and what would break it:")
+    for finding in found:
+        print(f"  {finding.state:<8} {finding}")
+    broke, wrong = sum(bool(each.problem) for each in played), sum(finding.state == "error" for finding in found)
+    said = (
+        f"{len(played)} stages in {time.monotonic() - started:.0f} s, {broke} broke" if played else "nothing was played"
+    )
+    print(f"\n{said}; {wrong} error{'' if wrong == 1 else 's'} of the real run")
+    if broke or wrong:
         sys.exit(1)

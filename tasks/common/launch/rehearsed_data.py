@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 from tasks.common.data.convert import dpo_line, dpo_schema
 from tasks.common.data.formats import Columns
 from tasks.common.data.pairs import read_pairs
-from tasks.common.data.prepare import needs_tools
+from tasks.common.data.prepare import load_tokenizer, needs_tools
 from tasks.common.evaluation.certify import cut_by
 from tasks.common.models import thin
 from tasks.common.models.chat_template import demonstration_ids
@@ -20,29 +20,26 @@ from tasks.common.settings import Settings
 READ = 4096  # demonstrations in which it looks
 
 
-def demonstrated(s: Settings, train: Path, demonstrations: Path, tokenizer, most: int) -> list[tuple]:
-    """Up to ``most`` training prompts whose demonstration no limit of ``s`` cuts: the place in ``train``, the token ids
-    of the demonstration, and its mask. Raises DataError and ValueError as what reads them."""
-    found = solved(train, demonstrations, READ)
-    made = ((place, *demonstration_ids(tokenizer, *demonstration(own), tools_of(own))) for place, _, own in found)
-    return list(islice(((place, ids, mask) for place, ids, mask in made if not cut_by(s, mask)), most))
-
-
-def taught(
-    s: Settings, train: Path, demonstrations: Path, tokenizer, model: Path, out: Path, wanted: range
-) -> tuple[int, float]:
-    """Teach the thin model ``model`` the demonstrations of some rows of ``train``, and write these rows to ``out``, a
-    parquet file. ``s``: the settings that are played. ``wanted``: how many rows, from the least to the most.
+def taught(s: Settings, train: Path, demonstrations: Path, model: Path, out: Path, wanted: range) -> tuple[int, float]:
+    """Teach the thin model ``model`` the demonstrations of the first rows of ``train`` that no limit of ``s``, the
+    settings that are played, cuts. Write these rows to ``out``, a parquet file. ``wanted``: how many rows.
 
     Returns how many it was taught, and the mean probability with which it samples one; 0 and 0.0, and without ``out``,
-    where there are too few rows.
+    where there are too few rows. Raises DataError and ValueError as what reads them.
     """
-    found = demonstrated(s, train, demonstrations, tokenizer, wanted[-1])
-    if len(found) < wanted[0]:
+    tokenizer, places, learned = load_tokenizer(str(model)), [], []
+    for place, _, own in solved(train, demonstrations, READ):
+        ids, mask = demonstration_ids(tokenizer, *demonstration(own), tools_of(own))
+        if not cut_by(s, mask):
+            places.append(place)
+            learned.append((ids, mask))
+        if len(places) == wanted[-1]:
+            break
+    if len(places) < wanted[0]:
         return 0, 0.0
-    right = thin.teach(model, [(ids, mask) for _, ids, mask in found], s.SEED)
-    pq.write_table(pq.read_table(train).take(pa.array([place for place, *_ in found])), out)
-    return len(found), right
+    right = thin.teach(model, learned, s.SEED)
+    pq.write_table(pq.read_table(train).take(pa.array(places)), out)
+    return len(places), right
 
 
 def first_pairs(source: str, out: Path, most: int, columns: Columns | None = None) -> int:

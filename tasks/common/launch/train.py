@@ -3,6 +3,7 @@
 import functools
 import math
 import os
+import statistics
 from dataclasses import replace
 from pathlib import Path
 
@@ -239,4 +240,5 @@ def _progress(plan: Plan, size: int, begun: int = 0) -> Progress:
     more = "".join(f", {words}" for words in (validation.words(done), newest) if words)
     measured = [row[key] for row in here.values() if key in row]  # a step may have logged a validation alone
     value = f"{measured[-1]:.3f}" if measured else "-"
-    return Progress(last, f" {name} {value}{more}")
+    seconds = [row["timing_s/step"] for row in here.values() if "timing_s/step" in row]
+    return Progress(last, f" {name} {value}{more}", statistics.mean(seconds) if seconds else 0)

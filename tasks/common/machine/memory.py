@@ -10,7 +10,7 @@ import math
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from itertools import filterfalse, islice, product
+from itertools import islice, product
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -370,15 +370,12 @@ def too_much(
 ) -> list[tuple[str, str]]:
     """What of ``plan`` does not fit into ``gpu_bytes`` of each GPU and ``ram_bytes`` (0: not checked): pairs of the
     problem and what to change. ``whole``: bytes of a GPU, of which vLLM takes its share; 0: all are free. The change is
-    one of variables that ``takes`` accepts, and leaves the part ``spare`` of a GPU where any does. ``there``: GPUs that
-    this machine has for the training (0: not known); only what they can do begins with "set"."""
-    sizes, less = (gpu_bytes, ram_bytes, whole or gpu_bytes), 1 - spare
-    if not (found := _problems(model, plan, *sizes)):
+    one of variables that ``takes`` accepts, on at most the GPUs ``there`` of a machine (0: not known), and leaves the
+    part ``spare`` of a GPU."""
+    whole = whole or gpu_bytes
+    if not (found := _problems(model, plan, gpu_bytes, ram_bytes, whole)):
         return []
-    fix = _remedy(model, plan, less * sizes[0], ram_bytes, less * sizes[2], takes, there)
-    if spare and not fix.startswith("set "):  # little to spare here is better than other machines
-        tight = _remedy(model, plan, *sizes, takes, there)
-        fix = tight if tight.startswith("set ") or "=" not in fix else fix
+    fix = _remedy(model, plan, ((1 - spare) * gpu_bytes, ram_bytes, (1 - spare) * whole), takes, there)
     return [(text, fix) for text in found]
 
 
@@ -400,53 +397,34 @@ def _problems(model: Shapes, plan: Plan, gpu_bytes: float, ram_bytes: float, who
     return found
 
 
-def _remedy(
-    model: Shapes, plan: Plan, gpu_bytes: float, ram_bytes: float, whole: float, takes: Callable, there: int
-) -> str:
-    """What makes ``plan`` fit on its GPUs; else another number of those ``there``, an adapter, more GPUs, shorter texts
-    or a smaller model."""
-    sizes = gpu_bytes, ram_bytes, whole
-    lacks_ram = ram_bytes and sum(estimate(model, plan).ram.values()) > ram_bytes
+def _remedy(model: Shapes, plan: Plan, sizes: tuple[float, float, float], takes: Callable, there: int) -> str:
+    """What makes ``plan`` fit on its GPUs; else another number of GPUs of a machine, an adapter, shorter texts or a
+    smaller model."""
 
-    def taken(changed: Plan) -> bool:
-        return takes(_changes(plan, changed))
+    def first_that_fits(plans: Iterable[Plan]) -> list[str]:
+        changed = filter(
+            None, (_that_fits(model, each, *sizes, lambda new: takes(_changes(plan, new))) for each in plans)
+        )
+        changes = [_changes(plan, each) for each in islice(changed, 1)]
+        return ["set " + " ".join(f"{name}={value}" for name, value in each.items()) for each in changes]
 
-    def here(changed: Plan) -> bool:
-        return not there or (changed.gpus_here <= there and changed.machines <= plan.machines)
-
-    def said(changed: Plan) -> str:
-        changes, where = _changes(plan, changed), "set"
-        if not here(changed):
-            changes = {"N_GPUS": changed.gpus_here} | changes
-            where = f"on {f'{changed.machines} machines' if changed.machines > 1 else 'a machine'}"
-            where += " with more GPUs" if changed.gpus_here > there else ""
-        return f"{where} {' '.join(f'{name}={value}' for name, value in changes.items())}"
-
-    if changed := _that_fits(model, plan, *sizes, taken):
-        return said(changed)
-    size = max(plan.gpus_here, there, 0 if there and plan.machines > 1 else MACHINE)  # a cluster grows by its own kind
-    most = 64 * plan.gpus if plan.share else size  # SFT and DPO train on one machine
-    totals = [plan.gpus * 2**power for power in range(1, 7)] if plan.sharded and not plan.on_cpu else []
-    totals = [total for total in totals if total <= most and (total <= size or total % size == 0)]
-    others = [replace(plan, gpus=total, gpus_here=min(total, size)) for total in totals]
+    if here := first_that_fits([plan]):
+        return here[0]
+    lacks_ram = sizes[1] and sum(estimate(model, plan).ram.values()) > sizes[1]
+    may_grow = plan.sharded and not plan.on_cpu
+    counts = [n for n in (2, 4, 8) if may_grow and plan.gpus_here < n <= (there or MACHINE)]
     if lacks_ram:  # each process may load the whole model
-        counts = [n for n in range(plan.gpus_here - 1, 0, -1) if plan.gpus_here % n == 0]
-        others = [replace(plan, gpus=n * plan.machines, gpus_here=n) for n in counts] + others
-    possible, elsewhere = list(filter(here, others)), filterfalse(here, others)
+        counts = [n for n in range(plan.gpus_here - 1, 0, -1) if plan.gpus_here % n == 0] + counts
+    others = [replace(plan, gpus=n * plan.machines, gpus_here=n) for n in counts]
     unsharded = {"sharded": False, "loaded": 1} if plan.loaded else {}  # training/methods/dpo.py
-    adapter = [] if plan.lora_rank else [replace(each, lora_rank=16, **unsharded) for each in (plan, *possible)]
-
-    def fitting(plans: Iterable[Plan]) -> list[str]:
-        found = (_that_fits(model, changed, *sizes, taken) for changed in plans)
-        return [said(first) for first in islice(filter(None, found), 1)]
-
-    on_more = fitting(possible)
-    ways = on_more + fitting(adapter)
-    if not ways and _that_fits(model, replace(plan, sequence=plan.sequence // 2), *sizes, lambda changed: True):
+    adapters = [] if plan.lora_rank else [replace(each, lora_rank=16, **unsharded) for each in (plan, *others)]
+    on_others, larger = first_that_fits(others), [] if plan.on_cpu else ["take more GPUs"]
+    ways = on_others + first_that_fits(adapters)
+    shorter = replace(plan, sequence=plan.sequence // 2)
+    if not ways and _that_fits(model, shorter, *sizes, lambda changed: True):
         ways = ["lower MAX_PROMPT_LENGTH or MAX_RESPONSE_LENGTH"]
-    ways += fitting(elsewhere) if not on_more else []
-    more_ram = ["take a machine with more RAM"] if lacks_ram and not plan.on_cpu else []
-    return " or ".join([*ways, *more_ram, "take a smaller MODEL"])
+    larger = [] if on_others else ["take a machine with more RAM"] if lacks_ram and not plan.on_cpu else larger
+    return " or ".join([*ways, *larger, "take a smaller MODEL"])
 
 
 def _that_fits(
@@ -495,7 +473,6 @@ def _changes(plan: Plan, changed: Plan) -> dict[str, float]:
     kept = changed.gpus_here >= plan.gpus_here or plan.tokens_by != "MICRO_BATCH_SIZE"
     found = {
         "N_GPUS": (changed.gpus_here, plan.gpus_here),
-        "NNODES": (changed.machines, plan.machines),
         "LORA_RANK": (changed.lora_rank, plan.lora_rank),
         "TP": (changed.tensor_parallel, plan.tensor_parallel),
         "SP": (changed.sequence_parallel, plan.sequence_parallel),

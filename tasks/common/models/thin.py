@@ -1,23 +1,22 @@
-"""A thin model: the architecture, vocabulary, tokenizer and chat template of a large one, with two layers of random
+"""A thin model: the architecture, vocabulary, tokenizer and chat template of a large one, with few layers of random
 weights. It is made from config.json and the tokenizer's files alone, so no weights are fetched."""
 
 import contextlib
 import io
 import math
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 
 from tasks.common.files import folder_beside
 from tasks.common.models.find import embedded_model, is_hub_id
+from tasks.common.models.small import small
 from tasks.common.settings import SettingsError
 from tasks.common.text import one_line
 
-LAYERS, HEADS, HEAD = 2, 2, 32  # vLLM on a CPU wants heads of 32 or more
-HIDDEN, INTERMEDIATE = HEADS * HEAD, 128
+HEADS, HEAD = 2, 32  # vLLM on a CPU wants heads of 32 or more
 # Of `teach`: it ends once the mean probability of a whole demonstration is RIGHT, or after MOST_STEPS.
 RIGHT, MOST_STEPS, RATE, OTHERS = 0.6, 600, 3e-3, 512
-# What a hub id is asked for: config, tokenizer, chat template; never weights.
+# What a hub id is asked for: config, tokenizer, chat template, stop tokens; never weights.
 SMALL_FILES = ("*.json", "*.jinja", "*.txt", "tokenizer.model", "*.tiktoken")
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.*", "*.tiktoken")
 WEIGHTS = ("*.index.json", "*.safetensors", "*.bin")
@@ -52,62 +51,26 @@ def _fetched(model: str, variable: str) -> Path:
         raise SettingsError(f"{variable}={model}: {one_line(str(error), 160)}; {fix}") from error
 
 
-def thin_config(folder: Path):
-    """The config of ``folder`` with two layers and few heads. Family, vocabulary, special tokens and tied embeddings
-    stay; heads that shared keys still do. Raises SettingsError for a config that names other fields."""
-    from transformers import AutoConfig
-
-    try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise SettingsError(f"{folder / 'config.json'}: {one_line(str(error), 200)}") from error
-    needed = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
-    if missing := [name for name in needed if not hasattr(config, name)]:
-        raise SettingsError(f"{folder / 'config.json'}: {config.model_type} has no {missing[0]}; it cannot be thinned")
-    grouped = (getattr(config, "num_key_value_heads", None) or config.num_attention_heads) < config.num_attention_heads
-    values = {"hidden_size": HIDDEN, "intermediate_size": INTERMEDIATE, "num_hidden_layers": LAYERS}
-    values |= {"num_attention_heads": HEADS, "num_key_value_heads": 1 if grouped else HEADS, "head_dim": HEAD}
-    values |= {"moe_intermediate_size": HEAD, "num_experts": 4, "num_experts_per_tok": 2}
-    for name, value in values.items():
-        if hasattr(config, name) or name == "num_key_value_heads":
-            setattr(config, name, value)
-    if getattr(config, "layer_types", None):
-        config.layer_types = config.layer_types[:LAYERS]
-    return config
-
-
 def write(folder: Path, target: Path, seed: int) -> int:
     """Write the thin model of ``folder`` as ``target``; the number of its parameters. Raises SettingsError."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils import logging
 
     logging.set_verbosity_error()
-    config = thin_config(folder)
+    files = {file for pattern in SMALL_FILES for file in folder.glob(pattern) if file.name != "config.json"}
     try:
+        config = small(AutoConfig.from_pretrained(folder, local_files_only=True), head=HEAD, heads=HEADS)
         with torch.random.fork_rng(), folder_beside(target) as partial:
             torch.manual_seed(seed)
             model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
             with contextlib.redirect_stderr(io.StringIO()):  # a progress bar
                 model.save_pretrained(partial)
-            for file in _of_the_tokenizer(folder):
+            for file in files - {file for pattern in WEIGHTS for file in folder.glob(pattern)}:
                 shutil.copy(file, partial / file.name)
-    except (ValueError, AttributeError, KeyError, TypeError, RuntimeError) as error:
-        raise SettingsError(f"{folder}: {config.model_type} cannot be thinned: {one_line(str(error), 200)}") from error
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-@contextlib.contextmanager
-def one_thread() -> Iterator[None]:
-    """For small tensors: on a busy machine the threads of an operation wait for one another longer than they work."""
-    import torch
-
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    except (OSError, ValueError, AttributeError, KeyError, TypeError, RuntimeError) as error:
+        raise SettingsError(f"{folder}: no thin model can be made of it: {one_line(str(error), 200)}") from error
+    return model.num_parameters()
 
 
 def teach(folder: Path, demonstrations: list[tuple[list[int], list[int]]], seed: int) -> float:
@@ -120,12 +83,10 @@ def teach(folder: Path, demonstrations: list[tuple[list[int], list[int]]], seed:
     import torch
     from transformers import AutoModelForCausalLM
 
-    longest = max(len(ids) for ids, _ in demonstrations)
-
     def padded(rows: list[list[int]]) -> torch.Tensor:
-        return torch.tensor([row + [0] * (longest - len(row)) for row in rows])
+        return torch.nn.utils.rnn.pad_sequence(list(map(torch.tensor, rows)), batch_first=True)
 
-    with torch.random.fork_rng(), one_thread(), contextlib.redirect_stderr(io.StringIO()):  # a progress bar
+    with torch.random.fork_rng(), contextlib.redirect_stderr(io.StringIO()):  # a progress bar
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         ids = padded([ids for ids, _ in demonstrations])
@@ -152,10 +113,3 @@ def teach(folder: Path, demonstrations: list[tuple[list[int], list[int]]], seed:
             optimizer.step()
         model.to(torch.bfloat16).save_pretrained(folder)
     return right
-
-
-def _of_the_tokenizer(folder: Path) -> list[Path]:
-    """Tokenizer, chat template and generation_config.json, which names the stop tokens."""
-    files = {file for pattern in SMALL_FILES for file in folder.glob(pattern) if file.is_file()}
-    skipped = {file for pattern in WEIGHTS for file in folder.glob(pattern)}
-    return sorted(file for file in files - skipped if file.name != "config.json")
