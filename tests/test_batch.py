@@ -41,15 +41,15 @@ def test_every_kind_of_table_is_read(tmp_path, kind):
     [
         ("in.csv", "question,ground_truth\na,1\n", "needs a column `prompt`; it has question, ground_truth"),
         ("in.csv", "prompt\n", "has no rows"),
-        ("in.csv", "prompt,ground_truth\na,1,\nb,2,\n", "row 0 (line 2): has 3 fields, the header has 2"),
+        ("in.csv", "prompt,ground_truth\na,1,\nb,2,\n", "row 0: (line 2) has 3 fields, the header has 2"),
         ("in.csv", "prompt,ground_truth\na\n", "has 1 fields, the header has 2"),
         ("in.csv", "prompt,prompt\na,b\n", "the header has an empty or repeated name"),
         ("in.csv", "prompt,x\n  ,1\n", "row 1, column prompt: is empty"),
-        ("in.json", '["a"]', "must be a JSON array of objects"),
+        ("in.json", '["a"]', "row 0: must be an object"),
         ("in.json", '[{"prompt": "a"}, {"prompt": 5}]', "row 2, column prompt: must be text or a chat"),
         ("in.json", '[{"prompt": [{"role": "user"}]}]', "each message needs a text content"),
         ("in.json", "[{", "cannot be read"),
-        ("in.jsonl", '{"prompt": "a"}\n{"pro', "line 2: is not one JSON object"),
+        ("in.jsonl", '{"prompt": "a"}\n{"pro', "line 2: is not JSON"),
         ("in.xlsx", "no zip", "cannot be read"),
     ],
 )

@@ -14,14 +14,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tasks.common.data.convert import dpo_line, dpo_schema
 from tasks.common.data.pairs import pair_set, read_pairs, steps, token_pairs
 from tasks.common.launch import train
 from tasks.common.launch.plan import ONE_WORKER
 from tasks.common.machine.hardware import cpu_dtype
 from tasks.common.models.chat_template import answer_ids, prompt_ids
 from tasks.common.models.merge import merge
-from tasks.common.rows import DataError, Example, write_parquet
+from tasks.common.rows import DataError, Example, dpo_row, dpo_schema, write_parquet
 from tasks.common.runs.run import Run, export, last_step, read_metrics, tracker, whole_steps
 from tasks.common.settings import SettingsError, load_settings
 from tasks.common.training.methods import dpo
@@ -84,7 +83,7 @@ def test_parquet_of_plain_text_columns_is_read(tmp_path):
 def test_tools_of_our_own_parquet_are_taken_as_they_are(tmp_path):
     tools = [{"type": "function", "function": {"name": "f", "parameters": {"type": "dict", "default": None}}}]
     example = Example(CHAT, {"chosen": "a", "rejected": ""}, tools=tools)
-    write_parquet([dpo_line(example, "train", 0)], tmp_path / "pairs.parquet", dpo_schema(tools=True))
+    write_parquet([dpo_row(example)], tmp_path / "pairs.parquet", dpo_schema(tools=True))
     ((_, pair),) = read_pairs(tmp_path / "pairs.parquet")
     assert (pair.messages(), pair.ground_truth, pair.tools) == (CHAT, {"chosen": "a", "rejected": ""}, tools)
 
@@ -157,7 +156,7 @@ def test_tokens_are_those_of_evaluation_and_sft(tmp_path, tokenizer, thinks):
     if thinks:
         tokenizer.chat_template = tokenizer.chat_template.replace("assistant\n{% endif", "assistant\n<think>\n{% endif")
     example = Example(CHAT, {"chosen": "<think>hm</think> 4", "rejected": "5"}, tools=TOOLS)
-    write_parquet([dpo_line(example, "train", 0)], tmp_path / "pairs.parquet", dpo_schema(tools=True))
+    write_parquet([dpo_row(example)], tmp_path / "pairs.parquet", dpo_schema(tools=True))
     ((pair,), left_out) = token_pairs(tmp_path / "pairs.parquet", tokenizer, 10**6)
     assert pair.prompt.tolist() == prompt_ids(tokenizer, CHAT, TOOLS) and not left_out
     assert pair.chosen.tolist() == answer_ids(tokenizer, "<think>hm</think> 4", thinks)
@@ -182,7 +181,7 @@ def test_what_is_left_out_is_counted_by_reason(tmp_path, tokenizer):
 
 def test_a_response_that_was_cut_off_is_read_back_without_an_end(tmp_path, tokenizer):
     example = Example(CHAT, {"chosen": "yes", "rejected": "no and", "truncated": ["rejected"]})
-    write_parquet([dpo_line(example, "train", 0)], tmp_path / "pairs.parquet", dpo_schema(truncated=True))
+    write_parquet([dpo_row(example)], tmp_path / "pairs.parquet", dpo_schema(truncated=True))
     ((pair,), _) = token_pairs(tmp_path / "pairs.parquet", tokenizer, 10**6)
     assert tokenizer.decode(pair.chosen.tolist()) == "yes<|im_end|>"
     assert tokenizer.decode(pair.rejected.tolist()) == "no and"
@@ -190,7 +189,7 @@ def test_a_response_that_was_cut_off_is_read_back_without_an_end(tmp_path, token
 
 def test_an_answer_of_special_tokens_that_was_cut_off_is_left_out(tmp_path, tokenizer):
     example = Example(CHAT, {"chosen": "yes", "rejected": "", "truncated": ["rejected"]})
-    write_parquet([dpo_line(example, "train", 0)], tmp_path / "pairs.parquet", dpo_schema(truncated=True))
+    write_parquet([dpo_row(example)], tmp_path / "pairs.parquet", dpo_schema(truncated=True))
     assert token_pairs(tmp_path / "pairs.parquet", tokenizer, 10**6) == ([], Counter(empty_answer=1))
 
 

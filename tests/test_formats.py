@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.common.data.formats import Columns, conversation, split_thinking, tool_schemas
+from tasks.common.data.formats import conversation, tool_schemas
 from tasks.common.data.records import Records
 from tasks.common.rows import DataError, messages_problem
 
@@ -178,13 +178,13 @@ def test_pair_is_recognised(record):
     ],
 )
 def test_columns_come_before_recognition(record, columns, expected):
-    found = conversation(record, Columns(**columns))
+    found = conversation(record, columns)
     assert (found.messages, found.answer) == expected
 
 
 def test_columns_of_pairs_and_tools():
     record = {"prompt": "hi", "good": "yes", "bad": "no", "functions": [{"name": "f"}]}
-    found = conversation(record, Columns(chosen="good", rejected="bad", tools="functions"))
+    found = conversation(record, {"chosen": "good", "rejected": "bad", "tools": "functions"})
     assert (found.chosen, found.rejected, found.tools[0]["function"]["name"]) == ("yes", "no", "f")
 
 
@@ -203,7 +203,7 @@ def test_results_stand_in_the_order_of_their_calls():
     assert answered(CALLS, c, a, b) == ["a", "b", "c"] == answered(json.dumps(CALLS), b, c, a)
     assert answered(CALLS, c, b) == ["b", "c"]
     assert answered(CALLS[:1], b) == ["b"]  # one call: nothing to mistake
-    with pytest.raises(DataError, match="message 2: tool_call_id 'c9' is of no call before it"):
+    with pytest.raises(DataError, match="message 3: tool_call_id 'c9' is of no call before it"):
         answered(CALLS, a, {"tool_call_id": "c9", "content": "x"})
     by_name = {"name": "g", "content": "b"}, {"name": "f", "content": "a"}
     assert answered(CALLS[:2], *by_name) == ["a", "b"] and answered(CALLS, *by_name) == ["b", "a"]
@@ -242,23 +242,24 @@ def test_a_pair_goes_on_from_its_prompt_or_holds_it():
 
 def test_column_that_is_not_there_is_named():
     with pytest.raises(DataError, match="has no column `a`; it has columns prompt, answer"):
-        conversation({"prompt": "hi", "answer": "yes"}, Columns(prompt="a"))
+        conversation({"prompt": "hi", "answer": "yes"}, {"prompt": "a"})
 
 
+PART_SAID = "a content part must be a text, reasoning or tool_call"
 REFUSED = {
     "nothing": ({}, "no columns"),
     "unknown": ({"text": "hi"}, "columns text.*`make json_to_parquet` takes others \\(--prompt-column"),
     "prompt alone": ({"prompt": "hi"}, "no answer"),
     "answer alone": ({"answer": "hi"}, "no known form"),
-    "null prompt": ({"prompt": None, "answer": "x"}, "`prompt` must be text, is null"),
-    "empty prompt": ({"prompt": " ", "answer": "x"}, "`prompt` must be text"),
-    "number as prompt": ({"prompt": 3, "answer": "x"}, "`prompt` must be text, is 3"),
+    "null prompt": ({"prompt": None, "answer": "x"}, "`prompt`: must be text, is null"),
+    "empty prompt": ({"prompt": " ", "answer": "x"}, "`prompt`: must be text"),
+    "number as prompt": ({"prompt": 3, "answer": "x"}, "`prompt`: must be text, is 3"),
     "null answer": ({"prompt": "hi", "answer": None}, "`answer`: .*null"),
     "empty answer": ({"prompt": "hi", "answer": ""}, "`answer`"),
     "NaN answer": ({"prompt": "hi", "answer": float("nan")}, "`answer`: .*JSON"),
     "NaN within an answer": ({"prompt": "hi", "answer": {"a": float("inf")}}, "`answer`"),
     "answer of bytes": ({"prompt": "hi", "answer": b"x"}, "`answer`"),
-    "system is a list": ({"prompt": "hi", "answer": "x", "system": []}, "`system` must be text"),
+    "system is a list": ({"prompt": "hi", "answer": "x", "system": []}, "`system`: must be text"),
     "messages is text": ({"messages": "hi"}, "`messages`: is not JSON"),
     "messages is an object": ({"messages": HI}, "`messages`: must be a non-empty list"),
     "no messages": ({"messages": []}, "non-empty list"),
@@ -271,10 +272,22 @@ REFUSED = {
     "empty user turn": ({"messages": [{"role": "user", "content": ""}]}, "user says nothing"),
     "empty assistant turn": ({"messages": [HI, {"role": "assistant", "content": ""}]}, "says nothing"),
     "late system": ({"messages": [HI, BE, YES]}, "system message after"),
-    "image": ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only text"),
-    "part is text": ({"messages": [{"role": "user", "content": ["hi"]}]}, "content part must be an object"),
-    "part without text": ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "must have text"),
-    "type is a list": ({"messages": [{"role": "user", "content": [{"type": []}]}]}, "of type"),
+    "image": (
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "a content part must be a text, reasoning or tool_call",
+    ),
+    "part is text": (
+        {"messages": [{"role": "user", "content": ["hi"]}]},
+        "a content part must be a text, reasoning or tool_call",
+    ),
+    "part without text": (
+        {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
+        "a content part must be a text, reasoning or tool_call",
+    ),
+    "type is a list": (
+        {"messages": [{"role": "user", "content": [{"type": []}]}]},
+        "a content part must be a text, reasoning or tool_call",
+    ),
     "user calls": ({"messages": [HI | {"tool_calls": [CALL]}]}, "only the assistant"),
     "call without name": ({"messages": [HI, {"role": "assistant", "tool_calls": [{"function": {}}]}]}, "tool call"),
     "call is text": (sharegpt(("human", "hi"), ("function_call", "f(1)")), "message 1: is not JSON"),
@@ -294,11 +307,11 @@ REFUSED = {
     "pair without prompt": ({"chosen": "a", "rejected": "b"}, "no prompt"),
     "pair after the assistant": (
         {"messages": [HI, YES], "chosen": "a", "rejected": "b"},
-        "prompt that ends with the user",
+        "no prompt of the user at its end",
     ),
     "instruction is null": ({"instruction": None, "output": "x"}, "`instruction`"),
     "input is a list": ({"instruction": "hi", "input": [], "output": "x"}, "`input`"),
-    "output is null": ({"instruction": "hi", "output": None}, "content must be text"),
+    "output is null": ({"instruction": "hi", "output": None}, "`output`: must be text, is null"),
     "history is text": ({"instruction": "hi", "output": "x", "history": "h"}, "`history`: is not JSON"),
     "history is a number": ({"instruction": "hi", "output": "x", "history": 3}, "`history`"),
     "chat as Python prints it": ({"prompt": str([HI]), "completion": "x"}, "`prompt`: is not JSON"),
@@ -316,7 +329,7 @@ def test_what_does_not_fit_gives_a_one_line_error(record, message):
 
 def test_explicit_answer_beside_an_answered_conversation_is_refused():
     with pytest.raises(DataError, match="`b` is an answer too"):
-        conversation({"messages": [HI, YES], "b": "x"}, Columns(answer="b"))
+        conversation({"messages": [HI, YES], "b": "x"}, {"answer": "b"})
 
 
 def deep(levels):
@@ -412,21 +425,6 @@ def test_tools_become_openai_schemas(tool, parameters, form):
 @pytest.mark.parametrize("value", [None, "", [], "[]"])
 def test_no_tools(value):
     assert tool_schemas(value) is None
-
-
-@pytest.mark.parametrize(
-    "content, expected",
-    [
-        ("<think>\nhm\n</think>\n\nyes", ("hm", "yes")),
-        ("<think>hm</think>", ("hm", "")),
-        ("yes", ("", "yes")),
-        ("yes <think>hm</think>", ("", "yes <think>hm</think>")),
-        ("<think>hm", ("", "<think>hm")),
-        ("hm</think>yes", ("", "hm</think>yes")),
-    ],
-)
-def test_split_thinking(content, expected):
-    assert split_thinking(content) == expected
 
 
 # ---- data that was not made here

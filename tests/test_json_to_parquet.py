@@ -82,55 +82,39 @@ def test_lines_in_a_json_file_and_empty_lines(tmp_path):
 
 
 BAD = {
-    "json: empty": (".json", "", "array of objects, is 'the end'"),
-    "json: spaces": (".json", " \n ", "array of objects, is 'the end'"),
+    "json: empty": (".json", "", "is not JSON"),
     "json: no rows": (".json", "[]", "has no rows"),
-    "json: text": (".json", '"x"', "must be a JSON array"),
-    "json: one object on lines": (".json", '{\n "a": 1}', "line 1: is not one JSON object"),
-    "json: cut in a row": (".json", '[{"a": 1}, {"a": [1', "row 1: is not one JSON object"),
-    "json: cut in text": (".json", '[{"a": 1}, {"a": "x', "row 1: is not one JSON object .*Unterminated"),
-    "json: cut after a row": (".json", '[{"a": 1}', "after row 0: .*the end"),
-    "json: cut after a comma": (".json", '[{"a": 1},', "after row 0: must be `,` and an object"),
-    "json: cut at once": (".json", "[", "must be a JSON array"),
-    "json: comma at the end": (
-        ".json",
-        '[{"a": 1},]',
-        "after row 0: must be `,` and an object, or `]` and the end, is ',]'",
-    ),
-    "json: no comma": (".json", '[{"a": 1} {"a": 2}]', "after row 0: must be `,`"),
-    "json: more": (".json", '[{"a": 1}] x', "after row 0: .*the end, is '] x'"),
-    "json: numbers": (".json", '[{"a": 1}, 2]', "after row 0: .*an object, .*is ', 2]'"),
-    "json: null": (".json", "[null]", "array of objects, is "),
-    "json: arrays": (".json", "[[]]", "array of objects, is "),
-    "json: NaN": (".json", '[{"a": 1}, {"a": NaN}]', "row 1: .*NaN"),
-    "json: infinity": (".json", '[{"a": 1e999}]', "row 0: .*1e999"),
-    "json: long number": (".json", '[{"a": ' + "9" * 5000 + "}]", "row 0: is not one JSON object"),
-    "json: single quotes": (".json", "[{'a': 1}]", "row 0: is not one JSON object"),
-    "json: half a surrogate": (".json", '[{"a": "\\ud800"}]', "row 0: .*surrogate"),
-    "json: no UTF-8": (".json", b'[{"a": "\xe9"}]', "not readable json .*utf-8"),
-    "json: UTF-16": (".json", '[{"a": 1}]'.encode("utf-16"), "not readable json .*utf-8"),
-    "json: deep": (".json", '[{"a": ' + "[" * 100_000, "row 0: .*recursion"),
-    "json: deep at once": (".json", "[" * 100_000, "array of objects, is "),
+    "json: text": (".json", '"x"', "must be a JSON array of objects"),
+    "json: one object on lines": (".json", '{\n "a": 1}', "line 1: is not JSON"),
+    "json: cut in text": (".json", '[{"a": 1}, {"a": "x', "is not JSON .*Unterminated.*line 1 column 19"),
+    "json: comma at the end": (".json", '[{"a": 1},]', "is not JSON .*trailing comma"),
+    "json: more": (".json", '[{"a": 1}] x', "is not JSON .*Extra data"),
+    "json: numbers": (".json", '[{"a": 1}, 2]', "row 1: must be an object, is 2"),
+    "json: null": (".json", "[null]", "row 0: must be an object, is None"),
+    "json: NaN": (".json", '[{"a": 1}, {"a": NaN}]', "NaN"),
+    "json: infinity": (".json", '[{"a": 1e999}]', "1e999"),
+    "json: long number": (".json", '[{"a": ' + "9" * 5000 + "}]", "is not JSON"),
+    "json: half a surrogate": (".json", '[{"a": "\\ud800"}]', "surrogate"),
+    "json: no UTF-8": (".json", b'[{"a": "\xe9"}]', "utf-8"),
+    "json: deep": (".json", '[{"a": ' + "[" * 100_000, "recursion"),
+    "json: a key twice": (".json", '[{"a": {"b": 1, "b": 2}}]', "a key stands twice"),
     "jsonl: empty": (".jsonl", "", "has no rows"),
-    "jsonl: cut": (".jsonl", '{"a": 1}\n{"a": ', "line 2: is not one JSON object"),
+    "jsonl: cut": (".jsonl", '{"a": 1}\n{"a": ', "line 2: is not JSON"),
     "jsonl: numbers": (".jsonl", "1\n", "line 1: must be an object"),
-    "jsonl: two on a line": (".jsonl", '{"a": 1} {"a": 2}', "line 1: more after"),
-    "jsonl: an array": (".jsonl", '[{"a": 1}]', "line 1: must be an object"),
+    "jsonl: two on a line": (".jsonl", '{"a": 1} {"a": 2}', "line 1: .*Extra data"),
     "jsonl: NaN": (".jsonl", '{"a": 1}\n{"a": -Infinity}', "line 2: .*-Infinity"),
-    "jsonl: no UTF-8": (".jsonl", b'{"a": 1}\n{"a": "\xff"}', "line 2: is not UTF-8"),
+    "jsonl: no UTF-8": (".jsonl", b'{"a": 1}\n{"a": "\xff"}', "line 2: .*utf-8"),
     "jsonl: a key twice": (".jsonl", '{"a": 1, "a": 2}', "line 1: .*a key stands twice"),
-    "json: a key twice": (".json", '[{"a": {"b": 1, "b": 2}}]', "row 0: .*a key stands twice"),
     "jsonl: half a surrogate": (".jsonl", '{"a": "\\uDFFF"}', "line 1: .*surrogate"),
     "csv: empty": (".csv", "", "has no rows"),
     "csv: header alone": (".csv", "a,b\n", "has no rows"),
-    "csv: too many": (".csv", "\na,b\n\n1,2\n1,2,3\n", r"row 1 \(line 5\): has 3 fields, the header has 2"),
-    "csv: too few": (".csv", "a,b\n1\n", r"row 0 \(line 2\): has 1 fields"),
+    "csv: too many": (".csv", "\na,b\n\n1,2\n1,2,3\n", r"row 1: \(line 5\) has 3 fields, the header has 2"),
+    "csv: too few": (".csv", "a,b\n1\n", r"row 0: \(line 2\) has 1 fields"),
     "csv: open quote": (".csv", 'a,b\n1,"2\n3,4\n', "not readable csv"),
     "csv: text after quote": (".csv", 'a,b\n1,2\n"1"x,2\n', "after row 0: not readable csv"),
     "csv: header twice": (".csv", "a,a\n1,2\n", "empty or repeated name"),
     "csv: header with nothing": (".csv", "a,\n1,2\n", "empty or repeated name"),
     "csv: no UTF-8": (".csv", b"a,b\n1,\xe9\n", "not readable csv .*utf-8"),
-    "parquet: empty": (".parquet", "", "not readable parquet"),
     "parquet: text": (".parquet", "a,b\n1,2\n", "not readable parquet"),
 }
 
@@ -152,7 +136,7 @@ def test_the_first_ten_bad_rows_are_told_at_once(tmp_path):
     with pytest.raises(DataError) as error:
         list(Records(path))
     told = [str(error.value), *error.value.__notes__]
-    assert told == [f"{path}: line {number}: must be an object, begins with '7'" for number in range(2, 22, 2)]
+    assert told == [f"{path}: line {number}: must be an object, is 7" for number in range(2, 22, 2)]
 
     def small(record):  # refuses records that are read well, between those that are not
         if record["a"] > 2:
@@ -164,52 +148,35 @@ def test_the_first_ten_bad_rows_are_told_at_once(tmp_path):
         seen += Records(path).converted(small)
     assert seen == [(f"{path}: line 1", {"a": 0})]
     assert error.value.__notes__[:2] == [
-        f"{path}: line 4: must be an object, begins with '7'",
+        f"{path}: line 4: must be an object, is 7",
         f"{path}: line 5: a is 4",
     ]
 
 
-def test_lines_after_a_long_or_broken_one_are_read(tmp_path, monkeypatch):
+def test_lines_after_a_broken_one_are_read_and_a_long_one_ends_the_reading(tmp_path, monkeypatch):
     monkeypatch.setattr(records, "LONGEST", 100)
-    path = write(tmp_path / "x.jsonl", b'"' + b"x" * 350 + b'"\n{"a": 1}\n\xff\n' + b"y" * 100 + b'\n{"a": 2}\n')
-    found = [(place.partition(": ")[2], str(record)) for place, record in Records(path).located()]
-    assert found == [
-        ("line 1", "longer than 0 MiB"),
-        ("line 2", "{'a': 1}"),
-        ("line 3", "is not UTF-8 (invalid start byte, byte 0)"),
-        ("line 4", "longer than 0 MiB"),
-        ("line 5", "{'a': 2}"),
-    ]
+    path = write(tmp_path / "x.jsonl", b'{"a": 1}\n\xff\n{"a": 2}\n"' + b"x" * 350 + b'"\n{"a": 3}\n')
+    *read, last = [(place.partition(": ")[2], record) for place, record in Records(path).located()]
+    assert [place for place, _ in read] == ["line 1", "line 2", "line 3"] and "line 4: longer than" in str(last[1])
+    assert [record for _, record in read[::2]] == [{"a": 1}, {"a": 2}] and isinstance(read[1][1], DataError)
 
 
 def test_what_ends_the_reading_is_told_last(tmp_path):
     path = write(tmp_path / "x.csv", 'a,b\n1\n1,2\n"1"x,2\n')
-    with pytest.raises(DataError, match=r"row 0 \(line 2\): has 1 fields") as error:
+    with pytest.raises(DataError, match=r"row 0: \(line 2\) has 1 fields") as error:
         list(Records(path))
     (last,) = error.value.__notes__
     assert last.startswith(f"{path}: after row 1: not readable csv")
 
 
-@pytest.mark.parametrize("suffix, message", [(".json", "row 1: "), (".jsonl", "line 2: "), (".csv", "after row 0: ")])
-def test_row_without_end_is_refused_before_it_fills_the_memory(tmp_path, monkeypatch, suffix, message):
+def test_a_field_without_end_is_refused_before_it_fills_the_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(records, "LONGEST", 10_000)
-    path = write_rows(tmp_path / f"x{suffix}", [{"a": "1"}, {"a": "x" * 200_000}])
-    with pytest.raises(DataError, match=message):
-        list(Records(path))
+    with pytest.raises(DataError, match="after row 0: "):
+        list(Records(write_rows(tmp_path / "x.csv", [{"a": "1"}, {"a": "x" * 200_000}])))
 
 
 def test_csv_with_long_fields(tmp_path):
     assert list(Records(write_rows(tmp_path / "x.csv", [{"a": "x" * 500_000}]))) == [{"a": "x" * 500_000}]
-
-
-def test_parquet_that_is_damaged_inside_is_refused(tmp_path):
-    path = tmp_path / "x.parquet"
-    pq.write_table(pa.table({"a": ["b" * 100] * 1000}), path, compression="none", use_dictionary=False)
-    content = bytearray(path.read_bytes())
-    content[4:200] = b"\xff" * 196
-    path.write_bytes(content)
-    with pytest.raises(DataError, match="not readable parquet"):
-        list(Records(path))
 
 
 @pytest.mark.parametrize("name, message", [("no.json", "no such file"), ("x.xlsx", "unknown kind"), ("", "unknown")])
@@ -250,12 +217,6 @@ def test_memory_of_reading_does_not_grow_with_the_rows(tmp_path, suffix):
     assert many < 1.5 * few + 100_000
 
 
-def test_an_array_takes_its_text_and_little_more(tmp_path):
-    path = write_rows(tmp_path / "x.json", [{"a": f"{number} {'x' * 500}"} for number in range(10_000)])
-    count, most = peak_of_reading(path)
-    assert count == 10_000 and most < 2.2 * path.stat().st_size  # the bytes, and the text decoded from them
-
-
 # ---- the hub
 
 
@@ -288,6 +249,7 @@ def hub_folder(tmp_path, monkeypatch):
 
 
 def test_folder_of_the_hub_s_form(hub_folder):
+    assert len(list(hub(str(hub_folder), "main", "train"))) == 5  # without configs it stands for any
     found = hub(str(hub_folder), split="test")
     assert [record["question"] for record in found] == [f"test {n}" for n in range(5)]
     assert next(iter(found.located())) == (f"{hub_folder}: row 0", {"question": "test 0", "answer": "0"})
@@ -295,15 +257,10 @@ def test_folder_of_the_hub_s_form(hub_folder):
     assert found.origin() == {"hub": str(hub_folder), "config": None, "split": "test"}
 
 
-def test_folder_without_configs_stands_for_any(hub_folder):
-    assert len(list(hub(str(hub_folder), "main", "train"))) == 5
-
-
 def test_split_that_is_not_there_is_one_line(hub_folder):
     with pytest.raises(DataError, match=r"cannot be loaded.*nosuch") as error:
         hub(str(hub_folder), split="nosuch")
-    assert not isinstance(error.value, HubUnreachable)
-    assert "\n" not in str(error.value)
+    assert not isinstance(error.value, HubUnreachable) and "\n" not in str(error.value)
 
 
 # ---- json_to_parquet
@@ -349,15 +306,6 @@ def test_rl_rows(tmp_path, suffix):
     assert manifest["origin"] == [Records(path).origin()]
 
 
-def test_the_same_rows_from_every_form_of_file(tmp_path):
-    rows = [{"question": row["question"], "answer": f"n {row['answer']}"} for row in plain(60)]
-    found = [
-        converted(write_rows(tmp_path / f"x{suffix}", rows), tmp_path / suffix, "--data-source", "x")[1:]
-        for suffix in records.SUFFIXES
-    ]
-    assert all(each == found[0] for each in found)
-
-
 def test_sft_rows(tmp_path):
     manifest, train, _ = converted(write_rows(tmp_path / "x.json", chats(40)), tmp_path / "out")
     assert (manifest["kind"], validate_parquet(tmp_path / "out/train.parquet", "sft")) == ("sft", 38)
@@ -368,14 +316,7 @@ def test_dpo_rows(tmp_path):
     rows = [*pairs(40), *pairs(3), {"prompt": "hi", "chosen": "same", "rejected": "same"}]
     manifest, train, _ = converted(write_rows(tmp_path / "x.json", rows), tmp_path / "out")
     assert manifest["kind"] == "dpo"
-    assert manifest["dropped"] == {
-        "unusable": 1,
-        "too_long": 0,
-        "duplicates": 3,
-        "of_them_with_another_ground_truth": 0,
-        "with_a_prompt_of_the_test_split": 0,
-        "over_limit": 0,
-    }
+    assert {reason: count for reason, count in manifest["dropped"].items() if count} == {"unusable": 1, "duplicates": 3}
     assert train[0]["chosen"] == [{"role": "assistant", "content": "yes"}]
     assert train[0]["rejected"] == [{"role": "assistant", "content": "no"}]
 
@@ -448,12 +389,6 @@ def test_conversation_without_last_answer_is_counted(tmp_path):
     assert "dropped: 1 unusable" in describe(manifest)
 
 
-def test_answers_that_contradict_each_other_are_counted(tmp_path):
-    rows = [*plain(20), *plain(5), {"question": "what is 0?", "answer": 1}]
-    manifest, _, _ = converted(write_rows(tmp_path / "x.jsonl", rows), tmp_path / "out")
-    assert "dropped: 6 duplicates, 1 of them with another ground truth" in describe(manifest)
-
-
 def test_columns_seed_and_sizes(tmp_path):
     rows = [{"q": f"what {n}", "a": n, "prompt": "other", "s": "be brief"} for n in range(50)]
     path = write_rows(tmp_path / "x.jsonl", rows)
@@ -475,24 +410,14 @@ def test_folder_keeps_its_own_split(tmp_path):
     assert "dropped: 5 with a prompt of the test split" in describe(manifest)
 
 
-def test_long_prompts_are_dropped_by_the_tokenizer(tmp_path, small_model):
-    rows = [*plain(20), {"question": "x" * 500, "answer": 1}]
-    path = write_rows(tmp_path / "x.jsonl", rows)
-    options = ("--tokenizer", str(small_model), "--max-prompt-tokens", "100")
-    assert converted(path, tmp_path / "out", *options)[0]["dropped"]["too_long"] == 1
-    with pytest.raises(DataError, match=r"^--tokenizer /nowhere: no tokenizer"):
-        convert(parse([str(path), str(tmp_path / "out"), "--tokenizer", "/nowhere", "--max-prompt-tokens", "9"]))
-
-
 ODD = {
     "unknown form": (
         [{"a": 1}],
         [],
         "line 1: has no known form; it has columns a.*`make json_to_parquet` takes others .*--prompt",
     ),
-    "a later row": ([*plain(3), {"question": "x", "answer": None}], [], "line 4: column `answer`"),
     "a column that goes": ([*plain(3), {"question": "x"}], [], "line 4: has a prompt but no answer"),
-    "another type": ([*plain(3), {"question": 3, "answer": 1}], [], "line 4: column `question` must be text"),
+    "another type": ([*plain(3), {"question": 3, "answer": 1}], [], "line 4: column `question`: must be text"),
     "no such column": (plain(3), ["--prompt-column", "q"], "line 1: has no column `q`"),
     "pairs as rl": (pairs(3), ["--kind", "rl"], "line 1: has chosen and rejected.*--kind dpo"),
     "no pairs": (plain(3), ["--kind", "dpo"], "line 1: has no chosen and rejected"),
@@ -521,8 +446,6 @@ def test_rows_that_do_not_fit_are_refused_and_old_files_stay(tmp_path, rows, opt
         ["--max-samples", "-1"],
         ["--seed", "x"],
         ["--kind", "ppo"],
-        ["--tokenizer", "x"],
-        ["--max-prompt-tokens", "9"],
         ["--prompt", "q"],
     ],
 )

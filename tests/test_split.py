@@ -2,11 +2,9 @@
 
 import functools
 import json
-import os
 import random
 import tracemalloc
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -21,8 +19,6 @@ from tasks.common.data.split import Form, Sizes, SplitError, choose, key, write_
 from tasks.common.rows import DataError, Example, read_rows, validate_parquet
 from tasks.common.settings import ROOT, load_settings
 from tests.helpers import exported
-
-SHARED = Path(os.environ.get("SHARED_DATA", ROOT.parent / "shared/data"))
 
 
 @pytest.fixture(autouse=True)
@@ -71,20 +67,15 @@ def prompts(rows):
     "count, sizes, expected",
     [
         (100, Sizes(), (95, 5, {})),
-        (100, Sizes(test=0.5), (50, 50, {})),
         (100, Sizes(test=7), (93, 7, {})),
         (100, Sizes(test=99), (1, 99, {})),
         (100, Sizes(test=99, share=0.1), (90, 10, {})),
-        (100, Sizes(test=9, share=0.1), (91, 9, {})),
         (100, Sizes(test=0.3, share=0.1), (70, 30, {})),
         (100, Sizes(limit=50, test=9, share=0.1), (45, 5, {"over_limit": 50})),
         (3, Sizes(test=2, share=0.1), (2, 1, {})),
-        (3, Sizes(test=0.05), (2, 1, {})),
         (100, Sizes(limit=40, test=0.25), (30, 10, {"over_limit": 60})),
         (100, Sizes(limit=40, test=10, train=20), (20, 10, {"over_limit": 70})),
-        (100, Sizes(train=20), (20, 5, {"over_limit": 75})),
         (100, Sizes(limit=1000, train=1000), (95, 5, {})),
-        (100, Sizes(limit=100), (95, 5, {})),
         (2500, Sizes(), (2375, 125, {})),
     ],
 )
@@ -181,34 +172,15 @@ def test_a_small_limit_keeps_a_row_of_the_own_test_split(tmp_path):
         assert (len(train), prompts(test)) == (9, ["test"])
 
 
-def test_the_source_s_own_train_split_alone_is_split(tmp_path):
-    train, test, _ = done(items(100, split="train"), tmp_path)
-    assert (len(train), len(test)) == (95, 5)
-
-
 def test_what_cannot_be_used_is_counted_by_reason(tmp_path):
     form = Form(FORM.identity, FORM.row, FORM.schema, problem=lambda i: "too_long" if i.prompt.endswith("7") else None)
     given = [None, *items(100), None, *items(8)]
     assert done(given, tmp_path, form=form)[2] == {"unusable": 2, "too_long": 11, "duplicates": 7}
 
 
-def test_schema_has_tools_when_one_row_needs_them(tmp_path):
-    seen = []
-    form = Form(
-        FORM.identity,
-        FORM.row,
-        lambda tools: seen.append(tools) or SCHEMA,
-        needs_tools=lambda item: item.prompt == "prompt 33",
-    )
-    done(items(50), tmp_path, form=form)
-    done(items(30), tmp_path, form=form)
-    assert seen == [True, False]
-
-
 @pytest.mark.parametrize(
     "given, sizes, message",
     [
-        ([], Sizes(), "no usable row"),
         ([None, None], Sizes(), r"no usable row \(2 unusable\)"),
         (items(1), Sizes(), "only 1 different rows: 1 for the test set, 0 to train on"),
         (items(10), Sizes(test=10), "only 10 different rows: 10 for the test set, 0 to train on"),
@@ -225,13 +197,6 @@ def test_schema_has_tools_when_one_row_needs_them(tmp_path):
 def test_too_few_rows_are_refused_and_leave_nothing(tmp_path, given, sizes, message):
     with pytest.raises(SplitError, match=message):
         write_split(given, tmp_path, FORM, sizes, 1)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_row_that_does_not_fit_is_refused_and_leaves_nothing(tmp_path):
-    form = Form(FORM.identity, lambda item, name, index: {"prompt": {"a": 1}}, FORM.schema)
-    with pytest.raises(DataError, match="do not fit the schema"):
-        write_split(items(5), tmp_path, form, Sizes(), 1)
     assert list(tmp_path.iterdir()) == []
 
 
@@ -382,14 +347,7 @@ def test_all_that_a_finite_source_has(folder, small_model):
     settings = settings_for(MODEL=small_model, TRAIN_SIZE=0, TEST_SIZE=0.1)
     manifest = prepare(settings, {"toy": Fixed([*examples(30), *examples(4), None])})
     assert manifest["rows"] == {"test": 3, "train": 27, "sft": 8}
-    assert manifest["dropped"] == {
-        "unusable": 1,
-        "too_long": 0,
-        "duplicates": 4,
-        "of_them_with_another_ground_truth": 0,
-        "with_a_prompt_of_the_test_split": 0,
-        "over_limit": 0,
-    }
+    assert {reason: count for reason, count in manifest["dropped"].items() if count} == {"unusable": 1, "duplicates": 4}
     assert "dropped: 1 unusable, 4 duplicates" in describe(manifest)
     assert len(describe(manifest).splitlines()) == 3  # the last: the gold check
 
@@ -438,9 +396,6 @@ def test_turns_of_a_group_go_to_one_side(folder, small_model):
     [
         ({"TEST_SIZE": 6}, examples(8), r"only 2 training prompts, less than TRAIN_BATCH_SIZE=4"),
         ({"TEST_SIZE": 6}, examples(6), r"6 for the test set, 0 to train on"),
-        ({"TEST_SIZE": 0}, examples(30), r"no test split of its own"),
-        ({"TEST_SIZE": 0}, examples(30, split="test"), r"0 to train on"),
-        ({}, [], r"no usable row"),
         ({"MAX_PROMPT_LENGTH": 5}, examples(30), r"no usable row \(30 too long\); raise MAX_PROMPT_LENGTH"),
     ],
 )
@@ -470,7 +425,6 @@ def test_sizes_of_a_generator(folder, changes, expected):
 @pytest.mark.parametrize(
     "changes, needed",
     [
-        ({"TEST_SIZE": 9, "DEV_SIZE": 0, "MAX_SAMPLES": 9}, "9 \\+ 0"),
         ({"TEST_SIZE": 16, "DEV_SIZE": 4, "MAX_SAMPLES": 19}, "16 \\+ 4"),
         ({"TEST_SIZE": 0.5, "DEV_SIZE": 16, "MAX_SAMPLES": 20, "TRAIN_SIZE": 0}, "10 \\+ 16"),
     ],
@@ -483,7 +437,7 @@ def test_generator_needs_more_samples_than_are_held_out(folder, changes, needed)
         prepare(settings_for(**changes), {"toy": endless})
 
 
-@pytest.mark.parametrize("changes", [{"TEST_SIZE": 0}, {"TRAIN_SIZE": 0}, {"TEST_SIZE": 0, "MAX_SAMPLES": 9}])
+@pytest.mark.parametrize("changes", [{"TRAIN_SIZE": 0}, {"TEST_SIZE": 0, "MAX_SAMPLES": 9}])
 def test_generator_has_no_all(folder, changes):
     with pytest.raises(DataError, match=r"^SOURCE=toy: a generator needs a number[^\n]*set TEST_SIZE and TRAIN_SIZE$"):
         prepare(settings_for(**changes), {"toy": endless})
@@ -518,15 +472,11 @@ def unreachable(settings):
     raise HubUnreachable("openai/x, split train: the hub cannot be reached (no network)")
 
 
-def later(settings):
-    """Fails only when it is read."""
-    raise HubUnreachable("openai/x, split train: the hub cannot be reached (no network)")
-    yield
-
-
 class Later(Fixed):
+    """Fails only when it is read."""
+
     def __iter__(self):
-        return later(None)
+        yield from unreachable(None)
 
 
 SOURCES = {"hub": Fixed(examples(40)), "generate": endless, "file": Fixed(examples(40))}
@@ -538,10 +488,8 @@ SOURCES = {"hub": Fixed(examples(40)), "generate": endless, "file": Fixed(exampl
         ({"SOURCE": "auto", "DIFFICULTY": "hard"}, SOURCES, ("hub", "")),
         ({"SOURCE": "auto", "DIFFICULTY": "easy"}, SOURCES, ("generate", "DIFFICULTY=easy")),
         ({"SOURCE": "auto", "FILE": "x.jsonl"}, SOURCES, ("file", "")),
-        ({"SOURCE": "hub", "FILE": "x.jsonl"}, SOURCES, ("file", "")),
         ({"SOURCE": "generate"}, SOURCES, ("generate", "")),
         ({"SOURCE": "auto", "DIFFICULTY": "hard"}, SOURCES | {"hub": unreachable}, ("generate", "no network")),
-        ({"SOURCE": "auto", "DIFFICULTY": "hard"}, SOURCES | {"hub": later}, ("generate", "no network")),
         ({"SOURCE": "auto", "DIFFICULTY": "hard"}, SOURCES | {"hub": Later([])}, ("generate", "no network")),
         ({"SOURCE": "auto", "DIFFICULTY": "hard"}, {"generate": endless}, ("generate", "")),
         ({"SOURCE": "auto", "DIFFICULTY": "easy"}, {"hub": Fixed(examples(40))}, ("hub", "")),
@@ -621,16 +569,6 @@ def test_columns_that_a_task_does_not_read_are_named(folder, tmp_path, small_mod
         assert manifest["not_used"] == ["context", "source"] and "not used: context, source" in describe(manifest)
 
 
-def test_folder_with_its_own_splits(folder, tmp_path, small_model):
-    for name, count in (("train", 30), ("test", 7)):
-        write_lines(tmp_path / f"d/{name}.jsonl", [{"question": f"{name} {n}", "answer": "1"} for n in range(count)])
-    settings = settings_for(MODEL=small_model, FILE=tmp_path / "d", TRAIN_SIZE=0, TEST_SIZE=0)
-    manifest = prepare(settings, {"file": from_file})
-    assert manifest["rows"] == {"test": 14, "train": 60}
-    assert {text.split()[0] for text in said(folder / "test.parquet")} == {"test"}
-    assert [Path(part["file"]).name for part in manifest["origin"]] == ["train.jsonl", "test.jsonl"]
-
-
 def test_record_that_a_task_cannot_use_is_named(folder, tmp_path, small_model):
     path = write_lines(tmp_path / "x.jsonl", [{"question": "q", "answer": "1"}, {"question": 3}])
     with pytest.raises(DataError, match=rf"^{path}: line 2: needs the text `question`$"):
@@ -642,13 +580,3 @@ def test_prompt_that_is_no_chat_is_named(tmp_path):
     path = write_lines(tmp_path / "x.jsonl", [{"question": "q"}])
     with pytest.raises(DataError, match=r"line 1: the prompt each message needs a role"):
         list(Examples(load(path), lambda record: [Example([{"role": "x", "content": "y"}], "1")]))
-
-
-@pytest.mark.medium
-@pytest.mark.skipif(not SHARED.is_dir(), reason="no shared data")
-def test_gsm8k_keeps_its_own_split(folder, small_model):
-    settings = settings_for(
-        MODEL=small_model, FILE=SHARED / "gsm8k", TRAIN_SIZE=0, TEST_SIZE=0, MAX_PROMPT_LENGTH=100_000
-    )
-    source = {"file": lambda s: Examples(load(s.FILE), lambda r: [Example(r["question"], r["answer"])])}
-    assert prepare(settings, source)["rows"] == {"test": 1319, "train": 7473}

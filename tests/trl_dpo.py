@@ -14,8 +14,7 @@ import trl
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from tasks.common.data.convert import dpo_line, dpo_schema
-from tasks.common.rows import Example, chat, write_parquet
+from tasks.common.rows import Example, chat, dpo_row, dpo_schema, write_parquet
 from tasks.common.runs.run import read_metrics, tracker
 from tasks.common.settings import load_settings
 from tasks.common.training import trl_dpo
@@ -33,7 +32,7 @@ def main() -> None:
         for i in range(12)
     ]
     pairs, adapter = folder / "pairs.parquet", str(saved(base, folder / "adapter"))
-    write_parquet([dpo_line(e, "train", 0) for e in examples], pairs, dpo_schema(truncated=True))
+    write_parquet(map(dpo_row, examples), pairs, dpo_schema(truncated=True))
 
     class Watched(trl_dpo.Trainer):
         def compute_loss(self, model, inputs, *args, **kwargs):

@@ -53,6 +53,16 @@ def sft_schema(tools: bool = False, episodes: bool = False) -> pa.Schema:
     return pa.schema(columns | own)
 
 
+def dpo_schema(tools: bool = False, truncated: bool = False) -> pa.Schema:
+    """Schema of preference pairs for TRL's DPOTrainer: chosen and rejected are one assistant message each.
+
+    ``truncated``: add the column ``truncated``, the names of the answers that were cut at the length limit.
+    """
+    columns = {"prompt": TOOL_MESSAGES if tools else MESSAGES, "chosen": MESSAGES, "rejected": MESSAGES}
+    columns |= {"tools": pa.string()} if tools else {}
+    return pa.schema(columns | ({"truncated": pa.list_(pa.string())} if truncated else {}))
+
+
 FIRST_PROBLEMS = 10  # problems shown per file
 
 
@@ -169,13 +179,23 @@ def rl_row(data_source: str, messages: list[dict], ground_truth, split: str, ind
     }
 
 
-def sft_row(messages: list[dict], response: str | list[dict], tools: list[dict] | None = None) -> dict:
-    """One demonstration for SFT: ``messages`` answered by ``response``, a text, or the messages of an episode."""
-    if isinstance(response, str):
-        row = {"messages": [*encoded(messages), {"role": "assistant", "content": response}]}
-    else:
+def sft_row(messages: list[dict], response: str | dict | list[dict], tools: list[dict] | None = None) -> dict:
+    """One demonstration for SFT: ``messages`` answered by ``response``, a text, a message, or those of an episode."""
+    if isinstance(response, list):
         row = {"messages": encoded([*messages, *response]), "prompt_messages": len(messages)}
+    else:
+        message = {"role": "assistant", "content": response} if isinstance(response, str) else response
+        row = {"messages": encoded([*messages, message])}
     return row | ({} if tools is None else {"tools": json.dumps(tools)})
+
+
+def dpo_row(example: Example) -> dict:
+    """One preference pair: ``ground_truth`` has the texts ``chosen`` and ``rejected``, and perhaps ``truncated``."""
+    pair = example.ground_truth
+    answers = {name: [{"role": "assistant", "content": pair[name]}] for name in ("chosen", "rejected")}
+    own = {"truncated": pair["truncated"]} if "truncated" in pair else {}
+    own |= {"tools": json.dumps(example.tools)} if example.tools else {}
+    return {"prompt": encoded(example.prompt)} | answers | own
 
 
 def write_parquet(rows: Iterable[dict], path: Path, schema: pa.Schema, total: int | None = None) -> int:

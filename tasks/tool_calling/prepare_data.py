@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator
 
 from tasks.common.data import prepare, records
-from tasks.common.data.formats import conversation, split_thinking, tool_schemas
+from tasks.common.data.formats import conversation, tool_schemas
 from tasks.common.rewards.tool_calls import OPEN, Malformed, functions, parse_calls, parse_response, render_calls
 from tasks.common.rows import DataError, posed
 from tasks.tool_calling.dialogues import dialogues
@@ -67,7 +67,7 @@ def _from_tags(message: dict) -> dict:
         return {**message, "content": content[len(RESULT) : -len(RESULT_END)].strip()} if tagged else message
     if message["role"] != "assistant" or OPEN not in message["content"] or message.get("tool_calls"):
         return message
-    thought, text = split_thinking(message["content"])
+    thought, text = _split_thinking(message["content"])
     try:
         calls, words = parse_calls(text)
     except Malformed:
@@ -93,7 +93,7 @@ def _example(messages: list[dict], tools: list[dict], strict: bool) -> prepare.E
         return f"calls {', '.join(sorted(unknown))[:200]}, which is not among its tools"
     if not before or before[-1]["role"] not in ("user", "tool"):
         return f"{'calls a tool' if calls else 'answers'} where it is not the assistant's turn"
-    thought, text = split_thinking(turn["content"])
+    thought, text = _split_thinking(turn["content"])
     demonstration = render_calls(calls) if calls else text.strip()
     if not _reads_as(demonstration, calls, tools):
         return "has calls that are no strict JSON, too many or too long" if calls else "has words that read as a call"
@@ -102,9 +102,17 @@ def _example(messages: list[dict], tools: list[dict], strict: bool) -> prepare.E
         if not thought or not _reads_as(demonstration, calls, tools):
             demonstration = None
     # Earlier turns without thinking, as chat templates show them.
-    prompt = [{**m, "content": split_thinking(m["content"])[1]} if m["role"] == "assistant" else m for m in before]
+    prompt = [{**m, "content": _split_thinking(m["content"])[1]} if m["role"] == "assistant" else m for m in before]
     truth = {"calls": calls, "tools": tools}
     return prepare.Example(prompt, truth, demonstration, tools=tools, group=_beginning(prompt, tools))
+
+
+def _split_thinking(content: str) -> tuple[str, str]:
+    """The text of ``<think>…</think>`` at the start of an assistant's content, and the rest; ("", content) without."""
+    head, closed, rest = content.partition("</think>")
+    if not closed or not head.lstrip().startswith("<think>"):
+        return "", content
+    return head.lstrip().removeprefix("<think>").strip(), rest.lstrip("\n")
 
 
 def _beginning(prompt: list[dict], tools: list[dict]) -> str:

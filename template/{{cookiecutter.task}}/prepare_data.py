@@ -7,7 +7,6 @@
 {% else %}
 {% set reward, source = cookiecutter.reward, cookiecutter.source %}
 {% set from_records = source in ("file", "hub") %}
-{% set own_columns = reward in ("expression", "tool_call") %}
 {% set hub_sets = {
   "math": ("openai/gsm8k", "main", ["train", "test"], ("question", "answer")),
   "exact": ("SetFit/sst2", none, ["train", "test"], ("text", "label_text")),
@@ -44,7 +43,7 @@ import regex
 {% endif %}
 from tasks.common.data import prepare
 {% if from_records and reward != "expression" %}
-from tasks.common.data.formats import {{ "" if own_columns else "Columns, " }}conversation
+from tasks.common.data.formats import conversation
 {% endif %}
 {% if from_records %}
 from tasks.common.data.records import {{ "hub" if source == "hub" else "load" }}
@@ -106,7 +105,7 @@ def generate(settings) -> Iterator[prepare.Example | None]:
 {% set part = "record" %}
 {% include reward ~ ".jinja" %}
 {% else %}
-COLUMNS = Columns(prompt="{{ columns[0] }}", answer="{{ columns[1] }}")  # FILL IN: those of your data
+COLUMNS = {"prompt": "{{ columns[0] }}", "answer": "{{ columns[1] }}"}  # FILL IN: those of your data
 
 
 def from_record(record: dict) -> list[prepare.Example]:

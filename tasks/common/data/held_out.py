@@ -4,7 +4,6 @@ import hashlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from tasks.common.data.formats import Columns
 from tasks.common.data.pairs import pairs_columns, read_pairs
 from tasks.common.rows import DataError, decoded, normalized, posed, read_rows, tools_of
 from tasks.common.settings import Settings
@@ -30,7 +29,7 @@ def check_disjoint(train_file: Path, held_out: Iterable[Path]) -> None:
     _check(f"TRAIN_FILE={train_file}", map(_of_row, read_rows(train_file)), held_out)
 
 
-def check_pairs(pairs_file: Path, held_out: Iterable[Path], columns: Columns | None = None) -> None:
+def check_pairs(pairs_file: Path, held_out: Iterable[Path], columns: dict[str, str] | None = None) -> None:
     """The same of the prompts of PAIRS_FILE."""
     pairs = (pair for _, pair in read_pairs(pairs_file, columns) if pair)
     _check(f"PAIRS_FILE={pairs_file}", (_digests(posed(pair.messages(), pair.tools)) for pair in pairs), held_out)

@@ -10,12 +10,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tasks.common.data.convert import dpo_example, dpo_schema
-from tasks.common.data.formats import Columns, conversation
+from tasks.common.data.convert import dpo_example
+from tasks.common.data.formats import FIELDS, conversation
 from tasks.common.data.prepare import prompt_text
 from tasks.common.data.records import Records
 from tasks.common.models.chat_template import answer_ids, opens_thinking, prompt_ids
-from tasks.common.rows import DataError, Example, decoded, messages_problem, tools_of
+from tasks.common.rows import DataError, Example, decoded, dpo_schema, messages_problem, tools_of
 from tasks.common.settings import Settings
 
 ANSWERS = ("chosen", "rejected")
@@ -37,17 +37,17 @@ class TokenPair:
         return len(self.prompt) + max(len(self.chosen), len(self.rejected))
 
 
-def pairs_columns(s: Settings) -> Columns:
+def pairs_columns(s: Settings) -> dict[str, str]:
     """The columns that PAIRS_COLUMNS names. Raises DataError where it names no field of a pair."""
     named = dict(each.partition("=")[::2] for each in s.PAIRS_COLUMNS.replace(" ", "").split(",") if each)
-    known = ("prompt", "messages", "system", "tools", "chosen", "rejected")
-    if not named.keys() <= set(known) or not all(named.values()):
+    known = [field for field in FIELDS if field != "answer"]
+    if not named.keys() <= {*known} or not all(named.values()):
         raise DataError(f"PAIRS_COLUMNS={s.PAIRS_COLUMNS}: must be FIELD=COLUMN,… with fields {', '.join(known)}")
-    return Columns(**named)
+    return named
 
 
 def read_pairs(
-    path: Path | str, columns: Columns | None = None, unused: set | None = None
+    path: Path | str, columns: dict[str, str] | None = None, unused: set | None = None
 ) -> Iterator[tuple[str, Example | None]]:
     """Each row of ``path`` with its place, as an Example whose ground_truth is ``{"chosen", "rejected"}``, both text,
     and perhaps ``truncated``, the names of those cut at the length limit. None where the two answers are the same.
@@ -91,7 +91,7 @@ def _own_pair(record: dict) -> Example | None:
 
 
 def token_pairs(
-    path: Path | str, tokenizer, limit: int, columns: Columns | None = None, unused: set | None = None
+    path: Path | str, tokenizer, limit: int, columns: dict[str, str] | None = None, unused: set | None = None
 ) -> tuple[list[TokenPair], Counter]:
     """The pairs of ``path`` with at most ``limit`` tokens, rendered as in evaluation, RL and SFT (chat_template.py).
 

@@ -302,17 +302,17 @@ def has_calls(messages: list[dict]) -> bool:
     return any(message.keys() - {"role", "content"} for message in messages)
 
 
-def load_tokenizer(model: str, shown: str = "MODEL=", weights: bool = True):
-    """The tokenizer of ``model``; without ``weights`` of a folder that may have none. Raises DataError without one or
-    its chat template; ``shown`` precedes the model's name in the message."""
+def load_tokenizer(model: str, weights: bool = True):
+    """The tokenizer of MODEL; without ``weights`` of a folder that may have none. Raises DataError without one or its
+    chat template."""
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(base_model(resolve_model(model)) if weights else model)
     except (SettingsError, OSError, ValueError) as error:
-        raise DataError(f"{shown}{model}: no tokenizer to count prompt tokens ({one_line(str(error), 300)})") from error
+        raise DataError(f"MODEL={model}: no tokenizer to count prompt tokens ({one_line(str(error), 300)})") from error
     if not tokenizer.chat_template:
-        raise DataError(f"{shown}{model}: has no chat template to render prompts; take an instruct model")
+        raise DataError(f"MODEL={model}: has no chat template to render prompts; take an instruct model")
     return tokenizer
 
 

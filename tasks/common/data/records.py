@@ -1,14 +1,10 @@
-"""Records (dicts) from a JSON, JSONL, CSV or parquet file, or from the hub, one after the other.
-
-A JSON array is read into memory as text; other files are read one record or batch at a time.
-"""
+"""Records (dicts) from a JSON, JSONL, CSV or parquet file, or from the hub: one after the other, but a JSON array."""
 
 import csv
 import json
 import os
 import re
 from collections.abc import Callable, Iterator
-from itertools import count
 from pathlib import Path
 
 import httpx
@@ -19,7 +15,7 @@ from tasks.common.rows import FIRST_PROBLEMS, DataError, parquet_rows
 from tasks.common.strict_json import DECODER
 from tasks.common.text import one_line
 
-LONGEST = 64 << 20  # characters per record; more means a broken file
+LONGEST = 64 << 20  # bytes of a line, and characters of a CSV field; more means a broken file
 SUFFIXES = (".json", ".jsonl", ".csv", ".parquet")
 HUB_TIMEOUT = 5  # seconds to wait for the hub
 
@@ -64,41 +60,41 @@ class Records:
         return (record for _, record in self.converted(lambda record: record))
 
     def located(self) -> Iterator[tuple[str, dict | DataError]]:
-        """Each record, or the error in its place, with its place, "train.jsonl: line 3"."""
+        """Each record, or the error in its place, with its place, "train.jsonl: line 3". Last comes what ended the
+        reading before the file's end."""
         reader = {".json": _json, ".jsonl": _lines, ".csv": _csv, ".parquet": _parquet}[self.path.suffix.lower()]
-        place = None
+        place = problem = ""
         try:
             for place, record in reader(self.path):
                 yield f"{self.path}: {place}", record
+            problem = "" if place else "has no rows"
         except DataError as error:
-            raise DataError(f"{self.path}: {error}") from error
+            problem = str(error)
         except (OSError, UnicodeDecodeError, csv.Error, pa.ArrowException) as error:
-            problem = f"not readable {self.path.suffix[1:]} ({one_line(str(error), 200)})"
-            raise DataError(f"{self.path}: {f'after {place}: ' if place else ''}{problem}") from error
-        if place is None:
-            raise DataError(f"{self.path}: has no rows")
+            after = f"after {place}: " if place else ""
+            problem = f"{after}not readable {self.path.suffix[1:]} ({one_line(str(error), 200)})"
+        if problem:
+            yield str(self.path), DataError(problem)
 
     def converted(self, convert: Callable[[dict], object]) -> Iterator[tuple[str, object]]:
         """``convert(record)`` of each record with its place. Raises DataError with the place of the first record that
         is none or that ``convert`` refuses; for that the rest of the file is looked through for more of them."""
         problems: list[str] = []
-        try:
-            for place, record in self.located():
-                try:
-                    if isinstance(record, DataError):
-                        raise record
-                    made = convert(record := Record(record))
-                    unread = [name for name in record if name not in record.read] if made else ()  # else: read in part
-                    self.unused |= {name: None for name in unread if dict.get(record, name) not in (None, "", [], {})}
-                except DataError as error:
-                    problems.append(f"{place}: {error}")
-                    if len(problems) == FIRST_PROBLEMS:
-                        break
-                    continue
-                if not problems:
-                    yield place, made
-        except DataError as error:  # the rest cannot be read
-            problems.append(str(error))
+        for place, record in self.located():
+            try:
+                if not isinstance(record, dict):
+                    told = isinstance(record, DataError)
+                    raise record if told else DataError(f"must be an object, is {one_line(repr(record))}")
+                made = convert(record := Record(record))
+            except DataError as error:
+                problems.append(f"{place}: {error}")
+                if len(problems) == FIRST_PROBLEMS:
+                    break
+                continue
+            unread = [name for name in record if name not in record.read] if made else ()  # else: read in part
+            self.unused |= {name: None for name in unread if dict.get(record, name) not in (None, "", [], {})}
+            if not problems:
+                yield place, made
         if problems:
             raise DataError.of(problems)
 
@@ -116,8 +112,7 @@ class HubRecords(Records):
 
     def located(self) -> Iterator[tuple[str, dict]]:
         """Each record with its place, "openai/gsm8k: row 3"."""
-        for index, record in enumerate(self.dataset):
-            yield f"{self.name}: row {index}", {name: _own(value) for name, value in record.items()}
+        return ((f"{self.name}: row {index}", _own(record)) for index, record in enumerate(self.dataset))
 
     def origin(self) -> dict:
         """The manifest's entry of the data set: name, config, split, and the revision if it is known."""
@@ -137,8 +132,7 @@ def load(path: Path | str) -> list[Records]:
     files = sorted(file for file in folder.iterdir() if file.suffix.lower() in SUFFIXES and file.is_file())
     parts = [Records(file, split) for split in ("train", "test") for file in files if file.name.startswith(split)]
     if not any(part.split == "train" for part in parts):
-        wanted = ", ".join(f"train{suffix}" for suffix in SUFFIXES)
-        raise DataError(f"{path}: the folder has no training file ({wanted}); give a file, or a folder with one")
+        raise DataError(f"{path}: the folder has no training file (train*{', train*'.join(SUFFIXES)})")
     return parts
 
 
@@ -164,12 +158,9 @@ def hub(name: str, config: str | None = None, split: str = "train") -> HubRecord
             config = None  # a folder without a card has no configs
         return HubRecords(datasets.load_dataset(name, config, split=split), name, config, split)
     except Exception as error:  # a dozen classes of datasets, huggingface_hub, fsspec and httpx
-        problem = f"{type(error).__name__}: {one_line(str(error), 300)}"
-        unreachable = isinstance(error, ConnectionError)
-        if offline or (unreachable and not folder):
-            what = "" if unreachable else f" ({problem})"
-            raise HubUnreachable(f"{where}: the hub cannot be reached, and the cache has no copy{what}") from error
-        raise DataError(f"{where}: cannot be loaded ({problem})") from error
+        if offline or (isinstance(error, ConnectionError) and not folder):
+            raise HubUnreachable(f"{where}: the hub cannot be reached, and the cache has no copy") from error
+        raise DataError(f"{where}: cannot be loaded ({type(error).__name__}: {one_line(str(error), 300)})") from error
 
 
 def _hub_answers() -> bool:
@@ -185,77 +176,45 @@ def _hub_answers() -> bool:
 
 # ---- readers: (path) -> (place, record) of each row, or (place, DataError) where the next row can still be read
 
-_FIRST = re.compile(r"\s*\[\s*(?:\]\s*\Z|(?=\{))")
-_NEXT = re.compile(r"\s*(?:\]\s*\Z|,\s*(?=\{))")
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")
 
 
 def _json(path: Path) -> Iterator[tuple[str, dict]]:
-    """Objects of an array, decoded one by one: as objects, all of them would take several times their text."""
-    text = path.read_text(encoding="utf-8-sig")
-    if re.match(r"\s*\{", text):
-        yield from _lines(path)
-        return
-    end, pattern, wanted = 0, _FIRST, "must be a JSON array of objects"
-    for index in count():
-        if not (found := pattern.match(text, end)):
-            raise DataError(f"{wanted}, is {text[end : end + 20].strip() or 'the end'!r}")
-        if found.end() == len(text):
-            return
-        place = f"row {index}"
-        try:
-            record, end = _decode(text, found.end())
-        except DataError as error:
-            raise DataError(f"{place}: {error}") from error
-        yield place, record
-        pattern, wanted = _NEXT, f"after row {index}: must be `,` and an object, or `]` and the end"
+    content = path.read_bytes()
+    if re.match(rb"(\xef\xbb\xbf)?\s*\{", content):
+        return _lines(path)
+    rows = _decoded(content)
+    if not isinstance(rows, list):
+        raise DataError("must be a JSON array of objects, or one object a line")
+    return ((f"row {index}", row) for index, row in enumerate(rows))
 
 
-def _lines(path: Path) -> Iterator[tuple[str, dict]]:
+def _lines(path: Path) -> Iterator[tuple[str, dict | DataError]]:
     with path.open("rb") as file:
-        for number in count(1):
-            place = f"line {number}"
-            if not (line := file.readline(LONGEST + 1)):
-                return
-            if len(line) > LONGEST:
-                yield place, DataError(f"longer than {LONGEST >> 20} MiB")
-                while line and not line.endswith(b"\n"):  # its rest
-                    line = file.readline(LONGEST)
+        for number, line in enumerate(iter(lambda: file.readline(LONGEST), b""), 1):
+            if len(line) == LONGEST:
+                raise DataError(f"line {number}: longer than {LONGEST >> 20} MiB")
+            if not line.strip():
                 continue
             try:
-                text = line.decode("utf-8-sig" if number == 1 else "utf-8").strip()
-            except UnicodeDecodeError as error:
-                yield place, DataError(f"is not UTF-8 ({error.reason}, byte {error.start})")
-                continue
-            if text:
-                yield place, _only_object(text)
+                record = _decoded(line)
+            except DataError as error:
+                record = error
+            yield f"line {number}", record
 
 
-def _only_object(text: str) -> dict | DataError:
-    """The object in ``text``, or the error."""
+def _decoded(content: bytes) -> object:
     try:
-        record, end = _decode(text, 0)
-    except DataError as error:
-        return error
-    return DataError(f"more after the object, from {text[end:].strip()[:20]!r}") if end < len(text) else record
-
-
-def _decode(text: str, start: int) -> tuple[dict, int]:
-    """The object that begins at ``start``, and where it ends."""
-    try:
-        record, end = DECODER.raw_decode(text, start)
-        if _HALF.search(text, start, end):
-            json.dumps(record, ensure_ascii=False).encode()  # raises UnicodeEncodeError for half a surrogate pair
+        text = content.decode("utf-8-sig")
+        value = DECODER.decode(text)
+        if _HALF.search(text):
+            json.dumps(value, ensure_ascii=False).encode()  # raises UnicodeEncodeError for half a surrogate pair
+        return value
     except (ValueError, RecursionError) as error:
-        raise DataError(f"is not one JSON object ({getattr(error, 'msg', error)})") from error
-    if not isinstance(record, dict):
-        raise DataError(f"must be an object, begins with {text[start]!r}")
-    if end - start > LONGEST:
-        raise DataError(f"longer than {LONGEST >> 20} MiB")
-    return record, end
+        raise DataError(f"is not JSON ({one_line(str(error), 200)})") from error
 
 
-def _csv(path: Path) -> Iterator[tuple[str, dict]]:
+def _csv(path: Path) -> Iterator[tuple[str, dict | DataError]]:
     csv.field_size_limit(LONGEST)
     with path.open(encoding="utf-8-sig", newline="") as file:
         reader = csv.reader(file, strict=True)
@@ -264,21 +223,17 @@ def _csv(path: Path) -> Iterator[tuple[str, dict]]:
         if len(set(header)) < len(header) or "" in header:
             raise DataError(f"the header has an empty or repeated name: {', '.join(header)[:200]}")
         for index, row in enumerate(rows):
-            place = f"row {index}"
-            if len(row) == len(header):
-                yield place, dict(zip(header, row, strict=True))
-            else:
-                problem = DataError(f"has {len(row)} fields, the header has {len(header)}")
-                yield f"{place} (line {reader.line_num})", problem
+            wrong = f"(line {reader.line_num}) has {len(row)} fields, the header has {len(header)}"
+            fits = len(row) == len(header)
+            yield f"row {index}", dict(zip(header, row, strict=True)) if fits else DataError(wrong)
 
 
 def _parquet(path: Path) -> Iterator[tuple[str, dict]]:
-    for index, record in enumerate(parquet_rows(path)):
-        yield f"row {index}", {name: _own(value) for name, value in record.items()}
+    return ((f"row {index}", _own(record)) for index, record in enumerate(parquet_rows(path)))
 
 
-def _own(value):
-    """``value`` without the null fields that Arrow gives an object for the keys of other rows' objects."""
+def _own(value, whole: bool = True):
+    """A ``whole`` record without the null fields that Arrow gives its objects for the keys of other rows' objects."""
     if isinstance(value, dict):
-        return {name: _own(each) for name, each in value.items() if each is not None}
-    return [_own(each) for each in value] if isinstance(value, list) else value
+        return {name: _own(each, False) for name, each in value.items() if whole or each is not None}
+    return [_own(each, False) for each in value] if isinstance(value, list) else value

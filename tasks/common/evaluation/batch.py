@@ -12,7 +12,7 @@ from tasks.common.evaluation.chat import task_system
 from tasks.common.evaluation.engines import window
 from tasks.common.evaluation.rollouts import TOO_LONG, Rollout
 from tasks.common.evaluation.sample import Job, Scoring, report_errors, sampled, sampling
-from tasks.common.evaluation.spreadsheet import csv_rows, csv_text
+from tasks.common.evaluation.spreadsheet import csv_rows, csv_text, write_xlsx
 from tasks.common.files import check_writable, write_text
 from tasks.common.rewards.episode import refusal
 from tasks.common.rows import DataError, chat, messages_problem, rl_row, rl_schema, write_parquet
@@ -111,8 +111,6 @@ def write_table(path: Path, rows: list[dict]) -> None:
         cells = [{name: _cell(value) for name, value in row.items()} for row in rows]
         table = pd.DataFrame(cells, dtype=object)
         if kind == ".xlsx":
-            from tasks.common.evaluation.xlsx import write_xlsx  # openpyxl, for this alone
-
             return write_xlsx(path, table, "batch")
         text = csv_text(table)
     write_text(path, text)

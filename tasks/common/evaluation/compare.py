@@ -125,7 +125,7 @@ def compare(s: Settings, scoring: Scoring, base: str, *warm_up_and_trained: str)
     sizes = tables.sizes(found["trained"])
     # Only here: `make eval` draws nothing and writes no spreadsheet.
     from tasks.common.evaluation import plots
-    from tasks.common.evaluation.xlsx import write_xlsx
+    from tasks.common.evaluation.spreadsheet import write_xlsx
 
     plots.compare_png(summaries, (trained - before).dropna(), f"{s.TASK}: {sizes}", folder / "compare.png")
     write_xlsx(folder / "compare.xlsx", sheet(rollouts, by_model, found), "prompts")

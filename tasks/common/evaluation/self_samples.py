@@ -10,12 +10,21 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 
-from tasks.common.data.convert import dpo_line, dpo_schema
 from tasks.common.data.prepare import needs_tools
 from tasks.common.evaluation.rollouts import SAMPLED, Rollout
 from tasks.common.evaluation.sample import Job, Scoring, report_errors, sampled, sampling
 from tasks.common.files import written_beside
-from tasks.common.rows import DataError, Example, decoded, sft_row, sft_schema, tools_of, write_parquet
+from tasks.common.rows import (
+    DataError,
+    Example,
+    decoded,
+    dpo_row,
+    dpo_schema,
+    sft_row,
+    sft_schema,
+    tools_of,
+    write_parquet,
+)
 from tasks.common.settings import Settings, SettingsError, artifacts
 
 MOST_ACCEPTED = 4  # responses per prompt, so that easy prompts do not crowd out the others
@@ -95,8 +104,8 @@ def write_pairs(s: Settings, scoring: Scoring, model: str, out: str, number: str
             f"{model}: no pair in its own samples ({counts}); raise SAMPLED_PROMPTS, ROLLOUT_N or MAX_RESPONSE_LENGTH, "
             "take easier data, or give PAIRS_FILE"
         )
-    rows = (dpo_line(example, "train", index) for index, example in enumerate(found.examples))
-    write_parquet(rows, Path(out), dpo_schema(any(map(needs_tools, found.examples)), truncated=True))
+    schema = dpo_schema(any(map(needs_tools, found.examples)), truncated=True)
+    write_parquet(map(dpo_row, found.examples), Path(out), schema)
     print(f"  {counts}: {out}")
     return report_errors(rollouts)
 

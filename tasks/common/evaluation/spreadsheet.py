@@ -1,40 +1,42 @@
-"""CSV files of model output: text that a spreadsheet would run gets an apostrophe; digits stay."""
+"""CSV and Excel files of model output: text that a spreadsheet would run is made harmless; digits stay."""
 
 import csv
 import io
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pandas as pd
 
 from tasks.common.data.records import Records
+from tasks.common.files import written_beside
 
 # A cell of a CSV file that a spreadsheet would take for a formula (https://owasp.org/www-community/attacks/CSV_Injection).
 _FORMULA = re.compile(r"'*[=+\-@\t\r\n＝＋－＠]")
 _NUMBER = re.compile(r"[+-]?[\d.,]+([eE][+-]?\d+)? ?%?")
+# What XML 1.0 forbids (https://www.w3.org/TR/xml/#charsets), except half a surrogate pair.
+_NOT_XML = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\ufffe\uffff]")
+MAX_CELL_CHARS = 32_767  # Excel's limit
 
 
 def csv_text(table: pd.DataFrame) -> str:
-    """``table`` as CSV: text that a spreadsheet would run gets an apostrophe in front, numbers do not.
-
-    ``csv_rows`` removes it.
-    """
+    """``table`` as CSV: text that a spreadsheet would run gets an apostrophe in front, which ``csv_rows`` removes."""
     text = io.StringIO()
-    rows = table.astype(object).where(table.notna(), "").itertuples(index=False, name=None)
     writer = csv.writer(text, quoting=csv.QUOTE_NONNUMERIC, lineterminator="\n")
-    writer.writerows([_harmless(value) for value in row] for row in (table.columns, *rows))
+    writer.writerows([_harmless(value) for value in row] for row in _rows(table))
     return text.getvalue()
 
 
+def _rows(table: pd.DataFrame) -> Iterator[list]:
+    """The header and the rows: "" for what is missing, and for an integer that spreadsheets would round its digits."""
+    rows = table.astype(object).where(table.notna(), "").itertuples(index=False, name=None)
+    for row in (table.columns, *rows):
+        yield [str(value) if isinstance(value, int) and abs(value) > 2**53 else value for value in row]
+
+
 def _harmless(value):
-    value = exact(value)
     runs = isinstance(value, str) and _FORMULA.match(value) and not _NUMBER.fullmatch(value)
     return f"'{value}" if runs else value
-
-
-def exact(value):
-    """``value``, an integer that spreadsheets would round as text."""
-    return str(value) if isinstance(value, int) and abs(value) > 2**53 else value
 
 
 def csv_rows(path: Path) -> list[dict]:
@@ -44,3 +46,31 @@ def csv_rows(path: Path) -> list[dict]:
 
 def _original(value):
     return value[1:] if isinstance(value, str) and value[:1] == "'" and _FORMULA.match(value) else value
+
+
+def write_xlsx(path: Path, table: pd.DataFrame, sheet: str) -> None:
+    """Write ``table`` under a header, nothing for what is missing. A text is always a text, also when it begins with
+    ``=``."""
+    from openpyxl import Workbook  # for this alone
+    from openpyxl.styles import Alignment
+
+    book = Workbook()
+    page = book.active
+    page.title, page.freeze_panes = sheet, "A2"
+    for row in _rows(table):
+        page.append([None if value == "" else _in_xml(value) for value in row])
+    for column in page.columns:
+        texts = [cell for cell in column if isinstance(cell.value, str)]
+        for cell in texts:
+            cell.data_type, cell.alignment = "s", Alignment(vertical="top", wrap_text=True)  # no formula
+        long_text = any(len(cell.value) > 20 for cell in texts[1:])
+        page.column_dimensions[column[0].column_letter].width = 50 if long_text else 14
+    with written_beside(path) as partial:
+        book.save(partial)
+
+
+def _in_xml(value):
+    """``value`` as Excel can hold it; a lone surrogate is no UTF-8."""
+    if not isinstance(value, str):
+        return value
+    return _NOT_XML.sub("", value)[:MAX_CELL_CHARS].encode("utf-8", "replace").decode()

@@ -7,14 +7,12 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tasks.common.data.convert import dpo_line, dpo_schema
-from tasks.common.data.formats import Columns
 from tasks.common.data.pairs import read_pairs
 from tasks.common.data.prepare import load_tokenizer, needs_tools
 from tasks.common.evaluation.certify import cut_by
 from tasks.common.models import thin
 from tasks.common.models.chat_template import demonstration_ids
-from tasks.common.rows import demonstration, solved, tools_of, write_parquet
+from tasks.common.rows import demonstration, dpo_row, dpo_schema, solved, tools_of, write_parquet
 from tasks.common.settings import Settings
 
 READ = 4096  # demonstrations in which it looks
@@ -42,8 +40,7 @@ def taught(s: Settings, train: Path, demonstrations: Path, model: Path, out: Pat
     return len(places), right
 
 
-def first_pairs(source: str, out: Path, most: int, columns: Columns | None = None) -> int:
+def first_pairs(source: str, out: Path, most: int, columns: dict[str, str] | None = None) -> int:
     """Write the first ``most`` pairs of PAIRS_FILE to ``out`` as our own file; their number. Raises DataError."""
     pairs = [pair for _, pair in islice(read_pairs(Path(source).expanduser(), columns), 2 * most) if pair][:most]
-    lines = (dpo_line(pair, "train", index) for index, pair in enumerate(pairs))
-    return write_parquet(lines, out, dpo_schema(any(map(needs_tools, pairs)), truncated=True))
+    return write_parquet(map(dpo_row, pairs), out, dpo_schema(any(map(needs_tools, pairs)), truncated=True))
