@@ -1,6 +1,5 @@
-"""rows.py and tasks/common/data/prepare.py: parquet files written, validated, and made from a source."""
+"""rows.py and data/held_out.py: parquet files written, validated, and compared with what is held out."""
 
-import functools
 import json
 import random
 import re
@@ -12,12 +11,10 @@ import pytest
 
 from tasks.common import rows
 from tasks.common.data.held_out import check_disjoint, check_pairs
-from tasks.common.data.prepare import describe, distinct, prepare
 from tasks.common.data.records import Records
 from tasks.common.rows import (
     BATCH_ROWS,
     DataError,
-    Example,
     chat,
     read_rows,
     rl_row,
@@ -27,8 +24,6 @@ from tasks.common.rows import (
     validate_parquet,
     write_parquet,
 )
-from tasks.common.settings import ROOT, load_settings
-from tests.helpers import exported
 
 
 def rl_rows(count):
@@ -252,203 +247,7 @@ def test_corrupt_file_is_refused(tmp_path, damage):
     refusal(path)
 
 
-# ---- prepare
-
-
-def settings_for(**changes):
-    """Settings from the defaults of countdown's train.sh, for a few rows of data."""
-    small = {"SOURCE": "toy", "INIT": "base", "SEED": "5"}
-    small |= {
-        "TRAIN_SIZE": "20",
-        "TEST_SIZE": "6",
-        "DEV_SIZE": "4",
-        "SFT_SIZE": "8",
-        "TRAIN_BATCH_SIZE": "4",
-        "MINI_BATCH_SIZE": "4",
-    }
-    return load_settings(defaults() | small | changes)
-
-
-@functools.cache
-def defaults():
-    return exported(ROOT / "tasks/countdown/train.sh", {})
-
-
-def toy(settings):
-    """Endless examples, each prompt twice, every third without a demonstration."""
-    number = 0
-    while True:
-        demonstration = f"<answer>{number}</answer>" if number % 3 else None
-        truth = {"target": number, "numbers": [number]}
-        example = Example(f"say {settings.SEED} {number}", truth, demonstration)
-        yield example
-        yield example
-        number += 1
-
-
-def short(settings):
-    """Twenty different prompts."""
-    for index, example in enumerate(toy(settings)):
-        if index == 40:
-            return
-        yield example
-
-
-def broken(settings):
-    yield from short(settings)
-    raise DataError("toy: row 40: needs a column")
-
-
-@pytest.fixture
-def folder(tmp_path, monkeypatch):
-    """The data folder of the task."""
-    monkeypatch.setenv("ARTIFACTS", str(tmp_path))
-    return tmp_path / "data" / "countdown"
-
-
-def prompts(path):
-    return [row["prompt"][0]["content"] for row in read_rows(path)]
-
-
-def test_prepare_writes_the_files_and_a_manifest(folder):
-    settings = settings_for()
-    manifest = prepare(settings, {"other": short, "toy": toy})
-    assert names(folder) == ["dev.parquet", "manifest.json", "sft.parquet", "test.parquet", "train.parquet"]
-    assert json.loads((folder / "manifest.json").read_text()) == manifest
-    assert manifest["fingerprint"] == settings.data_fingerprint()
-    assert (manifest["source"], manifest["seed"]) == ("toy", 5)
-    assert manifest["rows"] == {"test": 6, "dev": 4, "train": 20, "sft": 8}
-    for name, count in manifest["rows"].items():
-        assert validate_parquet(folder / f"{name}.parquet", "sft" if name == "sft" else "rl") == count
-    sides = (prompts(folder / f"{name}.parquet") for name in ("train", "dev", "test"))
-    assert len(set().union(*sides)) == 30
-
-
-def test_prepare_fills_the_rows(folder):
-    prepare(settings_for(), {"toy": toy})
-    for split, first in (("test", 0), ("dev", 6), ("train", 10)):
-        for index, row in enumerate(read_rows(folder / f"{split}.parquet")):
-            truth = {"target": first + index, "numbers": [first + index]}
-            assert row == rl_row("countdown", chat(f"say 5 {first + index}"), truth, split, index)
-
-
-def test_demonstrations_are_those_of_the_first_training_prompts_that_have_one(folder):
-    prepare(settings_for(), {"toy": toy})
-    rows = list(read_rows(folder / "sft.parquet"))
-    expected = [number for number in range(10, 30) if number % 3][:8]
-    assert rows == [sft_row(chat(f"say 5 {number}"), f"<answer>{number}</answer>") for number in expected]
-    assert {row["messages"][0]["content"] for row in rows} <= set(prompts(folder / "train.parquet"))
-
-
-def test_prepare_is_reproducible_and_follows_the_seed(folder):
-    contents = []
-    for seed in ("5", "5", "6"):
-        prepare(settings_for(SEED=seed), {"toy": toy})
-        contents.append([list(read_rows(folder / f"{name}.parquet")) for name in ("train", "test", "sft")])
-    assert contents[0] == contents[1] != contents[2]
-
-
-@pytest.mark.parametrize("changes", [{"SFT_SIZE": "0"}, {"SOURCE": "plain"}])
-def test_data_without_demonstrations(folder, changes):
-    def plain(settings):
-        return (Example(example.prompt, example.ground_truth) for example in toy(settings))
-
-    manifest = prepare(settings_for(**changes), {"toy": toy, "plain": plain})
-    assert manifest["rows"] == {"test": 6, "dev": 4, "train": 20}
-    assert names(folder) == ["dev.parquet", "manifest.json", "test.parquet", "train.parquet"]
-
-
-@pytest.mark.parametrize(
-    "source, message",
-    [
-        (short, "SOURCE=toy: has only 20 different prompts for TEST_SIZE=6, DEV_SIZE=4, TRAIN_SIZE=20"),
-        (broken, "needs a column"),
-    ],
-)
-def test_source_that_ends_early_is_refused_and_the_old_data_stay(folder, source, message):
-    prepare(settings_for(), {"toy": toy})
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
-    with pytest.raises(DataError, match=rf"^[^\n]*{message}[^\n]*$"):
-        prepare(settings_for(), {"toy": source})
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
-
-
-def test_source_with_exactly_enough_prompts(folder):
-    assert prepare(settings_for(TRAIN_SIZE="10"), {"toy": short})["rows"] == {
-        "test": 6,
-        "dev": 4,
-        "train": 10,
-        "sft": 7,
-    }
-
-
-def test_unknown_source_is_refused_and_nothing_touched(folder):
-    manifest = prepare(settings_for(), {"toy": toy})
-    with pytest.raises(DataError, match=r"^SOURCE=nosuch: [^\n]*toy[^\n]*short[^\n]*$"):
-        prepare(settings_for(SOURCE="nosuch"), {"toy": toy, "short": short})
-    assert json.loads((folder / "manifest.json").read_text()) == manifest
-
-
-def test_folder_as_source_goes_to_the_hub_reader(folder, tmp_path):
-    seen = []
-
-    def hub(settings):
-        seen.append(settings.SOURCE)
-        return toy(settings)
-
-    manifest = prepare(settings_for(SOURCE=str(tmp_path)), {"generate": short, "hub": hub})
-    assert seen == [str(tmp_path)] == [manifest["source"]]
-    with pytest.raises(DataError, match=r"^SOURCE="):
-        prepare(settings_for(SOURCE=str(tmp_path)), {"generate": short})
-
-
-@pytest.mark.parametrize("patience, expected", [(1, ["a"]), (2, ["a", "b"]), (3, ["a", "b", "c"])])
-def test_distinct_ends_after_repeats_in_a_row(patience, expected):
-    examples = (Example(prompt, "1") for prompt in "aabaacaaaadaaaa")
-    assert [example.prompt for example in distinct(examples, patience)] == expected
-
-
-def test_without_a_dev_set_no_file_is_written(folder):
-    prepare(settings_for(), {"toy": toy})
-    assert prepare(settings_for(DEV_SIZE="0"), {"toy": toy})["rows"] == {"test": 6, "train": 20, "sft": 8}
-    assert names(folder) == ["manifest.json", "sft.parquet", "test.parquet", "train.parquet"]
-
-
-# ---- the same problem in other words
-
-
-def reworded(settings):
-    """Each problem twice, in other words."""
-    for number in range(1000):
-        for words in ("say", "write"):
-            yield Example(f"{words} {number}", str(number), key=str(number))
-
-
-@pytest.mark.parametrize("again", [False, True])
-def test_a_problem_is_taken_once_whatever_its_prompt(folder, small_model, again):
-    source = (lambda s: list(reworded(s))) if again else reworded
-    prepare(settings_for(MODEL=str(small_model)), {"toy": source})
-    rows = [row for name in ("train", "dev", "test") for row in read_rows(folder / f"{name}.parquet")]
-    keys = [row["extra_info"]["key"] for row in rows]
-    assert len(keys) == len({*keys}) == 30
-    assert [row["prompt"][0]["content"].split()[1] for row in rows] == keys
-
-
-def test_turns_of_a_conversation_are_on_one_side_and_the_conversations_are_counted(folder, small_model):
-    def turns(settings):
-        numbers = [(number, turn) for number in range(30) for turn in range(1 + number % 3)]
-        return [Example(f"say {number} {turn}", "1", group=f"c{number}") for number, turn in numbers]
-
-    manifest = prepare(settings_for(MODEL=str(small_model)), {"toy": turns})
-    keys = {name: set() for name in ("train", "dev", "test")}
-    for name, found in keys.items():
-        for row in read_rows(folder / f"{name}.parquet"):
-            found.add((row["extra_info"]["key"], row["prompt"][0]["content"].split()[1]))
-    assert manifest["groups"] == {name: len(found) for name, found in keys.items()}
-    assert len({key for key, _ in set.union(*keys.values())}) == sum(map(len, keys.values()))
-    rows = manifest["rows"]
-    assert f"{rows['test']} test (of {len(keys['test'])} conversations)" in describe(manifest)
-    assert len({number for _, number in set.union(*keys.values())}) == sum(map(len, keys.values()))
+# ---- held-out prompts
 
 
 def write_rows(path, prompts, key=None):

@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import re
 import time
-from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -28,7 +27,7 @@ from tasks.common.rewards.tool_calls import render_calls
 from tasks.common.rows import DataError, Example, read_rows
 from tasks.common.settings import load_settings
 from tasks.countdown.prepare_data import example
-from tests.helpers import ROOT, SINGLE_TURN, copy_of_checkout, exported, has_ended, make
+from tests.helpers import ROOT, SINGLE_TURN, copy_of_checkout, exported, has_ended, make, until
 
 WRONG = "<answer>1</answer>"
 SHARED = Path(os.environ.get("SHARED_DATA", ROOT.parent / "shared/data"))
@@ -46,8 +45,9 @@ def settings(task: str = "countdown", **changes):
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch) -> Path:
+def folder(tmp_path, monkeypatch, models_folder) -> Path:
     """The folder of countdown's data."""
+    (tmp_path / "models").symlink_to(models_folder)
     monkeypatch.setenv("ARTIFACTS", str(tmp_path))
     return tmp_path / "data/countdown"
 
@@ -105,9 +105,7 @@ def test_drop_makes_the_data_anew_when_the_reward_changes(task, file, monkeypatc
     s = settings(task, GOLD="drop")
     before = s.data_fingerprint()
     monkeypatch.setattr("tasks.common.settings.code_digest", lambda program: str(program.name == file))
-    changed = s.data_fingerprint()
-    monkeypatch.setattr("tasks.common.settings.code_digest", lambda program: "False")
-    assert len({before, changed, s.data_fingerprint()}) == 3
+    assert s.data_fingerprint() != before
 
 
 def test_drop_does_not_write_an_empty_side(folder):
@@ -149,7 +147,7 @@ def reward(monkeypatch):
     return lambda score: monkeypatch.setattr("tasks.countdown.reward.compute_score", score)
 
 
-@pytest.mark.parametrize("count", [1, 7, gold.CHUNK, 3 * gold.CHUNK + 5])
+@pytest.mark.parametrize("count", [7, 3 * gold.CHUNK + 5])
 def test_every_row_is_scored_in_its_place(count, reward):
     reward(lambda source, text, truth, extra=None: {"score": 0.9, "acc": int(truth) % 3 > 0})
     entry, wrong = gold.check(settings(), rows(count))
@@ -226,18 +224,7 @@ def test_rows_on_which_the_reward_hangs_end_the_check(reward, short):
     assert entry["note"] in gold.said(entry)
 
 
-def scored_by_a_pool(source, text, truth, extra=None):
-    with ProcessPoolExecutor(1, multiprocessing.get_context("fork")) as pool:  # as verl's math_verify has one
-        return {"score": float(pool.submit(str.isdigit, truth).result())}
-
-
-def test_a_reward_may_have_processes_of_its_own(reward):
-    reward(scored_by_a_pool)
-    entry, wrong = gold.check(settings(), rows(3))
-    assert entry["right"] == 3 and not wrong
-
-
-def test_the_processes_of_a_reward_end_with_the_check(reward, tmp_path):
+def test_a_reward_may_have_processes_which_end_with_the_check(reward, tmp_path):
     def score(source, text, truth, extra=None):
         if truth == "0":
             child = multiprocessing.Process(target=time.sleep, args=(600,))
@@ -247,12 +234,7 @@ def test_the_processes_of_a_reward_end_with_the_check(reward, tmp_path):
 
     reward(score)
     assert gold.check(settings(), rows(3))[0]["right"] == 3
-    pid = int((tmp_path / "pid").read_text())
-    for _ in range(100):
-        if has_ended(pid):
-            return
-        time.sleep(0.1)
-    raise AssertionError("it is still there")
+    until(lambda: has_ended(int((tmp_path / "pid").read_text())))
 
 
 def test_no_demonstrations_and_a_judge_are_not_checked_and_said(reward):

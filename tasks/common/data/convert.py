@@ -92,8 +92,8 @@ def convert(options: argparse.Namespace) -> dict:
         except SplitError as error:
             raise DataError(f"{options.input}: {error}") from error
         manifest = {"source": "file", "kind": kind, "origin": examples.origin(), "seed": options.seed, "rows": counts}
-        manifest |= {"not_used": examples.unused(), "note": "".join(noted), "dropped": dropped}
-        write_json(new / "manifest.json", manifest | {"test_size": test_size, "max_samples": options.max_samples})
+        manifest |= {"not_used": examples.unused(), "note": "".join(noted), "dropped": dropped, "test_size": test_size}
+        write_json(new / "manifest.json", manifest)
     return manifest
 
 

@@ -98,15 +98,15 @@ def _conversation(record: dict, named: dict[str, str]) -> Conversation:
     before, messages = better[1] or worse[1], []
     if whole and not (before and free):
         messages = read(whole, _turns)
-    elif prompt and not whole and read(prompt, _chat_in):
-        messages = read(prompt, _turns)
+    elif prompt and not whole and (chat_asked := read(prompt, _chat_in)):
+        messages = chat_asked
     elif prompt and not whole:
         others = [name for name in PROMPTS if name not in (prompt, *CONTEXTS) and has(name)] if not before else []
         others = [name for name in others if dict.get(record, name) != record[prompt]] + [*filter(has, CHOICES)]
         if free and others:
             raise DataError(f"columns `{'`, `'.join([prompt, *others])}`: which is the prompt? {_advice(record)}")
         contexts = [name for name in CONTEXTS if name != prompt and has(name) and not before]
-        history = read("history", _turns) if free and record.get("history") else []
+        history = read("history", _history) if free and record.get("history") else []
         messages = [*history, *chat("\n".join(read(name, _text) for name in (prompt, *contexts)))]
     if before:
         messages = _in_context(messages, before, prompt, chosen)
@@ -128,8 +128,8 @@ def _conversation(record: dict, named: dict[str, str]) -> Conversation:
     alpaca = prompt == "instruction" and "output" in record and not (whole or named.keys() & {"prompt", "answer"})
     if answer and alpaca:
         messages = [*messages, {"role": "assistant", "content": read(answer, _text)}]
-    elif answer and read(answer, _chat_in):
-        messages = [*messages, *read(answer, _turns)]
+    elif answer and (chat_answer := read(answer, _chat_in)):
+        messages = [*messages, *chat_answer]
     elif answer:
         return _finished(messages, tools, answer=read(answer, _answer))
     return _finished(messages, tools)
@@ -159,13 +159,22 @@ def _takes_null(schema) -> bool:
     return "null" in (types if isinstance(types, list) else [types]) or any(map(_takes_null, choices))
 
 
-def _chat_in(value) -> list | None:
-    """The messages in ``value``, also as one message or as JSON text (a cell of CSV); None for anything else."""
+def _chat_in(value) -> list[dict] | None:
+    """The OpenAI messages in ``value``, also as one message or as JSON text (a cell of CSV); None for anything else."""
     if isinstance(value, str) and _CELL.fullmatch(value):
         value = _parsed(value)
     turns = value if isinstance(value, list) else [value]
     whole = turns and all(isinstance(t, dict) and (t.keys() & {"content", "value", "tool_calls"}) for t in turns)
-    return turns if whole and all(str(t.get("role", t.get("from"))) in ROLE_OF for t in turns) else None
+    return _turns(turns) if whole and all(str(t.get("role", t.get("from"))) in ROLE_OF for t in turns) else None
+
+
+def _history(value) -> list[dict]:
+    """Messages of LLaMA-Factory's ``history``, pairs of texts."""
+    pairs = _parsed(value)
+    if not isinstance(pairs, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in pairs):
+        raise DataError("must be a list of [instruction, output]")
+    roles = ("user", "assistant")
+    return _turns([{"role": role, "content": text} for pair in pairs for role, text in zip(roles, pair, strict=True)])
 
 
 def _in_context(prompt: list[dict], before: list[dict], column: str | None, chosen: str) -> list[dict]:
@@ -200,23 +209,18 @@ def _reply(value) -> tuple[str, list[dict]]:
     turns = _chat_in(value)
     if isinstance(value, str) and not turns:
         return _text(value), []
-    *before, last = _turns(turns or _listed(value))
+    *before, last = turns or _turns(_listed(value))
     if last["role"] != "assistant" or not last["content"] or last.get("tool_calls"):
         raise DataError("must be a text answer of the assistant")
     return last["content"], before
 
 
 def _turns(value) -> list[dict]:
-    """OpenAI messages from OpenAI or ShareGPT ones, or from JSON text of them; a pair of texts, as in LLaMA-Factory's
-    ``history``, is a turn of the user and its answer."""
+    """OpenAI messages from OpenAI or ShareGPT ones, or from JSON text of them."""
     value = _parsed(value)
     if not isinstance(value, list) or not value:
         raise DataError(f"must be a non-empty list of messages, is {_shown(value)}")
-    roles, turns = ("user", "assistant"), []
-    for turn in value:
-        pair = isinstance(turn, list) and len(turn) == 2
-        turns += [{"role": role, "content": text} for role, text in zip(roles, turn, strict=True)] if pair else [turn]
-    messages = _ordered([_at(f"message {index}", _message, turn) for index, turn in enumerate(turns)])
+    messages = _ordered([_at(f"message {index}", _message, turn) for index, turn in enumerate(value)])
     if any(message["role"] == "system" for message in messages[1:]):
         raise DataError("has a system message after the first")
     return messages
@@ -392,8 +396,6 @@ def _names(record: dict) -> str:
 
 
 def _advice(record: dict) -> str:
-    return (
-        f"it has {_names(record)}. Known: messages; conversations; instruction and output; prompt and answer; prompt, "
-        "chosen and rejected. `make json_to_parquet` takes others "
-        "(--prompt-column, --answer-column, --messages-column, …), `make dpo` with PAIRS_COLUMNS"
-    )
+    known = "messages; conversations; instruction and output; prompt and answer; prompt, chosen and rejected"
+    others = "`make json_to_parquet` takes others (--prompt-column, --answer-column, …), `make dpo` with PAIRS_COLUMNS"
+    return f"it has {_names(record)}. Known: {known}. {others}"

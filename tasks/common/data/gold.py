@@ -197,7 +197,7 @@ def said(entry: dict, s: Settings | None = None) -> str:
         places: dict[str, list[str]] = {}
         for each in taken:
             places.setdefault(each["form"], []).append(each["place"])
-        shown = [f"{', '.join(found)} ({form})" for form, found in islice(places.items(), FORMS_SHOWN)]
+        shown = [f"{', '.join(rows)} ({form})" for form, rows in islice(places.items(), FORMS_SHOWN)]
         text += f"; wrong forms that get it too: {'; '.join(shown)}"
     if s and entry.get("traces"):
         text += f"; tracebacks: {s.data_dir / LOG}"
@@ -228,7 +228,7 @@ def _grouped(others: list[dict]) -> str:
     for other in others:
         file, _, place = other["place"].rpartition(": ")
         places.setdefault((file, other["reason"]), []).append(place)
-    return "; ".join(f"{file}: {', '.join(found)} ({reason})" for (file, reason), found in places.items())
+    return "; ".join(f"{file}: {', '.join(rows)} ({reason})" for (file, reason), rows in places.items())
 
 
 def failed(manifest: dict, s: Settings) -> bool:
@@ -314,19 +314,19 @@ def _forms_scored(guarded: Guarded, index: int, result: Result, forms: Callable,
     ``repeats``, of an episode, also of repeated calls: they must not earn more than it, nor 1 without an answer."""
     try:
         for number, form in enumerate(made := list(forms(guarded.rows[index].demonstration)), 1):
-            found = guarded.scores(form, [index])[0]
-            if found.problem:
-                return _Scored(Result(problem=f"a wrong form: {found.problem}"), number)
-            if found.right:
+            scored = guarded.scores(form, [index])[0]
+            if scored.problem:
+                return _Scored(Result(problem=f"a wrong form: {scored.problem}"), number)
+            if scored.right:
                 return _Scored(result, number, form)
     except Exception as error:
         return _Scored(Result(problem=f"wrong_forms: {errors.said(error)}", trace=errors.whole(error)))
     for what, form, answered in _repeats(guarded.rows[index].demonstration) if repeats else ():
-        found = guarded.scores(form, [index])[0]
-        if found.problem:
-            return _Scored(Result(problem=f"{what}: {found.problem}", trace=found.trace), len(made))
-        if found.score > result.score + 1e-6 or (not answered and found.score > 1 - 1e-6):
-            return _Scored(result, len(made), f"{what}: {found.score:g}")
+        scored = guarded.scores(form, [index])[0]
+        if scored.problem:
+            return _Scored(Result(problem=f"{what}: {scored.problem}", trace=scored.trace), len(made))
+        if scored.score > result.score + 1e-6 or (not answered and scored.score > 1 - 1e-6):
+            return _Scored(result, len(made), f"{what}: {scored.score:g}")
     return _Scored(result, len(made))
 
 

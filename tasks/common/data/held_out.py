@@ -1,6 +1,7 @@
 """Refuse a training file with problems of the dev or the test set."""
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -37,13 +38,10 @@ def check_pairs(pairs_file: Path, held_out: Iterable[Path], columns: dict[str, s
 
 def _check(file: str, problems: Iterable[Iterable[bytes]], held_out: Iterable[Path]) -> None:
     where = {digest: path.name for path in held_out for row in read_rows(path) for digest in _of_row(row)}
-    found: dict[str, int] = {}
-    for digests in problems:
-        for name in {where[digest] for digest in digests if digest in where}:
-            found[name] = found.get(name, 0) + 1
-    if found:
-        counts = " and ".join(f"{count} of its prompts are in {name}" for name, count in sorted(found.items()))
-        raise DataError(f"{file}: {counts}; remove them: results on these prompts would be invalid")
+    counts = Counter(name for digests in problems for name in {where[digest] for digest in digests if digest in where})
+    if counts:
+        told = " and ".join(f"{count} of its prompts are in {name}" for name, count in sorted(counts.items()))
+        raise DataError(f"{file}: {told}; remove them: results on these prompts would be invalid")
 
 
 def _of_row(row: dict) -> Iterator[bytes]:

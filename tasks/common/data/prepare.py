@@ -55,8 +55,8 @@ class Examples:
 
     def __iter__(self) -> Iterator[Example | None]:
         for part in self.parts:
-            for place, found in part.converted(self._examples):
-                for example in found or [None]:
+            for place, examples in part.converted(self._examples):
+                for example in examples or [None]:
                     if isinstance(example, str):
                         if self.told < FIRST_PROBLEMS:
                             print(f"  cannot be used: {place}: {example}", flush=True)
@@ -64,11 +64,11 @@ class Examples:
                     yield example and replace(example, split=part.split or example.split, place=place)
 
     def _examples(self, record: dict) -> list[Example | str]:
-        found = list(self.convert(record))
-        for example in found:
+        examples = list(self.convert(record))
+        for example in examples:
             if not isinstance(example, str) and (problem := messages_problem(example.messages())):
                 raise DataError(f"the prompt {problem}")
-        return found
+        return examples
 
     def origin(self) -> list[dict]:
         """The manifest's entries of the parts."""
@@ -143,7 +143,7 @@ def _prepare(settings: Settings, name: str, source: Source, note: str) -> dict:
     demonstrations: list[dict] = []
     checked, groups = {}, defaultdict(set)
 
-    def check(sides: dict[str, list]) -> dict[str, list]:
+    def kept(sides: dict[str, list]) -> dict[str, list]:
         checked["gold"], sides = _gold_checked(settings, sides)
         return sides
 
@@ -161,7 +161,7 @@ def _prepare(settings: Settings, name: str, source: Source, note: str) -> dict:
         schema=rl_schema,
         needs_tools=needs_tools,
         truth=lambda e: e.ground_truth,
-        check=check,
+        kept=kept,
     )
     with replaced_as_a_whole(settings.data_dir, ("test", "dev", "train", "sft")) as new:
         try:
@@ -190,7 +190,7 @@ def _prepare(settings: Settings, name: str, source: Source, note: str) -> dict:
         manifest = {"fingerprint": settings.data_fingerprint(), "source": name, "note": "; ".join(filter(None, notes))}
         manifest |= {"origin": examples.origin(), "not_used": examples.unused(), "seed": settings.SEED, "rows": rows}
         manifest |= {**details, **checked}
-        manifest |= {"groups": {split: len(found) for split, found in groups.items()}} if groups else {}
+        manifest |= {"groups": {split: len(keys) for split, keys in groups.items()}} if groups else {}
         manifest["contents"] = {name: sha256(new / f"{name}.parquet") for name in rows}
         if longest := _longest(_tokenizer_here(settings.MODEL), demonstrations):
             manifest["contents"][f"longest of {settings.MODEL}"] = str(longest)
@@ -284,8 +284,8 @@ def _endless(settings: Settings, examples: Iterator[Example], form: Form, new: P
     counts = {"test": test, "dev": settings.DEV_SIZE, "train": train}
     sides = {name: list(islice(examples, count)) for name, count in counts.items()}
     if len(sides["train"]) < train:
-        found = sum(map(len, sides.values()))
-        raise SplitError(f"has only {found} different prompts for {sizes}; lower them, or take another source")
+        there = sum(map(len, sides.values()))
+        raise SplitError(f"has only {there} different prompts for {sizes}; lower them, or take another source")
     return write_sides(sides, new, form, any(map(needs_tools, chain(*sides.values())))), {}
 
 

@@ -17,7 +17,6 @@ from tasks.common.text import one_line
 
 LONGEST = 64 << 20  # bytes of a line, and characters of a CSV field; more means a broken file
 SUFFIXES = (".json", ".jsonl", ".csv", ".parquet")
-HUB_TIMEOUT = 5  # seconds to wait for the hub
 
 
 class HubUnreachable(DataError):
@@ -168,7 +167,7 @@ def _hub_answers() -> bool:
     if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "true", "yes", "on"):
         return False
     try:
-        httpx.head(os.environ.get("HF_ENDPOINT") or "https://huggingface.co", timeout=HUB_TIMEOUT)
+        httpx.head(os.environ.get("HF_ENDPOINT") or "https://huggingface.co", timeout=5)
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, ImportError):  # ImportError: a SOCKS proxy
         return False
     return True

@@ -40,7 +40,7 @@ class Form:
     one side. ``row``: makes a row from item, split and place in it; called in order of place, the test set first.
     ``schema``: schema of the files; its argument says whether an item ``needs_tools``. ``problem``: why an item cannot
     be used (a name for the count), or None. ``truth``: an item's ground truth, to tell repeats that contradict each
-    other. ``check``: from the items of each side to those that are written.
+    other. ``kept``: from the items of each side to those that are written.
     """
 
     identity: Callable[[object], tuple[str, str]]
@@ -49,7 +49,7 @@ class Form:
     needs_tools: Callable[[object], bool] = lambda item: False
     problem: Callable[[object], str | None] = lambda item: None
     truth: Callable[[object], object] = lambda item: None
-    check: Callable[[dict[str, list]], dict[str, list]] = lambda sides: sides
+    kept: Callable[[dict[str, list]], dict[str, list]] = lambda sides: sides
 
 
 class SplitError(DataError):
@@ -145,7 +145,7 @@ def write_sides(sides: dict[str, list], folder: Path, form: Form, tools: bool) -
     """Write ``SIDE.parquet`` to ``folder`` for each side that is not empty; return their numbers of rows by name.
     ``tools``: whether an item needs the schema with tools."""
     rows, schema = {}, form.schema(tools)
-    for name, items in form.check(sides).items():
+    for name, items in form.kept(sides).items():
         if items:
             made = (form.row(item, name, place) for place, item in enumerate(items))
             rows[name] = write_parquet(made, folder / f"{name}.parquet", schema, len(items))
