@@ -330,7 +330,7 @@ def local_copy_of_hub(home: Path, folder: Path) -> Path:
         with (folder / f"{split}.jsonl").open("w") as file:
             for row in map(json.loads, part):
                 if columns:
-                    row = {columns.prompt: row.pop("question"), columns.answer: row.pop("answer"), **row}
+                    row = {columns["prompt"]: row.pop("question"), columns["answer"]: row.pop("answer"), **row}
                 file.write(json.dumps(row) + "\n")
     return folder
 

@@ -7,6 +7,7 @@
 {% else %}
 {% set reward, source = cookiecutter.reward, cookiecutter.source %}
 {% set from_records = source in ("file", "hub") %}
+{% set own_columns = reward in ("expression", "tool_call") %}
 {% set hub_sets = {
   "math": ("openai/gsm8k", "main", ["train", "test"], ("question", "answer")),
   "exact": ("SetFit/sst2", none, ["train", "test"], ("text", "label_text")),
