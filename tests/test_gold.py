@@ -436,12 +436,8 @@ def test_make_data_says_it_and_checks_again_after_the_reward_was_changed(tmp_pat
     given |= {"TEST_SIZE": "8", "DEV_SIZE": "4", "SFT_SIZE": "32"}
     reward = checkout / "tasks/countdown/reward.py"
     right = reward.read_text()
-    none = right.replace("if correct else", "if False else").replace('"acc": correct', '"acc": False')
-    reward.write_text(none)
-    result = make("data", cwd=checkout, **given)
-    (error,) = [line for line in result.stdout.splitlines() if line.startswith("error:")]
-    assert result.returncode != 0 and "gold check: 0 of 44 demonstrations get acc 1; the first 10" in error
-    reward.write_text(none.replace('"acc": False', '"acc": correct and truth["target"] % 2'))
+    odd = right.replace("if correct else", "if False else")
+    reward.write_text(odd.replace('"acc": correct', '"acc": correct and truth["target"] % 2'))
     result = make("data", cwd=checkout, **given)
     assert result.returncode == 0 and re.search(r"gold check: [12]\d of 44 demonstrations", result.stdout)
     result = make("doctor", cwd=checkout, **given)
@@ -453,4 +449,4 @@ def test_make_data_says_it_and_checks_again_after_the_reward_was_changed(tmp_pat
     assert "gold check: reward.py has changed since" in make("doctor", cwd=checkout, **given, GOLD="error").stdout
     result = make("data", cwd=checkout, **given, GOLD="error")
     assert result.returncode == 0 and "gold check: 44 of 44 demonstrations get acc 1" in result.stdout
-    assert "up to date" not in result.stdout and "up to date" in make("data", cwd=checkout, **given).stdout
+    assert "up to date" not in result.stdout

@@ -293,9 +293,8 @@ def converted(path, output, *options):
     return manifest, train, test
 
 
-@pytest.mark.parametrize("suffix", records.SUFFIXES)
-def test_rl_rows(tmp_path, suffix):
-    path = write_rows(tmp_path / f"sums{suffix}", plain(100))
+def test_rl_rows(tmp_path):
+    path = write_rows(tmp_path / "sums.csv", plain(100))
     manifest, train, test = converted(path, tmp_path / "out")
     assert (manifest["kind"], len(train), len(test)) == ("rl", 95, 5)
     assert validate_parquet(tmp_path / "out/train.parquet") == 95
@@ -304,12 +303,6 @@ def test_rl_rows(tmp_path, suffix):
     }
     assert {row["data_source"] for row in train} == {"sums"}
     assert manifest["origin"] == [Records(path).origin()]
-
-
-def test_sft_rows(tmp_path):
-    manifest, train, _ = converted(write_rows(tmp_path / "x.json", chats(40)), tmp_path / "out")
-    assert (manifest["kind"], validate_parquet(tmp_path / "out/train.parquet", "sft")) == ("sft", 38)
-    assert [message["role"] for message in train[0]["messages"]] == ["user", "assistant"]
 
 
 def test_dpo_rows(tmp_path):
@@ -342,12 +335,12 @@ def test_calls_and_tools_are_kept(tmp_path):
             assert json.loads(row["reward_model"]["ground_truth"]) == [CALL]
 
 
-@pytest.mark.parametrize("rows, kind", [(plain(20), "sft"), (chats(20), "rl")])
+@pytest.mark.parametrize("rows, kind", [(plain(20), "sft"), (chats(20), "rl"), (chats(20), "")])
 def test_kind_can_be_chosen(tmp_path, rows, kind):
     path = write_rows(tmp_path / "x.jsonl", rows)
-    manifest, _, _ = converted(path, tmp_path / "out", "--kind", kind)
-    assert manifest["kind"] == kind
-    assert validate_parquet(tmp_path / "out/train.parquet", kind) == 19
+    manifest, _, _ = converted(path, tmp_path / "out", *(["--kind", kind] if kind else []))
+    assert manifest["kind"] == (kind or "sft")
+    assert validate_parquet(tmp_path / "out/train.parquet", manifest["kind"]) == 19
 
 
 def test_twins_are_one_prompt(tmp_path):
