@@ -261,9 +261,8 @@ def _scores(compute_score: Callable, rows: Sequence[Row], forms: Callable, episo
     try:
         for first in range(cores):
             ours, theirs = fork.Pipe(duplex=False)
-            process = fork.Process(
-                target=_work, args=(compute_score, rows, forms, episodes, chunks[first::cores], theirs)
-            )
+            given = compute_score, rows, forms, episodes, chunks[first::cores], theirs
+            process = fork.Process(target=_work, args=given)
             process.start()
             theirs.close()
             workers.append((process, ours))
@@ -300,10 +299,9 @@ def _work(
                     guarded.known = index
                 result = guarded.scores(text, [index])[0]
                 loaded = loaded or not result.problem
-                repeated = isinstance(forms, functools.partial) and len(scored) < REPEATED
-                scored.append(
-                    _forms_scored(guarded, index, result, forms, repeated) if result.right else _Scored(result)
-                )
+                repeats = episodes and len(scored) < REPEATED
+                formed = _forms_scored(guarded, index, result, forms, repeats) if result.right else _Scored(result)
+                scored.append(formed)
                 if sum(each is not None and _slow(each.result) for each in scored) == MOST_SLOW:
                     break
             pipe.send(scored)

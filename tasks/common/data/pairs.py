@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -64,13 +65,10 @@ def read_pairs(
 
 
 def _is_own(path: Path) -> bool:
-    if path.suffix.lower() != ".parquet":
-        return False
-    try:
-        forms = [dpo_schema(tools, truncated) for tools in (False, True) for truncated in (False, True)]
-        return pq.read_schema(path) in forms
-    except (pa.ArrowException, OSError):
-        return False  # Records reports the file's error
+    forms = [dpo_schema(tools, truncated) for tools in (False, True) for truncated in (False, True)]
+    with suppress(pa.ArrowException, OSError):  # Records reports the file's error
+        return path.suffix.lower() == ".parquet" and pq.read_schema(path) in forms
+    return False
 
 
 def _own_pair(record: dict) -> Example | None:

@@ -141,10 +141,12 @@ def _prepare(settings: Settings, name: str, source: Source, note: str) -> dict:
     finite = iter(examples) is not examples
     shown = f"FILE={settings.FILE}" if name == "file" else f"SOURCE={name}"
     demonstrations: list[dict] = []
-    checked, groups = {}, defaultdict(set)
+    checked, groups, tokenizer = {}, defaultdict(set), None
 
     def kept(sides: dict[str, list]) -> dict[str, list]:
-        checked["gold"], sides = _gold_checked(settings, sides)
+        nonlocal tokenizer
+        tokenizer = _tokenizer_here(settings.MODEL)
+        checked["gold"], sides = _gold_checked(settings, sides, tokenizer)
         return sides
 
     def row(example: Example, split: str, index: int) -> dict:
@@ -192,7 +194,7 @@ def _prepare(settings: Settings, name: str, source: Source, note: str) -> dict:
         manifest |= {**details, **checked}
         manifest |= {"groups": {split: len(keys) for split, keys in groups.items()}} if groups else {}
         manifest["contents"] = {name: sha256(new / f"{name}.parquet") for name in rows}
-        if longest := _longest(_tokenizer_here(settings.MODEL), demonstrations):
+        if longest := _longest(tokenizer, demonstrations):
             manifest["contents"][f"longest of {settings.MODEL}"] = str(longest)
         write_json(new / "manifest.json", manifest)
     return manifest
@@ -235,14 +237,14 @@ def _refuse_nothing_right(settings: Settings, entry: dict) -> None:
         raise DataError(f"gold check: {gold.said(entry, settings)}; nothing is right: {advice}")
 
 
-def _gold_checked(settings: Settings, sides: dict[str, list]) -> tuple[dict, dict[str, list]]:
+def _gold_checked(settings: Settings, sides: dict[str, list], tokenizer) -> tuple[dict, dict[str, list]]:
     """The manifest's entry of the gold check, and ``sides``, with GOLD=drop without the rows that are not right.
 
     Raises DataError for such rows and wrong forms that are right with GOLD=error, and where GOLD=drop leaves a side
     empty.
     """
     rows = [_gold_row(settings, side, index, item) for side in sides for index, item in enumerate(sides[side])]
-    entry, wrong = gold.check(settings, rows, _tokenizer_here(settings.MODEL))
+    entry, wrong = gold.check(settings, rows, tokenizer)
     if settings.GOLD == "error" and gold.failed({"gold": entry}, settings):
         raise DataError(f"GOLD=error: {gold.said(entry, settings)}")
     _refuse_nothing_right(settings, entry)
