@@ -8,7 +8,6 @@ import ast
 import builtins
 import contextlib
 import dataclasses
-import datetime
 import difflib
 import functools
 import importlib
@@ -21,6 +20,8 @@ from collections.abc import Callable, Iterator
 from enum import Enum
 from fractions import Fraction
 from unittest import mock
+
+from pydantic import TypeAdapter, ValidationError
 
 from tasks.common.rewards.answers import last_answer, read_ground_truth
 from tasks.common.rewards.math_answer import read_number
@@ -285,21 +286,12 @@ def _check_name(name: str, known, problem: str) -> None:
 
 def _value(value, default, where: str):
     """``value`` from JSON as the type of ``default``. Raises DataError if it does not fit."""
-    try:
-        if isinstance(default, Enum):
-            return type(default)(value)
-        if isinstance(default, datetime.date | datetime.time):
-            return type(default).fromisoformat(value)
-        if dataclasses.is_dataclass(default):
-            return type(default)(**value)
-    except (TypeError, ValueError) as error:
-        raise DataError(f"{where}: {one_line(str(error), 200)}") from error
     if default is None or value is None:
         return value
-    kinds = {bool: bool, int: int, float: (int, float), str: str, list: list, tuple: list}.get(type(default), object)
-    if not isinstance(value, kinds) or (isinstance(value, bool) and type(default) is not bool):
-        raise DataError(f"{where}: must be of type {type(default).__name__}, such as {default!r:.100}")
-    return tuple(value) if isinstance(default, tuple) else value
+    try:
+        return TypeAdapter(type(default)).validate_json(json.dumps(value), strict=True)
+    except ValidationError as error:
+        raise DataError(f"{where}: {one_line(error.errors()[0]['msg'], 200)}, such as {default!r:.100}") from error
 
 
 def _part(part):
