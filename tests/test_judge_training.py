@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from tasks.common.rewards.judge import messages
+from tasks.common.runs.folder import read_metrics
 from tests.helpers import checkout_with, make, outside_make
 
 pytestmark = pytest.mark.long
@@ -104,8 +105,7 @@ def test_a_judge_that_fails_stops_the_run_after_a_checkpoint_from_which_it_goes_
     assert resumed.returncode == 0, resumed.stdout
     assert "resuming from step 1" in resumed.stdout
     assert (run_dir / "checkpoints/latest_checkpointed_iteration.txt").read_text() == "2"
-    steps = [json.loads(line)["step"] for f in sorted(run_dir.glob("metrics/*")) for line in f.read_text().splitlines()]
-    assert steps == [1, 2]
+    assert sorted(read_metrics(run_dir)) == [1, 2]
 
     prompts = []
     for step in (1, 2):
