@@ -308,10 +308,12 @@ def test_uv_is_told_where_pip_looks_and_whom_it_trusts(checkout):
     assert told > {"UV_DEFAULT_INDEX=https://mirror.example/simple", "UV_FIND_LINKS=/wheels", "SSL_CERT_FILE=/own.pem"}
 
 
-def test_nothing_is_done_when_the_list_is_that_of_the_environment(checkout):
-    shutil.copy(checkout / ".venv/.installed-cpu", checkout / "tasks/common/stacks/cpu/requirements.txt")
+def test_nothing_is_done_when_the_versions_are_those_of_the_environment(checkout):
+    pins = "# the list\ntiny==1.0 \\\n    --hash=sha256:{}\nother==2.0 \\\n    --hash=sha256:{}\n"
+    (checkout / ".venv/.installed-cpu").write_text(pins.format("0" * 64, "1" * 64))
+    (checkout / "tasks/common/stacks/cpu/requirements.txt").write_text(pins.format("2" * 64, "1" * 64))
     result = install(checkout, "cpu")
-    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "") and (checkout / ".venv/kept").exists()
 
 
 def test_the_second_installation_waits_for_the_first(checkout):

@@ -23,7 +23,10 @@ fail() {
 }
 
 [[ -f $LIST ]] || fail "STACK=$STACK: has no package list; make an environment of your own and set PYTHON (docs/INSTALLATION.md)"
-if cmp -s "$LIST" "$MARK"; then
+is_installed() { # the versions are the list's; other hashes alone are no reason to install again
+  [[ -f $MARK ]] && cmp -s <(grep -v '^ ' "$LIST") <(grep -v '^ ' "$MARK")
+}
+if is_installed; then
   touch "$MARK"
   exit
 fi
@@ -32,7 +35,7 @@ exec 9>.venv.lock
 if ! flock -n 9; then
   echo "waiting for another installation in this checkout"
   flock 9
-  if cmp -s "$LIST" "$MARK"; then exit; fi
+  if is_installed; then exit; fi
 fi
 echo "install"
 mkdir -p artifacts && : >"$LOG"
