@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tasks.common.rewards.judge import messages
-from tasks.common.runs.folder import read_metrics
+from tasks.common.runs.run import read_metrics
 from tests.helpers import checkout_with, make, outside_make
 
 pytestmark = pytest.mark.long
