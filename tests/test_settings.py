@@ -335,13 +335,9 @@ def test_value_at_the_edge_is_accepted(name, value):
     [
         ("grpo", 8, 8),
         ("gspo", 8, 2),
-        ("gspo", 10, 2),
         ("gspo", 9, 3),
-        ("ppo", 2, 1),
-        ("gspo", 6, 2),
         ("gspo", 49, 49),
         ("gspo", 62, 31),
-        ("gspo", 61, 61),
         ("cispo", 1, 1),
     ],
 )
@@ -366,9 +362,6 @@ def test_own_samples_are_in_the_name_of_a_warm_up_only_when_it_learns_from_them(
     assert samples.sft_fingerprint() != load(SFT_SOURCE="samples", ROLLOUT_N="8").sft_fingerprint()
     assert task.sft_fingerprint() != samples.sft_fingerprint()
     assert load(SFT_SOURCE="samples", SFT_SIZE="0").INIT == "sft"  # the task need not have demonstrations
-
-
-def test_a_small_demonstration_set_is_accepted_without_a_warm_up():
     assert load(INIT="base", SFT_SIZE="0").SFT_SIZE == 0
 
 
@@ -568,7 +561,6 @@ def test_econ_agent_with_all_weights_learns_at_a_tenth_of_its_adapters_rates(sta
         ("default STEPS 3 cpuu=2", "default STEPS: cpuu: no such stack; there are: a100, cpu, current"),
         ("default STEPS", "default STEPS: must be default NAME VALUE"),
         ("default N_GPUS $(nproc)", "a value is plain text, bash does not read it"),
-        ("default STEPS 'x", "must be default NAME VALUE"),
     ],
 )
 def test_a_line_of_train_sh_that_says_nothing_is_refused(line, said, sources):
@@ -598,7 +590,6 @@ MULTI_TURN_REFUSED = [
     ({"STACK": "a100"}, "TASK=calculator: is multi-turn, which STACK=a100 (verl 0.6.1) cannot train; take STACK="),
     ({"METHOD": "dpo"}, "METHOD=dpo: is for single-turn tasks; TASK=calculator has episodes"),
     ({"METHOD": "distill", "TEACHER": "a/b"}, "METHOD=distill: is for single-turn tasks; TASK=calculator has episodes"),
-    ({"TRUNCATED": "shaped"}, "TRUNCATED=shaped: is for single-turn tasks; TASK=calculator has episodes"),
     ({"METHOD": "dapo", "TRUNCATED": "shaped"}, "TRUNCATED=shaped: is for single-turn tasks; "),
     ({"REWARD": "x"}, "REWARD=x: TASK=calculator has the rewards of its environment.py; leave REWARD out"),
     ({"REWARD_MODEL": "a/b"}, "REWARD_MODEL=a/b: TASK=calculator has the rewards of its environment.py; leave "),
@@ -685,28 +676,18 @@ def test_parts_of_a_gpu_are_not_counted_as_gpus(lines, names, smi, tmp_path):
     ("value", "names"),
     [
         ("", []),
-        ("-1", []),
-        ("1,", ["1"]),
         ("0,-1,2", ["0"]),
         ("0, 1", ["0", "1"]),
         ("GPU-1c,MIG-2f", ["1", "MIG-2f"]),
         ("GPU-2c4f-0a7d-11ef, GPU-0", ["2", "0"]),
-        ("GPU-0,", ["0"]),
         ("GPU-0,GPU-2,GPU-1", ["0"]),  # two begin with GPU-2
         ("GPU-7", []),
-        ("NoDevFiles", []),
         ("0,0", []),
         ("0,00", []),
-        ("0,9,9", []),
-        ("0,-1,0", ["0"]),
         ("GPU-1c,1", []),
-        ("GPU-1c,GPU-1c4f", []),
         ("MIG-2f,MIG-2f", []),
-        ("0 1", ["0"]),
         ("1gpu2, +2ampere", ["1", "2"]),
-        ("+,0", []),
         ("0,5,1", ["0"]),  # there is no GPU 5
-        ("5", []),
         ("0,MIG-2f,5", ["0", "MIG-2f"]),
     ],
 )
@@ -829,13 +810,7 @@ def test_help_has_one_line_for_each_variable():
 def test_variables_of_commands_have_defaults_and_are_checked():
     assert load_settings({}, cls=Command).STEP == ""
     assert load_settings({"STEP": "4", "FILTER": "1"}, cls=Command).STEP == "4"
-    for name, value in {
-        "FILTER": "2",
-        "FILTER_HIGH": "1.1",
-        "FILTER_LOW": "-1",
-        "TEMPLATE": "x",
-        "BACKEND": "x",
-    }.items():
+    for name, value in {"FILTER": "2", "FILTER_HIGH": "1.1", "FILTER_LOW": "-1", "TEMPLATE": "x"}.items():
         with pytest.raises(SettingsError, match=f"{name}={value}: must be"):
             load_settings({name: value}, cls=Command)
 
