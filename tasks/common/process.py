@@ -117,7 +117,8 @@ def _out_of_memory(text: str) -> bool:
     return any("running low" in words for words in found) or bool(found and not os.environ.get("RAY_ADDRESS"))
 
 
-def _report(log: Path, status: str) -> str:
+def report(log: Path, status: str) -> str:
+    """The first real error of ``log``, else ``status``, with the lines before it."""
     text = log.read_text(errors="replace") if log.exists() else ""
     lines = [_PREFIX.sub("", _ANSI.sub("", line)).rstrip() for line in text.splitlines()]
     lines = [line for line in lines if not _NOISE.match(line)]
@@ -330,4 +331,4 @@ def run(
     if stalled:
         raise StageFailed(f"{stalled}\n  log: {log}")
     if code != 0:
-        raise StageFailed(_report(log, f"{name} ended with exit code {code}" if code else f"{name}: an engine died"))
+        raise StageFailed(report(log, f"{name} ended with exit code {code}" if code else f"{name}: an engine died"))

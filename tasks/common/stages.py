@@ -127,6 +127,19 @@ STAGES = {
         defaults={"N": "1"},
         writes=("batch",),
     ),
+    "serve": Stage(
+        _AFTER,
+        'serve MODEL or the trained model to OpenAI clients on PORT=8000; ARGS="--tool-call-parser hermes"',
+        ("model",),
+        **_MODEL,
+        writes=("serve",),
+    ),
+    "export": Stage(
+        _AFTER,
+        "write the trained model and its model card to OUTPUT, for the hub; PUSH=owner/name uploads it",
+        ("export",),
+        about_a_run=True,
+    ),
     "rescore": Stage(_AFTER, "score stored ROLLOUTS again, without a model", episodes=False),
     "bench_training": Stage(
         _REPOSITORY,

@@ -23,7 +23,7 @@ from tasks.common.evaluation.certify import certificate, certified
 from tasks.common.evaluation.tables import total_time
 from tasks.common.guarded import Guarded, asks_judge
 from tasks.common.interrupts import interrupt_on_sigterm
-from tasks.common.launch import doctor, experiments, minutes, rehearse, train
+from tasks.common.launch import doctor, experiments, minutes, rehearse, serve, train
 from tasks.common.launch.plan import rl_plan
 from tasks.common.launch.rounds import check_training, start_model, train_rounds
 from tasks.common.launch.task import compute_score_of, exported, load_reward, script, stack_environment
@@ -31,6 +31,7 @@ from tasks.common.leftovers import Launch
 from tasks.common.models.find import embedded_folder, resolve_model, whole_model
 from tasks.common.models.merge import base_of, is_adapter, merge, merge_note, whole_folder
 from tasks.common.process import Progress, errors_in_one_line, run
+from tasks.common.reports import export as exports
 from tasks.common.rewards.answers import RewardError
 from tasks.common.rows import DataError, validate_parquet
 from tasks.common.runs import folder
@@ -249,6 +250,11 @@ def merged(job: Job) -> str:
     return f"written: {model}{merge_note(model)}"
 
 
+def model_folder(job: Job) -> str:
+    exports.check(job.command, job.run)
+    return exports.export(job.s, job.command, job.run.folder, job.chosen())
+
+
 def trained_rl(job: Job) -> str:
     """RL; where the warm-up gives it nothing to learn from, `make all` on a terminal asks whether to go on."""
     try:
@@ -269,6 +275,7 @@ PARTS: dict[str, Callable[[Job], str]] = {
     "sft": lambda job: train.sft(job.s),
     "train": trained_rl,
     "merge": merged,
+    "export": model_folder,
     "eval": lambda job: evaluate(job, "evaluate.py", "eval"),
     "attack": attack,
     "probe": probe,
@@ -415,6 +422,7 @@ AT_ONCE: dict[str, Callable[[Job], None]] = {
 # What follows its parts, in place of this process.
 LAST: dict[str, Callable[[Job], None]] = {
     "chat": chat,
+    "serve": lambda job: serve.serve(job.s, job.command, job.chosen(), job.arguments),
     "bench_training": benchmark,
 }
 
@@ -433,7 +441,7 @@ def say_environment() -> None:
 def about(job: Job) -> Job:
     """``job`` with the run that an evaluation uses, and that run's settings."""
     # The models are given, so no run is used.
-    given = job.model and (job.goal in ("chat", "batch") or (job.goal == "compare" and job.command.BASE))
+    given = job.model and (job.goal in ("chat", "batch", "serve") or (job.goal == "compare" and job.command.BASE))
     if given or not job.stage.about_a_run:
         return job
     if run_used := folder.find_run(job.s, job.arguments, job.model):
@@ -488,9 +496,11 @@ def main(goal: str, arguments: list[str]) -> None:
         from tasks.common.evaluation import batch
 
         batch.paths(command)
+    if goal == "serve":
+        serve.check(command)
     job = about(job)
     s = job.s
-    if goal != "merge":
+    if goal not in ("merge", "export", "serve"):
         load_reward(s)  # a broken reward.py ends the command before anything starts
     with _locked(s):
         first = command.FROM if job.trains else "data"

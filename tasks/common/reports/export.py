@@ -1,0 +1,176 @@
+"""`make export OUTPUT=folder`: the trained model as a folder for the hub, with a card; PUSH=owner/name uploads it."""
+
+import html
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+
+from tasks.common.files import folder_beside, read_json, write_json, write_text
+from tasks.common.models.find import EMBEDDED, embedded_folder, is_hub_id, whole_model
+from tasks.common.models.merge import base_of, is_adapter
+from tasks.common.reports import run_report
+from tasks.common.reports.run_report import Comparison, Section, Table
+from tasks.common.runs import launches
+from tasks.common.runs.folder import read_metrics, recorded
+from tasks.common.runs.secrets import masked
+from tasks.common.settings import ROOT, Command, Settings, SettingsError, artifacts
+from tasks.common.text import one_line
+
+# What transformers and vLLM load; a checkpoint's folder also holds the trainer's own files.
+PARTS = ("*.safetensors", "*config.json", "*.index.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json")
+PARTS += ("vocab.json", "merges.txt", "chat_template.jinja", "adapter_model.*")
+EMBEDDED_ID = f"HuggingFaceTB/{EMBEDDED}"
+CURVES = "curves.svg"
+LIMITS = """\
+- It was evaluated on this task's held-out prompts alone.
+- The intervals are over prompts; they do not show how much another seed would differ.
+- What the reward does not measure, the training did not improve."""
+
+
+def check(command: Command, run_dir: Path | None) -> None:
+    """Raise SettingsError for what cannot be exported, before anything is merged."""
+    if run_dir is None:
+        raise SettingsError("export: there is no trained model yet: run `make train`, or set RUN")
+    if not command.OUTPUT:
+        raise SettingsError("OUTPUT is empty: give the folder to write")
+    if (output := Path(command.OUTPUT).expanduser()).exists():
+        raise SettingsError(f"OUTPUT={output}: exists already; give a folder that does not")
+    if command.PUSH and not is_hub_id(command.PUSH):
+        raise SettingsError(f"PUSH={command.PUSH}: is no hub id (owner/name)")
+    if command.PUSH and (os.environ.get("CI") or not sys.stdin.isatty()):
+        raise SettingsError(f"PUSH={command.PUSH}: asks before it uploads, which needs a terminal")
+
+
+def base_id(s: Settings, command: Command, start: str) -> str:
+    """How others find the base model: BASE, the hub id, or the last part of a folder's path."""
+    if command.BASE:
+        return command.BASE
+    if s.MODEL == "embedded" or Path(start) == embedded_folder():
+        return EMBEDDED_ID
+    return Path(start).name if Path(start).is_dir() else start
+
+
+def licence(base: str, start: str) -> str:
+    """The licence that the base model's own card names, in the hub's spelling; "unknown" where none is at hand."""
+    from huggingface_hub import ModelCard, try_to_load_from_cache
+
+    if base == EMBEDDED_ID:
+        return "apache-2.0"
+    card = Path(start) / "README.md" if Path(start).is_dir() else try_to_load_from_cache(start, "README.md")
+    try:
+        return ModelCard.load(card).data.license or "unknown"
+    except (OSError, TypeError, ValueError, AttributeError):
+        return "unknown"
+
+
+def export(s: Settings, command: Command, run_dir: Path, model: str) -> str:
+    """Write ``model``, a checkpoint of ``run_dir``, to OUTPUT, and upload it where PUSH says so. Returns what it did.
+
+    MERGE=1 writes a LoRA adapter merged into its base model. Raises SettingsError.
+    """
+    output = Path(command.OUTPUT).expanduser().absolute()
+    source = Path(whole_model(model) if command.MERGE else model)
+    start = run_report.base_of(run_dir)
+    base = base_id(s, command, base_of(source) if is_adapter(source) else start)
+    with folder_beside(output) as partial:
+        for file in sorted({file for pattern in PARTS for file in source.glob(pattern) if file.is_file()}):
+            shutil.copy2(file, partial / file.name)
+        if is_adapter(source):
+            config = read_json(source / "adapter_config.json")
+            write_json(partial / "adapter_config.json", config | {"base_model_name_or_path": base})
+        shutil.copy2(s.reward_file, partial)
+        written = card(s, run_dir, output.name, base, licence(base, start), is_adapter(source))
+        for name, text in written.items():
+            write_text(partial / name, text)
+    said = [f"written: {output}"]
+    if is_adapter(source) and "/" not in base:
+        said.append(f"its base model {base} is a folder of this machine: others need its hub id, BASE=owner/name")
+    if "license: unknown" in written["README.md"]:
+        said.append("the base model's licence is not known: set `license` in README.md before you publish it")
+    if command.PUSH:
+        said.append(push(output, command.PUSH))
+    return "\n  ".join(said)
+
+
+def card(s: Settings, run_dir: Path, name: str, base: str, licence_id: str, adapter: bool) -> dict[str, str]:
+    """The model card, README.md, and its picture, by file name; the facts are those of `make report`."""
+    from huggingface_hub import EvalResult, ModelCard, ModelCardData
+
+    made, metrics = recorded(run_dir), read_metrics(run_dir)
+    launch = next((launches.read(file) for file in launches.launches(run_dir)[-1:]), None)
+    found = run_report.comparison(run_dir, made)
+    results = [
+        EvalResult("text-generation", s.TASK, s.TASK, metric, value["value"], dataset_split="test")
+        for metric, value in (_trained(found).items() if found else ())
+    ]
+    data = ModelCardData(
+        license=licence_id,
+        base_model=base if is_hub_id(base) else None,
+        library_name="peft" if adapter else "transformers",
+        pipeline_tag="text-generation",
+        tags=["verl", s.METHOD, s.TASK],
+        model_name=name if results else None,
+        eval_results=results or None,
+    )
+    minutes = sum(row.get("timing_s/step", 0.0) for row in metrics.values()) / 60
+    curves = run_report.curves(made, metrics)
+    drawn = {CURVES: curves.pictures[0].content} if curves.pictures else {}
+    sections = [
+        run_report.evaluation(run_dir, found),
+        run_report.settings(run_dir, made, launch),
+        run_report.data(run_dir, made, launch),
+        run_report.environment(run_dir, made, launch, metrics),
+    ]
+    what = f"{s.METHOD} of `{base}` on the task `{s.TASK}`: {len(metrics)} steps, {minutes:.0f} minutes of training."
+    kind = f"A LoRA adapter of `{base}`." if adapter else "A whole model."
+    body = [f"# {name}", f"{what} {kind}", run_report.result_line(run_dir, found)]
+    body += [f"![{html.escape(curves.pictures[0].text)}]({CURVES})"] if drawn else []
+    body += [markdown(section) for section in sections]
+    body += [f"## Reward\n\nThe reward is [{s.reward_file.name}]({s.reward_file.name}).", f"## Limits\n\n{LIMITS}"]
+    text = without_paths(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(body) + "\n")
+    ModelCard(text)  # raises where its header is no card's
+    return {"README.md": text} | {file: content.decode() for file, content in drawn.items()}
+
+
+def _trained(found: Comparison) -> dict[str, dict]:
+    *_, trained = found.summaries.values()
+    return trained["metrics"]
+
+
+def markdown(section: Section) -> str:
+    """A section of the report, without what is folded there."""
+    tables = [_table(table) for table in section.tables if not table.folded]
+    return "\n\n".join([f"## {section.title}", *(masked(line) for line in section.lines), *tables])
+
+
+def _table(table: Table) -> str:
+    rows = [table.header, ["---"] * len(table.header), *table.rows]
+    return "\n".join(f"| {' | '.join(_cell(cell) for cell in row)} |" for row in rows)
+
+
+def _cell(value: object) -> str:
+    return html.escape(one_line(masked(str(value)), 300), quote=False).replace("|", "\\|")
+
+
+def without_paths(text: str) -> str:
+    """``text`` with this machine's folders named as a reader knows them."""
+    for folder, name in ((artifacts(), "artifacts"), (ROOT, "."), (Path.home(), "~")):
+        text = re.sub(rf"{re.escape(str(folder))}(?=[/\s)`,;]|$)", name, text)
+    return text
+
+
+def push(folder: Path, name: str) -> str:
+    """Ask, then upload ``folder`` as the private repository ``name``. Raises SettingsError where the hub refuses."""
+    from huggingface_hub import HfApi, ModelCard
+
+    print(f"  {folder} has {', '.join(sorted(file.name for file in folder.iterdir()))}")
+    if input(f"  upload it to the hub as {name}, private? [y/N] ").strip().lower() not in ("y", "yes"):
+        return "not uploaded"
+    try:
+        ModelCard.load(folder / "README.md").validate()
+        HfApi().create_repo(name, private=True, exist_ok=True)
+        return f"uploaded: {HfApi().upload_folder(repo_id=name, folder_path=folder)}"
+    except (OSError, ValueError) as error:  # of the hub, too
+        raise SettingsError(f"PUSH={name}: {one_line(masked(str(error)), 300)}; {folder} stays") from error

@@ -1,0 +1,92 @@
+"""launch/serve.py: the trained model behind an OpenAI-compatible address."""
+
+import json
+import signal
+import socket
+import subprocess
+
+import psutil
+import pytest
+
+from tasks.common.launch import serve
+from tasks.common.settings import Command, SettingsError, load_settings
+from tests.helpers import MAKE, ROOT, SMALL, exported, outside_make, until
+
+
+@pytest.fixture
+def s():
+    return load_settings(exported(ROOT / "tasks/countdown/train.sh", {"MAX_RESPONSE_LENGTH": "48", "TOP_P": "0.9"}))
+
+
+def command(**given) -> Command:
+    return load_settings({"COMPLETE": "", **{name: str(value) for name, value in given.items()}}, cls=Command)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.1.2.3", "my-machine"])
+def test_an_address_that_others_reach_wants_a_key(host, monkeypatch):
+    monkeypatch.delenv(serve.KEY, raising=False)
+    with pytest.raises(SettingsError, match=f"HOST={host}: others could use the server; put a key into"):
+        serve.check(command(HOST=host, PORT=1))
+    monkeypatch.setenv(serve.KEY, "sk-none-of-your-business")
+    serve.check(command(HOST=host, PORT=1))
+    said = serve.ready(command(HOST=host), ["countdown"])
+    assert "none-of-your" not in said and f"Bearer ${serve.KEY}" in said and "0.0.0.0" not in said
+
+
+def test_a_port_that_is_taken_is_refused():
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(SettingsError, match=f"PORT={port}: another program listens there"):
+            serve.check(command(PORT=port))
+    for bad in ("0", "65536"):
+        with pytest.raises(SettingsError, match="PORT"):
+            command(PORT=bad)
+
+
+def test_the_server_samples_as_an_evaluation_does(s, small_model):
+    words = serve.arguments(s, command(PORT=8123), str(small_model))
+    given = dict(zip(words[::2], words[1::2], strict=False))
+    assert given["--model"] == str(small_model) and given["--served-model-name"] == "countdown"
+    assert (given["--host"], given["--port"]) == ("127.0.0.1", "8123")
+    defaults = json.loads(given["--override-generation-config"])
+    assert (defaults["temperature"], defaults["top_p"], defaults["max_new_tokens"]) == (1.0, 0.9, 48)
+
+
+def test_an_adapter_and_its_base_have_names_of_their_own(s, small_model, tmp_path):
+    config = {"base_model_name_or_path": str(small_model), "r": 8, "target_modules": ["q_proj"]}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    assert serve.names(s, str(tmp_path)) == {small_model.name: str(small_model), "countdown": str(tmp_path)}
+    words = serve.arguments(s, command(), str(tmp_path))
+    assert words[words.index("--model") + 1] == str(small_model) and "--enable-lora" in words
+    assert words[words.index("--lora-modules") + 1] == f"countdown={tmp_path}"
+
+
+@pytest.mark.slow
+def test_make_serve_answers_openais_client_and_leaves_nothing(tmp_path, small_model):
+    from openai import OpenAI
+
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    given = SMALL | {"MODEL": str(small_model), "PORT": str(port), "ARTIFACTS": str(tmp_path)}
+    with (tmp_path / "screen").open("w+") as screen:
+        make = subprocess.Popen(
+            [*MAKE, "serve", *(f"{name}={value}" for name, value in given.items())],
+            cwd=ROOT,
+            env=outside_make(),
+            stdout=screen,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        shown = (tmp_path / "screen").read_text
+        until(lambda: "ready: " in shown() or make.poll() is not None, 120)
+        assert f"ready: http://127.0.0.1:{port}/v1, models: countdown" in shown(), shown()
+        client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none")
+        asked = {"model": "countdown", "messages": [{"role": "user", "content": "Hi"}], "seed": 1}
+        answers = [client.chat.completions.create(**asked, **more) for more in ({}, {"temperature": 0})]
+        assert all(0 < answer.usage.completion_tokens <= 48 for answer in answers)
+        processes = psutil.Process(make.pid).children(recursive=True)
+        launcher = next(each for each in processes if "tasks.common.launch.main" in " ".join(each.cmdline()))
+        launcher.send_signal(signal.SIGINT)
+        make.wait(60)
+        until(lambda: not any(each.is_running() and each.status() != "zombie" for each in processes))
+    assert "stopped" in shown() and "Traceback" not in shown()
