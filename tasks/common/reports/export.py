@@ -11,7 +11,8 @@ from tasks.common.files import folder_beside, read_json, write_json, write_text
 from tasks.common.models.find import EMBEDDED, embedded_folder, is_hub_id, whole_model
 from tasks.common.models.merge import base_of, is_adapter
 from tasks.common.reports import run_report
-from tasks.common.reports.run_report import Comparison, Section, Table
+from tasks.common.reports.overview import evaluations
+from tasks.common.reports.run_report import Section, Table
 from tasks.common.runs import launches
 from tasks.common.runs.folder import read_metrics, recorded
 from tasks.common.runs.secrets import masked
@@ -72,7 +73,7 @@ def export(s: Settings, command: Command, run_dir: Path, model: str) -> str:
     """
     output = Path(command.OUTPUT).expanduser().absolute()
     source = Path(whole_model(model) if command.MERGE else model)
-    start = run_report.base_of(run_dir)
+    start = run_report.began_with(run_dir)["base"]
     base = base_id(s, command, base_of(source) if is_adapter(source) else start)
     with folder_beside(output) as partial:
         for file in sorted({file for pattern in PARTS for file in source.glob(pattern) if file.is_file()}):
@@ -99,11 +100,11 @@ def card(s: Settings, run_dir: Path, name: str, base: str, licence_id: str, adap
     from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
     made, metrics = recorded(run_dir), read_metrics(run_dir)
-    launch = next((launches.read(file) for file in launches.launches(run_dir)[-1:]), None)
-    found = run_report.comparison(run_dir, made)
+    launch = next((launches.read(file) for file in launches.launches(run_dir)[-1:]), {})
+    measured = evaluations(run_dir)
     results = [
         EvalResult("text-generation", s.TASK, s.TASK, metric, value["value"], dataset_split="test")
-        for metric, value in (_trained(found).items() if found else ())
+        for metric, value in (measured[-1][2]["metrics"].items() if measured else ())
     ]
     data = ModelCardData(
         license=licence_id,
@@ -115,33 +116,22 @@ def card(s: Settings, run_dir: Path, name: str, base: str, licence_id: str, adap
         eval_results=results or None,
     )
     minutes = sum(row.get("timing_s/step", 0.0) for row in metrics.values()) / 60
-    curves = run_report.curves(made, metrics)
-    drawn = {CURVES: curves.pictures[0].content} if curves.pictures else {}
-    sections = [
-        run_report.evaluation(run_dir, found),
-        run_report.settings(run_dir, made, launch),
-        run_report.data(run_dir, made, launch),
-        run_report.environment(run_dir, made, launch, metrics),
-    ]
-    what = f"{s.METHOD} of `{base}` on the task `{s.TASK}`: {len(metrics)} steps, {minutes:.0f} minutes of training."
-    kind = f"A LoRA adapter of `{base}`." if adapter else "A whole model."
-    body = [f"# {name}", f"{what} {kind}", run_report.result_line(run_dir, found)]
-    body += [f"![{html.escape(curves.pictures[0].text)}]({CURVES})"] if drawn else []
-    body += [markdown(section) for section in sections]
+    drawn = run_report.curves(metrics).pictures[:1]
+    trained = f"{s.METHOD} of `{base}` on the task `{s.TASK}`: {len(metrics)} steps, {minutes:.0f} minutes of training"
+    where = f"{s.NNODES} x {s.N_GPUS} GPUs" if s.STACK != "cpu" else "a CPU"
+    body = [f"# {name}", f"{'A LoRA adapter' if adapter else 'A whole model'}: {trained} on {where}."]
+    body += [f"![{html.escape(drawn[0].text)}]({CURVES})"] if drawn else []
+    sections = [run_report.evaluation(run_dir, made), run_report.settings(run_dir, made, launch)]
+    body += [markdown(section) for section in (*sections, run_report.code(run_dir, launch))]
     body += [f"## Reward\n\nThe reward is [{s.reward_file.name}]({s.reward_file.name}).", f"## Limits\n\n{LIMITS}"]
     text = without_paths(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(body) + "\n")
     ModelCard(text)  # raises where its header is no card's
-    return {"README.md": text} | {file: content.decode() for file, content in drawn.items()}
-
-
-def _trained(found: Comparison) -> dict[str, dict]:
-    *_, trained = found.summaries.values()
-    return trained["metrics"]
+    return {"README.md": text} | {CURVES: picture.content.decode() for picture in drawn}
 
 
 def markdown(section: Section) -> str:
-    """A section of the report, without what is folded there."""
-    tables = [_table(table) for table in section.tables if not table.folded]
+    """A section of the report, without the settings that are the task's defaults."""
+    tables = [_table(table) for table in section.tables if table.folded != "all settings"]
     return "\n\n".join([f"## {section.title}", *(masked(line) for line in section.lines), *tables])
 
 
