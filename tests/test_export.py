@@ -1,0 +1,91 @@
+"""`make export`: a folder for the hub, whose model card has the run's facts and nothing of this machine."""
+
+import json
+from pathlib import Path
+
+import pytest
+from huggingface_hub import ModelCard
+
+from tasks.common.reports import export
+from tasks.common.settings import Command, SettingsError, load_settings
+from tests.test_records import make_run
+from tests.test_run_report import STEP, checkpoint, evaluate
+from tests.test_settings import VALUES
+
+
+@pytest.fixture
+def s(tmp_path, monkeypatch):
+    monkeypatch.setenv("ARTIFACTS", str(tmp_path / "artifacts"))
+    monkeypatch.setenv("HF_TOKEN", "hf_nobodysbusiness")
+    return load_settings(VALUES | {"INIT": "base", "MODEL": "owner/start", "TASK": "countdown"})
+
+
+@pytest.fixture
+def run_dir(s):
+    made = make_run(s, metrics={1: STEP, 2: STEP | {"critic/score/mean": 0.75}}, start="owner/start")
+    evaluate(made, "0", "owner/start", accuracy=0.1)
+    evaluate(made, "1", checkpoint(made), paired=("owner/start", 0.3), accuracy=0.4)
+    return made
+
+
+def command(output: Path, **given) -> Command:
+    return load_settings({"OUTPUT": str(output)} | given, cls=Command)
+
+
+def test_a_whole_model_is_copied_with_a_card_that_its_validator_reads(s, run_dir, small_model, tmp_path):
+    (source := tmp_path / "checkpoint").mkdir()
+    for file in small_model.iterdir():
+        (source / file.name).write_bytes(file.read_bytes())
+    (source / "optim_world_size_1_rank_0.pt").write_bytes(b"the trainer's own")
+    said = export.export(s, command(tmp_path / "out"), run_dir, str(source))
+    names = {file.name for file in (tmp_path / "out").iterdir()}
+    assert {"README.md", "reward.py", "curves.svg", "config.json", "model.safetensors", "tokenizer.json"} <= names
+    assert not [name for name in names if name.endswith(".pt")]
+    assert "licence is not known" in said  # of a model that is only an id here
+    card = ModelCard.load(tmp_path / "out/README.md")
+    assert card.data.base_model == "owner/start" and card.data.library_name == "transformers"
+    assert [(each.metric_type, each.metric_value) for each in card.data.eval_results] == [("accuracy", 0.4)]
+    assert "| accuracy |" in card.text and "0.300" in card.text and "reward.py" in card.text and "2 steps" in card.text
+    everything = card.content + (tmp_path / "out/curves.svg").read_text()
+    assert str(tmp_path) not in everything and str(Path.home()) not in everything and "hf_nobodys" not in everything
+
+
+def test_an_adapter_names_its_base_as_others_find_it(s, run_dir, tmp_path):
+    (adapter := tmp_path / "adapter").mkdir()
+    config = {"base_model_name_or_path": "/data/models/Base-7B", "r": 8, "target_modules": ["q_proj"]}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    (adapter / "adapter_model.safetensors").write_bytes(b"")
+    said = export.export(s, command(tmp_path / "a"), run_dir, str(adapter))
+    assert json.loads((tmp_path / "a/adapter_config.json").read_text())["base_model_name_or_path"] == "Base-7B"
+    assert "Base-7B is a folder of this machine: others need its hub id" in said
+    export.export(s, command(tmp_path / "b", BASE="owner/Base-7B"), run_dir, str(adapter))
+    assert json.loads((tmp_path / "b/adapter_config.json").read_text())["base_model_name_or_path"] == "owner/Base-7B"
+    card = ModelCard.load(tmp_path / "b/README.md")
+    assert card.data.base_model == "owner/Base-7B" and card.data.library_name == "peft"
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"OUTPUT": ""}, "OUTPUT is empty"),
+        ({"OUTPUT": "."}, "exists already"),
+        ({"OUTPUT": "new", "PUSH": "no-owner"}, "is no hub id"),
+        ({"OUTPUT": "new", "PUSH": "owner/name"}, "needs a terminal"),
+    ],
+)
+def test_what_cannot_be_exported_is_refused_before_anything_is_written(given, said, run_dir):
+    with pytest.raises(SettingsError, match=said):
+        export.check(load_settings(given, cls=Command), run_dir)
+    with pytest.raises(SettingsError, match="no trained model yet"):
+        export.check(load_settings({"OUTPUT": "new"}, cls=Command), None)
+
+
+def test_an_upload_asks_first_and_what_the_hub_refuses_is_one_line(s, run_dir, small_model, tmp_path, monkeypatch):
+    export.export(s, command(tmp_path / "out"), run_dir, str(small_model))
+    monkeypatch.setattr("builtins.input", lambda question: "n")
+    assert export.push(tmp_path / "out", "owner/name") == "not uploaded"
+    monkeypatch.setattr("builtins.input", lambda question: "y")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # read where huggingface_hub is imported: here the network refuses, too
+    with pytest.raises(SettingsError, match=r"^PUSH=owner/name: [^\n]+ stays$") as refused:
+        export.push(tmp_path / "out", "owner/name")
+    assert "hf_nobodys" not in str(refused.value)
