@@ -85,7 +85,11 @@ def test_an_upload_asks_first_and_what_the_hub_refuses_is_one_line(s, run_dir, s
     monkeypatch.setattr("builtins.input", lambda question: "n")
     assert export.push(tmp_path / "out", "owner/name") == "not uploaded"
     monkeypatch.setattr("builtins.input", lambda question: "y")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # read where huggingface_hub is imported: here the network refuses, too
+
+    def unreachable(card):  # a test must reach no hub where there is one
+        raise ConnectionError("no route; token hf_nobodysbusiness")
+
+    monkeypatch.setattr(ModelCard, "validate", unreachable)
     with pytest.raises(SettingsError, match=r"^PUSH=owner/name: [^\n]+ stays$") as refused:
         export.push(tmp_path / "out", "owner/name")
     assert "hf_nobodys" not in str(refused.value)
