@@ -12,11 +12,13 @@ from tests.test_records import make_run
 from tests.test_run_report import STEP, checkpoint, evaluate
 from tests.test_settings import VALUES
 
+TOKEN = "hf_" + "NobodysBusiness0" * 2
+
 
 @pytest.fixture
 def s(tmp_path, monkeypatch):
     monkeypatch.setenv("ARTIFACTS", str(tmp_path / "artifacts"))
-    monkeypatch.setenv("HF_TOKEN", "hf_nobodysbusiness")
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
     return load_settings(VALUES | {"INIT": "base", "MODEL": "owner/start", "TASK": "countdown"})
 
 
@@ -47,7 +49,7 @@ def test_a_whole_model_is_copied_with_a_card_that_its_validator_reads(s, run_dir
     assert [(each.metric_type, each.metric_value) for each in card.data.eval_results] == [("accuracy", 0.4)]
     assert "| accuracy |" in card.text and "0.300" in card.text and "reward.py" in card.text and "2 steps" in card.text
     everything = card.content + (tmp_path / "out/curves.svg").read_text()
-    assert str(tmp_path) not in everything and str(Path.home()) not in everything and "hf_nobodys" not in everything
+    assert str(tmp_path) not in everything and str(Path.home()) not in everything and TOKEN not in everything
 
 
 def test_an_adapter_names_its_base_as_others_find_it(s, run_dir, tmp_path):
@@ -87,9 +89,9 @@ def test_an_upload_asks_first_and_what_the_hub_refuses_is_one_line(s, run_dir, s
     monkeypatch.setattr("builtins.input", lambda question: "y")
 
     def unreachable(card):  # a test must reach no hub where there is one
-        raise ConnectionError("no route; token hf_nobodysbusiness")
+        raise ConnectionError(f"no route; token {TOKEN}")
 
     monkeypatch.setattr(ModelCard, "validate", unreachable)
     with pytest.raises(SettingsError, match=r"^PUSH=owner/name: [^\n]+ stays$") as refused:
         export.push(tmp_path / "out", "owner/name")
-    assert "hf_nobodys" not in str(refused.value)
+    assert TOKEN not in str(refused.value)

@@ -12,9 +12,10 @@ LEVELS = (
     {"rewards", "runs"},
     {"data"},
     {"evaluation", "training"},
-    {"verl_plugins", "reports", "launch"},
+    {"verl_plugins", "reports"},
+    {"launch"},
 )
-NEVER_IMPORTED = {"reports", "launch"}
+NEVER_IMPORTED = {"verl_plugins", "launch"}
 BY_NAME = ("import_module", "__import__", "resolve_name", "run_module")
 PLUGINS = {"tasks.common.training.methods.{name}", "tasks.common.stacks.{name}"}  # METHOD and STACK choose one
 

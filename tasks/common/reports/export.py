@@ -14,7 +14,7 @@ from tasks.common.reports import run_report
 from tasks.common.reports.overview import evaluations
 from tasks.common.reports.run_report import Section, Table
 from tasks.common.runs import launches
-from tasks.common.runs.folder import read_metrics, recorded
+from tasks.common.runs.run import Run
 from tasks.common.runs.secrets import masked
 from tasks.common.settings import ROOT, Command, Settings, SettingsError, artifacts
 from tasks.common.text import one_line
@@ -30,9 +30,9 @@ LIMITS = """\
 - What the reward does not measure, the training did not improve."""
 
 
-def check(command: Command, run_dir: Path | None) -> None:
+def check(command: Command, run: Run | None) -> None:
     """Raise SettingsError for what cannot be exported, before anything is merged."""
-    if run_dir is None:
+    if run is None:
         raise SettingsError("export: there is no trained model yet: run `make train`, or set RUN")
     if not command.OUTPUT:
         raise SettingsError("OUTPUT is empty: give the folder to write")
@@ -50,7 +50,7 @@ def base_id(s: Settings, command: Command, start: str) -> str:
         return command.BASE
     if s.MODEL == "embedded" or Path(start) == embedded_folder():
         return EMBEDDED_ID
-    return Path(start).name if Path(start).is_dir() else start
+    return start if is_hub_id(start) and not Path(start).is_dir() else Path(start).name
 
 
 def licence(base: str, start: str) -> str:
@@ -99,7 +99,8 @@ def card(s: Settings, run_dir: Path, name: str, base: str, licence_id: str, adap
     """The model card, README.md, and its picture, by file name; the facts are those of `make report`."""
     from huggingface_hub import EvalResult, ModelCard, ModelCardData
 
-    made, metrics = recorded(run_dir), read_metrics(run_dir)
+    run = Run.read(run_dir)
+    made, metrics = run.record, run.metrics
     launch = next((launches.read(file) for file in launches.launches(run_dir)[-1:]), {})
     measured = evaluations(run_dir)
     results = [
