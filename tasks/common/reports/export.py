@@ -127,7 +127,7 @@ def card(s: Settings, run_dir: Path, name: str, base: str, licence_id: str, adap
     body += [f"## Reward\n\nThe reward is [{s.reward_file.name}]({s.reward_file.name}).", f"## Limits\n\n{LIMITS}"]
     text = without_paths(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(body) + "\n")
     ModelCard(text)  # raises where its header is no card's
-    return {"README.md": text} | {CURVES: picture.content.decode() for picture in drawn}
+    return {"README.md": text} | ({CURVES: drawn[0].content.decode()} if drawn else {})
 
 
 def markdown(section: Section) -> str:
