@@ -41,7 +41,7 @@ def settings(**changes):
 def test_batches_are_divided_by_all_gpus_of_all_machines():
     assert settings(N_GPUS="4", NNODES="8").world_size == 32
     assert "N_GPUS=4 x NNODES=3: must divide MINI_BATCH_SIZE x ROLLOUT_N" in error_of(N_GPUS="4", NNODES="3")
-    assert "NNODES=2: METHOD=dpo" in error_of(NNODES="2", METHOD="dpo")
+    assert "NNODES=2: is for the RL methods" in error_of(NNODES="2", METHOD="dpo")
 
 
 @pytest.mark.parametrize("given", ["auto", "10.0.0.1:6379", "head.example.com:6379", "[fd00::1]:6379"])

@@ -31,7 +31,7 @@ def _not_fsdp(config) -> Iterator[str]:
 def _too_few_cpus(config) -> Iterator[str]:
     """Ray's CPUs, where ARGS say how many: with fewer than a training holds (cluster.held_cpus) it waits for ever."""
     given = config.get("ray_kwargs", {}).get("ray_init", {}).get("num_cpus")
-    if not given or "transfer_queue" not in config:
+    if not given or "backend" not in config.get("transfer_queue", {}):  # verl 0.6.1 has none
         return
     units = config.transfer_queue.backend.SimpleStorage.num_data_storage_units
     gpus = config.trainer.n_gpus_per_node * config.trainer.nnodes
