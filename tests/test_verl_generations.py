@@ -15,8 +15,8 @@ from tests.helpers import ROOT, exported, make
 from tests.wheels import VERLS, verl_package
 
 RL_METHODS = [name for name in METHODS if name != "dpo"]
-# With the versions that their overrides must be of: those of the GPU stacks of both, those of the cpu stack of its own.
-STACKS = [(stack, version) for stack in ("a100", "current") for version in VERLS] + [("cpu", "0.9.1")]
+# With the versions that their overrides must be of: those of a100 of both, the others of their own.
+STACKS = [*(("a100", version) for version in VERLS), ("current", "0.9.1"), ("cpu", "0.9.1")]
 # Dynamic batches, in the names that are the same in both.
 TOKENS = ["actor.use_dynamic_bsz", "actor.ppo_max_token_len_per_gpu"]
 TOKENS += [
