@@ -194,6 +194,6 @@ def digits_checkout(tmp_path_factory) -> Path:
 
     checkout = checkout_with("digits", tmp_path_factory.mktemp("digits"))
     counted = "sum(c in '0123456789' for c in solution_str) / 10"
-    counted = f"return {{'score': {counted}, 'acc': float('<answer>' in solution_str), 'format': 0.0}}"
+    counted = f"return {{'score': {counted}, 'acc': float('#### ' in solution_str), 'format': 0.0}}"
     change_reward(checkout / "tasks/digits", counted)
     return checkout

@@ -20,16 +20,13 @@ import verl  # noqa: F401  (loads VERL_USE_EXTERNAL_MODULES)
 from tensordict import TensorDict
 from torch.distributed.tensor import DTensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
-from verl.trainer.config import CheckpointConfig
-from verl.utils import tensordict_utils
 from verl.utils.device import get_device_name, get_torch_device
 from verl.utils.distributed import initialize_global_process_group
-from verl.workers.config import FSDPEngineConfig, FSDPOptimizerConfig, HFModelConfig
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.utils.losses import sft_loss
 
-from tasks.common.stacks.current import varlen_attention
-from tasks.common.stacks.current.reference_attention import reference_kernel
+from tasks.common.verl_plugins import parity, varlen_attention
+from tasks.common.verl_plugins.reference_attention import reference_kernel
 
 ON_GPU = torch.cuda.is_available()
 TOLERANCE, ROUNDING = 1.2, 1e-5
@@ -42,6 +39,10 @@ MODELS = {
     "head of its own, LoRA": (8, 4, False, 4),
 }
 LENGTHS = [7, 130, 2, 64, 301, 33, 200, 90] if ON_GPU else [7, 13, 2, 16, 31, 5, 20, 9]  # odd in all: one is added
+PATHS = {
+    True: {"attention": "sdpa", "packed": False, "fused": False},
+    False: {"attention": "varlen", "packed": True, "fused": True},
+}  # exact or not
 VOCABULARY = 1000 if ON_GPU else 50
 TOKENS = 700 if ON_GPU else 70  # of a pass on one GPU: more than one pass
 
@@ -67,30 +68,7 @@ def model(folder: Path, queries: int, keys: int, tied: bool) -> Path:
 def engine(folder: Path, shared: int, exact: bool, rank: int) -> FSDPEngineWithLMHead:
     """verl's engine as the overrides of `current` make it, ``exact``: without its kernels, in float32."""
     dtype = "fp32" if exact or not ON_GPU else "bf16"
-    attention = "sdpa" if exact else "varlen"
-    made = FSDPEngineWithLMHead(
-        model_config=HFModelConfig(
-            path=str(folder),
-            load_tokenizer=False,
-            override_config={"attn_implementation": attention},
-            use_remove_padding=not exact,
-            use_fused_kernels=not exact,
-            fused_kernel_options={"impl_backend": "torch"},
-            lora_rank=rank,
-            lora_alpha=2 * rank or 16,
-            target_modules="all-linear",
-        ),
-        engine_config=FSDPEngineConfig(
-            strategy="fsdp2",
-            ulysses_sequence_parallel_size=shared,
-            mixed_precision={"param_dtype": dtype, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
-            use_torch_compile=False,
-        ),
-        optimizer_config=FSDPOptimizerConfig(lr=1e-3, total_training_steps=1),
-        checkpoint_config=CheckpointConfig(),
-    )
-    made.initialize()
-    return made
+    return parity.engine(FSDPEngineWithLMHead, folder, PATHS[exact], shared=shared, dtype=dtype, rank=rank)
 
 
 def batch(made: FSDPEngineWithLMHead) -> TensorDict:
@@ -98,20 +76,8 @@ def batch(made: FSDPEngineWithLMHead) -> TensorDict:
     generator = torch.Generator().manual_seed(1)
     rows = [torch.randint(0, VOCABULARY, (length,), generator=generator) for length in LENGTHS]
     rows = rows[made.get_data_parallel_rank() :: made.get_data_parallel_size()]
-    nested = partial(torch.nested.as_nested_tensor, layout=torch.jagged)
-    data = TensorDict(
-        {
-            "input_ids": nested(rows),
-            "position_ids": nested([torch.arange(len(row)) for row in rows]),
-            # The first token, which the token before would predict, is another sequence's.
-            "loss_mask": nested([(torch.arange(len(row)) > 0).float() for row in rows]),
-        },
-        batch_size=len(rows),
-    )
-    options = {"use_dynamic_bsz": True, "max_token_len_per_gpu": TOKENS, "temperature": 1.0, "calculate_entropy": True}
-    kernels = made.model_config.use_fused_kernels
-    tensordict_utils.assign_non_tensor(data, use_remove_padding=kernels, use_fused_kernels=kernels, **options)
-    return data.to(get_device_name())
+    exact = not made.model_config.use_fused_kernels
+    return parity.batch(rows, PATHS[exact], TOKENS, temperature=1.0).to(get_device_name())
 
 
 def values(made: FSDPEngineWithLMHead) -> dict[str, torch.Tensor]:

@@ -31,6 +31,7 @@ class Packages:
                     return path
         return None
 
+    @functools.cache  # noqa: B019  (two of them, for all tests)
     def find(self, name: str, seen: frozenset = frozenset()) -> tuple[str, ast.AST] | None:
         """The module and the node (class, function, assignment, module) that the dotted ``name`` stands for."""
         if name in seen:

@@ -19,7 +19,7 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from tasks.common import process
+from tasks.common import alive, process
 from tasks.common.machine import cluster
 from tasks.common.machine.cluster import Node, Seen
 from tasks.common.settings import SettingsError, load_settings
@@ -217,11 +217,11 @@ COUNTED = "(raylet) 2 Workers (tasks / actors) killed due to memory pressure (OO
 def test_a_lost_node_and_a_killed_worker_end_the_run_with_their_fix(log, address, said, tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", address)
     (tmp_path / "x.log").write_text(log)
-    first = process._report(tmp_path / "x.log", "the status").splitlines()[0]
+    first = process.report(tmp_path / "x.log", "the status").splitlines()[0]
     assert first.startswith(said) if said else "was lost" not in first and "out of memory" not in first
     monkeypatch.setattr(process.time, "monotonic", lambda: 1000.0)
-    due, ours = {}, set()
-    deadline = [process._deadline(line, due, ours) for line in log.splitlines()][-1]
+    due, ours, life = {}, set(), alive.Watch(tmp_path, tmp_path, tmp_path / "x.log", 0)
+    deadline = [process._deadline(line, life, due, ours) for line in log.splitlines()][-1]
     assert deadline == (1000 + process.GRACE_SECONDS if said else float("inf"))
 
 

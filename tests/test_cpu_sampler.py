@@ -8,9 +8,9 @@ pytestmark = pytest.mark.slow  # imports vLLM
 
 @pytest.fixture(scope="module")
 def sampler():
-    from tasks.common.stacks.cpu import sampler
+    from tasks.common.verl_plugins.cpu import sampling
 
-    return sampler
+    return sampling
 
 
 def generator(seed: int) -> torch.Generator:

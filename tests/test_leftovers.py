@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tasks.common.interrupts import ENDING, Interrupts
+from tasks.common.interrupts import ENDING, Interrupts, interrupt_on_sigterm
 from tasks.common.settings import ROOT
 
 STUBBORN = """
@@ -81,9 +81,9 @@ class Tree:
     """A launcher with its stage and daemons; ``left`` says what of them there is. Where it is ``held`` its clean-up
     waits for ``go_on``, in place of some seconds."""
 
-    def __init__(self, folder: Path, held: bool = False, prefix: tuple = ()):
+    def __init__(self, folder: Path, held: bool = False):
         self.folder = folder
-        command = [*prefix, sys.executable, "-c", LAUNCHER, str(folder), "held" if held else ""]
+        command = [sys.executable, "-c", LAUNCHER, str(folder), "held" if held else ""]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         heard = functools.partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)  # where pytest itself runs by nohup
         self.launcher = subprocess.Popen(command, cwd=ROOT, **pipes, start_new_session=True, preexec_fn=heard)
@@ -169,16 +169,6 @@ def test_ten_seconds_after_a_kill_nothing_is_left(kill, tmp_path):
     wait_until(lambda: not runs(guards[0]), 10)
 
 
-@pytest.mark.slow
-def test_nohup_goes_on_after_its_terminal_is_gone(tmp_path):
-    tree = Tree(tmp_path, prefix=("nohup",))
-    os.killpg(tree.launcher.pid, signal.SIGHUP)
-    time.sleep(0.2)
-    tree.end_stage()
-    assert "went on" in tree.output() and tree.launcher.returncode == 0
-    assert tree.left() == []
-
-
 @pytest.mark.medium
 def test_shared_memory_that_no_process_of_ours_has_mapped_stays(tmp_path):
     """With --ipc=host another container's: its processes cannot be seen, so nobody seems to use the file."""
@@ -227,6 +217,16 @@ def heeded():
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
+
+
+def test_what_nohup_has_ignored_stays_ignored(heeded):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    interrupt_on_sigterm()
+    with Interrupts():
+        signal.raise_signal(signal.SIGHUP)
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGTERM)
 
 
 def test_only_the_first_signal_of_a_block_is_an_interrupt(heeded):

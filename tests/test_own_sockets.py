@@ -39,7 +39,7 @@ def test_verl_and_vllm_take_these_classes(own_sockets):
     from verl.workers.rollout.base import get_rollout_class
 
     import tasks.common.verl_plugins.patches  # noqa: F401
-    from tasks.common.stacks.cpu.vllm_worker import CPUColocateWorkerExtension
+    from tasks.common.verl_plugins.cpu.kept_weights import CPUColocateWorkerExtension
 
     assert get_rollout_class("vllm", "async") is own_sockets.OwnSocketAdapter
     assert issubclass(CPUColocateWorkerExtension, own_sockets.OwnSocketExtension)

@@ -10,7 +10,7 @@ import time
 import psutil
 import pytest
 
-from tasks.common import leftovers, process
+from tasks.common import alive, leftovers, process
 from tasks.common.process import Progress, StageFailed, run
 
 
@@ -101,24 +101,42 @@ def test_a_process_that_hangs_after_its_engine_died_is_ended(tmp_path, monkeypat
 
 
 @pytest.mark.parametrize(
-    ("lines", "seconds"),
+    ("told", "seconds"),
     [
-        (["tasks.common.rewards.answers.JudgeError: down"], process.NOTICE_SECONDS),
-        (["RewardError: broken", "(TaskRunnerV1 pid=7) saving step 3 before the end"], process.SAVING_SECONDS),
-        (["RewardError: broken", "saving step 3 before the end", "EngineDeadError: gone"], process.GRACE_SECONDS),
-        (["EngineDeadError: gone", "saving step 3 before the end"], process.GRACE_SECONDS),
-        (["RewardError: broken", "RewardError: broken"], process.NOTICE_SECONDS),
+        (["error"], process.NOTICE_SECONDS),
+        (["error", "saves"], process.SAVING_SECONDS),
+        (["error", "saves", "EngineDeadError: gone"], process.GRACE_SECONDS),
+        (["EngineDeadError: gone", "saves"], process.GRACE_SECONDS),
         (["all is well"], float("inf")),
     ],
 )
-def test_what_the_log_says_decides_how_long_the_end_may_take(lines, seconds, monkeypatch):
+def test_what_is_told_decides_how_long_the_end_may_take(told, seconds, tmp_path, monkeypatch):
     now, due, ours = 1000.0, {}, set()
+    life = alive.Watch(tmp_path, tmp_path, tmp_path / "x.log", 0)
+    monkeypatch.setenv(leftovers.LAUNCH, str(tmp_path))
     monkeypatch.setattr(process.time, "monotonic", lambda: now)
     deadlines = []
-    for line in lines:
-        deadlines.append(process._deadline(line, due, ours))
+    for each in told:
+        {"error": lambda: alive.failed(ValueError("x")), "saves": alive.saves}.get(each, lambda: None)()
+        deadlines.append(process._deadline(each, life, due, ours))
     now += 5
-    assert process._deadline("", due, ours) == deadlines[-1] == 1000 + seconds
+    assert process._deadline("", life, due, ours) == deadlines[-1] == 1000 + seconds
+
+
+TELLS = """
+from tasks.common.alive import failed
+print("ValueError: an engine is aborted")
+print("tasks.common.rewards.answers.RewardError: the task's\\n  own")
+failed(RuntimeError("the task's\\n  own"))
+failed(RuntimeError("what follows from it"))
+raise SystemExit(3)
+"""
+
+
+def test_the_first_error_that_a_process_tells_is_the_cause(tmp_path):
+    with pytest.raises(StageFailed) as failure:
+        run_python(TELLS, tmp_path, environment={"PYTHONPATH": os.getcwd()})
+    assert str(failure.value).splitlines()[0] == "RuntimeError: the task's own"
 
 
 @pytest.mark.medium

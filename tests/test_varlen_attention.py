@@ -1,4 +1,4 @@
-"""stacks/current/varlen_attention.py: where sequences begin; on a GPU, the same as sdpa on each alone.
+"""verl_plugins/varlen_attention.py: where sequences begin; on a GPU, the same as sdpa on each alone.
 
 Shared sequences (SP=2): on two processes of a CPU, and on two GPUs, what whole ones give.
 """
@@ -17,7 +17,7 @@ from tests.helpers import ROOT
 
 @pytest.fixture(scope="module")
 def module():
-    from tasks.common.stacks.current import varlen_attention
+    from tasks.common.verl_plugins import varlen_attention
 
     return varlen_attention
 

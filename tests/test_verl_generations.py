@@ -14,9 +14,10 @@ from tasks.common.training import verl_checks, verl_config, verl_versions
 from tests.helpers import ROOT, exported, make
 from tests.wheels import VERLS, verl_package
 
-RL_METHODS = [name for name in METHODS if name != "dpo"]
-# With the versions that their overrides must be of: those of a100 of both, the others of their own.
-STACKS = [*(("a100", version) for version in VERLS), ("current", "0.9.1"), ("cpu", "0.9.1")]
+# A stack with each verl, and all that there are.
+STACK_OF = {"0.6.1": "a100", "0.9.1": "current"}
+# No stack of 0.6.1 has them.
+REFUSED = ("egpo", "dapo", "cispo", "distill")
 # Dynamic batches, in the names that are the same in both.
 TOKENS = ["actor.use_dynamic_bsz", "actor.ppo_max_token_len_per_gpu"]
 TOKENS += [
@@ -29,51 +30,39 @@ def version(request):
     return request.param
 
 
-def settings_of(monkeypatch, stack: str, version: str, **changes):
-    """Settings of countdown as train.sh exports them, with that stack, for a verl of ``version``."""
-    environment = exported(ROOT / "tasks/countdown/train.sh", {"STACK": stack, "N_GPUS": "1", **changes})
-    monkeypatch.setattr(settings.stack(stack), "VERL", version)
-    return load_settings(environment)
+def settings_of(stack: str, **changes):
+    """Settings of countdown as train.sh exports them, with the STACK."""
+    return load_settings(exported(ROOT / "tasks/countdown/train.sh", {"STACK": stack, "N_GPUS": "1", **changes}))
 
 
-def rl(s, version: str, *arguments: str) -> dict:
+def rl(s, *arguments: str) -> dict:
     overrides = [*verl_config.rl_overrides(s, "some/model", Path("/runs/r")), *arguments]
-    config = verl_config.compose("ppo_trainer", overrides, verl_package(version))
+    config = verl_config.compose("ppo_trainer", overrides, verl_package(verl_versions.wanted(s)))
     verl_checks.check_composed(config)
     return OmegaConf.to_container(config, resolve=True)
 
 
-def sft(s, version: str, *arguments: str) -> dict:
+def sft(s, *arguments: str) -> dict:
     overrides = [*verl_config.sft_overrides(s, "some/model", Path("/runs/r"), Path("/r/d.parquet")), *arguments]
     return OmegaConf.to_container(
-        verl_config.compose("sft_trainer_engine", overrides, verl_package(version)), resolve=True
+        verl_config.compose("sft_trainer_engine", overrides, verl_package(verl_versions.wanted(s))), resolve=True
     )
 
 
-CHANGES = [
-    {},
-    {"KL_COEF": "0.01", "N_GPUS": "4", "REWARD": "strict"},
-    {"LORA_RANK": "8", "N_GPUS": "8", "SELF_PLAY_ROUNDS": "2", "LOGGER": "wandb,tensorboard"},
-]
-# grpo with all of them on every stack; the other methods set their own keys whatever stack and changes are, so on each
-# version they take turns over these.
-CASES = [(*stack, "grpo", changes) for stack in STACKS for changes in CHANGES]
-for wanted in VERLS:
-    of_version = [stack for stack in STACKS if stack[1] == wanted]
-    others = [name for name in RL_METHODS if name != "grpo"]
-    CASES += [(*of_version[i % len(of_version)], name, CHANGES[i % 3]) for i, name in enumerate(others)]
+LARGE = {"KL_COEF": "0.01", "N_GPUS": "8", "LORA_RANK": "8", "REWARD": "strict"}
+LARGE |= {"SELF_PLAY_ROUNDS": "2", "LOGGER": "wandb,tensorboard"}
+# Every stack, and every method once on each version.
+CASES = [(stack, "grpo", changes) for stack in settings.STACKS for changes in ({}, LARGE)]
+CASES += [(stack, name, {}) for stack in STACK_OF.values() for name in METHODS if name not in ("dpo", "grpo", *REFUSED)]
+CASES += [("current", name, {}) for name in REFUSED]
 
 
 @pytest.mark.medium
-@pytest.mark.parametrize(("stack", "version", "method", "changes"), CASES)
-def test_rl_composes_against_the_verl_of_the_stack(stack, version, method, changes, monkeypatch):
-    s = settings_of(monkeypatch, stack, version, METHOD=method, **changes)
-    if method in ("egpo", "dapo", "cispo", "distill") and version == "0.6.1":
-        said = rf"^METHOD={method}.*: STACK=\w+ has verl 0\.6\.1, .* take STACK=current$"
-        with pytest.raises(SettingsError, match=said):
-            rl(s, version)
-        return
-    config = rl(s, version)
+@pytest.mark.parametrize(("stack", "method", "changes"), CASES)
+def test_rl_composes_against_the_verl_of_the_stack(stack, method, changes):
+    s = settings_of(stack, METHOD=method, **changes)
+    version = verl_versions.wanted(s)
+    config = rl(s)
     actor, rollout = config["actor_rollout_ref"]["actor"], config["actor_rollout_ref"]["rollout"]
     assert actor["ppo_mini_batch_size"] == s.MINI_BATCH_SIZE and actor["optim"]["lr"] == s.LR
     estimators = {"ppo": "gae", "rloo": "rloo", "reinforce_pp": "reinforce_plus_plus_baseline"}
@@ -109,23 +98,24 @@ def test_rl_composes_against_the_verl_of_the_stack(stack, version, method, chang
 
 
 def test_a_training_of_several_at_a_time_has_few_workers(version, monkeypatch):
-    s = settings_of(monkeypatch, next(stack for stack, of in STACKS if of == version and stack != "cpu"), version)
-    before = rl(s, version)["actor_rollout_ref"]["rollout"]["agent"]["num_workers"]
+    s = settings_of(STACK_OF[version])
+    before = rl(s)["actor_rollout_ref"]["rollout"]["agent"]["num_workers"]
     monkeypatch.setenv("SHARED_GPU", "4")  # launch/experiments.py
-    config = rl(s, version)
+    config = rl(s)
     assert (before, config["actor_rollout_ref"]["rollout"]["agent"]["num_workers"]) == (8, 2)
     assert version == "0.6.1" or config["reward"]["num_workers"] == 2
     # Those of 0.6.1 share a batch evenly or not at all.
     odd = replace(s, TRAIN_BATCH_SIZE=9, MINI_BATCH_SIZE=9, ROLLOUT_N=5)
     monkeypatch.setenv("SHARED_GPU", "2")
-    assert rl(odd, version)["actor_rollout_ref"]["rollout"]["agent"]["num_workers"] == (3 if version == "0.6.1" else 4)
+    assert rl(odd)["actor_rollout_ref"]["rollout"]["agent"]["num_workers"] == (3 if version == "0.6.1" else 4)
 
 
-@pytest.mark.parametrize(("stack", "version"), STACKS)
+@pytest.mark.parametrize("stack", settings.STACKS)
 @pytest.mark.parametrize("changes", [{}, {"N_GPUS": "8", "LORA_RANK": "8"}])
-def test_sft_composes_against_the_verl_of_the_stack(stack, version, changes, monkeypatch):
-    s = settings_of(monkeypatch, stack, version, **changes)
-    config = sft(s, version)
+def test_sft_composes_against_the_verl_of_the_stack(stack, changes):
+    s = settings_of(stack, **changes)
+    version = verl_versions.wanted(s)
+    config = sft(s)
     assert (config["data"]["train_batch_size"], config["optim"]["lr"]) == (s.SFT_BATCH_SIZE, s.SFT_LR)
     assert config["data"]["custom_cls"]["name"] == "Demonstrations"
     assert config["model"]["lora_rank"] == s.LORA_RANK and config["trainer"]["seed"] == s.SEED
@@ -139,35 +129,34 @@ def test_sft_composes_against_the_verl_of_the_stack(stack, version, changes, mon
 
 
 def test_an_unknown_key_fails(version, monkeypatch):
-    s = settings_of(monkeypatch, "a100", version)
+    s = settings_of(STACK_OF[version])
     for key in ("actor_rollout_ref.actor.optim.lrr=1", "data.nope=1", "trainer.v2.mode=x"):
         with pytest.raises(SettingsError, match=re.escape(key.partition("=")[0].rpartition(".")[2])):
-            rl(s, version, key)
+            rl(s, key)
     with pytest.raises(SettingsError, match="nope"):
-        sft(s, version, "engine.nope=1")
+        sft(s, "engine.nope=1")
     # Also where a stack has it.
-    monkeypatch.setattr(settings.stack("a100"), "RL_OVERRIDES", ["actor_rollout_ref.rollout.nope=1"])
+    monkeypatch.setattr(settings.stack(s.STACK), "RL_OVERRIDES", ["actor_rollout_ref.rollout.nope=1"])
     with pytest.raises(SettingsError, match="nope"):
-        rl(s, version)
+        rl(s)
 
 
-def test_without_the_table_the_other_verl_refuses_our_names(monkeypatch):
+def test_without_the_table_the_other_verl_refuses_our_names():
     """What the table is for: each of its entries is one that verl 0.6.1 refuses, or would do otherwise."""
-    s = settings_of(monkeypatch, "a100", "0.9.1")
-    untranslated = verl_config.rl_overrides(s, "some/model", Path("/r"))
+    untranslated = verl_config.rl_overrides(settings_of("current"), "some/model", Path("/r"))
     with pytest.raises(SettingsError):
         verl_config.compose("ppo_trainer", untranslated, verl_package("0.6.1"))
 
 
 @pytest.mark.parametrize("chosen", ["token", "none", "sequence"])
-def test_rollout_correction_is_done_or_refused(version, chosen, monkeypatch):
-    s = settings_of(monkeypatch, "a100", version, ROLLOUT_CORRECTION=chosen)
+def test_rollout_correction_is_done_or_refused(version, chosen):
+    s = settings_of(STACK_OF[version], ROLLOUT_CORRECTION=chosen)
     if (chosen, version) == ("sequence", "0.6.1"):
         said = r"^ROLLOUT_CORRECTION=sequence: STACK=a100 has verl 0\.6\.1, .* take STACK=current$"
         with pytest.raises(SettingsError, match=said):
-            rl(s, version)
+            rl(s)
         return
-    config = rl(s, version)
+    config = rl(s)
     correction = config["algorithm"]["rollout_correction"]
     assert config["actor_rollout_ref"]["rollout"]["calculate_log_probs"]
     assert correction["rollout_is"] == (None if chosen == "none" else "token")
@@ -175,33 +164,31 @@ def test_rollout_correction_is_done_or_refused(version, chosen, monkeypatch):
     assert correction["rollout_rs"] == ("seq_mean_k3" if chosen == "sequence" else None)
 
 
-def test_the_stacks_of_verl_091_weigh_tokens_by_default(monkeypatch):
-    chosen = {
-        stack: settings_of(monkeypatch, stack, "0.9.1").ROLLOUT_CORRECTION for stack in ("a100", "current", "cpu")
-    }
+def test_the_stacks_of_verl_091_weigh_tokens_by_default():
+    chosen = {stack: settings_of(stack).ROLLOUT_CORRECTION for stack in settings.STACKS}
     assert chosen == {"a100": "none", "current": "token", "cpu": "token"}
 
 
-def test_the_critics_warm_up_is_in_both(version, monkeypatch):
-    s = settings_of(monkeypatch, "a100", version, METHOD="ppo", CRITIC_WARMUP="3")
-    assert rl(s, version)["trainer"]["critic_warmup"] == 4  # the first step that trains the policy
+def test_the_critics_warm_up_is_in_both(version):
+    s = settings_of(STACK_OF[version], METHOD="ppo", CRITIC_WARMUP="3")
+    assert rl(s)["trainer"]["critic_warmup"] == 4  # the first step that trains the policy
     trainer = verl_package(version) / f"trainer/ppo/{'ray_trainer' if version == '0.6.1' else 'v1/trainer_base'}.py"
     assert "if self.config.trainer.critic_warmup <= self.global_steps:\n" in trainer.read_text()
 
 
-def test_a_correction_that_would_do_nothing_is_refused(version, monkeypatch):
-    s = settings_of(monkeypatch, "a100", version)
+def test_a_correction_that_would_do_nothing_is_refused(version):
+    s = settings_of(STACK_OF[version])
     is_ = "algorithm.rollout_correction.rollout_is=token"
-    assert rl(s, version, is_)["algorithm"]["rollout_correction"]["rollout_is"] == "token"
+    assert rl(s, is_)["algorithm"]["rollout_correction"]["rollout_is"] == "token"
     with pytest.raises(
         SettingsError, match=r"^algorithm\.rollout_correction\.rollout_is=token: does nothing without .*$"
     ):
-        rl(s, version, is_, "actor_rollout_ref.rollout.calculate_log_probs=False")
+        rl(s, is_, "actor_rollout_ref.rollout.calculate_log_probs=False")
 
 
-def test_truncated_and_dr_grpo_in_the_names_of_the_version(version, monkeypatch):
-    s = settings_of(monkeypatch, "a100", version, METHOD="dr_grpo", TRUNCATED="shaped", MAX_RESPONSE_LENGTH="100")
-    config = rl(s, version)
+def test_truncated_and_dr_grpo_in_the_names_of_the_version(version):
+    s = settings_of(STACK_OF[version], METHOD="dr_grpo", TRUNCATED="shaped", MAX_RESPONSE_LENGTH="100")
+    config = rl(s)
     reward = config["reward_model" if version == "0.6.1" else "reward"]
     manager = reward["reward_manager"] if version == "0.6.1" else reward["reward_manager"]["name"]
     assert manager == "dapo" and reward["reward_kwargs"]["max_resp_len"] == 100
@@ -209,16 +196,16 @@ def test_truncated_and_dr_grpo_in_the_names_of_the_version(version, monkeypatch)
     actor = config["actor_rollout_ref"]["actor"]
     assert actor["loss_agg_mode"] == "seq-mean-token-sum-norm"
     assert actor.get("loss_scale_factor") == (None if version == "0.6.1" else 100)
-    masked = settings_of(monkeypatch, "a100", version, TRUNCATED="masked")
-    agent = rl(masked, version)["actor_rollout_ref"]["rollout"]["agent"]
+    masked = settings_of(STACK_OF[version], TRUNCATED="masked")
+    agent = rl(masked)["actor_rollout_ref"]["rollout"]["agent"]
     assert agent["default_agent_loop"] == "single_turn_unless_truncated"
 
 
-def test_what_shares_a_model_or_a_sequence_among_gpus_is_in_both(version, monkeypatch):
+def test_what_shares_a_model_or_a_sequence_among_gpus_is_in_both(version):
     given = {"N_GPUS": "4", "TP": "2", "SP": "2", "OFFLOAD": "1", "LR_WARMUP": "7", "CLIP_HIGH": "0.28"}
-    s = settings_of(monkeypatch, "a100", version, METHOD="ppo", STAGE="sft", **given)  # with SP it trains no RL
-    config = rl(s, version)
-    assert sft(s, version)["engine"]["ulysses_sequence_parallel_size"] == 2
+    s = settings_of(STACK_OF[version], METHOD="ppo", STAGE="sft", **given)  # with SP it trains no RL
+    config = rl(s)
+    assert sft(s)["engine"]["ulysses_sequence_parallel_size"] == 2
     policy, critic = config["actor_rollout_ref"], config["critic"]
     assert policy["rollout"]["tensor_model_parallel_size"] == 2
     assert policy["actor"]["ulysses_sequence_parallel_size"] == policy["ref"]["ulysses_sequence_parallel_size"] == 2
@@ -228,22 +215,22 @@ def test_what_shares_a_model_or_a_sequence_among_gpus_is_in_both(version, monkey
     assert all(engine["param_offload"] and engine["optimizer_offload"] for engine in engines)
     assert policy["actor"]["optim"]["lr_warmup_steps"] == 7
     assert (policy["actor"]["clip_ratio_low"], policy["actor"]["clip_ratio_high"]) == (0.2, 0.28)
-    gspo = rl(settings_of(monkeypatch, "a100", version, METHOD="gspo", CLIP_LOW="1e-3"), version)["actor_rollout_ref"]
+    gspo = rl(settings_of(STACK_OF[version], METHOD="gspo", CLIP_LOW="1e-3"))["actor_rollout_ref"]
     assert (gspo["actor"]["clip_ratio_low"], gspo["actor"]["clip_ratio_high"]) == (1e-3, 4e-4)
 
 
-def test_the_users_arguments_are_not_translated(monkeypatch):
-    s = settings_of(monkeypatch, "a100", "0.6.1")
-    assert rl(s, "0.6.1", "critic.model.fsdp_config.fsdp_size=2")["critic"]["model"]["fsdp_config"]["fsdp_size"] == 2
+def test_the_users_arguments_are_not_translated():
+    s = settings_of("a100")
+    assert rl(s, "critic.model.fsdp_config.fsdp_size=2")["critic"]["model"]["fsdp_config"]["fsdp_size"] == 2
     with pytest.raises(SettingsError, match=r"critic\.fsdp"):
-        rl(s, "0.6.1", "critic.fsdp.fsdp_size=2")
+        rl(s, "critic.fsdp.fsdp_size=2")
 
 
 def test_a_stacks_overrides_are_translated(version, monkeypatch):
-    s = settings_of(monkeypatch, "a100", version)
+    s = settings_of(STACK_OF[version])
     own = ["critic.fsdp.fsdp_size=2", "+critic.fsdp.own=3", "reward.reward_manager.name=dapo"]
-    monkeypatch.setattr(settings.stack("a100"), "RL_OVERRIDES", own)
-    config = rl(s, version)
+    monkeypatch.setattr(settings.stack(s.STACK), "RL_OVERRIDES", own)
+    config = rl(s)
     fsdp = config["critic"]["model"]["fsdp_config"] if version == "0.6.1" else config["critic"]["fsdp"]
     assert (fsdp["fsdp_size"], fsdp["own"]) == (2, 3)
     manager = (
@@ -254,22 +241,24 @@ def test_a_stacks_overrides_are_translated(version, monkeypatch):
 
 def test_what_verl_061_cannot_do_is_refused_in_one_line(small_model, monkeypatch):
     def error(**changes) -> str:
-        s = settings_of(monkeypatch, "a100", "0.6.1", **changes)
+        s = settings_of("a100", **changes)
         with pytest.raises(SettingsError) as raised:
-            rl(s, "0.6.1")
+            rl(s)
         return str(raised.value)
 
     monkeypatch.setattr(verl_config.reward_model, "check", lambda s: None)  # the small model is no classifier
-    assert error(METHOD="egpo").startswith("METHOD=egpo: STACK=a100 has verl 0.6.1, ")
+    for method in REFUSED:
+        said = rf"METHOD={method}\b.*: STACK=a100 has verl 0\.6\.1, .* take STACK=current"
+        assert re.fullmatch(said, error(METHOD=method))
     assert error(REWARD_MODEL=str(small_model)).startswith("REWARD_MODEL: STACK=a100 has verl 0.6.1, ")
-    s = settings_of(monkeypatch, "current", "0.9.1", REWARD_MODEL=str(small_model))
-    assert rl(s, "0.9.1")["reward"]["reward_model"]["model_path"] == str(small_model)
+    s = settings_of("current", REWARD_MODEL=str(small_model))
+    assert rl(s)["reward"]["reward_model"]["model_path"] == str(small_model)
 
 
-def test_the_keys_of_dynamic_batches_are_in_both(version, monkeypatch):
-    s = settings_of(monkeypatch, "a100", version, METHOD="ppo", KL_COEF="0.01")
-    rl(s, version, *(f"actor_rollout_ref.{key}={key.endswith('bsz') or 65536}" for key in TOKENS))
-    sft(s, version, "data.use_dynamic_bsz=True", "data.max_token_len_per_gpu=65536")
+def test_the_keys_of_dynamic_batches_are_in_both(version):
+    s = settings_of(STACK_OF[version], METHOD="ppo", KL_COEF="0.01")
+    rl(s, *(f"actor_rollout_ref.{key}={key.endswith('bsz') or 65536}" for key in TOKENS))
+    sft(s, "data.use_dynamic_bsz=True", "data.max_token_len_per_gpu=65536")
 
 
 # ---- which verl
@@ -286,8 +275,8 @@ def test_a_stack_names_the_verl_of_its_list(stack):
 
 @pytest.mark.parametrize(("stack", "installed"), [("a100", "0.9.1"), ("current", "0.6.1"), ("cpu", None)])
 def test_a_verl_other_than_the_stacks_is_named(stack, installed, monkeypatch):
-    wanted = "0.6.1" if stack == "a100" else "0.9.1"
-    s = settings_of(monkeypatch, stack, wanted)
+    s = settings_of(stack)
+    wanted = verl_versions.wanted(s)
 
     def version(name):
         if installed is None:
@@ -319,5 +308,5 @@ def test_only_the_verl_that_has_them_loads_the_trainers(version, monkeypatch):
     from tasks.common.launch.plan import trainer_module
 
     monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "some.module")
-    modules = trainer_module(settings_of(monkeypatch, "a100", version))["VERL_USE_EXTERNAL_MODULES"]
+    modules = trainer_module(settings_of(STACK_OF[version]))["VERL_USE_EXTERNAL_MODULES"]
     assert modules == ("some.module" if version == "0.6.1" else "some.module,tasks.common.verl_plugins.trainer")

@@ -137,7 +137,7 @@ def test_the_time_left_is_not_reckoned_from_the_first_step_which_has_no_start(ca
     for done in (0, 1):
         screen.look(lambda done=done: Progress(done))
     assert "1/8" in (line := capsys.readouterr().out.splitlines()[-1]) and "<?" in line
-    screen.bar.start_t -= 20  # seconds
+    screen.began -= 20  # seconds
     screen.look(lambda: Progress(3))
     assert "00:20<00:50" in capsys.readouterr().out  # two steps of 10 s, five to go
 
@@ -146,14 +146,14 @@ def test_the_time_left_falls_within_a_step(capsys):
     screen = _Screen("stage", 8)
     for done in (0, 1):
         screen.look(lambda done=done: Progress(done))
-    screen.bar.start_t -= 20
+    screen.began -= 20
     screen.look(lambda: Progress(3))
-    screen.bar.start_t -= 15  # half a step and more later
-    screen.bar.ends_at -= 15
+    screen.began -= 15  # half a step and more later
+    screen.ends_at -= 15
     screen.printed = 0.0
     screen.look(lambda: Progress(3, "news"))
     assert "00:35<00:35" in capsys.readouterr().out.splitlines()[-1]
-    screen.bar.ends_at -= 100  # a step that takes longer than all before
+    screen.ends_at -= 100  # a step that takes longer than all before
     screen.printed = 0.0
     screen.look(lambda: Progress(3, "more"))
     assert "<00:00" in capsys.readouterr().out.splitlines()[-1]

@@ -36,7 +36,7 @@ from verl.workers.config import FSDPActorConfig  # noqa: E402
 from verl.workers.config import model as config_model  # noqa: E402
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine  # noqa: E402
 
-from tasks.common.stacks.a100 import mini_batches, on_policy, verl_patches  # noqa: E402  (each stops where verl has changed)
+from tasks.common.verl_plugins.verl_061 import on_policy, order, patches, response_length  # noqa: E402, F401
 from tests.exact_kl import gradients  # noqa: E402
 
 PROMPT, RESPONSE, ROWS = 5, 6, 8
@@ -289,7 +289,7 @@ def server() -> ModuleType:
     vars(module).update(Any=Any, Optional=Optional, _qwen2_5_vl_dedup_image_tokens=lambda ids, processor: ids)
     exec(compile(ast.Module([base], []), str(path), "exec"), vars(module))
     sys.modules["server"] = module
-    verl_patches.end_at_response_length(module)
+    response_length.end_at_response_length(module)
     return module
 
 
@@ -320,7 +320,7 @@ def exported() -> dict:
 
 def main() -> None:
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    own = {"class_path": "pkg://tasks.common.stacks.a100.sampler", "class_name": "Shuffled"}
+    own = {"class_path": "pkg://tasks.common.verl_plugins.verl_061.order", "class_name": "Shuffled"}
     none = {"class_path": None, "class_name": None}
     made_with = [
         {"actor_rollout_ref.actor.ppo_epochs": 2},
@@ -361,7 +361,7 @@ def main() -> None:
             if mini == ROWS or not marks
         ],
         "lengths": {
-            "verl": mean_lengths(mini_batches._balance_batch, 2),
+            "verl": mean_lengths(order._balance_batch, 2),
             "own": mean_lengths(RayPPOTrainer._balance_batch, 2),
             "next step": mean_lengths(RayPPOTrainer._balance_batch, 2, step=2),
         },

@@ -1,7 +1,7 @@
-"""Signs of life of a training: files in its launch's folder, which its processes touch and its launcher looks at.
+"""What a training's processes tell its launcher: files in the launch's folder.
 
-A training that stands still ends after START_MINUTES, with a line that says what it waits for. Signs of life are new
-tokens, a finished micro-batch, and files that grow.
+Signs of life (new tokens, a finished micro-batch, files that grow), what a process waits for, the error that ends the
+training, and that the last step is saved before the end. A training that stands still ends after START_MINUTES.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ import psutil
 
 from tasks.common.leftovers import LAUNCH
 
-BEAT, WAITS = "alive", "waits-for"
+BEAT, WAITS, ERROR, SAVES = "alive", "waits-for", "error", "saves"
 BEAT_SECONDS = 1  # between two signs of life of a process
 LOOK_SECONDS = 5  # between two looks at the files that grow
 SHOW_SECONDS = 10  # without a sign of life, before the screen says what is waited for
@@ -49,6 +49,20 @@ def waits_for(what: str, source: str = "trainer") -> None:
     if folder := _folder():
         with contextlib.suppress(OSError):
             (folder / f"{WAITS}-{source}").write_text(what)
+
+
+def failed(error: BaseException) -> None:
+    """Say that ``error`` ends the training; the first one counts."""
+    if folder := _folder():
+        with contextlib.suppress(OSError), (folder / ERROR).open("x") as file:
+            file.write(f"{type(error).__name__}: {' '.join(str(error).split())}")
+
+
+def saves() -> None:
+    """Say that the last step is saved before the end, which takes its time."""
+    if folder := _folder():
+        with contextlib.suppress(OSError):
+            (folder / SAVES).touch()
 
 
 @dataclass
@@ -86,6 +100,17 @@ class Watch:
     @property
     def stalled(self) -> bool:
         return bool(self.minutes) and self.still > 60 * self.minutes
+
+    @property
+    def error(self) -> str:
+        """The error that ends the training, in one line, if a process told one."""
+        with contextlib.suppress(OSError):
+            return (self.launch / ERROR).read_text()
+        return ""
+
+    @property
+    def saves(self) -> bool:
+        return (self.launch / SAVES).exists()
 
     @property
     def waits(self) -> str:

@@ -3,7 +3,6 @@
 import contextlib
 import ctypes
 import gc
-import io
 import os
 import re
 import shutil
@@ -25,10 +24,10 @@ from tasks.common.leftovers import Launch
 from tasks.common.text import printable
 
 POLL_SECONDS = 0.5
-# How long a process may take to end by itself after its log reports
-GRACE_SECONDS = 20  # a dead engine: verl may wait minutes for it
-SAVING_SECONDS = 1800  # that it saves the last step before the end (tasks/common/verl_plugins/trainer.py)
-NOTICE_SECONDS = 60  # a failed reward: the trainer looks every 2 seconds, then saves or ends
+# How long a process may take to end by itself after
+GRACE_SECONDS = 20  # its log reports a dead engine: verl may wait minutes for it
+SAVING_SECONDS = 1800  # it says that it saves the last step before the end (tasks/common/alive.py)
+NOTICE_SECONDS = 60  # it tells the error that ends it: the trainer then saves or ends
 REPORT_SECONDS = 15  # between two lines of progress without a terminal
 FULL_BYTES = 2**20  # a disk with less free is full
 
@@ -46,7 +45,6 @@ _NOISE = re.compile(
     r"|^[\s^~]*$|^Set the environment variable HYDRA_FULL_ERROR"
 )
 _ENGINE = re.compile(r"EngineDeadError|EngineCore encountered a fatal error|Worker failed with error")
-_SAVING = re.compile(r"saving step \d+ before the end")
 # A worker of a local Ray, or one whose loss is raised to the driver. On a cluster Ray's own count is of all jobs.
 _MEMORY = re.compile(
     r"killed due to the node running low on memory|[1-9]\d* Workers \(tasks / actors\) killed due to mem"
@@ -57,7 +55,6 @@ _THREADS = re.compile(r"can't start new thread|what\(\):\s+Resource temporarily 
 # Ray tells every driver of every node: the node was ours if our log has lines from it, "(WorkerDict ip=...)".
 _NODE = re.compile(r"address: (\S+) and node name: \S+ has been marked dead")
 _FROM = re.compile(r"^(?:\x1b\[[0-9;]*m)?\([^()]*pid=\d+, ip=([^()\s]+)\)", re.MULTILINE)
-_REWARD = re.compile(r"(?:Reward|Judge)Error: ")
 _FREE_SOME = "free some, then the same command continues"
 
 
@@ -117,35 +114,35 @@ def _out_of_memory(text: str) -> bool:
     return any("running low" in words for words in found) or bool(found and not os.environ.get("RAY_ADDRESS"))
 
 
-def report(log: Path, status: str) -> str:
-    """The first real error of ``log``, else ``status``, with the lines before it."""
+def report(log: Path, status: str, told: str = "") -> str:
+    """Why a process failed: what Ray or the disk says of it, the error that it ``told``, the first one of its ``log``,
+    or its ``status``; then the lines of the log before that."""
     text = log.read_text(errors="replace") if log.exists() else ""
     lines = [_PREFIX.sub("", _ANSI.sub("", line)).rstrip() for line in text.splitlines()]
     lines = [line for line in lines if not _NOISE.match(line)]
     errors = [line for line in lines if _ERROR.match(line) and not _NOT_THE_CAUSE.search(line)]
-    ours = ("RewardError", "tasks.")  # before errors that only follow from a reward's
-    first = next((line for line in errors if line.startswith(ours)), errors[0] if errors else "")
+    first = next((line for line in errors if told and told[:200] in line), errors[0] if errors else "")
     end = lines.index(first) + 1 if first else len(lines)  # later lines only follow from the cause
     tail = "\n".join(f"  | {line[:200]}" for line in lines[max(0, end - 12) : end])
-    return f"{_known(text) or _full_disk(log.parent) or first[:400] or status}\n{tail}\n  log: {log}"
+    return f"{_known(text) or _full_disk(log.parent) or told[:400] or first[:400] or status}\n{tail}\n  log: {log}"
 
 
-def _deadline(text: str, due: dict[str, float], ours: set[str]) -> float:
+def _deadline(text: str, life: alive.Watch, due: dict[str, float], ours: set[str]) -> float:
     """When the process must have ended.
 
-    ``text``: the new part of its log. Kept between calls: ``due``, the deadline for each reason that the log has given;
-    ``ours``, the nodes that it has lines from.
+    ``text``: the new part of its log. Kept between calls: ``due``, the deadline for each reason so far; ``ours``, the
+    nodes that the log has lines from.
     """
     ours.update(_FROM.findall(text))
     reasons = {
         "node": (ours.intersection(_NODE.findall(text)), GRACE_SECONDS),
         "memory": (_out_of_memory(text), GRACE_SECONDS),
         "engine": (_ENGINE.search(text), GRACE_SECONDS),
-        "saving": (_SAVING.search(text), SAVING_SECONDS),
-        "reward": (_REWARD.search(text), NOTICE_SECONDS),
+        "saves": (life.saves, SAVING_SECONDS),
+        "error": (life.error, NOTICE_SECONDS),
     }
-    for reason, (found, seconds) in reasons.items():
-        if found:
+    for reason, (given, seconds) in reasons.items():
+        if given:
             due.setdefault(reason, time.monotonic() + seconds)
     return next((due[reason] for reason in reasons if reason in due), float("inf"))
 
@@ -201,38 +198,16 @@ def errors_in_one_line(*kinds: type[Exception], stopped: str = "") -> Iterator[N
         sys.exit(130)
 
 
-class _Bar(tqdm):
-    """The time left follows from the mean of the steps that ended, and only falls while one is under way."""
-
-    ends_at = 0.0  # by the clock; 0: unknown
-
-    def reckon(self, seconds: float = 0) -> None:
-        """Look at the steps that have ended by now; each took ``seconds`` (0: not known)."""
-        if (steps := self.n - self.initial) or seconds:
-            now = time.time()
-            self.ends_at = now + (seconds or (now - self.start_t) / steps) * (self.total - self.n)
-
-    @property
-    def format_dict(self) -> dict:
-        found = super().format_dict
-        if self.ends_at:
-            left = max(self.ends_at - time.time(), 1e-9)
-            found["rate"] = (self.total - self.n) / left
-        return found
-
-
 class _Screen:
-    """A tqdm bar on a terminal; elsewhere the same bar as a line, every 2 % or 15 seconds."""
+    """A progress bar on a terminal; elsewhere the same bar as a line, every 2 % or 15 seconds.
+
+    The time left follows from the mean of the steps that ended, and only falls while one is under way. Both times count
+    from the first step on, not from the engines' start-up.
+    """
 
     def __init__(self, name: str, total: int):
-        self.live = sys.stdout.isatty()
-        self.bar = _Bar(
-            total=total,
-            desc=f"  {name}",
-            file=sys.stdout if self.live else io.StringIO(),
-            bar_format="{desc} {n_fmt}/{total_fmt} |{bar:20}| {elapsed}<{remaining}{postfix}",
-            dynamic_ncols=True,
-        )
+        self.name, self.total, self.live = name, total, sys.stdout.isatty()
+        self.began, self.first, self.ends_at = time.time(), 0, 0.0  # ends_at: by the clock; 0: unknown
         self.shown, self.printed, self.lines_at, self.told = Progress(), 0.0, 0, False
 
     def look(self, watch: Callable[[], Progress], last: bool = False) -> None:
@@ -247,25 +222,35 @@ class _Screen:
 
     def close(self) -> None:
         with contextlib.suppress(OSError):  # a terminal that is gone
-            self.bar.close()
+            print(end="\n" if self.live else "", flush=True)
 
     def _show(self, progress: Progress, last: bool) -> None:
-        changed = progress != self.shown
-        if changed and self.shown.done == 0 < progress.done:
-            # Rate and time left count from the first step on, not from the engines' start-up.
-            self.bar.initial = self.bar.n = self.bar.last_print_n = progress.done
-            self.bar.start_t = self.bar.last_print_t = time.time()
-        self.bar.set_postfix_str(progress.note, refresh=False)
-        self.bar.n = progress.done
-        if progress.done != self.shown.done:
-            self.bar.reckon(progress.seconds)
-        self.bar.refresh()
-        percent_since = 100 * (progress.done - self.lines_at) / max(1, self.bar.total)
-        due = percent_since >= 2 or time.monotonic() - self.printed > REPORT_SECONDS or (last and percent_since)
-        if not self.live and due:
-            print(str(self.bar), flush=True)
-            self.printed, self.lines_at = time.monotonic(), progress.done
+        now, done = time.time(), progress.done
+        if self.shown.done == 0 < done:
+            self.began, self.first = now, done
+        if done != self.shown.done and ((steps := done - self.first) or progress.seconds):
+            self.ends_at = now + (progress.seconds or (now - self.began) / steps) * (self.total - done)
         self.shown = progress
+        percent_since = 100 * (done - self.lines_at) / max(1, self.total)
+        due = percent_since >= 2 or time.monotonic() - self.printed > REPORT_SECONDS or (last and percent_since)
+        if self.live:
+            print(f"\r\x1b[K{self._line(now, shutil.get_terminal_size().columns - 1)}", end="", flush=True)
+        elif due:
+            print(self._line(now), flush=True)
+            self.printed, self.lines_at = time.monotonic(), done
+
+    def _line(self, now: float, columns: int | None = None) -> str:
+        done = self.shown.done
+        return tqdm.format_meter(
+            done,
+            self.total,
+            now - self.began,
+            ncols=columns,
+            prefix=f"  {self.name}",
+            rate=(self.total - done) / max(self.ends_at - now, 1e-9) if self.ends_at else 0.0,
+            bar_format="{desc} {n_fmt}/{total_fmt} |{bar:20}| {elapsed}<{remaining}{postfix}",
+            postfix=self.shown.note,
+        )
 
 
 def run(
@@ -318,10 +303,10 @@ def run(
                     if life.stalled:
                         stalled = _stalled(name, life, launch)
                         break
-                    if time.monotonic() > _deadline(new.read(), due, ours):
+                    if time.monotonic() > _deadline(new.read(), life, due, ours):
                         break
                     time.sleep(POLL_SECONDS)
-            code = child.poll()
+            code, told = child.poll(), life.error
             if code == 0:
                 screen.look(watch, last=True)
         finally:
@@ -331,4 +316,5 @@ def run(
     if stalled:
         raise StageFailed(f"{stalled}\n  log: {log}")
     if code != 0:
-        raise StageFailed(report(log, f"{name} ended with exit code {code}" if code else f"{name}: an engine died"))
+        status = f"{name} ended with exit code {code}" if code else f"{name}: an engine died"
+        raise StageFailed(report(log, status, told))

@@ -2,7 +2,7 @@
 
     python -m tests.benchmarks.families [--out FILE.json] [NAME ...]       two minutes on one core
 
-Each config is made small and compared as before a training (stacks/current/parity.py), with a critic too where
+Each config is made small and compared as before a training (verl_plugins/parity.py), with a critic too where
 there is one.
 """
 
@@ -320,7 +320,7 @@ def compared(kind: str, values: dict) -> dict:
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     )
 
-    from tasks.common.stacks.current import parity as program
+    from tasks.common.verl_plugins import parity as program
 
     config = AutoConfig.for_model(kind, **values)
     names = (
@@ -361,7 +361,7 @@ def main() -> None:
     import transformers
     import verl  # noqa: F401  (loads VERL_USE_EXTERNAL_MODULES)
 
-    from tasks.common.stacks.current import parity as program
+    from tasks.common.verl_plugins import parity as program
 
     program.start()
     results = {}

@@ -14,8 +14,8 @@ one after the other on the same GPUs. The first step of each is left out (compil
 - trl: TRL's GRPOTrainer with vLLM in its process, on one GPU, with MINI_BATCH_SIZE=TRAIN_BATCH_SIZE (trl_grpo.py). Not
   among the default variants: only the newer stacks have that TRL
 
-All are without a KL term, which the examples have. ``a100``'s have vllm_worker.py: without it vLLM 0.11.0 ends. All of
-verl start as the stack's trainings do, on `current` as forks.
+All are without a KL term, which the examples have. ``a100``'s have many_sequences.py: without it vLLM 0.11.0 ends. All
+of verl start as the stack's trainings do, on `current` as forks.
 """
 
 import argparse

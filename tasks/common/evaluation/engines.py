@@ -16,9 +16,9 @@ from tasks.common.settings import SettingsError
 from tasks.common.text import one_line
 
 # What vLLM's worker class inherits from.
-EXTENSION = "tasks.common.evaluation.vllm_worker.Reloading"
-EXTENSION_OF_CPU = "tasks.common.stacks.cpu.sampler.Sampling"
-EXTENSION_OF_0_11 = "tasks.common.stacks.a100.vllm_worker.ManySequences"
+EXTENSION = "tasks.common.verl_plugins.reloading.Reloading"
+EXTENSION_OF_CPU = "tasks.common.verl_plugins.cpu.sampling.Sampling"
+EXTENSION_OF_0_11 = "tasks.common.verl_plugins.verl_061.many_sequences.ManySequences"
 SCHEDULER = "tasks.common.verl_plugins.whole_responses.WholeResponses"  # not of vLLM 0.11.0
 WINDOW = 4096  # tokens of a prompt in `make batch`, of a conversation in `make chat`
 LOGPROBS = 20  # vLLM's default limit (max_logprobs)

@@ -266,7 +266,7 @@ def resting(model: Shapes, plan: Plan) -> dict[str, float]:
 
 def passed(model: Shapes, plan: Plan) -> tuple[int, int]:
     """Tokens of the largest pass, and those of them with logits. On a CPU a plain model gets each prompt once where
-    that is less work, and logits of the response alone (stacks/cpu/shared_prompts.py)."""
+    that is less work, and logits of the response alone (verl_plugins/cpu/shared_prompts.py)."""
     tokens = plan.tokens * (PADDED if plan.padded else 1)
     if not (plan.on_cpu and model.plain and plan.response) or plan.padded:
         return tokens, tokens

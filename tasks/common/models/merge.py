@@ -117,7 +117,7 @@ def adapter_folder(checkpoint: Path, base: str) -> Path:
             for file in (partial / "lora_adapter").iterdir():
                 file.rename(partial / file.name)
             (partial / "lora_adapter").rmdir()
-            # verl 0.6.1 writes lora_alpha 0, which turns the adapter off; stacks/a100/verl_patches.py saved the value.
+            # verl 0.6.1 writes lora_alpha 0, which turns the adapter off; verl_061/lora_alpha.py saved the value.
             # It writes no task_type either, and cannot save an adapter that it loaded without one.
             noted = read_json(checkpoint / "lora_train_meta.json")
             known = {"lora_alpha": noted["lora_alpha"], "task_type": "CAUSAL_LM", "base_model_name_or_path": base}

@@ -3,7 +3,7 @@
 A stack's PATHS, best first, say how the trainers pass sequences through a model: the attention, packed into one row or
 padded, log-probs by a fused head or from the logits. verl takes any model through any of them, and some come out wrong
 without a word: state of a recurrent layer leaks between packed sequences, a fused head leaves out what a model does to
-its logits. `play` compares each path with the plain model on a small copy (stacks/current/parity.py), until one agrees.
+its logits. `play` compares each path with the plain model on a small copy (verl_plugins/parity.py), until one agrees.
 """
 
 import functools
@@ -23,13 +23,13 @@ from tasks.common.process import die_with_parent
 from tasks.common.settings import ROOT, Settings, artifacts, stack
 from tasks.common.text import one_line
 
-PROGRAM = "tasks.common.stacks.current.parity"
+PROGRAM = "tasks.common.verl_plugins.parity"
 SECONDS = 300  # it takes 15
-SOURCES = ("stacks/current/parity.py", "verl_plugins/head.py", "models/small.py", "stacks/current/varlen_attention.py")
+SOURCES = ("verl_plugins/parity.py", "verl_plugins/head.py", "models/small.py", "verl_plugins/varlen_attention.py")
 # On a CPU, whatever stack is played.
-MODULES = "tasks.common.stacks.cpu.verl_platform,tasks.common.verl_plugins.patches"
+MODULES = "tasks.common.verl_plugins.cpu.verl_platform,tasks.common.verl_plugins.patches"
 ENVIRONMENT = {"VERL_PLATFORM": "cpu", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-ENVIRONMENT |= {"VERL_USE_EXTERNAL_MODULES": f"{MODULES},tasks.common.stacks.current.varlen_attention"}
+ENVIRONMENT |= {"VERL_USE_EXTERNAL_MODULES": f"{MODULES},tasks.common.verl_plugins.varlen_attention"}
 
 
 def paths(s: Settings) -> dict[str, dict]:

@@ -43,7 +43,7 @@ def _rl_of_061(s: Settings) -> list[str]:
         # Off by default there; algorithm.rollout_correction does nothing without them.
         "actor_rollout_ref.rollout.calculate_log_probs=True",
         # With a custom sampler verl requires that the trainer's own process loads the data.
-        "data.sampler.class_path=pkg://tasks.common.stacks.a100.sampler",
+        "data.sampler.class_path=pkg://tasks.common.verl_plugins.verl_061.order",
         "data.sampler.class_name=Shuffled",
         "data.dataloader_num_workers=0",
         # Between GPUs; with one, verl would spend a second a step on it (1,024 rollouts). 0.9.1 reads the key nowhere.
@@ -87,7 +87,7 @@ DIFFERENCES = {
                 "trainer.v1.trainer_mode",  # it has one trainer
                 "reward.num_workers",  # it has one for each agent-loop worker
                 "critic.fsdp.ulysses_sequence_parallel_size",  # of the critic itself
-                "actor_rollout_ref.actor.shuffle",  # read by its Megatron workers only; stacks/a100/mini_batches.py
+                "actor_rollout_ref.actor.shuffle",  # read by its Megatron workers only; verl_plugins/verl_061/order.py
                 # Rollouts are seeded by the rank (verl/workers/fsdp_workers.py, gen_random_states).
                 "actor_rollout_ref.rollout.seed",
                 # It divides by the padded length, MAX_RESPONSE_LENGTH.

@@ -63,7 +63,7 @@ class SingleTurnOfRow(SingleTurnAgentLoop):
         sampling_params = {**sampling_params, "output_kind": RequestOutputKind.FINAL_ONLY, "detokenize": False}
         if RENDERS_ONCE:
             return await super().run(sampling_params, **kwargs)
-        sampling_params["response_length"] = self.response_length  # stacks/a100/verl_patches.py
+        sampling_params["response_length"] = self.response_length  # verl_plugins/verl_061/patches.py
         ids, metrics = self._prompt(list(kwargs["raw_prompt"])), {}
         with simple_timer("generate_sequences", metrics):
             output = await self.server_manager.generate(uuid4().hex, prompt_ids=ids, sampling_params=sampling_params)

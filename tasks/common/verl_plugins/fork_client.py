@@ -1,4 +1,4 @@
-"""What the `python` of forked.py runs: it asks for a fork that runs its command line, and ends as the fork does.
+"""What the `python` of fork_server.py runs: it asks for a fork that runs its command line, and ends as the fork does.
 
 It runs for each process, so it imports little.
 """
@@ -27,8 +27,11 @@ def open_files() -> list[int]:
 
 def ask(server: socket.socket, files: list[int]) -> int | None:
     """The exit status of the fork, below 0 for a signal; None: it wants a fresh Python."""
+    mask = os.umask(0)
+    os.umask(mask)
+    ignored = [int(number) for number in SIGNALS if signal.getsignal(number) == signal.SIG_IGN]
     request = {"arguments": sys.argv[1:], "environment": dict(os.environ), "folder": os.getcwd(), "files": files}
-    body = json.dumps(request).encode()
+    body = json.dumps({**request, "mask": mask, "group": os.getpgrp(), "ignored": ignored}).encode()
     server.sendmsg([len(body).to_bytes(8, "little")], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))])
     server.sendall(body)
     answers = server.makefile()
@@ -36,7 +39,8 @@ def ask(server: socket.socket, files: list[int]) -> int | None:
     if not child.isdigit():
         return None
     for number in SIGNALS:
-        signal.signal(number, lambda number, _: os.kill(int(child), number))
+        if number not in ignored:
+            signal.signal(number, lambda number, _: os.kill(int(child), number))
     return int(answers.readline() or -signal.SIGKILL)  # a killed server takes its children with it
 
 

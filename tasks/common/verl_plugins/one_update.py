@@ -1,6 +1,6 @@
 """Which steps are a single update, and so need no pass for the old log-probs: the update computes the same ones.
 
-on_policy.py skips the pass in verl 0.9.1, stacks/a100/on_policy.py in 0.6.1. TRL skips it too.
+on_policy.py skips the pass in verl 0.9.1, verl_plugins/verl_061/on_policy.py in 0.6.1. TRL skips it too.
 """
 
 ON_POLICY = "on_policy"  # marks a batch for the actor

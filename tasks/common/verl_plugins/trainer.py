@@ -10,6 +10,7 @@ import time
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 import transfer_queue as tq
@@ -22,7 +23,7 @@ from verl.utils.profiler import marked_timer
 from verl.utils.transferqueue_utils import kv_batch_meta2batch_meta
 
 import tasks.common.verl_plugins.patches  # noqa: F401
-from tasks.common.alive import waits_for
+from tasks.common.alive import failed, saves, waits_for
 from tasks.common.ends import CUT, cut_key, step_metrics
 from tasks.common.machine import hardware
 from tasks.common.machine.memory import GIB
@@ -38,7 +39,7 @@ from tasks.common.verl_plugins.expect import expect
 from tasks.common.verl_plugins.keep_best import KeepBest
 
 # verl marks a prompt whose reward raised as failed, and trains on padding instead.
-expect(AgentLoopWorkerTQ.__ray_actor_class__._run_prompt, 'status = "failure"')
+expect(AgentLoopWorkerTQ.__ray_actor_class__._run_prompt, 'status = "failure"', "self._run_agent_loop(")
 # A disk that is full for the samples, which people only look at, ends a training.
 expect(PPOTrainer._dump_generations, "self._write_generations,", "f.result()  # re-raises if the write failed")
 expect(PPOTrainer._log_rollout_data, 'reward_extra_infos_dict = {"uid": [batch.keys[i] for i in sorted_indices]}')
@@ -50,13 +51,33 @@ expect(ReplayBuffer._sync_metadata_from_transfer_queue, "self.failure_keys[parti
 
 trainer_base.value_loss = on_policy.value_loss
 
+AgentLoopWorker = AgentLoopWorkerTQ.__ray_actor_class__
+_run_agent_loop = AgentLoopWorker._run_agent_loop
+
+
+def cause(error: BaseException) -> BaseException:
+    """What was raised in another process of Ray, whose own error's text is a traceback."""
+    return getattr(error, "cause", error)
+
+
+async def run_agent_loop(self, *args, **kwargs):
+    """verl's; the launcher shows the error that ends the training."""
+    try:
+        return await _run_agent_loop(self, *args, **kwargs)
+    except Exception as error:
+        failed(cause(error))
+        raise
+
+
+AgentLoopWorker._run_agent_loop = run_agent_loop
+
 POLL_SECONDS = 0.2  # verl checks every 2 s whether the rollouts are complete
 FIRST_SAVE = 300  # seconds
 LOG_SECONDS = 2  # for Ray to bring the reason from another process to the log
 
 
 class GroupFailed(RuntimeError):
-    """A prompt has no samples or no rewards; tasks/common/process.py shows the reason from the log."""
+    """A prompt has no samples or no rewards; ``run_agent_loop`` has told the reason."""
 
 
 @register_trainer("task")
@@ -71,6 +92,7 @@ class TaskTrainer(KeepBest):
     _complete = 0, None  # the last step that this process trained, and the state of its data then
     _saved = 0
     _began, _first = 0.0, 0.0  # when this step began, and the first one of this process ended
+    _sampled: list["Sample"] | None = None  # the responses of this step, where they were looked at before its metrics
     _turns = None  # what was said in the episodes of this step, by verl's key
 
     @functools.cached_property
@@ -139,19 +161,15 @@ class TaskTrainer(KeepBest):
     def _compute_metrics(self, batch, metrics, timing_raw, global_steps, epoch):
         super()._compute_metrics(batch, metrics, timing_raw, global_steps=global_steps, epoch=epoch)
         try:
-            metrics.update(self._answers(batch))
+            metrics.update(self._answers(self._sampled or _samples(batch)))
         except Exception as error:  # the training needs none of them
             print(f"the answers of step {global_steps} are not told: {one_line(str(error), 300)}", flush=True)
+        self._sampled = None
 
-    def _answers(self, batch) -> dict[str, float]:
+    def _answers(self, samples: list["Sample"]) -> dict[str, float]:
         """What a step's responses were worth, and in a multi-turn task how its episodes went."""
-        fields = ["uid", "responses", "extra_fields"]
-        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
-        uids, extras = (data.pop(name).tolist() for name in ("uid", "extra_fields"))  # data[name] has no tolist
-        rows = zip(uids, data["responses"].unbind(), extras, strict=True)
-        own = [row for row, tag in zip(rows, batch.tags, strict=True) if not tag.get("is_padding", False)]
-        rewards = [extra.get("reward_extra_info") or {} for *_, extra in own]
-        found = answers.figures([uid for uid, *_ in own], [tuple(ids.tolist()) for _, ids, _ in own], rewards)
+        prompts, responses, rewards = ([*column] for column in zip(*samples, strict=True))
+        found = answers.figures(prompts, responses, rewards)
         return found | (step_metrics([*filter(None, rewards)]) if self.config.data.get("episode") else {})
 
     # With what was said in turn, which an episode's text does not tell: a model can write what stands between turns.
@@ -223,19 +241,13 @@ class TaskTrainer(KeepBest):
 
     def _check_signal(self, batch) -> None:
         """End before the first update where the warm-up's rollouts give RL nothing to learn from."""
-        names = ["uid", "responses", "extra_fields"]
-        data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=names)
-        lengths, limit = data["responses"].offsets().diff().tolist(), self.config.data.max_response_length
+        self._sampled, limit = _samples(batch), self.config.data.max_response_length
         scores, groups, cut = [], [], []
-        for uid, fields, length, tag in zip(
-            list(data["uid"]), list(data["extra_fields"]), lengths, batch.tags, strict=True
-        ):
-            found = fields.get("reward_extra_info") or {}
-            if not tag.get("is_padding") and {"acc", "score"} <= found.keys():
-                scores.append(found)
-                groups.append(uid)
-                ends = [found[cut_key(end)] for end in CUT if cut_key(end) in found]
-                cut.append(any(ends) if ends else length >= limit)
+        for uid, response, reward in (sample for sample in self._sampled if {"acc", "score"} <= sample.reward.keys()):
+            scores.append(reward)
+            groups.append(uid)
+            ends = [reward[cut_key(end)] for end in CUT if cut_key(end) in reward]
+            cut.append(any(ends) if ends else len(response) >= limit)
         if reason := no_signal(scores, groups, cut, load_settings()):
             stop_without_signal(self.run_dir, f"{reason}; ANYWAY=1 trains all the same")
 
@@ -276,10 +288,11 @@ class TaskTrainer(KeepBest):
                 raise RewardError("a score is not a finite number")
         except Exception as error:
             self._save_complete_step()
-            reason = getattr(error, "cause", error)  # of Ray's error, whose own text is a traceback
-            reason = f"{type(reason).__name__}: {one_line(str(reason), 300)}"
+            reason = f"{type(cause(error)).__name__}: {one_line(str(cause(error)), 300)}"
             model = self.config.reward.reward_model.model_path
-            raise RewardError(f"REWARD_MODEL={model} gave no reward: {reason}") from error
+            ends = RewardError(f"REWARD_MODEL={model} gave no reward: {reason}")
+            failed(ends)
+            raise ends from error
         return batch
 
     def _save_complete_step(self) -> None:
@@ -287,7 +300,8 @@ class TaskTrainer(KeepBest):
         step, data = self._complete
         if step <= self._saved:
             return
-        print(f"saving step {step} before the end", flush=True)  # tasks/common/process.py looks for this line
+        print(f"saving step {step} before the end", flush=True)
+        saves()
         try:
             self.checkpoint_manager.abort_replicas()  # other prompts may still be sampled
             self.checkpoint_manager.sleep_replicas()  # as when verl saves: the GPU has no room for both
@@ -298,6 +312,26 @@ class TaskTrainer(KeepBest):
         now, self.global_steps = self.global_steps, step
         self._save_checkpoint()
         self.global_steps = now
+
+
+class Sample(NamedTuple):
+    """A response of a step: its prompt's id, its tokens, and what its reward returned."""
+
+    prompt: str
+    response: tuple[int, ...]
+    reward: dict
+
+
+def _samples(batch: KVBatchMeta) -> list[Sample]:
+    """The responses of a step, without verl's padding."""
+    fields = ["uid", "responses", "extra_fields"]
+    data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
+    rows = zip(list(data["uid"]), data["responses"].unbind(), list(data["extra_fields"]), batch.tags, strict=True)
+    return [
+        Sample(uid, tuple(ids.tolist()), extra.get("reward_extra_info") or {})
+        for uid, ids, extra, tag in rows
+        if not tag.get("is_padding", False)
+    ]
 
 
 def _tensors(batch: KVBatchMeta) -> KVBatchMeta:

@@ -1,6 +1,6 @@
 """Whitened advantages (ppo, reinforce_pp) of a batch in which at most one token counts. verl raises there.
 
-TRUNCATED=masked and ROLLOUT_CORRECTION=sequence may leave such a batch. Both patches.py and stacks/a100/verl_patches.py
+TRUNCATED=masked and ROLLOUT_CORRECTION=sequence may leave such a batch. Both versions' patches.py
 load this in every verl process.
 """
 

@@ -1,6 +1,6 @@
 """No GPU: verl 0.9.1 and vLLM on the CPU, a small embedded model, small batches, short lengths, no compilation.
 
-Packages: requirements.txt. How verl and vLLM run on a CPU: verl_platform.py, vllm_worker.py.
+Packages: requirements.txt. How verl and vLLM run on a CPU: verl_plugins/cpu.
 """
 
 import os
@@ -41,7 +41,7 @@ STAGE_DEFAULTS = {"probe": {"LIMIT": "64"}}
 # verl and vLLM read these in every process.
 ENVIRONMENT = {
     "VERL_PLATFORM": "cpu",
-    "VERL_USE_EXTERNAL_MODULES": "tasks.common.stacks.cpu.verl_platform,tasks.common.verl_plugins.patches",
+    "VERL_USE_EXTERNAL_MODULES": "tasks.common.verl_plugins.cpu.verl_platform,tasks.common.verl_plugins.patches",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     # A process per evaluation engine would import everything again (10 s); only a GPU's memory needs its end.
@@ -86,7 +86,7 @@ RL_OVERRIDES = [
     "actor_rollout_ref.rollout.free_cache_engine=False",
     "+actor_rollout_ref.rollout.enable_sleep_mode=False",
     "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=1024",
-    "+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=tasks.common.stacks.cpu.vllm_worker.CPUColocateWorkerExtension",
+    "+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=tasks.common.verl_plugins.cpu.kept_weights.CPUColocateWorkerExtension",
     f"+actor_rollout_ref.rollout.engine_kwargs.vllm.block_size={CPU_BLOCK_SIZE}",
     WHOLE_RESPONSES,
     "actor_rollout_ref.rollout.agent.num_workers=1",

@@ -1,6 +1,6 @@
 """As verl_plugins/keep_best.py, for verl 0.6.1: a checkpoint per validation, the best ones kept, and PATIENCE.
 
-verl_patches.py loads this in every verl process.
+patches.py loads this in every verl process.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Does a stack's pass compute what the plain model computes? `python -m tasks.common.stacks.current.parity`.
+"""Does a stack's pass compute what the plain model computes? `python -m tasks.common.verl_plugins.parity`.
 
 Standard input: a JSON object with ``config`` (what config.json holds), ``paths`` (PATHS of a stack) and ``critic``,
 whether there is one (training/parity.py). The last line of standard output is what `compared` returns: of each path
@@ -38,9 +38,9 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDP
 from verl.workers.utils.losses import sft_loss
 
 from tasks.common.models.small import small
-from tasks.common.stacks.current import varlen_attention
-from tasks.common.stacks.current.reference_attention import reference_kernel
 from tasks.common.text import one_line
+from tasks.common.verl_plugins import varlen_attention
+from tasks.common.verl_plugins.reference_attention import reference_kernel
 
 LENGTHS = (7, 13, 2, 16, 31, 5, 20, 9)
 VOCABULARY, SPECIAL = 128, 32  # special tokens are among the last
@@ -81,7 +81,8 @@ def sequences() -> list[torch.Tensor]:
     return [torch.randint(3, VOCABULARY - SPECIAL, (length,), generator=generator) for length in LENGTHS]
 
 
-def batch(rows: list[torch.Tensor], path: dict) -> TensorDict:
+def batch(rows: list[torch.Tensor], path: dict, tokens: int = TOKENS, temperature: float = TEMPERATURE) -> TensorDict:
+    """The sequences ``rows`` as verl's engine takes them, up to ``tokens`` of them in a pass."""
     nested = partial(torch.nested.as_nested_tensor, layout=torch.jagged)
     data = TensorDict(
         {
@@ -97,14 +98,24 @@ def batch(rows: list[torch.Tensor], path: dict) -> TensorDict:
         use_remove_padding=path["packed"],
         use_fused_kernels=path["fused"],
         use_dynamic_bsz=True,
-        max_token_len_per_gpu=TOKENS,
-        temperature=TEMPERATURE,
+        max_token_len_per_gpu=tokens,
+        temperature=temperature,
         calculate_entropy=True,
     )
     return data
 
 
-def engine(kind: type, folder: Path, path: dict, role: str = "language_model"):
+def engine(
+    kind: type,
+    folder: Path,
+    path: dict,
+    *,
+    role: str = "language_model",
+    shared: int = 1,
+    dtype: str = "fp32",
+    rank: int = 0,
+):
+    """verl's engine of ``kind`` for the model in ``folder``; ``shared``: GPUs a sequence, ``rank``: of an adapter."""
     made = kind(
         model_config=HFModelConfig(
             path=str(folder),
@@ -114,11 +125,15 @@ def engine(kind: type, folder: Path, path: dict, role: str = "language_model"):
             use_fused_kernels=path["fused"],
             fused_kernel_options={"impl_backend": "torch"},
             model_type=role,
+            lora_rank=rank,
+            lora_alpha=2 * rank or 16,
+            target_modules="all-linear",
         ),
         engine_config=FSDPEngineConfig(
             strategy="fsdp2",
+            ulysses_sequence_parallel_size=shared,
             use_torch_compile=False,
-            mixed_precision={"param_dtype": "fp32", "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
+            mixed_precision={"param_dtype": dtype, "reduce_dtype": "fp32", "buffer_dtype": "fp32"},
         ),
         optimizer_config=FSDPOptimizerConfig(lr=1e-3, total_training_steps=1),
         checkpoint_config=CheckpointConfig(),
@@ -160,7 +175,7 @@ def of_critic(folder: Path, path: dict) -> float:
     """The largest difference of a value, relative to the values' spread."""
     torch.manual_seed(0)
     path, rows = path | {"fused": False}, sequences()  # it has another head
-    made = engine(FSDPEngineWithValueHead, folder, path, "value_model")
+    made = engine(FSDPEngineWithValueHead, folder, path, role="value_model")
     with made.eval_mode():
         found = torch.cat(list(made.infer_batch(batch(rows, path))["model_output"]["values"].unbind()))
     config = AutoConfig.from_pretrained(folder)

@@ -7,7 +7,7 @@ from verl.utils.vllm import patch
 from tasks.common.verl_plugins import shared_gpu  # noqa: F401
 from tasks.common.verl_plugins.own_sockets import OwnSocketExtension
 
-importlib.reload(patch)  # the models that preload.py left out
+importlib.reload(patch)  # the models that forked.py left out
 
 
 class SharedGPUExtension(OwnSocketExtension):

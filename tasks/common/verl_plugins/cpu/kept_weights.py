@@ -2,7 +2,7 @@
 
 from vllm.model_executor.layers import linear, utils
 
-from tasks.common.stacks.cpu import sampler  # noqa: F401
+from tasks.common.verl_plugins.cpu import sampling as sampler  # noqa: F401
 from tasks.common.verl_plugins.expect import expect
 from tasks.common.verl_plugins.own_sockets import OwnSocketExtension
 

@@ -1,7 +1,7 @@
 """As verl_plugins/on_policy.py, for verl 0.6.1: skip the pass for the old log-probs where a step is a single update.
 
 verl 0.6.1 uses the update's own log-probs there (workers/actor/dp_actor.py, ``on_policy``), but still makes the pass.
-verl_patches.py loads this in every verl process.
+patches.py loads this in every verl process.
 """
 
 from unittest import mock
