@@ -21,7 +21,7 @@ from pathlib import Path
 
 import diskcache
 
-from tasks.common.files import write_json
+from tasks.common.files import read_json, write_json
 from tasks.common.rewards.answers import JudgeError
 from tasks.common.rewards.json_answer import read_object
 from tasks.common.settings import SettingsError, artifacts, load_settings, variable
@@ -172,7 +172,7 @@ class Judge:
         path = _folder() / "counters.json"
         with path.with_suffix(".lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            counters = read_counters(path)
+            counters = read_json(path)
             own = counters.get(self.JUDGE_MODEL, {"since": time.strftime("%Y-%m-%d %H:%M")})
             added = {**{name: counts[name] for name in COUNTERS}, "cost": cost}
             counters[self.JUDGE_MODEL] = own | {name: own.get(name, 0) + number for name, number in added.items()}
@@ -287,20 +287,12 @@ def _slot(folder: Path, count: int) -> Iterator[None]:
         time.sleep(POLL_SECONDS)
 
 
-def read_counters(path: Path) -> dict[str, dict]:
-    """The counters in ``path`` by model; none without the file. Raises JudgeError if the file is broken."""
-    try:
-        return json.loads(path.read_text()) if path.exists() else {}
-    except ValueError:
-        raise JudgeError(f"{path}: is not a file of the judge's counters; remove it") from None
-
-
 def summary() -> str:
     """The requests so far and their cost, one line per model."""
     path = _folder() / "counters.json"
     counted = "{calls} calls, {cache_hits} scores from the cache, {failures} failures, "
     counted += "{tokens_in} tokens in, {tokens_out} out, cost {cost:.4f}"
-    lines = [f"{model}, since {own['since']}: {counted.format_map(own)}" for model, own in read_counters(path).items()]
+    lines = [f"{model}, since {own['since']}: {counted.format_map(own)}" for model, own in read_json(path).items()]
     return "\n".join(lines) or f"{path}: no requests to a judge yet"
 
 
