@@ -303,16 +303,8 @@ def test_nvidia_smi_has_time_to_start_the_driver_and_a_timeout_is_told(monkeypat
     [
         ("", []),
         ("2,0", [2, 0]),
-        (" 2, 0", [2, 0]),
-        ("1,", [1]),
-        ("0,-1,2", [0]),
-        ("-1", []),
         ("0,3,2", [0]),  # there is no GPU 3
-        ("GPU-1c4f1b2e-0a7d-11ef-9c3b-5d0e6f7a8b9c", [1]),
         ("GPU-2c,GPU-0", [2, 0]),
-        ("GPU-0,GPU-7,GPU-1", [0]),
-        ("GPU-", []),  # of which of them?
-        ("NoDevFiles", []),
     ],
 )
 def test_the_gpus_are_those_that_cuda_takes(value, numbers, visible):
@@ -410,12 +402,6 @@ def test_who_follows_the_advice_on_gpus_and_memory_has_settings_that_fit(there, 
     assert advice_on(there, s, monkeypatch, ram) == []
 
 
-def test_what_dpo_refuses_is_an_error_of_doctor_too(monkeypatch):
-    s = settings(monkeypatch, METHOD="dpo", MODEL="embedded")
-    said = [str(f) for f in memory_checks.batches_and_memory(s, ["x"], "doctor", None)]
-    assert said == ["settings: ARGS=x: are verl's; METHOD=dpo trains with TRL; correct the variable"]
-
-
 @pytest.mark.parametrize("profile", PROFILES, ids=lambda path: path.stem)
 def test_the_table_of_profiles_has_the_numbers_of_the_estimate(profile, monkeypatch):
     s = loaded(profile, monkeypatch)
@@ -427,27 +413,12 @@ def test_the_table_of_profiles_has_the_numbers_of_the_estimate(profile, monkeypa
     assert profile.parents[1].name in row and f"| {update}, {sampling}, " in row and ram in re.findall(r"\d+", row)
 
 
-@pytest.mark.parametrize("value", ["1.5GB", "2.5", "-1"])
-def test_a_cache_on_a_cpu_is_a_whole_number(value, monkeypatch):
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", value)
-    said = [str(f) for f in memory_checks.batches_and_memory(settings(monkeypatch, STACK="cpu"), [], "train", None)]
-    assert said == [f"settings: VLLM_CPU_KVCACHE_SPACE={value}: must be a whole number of GiB; correct the variable"]
-
-
 def test_a_gpu_that_shares_the_machines_memory_is_no_gpu_of_0_GB(monkeypatch, small_model):
     s = settings(monkeypatch, MODEL=str(small_model))
     told = smi(0)
     untold = replace(told, gpus=(replace(told.gpus[0], total=0, free=0),))
     (memory_,) = [f for f in memory_checks.batches_and_memory(s, [], "train", untold) if f.what == "memory"]
     assert memory_.state == "warning" and "nvidia-smi does not tell" in memory_.text
-
-
-def test_a_teacher_must_fit_into_its_own_gpu(monkeypatch, small_model):
-    s = settings(monkeypatch, MODEL=str(small_model), METHOD="distill", TEACHER=str(small_model))
-    assert not list(memory_checks.teacher(s, smi(0, 0)))
-    (found,) = memory_checks.teacher(s, smi(0, 81385))
-    assert found.state == "error" and found.text.startswith(f"TEACHER={small_model}: weights of ")
-    assert found in list(memory_checks.batches_and_memory(s, [], "train", smi(0, 81385)))
 
 
 @pytest.mark.parametrize(("used", "state"), [([0, 0, 0, 0], "ok"), ([0, 0, 81000, 0], "error"), ([0, 81385], "error")])
@@ -463,19 +434,20 @@ def test_the_gpus_of_all_trainings_at_a_time_are_checked(used, state, monkeypatc
     assert [re.match(r"other processes are on GPU (\d): ", text)[1] for text in busy] == ["0", "2" if given else "1"]
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        ({"METHOD": "rloo", "ROLLOUT_N": "1"}, "ROLLOUT_N=1: METHOD=rloo needs other samples of a prompt"),
-        ({"ROLLOUT_N": "1"}, "ROLLOUT_N=1: GRPO's advantages"),
-        ({"METHOD": "distill"}, "TEACHER is empty"),
-        ({"LOGGER": "nosuch"}, "LOGGER=nosuch: verl has no logger nosuch"),
-    ],
-)
-def test_doctor_says_what_a_training_would_refuse(changes, said, monkeypatch):
-    s = settings(monkeypatch, STACK="cpu", MODEL="embedded", **changes)
-    (found,) = memory_checks.batches_and_memory(s, [], "doctor", None)
-    assert found.state == "error" and found.text.startswith(said)
+def test_doctor_says_what_a_training_would_refuse(monkeypatch):
+    for changes, arguments, said in (
+        ({"METHOD": "rloo", "ROLLOUT_N": "1"}, [], "ROLLOUT_N=1: METHOD=rloo needs other samples of a prompt"),
+        ({"ROLLOUT_N": "1"}, [], "ROLLOUT_N=1: GRPO's advantages"),
+        ({"METHOD": "distill"}, [], "TEACHER is empty"),
+        ({"METHOD": "dpo"}, ["x"], "ARGS=x: are verl's; METHOD=dpo trains with TRL"),
+        ({"LOGGER": "nosuch"}, [], "LOGGER=nosuch: verl has no logger nosuch"),
+        ({"CACHE": "1.5GB"}, [], "VLLM_CPU_KVCACHE_SPACE=1.5GB: must be a whole number of GiB"),
+        ({"CACHE": "-1"}, [], "VLLM_CPU_KVCACHE_SPACE=-1: must be a whole number of GiB"),
+    ):
+        monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", changes.pop("CACHE", "1"))
+        s = settings(monkeypatch, STACK="cpu", MODEL="embedded", **changes)
+        (found,) = memory_checks.batches_and_memory(s, arguments, "doctor", None)
+        assert found.state == "error" and found.text.startswith(said)
 
 
 def test_doctor_warns_of_a_clip_that_does_nothing(monkeypatch):
@@ -485,14 +457,17 @@ def test_doctor_warns_of_a_clip_that_does_nothing(monkeypatch):
         assert sum(f.state == "warning" and f.text.startswith("CLIP_HIGH=0.3") for f in found) == count
 
 
-def test_fewer_jobs_are_advised_where_teachers_do_not_fit_together(monkeypatch):
-    s = settings(monkeypatch, METHOD="distill", TEACHER="Qwen/Qwen2.5-14B-Instruct")
+def test_a_teacher_must_fit_into_its_own_gpu(monkeypatch):
+    s = settings(monkeypatch, MODEL="embedded", METHOD="distill", TEACHER="Qwen/Qwen2.5-14B-Instruct")
     monkeypatch.setattr(memory, "shapes_of", lambda model: shapes(CONFIGS[model]))
-    assert not list(memory_checks.teacher(s, smi(0, 0), memory_checks.Jobs(2, 1, 2)))
-    (found,) = memory_checks.teacher(s, smi(0, 0), memory_checks.Jobs(4, 1, 2))
-    assert found.fix == "take a smaller TEACHER, or lower JOBS"
-    (found,) = memory_checks.teacher(s, smi(0, 70000), memory_checks.Jobs(4, 1, 2))
-    assert found.fix == "take a smaller TEACHER, or end what is on that GPU"
+    for used, jobs, fix in (
+        ([0, 0], 2, ""),
+        ([0, 0], 4, "take a smaller TEACHER, or lower JOBS"),
+        ([0, 70000], 4, "take a smaller TEACHER, or end what is on that GPU"),
+    ):
+        found = list(memory_checks.teacher(s, smi(*used), memory_checks.Jobs(jobs, 1, 2)))
+        assert [each.fix for each in found] == [fix] * bool(fix)
+    assert found[0].text.startswith("TEACHER=Qwen/Qwen2.5-14B-Instruct: weights of ")
 
 
 def test_memory_that_another_process_has_is_not_counted(monkeypatch, small_model):
@@ -606,7 +581,7 @@ def test_an_index_that_is_none_gives_no_shapes(index, tmp_path):
     assert shapes_of(str(tmp_path)) is None
 
 
-@pytest.mark.parametrize("name", ["a/b--c", "a/b..c", "a/b-", "-a/b", "é/x", "a/" + "b" * 97, "a/b.git", "a/b/c"])
+@pytest.mark.parametrize("name", ["a/b--c", "é/x", "a/b/c"])
 def test_what_cannot_be_a_hub_id_is_said_in_one_line(name, monkeypatch):
     s = settings(monkeypatch, MODEL=name, STACK="cpu")
     (said,) = [f for f in doctor.findings(s, []) if f.state == "error" and f.what != "packages"]
@@ -709,11 +684,6 @@ def test_a_share_of_the_gpu_that_does_not_fit_is_told_with_one_that_does():
         assert fix.startswith("set GPU_MEMORY_UTILIZATION=0.")
         better = float(fix.partition("=")[2])
         assert memory.too_much(model, replace(plan, share=better), gpu, 0) == []
-    many = replace(plan, tokens=64 * 512)
-    ((_, fix),) = memory.too_much(model, many, 20e9, 0)
-    assert fix.startswith("set MICRO_BATCH_SIZE=")
-    fewer = int(fix.partition("=")[2]) * 512
-    assert memory.too_much(model, replace(many, tokens=fewer), 20e9, 0) == []
 
 
 def test_vllm_takes_its_share_of_the_whole_gpu_and_must_find_it_free():
@@ -824,7 +794,7 @@ def of_an_experiment(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize(("jobs", "there", "most"), [(4, 2, 2), (9, 2, 2), (3, 2, 2), (2, 1, 1), (4, 3, 3)])
+@pytest.mark.parametrize(("jobs", "there", "most"), [(3, 2, 2), (2, 1, 1), (4, 3, 3)])
 def test_trainings_that_share_a_gpu_must_fit_beside_each_other(jobs, there, most, of_an_experiment):
     (found,) = of_an_experiment(jobs, there)
     assert found.state == "error" and found.fix == f"set JOBS={most}" and "\n" not in found.text
@@ -871,10 +841,9 @@ def test_all_trainings_at_a_time_share_the_ram(monkeypatch, of_an_experiment):
 
 
 def test_where_not_even_one_training_fits_the_advice_is_that_for_one(of_an_experiment):
-    for changes in ({"MODEL": "Qwen/Qwen2.5-7B-Instruct"}, {"GPU_MEMORY_UTILIZATION": "0.02"}):
-        alone = of_an_experiment(1, 2, **changes)
-        assert {f.state for f in alone} == {"error"} and not any("JOBS=" in str(f) for f in alone)
-        assert of_an_experiment(4, 2, **changes) == alone
+    alone = of_an_experiment(1, 2, GPU_MEMORY_UTILIZATION="0.02")
+    assert {f.state for f in alone} == {"error"} and not any("JOBS=" in str(f) for f in alone)
+    assert of_an_experiment(4, 2, GPU_MEMORY_UTILIZATION="0.02") == alone
 
 
 def test_a_warm_up_shares_no_gpu(of_an_experiment, monkeypatch, tmp_path):
