@@ -45,5 +45,5 @@ def test_the_time_left_is_known_from_the_first_step_on(capsys):
     screen = process._Screen("training", 10)
     screen.look(lambda: Progress(0))
     screen.look(lambda: Progress(1, seconds=60))
-    assert screen.bar.ends_at - time.time() == pytest.approx(9 * 60, abs=1)
+    assert screen.ends_at - time.time() == pytest.approx(9 * 60, abs=1)
     screen.close()
