@@ -256,30 +256,21 @@ def test_evaluations_count_that_were_made_in_the_same_way(settings):
     assert report(run_dir).row(RESULT, "accuracy")[2] == str(Estimate(**estimate(0.625)))
 
 
-def test_the_warm_up_stands_between_base_and_trained(settings):
+def test_warm_up_and_rounds_stand_between_base_and_trained(settings):
     """artifacts/ was moved twice. Most of the way from base to trained was the warm-up's."""
-    s = replace(settings, INIT="sft", MODEL="embedded")
-    warm = "/a/artifacts/runs/countdown/sft-1/checkpoints/global_step_8/huggingface"
-    run_dir = make_run(s, metrics={1: STEP}, start=warm)
-    evaluate(run_dir, "0", "/b/artifacts/models/" + run_report.embedded_folder().name, accuracy=0.1)
-    evaluate(run_dir, "1", warm.replace("/a/", "/b/"), accuracy=0.2)
-    evaluate(run_dir, "2", checkpoint(run_dir), paired=(warm.replace("/a/", "/c/"), 0.01), accuracy=0.21)
-    page = report(run_dir)
-    assert page.rows[RESULT][0][1:5] == ["base", "sft", "grpo", "grpo - sft [95 % interval]"]
-    wanted = [str(Estimate(**estimate(value))) for value in (0.1, 0.2, 0.21)]
-    assert page.row(RESULT, "accuracy")[1:4] == wanted
-    assert "grpo - sft: accuracy +0.010 [-0.002, 0.056], p 0.0321 (exact McNemar): the interval in" in page.text[RESULT]
-
-
-def test_a_round_of_self_play_stands_beside_its_warm_up_and_the_rounds_before(settings):
     s = replace(settings, INIT="sft", MODEL="embedded")
     warm = "/a/artifacts/runs/countdown/sft-1/checkpoints/global_step_8/huggingface"
     first = make_run(s, "mine", metrics={1: STEP}, start=warm)
     start = str(first / "checkpoints/global_step_10/actor/huggingface")
     second = make_run(s, "mine-round2", metrics={1: STEP}, start=start)
-    evaluate(second, "base", "/b/artifacts/models/" + run_report.embedded_folder().name, accuracy=0.0)
-    evaluate(second, "sft", warm, accuracy=0.1)
-    evaluate(second, "round1", start, accuracy=0.2)
+    evaluate(first, "base", "/b/artifacts/models/" + run_report.embedded_folder().name, accuracy=0.1)
+    evaluate(first, "sft", warm.replace("/a/", "/b/"), accuracy=0.2)
+    evaluate(first, "round1", start, paired=(warm.replace("/a/", "/c/"), 0.01), accuracy=0.21)
+    page = report(first)
+    assert page.rows[RESULT][0][1:5] == ["base", "sft", "grpo", "grpo - sft [95 % interval]"]
+    wanted = [str(Estimate(**estimate(value))) for value in (0.1, 0.2, 0.21)]
+    assert page.row(RESULT, "accuracy")[1:4] == wanted
+    assert "grpo - sft: accuracy +0.010 [-0.002, 0.056], p 0.0321 (exact McNemar): the interval in" in page.text[RESULT]
     evaluate(second, "round2", checkpoint(second), paired=(warm, 0.2), accuracy=0.3)
     page = report(second)
     header = ["metric", "base", "sft", "round1", "round2", "round2 - sft [95 % interval]", "p", "meaning"]
