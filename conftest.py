@@ -182,12 +182,6 @@ def small_model(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def models_folder(tmp_path_factory) -> Path:
-    """A folder `models` for artifacts: the embedded model is unpacked into it once, which takes seconds."""
-    return tmp_path_factory.mktemp("models")
-
-
-@pytest.fixture(scope="session")
 def digits_checkout(tmp_path_factory) -> Path:
     """A copy of the checkout with the task `digits`, whose reward a random model can get: the digits it writes."""
     from tests.helpers import change_reward, checkout_with

@@ -32,7 +32,7 @@ from tests.helpers import ROOT, SINGLE_TURN, copy_of_checkout, exported, has_end
 WRONG = "<answer>1</answer>"
 SHARED = Path(os.environ.get("SHARED_DATA", ROOT.parent / "shared/data"))
 SMALL = {"TRAIN_SIZE": "24", "TEST_SIZE": "8", "DEV_SIZE": "4", "SFT_SIZE": "24"}
-SMALL |= {"TRAIN_BATCH_SIZE": "4", "MINI_BATCH_SIZE": "4", "SOURCE": "toy", "INIT": "base"}
+SMALL |= {"TRAIN_BATCH_SIZE": "4", "MINI_BATCH_SIZE": "4", "SOURCE": "toy", "INIT": "base", "MODEL": "/none"}
 
 
 @functools.cache
@@ -45,9 +45,8 @@ def settings(task: str = "countdown", **changes):
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch, models_folder) -> Path:
+def folder(tmp_path, monkeypatch) -> Path:
     """The folder of countdown's data."""
-    (tmp_path / "models").symlink_to(models_folder)
     monkeypatch.setenv("ARTIFACTS", str(tmp_path))
     return tmp_path / "data/countdown"
 
@@ -341,12 +340,12 @@ EPISODES = {
     "DEV_SIZE": "6",
     "TRAIN_SIZE": "30",
     "SFT_SIZE": "30",
-    "MODEL": "embedded",
 }
 
 
-def test_demonstrations_are_played_under_the_tasks_limits(folder):
-    s = settings("calculator", **EPISODES, MAX_TURNS="4", MAX_TURN_LENGTH="128", MAX_RESPONSE_LENGTH="512")
+def test_demonstrations_are_played_under_the_tasks_limits(folder, small_model):
+    long = {"MAX_PROMPT_LENGTH": "4096", "MAX_TURN_LENGTH": "512", "MAX_RESPONSE_LENGTH": "4096"}  # a byte is a token
+    s = settings("calculator", **EPISODES, MODEL=str(small_model), MAX_TURNS="4", **long)
     manifest = prepare(s, {"toy": stock})
     said = "15 of 45 demonstrations cannot be played to their end: they need 15 more than MAX_TURNS=4; set MAX_TURNS=5"
     assert manifest["gold"]["right"] == 45 and said in describe(manifest, s) and gold.failed(manifest, s)
@@ -358,7 +357,7 @@ def test_demonstrations_are_played_under_the_tasks_limits(folder):
     needs = manifest["gold"]["needs"]
     assert {need[1] for need in needs} == {4, 5} and sum(need[-1] for need in needs) == 45
     # The tokens are those of the episode's own demonstration.
-    tokenizer = load_tokenizer("embedded")
+    tokenizer = load_tokenizer(str(small_model))
     shown = next(iter(stock(s))).messages(), next(iter(stock(s))).demonstration
     _, mask = demonstration_ids(tokenizer, [*shown[0], *shown[1]], 1, TOOLS)
     longest = max(len([*run]) for mine, run in itertools.groupby(mask) if mine)
@@ -370,11 +369,11 @@ def test_demonstrations_are_played_under_the_tasks_limits(folder):
     )
 
 
-def test_a_response_is_measured_too(folder):
-    s = settings(MODEL="embedded", MAX_RESPONSE_LENGTH="4")
+def test_a_response_is_measured_too(folder, small_model):
+    s = settings(MODEL=str(small_model), MAX_RESPONSE_LENGTH="4")
     manifest = prepare(s, {"toy": toy})
     assert re.search(r"31 of 31 demonstrations cannot .* MAX_RESPONSE_LENGTH=4; set MAX_RES", describe(manifest, s))
-    assert not gold.too_small(prepare(settings(MODEL="/none"), {"toy": toy})["gold"], s)  # no tokenizer here
+    assert not gold.too_small(prepare(settings(), {"toy": toy})["gold"], s)  # no tokenizer here
 
 
 def by_call(self, action):

@@ -24,7 +24,7 @@ def toy_rows_need_not_be_right(monkeypatch):
 
 def settings_for(**changes):
     """Settings of countdown for a few rows of data."""
-    small = {"SOURCE": "toy", "INIT": "base", "SEED": "5", "FILE": "", "MAX_SAMPLES": "0"}
+    small = {"SOURCE": "toy", "INIT": "base", "SEED": "5", "FILE": "", "MAX_SAMPLES": "0", "MODEL": "/none"}
     small |= {
         "DEV_SIZE": "0",
         "TRAIN_SIZE": "20",
@@ -64,10 +64,8 @@ def endless(settings):
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch, models_folder):
+def folder(tmp_path, monkeypatch):
     """The data folder of the task."""
-    (tmp_path / "artifacts").mkdir()
-    (tmp_path / "artifacts/models").symlink_to(models_folder)
     monkeypatch.setenv("ARTIFACTS", str(tmp_path / "artifacts"))
     return tmp_path / "artifacts/data/countdown"
 
