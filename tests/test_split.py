@@ -2,7 +2,6 @@
 
 import random
 import tracemalloc
-from dataclasses import dataclass
 
 import pyarrow as pa
 import pytest
@@ -10,28 +9,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tasks.common.data.split import Form, Sizes, SplitError, choose, key, write_split
-from tasks.common.rows import read_rows
+from tasks.common.rows import Example, read_rows
 
 
-@dataclass(frozen=True)
-class Item:
-    """A row to be: its prompt, the rest of it, and the split that its source has."""
-
-    prompt: str
-    rest: str = ""
-    split: str | None = None
+def row_of(prompt, rest="", **fields):
+    """A row to be: its prompt, the rest of it, and perhaps the split that its source has."""
+    return Example(prompt, rest, **fields)
 
 
 SCHEMA = pa.schema([("prompt", pa.string()), ("rest", pa.string()), ("split", pa.string()), ("index", pa.int64())])
 FORM = Form(
-    identity=lambda item: (item.prompt, item.rest),
-    row=lambda item, name, index: {"prompt": item.prompt, "rest": item.rest, "split": name, "index": index},
+    identity=lambda item: (item.prompt, item.ground_truth),
+    row=lambda item, name, index: {"prompt": item.prompt, "rest": item.ground_truth, "split": name, "index": index},
     schema=lambda tools: SCHEMA,
 )
 
 
 def items(count, **fields):
-    return [Item(f"prompt {number}", **fields) for number in range(count)]
+    return [row_of(f"prompt {number}", **fields) for number in range(count)]
 
 
 def done(given, folder, sizes=Sizes(), seed=1, form=FORM):  # noqa: B008
@@ -89,7 +84,7 @@ def test_the_dev_set_is_of_what_would_train_and_at_most_a_tenth_of_it(tmp_path):
 
 
 def test_rows_of_one_prompt_are_not_divided_between_dev_and_train(tmp_path):
-    given = [Item(f"prompt {number % 50}", f"answer {number}") for number in range(1000)]
+    given = [row_of(f"prompt {number % 50}", f"answer {number}") for number in range(1000)]
     dev = dev_of(given, tmp_path, test=20, dev=30)
     assert len(dev) == 40 and not {*dev} & {*prompts(read_rows(tmp_path / "train.parquet"))}
 
@@ -120,14 +115,14 @@ def test_duplicates_are_taken_once_and_counted(tmp_path):
 
 
 def test_rows_of_one_prompt_go_to_one_side(tmp_path):
-    given = [Item(f"prompt {number % 50}", f"answer {number}") for number in range(1000)]
+    given = [row_of(f"prompt {number % 50}", f"answer {number}") for number in range(1000)]
     train, test, dropped = done([*given, *given[:30]], tmp_path, Sizes(test=15))
     assert (len(train), len(test), dropped) == (980, 20, {"duplicates": 30})
     assert not {*prompts(train)} & {*prompts(test)}
 
 
 def test_test_split_of_the_source_stays_its_own(tmp_path):
-    given = [*items(50, split="train"), *[Item(f"prompt {number}", split="test") for number in range(45, 60)]]
+    given = [*items(50, split="train"), *[row_of(f"prompt {number}", split="test") for number in range(45, 60)]]
     train, test, dropped = done(given, tmp_path, Sizes(test=0))
     assert {*prompts(test)} == {f"prompt {number}" for number in range(45, 60)}
     assert {*prompts(train)} == {f"prompt {number}" for number in range(45)}
@@ -147,7 +142,7 @@ def test_test_split_of_the_source_stays_its_own(tmp_path):
 
 
 def test_a_small_limit_keeps_a_row_of_the_own_test_split(tmp_path):
-    train, test, _ = done([*items(500, split="train"), Item("test", split="test")], tmp_path, Sizes(limit=10, test=0))
+    train, test, _ = done([*items(500, split="train"), row_of("test", split="test")], tmp_path, Sizes(limit=10, test=0))
     assert (len(train), prompts(test)) == (9, ["test"])
 
 
@@ -170,7 +165,7 @@ def test_what_cannot_be_used_is_counted_by_reason(tmp_path):
             Sizes(test=5),
             "^all 10 training rows have a prompt of the test split; take other training rows$",
         ),
-        ([Item("same", str(number)) for number in range(9)], Sizes(), "9 for the test set, 0 to train on"),
+        ([row_of("same", str(number)) for number in range(9)], Sizes(), "9 for the test set, 0 to train on"),
     ],
 )
 def test_too_few_rows_are_refused_and_leave_nothing(tmp_path, given, sizes, message):
@@ -211,7 +206,7 @@ def peak(count, folder):
 
     class Made:
         def __iter__(self):
-            return (Item(f"prompt {number} {'x' * 200}") for number in range(count))
+            return (row_of(f"prompt {number} {'x' * 200}") for number in range(count))
 
     tracemalloc.start()
     try:

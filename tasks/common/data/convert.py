@@ -84,7 +84,6 @@ def convert(options: argparse.Namespace) -> dict:
         row=row,
         schema=schema,
         needs_tools=lambda e: prepare.needs_tools(e) or (kind == "sft" and "tool_calls" in e.ground_truth),
-        truth=lambda e: e.ground_truth,
     )
     with prepare.replaced_as_a_whole(Path(options.output_dir), ("test", "train")) as new:
         try:

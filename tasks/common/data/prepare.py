@@ -162,7 +162,6 @@ def _prepare(settings: Settings, name: str, source: Source, note: str) -> dict:
         row=row,
         schema=rl_schema,
         needs_tools=needs_tools,
-        truth=lambda e: e.ground_truth,
         kept=kept,
     )
     with replaced_as_a_whole(settings.data_dir, ("test", "dev", "train", "sft")) as new:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pyarrow as pa
 from tqdm import tqdm
 
-from tasks.common.rows import DataError, write_parquet
+from tasks.common.rows import DataError, Example, write_parquet
 
 PROMPT_BITS = 40  # the upper bits of a key identify the prompt, all 64 the row
 REST_BITS = 64 - PROMPT_BITS
@@ -39,16 +39,14 @@ class Form:
     ``identity``: an item's prompt, and text that separates it from other rows of that prompt; rows of one prompt go to
     one side. ``row``: makes a row from item, split and place in it; called in order of place, the test set first.
     ``schema``: schema of the files; its argument says whether an item ``needs_tools``. ``problem``: why an item cannot
-    be used (a name for the count), or None. ``truth``: an item's ground truth, to tell repeats that contradict each
-    other. ``kept``: from the items of each side to those that are written.
+    be used (a name for the count), or None. ``kept``: from the items of each side to those that are written.
     """
 
-    identity: Callable[[object], tuple[str, str]]
+    identity: Callable[[Example], tuple[str, str]]
     row: Callable[[object, str, int], dict]
     schema: Callable[[bool], pa.Schema]
-    needs_tools: Callable[[object], bool] = lambda item: False
-    problem: Callable[[object], str | None] = lambda item: None
-    truth: Callable[[object], object] = lambda item: None
+    needs_tools: Callable[[Example], bool] = lambda item: False
+    problem: Callable[[Example], str | None] = lambda item: None
     kept: Callable[[dict[str, list]], dict[str, list]] = lambda sides: sides
 
 
@@ -116,8 +114,8 @@ def write_split(items: Iterable, folder: Path, form: Form, sizes: Sizes, seed: i
     contradicting, leaked_rows = "of_them_with_another_ground_truth", "with_a_prompt_of_the_test_split"
     reasons = ("unusable", "too_long", "duplicates", contradicting, leaked_rows, "over_limit")  # as they are printed
     dropped: Counter = Counter(dict.fromkeys(reasons, 0))
-    own_test: dict[int, object] = {}  # by key
-    others: dict[int, object] = {}
+    own_test: dict[int, Example] = {}  # by key
+    others: dict[int, Example] = {}
     usable, tools = 0, False
     for item in tqdm(items, "  reading", unit=" rows", leave=False, mininterval=1, disable=None):
         if problem := "unusable" if item is None else form.problem(item):
@@ -126,7 +124,7 @@ def write_split(items: Iterable, folder: Path, form: Form, sizes: Sizes, seed: i
         usable, tools = usable + 1, tools or form.needs_tools(item)
         side = own_test if item.split == "test" else others
         first = side.setdefault(key(seed, *form.identity(item)), item)
-        dropped[contradicting] += first is not item and form.truth(first) != form.truth(item)
+        dropped[contradicting] += first is not item and first.ground_truth != item.ground_truth
     if not usable:
         left = ", ".join(f"{count} {reason.replace('_', ' ')}" for reason, count in dropped.items() if count)
         todo = "; raise MAX_PROMPT_LENGTH" if dropped["too_long"] else ""
