@@ -17,6 +17,7 @@ from unittest import mock
 
 import psutil
 
+from tasks.common.launch.names import refusal
 from tasks.common.models import find
 from tasks.common.settings import COMPLETE, STACKS, Command, Settings, SettingsError, load_settings, stack, values_of
 from tests.warm_python import EARLY
@@ -76,6 +77,7 @@ def settings_of(target: str, variables: list[str]) -> Settings:
     """The settings of `make target VARIABLE=value ...`, which the task must take; those of a task that is to be
     written are countdown's."""
     given = dict(text.split("=", 1) for text in variables)  # the last counts, as make has it
+    assert refusal([target], sorted(given)) == ""
     train_sh = ROOT / "tasks" / given.pop("TASK") / "train.sh"
     given["STAGE"] = "train" if target == "bench_training" else target
     environment = exported(train_sh if train_sh.exists() else ROOT / "tasks/countdown/train.sh", given)
