@@ -316,6 +316,11 @@ def test_a_training_that_ends_before_a_checkpoint_or_begins_anew_broke(small_mod
     assert resumed.problem == "it began anew, not from the checkpoint"
 
 
+def test_a_stage_without_an_error_line_broke_by_the_last_line_that_is_not_makes(tmp_path, monkeypatch):
+    r = rehearsal(tmp_path, "print('it is gone'); print('make: *** [data] Error 1'); raise SystemExit(3)", monkeypatch)
+    assert rehearse.play(r, "data").problem == "exit code 3: it is gone"
+
+
 def test_an_interrupt_ends_what_is_being_played(tmp_path, monkeypatch):
     waits = "import time, sys; time.sleep(300)"
     r = rehearsal(tmp_path, waits, monkeypatch)

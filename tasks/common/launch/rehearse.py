@@ -177,9 +177,10 @@ def play(r: Rehearsal, name: str, goal: str = "", until: Callable[[], bool] | No
                 time.sleep(POLL_SECONDS)
         finally:
             _end(process)
-    *_, last = lines = log.read_text(errors="replace").strip().splitlines()
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    *_, last = (line for line in lines if not line.startswith("make"))
     played = Played(name, time.monotonic() - started, last.strip(), log=str(log))
-    if (until and not killed) or (process.returncode and not killed):
+    if not killed and (until or process.returncode):
         ended = "it made no checkpoint that a kill could follow" if until else f"exit code {process.returncode}: {last}"
         played.problem = next((line for line in lines if line.startswith("error: ")), ended)
     return played
