@@ -342,7 +342,7 @@ def test_the_warning_names_what_is_not_as_it_was():
     then = {"git": {"commit": "a" * 40}, "changes": "", "task": {"reward.py": "1"}, "python": "3.11.1"}
     then["packages"] = ["a==1", "torch==2.8.0"]
     now = {
-        "git": {"missing": "git is not installed"},
+        "git": {"missing": "no git"},
         "changes": "diff",
         "task": {"reward.py": "2"},
         "python": "3.12.1",
