@@ -1,35 +1,67 @@
-"""An evaluation/main.py whose engine answers from a table; run by test_evaluate.py as the whole command line.
+"""The evaluation's commands with an engine that answers from a table: in this process, or as a program.
 
 The model is a folder with table.json: for each prompt (in the order of the rows) ``{"greedy": answer, "sampled":
-[answer, ...]}``; an answer is ``[text, finish_reason, tokens, entropy]``, and null for a prompt that is too long.
+[answer, ...]}``, and null for a prompt that is too long. An answer is ``[text, finish_reason, tokens, entropy]``; of an
+episode it is the texts of its turns, where one that ends in "..." is cut off. The folder then has a tokenizer.
+asked.jsonl gets a line for each request; of turns for each batch.
 """
 
+import contextlib
+import io
 import json
 import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
-from tasks.common.evaluation import engines, main
+from tasks.calculator.environment import Environment as Calculator
+from tasks.common import process
+from tasks.common.evaluation import engines, episodes, main, sample, sampler
 from tasks.common.evaluation.rollouts import TOO_LONG, Completion
+from tasks.common.models.chat_template import answer_ids
 from tasks.common.rewards.answers import reward_function
 
 
 class TableEngine:
-    def __init__(self, model, *how, tensor_parallel=1):
+    def __init__(self, model, *how):
         self.folder = Path(model)
         self.table = json.loads((self.folder / "table.json").read_text())
+        if (self.folder / "tokenizer.json").exists() or (self.folder / "tokenizer_config.json").exists():
+            from transformers import AutoTokenizer
+
+            self.tokenizer = AutoTokenizer.from_pretrained(model)
 
     def generate(self, requests, sampling):
+        turns = isinstance(requests[0], engines.TurnRequest)
+        if turns:
+            self._asked([[r.index, r.mode, r.sample, r.turn] for r in requests])
+        if (self.folder / "die").exists() and turns and any(request.turn for request in requests):
+            raise RuntimeError("the engine died")
+        for request in sorted(requests, key=lambda r: -r.index):  # not in order, as an engine answers
+            yield request, self._turn(request) if turns else self._responses(request, sampling.n)
+            if (self.folder / "die").exists() and not turns:
+                raise RuntimeError("the engine died")
+
+    def _asked(self, what: list) -> None:
         with (self.folder / "asked.jsonl").open("a") as asked:
-            for request in sorted(requests, key=lambda r: -r.index):  # not in order, as an engine answers
-                entry = self.table[request.index]
-                asked.write(json.dumps([request.index, request.mode]) + "\n")
-                if entry is None:
-                    yield request, [Completion("", TOO_LONG, 0, 0.0)]
-                    continue
-                answers = [entry["greedy"]] if request.mode == "greedy" else entry["sampled"][: sampling.n]
-                yield request, [Completion(*answer) for answer in answers]
-                if (self.folder / "die").exists():
-                    raise RuntimeError("the engine died")
+            asked.write(json.dumps(what) + "\n")
+
+    def _responses(self, request, n: int) -> list[Completion]:
+        self._asked([request.index, request.mode])
+        if (entry := self.table[request.index]) is None:
+            return [Completion("", TOO_LONG, 0, 0.0)]
+        answers = [entry["greedy"]] if request.mode == "greedy" else entry["sampled"][:n]
+        return [Completion(*answer) for answer in answers]
+
+    def _turn(self, request) -> list[Completion]:
+        entry = self.table[request.index]
+        texts = entry["greedy"] if request.mode == "greedy" else entry["sampled"][request.sample]
+        text, cut = texts[request.turn].removesuffix("..."), texts[request.turn].endswith("...")
+        ids = answer_ids(self.tokenizer, text, ended=not cut)
+        return [Completion(text, "length" if cut else "stop", len(ids), 0.5, False, tuple(ids))]
 
     def load(self, model):
         self.__init__(model)
@@ -37,9 +69,6 @@ class TableEngine:
 
     def close(self):
         pass
-
-
-engines.ENGINES["vllm"] = TableEngine
 
 
 @reward_function
@@ -63,5 +92,71 @@ def metrics(scored):
     return {"different": len({row["response"] for row in scored}) / len(scored)}
 
 
-if __name__ == "__main__":
+class Environment(Calculator):
+    def step(self, action):
+        if action.text == "raise":
+            raise ZeroDivisionError("the environment broke")
+        return super().step(action)
+
+
+def here(command: list[str], *, log: Path, **_) -> None:
+    """In place of process.run: what samples, in this process."""
+    print(f"  log: {log}")
+    sampler.main(command[-1])
+
+
+def beside(command: list[str], **how) -> None:
+    """In place of process.run: what samples, in a process of its own that has the engine."""
+    code = "import sys; from tests import stub_evaluate; stub_evaluate.complete(sys.argv[1])"
+    process.run([sys.executable, "-c", code, command[-1]], **how)
+
+
+def complete(file: str) -> None:
+    with mock.patch.object(engines, "VLLMEngine", TableEngine):
+        sampler.main(file)
+
+
+@contextlib.contextmanager
+def answering(run: Callable = here, engine: type = TableEngine) -> Iterator[None]:
+    """Within the block evaluations have this file's reward or environment and ``engine``; ``run``: what samples."""
+    of, rewards = sample.Scoring.of, "tests.stub_evaluate"
+    ours = classmethod(lambda cls, *given: replace(of(*given), module=rewards))
+    with (
+        mock.patch.object(engines, "VLLMEngine", engine),
+        mock.patch.object(sample, "run", run),
+        mock.patch.object(sample.Scoring, "of", ours),
+        mock.patch.object(episodes, "GRACE", 10),  # the batches are the turns, also on a busy machine
+    ):
+        yield
+
+
+def called(program: Callable[[], None], arguments: tuple[str, ...], environment: dict[str, str]):
+    """``program`` in this process as if it had been started with these ``arguments`` and this ``environment``."""
+    said, code = io.StringIO(), 0
+    with (
+        mock.patch.dict(os.environ, environment, clear=True),
+        mock.patch.object(sys, "argv", ["evaluate.py", *arguments]),
+        contextlib.redirect_stdout(said),
+        contextlib.redirect_stderr(said),
+    ):
+        try:
+            program()
+        except SystemExit as ended:
+            code = 1 if isinstance(ended.code, str) else ended.code
+            print(ended.code if isinstance(ended.code, str) else "")
+    return subprocess.CompletedProcess(arguments, code, said.getvalue())
+
+
+def evaluate() -> None:
+    """As a single-turn task's evaluate.py."""
     main.main(compute_score, metrics)
+
+
+def evaluate_episodes() -> None:
+    """As a multi-turn task's evaluate.py."""
+    main.main(environment=Environment)
+
+
+if __name__ == "__main__":
+    with answering(beside):
+        evaluate()

@@ -204,14 +204,13 @@ def test_chat_answers_from_a_pipe(variables):
     assert "INFO" not in result.stdout
 
 
-@pytest.mark.parametrize("backend", ["vllm", pytest.param("transformers", marks=pytest.mark.long)])
-def test_batch_answers_a_table(variables, tmp_path, backend):
+def test_batch_answers_a_table(variables, tmp_path):
     import openpyxl
 
     (tmp_path / "in.csv").write_text(
         'prompt,ground_truth\nhi,\n"Numbers: 1, 2. Target: 3.","{""target"": 3, ""numbers"": [1, 2]}"\n'
     )
-    chosen = {"INPUT": str(tmp_path / "in.csv"), "OUTPUT": str(tmp_path / "out.xlsx"), "BACKEND": backend}
+    chosen = {"INPUT": str(tmp_path / "in.csv"), "OUTPUT": str(tmp_path / "out.xlsx")}
     chosen |= {"TEMPLATE": "chatml", "TEMPERATURE": "0", "MAX_NEW_TOKENS": "5"}
     result = make("batch", **{**variables, **chosen, "N": "1"})
     assert result.returncode == 0, result.stdout

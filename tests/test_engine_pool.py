@@ -10,7 +10,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from tasks.common.evaluation import engine_pool, engines, sample
+from tasks.common.evaluation import engine_pool, engines, sample, sampler
+from tasks.common.evaluation.engine_pool import Hardware
+from tasks.common.evaluation.sample import Job
 from tasks.common.machine.hardware import GPU, Nvidia
 from tasks.common.rows import rl_row, rl_schema, write_parquet
 from tasks.common.settings import ROOT, SettingsError, load_settings
@@ -20,7 +22,7 @@ from tests.helpers import exported
 class Endless:
     """An engine whose process has a thread that goes on after close."""
 
-    def __init__(self, *arguments, tensor_parallel: int = 1):
+    def __init__(self, *arguments):
         threading.Thread(target=time.sleep, args=(600,)).start()
 
     def close(self) -> None:
@@ -30,14 +32,11 @@ class Endless:
 class Placed(Endless):
     """An engine that answers with what it sees of the machine."""
 
-    def __init__(self, *arguments, tensor_parallel: int = 1):
+    def __init__(self, *arguments):
         self.arguments = arguments
 
     def generate(self, requests: list, sampling):
         yield os.environ["CUDA_VISIBLE_DEVICES"], os.environ.get("SHARED_GPU"), self.arguments, len(requests)
-
-
-engines.ENGINES |= {"endless": Endless, "placed": Placed}  # the processes of the pool import this file
 
 
 @pytest.mark.parametrize(("count", "own_process", "closed"), [(1, "0", 0), (1, "1", 1), (2, "0", 1), (2, "1", 1)])
@@ -46,12 +45,12 @@ def test_sampling_closes_engines_in_other_processes_at_its_end(count, own_proces
     calls = []
     engine = SimpleNamespace(close=lambda: calls.append("close"))
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", own_process)
-    monkeypatch.setattr(sample, "load", lambda job, out, scoring: ([], []))
-    monkeypatch.setattr(sample, "sample", lambda *arguments: calls.append("sample"))
-    monkeypatch.setattr(sample.Hardware, "enough", lambda self, *needed: self)
-    monkeypatch.setattr(sample.Hardware, "engine", lambda self, *arguments: engine)
-    job = sample.Job("model", "rows", 0, sample.Sampling(1, False, 1.0, 1.0, 8, 8, 0), sample.Hardware(count))
-    assert sample.sample_here([json.dumps(asdict(job) | {"out": str(tmp_path / "out")})], None) == 0
+    monkeypatch.setattr(sampler, "load", lambda job, out, scoring: ([], []))
+    monkeypatch.setattr(sampler, "sample", lambda *arguments: calls.append("sample"))
+    monkeypatch.setattr(Hardware, "enough", lambda self, *needed: self)
+    monkeypatch.setattr(Hardware, "engine", lambda self, *arguments: engine)
+    job = Job("model", "rows", 0, engines.Sampling(1, False, 1.0, 1.0, 8, 8, 0), Hardware(count))
+    sampler.complete({tmp_path / "out": Job.read(json.loads(json.dumps(asdict(job))))}, None)
     assert calls == ["sample"] + ["close"] * closed
 
 
@@ -59,7 +58,7 @@ def test_sampling_closes_engines_in_other_processes_at_its_end(count, own_proces
 def test_a_process_that_does_not_end_is_ended(monkeypatch):
     monkeypatch.setattr(engine_pool, "SECONDS_TO_END", 0.5)
     monkeypatch.setattr(engine_pool, "_serve", serve)
-    pool = engine_pool.EnginePool(2, "endless")
+    pool = engine_pool.EnginePool(Hardware(2), (Endless,))
     processes = [psutil.Process(process.pid) for _, process in pool.engines]
     assert all(process.is_running() for process in processes)
     pool.close()
@@ -69,22 +68,23 @@ def test_a_process_that_does_not_end_is_ended(monkeypatch):
 _serve = engine_pool._serve
 
 
-def serve(*arguments) -> None:
-    """engine_pool's, in a process that has read this file and so knows the engine."""
-    _serve(*arguments)
+def serve(connection, arguments) -> None:
+    """engine_pool's, with the first of the ``arguments`` as the engine."""
+    engines.VLLMEngine, *own = arguments
+    _serve(connection, own)
 
 
 @pytest.mark.medium
 def test_engines_that_share_divide_the_gpus_their_memory_and_the_requests(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
     monkeypatch.setattr(engine_pool, "_serve", serve)
-    pool = sample.Hardware(4, 1, 0.5, sharing=2).engine("placed", "model", 300, 1)
+    pool = Hardware(4, 1, 0.5, sharing=2).engine(Placed, 300, 1)
     try:
         found = sorted(pool.generate([*range(10)], None))
     finally:
         pool.close()
     assert [placed[:2] for placed in found] == [("4", "2"), ("4", "2"), ("7", "2"), ("7", "2")]
-    assert {placed[2] for placed in found} == {("model", 300, 1, 0.25)}
+    assert {placed[2] for placed in found} == {(300, 1, 0.25, 1)}
     assert sorted(placed[3] for placed in found) == [2, 2, 3, 3]
 
 
@@ -105,9 +105,9 @@ def placed(monkeypatch) -> list[str]:
 def test_each_engine_has_as_many_gpus_as_share_its_model(gpus, tp, places, placed, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus))))
     given = {"STACK": "current", "N_GPUS": str(gpus), "TP": str(tp)}
-    hardware = sample.Hardware.of(load_settings(exported(ROOT / "tasks/countdown/train.sh", given)))
+    hardware = Hardware.of(load_settings(exported(ROOT / "tasks/countdown/train.sh", given)))
     assert (hardware.engines, hardware.tensor_parallel) == (gpus // tp, tp)
-    hardware.engine("placed", "model", 300, 1)
+    hardware.engine("model", 300, 1)
     assert placed == places
 
 
@@ -115,9 +115,9 @@ def test_engines_that_share_a_model_are_not_started_on_too_few_gpus(placed, monk
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     for count in (1, 2):
         with pytest.raises(SettingsError, match=r"^TP=2: visible GPUs: 1; set TP lower$"):
-            sample.Hardware(count, tensor_parallel=2).engine("placed", "model", 300, 1)
+            Hardware(count, tensor_parallel=2).engine("model", 300, 1)
     assert placed == []
-    engine_pool.EnginePool(2, "placed", "model", 300, 1)
+    engine_pool.EnginePool(Hardware(2), ())
     assert placed == ["3"]
 
 
@@ -127,7 +127,7 @@ def test_engines_are_not_placed_on_gpus_that_are_hidden(visible, places, placed,
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
-    engine_pool.EnginePool(2, "placed", "model", 300, 1)
+    engine_pool.EnginePool(Hardware(2), ())
     assert placed == places
 
 
@@ -135,14 +135,14 @@ def test_another_number_of_engines_goes_on_with_the_same_samples(tmp_path):
     message = [{"role": "user", "content": "?"}]
     rows, scoring = tmp_path / "test.parquet", sample.Scoring(lambda *_, **__: {"score": 1.0}, None, "mark")
     write_parquet([rl_row("countdown", message, "2", "test", n) for n in range(4)], rows, rl_schema())
-    how = sample.Sampling(2, False, 1.0, 1.0, 8, 8, 0)
-    one, four = (sample.Job(str(tmp_path), str(rows), 0, how, sample.Hardware(n, sharing=n)) for n in (1, 4))
+    how = engines.Sampling(2, False, 1.0, 1.0, 8, 8, 0)
+    one, four = (Job(str(tmp_path), str(rows), 0, how, Hardware(n, sharing=n)) for n in (1, 4))
     out = one.folder(tmp_path / "eval") / "rollouts.jsonl"
     assert four.folder(tmp_path / "eval") == out.parent
     _, missing = sample.load(one, out, scoring)
     answered = [engines.Completion("2", "stop", 1, 0.0)] * 2
     engine = SimpleNamespace(generate=lambda requests, sampling: ((each, answered) for each in requests))
-    sample.sample(engine, one, out, missing[:3], scoring)
+    sampler.sample(engine, one, out, missing[:3], scoring)
     kept, missing = sample.load(four, out, scoring)
     assert [rollout.index for rollout in kept] == [0, 0, 1, 1, 2, 2] and [each.index for each in missing] == [3]
 
@@ -161,8 +161,8 @@ SMALL = {
 
 def on(machine: dict, monkeypatch) -> None:
     gpus = (GPU("H100", machine["memory"], machine["memory"]),) * machine["gpus"]
-    monkeypatch.setattr(sample, "nvidia", lambda: Nvidia("1", "13", gpus) if machine["memory"] else None)
-    monkeypatch.setattr(sample, "ram", lambda: (machine["ram"], 2 * machine["ram"]))
+    monkeypatch.setattr(engine_pool, "nvidia", lambda: Nvidia("1", "13", gpus) if machine["memory"] else None)
+    monkeypatch.setattr(engine_pool, "ram", lambda: (machine["ram"], 2 * machine["ram"]))
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(machine["cores"]))
     monkeypatch.setenv("SHARED_GPU", machine["shared"])
 
@@ -193,24 +193,22 @@ def test_engines_of_a_small_model_share_a_gpu(other, each, tmp_path, monkeypatch
         file.truncate(has["weights"])
     on(has, monkeypatch)
     groups = has["gpus"] // has["tensor_parallel"]
-    hardware = sample.Hardware(groups, has["tensor_parallel"], 0.5).shared(str(tmp_path))
+    hardware = Hardware(groups, has["tensor_parallel"], 0.5).shared(str(tmp_path))
     assert (hardware.engines, hardware.sharing) == (groups * each, each)
 
 
 def test_few_samples_do_not_start_engines_that_share():
-    four = sample.Hardware(8, 1, 0.5, sharing=4)  # on two GPUs
-    assert four.enough(1024, 8 * sample.ENGINE_SAMPLES) == four
-    assert four.enough(1024, 8 * sample.ENGINE_SAMPLES - 1) == sample.Hardware(2, 1, 0.5)
-    assert four.enough(1, 1) == sample.Hardware(1, 1, 0.5)
-    assert sample.Hardware(2).enough(1, 9999) == sample.Hardware(1)
+    four = Hardware(8, 1, 0.5, sharing=4)  # on two GPUs
+    assert four.enough(1024, 8 * engine_pool.ENGINE_SAMPLES) == four
+    assert four.enough(1024, 8 * engine_pool.ENGINE_SAMPLES - 1) == Hardware(2, 1, 0.5)
+    assert four.enough(1, 1) == Hardware(1, 1, 0.5)
+    assert Hardware(2).enough(1, 9999) == Hardware(1)
 
 
-@pytest.mark.parametrize(
-    ("stack", "backend", "engines"), [("current", "vllm", 4), ("current", "transformers", 1), ("cpu", "vllm", 1)]
-)
-def test_only_vllms_engines_on_a_gpu_share_it(stack, backend, engines, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("stack", "engines"), [("current", 4), ("cpu", 1)])
+def test_only_engines_on_a_gpu_share_it(stack, engines, tmp_path, monkeypatch):
     (tmp_path / "model.safetensors").write_bytes(b"weights")
     s = load_settings(exported(ROOT / "tasks/countdown/train.sh", {"STACK": stack, "N_GPUS": "1"}))
     on(SMALL, monkeypatch)
-    job = sample.Job.of(s, str(tmp_path), tmp_path / "rows", sample.sampling(s), backend=backend)
+    job = Job.of(s, str(tmp_path), tmp_path / "rows", sample.sampling(s))
     assert (job.hardware.engines, job.hardware.sharing) == (engines, engines)

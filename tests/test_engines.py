@@ -1,8 +1,7 @@
-"""Entropy from the likeliest tokens, and both engines on a real (very small) model."""
+"""Entropy from the likeliest tokens, and vLLM's engine beside transformers on a real (very small) model."""
 
 import json
 import shutil
-from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -10,21 +9,13 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessorList
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tasks.common.evaluation.engine_pool import EngineEnded
-from tasks.common.evaluation.engines import (
-    LOGPROBS,
-    TEMPLATES,
-    Request,
-    Sampling,
-    TransformersEngine,
-    likeliest,
-    token_entropy,
-)
-from tasks.common.evaluation.sample import Hardware
+from tasks.common.evaluation.engine_pool import EngineEnded, Hardware
+from tasks.common.evaluation.engines import LOGPROBS, TEMPLATES, Request, Sampling, likeliest, token_entropy
 from tasks.common.machine.hardware import cpu_dtype
 from tasks.common.models.chat_template import prompt_ids
+from tasks.common.settings import SettingsError
 from tests.adapters import saved
 
 HOW = Sampling(n=3, greedy=True, temperature=1.0, top_p=1.0, max_prompt_tokens=200, max_tokens=12, seed=0)
@@ -73,8 +64,6 @@ def test_the_likeliest_tokens_are_read_from_both_forms_of_vllms_output():
 
 
 def test_templates_end_where_the_assistant_begins(small_model):
-    from transformers import AutoTokenizer
-
     tokenizer = AutoTokenizer.from_pretrained(small_model)
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
     own = tokenizer.decode(prompt_ids(tokenizer, messages))
@@ -90,71 +79,19 @@ def test_templates_end_where_the_assistant_begins(small_model):
         prompt_ids(tokenizer, messages)
 
 
-def test_transformers_engine_samples_and_gives_the_exact_entropy(small_model):
-    import torch
+# ---- a real engine
 
-    engine = TransformersEngine(str(small_model), 300, 0, 0.5)
-    requests = [
-        Request(i, mode, [{"role": "user", "content": "x" * i}]) for i in (1, 5) for mode in ("greedy", "sampled")
-    ]
-    too_long = Request(9, "sampled", [{"role": "user", "content": "x" * 300}])
-    results = {(r.index, r.mode): completions for r, completions in engine.generate([*requests, too_long], HOW)}
-    assert results[9, "sampled"][0].finish_reason == "prompt_too_long"
-    assert [len(results[i, "sampled"]) for i in (1, 5)] == [3, 3] and len(results[1, "greedy"]) == 1
-    greedy = results[5, "greedy"][0]
-    # Token by token, without padding, batches or a cache.
-    ids = prompt_ids(engine.tokenizer, requests[2].messages)
-    entropies = []
-    for _ in range(greedy.tokens):
-        logits = engine.model(torch.tensor([ids])).logits[0, -1].float()
-        entropies.append(exact(logits.softmax(-1).detach().numpy().astype(float)))
-        ids.append(int(logits.argmax()))
-    assert greedy.entropy == pytest.approx(np.mean(entropies), abs=0.02)
+CHATS = [[{"role": "user", "content": "hello" * (i + 1)}] for i in range(5)]
+REQUESTS = [Request(i, mode, chat) for i, chat in enumerate(CHATS) for mode in ("greedy", "sampled")]
+DTYPES = sorted({cpu_dtype(), "float32"})
 
 
-def test_a_sample_of_transformers_depends_on_its_request_alone(small_model):
-    """Not on its neighbours, which another number of engines would change; it is a draw of the model's distribution."""
-    engine, how = TransformersEngine(str(small_model), 300, 0, 0.5), replace(HOW, temperature=0.7, top_p=0.9)
-    engine.model.float()
-    requests = [Request(i, "sampled", [{"role": "user", "content": "x" * i}]) for i in range(1, 12)]
-    texts = [
-        {
-            r.index: [sample.response for sample in samples]
-            for batch in batches
-            for r, samples in engine.generate(batch, h)
-        }
-        for batches, h in (([requests], how), ([[r] for r in requests], how), ([requests], replace(how, seed=1)))
-    ]
-    assert texts[0] == texts[1]
-    assert len({text for found in texts[1:] for of in found.values() for text in of}) > 60  # of 66 draws
+def asked(engine) -> dict:
+    return {(r.index, r.mode): answers for r, answers in engine.generate(REQUESTS, HOW)}
 
 
-def test_the_draws_of_transformers_have_the_models_distribution(small_model):
-    engine, how = TransformersEngine(str(small_model), 300, 0, 0.5), replace(HOW, temperature=0.5, top_p=0.9)
-    scores = torch.tensor([2.0, 1.5, 1.0, 0.0, -2.0, -1e9]).repeat(20_000, 1)
-    draws = LogitsProcessorList(engine._draws(list(range(20_000)), how))(None, scores).argmax(-1)
-    p = (scores[0] / 0.5).softmax(-1)[:3]  # 0.66, 0.24, 0.09: the first 0.9 of the mass ends in the third
-    assert torch.bincount(draws, minlength=6) / 20_000 == pytest.approx([*(p / p.sum()).tolist(), 0, 0, 0], abs=0.015)
-
-
-@pytest.mark.slow
-def test_vllm_engine_agrees_with_transformers(small_model, monkeypatch):
-    """Greedy text is the same; the entropy from 20 of 258 tokens is below the exact one and near it."""
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    from tasks.common.evaluation.engines import VLLMEngine
-
-    requests = [Request(i, "greedy", [{"role": "user", "content": "hello" * i}]) for i in range(4)]
-    engine = VLLMEngine(str(small_model), 300, 0, 0.2)
-    ours = {r.index: c[0] for r, c in engine.generate(requests, HOW)}
-    streamed = "".join(engine.stream(requests[1].messages, HOW))
-    engine.close()
-    exact_ones = {r.index: c[0] for r, c in TransformersEngine(str(small_model), 300, 0, 0.5).generate(requests, HOW)}
-    same = sum(ours[i].response == exact_ones[i].response for i in range(4))
-    assert same >= 3  # two tokens of a random model may be equally likely in bfloat16
-    for i in range(4):
-        assert ours[i].entropy <= exact_ones[i].entropy + 0.02
-        assert ours[i].entropy > exact_ones[i].entropy - 0.6
-    assert isinstance(streamed, str) and streamed
+def texts(answers: dict) -> dict:
+    return {key: [each.response for each in of] for key, of in answers.items()}
 
 
 def same(ours: dict, theirs: dict) -> int:
@@ -164,37 +101,23 @@ def same(ours: dict, theirs: dict) -> int:
     return sum(ours[key] == theirs[key] for key in ours)
 
 
+def by_transformers(policy, tokenizer) -> dict:
+    """The greedy response to each of CHATS and the mean of its tokens' exact entropies, token by token."""
+    found = {}
+    for index, messages in enumerate(CHATS):
+        ids = prompt_ids(tokenizer, messages)
+        start, entropies = len(ids), []
+        while len(ids) < start + HOW.max_tokens and ids[-1:] != [tokenizer.eos_token_id]:
+            with torch.inference_mode():
+                logits = policy(torch.tensor([ids])).logits[0, -1].float()
+            entropies.append(exact(logits.softmax(-1).numpy().astype(float)))
+            ids.append(int(logits.argmax()))
+        found[index] = tokenizer.decode(ids[start:], skip_special_tokens=True), np.mean(entropies)
+    return found
+
+
 def agreeing(ours: dict, theirs: dict) -> int:
-    return sum(ours[index].response == theirs[index].response for index in ours)
-
-
-def test_transformers_engine_samples_through_an_adapter(small_model, tmp_path):
-    requests = [Request(i, "greedy", [{"role": "user", "content": "hello" * i}]) for i in range(4)]
-    found = []
-    for model in (saved(small_model, tmp_path / "adapter"), small_model):
-        engine = TransformersEngine(str(model), 300, 0, 0.5)
-        found.append({r.index: c[0] for r, c in engine.generate(requests, HOW)})
-    assert agreeing(*found) == 0
-
-
-@pytest.mark.slow
-def test_vllm_engine_samples_through_an_adapter(small_model, tmp_path, monkeypatch):
-    """Greedy text is that of peft's model, and not that of the base."""
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    from tasks.common.evaluation.engines import VLLMEngine
-
-    adapter = saved(small_model, tmp_path / "adapter")
-    requests = [Request(i, "greedy", [{"role": "user", "content": "hello" * i}]) for i in range(4)]
-    engine = VLLMEngine(str(adapter), 300, 0, 0.2)
-    ours = {r.index: c[0] for r, c in engine.generate(requests, HOW)}
-    streamed = "".join(engine.stream(requests[1].messages, HOW))
-    engine.close()
-    with_peft, base = (
-        {r.index: c[0] for r, c in TransformersEngine(str(model), 300, 0, 0.5).generate(requests, HOW)}
-        for model in (adapter, small_model)
-    )
-    assert agreeing(ours, with_peft) >= 3  # two tokens of a random model may be equally likely in bfloat16
-    assert agreeing(ours, base) == 0 and streamed
+    return sum(ours[index, "greedy"][0].response == text for index, (text, _) in theirs.items())
 
 
 def other_weights(model, folder) -> str:
@@ -206,65 +129,88 @@ def other_weights(model, folder) -> str:
             weight.add_(3 * weight.std() * torch.randn_like(weight))  # also the head, which is tied to the embedding
     changed.save_pretrained(folder)
     AutoTokenizer.from_pretrained(model).save_pretrained(folder)
+    config = folder / "config.json"  # verl writes the tokenizer's ends into it
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"eos_token_id": 3, "pad_token_id": 3}))
     return str(folder)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("dtype", sorted({cpu_dtype(), "float32"}))
-def test_an_engine_that_takes_another_models_weights_samples_as_a_new_one(small_model, dtype, tmp_path, monkeypatch):
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    monkeypatch.setattr("tasks.common.evaluation.engines.cpu_dtype", lambda: dtype)
+@pytest.fixture(scope="module", params=DTYPES)
+def engine(request, small_model):
     from tasks.common.evaluation.engines import VLLMEngine
 
-    other = other_weights(small_model, tmp_path / "other")
-    chats = [[{"role": "user", "content": "hello" * i}] for i in range(4)]
-    requests = [Request(i, mode, chat) for i, chat in enumerate(chats) for mode in ("greedy", "sampled")]
-
-    def sampled(engine) -> dict:
-        return {(r.index, r.mode): [c.response for c in found] for r, found in engine.generate(requests, HOW)}
-
-    config = tmp_path / "other/config.json"  # verl writes the tokenizer's ends into it
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"eos_token_id": 3, "pad_token_id": 3}))
-    engine = VLLMEngine(str(small_model), 300, HOW.seed, 0.2)
-    first = sampled(engine)
-    assert engine.load(other)
-    second = sampled(engine)
-    assert engine.load(str(small_model)) and same(sampled(engine), first) >= 7
-    engine.close()
-    new = VLLMEngine(other, 300, HOW.seed, 0.2)
-    assert sampled(new) != first
-    assert same(second, sampled(new)) >= 7 and same(second, first) == 0
-    assert not new.load(str(saved(small_model, tmp_path / "adapter")))
-    config = shutil.copytree(other, tmp_path / "third") / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"rope_theta": 5.0, "num_hidden_layers": 1}))
-    assert not new.load(str(config.parent))
-    new.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
+        patch.setattr("tasks.common.evaluation.engines.cpu_dtype", lambda: request.param)
+        made = VLLMEngine(str(small_model), 300, HOW.seed, 0.2)
+        yield made
+        made.close()
 
 
 @pytest.mark.slow
-def test_two_engines_answer_as_one_does_and_a_lost_one_is_told(small_model, tmp_path, monkeypatch):
+def test_vllm_agrees_with_transformers_also_with_the_weights_that_it_takes(engine, small_model, tmp_path):
+    """Greedy text is the same; the entropy from 20 of 258 tokens is below the exact one and near it."""
+    dtype = str(engine.llm.model_config.dtype).removeprefix("torch.")
+    found = {}
+    for model in (other_weights(small_model, tmp_path / "other"), str(small_model)):
+        assert engine.load(model)
+        found[model] = ours = asked(engine)
+        policy = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+        theirs = by_transformers(policy, engine.tokenizer)
+        assert agreeing(ours, theirs) >= 4  # two tokens of a random model may be equally likely in bfloat16
+        for index, (text, entropy) in theirs.items():
+            if ours[index, "greedy"][0].response == text:
+                assert entropy - 0.6 < ours[index, "greedy"][0].entropy <= entropy + 0.02
+        drawn = [text for (_, mode), of in texts(ours).items() for text in of if mode == "sampled"]
+        assert len(drawn) == 15 and len(set(drawn)) > 10 and same(texts(asked(engine)), texts(ours)) >= 9
+    assert same(*map(texts, found.values())) == 0
+    config = shutil.copytree(tmp_path / "other", tmp_path / "third") / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"rope_theta": 5.0, "num_hidden_layers": 1}))
+    assert not engine.load(str(saved(small_model, tmp_path / "adapter"))) and not engine.load(str(config.parent))
+
+
+@pytest.mark.slow
+def test_a_prompt_that_is_too_long_is_not_sampled_and_an_answer_is_streamed(engine):
+    ((_, (found,)),) = engine.generate([Request(9, "sampled", [{"role": "user", "content": "x" * 300}])], HOW)
+    assert found.finish_reason == "prompt_too_long"
+    assert "".join(engine.stream(CHATS[1], HOW))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", [cpu_dtype()], indirect=True)
+def test_two_engines_answer_as_one_does_and_a_lost_one_is_told(engine, small_model, tmp_path):
     """The responses of a seeded request are the same, whichever engine samples it."""
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    monkeypatch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-    chats = [[{"role": "user", "content": "hello" * (i + 1)}] for i in range(5)]
-    requests = [Request(i, mode, chat) for i, chat in enumerate(chats) for mode in ("greedy", "sampled")]
-    other = other_weights(small_model, tmp_path / "other")
-    found = []
-    for count in (1, 2):
-        engine = Hardware(engines=count).engine("vllm", str(small_model), 300, HOW.seed)
+    other, found = other_weights(small_model, tmp_path / "other"), []
+    pool = Hardware(engines=2).engine(str(small_model), 300, HOW.seed)
+    for each in (engine, pool):
         answers = []
         for model in (str(small_model), other):
-            assert engine.load(model)
-            answers.append({(r.index, r.mode): [c.response for c in a] for r, a in engine.generate(requests, HOW)})
+            assert each.load(model)
+            answers.append(texts(asked(each)))
         found.append(answers)
-        if count == 2:
-            engine.engines[1][1].kill()
-            engine.engines[1][1].join()
-            with pytest.raises(EngineEnded):
-                list(engine.generate(requests, HOW))
-        engine.close()
-    for model in (0, 1):
-        assert same(found[0][model], found[1][model]) >= 9
-    assert found[0][0] != found[0][1] and len(found[0][0]) == 10
-    sampled = [text for (_, mode), texts in found[0][0].items() for text in texts if mode == "sampled"]
-    assert len(set(sampled)) > 10
+    pool.engines[1][1].kill()
+    pool.engines[1][1].join()
+    with pytest.raises(EngineEnded):
+        list(pool.generate(REQUESTS, HOW))
+    pool.close()
+    assert same(found[0][0], found[1][0]) >= 9 and same(found[0][1], found[1][1]) >= 9
+
+
+@pytest.mark.slow
+def test_vllm_samples_through_an_adapter_as_peft_does_and_refuses_what_it_does_not_know(
+    small_model, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    from tasks.common.evaluation.engines import VLLMEngine
+    from tasks.common.verl_plugins.certify import policy_of
+
+    config = shutil.copytree(small_model, tmp_path / "unknown") / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"architectures": ["NoSuchModel"]}))
+    with pytest.raises(SettingsError, match=r"^MODEL=\S+/unknown: vLLM does not take it: .*NoSuchModel"):
+        VLLMEngine(str(config.parent), 300, 0, 0.2)
+    adapter = str(saved(small_model, tmp_path / "adapter"))
+    engine = VLLMEngine(adapter, 300, 0, 0.2)
+    ours, streamed = asked(engine), "".join(engine.stream(CHATS[1], HOW))
+    engine.close()
+    with_peft, base = (by_transformers(policy_of(model), engine.tokenizer) for model in (adapter, str(small_model)))
+    assert agreeing(ours, with_peft) >= 4 and agreeing(ours, base) == 0 and streamed

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 
 from tasks.common.evaluation import sample
+from tasks.common.evaluation.engine_pool import Hardware
+from tasks.common.evaluation.engines import Sampling
 from tasks.common.evaluation.main import next_steps
 from tasks.common.evaluation.rollouts import Rollout, write_rollouts
-from tasks.common.evaluation.sample import Hardware, Job, Sampling, Scoring, sampling
+from tasks.common.evaluation.sample import Job, Scoring, sampling
 from tasks.common.evaluation.statistics import Estimate
 from tasks.common.evaluation.summary import Difference
 from tasks.common.evaluation.tables import gain
@@ -20,6 +22,7 @@ from tasks.common.machine.memory import EMBEDDED_CONFIG
 from tasks.common.rows import chat, rl_row, rl_schema, write_parquet
 from tasks.common.runs.run import Run, export
 from tasks.common.settings import SettingsError, load_settings
+from tests import stub_evaluate
 from tests.helpers import PYTHON, ROOT, exported
 from tests.test_runs import make_run
 from tests.test_settings import VALUES
@@ -41,11 +44,10 @@ def workplace(tmp_path):
             (folder / "table.json").write_text(json.dumps(table))
             return folder
 
-        def run(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess:
-            environment = exported(ROOT / "tasks/countdown/train.sh", {"ARTIFACTS": str(self.artifacts), **variables})
-            environment["PYTHONPATH"] = str(ROOT)
-            command = [PYTHON, str(ROOT / "tests/stub_evaluate.py"), *arguments]
-            return subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        def run(self, *arguments: str, sampled=stub_evaluate.here, **variables: str) -> subprocess.CompletedProcess:
+            given = exported(ROOT / "tasks/countdown/train.sh", {"ARTIFACTS": str(self.artifacts), **variables})
+            with stub_evaluate.answering(sampled):
+                return stub_evaluate.called(stub_evaluate.evaluate, arguments, given | {"PYTHONPATH": str(ROOT)})
 
         def only(self, pattern: str) -> Path:
             (path,) = self.artifacts.glob(pattern)
@@ -236,7 +238,7 @@ def asked(model: Path) -> list:
 def test_what_was_sampled_is_kept_when_the_engine_dies_and_is_not_asked_again(workplace):
     model = workplace.model("m", table(RIGHT, 16, GREEDY))
     (model / "die").touch()
-    died = workplace.run("eval", f"m={model}", N="16")
+    died = workplace.run("eval", f"m={model}", N="16", sampled=stub_evaluate.beside)
     assert died.returncode == 1 and "error: RuntimeError: the engine died" in died.stdout
     rollouts = workplace.only("eval/countdown/m-*/rollouts.jsonl")
     assert len(rollouts.read_text().splitlines()) == 1

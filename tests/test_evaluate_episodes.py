@@ -13,10 +13,11 @@ import pytest
 
 from tasks.calculator.environment import TOOLS, Environment
 from tasks.common.evaluation import episodes
+from tasks.common.evaluation.engine_pool import Hardware
 from tasks.common.evaluation.engines import Request, Sampling, TurnRequest
 from tasks.common.evaluation.episodes import Stage, play_all
 from tasks.common.evaluation.rollouts import Completion, Rollout, read_rollouts, write_rollouts
-from tasks.common.evaluation.sample import Hardware, Job, Scoring, load
+from tasks.common.evaluation.sample import Job, Scoring, load
 from tasks.common.evaluation.summary import summarize
 from tasks.common.evaluation.tables import sizes
 from tasks.common.files import write_json
@@ -25,7 +26,8 @@ from tasks.common.rewards.environment import Step, tool_message
 from tasks.common.rewards.episode import Limits
 from tasks.common.rewards.tool_calls import render_calls
 from tasks.common.rows import chat, read_rows, rl_row, rl_schema, tools_of, write_parquet
-from tests.helpers import PYTHON, ROOT, exported, make
+from tests import stub_evaluate
+from tests.helpers import ROOT, exported, make
 
 CALL = render_calls([{"name": "calculator", "arguments": {"expression": "3 + 4"}}])
 UNKNOWN = render_calls([{"name": "python", "arguments": {}}])
@@ -54,7 +56,7 @@ def workplace(tmp_path, small_model):
             (folder / "table.json").write_text(json.dumps(table))
             return folder
 
-        def run(self, *arguments: str, **variables: str) -> subprocess.CompletedProcess:
+        def run(self, *arguments: str, sampled=stub_evaluate.here, **variables: str) -> subprocess.CompletedProcess:
             given = {
                 "ARTIFACTS": str(self.artifacts),
                 "N": "2",
@@ -62,9 +64,9 @@ def workplace(tmp_path, small_model):
                 "MAX_TURNS": "4",
             } | variables
             given |= {"MAX_RESPONSE_LENGTH": "2048", "MAX_TURN_LENGTH": "512"}
-            environment = exported(ROOT / "tasks/calculator/train.sh", given) | {"PYTHONPATH": str(ROOT)}
-            command = [PYTHON, str(ROOT / "tests/stub_episodes.py"), *arguments]
-            return subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+            environment = exported(ROOT / "tasks/calculator/train.sh", given)
+            with stub_evaluate.answering(sampled):
+                return stub_evaluate.called(stub_evaluate.evaluate_episodes, arguments, environment)
 
         def only(self, pattern: str) -> Path:
             (path,) = self.artifacts.glob(pattern)
@@ -130,7 +132,7 @@ def test_episodes_get_the_exact_metrics_and_each_turn_is_one_batch(workplace):
 def test_what_has_ended_is_kept_and_the_same_command_plays_the_rest(workplace):
     model = workplace.model("m", TABLE)
     (model / "die").touch()
-    result = workplace.run("eval", f"m={model}")
+    result = workplace.run("eval", f"m={model}", sampled=stub_evaluate.beside)
     assert result.returncode != 0 and "the engine died" in result.stdout
     (file,) = workplace.artifacts.glob("eval/calculator/m-*/rollouts.jsonl")
     # The greedy episodes of two prompts have one turn; of each prompt, one of the sampled ones goes on.
@@ -209,7 +211,7 @@ def test_batch_plays_the_rows_of_a_table_and_scores_those_with_a_ground_truth(wo
     assert (first["score"], first["turns"], second["score"]) == (1.0, 2.0, None)
     assert "<tool_response>\n7\n</tool_response>" in second["response"] and second["finish_reason"] == "stop"
     result = workplace.run("batch", str(model), **given, TEMPLATE="chatml")
-    assert result.returncode == 1 and "plays episodes, with BACKEND=vllm and the model's own template" in result.stdout
+    assert result.returncode == 1 and "plays episodes, with the model's own template" in result.stdout
 
 
 def test_right_episodes_become_demonstrations_with_each_turn(workplace, tmp_path):

@@ -369,7 +369,6 @@ class Command:
     TEMPLATE: str = variable(
         "default", "batch: chat template: `default`, chatml or llama", _one_of("default", "chatml", "llama")
     )
-    BACKEND: str = variable("vllm", "batch: vllm or transformers", _one_of("vllm", "transformers"))
 
 
 def artifacts() -> Path:

@@ -14,8 +14,9 @@ from pathlib import Path
 import numpy as np
 
 from tasks.common.evaluation import engines
+from tasks.common.evaluation.engine_pool import Hardware
 from tasks.common.evaluation.rollouts import SAMPLED, TOO_LONG
-from tasks.common.evaluation.sample import Hardware, sampling
+from tasks.common.evaluation.sample import sampling
 from tasks.common.evaluation.tables import markdown_table, show_table
 from tasks.common.files import write_json, write_text
 from tasks.common.interrupts import interrupt_on_sigterm
@@ -82,13 +83,17 @@ class Variables:
     AGENTS: int = variable("16", "workers, each asked every month", positive)
 
 
-def sample_months(out: Path, models: dict[str, str]) -> None:
-    """The child of ``simulate_models``: writes ``out/LABEL.jsonl``, a line a month, for each model."""
+CHILD = "import sys; from tasks.econ_agent.simulate import sample_months; sample_months(*sys.argv[1:])"
+
+
+def sample_months(folder: str, *labelled: str) -> None:
+    """What ``simulate_models`` runs in a process of its own: for each model, ``LABEL.jsonl`` with a line a month."""
+    out, models = Path(folder), _labels(list(labelled))
     s, own = load_settings(), load_settings(cls=Variables)
     memory, how = Memory(roll_out(s.SEED)), _sampling(s)
     for label, model in models.items():
         limit = how.max_prompt_tokens + how.max_tokens
-        engine = Hardware.of(s).engine("vllm", model, limit, how.seed)
+        engine = Hardware.of(s).engine(model, limit, how.seed)
         policy = model_policy(engine, how, memory, s.DIFFICULTY, s.REWARD != "lenient")
         with (out / f"{label}.jsonl").open("w") as file:
             for month, missing in simulate(policy, own.AGENTS, own.MONTHS, (s.SEED, STREAM, s.EVAL_SEED)):
@@ -115,7 +120,7 @@ def simulate_models(models: dict[str, str]) -> None:
     shutil.rmtree(working, ignore_errors=True)
     working.mkdir(parents=True)
     run(
-        [sys.executable, sys.argv[0], "sample", str(working), *(f"{k}={v}" for k, v in models.items())],
+        [sys.executable, "-c", CHILD, str(working), *(f"{k}={v}" for k, v in models.items())],
         name="months",
         log=folder / "simulation.log",
         total=own.MONTHS * len(models),
@@ -163,14 +168,10 @@ def _shown(value: float | None) -> str:
 
 
 def main() -> None:
-    """``LABEL=MODEL ...``, or, called by it, ``sample FOLDER LABEL=MODEL ...``."""
+    """``LABEL=MODEL ...``."""
     interrupt_on_sigterm()
-    arguments = sys.argv[1:]
     with errors_in_one_line(SettingsError, DataError):
-        if arguments[:1] == ["sample"]:
-            sample_months(Path(arguments[1]), _labels(arguments[2:]))
-        else:
-            simulate_models(_labels(arguments))
+        simulate_models(_labels(sys.argv[1:]))
 
 
 def _labels(arguments: list[str]) -> dict[str, str]:

@@ -14,6 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tasks.common.evaluation import engines
+from tasks.common.evaluation.rollouts import TOO_LONG, Completion
 from tasks.common.rewards.answers import RewardError
 from tasks.econ_agent import evaluate, prepare_data, retrieval, simulate
 from tasks.econ_agent.reward import BASKET, compute_score, decision_score, targets
@@ -29,6 +31,7 @@ from tasks.econ_agent.simulation import (
     indicators,
     taylor_rate,
 )
+from tests import stub_evaluate
 from tests.helpers import PYTHON, ROOT, exported, make
 
 quick = settings(max_examples=200, database=None)
@@ -399,59 +402,41 @@ def test_all_rule_based_workers_need_no_model():
     assert 0 < values["gini"] < 1
 
 
-STUB = """
-import json, os, sys
-from pathlib import Path
-from tasks.common.evaluation import engines
-from tasks.common.evaluation.rollouts import Completion, TOO_LONG
-from tasks.econ_agent import simulate
-
 class Engine:
-    def __init__(self, model, *how, tensor_parallel=1):
-        self.answers = json.loads(Path(model).read_text())
-        self.turn = 0
+    """Answers with the texts of a list in turn."""
+
+    def __init__(self, model, *how):
+        self.answers = itertools.cycle(json.loads(Path(model).read_text()))
+
     def generate(self, requests, sampling):
         assert sampling.n == 1
         assert len({r.messages[-1]["content"] for r in requests}) == len(requests)
         for request in reversed(requests):  # not in order, as an engine answers
             assert request.messages[0]["role"] == "system"
-            text = self.answers[self.turn % len(self.answers)]
-            self.turn += 1
+            text = next(self.answers)
             yield request, [Completion(text or "", TOO_LONG if text is None else "stop", 9, 0.1)]
+
     def close(self):
         pass
 
-engines.ENGINES["vllm"] = Engine
-simulate.main()
-"""
-
 
 @pytest.fixture
-def simulated(tmp_path):
+def simulated(tmp_path, monkeypatch):
     """Run `simulate` with models that give the answers of a list in turn; the result and what it wrote."""
 
+    def here(command, **_):
+        code, *arguments = command[2:]
+        assert code == simulate.CHILD
+        simulate.sample_months(*arguments)
+
     def run(models: dict[str, list], *more: str, **variables: str):
-        (tmp_path / "stub.py").write_text(STUB)
         for label, answers in models.items():
             (tmp_path / f"{label}.json").write_text(json.dumps(answers))
-        environment = exported(
-            ROOT / "tasks/econ_agent/train.sh",
-            {
-                "ARTIFACTS": str(tmp_path / "artifacts"),
-                "PYTHONPATH": str(ROOT),
-                "MONTHS": "6",
-                "AGENTS": "4",
-                **variables,
-            },
-        )
-        arguments = [*(f"{label}={tmp_path}/{label}.json" for label in models), *more]
-        result = subprocess.run(
-            [PYTHON, str(tmp_path / "stub.py"), *arguments],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        given = {"ARTIFACTS": str(tmp_path / "artifacts"), "MONTHS": "6", "AGENTS": "4", **variables}
+        arguments = (*(f"{label}={tmp_path}/{label}.json" for label in models), *more)
+        monkeypatch.setattr(simulate, "run", here)
+        monkeypatch.setattr(engines, "VLLMEngine", Engine)
+        result = stub_evaluate.called(simulate.main, arguments, exported(ROOT / "tasks/econ_agent/train.sh", given))
         files = sorted((tmp_path / "artifacts/eval/econ_agent").glob("*/simulation.json"))
         return result, [json.loads(file.read_text()) for file in files]
 
@@ -464,7 +449,6 @@ WORKS = '{"work": 1.0, "consumption": 0.3}'
 def test_simulate_shows_each_model_beside_the_rule(simulated, tmp_path):
     result, (written,) = simulated({"base": [WORKS, "no idea"], "grpo": [WORKS]})
     assert result.returncode == 0, result.stdout
-    assert "months 12/12" in result.stdout
     values = written["indicators"]
     assert list(values) == ["base", "grpo", "rule"]
     assert (values["base"]["no_decision"], values["grpo"]["no_decision"], values["rule"]["no_decision"]) == (0.5, 0, 0)
@@ -511,6 +495,12 @@ def test_a_simulation_that_cannot_run_gives_an_error(simulated, models, more, va
     assert result.returncode == 1
     assert message in result.stdout
     assert written == []
+
+
+def test_the_process_that_samples_reads_its_models(tmp_path):
+    command = [PYTHON, "-c", simulate.CHILD, str(tmp_path), "model"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert result.returncode == 1 and "SettingsError: simulate: model: give each model as" in result.stderr
 
 
 def test_another_task_has_no_simulate():

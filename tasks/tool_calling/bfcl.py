@@ -22,10 +22,11 @@ from types import ModuleType, SimpleNamespace
 import numpy as np
 
 from tasks.common.ends import CUT
+from tasks.common.evaluation.engine_pool import Hardware
 from tasks.common.evaluation.engines import window
 from tasks.common.evaluation.main import STOPPED, summarized
 from tasks.common.evaluation.rollouts import TOO_LONG, Rollout
-from tasks.common.evaluation.sample import Hardware, Job, Scoring, check_window, report_errors, sample_here, sampling
+from tasks.common.evaluation.sample import Job, Scoring, check_window, report_errors, sampling
 from tasks.common.evaluation.statistics import Estimate, bootstrap_mean, proportion
 from tasks.common.evaluation.tables import comparison_table, show_table
 from tasks.common.interrupts import interrupt_on_sigterm
@@ -323,21 +324,17 @@ def scoring(episodes: bool) -> Scoring:
     """The reward of single-turn questions, or the environment of ``episodes``; the mark is of all that decides."""
     code = [Path(module.__file__) for module in (tool_calls, bfcl_apis, bfcl_episodes)]
     mark = fingerprint({"bfcl-eval": VERSION}, Path(__file__).resolve(), *code)
-    return Scoring(None if episodes else compute_score, None, mark, bfcl_episodes.Environment if episodes else None)
+    if episodes:
+        return Scoring(None, None, mark, bfcl_episodes.Environment, "tasks.tool_calling.bfcl_episodes")
+    return Scoring(compute_score, None, mark, module="tasks.tool_calling.bfcl")
 
 
 def main() -> None:
-    """Run ``LABEL=MODEL ...``, or its child ``sample JOB ...``; the settings come from the environment."""
+    """Run ``LABEL=MODEL ...``; the settings come from the environment."""
     interrupt_on_sigterm()
-    arguments = sys.argv[1:]
-    child = arguments[:1] == ["sample"]
-    with errors_in_one_line(SettingsError, DataError, stopped="" if child else STOPPED):
-        if child:
-            errors = sample_here(arguments[1:], scoring(bool(json.loads(arguments[1])["episode"])))
-        else:
-            models = dict(pair.split("=", 1) for pair in arguments)
-            errors = evaluate(load_settings(), load_settings(cls=Variables), models)
-        if errors:
+    with errors_in_one_line(SettingsError, DataError, stopped=STOPPED):
+        models = dict(pair.split("=", 1) for pair in sys.argv[1:])
+        if errors := evaluate(load_settings(), load_settings(cls=Variables), models):
             sys.exit(f"error: the reward raised on {errors} completions, which count as wrong; all else was done")
 
 

@@ -10,11 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tasks.common.evaluation.rollouts import TOO_LONG, Completion
 from tasks.common.evaluation.statistics import Estimate, proportion
 from tasks.common.rewards.tool_calls import render_calls
 from tasks.common.rows import DataError, read_rows, tools_of, validate_parquet
 from tasks.tool_calling import bfcl
-from tests.helpers import PYTHON, ROOT, exported, make
+from tests import stub_evaluate
+from tests.helpers import ROOT, exported, make
 
 SIZES = {"simple_python": 400, "multiple": 200, "parallel": 200, "parallel_multiple": 200, "irrelevance": 240}
 # Their possible answers have an argument that their function does not take; it may be left out.
@@ -257,57 +259,24 @@ def test_the_interval_of_an_unweighted_mean():
     assert (mean.value, mean.low, mean.high) == pytest.approx((0.4, 0.375, 0.45))
 
 
-STUB = """
-import json
-from pathlib import Path
-from tasks.common.evaluation import engines
-from tasks.common.evaluation.rollouts import TOO_LONG, Completion
-from tasks.tool_calling import bfcl
-
-
-class TableEngine:
-    def __init__(self, model, *_, tensor_parallel=1):
-        self.folder = Path(model)
-        self.table = json.loads((self.folder / "table.json").read_text())
-
+class ToolEngine(stub_evaluate.TableEngine):
     def generate(self, requests, sampling):
         assert (sampling.n, sampling.temperature, sampling.greedy) == (1, 0.0, False)
-        with (self.folder / "asked").open("a") as asked:
-            for r in requests:
-                assert r.tools and all(tool["type"] == "function" for tool in r.tools)
-                asked.write(f"{r.index}\\n")
-                answer = self.table[r.index]
-                yield r, [Completion("", TOO_LONG, 0, 0.0) if answer is None else Completion(answer, "stop", 9, 0.1)]
-
-    def load(self, model):
-        return False
-
-    def close(self):
-        pass
-
-
-engines.ENGINES["vllm"] = TableEngine
-bfcl.main()
-"""
+        for r in requests:
+            assert r.tools and all(tool["type"] == "function" for tool in r.tools)
+            self._asked(r.index)
+            answer = self.table[r.index]
+            yield r, [Completion("", TOO_LONG, 0, 0.0) if answer is None else Completion(answer, "stop", 9, 0.1)]
 
 
 @pytest.fixture
 def command(tmp_path):
     """Runs bfcl.py with models that answer from a table."""
-    (tmp_path / "stub.py").write_text(STUB)
 
     def run(*arguments: str, **variables: str) -> subprocess.CompletedProcess:
-        environment = exported(
-            ROOT / "tasks/tool_calling/train.sh", {"ARTIFACTS": str(tmp_path / "artifacts"), **variables}
-        )
-        environment["PYTHONPATH"] = str(ROOT)
-        return subprocess.run(
-            [PYTHON, str(tmp_path / "stub.py"), *arguments],
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
+        given = {"ARTIFACTS": str(tmp_path / "artifacts"), **variables}
+        with stub_evaluate.answering(engine=ToolEngine):
+            return stub_evaluate.called(bfcl.main, arguments, exported(ROOT / "tasks/tool_calling/train.sh", given))
 
     return run
 
@@ -324,7 +293,7 @@ def test_the_command_counts_by_category_and_goes_on_from_a_smaller_limit(command
 
     first = command(f"trained={tmp_path / 'trained'}", LIMIT="1")
     assert first.returncode == 0, first.stdout
-    asked = tmp_path / "trained/asked"
+    asked = tmp_path / "trained/asked.jsonl"
     assert asked.read_text().split() == list("01234")
 
     result = command(f"base={tmp_path / 'base'}", f"trained={tmp_path / 'trained'}", LIMIT="3")

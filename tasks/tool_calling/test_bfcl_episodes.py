@@ -6,15 +6,15 @@ import inspect
 import json
 import os
 import shutil
-import subprocess
 import time
 from pathlib import Path
 
 import pytest
 
+from tasks.common.evaluation.engine_pool import Hardware
 from tasks.common.evaluation.engines import Sampling
 from tasks.common.evaluation.rollouts import SAMPLED, TOO_LONG, Rollout
-from tasks.common.evaluation.sample import Hardware, Job
+from tasks.common.evaluation.sample import Job
 from tasks.common.evaluation.statistics import proportion
 from tasks.common.rewards.environment import begun, replayed, stepped
 from tasks.common.rewards.tool_calls import render_calls
@@ -22,7 +22,8 @@ from tasks.common.rows import tools_of, validate_parquet
 from tasks.common.settings import SettingsError
 from tasks.tool_calling import bfcl, bfcl_apis
 from tasks.tool_calling.bfcl_episodes import APIS, MOST_STEPS, MULTI_TURN, Environment
-from tests.helpers import PYTHON, ROOT, exported
+from tests import stub_evaluate
+from tests.helpers import ROOT, exported
 
 
 @functools.cache
@@ -212,17 +213,8 @@ def test_the_summary_has_shares_with_intervals_means_and_how_episodes_ended():
     assert names[:5] == [*MULTI_TURN, "multi-turn mean"] and "AST mean" not in names
 
 
-STUB = """
-from tasks.tool_calling import bfcl
-from tests import stub_episodes  # an engine that answers from a table
-
-bfcl.main()
-"""
-
-
 @pytest.mark.slow
 def test_the_command_plays_the_questions_to_its_table(tmp_path, small_model):
-    (tmp_path / "stub.py").write_text(STUB)
     shutil.copytree(small_model, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
     config = json.loads((tmp_path / "model/config.json").read_text())
     (tmp_path / "model/config.json").write_text(json.dumps(config | {"max_position_embeddings": 10**6}))
@@ -231,9 +223,9 @@ def test_the_command_plays_the_questions_to_its_table(tmp_path, small_model):
     table = [{"greedy": [], "sampled": [each]} for each in texts]
     (tmp_path / "model/table.json").write_text(json.dumps(table))
     given = {"ARTIFACTS": str(tmp_path / "artifacts"), "CATEGORIES": "multi_turn_base", "WINDOW": "500000"}
-    environment = exported(ROOT / "tasks/tool_calling/train.sh", given | {"LIMIT": "3"}) | {"PYTHONPATH": str(ROOT)}
-    command = [PYTHON, str(tmp_path / "stub.py"), f"model={tmp_path / 'model'}"]
-    result = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    environment = exported(ROOT / "tasks/tool_calling/train.sh", given | {"LIMIT": "3"})
+    with stub_evaluate.answering():
+        result = stub_evaluate.called(bfcl.main, (f"model={tmp_path / 'model'}",), environment)
     assert result.returncode == 0 and "multi_turn_base" in result.stdout, result.stdout
     (path,) = (tmp_path / "artifacts/eval/bfcl").glob("model-*/summary.json")
     summary = json.loads(path.read_text())

@@ -11,9 +11,11 @@ from importlib.metadata import version
 from pathlib import Path
 from unittest import mock
 
+from tasks.common.evaluation.engine_pool import Hardware
 from tasks.common.evaluation.engines import GRAPHS, Sampling
 from tasks.common.evaluation.rollouts import read_rollouts
-from tasks.common.evaluation.sample import Hardware, Job, Scoring, load, sample
+from tasks.common.evaluation.sample import Job, Scoring, load
+from tasks.common.evaluation.sampler import sample
 from tasks.common.machine.hardware import nvidia
 from tasks.common.models.find import resolve_model
 from tasks.common.runs.run import read_metrics
@@ -56,14 +58,13 @@ def engines(rows: str, out: str) -> None:
 
 
 def shared(rows: str, out: str) -> None:
-    """Samples per second of the same job with one engine on a GPU, without CUDA graphs, without whole_responses.py and
-    with both, then with two and four on the same GPU; how many responses are the same as the first's."""
+    """Samples per second of the same job with one engine on a GPU, without CUDA graphs and with them, then with two and
+    four on the same GPU; how many responses are the same as the first's."""
     result: dict = {"model": os.environ["MODEL"], "samples of a prompt": SAMPLES, "tokens": LENGTH}
     result["cores"] = len(os.sched_getaffinity(0))
     first, ours = {}, {"GRAPHS": GRAPHS}
     for name, count, other in (
         ("1, without graphs", 1, {"GRAPHS": GRAPHS | {"cudagraph_mode": "NONE"}}),
-        ("1, vLLM's scheduler", 1, {"SCHEDULER": None}),
         ("1", 1, ours),
         ("2", 2, ours),
         ("4", 4, ours),
@@ -89,7 +90,7 @@ def _sampled(hardware: Hardware, rows: str, out: Path) -> tuple[dict, dict]:
     scoring = Scoring(compute_score, None, "")
     out.unlink(missing_ok=True)
     started = time.monotonic()
-    engine = job.hardware.engine(job.backend, job.model, 512, sampling.seed)
+    engine = job.hardware.engine(job.model, 512, sampling.seed)
     ready = time.monotonic()
     _, missing = load(job, out, scoring)
     sample(engine, job, out.with_suffix(".first"), missing[: len(missing) // 8], scoring)  # caches, kernels

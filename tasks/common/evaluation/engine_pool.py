@@ -1,17 +1,64 @@
-"""Several engines of one machine as one engine: each in a process of its own, on GPUs of its own or shared."""
+"""How many engines a machine has, and several as one: each in a process of its own, on GPUs of its own or shared."""
 
 import multiprocessing
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from unittest import mock
 
 from tasks.common.evaluation import engines
 from tasks.common.evaluation.rollouts import Completion
-from tasks.common.visible_gpus import gpu_groups, named_gpus
+from tasks.common.machine.hardware import nvidia, ram
+from tasks.common.models.merge import base_model
+from tasks.common.settings import Settings, SettingsError
+from tasks.common.visible_gpus import gpu_groups, named_gpus, visible_gpus
 
 SECONDS_TO_END = 20
+ENGINE_SAMPLES = 512  # one more engine on the same GPU is not worth its start with fewer
+MOST_SHARING = 4
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """``engines`` at once, each on ``tensor_parallel`` GPUs. ``sharing`` of them have the same GPUs and divide vLLM's
+    share of their memory."""
+
+    engines: int = 1
+    tensor_parallel: int = 1
+    gpu_memory_utilization: float = 0.5
+    sharing: int = 1
+
+    @classmethod
+    def of(cls, s: Settings) -> "Hardware":
+        return cls(max(1, s.N_GPUS // s.TP), s.TP, s.GPU_MEMORY_UTILIZATION)
+
+    def shared(self, model: str) -> "Hardware":
+        """With several engines on each GPU where ``model`` is small: vLLM's scheduler takes longer for a step than the
+        GPU does. Each has a GPU's memory for four times the weights, four cores and 8 GB of RAM."""
+        found = None if os.environ.get("SHARED_GPU") or self.tensor_parallel > 1 else nvidia()
+        weights = sum(file.stat().st_size for file in Path(base_model(model)).glob("*.safetensors"))
+        if not found or not found.gpus or not weights:
+            return self
+        fitting = int(self.gpu_memory_utilization * found.gpus[0].total / (4 * weights))
+        served = min(len(os.sched_getaffinity(0)) // 4, ram()[0] // 8_000_000_000) // self.engines
+        sharing = max(1, min(MOST_SHARING, fitting, served))
+        return replace(self, engines=self.engines * sharing, sharing=sharing)
+
+    def enough(self, prompts: int, samples: int) -> "Hardware":
+        """Without engines that would have no prompt, or on a shared GPU fewer than ENGINE_SAMPLES ``samples``."""
+        if self.engines <= min(prompts, samples // ENGINE_SAMPLES):
+            return self
+        return replace(self, engines=max(1, min(self.engines // self.sharing, prompts)), sharing=1)
+
+    def engine(self, model: str, max_model_len: int, seed: int):
+        """One engine, or all as one. Raises SettingsError where a GPU is missing, and as VLLMEngine."""
+        if self.tensor_parallel > 1 and not gpu_groups(self.tensor_parallel, 1):
+            raise SettingsError(f"TP={self.tensor_parallel}: visible GPUs: {len(visible_gpus())}; set TP lower")
+        how = (model, max_model_len, seed, self.gpu_memory_utilization / self.sharing, self.tensor_parallel)
+        return EnginePool(self, how) if self.engines > 1 else engines.VLLMEngine(*how)
 
 
 class EngineEnded(Exception):
@@ -19,21 +66,19 @@ class EngineEnded(Exception):
 
 
 class EnginePool:
-    """``count`` engines of the kind ``backend``, each on the next ``tensor_parallel`` of the visible GPUs, which
-    ``sharing`` of them have in common, with ``arguments`` for each. The requests are shared out; each has a seed of its
-    own, so that ``count`` changes nothing.
-    """
+    """The engines of ``hardware``, each on the next GPUs of those that are visible, with ``arguments`` for each. The
+    requests are shared out; each has a seed of its own, so that the number of engines changes nothing."""
 
-    def __init__(self, count: int, backend: str, *arguments, tensor_parallel: int = 1, sharing: int = 1):
-        spawn = multiprocessing.get_context("spawn")
+    def __init__(self, hardware: Hardware, arguments: tuple):
+        spawn, count, sharing = multiprocessing.get_context("spawn"), hardware.engines, hardware.sharing
         self.engines: list[tuple[Connection, multiprocessing.Process]] = []
         threads = str(max(1, len(os.sched_getaffinity(0)) // count))
         # Where no GPU is listed: on a CPU, or without nvidia-smi. Those that the user hides stay hidden.
         numbered = [[str(number)] if named_gpus() is None else [] for number in range(count)]
         shared = {"SHARED_GPU": str(sharing)} if sharing > 1 else {}
-        for gpus in gpu_groups(tensor_parallel, count // sharing) * sharing or numbered:
+        for gpus in gpu_groups(hardware.tensor_parallel, count // sharing) * sharing or numbered:
             ours, theirs = spawn.Pipe()
-            process = spawn.Process(target=_serve, args=(theirs, backend, arguments, tensor_parallel))
+            process = spawn.Process(target=_serve, args=(theirs, arguments))
             own = {"CUDA_VISIBLE_DEVICES": ",".join(gpus), "OMP_NUM_THREADS": threads} | shared
             with mock.patch.dict(os.environ, own):
                 process.start()
@@ -93,9 +138,9 @@ class EnginePool:
             raise EngineEnded("an engine ended before its answers did; its error stands above") from None
 
 
-def _serve(connection: Connection, backend: str, arguments: tuple, tensor_parallel: int) -> None:
+def _serve(connection: Connection, arguments: tuple) -> None:
     """The process of an engine: it answers until the other end of ``connection`` is closed."""
-    engine = engines.ENGINES[backend](*arguments, tensor_parallel=tensor_parallel)
+    engine = engines.VLLMEngine(*arguments)
     connection.send(None)
     while True:
         try:

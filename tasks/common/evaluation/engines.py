@@ -1,4 +1,4 @@
-"""The engines: vLLM's offline engine, and plain transformers for `make batch`. Both take the same requests."""
+"""vLLM's offline engine, as evaluation uses it."""
 
 import hashlib
 from collections.abc import Iterator
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from tasks.common.evaluation.rollouts import GREEDY, SAMPLED, TOO_LONG, Completion
+from tasks.common.evaluation.rollouts import GREEDY, TOO_LONG, Completion
 from tasks.common.machine.hardware import CPU_BLOCK_SIZE, cpu_dtype, shared_kv_cache
 from tasks.common.models.chat_template import opens_thinking, prompt_ids
 from tasks.common.models.merge import RANKS, base_model, is_adapter, max_rank
@@ -19,7 +19,6 @@ from tasks.common.text import one_line
 EXTENSION = "tasks.common.verl_plugins.reloading.Reloading"
 EXTENSION_OF_CPU = "tasks.common.verl_plugins.cpu.sampling.Sampling"
 EXTENSION_OF_0_11 = "tasks.common.verl_plugins.verl_061.many_sequences.ManySequences"
-SCHEDULER = "tasks.common.verl_plugins.whole_responses.WholeResponses"  # not of vLLM 0.11.0
 WINDOW = 4096  # tokens of a prompt in `make batch`, of a conversation in `make chat`
 LOGPROBS = 20  # vLLM's default limit (max_logprobs)
 # A CUDA graph for each of these batch sizes. torch.compile (mode 3) would start later and sample no faster.
@@ -165,44 +164,49 @@ def _kind(model: str) -> list | None:
     return [config, tokenizer.get_vocab(), tokenizer.chat_template, tokenizer.eos_token_id, stop_ids(model)]
 
 
+def _of_this_platform() -> dict:
+    """What an engine is told on a CPU, of vLLM 0.11.0, and else."""
+    import vllm
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        # A part of a prompt samples a token for nothing: vLLM 0.30 on a CPU cannot take back what that drew
+        # (gpu_model_runner.py:3723).
+        own = {"block_size": CPU_BLOCK_SIZE, "enable_chunked_prefill": False, "enforce_eager": True}
+        return own | {"dtype": cpu_dtype(), "worker_extension_cls": EXTENSION_OF_CPU}
+    if vllm.__version__.startswith("0.11.0"):  # graphs were never tried
+        return {"dtype": "bfloat16", "worker_extension_cls": EXTENSION_OF_0_11, "enforce_eager": True}
+    return {"dtype": "bfloat16", "worker_extension_cls": EXTENSION, "compilation_config": GRAPHS}
+
+
 class VLLMEngine:
-    """vLLM's offline engine on ``tensor_parallel`` GPUs. A LoRA adapter is applied to its base model as it samples."""
+    """vLLM's offline engine on ``tensor_parallel`` GPUs. A LoRA adapter is applied to its base model as it samples.
+    Raises SettingsError for a model that vLLM does not take."""
 
     def __init__(
         self, model: str, max_model_len: int, seed: int, gpu_memory_utilization: float, tensor_parallel: int = 1
     ):
         with imports():
-            import vllm
             from vllm import LLM
             from vllm.lora.request import LoRARequest
-            from vllm.platforms import current_platform
-        on_cpu = current_platform.is_cpu()
-        # Of vLLM 0.11.0 alone: more sequences at once than max_model_len end its engine; graphs were never tried.
-        old = vllm.__version__.startswith("0.11.0")
-        eager = on_cpu or old
         lora = is_adapter(Path(model))
         self.adapter = LoRARequest(lora_name="adapter", lora_int_id=1, lora_path=model) if lora else None
-        self.llm = LLM(
-            base_model(model),
-            enable_lora=lora,
-            max_lora_rank=max_rank(Path(model)) if lora else RANKS[0],
-            dtype=cpu_dtype() if on_cpu else "bfloat16",
-            max_model_len=max_model_len,
-            block_size=CPU_BLOCK_SIZE if on_cpu else None,
-            worker_extension_cls=EXTENSION_OF_CPU if on_cpu else EXTENSION_OF_0_11 if old else EXTENSION,
-            scheduler_cls=None if old else SCHEDULER,
-            seed=seed,
-            tensor_parallel_size=tensor_parallel,
-            # A part of a prompt samples a token for nothing: vLLM 0.30 on a CPU cannot take back what that drew
-            # (gpu_model_runner.py:3723).
-            enable_chunked_prefill=False if on_cpu else None,
-            max_logprobs=LOGPROBS,
-            enforce_eager=eager,
-            compilation_config=None if eager else GRAPHS,
-            gpu_memory_utilization=gpu_memory_utilization,
-            kv_cache_memory_bytes=shared_kv_cache(gpu_memory_utilization),
-            disable_log_stats=True,
-        )
+        try:
+            self.llm = LLM(
+                base_model(model),
+                enable_lora=lora,
+                max_lora_rank=max_rank(Path(model)) if lora else RANKS[0],
+                max_model_len=max_model_len,
+                seed=seed,
+                tensor_parallel_size=tensor_parallel,
+                max_logprobs=LOGPROBS,
+                gpu_memory_utilization=gpu_memory_utilization,
+                kv_cache_memory_bytes=shared_kv_cache(gpu_memory_utilization),
+                disable_log_stats=True,
+                **_of_this_platform(),
+            )
+        except ValueError as error:
+            raise SettingsError(f"MODEL={model}: vLLM does not take it: {one_line(str(error), 300)}") from error
         self.tokenizer = self.llm.get_tokenizer()
         self.model = model
 
@@ -293,110 +297,6 @@ class VLLMEngine:
 
     def close(self) -> None:
         self.llm.llm_engine.engine_core.shutdown()
-
-
-class TransformersEngine:
-    """Plain transformers, a batch at a time: slower, for models and machines that vLLM does not know. It computes on
-    one GPU, whatever ``tensor_parallel`` is."""
-
-    BATCH = 8
-
-    def __init__(
-        self, model: str, max_model_len: int, seed: int, gpu_memory_utilization: float, tensor_parallel: int = 1
-    ):
-        import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
-        self.tokenizer = AutoTokenizer.from_pretrained(base_model(model), padding_side="left")
-        if self.tokenizer.pad_token is None:
-            self.tokenizer.pad_token = self.tokenizer.eos_token
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-        dtype = "bfloat16" if device == "cuda" else cpu_dtype()
-        self.model = AutoModelForCausalLM.from_pretrained(base_model(model), dtype=dtype)
-        if is_adapter(Path(model)):
-            from peft import PeftModel
-
-            self.model = PeftModel.from_pretrained(self.model, model)
-        self.model = self.model.to(device).eval()
-
-    def load(self, model: str) -> bool:
-        return False
-
-    def generate(self, requests: list[Request], sampling: Sampling) -> Iterator[tuple[Request, list[Completion]]]:
-        """As VLLMEngine.generate; the entropy is exact, from the logits."""
-        found = [(request, request_ids(self.tokenizer, request, sampling)) for request in requests]
-        yield from ((request, [SKIPPED]) for request, ids in found if ids is None)
-        for mode in (GREEDY, SAMPLED):
-            of_mode = [(request, ids) for request, ids in found if ids is not None and request.mode == mode]
-            for start in range(0, len(of_mode), self.BATCH):
-                batch = of_mode[start : start + self.BATCH]
-                yield from self._batch(batch, sampling, mode == GREEDY or sampling.temperature == 0)
-
-    def _batch(self, batch: list[tuple[Request, list[int]]], sampling: Sampling, greedy: bool):
-        import torch
-
-        n = 1 if greedy else sampling.n
-        rows = [ids for _, ids in batch for _ in range(n)]
-        inputs = self.tokenizer.pad({"input_ids": rows}, return_tensors="pt").to(self.model.device)
-        own = self.model.generation_config.eos_token_id or self.tokenizer.eos_token_id
-        ends = [*(own if isinstance(own, list) else [own]), *_stop_ids(self.tokenizer, sampling.template)]
-        seeds = [request.seed(sampling.seed) + number for request, _ in batch for number in range(n)]
-        entropies = []  # of each step, shape (rows,)
-
-        def keep_entropy(module, arguments, logits):
-            logprobs = logits[:, -1].float().log_softmax(-1)
-            entropies.append(-(logprobs.exp() * logprobs).sum(-1).cpu())
-
-        hook = self.model.get_output_embeddings().register_forward_hook(keep_entropy)
-        try:
-            with torch.inference_mode():
-                output = self.model.generate(
-                    **inputs,
-                    do_sample=False,  # the draws are in the scores: transformers has one generator for a batch
-                    temperature=None,
-                    top_p=None,
-                    top_k=None,
-                    logits_processor=[] if greedy else self._draws(seeds, sampling),
-                    repetition_penalty=1.0,  # a model's generation_config may have another; vLLM is given none
-                    max_new_tokens=sampling.max_tokens,
-                    eos_token_id=ends,
-                    pad_token_id=self.tokenizer.pad_token_id,
-                )
-        finally:
-            hook.remove()
-        entropy = torch.stack(entropies, 1)
-        new = output[:, inputs["input_ids"].shape[1] :].tolist()
-        for place, (request, prompt) in enumerate(batch):
-            completions, thinking = [], opens_thinking(self.tokenizer, prompt)
-            for row in range(place * n, (place + 1) * n):
-                end = next((i + 1 for i, token in enumerate(new[row]) if token in ends), None)
-                ids = new[row][:end]
-                text = _text(self.tokenizer, ids, sampling.template)
-                mean = float(entropy[row, : len(ids)].mean()) if ids else 0.0
-                completions.append(Completion(text, "stop" if end else "length", len(ids), mean, thinking))
-            yield request, completions
-
-    def _draws(self, seeds: list[int], sampling: Sampling) -> list:
-        """Processors of scores (rows, vocabulary) whose largest is then a sample, with a generator for each row: with
-        exponential noise e, argmax(score - ln e) is a draw of softmax(score) (Gumbel-max)."""
-        import torch
-        from transformers import TemperatureLogitsWarper, TopPLogitsWarper
-
-        generators = [torch.Generator(self.model.device).manual_seed(seed) for seed in seeds]
-
-        def drawn(ids, scores):
-            noise = torch.empty_like(scores)
-            for row, generator in zip(noise, generators, strict=True):
-                row.exponential_(generator=generator)
-            return scores - noise.clamp_min(torch.finfo(noise.dtype).tiny).log()
-
-        return [TemperatureLogitsWarper(sampling.temperature), TopPLogitsWarper(sampling.top_p), drawn]
-
-    def close(self) -> None:
-        del self.model
-
-
-ENGINES = {"vllm": VLLMEngine, "transformers": TransformersEngine}
 
 
 def window(model: str, max_new_tokens: int, before: int = WINDOW) -> int:

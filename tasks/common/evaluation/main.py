@@ -8,7 +8,7 @@ from pathlib import Path
 from tasks.common.evaluation import attack, batch, chat, compare, experiment, probe, self_samples
 from tasks.common.evaluation.lenient import read as read_leniently
 from tasks.common.evaluation.rollouts import Rollout, in_order, read_rollouts, rescored, write_rollouts
-from tasks.common.evaluation.sample import Job, Scoring, report_errors, sample_here, sampled, test_job
+from tasks.common.evaluation.sample import Job, Scoring, report_errors, sampled, test_job
 from tasks.common.evaluation.summary import Difference, OwnMetrics, differences, summarize
 from tasks.common.evaluation.tables import GAIN, LOSS, comparison_table, headline, outcome, show_table, sizes, verdict
 from tasks.common.files import read_json, write_json
@@ -139,15 +139,12 @@ def main(
     environment: type[Environment] | None = None,
 ) -> None:
     """Run one command: ``probe MODEL``, ``eval LABEL=MODEL ...``, ``compare BASE MODEL``, ``rescore``,
-    ``attack``, ``chat MODEL``, ``batch MODEL``, ``pairs MODEL OUT``, ``accepted MODEL OUT`` or, called by these,
-    ``sample JOB``. A multi-turn task gives its ``environment`` in place of ``compute_score``, and has all but
-    ``rescore`` and ``pairs``. Settings come from the environment. Exits with 1 after one line that says why, also when
-    the reward raised on some completion."""
+    ``attack``, ``chat MODEL``, ``batch MODEL``, ``pairs MODEL OUT`` or ``accepted MODEL OUT``. A multi-turn task
+    gives its ``environment`` in place of ``compute_score``, and has all but ``rescore`` and ``pairs``. Settings come
+    from the environment. Exits with 1 after one line that says why, also when the reward raised on some completion."""
     interrupt_on_sigterm()
     name, *arguments = sys.argv[1:]
-    with errors_in_one_line(
-        SettingsError, DataError, JudgeError, stopped="" if name in ("sample", "attack") else STOPPED
-    ):
+    with errors_in_one_line(SettingsError, DataError, JudgeError, stopped="" if name == "attack" else STOPPED):
         s, command = load_settings(), load_settings(cls=Command)
         scoring = Scoring.of(s, compute_score, own_metrics, environment)
         models = dict(each.split("=", 1) for each in arguments) if name in ("eval", "experiment") else {}
@@ -162,7 +159,6 @@ def main(
             "batch": lambda: batch.batch(s, command, scoring, *arguments),
             "pairs": lambda: self_samples.write_pairs(s, scoring, *arguments),
             "accepted": lambda: self_samples.write_accepted(s, scoring, *arguments),
-            "sample": lambda: sample_here(arguments, scoring),
         }
         if errors := commands[name]():
             sys.exit(f"error: the reward raised on {errors} completions, which count in no metric; all else was done")

@@ -1,20 +1,17 @@
-"""Sample a model on the rows of a parquet file, in its own process; score and store each completion."""
+"""From the rows of a parquet file to a model's scored completions: what is missing is sampled by sampler.py."""
 
 import functools
-import gc
-import json
+import importlib
 import os
 import re
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tasks.common.evaluation import episodes
-from tasks.common.evaluation.engine_pool import EnginePool
-from tasks.common.evaluation.engines import ENGINES, Request, Sampling
+from tasks.common.evaluation.engine_pool import Hardware
+from tasks.common.evaluation.engines import Request, Sampling
 from tasks.common.evaluation.lenient import read as read_leniently
 from tasks.common.evaluation.rollouts import (
     GREEDY,
@@ -24,68 +21,17 @@ from tasks.common.evaluation.rollouts import (
     in_order,
     read_rollouts,
     rescored,
-    scored,
-    to_line,
     write_rollouts,
 )
 from tasks.common.evaluation.summary import OwnMetrics
 from tasks.common.files import read_json, write_json
 from tasks.common.machine import memory
-from tasks.common.machine.hardware import nvidia, ram
 from tasks.common.models.merge import base_model
 from tasks.common.process import Progress, StageFailed, run
 from tasks.common.rewards.environment import Environment
 from tasks.common.rewards.episode import Limits
 from tasks.common.rows import DataError, decoded, read_rows, tools_of
 from tasks.common.settings import Settings, SettingsError, code_digest, fingerprint, judge_settings
-from tasks.common.visible_gpus import gpu_groups, visible_gpus
-
-ENGINE_SAMPLES = 512  # one more engine on the same GPU is not worth its start with fewer
-MOST_SHARING = 4
-
-
-@dataclass(frozen=True)
-class Hardware:
-    """``engines`` at once, each on ``tensor_parallel`` GPUs. ``sharing`` of them have the same GPUs and divide vLLM's
-    share of their memory."""
-
-    engines: int = 1
-    tensor_parallel: int = 1
-    gpu_memory_utilization: float = 0.5
-    sharing: int = 1
-
-    @classmethod
-    def of(cls, s: Settings) -> "Hardware":
-        return cls(max(1, s.N_GPUS // s.TP), s.TP, s.GPU_MEMORY_UTILIZATION)
-
-    def shared(self, model: str) -> "Hardware":
-        """With several engines on each GPU where ``model`` is small: vLLM's scheduler takes longer for a step than the
-        GPU does. Each has a GPU's memory for four times the weights, four cores and 8 GB of RAM."""
-        found = None if os.environ.get("SHARED_GPU") or self.tensor_parallel > 1 else nvidia()
-        weights = sum(file.stat().st_size for file in Path(base_model(model)).glob("*.safetensors"))
-        if not found or not found.gpus or not weights:
-            return self
-        fitting = int(self.gpu_memory_utilization * found.gpus[0].total / (4 * weights))
-        served = min(len(os.sched_getaffinity(0)) // 4, ram()[0] // 8_000_000_000) // self.engines
-        sharing = max(1, min(MOST_SHARING, fitting, served))
-        return replace(self, engines=self.engines * sharing, sharing=sharing)
-
-    def enough(self, prompts: int, samples: int) -> "Hardware":
-        """Without engines that would have no prompt, or on a shared GPU fewer than ENGINE_SAMPLES ``samples``."""
-        if self.engines <= min(prompts, samples // ENGINE_SAMPLES):
-            return self
-        return replace(self, engines=max(1, min(self.engines // self.sharing, prompts)), sharing=1)
-
-    def engine(self, backend: str, *arguments):
-        """One engine, or all as one, with the ``arguments`` model, max_model_len and seed."""
-        if self.tensor_parallel > 1 and not gpu_groups(self.tensor_parallel, 1):
-            raise SettingsError(f"TP={self.tensor_parallel}: visible GPUs: {len(visible_gpus())}; set TP lower")
-        arguments = (*arguments, self.gpu_memory_utilization / self.sharing)
-        if self.engines > 1:
-            return EnginePool(
-                self.engines, backend, *arguments, tensor_parallel=self.tensor_parallel, sharing=self.sharing
-            )
-        return ENGINES[backend](*arguments, tensor_parallel=self.tensor_parallel)
 
 
 @dataclass(frozen=True)
@@ -98,17 +44,20 @@ class Job:
     limit: int
     sampling: Sampling
     hardware: Hardware
-    backend: str = "vllm"
     episode: Limits | None = None
 
     @classmethod
-    def of(cls, s: Settings, model: str, rows: Path, how: Sampling, limit: int = 0, backend: str = "vllm") -> "Job":
+    def of(cls, s: Settings, model: str, rows: Path, how: Sampling, limit: int = 0) -> "Job":
         """On the GPUs of ``s``, and where its task is multi-turn in episodes. Raises SettingsError as check_window."""
         check_window(s, how, model)
-        hardware = Hardware.of(s)
-        if backend == "vllm" and s.STACK != "cpu":
-            hardware = hardware.shared(model)
-        return cls(model, str(rows), limit, how, hardware, backend, episode_limits(s, how) if s.multi_turn else None)
+        hardware = Hardware.of(s) if s.STACK == "cpu" else Hardware.of(s).shared(model)
+        return cls(model, str(rows), limit, how, hardware, episode_limits(s, how) if s.multi_turn else None)
+
+    @classmethod
+    def read(cls, stored: dict) -> "Job":
+        """From ``asdict``, as a JSON file has it."""
+        parts = {"sampling": Sampling(**stored["sampling"]), "hardware": Hardware(**stored["hardware"])}
+        return cls(**stored | parts | {"episode": stored["episode"] and Limits(**stored["episode"])})
 
     def fingerprint(self) -> str:
         """Changes when the completions would change. Not with ``limit``: more prompts continue the same file."""
@@ -132,19 +81,35 @@ class Job:
 @dataclass(frozen=True)
 class Scoring:
     """A task's parts: its reward, or the ``environment`` of a multi-turn task; its own metrics; and a version that
-    changes with the reward."""
+    changes with the reward. ``module``: where another process finds the reward or the environment."""
 
     compute_score: Callable | None
     own_metrics: OwnMetrics | None
     mark: str
     environment: type[Environment] | None = None
+    module: str = ""
+    variant: str = ""
 
     @classmethod
     def of(cls, s: Settings, compute_score: Callable | None, own_metrics: OwnMetrics | None, environment) -> "Scoring":
         mark = fingerprint({"variant": s.REWARD, "code": code_digest(s.reward_file)} | judge_settings())
         if s.REWARD and compute_score:  # as verl calls it (reward.custom_reward_function.reward_kwargs)
             compute_score = functools.partial(compute_score, variant=s.REWARD)
-        return cls(compute_score, own_metrics, mark, environment)
+        module = f"tasks.{s.TASK}.{'environment' if environment else 'reward'}"
+        return cls(compute_score, own_metrics, mark, environment, module, s.REWARD)
+
+    def stored(self) -> dict:
+        """What ``read`` needs, for JSON."""
+        return {"mark": self.mark, "module": self.module, "variant": self.variant, "episodes": bool(self.environment)}
+
+    @classmethod
+    def read(cls, stored: dict) -> "Scoring":
+        """From ``stored``, without the task's own metrics."""
+        module, variant = importlib.import_module(stored["module"]), stored["variant"]
+        if stored["episodes"]:
+            return cls(None, None, stored["mark"], module.Environment)
+        score = module.compute_score
+        return cls(functools.partial(score, variant=variant) if variant else score, None, stored["mark"])
 
 
 def sampling(s: Settings) -> Sampling:
@@ -241,61 +206,9 @@ def load(job: Job, out: Path, scoring: Scoring) -> tuple[list[Rollout], list[Req
     return in_order(rollout for rollout in kept if rollout.index < len(rows)), missing
 
 
-def sample(engine, job: Job, out: Path, missing: list[Request], scoring: Scoring) -> None:
-    """Append the completions of the ``missing`` requests to ``out``, each scored and written as it ends."""
-    rows = list(read_rows(Path(job.rows), job.limit or None))
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.touch()  # its time stamp tells the progress display that sampling begins
-    with out.open("a", encoding="utf-8") as file, ThreadPoolExecutor(job.sampling.n) as pool:
-
-        def write(group: list[Rollout]) -> None:
-            file.write("".join(map(to_line, group)))
-            file.flush()
-
-        if scoring.environment:
-            from transformers import AutoTokenizer
-
-            tokenizer = AutoTokenizer.from_pretrained(base_model(job.model))
-            stage = episodes.Stage(engine, tokenizer, job.sampling, job.episode, scoring.environment)
-            return episodes.play_all(stage, rows, missing, write)
-        # Threads, as verl scores: a judge is asked about the samples of a prompt at once.
-        for request, completions in engine.generate(missing, job.sampling):
-            place = [rows[request.index], request.index, request.mode]
-            futures = [pool.submit(scored, *place, i, c, scoring.compute_score) for i, c in enumerate(completions)]
-            write([future.result() for future in futures])
-
-
-def _samples(requests: list[Request], sampling: Sampling) -> int:
-    return sum(1 if request.mode == GREEDY else sampling.n for request in requests)
-
-
-def sample_here(arguments: list[str], scoring: Scoring) -> int:
-    """The child of ``sampled``: complete each job (as JSON, with its file ``out``), one after the other.
-
-    Models of one kind share an engine, because starting one takes half a minute.
-    """
-    engine, last = None, None
-    for argument in arguments:
-        values = json.loads(argument)
-        out, limits = Path(values.pop("out")), values.pop("episode")
-        own = {"sampling": Sampling(**values.pop("sampling")), "hardware": Hardware(**values.pop("hardware"))}
-        job = Job(**values, **own, episode=limits and Limits(**limits))
-        _, missing = load(job, out, scoring)
-        tokens = job.sampling.max_prompt_tokens + job.sampling.max_tokens
-        hardware = job.hardware.enough(len(missing), _samples(missing, job.sampling))
-        made_for = [job.backend, tokens, hardware]
-        if engine is None or made_for != last or not engine.load(job.model):
-            if engine:
-                engine.close()
-                del engine
-                gc.collect()  # before the next one starts
-            engine = hardware.engine(job.backend, job.model, tokens, job.sampling.seed)
-        last = made_for
-        sample(engine, job, out, missing, scoring)
-    # The end of this process ends an engine in it, 5 s sooner than close() does.
-    if hardware.engines > 1 or os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0":
-        engine.close()
-    return 0
+def samples(requests: list[Request], how: Sampling) -> int:
+    """How many responses the ``requests`` ask for."""
+    return sum(1 if request.mode == GREEDY else how.n for request in requests)
 
 
 class _Tail:
@@ -329,18 +242,19 @@ def _progress(tails: list[_Tail]) -> Progress:
 def sampled(jobs: dict[str, Job], root: Path, scoring: Scoring) -> tuple[dict[str, list[Rollout]], bool]:
     """All rollouts of each of ``jobs`` (by label), in order, and whether any had to be sampled.
 
-    ``job.folder(root)/rollouts.jsonl`` keeps them. A child process samples: the script that runs now, with the command
-    ``sample``. Its end frees the memory. Raises DataError, or StageFailed when the engine fails.
+    ``job.folder(root)/rollouts.jsonl`` keeps them. A process of its own samples: its end frees the memory. Raises
+    DataError, or StageFailed when the engine fails.
     """
     files = {label: job.folder(root) / "rollouts.jsonl" for label, job in jobs.items()}
     found = {label: load(job, files[label], scoring) for label, job in jobs.items()}
     todo = {label: jobs[label] for label, (_, missing) in found.items() if missing}
     if todo:
         tails = [_Tail(label, files[label]) for label in todo]
-        missing = sum(_samples(found[label][1], job.sampling) for label, job in todo.items())
-        arguments = [json.dumps({**asdict(job), "out": str(files[label])}) for label, job in todo.items()]
+        missing = sum(samples(found[label][1], job.sampling) for label, job in todo.items())
+        asked = {"scoring": scoring.stored(), "jobs": {str(files[label]): asdict(job) for label, job in todo.items()}}
+        write_json(root / "sampling.json", asked)
         run(
-            [sys.executable, sys.argv[0], "sample", *arguments],
+            [sys.executable, "-m", "tasks.common.evaluation.sampler", str(root / "sampling.json")],
             name="sampling",
             log=root / "sampling.log",
             total=sum(tail.lines for tail in tails) + missing,

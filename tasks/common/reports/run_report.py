@@ -191,7 +191,7 @@ def evaluation(run_dir: Path, made: dict) -> Section:
 def _conditions(summary: Path) -> dict:
     """How an evaluation sampled and scored, without the model. The summary's number of prompts shows LIMIT."""
     meta = read_json(summary.with_name("rollouts.meta.json"))
-    return {name: meta.get(name) for name in ("reward", "rows", "sampling", "backend")}
+    return {name: meta.get(name) for name in ("reward", "rows", "sampling")}
 
 
 def samples(run_dir: Path) -> Section:

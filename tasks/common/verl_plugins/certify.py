@@ -20,13 +20,14 @@ import yaml
 
 from tasks.common.evaluation import certify as checks
 from tasks.common.evaluation.certify import FAILED, Chat, Check, Played, Turn
-from tasks.common.evaluation.engines import Request, Sampling, TransformersEngine, TurnRequest, request_ids, stop_ids
+from tasks.common.evaluation.engine_pool import Hardware
+from tasks.common.evaluation.engines import Request, Sampling, TurnRequest, request_ids, stop_ids
 from tasks.common.evaluation.episodes import Stage, play_all
 from tasks.common.evaluation.rollouts import SAMPLED, Rollout
-from tasks.common.evaluation.sample import Hardware
 from tasks.common.files import write_json
+from tasks.common.machine.hardware import cpu_dtype
 from tasks.common.models.chat_template import exchanges, opens_thinking, shown_ids
-from tasks.common.models.merge import base_model
+from tasks.common.models.merge import base_model, is_adapter
 from tasks.common.process import die_with_parent
 from tasks.common.rewards.answers import RewardError
 from tasks.common.rewards.environment import of_task
@@ -121,11 +122,25 @@ def scripted_episode(s: Settings, config, tokenizer, row: dict, chat: Chat) -> P
     return played(s, config, tokenizer, row, chat.name, Server(answer), None)
 
 
+def policy_of(model: str):
+    """``model`` in transformers, on a GPU if there is one, in the dtype that training computes in."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    device, dtype = ("cuda", "bfloat16") if torch.cuda.is_available() else ("cpu", cpu_dtype())
+    policy = AutoModelForCausalLM.from_pretrained(base_model(model), dtype=dtype)
+    if is_adapter(Path(model)):
+        from peft import PeftModel
+
+        policy = PeftModel.from_pretrained(policy, model)
+    return policy.to(device).eval()
+
+
 def trainer_log_probs(model: str, turns: list[Turn]) -> list[tuple[Turn, list[float]]]:
-    """``turns`` with the log-probs of their tokens by transformers, in the dtype that training computes in."""
+    """``turns`` with the log-probs of their tokens by transformers."""
     import torch
 
-    policy, found = TransformersEngine(model, 0, 0, 0.0).model, []
+    policy, found = policy_of(model), []
     for turn in turns:
         ids = torch.tensor([turn.context + turn.ids], device=policy.device)
         with torch.inference_mode():
@@ -190,7 +205,7 @@ def main(model: str, file: str) -> None:
     s = load_settings()
     length = s.MAX_PROMPT_LENGTH + s.MAX_RESPONSE_LENGTH
     hardware = Hardware(1, s.TP, s.GPU_MEMORY_UTILIZATION)
-    found = certified(s, model, lambda: hardware.engine("vllm", model, length, s.EVAL_SEED))
+    found = certified(s, model, lambda: hardware.engine(model, length, s.EVAL_SEED))
     about = {"task": s.TASK, "model": model, "stack": s.STACK, "versions": {name: version(name) for name in VERSIONS}}
     result = {**about, "verdict": checks.verdict(found), "checks": [asdict(check) for check in found]}
     write_json(Path(file), result)
