@@ -19,22 +19,6 @@ from tasks.common.rows import DataError, chat, rl_row, rl_schema, write_parquet
 from tasks.common.settings import Command, SettingsError, load_settings
 from tests.helpers import ROOT, exported, make
 
-ROWS = [{"prompt": "a", "ground_truth": "1"}, {"prompt": "b", "ground_truth": "2"}]
-
-
-@pytest.mark.parametrize("kind", ["json", "jsonl", "csv", "xlsx"])
-def test_every_kind_of_table_is_read(tmp_path, kind):
-    path = tmp_path / f"in.{kind}"
-    if kind == "json":
-        path.write_text(json.dumps(ROWS))
-    elif kind == "jsonl":
-        path.write_text("\n".join(map(json.dumps, ROWS)))
-    elif kind == "csv":
-        pd.DataFrame(ROWS).to_csv(path, index=False)
-    else:
-        pd.DataFrame(ROWS).to_excel(path, index=False)
-    assert read_table(path) == ROWS
-
 
 @pytest.mark.parametrize(
     ("name", "content", "said"),

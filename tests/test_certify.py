@@ -97,10 +97,6 @@ def failed(found: dict[str, checks.Check]) -> list[str]:
     return [name for name, check in found.items() if check.state == "failed"]
 
 
-LONG = {"MAX_PROMPT_LENGTH": 2048, "MAX_RESPONSE_LENGTH": 2048, "MAX_TURN_LENGTH": 1024, "MAX_TURNS": 4}
-NAMES = ["tokens", "mask", "template", "stop", "markers", "limits", "sft", "log_probs"]
-
-
 @pytest.mark.medium
 def test_what_is_right_is_certified_with_its_figures(certified, tokenizer):
     found = certified()

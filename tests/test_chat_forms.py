@@ -100,7 +100,7 @@ def test_an_episode_shows_the_result_and_asks_for_the_next_turn(tokenizer):
     between = tokenizer.decode([t for t, mine in zip(episode.response_ids, episode.mask, strict=True) if not mine])
     assert "20126" in between and between.count(end) == (tokenizer.form not in ("space", "opens"))
     assert tokenizer.form == "space" or between.endswith("<|assistant|>\n")
-    assert knows_tools(tokenizer, None) is (tokenizer.form in NATIVE)
+    assert knows_tools(tokenizer) is (tokenizer.form in NATIVE)
     assert ("<|user|>" in between) is (tokenizer.form not in NATIVE)  # in words, results are the user's
 
 

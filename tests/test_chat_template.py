@@ -1,6 +1,7 @@
 """Prompts with tools, by templates that know them and by those that do not; and what verl is given of our rows."""
 
 import asyncio
+import copy
 import json
 import types
 
@@ -68,8 +69,13 @@ def test_a_template_without_tools_gets_them_in_words(tokenizer):
 
 
 def test_the_choice_follows_the_template_that_is_used(tokenizer):
-    assert "TOOLS:" in text_of(tokenizer, CHAT, TOOLS, chat_template=KNOWS_TOOLS)
+    own = copy.deepcopy(tokenizer)
+    own.chat_template = KNOWS_TOOLS
+    assert "TOOLS:" in text_of(own, CHAT, TOOLS)
     assert "TOOLS:" not in text_of(tokenizer, CHAT, TOOLS)
+    own.chat_template = None
+    with pytest.raises(ValueError, match="no chat template"):
+        prompt_ids(own, CHAT)
 
 
 def test_in_words_leaves_the_chat_that_it_was_given_alone():

@@ -211,7 +211,7 @@ def test_batch_answers_a_table(variables, tmp_path):
         'prompt,ground_truth\nhi,\n"Numbers: 1, 2. Target: 3.","{""target"": 3, ""numbers"": [1, 2]}"\n'
     )
     chosen = {"INPUT": str(tmp_path / "in.csv"), "OUTPUT": str(tmp_path / "out.xlsx")}
-    chosen |= {"TEMPLATE": "chatml", "TEMPERATURE": "0", "MAX_NEW_TOKENS": "5"}
+    chosen |= {"TEMPERATURE": "0", "MAX_NEW_TOKENS": "5"}
     result = make("batch", **{**variables, **chosen, "N": "1"})
     assert result.returncode == 0, result.stdout
     rows = list(openpyxl.load_workbook(tmp_path / "out.xlsx").active.iter_rows(values_only=True))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tasks.common.evaluation.engine_pool import EngineEnded, Hardware
-from tasks.common.evaluation.engines import LOGPROBS, TEMPLATES, Request, Sampling, likeliest, token_entropy
+from tasks.common.evaluation.engines import LOGPROBS, Request, Sampling, likeliest, token_entropy
 from tasks.common.machine.hardware import cpu_dtype
 from tasks.common.models.chat_template import prompt_ids
 from tasks.common.settings import SettingsError
@@ -61,22 +61,6 @@ def test_the_likeliest_tokens_are_read_from_both_forms_of_vllms_output():
     assert [len(of) for of in dicts] == [LOGPROBS, LOGPROBS + 1, LOGPROBS]
     assert likeliest(flat, 3) == pytest.approx(top)
     assert likeliest(dicts, 3) == pytest.approx(top)
-
-
-def test_templates_end_where_the_assistant_begins(small_model):
-    tokenizer = AutoTokenizer.from_pretrained(small_model)
-    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
-    own = tokenizer.decode(prompt_ids(tokenizer, messages))
-    own_template = TEMPLATES["chatml"][0]  # its own template is chatml
-    assert own == tokenizer.decode(prompt_ids(tokenizer, messages, chat_template=own_template))
-    assert own.endswith("<|im_start|>assistant\n")
-    llama = tokenizer.decode(prompt_ids(tokenizer, messages, chat_template=TEMPLATES["llama"][0]))
-    assert "<|start_header_id|>user<|end_header_id|>\n\nu<|eot_id|>" in llama
-    assert llama.endswith("<|start_header_id|>assistant<|end_header_id|>\n\n")
-    assert set(TEMPLATES) == {"default", "chatml", "llama"}
-    tokenizer.chat_template = None
-    with pytest.raises(ValueError, match="no chat template"):
-        prompt_ids(tokenizer, messages)
 
 
 # ---- a real engine

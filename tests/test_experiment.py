@@ -287,12 +287,13 @@ def test_several_trainings_at_a_time_share_the_gpus_memory_and_say_which_failed(
     runs = planned(monkeypatch, METHODS="grpo,gspo", SEEDS="2", ARTIFACTS=str(tmp_path), GPU_MEMORY_UTILIZATION="0.6")
     python = tmp_path / "python"
     python.write_text(
-        '#!/bin/sh\nset -e\ntouch "$ARTIFACTS/$METHOD-$TRAIN_SEED"\nsleep 1\n'
+        '#!/bin/sh\nset -e\ntouch "$ARTIFACTS/$METHOD-$TRAIN_SEED"\nsleep 0.5\n'
         'echo "$# $4 $GPU_MEMORY_UTILIZATION $(ls $ARTIFACTS | grep -c pso) there"\n'
         '[ "$TRAIN_SEED-$METHOD" != 43-gspo ] || { printf "error: no threads\\n  log: x.log\\n"; exit 1; }\n'
     )
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setattr(experiments, "POLL_SECONDS", 0.05)
     with pytest.raises(experiments.StageFailed, match=r"^1 of 4 trainings failed: gspo@\S+#43; the same command"):
         experiments.train_at_once(runs, ["a=1"], 2)
     logs = [log.read_text() for log in sorted(tmp_path.glob("runs/countdown/*/job.log"))]
@@ -311,9 +312,10 @@ def test_the_trainings_are_spread_over_the_gpus_that_are_there(monkeypatch, tmp_
     assert experiments.gpu_groups([*runs.values()], 8) == [["1", "3"], ["4", "6"]]
     assert experiments.gpu_groups([*runs.values()], 1) == experiments.gpu_groups([*larger.values()], 8) == [[]]
     python = tmp_path / "python"
-    python.write_text('#!/bin/sh\nsleep 1\necho "$CUDA_VISIBLE_DEVICES $GPU_MEMORY_UTILIZATION $SHARED_GPU"\n')
+    python.write_text('#!/bin/sh\nsleep 0.3\necho "$CUDA_VISIBLE_DEVICES $GPU_MEMORY_UTILIZATION $SHARED_GPU"\n')
     python.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(python))
+    monkeypatch.setattr(experiments, "POLL_SECONDS", 0.05)
     experiments.train_at_once(runs, [], 3)
     said = sorted(log.read_text() for log in tmp_path.glob("runs/countdown/*/job.log"))
     assert set(said) == {"1,3 0.3 2\n", "4,6 0.3 2\n"} and len(said) == 6

@@ -810,7 +810,7 @@ def test_help_has_one_line_for_each_variable():
 def test_variables_of_commands_have_defaults_and_are_checked():
     assert load_settings({}, cls=Command).STEP == ""
     assert load_settings({"STEP": "4", "FILTER": "1"}, cls=Command).STEP == "4"
-    for name, value in {"FILTER": "2", "FILTER_HIGH": "1.1", "FILTER_LOW": "-1", "TEMPLATE": "x"}.items():
+    for name, value in {"FILTER": "2", "FILTER_HIGH": "1.1", "FILTER_LOW": "-1"}.items():
         with pytest.raises(SettingsError, match=f"{name}={value}: must be"):
             load_settings({name: value}, cls=Command)
 

@@ -366,9 +366,6 @@ class Command:
     REQUESTS_PER_MINUTE: float = variable("0", "eval: most requests to BASE_URL in a minute; 0: no limit", _from_0)
     INPUT: str = variable("", "batch: json, jsonl, csv or xlsx with a column prompt")
     OUTPUT: str = variable("", "batch: xlsx, json, jsonl or csv to write; export: a new folder")
-    TEMPLATE: str = variable(
-        "default", "batch: chat template: `default`, chatml or llama", _one_of("default", "chatml", "llama")
-    )
 
 
 def artifacts() -> Path:

@@ -185,7 +185,7 @@ def answering(disk, tmp_path):
     (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": "Say 7.", "ground_truth": TRUTH}) + "\n")
 
     def start(*arguments: str) -> Callable[[], Watched]:
-        output = {"INPUT": str(tmp_path / "in.jsonl"), "OUTPUT": str(disk.artifacts / "out.xlsx"), "TEMPLATE": "chatml"}
+        output = {"INPUT": str(tmp_path / "in.jsonl"), "OUTPUT": str(disk.artifacts / "out.xlsx")}
         given = {"ARTIFACTS": str(disk.artifacts), "N": "16", "DEV_SIZE": "0", **output}
         environment = exported(ROOT / "tasks/countdown/train.sh", given) | {"PYTHONPATH": str(ROOT)}
         words = [word.replace("@", f"{tmp_path}/") for word in arguments]

@@ -125,8 +125,6 @@ def _cell(value):
 def batch(s: Settings, command: Command, scoring: Scoring, model: str) -> int:
     """Answer each row of INPUT with ``model`` and write OUTPUT. Returns on how many the reward raised."""
     table, output = paths(command)
-    if scoring.environment and command.TEMPLATE != "default":
-        raise SettingsError(f"TASK={s.TASK}: plays episodes, with the model's own template alone")
     rows = read_table(table)[: s.LIMIT or None]
     prompts = rl_rows(rows, s.TASK, task_system(s.data_dir / "test.parquet"))
     bare = next((row for row in prompts if not row["reward_model"]["ground_truth"]), None)
@@ -137,7 +135,7 @@ def batch(s: Settings, command: Command, scoring: Scoring, model: str) -> int:
     write_parquet(prompts, file, rl_schema(tools=True))  # a chat may hold calls
     # Not MAX_PROMPT_LENGTH: these are not the task's prompts.
     room = window(model, s.MAX_NEW_TOKENS) - s.MAX_NEW_TOKENS
-    how = replace(sampling(s), greedy=False, max_prompt_tokens=room, template=command.TEMPLATE)
+    how = replace(sampling(s), greedy=False, max_prompt_tokens=room)
     job = Job.of(s, model, file, how)
     rollouts = sampled({"batch": job}, artifacts() / "batch" / s.TASK, scoring)[0]["batch"]
     write_table(output, answers(rows, rollouts))

@@ -29,22 +29,6 @@ GRAPHS = {
 }
 SKIPPED = Completion("", TOO_LONG, 0, 0.0)
 
-# Chat templates to put in place of the model's own (`make batch TEMPLATE=`), and what ends an answer in them.
-TEMPLATES = {
-    "default": (None, None),
-    "chatml": (
-        "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}",
-        "<|im_end|>",
-    ),
-    "llama": (  # Llama 3
-        "{{ bos_token }}{% for m in messages %}<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n\n"
-        "{{ m['content'] }}<|eot_id|>{% endfor %}"
-        "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}",
-        "<|eot_id|>",
-    ),
-}
-
 
 @dataclass(frozen=True)
 class Sampling:
@@ -58,7 +42,6 @@ class Sampling:
     max_prompt_tokens: int
     max_tokens: int
     seed: int
-    template: str = "default"
 
 
 @dataclass(frozen=True)
@@ -110,18 +93,8 @@ def request_ids(tokenizer, request: Request, sampling: Sampling) -> list[int] | 
     """Token ids of a request's prompt; None if it is too long. Raises ValueError as chat_template.prompt_ids."""
     if isinstance(request, TurnRequest):
         return list(request.ids)
-    ids = prompt_ids(tokenizer, request.messages, request.tools, TEMPLATES[sampling.template][0])
+    ids = prompt_ids(tokenizer, request.messages, request.tools)
     return ids if len(ids) <= sampling.max_prompt_tokens else None
-
-
-def _stop_ids(tokenizer, template: str) -> list[int]:
-    end = TEMPLATES[template][1]
-    return [tokenizer.get_vocab()[end]] if end in tokenizer.get_vocab() else []
-
-
-def _text(tokenizer, ids: list[int], template: str) -> str:
-    text, end = tokenizer.decode(ids, skip_special_tokens=True), TEMPLATES[template][1]
-    return text.split(end)[0] if end else text
 
 
 def likeliest(logprobs, tokens: int) -> np.ndarray:
@@ -228,7 +201,7 @@ class VLLMEngine:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        engine, running, stops = self.llm.llm_engine, {}, _stop_ids(self.tokenizer, sampling.template)
+        engine, running = self.llm.llm_engine, {}
         for number, request in enumerate(requests):
             ids = request_ids(self.tokenizer, request, sampling)
             if ids is None:
@@ -246,7 +219,6 @@ class VLLMEngine:
                 output_kind=RequestOutputKind.FINAL_ONLY,
                 logprobs=LOGPROBS,
                 detokenize=False,
-                stop_token_ids=stops,
             )
             if hasattr(params, "flat_logprobs"):  # not in vLLM 0.11.0, which returns a dict of objects per token
                 params.flat_logprobs = True
@@ -259,7 +231,7 @@ class VLLMEngine:
                     for one in output.outputs:
                         ids = list(one.token_ids)
                         entropy = float(token_entropy(likeliest(one.logprobs, len(ids))).mean()) if ids else 0.0
-                        text = _text(self.tokenizer, ids, sampling.template)
+                        text = self.tokenizer.decode(ids, skip_special_tokens=True)
                         found = Completion(text, str(one.finish_reason), len(ids), entropy, thinking)
                         if isinstance(request, TurnRequest) and ids:
                             found = replace(found, ids=tuple(ids), log_probs=tuple(own_log_probs(one.logprobs, ids)))

@@ -11,15 +11,13 @@ from tasks.common.evaluation.rollouts import Rollout, in_order, read_rollouts, r
 from tasks.common.evaluation.sample import Job, Scoring, report_errors, sampled, test_job
 from tasks.common.evaluation.summary import Difference, OwnMetrics, differences, summarize
 from tasks.common.evaluation.tables import GAIN, LOSS, comparison_table, headline, outcome, show_table, sizes, verdict
-from tasks.common.files import read_json, write_json
+from tasks.common.files import write_json
 from tasks.common.interrupts import interrupt_on_sigterm
 from tasks.common.process import errors_in_one_line
 from tasks.common.rewards.answers import JudgeError
 from tasks.common.rewards.environment import Environment
 from tasks.common.rows import DataError
 from tasks.common.runs.folder import more_training, run_of
-from tasks.common.runs.run import Run
-from tasks.common.runs.validation import best
 from tasks.common.settings import Command, Settings, SettingsError, artifacts, fingerprint, load_settings
 
 STOPPED = "stopped; finished samples are kept, the same command continues"
@@ -48,51 +46,24 @@ def evaluate(s: Settings, command: Command, scoring: Scoring, models: dict[str, 
     show_table(title, header[:-1], [row[:-1] for row in rows])
     print(*outcome(pair, summaries, changes), sep="\n")
     if changes:
-        warm_up = summaries[before]["metrics"].get("pass@1") if before == "sft" else None
-        change, folder = changes[headline(changes)], run_of(models[last], s.runs_dir)
-        run = Run.read(folder) if folder else None
-        if last != "sft" and (tries := next_steps(s, models[before], change, warm_up, run)):
+        change, run_dir = changes[headline(changes)], run_of(models[last], s.runs_dir)
+        if last != "sft" and (tries := next_steps(s, change, run_dir)):
             print("\n".join(["What to try:", *(f"  {line}" for line in tries)]), flush=True)
     return report_errors([r for rollouts in all_rollouts.values() for r in rollouts])
 
 
-def next_steps(s: Settings, start: str, change: Difference, warm_up: dict | None, run: Run | None) -> list[str]:
-    """What to try where a training from the model ``start`` with ``s`` brought no clear gain; else nothing.
-
-    ``warm_up``: pass@1 of the SFT warm-up, where the training started from one. ``run``: the last round, if known.
-    """
+def next_steps(s: Settings, change: Difference, run_dir: Path | None) -> list[str]:
+    """What to try where a training with ``s`` brought no clear gain; else nothing. ``run_dir``: the last round, if
+    known."""
     if (judged := verdict(change)) == GAIN:
         return []
-    dev = run.metrics if run else {}
-    top, last = best(dev), max(dev, default=0)
     if judged == LOSS:
-        return _after_a_loss(s, validated=top is not None)
-    file = probe.newest(s.TASK, lambda model: model == start)
-    without = f"make probe TASK={s.TASK} says whether the data has signal for it"
-    more = [f"{what}: the same command with {change}" for change, what in more_training(s, run)]
-    if s.by_pairs:
-        more[-1] += f", or a weaker pull to the start: DPO_BETA={s.DPO_BETA / 2:g}"
-    rare = warm_up is not None and warm_up["value"] < probe.RARE
-    rate = f"another learning rate: LR={2 * s.LR:g}, and lower if the reward falls"
-    probed = f"the probe of the model it started from: {read_json(file)['conclusion'] if file else without}"
-    past = top is not None and top < last  # the steps after it brought nothing
+        return [f"a lower learning rate: LR={s.LR / 2:g}"]
     return [
-        *([f"a longer warm-up, which is right too rarely to learn from: SFT_STEPS={2 * s.SFT_STEPS}"] if rare else []),
-        *([probed, rate, *more] if past else [*more, probed, rate]),
+        *(f"{what}: the same command with {more}" for more, what in more_training(s, run_dir)),
+        f"another learning rate: LR={2 * s.LR:g}, and lower if the reward falls",
+        f"make probe TASK={s.TASK} says whether the data has signal for the model that it started from",
         "more test prompts: a larger TEST_SIZE narrows the interval",
-    ]
-
-
-def _after_a_loss(s: Settings, validated: bool) -> list[str]:
-    """What to try where the training made the model worse. ``validated``: so this is its best checkpoint already."""
-    rate = f"a lower learning rate: LR={s.LR / 2:g}"
-    if s.by_pairs:
-        fewer = [f"fewer epochs over the pairs: DPO_EPOCHS={s.DPO_EPOCHS - 1}"] if s.DPO_EPOCHS > 1 else []
-        return [f"{rate}, or a stronger pull to the start: DPO_BETA={2 * s.DPO_BETA:g}", *fewer]
-    earlier = "an earlier checkpoint: validate (TEST_FREQ), keep more (KEEP) and take STEP=best"
-    return [
-        rate if s.METHOD == "distill" else f"{rate}, or KL_COEF={2 * s.KL_COEF or 0.01:g}",
-        *([] if validated else [earlier]),
     ]
 
 

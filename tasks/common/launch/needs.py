@@ -153,7 +153,7 @@ def lengths(s: Settings, tokenizer, data_dir: Path) -> Iterator[Finding]:
 
 def tools(tokenizer, data_dir: Path) -> Iterator[Finding]:
     """Where rows have tools: does the chat template render them?"""
-    if any(tools_of(row) for row in read_rows(data_dir / "train.parquet")) and not knows_tools(tokenizer, None):
+    if any(tools_of(row) for row in read_rows(data_dir / "train.parquet")) and not knows_tools(tokenizer):
         text = "the chat template knows no tools, or no results of calls; they are written out as Hermes and Qwen do"
         yield warning("tools", text, "take a model that was trained with tools")
 

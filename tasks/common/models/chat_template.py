@@ -28,24 +28,23 @@ REFUSALS = (TemplateError, TypeError, ValueError)
 LONGEST_TOKEN = 512  # characters; no text of more than this for each free token is tokenized
 
 
-def prompt_ids(tokenizer, messages: list[dict], tools: list[dict] | None = None, chat_template=None) -> list[int]:
+def prompt_ids(tokenizer, messages: list[dict], tools: list[dict] | None = None) -> list[int]:
     """Token ids of the chat with the generation prompt.
 
-    ``messages``: OpenAI messages, the arguments of tool calls as objects; ``tools``: OpenAI tool schemas;
-    ``chat_template``: Jinja that replaces the model's. Raises ValueError without a chat template, or when it refuses
-    the chat or leaves out all messages of a role.
+    ``messages``: OpenAI messages, the arguments of tool calls as objects; ``tools``: OpenAI tool schemas. Raises
+    ValueError without a chat template, or when it refuses the chat or leaves out all messages of a role.
     """
-    if not chat_template and not tokenizer.chat_template:
-        raise ValueError("the model has no chat template: it is no instruct model (`make batch` can take TEMPLATE=)")
+    if not tokenizer.chat_template:
+        raise ValueError("the model has no chat template: it is no instruct model")
     mark, (messages, tools) = marked(tokenizer, messages, tools)
-    if tools and not knows_tools(tokenizer, chat_template):
+    if tools and not knows_tools(tokenizer):
         messages, tools = in_words(messages, tools), None
     try:
-        text = _rendered(tokenizer, messages, chat_template, tools=tools or None)
+        text = _rendered(tokenizer, messages, tools=tools or None)
     except REFUSALS as error:  # some refuse a system message, or two turns of one side
         raise ValueError(f"the model's chat template refuses this conversation: {error}") from error
     for role in ("system", "user"):
-        if messages[0]["role"] == role and _leaves_out(tokenizer, chat_template, role):
+        if messages[0]["role"] == role and _leaves_out(tokenizer, role):
             raise ValueError(f"the model's chat template leaves out messages of the role {role}")
     return ids_of(tokenizer, text, mark)
 
@@ -58,7 +57,7 @@ def next_turn_ids(tokenizer, sampled: list[int], messages: list[dict], tools: li
     chat: earlier turns stay as they were sampled. Raises ValueError when the template refuses or drops the fixed chat.
     """
     mark, (messages, tools) = marked(tokenizer, messages, tools)
-    if tools and not knows_tools(tokenizer, None):
+    if tools and not knows_tools(tokenizer):
         messages, tools = _in_words(messages), None
     text, end = _after_answer(tokenizer, messages, tools), end_of_turn(tokenizer)
     end_ids = end_of_turn_ids(tokenizer)
@@ -73,7 +72,7 @@ def _after_answer(tokenizer, messages: list[dict], tools: list[dict] | None = No
     """The text from the end of an answer to the model's next turn. Raises ValueError as ``next_turn_ids``."""
     named = isinstance(tokenizer.chat_template, dict)  # one for chats with tools, one for others, as Hermes has them
     try:
-        text = _rendered(tokenizer, [*ANSWERED, *messages], None, tools=tools if named else None)
+        text = _rendered(tokenizer, [*ANSWERED, *messages], tools=tools if named else None)
     except REFUSALS as error:
         raise ValueError(f"the model's chat template refuses this turn: {error}") from error
     _, found, text = text.partition(PROBE)
@@ -164,7 +163,7 @@ def own_end(tokenizer) -> str:
     end of sequence at the end of a chat only. Empty where the template puts nothing there."""
     eos = tokenizer.eos_token or ""
     try:
-        _, found, last = _rendered(tokenizer, ANSWERED, None, turn=False).rpartition(PROBE)
+        _, found, last = _rendered(tokenizer, ANSWERED, turn=False).rpartition(PROBE)
     except REFUSALS:
         return ""
     last = last.lstrip() if found else ""
@@ -188,33 +187,31 @@ def _begins(tokenizer, text: str, start: str) -> bool:
 
 
 @functools.lru_cache(maxsize=8)
-def knows_tools(tokenizer, chat_template: str | None) -> bool:
+def knows_tools(tokenizer) -> bool:
     """Whether the template renders tools, and the result of a call that stands in an answer's text."""
     tool = {"type": "function", "function": {"name": PROBE, "description": "", "parameters": {}}}
     answer, result = {"role": "assistant", "content": "hm"}, {"role": "tool", "content": PROBE}
     try:
-        shown = _rendered(tokenizer, [ASKED], chat_template, tools=[tool])
-        told = _rendered(tokenizer, [ASKED, answer, result], chat_template)
-        opened, bare = (_rendered(tokenizer, [ASKED], chat_template, turn) for turn in (True, False))
+        shown = _rendered(tokenizer, [ASKED], tools=[tool])
+        told = _rendered(tokenizer, [ASKED, answer, result])
+        opened, bare = (_rendered(tokenizer, [ASKED], turn) for turn in (True, False))
     except REFUSALS:
         return False
     opening = opened.removeprefix(bare) if opened.startswith(bare) else ""
     return PROBE in shown and PROBE in told and told.endswith(opening)
 
 
-def _rendered(tokenizer, messages: list[dict], chat_template: str | None, turn: bool = True, tools=None) -> str:
+def _rendered(tokenizer, messages: list[dict], turn: bool = True, tools=None) -> str:
     """The text of a chat; ``turn``: with the generation prompt."""
-    return tokenizer.apply_chat_template(
-        messages, tools=tools, chat_template=chat_template, add_generation_prompt=turn, tokenize=False
-    )
+    return tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=turn, tokenize=False)
 
 
 @functools.lru_cache(maxsize=8)
-def _leaves_out(tokenizer, chat_template: str | None, role: str) -> bool:
+def _leaves_out(tokenizer, role: str) -> bool:
     """Whether the template drops messages of the ``role``: some know no system, those for images no plain text."""
     chat = [{"role": role, "content": PROBE}, *([ASKED] if role == "system" else [])]
     try:
-        return PROBE not in _rendered(tokenizer, chat, chat_template)
+        return PROBE not in _rendered(tokenizer, chat)
     except REFUSALS:
         return False
 
