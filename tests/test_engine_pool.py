@@ -93,7 +93,8 @@ def placed(monkeypatch) -> list[str]:
     """CUDA_VISIBLE_DEVICES of each process that a pool starts, which none does."""
     found: list[str] = []
     process = SimpleNamespace(start=lambda: found.append(os.environ["CUDA_VISIBLE_DEVICES"]))
-    ends = SimpleNamespace(close=lambda: None, recv=lambda: None)
+    ends = type("Ends", (), {"close": lambda self: None, "recv": lambda self: None})()
+    monkeypatch.setattr(engine_pool, "wait", list)
     spawn = SimpleNamespace(Pipe=lambda: (ends, ends), Process=lambda **_: process)
     monkeypatch.setattr(engine_pool.multiprocessing, "get_context", lambda kind: spawn)
     return found

@@ -2,8 +2,7 @@
 
 import multiprocessing
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -84,26 +83,18 @@ class EnginePool:
                 process.start()
             theirs.close()  # the process has it: its end is then the end of the connection
             self.engines.append((ours, process))
-        self._answers()  # all have started
+        list(self._answers())  # all have started
 
     def load(self, model: str) -> bool:
         """As VLLMEngine.load."""
-        self._ask("load", *[(model,)] * len(self.engines))
-        return all(self._answers())
+        return all([*self._answers("load", [(model,)] * len(self.engines))])
 
     def generate(
         self, requests: list[engines.Request], sampling: engines.Sampling
     ) -> Iterator[tuple[engines.Request, list[Completion]]]:
         """As VLLMEngine.generate."""
         count = len(self.engines)
-        self._ask("generate", *((requests[number::count], sampling) for number in range(count)))
-        running = {connection for connection, _ in self.engines}
-        while running:
-            for connection in wait(list(running)):
-                if found := self._received(connection):
-                    yield found
-                else:
-                    running.discard(connection)
+        yield from self._answers("generate", [(requests[number::count], sampling) for number in range(count)])
 
     def close(self) -> None:
         """End all. On a GPU the process of an engine of vLLM 0.24 may not end by itself once that is closed."""
@@ -115,23 +106,18 @@ class EnginePool:
                 process.kill()
                 process.join()
 
-    def _ask(self, name: str, *arguments: tuple) -> None:
-        for (connection, _), own in zip(self.engines, arguments, strict=True):
-            with self._alive():
-                connection.send((name, own))
-
-    def _answers(self) -> list:
-        return [self._received(connection) for connection, _ in self.engines]
-
-    def _received(self, connection: Connection):
-        with self._alive():
-            return connection.recv()
-
-    @contextmanager
-    def _alive(self) -> Iterator[None]:
-        """Where an engine has ended, all end, and EngineEnded is raised."""
+    def _answers(self, name: str = "", arguments: Iterable[tuple] = ()) -> Iterator:
+        """What the engines answer to ``name``, as it comes. Where one has ended, all end, and EngineEnded is raised."""
+        running = {connection for connection, _ in self.engines}
         try:
-            yield
+            for (connection, _), own in zip(self.engines, arguments, strict=False):
+                connection.send((name, own))
+            while running:
+                for connection in wait([*running]):
+                    if (answer := connection.recv()) is None:
+                        running.discard(connection)
+                    else:
+                        yield answer
         except (EOFError, OSError):
             for _, process in self.engines:
                 process.terminate()
@@ -147,9 +133,6 @@ def _serve(connection: Connection, arguments: tuple) -> None:
             name, own = connection.recv()
         except EOFError:
             return engine.close()
-        if name == "load":
-            connection.send(engine.load(*own))
-        else:
-            for found in engine.generate(*own):
-                connection.send(found)
-            connection.send(None)
+        for answer in [engine.load(*own)] if name == "load" else engine.generate(*own):
+            connection.send(answer)
+        connection.send(None)
