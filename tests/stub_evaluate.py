@@ -102,7 +102,8 @@ class Environment(Calculator):
 def here(command: list[str], *, log: Path, **_) -> None:
     """In place of process.run: what samples, in this process."""
     print(f"  log: {log}")
-    sampler.main(command[-1])
+    with log.open("w") as file, contextlib.redirect_stdout(file), contextlib.redirect_stderr(file):
+        sampler.main(command[-1])
 
 
 def beside(command: list[str], **how) -> None:

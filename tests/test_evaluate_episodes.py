@@ -358,8 +358,7 @@ def test_each_turn_has_a_seed_of_its_own():
     ("goal", "given", "said"),
     [
         ("rescore", {}, "has episodes of several turns; `make rescore` is for single-turn tasks"),
-        ("dpo", {}, "has episodes of several turns; `make dpo` is for single-turn tasks"),
-        ("train", {"METHOD": "dpo"}, "TASK=calculator has episodes; take another METHOD"),
+        ("dpo", {}, "METHOD=dpo: is for single-turn tasks; TASK=calculator has episodes; take another METHOD"),
         ("train", {"STACK": "a100", "N_GPUS": "1"}, "is multi-turn, which STACK=a100 (verl 0.6.1) cannot train"),
     ],
 )
