@@ -21,7 +21,7 @@ from tasks.common.evaluation.tables import gain
 from tasks.common.files import read_json, write_json
 from tasks.common.machine.memory import EMBEDDED_CONFIG
 from tasks.common.rows import chat, rl_row, rl_schema, write_parquet
-from tasks.common.runs.run import Run, export
+from tasks.common.runs.folder import more_training
 from tasks.common.settings import SettingsError, load_settings
 from tests import stub_evaluate
 from tests.helpers import PYTHON, ROOT, exported
@@ -402,7 +402,7 @@ def test_compare_pairs_the_trained_model_with_its_warm_up_and_shows_the_base(wor
 @pytest.mark.parametrize(
     ("right", "said", "tries"),
     [
-        ([10, 6, 8, 9, 7, 9], "the interval includes 0, so this may be chance", ["STEPS=16", "LR=2e-05", "make probe"]),
+        ([10, 6, 8, 9, 7, 9], "the interval includes 0, so this may be chance", ["LR=2e-05", "make probe"]),
         ([12, 12, 13, 12, 12, 14], "a gain", []),
         ([4, 4, 3, 4, 4, 5], "a loss", ["LR=5e-06"]),
     ],
@@ -410,10 +410,10 @@ def test_compare_pairs_the_trained_model_with_its_warm_up_and_shows_the_base(wor
 def test_a_difference_is_explained_with_what_to_try(workplace, right, said, tries):
     models = {"base": [0] * 6, "sft": [8] * 6, "grpo": right}
     models = {label: workplace.model(label, table(counts, 16, [True] * 6)) for label, counts in models.items()}
-    result = workplace.run("eval", *(f"{k}={v}" for k, v in models.items()), N="16", STEPS="8", LR="1e-5")
+    result = workplace.run("eval", *(f"{k}={v}" for k, v in models.items()), N="16", LR="1e-5")
     assert result.returncode == 0 and re.search(rf"grpo - sft: pass@1 [+-].*: {said}\n", result.stdout), result.stdout
     told = result.stdout.partition("What to try:")[2]
-    assert all(words in told for words in tries) and bool(told) == bool(tries) and ("STEPS" in told) == (len(tries) > 1)
+    assert all(words in told for words in tries) and bool(told) == bool(tries)
     stored = json.loads(workplace.only("eval/countdown/grpo-*/summary.json").read_text())["paired"]
     change = stored["metrics"]["pass@1"]["difference"]
     assert stored["to"] == str(models["sft"]) and change["value"] == pytest.approx((sum(right) - 48) / 96)
@@ -447,7 +447,7 @@ def test_a_gain_or_a_loss_is_one_by_its_interval_and_its_test(interval, p_value,
     """The percentile interval alone says "a gain" of a single prompt. The advice agrees with the verdict."""
     change = Difference(Estimate(*interval), p_value, "paired bootstrap")
     assert gain("grpo - base", {"pass@1": change}).endswith(f" (paired bootstrap): {said}")
-    tries = advice(change)
+    tries = "\n".join(next_steps(replace(load_settings(VALUES), LR=1e-5), change))
     assert (tries == "", "LR=5e-06" in tries, "LR=2e-05" in tries) == (
         said == "a gain",
         said == "a loss",
@@ -455,32 +455,16 @@ def test_a_gain_or_a_loss_is_one_by_its_interval_and_its_test(interval, p_value,
     )
 
 
-def advice(change: Difference, run_dir: Path | None = None, **changes) -> str:
-    return "\n".join(next_steps(replace(load_settings(VALUES), LR=1e-5, **changes), change, run_dir))
-
-
 @pytest.mark.parametrize(
     ("steps", "patience", "wanted"),
-    [(10, 2, "with PATIENCE=0"), (4, 2, "with STEPS=8 PATIENCE=0"), (4, 3, "with STEPS=8"), (4, 0, "with STEPS=8")],
+    [(10, 2, "PATIENCE=0"), (4, 2, "STEPS=8 PATIENCE=0"), (4, 3, "STEPS=8"), (4, 0, "STEPS=8")],
 )
 def test_a_run_that_patience_ended_is_told_what_continues_it(steps, patience, wanted, tmp_path, monkeypatch):
     monkeypatch.setenv("ARTIFACTS", str(tmp_path))
     s = replace(load_settings(VALUES), STEPS=steps, PATIENCE=patience, TEST_FREQ=1)
     dev = {step: {"val-core/x/acc/mean@1": value} for step, value in {1: 0.1, 2: 0.3, 3: 0.2, 4: 0.3}.items()}
     run_dir = make_run(s, "mine", metrics=dev)
-    said = advice(Difference(Estimate(0.01, -0.02, 0.04), 0.4, "paired bootstrap"), run_dir).splitlines()
-    assert f"more steps of this run: the same command {wanted}" in said  # its own record counts
-
-
-def test_make_eval_looks_whether_patience_ended_the_run(workplace, monkeypatch):
-    monkeypatch.setenv("ARTIFACTS", str(workplace.artifacts))
-    dev = {1: {"val-core/x/acc/mean@1": 0.3}, 2: {"val-core/x/acc/mean@1": 0.2}}
-    run_dir = make_run(replace(load_settings(VALUES), PATIENCE=1, TEST_FREQ=1), "mine", steps=(2,), metrics=dev)
-    base = workplace.model("base", table([8] * 6, 16, [True] * 6))
-    trained = export(Run.read(run_dir))
-    (trained / "table.json").write_text((base / "table.json").read_text())
-    result = workplace.run("eval", f"base={base}", f"grpo={trained}", N="16")
-    assert result.returncode == 0 and "more steps of this run: the same command with PATIENCE=0\n" in result.stdout
+    assert more_training(s, run_dir) == [(wanted, "more steps of this run")]  # its own record counts
 
 
 @pytest.mark.medium

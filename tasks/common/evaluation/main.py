@@ -17,7 +17,6 @@ from tasks.common.process import errors_in_one_line
 from tasks.common.rewards.answers import JudgeError
 from tasks.common.rewards.environment import Environment
 from tasks.common.rows import DataError
-from tasks.common.runs.folder import more_training, run_of
 from tasks.common.settings import Command, Settings, SettingsError, artifacts, fingerprint, load_settings
 
 STOPPED = "stopped; finished samples are kept, the same command continues"
@@ -45,22 +44,18 @@ def evaluate(s: Settings, command: Command, scoring: Scoring, models: dict[str, 
     header, rows = comparison_table(summaries, changes, pair)
     show_table(title, header[:-1], [row[:-1] for row in rows])
     print(*outcome(pair, summaries, changes), sep="\n")
-    if changes:
-        change, run_dir = changes[headline(changes)], run_of(models[last], s.runs_dir)
-        if last != "sft" and (tries := next_steps(s, change, run_dir)):
-            print("\n".join(["What to try:", *(f"  {line}" for line in tries)]), flush=True)
+    if last != "sft" and changes and (tries := next_steps(s, changes[headline(changes)])):
+        print("\n".join(["What to try:", *(f"  {line}" for line in tries)]), flush=True)
     return report_errors([r for rollouts in all_rollouts.values() for r in rollouts])
 
 
-def next_steps(s: Settings, change: Difference, run_dir: Path | None) -> list[str]:
-    """What to try where a training with ``s`` brought no clear gain; else nothing. ``run_dir``: the last round, if
-    known."""
+def next_steps(s: Settings, change: Difference) -> list[str]:
+    """What to try where a training with ``s`` brought no clear gain, beside more of it (launch/main.py, closing)."""
     if (judged := verdict(change)) == GAIN:
         return []
     if judged == LOSS:
         return [f"a lower learning rate: LR={s.LR / 2:g}"]
     return [
-        *(f"{what}: the same command with {more}" for more, what in more_training(s, run_dir)),
         f"another learning rate: LR={2 * s.LR:g}, and lower if the reward falls",
         f"make probe TASK={s.TASK} says whether the data has signal for the model that it started from",
         "more test prompts: a larger TEST_SIZE narrows the interval",
