@@ -120,8 +120,8 @@ def complete(file: str) -> None:
 @contextlib.contextmanager
 def answering(run: Callable = here, engine: type = TableEngine) -> Iterator[None]:
     """Within the block evaluations have this file's reward or environment and ``engine``; ``run``: what samples."""
-    of, rewards = sample.Scoring.of, "tests.stub_evaluate"
-    ours = classmethod(lambda cls, *given: replace(of(*given), module=rewards))
+    of, names = sample.Scoring.of, {None: "compute_score", Environment: "Environment"}
+    ours = classmethod(lambda cls, *given: replace(of(*given), source=f"tests.stub_evaluate:{names[given[3]]}"))
     with (
         mock.patch.object(engines, "VLLMEngine", engine),
         mock.patch.object(sample, "run", run),

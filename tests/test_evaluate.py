@@ -4,11 +4,12 @@ import json
 import math
 import re
 import subprocess
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
+from tasks.calculator import environment as calculator
 from tasks.common.evaluation import sample
 from tasks.common.evaluation.engine_pool import Hardware
 from tasks.common.evaluation.engines import Sampling
@@ -23,6 +24,7 @@ from tasks.common.machine.memory import EMBEDDED_CONFIG
 from tasks.common.rows import chat, rl_row, rl_schema, write_parquet
 from tasks.common.runs.folder import more_training
 from tasks.common.settings import SettingsError, load_settings
+from tasks.countdown import reward as countdown
 from tests import stub_evaluate
 from tests.helpers import PYTHON, ROOT, exported
 from tests.test_runs import make_run
@@ -576,6 +578,21 @@ def test_the_window_is_that_of_an_adapters_base_model_and_an_unknown_one_passes(
             job(tmp_path / name, 32768 - 127)
     for model in (unknown, with_window(unknown, None), tmp_path / "none"):
         assert job(model, 9000).sampling.max_tokens == 9000
+
+
+def test_the_process_that_samples_has_the_same_job_and_reward(tmp_path):
+    for task, part in (("countdown", countdown.compute_score), ("calculator", calculator.Environment)):
+        s = load_settings(
+            exported(ROOT / f"tasks/{task}/train.sh", {"REWARD": "ladder"} if task == "countdown" else {})
+        )
+        job = Job.of(s, "m", tmp_path / "rows", sampling(s))
+        given = (None, None, part) if s.multi_turn else (part, None, None)
+        scoring = Scoring.of(s, *given)
+        job_there, there = json.loads(json.dumps([asdict(job), scoring.stored()]))
+        assert Job.read(job_there) == job and Scoring.read(there).mark == scoring.mark
+        score = Scoring.read(there).compute_score
+        assert Scoring.read(there).environment is part if s.multi_turn else score.func is part
+        assert s.multi_turn or score.keywords == {"variant": "ladder"}
 
 
 def test_empty_data_is_named(workplace):

@@ -325,8 +325,8 @@ def scoring(episodes: bool) -> Scoring:
     code = [Path(module.__file__) for module in (tool_calls, bfcl_apis, bfcl_episodes)]
     mark = fingerprint({"bfcl-eval": VERSION}, Path(__file__).resolve(), *code)
     if episodes:
-        return Scoring(None, None, mark, bfcl_episodes.Environment, "tasks.tool_calling.bfcl_episodes")
-    return Scoring(compute_score, None, mark, module="tasks.tool_calling.bfcl")
+        return Scoring(None, None, mark, bfcl_episodes.Environment, "tasks.tool_calling.bfcl_episodes:Environment")
+    return Scoring(compute_score, None, mark, source="tasks.tool_calling.bfcl:compute_score")
 
 
 def main() -> None:

@@ -81,35 +81,38 @@ class Job:
 @dataclass(frozen=True)
 class Scoring:
     """A task's parts: its reward, or the ``environment`` of a multi-turn task; its own metrics; and a version that
-    changes with the reward. ``module``: where another process finds the reward or the environment."""
+    changes with the reward. ``source``: where another process finds the reward or the environment, "module:name"."""
 
     compute_score: Callable | None
     own_metrics: OwnMetrics | None
     mark: str
     environment: type[Environment] | None = None
-    module: str = ""
+    source: str = ""
     variant: str = ""
 
     @classmethod
     def of(cls, s: Settings, compute_score: Callable | None, own_metrics: OwnMetrics | None, environment) -> "Scoring":
         mark = fingerprint({"variant": s.REWARD, "code": code_digest(s.reward_file)} | judge_settings())
-        if s.REWARD and compute_score:  # as verl calls it (reward.custom_reward_function.reward_kwargs)
+        if environment:
+            return cls(None, own_metrics, mark, environment, f"tasks.{s.TASK}.environment:Environment")
+        module = compute_score.__module__.replace("__main__", f"tasks.{s.TASK}.evaluate")
+        source = f"{module}:{compute_score.__name__}"
+        if s.REWARD:  # as verl calls it (reward.custom_reward_function.reward_kwargs)
             compute_score = functools.partial(compute_score, variant=s.REWARD)
-        module = f"tasks.{s.TASK}.{'environment' if environment else 'reward'}"
-        return cls(compute_score, own_metrics, mark, environment, module, s.REWARD)
+        return cls(compute_score, own_metrics, mark, None, source, s.REWARD)
 
     def stored(self) -> dict:
         """What ``read`` needs, for JSON."""
-        return {"mark": self.mark, "module": self.module, "variant": self.variant, "episodes": bool(self.environment)}
+        return {"mark": self.mark, "source": self.source, "variant": self.variant, "episodes": bool(self.environment)}
 
     @classmethod
     def read(cls, stored: dict) -> "Scoring":
         """From ``stored``, without the task's own metrics."""
-        module, variant = importlib.import_module(stored["module"]), stored["variant"]
+        module, _, name = stored["source"].partition(":")
+        part, variant = getattr(importlib.import_module(module), name), stored["variant"]
         if stored["episodes"]:
-            return cls(None, None, stored["mark"], module.Environment)
-        score = module.compute_score
-        return cls(functools.partial(score, variant=variant) if variant else score, None, stored["mark"])
+            return cls(None, None, stored["mark"], part)
+        return cls(functools.partial(part, variant=variant) if variant else part, None, stored["mark"])
 
 
 def sampling(s: Settings) -> Sampling:
