@@ -580,19 +580,21 @@ def test_the_window_is_that_of_an_adapters_base_model_and_an_unknown_one_passes(
         assert job(model, 9000).sampling.max_tokens == 9000
 
 
-def test_the_process_that_samples_has_the_same_job_and_reward(tmp_path):
-    for task, part in (("countdown", countdown.compute_score), ("calculator", calculator.Environment)):
-        s = load_settings(
-            exported(ROOT / f"tasks/{task}/train.sh", {"REWARD": "ladder"} if task == "countdown" else {})
-        )
-        job = Job.of(s, "m", tmp_path / "rows", sampling(s))
-        given = (None, None, part) if s.multi_turn else (part, None, None)
-        scoring = Scoring.of(s, *given)
-        job_there, there = json.loads(json.dumps([asdict(job), scoring.stored()]))
-        assert Job.read(job_there) == job and Scoring.read(there).mark == scoring.mark
-        score = Scoring.read(there).compute_score
-        assert Scoring.read(there).environment is part if s.multi_turn else score.func is part
-        assert s.multi_turn or score.keywords == {"variant": "ladder"}
+@pytest.mark.parametrize(
+    ("task", "variables", "given"),
+    [
+        ("countdown", {"REWARD": "ladder"}, (countdown.compute_score, None, None)),
+        ("calculator", {}, (None, None, calculator.Environment)),
+    ],
+)
+def test_the_process_that_samples_has_the_same_job_and_reward(task, variables, given, tmp_path):
+    s = load_settings(exported(ROOT / f"tasks/{task}/train.sh", variables))
+    job, scoring = Job.of(s, "m", tmp_path / "rows", sampling(s)), Scoring.of(s, *given)
+    stored = json.loads(json.dumps([asdict(job), scoring.stored()]))
+    there = Scoring.read(stored[1])
+    assert Job.read(stored[0]) == job and (there.mark, there.environment) == (scoring.mark, given[2])
+    if not s.multi_turn:
+        assert (there.compute_score.func, there.compute_score.keywords) == (given[0], {"variant": "ladder"})
 
 
 def test_empty_data_is_named(workplace):
