@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tasks.common.evaluation.engine_pool import EngineEnded, Hardware
-from tasks.common.evaluation.engines import LOGPROBS, Request, Sampling, likeliest, token_entropy
+from tasks.common.evaluation.engines import LOGPROBS, Request, Sampling, log_probs, token_entropy
 from tasks.common.machine.hardware import cpu_dtype
 from tasks.common.models.chat_template import prompt_ids
 from tasks.common.settings import SettingsError
@@ -59,8 +59,9 @@ def test_the_likeliest_tokens_are_read_from_both_forms_of_vllms_output():
             {ids.get(value, 99): SimpleNamespace(logprob=value, rank=ids.get(value, 98) + 1) for value in order}
         )
     assert [len(of) for of in dicts] == [LOGPROBS, LOGPROBS + 1, LOGPROBS]
-    assert likeliest(flat, 3) == pytest.approx(top)
-    assert likeliest(dicts, 3) == pytest.approx(top)
+    for given, ids in ((flat, [4, 99, 0]), (dicts, [4, 99, 0])):
+        own, likeliest = log_probs(given, ids)
+        assert own == pytest.approx(sampled) and likeliest == pytest.approx(top)
 
 
 # ---- a real engine
@@ -190,7 +191,7 @@ def test_vllm_samples_through_an_adapter_as_peft_does_and_refuses_what_it_does_n
 
     config = shutil.copytree(small_model, tmp_path / "unknown") / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"architectures": ["NoSuchModel"]}))
-    with pytest.raises(SettingsError, match=r"^MODEL=\S+/unknown: vLLM does not take it: .*NoSuchModel"):
+    with pytest.raises(SettingsError, match=r"^MODEL=\S+/unknown: vLLM does not start with it: .*NoSuchModel"):
         VLLMEngine(str(config.parent), 300, 0, 0.2)
     adapter = str(saved(small_model, tmp_path / "adapter"))
     engine = VLLMEngine(adapter, 300, 0, 0.2)

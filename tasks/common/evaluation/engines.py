@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -97,19 +97,15 @@ def request_ids(tokenizer, request: Request, sampling: Sampling) -> list[int] | 
     return ids if len(ids) <= sampling.max_prompt_tokens else None
 
 
-def likeliest(logprobs, tokens: int) -> np.ndarray:
-    """The logprobs of the LOGPROBS likeliest of each of ``tokens`` tokens, (tokens, LOGPROBS), from vLLM's output: flat
-    with the sampled token's first, or (vLLM 0.11.0) a dict per token, where it is extra unless among the likeliest."""
+def log_probs(logprobs, ids: list[int]) -> tuple[list[float], np.ndarray]:
+    """Log-probs of the sampled tokens ``ids`` and of the LOGPROBS likeliest of each, (tokens, LOGPROBS), from vLLM's
+    output: flat with the sampled token's first, or (vLLM 0.11.0) a dict per token, where it is extra unless among the
+    likeliest."""
     if hasattr(logprobs, "logprobs"):
-        return np.array(logprobs.logprobs).reshape(tokens, -1)[:, 1:]
-    return np.array([sorted((entry.logprob for entry in of.values()), reverse=True)[:LOGPROBS] for of in logprobs])
-
-
-def own_log_probs(logprobs, ids: list[int]) -> list[float]:
-    """The log-probs of the sampled tokens ``ids``, from vLLM's output as ``likeliest`` reads it."""
-    if hasattr(logprobs, "logprobs"):
-        return np.array(logprobs.logprobs).reshape(len(ids), -1)[:, 0].tolist()
-    return [of[token].logprob for of, token in zip(logprobs, ids, strict=True)]
+        flat = np.array(logprobs.logprobs).reshape(len(ids), -1)
+        return flat[:, 0].tolist(), flat[:, 1:]
+    likeliest = [sorted((entry.logprob for entry in of.values()), reverse=True)[:LOGPROBS] for of in logprobs]
+    return [of[token].logprob for of, token in zip(logprobs, ids, strict=True)], np.array(likeliest)
 
 
 def stop_ids(model: str) -> list[int]:
@@ -154,7 +150,7 @@ def _of_this_platform() -> dict:
 
 class VLLMEngine:
     """vLLM's offline engine on ``tensor_parallel`` GPUs. A LoRA adapter is applied to its base model as it samples.
-    Raises SettingsError for a model that vLLM does not take."""
+    Raises SettingsError for a model that vLLM does not know."""
 
     def __init__(
         self, model: str, max_model_len: int, seed: int, gpu_memory_utilization: float, tensor_parallel: int = 1
@@ -179,7 +175,7 @@ class VLLMEngine:
                 **_of_this_platform(),
             )
         except ValueError as error:
-            raise SettingsError(f"MODEL={model}: vLLM does not take it: {one_line(str(error), 300)}") from error
+            raise SettingsError(f"MODEL={model}: vLLM does not start with it: {one_line(str(error), 300)}") from error
         self.tokenizer = self.llm.get_tokenizer()
         self.model = model
 
@@ -227,16 +223,17 @@ class VLLMEngine:
             for output in engine.step():
                 if output.finished:
                     request, thinking = running.pop(output.request_id)
-                    completions = []
-                    for one in output.outputs:
-                        ids = list(one.token_ids)
-                        entropy = float(token_entropy(likeliest(one.logprobs, len(ids))).mean()) if ids else 0.0
-                        text = self.tokenizer.decode(ids, skip_special_tokens=True)
-                        found = Completion(text, str(one.finish_reason), len(ids), entropy, thinking)
-                        if isinstance(request, TurnRequest) and ids:
-                            found = replace(found, ids=tuple(ids), log_probs=tuple(own_log_probs(one.logprobs, ids)))
-                        completions.append(found)
-                    yield request, completions
+                    yield request, [self._completion(request, one, thinking) for one in output.outputs]
+
+    def _completion(self, request: Request, one, thinking: bool) -> Completion:
+        """``one`` of vLLM's outputs for ``request``."""
+        ids, entropy, own = list(one.token_ids), 0.0, []
+        if ids:
+            own, likeliest = log_probs(one.logprobs, ids)
+            entropy = float(token_entropy(likeliest).mean())
+        text = self.tokenizer.decode(ids, skip_special_tokens=True)
+        of_turn = (tuple(ids), tuple(own)) if isinstance(request, TurnRequest) else ()
+        return Completion(text, str(one.finish_reason), len(ids), entropy, thinking, *of_turn)
 
     def stream(self, messages: list[dict], sampling: Sampling, tools: list[dict] | None = None) -> Iterator[str]:
         """The pieces of one answer as they come; ``think_opened`` then says whether it began inside of ``<think>``.
