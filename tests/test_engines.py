@@ -59,8 +59,8 @@ def test_the_likeliest_tokens_are_read_from_both_forms_of_vllms_output():
             {ids.get(value, 99): SimpleNamespace(logprob=value, rank=ids.get(value, 98) + 1) for value in order}
         )
     assert [len(of) for of in dicts] == [LOGPROBS, LOGPROBS + 1, LOGPROBS]
-    for given, ids in ((flat, [4, 99, 0]), (dicts, [4, 99, 0])):
-        own, likeliest = log_probs(given, ids)
+    for output in (flat, dicts):
+        own, likeliest = log_probs(output, [4, 99, 0])
         assert own == pytest.approx(sampled) and likeliest == pytest.approx(top)
 
 
