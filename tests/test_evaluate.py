@@ -23,6 +23,7 @@ from tasks.common.files import read_json, write_json
 from tasks.common.machine.memory import EMBEDDED_CONFIG
 from tasks.common.rows import chat, rl_row, rl_schema, write_parquet
 from tasks.common.runs.folder import more_training
+from tasks.common.runs.run import Run
 from tasks.common.settings import SettingsError, load_settings
 from tasks.countdown import reward as countdown
 from tests import stub_evaluate
@@ -466,7 +467,7 @@ def test_a_run_that_patience_ended_is_told_what_continues_it(steps, patience, wa
     s = replace(load_settings(VALUES), STEPS=steps, PATIENCE=patience, TEST_FREQ=1)
     dev = {step: {"val-core/x/acc/mean@1": value} for step, value in {1: 0.1, 2: 0.3, 3: 0.2, 4: 0.3}.items()}
     run_dir = make_run(s, "mine", metrics=dev)
-    assert more_training(s, run_dir) == [(wanted, "more steps of this run")]  # its own record counts
+    assert more_training(s, Run.read(run_dir)) == [(wanted, "more steps of this run")]  # its own record counts
 
 
 @pytest.mark.medium
