@@ -310,10 +310,10 @@ def test_a_training_that_ends_before_a_checkpoint_or_begins_anew_broke(small_mod
     shutil.rmtree(tmp_path / "data")
     shutil.rmtree(tmp_path / "runs")
     anew = KILLED.replace("resuming from step 1", "from the start")
-    resumed = {each.name: each for each in rehearse.stages(rehearsal(tmp_path, anew, monkeypatch, small_model))}[
-        "resume"
-    ]
-    assert resumed.problem == "it began anew, not from the checkpoint"
+    anew = anew.replace('    print("tokens: ok', "    sys.exit('error: not certified')\n    print(\"tokens: ok")
+    played = {each.name: each for each in rehearse.stages(rehearsal(tmp_path, anew, monkeypatch, small_model))}
+    assert played["certify"].problem == "error: not certified"  # no other stage needs it
+    assert played["resume"].problem == "it began anew, not from the checkpoint"
 
 
 def test_a_stage_without_an_error_line_broke_by_the_last_line_that_is_not_makes(tmp_path, monkeypatch):
