@@ -4,12 +4,14 @@ import json
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from urllib.parse import urlsplit
 
 from tasks.common.evaluation.engines import SKIPPED, Request, Sampling
 from tasks.common.evaluation.rollouts import GREEDY, Completion
+from tasks.common.runs.secrets import masked
 from tasks.common.settings import SettingsError
 from tasks.common.text import one_line
 
@@ -45,7 +47,7 @@ class Pace:
 
 
 class EndpointEngine:
-    """The model ``name`` at ``base_url``; ``prompt_tokens`` and ``response_tokens`` count what its user pays for."""
+    """The model ``name`` at ``base_url``; ``used`` counts the tokens that its user pays for."""
 
     def __init__(self, base_url: str, name: str, per_minute: float = 0):
         from openai import OpenAI
@@ -54,7 +56,7 @@ class EndpointEngine:
             base_url=base_url, api_key=os.environ.get(KEY) or "none", max_retries=RETRIES, timeout=SECONDS
         )
         self.name, self.pace = name, Pace(per_minute)
-        self.prompt_tokens = self.response_tokens = 0
+        self.used: Counter = Counter()
 
     def load(self, model: str) -> bool:
         return model == self.name
@@ -91,7 +93,7 @@ class EndpointEngine:
         except openai.BadRequestError as error:
             if "context" in str(error).lower():
                 return None
-            raise SettingsError(f"MODEL_NAME={self.name}: {one_line(str(error), 300)}") from None
+            raise SettingsError(f"MODEL_NAME={self.name}: {one_line(masked(str(error)), 300)}") from None
         except openai.OpenAIError as error:
             raise SettingsError(
                 f"MODEL_NAME={self.name}: {type(error).__name__}: {one_line(str(error), 300)}"
@@ -100,8 +102,7 @@ class EndpointEngine:
             raise SettingsError(f"MODEL_NAME={self.name}: answered without a choice")
         choice, used = answer.choices[0], answer.usage
         tokens = used.completion_tokens if used else 0
-        self.prompt_tokens += used.prompt_tokens if used else 0
-        self.response_tokens += tokens
+        self.used.update(requests=1, prompt_tokens=used.prompt_tokens if used else 0, response_tokens=tokens)
         reason = "length" if choice.finish_reason == "length" else "stop"
         return Completion(text_of(choice.message)[:MAX_CHARS], reason, tokens, None)
 

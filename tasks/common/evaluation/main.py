@@ -8,10 +8,10 @@ from pathlib import Path
 from tasks.common.evaluation import attack, batch, chat, compare, experiment, probe, self_samples
 from tasks.common.evaluation.lenient import read as read_leniently
 from tasks.common.evaluation.rollouts import Rollout, in_order, read_rollouts, rescored, write_rollouts
-from tasks.common.evaluation.sample import Job, Scoring, report_errors, sampled, test_job
+from tasks.common.evaluation.sample import Job, Scoring, endpoint_job, report_errors, sampled, test_job
 from tasks.common.evaluation.summary import Difference, OwnMetrics, differences, summarize
 from tasks.common.evaluation.tables import GAIN, LOSS, comparison_table, headline, outcome, show_table, sizes, verdict
-from tasks.common.files import write_json
+from tasks.common.files import read_json, write_json
 from tasks.common.interrupts import interrupt_on_sigterm
 from tasks.common.process import errors_in_one_line
 from tasks.common.rewards.answers import JudgeError
@@ -23,15 +23,19 @@ STOPPED = "stopped; finished samples are kept, the same command continues"
 
 
 def evaluate(s: Settings, command: Command, scoring: Scoring, models: dict[str, str]) -> int:
-    """`make eval`: a table of ``models`` (label to path), the last one's difference to the warm-up, else to the first
-    one, in words too, and summary.json beside each model's rollouts. Returns the number of completions on which the
-    reward raised."""
+    """`make eval`: a table of ``models`` (label to path), in front the endpoint BASE_URL, and the last one's difference
+    to the warm-up, else to the first one, in words too; summary.json beside each model's rollouts. Returns the number
+    of completions on which the reward raised."""
     root = artifacts() / "eval" / s.TASK
-    jobs = {label: test_job(s, model) for label, model in models.items()}
+    asked = {command.MODEL_NAME: endpoint_job(s, command)} if command.BASE_URL else {}
+    jobs = asked | {label: test_job(s, model) for label, model in models.items()}
     all_rollouts, summaries = summarized(
         jobs, root, scoring, lambda rollouts: summarize(rollouts, scoring.own_metrics), command.STAGE == "eval"
     )
-    *earlier, last = models
+    for name, job in asked.items():
+        counted = (f"{count:,} {what}" for what, count in read_json(job.folder(root) / "usage.json").items())
+        print(f"  {name} at {job.endpoint}: {', '.join(counted).replace('_', ' ')} in all")
+    *earlier, last = models or asked
     before = "sft" if "sft" in earlier else next(iter(earlier), None)
     title = f"{s.TASK}: {sizes(summaries[last])}; mean [95 % interval]"
     if before is None:

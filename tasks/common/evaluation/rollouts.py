@@ -22,7 +22,8 @@ class Completion:
     """What an engine returns for one response.
 
     ``finish_reason``: "stop", "length" (the length limit) or "prompt_too_long" (not sampled). ``entropy``: mean over
-    the response's tokens of the entropy of the next-token distribution, in nats (see ``token_entropy`` in engines.py).
+    the response's tokens of the entropy of the next-token distribution, in nats (see ``token_entropy`` in engines.py);
+    None where an endpoint does not tell it.
     ``think_opened``: the prompt ended in an open ``<think>``, so the response begins inside of it. ``ids``: the tokens
     of a turn of an episode, ``log_probs``: theirs, in nats, before temperature; both empty for other responses.
     """
@@ -30,7 +31,7 @@ class Completion:
     response: str
     finish_reason: str
     tokens: int
-    entropy: float
+    entropy: float | None
     think_opened: bool = False
     ids: tuple[int, ...] = ()
     log_probs: tuple[float, ...] = ()
@@ -53,7 +54,7 @@ class Rollout:
     response: str
     finish_reason: str
     tokens: int
-    entropy: float
+    entropy: float | None
     prompt: list[dict]
     data_source: str
     ground_truth: str

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from tasks.common.evaluation import endpoint
 from tasks.common.evaluation.engine_pool import Hardware
 from tasks.common.evaluation.engines import Request, Sampling
 from tasks.common.evaluation.lenient import read as read_leniently
@@ -31,13 +32,14 @@ from tasks.common.process import Progress, StageFailed, run
 from tasks.common.rewards.environment import Environment
 from tasks.common.rewards.episode import Limits
 from tasks.common.rows import DataError, decoded, read_rows, tools_of
-from tasks.common.settings import Settings, SettingsError, code_digest, fingerprint, judge_settings
+from tasks.common.settings import Command, Settings, SettingsError, code_digest, fingerprint, judge_settings
 
 
 @dataclass(frozen=True)
 class Job:
     """Sample ``model`` on the first ``limit`` (0: all) prompts of the parquet file ``rows``; ``episode``: the limits of
-    a multi-turn task's episodes."""
+    a multi-turn task's episodes. ``endpoint``: the address at which ``model`` is asked, ``per_minute`` times at most;
+    empty: it is sampled here."""
 
     model: str
     rows: str
@@ -45,6 +47,8 @@ class Job:
     sampling: Sampling
     hardware: Hardware
     episode: Limits | None = None
+    endpoint: str = ""
+    per_minute: float = 0.0
 
     @classmethod
     def of(cls, s: Settings, model: str, rows: Path, how: Sampling, limit: int = 0) -> "Job":
@@ -63,10 +67,11 @@ class Job:
         """Changes when the completions would change. Not with ``limit``: more prompts continue the same file."""
         if not Path(self.rows).is_file():
             raise DataError(f"{self.rows}: no such file; run `make data` or give the path of a parquet file")
-        left_out = ("limit", "hardware", "rows")
+        left_out = ("limit", "hardware", "rows", "per_minute")
         values = {name: value for name, value in asdict(self).items() if name not in left_out}
-        if not self.episode:
-            del values["episode"]
+        for name in ("episode", "endpoint"):
+            if not values[name]:
+                del values[name]
         folder = Path(self.model)
         kinds = (".safetensors", ".bin", ".json", ".jinja", ".model")
         files = sorted(f for f in folder.iterdir() if f.suffix in kinds) if folder.is_dir() else []
@@ -151,6 +156,18 @@ def check_window(s: Settings, how: Sampling, model: str) -> None:
 def test_job(s: Settings, model: str, rows: Path | None = None) -> Job:
     """Sample ``model`` on the task's held-out prompts, or on those of the file ``rows``."""
     return Job.of(s, model, rows or s.data_dir / "test.parquet", sampling(s), s.LIMIT)
+
+
+def endpoint_job(s: Settings, command: Command) -> Job:
+    """Ask MODEL_NAME at BASE_URL for the task's held-out prompts. Raises SettingsError."""
+    endpoint.check(command.BASE_URL, command.MODEL_NAME)
+    if s.multi_turn:
+        raise SettingsError(
+            f"BASE_URL: TASK={s.TASK} has episodes of several turns; an endpoint is asked for one answer"
+        )
+    rows = str(s.data_dir / "test.parquet")
+    at = {"endpoint": command.BASE_URL, "per_minute": command.REQUESTS_PER_MINUTE}
+    return Job(command.MODEL_NAME, rows, s.LIMIT, sampling(s), Hardware(), **at)
 
 
 def report_errors(rollouts: list[Rollout]) -> int:

@@ -4,13 +4,16 @@ import gc
 import json
 import os
 import sys
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from tasks.common.evaluation import episodes
+from tasks.common.evaluation.endpoint import EndpointEngine
 from tasks.common.evaluation.engines import Request
 from tasks.common.evaluation.rollouts import Rollout, scored, to_line
 from tasks.common.evaluation.sample import Job, Scoring, load, samples
+from tasks.common.files import read_json, write_json
 from tasks.common.models.merge import base_model
 from tasks.common.rows import read_rows
 
@@ -39,12 +42,25 @@ def sample(engine, job: Job, out: Path, missing: list[Request], scoring: Scoring
             write([future.result() for future in futures])
 
 
+def ask(job: Job, out: Path, missing: list[Request], scoring: Scoring) -> None:
+    """``sample`` from an endpoint. usage.json, beside ``out``, counts the tokens of all its launches."""
+    engine, usage = EndpointEngine(job.endpoint, job.model, job.per_minute), out.with_name("usage.json")
+    try:
+        sample(engine, job, out, missing, scoring)
+    finally:
+        engine.close()
+        write_json(usage, dict(Counter(read_json(usage)) + engine.used))
+
+
 def complete(jobs: dict[Path, Job], scoring: Scoring) -> None:
     """Sample what is missing of each job, one after the other, into its file. Models of one kind share an engine,
     because starting one takes half a minute."""
     engine, last = None, None
     for out, job in jobs.items():
         _, missing = load(job, out, scoring)
+        if job.endpoint:
+            ask(job, out, missing, scoring)
+            continue
         tokens = job.sampling.max_prompt_tokens + job.sampling.max_tokens
         hardware = job.hardware.enough(len(missing), samples(missing, job.sampling))
         if engine is None or (tokens, hardware) != last or not engine.load(job.model):
@@ -56,7 +72,7 @@ def complete(jobs: dict[Path, Job], scoring: Scoring) -> None:
         last = tokens, hardware
         sample(engine, job, out, missing, scoring)
     # The end of this process ends an engine in it, 5 s sooner than close() does.
-    if hardware.engines > 1 or os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0":
+    if engine and (hardware.engines > 1 or os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") != "0"):
         engine.close()
 
 

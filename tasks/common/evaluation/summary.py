@@ -57,7 +57,7 @@ def by_prompt(rollouts: list[Rollout]) -> pd.DataFrame:
             "mode": r.mode,
             "tokens": r.tokens,
             "truncated": float(r.finish_reason in CUT),
-            "entropy": r.entropy,
+            "entropy": np.nan if r.entropy is None else r.entropy,
             **_answer(r),
         }
         for r in rollouts
