@@ -11,7 +11,6 @@ from urllib.parse import urlsplit
 
 from tasks.common.evaluation.engines import SKIPPED, Request, Sampling
 from tasks.common.evaluation.rollouts import GREEDY, Completion
-from tasks.common.runs.secrets import masked
 from tasks.common.settings import SettingsError
 from tasks.common.text import one_line
 
@@ -93,7 +92,7 @@ class EndpointEngine:
         except openai.BadRequestError as error:
             if "context" in str(error).lower():
                 return None
-            raise SettingsError(f"MODEL_NAME={self.name}: {one_line(masked(str(error)), 300)}") from None
+            raise SettingsError(f"MODEL_NAME={self.name}: {_said(error)}") from None
         except openai.OpenAIError as error:
             raise SettingsError(
                 f"MODEL_NAME={self.name}: {type(error).__name__}: {one_line(str(error), 300)}"
@@ -108,6 +107,11 @@ class EndpointEngine:
 
     def close(self) -> None:
         self.client.close()
+
+
+def _said(error: Exception) -> str:
+    """What the endpoint said, on one line, without the key."""
+    return one_line(str(error).replace(os.environ.get(KEY) or "\0", "(key)"), 300)
 
 
 def text_of(message) -> str:
