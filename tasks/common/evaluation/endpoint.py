@@ -95,7 +95,7 @@ class EndpointEngine:
             raise SettingsError(f"MODEL_NAME={self.name}: {_said(error)}") from None
         except openai.OpenAIError as error:
             raise SettingsError(
-                f"MODEL_NAME={self.name}: {type(error).__name__}: {one_line(str(error), 300)}"
+                f"MODEL_NAME={self.name}: {type(error).__name__}: {_said(error)}"
             ) from None
         if not answer.choices:
             raise SettingsError(f"MODEL_NAME={self.name}: answered without a choice")
