@@ -94,9 +94,7 @@ class EndpointEngine:
                 return None
             raise SettingsError(f"MODEL_NAME={self.name}: {_said(error)}") from None
         except openai.OpenAIError as error:
-            raise SettingsError(
-                f"MODEL_NAME={self.name}: {type(error).__name__}: {_said(error)}"
-            ) from None
+            raise SettingsError(f"MODEL_NAME={self.name}: {type(error).__name__}: {_said(error)}") from None
         if not answer.choices:
             raise SettingsError(f"MODEL_NAME={self.name}: answered without a choice")
         choice, used = answer.choices[0], answer.usage
