@@ -5,8 +5,10 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
+import openai
 import pytest
 
+from tasks.common import openai_client
 from tasks.common.evaluation import endpoint
 from tasks.common.evaluation.engines import Request, Sampling
 from tasks.common.settings import SettingsError
@@ -44,13 +46,13 @@ def server():
             self.send_header("Content-Type", "application/json")
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()
-            self.wfile.write(content)
+            self.server.write(self.wfile, content)
 
         def log_message(self, *what):
             pass
 
     made = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    made.asked, made.replies = [], []
+    made.asked, made.replies, made.write = [], [], lambda file, content: file.write(content)
     threading.Thread(target=made.serve_forever, daemon=True).start()
     yield made
     made.shutdown()
@@ -87,6 +89,23 @@ def test_a_busy_server_is_asked_again_and_a_refusal_is_one_line(engine, server):
     with pytest.raises(SettingsError, match=r"^MODEL_NAME=m: AuthenticationError: [^\n]*$") as refused:
         list(engine.generate([asking("a", mode="greedy")], HOW))
     assert KEY not in str(refused.value)
+
+
+@pytest.mark.parametrize("said", ["more than", "does not end"])
+def test_a_reply_without_an_end_ends(server, said, monkeypatch):
+    def drip(file, content):
+        for byte in content:
+            file.write(bytes([byte]))
+            file.flush()
+            time.sleep(0.02)
+
+    monkeypatch.setattr(openai_client, "MOST_BYTES", 5 if said == "more than" else 10**6)
+    server.write = drip
+    client = openai_client.openai_client(f"http://127.0.0.1:{server.server_port}/v1", "", 0.5, 0)
+    began = time.monotonic()
+    with pytest.raises((openai.APIConnectionError, openai.APITimeoutError)) as ended:
+        client.chat.completions.create(model="m", messages=[{"role": "user", "content": "a"}], seed=1)
+    assert said in str(ended.value.__cause__) and time.monotonic() - began < 3
 
 
 def test_a_prompt_that_the_model_cannot_hold_is_counted_and_not_asked_again(engine, server):

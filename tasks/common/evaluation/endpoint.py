@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from tasks.common.evaluation.engines import SKIPPED, Request, Sampling
 from tasks.common.evaluation.rollouts import GREEDY, Completion
+from tasks.common.openai_client import openai_client
 from tasks.common.settings import SettingsError
 from tasks.common.text import one_line
 
@@ -49,11 +50,7 @@ class EndpointEngine:
     """The model ``name`` at ``base_url``; ``used`` counts the tokens that its user pays for."""
 
     def __init__(self, base_url: str, name: str, per_minute: float = 0):
-        from openai import OpenAI
-
-        self.client = OpenAI(
-            base_url=base_url, api_key=os.environ.get(KEY) or "none", max_retries=RETRIES, timeout=SECONDS
-        )
+        self.client = openai_client(base_url, os.environ.get(KEY, ""), SECONDS, RETRIES)
         self.name, self.pace = name, Pace(per_minute)
         self.used: Counter = Counter()
 
