@@ -276,7 +276,7 @@ FAILURES = {
     "reset": (reset, "ReadError|RemoteProtocolError"),
     "cut off": (cut_off, "RemoteProtocolError"),
     "no HTTP": (lambda handler: handler.wfile.write(b"rubbish\r\n\r\n"), "RemoteProtocolError"),
-    "gzip unasked": ((200, {"Content-Encoding": "gzip"}, "no gzip"), "DecodingError"),
+    "gzip unasked": ((200, {"Content-Encoding": "gzip"}, "no gzip"), "the reply is compressed"),
     "deep": ("[" * 100_000, "no chat completion"),
     "no JSON": ("<html>", "no chat completion: <html>"),
     "no choices": ('{"choices": []}', "no chat completion"),

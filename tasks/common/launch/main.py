@@ -60,7 +60,14 @@ class Job:
     def parts(self) -> list[str]:
         """What it runs, in order."""
         parts = [*self.stage.parts, *([self.goal] if self.goal not in STAGES else [])]
-        return [part for part in parts if part != "sft" or self.goal == "sft" or self.s.INIT == "sft"]
+        without = {"model"} if self.asks_only else set()
+        without |= {"sft"} if self.s.INIT != "sft" and self.goal != "sft" else set()
+        return [part for part in parts if part not in without]
+
+    @property
+    def asks_only(self) -> bool:
+        """Whether the endpoint BASE_URL is all that there is to evaluate: there is no run, and no MODEL is given."""
+        return self.goal == "eval" and bool(self.command.BASE_URL) and not self.model and self.run is None
 
     @property
     def trains(self) -> bool:
@@ -142,6 +149,8 @@ def model(job: Job) -> str:
 def models_of(job: Job) -> dict[str, str]:
     """Models to evaluate, by label: base, warm-up and the checkpoint STEP of the run; without a run only MODEL."""
     trained = job.trained
+    if job.asks_only:
+        return {}
     if trained is None:
         return {"model" if job.model else "base": job.base()}
     if trained.record["kind"] == "sft":
@@ -168,7 +177,7 @@ def evaluate(job: Job, name: str = "evaluate.py", *arguments: str) -> str:
     """Run a script of the task on the models."""
     models = models_of(job)
     script(job.s, name, *arguments, *labelled(models))
-    return ", ".join(models)
+    return ", ".join(models) or job.command.MODEL_NAME
 
 
 def labelled(models: dict[str, str]) -> list[str]:

@@ -22,6 +22,7 @@ from pathlib import Path
 import diskcache
 
 from tasks.common.files import read_json, write_json
+from tasks.common.openai_client import openai_client
 from tasks.common.rewards.answers import JudgeError
 from tasks.common.rewards.json_answer import read_object
 from tasks.common.settings import SettingsError, artifacts, load_settings, variable
@@ -245,11 +246,7 @@ def parse_score(text: str) -> float | None:
 @functools.lru_cache
 def _client(process: int, url: str, key: str, seconds: float, retries: int):
     """The OpenAI client of this ``process``: a fork may not use its parent's connections."""
-    import openai
-
-    # Not None, which would take what is meant for another service from the environment.
-    named = {"api_key": key or "none", "organization": "", "project": ""}
-    return openai.OpenAI(base_url=url, timeout=seconds, max_retries=retries, **named)
+    return openai_client(url, key, seconds, retries)
 
 
 def _key() -> str:
