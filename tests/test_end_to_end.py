@@ -6,12 +6,14 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import time
 from pathlib import Path
 
 import psutil
 import pytest
+from openai import OpenAI
 
 from tests import browser
 from tests.helpers import (
@@ -23,6 +25,7 @@ from tests.helpers import (
     our_processes,
     outside_make,
     steps_logged,
+    until,
 )
 
 pytestmark = pytest.mark.slow
@@ -218,6 +221,54 @@ def test_batch_answers_a_table(variables, tmp_path):
     assert len(rows) == 3 and {"response", "tokens", "score", "format"} <= set(rows[0])
     named = [dict(zip(rows[0], row, strict=True)) for row in rows[1:]]
     assert [row["score"] for row in named] == [None, 0] and all(1 <= row["tokens"] <= 5 for row in named)
+
+
+def test_a_served_model_answers_and_is_evaluated_as_by_our_own_engine(variables):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    given = {name: value for name, value in variables.items() if name != "MODEL"} | {"RUN": run_dir(variables).name}
+    command = [*MAKE, "serve", f"PORT={port}", *(f"{name}={value}" for name, value in given.items())]
+    screen = Path(variables["ARTIFACTS"]).with_name("served.txt")
+    with screen.open("w") as out:
+        server = subprocess.Popen(
+            command, cwd=ROOT, env=outside_make(), stdout=out, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    try:
+        until(lambda: "ready: " in screen.read_text() or server.poll() is not None, 120)
+        url = f"http://127.0.0.1:{port}/v1"
+        assert f"ready: {url}, models: countdown;" in screen.read_text(), screen.read_text()
+        client = OpenAI(base_url=url, api_key="none")
+        answer = client.chat.completions.create(model="countdown", messages=[{"role": "user", "content": "Hi"}])
+        assert 0 < answer.usage.completion_tokens <= int(variables["MAX_RESPONSE_LENGTH"])
+        result = make("eval", **given, BASE_URL=url, MODEL_NAME="countdown")
+        assert result.returncode == 0 and f"countdown at {url}: 24 requests" in result.stdout, result.stdout
+    finally:
+        processes = psutil.Process(server.pid).children(recursive=True)
+        launchers = [each for each in processes if "tasks.common.launch.main" in " ".join(each.cmdline())]
+        for each in launchers[:1]:
+            each.send_signal(signal.SIGINT)
+        server.wait(60)
+    until(lambda: not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in processes))
+    assert "stopped" in screen.read_text() and "Traceback" not in screen.read_text()
+    summaries = [json.loads(file.read_text()) for file in (screen.parent / "artifacts/eval").rglob("summary.json")]
+    (theirs,) = [each for each in summaries if each["model"] == "countdown"]
+    (ours,) = [each for each in summaries if "paired" in each]
+    assert "entropy" not in theirs["metrics"] and theirs["metrics"].keys() <= ours["metrics"].keys()
+    for name, value in theirs["metrics"].items():
+        assert ours["metrics"][name]["low"] <= value["value"] <= ours["metrics"][name]["high"], name
+
+
+def test_an_exported_model_loads_and_has_a_card(variables, tmp_path):
+    from huggingface_hub import ModelCard
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    given = {name: variables[name] for name in ("TASK", "STACK", "ARTIFACTS")} | {"RUN": run_dir(variables).name}
+    result = make("export", **given, OUTPUT=str(tmp_path / "out"))
+    assert result.returncode == 0, result.stdout
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template
+    card = ModelCard.load(tmp_path / "out/README.md")
+    assert "Base → trained" in card.text and "pass@1" in card.text and variables["ARTIFACTS"] not in card.content
 
 
 def test_two_runs_of_one_task_do_not_mix(variables):

@@ -81,10 +81,10 @@ def checkout(tmp_path_factory) -> Path:
         checkout / "tasks" / TASK,
         f"return {{'score': {counted}, 'acc': float(len(solution_str) > 9), 'format': 0.0}}",
     )
-    main = checkout / "tasks/common/launch/main.py"  # without the evaluation, a third of the time
-    stages = main.read_text()
-    assert '"train": ("data", "model", "sft", "train", "eval")' in stages
-    main.write_text(stages.replace('"train", "eval")', '"train")'))
+    table = checkout / "tasks/common/stages.py"  # without the evaluation, a third of the time
+    stages = table.read_text()
+    assert '"sft", "train", "eval")' in stages
+    table.write_text(stages.replace('"sft", "train", "eval")', '"sft", "train")'))
     return checkout
 
 

@@ -1,16 +1,13 @@
-"""launch/serve.py: the trained model behind an OpenAI-compatible address."""
+"""launch/serve.py: the trained model behind an OpenAI-compatible address. test_end_to_end.py serves one."""
 
 import json
-import signal
 import socket
-import subprocess
 
-import psutil
 import pytest
 
 from tasks.common.launch import serve
 from tasks.common.settings import Command, SettingsError, load_settings
-from tests.helpers import MAKE, ROOT, SMALL, exported, outside_make, until
+from tests.helpers import ROOT, exported
 
 
 @pytest.fixture
@@ -59,34 +56,3 @@ def test_an_adapter_and_its_base_have_names_of_their_own(s, small_model, tmp_pat
     words = serve.arguments(s, command(), str(tmp_path))
     assert words[words.index("--model") + 1] == str(small_model) and "--enable-lora" in words
     assert words[words.index("--lora-modules") + 1] == f"countdown={tmp_path}"
-
-
-@pytest.mark.slow
-def test_make_serve_answers_openais_client_and_leaves_nothing(tmp_path, small_model):
-    from openai import OpenAI
-
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    given = SMALL | {"MODEL": str(small_model), "PORT": str(port), "ARTIFACTS": str(tmp_path)}
-    with (tmp_path / "screen").open("w+") as screen:
-        make = subprocess.Popen(
-            [*MAKE, "serve", *(f"{name}={value}" for name, value in given.items())],
-            cwd=ROOT,
-            env=outside_make(),
-            stdout=screen,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        shown = (tmp_path / "screen").read_text
-        until(lambda: "ready: " in shown() or make.poll() is not None, 120)
-        assert f"ready: http://127.0.0.1:{port}/v1, models: countdown" in shown(), shown()
-        client = OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none")
-        asked = {"model": "countdown", "messages": [{"role": "user", "content": "Hi"}], "seed": 1}
-        answers = [client.chat.completions.create(**asked, **more) for more in ({}, {"temperature": 0})]
-        assert all(0 < answer.usage.completion_tokens <= 48 for answer in answers)
-        processes = psutil.Process(make.pid).children(recursive=True)
-        launcher = next(each for each in processes if "tasks.common.launch.main" in " ".join(each.cmdline()))
-        launcher.send_signal(signal.SIGINT)
-        make.wait(60)
-        until(lambda: not any(each.is_running() and each.status() != "zombie" for each in processes))
-    assert "stopped" in shown() and "Traceback" not in shown()

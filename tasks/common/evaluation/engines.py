@@ -133,19 +133,28 @@ def _kind(model: str) -> list | None:
     return [config, tokenizer.get_vocab(), tokenizer.chat_template, tokenizer.eos_token_id, stop_ids(model)]
 
 
-def _of_this_platform() -> dict:
-    """What an engine is told on a CPU, of vLLM 0.11.0, and else."""
-    import vllm
-    from vllm.platforms import current_platform
+@dataclass(frozen=True)
+class _Platform:
+    """What an engine is told where it runs; None: vLLM's own default."""
 
-    if current_platform.is_cpu():
-        # A part of a prompt samples a token for nothing: vLLM 0.30 on a CPU cannot take back what that drew
-        # (gpu_model_runner.py:3723).
-        own = {"block_size": CPU_BLOCK_SIZE, "enable_chunked_prefill": False, "enforce_eager": True}
-        return own | {"dtype": cpu_dtype(), "worker_extension_cls": EXTENSION_OF_CPU}
-    if vllm.__version__.startswith("0.11.0"):  # graphs were never tried
-        return {"dtype": "bfloat16", "worker_extension_cls": EXTENSION_OF_0_11, "enforce_eager": True}
-    return {"dtype": "bfloat16", "worker_extension_cls": EXTENSION, "compilation_config": GRAPHS}
+    dtype: str
+    extension: str
+    block_size: int | None = None
+    chunked_prefill: bool | None = None
+    graphs: dict | None = None
+
+    @classmethod
+    def here(cls) -> "_Platform":
+        import vllm
+        from vllm.platforms import current_platform
+
+        if current_platform.is_cpu():
+            # A part of a prompt samples a token for nothing: vLLM 0.30 on a CPU cannot take back what that drew
+            # (gpu_model_runner.py:3723).
+            return cls(cpu_dtype(), EXTENSION_OF_CPU, CPU_BLOCK_SIZE, chunked_prefill=False)
+        if vllm.__version__.startswith("0.11.0"):  # graphs were never tried
+            return cls("bfloat16", EXTENSION_OF_0_11)
+        return cls("bfloat16", EXTENSION, graphs=GRAPHS)
 
 
 class VLLMEngine:
@@ -158,7 +167,7 @@ class VLLMEngine:
         with imports():
             from vllm import LLM
             from vllm.lora.request import LoRARequest
-        lora = is_adapter(Path(model))
+        lora, platform = is_adapter(Path(model)), _Platform.here()
         self.adapter = LoRARequest(lora_name="adapter", lora_int_id=1, lora_path=model) if lora else None
         try:
             self.llm = LLM(
@@ -172,7 +181,12 @@ class VLLMEngine:
                 gpu_memory_utilization=gpu_memory_utilization,
                 kv_cache_memory_bytes=shared_kv_cache(gpu_memory_utilization),
                 disable_log_stats=True,
-                **_of_this_platform(),
+                dtype=platform.dtype,
+                worker_extension_cls=platform.extension,
+                block_size=platform.block_size,
+                enable_chunked_prefill=platform.chunked_prefill,
+                enforce_eager=not platform.graphs,
+                compilation_config=platform.graphs,
             )
         except ValueError as error:
             raise SettingsError(f"MODEL={model}: vLLM does not start with it: {one_line(str(error), 300)}") from error
