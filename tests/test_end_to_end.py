@@ -227,7 +227,8 @@ def test_a_served_model_answers_and_is_evaluated_as_by_our_own_engine(variables)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     given = {name: value for name, value in variables.items() if name != "MODEL"} | {"RUN": run_dir(variables).name}
-    command = [*MAKE, "serve", f"PORT={port}", *(f"{name}={value}" for name, value in given.items())]
+    heard = ["env", "--default-signal=INT"]  # `make test-all &` ignores it
+    command = [*heard, *MAKE, "serve", f"PORT={port}", *(f"{name}={value}" for name, value in given.items())]
     screen = Path(variables["ARTIFACTS"]).with_name("served.txt")
     with screen.open("w") as out:
         server = subprocess.Popen(

@@ -560,7 +560,10 @@ def test_every_question_and_choice_has_a_readable_prompt():
         ('source=reasoning_gym reward=environment config={"a":', "must be a JSON object"),
         ('source=reasoning_gym reward=environment config={"min_terms":NaN}', "must be a JSON object"),
         ('source=reasoning_gym reward=environment config={"min_termz":3}', "min_terms"),
-        ('source=reasoning_gym reward=environment config={"min_terms":"3"}', "must be of type int"),
+        (
+            'source=reasoning_gym reward=environment config={"min_terms":"3"}',
+            "min_terms='3': Input should be a valid integer",
+        ),
         ('source=reasoning_gym reward=environment config={"min_terms":9,"max_terms":3}', "CONFIG of basic_arithmetic"),
         ('description=a"b', "description: "),
     ],
