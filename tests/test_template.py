@@ -562,7 +562,7 @@ def test_every_question_and_choice_has_a_readable_prompt():
         ('source=reasoning_gym reward=environment config={"min_termz":3}', "min_terms"),
         (
             'source=reasoning_gym reward=environment config={"min_terms":"3"}',
-            "min_terms='3': Input should be a valid integer",
+            "Input should be a valid integer",
         ),
         ('source=reasoning_gym reward=environment config={"min_terms":9,"max_terms":3}', "CONFIG of basic_arithmetic"),
         ('description=a"b', "description: "),
