@@ -343,22 +343,22 @@ def test_there_is_a_pass_where_something_wants_it(module, monkeypatch, overrides
 
 
 def distilling(module, batch):
-    """patches.py and a config of METHOD=distill; gives ``batch`` a teacher's log-probs, and its own as the old ones."""
+    """distilled.py and a config of METHOD=distill; ``batch`` gets log-probs of a teacher, and its own as old ones."""
     from verl.workers.config import DistillationConfig, DistillationLossConfig
 
-    from tasks.common.verl_plugins import patches
+    from tasks.common.verl_plugins import distilled
 
     data, output, _ = batch
     offsets, values = output["log_probs"].offsets(), torch.randn(len(output["log_probs"].values()), 1)
     data["old_log_probs"] = module.response_from_nested(output["log_probs"].detach(), data["response_mask"])
     data["teacher_logprobs"] = torch.nested.nested_tensor_from_jagged(values, offsets)
     loss = DistillationLossConfig(loss_mode="k1", use_policy_gradient=True, use_task_rewards=False)
-    return patches, DistillationConfig(distillation_loss=loss)
+    return distilled, DistillationConfig(distillation_loss=loss)
 
 
 def test_distillation_takes_the_importance_weights_of_tokens(module, batch):
     """verl's own loss fails on them: they are nested, and what it weighs is padded."""
-    patches, config = distilling(module, batch)
+    distilled, config = distilling(module, batch)
     data, output, _ = batch
     losses = {}
     for weight in (None, 1.0, 0.5):
@@ -366,8 +366,8 @@ def test_distillation_takes_the_importance_weights_of_tokens(module, batch):
             data["rollout_is_weights"] = nested([torch.full((length,), weight) for length in LENGTHS])
             if weight == 1.0:
                 with pytest.raises(ValueError, match="NestedTensor"):
-                    patches._distillation_loss(actor_config(), config, output, data)
-        loss, _ = patches.distillation.distillation_ppo_loss(actor_config(), config, output, data)
+                    distilled._distillation_loss(actor_config(), config, output, data)
+        loss, _ = distilled.losses.distillation_ppo_loss(actor_config(), config, output, data)
         losses[weight] = loss.item()
         assert "rollout_is_weights" not in data or data["rollout_is_weights"].is_nested
     assert losses[None] != 0 and losses[1.0] == pytest.approx(losses[None])
@@ -377,10 +377,10 @@ def test_distillation_takes_the_importance_weights_of_tokens(module, batch):
 @pytest.mark.parametrize("tokens", [sum(LENGTHS), 0])  # of the other micro-batches, if any
 def test_distillation_of_a_micro_batch_without_a_token_has_the_loss_0(module, batch, tokens):
     """TRUNCATED=masked, ROLLOUT_CORRECTION=sequence: verl's own loss looks for the smallest of none."""
-    patches, config = distilling(module, batch)
+    distilled, config = distilling(module, batch)
     data, output, values = batch
     data["rollout_is_weights"] = nested([torch.ones(length) for length in LENGTHS])
-    loss_of_distillation = patches.distillation.distillation_ppo_loss
+    loss_of_distillation = distilled.losses.distillation_ppo_loss
     _, wanted = loss_of_distillation(actor_config(), config, output, data)
     data["response_mask"] = nested([torch.zeros(length, dtype=torch.int64) for length in LENGTHS])
     module.tensordict_utils.assign_non_tensor(data, batch_num_tokens=tokens)
