@@ -35,8 +35,9 @@ KIB, MIB = 2**10, 2**20
 ENOUGH = 64 * MIB
 SECONDS = 400
 NAMES = ("train", "dev", "test", "sft")
-# Of a run, what a failed attempt may change: it is appended to, or says how the attempt went.
+# What a failed attempt may change: it is appended to, says how the attempt went, what it asks for, or how long it took.
 CHANGES = (".lock", ".log", "metrics/000.jsonl", "metrics/001.jsonl", "outcome.json", "rollouts.jsonl")
+CHANGES += ("sampling.json", ".minutes.json")
 
 
 class Disk:
