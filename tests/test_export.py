@@ -48,6 +48,7 @@ def test_a_whole_model_is_copied_with_a_card_that_its_validator_reads(s, run_dir
     assert card.data.base_model == "owner/start" and card.data.library_name == "transformers"
     assert [(each.metric_type, each.metric_value) for each in card.data.eval_results] == [("accuracy", 0.4)]
     assert "| accuracy |" in card.text and "0.300" in card.text and "reward.py" in card.text and "2 steps" in card.text
+    assert "| torch |" in card.text and "| numpy |" not in card.text and len(card.text) < 8000
     everything = card.content + (tmp_path / "out/curves.svg").read_text()
     assert str(tmp_path) not in everything and str(Path.home()) not in everything and TOKEN not in everything
 

@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 from tasks.common.files import folder_beside, read_json, write_json, write_text
@@ -24,6 +25,9 @@ PARTS = ("*.safetensors", "*config.json", "*.index.json", "tokenizer*", "special
 PARTS += ("vocab.json", "merges.txt", "chat_template.jinja", "adapter_model.*")
 EMBEDDED_ID = f"HuggingFaceTB/{EMBEDDED}"
 CURVES = "curves.svg"
+# Of the launch's record; `make report` has all packages.
+RECORDED = ("stack", "last launch", "commit", "uncommitted changes", "python")
+RECORDED += ("torch", "vllm", "verl", "transformers", "trl", "ray")
 LIMITS = """\
 - It was evaluated on this task's held-out prompts alone.
 - The intervals are over prompts; they do not show how much another seed would differ.
@@ -106,6 +110,7 @@ def card(s: Settings, run_dir: Path, name: str, base: str, licence_id: str, adap
     results = [
         EvalResult("text-generation", s.TASK, s.TASK, metric, value["value"], dataset_split="test")
         for metric, value in (measured[-1][2]["metrics"].items() if measured else ())
+        if metric == "accuracy" or metric.startswith("pass@")
     ]
     data = ModelCardData(
         license=licence_id,
@@ -122,17 +127,25 @@ def card(s: Settings, run_dir: Path, name: str, base: str, licence_id: str, adap
     where = f"{s.NNODES} x {s.N_GPUS} GPUs" if s.STACK != "cpu" else "a CPU"
     body = [f"# {name}", f"{'A LoRA adapter' if adapter else 'A whole model'}: {trained} on {where}."]
     body += [f"![{html.escape(drawn[0].text)}]({CURVES})"] if drawn else []
-    sections = [run_report.evaluation(run_dir, made), run_report.settings(run_dir, made, launch)]
-    body += [markdown(section) for section in (*sections, run_report.code(run_dir, launch))]
+    other = replace(run_report.settings(run_dir, made, launch), title="Settings that are not the task's defaults")
+    sections = [run_report.evaluation(run_dir, made), other]
+    body += [markdown(section) for section in (*sections, _recorded(run_report.code(run_dir, launch)))]
     body += [f"## Reward\n\nThe reward is [{s.reward_file.name}]({s.reward_file.name}).", f"## Limits\n\n{LIMITS}"]
     text = without_paths(f"---\n{data.to_yaml()}\n---\n\n" + "\n\n".join(body) + "\n")
     ModelCard(text)  # raises where its header is no card's
     return {"README.md": text} | ({CURVES: drawn[0].content.decode()} if drawn else {})
 
 
+def _recorded(code: Section) -> Section:
+    tables = [
+        [row for row in table.rows if row[0] in RECORDED or row[0].startswith("sha256 ")] for table in code.tables
+    ]
+    return Section(code.title, code.lines, tables=[Table(["", ""], rows) for rows in tables])
+
+
 def markdown(section: Section) -> str:
-    """A section of the report, without the settings that are the task's defaults."""
-    tables = [_table(table) for table in section.tables if table.folded != "all settings"]
+    """A section of the report, without what is folded there."""
+    tables = [_table(table) if table.rows else "None." for table in section.tables if not table.folded]
     return "\n\n".join([f"## {section.title}", *(masked(line) for line in section.lines), *tables])
 
 
