@@ -387,7 +387,7 @@ def weights(folder: Path) -> dict:
     return AutoModelForCausalLM.from_pretrained(folder, dtype="float32").state_dict()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_a_continued_training_follows_the_formula_and_is_the_uninterrupted_one(small_model, tokenizer, tmp_path):
     pairs = written(tmp_path / "pairs.jsonl", PAIRS)
     whole, run_dir = tmp_path / "whole", tmp_path / "run"

@@ -85,7 +85,7 @@ print(json.dumps([workers, found]), flush=True)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_ray_starts_no_worker_unasked_and_all_servers_listen_on_loopback(tmp_path):
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     environment |= OWN_RAY | {"RAY_TMPDIR": "/tmp", "HOME": str(tmp_path), "PYTHONPATH": str(ROOT)}

@@ -114,7 +114,7 @@ def with_two_processes(folder: Path, stack: str) -> dict:
     return json.loads((folder / "out.json").read_text())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_shared_sequences_give_what_whole_ones_give(tmp_path):
     found = with_two_processes(tmp_path, "cpu")
     errors = [error for pairs in found["relative"].values() for pair in pairs.values() for error in pair.values()]
