@@ -52,10 +52,7 @@ class EndpointEngine:
     def __init__(self, base_url: str, name: str, per_minute: float = 0):
         self.client = openai_client(base_url, os.environ.get(KEY, ""), SECONDS, RETRIES)
         self.name, self.pace = name, Pace(per_minute)
-        self.used: Counter = Counter()
-
-    def load(self, model: str) -> bool:
-        return model == self.name
+        self.used, self.counting = Counter(), threading.Lock()
 
     def generate(self, requests: list[Request], sampling: Sampling) -> Iterator[tuple[Request, list[Completion]]]:
         """Each request with its completions, in the order in which they end. No endpoint tells a response's entropy:
@@ -96,7 +93,8 @@ class EndpointEngine:
             raise SettingsError(f"MODEL_NAME={self.name}: answered without a choice")
         choice, used = answer.choices[0], answer.usage
         tokens = used.completion_tokens if used else 0
-        self.used.update(requests=1, prompt_tokens=used.prompt_tokens if used else 0, response_tokens=tokens)
+        with self.counting:  # of IN_FLIGHT threads
+            self.used.update(requests=1, prompt_tokens=used.prompt_tokens if used else 0, response_tokens=tokens)
         reason = "length" if choice.finish_reason == "length" else "stop"
         return Completion(text_of(choice.message)[:MAX_CHARS], reason, tokens, None)
 
