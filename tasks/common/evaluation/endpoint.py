@@ -11,6 +11,7 @@ from urllib.parse import urlsplit
 
 from tasks.common.evaluation.engines import SKIPPED, Request, Sampling
 from tasks.common.evaluation.rollouts import GREEDY, Completion
+from tasks.common.models.chat_template import call_text
 from tasks.common.openai_client import openai_client
 from tasks.common.settings import SettingsError
 from tasks.common.text import one_line
@@ -120,6 +121,4 @@ def _call(function) -> str:
         arguments = json.loads(function.arguments)
     except ValueError:
         arguments = function.arguments
-    return (
-        f"<tool_call>\n{json.dumps({'name': function.name, 'arguments': arguments}, ensure_ascii=False)}\n</tool_call>"
-    )
+    return call_text({"name": function.name, "arguments": arguments})
