@@ -1,6 +1,6 @@
 """Sequences shared by two processes (SP=2) beside whole ones (SP=1), with verl 0.9.1's own FSDP engine of `current`.
 
-    STACK=current python -m tests.benchmarks.two_gpus sp OUT.json     starts two of it with torchrun
+    STACK=current python -m tests.benchmarks.many_gpus sp OUT.json     starts two of it with torchrun
 
 Both take the same random model and the same packed sequences, and give log-probs, entropies and the gradients of verl's
 SFT loss. With CUDA bfloat16 and torch's varlen kernel; sdpa in float32 on whole rows says how far from exact each is,

@@ -18,10 +18,10 @@ from tasks.common.machine.hardware import GPU, Nvidia
 from tasks.common.rows import rl_row, rl_schema, write_parquet
 from tasks.common.settings import SettingsError, stack
 from tests import recipes, results
-from tests.benchmarks import training, two_gpus
+from tests.benchmarks import many_gpus, training
 from tests.helpers import ROOT, SMALL, exported, outside_make, settings_of, until
 
-ON_A_GPU, TWO_GPUS = (ROOT / f"tests/benchmarks/{name}.sh" for name in ("on_a_gpu", "two_gpus"))
+ON_A_GPU, MANY_GPUS = (ROOT / f"tests/benchmarks/{name}.sh" for name in ("on_a_gpu", "many_gpus"))
 
 
 def with_fake_make(script, tmp_path, *runs: str, **variables: str) -> subprocess.CompletedProcess:
@@ -56,28 +56,47 @@ def test_the_runs_on_a_gpu_have_settings_that_are_taken(tmp_path, idle_python):
     assert all(settings_of(target, given).STACK == "a100" for target, *given in calls if target != "new")
 
 
-def test_the_runs_on_two_gpus_have_settings_that_are_taken(tmp_path, idle_python):
-    result = with_fake_make(TWO_GPUS, tmp_path, STACK="current", PYTHON=idle_python)
+def test_the_runs_on_several_gpus_have_settings_that_are_taken(tmp_path, idle_python):
+    parts = ("engines", "dpo", "tp", "sp16k", "scale", "scale_7b", "lora_32b", "gsm8k")
+    result = with_fake_make(MANY_GPUS, tmp_path, *parts, STACK="current", PYTHON=idle_python, GPUS="1 4")
     assert result.returncode == 0, result.stdout + result.stderr
     calls = [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
     targets = [target for target, *_ in calls]
-    assert targets == ["data", "dpo", "dpo", "train", *["bench_training"] * 5]
+    assert targets == ["data", "dpo", "dpo", "train", *["bench_training"] * 7, "all"]
     found = [settings_of(target, given) for target, *given in calls]
     assert all(s.STACK == "current" for s in found)
-    tp, sp16k, *scale = found[3:]
+    tp, sp16k, *scale, scale_7b, lora_32b, gsm8k = found[3:]
     assert (tp.TP, tp.OFFLOAD, tp.N_GPUS, tp.STEPS) == (2, 1, 2, 2)
     assert (sp16k.SP, sp16k.N_GPUS, sp16k.MAX_RESPONSE_LENGTH) == (2, 2, 16384)
-    sizes = sorted((s.N_GPUS, s.TRAIN_BATCH_SIZE * s.ROLLOUT_N) for s in scale)
-    assert sizes == [(1, 1024), (1, 2048), (2, 1024), (2, 2048)]
+    sizes = [(s.N_GPUS, s.TRAIN_BATCH_SIZE * s.ROLLOUT_N) for s in scale]
+    assert sizes == [(1, 1024), (1, 2048), (4, 1024), (4, 2048)]
+    assert (scale_7b.N_GPUS, gsm8k.N_GPUS) == (4, 4) and (lora_32b.N_GPUS, lora_32b.TP, lora_32b.LORA_RANK) == (
+        4,
+        2,
+        32,
+    )
 
 
-def test_a_part_on_two_gpus_that_fails_does_not_stop_the_others(tmp_path, idle_python):
+def test_a_part_on_several_gpus_that_fails_does_not_stop_the_others(tmp_path, idle_python):
+    """`killed` fails too: the training ends before a rank is killed."""
     (tmp_path / "python").write_text("#!/bin/sh\necho error: none; exit 1\n")
-    result = with_fake_make(TWO_GPUS, tmp_path, "sp", "scale2", "scale", STACK="current", PYTHON=idle_python)
+    result = with_fake_make(MANY_GPUS, tmp_path, "sp", "killed", "gsm8k", STACK="current", PYTHON=idle_python)
     assert result.returncode == 1
     said = [line for line in result.stdout.splitlines() if "done" in line or "failed" in line]
-    assert [line.split(" after")[0].split(" in")[0] for line in said] == ["sp: failed", "scale2: done", "scale: failed"]
+    ended = [line.split(" after")[0].split(" in")[0] for line in said]
+    assert ended == ["sp: failed", "killed: failed", "gsm8k: done"]
     assert "error: none" in said[0]
+
+
+def test_the_efficiency_is_that_beside_the_fewest_gpus(tmp_path):
+    for gpus, speed in ((2, 100.0), (4, 90.0)):
+        figures = {"tokens_per_second_per_gpu": speed, "seconds_step": 8.0 / gpus, "seconds_in_all": 99.0}
+        result = {"gpu": "H", "variants": {"ours": figures}}
+        (tmp_path / f"scale_7b-{gpus}-1024.json").write_text(json.dumps(result))
+    many_gpus.scale(str(tmp_path), "scale_7b", str(tmp_path / "out.json"))
+    found = json.loads((tmp_path / "out.json").read_text())["1024 rollouts"]
+    assert found["efficiency"] == {"2": 1.0, "4": 0.9}
+    assert found["phases"] == {"2": {"seconds_step": 4.0}, "4": {"seconds_step": 2.0}}
 
 
 @pytest.mark.parametrize(
@@ -108,26 +127,11 @@ def test_what_a_benchmark_cannot_take_is_refused(given, said, tmp_path, monkeypa
     assert not [*tmp_path.iterdir()]
 
 
-@pytest.mark.parametrize(
-    ("given", "taken"), [(None, ["0", "1"]), ("2,3", ["2", "3"]), ("5, 4,7", ["4", "5"]), ("2", ["", "2"])]
-)
-def test_one_gpu_each_takes_the_first_and_the_second_of_those_given(given, taken, tmp_path):
-    """Where only one is given, the second training sees none, and its settings are refused."""
-    (tmp_path / "make").write_text(f'#!/bin/sh\necho "$CUDA_VISIBLE_DEVICES" >>"{tmp_path}/taken"\n')
-    (tmp_path / "make").chmod(0o755)
-    environment = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
-    environment |= {"MAKE": str(tmp_path / "make"), "STACK": "current", "ARTIFACTS": str(tmp_path)}
-    environment |= {} if given is None else {"CUDA_VISIBLE_DEVICES": given}
-    script = ["bash", str(ROOT / "tests/benchmarks/two_gpus.sh"), "--inside", "scale1"]
-    subprocess.run(script, env=environment, check=True)
-    assert sorted((tmp_path / "taken").read_text().splitlines()) == taken
-
-
 @pytest.mark.parametrize("names", [["NVIDIA H200", "NVIDIA H200"], []])
 def test_a_result_names_the_gpu(names, tmp_path, monkeypatch):
     gpus = tuple(GPU(name, 0, 0) for name in names)
-    monkeypatch.setattr(two_gpus, "nvidia", lambda: Nvidia("1", "13", gpus) if names else None)
-    two_gpus.write(tmp_path / "out.json", {"speedup": 1.9})
+    monkeypatch.setattr(many_gpus, "nvidia", lambda: Nvidia("1", "13", gpus) if names else None)
+    many_gpus.write(tmp_path / "out.json", {"speedup": 1.9})
     found = json.loads((tmp_path / "out.json").read_text())
     assert found.get("gpu") == (names[0] if names else None)
     assert found["speedup"] == 1.9 and found["versions"]["torch"]

@@ -107,7 +107,7 @@ def test_packed_sequences_are_as_each_alone_with_sdpa(module):
 
 def with_two_processes(folder: Path, stack: str) -> dict:
     """What tests/sequence_parallel.py writes on the hardware of ``stack``."""
-    command = [sys.executable, "-m", "tests.benchmarks.two_gpus", "sp", str(folder / "out.json")]
+    command = [sys.executable, "-m", "tests.benchmarks.many_gpus", "sp", str(folder / "out.json")]
     environment = os.environ | {"STACK": stack, "OMP_NUM_THREADS": "1"}
     result = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-1000:] + result.stderr[-3000:]

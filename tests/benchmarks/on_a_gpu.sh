@@ -50,15 +50,15 @@ econ_agent() { # its default is LoRA
     start simulate TASK=econ_agent "${OTHER[@]}" "${own[@]}" MONTHS=3
 }
 resume() { # killed after step 3, in the second epoch of two steps; the same command then goes on with step 4
-  killed_and_resumed "${SHORT[@]}" TRAIN_SIZE=64 TRAIN_BATCH_SIZE=32 ROLLOUT_CORRECTION=token
+  killed_and_resumed 3 5 "${SHORT[@]}" TRAIN_SIZE=64 TRAIN_BATCH_SIZE=32 ROLLOUT_CORRECTION=token
 }
-killed_and_resumed() { # VARIABLE=value ...
-  local same=("$@" STEPS=5 SAVE_FREQ=1 RUN=resumed)
+killed_and_resumed() { # AFTER_STEP STEPS VARIABLE=value ...
+  local after=$1 same=("${@:3}" STEPS="$2" SAVE_FREQ=1 RUN=resumed)
   local saved=$ARTIFACTS/runs/countdown/resumed/checkpoints/latest_checkpointed_iteration.txt
   set -m # the launcher and make in a process group of their own
   start train "${same[@]}" &
   local launcher=$!
-  while kill -0 "$launcher" 2>/dev/null && ! grep -qs '^3$' "$saved"; do sleep 1; done
+  while kill -0 "$launcher" 2>/dev/null && ! grep -qs "^$after$" "$saved"; do sleep 1; done
   kill -9 -- "-$launcher"
   set +m
   echo "killed after step $(cat "$saved")"
@@ -66,7 +66,7 @@ killed_and_resumed() { # VARIABLE=value ...
 }
 engines() { # several on one GPU
   start data TASK=countdown MODEL=embedded "${EASY[@]:2}" TEST_SIZE=256 TRAIN_SIZE=512 SFT_SIZE=64 DEV_SIZE=0 TEST_FREQ=0 &&
-    MODEL=embedded "${PYTHON:-.venv/bin/python}" -m tests.benchmarks.two_gpus shared \
+    MODEL=embedded "${PYTHON:-.venv/bin/python}" -m tests.benchmarks.many_gpus shared \
       "$ARTIFACTS/data/countdown/test.parquet" "$OUT/engines.json"
 }
 peers=ours,trl,example # in one run, one after the other; a100 has an older TRL
@@ -98,19 +98,22 @@ REAL_SIZE=(TASK=countdown DIFFICULTY=easy TRAIN_SIZE=512 TEST_SIZE=32 DEV_SIZE=1
   ROLLOUT_N=4 MINI_BATCH_SIZE=8 N=1 MAX_PROMPT_LENGTH=256 MAX_RESPONSE_LENGTH=256 MAX_TOKENS_PER_GPU=8192
   GPU_MEMORY_UTILIZATION="${SHARE:-0.5}")
 SMALL=("${REAL_SIZE[@]}" MODEL="$MODEL_OF_REAL" INIT=base)
+ADAPTER=(LORA_RANK=32 LORA_ALPHA=64)
 reinforce_pp() { start train "${SMALL[@]}" METHOD=reinforce_pp; }
 distill() { start train "${SMALL[@]}" METHOD=distill TEACHER="$MODELS/teacher"; }
 reward_model() {
   "${PYTHON:-.venv/bin/python}" -m tests.benchmarks.random_model classifier "$MODEL_OF_REAL" "$MODELS/classifier" &&
     start train "${SMALL[@]}" REWARD_MODEL="$MODELS/classifier"
 }
-own_samples() { start train "${SMALL[@]}" INIT=sft SFT_SOURCE=samples SAMPLED_PROMPTS=128 SFT_BATCH_SIZE=8 SFT_STEPS=4; }
+own_samples() { # LoRA: its checkpoints are small, as the disk may be
+  start train "${SMALL[@]}" "${ADAPTER[@]}" SFT_LR=1e-4 INIT=sft SFT_SOURCE=samples SAMPLED_PROMPTS=128 SFT_BATCH_SIZE=8 SFT_STEPS=4
+}
 self_play() { start train "${SMALL[@]}" STEPS=2 SELF_PLAY_ROUNDS=2; }
 few_cpus() { # a Ray of eight CPUs, of which a training would hold twelve
   start train "${SMALL[@]}" \
     ARGS="ray_kwargs.ray_init.num_cpus=8 transfer_queue.backend.SimpleStorage.num_data_storage_units=2"
 }
-resume_small() { killed_and_resumed "${SMALL[@]}"; }
+resume_small() { killed_and_resumed 3 5 "${SMALL[@]}"; }
 judged() { # the judge: MODELS/teacher, served by vLLM on the same GPU
   local port=8765 server
   "${PYTHON:-.venv/bin/python}" -m vllm.entrypoints.openai.api_server --model "$MODELS/teacher" --served-model-name judge \
@@ -122,29 +125,30 @@ judged() { # the judge: MODELS/teacher, served by vLLM on the same GPU
     sleep 2
   done
   "${MAKE:-make}" new TASK=judged_on_a_gpu PYTHON="${PYTHON:-.venv/bin/python}" OPTIONS="reward=judge" &&
-    JUDGE_URL=http://127.0.0.1:$port/v1 JUDGE_MODEL=judge start train "${SMALL[@]}" TASK=judged_on_a_gpu TRAIN_SIZE=64 TEST_SIZE=8
+    JUDGE_URL=http://127.0.0.1:$port/v1 JUDGE_MODEL=judge start train "${SMALL[@]}" "${ADAPTER[@]}" TASK=judged_on_a_gpu TRAIN_SIZE=64 TEST_SIZE=8
   local code=$?
   kill "$server"
   rm -rf tasks/judged_on_a_gpu
   return "$code"
 }
 
-random() { # SHAPE
-  [ -d "$MODELS/$1" ] ||
-    "${PYTHON:-.venv/bin/python}" -m tests.benchmarks.random_model "$1" "$MODEL_OF_REAL" "$MODELS/$1"
-}
+random() { "${PYTHON:-.venv/bin/python}" -m tests.benchmarks.random_model "$1" "$MODEL_OF_REAL" "$MODELS/$1"; } # SHAPE
 large() { # SHAPE VARIABLE=value ...: what doctor estimates, then everything of `make all`
   local shape=$1 same=("${REAL_SIZE[@]}" STEPS=2 LIMIT=8 INIT=base MODEL="$MODELS/$1" "${@:2}")
   random "$shape" && start doctor "${same[@]}"
   start all "${same[@]}"
 }
-qwen7b_lora() { large qwen7b LORA_RANK=32 LORA_ALPHA=64 SAVE_FREQ=1 STEPS=3; }
-llama8b_lora() { large llama8b LORA_RANK=32 LORA_ALPHA=64; }
-qwen14b_lora() { large qwen14b LORA_RANK=32 LORA_ALPHA=64; }
+qwen7b_lora() { # killed after its first step, and gone on with
+  local same=("${REAL_SIZE[@]}" LIMIT=8 INIT=base MODEL="$MODELS/qwen7b" "${ADAPTER[@]}")
+  random qwen7b && start doctor "${same[@]}" STEPS=3
+  killed_and_resumed 1 3 "${same[@]}"
+}
+llama8b_lora() { large llama8b "${ADAPTER[@]}"; }
+qwen14b_lora() { large qwen14b "${ADAPTER[@]}"; }
 # Without the optimizer's state in the checkpoint, which is for a resume alone: 61 GB less.
 WEIGHTS="actor_rollout_ref.actor.checkpoint.save_contents=[model,hf_model]"
 qwen7b() { large qwen7b N_GPUS=2 KEEP=0 ARGS="$WEIGHTS"; }
-qwen32b_lora() { large qwen32b N_GPUS=2 LORA_RANK=32 LORA_ALPHA=64 TP=2 OFFLOAD=1 ARGS="${LORA_32B:-}"; }
+qwen32b_lora() { large qwen32b N_GPUS=2 "${ADAPTER[@]}" TP=2 OFFLOAD=1; }
 WITH_MODELS=("${REAL[@]}" "${LARGE[@]}")
 [ -n "$MODELS" ] && RUNS+=("${WITH_MODELS[@]}")
 [ $# -gt 0 ] || set -- "${RUNS[@]}"

@@ -37,7 +37,7 @@ from tasks.common.process import Progress, StageFailed, errors_in_one_line, run
 from tasks.common.runs.run import Run
 from tasks.common.settings import Settings, SettingsError, artifacts, load_settings
 from tasks.common.training import parity, verl_config, verl_versions
-from tests.benchmarks.qwen import QWEN25_3B
+from tests.benchmarks import random_model
 
 PHASES = ("gen", "reward", "old_log_prob", "adv", "update_actor", "update_weights", "step")
 PEAK = ("actor/perf/max_memory_allocated_gb", "perf/max_memory_allocated_gb")  # of verl 0.9.1 and 0.6.1
@@ -90,23 +90,6 @@ def variants(s: Settings) -> dict[str, list[str]]:
     if newer:
         every["by_token"] = ["++actor_rollout_ref.rollout.engine_kwargs.vllm.scheduler_cls=null"]
     return {name: verl_versions.renamed(overrides, "ppo_trainer", s) for name, overrides in every.items()}
-
-
-def random_model(folder: Path, tokenizer_of: str) -> Path:
-    """A Qwen2.5-3B with random weights, and the tokenizer of another model: it knows fewer tokens, which is enough."""
-    if not (folder / "config.json").exists():
-        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
-        torch.manual_seed(0)
-        tokenizer = AutoTokenizer.from_pretrained(tokenizer_of)
-        config = AutoConfig.for_model(**QWEN25_3B, max_position_embeddings=32768, eos_token_id=tokenizer.eos_token_id)
-        with torch.device("cuda"):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        tokenizer.save_pretrained(folder)
-        model.save_pretrained(folder)
-        del model
-        torch.cuda.empty_cache()
-    return folder
 
 
 def train(s: Settings, model: str, out: Path, steps: int, extra: list[str]) -> dict[int, dict]:
@@ -198,7 +181,8 @@ def main() -> None:
     work = artifacts() / "bench" / time.strftime("%Y%m%d-%H%M%S")
     model = str(resolve_model(s.MODEL))
     if arguments.random_3b:
-        model = str(random_model(artifacts() / "bench/random-qwen2.5-3b", tokenizer_of=model))
+        random_model.main("qwen3b", model, str(folder := artifacts() / "bench/random-qwen2.5-3b"))
+        model = str(folder)
     packages = ["verl", "vllm", "torch", "transformers", *(["trl"] if "trl" in chosen else [])]
     result = {
         "date": time.strftime("%Y-%m-%d"),

@@ -35,7 +35,7 @@ from tasks.common.runs import folder
 from tasks.common.settings import Settings, SettingsError, code_digest, teacher_gpus
 from tasks.common.stages import stage_of
 from tasks.common.text import one_line
-from tasks.common.training import parity
+from tasks.common.training import parity, verl_versions
 
 ROWS = 20_000  # checked of each data file, but all of TRAIN_FILE
 PROMPTS = 2_000  # measured in tokens, spread over the file
@@ -109,9 +109,14 @@ def checkpoint_sizes(
     if not (parameters := shapes.parameters if shapes else weights_bytes(s.MODEL) // 2):
         return []
     warm_up = "sft" in memory_checks.stages(s, "train")  # where it is there already, no room is needed
-    sizes, largest = [memory.checkpoint_bytes(parameters, s.LORA_RANK)] * warm_up, 0.0
+
+    def size_of(run: Settings, critic: bool) -> float:
+        adapter = (shapes.adapter(run.LORA_RANK) if shapes else 1) if run.LORA_RANK else 0
+        return memory.checkpoint_bytes(parameters, adapter, not verl_versions.has_own_trainers(run), critic)
+
+    sizes, largest = [size_of(s, False)] * warm_up, 0.0
     for run in runs or [s]:
-        size = memory.checkpoint_bytes(parameters, run.LORA_RANK, run.METHOD == "ppo")
+        size = size_of(run, run.METHOD == "ppo")
         begun = folder.rounds(run, arguments) if arguments is not None else []
         made = sum(len(each.steps) for each in begun)
         sizes += [size] * (run.SELF_PLAY_ROUNDS * (run.KEEP + 1) - made)

@@ -349,10 +349,14 @@ def estimate(model: Shapes, plan: Plan, gpu_bytes: float = 0) -> Estimate:
     return Estimate(ram, state | work | {"contexts": OVERHEAD}, sampling, vllm)
 
 
-def checkpoint_bytes(parameters: int, lora_rank: int = 0, critic: bool = False) -> float:
-    """Size of one checkpoint: fp32 weights, two moments of Adam, and an exported fp32 copy; with LoRA the fp32 weights
-    (the adapter is small). ``critic``: also its fp32 weights and moments."""
-    return parameters * ((4 if lora_rank else 16) + (12 if critic else 0))
+def checkpoint_bytes(whole: int, adapter: int = 0, base_too: bool = False, critic: bool = False) -> float:
+    """Bytes of a checkpoint of a model of ``whole`` parameters: fp32 weights, two moments of Adam, an exported copy.
+
+    With LoRA of ``adapter`` parameters: the adapter's weights and moments, and where ``base_too`` the base's weights.
+    ``critic``: also its fp32 weights and moments.
+    """
+    policy = 12 * adapter + 4 * whole * base_too if adapter else 16 * whole
+    return policy + 12 * whole * critic
 
 
 # ---- what does not fit ---------------------------------------------------------------------------------------------

@@ -58,10 +58,13 @@ def micro_batch(limit: int, sequences: int) -> int:
     return max(size for size in range(1, limit + 1) if sequences % size == 0)
 
 
-def _save_contents(s: Settings) -> str:
-    """With hf_model a checkpoint has a folder that vLLM and transformers load; not for LoRA, where nothing loads it
-    because its names are peft's (tasks/common/models/merge.py makes the adapter)."""
-    return "[model,optimizer,extra]" if s.LORA_RANK else "[model,optimizer,extra,hf_model]"
+def _saved(s: Settings, key: str) -> list[str]:
+    """What a checkpoint has. With hf_model it has a folder that vLLM and transformers load; not for LoRA, where nothing
+    loads it because its names are peft's (tasks/common/models/merge.py makes the adapter). The frozen base model, 30 GB
+    of 7B, is not saved again."""
+    if not s.LORA_RANK:
+        return [f"{key}.save_contents=[model,optimizer,extra,hf_model]"]
+    return [f"{key}.save_contents=[model,optimizer,extra]", f"+{key}.save_lora_only=True"]
 
 
 def _trainer(s: Settings, run_dir: Path, steps: int) -> list[str]:
@@ -202,7 +205,7 @@ def rl_overrides(s: Settings, model: Path | str, run_dir: Path, chosen: Pass | N
         f"critic.fsdp.ulysses_sequence_parallel_size={s.SP}",
         f"actor_rollout_ref.actor.ppo_mini_batch_size={s.MINI_BATCH_SIZE}",
         "actor_rollout_ref.actor.shuffle=True",  # the critic's too
-        f"actor_rollout_ref.actor.checkpoint.save_contents={_save_contents(s)}",
+        *_saved(s, "actor_rollout_ref.actor.checkpoint"),
         "actor_rollout_ref.actor.checkpoint.load_contents=[model,optimizer,extra]",
     ]
     rollout = [
@@ -279,7 +282,7 @@ def sft_overrides(
         *_trainer(s, run_dir, s.SFT_STEPS),
         f"trainer.seed={s.SEED}",
         "trainer.max_ckpt_to_keep=1",
-        f"checkpoint.save_contents={_save_contents(s)}",
+        *_saved(s, "checkpoint"),
         "checkpoint.load_contents=[model,optimizer,extra]",
     ]
     own = [f"engine.ulysses_sequence_parallel_size={s.SP}", *stack(s.STACK).OVERRIDES, *stack(s.STACK).SFT_OVERRIDES]

@@ -92,6 +92,7 @@ DIFFERENCES = {
                 "actor_rollout_ref.rollout.seed",
                 # It divides by the padded length, MAX_RESPONSE_LENGTH.
                 "actor_rollout_ref.actor.loss_scale_factor",
+                "actor_rollout_ref.actor.checkpoint.save_lora_only",  # its LoRA checkpoints have the base model too
             ),
             refused={
                 "trainer.v1.egpo.": "METHOD=egpo",  # no trainer that can be replaced
@@ -113,6 +114,7 @@ DIFFERENCES = {
                 "trainer.max_ckpt_to_keep",
                 "data.use_dynamic_bsz",
                 "data.max_token_len_per_gpu",
+                "checkpoint.save_lora_only",
             ),
             needed=_sft_of_061,
         ),

@@ -1,4 +1,4 @@
-"""What two_gpus.sh and on_a_gpu.sh compute: `python -m tests.benchmarks.two_gpus PART ...`."""
+"""What many_gpus.sh and on_a_gpu.sh compute: `python -m tests.benchmarks.many_gpus PART ...`."""
 
 import json
 import math
@@ -23,7 +23,8 @@ from tasks.common.settings import stack
 from tasks.common.visible_gpus import gpu_numbers
 
 SAMPLES, LENGTH = 16, 256  # a prompt's, and the tokens of each
-ENGINE_TARGET, SCALE_TARGET = 1.8, 0.92
+ENGINE_TARGET = 0.9  # of as many times the samples as there are GPUs
+SCALE_TARGETS = {2: 0.92, 4: 0.88, 8: 0.80}  # a whole step, beside the fewest GPUs
 
 
 def write(out: Path, result: dict) -> None:
@@ -42,19 +43,24 @@ def sp(out: str) -> None:
     sys.exit(subprocess.run([*torchrun, "-m", "tests.sequence_parallel", out]).returncode)
 
 
-def engines(rows: str, out: str) -> None:
-    """Samples per second of the same job with one engine and with two, and how many responses are the same."""
+def engines(most: str, rows: str, out: str) -> None:
+    """Samples per second of the same job with one engine and with ``most``, and how many responses are the same."""
     result: dict = {"model": os.environ["MODEL"], "samples of a prompt": SAMPLES, "tokens": LENGTH}
-    found: dict[int, dict] = {}
-    for count in (1, 2):
-        file = Path(out).with_name(f"engines-{count}.jsonl")
-        found[count], result[f"{count} engines"] = _sampled(Hardware(count), rows, file)
-        write(Path(out), result)
-    same = sum(found[1][key] == found[2][key] for key in found[1])
-    speed = [result[f"{count} engines"]["samples_per_second"] for count in (1, 2)]
-    result |= {"speedup": speed[1] / speed[0], "same_responses": same / len(found[1]), "target": ENGINE_TARGET}
+    one, many = _engines(1, rows, out, result), _engines(int(most), rows, out, result)
+    same = sum(one[key] == many[key] for key in one)
+    speed = [result[f"{count} engines"]["samples_per_second"] for count in (1, int(most))]
+    result |= {"speedup": speed[1] / speed[0], "same_responses": same / len(one), "target": ENGINE_TARGET * int(most)}
     write(Path(out), result)
     print(f"{speed[0]:.1f} and {speed[1]:.1f} samples/s, {speed[1] / speed[0]:.2f} x, same responses: {same}")
+
+
+def _engines(count: int, rows: str, out: str, result: dict) -> dict:
+    """The responses of ``count`` engines; their times go to ``result``, and so far to ``out``."""
+    responses, result[f"{count} engines"] = _sampled(
+        Hardware(count), rows, Path(out).with_name(f"engines-{count}.jsonl")
+    )
+    write(Path(out), result)
+    return responses
 
 
 def shared(rows: str, out: str) -> None:
@@ -122,36 +128,27 @@ def dpo(runs: str, out: str) -> None:
         sys.exit("error: fewer than 4 steps, or a loss that is no number")
 
 
-def scale(folder: str, out: str) -> None:
-    """Tokens per second and GPU on two GPUs beside one, with the same rollouts a step, where both files are there."""
-    result: dict = {"target": SCALE_TARGET}
-    for rollouts in (1024, 2048):
-        files = {gpus: Path(folder) / f"scale-{gpus}gpu-{rollouts}.json" for gpus in (1, 2)}
-        if not all(file.exists() for file in files.values()):
-            continue
-        runs = {gpus: json.loads(file.read_text()) for gpus, file in files.items()}
+def scale(folder: str, part: str, out: str) -> None:
+    """Tokens per second and GPU on each number of GPUs beside the fewest, with the same rollouts a step, of the files
+    PART-GPUS-ROLLOUTS.json in ``folder``."""
+    result: dict = {"targets": SCALE_TARGETS}
+    files = {tuple(map(int, file.stem.split("-")[1:])): file for file in Path(folder).glob(f"{part}-*-*.json")}
+    for rollouts in sorted({rollouts for _, rollouts in files}):
+        runs = {gpus: json.loads(file.read_text()) for (gpus, of), file in sorted(files.items()) if of == rollouts}
         figures = {gpus: run["variants"]["ours"] for gpus, run in runs.items()}
-        one, two = (figures[gpus]["tokens_per_second_per_gpu"] for gpus in (1, 2))
-        phases = [name for name in figures[1] if name.startswith("seconds_") and name != "seconds_in_all"]
+        fewest, speed = min(figures), {gpus: each["tokens_per_second_per_gpu"] for gpus, each in figures.items()}
+        phases = [name for name in figures[fewest] if name.startswith("seconds_") and name != "seconds_in_all"]
         result[f"{rollouts} rollouts"] = {
-            "gpu": runs[2]["gpu"],
-            "efficiency": two / one,
-            "tokens_per_second_per_gpu": {"1 GPU": one, "2 GPUs": two},
-            "phases_1_gpu": {name: figures[1][name] for name in phases},
-            "phases_2_gpus": {name: figures[2][name] for name in phases if name in figures[2]},
-            "efficiency_of_phases": {
-                name: figures[1][name] / figures[2][name] / 2 for name in phases if figures[2].get(name)
+            "gpu": runs[fewest]["gpu"],
+            "tokens_per_second_per_gpu": speed,
+            "efficiency": {gpus: each / speed[fewest] for gpus, each in speed.items()},
+            "phases": {gpus: {name: each.get(name) for name in phases} for gpus, each in figures.items()},
+            "share_of_bf16_peak_in_update": {
+                gpus: each.get("share_of_bf16_peak_in_update") for gpus, each in figures.items()
             },
         }
-        print(f"{rollouts} rollouts a step: efficiency {two / one:.3f}")
+        print(f"{rollouts} rollouts a step: efficiency {result[f'{rollouts} rollouts']['efficiency']}")
     write(Path(out), result)
-
-
-def model(folder: str) -> None:
-    """The 3B shape with random weights."""
-    from tests.benchmarks.training import random_model
-
-    random_model(Path(folder), tokenizer_of=str(resolve_model(os.environ["MODEL"])))
 
 
 PARTS: dict[str, Callable] = {
@@ -160,7 +157,6 @@ PARTS: dict[str, Callable] = {
     "shared": shared,
     "dpo": dpo,
     "scale": scale,
-    "model": model,
 }
 
 if __name__ == "__main__":
