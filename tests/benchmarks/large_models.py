@@ -39,7 +39,7 @@ def of_run(folder: Path) -> dict:
         "parameters_m": float(estimate[1].replace(",", "")) if estimate else None,
         "weights_compared_after_step": [int(number) for number in agreed.groups()] if agreed else None,
         "merged": "\n  written: " in screen or "has the whole model already" in screen,
-        "evaluated": "paired" in screen,
+        "evaluated": "[95 % interval]" in screen,
         "finished": bool(re.search(r"^\d+ steps, ", screen, re.MULTILINE)),
     }
 

@@ -119,8 +119,10 @@ def checkpoint_sizes(
         size = size_of(run, run.METHOD == "ppo")
         begun = folder.rounds(run, arguments) if arguments is not None else []
         made = sum(len(each.steps) for each in begun)
-        sizes += [size] * (run.SELF_PLAY_ROUNDS * (run.KEEP + 1) - made)
-        largest = max(largest, size)
+        saved = {run.STEPS, *range(0, run.STEPS, run.SAVE_FREQ), *range(0, run.STEPS, run.TEST_FREQ or run.STEPS)} - {0}
+        kept = min(len(saved), run.KEEP + 1)
+        sizes += [size] * (run.SELF_PLAY_ROUNDS * kept - made)
+        largest = max(largest, size * (len(saved) > kept))
     return sizes + [largest] * min(jobs, len(runs) or 1)
 
 
