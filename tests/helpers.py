@@ -199,7 +199,7 @@ def kill_after_a_checkpoint(goal: str, run: str, cwd: Path = ROOT, **variables: 
             time.sleep(0.2)
         os.killpg(killed.pid, signal.SIGKILL)
         killed.wait()
-    deadline = time.monotonic() + 30  # for the guard (tasks/common/leftovers.py)
+    deadline = time.monotonic() + 30  # for the keeper (tasks/common/leftovers.py)
     while str(artifacts) in our_processes() and time.monotonic() < deadline:
         time.sleep(0.5)
     assert str(artifacts) not in our_processes()

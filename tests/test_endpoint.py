@@ -134,10 +134,10 @@ def test_the_pace_is_kept():
 @pytest.mark.parametrize(
     ("url", "name", "said"),
     [
-        ("host/v1", "m", "must be an address"),
-        ("file:///etc/passwd", "m", "must be an address"),
-        ("https://me:secret@host/v1", "m", "holds more than an address"),
-        ("https://host/v1?key=secret", "m", "holds more than an address"),
+        ("host/v1", "m", "must be http"),
+        ("file:///etc/passwd", "m", "must be http"),
+        ("https://me:secret@host/v1", "m", "a key goes into OPENAI_API_KEY"),
+        ("https://host/v1?key=secret", "m", "a key goes into OPENAI_API_KEY"),
         ("https://host/v1", "", "MODEL_NAME is empty"),
     ],
 )

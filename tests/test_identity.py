@@ -10,7 +10,6 @@ from tasks.common.data.prepare import prepare
 from tasks.common.rows import Example
 from tasks.common.runs import folder
 from tasks.common.runs.folder import rl_run
-from tasks.common.runs.run import Run
 from tasks.common.settings import SettingsError, code_digest, load_settings
 from tests.helpers import ROOT, exported
 
@@ -113,8 +112,8 @@ def begun(s, kind, parts):
 
 def test_a_line_says_what_starts_anew_and_why(s, code, capsys):
     def begin(kind, s):
-        run, parts = (Run.read(folder.sft_dir(s)), s.sft_parts()) if kind == "sft" else (rl_run(s, []), s.rl_parts([]))
-        folder.begin(run, kind, s, parts, "start")
+        run = folder.sft_run(s) if kind == "sft" else rl_run(s, [])
+        folder.note(run, kind, s, "start")
         return run.folder.name, capsys.readouterr().out
 
     prepare(s, toy())

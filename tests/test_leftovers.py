@@ -48,20 +48,10 @@ for _ in range(12000):
 LAUNCHER = f"""
 import sys, time
 from pathlib import Path
-from tasks.common import leftovers
 from tasks.common.interrupts import interrupt_on_sigterm
 from tasks.common.process import Progress, errors_in_one_line, run
 interrupt_on_sigterm()
-folder, wait_procs = Path(sys.argv[1]), leftovers.psutil.wait_procs
-def wait(children, timeout):
-    if timeout == leftovers.TERMINATE_SECONDS:  # for processes that would end in order
-        (folder / "waits").touch()
-        for _ in range(1200):
-            (folder / "waited").exists() or time.sleep(0.05)
-        timeout = 0
-    return wait_procs(children, timeout=timeout)
-if sys.argv[2] == "held":
-    leftovers.psutil.wait_procs = wait
+folder = Path(sys.argv[1])
 with errors_in_one_line(stopped="stopped"):
     command = [sys.executable, "-c", {STAGE!r}, str(folder)]
     run(command, name="stage", log=folder / "logs/stage.log", total=1, watch=Progress)
@@ -78,12 +68,12 @@ def interrupt_as_in_a_terminal():
 
 
 class Tree:
-    """A launcher with its stage and daemons; ``left`` says what of them there is. Where it is ``held`` its clean-up
-    waits for ``go_on``, in place of some seconds."""
+    """A launcher with its stage and daemons; ``left`` says what of them there is. Its clean-up waits TERMINATE_SECONDS
+    for the daemons, which hear no signal."""
 
-    def __init__(self, folder: Path, held: bool = False):
+    def __init__(self, folder: Path):
         self.folder = folder
-        command = [sys.executable, "-c", LAUNCHER, str(folder), "held" if held else ""]
+        command = [sys.executable, "-c", LAUNCHER, str(folder)]
         pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         heard = functools.partial(signal.signal, signal.SIGHUP, signal.SIG_DFL)  # where pytest itself runs by nohup
         self.launcher = subprocess.Popen(command, cwd=ROOT, **pipes, start_new_session=True, preexec_fn=heard)
@@ -92,7 +82,7 @@ class Tree:
         daemon, memory, *temporary = said[0].read_text().split()
         self.processes = [int(daemon), *(int(file.read_text()) for file in said[1:])]
         self.files = [Path("/dev/shm") / memory, *map(Path, temporary)]
-        time.sleep(1.2)  # the launcher looks every half second who has mapped what
+        time.sleep(1.2)  # the keeper looks every half second who has mapped what
         assert len(self.left()) == 6
 
     def left(self) -> list:
@@ -100,12 +90,6 @@ class Tree:
 
     def end_stage(self) -> None:
         (self.folder / "end").touch()
-
-    def until_clean_up(self) -> None:
-        wait_until((self.folder / "waits").exists, 30)
-
-    def go_on(self) -> None:
-        (self.folder / "waited").touch()
 
     def output(self) -> str:
         return self.launcher.communicate(timeout=30)[0]
@@ -129,14 +113,12 @@ def wait_until(holds, seconds: float) -> None:
 @pytest.mark.medium
 @pytest.mark.parametrize("number", [pytest.param(signal.SIGHUP, marks=pytest.mark.slow), signal.SIGINT])
 def test_signals_during_the_clean_up_do_not_break_it_off(number, tmp_path):
-    tree = Tree(tmp_path, held=True)
+    tree = Tree(tmp_path)
     os.kill(tree.launcher.pid, number)
-    tree.until_clean_up()
     for again in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGINT):
         os.killpg(tree.launcher.pid, again)
         time.sleep(0.2)
         assert tree.launcher.poll() is None
-    tree.go_on()
     said = tree.output()
     assert tree.launcher.returncode == 130 and said.endswith("\nstopped\n"), said
     assert tree.left() == []
@@ -144,12 +126,10 @@ def test_signals_during_the_clean_up_do_not_break_it_off(number, tmp_path):
 
 @pytest.mark.slow
 def test_a_signal_in_the_clean_up_of_a_stage_that_ended_waits_for_it(tmp_path):
-    tree = Tree(tmp_path, held=True)
+    tree = Tree(tmp_path)
     tree.end_stage()
-    tree.until_clean_up()
-    assert not runs(tree.processes[2])
+    wait_until(lambda: not runs(tree.processes[2]), 30)
     os.kill(tree.launcher.pid, signal.SIGINT)
-    tree.go_on()
     said = tree.output()
     assert tree.launcher.returncode == 130 and "went on" not in said
     assert tree.left() == []
@@ -159,14 +139,11 @@ def test_a_signal_in_the_clean_up_of_a_stage_that_ended_waits_for_it(tmp_path):
 @pytest.mark.parametrize("kill", [os.kill, pytest.param(os.killpg, marks=pytest.mark.slow)], ids=["launcher", "group"])
 def test_ten_seconds_after_a_kill_nothing_is_left(kill, tmp_path):
     tree = Tree(tmp_path)
-    guards = [
-        child.pid for child in psutil.Process(tree.launcher.pid).children() if "leftovers" in str(child.cmdline())
-    ]
+    (keeper,) = psutil.Process(tree.launcher.pid).children()
     kill(tree.launcher.pid, signal.SIGKILL)
     tree.launcher.wait()
     wait_until(lambda: tree.left() == [], 10)
-    assert len(guards) == 1
-    wait_until(lambda: not runs(guards[0]), 10)
+    wait_until(lambda: not runs(keeper.pid), 10)
 
 
 @pytest.mark.medium
@@ -189,7 +166,6 @@ import os, sys
 from pathlib import Path
 from tasks.common.leftovers import Launch
 launch = Launch(Path(sys.argv[1]))
-launch.outlives_exec()
 socket = "import os, socket, sys, tempfile; name = tempfile.gettempdir() + '/socket'\\n"
 socket += "socket.socket(socket.AF_UNIX).bind(name); print(name, flush=True); sys.stdin.read()"
 os.execve(sys.executable, [sys.executable, "-c", socket], os.environ | launch.environment)
@@ -204,7 +180,7 @@ def test_the_sockets_of_a_program_in_place_of_the_launcher_go_with_it(kill, tmp_
     chat = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     made = Path(chat.stdout.readline().strip())
     time.sleep(1.5)
-    assert made.exists() and chat.poll() is None  # the guard waits
+    assert made.exists() and chat.poll() is None  # the keeper waits
     chat.kill() if kill else chat.stdin.close()
     assert chat.wait(30) == (-signal.SIGKILL if kill else 0)
     wait_until(lambda: not made.parent.exists(), 10)

@@ -308,5 +308,5 @@ def test_only_the_verl_that_has_them_loads_the_trainers(version, monkeypatch):
     from tasks.common.launch.plan import trainer_module
 
     monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "some.module")
-    modules = trainer_module(settings_of(STACK_OF[version]))["VERL_USE_EXTERNAL_MODULES"]
+    modules = trainer_module(settings_of(STACK_OF[version]), os.environ)["VERL_USE_EXTERNAL_MODULES"]
     assert modules == ("some.module" if version == "0.6.1" else "some.module,tasks.common.verl_plugins.trainer")

@@ -1,102 +1,93 @@
-"""What the processes of a stage leave, and its removal: daemons, shared memory, the folder of temporary files.
+"""The processes of a stage, and what they leave: daemons, shared memory, the folder of temporary files.
 
-Ray and vLLM start daemons that outlive their parent. ``Launch.clean_up`` ends them on every way out of a stage. A
-guard, a small process in a session of its own, does it where the launcher is killed and cannot.
+Ray and vLLM start daemons that outlive their parent. So a keeper, a small process in a session of its own, starts the
+stage's process. Once that has ended, or the launcher has, by whatever signal, the keeper ends and removes the rest.
 """
 
 import contextlib
 import ctypes
 import os
 import re
-import select
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import psutil
 
-from tasks.common.interrupts import ENDING
+from tasks.common.interrupts import ENDING, Interrupts
 
 LOGS = "VERL_TASK_LOGS"  # in the environment of all processes of a stage: the folder of its logs
 LAUNCH = "VERL_TASK_LAUNCH"  # and the folder of temporary files, which each launch has for itself
 SHARED_MEMORY = Path("/dev/shm")
 NAMES = ("psm_", "verl_weights_", "sem.mp-")  # Python's shared memory and semaphores; verl's weights
 TERMINATE_SECONDS, KILL_SECONDS = 3, 5
-DONE = "done"
+LOOK_SECONDS = 0.5  # between two looks at processes, and at who has mapped what
+KEEPER = (
+    f"import sys; sys.path.insert(0, {str(Path(__file__).resolve().parents[2])!r}); "
+    "from tasks.common import leftovers; leftovers.keep(*sys.argv[1:])"
+)
 
 
 class Launch:
-    """One run of a stage's process: its temporary files, and the shared memory that its processes made.
+    """One run of a stage's ``command``, with ``more`` in its environment, or of a program in place of this process:
+    its keeper, its folder of temporary files, and the ``environment`` that is the launch's own."""
 
-    Shared memory counts as made here once a process of this launch has mapped it: with `--ipc=host` other containers
-    have theirs in the same folder, and their processes cannot be seen.
-    """
-
-    def __init__(self, logs: Path):
-        ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: orphans become children of this process
+    def __init__(self, logs: Path, command: Sequence[str] = (), output=None, more: Mapping[str, str] | None = None):
         end_marked(LOGS, str(logs))  # of a killed launcher; the caller holds the task's lock, so none is of a live run
         self.folder = Path(tempfile.mkdtemp(prefix="verl-"))  # short: Ray's socket paths must fit in 107 bytes
-        self.environment = {LOGS: str(logs), LAUNCH: str(self.folder), "TMPDIR": str(self.folder)}  # vLLM's sockets too
+        marks = {LOGS: str(logs), LAUNCH: str(self.folder)}
+        self.environment = marks | {"TMPDIR": str(self.folder)}  # vLLM's sockets too
         # What torch compiled is for the next launches as well.
         cache = f"{tempfile.gettempdir()}/torchinductor_{os.getuid()}"
         self.environment["TORCHINDUCTOR_CACHE_DIR"] = os.environ.get("TORCHINDUCTOR_CACHE_DIR", cache)
-        self._seen = set(_files())  # of others, made before
-        self._ours: dict[int, Path] = {}  # by inode
-        self._guard = subprocess.Popen(
-            [sys.executable, "-m", "tasks.common.leftovers", str(os.getpid()), str(self.folder)],
-            env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2]), LOGS: "", LAUNCH: ""},
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # a signal to the launcher's group does not reach it
+        if not os.environ.get("RAY_ADDRESS"):
+            self.environment["RAY_TMPDIR"] = str(self.folder)
+        given = os.environ | self.environment | dict(more or {})
+        self.keeper = subprocess.Popen(
+            [sys.executable, "-c", KEEPER, str(os.getpid()), *marks.values(), *command],
+            env={name: value for name, value in given.items() if name not in marks},
+            stdin=subprocess.DEVNULL,
+            stdout=output or subprocess.DEVNULL,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C, and a signal to the launcher's group, do not reach it
         )
 
-    def started(self, process: int) -> None:
-        """Tell the guard of the stage's process, which begins a session."""
-        self._tell(f"session {process}")
-
-    def outlives_exec(self) -> None:
-        """Let the program that replaces this process keep the guard, which then cleans up at that program's end."""
-        os.set_inheritable(self._guard.stdin.fileno(), True)
-
-    def _tell(self, line: str) -> None:
-        with contextlib.suppress(OSError):  # a guard that somebody killed
-            os.write(self._guard.stdin.fileno(), f"{line}\n".encode())
-
     def processes(self) -> list[psutil.Process]:
-        """Every descendant of this process but the guard."""
-        children = psutil.Process().children(recursive=True)
-        return [child for child in children if child.pid != self._guard.pid]
+        """Those of the stage."""
+        return _below(self.keeper.pid)
 
-    def look(self) -> None:
-        """Note the shared memory that is new and that our processes have mapped, also for the guard."""
-        with contextlib.suppress(psutil.Error):
-            new = _files()
-            fresh, self._seen = {inode: file for inode, file in new.items() if inode not in self._seen}, set(new)
-            for inode in fresh.keys() & (_mapped(self.processes()) if fresh else set()):
-                self._ours[inode] = fresh[inode]
-                self._tell(f"file {inode} {fresh[inode].name}")
-
-    def clean_up(self) -> None:
-        """End every descendant of this process, and remove what they left."""
-        self.look()
-        for wait in (TERMINATE_SECONDS, 0):
-            children = self.processes()
-            for child in children:
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    child.terminate() if wait else child.kill()
-            psutil.wait_procs(children, timeout=wait or KILL_SECONDS)
-        _remove(self._ours)
+    def end(self) -> None:
+        """End the stage, unless it has ended; returns when nothing is left."""
+        self.keeper.terminate()
+        self.keeper.wait()
+        if self.keeper.returncode == -signal.SIGKILL:  # of the stage, or of the keeper itself
+            end_marked(LAUNCH, str(self.folder))
         shutil.rmtree(self.folder, ignore_errors=True)
-        self._tell(DONE)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._guard.wait(KILL_SECONDS)
-        self._guard.stdin.close()
+
+
+@contextlib.contextmanager
+def kept(command: Sequence[str], log: Path, more: Mapping[str, str] | None = None) -> Iterator[Launch]:
+    """Within the block ``command`` runs, its output in ``log``; the launch's ``keeper`` ends as it does. After the
+    block, on every way out, and after a SIGKILL, nothing of it is left."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    print(f"  log: {log}", flush=True)
+    with Interrupts() as interrupts, log.open("wb") as output:
+        launch = Launch(log.parent, command, output, more)
+        try:
+            yield launch
+        finally:
+            with interrupts.held():
+                launch.end()
+
+
+def die_with_parent() -> None:
+    """For ``preexec_fn``: the child is killed when the process that started it ends."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a killed launcher leaves no training behind
 
 
 def _files() -> dict[int, Path]:
@@ -129,63 +120,73 @@ def _remove(ours: dict[int, Path]) -> None:
         left[inode].unlink(missing_ok=True)
 
 
-def marked(name: str, value: str, session: int = 0) -> Iterator[psutil.Process]:
-    """The processes with ``name=value`` in their environment, or of ``session``, except this one.
+def _below(process: int) -> list[psutil.Process]:
+    """The descendants of ``process``."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return psutil.Process(process).children(recursive=True)
+    return []
 
-    Ray's agents have no environment to read: they write their title over it.
-    """
+
+def _marked(name: str, value: str) -> list[psutil.Process]:
+    """The processes with ``name=value`` in their environment, except this one."""
+    found = []
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error, OSError):
-            of_session = session and os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE
-            if process.pid != os.getpid() and (of_session or process.environ().get(name) == value):
-                yield process
+            if process.pid != os.getpid() and process.environ().get(name) == value:
+                found.append(process)
+    return found
 
 
-def end_marked(name: str, value: str, session: int = 0) -> None:
-    """Kill the processes that are ``marked``, and those that they start meanwhile."""
-    deadline = time.monotonic() + 2 * KILL_SECONDS
-    while (found := list(marked(name, value, session))) and time.monotonic() < deadline:
-        for process in found:
+def end_marked(name: str, value: str) -> None:
+    """Kill the processes with ``name=value`` in their environment."""
+    _end(lambda: _marked(name, value), signal.SIGKILL, 2 * KILL_SECONDS)
+
+
+def _end(processes: Callable[[], list[psutil.Process]], number: int, seconds: float) -> None:
+    """Send signal ``number`` once to each of ``processes``, and to those that they start meanwhile, until none is left,
+    for at most ``seconds``."""
+    deadline, told = time.monotonic() + seconds, set()
+    while (there := processes()) and time.monotonic() < deadline:
+        for process in set(there) - told:
             with contextlib.suppress(psutil.Error):
-                process.kill()
-        psutil.wait_procs(found, timeout=1)
+                process.send_signal(number)
+        told.update(there)
+        psutil.wait_procs(there, timeout=LOOK_SECONDS)
 
 
-def _alive(process: int) -> bool:
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
-    return False
+def keep(launcher: str, logs: str, folder: str, *command: str) -> None:
+    """The keeper: start ``command`` and end as it does; without one, wait for the end of the program that takes the
+    place of the process ``launcher``. SIGTERM ends it before. In the end nothing is left.
 
-
-def _guard(launcher: int, folder: Path) -> None:
-    """Wait for the end of the process ``launcher``; clean up unless it says that it did.
-
-    Its lines on standard input: "session ID", "file INODE NAME" for shared memory, and DONE in the end.
+    Shared memory counts as the stage's once a process of it has mapped it: with `--ipc=host` other containers have
+    theirs in the same folder, and their processes cannot be seen.
     """
-    for number in ENDING:
-        signal.signal(number, signal.SIG_IGN)
-    told = b""
-    # A process that the launcher forked may hold the pipe open after the launcher's end.
-    while _alive(launcher) and not told.endswith(f"{DONE}\n".encode()):
-        if select.select([0], [], [], 1)[0]:
-            new = os.read(0, 65536)
-            if not new:
-                break
-            told += new
-    lines = told.decode().splitlines()
-    if DONE in lines:
-        return
-    files = [line.split(" ", 2)[1:] for line in lines if line.startswith("file ")]
-    ours = {int(inode): SHARED_MEMORY / name for inode, name in files}
-    session = next((int(line.split()[1]) for line in lines if line.startswith("session ")), 0)
-    mapped = _mapped(marked(LAUNCH, str(folder), session))
-    ours |= {inode: file for inode, file in _files().items() if inode in mapped}
-    for _ in range(2):  # the second time for what was just being started
-        end_marked(LAUNCH, str(folder), session)
-        time.sleep(0.5)
+    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: orphans become children of this process
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {*ENDING, signal.SIGCHLD})
+
+    def begins() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        die_with_parent()
+
+    def there() -> list[psutil.Process]:
+        return _below(os.getpid()) if command else _marked(LAUNCH, folder)
+
+    seen, ours, child, code, heard = set(_files()), {}, None, None, None
+    if command:
+        environment = os.environ | {LOGS: logs, LAUNCH: folder}
+        child = subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=begins)
+    while code is None and heard != signal.SIGTERM and os.getppid() == int(launcher):
+        told = signal.sigtimedwait({signal.SIGTERM, signal.SIGCHLD}, LOOK_SECONDS)
+        heard, code = told and told.si_signo, child and child.poll()
+        files = _files()
+        new, seen = files.keys() - seen, set(files)
+        ours |= {inode: files[inode] for inode in new & _mapped(there() if new else ())}
+    _end(there, signal.SIGTERM, TERMINATE_SECONDS)
+    _end(there, signal.SIGKILL, KILL_SECONDS)
     _remove(ours)
-    shutil.rmtree(folder, ignore_errors=True)
-
-
-if __name__ == "__main__":
-    _guard(int(sys.argv[1]), Path(sys.argv[2]))
+    if os.getppid() != int(launcher):  # else it reads what the stage has left there
+        shutil.rmtree(folder, ignore_errors=True)
+    if code and code < 0:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        os.kill(os.getpid(), -code)
+    sys.exit(code)

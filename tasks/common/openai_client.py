@@ -1,11 +1,19 @@
 """The `openai` package's client, for services that may be slow, broken or hostile."""
 
+import re
 import time
 from collections.abc import Iterator
 
 import httpx
 
 MOST_BYTES = 8_000_000  # of a reply
+_ADDRESS = re.compile(r"https?://(?:[\w.-]+|\[[\da-fA-F:.]+\])(?::\d{1,5})?(?:/[^\s?#@]*)?")
+
+
+def address_problem(url: str, key: str) -> str:
+    """Why ``url`` is no base URL of a service; empty where it is one. ``key``: the variable that its key goes into. The
+    words leave the URL out, which may hold a password."""
+    return "" if _ADDRESS.fullmatch(url) else f"must be http(s)://host/path; a key goes into {key}"
 
 
 class _Bounded(httpx.SyncByteStream):

@@ -1,13 +1,10 @@
 """Run one engine process: output to a log file, progress on the screen, and no process left behind."""
 
 import contextlib
-import ctypes
 import gc
 import os
 import re
 import shutil
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -19,8 +16,7 @@ from tqdm import tqdm
 from tasks.common import alive
 from tasks.common.errors import own_place, said
 from tasks.common.files import NO_SPACE
-from tasks.common.interrupts import Interrupts
-from tasks.common.leftovers import Launch
+from tasks.common.leftovers import Launch, die_with_parent, kept
 from tasks.common.text import printable
 
 POLL_SECONDS = 0.5
@@ -158,11 +154,6 @@ def _stalled(name: str, life: alive.Watch, launch: Launch) -> str:
     return f"{name} stood still for START_MINUTES={life.minutes:g}: {what}; {stacks}"
 
 
-def die_with_parent() -> None:
-    """For ``preexec_fn``: the child is killed when the process that started it ends."""
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: a killed launcher leaves no training behind
-
-
 def die_with_torchrun() -> None:
     """In a worker of torchrun: end with torchrun, which leaves its workers training when it is killed."""
     if "TORCHELASTIC_RUN_ID" in os.environ:
@@ -267,52 +258,31 @@ def run(
 
     ``watch`` is asked twice a second for the Progress towards ``total``. ``minutes`` without a sign of life (alive.py)
     end it; 0: it may wait for ever. Raises StageFailed with the first real error and the last lines of the log when the
-    process fails, stands still, or hangs after its log reports a dead engine. All processes
-    that it started are ended on every way out, including signals (interrupts.py) and the end of this process by
-    SIGKILL (leftovers.py).
+    process fails, stands still, or hangs after its log reports a dead engine. Nothing is left then (leftovers.py).
     """
-    log.parent.mkdir(parents=True, exist_ok=True)
-    print(f"  log: {log}", flush=True)
-    screen, stalled = _Screen(name, total), ""
-    with Interrupts() as interrupts, log.open("wb") as output:
-        launch = Launch(log.parent)
-        own_ray = {} if os.environ.get("RAY_ADDRESS") else {"RAY_TMPDIR": str(launch.folder)}
+    screen, stalled, due, ours = _Screen(name, total), "", {}, set()
+    with kept(command, log, environment) as launch, log.open(errors="replace") as new:
+        life = alive.Watch(launch.folder, log.parent.parent, log, minutes)
+
+        def watched() -> Progress:
+            progress = watch()
+            life.look(progress.done)
+            return replace(progress, note=progress.note + life.note) if minutes else progress
+
         try:
-            child = subprocess.Popen(
-                command,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, **own_ray, **launch.environment, **(environment or {})},
-                start_new_session=True,  # Ctrl-C reaches us alone; we end the child
-                preexec_fn=die_with_parent,
-            )
-            launch.started(child.pid)
-            due, ours = {}, set()
-            life = alive.Watch(launch.folder, log.parent.parent, log, minutes)
-
-            def watched() -> Progress:
-                progress = watch()
-                life.look(progress.done)
-                return replace(progress, note=progress.note + life.note) if minutes else progress
-
-            with log.open(errors="replace") as new:
-                while child.poll() is None:
-                    screen.look(watched)
-                    launch.look()
-                    if life.stalled:
-                        stalled = _stalled(name, life, launch)
-                        break
-                    if time.monotonic() > _deadline(new.read(), life, due, ours):
-                        break
-                    time.sleep(POLL_SECONDS)
-            code, told = child.poll(), life.error
+            while launch.keeper.poll() is None:
+                screen.look(watched)
+                if life.stalled:
+                    stalled = _stalled(name, life, launch)
+                    break
+                if time.monotonic() > _deadline(new.read(), life, due, ours):
+                    break
+                time.sleep(POLL_SECONDS)
+            code, told = launch.keeper.poll(), life.error
             if code == 0:
                 screen.look(watch, last=True)
         finally:
-            with interrupts.held():
-                launch.clean_up()
-                screen.close()
+            screen.close()
     if stalled:
         raise StageFailed(f"{stalled}\n  log: {log}")
     if code != 0:

@@ -7,12 +7,11 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from urllib.parse import urlsplit
 
 from tasks.common.evaluation.engines import SKIPPED, Request, Sampling
 from tasks.common.evaluation.rollouts import GREEDY, Completion
 from tasks.common.models.chat_template import call_text
-from tasks.common.openai_client import openai_client
+from tasks.common.openai_client import address_problem, openai_client
 from tasks.common.settings import SettingsError
 from tasks.common.text import one_line
 
@@ -25,11 +24,8 @@ MAX_CHARS = 1_000_000  # of a response; a longer one is cut
 
 def check(base_url: str, name: str) -> None:
     """Raise SettingsError where BASE_URL or MODEL_NAME cannot be asked."""
-    parts = urlsplit(base_url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise SettingsError("BASE_URL: must be an address such as https://host/v1")
-    if parts.username or parts.password or parts.query:
-        raise SettingsError(f"BASE_URL: holds more than an address; put the key into the environment variable {KEY}")
+    if problem := address_problem(base_url, KEY):
+        raise SettingsError(f"BASE_URL: {problem}")
     if not name:
         raise SettingsError("MODEL_NAME is empty: give the name by which BASE_URL knows the model")
 

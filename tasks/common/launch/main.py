@@ -411,7 +411,6 @@ def chat(job: Job) -> None:
     s = job.s
     program = [sys.executable, str(s.task_dir / "evaluate.py"), "chat", job.chosen()]
     launch = Launch(artifacts() / "chat" / s.TASK / str(os.getpid()))  # a killed engine leaves sockets
-    launch.outlives_exec()
     os.execve(sys.executable, program, exported(s) | launch.environment)
 
 

@@ -1,9 +1,8 @@
 """One training, planned before it runs: `make config` shows the plan, `train.py` carries it out."""
 
-import os
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -104,8 +103,9 @@ def rl_plan(
     seeded = replace(s, SEED=seed)  # for the trainer; the data keep their SEED
     # verl has no keys for these.
     own = {"SEED": str(seed), "KEEP": str(s.KEEP), "PATIENCE": str(s.PATIENCE), "ANYWAY": str(int(anyway))}
-    own |= _writes(s, run) | trainer_module(s)
-    sent = verl_config.sent_environment(exported(seeded) | own)
+    given = exported(seeded)
+    own |= _writes(s, run) | trainer_module(s, given)
+    sent = verl_config.sent_environment(given | own)
     ours = [*sent, *verl_config.rl_overrides(seeded, start, run.folder, chosen)]
     launcher = getattr(stack(s.STACK), "LAUNCHER", [])
     return Plan(
@@ -132,8 +132,9 @@ def _torchrun(s: Settings, module: str) -> tuple[list[str], dict[str, str]]:
     return [sys.executable, "-m", *torchrun, module], {} if torchrun else dict(ONE_WORKER)
 
 
-def trainer_module(s: Settings) -> dict[str, str]:
-    """The environment in which every verl process loads the method's trainer, where verl lets one choose it."""
+def trainer_module(s: Settings, given: Mapping[str, str]) -> dict[str, str]:
+    """The environment in which every verl process loads the method's trainer beside those that are ``given``, where
+    verl lets one choose it."""
     own = method(s.METHOD).TRAINER if verl_versions.has_own_trainers(s) else None
-    modules = [os.environ.get("VERL_USE_EXTERNAL_MODULES"), own]
+    modules = [given.get("VERL_USE_EXTERNAL_MODULES"), own]
     return {"VERL_USE_EXTERNAL_MODULES": ",".join(filter(None, modules))}

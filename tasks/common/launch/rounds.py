@@ -5,7 +5,7 @@ from tasks.common.launch.task import load_reward
 from tasks.common.machine import cluster
 from tasks.common.models.find import resolve_model
 from tasks.common.runs import folder, validation
-from tasks.common.runs.run import Run, export, recorded
+from tasks.common.runs.run import export, recorded
 from tasks.common.settings import Settings, SettingsError, method
 from tasks.common.training import tracking
 
@@ -33,7 +33,7 @@ def start_model(s: Settings) -> str:
     """The start of RL and DPO: MODEL, or its warm-up. Raises SettingsError when there is no warm-up yet."""
     if s.INIT == "base":
         return resolve_model(s.MODEL)
-    run = Run.read(folder.sft_dir(s))
+    run = folder.sft_run(s)
     if not run.warmed(s):
         raise SettingsError(f"INIT=sft: there is no warm-up for these settings; run `make sft TASK={s.TASK}` first")
     return str(export(run))
@@ -52,7 +52,8 @@ def train_rounds(s: Settings, arguments: list[str]) -> str:
         elif not done:
             run = train.train(s, arguments, number, start, run)
         dev, steps = validation.words(run.metrics), train.said_steps(run, run.wanted(s), s)
-        train.note_if_killed(run.folder, steps)
+        if done:
+            train.note_if_killed(run.folder, steps)
         said = f"{'up to date: ' if done else ''}{steps} in {run.folder}{f'; {dev}' if dev else ''}"
         start = str(export(run))
     return said

@@ -4,17 +4,15 @@ import ipaddress
 import json
 import os
 import shlex
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 from tasks.common.evaluation.engines import window
-from tasks.common.interrupts import Interrupts
-from tasks.common.leftovers import Launch
+from tasks.common.leftovers import kept
 from tasks.common.machine.hardware import CPU_BLOCK_SIZE, cpu_dtype, listens
 from tasks.common.models.merge import base_model, is_adapter, max_rank
-from tasks.common.process import POLL_SECONDS, StageFailed, die_with_parent, report
+from tasks.common.process import POLL_SECONDS, StageFailed, report
 from tasks.common.settings import Command, Settings, SettingsError, artifacts
 
 KEY = "VLLM_API_KEY"  # vLLM's own variable: a key on its command line would stand in the list of processes
@@ -99,37 +97,21 @@ def serve(s: Settings, command: Command, model: str, own: list[str]) -> None:
 
     Raises StageFailed where the server ends by itself, or does not answer within START_MINUTES.
     """
-    check(command)
     log = artifacts() / "serve" / s.TASK / "server.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
     program = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments(s, command, model), *own]
-    print(f"starting vLLM's server; log: {log}", flush=True)
-    started, answered, late, code = time.monotonic(), False, False, None
-    with Interrupts() as interrupts, log.open("wb") as output:
-        launch = Launch(log.parent)
-        try:
-            server = subprocess.Popen(
-                program,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=os.environ | launch.environment,
-                start_new_session=True,  # Ctrl-C reaches us alone; we end the server
-                preexec_fn=die_with_parent,
-            )
-            launch.started(server.pid)
-            while not late and (code := server.poll()) is None:
-                launch.look()
+    print("starting vLLM's server", flush=True)
+    started, answered, late = time.monotonic(), False, False
+    try:
+        with kept(program, log) as launch:
+            while not late and launch.keeper.poll() is None:
                 if not answered and (answered := _answers(command)):
                     print(ready(command, [*names(s, model)]), flush=True)
                 late = not answered and 0 < 60 * s.START_MINUTES < time.monotonic() - started
                 time.sleep(POLL_SECONDS)
-        except KeyboardInterrupt:
-            print("\nstopped", flush=True)
-            return
-        finally:
-            with interrupts.held():
-                launch.clean_up()
+            code = launch.keeper.poll()
+    except KeyboardInterrupt:
+        print("\nstopped", flush=True)
+        return
     if late:
         raise StageFailed(f"the server did not answer within START_MINUTES={s.START_MINUTES:g}\n  log: {log}")
     raise StageFailed(report(log, f"the server ended with exit code {code}"))

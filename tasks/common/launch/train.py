@@ -64,7 +64,7 @@ def sft(s: Settings) -> str:
 
     Raises SettingsError, DataError and StageFailed.
     """
-    run = Run.read(folder.sft_dir(s))
+    run = folder.sft_run(s)
     if run.warmed(s):
         prune(run.folder, 0)
         note_if_killed(run.folder, steps := f"{run.last} steps")
@@ -82,8 +82,10 @@ def sft(s: Settings) -> str:
     if count < s.SFT_BATCH_SIZE:
         few = f"has {count} demonstrations, less than SFT_BATCH_SIZE={s.SFT_BATCH_SIZE}"
         raise DataError(f"INIT=sft: {demonstrations} {few}; lower it, or use INIT=base")
-    folder.begin(run, "sft", s, s.sft_parts(), start)
-    run = execute(sft_plan(s, run, start, demonstrations, parity.decided(s)))
+    chosen = parity.decided(s)
+    plan = sft_plan(s, run, start, demonstrations, chosen)
+    folder.note(run, "sft", s, start)
+    run = execute(plan)
     prune(run.folder, 0)  # a resumed trainer does not know the checkpoints of the one that was killed
     loss = run.metrics.get(run.last, {}).get("train/loss", math.nan)
     early = f", below SFT_LOSS={s.SFT_LOSS:g}" if run.last < s.SFT_STEPS else ""
@@ -103,15 +105,15 @@ def _check_ranks(s: Settings, run: Run) -> None:
 
 def train(s: Settings, arguments: list[str], number: int, start: str, run: Run) -> Run:
     """Round ``number`` of RL from the model ``start``; the run after it."""
-    begins = _trainer_start(s, start)
-    prune(run.folder, s.KEEP)  # also a crash's leftovers
-    nodes = cluster.join(s)
-    folder.begin(run, "rl", s, s.rl_parts(arguments, number, start), start, arguments, base_model(begins))
+    begins, chosen = _trainer_start(s, start), parity.decided(s)
     # A teacher and a reward model may give no right answers.
     learns = s.INIT == "sft" and number == 1 and method(s.METHOD).REWARD and not s.REWARD_MODEL
     anyway = not learns or os.environ.get("ANYWAY") == "1"
     overrides = verl_config.critic_overrides(s, begins) + arguments
-    plan = rl_plan(s, run, begins, parity.decided(s), overrides, number, anyway)
+    plan = rl_plan(s, run, begins, chosen, overrides, number, anyway)
+    nodes = cluster.join(s)
+    folder.note(run, "rl", s, start, arguments, base_model(begins))
+    prune(run.folder, s.KEEP)  # also a crash's leftovers
     try:
         run = execute(plan)
     except StageFailed as error:
@@ -133,8 +135,9 @@ def train_on_pairs(s: Settings, arguments: list[str], number: int, start: str, r
         never = f"the rate reaches LR in none of {s.STEPS} steps"
         raise SettingsError(f"LR_WARMUP={s.LR_WARMUP}: {never}; set it lower")
     print(f"  {pairs.said}: {s.STEPS} steps of {s.TRAIN_BATCH_SIZE} in DPO_EPOCHS={s.DPO_EPOCHS}")
-    folder.begin(run, "rl", s, s.rl_parts(arguments, number, start), start, arguments, base_model(begins))
-    return execute(pairs_plan(s, run, begins, file, number))
+    plan = pairs_plan(s, run, begins, file, number)
+    folder.note(run, "rl", s, start, arguments, base_model(begins))
+    return execute(plan)
 
 
 def _trainer_start(s: Settings, start: str) -> str:

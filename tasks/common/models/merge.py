@@ -111,18 +111,7 @@ def adapter_folder(checkpoint: Path, base: str) -> Path:
     if is_adapter(checkpoint):
         return checkpoint
     adapter = checkpoint / "adapter"
-    if not is_adapter(adapter):
-        with folder_beside(adapter) as partial:
-            _run_merger(checkpoint, partial, "tasks.common.verl_plugins.adapter")
-            for file in (partial / "lora_adapter").iterdir():
-                file.rename(partial / file.name)
-            (partial / "lora_adapter").rmdir()
-            # verl 0.6.1 writes lora_alpha 0, which turns the adapter off; verl_061/lora_alpha.py saved the value.
-            # It writes no task_type either, and cannot save an adapter that it loaded without one.
-            noted = read_json(checkpoint / "lora_train_meta.json")
-            known = {"lora_alpha": noted["lora_alpha"], "task_type": "CAUSAL_LM", "base_model_name_or_path": base}
-            write_json(partial / "adapter_config.json", adapter_config(partial) | known)
-    return adapter
+    return adapter if is_adapter(adapter) else _merged(checkpoint, adapter, "tasks.common.verl_plugins.adapter", base)
 
 
 def merge(checkpoint: Path, base: str = "") -> Path:
@@ -137,17 +126,18 @@ def merge(checkpoint: Path, base: str = "") -> Path:
     if is_lora(checkpoint):
         adapter = adapter_folder(checkpoint, base)
         return merge_adapter(adapter, base_of(adapter), merged)
-    with folder_beside(merged) as partial:
-        _run_merger(checkpoint, partial, "verl.model_merger")
-    return merged
+    return _merged(checkpoint, merged, "verl.model_merger")
 
 
-def _run_merger(checkpoint: Path, target: Path, module: str) -> None:
-    command = [sys.executable, "-m", module, "merge", "--backend", "fsdp"]
-    command += ["--local_dir", str(checkpoint), "--target_dir", str(target)]
-    result = subprocess.run(command, capture_output=True, text=True, preexec_fn=die_with_parent)
-    if result.returncode:
-        raise StageFailed(f"{checkpoint}: verl.model_merger failed: {(result.stderr.splitlines() or [''])[-1]}")
+def _merged(checkpoint: Path, target: Path, module: str, *more: str) -> Path:
+    """``target``, as verl's merger, or the one of ``module`` in its place, makes it of ``checkpoint``."""
+    command = [sys.executable, "-m", module, "merge", "--backend", "fsdp", "--local_dir", str(checkpoint)]
+    with folder_beside(target) as partial:
+        own = [*command, "--target_dir", str(partial), *more]
+        result = subprocess.run(own, capture_output=True, text=True, preexec_fn=die_with_parent)
+        if result.returncode:
+            raise StageFailed(f"{checkpoint}: verl.model_merger failed: {(result.stderr.splitlines() or [''])[-1]}")
+    return target
 
 
 # ---- merging

@@ -131,9 +131,19 @@ class Follower:
         self.store.bulk_alert(task, run, names, [*found.values()], levels, [step for _, step, _ in found])
 
 
-@contextlib.contextmanager
-def trackio_served(port: int) -> Iterator[Follower]:
-    """trackio's dashboard on loopback until the end of the block, with what the runs have now."""
+def free_port() -> int:
+    """PORT. Raises SettingsError where it is none, or is taken."""
+    port = os.environ.get("PORT") or "7860"
+    if not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+        raise SettingsError(f"PORT={port[:80]}: must be a number from 1 to 65535")
+    if hardware.listens(f"127.0.0.1:{port}"):
+        hint = f"take another, make monitor PORT={int(port) + 1}"
+        raise SettingsError(f"PORT={port}: something listens there already; {hint}")
+    return int(port)
+
+
+def follow(port: int, told: str) -> None:
+    """trackio's dashboard on loopback, with what the runs have; says so once it answers."""
     place = artifacts() / "monitor"
     place.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=place, prefix=f"{port}-") as folder:
@@ -146,53 +156,26 @@ def trackio_served(port: int) -> Iterator[Follower]:
         with contextlib.redirect_stdout(io.StringIO()):  # an address with a token to write
             off = dict.fromkeys(("open_browser", "block_thread", "share", "mcp_server"), False)
             server, *_ = trackio.show(host="127.0.0.1", server_port=port, **off)
+        print(told, flush=True)
         try:
-            yield follower
+            while True:
+                time.sleep(SECONDS)
+                follower.update()
         finally:
             server.close()
 
 
-@contextlib.contextmanager
-def tensorboard_served(port: int) -> Iterator[None]:
-    """tensorboard on loopback, on what verl logged to the runs' folders. Raises SettingsError."""
-    from tensorboard import program
-
-    server = program.TensorBoard()
-    runs = str(artifacts() / "runs")
-    server.configure(logdir=runs, host="127.0.0.1", port=port, reload_interval=5, load_fast="false")
-    try:
-        with contextlib.redirect_stderr(io.StringIO()):  # it says that TensorFlow is not installed
-            server.launch()  # threads, which end with this process
-    except program.TensorBoardServerException as error:
-        raise SettingsError(f"PORT={port}: tensorboard did not start: {error}") from error
-    yield None
-
-
-def free_port() -> int:
-    """PORT. Raises SettingsError where it is none, or is taken."""
-    port = os.environ.get("PORT") or "7860"
-    if not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
-        raise SettingsError(f"PORT={port[:80]}: must be a number from 1 to 65535")
-    if hardware.listens(f"127.0.0.1:{port}"):
-        hint = f"take another, make monitor PORT={int(port) + 1}"
-        raise SettingsError(f"PORT={port}: something listens there already; {hint}")
-    return int(port)
-
-
 def main() -> None:
     interrupt_on_sigterm()
-    port = free_port()
-    with_trackio = importlib.util.find_spec("trackio")
-    name, served = ("trackio", trackio_served) if with_trackio else ("tensorboard", tensorboard_served)
-    with served(port) as follower:
-        runs = len(all_runs())
-        what = f"{runs} run{'s' * (runs != 1)}" if runs else "no runs yet; they appear when they train"
-        print(f"{name}: http://127.0.0.1:{port} ({artifacts() / 'runs'}: {what})", flush=True)
-        print(f"Ctrl-C ends it. From another machine: ssh -L {port}:127.0.0.1:{port} this-machine", flush=True)
-        while True:
-            time.sleep(SECONDS)
-            if follower:
-                follower.update()
+    port, count, folder = free_port(), len(all_runs()), artifacts() / "runs"
+    runs = f"{count} run{'s' * (count != 1)}" if count else "no runs yet; they appear when they train"
+    told = f"http://127.0.0.1:{port} ({folder}: {runs})\n"
+    told += f"Ctrl-C ends it. From another machine: ssh -L {port}:127.0.0.1:{port} this-machine"
+    if importlib.util.find_spec("trackio"):
+        follow(port, f"trackio: {told}")
+    print(f"tensorboard: {told}", flush=True)
+    place = ["--logdir", str(folder), "--host", "127.0.0.1", "--port", str(port), "--reload_interval", "5"]
+    os.execv(sys.executable, [sys.executable, "-m", "tensorboard.main", *place, "--load_fast", "false"])
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from pathlib import Path
 import diskcache
 
 from tasks.common.files import read_json, write_json
-from tasks.common.openai_client import openai_client
+from tasks.common.openai_client import address_problem, openai_client
 from tasks.common.rewards.answers import JudgeError
 from tasks.common.rewards.json_answer import read_object
 from tasks.common.settings import SettingsError, artifacts, load_settings, variable
@@ -51,7 +51,6 @@ _END = "Grade the answer above by the rubric. Reply with the JSON object alone."
 
 # Servers turn these into control tokens wherever they stand in a text: ChatML, Llama, Mistral, Gemma, DeepSeek.
 _CONTROL_TOKEN = re.compile(r"<(?=[|｜])|[<\[](?=/?(?:s|bos|eos|INST|SYS|think|(?:start|end)_of_turn)[>\]])", re.I)
-_URL = re.compile(r"https?://(?:[\w.-]+|\[[\da-fA-F:.]+\])(?::\d{1,5})?(?:/[^\s?#@]*)?")
 _FENCED = re.compile(r"\s*+```(?:json)?(.*)```\s*", re.DOTALL | re.IGNORECASE)
 
 _random = random.SystemRandom()  # verl seeds `random`, so all its workers would look at the same slots
@@ -91,8 +90,7 @@ class Judge:
         except SettingsError as error:
             raise JudgeError(str(error)) from None
         url = judge.JUDGE_URL.strip()
-        if not _URL.fullmatch(url):  # the URL is not shown: it may hold a password
-            problem = "must be http(s)://host/path; a key goes into JUDGE_API_KEY" if url else "is not set"
+        if problem := address_problem(url, "JUDGE_API_KEY") if url else "is not set":
             raise JudgeError(f"JUDGE_URL: {problem} ({fields(cls)[0].metadata['help']})")
         return judge
 

@@ -40,20 +40,18 @@ def record(
     write_json(run_dir / "settings.json", values)
 
 
-def begin(
-    run: Run, kind: str, s: Settings, parts: dict, start: str, arguments: Sequence[str] = (), base: str = ""
-) -> None:
-    """``record`` what the ``run`` is trained from; ``parts`` of its identity. Says in a line why it is none of before,
-    and what is known of a changed reward already."""
-    if "round" not in parts and (why := anew(run, kind, parts)):
+def note(run: Run, kind: str, s: Settings, start: str, arguments: Sequence[str] = (), base: str = "") -> None:
+    """``record`` what this command's ``run`` is trained from. Says in a line why it is none of before, and what is
+    known of a changed reward already."""
+    if "round" not in run.identity and (why := anew(run, kind)):
         print(f"  {'train' if kind == 'rl' else kind} starts anew: {why}", flush=True)
         if "reward changed" in why and not s.multi_turn:
             print(f"  without a training, `make rescore TASK={s.TASK} ROLLOUTS=...` scores stored samples again")
-    record(run.folder, kind, fingerprint(parts), s, start, list(arguments), base, parts)
+    record(run.folder, kind, fingerprint(run.identity), s, start, list(arguments), base, run.identity)
 
 
-def anew(run: Run, kind: str, parts: dict) -> str:
-    """Why ``run``, which has no record yet, does not go on with the newest one of its ``kind``: the ``parts`` of its
+def anew(run: Run, kind: str) -> str:
+    """Why ``run``, which has no record yet, does not go on with the newest one of its ``kind``: the parts of its
     identity that are others there. Empty where there is no such run."""
     records = {path: recorded(path) for path in all_runs(run.folder.parent.name) if path != run.folder}
     records = {path: made for path, made in records.items() if made["kind"] == kind and made.get("reads")}
@@ -61,8 +59,9 @@ def anew(run: Run, kind: str, parts: dict) -> str:
         return ""
     newest = max(records, key=lambda path: (path / "settings.json").stat().st_mtime)
     then, said = records[newest]["reads"], []
-    for name in differing(then, parts):
-        values = one_line(f"from {then.get(name, 'unset')} to {parts.get(name, 'unset')}", 80) if name.isupper() else ""
+    for name in differing(then, run.identity):
+        changed = f"from {then.get(name, 'unset')} to {run.identity.get(name, 'unset')}"
+        values = one_line(changed, 80) if name.isupper() else ""
         said.append(f"{name} changed {values}".rstrip())
     return f"{', '.join(said)} since {newest.name}"
 
@@ -181,16 +180,23 @@ def sft_dir(s: Settings) -> Path:
     return s.runs_dir / f"sft-{s.sft_fingerprint()}"
 
 
+def sft_run(s: Settings) -> Run:
+    """The warm-up, as it is now."""
+    return replace(Run.read(sft_dir(s)), identity=s.sft_parts())
+
+
 def rl_run(s: Settings, arguments: list[str], number: int = 1, start: str = "") -> Run:
     """The run of round ``number``, which starts from the model ``start``, as it is now.
 
     Raises SettingsError when RUN names one that was made with other settings.
     """
-    mark = s.rl_fingerprint(arguments, number, start)
-    run = Run.read(s.runs_dir / ((s.RUN or f"{s.METHOD}-{mark}") + (f"-round{number}" if number > 1 else "")))
+    identity = s.rl_parts(arguments, number, start)
+    mark = fingerprint(identity)
+    name = (s.RUN or f"{s.METHOD}-{mark}") + (f"-round{number}" if number > 1 else "")
+    run = replace(Run.read(s.runs_dir / name), identity=identity)
     if run.record and run.record["fingerprint"] != mark:
         then = run.record.get("reads")
-        changed = differing(then, s.rl_parts(arguments, number, start)) if then else ["an older version's"]
+        changed = differing(then, identity) if then else ["an older version's"]
         if not s.data_is_made():  # its contents may come out the same
             changed = [name for name in changed if name not in ("train", "dev", "warm-up")]
             if not changed:

@@ -3,7 +3,7 @@
 import json
 import math
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tasks.common.files import read_json, write_text
@@ -26,6 +26,7 @@ class Run:
     steps: tuple[int, ...]  # of its whole checkpoints, ascending
     metrics: dict[int, dict[str, float]]  # by step, over all launches
     launches: int = 0  # that wrote metrics
+    identity: dict = field(default_factory=dict)  # of this command's run: what it reads (settings.py)
 
     @classmethod
     def read(cls, folder: Path) -> "Run":

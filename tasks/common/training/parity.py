@@ -55,11 +55,10 @@ def best(s: Settings) -> Pass | None:
 def decided(s: Settings) -> Pass | None:
     """The pass to train with: the first that agreed when `play` compared them, else the stack's best; None where the
     stack has none to choose."""
-    config = _config(s)
+    chosen, config = best(s), _config(s)
     kept = read_json(_file(s, config)) if config else {}
     agreed = [Pass(**paths(s)[name]) for name, result in kept.get("paths", {}).items() if result["agrees"]]
-    chosen = agreed[0] if agreed else best(s)
-    return replace(chosen, noise=tuple(kept.get("noise", ()))) if chosen else None
+    return replace([*agreed, chosen][0], noise=tuple(kept.get("noise", ()))) if chosen else None
 
 
 def play(s: Settings) -> dict:

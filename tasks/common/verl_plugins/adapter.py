@@ -1,8 +1,11 @@
 """Save only the adapter of a LoRA checkpoint, in float32: `python -m tasks.common.verl_plugins.adapter`.
 
-It takes the options of `verl.model_merger`, which also saves the base model, all in bfloat16.
+It takes the options of `verl.model_merger`, which also saves the base model, all in bfloat16, and last the base model
+that the adapter is to name.
 """
 
+import json
+import sys
 from pathlib import Path
 from unittest import mock
 
@@ -17,17 +20,27 @@ expect(FSDPModelMerger.merge_and_save, "self.save_hf_model_and_tokenizer(merged_
 
 
 class AdapterMerger(FSDPModelMerger):
-    """verl's merger of FSDP shards, which writes ``lora_adapter/`` only."""
+    """verl's merger of FSDP shards, which writes an adapter in peft's form alone."""
 
     def save_hf_model_and_tokenizer(self, state_dict):
-        Path(self.config.target_dir).mkdir(parents=True, exist_ok=True)
+        folder = Path(self.config.target_dir)
         self.save_lora_adapter({name: tensor for name, tensor in state_dict.items() if "lora_" in name})
+        for file in (folder / "lora_adapter").iterdir():
+            file.rename(folder / file.name)
+        (folder / "lora_adapter").rmdir()
 
 
 def main() -> None:
-    merger = AdapterMerger(generate_config_from_args(parse_args()))
+    base = sys.argv.pop()
+    config = generate_config_from_args(parse_args())
     with mock.patch.object(torch.Tensor, "bfloat16", torch.Tensor.float):
-        merger.merge_and_save()
+        AdapterMerger(config).merge_and_save()
+    # verl 0.6.1 writes lora_alpha 0, which turns the adapter off; verl_061/lora_alpha.py saved the value. It writes no
+    # task_type either, and cannot save an adapter that it loaded without one.
+    noted = json.loads(Path(config.local_dir, "lora_train_meta.json").read_text())
+    known = {"lora_alpha": noted["lora_alpha"], "task_type": "CAUSAL_LM", "base_model_name_or_path": base}
+    file = Path(config.target_dir, "adapter_config.json")
+    file.write_text(json.dumps(json.loads(file.read_text()) | known))
 
 
 if __name__ == "__main__":
