@@ -33,7 +33,6 @@ FORM = (
     "{{% endfor %}}{{% if add_generation_prompt %}}<|assistant|>\n{{% endif %}}"
 )
 WHERE_CALLED = "{% if messages[loop.index0 - 1].tool_calls %}<|tool|>\n{{ m.content }}<|end|>\n{% endif %}"
-NO_TURN = "{% if not messages[loop.index0 - 1].tool_calls %}{% set add_generation_prompt = false %}{% endif %}"
 TEMPLATES = {
     # An end of sequence at the end of a chat only, as in Phi-3's.
     "ends": "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"

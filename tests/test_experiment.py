@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from tasks.common.digest import fingerprint
 from tasks.common.launch import experiments, main, memory_checks
 from tasks.common.launch.task import exported
 from tasks.common.machine import hardware, memory
@@ -145,7 +146,7 @@ def test_each_method_rate_and_seed_is_trained_on_the_same_data(monkeypatch):
     }
     assert len({run.data_fingerprint() for run in runs.values()}) == 1
     assert len({run.sft_fingerprint() for run in runs.values()}) == 1
-    assert len({run.rl_fingerprint([]) for run in runs.values()}) == 8
+    assert len({fingerprint(run.rl_parts([])) for run in runs.values()}) == 8
     assert len({run.MINI_BATCH_SIZE for run in runs.values()}) == 1
     assert {run.TRUNCATED for run in runs.values()} == {"counted", "shaped"}  # each method's default
 

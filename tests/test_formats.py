@@ -211,7 +211,6 @@ def test_column_that_is_not_there_is_named():
         conversation({"prompt": "hi", "answer": "yes"}, {"prompt": "a"})
 
 
-PART_SAID = "a content part must be a text, reasoning or tool_call"
 REFUSED = {
     "nothing": ({}, "no columns"),
     "unknown": ({"text": "hi"}, "columns text.*`make json_to_parquet` takes others \\(--prompt-column"),

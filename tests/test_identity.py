@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from tasks.common.data.prepare import prepare
+from tasks.common.digest import fingerprint
 from tasks.common.rows import Example
 from tasks.common.runs import folder
 from tasks.common.runs.folder import rl_run
@@ -38,7 +39,7 @@ def toy(changed: int = 0):
 
 
 def marks(s) -> tuple[str, str]:
-    return s.sft_fingerprint(), s.rl_fingerprint([])
+    return s.sft_fingerprint(), fingerprint(s.rl_parts([]))
 
 
 @pytest.fixture
@@ -58,7 +59,7 @@ def test_an_edit_of_the_reward_keeps_the_warm_up_also_where_the_data_imports_it(
     prepare(s, toy())
     warm_up, training = marks(s)
     code("reward.py")
-    assert s.sft_fingerprint() == warm_up and s.rl_fingerprint([]) != training
+    assert s.sft_fingerprint() == warm_up and fingerprint(s.rl_parts([])) != training
     code("prepare_data.py")  # or what it imports: the data are made again, and come out the same
     assert not s.data_is_made() and s.sft_fingerprint() != warm_up
     prepare(s, toy())
@@ -104,7 +105,7 @@ def test_the_test_set_alone_changes_no_training(s):
 
 def begun(s, kind, parts):
     """A run with a record of what it read."""
-    mark = s.sft_fingerprint() if kind == "sft" else s.rl_fingerprint([])
+    mark = s.sft_fingerprint() if kind == "sft" else fingerprint(s.rl_parts([]))
     run_dir = folder.sft_dir(s) if kind == "sft" else rl_run(s, []).folder
     folder.record(run_dir, kind, mark, s, "start", [], reads=parts)
     return run_dir

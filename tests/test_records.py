@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tasks.common.digest import fingerprint
 from tasks.common.launch import train
 from tasks.common.launch.plan import rl_plan
 from tasks.common.process import StageFailed
@@ -40,7 +41,7 @@ def make_run(s, name="mine", metrics=None, arguments=(), steps=(10,), kind="rl",
     """A run's folder as a training leaves it, with checkpoints at ``steps``."""
     run_dir = s.runs_dir / name
     write_checkpoints(run_dir, steps)
-    record(run_dir, kind, s.rl_fingerprint(list(arguments)), s, start, list(arguments))
+    record(run_dir, kind, fingerprint(s.rl_parts(list(arguments))), s, start, list(arguments))
     if launched:
         launches.begin(run_dir, s, ["python", "-m", "verl.trainer.main_ppo", *arguments], {"trainer": {"nnodes": 1}})
     (run_dir / "metrics").mkdir()

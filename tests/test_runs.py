@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 
+from tasks.common.digest import fingerprint
 from tasks.common.evaluation.sample import model_name
 from tasks.common.launch import main
 from tasks.common.launch.main import _locked
@@ -51,7 +52,7 @@ def write_checkpoints(run_dir, steps):
 def make_run(s, name=None, steps=(2, 4), metrics=None, age=0, kind="rl"):
     run_dir = rl_run(s, []).folder if name is None else s.runs_dir / name
     write_checkpoints(run_dir, steps)
-    record(run_dir, kind, s.rl_fingerprint([]), s, "start", [])
+    record(run_dir, kind, fingerprint(s.rl_parts([])), s, "start", [])
     (run_dir / "metrics").mkdir()
     lines = [json.dumps({"step": step, "data": data}) + "\n" for step, data in (metrics or {}).items()]
     (run_dir / "metrics/000.jsonl").write_text("".join(lines))
@@ -82,10 +83,10 @@ def test_a_warm_up_is_complete_with_its_steps_or_its_loss(settings):
 def test_rounds_are_those_that_began_each_from_the_last_step_of_the_one_before(settings):
     s = replace(settings, SELF_PLAY_ROUNDS=3, STEPS=4)
     assert folders(rounds(s, [])) == [rl_run(s, []).folder]
-    first = begun(rl_run(s, []).folder, "start", s, s.rl_fingerprint([]))
+    first = begun(rl_run(s, []).folder, "start", s, fingerprint(s.rl_parts([])))
     assert folders(rounds(s, [])) == [first]
     start = str(export(Run.read(first)))
-    second = begun(rl_run(s, [], 2, start).folder, start, s, s.rl_fingerprint([], 2, start), steps=(2,))
+    second = begun(rl_run(s, [], 2, start).folder, start, s, fingerprint(s.rl_parts([], 2, start)), steps=(2,))
     assert second.name.endswith("-round2")
     assert folders(rounds(s, [])) == [first, second] == folders(lineage(Run.read(second)))
     assert folders(lineage(Run.read(first))) == [first]
@@ -96,7 +97,7 @@ def test_rounds_are_those_that_began_each_from_the_last_step_of_the_one_before(s
 
 def test_a_round_of_dpo_is_complete_with_the_steps_that_its_pairs_made(settings):
     s = replace(settings, METHOD="dpo", SELF_PLAY_ROUNDS=2, STEPS=4)
-    first = begun(rl_run(s, []).folder, "start", replace(s, STEPS=9), s.rl_fingerprint([]), steps=(4,))
+    first = begun(rl_run(s, []).folder, "start", replace(s, STEPS=9), fingerprint(s.rl_parts([])), steps=(4,))
     assert not Run.read(first).complete(s) and not Run.read(rl_run(s, [], 2, "x").folder).complete(s)
     write_checkpoints(first, (9,))
     assert Run.read(first).complete(s) and not Run.read(first).complete(replace(s, METHOD="grpo", STEPS=10))
@@ -112,7 +113,7 @@ def test_a_run_from_another_runs_checkpoint_as_MODEL_is_no_round_of_it(settings)
 def test_rounds_of_a_named_run_have_its_name(settings):
     s = replace(settings, RUN="mine")
     assert rl_run(s, [], 2, "a").folder.name == "mine-round2"
-    begun(rl_run(s, [], 2, "a").folder, "a", s, s.rl_fingerprint([], 2, "a"), reads=s.rl_parts([], 2, "a"))
+    begun(rl_run(s, [], 2, "a").folder, "a", s, fingerprint(s.rl_parts([], 2, "a")), reads=s.rl_parts([], 2, "a"))
     with pytest.raises(SettingsError, match=r"RUN=mine-round2: exists with other settings \(start\); take another"):
         rl_run(s, [], 2, "b")
 
@@ -143,9 +144,9 @@ def test_patience_begins_after_the_steps_of_ppos_critic_alone(settings):
 
 def test_more_steps_of_a_round_that_another_started_from_are_refused_before_they_are_trained(settings):
     s = replace(settings, RUN="mine", SELF_PLAY_ROUNDS=2, STEPS=4)
-    first = begun(rl_run(s, []).folder, "start", s, s.rl_fingerprint([]))
+    first = begun(rl_run(s, []).folder, "start", s, fingerprint(s.rl_parts([])))
     start = str(export(Run.read(first)))
-    begun(rl_run(s, [], 2, start).folder, start, s, s.rl_fingerprint([], 2, start))
+    begun(rl_run(s, [], 2, start).folder, start, s, fingerprint(s.rl_parts([], 2, start)))
     check_training(s, [])
     with pytest.raises(SettingsError, match=r"^RUN=mine: mine-round2 started from mine as it is; take another name$"):
         check_training(replace(s, STEPS=8), [])
@@ -175,7 +176,7 @@ def test_a_run_that_patience_ended_is_complete_and_the_next_round_begins_with_it
     assert run.complete(s) and not run.complete(replace(s, PATIENCE=2))
     assert not run.complete(replace(s, PATIENCE=0)) and run.complete(replace(s, PATIENCE=0, STEPS=4))
     start = str(export(run, "2"))
-    second = begun(rl_run(s, [], 2, start).folder, start, s, s.rl_fingerprint([], 2, start))
+    second = begun(rl_run(s, [], 2, start).folder, start, s, fingerprint(s.rl_parts([], 2, start)))
     assert folders(rounds(s, [])) == [first, second]
 
 

@@ -347,12 +347,12 @@ def test_the_method_chooses_its_mini_batches(method, prompts, mini):
 
 
 def test_a_run_is_not_known_by_its_rounds_but_a_round_is_by_its_start():
-    marks = [load(SELF_PLAY_ROUNDS=rounds).rl_fingerprint([]) for rounds in ("1", "3")]
+    marks = [fingerprint(load(SELF_PLAY_ROUNDS=rounds).rl_parts([])) for rounds in ("1", "3")]
     assert marks[0] == marks[1]
     own_rule = {name: value for name, value in VALUES.items() if name != "KL_COEF"} | {"METHOD": "dpo"}
-    marks_of_dpo = {load_settings(own_rule | {"SELF_PLAY_ROUNDS": n}).rl_fingerprint([]) for n in ("1", "3")}
+    marks_of_dpo = {fingerprint(load_settings(own_rule | {"SELF_PLAY_ROUNDS": n}).rl_parts([])) for n in ("1", "3")}
     assert len(marks_of_dpo) == 1  # KL_COEF is not 0.01 in its rounds
-    starts = {load().rl_fingerprint([], number, start) for number, start in ((2, "a"), (2, "b"), (3, "a"))}
+    starts = {fingerprint(load().rl_parts([], number, start)) for number, start in ((2, "a"), (2, "b"), (3, "a"))}
     assert len({*starts, marks[0]}) == 4
 
 
@@ -389,7 +389,7 @@ def test_a_count_of_test_prompts_that_is_given_is_held_to_no_share(given, share,
 def test_the_share_counts_where_the_source_is_finite():
     assert changed(TEST_SHARE="0.5") == set()
     one, other = (load(SOURCE="hub", TEST_SHARE=share) for share in ("0.1", "1"))
-    assert one.data_fingerprint() != other.data_fingerprint() and one.rl_fingerprint([]) != other.rl_fingerprint([])
+    assert one.data_fingerprint() != other.data_fingerprint() and one.rl_parts([]) != other.rl_parts([])
 
 
 # ---- fingerprints
@@ -435,7 +435,7 @@ REPORTING |= {"EVAL_TEMPERATURE": "0", "TOP_P": "0.5", "MAX_NEW_TOKENS": "5", "E
 
 def fingerprints(**changes):
     settings = load(**changes)
-    return settings.data_fingerprint(), settings.sft_fingerprint(), settings.rl_fingerprint([])
+    return settings.data_fingerprint(), settings.sft_fingerprint(), fingerprint(settings.rl_parts([]))
 
 
 def changed(**changes):
@@ -467,13 +467,13 @@ def test_length_and_reports_of_a_run_change_no_fingerprint(name):
 
 @pytest.mark.parametrize("name", ["SFT_STEPS", "SFT_LOSS", "SFT_BATCH_SIZE", "SFT_LR"])
 def test_warm_up_does_not_matter_to_a_training_from_base(name):
-    assert load(INIT="base").rl_fingerprint([]) == load(INIT="base", **{name: WARM_UP[name]}).rl_fingerprint([])
+    assert load(INIT="base").rl_parts([]) == load(INIT="base", **{name: WARM_UP[name]}).rl_parts([])
 
 
 def test_arguments_change_the_fingerprint_of_what_they_go_to():
     settings = load()
-    assert settings.rl_fingerprint(["a=1"]) != settings.rl_fingerprint([])
-    assert settings.rl_fingerprint(["a=1"]) != settings.rl_fingerprint(["a=2"])
+    assert fingerprint(settings.rl_parts(["a=1"])) != fingerprint(settings.rl_parts([]))
+    assert fingerprint(settings.rl_parts(["a=1"])) != fingerprint(settings.rl_parts(["a=2"]))
 
 
 def test_fingerprint_of_values_and_files(tmp_path):
@@ -835,11 +835,11 @@ def test_another_training_file_is_another_run(tmp_path):
     file.write_bytes(b"one")
     assert load(TRAIN_FILE=str(file)).train_file == file
     assert load().train_file == load().data_dir / "train.parquet"
-    first = load(TRAIN_FILE=str(file)).rl_fingerprint([])
-    assert first != load().rl_fingerprint([])
+    first = fingerprint(load(TRAIN_FILE=str(file)).rl_parts([]))
+    assert first != fingerprint(load().rl_parts([]))
     _digest.cache_clear()
     file.write_bytes(b"two")
-    assert load(TRAIN_FILE=str(file)).rl_fingerprint([]) != first
+    assert fingerprint(load(TRAIN_FILE=str(file)).rl_parts([])) != first
 
 
 @pytest.mark.parametrize(

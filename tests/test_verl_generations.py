@@ -304,9 +304,9 @@ def test_a_stack_with_another_verl_ends_before_anything_is_made(goal, tmp_path):
     assert errors[0].startswith(f"error: STACK={other}: needs verl ") and not folder.exists()
 
 
-def test_only_the_verl_that_has_them_loads_the_trainers(version, monkeypatch):
+def test_only_the_verl_that_has_them_loads_the_trainers(version):
     from tasks.common.launch.plan import trainer_module
 
-    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "some.module")
-    modules = trainer_module(settings_of(STACK_OF[version]), os.environ)["VERL_USE_EXTERNAL_MODULES"]
+    given = {"VERL_USE_EXTERNAL_MODULES": "some.module"}
+    modules = trainer_module(settings_of(STACK_OF[version]), given)["VERL_USE_EXTERNAL_MODULES"]
     assert modules == ("some.module" if version == "0.6.1" else "some.module,tasks.common.verl_plugins.trainer")

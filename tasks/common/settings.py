@@ -290,7 +290,8 @@ class Settings:
         return fingerprint(self.sft_parts())
 
     def rl_parts(self, arguments: list[str], number: int = 1, start: str = "") -> dict:
-        """What the training reads, by name: it starts anew where one changes."""
+        """What the training reads, by name: it starts anew where one changes. STEPS continues a run, and reporting
+        variables do not count. A later round also counts its ``number`` and the model ``start``."""
         left_out = {*REPORTING, *OF_DATA, "TRAIN_FILE", "FILE", "PAIRS_FILE"}  # files count by their contents
         values = {k: v for k, v in asdict(self).items() if k not in left_out and not k.startswith("SFT_")}
         values |= {"warm-up": self.sft_fingerprint()} if self.INIT == "sft" else {}
@@ -302,13 +303,6 @@ class Settings:
         }
         values |= {name: fingerprint({}, file) for name, file in own.items() if file.is_file()}
         return values | {"reward": code_digest(self.reward_file)}
-
-    def rl_fingerprint(self, arguments: list[str], number: int = 1, start: str = "") -> str:
-        """Changes when the training would change; not with STEPS, which continues a run, nor with reporting variables.
-
-        A later round of self-play also counts its ``number`` and the model ``start`` that it starts from.
-        """
-        return fingerprint(self.rl_parts(arguments, number, start))
 
 
 # Values of SOURCE without a fixed size: TEST_SHARE does not apply to them.
