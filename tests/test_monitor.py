@@ -217,7 +217,7 @@ def test_make_monitor_serves_until_it_is_interrupted_and_leaves_nothing(run_dir,
                     with contextlib.suppress(URLError):
                         runs = urlopen(f"http://127.0.0.1:{port}/data/runs", timeout=30).read().decode()
             assert name in urlopen(f"http://127.0.0.1:{port}/", timeout=30).read().decode().lower()
-            with pytest.raises(SettingsError, match=f"^PORT={port}: something listens there already; take another, "):
+            with pytest.raises(SettingsError, match=f"^PORT={port}: another program listens there; "):
                 monitor.free_port()
         finally:
             ended.cancel()
@@ -229,7 +229,7 @@ def test_make_monitor_serves_until_it_is_interrupted_and_leaves_nothing(run_dir,
 def test_a_bad_port_is_one_line(monkeypatch):
     for port in ("http", "0", "70000", "-1", "7860;id"):
         monkeypatch.setenv("PORT", port)
-        with pytest.raises(SettingsError, match=f"^PORT={port}: must be a number from 1 to 65535$"):
+        with pytest.raises(SettingsError, match=f"^PORT={port}: must be a (whole )?number"):
             monitor.free_port()
 
 

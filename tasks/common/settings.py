@@ -354,7 +354,7 @@ class Command:
     MERGE: int = variable("0", "export: 1 writes an adapter merged into its base model", _one_of(0, 1))
     PUSH: str = variable("", "export: owner/name on the hub to upload to, after a question")
     HOST: str = variable("127.0.0.1", "serve: address to listen at; any but this machine's own wants a key")
-    PORT: int = variable("8000", "serve: port to listen at", _port)
+    PORT: int = variable("8000", "serve, monitor (7860): port to listen at", _port)
     BASE_URL: str = variable("", "eval: an OpenAI-compatible endpoint to evaluate, beside the models here")
     MODEL_NAME: str = variable("", "eval: the model's name at BASE_URL")
     REQUESTS_PER_MINUTE: float = variable("0", "eval: most requests to BASE_URL in a minute; 0: no limit", _from_0)

@@ -32,8 +32,21 @@ B = dict(
     pad_token_id=0,
 )
 H = dict(B, head_dim=16)
+SMALL = dict(vocab_size=V, hidden_size=64, num_hidden_layers=2, num_attention_heads=4)
 SL = ["sliding_attention", "full_attention"] * 2
 MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+ROUTED = dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+ROUTED |= dict(first_k_dense_replace=1, n_group=1, topk_group=1)
+MLA = dict(q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=16, v_head_dim=16)
+MLA |= dict(num_key_value_heads=4)
+LINEAR = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=16)
+LINEAR |= dict(layer_types=["linear_attention", "full_attention"] * 2)
+MAMBA = dict(mamba_n_heads=8, mamba_d_head=16, mamba_d_state=8, mamba_n_groups=1)
+GEMMA2 = dict(H, sliding_window=8, query_pre_attn_scalar=16, layer_types=SL)
+GEMMA3N = dict(H, sliding_window=8, layer_types=SL, num_kv_shared_layers=0, vocab_size_per_layer_input=V)
+LLAMA3 = dict(rope_type="llama3", rope_theta=1e4, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0)
+LLAMA3 |= dict(original_max_position_embeddings=32)
+SEES = dict(hidden_size=32, intermediate_size=32, patch_size=14)
 F = {
     "qwen2 (2.5 0.5-3B, tied)": ("qwen2", dict(B, tie_word_embeddings=True)),
     "qwen2 (2.5 7B+, DeepSeek-R1-Distill-Qwen)": ("qwen2", dict(B, tie_word_embeddings=False)),
@@ -42,50 +55,23 @@ F = {
     "qwen3 (untied 8B+)": ("qwen3", dict(H, tie_word_embeddings=False)),
     "qwen3_moe": ("qwen3_moe", dict(H, **MOE)),
     "qwen2_moe": ("qwen2_moe", dict(B, **MOE, shared_expert_intermediate_size=32)),
-    "llama (3.x 8B, DeepSeek-Distill-Llama)": (
-        "llama",
-        dict(
-            B,
-            rope_parameters={
-                "rope_type": "llama3",
-                "rope_theta": 1e4,
-                "factor": 8.0,
-                "low_freq_factor": 1.0,
-                "high_freq_factor": 4.0,
-                "original_max_position_embeddings": 32,
-            },
-        ),
-    ),
+    "llama (3.x 8B, DeepSeek-Distill-Llama)": ("llama", dict(B, rope_parameters=LLAMA3)),
     "mistral (sliding)": ("mistral", dict(H, sliding_window=8)),
     "ministral": ("ministral", dict(H, sliding_window=8, layer_types=SL)),
     "ministral3 (text)": ("ministral3", dict(H)),
     "mixtral": ("mixtral", dict(B, num_local_experts=4)),
     "gemma": ("gemma", dict(H)),
-    "gemma2 (as published)": ("gemma2", dict(H, sliding_window=8, query_pre_attn_scalar=16, layer_types=SL)),
+    "gemma2 (as published)": ("gemma2", GEMMA2),
     "gemma2 (no attn softcap)": (
         "gemma2",
-        dict(
-            H,
-            sliding_window=8,
-            query_pre_attn_scalar=16,
-            layer_types=SL,
-            attn_logit_softcapping=None,
-            final_logit_softcapping=5.0,
-        ),
+        dict(GEMMA2, attn_logit_softcapping=None, final_logit_softcapping=5.0),
     ),
-    "gemma3_text (270M, 1B)": ("gemma3_text", dict(H, sliding_window=8, query_pre_attn_scalar=16, layer_types=SL)),
+    "gemma3_text (270M, 1B)": ("gemma3_text", GEMMA2),
     "gemma3 (4B+, with vision)": (
         "gemma3",
         dict(
-            text_config=dict(H, sliding_window=8, query_pre_attn_scalar=16, layer_types=SL),
-            vision_config=dict(
-                hidden_size=32,
-                intermediate_size=32,
-                num_hidden_layers=1,
-                num_attention_heads=2,
-                image_size=28,
-                patch_size=14,
-            ),
+            text_config=GEMMA2,
+            vision_config=dict(SEES, num_hidden_layers=1, num_attention_heads=2, image_size=28),
             mm_tokens_per_image=4,
             image_token_index=90,
             boi_token_index=91,
@@ -94,27 +80,14 @@ F = {
     ),
     "gemma4_text": (
         "gemma4_text",
-        dict(
-            H,
-            sliding_window=8,
-            layer_types=SL,
-            hidden_size_per_layer_input=0,
-            num_kv_shared_layers=0,
-            global_head_dim=16,
-            final_logit_softcapping=5.0,
-            vocab_size_per_layer_input=V,
-        ),
+        dict(GEMMA3N, hidden_size_per_layer_input=0, global_head_dim=16, final_logit_softcapping=5.0),
     ),
     "gemma3n_text": (
         "gemma3n_text",
         dict(
-            H,
-            sliding_window=8,
-            layer_types=SL,
+            GEMMA3N,
             hidden_size_per_layer_input=16,
-            vocab_size_per_layer_input=V,
             laurel_rank=8,
-            num_kv_shared_layers=0,
             activation_sparsity_pattern=[0.0] * 4,
             intermediate_size=[96] * 4,
         ),
@@ -124,52 +97,9 @@ F = {
     "phimoe": ("phimoe", dict(B, num_local_experts=4, sliding_window=None, lm_head_bias=True)),
     "glm": ("glm", dict(H)),
     "glm4": ("glm4", dict(H)),
-    "glm4_moe": (
-        "glm4_moe",
-        dict(
-            H,
-            n_routed_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=32,
-            first_k_dense_replace=1,
-            n_group=1,
-            topk_group=1,
-        ),
-    ),
-    "glm4_moe_lite (4.7-Flash, MLA)": (
-        "glm4_moe_lite",
-        dict(
-            {**B, "num_key_value_heads": 4},
-            n_routed_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=32,
-            first_k_dense_replace=1,
-            n_group=1,
-            topk_group=1,
-            q_lora_rank=16,
-            kv_lora_rank=16,
-            qk_rope_head_dim=8,
-            qk_nope_head_dim=16,
-            v_head_dim=16,
-        ),
-    ),
-    "deepseek_v3 (MLA)": (
-        "deepseek_v3",
-        dict(
-            {**B, "num_key_value_heads": 4},
-            n_routed_experts=4,
-            num_experts_per_tok=2,
-            moe_intermediate_size=32,
-            first_k_dense_replace=1,
-            n_group=1,
-            topk_group=1,
-            q_lora_rank=16,
-            kv_lora_rank=16,
-            qk_rope_head_dim=8,
-            qk_nope_head_dim=16,
-            v_head_dim=16,
-        ),
-    ),
+    "glm4_moe": ("glm4_moe", dict(H, **ROUTED)),
+    "glm4_moe_lite (4.7-Flash, MLA)": ("glm4_moe_lite", B | ROUTED | MLA),
+    "deepseek_v3 (MLA)": ("deepseek_v3", B | ROUTED | MLA),
     "granite (3.x)": (
         "granite",
         dict(B, logits_scaling=8.0, embedding_multiplier=3.0, attention_multiplier=0.1, residual_multiplier=0.5),
@@ -180,11 +110,8 @@ F = {
             B,
             logits_scaling=4.0,
             layer_types=["mamba", "attention"] * 2,
-            mamba_n_heads=8,
-            mamba_d_head=16,
-            mamba_d_state=8,
+            **MAMBA,
             mamba_expand=2,
-            mamba_n_groups=1,
             num_local_experts=0,
             shared_intermediate_size=64,
             position_embedding_type="rope",
@@ -199,52 +126,21 @@ F = {
     "lfm2 (LiquidAI)": ("lfm2", dict(B, layer_types=["conv", "full_attention"] * 2)),
     "qwen3_next": (
         "qwen3_next",
-        dict(
-            H,
-            **MOE,
-            layer_types=["linear_attention", "full_attention"] * 2,
-            linear_num_key_heads=2,
-            linear_num_value_heads=4,
-            linear_key_head_dim=16,
-            linear_value_head_dim=16,
-            shared_expert_intermediate_size=32,
-        ),
+        dict(H, **MOE, **LINEAR, shared_expert_intermediate_size=32),
     ),
-    "qwen3_5_text": (
-        "qwen3_5_text",
-        dict(
-            H,
-            layer_types=["linear_attention", "full_attention"] * 2,
-            linear_num_key_heads=2,
-            linear_num_value_heads=4,
-            linear_key_head_dim=16,
-            linear_value_head_dim=16,
-        ),
-    ),
+    "qwen3_5_text": ("qwen3_5_text", dict(H, **LINEAR)),
     "qwen3_5 (with vision)": (
         "qwen3_5",
         dict(
-            text_config=dict(
-                H,
-                layer_types=["linear_attention", "full_attention"] * 2,
-                linear_num_key_heads=2,
-                linear_num_value_heads=4,
-                linear_key_head_dim=16,
-                linear_value_head_dim=16,
-            ),
-            vision_config=dict(
-                hidden_size=32, intermediate_size=32, depth=1, num_heads=2, out_hidden_size=64, patch_size=14
-            ),
+            text_config=dict(H, **LINEAR),
+            vision_config=dict(SEES, depth=1, num_heads=2, out_hidden_size=64),
             image_token_id=90,
             video_token_id=91,
             vision_start_token_id=92,
             vision_end_token_id=93,
         ),
     ),
-    "falcon_h1": (
-        "falcon_h1",
-        dict(B, mamba_d_ssm=64, mamba_n_heads=4, mamba_d_head=16, mamba_d_state=8, mamba_n_groups=1),
-    ),
+    "falcon_h1": ("falcon_h1", dict(B, mamba_d_ssm=64) | MAMBA | dict(mamba_n_heads=4)),
     "exaone4": ("exaone4", dict(B, sliding_window=8, layer_types=SL)),
     "ernie4_5": ("ernie4_5", dict(H)),
     "hunyuan_v1_dense": ("hunyuan_v1_dense", dict(H)),
@@ -268,26 +164,11 @@ F = {
     ),
     "opt": (
         "opt",
-        dict(
-            vocab_size=V,
-            hidden_size=64,
-            ffn_dim=96,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            max_position_embeddings=256,
-            word_embed_proj_dim=64,
-        ),
+        dict(SMALL, ffn_dim=96, max_position_embeddings=256, word_embed_proj_dim=64),
     ),
     "falcon": (
         "falcon",
-        dict(
-            vocab_size=V,
-            hidden_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            new_decoder_architecture=True,
-            num_kv_heads=2,
-        ),
+        dict(SMALL, new_decoder_architecture=True, num_kv_heads=2),
     ),
     "llama4_text (chunked)": (
         "llama4_text",
@@ -301,10 +182,7 @@ F = {
     ),
     "apertus": ("apertus", dict(B)),
     "arcee": ("arcee", dict(B)),
-    "bamba": (
-        "bamba",
-        dict(B, attn_layer_indices=[1, 3], mamba_n_heads=8, mamba_d_head=16, mamba_d_state=8, mamba_n_groups=1),
-    ),
+    "bamba": ("bamba", dict(B, attn_layer_indices=[1, 3], **MAMBA)),
     "nemotron_h": (
         "nemotron_h",
         dict(H, mamba_num_heads=8, mamba_head_dim=16, ssm_state_size=8, n_groups=1, hybrid_override_pattern="M*M-"),

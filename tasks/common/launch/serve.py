@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tasks.common.evaluation.engines import window
 from tasks.common.leftovers import kept
-from tasks.common.machine.hardware import CPU_BLOCK_SIZE, cpu_dtype, listens
+from tasks.common.machine.hardware import CPU_BLOCK_SIZE, cpu_dtype, refuse_taken
 from tasks.common.models.merge import base_model, is_adapter, max_rank
 from tasks.common.process import POLL_SECONDS, StageFailed, report
 from tasks.common.settings import Command, Settings, SettingsError, artifacts
@@ -23,8 +23,7 @@ def check(command: Command) -> None:
     if not is_loopback(command.HOST) and not os.environ.get(KEY):
         fix = f"put a key into the environment variable {KEY}, or leave HOST out"
         raise SettingsError(f"HOST={command.HOST}: others could use the server; {fix}")
-    if listens(f"127.0.0.1:{command.PORT}"):
-        raise SettingsError(f"PORT={command.PORT}: another program listens there; choose another PORT")
+    refuse_taken(command.PORT)
 
 
 def is_loopback(host: str) -> bool:

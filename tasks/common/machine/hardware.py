@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 
+from tasks.common.settings import SettingsError
 from tasks.common.visible_gpus import ANSWERS_WITHIN, named_gpus, no_answer
 
 KV_CACHE = 0.7  # of vLLM's share of a GPU; the rest is for weights, activations and CUDA graphs
@@ -141,6 +142,12 @@ def listens(address: str, seconds: float = 2.0) -> bool:
             return True
     except (OSError, ValueError, OverflowError):
         return False
+
+
+def refuse_taken(port: int) -> None:
+    """Raise SettingsError where a program listens at PORT=``port`` of this machine."""
+    if listens(f"127.0.0.1:{port}"):
+        raise SettingsError(f"PORT={port}: another program listens there; choose another PORT")
 
 
 @dataclass(frozen=True)

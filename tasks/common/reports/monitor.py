@@ -25,7 +25,7 @@ from tasks.common.reports.samples import Sample, of_evaluation, of_step, rows
 from tasks.common.runs.folder import UNREADABLE, all_runs
 from tasks.common.runs.run import read_metrics
 from tasks.common.runs.secrets import masked_values
-from tasks.common.settings import SettingsError, artifacts
+from tasks.common.settings import Command, SettingsError, artifacts, load_settings
 from tasks.common.text import one_line
 
 SECONDS = 3  # between two looks at the runs
@@ -132,14 +132,10 @@ class Follower:
 
 
 def free_port() -> int:
-    """PORT. Raises SettingsError where it is none, or is taken."""
-    port = os.environ.get("PORT") or "7860"
-    if not (port.isascii() and port.isdigit() and 0 < int(port) < 65536):
-        raise SettingsError(f"PORT={port[:80]}: must be a number from 1 to 65535")
-    if hardware.listens(f"127.0.0.1:{port}"):
-        hint = f"take another, make monitor PORT={int(port) + 1}"
-        raise SettingsError(f"PORT={port}: something listens there already; {hint}")
-    return int(port)
+    """PORT, by default 7860. Raises SettingsError where it is none, or is taken."""
+    port = load_settings({"PORT": os.environ.get("PORT") or "7860"}, cls=Command).PORT
+    hardware.refuse_taken(port)
+    return port
 
 
 def follow(port: int, told: str) -> None:
