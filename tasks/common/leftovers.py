@@ -181,10 +181,11 @@ def keep(launcher: str, logs: str, folder: str, *command: str) -> None:
         files = _files()
         new, seen = files.keys() - seen, set(files)
         ours |= {inode: files[inode] for inode in new & _mapped(there() if new else ())}
-    _end(there, signal.SIGTERM, TERMINATE_SECONDS)
+    alone = os.getppid() != int(launcher)
+    _end(there, signal.SIGTERM, 0 if alone else TERMINATE_SECONDS)
     _end(there, signal.SIGKILL, KILL_SECONDS)
     _remove(ours)
-    if os.getppid() != int(launcher):  # else it reads what the stage has left there
+    if alone:  # else the launcher reads what the stage has left there
         shutil.rmtree(folder, ignore_errors=True)
     if code and code < 0:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
