@@ -106,12 +106,7 @@ def test_rounds_are_trained_as_planned_skipped_when_done_and_continued_with_more
     assert "warning: step 4: entropy" in capsys.readouterr().out
     noted = launches.read(second / "launches/000")
     assert noted["command"] == seen[1][4] and noted["settings"]["TRAIN_SEED"] == 8
-    ended = {"outcome": "finished", "reason": "4 steps"}
-    assert json.loads((second / "outcome.json").read_text()) == ended
-
-    (second / "outcome.json").unlink()  # as if the launcher had been killed before its last line
     assert train_rounds(s, ["trainer.total_epochs=3"]) == f"up to date: {said}" and len(seen) == 2
-    assert json.loads((second / "outcome.json").read_text()) == ended
     assert train_rounds(replace(s, SELF_PLAY_ROUNDS=1, STEPS=6), ["trainer.total_epochs=3"]) == f"6 steps in {first}"
     assert "resuming from step 4" in capsys.readouterr().out and seen[2][1:4] == (6, "grpo-001.log", "7")
     assert sorted(read_metrics(first)) == [4, 6]

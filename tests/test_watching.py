@@ -169,12 +169,6 @@ def test_a_screen_that_cannot_be_written_to_ends_nothing(monkeypatch):
         full.close()
 
 
-def test_the_outcome_of_a_launch_is_not_hidden_by_a_disk_that_is_full_for_it(tmp_path, capsys):
-    (tmp_path / "file").touch()
-    train._note(tmp_path / "file/outcome.json", "failed", "the cause")
-    assert "outcome.json: cannot be written" in capsys.readouterr().out
-
-
 def test_samples_that_cannot_be_written_end_no_step(tmp_path, capsys):
     from tasks.common.verl_plugins.trainer import TaskTrainer
 

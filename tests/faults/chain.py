@@ -229,7 +229,6 @@ def result_of(artifacts: Path, task: str = "countdown") -> dict:
         found[run.name] = {
             "steps": list(read_metrics(run)),
             "checkpoints": [*whole_steps(run)],
-            "outcome": json.loads((run / "outcome.json").read_text())["outcome"],
             "rollouts": rollouts,
             "a record": len(launches(run)) > 0,
         }

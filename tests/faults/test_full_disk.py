@@ -36,7 +36,7 @@ ENOUGH = 64 * MIB
 SECONDS = 400
 NAMES = ("train", "dev", "test", "sft")
 # What a failed attempt may change: it is appended to, says how the attempt went, what it asks for, or how long it took.
-CHANGES = (".lock", ".log", "metrics/000.jsonl", "metrics/001.jsonl", "outcome.json", "rollouts.jsonl")
+CHANGES = (".lock", ".log", "metrics/000.jsonl", "metrics/001.jsonl", "rollouts.jsonl")
 CHANGES += ("sampling.json", ".minutes.json")
 
 
@@ -162,7 +162,7 @@ def test_a_chain_whose_disk_fills_goes_on_when_there_is_space(disk, variables):
     found = result_of(disk.artifacts)
     assert found["left over"] == []
     (run,) = (value for name, value in found.items() if name.startswith("grpo-") and "checkpoints" in value)
-    assert run["checkpoints"][-1] == int(STEPS) and run["outcome"] == "finished"
+    assert run["checkpoints"][-1] == int(STEPS)
     assert run["steps"] == list(range(1, int(STEPS) + 1))
 
 

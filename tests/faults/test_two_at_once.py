@@ -62,4 +62,4 @@ def complete(run: Watched, artifacts: Path, task: str) -> None:
     found = result_of(artifacts, task)
     assert found["left over"] == []
     trained = [value for value in found.values() if "checkpoints" in value]
-    assert [(value["steps"], value["checkpoints"], value["outcome"]) for value in trained] == [([1], [1], "finished")]
+    assert [(value["steps"], value["checkpoints"]) for value in trained] == [([1], [1])]

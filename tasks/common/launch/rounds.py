@@ -52,8 +52,6 @@ def train_rounds(s: Settings, arguments: list[str]) -> str:
         elif not done:
             run = train.train(s, arguments, number, start, run)
         dev, steps = validation.words(run.metrics), train.said_steps(run, run.wanted(s), s)
-        if done:
-            train.note_if_killed(run.folder, steps)
         said = f"{'up to date: ' if done else ''}{steps} in {run.folder}{f'; {dev}' if dev else ''}"
         start = str(export(run))
     return said

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 from tasks.common.data.pairs import pair_set
 from tasks.common.data.pairs import steps as pair_steps
 from tasks.common.data.prepare import load_tokenizer
-from tasks.common.files import read_json, write_json
+from tasks.common.files import read_json
 from tasks.common.launch.plan import REWARD, Plan, pairs_plan, rl_plan, sft_plan
 from tasks.common.launch.task import script
 from tasks.common.machine import cluster
@@ -67,8 +67,7 @@ def sft(s: Settings) -> str:
     run = folder.sft_run(s)
     if run.warmed(s):
         prune(run.folder, 0)
-        note_if_killed(run.folder, steps := f"{run.last} steps")
-        return f"up to date: {steps}"
+        return f"up to date: {run.last} steps"
     _check_ranks(s, run)
     if s.SFT_LOSS and not verl_versions.has_own_trainers(s):
         raise SettingsError(f"SFT_LOSS={s.SFT_LOSS:g}: STACK={s.STACK} has a verl that cannot do it; set SFT_STEPS")
@@ -163,7 +162,7 @@ def said_steps(run: Run, wanted: float, s: Settings) -> str:
 
 
 def execute(plan: Plan) -> Run:
-    """Train as ``plan`` says, with a record of the launch and of its outcome; the run as it is after that.
+    """Train as ``plan`` says, with a record of the launch; the run as it is after that.
 
     Raises StageFailed when the trainer fails, aborts, or ends without its last checkpoint.
     """
@@ -189,15 +188,13 @@ def execute(plan: Plan) -> Run:
             raise WithoutSignal(f"{ended['reason']}\n  log: {plan.log}") from error
         if reason := ended.get("reason"):  # the trainer's own: ABORT_ON
             raise StageFailed(f"{reason}; {_goes_on(run_dir)}\n  log: {plan.log}") from error
-        _note(outcome, "failed", str(error).splitlines()[0])
         raise StageFailed(str(error).replace("the same command continues", _goes_on(run_dir))) from error
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"stopped; {_goes_on(run_dir)}") from None
-    after, warm_up = Run.read(run_dir), plan.name == "SFT"
-    early = after.warmed(s) if warm_up else after.ended_early(s.PATIENCE)
+    after = Run.read(run_dir)
+    early = after.warmed(s) if plan.name == "SFT" else after.ended_early(s.PATIENCE)
     if after.last < plan.steps and not early:
         raise StageFailed(f"{plan.name} ended without a checkpoint of step {plan.steps}\n  log: {plan.log}")
-    _note(outcome, "finished", f"{after.last} steps" if warm_up else said_steps(after, plan.steps, s))
     broken = health.findings(after.metrics, s)
     for finding in health.newest_by_rule(broken):
         times = sum(finding.rule == each.rule for each in broken)
@@ -210,20 +207,6 @@ def _goes_on(run_dir: Path) -> str:
     step = last_step(run_dir)
     begins = "the same command begins at step 1, as there is no checkpoint yet"
     return f"the same command continues from the checkpoint of step {step}" if step else begins
-
-
-def _note(file: Path, outcome: str, reason: str) -> None:
-    """Write how the launch ended; a full disk must not hide it."""
-    try:
-        write_json(file, {"outcome": outcome, "reason": reason})
-    except OSError as error:
-        print(f"  warning: {file}: cannot be written ({error.strerror})")
-
-
-def note_if_killed(run_dir: Path, reason: str) -> None:
-    """Write how the last launch of a complete run ended, where a kill after its last checkpoint left that out."""
-    if not (run_dir / health.OUTCOME).exists():
-        _note(run_dir / health.OUTCOME, "finished", reason)
 
 
 @functools.lru_cache(1)  # called twice a second

@@ -16,7 +16,7 @@ from tasks.common.ends import CUT, LENGTH, cut_key, remedy
 from tasks.common.files import write_json
 from tasks.common.settings import HEALTH_RULES, Settings
 
-OUTCOME = "outcome.json"  # of a run: how its last launch ended
+OUTCOME = "outcome.json"  # of a run: why the trainer itself ended its last launch
 WITHOUT = "no signal"  # an outcome
 NO_SIGNAL = 64  # samples of the first step
 ENTROPY = 0.01  # nats per token
