@@ -47,15 +47,16 @@ data = {
     "file": "the columns of your file and the prompt; put the file in place of data.jsonl, or give FILE=",
     "reasoning_gym": "the settings of the environment (CONFIG)",
     "verifiers": "",
+    "openenv": "",
 }[source]
 print(f"fill in   prepare_data.py   {data}" if data else "fill in   environment.py    the settings of the environment (CONFIG)")
 own = {"json": ": SCHEMA", "judge": ": RUBRIC"}.get(reward, "")
-if multi and source != "verifiers":
+if multi and source == "generate":
     print("          environment.py    the tools, and what follows a message (test_environment.py, examples.jsonl check it)")
 elif reward != "environment" and not multi:
     print(f"          reward.py         when a response is right{own} (test_reward.py, examples.jsonl check it)")
 judge = "export JUDGE_URL=http://localhost:8000/v1 JUDGE_MODEL=name    # the model that judges: docs/JUDGE.md"
-trains = {"hub": "downloads the data", "verifiers": "installs the environment"}.get(source, "trains as it is")
+trains = {"hub": "downloads the data", "verifiers": "installs the environment", "openenv": "installs OpenEnv's client"}.get(source, "trains as it is")
 train = f"make train TASK={task}    # {trains}"
 if method == "distill":
     train = f"make train TASK={task} TEACHER=name    # {trains}; TEACHER: a larger model with MODEL's tokenizer"

@@ -182,17 +182,26 @@ def _check_multi(answers: dict) -> None:
     """Refuse what a task with episodes cannot have; reward and source stay at their defaults."""
     if answers["reward"] != "math":
         refuse(f"reward {answers['reward']}: with turns=multi environment.py makes the rewards; leave reward out")
-    if answers["source"] not in ("generate", "verifiers"):
+    if answers["source"] not in ("generate", *OTHERS):
         refuse(f"source {answers['source']}: with turns=multi it must be generate; then write prepare_data.py as you like")
     if answers["method"] in ("dpo", "distill"):
         refuse(f"method {answers['method']}: is for single-turn tasks; leave it out, or take turns=single")
 
 
-def _check_verifiers(turns: str, env: str, config: str) -> None:
+# Environments of other people: what ENV must be, and in words.
+_PACKAGE = r"[A-Za-z0-9][\w.-]{0,60}(\[[\w,-]{1,60}\])?(==[0-9][\w.]{0,20})?(:[A-Za-z_][\w.]{0,80})?"
+OTHERS = {
+    "verifiers": (_PACKAGE, "a package, package==version, or package:module of an environment"),
+    "openenv": (r"https?://[\w.:-]{1,200}(/[\w./-]{0,200})?", "the URL of an OpenEnv server, such as http://127.0.0.1:8000"),
+}
+
+
+def _check_other(source: str, turns: str, env: str, config: str) -> None:
     if turns != "multi":
-        refuse("source verifiers: needs turns=multi, also where the environment takes one")
-    if not re.fullmatch(r"[A-Za-z0-9][\w.-]{0,60}(==[0-9][\w.]{0,20})?(:[A-Za-z_][\w.]{0,80})?", env, re.ASCII):
-        refuse(f"env {env[:80]!r}: must be a package, package==version, or package:module of an environment")
+        refuse(f"source {source}: needs turns=multi, also where the environment takes one")
+    form, words = OTHERS[source]
+    if not re.fullmatch(form, env, re.ASCII):
+        refuse(f"env {env[:80]!r}: must be {words}")
     _read_config(config)
 
 
@@ -213,13 +222,13 @@ def _check(answers: dict) -> None:
         refuse(f"gpus {gpus[:80]!r}: must be all, or 1, 2, 4, 8, 16, 32 or 64, by which the batches can be divided")
     if answers["turns"] == "multi":
         _check_multi(answers)
-    if source == "verifiers":
-        _check_verifiers(answers["turns"], env, config)
+    if source in OTHERS:
+        _check_other(source, answers["turns"], env, config)
     elif source != "reasoning_gym":
         if reward == "environment":
             refuse("reward environment: needs source=reasoning_gym, or take another reward")
         if env or config != "{}":
-            refuse(f"{'env' if env else 'config'}: only for source=reasoning_gym or verifiers")
+            refuse(f"{'env' if env else 'config'}: only for source=reasoning_gym, verifiers or openenv")
     elif reward not in ("environment", "math", "exact", "judge"):
         refuse(f"reward {reward}: with source=reasoning_gym it must be environment, math, exact or judge")
     elif not re.fullmatch(r"[a-z0-9_]{1,60}", env):

@@ -84,8 +84,8 @@ def imported() -> set[str]:
     )
     names = set()
     for path in tracked.stdout.split():
-        # verifiers_server.py runs in a Python of its own.
-        if path.endswith(".py") and "/stacks/" not in path and not path.endswith("verifiers_server.py"):
+        # verifiers_server runs in a Python of its own.
+        if path.endswith(".py") and "/stacks/" not in path and "/verifiers_server/" not in path:
             for node in ast.walk(ast.parse((ROOT / path).read_text())):
                 if isinstance(node, ast.Import):
                     names |= {alias.name.partition(".")[0] for alias in node.names}

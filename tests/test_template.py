@@ -161,12 +161,12 @@ def accepted(answers: dict[str, str]) -> bool:
     """Whether template/local_extensions.py takes this reward with this source."""
     if answers["source"] == "reasoning_gym":
         return answers["reward"] in ("environment", "math", "exact", "judge")
-    if answers["source"] == "verifiers":  # tests/test_verifiers.py
+    if answers["source"] in ("verifiers", "openenv"):  # tests/test_verifiers.py
         return False
     return answers["reward"] != "environment"
 
 
-REFUSED = [pair for pair in PAIRS if not accepted(pair) and pair["source"] != "verifiers"]
+REFUSED = [pair for pair in PAIRS if not accepted(pair) and pair["source"] not in ("verifiers", "openenv")]
 # The method and LoRA are a line of train.sh each: they take turns over the rewards and sources.
 ACCEPTED = [pair | other for pair, other in zip(filter(accepted, PAIRS), itertools.cycle(OTHER_CHOICES), strict=False)]
 # A multi-turn task, under two names: nothing but the method and LoRA can be chosen.
@@ -540,6 +540,7 @@ def test_every_question_and_choice_has_a_readable_prompt():
         ("turns=multi source=verifiers", "env ''"),
         ("turns=multi source=verifiers env=a;b", "env 'a;b'"),
         ("turns=multi source=verifiers env=a:b/c", "env 'a:b/c'"),
+        ("turns=multi source=openenv env=localhost", "env 'localhost': must be the URL of an OpenEnv server"),
         ("turns=multi source=verifiers env=a config=[1]", "config '[1]': must be a JSON object"),
         ("turns=multi method=dpo", "method dpo: is for single-turn tasks"),
         ("turns=multi method=distill", "method distill: is for single-turn tasks"),

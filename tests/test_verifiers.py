@@ -1,9 +1,13 @@
-"""rewards/verifiers.py: an environment of verifiers in a process of its own, and what that process may do wrong."""
+"""rewards/verifiers.py: environments of verifiers and OpenEnv in a process of their own, and what that process may do
+wrong."""
 
 import json
+import socket
+import subprocess
 import sys
 import threading
 from functools import partial
+from itertools import islice
 
 import pytest
 
@@ -63,6 +67,109 @@ def load_environment(kind: str = "guess"):
 '''
 
 
+# The same for verifiers 0.4, with a turn of an Env, with a tool server, and with a shell.
+GAMES_V1 = """
+import itertools
+
+import verifiers.v1 as vf
+
+from games_v1.tool import Adder
+
+__all__ = ["Numbers", "Guesses"]
+
+
+class Data(vf.TaskData):
+    answer: int
+
+
+class Config(vf.TasksetConfig):
+    tools: bool = False
+    endless: bool = False
+
+
+class Number(vf.Task[Data]):
+    @vf.reward
+    async def right(self, trace) -> float:
+        return float(trace.last_reply == str(self.data.answer))
+
+
+class Numbers(vf.Taskset[Number, Config]):
+    @property
+    def bounded(self):
+        return not self.config.endless
+
+    def load(self):
+        for number in itertools.count() if self.config.endless else range(150):
+            yield Number(Data(prompt="A number up to 9?", answer=number), self.config.task)
+
+    @classmethod
+    def toolsets(cls, config):
+        return [Adder(vf.ToolsetConfig())] if config.tools else []
+
+
+class GuessesConfig(vf.EnvConfig):
+    player: vf.AgentConfig = vf.AgentConfig()
+
+
+class Guesses(vf.Env[GuessesConfig]):
+    async def run(self, task, agents):
+        async with agents.player.interaction(task) as talk:
+            said = await talk.turn()
+            while not said.terminated and int(said.last_reply) != task.data.answer:
+                said = await talk.turn("more" if int(said.last_reply) < task.data.answer else "less")
+"""
+TOOL_V1 = '''
+import verifiers.v1 as vf
+
+
+class Adder(vf.Toolset[vf.ToolsetConfig]):
+    TOOL_PREFIX = None
+
+    @vf.tool
+    def add(self, a: int, b: int) -> int:
+        """Add two numbers."""
+        return a + b
+
+
+if __name__ == "__main__":
+    Adder.run()
+'''
+# What `openenv init` writes, but with an end.
+SERVER_OF_OPENENV = """
+from openenv.core.env_server import Action, Environment, Observation, State, create_app
+
+
+class Guess(Action):
+    number: int
+
+
+class Answer(Observation):
+    text: str
+
+
+class Guessing(Environment):
+    SUPPORTS_CONCURRENT_SESSIONS = True
+
+    def reset(self, seed=None, episode_id=None, **kwargs):
+        self.truth, self.turns = (seed or 0) % 10, 0
+        return Answer(text="A number up to 9?")
+
+    def step(self, action):
+        if action.number > 99:
+            raise RuntimeError("it broke")
+        self.turns += 1
+        right = action.number == self.truth
+        return Answer(text="right" if right else "wrong", done=right, reward=0.75 if right else 0.25)
+
+    @property
+    def state(self):
+        return State(step_count=self.turns)
+
+
+app = create_app(Guessing, Guess, Answer, max_concurrent_envs=8)
+"""
+
+
 @pytest.fixture(autouse=True)
 def own_artifacts(monkeypatch, tmp_path_factory):
     """All tests of this file share what they install."""
@@ -92,12 +199,14 @@ def served(monkeypatch, tmp_path, code: str) -> Package:
     [
         ("reverse-text", "reverse-text", "reverse_text"),
         ("reverse-text==0.1.4", "reverse-text==0.1.4", "reverse_text"),
+        ("reverse-text[a,b]", "reverse-text[a,b]", "reverse_text"),
         ("reasoning-gym:verifiers.ReasoningGymEnv", "reasoning-gym", "verifiers.ReasoningGymEnv"),
+        ("http://127.0.0.1:8000", verifiers.OPENENV, "http://127.0.0.1:8000"),
     ],
 )
 def test_a_package_says_what_is_installed_and_loaded(env, requirement, name):
     package = Package(env, {})
-    assert package.requirements == [verifiers.VERIFIERS, requirement] and package.name == name
+    assert package.requirement == requirement and package.name == name
     assert package.folder != Package("another", {}).folder
 
 
@@ -121,7 +230,7 @@ def test_a_package_that_cannot_be_installed_is_one_line(printed, said, monkeypat
     (tmp_path / "python").chmod(0o755)
     with pytest.raises(DataError) as raised:
         package.install()
-    wanted = f"{verifiers.VERIFIERS} {package.env}: cannot be installed: "
+    wanted = f"{package.env}: cannot be installed: "
     assert str(raised.value).removeprefix(wanted).removeprefix("ERROR: ").startswith(said)
     assert "\n" not in str(raised.value) and "WARNING" not in str(raised.value) and not package.installed.exists()
 
@@ -189,7 +298,7 @@ rows = [{"prompt": [{"role": "user", "content": f"p {i % PROMPTS}"}], "answer": 
 for request in map(json.loads, sys.stdin):
     side = rows if request["split"] == "train" else []
     found = side[request["first"] :][: request["count"]]
-    print(json.dumps({"n": request["n"], "rows": found}), flush=True)
+    print(json.dumps({"n": request["n"], "rows": found, "endless": False}), flush=True)
 """
 )
 
@@ -226,6 +335,18 @@ def games(tmp_path_factory):
     folder = tmp_path_factory.mktemp("games")
     (folder / "pyproject.toml").write_text('[project]\nname = "games"\nversion = "1"\n')
     (folder / "games.py").write_text(GAMES)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def games_v1(tmp_path_factory):
+    """One of verifiers 0.4."""
+    folder = tmp_path_factory.mktemp("games_v1")
+    (folder / "pyproject.toml").write_text('[project]\nname = "games-v1"\nversion = "1"\n')
+    (folder / "games_v1").mkdir()
+    (folder / "games_v1/__init__.py").write_text(GAMES_V1)
+    (folder / "games_v1/tool.py").write_text(TOOL_V1)
+    (folder / "games_v1/once.py").write_text('from games_v1 import Numbers\n\n__all__ = ["Numbers"]\n')
     return folder
 
 
@@ -273,3 +394,64 @@ def test_what_an_environment_cannot_do_is_one_line(games, monkeypatch):
     process_of(package).child.kill()
     with pytest.raises(RewardError, match="its process has ended"):
         replayed(environment_of(package), row, ["0"])
+
+
+@pytest.mark.long
+def test_the_episodes_are_those_of_verifiers_v1(games_v1):
+    guess = Package(f"{games_v1}:games_v1", {})
+    once = Package(f"{games_v1}:games_v1.once", {})
+    found = examples(guess)
+    assert len(found) == len({example.key for example in found}) == 150  # one prompt for all
+    environment = environment_of(guess)
+    play = partial(replayed, environment, row_of(found[7]))
+    assert play(["5", "9", "7"]) == (1.0, 0, True)
+    assert play(["1", "2"]) == (0.0, 0, False)
+    played, start = begun(environment, row_of(found[3]))
+    assert start.messages == [{"role": "user", "content": "A number up to 9?"}]
+    assert stepped(played, row_of(found[3]), [], "5")[0].messages == [{"role": "user", "content": "less"}]
+    with pytest.raises(RewardError, match=r"EnvError: .*invalid literal for int"):
+        play(["five"])
+    assert play(["7"]) == (1.0, 0, True)  # the next episode is played
+
+    assert [replayed(environment_of(once), row_of(found[7]), [answer]) for answer in ("7", "8")] == [
+        (1.0, 0, True),
+        (0.0, 0, True),
+    ]
+    endless = examples(Package(once.env, {"taskset": {"endless": True}}))
+    assert len({example.key for example in islice(endless, 250)}) == 250
+
+    tools = environment_of(Package(once.env, {"taskset": {"tools": True}}))
+    played, start = begun(tools, row_of(found[5]))
+    call = render_calls([{"name": "add", "arguments": {"a": 2, "b": 3}}])
+    assert stepped(played, row_of(found[5]), start.tools, call)[0].messages == [{"role": "tool", "content": "5"}]
+    assert stepped(played, row_of(found[5]), start.tools, "5")[0].reward == 1.0
+    assert replayed(tools, row_of(found[5]), [call.replace("add", "pay"), call, "5"]) == (1.0, 1, True)
+    shell = Package(once.env, {"agent": {"max_turns": 1}, "taskset": {"tools": True}})
+    assert replayed(environment_of(shell), row_of(found[5]), [call]) == (0.0, 0, True)  # its own limit of turns
+
+
+@pytest.mark.long
+def test_an_environment_of_openenv_is_played_behind_its_server(tmp_path):
+    (tmp_path / "server.py").write_text(SERVER_OF_OPENENV)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    package = Package(f"http://127.0.0.1:{port}", {})
+    package.install()
+    with pytest.raises(DataError, match="Connect"):
+        examples(package)
+    command = [package.folder / "bin/python", "-m", "uvicorn", "server:app", "--port", str(port)]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as server:
+        try:
+            next(line for line in server.stdout if "Uvicorn running" in line)
+            found = list(islice(examples(package), 12))
+            assert [example.ground_truth["reset"]["seed"] for example in found] == list(range(12))
+            environment = environment_of(package)
+            assert replayed(environment, row_of(found[7]), ["5", "a number", "7"]) == (1.0, 1, True)
+            assert replayed(environment, row_of(found[7]), ["5", "6"]) == (0.5, 0, False)
+            with pytest.raises(RewardError, match="it broke"):
+                replayed(environment, row_of(found[7]), ["100"])
+            some = Package(package.env, {"resets": [{"seed": 3}, {"seed": 4}]})
+            assert [replayed(environment, row_of(example), ["4"])[0] for example in examples(some)] == [0.25, 0.75]
+        finally:
+            server.kill()

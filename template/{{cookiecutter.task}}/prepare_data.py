@@ -1,4 +1,4 @@
-{% if cookiecutter.source == "verifiers" %}
+{% if cookiecutter.source in ("verifiers", "openenv") %}
 {% set part = "prepare_data" %}
 {% include "verifiers.jinja" %}
 {% elif cookiecutter.turns == "multi" %}

@@ -18,7 +18,7 @@
 source "$(dirname "${BASH_SOURCE[0]}")/../common/launch/launch.sh"
 
 {{ line("MODEL", cookiecutter.model, "a hub id, a folder, or `embedded` (SmolLM2-135M-Instruct)", "embedded") }}
-{% if not small[1] or cookiecutter.source == "verifiers" %}
+{% if not small[1] or cookiecutter.source in ("verifiers", "openenv") %}
 {{ line("INIT", "base", "the environment gives no worked answers for an SFT warm-up") }}
 {% endif %}
 {{ line("SOURCE", cookiecutter.source, "hub, or a local folder of its form" if cookiecutter.source == "hub" else "a name that prepare_data.py knows") }}

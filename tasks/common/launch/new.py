@@ -21,8 +21,9 @@ def answers(environ: Mapping[str, str]) -> list[str]:
     given["config"] = environ.get("CONFIG")
     if given["source"] == "reasoning_gym":
         given |= {"reward": "environment", "description": f"{given['env'] or 'An environment'} of reasoning-gym"}
-    if given["source"] == "verifiers":
-        given |= {"turns": "multi", "description": "An environment of verifiers"}
+    if given["source"] in ("verifiers", "openenv"):
+        name = {"verifiers": "verifiers", "openenv": "OpenEnv"}[given["source"]]
+        given |= {"turns": "multi", "description": f"An environment of {name}"}
     replies = [f"{question}={answer}" for question, answer in given.items() if answer]
     try:
         replies += shlex.split(environ.get("OPTIONS", ""))

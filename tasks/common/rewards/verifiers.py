@@ -1,7 +1,7 @@
-"""An environment of `verifiers` as a multi-turn task: its rows as examples, its rollouts as episodes.
+"""An environment of `verifiers` or OpenEnv as a multi-turn task: its rows as examples, its rollouts as episodes.
 
-verifiers clashes with the packages of the stacks, and an environment is code of other people. Both are installed into a
-folder of their own and run in a process of their own (rewards/verifiers_server.py), one for each process of ours. See
+Their packages clash with those of the stacks, and an environment is code of other people. All are installed into a
+folder of their own and run in a process of their own (rewards/verifiers_server/), one for each process of ours. See
 docs/MULTI_TURN.md.
 """
 
@@ -9,25 +9,27 @@ import hashlib
 import itertools
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
 from tasks.common.rewards.answers import RewardError, read_ground_truth
 from tasks.common.rewards.environment import Environment, Start, Step
 from tasks.common.rewards.tool_calls import Response
-from tasks.common.rows import DataError, Example, decoded
+from tasks.common.rows import DataError, Example, chat, decoded
 from tasks.common.settings import artifacts
 from tasks.common.text import one_line
 
-SERVER = Path(__file__).with_name("verifiers_server.py")
-VERIFIERS = "verifiers==0.2.1"  # the last with environments of this form; 0.3 has others
+SERVER = Path(__file__).with_name("verifiers_server")
+V1, OLD = "verifiers>=0.4,<0.5", "verifiers>=0.1.14,<0.4"  # 0.4 has no environments of the old form
+OPENENV = "openenv>=0.10,<0.11"
 MAX_LINE = 16 * 2**20  # bytes of a reply
 MEMORY = 32 * 2**30  # of the process's address space
 START_SECONDS, SECONDS = 600, 120  # to load an environment and its data, to reply
@@ -38,27 +40,30 @@ VARIABLES = ("PATH", "HOME", "LANG", "TMPDIR", "HF_HOME", "HF_HUB_OFFLINE", "VER
 
 @dataclass(frozen=True)
 class Package:
-    """``env``: what pip installs beside verifiers, and after a colon the module with ``load_environment`` (default: the
-    package's) or a class: ``reasoning-gym:verifiers.ReasoningGymEnv``. ``config``: its arguments, as JSON has them."""
+    """``env``: what pip installs beside verifiers, and after a colon the module of the environment (default: the
+    package's) or a class: ``reasoning-gym:verifiers.ReasoningGymEnv``; or the URL of an OpenEnv server. ``config``: its
+    arguments, as JSON has them."""
 
     env: str
     config: dict
 
     @property
-    def requirements(self) -> list[str]:
+    def requirement(self) -> str:
         """Of pip."""
-        return [VERIFIERS, self.env.partition(":")[0]]
+        return OPENENV if "://" in self.env else self.env.partition(":")[0]
 
     @property
     def name(self) -> str:
-        """The module or class."""
+        """The module, class or URL."""
+        if "://" in self.env:
+            return self.env
         package, _, name = self.env.partition(":")
-        return name or package.partition("==")[0].replace("-", "_")
+        return name or re.split(r"[=\[]", package)[0].replace("-", "_")
 
     @property
     def folder(self) -> Path:
         """Of its Python environment."""
-        key = json.dumps([sys.version_info[:2], self.requirements]).encode()
+        key = json.dumps([sys.version_info[:2], V1, OLD, self.requirement]).encode()
         return artifacts() / "verifiers" / hashlib.blake2b(key, digest_size=6).hexdigest()
 
     @property
@@ -67,17 +72,24 @@ class Package:
         return self.folder / "installed"
 
     def install(self) -> None:
-        """Install the requirements, unless they are. Raises DataError with what pip says."""
+        """Install it, unless it is: with the verifiers that its code imports. Raises DataError with what pip says."""
         if self.installed.exists():
             return
-        wanted = " ".join(self.requirements)
-        print(f"  installing {wanted} into {self.folder}", flush=True)
-        pip = [self.folder / "bin/python", "-m", "pip", "install", "-q", *self.requirements]
-        for command in ([sys.executable, "-m", "venv", "--clear", self.folder], pip):
-            done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-            if done.returncode:
-                raise DataError(f"{wanted}: cannot be installed: {_last_error(done.stdout.decode(errors='replace'))}")
+        print(f"  installing {self.requirement} into {self.folder}", flush=True)
+        pip = [self.folder / "bin/python", "-m", "pip", "install", "-q", "--no-compile"]
+        self._run(sys.executable, "-m", "venv", "--clear", self.folder)
+        self._run(*pip, "--no-deps", self.requirement)
+        sources = b"".join(path.read_bytes() for path in self.folder.glob("lib/*/site-packages/**/*.py"))
+        of_v1 = b"verifiers.v1" in sources and b"import verifiers as" not in sources
+        verifiers = [] if "://" in self.env else [V1 if of_v1 else OLD]
+        self._run(*pip, *verifiers, self.requirement)
         self.installed.touch()
+
+    def _run(self, *command) -> None:
+        done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        if done.returncode:
+            problem = _last_error(done.stdout.decode(errors="replace"))
+            raise DataError(f"{self.requirement}: cannot be installed: {problem}")
 
 
 def _last_error(said: str) -> str:
@@ -127,7 +139,7 @@ class Process:
             reply = {"error": f"no reply in {seconds} s"}
         del self.waiting[number]
         if "error" in reply:
-            raise RewardError(f"{self.name} of verifiers: {str(reply['error'])[:500]}; log: {self.log}")
+            raise RewardError(f"{self.name}: {str(reply['error'])[:500]}; log: {self.log}")
         return reply
 
     def _until_its_end(self, work: Callable[[], None]) -> None:
@@ -165,31 +177,42 @@ def process_of(package: Package) -> Process:
         return _STARTED[key]
 
 
-def examples(package: Package) -> list[Example]:
+def examples(package: Package) -> Iterable[Example]:
     """The environment's rows; its own evaluation rows are the test split. Rows of one prompt stay on one side of a
     split, unless the prompt cannot tell problems apart: more than a tenth of all rows have the commonest one. Two rows
-    are equal when all but their number is. Installs the environment first. Raises DataError."""
+    are equal when all but their number is. Of rows without an end it is a generator. Installs the environment first.
+    Raises DataError."""
     package.install()
-    found: list[tuple[str, dict]] = []
-    try:
-        for split in ("train", "test"):
-            first, process = len(found), process_of(package)
-            while rows := process.ask(split=split, first=len(found) - first, count=ROWS)["rows"]:
-                found += [(split, row) for row in rows]
-    except RewardError as error:
-        raise DataError(str(error)) from error
-    prompts = [json.dumps(row["prompt"], sort_keys=True) for _, row in found]
+    if _page(package, "train", 0)["endless"]:
+        return (_example(row) for row in _rows(package, "train"))
+    found = [(split, row) for split in ("train", "test") for row in _rows(package, split)]
+    prompts = [json.dumps(row.get("prompt"), sort_keys=True) for _, row in found]
     alike = 10 * max(Counter(prompts).values(), default=0) > len(prompts)
     return [
-        Example(
-            row["prompt"],
-            row,
-            split=split,
-            group=None if alike else prompt,
-            key=json.dumps(row | {"example_id": 0}, sort_keys=True),
-        )
+        replace(_example(row), split=split, group=None if alike else prompt)
         for (split, row), prompt in zip(found, prompts, strict=True)
     ]
+
+
+def _rows(package: Package, split: str) -> Iterator[dict]:
+    first = 0
+    while rows := _page(package, split, first)["rows"]:
+        yield from rows
+        first += len(rows)
+
+
+def _page(package: Package, split: str, first: int) -> dict:
+    """The next rows of the side ``split``, and whether they are endless. Raises DataError."""
+    try:
+        return process_of(package).ask(split=split, first=first, count=ROWS)
+    except RewardError as error:
+        raise DataError(str(error)) from error
+
+
+def _example(row: dict) -> Example:
+    prompt = row.get("prompt") or "The environment begins."
+    parts = chat(prompt, row.get("system_prompt")) if isinstance(prompt, str) else prompt
+    return Example(parts, row, key=json.dumps(row | {"example_id": 0, "idx": 0}, sort_keys=True))
 
 
 def environment_of(package: Package) -> type[Environment]:
@@ -207,9 +230,9 @@ def environment_of(package: Package) -> type[Environment]:
             return Start(begun["messages"] if truth else decoded(row["prompt"]), begun["tools"])
 
         def step(self, action: Response) -> Step:
-            thinking = "" if action.thinking is None else f"<think>\n{action.thinking}\n</think>\n"
-            message = {"content": thinking + action.text, "calls": action.calls}
+            message = {"content": action.text, "thinking": action.thinking, "calls": action.calls}
             found = self.process.ask(episode=self.number, message=message)
-            return Step(reward=found["reward"], done=True) if "reward" in found else Step(found["messages"])
+            done = found.get("done", False)
+            return Step(found.get("messages", []), found.get("reward", 0.0), done, found.get("failed", 0))
 
     return Verifiers
