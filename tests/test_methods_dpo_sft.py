@@ -70,14 +70,17 @@ def test_a_warm_up_that_was_killed_goes_on_from_its_checkpoint(variables):
     assert first[0] == 1 and saved < 30 and second == list(range(saved + 1, 31))
 
 
+LORA = {"INIT": "sft", "LORA_RANK": "8", "SFT_STEPS": "20", "SFT_LOSS": "100"}
+
+
 @pytest.mark.long
-def test_sft_with_lora_exports_its_adapter(variables):
-    result = make("sft", **{**variables, "INIT": "sft", "LORA_RANK": "8"})
-    assert result.returncode == 0, result.stdout
+def test_sft_with_lora_ends_by_its_loss_and_exports_its_adapter(variables):
+    result = make("sft", **{**variables, **LORA})
+    assert result.returncode == 0 and "below SFT_LOSS=100" in result.stdout, result.stdout
     (run,) = (run for run in runs_of(variables, "sft") if recorded(run)["settings"]["LORA_RANK"])
     changed = trained_parameters(variables, run)
     assert changed and all("_proj" in name for name in changed)
-    assert (run / "checkpoints/global_step_2/adapter/adapter_config.json").is_file()
+    assert (run / "checkpoints/global_step_4/adapter/adapter_config.json").is_file()
 
 
 @pytest.mark.long
@@ -85,7 +88,7 @@ def test_rl_goes_on_with_the_adapter_of_the_warm_up(variables):
     """The warm-up is that of the test above. Nothing is merged on the way, and all of it is evaluated."""
     from safetensors.torch import load_file
 
-    result = make("train", **{**variables, "INIT": "sft", "LORA_RANK": "8", "KL_COEF": "0"})
+    result = make("train", **{**variables, **LORA, "KL_COEF": "0"})
     assert result.returncode == 0, result.stdout
     assert all(f" {name} " in result.stdout for name in ("base", "sft", "grpo"))  # columns of the table
     run = runs_of(variables, "grpo")[-1]

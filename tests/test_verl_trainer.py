@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
 from tasks.common.rewards.answers import RewardError
+from tasks.common.runs import checkpoint
 from tasks.common.runs.health import AbortedError
 from tests.test_settings import VALUES
 from tests.test_verl_on_policy import composed, nested
@@ -83,6 +84,41 @@ def test_a_step_that_is_saved_is_not_saved_again(trainer, module, monkeypatch):
     with pytest.raises(module.GroupFailed):
         buffer.sample(global_steps=4, partition_id="train", batch_size=1)
     assert trainer.saved == written
+
+
+def test_a_launch_saves_within_five_minutes_of_its_first_step(trainer, module, monkeypatch):
+    clock = iter(range(0, 10**6, 70))
+    monkeypatch.setattr(checkpoint.time, "monotonic", lambda: next(clock))  # of a step's beginning, of its end
+    trainer._saved, written = 0, len(trainer.saved)
+    monkeypatch.setattr(module.KeepBest, "on_step_begin", lambda self: None)
+    trainer.__dict__.pop("_first_save")
+    for trainer.global_steps in range(1, 7):
+        trainer.on_step_begin()
+        trainer.on_step_end()
+    assert [step for step, _ in trainer.saved[written:]] == [3]  # 280 s after the first; a fourth would end at 420
+
+
+def test_a_warm_up_ends_by_its_loss_and_saves_within_five_minutes(monkeypatch):
+    from verl.utils import tensordict_utils
+
+    from tasks.common.verl_plugins import sft_steps
+
+    clock = iter(range(0, 10**6, 70))
+    monkeypatch.setattr(checkpoint.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(sft_steps.torch.distributed, "get_world_size", lambda: 1)
+    losses = iter([0.3, 0.2, 0.1, 0.05, 0.04])
+
+    def train_batch(data):
+        return tensordict_utils.get_tensordict({}, {"metrics": {"loss": next(losses)}})
+
+    trainer = SimpleNamespace(training_client=SimpleNamespace(train_batch=train_batch), device_name="cpu")
+    trainer.save_freq, trainer.total_training_steps, trainer.resume_global_step = 20, 30, 10
+    sft_steps.watch(trainer, 0.1)
+    seen = []
+    for _ in range(5):
+        trainer.training_client.train_batch(None)
+        seen.append((trainer.save_freq, trainer.total_training_steps))
+    assert seen == [(20, 30), (20, 30), (1, 30), (20, 30), (20, 15)]
 
 
 def test_nothing_is_saved_before_the_first_step(trainer, module, monkeypatch):

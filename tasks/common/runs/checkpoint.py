@@ -1,6 +1,10 @@
-"""Whether a checkpoint's folder is whole: a kill or a full disk leaves half of one, an interrupted removal too."""
+"""Whether a checkpoint's folder is whole: a kill or a full disk leaves half of one, an interrupted removal too.
+
+When a launch must write its first one.
+"""
 
 import re
+import time
 import zipfile
 from pathlib import Path
 
@@ -10,6 +14,7 @@ _SHARD = re.compile(r"(model|optim|extra_state)_world_size_(\d+)_rank_(\d+)\.pt"
 # What transformers needs to resume: trained whole, and in shards.
 _TRAINER = ("scheduler.pt", "trainer_state.json")
 _TRL = ({"optimizer.pt", *_TRAINER}, {"optimizer.bin", "pytorch_model_fsdp.bin", *_TRAINER})
+FIRST_SAVE = 300  # seconds
 
 
 def whole(folder: Path) -> bool:
@@ -55,3 +60,21 @@ def begun_step(metrics: Path) -> int:
         return int(begun_file(metrics).read_text())
     except (OSError, ValueError):
         return 0
+
+
+class FirstSave:
+    """When a launch must write its first checkpoint whatever SAVE_FREQ is, so that a stop never costs more."""
+
+    def __init__(self):
+        self.began = self.first = 0.0  # when this step began, and the first one ended
+        self.saved = False
+
+    def begin(self) -> None:
+        """A step begins."""
+        self.began = time.monotonic()
+
+    def due(self) -> bool:
+        """At a step's end: whether nothing is saved, and another step like it would end FIRST_SAVE after the first."""
+        now = time.monotonic()
+        self.first = self.first or now
+        return not self.saved and now - self.first + now - (self.began or now) > FIRST_SAVE

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from accelerate.utils import reduce
 from accelerate.utils.fsdp_utils import fsdp2_prepare_model
 from datasets import Dataset
 from peft import LoraConfig, PeftModel
@@ -37,6 +38,7 @@ from tasks.common.machine.local_store import listen_locally
 from tasks.common.models.merge import base_model, base_of, is_adapter
 from tasks.common.process import die_with_torchrun
 from tasks.common.runs import health, launches
+from tasks.common.runs.checkpoint import FirstSave
 from tasks.common.runs.keep import prune
 from tasks.common.runs.run import last_step, tracker
 from tasks.common.settings import Settings, load_settings
@@ -151,6 +153,23 @@ class MetricsFile(TrainerCallback):
     def _write(self, state, data: dict) -> None:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps({"step": state.global_step, "data": data}) + "\n")
+
+
+class SaveFirst(TrainerCallback):
+    """A first checkpoint as ``FirstSave`` says; each process has its own clock."""
+
+    def __init__(self):
+        self.first_save = FirstSave()
+
+    def on_step_begin(self, args, state, control, **_):
+        self.first_save.begin()
+
+    def on_step_end(self, args, state, control, **_):
+        due = torch.tensor(float(self.first_save.due()), device=args.device)
+        control.should_save |= bool(reduce(due, "sum") > 0)
+
+    def on_save(self, args, state, control, **_):
+        self.first_save.saved = True
 
 
 class AbortOn(TrainerCallback):
@@ -277,7 +296,7 @@ def train(s: Settings, start: str, pairs: str, run_dir: Path, metrics: Path) -> 
         train_dataset=_columns(chosen.train).select(order),
         eval_dataset=_columns(chosen.held_out) if chosen.held_out else None,
         processing_class=tokenizer,
-        callbacks=[MetricsFile(metrics), *([abort] if s.ABORT_ON else [])],
+        callbacks=[MetricsFile(metrics), SaveFirst(), *([abort] if s.ABORT_ON else [])],
         peft_config=LoraConfig(**adapter) if s.LORA_RANK and model == start else None,
     )
     if trainer.is_world_process_zero():

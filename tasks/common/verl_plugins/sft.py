@@ -1,5 +1,5 @@
-"""verl's SFT trainer (0.9.1 and 0.6.1): the order of the rows follows the seed, a resume skips no epoch, and SFT_LOSS
-ends it.
+"""verl's SFT trainer (0.9.1 and 0.6.1): the order of the rows follows the seed, a resume skips no epoch, and with 0.9.1
+SFT_LOSS ends it.
 
 `python -m tasks.common.verl_plugins.sft`, for several GPUs with torchrun, takes the overrides of verl's own.
 """
@@ -13,6 +13,9 @@ with imports():
 
     from tasks.common.verl_plugins.expect import expect
 
+    if OF_091 := hasattr(sft_trainer, "TrainingWorker"):
+        from tasks.common.verl_plugins.sft_steps import watch  # here: below, the name SFTTrainer is ours
+
 # verl reads trainer.seed nowhere: its sampler has the seed 0.
 expect(sft_trainer.SFTTrainer._build_dataloader, "self.train_sampler = DistributedSampler(")
 # A loader restored at an epoch's end is empty, and fit() takes that for the whole next epoch (verl issue 7401).
@@ -21,7 +24,7 @@ expect(sft_trainer.SFTTrainer.fit, "start_epoch = global_step // self.steps_per_
 
 
 class SFTTrainer(sft_trainer.SFTTrainer):
-    """verl's, with its config's seed, with a new loader when a resume starts an epoch, and with an end by SFT_LOSS."""
+    """verl's, with its config's seed, and with a new loader when a resume starts an epoch."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -34,10 +37,8 @@ class SFTTrainer(sft_trainer.SFTTrainer):
         self.train_sampler.seed = self.config.trainer.seed
 
     def fit(self):
-        if below := float(os.environ.get("SFT_LOSS") or 0):
-            from tasks.common.verl_plugins.sft_loss import end_below  # verl 0.9.1 alone
-
-            end_below(self, below)
+        if OF_091:
+            watch(self, float(os.environ.get("SFT_LOSS") or 0))
         super().fit()
 
 

@@ -29,7 +29,7 @@ from tasks.common.machine import hardware
 from tasks.common.machine.memory import GIB
 from tasks.common.rewards.answers import RewardError
 from tasks.common.rewards.episode import turn_texts
-from tasks.common.runs.checkpoint import begun_file
+from tasks.common.runs.checkpoint import FirstSave, begun_file
 from tasks.common.runs.health import abort, aborted_by, no_signal, stop_without_signal
 from tasks.common.runs.run import read_metrics
 from tasks.common.settings import load_settings
@@ -72,7 +72,6 @@ async def run_agent_loop(self, *args, **kwargs):
 AgentLoopWorker._run_agent_loop = run_agent_loop
 
 POLL_SECONDS = 0.2  # verl checks every 2 s whether the rollouts are complete
-FIRST_SAVE = 300  # seconds
 LOG_SECONDS = 2  # for Ray to bring the reason from another process to the log
 
 
@@ -91,9 +90,12 @@ class TaskTrainer(KeepBest):
     _on_policy = False  # this step skips the pass for the old log-probs
     _complete = 0, None  # the last step that this process trained, and the state of its data then
     _saved = 0
-    _began, _first = 0.0, 0.0  # when this step began, and the first one of this process ended
     _sampled: list["Sample"] | None = None  # the responses of this step, where they were looked at before its metrics
     _turns = None  # what was said in the episodes of this step, by verl's key
+
+    @functools.cached_property
+    def _first_save(self) -> FirstSave:
+        return FirstSave()
 
     @functools.cached_property
     def _limits(self) -> dict[str, float]:
@@ -120,7 +122,7 @@ class TaskTrainer(KeepBest):
         waits_for(f"the samples and rewards of step {self.global_steps}")
         with suppress(OSError, KeyError):  # a full disk; verl alone
             begun_file(Path(os.environ["VERL_FILE_LOGGER_PATH"])).write_text(str(self.global_steps))
-        self._began = time.monotonic()
+        self._first_save.begin()
         if os.environ.get("ABORT_ON"):
             self._abort_on_broken_rule()
         super().on_step_begin()
@@ -141,22 +143,14 @@ class TaskTrainer(KeepBest):
 
     def on_step_end(self):
         self._complete = self.global_steps, copy.deepcopy(self.train_dataloader.state_dict())
-        if self._first_save_is_due() and self._saved != self.global_steps:
+        if self._first_save.due() and self._saved != self.global_steps:
             with marked_timer("save_checkpoint", self.timing_raw, color="green"):
                 self._save_checkpoint()
         super().on_step_end()
 
-    def _first_save_is_due(self) -> bool:
-        """Whether this launch has saved nothing, and another step as long as this one would end more than FIRST_SAVE
-        after its first: then a stop costs no more, whatever SAVE_FREQ is."""
-        now = time.monotonic()
-        self._first = self._first or now
-        step = now - (self._began or now)
-        return not self._saved and now - self._first + step > FIRST_SAVE
-
     def _save_checkpoint(self):
         super()._save_checkpoint()
-        self._saved = self.global_steps
+        self._saved, self._first_save.saved = self.global_steps, True
 
     def _compute_metrics(self, batch, metrics, timing_raw, global_steps, epoch):
         super()._compute_metrics(batch, metrics, timing_raw, global_steps=global_steps, epoch=epoch)

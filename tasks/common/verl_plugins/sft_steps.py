@@ -1,0 +1,44 @@
+"""After a step of the warm-up, with verl 0.9.1: its end by SFT_LOSS, and the first checkpoint."""
+
+import torch
+from verl.trainer import sft_trainer
+from verl.utils import tensordict_utils
+
+from tasks.common.runs.checkpoint import FirstSave
+from tasks.common.runs.validation import learned
+from tasks.common.verl_plugins.expect import expect
+
+# The step that is under way is the last one where it reaches this number, and is saved where save_freq divides it.
+expect(
+    sft_trainer.SFTTrainer.fit,
+    "output = self.training_client.train_batch(data=data)",
+    "is_last_step = global_step >= self.total_training_steps",
+    "is_save_step = global_step % self.save_freq == 0",
+)
+
+
+def watch(trainer: sft_trainer.SFTTrainer, below: float) -> None:
+    """Let ``trainer`` end after the step by which the loss is ``learned``, and save as ``FirstSave`` says."""
+    train, every, first_save, losses = trainer.training_client.train_batch, trainer.save_freq, FirstSave(), []
+
+    def train_batch(data):
+        first_save.begin()
+        output = train(data=data)
+        losses.append(_mean(trainer, float(tensordict_utils.get(output, "metrics")["loss"])) if below else 0.0)
+        step = trainer.resume_global_step + len(losses)
+        if below and learned(losses, below):
+            trainer.total_training_steps = step
+        due = _mean(trainer, float(first_save.due())) > 0  # each process has its own clock
+        trainer.save_freq = 1 if due else every
+        first_save.saved = first_save.saved or due or (every > 0 and step % every == 0)
+        return output
+
+    trainer.training_client.train_batch = train_batch
+
+
+def _mean(trainer: sft_trainer.SFTTrainer, value: float) -> float:
+    """Of all processes."""
+    shared = torch.tensor(value, device=trainer.device_name)
+    if torch.distributed.get_world_size() > 1:
+        torch.distributed.all_reduce(shared, op=torch.distributed.ReduceOp.AVG)
+    return shared.item()
