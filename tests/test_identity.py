@@ -8,6 +8,7 @@ import pytest
 
 from tasks.common.data.prepare import prepare
 from tasks.common.digest import fingerprint
+from tasks.common.launch import main
 from tasks.common.rows import Example
 from tasks.common.runs import folder
 from tasks.common.runs.folder import rl_run
@@ -53,6 +54,18 @@ def code(monkeypatch):
         monkeypatch.setattr("tasks.common.settings.code_digest", digest)
 
     return edited
+
+
+def test_generated_rows_are_checked_again_before_a_training_once_the_reward_is_edited(s, code, monkeypatch):
+    ran, s = [], replace(s, SOURCE="generate")
+    prepare(s, {"generate": toy()["toy"]})
+    monkeypatch.setattr(main, "script", lambda s, name: ran.append(name))
+    assert main.data(main.Job("probe", s, None, [])).startswith("up to date: ") and not ran
+    code("reward.py")
+    main.data(main.Job("eval", s, None, []))
+    assert not ran
+    main.data(main.Job("probe", s, None, []))
+    assert ran == ["prepare_data.py"]
 
 
 def test_an_edit_of_the_reward_keeps_the_warm_up_also_where_the_data_imports_it(s, code):

@@ -102,7 +102,9 @@ def data(job: Job) -> str:
     fresh = manifest.get("fingerprint") == s.data_fingerprint()
     fresh = fresh and all((s.data_dir / f"{name}.parquet").is_file() for name in manifest["rows"])
     checked = manifest.get("gold")
-    if fresh and checked and (job.goal == "data" or s.GOLD == "error"):  # else a changed reward keeps the data
+    # After an edit of the reward rows from elsewhere stay: to read them again may take long.
+    again = job.goal == "data" or s.GOLD == "error" or (training and manifest.get("source") in settings.GENERATORS)
+    if fresh and checked and again:
         fresh = checked["reward"] == settings.code_digest(s.reward_file)
     if not fresh:
         script(s, "prepare_data.py")
