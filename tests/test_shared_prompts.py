@@ -96,6 +96,7 @@ groups = [one, two, one, one, two, long]
 responses = [drawn(1, 9) for _ in groups]
 single = [drawn(3, 30) for _ in range(4)]
 masks = [torch.cat([torch.zeros(len(p)), torch.randint(0, 2, (len(r),))]) for p, r in zip(groups, responses)]
+later = [torch.cat([torch.zeros(len(one)), mask]) for mask in masks]
 temperatures = torch.tensor([0.7, 1.0, 1.3, 0.7, 2.0, 1.0])
 cases = {
     "groups": batch(groups, responses, temperature=0.7),
@@ -104,6 +105,7 @@ cases = {
     "single rows": batch(single, [drawn(1, 9) for _ in single], temperature=1.0),
     "long responses": batch([one] * 4, [drawn(500, 600) for _ in range(4)], temperature=1.0),
     "sft": batch(groups, responses, masks, temperature=1.0),
+    "sft, one system": batch([torch.cat([one, p]) for p in groups], responses, later, temperature=1.0),
 }
 cases["a temperature a row"]["temperature"] = temperatures
 found = {}
@@ -139,7 +141,7 @@ back = output["model_output"]["log_probs"].unbind()
 found["back"] = all(torch.equal(a, b) for a, b in zip(back, cases["groups"]["input_ids"].unbind(), strict=True))
 print(json.dumps(found))
 """
-CASES = ("groups", "a temperature a row", "one group", "single rows", "long responses", "sft")
+CASES = ("groups", "a temperature a row", "one group", "single rows", "long responses", "sft", "sft, one system")
 
 
 @pytest.fixture(scope="module")
@@ -166,10 +168,11 @@ def test_log_probs_entropy_and_gradients_are_verls(found, case):
 
 @pytest.mark.medium
 def test_a_prompt_stands_once_where_that_is_less_work(found):
-    assert [len(found[case]["rows"]) for case in CASES] == [2, 2, 2, 2, 2, 1]  # the two ways; SFT has no prompts
+    assert [len(found[case]["rows"]) for case in CASES] == [2, 2, 2, 2, 2, 3, 3]  # SFT: two, four or one in a row
     assert [found["groups"]["rows"][way][0] for way in (0, 1)] == [3, 6]
     assert [found["one group"]["rows"][way][0] for way in (0, 1)] == [1, 4]
-    assert found["sft"]["rows"][0][0] == 6
+    assert [rows for rows, _ in found["sft"]["rows"]] == [6, 6, 6]  # they begin with nothing in common
+    assert [rows for rows, _ in found["sft, one system"]["rows"]] == [3, 2, 6]
 
 
 @pytest.mark.medium

@@ -5,7 +5,9 @@ its largest tensors. Here the rows of one prompt stand in one row: the prompt, t
 each of which sees the prompt and itself. Logits are taken where a loss reads them.
 """
 
+from collections import Counter
 from dataclasses import dataclass
+from itertools import takewhile
 
 import torch
 from tensordict import TensorDict
@@ -39,15 +41,18 @@ class Packed:
     counts: torch.Tensor  # (sequences,): how many of ``places`` are of each sequence
 
 
-def pack(sequences: list[torch.Tensor], shared: list[int], wanted: list[torch.Tensor]) -> Packed:
-    """``sequences`` of ids; those that begin with the same ``shared`` tokens stand in one row, these tokens once. A
-    sequence that shares none stands alone.
+def pack(sequences: list[torch.Tensor], shared: list[int], wanted: list[torch.Tensor], most: int = 2**30) -> Packed:
+    """``sequences`` of ids; those that begin with the same ``shared`` tokens stand in one row, ``most`` at most, and
+    these tokens once. A sequence that shares none stands alone.
 
     ``wanted``: of each sequence, the indices whose logits are taken, in order.
     """
     groups: dict[tuple, list[int]] = {}
+    alike: Counter[tuple] = Counter()
     for number, (sequence, length) in enumerate(zip(sequences, shared, strict=True)):
-        groups.setdefault(tuple(sequence[:length].tolist()) if length else (-number,), []).append(number)
+        key = tuple(sequence[:length].tolist()) if length else (-number,)
+        groups.setdefault((key, alike[key] // most), []).append(number)
+        alike[key] += 1
     lengths = [len(sequence) for sequence in sequences]
     own = [length - prompt for length, prompt in zip(lengths, shared, strict=True)]
     longest = max(shared[members[0]] + sum(own[n] for n in members) for members in groups.values())
@@ -78,16 +83,21 @@ def pack(sequences: list[torch.Tensor], shared: list[int], wanted: list[torch.Te
 
 
 def of_micro_batch(micro_batch: TensorDict, config: dict) -> Packed:
-    """Of RL, each prompt once, where that is less work, and the response's tokens predicted; of SFT, those with a
-    loss. ``config``: the model's config.json."""
+    """Of RL, each prompt once and the response's tokens predicted; of SFT, what all rows begin with (the system prompt)
+    once for several, and those with a loss; alone where that is less work. ``config``: the model's config.json."""
     sequences = list(micro_batch["input_ids"].unbind())
-    alone = [0] * len(sequences)
+    count = len(sequences)
     if micro_batch.get("prompts") is None:
-        return pack(sequences, alone, [mask[1:].nonzero()[:, 0] for mask in micro_batch["loss_mask"].unbind()])
-    prompts = [len(prompt) for prompt in micro_batch["prompts"].unbind()]
-    wanted = [torch.arange(prompt - 1, len(s) - 1) for s, prompt in zip(sequences, prompts, strict=True)]
+        wanted = [mask[1:].nonzero()[:, 0] for mask in micro_batch["loss_mask"].unbind()]
+        columns = zip(*(sequence.tolist() for sequence in sequences), strict=False)
+        common = len([*takewhile(lambda column: len({*column}) == 1, columns)])
+        ways = [pack(sequences, [common] * count, wanted, 2**power) for power in range(1, count.bit_length())]
+    else:
+        prompts = [len(prompt) for prompt in micro_batch["prompts"].unbind()]
+        wanted = [torch.arange(prompt - 1, len(s) - 1) for s, prompt in zip(sequences, prompts, strict=True)]
+        ways = [pack(sequences, prompts, wanted)]
     model = shapes(config)
-    ways = (pack(sequences, prompts, wanted), pack(sequences, alone, wanted))
+    ways.append(pack(sequences, [0] * count, wanted))
     return min(ways, key=lambda packed: operations(model, *packed.ids.shape))
 
 
