@@ -527,7 +527,7 @@ def stages_of(said: str) -> list[str]:
 def last_metrics(folder: Path, method: str) -> dict:
     """Of the last step of the one training under the artifacts of a rehearsal."""
     (run,) = folder.glob(f"runs/*/{method}-*")
-    *_, last = [line for file in sorted(run.glob("metrics/*")) for line in file.read_text().splitlines()]
+    *_, last = [line for file in sorted(run.glob("metrics/*.jsonl")) for line in file.read_text().splitlines()]
     return json.loads(last)["data"]
 
 
