@@ -57,7 +57,7 @@ ifneq ($(GIVEN),)
   WORDS := $(foreach word,$(MAKECMDGOALS) -- $(GIVEN),$(call quoted,$(word)))
   REFUSED := $(shell export PYTHONPATH=. OPTIONS=$(call quoted,$(OPTIONS)); $\
     python=$(call quoted,$(PYTHON)); [ -x "$$python" ] || python=python3; $\
-    "$$python" -m tasks.common.launch.names $(WORDS) 2>/dev/null)
+    "$$python" -m verl_tasks.launch.names $(WORDS) 2>/dev/null)
   $(if $(REFUSED),$(error $(REFUSED)))
 endif
 
@@ -93,7 +93,7 @@ test-all: ## run all tests, including the long end-to-end runs
 cluster-status: ## list the nodes of the Ray cluster at RAY_ADDRESS, and check for NNODES x N_GPUS free GPUs
 
 help:
-	@PYTHONPATH=. python3 -m tasks.common.launch.help
+	@PYTHONPATH=. python3 -m verl_tasks.launch.help
 
 install: $(INSTALLED)
 
@@ -107,14 +107,14 @@ $(STAGES): $(INSTALLED)
 
 # Two tests at a time, those of a file one after another: most of a small training is one process that starts.
 IN_TWO := -n 2 --dist loadfile --no-loadscope-reorder
-lock: PROGRAM = -m tasks.common.install.lock $(if $(UPGRADE),--upgrade)
-repeat: PROGRAM = -m tasks.common.runs.repeat
-monitor: PROGRAM = -m tasks.common.reports.monitor
-runs diff: PROGRAM = -m tasks.common.reports.overview $@
-report: PROGRAM = -m tasks.common.reports.run_report
-new: PROGRAM = -m tasks.common.launch.new
-cluster-status: PROGRAM = -m tasks.common.machine.cluster
-json_to_parquet: PROGRAM = -m tasks.common.data.convert $(if $(FILE),"$$FILE") $(if $(OUTPUT),"$$OUTPUT")
+lock: PROGRAM = -m verl_tasks.install.lock $(if $(UPGRADE),--upgrade)
+repeat: PROGRAM = -m verl_tasks.runs.repeat
+monitor: PROGRAM = -m verl_tasks.reports.monitor
+runs diff: PROGRAM = -m verl_tasks.reports.overview $@
+report: PROGRAM = -m verl_tasks.reports.run_report
+new: PROGRAM = -m verl_tasks.launch.new
+cluster-status: PROGRAM = -m verl_tasks.machine.cluster
+json_to_parquet: PROGRAM = -m verl_tasks.data.convert $(if $(FILE),"$$FILE") $(if $(OUTPUT),"$$OUTPUT")
 bench_rewards: PROGRAM = tests/benchmarks/rewards.py
 recipe: PROGRAM = -m tests.recipes
 test: PROGRAM = -m pytest -q -m 'not $(if $(SLOW),long,slow$(if $(TASK),, and not medium)) and not gpu' $(if $(TASK),tasks/$(TASK),$(IN_TWO) tests tasks)
@@ -137,4 +137,4 @@ docs:
 	@bash docs/site/build.sh
 
 clean:
-	@python=$$PYTHON; [[ -x $$python ]] || python=python3; PYTHONPATH=. "$$python" -m tasks.common.runs.clean
+	@python=$$PYTHON; [[ -x $$python ]] || python=python3; PYTHONPATH=. "$$python" -m verl_tasks.runs.clean

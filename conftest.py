@@ -110,7 +110,7 @@ def compose_verls_config_once():
 @pytest.fixture(scope="session", autouse=True)
 def embedded_model_unpacked_once(tmp_path_factory):
     """Unpacking takes ten seconds, and a hundred tests have ARTIFACTS of their own."""
-    from tasks.common.models import find
+    from verl_tasks.models import find
 
     own = tmp_path_factory.getbasetemp()
     unpack, shared = find.embedded_model, (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "unpacked"
@@ -136,7 +136,7 @@ def embedded_model_unpacked_once(tmp_path_factory):
 def passes_are_compared_in_their_own_tests(request, monkeypatch):
     """A comparison takes 15 seconds, and hundreds of tests look at a GPU stack; test_parity.py makes real ones."""
     if request.path.name != "test_parity.py":
-        from tasks.common.training import parity
+        from verl_tasks.training import parity
 
         right = {"nats": 1e-6, "gradient": 1e-6, "agrees": True}
         found = {"paths": {"packed, fused head": right}, "noise": {}}

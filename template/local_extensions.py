@@ -28,7 +28,7 @@ def lengths(env: str, config: str) -> tuple[int, int]:
     in steps of 64; 0 for the answer where the entries have none, USUAL where reasoning-gym is not installed."""
     sys.path.append(str(Path(__file__).resolve().parents[1]))
     try:
-        from tasks.common.rewards.gym import examples
+        from verl_tasks.rewards.gym import examples
 
         found = list(islice(examples(env, json.loads(config), seed=0), ENTRIES))
     except (ImportError, ValueError):
@@ -107,7 +107,7 @@ def _check_environment(env: str, config: dict) -> None:
     """With reasoning-gym itself, where that is at hand; else `make data` says what is wrong."""
     sys.path.append(str(Path(__file__).resolve().parents[1]))
     try:
-        from tasks.common.rewards.gym import dataset
+        from verl_tasks.rewards.gym import dataset
 
         dataset(env, config)
     except ImportError:

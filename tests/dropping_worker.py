@@ -1,6 +1,6 @@
 """vLLM's worker of the cpu stack, with a fault: after the first sync it drops the trainer's weights."""
 
-from tasks.common.verl_plugins.cpu.kept_weights import CPUColocateWorkerExtension
+from verl_tasks.verl_plugins.cpu.kept_weights import CPUColocateWorkerExtension
 
 
 class DroppingExtension(CPUColocateWorkerExtension):

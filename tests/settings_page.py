@@ -5,8 +5,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import Field, fields
 
-from tasks.common.rewards.judge import Judge
-from tasks.common.settings import STACKS, Command, Settings, shown_default, stack
+from verl_tasks.rewards.judge import Judge
+from verl_tasks.settings import STACKS, Command, Settings, shown_default, stack
 
 HEAD = """# Settings
 

@@ -10,9 +10,9 @@ from pathlib import Path
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 
-from tasks.common.settings import load_settings
-from tasks.common.training import trl_dpo
-from tasks.common.training.methods import dpo
+from verl_tasks.settings import load_settings
+from verl_tasks.training import trl_dpo
+from verl_tasks.training.methods import dpo
 
 _init = AcceleratorState.__init__
 

@@ -4,9 +4,9 @@ import json
 import math
 from pathlib import Path
 
-from tasks.common.models.merge import merge
-from tasks.common.runs.run import Run, recorded
 from tests.helpers import SMALL
+from verl_tasks.models.merge import merge
+from verl_tasks.runs.run import Run, recorded
 
 TASK = "digits"
 COMMON = SMALL | {

@@ -18,11 +18,11 @@ from pathlib import Path
 from unittest import mock
 
 from tasks.calculator.environment import Environment as Calculator
-from tasks.common import process
-from tasks.common.evaluation import engines, episodes, main, sample, sampler
-from tasks.common.evaluation.rollouts import TOO_LONG, Completion
-from tasks.common.models.chat_template import answer_ids
-from tasks.common.rewards.answers import reward_function
+from verl_tasks import process
+from verl_tasks.evaluation import engines, episodes, main, sample, sampler
+from verl_tasks.evaluation.rollouts import TOO_LONG, Completion
+from verl_tasks.models.chat_template import answer_ids
+from verl_tasks.rewards.answers import reward_function
 
 
 class TableEngine:

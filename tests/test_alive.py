@@ -7,14 +7,14 @@ import time
 
 import pytest
 
-from tasks.common import alive, process
-from tasks.common.leftovers import LAUNCH
-from tasks.common.process import Progress, StageFailed, run
 from tests.helpers import until
+from verl_tasks import alive, process
+from verl_tasks.leftovers import LAUNCH
+from verl_tasks.process import Progress, StageFailed, run
 
 WAITING = """
 import faulthandler, time
-from tasks.common.alive import STACKS, beat, waits_for
+from verl_tasks.alive import STACKS, beat, waits_for
 faulthandler.register(STACKS, file=2)
 beat()
 waits_for("the weights of step 0 to reach vLLM")
@@ -100,7 +100,7 @@ def test_0_minutes_wait_for_ever(life):
 RAY = """
 import ray
 ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
-from tasks.common.verl_plugins import waits
+from verl_tasks.verl_plugins import waits
 @ray.remote(num_cpus=1)
 class SimpleStorageUnit:
     def ready(self): pass

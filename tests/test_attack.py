@@ -14,11 +14,12 @@ import pytest
 
 from tasks.calculator import prepare_data as calculator
 from tasks.calculator.environment import Environment
-from tasks.common.evaluation import attack
-from tasks.common.evaluation.exploits import TURN, Form, Row, shrunk, with_values
-from tasks.common.guarded import Guarded, asks_judge
-from tasks.common.rewards import gym
-from tasks.common.rewards.answers import (
+from tests.helpers import ROOT, SINGLE_TURN, copy_of_checkout, exported, make
+from verl_tasks.evaluation import attack
+from verl_tasks.evaluation.exploits import TURN, Form, Row, shrunk, with_values
+from verl_tasks.guarded import Guarded, asks_judge
+from verl_tasks.rewards import gym
+from verl_tasks.rewards.answers import (
     JudgeError,
     RewardError,
     after_thinking,
@@ -26,14 +27,13 @@ from tasks.common.rewards.answers import (
     read_ground_truth,
     reward_function,
 )
-from tasks.common.rewards.environment import Step
-from tasks.common.rewards.examples import check_episodes, check_examples
-from tasks.common.rewards.expression import parse_expression
-from tasks.common.rewards.math_answer import find_answer, read_number
-from tasks.common.rewards.tool_calls import Malformed, matched, parse_response
-from tasks.common.rows import chat, rl_row
-from tasks.common.settings import load_settings
-from tests.helpers import ROOT, SINGLE_TURN, copy_of_checkout, exported, make
+from verl_tasks.rewards.environment import Step
+from verl_tasks.rewards.examples import check_episodes, check_examples
+from verl_tasks.rewards.expression import parse_expression
+from verl_tasks.rewards.math_answer import find_answer, read_number
+from verl_tasks.rewards.tool_calls import Malformed, matched, parse_response
+from verl_tasks.rows import chat, rl_row
+from verl_tasks.settings import load_settings
 
 
 def rows_of(examples, count: int = 24) -> list[Row]:
@@ -397,7 +397,7 @@ def test_a_reward_that_uses_a_judge_is_known(monkeypatch):
     assert not asks_judge(importlib.import_module("tasks.countdown.reward").compute_score)
     module = importlib.import_module(__name__)
     assert not asks_judge(believes)
-    monkeypatch.setattr(module, "judge", importlib.import_module("tasks.common.rewards.judge"), raising=False)
+    monkeypatch.setattr(module, "judge", importlib.import_module("verl_tasks.rewards.judge"), raising=False)
     assert asks_judge(believes)
 
 

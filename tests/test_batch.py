@@ -10,14 +10,14 @@ import pandas as pd
 import pytest
 
 from tasks.calculator.environment import TOOLS, Environment
-from tasks.common.evaluation import batch
-from tasks.common.evaluation.batch import answers, paths, read_table, rl_rows, write_table
-from tasks.common.evaluation.rollouts import Rollout
-from tasks.common.evaluation.sample import Scoring
-from tasks.common.rewards.episode import refusal
-from tasks.common.rows import DataError, chat, rl_row, rl_schema, write_parquet
-from tasks.common.settings import Command, SettingsError, load_settings
 from tests.helpers import ROOT, exported, make
+from verl_tasks.evaluation import batch
+from verl_tasks.evaluation.batch import answers, paths, read_table, rl_rows, write_table
+from verl_tasks.evaluation.rollouts import Rollout
+from verl_tasks.evaluation.sample import Scoring
+from verl_tasks.rewards.episode import refusal
+from verl_tasks.rows import DataError, chat, rl_row, rl_schema, write_parquet
+from verl_tasks.settings import Command, SettingsError, load_settings
 
 
 @pytest.mark.parametrize(

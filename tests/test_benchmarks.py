@@ -14,12 +14,12 @@ from unittest import mock
 import psutil
 import pytest
 
-from tasks.common.machine.hardware import GPU, Nvidia
-from tasks.common.rows import rl_row, rl_schema, write_parquet
-from tasks.common.settings import SettingsError, stack
 from tests import recipes, results
 from tests.benchmarks import many_gpus, training
 from tests.helpers import ROOT, SMALL, exported, outside_make, settings_of, until
+from verl_tasks.machine.hardware import GPU, Nvidia
+from verl_tasks.rows import rl_row, rl_schema, write_parquet
+from verl_tasks.settings import SettingsError, stack
 
 ON_A_GPU, MANY_GPUS = (ROOT / f"tests/benchmarks/{name}.sh" for name in ("on_a_gpu", "many_gpus"))
 

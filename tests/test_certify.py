@@ -12,17 +12,17 @@ import pytest
 
 from tasks.calculator.environment import TOOLS, Environment
 from tasks.calculator.prepare_data import SYSTEM, demonstration
-from tasks.common.evaluation import certify as checks
-from tasks.common.evaluation.certify import Chat, Played, Turn
-from tasks.common.evaluation.rollouts import Completion
-from tasks.common.models import chat_template
-from tasks.common.models.chat_template import answer_ids
-from tasks.common.rewards import episode
-from tasks.common.rewards.environment import Step
-from tasks.common.rewards.tool_calls import render_calls
-from tasks.common.rows import chat, rl_row, rl_schema, sft_row, sft_schema, write_parquet
-from tasks.common.settings import load_settings
 from tests.helpers import ROOT, SMALL, exported, make
+from verl_tasks.evaluation import certify as checks
+from verl_tasks.evaluation.certify import Chat, Played, Turn
+from verl_tasks.evaluation.rollouts import Completion
+from verl_tasks.models import chat_template
+from verl_tasks.models.chat_template import answer_ids
+from verl_tasks.rewards import episode
+from verl_tasks.rewards.environment import Step
+from verl_tasks.rewards.tool_calls import render_calls
+from verl_tasks.rows import chat, rl_row, rl_schema, sft_row, sft_schema, write_parquet
+from verl_tasks.settings import load_settings
 
 PROBLEM = "347 * 58"
 PROMPT = chat(f"What is {PROBLEM}?", SYSTEM)
@@ -43,7 +43,7 @@ class Engine:
         self.model, self.tokenizer, self.shift, self.answers = model, tokenizer, shift, answers
 
     def generate(self, requests, sampling):
-        from tasks.common.verl_plugins.certify import trainer_log_probs
+        from verl_tasks.verl_plugins.certify import trainer_log_probs
 
         for request in requests:
             text = self.answers[min(request.turn, len(self.answers) - 1)]
@@ -77,7 +77,7 @@ def certified(small_model, tmp_path, monkeypatch):
     write_parquet([sft_row(PROMPT, ANSWER)], data / "gsm8k/sft.parquet", sft_schema())
 
     def run(task: str = "calculator", template=None, **engine) -> dict[str, checks.Check]:
-        from tasks.common.verl_plugins.certify import certified
+        from verl_tasks.verl_plugins.certify import certified
 
         given = SMALL | {"MAX_PROMPT_LENGTH": "1024", "MAX_RESPONSE_LENGTH": "1024", "MAX_TURN_LENGTH": "512"}
         given |= {"ARTIFACTS": str(tmp_path), "N_GPUS": "1"}
@@ -174,7 +174,7 @@ def test_a_loop_that_renders_again_fails(certified, monkeypatch, tokenizer):
 
 @pytest.mark.parametrize(("wrong", "said"), [(0, "leaves out a token of the model"), (1, "covers another token")])
 def test_a_wrong_mask_fails(certified, monkeypatch, wrong, said):
-    from tasks.common.verl_plugins.episode_loop import EpisodeOfRow
+    from verl_tasks.verl_plugins.episode_loop import EpisodeOfRow
 
     monkeypatch.setattr(EpisodeOfRow, "mask", lambda self, episode: [wrong] * len(episode.mask))
     found = certified()
@@ -188,7 +188,7 @@ def test_an_engine_whose_log_probs_are_shifted_is_found(certified, shift, state)
 
 
 def test_log_probs_that_do_not_reach_the_trainer_fail(certified, monkeypatch):
-    from tasks.common.verl_plugins import certify
+    from verl_tasks.verl_plugins import certify
 
     played = certify.played
     monkeypatch.setattr(certify, "played", lambda *given: replace(played(*given), log_probs=None))

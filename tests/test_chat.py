@@ -4,10 +4,10 @@ import io
 
 import pytest
 
-from tasks.common.evaluation.chat import talk, task_system
-from tasks.common.evaluation.engines import Sampling
-from tasks.common.evaluation.sample import Scoring
-from tasks.common.rows import chat, rl_row, rl_schema, write_parquet
+from verl_tasks.evaluation.chat import talk, task_system
+from verl_tasks.evaluation.engines import Sampling
+from verl_tasks.evaluation.sample import Scoring
+from verl_tasks.rows import chat, rl_row, rl_schema, write_parquet
 
 HOW = Sampling(n=1, greedy=False, temperature=1.0, top_p=1.0, max_prompt_tokens=50, max_tokens=5, seed=0)
 SYSTEM = [{"role": "system", "content": "be brief"}]
@@ -76,8 +76,8 @@ def test_ctrl_c_stops_an_answer_and_not_the_conversation():
 
 
 def test_windows_are_those_of_the_model(tmp_path):
-    from tasks.common.evaluation.engines import window
-    from tasks.common.settings import SettingsError
+    from verl_tasks.evaluation.engines import window
+    from verl_tasks.settings import SettingsError
 
     (tmp_path / "config.json").write_text('{"model_type": "llama", "max_position_embeddings": 2048}')
     assert window(str(tmp_path), 64) == 2048

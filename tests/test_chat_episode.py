@@ -8,14 +8,14 @@ from typing import ClassVar
 import pytest
 
 from tasks.calculator.environment import TOOLS, Environment
-from tasks.common.evaluation.chat_episode import Table, talk
-from tasks.common.evaluation.engines import Sampling
-from tasks.common.evaluation.rollouts import Completion
-from tasks.common.models.chat_template import answer_ids, prompt_ids
-from tasks.common.rewards.environment import Step
-from tasks.common.rewards.episode import Limits
-from tasks.common.rewards.tool_calls import render_calls
-from tasks.common.rows import chat, rl_row
+from verl_tasks.evaluation.chat_episode import Table, talk
+from verl_tasks.evaluation.engines import Sampling
+from verl_tasks.evaluation.rollouts import Completion
+from verl_tasks.models.chat_template import answer_ids, prompt_ids
+from verl_tasks.rewards.environment import Step
+from verl_tasks.rewards.episode import Limits
+from verl_tasks.rewards.tool_calls import render_calls
+from verl_tasks.rows import chat, rl_row
 
 HOW = Sampling(n=1, greedy=False, temperature=1.0, top_p=1.0, max_prompt_tokens=9, max_tokens=9, seed=0)
 LIMITS = Limits(prompt_length=2048, response_length=2048, turn_length=512, turns=4, step_seconds=60)

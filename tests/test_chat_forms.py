@@ -8,8 +8,8 @@ import pytest
 
 from tasks.calculator.environment import TOOLS, Environment
 from tasks.calculator.prepare_data import SYSTEM
-from tasks.common.evaluation.certify import Chat, ends, template
-from tasks.common.models.chat_template import (
+from verl_tasks.evaluation.certify import Chat, ends, template
+from verl_tasks.models.chat_template import (
     answer_ids,
     demonstration_ids,
     end_of_turn,
@@ -17,10 +17,10 @@ from tasks.common.models.chat_template import (
     next_turn_ids,
     prompt_ids,
 )
-from tasks.common.rewards.environment import tool_message
-from tasks.common.rewards.episode import Limits, Sampled, play
-from tasks.common.rewards.tool_calls import render_calls
-from tasks.common.rows import chat, rl_row
+from verl_tasks.rewards.environment import tool_message
+from verl_tasks.rewards.episode import Limits, Sampled, play
+from verl_tasks.rewards.tool_calls import render_calls
+from verl_tasks.rows import chat, rl_row
 
 CALL = render_calls([{"name": "calculator", "arguments": {"expression": "347 * 58"}}])
 ANSWER = "<answer>20126</answer>"

@@ -7,8 +7,8 @@ import types
 
 import pytest
 
-from tasks.common.models.chat_template import answer_ids, in_words, opens_thinking, prompt_ids
-from tasks.common.rows import decoded, rl_row, rl_schema, sft_row, sft_schema, write_parquet
+from verl_tasks.models.chat_template import answer_ids, in_words, opens_thinking, prompt_ids
+from verl_tasks.rows import decoded, rl_row, rl_schema, sft_row, sft_schema, write_parquet
 
 TOOLS = [
     {
@@ -95,7 +95,7 @@ def test_thinking_that_the_prompt_opened_is_seen(tokenizer, end, opened):
 
 
 def test_stored_messages_come_back_as_they_were(tmp_path):
-    from tasks.common.rows import read_rows, tools_of, validate_parquet
+    from verl_tasks.rows import read_rows, tools_of, validate_parquet
 
     rows = [rl_row("t", CHAT, "x", "train", 0, TOOLS), rl_row("t", CHAT[:2], "x", "train", 1, [])]
     write_parquet(rows, tmp_path / "x.parquet", rl_schema(tools=True))
@@ -114,7 +114,7 @@ def test_stored_messages_come_back_as_they_were(tmp_path):
     ],
 )
 def test_tools_that_are_none_are_refused(tmp_path, change):
-    from tasks.common.rows import DataError, validate_parquet
+    from verl_tasks.rows import DataError, validate_parquet
 
     row = rl_row("t", CHAT, "x", "train", 0, TOOLS)
     row["extra_info"] |= change
@@ -129,7 +129,7 @@ def test_tools_that_are_none_are_refused(tmp_path, change):
 def test_verl_leaves_out_prompts_that_are_too_long_with_their_tools(tmp_path, tokenizer):
     from omegaconf import OmegaConf
 
-    from tasks.common.verl_plugins.dataset import Prompts
+    from verl_tasks.verl_plugins.dataset import Prompts
 
     rows = [rl_row("t", CHAT, "x", "train", 0, TOOLS), rl_row("t", CHAT[:2], "x", "train", 1, [])]
     write_parquet(rows, tmp_path / "x.parquet", rl_schema(tools=True))
@@ -143,7 +143,7 @@ def test_verl_leaves_out_prompts_that_are_too_long_with_their_tools(tmp_path, to
 
 @pytest.mark.parametrize("opened", [False, True])
 def test_rollouts_get_the_prompt_of_evaluation(tokenizer, opened):
-    from tasks.common.verl_plugins.dataset import SingleTurnOfRow
+    from verl_tasks.verl_plugins.dataset import SingleTurnOfRow
 
     if opened:
         tokenizer.chat_template = KNOWS_TOOLS.replace("assistant\n{% endif %}", "assistant\n<think>\n{% endif %}")
@@ -156,7 +156,7 @@ def test_rollouts_get_the_prompt_of_evaluation(tokenizer, opened):
 
 
 def test_a_demonstration_learns_its_answer_alone(tmp_path, tokenizer):
-    from tasks.common.verl_plugins.dataset import Demonstrations
+    from verl_tasks.verl_plugins.dataset import Demonstrations
 
     answer = "<think>rain</think>\n<tool_call>x</tool_call>"
     write_parquet([sft_row(CHAT, answer, TOOLS)], tmp_path / "x.parquet", sft_schema(tools=True))

@@ -5,10 +5,10 @@ import shutil
 
 import pytest
 
-from tasks.common.models.merge import has_weights
-from tasks.common.runs.checkpoint import ranks, whole
-from tasks.common.runs.run import Run, last_step, mend_tracker, tracker, whole_steps
 from tests.helpers import write_checkpoint, write_shards
+from verl_tasks.models.merge import has_weights
+from verl_tasks.runs.checkpoint import ranks, whole
+from verl_tasks.runs.run import Run, last_step, mend_tracker, tracker, whole_steps
 
 
 def files(folder):

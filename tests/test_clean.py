@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tasks.common.runs import clean
 from tests.helpers import ROOT, make, outside_make
+from verl_tasks.runs import clean
 
 OTHERS = ("thesis.txt", "other/countdown/x")  # not of this repository
 
@@ -55,7 +55,7 @@ def test_without_a_task_or_a_yes_nothing_is_removed(artifacts, yes, monkeypatch)
 
 
 def test_with_a_yes_all_that_this_repository_wrote_is_removed(artifacts):
-    command = [sys.executable, "-S", "-m", "tasks.common.runs.clean"]  # -S: it needs no package
+    command = [sys.executable, "-S", "-m", "verl_tasks.runs.clean"]  # -S: it needs no package
     own = outside_make() | {"ARTIFACTS": str(artifacts), "PYTHONPATH": str(ROOT), "YES": "1"}
     assert subprocess.run(command, cwd=ROOT, env=own).returncode == 0
     assert files(artifacts) == set(OTHERS)

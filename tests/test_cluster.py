@@ -19,13 +19,13 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from tasks.common import alive, process
-from tasks.common.machine import cluster
-from tasks.common.machine.cluster import Node, Seen
-from tasks.common.settings import SettingsError, load_settings
-from tasks.common.training import verl_config
 from tests.helpers import MAKE, ROOT, SMALL, exported, make, outside_make
 from tests.test_settings import VALUES, error_of
+from verl_tasks import alive, process
+from verl_tasks.machine import cluster
+from verl_tasks.machine.cluster import Node, Seen
+from verl_tasks.settings import SettingsError, load_settings
+from verl_tasks.training import verl_config
 
 RAYJOB = ROOT / "docs/examples/kubernetes/rayjob.yaml"
 SBATCH = ROOT / "docs/examples/slurm/train.sbatch"
@@ -227,7 +227,7 @@ def test_a_lost_node_and_a_killed_worker_end_the_run_with_their_fix(log, address
 
 def test_other_failures_on_a_cluster_are_not_blamed_on_a_node():
     """`lost` would ask a cluster that is not there, and raise."""
-    error = process.StageFailed("tasks.common.rewards.answers.RewardError: broken\n  | x\n  log: y")
+    error = process.StageFailed("verl_tasks.rewards.answers.RewardError: broken\n  | x\n  log: y")
     assert cluster.explained(error, NODES) is error
     assert cluster.explained(process.StageFailed("Connection closed by peer"), []).args == (
         "Connection closed by peer",

@@ -7,9 +7,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tasks.common.data.formats import conversation
-from tasks.common.data.records import Records, hub
-from tasks.common.rows import DataError
+from verl_tasks.data.formats import conversation
+from verl_tasks.data.records import Records, hub
+from verl_tasks.rows import DataError
 
 
 def user(text):

@@ -8,13 +8,13 @@ from collections import Counter
 import pytest
 
 from tasks.calculator.environment import TOOLS, Environment
-from tasks.common.evaluation import certify
-from tasks.common.models.chat_template import answer_ids, demonstration_ids, next_turn_ids, prompt_ids
-from tasks.common.models.control_tokens import is_control
-from tasks.common.models.find import resolve_model
-from tasks.common.rewards.environment import Start, Step, tool_message
-from tasks.common.rewards.episode import Limits, Sampled, play
-from tasks.common.rows import rl_row, rl_schema, sft_row, sft_schema, write_parquet
+from verl_tasks.evaluation import certify
+from verl_tasks.models.chat_template import answer_ids, demonstration_ids, next_turn_ids, prompt_ids
+from verl_tasks.models.control_tokens import is_control
+from verl_tasks.models.find import resolve_model
+from verl_tasks.rewards.environment import Start, Step, tool_message
+from verl_tasks.rewards.episode import Limits, Sampled, play
+from verl_tasks.rows import rl_row, rl_schema, sft_row, sft_schema, write_parquet
 
 ANSWER = "<answer>4</answer>"
 LAST = {"role": "assistant", "content": ANSWER}
@@ -169,7 +169,7 @@ def test_text_without_a_control_token_keeps_its_tokens(tokenizer):
 
 
 def test_the_warm_up_learns_what_certify_plays(tokenizer, tmp_path):
-    from tasks.common.verl_plugins.dataset import Demonstrations
+    from verl_tasks.verl_plugins.dataset import Demonstrations
 
     said = "".join(controls(tokenizer))
     shown = [{"role": "assistant", "content": f"calculator{said}"}, tool_message(said), LAST]
@@ -184,8 +184,8 @@ def test_the_warm_up_learns_what_certify_plays(tokenizer, tmp_path):
 
 
 def test_chat_and_rollouts_ask_with_the_same_tokens(tokenizer, tmp_path):
-    from tasks.common.evaluation.engines import Request, Sampling, VLLMEngine, request_ids
-    from tasks.common.verl_plugins.dataset import SingleTurnOfRow
+    from verl_tasks.evaluation.engines import Request, Sampling, VLLMEngine, request_ids
+    from verl_tasks.verl_plugins.dataset import SingleTurnOfRow
 
     said = "".join(controls(tokenizer))
     row = rl_row("t", chat(said), "x", "train", 0, tools(said))

@@ -8,7 +8,7 @@ pytestmark = pytest.mark.slow  # imports vLLM
 
 @pytest.fixture(scope="module")
 def sampler():
-    from tasks.common.verl_plugins.cpu import sampling
+    from verl_tasks.verl_plugins.cpu import sampling
 
     return sampling
 

@@ -7,11 +7,11 @@ import sys
 
 import pytest
 
-from tasks.common.machine.hardware import cpu_dtype, number_bytes
-from tasks.common.settings import load_settings
-from tasks.common.training import verl_config
 from tests.helpers import ROOT
 from tests.test_settings import VALUES
+from verl_tasks.machine.hardware import cpu_dtype, number_bytes
+from verl_tasks.settings import load_settings
+from verl_tasks.training import verl_config
 
 SHAPES = [(2, 7), (3, 256), (700,)]
 FOUND = f"""
@@ -19,7 +19,7 @@ import json
 import torch
 import verl
 from verl.utils import model
-from tasks.common.verl_plugins.cpu.verl_platform import expect
+from verl_tasks.verl_plugins.cpu.verl_platform import expect
 from verl.plugin.platform import get_platform
 from verl.utils import torch_functional as f
 from verl.workers.engine.base import EngineRegistry
@@ -60,7 +60,7 @@ def found() -> dict:
         **os.environ,
         "PYTHONPATH": str(ROOT),
         "VERL_PLATFORM": "cpu",
-        "VERL_USE_EXTERNAL_MODULES": "tasks.common.verl_plugins.cpu.verl_platform",
+        "VERL_USE_EXTERNAL_MODULES": "verl_tasks.verl_plugins.cpu.verl_platform",
     }
     result = subprocess.run([sys.executable, "-c", FOUND], env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr[-2000:]
@@ -70,7 +70,7 @@ def found() -> dict:
 @pytest.mark.medium
 def test_verl_runs_on_our_platform_and_engines(found):
     assert found["device"] == ["cpu", "cpu:0", False]
-    assert found["engine"] == "tasks.common.verl_plugins.cpu.verl_platform"
+    assert found["engine"] == "verl_tasks.verl_plugins.cpu.verl_platform"
 
 
 @pytest.mark.medium
@@ -81,7 +81,7 @@ def test_a_patch_stops_in_one_line_when_its_line_of_verl_has_changed(found):
 
 @pytest.mark.medium
 def test_log_probs_of_verl_are_taken_in_one_operation(found):
-    assert found["patched"][0] == "tasks.common.verl_plugins.cpu.verl_platform"
+    assert found["patched"][0] == "verl_tasks.verl_plugins.cpu.verl_platform"
     shape, error = found["log-probs"]
     assert shape == [2, 7] and error < 1e-6
 
@@ -89,7 +89,7 @@ def test_log_probs_of_verl_are_taken_in_one_operation(found):
 @pytest.mark.medium
 @pytest.mark.parametrize("shape", SHAPES)
 def test_the_entropy_of_verl_is_taken_in_parts(shape, found):
-    assert found["patched"][1] == "tasks.common.verl_plugins.cpu.verl_platform"
+    assert found["patched"][1] == "verl_tasks.verl_plugins.cpu.verl_platform"
     same_shape, error, error_of_gradient = found[str(shape)]
     assert same_shape and error < 1e-5 and error_of_gradient < 1e-5
 

@@ -9,10 +9,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tasks.common import rows
-from tasks.common.data.held_out import check_disjoint, check_pairs
-from tasks.common.data.records import Records
-from tasks.common.rows import (
+from verl_tasks import rows
+from verl_tasks.data.held_out import check_disjoint, check_pairs
+from verl_tasks.data.records import Records
+from verl_tasks.rows import (
     BATCH_ROWS,
     DataError,
     chat,

@@ -23,15 +23,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tasks.common.evaluation.plots import plt
-from tasks.common.launch.names import of_tasks
-from tasks.common.rewards.judge import Judge
-from tasks.common.settings import Command, Settings, SettingsError, load_settings
-from tasks.common.stages import STAGES, own_stages
 from tests.benchmarks import pictures
 from tests.helpers import PYTHON, ROOT, SMALL, copy_of_checkout, exported, outside_make, with_embedded
 from tests.results import RESULTS, linked, names, recipes
 from tests.settings_page import settings_page
+from verl_tasks.evaluation.plots import plt
+from verl_tasks.launch.names import of_tasks
+from verl_tasks.rewards.judge import Judge
+from verl_tasks.settings import Command, Settings, SettingsError, load_settings
+from verl_tasks.stages import STAGES, own_stages
 
 DOCUMENTS = [
     *(ROOT / f"{name}.md" for name in ("README", "README.zh-CN", "AGENTS", "CONTRIBUTING", "CHANGELOG")),
@@ -541,7 +541,7 @@ def test_blocks_are_what_they_are_called(name):
         assert not block.mark or MARKS.fullmatch(block.mark), block.mark
         if block.language == "python":
             for node in ast.walk(ast.parse(block.text)):
-                own = isinstance(node, ast.ImportFrom) and (node.module or "").startswith("tasks.common")
+                own = isinstance(node, ast.ImportFrom) and (node.module or "").startswith("verl_tasks")
                 for each in node.names if own else []:
                     module = importlib.import_module(node.module)
                     if not hasattr(module, each.name):

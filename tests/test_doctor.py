@@ -21,18 +21,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tasks.common.launch import doctor, memory_checks
-from tasks.common.launch.finding import Finding
-from tasks.common.machine import hardware, memory
-from tasks.common.machine.memory import EMBEDDED_CONFIG, Plan, shapes, shapes_of
-from tasks.common.rows import decoded, read_rows
-from tasks.common.runs.folder import rl_run, sft_dir
-from tasks.common.settings import GPU_MIB, load_settings, problems
-from tasks.common.stacks import cpu
 from tests import results
 from tests.benchmarks.qwen import QWEN25_3B
 from tests.helpers import ROOT, SMALL, exported, make, write_checkpoint
 from tests.test_profiles import CONFIGS, PROFILES, hardware_of, loaded
+from verl_tasks.launch import doctor, memory_checks
+from verl_tasks.launch.finding import Finding
+from verl_tasks.machine import hardware, memory
+from verl_tasks.machine.memory import EMBEDDED_CONFIG, Plan, shapes, shapes_of
+from verl_tasks.rows import decoded, read_rows
+from verl_tasks.runs.folder import rl_run, sft_dir
+from verl_tasks.settings import GPU_MIB, load_settings, problems
+from verl_tasks.stacks import cpu
 
 SECONDS = 20
 POLICY = "actor_rollout_ref"

@@ -14,20 +14,20 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from tasks.common.data.pairs import pair_set, read_pairs, steps, token_pairs
-from tasks.common.launch import train
-from tasks.common.launch.plan import ONE_WORKER
-from tasks.common.machine.hardware import cpu_dtype
-from tasks.common.models.chat_template import answer_ids, prompt_ids
-from tasks.common.models.merge import merge
-from tasks.common.rows import DataError, Example, dpo_row, dpo_schema, write_parquet
-from tasks.common.runs.run import Run, export, last_step, read_metrics, tracker, whole_steps
-from tasks.common.settings import SettingsError, load_settings
-from tasks.common.training.methods import dpo
 from tests.helpers import ROOT
 from tests.test_chat_template import CHAT, TOOLS
 from tests.test_settings import VALUES
 from tests.wheels import found_with
+from verl_tasks.data.pairs import pair_set, read_pairs, steps, token_pairs
+from verl_tasks.launch import train
+from verl_tasks.launch.plan import ONE_WORKER
+from verl_tasks.machine.hardware import cpu_dtype
+from verl_tasks.models.chat_template import answer_ids, prompt_ids
+from verl_tasks.models.merge import merge
+from verl_tasks.rows import DataError, Example, dpo_row, dpo_schema, write_parquet
+from verl_tasks.runs.run import Run, export, last_step, read_metrics, tracker, whole_steps
+from verl_tasks.settings import SettingsError, load_settings
+from verl_tasks.training.methods import dpo
 
 USER = [{"role": "user", "content": "2+2?"}]
 GOOD, BAD = [{"role": "assistant", "content": "4"}], [{"role": "assistant", "content": "5"}]
@@ -234,7 +234,7 @@ def test_the_default_batch_makes_sixteen_steps_of_570_pairs_and_epochs_multiply_
 
 @pytest.mark.parametrize("epochs", [3, 4])
 def test_more_than_three_epochs_are_warned_of(epochs, monkeypatch, tmp_path, capsys):
-    from tasks.common.launch.rounds import check_training
+    from verl_tasks.launch.rounds import check_training
 
     monkeypatch.setenv("ARTIFACTS", str(tmp_path))
     check_training(replace(load_settings(VALUES), METHOD="dpo", DPO_EPOCHS=epochs), [])
@@ -246,7 +246,7 @@ def test_more_than_three_epochs_are_warned_of(epochs, monkeypatch, tmp_path, cap
 
 @pytest.mark.medium
 def test_more_steps_begin_as_fewer_do_and_an_epoch_has_no_pair_twice():
-    from tasks.common.training.trl_dpo import training_order
+    from verl_tasks.training.trl_dpo import training_order
 
     order = training_order(pairs=11, batch=4, steps=5, seed=1)
     assert order.shape == (20,) and set(order.tolist()) <= set(range(11))
@@ -264,7 +264,7 @@ def test_more_steps_begin_as_fewer_do_and_an_epoch_has_no_pair_twice():
 def test_a_step_has_the_whole_batch_in_micro_batches_of_two_sequences_a_pair(
     tmp_path, batch, sequences, gpus, micro, accumulation
 ):
-    from tasks.common.training.trl_dpo import arguments
+    from verl_tasks.training.trl_dpo import arguments
 
     s = replace(load_settings(VALUES), TRAIN_BATCH_SIZE=batch, MICRO_BATCH_SIZE=sequences, N_GPUS=gpus)
     config = arguments(s, tmp_path, 0)
@@ -274,7 +274,7 @@ def test_a_step_has_the_whole_batch_in_micro_batches_of_two_sequences_a_pair(
 
 @pytest.mark.parametrize("dtype, bf16", [("float32", False), ("bfloat16", True)])
 def test_dpo_computes_in_what_the_cpu_multiplies(tmp_path, monkeypatch, dtype, bf16):
-    from tasks.common.training import trl_dpo
+    from verl_tasks.training import trl_dpo
 
     monkeypatch.setattr(trl_dpo, "cpu_dtype", lambda: dtype)
     s = replace(load_settings(VALUES), TRAIN_BATCH_SIZE=8, MICRO_BATCH_SIZE=8)
@@ -283,7 +283,7 @@ def test_dpo_computes_in_what_the_cpu_multiplies(tmp_path, monkeypatch, dtype, b
 
 @pytest.mark.parametrize("keep, left", [(1, [4, 10]), (0, [10]), (3, [2, 4, 10])])
 def test_keep_checkpoints_stay_and_what_a_killed_run_left_is_removed(tmp_path, keep, left):
-    from tasks.common.training.trl_dpo import publish, remove_unfinished
+    from verl_tasks.training.trl_dpo import publish, remove_unfinished
 
     folder = tmp_path / "checkpoints"
     for step in (2, 4, 10):
@@ -313,7 +313,7 @@ PAIRS = [{"prompt": f"What is {i}?", "chosen": f"It is {i}.", "rejected": f"no i
     ],
 )
 def test_too_few_pairs_are_refused_with_what_to_raise(small_model, tmp_path, changes, said):
-    from tasks.common.training.trl_dpo import train
+    from verl_tasks.training.trl_dpo import train
 
     pairs = written(tmp_path / "pairs.jsonl", [*PAIRS[:3], {**PAIRS[3], "chosen": "x" * 300}])
     s = replace(load_settings(VALUES), TRAIN_BATCH_SIZE=5, **changes)
@@ -324,7 +324,7 @@ def test_too_few_pairs_are_refused_with_what_to_raise(small_model, tmp_path, cha
 
 
 def launch(
-    start: Path, pairs: Path, run_dir: Path, module: str = "tasks.common.training.trl_dpo", **changes
+    start: Path, pairs: Path, run_dir: Path, module: str = "verl_tasks.training.trl_dpo", **changes
 ) -> subprocess.CompletedProcess:
     """The command of the launcher; every launch has a file of metrics of its own."""
     metrics = run_dir / "metrics"

@@ -9,7 +9,7 @@ BATCH = 4
 
 @pytest.fixture(scope="module")
 def module():
-    from tasks.common.verl_plugins import dynamic_sampling  # here: importing verl takes seconds
+    from verl_tasks.verl_plugins import dynamic_sampling  # here: importing verl takes seconds
 
     return dynamic_sampling
 

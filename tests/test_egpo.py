@@ -7,15 +7,15 @@ from types import SimpleNamespace
 
 import pytest
 
-from tasks.common.training import verl_config
-from tasks.common.training.methods import egpo as method
 from tests.test_numerics import reasoning
 from tests.test_verl_config import settings_of
+from verl_tasks.training import verl_config
+from verl_tasks.training.methods import egpo as method
 
 
 @pytest.fixture(scope="module")
 def egpo():
-    from tasks.common.verl_plugins import egpo  # here: importing verl takes seconds
+    from verl_tasks.verl_plugins import egpo  # here: importing verl takes seconds
 
     return egpo
 
@@ -255,7 +255,7 @@ def test_without_weight_every_bit_stays(step):
 def test_the_trainer_is_registered(egpo):
     from verl.trainer.ppo.v1 import get_trainer_cls
 
-    from tasks.common.verl_plugins.trainer import TaskTrainer
+    from verl_tasks.verl_plugins.trainer import TaskTrainer
 
     assert get_trainer_cls("egpo") is egpo.EGPOTrainer and issubclass(egpo.EGPOTrainer, TaskTrainer)
 

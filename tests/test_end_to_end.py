@@ -245,7 +245,7 @@ def test_a_served_model_answers_and_is_evaluated_as_by_our_own_engine(variables)
         assert result.returncode == 0 and f"countdown at {url}: 24 requests" in result.stdout, result.stdout
     finally:
         processes = psutil.Process(server.pid).children(recursive=True)
-        launchers = [each for each in processes if "tasks.common.launch.main" in " ".join(each.cmdline())]
+        launchers = [each for each in processes if "verl_tasks.launch.main" in " ".join(each.cmdline())]
         for each in launchers[:1]:
             each.send_signal(signal.SIGINT)
         server.wait(60)

@@ -8,10 +8,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import openai
 import pytest
 
-from tasks.common import openai_client
-from tasks.common.evaluation import endpoint
-from tasks.common.evaluation.engines import Request, Sampling
-from tasks.common.settings import SettingsError
+from verl_tasks import openai_client
+from verl_tasks.evaluation import endpoint
+from verl_tasks.evaluation.engines import Request, Sampling
+from verl_tasks.settings import SettingsError
 
 HOW = Sampling(n=3, greedy=True, temperature=0.7, top_p=0.9, max_prompt_tokens=50, max_tokens=9, seed=1)
 KEY = "sk-" + "NobodysBusiness0" * 3

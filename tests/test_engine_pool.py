@@ -10,13 +10,13 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from tasks.common.evaluation import engine_pool, engines, sample, sampler
-from tasks.common.evaluation.engine_pool import Hardware
-from tasks.common.evaluation.sample import Job
-from tasks.common.machine.hardware import GPU, Nvidia
-from tasks.common.rows import rl_row, rl_schema, write_parquet
-from tasks.common.settings import ROOT, SettingsError, load_settings
 from tests.helpers import exported
+from verl_tasks.evaluation import engine_pool, engines, sample, sampler
+from verl_tasks.evaluation.engine_pool import Hardware
+from verl_tasks.evaluation.sample import Job
+from verl_tasks.machine.hardware import GPU, Nvidia
+from verl_tasks.rows import rl_row, rl_schema, write_parquet
+from verl_tasks.settings import ROOT, SettingsError, load_settings
 
 
 class Endless:

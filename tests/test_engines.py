@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tasks.common.evaluation.engine_pool import EngineEnded, Hardware
-from tasks.common.evaluation.engines import LOGPROBS, Request, Sampling, log_probs, token_entropy
-from tasks.common.machine.hardware import cpu_dtype
-from tasks.common.models.chat_template import prompt_ids
-from tasks.common.settings import SettingsError
 from tests.adapters import saved
+from verl_tasks.evaluation.engine_pool import EngineEnded, Hardware
+from verl_tasks.evaluation.engines import LOGPROBS, Request, Sampling, log_probs, token_entropy
+from verl_tasks.machine.hardware import cpu_dtype
+from verl_tasks.models.chat_template import prompt_ids
+from verl_tasks.settings import SettingsError
 
 HOW = Sampling(n=3, greedy=True, temperature=1.0, top_p=1.0, max_prompt_tokens=200, max_tokens=12, seed=0)
 
@@ -121,12 +121,12 @@ def other_weights(model, folder) -> str:
 
 @pytest.fixture(scope="module", params=DTYPES)
 def engine(request, small_model):
-    from tasks.common.evaluation.engines import VLLMEngine
+    from verl_tasks.evaluation.engines import VLLMEngine
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         patch.setenv("VLLM_CPU_KVCACHE_SPACE", "1")
-        patch.setattr("tasks.common.evaluation.engines.cpu_dtype", lambda: request.param)
+        patch.setattr("verl_tasks.evaluation.engines.cpu_dtype", lambda: request.param)
         made = VLLMEngine(str(small_model), 300, HOW.seed, 0.2)
         yield made
         made.close()
@@ -186,8 +186,8 @@ def test_vllm_samples_through_an_adapter_as_peft_does_and_refuses_what_it_does_n
     small_model, tmp_path, monkeypatch
 ):
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    from tasks.common.evaluation.engines import VLLMEngine
-    from tasks.common.verl_plugins.certify import policy_of
+    from verl_tasks.evaluation.engines import VLLMEngine
+    from verl_tasks.verl_plugins.certify import policy_of
 
     config = shutil.copytree(small_model, tmp_path / "unknown") / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"architectures": ["NoSuchModel"]}))

@@ -15,14 +15,14 @@ import pytest
 
 from tasks.calculator.environment import TOOLS, Environment
 from tasks.calculator.prepare_data import SYSTEM, demonstration
-from tasks.common import rows
-from tasks.common.ends import advice, step_metrics
-from tasks.common.models.chat_template import answer_ids, demonstration_ids, next_turn_ids, prompt_ids
-from tasks.common.rewards.answers import RewardError
-from tasks.common.rewards.environment import CallError, Start, Step, of_task, replayed, tool_message
-from tasks.common.rewards.episode import Limits, Sampled, play, turn_texts
-from tasks.common.rewards.tool_calls import render_calls
-from tasks.common.rows import chat, rl_row, sft_row
+from verl_tasks import rows
+from verl_tasks.ends import advice, step_metrics
+from verl_tasks.models.chat_template import answer_ids, demonstration_ids, next_turn_ids, prompt_ids
+from verl_tasks.rewards.answers import RewardError
+from verl_tasks.rewards.environment import CallError, Start, Step, of_task, replayed, tool_message
+from verl_tasks.rewards.episode import Limits, Sampled, play, turn_texts
+from verl_tasks.rewards.tool_calls import render_calls
+from verl_tasks.rows import chat, rl_row, sft_row
 
 LIMITS = Limits(prompt_length=4096, response_length=4096, turn_length=4096, turns=8, step_seconds=60)
 ROW = rl_row("calculator", chat("What is 347 * 58?", SYSTEM), {"answer": "20126"}, "test", 0, TOOLS)

@@ -7,10 +7,10 @@ import pytest
 
 from tasks.calculator.environment import TOOLS, Environment
 from tasks.calculator.prepare_data import SYSTEM
-from tasks.common.models.chat_template import answer_ids, prompt_ids
-from tasks.common.rewards.answers import RewardError
-from tasks.common.rewards.tool_calls import render_calls
-from tasks.common.rows import chat, decoded, rl_row
+from verl_tasks.models.chat_template import answer_ids, prompt_ids
+from verl_tasks.rewards.answers import RewardError
+from verl_tasks.rewards.tool_calls import render_calls
+from verl_tasks.rows import chat, decoded, rl_row
 
 CALL = render_calls([{"name": "calculator", "arguments": {"expression": "347 * 58"}}])
 ANSWER = "<answer>20126</answer>"
@@ -46,7 +46,7 @@ def tokenizer(small_model):
 
 def output_of(tokenizer, server: Server, cls: str = "EpisodeOfRow", prompt_length: int = 1000, **limits):
     """verl's AgentLoopOutput of the class ``cls``. Imported here: verl sets variables, which no test may leave."""
-    from tasks.common.verl_plugins import episode_loop
+    from verl_tasks.verl_plugins import episode_loop
 
     loop = object.__new__(getattr(episode_loop, cls))
     of_data = {"task": "calculator", "turns": 4, "turn_length": 200, "step_seconds": 60.0} | limits

@@ -10,26 +10,26 @@ from pathlib import Path
 import pytest
 
 from tasks.calculator import environment as calculator
-from tasks.common.evaluation import sample
-from tasks.common.evaluation.engine_pool import Hardware
-from tasks.common.evaluation.engines import Sampling
-from tasks.common.evaluation.main import next_steps
-from tasks.common.evaluation.rollouts import Rollout, write_rollouts
-from tasks.common.evaluation.sample import Job, Scoring, sampling
-from tasks.common.evaluation.statistics import Estimate
-from tasks.common.evaluation.summary import Difference
-from tasks.common.evaluation.tables import gain
-from tasks.common.files import read_json, write_json
-from tasks.common.machine.memory import EMBEDDED_CONFIG
-from tasks.common.rows import chat, rl_row, rl_schema, write_parquet
-from tasks.common.runs.folder import more_training
-from tasks.common.runs.run import Run
-from tasks.common.settings import SettingsError, load_settings
 from tasks.countdown import reward as countdown
 from tests import stub_evaluate
 from tests.helpers import PYTHON, ROOT, exported
 from tests.test_runs import make_run
 from tests.test_settings import VALUES
+from verl_tasks.evaluation import sample
+from verl_tasks.evaluation.engine_pool import Hardware
+from verl_tasks.evaluation.engines import Sampling
+from verl_tasks.evaluation.main import next_steps
+from verl_tasks.evaluation.rollouts import Rollout, write_rollouts
+from verl_tasks.evaluation.sample import Job, Scoring, sampling
+from verl_tasks.evaluation.statistics import Estimate
+from verl_tasks.evaluation.summary import Difference
+from verl_tasks.evaluation.tables import gain
+from verl_tasks.files import read_json, write_json
+from verl_tasks.machine.memory import EMBEDDED_CONFIG
+from verl_tasks.rows import chat, rl_row, rl_schema, write_parquet
+from verl_tasks.runs.folder import more_training
+from verl_tasks.runs.run import Run
+from verl_tasks.settings import SettingsError, load_settings
 
 PROMPTS = 6
 TRUTH = "7"
@@ -300,7 +300,7 @@ def test_probe_gives_the_exact_signal_of_each_prompt_and_the_verdict(workplace):
     assert "=> train: the data has signal" in result.stdout
     assert (folder / "probe.png").read_bytes().startswith(b"\x89PNG")
     # Strictly between 0 and 1: prompts 1, 2 and 3.
-    from tasks.common.rows import read_rows, validate_parquet
+    from verl_tasks.rows import read_rows, validate_parquet
 
     assert validate_parquet(folder / "signal.parquet") == 3
     assert [row["prompt"][0]["content"] for row in read_rows(folder / "signal.parquet")] == [
@@ -612,6 +612,6 @@ class Missing:
         if name.partition(".")[0] in ("openpyxl", "matplotlib"):
             raise ModuleNotFoundError(name)
 sys.meta_path.insert(0, Missing())
-import tasks.common.evaluation.main
+import verl_tasks.evaluation.main
 """
     subprocess.run([PYTHON, "-c", code], check=True, cwd=ROOT)

@@ -14,24 +14,24 @@ from pathlib import Path
 import pytest
 
 from tasks.calculator.environment import TOOLS, Environment
-from tasks.common.evaluation import episodes
-from tasks.common.evaluation.engine_pool import Hardware
-from tasks.common.evaluation.engines import Request, Sampling, TurnRequest
-from tasks.common.evaluation.episodes import Stage, play_all
-from tasks.common.evaluation.rollouts import Completion, Rollout, read_rollouts, write_rollouts
-from tasks.common.evaluation.sample import Job, Scoring, load
-from tasks.common.evaluation.summary import summarize
-from tasks.common.evaluation.tables import sizes
-from tasks.common.files import write_json
-from tasks.common.launch import main as launch
-from tasks.common.models.chat_template import answer_ids
-from tasks.common.rewards.environment import Step, tool_message
-from tasks.common.rewards.episode import Limits
-from tasks.common.rewards.tool_calls import render_calls
-from tasks.common.rows import chat, read_rows, rl_row, rl_schema, tools_of, write_parquet
-from tasks.common.settings import SettingsError
 from tests import stub_evaluate
 from tests.helpers import ROOT, exported
+from verl_tasks.evaluation import episodes
+from verl_tasks.evaluation.engine_pool import Hardware
+from verl_tasks.evaluation.engines import Request, Sampling, TurnRequest
+from verl_tasks.evaluation.episodes import Stage, play_all
+from verl_tasks.evaluation.rollouts import Completion, Rollout, read_rollouts, write_rollouts
+from verl_tasks.evaluation.sample import Job, Scoring, load
+from verl_tasks.evaluation.summary import summarize
+from verl_tasks.evaluation.tables import sizes
+from verl_tasks.files import write_json
+from verl_tasks.launch import main as launch
+from verl_tasks.models.chat_template import answer_ids
+from verl_tasks.rewards.environment import Step, tool_message
+from verl_tasks.rewards.episode import Limits
+from verl_tasks.rewards.tool_calls import render_calls
+from verl_tasks.rows import chat, read_rows, rl_row, rl_schema, tools_of, write_parquet
+from verl_tasks.settings import SettingsError
 
 CALL = render_calls([{"name": "calculator", "arguments": {"expression": "3 + 4"}}])
 UNKNOWN = render_calls([{"name": "python", "arguments": {}}])

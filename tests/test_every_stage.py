@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tasks.common.rows import read_rows
 from tests.helpers import ROOT, SMALL, checkout_with, make
+from verl_tasks.rows import read_rows
 
 pytestmark = pytest.mark.long
 

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from tasks.common.digest import fingerprint
-from tasks.common.launch import experiments, main, memory_checks
-from tasks.common.launch.task import exported
-from tasks.common.machine import hardware, memory
-from tasks.common.rows import chat, rl_row, rl_schema, write_parquet
-from tasks.common.runs.folder import rl_run
-from tasks.common.settings import Command, Settings, SettingsError, load_settings
 from tests.test_evaluate import PROMPTS, answer, table, workplace  # noqa: F401  (a fixture)
 from tests.test_runs import write_checkpoints
+from verl_tasks.digest import fingerprint
+from verl_tasks.launch import experiments, main, memory_checks
+from verl_tasks.launch.task import exported
+from verl_tasks.machine import hardware, memory
+from verl_tasks.rows import chat, rl_row, rl_schema, write_parquet
+from verl_tasks.runs.folder import rl_run
+from verl_tasks.settings import Command, Settings, SettingsError, load_settings
 
 N = 4
 

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from huggingface_hub import ModelCard
 
-from tasks.common.reports import export
-from tasks.common.settings import Command, SettingsError, load_settings
 from tests.test_records import make_run
 from tests.test_run_report import STEP, checkpoint, evaluate
 from tests.test_settings import VALUES
+from verl_tasks.reports import export
+from verl_tasks.settings import Command, SettingsError, load_settings
 
 TOKEN = "hf_" + "NobodysBusiness0" * 2
 

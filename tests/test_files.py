@@ -7,14 +7,14 @@ import sys
 
 import pytest
 
-from tasks.common.evaluation import batch
-from tasks.common.files import check_writable, folder_beside, partial_of, written_beside
-from tasks.common.settings import ROOT, Command, SettingsError, load_settings
+from verl_tasks.evaluation import batch
+from verl_tasks.files import check_writable, folder_beside, partial_of, written_beside
+from verl_tasks.settings import ROOT, Command, SettingsError, load_settings
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from tasks.common import files
+from verl_tasks import files
 with getattr(files, sys.argv[2])(Path(sys.argv[1])) as partial:
     (partial / "a" if partial.is_dir() else partial).write_text("theirs")
     print(partial, flush=True)

@@ -14,14 +14,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tasks.common.leftovers import LAUNCH
-from tasks.common.verl_plugins import fork_server, forked
 from tests.helpers import ROOT, has_ended, until
+from verl_tasks.leftovers import LAUNCH
+from verl_tasks.verl_plugins import fork_server, forked
 
 # The server of a training, with imports that take little time; `owner` plays the trainer.
 SERVER = """import sys
 from pathlib import Path
-from tasks.common.verl_plugins import fork_server, forked
+from verl_tasks.verl_plugins import fork_server, forked
 forked.without_cuda = forked.contextlib.nullcontext  # it imports vLLM
 forked.IMPORTS = ("numpy", "actors")
 folder = Path(sys.argv[1])
@@ -255,7 +255,7 @@ def test_only_own_ids_keep_an_actor_class_from_giving_forks_the_same(own):
     """What own_ids is for. If Ray comes to seed each fork, the second case says so."""
     drawn = f"""import os, sys
 from contextlib import nullcontext
-from tasks.common.verl_plugins import forked
+from verl_tasks.verl_plugins import forked
 import ray
 with {"forked.own_ids()" if own else "nullcontext()"}:
     ray.remote(type("Actor", (), {{}}))
@@ -294,7 +294,7 @@ def test_where_an_import_started_cuda_each_process_imports_by_itself(tmp_path, o
 def test_what_a_gpu_training_imports_without_cuda_leaves_no_trace_of_how():
     code = """
 import sys, torch
-from tasks.common.verl_plugins import forked
+from verl_tasks.verl_plugins import forked
 asked = torch.cuda.get_device_capability
 with forked.without_cuda():
     assert torch.cuda.get_device_capability is not asked and sys.modules[forked.KERNELS] is None

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.common.data.formats import conversation, tool_schemas
-from tasks.common.data.records import Records
-from tasks.common.rows import DataError, messages_problem
+from verl_tasks.data.formats import conversation, tool_schemas
+from verl_tasks.data.records import Records
+from verl_tasks.rows import DataError, messages_problem
 
 SHARED = Path(os.environ.get("SHARED_DATA", Path(__file__).resolve().parents[2] / "shared/data"))
 

@@ -17,17 +17,17 @@ import pytest
 from tasks.calculator import prepare_data as calculator
 from tasks.calculator.environment import TOOLS
 from tasks.calculator.environment import Environment as calculator_environment
-from tasks.common import guarded
-from tasks.common.data import gold
-from tasks.common.data.prepare import Examples, describe, load_tokenizer, prepare
-from tasks.common.data.records import load
-from tasks.common.models.chat_template import demonstration_ids
-from tasks.common.rewards.environment import Step, tool_message
-from tasks.common.rewards.tool_calls import render_calls
-from tasks.common.rows import DataError, Example, read_rows
-from tasks.common.settings import load_settings
 from tasks.countdown.prepare_data import example
 from tests.helpers import ROOT, SINGLE_TURN, copy_of_checkout, exported, has_ended, make, until
+from verl_tasks import guarded
+from verl_tasks.data import gold
+from verl_tasks.data.prepare import Examples, describe, load_tokenizer, prepare
+from verl_tasks.data.records import load
+from verl_tasks.models.chat_template import demonstration_ids
+from verl_tasks.rewards.environment import Step, tool_message
+from verl_tasks.rewards.tool_calls import render_calls
+from verl_tasks.rows import DataError, Example, read_rows
+from verl_tasks.settings import load_settings
 
 WRONG = "<answer>1</answer>"
 SHARED = Path(os.environ.get("SHARED_DATA", ROOT.parent / "shared/data"))
@@ -103,7 +103,7 @@ def test_error_writes_nothing_and_says_why_in_one_line(folder):
 def test_drop_makes_the_data_anew_when_the_reward_changes(task, file, monkeypatch):
     s, fingerprints = settings(task, GOLD="drop"), set()
     for digest in ("one", "other"):
-        monkeypatch.setattr("tasks.common.settings.code_digest", lambda p, d=digest: d if p.name == file else "")
+        monkeypatch.setattr("verl_tasks.settings.code_digest", lambda p, d=digest: d if p.name == file else "")
         fingerprints.add(s.data_fingerprint())
     assert len(fingerprints) == 2
 
@@ -240,7 +240,7 @@ def test_a_reward_may_have_processes_which_end_with_the_check(reward, tmp_path):
 def test_no_demonstrations_and_a_judge_are_not_checked_and_said(reward):
     entry, _ = gold.check(settings(GOLD="error"), rows(3, None))
     assert gold.said(entry) == "not checked: no demonstrations"
-    from tasks.common.rewards import judge
+    from verl_tasks.rewards import judge
 
     def score(*arguments, **named):
         raise AssertionError("a call")

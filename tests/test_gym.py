@@ -14,10 +14,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from reasoning_gym.factory import DATASETS
 
-from tasks.common.rewards import gym
-from tasks.common.rewards.answers import last_answer
-from tasks.common.rows import DataError, Example
 from tests.test_template import part_of
+from verl_tasks.rewards import gym
+from verl_tasks.rewards.answers import last_answer
+from verl_tasks.rows import DataError, Example
 
 ALONE = [env for env in sorted(DATASETS) if env != "composite"]
 NO_WORKED_ANSWER = {"boxnet", "rush_hour"}

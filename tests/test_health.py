@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 
-from tasks.common.runs.health import findings, newest_by_rule, no_signal
-from tasks.common.runs.run import read_metrics
-from tasks.common.settings import load_settings
-from tasks.common.verl_plugins.answers import figures
 from tests.results import metrics
 from tests.test_settings import VALUES
+from verl_tasks.runs.health import findings, newest_by_rule, no_signal
+from verl_tasks.runs.run import read_metrics
+from verl_tasks.settings import load_settings
+from verl_tasks.verl_plugins.answers import figures
 
 SETTINGS = replace(load_settings(VALUES), MAX_RESPONSE_LENGTH=64, KL_COEF=0.01)
 FINE = {

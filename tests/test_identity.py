@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import pytest
 
-from tasks.common.data.prepare import prepare
-from tasks.common.digest import fingerprint
-from tasks.common.launch import main
-from tasks.common.rows import Example
-from tasks.common.runs import folder
-from tasks.common.runs.folder import rl_run
-from tasks.common.settings import SettingsError, code_digest, load_settings
 from tests.helpers import ROOT, exported
+from verl_tasks.data.prepare import prepare
+from verl_tasks.digest import fingerprint
+from verl_tasks.launch import main
+from verl_tasks.rows import Example
+from verl_tasks.runs import folder
+from verl_tasks.runs.folder import rl_run
+from verl_tasks.settings import SettingsError, code_digest, load_settings
 
 SMALL = {"TRAIN_SIZE": "24", "TEST_SIZE": "8", "DEV_SIZE": "4", "SFT_SIZE": "24", "SFT_BATCH_SIZE": "4", "N_GPUS": "1"}
 SMALL |= {"TRAIN_BATCH_SIZE": "4", "MINI_BATCH_SIZE": "4", "SOURCE": "toy", "MAX_PROMPT_LENGTH": "256"}
@@ -51,7 +51,7 @@ def code(monkeypatch):
         def digest(program):
             return f"{program.name} edited" if program.name == name else code_digest(program)
 
-        monkeypatch.setattr("tasks.common.settings.code_digest", digest)
+        monkeypatch.setattr("verl_tasks.settings.code_digest", digest)
 
     return edited
 

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from tasks.common.evaluation import incentive
-from tasks.common.evaluation.exploits import Row
-from tasks.common.files import write_json
-from tasks.common.guarded import Guarded
-from tasks.common.settings import artifacts
 from tasks.countdown.prepare_data import example, problems
 from tasks.countdown.reward import compute_score
+from verl_tasks.evaluation import incentive
+from verl_tasks.evaluation.exploits import Row
+from verl_tasks.files import write_json
+from verl_tasks.guarded import Guarded
+from verl_tasks.settings import artifacts
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +90,7 @@ def test_numbers_take_the_places_of_the_others():
 
 
 def test_a_training_warns_before_it_trains(s, rows, monkeypatch, capsys):
-    from tasks.common.launch import main
+    from verl_tasks.launch import main
 
     s.REWARD = "ladder"
     monkeypatch.setattr(main, "compute_score_of", lambda s: compute_score)

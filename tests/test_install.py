@@ -18,10 +18,10 @@ import pytest
 import torch
 from packaging.utils import canonicalize_name, parse_wheel_filename
 
-from tasks.common.install import check, lock
-from tasks.common.install.check import InstallError, Package
-from tasks.common.runs import launches
 from tests.helpers import ROOT, outside_make
+from verl_tasks.install import check, lock
+from verl_tasks.install.check import InstallError, Package
+from verl_tasks.runs import launches
 
 STACKS = sorted(lock.STACKS)
 PINS = {
@@ -379,7 +379,7 @@ def test_packages_of_another_stack_are_named(capsys):
 
 @pytest.mark.long  # `make install` runs this check too
 def test_kernels_of_the_cpu_give_the_reference():
-    code = "from tasks.common.install.check import kernels; print(kernels('cpu'))"
+    code = "from verl_tasks.install.check import kernels; print(kernels('cpu'))"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     result = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
     assert result.stdout.splitlines()[-1] == "['torch matmul', 'vLLM silu_and_mul']", result.stderr

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from tasks.common.rewards.answers import RewardError
-from tasks.common.rewards.json_answer import MAX_OBJECT_CHARS, read_object, schema_problem
-from tasks.common.strict_json import MAX_DEPTH
+from verl_tasks.rewards.answers import RewardError
+from verl_tasks.rewards.json_answer import MAX_OBJECT_CHARS, read_object, schema_problem
+from verl_tasks.strict_json import MAX_DEPTH
 
 quick = settings(max_examples=300, database=None)
 

@@ -12,13 +12,13 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tasks.common.data import records
-from tasks.common.data.convert import convert, parse
-from tasks.common.data.prepare import describe
-from tasks.common.data.records import HubUnreachable, Records, hub, load
-from tasks.common.rows import DataError, read_rows, validate_parquet
-from tasks.common.settings import ROOT
 from tests.helpers import PYTHON
+from verl_tasks.data import records
+from verl_tasks.data.convert import convert, parse
+from verl_tasks.data.prepare import describe
+from verl_tasks.data.records import HubUnreachable, Records, hub, load
+from verl_tasks.rows import DataError, read_rows, validate_parquet
+from verl_tasks.settings import ROOT
 
 SHARED = Path(os.environ.get("SHARED_DATA", ROOT.parent / "shared/data"))
 
@@ -222,7 +222,7 @@ def test_memory_of_reading_does_not_grow_with_the_rows(tmp_path, suffix):
 
 @pytest.mark.medium
 def test_hub_that_cannot_be_reached():
-    code = "from tasks.common.data.records import hub; hub('openai/gsm8k', 'main', 'test')"
+    code = "from verl_tasks.data.records import hub; hub('openai/gsm8k', 'main', 'test')"
     for offline in ("0", "1"):
         result = run_python(code, HF_HUB_OFFLINE=offline, HF_ENDPOINT="http://127.0.0.1:9", HF_HOME="/nonexistent")
         assert "HubUnreachable: openai/gsm8k (main), split test: the hub cannot be reached" in result.stderr
@@ -449,7 +449,7 @@ def test_wrong_options_are_refused(options):
 
 
 def command(*arguments):
-    arguments = [PYTHON, "-m", "tasks.common.data.convert", *map(str, arguments)]
+    arguments = [PYTHON, "-m", "verl_tasks.data.convert", *map(str, arguments)]
     return subprocess.run(arguments, cwd=ROOT, capture_output=True, text=True)
 
 

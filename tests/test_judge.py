@@ -19,10 +19,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.common.rewards import judge
-from tasks.common.rewards.answers import RewardError, reward_function
-from tasks.common.rewards.judge import Judge, JudgeError, messages, parse_score
 from tests.helpers import ROOT
+from verl_tasks.rewards import judge
+from verl_tasks.rewards.answers import RewardError, reward_function
+from verl_tasks.rewards.judge import Judge, JudgeError, messages, parse_score
 
 KEY = "sk-secret-4711"
 
@@ -356,7 +356,7 @@ def other_process(code: str) -> subprocess.Popen:
     code = "\n".join(
         [
             "from concurrent.futures import ThreadPoolExecutor",
-            "from tasks.common.rewards import judge",
+            "from verl_tasks.rewards import judge",
             inspect.getsource(score_in_threads),
             code,
         ]

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tasks.common.rewards.judge import messages
-from tasks.common.runs.run import read_metrics
 from tests.helpers import checkout_with, make, outside_make
+from verl_tasks.rewards.judge import messages
+from verl_tasks.runs.run import read_metrics
 
 pytestmark = pytest.mark.long
 

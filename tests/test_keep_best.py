@@ -8,13 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from tasks.common.launch import train
-from tasks.common.runs import folder, keep, validation
-from tasks.common.runs.run import Run, last_step, read_metrics, tracker, whole_steps
-from tasks.common.settings import SettingsError, load_settings
-from tasks.common.training import verl_config
 from tests.helpers import write_checkpoint, write_shards
 from tests.test_settings import VALUES
+from verl_tasks.launch import train
+from verl_tasks.runs import folder, keep, validation
+from verl_tasks.runs.run import Run, last_step, read_metrics, tracker, whole_steps
+from verl_tasks.settings import SettingsError, load_settings
+from verl_tasks.training import verl_config
 
 
 def row(acc: float, reward: float = 0.0) -> dict:
@@ -37,7 +37,7 @@ class Workers:
 
 @pytest.fixture(scope="module")
 def module():
-    from tasks.common.verl_plugins import trainer as verl_trainer  # here: importing verl takes seconds
+    from verl_tasks.verl_plugins import trainer as verl_trainer  # here: importing verl takes seconds
 
     return verl_trainer
 

@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tasks.common.interrupts import ENDING, Interrupts, interrupt_on_sigterm
-from tasks.common.settings import ROOT
+from verl_tasks.interrupts import ENDING, Interrupts, interrupt_on_sigterm
+from verl_tasks.settings import ROOT
 
 STUBBORN = """
 import os, signal, sys, time
@@ -48,8 +48,8 @@ for _ in range(12000):
 LAUNCHER = f"""
 import sys, time
 from pathlib import Path
-from tasks.common.interrupts import interrupt_on_sigterm
-from tasks.common.process import Progress, errors_in_one_line, run
+from verl_tasks.interrupts import interrupt_on_sigterm
+from verl_tasks.process import Progress, errors_in_one_line, run
 interrupt_on_sigterm()
 folder = Path(sys.argv[1])
 with errors_in_one_line(stopped="stopped"):
@@ -164,7 +164,7 @@ def test_shared_memory_that_no_process_of_ours_has_mapped_stays(tmp_path):
 CHAT = """
 import os, sys
 from pathlib import Path
-from tasks.common.leftovers import Launch
+from verl_tasks.leftovers import Launch
 launch = Launch(Path(sys.argv[1]))
 socket = "import os, socket, sys, tempfile; name = tempfile.gettempdir() + '/socket'\\n"
 socket += "socket.socket(socket.AF_UNIX).bind(name); print(name, flush=True); sys.stdin.read()"

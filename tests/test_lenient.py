@@ -9,10 +9,10 @@ from functools import partial
 import pytest
 
 from tasks.calculator.environment import Environment
-from tasks.common.evaluation import tables
-from tasks.common.evaluation.lenient import read, readings, reads_right
-from tasks.common.evaluation.rollouts import SAMPLED, Rollout
-from tasks.common.evaluation.summary import by_prompt, differences, summarize
+from verl_tasks.evaluation import tables
+from verl_tasks.evaluation.lenient import read, readings, reads_right
+from verl_tasks.evaluation.rollouts import SAMPLED, Rollout
+from verl_tasks.evaluation.summary import by_prompt, differences, summarize
 
 COUNTDOWN = {"target": 17, "numbers": [8, 80, 89]}
 CALLS = {"calls": [{"name": "look", "arguments": {"at": 1}}], "tools": []}
@@ -80,9 +80,7 @@ def test_a_judge_and_an_environment_of_texts_are_not_asked(monkeypatch):
     score = reward("gsm8k")
     given = [replace(rollout("no", "18", score), lenient=None)]
     assert read(given, None, OfTexts) == given != read(given, score, None)
-    monkeypatch.setattr(
-        "tasks.gsm8k.reward.judge", importlib.import_module("tasks.common.rewards.judge"), raising=False
-    )
+    monkeypatch.setattr("tasks.gsm8k.reward.judge", importlib.import_module("verl_tasks.rewards.judge"), raising=False)
     assert read(given, score, None) == given
 
 

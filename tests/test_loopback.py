@@ -9,11 +9,11 @@ from dataclasses import replace
 
 import pytest
 
-from tasks.common.launch.plan import ONE_WORKER
-from tasks.common.launch.task import stack_environment
-from tasks.common.machine.cluster import OWN_RAY
-from tasks.common.settings import ROOT, STACKS, load_settings
 from tests.test_settings import VALUES
+from verl_tasks.launch.plan import ONE_WORKER
+from verl_tasks.launch.task import stack_environment
+from verl_tasks.machine.cluster import OWN_RAY
+from verl_tasks.settings import ROOT, STACKS, load_settings
 
 
 @pytest.mark.parametrize("name", STACKS)
@@ -26,7 +26,7 @@ def test_every_stack_has_the_addresses_of_this_machine_unless_it_trains_on_a_clu
 
 STORES = """
 import json, os, socket, sys, psutil, torch.distributed as dist
-from tasks.common.machine.local_store import listen_locally
+from verl_tasks.machine.local_store import listen_locally
 listen_locally()
 with socket.socket() as free:
     free.bind(("", 0))
@@ -46,7 +46,7 @@ print(json.dumps([each.laddr.ip for each in found if each.status == psutil.CONN_
 @pytest.mark.parametrize("how", ["address", "alone", pytest.param("torchrun", marks=pytest.mark.slow)])
 def test_the_rendezvous_of_pytorch_listens_on_loopback(how, tmp_path):
     (tmp_path / "stores.py").write_text(STORES)
-    torchrun = ["-m", "tasks.common.training.torchrun", "--nproc_per_node=1"]
+    torchrun = ["-m", "verl_tasks.training.torchrun", "--nproc_per_node=1"]
     command = [sys.executable, *(torchrun if how == "torchrun" else []), str(tmp_path / "stores.py")]
     environment = os.environ | OWN_RAY | {"PYTHONPATH": str(ROOT)} | (ONE_WORKER if how == "alone" else {})
     result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, cwd=tmp_path)

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tasks.common.launch.names import of_the_judge, refusal
-from tasks.common.rewards.judge import Judge
-from tasks.common.settings import Settings
 from tests.helpers import MAKE, PYTHON, ROOT, copy_of_checkout, make, outside_make, refused, with_embedded
+from verl_tasks.launch.names import of_the_judge, refusal
+from verl_tasks.rewards.judge import Judge
+from verl_tasks.settings import Settings
 
 
 @pytest.mark.parametrize(
@@ -277,7 +277,7 @@ def test_config_shows_the_plan_above_the_resolved_config_and_writes_nothing(tmp_
     words = shlex.split(command.removeprefix("# command: "))
     assert words[1:6] == [
         "-m",
-        "tasks.common.verl_plugins.forked",
+        "verl_tasks.verl_plugins.forked",
         "--trainer",
         "vllm.v1.worker.cpu_worker",
         "verl.trainer.main_ppo",

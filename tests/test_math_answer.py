@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.common.rewards import math_answer
-from tasks.common.rewards.math_answer import MAX_ANSWER_CHARS, compare, find_answer, read_number
+from verl_tasks.rewards import math_answer
+from verl_tasks.rewards.math_answer import MAX_ANSWER_CHARS, compare, find_answer, read_number
 
 MATRIX = r"\begin{pmatrix} 1 \\ 2 \end{pmatrix}"
 

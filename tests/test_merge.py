@@ -10,9 +10,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tasks.common.launch.train import _trainer_start
-from tasks.common.models.find import resolve_model, whole_model
-from tasks.common.models.merge import (
+from tests.adapters import adapted, saved
+from tests.helpers import write_checkpoint
+from tests.test_settings import VALUES
+from tests.wheels import verl_package
+from verl_tasks.launch.train import _trainer_start
+from verl_tasks.models.find import resolve_model, whole_model
+from verl_tasks.models.merge import (
     adapter_config,
     base_model,
     loadable,
@@ -23,12 +27,8 @@ from tasks.common.models.merge import (
     merge_note,
     sampled_as_adapter,
 )
-from tasks.common.settings import ROOT, STACKS, load_settings, stack
-from tasks.common.training import verl_config
-from tests.adapters import adapted, saved
-from tests.helpers import write_checkpoint
-from tests.test_settings import VALUES
-from tests.wheels import verl_package
+from verl_tasks.settings import ROOT, STACKS, load_settings, stack
+from verl_tasks.training import verl_config
 
 
 @pytest.fixture(autouse=True)
@@ -189,7 +189,7 @@ def test_a_reference_that_is_not_the_base_takes_a_merged_start(small_model, tmp_
 def test_a_merge_ends_with_the_process_that_was_killed(tmp_path):
     """verl's merger is another process, which takes seconds to start."""
     write_checkpoint(tmp_path / "global_step_1")
-    code = "import sys; from pathlib import Path; from tasks.common.models.merge import merge; merge(Path(sys.argv[1]))"
+    code = "import sys; from pathlib import Path; from verl_tasks.models.merge import merge; merge(Path(sys.argv[1]))"
     merging = subprocess.Popen([sys.executable, "-c", code, tmp_path / "global_step_1/actor"], cwd=ROOT)
     deadline = time.monotonic() + 60
     # A child that is not yet another program may not have asked the kernel yet to end with this process.

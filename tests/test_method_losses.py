@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from tasks.common.training import verl_config
 from tests.test_verl_config import settings_of
+from verl_tasks.training import verl_config
 
 GROUPS, N, TOKENS, LIMIT = 3, 4, 6, 20
 

@@ -8,9 +8,9 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from tasks.common.runs.run import recorded
 from tests.helpers import kill_after_a_checkpoint, make
 from tests.small_runs import COMMON, TASK, check_run, metrics_of, runs_of, trained_parameters
+from verl_tasks.runs.run import recorded
 
 pytestmark = pytest.mark.slow
 

@@ -11,10 +11,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.common.evaluation import compare, probe, statistics
-from tasks.common.evaluation.rollouts import Rollout
-from tasks.common.evaluation.sample import Scoring
-from tasks.common.evaluation.statistics import (
+from verl_tasks.evaluation import compare, probe, statistics
+from verl_tasks.evaluation.rollouts import Rollout
+from verl_tasks.evaluation.sample import Scoring
+from verl_tasks.evaluation.statistics import (
     Estimate,
     bootstrap_difference,
     bootstrap_mean,
@@ -24,8 +24,8 @@ from tasks.common.evaluation.statistics import (
     pooled_mean,
     proportion,
 )
-from tasks.common.evaluation.summary import differences, summarize
-from tasks.common.evaluation.tables import gained_text
+from verl_tasks.evaluation.summary import differences, summarize
+from verl_tasks.evaluation.tables import gained_text
 
 counts = st.integers(1, 500).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n)))
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 from tensordict import TensorDict
 
-from tasks.common.training import verl_config
 from tests.test_verl_config import settings_of
+from verl_tasks.training import verl_config
 
 LENGTHS = torch.randint(10, 500, (128,), generator=torch.Generator().manual_seed(0)).sort().values.tolist()
 GROUP = 8  # responses a prompt; 16 prompts, in 4 mini-batches
@@ -22,7 +22,7 @@ GROUP = 8  # responses a prompt; 16 prompts, in 4 mini-batches
 
 @pytest.fixture(scope="module")
 def module():
-    from tasks.common.verl_plugins import trainer  # here: importing verl takes seconds
+    from verl_tasks.verl_plugins import trainer  # here: importing verl takes seconds
 
     return trainer
 

@@ -5,13 +5,13 @@ import time
 
 import pytest
 
-from tasks.common import process
-from tasks.common.launch import minutes
-from tasks.common.process import Progress
-from tasks.common.runs import folder
-from tasks.common.runs.run import Run
-from tasks.common.settings import load_settings
 from tests.helpers import ROOT, exported, write_checkpoint
+from verl_tasks import process
+from verl_tasks.launch import minutes
+from verl_tasks.process import Progress
+from verl_tasks.runs import folder
+from verl_tasks.runs.run import Run
+from verl_tasks.settings import load_settings
 
 
 def test_a_training_is_told_what_its_stages_took_with_the_same_sizes(tmp_path, monkeypatch, capsys):

@@ -14,13 +14,13 @@ from urllib.request import urlopen
 
 import pytest
 
-from tasks.common.machine import gpus
-from tasks.common.reports import monitor
-from tasks.common.settings import ROOT, SettingsError
-from tasks.common.training import tracking
 from tests.helpers import MAKE, outside_make
 from tests.test_records import evaluate, make_run, settings  # noqa: F401  (a fixture)
 from tests.test_settings import error_of, load
+from verl_tasks.machine import gpus
+from verl_tasks.reports import monitor
+from verl_tasks.settings import ROOT, SettingsError
+from verl_tasks.training import tracking
 
 HOSTILE = "<script>alert(1)</script><img src=x onerror=alert(2)>"
 METRICS = {step: {"critic/score/mean": step / 10, "actor/entropy": 0.3, "timing_s/step": 2.0} for step in (1, 2, 3)}

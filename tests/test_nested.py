@@ -19,7 +19,7 @@ ROWS = {
 
 @pytest.fixture(scope="module")
 def nested():
-    from tasks.common.verl_plugins import nested, patches  # noqa: F401  (here: importing verl takes seconds)
+    from verl_tasks.verl_plugins import nested, patches  # noqa: F401  (here: importing verl takes seconds)
 
     return nested
 
@@ -191,7 +191,7 @@ def test_lengths_that_cannot_be_are_refused_as_by_verl(nested, prompts, tokens):
 
 
 def test_verls_losses_and_ours_use_it(nested):
-    from tasks.common.verl_plugins import on_policy
+    from verl_tasks.verl_plugins import on_policy
 
     users = (nested.losses, nested.distillation, on_policy)
     assert {user.no_padding_2_padding for user in users} == {nested.no_padding_2_padding}

@@ -12,8 +12,8 @@ from unittest import mock
 import numpy as np
 import pytest
 
-from tasks.common.machine.hardware import cpu_dtype
 from tests.helpers import change_reward, checkout_with, make
+from verl_tasks.machine.hardware import cpu_dtype
 
 pytestmark = pytest.mark.slow
 

@@ -7,15 +7,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tasks.common.data.pairs import read_pairs
-from tasks.common.evaluation import self_samples
-from tasks.common.evaluation.rollouts import GREEDY, SAMPLED, Rollout
-from tasks.common.evaluation.self_samples import MOST_ACCEPTED, best_against_worst, chosen_prompts, right_responses
-from tasks.common.rows import DataError, decoded, encoded, read_rows, tools_of, validate_parquet
-from tasks.common.settings import load_settings
 from tests.test_chat_template import CHAT, TOOLS
 from tests.test_evaluate import answer, table, workplace  # noqa: F401 (a fixture)
 from tests.test_settings import VALUES
+from verl_tasks.data.pairs import read_pairs
+from verl_tasks.evaluation import self_samples
+from verl_tasks.evaluation.rollouts import GREEDY, SAMPLED, Rollout
+from verl_tasks.evaluation.self_samples import MOST_ACCEPTED, best_against_worst, chosen_prompts, right_responses
+from verl_tasks.rows import DataError, decoded, encoded, read_rows, tools_of, validate_parquet
+from verl_tasks.settings import load_settings
 
 HOSTILE = [
     "\0",
@@ -226,7 +226,7 @@ def test_nothing_to_learn_from_gives_a_one_line_error_and_no_file(
 
 
 def test_tools_calls_and_hostile_texts_come_through_as_they_were(workplace, tmp_path):  # noqa: F811
-    from tasks.common.rows import rl_row, rl_schema, write_parquet
+    from verl_tasks.rows import rl_row, rl_schema, write_parquet
 
     prompts = [rl_row("countdown", CHAT, "7", "train", i, TOOLS) for i in range(len(HOSTILE))]
     write_parquet(prompts, workplace.artifacts / "data/countdown/train.parquet", rl_schema(tools=True))

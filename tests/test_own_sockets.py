@@ -2,14 +2,14 @@
 
 import pytest
 
-from tasks.common.leftovers import LAUNCH
+from verl_tasks.leftovers import LAUNCH
 
 VERLS = "ipc:///tmp/rl-colocate-zmq-01000000-replica-0-rank-0.sock"
 
 
 @pytest.fixture(scope="module")
 def own_sockets():
-    from tasks.common.verl_plugins import own_sockets  # here: it imports vLLM
+    from verl_tasks.verl_plugins import own_sockets  # here: it imports vLLM
 
     return own_sockets
 
@@ -38,8 +38,8 @@ def test_both_ends_have_the_address_in_the_launchs_folder(own_sockets, tmp_path,
 def test_verl_and_vllm_take_these_classes(own_sockets):
     from verl.workers.rollout.base import get_rollout_class
 
-    import tasks.common.verl_plugins.patches  # noqa: F401
-    from tasks.common.verl_plugins.cpu.kept_weights import CPUColocateWorkerExtension
+    import verl_tasks.verl_plugins.patches  # noqa: F401
+    from verl_tasks.verl_plugins.cpu.kept_weights import CPUColocateWorkerExtension
 
     assert get_rollout_class("vllm", "async") is own_sockets.OwnSocketAdapter
     assert issubclass(CPUColocateWorkerExtension, own_sockets.OwnSocketExtension)

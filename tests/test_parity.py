@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from tasks.common.launch import doctor
-from tasks.common.machine import memory
-from tasks.common.models.small import small
-from tasks.common.settings import load_settings
-from tasks.common.stacks import current
-from tasks.common.training import parity, verl_config
 from tests.helpers import ROOT
+from verl_tasks.launch import doctor
+from verl_tasks.machine import memory
+from verl_tasks.models.small import small
+from verl_tasks.settings import load_settings
+from verl_tasks.stacks import current
+from verl_tasks.training import parity, verl_config
 
 MODEL = "actor_rollout_ref.model"
 

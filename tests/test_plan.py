@@ -8,19 +8,19 @@ from pathlib import Path
 
 import pytest
 
-from tasks.common.files import write_json
-from tasks.common.launch import main, train
-from tasks.common.launch.plan import pairs_plan, rl_plan, sft_plan
-from tasks.common.launch.rounds import train_rounds
-from tasks.common.launch.task import exported
-from tasks.common.process import StageFailed
-from tasks.common.runs import launches
-from tasks.common.runs.checkpoint import begun_file
-from tasks.common.runs.folder import lineage
-from tasks.common.runs.run import Run, export, read_metrics
-from tasks.common.settings import load_settings
 from tests.test_runs import make_run, write_checkpoints
 from tests.test_settings import VALUES
+from verl_tasks.files import write_json
+from verl_tasks.launch import main, train
+from verl_tasks.launch.plan import pairs_plan, rl_plan, sft_plan
+from verl_tasks.launch.rounds import train_rounds
+from verl_tasks.launch.task import exported
+from verl_tasks.process import StageFailed
+from verl_tasks.runs import launches
+from verl_tasks.runs.checkpoint import begun_file
+from verl_tasks.runs.folder import lineage
+from verl_tasks.runs.run import Run, export, read_metrics
+from verl_tasks.settings import load_settings
 
 
 @pytest.fixture

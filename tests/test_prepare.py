@@ -8,18 +8,18 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from tasks.common.data import prepare as prepare_module
-from tasks.common.data.prepare import Examples, describe, distinct, prepare
-from tasks.common.data.records import HubUnreachable, Records, load
-from tasks.common.rows import DataError, Example, chat, read_rows, rl_row, sft_row, validate_parquet
-from tasks.common.settings import ROOT, load_settings
 from tests.helpers import exported
+from verl_tasks.data import prepare as prepare_module
+from verl_tasks.data.prepare import Examples, describe, distinct, prepare
+from verl_tasks.data.records import HubUnreachable, Records, load
+from verl_tasks.rows import DataError, Example, chat, read_rows, rl_row, sft_row, validate_parquet
+from verl_tasks.settings import ROOT, load_settings
 
 
 @pytest.fixture(autouse=True)
 def toy_rows_need_not_be_right(monkeypatch):
     """They are about the split; tests/test_gold.py has the refusal of data of which nothing is right."""
-    monkeypatch.setattr("tasks.common.data.prepare._refuse_nothing_right", lambda settings, entry: None)
+    monkeypatch.setattr("verl_tasks.data.prepare._refuse_nothing_right", lambda settings, entry: None)
 
 
 def settings_for(**changes):

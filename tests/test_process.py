@@ -10,8 +10,8 @@ import time
 import psutil
 import pytest
 
-from tasks.common import alive, leftovers, process
-from tasks.common.process import Progress, StageFailed, run
+from verl_tasks import alive, leftovers, process
+from verl_tasks.process import Progress, StageFailed, run
 
 
 def run_python(code, tmp_path, **kwargs):
@@ -124,9 +124,9 @@ def test_what_is_told_decides_how_long_the_end_may_take(told, seconds, tmp_path,
 
 
 TELLS = """
-from tasks.common.alive import failed
+from verl_tasks.alive import failed
 print("ValueError: an engine is aborted")
-print("tasks.common.rewards.answers.RewardError: the task's\\n  own")
+print("verl_tasks.rewards.answers.RewardError: the task's\\n  own")
 failed(RuntimeError("the task's\\n  own"))
 failed(RuntimeError("what follows from it"))
 raise SystemExit(3)

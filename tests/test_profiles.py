@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from tasks.common import settings
-from tasks.common.launch import memory_checks
-from tasks.common.machine import hardware, memory
-from tasks.common.settings import GPU_MIB, SettingsError, load_settings
-from tasks.common.training import verl_config, verl_versions
 from tests.benchmarks.qwen import QWEN25_3B
 from tests.helpers import ROOT, SINGLE_TURN, exported
 from tests.wheels import verl_package
+from verl_tasks import settings
+from verl_tasks.launch import memory_checks
+from verl_tasks.machine import hardware, memory
+from verl_tasks.settings import GPU_MIB, SettingsError, load_settings
+from verl_tasks.training import verl_config, verl_versions
 
 PROFILES = sorted(path for path in ROOT.glob("tasks/*/profiles/*.sh"))
 STACKS = [name for name in ("a100", "current") if name in settings.STACKS]

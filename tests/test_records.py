@@ -12,19 +12,19 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tasks.common.digest import fingerprint
-from tasks.common.launch import train
-from tasks.common.launch.plan import rl_plan
-from tasks.common.process import StageFailed
-from tasks.common.reports import overview
-from tasks.common.runs import launches, repeat
-from tasks.common.runs.folder import record
-from tasks.common.runs.run import Run, read_metrics
-from tasks.common.runs.secrets import MASK, masked
-from tasks.common.settings import SettingsError, load_settings
 from tests.helpers import make
 from tests.test_runs import write_checkpoints
 from tests.test_settings import VALUES
+from verl_tasks.digest import fingerprint
+from verl_tasks.launch import train
+from verl_tasks.launch.plan import rl_plan
+from verl_tasks.process import StageFailed
+from verl_tasks.reports import overview
+from verl_tasks.runs import launches, repeat
+from verl_tasks.runs.folder import record
+from verl_tasks.runs.run import Run, read_metrics
+from verl_tasks.runs.secrets import MASK, masked
+from verl_tasks.settings import SettingsError, load_settings
 
 SECRETS = {"JUDGE_API_KEY": "sk-judge-12345", "WANDB_API_KEY": "wandb-12345", "HF_TOKEN": "hf_12345"}
 
@@ -261,7 +261,7 @@ def test_the_digest_of_data_is_of_what_it_holds(tmp_path):
 
 
 def test_the_arguments_of_trl_are_a_config_without_a_path_to_the_machine(settings, tmp_path):
-    from tasks.common.training.trl_dpo import arguments
+    from verl_tasks.training.trl_dpo import arguments
 
     launch = launches.begin(tmp_path, settings, ["x"])
     assert not (launch / "config.yaml").exists()

@@ -11,17 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from tasks.common.data.pairs import read_pairs
-from tasks.common.data.prepare import load_tokenizer
-from tasks.common.launch import doctor, memory_checks, needs, played_judge, rehearse, rehearsed_data
-from tasks.common.launch.finding import Finding
-from tasks.common.models import thin
-from tasks.common.models.chat_template import demonstration_ids
-from tasks.common.rewards.judge import Judge
-from tasks.common.rows import DataError, read_rows, rl_row, rl_schema, sft_row, sft_schema, write_parquet
-from tasks.common.settings import GPU_MIB, Command, SettingsError, load_settings, values_of
 from tests.helpers import ROOT, checkout_with, make, our_processes
 from tests.test_profiles import CONFIGS, PROFILES, hardware_of
+from verl_tasks.data.pairs import read_pairs
+from verl_tasks.data.prepare import load_tokenizer
+from verl_tasks.launch import doctor, memory_checks, needs, played_judge, rehearse, rehearsed_data
+from verl_tasks.launch.finding import Finding
+from verl_tasks.models import thin
+from verl_tasks.models.chat_template import demonstration_ids
+from verl_tasks.rewards.judge import Judge
+from verl_tasks.rows import DataError, read_rows, rl_row, rl_schema, sft_row, sft_schema, write_parquet
+from verl_tasks.settings import GPU_MIB, Command, SettingsError, load_settings, values_of
 
 LLAMA = {
     "model_type": "llama",

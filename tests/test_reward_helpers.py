@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from tasks.common.rewards.answers import RewardError, after_thinking, last_answer, read_ground_truth, reward_function
+from verl_tasks.rewards.answers import RewardError, after_thinking, last_answer, read_ground_truth, reward_function
 
 
 @pytest.mark.parametrize(

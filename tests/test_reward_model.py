@@ -9,12 +9,12 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from tasks.common.models import reward_model
-from tasks.common.models.merge import merge
-from tasks.common.runs.run import Run, read_metrics
-from tasks.common.settings import SettingsError, load_settings
-from tasks.common.training import verl_config
 from tests.helpers import ROOT, exported, make
+from verl_tasks.models import reward_model
+from verl_tasks.models.merge import merge
+from verl_tasks.runs.run import Run, read_metrics
+from verl_tasks.settings import SettingsError, load_settings
+from verl_tasks.training import verl_config
 
 SMALL = {
     "TASK": "countdown",

@@ -2,7 +2,7 @@
 
 import ast
 
-from tasks.common.settings import ROOT
+from verl_tasks.settings import ROOT
 
 COMMON = ROOT / "tasks/common"
 # A room imports from the rooms of earlier lines and from its own.
@@ -17,11 +17,11 @@ LEVELS = (
 )
 NEVER_IMPORTED = {"verl_plugins", "launch"}
 BY_NAME = ("import_module", "__import__", "resolve_name", "run_module")
-PLUGINS = {"tasks.common.training.methods.{name}", "tasks.common.stacks.{name}"}  # METHOD and STACK choose one
+PLUGINS = {"verl_tasks.training.methods.{name}", "verl_tasks.stacks.{name}"}  # METHOD and STACK choose one
 
 
 def room(name: str) -> str:
-    """The room of a dotted module of tasks.common; its own modules are the ground."""
+    """The room of a dotted module of verl_tasks; its own modules are the ground."""
     parts = name.split(".")[2:]
     return parts[0] if parts and (COMMON / parts[0]).is_dir() else "ground"
 
@@ -31,7 +31,7 @@ def level(name: str) -> int:
 
 
 def imports(tree: ast.AST) -> set[str]:
-    """Modules of this repository that ``tree`` imports, also those of tasks.common by a name in text."""
+    """Modules of this repository that ``tree`` imports, also those of verl_tasks by a name in text."""
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom):
@@ -40,7 +40,7 @@ def imports(tree: ast.AST) -> set[str]:
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in BY_NAME:
             texts = {ast.unparse(argument).removeprefix("f").strip("'") for argument in node.args}
-            names |= {text for text in texts if text.startswith("tasks.common.")} - PLUGINS
+            names |= {text for text in texts if text.startswith("verl_tasks.")} - PLUGINS
     return {name for name in names if name.startswith("tasks.")}
 
 
@@ -50,17 +50,17 @@ def wrong(here: str, there: str) -> bool:
 
 def test_no_room_imports_from_a_later_one():
     arrows = {
-        (str(file.relative_to(COMMON)), name, room("tasks.common." + ".".join(file.relative_to(COMMON).parts)))
+        (str(file.relative_to(COMMON)), name, room("verl_tasks." + ".".join(file.relative_to(COMMON).parts)))
         for file in COMMON.rglob("*.py")
         for name in imports(ast.parse(file.read_text()))
     }
     assert len(arrows) > 100  # the trees were read
-    foreign = [(file, name) for file, name, _ in arrows if not name.startswith("tasks.common")]
+    foreign = [(file, name) for file, name, _ in arrows if not name.startswith("verl_tasks")]
     assert not foreign, "tasks/common knows no task"
     assert sorted((file, name) for file, name, here in arrows if wrong(here, room(name))) == []
 
 
 def test_an_import_by_a_name_in_text_counts():
-    code = """importlib.import_module("tasks.common.rewards.judge")
-import_module(f'tasks.common.launch.{name}'), import_module(f"tasks.{task}.reward"), import_module(name)"""
-    assert imports(ast.parse(code)) == {"tasks.common.rewards.judge", "tasks.common.launch.{name}"}
+    code = """importlib.import_module("verl_tasks.rewards.judge")
+import_module(f'verl_tasks.launch.{name}'), import_module(f"tasks.{task}.reward"), import_module(name)"""
+    assert imports(ast.parse(code)) == {"verl_tasks.rewards.judge", "verl_tasks.launch.{name}"}

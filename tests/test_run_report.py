@@ -11,17 +11,17 @@ from html.parser import HTMLParser
 
 import pytest
 
-from tasks.common.evaluation import plots
-from tasks.common.evaluation.statistics import Estimate
-from tasks.common.reports import run_report
-from tasks.common.reports.samples import Sample
-from tasks.common.runs import launches
-from tasks.common.runs.folder import named
-from tasks.common.settings import SettingsError, load_settings
 from tests import results
 from tests.helpers import make
 from tests.test_records import make_run
 from tests.test_settings import VALUES
+from verl_tasks.evaluation import plots
+from verl_tasks.evaluation.statistics import Estimate
+from verl_tasks.reports import run_report
+from verl_tasks.reports.samples import Sample
+from verl_tasks.runs import launches
+from verl_tasks.runs.folder import named
+from verl_tasks.settings import SettingsError, load_settings
 
 STEP = {"critic/score/mean": 0.25, "actor/entropy": 0.5, "actor/grad_norm": 1.5, "timing_s/gen": 2.0}
 STEP |= {"timing_s/step": 3.0, "perf/throughput": 1234.0, "response_length/mean": 17.0}

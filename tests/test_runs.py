@@ -10,15 +10,16 @@ from dataclasses import replace
 
 import pytest
 
-from tasks.common.digest import fingerprint
-from tasks.common.evaluation.sample import model_name
-from tasks.common.launch import main
-from tasks.common.launch.main import _locked
-from tasks.common.launch.rounds import check_training
-from tasks.common.models.merge import merge, whole_folder
-from tasks.common.process import StageFailed
-from tasks.common.runs import launches
-from tasks.common.runs.folder import (
+from tests.test_settings import VALUES
+from verl_tasks.digest import fingerprint
+from verl_tasks.evaluation.sample import model_name
+from verl_tasks.launch import main
+from verl_tasks.launch.main import _locked
+from verl_tasks.launch.rounds import check_training
+from verl_tasks.models.merge import merge, whole_folder
+from verl_tasks.process import StageFailed
+from verl_tasks.runs import launches
+from verl_tasks.runs.folder import (
     find_run,
     lineage,
     record,
@@ -27,11 +28,10 @@ from tasks.common.runs.folder import (
     settings_of,
     sft_dir,
 )
-from tasks.common.runs.keep import ends_run
-from tasks.common.runs.run import Run, export
-from tasks.common.runs.validation import learned
-from tasks.common.settings import Command, SettingsError, load_settings
-from tests.test_settings import VALUES
+from verl_tasks.runs.keep import ends_run
+from verl_tasks.runs.run import Run, export
+from verl_tasks.runs.validation import learned
+from verl_tasks.settings import Command, SettingsError, load_settings
 
 
 @pytest.fixture

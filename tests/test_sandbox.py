@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tasks.common.rewards.sandbox import CallFailed, Sandbox, SandboxError
+from verl_tasks.rewards.sandbox import CallFailed, Sandbox, SandboxError
 
 ROOT = Path(__file__).parents[1]
 EVALUATOR = """
@@ -198,7 +198,7 @@ def test_a_forged_reply_fails_the_call_and_the_worker_is_replaced(sandbox, reply
 
 def test_a_forged_reply_that_comes_late_is_not_the_next_answers(sandbox, monkeypatch):
     """It lies in the socket after the look for one that is there already."""
-    monkeypatch.setattr("tasks.common.rewards.sandbox.select.select", lambda *arguments: ([], [], []))
+    monkeypatch.setattr("verl_tasks.rewards.sandbox.select.select", lambda *arguments: ([], [], []))
     sandbox.call("1 + 1")
     ours, theirs = socket.socketpair()
     theirs.sendall(b'{"value": 9}\n')
@@ -239,7 +239,7 @@ def test_the_worker_ends_with_its_parent(folder, busy):
     program = (
         "import sys, threading, time\n"
         f"sys.path[:0] = [{str(ROOT)!r}, {str(folder)!r}]\n"
-        "from tasks.common.rewards.sandbox import Sandbox\n"
+        "from verl_tasks.rewards.sandbox import Sandbox\n"
         "sandbox = Sandbox('evaluator_of_the_tests:evaluator', seconds=60)\n"
         "print(sandbox.call(\"__import__('os').getpid()\"), flush=True)\n"
         + ("threading.Thread(target=sandbox.call, args=['9 ** 9 ** 9'], daemon=True).start()\n" if busy else "")

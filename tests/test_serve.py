@@ -5,9 +5,9 @@ import socket
 
 import pytest
 
-from tasks.common.launch import serve
-from tasks.common.settings import Command, SettingsError, load_settings
 from tests.helpers import ROOT, exported
+from verl_tasks.launch import serve
+from verl_tasks.settings import Command, SettingsError, load_settings
 
 
 @pytest.fixture

@@ -8,11 +8,12 @@ from dataclasses import fields
 
 import pytest
 
-from tasks.common import settings, visible_gpus
-from tasks.common.digest import _digest
-from tasks.common.launch.help import variables
-from tasks.common.launch.task import stack_environment
-from tasks.common.settings import (
+from tests.helpers import MULTI_TURN, TASKS, exported
+from verl_tasks import settings, visible_gpus
+from verl_tasks.digest import _digest
+from verl_tasks.launch.help import variables
+from verl_tasks.launch.task import stack_environment
+from verl_tasks.settings import (
     METHODS,
     ROOT,
     STACKS,
@@ -24,8 +25,7 @@ from tasks.common.settings import (
     load_settings,
     values_of,
 )
-from tasks.common.training.methods import gspo
-from tests.helpers import MULTI_TURN, TASKS, exported
+from verl_tasks.training.methods import gspo
 
 VALUES = {
     "LR_WARMUP": "0",

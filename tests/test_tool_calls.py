@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from tasks.common.rewards.tool_calls import (
+from verl_tasks.rewards.tool_calls import (
     MAX_CALLS,
     MAX_CHARS,
     MAX_DEPTH,

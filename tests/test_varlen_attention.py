@@ -17,7 +17,7 @@ from tests.helpers import ROOT
 
 @pytest.fixture(scope="module")
 def module():
-    from tasks.common.verl_plugins import varlen_attention
+    from verl_tasks.verl_plugins import varlen_attention
 
     return varlen_attention
 

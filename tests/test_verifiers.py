@@ -11,14 +11,14 @@ from itertools import islice
 
 import pytest
 
-from tasks.common.data.prepare import prepare
-from tasks.common.rewards import verifiers
-from tasks.common.rewards.answers import RewardError
-from tasks.common.rewards.environment import begun, replayed, stepped
-from tasks.common.rewards.tool_calls import render_calls
-from tasks.common.rewards.verifiers import Package, Process, environment_of, examples, process_of
-from tasks.common.rows import DataError, read_rows, rl_row
-from tasks.common.settings import load_settings
+from verl_tasks.data.prepare import prepare
+from verl_tasks.rewards import verifiers
+from verl_tasks.rewards.answers import RewardError
+from verl_tasks.rewards.environment import begun, replayed, stepped
+from verl_tasks.rewards.tool_calls import render_calls
+from verl_tasks.rewards.verifiers import Package, Process, environment_of, examples, process_of
+from verl_tasks.rows import DataError, read_rows, rl_row
+from verl_tasks.settings import load_settings
 
 READY = 'import json, os, sys, time\nprint(json.dumps({"n": 0}), flush=True)\n'
 # A package of other people: a guessing game, one with a tool, and what cannot be played.

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from tasks.common.settings import METHODS, SettingsError, load_settings, method
-from tasks.common.training import verl_checks, verl_config
 from tests import composed_once
 from tests.exact_kl import gradients
 from tests.helpers import ROOT, TASKS, exported, stacks
 from tests.wheels import verl_package
+from verl_tasks.settings import METHODS, SettingsError, load_settings, method
+from verl_tasks.training import verl_checks, verl_config
 
 RL_METHODS = [name for name in METHODS if name != "dpo"]
 STACKS = stacks()

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from omegaconf import OmegaConf
 
-from tasks.common import settings
-from tasks.common.settings import METHODS, SettingsError, load_settings
-from tasks.common.training import verl_checks, verl_config, verl_versions
 from tests.helpers import ROOT, exported, make
 from tests.wheels import VERLS, verl_package
+from verl_tasks import settings
+from verl_tasks.settings import METHODS, SettingsError, load_settings
+from verl_tasks.training import verl_checks, verl_config, verl_versions
 
 # A stack with each verl, and all that there are.
 STACK_OF = {"0.6.1": "a100", "0.9.1": "current"}
@@ -305,8 +305,8 @@ def test_a_stack_with_another_verl_ends_before_anything_is_made(goal, tmp_path):
 
 
 def test_only_the_verl_that_has_them_loads_the_trainers(version):
-    from tasks.common.launch.plan import trainer_module
+    from verl_tasks.launch.plan import trainer_module
 
     given = {"VERL_USE_EXTERNAL_MODULES": "some.module"}
     modules = trainer_module(settings_of(STACK_OF[version]), given)["VERL_USE_EXTERNAL_MODULES"]
-    assert modules == ("some.module" if version == "0.6.1" else "some.module,tasks.common.verl_plugins.trainer")
+    assert modules == ("some.module" if version == "0.6.1" else "some.module,verl_tasks.verl_plugins.trainer")

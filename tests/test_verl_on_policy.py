@@ -10,16 +10,16 @@ import torch
 from omegaconf import OmegaConf
 from tensordict import TensorDict
 
-from tasks.common.training import verl_config
-from tasks.common.verl_plugins.one_update import applies, cap
 from tests.test_verl_config import settings_of
+from verl_tasks.training import verl_config
+from verl_tasks.verl_plugins.one_update import applies, cap
 
 PROMPTS, LENGTHS = (3, 5, 2), (4, 1, 6)
 
 
 @pytest.fixture(scope="module")
 def module():
-    from tasks.common.verl_plugins import on_policy  # here: importing verl takes seconds
+    from verl_tasks.verl_plugins import on_policy  # here: importing verl takes seconds
 
     return on_policy
 
@@ -231,7 +231,7 @@ def test_the_critics_loss_of_a_mini_batch_without_a_token_is_0(module, batch):
 
 
 def test_advantages_are_whitened_where_two_tokens_count():
-    from tasks.common.verl_plugins import whitened
+    from verl_tasks.verl_plugins import whitened
 
     values, mask = torch.randn(2, 4), torch.ones(2, 4)
     assert torch.equal(whitened.masked_whiten(values, mask), whitened._masked_whiten(values, mask))
@@ -346,7 +346,7 @@ def distilling(module, batch):
     """distilled.py and a config of METHOD=distill; ``batch`` gets log-probs of a teacher, and its own as old ones."""
     from verl.workers.config import DistillationConfig, DistillationLossConfig
 
-    from tasks.common.verl_plugins import distilled
+    from verl_tasks.verl_plugins import distilled
 
     data, output, _ = batch
     offsets, values = output["log_probs"].offsets(), torch.randn(len(output["log_probs"].values()), 1)

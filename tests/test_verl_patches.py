@@ -6,7 +6,7 @@ import torch
 
 @pytest.fixture(scope="module")
 def patches():
-    from tasks.common.verl_plugins import patches  # here: importing verl takes seconds
+    from verl_tasks.verl_plugins import patches  # here: importing verl takes seconds
 
     return patches
 

@@ -16,7 +16,7 @@ def result(request) -> dict:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
     # 0.9.1 asks its platform for the memory; 0.6.1 knows no platforms.
-    loaded = "" if request.param == "0.6.1" else "tasks.common.verl_plugins.cpu.verl_platform"
+    loaded = "" if request.param == "0.6.1" else "verl_tasks.verl_plugins.cpu.verl_platform"
     environment = {"VERL_PLATFORM": "cpu", "VERL_USE_EXTERNAL_MODULES": loaded}
     return found_with(f"verl=={request.param}", "verl_sft", port, **environment)
 

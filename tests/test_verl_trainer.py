@@ -10,18 +10,18 @@ import torch
 from omegaconf import OmegaConf
 from tensordict import NonTensorData, NonTensorStack, TensorDict
 
-from tasks.common.rewards.answers import RewardError
-from tasks.common.runs import checkpoint
-from tasks.common.runs.health import AbortedError
 from tests.test_settings import VALUES
 from tests.test_verl_on_policy import composed, nested
+from verl_tasks.rewards.answers import RewardError
+from verl_tasks.runs import checkpoint
+from verl_tasks.runs.health import AbortedError
 
 MODEL = "the/classifier"
 
 
 @pytest.fixture(scope="module")
 def module():
-    from tasks.common.verl_plugins import trainer  # here: importing verl takes seconds
+    from verl_tasks.verl_plugins import trainer  # here: importing verl takes seconds
 
     return trainer
 
@@ -101,7 +101,7 @@ def test_a_launch_saves_within_five_minutes_of_its_first_step(trainer, module, m
 def test_a_warm_up_ends_by_its_loss_and_saves_within_five_minutes(monkeypatch):
     from verl.utils import tensordict_utils
 
-    from tasks.common.verl_plugins import sft_steps
+    from verl_tasks.verl_plugins import sft_steps
 
     clock = iter(range(0, 10**6, 70))
     monkeypatch.setattr(checkpoint.time, "monotonic", lambda: next(clock))

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from tasks.common.launch import main, train
-from tasks.common.launch.plan import rl_plan
-from tasks.common.machine import gpus
-from tasks.common.process import Progress, _Screen, run
-from tasks.common.runs import health, keep
-from tasks.common.runs.run import Run, read_metrics, whole_steps
-from tasks.common.settings import SettingsError, load_settings
 from tests.test_keep_best import row, whole
 from tests.test_settings import VALUES
+from verl_tasks.launch import main, train
+from verl_tasks.launch.plan import rl_plan
+from verl_tasks.machine import gpus
+from verl_tasks.process import Progress, _Screen, run
+from verl_tasks.runs import health, keep
+from verl_tasks.runs.run import Run, read_metrics, whole_steps
+from verl_tasks.settings import SettingsError, load_settings
 
 DAMAGED = ["\0\0\0", "{", '{"step": 2}', "[]", '{"step": [], "data": {}}', "[" * 100_000]
 
@@ -171,7 +171,7 @@ def test_a_screen_that_cannot_be_written_to_ends_nothing(monkeypatch):
 
 
 def test_samples_that_cannot_be_written_end_no_step(tmp_path, capsys):
-    from tasks.common.verl_plugins.trainer import TaskTrainer
+    from verl_tasks.verl_plugins.trainer import TaskTrainer
 
     trainer = object.__new__(TaskTrainer)
     trainer._init_dump_executor()

@@ -8,7 +8,7 @@ from tests.helpers import SMALL, make
 
 @pytest.fixture(scope="module")
 def module():
-    from tasks.common.verl_plugins import weight_sync
+    from verl_tasks.verl_plugins import weight_sync
 
     return weight_sync
 

@@ -12,8 +12,8 @@ LENGTH = 6
 @pytest.fixture(scope="module")
 def engine(small_model):
     """vLLM's engine, and what its scheduler found in each step, by request."""
-    from tasks.common.evaluation.engines import VLLMEngine
-    from tasks.common.verl_plugins.whole_responses import WholeResponses
+    from verl_tasks.evaluation.engines import VLLMEngine
+    from verl_tasks.verl_plugins.whole_responses import WholeResponses
 
     class Recorded(WholeResponses):
         def _returns(self, output) -> bool:

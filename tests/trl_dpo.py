@@ -14,12 +14,12 @@ import trl
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from tasks.common.rows import Example, chat, dpo_row, dpo_schema, write_parquet
-from tasks.common.runs.run import read_metrics, tracker
-from tasks.common.settings import load_settings
-from tasks.common.training import trl_dpo
 from tests.adapters import saved
 from tests.test_settings import VALUES
+from verl_tasks.rows import Example, chat, dpo_row, dpo_schema, write_parquet
+from verl_tasks.runs.run import read_metrics, tracker
+from verl_tasks.settings import load_settings
+from verl_tasks.training import trl_dpo
 
 
 def main() -> None:

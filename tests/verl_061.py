@@ -36,8 +36,8 @@ from verl.workers.config import FSDPActorConfig  # noqa: E402
 from verl.workers.config import model as config_model  # noqa: E402
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine  # noqa: E402
 
-from tasks.common.verl_plugins.verl_061 import on_policy, order, patches, response_length  # noqa: E402, F401
 from tests.exact_kl import gradients  # noqa: E402
+from verl_tasks.verl_plugins.verl_061 import on_policy, order, patches, response_length  # noqa: E402, F401
 
 PROMPT, RESPONSE, ROWS = 5, 6, 8
 
@@ -320,7 +320,7 @@ def exported() -> dict:
 
 def main() -> None:
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
-    own = {"class_path": "pkg://tasks.common.verl_plugins.verl_061.order", "class_name": "Shuffled"}
+    own = {"class_path": "pkg://verl_tasks.verl_plugins.verl_061.order", "class_name": "Shuffled"}
     none = {"class_path": None, "class_name": None}
     made_with = [
         {"actor_rollout_ref.actor.ppo_epochs": 2},

@@ -19,11 +19,11 @@ transformers.AutoModelForVision2Seq = transformers.AutoModelForImageTextToText
 from verl import DataProto, __version__  # noqa: E402
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer  # noqa: E402
 
-from tasks.common.runs.run import Run, mend_tracker, read_metrics, tracker, whole_steps  # noqa: E402
-from tasks.common.training import verl_config  # noqa: E402
-from tasks.common.verl_plugins.verl_061 import keep_best, patches  # noqa: E402, F401
 from tests.helpers import write_shards  # noqa: E402
 from tests.test_settings import VALUES  # noqa: E402
+from verl_tasks.runs.run import Run, mend_tracker, read_metrics, tracker, whole_steps  # noqa: E402
+from verl_tasks.training import verl_config  # noqa: E402
+from verl_tasks.verl_plugins.verl_061 import keep_best, patches  # noqa: E402, F401
 
 ROWS, PROMPT, RESPONSE = 4, 3, 5
 

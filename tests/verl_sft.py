@@ -24,7 +24,7 @@ from verl import __version__  # noqa: E402
 from verl.trainer import sft_trainer  # noqa: E402
 from verl.utils import tensordict_utils  # noqa: E402
 
-from tasks.common.verl_plugins.sft import SFTTrainer  # noqa: E402
+from verl_tasks.verl_plugins.sft import SFTTrainer  # noqa: E402
 
 ROWS, BATCH = 5, 2  # two steps an epoch
 

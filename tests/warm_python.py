@@ -40,7 +40,7 @@ LIMITS = (resource.RLIMIT_AS, resource.RLIMIT_DATA, resource.RLIMIT_CPU, resourc
 def install(folder: Path, imports: list[str] = IMPORTS) -> Path:
     """Make ``folder`` the `bin` of a warm Python, which has the modules ``imports``, and return its `python`. Its
     server ends with this process."""
-    from tasks.common.verl_plugins import fork_server
+    from verl_tasks.verl_plugins import fork_server
 
     folder.mkdir()
     for tool in Path(sys.executable).parent.iterdir():

@@ -2,11 +2,18 @@
 
 from fractions import Fraction
 
-from tasks.common.rewards.answers import last_answer, read_ground_truth
-from tasks.common.rewards.environment import CallError, Start, Step, tool_message
-from tasks.common.rewards.expression import MAX_DIGITS, parse_expression
-from tasks.common.rewards.tool_calls import Response
-from tasks.common.rows import decoded
+from verl_tasks import (
+    MAX_DIGITS,
+    CallError,
+    Response,
+    Start,
+    Step,
+    decoded,
+    last_answer,
+    parse_expression,
+    read_ground_truth,
+    tool_message,
+)
 
 PLACES = 6
 TOOLS = [

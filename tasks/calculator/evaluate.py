@@ -1,7 +1,7 @@
 """calculator's evaluation: the shared one, which plays episodes."""
 
 from tasks.calculator.environment import Environment
-from tasks.common.evaluation.main import main
+from verl_tasks import evaluate
 
 if __name__ == "__main__":
-    main(environment=Environment)
+    evaluate(environment=Environment)

@@ -4,11 +4,7 @@ import random
 from collections.abc import Iterator
 
 from tasks.calculator.environment import TOOLS, calculate, written
-from tasks.common.data import prepare, records, word_problems
-from tasks.common.rewards.environment import CallError, tool_message
-from tasks.common.rewards.math_answer import read_number
-from tasks.common.rewards.tool_calls import render_calls
-from tasks.common.rows import DataError
+from verl_tasks import CallError, DataError, prepare, read_number, records, render_calls, tool_message, word_problems
 
 # DIFFICULTY: how many numbers, the largest number
 DIFFICULTIES = {"easy": ((2,), 999), "hard": ((3, 4), 9999)}

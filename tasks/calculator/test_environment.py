@@ -11,14 +11,10 @@ import pytest
 
 from tasks.calculator.environment import TOOLS, Environment, calculate
 from tasks.calculator.prepare_data import DIFFICULTIES, expression, from_file, from_record, generate, worked
-from tasks.common.data import prepare
-from tasks.common.rewards.environment import CallError, replayed
-from tasks.common.rewards.examples import check_episodes
-from tasks.common.rewards.tool_calls import parse_response, render_calls
-from tasks.common.rows import DataError, rl_row
-from tasks.common.settings import load_settings
 from tests.helpers import ROOT
 from tests.test_settings import VALUES
+from verl_tasks import CallError, DataError, check_episodes, parse_response, prepare, render_calls, replayed, rl_row
+from verl_tasks.settings import load_settings
 
 SHARED = Path(os.environ.get("SHARED_DATA", ROOT.parent / "shared/data"))
 

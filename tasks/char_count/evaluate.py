@@ -4,8 +4,7 @@ import functools
 from collections import Counter
 
 from tasks.char_count.reward import compute_score
-from tasks.common.evaluation.main import main
-from tasks.common.rewards.math_answer import find_answer
+from verl_tasks import evaluate, find_answer
 
 
 @functools.cache  # the bootstrap asks for the same completions again and again
@@ -24,4 +23,4 @@ def metrics(scored: list[dict]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main(compute_score, metrics)
+    evaluate(compute_score, metrics)

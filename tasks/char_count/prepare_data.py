@@ -4,7 +4,7 @@ import random
 import string
 from collections.abc import Iterator
 
-from tasks.common.data import prepare
+from verl_tasks import prepare
 
 # DIFFICULTY: letters of a word; `hard` is verl-recipe's
 LENGTHS = {"easy": (3, 6), "hard": (5, 20)}

@@ -1,7 +1,6 @@
 """The reward: 1.0 for the right number in the last \\boxed{}, else 0.0, as in verl-recipe's char_count."""
 
-from tasks.common.rewards.answers import reward_function
-from tasks.common.rewards.math_answer import compare, find_answer, read_number
+from verl_tasks import compare, find_answer, read_number, reward_function
 
 
 @reward_function

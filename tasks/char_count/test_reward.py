@@ -9,7 +9,7 @@ import pytest
 
 from tasks.char_count.prepare_data import example, generate
 from tasks.char_count.reward import compute_score
-from tasks.common.rewards.examples import check_examples
+from verl_tasks import check_examples
 
 TRUTH = "2"
 CASES = [

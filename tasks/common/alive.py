@@ -15,7 +15,7 @@ from pathlib import Path
 
 import psutil
 
-from tasks.common.leftovers import LAUNCH
+from verl_tasks.leftovers import LAUNCH
 
 BEAT, WAITS, ERROR, SAVES = "alive", "waits-for", "error", "saves"
 BEAT_SECONDS = 1  # between two signs of life of a process

@@ -58,7 +58,7 @@ def imported(tree: ast.AST, file: Path) -> set[Path]:
             names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
         elif isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
-    common = (f"tasks.common.{name}" for name in ("data.", "rewards.", "rows", "ends"))
+    common = (f"verl_tasks.{name}" for name in ("data.", "rewards.", "rows", "ends"))
     counted = (f"tasks.{file.parent.name}.", *common)
     files = {ROOT / f"{name.replace('.', '/')}.py" for name in names if name.startswith(counted)}
     return {each for each in files if each.is_file()}

@@ -14,8 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tasks.common.errors import said, whole
-from tasks.common.process import die_with_parent
+from verl_tasks.errors import said, whole
+from verl_tasks.process import die_with_parent
 
 CALL_SECONDS = 30.0  # longer than a sandbox allows for an answer and for its new process
 FIRST_SECONDS = 150.0  # a reward may load libraries at its first call
@@ -154,8 +154,8 @@ class Guarded:
 
 
 def asks_judge(compute_score: Callable) -> bool:
-    """Whether the reward's module uses tasks.common.rewards.judge."""
-    judge = "tasks.common.rewards.judge"
+    """Whether the reward's module uses verl_tasks.rewards.judge."""
+    judge = "verl_tasks.rewards.judge"
     named = vars(_module(compute_score)).values() if _module(compute_score) else ()
     return any(judge in (getattr(value, "__module__", ""), getattr(value, "__name__", "")) for value in named)
 

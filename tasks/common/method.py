@@ -17,7 +17,7 @@ class Method:
     DEFAULTS: dict[str, str] = field(default_factory=dict)  # of variables
     BATCH_SIZE: int = 128  # default of TRAIN_BATCH_SIZE where the stack has none
     MINI_BATCHES: int = 1  # optimizer steps of a training step
-    TRAINER: str = "tasks.common.verl_plugins.trainer"  # verl's trainer of it
+    TRAINER: str = "verl_tasks.verl_plugins.trainer"  # verl's trainer of it
     GPUS: int = 0  # that it takes beside N_GPUS
     PAIRS: bool = False  # learns from pairs with TRL: samples nothing in training, and the pairs make its steps
     REWARD: bool = True  # learns from the task's reward
@@ -33,5 +33,5 @@ class Method:
 
 def method(name: str) -> Method:
     """The method ``name``, one of METHODS."""
-    module = importlib.import_module(f"tasks.common.training.methods.{name}")
+    module = importlib.import_module(f"verl_tasks.training.methods.{name}")
     return Method(**{f.name: getattr(module, f.name) for f in fields(Method) if hasattr(module, f.name)})

@@ -13,11 +13,11 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from tasks.common import alive
-from tasks.common.errors import own_place, said
-from tasks.common.files import NO_SPACE
-from tasks.common.leftovers import Launch, die_with_parent, kept
-from tasks.common.text import printable
+from verl_tasks import alive
+from verl_tasks.errors import own_place, said
+from verl_tasks.files import NO_SPACE
+from verl_tasks.leftovers import Launch, die_with_parent, kept
+from verl_tasks.text import printable
 
 POLL_SECONDS = 0.5
 # How long a process may take to end by itself after

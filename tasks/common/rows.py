@@ -16,7 +16,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from tqdm import tqdm
 
-from tasks.common.files import written_beside
+from verl_tasks.files import written_beside
 
 ROLES = ("system", "user", "assistant", "tool")
 BATCH_ROWS = 4096

@@ -17,11 +17,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import Field, asdict, dataclass, field, fields, replace
 from pathlib import Path
 
-from tasks.common.digest import code_digest, fingerprint
-from tasks.common.errors import SettingsError
-from tasks.common.method import METHODS, method
-from tasks.common.stages import STAGES, stage_of
-from tasks.common.visible_gpus import check_visible, visible_gpus
+from verl_tasks.digest import code_digest, fingerprint
+from verl_tasks.errors import SettingsError
+from verl_tasks.method import METHODS, method
+from verl_tasks.stages import STAGES, stage_of
+from verl_tasks.visible_gpus import check_visible, visible_gpus
 
 ROOT = Path(__file__).resolve().parents[2]
 HEALTH_RULES = ("nan", "collapse", "kl", "spike", "mismatch", "zero_variance", "truncation", "no_reward", "fall")
@@ -399,7 +399,7 @@ def teacher_gpus(runs: Iterable[Settings]) -> int:
 
 def stack(name: str):
     """The module of a stack."""
-    return importlib.import_module(f"tasks.common.stacks.{name}")
+    return importlib.import_module(f"verl_tasks.stacks.{name}")
 
 
 # ---- values --------------------------------------------------------------------------------------------------------

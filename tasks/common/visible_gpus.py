@@ -6,7 +6,7 @@ import shutil
 import subprocess
 from itertools import takewhile
 
-from tasks.common.errors import SettingsError
+from verl_tasks.errors import SettingsError
 
 ANSWERS_WITHIN = 60  # seconds, nvidia-smi: without persistence mode each call starts the driver of every GPU
 

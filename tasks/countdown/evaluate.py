@@ -3,10 +3,8 @@
 import functools
 from collections import Counter
 
-from tasks.common.evaluation.main import main
-from tasks.common.rewards.answers import last_answer
-from tasks.common.rewards.expression import parse_expression
 from tasks.countdown.reward import compute_score
+from verl_tasks import evaluate, last_answer, parse_expression
 
 
 @functools.cache  # the bootstrap asks for the same completions again and again
@@ -29,4 +27,4 @@ def metrics(scored: list[dict]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main(compute_score, metrics)
+    evaluate(compute_score, metrics)

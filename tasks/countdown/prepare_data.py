@@ -9,10 +9,9 @@ from numbers import Integral
 
 import numpy as np
 
-from tasks.common.data import prepare
-from tasks.common.data.records import hub
-from tasks.common.rows import DataError
 from tasks.countdown import search
+from verl_tasks import DataError, prepare
+from verl_tasks.data.records import hub
 
 HUB_DATASET = "Jiayi-Pan/Countdown-Tasks-3to4"
 # DIFFICULTY: how many numbers, the largest number, the largest target

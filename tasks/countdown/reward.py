@@ -2,8 +2,7 @@
 
 from collections import Counter
 
-from tasks.common.rewards.answers import last_answer, read_ground_truth, reward_function, thought
-from tasks.common.rewards.expression import calculates, parse_expression
+from verl_tasks import calculates, last_answer, parse_expression, read_ground_truth, reward_function, thought
 
 VARIANTS = ("thought", "ladder")
 

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.common.data.prepare import distinct
-from tasks.common.rows import DataError
 from tasks.countdown.prepare_data import DIFFICULTIES, combine, from_hub, from_record, generate, problems, solve
 from tasks.countdown.reward import compute_score
+from verl_tasks import DataError
+from verl_tasks.data.prepare import distinct
 
 
 def score(answer, numbers, target):

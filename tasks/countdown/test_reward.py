@@ -13,11 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.common.rewards.answers import last_answer
-from tasks.common.rewards.examples import check_examples
 from tasks.countdown import evaluate as evaluation
 from tasks.countdown.prepare_data import problems
 from tasks.countdown.reward import compute_score
+from verl_tasks import check_examples, last_answer
 
 TRUTH = {"target": 11, "numbers": [3, 4, 5]}
 

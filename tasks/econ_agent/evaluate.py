@@ -4,10 +4,8 @@ import functools
 
 import numpy as np
 
-from tasks.common.evaluation.main import main
-from tasks.common.rewards.answers import with_opened_thinking
-from tasks.common.rewards.json_answer import read_object
 from tasks.econ_agent.reward import INVALID, compute_score
+from verl_tasks import evaluate, read_object, with_opened_thinking
 
 
 def metrics(scored: list[dict]) -> dict[str, float]:
@@ -32,4 +30,4 @@ def _is_json(response: str) -> bool:
 
 
 if __name__ == "__main__":
-    main(compute_score, metrics)
+    evaluate(compute_score, metrics)

@@ -4,10 +4,10 @@ import itertools
 import json
 from collections.abc import Iterator
 
-from tasks.common.data import prepare
 from tasks.econ_agent.retrieval import Memory, Shot, roll_out
 from tasks.econ_agent.reward import BASKET, targets
 from tasks.econ_agent.simulation import State, rolled_out
+from verl_tasks import prepare
 
 MONTHS = 36  # a state comes from one of the first MONTHS months
 STREAM = 1  # of the seed: see retrieval.STREAM

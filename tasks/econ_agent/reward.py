@@ -3,8 +3,7 @@ near both are to the targets of the worker's own state."""
 
 import numpy as np
 
-from tasks.common.rewards.answers import read_ground_truth, reward_function
-from tasks.common.rewards.json_answer import read_object, schema_problem
+from verl_tasks import read_ground_truth, read_object, reward_function, schema_problem
 
 SHARE = {"type": "number", "minimum": 0, "maximum": 1}
 SCHEMA = {

@@ -13,21 +13,21 @@ from pathlib import Path
 
 import numpy as np
 
-from tasks.common.evaluation import engines
-from tasks.common.evaluation.engine_pool import Hardware
-from tasks.common.evaluation.rollouts import SAMPLED, TOO_LONG
-from tasks.common.evaluation.sample import sampling
-from tasks.common.evaluation.tables import markdown_table, show_table
-from tasks.common.files import write_json, write_text
-from tasks.common.interrupts import interrupt_on_sigterm
-from tasks.common.process import Progress, StageFailed, errors_in_one_line, run
-from tasks.common.rewards.answers import with_opened_thinking
-from tasks.common.rows import DataError, chat
-from tasks.common.settings import Settings, SettingsError, artifacts, fingerprint, load_settings, positive, variable
 from tasks.econ_agent.prepare_data import SHOTS, SYSTEM, prompt
 from tasks.econ_agent.retrieval import Memory, roll_out
 from tasks.econ_agent.reward import read_decision
 from tasks.econ_agent.simulation import Economy, Month, indicators
+from verl_tasks import DataError, with_opened_thinking
+from verl_tasks.evaluation import engines
+from verl_tasks.evaluation.engine_pool import Hardware
+from verl_tasks.evaluation.rollouts import SAMPLED, TOO_LONG
+from verl_tasks.evaluation.sample import sampling
+from verl_tasks.evaluation.tables import markdown_table, show_table
+from verl_tasks.files import write_json, write_text
+from verl_tasks.interrupts import interrupt_on_sigterm
+from verl_tasks.process import Progress, StageFailed, errors_in_one_line, run
+from verl_tasks.rows import chat
+from verl_tasks.settings import Settings, SettingsError, artifacts, fingerprint, load_settings, positive, variable
 
 STREAM = 2  # of the seed: see retrieval.STREAM
 RULE = "rule"  # the label of the policy that decides by the reward's targets

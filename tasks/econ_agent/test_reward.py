@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tasks.common.rewards.examples import check_examples
 from tasks.econ_agent.reward import compute_score
+from verl_tasks import check_examples
 
 # Targets by hand: nothing saved, so work 1; essentials cost 60 * 25 = 1500 of 6000, so consumption sqrt(1/4) = 0.5.
 POOR = {"income": 6000, "savings": 0, "price": 25, "interest": 0.03, "inflation": 0.02, "unemployment": 0.05}

@@ -14,9 +14,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.common.evaluation import engines
-from tasks.common.evaluation.rollouts import TOO_LONG, Completion
-from tasks.common.rewards.answers import RewardError
 from tasks.econ_agent import evaluate, prepare_data, retrieval, simulate
 from tasks.econ_agent.reward import BASKET, compute_score, decision_score, targets
 from tasks.econ_agent.simulation import (
@@ -33,6 +30,9 @@ from tasks.econ_agent.simulation import (
 )
 from tests import stub_evaluate
 from tests.helpers import PYTHON, ROOT, exported, make
+from verl_tasks import RewardError
+from verl_tasks.evaluation import engines
+from verl_tasks.evaluation.rollouts import TOO_LONG, Completion
 
 quick = settings(max_examples=200, database=None)
 share = st.floats(0, 1)

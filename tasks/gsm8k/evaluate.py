@@ -3,9 +3,8 @@
 import functools
 import re
 
-from tasks.common.evaluation.main import main
-from tasks.common.rewards.answers import after_thinking, with_opened_thinking
 from tasks.gsm8k.reward import compute_score
+from verl_tasks import after_thinking, evaluate, with_opened_thinking
 
 _CALCULATION = re.compile(r"\d[^\n=]{0,80}=[^\n=\d]{0,4}\d")
 
@@ -26,4 +25,4 @@ def metrics(scored: list[dict]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main(compute_score, metrics)
+    evaluate(compute_score, metrics)

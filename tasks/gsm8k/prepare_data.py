@@ -3,9 +3,7 @@
 import random
 from collections.abc import Iterator
 
-from tasks.common.data import prepare, records, word_problems
-from tasks.common.rewards.math_answer import read_number
-from tasks.common.rows import DataError
+from verl_tasks import DataError, prepare, read_number, records, word_problems
 
 INSTRUCTION = 'Reason step by step, then end with "#### " and the answer as a number.'
 

@@ -1,7 +1,6 @@
 """GSM8K's reward: 1.0 the right final number, 0.1 another final number, 0.0 none (README.md)."""
 
-from tasks.common.rewards.answers import reward_function
-from tasks.common.rewards.math_answer import find_answer, read_number
+from verl_tasks import find_answer, read_number, reward_function
 
 VARIANTS = ("strict", "flexible")
 FORMAT_SCORE = 0.1

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from tasks.common.rewards.examples import check_examples
 from tasks.gsm8k.reward import compute_score
+from verl_tasks import check_examples
 
 
 def test_examples_get_the_scores_that_they_state():

@@ -11,11 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.common.rewards.answers import RewardError
-from tasks.common.rewards.math_answer import read_number
-from tasks.common.rows import DataError
 from tasks.gsm8k import evaluate, prepare_data
 from tasks.gsm8k.reward import compute_score
+from verl_tasks import DataError, RewardError, read_number
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = Path(os.environ.get("SHARED_DATA", ROOT.parent / "shared/data")) / "gsm8k"

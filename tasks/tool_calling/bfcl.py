@@ -21,24 +21,22 @@ from types import ModuleType, SimpleNamespace
 
 import numpy as np
 
-from tasks.common.ends import CUT
-from tasks.common.evaluation.engine_pool import Hardware
-from tasks.common.evaluation.engines import window
-from tasks.common.evaluation.main import STOPPED, summarized
-from tasks.common.evaluation.rollouts import TOO_LONG, Rollout
-from tasks.common.evaluation.sample import Job, Scoring, check_window, report_errors, sampling
-from tasks.common.evaluation.statistics import Estimate, bootstrap_mean, proportion
-from tasks.common.evaluation.tables import comparison_table, show_table
-from tasks.common.interrupts import interrupt_on_sigterm
-from tasks.common.process import errors_in_one_line
-from tasks.common.rewards import tool_calls
-from tasks.common.rewards.answers import reward_function, with_opened_thinking
-from tasks.common.rewards.episode import Limits
-from tasks.common.rewards.tool_calls import Malformed, parse_response
-from tasks.common.rows import DataError, rl_row, rl_schema, write_parquet
-from tasks.common.settings import Settings, SettingsError, artifacts, fingerprint, load_settings, positive, variable
 from tasks.tool_calling import bfcl_apis, bfcl_episodes
 from tasks.tool_calling.bfcl_episodes import MULTI_TURN
+from verl_tasks import DataError, Malformed, parse_response, reward_function, rl_row, tool_calls, with_opened_thinking
+from verl_tasks.ends import CUT
+from verl_tasks.evaluation.engine_pool import Hardware
+from verl_tasks.evaluation.engines import window
+from verl_tasks.evaluation.main import STOPPED, summarized
+from verl_tasks.evaluation.rollouts import TOO_LONG, Rollout
+from verl_tasks.evaluation.sample import Job, Scoring, check_window, report_errors, sampling
+from verl_tasks.evaluation.statistics import Estimate, bootstrap_mean, proportion
+from verl_tasks.evaluation.tables import comparison_table, show_table
+from verl_tasks.interrupts import interrupt_on_sigterm
+from verl_tasks.process import errors_in_one_line
+from verl_tasks.rewards.episode import Limits
+from verl_tasks.rows import rl_schema, write_parquet
+from verl_tasks.settings import Settings, SettingsError, artifacts, fingerprint, load_settings, positive, variable
 
 VERSION = "2026.3.23"
 AST = ("simple_python", "multiple", "parallel", "parallel_multiple")

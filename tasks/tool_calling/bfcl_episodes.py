@@ -2,10 +2,8 @@
 
 import json
 
-from tasks.common.rewards.environment import Start, Step, tool_message
-from tasks.common.rewards.sandbox import CallFailed, Sandbox
-from tasks.common.rewards.tool_calls import Malformed, parse_response
-from tasks.common.rows import decoded, rl_row, tools_of
+from verl_tasks import Malformed, Start, Step, decoded, parse_response, rl_row, tool_message, tools_of
+from verl_tasks.rewards.sandbox import CallFailed, Sandbox
 
 MULTI_TURN = ("multi_turn_base", "multi_turn_miss_func", "multi_turn_miss_param", "multi_turn_long_context")
 MOST_STEPS = 20  # MAXIMUM_STEP_LIMIT of the package: messages with calls in a turn of the user

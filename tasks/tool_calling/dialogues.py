@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from tasks.common.rewards.tool_calls import render_calls
+from verl_tasks import render_calls
 
 # fmt: off
 CITIES = [

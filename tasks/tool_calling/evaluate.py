@@ -1,7 +1,7 @@
 """tool_calling's evaluation: the shared one, with the mean of each key of the reward, and how the calls go wrong."""
 
-from tasks.common.evaluation.main import main
 from tasks.tool_calling.reward import compute_score
+from verl_tasks import evaluate
 
 
 def _share(rows: list[dict], holds) -> float:
@@ -21,4 +21,4 @@ def metrics(scored: list[dict]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main(compute_score, metrics)
+    evaluate(compute_score, metrics)

@@ -6,11 +6,19 @@ From a file (FILE), the public set (SOURCE=hub), or made here (SOURCE=generate, 
 import random
 from collections.abc import Iterator
 
-from tasks.common.data import prepare, records
-from tasks.common.data.formats import conversation, tool_schemas
-from tasks.common.rewards.tool_calls import OPEN, Malformed, functions, parse_calls, parse_response, render_calls
-from tasks.common.rows import DataError, posed
 from tasks.tool_calling.dialogues import dialogues
+from verl_tasks import (
+    DataError,
+    Malformed,
+    conversation,
+    parse_response,
+    posed,
+    prepare,
+    records,
+    render_calls,
+    tool_schemas,
+)
+from verl_tasks.rewards.tool_calls import OPEN, functions, parse_calls
 
 HUB_DATASET = "Bingguang/HardGen"
 RESULT, RESULT_END = "<tool_response>", "</tool_response>"

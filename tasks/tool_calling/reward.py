@@ -2,8 +2,7 @@
 
 from collections import Counter
 
-from tasks.common.rewards.answers import read_ground_truth, reward_function
-from tasks.common.rewards.tool_calls import Malformed, Response, expected_calls, matched, parse_response
+from verl_tasks import Malformed, Response, expected_calls, matched, parse_response, read_ground_truth, reward_function
 
 VARIANTS = ("instruct", "strict")
 

@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tasks.common.evaluation.rollouts import TOO_LONG, Completion
-from tasks.common.evaluation.statistics import Estimate, proportion
-from tasks.common.rewards.tool_calls import render_calls
-from tasks.common.rows import DataError, read_rows, tools_of, validate_parquet
 from tasks.tool_calling import bfcl
 from tests import stub_evaluate
 from tests.helpers import ROOT, exported, make
+from verl_tasks import DataError, render_calls, tools_of
+from verl_tasks.evaluation.rollouts import TOO_LONG, Completion
+from verl_tasks.evaluation.statistics import Estimate, proportion
+from verl_tasks.rows import read_rows, validate_parquet
 
 SIZES = {"simple_python": 400, "multiple": 200, "parallel": 200, "parallel_multiple": 200, "irrelevance": 240}
 # Their possible answers have an argument that their function does not take; it may be left out.

@@ -11,19 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from tasks.common.evaluation.engine_pool import Hardware
-from tasks.common.evaluation.engines import Sampling
-from tasks.common.evaluation.rollouts import SAMPLED, TOO_LONG, Rollout
-from tasks.common.evaluation.sample import Job
-from tasks.common.evaluation.statistics import proportion
-from tasks.common.rewards.environment import begun, replayed, stepped
-from tasks.common.rewards.tool_calls import render_calls
-from tasks.common.rows import tools_of, validate_parquet
-from tasks.common.settings import SettingsError
 from tasks.tool_calling import bfcl, bfcl_apis
 from tasks.tool_calling.bfcl_episodes import APIS, MOST_STEPS, MULTI_TURN, Environment
 from tests import stub_evaluate
 from tests.helpers import ROOT, exported
+from verl_tasks import render_calls, replayed, tools_of
+from verl_tasks.evaluation.engine_pool import Hardware
+from verl_tasks.evaluation.engines import Sampling
+from verl_tasks.evaluation.rollouts import SAMPLED, TOO_LONG, Rollout
+from verl_tasks.evaluation.sample import Job
+from verl_tasks.evaluation.statistics import proportion
+from verl_tasks.rewards.environment import begun, stepped
+from verl_tasks.rows import validate_parquet
+from verl_tasks.settings import SettingsError
 
 
 @functools.cache

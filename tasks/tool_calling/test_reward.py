@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tasks.common.rewards.examples import check_examples
 from tasks.tool_calling.reward import VARIANTS, compute_score
+from verl_tasks import check_examples
 
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}]

@@ -16,16 +16,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tasks.common.data.prepare import distinct, too_long
-from tasks.common.data.records import load
-from tasks.common.digest import imported
-from tasks.common.rewards.answers import RewardError
-from tasks.common.rewards.tool_calls import render_calls
-from tasks.common.rows import Example
-from tasks.common.settings import ROOT
 from tasks.tool_calling.dialogues import DIFFICULTIES, TOOLS, dialogues
 from tasks.tool_calling.prepare_data import examples, from_file, generate
 from tasks.tool_calling.reward import VARIANTS, compute_score
+from verl_tasks import RewardError, render_calls
+from verl_tasks.data.prepare import distinct, too_long
+from verl_tasks.data.records import load
+from verl_tasks.digest import imported
+from verl_tasks.rows import Example
+from verl_tasks.settings import ROOT
 
 SHARED = Path(os.environ.get("SHARED_DATA", Path(__file__).resolve().parents[3] / "shared/data")) / "tool_calls"
 real_data = pytest.mark.skipif(not SHARED.is_dir(), reason="no shared data here")

@@ -11,8 +11,8 @@ import functools
 from collections import Counter
 
 {% import "imports.jinja" as imports with context %}
-{% set reader = ["from tasks.common.rewards.math_answer import find_answer"] if math else [] %}
-{{ imports.sorted(["from tasks.common.evaluation.main import main"] + reader, "reward import compute_score") }}
+{% set reader = ["from verl_tasks.rewards.math_answer import find_answer"] if math else [] %}
+{{ imports.sorted(["from verl_tasks.evaluation.main import main"] + reader, "reward import compute_score") }}
 
 {% if math %}
 @functools.cache  # the bootstrap asks for the same completions again and again

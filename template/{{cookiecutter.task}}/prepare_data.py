@@ -42,24 +42,24 @@ from operator import index
 import regex
 
 {% endif %}
-from tasks.common.data import prepare
+from verl_tasks.data import prepare
 {% if from_records and reward != "expression" %}
-from tasks.common.data.formats import conversation
+from verl_tasks.data.formats import conversation
 {% endif %}
 {% if from_records %}
-from tasks.common.data.records import {{ "hub" if source == "hub" else "load" }}
+from verl_tasks.data.records import {{ "hub" if source == "hub" else "load" }}
 {% endif %}
 {% if source == "reasoning_gym" %}
-from tasks.common.rewards import gym
+from verl_tasks.rewards import gym
 {% endif %}
 {% if reward == "math" %}
-from tasks.common.rewards.math_answer import compare
+from verl_tasks.rewards.math_answer import compare
 {% endif %}
 {% if reward == "tool_call" %}
-from tasks.common.rewards.tool_calls import render_calls
+from verl_tasks.rewards.tool_calls import render_calls
 {% endif %}
 {% if reward in ("math", "regex") or (from_records and reward == "expression") %}
-from tasks.common.rows import DataError
+from verl_tasks.rows import DataError
 {% endif %}
 
 {% if source == "reasoning_gym" %}

@@ -21,12 +21,12 @@ from trl import rewards as trl_rewards
 from verl.utils.reward_score import gsm8k, math_dapo, math_reward, math_verify, prime_code, prime_math, rlla
 from verl.utils.reward_score import search_r1_like_qa_em as search_r1
 
-from tasks.common.evaluation import attack
-from tasks.common.evaluation.exploits import Row
-from tasks.common.guarded import Guarded
-from tasks.common.rewards import gym
-from tasks.common.rewards.answers import last_answer, read_ground_truth
-from tasks.common.text import one_line
+from verl_tasks.evaluation import attack
+from verl_tasks.evaluation.exploits import Row
+from verl_tasks.guarded import Guarded
+from verl_tasks.rewards import gym
+from verl_tasks.rewards.answers import last_answer, read_ground_truth
+from verl_tasks.text import one_line
 
 SHOWN = 3
 RIGHT_CALLS = 3.0  # of rlla's 4: 1 is for the form. A wrong value gets 2, so less than all says little

@@ -25,13 +25,13 @@ from pathlib import Path
 
 import torch
 
-from tasks.common.evaluation.engines import Request, Sampling, VLLMEngine
-from tasks.common.evaluation.episodes import Stage, play_all
-from tasks.common.models.find import resolve_model
-from tasks.common.rewards.environment import Start, Step
-from tasks.common.rewards.episode import Limits
-from tasks.common.rows import chat, rl_row
-from tasks.common.stacks import cpu
+from verl_tasks.evaluation.engines import Request, Sampling, VLLMEngine
+from verl_tasks.evaluation.episodes import Stage, play_all
+from verl_tasks.models.find import resolve_model
+from verl_tasks.rewards.environment import Start, Step
+from verl_tasks.rewards.episode import Limits
+from verl_tasks.rows import chat, rl_row
+from verl_tasks.stacks import cpu
 
 LEAST, MOST = 0.8, 1.3  # of the ratios
 

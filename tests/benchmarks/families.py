@@ -14,8 +14,8 @@ import os
 import sys
 from pathlib import Path
 
-from tasks.common.stacks import current
-from tasks.common.training import parity
+from verl_tasks.stacks import current
+from verl_tasks.training import parity
 
 V = 97
 B = dict(
@@ -198,7 +198,7 @@ def compared(kind: str, values: dict) -> dict:
         MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     )
 
-    from tasks.common.verl_plugins import parity as program
+    from verl_tasks.verl_plugins import parity as program
 
     config = AutoConfig.for_model(kind, **values)
     names = (
@@ -239,7 +239,7 @@ def main() -> None:
     import transformers
     import verl  # noqa: F401  (loads VERL_USE_EXTERNAL_MODULES)
 
-    from tasks.common.verl_plugins import parity as program
+    from verl_tasks.verl_plugins import parity as program
 
     program.start()
     results = {}

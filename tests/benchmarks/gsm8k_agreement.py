@@ -19,9 +19,9 @@ from pathlib import Path
 from math_verify import parse, verify
 from verl.utils.reward_score import gsm8k as verl_gsm8k
 
-from tasks.common.data.records import Records
-from tasks.common.files import write_json
 from tasks.gsm8k.reward import compute_score
+from verl_tasks.data.records import Records
+from verl_tasks.files import write_json
 
 AFTER = " This follows from the steps above, each of which can be checked on its own." * 5
 

@@ -10,8 +10,8 @@ import json
 import re
 from pathlib import Path
 
-from tasks.common.files import read_json
-from tasks.common.machine.memory import GIB
+from verl_tasks.files import read_json
+from verl_tasks.machine.memory import GIB
 
 ESTIMATE = re.compile(r"memory: estimated: ([\d.,]+) M parameters, update ([\d.]+) GB")
 AGREED = re.compile(r"vLLM has the trainer's weights after step (\d+): (\d+) tensors compared, (\d+) had changed")

@@ -11,16 +11,16 @@ from importlib.metadata import version
 from pathlib import Path
 from unittest import mock
 
-from tasks.common.evaluation.engine_pool import Hardware
-from tasks.common.evaluation.engines import GRAPHS, Sampling
-from tasks.common.evaluation.rollouts import read_rollouts
-from tasks.common.evaluation.sample import Job, Scoring, load
-from tasks.common.evaluation.sampler import sample
-from tasks.common.machine.hardware import nvidia
-from tasks.common.models.find import resolve_model
-from tasks.common.runs.run import read_metrics
-from tasks.common.settings import stack
-from tasks.common.visible_gpus import gpu_numbers
+from verl_tasks.evaluation.engine_pool import Hardware
+from verl_tasks.evaluation.engines import GRAPHS, Sampling
+from verl_tasks.evaluation.rollouts import read_rollouts
+from verl_tasks.evaluation.sample import Job, Scoring, load
+from verl_tasks.evaluation.sampler import sample
+from verl_tasks.machine.hardware import nvidia
+from verl_tasks.models.find import resolve_model
+from verl_tasks.runs.run import read_metrics
+from verl_tasks.settings import stack
+from verl_tasks.visible_gpus import gpu_numbers
 
 SAMPLES, LENGTH = 16, 256  # a prompt's, and the tokens of each
 ENGINE_TARGET = 0.9  # of as many times the samples as there are GPUs
@@ -75,7 +75,7 @@ def shared(rows: str, out: str) -> None:
         ("2", 2, ours),
         ("4", 4, ours),
     ):
-        with mock.patch.multiple("tasks.common.evaluation.engines", **other):  # a pool's processes do not see it
+        with mock.patch.multiple("verl_tasks.evaluation.engines", **other):  # a pool's processes do not see it
             found, result[name] = _sampled(
                 Hardware(count, sharing=count), rows, Path(out).with_suffix(f".{count}.jsonl")
             )

@@ -17,14 +17,14 @@ from pathlib import Path
 
 import psutil
 
-from tasks.common.launch import memory_checks
-from tasks.common.machine import hardware
-from tasks.common.machine.memory import EMBEDDED_CONFIG, Plan, estimate, shapes
-from tasks.common.settings import GPU_MIB, load_settings
 from tests.benchmarks.qwen import QWEN25_3B
 from tests.helpers import exported
 from tests.results import metrics
 from tests.test_profiles import CONFIGS, PROFILES, hardware_of
+from verl_tasks.launch import memory_checks
+from verl_tasks.machine import hardware
+from verl_tasks.machine.memory import EMBEDDED_CONFIG, Plan, estimate, shapes
+from verl_tasks.settings import GPU_MIB, load_settings
 
 GB = 1e9
 

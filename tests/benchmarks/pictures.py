@@ -9,9 +9,9 @@ from itertools import islice
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
-from tasks.common.evaluation.plots import COLORS, plt, save
 from tests import results
 from tests.helpers import ROOT
+from verl_tasks.evaluation.plots import COLORS, plt, save
 
 IMAGES = ROOT / "docs/images"
 SEARCH = "h200-countdown-search-24"  # the README's training

@@ -11,8 +11,8 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
-from tasks.common.models.find import resolve_model
 from tests.benchmarks.qwen import QWEN25_3B
+from verl_tasks.models.find import resolve_model
 
 COMMON = {"max_position_embeddings": 32768, "tie_word_embeddings": False, "num_key_value_heads": 8}
 QWEN = COMMON | {"vocab_size": 152064, "num_attention_heads": 40, "hidden_size": 5120}

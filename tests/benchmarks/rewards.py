@@ -24,12 +24,12 @@ import reasoning_gym
 from math_verify import parse, verify
 from verl.utils.reward_score import gsm8k as verl_gsm8k
 
-from tasks.common.files import write_json
-from tasks.common.rewards import gym
-from tasks.common.rewards.answers import last_answer, read_ground_truth
-from tasks.common.rows import Example
-from tasks.common.settings import given_arguments, load_settings
 from tests.helpers import ROOT, exported
+from verl_tasks.files import write_json
+from verl_tasks.rewards import gym
+from verl_tasks.rewards.answers import last_answer, read_ground_truth
+from verl_tasks.rows import Example
+from verl_tasks.settings import given_arguments, load_settings
 
 LIMIT_MS = 5.0
 # Of reasoning-gym's: a short expression, a number, a text, and a grid whose scorer evaluates the answer.

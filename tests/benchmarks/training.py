@@ -31,13 +31,13 @@ from pathlib import Path
 
 import torch
 
-from tasks.common.launch.plan import rl_plan
-from tasks.common.models.find import resolve_model
-from tasks.common.process import Progress, StageFailed, errors_in_one_line, run
-from tasks.common.runs.run import Run
-from tasks.common.settings import Settings, SettingsError, artifacts, load_settings
-from tasks.common.training import parity, verl_config, verl_versions
 from tests.benchmarks import random_model
+from verl_tasks.launch.plan import rl_plan
+from verl_tasks.models.find import resolve_model
+from verl_tasks.process import Progress, StageFailed, errors_in_one_line, run
+from verl_tasks.runs.run import Run
+from verl_tasks.settings import Settings, SettingsError, artifacts, load_settings
+from verl_tasks.training import parity, verl_config, verl_versions
 
 PHASES = ("gen", "reward", "old_log_prob", "adv", "update_actor", "update_weights", "step")
 PEAK = ("actor/perf/max_memory_allocated_gb", "perf/max_memory_allocated_gb")  # of verl 0.9.1 and 0.6.1

@@ -30,12 +30,12 @@ from datasets import Dataset
 from transformers import AutoConfig, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from tasks.common.data.prepare import load_tokenizer
-from tasks.common.launch.task import compute_score_of
-from tasks.common.machine.hardware import cpu_dtype
-from tasks.common.models.chat_template import prompt_ids
-from tasks.common.rows import decoded, read_rows, tools_of
-from tasks.common.settings import Settings, SettingsError, load_settings
+from verl_tasks.data.prepare import load_tokenizer
+from verl_tasks.launch.task import compute_score_of
+from verl_tasks.machine.hardware import cpu_dtype
+from verl_tasks.models.chat_template import prompt_ids
+from verl_tasks.rows import decoded, read_rows, tools_of
+from verl_tasks.settings import Settings, SettingsError, load_settings
 
 CHECKPOINTED = 16 * 2**30  # bytes: a layer's input in fp32 for each token, of all layers
 
@@ -224,7 +224,7 @@ def main() -> None:
     if s.STACK == "cpu":
         keep_weights()
     else:  # as for ours: another program on the GPU may take memory while vLLM falls asleep
-        from tasks.common.verl_plugins import shared_gpu  # noqa: F401
+        from verl_tasks.verl_plugins import shared_gpu  # noqa: F401
     config = arguments(s, given.model, given.steps, given.folder)
     train(s, given.model, config, given.folder / "metrics/000.jsonl")
     os._exit(0)  # what ends vLLM in this process is not measured, and may fail

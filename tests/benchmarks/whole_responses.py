@@ -21,7 +21,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from tests.recipes import machine
 
-WAYS = {"vllm": None, "whole": "tasks.common.verl_plugins.whole_responses.WholeResponses"}
+WAYS = {"vllm": None, "whole": "verl_tasks.verl_plugins.whole_responses.WholeResponses"}
 
 
 def random_model(folder: Path) -> Path:

@@ -20,9 +20,9 @@ import psutil
 import pyarrow.parquet as pq
 import yaml
 
-from tasks.common.runs.launches import launches
-from tasks.common.runs.run import read_metrics, whole_steps
 from tests.helpers import MAKE, ROOT, SMALL, outside_make
+from verl_tasks.runs.launches import launches
+from verl_tasks.runs.run import read_metrics, whole_steps
 
 STEPS = "2"
 CHAIN = SMALL | {"STEPS": STEPS}
@@ -82,7 +82,7 @@ class Watched:
 
     def launcher(self) -> int:
         """The id of the process that runs the stages; make's before there is one."""
-        named = [p.pid for p in self.processes() if "tasks.common.launch.main" in _command(p)]
+        named = [p.pid for p in self.processes() if "verl_tasks.launch.main" in _command(p)]
         return (named or [self.process.pid])[0]
 
     def look(self) -> None:

@@ -17,16 +17,16 @@ from pathlib import Path
 
 import pytest
 
-from tasks.common.models.merge import has_weights
-from tasks.common.rows import chat, rl_row, rl_schema, write_parquet
-from tasks.common.runs.run import last_step
-from tasks.common.settings import load_settings
 from tests.adapters import saved as saved_adapter
 from tests.faults.chain import CHAIN, STEPS, Watched, half_files, partial_files, result_of, table_of, texts
 from tests.helpers import ROOT, exported, outside_make
 from tests.test_evaluate import GREEDY, RIGHT, TRUTH, table
 from tests.test_records import make_run
 from tests.test_settings import VALUES
+from verl_tasks.models.merge import has_weights
+from verl_tasks.rows import chat, rl_row, rl_schema, write_parquet
+from verl_tasks.runs.run import last_step
+from verl_tasks.settings import load_settings
 
 pytestmark = pytest.mark.long
 
@@ -232,8 +232,8 @@ def test_a_report_is_whole_or_as_before(disk, monkeypatch):
 MERGE = """
 import sys
 from pathlib import Path
-from tasks.common.models.merge import merge_adapter
-from tasks.common.process import errors_in_one_line
+from verl_tasks.models.merge import merge_adapter
+from verl_tasks.process import errors_in_one_line
 with errors_in_one_line():
     print(merge_adapter(Path(sys.argv[1]), sys.argv[2], Path(sys.argv[3])))
 """

@@ -22,15 +22,15 @@ from itertools import islice
 import pytest
 from reasoning_gym.factory import DATASETS
 
-from tasks.common.evaluation.exploits import PAYLOADS, WRAPPERS, Form, Row, library, mutated
-from tasks.common.rewards import gym, json_answer, judge, math_answer, tool_calls
-from tasks.common.rewards.answers import after_thinking, last_answer
-from tasks.common.rewards.expression import parse_expression
 from tasks.countdown.test_reward import HOSTILE as ARITHMETIC
 from tests.helpers import ROOT, SINGLE_TURN
 from tests.test_gym import ATTACKS
 from tests.test_math_answer import HOSTILE as FORMULAS
 from tests.test_own_samples import HOSTILE as TEXTS
+from verl_tasks.evaluation.exploits import PAYLOADS, WRAPPERS, Form, Row, library, mutated
+from verl_tasks.rewards import gym, json_answer, judge, math_answer, tool_calls
+from verl_tasks.rewards.answers import after_thinking, last_answer
+from verl_tasks.rewards.expression import parse_expression
 
 pytestmark = pytest.mark.long
 

@@ -7,15 +7,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from tasks.common import rows
-from tasks.common.data import prepare
-from tasks.common.data.formats import FIELDS, Conversation, conversation
-from tasks.common.data.records import load
-from tasks.common.data.split import Form, Sizes, SplitError, write_split
-from tasks.common.files import write_json
-from tasks.common.process import errors_in_one_line
-from tasks.common.rows import DataError, Example
-from tasks.common.settings import SettingsError, given_arguments
+from verl_tasks import rows
+from verl_tasks.data import prepare
+from verl_tasks.data.formats import FIELDS, Conversation, conversation
+from verl_tasks.data.records import load
+from verl_tasks.data.split import Form, Sizes, SplitError, write_split
+from verl_tasks.files import write_json
+from verl_tasks.process import errors_in_one_line
+from verl_tasks.rows import DataError, Example
+from verl_tasks.settings import SettingsError, given_arguments
 
 
 def rl_example(record: Conversation) -> Example | None:

@@ -8,9 +8,9 @@ import json
 import re
 from dataclasses import dataclass
 
-from tasks.common.rows import DataError, chat, normalized
-from tasks.common.strict_json import no_constant
-from tasks.common.text import one_line
+from verl_tasks.rows import DataError, chat, normalized
+from verl_tasks.strict_json import no_constant
+from verl_tasks.text import one_line
 
 WHOLE = ("messages", "conversations", "conversation")
 PROMPTS = ("prompt", "question", "query", "problem", "instruction", "input")

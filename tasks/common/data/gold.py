@@ -20,15 +20,15 @@ from itertools import groupby, islice
 
 from tqdm import tqdm
 
-from tasks.common import errors
-from tasks.common.files import write_text
-from tasks.common.guarded import CALL_SECONDS, Guarded, Result, asks_judge
-from tasks.common.models.chat_template import answer_ids, demonstration_ids
-from tasks.common.process import die_with_parent
-from tasks.common.rewards.environment import SUCCESS, retold, reward_of
-from tasks.common.rows import DataError
-from tasks.common.settings import Settings, code_digest
-from tasks.common.text import one_line
+from verl_tasks import errors
+from verl_tasks.files import write_text
+from verl_tasks.guarded import CALL_SECONDS, Guarded, Result, asks_judge
+from verl_tasks.models.chat_template import answer_ids, demonstration_ids
+from verl_tasks.process import die_with_parent
+from verl_tasks.rewards.environment import SUCCESS, retold, reward_of
+from verl_tasks.rows import DataError
+from verl_tasks.settings import Settings, code_digest
+from verl_tasks.text import one_line
 
 SHOWN = 10  # wrong demonstrations that are named
 FORMS_SHOWN = 3  # wrong forms in the line

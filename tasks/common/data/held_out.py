@@ -5,9 +5,9 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from tasks.common.data.pairs import pairs_columns, read_pairs
-from tasks.common.rows import DataError, decoded, normalized, posed, read_rows, tools_of
-from tasks.common.settings import Settings
+from verl_tasks.data.pairs import pairs_columns, read_pairs
+from verl_tasks.rows import DataError, decoded, normalized, posed, read_rows, tools_of
+from verl_tasks.settings import Settings
 
 HELD_OUT = ("dev", "test")  # files of the data folder
 

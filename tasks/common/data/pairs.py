@@ -11,13 +11,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tasks.common.data.convert import dpo_example
-from tasks.common.data.formats import FIELDS, conversation
-from tasks.common.data.prepare import prompt_text
-from tasks.common.data.records import Records
-from tasks.common.models.chat_template import answer_ids, opens_thinking, prompt_ids
-from tasks.common.rows import DataError, Example, decoded, dpo_schema, messages_problem, tools_of
-from tasks.common.settings import Settings
+from verl_tasks.data.convert import dpo_example
+from verl_tasks.data.formats import FIELDS, conversation
+from verl_tasks.data.prepare import prompt_text
+from verl_tasks.data.records import Records
+from verl_tasks.models.chat_template import answer_ids, opens_thinking, prompt_ids
+from verl_tasks.rows import DataError, Example, decoded, dpo_schema, messages_problem, tools_of
+from verl_tasks.settings import Settings
 
 ANSWERS = ("chosen", "rejected")
 HELD_OUT = 256  # pairs are enough: the accuracy is then known to 6 points (95 %)

@@ -10,16 +10,16 @@ from dataclasses import replace
 from itertools import chain, count, islice
 from pathlib import Path
 
-from tasks.common import errors
-from tasks.common.data import gold
-from tasks.common.data.records import HubRecords, HubUnreachable, Records, load
-from tasks.common.data.split import Form, Sizes, SplitError, write_sides, write_split
-from tasks.common.files import partial_of, read_json, sha256, write_json, write_text
-from tasks.common.models.chat_template import LONGEST_TOKEN, demonstration_ids, prompt_ids
-from tasks.common.models.find import resolve_model
-from tasks.common.models.merge import base_model
-from tasks.common.process import errors_in_one_line
-from tasks.common.rows import (
+from verl_tasks import errors
+from verl_tasks.data import gold
+from verl_tasks.data.records import HubRecords, HubUnreachable, Records, load
+from verl_tasks.data.split import Form, Sizes, SplitError, write_sides, write_split
+from verl_tasks.files import partial_of, read_json, sha256, write_json, write_text
+from verl_tasks.models.chat_template import LONGEST_TOKEN, demonstration_ids, prompt_ids
+from verl_tasks.models.find import resolve_model
+from verl_tasks.models.merge import base_model
+from verl_tasks.process import errors_in_one_line
+from verl_tasks.rows import (
     FIRST_PROBLEMS,
     DataError,
     Example,
@@ -34,8 +34,8 @@ from tasks.common.rows import (
     tools_of,
     write_parquet,
 )
-from tasks.common.settings import Settings, SettingsError, load_settings
-from tasks.common.text import one_line
+from verl_tasks.settings import Settings, SettingsError, load_settings
+from verl_tasks.text import one_line
 
 # A generator is read once: its first examples are the test set, the next the dev set, the next train. A source that can
 # be iterated again (``Examples``) is split by seed. None is a record without an example, which is counted.

@@ -10,10 +10,10 @@ from pathlib import Path
 import httpx
 import pyarrow as pa
 
-from tasks.common.files import sha256
-from tasks.common.rows import FIRST_PROBLEMS, DataError, parquet_rows
-from tasks.common.strict_json import DECODER
-from tasks.common.text import one_line
+from verl_tasks.files import sha256
+from verl_tasks.rows import FIRST_PROBLEMS, DataError, parquet_rows
+from verl_tasks.strict_json import DECODER
+from verl_tasks.text import one_line
 
 LONGEST = 64 << 20  # bytes of a line, and characters of a CSV field; more means a broken file
 SUFFIXES = (".json", ".jsonl", ".csv", ".parquet")

@@ -13,7 +13,7 @@ from pathlib import Path
 import pyarrow as pa
 from tqdm import tqdm
 
-from tasks.common.rows import DataError, Example, write_parquet
+from verl_tasks.rows import DataError, Example, write_parquet
 
 PROMPT_BITS = 40  # the upper bits of a key identify the prompt, all 64 the row
 REST_BITS = 64 - PROMPT_BITS

@@ -7,9 +7,9 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-from tasks.common.data.prepare import Examples
-from tasks.common.data.records import hub
-from tasks.common.rows import DataError, Example
+from verl_tasks.data.prepare import Examples
+from verl_tasks.data.records import hub
+from verl_tasks.rows import DataError, Example
 
 HUB_DATASET, HUB_CONFIG = "openai/gsm8k", "main"
 ANNOTATION = re.compile(r"<<([^<>=]*)[^<>]*>>")  # group 1: the expression, without its value

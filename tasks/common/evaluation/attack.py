@@ -22,17 +22,17 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 
-from tasks.common.evaluation import incentive
-from tasks.common.evaluation.exploits import SOME, TURN, Attempt, Form, Row, library, mutated, shrunk, visible
-from tasks.common.evaluation.tables import show_table
-from tasks.common.files import write_json, write_text
-from tasks.common.guarded import Guarded, Result, asks_judge
-from tasks.common.rewards.answers import JudgeError, read_ground_truth
-from tasks.common.rewards.environment import SUCCESS, Environment, replayed
-from tasks.common.rewards.judge import Judge
-from tasks.common.rows import chat_text, demonstration, read_rows
-from tasks.common.settings import Command, Settings, SettingsError, artifacts
-from tasks.common.text import one_line
+from verl_tasks.evaluation import incentive
+from verl_tasks.evaluation.exploits import SOME, TURN, Attempt, Form, Row, library, mutated, shrunk, visible
+from verl_tasks.evaluation.tables import show_table
+from verl_tasks.files import write_json, write_text
+from verl_tasks.guarded import Guarded, Result, asks_judge
+from verl_tasks.rewards.answers import JudgeError, read_ground_truth
+from verl_tasks.rewards.environment import SUCCESS, Environment, replayed
+from verl_tasks.rewards.judge import Judge
+from verl_tasks.rows import chat_text, demonstration, read_rows
+from verl_tasks.settings import Command, Settings, SettingsError, artifacts
+from verl_tasks.text import one_line
 
 CONTRADICTING = 3
 MOST, HALF = 3 / 4, 1 / 2

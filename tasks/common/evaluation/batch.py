@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pandas as pd
 
-from tasks.common.data.records import Records
-from tasks.common.evaluation.chat import task_system
-from tasks.common.evaluation.engines import window
-from tasks.common.evaluation.rollouts import TOO_LONG, Rollout
-from tasks.common.evaluation.sample import Job, Scoring, report_errors, sampled, sampling
-from tasks.common.evaluation.spreadsheet import csv_rows, csv_text, write_xlsx
-from tasks.common.files import check_writable, write_text
-from tasks.common.rewards.episode import refusal
-from tasks.common.rows import DataError, chat, messages_problem, rl_row, rl_schema, write_parquet
-from tasks.common.settings import Command, Settings, SettingsError, artifacts, fingerprint
+from verl_tasks.data.records import Records
+from verl_tasks.evaluation.chat import task_system
+from verl_tasks.evaluation.engines import window
+from verl_tasks.evaluation.rollouts import TOO_LONG, Rollout
+from verl_tasks.evaluation.sample import Job, Scoring, report_errors, sampled, sampling
+from verl_tasks.evaluation.spreadsheet import csv_rows, csv_text, write_xlsx
+from verl_tasks.files import check_writable, write_text
+from verl_tasks.rewards.episode import refusal
+from verl_tasks.rows import DataError, chat, messages_problem, rl_row, rl_schema, write_parquet
+from verl_tasks.settings import Command, Settings, SettingsError, artifacts, fingerprint
 
 READ = {
     **dict.fromkeys((".json", ".jsonl"), lambda path: list(Records(path))),

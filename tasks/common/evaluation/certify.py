@@ -12,13 +12,13 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 
-from tasks.common.evaluation.sample import model_name
-from tasks.common.files import read_json
-from tasks.common.models.chat_template import demonstration_ids, end_of_turn_ids, prompt_ids
-from tasks.common.rewards.tool_calls import CLOSE, OPEN, THINK, THINK_END
-from tasks.common.runs.health import MISMATCH
-from tasks.common.settings import Settings, artifacts, fingerprint
-from tasks.common.text import one_line
+from verl_tasks.evaluation.sample import model_name
+from verl_tasks.files import read_json
+from verl_tasks.models.chat_template import demonstration_ids, end_of_turn_ids, prompt_ids
+from verl_tasks.rewards.tool_calls import CLOSE, OPEN, THINK, THINK_END
+from verl_tasks.runs.health import MISMATCH
+from verl_tasks.settings import Settings, artifacts, fingerprint
+from verl_tasks.text import one_line
 
 OK, WARNING, FAILED = "ok", "warning", "failed"
 MARKERS = (THINK, THINK_END, OPEN, CLOSE, "<answer>", "</answer>")

@@ -9,14 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TextIO
 
-from tasks.common.evaluation import chat_episode
-from tasks.common.evaluation.engines import VLLMEngine, window
-from tasks.common.evaluation.rollouts import Completion, scored
-from tasks.common.evaluation.sample import Scoring, episode_limits, model_name, sampling
-from tasks.common.process import StageFailed
-from tasks.common.rows import decoded, read_rows, tools_of
-from tasks.common.settings import Settings, artifacts
-from tasks.common.text import one_line, printable
+from verl_tasks.evaluation import chat_episode
+from verl_tasks.evaluation.engines import VLLMEngine, window
+from verl_tasks.evaluation.rollouts import Completion, scored
+from verl_tasks.evaluation.sample import Scoring, episode_limits, model_name, sampling
+from verl_tasks.process import StageFailed
+from verl_tasks.rows import decoded, read_rows, tools_of
+from verl_tasks.settings import Settings, artifacts
+from verl_tasks.text import one_line, printable
 
 HELP = "/sample: a prompt of the test set with its reward, /reset: a new conversation, /exit"
 

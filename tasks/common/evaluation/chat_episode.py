@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TextIO
 
-from tasks.common.ends import DONE, TOO_LONG
-from tasks.common.evaluation.engines import Sampling
-from tasks.common.models.chat_template import next_turn_ids, prompt_ids
-from tasks.common.rewards.answers import RewardError
-from tasks.common.rewards.environment import Environment
-from tasks.common.rewards.episode import Begun, Episode, Limits, Sampled, begin, play_on, refusal
-from tasks.common.rows import decoded, rl_row, tools_of
-from tasks.common.text import one_line, printable
+from verl_tasks.ends import DONE, TOO_LONG
+from verl_tasks.evaluation.engines import Sampling
+from verl_tasks.models.chat_template import next_turn_ids, prompt_ids
+from verl_tasks.rewards.answers import RewardError
+from verl_tasks.rewards.environment import Environment
+from verl_tasks.rewards.episode import Begun, Episode, Limits, Sampled, begin, play_on, refusal
+from verl_tasks.rows import decoded, rl_row, tools_of
+from verl_tasks.text import one_line, printable
 
 HELP = "a text: your own question (after /next in that prompt's environment), then what you say next; /next (or "
 HELP += "/sample): an episode of a test prompt with its reward, /reset: a new conversation, /exit"

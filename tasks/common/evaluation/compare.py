@@ -4,14 +4,14 @@ from dataclasses import asdict
 
 import pandas as pd
 
-from tasks.common.evaluation import tables
-from tasks.common.evaluation.rollouts import GREEDY, SAMPLED, Rollout
-from tasks.common.evaluation.sample import Scoring, model_name, report_errors, sampled, test_job
-from tasks.common.evaluation.statistics import mcnemar
-from tasks.common.evaluation.summary import Difference, by_prompt, conversations_of, differences, summarize
-from tasks.common.files import write_json, write_text
-from tasks.common.settings import Settings, artifacts
-from tasks.common.text import one_line
+from verl_tasks.evaluation import tables
+from verl_tasks.evaluation.rollouts import GREEDY, SAMPLED, Rollout
+from verl_tasks.evaluation.sample import Scoring, model_name, report_errors, sampled, test_job
+from verl_tasks.evaluation.statistics import mcnemar
+from verl_tasks.evaluation.summary import Difference, by_prompt, conversations_of, differences, summarize
+from verl_tasks.files import write_json, write_text
+from verl_tasks.settings import Settings, artifacts
+from verl_tasks.text import one_line
 
 LABELS = ("base", "warm-up", "trained")
 SHOWN = 20  # gained and lost prompts in the Markdown report; the JSON has all
@@ -124,8 +124,8 @@ def compare(s: Settings, scoring: Scoring, base: str, *warm_up_and_trained: str)
     before, trained = (by_model[label].get("score", pd.Series(dtype=float)) for label in (found["against"], "trained"))
     sizes = tables.sizes(found["trained"])
     # Only here: `make eval` draws nothing and writes no spreadsheet.
-    from tasks.common.evaluation import plots
-    from tasks.common.evaluation.spreadsheet import write_xlsx
+    from verl_tasks.evaluation import plots
+    from verl_tasks.evaluation.spreadsheet import write_xlsx
 
     plots.compare_png(summaries, (trained - before).dropna(), f"{s.TASK}: {sizes}", folder / "compare.png")
     write_xlsx(folder / "compare.xlsx", sheet(rollouts, by_model, found), "prompts")

@@ -8,12 +8,12 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 
-from tasks.common.evaluation.engines import SKIPPED, Request, Sampling
-from tasks.common.evaluation.rollouts import GREEDY, Completion
-from tasks.common.models.chat_template import call_text
-from tasks.common.openai_client import address_problem, openai_client
-from tasks.common.settings import SettingsError
-from tasks.common.text import one_line
+from verl_tasks.evaluation.engines import SKIPPED, Request, Sampling
+from verl_tasks.evaluation.rollouts import GREEDY, Completion
+from verl_tasks.models.chat_template import call_text
+from verl_tasks.openai_client import address_problem, openai_client
+from verl_tasks.settings import SettingsError
+from verl_tasks.text import one_line
 
 KEY = "OPENAI_API_KEY"  # from the environment alone; it stands in no record
 IN_FLIGHT = 16  # requests at a time

@@ -8,12 +8,12 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from unittest import mock
 
-from tasks.common.evaluation import engines
-from tasks.common.evaluation.rollouts import Completion
-from tasks.common.machine.hardware import nvidia, ram
-from tasks.common.models.merge import base_model
-from tasks.common.settings import Settings, SettingsError
-from tasks.common.visible_gpus import gpu_groups, named_gpus, visible_gpus
+from verl_tasks.evaluation import engines
+from verl_tasks.evaluation.rollouts import Completion
+from verl_tasks.machine.hardware import nvidia, ram
+from verl_tasks.models.merge import base_model
+from verl_tasks.settings import Settings, SettingsError
+from verl_tasks.visible_gpus import gpu_groups, named_gpus, visible_gpus
 
 SECONDS_TO_END = 20
 ENGINE_SAMPLES = 512  # one more engine on the same GPU is not worth its start with fewer

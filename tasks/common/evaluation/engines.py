@@ -7,18 +7,18 @@ from pathlib import Path
 
 import numpy as np
 
-from tasks.common.evaluation.rollouts import GREEDY, TOO_LONG, Completion
-from tasks.common.machine.hardware import CPU_BLOCK_SIZE, cpu_dtype, shared_kv_cache
-from tasks.common.models.chat_template import opens_thinking, prompt_ids
-from tasks.common.models.merge import RANKS, base_model, is_adapter, max_rank
-from tasks.common.process import imports
-from tasks.common.settings import SettingsError
-from tasks.common.text import one_line
+from verl_tasks.evaluation.rollouts import GREEDY, TOO_LONG, Completion
+from verl_tasks.machine.hardware import CPU_BLOCK_SIZE, cpu_dtype, shared_kv_cache
+from verl_tasks.models.chat_template import opens_thinking, prompt_ids
+from verl_tasks.models.merge import RANKS, base_model, is_adapter, max_rank
+from verl_tasks.process import imports
+from verl_tasks.settings import SettingsError
+from verl_tasks.text import one_line
 
 # What vLLM's worker class inherits from.
-EXTENSION = "tasks.common.verl_plugins.reloading.Reloading"
-EXTENSION_OF_CPU = "tasks.common.verl_plugins.cpu.sampling.Sampling"
-EXTENSION_OF_0_11 = "tasks.common.verl_plugins.verl_061.many_sequences.ManySequences"
+EXTENSION = "verl_tasks.verl_plugins.reloading.Reloading"
+EXTENSION_OF_CPU = "verl_tasks.verl_plugins.cpu.sampling.Sampling"
+EXTENSION_OF_0_11 = "verl_tasks.verl_plugins.verl_061.many_sequences.ManySequences"
 WINDOW = 4096  # tokens of a prompt in `make batch`, of a conversation in `make chat`
 LOGPROBS = 20  # vLLM's default limit (max_logprobs)
 # A CUDA graph for each of these batch sizes. torch.compile (mode 3) would start later and sample no faster.

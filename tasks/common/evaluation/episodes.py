@@ -5,14 +5,14 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from tasks.common import errors
-from tasks.common.ends import TOO_LONG
-from tasks.common.evaluation.engines import Request, Sampling, TurnRequest
-from tasks.common.evaluation.rollouts import GREEDY, Completion, Rollout
-from tasks.common.rewards.answers import JudgeError, RewardError
-from tasks.common.rewards.environment import Environment
-from tasks.common.rewards.episode import Episode, Limits, Sampled, play
-from tasks.common.text import one_line
+from verl_tasks import errors
+from verl_tasks.ends import TOO_LONG
+from verl_tasks.evaluation.engines import Request, Sampling, TurnRequest
+from verl_tasks.evaluation.rollouts import GREEDY, Completion, Rollout
+from verl_tasks.rewards.answers import JudgeError, RewardError
+from verl_tasks.rewards.environment import Environment
+from verl_tasks.rewards.episode import Episode, Limits, Sampled, play
+from verl_tasks.text import one_line
 
 AT_ONCE = 1024  # episodes; vLLM samples some hundred at a time
 GRACE = 0.1  # seconds that a batch waits for episodes whose environment is still at work

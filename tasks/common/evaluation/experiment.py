@@ -5,14 +5,14 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import pandas as pd
 
-from tasks.common.evaluation.sample import Scoring, report_errors, sampled, test_job
-from tasks.common.evaluation.statistics import pooled_mean
-from tasks.common.evaluation.summary import Difference, by_prompt, differences, summarize
-from tasks.common.evaluation.tables import comparison_table, markdown_table, markdown_text, p_text, show_table, sizes
-from tasks.common.files import write_json, write_text
-from tasks.common.runs.folder import run_of
-from tasks.common.runs.run import read_metrics, recorded
-from tasks.common.settings import REPORTING, Settings, artifacts, fingerprint
+from verl_tasks.evaluation.sample import Scoring, report_errors, sampled, test_job
+from verl_tasks.evaluation.statistics import pooled_mean
+from verl_tasks.evaluation.summary import Difference, by_prompt, differences, summarize
+from verl_tasks.evaluation.tables import comparison_table, markdown_table, markdown_text, p_text, show_table, sizes
+from verl_tasks.files import write_json, write_text
+from verl_tasks.runs.folder import run_of
+from verl_tasks.runs.run import read_metrics, recorded
+from verl_tasks.settings import REPORTING, Settings, artifacts, fingerprint
 
 START = "start"
 SWEPT = {"METHOD", "LR", "TRAIN_SEED"}

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from statistics import mean
 
-from tasks.common.evaluation import probe
-from tasks.common.evaluation.exploits import SOME, THINKING, TURN, Row, visible
-from tasks.common.files import read_json
-from tasks.common.guarded import Guarded
-from tasks.common.runs.folder import all_runs
-from tasks.common.runs.run import read_metrics, recorded
-from tasks.common.settings import Settings
+from verl_tasks.evaluation import probe
+from verl_tasks.evaluation.exploits import SOME, THINKING, TURN, Row, visible
+from verl_tasks.files import read_json
+from verl_tasks.guarded import Guarded
+from verl_tasks.runs.folder import all_runs
+from verl_tasks.runs.run import read_metrics, recorded
+from verl_tasks.settings import Settings
 
 MUCH = 0.2  # of what a right answer earns more than none, where no samples of the start are known
 ROWS, SECONDS = 24, 5.0

@@ -8,13 +8,13 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from tasks.common.evaluation.rollouts import Rollout
-from tasks.common.guarded import asks_judge
-from tasks.common.rewards.answers import after_thinking, in_ascii, with_opened_thinking
-from tasks.common.rewards.environment import SUCCESS, replayed
-from tasks.common.rewards.episode import DONE
-from tasks.common.rewards.json_answer import braced
-from tasks.common.rewards.math_answer import find_answer
+from verl_tasks.evaluation.rollouts import Rollout
+from verl_tasks.guarded import asks_judge
+from verl_tasks.rewards.answers import after_thinking, in_ascii, with_opened_thinking
+from verl_tasks.rewards.environment import SUCCESS, replayed
+from verl_tasks.rewards.episode import DONE
+from verl_tasks.rewards.json_answer import braced
+from verl_tasks.rewards.math_answer import find_answer
 
 LONGEST = 200  # characters of an answer
 READ = 16_384  # characters of a response, the last ones

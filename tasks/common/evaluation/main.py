@@ -5,19 +5,19 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
-from tasks.common.evaluation import attack, batch, chat, compare, experiment, probe, self_samples
-from tasks.common.evaluation.lenient import read as read_leniently
-from tasks.common.evaluation.rollouts import Rollout, in_order, read_rollouts, rescored, write_rollouts
-from tasks.common.evaluation.sample import Job, Scoring, endpoint_job, report_errors, sampled, test_job
-from tasks.common.evaluation.summary import Difference, OwnMetrics, differences, summarize
-from tasks.common.evaluation.tables import GAIN, LOSS, comparison_table, headline, outcome, show_table, sizes, verdict
-from tasks.common.files import read_json, write_json
-from tasks.common.interrupts import interrupt_on_sigterm
-from tasks.common.process import errors_in_one_line
-from tasks.common.rewards.answers import JudgeError
-from tasks.common.rewards.environment import Environment
-from tasks.common.rows import DataError
-from tasks.common.settings import Command, Settings, SettingsError, artifacts, fingerprint, load_settings
+from verl_tasks.evaluation import attack, batch, chat, compare, experiment, probe, self_samples
+from verl_tasks.evaluation.lenient import read as read_leniently
+from verl_tasks.evaluation.rollouts import Rollout, in_order, read_rollouts, rescored, write_rollouts
+from verl_tasks.evaluation.sample import Job, Scoring, endpoint_job, report_errors, sampled, test_job
+from verl_tasks.evaluation.summary import Difference, OwnMetrics, differences, summarize
+from verl_tasks.evaluation.tables import GAIN, LOSS, comparison_table, headline, outcome, show_table, sizes, verdict
+from verl_tasks.files import read_json, write_json
+from verl_tasks.interrupts import interrupt_on_sigterm
+from verl_tasks.process import errors_in_one_line
+from verl_tasks.rewards.answers import JudgeError
+from verl_tasks.rewards.environment import Environment
+from verl_tasks.rows import DataError
+from verl_tasks.settings import Command, Settings, SettingsError, artifacts, fingerprint, load_settings
 
 STOPPED = "stopped; finished samples are kept, the same command continues"
 

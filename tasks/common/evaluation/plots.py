@@ -8,7 +8,7 @@ import matplotlib
 import numpy as np
 import pandas as pd
 
-from tasks.common.files import written_beside
+from verl_tasks.files import written_beside
 
 matplotlib.use("Agg")  # no screen
 from matplotlib import pyplot as plt

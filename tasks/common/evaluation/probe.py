@@ -8,17 +8,17 @@ import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 
-from tasks.common.ends import advice
-from tasks.common.evaluation import summary
-from tasks.common.evaluation.rollouts import Rollout
-from tasks.common.evaluation.sample import Job, Scoring, model_name, report_errors, sampled, sampling
-from tasks.common.evaluation.statistics import Estimate, bootstrap_mean
-from tasks.common.evaluation.tables import show_table, sizes
-from tasks.common.files import read_json, write_json
-from tasks.common.rows import DataError, read_rows, write_parquet
-from tasks.common.runs.folder import run_of
-from tasks.common.runs.run import recorded
-from tasks.common.settings import Command, Settings, SettingsError, artifacts
+from verl_tasks.ends import advice
+from verl_tasks.evaluation import summary
+from verl_tasks.evaluation.rollouts import Rollout
+from verl_tasks.evaluation.sample import Job, Scoring, model_name, report_errors, sampled, sampling
+from verl_tasks.evaluation.statistics import Estimate, bootstrap_mean
+from verl_tasks.evaluation.tables import show_table, sizes
+from verl_tasks.files import read_json, write_json
+from verl_tasks.rows import DataError, read_rows, write_parquet
+from verl_tasks.runs.folder import run_of
+from verl_tasks.runs.run import recorded
+from verl_tasks.settings import Command, Settings, SettingsError, artifacts
 
 RARE = 0.05  # accuracy of a start below which RL sees too few right answers
 VERDICT_HEADER = ["", "", "value", "good range", "meaning"]
@@ -183,7 +183,7 @@ def probe(s: Settings, command: Command, scoring: Scoring, model: str) -> int:
     result = probed(rollouts, prompts := by_prompt(rollouts), warmed)
     write_json(folder / "probe.json", {"model": model, "data": str(s.train_file), **result})
     title = f"{s.TASK}, {label}: {sizes(result)}"
-    from tasks.common.evaluation import plots  # matplotlib, for this alone
+    from verl_tasks.evaluation import plots  # matplotlib, for this alone
 
     plots.probe_png(prompts, title, folder / "probe.png")
     estimates = result["distributions"] | {n: v for n, v in result["metrics"].items() if n not in ("score", "entropy")}

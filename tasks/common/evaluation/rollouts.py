@@ -7,12 +7,12 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 
-from tasks.common import errors
-from tasks.common.ends import TOO_LONG
-from tasks.common.files import written_beside
-from tasks.common.rewards.answers import JudgeError
-from tasks.common.rows import DataError
-from tasks.common.text import one_line
+from verl_tasks import errors
+from verl_tasks.ends import TOO_LONG
+from verl_tasks.files import written_beside
+from verl_tasks.rewards.answers import JudgeError
+from verl_tasks.rows import DataError
+from verl_tasks.text import one_line
 
 GREEDY, SAMPLED = "greedy", "sampled"
 

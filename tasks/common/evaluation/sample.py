@@ -10,11 +10,11 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from tasks.common.evaluation import endpoint
-from tasks.common.evaluation.engine_pool import Hardware
-from tasks.common.evaluation.engines import Request, Sampling
-from tasks.common.evaluation.lenient import read as read_leniently
-from tasks.common.evaluation.rollouts import (
+from verl_tasks.evaluation import endpoint
+from verl_tasks.evaluation.engine_pool import Hardware
+from verl_tasks.evaluation.engines import Request, Sampling
+from verl_tasks.evaluation.lenient import read as read_leniently
+from verl_tasks.evaluation.rollouts import (
     GREEDY,
     SAMPLED,
     TOO_LONG,
@@ -24,15 +24,15 @@ from tasks.common.evaluation.rollouts import (
     rescored,
     write_rollouts,
 )
-from tasks.common.evaluation.summary import OwnMetrics
-from tasks.common.files import read_json, write_json
-from tasks.common.machine import memory
-from tasks.common.models.merge import base_model
-from tasks.common.process import Progress, StageFailed, run
-from tasks.common.rewards.environment import Environment
-from tasks.common.rewards.episode import Limits
-from tasks.common.rows import DataError, decoded, read_rows, tools_of
-from tasks.common.settings import Command, Settings, SettingsError, code_digest, fingerprint, judge_settings
+from verl_tasks.evaluation.summary import OwnMetrics
+from verl_tasks.files import read_json, write_json
+from verl_tasks.machine import memory
+from verl_tasks.models.merge import base_model
+from verl_tasks.process import Progress, StageFailed, run
+from verl_tasks.rewards.environment import Environment
+from verl_tasks.rewards.episode import Limits
+from verl_tasks.rows import DataError, decoded, read_rows, tools_of
+from verl_tasks.settings import Command, Settings, SettingsError, code_digest, fingerprint, judge_settings
 
 
 @dataclass(frozen=True)
@@ -274,7 +274,7 @@ def sampled(jobs: dict[str, Job], root: Path, scoring: Scoring) -> tuple[dict[st
         asked = {"scoring": scoring.stored(), "jobs": {str(files[label]): asdict(job) for label, job in todo.items()}}
         write_json(root / "sampling.json", asked)
         run(
-            [sys.executable, "-m", "tasks.common.evaluation.sampler", str(root / "sampling.json")],
+            [sys.executable, "-m", "verl_tasks.evaluation.sampler", str(root / "sampling.json")],
             name="sampling",
             log=root / "sampling.log",
             total=sum(tail.lines for tail in tails) + missing,

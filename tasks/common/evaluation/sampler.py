@@ -1,4 +1,4 @@
-"""The process that samples: `python -m tasks.common.evaluation.sampler FILE` completes the jobs of FILE (sample.py)."""
+"""The process that samples: `python -m verl_tasks.evaluation.sampler FILE` completes the jobs of FILE (sample.py)."""
 
 import gc
 import json
@@ -8,14 +8,14 @@ from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tasks.common.evaluation import episodes
-from tasks.common.evaluation.endpoint import EndpointEngine
-from tasks.common.evaluation.engines import Request
-from tasks.common.evaluation.rollouts import Rollout, scored, to_line
-from tasks.common.evaluation.sample import Job, Scoring, load, samples
-from tasks.common.files import read_json, write_json
-from tasks.common.models.merge import base_model
-from tasks.common.rows import read_rows
+from verl_tasks.evaluation import episodes
+from verl_tasks.evaluation.endpoint import EndpointEngine
+from verl_tasks.evaluation.engines import Request
+from verl_tasks.evaluation.rollouts import Rollout, scored, to_line
+from verl_tasks.evaluation.sample import Job, Scoring, load, samples
+from verl_tasks.files import read_json, write_json
+from verl_tasks.models.merge import base_model
+from verl_tasks.rows import read_rows
 
 
 def sample(engine, job: Job, out: Path, missing: list[Request], scoring: Scoring) -> None:

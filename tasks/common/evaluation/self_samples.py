@@ -10,11 +10,11 @@ from pathlib import Path
 import numpy as np
 import pyarrow.parquet as pq
 
-from tasks.common.data.prepare import needs_tools
-from tasks.common.evaluation.rollouts import SAMPLED, Rollout
-from tasks.common.evaluation.sample import Job, Scoring, report_errors, sampled, sampling
-from tasks.common.files import written_beside
-from tasks.common.rows import (
+from verl_tasks.data.prepare import needs_tools
+from verl_tasks.evaluation.rollouts import SAMPLED, Rollout
+from verl_tasks.evaluation.sample import Job, Scoring, report_errors, sampled, sampling
+from verl_tasks.files import written_beside
+from verl_tasks.rows import (
     DataError,
     Example,
     decoded,
@@ -25,7 +25,7 @@ from tasks.common.rows import (
     tools_of,
     write_parquet,
 )
-from tasks.common.settings import Settings, SettingsError, artifacts
+from verl_tasks.settings import Settings, SettingsError, artifacts
 
 MOST_ACCEPTED = 4  # responses per prompt, so that easy prompts do not crowd out the others
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pandas as pd
 
-from tasks.common.data.records import Records
-from tasks.common.files import written_beside
+from verl_tasks.data.records import Records
+from verl_tasks.files import written_beside
 
 # A cell of a CSV file that a spreadsheet would take for a formula (https://owasp.org/www-community/attacks/CSV_Injection).
 _FORMULA = re.compile(r"'*[=+\-@\t\r\n＝＋－＠]")

@@ -6,11 +6,11 @@ from dataclasses import asdict, dataclass
 import numpy as np
 import pandas as pd
 
-from tasks.common.ends import CUT, TIMEOUT, cut_key
-from tasks.common.evaluation import statistics
-from tasks.common.evaluation.rollouts import GREEDY, SAMPLED, TOO_LONG, Rollout
-from tasks.common.evaluation.statistics import Estimate, bootstrap_mean
-from tasks.common.rows import DataError
+from verl_tasks.ends import CUT, TIMEOUT, cut_key
+from verl_tasks.evaluation import statistics
+from verl_tasks.evaluation.rollouts import GREEDY, SAMPLED, TOO_LONG, Rollout
+from verl_tasks.evaluation.statistics import Estimate, bootstrap_mean
+from verl_tasks.rows import DataError
 
 # A task's own metrics: a function of its scored completions (dicts, see ``as_dicts``) to named numbers.
 OwnMetrics = Callable[[list[dict]], dict[str, float]]

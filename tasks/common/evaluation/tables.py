@@ -9,9 +9,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from tasks.common.evaluation.statistics import Estimate
-from tasks.common.evaluation.summary import MEANING, Difference
-from tasks.common.text import one_line, printable
+from verl_tasks.evaluation.statistics import Estimate
+from verl_tasks.evaluation.summary import MEANING, Difference
+from verl_tasks.text import one_line, printable
 
 GAIN, LOSS = "a gain", "a loss"
 

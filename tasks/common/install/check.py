@@ -1,4 +1,4 @@
-"""`python -m tasks.common.install.check STACK`: compare this Python's packages with the stack's list, import them, and
+"""`python -m verl_tasks.install.check STACK`: compare this Python's packages with the stack's list, import them, and
 run one small kernel of torch, flash-attn and vLLM.
 """
 

@@ -160,7 +160,7 @@ if [[ -f $HERE/after_install.py ]]; then
   "$PYTHON" "$HERE/after_install.py" >>"$LOG" 2>&1 || fail "$HERE/after_install.py failed"
 fi
 check() {
-  PYTHONPATH=. "$PYTHON" -W ignore -m tasks.common.install.check "$STACK" >"$LISTS/said.txt"
+  PYTHONPATH=. "$PYTHON" -W ignore -m verl_tasks.install.check "$STACK" >"$LISTS/said.txt"
 }
 step "import and check" "" check || {
   cat "$LISTS/said.txt"

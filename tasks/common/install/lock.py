@@ -19,8 +19,8 @@ from pathlib import Path
 from packaging.tags import Tag
 from packaging.utils import parse_wheel_filename
 
-from tasks.common.files import write_text
-from tasks.common.settings import ROOT
+from verl_tasks.files import write_text
+from verl_tasks.settings import ROOT
 
 STACKS = {"a100": ("3.12",), "current": ("3.12",), "cpu": ("3.11", "3.12")}  # with their Pythons
 # install.sh finds torch's CPU build for the cpu stack: its hash differs between indexes, and PyPI's build requires CUDA

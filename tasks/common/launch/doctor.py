@@ -15,27 +15,27 @@ from urllib.parse import urlsplit
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tasks.common.data import gold
-from tasks.common.data.held_out import check_held_out
-from tasks.common.data.prepare import read_manifest
-from tasks.common.install.check import installed
-from tasks.common.launch import memory_checks
-from tasks.common.launch.finding import Finding, error, ok, warning
-from tasks.common.launch.memory_checks import ALONE, Jobs, batches_and_memory, jobs_of, of_each_method
-from tasks.common.launch.task import load_reward
-from tasks.common.machine import cluster, hardware, memory
-from tasks.common.machine.memory import gb
-from tasks.common.models.chat_template import answer_ids, demonstration_ids, prompt_ids
-from tasks.common.models.find import embedded_folder, resolve_model, weights_bytes
-from tasks.common.models.merge import base_model, is_adapter
-from tasks.common.rewards.answers import RewardError
-from tasks.common.rewards.examples import check_episodes, check_examples
-from tasks.common.rows import DataError, decoded, read_rows, tools_of, validate_parquet
-from tasks.common.runs import folder
-from tasks.common.settings import Settings, SettingsError, code_digest, teacher_gpus
-from tasks.common.stages import stage_of
-from tasks.common.text import one_line
-from tasks.common.training import parity, verl_versions
+from verl_tasks.data import gold
+from verl_tasks.data.held_out import check_held_out
+from verl_tasks.data.prepare import read_manifest
+from verl_tasks.install.check import installed
+from verl_tasks.launch import memory_checks
+from verl_tasks.launch.finding import Finding, error, ok, warning
+from verl_tasks.launch.memory_checks import ALONE, Jobs, batches_and_memory, jobs_of, of_each_method
+from verl_tasks.launch.task import load_reward
+from verl_tasks.machine import cluster, hardware, memory
+from verl_tasks.machine.memory import gb
+from verl_tasks.models.chat_template import answer_ids, demonstration_ids, prompt_ids
+from verl_tasks.models.find import embedded_folder, resolve_model, weights_bytes
+from verl_tasks.models.merge import base_model, is_adapter
+from verl_tasks.rewards.answers import RewardError
+from verl_tasks.rewards.examples import check_episodes, check_examples
+from verl_tasks.rows import DataError, decoded, read_rows, tools_of, validate_parquet
+from verl_tasks.runs import folder
+from verl_tasks.settings import Settings, SettingsError, code_digest, teacher_gpus
+from verl_tasks.stages import stage_of
+from verl_tasks.text import one_line
+from verl_tasks.training import parity, verl_versions
 
 ROWS = 20_000  # checked of each data file, but all of TRAIN_FILE
 PROMPTS = 2_000  # measured in tokens, spread over the file

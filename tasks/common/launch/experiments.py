@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from tasks.common import settings, visible_gpus
-from tasks.common.launch.task import exported
-from tasks.common.process import StageFailed, die_with_parent
-from tasks.common.runs.folder import rl_run
-from tasks.common.settings import Command, Settings, SettingsError, load_settings
+from verl_tasks import settings, visible_gpus
+from verl_tasks.launch.task import exported
+from verl_tasks.process import StageFailed, die_with_parent
+from verl_tasks.runs.folder import rl_run
+from verl_tasks.settings import Command, Settings, SettingsError, load_settings
 
 POLL_SECONDS = 0.2
 CORES = 5  # of each training on GPUs: with fewer they wait for one another (docs/GPU.md)
@@ -112,7 +112,7 @@ def _started(s: Settings, arguments: list[str], log: Path, gpus: list[str], shar
     own = {"SHARED_GPU": str(shared)} if shared > 1 else {}  # verl_plugins/shared_gpu.py
     own |= {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus else {}
     share = replace(s, GPU_MEMORY_UTILIZATION=s.GPU_MEMORY_UTILIZATION / shared)
-    command, env = [sys.executable, "-m", "tasks.common.launch.main", "one_of_many"], exported(share) | own
+    command, env = [sys.executable, "-m", "verl_tasks.launch.main", "one_of_many"], exported(share) | own
     with log.open("w") as output:
         return subprocess.Popen(
             [*command, *arguments], env=env, stdout=output, stderr=subprocess.STDOUT, preexec_fn=die_with_parent

@@ -9,8 +9,8 @@ import re
 import sys
 from dataclasses import fields
 
-from tasks.common.settings import ROOT, Command, Settings, shown_default
-from tasks.common.stages import STAGES, own_stages
+from verl_tasks.settings import ROOT, Command, Settings, shown_default
+from verl_tasks.stages import STAGES, own_stages
 
 
 def targets() -> dict[str, dict[str, str]]:

@@ -18,5 +18,5 @@ launch() { # the arguments are hydra overrides and go to verl after ours
   fi
   unset PYTHONIOENCODING
   export TASK STACK PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH} PYTHONUNBUFFERED=1 PYTHONUTF8=1
-  exec "$PYTHON" -m tasks.common.launch.main "${STAGE:-train}" "$@"
+  exec "$PYTHON" -m verl_tasks.launch.main "${STAGE:-train}" "$@"
 }

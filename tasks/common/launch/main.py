@@ -13,32 +13,32 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tasks.common import settings
-from tasks.common.data import gold
-from tasks.common.data.held_out import check_held_out
-from tasks.common.data.prepare import describe, read_manifest
-from tasks.common.evaluation import attack as attacks
-from tasks.common.evaluation import incentive
-from tasks.common.evaluation.certify import certificate, certified
-from tasks.common.evaluation.tables import total_time
-from tasks.common.guarded import Guarded, asks_judge
-from tasks.common.interrupts import interrupt_on_sigterm
-from tasks.common.launch import doctor, experiments, minutes, rehearse, serve, train
-from tasks.common.launch.plan import rl_plan
-from tasks.common.launch.rounds import check_training, start_model, train_rounds
-from tasks.common.launch.task import compute_score_of, exported, load_reward, script, stack_environment
-from tasks.common.leftovers import Launch
-from tasks.common.models.find import embedded_folder, resolve_model, whole_model
-from tasks.common.models.merge import base_of, is_adapter, merge, merge_note, whole_folder
-from tasks.common.process import Progress, errors_in_one_line, run
-from tasks.common.reports import export as exports
-from tasks.common.rewards.answers import RewardError
-from tasks.common.rows import DataError, validate_parquet
-from tasks.common.runs import folder
-from tasks.common.runs.run import Run, export
-from tasks.common.settings import Command, Settings, SettingsError, artifacts, given_arguments, load_settings, method
-from tasks.common.stages import STAGES, Stage, own_stages, stage_of
-from tasks.common.training import parity, verl_versions
+from verl_tasks import settings
+from verl_tasks.data import gold
+from verl_tasks.data.held_out import check_held_out
+from verl_tasks.data.prepare import describe, read_manifest
+from verl_tasks.evaluation import attack as attacks
+from verl_tasks.evaluation import incentive
+from verl_tasks.evaluation.certify import certificate, certified
+from verl_tasks.evaluation.tables import total_time
+from verl_tasks.guarded import Guarded, asks_judge
+from verl_tasks.interrupts import interrupt_on_sigterm
+from verl_tasks.launch import doctor, experiments, minutes, rehearse, serve, train
+from verl_tasks.launch.plan import rl_plan
+from verl_tasks.launch.rounds import check_training, start_model, train_rounds
+from verl_tasks.launch.task import compute_score_of, exported, load_reward, script, stack_environment
+from verl_tasks.leftovers import Launch
+from verl_tasks.models.find import embedded_folder, resolve_model, whole_model
+from verl_tasks.models.merge import base_of, is_adapter, merge, merge_note, whole_folder
+from verl_tasks.process import Progress, errors_in_one_line, run
+from verl_tasks.reports import export as exports
+from verl_tasks.rewards.answers import RewardError
+from verl_tasks.rows import DataError, validate_parquet
+from verl_tasks.runs import folder
+from verl_tasks.runs.run import Run, export
+from verl_tasks.settings import Command, Settings, SettingsError, artifacts, given_arguments, load_settings, method
+from verl_tasks.stages import STAGES, Stage, own_stages, stage_of
+from verl_tasks.training import parity, verl_versions
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ def certify(job: Job) -> str:
     file.unlink(missing_ok=True)
     multiprocessing = {"VLLM_ENABLE_V1_MULTIPROCESSING": os.environ.get("EVAL_MULTIPROCESSING", "1")}
     run(
-        [sys.executable, "-m", "tasks.common.verl_plugins.certify", start, str(file)],
+        [sys.executable, "-m", "verl_tasks.verl_plugins.certify", start, str(file)],
         name="certify",
         log=file.with_name("certify.log"),
         total=1,
@@ -503,7 +503,7 @@ def main(goal: str, arguments: list[str]) -> None:
         AT_ONCE[goal](job)
         return
     if goal == "batch":
-        from tasks.common.evaluation import batch
+        from verl_tasks.evaluation import batch
 
         batch.paths(command)
     if goal == "serve":

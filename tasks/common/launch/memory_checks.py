@@ -5,16 +5,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
-from tasks.common.launch import experiments, train
-from tasks.common.launch.finding import Finding, error, ok, warning
-from tasks.common.machine import hardware, memory
-from tasks.common.machine.memory import gb
-from tasks.common.models.merge import base_model
-from tasks.common.runs import folder
-from tasks.common.runs.run import Run
-from tasks.common.settings import Settings, SettingsError, problems, teacher_gpus
-from tasks.common.training import parity, tracking, verl_config
-from tasks.common.training.methods import distill, dpo
+from verl_tasks.launch import experiments, train
+from verl_tasks.launch.finding import Finding, error, ok, warning
+from verl_tasks.machine import hardware, memory
+from verl_tasks.machine.memory import gb
+from verl_tasks.models.merge import base_model
+from verl_tasks.runs import folder
+from verl_tasks.runs.run import Run
+from verl_tasks.settings import Settings, SettingsError, problems, teacher_gpus
+from verl_tasks.training import parity, tracking, verl_config
+from verl_tasks.training.methods import distill, dpo
 
 SPARE = 0.05  # of a GPU: the estimate is no closer
 

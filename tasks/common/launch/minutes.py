@@ -5,10 +5,10 @@ import os
 import time
 from collections.abc import Callable
 
-from tasks.common.files import read_json, write_json
-from tasks.common.runs import folder
-from tasks.common.runs.run import whole_steps
-from tasks.common.settings import Settings, fingerprint
+from verl_tasks.files import read_json, write_json
+from verl_tasks.runs import folder
+from verl_tasks.runs.run import whole_steps
+from verl_tasks.settings import Settings, fingerprint
 
 # Settings that decide the time of a stage: these words, and all whole numbers but the following. How long responses are
 # within their limit changes while a policy learns.

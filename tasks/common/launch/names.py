@@ -1,4 +1,4 @@
-"""Refuse unknown variables on make's command line: `python3 -m tasks.common.launch.names GOALS -- NAMES`.
+"""Refuse unknown variables on make's command line: `python3 -m verl_tasks.launch.names GOALS -- NAMES`.
 
 Prints one line with the reason, or nothing. Runs before the installation, so it uses only Python's own library.
 """
@@ -10,7 +10,7 @@ import re
 import shlex
 import sys
 
-from tasks.common.settings import ROOT, Command, Settings, unknown
+from verl_tasks.settings import ROOT, Command, Settings, unknown
 
 # Variables of the Makefile itself, and of other tools.
 MAKES = {"ARGS", "ARTIFACTS", "BASE_PYTHON", "BFCL_PROJECT_ROOT", "CONFIG", "CUDA_VISIBLE_DEVICES", "ENV", "HOME"}

@@ -11,21 +11,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tasks.common.data.pairs import pairs_columns, token_pairs
-from tasks.common.data.prepare import load_tokenizer, read_manifest
-from tasks.common.evaluation.engines import stop_ids
-from tasks.common.files import read_json
-from tasks.common.launch import doctor, memory_checks
-from tasks.common.launch.finding import Finding, error, ok, warning
-from tasks.common.launch.rehearsed_data import first_pairs
-from tasks.common.machine import hardware
-from tasks.common.machine.memory import gb
-from tasks.common.models.chat_template import end_of_turn, end_of_turn_ids, knows_tools
-from tasks.common.rewards.answers import JudgeError
-from tasks.common.rewards.judge import Judge
-from tasks.common.rows import DataError, read_rows, tools_of
-from tasks.common.settings import GPU_MIB, Command, Settings, teacher_gpus
-from tasks.common.text import one_line
+from verl_tasks.data.pairs import pairs_columns, token_pairs
+from verl_tasks.data.prepare import load_tokenizer, read_manifest
+from verl_tasks.evaluation.engines import stop_ids
+from verl_tasks.files import read_json
+from verl_tasks.launch import doctor, memory_checks
+from verl_tasks.launch.finding import Finding, error, ok, warning
+from verl_tasks.launch.rehearsed_data import first_pairs
+from verl_tasks.machine import hardware
+from verl_tasks.machine.memory import gb
+from verl_tasks.models.chat_template import end_of_turn, end_of_turn_ids, knows_tools
+from verl_tasks.rewards.answers import JudgeError
+from verl_tasks.rewards.judge import Judge
+from verl_tasks.rows import DataError, read_rows, tools_of
+from verl_tasks.settings import GPU_MIB, Command, Settings, teacher_gpus
+from verl_tasks.text import one_line
 
 FEW = 0.5  # of the prompts: where fewer fit it is an error
 

@@ -7,8 +7,8 @@ import shlex
 import sys
 from collections.abc import Mapping
 
-from tasks.common.process import errors_in_one_line
-from tasks.common.settings import ROOT, SettingsError
+from verl_tasks.process import errors_in_one_line
+from verl_tasks.settings import ROOT, SettingsError
 
 
 def answers(environ: Mapping[str, str]) -> list[str]:

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tasks.common.launch.task import exported
-from tasks.common.runs.run import Run
-from tasks.common.settings import Settings, method, stack
-from tasks.common.training import tracking, verl_config, verl_versions
-from tasks.common.training.parity import Pass
+from verl_tasks.launch.task import exported
+from verl_tasks.runs.run import Run
+from verl_tasks.settings import Settings, method, stack
+from verl_tasks.training import tracking, verl_config, verl_versions
+from verl_tasks.training.parity import Pass
 
 # What torchrun tells its only worker. Without it one process less imports torch; the store takes any free port.
 ONE_WORKER = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
@@ -57,7 +57,7 @@ class Plan:
 def sft_plan(s: Settings, run: Run, start: str, demonstrations: Path, chosen: Pass | None) -> Plan:
     """The warm-up of the model ``start`` on a parquet file, by the pass ``chosen``. Raises SettingsError."""
     ours = verl_config.sft_overrides(s, start, run.folder, demonstrations, chosen)
-    program, own = _torchrun(s, "tasks.common.verl_plugins.sft")
+    program, own = _torchrun(s, "verl_tasks.verl_plugins.sft")
     own |= {"SEED": str(s.SEED), "SFT_LOSS": str(s.SFT_LOSS)}  # verl_plugins/sft.py
     return Plan(
         name="SFT",
@@ -74,7 +74,7 @@ def sft_plan(s: Settings, run: Run, start: str, demonstrations: Path, chosen: Pa
 def pairs_plan(s: Settings, run: Run, start: str, pairs: Path, number: int = 1) -> Plan:
     """Round ``number`` of DPO: STEPS on a file of pairs."""
     seed = s.TRAIN_SEED + number - 1
-    program, own = _torchrun(s, "tasks.common.training.trl_dpo")
+    program, own = _torchrun(s, "verl_tasks.training.trl_dpo")
     return Plan(
         name=s.METHOD.upper(),
         settings=replace(s, TRAIN_SEED=seed),
@@ -128,7 +128,7 @@ def _writes(s: Settings, run: Run) -> dict[str, str]:
 
 def _torchrun(s: Settings, module: str) -> tuple[list[str], dict[str, str]]:
     """The command of ``module`` on N_GPUS, and the environment that it needs without torchrun."""
-    torchrun = ["tasks.common.training.torchrun", f"--nproc_per_node={s.N_GPUS}", "-m"] if s.N_GPUS > 1 else []
+    torchrun = ["verl_tasks.training.torchrun", f"--nproc_per_node={s.N_GPUS}", "-m"] if s.N_GPUS > 1 else []
     return [sys.executable, "-m", *torchrun, module], {} if torchrun else dict(ONE_WORKER)
 
 

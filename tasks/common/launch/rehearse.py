@@ -20,13 +20,13 @@ from pathlib import Path
 
 import psutil
 
-from tasks.common.data.pairs import pairs_columns
-from tasks.common.guarded import asks_judge
-from tasks.common.launch import needs, played_judge, rehearsed_data
-from tasks.common.launch.task import load_reward
-from tasks.common.models import thin
-from tasks.common.rows import DataError
-from tasks.common.settings import COMPLETE, ROOT, Command, Settings, SettingsError, artifacts, load_settings, values_of
+from verl_tasks.data.pairs import pairs_columns
+from verl_tasks.guarded import asks_judge
+from verl_tasks.launch import needs, played_judge, rehearsed_data
+from verl_tasks.launch.task import load_reward
+from verl_tasks.models import thin
+from verl_tasks.rows import DataError
+from verl_tasks.settings import COMPLETE, ROOT, Command, Settings, SettingsError, artifacts, load_settings, values_of
 
 STEPS, SAVED, SFT_STEPS = "2", 1, 2  # RL steps, the one whose checkpoint is resumed, steps of the warm-up
 ROWS, TEST, DEV, EVALUATED = 512, 16, 4, 4  # at most: training, test and dev prompts, prompts of the evaluation

@@ -7,13 +7,13 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from tasks.common.data.pairs import read_pairs
-from tasks.common.data.prepare import load_tokenizer, needs_tools
-from tasks.common.evaluation.certify import cut_by
-from tasks.common.models import thin
-from tasks.common.models.chat_template import demonstration_ids
-from tasks.common.rows import demonstration, dpo_row, dpo_schema, solved, tools_of, write_parquet
-from tasks.common.settings import Settings
+from verl_tasks.data.pairs import read_pairs
+from verl_tasks.data.prepare import load_tokenizer, needs_tools
+from verl_tasks.evaluation.certify import cut_by
+from verl_tasks.models import thin
+from verl_tasks.models.chat_template import demonstration_ids
+from verl_tasks.rows import demonstration, dpo_row, dpo_schema, solved, tools_of, write_parquet
+from verl_tasks.settings import Settings
 
 READ = 4096  # demonstrations in which it looks
 

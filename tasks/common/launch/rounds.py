@@ -1,13 +1,13 @@
 """The stage `train`: rounds of RL or DPO, each from the model that the one before made, and the checks before them."""
 
-from tasks.common.launch import train
-from tasks.common.launch.task import load_reward
-from tasks.common.machine import cluster
-from tasks.common.models.find import resolve_model
-from tasks.common.runs import folder, validation
-from tasks.common.runs.run import export, recorded
-from tasks.common.settings import Settings, SettingsError, method
-from tasks.common.training import tracking
+from verl_tasks.launch import train
+from verl_tasks.launch.task import load_reward
+from verl_tasks.machine import cluster
+from verl_tasks.models.find import resolve_model
+from verl_tasks.runs import folder, validation
+from verl_tasks.runs.run import export, recorded
+from verl_tasks.settings import Settings, SettingsError, method
+from verl_tasks.training import tracking
 
 
 def check_training(s: Settings, arguments: list[str]) -> None:

@@ -8,12 +8,12 @@ import sys
 import time
 from pathlib import Path
 
-from tasks.common.evaluation.engines import window
-from tasks.common.leftovers import kept
-from tasks.common.machine.hardware import CPU_BLOCK_SIZE, cpu_dtype, refuse_taken
-from tasks.common.models.merge import base_model, is_adapter, max_rank
-from tasks.common.process import POLL_SECONDS, StageFailed, report
-from tasks.common.settings import Command, Settings, SettingsError, artifacts
+from verl_tasks.evaluation.engines import window
+from verl_tasks.leftovers import kept
+from verl_tasks.machine.hardware import CPU_BLOCK_SIZE, cpu_dtype, refuse_taken
+from verl_tasks.models.merge import base_model, is_adapter, max_rank
+from verl_tasks.process import POLL_SECONDS, StageFailed, report
+from verl_tasks.settings import Command, Settings, SettingsError, artifacts
 
 KEY = "VLLM_API_KEY"  # vLLM's own variable: a key on its command line would stand in the list of processes
 

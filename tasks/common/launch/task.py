@@ -8,13 +8,13 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 
-from tasks.common.interrupts import Interrupts
-from tasks.common.machine.cluster import OWN_RAY
-from tasks.common.process import StageFailed, die_with_parent
-from tasks.common.rewards.answers import RewardError, variants
-from tasks.common.rewards.environment import of_task
-from tasks.common.settings import COMPLETE, Settings, SettingsError, stack
-from tasks.common.visible_gpus import gpu_numbers
+from verl_tasks.interrupts import Interrupts
+from verl_tasks.machine.cluster import OWN_RAY
+from verl_tasks.process import StageFailed, die_with_parent
+from verl_tasks.rewards.answers import RewardError, variants
+from verl_tasks.rewards.environment import of_task
+from verl_tasks.settings import COMPLETE, Settings, SettingsError, stack
+from verl_tasks.visible_gpus import gpu_numbers
 
 
 def script(s: Settings, name: str, *arguments: str) -> None:

@@ -9,24 +9,24 @@ from pathlib import Path
 
 import pyarrow.parquet as pq
 
-from tasks.common.data.pairs import pair_set
-from tasks.common.data.pairs import steps as pair_steps
-from tasks.common.data.prepare import load_tokenizer
-from tasks.common.files import read_json
-from tasks.common.launch.plan import REWARD, Plan, pairs_plan, rl_plan, sft_plan
-from tasks.common.launch.task import script
-from tasks.common.machine import cluster
-from tasks.common.machine.gpus import Sampler
-from tasks.common.models.find import resolve_model, whole_model
-from tasks.common.models.merge import adapter_config, base_model, is_adapter
-from tasks.common.process import Progress, StageFailed, run
-from tasks.common.rows import DataError
-from tasks.common.runs import folder, health, launches, validation
-from tasks.common.runs.checkpoint import begun_step, ranks
-from tasks.common.runs.keep import prune
-from tasks.common.runs.run import Run, last_step, mend_tracker, metrics_in
-from tasks.common.settings import Settings, SettingsError, method
-from tasks.common.training import parity, verl_config, verl_versions
+from verl_tasks.data.pairs import pair_set
+from verl_tasks.data.pairs import steps as pair_steps
+from verl_tasks.data.prepare import load_tokenizer
+from verl_tasks.files import read_json
+from verl_tasks.launch.plan import REWARD, Plan, pairs_plan, rl_plan, sft_plan
+from verl_tasks.launch.task import script
+from verl_tasks.machine import cluster
+from verl_tasks.machine.gpus import Sampler
+from verl_tasks.models.find import resolve_model, whole_model
+from verl_tasks.models.merge import adapter_config, base_model, is_adapter
+from verl_tasks.process import Progress, StageFailed, run
+from verl_tasks.rows import DataError
+from verl_tasks.runs import folder, health, launches, validation
+from verl_tasks.runs.checkpoint import begun_step, ranks
+from verl_tasks.runs.keep import prune
+from verl_tasks.runs.run import Run, last_step, mend_tracker, metrics_in
+from verl_tasks.settings import Settings, SettingsError, method
+from verl_tasks.training import parity, verl_config, verl_versions
 
 
 class WithoutSignal(StageFailed):

@@ -17,9 +17,9 @@ from dataclasses import asdict, dataclass, fields, replace
 from importlib.metadata import version
 from pathlib import Path
 
-from tasks.common.machine import hardware
-from tasks.common.process import StageFailed, die_with_parent, errors_in_one_line, node_lost
-from tasks.common.settings import (
+from verl_tasks.machine import hardware
+from verl_tasks.process import StageFailed, die_with_parent, errors_in_one_line, node_lost
+from verl_tasks.settings import (
     ROOT,
     Settings,
     SettingsError,
@@ -226,7 +226,7 @@ def _ask(question: str, *arguments: str, seconds: float = ASK_SECONDS) -> dict:
     given = os.environ["RAY_ADDRESS"]
     if given != "auto" and not hardware.listens(given, CONNECT_SECONDS):
         raise SettingsError(f"RAY_ADDRESS={given}: no Ray cluster answers there; run `ray start --head` ({HELP})")
-    command = [sys.executable, "-m", "tasks.common.machine.cluster", question, *arguments]
+    command = [sys.executable, "-m", "verl_tasks.machine.cluster", question, *arguments]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     try:
         child = subprocess.run(

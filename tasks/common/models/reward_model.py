@@ -1,7 +1,7 @@
 """REWARD_MODEL: a sequence classifier whose score is the reward (verl/experimental/reward_loop)."""
 
-from tasks.common.models.find import loaded
-from tasks.common.settings import Settings, SettingsError
+from verl_tasks.models.find import loaded
+from verl_tasks.settings import Settings, SettingsError
 
 CLASSIFIER = "ForSequenceClassification"
 

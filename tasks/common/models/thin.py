@@ -7,11 +7,11 @@ import math
 import shutil
 from pathlib import Path
 
-from tasks.common.files import folder_beside
-from tasks.common.models.find import embedded_model, is_hub_id
-from tasks.common.models.small import small
-from tasks.common.settings import SettingsError
-from tasks.common.text import one_line
+from verl_tasks.files import folder_beside
+from verl_tasks.models.find import embedded_model, is_hub_id
+from verl_tasks.models.small import small
+from verl_tasks.settings import SettingsError
+from verl_tasks.text import one_line
 
 HEADS, HEAD = 2, 32  # vLLM on a CPU wants heads of 32 or more
 # Of `teach`: it ends once the mean probability of a whole demonstration is RIGHT, or after MOST_STEPS.

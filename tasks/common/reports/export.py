@@ -8,17 +8,17 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from tasks.common.files import folder_beside, read_json, write_json, write_text
-from tasks.common.models.find import EMBEDDED, embedded_folder, is_hub_id, whole_model
-from tasks.common.models.merge import base_of, is_adapter
-from tasks.common.reports import run_report
-from tasks.common.reports.overview import evaluations
-from tasks.common.reports.run_report import Section, Table
-from tasks.common.runs import launches
-from tasks.common.runs.run import Run
-from tasks.common.runs.secrets import masked
-from tasks.common.settings import ROOT, Command, Settings, SettingsError, artifacts
-from tasks.common.text import one_line
+from verl_tasks.files import folder_beside, read_json, write_json, write_text
+from verl_tasks.models.find import EMBEDDED, embedded_folder, is_hub_id, whole_model
+from verl_tasks.models.merge import base_of, is_adapter
+from verl_tasks.reports import run_report
+from verl_tasks.reports.overview import evaluations
+from verl_tasks.reports.run_report import Section, Table
+from verl_tasks.runs import launches
+from verl_tasks.runs.run import Run
+from verl_tasks.runs.secrets import masked
+from verl_tasks.settings import ROOT, Command, Settings, SettingsError, artifacts
+from verl_tasks.text import one_line
 
 # What transformers and vLLM load; a checkpoint's folder also holds the trainer's own files.
 PARTS = ("*.safetensors", "*config.json", "*.index.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json")

@@ -17,16 +17,16 @@ from datetime import UTC, datetime
 from itertools import islice
 from pathlib import Path
 
-from tasks.common.interrupts import interrupt_on_sigterm
-from tasks.common.machine import hardware
-from tasks.common.process import errors_in_one_line
-from tasks.common.reports.overview import evaluations, health_of, settings_of
-from tasks.common.reports.samples import Sample, of_evaluation, of_step, rows
-from tasks.common.runs.folder import UNREADABLE, all_runs
-from tasks.common.runs.run import read_metrics
-from tasks.common.runs.secrets import masked_values
-from tasks.common.settings import Command, SettingsError, artifacts, load_settings
-from tasks.common.text import one_line
+from verl_tasks.interrupts import interrupt_on_sigterm
+from verl_tasks.machine import hardware
+from verl_tasks.process import errors_in_one_line
+from verl_tasks.reports.overview import evaluations, health_of, settings_of
+from verl_tasks.reports.samples import Sample, of_evaluation, of_step, rows
+from verl_tasks.runs.folder import UNREADABLE, all_runs
+from verl_tasks.runs.run import read_metrics
+from verl_tasks.runs.secrets import masked_values
+from verl_tasks.settings import Command, SettingsError, artifacts, load_settings
+from verl_tasks.text import one_line
 
 SECONDS = 3  # between two looks at the runs
 # Of a step's rollouts, a validation, an evaluation, so many samples are shown.

@@ -8,14 +8,14 @@ from datetime import datetime
 from pathlib import Path
 from types import SimpleNamespace
 
-from tasks.common.files import read_json
-from tasks.common.process import errors_in_one_line
-from tasks.common.runs import launches
-from tasks.common.runs.folder import UNREADABLE, all_runs, broken_runs, named
-from tasks.common.runs.health import Finding, findings
-from tasks.common.runs.run import read_metrics, recorded
-from tasks.common.settings import SettingsError, artifacts
-from tasks.common.text import one_line
+from verl_tasks.files import read_json
+from verl_tasks.process import errors_in_one_line
+from verl_tasks.runs import launches
+from verl_tasks.runs.folder import UNREADABLE, all_runs, broken_runs, named
+from verl_tasks.runs.health import Finding, findings
+from verl_tasks.runs.run import read_metrics, recorded
+from verl_tasks.settings import SettingsError, artifacts
+from verl_tasks.text import one_line
 
 REWARD = "critic/score/mean"
 HEADER = ["run", "task", "method", "model", "steps", "reward", "accuracy", "started", "trained"]

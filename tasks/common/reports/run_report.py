@@ -12,22 +12,22 @@ from pathlib import Path
 
 import jinja2
 
-from tasks.common.evaluation import plots
-from tasks.common.evaluation.sample import model_name
-from tasks.common.evaluation.summary import Difference
-from tasks.common.evaluation.tables import comparison_table, outcome, sizes
-from tasks.common.files import read_json, write_text
-from tasks.common.models.find import EMBEDDED, embedded_folder
-from tasks.common.process import errors_in_one_line
-from tasks.common.reports.overview import HEADER, evaluations, health_of, row, started
-from tasks.common.reports.samples import Sample, of_evaluation, of_step
-from tasks.common.runs import launches
-from tasks.common.runs.folder import UNREADABLE, all_runs, lineage, named
-from tasks.common.runs.health import newest_by_rule
-from tasks.common.runs.run import Run, read_metrics, recorded
-from tasks.common.runs.secrets import masked, masked_values
-from tasks.common.settings import ROOT, SettingsError, artifacts, load_settings
-from tasks.common.text import one_line, printable, without_middle
+from verl_tasks.evaluation import plots
+from verl_tasks.evaluation.sample import model_name
+from verl_tasks.evaluation.summary import Difference
+from verl_tasks.evaluation.tables import comparison_table, outcome, sizes
+from verl_tasks.files import read_json, write_text
+from verl_tasks.models.find import EMBEDDED, embedded_folder
+from verl_tasks.process import errors_in_one_line
+from verl_tasks.reports.overview import HEADER, evaluations, health_of, row, started
+from verl_tasks.reports.samples import Sample, of_evaluation, of_step
+from verl_tasks.runs import launches
+from verl_tasks.runs.folder import UNREADABLE, all_runs, lineage, named
+from verl_tasks.runs.health import newest_by_rule
+from verl_tasks.runs.run import Run, read_metrics, recorded
+from verl_tasks.runs.secrets import masked, masked_values
+from verl_tasks.settings import ROOT, SettingsError, artifacts, load_settings
+from verl_tasks.text import one_line, printable, without_middle
 
 SAMPLES = 6  # rollouts that are shown
 PROMPT, RESPONSE, TRUTH = 1500, 3000, 500  # characters of each

@@ -6,7 +6,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from tasks.common.evaluation.rollouts import dumped, in_turn
+from verl_tasks.evaluation.rollouts import dumped, in_turn
 
 NO_REWARD = ("input", "output", "gts", "step", "uid", "turns")  # beside a dumped response
 

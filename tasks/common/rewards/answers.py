@@ -11,7 +11,7 @@ import re
 import sys
 from collections.abc import Callable
 
-from tasks.common.errors import said
+from verl_tasks.errors import said
 
 MAX_RESPONSE_CHARS = 100_000
 _THINK, _THINK_END = re.compile(r"<think>", re.IGNORECASE), re.compile(r"</think>", re.IGNORECASE)

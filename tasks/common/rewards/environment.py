@@ -10,10 +10,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from tasks.common.errors import said
-from tasks.common.rewards.answers import RewardError, number
-from tasks.common.rewards.tool_calls import Malformed, Response, functions, parse_response, split_thinking, without_tags
-from tasks.common.rows import messages_problem
+from verl_tasks.errors import said
+from verl_tasks.rewards.answers import RewardError, number
+from verl_tasks.rewards.tool_calls import Malformed, Response, functions, parse_response, split_thinking, without_tags
+from verl_tasks.rows import messages_problem
 
 SUCCESS = 1 - 1e-9  # an episode succeeds when its rewards sum to 1, up to rounding
 

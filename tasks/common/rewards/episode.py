@@ -12,11 +12,11 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 
-from tasks.common import errors
-from tasks.common.ends import CUT, DONE, LENGTH, MAX_TURNS, OBSERVATION, TIMEOUT, TOO_LONG, TURN_LENGTH, cut_key
-from tasks.common.models.chat_template import LONGEST_TOKEN, next_turn_ids, opens_thinking, prompt_ids
-from tasks.common.rewards.answers import RewardError
-from tasks.common.rewards.environment import SUCCESS, Environment, Start, begun, retold, stepped
+from verl_tasks import errors
+from verl_tasks.ends import CUT, DONE, LENGTH, MAX_TURNS, OBSERVATION, TIMEOUT, TOO_LONG, TURN_LENGTH, cut_key
+from verl_tasks.models.chat_template import LONGEST_TOKEN, next_turn_ids, opens_thinking, prompt_ids
+from verl_tasks.rewards.answers import RewardError
+from verl_tasks.rewards.environment import SUCCESS, Environment, Start, begun, retold, stepped
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from tasks.common.rewards.answers import RewardError
-from tasks.common.rewards.environment import Environment, replayed
-from tasks.common.rows import chat, rl_row
+from verl_tasks.rewards.answers import RewardError
+from verl_tasks.rewards.environment import Environment, replayed
+from verl_tasks.rows import chat, rl_row
 
 
 def check_examples(task_dir: Path, compute_score: Callable[..., dict]) -> int:

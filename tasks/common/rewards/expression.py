@@ -5,7 +5,7 @@ import operator
 import re
 from fractions import Fraction
 
-from tasks.common.rewards.answers import in_ascii
+from verl_tasks.rewards.answers import in_ascii
 
 MAX_EXPRESSION_CHARS = 200
 # A number has up to 9 digits on each side of its point, an expression up to 100 numbers: exact fractions stay small.

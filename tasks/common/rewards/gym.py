@@ -23,11 +23,11 @@ from unittest import mock
 
 from pydantic import TypeAdapter, ValidationError
 
-from tasks.common.rewards.answers import last_answer, read_ground_truth
-from tasks.common.rewards.math_answer import read_number
-from tasks.common.rewards.sandbox import CallFailed, Sandbox
-from tasks.common.rows import DataError, Example
-from tasks.common.text import one_line
+from verl_tasks.rewards.answers import last_answer, read_ground_truth
+from verl_tasks.rewards.math_answer import read_number
+from verl_tasks.rewards.sandbox import CallFailed, Sandbox
+from verl_tasks.rows import DataError, Example
+from verl_tasks.text import one_line
 
 ANSWER_FORM = (
     "Think step by step, then put the final answer in <answer></answer>: "
@@ -141,7 +141,7 @@ def scorer(env: str, config: dict | None = None, seconds: float = CALL_SECONDS) 
 
 @functools.cache
 def _sandbox(env: str, config: str, seconds: float) -> Sandbox:
-    return Sandbox("tasks.common.rewards.gym:worker", env, config, seconds=seconds)
+    return Sandbox("verl_tasks.rewards.gym:worker", env, config, seconds=seconds)
 
 
 # ---- in the worker ----

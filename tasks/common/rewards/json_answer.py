@@ -14,9 +14,9 @@ from jsonschema.exceptions import SchemaError, best_match
 from referencing import Registry
 from referencing.exceptions import Unresolvable
 
-from tasks.common.rewards.answers import RewardError, after_thinking
-from tasks.common.strict_json import finite, no_constant, once, too_deep
-from tasks.common.text import one_line
+from verl_tasks.rewards.answers import RewardError, after_thinking
+from verl_tasks.strict_json import finite, no_constant, once, too_deep
+from verl_tasks.text import one_line
 
 MAX_OBJECT_CHARS = 10_000
 MAX_DIGITS = 18  # of an integer: it fits in 64 bits, and no arithmetic on it is slow

@@ -21,12 +21,12 @@ from pathlib import Path
 
 import diskcache
 
-from tasks.common.files import read_json, write_json
-from tasks.common.openai_client import address_problem, openai_client
-from tasks.common.rewards.answers import JudgeError
-from tasks.common.rewards.json_answer import read_object
-from tasks.common.settings import SettingsError, artifacts, load_settings, variable
-from tasks.common.text import one_line, printable, without_middle
+from verl_tasks.files import read_json, write_json
+from verl_tasks.openai_client import address_problem, openai_client
+from verl_tasks.rewards.answers import JudgeError
+from verl_tasks.rewards.json_answer import read_object
+from verl_tasks.settings import SettingsError, artifacts, load_settings, variable
+from verl_tasks.text import one_line, printable, without_middle
 
 RIGHT = 0.7  # the lowest score with acc 1; the prompt says that 7 of 10 is acceptable
 MAX_TEXT_CHARS = 20_000  # of each text in the prompt

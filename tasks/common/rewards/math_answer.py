@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from tasks.common.rewards.answers import after_thinking, in_ascii
-from tasks.common.rewards.sandbox import CallFailed, Sandbox
+from verl_tasks.rewards.answers import after_thinking, in_ascii
+from verl_tasks.rewards.sandbox import CallFailed, Sandbox
 
 MAX_ANSWER_CHARS = 200
 MAX_CANDIDATES = 20  # most places of one form that are checked, the last first
@@ -297,7 +297,7 @@ def _math_verify(answer: str, truth: str) -> tuple[bool, bool]:
     return well_formed, right
 
 
-_sandbox = Sandbox("tasks.common.rewards.math_answer:math_verify_judge", seconds=SECONDS)
+_sandbox = Sandbox("verl_tasks.rewards.math_answer:math_verify_judge", seconds=SECONDS)
 
 
 def math_verify_judge() -> Callable[[str, str], tuple[bool, bool]]:

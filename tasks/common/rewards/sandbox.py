@@ -166,7 +166,7 @@ def _serve(channel: int, parent: int) -> None:
 
 def _set_up(message: dict, parent: int) -> tuple[Callable, dict]:
     sys.path[:] = [path for path in message["path"] if os.path.isabs(path)]
-    from tasks.common.process import die_with_parent
+    from verl_tasks.process import die_with_parent
 
     die_with_parent()
     if os.getppid() != parent:

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_bipartite_matching
 
-from tasks.common.models.chat_template import call_text
-from tasks.common.strict_json import DECODER, MAX_DEPTH, too_deep
+from verl_tasks.models.chat_template import call_text
+from verl_tasks.strict_json import DECODER, MAX_DEPTH, too_deep
 
 MAX_CHARS = 16_384  # after the thinking; more would take longer than the 5 ms that a reward may take per row
 MAX_CALLS = 64

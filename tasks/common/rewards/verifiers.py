@@ -20,12 +20,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
-from tasks.common.rewards.answers import RewardError, read_ground_truth
-from tasks.common.rewards.environment import Environment, Start, Step
-from tasks.common.rewards.tool_calls import Response
-from tasks.common.rows import DataError, Example, chat, decoded
-from tasks.common.settings import artifacts
-from tasks.common.text import one_line
+from verl_tasks.rewards.answers import RewardError, read_ground_truth
+from verl_tasks.rewards.environment import Environment, Start, Step
+from verl_tasks.rewards.tool_calls import Response
+from verl_tasks.rows import DataError, Example, chat, decoded
+from verl_tasks.settings import artifacts
+from verl_tasks.text import one_line
 
 SERVER = Path(__file__).with_name("verifiers_server")
 V1, OLD = "verifiers>=0.4,<0.5", "verifiers>=0.1.14,<0.4"  # 0.4 has no environments of the old form

@@ -8,7 +8,7 @@ import time
 import zipfile
 from pathlib import Path
 
-from tasks.common.models.merge import has_weights, is_adapter
+from verl_tasks.models.merge import has_weights, is_adapter
 
 _SHARD = re.compile(r"(model|optim|extra_state)_world_size_(\d+)_rank_(\d+)\.pt")
 # What transformers needs to resume: trained whole, and in shards.

@@ -11,8 +11,8 @@ import shutil
 import sys
 from pathlib import Path
 
-from tasks.common.settings import SettingsError, artifacts
-from tasks.common.stages import STAGES
+from verl_tasks.settings import SettingsError, artifacts
+from verl_tasks.stages import STAGES
 
 # Folders with a folder for each task: those of the stages, and of `make report`.
 OF_A_TASK = ("reports", *(folder for stage in STAGES.values() for folder in stage.writes))

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 
-from tasks.common.files import read_json, write_json
-from tasks.common.models.merge import ready
-from tasks.common.runs.run import Run, record_problem, recorded, tracker
-from tasks.common.runs.secrets import masked
-from tasks.common.settings import REPORTING, Settings, SettingsError, artifacts, fingerprint, recorded_texts
-from tasks.common.text import one_line
+from verl_tasks.files import read_json, write_json
+from verl_tasks.models.merge import ready
+from verl_tasks.runs.run import Run, record_problem, recorded, tracker
+from verl_tasks.runs.secrets import masked
+from verl_tasks.settings import REPORTING, Settings, SettingsError, artifacts, fingerprint, recorded_texts
+from verl_tasks.text import one_line
 
 PLAIN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,99}")  # names of tasks and runs
 # Errors of reading a folder whose files do not have our form.

@@ -12,9 +12,9 @@ from pathlib import Path
 from statistics import correlation, linear_regression, mean, median
 from typing import NoReturn
 
-from tasks.common.ends import CUT, LENGTH, cut_key, remedy
-from tasks.common.files import write_json
-from tasks.common.settings import HEALTH_RULES, Settings
+from verl_tasks.ends import CUT, LENGTH, cut_key, remedy
+from verl_tasks.files import write_json
+from verl_tasks.settings import HEALTH_RULES, Settings
 
 OUTCOME = "outcome.json"  # of a run: why the trainer itself ended its last launch
 WITHOUT = "no signal"  # an outcome

@@ -3,8 +3,8 @@
 import shutil
 from pathlib import Path
 
-from tasks.common.runs.run import Run, critic_steps
-from tasks.common.runs.validation import ends_early, ranked, words
+from verl_tasks.runs.run import Run, critic_steps
+from verl_tasks.runs.validation import ends_early, ranked, words
 
 REMOVED = "removed_"  # prefix of a folder that is being removed
 

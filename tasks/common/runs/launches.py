@@ -16,12 +16,12 @@ from pathlib import Path
 
 import yaml
 
-from tasks.common.files import folder_beside, read_json, sha256, write_json, write_text
-from tasks.common.install.check import versions
-from tasks.common.runs.folder import UNREADABLE
-from tasks.common.runs.secrets import masked, masked_values
-from tasks.common.settings import JUDGED, ROOT, Settings, SettingsError, judge_settings
-from tasks.common.text import one_line
+from verl_tasks.files import folder_beside, read_json, sha256, write_json, write_text
+from verl_tasks.install.check import versions
+from verl_tasks.runs.folder import UNREADABLE
+from verl_tasks.runs.secrets import masked, masked_values
+from verl_tasks.settings import JUDGED, ROOT, Settings, SettingsError, judge_settings
+from verl_tasks.text import one_line
 
 CODE = ("*.py", "*.sh", "profiles/*.sh")  # of a task
 FORM = {"date": str, "stack": str, "git": dict, "data": dict, "judge": dict}  # of a launch.json

@@ -12,13 +12,13 @@ from dataclasses import asdict
 from itertools import count
 from pathlib import Path
 
-from tasks.common.process import die_with_parent, errors_in_one_line
-from tasks.common.runs import launches
-from tasks.common.runs.folder import check_settings, lineage, named
-from tasks.common.runs.run import Run, recorded
-from tasks.common.runs.secrets import MASK
-from tasks.common.settings import COMPLETE, JUDGED, ROOT, Command, Settings, SettingsError, load_settings
-from tasks.common.text import one_line
+from verl_tasks.process import die_with_parent, errors_in_one_line
+from verl_tasks.runs import launches
+from verl_tasks.runs.folder import check_settings, lineage, named
+from verl_tasks.runs.run import Run, recorded
+from verl_tasks.runs.secrets import MASK
+from verl_tasks.settings import COMPLETE, JUDGED, ROOT, Command, Settings, SettingsError, load_settings
+from verl_tasks.text import one_line
 
 # Keys of verl, vLLM, Ray and hydra that name code to load, files and folders to write to, a server to send to, or a
 # cluster to join.
@@ -118,7 +118,7 @@ def main() -> None:
     if unknown := sorted(asdict(s).keys() - made["settings"].keys()):
         print(f"warning: not in its record, so as by default: {', '.join(unknown)}")
     print(f"RUN={name} again, as RUN={environ['RUN']}", flush=True)
-    stage = [sys.executable, "-m", "tasks.common.launch.main"]  # not train.sh: the record has every variable
+    stage = [sys.executable, "-m", "verl_tasks.launch.main"]  # not train.sh: the record has every variable
     environ |= {"PYTHONPATH": f"{ROOT}:{environ.get('PYTHONPATH', '')}".rstrip(":"), "PYTHONUNBUFFERED": "1"}
     data = subprocess.run([*stage, "data"], env=environ | {"STAGE": "data"}, preexec_fn=die_with_parent)
     if code := data.returncode:

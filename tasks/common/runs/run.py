@@ -6,12 +6,12 @@ import operator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tasks.common.files import read_json, write_text
-from tasks.common.models.merge import base_model, loadable
-from tasks.common.runs import validation
-from tasks.common.runs.checkpoint import whole
-from tasks.common.settings import Settings, SettingsError
-from tasks.common.text import one_line
+from verl_tasks.files import read_json, write_text
+from verl_tasks.models.merge import base_model, loadable
+from verl_tasks.runs import validation
+from verl_tasks.runs.checkpoint import whole
+from verl_tasks.settings import Settings, SettingsError
+from verl_tasks.text import one_line
 
 PARTS = ("kind", "fingerprint", "start")  # of every record: texts beside its settings and arguments
 ALWAYS = {"MODEL", "METHOD", "STEPS", "SFT_STEPS", "INIT", "STACK", "N_GPUS"}  # settings that every version recorded

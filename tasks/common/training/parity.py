@@ -16,20 +16,20 @@ from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
 
-from tasks.common.files import read_json, write_json
-from tasks.common.machine import memory
-from tasks.common.models.merge import base_model
-from tasks.common.process import die_with_parent
-from tasks.common.settings import ROOT, Settings, artifacts, stack
-from tasks.common.text import one_line
+from verl_tasks.files import read_json, write_json
+from verl_tasks.machine import memory
+from verl_tasks.models.merge import base_model
+from verl_tasks.process import die_with_parent
+from verl_tasks.settings import ROOT, Settings, artifacts, stack
+from verl_tasks.text import one_line
 
-PROGRAM = "tasks.common.verl_plugins.parity"
+PROGRAM = "verl_tasks.verl_plugins.parity"
 SECONDS = 300  # it takes 15
 SOURCES = ("verl_plugins/parity.py", "verl_plugins/head.py", "models/small.py", "verl_plugins/varlen_attention.py")
 # On a CPU, whatever stack is played.
-MODULES = "tasks.common.verl_plugins.cpu.verl_platform,tasks.common.verl_plugins.patches"
+MODULES = "verl_tasks.verl_plugins.cpu.verl_platform,verl_tasks.verl_plugins.patches"
 ENVIRONMENT = {"VERL_PLATFORM": "cpu", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-ENVIRONMENT |= {"VERL_USE_EXTERNAL_MODULES": f"{MODULES},tasks.common.verl_plugins.varlen_attention"}
+ENVIRONMENT |= {"VERL_USE_EXTERNAL_MODULES": f"{MODULES},verl_tasks.verl_plugins.varlen_attention"}
 
 
 def paths(s: Settings) -> dict[str, dict]:

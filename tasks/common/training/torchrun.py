@@ -1,4 +1,4 @@
-"""torchrun of one machine, whose stores listen on it alone: `python -m tasks.common.training.torchrun ARGUMENTS`."""
+"""torchrun of one machine, whose stores listen on it alone: `python -m verl_tasks.training.torchrun ARGUMENTS`."""
 
 import sys
 
@@ -6,7 +6,7 @@ from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler
 from torch.distributed.run import main
 
-from tasks.common.machine.local_store import store
+from verl_tasks.machine.local_store import store
 
 
 def _shared_store(self, address: str, port: int):

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from tasks.common.settings import Settings, SettingsError, artifacts
+from verl_tasks.settings import Settings, SettingsError, artifacts
 
 # verl/utils/tracking.py, supported_backend of both versions; each needs the package of its name.
 BACKENDS = ("wandb", "tensorboard", "trackio", "mlflow", "swanlab", "clearml")

@@ -1,4 +1,4 @@
-"""DPO with TRL: `torchrun --nproc_per_node=N_GPUS -m tasks.common.training.trl_dpo START PAIRS RUN_DIR`, with the
+"""DPO with TRL: `torchrun --nproc_per_node=N_GPUS -m verl_tasks.training.trl_dpo START PAIRS RUN_DIR`, with the
 settings in the environment.
 
 START, a folder or a hub id, is the policy's start and the reference. With LoRA the reference is the model without its
@@ -29,22 +29,22 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import DPOConfig, DPOTrainer
 from trl.trainer import dpo_trainer
 
-from tasks.common.alive import STACKS, beat
-from tasks.common.data.pairs import ANSWERS, TokenPair, pair_set
-from tasks.common.data.prepare import load_tokenizer
-from tasks.common.files import write_text
-from tasks.common.machine.hardware import cpu_dtype
-from tasks.common.machine.local_store import listen_locally
-from tasks.common.models.merge import base_model, base_of, is_adapter
-from tasks.common.process import die_with_torchrun
-from tasks.common.runs import health, launches
-from tasks.common.runs.checkpoint import FirstSave
-from tasks.common.runs.keep import prune
-from tasks.common.runs.run import last_step, tracker
-from tasks.common.settings import Settings, load_settings
-from tasks.common.training import tracking
-from tasks.common.training.methods import dpo
-from tasks.common.training.verl_config import micro_batch
+from verl_tasks.alive import STACKS, beat
+from verl_tasks.data.pairs import ANSWERS, TokenPair, pair_set
+from verl_tasks.data.prepare import load_tokenizer
+from verl_tasks.files import write_text
+from verl_tasks.machine.hardware import cpu_dtype
+from verl_tasks.machine.local_store import listen_locally
+from verl_tasks.models.merge import base_model, base_of, is_adapter
+from verl_tasks.process import die_with_torchrun
+from verl_tasks.runs import health, launches
+from verl_tasks.runs.checkpoint import FirstSave
+from verl_tasks.runs.keep import prune
+from verl_tasks.runs.run import last_step, tracker
+from verl_tasks.settings import Settings, load_settings
+from verl_tasks.training import tracking
+from verl_tasks.training.methods import dpo
+from verl_tasks.training.verl_config import micro_batch
 
 # The device of a process of several on the CPU is cpu:0 by accelerate, a place that torch.load does not know.
 torch.serialization.register_package(0, lambda _: None, lambda storage, place: storage if place == "cpu:0" else None)

@@ -11,15 +11,15 @@ from collections.abc import Mapping, Sequence
 from math import isfinite
 from pathlib import Path
 
-from tasks.common.machine import cluster, hardware
-from tasks.common.machine.memory import GIB, Plan
-from tasks.common.models import reward_model
-from tasks.common.models.find import resolve_whole, whole_model
-from tasks.common.models.merge import base_model, is_adapter
-from tasks.common.settings import ROOT, Settings, SettingsError, method, stack
-from tasks.common.text import one_line
-from tasks.common.training import parity, tracking, verl_checks, verl_versions
-from tasks.common.training.parity import Pass
+from verl_tasks.machine import cluster, hardware
+from verl_tasks.machine.memory import GIB, Plan
+from verl_tasks.models import reward_model
+from verl_tasks.models.find import resolve_whole, whole_model
+from verl_tasks.models.merge import base_model, is_adapter
+from verl_tasks.settings import ROOT, Settings, SettingsError, method, stack
+from verl_tasks.text import one_line
+from verl_tasks.training import parity, tracking, verl_checks, verl_versions
+from verl_tasks.training.parity import Pass
 
 PLUGINS = ROOT / "tasks/common/verl_plugins"
 

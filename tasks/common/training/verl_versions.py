@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from tasks.common.settings import Settings, SettingsError, stack
+from verl_tasks.settings import Settings, SettingsError, stack
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def _rl_of_061(s: Settings) -> list[str]:
         # Off by default there; algorithm.rollout_correction does nothing without them.
         "actor_rollout_ref.rollout.calculate_log_probs=True",
         # With a custom sampler verl requires that the trainer's own process loads the data.
-        "data.sampler.class_path=pkg://tasks.common.verl_plugins.verl_061.order",
+        "data.sampler.class_path=pkg://verl_tasks.verl_plugins.verl_061.order",
         "data.sampler.class_name=Shuffled",
         "data.dataloader_num_workers=0",
         # Between GPUs; with one, verl would spend a second a step on it (1,024 rollouts). 0.9.1 reads the key nowhere.

@@ -1,4 +1,4 @@
-"""Save only the adapter of a LoRA checkpoint, in float32: `python -m tasks.common.verl_plugins.adapter`.
+"""Save only the adapter of a LoRA checkpoint, in float32: `python -m verl_tasks.verl_plugins.adapter`.
 
 It takes the options of `verl.model_merger`, which also saves the base model, all in bfloat16, and last the base model
 that the adapter is to name.
@@ -13,7 +13,7 @@ import torch
 from verl.model_merger.base_model_merger import generate_config_from_args, parse_args
 from verl.model_merger.fsdp_model_merger import FSDPModelMerger
 
-from tasks.common.verl_plugins.expect import expect
+from verl_tasks.verl_plugins.expect import expect
 
 expect(FSDPModelMerger._load_and_merge_state_dicts, "tensor._local_tensor.bfloat16()", "tensor.bfloat16()")
 expect(FSDPModelMerger.merge_and_save, "self.save_hf_model_and_tokenizer(merged_state_dict)")

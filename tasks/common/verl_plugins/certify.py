@@ -1,6 +1,6 @@
 """`make certify`: play episodes with evaluation's engine and training's agent loop, and write the certificate.
 
-`python -m tasks.common.verl_plugins.certify MODEL FILE`, in a process of its own. Sampled episodes are played once, by
+`python -m verl_tasks.verl_plugins.certify MODEL FILE`, in a process of its own. Sampled episodes are played once, by
 evaluation. The agent loop then gets these turns instead of an engine's, and must send the same tokens.
 Scripted ones are the task's demonstrations; the engine also samples a turn at each of their turns.
 The checks: evaluation/certify.py.
@@ -18,23 +18,23 @@ from pathlib import Path
 
 import yaml
 
-from tasks.common.evaluation import certify as checks
-from tasks.common.evaluation.certify import FAILED, Chat, Check, Played, Turn
-from tasks.common.evaluation.engine_pool import Hardware
-from tasks.common.evaluation.engines import Request, Sampling, TurnRequest, request_ids, stop_ids
-from tasks.common.evaluation.episodes import Stage, play_all
-from tasks.common.evaluation.rollouts import SAMPLED, Rollout
-from tasks.common.files import write_json
-from tasks.common.machine.hardware import cpu_dtype
-from tasks.common.models.chat_template import exchanges, opens_thinking, shown_ids
-from tasks.common.models.merge import base_model, is_adapter
-from tasks.common.process import die_with_parent
-from tasks.common.rewards.answers import RewardError
-from tasks.common.rewards.environment import of_task
-from tasks.common.rewards.episode import Limits
-from tasks.common.rows import decoded, demonstration, read_rows, solved, tools_of
-from tasks.common.settings import Settings, load_settings
-from tasks.common.training import verl_config
+from verl_tasks.evaluation import certify as checks
+from verl_tasks.evaluation.certify import FAILED, Chat, Check, Played, Turn
+from verl_tasks.evaluation.engine_pool import Hardware
+from verl_tasks.evaluation.engines import Request, Sampling, TurnRequest, request_ids, stop_ids
+from verl_tasks.evaluation.episodes import Stage, play_all
+from verl_tasks.evaluation.rollouts import SAMPLED, Rollout
+from verl_tasks.files import write_json
+from verl_tasks.machine.hardware import cpu_dtype
+from verl_tasks.models.chat_template import exchanges, opens_thinking, shown_ids
+from verl_tasks.models.merge import base_model, is_adapter
+from verl_tasks.process import die_with_parent
+from verl_tasks.rewards.answers import RewardError
+from verl_tasks.rewards.environment import of_task
+from verl_tasks.rewards.episode import Limits
+from verl_tasks.rows import decoded, demonstration, read_rows, solved, tools_of
+from verl_tasks.settings import Settings, load_settings
+from verl_tasks.training import verl_config
 
 VERSIONS = ("verl", "vllm", "transformers", "torch")
 

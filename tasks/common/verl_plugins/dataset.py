@@ -18,8 +18,8 @@ from verl.utils.model import compute_position_id_with_mask
 from verl.utils.profiler import simple_timer
 from verl.utils.torch_functional import postprocess_data
 
-from tasks.common.models.chat_template import demonstration_ids, ends_turn, opens_thinking, prompt_ids
-from tasks.common.rows import decoded, demonstration, tools_of
+from verl_tasks.models.chat_template import demonstration_ids, ends_turn, opens_thinking, prompt_ids
+from verl_tasks.rows import decoded, demonstration, tools_of
 
 RENDERS_ONCE = hasattr(SingleTurnAgentLoop, "ct_build_initial_tokens")  # verl 0.9.1
 

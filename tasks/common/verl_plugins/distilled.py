@@ -9,8 +9,8 @@ import torch
 from verl.trainer.distillation import losses
 from verl.utils.metric import Metric
 
-from tasks.common.verl_plugins.expect import expect
-from tasks.common.verl_plugins.on_policy import without_a_token
+from verl_tasks.verl_plugins.expect import expect
+from verl_tasks.verl_plugins.on_policy import without_a_token
 
 expect(
     losses.distillation_loss,

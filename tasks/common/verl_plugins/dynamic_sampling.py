@@ -7,8 +7,8 @@ verl 0.9.1 drops a group whose samples all have the same reward and samples two 
 from verl.trainer.ppo.v1 import register_trainer
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 
-from tasks.common.verl_plugins.expect import expect
-from tasks.common.verl_plugins.trainer import TaskTrainer
+from verl_tasks.verl_plugins.expect import expect
+from verl_tasks.verl_plugins.trainer import TaskTrainer
 
 DROPPED = "training/filter_groups/evicted_samples"  # verl's names; both count prompts
 SURPLUS = "training/filter_groups/discarded_surplus_samples"

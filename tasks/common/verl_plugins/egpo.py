@@ -12,10 +12,10 @@ from tensordict import TensorDict
 from verl.trainer.ppo.v1 import register_trainer
 from verl.workers.utils.padding import response_to_nested
 
-from tasks.common.models.chat_template import opens_thinking
-from tasks.common.rewards.tool_calls import THINK, THINK_END
-from tasks.common.training.methods import egpo
-from tasks.common.verl_plugins.trainer import TaskTrainer
+from verl_tasks.models.chat_template import opens_thinking
+from verl_tasks.rewards.tool_calls import THINK, THINK_END
+from verl_tasks.training.methods import egpo
+from verl_tasks.verl_plugins.trainer import TaskTrainer
 
 
 def reasoning_span(tokenizer, response: list[int], opened: bool) -> tuple[int, int] | None:

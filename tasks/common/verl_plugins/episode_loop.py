@@ -8,12 +8,12 @@ from uuid import uuid4
 from verl.experimental.agent_loop.agent_loop import AgentLoopBase, AgentLoopOutput
 from verl.utils.profiler import simple_timer
 
-from tasks.common.ends import CUT, TOO_LONG
-from tasks.common.models.chat_template import ends_turn
-from tasks.common.rewards.answers import RewardError
-from tasks.common.rewards.environment import of_task
-from tasks.common.rewards.episode import Episode, Limits, Sampled, play
-from tasks.common.rows import encoded
+from verl_tasks.ends import CUT, TOO_LONG
+from verl_tasks.models.chat_template import ends_turn
+from verl_tasks.rewards.answers import RewardError
+from verl_tasks.rewards.environment import of_task
+from verl_tasks.rewards.episode import Episode, Limits, Sampled, play
+from verl_tasks.rows import encoded
 
 COLUMNS = ("data_source", "ability", "reward_model", "extra_info")
 

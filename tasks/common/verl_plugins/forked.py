@@ -1,6 +1,6 @@
 """The processes of a training as forks of one Python, which has imported torch, verl and vLLM.
 
-    python -m tasks.common.verl_plugins.forked [--trainer] MODULE verl.trainer.main_ppo ARGUMENTS
+    python -m verl_tasks.verl_plugins.forked [--trainer] MODULE verl.trainer.main_ppo ARGUMENTS
 
 MODULE is what the stack's engine needs besides IMPORTS. With --trainer the trainer is a fork too, as soon as the first
 of IMPORTS is there. On a GPU that import would start CUDA: there the trainer imports by itself.
@@ -24,8 +24,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
-from tasks.common.leftovers import LAUNCH
-from tasks.common.verl_plugins import fork_server
+from verl_tasks.leftovers import LAUNCH
+from verl_tasks.verl_plugins import fork_server
 
 IMPORTS = ("verl.trainer.main_ppo", "verl.workers.engine_workers", "verl.experimental.reward_loop", "transfer_queue")
 IMPORTS += ("verl.workers.rollout.vllm_rollout.vllm_async_server", "ray._private.workers.default_worker")

@@ -4,8 +4,8 @@ import importlib
 
 from verl.utils.vllm import patch
 
-from tasks.common.verl_plugins import shared_gpu  # noqa: F401
-from tasks.common.verl_plugins.own_sockets import OwnSocketExtension
+from verl_tasks.verl_plugins import shared_gpu  # noqa: F401
+from verl_tasks.verl_plugins.own_sockets import OwnSocketExtension
 
 importlib.reload(patch)  # the models that forked.py left out
 

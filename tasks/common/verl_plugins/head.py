@@ -9,7 +9,7 @@ two GPUs ``full_tensor()`` in its place would give the head half of its gradient
 from verl.models.transformers import dense_common
 from verl.utils import fsdp_utils
 
-from tasks.common.verl_plugins.expect import expect
+from verl_tasks.verl_plugins.expect import expect
 
 HEAD = "lm_head"
 

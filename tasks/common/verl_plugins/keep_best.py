@@ -7,9 +7,9 @@ from verl.trainer.ppo.v1 import PPOTrainerSync
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils.profiler import marked_timer
 
-from tasks.common.runs.keep import ends_run, prune
-from tasks.common.runs.run import last_step
-from tasks.common.verl_plugins.expect import expect
+from verl_tasks.runs.keep import ends_run, prune
+from verl_tasks.runs.run import last_step
+from verl_tasks.verl_plugins.expect import expect
 
 expect(
     PPOTrainer.fit,

@@ -10,7 +10,7 @@ from verl.trainer.distillation import losses as distillation
 from verl.utils import seqlen_balancing, tensordict_utils
 from verl.workers.utils import losses, padding
 
-from tasks.common.verl_plugins.expect import expect
+from verl_tasks.verl_plugins.expect import expect
 
 expect(tensordict_utils.index_select_tensor_dict, "tensor_lst = tensor.unbind()", "nested_tensor_from_tensor_list(")
 expect(tensordict_utils.make_iterator, "yield index_select_tensor_dict(tensordict, idx)")

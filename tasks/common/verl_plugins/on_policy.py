@@ -21,9 +21,9 @@ from verl.utils.metric import AggregationType, Metric
 from verl.workers import engine_workers
 from verl.workers.utils import losses
 
-from tasks.common.verl_plugins.expect import expect
-from tasks.common.verl_plugins.nested import no_padding_2_padding, response_from_nested, response_to_nested
-from tasks.common.verl_plugins.one_update import CAP, ON_POLICY
+from verl_tasks.verl_plugins.expect import expect
+from verl_tasks.verl_plugins.nested import no_padding_2_padding, response_from_nested, response_to_nested
+from verl_tasks.verl_plugins.one_update import CAP, ON_POLICY
 
 CORRECTION = "rollout_corr/"
 MEASURED = ("training/", CORRECTION)  # metrics that verl takes from the pass

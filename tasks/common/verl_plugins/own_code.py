@@ -7,7 +7,7 @@ from unittest import mock
 
 from verl.experimental.reward_loop import reward_loop
 
-from tasks.common.verl_plugins.expect import expect
+from verl_tasks.verl_plugins.expect import expect
 
 expect(
     reward_loop.RewardLoopWorker._init_reward_fn,

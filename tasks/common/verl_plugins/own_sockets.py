@@ -11,10 +11,10 @@ import torch
 from verl.workers.rollout.vllm_rollout import ServerAdapter
 from verl.workers.rollout.vllm_rollout.utils import VLLM_LORA_INT_ID, vLLMColocateWorkerExtension
 
-from tasks.common.alive import waits_for
-from tasks.common.leftovers import LAUNCH
-from tasks.common.verl_plugins import weight_sync
-from tasks.common.verl_plugins.expect import expect
+from verl_tasks.alive import waits_for
+from verl_tasks.leftovers import LAUNCH
+from verl_tasks.verl_plugins import weight_sync
+from verl_tasks.verl_plugins.expect import expect
 
 _VERLS = "ipc:///tmp/"
 

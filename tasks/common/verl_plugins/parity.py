@@ -1,4 +1,4 @@
-"""Does a stack's pass compute what the plain model computes? `python -m tasks.common.verl_plugins.parity`.
+"""Does a stack's pass compute what the plain model computes? `python -m verl_tasks.verl_plugins.parity`.
 
 Standard input: a JSON object with ``config`` (what config.json holds), ``paths`` (PATHS of a stack) and ``critic``,
 whether there is one (training/parity.py). The last line of standard output is what `compared` returns: of each path
@@ -37,10 +37,10 @@ from verl.workers.config.optimizer import FSDPOptimizerConfig
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
 from verl.workers.utils.losses import sft_loss
 
-from tasks.common.models.small import small
-from tasks.common.text import one_line
-from tasks.common.verl_plugins import varlen_attention
-from tasks.common.verl_plugins.reference_attention import reference_kernel
+from verl_tasks.models.small import small
+from verl_tasks.text import one_line
+from verl_tasks.verl_plugins import varlen_attention
+from verl_tasks.verl_plugins.reference_attention import reference_kernel
 
 LENGTHS = (7, 13, 2, 16, 31, 5, 20, 9)
 VOCABULARY, SPECIAL = 128, 32  # special tokens are among the last

@@ -7,18 +7,18 @@ from verl.workers.config import model as config_model
 from verl.workers.engine.fsdp import transformer_impl
 from verl.workers.rollout import base as rollout_base
 
-import tasks.common.verl_plugins.distilled
-import tasks.common.verl_plugins.head
-import tasks.common.verl_plugins.nested
-import tasks.common.verl_plugins.own_code
-import tasks.common.verl_plugins.value_head
-import tasks.common.verl_plugins.waits
-import tasks.common.verl_plugins.whitened  # noqa: F401
-from tasks.common.machine.local_store import listen_locally
-from tasks.common.process import die_with_torchrun
-from tasks.common.verl_plugins.expect import expect
-from tasks.common.verl_plugins.exported import without_attention
-from tasks.common.verl_plugins.seeded import seeded
+import verl_tasks.verl_plugins.distilled
+import verl_tasks.verl_plugins.head
+import verl_tasks.verl_plugins.nested
+import verl_tasks.verl_plugins.own_code
+import verl_tasks.verl_plugins.value_head
+import verl_tasks.verl_plugins.waits
+import verl_tasks.verl_plugins.whitened  # noqa: F401
+from verl_tasks.machine.local_store import listen_locally
+from verl_tasks.process import die_with_torchrun
+from verl_tasks.verl_plugins.expect import expect
+from verl_tasks.verl_plugins.exported import without_attention
+from verl_tasks.verl_plugins.seeded import seeded
 
 die_with_torchrun()
 listen_locally()
@@ -27,7 +27,7 @@ listen_locally()
 # ---- verl/workers/rollout/base.py:90: the trainer's end of the weights' socket; the class imports vLLM, SFT needs none
 
 expect(rollout_base.get_rollout_class, "fqdn = _ROLLOUT_REGISTRY[(rollout_name, mode)]")
-rollout_base._ROLLOUT_REGISTRY["vllm", "async"] = "tasks.common.verl_plugins.own_sockets.OwnSocketAdapter"
+rollout_base._ROLLOUT_REGISTRY["vllm", "async"] = "verl_tasks.verl_plugins.own_sockets.OwnSocketAdapter"
 
 
 # ---- verl/workers/config/model.py:220 writes the attention of the training into config.json

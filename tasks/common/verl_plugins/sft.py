@@ -1,20 +1,20 @@
 """verl's SFT trainer (0.9.1 and 0.6.1): the order of the rows follows the seed, a resume skips no epoch, and with 0.9.1
 SFT_LOSS ends it.
 
-`python -m tasks.common.verl_plugins.sft`, for several GPUs with torchrun, takes the overrides of verl's own.
+`python -m verl_tasks.verl_plugins.sft`, for several GPUs with torchrun, takes the overrides of verl's own.
 """
 
 import os
 
-from tasks.common.process import imports
+from verl_tasks.process import imports
 
 with imports():
     from verl.trainer import sft_trainer
 
-    from tasks.common.verl_plugins.expect import expect
+    from verl_tasks.verl_plugins.expect import expect
 
     if OF_091 := hasattr(sft_trainer, "TrainingWorker"):
-        from tasks.common.verl_plugins.sft_steps import watch  # here: below, the name SFTTrainer is ours
+        from verl_tasks.verl_plugins.sft_steps import watch  # here: below, the name SFTTrainer is ours
 
 # verl reads trainer.seed nowhere: its sampler has the seed 0.
 expect(sft_trainer.SFTTrainer._build_dataloader, "self.train_sampler = DistributedSampler(")

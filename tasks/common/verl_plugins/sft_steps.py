@@ -4,9 +4,9 @@ import torch
 from verl.trainer import sft_trainer
 from verl.utils import tensordict_utils
 
-from tasks.common.runs.checkpoint import FirstSave
-from tasks.common.runs.validation import learned
-from tasks.common.verl_plugins.expect import expect
+from verl_tasks.runs.checkpoint import FirstSave
+from verl_tasks.runs.validation import learned
+from verl_tasks.verl_plugins.expect import expect
 
 # The step that is under way is the last one where it reaches this number, and is saved where save_freq divides it.
 expect(

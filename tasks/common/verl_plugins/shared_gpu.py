@@ -9,8 +9,8 @@ import os
 
 from vllm.v1.worker.gpu_worker import Worker
 
-from tasks.common.machine.hardware import KV_CACHE
-from tasks.common.verl_plugins.expect import expect
+from verl_tasks.machine.hardware import KV_CACHE
+from verl_tasks.verl_plugins.expect import expect
 
 SHARED = "SHARED_GPU"  # set by launch/experiments.py
 

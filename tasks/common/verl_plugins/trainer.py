@@ -22,21 +22,21 @@ from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils.profiler import marked_timer
 from verl.utils.transferqueue_utils import kv_batch_meta2batch_meta
 
-import tasks.common.verl_plugins.patches  # noqa: F401
-from tasks.common.alive import failed, saves, waits_for
-from tasks.common.ends import CUT, cut_key, step_metrics
-from tasks.common.machine import hardware
-from tasks.common.machine.memory import GIB
-from tasks.common.rewards.answers import RewardError
-from tasks.common.rewards.episode import turn_texts
-from tasks.common.runs.checkpoint import FirstSave, begun_file
-from tasks.common.runs.health import abort, aborted_by, no_signal, stop_without_signal
-from tasks.common.runs.run import read_metrics
-from tasks.common.settings import load_settings
-from tasks.common.text import one_line
-from tasks.common.verl_plugins import answers, on_policy, one_update
-from tasks.common.verl_plugins.expect import expect
-from tasks.common.verl_plugins.keep_best import KeepBest
+import verl_tasks.verl_plugins.patches  # noqa: F401
+from verl_tasks.alive import failed, saves, waits_for
+from verl_tasks.ends import CUT, cut_key, step_metrics
+from verl_tasks.machine import hardware
+from verl_tasks.machine.memory import GIB
+from verl_tasks.rewards.answers import RewardError
+from verl_tasks.rewards.episode import turn_texts
+from verl_tasks.runs.checkpoint import FirstSave, begun_file
+from verl_tasks.runs.health import abort, aborted_by, no_signal, stop_without_signal
+from verl_tasks.runs.run import read_metrics
+from verl_tasks.settings import load_settings
+from verl_tasks.text import one_line
+from verl_tasks.verl_plugins import answers, on_policy, one_update
+from verl_tasks.verl_plugins.expect import expect
+from verl_tasks.verl_plugins.keep_best import KeepBest
 
 # verl marks a prompt whose reward raised as failed, and trains on padding instead.
 expect(AgentLoopWorkerTQ.__ray_actor_class__._run_prompt, 'status = "failure"', "self._run_agent_loop(")

@@ -14,7 +14,7 @@ from transformers.utils import is_flash_attn_2_available
 from verl.models.transformers import monkey_patch
 from verl.workers.engine.fsdp import transformer_impl
 
-from tasks.common.verl_plugins.expect import expect
+from verl_tasks.verl_plugins.expect import expect
 
 for _function in (monkey_patch.apply_monkey_patch, verl_model.load_valuehead_model):
     expect(_function, "is_trl_available()", "from trl.experimental.ppo import AutoModelForCausalLMWithValueHead")

@@ -11,8 +11,8 @@ import time
 
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead, FSDPEngineWithValueHead
 
-from tasks.common.alive import STACKS, beat, waits_for
-from tasks.common.leftovers import LAUNCH
+from verl_tasks.alive import STACKS, beat, waits_for
+from verl_tasks.leftovers import LAUNCH
 
 POLL_SECONDS = 3
 SECONDS_TO_START = 300  # until a process that will not use Ray is left alone

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from tasks.common.leftovers import LAUNCH
+from verl_tasks.leftovers import LAUNCH
 
 LARGEST = 2**27  # numbers of a tensor: a copy of a larger one takes memory
 BITS = {torch.bfloat16: torch.int16, torch.float16: torch.int16, torch.float32: torch.int32}

@@ -8,7 +8,7 @@ import torch
 from verl.trainer.ppo import core_algos
 from verl.utils import torch_functional
 
-from tasks.common.verl_plugins.expect import expect
+from verl_tasks.verl_plugins.expect import expect
 
 expect(core_algos.compute_gae_advantage_return, "verl_F.masked_whiten(advantages, response_mask)")
 

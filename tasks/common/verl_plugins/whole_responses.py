@@ -14,7 +14,7 @@ from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
-from tasks.common.alive import beat
+from verl_tasks.alive import beat
 
 
 class WholeResponses(AsyncScheduler):

@@ -15,7 +15,7 @@ MULTI_TURN_PROBLEM = "is multi-turn, which STACK=a100 (verl 0.6.1) cannot train;
 SP_PROBLEM = "STACK=a100 (verl 0.6.1) has wrong labels where slices of a sequence meet; take STACK=current"
 
 # verl reads this in every process.
-ENVIRONMENT = {"VERL_USE_EXTERNAL_MODULES": "tasks.common.verl_plugins.verl_061.patches"}
+ENVIRONMENT = {"VERL_USE_EXTERNAL_MODULES": "verl_tasks.verl_plugins.verl_061.patches"}
 
 OVERRIDES: list[str] = []
 RL_OVERRIDES = [
@@ -29,7 +29,7 @@ RL_OVERRIDES = [
     "+actor_rollout_ref.rollout.engine_kwargs.vllm.cuda_graph_sizes=1024",
     # Log-probs at TEMPERATURE, as the trainer's are and as verl 0.9.1 asks for them; vLLM's own default is 1.
     "+actor_rollout_ref.rollout.engine_kwargs.vllm.logprobs_mode=processed_logprobs",
-    "+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=tasks.common.verl_plugins.verl_061.many_sequences.ManySequences",
+    "+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=verl_tasks.verl_plugins.verl_061.many_sequences.ManySequences",
     "critic.strategy=fsdp",
     "critic.model.use_remove_padding=True",
 ]

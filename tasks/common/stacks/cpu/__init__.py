@@ -5,9 +5,9 @@ Packages: requirements.txt. How verl and vLLM run on a CPU: verl_plugins/cpu.
 
 import os
 
-from tasks.common.machine.hardware import CPU_BLOCK_SIZE, cpu_dtype
-from tasks.common.settings import Settings, method
-from tasks.common.stacks import WHOLE_RESPONSES
+from verl_tasks.machine.hardware import CPU_BLOCK_SIZE, cpu_dtype
+from verl_tasks.settings import Settings, method
+from verl_tasks.stacks import WHOLE_RESPONSES
 
 VERL = "0.9.1"
 
@@ -41,7 +41,7 @@ STAGE_DEFAULTS = {"probe": {"LIMIT": "64"}}
 # verl and vLLM read these in every process.
 ENVIRONMENT = {
     "VERL_PLATFORM": "cpu",
-    "VERL_USE_EXTERNAL_MODULES": "tasks.common.verl_plugins.cpu.verl_platform,tasks.common.verl_plugins.patches",
+    "VERL_USE_EXTERNAL_MODULES": "verl_tasks.verl_plugins.cpu.verl_platform,verl_tasks.verl_plugins.patches",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     # A process per evaluation engine would import everything again (10 s); only a GPU's memory needs its end.
@@ -54,7 +54,7 @@ ENVIRONMENT = {
 }
 
 # The module that runs verl's trainer: it and its processes as forks of one.
-LAUNCHER = ["tasks.common.verl_plugins.forked", "--trainer", "vllm.v1.worker.cpu_worker"]
+LAUNCHER = ["verl_tasks.verl_plugins.forked", "--trainer", "vllm.v1.worker.cpu_worker"]
 
 # What the trainers multiply in, and vLLM keeps and samples in.
 DTYPE = cpu_dtype()
@@ -86,7 +86,7 @@ RL_OVERRIDES = [
     "actor_rollout_ref.rollout.free_cache_engine=False",
     "+actor_rollout_ref.rollout.enable_sleep_mode=False",
     "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=1024",
-    "+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=tasks.common.verl_plugins.cpu.kept_weights.CPUColocateWorkerExtension",
+    "+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=verl_tasks.verl_plugins.cpu.kept_weights.CPUColocateWorkerExtension",
     f"+actor_rollout_ref.rollout.engine_kwargs.vllm.block_size={CPU_BLOCK_SIZE}",
     WHOLE_RESPONSES,
     "actor_rollout_ref.rollout.agent.num_workers=1",

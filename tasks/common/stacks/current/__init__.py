@@ -5,20 +5,20 @@ How to install: docs/INSTALLATION.md. What makes it fast, measured: docs/GPU.md.
 
 import os
 
-from tasks.common.machine import cluster
-from tasks.common.settings import Settings
-from tasks.common.stacks import WHOLE_RESPONSES
+from verl_tasks.machine import cluster
+from verl_tasks.settings import Settings
+from verl_tasks.stacks import WHOLE_RESPONSES
 
 VERL = "0.9.1"
 
 # There is no flash-attn wheel for torch 2.11: attention is torch's own kernel.
 ENVIRONMENT = {
-    "VERL_USE_EXTERNAL_MODULES": "tasks.common.verl_plugins.patches,tasks.common.verl_plugins.varlen_attention",
+    "VERL_USE_EXTERNAL_MODULES": "verl_tasks.verl_plugins.patches,verl_tasks.verl_plugins.varlen_attention",
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
 
 # The module that runs verl's trainer: its processes as forks of one.
-LAUNCHER = ["tasks.common.verl_plugins.forked", "vllm.v1.worker.gpu_worker"]
+LAUNCHER = ["verl_tasks.verl_plugins.forked", "vllm.v1.worker.gpu_worker"]
 
 # How sequences pass through a model, best first; training/parity.py takes the first that is right for MODEL. A fused
 # head takes log-probs and entropy from the hidden states. Without flash-attn verl takes them from the logits, a few
@@ -40,7 +40,7 @@ RL_OVERRIDES = [
     "actor_rollout_ref.rollout.max_num_seqs=1024",
     "actor_rollout_ref.rollout.max_num_batched_tokens=16384",
     "+actor_rollout_ref.rollout.engine_kwargs.vllm.max_cudagraph_capture_size=1024",
-    "+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=tasks.common.verl_plugins.gpu_worker.SharedGPUExtension",
+    "+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=verl_tasks.verl_plugins.gpu_worker.SharedGPUExtension",
     WHOLE_RESPONSES,
     "critic.strategy=fsdp2",
 ]

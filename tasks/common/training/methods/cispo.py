@@ -1,7 +1,7 @@
 """CISPO (MiniMax-M1, arXiv 2506.13585): the weight of a token is clipped, its gradient is not; every token counts."""
 
-from tasks.common.settings import Settings
-from tasks.common.training.methods import grpo
+from verl_tasks.settings import Settings
+from verl_tasks.training.methods import grpo
 
 # Weights in [0, 5], of all tokens alike. The paper gives no number for its upper bound; 5 is that of ScaleRL (arXiv
 # 2510.13786) and TRL's documentation.

@@ -4,13 +4,13 @@ verl 0.9.1 drops groups and samples others (trainer/ppo/v1/replay_buffer.py); ve
 that. TRUNCATED=shaped, the default here, is the penalty.
 """
 
-from tasks.common.settings import Settings
-from tasks.common.training.methods import grpo
+from verl_tasks.settings import Settings
+from verl_tasks.training.methods import grpo
 
 DEFAULTS = {"TRUNCATED": "shaped", "CLIP_LOW": "0.2", "CLIP_HIGH": "0.28"}  # the paper's (section 4.1)
 # The first of a step's mini-batches is on-policy: nothing is clipped there.
 MINI_BATCHES = 4
-TRAINER = "tasks.common.verl_plugins.dynamic_sampling"
+TRAINER = "verl_tasks.verl_plugins.dynamic_sampling"
 MAX_BATCHES = 10  # of prompts sampled for one step, as in the authors' scripts
 
 

@@ -6,10 +6,10 @@ thinkingmachines.ai/blog/on-policy-distillation). The task's reward is measured,
 
 import os
 
-from tasks.common.models.find import loaded, resolve_model, resolve_whole
-from tasks.common.settings import Settings
-from tasks.common.training.methods import grpo
-from tasks.common.training.verl_config import quoted
+from verl_tasks.models.find import loaded, resolve_model, resolve_whole
+from verl_tasks.settings import Settings
+from verl_tasks.training.methods import grpo
+from verl_tasks.training.verl_config import quoted
 
 DEFAULTS = {"KL_COEF": "0"}  # in rounds of self-play too
 REWARD, EPISODES = False, False

@@ -6,7 +6,7 @@ verl has no DPO: training/trl_dpo.py trains with TRL, on the pairs of PAIRS_FILE
 from collections.abc import Iterator
 from pathlib import Path
 
-from tasks.common.settings import Settings
+from verl_tasks.settings import Settings
 
 DEFAULTS = {"KL_COEF": "0"}  # in rounds of self-play too: its pull to the start is DPO_BETA
 BATCH_SIZE = 32  # pairs

@@ -1,7 +1,7 @@
 """Dr. GRPO (Liu et al. 2025, arXiv 2503.20783): GRPO without its two biases, the division by std and by length."""
 
-from tasks.common.settings import Settings
-from tasks.common.training.methods import grpo
+from verl_tasks.settings import Settings
+from verl_tasks.training.methods import grpo
 
 problem = grpo.problem
 warning = grpo.warning

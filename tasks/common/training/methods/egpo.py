@@ -3,10 +3,10 @@
 The term itself is in verl_plugins/egpo.py: verl hands no advantage estimator the entropy, a trainer has it.
 """
 
-from tasks.common.settings import Settings
-from tasks.common.training.methods import grpo
+from verl_tasks.settings import Settings
+from verl_tasks.training.methods import grpo
 
-TRAINER = "tasks.common.verl_plugins.egpo"
+TRAINER = "verl_tasks.verl_plugins.egpo"
 warning = grpo.warning
 
 

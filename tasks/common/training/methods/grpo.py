@@ -1,6 +1,6 @@
 """GRPO (Shao et al. 2024, arXiv 2402.03300): advantages normalised in the group of a prompt, KL as a loss."""
 
-from tasks.common.settings import Settings
+from verl_tasks.settings import Settings
 
 
 def overrides(s: Settings) -> list[str]:

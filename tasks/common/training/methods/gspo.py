@@ -1,7 +1,7 @@
 """GSPO (Zheng et al. 2025, arXiv 2507.18071): GRPO's advantages; ratio and clip of whole sequences, not of tokens."""
 
-from tasks.common.settings import Settings
-from tasks.common.training.methods import grpo
+from verl_tasks.settings import Settings
+from verl_tasks.training.methods import grpo
 
 DEFAULTS = {"CLIP_LOW": "3e-4", "CLIP_HIGH": "4e-4"}  # of sequences: the paper's (section 5.1)
 # The first of a step's mini-batches is on-policy: its ratios are 1 and nothing is clipped.

@@ -1,7 +1,7 @@
 """PPO (Schulman et al. 2017, arXiv 1707.06347): advantages from a critic by GAE, KL taken off the reward."""
 
-from tasks.common.settings import Settings
-from tasks.common.training.methods import grpo
+from verl_tasks.settings import Settings
+from verl_tasks.training.methods import grpo
 
 MINI_BATCHES = 4
 warning = grpo.warning

@@ -4,8 +4,8 @@ Of the paper's two, the one for several samples of a prompt. With ROLLOUT_N=1 it
 group, and mean and std are the batch's.
 """
 
-from tasks.common.settings import Settings
-from tasks.common.training.methods import grpo
+from verl_tasks.settings import Settings
+from verl_tasks.training.methods import grpo
 
 warning = grpo.warning
 

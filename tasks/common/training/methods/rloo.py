@@ -1,7 +1,7 @@
 """RLOO (Ahmadian et al. 2024, arXiv 2402.14740): the reward minus the mean of the other samples of the prompt."""
 
-from tasks.common.settings import Settings
-from tasks.common.training.methods import grpo
+from verl_tasks.settings import Settings
+from verl_tasks.training.methods import grpo
 
 warning = grpo.warning
 

@@ -2,9 +2,9 @@
 
 from vllm.model_executor.layers import linear, utils
 
-from tasks.common.verl_plugins.cpu import sampling as sampler  # noqa: F401
-from tasks.common.verl_plugins.expect import expect
-from tasks.common.verl_plugins.own_sockets import OwnSocketExtension
+from verl_tasks.verl_plugins.cpu import sampling as sampler  # noqa: F401
+from verl_tasks.verl_plugins.expect import expect
+from verl_tasks.verl_plugins.own_sockets import OwnSocketExtension
 
 # vllm/model_executor/layers/linear.py:215 packs a weight for oneDNN and replaces the original by an empty tensor.
 # verl's next weight sync then finds no parameter of that shape to load into.

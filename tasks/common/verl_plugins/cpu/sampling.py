@@ -11,8 +11,8 @@ from vllm.v1.sample import sampler as vllm_sampler
 from vllm.v1.sample.ops import topk_topp_sampler
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
-from tasks.common.verl_plugins.expect import expect
-from tasks.common.verl_plugins.reloading import Reloading
+from verl_tasks.verl_plugins.expect import expect
+from verl_tasks.verl_plugins.reloading import Reloading
 
 expect(TopKTopPSampler.forward_native, "random_sample(probs, generators, self.use_fp64_gumbel)")
 expect(vllm_sampler.Sampler.gather_logprobs, "batched_count_greater_than(logprobs, token_logprobs)")

@@ -14,8 +14,8 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils
 from verl.workers.engine.fsdp import transformer_impl
 
-from tasks.common.machine.memory import operations, plain, shapes
-from tasks.common.verl_plugins.expect import expect
+from verl_tasks.machine.memory import operations, plain, shapes
+from verl_tasks.verl_plugins.expect import expect
 
 expect(
     transformer_impl.FSDPEngineWithLMHead.prepare_model_outputs,

@@ -16,7 +16,7 @@ import torch
 from verl.plugin.platform.platform_base import PlatformBase
 from verl.plugin.platform.platform_manager import PlatformRegistry
 
-from tasks.common.verl_plugins.expect import expect
+from verl_tasks.verl_plugins.expect import expect
 
 # A dozen processes import some 6,000 modules each, whose objects Python would traverse again and again.
 gc.set_threshold(100_000, 20, 50)
@@ -102,7 +102,7 @@ from verl.utils import torch_functional  # noqa: E402
 from verl.workers.engine.base import EngineRegistry  # noqa: E402
 from verl.workers.engine.fsdp import transformer_impl  # noqa: E402
 
-from tasks.common.verl_plugins.cpu.shared_prompts import SharedPrompts  # noqa: E402
+from verl_tasks.verl_plugins.cpu.shared_prompts import SharedPrompts  # noqa: E402
 
 expect(transformer_impl.FSDPEngine._build_fsdp_module, "offload_policy = CPUOffloadPolicy(pin_memory=True)")
 expect(torch_functional.logprobs_from_logits_v2, "torch.logsumexp(logit, dim=-1) for logit in logits")

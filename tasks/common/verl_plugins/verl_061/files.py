@@ -10,7 +10,7 @@ import json
 from verl.trainer.ppo import ray_trainer
 from verl.utils import tracking
 
-from tasks.common.verl_plugins.expect import expect
+from verl_tasks.verl_plugins.expect import expect
 
 expect(tracking.FileLogger.__init__, 'self.fp = open(self.filepath, "w")')
 expect(tracking.FileLogger.log, 'self.fp.write(json.dumps(data) + "\\n")')

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
-from tasks.common.runs.keep import ends_run, prune
-from tasks.common.verl_plugins.expect import expect
+from verl_tasks.runs.keep import ends_run, prune
+from verl_tasks.verl_plugins.expect import expect
 
 expect(
     RayPPOTrainer.fit,

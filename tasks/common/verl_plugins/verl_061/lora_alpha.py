@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
 
-from tasks.common.verl_plugins.expect import expect
+from verl_tasks.verl_plugins.expect import expect
 
 expect(FSDPCheckpointManager.save_checkpoint, "hf_local_path")
 _save_checkpoint = FSDPCheckpointManager.save_checkpoint

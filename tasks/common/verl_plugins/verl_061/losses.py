@@ -10,7 +10,7 @@ import torch
 from verl.trainer.ppo import core_algos, ray_trainer
 from verl.workers.actor import dp_actor
 
-from tasks.common.verl_plugins.expect import expect
+from verl_tasks.verl_plugins.expect import expect
 
 expect(
     core_algos.kl_penalty,

@@ -6,10 +6,10 @@ v1/worker/gpu_model_runner.py:438 makes a buffer of max_model_len rows, and line
 import torch
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
-from tasks.common.machine.local_store import listen_locally
-from tasks.common.verl_plugins import shared_gpu  # noqa: F401
-from tasks.common.verl_plugins.expect import expect
-from tasks.common.verl_plugins.reloading import Reloading
+from verl_tasks.machine.local_store import listen_locally
+from verl_tasks.verl_plugins import shared_gpu  # noqa: F401
+from verl_tasks.verl_plugins.expect import expect
+from verl_tasks.verl_plugins.reloading import Reloading
 
 listen_locally()
 

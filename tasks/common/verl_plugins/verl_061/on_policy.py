@@ -15,8 +15,8 @@ from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weig
 from verl.utils.debug import metrics as verl_metrics
 from verl.workers.actor.dp_actor import DataParallelPPOActor
 
-from tasks.common.verl_plugins.expect import expect
-from tasks.common.verl_plugins.one_update import CAP, ON_POLICY, applies, cap
+from verl_tasks.verl_plugins.expect import expect
+from verl_tasks.verl_plugins.one_update import CAP, ON_POLICY, applies, cap
 
 expect(
     DataParallelPPOActor,

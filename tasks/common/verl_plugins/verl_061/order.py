@@ -16,7 +16,7 @@ from verl import DataProto
 from verl.experimental.dataset.sampler import AbstractSampler
 from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 
-from tasks.common.verl_plugins.expect import expect
+from verl_tasks.verl_plugins.expect import expect
 
 expect(RayPPOTrainer._balance_batch, "partition.sort(key=lambda x: (global_seqlen_lst[x], x))", "batch.reorder(")
 expect(RayPPOTrainer.fit, "self._balance_batch(batch, metrics=metrics)")

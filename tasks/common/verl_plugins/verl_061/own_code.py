@@ -7,7 +7,7 @@ loads it.
 from verl.experimental.agent_loop import agent_loop
 from verl.experimental.reward import reward_manager
 
-from tasks.common.verl_plugins.expect import expect
+from verl_tasks.verl_plugins.expect import expect
 
 expect(
     agent_loop.AgentLoopWorkerBase.__init__,

@@ -12,20 +12,20 @@ from verl.workers import fsdp_workers
 from verl.workers.config import model as config_model
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
-import tasks.common.verl_plugins.verl_061.files
-import tasks.common.verl_plugins.verl_061.keep_best
-import tasks.common.verl_plugins.verl_061.lora_alpha
-import tasks.common.verl_plugins.verl_061.losses
-import tasks.common.verl_plugins.verl_061.on_policy
-import tasks.common.verl_plugins.verl_061.order
-import tasks.common.verl_plugins.verl_061.own_code
-import tasks.common.verl_plugins.verl_061.response_length
-import tasks.common.verl_plugins.whitened  # noqa: F401
-from tasks.common.machine.local_store import listen_locally
-from tasks.common.process import die_with_torchrun
-from tasks.common.verl_plugins.expect import expect
-from tasks.common.verl_plugins.exported import without_attention
-from tasks.common.verl_plugins.seeded import seeded
+import verl_tasks.verl_plugins.verl_061.files
+import verl_tasks.verl_plugins.verl_061.keep_best
+import verl_tasks.verl_plugins.verl_061.lora_alpha
+import verl_tasks.verl_plugins.verl_061.losses
+import verl_tasks.verl_plugins.verl_061.on_policy
+import verl_tasks.verl_plugins.verl_061.order
+import verl_tasks.verl_plugins.verl_061.own_code
+import verl_tasks.verl_plugins.verl_061.response_length
+import verl_tasks.verl_plugins.whitened  # noqa: F401
+from verl_tasks.machine.local_store import listen_locally
+from verl_tasks.process import die_with_torchrun
+from verl_tasks.verl_plugins.expect import expect
+from verl_tasks.verl_plugins.exported import without_attention
+from verl_tasks.verl_plugins.seeded import seeded
 
 die_with_torchrun()
 listen_locally()

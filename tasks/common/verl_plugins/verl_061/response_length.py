@@ -6,7 +6,7 @@ workers/rollout/vllm_rollout/vllm_async_server.py:385 drops what is beyond it on
 
 import wrapt
 
-from tasks.common.verl_plugins.expect import expect
+from verl_tasks.verl_plugins.expect import expect
 
 
 @wrapt.when_imported("verl.workers.rollout.vllm_rollout.vllm_async_server")
