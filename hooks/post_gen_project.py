@@ -1,6 +1,7 @@
 """Put the task where `make` finds it, and print the next steps. {{ cookiecutter | keep_edited }}"""
 
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -14,33 +15,82 @@ method = {{ cookiecutter.method | jsonify }}  # fmt: skip
 multi = {{ cookiecutter.turns | jsonify }} == "multi"  # fmt: skip
 
 
-def checkout_above(folder):
-    """The checkout of this repository that contains ``folder``; None if there is none."""
+def project_above(folder):
+    """The clone of the library or the project that contains ``folder``; None if there is none."""
     above = (folder, *folder.parents)
-    return next((each for each in above if (each / "tasks/common/launch/main.py").is_file()), None)
+    return next((each for each in above if (each / "tasks").is_dir() and includes_ours(each / "Makefile")), None)
+
+
+def includes_ours(makefile):
+    return makefile.is_file() and "verl_tasks/Makefile" in makefile.read_text(errors="replace")
+
+
+def pin(template):
+    """What a project asks pip for: this version of the library, of its package or of its repository."""
+    init = (template.parent / "__init__.py", template.parent / "tasks/common/__init__.py")
+    (version,) = (re.search('__version__ = "(.+)"', each.read_text())[1] for each in init if each.is_file())
+
+    def git(*words):
+        return subprocess.run(["git", "-C", template, *words], capture_output=True, text=True).stdout.strip()
+
+    if not (template.parent / "tasks").is_dir() or not (commit := git("rev-parse", "HEAD")):
+        return f"verl-tasks=={version}"
+    url = git("remote", "get-url", "origin") or str(template.parent)
+    if "://" not in url:  # a folder, or host:path
+        url = f"file://{url}" if url.startswith("/") else f"ssh://{url.replace(':', '/', 1)}"
+    return f"verl-tasks @ git+{url}@{git('tag', '--points-at', 'HEAD').partition(chr(10))[0] or commit}"
+
+
+def write_project(project):
+    """The files of a project around its first task."""
+    template = Path(f"/proc/{os.getppid()}/cwd").readlink()  # cookiecutter is in the template's folder
+    replaced = {"@TASK@": task, "@PIN@": pin(template)}
+    for file in sorted((template / "project").rglob("*")):
+        name = file.relative_to(template / "project")
+        if file.is_file() and "__pycache__" not in name.parts:
+            text = file.read_text()
+            for word, value in replaced.items():
+                text = text.replace(word, value)
+            target = project / re.sub("^git(hub|ignore)", r".git\1", str(name))  # a dot would hide it from a wheel
+            target.parent.mkdir(parents=True, exist_ok=True)
+            if target.exists():
+                print(f"kept {target.relative_to(project)}, which is here already; the template has\n{text}")
+            else:
+                target.write_text(text)
+
+
+def moved(home):
+    """Move the task to ``home``."""
+    if home.exists():
+        sys.exit(f"error: {home}: exists already; take another name or remove it")
+    shutil.copytree(here, home)
+    # cookiecutter needs the working folder until it ends.
+    os.chdir(here.parent)
+    shutil.rmtree(here)
 
 
 here = Path.cwd()
-checkout, first = checkout_above(here.parent), None
-if checkout:
-    home = checkout / "tasks" / task
-    if here != home:
-        if home.exists():
-            sys.exit(f"error: {home}: exists already; take another name or remove it")
-        shutil.copytree(here, home)
-        # cookiecutter needs the working folder until it ends.
-        os.chdir(here.parent)
-        shutil.rmtree(here)
-    if checkout.resolve() != Path(os.environ.get("PWD", "")).resolve():
-        first = f"cd {checkout}"
-else:
-    home = here
-    clone = checkout_above(Path(f"/proc/{os.getppid()}/cwd").readlink())  # cookiecutter is in the template's folder
-    origin = subprocess.run(["git", "-C", clone, "remote", "get-url", "origin"], capture_output=True, text=True)
-    url = shlex.quote(origin.stdout.strip() or str(clone))
-    first = f"git clone {url} verl-tasks && mv {task} verl-tasks/tasks/ && cd verl-tasks"
+project, first = project_above(here.parent), None
+if not project:
+    # An empty folder becomes the project, or that of -o tasks; in another it is a new folder with the task's name.
+    inside = here.parent.name == "tasks"
+    others = [path for path in here.parent.iterdir() if path != here and path.name[0] != "."]
+    project = here.parent.parent if inside else here if others else here.parent
+    if project == here:
+        files = list(here.iterdir())
+        (here / "tasks" / task).mkdir(parents=True)
+        for file in files:
+            file.rename(here / "tasks" / task / file.name)
+    elif not inside:
+        moved(project / "tasks" / task)
+    write_project(project)
+elif here != project / "tasks" / task:
+    moved(project / "tasks" / task)
+home = project / "tasks" / task
+if project.resolve() != Path(os.environ.get("PWD", "")).resolve():
+    first = f"cd {shlex.quote(str(project))}"
 
-print(f"wrote {home.relative_to(checkout) if checkout else home}\n")
+print(f"wrote {home.relative_to(project)}\n")
 data = {
     "generate": "where the problems come from: generate()",
     "hub": "the data set (HUB_DATASET), its columns, and the prompt",

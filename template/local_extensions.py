@@ -28,9 +28,9 @@ def lengths(env: str, config: str) -> tuple[int, int]:
     in steps of 64; 0 for the answer where the entries have none, USUAL where reasoning-gym is not installed."""
     sys.path.append(str(Path(__file__).resolve().parents[1]))
     try:
-        from verl_tasks.rewards.gym import examples
+        from verl_tasks import gym
 
-        found = list(islice(examples(env, json.loads(config), seed=0), ENTRIES))
+        found = list(islice(gym.examples(env, json.loads(config), seed=0), ENTRIES))
     except (ImportError, ValueError):
         return USUAL
     finally:
@@ -107,9 +107,9 @@ def _check_environment(env: str, config: dict) -> None:
     """With reasoning-gym itself, where that is at hand; else `make data` says what is wrong."""
     sys.path.append(str(Path(__file__).resolve().parents[1]))
     try:
-        from verl_tasks.rewards.gym import dataset
+        from verl_tasks import gym
 
-        dataset(env, config)
+        gym.dataset(env, config)
     except ImportError:
         pass
     except ValueError as error:
@@ -212,8 +212,8 @@ def _check(answers: dict) -> None:
         refuse(
             f"task {task!r}: must be lower-case letters, digits and _, start with a letter and have at most 40 characters"
         )
-    if keyword.iskeyword(task) or task == "common":
-        refuse(f"task {task!r}: this name is taken (Python's own word, or tasks/common)")
+    if keyword.iskeyword(task) or task in ("common", "tasks"):
+        refuse(f"task {task!r}: this name is taken (Python's own word, common or tasks)")
     if not description.strip() or not re.fullmatch(r"[^\n\"\\`$]{1,120}", description):
         refuse("description: must be one line of at most 120 characters, without quotes, backslash, ` and $")
     if not re.fullmatch(r"embedded|[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9._-]+|[~.]{0,2}/[A-Za-z0-9._/+@=,-]+", model):

@@ -150,12 +150,12 @@ def called(program: Callable[[], None], arguments: tuple[str, ...], environment:
 
 def evaluate() -> None:
     """As a single-turn task's evaluate.py."""
-    main.main(compute_score, metrics)
+    main.evaluate(compute_score, metrics)
 
 
 def evaluate_episodes() -> None:
     """As a multi-turn task's evaluate.py."""
-    main.main(environment=Environment)
+    main.evaluate(environment=Environment)
 
 
 if __name__ == "__main__":

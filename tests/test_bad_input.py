@@ -81,9 +81,9 @@ def test_a_manifest_without_its_rows_is_made_again(variables, data_dir):
 
 
 def test_an_unknown_stage_is_refused_before_anything_is_made(variables):
-    environment = outside_make() | variables | {"STAGE": "evel", "PYTHON": PYTHON}
-    command = ["bash", str(ROOT / "tasks/countdown/train.sh")]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    environment = outside_make() | variables
+    command = [PYTHON, "-m", "verl_tasks.launch.main", "evel"]
+    result = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert result.returncode != 0 and result.stderr.startswith("error: STAGE=evel: no such stage; there are: all, ")
     assert len(result.stderr.splitlines()) == 1 and not Path(variables["ARTIFACTS"]).exists()
 

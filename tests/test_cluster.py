@@ -261,7 +261,7 @@ def test_the_rayjob_has_the_machines_that_its_command_wants():
     make_, where, folder, *rest = shlex.split(spec["entrypoint"])
     assert (make_, where) == ("make", "-C") and folder.startswith("/shared/")
     dry = subprocess.run(["make", "-n", *rest], cwd=ROOT, env=outside_make(), capture_output=True, text=True)
-    assert dry.returncode == 0 and "tasks/countdown/train.sh" in dry.stdout, dry.stderr
+    assert dry.returncode == 0 and "verl_tasks.launch.main train" in dry.stdout, dry.stderr
 
 
 @pytest.mark.parametrize("tokens", [True, False], ids=["ray with tokens", "ray 2.51.1"])

@@ -16,13 +16,14 @@ import re
 import shlex
 import subprocess
 import sys
-import tomllib
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 import numpy as np
 import pytest
+from packaging.version import Version
 
+import verl_tasks
 from tests.benchmarks import pictures
 from tests.helpers import PYTHON, ROOT, SMALL, copy_of_checkout, exported, outside_make, with_embedded
 from tests.results import RESULTS, linked, names, recipes
@@ -121,7 +122,7 @@ def test_every_document_can_be_reached_from_the_readme():
 
 # ---- commands of make
 
-MAKEFILE = (ROOT / "Makefile").read_text()
+MAKEFILE = (ROOT / "Makefile").read_text() + (ROOT / "tasks/common/Makefile").read_text()
 TARGETS = set(re.findall(r"^([a-z_-]+):", MAKEFILE, re.M))
 TARGETS |= {*STAGES} | {stage for path in ROOT.glob("tasks/*/train.sh") for stage in own_stages(path.parent)}
 CALL = re.compile(r"(?:^|&&|;)\s*((?:[A-Z_]+=\S+\s+)*)make\s+([^\n]*)", re.M)
@@ -308,7 +309,12 @@ def test_a_test_that_is_not_there_is_found():
 def unknown_messages(text: str) -> list[str]:
     """Of the tables `message | what to do` of ``text``, the messages that our code does not print; `...` stands for
     what varies."""
-    paths = [ROOT / "Makefile", *ROOT.glob("tasks/common/**/*.py"), *ROOT.glob("tasks/common/**/*.sh")]
+    paths = [
+        ROOT / "Makefile",
+        ROOT / "tasks/common/Makefile",
+        *ROOT.glob("tasks/common/**/*.py"),
+        *ROOT.glob("tasks/common/**/*.sh"),
+    ]
     said = "".join(re.sub(r'"\n\s+f?"', "", path.read_text()) for path in paths)  # texts that go over two lines
     tables = re.findall(r"^\| message \| what to do \|\n\|.*\n((?:\|.*\n)+)", text, re.M)
     messages = [code for table in tables for row in table.splitlines() for code in CODE.findall(row.split(" | ")[0])]
@@ -404,9 +410,12 @@ def test_the_pictures_are_what_their_script_draws(name, tmp_path):
 
 
 def test_the_version_is_the_same_everywhere():
-    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
-    assert f"\n## {version} (" in (ROOT / "CHANGELOG.md").read_text()
-    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    """The package's is the last release's, or after it that of the next one in the making."""
+    changes, version = (ROOT / "CHANGELOG.md").read_text(), Version(verl_tasks.__version__)
+    released = re.search(r"^## ([\d.]+) \(", changes, re.M)[1]
+    assert f"\nversion: {released}\n" in (ROOT / "CITATION.cff").read_text()
+    ahead = version.is_devrelease and version > Version(released) and "\n## Unreleased\n" in changes
+    assert str(version) == released or ahead
 
 
 # ---- measured results

@@ -55,6 +55,7 @@ def copy(tmp_path) -> Path:
     """The repository's tasks, to be broken."""
     shutil.copytree(ROOT / "tasks", tmp_path / "repo/tasks", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "Makefile", tmp_path / "repo")
+    (tmp_path / "repo/verl_tasks").symlink_to("tasks/common")
     return tmp_path / "repo"
 
 

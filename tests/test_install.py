@@ -92,7 +92,7 @@ def imported() -> set[str]:
                 elif isinstance(node, ast.ImportFrom) and not node.level:
                     names.add(node.module.partition(".")[0])
     # tests/warm_python.py takes fork_server of tasks/ by its folder.
-    return names - set(sys.stdlib_module_names) - {"tasks", "tests", "fork_server"}
+    return names - set(sys.stdlib_module_names) - {"tasks", "verl_tasks", "tests", "fork_server"}
 
 
 @pytest.fixture(scope="module")
@@ -231,13 +231,14 @@ def checkout(tmp_path):
         "common/install/install.sh",
         "common/install/check.py",
         "common/install/__init__.py",
-        "__init__.py",
+        "common/places.py",
         "common/__init__.py",
     ):
         (tmp_path / "tasks" / name).parent.mkdir(parents=True, exist_ok=True)
         if (ROOT / "tasks" / name).exists():
             shutil.copy(ROOT / "tasks" / name, tmp_path / "tasks" / name)
     (tmp_path / "tasks/common/stacks/cpu").mkdir(parents=True)
+    (tmp_path / "verl_tasks").symlink_to("tasks/common")
     (tmp_path / "wheels").mkdir()
     (tmp_path / ".venv").mkdir()
     (tmp_path / ".venv/kept").write_text("")
@@ -247,7 +248,7 @@ def checkout(tmp_path):
 
 def install(checkout: Path, stack: str, **variables: str) -> subprocess.CompletedProcess:
     environment = {**outside_make(), "PIP_NO_INDEX": "1", "UV_NO_INDEX": "1", **variables}
-    command = ["bash", "tasks/common/install/install.sh", stack, ".venv"]
+    command = ["bash", "verl_tasks/install/install.sh", stack, ".venv"]
     return subprocess.run(command, cwd=checkout, env=environment, capture_output=True, text=True)
 
 
@@ -351,12 +352,14 @@ def test_a_package_on_PYTHONPATH_counts_for_nothing(by, checkout):
 )
 def test_stacks_have_environments_of_their_own(there, stack, folder, tmp_path):
     shutil.copy(ROOT / "Makefile", tmp_path)
-    shutil.copytree(ROOT / "tasks/common/stacks", tmp_path / "tasks/common/stacks")
-    shutil.copytree(ROOT / "tasks/common/install", tmp_path / "tasks/common/install")
+    shutil.copytree(ROOT / "tasks/common/stacks", tmp_path / "verl_tasks/stacks")
+    shutil.copytree(ROOT / "tasks/common/install", tmp_path / "verl_tasks/install")
+    for name in ("Makefile", "stages.py"):
+        shutil.copy(ROOT / "tasks/common" / name, tmp_path / "verl_tasks")
     (tmp_path / ".venv").mkdir()
     (tmp_path / f".venv/.installed-{there}").write_text("")
     (tmp_path / ".venv/.installed-").unlink(missing_ok=True)
-    touched = ["make", "-n", "-W", "tasks/common/install/install.sh", "install", f"STACK={stack}"]
+    touched = ["make", "-n", "-W", "./verl_tasks/install/install.sh", "install", f"STACK={stack}"]
     result = subprocess.run(touched, cwd=tmp_path, env=outside_make(), capture_output=True, text=True)
     assert f"install.sh {stack} {folder}\n" in result.stdout, result.stderr
 

@@ -60,7 +60,7 @@ def suits(peer: int, request: dict) -> bool:
     """Whether a fork of this process does what a fresh Python would do for the ``request`` of the process ``peer``."""
     match request["arguments"]:
         case ["-m", module, *_]:
-            ours = module.startswith(("tasks.", "cookiecutter"))
+            ours = module.startswith(("tasks.", "verl_tasks.", "cookiecutter"))
         case ["-c", code, *_]:
             ours = "cookiecutter" in code
         case [script, *_]:  # a hook of the template looks at its parent's folder

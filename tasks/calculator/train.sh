@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Arithmetic with a calculator, over several turns.
 # Any variable can be given: make train TASK=calculator LR=2e-6 ARGS="trainer.total_epochs=1". All of them: make settings.
-source "$(dirname "${BASH_SOURCE[0]}")/../common/launch/launch.sh"
+default() { :; } # make reads these lines
 
 default MODEL Qwen/Qwen2.5-1.5B-Instruct cpu=embedded # a hub id, a folder, or `embedded` (SmolLM2-135M-Instruct)
 default SOURCE generate                         # generate | gsm8k (openai/gsm8k, word problems); FILE= goes before
@@ -17,4 +17,4 @@ default MAX_TURN_LENGTH 256 cpu=64              # tokens
 default MAX_PROMPT_LENGTH 512 cpu=192           # tokens
 default MAX_RESPONSE_LENGTH 1024 cpu=128        # tokens of all turns and results
 
-launch "$@"
+cd "$(dirname "$0")" && exec make --no-print-directory -C ../.. "${STAGE:-train}" TASK="${PWD##*/}" ARGS="${*@Q}"

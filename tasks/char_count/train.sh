@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Count a letter in a word: the task of verl-recipe.
 # Any variable can be given: make train TASK=char_count LR=2e-6 ARGS="trainer.total_epochs=1". All of them: make settings.
-source "$(dirname "${BASH_SOURCE[0]}")/../common/launch/launch.sh"
+default() { :; } # make reads these lines
 
 default MODEL embedded                          # a hub id, a folder, or `embedded` (SmolLM2-135M-Instruct)
 default SOURCE generate                         # verl-recipe's data rule
@@ -16,4 +16,4 @@ default SFT_BATCH_SIZE 64 cpu=16                # demonstrations per step
 default MAX_PROMPT_LENGTH 128                   # tokens
 default MAX_RESPONSE_LENGTH 192 cpu=80          # tokens
 
-launch "$@"
+cd "$(dirname "$0")" && exec make --no-print-directory -C ../.. "${STAGE:-train}" TASK="${PWD##*/}" ARGS="${*@Q}"

@@ -6,7 +6,8 @@ import hashlib
 import json
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from verl_tasks import PUBLIC
+from verl_tasks.places import PACKAGE, ROOT
 
 
 def fingerprint(values: dict, *files: Path) -> str:
@@ -28,7 +29,7 @@ def _digest(file: Path) -> bytes:
 def code_digest(program: Path) -> str:
     """Digest of the code of ``program`` and of what it imports, without comments and docstrings.
 
-    Of tasks/common only the rooms data and rewards count; the others do not change data or rewards.
+    Of this package only the rooms data and rewards count; the others do not change data or rewards.
     """
     digest, seen, left = hashlib.sha256(), set(), [program]
     while left:
@@ -54,11 +55,14 @@ def imported(tree: ast.AST, file: Path) -> set[Path]:
     """The files of the task, of the rooms data and rewards, and of rows and ends, that a syntax tree imports."""
     names = set()
     for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.module:
+        if isinstance(node, ast.ImportFrom) and node.module == "verl_tasks":
+            names |= {f"verl_tasks.{PUBLIC.get(alias.name, alias.name)}" for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
             names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
         elif isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
-    common = (f"verl_tasks.{name}" for name in ("data.", "rewards.", "rows", "ends"))
-    counted = (f"tasks.{file.parent.name}.", *common)
-    files = {ROOT / f"{name.replace('.', '/')}.py" for name in names if name.startswith(counted)}
+    common = tuple(f"verl_tasks.{name}" for name in ("data.", "rewards.", "rows", "ends"))
+    files = {PACKAGE / f"{name.partition('.')[2].replace('.', '/')}.py" for name in names if name.startswith(common)}
+    task = f"tasks.{file.parent.name}."
+    files |= {ROOT / f"{name.replace('.', '/')}.py" for name in names if name.startswith(task)}
     return {each for each in files if each.is_file()}

@@ -4,7 +4,8 @@ import sys
 import traceback
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
+from verl_tasks.places import PACKAGE, ROOT
+
 LOGGED = 5  # tracebacks that a process leaves in its log
 _logged = 0
 
@@ -25,16 +26,15 @@ def said(error: BaseException, length: int = 300) -> str:
 
 
 def own_place(error: BaseException) -> str:
-    """``file:line, in function`` where ``error`` left the code of the user: the innermost frame outside of tasks/common
+    """``file:line, in function`` where ``error`` left the code of the user: the innermost frame outside of this package
     and of packages. Empty where there is none."""
     for frame, line in reversed([*traceback.walk_tb(error.__traceback__)]):
-        file, name = Path(frame.f_code.co_filename), frame.f_code.co_name
-        if not file.is_relative_to(ROOT) or "site-packages" in file.parts:
+        file, name = Path(frame.f_code.co_filename).resolve(), frame.f_code.co_name
+        if not file.is_relative_to(ROOT) or file.is_relative_to(PACKAGE) or "site-packages" in file.parts:
             continue
         if name == "<module>" and frame.f_globals.get("__name__") == "__main__":
             continue  # a task's program, which calls ours
-        if (place := file.relative_to(ROOT)).parts[:2] != ("tasks", "common"):
-            return f"{place}:{line}, in {name}"
+        return f"{file.relative_to(ROOT)}:{line}, in {name}"
     return ""
 
 

@@ -20,6 +20,7 @@ from pathlib import Path
 import psutil
 
 from verl_tasks.interrupts import ENDING, Interrupts
+from verl_tasks.places import PYTHON_PATH
 
 LOGS = "VERL_TASK_LOGS"  # in the environment of all processes of a stage: the folder of its logs
 LAUNCH = "VERL_TASK_LAUNCH"  # and the folder of temporary files, which each launch has for itself
@@ -28,7 +29,7 @@ NAMES = ("psm_", "verl_weights_", "sem.mp-")  # Python's shared memory and semap
 TERMINATE_SECONDS, KILL_SECONDS = 3, 5
 LOOK_SECONDS = 0.5  # between two looks at processes, and at who has mapped what
 KEEPER = (
-    f"import sys; sys.path.insert(0, {str(Path(__file__).resolve().parents[2])!r}); "
+    f"import sys; sys.path[:0] = {PYTHON_PATH.split(':')}; "
     "from verl_tasks import leftovers; leftovers.keep(*sys.argv[1:])"
 )
 

@@ -20,15 +20,15 @@ from pathlib import Path
 from verl_tasks.digest import code_digest, fingerprint
 from verl_tasks.errors import SettingsError
 from verl_tasks.method import METHODS, method
+from verl_tasks.places import PACKAGE, ROOT
 from verl_tasks.stages import STAGES, stage_of
 from verl_tasks.visible_gpus import check_visible, visible_gpus
 
-ROOT = Path(__file__).resolve().parents[2]
 HEALTH_RULES = ("nan", "collapse", "kl", "spike", "mismatch", "zero_variance", "truncation", "no_reward", "fall")
 HEALTH_RULES += ("memory", "hollow", "short", "alike")
 # MiB that a driver leaves free of a GPU: A100 (SXM 80 GB, PCIe 40 GB), H100 and H200 SXM, A10, L40S.
 GPU_MIB = {"a100": 80_000, "a100-40g": 40_000, "h100": 80_000, "h200": 142_000, "a10": 22_500, "l40s": 45_000}
-STACKS = sorted(path.parent.name for path in (ROOT / "tasks/common/stacks").glob("*/__init__.py"))
+STACKS = sorted(path.parent.name for path in (PACKAGE / "stacks").glob("*/__init__.py"))
 
 
 def variable(default, help: str, check=None):
@@ -363,7 +363,7 @@ class Command:
 
 
 def artifacts() -> Path:
-    """Where everything that a run writes goes: ARTIFACTS, else artifacts/ of this repository. Raises SettingsError."""
+    """Where everything that a run writes goes: ARTIFACTS, else artifacts/ of the project. Raises SettingsError."""
     given = os.environ.get("ARTIFACTS") or str(ROOT / "artifacts")
     _check_utf8("ARTIFACTS", given)
     try:
@@ -419,7 +419,7 @@ class Value:
 def read_defaults(file: Path) -> dict[str, dict[str, str]]:
     """The `default` lines of ``file`` as {STACK, or "" for all: {NAME: VALUE}}. Raises SettingsError.
 
-    A value is plain text, in quotes where it has spaces; $ROOT stands for the repository.
+    A value is plain text, in quotes where it has spaces; $ROOT stands for the project.
     """
     defaults: dict[str, dict[str, str]] = {"": {}} | {stack: {} for stack in STACKS}
     for line in file.read_text().splitlines():

@@ -10,8 +10,7 @@ from numbers import Integral
 import numpy as np
 
 from tasks.countdown import search
-from verl_tasks import DataError, prepare
-from verl_tasks.data.records import hub
+from verl_tasks import DataError, prepare, records
 
 HUB_DATASET = "Jiayi-Pan/Countdown-Tasks-3to4"
 # DIFFICULTY: how many numbers, the largest number, the largest target
@@ -134,7 +133,7 @@ def from_record(record: dict) -> list[prepare.Example | str]:
 def from_hub(settings) -> prepare.Examples:
     """The public set, or a local folder of its form (columns ``nums``, ``target``)."""
     name = HUB_DATASET if settings.SOURCE == "hub" else settings.SOURCE
-    return prepare.Examples([hub(name, None, "train")], from_record)
+    return prepare.Examples([records.hub(name, None, "train")], from_record)
 
 
 if __name__ == "__main__":

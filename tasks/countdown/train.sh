@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Countdown: reach a target with all the given numbers.
 # Any variable can be given: make train TASK=countdown LR=2e-6 ARGS="trainer.total_epochs=1". All of them: make settings.
-source "$(dirname "${BASH_SOURCE[0]}")/../common/launch/launch.sh"
+default() { :; } # make reads these lines
 
 default MODEL Qwen/Qwen2.5-1.5B-Instruct cpu=embedded # a hub id, a folder, or `embedded` (SmolLM2-135M-Instruct)
 default SOURCE generate                         # generate | hub (Jiayi-Pan/Countdown-Tasks-3to4) | a folder of that form
@@ -13,4 +13,4 @@ default STEPS 100 cpu=8                         # training steps
 default MAX_PROMPT_LENGTH 256 cpu=128           # tokens
 default MAX_RESPONSE_LENGTH 1024 cpu=64         # tokens
 
-launch "$@"
+cd "$(dirname "$0")" && exec make --no-print-directory -C ../.. "${STAGE:-train}" TASK="${PWD##*/}" ARGS="${*@Q}"

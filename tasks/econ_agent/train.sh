@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Each month a worker decides how much to work and to consume.
 # Any variable can be given: make train TASK=econ_agent LR=2e-6 ARGS="trainer.total_epochs=1". All of them: make settings.
-source "$(dirname "${BASH_SOURCE[0]}")/../common/launch/launch.sh"
+default() { :; } # make reads these lines
 
 default MODEL Qwen/Qwen2.5-1.5B-Instruct cpu=embedded # a hub id, a folder, or `embedded` (SmolLM2-135M-Instruct)
 default SOURCE generate                         # generate (tasks/econ_agent/simulation.py)
@@ -17,4 +17,4 @@ default SFT_LR 1e-5 cpu=2e-4                    # of all weights in the warm-up;
 default MAX_PROMPT_LENGTH 1024 cpu=256          # tokens
 default MAX_RESPONSE_LENGTH 128 cpu=48          # tokens
 
-launch "$@"
+cd "$(dirname "$0")" && exec make --no-print-directory -C ../.. "${STAGE:-train}" TASK="${PWD##*/}" ARGS="${*@Q}"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Grade-school math word problems with a number as the answer.
 # Any variable can be given: make train TASK=gsm8k LR=2e-6 ARGS="trainer.total_epochs=1". All of them: make settings.
-source "$(dirname "${BASH_SOURCE[0]}")/../common/launch/launch.sh"
+default() { :; } # make reads these lines
 
 default MODEL Qwen/Qwen2.5-3B-Instruct cpu=embedded # a hub id, a folder, or `embedded` (SmolLM2-135M-Instruct)
 default SOURCE auto                             # auto | hub (openai/gsm8k) | generate; FILE= goes before
@@ -14,4 +14,4 @@ default SFT_STEPS 64 cpu=16                     # steps of the warm-up
 default MAX_PROMPT_LENGTH 512 cpu=192           # tokens
 default MAX_RESPONSE_LENGTH 1024 cpu=96         # tokens
 
-launch "$@"
+cd "$(dirname "$0")" && exec make --no-print-directory -C ../.. "${STAGE:-train}" TASK="${PWD##*/}" ARGS="${*@Q}"

@@ -16,9 +16,9 @@ from verl_tasks import (
     prepare,
     records,
     render_calls,
+    tool_calls,
     tool_schemas,
 )
-from verl_tasks.rewards.tool_calls import OPEN, functions, parse_calls
 
 HUB_DATASET = "Bingguang/HardGen"
 RESULT, RESULT_END = "<tool_response>", "</tool_response>"
@@ -73,11 +73,11 @@ def _from_tags(message: dict) -> dict:
         content = message["content"].strip()
         tagged = content.startswith(RESULT) and content.endswith(RESULT_END)
         return {**message, "content": content[len(RESULT) : -len(RESULT_END)].strip()} if tagged else message
-    if message["role"] != "assistant" or OPEN not in message["content"] or message.get("tool_calls"):
+    if message["role"] != "assistant" or tool_calls.OPEN not in message["content"] or message.get("tool_calls"):
         return message
     thought, text = _split_thinking(message["content"])
     try:
-        calls, words = parse_calls(text)
+        calls, words = tool_calls.parse_calls(text)
     except Malformed:
         return message  # its turn is told to be no call, what follows to be broken
     content = f"<think>\n{thought}\n</think>\n\n{words}" if thought else words
@@ -97,7 +97,7 @@ def _broken(messages: list[dict], index: int) -> str | None:
 def _example(messages: list[dict], tools: list[dict], strict: bool) -> prepare.Example | str:
     *before, turn = messages
     calls = [call["function"] for call in turn.get("tool_calls") or []]
-    if unknown := {call["name"] for call in calls} - functions(tools).keys():
+    if unknown := {call["name"] for call in calls} - tool_calls.functions(tools).keys():
         return f"calls {', '.join(sorted(unknown))[:200]}, which is not among its tools"
     if not before or before[-1]["role"] not in ("user", "tool"):
         return f"{'calls a tool' if calls else 'answers'} where it is not the assistant's turn"

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Call the right functions with the right arguments.
 # Any variable can be given: make train TASK=tool_calling LR=2e-6 ARGS="trainer.total_epochs=1". All of them: make settings.
-source "$(dirname "${BASH_SOURCE[0]}")/../common/launch/launch.sh"
+default() { :; } # make reads these lines
 
 default MODEL Qwen/Qwen3-4B-Instruct-2507 cpu=embedded # a hub id, a folder, or `embedded` (SmolLM2-135M-Instruct)
 default SOURCE auto                             # auto | hub (Bingguang/HardGen) | generate; FILE= goes before
@@ -17,4 +17,4 @@ default LR "" cpu=2e-5                          # on a CPU; elsewhere the stack'
 default MAX_PROMPT_LENGTH 4096 cpu=448          # tokens
 default MAX_RESPONSE_LENGTH 1024 cpu=64         # tokens
 
-launch "$@"
+cd "$(dirname "$0")" && exec make --no-print-directory -C ../.. "${STAGE:-train}" TASK="${PWD##*/}" ARGS="${*@Q}"

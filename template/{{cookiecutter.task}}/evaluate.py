@@ -11,8 +11,8 @@ import functools
 from collections import Counter
 
 {% import "imports.jinja" as imports with context %}
-{% set reader = ["from verl_tasks.rewards.math_answer import find_answer"] if math else [] %}
-{{ imports.sorted(["from verl_tasks.evaluation.main import main"] + reader, "reward import compute_score") }}
+{% set reader = ["find_answer"] if math else [] %}
+{{ imports.sorted(["evaluate"] + reader, "reward import compute_score") }}
 
 {% if math %}
 @functools.cache  # the bootstrap asks for the same completions again and again
@@ -36,5 +36,5 @@ def metrics(scored: list[dict]) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    main(compute_score, metrics)
+    evaluate(compute_score, metrics)
 {% endif %}

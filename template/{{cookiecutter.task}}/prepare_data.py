@@ -42,26 +42,15 @@ from operator import index
 import regex
 
 {% endif %}
-from verl_tasks.data import prepare
-{% if from_records and reward != "expression" %}
-from verl_tasks.data.formats import conversation
-{% endif %}
+{% import "imports.jinja" as imports with context %}
+{% set ours = ["prepare"] %}
 {% if from_records %}
-from verl_tasks.data.records import {{ "hub" if source == "hub" else "load" }}
+{% set ours = ours + ["records"] + (["conversation"] if reward != "expression" else []) %}
 {% endif %}
-{% if source == "reasoning_gym" %}
-from verl_tasks.rewards import gym
-{% endif %}
-{% if reward == "math" %}
-from verl_tasks.rewards.math_answer import compare
-{% endif %}
-{% if reward == "tool_call" %}
-from verl_tasks.rewards.tool_calls import render_calls
-{% endif %}
-{% if reward in ("math", "regex") or (from_records and reward == "expression") %}
-from verl_tasks.rows import DataError
-{% endif %}
-
+{% set ours = ours + (["gym"] if source == "reasoning_gym" else []) + (["compare"] if reward == "math" else []) %}
+{% set ours = ours + (["render_calls"] if reward == "tool_call" else []) %}
+{% set ours = ours + (["DataError"] if reward in ("math", "regex") or (from_records and reward == "expression") else []) %}
+{{ imports.ours(ours) }}
 {% if source == "reasoning_gym" %}
 ENV = "{{ cookiecutter.env }}"
 CONFIG = {{ cookiecutter.config | literal }}
@@ -120,11 +109,11 @@ def from_record(record: dict) -> list[prepare.Example]:
 def from_hub(settings) -> prepare.Examples:
     """The public set, or a local folder of its form (SOURCE=folder)."""
     name = HUB_DATASET if settings.SOURCE == "hub" else settings.SOURCE
-    return prepare.Examples([hub(name, HUB_CONFIG, split) for split in HUB_SPLITS], from_record)
+    return prepare.Examples([records.hub(name, HUB_CONFIG, split) for split in HUB_SPLITS], from_record)
 {% else %}
 def from_file(settings) -> prepare.Examples:
     """FILE: a file that is split by SEED, or a folder with train.* and test.*."""
-    return prepare.Examples(load(settings.FILE), from_record)
+    return prepare.Examples(records.load(settings.FILE), from_record)
 {% endif %}
 {% endif %}
 

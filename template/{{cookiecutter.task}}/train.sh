@@ -15,7 +15,7 @@
 #!/usr/bin/env bash
 # {{ cookiecutter.description }}.
 # Any variable can be given: make train TASK={{ cookiecutter.task }} LR=2e-6 ARGS="trainer.total_epochs=1". All of them: make settings.
-source "$(dirname "${BASH_SOURCE[0]}")/../common/launch/launch.sh"
+default() { :; } # make reads these lines
 
 {{ line("MODEL", cookiecutter.model, "a hub id, a folder, or `embedded` (SmolLM2-135M-Instruct)", "embedded") }}
 {% if not small[1] or cookiecutter.source in ("verifiers", "openenv") %}
@@ -66,4 +66,4 @@ source "$(dirname "${BASH_SOURCE[0]}")/../common/launch/launch.sh"
 {% endif %}
 {% endif %}
 
-launch "$@"
+cd "$(dirname "$0")" && exec make --no-print-directory -C ../.. "${STAGE:-train}" TASK="${PWD##*/}" ARGS="${*@Q}"

@@ -22,7 +22,7 @@ from verl_tasks.settings import Command, Settings, SettingsError, artifacts, fin
 STOPPED = "stopped; finished samples are kept, the same command continues"
 
 
-def evaluate(s: Settings, command: Command, scoring: Scoring, models: dict[str, str]) -> int:
+def evaluate_models(s: Settings, command: Command, scoring: Scoring, models: dict[str, str]) -> int:
     """`make eval`: a table of ``models`` (label to path), in front the endpoint BASE_URL, and the last one's difference
     to the warm-up, else to the first one, in words too; summary.json beside each model's rollouts. Returns the number
     of completions on which the reward raised."""
@@ -103,7 +103,7 @@ def rescore(s: Settings, command: Command, scoring: Scoring) -> int:
     return report_errors(rollouts)
 
 
-def main(
+def evaluate(
     compute_score: Callable | None = None,
     own_metrics: OwnMetrics | None = None,
     environment: type[Environment] | None = None,
@@ -120,7 +120,7 @@ def main(
         models = dict(each.split("=", 1) for each in arguments) if name in ("eval", "experiment") else {}
         commands: dict[str, Callable[[], int]] = {
             "probe": lambda: probe.probe(s, command, scoring, *arguments),
-            "eval": lambda: evaluate(s, command, scoring, models),
+            "eval": lambda: evaluate_models(s, command, scoring, models),
             "compare": lambda: compare.compare(s, scoring, *arguments),
             "experiment": lambda: experiment.experiment(s, scoring, models),
             "rescore": lambda: rescore(s, command, scoring),

@@ -17,6 +17,8 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+from verl_tasks.places import PACKAGE
+
 SHOWN = ("torch", "vllm", "flash-attn", "verl", "transformers", "ray")
 IMPORTED = ("verl.trainer.main_ppo", "verl.workers.rollout.vllm_rollout.vllm_async_server", "vllm", "trl")
 
@@ -40,7 +42,7 @@ class Package(NamedTuple):
 
 def listed(stack: str) -> dict[str, str]:
     """Version by name of every package that the list of ``stack`` has for this Python."""
-    path = Path(__file__).resolve().parents[1] / "stacks" / stack / "requirements.txt"
+    path = PACKAGE / "stacks" / stack / "requirements.txt"
     pins = {}
     for line in path.read_text().splitlines():
         if line and not line.startswith(("#", " ")):

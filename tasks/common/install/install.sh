@@ -6,7 +6,7 @@
 set -euo pipefail
 unset PYTHONPATH PYTHONHOME # pip would find packages there, and not install them
 STACK=$1 VENV=$2
-HERE=tasks/common/stacks/$STACK
+HERE=${BASH_SOURCE[0]%/*}/../stacks/$STACK
 LIST=$HERE/requirements.txt
 LOG=artifacts/install.log
 MARK=$VENV/.installed-$STACK
@@ -160,7 +160,7 @@ if [[ -f $HERE/after_install.py ]]; then
   "$PYTHON" "$HERE/after_install.py" >>"$LOG" 2>&1 || fail "$HERE/after_install.py failed"
 fi
 check() {
-  PYTHONPATH=. "$PYTHON" -W ignore -m verl_tasks.install.check "$STACK" >"$LISTS/said.txt"
+  PYTHONPATH=$(cd "${BASH_SOURCE[0]%/*}/../.." && pwd) "$PYTHON" -W ignore -m verl_tasks.install.check "$STACK" >"$LISTS/said.txt"
 }
 step "import and check" "" check || {
   cat "$LISTS/said.txt"

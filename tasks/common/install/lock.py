@@ -20,6 +20,7 @@ from packaging.tags import Tag
 from packaging.utils import parse_wheel_filename
 
 from verl_tasks.files import write_text
+from verl_tasks.places import PACKAGE
 from verl_tasks.settings import ROOT
 
 STACKS = {"a100": ("3.12",), "current": ("3.12",), "cpu": ("3.11", "3.12")}  # with their Pythons
@@ -38,7 +39,7 @@ class LockError(Exception):
 
 def list_of(stack: str) -> Path:
     """The committed list of ``stack``."""
-    return ROOT / "tasks/common/stacks" / stack / "requirements.txt"
+    return PACKAGE / "stacks" / stack / "requirements.txt"
 
 
 def uv() -> str:

@@ -15,9 +15,11 @@ from urllib.parse import urlsplit
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from verl_tasks import __version__
 from verl_tasks.data import gold
 from verl_tasks.data.held_out import check_held_out
 from verl_tasks.data.prepare import read_manifest
+from verl_tasks.files import read_json
 from verl_tasks.install.check import installed
 from verl_tasks.launch import memory_checks
 from verl_tasks.launch.finding import Finding, error, ok, warning
@@ -31,7 +33,7 @@ from verl_tasks.models.merge import base_model, is_adapter
 from verl_tasks.rewards.answers import RewardError
 from verl_tasks.rewards.examples import check_episodes, check_examples
 from verl_tasks.rows import DataError, decoded, read_rows, tools_of, validate_parquet
-from verl_tasks.runs import folder
+from verl_tasks.runs import folder, launches, library
 from verl_tasks.settings import Settings, SettingsError, code_digest, teacher_gpus
 from verl_tasks.stages import stage_of
 from verl_tasks.text import one_line
@@ -176,6 +178,21 @@ def packages(s: Settings) -> Iterator[Finding]:
     if not other:
         core = ", ".join(f"{p.name} {p.found}" for p in every if p.name in ("verl", "torch"))
         yield ok("packages", f"STACK={s.STACK}: {len(every)} as listed ({core})")
+
+
+def of_the_last_run(s: Settings) -> Iterator[Finding]:
+    """Variables, defaults and helpers of rewards that differ from those of the version that trained the last run."""
+    begun = [launch for run in folder.all_runs(s.TASK) for launch in launches.launches(run)]
+    last = max(begun, key=os.path.getmtime, default=Path())
+    if not isinstance(before := read_json(last / "launch.json").get("library"), dict):
+        return
+    by = f"{before.get('version')}, which trained {last.parents[1].name}"
+    if differs := [*library.changes(before)]:
+        more = f" and {len(differs) - 8} more" if len(differs) > 8 else ""
+        text = f"{__version__} differs from {by}: {'; '.join(differs[:8])}{more}"
+        yield warning("library", text, "CHANGELOG.md says why; give a variable its old value to keep it")
+    else:
+        yield ok("library", f"{__version__}, with the variables and helpers of {by}")
 
 
 # ---- data and reward -----------------------------------------------------------------------------------------------
@@ -396,6 +413,7 @@ def findings(
     at_once = jobs_of(s, runs, jobs)
     checks = [of_machine(s, smi, runs, at_once), disk(s, runs, jobs, continued), packages(s), ray(s)]
     checks += [judge(s), reward(s), data(s, stage != "doctor")]
+    checks += [of_the_last_run(s)] if stage == "doctor" else []
     if not wrong:
         each_method = of_each_method(s, runs)
         checks += [numbers(run) for run in each_method]  # before the memory, which follows the pass

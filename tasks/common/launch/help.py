@@ -9,21 +9,24 @@ import re
 import sys
 from dataclasses import fields
 
-from verl_tasks.settings import ROOT, Command, Settings, shown_default
+from verl_tasks.places import PACKAGE, ROOT
+from verl_tasks.settings import Command, Settings, shown_default
 from verl_tasks.stages import STAGES, own_stages
+
+MAKEFILES = (PACKAGE / "Makefile", ROOT / "Makefile")
 
 
 def targets() -> dict[str, dict[str, str]]:
-    """The help of each target, by its group: those of the Makefile, then the stages."""
+    """The help of each target, by its group: those of the Makefiles, then the stages."""
     groups, group = {}, ""
-    for line in (ROOT / "Makefile").read_text().splitlines():
+    for line in [line for path in MAKEFILES if path.is_file() for line in path.read_text().splitlines()]:
         if line.startswith("##@ "):
             group = line.removeprefix("##@ ")
             groups[group] = {}
         elif target := re.fullmatch(r"([a-z_-]+): ## (.+)", line):
             groups[group][target[1]] = target[2]
     for name, stage in STAGES.items():
-        if stage.group:
+        if stage.group in groups:  # not those of a clone in a project
             groups[stage.group][name] = stage.help
     groups["Of one task"] = {}
     for file in sorted(ROOT.glob("tasks/*/train.sh")):

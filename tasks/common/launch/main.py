@@ -1,4 +1,4 @@
-"""The stages of a task. train.sh runs this through launch.sh; settings come from the environment.
+"""The stages of a task. The Makefile runs this; settings come from the environment.
 
 Each stage records the inputs of its result under artifacts/, and is skipped while they are unchanged.
 """
@@ -30,6 +30,7 @@ from verl_tasks.launch.task import compute_score_of, exported, load_reward, scri
 from verl_tasks.leftovers import Launch
 from verl_tasks.models.find import embedded_folder, resolve_model, whole_model
 from verl_tasks.models.merge import base_of, is_adapter, merge, merge_note, whole_folder
+from verl_tasks.places import PYTHON_PATH
 from verl_tasks.process import Progress, errors_in_one_line, run
 from verl_tasks.reports import export as exports
 from verl_tasks.rewards.answers import RewardError
@@ -495,7 +496,8 @@ def main(goal: str, arguments: list[str]) -> None:
     # An experiment's TEACHER is for one of METHODS; ``planned`` gives it to that one.
     alone = goal == "experiment" and os.environ.get("METHOD") != "distill"
     s, command = load_settings(os.environ | ({"TEACHER": ""} if alone else {})), load_settings(cls=Command)
-    os.environ.update(stack_environment(s, os.environ) | {"ARTIFACTS": str(artifacts())})
+    paths = {"ARTIFACTS": str(artifacts()), "PYTHONPATH": PYTHON_PATH}  # processes run in other folders
+    os.environ.update(stack_environment(s, os.environ) | paths)
     job = Job(goal, s, command, arguments, os.environ.get("MODEL", ""))
     say_environment()
     refuse(job)

@@ -10,6 +10,7 @@ import re
 import shlex
 import sys
 
+from verl_tasks.places import PACKAGE
 from verl_tasks.settings import ROOT, Command, Settings, unknown
 
 # Variables of the Makefile itself, and of other tools.
@@ -23,7 +24,7 @@ OF_NEW = {"TASK", "SOURCE", "ENV", "CONFIG", "OPTIONS", "PYTHON", "STACK"}
 
 def of_the_judge() -> set[str]:
     """Variables of the judge, read from its source: the packages that it imports may not be installed yet."""
-    return set(re.findall(r"\bJUDGE_[A-Z_]+", (ROOT / "tasks/common/rewards/judge.py").read_text()))
+    return set(re.findall(r"\bJUDGE_[A-Z_]+", (PACKAGE / "rewards/judge.py").read_text()))
 
 
 def of_tasks() -> set[str]:
@@ -48,7 +49,7 @@ def _words(options: str) -> list[str]:
 def refusal(goals: list[str], names: list[str], options: str = "") -> str:
     """One line about the first unknown one of ``names``; empty if all are known."""
     if "new" in goals:
-        answers = [name for name in json.loads((ROOT / "template/cookiecutter.json").read_text()) if name[0] != "_"]
+        answers = [name for name in json.loads((PACKAGE / "template/cookiecutter.json").read_text()) if name[0] != "_"]
         for name in sorted(set(names) - OF_NEW):
             if name.lower() in answers:
                 return f'{name}: make new takes it as OPTIONS="{name.lower()}=..."'

@@ -7,8 +7,9 @@ import shlex
 import sys
 from collections.abc import Mapping
 
+from verl_tasks.places import PACKAGE, ROOT
 from verl_tasks.process import errors_in_one_line
-from verl_tasks.settings import ROOT, SettingsError
+from verl_tasks.settings import SettingsError
 
 
 def answers(environ: Mapping[str, str]) -> list[str]:
@@ -32,7 +33,7 @@ def answers(environ: Mapping[str, str]) -> list[str]:
     if "turns=multi" in replies and (chosen := [answer for answer in replies if answer.startswith("reward=")]):
         # The template cannot tell its first choice from an answer.
         raise SettingsError(f"{chosen[0][:80]}: with turns=multi environment.py makes the rewards; leave reward out")
-    questions = json.loads((ROOT / "template/cookiecutter.json").read_text())
+    questions = json.loads((PACKAGE / "template/cookiecutter.json").read_text())
     for answer in replies:
         if template := re.search(r"\{[{%#]", answer):
             raise SettingsError(f"{answer[:80]}: an answer must not contain {template[0]}, which begins a template")
@@ -49,7 +50,7 @@ def answers(environ: Mapping[str, str]) -> list[str]:
 
 if __name__ == "__main__":
     with errors_in_one_line(SettingsError):
-        command = ["-o", "tasks", "--no-input", "--", "template", *answers(os.environ)]
+        command = ["-o", "tasks", "--no-input", "--", str(PACKAGE / "template"), *answers(os.environ)]
     import cookiecutter.cli
 
     sys.tracebacklimit = 0  # a refused choice is one line

@@ -18,6 +18,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from verl_tasks.machine import hardware
+from verl_tasks.places import PACKAGE, PYTHON_PATH
 from verl_tasks.process import StageFailed, die_with_parent, errors_in_one_line, node_lost
 from verl_tasks.settings import (
     ROOT,
@@ -179,7 +180,7 @@ def difference(name: str, node: Seen, here: Seen) -> str:
 def see(root: str, mark: str, names: list[str], write_as: str = "") -> Seen:
     """What a process sees here. ``mark``: a folder under ARTIFACTS; a node leaves a file ``write_as`` in it."""
     digest = hashlib.sha256()
-    for file in sorted(Path(root, "tasks").rglob("*")):
+    for file in sorted({*Path(root, "tasks").rglob("*"), *PACKAGE.rglob("*")}):
         if file.suffix in (".py", ".sh", ".yaml") and file.is_file():
             digest.update(str(file).encode() + file.read_bytes())
     folder = mark if os.path.isdir(mark) and os.access(mark, os.W_OK) else ""
@@ -227,7 +228,7 @@ def _ask(question: str, *arguments: str, seconds: float = ASK_SECONDS) -> dict:
     if given != "auto" and not hardware.listens(given, CONNECT_SECONDS):
         raise SettingsError(f"RAY_ADDRESS={given}: no Ray cluster answers there; run `ray start --head` ({HELP})")
     command = [sys.executable, "-m", "verl_tasks.machine.cluster", question, *arguments]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    environment = os.environ | {"PYTHONPATH": PYTHON_PATH, "PYTHONUNBUFFERED": "1"}
     try:
         child = subprocess.run(
             command, capture_output=True, text=True, env=environment, timeout=seconds, preexec_fn=die_with_parent

@@ -25,7 +25,6 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[3]
 START_SECONDS = 120  # for a worker's imports while the machine trains
 MAX_REQUEST_BYTES = 16 * 2**20
 MAX_REPLY_BYTES = 2**16
@@ -48,7 +47,10 @@ class Sandbox:
     """
 
     def __init__(self, target: str, *setup, seconds: float = 5.0, memory: int = 2**30):
-        self._start_message = {"target": target, "setup": setup, "memory": memory, "path": [str(ROOT), *sys.path]}
+        from verl_tasks.places import PYTHON_PATH  # not above: the worker finds it once it has its path
+
+        path = [*PYTHON_PATH.split(":"), *sys.path]
+        self._start_message = {"target": target, "setup": setup, "memory": memory, "path": path}
         self._seconds = seconds
         self.protections: dict = {}  # of the last worker: whether it has "seccomp" and "landlock"
         self._forget()
@@ -166,6 +168,7 @@ def _serve(channel: int, parent: int) -> None:
 
 def _set_up(message: dict, parent: int) -> tuple[Callable, dict]:
     sys.path[:] = [path for path in message["path"] if os.path.isabs(path)]
+    from verl_tasks.places import PACKAGE, ROOT
     from verl_tasks.process import die_with_parent
 
     die_with_parent()
@@ -178,7 +181,7 @@ def _set_up(message: dict, parent: int) -> tuple[Callable, dict]:
     ctypes.CDLL(None).prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS, which both filters need
     packages = [path for path in sys.path if path.endswith(("site-packages", "dist-packages"))]
     system = [sys.prefix, sys.base_prefix, "/usr", "/lib", "/lib64", "/dev/null", "/dev/urandom"]
-    landlock = _landlock([*system, *packages, str(ROOT / "tasks")])
+    landlock = _landlock([*system, *packages, str(ROOT / "tasks"), str(PACKAGE)])
     _seccomp()
     return function, {"seccomp": True, "landlock": landlock}
 

@@ -1,6 +1,6 @@
 """The record of each launch of a run: <run>/launches/000 and on, written before the trainer starts.
 
-launch.json: settings, the trainer's command line, git's state, digests of data and task, date. config.yaml:
+launch.json: settings, the trainer's command line, git's state, digests of data, task and library, date. config.yaml:
 the trainer's resolved config. packages.txt: as `pip freeze` prints it. changes.diff: `git diff HEAD`. task/: the task's
 code. The environment and the machine's name are left out; secrets are masked.
 """
@@ -18,6 +18,7 @@ import yaml
 
 from verl_tasks.files import folder_beside, read_json, sha256, write_json, write_text
 from verl_tasks.install.check import versions
+from verl_tasks.runs import library
 from verl_tasks.runs.folder import UNREADABLE
 from verl_tasks.runs.secrets import masked, masked_values
 from verl_tasks.settings import JUDGED, ROOT, Settings, SettingsError, judge_settings
@@ -48,6 +49,7 @@ def begin(run_dir: Path, s: Settings, command: list[str], config: dict | None = 
             "data": data_digests(s.data_dir, s.TRAIN_FILE, s.PAIRS_FILE),
             "judge": judge_settings(),
             "settings": asdict(s),
+            "library": library.state(s.STACK, s.METHOD),
         }
         write_json(partial / "launch.json", record)
     return folder

@@ -12,6 +12,7 @@ from dataclasses import asdict
 from itertools import count
 from pathlib import Path
 
+from verl_tasks.places import PYTHON_PATH
 from verl_tasks.process import die_with_parent, errors_in_one_line
 from verl_tasks.runs import launches
 from verl_tasks.runs.folder import check_settings, lineage, named
@@ -119,7 +120,7 @@ def main() -> None:
         print(f"warning: not in its record, so as by default: {', '.join(unknown)}")
     print(f"RUN={name} again, as RUN={environ['RUN']}", flush=True)
     stage = [sys.executable, "-m", "verl_tasks.launch.main"]  # not train.sh: the record has every variable
-    environ |= {"PYTHONPATH": f"{ROOT}:{environ.get('PYTHONPATH', '')}".rstrip(":"), "PYTHONUNBUFFERED": "1"}
+    environ |= {"PYTHONPATH": PYTHON_PATH, "PYTHONUNBUFFERED": "1"}
     data = subprocess.run([*stage, "data"], env=environ | {"STAGE": "data"}, preexec_fn=die_with_parent)
     if code := data.returncode:
         sys.exit(code)

@@ -19,8 +19,9 @@ from pathlib import Path
 from verl_tasks.files import read_json, write_json
 from verl_tasks.machine import memory
 from verl_tasks.models.merge import base_model
+from verl_tasks.places import PACKAGE, PYTHON_PATH
 from verl_tasks.process import die_with_parent
-from verl_tasks.settings import ROOT, Settings, artifacts, stack
+from verl_tasks.settings import Settings, artifacts, stack
 from verl_tasks.text import one_line
 
 PROGRAM = "verl_tasks.verl_plugins.parity"
@@ -106,7 +107,7 @@ def _of_the_cache(model: str) -> Path | None:
 @functools.cache
 def _code() -> list:
     """What else a result depends on: our own code, and the packages."""
-    own = [(ROOT / "tasks/common" / name).read_text() for name in SOURCES]
+    own = [(PACKAGE / name).read_text() for name in SOURCES]
     return own + [version(name) for name in ("verl", "transformers", "torch")]
 
 
@@ -117,7 +118,7 @@ def _file(s: Settings, config: dict) -> Path:
 
 def _asked(request: dict) -> dict:
     """The program's answer, or ``broken``: why there is none."""
-    environment = os.environ | ENVIRONMENT | {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"}
+    environment = os.environ | ENVIRONMENT | {"PYTHONPATH": PYTHON_PATH}
     try:
         child = subprocess.run(
             [sys.executable, "-m", PROGRAM],

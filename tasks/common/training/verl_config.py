@@ -16,12 +16,13 @@ from verl_tasks.machine.memory import GIB, Plan
 from verl_tasks.models import reward_model
 from verl_tasks.models.find import resolve_whole, whole_model
 from verl_tasks.models.merge import base_model, is_adapter
-from verl_tasks.settings import ROOT, Settings, SettingsError, method, stack
+from verl_tasks.places import PACKAGE
+from verl_tasks.settings import Settings, SettingsError, method, stack
 from verl_tasks.text import one_line
 from verl_tasks.training import parity, tracking, verl_checks, verl_versions
 from verl_tasks.training.parity import Pass
 
-PLUGINS = ROOT / "tasks/common/verl_plugins"
+PLUGINS = PACKAGE / "verl_plugins"
 
 TRAINED = ("actor_rollout_ref.actor.fsdp_config", "critic.fsdp")  # models with an optimizer
 ENGINES = ("actor", "ref", "critic", "engine", "optim")  # groups of verl's config with a file for each engine
