@@ -734,12 +734,13 @@ def test_what_is_advised_is_taken_and_leaves_something_to_spare(name, size, give
     ("changes", "count", "bytes_each"),
     [
         ({}, 3, 16),
-        ({"KEEP": "4", "SAVE_FREQ": "5"}, 6, 16),
-        ({"KEEP": "7", "SAVE_FREQ": "20", "TEST_FREQ": "0"}, 5, 16),  # of 100 steps each 20th is saved
-        ({"SAVE_FREQ": "100", "TEST_FREQ": "50"}, 2, 16),  # and each that is validated
-        ({"SAVE_FREQ": "100", "TEST_FREQ": "0"}, 1, 16),
+        ({"KEEP": "4", "STEPS": "100"}, 6, 16),
+        ({"KEEP": "7", "STEPS": "100", "SAVE_FREQ": "20"}, 6, 16),  # each 20th is saved, and one in the first minutes
+        ({"KEEP": "7", "STEPS": "100", "SAVE_FREQ": "100", "TEST_FREQ": "50"}, 3, 16),  # and each that is validated
+        ({"SAVE_FREQ": "8"}, 2, 16),
+        ({"STEPS": "1"}, 1, 16),
         ({"METHOD": "ppo"}, 3, 28),
-        ({"METHOD": "dpo", "KEEP": "4", "SAVE_FREQ": "5"}, 6, 16),
+        ({"METHOD": "dpo", "KEEP": "4", "STEPS": "100"}, 6, 16),
         ({"SELF_PLAY_ROUNDS": "3"}, 7, 16),
         ({"SELF_PLAY_ROUNDS": "3", "METHOD": "dpo"}, 7, 16),
     ],

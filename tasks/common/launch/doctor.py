@@ -122,10 +122,11 @@ def checkpoint_sizes(
         begun = folder.rounds(run, arguments) if arguments is not None else []
         made = sum(len(each.steps) for each in begun)
         saved = {run.STEPS, *range(0, run.STEPS, run.SAVE_FREQ), *range(0, run.STEPS, run.TEST_FREQ or run.STEPS)} - {0}
-        kept = min(len(saved), run.KEEP + 1)
+        written = len(saved) + (min(saved) > 1)  # and the first within minutes (runs/checkpoint.py)
+        kept = min(written, run.KEEP + 1)
         sizes += [size] * (run.SELF_PLAY_ROUNDS * kept - made)
-        largest = max(largest, size * (len(saved) > kept))
-    return sizes + [largest] * min(jobs, len(runs) or 1)
+        largest = max(largest, size * (written > kept))
+    return sizes + [largest] * (min(jobs, len(runs) or 1) if largest else 0)
 
 
 def ray(s: Settings) -> Iterator[Finding]:
