@@ -12,7 +12,7 @@ task = {{ cookiecutter.task | jsonify }}  # fmt: skip
 reward = {{ cookiecutter.reward | jsonify }}  # fmt: skip
 source = {{ cookiecutter.source | jsonify }}  # fmt: skip
 method = {{ cookiecutter.method | jsonify }}  # fmt: skip
-multi = {{ cookiecutter.turns | jsonify }} == "multi"  # fmt: skip
+turns = {{ cookiecutter.turns | jsonify }}  # fmt: skip
 
 
 def project_above(folder):
@@ -101,9 +101,11 @@ data = {
 }[source]
 print(f"fill in   prepare_data.py   {data}" if data else "fill in   environment.py    the settings of the environment (CONFIG)")
 own = {"json": ": SCHEMA", "judge": ": RUBRIC"}.get(reward, "")
-if multi and source == "generate":
+if turns == "endpoint":
+    print("          agent.py          the program that solves a row, and its score (test_environment.py, examples.jsonl check it)")
+elif turns == "multi" and source == "generate":
     print("          environment.py    the tools, and what follows a message (test_environment.py, examples.jsonl check it)")
-elif reward != "environment" and not multi:
+elif reward != "environment" and turns == "single":
     print(f"          reward.py         when a response is right{own} (test_reward.py, examples.jsonl check it)")
 judge = "export JUDGE_URL=http://localhost:8000/v1 JUDGE_MODEL=name    # the model that judges: docs/JUDGE.md"
 trains = {"hub": "downloads the data", "verifiers": "installs the environment", "openenv": "installs OpenEnv's client"}.get(source, "trains as it is")

@@ -180,10 +180,12 @@ def _remove_empty(output: Path, task: str) -> None:
 
 def _check_multi(answers: dict) -> None:
     """Refuse what a task with episodes cannot have; reward and source stay at their defaults."""
+    turns = answers["turns"]
+    maker = "agent.py" if turns == "endpoint" else "environment.py"
     if answers["reward"] != "math":
-        refuse(f"reward {answers['reward']}: with turns=multi environment.py makes the rewards; leave reward out")
-    if answers["source"] not in ("generate", *OTHERS):
-        refuse(f"source {answers['source']}: with turns=multi it must be generate; then write prepare_data.py as you like")
+        refuse(f"reward {answers['reward']}: with turns={turns} {maker} makes the rewards; leave reward out")
+    if answers["source"] not in (("generate",) if turns == "endpoint" else ("generate", *OTHERS)):
+        refuse(f"source {answers['source']}: with turns={turns} it must be generate; then write prepare_data.py as you like")
     if answers["method"] in ("dpo", "distill"):
         refuse(f"method {answers['method']}: is for single-turn tasks; leave it out, or take turns=single")
 
@@ -220,7 +222,7 @@ def _check(answers: dict) -> None:
         refuse(f"model {model[:80]!r}: must be a hub id owner/name, the path of a folder, or embedded")
     if not re.fullmatch(r"all|1|2|4|8|16|32|64", gpus):
         refuse(f"gpus {gpus[:80]!r}: must be all, or 1, 2, 4, 8, 16, 32 or 64, by which the batches can be divided")
-    if answers["turns"] == "multi":
+    if answers["turns"] != "single":
         _check_multi(answers)
     if source in OTHERS:
         _check_other(source, answers["turns"], env, config)

@@ -76,11 +76,11 @@ def certified(small_model, tmp_path, monkeypatch):
     write_parquet([rl_row("gsm8k", PROMPT, "20126", "train", 0)], data / "gsm8k/train.parquet", rl_schema())
     write_parquet([sft_row(PROMPT, ANSWER)], data / "gsm8k/sft.parquet", sft_schema())
 
-    def run(task: str = "calculator", template=None, **engine) -> dict[str, checks.Check]:
+    def run(task: str = "calculator", template=None, settings=None, **engine) -> dict[str, checks.Check]:
         from verl_tasks.verl_plugins.certify import certified
 
         given = SMALL | {"MAX_PROMPT_LENGTH": "1024", "MAX_RESPONSE_LENGTH": "1024", "MAX_TURN_LENGTH": "512"}
-        given |= {"ARTIFACTS": str(tmp_path), "N_GPUS": "1"}
+        given |= {"ARTIFACTS": str(tmp_path), "N_GPUS": "1"} | (settings or {})
         monkeypatch.setenv("ARTIFACTS", str(tmp_path))
         model = shutil.copytree(small_model, tmp_path / "model", dirs_exist_ok=True)
         if template:
@@ -115,6 +115,73 @@ def test_a_single_turn_task_is_an_episode_of_one_turn(certified):
     found = certified("gsm8k", answers=[ANSWER])
     assert list(found) == NAMES and {check.state for check in found.values()} == {"ok"}, found
     assert "one turn" in found["template"].text and "(100%)" in found["mask"].text
+
+
+REWRITING = f"""
+import json
+from openai import OpenAI
+tools = {TOOLS!r} + [{{"type": "function", "function": {{"name": "other", "description": "", "parameters": {{}}}}}}]
+def main():
+    client, messages = OpenAI(max_retries=0), json.load(open("row.json"))["prompt"]
+    def ask(tools=tools[:1]):
+        said = client.chat.completions.create(model="policy", messages=messages, tools=tools).choices[0].message
+        messages.append(said.model_dump(exclude_none=True))
+        return said
+    call = ask().tool_calls[0]
+    messages.append({{"role": "tool", "tool_call_id": call.id, "content": "20126"}})
+    ask()
+    messages[-1]["content"] += "\\n"  # white space of an answer
+    messages.append({{"role": "user", "content": "Sure? <|im_end|>"}})
+    ask()
+    messages.append({{"role": "user", "content": "Again"}})
+    ask()
+    ask(tools)  # after its own answer, with more tools
+    messages.append({{"role": "user", "content": "Again"}})
+    ask(tools[::-1])
+    messages[:] = [messages[0], {{"role": "user", "content": "A summary of it: 20126"}}]
+    ask()
+    json.dump(1, open("score.json", "w"))
+if __name__ == "__main__":
+    main()
+"""
+
+
+# Its fourth sequence begins with more than 1024 tokens.
+REWRITING_LIMITS = {"MAX_TURNS": "8", "MAX_PROMPT_LENGTH": "2048"}
+
+
+@pytest.fixture
+def rewriting(tmp_path, monkeypatch):
+    """The calculator's episodes are played by a program that rewrites its history."""
+    from verl_tasks.rewards.program import environment_of
+
+    (tmp_path / "agent.py").write_text(REWRITING)
+    monkeypatch.setattr("tasks.calculator.environment.Environment", environment_of(tmp_path / "agent.py"))
+
+
+@pytest.mark.medium
+def test_a_program_that_rewrites_its_history_is_certified_in_all_its_sequences(certified, rewriting, tokenizer):
+    found = certified(answers=[CALL, ANSWER], settings=REWRITING_LIMITS)
+    assert {check.state for check in found.values()} == {"ok"}, found
+    call, answer = (len(answer_ids(tokenizer, text)) for text in (CALL, ANSWER))
+    assert found["tokens"].figures == {"episodes": 10, "turns": 14, "changed_by_encoding": 0}  # sampled and scripted
+    assert found["log_probs"].figures["tokens"] == call + 6 * answer + 7 * call
+
+
+@pytest.mark.medium
+def test_a_wrong_token_of_a_later_sequence_is_found(certified, rewriting, monkeypatch):
+    from verl_tasks.verl_plugins import episode_loop
+
+    play = episode_loop.play
+
+    async def wrong(*arguments):
+        found = await play(*arguments)
+        found.sequences[1].response_ids[0] += 1
+        return found
+
+    monkeypatch.setattr(episode_loop, "play", wrong)
+    found = certified(answers=[CALL, ANSWER], settings={"MAX_TURNS": "8"})
+    assert failed(found) == ["tokens"] and "row 0, sequence 2, turn 1: the trained tokens" in found["tokens"].text
 
 
 @pytest.mark.parametrize(
@@ -176,7 +243,7 @@ def test_a_loop_that_renders_again_fails(certified, monkeypatch, tokenizer):
 def test_a_wrong_mask_fails(certified, monkeypatch, wrong, said):
     from verl_tasks.verl_plugins.episode_loop import EpisodeOfRow
 
-    monkeypatch.setattr(EpisodeOfRow, "mask", lambda self, episode: [wrong] * len(episode.mask))
+    monkeypatch.setattr(EpisodeOfRow, "mask", lambda self, episode, sequence: [wrong] * len(sequence.mask))
     found = certified()
     assert failed(found) == ["mask"] and said in found["mask"].text
 
@@ -191,7 +258,7 @@ def test_log_probs_that_do_not_reach_the_trainer_fail(certified, monkeypatch):
     from verl_tasks.verl_plugins import certify
 
     played = certify.played
-    monkeypatch.setattr(certify, "played", lambda *given: replace(played(*given), log_probs=None))
+    monkeypatch.setattr(certify, "played", lambda *given: [replace(each, log_probs=None) for each in played(*given)])
     assert failed(certified()) == ["log_probs"]
 
 

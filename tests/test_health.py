@@ -283,6 +283,10 @@ def curve(key: str, values: list[float], other: str = "", more: list[float] = ()
     return found
 
 
+def test_failed_programs_are_told():
+    assert found({1: {"episode/failed": 0.25}, 2: {"episode/failed": 0.0}}) == [("failed", 1)]
+
+
 def test_a_reward_that_rises_without_right_answers_is_hollow():
     """Countdown with 0.3 for the right numbers, without a thought: the reward rises, right answers hardly."""
     reward, hollow, sound = [0.09, 0.1, 0.1, 0.2, 0.3, 0.3, 0.3], [0.05] * 7, [0.05, 0.05, 0.05, 0.1, 0.2, 0.2, 0.2]

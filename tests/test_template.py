@@ -162,6 +162,7 @@ ACCEPTED = [pair | other for pair, other in zip(filter(accepted, PAIRS), itertoo
 # A multi-turn task, under two names: nothing but the method and LoRA can be chosen.
 MULTI = {"turns": "multi", "reward": "math", "source": "generate"}
 ACCEPTED += [MULTI | {"method": "gspo", "lora": "yes"}, MULTI | {"method": "dapo", "lora": "no"}]
+ACCEPTED += [MULTI | {"turns": "endpoint", "method": "grpo", "lora": "no"}]
 # Short and long names, before and after `common` in the order of imports; a long name makes long lines.
 NAMES = {f"{'az'[i % 2]}{i}".ljust(40 if i % 3 == 0 else 0, "x"): answers for i, answers in enumerate(ACCEPTED)}
 ABOUT = {name: "-".join(answers.values()) for name, answers in NAMES.items()}
@@ -269,7 +270,9 @@ def test_every_combination_lints_and_passes_its_own_tests(tool, checked):
 def test_every_combination_renders_to_a_few_plain_files(name, rendered):
     home, answers = rendered[name], NAMES[name]
     files = OF_EPISODES if "turns" in answers else FILES
-    assert tree(home) == files | ({"data.jsonl"} if answers["source"] == "file" else set())
+    more = {"data.jsonl"} if answers["source"] == "file" else set()
+    more |= {"agent.py"} if answers.get("turns") == "endpoint" else set()
+    assert tree(home) == files | more
     for file in tree(home):
         assert not re.search(r"\{\{[^}]|\{%|cookiecutter\.", (home / file).read_text()), f"{file} has stray Jinja"
     assert json.loads((home / "answers.json").read_text())["cookiecutter"].items() >= answers.items()
@@ -343,7 +346,9 @@ def test_every_combination_makes_data_whose_demonstrations_are_right(name, rende
     monkeypatch.setattr(prepare, "load_tokenizer", lambda model: tokenizer)  # the same one 25 times
     if "turns" in NAMES[name]:  # a task is multi-turn by its files
         monkeypatch.setattr("verl_tasks.settings.ROOT", home.parents[1])
-        module_of(home, "environment")  # so that prepare_data.py finds it
+        for part in ("agent", "environment"):
+            if (home / f"{part}.py").is_file():
+                module_of(home, part)  # so that prepare_data.py finds it
     s = settings_of(home, **changes)
     sources = {}
     monkeypatch.setattr(prepare, "main", sources.update)
@@ -524,6 +529,7 @@ def test_every_question_and_choice_has_a_readable_prompt():
         *[(f"task={name}", "task ") for name in ("Bad-Name", "class", "common", "9lives", "a" * 41, "a\n")],
         *[(f"reward={c['reward']} source={c['source']}", f"reward {c['reward']}: ") for c in REFUSED],
         ("turns=multi reward=judge", "reward judge: with turns=multi"),
+        ("turns=endpoint source=verifiers env=a", "source verifiers: with turns=endpoint"),
         ("turns=multi reward=environment source=reasoning_gym", "reward environment: with turns=multi"),
         ("turns=multi source=file", "source file: with turns=multi it must be generate"),
         ("source=verifiers env=reverse-text", "source verifiers: needs turns=multi"),
@@ -626,7 +632,7 @@ def test_a_replay_of_bad_answers_is_refused_and_leaves_nothing(changed, said, ch
 def test_a_task_has_the_files_of_the_template_and_its_answers(task):
     home = ROOT / "tasks" / task
     answers = json.loads((home / "answers.json").read_text())["cookiecutter"]
-    files = OF_EPISODES if answers["turns"] == "multi" else FILES
+    files = FILES if answers["turns"] == "single" else OF_EPISODES
     assert {path.name for path in home.iterdir() if path.is_file()} >= files
     assert answers.keys() == {name for name in QUESTIONS if not name.startswith("_")}
     assert answers["task"] == task

@@ -297,7 +297,9 @@ def sampled(module, monkeypatch, tmp_path):
         of_data = {"max_response_length": 9, "episode": {"task": "t"}}
         trainer.config = SimpleNamespace(trainer=own, data=OmegaConf.create(of_data), algorithm={})
         trainer.global_steps = 1
-        return trainer, SimpleNamespace(keys=[], partition_id="train", tags=[{}] * len(scores))
+        return trainer, SimpleNamespace(
+            keys=[f"u_{number}_0" for number in range(len(scores))], partition_id="train", tags=[{}] * len(scores)
+        )
 
     return made
 

@@ -18,6 +18,7 @@ _NAMES = {
     "rewards.math_answer": "compare find_answer read_number",
     "rewards.tool_calls": "Malformed Response expected_calls matched parse_response render_calls same_value",
     "rewards.environment": "CallError Start Step replayed tool_message",
+    "rewards.program": "environment_of",
     "rewards.examples": "check_episodes check_examples",
     "rows": "DataError decoded posed rl_row tools_of",
     "data.formats": "conversation tool_schemas",

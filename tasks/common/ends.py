@@ -5,6 +5,7 @@ from collections.abc import Iterable
 
 DONE, TOO_LONG = "stop", "prompt_too_long"  # by itself; before its first turn
 LENGTH, TURN_LENGTH, OBSERVATION = "length", "turn_length", "observation"
+FAILED = "failed"  # a program that solves rows (rewards/program.py) ended without a score
 MAX_TURNS, TIMEOUT = "max_turns", "step_timeout"
 # What cuts off, and the variable to raise.
 CUT = {
@@ -15,6 +16,9 @@ CUT = {
     TIMEOUT: "STEP_SECONDS",
 }
 
+# Keys that the scores of a program's episode have beside those of all episodes.
+OF_PROGRAMS = ("failed", "sequences", "model_s", "program_s")
+
 
 def cut_key(end: str) -> str:
     """The key of an episode's scores that says whether ``end``, one of CUT, ended it."""
@@ -23,16 +27,20 @@ def cut_key(end: str) -> str:
 
 def advice(ends: Iterable[str]) -> str:
     """How many of ``ends`` are cuts, the most frequent first, and what to change; empty without one."""
-    counts = Counter(end for end in ends if end in CUT)
+    counts = Counter(end for end in ends if end in CUT or end == FAILED)
     return "; ".join(f"{count} by {end}: {remedy(end)}" for end, count in counts.most_common())
 
 
 def remedy(end: str) -> str:
     """What to change against the cut ``end``."""
+    if end == FAILED:
+        return "read the program's log (docs/MULTI_TURN.md)"
     return "shorten what the environment says at once" if end == OBSERVATION else f"raise {CUT[end]}"
 
 
 def step_metrics(scores: list[dict]) -> dict[str, float]:
-    """Means of the episodes' ``scores``, for a training's metrics: turns, failed calls, share of each cut."""
-    names = ("turns", "tool_errors", *map(cut_key, CUT))
+    """Means of the episodes' ``scores``, for a training's metrics: turns, failed calls, share of each cut; of programs
+    more."""
+    names = ["turns", "tool_errors", *map(cut_key, CUT)]
+    names += [name for name in OF_PROGRAMS if scores and name in scores[0]]
     return {f"episode/{name}": sum(each[name] for each in scores) / len(scores) for name in names if scores}

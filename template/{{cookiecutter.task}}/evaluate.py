@@ -1,4 +1,4 @@
-{% if cookiecutter.turns == "multi" %}
+{% if cookiecutter.turns != "single" %}
 {% set part = "evaluate" %}
 {% include "multi.jinja" %}
 {% else %}

@@ -1,7 +1,7 @@
 {% if cookiecutter.source in ("verifiers", "openenv") %}
 {% set part = "prepare_data" %}
 {% include "verifiers.jinja" %}
-{% elif cookiecutter.turns == "multi" %}
+{% elif cookiecutter.turns != "single" %}
 {% set part = "prepare_data" %}
 {% include "multi.jinja" %}
 {% else %}

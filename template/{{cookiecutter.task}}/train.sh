@@ -1,7 +1,7 @@
 {% macro line(name, default, comment, cpu="") %}
 {{ ("default %s %s%s" % (name, default, " cpu=%s" % cpu if cpu else "")).ljust(47) }} # {{ comment }}
 {%- endmacro %}
-{% set multi = cookiecutter.turns == "multi" %}
+{% set multi = cookiecutter.turns != "single" %}
 {% set generated = cookiecutter.source == "generate" %}
 {% set pass_tokens = {"ppo": 1536, "distill": 2048}.get(cookiecutter.method, 4096) %}
 {% set small = {"tool_call": (256, 64)}.get(cookiecutter.reward, (128, 64)) %}

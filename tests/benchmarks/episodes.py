@@ -6,7 +6,8 @@ Every turn has ``--tokens`` tokens: an end of sequence does not end it. All have
 at once. ``same_prompts``: of the tokens with which the episodes asked for each turn, which shows what playing episodes
 costs. ``single_turns``: of the first prompts, which are shorter. Measured: tokens/s of episodes whose environment
 answers at once, over those of each; the time of episodes whose steps take ``--seconds``, over that of the slowest one:
-it waits for the engine as long as episodes at once do, and ``--seconds`` in each turn. Prints the ratios; exits with 1
+it waits for the engine as long as episodes at once do, and ``--seconds`` in each turn. ``programs``: the same episodes
+by a program of the `openai` package (turns=endpoint), with its start. Prints the ratios; exits with 1
 when that to ``same_prompts`` is below 0.8 or the last above 1.3. ``load``: of the machine, before and after.
 """
 
@@ -17,6 +18,7 @@ import os
 import platform
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -30,9 +32,21 @@ from verl_tasks.evaluation.episodes import Stage, play_all
 from verl_tasks.models.find import resolve_model
 from verl_tasks.rewards.environment import Start, Step
 from verl_tasks.rewards.episode import Limits
+from verl_tasks.rewards.program import environment_of
 from verl_tasks.rows import chat, rl_row
 from verl_tasks.stacks import cpu
 
+PROGRAM = """
+import json
+from openai import OpenAI
+if __name__ == "__main__":
+    client, row = OpenAI(max_retries=0), json.load(open("row.json"))
+    messages = row["prompt"]
+    for _ in range(row["extra_info"]["turns"]):
+        said = client.chat.completions.create(model="policy", messages=messages).choices[0].message.content
+        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "go on"}]
+    json.dump(1, open("score.json", "w"))
+"""
 LEAST, MOST = 0.8, 1.3  # of the ratios
 
 
@@ -88,6 +102,8 @@ def main() -> None:
     limits = Limits(length, length // 2, given.tokens, given.turns, 60 + given.seconds)
     how = Sampling(1, False, 1.0, 1.0, length // 2, given.tokens, 0)
     rows = [rl_row("benchmark", chat(f"Count to {i}."), {}, "test", i) for i in range(given.episodes)]
+    for row in rows:
+        row["extra_info"]["turns"] = given.turns
 
     def timed(work: Callable[[NeverEnds], None]) -> tuple[float, NeverEnds]:
         """Seconds of ``work`` on an engine with an empty cache, and that engine."""
@@ -97,9 +113,9 @@ def main() -> None:
         work(engine)
         return time.perf_counter() - started, engine
 
-    def episodes(engine: NeverEnds, seconds: float = 0) -> None:
+    def episodes(engine: NeverEnds, seconds: float = 0, made: type | None = None) -> None:
         requests = [Request(i, "sampled", []) for i in range(given.episodes)]
-        stage, found = Stage(engine, real.tokenizer, how, limits, environment(given.turns, seconds)), []
+        stage, found = Stage(engine, real.tokenizer, how, limits, made or environment(given.turns, seconds)), []
         play_all(stage, rows, requests, found.extend)
         if any(rollout.reward["turns"] != given.turns for rollout in found):
             sys.exit("error: an episode was cut off: take fewer --turns or --tokens")
@@ -108,12 +124,17 @@ def main() -> None:
         for wave in waves:
             list(engine.generate(wave, how))
 
+    folder = Path(tempfile.mkdtemp())
+    (folder / "agent.py").write_text(PROGRAM)
+    program = environment_of(folder / "agent.py")
+    timed(lambda engine: episodes(engine, made=program))  # the `openai` package is loaded
     _, warm = timed(episodes)
     first = [[Request(row["extra_info"]["index"], "sampled", row["prompt"]) for row in rows]] * given.turns
     works = {
         "at_once": episodes,
         "single_turns": lambda engine: asked(engine, first),
         "same_prompts": lambda engine: asked(engine, warm.asked),
+        "programs": lambda engine: episodes(engine, made=program),
         "slow_steps": lambda engine: episodes(engine, given.seconds),
     }
     seconds: dict[str, list[float]] = {name: [] for name in works}
@@ -126,9 +147,13 @@ def main() -> None:
             print(f"{name:<14}{took:>10.2f} s{engine.tokens / took:>10.0f} tokens/s", flush=True)
     median = {name: statistics.median(found) for name, found in seconds.items()}
     rates = {name: round(median[name] / median["at_once"], 3) for name in ("single_turns", "same_prompts")}
+    of_programs = {name: round(median[name] / median["programs"], 3) for name in rates}
     slow = round(median["slow_steps"] / (median["at_once"] + given.turns * given.seconds), 3)
     for name, rate in rates.items():
         print(f"episodes / {name}, tokens per second: {rate:.3f}")
+    for name, rate in of_programs.items():
+        print(f"programs / {name}, tokens per second: {rate:.3f}")
+    print(f"programs: {given.episodes / median['programs']:.2f} episodes per second")
     print(f"steps of {given.seconds:g} s: all / the slowest episode: {slow:.3f}")
     if given.out:
         given.out.write_text(
@@ -146,6 +171,7 @@ def main() -> None:
                     "seconds": seconds,
                     "tokens": warm.tokens,
                     "rate_to": rates,
+                    "programs_rate_to": of_programs,
                     "slow_to_slowest_episode": slow,
                 },
                 indent=2,

@@ -30,6 +30,7 @@ from verl_tasks.rows import DataError
 from verl_tasks.settings import Settings, code_digest
 from verl_tasks.text import one_line
 
+OF_PROGRAM = 16  # rows whose demonstrations a program plays
 SHOWN = 10  # wrong demonstrations that are named
 FORMS_SHOWN = 3  # wrong forms in the line
 CHUNK = 512  # rows that a process scores at a time; fewer rows take one process
@@ -83,10 +84,13 @@ def check(s: Settings, rows: Sequence[Row], tokenizer=None) -> tuple[dict, set[i
     else:
         given = {"variant": s.REWARD} if s.REWARD else {}
         compute_score = functools.partial(_response, compute_score, tokenizer, own, given)
+    if program := hasattr(getattr(module, "Environment", None), "at_once"):  # each episode takes seconds
+        rows = rows[:OF_PROGRAM]
+        entry |= {"rows": len(rows), "note": f"a program plays the first {OF_PROGRAM} alone"}
     (s.data_dir / LOG).unlink(missing_ok=True)
     wrong: dict[int, str] = {}  # why, by index
     slow, needs, traces = 0, Counter(), {}
-    for index, scored in enumerate(_scores(compute_score, rows, forms, s.multi_turn)):
+    for index, scored in enumerate(_scores(compute_score, rows, forms, s.multi_turn and not program, program)):
         if scored is None:
             continue
         result = scored.result
@@ -251,7 +255,9 @@ class _Scored:
     taken: str = ""
 
 
-def _scores(compute_score: Callable, rows: Sequence[Row], forms: Callable, episodes: bool) -> Iterator[_Scored | None]:
+def _scores(
+    compute_score: Callable, rows: Sequence[Row], forms: Callable, repeats: bool, program: bool
+) -> Iterator[_Scored | None]:
     """The score of each row's demonstration in order, None without one; over all cores where there are many rows."""
     chunks = [range(start, min(start + CHUNK, len(rows))) for start in range(0, len(rows), CHUNK)]
     cores = min(len(os.sched_getaffinity(0)), MOST_PROCESSES, len(chunks))
@@ -261,7 +267,7 @@ def _scores(compute_score: Callable, rows: Sequence[Row], forms: Callable, episo
     try:
         for first in range(cores):
             ours, theirs = fork.Pipe(duplex=False)
-            given = compute_score, rows, forms, episodes, chunks[first::cores], theirs
+            given = compute_score, rows, forms, repeats, program, chunks[first::cores], theirs
             process = fork.Process(target=_work, args=given)
             process.start()
             theirs.close()
@@ -280,14 +286,14 @@ def _scores(compute_score: Callable, rows: Sequence[Row], forms: Callable, episo
 
 
 def _work(
-    compute_score: Callable, rows: Sequence[Row], forms: Callable, episodes: bool, chunks: list[range], pipe
+    compute_score: Callable, rows: Sequence[Row], forms: Callable, repeats: bool, program: bool, chunks: list, pipe
 ) -> None:
     """Send the scores of each of ``chunks``, which end after MOST_SLOW demonstrations that took too long. A guarded
     process that hangs or dies is replaced; the new one first scores a demonstration that went well."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
-    guarded, loaded = Guarded(compute_score, rows, seconds=CALL_SECONDS), False
+    guarded, loaded = Guarded(compute_score, rows, network=program, seconds=CALL_SECONDS), False
     with contextlib.closing(guarded):
         for chunk in chunks:
             scored: list[_Scored | None] = []
@@ -299,8 +305,8 @@ def _work(
                     guarded.known = index
                 result = guarded.scores(text, [index])[0]
                 loaded = loaded or not result.problem
-                repeats = episodes and len(scored) < REPEATED
-                formed = _forms_scored(guarded, index, result, forms, repeats) if result.right else _Scored(result)
+                again = repeats and len(scored) < REPEATED
+                formed = _forms_scored(guarded, index, result, forms, again) if result.right else _Scored(result)
                 scored.append(formed)
                 if sum(each is not None and _slow(each.result) for each in scored) == MOST_SLOW:
                     break

@@ -294,7 +294,7 @@ def attack(
             raise SettingsError(f"ATTACK_CALLS={command.ATTACK_CALLS}: must be at least {FEWEST_CALLS}")
     count = max(CONTRADICTING + 1, int(command.ATTACK_CALLS**0.5 / 2)) if judged else ROWS
     rows = rows_of(s, min(ROWS, count))
-    reward = Guarded(compute_score, rows, judged, fatal=JudgeError)
+    reward = Guarded(compute_score, rows, judged or hasattr(environment, "at_once"), fatal=JudgeError)
     try:
         calls = command.ATTACK_CALLS - len(rows) if judged else float("inf")
         search = Search(rows, reward, command.SECONDS, calls, 1.0 if environment else float("inf"))

@@ -45,8 +45,8 @@ class Turn:
 
 @dataclass(frozen=True)
 class Played:
-    """An episode: the ``turns`` of the engine, and what the agent loop made of them: the contexts it ``asked`` with,
-    and what it gives to the trainer."""
+    """An episode, or one of its sequences: the ``turns`` of the engine, and what the agent loop made of them: the
+    contexts it ``asked`` with, and what it gives to the trainer."""
 
     name: str
     turns: list[Turn]
@@ -55,6 +55,22 @@ class Played:
     response_ids: list[int]
     mask: list[int]
     log_probs: list[float] | None = None
+
+
+def by_sequence(name: str, turns: list[Turn], asked: list[list[int]], given: list[tuple]) -> list[Played]:
+    """The sequences ``given`` to the trainer (as Played has them), each with the turns that are its own: of all
+    sequences it has the most of their tokens. A turn that is in none is then one that differs."""
+    if len(given) == 1:
+        return [Played(name, turns, asked, *given[0])]
+    trained = [each[0] + each[1] for each in given]
+    found = [([], []) for _ in given]
+    for number in range(max(len(turns), len(asked))):
+        whole = turns[number].context + turns[number].ids if number < len(turns) else asked[number]
+        own = max(range(len(given)), key=lambda place: _first_difference(trained[place], whole))
+        found[own][0].extend(turns[number : number + 1])
+        found[own][1].extend(asked[number : number + 1])
+    names = (f"{name}, sequence {place}" for place in range(1, len(given) + 1))
+    return [Played(each, *own, *parts) for each, own, parts in zip(names, found, given, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from verl_tasks.ends import DONE, TOO_LONG
 from verl_tasks.evaluation.engines import Sampling
 from verl_tasks.models.chat_template import next_turn_ids, prompt_ids
 from verl_tasks.rewards.answers import RewardError
-from verl_tasks.rewards.environment import Environment
+from verl_tasks.rewards.environment import Environment, closed
 from verl_tasks.rewards.episode import Begun, Episode, Limits, Sampled, begin, play_on, refusal
 from verl_tasks.rows import decoded, rl_row, tools_of
 from verl_tasks.text import one_line, printable
@@ -80,11 +80,11 @@ async def _of_row(table: Table, index: int) -> Place:
     row = table.rows[index]
     found = await begin(table.made, row, table.limits.step_seconds)
     tokenizer = table.engine.tokenizer
-    episode = Episode(prompt_ids(tokenizer, found.start.messages, found.start.tools))
+    episode = Episode(prompt_ids(tokenizer, found.start.messages, found.start.tools), tools=found.start.tools)
     table.say(f"prompt {index}: {found.start.messages[-1]['content']}")
     if len(episode.prompt_ids) > table.limits.prompt_length:
         raise ValueError(f"{TOO_LONG}: {len(episode.prompt_ids)} tokens, more than {table.limits.prompt_length}")
-    await play_on(episode, found, tokenizer, _sample(table, episode), table.limits)
+    await _play_on(table, episode, found, table.limits)
     table.say(f"reward: {', '.join(f'{name} {value:g}' for name, value in episode.scores.items())}; {episode.ended}")
     table.say(f"ground truth: {found.row['reward_model']['ground_truth']}")
     return Place(episode, found, row, True)
@@ -94,23 +94,34 @@ async def _said(table: Table, place: Place | None, text: str) -> Place:
     """The episode that follows what the user said: a new one, or that of ``place`` if it is the user's own. It has no
     reward. An environment whose episode is over is not stepped again: it begins anew."""
     tokenizer, said = table.engine.tokenizer, {"role": "user", "content": text}
+    if place and place.found.start.of_program:  # it is over with its last answer
+        place = None
     if place is None or place.test:
         row, found, messages = await _begun(table, place, said)
-        episode = Episode(prompt_ids(tokenizer, messages, found.start.tools))
+        episode = Episode(prompt_ids(tokenizer, messages, found.start.tools), tools=found.start.tools)
     else:
         row, old, found = place.row, place.episode, place.found
         if old.ended == DONE:
             found = await begin(table.made, row, table.limits.step_seconds)
         between = next_turn_ids(tokenizer, old.response_ids, [said], found.start.tools)
-        episode = Episode(old.prompt_ids + old.response_ids + between)
+        episode = Episode(old.prompt_ids + old.response_ids + between, tools=old.tools)
     room = table.window - len(episode.prompt_ids)
     if room <= table.limits.turn_length:
         raise ValueError(f"the conversation has {len(episode.prompt_ids)} of {table.window} tokens")
     limits = replace(table.limits, response_length=room)
-    await play_on(episode, found, tokenizer, _sample(table, episode), limits)
+    await _play_on(table, episode, found, limits)
     if episode.ended != DONE:
         table.say(f"({episode.ended})")
     return Place(episode, found, row)
+
+
+async def _play_on(table: Table, episode: Episode, found: Begun, limits: Limits) -> None:
+    """As episode.play_on; a program ends with its episode."""
+    try:
+        await play_on(episode, found, table.engine.tokenizer, _sample(table, episode), limits)
+    finally:
+        if found.start.of_program:
+            closed(found.environment)
 
 
 async def _begun(table: Table, place: Place | None, said: dict) -> tuple[dict, Begun, list[dict]]:
@@ -136,12 +147,13 @@ def _sample(table: Table, episode: Episode):
     """The turn that play_on asks for, streamed to the screen, after what the environment said to the one before."""
     shown = len(episode.prompt_ids)
 
-    async def sample(ids: list[int], most: int) -> Sampled:
+    async def sample(ids: list[int], most: int, stop: tuple[str, ...] = ()) -> Sampled:
         nonlocal shown
         if between := table.engine.tokenizer.decode(ids[shown:], skip_special_tokens=True).strip():
             table.say("\n".join(f"  | {line}" for line in between.splitlines()))
         found, reason = [], ""
-        with contextlib.closing(table.engine.stream_ids(ids, replace(table.how, max_tokens=most))) as pieces:
+        answer = table.engine.stream_ids(ids, replace(table.how, max_tokens=most), *filter(None, [stop]))
+        with contextlib.closing(answer) as pieces:
             for piece in pieces:
                 found += piece.ids
                 reason = piece.finish_reason or reason

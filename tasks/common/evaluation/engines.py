@@ -64,12 +64,14 @@ class Request:
 @dataclass(frozen=True)
 class TurnRequest(Request):
     """One turn of an episode, of at most ``max_tokens``: ``ids`` are the tokens of all before it, in place of
-    ``messages``. ``sample``: which of the n episodes of the prompt; ``turn``: which of its turns, from 0."""
+    ``messages``. ``sample``: which of the n episodes of the prompt; ``turn``: which of its turns, from 0. ``stop``:
+    texts that end it."""
 
     ids: tuple[int, ...] = ()
     max_tokens: int = 0
     sample: int = 0
     turn: int = 0
+    stop: tuple[str, ...] = ()
 
     def _text(self, seed: int) -> str:
         return f"{seed} {self.index} {self.sample} {self.turn}"
@@ -219,6 +221,7 @@ class VLLMEngine:
                 continue
             running[str(number)] = request, opens_thinking(self.tokenizer, ids)
             greedy, turn = request.mode == GREEDY, isinstance(request, TurnRequest)
+            stop = [*request.stop] if turn else []
             params = SamplingParams(
                 n=1 if greedy or turn else sampling.n,
                 temperature=0.0 if greedy else sampling.temperature,
@@ -228,7 +231,8 @@ class VLLMEngine:
                 # One output with all n; the default returns each of the n separately, as it ends.
                 output_kind=RequestOutputKind.FINAL_ONLY,
                 logprobs=LOGPROBS,
-                detokenize=False,
+                stop=stop,
+                detokenize=bool(stop),
             )
             if hasattr(params, "flat_logprobs"):  # not in vLLM 0.11.0, which returns a dict of objects per token
                 params.flat_logprobs = True
@@ -258,14 +262,14 @@ class VLLMEngine:
             raise ValueError(f"the conversation has {len(ids)} tokens, {sampling.max_prompt_tokens} fit: /reset")
         return (piece.response for piece in self.stream_ids(ids, sampling))
 
-    def stream_ids(self, ids: list[int], sampling: Sampling) -> Iterator[Completion]:
+    def stream_ids(self, ids: list[int], sampling: Sampling, stop: tuple[str, ...] = ()) -> Iterator[Completion]:
         """The pieces of one answer to the prompt ``ids`` as they come, each with its text and ids; the last one has the
-        ``finish_reason``. Closing it ends the answer."""
+        ``finish_reason``. ``stop``: texts that end it. Closing it ends the answer."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
         params = SamplingParams(temperature=sampling.temperature, top_p=sampling.top_p, max_tokens=sampling.max_tokens)
-        params.output_kind = RequestOutputKind.DELTA
+        params.output_kind, params.stop = RequestOutputKind.DELTA, [*stop]
         engine = self.llm.llm_engine
         self.asked = getattr(self, "asked", 0) + 1
         engine.add_request(f"chat-{self.asked}", {"prompt_token_ids": ids}, params, lora_request=self.adapter)

@@ -113,7 +113,8 @@ def _settle(future: asyncio.Future, completion: Completion) -> None:
 async def _all(stage: Stage, turns: Turns, rows: list[dict], requests: list[Request], write: Callable) -> None:
     """All episodes, at most AT_ONCE at a time."""
     turns.loop, turns.playing = asyncio.get_running_loop(), asyncio.current_task()
-    slots = asyncio.Semaphore(max(1, AT_ONCE // stage.sampling.n))
+    at_once = min(AT_ONCE, getattr(stage.made, "at_once", AT_ONCE))
+    slots = asyncio.Semaphore(max(1, at_once // stage.sampling.n))
 
     async def group(request: Request) -> None:
         size = 1 if request.mode == GREEDY else stage.sampling.n
@@ -141,10 +142,10 @@ async def _one(stage: Stage, turns: Turns, row: dict, request: Request, number: 
     """One episode; what its environment raises becomes the rollout's error, as what a reward raises does."""
     found: list[Completion] = []
 
-    async def sample(ids: list[int], most: int) -> Sampled:
-        turn = TurnRequest(request.index, request.mode, [], None, tuple(ids), most, number, len(found))
+    async def sample(ids: list[int], most: int, stop: tuple[str, ...] = ()) -> Sampled:
+        turn = TurnRequest(request.index, request.mode, [], None, tuple(ids), most, number, len(found), stop)
         found.append(await turns.sampled(turn))
-        return Sampled(list(found[-1].ids), None, found[-1].finish_reason == "stop")
+        return Sampled(list(found[-1].ids), list(found[-1].log_probs) or None, found[-1].finish_reason == "stop")
 
     episode, error = Episode([]), ""
     try:
@@ -161,7 +162,7 @@ async def _one(stage: Stage, turns: Turns, row: dict, request: Request, number: 
         index=request.index,
         mode=request.mode,
         sample=number,
-        response=stage.tokenizer.decode(episode.response_ids),
+        response="".join(stage.tokenizer.decode(each.response_ids) for each in episode.sequences),
         finish_reason=episode.ended,
         tokens=tokens,
         entropy=sum(c.entropy * c.tokens for c in found) / tokens if tokens else 0.0,

@@ -89,7 +89,7 @@ def read(rollouts: list[Rollout], compute_score: Callable | None, environment: t
         *before, last = [each["content"] for each in rollout.messages if each["role"] == "assistant"] or [""]
         row = {"prompt": rollout.prompt, "data_source": rollout.data_source, "extra_info": extra}
         row |= {"reward_model": {"ground_truth": rollout.ground_truth}}
-        ended = rollout.finish_reason == DONE
+        ended = rollout.finish_reason == DONE and not hasattr(environment, "at_once")  # a program: it takes seconds
         return ended and _safely(
             last, lambda text: replayed(environment, row, [*before, text], spare=True)[0] >= SUCCESS
         )

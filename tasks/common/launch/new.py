@@ -30,9 +30,10 @@ def answers(environ: Mapping[str, str]) -> list[str]:
         replies += shlex.split(environ.get("OPTIONS", ""))
     except ValueError as error:
         raise SettingsError(f"OPTIONS={environ['OPTIONS'][:80]}: {str(error).lower()}") from None
-    if "turns=multi" in replies and (chosen := [answer for answer in replies if answer.startswith("reward=")]):
+    turns = next((answer for answer in replies if answer in ("turns=multi", "turns=endpoint")), "")
+    if turns and (chosen := [answer for answer in replies if answer.startswith("reward=")]):
         # The template cannot tell its first choice from an answer.
-        raise SettingsError(f"{chosen[0][:80]}: with turns=multi environment.py makes the rewards; leave reward out")
+        raise SettingsError(f"{chosen[0][:80]}: with {turns} the episode makes the rewards; leave reward out")
     questions = json.loads((PACKAGE / "template/cookiecutter.json").read_text())
     for answer in replies:
         if template := re.search(r"\{[{%#]", answer):

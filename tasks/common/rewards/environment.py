@@ -17,6 +17,8 @@ from verl_tasks.rows import messages_problem
 
 SUCCESS = 1 - 1e-9  # an episode succeeds when its rewards sum to 1, up to rounding
 
+WITHOUT_MODEL = 60.0  # seconds that a program has between two turns that no model takes
+
 
 class CallError(ValueError):
     """A call that cannot be carried out. An environment raises it; the model reads the message, the episode goes on."""
@@ -24,10 +26,34 @@ class CallError(ValueError):
 
 @dataclass(frozen=True)
 class Start:
-    """How an episode begins: OpenAI ``messages``, and the schemas of the ``tools`` that the model may call."""
+    """How an episode begins: OpenAI ``messages``, and the schemas of the ``tools`` that the model may call.
+    ``of_program``: a first step, before any turn, tells what the model reads (rewards/program.py)."""
 
     messages: list[dict]
     tools: list[dict] = field(default_factory=list)
+    of_program: bool = False
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the model said: its ``text``, which begins with the ``<think>`` that its prompt ended with. From the engine
+    also the ``prompt_tokens`` before it, and of each of its tokens the text and the log-prob (nats), ``pieces``; None
+    where the engine gives none. ``cut``: it ended at ``Asked.max_tokens``. ``refused``: why the engine was not asked.
+    """
+
+    text: str = ""
+    prompt_tokens: int = 0
+    pieces: list[tuple[str, float | None]] = field(default_factory=list)
+    cut: bool = False
+    refused: str = ""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """How a program asks for a turn: ``max_tokens`` at most (0: the limits alone), up to the first of ``stop``."""
+
+    max_tokens: int = 0
+    stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -35,13 +61,18 @@ class Step:
     """What follows a message of the model: the ``messages`` that it reads next (role ``tool`` or ``user``), a
     ``reward``, and whether the episode is ``done``. Rewards of an episode add up; 1 in all is a success. ``failed``:
     calls that the environment could not carry out, where it goes on by itself. ``readable``: False where the episode
-    is done because of a message without an answer that could be read."""
+    is done because of a message without an answer that could be read. A program's step may begin another sequence of
+    tokens, ``start``, or go on with the one of the number ``onto``; ``broke``: it ended without a score."""
 
     messages: list[dict] = field(default_factory=list)
     reward: float = 0.0
     done: bool = False
     failed: int = 0
     readable: bool = True
+    start: Start | None = None
+    onto: int | None = None
+    asked: Asked = Asked()
+    broke: bool = False
 
 
 class Environment(Protocol):
@@ -50,7 +81,8 @@ class Environment(Protocol):
     ``action``: the model's message, with ``calls`` ``{"name", "arguments"}``, ``text`` outside of them and
     ``thinking``. Calls are of known tools; their arguments may be anything that JSON can say. Both run in a thread.
     An environment with ``step_text(text) -> Step`` in place of ``step`` reads the model's texts itself, malformed ones
-    too.
+    too; one with ``step_turn(turn: Turn | None) -> Step`` gets their tokens too. ``close()``, where there is one, ends
+    an episode.
     """
 
     def reset(self, row: dict) -> Start: ...
@@ -86,21 +118,25 @@ def begun(made: type[Environment], row: dict) -> tuple[Environment, Start]:
     return environment, start
 
 
-def stepped(environment: Environment, row: dict, tools: list[dict], answer: str) -> tuple[Step, int]:
+def stepped(environment: Environment, row: dict, tools: list[dict], answer: str | Turn | None) -> tuple[Step, int]:
     """The step that follows the text ``answer`` of the model, and the number of calls that failed.
 
-    ``answer`` begins with the ``<think>`` that its prompt ended with. A malformed call, one of an unknown tool and a
-    CallError do not end the episode: the model reads why. Raises RewardError for all else that the environment raises,
-    and for a step that is none.
+    ``answer`` begins with the ``<think>`` that its prompt ended with; it is None before the first turn of a program. A
+    malformed call, one of an unknown tool and a CallError do not end the episode: the model reads why. Raises
+    RewardError for all else that the environment raises, and for a step that is none.
     """
     step, failed = _stepped(environment, row, tools, answer)
     messages = [_encodable(message) for message in step.messages]
     return replace(step, messages=messages, reward=number(step.reward), done=bool(step.done)), failed
 
 
-def _stepped(environment: Environment, row: dict, tools: list[dict], answer: str) -> tuple[Step, int]:
-    act = getattr(environment, "step_text", None)
-    action = answer
+def _stepped(environment: Environment, row: dict, tools: list[dict], answer: str | Turn | None) -> tuple[Step, int]:
+    act, action = getattr(environment, "step_turn", None), answer
+    if act is None:
+        act = getattr(environment, "step_text", None)
+        action = answer = answer.text if isinstance(answer, Turn) else answer
+    elif isinstance(answer, str):
+        action = Turn(answer)
     if act is None:
         act = environment.step
         try:
@@ -142,7 +178,7 @@ def _refused(why: str, tools: list[dict]) -> Step:
 
 def _step_problem(step: Step) -> str | None:
     problem = messages_problem(step.messages) if step.messages else None
-    if problem or (not step.messages and not step.done):
+    if problem or not (step.messages or step.done or step.start):
         return f"messages: {problem or 'none, and the episode is not done'}"
     if number(step.reward) is None:
         return f"reward: {step.reward!r:.50} is not a finite number"
@@ -180,10 +216,24 @@ def retold(
     """
     environment, start = begun(made, row)
     turns: list[tuple[str, Step, int]] = []
-    for answer in answers:
-        if turns and turns[-1][1].done:
-            if spare:
-                break
-            raise RewardError(f"{_where(row)}: was done before the answer {answer[:80]!r}")
-        turns.append((answer, *stepped(environment, row, start.tools, answer)))
+    try:
+        if start.of_program:
+            environment.patience = WITHOUT_MODEL
+            first, failed = stepped(environment, row, [], None)
+            start = first.start or start
+            if first.done:  # it asked for nothing
+                turns.append(("", first, failed))
+        for answer in answers:
+            if turns and turns[-1][1].done:
+                if spare:
+                    break
+                raise RewardError(f"{_where(row)}: was done before the answer {answer[:80]!r}")
+            turns.append((answer, *stepped(environment, row, start.tools, answer)))
+    finally:
+        closed(environment)
     return start, turns
+
+
+def closed(environment: Environment) -> None:
+    """End the episode of ``environment``, where it has anything to end."""
+    getattr(environment, "close", lambda: None)()

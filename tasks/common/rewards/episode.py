@@ -8,15 +8,39 @@ import asyncio
 import contextlib
 import copy
 import threading
+import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields
 from itertools import groupby
 
 from verl_tasks import errors
-from verl_tasks.ends import CUT, DONE, LENGTH, MAX_TURNS, OBSERVATION, TIMEOUT, TOO_LONG, TURN_LENGTH, cut_key
+from verl_tasks.ends import (
+    CUT,
+    DONE,
+    FAILED,
+    LENGTH,
+    MAX_TURNS,
+    OBSERVATION,
+    OF_PROGRAMS,
+    TIMEOUT,
+    TOO_LONG,
+    TURN_LENGTH,
+    cut_key,
+)
 from verl_tasks.models.chat_template import LONGEST_TOKEN, next_turn_ids, opens_thinking, prompt_ids
 from verl_tasks.rewards.answers import RewardError
-from verl_tasks.rewards.environment import SUCCESS, Environment, Start, begun, retold, stepped
+from verl_tasks.rewards.environment import (
+    SUCCESS,
+    Asked,
+    Environment,
+    Start,
+    Step,
+    Turn,
+    begun,
+    closed,
+    retold,
+    stepped,
+)
 
 
 @dataclass(frozen=True)
@@ -42,35 +66,21 @@ class Sampled:
     stopped: bool
 
 
-# From the token ids of all so far, and the most tokens of the turn, to the turn.
-Sample = Callable[[list[int], int], Awaitable[Sampled]]
+# From the token ids of all so far, the most tokens of the turn, and where there are any the texts at which it stops, to
+# the turn.
+Sample = Callable[..., Awaitable[Sampled]]
 
 
 @dataclass
-class Episode:
+class Sequence:
     """``response_ids``: all after the prompt. ``mask``: 1 for a token that the model sampled. ``log_probs``: of these,
-    0 for the others; None where the engine gives none. ``reward``: the sum over turns. ``ended``: DONE, TOO_LONG or one
-    of CUT. ``tool_errors``: calls that could not be carried out. ``readable``: as its last step says. ``messages``:
-    what was said after the prompt, the model's texts and what it read."""
+    0 for the others; None where the engine gives none. ``tools``: those of the prompt."""
 
     prompt_ids: list[int]
     response_ids: list[int] = field(default_factory=list)
     mask: list[int] = field(default_factory=list)
     log_probs: list[float] | None = field(default_factory=list)
-    reward: float = 0.0
-    turns: int = 0
-    tool_errors: int = 0
-    readable: bool = True
-    ended: str = ""
-    messages: list[dict] = field(default_factory=list)
-
-    @property
-    def scores(self) -> dict[str, float]:
-        """What a reward.py of a single-turn task returns: ``score``, ``acc`` (success), and more to report."""
-        readable = self.readable and self.ended == DONE
-        found = {"score": self.reward, "acc": self.reward >= SUCCESS, "format": readable, "turns": self.turns}
-        found |= {"tool_errors": self.tool_errors, **{cut_key(end): self.ended == end for end in CUT}}
-        return {name: float(value) for name, value in found.items()}
+    tools: list[dict] = field(default_factory=list)
 
     def add(self, ids: list[int], own: bool, log_probs: list[float] | None = None) -> None:
         """Append tokens: the model's ``own``, or of the template. Raises ValueError where log-probs do not align."""
@@ -82,6 +92,51 @@ class Episode:
             self.log_probs += log_probs if own else [0.0] * len(ids)
             if len(self.log_probs) != len(self.response_ids):
                 raise ValueError(f"{len(ids)} sampled tokens have {len(log_probs or [])} log-probs")
+
+
+@dataclass
+class Episode(Sequence):
+    """Its fields of a Sequence are those that go on; ``others``: a program's further ones. ``reward``: the sum over
+    turns. ``ended``: DONE, TOO_LONG, FAILED or one of CUT. ``tool_errors``: calls that could not be carried out.
+    ``readable``: as its last step says. ``messages``: what was said after the prompt, the model's texts and what it
+    read. ``asked``: how the next turn is asked for. ``seconds``: that the model took, and a program (None: it is none).
+    """
+
+    reward: float = 0.0
+    turns: int = 0
+    tool_errors: int = 0
+    readable: bool = True
+    ended: str = ""
+    messages: list[dict] = field(default_factory=list)
+    others: dict[int, Sequence] = field(default_factory=dict)  # by their number
+    number: int = 0  # of the sequence that goes on
+    asked: Asked = field(default_factory=Asked)
+    seconds: list[float] | None = None
+
+    @property
+    def scores(self) -> dict[str, float]:
+        """What a reward.py of a single-turn task returns: ``score``, ``acc`` (success), and more to report."""
+        readable = self.readable and self.ended == DONE
+        found = {"score": self.reward, "acc": self.reward >= SUCCESS, "format": readable, "turns": self.turns}
+        found |= {"tool_errors": self.tool_errors, **{cut_key(end): self.ended == end for end in CUT}}
+        if self.seconds:
+            numbers = self.ended == FAILED, len(self.sequences), *self.seconds
+            found |= dict(zip(OF_PROGRAMS, numbers, strict=True))
+        return {name: float(value) for name, value in found.items()}
+
+    @property
+    def sequences(self) -> list[Sequence]:
+        """All that have a turn of the model, in the order in which they began; without one the prompt alone."""
+        found = sorted((self.others | {self.number: self}).items())
+        return [each for _, each in found if each.response_ids] or [self]
+
+    def turn_to(self, number: int, sequence: Sequence) -> None:
+        """Go on with ``sequence``, keep the one that went on."""
+        if self.number != number:
+            self.others[self.number] = Sequence(*(getattr(self, each.name) for each in fields(Sequence)))
+        self.number = number
+        for each in fields(Sequence):
+            setattr(self, each.name, getattr(sequence, each.name))
 
 
 @dataclass(frozen=True)
@@ -121,51 +176,108 @@ async def play(made: type[Environment], row: dict, tokenizer, sample: Sample, li
     ends the episode. Raises ValueError when the chat template refuses.
     """
     found = await begin(made, row, limits.step_seconds)
-    episode = Episode(prompt_ids(tokenizer, found.start.messages, found.start.tools))
-    if len(episode.prompt_ids) > limits.prompt_length:
-        episode.ended = TOO_LONG
-    if limits.window:
-        left = limits.window - len(episode.prompt_ids)
-        limits = replace(limits, response_length=min(limits.response_length, left))
-    await play_on(episode, found, tokenizer, sample, limits)
+    try:
+        episode = Episode(prompt_ids(tokenizer, found.start.messages, found.start.tools), tools=found.start.tools)
+        if len(episode.prompt_ids) > limits.prompt_length:
+            episode.ended = TOO_LONG
+        await play_on(episode, found, tokenizer, sample, limits)
+    finally:
+        closed(found.environment)
     return episode
 
 
 async def play_on(episode: Episode, found: Begun, tokenizer, sample: Sample, limits: Limits) -> None:
     """Play ``episode``, whose last tokens ask for a turn of the model, until it has ended. Raises as ``play``."""
+    if found.start.of_program and not episode.ended:
+        episode.seconds, episode.number = [0.0, 0.0], -1  # the row's prompt, until the program asks
+        episode.ended = await _follow(episode, found, tokenizer, limits, None)
     while not episode.ended:
         episode.ended = await _turn(episode, found, tokenizer, sample, limits)
 
 
+def _most(sequence: Sequence, limits: Limits) -> int:
+    """Tokens that may follow its prompt."""
+    in_window = limits.window - len(sequence.prompt_ids) if limits.window else limits.response_length
+    return min(limits.response_length, in_window)
+
+
 async def _turn(episode: Episode, found: Begun, tokenizer, sample: Sample, limits: Limits) -> str:
     """One turn of the model and what follows it; why the episode has ended, or empty."""
-    tools = found.start.tools
-    context = episode.prompt_ids + episode.response_ids
-    left = limits.response_length - len(episode.response_ids)
+    context, asked, began = episode.prompt_ids + episode.response_ids, episode.asked, time.monotonic()
+    left = _most(episode, limits) - len(episode.response_ids)
     most = min(limits.turn_length, left)
-    sampled = await sample(context, most)
+    fewer = min(most, asked.max_tokens or most)
+    sampled = await (sample(context, fewer, asked.stop) if asked.stop else sample(context, fewer))
+    if episode.seconds:
+        episode.seconds[0] += time.monotonic() - began
     episode.add(list(sampled.ids), True, sampled.log_probs)
     episode.turns += 1
     text = tokenizer.decode(sampled.ids, skip_special_tokens=True)
+    places = [place for stop in asked.stop if (place := text.find(stop)) >= 0]
+    text, stopped = text[: min(places, default=len(text))], sampled.stopped or bool(places)
     answer = f"<think>{text}" if opens_thinking(tokenizer, context) else text
     episode.messages.append({"role": "assistant", "content": answer})
-    if not sampled.stopped:
+    if not stopped and fewer == most:
         return TURN_LENGTH if most < left else LENGTH
+    if not found.start.of_program:
+        return await _follow(episode, found, tokenizer, limits, answer)
+    log_probs = sampled.log_probs or [None] * len(sampled.ids)
+    pieces = [(tokenizer.decode([token]), log_prob) for token, log_prob in zip(sampled.ids, log_probs, strict=True)]
+    return await _follow(episode, found, tokenizer, limits, Turn(answer, len(context), pieces, not stopped))
+
+
+async def _follow(episode: Episode, found: Begun, tokenizer, limits: Limits, said: str | Turn | None) -> str:
+    """What follows ``said``, the model's turn; why the episode has ended, or empty."""
+    for _ in range(limits.turns):
+        began = time.monotonic()
+        try:
+            given = found.environment, found.row, episode.tools, said
+            step, errors = await _in_thread(limits.step_seconds, stepped, *given)
+        except TimeoutError:
+            return TIMEOUT
+        finally:
+            if episode.seconds:
+                episode.seconds[1] += time.monotonic() - began
+        episode.reward += step.reward
+        episode.tool_errors += errors
+        episode.readable = step.readable
+        episode.asked = step.asked
+        if step.done or episode.turns == limits.turns:
+            return FAILED if step.broke else DONE if step.done else MAX_TURNS
+        if not step.start:
+            return _read(episode, step, tokenizer, limits)
+        if not (refused := _begin_sequence(episode, step.start, tokenizer, limits)):
+            return ""
+        said = Turn(refused=refused)
+    return MAX_TURNS
+
+
+def _begin_sequence(episode: Episode, start: Start, tokenizer, limits: Limits) -> str:
+    """Begin another sequence with ``start``; why that cannot be, or empty."""
     try:
-        step, errors = await _in_thread(limits.step_seconds, stepped, found.environment, found.row, tools, answer)
-    except TimeoutError:
-        return TIMEOUT
-    episode.reward += step.reward
-    episode.tool_errors += errors
-    episode.readable = step.readable
-    if step.done or episode.turns == limits.turns:
-        return DONE if step.done else MAX_TURNS
-    room = limits.response_length - len(episode.response_ids)
-    if sum(len(message["content"]) for message in step.messages) > limits.response_length * LONGEST_TOKEN:
+        if sum(len(message["content"]) for message in start.messages) > limits.prompt_length * LONGEST_TOKEN:
+            return f"context_length_exceeded: MAX_PROMPT_LENGTH={limits.prompt_length} tokens"
+        ids = prompt_ids(tokenizer, start.messages, start.tools)
+    except ValueError as error:
+        return str(error)
+    if len(ids) > limits.prompt_length:
+        return f"context_length_exceeded: {len(ids)} tokens, more than MAX_PROMPT_LENGTH={limits.prompt_length}"
+    before = next((i for i, m in reversed([*enumerate(start.messages)]) if m["role"] == "assistant"), -1)
+    episode.messages += start.messages[before + 1 :]
+    episode.turn_to(max([episode.number, *episode.others]) + 1, Sequence(ids, tools=start.tools))
+    return ""
+
+
+def _read(episode: Episode, step: Step, tokenizer, limits: Limits) -> str:
+    """Append what the model reads next; why the episode has ended, or empty."""
+    if step.onto is not None and step.onto != episode.number:
+        episode.turn_to(step.onto, episode.others.pop(step.onto))
+    most = _most(episode, limits)
+    if sum(len(message["content"]) for message in step.messages) > most * LONGEST_TOKEN:
         return OBSERVATION
-    between = next_turn_ids(tokenizer, sampled.ids, step.messages, tools)
-    if len(between) >= room:
-        return OBSERVATION if len(between) >= limits.response_length else LENGTH
+    between = next_turn_ids(tokenizer, episode.response_ids, step.messages, episode.tools)
+    if len(between) >= most - len(episode.response_ids):
+        return OBSERVATION if len(between) >= most else LENGTH
     episode.add(between, False)
     episode.messages += step.messages
     return ""

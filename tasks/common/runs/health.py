@@ -230,6 +230,12 @@ def _truncation(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
         )
 
 
+def _failed(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
+    if share := row.get("episode/failed", 0):
+        log = "what they printed is in programs-*.log, beside the training's log"
+        yield f"{share:.0%} of the episodes' programs ended without a score; {log}"
+
+
 def _no_reward(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
     def none(each: dict) -> bool:
         return each.get("critic/score/min") == each.get("critic/score/max") == 0

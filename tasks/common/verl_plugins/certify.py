@@ -69,8 +69,11 @@ class Server:
         return TokenOutput(token_ids=turn.ids, log_probs=turn.log_probs or None, stop_reason="completed")
 
 
-def played(s: Settings, config, tokenizer, row: dict, name: str, server: Server, turns: list[Turn] | None) -> Played:
-    """The agent loop of a training on the RL ``row``. ``turns``: of evaluation; None: those of the ``server``."""
+def played(
+    s: Settings, config, tokenizer, row: dict, name: str, server: Server, turns: list[Turn] | None
+) -> list[Played]:
+    """The agent loop of a training on the RL ``row``: the sequences of the episode. ``turns``: of evaluation; None:
+    those of the ``server``."""
     from verl.experimental.agent_loop.agent_loop import DictConfigWrap
 
     loops = yaml.safe_load((verl_config.PLUGINS / "agent_loops.yaml").read_text())
@@ -84,8 +87,11 @@ def played(s: Settings, config, tokenizer, row: dict, name: str, server: Server,
         return await loop.run({"temperature": s.TEMPERATURE}, raw_prompt=decoded(row["prompt"]), **columns)
 
     found = asyncio.run(run())
-    given = found.prompt_ids, found.response_ids, found.response_mask, found.response_logprobs
-    return Played(name, server.turns if turns is None else turns, server.asked, *given)
+    given = [
+        (each.prompt_ids, each.response_ids, each.response_mask, each.response_logprobs)
+        for each in (found if isinstance(found, list) else [found])
+    ]
+    return checks.by_sequence(name, server.turns if turns is None else turns, server.asked, given)
 
 
 def sampled_turns(s: Settings, engine: Recorded, tokenizer, rows: list[dict], how: Sampling) -> dict[int, list[Turn]]:
@@ -111,7 +117,7 @@ def scripted(s: Settings, limit: int | None) -> list[tuple[dict, Chat]]:
     return [(row, Chat(f"demonstration {place}", *demonstration(own), tools_of(own))) for place, row, own in found]
 
 
-def scripted_episode(s: Settings, config, tokenizer, row: dict, chat: Chat) -> Played:
+def scripted_episode(s: Settings, config, tokenizer, row: dict, chat: Chat) -> list[Played]:
     """The agent loop, with the demonstration's answers for what an engine samples."""
     shown = exchanges(chat.messages[chat.first :])
 
@@ -168,7 +174,8 @@ def certified(s: Settings, model: str, engine_of: Callable[[], object]) -> list[
     how = Sampling(1, False, s.TEMPERATURE, 1.0, s.MAX_PROMPT_LENGTH, s.MAX_RESPONSE_LENGTH, s.EVAL_SEED)
     engine = Recorded(engine_of())
     turns = sampled_turns(s, engine, tokenizer, rows, how)
-    shown = [scripted_episode(s, config, tokenizer, row, chat) for row, chat in pairs]
+    scripts = [scripted_episode(s, config, tokenizer, row, chat) for row, chat in pairs]
+    shown = [sequence for episode in scripts for sequence in episode]
     contexts = [turn.context for episode in shown for turn in episode.turns]
     most = min(s.MAX_TURN_LENGTH, s.MAX_RESPONSE_LENGTH) if s.multi_turn else s.MAX_RESPONSE_LENGTH
     probes = [TurnRequest(-1, SAMPLED, [], None, tuple(ids), most, number) for number, ids in enumerate(contexts)]
@@ -178,7 +185,7 @@ def certified(s: Settings, model: str, engine_of: Callable[[], object]) -> list[
     for index, own in turns.items():
         rest = itertools.chain(own, itertools.repeat(Turn([], [], stopped=False)))  # an end where evaluation ended
         server = Server(lambda number, context, rest=rest: next(rest))
-        episodes.append(played(s, config, tokenizer, rows[index], f"row {index}", server, own))
+        episodes += played(s, config, tokenizer, rows[index], f"row {index}", server, own)
     sampled = [turn for own in engine.turns.values() for turn in own if turn.ids]
     stops, together = {*stop_ids(base_model(model)), tokenizer.eos_token_id}, episodes + shown
     return [
@@ -188,7 +195,7 @@ def certified(s: Settings, model: str, engine_of: Callable[[], object]) -> list[
         checks.ends(tokenizer, stops, together, chats),
         checks.markers(tokenizer, together, chats),
         checks.limits(cuts),
-        checks.sft(tokenizer, chats, shown),
+        checks.sft(tokenizer, chats, [first for first, *_ in scripts]),
         checks.log_probs(together, trainer_log_probs(model, sampled)),
     ]
 

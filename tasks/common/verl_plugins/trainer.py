@@ -317,15 +317,16 @@ class Sample(NamedTuple):
 
 
 def _samples(batch: KVBatchMeta) -> list[Sample]:
-    """The responses of a step, without verl's padding."""
+    """The responses of a step, without verl's padding; of a program's sequences (keys uid_session_number) one."""
     fields = ["uid", "responses", "extra_fields"]
     data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
-    rows = zip(list(data["uid"]), data["responses"].unbind(), list(data["extra_fields"]), batch.tags, strict=True)
-    return [
-        Sample(uid, tuple(ids.tolist()), extra.get("reward_extra_info") or {})
-        for uid, ids, extra, tag in rows
+    columns = list(data["uid"]), data["responses"].unbind(), list(data["extra_fields"]), batch.tags
+    found = {
+        key.rpartition("_")[0] or key: Sample(uid, tuple(ids.tolist()), extra.get("reward_extra_info") or {})
+        for key, uid, ids, extra, tag in zip(batch.keys, *columns, strict=True)
         if not tag.get("is_padding", False)
-    ]
+    }
+    return [*found.values()]
 
 
 def _tensors(batch: KVBatchMeta) -> KVBatchMeta:

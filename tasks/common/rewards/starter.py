@@ -1,0 +1,111 @@
+"""Starts the programs of episodes for another process: a line of JSON a request, one for each program that ended.
+
+It runs alone (rewards/program.py), with the standard library: its Python may be another one than ours. A Python program
+is loaded once, and forked for each episode: its imports take longer than many an episode. All programs end with it, and
+it ends with its standard input. Argument: that program's file, or empty.
+"""
+
+import contextlib
+import json
+import os
+import resource
+import runpy
+import select
+import signal
+import sys
+import traceback
+
+FILE_BYTES = 2**30  # of a file that a program writes, its log too
+
+
+def run(request: dict, loaded: str) -> None:
+    """Become the program of ``request``: in a session and a folder of its own, with its output in a log."""
+    os.setsid()
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    os.chdir(request["folder"])
+    log = os.open("log.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    resource.setrlimit(resource.RLIMIT_AS, (request["memory"], request["memory"]))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, FILE_BYTES))
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.closerange(3, 256)
+    if not loaded:
+        os.execvp(request["command"][0], request["command"])
+    sys.argv = [loaded]
+    runpy.run_path(loaded, run_name="__main__")
+
+
+def child(request: dict, loaded: str) -> None:
+    """``run``, and the end of the process with Python's exit code."""
+    code = 1
+    try:
+        run(request, loaded)
+        code = 0
+    except SystemExit as ends:
+        code = ends.code if isinstance(ends.code, int) else int(ends.code is not None)
+        if isinstance(ends.code, str):
+            print(ends.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def kill(leader: int) -> None:
+    """End a program's process group."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
+
+
+def main(loaded: str) -> None:
+    """Serve standard input until its end."""
+    if loaded:
+        sys.path.insert(0, os.path.dirname(loaded))
+        try:
+            runpy.run_path(loaded, run_name="loaded")
+        except BaseException:
+            traceback.print_exc()  # each program will say it too
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    wakes, wake = os.pipe()
+    os.set_blocking(wake, False)
+    os.set_blocking(wakes, False)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: whoever started us ends us
+    numbers, waiting = {}, b""
+    while True:
+        ready, _, _ = select.select([0, wakes], [], [])
+        if wakes in ready:
+            os.read(wakes, 4096)
+            while numbers and (ended := os.waitpid(-1, os.WNOHANG))[0]:
+                kill(ended[0])  # what it left in its group
+                code = os.waitstatus_to_exitcode(ended[1])
+                print(json.dumps({"number": numbers.pop(ended[0]), "code": code}), file=replies, flush=True)
+        if 0 in ready:
+            new = os.read(0, 2**20)
+            if not new:
+                break
+            *lines, waiting = (waiting + new).split(b"\n")
+            for request in map(json.loads, lines):
+                if "end" in request:
+                    for leader in [leader for leader, number in numbers.items() if number == request["end"]]:
+                        kill(leader)
+                        os.kill(leader, signal.SIGKILL)  # it has not come as far as its group
+                    continue
+                leader = os.fork()
+                if not leader:
+                    child(request, loaded)
+                numbers[leader] = request["number"]
+    for leader in numbers:
+        kill(leader)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,314 @@
+"""Programs that solve rows by an OpenAI endpoint: what each request becomes, and what is left of a program that fails.
+
+The programs are real processes with the `openai` package; the model's turns come from a list (test_certify.py and the
+trainings have a real engine).
+"""
+
+import asyncio
+import os
+import textwrap
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import psutil
+import pytest
+
+from verl_tasks.models.chat_template import answer_ids, prompt_ids
+from verl_tasks.rewards import completions, program
+from verl_tasks.rewards.answers import RewardError
+from verl_tasks.rewards.environment import replayed
+from verl_tasks.rewards.episode import Limits, Sampled, play
+from verl_tasks.rewards.program import environment_of
+from verl_tasks.rewards.tool_calls import render_calls
+from verl_tasks.rows import chat, rl_row
+
+LIMITS = Limits(prompt_length=2048, response_length=2048, turn_length=512, turns=8, step_seconds=30)
+TOOL = {"type": "function", "function": {"name": "add", "description": "", "parameters": {"type": "object"}}}
+OTHER = {"type": "function", "function": {"name": "sub", "description": "", "parameters": {"type": "object"}}}
+ROW = rl_row("t", chat("What is 2 + 3?", "Add."), {"answer": "5"}, "test", 0, [TOOL])
+CALL = render_calls([{"name": "add", "arguments": {"a": 2, "b": 3}}])
+HEAD = f"""
+import json
+from openai import OpenAI
+tool, other = {TOOL!r}, {OTHER!r}
+client = OpenAI(max_retries=0)
+def ask(messages, **more):
+    return client.chat.completions.create(model="policy", messages=messages, **more).choices[0]
+def end(score):
+    json.dump({{"score": score}}, open("score.json", "w"))
+def main():
+    messages = json.load(open("row.json"))["prompt"]
+"""
+TAIL = "\nif __name__ == '__main__':\n    main()\n"
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.setenv("ARTIFACTS", str(tmp_path / "artifacts"))
+    monkeypatch.delenv("VERL_TASK_LOGS", raising=False)
+    monkeypatch.setattr(program, "_STARTED", started := {})
+    yield
+    for endpoint in started.values():
+        endpoint.starter.stdin.close()
+        endpoint.starter.wait()
+
+
+@pytest.fixture(scope="module")
+def small_tokenizer(small_model):
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(small_model)
+
+
+@pytest.fixture
+def made(tmp_path):
+    """The environment of a program with this ``body`` of main."""
+
+    def of(body: str, **more):
+        file = tmp_path / "agent.py"
+        file.write_text(HEAD + textwrap.indent(textwrap.dedent(body), "    ") + TAIL)
+        return environment_of(file, **more)
+
+    return of
+
+
+def episode_of(tokenizer, environment, *texts: str, limits: Limits = LIMITS, row: dict = ROW):
+    """The episode of ``texts``, and with what each was asked: tokens, most tokens, stops."""
+    asked = []
+
+    async def sample(ids, most, stop=()):
+        turn = answer_ids(tokenizer, texts[len(asked)])
+        asked.append((ids, most, stop))
+        return Sampled(turn[:most], [-1.0] * len(turn[:most]), len(turn) <= most)
+
+    return asyncio.run(play(environment, row, tokenizer, sample, limits)), asked
+
+
+def log_of() -> str:
+    return "".join(file.read_text() for file in (Path(os.environ["ARTIFACTS"]) / "programs").iterdir())
+
+
+AGENT = """
+while True:
+    said = ask(messages, tools=[tool]).message
+    messages.append(said.model_dump(exclude_none=True))
+    if not said.tool_calls:
+        return end(float("<answer>5</answer>" in said.content))
+    for call in said.tool_calls:
+        result = str(sum(json.loads(call.function.arguments).values()))
+        messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+"""
+
+
+def test_a_programs_tokens_are_those_of_the_same_episode_in_an_environment(small_tokenizer, made):
+    episode, asked = episode_of(small_tokenizer, made(AGENT), CALL, "It is <answer>5</answer>")
+    assert (episode.reward, episode.ended, episode.turns, len(episode.sequences)) == (1.0, "stop", 2, 1)
+    whole = episode.prompt_ids + episode.response_ids
+    assert episode.prompt_ids == prompt_ids(small_tokenizer, chat("What is 2 + 3?", "Add."), [TOOL]) == asked[0][0]
+    assert whole[: len(asked[1][0])] == asked[1][0]
+    own = [token for token, mine in zip(episode.response_ids, episode.mask, strict=True) if mine]
+    assert own == [t for text in (CALL, "It is <answer>5</answer>") for t in answer_ids(small_tokenizer, text)]
+    scores = episode.scores
+    assert (scores["failed"], scores["sequences"], scores["acc"], scores["format"]) == (0, 1, 1, 1)
+    assert scores["program_s"] > 0 <= scores["model_s"]
+    assert "episode 1, row 0: exit code 0, 2 turns, 1 sequences" in log_of()
+
+
+REWRITES = {
+    "white space of an answer": "messages[2]['content'] += ' '",
+    "an earlier message": "messages[1]['content'] = 'What is it?'",
+    "a summary": "messages[:] = [messages[0], {'role': 'user', 'content': 'So far: nothing. Go on.'}]",
+    "the order of tools": "tools.reverse()",
+    "nothing, it asks again": "del messages[2:]",
+}
+
+
+@pytest.mark.parametrize("change", REWRITES.values(), ids=REWRITES)
+def test_a_changed_history_is_another_sequence(small_tokenizer, made, change):
+    body = f"""
+    tools = [tool, other]
+    messages.append(ask(messages, tools=tools).message.model_dump())
+    messages.append({{"role": "user", "content": "Sure?"}})
+    {change}
+    ask(messages, tools=tools)
+    end(0.5)
+    """
+    episode, asked = episode_of(small_tokenizer, made(body), "five", "5")
+    first, second = episode.sequences
+    assert first.prompt_ids == asked[0][0] and first.response_ids == answer_ids(small_tokenizer, "five")
+    assert second.prompt_ids == asked[1][0] and second.response_ids == answer_ids(small_tokenizer, "5")
+    assert second.mask == [1] * len(second.mask) and second.log_probs == [-1.0] * len(second.mask)
+    assert (episode.reward, episode.turns, episode.scores["sequences"]) == (0.5, 2, 2)
+
+
+def test_a_main_agent_goes_on_after_a_sub_agent_and_json_may_be_written_anew(small_tokenizer, made):
+    body = """
+    said = ask(messages, tools=[tool]).message
+    sub = ask([{"role": "user", "content": "Help"}]).message.content
+    call = said.tool_calls[0]
+    arguments = json.dumps(json.loads(call.function.arguments), indent=4)
+    function = {"name": call.function.name, "arguments": arguments}
+    messages.append({"role": "assistant", "tool_calls": [{"id": "mine", "type": "function", "function": function}]})
+    messages.append({"role": "tool", "tool_call_id": "mine", "content": [{"type": "text", "text": sub}]})
+    end({"7": 1}.get(ask(messages, tools=[tool]).message.content, 0))
+    """
+    episode, asked = episode_of(small_tokenizer, made(body), CALL, "<|im_end|>seven", "7")
+    main, sub = episode.sequences
+    assert episode.reward == 1 and main.prompt_ids == asked[0][0] and sub.prompt_ids == asked[1][0]
+    assert asked[2][0][: len(asked[0][0])] == asked[0][0]
+    assert main.prompt_ids + main.response_ids == asked[2][0] + answer_ids(small_tokenizer, "7")
+    assert sum(main.mask) == len(answer_ids(small_tokenizer, CALL)) + len(answer_ids(small_tokenizer, "7"))
+    told = asked[2][0][len(asked[0][0]) + len(answer_ids(small_tokenizer, CALL)) :]
+    ends = small_tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert told.count(ends) == 1  # of the tool's message; the text is no control token
+
+
+def test_stops_lengths_log_probs_and_streams(small_tokenizer, made):
+    body = """
+    first = ask(messages, stop=["\\nObservation"], logprobs=True)
+    assert (first.message.content, first.finish_reason) == ("think", "stop"), first
+    assert [piece.logprob for piece in first.logprobs.content] == [-1.0] * len(first.logprobs.content)
+    messages += [{"role": "assistant", "content": "think"}, {"role": "user", "content": "on"}]
+    assert ask(messages, max_tokens=2).finish_reason == "length"
+    options = {"include_usage": True}
+    stream = client.chat.completions.create(
+        model="policy", messages=messages, tools=[tool], stream=True, stream_options=options
+    )
+    *events, usage = list(stream)
+    calls = [call for event in events for call in event.choices[0].delta.tool_calls or []]
+    assert json.loads(calls[0].function.arguments) == {"a": 2, "b": 3} and usage.usage.completion_tokens > 5
+    assert events[-1].choices[0].finish_reason == "tool_calls"
+    end(1)
+    """
+    texts = "think\nObservation", "one two three four five", CALL
+    episode, asked = episode_of(small_tokenizer, made(body), *texts)
+    assert episode.reward == 1, log_of()
+    assert [(most, stop) for _, most, stop in asked] == [(512, ("\nObservation",)), (2, ()), (512, ())]
+    assert asked[1][0][: len(asked[0][0])] == asked[0][0]  # the tokens of the stop stay in its history
+    assert len(episode.sequences) == 2
+
+
+REFUSED = {
+    "n": ("n=2", "only 1 is served"),
+    "bias": ("logit_bias={'1': 5}", "only {} is served"),
+    "choice": ("tools=[tool], tool_choice='required'", 'only "auto" is served'),
+    "schema": ("response_format={'type': 'json_object'}", "response_format"),
+    "unknown": ("extra_body={'top_k': 5}", "top_k: is not served"),
+    "stop": ("stop=[1]", "must be texts"),
+    "tools": ("tools=[tool, tool]", "names of their own"),
+}
+
+
+def test_what_is_not_served_is_refused_in_one_line_and_the_episode_goes_on(small_tokenizer, made):
+    image = '[{"type": "image_url", "image_url": {"url": "data:"}}]'
+    body = """
+    import openai
+    def refused(said, status=400, **how):
+        try:
+            client.chat.completions.create(**({"model": "policy", "messages": messages} | how))
+        except openai.APIStatusError as error:
+            assert error.status_code == status and said in error.message, error
+            return
+        raise AssertionError(said)
+    """
+    body += "".join(f"    refused({said!r}, **dict({how}))\n" for how, said in REFUSED.values())
+    body += f"""
+    refused("there is 'policy' alone", model="gpt-4o")
+    refused("only parts of type text", messages=[{{"role": "user", "content": {image}}}])
+    refused("must be a non-empty list", messages=[])
+    refused("context_length_exceeded", messages=[{{"role": "user", "content": "long " * 3000}}])
+    other_key = client.with_options(api_key="another")
+    try:
+        other_key.chat.completions.create(model="policy", messages=messages)
+    except openai.AuthenticationError:
+        end(float(ask(messages).message.content == "5"))
+    """
+    episode, asked = episode_of(small_tokenizer, made(body), "5")
+    assert (episode.reward, episode.ended, len(asked)) == (1.0, "stop", 1), log_of()
+
+
+@pytest.mark.parametrize(
+    ("body", "ended", "reward", "told"),
+    [
+        ("ask(messages); raise KeyError('my own')", "failed", -1.0, "KeyError: 'my own'"),
+        ("print('here'); ask(messages)", "failed", -1.0, "here"),  # no score
+        ("ask(messages); end(float('nan'))", "failed", -1.0, "exit code 0"),
+        ("ask(messages); end(1); raise SystemExit(3)", "failed", -1.0, "exit code 3"),
+        ("raise SystemExit('no model')", "failed", -1.0, "no model"),  # before its first turn
+        ("end(0.25)", "stop", 0.25, "0 turns"),
+        ("bytearray(2**34)", "failed", -1.0, "MemoryError"),
+        ("open('score.json', 'w').write('[' * 4000)", "failed", -1.0, "exit code 0"),
+        ("open('score.json', 'w').write('0' * 2**20 + '1')", "failed", -1.0, "exit code 0"),
+        ("open('score.json', 'w').write('1' + ' ' * 2**20)", "stop", 1.0, "exit code 0"),  # read as far as it goes
+        ("import os; os.mkfifo('score.json')", "failed", -1.0, "exit code 0"),
+        ("import os; os.remove('log.txt'); os.mkfifo('log.txt'); end(1)", "stop", 1.0, "exit code 0"),
+        ("print('x' * 2**20 + 'the end'); end(1)", "stop", 1.0, "the end"),
+    ],
+)
+def test_a_program_without_a_score_is_a_failed_episode(small_tokenizer, made, body, ended, reward, told):
+    episode, _ = episode_of(small_tokenizer, made(body, failed=-1.0), "5")
+    assert (episode.ended, episode.reward) == (ended, reward) and told in log_of()
+    assert episode.scores["failed"] == (ended == "failed")
+    (sequence,) = episode.sequences
+    assert sequence.prompt_ids and bool(sequence.response_ids) == bool(episode.turns)
+    assert len(log_of()) < 2 * program.TOLD
+
+
+def test_a_program_that_hangs_is_ended_with_all_that_it_started(small_tokenizer, made):
+    body = """
+    import subprocess, time
+    subprocess.Popen(["sleep", "1234"])
+    ask(messages)
+    time.sleep(1234)
+    """
+    before = time.monotonic()
+    episode, _ = episode_of(small_tokenizer, made(body), "5", limits=replace(LIMITS, step_seconds=5))
+    assert episode.ended == "step_timeout" and time.monotonic() - before < 20
+    deadline = time.monotonic() + 10
+    while any("1234" in p.info["cmdline"] for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"]):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert not next(iter(program._STARTED.values())).inboxes  # no key is left
+
+
+def test_limits_cut_an_episode_and_end_its_program(small_tokenizer, made):
+    endless = "while True: messages += [ask(messages).message.model_dump(), {'role': 'user', 'content': 'on'}]"
+    episode, asked = episode_of(small_tokenizer, made(endless), *["5"] * 9, limits=replace(LIMITS, turns=3))
+    assert (episode.ended, episode.turns, len(asked)) == ("max_turns", 3, 3)
+    long = replace(LIMITS, turn_length=2)
+    assert episode_of(small_tokenizer, made(endless), "one two three", limits=long)[0].ended == "turn_length"
+
+
+def test_any_command_is_a_program(small_tokenizer, tmp_path, monkeypatch):
+    asks = "import sys,os,json,urllib.request as u; b=json.dumps({'model':'policy','messages':[{'role':'user',"
+    asks += "'content':'hi'}]}).encode(); r=u.Request(os.environ['OPENAI_BASE_URL']+'/chat/completions',b,"
+    asks += "{'Authorization':'Bearer '+os.environ['OPENAI_API_KEY']}); print(u.urlopen(r).read())"
+    script = tmp_path / "agent.sh"
+    script.write_text(
+        f'test -n "$OPENAI_API_KEY" && test -z "$HF_TOKEN" && python3 -c "{asks}" && echo 1 > score.json\n'
+    )
+    episode, asked = episode_of(small_tokenizer, environment_of("sh", script), "5")
+    assert (episode.reward, episode.ended, len(asked)) == (1.0, "stop", 1), log_of()
+
+
+def test_examples_and_demonstrations_are_played_without_a_model(made):
+    assert replayed(made(AGENT), ROW, [CALL, "<answer>5</answer>"]) == (1.0, 0, True)
+    assert replayed(made(AGENT), ROW, ["<tool_call>{", "<answer>5</answer>"], spare=True)[1] == 1
+
+
+def test_a_program_that_asks_for_nothing_is_done_before_the_answers(made):
+    assert replayed(made("end(0.5)"), ROW, ["5"], spare=True) == (0.5, 0, True)
+    with pytest.raises(RewardError, match="was done before the answer '5'"):
+        replayed(made("end(0.5)"), ROW, ["5"])
+
+
+def test_a_program_that_hangs_without_a_model_is_no_score(made, monkeypatch):
+    monkeypatch.setattr("verl_tasks.rewards.environment.WITHOUT_MODEL", 8)
+    assert replayed(made("import time; ask(messages); time.sleep(99)"), ROW, ["5"]) == (0.0, 0, True)
+
+
+def test_a_body_that_is_no_request_is_refused():
+    for body in (b"", b"[]", b"{", b'{"model": "policy", "messages": [1]}', b'{"model": "policy", "messages": 5}'):
+        with pytest.raises(completions.Refused):
+            completions.read(body)
