@@ -75,7 +75,7 @@ import_module(f'verl_tasks.launch.{name}'), import_module(f"tasks.{task}.reward"
 
 
 # Programs of their own beside a task's stages, with the evaluation's parts.
-PROGRAMS = ("simulate.py", "bfcl.py", "bfcl_episodes.py")
+PROGRAMS = ("simulate.py", "bfcl.py")
 
 
 def test_tasks_and_the_template_import_only_what_the_package_offers():

@@ -19,6 +19,7 @@ _NAMES = {
     "rewards.tool_calls": "Malformed Response expected_calls matched parse_response render_calls same_value",
     "rewards.environment": "CallError Start Step replayed tool_message",
     "rewards.program": "environment_of",
+    "rewards.sandbox": "CallFailed Sandbox",
     "rewards.examples": "check_episodes check_examples",
     "rows": "DataError decoded posed rl_row tools_of",
     "data.formats": "conversation tool_schemas",

@@ -2,8 +2,18 @@
 
 import json
 
-from verl_tasks import Malformed, Start, Step, decoded, parse_response, rl_row, tool_message, tools_of
-from verl_tasks.rewards.sandbox import CallFailed, Sandbox
+from verl_tasks import (
+    CallFailed,
+    Malformed,
+    Sandbox,
+    Start,
+    Step,
+    decoded,
+    parse_response,
+    rl_row,
+    tool_message,
+    tools_of,
+)
 
 MULTI_TURN = ("multi_turn_base", "multi_turn_miss_func", "multi_turn_miss_param", "multi_turn_long_context")
 MOST_STEPS = 20  # MAXIMUM_STEP_LIMIT of the package: messages with calls in a turn of the user
