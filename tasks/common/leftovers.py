@@ -28,6 +28,7 @@ SHARED_MEMORY = Path("/dev/shm")
 NAMES = ("psm_", "verl_weights_", "sem.mp-")  # Python's shared memory and semaphores; verl's weights
 TERMINATE_SECONDS, KILL_SECONDS = 3, 5
 LOOK_SECONDS = 0.5  # between two looks at processes, and at who has mapped what
+LOOKS = 10  # at a new file: it is made before it is mapped
 KEEPER = (
     f"import sys; sys.path[:0] = {PYTHON_PATH.split(':')}; "
     "from verl_tasks import leftovers; leftovers.keep(*sys.argv[1:])"
@@ -172,7 +173,7 @@ def keep(launcher: str, logs: str, folder: str, *command: str) -> None:
     def there() -> list[psutil.Process]:
         return _below(os.getpid()) if command else _marked(LAUNCH, folder)
 
-    seen, ours, child, code, heard = set(_files()), {}, None, None, None
+    looks, ours, child, code, heard = dict.fromkeys(_files(), LOOKS), {}, None, None, None
     if command:
         environment = os.environ | {LOGS: logs, LAUNCH: folder}
         child = subprocess.Popen(command, env=environment, start_new_session=True, preexec_fn=begins)
@@ -180,7 +181,8 @@ def keep(launcher: str, logs: str, folder: str, *command: str) -> None:
         told = signal.sigtimedwait({signal.SIGTERM, signal.SIGCHLD}, LOOK_SECONDS)
         heard, code = told and told.si_signo, child and child.poll()
         files = _files()
-        new, seen = files.keys() - seen, set(files)
+        looks = {inode: looks.get(inode, 0) + 1 for inode in files}
+        new = {inode for inode in files.keys() - ours.keys() if looks[inode] <= LOOKS}
         ours |= {inode: files[inode] for inode in new & _mapped(there() if new else ())}
     alone = os.getppid() != int(launcher)
     _end(there, signal.SIGTERM, 0 if alone else TERMINATE_SECONDS)
