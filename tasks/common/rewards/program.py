@@ -195,6 +195,7 @@ class Live:
             printed = _bytes(log, max(0, log.stat().st_size - TOLD), TOLD).decode(errors="replace")
         except OSError:
             printed = ""
+        self.endpoint.logs.mkdir(parents=True, exist_ok=True)  # `make clean` may have removed it
         with self.endpoint.log.open("a") as log:
             log.write(f"episode {self.number}, {told}\n{printed.replace(self.key, '(key)')}")
         shutil.rmtree(self.folder, ignore_errors=True)

@@ -16,7 +16,7 @@ from verl_tasks.stages import STAGES
 
 # Folders with a folder for each task: those of the stages, and of `make report`.
 OF_A_TASK = ("reports", *(folder for stage in STAGES.values() for folder in stage.writes))
-SHARED = ("models", "parity", "verifiers", "judge", "monitor", "trackio", "site", "install.log")
+SHARED = ("models", "parity", "verifiers", "judge", "programs", "monitor", "trackio", "site", "install.log")
 
 
 def folders(task: str) -> list[Path]:
