@@ -391,7 +391,8 @@ def test_rewards_add_up_and_one_is_a_success(small_tokenizer):
     episode, _ = episode_of(small_tokenizer, *texts, made=Tenths, limits=replace(LIMITS, turns=10))
     assert episode.reward == pytest.approx(1) and episode.scores["acc"] == 1.0
     nine, _ = episode_of(small_tokenizer, *texts[1:], made=Tenths, limits=replace(LIMITS, turns=10))
-    cuts = dict.fromkeys(("cut_length", "cut_turn_length", "cut_observation", "cut_turns", "timeout"), 0.0)
+    names = "failed", "cut_length", "cut_turn_length", "cut_observation", "cut_turns", "timeout"
+    cuts = dict.fromkeys(names, 0.0)
     assert nine.scores == pytest.approx(
         {"score": 0.9, "acc": 0.0, "format": 1.0, "turns": 9.0, "tool_errors": 0.0, **cuts}
     )

@@ -14,10 +14,10 @@ import pytest
 from verl_tasks.data.prepare import prepare
 from verl_tasks.rewards import verifiers
 from verl_tasks.rewards.answers import RewardError
-from verl_tasks.rewards.environment import begun, replayed, stepped
+from verl_tasks.rewards.environment import begun, replayed, retold, stepped
 from verl_tasks.rewards.tool_calls import render_calls
 from verl_tasks.rewards.verifiers import Package, Process, environment_of, examples, process_of
-from verl_tasks.rows import DataError, read_rows, rl_row
+from verl_tasks.rows import DataError, chat, read_rows, rl_row
 from verl_tasks.settings import load_settings
 
 READY = 'import json, os, sys, time\nprint(json.dumps({"n": 0}), flush=True)\n'
@@ -291,6 +291,20 @@ def test_it_gets_no_secret_and_many_threads_get_their_own_replies(monkeypatch, t
     assert process.child.wait(30) == 0  # it ends where we do
 
 
+@pytest.mark.parametrize("said", [[], ["5"]], ids=["before its first turn", "in its first step"])
+def test_an_error_of_an_episode_is_a_failed_episode_with_its_reason_in_the_log(said, monkeypatch, tmp_path, capsys):
+    broken = {"done": True, "broke": "EnvError: no such file"}
+    first = {"messages": [{"role": "user", "content": "A number?"}], "tools": []} if said else broken
+    code = f"for request in map(json.loads, sys.stdin):\n    reply = {broken!r} if 'message' in request else {first!r}\n"
+    code += "    print(json.dumps({'n': request['n']} | reply), flush=True)"
+    package = served(monkeypatch, tmp_path, READY + code)
+    row = rl_row("t", chat("The row's prompt"), {"answer": "5"}, "test", 0)
+    (start, ((_, step, _),)) = retold(environment_of(package), row, ["5"])
+    assert start.messages[-1]["content"] == ("A number?" if said else "The row's prompt")
+    assert (step.done, step.broke, step.readable, step.reward) == (True, True, False, 0)
+    assert f"{package.name}: an episode failed: EnvError: no such file; log: " in capsys.readouterr().err
+
+
 ROWS = (
     READY
     + """
@@ -376,11 +390,11 @@ def test_the_episodes_are_the_environments(games):
 
 
 @pytest.mark.long
-def test_what_an_environment_cannot_do_is_one_line(games, monkeypatch):
+def test_what_an_environment_cannot_do_is_one_line(games, capsys):
     package = Package(f"{games}:games", {})
     row = row_of(examples(package)[0])
-    with pytest.raises(RewardError, match="ValueError: invalid literal for int"):
-        replayed(environment_of(package), row, ["five"])
+    assert replayed(environment_of(package), row, ["five"]) == (0.0, 0, True)
+    assert "ValueError: invalid literal for int" in capsys.readouterr().err
     assert replayed(environment_of(package), row, ["0"]) == (1.0, 0, True)  # the next episode is played
     for kind, said in (("forgets", "rewrites earlier messages"), ("groups", "several episodes together")):
         with pytest.raises(RewardError, match=said):
@@ -397,7 +411,7 @@ def test_what_an_environment_cannot_do_is_one_line(games, monkeypatch):
 
 
 @pytest.mark.long
-def test_the_episodes_are_those_of_verifiers_v1(games_v1):
+def test_the_episodes_are_those_of_verifiers_v1(games_v1, capsys):
     guess = Package(f"{games_v1}:games_v1", {})
     once = Package(f"{games_v1}:games_v1.once", {})
     found = examples(guess)
@@ -409,8 +423,8 @@ def test_the_episodes_are_those_of_verifiers_v1(games_v1):
     played, start = begun(environment, row_of(found[3]))
     assert start.messages == [{"role": "user", "content": "A number up to 9?"}]
     assert stepped(played, row_of(found[3]), [], "5")[0].messages == [{"role": "user", "content": "less"}]
-    with pytest.raises(RewardError, match=r"EnvError: .*invalid literal for int"):
-        play(["five"])
+    assert play(["five"]) == (0.0, 0, True)  # it broke
+    assert "EnvError: " in (said := capsys.readouterr().err) and "invalid literal for int" in said
     assert play(["7"]) == (1.0, 0, True)  # the next episode is played
 
     assert [replayed(environment_of(once), row_of(found[7]), [answer]) for answer in ("7", "8")] == [
@@ -431,7 +445,7 @@ def test_the_episodes_are_those_of_verifiers_v1(games_v1):
 
 
 @pytest.mark.long
-def test_an_environment_of_openenv_is_played_behind_its_server(tmp_path):
+def test_an_environment_of_openenv_is_played_behind_its_server(tmp_path, capsys):
     (tmp_path / "server.py").write_text(SERVER_OF_OPENENV)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -449,8 +463,8 @@ def test_an_environment_of_openenv_is_played_behind_its_server(tmp_path):
             environment = environment_of(package)
             assert replayed(environment, row_of(found[7]), ["5", "a number", "7"]) == (1.0, 1, True)
             assert replayed(environment, row_of(found[7]), ["5", "6"]) == (0.5, 0, False)
-            with pytest.raises(RewardError, match="it broke"):
-                replayed(environment, row_of(found[7]), ["100"])
+            assert replayed(environment, row_of(found[7]), ["5", "100"]) == (0.25, 0, True)
+            assert "it broke" in capsys.readouterr().err
             some = Package(package.env, {"resets": [{"seed": 3}, {"seed": 4}]})
             assert [replayed(environment, row_of(example), ["4"])[0] for example in examples(some)] == [0.25, 0.75]
         finally:

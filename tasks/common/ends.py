@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 DONE, TOO_LONG = "stop", "prompt_too_long"  # by itself; before its first turn
 LENGTH, TURN_LENGTH, OBSERVATION = "length", "turn_length", "observation"
-FAILED = "failed"  # a program that solves rows (rewards/program.py) ended without a score
+FAILED = "failed"  # a program, or an environment of other people, ended without a score
 MAX_TURNS, TIMEOUT = "max_turns", "step_timeout"
 # What cuts off, and the variable to raise.
 CUT = {
@@ -17,7 +17,7 @@ CUT = {
 }
 
 # Keys that the scores of a program's episode have beside those of all episodes.
-OF_PROGRAMS = ("failed", "sequences", "model_s", "program_s")
+OF_PROGRAMS = ("sequences", "model_s", "program_s")
 
 
 def cut_key(end: str) -> str:
@@ -34,13 +34,13 @@ def advice(ends: Iterable[str]) -> str:
 def remedy(end: str) -> str:
     """What to change against the cut ``end``."""
     if end == FAILED:
-        return "read the program's log (docs/MULTI_TURN.md)"
+        return "read the log of the program or the environment (docs/MULTI_TURN.md)"
     return "shorten what the environment says at once" if end == OBSERVATION else f"raise {CUT[end]}"
 
 
 def step_metrics(scores: list[dict]) -> dict[str, float]:
-    """Means of the episodes' ``scores``, for a training's metrics: turns, failed calls, share of each cut; of programs
-    more."""
-    names = ["turns", "tool_errors", *map(cut_key, CUT)]
+    """Means of the episodes' ``scores``, for a training's metrics: turns, failed calls, share that failed, of each
+    cut; of programs more."""
+    names = ["turns", "tool_errors", FAILED, *map(cut_key, CUT)]
     names += [name for name in OF_PROGRAMS if scores and name in scores[0]]
     return {f"episode/{name}": sum(each[name] for each in scores) / len(scores) for name in names if scores}

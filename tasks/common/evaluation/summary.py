@@ -28,7 +28,7 @@ MEANING = {
     **{cut_key(end): f"share of episodes that {variable} cut off" for end, variable in CUT.items()},
     "cut_observation": "share of episodes cut off as the environment said more than MAX_RESPONSE_LENGTH at once",
     cut_key(TIMEOUT): "share of episodes that a slow step of the environment ended",
-    "failed": "share of episodes whose program ended without a score",
+    "failed": "share of episodes whose program or environment ended without a score",
     "sequences": "sequences of tokens in a program's episode: it begins another where it changes its history",
     "model_s": "seconds that the model took in a program's episode",
     "program_s": "seconds that the program took in it",
@@ -40,7 +40,7 @@ MEANING = {
 
 OF_ANSWERS = ("wrong", "unreadable", "lenient", "format_loss")  # with pass@1, the first two add up to 1
 # Keys of an episode's reward (rewards/episode.py).
-OF_EPISODES = ("turns", "tool_errors", *map(cut_key, CUT), *OF_PROGRAMS)
+OF_EPISODES = ("turns", "tool_errors", "failed", *map(cut_key, CUT), *OF_PROGRAMS)
 
 
 def as_dicts(rollouts: list[Rollout]) -> list[dict]:
@@ -121,7 +121,7 @@ def estimate(values: pd.Series, rollouts: list[Rollout], conversations: pd.Serie
     of = conversations[values.index]
     yes_or_no = name.startswith("pass@") or name in ("accuracy", "truncated")
     yes_or_no = yes_or_no or all(r.reward.get(name, 0) in (0, 1) for r in rollouts if r.reward is not None)
-    shares = values.isin([0, 1]).all() and name not in ("tokens", "entropy", "turns", "tool_errors", *OF_PROGRAMS[1:])
+    shares = values.isin([0, 1]).all() and name not in ("tokens", "entropy", "turns", "tool_errors", *OF_PROGRAMS)
     if shares and ((of.is_unique and _one_response(rollouts, name)) or (yes_or_no and values.nunique() == 1)):
         return statistics.proportion(int(values.groupby(of).first().sum()), of.nunique())
     return bootstrap_mean(values.to_numpy(), of.to_numpy())

@@ -62,7 +62,7 @@ class Step:
     ``reward``, and whether the episode is ``done``. Rewards of an episode add up; 1 in all is a success. ``failed``:
     calls that the environment could not carry out, where it goes on by itself. ``readable``: False where the episode
     is done because of a message without an answer that could be read. A program's step may begin another sequence of
-    tokens, ``start``, or go on with the one of the number ``onto``; ``broke``: it ended without a score."""
+    tokens, ``start``, or go on with the one of the number ``onto``; ``broke``: the episode ended without a score."""
 
     messages: list[dict] = field(default_factory=list)
     reward: float = 0.0

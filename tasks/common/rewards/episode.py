@@ -118,9 +118,10 @@ class Episode(Sequence):
         """What a reward.py of a single-turn task returns: ``score``, ``acc`` (success), and more to report."""
         readable = self.readable and self.ended == DONE
         found = {"score": self.reward, "acc": self.reward >= SUCCESS, "format": readable, "turns": self.turns}
-        found |= {"tool_errors": self.tool_errors, **{cut_key(end): self.ended == end for end in CUT}}
+        found |= {"tool_errors": self.tool_errors, "failed": self.ended == FAILED}
+        found |= {cut_key(end): self.ended == end for end in CUT}
         if self.seconds:
-            numbers = self.ended == FAILED, len(self.sequences), *self.seconds
+            numbers = len(self.sequences), *self.seconds
             found |= dict(zip(OF_PROGRAMS, numbers, strict=True))
         return {name: float(value) for name, value in found.items()}
 

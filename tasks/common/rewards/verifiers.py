@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
+from verl_tasks import errors
 from verl_tasks.rewards.answers import RewardError, read_ground_truth
 from verl_tasks.rewards.environment import Environment, Start, Step
 from verl_tasks.rewards.tool_calls import Response
@@ -227,12 +228,17 @@ def environment_of(package: Package) -> type[Environment]:
             truth = read_ground_truth(row["reward_model"]["ground_truth"])
             begun = self.process.ask(episode=self.number, row=truth or None)
             weakref.finalize(self, self.process.send, 0, episode=self.number, end=True)  # also of one that is cut off
-            return Start(begun["messages"] if truth else decoded(row["prompt"]), begun["tools"])
+            self.over = begun if begun.get("done") else None  # before its first turn
+            shown = begun["messages"] if truth and not self.over else decoded(row["prompt"])
+            return Start(shown, begun.get("tools", []))
 
         def step(self, action: Response) -> Step:
             message = {"content": action.text, "thinking": action.thinking, "calls": action.calls}
-            found = self.process.ask(episode=self.number, message=message)
-            done = found.get("done", False)
-            return Step(found.get("messages", []), found.get("reward", 0.0), done, found.get("failed", 0))
+            found = self.over or self.process.ask(episode=self.number, message=message)
+            done, broke = found.get("done", False), found.get("broke", "")
+            if broke:
+                errors.log(RewardError(f"{package.name}: an episode failed: {broke}; log: {self.process.log}"))
+            news = found.get("messages", []), found.get("reward", 0.0), done, found.get("failed", 0)
+            return Step(*news, readable=not broke, broke=bool(broke))
 
     return Verifiers

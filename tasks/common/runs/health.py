@@ -232,8 +232,8 @@ def _truncation(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
 
 def _failed(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
     if share := row.get("episode/failed", 0):
-        log = "what they printed is in programs-*.log, beside the training's log"
-        yield f"{share:.0%} of the episodes' programs ended without a score; {log}"
+        why = "why is in the training's log; of a program, in programs-*.log beside it"
+        yield f"{share:.0%} of the episodes failed, without a score of their program or environment; {why}"
 
 
 def _no_reward(row: dict, before: list[dict], s: Settings) -> Iterator[str]:

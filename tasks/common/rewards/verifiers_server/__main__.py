@@ -12,6 +12,7 @@ import os
 import resource
 import sys
 import threading
+import traceback
 from importlib.metadata import version
 
 from player import Player
@@ -43,7 +44,8 @@ class Episodes:
         return await self._follows(episode)
 
     async def _follows(self, episode: int) -> dict:
-        """What the model reads next, or the reward of an episode that has ended."""
+        """What the model reads next, or the reward of an episode that has ended; ``broke``: why it has none. Raises
+        what no episode can do, and ConnectionError where the environment is behind a server."""
         player, playing = self.live[episode]
         said = asyncio.ensure_future(player.said.get())
         await asyncio.wait([said, playing], return_when=asyncio.FIRST_COMPLETED)
@@ -51,7 +53,15 @@ class Episodes:
             return said.result()
         said.cancel()
         del self.live[episode]
-        return {"reward": playing.result(), "done": True}
+        try:
+            return {"reward": playing.result(), "done": True}
+        except ConnectionError:
+            raise
+        except Exception as error:
+            if player.refused:
+                raise ValueError(player.refused) from error
+            traceback.print_exc()
+            return {"done": True, "broke": said_of(error)}
 
 
 async def serve(bridge, replies) -> None:
@@ -81,8 +91,12 @@ async def serve(bridge, replies) -> None:
 
 def failed(number: int, error: BaseException) -> str:
     """The reply that tells of ``error`` in one line."""
-    told = " ".join(f"{type(error).__name__}: {error}".split())
-    return json.dumps({"n": number, "error": told[:500]})
+    return json.dumps({"n": number, "error": said_of(error)})
+
+
+def said_of(error: BaseException) -> str:
+    """``error`` in one line."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:500]
 
 
 def interface(name: str):

@@ -65,10 +65,11 @@ class Model(vf.Client):
         """The model's next message."""
         shown = [{"role": message.role, "content": _text(message.content)} for message in turn.prompt]
         functions = [{"name": t.name, "description": t.description, "parameters": t.parameters} for t in turn.tools]
+        player = self.players[session_id]
         try:
             if not isinstance(dialect, ChatDialect):
-                raise ValueError("the agent asks for another form of answers than chat completions")
-            answer = await self.players[session_id].turn(
+                player.refuse("the agent asks for another form of answers than chat completions")
+            answer = await player.turn(
                 shown, [{"type": "function", "function": each} for each in functions]
             )
         except ValueError as error:
