@@ -141,4 +141,4 @@ def test_what_goes_wrong_is_one_line_and_the_chat_goes_on(tokenizer):
     engine, shown = converse(tokenizer, [], "x", window=300)
     assert not engine.asked and "error: the conversation has" in shown
     engine, shown = converse(tokenizer, ["y" * 600], "x")
-    assert "(turn_length)" in shown
+    assert "(turn_length: raise MAX_TURN_LENGTH)" in shown

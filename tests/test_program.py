@@ -5,6 +5,7 @@ trainings have a real engine).
 """
 
 import asyncio
+import json
 import os
 import textwrap
 import time
@@ -306,6 +307,13 @@ def test_a_program_that_asks_for_nothing_is_done_before_the_answers(made):
 def test_a_program_that_hangs_without_a_model_is_no_score(made, monkeypatch):
     monkeypatch.setattr("verl_tasks.rewards.environment.WITHOUT_MODEL", 8)
     assert replayed(made("import time; ask(messages); time.sleep(99)"), ROW, ["5"]) == (0.0, 0, True)
+
+
+def test_strict_is_no_part_of_a_tool_that_the_model_reads():
+    messages = [{"role": "user", "content": "What is 2 + 3?"}]
+    for tool in ({**TOOL, "function": TOOL["function"] | {"strict": True}}, TOOL["function"]):
+        body = {"model": "policy", "messages": messages, "tools": [tool]}
+        assert completions.read(json.dumps(body).encode()).tools == [TOOL]
 
 
 def test_a_body_that_is_no_request_is_refused():

@@ -295,7 +295,8 @@ def test_it_gets_no_secret_and_many_threads_get_their_own_replies(monkeypatch, t
 def test_an_error_of_an_episode_is_a_failed_episode_with_its_reason_in_the_log(said, monkeypatch, tmp_path, capsys):
     broken = {"done": True, "broke": "EnvError: no such file"}
     first = {"messages": [{"role": "user", "content": "A number?"}], "tools": []} if said else broken
-    code = f"for request in map(json.loads, sys.stdin):\n    reply = {broken!r} if 'message' in request else {first!r}\n"
+    code = "for request in map(json.loads, sys.stdin):\n"
+    code += f"    reply = {broken!r} if 'message' in request else {first!r}\n"
     code += "    print(json.dumps({'n': request['n']} | reply), flush=True)"
     package = served(monkeypatch, tmp_path, READY + code)
     row = rl_row("t", chat("The row's prompt"), {"answer": "5"}, "test", 0)

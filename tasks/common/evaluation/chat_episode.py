@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import TextIO
 
-from verl_tasks.ends import DONE, TOO_LONG
+from verl_tasks.ends import DONE, TOO_LONG, remedy
 from verl_tasks.evaluation.engines import Sampling
 from verl_tasks.models.chat_template import next_turn_ids, prompt_ids
 from verl_tasks.rewards.answers import RewardError
@@ -111,7 +111,7 @@ async def _said(table: Table, place: Place | None, text: str) -> Place:
     limits = replace(table.limits, response_length=room)
     await _play_on(table, episode, found, limits)
     if episode.ended != DONE:
-        table.say(f"({episode.ended})")
+        table.say(f"({episode.ended}: {remedy(episode.ended)})")
     return Place(episode, found, row)
 
 

@@ -74,6 +74,9 @@ def read(body: bytes) -> Request:
     tools = given.get("tools", [])
     if not isinstance(tools, list) or len(functions(tools)) < len(tools):
         raise Refused("tools: must be OpenAI schemas of functions with names of their own")
+    # `strict` is of a sampler that keeps to a schema; the model does not read it.
+    schemas = [{key: value for key, value in tool.items() if key != "strict"} for tool in functions(tools).values()]
+    tools = [{"type": "function", "function": schema} for schema in schemas]
     stop = given.get("stop", [])
     stop = [stop] if isinstance(stop, str) else stop
     if not isinstance(stop, list) or not all(isinstance(text, str) and text for text in stop):

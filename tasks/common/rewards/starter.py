@@ -6,6 +6,7 @@ it ends with its standard input. Argument: that program's file, or empty.
 """
 
 import contextlib
+import gc
 import json
 import os
 import resource
@@ -63,14 +64,23 @@ def kill(leader: int) -> None:
         os.killpg(leader, signal.SIGKILL)
 
 
+def load(file: str) -> None:
+    """Import what the program ``file`` imports, that no fork has to; also what `openai` imports with its first client,
+    which takes longer than many an episode."""
+    sys.path.insert(0, os.path.dirname(file))
+    try:
+        runpy.run_path(file, run_name="loaded")
+        if openai := sys.modules.get("openai"):
+            openai.OpenAI(api_key="none", base_url="http://127.0.0.1:9").chat.completions  # noqa: B018
+    except BaseException:
+        traceback.print_exc()  # each program will say it too
+    gc.freeze()  # its collector would copy the pages of a fork
+
+
 def main(loaded: str) -> None:
     """Serve standard input until its end."""
     if loaded:
-        sys.path.insert(0, os.path.dirname(loaded))
-        try:
-            runpy.run_path(loaded, run_name="loaded")
-        except BaseException:
-            traceback.print_exc()  # each program will say it too
+        load(loaded)
     replies = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     wakes, wake = os.pipe()

@@ -69,9 +69,7 @@ class Model(vf.Client):
         try:
             if not isinstance(dialect, ChatDialect):
                 player.refuse("the agent asks for another form of answers than chat completions")
-            answer = await player.turn(
-                shown, [{"type": "function", "function": each} for each in functions]
-            )
+            answer = await player.turn(shown, [{"type": "function", "function": each} for each in functions])
         except ValueError as error:
             raise vf.ProviderError(str(error), status_code=400) from error
         calls = [vf.ToolCall(**{**call, "arguments": json.dumps(call["arguments"])}) for call in answer["calls"]]
