@@ -16,8 +16,7 @@ set_tracing_disabled(True)  # it would be sent to OpenAI
 
 async def solve(row: dict) -> float:
     """The score of an episode."""
-    stock, (system, question) = row["ground_truth"], row["prompt"]
-    schema = TOOLS[0]["function"]
+    stock, schema = row["ground_truth"], TOOLS[0]["function"]
 
     async def called(_, arguments: str) -> str:
         return look_up(stock, json.loads(arguments))
@@ -25,8 +24,7 @@ async def solve(row: dict) -> float:
     # The schema of the demonstrations; that of `function_tool` has other words.
     tool = FunctionTool(schema["name"], schema["description"], schema["parameters"], called, strict_json_schema=False)
     model = OpenAIChatCompletionsModel("policy", AsyncOpenAI(max_retries=0))
-    agent = Agent("shelves", instructions=system["content"], tools=[tool], model=model)
-    result = await Runner.run(agent, question["content"], max_turns=8)
+    result = await Runner.run(Agent("shelves", tools=[tool], model=model), row["prompt"], max_turns=8)
     return score(stock, str(result.final_output))
 
 
