@@ -218,8 +218,8 @@ FOLDERS = {path.name for path in ROOT.iterdir() if path.is_dir()} - {"artifacts"
 # Paths may be short for those in here.
 HOMES = [ROOT, ROOT / "tasks/common", ROOT / "docs", ROOT / "tests"]
 PLACEHOLDER = re.compile(r"<[\w-]+>|\b[A-Z]+\b(?![\w.])")
-# Of other projects, not of this repository.
-FOREIGN = {"setup.py", "gsm8k.py", "reports/TASK/RUN/", "runs/TASK/RUN/"}
+# Of other projects, or of a task that `make new` writes.
+FOREIGN = {"setup.py", "gsm8k.py", "reports/TASK/RUN/", "runs/TASK/RUN/", "agent.py", "tasks/shelves/environment.py"}
 
 
 def files_named(text: str) -> list[str]:
