@@ -124,6 +124,7 @@ def embedded_model_unpacked_once(tmp_path_factory):
                 patch.setenv("ARTIFACTS", str(shared))
                 once = unpack(variable)
             folder.parent.mkdir(parents=True, exist_ok=True)
+            folder.unlink(missing_ok=True)  # the link of an earlier session
             folder.symlink_to(once)
         return folder
 

@@ -66,20 +66,6 @@ def test_a_training_file_is_checked_where_the_data_stage_is_left_out(variables, 
         assert re.search(rf"TRAIN_FILE={own}: \d+ of its prompts are in test\.parquet; remove them", error)
 
 
-def test_data_with_a_broken_manifest_are_made_again(variables, data_dir):
-    (data_dir / "manifest.json").write_text("[]")
-    result = make("data", **variables)
-    assert result.returncode == 0 and "up to date" not in result.stdout
-    assert "up to date" in make("data", **variables).stdout
-
-
-def test_a_manifest_without_its_rows_is_made_again(variables, data_dir):
-    manifest = json.loads((data_dir / "manifest.json").read_text())
-    (data_dir / "manifest.json").write_text(json.dumps(manifest | {"rows": 3}))
-    assert make("data", **variables).returncode == 0
-    assert json.loads((data_dir / "manifest.json").read_text()) == manifest
-
-
 def test_an_unknown_stage_is_refused_before_anything_is_made(variables):
     environment = outside_make() | variables
     command = [PYTHON, "-m", "verl_tasks.launch.main", "evel"]
@@ -116,11 +102,14 @@ def test_a_training_file_that_cannot_be_used_is_named(variables, data_dir, tmp_p
     assert result.returncode == 0 and f"training on {own_file}" in result.stdout
 
 
-def test_a_missing_parquet_is_made_again(variables, data_dir):
-    before = (data_dir / "train.parquet").read_bytes()
-    (data_dir / "train.parquet").unlink()
-    assert make("data", **variables).returncode == 0
-    assert (data_dir / "train.parquet").read_bytes() == before
+def test_a_broken_manifest_one_without_its_rows_and_a_missing_parquet_are_made_again(variables, data_dir):
+    manifest, train = data_dir / "manifest.json", data_dir / "train.parquet"
+    made, before = json.loads(manifest.read_text()), train.read_bytes()
+    for text in ("[]", json.dumps(made | {"rows": 3}), ""):
+        manifest.write_text(text) if text else train.unlink()
+        result = make("data", **variables)
+        assert result.returncode == 0 and "up to date" not in result.stdout, result.stdout
+        assert json.loads(manifest.read_text()) == made and train.read_bytes() == before
 
 
 @pytest.mark.medium
@@ -157,13 +146,3 @@ def test_a_model_whose_checkpoints_do_not_fit_on_the_disk_is_refused(variables, 
         f.truncate(2 * 10**12)  # sparse: takes no space
     (error,) = errors_of(make("train", **variables, MODEL=str(folder), INIT="base"))
     assert "GB free" in error and "ARTIFACTS" in error
-
-
-@pytest.mark.medium
-def test_an_example_with_another_score_stops_before_the_training(variables, small_model, tmp_path):
-    checkout = checkout_with("wrong_example", tmp_path)
-    examples = checkout / "tasks/wrong_example/examples.jsonl"
-    examples.write_text(examples.read_text().replace('"score": 1.0', '"score": 0.5'))
-    changed = {**variables, "TASK": "wrong_example", "MODEL": str(small_model), "INIT": "base"}
-    (error,) = errors_of(make("train", cwd=checkout, **changed))
-    assert "examples.jsonl: line 1: the score is 1.0, the row states 0.5" in error

@@ -4,7 +4,7 @@ import json
 import os
 import threading
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from types import SimpleNamespace
 
 import psutil
@@ -75,17 +75,15 @@ def serve(connection, arguments) -> None:
 
 
 @pytest.mark.medium
-def test_engines_that_share_divide_the_gpus_their_memory_and_the_requests(monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,7")
+def test_engines_that_share_a_gpu_divide_its_memory_and_the_requests(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
     monkeypatch.setattr(engine_pool, "_serve", serve)
-    pool = Hardware(4, 1, 0.5, sharing=2).engine(Placed, 300, 1)
+    pool = Hardware(2, 1, 0.5, sharing=2).engine(Placed, 300, 1)
     try:
-        found = sorted(pool.generate([*range(10)], None))
+        found = sorted(pool.generate([*range(5)], None), key=lambda placed: placed[3])
     finally:
         pool.close()
-    assert [placed[:2] for placed in found] == [("4", "2"), ("4", "2"), ("7", "2"), ("7", "2")]
-    assert {placed[2] for placed in found} == {(300, 1, 0.25, 1)}
-    assert sorted(placed[3] for placed in found) == [2, 2, 3, 3]
+    assert found == [("4", "2", (300, 1, 0.25, 1), count) for count in (2, 3)]
 
 
 @pytest.fixture
@@ -110,6 +108,9 @@ def test_each_engine_has_as_many_gpus_as_share_its_model(gpus, tp, places, place
     assert (hardware.engines, hardware.tensor_parallel) == (gpus // tp, tp)
     hardware.engine("model", 300, 1)
     assert placed == places
+    placed.clear()
+    replace(hardware, engines=2 * hardware.engines, sharing=2).engine("model", 300, 1)
+    assert sorted(placed) == sorted(2 * places)
 
 
 def test_engines_that_share_a_model_are_not_started_on_too_few_gpus(placed, monkeypatch):

@@ -128,15 +128,6 @@ def test_with_one_sample_pass_at_1_is_a_proportion_with_wilsons_interval(workpla
     assert summary["metrics"]["score"]["value"] == pytest.approx((3 + 3 * 0.5) / 6)
 
 
-def test_a_share_that_is_0_in_every_completion_has_an_interval_all_the_same(workplace):
-    model = workplace.model("m", table([0] * 6, 16, [False] * 6))
-    assert workplace.run("eval", f"m={model}", N="16").returncode == 0
-    metrics = json.loads(workplace.only("eval/countdown/m-*/summary.json").read_text())["metrics"]
-    for name in ("accuracy", "pass@1", "pass@16"):
-        assert (metrics[name]["low"], metrics[name]["high"]) == pytest.approx((0, 0.39033), abs=1e-5)
-    assert metrics["score"]["low"] == metrics["score"]["high"] == 0.5 / 16  # the same for every prompt, and no share
-
-
 def test_own_metrics_that_raise_are_named_and_what_was_sampled_is_kept(workplace):
     entries = [{"greedy": answer("1"), "sampled": [answer("break the metrics")]}] * PROMPTS
     result = workplace.run("eval", f"m={workplace.model('m', entries)}", N="1")
@@ -303,11 +294,8 @@ def test_probe_gives_the_exact_signal_of_each_prompt_and_the_verdict(workplace):
     from verl_tasks.rows import read_rows, validate_parquet
 
     assert validate_parquet(folder / "signal.parquet") == 3
-    assert [row["prompt"][0]["content"] for row in read_rows(folder / "signal.parquet")] == [
-        "train 1",
-        "train 2",
-        "train 3",
-    ]
+    kept = [row["prompt"][0]["content"] for row in read_rows(folder / "signal.parquet")]
+    assert kept == ["train 1", "train 2", "train 3"]
     assert f"TRAIN_FILE={folder}/signal.parquet" in result.stdout
 
 
@@ -507,9 +495,6 @@ def test_what_a_model_wrote_stays_text_in_every_report(workplace):
     ("variables", "said"),
     [
         ({"N": "0"}, "N=0: must be greater than 0"),
-        ({"LIMIT": "-1"}, "LIMIT=-1: must be 0 or more"),
-        ({"TOP_P": "0"}, "TOP_P=0: must be above 0"),
-        ({"GREEDY": "2"}, "GREEDY=2: must be one of 0, 1"),
         ({"FILTER": "yes"}, "FILTER=yes: must be a whole number"),
         ({"FILTER": "1", "FILTER_LOW": "0.9", "FILTER_HIGH": "0.1"}, "FILTER_LOW=0.9: must be less than FILTER_HIGH"),
         ({"N": "1"}, "N=1: a probe looks at how samples differ"),

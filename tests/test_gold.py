@@ -442,9 +442,6 @@ def test_make_data_says_it_and_checks_again_after_the_reward_was_changed(tmp_pat
     assert result.returncode == 0 and re.search(r"gold check: [12]\d of 44 demonstrations", result.stdout)
     result = make("doctor", cwd=checkout, **given)
     assert re.search(r"warning  gold check: [12]\d of 44", result.stdout) and "set GOLD=drop" in result.stdout
-    result = make("data", cwd=checkout, **given, GOLD="error")
-    (error,) = [line for line in result.stdout.splitlines() if line.startswith("error:")]
-    assert result.returncode != 0 and re.match(r"error: GOLD=error: [12]\d of 44 demonstrations", error)
     reward.write_text(right)
     assert "gold check: reward.py has changed since" in make("doctor", cwd=checkout, **given, GOLD="error").stdout
     result = make("data", cwd=checkout, **given, GOLD="error")

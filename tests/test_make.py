@@ -132,39 +132,22 @@ def test_the_stack_of_the_machine_is_printed_once_and_is_that_of_train_sh(tmp_pa
     assert "STACK=current" in seen
 
 
+BYPASS = "algorithm.rollout_correction.bypass_mode"
+
+
 @pytest.mark.parametrize(
     ("variables", "said"),
     [
         ({"N_GPUS": "08"}, "N_GPUS=08: must be a whole number"),
-        ({"N_GPUS": "two"}, "N_GPUS=two: must be a whole number"),
-        ({"ROLLOUT_N": "0"}, "ROLLOUT_N=0: must be greater than 0"),
-        ({"METHOD": "magic"}, "METHOD=magic: must be one of"),
-        ({"INIT": "zero"}, "INIT=zero: must be one of base, sft"),
         ({"MODEL": "/no/such/model"}, "MODEL=/no/such/model: no such folder"),
-        ({"RUN": "../../x"}, "RUN=../../x: must be a plain name"),
         ({"ARGS": "algorithm.kl_ctrl.kl_coef=0.1"}, "does nothing without use_kl_in_reward; set KL_COEF"),
         (
-            {"ARGS": "algorithm.rollout_correction.bypass_mode=True"},
-            "rollout_is=token then does nothing; set ROLLOUT_COR",
-        ),
-        (
-            {
-                "METHOD": "egpo",
-                "ROLLOUT_CORRECTION": "none",
-                "ARGS": "algorithm.rollout_correction.bypass_mode=True",
-            },
+            {"METHOD": "egpo", "ROLLOUT_CORRECTION": "none", "ARGS": f"{BYPASS}=True"},
             "bypass_mode=True: skips the pass",
         ),
-        ({"METHOD": "ppo", "STEPS": "1"}, "CRITIC_WARMUP=1: leaves none of STEPS=1 to the policy"),
         ({"METHOD": "dpo", "ARGS": "trainer.total_epochs=1"}, "METHOD=dpo trains with TRL"),
-        ({"METHOD": "dpo", "ABORT_ON": "nan,collapse"}, "ABORT_ON=nan,collapse: of METHOD=dpo only nan can be seen"),
-        ({"METHOD": "dpo", "PAIRS_FILE": "p.jsonl", "SELF_PLAY_ROUNDS": "2"}, "PAIRS_FILE: holds samples of another"),
         ({"METHOD": "dpo", "PAIRS_FILE": "/no/such.jsonl"}, "PAIRS_FILE=/no/such.jsonl: no such file"),
-        ({"METHOD": "dpo", "REWARD_MODEL": "some/classifier"}, "REWARD_MODEL=some/classifier: is for the RL"),
         ({"METHOD": "distill"}, "TEACHER is empty: METHOD=distill learns from a model"),
-        ({"TEACHER": "some/model"}, "TEACHER=some/model: is for METHOD=distill"),
-        ({"METHOD": "dpo", "TRUNCATED": "masked"}, "TRUNCATED=masked: is for the RL methods"),
-        ({"SELF_PLAY_ROUNDS": "two"}, "SELF_PLAY_ROUNDS=two: must be a whole number"),
     ],
 )
 def test_bad_value_is_refused_in_one_line(variables, said, tmp_path):
@@ -179,11 +162,6 @@ def test_bad_value_is_refused_in_one_line(variables, said, tmp_path):
         ("experiment", {"METHODS": "grpo"}, "METHODS=grpo: name two or more"),
         ("experiment", {"METHODS": "grpo,magic"}, "METHOD=magic: must be one of"),
         ("config", {"METHOD": "dpo"}, "METHOD=dpo: has no config of verl"),
-        (
-            "config",
-            {"MODEL": "m/m", "INIT": "base", "ARGS": "data.seed=abc"},
-            "data.seed=abc: must be a number, as 42 is",
-        ),
     ],
 )
 def test_other_goals_refuse_in_one_line(goal, variables, said, tmp_path):
@@ -213,11 +191,7 @@ def test_make_says_an_error_in_one_line(variables, said, tmp_path):
         ("train", ["LEARNING_RATE=1"], "LEARNING_RATE: no such variable; did you mean LR?"),
         ("train", ["lr=1e-5"], "lr: no such variable; did you mean LR?"),
         ("data", ["qqqqqq=1"], "qqqqqq: no such variable, see `make help`"),
-        (
-            "train",
-            ["ARGS=trainer.total_epochs=1", "trainer.save_freq=2"],
-            "trainer.save_freq: put all of ARGS in quotes",
-        ),
+        ("train", ["ARGS=trainer.x=1", "trainer.save_freq=2"], "trainer.save_freq: put all of ARGS in quotes"),
         ("simulate", ["MONTH=3"], "MONTH: no such variable; did you mean MONTHS?"),
         ("train", ["JUDGE_MODLE=x"], "JUDGE_MODLE: no such variable; did you mean JUDGE_MODEL?"),
         ("new", ["REWARD=json"], 'REWARD: make new takes it as OPTIONS="reward=..."'),
@@ -256,13 +230,6 @@ def test_what_the_shell_exported_is_named_and_what_make_got_is_not(tmp_path):
 
 
 @pytest.mark.medium
-def test_gspo_with_one_mini_batch_is_warned_of_on_the_screen(tmp_path):
-    chosen = {"METHOD": "gspo", "MINI_BATCH_SIZE": "8", "TRAIN_BATCH_SIZE": "8", "MODEL": "/no/such/model"}
-    result = make("train", TASK="countdown", STACK="cpu", ARTIFACTS=str(tmp_path / "artifacts"), **chosen)
-    assert "warning: METHOD=gspo with one mini-batch a step" in result.stdout and result.returncode != 0
-
-
-@pytest.mark.medium
 def test_config_shows_the_plan_above_the_resolved_config_and_writes_nothing(tmp_path):
     given = {"STACK": "cpu", "LR": "0.125", "INIT": "base", "MODEL": "some/model", "STEPS": "7", "TRAIN_SEED": "5"}
     given |= {"ARTIFACTS": str(tmp_path / "artifacts"), "RUN": "mine", "ARGS": "trainer.total_epochs=7"}
@@ -275,23 +242,10 @@ def test_config_shows_the_plan_above_the_resolved_config_and_writes_nothing(tmp_
     run_dir = tmp_path / "artifacts/runs/countdown/mine"
     assert plan == ["# start: some/model", f"# run folder: {run_dir}", "# resumes from step: 0", "# steps: 7"]
     words = shlex.split(command.removeprefix("# command: "))
-    assert words[1:6] == [
-        "-m",
-        "verl_tasks.verl_plugins.forked",
-        "--trainer",
-        "vllm.v1.worker.cpu_worker",
-        "verl.trainer.main_ppo",
-    ]
+    program = "-m verl_tasks.verl_plugins.forked --trainer vllm.v1.worker.cpu_worker verl.trainer.main_ppo"
+    assert words[1:6] == program.split()
     assert words[-1] == "trainer.total_epochs=7"
     assert not (ROOT / "outputs").exists() and not (tmp_path / "artifacts").exists()
-
-
-def test_new_refuses_a_bad_name_and_leaves_nothing():
-    before = sorted(p.name for p in (ROOT / "tasks").iterdir())
-    result = make("new", TASK="Bad-Name")
-    assert result.returncode != 0
-    assert "error: task 'Bad-Name'" in result.stdout
-    assert sorted(p.name for p in (ROOT / "tasks").iterdir()) == before
 
 
 @pytest.mark.parametrize(
@@ -337,16 +291,12 @@ ODD = "a b'c%d \"$e,{f}"
         ("settings", COUNTDOWN | {"LR": "$(shell touch X)"}),
         ("settings", COUNTDOWN | {"ARGS": "'a; touch X"}),
         ("settings", COUNTDOWN | {"PYTHON": "no'; touch X; '"}),
-        ("settings", COUNTDOWN | {"PYTHON": "python3'; touch X; '"}),
         ("test", {"TASK": "x'; touch X; '"}),
         ("json_to_parquet", {"FILE": "x'; touch X; '", "OUTPUT": "y"}),
         ("new", {"TASK": "{{ cycler.__init__.__globals__.os.system('touch X') }}"}),
-        ("new", {"TASK": "{% set x = cycler.__init__.__globals__.os.system('touch X') %}"}),
         ("new", {"TASK": "x'; touch X; '"}),
-        ("new", {"TASK": "Not-a-name"}),
         ("new", {"TASK": "x", "OPTIONS": "reward=exact; touch X"}),
         ("new", {"TASK": "x", "OPTIONS": "'reward=exact"}),
-        ("new", {"TASK": "x", "OPTIONS": "turns=multi reward=math"}),
         ("new", {"TASK": "x", "OPTIONS": '"description={{ 7*7 }}"'}),
         ("new", {"TASK": "x", "SOURCE": "reasoning_gym", "ENV": "$(touch X)"}),
         ("new", {"TASK": "x", "SOURCE": "reasoning_gym", "ENV": "chain_sum", "CONFIG": "{{ 7*7 }}"}),
