@@ -2,7 +2,6 @@
 
 import os
 import random
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,9 +11,7 @@ import pytest
 from tasks.calculator.environment import TOOLS, Environment, calculate
 from tasks.calculator.prepare_data import DIFFICULTIES, expression, from_file, from_record, generate, worked
 from tests.helpers import ROOT
-from tests.test_settings import VALUES
 from verl_tasks import check_examples, environment, prepare, tool_calls
-from verl_tasks.settings import load_settings
 
 SHARED = Path(os.environ.get("SHARED_DATA", ROOT.parent / "shared/data"))
 
@@ -31,22 +28,6 @@ def test_each_demonstration_solves_its_problem(difficulty):
         assert environment.replayed(Environment, row, answers) == (1.0, 0, True)
         results = [message["content"] for message in example.demonstration if message["role"] == "tool"]
         assert results == [example.ground_truth["answer"]]
-
-
-def test_the_gold_check_plays_the_demonstrations(tmp_path, monkeypatch):
-    def wrong_now_and_then(settings):
-        for number, example in enumerate(generate(settings)):
-            unfinished = replace(example, demonstration=example.demonstration[:2])  # no answer
-            other = replace(example, ground_truth={"answer": "a lie"})
-            yield {3: other, 5: unfinished}.get(number, example)
-
-    monkeypatch.setenv("ARTIFACTS", str(tmp_path))
-    sizes = {"TRAIN_SIZE": 8, "TEST_SIZE": 2, "DEV_SIZE": 2, "SFT_SIZE": 8, "N_SAMPLES": 12}
-    s = replace(load_settings(VALUES), TASK="calculator", DIFFICULTY="easy", SOURCE="generate")
-    s = replace(s, **{name: size for name, size in sizes.items() if hasattr(s, name)})
-    entry = prepare._prepare(s, "generate", wrong_now_and_then, "")["gold"]
-    assert (entry["demonstrations"], entry["right"]) == (12, 10)
-    assert sorted(other["reason"] for other in entry["others"]) == ["score 0, acc 0", "score 0, acc 0"]
 
 
 SOLUTION = "Each costs 3/4 = $<<3/4=0.75>>0.75.\nSo 4 cost $<<0.75*4=3>>3, as stated.\n#### 3"

@@ -1,6 +1,5 @@
 """tasks/tool_calling: components of the reward, examples of conversations, generated dialogues, metrics."""
 
-import ast
 import copy
 import json
 import os
@@ -20,8 +19,6 @@ from tasks.tool_calling.dialogues import DIFFICULTIES, TOOLS, dialogues
 from tasks.tool_calling.prepare_data import examples, from_file, generate
 from tasks.tool_calling.reward import VARIANTS, compute_score
 from verl_tasks import answers, prepare, records, tool_calls
-from verl_tasks.digest import imported
-from verl_tasks.settings import ROOT
 
 SHARED = Path(os.environ.get("SHARED_DATA", Path(__file__).resolve().parents[3] / "shared/data")) / "tool_calls"
 real_data = pytest.mark.skipif(not SHARED.is_dir(), reason="no shared data here")
@@ -500,10 +497,3 @@ def test_metrics():
     )
     assert found == {"over_calling": 1 / 2, "no_call": 1 / 4, "wrong_arguments": 1 / 2}
     assert metrics(rows(("No.", NONE))) == {"over_calling": 0.0, "no_call": 0.0, "wrong_arguments": 0.0}
-
-
-def test_the_data_are_made_by_the_dialogues_and_not_by_the_benchmark():
-    script = ROOT / "tasks/tool_calling/prepare_data.py"
-    names = {str(path.relative_to(ROOT)) for path in imported(ast.parse(script.read_bytes()), script)}
-    assert "tasks/tool_calling/dialogues.py" in names and "tasks/common/data/prepare.py" in names
-    assert "tasks/tool_calling/bfcl.py" not in names

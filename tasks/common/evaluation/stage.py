@@ -61,8 +61,8 @@ __all__ = [
 
 @contextmanager
 def errors_in_one_line() -> Iterator[None]:
-    """Within it a wrong variable, wrong data or a failed file ends the program with one line and exit code 1, and Ctrl-C
-    or SIGTERM with 130."""
+    """Within it a wrong variable, wrong data or a failed file ends the program with one line and exit code 1,
+    and Ctrl-C or SIGTERM with 130."""
     interrupt_on_sigterm()
     with _errors_in_one_line(SettingsError, DataError, stopped=STOPPED):
         yield
