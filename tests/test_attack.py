@@ -28,7 +28,7 @@ from verl_tasks.rewards.answers import (
     reward_function,
 )
 from verl_tasks.rewards.environment import Step
-from verl_tasks.rewards.examples import check_episodes, check_examples
+from verl_tasks.rewards.examples import check_examples
 from verl_tasks.rewards.expression import parse_expression
 from verl_tasks.rewards.math_answer import find_answer, read_number
 from verl_tasks.rewards.tool_calls import Malformed, matched, parse_response
@@ -490,8 +490,8 @@ def test_the_lines_of_a_found_hole_fail_until_it_is_closed(tmp_path):
     lines = [attack.example(s, search, finding) for finding in search.found.values()]
     (tmp_path / "examples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     with pytest.raises(RewardError, match=r"line 1: the score is .*, the row states less than 1\.0"):
-        check_episodes(tmp_path, PaysForCalls)
-    assert check_episodes(tmp_path, Environment) == len(lines) > 0
+        check_examples(tmp_path, PaysForCalls)
+    assert check_examples(tmp_path, Environment) == len(lines) > 0
 
     problems = [replace(row, extra={"split": "train", "index": 3, "key": None, "unit": "eggs"}) for row in plain()]
     search = attacked(paid_in_part, problems, 500)

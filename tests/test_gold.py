@@ -19,9 +19,10 @@ from tasks.calculator.environment import TOOLS
 from tasks.calculator.environment import Environment as calculator_environment
 from tasks.countdown.prepare_data import example
 from tests.helpers import ROOT, SINGLE_TURN, copy_of_checkout, exported, has_ended, make, until
+from tests.test_settings import VALUES
 from verl_tasks import guarded
 from verl_tasks.data import gold
-from verl_tasks.data.prepare import Examples, describe, load_tokenizer, prepare
+from verl_tasks.data.prepare import Examples, _prepare, describe, load_tokenizer, prepare
 from verl_tasks.data.records import load
 from verl_tasks.models.chat_template import demonstration_ids
 from verl_tasks.rewards.environment import Step, tool_message
@@ -447,3 +448,19 @@ def test_make_data_says_it_and_checks_again_after_the_reward_was_changed(tmp_pat
     result = make("data", cwd=checkout, **given, GOLD="error")
     assert result.returncode == 0 and "gold check: 44 of 44 demonstrations get acc 1" in result.stdout
     assert "up to date" not in result.stdout
+
+
+def test_the_demonstrations_of_the_calculator_are_played(tmp_path, monkeypatch):
+    def wrong_now_and_then(settings):
+        for number, example in enumerate(calculator.generate(settings)):
+            unfinished = replace(example, demonstration=example.demonstration[:2])  # no answer
+            other = replace(example, ground_truth={"answer": "a lie"})
+            yield {3: other, 5: unfinished}.get(number, example)
+
+    monkeypatch.setenv("ARTIFACTS", str(tmp_path))
+    sizes = {"TRAIN_SIZE": 8, "TEST_SIZE": 2, "DEV_SIZE": 2, "SFT_SIZE": 8, "N_SAMPLES": 12}
+    s = replace(load_settings(VALUES), TASK="calculator", DIFFICULTY="easy", SOURCE="generate")
+    s = replace(s, **{name: size for name, size in sizes.items() if hasattr(s, name)})
+    entry = _prepare(s, "generate", wrong_now_and_then, "")["gold"]
+    assert (entry["demonstrations"], entry["right"]) == (12, 10)
+    assert sorted(other["reason"] for other in entry["others"]) == ["score 0, acc 0", "score 0, acc 0"]

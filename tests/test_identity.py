@@ -1,5 +1,6 @@
 """Data, warm-up and training each start anew where something changes that they read, and say what."""
 
+import ast
 import json
 import os
 from dataclasses import replace
@@ -8,7 +9,7 @@ import pytest
 
 from tests.helpers import ROOT, exported
 from verl_tasks.data.prepare import prepare
-from verl_tasks.digest import fingerprint
+from verl_tasks.digest import fingerprint, imported
 from verl_tasks.launch import main
 from verl_tasks.rows import Example
 from verl_tasks.runs import folder
@@ -152,3 +153,10 @@ def test_a_named_run_is_not_refused_before_its_data_are_there(s):
         rl_run(replace(s, LR=1e-4), [])
     prepare(s, toy())
     assert rl_run(s, []).folder == run_dir
+
+
+def test_the_data_are_made_by_the_dialogues_and_not_by_the_benchmark():
+    script = ROOT / "tasks/tool_calling/prepare_data.py"
+    names = {str(path.relative_to(ROOT)) for path in imported(ast.parse(script.read_bytes()), script)}
+    assert "tasks/tool_calling/dialogues.py" in names and "tasks/common/data/prepare.py" in names
+    assert "tasks/tool_calling/bfcl.py" not in names

@@ -119,11 +119,6 @@ def test_the_command_does_what_make_does(wheels, project, tmp_path):
     assert "STACK=nope: no such stack; there are: a100 cpu current" in said("install", "nope").stderr
     assert said("completion", "fish").stderr == "error: completion fish: must be one of bash, zsh\n"
     assert {"train", "TASK=sums", "LR="} <= set(said("words").stdout.splitlines())
-    typed = 'COMP_LINE="verl-tasks train TASK=su"; COMP_POINT=${#COMP_LINE}; _verl_tasks; echo "${COMPREPLY[@]}"'
-    bash = ["bash", "-c", f'eval "$(verl-tasks completion bash)"; {typed}']
-    path = {"PATH": f"{environment}/bin:{os.environ['PATH']}"}
-    done = subprocess.run(bash, cwd=project, env=outside_make() | path, capture_output=True, text=True)
-    assert done.stdout == "sums\n", done.stderr
 
 
 @pytest.mark.slow

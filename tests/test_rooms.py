@@ -4,6 +4,9 @@ import ast
 import re
 import subprocess
 import sys
+from types import ModuleType
+
+import pytest
 
 import verl_tasks
 from tests.helpers import ROOT, TASKS
@@ -74,30 +77,49 @@ import_module(f'verl_tasks.launch.{name}'), import_module(f"tasks.{task}.reward"
     assert imports(ast.parse(code)) == {"verl_tasks.rewards.judge", "verl_tasks.launch.{name}"}
 
 
-# Programs of their own beside a task's stages, with the evaluation's parts.
-PROGRAMS = ("simulate.py", "bfcl.py")
+def not_offered(text: str) -> set[str]:
+    """What ``text``, of a task or of the template, takes of verl_tasks that the package does not offer."""
+    flat = {each for each in re.findall(r"verl_tasks\.\w+", text) if each.partition(".")[2] not in verl_tasks.PUBLIC}
+    modules = [name for name in verl_tasks.PUBLIC if isinstance(getattr(verl_tasks, name), ModuleType)]
+    lists = re.findall(r"from verl_tasks import (\([^)]*\)|[\w, ]+)", text)
+    names = {name for each in lists for name in re.findall(r"\w+", each)}
+    used = re.findall(rf"(?<![\w./'\"])({'|'.join(modules)})\.(\w+)", text)
+    inner = {f"{name}.{part}" for name, part in used if name in names and part not in getattr(verl_tasks, name).__all__}
+    return flat | names - verl_tasks.PUBLIC.keys() | inner
 
 
 def test_tasks_and_the_template_import_only_what_the_package_offers():
     files = [file for task in TASKS for file in (ROOT / "tasks" / task).glob("*.py")]
-    names = set()
-    for file in files:
-        if file.name not in PROGRAMS and not file.name.startswith("test_"):
-            names |= {
-                (str(file), name) for name in imports(ast.parse(file.read_text())) if name.startswith("verl_tasks")
-            }
-    for file in (ROOT / "template").rglob("*"):
-        if file.is_file() and file.parent.name != "hooks":
-            names |= {(str(file), name) for name in re.findall(r"verl_tasks\.\w+", file.read_text())}
-    offered = {f"verl_tasks.{name}" for name in verl_tasks.PUBLIC}
-    assert len(names) > 30 and {each for each in names if each[1] not in offered} == set()
+    files += [file for file in (ROOT / "template").rglob("*") if file.suffix in (".py", ".jinja")]
+    found = {str(file): not_offered(file.read_text()) for file in files}
+    assert len(found) > 40 and {name: wrong for name, wrong in found.items() if wrong} == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from verl_tasks.rows import chat",
+        "from verl_tasks import chat",
+        "import verl_tasks.rows",
+        "from verl_tasks import prepare\nprepare._prepare()",
+    ],
+)
+def test_what_is_internal_is_found(text):
+    assert not_offered(text)
 
 
 def test_every_name_that_the_package_offers_is_there_and_documented():
     page = (ROOT / "docs/LIBRARY.md").read_text()
+    of_modules = set()
     for name in verl_tasks.PUBLIC:
-        assert getattr(verl_tasks, name).__doc__ or name.isupper(), name
-    assert set(re.findall(r"^\| `(\w+)` \|", page, re.M)) == set(verl_tasks.PUBLIC)
+        found = getattr(verl_tasks, name)
+        assert found.__doc__, name
+        if isinstance(found, ModuleType):
+            of_modules |= {f"{name}.{part}" for part in found.__all__ if part not in verl_tasks.PUBLIC}
+            assert all(hasattr(found, part) for part in found.__all__), name
+    rows = set(re.findall(r"^\| `([\w.]+)` \|", page, re.M))
+    assert {row for row in rows if "." in row} == of_modules
+    assert {name for name in verl_tasks.PUBLIC if f"`{name}`" not in page} == set()
 
 
 def test_the_package_has_one_name_and_imports_nothing_until_it_is_asked():

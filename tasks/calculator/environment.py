@@ -2,18 +2,7 @@
 
 from fractions import Fraction
 
-from verl_tasks import (
-    MAX_DIGITS,
-    CallError,
-    Response,
-    Start,
-    Step,
-    decoded,
-    last_answer,
-    parse_expression,
-    read_ground_truth,
-    tool_message,
-)
+from verl_tasks import environment, expression, last_answer, parse_expression, read_ground_truth
 
 PLACES = 6
 TOOLS = [
@@ -43,28 +32,30 @@ def written(value: Fraction) -> str:
 
 def calculate(arguments: dict) -> str:
     """The value of ``arguments["expression"]``, as ``written``. Raises CallError."""
-    expression = arguments.get("expression")
-    if arguments.keys() != {"expression"} or not isinstance(expression, str):
-        raise CallError("calculator takes one argument, expression, a text")
-    found = parse_expression(expression, signs_and_points=True)
+    text = arguments.get("expression")
+    if arguments.keys() != {"expression"} or not isinstance(text, str):
+        raise environment.CallError("calculator takes one argument, expression, a text")
+    found = parse_expression(text, signs_and_points=True)
     if found is None:
-        raise CallError(f"not an expression over + - * / and parentheses, with numbers of up to {MAX_DIGITS} digits")
+        raise environment.CallError(
+            f"not an expression over + - * / and parentheses, with numbers of up to {expression.MAX_DIGITS} digits"
+        )
     return written(found[0])
 
 
 class Environment:
     """A message with calls gets their results; one without ends the episode: 1.0 if its <answer> is right, else 0.0."""
 
-    def reset(self, row: dict) -> Start:
+    def reset(self, row: dict) -> environment.Start:
         truth = read_ground_truth(row["reward_model"]["ground_truth"])
         self.truth = truth and str(truth["answer"])  # `make batch` may have none
-        return Start(decoded(row["prompt"]), TOOLS)
+        return environment.Start(environment.decoded(row["prompt"]), TOOLS)
 
-    def step(self, action: Response) -> Step:
+    def step(self, action: environment.Response) -> environment.Step:
         if action.calls:
-            return Step([tool_message(calculate(call["arguments"])) for call in action.calls])
+            return environment.Step([environment.tool_message(calculate(call["arguments"])) for call in action.calls])
         answer = last_answer(action.text)
-        return Step(reward=float(answer == self.truth), done=True, readable=bool(answer))
+        return environment.Step(reward=float(answer == self.truth), done=True, readable=bool(answer))
 
 
 def wrong_forms(messages: list[str]) -> list[list[str]]:

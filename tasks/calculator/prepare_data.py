@@ -4,7 +4,7 @@ import random
 from collections.abc import Iterator
 
 from tasks.calculator.environment import TOOLS, calculate, written
-from verl_tasks import CallError, DataError, prepare, read_number, records, render_calls, tool_message, word_problems
+from verl_tasks import environment, math_answer, prepare, records, tool_calls, word_problems
 
 # DIFFICULTY: how many numbers, the largest number
 DIFFICULTIES = {"easy": ((2,), 999), "hard": ((3, 4), 9999)}
@@ -25,8 +25,8 @@ def expression(rng: random.Random, difficulty: str) -> str:
 def turns(text: str, problem: str) -> list[dict]:
     """The model's message of ``text`` and a call for ``problem``, and its result. Raises CallError."""
     arguments = {"expression": problem}
-    call = render_calls([{"name": "calculator", "arguments": arguments}])
-    return [{"role": "assistant", "content": f"{text}\n{call}".strip()}, tool_message(calculate(arguments))]
+    call = tool_calls.render_calls([{"name": "calculator", "arguments": arguments}])
+    return [{"role": "assistant", "content": f"{text}\n{call}".strip()}, environment.tool_message(calculate(arguments))]
 
 
 def answered(text: str, result: str) -> dict:
@@ -59,7 +59,7 @@ def worked(solution: str, result: str) -> list[dict] | None:
         for found in word_problems.ANNOTATION.finditer(solution):
             messages += turns(solution[place : found.start()].strip(), found[1])
             place = found.end()
-    except CallError:
+    except environment.CallError:
         return None
     return [*messages, answered(solution[place:].strip(), result)] if messages else None
 
@@ -67,8 +67,8 @@ def worked(solution: str, result: str) -> list[dict] | None:
 def from_record(record: dict) -> list[prepare.Example]:
     """The example of a word problem. Raises DataError where it is none, or its answer is no number."""
     problem = word_problems.read(record)
-    if (number := read_number(problem.number)) is None:
-        raise DataError("`answer` must end with `#### ` and a number")
+    if (number := math_answer.read_number(problem.number)) is None:
+        raise prepare.DataError("`answer` must end with `#### ` and a number")
     result = written(number)
     solution = worked(problem.answer.rpartition("####")[0], result)
     return [prepare.Example(problem.question, {"answer": result}, solution, SYSTEM, TOOLS)]

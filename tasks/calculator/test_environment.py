@@ -2,7 +2,6 @@
 
 import os
 import random
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,41 +11,23 @@ import pytest
 from tasks.calculator.environment import TOOLS, Environment, calculate
 from tasks.calculator.prepare_data import DIFFICULTIES, expression, from_file, from_record, generate, worked
 from tests.helpers import ROOT
-from tests.test_settings import VALUES
-from verl_tasks import CallError, DataError, check_episodes, parse_response, prepare, render_calls, replayed, rl_row
-from verl_tasks.settings import load_settings
+from verl_tasks import check_examples, environment, prepare, tool_calls
 
 SHARED = Path(os.environ.get("SHARED_DATA", ROOT.parent / "shared/data"))
 
 
 def test_examples_score_as_stated():
-    assert check_episodes(Path(__file__).parent, Environment) > 0
+    assert check_examples(Path(__file__).parent, Environment) > 0
 
 
 @pytest.mark.parametrize("difficulty", DIFFICULTIES)
 def test_each_demonstration_solves_its_problem(difficulty):
     for example in islice(generate(SimpleNamespace(SEED=1, DIFFICULTY=difficulty)), 200):
-        row = rl_row("calculator", example.messages(), example.ground_truth, "train", 0, TOOLS)
+        row = environment.rl_row("calculator", example.messages(), example.ground_truth, "train", 0, TOOLS)
         answers = [message["content"] for message in example.demonstration if message["role"] == "assistant"]
-        assert replayed(Environment, row, answers) == (1.0, 0, True)
+        assert environment.replayed(Environment, row, answers) == (1.0, 0, True)
         results = [message["content"] for message in example.demonstration if message["role"] == "tool"]
         assert results == [example.ground_truth["answer"]]
-
-
-def test_the_gold_check_plays_the_demonstrations(tmp_path, monkeypatch):
-    def wrong_now_and_then(settings):
-        for number, example in enumerate(generate(settings)):
-            unfinished = replace(example, demonstration=example.demonstration[:2])  # no answer
-            other = replace(example, ground_truth={"answer": "a lie"})
-            yield {3: other, 5: unfinished}.get(number, example)
-
-    monkeypatch.setenv("ARTIFACTS", str(tmp_path))
-    sizes = {"TRAIN_SIZE": 8, "TEST_SIZE": 2, "DEV_SIZE": 2, "SFT_SIZE": 8, "N_SAMPLES": 12}
-    s = replace(load_settings(VALUES), TASK="calculator", DIFFICULTY="easy", SOURCE="generate")
-    s = replace(s, **{name: size for name, size in sizes.items() if hasattr(s, name)})
-    entry = prepare._prepare(s, "generate", wrong_now_and_then, "")["gold"]
-    assert (entry["demonstrations"], entry["right"]) == (12, 10)
-    assert sorted(other["reason"] for other in entry["others"]) == ["score 0, acc 0", "score 0, acc 0"]
 
 
 SOLUTION = "Each costs 3/4 = $<<3/4=0.75>>0.75.\nSo 4 cost $<<0.75*4=3>>3, as stated.\n#### 3"
@@ -57,17 +38,17 @@ def test_the_annotations_of_a_worked_solution_are_calls():
     said = [message["content"] for message in example.demonstration if message["role"] == "assistant"]
     results = [message["content"] for message in example.demonstration if message["role"] == "tool"]
     assert example.prompt == "How much?" and results == ["0.75", "3"]
-    assert [parse_response(text).text for text in said[:2]] == ["Each costs 3/4 = $", "0.75.\nSo 4 cost $"]
+    assert [tool_calls.parse_response(text).text for text in said[:2]] == ["Each costs 3/4 = $", "0.75.\nSo 4 cost $"]
     assert said[2] == "3, as stated.\n<answer>3</answer>"
-    row = rl_row("calculator", example.messages(), example.ground_truth, "train", 0, TOOLS)
-    assert replayed(Environment, row, said) == (1.0, 0, True)
+    row = environment.rl_row("calculator", example.messages(), example.ground_truth, "train", 0, TOOLS)
+    assert environment.replayed(Environment, row, said) == (1.0, 0, True)
 
 
 def test_a_solution_that_cannot_be_called_is_no_demonstration():
     assert worked("Ten.", "10") is None and worked("<<2**9=512>>512", "512") is None
     (example,) = from_record({"question": "How many?", "answer": "Many.\n#### 1,234.50"})
     assert (example.demonstration, example.ground_truth) == (None, {"answer": "1234.5"})
-    with pytest.raises(DataError, match="must end with"):
+    with pytest.raises(prepare.DataError, match="must end with"):
         from_record({"question": "How many?", "answer": "Many.\n#### many"})
 
 
@@ -80,9 +61,9 @@ def test_gsm8k_is_played_with_its_own_calculations():
     assert {"train.jsonl: line 395", "train.jsonl: line 4170", "train.jsonl: line 4877"} <= set(without)
     for example in examples[::20]:
         if example.demonstration:
-            row = rl_row("calculator", example.messages(), example.ground_truth, "train", 0, TOOLS)
+            row = environment.rl_row("calculator", example.messages(), example.ground_truth, "train", 0, TOOLS)
             said = [message["content"] for message in example.demonstration if message["role"] == "assistant"]
-            assert replayed(Environment, row, said) == (1.0, 0, True), example.place
+            assert environment.replayed(Environment, row, said) == (1.0, 0, True), example.place
 
 
 def test_problems_are_of_their_difficulty_and_the_same_for_a_seed():
@@ -118,18 +99,20 @@ NO_EXPRESSIONS = ["", "2**9", "1/0", "x", "9999999999", "1." + 10 * "1", "1" * 3
 
 @pytest.mark.parametrize("text", [*NO_EXPRESSIONS, "len('a')", "(1", None, 5, ["1"]])
 def test_what_is_no_expression_is_a_call_error(text):
-    with pytest.raises(CallError):
+    with pytest.raises(environment.CallError):
         calculate({"expression": text})
-    with pytest.raises(CallError):
+    with pytest.raises(environment.CallError):
         calculate({"expression": "1", "more": text})
 
 
 def test_parallel_calls_each_get_a_result_and_an_answer_ends_the_episode():
-    row = rl_row("calculator", [{"role": "user", "content": "-"}], {"answer": "5"}, "test", 0)
-    calls = render_calls([{"name": "calculator", "arguments": {"expression": text}} for text in ("1+1", "2+3")])
-    environment = Environment()
-    environment.reset(row)
-    assert [m["content"] for m in environment.step(parse_response(calls)).messages] == ["2", "5"]
-    assert replayed(Environment, row, [calls, "so <answer>5</answer>"]) == (1.0, 0, True)
-    assert replayed(Environment, row, ["<answer>2</answer> <answer> 5 </answer>"]) == (1.0, 0, True)
-    assert replayed(Environment, row, ["no idea"]) == (0.0, 0, True)
+    row = environment.rl_row("calculator", [{"role": "user", "content": "-"}], {"answer": "5"}, "test", 0)
+    calls = tool_calls.render_calls(
+        [{"name": "calculator", "arguments": {"expression": text}} for text in ("1+1", "2+3")]
+    )
+    played = Environment()
+    played.reset(row)
+    assert [m["content"] for m in played.step(tool_calls.parse_response(calls)).messages] == ["2", "5"]
+    assert environment.replayed(Environment, row, [calls, "so <answer>5</answer>"]) == (1.0, 0, True)
+    assert environment.replayed(Environment, row, ["<answer>2</answer> <answer> 5 </answer>"]) == (1.0, 0, True)
+    assert environment.replayed(Environment, row, ["no idea"]) == (0.0, 0, True)

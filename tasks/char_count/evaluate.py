@@ -4,12 +4,12 @@ import functools
 from collections import Counter
 
 from tasks.char_count.reward import compute_score
-from verl_tasks import evaluate, find_answer
+from verl_tasks import evaluate, math_answer
 
 
 @functools.cache  # the bootstrap asks for the same completions again and again
 def _answer(response: str) -> str:
-    found = find_answer(response)
+    found = math_answer.find_answer(response)
     return found.text if found else ""
 
 

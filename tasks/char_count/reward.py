@@ -1,6 +1,6 @@
 """The reward: 1.0 for the right number in the last \\boxed{}, else 0.0, as in verl-recipe's char_count."""
 
-from verl_tasks import compare, find_answer, read_number, reward_function
+from verl_tasks import math_answer, reward_function
 
 
 @reward_function
@@ -11,10 +11,10 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kw
     sentence. Returns the same keys for every row: ``score`` and ``acc``, 1.0 if right; ``format``, 1.0 if the answer is
     a number. Model output is hostile: never eval, exec or unpickle it.
     """
-    answer = find_answer(solution_str)
+    answer = math_answer.find_answer(solution_str)
     well_formed = right = False
-    if answer and read_number(answer.text) is not None:
-        well_formed, right = compare(answer.text, str(ground_truth))
+    if answer and math_answer.read_number(answer.text) is not None:
+        well_formed, right = math_answer.compare(answer.text, str(ground_truth))
     return {"score": float(right), "acc": float(right), "format": float(well_formed)}
 
 

@@ -10,7 +10,7 @@ from numbers import Integral
 import numpy as np
 
 from tasks.countdown import search
-from verl_tasks import DataError, prepare, records
+from verl_tasks import prepare, records
 
 HUB_DATASET = "Jiayi-Pan/Countdown-Tasks-3to4"
 # DIFFICULTY: how many numbers, the largest number, the largest target
@@ -117,7 +117,7 @@ def from_record(record: dict) -> list[prepare.Example | str]:
     """The example of a row of the public set, or text that says why the row cannot be used. Raises DataError for a row
     without the columns."""
     if not record.keys() >= {"nums", "target"}:
-        raise DataError("needs columns `nums` (integers) and `target` (integer)")
+        raise prepare.DataError("needs columns `nums` (integers) and `target` (integer)")
     nums, target = record["nums"], whole(record["target"])
     numbers = list(map(whole, nums)) if isinstance(nums, list | tuple | np.ndarray) else [None]
     if None in numbers or min(numbers, default=0) < 0:  # the reward takes no sign before a number

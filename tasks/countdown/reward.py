@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from verl_tasks import calculates, last_answer, parse_expression, read_ground_truth, reward_function, thought
+from verl_tasks import answers, expression, last_answer, parse_expression, read_ground_truth, reward_function
 
 VARIANTS = ("thought", "ladder")
 
@@ -23,7 +23,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, vari
     well_formed = parsed is not None
     right_numbers = well_formed and Counter(parsed[1]) == Counter(truth["numbers"])
     correct = right_numbers and parsed[0] == truth["target"]
-    thinking = calculates(thought(solution_str))
+    thinking = expression.calculates(answers.thought(solution_str))
     if variant == "ladder":
         partial = 0.3 if right_numbers else 0.1 if well_formed else 0.0
     else:

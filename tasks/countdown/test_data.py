@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from tasks.countdown.prepare_data import DIFFICULTIES, combine, from_hub, from_record, generate, problems, solve
 from tasks.countdown.reward import compute_score
-from verl_tasks import DataError
-from verl_tasks.data.prepare import distinct
+from verl_tasks import prepare
 
 
 def score(answer, numbers, target):
@@ -181,8 +180,8 @@ def test_problems_depend_on_the_seed_alone(difficulty):
 @pytest.mark.parametrize("difficulty", DIFFICULTIES)
 def test_generated_examples(difficulty):
     source = SimpleNamespace(SEED=3, DIFFICULTY=difficulty)
-    examples = list(islice(distinct(generate(source)), 300))
-    assert examples == list(islice(distinct(generate(source)), 300))
+    examples = list(islice(prepare.distinct(generate(source)), 300))
+    assert examples == list(islice(prepare.distinct(generate(source)), 300))
     seen = {(tuple(sorted(e.ground_truth["numbers"])), e.ground_truth["target"]) for e in examples}
     assert len(seen) == 300  # the same problem is the same prompt: train and test stay disjoint
     for example in examples:
@@ -284,7 +283,7 @@ def test_row_that_cannot_be_used_says_why(row, reason):
 @pytest.mark.parametrize("row", [{"target": 7, "numbers": [3, 4]}, {"nums": [3, 4]}])
 def test_folder_of_another_form_is_refused_in_one_line(tmp_path, datasets_here, row):
     source = write_hub_folder(tmp_path / "set", [row])
-    with pytest.raises(DataError) as error:
+    with pytest.raises(prepare.DataError) as error:
         list(from_hub(source))
     message = str(error.value)
     assert str(tmp_path / "set") in message and "row 0" in message and "nums" in message

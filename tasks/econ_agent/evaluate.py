@@ -5,7 +5,7 @@ import functools
 import numpy as np
 
 from tasks.econ_agent.reward import INVALID, compute_score
-from verl_tasks import evaluate, read_object, with_opened_thinking
+from verl_tasks import answers, evaluate, json_answer
 
 
 def metrics(scored: list[dict]) -> dict[str, float]:
@@ -15,7 +15,9 @@ def metrics(scored: list[dict]) -> dict[str, float]:
     collapsed to one decision has a deviation near 0; that of the targets stands in README.md."""
     decided = [row["reward"] for row in scored if row["reward"]["format"]]
     values = {
-        "json": np.mean([_is_json(with_opened_thinking(row["response"], row.get("extra_info"))) for row in scored]),
+        "json": np.mean(
+            [_is_json(answers.with_opened_thinking(row["response"], row.get("extra_info"))) for row in scored]
+        ),
         "minus_one": np.mean([row["reward"]["score"] <= INVALID for row in scored]),
     }
     for name in ("work", "consumption"):
@@ -26,7 +28,7 @@ def metrics(scored: list[dict]) -> dict[str, float]:
 
 @functools.lru_cache(maxsize=1 << 16)
 def _is_json(response: str) -> bool:
-    return read_object(response, strict=False) is not None
+    return json_answer.read_object(response, strict=False) is not None
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@ near both are to the targets of the worker's own state."""
 
 import numpy as np
 
-from verl_tasks import read_ground_truth, read_object, reward_function, schema_problem
+from verl_tasks import json_answer, read_ground_truth, reward_function
 
 SHARE = {"type": "number", "minimum": 0, "maximum": 1}
 SCHEMA = {
@@ -55,8 +55,8 @@ def decision_score(work, consumption, work_target, consumption_target):
 def read_decision(response: str, strict: bool = True) -> tuple[float, float] | None:
     """``(work, consumption)`` of a response that is exactly one JSON object with these two keys, numbers in [0, 1];
     None of any other. ``strict=False``: text and thinking may stand around the object."""
-    value = read_object(response, strict)
-    if value is None or schema_problem(value, SCHEMA):
+    value = json_answer.read_object(response, strict)
+    if value is None or json_answer.schema_problem(value, SCHEMA):
         return None
     return float(value["work"]), float(value["consumption"])
 

@@ -1,14 +1,12 @@
 """simulate a small economy with each model as all workers, and with the rule of the reward's targets"""
 
-import gc
-import itertools
 import json
 import os
 import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -17,17 +15,7 @@ from tasks.econ_agent.prepare_data import SHOTS, SYSTEM, prompt
 from tasks.econ_agent.retrieval import Memory, roll_out
 from tasks.econ_agent.reward import read_decision
 from tasks.econ_agent.simulation import Economy, Month, indicators
-from verl_tasks import DataError, with_opened_thinking
-from verl_tasks.evaluation import engines
-from verl_tasks.evaluation.engine_pool import Hardware
-from verl_tasks.evaluation.rollouts import SAMPLED, TOO_LONG
-from verl_tasks.evaluation.sample import sampling
-from verl_tasks.evaluation.tables import markdown_table, show_table
-from verl_tasks.files import write_json, write_text
-from verl_tasks.interrupts import interrupt_on_sigterm
-from verl_tasks.process import Progress, StageFailed, errors_in_one_line, run
-from verl_tasks.rows import chat
-from verl_tasks.settings import Settings, SettingsError, artifacts, fingerprint, load_settings, positive, variable
+from verl_tasks import stage
 
 STREAM = 2  # of the seed: see retrieval.STREAM
 RULE = "rule"  # the label of the policy that decides by the reward's targets
@@ -42,26 +30,16 @@ def rule(economy: Economy) -> tuple[np.ndarray, np.ndarray, int]:
     return *economy.targets(), 0
 
 
-def model_policy(engine, how: engines.Sampling, memory: Memory, difficulty: str, strict: bool) -> Policy:
-    """Ask the model for every worker, a month at once, with the task's prompt. A worker without a decision is counted,
-    and neither works nor spends. Raises DataError for a prompt longer than MAX_PROMPT_LENGTH."""
-
-    months = itertools.count()
+def model_policy(ask: Callable, memory: Memory, difficulty: str, strict: bool) -> Policy:
+    """``ask`` the model (stage.asking) for every worker, a month at once, with the task's prompt. A worker without a
+    decision is counted, and neither works nor spends."""
 
     def decide(economy: Economy) -> tuple[np.ndarray, np.ndarray, int]:
-        requests, of_month = [], replace(how, seed=how.seed * 1_000_000 + next(months))
-        for number, state in enumerate(economy.states()):
-            text = prompt(state, memory.similar(state, SHOTS[difficulty]), difficulty)
-            requests.append(engines.Request(number, SAMPLED, chat(text, SYSTEM)))
-        work, consumption, missing = np.zeros(len(requests)), np.zeros(len(requests)), len(requests)
-        for request, (completion, *_) in engine.generate(requests, of_month):
-            if completion.finish_reason == TOO_LONG:
-                raise DataError(f"a prompt is longer than MAX_PROMPT_LENGTH={how.max_prompt_tokens} tokens; raise it")
-            response = with_opened_thinking(completion.response, {"think_opened": completion.think_opened})
-            if decision := read_decision(response, strict):
-                work[request.index], consumption[request.index] = decision
-                missing -= 1
-        return work, consumption, missing
+        texts = [prompt(state, memory.similar(state, SHOTS[difficulty]), difficulty) for state in economy.states()]
+        user = [[{"role": "system", "content": SYSTEM}, {"role": "user", "content": text}] for text in texts]
+        decisions = [read_decision(response, strict) for response in ask(user)]
+        work, consumption = np.array([decision or (0.0, 0.0) for decision in decisions]).T
+        return work, consumption, decisions.count(None)
 
     return decide
 
@@ -79,8 +57,8 @@ def simulate(policy: Policy, agents: int, months: int, seed: tuple[int, ...]) ->
 class Variables:
     """Variables of `make simulate`."""
 
-    MONTHS: int = variable("24", "months of the economy", positive)
-    AGENTS: int = variable("16", "workers, each asked every month", positive)
+    MONTHS: int = stage.variable("24", "months of the economy", stage.positive)
+    AGENTS: int = stage.variable("16", "workers, each asked every month", stage.positive)
 
 
 CHILD = "import sys; from tasks.econ_agent.simulate import sample_months; sample_months(*sys.argv[1:])"
@@ -89,37 +67,28 @@ CHILD = "import sys; from tasks.econ_agent.simulate import sample_months; sample
 def sample_months(folder: str, *labelled: str) -> None:
     """What ``simulate_models`` runs in a process of its own: for each model, ``LABEL.jsonl`` with a line a month."""
     out, models = Path(folder), _labels(list(labelled))
-    s, own = load_settings(), load_settings(cls=Variables)
-    memory, how = Memory(roll_out(s.SEED)), _sampling(s)
+    s, own = stage.load_settings(), stage.load_settings(cls=Variables)
+    memory = Memory(roll_out(s.SEED))
     for label, model in models.items():
-        limit = how.max_prompt_tokens + how.max_tokens
-        engine = Hardware.of(s).engine(model, limit, how.seed)
-        policy = model_policy(engine, how, memory, s.DIFFICULTY, s.REWARD != "lenient")
-        with (out / f"{label}.jsonl").open("w") as file:
+        with stage.asking(s, model) as ask, (out / f"{label}.jsonl").open("w") as file:
+            policy = model_policy(ask, memory, s.DIFFICULTY, s.REWARD != "lenient")
             for month, missing in simulate(policy, own.AGENTS, own.MONTHS, (s.SEED, STREAM, s.EVAL_SEED)):
                 file.write(json.dumps({**asdict(month), "missing": missing}) + "\n")
                 file.flush()
-        engine.close()
-        del engine, policy
-        gc.collect()  # before the next one starts
-
-
-def _sampling(s: Settings) -> engines.Sampling:
-    return replace(sampling(s), n=1, greedy=False)
 
 
 def simulate_models(models: dict[str, str]) -> None:
     """`make simulate`: a table of ``models`` (label to path) and of the rule, and simulation.json with every month."""
-    s, own = load_settings(), load_settings(cls=Variables)
+    s, own = stage.load_settings(), stage.load_settings(cls=Variables)
     if wrong := [label for label in models if not re.fullmatch(r"[\w-]{1,64}", label) or label == RULE]:
-        raise SettingsError(f"simulate: {wrong[0]}: a label has letters, digits, _ and -, and is not `{RULE}`")
+        raise stage.SettingsError(f"simulate: {wrong[0]}: a label has letters, digits, _ and -, and is not `{RULE}`")
     setup = {**asdict(own), "SEED": s.SEED, "DIFFICULTY": s.DIFFICULTY, "REWARD": s.REWARD}
-    setup |= {"sampling": asdict(_sampling(s))}
-    folder = artifacts() / "eval" / s.TASK / f"simulation-{fingerprint({**setup, 'models': models})}"
+    setup |= {"sampling": stage.sampled_as(s)}
+    folder = stage.artifacts() / "eval" / s.TASK / f"simulation-{stage.fingerprint({**setup, 'models': models})}"
     working = folder / ".working"
     shutil.rmtree(working, ignore_errors=True)
     working.mkdir(parents=True)
-    run(
+    stage.run(
         [sys.executable, "-c", CHILD, str(working), *(f"{k}={v}" for k, v in models.items())],
         name="months",
         log=folder / "simulation.log",
@@ -133,15 +102,15 @@ def simulate_models(models: dict[str, str]) -> None:
     report(s.TASK, folder, setup, models, months)
 
 
-def _progress(working: Path, labels: list[str]) -> Progress:
+def _progress(working: Path, labels: list[str]) -> stage.Progress:
     lines = {label: path.read_bytes().count(b"\n") for label in labels if (path := working / f"{label}.jsonl").exists()}
-    return Progress(sum(lines.values()), f" {list(lines)[-1]}" if lines else " starting the engine")
+    return stage.Progress(sum(lines.values()), f" {list(lines)[-1]}" if lines else " starting the engine")
 
 
 def _read(path: Path, months: int) -> list[tuple[Month, int]]:
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     if len(rows) < months:
-        raise StageFailed(f"the simulation ended after {len(rows)} of {months} months: {path}")
+        raise stage.StageFailed(f"the simulation ended after {len(rows)} of {months} months: {path}")
     return [(Month(**{k: v for k, v in row.items() if k != "missing"}), row["missing"]) for row in rows]
 
 
@@ -154,10 +123,10 @@ def report(task: str, folder: Path, setup: dict, models: dict[str, str], months:
     header = ["indicator", *results]
     rows = [[name, *(_shown(values[name]) for values in results.values())] for name in results[RULE]]
     title = f"{task}: {setup['MONTHS']} months of one economy of {setup['AGENTS']} workers, SEED={setup['SEED']}"
-    show_table(title, header, rows)
-    write_text(folder / "simulation.md", f"{title}\n\n{markdown_table(header, rows)}\n")
+    stage.show_table(title, header, rows)
+    stage.write_text(folder / "simulation.md", f"{title}\n\n{stage.markdown_table(header, rows)}\n")
     histories = {label: [asdict(month) for month, _ in history] for label, history in months.items()}
-    write_json(
+    stage.write_json(
         folder / "simulation.json", {"settings": setup, "models": models, "indicators": results, "months": histories}
     )
     print(f"  {folder}/simulation.json, simulation.md")
@@ -169,14 +138,13 @@ def _shown(value: float | None) -> str:
 
 def main() -> None:
     """``LABEL=MODEL ...``."""
-    interrupt_on_sigterm()
-    with errors_in_one_line(SettingsError, DataError):
+    with stage.errors_in_one_line():
         simulate_models(_labels(sys.argv[1:]))
 
 
 def _labels(arguments: list[str]) -> dict[str, str]:
     if wrong := [argument for argument in arguments if "=" not in argument]:
-        raise SettingsError(f"simulate: {wrong[0]}: give each model as LABEL=MODEL")
+        raise stage.SettingsError(f"simulate: {wrong[0]}: give each model as LABEL=MODEL")
     return dict(argument.split("=", 1) for argument in arguments)
 
 

@@ -30,9 +30,7 @@ from tasks.econ_agent.simulation import (
 )
 from tests import stub_evaluate
 from tests.helpers import PYTHON, ROOT, exported, make
-from verl_tasks import RewardError
-from verl_tasks.evaluation import engines
-from verl_tasks.evaluation.rollouts import TOO_LONG, Completion
+from verl_tasks import answers, stage
 
 quick = settings(max_examples=200, database=None)
 share = st.floats(0, 1)
@@ -125,7 +123,7 @@ def test_the_economy_is_logged_and_not_rewarded():
     ],
 )
 def test_a_broken_ground_truth_or_variant_is_named(truth, variant, message):
-    with pytest.raises(RewardError, match=message):
+    with pytest.raises(answers.RewardError, match=message):
         compute_score("econ_agent", "{}", truth, variant=variant)
 
 
@@ -414,7 +412,7 @@ class Engine:
         for request in reversed(requests):  # not in order, as an engine answers
             assert request.messages[0]["role"] == "system"
             text = next(self.answers)
-            yield request, [Completion(text or "", TOO_LONG if text is None else "stop", 9, 0.1)]
+            yield request, [stub_evaluate.Completion(text or "", stage.TOO_LONG if text is None else "stop", 9, 0.1)]
 
     def close(self):
         pass
@@ -430,12 +428,12 @@ def simulated(tmp_path, monkeypatch):
         simulate.sample_months(*arguments)
 
     def run(models: dict[str, list], *more: str, **variables: str):
-        for label, answers in models.items():
-            (tmp_path / f"{label}.json").write_text(json.dumps(answers))
+        for label, said in models.items():
+            (tmp_path / f"{label}.json").write_text(json.dumps(said))
         given = {"ARTIFACTS": str(tmp_path / "artifacts"), "MONTHS": "6", "AGENTS": "4", **variables}
         arguments = (*(f"{label}={tmp_path}/{label}.json" for label in models), *more)
-        monkeypatch.setattr(simulate, "run", here)
-        monkeypatch.setattr(engines, "VLLMEngine", Engine)
+        monkeypatch.setattr(stage, "run", here)
+        monkeypatch.setattr(stub_evaluate.engines, "VLLMEngine", Engine)
         result = stub_evaluate.called(simulate.main, arguments, exported(ROOT / "tasks/econ_agent/train.sh", given))
         files = sorted((tmp_path / "artifacts/eval/econ_agent").glob("*/simulation.json"))
         return result, [json.loads(file.read_text()) for file in files]

@@ -3,7 +3,7 @@
 import random
 from collections.abc import Iterator
 
-from verl_tasks import DataError, prepare, read_number, records, word_problems
+from verl_tasks import math_answer, prepare, records, word_problems
 
 INSTRUCTION = 'Reason step by step, then end with "#### " and the answer as a number.'
 
@@ -17,8 +17,8 @@ def from_record(record: dict) -> list[prepare.Example]:
     demonstration is ``answer`` without its calculator annotations. Raises DataError unless the row has the texts
     ``question`` and ``answer``, and a number after a ``####``."""
     problem = word_problems.read(record)
-    if read_number(problem.number) is None:
-        raise DataError("`answer` must end with `#### ` and a number")
+    if math_answer.read_number(problem.number) is None:
+        raise prepare.DataError("`answer` must end with `#### ` and a number")
     prompt = f"{problem.question}\n{INSTRUCTION}"
     return [prepare.Example(prompt, problem.number, word_problems.ANNOTATION.sub("", problem.answer).strip())]
 
@@ -36,7 +36,7 @@ def generate(settings) -> Iterator[prepare.Example]:
         problem = templates[rng.choice(chosen)](random.Random(rng.getrandbits(64)), 1.0)
         solution, _, stated = problem["metadata"]["answer_cot"].rpartition("####")
         answer = problem["answer"]
-        if answer.isdecimal() and read_number(stated) == int(answer):
+        if answer.isdecimal() and math_answer.read_number(stated) == int(answer):
             yield from from_record({"question": problem["question"], "answer": f"{solution.strip()}\n#### {answer}"})
 
 

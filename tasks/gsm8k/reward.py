@@ -1,6 +1,6 @@
 """GSM8K's reward: 1.0 the right final number, 0.1 another final number, 0.0 none (README.md)."""
 
-from verl_tasks import find_answer, read_number, reward_function
+from verl_tasks import math_answer, reward_function
 
 VARIANTS = ("strict", "flexible")
 FORMAT_SCORE = 0.1
@@ -16,12 +16,12 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, vari
     Returns the same keys for every row: ``score`` in {0.0, 0.1, 1.0}; in {0.0, 1.0}: ``acc``, ``format`` (a marked
     answer that is one number), and how it was marked: ``marked`` (``####``), ``boxed``, ``sentence``.
     """
-    truth = read_number(str(ground_truth))
+    truth = math_answer.read_number(str(ground_truth))
     if truth is None:
         raise ValueError("the ground truth is not a number")
-    answer = find_answer(solution_str, flexible=variant == "flexible")
+    answer = math_answer.find_answer(solution_str, flexible=variant == "flexible")
     # Plain numbers only: in other LaTeX (9\\sqrt{4}) the arithmetic that math-verify would do is left undone.
-    number = read_number(answer.text) if answer else None
+    number = math_answer.read_number(answer.text) if answer else None
     right = number is not None and number == truth
     how = answer.how if number is not None else ""
     well_formed = how in ("hashes", "boxed", "sentence")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tasks.gsm8k import evaluate, prepare_data
 from tasks.gsm8k.reward import compute_score
-from verl_tasks import DataError, RewardError, read_number
+from verl_tasks import answers, math_answer, prepare
 
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = Path(os.environ.get("SHARED_DATA", ROOT.parent / "shared/data")) / "gsm8k"
@@ -124,12 +124,12 @@ def test_the_ground_truth_may_be_written_in_several_ways(truth):
 
 @pytest.mark.parametrize("truth", ["", "eighteen", "17 18", None, {}])
 def test_a_ground_truth_that_is_not_a_number_is_an_error(truth):
-    with pytest.raises(RewardError, match="ground truth is not a number"):
+    with pytest.raises(answers.RewardError, match="ground truth is not a number"):
         result("#### 18", truth)
 
 
 def test_an_unknown_variant_is_an_error():
-    with pytest.raises(RewardError, match=r"variant=lenient .REWARD.: must be one of strict, flexible"):
+    with pytest.raises(answers.RewardError, match=r"variant=lenient .REWARD.: must be one of strict, flexible"):
         result("#### 18", variant="lenient")
 
 
@@ -232,7 +232,7 @@ def test_one_file_has_no_split(tmp_path):
 )
 def test_a_bad_row_is_named(tmp_path, row, problem):
     file = write_lines(tmp_path / "rows.jsonl", [ROW, row])
-    with pytest.raises(DataError, match=f"rows.jsonl: line 2: .*{problem}"):
+    with pytest.raises(prepare.DataError, match=f"rows.jsonl: line 2: .*{problem}"):
         list(prepare_data.from_file(settings(FILE=str(file))))
 
 
@@ -243,7 +243,7 @@ def test_the_public_files():
     assert [sum(e.split == split for e in examples) for split in ("train", "test")] == [7473, 1319]
     for example in examples:
         assert "<<" not in example.demonstration
-        assert read_number(example.ground_truth) is not None
+        assert math_answer.read_number(example.ground_truth) is not None
         assert result(example.demonstration, example.ground_truth)["score"] == 1.0
 
 

@@ -23,20 +23,7 @@ import numpy as np
 
 from tasks.tool_calling import bfcl_apis, bfcl_episodes
 from tasks.tool_calling.bfcl_episodes import MULTI_TURN
-from verl_tasks import DataError, Malformed, parse_response, reward_function, rl_row, tool_calls, with_opened_thinking
-from verl_tasks.ends import CUT
-from verl_tasks.evaluation.engine_pool import Hardware
-from verl_tasks.evaluation.engines import window
-from verl_tasks.evaluation.main import STOPPED, summarized
-from verl_tasks.evaluation.rollouts import TOO_LONG, Rollout
-from verl_tasks.evaluation.sample import Job, Scoring, check_window, report_errors, sampling
-from verl_tasks.evaluation.statistics import Estimate, bootstrap_mean, proportion
-from verl_tasks.evaluation.tables import comparison_table, show_table
-from verl_tasks.interrupts import interrupt_on_sigterm
-from verl_tasks.process import errors_in_one_line
-from verl_tasks.rewards.episode import Limits
-from verl_tasks.rows import rl_schema, write_parquet
-from verl_tasks.settings import Settings, SettingsError, artifacts, fingerprint, load_settings, positive, variable
+from verl_tasks import answers, environment, prepare, reward_function, stage, tool_calls
 
 VERSION = "2026.3.23"
 AST = ("simple_python", "multiple", "parallel", "parallel_multiple")
@@ -74,15 +61,15 @@ USED = {
 class Variables:
     """Variables of `make bfcl`."""
 
-    CATEGORIES: str = variable("single_turn", "single_turn, multi_turn, or names of categories")
-    WINDOW: int = variable("32768", "tokens of a multi-turn episode, at most the model's window", positive)
+    CATEGORIES: str = stage.variable("single_turn", "single_turn, multi_turn, or names of categories")
+    WINDOW: int = stage.variable("32768", "tokens of a multi-turn episode, at most the model's window", stage.positive)
 
 
 def chosen(text: str) -> tuple[str, ...]:
     """The categories that CATEGORIES=``text`` names, in the order of the table. Raises SettingsError."""
     known, words = (*GROUPS, *SINGLE_TURN, *MULTI_TURN), text.replace(",", " ").split()
     if unknown := [word for word in words if word not in known] or ([] if words else [text]):
-        raise SettingsError(f"CATEGORIES={text}: no category {unknown[0]}; there are: {', '.join(known)}")
+        raise stage.SettingsError(f"CATEGORIES={text}: no category {unknown[0]}; there are: {', '.join(known)}")
     names = {name for word in words for name in GROUPS.get(word, (word,))}
     return tuple(category for category in (*SINGLE_TURN, *MULTI_TURN) if category in names)
 
@@ -110,12 +97,12 @@ def package() -> SimpleNamespace:
     except importlib.metadata.PackageNotFoundError:
         found = "none"
     if found != VERSION:
-        raise DataError(
+        raise prepare.DataError(
             f"bfcl-eval {VERSION} is needed, {found} is installed in {sys.prefix}; "
             f"run `pip install --no-deps bfcl-eval=={VERSION}` there"
         )
     # On import it makes folders for results and locks, by default in site-packages.
-    os.environ.setdefault("BFCL_PROJECT_ROOT", str(artifacts() / "data/bfcl/package"))
+    os.environ.setdefault("BFCL_PROJECT_ROOT", str(stage.artifacts() / "data/bfcl/package"))
     with _stand_ins():
         used = {name: getattr(importlib.import_module(f"bfcl_eval.{module}"), name) for name, module in USED.items()}
     return SimpleNamespace(**used)
@@ -127,27 +114,27 @@ def questions(category: str) -> list[dict]:
     bfcl = package()
     entries = bfcl.load_dataset_entry(category)  # descriptions get BFCL's hint that this is Python
     none = category == "irrelevance"
-    answers = [{"ground_truth": []}] * len(entries) if none else bfcl.load_ground_truth_entry(category)
+    truths = [{"ground_truth": []}] * len(entries) if none else bfcl.load_ground_truth_entry(category)
     rows = []
-    for index, (entry, answer) in enumerate(zip(entries, answers, strict=True)):
+    for index, (entry, answer) in enumerate(zip(entries, truths, strict=True)):
         if category in MULTI_TURN:
             rows.append(bfcl_episodes.episode_row(bfcl, category, index, entry, answer["ground_truth"]))
             continue
         tools = bfcl.convert_to_tool(entry["function"], bfcl.GORILLA_TO_OPENAPI, bfcl.ModelStyle.OPENAI_COMPLETIONS)
         (messages,) = entry["question"]  # one turn
         truth = {"function": entry["function"], "possible_answer": answer["ground_truth"]}
-        rows.append(rl_row(category, messages, truth, "test", index, tools))
+        rows.append(environment.rl_row(category, messages, truth, "test", index, tools))
     return rows
 
 
-def prepare(path: Path, categories: tuple[str, ...] = SINGLE_TURN) -> dict[str, int]:
+def write_questions(path: Path, categories: tuple[str, ...] = SINGLE_TURN) -> dict[str, int]:
     """Write the questions of ``categories`` to the parquet file ``path``; return the count of each.
 
     The categories alternate, so that LIMIT cuts each of them and a larger LIMIT continues from a smaller one.
     """
     rows = {category: questions(category) for category in categories}
     ordered = sorted((row for category in categories for row in rows[category]), key=lambda r: r["extra_info"]["index"])
-    write_parquet(ordered, path, rl_schema(tools=True))
+    stage.write_rows(ordered, path)
     return {category: len(rows[category]) for category in categories}
 
 
@@ -159,8 +146,8 @@ def judge(category: str, response: str, truth: dict) -> tuple[bool, str, list | 
     """
     bfcl = package()
     try:
-        calls = [{call["name"]: call["arguments"]} for call in parse_response(response).calls]
-    except Malformed:
+        calls = [{call["name"]: call["arguments"]} for call in tool_calls.parse_response(response).calls]
+    except tool_calls.Malformed:
         calls = None
     if category not in AST:
         right = bfcl.is_empty_output(calls)
@@ -182,17 +169,17 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None) -> d
     return {"score": right, "acc": right, "unreadable": calls is None}
 
 
-def unweighted_mean(estimates: list[Estimate]) -> Estimate:
+def unweighted_mean(estimates: list[stage.Estimate]) -> stage.Estimate:
     """The mean of independent ``estimates``; its interval from theirs by MOVER (Zou and Donner 2008):
     ``mean - sqrt(sum (value - low)^2) / k`` to ``mean + sqrt(sum (high - value)^2) / k``."""
     k = len(estimates)
     value = sum(e.value for e in estimates) / k
     below = math.hypot(*(e.value - e.low for e in estimates)) / k
     above = math.hypot(*(e.high - e.value for e in estimates)) / k
-    return Estimate(value, value - below, value + above)
+    return stage.Estimate(value, value - below, value + above)
 
 
-def right_by_category(rollouts: list[Rollout]) -> dict[str, np.ndarray]:
+def right_by_category(rollouts: list[stage.Rollout]) -> dict[str, np.ndarray]:
     """1.0 for a right response, else 0.0, in the order of the questions; shape (prompts of the category,).
 
     Prompts that were too long, or on which the reward raised, count as wrong: all models answer the same questions.
@@ -203,7 +190,7 @@ def right_by_category(rollouts: list[Rollout]) -> dict[str, np.ndarray]:
     return {category: np.array(values) for category, values in right.items() if values}
 
 
-def why_wrong(rollouts: list[Rollout]) -> dict[str, dict[str, int]]:
+def why_wrong(rollouts: list[stage.Rollout]) -> dict[str, dict[str, int]]:
     """By category: counts of wrong responses by reason, the most frequent first; of episodes, how they ended."""
     counts = {rollout.data_source: Counter() for rollout in rollouts}
     for r in rollouts:
@@ -212,28 +199,28 @@ def why_wrong(rollouts: list[Rollout]) -> dict[str, dict[str, int]]:
         elif not r.reward["acc"] and r.data_source in MULTI_TURN:
             counts[r.data_source][r.finish_reason] += 1
         elif not r.reward["acc"]:
-            response = with_opened_thinking(r.response, r.extra_info)
+            response = answers.with_opened_thinking(r.response, r.extra_info)
             counts[r.data_source][judge(r.data_source, response, json.loads(r.ground_truth))[1]] += 1
     return {category: dict(count.most_common()) for category, count in counts.items()}
 
 
-def summarize(rollouts: list[Rollout]) -> dict:
+def summarize(rollouts: list[stage.Rollout]) -> dict:
     """``{"bfcl_eval": version, "prompts": {category: count}, "too_long": count, "metrics": {name: Estimate as dict},
     "wrong": {category: {why: count}}}``; the other metrics are of the prompts that were not too long."""
     right = right_by_category(rollouts)
-    metrics = {category: proportion(int(values.sum()), len(values)) for category, values in right.items()}
+    metrics = {category: stage.proportion(int(values.sum()), len(values)) for category, values in right.items()}
     for name, categories in _means(right).items():
         metrics[name] = unweighted_mean([metrics[category] for category in categories])
-    answered = [r for r in rollouts if r.finish_reason != TOO_LONG]
+    answered = [r for r in rollouts if r.finish_reason != stage.TOO_LONG]
     if played := [r for r in answered if r.data_source in MULTI_TURN]:
         for name in ("turns", "tool_errors"):
-            metrics[name] = bootstrap_mean(np.array([r.reward[name] for r in played if r.reward] or [0.0]))
-        metrics["tokens"] = bootstrap_mean(np.array([r.tokens for r in played]))
-        metrics["cut"] = proportion(sum(r.finish_reason in CUT for r in played), len(played))
+            metrics[name] = stage.bootstrap_mean(np.array([r.reward[name] for r in played if r.reward] or [0.0]))
+        metrics["tokens"] = stage.bootstrap_mean(np.array([r.tokens for r in played]))
+        metrics["cut"] = stage.proportion(sum(r.finish_reason in stage.CUT for r in played), len(played))
     elif answered:
         unreadable = sum(bool(r.reward and r.reward["unreadable"]) for r in answered)
-        metrics["unreadable"] = proportion(unreadable, len(answered))
-        metrics["truncated"] = proportion(sum(r.finish_reason == "length" for r in answered), len(answered))
+        metrics["unreadable"] = stage.proportion(unreadable, len(answered))
+        metrics["truncated"] = stage.proportion(sum(r.finish_reason == "length" for r in answered), len(answered))
     return {
         "bfcl_eval": VERSION,
         "prompts": {category: len(values) for category, values in right.items()},
@@ -248,17 +235,17 @@ def _means(by_category: dict) -> dict[str, tuple[str, ...]]:
     return {name: of for name, of in MEANS.items() if by_category.keys() >= set(of)}
 
 
-def changes(base: list[Rollout], trained: list[Rollout]) -> dict[str, Estimate]:
+def changes(base: list[stage.Rollout], trained: list[stage.Rollout]) -> dict[str, stage.Estimate]:
     """Accuracy of ``trained`` minus that of ``base`` on the same questions: by category, and their means."""
     before, after = right_by_category(base), right_by_category(trained)
-    result = {category: bootstrap_mean(after[category] - before[category]) for category in before}
+    result = {category: stage.bootstrap_mean(after[category] - before[category]) for category in before}
     return result | {name: unweighted_mean([result[each] for each in of]) for name, of in _means(before).items()}
 
 
-def table_rows(summaries: dict[str, dict], change: dict[str, Estimate] | None) -> list[list[str]]:
+def table_rows(summaries: dict[str, dict], change: dict[str, stage.Estimate] | None) -> list[list[str]]:
     """A row per metric: name, number of prompts, each model's estimate, the change from the previous model."""
     first = next(iter(summaries.values()))
-    estimates = {name: cells for name, *cells in comparison_table(summaries)[1]}
+    estimates = {name: cells for name, *cells in stage.comparison_table(summaries)[1]}
     rows = []
     order = (*AST, "AST mean", "irrelevance", *MULTI_TURN, "multi-turn mean")
     for name in sorted(estimates, key=lambda name: order.index(name) if name in order else len(order)):
@@ -272,11 +259,11 @@ def table_rows(summaries: dict[str, dict], change: dict[str, Estimate] | None) -
     return rows
 
 
-def evaluate(s: Settings, own: Variables, models: dict[str, str]) -> int:
+def evaluate(s: stage.Settings, own: Variables, models: dict[str, str]) -> int:
     """`make bfcl`: a table of ``models`` (label to path) for the single-turn and one for the multi-turn categories, and
     summary.json beside each model's rollouts. LIMIT is per category. Returns on how many the reward raised."""
     if not models:
-        raise SettingsError("no model is given: bfcl.py LABEL=MODEL ...")
+        raise stage.SettingsError("no model is given: bfcl.py LABEL=MODEL ...")
     categories, errors = chosen(own.CATEGORIES), 0
     for group in GROUPS.values():
         if of_group := tuple(category for category in group if category in categories):
@@ -284,55 +271,45 @@ def evaluate(s: Settings, own: Variables, models: dict[str, str]) -> int:
     return errors
 
 
-def _evaluated(s: Settings, own: Variables, categories: tuple[str, ...], models: dict[str, str]) -> int:
+def _evaluated(s: stage.Settings, own: Variables, categories: tuple[str, ...], models: dict[str, str]) -> int:
     episodes = categories[0] in MULTI_TURN
-    root = artifacts() / "eval/bfcl"
-    data = artifacts() / "data/bfcl" / ("episodes.parquet" if episodes else "test.parquet")
-    sizes = prepare(data, categories)
+    root = stage.artifacts() / "eval/bfcl"
+    data = stage.artifacts() / "data/bfcl" / ("episodes.parquet" if episodes else "test.parquet")
+    sizes = write_questions(data, categories)
     limit = sum(min(s.LIMIT, size) for size in sizes.values())
-    how = sampling(replace(s, EVAL_TEMPERATURE=0.0, TOP_P=1.0))
-    jobs = {label: Job(model, str(data), limit, how, Hardware.of(s)) for label, model in models.items()}
-    if episodes:
-        jobs = {label: _of_episodes(job, own.WINDOW) for label, job in jobs.items()}
-    else:
-        for model in models.values():
-            check_window(s, how, model)
-    rollouts, summaries = summarized(jobs, root, scoring(episodes), summarize)
+    greedy = replace(s, EVAL_TEMPERATURE=0.0, TOP_P=1.0)
+    played = limits(s, own) if episodes else None
+    rollouts, summaries = stage.evaluated(greedy, models, data, root, scored(episodes), summarize, limit, played)
     labels = list(models)
     change = changes(rollouts[labels[-2]], rollouts[labels[-1]]) if len(labels) > 1 else None
     header = ["category", "prompts", *labels, *([f"{labels[-1]} - {labels[-2]}, paired"] if change else [])]
-    show_table(f"BFCL, greedy, bfcl-eval {VERSION}: share right [95 % interval]", header, table_rows(summaries, change))
-    return report_errors([r for of_model in rollouts.values() for r in of_model])
+    stage.show_table(
+        f"BFCL, greedy, bfcl-eval {VERSION}: share right [95 % interval]", header, table_rows(summaries, change)
+    )
+    return stage.report_errors([r for of_model in rollouts.values() for r in of_model])
 
 
-def _of_episodes(job: Job, longest: int) -> Job:
-    """``job`` with the limits of episodes: MAX_NEW_TOKENS for each turn of the model, ``longest`` tokens, or the
-    model's window, for prompt and turns together."""
-    most = job.sampling.max_tokens
-    if longest <= most:
-        raise SettingsError(f"WINDOW={longest}: must be more than MAX_NEW_TOKENS={most}, a turn")
-    whole = window(job.model, most, longest - most)
-    how = replace(job.sampling, max_prompt_tokens=whole - most)
+def limits(s: stage.Settings, own: Variables) -> stage.Episodes:
+    """Those of an episode; MAX_NEW_TOKENS is of each turn of the model. Raises SettingsError."""
+    if own.WINDOW <= s.MAX_NEW_TOKENS:
+        raise stage.SettingsError(f"WINDOW={own.WINDOW}: must be more than MAX_NEW_TOKENS={s.MAX_NEW_TOKENS}, a turn")
     turns = 10 * (bfcl_episodes.MOST_STEPS + 1)  # at most 8 turns of the user
-    limits = Limits(whole - most, whole, most, turns, bfcl_episodes.STEP_SECONDS, window=whole)
-    return replace(job, sampling=how, episode=limits)
+    return stage.Episodes(own.WINDOW, turns, bfcl_episodes.STEP_SECONDS)
 
 
-def scoring(episodes: bool) -> Scoring:
-    """The reward of single-turn questions, or the environment of ``episodes``; the mark is of all that decides."""
+def scored(episodes: bool) -> tuple[str, str]:
+    """Where the reward of single-turn questions is, or the environment of ``episodes``; and the mark of all that
+    decides."""
     code = [Path(module.__file__) for module in (tool_calls, bfcl_apis, bfcl_episodes)]
-    mark = fingerprint({"bfcl-eval": VERSION}, Path(__file__).resolve(), *code)
-    if episodes:
-        return Scoring(None, None, mark, bfcl_episodes.Environment, "tasks.tool_calling.bfcl_episodes:Environment")
-    return Scoring(compute_score, None, mark, source="tasks.tool_calling.bfcl:compute_score")
+    mark = stage.fingerprint({"bfcl-eval": VERSION}, Path(__file__).resolve(), *code)
+    return f"tasks.tool_calling.{'bfcl_episodes:Environment' if episodes else 'bfcl:compute_score'}", mark
 
 
 def main() -> None:
     """Run ``LABEL=MODEL ...``; the settings come from the environment."""
-    interrupt_on_sigterm()
-    with errors_in_one_line(SettingsError, DataError, stopped=STOPPED):
+    with stage.errors_in_one_line():
         models = dict(pair.split("=", 1) for pair in sys.argv[1:])
-        if errors := evaluate(load_settings(), load_settings(cls=Variables), models):
+        if errors := evaluate(stage.load_settings(), stage.load_settings(cls=Variables), models):
             sys.exit(f"error: the reward raised on {errors} completions, which count as wrong; all else was done")
 
 

@@ -2,24 +2,13 @@
 
 import json
 
-from verl_tasks import (
-    CallFailed,
-    Malformed,
-    Sandbox,
-    Start,
-    Step,
-    decoded,
-    parse_response,
-    rl_row,
-    tool_message,
-    tools_of,
-)
+from verl_tasks import environment, sandbox, tool_calls
 
 MULTI_TURN = ("multi_turn_base", "multi_turn_miss_func", "multi_turn_miss_param", "multi_turn_long_context")
 MOST_STEPS = 20  # MAXIMUM_STEP_LIMIT of the package: messages with calls in a turn of the user
 CALL_SECONDS = 5.0  # of all calls up to a step; the package's own answers take some ms
 STEP_SECONDS = 3600.0  # the sandbox bounds a step; this has its wait for those of other episodes too
-APIS = Sandbox("tasks.tool_calling.bfcl_apis:worker", seconds=CALL_SECONDS)
+APIS = sandbox.Sandbox("tasks.tool_calling.bfcl_apis:worker", seconds=CALL_SECONDS)
 
 
 def episode_row(bfcl, category: str, index: int, entry: dict, answer: list[list[str]]) -> dict:
@@ -36,7 +25,7 @@ def episode_row(bfcl, category: str, index: int, entry: dict, answer: list[list[
         later[int(turn) - 1] = [{"role": "user", "content": content}]
     question = {name: entry[name] for name in ("involved_classes", "initial_config")}
     question |= {"category": category, "long_context": "long_context" in category, "answer": answer, "later": later}
-    return rl_row(category, first, question, "test", index, tools(entry["function"]))
+    return environment.rl_row(category, first, question, "test", index, tools(entry["function"]))
 
 
 class Environment:
@@ -44,35 +33,35 @@ class Environment:
     malformed ones, the user's next turn. The last turn's end has the reward, 1.0 if the checker accepts, else 0.0; more
     than MOST_STEPS messages with calls in a turn end the episode, and so do calls beyond the sandbox's limits."""
 
-    def reset(self, row: dict) -> Start:
+    def reset(self, row: dict) -> environment.Start:
         self.question = json.loads(row["reward_model"]["ground_truth"])
         self.turns: list[list[list[dict]]] = [[]]  # of each turn of the user the steps, of each step its calls
-        return Start(decoded(row["prompt"]), tools_of(row))
+        return environment.Start(environment.decoded(row["prompt"]), environment.tools_of(row))
 
-    def step_text(self, text: str) -> Step:
+    def step_text(self, text: str) -> environment.Step:
         """In place of ``step``: the package goes on after malformed calls and carries out those of unknown tools."""
         try:
-            calls = parse_response(text).calls
-        except Malformed:
+            calls = tool_calls.parse_response(text).calls
+        except tool_calls.Malformed:
             return self._next_turn(failed=1)
         if not calls:
             return self._next_turn(failed=0)
         self.turns[-1].append(calls)
         if len(self.turns[-1]) > MOST_STEPS:
-            return Step(done=True)
+            return environment.Step(done=True)
         try:
             results = APIS.call("results", self.question, [step for turn in self.turns for step in turn])
-        except CallFailed:
-            return Step(done=True, failed=1)
+        except sandbox.CallFailed:
+            return environment.Step(done=True, failed=1)
         failed = sum(result.startswith("Error during execution:") for result in results)
-        return Step(list(map(tool_message, results)), failed=failed)
+        return environment.Step(list(map(environment.tool_message, results)), failed=failed)
 
-    def _next_turn(self, failed: int) -> Step:
+    def _next_turn(self, failed: int) -> environment.Step:
         if later := self.question["later"][len(self.turns) - 1 :]:
             self.turns.append([])
-            return Step(later[0], failed=failed)
+            return environment.Step(later[0], failed=failed)
         try:
             right = APIS.call("verdict", self.question, self.turns) == ""
-        except CallFailed:
+        except sandbox.CallFailed:
             right = False
-        return Step(reward=float(right), done=True, failed=failed)
+        return environment.Step(reward=float(right), done=True, failed=failed)

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from verl_tasks import render_calls
+from verl_tasks import tool_calls
 
 # fmt: off
 CITIES = [
@@ -82,7 +82,9 @@ class Dialogue:
 
     def demonstration(self, thinking: bool) -> str:
         """The response that a model should write."""
-        return (f"<think>{self.thought}</think>\n" if thinking else "") + (render_calls(self.calls) or self.text)
+        return (f"<think>{self.thought}</think>\n" if thinking else "") + (
+            tool_calls.render_calls(self.calls) or self.text
+        )
 
 
 def _forecast(rng: random.Random) -> dict:

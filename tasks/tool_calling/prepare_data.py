@@ -7,18 +7,7 @@ import random
 from collections.abc import Iterator
 
 from tasks.tool_calling.dialogues import dialogues
-from verl_tasks import (
-    DataError,
-    Malformed,
-    conversation,
-    parse_response,
-    posed,
-    prepare,
-    records,
-    render_calls,
-    tool_calls,
-    tool_schemas,
-)
+from verl_tasks import prepare, records, tool_calls
 
 HUB_DATASET = "Bingguang/HardGen"
 RESULT, RESULT_END = "<tool_response>", "</tool_response>"
@@ -29,9 +18,9 @@ def examples(record: dict, strict: bool) -> Iterator[prepare.Example | str]:
     it, or the whole record cannot be used. A turn in words expects no call. ``strict``: demonstrations think first;
     without reasoning in the data there is none."""
     try:
-        found = conversation(_with_answers(record))
+        found = records.conversation(_with_answers(record))
         messages, tools = _from_hermes(found.messages, found.tools or [])
-    except DataError as error:
+    except prepare.DataError as error:
         yield str(error)
         return
     if not any(message.get("tool_calls") for message in messages):
@@ -64,7 +53,7 @@ def _from_hermes(messages: list[dict], tools: list[dict]) -> tuple[list[dict], l
     first = messages[0]["content"] if messages[0]["role"] == "system" else ""
     if listed := first.rpartition("</tools>")[0].rpartition("<tools>")[2].strip():
         array = listed if listed.startswith("[") else f"[{','.join(filter(str.strip, listed.splitlines()))}]"
-        messages, tools = messages[1:], tools or tool_schemas(array) or []
+        messages, tools = messages[1:], tools or records.tool_schemas(array) or []
     return [_from_tags(message) for message in messages], tools
 
 
@@ -78,7 +67,7 @@ def _from_tags(message: dict) -> dict:
     thought, text = _split_thinking(message["content"])
     try:
         calls, words = tool_calls.parse_calls(text)
-    except Malformed:
+    except tool_calls.Malformed:
         return message  # its turn is told to be no call, what follows to be broken
     content = f"<think>\n{thought}\n</think>\n\n{words}" if thought else words
     return {**message, "content": content, "tool_calls": [{"type": "function", "function": call} for call in calls]}
@@ -102,7 +91,7 @@ def _example(messages: list[dict], tools: list[dict], strict: bool) -> prepare.E
     if not before or before[-1]["role"] not in ("user", "tool"):
         return f"{'calls a tool' if calls else 'answers'} where it is not the assistant's turn"
     thought, text = _split_thinking(turn["content"])
-    demonstration = render_calls(calls) if calls else text.strip()
+    demonstration = tool_calls.render_calls(calls) if calls else text.strip()
     if not _reads_as(demonstration, calls, tools):
         return "has calls that are no strict JSON, too many or too long" if calls else "has words that read as a call"
     if strict:
@@ -127,15 +116,15 @@ def _beginning(prompt: list[dict], tools: list[dict]) -> str:
     """The same text for all turns of a conversation, and for conversations that begin alike: on the other side of the
     split, the answer to a test prompt would stand in a training prompt."""
     first = next((index for index, message in enumerate(prompt) if message["role"] == "user"), 0)
-    return posed(prompt[: first + 1], tools)
+    return prepare.posed(prompt[: first + 1], tools)
 
 
 def _reads_as(response: str, calls: list[dict], tools: list[dict]) -> bool:
     """Whether the reward reads ``calls`` in ``response``; of no calls, also words."""
     try:
-        read = parse_response(response, tools)
+        read = tool_calls.parse_response(response, tools)
         return read.calls == calls and bool(read.text) != bool(calls)
-    except (Malformed, RecursionError):
+    except (tool_calls.Malformed, RecursionError):
         return False
 
 

@@ -2,7 +2,7 @@
 
 from collections import Counter
 
-from verl_tasks import Malformed, Response, expected_calls, matched, parse_response, read_ground_truth, reward_function
+from verl_tasks import read_ground_truth, reward_function, tool_calls
 
 VARIANTS = ("instruct", "strict")
 
@@ -21,13 +21,13 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, vari
     whatever the form; counts of calls: ``made``, ``expected``, ``missing``, ``extra``.
     """
     truth = read_ground_truth(ground_truth)
-    expected, tools = expected_calls(truth["calls"]), truth.get("tools") or []
+    expected, tools = tool_calls.expected_calls(truth["calls"]), truth.get("tools") or []
     try:
-        response, parsed = parse_response(solution_str, tools), True
-    except Malformed:
-        response, parsed = Response(None, [], ""), False
+        response, parsed = tool_calls.parse_response(solution_str, tools), True
+    except tool_calls.Malformed:
+        response, parsed = tool_calls.Response(None, [], ""), False
     made = response.calls
-    pairs = matched(made, expected, tools)
+    pairs = tool_calls.matched(made, expected, tools)
     equal = parsed and pairs == len(made) == len(expected)
     names = Counter(call["name"] for call in made) == Counter(call["name"] for call in expected)
     form = parsed and bool(response.text) != bool(made) and (bool(response.thinking) or variant != "strict")

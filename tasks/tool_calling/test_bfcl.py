@@ -13,10 +13,8 @@ from hypothesis import strategies as st
 from tasks.tool_calling import bfcl
 from tests import stub_evaluate
 from tests.helpers import ROOT, exported, make
-from verl_tasks import DataError, render_calls, tools_of
-from verl_tasks.evaluation.rollouts import TOO_LONG, Completion
-from verl_tasks.evaluation.statistics import Estimate, proportion
-from verl_tasks.rows import read_rows, validate_parquet
+from tests.stub_evaluate import Completion
+from verl_tasks import environment, prepare, stage, tool_calls
 
 SIZES = {"simple_python": 400, "multiple": 200, "parallel": 200, "parallel_multiple": 200, "irrelevance": 240}
 # Their possible answers have an argument that their function does not take; it may be left out.
@@ -67,20 +65,20 @@ def accuracy(row: dict, response: str) -> float:
 
 def test_all_questions_are_there_and_become_valid_rows(rows, tmp_path):
     assert {category: len(of_category) for category, of_category in rows.items()} == SIZES
-    assert bfcl.prepare(tmp_path / "test.parquet") == SIZES
-    assert validate_parquet(tmp_path / "test.parquet") == sum(SIZES.values())
+    assert bfcl.write_questions(tmp_path / "test.parquet") == SIZES
+    assert stage.validate_parquet(tmp_path / "test.parquet") == sum(SIZES.values())
 
 
 def test_the_first_rows_are_the_first_questions_of_each_category(tmp_path):
-    bfcl.prepare(tmp_path / "test.parquet")
-    order = [(r["data_source"], r["extra_info"]["index"]) for r in read_rows(tmp_path / "test.parquet")]
+    bfcl.write_questions(tmp_path / "test.parquet")
+    order = [(r["data_source"], r["extra_info"]["index"]) for r in stage.read_rows(tmp_path / "test.parquet")]
     for n in (1, 7, 200, 220, 300, 400):
         first = order[: sum(min(n, size) for size in SIZES.values())]
         assert set(first) == {(category, i) for category, size in SIZES.items() for i in range(min(n, size))}
 
 
 def test_tools_are_openai_schemas(rows):
-    schemas = [tool for of_category in rows.values() for row in of_category for tool in tools_of(row)]
+    schemas = [tool for of_category in rows.values() for row in of_category for tool in environment.tools_of(row)]
     types = {"object", "array", "string", "number", "integer", "boolean"}
 
     def check(schema):
@@ -98,11 +96,11 @@ def test_tools_are_openai_schemas(rows):
 def test_every_possible_answer_is_right_in_any_order(rows, category, optional):
     for index, row in enumerate(rows[category]):
         calls = answer(row, optional)
-        assert {call["name"] for call in calls} <= {tool["function"]["name"] for tool in tools_of(row)}
+        assert {call["name"] for call in calls} <= {tool["function"]["name"] for tool in environment.tools_of(row)}
         place = (category, index)
         faulty = optional and place in FAULTY
-        assert accuracy(row, render_calls(calls)) == (not faulty), place
-        other_way_round = f"I call it.\n{render_calls(calls[::-1])}"
+        assert accuracy(row, tool_calls.render_calls(calls)) == (not faulty), place
+        other_way_round = f"I call it.\n{tool_calls.render_calls(calls[::-1])}"
         assert accuracy(row, other_way_round) == (not faulty and place not in ORDERED), place
 
 
@@ -138,18 +136,18 @@ def test_an_impossible_answer_is_wrong(rows, category, mutation):
         changed = WRONG[mutation](calls)
         if changed == calls:  # a function without required arguments
             continue
-        if mutation == "no arguments" and any(accuracy(row, render_calls([c])) for c in changed):
+        if mutation == "no arguments" and any(accuracy(row, tool_calls.render_calls([c])) for c in changed):
             continue
         tried += 1
-        assert accuracy(row, render_calls(changed)) == 0.0, (category, index)
+        assert accuracy(row, tool_calls.render_calls(changed)) == 0.0, (category, index)
     assert tried > 0.9 * len(rows[category])
 
 
 def test_a_name_with_its_dot_is_wrong_for_the_tool_was_offered_with_an_underscore(rows):
     row = rows["simple_python"][1]
-    assert [tool["function"]["name"] for tool in tools_of(row)] == ["math_factorial"]
-    assert accuracy(row, render_calls([{"name": "math_factorial", "arguments": {"number": 5}}])) == 1.0
-    assert accuracy(row, render_calls([{"name": "math.factorial", "arguments": {"number": 5}}])) == 0.0
+    assert [tool["function"]["name"] for tool in environment.tools_of(row)] == ["math_factorial"]
+    assert accuracy(row, tool_calls.render_calls([{"name": "math_factorial", "arguments": {"number": 5}}])) == 1.0
+    assert accuracy(row, tool_calls.render_calls([{"name": "math.factorial", "arguments": {"number": 5}}])) == 0.0
 
 
 CALL = '<tool_call>{"name": "determine_body_mass_index", "arguments": {"weight": 1.0, "height": 2.0}}</tool_call>'
@@ -181,10 +179,10 @@ def test_irrelevance_wants_no_call(rows, response, opened, acc, unreadable):
     [
         ("The factorial is 120.", "no call"),
         ('<tool_call>{"name": "math_factorial"', "call cannot be read"),
-        (render_calls([{"name": "f", "arguments": {}}]), "simple_function_checker:wrong_func_name"),
-        (render_calls([{"name": "math_factorial", "arguments": {"number": "5"}}]), "type_error:simple"),
-        (render_calls([{"name": "math_factorial", "arguments": {"number": 6}}]), "value_error:others"),
-        (render_calls([{"name": "math_factorial", "arguments": {"number": 5}}]), ""),
+        (tool_calls.render_calls([{"name": "f", "arguments": {}}]), "simple_function_checker:wrong_func_name"),
+        (tool_calls.render_calls([{"name": "math_factorial", "arguments": {"number": "5"}}]), "type_error:simple"),
+        (tool_calls.render_calls([{"name": "math_factorial", "arguments": {"number": 6}}]), "value_error:others"),
+        (tool_calls.render_calls([{"name": "math_factorial", "arguments": {"number": 5}}]), ""),
     ],
 )
 def test_why_an_answer_is_wrong(rows, response, why):
@@ -200,7 +198,9 @@ def test_an_answer_on_which_the_checker_raises_is_wrong(rows):
         calls = answer(row, optional=False)
         if floats := [k for k in calls[0]["arguments"] if details[k]["type"] == "float"]:
             calls[0]["arguments"][floats[0]] = 10**400
-            assert bfcl.judge("simple_python", render_calls(calls), truth)[1] == "checker raised OverflowError"
+            assert (
+                bfcl.judge("simple_python", tool_calls.render_calls(calls), truth)[1] == "checker raised OverflowError"
+            )
             return
     pytest.fail("no question with a float")
 
@@ -216,12 +216,14 @@ JSON = st.recursive(
 @given(data=st.data())
 def test_any_arguments_get_a_score(rows, data):
     row = data.draw(st.sampled_from([row for category in bfcl.SINGLE_TURN for row in rows[category][:60]]))
-    calls = answer(row, optional=False) or [{"name": tools_of(row)[0]["function"]["name"], "arguments": {"x": 1}}]
+    calls = answer(row, optional=False) or [
+        {"name": environment.tools_of(row)[0]["function"]["name"], "arguments": {"x": 1}}
+    ]
     for call in calls:
         for name in call["arguments"]:
             if data.draw(st.booleans()):
                 call["arguments"][name] = data.draw(JSON)
-    text = render_calls(calls)
+    text = tool_calls.render_calls(calls)
     cut = data.draw(st.integers(0, len(text)))
     for response in (text, text[:cut]):
         score = bfcl.compute_score(row["data_source"], response, row["reward_model"]["ground_truth"], row["extra_info"])
@@ -246,16 +248,16 @@ def test_another_version_is_refused_in_one_line(monkeypatch, installed):
         return installed
 
     monkeypatch.setattr(importlib.metadata, "version", version)
-    with pytest.raises(DataError, match=r"bfcl-eval 2026\.3\.23 is needed, (2025\.1\.1|none) is installed"):
+    with pytest.raises(prepare.DataError, match=r"bfcl-eval 2026\.3\.23 is needed, (2025\.1\.1|none) is installed"):
         bfcl.package.__wrapped__()
 
 
 def test_the_interval_of_an_unweighted_mean():
-    one = proportion(3, 10)
+    one = stage.proportion(3, 10)
     same = bfcl.unweighted_mean([one])
     assert (same.value, same.low, same.high) == pytest.approx((one.value, one.low, one.high))
     # by hand: (0.2 + 0.6) / 2, less sqrt(0.03^2 + 0.04^2) / 2, plus sqrt(0.06^2 + 0.08^2) / 2
-    mean = bfcl.unweighted_mean([Estimate(0.2, 0.17, 0.26), Estimate(0.6, 0.56, 0.68)])
+    mean = bfcl.unweighted_mean([stage.Estimate(0.2, 0.17, 0.26), stage.Estimate(0.6, 0.56, 0.68)])
     assert (mean.value, mean.low, mean.high) == pytest.approx((0.4, 0.375, 0.45))
 
 
@@ -266,7 +268,7 @@ class ToolEngine(stub_evaluate.TableEngine):
             assert r.tools and all(tool["type"] == "function" for tool in r.tools)
             self._asked(r.index)
             answer = self.table[r.index]
-            yield r, [Completion("", TOO_LONG, 0, 0.0) if answer is None else Completion(answer, "stop", 9, 0.1)]
+            yield r, [Completion("", stage.TOO_LONG, 0, 0.0) if answer is None else Completion(answer, "stop", 9, 0.1)]
 
 
 @pytest.fixture
@@ -283,7 +285,9 @@ def command(tmp_path):
 
 @pytest.mark.medium
 def test_the_command_counts_by_category_and_goes_on_from_a_smaller_limit(command, rows, tmp_path):
-    right = [render_calls(answer(rows[c][i], optional=False)) or "no" for i in range(3) for c in bfcl.SINGLE_TURN]
+    right = [
+        tool_calls.render_calls(answer(rows[c][i], optional=False)) or "no" for i in range(3) for c in bfcl.SINGLE_TURN
+    ]
     base = ["no call"] * 15
     trained = list(right)
     trained[1], trained[8], trained[4] = "no", None, CALL  # multiple 0, parallel_multiple 1, irrelevance 0
@@ -316,7 +320,7 @@ def test_the_command_counts_by_category_and_goes_on_from_a_smaller_limit(command
             "truncated": 0,
         }
     )
-    wilson = proportion(2, 3)
+    wilson = stage.proportion(2, 3)
     assert summary["metrics"]["multiple"] == pytest.approx(vars(wilson))
     assert summary["wrong"]["multiple"] == {"no call": 1}
     assert summary["wrong"]["parallel_multiple"] == {"prompt too long": 1}

@@ -8,6 +8,7 @@ import os
 import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -15,15 +16,7 @@ from tasks.tool_calling import bfcl, bfcl_apis
 from tasks.tool_calling.bfcl_episodes import APIS, MOST_STEPS, MULTI_TURN, Environment
 from tests import stub_evaluate
 from tests.helpers import ROOT, exported
-from verl_tasks import render_calls, replayed, tools_of
-from verl_tasks.evaluation.engine_pool import Hardware
-from verl_tasks.evaluation.engines import Sampling
-from verl_tasks.evaluation.rollouts import SAMPLED, TOO_LONG, Rollout
-from verl_tasks.evaluation.sample import Job
-from verl_tasks.evaluation.statistics import proportion
-from verl_tasks.rewards.environment import begun, stepped
-from verl_tasks.rows import validate_parquet
-from verl_tasks.settings import SettingsError
+from verl_tasks import environment, stage, tool_calls
 
 
 @functools.cache
@@ -45,14 +38,18 @@ def answers(row: dict) -> list[str]:
         for call in map(bfcl_apis.literal_call, turn):
             named = inspect.signature(methods[call["name"]]).bind(*call["positional"], **call["arguments"]).arguments
             calls.append({"name": call["name"], "arguments": dict(named)})
-        found += [render_calls(calls), "Done."] if calls else ["Done."]
+        found += [tool_calls.render_calls(calls), "Done."] if calls else ["Done."]
     return found
 
 
 @pytest.mark.medium
 @pytest.mark.parametrize("category", MULTI_TURN)
 def test_the_packages_own_answers_are_right(category):
-    wrong = [index for index, row in enumerate(rows(category)) if replayed(Environment, row, answers(row))[0] != 1.0]
+    wrong = [
+        index
+        for index, row in enumerate(rows(category))
+        if environment.replayed(Environment, row, answers(row))[0] != 1.0
+    ]
     assert len(rows(category)) == 200 and wrong == []
 
 
@@ -74,18 +71,18 @@ def test_results_are_those_of_the_packages_own_execution(category, tmp_path, mon
 def test_an_answer_without_its_calls_or_with_half_of_them_is_wrong(category):
     row = rows(category)[0]
     right = answers(row)
-    assert replayed(Environment, row, ["No."] * len(truth(row)["answer"]))[0] == 0.0
+    assert environment.replayed(Environment, row, ["No."] * len(truth(row)["answer"]))[0] == 0.0
     last = max(index for index, answer in enumerate(right) if answer != "Done.")
-    assert replayed(Environment, row, right[:last] + right[last + 1 :])[0] == 0.0
+    assert environment.replayed(Environment, row, right[:last] + right[last + 1 :])[0] == 0.0
 
 
 def test_a_missing_function_comes_with_a_later_turn():
     row = rows("multi_turn_miss_func")[0]
-    assert "sort" not in {tool["function"]["name"] for tool in tools_of(row)}
-    environment, start = begun(Environment, row)
+    assert "sort" not in {tool["function"]["name"] for tool in environment.tools_of(row)}
+    episode, start = environment.begun(Environment, row)
     added = []
     for answer in answers(row):
-        step, _ = stepped(environment, row, start.tools, answer)
+        step, _ = environment.stepped(episode, row, start.tools, answer)
         added += [message["content"] for message in step.messages if '"name": "sort"' in message["content"]]
     (message,) = added
     assert message.endswith("I have updated some more functions you can choose from. What about now?")
@@ -94,8 +91,8 @@ def test_a_missing_function_comes_with_a_later_turn():
 def played(*calls: dict, category: str = "multi_turn_base", index: int = 0) -> tuple:
     """The step that follows a message with ``calls``, and how many of them failed."""
     row = rows(category)[index]
-    environment, start = begun(Environment, row)
-    return stepped(environment, row, start.tools, render_calls(list(calls)))
+    episode, start = environment.begun(Environment, row)
+    return environment.stepped(episode, row, start.tools, tool_calls.render_calls(list(calls)))
 
 
 HOSTILE = {
@@ -151,17 +148,17 @@ def test_a_call_beyond_the_limits_ends_in_bounded_time(call, monkeypatch):
 
 def test_arguments_of_10_mb_are_malformed():
     row = rows("multi_turn_base")[0]
-    environment, start = begun(Environment, row)
+    episode, start = environment.begun(Environment, row)
     call = {"name": "echo", "arguments": {"content": "x" * 10_000_000}}
-    step, failed = stepped(environment, row, start.tools, render_calls([call]))
+    step, failed = environment.stepped(episode, row, start.tools, tool_calls.render_calls([call]))
     assert failed == 1 and step.messages == truth(row)["later"][0]
 
 
 def test_a_loop_of_the_same_call_ends_after_the_packages_number_of_steps():
     row = rows("multi_turn_base")[0]
-    environment, start = begun(Environment, row)
-    answer = render_calls([{"name": "ls", "arguments": {}}])
-    done = [stepped(environment, row, start.tools, answer)[0].done for _ in range(MOST_STEPS + 1)]
+    episode, start = environment.begun(Environment, row)
+    answer = tool_calls.render_calls([{"name": "ls", "arguments": {}}])
+    done = [environment.stepped(episode, row, start.tools, answer)[0].done for _ in range(MOST_STEPS + 1)]
     assert done == [False] * MOST_STEPS + [True]
     prompts = importlib.import_module("bfcl_eval.constants.default_prompts")
     assert prompts.MAXIMUM_STEP_LIMIT == MOST_STEPS
@@ -176,37 +173,37 @@ def test_results_that_are_too_long_for_the_sandbox_are_cut():
 
 
 def test_rows_are_written_and_read(tmp_path):
-    assert bfcl.prepare(tmp_path / "rows.parquet", ("multi_turn_miss_func",)) == {"multi_turn_miss_func": 200}
-    assert validate_parquet(tmp_path / "rows.parquet") == 200
+    assert bfcl.write_questions(tmp_path / "rows.parquet", ("multi_turn_miss_func",)) == {"multi_turn_miss_func": 200}
+    assert stage.validate_parquet(tmp_path / "rows.parquet") == 200
 
 
 def test_categories_are_groups_or_names():
     assert bfcl.chosen("multi_turn") == MULTI_TURN
     assert bfcl.chosen("multi_turn_base, multiple") == ("multiple", "multi_turn_base")
-    with pytest.raises(SettingsError, match="CATEGORIES=live: no category live; there are: single_turn, multi_turn, "):
+    with pytest.raises(stage.SettingsError, match="CATEGORIES=live: no category live; there are: single_turn, multi"):
         bfcl.chosen("live")
-    with pytest.raises(SettingsError, match="CATEGORIES=,: no category ,;"):
+    with pytest.raises(stage.SettingsError, match="CATEGORIES=,: no category ,;"):
         bfcl.chosen(",")
 
 
 def test_a_window_that_no_turn_fits_into_is_refused():
-    job = Job("m", "rows.parquet", 0, Sampling(1, False, 0.0, 1.0, 448, 64, 0), Hardware())
-    with pytest.raises(SettingsError, match="WINDOW=64: must be more than MAX_NEW_TOKENS=64, a turn"):
-        bfcl._of_episodes(job, 64)
+    settings = SimpleNamespace(MAX_NEW_TOKENS=64)
+    with pytest.raises(stage.SettingsError, match="WINDOW=64: must be more than MAX_NEW_TOKENS=64, a turn"):
+        bfcl.limits(settings, bfcl.Variables("multi_turn", 64))
 
 
-def rollout(index: int, category: str, acc: float | None, ended: str = "stop") -> Rollout:
+def rollout(index: int, category: str, acc: float | None, ended: str = "stop") -> stage.Rollout:
     reward = acc is not None and {"score": acc, "acc": acc, "turns": 4.0, "tool_errors": 1.0, "timeout": 0.0}
-    return Rollout(index, SAMPLED, 0, "", ended, 50, 0.0, [], category, "{}", {}, reward or None)
+    return stage.Rollout(index, "sampled", 0, "", ended, 50, 0.0, [], category, "{}", {}, reward or None)
 
 
 def test_the_summary_has_shares_with_intervals_means_and_how_episodes_ended():
     found = [rollout(i, category, float(i == 0)) for i in range(2) for category in MULTI_TURN]
-    found += [rollout(2, "multi_turn_base", 0.0, "length"), rollout(3, "multi_turn_base", None, TOO_LONG)]
+    found += [rollout(2, "multi_turn_base", 0.0, "length"), rollout(3, "multi_turn_base", None, stage.TOO_LONG)]
     summary = bfcl.summarize(found)
-    assert summary["metrics"]["multi_turn_base"] == pytest.approx(vars(proportion(1, 4)))
+    assert summary["metrics"]["multi_turn_base"] == pytest.approx(vars(stage.proportion(1, 4)))
     assert summary["metrics"]["multi-turn mean"]["value"] == pytest.approx((0.25 + 3 * 0.5) / 4)
-    assert summary["metrics"]["cut"] == pytest.approx(vars(proportion(1, 9)))
+    assert summary["metrics"]["cut"] == pytest.approx(vars(stage.proportion(1, 9)))
     assert summary["metrics"]["turns"]["value"] == 4 and summary["too_long"] == 1
     assert summary["wrong"]["multi_turn_base"] == {"stop": 1, "length": 1, "prompt too long": 1}
     names = [row[0] for row in bfcl.table_rows({"model": summary}, None)]
@@ -223,14 +220,14 @@ def test_the_command_plays_the_questions_to_its_table(tmp_path, small_model):
     table = [{"greedy": [], "sampled": [each]} for each in texts]
     (tmp_path / "model/table.json").write_text(json.dumps(table))
     given = {"ARTIFACTS": str(tmp_path / "artifacts"), "CATEGORIES": "multi_turn_base", "WINDOW": "500000"}
-    environment = exported(ROOT / "tasks/tool_calling/train.sh", given | {"LIMIT": "3"})
+    variables = exported(ROOT / "tasks/tool_calling/train.sh", given | {"LIMIT": "3"})
     with stub_evaluate.answering():
-        result = stub_evaluate.called(bfcl.main, (f"model={tmp_path / 'model'}",), environment)
+        result = stub_evaluate.called(bfcl.main, (f"model={tmp_path / 'model'}",), variables)
     assert result.returncode == 0 and "multi_turn_base" in result.stdout, result.stdout
     (path,) = (tmp_path / "artifacts/eval/bfcl").glob("model-*/summary.json")
     summary = json.loads(path.read_text())
-    assert summary["metrics"]["multi_turn_base"] == pytest.approx(vars(proportion(1, 3)))
-    assert summary["metrics"]["cut"] == pytest.approx(vars(proportion(1, 3)))
+    assert summary["metrics"]["multi_turn_base"] == pytest.approx(vars(stage.proportion(1, 3)))
+    assert summary["metrics"]["cut"] == pytest.approx(vars(stage.proportion(1, 3)))
     assert summary["wrong"] == {"multi_turn_base": {"stop": 1, "turn_length": 1}}
 
 

@@ -1,6 +1,5 @@
 """tasks/tool_calling: components of the reward, examples of conversations, generated dialogues, metrics."""
 
-import ast
 import copy
 import json
 import os
@@ -19,12 +18,7 @@ from hypothesis import strategies as st
 from tasks.tool_calling.dialogues import DIFFICULTIES, TOOLS, dialogues
 from tasks.tool_calling.prepare_data import examples, from_file, generate
 from tasks.tool_calling.reward import VARIANTS, compute_score
-from verl_tasks import RewardError, render_calls
-from verl_tasks.data.prepare import distinct, too_long
-from verl_tasks.data.records import load
-from verl_tasks.digest import imported
-from verl_tasks.rows import Example
-from verl_tasks.settings import ROOT
+from verl_tasks import answers, prepare, records, tool_calls
 
 SHARED = Path(os.environ.get("SHARED_DATA", Path(__file__).resolve().parents[3] / "shared/data")) / "tool_calls"
 real_data = pytest.mark.skipif(not SHARED.is_dir(), reason="no shared data here")
@@ -52,20 +46,32 @@ def score(response, truth, variant="instruct", **extra):
     "response, truth, components",
     [
         (
-            render_calls([ROME, OSLO]),
+            tool_calls.render_calls([ROME, OSLO]),
             TWO,
             {"score": 1, "acc": 1, "format": 1, "parsed": 1, "names": 1, "arguments": 1, "made": 2, "expected": 2},
         ),
         ("", TWO, {"format": 0, "parsed": 1, "missing": 2, "extra": 0, "text": 0}),
         ("It rains.", TWO, {"format": 1, "parsed": 1, "text": 1, "missing": 2, "made": 0}),
         ("<tool_call>{", TWO, {"format": 0, "parsed": 0, "names": 0, "missing": 2, "extra": 0, "made": 0}),
-        (render_calls([OSLO]), TWO, {"format": 1, "names": 0, "arguments": 0, "missing": 1, "extra": 0}),
-        (render_calls([OSLO, ROME, OSLO]), TWO, {"format": 1, "names": 0, "arguments": 0, "missing": 0, "extra": 1}),
-        (render_calls([OSLO, OSLO]), TWO, {"format": 1, "names": 1, "arguments": 0, "missing": 1, "extra": 1}),
-        ("Look:\n" + render_calls([OSLO]), ONE, {"score": 0, "format": 0, "text": 1, "names": 1, "arguments": 1}),
-        (f"<think>a</think>{render_calls([OSLO])}", ONE, {"score": 1, "thinking": 1}),
+        (tool_calls.render_calls([OSLO]), TWO, {"format": 1, "names": 0, "arguments": 0, "missing": 1, "extra": 0}),
+        (
+            tool_calls.render_calls([OSLO, ROME, OSLO]),
+            TWO,
+            {"format": 1, "names": 0, "arguments": 0, "missing": 0, "extra": 1},
+        ),
+        (
+            tool_calls.render_calls([OSLO, OSLO]),
+            TWO,
+            {"format": 1, "names": 1, "arguments": 0, "missing": 1, "extra": 1},
+        ),
+        (
+            "Look:\n" + tool_calls.render_calls([OSLO]),
+            ONE,
+            {"score": 0, "format": 0, "text": 1, "names": 1, "arguments": 1},
+        ),
+        (f"<think>a</think>{tool_calls.render_calls([OSLO])}", ONE, {"score": 1, "thinking": 1}),
         ("No.", NONE, {"score": 1, "text": 1, "arguments": 1, "expected": 0}),
-        (render_calls([OSLO]), NONE, {"score": 0, "format": 1, "names": 0, "extra": 1}),
+        (tool_calls.render_calls([OSLO]), NONE, {"score": 0, "format": 1, "names": 0, "extra": 1}),
     ],
 )
 def test_components_say_what_is_wrong(response, truth, components):
@@ -76,12 +82,12 @@ def test_components_say_what_is_wrong(response, truth, components):
 @pytest.mark.parametrize(
     "response, opened, right",
     [
-        (f"so</think>\n\n{render_calls([OSLO])}", True, 1.0),
-        (f"so</think>\n\n{render_calls([OSLO])}", False, 0.0),
-        (f"<think>so</think>\n\n{render_calls([OSLO])}", True, 0.0),
-        (f"<think>so</think>\n\n{render_calls([OSLO])}", False, 1.0),
-        (f" \n</think>\n\n{render_calls([OSLO])}", True, 0.0),
-        (render_calls([OSLO]), True, 0.0),
+        (f"so</think>\n\n{tool_calls.render_calls([OSLO])}", True, 1.0),
+        (f"so</think>\n\n{tool_calls.render_calls([OSLO])}", False, 0.0),
+        (f"<think>so</think>\n\n{tool_calls.render_calls([OSLO])}", True, 0.0),
+        (f"<think>so</think>\n\n{tool_calls.render_calls([OSLO])}", False, 1.0),
+        (f" \n</think>\n\n{tool_calls.render_calls([OSLO])}", True, 0.0),
+        (tool_calls.render_calls([OSLO]), True, 0.0),
     ],
 )
 def test_strict_where_the_template_has_opened_the_thinking(response, opened, right):
@@ -90,11 +96,13 @@ def test_strict_where_the_template_has_opened_the_thinking(response, opened, rig
 
 
 def test_a_row_without_extra_info_is_scored():
-    assert compute_score("tool_calling", render_calls([OSLO]), json.dumps(ONE), None)["score"] == 1.0
+    assert compute_score("tool_calling", tool_calls.render_calls([OSLO]), json.dumps(ONE), None)["score"] == 1.0
 
 
 def test_an_unknown_variant_is_refused_in_one_line():
-    with pytest.raises(RewardError, match=r"variant=lenient .REWARD.: must be one of instruct, strict") as error:
+    with pytest.raises(
+        answers.RewardError, match=r"variant=lenient .REWARD.: must be one of instruct, strict"
+    ) as error:
         score("", ONE, "lenient")
     assert "\n" not in str(error.value)
 
@@ -161,10 +169,11 @@ def test_calls_with_other_arguments_get_no_nulls(tmp_path, suffix):
         pq.write_table(pa.Table.from_pylist(rows), path)
     else:
         path.write_text("\n".join(map(json.dumps, rows)))
-    found = [example for record in load(path)[0] for example in examples(record, strict=False)]
+    found = [example for record in records.load(path)[0] for example in examples(record, strict=False)]
     for example, call in zip(found, [add, add, OSLO, OSLO, ROME, ROME], strict=True):
         assert (
-            example.ground_truth["calls"] == [call] and score(render_calls([call]), example.ground_truth)["score"] == 1
+            example.ground_truth["calls"] == [call]
+            and score(tool_calls.render_calls([call]), example.ground_truth)["score"] == 1
         )
         assert all(m.get("tool_calls", [{"function": call}])[0]["function"] == call for m in example.prompt)
 
@@ -180,14 +189,14 @@ def test_each_turn_becomes_an_example_of_all_before_it():
         assistant(text, OSLO),
     ]
     first, words, second = examples({"messages": messages, "tools": [WEATHER]}, strict=False)
-    assert replace(first, group=None) == Example([USER], ONE, render_calls([OSLO]), tools=[WEATHER])
+    assert replace(first, group=None) == prepare.Example([USER], ONE, tool_calls.render_calls([OSLO]), tools=[WEATHER])
     assert [m["role"] for m in words.prompt] == ["user", "assistant", "tool"]
     assert words.ground_truth == {"calls": [], "tools": [WEATHER]} and words.demonstration == "Cold."
     assert [m["role"] for m in second.prompt] == ["user", "assistant", "tool", "assistant", "user"]
     assert second.prompt[1]["content"] == "" and second.prompt[1]["tool_calls"]  # without the thinking
     assert second.ground_truth == {"calls": [ROME, OSLO], "tools": [WEATHER]}
     first, words, second = examples({"messages": messages, "tools": json.dumps([WEATHER])}, strict=True)
-    assert first.demonstration == f"<think>\nOslo it is.\n</think>\n\n{render_calls([OSLO])}"
+    assert first.demonstration == f"<think>\nOslo it is.\n</think>\n\n{tool_calls.render_calls([OSLO])}"
     assert second.demonstration is None  # strict, and the data has no thinking
 
 
@@ -201,7 +210,7 @@ def test_sharegpt_turns_are_read():
     record = {"conversations": turns, "tools": json.dumps([WEATHER["function"]]), "system": "Be brief."}  # APIGen-MT
     found, words = examples(record, strict=False)
     assert found.prompt == [{"role": "system", "content": "Be brief."}, USER]
-    assert (found.ground_truth, found.demonstration) == (ONE, render_calls([OSLO]))
+    assert (found.ground_truth, found.demonstration) == (ONE, tool_calls.render_calls([OSLO]))
     assert (words.ground_truth["calls"], words.demonstration) == ([], "Cold.")
 
 
@@ -216,7 +225,7 @@ def test_hermes_turns_are_read():
     ]
     found, words = examples({"conversations": turns}, strict=True)
     assert found.prompt == [USER] and found.ground_truth == ONE and found.tools == [WEATHER]
-    assert found.demonstration == f"<think>\nOslo.\n</think>\n\n{render_calls([OSLO])}"
+    assert found.demonstration == f"<think>\nOslo.\n</think>\n\n{tool_calls.render_calls([OSLO])}"
     assert words.prompt[2]["content"] == '{"t": 3}' and words.prompt[1]["content"] == ""
     # A line for each tool, as Qwen's template writes them.
     turns[0]["value"] = (
@@ -233,7 +242,7 @@ def test_hermes_turns_are_read():
 def test_a_record_of_xlam_is_read():
     record = {"query": USER["content"], "answers": json.dumps([OSLO]), "tools": json.dumps([WEATHER["function"]])}
     (found,) = examples(record, strict=False)
-    assert replace(found, group=None) == Example([USER], ONE, render_calls([OSLO]), tools=[WEATHER])
+    assert replace(found, group=None) == prepare.Example([USER], ONE, tool_calls.render_calls([OSLO]), tools=[WEATHER])
 
 
 def test_words_before_a_call_of_the_same_turn_are_no_answer():
@@ -266,7 +275,7 @@ def test_a_broken_turn_is_told_and_what_can_be_used_is_kept(messages, usable, re
 def test_a_prompt_of_10_mb_is_left_out_without_tokenizing_it():
     messages = [USER, assistant({**OSLO, "arguments": {"city": "a " * 5_000_000}}), RESULT, assistant(OSLO)]
     *_, last = examples({"messages": messages, "tools": [WEATHER]}, strict=False)
-    assert too_long(None, 4096, last.messages(), last.tools) == "too_long"
+    assert prepare.too_long(None, 4096, last.messages(), last.tools) == "too_long"
 
 
 def test_the_first_of_parallel_calls_may_have_the_only_result():
@@ -348,7 +357,7 @@ def test_a_folder_with_its_own_split_keeps_it(tmp_path):
 
 def made(difficulty, count, seed=42, reward="instruct"):
     source = generate(SimpleNamespace(SEED=seed, DIFFICULTY=difficulty, REWARD=reward))
-    return list(islice(distinct(source), count))
+    return list(islice(prepare.distinct(source), count))
 
 
 @pytest.mark.medium
@@ -419,7 +428,7 @@ def test_a_chained_call_takes_its_arguments_from_the_result():
 
 def real_examples():
     for name, strict in (("glaive_toolcall_en_demo.json", False), ("reason_tool_use_demo_50.jsonl", True)):
-        for part in load(SHARED / name):
+        for part in records.load(SHARED / name):
             for record in part:
                 for found in examples(record, strict):
                     if not isinstance(found, str):
@@ -451,16 +460,16 @@ def test_real_demonstrations_are_right_and_every_mutation_is_wrong():
     for example, variant in real_examples():
         truth = json.dumps(example.ground_truth)
         calls = example.ground_truth["calls"]
-        head = example.demonstration.removesuffix(render_calls(calls))
+        head = example.demonstration.removesuffix(tool_calls.render_calls(calls))
         assert score(example.demonstration, truth, variant)["score"] == 1.0
         if not calls:
-            call = render_calls([{"name": example.tools[0]["function"]["name"], "arguments": {}}])
+            call = tool_calls.render_calls([{"name": example.tools[0]["function"]["name"], "arguments": {}}])
             assert score(call, truth, variant)["score"] == score("", truth, variant)["score"] == 0.0
             words += 1
             continue
-        assert score(head + render_calls(calls[::-1]), truth, variant)["score"] == 1.0
+        assert score(head + tool_calls.render_calls(calls[::-1]), truth, variant)["score"] == 1.0
         for changed in mutations(calls):
-            found = score(head + render_calls(changed), truth, variant)
+            found = score(head + tool_calls.render_calls(changed), truth, variant)
             assert found["score"] == 0.0, (changed, calls)
         seen += 1
     assert seen > 250 and words > 300
@@ -475,18 +484,16 @@ def test_metrics():
     def rows(*pairs):
         return [{"reward": score(response, truth)} for response, truth in pairs]
 
-    wrong = render_calls([{**OSLO, "arguments": {"city": "Rome"}}])
+    wrong = tool_calls.render_calls([{**OSLO, "arguments": {"city": "Rome"}}])
     found = metrics(
         rows(
-            (render_calls([OSLO]), ONE), (wrong, ONE), ("Hm.", ONE), ("<tool_call>", ONE), (wrong, NONE), ("No.", NONE)
+            (tool_calls.render_calls([OSLO]), ONE),
+            (wrong, ONE),
+            ("Hm.", ONE),
+            ("<tool_call>", ONE),
+            (wrong, NONE),
+            ("No.", NONE),
         )
     )
     assert found == {"over_calling": 1 / 2, "no_call": 1 / 4, "wrong_arguments": 1 / 2}
     assert metrics(rows(("No.", NONE))) == {"over_calling": 0.0, "no_call": 0.0, "wrong_arguments": 0.0}
-
-
-def test_the_data_are_made_by_the_dialogues_and_not_by_the_benchmark():
-    script = ROOT / "tasks/tool_calling/prepare_data.py"
-    names = {str(path.relative_to(ROOT)) for path in imported(ast.parse(script.read_bytes()), script)}
-    assert "tasks/tool_calling/dialogues.py" in names and "tasks/common/data/prepare.py" in names
-    assert "tasks/tool_calling/bfcl.py" not in names

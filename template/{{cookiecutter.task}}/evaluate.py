@@ -11,13 +11,13 @@ import functools
 from collections import Counter
 
 {% import "imports.jinja" as imports with context %}
-{% set reader = ["find_answer"] if math else [] %}
+{% set reader = ["math_answer"] if math else [] %}
 {{ imports.sorted(["evaluate"] + reader, "reward import compute_score") }}
 
 {% if math %}
 @functools.cache  # the bootstrap asks for the same completions again and again
 def _answer(response: str) -> str:
-    found = find_answer(response)
+    found = math_answer.find_answer(response)
     return found.text if found else ""
 
 

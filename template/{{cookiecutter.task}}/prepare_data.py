@@ -45,11 +45,10 @@ import regex
 {% import "imports.jinja" as imports with context %}
 {% set ours = ["prepare"] %}
 {% if from_records %}
-{% set ours = ours + ["records"] + (["conversation"] if reward != "expression" else []) %}
+{% set ours = ours + ["records"] %}
 {% endif %}
-{% set ours = ours + (["gym"] if source == "reasoning_gym" else []) + (["compare"] if reward == "math" else []) %}
-{% set ours = ours + (["render_calls"] if reward == "tool_call" else []) %}
-{% set ours = ours + (["DataError"] if reward in ("math", "regex") or (from_records and reward == "expression") else []) %}
+{% set ours = ours + (["gym"] if source == "reasoning_gym" else []) + (["math_answer"] if reward == "math" else []) %}
+{% set ours = ours + (["tool_calls"] if reward == "tool_call" else []) %}
 {{ imports.ours(ours) }}
 {% if source == "reasoning_gym" %}
 ENV = "{{ cookiecutter.env }}"
@@ -100,7 +99,7 @@ COLUMNS = {"prompt": "{{ columns[0] }}", "answer": "{{ columns[1] }}"}  # FILL I
 
 def from_record(record: dict) -> list[prepare.Example]:
     """The examples of one record, perhaps none; a DataError gets the record's place put before."""
-    found = conversation(record, COLUMNS)
+    found = records.conversation(record, COLUMNS)
     return [example(found.messages, {{ "found.answer" if cookiecutter.reward == "json" else "str(found.answer)" }}, record.get("demonstration"))]
 {% endif %}
 

@@ -37,6 +37,8 @@ from verl_tasks.rows import (
 from verl_tasks.settings import Settings, SettingsError, load_settings
 from verl_tasks.text import one_line
 
+__all__ = ["DataError", "Example", "Examples", "distinct", "main", "posed", "too_long"]  # for tasks
+
 # A generator is read once: its first examples are the test set, the next the dev set, the next train. A source that can
 # be iterated again (``Examples``) is split by seed. None is a record without an example, which is counted.
 Source = Callable[[Settings], Iterable[Example | None]]

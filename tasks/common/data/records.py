@@ -10,10 +10,13 @@ from pathlib import Path
 import httpx
 import pyarrow as pa
 
+from verl_tasks.data.formats import conversation, tool_schemas
 from verl_tasks.files import sha256
 from verl_tasks.rows import FIRST_PROBLEMS, DataError, parquet_rows
 from verl_tasks.strict_json import DECODER
 from verl_tasks.text import one_line
+
+__all__ = ["conversation", "hub", "load", "tool_schemas"]  # for tasks
 
 LONGEST = 64 << 20  # bytes of a line, and characters of a CSV field; more means a broken file
 SUFFIXES = (".json", ".jsonl", ".csv", ".parquet")

@@ -11,6 +11,8 @@ from verl_tasks.data.prepare import Examples
 from verl_tasks.data.records import hub
 from verl_tasks.rows import DataError, Example
 
+__all__ = ["ANNOTATION", "HUB_DATASET", "from_hub", "read"]  # for tasks
+
 HUB_DATASET, HUB_CONFIG = "openai/gsm8k", "main"
 ANNOTATION = re.compile(r"<<([^<>=]*)[^<>]*>>")  # group 1: the expression, without its value
 

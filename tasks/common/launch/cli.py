@@ -11,18 +11,50 @@ from verl_tasks.launch import help, names
 from verl_tasks.places import PACKAGE, ROOT
 from verl_tasks.settings import Command, Settings
 
+# Words come from the library that the project uses, so of its version. In other folders make is completed as before.
 COMPLETION = {
-    "bash": """_verl_tasks() {
-  local line=${COMP_LINE:0:COMP_POINT} IFS=$'\\n'
-  local word=${line##* }
-  COMPREPLY=($(compgen -W "$(verl-tasks words)" -- "$word"))
-  [[ $word != *=* ]] || COMPREPLY=("${COMPREPLY[@]#*=}") # bash takes what is before = for another word
-  [[ ${COMPREPLY[*]} != *= ]] || compopt -o nospace
+    "bash": """_verl_tasks_words() {
+  if [[ -d verl_tasks || -d .verl-tasks ]]; then PYTHONPATH=.:.verl-tasks python3 -m verl_tasks.launch.cli words
+  elif [[ $1 != make ]]; then verl-tasks words
+  else return 1
+  fi 2>/dev/null
 }
-complete -F _verl_tasks verl-tasks
+_verl_tasks() {
+  local all before each typed=${COMP_LINE:0:COMP_POINT}
+  typed=${typed##* }
+  COMPREPLY=()
+  if ! all=$(_verl_tasks_words "$1"); then # another's make
+    complete -r make
+    { _comp_load make || _completion_loader make; } &>/dev/null # of bash-completion
+    before=$(complete -p make 2>/dev/null | sed -n 's/.* -F \\([^ ]*\\) .*/\\1/p')
+    complete -o default -F _verl_tasks make
+    [[ -z $before ]] || "$before" "$@"
+    return
+  fi
+  [[ $COMP_WORDBREAKS != *=* || $typed != *=* ]] || before=${typed%%=*}= # bash completes what is behind the =
+  while read -r each; do
+    [[ $each != "$typed"* ]] || COMPREPLY+=("${each#"$before"}")
+  done <<<"$all"
+  [[ ${#COMPREPLY[@]} != 1 || $COMPREPLY != *= ]] || compopt -o nospace
+}
+complete -o default -F _verl_tasks make verl-tasks
 """,
-    "zsh": """_verl_tasks() { compadd -S '' -- ${(f)"$(verl-tasks words)"} }
-compdef _verl_tasks verl-tasks
+    "zsh": """_verl_tasks() {
+  local -a all
+  if [[ -d verl_tasks || -d .verl-tasks ]]; then
+    all=(${(f)"$(PYTHONPATH=.:.verl-tasks python3 -m verl_tasks.launch.cli words 2>/dev/null)"})
+  elif [[ $service != make ]]; then
+    all=(${(f)"$(verl-tasks words 2>/dev/null)"})
+  else
+    _make
+    return
+  fi
+  compadd -S '' -- ${(M)all:#*=}
+  compadd -- ${all:#*=}
+  (( compstate[nmatches] )) || { compset -P '*='; _files }
+}
+(( $+functions[compdef] )) || { autoload -Uz compinit && compinit }
+compdef _verl_tasks make verl-tasks
 """,
 }
 
@@ -66,3 +98,7 @@ def main() -> None:
 def make(arguments: list[str]) -> None:
     """Run make in place of this process, by the Makefile of the project's library."""
     os.execvp("make", ["make", "-f", str(library() / "Makefile"), *arguments])
+
+
+if __name__ == "__main__":
+    main()

@@ -31,7 +31,7 @@ from verl_tasks.models.chat_template import answer_ids, demonstration_ids, promp
 from verl_tasks.models.find import embedded_folder, resolve_model, weights_bytes
 from verl_tasks.models.merge import base_model, is_adapter
 from verl_tasks.rewards.answers import RewardError
-from verl_tasks.rewards.examples import check_episodes, check_examples
+from verl_tasks.rewards.examples import check_examples
 from verl_tasks.rows import DataError, decoded, read_rows, tools_of, validate_parquet
 from verl_tasks.runs import folder, launches, library
 from verl_tasks.settings import Settings, SettingsError, code_digest, teacher_gpus
@@ -259,8 +259,7 @@ def gold_check(s: Settings, manifest: dict, training: bool) -> Iterator[Finding]
 def reward(s: Settings) -> Iterator[Finding]:
     """The task's reward on the cases of examples.jsonl, which state their score."""
     try:
-        check = check_episodes if s.multi_turn else check_examples
-        count = check(s.task_dir, load_reward(s))
+        count = check_examples(s.task_dir, load_reward(s))
     except (RewardError, SettingsError) as problem:
         yield error("reward", one_line(str(problem), 400), f"correct {s.reward_file} or examples.jsonl")
         return

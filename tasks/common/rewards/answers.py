@@ -13,6 +13,16 @@ from collections.abc import Callable
 
 from verl_tasks.errors import said
 
+__all__ = [
+    "RewardError",
+    "after_thinking",
+    "last_answer",
+    "read_ground_truth",
+    "reward_function",
+    "thought",
+    "with_opened_thinking",
+]  # for tasks
+
 MAX_RESPONSE_CHARS = 100_000
 _THINK, _THINK_END = re.compile(r"<think>", re.IGNORECASE), re.compile(r"</think>", re.IGNORECASE)
 _ANSWER = re.compile(r"<(/?)answer>", re.IGNORECASE)

@@ -13,7 +13,22 @@ from typing import Protocol
 from verl_tasks.errors import said
 from verl_tasks.rewards.answers import RewardError, number
 from verl_tasks.rewards.tool_calls import Malformed, Response, functions, parse_response, split_thinking, without_tags
-from verl_tasks.rows import messages_problem
+from verl_tasks.rows import decoded, messages_problem, rl_row, tools_of
+
+__all__ = [
+    "CallError",
+    "Environment",
+    "Response",
+    "Start",
+    "Step",
+    "begun",
+    "decoded",
+    "replayed",
+    "rl_row",
+    "stepped",
+    "tool_message",
+    "tools_of",
+]  # for tasks
 
 SUCCESS = 1 - 1e-9  # an episode succeeds when its rewards sum to 1, up to rounding
 

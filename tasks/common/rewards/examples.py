@@ -10,12 +10,19 @@ from verl_tasks.rewards.environment import Environment, replayed
 from verl_tasks.rows import chat, rl_row
 
 
-def check_examples(task_dir: Path, compute_score: Callable[..., dict]) -> int:
-    """Score every row of ``task_dir/examples.jsonl`` (``ground_truth``, ``response``, ``score`` or ``below``, and
-    ``variant`` and ``extra_info`` where the reward needs them); return their number.
+def check_examples(task_dir: Path, scored: Callable[..., dict] | type[Environment]) -> int:
+    """Score every row of ``task_dir/examples.jsonl`` with ``scored``, a compute_score or an Environment; return their
+    number, at least 1.
 
-    Raises RewardError naming the line whose score is not as it states, or that is no such row.
+    For a reward a row has ``ground_truth``, ``response``, ``score`` or ``below``, and ``variant`` and ``extra_info``
+    where it needs them; for an environment ``responses``, the model's messages, and ``prompt`` where it reads that.
+    Raises RewardError naming the line whose score is not as it states, or that is no such row; and for an episode that
+    does not end with its last message, unless the row has ``done`` false.
     """
+    return (_episodes if isinstance(scored, type) else _responses)(task_dir, scored)
+
+
+def _responses(task_dir: Path, compute_score: Callable[..., dict]) -> int:
     rows = _rows(task_dir, "response")
     for place, row in rows:
         kwargs = {name: row[name] for name in ("variant", "extra_info") if name in row}
@@ -24,11 +31,7 @@ def check_examples(task_dir: Path, compute_score: Callable[..., dict]) -> int:
     return len(rows)
 
 
-def check_episodes(task_dir: Path, environment: type[Environment]) -> int:
-    """Play every row of a multi-turn task's ``task_dir/examples.jsonl`` (``ground_truth``, ``responses``: the model's
-    messages, ``score`` or ``below``, and ``prompt`` where the environment reads it); return their number. Raises as
-    ``check_examples``, and for an episode that does not end with its last message, unless the row has ``done`` false.
-    """
+def _episodes(task_dir: Path, environment: type[Environment]) -> int:
     rows = _rows(task_dir, "responses")
     for number, (place, row) in enumerate(rows):
         messages = chat(row.get("prompt", "-"))

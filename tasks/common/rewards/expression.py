@@ -7,6 +7,8 @@ from fractions import Fraction
 
 from verl_tasks.rewards.answers import in_ascii
 
+__all__ = ["MAX_DIGITS", "calculates", "parse_expression"]  # for tasks
+
 MAX_EXPRESSION_CHARS = 200
 # A number has up to 9 digits on each side of its point, an expression up to 100 numbers: exact fractions stay small.
 MAX_DIGITS = 9

@@ -29,6 +29,8 @@ from verl_tasks.rewards.sandbox import CallFailed, Sandbox
 from verl_tasks.rows import DataError, Example
 from verl_tasks.text import one_line
 
+__all__ = ["ANSWER_FORM", "dataset", "examples", "scorer"]  # for tasks
+
 ANSWER_FORM = (
     "Think step by step, then put the final answer in <answer></answer>: "
     "nothing but the answer, in the form that is asked for."

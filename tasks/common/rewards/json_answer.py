@@ -18,6 +18,8 @@ from verl_tasks.rewards.answers import RewardError, after_thinking
 from verl_tasks.strict_json import finite, no_constant, once, too_deep
 from verl_tasks.text import one_line
 
+__all__ = ["read_object", "schema_problem"]  # for tasks
+
 MAX_OBJECT_CHARS = 10_000
 MAX_DIGITS = 18  # of an integer: it fits in 64 bits, and no arithmetic on it is slow
 

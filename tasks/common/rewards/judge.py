@@ -28,6 +28,8 @@ from verl_tasks.rewards.json_answer import read_object
 from verl_tasks.settings import SettingsError, artifacts, load_settings, variable
 from verl_tasks.text import one_line, printable, without_middle
 
+__all__ = ["score"]  # for tasks
+
 RIGHT = 0.7  # the lowest score with acc 1; the prompt says that 7 of 10 is acceptable
 MAX_TEXT_CHARS = 20_000  # of each text in the prompt
 SAMPLING = '{"temperature": 0, "max_tokens": 512}'

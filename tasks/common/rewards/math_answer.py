@@ -13,6 +13,8 @@ from fractions import Fraction
 from verl_tasks.rewards.answers import after_thinking, in_ascii
 from verl_tasks.rewards.sandbox import CallFailed, Sandbox
 
+__all__ = ["compare", "find_answer", "read_number"]  # for tasks
+
 MAX_ANSWER_CHARS = 200
 MAX_CANDIDATES = 20  # most places of one form that are checked, the last first
 SECONDS = 2.0  # of wall clock for one comparison; ordinary formulas take milliseconds

@@ -28,6 +28,8 @@ from verl_tasks.rewards.environment import Environment, Start, Step, Turn
 from verl_tasks.rows import decoded, tools_of
 from verl_tasks.settings import artifacts
 
+__all__ = ["environment_of"]  # for tasks
+
 STARTER = Path(__file__).with_name("starter.py")
 # What a program gets of our environment variables: no key and no token.
 VARIABLES = ("PATH", "HOME", "LANG", "TMPDIR", "VERL_TASK_LOGS", "VERL_TASK_LAUNCH")

@@ -25,6 +25,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+__all__ = ["CallFailed", "Sandbox"]  # for tasks
+
 START_SECONDS = 120  # for a worker's imports while the machine trains
 MAX_REQUEST_BYTES = 16 * 2**20
 MAX_REPLY_BYTES = 2**16

@@ -13,6 +13,20 @@ from scipy.sparse.csgraph import maximum_bipartite_matching
 from verl_tasks.models.chat_template import call_text
 from verl_tasks.strict_json import DECODER, MAX_DEPTH, too_deep
 
+__all__ = [
+    # for tasks
+    "OPEN",
+    "Malformed",
+    "Response",
+    "expected_calls",
+    "functions",
+    "matched",
+    "parse_calls",
+    "parse_response",
+    "render_calls",
+    "same_value",
+]
+
 MAX_CHARS = 16_384  # after the thinking; more would take longer than the 5 ms that a reward may take per row
 MAX_CALLS = 64
 

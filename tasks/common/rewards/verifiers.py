@@ -28,6 +28,8 @@ from verl_tasks.rows import DataError, Example, chat, decoded
 from verl_tasks.settings import artifacts
 from verl_tasks.text import one_line
 
+__all__ = ["Package", "environment_of", "examples"]  # for tasks
+
 SERVER = Path(__file__).with_name("verifiers_server")
 V1, OLD = "verifiers>=0.4,<0.5", "verifiers>=0.1.14,<0.4"  # 0.4 has no environments of the old form
 OPENENV = "openenv>=0.10,<0.11"
