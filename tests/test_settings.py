@@ -79,6 +79,8 @@ VALUES = {
     "SFT_LR": "3e-4",
     "ROLLOUT_N": "4",
     "TEMPERATURE": "1.0",
+    "ASYNC": "off",
+    "STALENESS": "2",
     "MAX_PROMPT_LENGTH": "128",
     "MAX_RESPONSE_LENGTH": "64",
     "MAX_TURNS": "4",
