@@ -5,7 +5,6 @@ To write and read these takes longer than a small model needs for the token (tes
 With ASYNC a response that is interrupted goes on later, so its tokens are returned PART at a time.
 """
 
-import os
 from collections.abc import Iterable
 
 import numpy as np
@@ -17,6 +16,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
 from verl_tasks.alive import beat
+from verl_tasks.verl_plugins.interrupted import interrupts
 
 PART = 16
 
@@ -26,7 +26,7 @@ class WholeResponses(AsyncScheduler):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.parts = os.environ.get("ASYNC", "off") != "off"
+        self.parts = interrupts()
         self.held: dict[str, list[EngineCoreOutput]] = {}  # by request: what is not returned yet
 
     def update_from_output(
@@ -52,7 +52,7 @@ class WholeResponses(AsyncScheduler):
             _join([*self.held.pop(output.request_id, []), output])
             return True
         params = self.requests[output.request_id].sampling_params
-        if params is None or params.output_kind != RequestOutputKind.FINAL_ONLY:
+        if params is None or not (self.parts or params.output_kind == RequestOutputKind.FINAL_ONLY):
             return True
         held = self.held.setdefault(output.request_id, [])
         held.append(output)
