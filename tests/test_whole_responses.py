@@ -31,12 +31,12 @@ def engine(small_model):
         ours.close()
 
 
-def params(kind: str, **more):
+def params(kind: str, length: int = LENGTH, **more):
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     kind = RequestOutputKind[kind]
-    return SamplingParams(max_tokens=LENGTH, ignore_eos=True, detokenize=False, output_kind=kind, **more)
+    return SamplingParams(max_tokens=length, ignore_eos=True, detokenize=False, output_kind=kind, **more)
 
 
 def run(engine) -> dict[str, list]:
@@ -69,6 +69,16 @@ def test_who_wants_each_token_gets_it(engine):
     engine, found = engine
     engine.add_request("each", PROMPT, params("DELTA"))
     assert len(run(engine)["each"]) == LENGTH == sum(returned for _, _, returned in found["each"])
+
+
+def test_a_response_that_may_be_interrupted_comes_in_parts(engine, monkeypatch):
+    engine, found = engine
+    monkeypatch.setattr(engine.engine_core.engine_core.scheduler, "parts", True)
+    engine.add_request("parts", PROMPT, params("CUMULATIVE", 40, logprobs=0, seed=3))
+    lengths = []
+    while engine.has_unfinished_requests():
+        lengths += [len(each.outputs[0].token_ids) for each in engine.step()]
+    assert lengths == [16, 32, 40] and len(found["parts"]) == 40
 
 
 def test_nothing_is_kept_of_an_aborted_request(engine):

@@ -22,6 +22,7 @@ class Method:
     PAIRS: bool = False  # learns from pairs with TRL: samples nothing in training, and the pairs make its steps
     REWARD: bool = True  # learns from the task's reward
     EPISODES: bool = True  # can train multi-turn tasks
+    ASYNC: bool = True  # can learn from samples of an older policy
     # Why it cannot train, in one line each: of settings and ARGS, of verl's config, and of that and the models' files.
     # Where TRL trains, problem and warning get the settings in place of a config.
     refusals: Callable[..., Iterable[str]] = lambda s, arguments: ()

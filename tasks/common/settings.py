@@ -155,6 +155,12 @@ class Settings:
     # rollouts and lengths
     ROLLOUT_N: int = variable("8", "samples per prompt: a group", positive)
     TEMPERATURE: float = variable("1.0", "sampling temperature of rollouts", positive)
+    ASYNC: str = variable(
+        "off",
+        "`colocate`: the next prompts are sampled too while a step waits for its longest responses; `off`",
+        _one_of("off", "colocate"),
+    )
+    STALENESS: int = variable("2", "async: a sample is at most so many steps older than the policy it trains", positive)
     MAX_PROMPT_LENGTH: int = variable("256", "tokens", positive)
     MAX_RESPONSE_LENGTH: int = variable("1024", "tokens; multi-turn: of a whole episode", positive)
     MAX_TURNS: int = variable("8", "multi-turn: the model's turns per episode", positive)
@@ -622,6 +628,22 @@ def _multi_turn_problems(s: Settings) -> Iterator[str]:
         yield f"MAX_TURN_LENGTH={s.MAX_TURN_LENGTH}: more than MAX_RESPONSE_LENGTH={s.MAX_RESPONSE_LENGTH}, all turns"
 
 
+def _async_problems(s: Settings) -> Iterator[str]:
+    """What cannot learn from samples of an older policy, or has not been tried."""
+    chosen = f"ASYNC={s.ASYNC}"
+    if problem := getattr(stack(s.STACK), "ASYNC_PROBLEM", ""):
+        yield f"{chosen}: {problem}"
+    if not method(s.METHOD).ASYNC:
+        able = ", ".join(name for name in METHODS if method(name).ASYNC)
+        yield f"{chosen}: METHOD={s.METHOD} learns from its present policy's samples; take one of {able}, or ASYNC=off"
+    if s.ROLLOUT_CORRECTION == "none":
+        yield f"{chosen}: older samples need weights; take ROLLOUT_CORRECTION=token"
+    if s.REWARD_MODEL:
+        yield f"{chosen}: REWARD_MODEL scores whole batches on the same GPUs; leave one out"
+    if s.SELF_PLAY_ROUNDS > 1:
+        yield f"{chosen}: a round of self-play begins with samples of its own policy; leave one out"
+
+
 def _training_problems(s: Settings, stage: str) -> Iterator[str]:
     """Why the GPUs cannot share the batches of a training, or its steps are too few."""
     yield from batch_problems(s.TRAIN_BATCH_SIZE, s.MINI_BATCH_SIZE, s.ROLLOUT_N, s.N_GPUS, s.NNODES)
@@ -644,6 +666,8 @@ def problems(s: Settings, stage: str) -> Iterator[str]:
     if stage_of(stage).plans:
         yield from method(s.METHOD).refusals(s, [])
         yield from _training_problems(s, stage)
+        if s.ASYNC != "off":
+            yield from _async_problems(s)
     yield from _parallel_problems(s, stage)
     if 0 < s.TRAIN_SIZE < s.TRAIN_BATCH_SIZE:
         yield f"TRAIN_BATCH_SIZE={s.TRAIN_BATCH_SIZE}: larger than TRAIN_SIZE={s.TRAIN_SIZE}"

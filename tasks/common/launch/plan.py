@@ -136,5 +136,7 @@ def trainer_module(s: Settings, given: Mapping[str, str]) -> dict[str, str]:
     """The environment in which every verl process loads the method's trainer beside those that are ``given``, where
     verl lets one choose it."""
     own = method(s.METHOD).TRAINER if verl_versions.has_own_trainers(s) else None
+    if s.ASYNC != "off":
+        own = "verl_tasks.verl_plugins.async_trainer"
     modules = [given.get("VERL_USE_EXTERNAL_MODULES"), own]
     return {"VERL_USE_EXTERNAL_MODULES": ",".join(filter(None, modules))}

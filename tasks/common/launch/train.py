@@ -119,7 +119,22 @@ def train(s: Settings, arguments: list[str], number: int, start: str, run: Run) 
         raise cluster.explained(error, nodes) from error
     if said := method(s.METHOD).warning_after(run.metrics):
         print(f"  warning: {said}")
+    if said := staleness(run.metrics):
+        print(f"  ASYNC={s.ASYNC}: {said}")
     return run
+
+
+def staleness(metrics: dict[int, dict]) -> str:
+    """How old the samples of a training with ``metrics`` (by step) were, in words; empty without ASYNC. The means are
+    over its steps."""
+    ages, most, older = (
+        [step[f"staleness/{name}"] for step in metrics.values() if f"staleness/{name}" in step]
+        for name in ("mean", "max", "older_tokens")
+    )
+    if not ages:
+        return ""
+    older, age = statistics.mean(older), statistics.mean(ages)
+    return f"{older:.0%} of the tokens by an older policy, {age:.2f} steps old in the mean, at most {max(most):.0f}"
 
 
 def train_on_pairs(s: Settings, arguments: list[str], number: int, start: str, run: Run) -> Run:

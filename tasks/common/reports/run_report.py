@@ -49,6 +49,7 @@ CURVES = {
     "KL of an update": ("actor/ppo_kl",),
     "response length, tokens": ("response_length/mean",),
     "truncated: share of responses as long as the longest": ("response_length/clip_ratio",),
+    "age of the tokens, steps": ("staleness/mean", "staleness/max"),
     "turns of an episode": ("episode/turns",),
     "share of episodes cut off, by what": ("episode/cut_*", "episode/timeout", "episode/failed"),
     "seconds of an episode, of model and program": ("episode/model_s", "episode/program_s"),

@@ -156,6 +156,18 @@ def _reward(s: Settings) -> list[str]:
     return [*function, f"+{key}.reward_kwargs.variant={s.REWARD}"] if s.REWARD else function
 
 
+def _async(s: Settings) -> list[str]:
+    """verl_plugins/async_trainer.py; a step waits for prompts that would become too old rather than drop them."""
+    if s.ASYNC == "off":
+        return []
+    sampler = "trainer.v1.sampler.max_off_policy"
+    return [
+        "trainer.v1.trainer_mode=task_async",
+        f"{sampler}_threshold={s.STALENESS + 1}",  # verl counts the versions, the newest too
+        f"{sampler}_strategy=wait",
+    ]
+
+
 def _ray(s: Settings) -> list[str]:
     """A Ray of this machine; nothing where Ray itself joins the one at RAY_ADDRESS. Raises SettingsError."""
     if cluster.address(s.NNODES):
@@ -240,6 +252,7 @@ def rl_overrides(s: Settings, model: Path | str, run_dir: Path, chosen: Pass | N
         workers = verl_versions.workers(s, max(1, VERLS_WORKERS // int(sharing)))
         rollout += [f"actor_rollout_ref.rollout.agent.num_workers={workers}", f"reward.num_workers={workers}"]
     overrides = [*data, *model_, *actor, *_micro_batches(s), *rollout, *_reward(s), *trainer, *_ray(s), *own, *method_]
+    overrides += _async(s)
     return verl_versions.translated(overrides, "ppo_trainer", s)
 
 

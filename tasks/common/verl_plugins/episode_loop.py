@@ -16,6 +16,8 @@ from verl_tasks.rewards.answers import RewardError
 from verl_tasks.rewards.environment import of_task
 from verl_tasks.rewards.episode import Episode, Limits, Sampled, Sequence, play
 from verl_tasks.rows import encoded
+from verl_tasks.verl_plugins.interrupted import output_kind
+from verl_tasks.verl_plugins.staleness import VERSIONS
 
 NO_LIMIT = 2**20
 
@@ -34,9 +36,7 @@ class EpisodeOfRow(AgentLoopBase):
     several sequences all get it: their advantage is the episode's (verl/trainer/ppo/v1/agent_loop_tq.py)."""
 
     async def run(self, sampling_params, priority: int = 0, **kwargs) -> AgentLoopOutput | list[AgentLoopOutput]:
-        from vllm.sampling_params import RequestOutputKind
-
-        params = {**sampling_params, "output_kind": RequestOutputKind.FINAL_ONLY, "detokenize": False}
+        params = {**sampling_params, "output_kind": output_kind(), "detokenize": False}
         row = {name: kwargs[name] for name in COLUMNS} | {"prompt": encoded(list(kwargs["raw_prompt"]))}
         limits, made = self._limits(), of_task(self.data_config.episode.task)
         request, metrics, fields = uuid4().hex, {}, {}  # one id for all turns: they find the engine with their prefix
@@ -51,8 +51,10 @@ class EpisodeOfRow(AgentLoopBase):
                     priority=int(priority),
                 )
             metrics["num_preempted"] = metrics.get("num_preempted", 0) + (found.num_preempted or 0)
+            versions = [*fields.get(VERSIONS, []), *found.extra_fields.get(VERSIONS, [])]
             newest = {name: value for name, value in found.extra_fields.items() if name != "min_global_steps"}
             fields.update(newest if fields else found.extra_fields)  # of the weights that sampled: first and last
+            fields[VERSIONS] = versions
             ids = list(found.token_ids)
             stopped = ids and (len(ids) < most or ends_turn(self.tokenizer, ids))
             return Sampled(ids, found.log_probs or None, bool(stopped) and found.stop_reason != "aborted")

@@ -3,7 +3,6 @@
 import os
 from pathlib import Path
 
-from verl.trainer.ppo.v1 import PPOTrainerSync
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils.profiler import marked_timer
 
@@ -19,7 +18,7 @@ expect(
 )
 
 
-class KeepBest(PPOTrainerSync):
+class KeepBest(PPOTrainer):
     """verl itself keeps the newest checkpoints (max_actor_ckpt_to_keep), and ignores the validations."""
 
     @property

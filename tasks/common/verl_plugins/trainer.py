@@ -1,4 +1,5 @@
 """The trainer of every RL method: verl's synchronous one (verl/trainer/ppo/v1/trainer_sync.py), with a checked reward.
+async_trainer.py has the asynchronous one.
 
 launch/plan.py has every verl process load it.
 """
@@ -15,7 +16,7 @@ from typing import NamedTuple
 import torch
 import transfer_queue as tq
 from transfer_queue import KVBatchMeta
-from verl.trainer.ppo.v1 import register_trainer, trainer_base
+from verl.trainer.ppo.v1 import PPOTrainerSync, register_trainer, trainer_base
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopWorkerTQ
 from verl.trainer.ppo.v1.replay_buffer import ReplayBuffer
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
@@ -79,13 +80,13 @@ class GroupFailed(RuntimeError):
     """A prompt has no samples or no rewards; ``run_agent_loop`` has told the reason."""
 
 
-@register_trainer("task")
-class TaskTrainer(KeepBest):
-    """verl's synchronous trainer; it saves a checkpoint and ends when a reward fails.
+class CheckedTrainer(KeepBest):
+    """It saves a checkpoint and ends when a reward fails.
 
     It learns nothing from such a step: the same command repeats it.
     """
 
+    MODE = "sync"  # of verl's trainer
     reads_entropy = False  # needs the entropy before the update
     _on_policy = False  # this step skips the pass for the old log-probs
     _complete = 0, None  # the last step that this process trained, and the state of its data then
@@ -108,7 +109,7 @@ class TaskTrainer(KeepBest):
     # verl/trainer/ppo/v1/trainer_base.py compares the mode with the literal "sync".
     @property
     def trainer_mode(self) -> str:
-        return "sync"
+        return self.MODE
 
     @trainer_mode.setter
     def trainer_mode(self, name: str) -> None:
@@ -301,11 +302,19 @@ class TaskTrainer(KeepBest):
             self.checkpoint_manager.sleep_replicas()  # as when verl saves: the GPU has no room for both
         except Exception as error:
             print(f"the engine cannot sleep: {error}", flush=True)
-        # The next step's prompts were already drawn; a resume must draw them again.
-        self.train_dataloader = SimpleNamespace(state_dict=lambda: data)
+        self._rewind(data)
         now, self.global_steps = self.global_steps, step
         self._save_checkpoint()
         self.global_steps = now
+
+    def _rewind(self, data: dict) -> None:
+        """The next step's prompts were already drawn; a resume must draw them again. ``data``: the state before it."""
+        self.train_dataloader = SimpleNamespace(state_dict=lambda: data)
+
+
+@register_trainer("task")
+class TaskTrainer(CheckedTrainer, PPOTrainerSync):
+    """verl's synchronous trainer: a step samples its own prompts, all of them."""
 
 
 class Sample(NamedTuple):

@@ -2,6 +2,7 @@
 
 vLLM's own returns each token, and the engine's process sends it to the caller's: with log-probs three arrays a token.
 To write and read these takes longer than a small model needs for the token (tests/benchmarks/whole_responses.py).
+With ASYNC a response that is interrupted goes on later, so its tokens are returned PART at a time.
 """
 
 from collections.abc import Iterable
@@ -15,13 +16,17 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
 from verl_tasks.alive import beat
+from verl_tasks.verl_plugins.interrupted import interrupts
+
+PART = 16
 
 
 class WholeResponses(AsyncScheduler):
-    """Named by ``engine_kwargs.vllm.scheduler_cls``. An aborted request loses the tokens that it has so far."""
+    """Named by ``engine_kwargs.vllm.scheduler_cls``. An aborted request loses the tokens that are not returned yet."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
+        self.parts = interrupts()
         self.held: dict[str, list[EngineCoreOutput]] = {}  # by request: what is not returned yet
 
     def update_from_output(
@@ -41,16 +46,20 @@ class WholeResponses(AsyncScheduler):
         return ended
 
     def _returns(self, output: EngineCoreOutput) -> bool:
-        """Whether the caller gets ``output``: one that ends a response, now with all before it, or one of a caller that
+        """Whether the caller gets ``output``, now with all that was held: it ends a response, or a PART, or the caller
         wants each."""
         if output.finished:
             _join([*self.held.pop(output.request_id, []), output])
             return True
         params = self.requests[output.request_id].sampling_params
-        if params is None or params.output_kind != RequestOutputKind.FINAL_ONLY:
+        if params is None or not (self.parts or params.output_kind == RequestOutputKind.FINAL_ONLY):
             return True
-        self.held.setdefault(output.request_id, []).append(output)
-        return False
+        held = self.held.setdefault(output.request_id, [])
+        held.append(output)
+        if not self.parts or sum(len(each.new_token_ids) for each in held) < PART:
+            return False
+        _join(self.held.pop(output.request_id))
+        return True
 
 
 def _join(parts: list[EngineCoreOutput]) -> None:

@@ -10,6 +10,8 @@ DEFAULTS["LOGGER"] = "tensorboard"  # for `make monitor`: trackio needs another 
 
 MULTI_TURN_PROBLEM = "is multi-turn, which STACK=a100 (verl 0.6.1) cannot train; take STACK=current"
 
+ASYNC_PROBLEM = "is not in the trainer of STACK=a100 (verl 0.6.1); take STACK=current"
+
 # The fused heads of verl 0.6.1 take a slice's first token as its last label (models/transformers/dense_common.py,
 # torch.roll); 0.9.1 gives them the labels of the whole row.
 SP_PROBLEM = "STACK=a100 (verl 0.6.1) has wrong labels where slices of a sequence meet; take STACK=current"

@@ -11,6 +11,7 @@ DEFAULTS = {"TRUNCATED": "shaped", "CLIP_LOW": "0.2", "CLIP_HIGH": "0.28"}  # th
 # The first of a step's mini-batches is on-policy: nothing is clipped there.
 MINI_BATCHES = 4
 TRAINER = "verl_tasks.verl_plugins.dynamic_sampling"
+ASYNC = False
 MAX_BATCHES = 10  # of prompts sampled for one step, as in the authors' scripts
 
 

@@ -12,7 +12,7 @@ from verl_tasks.training.methods import grpo
 from verl_tasks.training.verl_config import quoted
 
 DEFAULTS = {"KL_COEF": "0"}  # in rounds of self-play too
-REWARD, EPISODES = False, False
+REWARD, EPISODES, ASYNC = False, False, False
 GPUS = 1  # of the teacher, beside those of the training
 SHARE = 0.9  # of that GPU's memory, which the teachers of several trainings (SHARED_GPU) share
 warning = grpo.warning

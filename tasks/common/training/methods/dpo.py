@@ -10,7 +10,7 @@ from verl_tasks.settings import Settings
 
 DEFAULTS = {"KL_COEF": "0"}  # in rounds of self-play too: its pull to the start is DPO_BETA
 BATCH_SIZE = 32  # pairs
-PAIRS, REWARD, EPISODES = True, False, False
+PAIRS, REWARD, EPISODES, ASYNC = True, False, False, False
 MANY_EPOCHS = 3
 
 

@@ -7,6 +7,7 @@ from verl_tasks.settings import Settings
 from verl_tasks.training.methods import grpo
 
 TRAINER = "verl_tasks.verl_plugins.egpo"
+ASYNC = False
 warning = grpo.warning
 
 

@@ -4,6 +4,7 @@ from verl_tasks.settings import Settings
 from verl_tasks.training.methods import grpo
 
 MINI_BATCHES = 4
+ASYNC = False
 warning = grpo.warning
 
 

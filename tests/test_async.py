@@ -1,0 +1,101 @@
+"""ASYNC=colocate: a response goes on over an update, its tokens are trained with weights, and a killed run goes on."""
+
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+
+from tests.helpers import SMALL, kill_after_a_checkpoint, make, steps_logged
+from tests.test_settings import VALUES
+from verl_tasks.runs.run import read_metrics
+from verl_tasks.settings import SettingsError, load_settings
+
+
+def test_tokens_are_counted_by_the_age_of_the_weights_that_sampled_them():
+    from verl_tasks.verl_plugins.staleness import figures
+
+    assert figures([[(4, 10), (5, 30)], [(5, 0), (5, 40)]], 5) == {
+        "staleness/mean": 10 / 80,
+        "staleness/max": 1,
+        "staleness/older_tokens": 10 / 80,
+    }
+    assert figures([[], [(3, 0)]], 5) == {}
+
+
+def test_each_part_of_a_response_is_told_with_its_version(monkeypatch):
+    import asyncio
+
+    from verl.workers.rollout.llm_server import LLMServerClient
+    from verl.workers.rollout.replica import TokenOutput
+
+    from verl_tasks.verl_plugins.staleness import VersionedClient
+
+    answers = [([7, 8], 3, "aborted"), ([], 4, "aborted"), ([9], 5, "completed")]
+    asked = []
+
+    async def generate(self, request_id, *, prompt_ids, sampling_params, **kwargs):
+        ids, step, reason = answers[len(asked)]
+        asked.append((prompt_ids, sampling_params["max_tokens"]))
+        return TokenOutput(
+            token_ids=ids, log_probs=[-1.0] * len(ids), stop_reason=reason, extra_fields={"global_steps": step}
+        )
+
+    async def at_once(seconds):
+        pass
+
+    monkeypatch.setattr(LLMServerClient, "generate", generate)
+    monkeypatch.setattr(asyncio, "sleep", at_once)
+    client = object.__new__(VersionedClient)
+    client.config = SimpleNamespace()
+    found = asyncio.run(client.generate("one", prompt_ids=[1], sampling_params={"max_tokens": 10}))
+    assert found.token_ids == [7, 8, 9] and found.extra_fields["versions"] == [(3, 2), (4, 0), (5, 1)]
+    assert asked == [([1], 10), ([1, 7, 8], 8), ([1, 7, 8], 8)]
+
+
+def test_prompts_that_failed_are_sampled_again_after_a_resume(monkeypatch):
+    from verl_tasks.verl_plugins import async_trainer
+
+    trainer, put = object.__new__(async_trainer.AsyncTrainer), mock.Mock()
+    trainer.replay_buffer, trainer.global_steps = SimpleNamespace(failure_keys={"train": {"a"}}), 4
+    trainer.train_dataloader = loader = object()
+    monkeypatch.setattr(async_trainer.tq, "kv_batch_put", put)
+    trainer._rewind({})
+    assert put.call_args.kwargs["keys"] == ["a"] and put.call_args.kwargs["tags"][0]["status"] == "pending"
+    assert trainer.train_dataloader is loader  # its prompts are in the checkpoint
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"METHOD": "ppo"}, "METHOD=ppo learns from its present policy's samples; take one of "),
+        ({"METHOD": "dapo"}, "METHOD=dapo learns"),
+        ({"METHOD": "egpo"}, "METHOD=egpo learns"),
+        ({"ROLLOUT_CORRECTION": "none"}, "take ROLLOUT_CORRECTION=token"),
+        ({"REWARD_MODEL": "some/model"}, "REWARD_MODEL scores whole batches"),
+        ({"SELF_PLAY_ROUNDS": "2"}, "self-play"),
+        ({"STACK": "a100"}, "STACK=a100 (verl 0.6.1); take STACK=current"),
+    ],
+)
+def test_what_cannot_learn_from_older_samples_is_refused(changes, problem):
+    with pytest.raises(SettingsError, match="ASYNC=colocate: ") as caught:
+        load_settings(VALUES | {"ASYNC": "colocate"} | changes)
+    assert problem in str(caught.value)
+
+
+@pytest.mark.slow
+@pytest.mark.long
+def test_a_killed_asynchronous_run_goes_on_and_responses_span_updates(small_model, tmp_path):
+    """A random model's responses end after 258 tokens in the mean, each at another time."""
+    own = {"MODEL": str(small_model), "ARTIFACTS": str(tmp_path), "INIT": "base", "ASYNC": "colocate"}
+    variables = SMALL | own | {"MAX_RESPONSE_LENGTH": "1500", "TEST_FREQ": "0"}
+    saved = kill_after_a_checkpoint("train", "runs/countdown/grpo-*", **variables, STEPS="1000")
+    last = saved + 4
+    result = make("train", **variables, STEPS=str(last))
+    assert result.returncode == 0 and f"resuming from step {saved}" in result.stdout, result.stdout
+    (run,) = tmp_path.glob("runs/countdown/grpo-*")
+    assert sorted(set(steps_logged(run))) == list(range(1, last + 1))
+    steps = read_metrics(run)
+    assert any(step["training/off_policy/trajectory_spans/max"] > 1 for step in steps.values())
+    assert all(0 <= step["staleness/older_tokens"] <= 1 and step["staleness/max"] <= 2 for step in steps.values())
+    assert any(0 < step["staleness/older_tokens"] < 1 for step in steps.values())
+    assert all(step["rollout_corr/k3_kl"] < 0.01 for step in steps.values())
