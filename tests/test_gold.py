@@ -452,10 +452,10 @@ def test_make_data_says_it_and_checks_again_after_the_reward_was_changed(tmp_pat
 
 def test_the_demonstrations_of_the_calculator_are_played(tmp_path, monkeypatch):
     def wrong_now_and_then(settings):
-        for number, example in enumerate(calculator.generate(settings)):
-            unfinished = replace(example, demonstration=example.demonstration[:2])  # no answer
-            other = replace(example, ground_truth={"answer": "a lie"})
-            yield {3: other, 5: unfinished}.get(number, example)
+        for number, problem in enumerate(calculator.generate(settings)):
+            unfinished = replace(problem, demonstration=problem.demonstration[:2])  # no answer
+            other = replace(problem, ground_truth={"answer": "a lie"})
+            yield {3: other, 5: unfinished}.get(number, problem)
 
     monkeypatch.setenv("ARTIFACTS", str(tmp_path))
     sizes = {"TRAIN_SIZE": 8, "TEST_SIZE": 2, "DEV_SIZE": 2, "SFT_SIZE": 8, "N_SAMPLES": 12}
