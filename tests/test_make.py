@@ -279,7 +279,7 @@ def test_config_shows_the_plan_above_the_resolved_config_and_writes_nothing(tmp_
         "-m",
         "verl_tasks.verl_plugins.forked",
         "--trainer",
-        "vllm.v1.worker.cpu_worker",
+        "verl_tasks.verl_plugins.cpu.asleep",
         "verl.trainer.main_ppo",
     ]
     assert words[-1] == "trainer.total_epochs=7"
