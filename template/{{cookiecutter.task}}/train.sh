@@ -53,7 +53,7 @@ default() { :; } # make reads these lines
 {{ line("SFT_LOSS", 0, "a loss that ends it before: the demonstrations are learned", "0.1") }}
 {{ line("SFT_BATCH_SIZE", 64, "demonstrations a step", 8) }}
 {% endif %}
-{{ line("TRAIN_BATCH_SIZE", 128, "prompts a step; each is sampled ROLLOUT_N times", 4) }}
+{{ line("TRAIN_BATCH_SIZE", 32 if cookiecutter.method == "dpo" else 128, "prompts a step; each is sampled ROLLOUT_N times", 4) }}
 {{ line("MAX_TURNS", 4, "of the model in an episode") }}
 {{ line("MAX_TURN_LENGTH", 256, "tokens", 64) }}
 {{ line("MICRO_BATCH_SIZE", 16, "long episodes: fewer sequences in one pass", [8, pass_tokens // 448] | min) }}
