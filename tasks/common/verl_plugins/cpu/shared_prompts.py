@@ -84,7 +84,7 @@ def pack(sequences: list[torch.Tensor], shared: list[int], wanted: list[torch.Te
 
 def of_micro_batch(micro_batch: TensorDict, config: dict) -> Packed:
     """Of RL, each prompt once for several responses, and their tokens predicted; of SFT, what all rows begin with (the
-    system prompt) once for several, and the tokens with a loss. As many stand in a row as is least work: long ones alone.
+    system prompt) once for several, and the tokens with a loss. As many stand in a row as is least work.
     ``config``: the model's config.json."""
     sequences = list(micro_batch["input_ids"].unbind())
     count = len(sequences)
