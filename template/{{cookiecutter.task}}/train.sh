@@ -49,8 +49,8 @@ default() { :; } # make reads these lines
 {% endif %}
 {% if multi %}
 {% if generated and cookiecutter.lora != "yes" %}
-{{ line("SFT_STEPS", 64, "most steps of the warm-up", 24) }}
-{{ line("SFT_LOSS", 0, "a loss that ends it before: the demonstrations are learned", "0.1") }}
+{{ line("SFT_STEPS", 64, "most steps of the warm-up", 32) }}
+{{ line("SFT_LOSS", 0, "a loss that ends it before: the demonstrations are learned", "0.02") }}
 {{ line("SFT_BATCH_SIZE", 64, "demonstrations a step", 8) }}
 {% endif %}
 {{ line("TRAIN_BATCH_SIZE", 32 if cookiecutter.method == "dpo" else 128, "prompts a step; each is sampled ROLLOUT_N times", 4) }}
