@@ -10,6 +10,7 @@ import pytest
 from tests.helpers import ROOT, SMALL, exported, make, write_checkpoint
 from verl_tasks import process
 from verl_tasks.launch import minutes
+from verl_tasks.machine.memory import shapes_of
 from verl_tasks.process import Progress
 from verl_tasks.runs import folder
 from verl_tasks.runs.run import Run
@@ -68,16 +69,20 @@ def test_the_seconds_of_a_stage_follow_from_two_passes_and_the_lengths_of_demons
     variables |= {"MAX_NEW_TOKENS": "100", "MAX_TURN_LENGTH": "80"}
     s = load_settings(exported(ROOT / "tasks/countdown/train.sh", variables))
     rows = passes.Lengths([30, 30, 30], [60, 80, 100], [24, 40, 56])
+    model = replace(shapes_of("embedded"), layer=1, queries=0)  # an operation a token
 
-    def found(start: float, learn: float, sample: float, **changes) -> dict:
-        return passes.seconds(replace(s, **changes), rows, 10, start, learn, sample)
+    def found(start: float, learn: float, sample: float, model=model, rows=rows, **changes) -> dict:
+        return passes.seconds(replace(s, **changes), model, rows, 10, start, learn, sample)
 
     assert found(2, 0, 0) == {stage: 2 * starts for stage, starts in passes.STARTS.items()}
     learned = found(0, 0.3, 0)
     assert learned["sft"] == pytest.approx(4 * 8 * (2 * 80 + 100) / 3 * 0.3)  # of two sequences the longer counts
-    shared = passes.seconds(s, replace(rows, common=30), 10, 0, 0.3, 0)
+    shared = found(0, 0.3, 0, rows=replace(rows, common=30))
     assert shared["sft"] == pytest.approx(4 * 8 * (30 + 30 + 50 + 100) / 3 * 0.3)  # what both begin with, once
-    assert learned["train"] == pytest.approx(s.STEPS * 8 * (30 * 0.1 + 8 * 10 * 0.1 + (30 + 8 * 50) * 0.3))
+    step = 30 * 0.1 + 8 * 10 * 0.1 + 4 * (30 + 2 * 50) * 0.3  # read, heard, and two responses after their prompt
+    assert learned["train"] == pytest.approx(s.STEPS * 8 * step)
+    alone = found(0, 0.3, 0, replace(model, layer=0, queries=1))  # where attention is all, each stands alone
+    assert alone["train"] == pytest.approx(s.STEPS * 8 * 8 * 2 * 80**2 * 0.3)
     sampled = found(0, 0, 0.1)
     assert sampled["sft"] == 0 and sampled["train"] == pytest.approx(s.STEPS * 64 * 40 * 0.1)
     assert sampled["eval"] == pytest.approx(10 * (2 + 1) * (80 + 40 + 40) * 0.1)

@@ -4,6 +4,7 @@
 responses are: after a warm-up they are like them, without one up to their limit.
 """
 
+import math
 import sys
 import time
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from verl_tasks.data.prepare import load_tokenizer
 from verl_tasks.files import write_json
+from verl_tasks.machine.memory import Shapes, operations, shapes
 from verl_tasks.models.chat_template import demonstration_ids, prompt_ids
 from verl_tasks.rows import decoded, demonstration, parquet_rows, tools_of
 from verl_tasks.settings import Settings, load_settings, stack
@@ -56,30 +58,41 @@ def mean(values) -> float:
     return sum(values) / len(values)
 
 
-def padded(rows: Lengths, sequences: int) -> float:
-    """Tokens of a sequence in a pass of ``sequences``, each row as long as the longest: several in a row after what
+def powers(most: int) -> list[int]:
+    """1, 2, 4 and so on up to the first that is not below ``most``."""
+    return [2**power for power in range((most - 1).bit_length() + 1)]
+
+
+def warm_up(model: Shapes, rows: Lengths, sequences: int) -> float:
+    """Operations of a sequence in a pass of ``sequences``, each row as long as the longest: several in a row after what
     they have in common, so many that it is least (verl_plugins/cpu/shared_prompts.py)."""
 
     def taken(some: list[int], most: int) -> int:
         together = [some[at : at + most] for at in range(0, len(some), most)]
         common = rows.common if most > 1 else 0
-        return len(together) * max(common + sum(each) - len(each) * common for each in together)
+        return operations(model, len(together), max(common + sum(each) - len(each) * common for each in together))
 
     passes = [rows.whole[at : at + sequences] for at in range(0, len(rows.whole), sequences)]
-    ways = [2**power for power in range(sequences.bit_length() if rows.common else 1)]
+    ways = powers(sequences) if rows.common else [1]
     return sum(min(taken(some, most) for most in ways) for some in passes) / len(rows.whole)
 
 
+def update(model: Shapes, prompt: float, response: float, sequences: int) -> float:
+    """Operations of a response in a pass of ``sequences`` to one prompt, so many in a row that it is least."""
+    ways = [(math.ceil(sequences / some), prompt + some * response) for some in powers(sequences)]
+    return min(operations(model, *way) for way in ways) / sequences
+
+
 def timed_update(model, length: int, said: int) -> float:
-    """Seconds for each token of a forward and a backward pass over sequences of ``length`` tokens, of which ``said``
-    are in the loss: the CPU's trainers take the logits of these alone. The first pass warms up, and does not count."""
+    """Seconds for each operation of a forward and a backward pass over sequences of ``length`` tokens, ``said`` of them
+    in the loss: the CPU's trainers take the logits of these alone. The first pass warms up, and does not count."""
     ids = torch.randint(model.config.vocab_size, (max(1, LEARNED // length), length))
     for _ in range(2):
         began = time.monotonic()
         logits = model(input_ids=ids, logits_to_keep=said).logits.flatten(0, 1)
         torch.nn.functional.cross_entropy(logits, ids[:, -said:].flatten()).backward()
         model.zero_grad()
-    return (time.monotonic() - began) / ids.numel()
+    return (time.monotonic() - began) / operations(shapes(model.config.to_dict()), *ids.shape)
 
 
 @torch.no_grad()
@@ -93,14 +106,16 @@ def timed_sampling(model, sequences: int) -> float:
     return (time.monotonic() - began) / (sequences * DECODED)
 
 
-def seconds(s: Settings, rows: Lengths, tested: int, start: float, learn: float, sample: float) -> dict[str, float]:
-    """By stage. ``tested``: prompts of the evaluation; ``start``: of this program, in seconds; ``learn`` and
-    ``sample``: seconds for a token."""
+def seconds(
+    s: Settings, model: Shapes, rows: Lengths, tested: int, start: float, learn: float, sample: float
+) -> dict[str, float]:
+    """By stage. ``tested``: prompts of the evaluation; ``start``: of this program, in seconds; ``learn``: for an
+    operation, ``sample``: for a token that is sampled."""
     prompt, whole, said = map(mean, (rows.prompts, rows.whole, rows.said))
-    read, heard = FORWARD * learn * prompt, FORWARD * learn * (whole - prompt - said)
-    warm = padded(rows, s.MICRO_BATCH_SIZE) * learn
-    update = (prompt + s.ROLLOUT_N * (whole - prompt)) * learn  # each prompt once (verl_plugins/cpu/shared_prompts.py)
-    step = s.TRAIN_BATCH_SIZE * (read + s.ROLLOUT_N * (heard + said * sample) + update)
+    read, heard = (FORWARD * learn * tokens * model.layer for tokens in (prompt, whole - prompt - said))
+    warm = warm_up(model, rows, s.MICRO_BATCH_SIZE) * learn
+    learned = update(model, prompt, whole - prompt, min(s.MICRO_BATCH_SIZE, s.ROLLOUT_N)) * learn
+    step = s.TRAIN_BATCH_SIZE * (read + s.ROLLOUT_N * (heard + said * sample + learned))
     own = min(s.MAX_NEW_TOKENS, s.MAX_TURN_LENGTH)  # of MODEL itself, which has not learned to end
     answers = [own, said, *[said] * (s.INIT == "sft")]
     samples = s.N + s.GREEDY
@@ -118,7 +133,8 @@ def main(name: str, file: str) -> None:
     sample = timed_sampling(model, s.TRAIN_BATCH_SIZE * s.ROLLOUT_N)
     tested = s.LIMIT or sum(1 for _ in parquet_rows(s.data_dir / "test.parquet"))
     passes = {"start": start, "learn": learn, "sample": sample}
-    write_json(Path(file), {"passes": passes, "seconds": seconds(s, rows, tested, **passes)})
+    found = seconds(s, shapes(model.config.to_dict()), rows, tested, **passes)
+    write_json(Path(file), {"passes": passes, "seconds": found})
 
 
 if __name__ == "__main__":

@@ -273,7 +273,7 @@ def passed(model: Shapes, plan: Plan) -> tuple[int, int]:
     rows = max(1, plan.tokens // plan.sequence)
     most = 1 if plan.critic else min(plan.group, rows)
     ways = {min(2**power, most) for power in range((most - 1).bit_length() + 1)}
-    choices = [(math.ceil(rows / together), plan.sequence + (together - 1) * plan.response) for together in sorted(ways)]
+    choices = [(math.ceil(rows / some), plan.sequence + (some - 1) * plan.response) for some in sorted(ways)]
     groups, longest = min(choices, key=lambda shape: operations(model, *shape))
     return groups * longest if (groups, longest) != choices[0] else tokens, rows * plan.response
 
