@@ -79,10 +79,12 @@ def test_the_seconds_of_a_stage_follow_from_two_passes_and_the_lengths_of_demons
     assert learned["sft"] == pytest.approx(4 * 8 * (2 * 80 + 100) / 3 * 0.3)  # of two sequences the longer counts
     shared = found(0, 0.3, 0, rows=replace(rows, common=30))
     assert shared["sft"] == pytest.approx(4 * 8 * (30 + 30 + 50 + 100) / 3 * 0.3)  # what both begin with, once
-    step = 30 * 0.1 + 8 * 10 * 0.1 + 4 * (30 + 2 * 50) * 0.3  # read, heard, and two responses after their prompt
+    step = (
+        30 * 0.1 + 8 * 10 * 0.1 + passes.UPDATE * 4 * (30 + 2 * 50) * 0.3
+    )  # read, heard, and two responses after their prompt
     assert learned["train"] == pytest.approx(s.STEPS * 8 * step)
     alone = found(0, 0.3, 0, replace(model, layer=0, queries=1))  # where attention is all, each stands alone
-    assert alone["train"] == pytest.approx(s.STEPS * 8 * 8 * 2 * 80**2 * 0.3)
+    assert alone["train"] == pytest.approx(s.STEPS * passes.UPDATE * 8 * 8 * 2 * 80**2 * 0.3)
     sampled = found(0, 0, 0.1)
     assert sampled["sft"] == 0 and sampled["train"] == pytest.approx(s.STEPS * 64 * 40 * 0.1)
     assert sampled["eval"] == pytest.approx(10 * (2 + 1) * (80 + 40 + 40) * 0.1)

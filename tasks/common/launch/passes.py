@@ -26,7 +26,8 @@ ROWS = 64  # whose lengths are counted
 LEARNED = 1024  # tokens of the pass that learns
 DECODED = 8  # tokens of each sequence of the pass that samples
 # What a stage takes beside its work, in starts of this program, which imports and loads the same: an estimate.
-STARTS = {"sft": 3.0, "train": 4.5, "eval": 3.0}
+STARTS = {"sft": 7.0, "train": 9.0, "eval": 3.0}
+UPDATE = 1.4  # of a bare pass: an update of RL, with entropies and the optimizer; an estimate too
 FORWARD = 1 / 3  # of a forward and a backward pass
 
 
@@ -114,7 +115,7 @@ def seconds(
     prompt, whole, said = map(mean, (rows.prompts, rows.whole, rows.said))
     read, heard = (FORWARD * learn * tokens * model.layer for tokens in (prompt, whole - prompt - said))
     warm = warm_up(model, rows, s.MICRO_BATCH_SIZE) * learn
-    learned = update(model, prompt, whole - prompt, min(s.MICRO_BATCH_SIZE, s.ROLLOUT_N)) * learn
+    learned = UPDATE * update(model, prompt, whole - prompt, min(s.MICRO_BATCH_SIZE, s.ROLLOUT_N)) * learn
     step = s.TRAIN_BATCH_SIZE * (read + s.ROLLOUT_N * (heard + said * sample + learned))
     own = min(s.MAX_NEW_TOKENS, s.MAX_TURN_LENGTH)  # of MODEL itself, which has not learned to end
     answers = [own, said, *[said] * (s.INIT == "sft")]
