@@ -23,7 +23,7 @@ from verl_tasks.rows import decoded, demonstration, parquet_rows, tools_of
 from verl_tasks.settings import Settings, load_settings, stack
 
 ROWS = 64  # whose lengths are counted
-LEARNED = 1024  # tokens of the pass that learns
+LEARNED = 512  # tokens of the pass that learns
 DECODED = 8  # tokens of each sequence of the pass that samples
 # What a stage takes beside its work, in starts of this program, which imports and loads the same: an estimate.
 STARTS = {"sft": 7.0, "train": 9.0, "eval": 3.0}
