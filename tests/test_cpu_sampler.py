@@ -1,4 +1,8 @@
-"""The cpu stack's sampling: the right shares, never an impossible token, and a seed's tokens whatever is beside it."""
+"""The cpu stack's sampling: the right shares, never an impossible token, and a seed's tokens whatever is beside it. Its
+engine and worker leave the cores to each other."""
+
+import threading
+import time
 
 import pytest
 import torch
@@ -58,3 +62,22 @@ def test_ranks_are_counted_without_compiling(sampler):
     rank = sampler.vllm_sampler.batched_count_greater_than
     assert not hasattr(rank, "__wrapped__")
     assert rank(torch.tensor([[3.0, 1.0, 2.0]]), torch.tensor([[2.0]])).tolist() == [2]
+
+
+def test_the_engine_waits_for_its_worker_asleep():
+    from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
+
+    from verl_tasks.verl_plugins.cpu import asleep  # noqa: F401
+
+    writer = MessageQueue(1, 1, max_chunk_bytes=1000)
+    reader = MessageQueue.create_from_handle(writer.export_handle(), 0)
+    ready = threading.Thread(target=reader.wait_until_ready)
+    ready.start()
+    writer.wait_until_ready()
+    ready.join()
+    writer.enqueue("a step")
+    assert reader.dequeue(timeout=10) == "a step"
+    threading.Timer(0.5, writer.enqueue, ["its tokens"]).start()
+    began = time.thread_time()
+    assert reader.dequeue(timeout=10) == "its tokens"
+    assert time.thread_time() - began < 0.05

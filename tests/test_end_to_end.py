@@ -289,7 +289,7 @@ def test_ctrl_c_ends_every_process_and_keeps_what_there_was(variables, tmp_path)
         command, cwd=ROOT, env=outside_make(), stdout=subprocess.PIPE, text=True, start_new_session=True
     ) as run:
         for line in run.stdout:
-            if "starting the engines" in line:
+            if "waits for" in line:
                 break
         time.sleep(15)
         os.killpg(run.pid, signal.SIGINT)

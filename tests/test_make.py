@@ -242,7 +242,7 @@ def test_config_shows_the_plan_above_the_resolved_config_and_writes_nothing(tmp_
     run_dir = tmp_path / "artifacts/runs/countdown/mine"
     assert plan == ["# start: some/model", f"# run folder: {run_dir}", "# resumes from step: 0", "# steps: 7"]
     words = shlex.split(command.removeprefix("# command: "))
-    program = "-m verl_tasks.verl_plugins.forked --trainer vllm.v1.worker.cpu_worker verl.trainer.main_ppo"
+    program = "-m verl_tasks.verl_plugins.forked --trainer verl_tasks.verl_plugins.cpu.asleep verl.trainer.main_ppo"
     assert words[1:6] == program.split()
     assert words[-1] == "trainer.total_epochs=7"
     assert not (ROOT / "outputs").exists() and not (tmp_path / "artifacts").exists()

@@ -168,11 +168,14 @@ def test_log_probs_entropy_and_gradients_are_verls(found, case):
 
 @pytest.mark.medium
 def test_a_prompt_stands_once_where_that_is_less_work(found):
-    assert [len(found[case]["rows"]) for case in CASES] == [2, 2, 2, 2, 2, 3, 3]  # SFT: two, four or one in a row
-    assert [found["groups"]["rows"][way][0] for way in (0, 1)] == [3, 6]
-    assert [found["one group"]["rows"][way][0] for way in (0, 1)] == [1, 4]
-    assert [rows for rows, _ in found["sft"]["rows"]] == [6, 6, 6]  # they begin with nothing in common
-    assert [rows for rows, _ in found["sft, one system"]["rows"]] == [3, 2, 6]
+    def tried(case: str) -> list[int]:
+        """Rows of each way: at most two, four, eight or one of a prompt in a row."""
+        return [rows for rows, _ in found[case]["rows"]]
+
+    assert tried("groups") == tried("a temperature a row") == [4, 3, 3, 6]
+    assert tried("one group") == tried("long responses") == [2, 1, 4] and tried("single rows") == [4, 4, 4]
+    assert tried("sft") == [6, 6, 6, 6]  # they begin with nothing in common
+    assert tried("sft, one system") == [3, 2, 1, 6]
 
 
 @pytest.mark.medium

@@ -192,13 +192,15 @@ def errors_in_one_line(*kinds: type[Exception], stopped: str = "") -> Iterator[N
 class _Screen:
     """A progress bar on a terminal; elsewhere the same bar as a line, every 2 % or 15 seconds.
 
-    The time left follows from the mean of the steps that ended, and only falls while one is under way. Both times count
-    from the first step on, not from the engines' start-up.
+    The time left follows from the mean of the steps that ended, before that from ``seconds`` in all (0: unknown), and
+    only falls while a step is under way. The time that passed counts from the first step on, not from the engines'
+    start-up.
     """
 
-    def __init__(self, name: str, total: int):
+    def __init__(self, name: str, total: int, seconds: float = 0):
         self.name, self.total, self.live = name, total, sys.stdout.isatty()
-        self.began, self.first, self.ends_at = time.time(), 0, 0.0  # ends_at: by the clock; 0: unknown
+        self.began, self.first = time.time(), 0
+        self.ends_at = self.began + seconds if seconds else 0.0  # by the clock; 0: unknown
         self.shown, self.printed, self.lines_at, self.told = Progress(), 0.0, 0, False
 
     def look(self, watch: Callable[[], Progress], last: bool = False) -> None:
@@ -253,21 +255,24 @@ def run(
     watch: Callable[[], Progress],
     environment: dict[str, str] | None = None,
     minutes: float = 0,
+    seconds: float = 0,
 ) -> None:
     """Run ``command`` until it ends; its output goes to ``log``.
 
-    ``watch`` is asked twice a second for the Progress towards ``total``. ``minutes`` without a sign of life (alive.py)
-    end it; 0: it may wait for ever. Raises StageFailed with the first real error and the last lines of the log when the
-    process fails, stands still, or hangs after its log reports a dead engine. Nothing is left then (leftovers.py).
+    ``watch`` is asked twice a second for the Progress towards ``total``; ``seconds``: of all, as far as is known before
+    it starts. ``minutes`` without a sign of life (alive.py) end it; 0: it may wait for ever. Raises StageFailed with
+    the first real error and the last lines of the log when the process fails, stands still, or hangs after its log
+    reports a dead engine. Nothing is left then (leftovers.py).
     """
-    screen, stalled, due, ours = _Screen(name, total), "", {}, set()
+    screen, stalled, due, ours = _Screen(name, total, seconds), "", {}, set()
     with kept(command, log, environment) as launch, log.open(errors="replace") as new:
         life = alive.Watch(launch.folder, log.parent.parent, log, minutes)
 
         def watched() -> Progress:
             progress = watch()
             life.look(progress.done)
-            return replace(progress, note=progress.note + life.note) if minutes else progress
+            note = progress.note + life.note or f" waits for {life.waits or 'the model to load'}"
+            return replace(progress, note=note) if minutes else progress
 
         try:
             while launch.keeper.poll() is None:

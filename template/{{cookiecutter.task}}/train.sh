@@ -30,7 +30,7 @@ default() { :; } # make reads these lines
 {{ line("TEST_SIZE", "0.1" if cookiecutter.source == "file" else 512, "a count, a share below 1, or 0: all of a test split", 128) }}
 {% else %}
 {{ line("TRAIN_SIZE", 8192, "training prompts", 512) }}
-{{ line("TEST_SIZE", 512, "held-out prompts", 128) }}
+{{ line("TEST_SIZE", 512, "held-out prompts", 64 if multi else 128) }}
 {% endif %}
 {{ line("METHOD", cookiecutter.method, "docs/METHODS.md has all of them") }}
 {% if multi and cookiecutter.method == "dapo" %}
@@ -49,9 +49,11 @@ default() { :; } # make reads these lines
 {% endif %}
 {% if multi %}
 {% if generated and cookiecutter.lora != "yes" %}
-{{ line("SFT_STEPS", 64, "most steps of the warm-up", 24) }}
-{{ line("SFT_LOSS", 0, "a loss that ends it before: the demonstrations are learned", "0.1") }}
+{{ line("SFT_STEPS", 64, "most steps of the warm-up", 32) }}
+{{ line("SFT_LOSS", 0, "a loss that ends it before: the demonstrations are learned", "0.02") }}
+{{ line("SFT_BATCH_SIZE", 64, "demonstrations a step", 8) }}
 {% endif %}
+{{ line("TRAIN_BATCH_SIZE", 32 if cookiecutter.method == "dpo" else 128, "prompts a step; each is sampled ROLLOUT_N times", 4) }}
 {{ line("MAX_TURNS", 4, "of the model in an episode") }}
 {{ line("MAX_TURN_LENGTH", 256, "tokens", 64) }}
 {{ line("MICRO_BATCH_SIZE", 16, "long episodes: fewer sequences in one pass", [8, pass_tokens // 448] | min) }}

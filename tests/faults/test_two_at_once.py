@@ -23,7 +23,7 @@ def test_a_second_run_of_a_task_is_refused_in_one_line_and_the_first_goes_on(sma
     variables = CHAIN | {"MODEL": str(small_model), "ARTIFACTS": str(tmp_path), "INIT": "base", "STEPS": "1"}
     first = Watched.make("train", **variables)
     try:
-        for marker in ("[1/4] data", "[3/4] train", "starting the engines", "[4/4] eval"):
+        for marker in ("[1/4] data", "[3/4] train", "waits for", "[4/4] eval"):
             wait_for(first, marker)
             started, second = time.monotonic(), Watched.make("train", **variables)
             try:

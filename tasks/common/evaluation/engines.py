@@ -144,6 +144,7 @@ class _Platform:
     block_size: int | None = None
     chunked_prefill: bool | None = None
     graphs: dict | None = None
+    sequences: int | None = None
 
     @classmethod
     def here(cls) -> "_Platform":
@@ -153,7 +154,8 @@ class _Platform:
         if current_platform.is_cpu():
             # A part of a prompt samples a token for nothing: vLLM 0.30 on a CPU cannot take back what that drew
             # (gpu_model_runner.py:3723).
-            return cls(cpu_dtype(), EXTENSION_OF_CPU, CPU_BLOCK_SIZE, chunked_prefill=False)
+            # More sequences at once sample no faster on a CPU, and the first ones end later.
+            return cls(cpu_dtype(), EXTENSION_OF_CPU, CPU_BLOCK_SIZE, chunked_prefill=False, sequences=64)
         if vllm.__version__.startswith("0.11.0"):  # graphs were never tried
             return cls("bfloat16", EXTENSION_OF_0_11)
         return cls("bfloat16", EXTENSION, graphs=GRAPHS)
@@ -186,6 +188,7 @@ class VLLMEngine:
                 dtype=platform.dtype,
                 worker_extension_cls=platform.extension,
                 block_size=platform.block_size,
+                max_num_seqs=platform.sequences,
                 enable_chunked_prefill=platform.chunked_prefill,
                 enforce_eager=not platform.graphs,
                 compilation_config=platform.graphs,

@@ -10,7 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from verl_tasks import settings
@@ -52,6 +52,7 @@ class Job:
     arguments: list[str]
     model: str = ""
     run: Run | None = None  # the run to use; None: MODEL itself, or a training that has not started
+    expected: dict[str, float] = field(default_factory=dict)  # seconds by stage, once they are known (minutes.py)
 
     @property
     def stage(self) -> Stage:
@@ -270,7 +271,7 @@ def model_folder(job: Job) -> str:
 def trained_rl(job: Job) -> str:
     """RL; where the warm-up gives it nothing to learn from, `make all` on a terminal asks whether to go on."""
     try:
-        return train_rounds(job.s, job.arguments)
+        return train_rounds(job.s, job.arguments, job.expected.get("train", 0))
     except train.WithoutSignal as error:
         if job.goal != "all" or not sys.stdin.isatty():
             raise
@@ -284,7 +285,7 @@ def trained_rl(job: Job) -> str:
 PARTS: dict[str, Callable[[Job], str]] = {
     "data": data,
     "model": model,
-    "sft": lambda job: train.sft(job.s),
+    "sft": lambda job: train.sft(job.s, job.expected.get("sft", 0)),
     "train": trained_rl,
     "merge": merged,
     "export": model_folder,
@@ -528,7 +529,7 @@ def main(goal: str, arguments: list[str]) -> None:
         else:
             own = functools.partial(evaluate, name=f"{goal}.py")  # a stage of the task's own
             parts = {name: functools.partial(PARTS.get(name, own), job) for name in job.parts}
-            run_stages(minutes.kept(s, arguments, parts) if job.trains else parts, first)
+            run_stages(minutes.kept(s, arguments, parts, job.expected) if job.trains else parts, first)
         if job.trains:
             closing(s, folder.rounds(s, arguments), command.STEP)
         if goal == "batch":

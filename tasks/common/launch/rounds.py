@@ -39,8 +39,9 @@ def start_model(s: Settings) -> str:
     return str(export(run))
 
 
-def train_rounds(s: Settings, arguments: list[str]) -> str:
-    """SELF_PLAY_ROUNDS trainings of STEPS; each starts from the last result, which is also its reference."""
+def train_rounds(s: Settings, arguments: list[str], seconds: float = 0) -> str:
+    """SELF_PLAY_ROUNDS trainings of STEPS, in about ``seconds`` (0: unknown). Each starts from the last result, which
+    is also its reference."""
     start, said = start_model(s), ""
     for number in range(1, s.SELF_PLAY_ROUNDS + 1):
         run = folder.rl_run(s, arguments, number, start)
@@ -50,7 +51,7 @@ def train_rounds(s: Settings, arguments: list[str]) -> str:
         if not done and s.by_pairs:
             run = train.train_on_pairs(s, arguments, number, start, run)
         elif not done:
-            run = train.train(s, arguments, number, start, run)
+            run = train.train(s, arguments, number, start, run, seconds / s.SELF_PLAY_ROUNDS)
         dev, steps = validation.words(run.metrics), train.said_steps(run, run.wanted(s), s)
         said = f"{'up to date: ' if done else ''}{steps} in {run.folder}{f'; {dev}' if dev else ''}"
         start = str(export(run))

@@ -13,7 +13,7 @@ from verl_tasks.data.pairs import pair_set
 from verl_tasks.data.pairs import steps as pair_steps
 from verl_tasks.data.prepare import load_tokenizer
 from verl_tasks.files import read_json
-from verl_tasks.launch.plan import REWARD, Plan, pairs_plan, rl_plan, sft_plan
+from verl_tasks.launch.plan import Plan, pairs_plan, rl_plan, sft_plan
 from verl_tasks.launch.task import script
 from verl_tasks.machine import cluster
 from verl_tasks.machine.gpus import Sampler
@@ -22,7 +22,7 @@ from verl_tasks.models.merge import adapter_config, base_model, is_adapter
 from verl_tasks.process import Progress, StageFailed, run
 from verl_tasks.rows import DataError
 from verl_tasks.runs import folder, health, launches, validation
-from verl_tasks.runs.checkpoint import begun_step, ranks
+from verl_tasks.runs.checkpoint import ranks
 from verl_tasks.runs.keep import prune
 from verl_tasks.runs.run import Run, last_step, mend_tracker, metrics_in
 from verl_tasks.settings import Settings, SettingsError, method
@@ -59,8 +59,8 @@ def check_method(s: Settings, arguments: list[str]):
 # ---- stages --------------------------------------------------------------------------------------------------------
 
 
-def sft(s: Settings) -> str:
-    """The warm-up on the task's demonstrations, or on correct samples of MODEL.
+def sft(s: Settings, seconds: float = 0) -> str:
+    """The warm-up on the task's demonstrations, or on correct samples of MODEL, in about ``seconds`` (0: unknown).
 
     Raises SettingsError, DataError and StageFailed.
     """
@@ -84,7 +84,7 @@ def sft(s: Settings) -> str:
     chosen = parity.decided(s)
     plan = sft_plan(s, run, start, demonstrations, chosen)
     folder.note(run, "sft", s, start)
-    run = execute(plan)
+    run = execute(plan, seconds)
     prune(run.folder, 0)  # a resumed trainer does not know the checkpoints of the one that was killed
     loss = run.metrics.get(run.last, {}).get("train/loss", math.nan)
     early = f", below SFT_LOSS={s.SFT_LOSS:g}" if run.last < s.SFT_STEPS else ""
@@ -102,8 +102,8 @@ def _check_ranks(s: Settings, run: Run) -> None:
         raise SettingsError(f"N_GPUS={s.N_GPUS}: the warm-up stopped at step {run.last} with N_GPUS={saved}; {fix}")
 
 
-def train(s: Settings, arguments: list[str], number: int, start: str, run: Run) -> Run:
-    """Round ``number`` of RL from the model ``start``; the run after it."""
+def train(s: Settings, arguments: list[str], number: int, start: str, run: Run, seconds: float = 0) -> Run:
+    """Round ``number`` of RL from the model ``start``, in about ``seconds`` (0: unknown); the run after it."""
     begins, chosen = _trainer_start(s, start), parity.decided(s)
     # A teacher and a reward model may give no right answers.
     learns = s.INIT == "sft" and number == 1 and method(s.METHOD).REWARD and not s.REWARD_MODEL
@@ -114,7 +114,7 @@ def train(s: Settings, arguments: list[str], number: int, start: str, run: Run) 
     folder.note(run, "rl", s, start, arguments, base_model(begins))
     prune(run.folder, s.KEEP)  # also a crash's leftovers
     try:
-        run = execute(plan)
+        run = execute(plan, seconds)
     except StageFailed as error:
         raise cluster.explained(error, nodes) from error
     if said := method(s.METHOD).warning_after(run.metrics):
@@ -176,8 +176,8 @@ def said_steps(run: Run, wanted: float, s: Settings) -> str:
 # ---- a plan carried out --------------------------------------------------------------------------------------------
 
 
-def execute(plan: Plan) -> Run:
-    """Train as ``plan`` says, with a record of the launch; the run as it is after that.
+def execute(plan: Plan, seconds: float = 0) -> Run:
+    """Train as ``plan`` says, in about ``seconds`` (0: unknown), with a record of the launch; the run after that.
 
     Raises StageFailed when the trainer fails, aborts, or ends without its last checkpoint.
     """
@@ -190,13 +190,14 @@ def execute(plan: Plan) -> Run:
 
     def watch() -> Progress:
         gpus.sample()
-        return _progress(plan, plan.metrics.stat().st_size if plan.metrics.exists() else 0, begun_step(plan.metrics))
+        return _progress(plan, plan.metrics.stat().st_size if plan.metrics.exists() else 0)
 
     outcome = run_dir / health.OUTCOME
     outcome.unlink(missing_ok=True)
     try:
         how = {"name": plan.name, "log": plan.log, "total": plan.steps, "environment": plan.environment}
-        run(plan.command, **how, watch=watch, minutes=s.START_MINUTES if verl_versions.has_own_trainers(s) else 0)
+        how |= {"minutes": s.START_MINUTES if verl_versions.has_own_trainers(s) else 0, "seconds": seconds}
+        run(plan.command, **how, watch=watch)
     except StageFailed as error:
         ended = read_json(outcome)
         if ended.get("outcome") == health.WITHOUT:
@@ -225,15 +226,14 @@ def _goes_on(run_dir: Path) -> str:
 
 
 @functools.lru_cache(1)  # called twice a second
-def _progress(plan: Plan, size: int, begun: int = 0) -> Progress:
-    """The last logged step, its metric, the last and best validation and the newest finding.
+def _progress(plan: Plan, size: int) -> Progress:
+    """The last logged step, its metric, the last and best validation and the newest finding; no note before the first.
 
-    ``size``: bytes of the metrics file, which show whether there is news. ``begun``: the step that is under way.
+    ``size``: bytes of the metrics file, which show whether there is news.
     """
     here = metrics_in(plan.metrics, strict=False) if size else {}
     if not here:
-        starting = "starting the engines" if plan.shown == REWARD else "loading the model"
-        return Progress(plan.run.last, f" step {begun}" if begun else f" {starting}")
+        return Progress(plan.run.last)
     (name, key), last = plan.shown, max(here)
     done = {step: row for step, row in sorted((plan.run.metrics | here).items()) if step <= last}
     broken = health.findings(done, plan.settings)

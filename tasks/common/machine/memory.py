@@ -271,10 +271,11 @@ def passed(model: Shapes, plan: Plan) -> tuple[int, int]:
     if not (plan.on_cpu and model.plain and plan.response) or plan.padded:
         return tokens, tokens
     rows = max(1, plan.tokens // plan.sequence)
-    together = min(plan.group, rows)
-    groups, longest = math.ceil(rows / together), plan.sequence + (together - 1) * plan.response
-    shared = not plan.critic and operations(model, groups, longest) < operations(model, rows, plan.sequence)
-    return groups * longest if shared else tokens, rows * plan.response
+    most = 1 if plan.critic else min(plan.group, rows)
+    ways = {min(2**power, most) for power in range((most - 1).bit_length() + 1)}
+    choices = [(math.ceil(rows / some), plan.sequence + (some - 1) * plan.response) for some in sorted(ways)]
+    groups, longest = min(choices, key=lambda shape: operations(model, *shape))
+    return groups * longest if (groups, longest) != choices[0] else tokens, rows * plan.response
 
 
 def working(model: Shapes, plan: Plan) -> dict[str, float]:

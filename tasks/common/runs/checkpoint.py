@@ -49,19 +49,6 @@ def _all_ranks(part: Path) -> bool:
     return len(sizes) == 1 and there == wanted and all(zipfile.is_zipfile(part / match[0]) for match in shards)
 
 
-def begun_file(metrics: Path) -> Path:
-    """Beside the ``metrics`` of a launch: the step that is under way."""
-    return metrics.with_suffix(".step")
-
-
-def begun_step(metrics: Path) -> int:
-    """The step that the launch with these ``metrics`` has begun; 0 before the first."""
-    try:
-        return int(begun_file(metrics).read_text())
-    except (OSError, ValueError):
-        return 0
-
-
 class FirstSave:
     """When a launch must write its first checkpoint whatever SAVE_FREQ is, so that a stop never costs more."""
 

@@ -8,7 +8,7 @@ import copy
 import functools
 import os
 import time
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -30,7 +30,7 @@ from verl_tasks.machine import hardware
 from verl_tasks.machine.memory import GIB
 from verl_tasks.rewards.answers import RewardError
 from verl_tasks.rewards.episode import turn_texts
-from verl_tasks.runs.checkpoint import FirstSave, begun_file
+from verl_tasks.runs.checkpoint import FirstSave
 from verl_tasks.runs.health import abort, aborted_by, no_signal, stop_without_signal
 from verl_tasks.runs.run import read_metrics
 from verl_tasks.settings import load_settings
@@ -121,8 +121,6 @@ class CheckedTrainer(KeepBest):
 
     def on_step_begin(self):
         waits_for(f"the samples and rewards of step {self.global_steps}")
-        with suppress(OSError, KeyError):  # a full disk; verl alone
-            begun_file(Path(os.environ["VERL_FILE_LOGGER_PATH"])).write_text(str(self.global_steps))
         self._first_save.begin()
         if os.environ.get("ABORT_ON"):
             self._abort_on_broken_rule()

@@ -54,7 +54,7 @@ ENVIRONMENT = {
 }
 
 # The module that runs verl's trainer: it and its processes as forks of one.
-LAUNCHER = ["verl_tasks.verl_plugins.forked", "--trainer", "vllm.v1.worker.cpu_worker"]
+LAUNCHER = ["verl_tasks.verl_plugins.forked", "--trainer", "verl_tasks.verl_plugins.cpu.asleep"]
 
 # What the trainers multiply in, and vLLM keeps and samples in.
 DTYPE = cpu_dtype()

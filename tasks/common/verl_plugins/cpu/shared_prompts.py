@@ -83,19 +83,19 @@ def pack(sequences: list[torch.Tensor], shared: list[int], wanted: list[torch.Te
 
 
 def of_micro_batch(micro_batch: TensorDict, config: dict) -> Packed:
-    """Of RL, each prompt once and the response's tokens predicted; of SFT, what all rows begin with (the system prompt)
-    once for several, and those with a loss; alone where that is less work. ``config``: the model's config.json."""
+    """Of RL, each prompt once for several responses, and their tokens predicted; of SFT, what all rows begin with (the
+    system prompt) once for several, and the tokens with a loss. As many stand in a row as is least work.
+    ``config``: the model's config.json."""
     sequences = list(micro_batch["input_ids"].unbind())
     count = len(sequences)
     if micro_batch.get("prompts") is None:
         wanted = [mask[1:].nonzero()[:, 0] for mask in micro_batch["loss_mask"].unbind()]
         columns = zip(*(sequence.tolist() for sequence in sequences), strict=False)
-        common = len([*takewhile(lambda column: len({*column}) == 1, columns)])
-        ways = [pack(sequences, [common] * count, wanted, 2**power) for power in range(1, count.bit_length())]
+        shared = [len([*takewhile(lambda column: len({*column}) == 1, columns)])] * count
     else:
-        prompts = [len(prompt) for prompt in micro_batch["prompts"].unbind()]
-        wanted = [torch.arange(prompt - 1, len(s) - 1) for s, prompt in zip(sequences, prompts, strict=True)]
-        ways = [pack(sequences, prompts, wanted)]
+        shared = [len(prompt) for prompt in micro_batch["prompts"].unbind()]
+        wanted = [torch.arange(prompt - 1, len(s) - 1) for s, prompt in zip(sequences, shared, strict=True)]
+    ways = [pack(sequences, shared, wanted, 2**power) for power in range(1, (count - 1).bit_length() + 1)]
     model = shapes(config)
     ways.append(pack(sequences, [0] * count, wanted))
     return min(ways, key=lambda packed: operations(model, *packed.ids.shape))
