@@ -229,7 +229,7 @@ def cookiecutter(*arguments: str, cwd: Path) -> subprocess.CompletedProcess:
 def change_reward(task: Path, body: str) -> None:
     """Let ``body`` score all but the ground truth of examples.jsonl, which is checked before the training."""
     reward = (task / "reward.py").read_text()
-    first = "    answer, truth = find_answer("
+    first = "    answer, truth = math_answer.find_answer("
     assert first in reward
     (task / "reward.py").write_text(reward.replace(first, f"    if ground_truth != '12':\n        {body}\n{first}"))
 
