@@ -7,10 +7,10 @@ default MODEL Qwen/Qwen2.5-1.5B-Instruct cpu=embedded # a hub id, a folder, or `
 default SOURCE generate                         # generate | hub (Jiayi-Pan/Countdown-Tasks-3to4) | a folder of that form
 default DIFFICULTY hard cpu=easy                # easy: 2 numbers up to 99 | hard: 3 or 4
 default TRAIN_SIZE 8192 cpu=512                 # training prompts
-default TEST_SIZE 512 cpu=64                    # held-out prompts
+default TEST_SIZE 512 cpu=128                   # held-out prompts
 default SFT_STEPS 64 cpu=4                      # steps of the warm-up; on a CPU few: RL is to learn the rest
 default STEPS 100 cpu=8                         # training steps
 default MAX_PROMPT_LENGTH 256 cpu=128           # tokens
-default MAX_RESPONSE_LENGTH 1024 cpu=40         # tokens; an easy demonstration has 28 at most
+default MAX_RESPONSE_LENGTH 1024 cpu=64         # tokens
 
 cd "$(dirname "$0")" && exec make --no-print-directory -C ../.. "${STAGE:-train}" TASK="${PWD##*/}" ARGS="${*@Q}"
