@@ -107,6 +107,7 @@ def test_episodes_get_the_exact_metrics_and_each_turn_is_one_batch(workplace):
         "format": 4 / 6,
         "turns": sum(map(sum, TURNS)) / 6,
         "tool_errors": 1 / 6,
+        "failed": 0,
         "cut_length": 0,
         "cut_turn_length": 1 / 6,
         "cut_observation": 0,
@@ -303,7 +304,15 @@ def test_a_step_that_hangs_ends_its_episode_alone(small_model):
     ended = {rollout.index: (seconds, rollout) for seconds, rollout in found}
     hung = ended[0][1]
     assert (hung.finish_reason, hung.error, hung.messages[-1]["role"]) == ("step_timeout", "", "assistant")
-    expected = {"score": 0.25, "acc": 0.0, "format": 0.0, "turns": 2.0, "tool_errors": 0.0, "timeout": 1.0}
+    expected = {
+        "score": 0.25,
+        "acc": 0.0,
+        "format": 0.0,
+        "turns": 2.0,
+        "tool_errors": 0.0,
+        "failed": 0.0,
+        "timeout": 1.0,
+    }
     assert {name: value for name, value in hung.reward.items() if not name.startswith("cut_")} == expected
     assert [ended[i][1].finish_reason for i in (1, 2)] == ["stop", "stop"]
     assert max(3, ended[1][0], ended[2][0]) < ended[0][0] < 20

@@ -113,11 +113,12 @@ class Scoring:
     @classmethod
     def read(cls, stored: dict) -> "Scoring":
         """From ``stored``, without the task's own metrics."""
-        module, _, name = stored["source"].partition(":")
-        part, variant = getattr(importlib.import_module(module), name), stored["variant"]
+        mark, source, variant = (stored[name] for name in ("mark", "source", "variant"))
+        module, _, name = source.partition(":")
+        part = getattr(importlib.import_module(module), name)
         if stored["episodes"]:
-            return cls(None, None, stored["mark"], part)
-        return cls(functools.partial(part, variant=variant) if variant else part, None, stored["mark"])
+            return cls(None, None, mark, part, source)
+        return cls(functools.partial(part, variant=variant) if variant else part, None, mark, None, source, variant)
 
 
 def sampling(s: Settings) -> Sampling:
