@@ -67,7 +67,7 @@ def test_verl_gets_the_sampled_tokens_their_mask_and_the_reward(tokenizer):
     assert {p for p, mine in zip(output.response_logprobs, output.response_mask, strict=True) if mine} == {-1.0, -2.0}
     assert (output.reward_score, output.num_turns, output.metrics.num_preempted) == (1.0, 4, 2)
     scores = {"score": 1.0, "acc": 1.0, "format": 1.0, "turns": 2.0, "tool_errors": 0.0, "timeout": 0.0}
-    scores |= dict.fromkeys(("cut_length", "cut_turn_length", "cut_observation", "cut_turns"), 0.0)
+    scores |= dict.fromkeys(("failed", "cut_length", "cut_turn_length", "cut_observation", "cut_turns"), 0.0)
     assert output.extra_fields["reward_extra_info"] == scores
     assert (output.extra_fields["min_global_steps"], output.extra_fields["max_global_steps"]) == (1, 2)
     (first, prompt, params), (second, context, _) = server.asked
