@@ -335,7 +335,7 @@ def _with_masks(get):
 
 def test_the_turns_and_cuts_of_a_steps_episodes_are_metrics(sampled, module, monkeypatch):
     cuts = dict.fromkeys(("cut_length", "cut_turn_length", "cut_observation", "cut_turns", "timeout"), 0.0)
-    own = {"turns": 3.0, "tool_errors": 0.0, **cuts}
+    own = {"turns": 3.0, "tool_errors": 0.0, "failed": 0.0, **cuts}
     trainer, batch = sampled([WRONG | own, WRONG | own | {"turns": 5.0, "cut_turns": 1.0}])
     monkeypatch.setattr(module.KeepBest, "_compute_metrics", lambda *_, **__: None)
     trainer._compute_metrics(batch, metrics := {}, {}, 1, 0)
