@@ -331,19 +331,21 @@ def test_the_translation_says_the_same():
 
 
 def test_the_caption_of_the_readmes_picture_says_what_is_in_it():
-    assert (pictures.IMAGES / "countdown-search.png").stat().st_size < 60_000
+    assert (pictures.IMAGES / "gsm8k.png").stat().st_size < 60_000
     values = pictures.curve()
     scores, entropies = values[pictures.SCORE], values[pictures.ENTROPY]
     text = " ".join((ROOT / "README.md").read_text().split())
     entropy = "rises" if entropies[-1] > entropies[0] else "falls"
     assert f"rises ({scores[0]:.2f} → {scores[-1]:.2f}), and the entropy {entropy} ({entropies[0]:.3f} → " in text
     assert f"→ {entropies[-1]:.3f} nats)" in text and f"{values['step'][-1]} GRPO steps" in text
-    result = recipes()["gpu-countdown-search-135m"]
+    result = recipes()["gpu-gsm8k"]
     found = result["compare"]["metrics"]["pass@1"]
-    start, end = (found[name]["value"] for name in ("warm-up", "trained"))
+    start, end = (found[name]["value"] for name in ("base", "trained"))
+    lenient = result["compare"]["metrics"]["lenient"]["difference"]
+    assert f"{interval(lenient)} of it is skill" in text
     assert f"from {start:.3f} to {end:.3f}" in text and f"+{interval(found['difference'])}, paired" in text
     assert f"{result['minutes']:.0f} min in all" in text
-    assert "](docs/images/countdown-search.png)" in text
+    assert "](docs/images/gsm8k.png)" in text
 
 
 def test_the_readme_shows_the_reward_and_the_files_of_countdown():

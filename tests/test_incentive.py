@@ -2,6 +2,7 @@
 
 import json
 import random
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from types import SimpleNamespace
@@ -11,7 +12,7 @@ import pytest
 from tasks.countdown.prepare_data import example, problems
 from tasks.countdown.reward import compute_score
 from verl_tasks.evaluation import incentive
-from verl_tasks.evaluation.exploits import Row
+from verl_tasks.evaluation.exploits import THINKING, Row
 from verl_tasks.files import write_json
 from verl_tasks.guarded import Guarded
 from verl_tasks.settings import artifacts
@@ -53,11 +54,25 @@ def test_a_start_that_earns_more_is_not_warned_of(s, rows):
     assert [warns for _, warns in told(s, rows, partial(compute_score, variant="ladder"))] == [False]
 
 
-def test_countdowns_default_pays_a_guess_without_a_thought_nothing(s, rows):
+def test_countdowns_default_pays_a_guess_nothing(s, rows):
     ((earns, warns),) = told(s, rows, compute_score)
-    assert not warns and "a guess of the row's numbers, no thought: 0.167 (17% right)" in earns
-    started_at(s, 0.05)  # a thought that is the same for all, and a guess, earn 0.1
-    assert told(s, rows, compute_score)[1][1]
+    assert not warns and "a guess of the row's numbers, no thought: 0.000 (17% right)" in earns
+    started_at(s, 0.02)  # a thought that is the same for all has none of the row's numbers
+    assert [warns for _, warns in told(s, rows, compute_score)] == [False]
+
+
+def test_a_right_guess_tempts_where_demonstrations_think(s, rows):
+    """With it a 1.5B that was right in 2 % unlearned all thought: results/gpu.json#h200-countdown-1.5b-guess."""
+
+    def right_is_right(*row, **more):
+        result = compute_score(*row, **more)
+        return result | {"score": max(result["score"], float(result["acc"]))}
+
+    started_at(s, 0.02)
+    (_, _), (warning, warns) = told(s, rows, right_is_right)
+    assert warns and "no thought" in warning and "earns 0.167 (17% right)" in warning
+    bare = [replace(row, demonstration=THINKING.sub("", row.demonstration)) for row in rows]
+    assert [warns for _, warns in told(s, bare, right_is_right)] == [False]
 
 
 def test_without_samples_of_the_start_much_of_a_right_answer_is_warned_of(s, rows):

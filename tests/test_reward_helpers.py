@@ -1,4 +1,4 @@
-"""rewards/answers.py: finding the answer, reading the ground truth, refusing a broken score."""
+"""rewards/answers.py, expression.py: finding the answer, the ground truth, true calculations; a broken score."""
 
 import json
 import math
@@ -6,6 +6,7 @@ import math
 import numpy as np
 import pytest
 
+from verl_tasks.rewards import expression
 from verl_tasks.rewards.answers import RewardError, after_thinking, last_answer, read_ground_truth, reward_function
 
 
@@ -139,3 +140,19 @@ def test_arguments_and_name_reach_the_function():
     compute_score("a", "b", "c")
     assert seen == [("a", "b", "c", {"index": 1}, {"other": 2}), ("a", "b", "c", None, {})]
     assert compute_score.__name__ == "compute_score"
+
+
+@pytest.mark.parametrize(
+    ("text", "numbers"),
+    [
+        ("5*3=15, 15-4=11", [[5, 3], [15, 4]]),
+        ("3-8=(-5), 3-8=-5", [[3, 8], [3, 8]]),
+        (r"so \( 16 \times 26 = 416 \), and (2+2=4)", [[16, 26], [2, 2]]),
+        ("1/3=(1/3)", [[1, 3]]),
+        ("3-8=5; 12=12; 3+4=-7; 2+2=45", []),
+        ("2+2=4 " + "a" * expression.READ, []),
+        ("1+1=2 " * 30, [[1, 1]] * expression.MOST_STEPS),
+    ],
+)
+def test_only_true_calculations_count(text, numbers):
+    assert list(expression.calculations(text)) == numbers

@@ -124,8 +124,8 @@ def from_record(record: dict) -> list[prepare.Example | str]:
         return ["`nums` must be a list of whole numbers"]
     if target is None:
         return ["`target` must be a whole number"]
-    if len(numbers) > MOST_NUMBERS:
-        return [f"{len(numbers)} numbers; the solver takes at most {MOST_NUMBERS}"]
+    if not 2 <= len(numbers) <= MOST_NUMBERS:  # one number leaves nothing to calculate, and a thought must
+        return [f"{len(numbers)} numbers; the solver takes 2 to {MOST_NUMBERS}"]
     made = example(sorted(numbers), target)  # in any order it is the same problem, taken once
     return [made if made.demonstration else "no expression over all numbers gives the target"]
 

@@ -1,4 +1,4 @@
-"""Countdown's reward: 1.0 correct, 0.1 the given numbers after a thought that calculates, else 0.0 (README.md)."""
+"""Countdown's reward, after a thought that calculates: 1.0 correct, 0.1 the given numbers; else 0.0 (README.md)."""
 
 from collections import Counter
 
@@ -12,23 +12,23 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None, vari
     """Score one response.
 
     ``ground_truth`` is ``{"target": int, "numbers": [int, ...]}`` or that as JSON text. ``variant`` (the setting
-    REWARD): "thought" pays 0.1 for exactly the given numbers, after a thought that calculates; "ladder" 0.3 for exactly
-    the given numbers and 0.1 for any expression, thought or not. Returns the same keys for every row: ``score``;
-    ``acc``, ``format`` (a well-formed expression), ``numbers`` (each given number exactly once, no other) and
-    ``thinking`` (a thought that calculates) in {0.0, 1.0}.
+    REWARD): "thought" pays only after a thought that calculates: 1.0 for a correct answer, 0.1 for exactly the given
+    numbers; "ladder" pays 1.0, 0.3 and 0.1 for any expression, thought or not. Returns the same keys for every row:
+    ``score``; ``acc`` (correct, thought or not), ``format`` (a well-formed expression), ``numbers`` (each given number
+    exactly once, no other) and ``thinking`` (a true calculation with given numbers) in {0.0, 1.0}.
     """
     truth = read_ground_truth(ground_truth)
     answer = last_answer(solution_str)
     parsed = parse_expression(answer) if answer else None
     well_formed = parsed is not None
-    right_numbers = well_formed and Counter(parsed[1]) == Counter(truth["numbers"])
+    given = Counter(truth["numbers"])
+    right_numbers = well_formed and Counter(parsed[1]) == given
     correct = right_numbers and parsed[0] == truth["target"]
-    thinking = expression.calculates(answers.thought(solution_str))
+    thinking = any(Counter(used) <= given for used in expression.calculations(answers.thought(solution_str)))
     if variant == "ladder":
-        partial = 0.3 if right_numbers else 0.1 if well_formed else 0.0
+        score = 1.0 if correct else 0.3 if right_numbers else 0.1 if well_formed else 0.0
     else:
-        partial = 0.1 if right_numbers and thinking else 0.0
-    score = 1.0 if correct else partial
+        score = (1.0 if correct else 0.1 if right_numbers else 0.0) if thinking else 0.0
     return {"score": score, "acc": correct, "format": well_formed, "numbers": right_numbers, "thinking": thinking}
 
 

@@ -20,7 +20,9 @@ from verl_tasks import prepare
 
 
 def score(answer, numbers, target):
-    return compute_score("countdown", f"<answer>{answer}</answer>", {"target": target, "numbers": numbers})["score"]
+    """1.0 for a right answer, thought or not."""
+    truth = {"target": target, "numbers": numbers}
+    return compute_score("countdown", f"<answer>{answer}</answer>", truth, variant="ladder")["score"]
 
 
 @cache
@@ -272,8 +274,9 @@ NUMBERS, TARGET = "`nums` must be a list of whole numbers", "`target` must be a 
         ({"nums": [3, 1], "target": True}, TARGET),
         ({"nums": [3, 4], "target": "seven"}, TARGET),
         ({"nums": [1, 2], "target": 1000}, "no expression over all numbers gives the target"),
-        ({"nums": [], "target": 0}, "no expression over all numbers gives the target"),
-        ({"nums": [1, 2, 3, 4, 5, 6], "target": 21}, "6 numbers; the solver takes at most 5"),
+        ({"nums": [], "target": 0}, "0 numbers; the solver takes 2 to 5"),
+        ({"nums": [1, 2, 3, 4, 5, 6], "target": 21}, "6 numbers; the solver takes 2 to 5"),
+        ({"nums": [7], "target": 7}, "1 numbers; the solver takes 2 to 5"),
     ],
 )
 def test_row_that_cannot_be_used_says_why(row, reason):

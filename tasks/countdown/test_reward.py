@@ -28,9 +28,13 @@ def test_examples_get_the_scores_that_they_state():
 @pytest.mark.parametrize(
     ("response", "score"),
     [
-        ("<think>so</think><answer>(5*3)-4</answer>", 1.0),
-        ("<answer>5×3−4 = 11</answer>", 1.0),
-        ("<answer>5*3-4</answer>", 1.0),  # right is right
+        ("<think>5*3=15</think><answer>(5*3)-4</answer>", 1.0),
+        ("<think>5*4=20, 5−3=2</think><answer>5×3−4 = 11</answer>", 1.0),
+        ("<answer>5*3-4</answer>", 0.0),  # right, a guess all the same
+        ("<think>so</think><answer>5*3-4</answer>", 0.0),
+        ("<think>1+1=2</think><answer>5*3-4</answer>", 0.0),  # a calculation of other numbers
+        ("<think>3*3=9</think><answer>5*3-4</answer>", 0.0),  # 3 is given once
+        ("<think>1+1=2, 5*3=15</think><answer>5*3-4</answer>", 1.0),
         ("<answer>3+4+5</answer>", 0.0),  # a guess
         ("<think>3+4=7, 7+5=12</think><answer>3+4+5</answer>", 0.1),
         ("<think>3+4=7, 7+5=12</think><answer>3+4</answer>", 0.0),  # not the given numbers
@@ -49,16 +53,18 @@ def test_score(response, score):
     assert compute_score("countdown", response, TRUTH)["score"] == score
 
 
-def test_a_guess_earns_no_partial_credit_and_a_thought_does():
-    """A policy that writes the numbers with any signs, without thinking, earns what it gets right by luck alone."""
+def test_a_guess_earns_nothing_and_a_thought_does():
+    """A policy that writes the numbers with any signs, and calculates first or does not."""
     rng = random.Random(0)
     guessed, thought, ladder = 0.0, 0.0, 0.0
     for problem in islice(problems(rng, "hard"), 200):
         guess = "".join(f"{rng.choice('+-*')}{n}" for n in problem["numbers"])[1:]
         guessed += compute_score("countdown", f"<answer>{guess}</answer>", problem)["score"] / 200
         ladder += compute_score("countdown", f"<answer>{guess}</answer>", problem, variant="ladder")["score"] / 200
-        thought += compute_score("countdown", f"<think>2*3=6</think><answer>{guess}</answer>", problem)["score"] / 200
-    assert guessed < 0.05 and ladder > 0.29 and 0.1 <= thought < 0.15
+        a, b = problem["numbers"][:2]
+        first = f"<think>{a}+{b}={a + b}</think><answer>{guess}</answer>"
+        thought += compute_score("countdown", first, problem)["score"] / 200
+    assert guessed == 0.0 and ladder > 0.29 and 0.1 <= thought < 0.15
 
 
 def test_a_long_thought_is_read_at_once():
@@ -79,7 +85,7 @@ SIGNS = ["（3+4）", "３＋４", "$3+4$", "`3+4`", r"\(3+4\)", "3\u200b+4", "3
 
 @pytest.mark.parametrize("answer", SIGNS)
 def test_a_sum_in_signs_of_other_scripts_is_right(answer):
-    assert compute_score("countdown", f"<answer>{answer}</answer>", {"target": 7, "numbers": [3, 4]})["score"] == 1.0
+    assert compute_score("countdown", f"<answer>{answer}</answer>", {"target": 7, "numbers": [3, 4]})["acc"] == 1.0
 
 
 @pytest.mark.parametrize(
@@ -87,9 +93,7 @@ def test_a_sum_in_signs_of_other_scripts_is_right(answer):
     [("3⋅6", 18), ("3×6", 18), (r"$3 \times 6$", 18), ("6－3", 3), ("6−3", 3), ("6／3", 2), (r"6\div 3", 2)],
 )
 def test_other_signs_are_read_as_numbers_are(answer, target):
-    assert (
-        compute_score("countdown", f"<answer>{answer}</answer>", {"target": target, "numbers": [3, 6]})["score"] == 1.0
-    )
+    assert compute_score("countdown", f"<answer>{answer}</answer>", {"target": target, "numbers": [3, 6]})["acc"] == 1.0
 
 
 @pytest.mark.parametrize("answer", ["3**6", "6//3", "`3`+`6`", "3 6", "3²+6", "٣+6"])
@@ -301,7 +305,8 @@ def test_place_of_the_answer(response, expected):
     "truth", [{"target": 24, "numbers": [1, 5, 4]}, {"numbers": [4, 5, 1], "target": 24, "x": None}]
 )
 def test_ground_truth_as_object_or_json_text(truth):
-    results = [compute_score("countdown", "<answer>4*(5+1)</answer>", t) for t in (truth, json.dumps(truth))]
+    response = "<think>5+1=6</think><answer>4*(5+1)</answer>"
+    results = [compute_score("countdown", response, t) for t in (truth, json.dumps(truth))]
     assert results[0] == results[1]
     assert results[0]["score"] == 1.0
 

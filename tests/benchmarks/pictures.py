@@ -1,6 +1,6 @@
 """The pictures of the README and the tutorials: PYTHONPATH=. python tests/benchmarks/pictures.py
 
-`countdown-search.png` (README.md) and `before-after.png` (QUICKSTART.md) are drawn from docs/results;
+`gsm8k.png` (README.md) and `before-after.png` (QUICKSTART.md) are drawn from docs/results;
 `constant-answers.png` (ADDING_A_TASK.md) from the task that the page writes: its blocks are run as they stand there.
 """
 
@@ -14,18 +14,18 @@ from tests.helpers import ROOT
 from verl_tasks.evaluation.plots import COLORS, plt, save
 
 IMAGES = ROOT / "docs/images"
-SEARCH = "h200-countdown-search-24"  # the README's training
+README = "h200-gsm8k-1.5b"  # its training
 SCORE, ENTROPY = "critic/score/mean", "actor/entropy"
 METRICS = ["pass@1", "pass@2", "accuracy", "score", "numbers", "one_operator"]
 
 
 def curve() -> dict[str, list[float]]:
     """``step``, and by step the mean score of the rollouts and the entropy (nats a token) of the policy."""
-    steps = results.metrics()[SEARCH]
+    steps = results.metrics()[README]
     return {"step": [*steps]} | {name: [data[name] for data in steps.values()] for name in (SCORE, ENTROPY)}
 
 
-def countdown_search(picture: Path) -> None:
+def gsm8k(picture: Path) -> None:
     """Score on the left axis, entropy on the right one; both from 0."""
     values = curve()
     figure, left = plt.subplots(figsize=(7, 2.8), layout="constrained")
@@ -86,7 +86,7 @@ def constant_answers(picture: Path) -> None:
 
 
 PICTURES = {
-    "countdown-search.png": countdown_search,
+    "gsm8k.png": gsm8k,
     "before-after.png": before_after,
     "constant-answers.png": constant_answers,
 }

@@ -32,6 +32,11 @@ class Guess:
     right: float
     response: str
 
+    @property
+    def thoughtless(self) -> bool:
+        """Whether it says its answer at once."""
+        return not THINKING.search(self.response)
+
 
 def with_numbers(text: str, other: str, own: str) -> str | None:
     """``text``, which answers the prompt ``other``, with the numbers of the prompt ``own`` in their places. None where
@@ -93,8 +98,9 @@ def start_score(s: Settings) -> tuple[float, str] | None:
 
 
 def told(s: Settings, rows: list[Row], reward: Guarded, seconds: float = SECONDS) -> Iterator[tuple[str, bool]]:
-    """Lines on the guesses, and whether each is a warning: without being right, a guess earns more than the start's own
-    samples, or much of what a right answer does where none are known."""
+    """Lines on the guesses, and whether each is a warning: a guess earns more than the start's own samples, or much of
+    what a right answer does where none are known. What it earns by being right counts beside known samples where it
+    leaves out the thought that the demonstrations have: such a guess was learned in place of thinking."""
     found = guesses(rows, reward, seconds)
     if not found:
         return
@@ -103,14 +109,18 @@ def told(s: Settings, rows: list[Row], reward: Guarded, seconds: float = SECONDS
     known, low = start_score(s), reward.scores("", [0])[0].score
     high = max(reward.scores(row.demonstration, [i])[0].score for i, row in enumerate(rows[:SOME]) if row.demonstration)
 
-    def unearned(guess: Guess) -> float:
-        return guess.score - guess.right * high - (1 - guess.right) * low
+    thinks = any(THINKING.search(row.demonstration) for row in rows if row.demonstration)
 
-    most = max(found, key=unearned)
-    text = f"{most.policy}, such as {most.response!r:.80}, earns {most.score:.3f}, right or wrong"
+    def tempting(guess: Guess) -> float:
+        """What it earns beside right answers; with them where it leaves out the demonstrations' thought."""
+        in_place_of_thought = known and thinks and guess.thoughtless
+        return guess.score - low - (0.0 if in_place_of_thought else guess.right * (high - low))
+
+    most = max(found, key=tempting)
+    text = f"{most.policy}, such as {most.response!r:.80}, earns {most.score:.3f} ({most.right:.0%} right)"
     advice = "the training may learn it; pay less partial credit, or only after a thought"
-    if known and unearned(most) > max(0.0, known[0] - low):
+    if known and tempting(most) > max(0.0, known[0] - low):
         yield f"{text}, the start's own samples {known[0]:.3f} ({known[1]}): {advice}", True
-    elif not known and unearned(most) > MUCH * (high - low):
+    elif not known and tempting(most) > MUCH * (high - low):
         unknown = f"make probe TASK={s.TASK} says what the start's own samples earn"
         yield f"{text}, a right answer {high:.3f}: {advice} ({unknown})", True

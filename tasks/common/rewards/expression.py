@@ -3,11 +3,12 @@
 import ast
 import operator
 import re
+from collections.abc import Iterator
 from fractions import Fraction
 
 from verl_tasks.rewards.answers import in_ascii
 
-__all__ = ["MAX_DIGITS", "calculates", "parse_expression"]  # for tasks
+__all__ = ["MAX_DIGITS", "calculations", "parse_expression"]  # for tasks
 
 MAX_EXPRESSION_CHARS = 200
 # A number has up to 9 digits on each side of its point, an expression up to 100 numbers: exact fractions stay small.
@@ -18,16 +19,16 @@ _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.m
 _SIGNS = {ast.UAdd: operator.pos, ast.USub: operator.neg}
 
 MOST_STEPS, READ = 20, 2000  # calculations that are looked at, and the last characters of their text
-_STEP = re.compile(r"([0-9(][0-9+*/() -]{2,80}?)= ?([0-9]{1,9}(?:/[0-9]{1,9})?)(?![0-9])")
+_STEP = re.compile(r"([0-9(][0-9+*/() -]{2,80}?)= ?(\(?-?[0-9]{1,9}(?:/[0-9]{1,9})?\)?)(?![0-9])")
 
 
-def calculates(text: str) -> bool:
-    """Whether the end of ``text`` has a calculation that is true, such as 3*5=15."""
+def calculations(text: str) -> Iterator[list[Fraction]]:
+    """The numbers of each true calculation at the end of ``text``, its result left out: 3 and 5 of ``3*5=15``."""
     for left, right in _STEP.findall(in_ascii(text[-READ:]))[:MOST_STEPS]:
-        made, said = parse_expression(left), parse_expression(right)
+        made = parse_expression(left) or parse_expression(left.removeprefix("("))  # (3*5=15), and LaTeX's
+        said = parse_expression(right.strip("()"), signs_and_points=True)
         if made and said and len(made[1]) > 1 and made[0] == said[0]:
-            return True
-    return False
+            yield made[1]
 
 
 def parse_expression(text: str, signs_and_points: bool = False) -> tuple[Fraction, list[Fraction]] | None:
