@@ -16,7 +16,7 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 # Pages, and what they link to: all text of the repository but the template's own files.
 mkdir "$work/source"
-git ls-files -z -- ':!template/templates' ':!template/{{*' ':!docs/site' |
+git ls-files -z -- ':!template/templates' ':!template/project' ':!template/{{*' ':!docs/site' |
   while IFS= read -r -d '' file; do [[ ! -f $file ]] || printf '%s\0' "$file"; done |
   xargs -0 cp --parents -t "$work/source"
 cp "$here/mkdocs.yml" "$work"
