@@ -1,7 +1,7 @@
-"""A project of a user: written by cookiecutter in an empty folder, with the library from a wheel, and no clone.
+"""A project of a user: written by cookiecutter in an empty folder, with the library as a package, and no clone.
 
-The wheels are built from the working tree: as it is, and, since no earlier tag has the package, once more as another
-version with changes that an upgrade may have.
+The library is the working tree: as the template pins it, by a tag, and once more as a wheel of another version with
+changes that an upgrade may have.
 """
 
 import os
@@ -9,58 +9,61 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
+from packaging.specifiers import SpecifierSet
 
 import verl_tasks
 from tests.helpers import PYTHON, SMALL, cookiecutter, copy_of_checkout, outside_make
 
 NEXT = "99.0"
+# What an upgrade may change.
+CHANGED = {
+    "__init__.py": (f'__version__ = "{verl_tasks.__version__}"', f'__version__ = "{NEXT}"'),
+    "settings.py": ('    SEED: int = variable("42"', '    SEED: int = variable("43"'),
+    "rewards/expression.py": ("MAX_DIGITS = 9", "MAX_DIGITS = 8"),
+    "rewards/answers.py": ("\n\n\ndef ", "\n\n\n# another comment\ndef "),
+}
 
 
 @pytest.fixture(scope="module")
-def wheels(tmp_path_factory) -> Path:
-    """A folder with both wheels."""
-    folder = tmp_path_factory.mktemp("wheels")
-    now = copy_of_checkout(tmp_path_factory.mktemp("now"))
-    later = copy_of_checkout(tmp_path_factory.mktemp("later"))
-    changed = {
-        "__init__.py": (f'__version__ = "{verl_tasks.__version__}"', f'__version__ = "{NEXT}"'),
-        "settings.py": ('    SEED: int = variable("42"', '    SEED: int = variable("43"'),
-        "rewards/expression.py": ("MAX_DIGITS = 9", "MAX_DIGITS = 8"),
-        "rewards/answers.py": ("\n\n\ndef ", "\n\n\n# another comment\ndef "),
-    }
-    for name, (old, new) in changed.items():
-        text = (later / "tasks/common" / name).read_text()
-        assert old in text
-        (later / "tasks/common" / name).write_text(text.replace(old, new, 1))
-    for source in (now, later):
-        build = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, source]
-        subprocess.run(build, check=True, env=os.environ | {"PIP_NO_INDEX": "1"})
-    assert len(list(folder.iterdir())) == 2
-    return folder
-
-
-@pytest.fixture
-def project(tmp_path, monkeypatch, wheels) -> Path:
-    """An empty folder after `cookiecutter URL`, with a pin that needs no network."""
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))  # cookiecutter keeps clones and replays there
-    monkeypatch.setenv("PIP_NO_INDEX", "1")
-    monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
-    monkeypatch.delenv("PYTHONPATH", raising=False)
-    folder = tmp_path / "my project"
-    folder.mkdir()
-    source = copy_of_checkout(tmp_path / "source")
+def written(tmp_path_factory) -> Iterator[Path]:
+    """An empty folder after `cookiecutter URL` and the first `make`, which installs the pinned library."""
+    source, wheels = copy_of_checkout(tmp_path_factory.mktemp("source")), tmp_path_factory.mktemp("wheels")
     git = ["git", "-c", "user.name=t", "-c", "user.email=t@example.org"]
     for command in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "all"], ["tag", "v1"]):
         subprocess.run([*git, *command], cwd=source, check=True)
-    written = cookiecutter(f"git+file://{source}", "--no-input", "task=sums", "model=embedded", cwd=folder)
-    assert written.returncode == 0 and "make train TASK=sums" in written.stdout, written.stdout
-    assert f'"verl-tasks @ git+file://{source}@v1",' in (folder / "pyproject.toml").read_text()
-    shutil.rmtree(source)
-    pin_to(verl_tasks.__version__, folder)
-    return folder
+    folder = tmp_path_factory.mktemp("written")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(tmp_path_factory.mktemp("home")))  # cookiecutter keeps clones and replays there
+        patch.setenv("PIP_NO_INDEX", "1")
+        patch.setenv("PIP_FIND_LINKS", str(wheels))
+        patch.setenv("PIP_NO_BUILD_ISOLATION", "0")  # pip's word for: without it, by the setuptools that is here
+        patch.delenv("PYTHONPATH", raising=False)
+        answered = cookiecutter(f"git+file://{source}", "--no-input", "task=sums", "model=embedded", cwd=folder)
+        assert answered.returncode == 0 and "make train TASK=sums" in answered.stdout, answered.stdout
+        assert f'"verl-tasks @ git+file://{source}@v1",' in (folder / "pyproject.toml").read_text()
+        with pytest.MonkeyPatch.context() as own:
+            own.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+            assert "make TARGET" in make(folder, "help")
+        for name, (old, new) in CHANGED.items():
+            text = (source / "tasks/common" / name).read_text()
+            assert old in text
+            (source / "tasks/common" / name).write_text(text.replace(old, new, 1))
+        wheel = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", wheels, source]
+        subprocess.run(wheel, check=True)
+        shutil.rmtree(source)
+        yield folder
+
+
+@pytest.fixture
+def project(tmp_path, written) -> Path:
+    """A copy of it, in a folder with a space."""
+    return Path(shutil.copytree(written, tmp_path / "my project"))
 
 
 def pin_to(version: str, folder: Path) -> None:
@@ -77,20 +80,43 @@ def make(folder: Path, *arguments: str, **variables: str) -> str:
 
 @pytest.mark.medium
 def test_a_project_is_small_and_has_the_targets_of_a_clone(project):
-    files = [path for path in project.rglob("*") if path.is_file()]
+    files = [path for path in project.rglob("*") if path.is_file() and ".verl-tasks" not in path.parts]
     lines = [len(path.read_text().splitlines()) for path in files]
     assert len(files) <= 14 and sum(lines) < 500 and len((project / "Makefile").read_text().splitlines()) <= 40
     assert "rehearse" in make(project, "help") and "lint" not in make(project, "help")
     assert re.search("^MODEL +embedded +train.sh, cpu", make(project, "settings", TASK="sums", STACK="cpu"), re.M)
     make(project, "new", TASK="second")
     assert (project / "tasks/second/reward.py").is_file()
-    assert "passed" in make(project, "test", TASK="second")
-    sizes = {"TRAIN_SIZE": "8", "TEST_SIZE": "8", "DEV_SIZE": "8", "SFT_SIZE": "8", "TRAIN_BATCH_SIZE": "8"}
-    said = make(project, "data", TASK="second", STACK="cpu", GOLD="error", SFT_BATCH_SIZE="8", **sizes)
-    assert "24 of 24" in said or "demonstrations" in said
-    assert (project / "artifacts/data/second/train.parquet").is_file()
     refused = subprocess.run(["make", "train", "TASK=sum"], cwd=project, capture_output=True, text=True)
     assert "TASK=sum: no such task; there are: second sums" in refused.stderr
+
+
+@pytest.mark.medium
+def test_the_steps_of_its_ci_file_run(project):
+    """In order and by bash -e, as a runner does, but for the two actions that fetch the project and a Python. Both are
+    here, so `make install` finds nothing to install, and needs no network."""
+    (job,) = yaml.safe_load((project / ".github/workflows/test.yml").read_text())["jobs"].values()
+    actions = {step["uses"].partition("@")[0]: step.get("with") for step in job["steps"] if "uses" in step}
+    assert actions.keys() == {"actions/checkout", "actions/setup-python"}
+    needed = tomllib.loads((project / "pyproject.toml").read_text())["project"]["requires-python"]
+    assert actions["actions/setup-python"]["python-version"] in SpecifierSet(needed)
+    sizes = {"TRAIN_SIZE": "8", "TEST_SIZE": "8", "DEV_SIZE": "8", "SFT_SIZE": "8", "TRAIN_BATCH_SIZE": "8"}
+    environment = outside_make() | {"PYTHON": PYTHON, "STACK": "cpu", "SFT_BATCH_SIZE": "8"} | sizes
+
+    def run(step: dict) -> subprocess.CompletedProcess:
+        command = ["bash", "-e", "-c", step["run"]]
+        return subprocess.run(command, cwd=project, env=environment, capture_output=True, text=True)
+
+    make(project, "new", TASK="second")
+    done = [run(step) for step in job["steps"] if "run" in step]
+    assert not any(step.returncode for step in done), [step.stdout + step.stderr for step in done]
+    for task in ("second", "sums"):
+        assert (project / "artifacts/data" / task / "train.parquet").is_file()
+    assert done[-1].stdout.count(" passed") == done[-1].stdout.count("gold check: 24 of 24") == 2
+    (project / "tasks/failing").mkdir()  # the first of three
+    (project / "tasks/failing/train.sh").touch()
+    (project / "tasks/failing/test_reward.py").write_text("def test():\n    assert False\n")
+    assert run(job["steps"][-1]).returncode != 0
 
 
 @pytest.mark.medium
@@ -102,12 +128,12 @@ def test_the_librarys_source_can_be_changed_in_the_project(project):
 
 
 @pytest.mark.medium
-def test_the_command_does_what_make_does(wheels, project, tmp_path):
+def test_the_command_does_what_make_does(project, tmp_path):
     (project / "Makefile").unlink()
     environment = tmp_path / "environment"
-    subprocess.run([sys.executable, "-m", "venv", environment], check=True)
-    install = [environment / "bin/pip", "install", "-q", f"verl-tasks=={verl_tasks.__version__}"]
-    subprocess.run(install, check=True)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", environment], check=True)
+    install = [sys.executable, "-m", "pip", "--python", environment, "install", "-q"]
+    subprocess.run([*install, f"verl-tasks=={NEXT}"], check=True)
 
     def said(*arguments: str) -> subprocess.CompletedProcess:
         command = [environment / "bin/verl-tasks", *arguments]
@@ -122,14 +148,16 @@ def test_the_command_does_what_make_does(wheels, project, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_project_of_the_version_before_still_trains_and_doctor_says_what_changed(project, small_model):
-    small = SMALL | {"MODEL": str(small_model), "TASK": "sums", "INIT": "base", "STEPS": "2"}
-    make(project, "train", **small)
+def test_a_training_goes_on_after_an_upgrade_and_doctor_says_what_changed(project, small_model, monkeypatch):
+    monkeypatch.delenv("FRESH_PYTHON")  # test_end_to_end.py has fresh ones; here it matters where the modules are
+    small = SMALL | {"MODEL": str(small_model), "TASK": "sums", "STEPS": "1"}
+    make(project, "sft", **small)
     assert f"library: {verl_tasks.__version__}, with the variables" in make(project, "doctor", **small)
     pin_to(NEXT, project)
     said = make(project, "doctor", **small)
     assert f"library: {NEXT} differs from {verl_tasks.__version__}, which trained" in said
     assert "SEED is 43, was 42" in said and "rewards/expression.py differs" in said
     assert "rewards/answers.py" not in said  # a comment
-    make(project, "train", **small)
-    assert len(list((project / "artifacts/runs/sums").glob("grpo-*"))) == 2
+    make(project, "train", **small, SEED="42")  # doctor's advice: the warm-up of the version before stays
+    runs = (project / "artifacts/runs/sums").glob("*/settings.json")
+    assert sorted(file.parent.name.partition("-")[0] for file in runs) == ["grpo", "sft"]

@@ -78,7 +78,9 @@ def suits(peer: int, request: dict) -> bool:
     changed = {name for name, _ in (UNSET | environment).items() ^ (UNSET | dict(os.environ)).items()}
     if any(name.startswith(EARLY) and name not in LATE for name in changed):
         return False
-    return all(Path(entry, "tasks").is_dir() for entry in environment.get("PYTHONPATH", "").split(":") if entry)
+    # A checkout or a project, and the folder where a project has the library.
+    entries = [Path(request["folder"], entry) for entry in environment.get("PYTHONPATH", "").split(":") if entry]
+    return all((entry / "tasks").is_dir() or (entry / "verl_tasks").is_dir() for entry in entries)
 
 
 def main(listener: str, folder: str, owner: str, *imports: str) -> None:
