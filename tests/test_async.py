@@ -52,6 +52,63 @@ def test_each_part_of_a_response_is_told_with_its_version(monkeypatch):
     assert asked == [([1], 10), ([1, 7, 8], 8), ([1, 7, 8], 8)]
 
 
+def test_a_step_tells_the_age_of_its_tokens():
+    from verl_tasks.verl_plugins.async_trainer import AsyncTrainer
+    from verl_tasks.verl_plugins.trainer import Sample
+
+    trainer = object.__new__(AsyncTrainer)
+    trainer.global_steps, trainer.config = 6, SimpleNamespace(data={})
+    found = trainer._answers([Sample("a", (1, 2), {"score": 1.0}, [(4, 1), (5, 1)])])
+    assert (found["staleness/mean"], found["staleness/max"], found["staleness/older_tokens"]) == (0.5, 1, 0.5)
+
+
+@pytest.mark.slow  # imports vLLM
+def test_an_update_does_not_wait_for_a_request_that_queues_in_vllm(monkeypatch):
+    import asyncio
+
+    from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+    from vllm.outputs import CompletionOutput, RequestOutput
+    from vllm.sampling_params import RequestOutputKind
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.output_processor import RequestOutputCollector
+
+    from verl_tasks.verl_plugins import admitted
+
+    queues = []
+
+    async def queued(self, request_id, prompt, params, **kwargs):
+        """vLLM has the request and computes others."""
+        queues.append(RequestOutputCollector(RequestOutputKind.FINAL_ONLY, request_id))
+        return queues[-1]
+
+    async def pause(**kwargs):
+        """vLLM's abort: the only output of a request that never ran."""
+        ended = CompletionOutput(0, "", [], None, [], finish_reason="abort")
+        queues[-1].put(RequestOutput("one", None, [1, 2], None, [ended], finished=True))
+
+    monkeypatch.setattr(admitted, "_add_request", queued)
+    engine = object.__new__(AsyncLLM)
+    engine.log_requests, engine.pause_generation = False, pause
+    engine.output_processor = SimpleNamespace(request_states={})
+    server = object.__new__(vLLMHttpServer)
+    vars(server).update(_submission_paused=False, _rejecting=False, _admitting=0, _disaggregation_role="null")
+    server.engine, server.node_rank, server.replica_rank, server.global_steps = engine, 0, 0, 3
+    server.model_config = SimpleNamespace(processor=None, lora_rank=0, lora={})
+    server.config = mock.Mock(max_model_len=100, full_determinism=False, enable_rollout_routing_replay=False, mtp=None)
+    server.config.get = lambda key, default: default
+
+    async def update():
+        server._resume_event = asyncio.Event()
+        asked = asyncio.create_task(server.generate([1, 2], {"max_tokens": 5, "logprobs": True}, "one"))
+        while not queues:
+            await asyncio.sleep(0)
+        await asyncio.wait_for(server.abort_all_requests(), 5)
+        return await asked
+
+    found = asyncio.run(update())
+    assert (found.stop_reason, found.token_ids, found.log_probs) == ("aborted", [], [])
+
+
 def test_prompts_that_failed_are_sampled_again_after_a_resume(monkeypatch):
     from verl_tasks.verl_plugins import async_trainer
 

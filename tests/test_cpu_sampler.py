@@ -64,7 +64,9 @@ def test_ranks_are_counted_without_compiling(sampler):
     assert rank(torch.tensor([[3.0, 1.0, 2.0]]), torch.tensor([[2.0]])).tolist() == [2]
 
 
-def test_the_engine_waits_for_its_worker_asleep():
+@pytest.fixture
+def queue():
+    """Both ends of the queue between vLLM's engine and its worker."""
     from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 
     from verl_tasks.verl_plugins.cpu import asleep  # noqa: F401
@@ -75,9 +77,35 @@ def test_the_engine_waits_for_its_worker_asleep():
     ready.start()
     writer.wait_until_ready()
     ready.join()
+    return writer, reader
+
+
+def test_the_engine_waits_for_its_worker_asleep(queue):
+    writer, reader = queue
     writer.enqueue("a step")
     assert reader.dequeue(timeout=10) == "a step"
     threading.Timer(0.5, writer.enqueue, ["its tokens"]).start()
     began = time.thread_time()
     assert reader.dequeue(timeout=10) == "its tokens"
     assert time.thread_time() - began < 0.05
+
+
+def test_who_sleeps_is_woken_by_a_message_soon_after_another(queue):
+    writer, reader = queue
+    read = []
+
+    def reads():
+        for _ in range(1000):
+            read.append(reader.dequeue(timeout=10))
+
+    threading.Thread(target=reads, daemon=True).start()
+    for number in range(1000):
+        while len(read) < number:
+            time.sleep(0.0001)
+        began = time.monotonic()
+        if number % 2:
+            time.sleep(0.0002)  # it sleeps again
+        writer.enqueue(number)
+        while len(read) == number:
+            time.sleep(0.0001)
+        assert time.monotonic() - began < 3  # vLLM's reader looks by itself after 5 s

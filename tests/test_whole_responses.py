@@ -74,11 +74,10 @@ def test_who_wants_each_token_gets_it(engine):
 def test_a_response_that_may_be_interrupted_comes_in_parts(engine, monkeypatch):
     engine, found = engine
     monkeypatch.setattr(engine.engine_core.engine_core.scheduler, "parts", True)
-    engine.add_request("parts", PROMPT, params("CUMULATIVE", 40, logprobs=0, seed=3))
-    lengths = []
-    while engine.has_unfinished_requests():
-        lengths += [len(each.outputs[0].token_ids) for each in engine.step()]
-    assert lengths == [16, 32, 40] and len(found["parts"]) == 40
+    engine.add_request("parts", PROMPT, params("FINAL_ONLY", 40, logprobs=0, seed=3))
+    (output,) = run(engine)["parts"]
+    assert [number for number, (*_, returned) in enumerate(found["parts"], start=1) if returned] == [16, 32, 40]
+    assert len(output.outputs[0].token_ids) == 40 == len(output.outputs[0].logprobs)
 
 
 def test_nothing_is_kept_of_an_aborted_request(engine):

@@ -8,8 +8,9 @@ import transfer_queue as tq
 from verl.trainer.ppo.v1 import PPOTrainerColocateAsync, register_trainer
 from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 
+import verl_tasks.verl_plugins.admitted  # noqa: F401
 from verl_tasks.verl_plugins.expect import expect
-from verl_tasks.verl_plugins.staleness import VERSIONS, VersionedClient, figures
+from verl_tasks.verl_plugins.staleness import VersionedClient, figures
 from verl_tasks.verl_plugins.trainer import CheckedTrainer
 
 expect(PPOTrainer._reissue_inflight_prompts, 'tag.get("status") in ("pending", "running")')
@@ -25,15 +26,8 @@ class AsyncTrainer(CheckedTrainer, PPOTrainerColocateAsync):
     def get_llm_client(self):
         return self.llm_server_manager.get_client(client_cls=VersionedClient)
 
-    def _compute_metrics(self, batch, metrics, timing_raw, global_steps, epoch):
-        super()._compute_metrics(batch, metrics, timing_raw, global_steps, epoch)
-        rows = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["extra_fields"])
-        of = {
-            key.rpartition("_")[0]: extra.get(VERSIONS, [])  # sequences of one episode have the same
-            for key, extra, tag in zip(batch.keys, rows["extra_fields"], batch.tags, strict=True)
-            if not tag.get("is_padding", False)
-        }
-        metrics.update(figures(of.values(), global_steps - 1))
+    def _answers(self, samples):
+        return super()._answers(samples) | figures((each.versions for each in samples), self.global_steps - 1)
 
     def _rewind(self, data):
         """A checkpoint has the prompts that are under way; a resume samples them again, with those that failed."""

@@ -20,7 +20,6 @@ from verl.utils.torch_functional import postprocess_data
 
 from verl_tasks.models.chat_template import demonstration_ids, ends_turn, opens_thinking, prompt_ids
 from verl_tasks.rows import decoded, demonstration, tools_of
-from verl_tasks.verl_plugins.interrupted import output_kind
 
 RENDERS_ONCE = hasattr(SingleTurnAgentLoop, "ct_build_initial_tokens")  # verl 0.9.1
 
@@ -59,7 +58,9 @@ class SingleTurnOfRow(SingleTurnAgentLoop):
     async def run(self, sampling_params, **kwargs):
         self.row = kwargs
         # verl reads only finished responses; by default vLLM returns, and decodes, each token.
-        sampling_params = {**sampling_params, "output_kind": output_kind(), "detokenize": False}
+        from vllm.sampling_params import RequestOutputKind  # SFT loads this file too, without vLLM
+
+        sampling_params = {**sampling_params, "output_kind": RequestOutputKind.FINAL_ONLY, "detokenize": False}
         if RENDERS_ONCE:
             return await super().run(sampling_params, **kwargs)
         sampling_params["response_length"] = self.response_length  # verl_plugins/verl_061/patches.py

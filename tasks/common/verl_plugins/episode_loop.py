@@ -16,7 +16,6 @@ from verl_tasks.rewards.answers import RewardError
 from verl_tasks.rewards.environment import of_task
 from verl_tasks.rewards.episode import Episode, Limits, Sampled, Sequence, play
 from verl_tasks.rows import encoded
-from verl_tasks.verl_plugins.interrupted import output_kind
 from verl_tasks.verl_plugins.staleness import VERSIONS
 
 NO_LIMIT = 2**20
@@ -36,7 +35,9 @@ class EpisodeOfRow(AgentLoopBase):
     several sequences all get it: their advantage is the episode's (verl/trainer/ppo/v1/agent_loop_tq.py)."""
 
     async def run(self, sampling_params, priority: int = 0, **kwargs) -> AgentLoopOutput | list[AgentLoopOutput]:
-        params = {**sampling_params, "output_kind": output_kind(), "detokenize": False}
+        from vllm.sampling_params import RequestOutputKind
+
+        params = {**sampling_params, "output_kind": RequestOutputKind.FINAL_ONLY, "detokenize": False}
         row = {name: kwargs[name] for name in COLUMNS} | {"prompt": encoded(list(kwargs["raw_prompt"]))}
         limits, made = self._limits(), of_task(self.data_config.episode.task)
         request, metrics, fields = uuid4().hex, {}, {}  # one id for all turns: they find the engine with their prefix

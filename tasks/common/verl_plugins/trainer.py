@@ -38,6 +38,7 @@ from verl_tasks.text import one_line
 from verl_tasks.verl_plugins import answers, on_policy, one_update
 from verl_tasks.verl_plugins.expect import expect
 from verl_tasks.verl_plugins.keep_best import KeepBest
+from verl_tasks.verl_plugins.staleness import VERSIONS
 
 # verl marks a prompt whose reward raised as failed, and trains on padding instead.
 expect(AgentLoopWorkerTQ.__ray_actor_class__._run_prompt, 'status = "failure"', "self._run_agent_loop(")
@@ -161,7 +162,7 @@ class CheckedTrainer(KeepBest):
 
     def _answers(self, samples: list["Sample"]) -> dict[str, float]:
         """What a step's responses were worth, and in a multi-turn task how its episodes went."""
-        prompts, responses, rewards = ([*column] for column in zip(*samples, strict=True))
+        prompts, responses, rewards, _ = ([*column] for column in zip(*samples, strict=True))
         found = answers.figures(prompts, responses, rewards)
         return found | (step_metrics([*filter(None, rewards)]) if self.config.data.get("episode") else {})
 
@@ -236,7 +237,7 @@ class CheckedTrainer(KeepBest):
         """End before the first update where the warm-up's rollouts give RL nothing to learn from."""
         self._sampled, limit = _samples(batch), self.config.data.max_response_length
         scores, groups, cut = [], [], []
-        for uid, response, reward in (sample for sample in self._sampled if {"acc", "score"} <= sample.reward.keys()):
+        for uid, response, reward, _ in (each for each in self._sampled if {"acc", "score"} <= each.reward.keys()):
             scores.append(reward)
             groups.append(uid)
             ends = [reward[cut_key(end)] for end in CUT if cut_key(end) in reward]
@@ -316,11 +317,13 @@ class TaskTrainer(CheckedTrainer, PPOTrainerSync):
 
 
 class Sample(NamedTuple):
-    """A response of a step: its prompt's id, its tokens, and what its reward returned."""
+    """A response of a step: its prompt's id, its tokens, what its reward returned, and by which versions of the policy
+    it was sampled (staleness.py; none in a synchronous training)."""
 
     prompt: str
     response: tuple[int, ...]
     reward: dict
+    versions: list[tuple[int, int]]
 
 
 def _samples(batch: KVBatchMeta) -> list[Sample]:
@@ -329,7 +332,9 @@ def _samples(batch: KVBatchMeta) -> list[Sample]:
     data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
     columns = list(data["uid"]), data["responses"].unbind(), list(data["extra_fields"]), batch.tags
     found = {
-        key.rpartition("_")[0] or key: Sample(uid, tuple(ids.tolist()), extra.get("reward_extra_info") or {})
+        key.rpartition("_")[0] or key: Sample(
+            uid, tuple(ids.tolist()), extra.get("reward_extra_info") or {}, extra.get(VERSIONS) or []
+        )
         for key, uid, ids, extra, tag in zip(batch.keys, *columns, strict=True)
         if not tag.get("is_padding", False)
     }

@@ -5,6 +5,7 @@ To write and read these takes longer than a small model needs for the token (tes
 With ASYNC a response that is interrupted goes on later, so its tokens are returned PART at a time.
 """
 
+import os
 from collections.abc import Iterable
 
 import numpy as np
@@ -16,7 +17,6 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
 from verl_tasks.alive import beat
-from verl_tasks.verl_plugins.interrupted import interrupts
 
 PART = 16
 
@@ -26,7 +26,7 @@ class WholeResponses(AsyncScheduler):
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
-        self.parts = interrupts()
+        self.parts = os.environ.get("ASYNC", "off") != "off"  # an update interrupts responses
         self.held: dict[str, list[EngineCoreOutput]] = {}  # by request: what is not returned yet
 
     def update_from_output(
