@@ -22,6 +22,7 @@ import pytest
 
 from tests import fake_docker
 from tests.helpers import refused
+from verl_tasks.evaluation.rollouts import in_turn
 from verl_tasks.models.chat_template import answer_ids, prompt_ids
 from verl_tasks.rewards import completions, container, program
 from verl_tasks.rewards.answers import RewardError
@@ -118,6 +119,7 @@ def test_a_programs_tokens_are_those_of_the_same_episode_in_an_environment(small
     assert whole[: len(asked[1][0])] == asked[1][0]
     own = [token for token, mine in zip(episode.response_ids, episode.mask, strict=True) if mine]
     assert own == [t for text in (CALL, "It is <answer>5</answer>") for t in answer_ids(small_tokenizer, text)]
+    assert in_turn(episode.messages) == [CALL, "5", "It is <answer>5</answer>"]  # without the row's prompt
     scores = episode.scores
     assert (scores["failed"], scores["sequences"], scores["acc"], scores["format"]) == (0, 1, 1, 1)
     assert scores["program_s"] > 0 <= scores["model_s"]
@@ -147,8 +149,15 @@ def test_a_changed_history_is_another_sequence(small_tokenizer, made, change):
     first, second = episode.sequences
     assert first.prompt_ids == asked[0][0] and first.response_ids == answer_ids(small_tokenizer, "five")
     assert second.prompt_ids == asked[1][0] and second.response_ids == answer_ids(small_tokenizer, "5")
+    assert in_turn(episode.messages)[0::2] == ["five", "5"]
     assert second.mask == [1] * len(second.mask) and second.log_probs == [-1.0] * len(second.mask)
     assert (episode.reward, episode.turns, episode.scores["sequences"]) == (0.5, 2, 2)
+
+
+def test_a_first_request_of_a_programs_own_is_read_by_the_model(small_tokenizer, made):
+    body = "end(float(ask([{'role': 'user', 'content': 'Plan.'}]).message.content == '5'))"
+    episode, _ = episode_of(small_tokenizer, made(body), "5")
+    assert episode.reward == 1 and in_turn(episode.messages) == ["", "Plan.", "5"]
 
 
 def test_a_main_agent_goes_on_after_a_sub_agent_and_json_may_be_written_anew(small_tokenizer, made):
