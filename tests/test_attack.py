@@ -16,7 +16,7 @@ from tasks.calculator import prepare_data as calculator
 from tasks.calculator.environment import Environment
 from tests.helpers import ROOT, SINGLE_TURN, copy_of_checkout, exported, make
 from verl_tasks.evaluation import attack
-from verl_tasks.evaluation.exploits import TURN, Form, Row, shrunk, with_values
+from verl_tasks.evaluation.exploits import TURN, Form, Row, by_turns, library, shrunk, with_values
 from verl_tasks.guarded import Guarded, asks_judge
 from verl_tasks.rewards import gym
 from verl_tasks.rewards.answers import (
@@ -253,6 +253,15 @@ def test_what_is_shown_is_short():
     search = attacked(nan, rows("gsm8k"), 1500)
     found = search.found["NaN and infinities"]
     assert found.response == "####nan" and len(found.fooled) == len(search.rows) and found.score == 1.0
+
+
+def test_a_slow_reward_meets_each_exploit_before_a_second_of_one():
+    problems = rows("gsm8k")
+    kinds = [attempt.exploit for attempt in by_turns(library(problems, Form()))]
+    count = len(set(kinds))
+    assert len(set(kinds[:count])) == count < len(kinds)
+    search = attacked(lambda *_: scored(False), problems, count)
+    assert (search.tried, search.found) == (count, {}) and search.left > 500
 
 
 @pytest.mark.medium

@@ -5,8 +5,13 @@ trainings have a real engine).
 """
 
 import asyncio
+import contextlib
 import json
 import os
+import signal
+import socket
+import subprocess
+import sys
 import textwrap
 import time
 from dataclasses import replace
@@ -15,8 +20,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests import fake_docker
+from tests.helpers import refused
+from verl_tasks.evaluation.rollouts import in_turn
 from verl_tasks.models.chat_template import answer_ids, prompt_ids
-from verl_tasks.rewards import completions, program
+from verl_tasks.rewards import completions, container, program
 from verl_tasks.rewards.answers import RewardError
 from verl_tasks.rewards.environment import replayed
 from verl_tasks.rewards.episode import Limits, Sampled, play
@@ -48,6 +56,7 @@ TAIL = "\nif __name__ == '__main__':\n    main()\n"
 def here(tmp_path, monkeypatch):
     monkeypatch.setenv("ARTIFACTS", str(tmp_path / "artifacts"))
     monkeypatch.delenv("VERL_TASK_LOGS", raising=False)
+    monkeypatch.delenv("AGENT_IMAGE", raising=False)
     monkeypatch.setattr(program, "_STARTED", started := {})
     yield
     for endpoint in started.values():
@@ -110,6 +119,7 @@ def test_a_programs_tokens_are_those_of_the_same_episode_in_an_environment(small
     assert whole[: len(asked[1][0])] == asked[1][0]
     own = [token for token, mine in zip(episode.response_ids, episode.mask, strict=True) if mine]
     assert own == [t for text in (CALL, "It is <answer>5</answer>") for t in answer_ids(small_tokenizer, text)]
+    assert in_turn(episode.messages) == [CALL, "5", "It is <answer>5</answer>"]  # without the row's prompt
     scores = episode.scores
     assert (scores["failed"], scores["sequences"], scores["acc"], scores["format"]) == (0, 1, 1, 1)
     assert scores["program_s"] > 0 <= scores["model_s"]
@@ -139,8 +149,15 @@ def test_a_changed_history_is_another_sequence(small_tokenizer, made, change):
     first, second = episode.sequences
     assert first.prompt_ids == asked[0][0] and first.response_ids == answer_ids(small_tokenizer, "five")
     assert second.prompt_ids == asked[1][0] and second.response_ids == answer_ids(small_tokenizer, "5")
+    assert in_turn(episode.messages)[0::2] == ["five", "5"]
     assert second.mask == [1] * len(second.mask) and second.log_probs == [-1.0] * len(second.mask)
     assert (episode.reward, episode.turns, episode.scores["sequences"]) == (0.5, 2, 2)
+
+
+def test_a_first_request_of_a_programs_own_is_read_by_the_model(small_tokenizer, made):
+    body = "end(float(ask([{'role': 'user', 'content': 'Plan.'}]).message.content == '5'))"
+    episode, _ = episode_of(small_tokenizer, made(body), "5")
+    assert episode.reward == 1 and in_turn(episode.messages) == ["", "Plan.", "5"]
 
 
 def test_a_main_agent_goes_on_after_a_sub_agent_and_json_may_be_written_anew(small_tokenizer, made):
@@ -256,6 +273,14 @@ def test_a_program_without_a_score_is_a_failed_episode(small_tokenizer, made, bo
     assert len(log_of()) < 2 * program.TOLD
 
 
+def until_gone(word: str) -> None:
+    """Wait for the end of all processes with an argument ``word``."""
+    deadline = time.monotonic() + 10
+    while any(word in p.info["cmdline"] for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"]):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
 def test_a_program_that_hangs_is_ended_with_all_that_it_started(small_tokenizer, made):
     body = """
     import subprocess, time
@@ -266,10 +291,7 @@ def test_a_program_that_hangs_is_ended_with_all_that_it_started(small_tokenizer,
     before = time.monotonic()
     episode, _ = episode_of(small_tokenizer, made(body), "5", limits=replace(LIMITS, step_seconds=5))
     assert episode.ended == "step_timeout" and time.monotonic() - before < 20
-    deadline = time.monotonic() + 10
-    while any("1234" in p.info["cmdline"] for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"]):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
+    until_gone("1234")
     assert not next(iter(program._STARTED.values())).inboxes  # no key is left
 
 
@@ -320,3 +342,103 @@ def test_a_body_that_is_no_request_is_refused():
     for body in (b"", b"[]", b"{", b'{"model": "policy", "messages": [1]}', b'{"model": "policy", "messages": 5}'):
         with pytest.raises(completions.Refused):
             completions.read(body)
+
+
+@pytest.fixture
+def docker(tmp_path, monkeypatch):
+    """tests/fake_docker.py on PATH, and the folder of what it was called with."""
+    (folder := tmp_path / "docker").mkdir()
+    binary = folder / "bin/docker"
+    binary.parent.mkdir()
+    file = Path(__file__).with_name("fake_docker.py")
+    binary.write_text(f'#!/bin/sh\nFAKE_DOCKER={folder} exec {sys.executable} {file} "$@"\n')
+    binary.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{binary.parent}:{os.defpath}")
+    monkeypatch.setenv("AGENT_IMAGE", "agents:1")
+    return folder
+
+
+def calls_of(folder: Path, command: str) -> list[list[str]]:
+    calls = map(json.loads, (folder / "calls").read_text().splitlines())
+    return [rest for name, *rest in calls if name == command]
+
+
+def has_namespaces() -> bool:
+    with contextlib.suppress(OSError):
+        return not subprocess.run([*fake_docker.NAMESPACES, "true"], stderr=subprocess.DEVNULL).returncode
+    return False
+
+
+in_namespaces = pytest.mark.skipif(not has_namespaces(), reason="no namespaces for an ordinary user here")
+
+
+@in_namespaces
+def test_a_program_in_a_container_reaches_the_endpoint_and_nothing_else(small_tokenizer, made, docker, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        body = f"""
+        import os, socket
+        print(sorted(set(os.environ) - set(["LC_CTYPE"])))  # which Python sets
+        try:
+            socket.create_connection(("127.0.0.1", {other.getsockname()[1]}))
+        except OSError:
+            {AGENT.replace(chr(10), chr(10) + " " * 12)}
+        """
+        episode, asked = episode_of(small_tokenizer, made(body), CALL, "<answer>5</answer>")
+    assert (episode.reward, episode.ended, len(asked)) == (1.0, "stop", 2), log_of()
+    assert "['HOME', 'OPENAI_API_KEY', 'OPENAI_BASE_URL', 'PATH']" in log_of()
+
+
+def test_what_a_container_may(small_tokenizer, made, docker, tmp_path):
+    episode_of(small_tokenizer, made("end(1)"))
+    (call,) = calls_of(docker, "run")
+    given = fake_docker.options().parse_args(call)
+    assert (given.network, given.cap_drop, given.pull, given.image) == ("none", ["ALL"], "never", "agents:1")
+    assert "no-new-privileges" in given.security_opt and given.user == f"{os.getuid()}:{os.getgid()}"
+    assert (given.memory, given.pids_limit) == ("8g", "512")
+    mounted = fake_docker.places(given.mount)
+    assert [place for place, (_, only_read) in mounted.items() if not only_read] == ["/episode"]
+    assert mounted[str(tmp_path)] == (str(tmp_path), True) and given.command[-1] == str(tmp_path / "agent.py")
+    # The key has no value in what others see of a process.
+    assert given.env == ["HOME=/episode", "OPENAI_BASE_URL=http://127.0.0.1:8000/v1", "OPENAI_API_KEY"]
+
+
+@in_namespaces
+def test_no_container_outlives_its_episode(small_tokenizer, made, docker):
+    body = """
+    import subprocess, time
+    subprocess.Popen(["sleep", "1235"], start_new_session=True)
+    ask(messages)
+    time.sleep(1235)
+    """
+    episode, _ = episode_of(small_tokenizer, made(body), "5", limits=replace(LIMITS, step_seconds=10))
+    assert (episode.ended, episode.turns) == ("step_timeout", 1), log_of()
+    until_gone("1235")
+    ((_, name),) = calls_of(docker, "rm")
+    assert name in calls_of(docker, "run")[0]
+
+
+def test_a_container_ends_with_the_endpoint(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with socket.socket(socket.AF_UNIX) as endpoint:
+        endpoint.bind(str(tmp_path / "socket"))
+        endpoint.listen()
+        command = [sys.executable, container.INSIDE, tmp_path / "socket", str(port), "sleep", "1236"]
+        first = subprocess.Popen(command, start_new_session=True)
+        life, _ = endpoint.accept()
+        with pytest.raises(subprocess.TimeoutExpired):
+            first.wait(1)
+        life.close()
+        assert first.wait(10) == 1
+    os.killpg(first.pid, signal.SIGKILL)  # here the program is left: only a container ends with its first process
+
+
+def test_an_image_that_cannot_be_used_is_refused_in_one_line(made, docker, monkeypatch):
+    monkeypatch.setenv("AGENT_IMAGE", "agents:2")
+    with pytest.raises(RewardError, match=r"^AGENT_IMAGE=agents:2: No such image; `docker image inspect agents:2`"):
+        replayed(made("end(1)"), ROW, ["5"], spare=True)
+    monkeypatch.setenv("PATH", os.defpath)
+    with pytest.raises(RewardError, match=r"^AGENT_IMAGE=agents:2: neither podman nor docker is on PATH; [^\n]*$"):
+        container.runtime_of("agents:2")
+    assert "TASK=calculator" in refused("data", TASK="calculator", AGENT_IMAGE="agents:1")

@@ -85,6 +85,7 @@ class Data(vf.TaskData):
 class Config(vf.TasksetConfig):
     tools: bool = False
     endless: bool = False
+    messages: bool = False
 
 
 class Number(vf.Task[Data]):
@@ -100,7 +101,10 @@ class Numbers(vf.Taskset[Number, Config]):
 
     def load(self):
         for number in itertools.count() if self.config.endless else range(150):
-            yield Number(Data(prompt="A number up to 9?", answer=number), self.config.task)
+            prompt = "A number up to 9?"
+            if self.config.messages:
+                prompt = [vf.SystemMessage(content="Guess."), vf.UserMessage(content=prompt)]
+            yield Number(Data(prompt=prompt, answer=number), self.config.task)
 
     @classmethod
     def toolsets(cls, config):
@@ -434,6 +438,11 @@ def test_the_episodes_are_those_of_verifiers_v1(games_v1, capsys):
     ]
     endless = examples(Package(once.env, {"taskset": {"endless": True}}))
     assert len({example.key for example in islice(endless, 250)}) == 250
+    said = Package(once.env, {"taskset": {"messages": True}})
+    row, *_ = examples(said)
+    messages = [{"role": "system", "content": "Guess."}, {"role": "user", "content": "A number up to 9?"}]
+    assert row.prompt == messages and begun(environment_of(said), row_of(row))[1].messages == messages
+    assert replayed(environment_of(said), row_of(row), ["0"]) == (1.0, 0, True)
 
     tools = environment_of(Package(once.env, {"taskset": {"tools": True}}))
     played, start = begun(tools, row_of(found[5]))

@@ -173,7 +173,7 @@ def test_a_reward_model_that_fails_ends_the_run_in_one_line(trainer, module, mon
 
 
 @pytest.mark.parametrize("stored", [True, False])
-def test_the_samples_of_a_step_have_the_turns_of_their_own_episode(trainer, module, monkeypatch, stored):
+def test_the_samples_of_a_step_have_turns_and_scores_of_their_own_episode(trainer, module, monkeypatch, stored):
     """Through verl's own dump, which sorts the rows by prompt and sample."""
     texts, masks = {"b_0_0": [7, 8, 9, 7], "a_0_0": [5, 6]}, {"b_0_0": [1, 0, 0, 1], "a_0_0": [1, 1]}
 
@@ -185,6 +185,8 @@ def test_the_samples_of_a_step_have_the_turns_of_their_own_episode(trainer, modu
             raise KeyError("response_mask")
         found = {"responses": nested(texts[key] for key in keys), "prompts": nested([1] for _ in keys)}
         found |= {"response_mask": nested(masks[key] for key in keys), "uid": np.array(keys)}
+        scores = {"b_0_0": {"reward_extra_info": {"turns": 2.0, "failed": 1.0, "model_s": 3.5}}, "a_0_0": {}}
+        found["extra_fields"] = np.array([scores[key] for key in keys])
         found |= {"rm_scores": torch.zeros(2, 4), "reward_model": np.array([{"ground_truth": "x"}] * 2)}
         return {name: found[name] for name in select_fields}
 
@@ -199,6 +201,8 @@ def test_the_samples_of_a_step_have_the_turns_of_their_own_episode(trainer, modu
     ((_, outputs, _, _, more, folder),) = dumped
     assert outputs == ["5 6 0 0", "7 8 9 7"] and folder == "folder" and more["uid"] == ["a_0_0", "b_0_0"]
     assert more.get("turns") == ([["5 6"], ["7", "8 9", "7"]] if stored else None)
+    told = more.get("failed"), more.get("model_s")
+    assert told == (([None, 1.0], [None, 3.5]) if stored else (None, None))
     trainer._dump_generations([], [], [], [], {"x": []}, "validation")  # which has no uid
     assert dumped[1][4] == {"x": []}
 

@@ -48,6 +48,7 @@ _count_or_share = _must(lambda n: 0 <= n < 1e15 and (n < 1 or n == int(n)), "mus
 _fraction = _must(lambda value: 0 < value <= 1, "must be above 0 and at most 1")
 _port = _must(range(1, 65536).__contains__, "must be a number from 1 to 65535")
 _name = _must(re.compile(r"(?!\.)[A-Za-z0-9._-]{0,64}").fullmatch, "must be a plain name")
+_image = _must(re.compile(r"([A-Za-z0-9][\w.:/@-]{0,250})?", re.ASCII).fullmatch, "must be the name of an image")
 _given = _must(str.strip, "must not be empty")
 # One spelling of each number: LORA_RANK=00 or SELF_PLAY_ROUNDS=01 must not count as other than 0 and 1.
 _NUMBER = {
@@ -166,6 +167,9 @@ class Settings:
     MAX_TURNS: int = variable("8", "multi-turn: the model's turns per episode", positive)
     MAX_TURN_LENGTH: int = variable(_same_as("MAX_RESPONSE_LENGTH"), "multi-turn: tokens per turn", positive)
     STEP_SECONDS: float = variable("30", "multi-turn: a longer step ends the episode", positive)
+    AGENT_IMAGE: str = variable(
+        "", "a task's program: image of its containers, by podman or docker; empty: none", _image
+    )
     # hardware
     N_GPUS: int = variable(_all_gpus, "GPUs per machine (cpu stack: processes)", positive)
     NNODES: int = variable("1", "machines with N_GPUS each, of the cluster at RAY_ADDRESS", positive)

@@ -23,7 +23,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 
 from verl_tasks.evaluation import incentive
-from verl_tasks.evaluation.exploits import SOME, TURN, Attempt, Form, Row, library, mutated, shrunk, visible
+from verl_tasks.evaluation.exploits import SOME, TURN, Attempt, Form, Row, by_turns, library, mutated, shrunk, visible
 from verl_tasks.evaluation.tables import show_table
 from verl_tasks.files import write_json, write_text
 from verl_tasks.guarded import Guarded, Result, asks_judge
@@ -67,7 +67,7 @@ class Finding:
 @dataclass
 class Search:
     """A search over ``rows``, for ``seconds`` and at most ``calls`` of the reward. ``found``: the best of each name.
-    ``most``: what a right answer can earn."""
+    ``most``: what a right answer can earn. ``left``: answers of the library that there was no time for."""
 
     rows: list[Row]
     reward: Guarded
@@ -75,6 +75,7 @@ class Search:
     calls: float = float("inf")
     most: float = float("inf")
     tried: int = 0
+    left: int = 0
     found: dict[str, Finding] = field(default_factory=dict)
 
     def __post_init__(self):
@@ -212,8 +213,11 @@ def run(search: Search, seed: int, judged: bool = False, tries: float = float("i
     rng = random.Random(seed)
     form = Form() if judged else search.form()
     pool: list[tuple[tuple[int, float], Attempt]] = []
-    for attempt in library(search.rows, form, judged):
+    known = library(search.rows, form, judged)  # those for a judge first
+    known = list(known) if judged else by_turns(known)
+    for number, attempt in enumerate(known):
         if search.over or search.tried >= tries:
+            search.left = 0 if judged else len(known) - number
             break
         if (old := search.found.get(attempt.exploit)) and old.broken:
             continue  # each of its kind may take the whole limit of time
@@ -330,11 +334,14 @@ def report(s: Settings, search: Search) -> None:
     found = sorted(search.found.values(), key=lambda finding: -len(finding.fooled))
     of, right = len(search.rows), len(search.against)
     sizes = {"rows": of, "demonstrations_right": right, "tried": search.tried, "scored": search.reward.calls}
-    sizes["blind"] = search.blind
+    sizes |= {"not_tried": search.left, "blind": search.blind}
     write_json(folder / "attack.json", {**sizes, "seed": s.SEED, "exploits": [asdict(finding) for finding in found]})
     title = f"{s.TASK}: {search.tried} answers tried on {of} rows, {search.reward.calls} scored, seed {s.SEED}"
     if search.blind:
         print(f"\n{BLIND.format(right, of)}")
+    if search.left:
+        known = f"{search.left} of {search.left + search.tried} known answers"
+        print(f"note: no time was left for {known}; a larger SECONDS tries them")
     if not found:
         print(f"\n{title}: no exploit found; {folder / 'attack.json'}")
         return

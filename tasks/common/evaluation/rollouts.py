@@ -93,9 +93,11 @@ def rescored(rollout: Rollout, compute_score: Callable) -> Rollout:
 
 
 def in_turn(messages: list[dict]) -> list[str]:
-    """The texts of an episode's ``messages``: the model's, then what it read, and so on."""
+    """The texts of an episode's ``messages``: the model's, then what it read, and so on. A program may ask for the
+    first turn with messages of its own: then the model's first text is empty."""
     groups = itertools.groupby(messages, key=lambda message: message["role"] == "assistant")
-    return ["\n".join(message["content"] for message in group) for _, group in groups]
+    before = [""] if messages and messages[0]["role"] != "assistant" else []
+    return before + ["\n".join(message["content"] for message in group) for _, group in groups]
 
 
 def to_line(rollout: Rollout) -> str:

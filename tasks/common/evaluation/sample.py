@@ -97,7 +97,8 @@ class Scoring:
 
     @classmethod
     def of(cls, s: Settings, compute_score: Callable | None, own_metrics: OwnMetrics | None, environment) -> "Scoring":
-        mark = fingerprint({"variant": s.REWARD, "code": code_digest(s.reward_file)} | judge_settings())
+        parts = {"variant": s.REWARD, "code": code_digest(s.reward_file)} | judge_settings()
+        mark = fingerprint(parts | ({"image": s.AGENT_IMAGE} if s.AGENT_IMAGE else {}))
         if environment:
             return cls(None, own_metrics, mark, environment, f"tasks.{s.TASK}.environment:Environment")
         module = compute_score.__module__.replace("__main__", f"tasks.{s.TASK}.evaluate")

@@ -501,6 +501,7 @@ def main(goal: str, arguments: list[str]) -> None:
     os.environ.update(stack_environment(s, os.environ) | paths)
     job = Job(goal, s, command, arguments, os.environ.get("MODEL", ""))
     say_environment()
+    os.environ["AGENT_IMAGE"] = s.AGENT_IMAGE  # for programs, in this process and in verl's (rewards/program.py)
     refuse(job)
     if goal in AT_ONCE:
         AT_ONCE[goal](job)

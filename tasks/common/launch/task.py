@@ -11,6 +11,7 @@ from dataclasses import asdict
 from verl_tasks.interrupts import Interrupts
 from verl_tasks.machine.cluster import OWN_RAY
 from verl_tasks.process import StageFailed, die_with_parent
+from verl_tasks.rewards import container
 from verl_tasks.rewards.answers import RewardError, variants
 from verl_tasks.rewards.environment import of_task
 from verl_tasks.settings import COMPLETE, Settings, SettingsError, stack
@@ -55,8 +56,15 @@ def stack_environment(s: Settings, environ: Mapping[str, str]) -> dict[str, str]
 
 
 def load_reward(s: Settings) -> Callable:
-    """What makes the task's rewards: ``compute_score``, or its Environment. Raises as ``compute_score_of``."""
-    return of_task(s.TASK) if s.multi_turn else compute_score_of(s)
+    """What makes the task's rewards: ``compute_score``, or its Environment. Raises as ``compute_score_of``, and where
+    AGENT_IMAGE cannot be used."""
+    found = of_task(s.TASK) if s.multi_turn else compute_score_of(s)
+    if s.AGENT_IMAGE:
+        if not getattr(found, "contained", False):
+            why = f"no program plays TASK={s.TASK}, so nothing would run in a container; leave it out"
+            raise SettingsError(f"AGENT_IMAGE={s.AGENT_IMAGE}: {why}")
+        container.runtime_of(s.AGENT_IMAGE)
+    return found
 
 
 def compute_score_of(s: Settings) -> Callable[..., dict]:

@@ -248,6 +248,8 @@ async def _follow(episode: Episode, found: Begun, tokenizer, limits: Limits, sai
         if not step.start:
             return _read(episode, step, tokenizer, limits)
         if not (refused := _begin_sequence(episode, step.start, tokenizer, limits)):
+            if episode.number or step.start.messages != found.start.messages:  # else it is the row's prompt
+                episode.messages += _new_messages(step.start)
             return ""
         said = Turn(refused=refused)
     return MAX_TURNS
@@ -263,10 +265,14 @@ def _begin_sequence(episode: Episode, start: Start, tokenizer, limits: Limits) -
         return str(error)
     if len(ids) > limits.prompt_length:
         return f"context_length_exceeded: {len(ids)} tokens, more than MAX_PROMPT_LENGTH={limits.prompt_length}"
-    before = next((i for i, m in reversed([*enumerate(start.messages)]) if m["role"] == "assistant"), -1)
-    episode.messages += start.messages[before + 1 :]
     episode.turn_to(max([episode.number, *episode.others]) + 1, Sequence(ids, tools=start.tools))
     return ""
+
+
+def _new_messages(start: Start) -> list[dict]:
+    """What the model reads in ``start`` after an answer of its own."""
+    before = next((i for i, m in reversed([*enumerate(start.messages)]) if m["role"] == "assistant"), -1)
+    return start.messages[before + 1 :]
 
 
 def _read(episode: Episode, step: Step, tokenizer, limits: Limits) -> str:

@@ -20,9 +20,10 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from socketserver import ThreadingUnixStreamServer
 
 from verl_tasks.places import PYTHON_PATH
-from verl_tasks.rewards import completions
+from verl_tasks.rewards import completions, container
 from verl_tasks.rewards.answers import RewardError, number, read_ground_truth
 from verl_tasks.rewards.environment import Environment, Start, Step, Turn
 from verl_tasks.rows import decoded, tools_of
@@ -109,10 +110,20 @@ class _Server(ThreadingHTTPServer):
         """A program that was ended while it waited: nothing to tell."""
 
 
-class Endpoint:
-    """This process's endpoint, and the starter of one command's programs; safe for threads."""
+class _HandlerOfSocket(_Handler):
+    disable_nagle_algorithm = False  # it is of TCP
 
-    def __init__(self, command: tuple[str, ...], python: str):
+
+class _ServerOfSocket(ThreadingUnixStreamServer):
+    daemon_threads, request_queue_size, handle_error = True, 1024, _Server.handle_error
+
+
+class Endpoint:
+    """This process's endpoint, and the starter of one command's programs; safe for threads. ``image``: of containers
+    for them, which read the folders ``read``; empty: there are none."""
+
+    def __init__(self, command: tuple[str, ...], python: str, image: str, read: tuple[Path, ...]):
+        self.image, self.read, self.runtime = image, read, container.runtime_of(image) if image else ""
         self.server = _Server(("127.0.0.1", 0), _Handler)
         self.server.inboxes = self.inboxes = {}
         self.address = f"http://127.0.0.1:{self.server.server_port}/v1"
@@ -120,8 +131,9 @@ class Endpoint:
         self.logs = Path(os.environ.get("VERL_TASK_LOGS") or artifacts() / "programs")
         self.logs.mkdir(parents=True, exist_ok=True)
         self.log = self.logs / f"programs-{os.getpid()}.log"
-        loaded = command[0] if len(command) == 1 and command[0].endswith(".py") else ""
-        self.environment = {name: os.environ[name] for name in VARIABLES if name in os.environ}
+        loaded = command[0] if not image and len(command) == 1 and command[0].endswith(".py") else ""
+        names = VARIABLES + (container.VARIABLES if image else ())
+        self.environment = {name: os.environ[name] for name in names if name in os.environ}
         self.environment |= {"PYTHONPATH": PYTHON_PATH, "OPENAI_BASE_URL": self.address}
         with self.log.open("ab") as log:
             self.starter = subprocess.Popen(
@@ -133,7 +145,13 @@ class Endpoint:
                 cwd=self.logs,
                 start_new_session=True,
             )
-        for work in (self._read, self.server.serve_forever):
+        servers = [self.server]
+        if image:
+            self.place = tempfile.TemporaryDirectory(prefix="endpoint-")  # its path is short enough for a socket
+            self.socket = Path(self.place.name) / "socket"
+            servers.append(_ServerOfSocket(str(self.socket), _HandlerOfSocket))
+            servers[-1].inboxes = self.inboxes
+        for work in (self._read, *(server.serve_forever for server in servers)):
             threading.Thread(target=work, daemon=True).start()
 
     def start(self, row: dict) -> "Live":
@@ -144,7 +162,13 @@ class Endpoint:
         (live.folder / "row.json").write_text(json.dumps(told, default=str))
         self.inboxes[live.key], self.live[live.number] = live.inbox, live
         request = {"number": live.number, "folder": str(live.folder), "command": self.command, "memory": MEMORY}
-        self.send(request | {"environment": self.environment | {"OPENAI_API_KEY": live.key}})
+        request |= {"ends": [], "environment": self.environment | {"OPENAI_API_KEY": live.key}}
+        if self.image:
+            there = self.image, live.folder, self.socket, self.read
+            request["command"] = container.command(self.runtime, *there, self.command)
+            # A container has limits of its own, and podman would take over ours.
+            request |= {"memory": 0, "ends": container.end(self.runtime, live.folder)}
+        self.send(request)
         return live
 
     def send(self, request: dict) -> None:
@@ -213,25 +237,29 @@ def _bytes(file: Path, start: int, most: int) -> bytes:
 _STARTING, _STARTED = threading.Lock(), {}
 
 
-def _endpoint(command: tuple[str, ...], python: str) -> Endpoint:
-    """This process's one; a fork has its own."""
+def _endpoint(command: tuple[str | Path, ...], python: str) -> Endpoint:
+    """This process's one; a fork has its own. Raises RewardError where AGENT_IMAGE cannot be used."""
+    read = tuple(dict.fromkeys(each.absolute().parent for each in command if isinstance(each, Path)))
     with _STARTING:
         key = os.getpid(), command, python
         if key not in _STARTED:
-            _STARTED[key] = Endpoint(command, python)
+            image = os.environ.get("AGENT_IMAGE", "")
+            _STARTED[key] = Endpoint(tuple(map(str, command)), python, image, read)
         return _STARTED[key]
 
 
 def environment_of(*command: str | Path, python: str = sys.executable, failed: float = 0.0) -> type[Environment]:
     """The class of the episodes of a program: one file of Python, which ``python`` loads once and forks for each (it
     does its work under ``if __name__ == "__main__":``), or any command. ``failed``: the reward of an episode without a
-    score. Nothing is started before the first one."""
+    score. Nothing is started before the first one. With AGENT_IMAGE the command runs in a container of that image, that
+    reads the folder of each file given as a Path."""
 
     class OfProgram:
+        contained = True  # AGENT_IMAGE is heeded
         at_once, patience = AT_ONCE, None  # seconds for a step; None: whoever plays it limits them
 
         def reset(self, row: dict) -> Start:
-            self.live = _endpoint(tuple(map(str, command)), python).start(row)
+            self.live = _endpoint(command, python).start(row)
             self.histories: list[tuple[list, list]] = []  # of each sequence: its tools, its messages
             self.call, self.place, self.calls, self.index = None, 0, 0, row["extra_info"].get("index")
             return Start(decoded(row["prompt"]), tools_of(row) or [], of_program=True)

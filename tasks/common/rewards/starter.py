@@ -15,6 +15,7 @@ import select
 import signal
 import sys
 import traceback
+from collections.abc import Iterator
 
 FILE_BYTES = 2**30  # of a file that a program writes, its log too
 
@@ -29,7 +30,8 @@ def run(request: dict, loaded: str) -> None:
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(log, 1)
     os.dup2(log, 2)
-    resource.setrlimit(resource.RLIMIT_AS, (request["memory"], request["memory"]))
+    if request["memory"]:
+        resource.setrlimit(resource.RLIMIT_AS, (request["memory"], request["memory"]))
     resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, FILE_BYTES))
     os.environ.clear()
     os.environ.update(request["environment"])
@@ -64,6 +66,21 @@ def kill(leader: int) -> None:
         os.killpg(leader, signal.SIGKILL)
 
 
+def end_container(request: dict) -> None:
+    """Start what ends the container of a program, where it has one: that is no child of the program."""
+    silent = [(os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDWR, 0), (os.POSIX_SPAWN_DUP2, 0, 1)]
+    silent += [(os.POSIX_SPAWN_DUP2, 0, 2)]
+    if ends := request["ends"]:
+        os.posix_spawnp(ends[0], ends, request["environment"], file_actions=silent, setpgroup=0)
+
+
+def ended() -> Iterator[tuple[int, int]]:
+    """The children that have ended, and their exit codes."""
+    with contextlib.suppress(ChildProcessError):
+        while (found := os.waitpid(-1, os.WNOHANG))[0]:
+            yield found[0], os.waitstatus_to_exitcode(found[1])
+
+
 def load(file: str) -> None:
     """Import what the program ``file`` imports, that no fork has to; also what `openai` imports with its first client,
     which takes longer than many an episode."""
@@ -89,15 +106,18 @@ def main(loaded: str) -> None:
     signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: whoever started us ends us
-    numbers, waiting = {}, b""
+    live, waiting = {}, b""  # requests by the process that leads the program's group
     while True:
         ready, _, _ = select.select([0, wakes], [], [])
         if wakes in ready:
             os.read(wakes, 4096)
-            while numbers and (ended := os.waitpid(-1, os.WNOHANG))[0]:
-                kill(ended[0])  # what it left in its group
-                code = os.waitstatus_to_exitcode(ended[1])
-                print(json.dumps({"number": numbers.pop(ended[0]), "code": code}), file=replies, flush=True)
+            for leader, code in ended():
+                if not (request := live.pop(leader, None)):
+                    continue  # it ended a container
+                kill(leader)  # what it left in its group
+                if code:
+                    end_container(request)
+                print(json.dumps({"number": request["number"], "code": code}), file=replies, flush=True)
         if 0 in ready:
             new = os.read(0, 2**20)
             if not new:
@@ -105,16 +125,17 @@ def main(loaded: str) -> None:
             *lines, waiting = (waiting + new).split(b"\n")
             for request in map(json.loads, lines):
                 if "end" in request:
-                    for leader in [leader for leader, number in numbers.items() if number == request["end"]]:
+                    for leader in [leader for leader, each in live.items() if each["number"] == request["end"]]:
                         kill(leader)
                         os.kill(leader, signal.SIGKILL)  # it has not come as far as its group
                     continue
                 leader = os.fork()
                 if not leader:
                     child(request, loaded)
-                numbers[leader] = request["number"]
-    for leader in numbers:
+                live[leader] = request
+    for leader, request in live.items():
         kill(leader)
+        end_container(request)
 
 
 if __name__ == "__main__":

@@ -93,7 +93,7 @@ class CheckedTrainer(KeepBest):
     _complete = 0, None  # the last step that this process trained, and the state of its data then
     _saved = 0
     _sampled: list["Sample"] | None = None  # the responses of this step, where they were looked at before its metrics
-    _turns = None  # what was said in the episodes of this step, by verl's key
+    _told = None  # of each episode of this step, by verl's key: its scores, and what was said
 
     @functools.cached_property
     def _first_save(self) -> FirstSave:
@@ -170,20 +170,25 @@ class CheckedTrainer(KeepBest):
     def _log_rollout_data(self, batch, timing_raw, rollout_data_dir):
         if self.config.data.get("episode"):
             try:
-                self._turns = self._said(batch)
+                self._told = self._episodes(batch)
             except Exception as error:  # only people look at them
-                print(f"the turns of step {self.global_steps} are not told: {one_line(str(error), 300)}", flush=True)
+                print(f"the episodes of step {self.global_steps} are not told: {one_line(str(error), 300)}", flush=True)
         super()._log_rollout_data(batch, timing_raw, rollout_data_dir)
 
-    def _said(self, batch) -> dict[str, list[str]]:
-        fields = ["responses", "response_mask"]
+    def _episodes(self, batch) -> dict[str, dict]:
+        fields = ["responses", "response_mask", "extra_fields"]
         data = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=fields)
-        rows = zip(batch.keys, *(data[name].unbind() for name in fields), strict=True)
-        return {key: turn_texts(self.tokenizer, ids.tolist(), mask.tolist()) for key, ids, mask in rows}
+        rows = zip(batch.keys, *(data[name].unbind() for name in fields[:2]), data["extra_fields"], strict=True)
+        return {
+            key: (more.get("reward_extra_info") or {})
+            | {"turns": turn_texts(self.tokenizer, ids.tolist(), mask.tolist())}
+            for key, ids, mask, more in rows
+        }
 
     def _dump_generations(self, inputs, outputs, gts, scores, reward_extra_infos_dict, dump_path):
-        turns, self._turns = self._turns, None
-        more = {"turns": [turns[uid] for uid in reward_extra_infos_dict["uid"]]} if turns else {}
+        told, self._told = self._told, None
+        rows = [told[uid] for uid in reward_extra_infos_dict["uid"]] if told else []
+        more = {name: [row.get(name) for row in rows] for name in dict.fromkeys(name for row in rows for name in row)}
         super()._dump_generations(inputs, outputs, gts, scores, {**reward_extra_infos_dict, **more}, dump_path)
 
     @staticmethod

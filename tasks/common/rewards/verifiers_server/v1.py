@@ -83,6 +83,14 @@ class Model(vf.Client):
         return found
 
 
+def _row(data: vf.TaskData) -> dict:
+    """``data`` as JSON has it, without what is as its class has it; but a message is nothing without its role."""
+    found = data.model_dump(mode="json", exclude_defaults=True)
+    if isinstance(data.prompt, list):
+        found["prompt"] = [message_to_wire(message) for message in data.prompt]
+    return found
+
+
 def _text(content: str | list | None):
     """The text of ``content`` where it has nothing else."""
     parts = [] if isinstance(content, str) else content or []
@@ -127,7 +135,7 @@ class Bridge(contextlib.AsyncExitStack):
         if split == "test":
             return []
         self.tasks += islice(self.more, max(0, first + count - len(self.tasks)))
-        return [task.data.model_dump(mode="json", exclude_defaults=True) for task in self.tasks[first : first + count]]
+        return [_row(task.data) for task in self.tasks[first : first + count]]
 
     async def play(self, row: dict | None, player: Player) -> float:
         """The reward of an episode. Raises RuntimeError for what it ended with."""
