@@ -301,7 +301,8 @@ def test_probe_gives_the_exact_signal_of_each_prompt_and_the_verdict(workplace):
 
 @pytest.mark.medium
 @pytest.mark.parametrize(
-    ("right", "said"), [(0, "most samples are cut off (90 by length"), (16, "take harder data"), (1, "weak signal"), (8, "train:")]
+    ("right", "said"),
+    [(0, "most samples are cut off (90 by length"), (16, "take harder data"), (1, "weak signal"), (8, "train:")],
 )
 def test_probe_says_what_to_do(workplace, right, said):
     model = workplace.model("m", table([right] * 6, 16, GREEDY))

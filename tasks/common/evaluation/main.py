@@ -49,9 +49,7 @@ def evaluate_models(s: Settings, command: Command, scoring: Scoring, models: dic
     header, rows = comparison_table(summaries, changes, pair)
     show_table(title, header[:-1], [row[:-1] for row in rows])
     print(*outcome(pair, summaries, changes), sep="\n")
-    if last != "sft" and changes and (
-        tries := next_steps(s, changes[headline(changes)], all_rollouts[last])
-    ):
+    if last != "sft" and changes and (tries := next_steps(s, changes[headline(changes)], all_rollouts[last])):
         print("\n".join(["What to try:", *(f"  {line}" for line in tries)]), flush=True)
     return report_errors([r for rollouts in all_rollouts.values() for r in rollouts])
 

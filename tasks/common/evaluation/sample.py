@@ -145,7 +145,7 @@ def episode_limits(s: Settings, how: Sampling) -> Limits:
 def bounds(s: Settings) -> dict[str, str]:
     """What cuts off in evaluation, and its variable: as CUT, and MAX_NEW_TOKENS where that is less."""
     less = {LENGTH: s.MAX_RESPONSE_LENGTH, TURN_LENGTH: s.MAX_TURN_LENGTH}
-    return CUT | {end: "MAX_NEW_TOKENS" for end, length in less.items() if s.MAX_NEW_TOKENS < length}
+    return CUT | {end: "MAX_NEW_TOKENS" for end, length in less.items() if length > s.MAX_NEW_TOKENS}
 
 
 def check_window(s: Settings, how: Sampling, model: str) -> None:
