@@ -59,7 +59,7 @@ def not_special(small_model):
     return fast
 
 
-TURNS = ["<start_of_turn>", "<end_of_turn>", "<|turn>", "[|told|]"]
+TURNS = ["<start_of_turn>", "<end_of_turn>", "<|turn>", "<turn|>", "[|told|]"]
 
 
 def turns_of_template(small_model):
@@ -67,10 +67,12 @@ def turns_of_template(small_model):
     from transformers import AddedToken, AutoTokenizer
 
     fast = AutoTokenizer.from_pretrained(small_model)
-    fast.add_tokens([AddedToken(token, normalized=False, special=False) for token in [*TURNS, "<think>", "<b>"]])
+    fast.add_tokens(
+        [AddedToken(token, normalized=False, special=False) for token in [*TURNS, "<think>", "<b>", "\n\n"]]
+    )
     fast.chat_template = (
         "{% for m in messages %}{% if m.role == 'tool' %}<|turn>{{ m.content }}<end_of_turn>"
-        "{% elif m.role == 'system' %}[|told|]{{ m.content }}"
+        "{% elif m.role == 'system' %}[|told|]{{ m.content }}\n\n"
         "{% else %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}"
         "<end_of_turn>\n{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}<start_of_turn>model\n<think>{% endif %}"
@@ -199,7 +201,7 @@ def test_what_was_said_stays_readable(tokenizer):
 
 
 def test_text_without_a_control_token_keeps_its_tokens(tokenizer):
-    for text in ("plain", "<think>hm</think>", "<b>", "a < b | c > d", "<|", "\ue000 ö 漢"):
+    for text in ("plain", "<think>hm</think>", "<b>a\n\nb", "a < b | c > d", "<|", "\ue000 ö 漢"):
         whole = tokenizer.apply_chat_template(chat(text), add_generation_prompt=True, return_dict=True)["input_ids"]
         assert prompt_ids(tokenizer, chat(text)) == whole
 

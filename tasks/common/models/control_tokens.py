@@ -12,8 +12,9 @@ from itertools import chain, pairwise
 
 # What models write themselves, in demonstrations too.
 OF_THE_MODEL = {"<think>", "</think>", "<tool_call>", "</tool_call>", "<answer>", "</answer>"}
-# <|user|>, and DeepSeek's <｜User｜>, which its tokenizer does not call special.
-_LOOKS_LIKE_ONE = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)
+# <|user|>, Gemma 4's <|turn>, and DeepSeek's <｜User｜>, which its tokenizer does not call special.
+_LOOKS_LIKE_ONE = re.compile(r"<[|｜].*>|<.*[|｜]>", re.DOTALL)
+_BRACKETED = re.compile(r"[<\[\]{|].*[>\]}|]", re.DOTALL)  # Gemma has added tokens of white space too
 # What templates are asked to render, for the tokens that they write themselves; some refuse one or the other.
 _USER, _MODEL = ({"role": role, "content": "x"} for role in ("user", "assistant"))
 _TOLD, _RESULT = ({"role": role, "content": "x"} for role in ("system", "tool"))
@@ -35,7 +36,8 @@ def _of_template(tokenizer) -> set[str]:
     for chat in _CHATS if tokenizer.chat_template else ():
         with contextlib.suppress(Exception):  # whatever a template raises
             text += tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-    return {token.content for token in tokenizer.added_tokens_decoder.values() if token.content in text} - OF_THE_MODEL
+    added = (token.content for token in tokenizer.added_tokens_decoder.values())
+    return {token for token in added if token in text and _BRACKETED.fullmatch(token)} - OF_THE_MODEL
 
 
 @functools.lru_cache(maxsize=8)

@@ -278,7 +278,7 @@ def _memory(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
         end = row["step"] + math.floor((row[limit] - used[-1]) / slope)
         if end < s.STEPS:
             grows = f"{what} grows by {slope:.2g} GiB a step, to {used[-1]:.0f} of {row[limit]:.0f} GiB"
-            fix = "stop and run the same command again, which continues from the last checkpoint"
+            fix = f"stop after a checkpoint (SAVE_FREQ={s.SAVE_FREQ}) and run the same command again"
             yield f"{grows}: it is used up at step {end} of {s.STEPS}; {fix}"
 
 
