@@ -2,7 +2,7 @@
 
 import io
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import pytest
@@ -142,3 +142,8 @@ def test_what_goes_wrong_is_one_line_and_the_chat_goes_on(tokenizer):
     assert not engine.asked and "error: the conversation has" in shown
     engine, shown = converse(tokenizer, ["y" * 600], "x")
     assert "(turn_length: raise MAX_TURN_LENGTH)" in shown
+
+
+def test_a_turn_that_fills_the_conversation_says_so_and_names_no_limit_of_an_episode(tokenizer):
+    _, shown = converse(tokenizer, [CALL] * 20, "x", window=1200, limits=replace(LIMITS, turns=20))
+    assert "(length: the conversation fills its 1200 tokens; /reset)" in shown and "raise" not in shown

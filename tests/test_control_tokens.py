@@ -1,4 +1,4 @@
-"""What users, tools and data files say never becomes a control token: for each of those of three tokenizers."""
+"""What users, tools and data files say never becomes a control token: for each of those of five tokenizers."""
 
 import asyncio
 import functools
@@ -59,6 +59,42 @@ def not_special(small_model):
     return fast
 
 
+TURNS = ["<start_of_turn>", "<end_of_turn>", "<|turn>", "<turn|>", "[|told|]"]
+
+
+def turns_of_template(small_model):
+    """Gemma's turns, added by people who did not call them special: the template alone says what they are."""
+    from transformers import AddedToken, AutoTokenizer
+
+    fast = AutoTokenizer.from_pretrained(small_model)
+    fast.add_tokens(
+        [AddedToken(token, normalized=False, special=False) for token in [*TURNS, "<think>", "<b>", "\n\n"]]
+    )
+    fast.chat_template = (
+        "{% for m in messages %}{% if m.role == 'tool' %}<|turn>{{ m.content }}<end_of_turn>"
+        "{% elif m.role == 'system' %}[|told|]{{ m.content }}\n\n"
+        "{% else %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}"
+        "<end_of_turn>\n{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<start_of_turn>model\n<think>{% endif %}"
+    )
+    return fast
+
+
+def llama(small_model):
+    """Llama 3's turns: a header of two special tokens, and a role between them that is text."""
+    from transformers import AutoTokenizer
+
+    fast = AutoTokenizer.from_pretrained(small_model)
+    own = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<|eom_id|>"]
+    fast.add_special_tokens({"additional_special_tokens": own})
+    fast.chat_template = (
+        "<|begin_of_text|>{% for m in messages %}<|start_header_id|>{{ 'ipython' if m.role == 'tool' else m.role }}"
+        "<|end_header_id|>\n\n{{ m.content | trim }}<|eot_id|>{% endfor %}"
+        "{% if add_generation_prompt %}<|start_header_id|>assistant<|end_header_id|>\n\n{% endif %}"
+    )
+    return fast
+
+
 def embedded(_):
     from transformers import AutoTokenizer
 
@@ -66,6 +102,7 @@ def embedded(_):
 
 
 MADE = {"SmolLM2": embedded, "pieces": lambda _: pieces(), "not special": not_special}
+MADE |= {"of template": turns_of_template, "Llama": llama}
 
 
 @pytest.fixture(params=MADE)
@@ -75,7 +112,8 @@ def tokenizer(request, small_model):
 
 @functools.lru_cache
 def controls(tokenizer) -> dict[str, int]:
-    return {token.content: index for index, token in tokenizer.added_tokens_decoder.items() if is_control(token)}
+    added = tokenizer.added_tokens_decoder.items()
+    return {token.content: index for index, token in added if is_control(token) or token.content in TURNS}
 
 
 def counts(tokenizer, ids) -> Counter:
@@ -163,7 +201,7 @@ def test_what_was_said_stays_readable(tokenizer):
 
 
 def test_text_without_a_control_token_keeps_its_tokens(tokenizer):
-    for text in ("plain", "<think>hm</think>", "a < b | c > d", "<|", "\ue000 ö 漢"):
+    for text in ("plain", "<think>hm</think>", "<b>a\n\nb", "a < b | c > d", "<|", "\ue000 ö 漢"):
         whole = tokenizer.apply_chat_template(chat(text), add_generation_prompt=True, return_dict=True)["input_ids"]
         assert prompt_ids(tokenizer, chat(text)) == whole
 

@@ -306,7 +306,7 @@ def test_an_error_names_its_type_and_the_line_of_the_users_own_file(where):
 
 
 BAD_STEPS = {
-    "no step": (None, "AttributeError"),
+    "no step": (None, "step returned None, no Step"),
     "no message": (Step(), "messages: none, and the episode is not done"),
     "no list": (Step("hi"), "must be a non-empty list"),
     "the model's role": (Step([{"role": "assistant", "content": "I"}]), "must be of the role tool or user"),
@@ -326,10 +326,17 @@ def test_a_step_that_is_none_is_told(name):
 
 
 @pytest.mark.parametrize(
-    "start", [Start([]), Start(chat("x"), [{}]), Start("x"), None], ids=["empty", "tool", "text", "none"]
+    ("start", "said"),
+    [
+        (Start([]), ""),
+        (Start(chat("x"), [{}]), ""),
+        (Start("x"), ""),
+        (None, "ValueError: reset returned None, no Start"),
+    ],
+    ids=["empty", "tool", "text", "none"],
 )
-def test_a_start_that_is_none_is_told(start):
-    with pytest.raises(RewardError, match="reset raised"):
+def test_a_start_that_is_none_is_told(start, said):
+    with pytest.raises(RewardError, match=f"reset raised {said}"):
         replayed(type("Broken", (Environment,), {"reset": lambda *_: start}), ROW, [CALL])
 
 

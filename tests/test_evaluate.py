@@ -301,7 +301,8 @@ def test_probe_gives_the_exact_signal_of_each_prompt_and_the_verdict(workplace):
 
 @pytest.mark.medium
 @pytest.mark.parametrize(
-    ("right", "said"), [(0, "do SFT first"), (16, "take harder data"), (1, "weak signal"), (8, "train:")]
+    ("right", "said"),
+    [(0, "most samples are cut off (90 by length"), (16, "take harder data"), (1, "weak signal"), (8, "train:")],
 )
 def test_probe_says_what_to_do(workplace, right, said):
     model = workplace.model("m", table([right] * 6, 16, GREEDY))
@@ -438,12 +439,21 @@ def test_a_gain_or_a_loss_is_one_by_its_interval_and_its_test(interval, p_value,
     """The percentile interval alone says "a gain" of a single prompt. The advice agrees with the verdict."""
     change = Difference(Estimate(*interval), p_value, "paired bootstrap")
     assert gain("grpo - base", {"pass@1": change}).endswith(f" (paired bootstrap): {said}")
-    tries = "\n".join(next_steps(replace(load_settings(VALUES), LR=1e-5), change))
+    tries = "\n".join(next_steps(replace(load_settings(VALUES), LR=1e-5), change, []))
     assert (tries == "", "LR=5e-06" in tries, "LR=2e-05" in tries) == (
         said == "a gain",
         said == "a loss",
         said not in ("a gain", "a loss"),
     )
+
+
+@pytest.mark.parametrize(("cut", "said"), [(3, "first the samples that are cut off: 3 by max_turns"), (2, "")])
+def test_where_most_samples_are_cut_off_that_comes_before_the_rate(cut, said):
+    ends = ["max_turns"] * cut + ["stop"] * (5 - cut)
+    rollouts = [Rollout(n, "sampled", 0, "", end, 1, 0.1, [], "", "", {}, {"score": 0.0}) for n, end in enumerate(ends)]
+    for interval in ((0.0, 0.0, 0.0), (-0.3, -0.5, -0.1)):
+        first = next_steps(load_settings(VALUES), Difference(Estimate(*interval), 0.01, "t"), rollouts)[0]
+        assert first.startswith(said) if said else "cut off" not in first
 
 
 @pytest.mark.parametrize(

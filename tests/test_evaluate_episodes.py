@@ -180,6 +180,16 @@ def test_probe_and_compare_play_episodes(workplace):
     assert found["gained"] == [1, 2] and found["metrics"]["turns"]["difference"]["value"] == pytest.approx(1.5 - 13 / 6)
 
 
+@pytest.mark.medium
+@pytest.mark.parametrize(("most", "named"), [("300", "MAX_NEW_TOKENS"), ("2048", "MAX_TURN_LENGTH")])
+def test_probe_names_the_limit_that_is_of_evaluation_alone(workplace, most, named):
+    cut = [{"greedy": ["hm..."], "sampled": [["hm..."]] * 2}] * PROMPTS
+    result = workplace.run("probe", str(workplace.model("m", cut)), MAX_NEW_TOKENS=most)
+    assert result.returncode == 0, result.stdout
+    found = json.loads(workplace.only("probe/calculator/m-*/probe.json").read_text())
+    assert f"raise {named})" in found["conclusion"]
+
+
 def test_episodes_are_played_again_when_the_environment_changes(tmp_path):
     row = rl_row("calculator", chat("a"), {"answer": "7"}, "test", 0, TOOLS)
     write_parquet([row], tmp_path / "test.parquet", rl_schema(tools=True))

@@ -68,7 +68,7 @@ def test_the_longest_of_a_batch_are_not_cut_off_below_the_limit():
 
 def test_a_benchmark_without_reward_is_ill_in_three_ways():
     metrics = real("step-ours")
-    ill = findings(metrics, replace(SETTINGS, MAX_RESPONSE_LENGTH=256))
+    ill = findings(metrics, replace(SETTINGS, MAX_RESPONSE_LENGTH=256, INIT="base"))
     by_rule = {rule: [finding.step for finding in ill if finding.rule == rule] for rule in {f.rule for f in ill}}
     steps = sorted(metrics)
     assert by_rule == {"zero_variance": steps, "truncation": steps[1:], "no_reward": steps[2:]}
@@ -228,6 +228,17 @@ def test_a_policy_that_unlearns_falls():
 def test_a_critics_advantages_and_a_sample_alone_have_no_groups():
     zero = {3: {"critic/advantages/min": 0.0, "critic/advantages/max": 0.0}}
     assert found(zero, METHOD="ppo") == [] == found(zero, ROLLOUT_N=1)
+
+
+def test_a_run_from_a_warm_up_is_told_to_make_it_longer_and_not_to_have_one():
+    none = {"critic/score/min": 0.0, "critic/score/max": 0.0}
+    cut = {"response_length/clip_ratio": 0.5, "response_length/max": 64}
+    for own in (none | cut, none | {"episode/turns": 1.0, "episode/cut_turns": 1.0}):
+        steps = {step: FINE | own for step in (1, 2, 3)}
+        for init, warm_up in (("base", "warm up with INIT=sft"), ("sft", "warm up longer than SFT_STEPS=")):
+            told = newest_by_rule(findings(steps, replace(SETTINGS, INIT=init, DIFFICULTY="easy")))
+            texts = [each.text for each in told if each.rule in ("truncation", "no_reward")]
+            assert len(texts) == 2 and all(warm_up in text for text in texts) and "DIFFICULTY" not in " ".join(texts)
 
 
 def test_distillation_needs_no_reward():

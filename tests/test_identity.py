@@ -10,11 +10,12 @@ import pytest
 from tests.helpers import ROOT, exported
 from verl_tasks.data.prepare import prepare
 from verl_tasks.digest import fingerprint, imported
+from verl_tasks.files import write_text
 from verl_tasks.launch import main
 from verl_tasks.rows import Example
 from verl_tasks.runs import folder
 from verl_tasks.runs.folder import rl_run
-from verl_tasks.settings import SettingsError, code_digest, load_settings
+from verl_tasks.settings import SettingsError, artifacts, code_digest, load_settings
 
 SMALL = {"TRAIN_SIZE": "24", "TEST_SIZE": "8", "DEV_SIZE": "4", "SFT_SIZE": "24", "SFT_BATCH_SIZE": "4", "N_GPUS": "1"}
 SMALL |= {"TRAIN_BATCH_SIZE": "4", "MINI_BATCH_SIZE": "4", "SOURCE": "toy", "MAX_PROMPT_LENGTH": "256"}
@@ -138,9 +139,12 @@ def test_a_line_says_what_starts_anew_and_why(s, code, capsys):
     assert begin("sft", s)[1] == f"  sft starts anew: demonstrations changed since {sft}\n"
     prepare(s, toy())
     code("reward.py")
+    for time, name in enumerate(("older", "newer")):
+        write_text(file := artifacts() / f"eval/countdown/{name}/rollouts.jsonl", "")
+        os.utime(file, (time, time))
     out = begin("rl", replace(s, LR=1e-4))[1]
     assert f"  train starts anew: LR changed from {s.LR} to 0.0001, reward changed since {rl}\n" in out
-    assert "`make rescore TASK=countdown ROLLOUTS=...`" in out
+    assert f"`make rescore TASK=countdown ROLLOUTS={file}` scores its samples again" in out
 
 
 def test_a_named_run_is_not_refused_before_its_data_are_there(s):

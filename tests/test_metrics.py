@@ -238,6 +238,18 @@ def test_a_probe_whose_samples_are_all_wrong_has_wilsons_interval():
     assert (found["variance"]["low"], found["variance"]["high"]) == (0, 0)  # no share
 
 
+@pytest.mark.parametrize(("cut", "blamed"), [(0, False), (25, False), (40, True), (50, True)])
+def test_a_probe_blames_the_limit_that_cuts_most_samples_off_and_not_the_warm_up(cut, blamed):
+    ends = ["turn_length"] * cut + ["stop"] * (50 - cut)
+    wrong = sampled_twice(range(50), np.zeros((2, 50)))
+    rollouts = [replace(each, finish_reason=ends[each.index]) for each in wrong]
+    found = probe.probed(rollouts, probe.by_prompt(rollouts), warmed=True)
+    said = found["conclusion"], found["verdicts"][0]["words"]
+    assert [text.startswith(("most samples are cut off", "low, as most samples")) for text in said] == [blamed] * 2
+    if blamed:
+        assert f"{2 * cut} by turn_length: raise MAX_TURN_LENGTH" in said[0] and "too hard" not in said[1]
+
+
 def test_own_metrics_get_whole_conversations():
     keys, resamples = ["a", "a", "b", "c", "c", "c"], []
 

@@ -2,6 +2,8 @@
 
 import functools
 import json
+import re
+import sys
 from dataclasses import replace
 
 import pyarrow as pa
@@ -507,3 +509,45 @@ def test_prompt_that_is_no_chat_is_named(tmp_path):
     path = write_lines(tmp_path / "x.jsonl", [{"question": "q"}])
     with pytest.raises(DataError, match=r"line 1: the prompt each message needs a role"):
         list(Examples(load(path), lambda record: [Example([{"role": "x", "content": "y"}], "1")]))
+
+
+def main_said(monkeypatch, sources, **changes) -> str:
+    """What prepare_data.py ends with, with exit code 1."""
+    monkeypatch.setattr(prepare_module, "load_settings", lambda: settings_for(**changes))
+    with pytest.raises(SystemExit) as error:
+        prepare_module.main(sources)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("fails", "said"),
+    [
+        (lambda: {}["zebra"], "KeyError: 'zebra'"),
+        (lambda: sys.exit(3), "SystemExit: 3"),
+        (lambda: sys.exit(), "SystemExit"),
+        (lambda: next(iter([])), "StopIteration"),
+    ],
+)
+def test_what_a_generator_raises_is_one_line_with_its_place_and_its_example(folder, monkeypatch, fails, said):
+    def generate(settings):
+        yield examples(1)[0]
+        fails()
+
+    told = main_said(monkeypatch, {"toy": generate})
+    said = said if said != "StopIteration" else "RuntimeError: generator raised StopIteration"
+    assert re.fullmatch(rf"error: {said} \(tests/test_prepare.py:\d+, in \S+\); in example 2; traceback: \S+", told)
+
+
+def test_what_is_no_example_is_named(folder, monkeypatch):
+    told = main_said(monkeypatch, {"toy": lambda settings: iter([*examples(2), "text"])})
+    assert told == "error: example 3 is no prepare.Example, but 'text'"
+
+
+def test_what_raises_on_a_record_is_told_with_the_records_place(folder, monkeypatch, tmp_path, small_model):
+    path = write_lines(tmp_path / "x.jsonl", [{"question": "q", "answer": "1"}, {"question": "r"}])
+
+    def source(settings):
+        return Examples(load(path), lambda record: [Example(record["question"], {}[record["answer"]])])
+
+    told = main_said(monkeypatch, {"file": source}, MODEL=small_model, FILE=path)
+    assert f"; {path}: line 1; traceback: " in told and "KeyError: '1' (tests/test_prepare.py:" in told

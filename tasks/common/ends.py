@@ -1,7 +1,7 @@
 """Why a response or an episode ended, with the variable that bounds it, for metrics, tables and advice."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 DONE, TOO_LONG = "stop", "prompt_too_long"  # by itself; before its first turn
 LENGTH, TURN_LENGTH, OBSERVATION = "length", "turn_length", "observation"
@@ -25,17 +25,18 @@ def cut_key(end: str) -> str:
     return "timeout" if end == TIMEOUT else f"cut_{end.removeprefix('max_')}"
 
 
-def advice(ends: Iterable[str]) -> str:
-    """How many of ``ends`` are cuts, the most frequent first, and what to change; empty without one."""
+def advice(ends: Iterable[str], limits: Mapping[str, str] = CUT) -> str:
+    """How many of ``ends`` are cuts, the most frequent first, and what to change; empty without one. ``limits``: the
+    variables that bound them, as CUT."""
     counts = Counter(end for end in ends if end in CUT or end == FAILED)
-    return "; ".join(f"{count} by {end}: {remedy(end)}" for end, count in counts.most_common())
+    return "; ".join(f"{count} by {end}: {remedy(end, limits)}" for end, count in counts.most_common())
 
 
-def remedy(end: str) -> str:
-    """What to change against the cut ``end``."""
+def remedy(end: str, limits: Mapping[str, str] = CUT) -> str:
+    """What to change against the cut ``end``; ``limits`` as above."""
     if end == FAILED:
         return "read the log of the program or the environment (docs/MULTI_TURN.md)"
-    return "shorten what the environment says at once" if end == OBSERVATION else f"raise {CUT[end]}"
+    return "shorten what the environment says at once" if end == OBSERVATION else f"raise {limits[end]}"
 
 
 def step_metrics(scores: list[dict]) -> dict[str, float]:

@@ -283,13 +283,29 @@ def _endless(settings: Settings, examples: Iterator[Example], form: Form, new: P
     if test < 1 or train < 1:
         sizes = f"{sizes}, MAX_SAMPLES={settings.MAX_SAMPLES}"
         raise SplitError(f"a generator needs a number of prompts, {sizes} give none; set TEST_SIZE and TRAIN_SIZE")
-    examples = distinct(examples)
+    examples = distinct(_counted(examples))
     counts = {"test": test, "dev": settings.DEV_SIZE, "train": train}
     sides = {name: list(islice(examples, count)) for name, count in counts.items()}
     if len(sides["train"]) < train:
         there = sum(map(len, sides.values()))
         raise SplitError(f"has only {there} different prompts for {sizes}; lower them, or take another source")
     return write_sides(sides, new, form, any(map(needs_tools, chain(*sides.values())))), {}
+
+
+def _counted(examples: Iterator[Example | None]) -> Iterator[Example | None]:
+    """``examples``; what their generator raises gets a note of how many came before. Raises DataError for what is no
+    Example."""
+    made = 0
+    try:
+        for made, example in enumerate(examples, 1):
+            if not isinstance(example, Example | None):
+                raise DataError(f"example {made} is no prepare.Example, but {one_line(repr(example), 80)}")
+            yield example
+    except (DataError, SettingsError):
+        raise
+    except (Exception, SystemExit) as error:
+        error.add_note(f"in example {made + 1}")
+        raise
 
 
 # ---- shared with json_to_parquet
@@ -394,8 +410,9 @@ def main(sources: dict[str, Source]) -> None:
             prepare(s, sources)
         except (DataError, SettingsError):
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:  # also sys.exit, which would end in silence
             if not errors.own_place(error):
                 raise
             write_text(log := s.data_dir / "prepare_data.log", errors.whole(error))
-            raise DataError(f"{errors.said(error)}; traceback: {log}") from error
+            told = "; ".join([errors.said(error), *getattr(error, "__notes__", ())])
+            raise DataError(f"{told}; traceback: {log}") from error

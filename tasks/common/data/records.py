@@ -93,6 +93,9 @@ class Records:
                 if len(problems) == FIRST_PROBLEMS:
                     break
                 continue
+            except Exception as error:  # a fault of ``convert``
+                error.add_note(place)
+                raise
             unread = [name for name in record if name not in record.read] if made else ()  # else: read in part
             self.unused |= {name: None for name in unread if dict.get(record, name) not in (None, "", [], {})}
             if not problems:

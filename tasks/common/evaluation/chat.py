@@ -12,7 +12,7 @@ from typing import TextIO
 from verl_tasks.evaluation import chat_episode
 from verl_tasks.evaluation.engines import VLLMEngine, window
 from verl_tasks.evaluation.rollouts import Completion, scored
-from verl_tasks.evaluation.sample import Scoring, episode_limits, model_name, sampling
+from verl_tasks.evaluation.sample import Scoring, bounds, episode_limits, model_name, sampling
 from verl_tasks.process import StageFailed
 from verl_tasks.rows import decoded, read_rows, tools_of
 from verl_tasks.settings import Settings, artifacts
@@ -119,7 +119,7 @@ def chat(s: Settings, scoring: Scoring, model: str) -> int:
             raise StageFailed(f"the engine did not start: {one_line(str(error), 300)}\n  log: {log}") from error
         if scoring.environment:
             limits = episode_limits(s, sampling(s))
-            table = chat_episode.Table(engine, how, rows, scoring.environment, limits, size, screen)
+            table = chat_episode.Table(engine, how, rows, scoring.environment, limits, size, screen, bounds(s))
             table.say(chat_episode.HELP)
             chat_episode.talk(table, typed(screen))
         else:

@@ -3,11 +3,11 @@
 import asyncio
 import contextlib
 import random
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import TextIO
 
-from verl_tasks.ends import DONE, TOO_LONG, remedy
+from verl_tasks.ends import CUT, DONE, LENGTH, TOO_LONG, remedy
 from verl_tasks.evaluation.engines import Sampling
 from verl_tasks.models.chat_template import next_turn_ids, prompt_ids
 from verl_tasks.rewards.answers import RewardError
@@ -22,7 +22,8 @@ HELP += "/sample): an episode of a test prompt with its reward, /reset: a new co
 
 @dataclass(frozen=True)
 class Table:
-    """What all episodes of a chat share. ``limits``: of a prompt's episode; ``window``: tokens of a conversation."""
+    """What all episodes of a chat share. ``limits``: of a prompt's episode, ``bounds``: their variables (ends.py);
+    ``window``: tokens of a conversation."""
 
     engine: object
     how: Sampling
@@ -31,6 +32,7 @@ class Table:
     limits: Limits
     window: int
     screen: TextIO
+    bounds: Mapping[str, str] = field(default_factory=lambda: CUT)
 
     def say(self, text: str) -> None:
         self.screen.write(printable(text) + "\n")
@@ -110,8 +112,10 @@ async def _said(table: Table, place: Place | None, text: str) -> Place:
         raise ValueError(f"the conversation has {len(episode.prompt_ids)} of {table.window} tokens")
     limits = replace(table.limits, response_length=room)
     await _play_on(table, episode, found, limits)
-    if episode.ended != DONE:
-        table.say(f"({episode.ended}: {remedy(episode.ended)})")
+    if episode.ended == LENGTH:  # of all that was said, not of one episode
+        table.say(f"({LENGTH}: the conversation fills its {table.window} tokens; /reset)")
+    elif episode.ended != DONE:
+        table.say(f"({episode.ended}: {remedy(episode.ended, table.bounds)})")
     return Place(episode, found, row)
 
 

@@ -5,10 +5,11 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
+from verl_tasks.ends import CUT, advice
 from verl_tasks.evaluation import attack, batch, chat, compare, experiment, probe, self_samples
 from verl_tasks.evaluation.lenient import read as read_leniently
 from verl_tasks.evaluation.rollouts import Rollout, in_order, read_rollouts, rescored, write_rollouts
-from verl_tasks.evaluation.sample import Job, Scoring, endpoint_job, report_errors, sampled, test_job
+from verl_tasks.evaluation.sample import Job, Scoring, bounds, endpoint_job, report_errors, sampled, test_job
 from verl_tasks.evaluation.summary import Difference, OwnMetrics, differences, summarize
 from verl_tasks.evaluation.tables import GAIN, LOSS, comparison_table, headline, outcome, show_table, sizes, verdict
 from verl_tasks.files import read_json, write_json
@@ -48,18 +49,22 @@ def evaluate_models(s: Settings, command: Command, scoring: Scoring, models: dic
     header, rows = comparison_table(summaries, changes, pair)
     show_table(title, header[:-1], [row[:-1] for row in rows])
     print(*outcome(pair, summaries, changes), sep="\n")
-    if last != "sft" and changes and (tries := next_steps(s, changes[headline(changes)])):
+    if last != "sft" and changes and (tries := next_steps(s, changes[headline(changes)], all_rollouts[last])):
         print("\n".join(["What to try:", *(f"  {line}" for line in tries)]), flush=True)
     return report_errors([r for rollouts in all_rollouts.values() for r in rollouts])
 
 
-def next_steps(s: Settings, change: Difference) -> list[str]:
-    """What to try where a training with ``s`` brought no clear gain, beside more of it (launch/main.py, closing)."""
+def next_steps(s: Settings, change: Difference, rollouts: list[Rollout]) -> list[str]:
+    """What to try where a training with ``s`` brought no clear gain, beside more of it (launch/main.py, closing).
+    ``rollouts``: of the trained model."""
     if (judged := verdict(change)) == GAIN:
         return []
+    cut = [r.finish_reason for r in rollouts if r.finish_reason in CUT]
+    first = [f"first the samples that are cut off: {advice(cut, bounds(s))}"] if 2 * len(cut) > len(rollouts) else []
     if judged == LOSS:
-        return [f"a lower learning rate: LR={s.LR / 2:g}"]
+        return [*first, f"a lower learning rate: LR={s.LR / 2:g}"]
     return [
+        *first,
         f"another learning rate: LR={2 * s.LR:g}, and lower if the reward falls",
         f"make probe TASK={s.TASK} says whether the data has signal for the model that it started from",
         "more test prompts: a larger TEST_SIZE narrows the interval",

@@ -1,6 +1,6 @@
 """`make probe`: does the training data have signal for this model? Run it before spending GPU hours on training."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -8,10 +8,10 @@ import numpy as np
 import pandas as pd
 import pyarrow.parquet as pq
 
-from verl_tasks.ends import advice
+from verl_tasks.ends import CUT, advice
 from verl_tasks.evaluation import summary
 from verl_tasks.evaluation.rollouts import Rollout
-from verl_tasks.evaluation.sample import Job, Scoring, model_name, report_errors, sampled, sampling
+from verl_tasks.evaluation.sample import Job, Scoring, bounds, model_name, report_errors, sampled, sampling
 from verl_tasks.evaluation.statistics import Estimate, bootstrap_mean
 from verl_tasks.evaluation.tables import show_table, sizes
 from verl_tasks.files import read_json, write_json
@@ -21,6 +21,7 @@ from verl_tasks.runs.run import recorded
 from verl_tasks.settings import Command, Settings, SettingsError, artifacts
 
 RARE = 0.05  # accuracy of a start below which RL sees too few right answers
+MOSTLY = 0.5  # share of samples that are cut off above which that is why few are right
 VERDICT_HEADER = ["", "", "value", "good range", "meaning"]
 
 
@@ -57,11 +58,12 @@ def verdicts(
 ) -> list[Verdict]:
     """The values against the thresholds that practitioners use; all but entropy (nats) and variance are shares.
 
-    ``cuts``: what cut responses off (rewards/episode.py, advice). ``warmed``: the model is a warm-up."""
+    ``cuts``: what cut responses off (ends.py, advice). ``warmed``: the model is a warm-up."""
     first = f"{_first(warmed)}, or take easier data"
+    hidden = "low, as most samples are cut off (below)" if truncated > MOSTLY else ""
     accuracy_words = (
-        f"too hard for this model: {first} or a stronger model",
-        f"low: few samples are right to learn from; {first}",
+        hidden or f"too hard for this model: {first} or a stronger model",
+        hidden or f"low: few samples are right to learn from; {first}",
         "good: right and wrong samples to tell apart",
         "high: little is left to learn; harder data, or FILTER=1",
         "too easy for this model: take harder data",
@@ -97,10 +99,12 @@ def _first(warmed: bool) -> str:
     return "train the warm-up longer (SFT_STEPS)" if warmed else "do SFT first"
 
 
-def conclusion(found: list[Verdict], warmed: bool = False) -> str:
-    """One sentence over all verdicts; ``warmed`` as above."""
-    accuracy, variance, *_ = found
+def conclusion(found: list[Verdict], cuts: str = "", warmed: bool = False) -> str:
+    """One sentence over all verdicts; ``cuts`` and ``warmed`` as above."""
+    accuracy, variance, *_, truncated = found
     bad = [verdict.name for verdict in found if not verdict.good]
+    if accuracy.value < RARE and truncated.value > MOSTLY:
+        return f"most samples are cut off ({cuts}), so few are right; where the limits fit the task, {_first(warmed)}"
     if accuracy.value < RARE:
         return f"{_first(warmed)}: this model is almost never right, RL has nothing to reinforce"
     if accuracy.value > 0.95:
@@ -110,12 +114,14 @@ def conclusion(found: list[Verdict], warmed: bool = False) -> str:
     return "weak signal: " + ", ".join(name for name in bad if name in (accuracy.name, variance.name))
 
 
-def probed(rollouts: list[Rollout], prompts: pd.DataFrame, warmed: bool = False) -> dict:
-    """The content of probe.json except the paths: summary, verdicts, distributions over prompts, prompts. ``warmed``:
-    the model is a warm-up."""
+def probed(
+    rollouts: list[Rollout], prompts: pd.DataFrame, limits: Mapping[str, str] = CUT, warmed: bool = False
+) -> dict:
+    """The content of probe.json except the paths: summary, verdicts, distributions over prompts, prompts. ``limits``:
+    the variables that bound a sample (ends.py). ``warmed``: the model is a warm-up."""
     zero = float((prompts["variance"] == 0).mean())
     means = {name: float(prompts[name].mean()) for name in ("accuracy", "variance", "entropy", "truncated")}
-    cuts = advice(rollout.finish_reason for rollout in rollouts)
+    cuts = advice((rollout.finish_reason for rollout in rollouts), limits)
     found = verdicts(**means, zero_variance=zero, cuts=cuts, warmed=warmed)
     of = summary.conversations_of(rollouts)[prompts.index]
     estimates = {
@@ -127,7 +133,7 @@ def probed(rollouts: list[Rollout], prompts: pd.DataFrame, warmed: bool = False)
     counts, edges = np.histogram(prompts["accuracy"], bins=np.linspace(0, 1, 11))
     return {
         **summary.summarize(rollouts),
-        "conclusion": conclusion(found, warmed),
+        "conclusion": conclusion(found, cuts, warmed),
         "verdicts": [asdict(verdict) for verdict in found],
         "distributions": {
             name: asdict(mean) | {f"p{q}": float(np.percentile(prompts[name], q)) for q in (10, 50, 90)}
@@ -180,7 +186,7 @@ def probe(s: Settings, command: Command, scoring: Scoring, model: str) -> int:
     rollouts = sampled({label: job}, root, scoring)[0][label]
     trained = run_of(model, s.runs_dir)
     warmed = bool(trained) and recorded(trained).get("kind") == "sft"
-    result = probed(rollouts, prompts := by_prompt(rollouts), warmed)
+    result = probed(rollouts, prompts := by_prompt(rollouts), bounds(s), warmed)
     write_json(folder / "probe.json", {"model": model, "data": str(s.train_file), **result})
     title = f"{s.TASK}, {label}: {sizes(result)}"
     from verl_tasks.evaluation import plots  # matplotlib, for this alone

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from verl_tasks.ends import CUT, LENGTH, TURN_LENGTH
 from verl_tasks.evaluation import endpoint
 from verl_tasks.evaluation.engine_pool import Hardware
 from verl_tasks.evaluation.engines import Request, Sampling
@@ -140,6 +141,12 @@ def episode_limits(s: Settings, how: Sampling) -> Limits:
     """The limits of a multi-turn task's episodes, with the lengths of ``how``."""
     turn = min(s.MAX_TURN_LENGTH, how.max_tokens)
     return Limits(how.max_prompt_tokens, how.max_tokens, turn, s.MAX_TURNS, s.STEP_SECONDS)
+
+
+def bounds(s: Settings) -> dict[str, str]:
+    """What cuts off in evaluation, and its variable: as CUT, and MAX_NEW_TOKENS where that is less."""
+    less = {LENGTH: s.MAX_RESPONSE_LENGTH, TURN_LENGTH: s.MAX_TURN_LENGTH}
+    return CUT | {end: "MAX_NEW_TOKENS" for end, length in less.items() if length > s.MAX_NEW_TOKENS}
 
 
 def check_window(s: Settings, how: Sampling, model: str) -> None:

@@ -4,6 +4,7 @@ A tokenizer takes the spelling of a control token for the token itself, wherever
 after its first character, and the parts are encoded by themselves. Text without one keeps the tokens that it has.
 """
 
+import contextlib
 import functools
 import json
 import re
@@ -11,8 +12,13 @@ from itertools import chain, pairwise
 
 # What models write themselves, in demonstrations too.
 OF_THE_MODEL = {"<think>", "</think>", "<tool_call>", "</tool_call>", "<answer>", "</answer>"}
-# <|user|>, and DeepSeek's <｜User｜>, which its tokenizer does not call special.
-_LOOKS_LIKE_ONE = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)
+# <|user|>, Gemma 4's <|turn>, and DeepSeek's <｜User｜>, which its tokenizer does not call special.
+_LOOKS_LIKE_ONE = re.compile(r"<[|｜].*>|<.*[|｜]>", re.DOTALL)
+_BRACKETED = re.compile(r"[<\[\]{|].*[>\]}|]", re.DOTALL)  # Gemma has added tokens of white space too
+# What templates are asked to render, for the tokens that they write themselves; some refuse one or the other.
+_USER, _MODEL = ({"role": role, "content": "x"} for role in ("user", "assistant"))
+_TOLD, _RESULT = ({"role": role, "content": "x"} for role in ("system", "tool"))
+_CHATS = [_TOLD, _USER], [_USER, _MODEL, _USER], [_USER, _MODEL, _RESULT]
 _PRIVATE = (*range(0xE000, 0xF900), *range(0xF0000, 0xFFFFE))  # characters that Unicode gives no meaning
 
 
@@ -24,10 +30,21 @@ def is_control(token) -> bool:
     return token.special or around or bool(_LOOKS_LIKE_ONE.fullmatch(token.content))
 
 
+def _of_template(tokenizer) -> set[str]:
+    """The added tokens that the chat template puts around messages: not every tokenizer calls them special."""
+    text = ""
+    for chat in _CHATS if tokenizer.chat_template else ():
+        with contextlib.suppress(Exception):  # whatever a template raises
+            text += tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
+    added = (token.content for token in tokenizer.added_tokens_decoder.values())
+    return {token for token in added if token in text and _BRACKETED.fullmatch(token)} - OF_THE_MODEL
+
+
 @functools.lru_cache(maxsize=8)
 def _spellings(tokenizer) -> re.Pattern | None:
     """Finds each place where a control token of ``tokenizer`` is spelled; None without one."""
     found = {token.content for token in tokenizer.added_tokens_decoder.values() if is_control(token)}
+    found |= _of_template(tokenizer)
     found = {token for token in found | set(tokenizer.all_special_tokens) if len(token) > 1}
     longest_first = sorted(map(re.escape, found), key=len, reverse=True)
     return re.compile(f"(?=(?:{'|'.join(longest_first)}))") if found else None  # ahead: one may begin inside another

@@ -123,6 +123,8 @@ def begun(made: type[Environment], row: dict) -> tuple[Environment, Start]:
     try:
         environment = made()
         start = environment.reset(row)
+        if not hasattr(start, "tools"):
+            raise ValueError(f"reset returned {start!r:.80}, no Start")
         problem = messages_problem(start.messages)
         if problem or len(functions(start.tools)) < len(start.tools):
             raise ValueError(f"messages: {problem}" if problem else "tools: must be OpenAI schemas")
@@ -192,6 +194,8 @@ def _refused(why: str, tools: list[dict]) -> Step:
 
 
 def _step_problem(step: Step) -> str | None:
+    if not hasattr(step, "done"):
+        return f"step returned {step!r:.80}, no Step"
     problem = messages_problem(step.messages) if step.messages else None
     if problem or not (step.messages or step.done or step.start):
         return f"messages: {problem or 'none, and the episode is not done'}"

@@ -89,7 +89,7 @@ def no_signal(scores: list[dict], groups: list, cut: list[bool], s: Settings) ->
     counts["wrong"] = len(scores) - right - sum(counts.values())
     worst = max(counts, key=counts.get)
     ways = {"cut off": remedy(ends.most_common(1)[0][0]), "unreadable": f"SFT_LR={s.SFT_LR:g}"}
-    way = ways.get(worst) or ("take easier problems" if s.DIFFICULTY == "easy" else "take DIFFICULTY=easy")
+    way = ways.get(worst) or _easier(s)
     said = ", ".join(f"{count} {name}" for name, count in counts.items() if count > 0)
     what = f"none of {len(scores)} samples is right" if not right else f"all {len(of)} groups have one reward"
     first = f"raise SFT_STEPS={s.SFT_STEPS}" if not right else "raise TEMPERATURE or ROLLOUT_N"
@@ -207,6 +207,14 @@ def _zero_variance(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
         )
 
 
+def _warm_up(s: Settings) -> str:
+    return f"warm up longer than SFT_STEPS={s.SFT_STEPS}" if s.INIT == "sft" else "warm up with INIT=sft"
+
+
+def _easier(s: Settings) -> str:
+    return "take easier problems" if s.DIFFICULTY == "easy" else "take DIFFICULTY=easy"
+
+
 def _truncation(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
     def shares(each: dict) -> dict[str, float]:
         return {end: each.get(f"episode/{cut_key(end)}", 0.0) for end in CUT}
@@ -215,7 +223,7 @@ def _truncation(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
         if _for_steps(TRUNCATION_STEPS, row, before, lambda each: sum(shares(each).values()) > TRUNCATED):
             cuts = sorted(((share, end) for end, share in shares(row).items() if share), reverse=True)
             parts = ", ".join(f"{share:.0%} by {CUT[end]}={getattr(s, CUT[end])} ({end})" for share, end in cuts)
-            yield f"episodes are cut off: {parts}; {remedy(cuts[0][1])}, or warm up longer with INIT=sft"
+            yield f"episodes are cut off: {parts}; {remedy(cuts[0][1])}, or {_warm_up(s)}"
         return
 
     def cut_off(each: dict) -> bool:
@@ -226,7 +234,7 @@ def _truncation(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
     if _for_steps(TRUNCATION_STEPS, row, before, cut_off):
         yield (
             f"{row['response_length/clip_ratio']:.0%} of the responses are cut off at MAX_RESPONSE_LENGTH="
-            f"{s.MAX_RESPONSE_LENGTH}: too short, or the policy does not end; raise it, or warm up with INIT=sft"
+            f"{s.MAX_RESPONSE_LENGTH}: too short, or the policy does not end; raise it, or {_warm_up(s)}"
         )
 
 
@@ -243,7 +251,7 @@ def _no_reward(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
     if s.METHOD != "distill" and _for_steps(REWARD_STEPS, row, before, none):
         yield (
             f"no reward in {REWARD_STEPS} steps: the task is too hard for this start, or its answers are not "
-            "recognised; warm up with INIT=sft, take DIFFICULTY=easy, and look at the rollouts"
+            f"recognised; {_warm_up(s)}, {_easier(s)}, and look at the rollouts"
         )
 
 
@@ -270,7 +278,7 @@ def _memory(row: dict, before: list[dict], s: Settings) -> Iterator[str]:
         end = row["step"] + math.floor((row[limit] - used[-1]) / slope)
         if end < s.STEPS:
             grows = f"{what} grows by {slope:.2g} GiB a step, to {used[-1]:.0f} of {row[limit]:.0f} GiB"
-            fix = "stop and run the same command again, which continues from the last checkpoint"
+            fix = f"stop after a checkpoint (SAVE_FREQ={s.SAVE_FREQ}) and run the same command again"
             yield f"{grows}: it is used up at step {end} of {s.STEPS}; {fix}"
 
 
