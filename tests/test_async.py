@@ -66,7 +66,7 @@ def test_a_step_tells_the_age_of_its_tokens():
 def test_an_update_does_not_wait_for_a_request_that_queues_in_vllm(monkeypatch):
     import asyncio
 
-    from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
+    from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
     from vllm.outputs import CompletionOutput, RequestOutput
     from vllm.sampling_params import RequestOutputKind
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -107,6 +107,7 @@ def test_an_update_does_not_wait_for_a_request_that_queues_in_vllm(monkeypatch):
 
     found = asyncio.run(update())
     assert (found.stop_reason, found.token_ids, found.log_probs) == ("aborted", [], [])
+    assert vLLMReplica.max_concurrency > 10_000  # interrupted requests wait as calls; one more opens the gate
 
 
 def test_prompts_that_failed_are_sampled_again_after_a_resume(monkeypatch):

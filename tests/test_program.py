@@ -418,6 +418,20 @@ def test_no_container_outlives_its_episode(small_tokenizer, made, docker):
     assert name in calls_of(docker, "run")[0]
 
 
+def test_no_folder_is_left_of_a_process_that_was_killed(made, tmp_path, monkeypatch, docker):
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    monkeypatch.setattr("tempfile.tempdir", None)
+    (tmp_path / "temporary").mkdir()
+    if not (child := os.fork()):
+        made("import time; time.sleep(60)")().reset(ROW)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    deadline = time.monotonic() + 20
+    while [*(tmp_path / "temporary").iterdir()]:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
 def test_a_container_ends_with_the_endpoint(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]

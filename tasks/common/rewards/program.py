@@ -135,9 +135,10 @@ class Endpoint:
         names = VARIABLES + (container.VARIABLES if image else ())
         self.environment = {name: os.environ[name] for name in names if name in os.environ}
         self.environment |= {"PYTHONPATH": PYTHON_PATH, "OPENAI_BASE_URL": self.address}
+        place = tempfile.mkdtemp(prefix="endpoint-") if image else ""  # short enough for a socket
         with self.log.open("ab") as log:
             self.starter = subprocess.Popen(
-                [python, STARTER, loaded],
+                [python, STARTER, loaded, place],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -147,8 +148,7 @@ class Endpoint:
             )
         servers = [self.server]
         if image:
-            self.place = tempfile.TemporaryDirectory(prefix="endpoint-")  # its path is short enough for a socket
-            self.socket = Path(self.place.name) / "socket"
+            self.socket = Path(place) / "socket"
             servers.append(_ServerOfSocket(str(self.socket), _HandlerOfSocket))
             servers[-1].inboxes = self.inboxes
         for work in (self._read, *(server.serve_forever for server in servers)):

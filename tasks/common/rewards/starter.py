@@ -2,7 +2,8 @@
 
 It runs alone (rewards/program.py), with the standard library: its Python may be another one than ours. A Python program
 is loaded once, and forked for each episode: its imports take longer than many an episode. All programs end with it, and
-it ends with its standard input. Argument: that program's file, or empty.
+it ends with its standard input, and removes their folders. Arguments: that program's file, or empty; a folder to remove
+too, or empty.
 """
 
 import contextlib
@@ -12,6 +13,7 @@ import os
 import resource
 import runpy
 import select
+import shutil
 import signal
 import sys
 import traceback
@@ -94,7 +96,7 @@ def load(file: str) -> None:
     gc.freeze()  # its collector would copy the pages of a fork
 
 
-def main(loaded: str) -> None:
+def main(loaded: str, place: str) -> None:
     """Serve standard input until its end."""
     if loaded:
         load(loaded)
@@ -136,7 +138,9 @@ def main(loaded: str) -> None:
     for leader, request in live.items():
         kill(leader)
         end_container(request)
+    for folder in filter(None, [place, *(request["folder"] for request in live.values())]):
+        shutil.rmtree(folder, ignore_errors=True)  # whoever started us may have been killed
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])
