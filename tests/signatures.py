@@ -216,13 +216,15 @@ def problems(file: Path, packages: Packages, known: Known) -> list[str]:
                     if isinstance(line, ast.Constant) and line.value not in source:
                         say(node, f"{name}: no longer has `{line.value}`")
         if isinstance(node, ast.ClassDef):
-            for base in filter(None, map(theirs, node.bases)):
-                _check_class(node, base, packages, bind, say)
+            found_bases = [*map(theirs, node.bases)]
+            for base in filter(None, found_bases):
+                _check_class(node, base, all(found_bases), packages, bind, say)
     return sorted(set(found))
 
 
-def _check_class(node: ast.ClassDef, base: str, packages: Packages, bind, say) -> None:
-    """Our methods take what theirs of the same name take; what is called on super() or self is there."""
+def _check_class(node: ast.ClassDef, base: str, alone: bool, packages: Packages, bind, say) -> None:
+    """Our methods take what theirs of the same name take; what is called on self, or on super() of a class that has
+    bases of theirs ``alone``, is there."""
     own = {item.name for item in node.body if isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef)}
     for item in node.body:
         if not isinstance(item, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -241,5 +243,5 @@ def _check_class(node: ast.ClassDef, base: str, packages: Packages, bind, say) -
                 if text.startswith(prefix) and name.isidentifier() and (prefix == "super()." or name not in own):
                     if packages.find(f"{base}.{name}"):
                         bind(call, f"{base}.{name}")
-                    elif prefix == "super()." and name != "__init__":
+                    elif alone and prefix == "super()." and name != "__init__":
                         say(call, f"{base} has no {name}")

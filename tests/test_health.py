@@ -29,6 +29,10 @@ FINE = {
 GOOD = [f"h200-{name}" for name in ("countdown-grpo", "gsm8k-grpo", "tool_calling-grpo", "countdown-dpo")]
 
 
+# What unlearned its task, and what learned to guess without a thought.
+BAD = {"h100-char_count": {"fall"}, "h200-countdown-1.5b-guess": {"short"}}
+
+
 def real(name: str, machine: str = "h200") -> dict[int, dict]:
     return metrics()[f"{machine}-{name}"]
 
@@ -51,8 +55,8 @@ def test_a_good_training_gets_no_finding_and_a_bad_one_those_that_it_deserves():
         limited = {step: row | {"perf/cpu_memory_limit_gb": 256.0} for step, row in rows.items()}
         fired = {each.rule for each in findings(limited, replace(SETTINGS, STEPS=max(rows)))}
         allowed = set() if name in GOOD else late
-        assert fired - allowed == ({"fall"} if name == "h100-char_count" else set()), name
-    assert metrics().keys() >= {*GOOD, "h100-char_count"}
+        assert fired - allowed == BAD.get(name, set()), name
+    assert metrics().keys() >= {*GOOD, *BAD}
     random = real("3b-ours")
     assert [each.step for each in findings(random, SETTINGS) if each.rule == "mismatch"] == [max(random)]
 
