@@ -168,7 +168,6 @@ def samples(**counts) -> tuple[list[dict], list[int], list[bool]]:
         ({"right": 64}, "all 16 groups have one reward"),
         ({"right": 4, "wrong": 60}, "all 16 groups have one reward"),
         ({"right": 1, "wrong": 63}, ""),
-        ({"wrong": 63}, ""),  # too few to tell
     ],
 )
 def test_a_warm_up_that_cannot_work_is_counted(counts, said):

@@ -320,6 +320,17 @@ def test_a_warm_up_without_a_right_answer_ends_before_the_first_update(sampled, 
     assert json.loads((tmp_path / "run/outcome.json").read_text())["outcome"] == "no signal"
 
 
+def test_small_steps_are_looked_at_together(sampled, module, monkeypatch):
+    trainer, batch = sampled([WRONG] * 32)
+    monkeypatch.setattr(module.KeepBest, "_compute_advantage", lambda *_: batch)
+    monkeypatch.setattr(module.tq, "kv_batch_get", _with_masks(module.tq.kv_batch_get))
+    trainer._compute_advantage(batch, {})
+    trainer.global_steps = 2
+    with pytest.raises(AbortedError, match="none of 64 samples is right"):
+        trainer._compute_advantage(batch, {})
+    trainer._compute_advantage(batch, {})  # once
+
+
 @pytest.mark.parametrize(("right", "anyway"), [(1, "0"), (0, "1")])
 def test_a_right_answer_or_anyway_trains(sampled, module, monkeypatch, right, anyway):
     trainer, batch = sampled([WRONG] * (64 - right) + [{"score": 1.0, "acc": 1.0}] * right, anyway)

@@ -18,7 +18,7 @@ from verl_tasks.settings import HEALTH_RULES, Settings
 
 OUTCOME = "outcome.json"  # of a run: why the trainer itself ended its last launch
 WITHOUT = "no signal"  # an outcome
-NO_SIGNAL = 64  # samples of the first step
+NO_SIGNAL = 64  # samples of the first steps
 ENTROPY = 0.01  # nats per token
 KL = (1e-4, 0.1)  # to the reference model
 KL_STEPS = 10  # in a row below the band: at the start the policy is the reference
@@ -71,10 +71,8 @@ class AbortedError(RuntimeError):
 
 
 def no_signal(scores: list[dict], groups: list, cut: list[bool], s: Settings) -> str:
-    """Why RL has nothing to learn from the first rollouts after a warm-up, NO_SIGNAL or more; empty where it has.
+    """Why RL has nothing to learn from the first rollouts after a warm-up; empty where it has.
     ``scores``: of each sample, with ``acc`` and perhaps ``format``; ``groups``: its prompt; ``cut``: cut off."""
-    if len(scores) < NO_SIGNAL or not all("acc" in each for each in scores):
-        return ""
     of = defaultdict(set)
     for group, each in zip(groups, scores, strict=True):
         of[group].add(each["score"])

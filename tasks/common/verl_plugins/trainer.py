@@ -31,7 +31,7 @@ from verl_tasks.machine.memory import GIB
 from verl_tasks.rewards.answers import RewardError
 from verl_tasks.rewards.episode import turn_texts
 from verl_tasks.runs.checkpoint import FirstSave
-from verl_tasks.runs.health import abort, aborted_by, no_signal, stop_without_signal
+from verl_tasks.runs.health import NO_SIGNAL, abort, aborted_by, no_signal, stop_without_signal
 from verl_tasks.runs.run import read_metrics
 from verl_tasks.settings import load_settings
 from verl_tasks.text import one_line
@@ -93,6 +93,7 @@ class CheckedTrainer(KeepBest):
     _complete = 0, None  # the last step that this process trained, and the state of its data then
     _saved = 0
     _sampled: list["Sample"] | None = None  # the responses of this step, where they were looked at before its metrics
+    _first: tuple["Sample", ...] = ()  # those of the first steps, until there are NO_SIGNAL
     _told = None  # of each episode of this step, by verl's key: its scores, and what was said
 
     @functools.cached_property
@@ -228,7 +229,7 @@ class CheckedTrainer(KeepBest):
             return super()._compute_old_log_prob(_tensors(batch), metrics)
 
     def _compute_advantage(self, batch, metrics):
-        if os.environ.get("ANYWAY") == "0" and self.global_steps == 1:
+        if os.environ.get("ANYWAY") == "0" and (self.global_steps == 1 or self._first):
             self._check_signal(batch)
         correction = self.config.algorithm.get("rollout_correction")
         masks = tq.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=["response_mask"])
@@ -239,15 +240,16 @@ class CheckedTrainer(KeepBest):
             return super()._compute_advantage(batch, metrics)
 
     def _check_signal(self, batch) -> None:
-        """End before the first update where the warm-up's rollouts give RL nothing to learn from."""
+        """End, by NO_SIGNAL samples of the first steps, where the warm-up gives RL nothing to learn from."""
         self._sampled, limit = _samples(batch), self.config.data.max_response_length
-        scores, groups, cut = [], [], []
-        for uid, response, reward, _ in (each for each in self._sampled if {"acc", "score"} <= each.reward.keys()):
-            scores.append(reward)
-            groups.append(uid)
-            ends = [reward[cut_key(end)] for end in CUT if cut_key(end) in reward]
-            cut.append(any(ends) if ends else len(response) >= limit)
-        if reason := no_signal(scores, groups, cut, load_settings()):
+        self._first += tuple(each for each in self._sampled if {"acc", "score"} <= each.reward.keys())
+        if len(self._first) < NO_SIGNAL:
+            return
+        groups, responses, scores, _ = zip(*self._first, strict=True)
+        ends = [[reward[cut_key(end)] for end in CUT if cut_key(end) in reward] for reward in scores]
+        cut = [any(of) if of else len(response) >= limit for of, response in zip(ends, responses, strict=True)]
+        self._first = ()
+        if reason := no_signal([*scores], [*groups], cut, load_settings()):
             stop_without_signal(self.run_dir, f"{reason}; ANYWAY=1 trains all the same")
 
     def _compute_values(self, batch, metrics):
