@@ -113,10 +113,11 @@ def test_the_steps_of_its_ci_file_run(project):
     for task in ("second", "sums"):
         assert (project / "artifacts/data" / task / "train.parquet").is_file()
     assert done[-1].stdout.count(" passed") == done[-1].stdout.count("gold check: 24 of 24") == 2
-    (project / "tasks/failing").mkdir()  # the first of three
-    (project / "tasks/failing/train.sh").touch()
-    (project / "tasks/failing/test_reward.py").write_text("def test():\n    assert False\n")
-    assert run(job["steps"][-1]).returncode != 0
+    data = project / "tasks/second/prepare_data.py"  # the first of two
+    assert '#### {a + b}")' in data.read_text()
+    data.write_text(data.read_text().replace('#### {a + b}")', '#### {a + b}", f"#### {a + a % 2 + b}")'))
+    ended = run(job["steps"][-1])
+    assert ended.returncode != 0 and "demonstrations get acc 1" in ended.stdout + ended.stderr, ended.stderr
 
 
 @pytest.mark.medium
