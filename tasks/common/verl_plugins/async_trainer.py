@@ -27,7 +27,8 @@ class AsyncTrainer(CheckedTrainer, PPOTrainerColocateAsync):
         return self.llm_server_manager.get_client(client_cls=VersionedClient)
 
     def _answers(self, samples):
-        return super()._answers(samples) | figures((each.versions for each in samples), self.global_steps - 1)
+        found = CheckedTrainer._answers(self, samples)
+        return found | figures((each.versions for each in samples), self.global_steps - 1)
 
     def _rewind(self, data):
         """A checkpoint has the prompts that are under way; a resume samples them again, with those that failed."""
