@@ -27,7 +27,7 @@ class AsyncTrainer(CheckedTrainer, PPOTrainerColocateAsync):
         return self.llm_server_manager.get_client(client_cls=VersionedClient)
 
     def _answers(self, samples):
-        found = CheckedTrainer._answers(self, samples)
+        found = super()._answers(samples)
         return found | figures((each.versions for each in samples), self.global_steps - 1)
 
     def _rewind(self, data):
