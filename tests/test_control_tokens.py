@@ -75,7 +75,7 @@ def turns_of_template(small_model):
         "{% elif m.role == 'system' %}[|told|]{{ m.content }}\n\n"
         "{% else %}<start_of_turn>{{ 'model' if m.role == 'assistant' else m.role }}\n{{ m.content | trim }}"
         "<end_of_turn>\n{% endif %}{% endfor %}"
-        "{% if add_generation_prompt %}<start_of_turn>model\n<think>{% endif %}"
+        "{% if add_generation_prompt %}<start_of_turn>model\n{% endif %}"
     )
     return fast
 

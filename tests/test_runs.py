@@ -225,6 +225,17 @@ def test_a_model_that_no_run_started_from_stands_for_itself(settings):
     assert find_run(replace(settings, MODEL="a/b", LR=9.0), [], "a/b").folder == run_dir
 
 
+def test_a_value_that_the_run_does_not_take_is_told(settings, monkeypatch, capsys):
+    make_run(replace(settings, MAX_TURNS=1, RUN="mine"), "mine")
+    monkeypatch.setenv("GIVEN", "RUN MAX_TURNS N TASK")
+    for turns, told in ((3, "  the run's MAX_TURNS=1, not what is given"), (1, "")):
+        given = replace(settings, RUN="mine", MAX_TURNS=turns, N=7)
+        job = main.about(main.Job("chat", given, load_settings(VALUES, Command), []))
+        assert (job.s.MAX_TURNS, job.s.N) == (1, 7)
+        out = capsys.readouterr().out
+        assert told in out if told else "not what is given" not in out
+
+
 def test_an_unknown_run_is_refused_with_those_there_are(settings):
     make_run(settings, "mine")
     with pytest.raises(SettingsError, match=r"RUN=yours: no such run with a checkpoint in .*; there are: mine"):

@@ -458,7 +458,11 @@ def about(job: Job) -> Job:
         return job
     if run_used := folder.find_run(job.s, job.arguments, job.model):
         print(f"run {run_used.folder.name}, {chosen_step(run_used, job.command.STEP)}")
-        return replace(job, s=folder.settings_of(run_used, job.s), run=run_used)
+        made = folder.settings_of(run_used, job.s)
+        given = [name for name in os.environ.get("GIVEN", "").split() if name in Settings.__dataclass_fields__]
+        if own := [f"{name}={getattr(made, name)}" for name in given if getattr(made, name) != getattr(job.s, name)]:
+            print(f"  the run's {', '.join(own)}, not what is given: an evaluation is as the training was")
+        return replace(job, s=made, run=run_used)
     return job
 
 
