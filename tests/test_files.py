@@ -54,6 +54,13 @@ def test_what_a_killed_writer_left_goes_and_what_a_living_one_writes_stays(how, 
     assert list(tmp_path.iterdir()) == [target]
 
 
+def test_a_link_to_nothing_is_replaced(tmp_path):
+    (tmp_path / "model").symlink_to(tmp_path / "gone")
+    with folder_beside(tmp_path / "model") as partial:
+        (partial / "config.json").touch()
+    assert (tmp_path / "model/config.json").is_file() and not (tmp_path / "model").is_symlink()
+
+
 def test_a_folder_that_is_there_and_lacks_a_file_is_not_taken_for_the_result(tmp_path):
     (tmp_path / "merged").mkdir()
     (tmp_path / "merged/config.json").touch()

@@ -87,10 +87,12 @@ def written_beside(path: Path) -> Iterator[Path]:
 def folder_beside(target: Path) -> Iterator[Path]:
     """Yield an empty folder beside ``target`` that becomes ``target`` at the end; an error leaves nothing behind.
 
-    If another process was first, with files of the same names, its folder stays.
+    If another process was first, with files of the same names, its folder stays. A link to nothing is replaced.
     """
     with partial_of(target) as partial:
         yield partial
+        if target.is_symlink() and not target.exists():
+            target.unlink(missing_ok=True)
         try:
             partial.rename(target)
         except OSError:
