@@ -56,10 +56,10 @@ class SingleTurnOfRow(SingleTurnAgentLoop):
     """verl's single turn with the tools of the row (extra_info.tools). verl makes one per rollout."""
 
     async def run(self, sampling_params, **kwargs):
-        self.row = kwargs
-        # verl reads only finished responses; by default vLLM returns, and decodes, each token.
         from vllm.sampling_params import RequestOutputKind  # SFT loads this file too, without vLLM
 
+        self.row = kwargs
+        # verl reads only finished responses; by default vLLM returns, and decodes, each token.
         sampling_params = {**sampling_params, "output_kind": RequestOutputKind.FINAL_ONLY, "detokenize": False}
         if RENDERS_ONCE:
             return await super().run(sampling_params, **kwargs)
