@@ -1,9 +1,11 @@
 """training/parity.py: the pass that a model trains by is one that computes the plain model's numbers."""
 
 import json
+import os
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -68,6 +70,75 @@ def test_each_family_takes_the_first_pass_that_is_right(tmp_path):
     assert by_name["qwen2"]["critic"] and not by_name["lfm2"]["critic"]
 
 
+# liger-kernel's place in verl, as verl 0.9.1 imports it: its own import of a fused head, and the call for a model.
+LIGER = """\
+import os
+import transformers.models.llama.modeling_llama as llama
+MODEL_TYPE_TO_APPLY_LIGER_FN = {"llama": None}
+turned = llama.apply_rotary_pos_emb
+def _apply_liger_kernel_to_instance(model, fused_linear_cross_entropy, swiglu):
+    assert not fused_linear_cross_entropy
+    if os.environ["KERNELS"] == "raise":
+        raise RuntimeError("no kernel image")
+    by = 1.1 if os.environ["KERNELS"] == "differ" else 1.0
+    llama.apply_rotary_pos_emb = lambda q, k, *others, **named: turned(q * by, k, *others, **named)
+"""
+COMPARE = """\
+import contextlib, io, json, os, sys
+import verl
+from verl_tasks.stacks import current
+from verl_tasks.verl_plugins import parity
+shape = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 97}
+def compared(kind, kernels):
+    os.environ["KERNELS"] = kernels
+    config = {"model_type": kind, "architectures": [{"llama": "LlamaForCausalLM", "phi": "PhiForCausalLM"}[kind]]}
+    with contextlib.redirect_stdout(io.StringIO()):
+        return parity.compared(config | shape, current.PATHS, True, current.LIGER)
+parity.start()
+sys.modules["liger_kernel"] = None
+found = {"missing": compared("llama", "")}
+del sys.modules["liger_kernel"]
+sys.path.insert(0, sys.argv[1])
+found |= {kernels: compared("llama", kernels) for kernels in ("differ", "raise", "agree")}
+found["none"] = compared("phi", "agree")
+print(json.dumps(found))
+os._exit(sys.stdout.flush() or 0)
+"""
+
+
+@pytest.mark.medium
+def test_kernels_of_liger_are_left_out_where_they_are_missing_or_differ_or_raise(tmp_path):
+    """In one process: what one choice patched is undone before the next."""
+    (tmp_path / "liger_kernel/transformers").mkdir(parents=True)
+    (tmp_path / "liger_kernel/ops.py").write_text("LigerFusedLinearScaledCrossEntropyFunction = None")
+    (tmp_path / "liger_kernel/transformers/monkey_patch.py").write_text(LIGER)
+    environment = os.environ | parity.ENVIRONMENT | {"PYTHONPATH": parity.PYTHON_PATH}
+    command = [sys.executable, "-c", COMPARE, str(tmp_path)]
+    child = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert child.returncode == 0, child.stderr[-2000:]
+    found = json.loads(child.stdout)
+    passes = {name: [p for p, each in one["paths"].items() if each["agrees"]] for name, one in found.items()}
+    right = {name: ["packed, fused head"] for name in ("missing", "differ", "raise", "agree")}
+    assert passes == right | {"none": ["packed"]}
+    liger = {name: one["liger"] for name, one in found.items()}
+    assert [name for name, one in liger.items() if one["agrees"]] == ["agree"]
+    assert "No module named 'liger_kernel'" in liger["missing"]["failed"] or "halted" in liger["missing"]["failed"]
+    assert liger["differ"]["nats"] > 0.01 and liger["differ"]["values"] > 0.01
+    assert "no kernel image" in liger["raise"]["failed"] and "none for phi" in liger["none"]["failed"]
+
+
+@pytest.mark.medium
+@pytest.mark.skipif(not (find_spec("triton") and find_spec("liger_kernel")), reason="needs triton and liger-kernel")
+def test_the_real_kernels_agree(tmp_path):
+    """In triton's interpreter."""
+    command = [sys.executable, "-m", "tests.benchmarks.families", "--out", str(tmp_path / "found.json")]
+    child = subprocess.run([*command, "tied", "llama (3", "phimoe"], cwd=ROOT, capture_output=True, text=True)
+    assert child.returncode == 0, child.stderr[-2000:]
+    found = json.loads((tmp_path / "found.json").read_text())["families"]
+    agreed = {name.split(" ")[0]: each["liger"]["agrees"] for name, each in found.items()}
+    assert agreed == {"qwen2": True, "qwen3": True, "llama": True, "phimoe": False}
+
+
 @pytest.mark.medium
 def test_a_model_is_played_once_and_a_family_without_a_critic_is_refused_for_ppo(settings, capsys):
     shape = {"hidden_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -99,11 +170,43 @@ def test_the_finding_names_the_pass_that_is_taken(settings, name, state):
     assert ("4.2 nats" in str(finding)) == (state != "ok") and (not name or f"`{name}`" in str(finding))
 
 
+def test_the_finding_says_whether_the_kernels_of_liger_are_taken(settings):
+    s, right = settings(), {"packed, fused head": result(True)}
+    write(s, paths=right, liger=result(True, nats=2e-6), noise={})
+    (finding,) = doctor.numbers(s)
+    assert finding.state == "ok" and "with liger-kernel agrees" in str(finding) and "2e-06 nats" in str(finding)
+    for wrong in ({"failed": "ModuleNotFoundError: No module named 'liger_kernel'", "agrees": False}, result(False)):
+        write(s, paths=right, liger=wrong, noise={})
+        finding, without = doctor.numbers(s)
+        assert finding.state == "ok" and "liger" not in str(finding)
+        assert without.state == "warning" and wrong.get("failed", "is wrong") in str(without)
+
+
+@pytest.mark.parametrize("agrees", [None, False, True])
+def test_the_kernels_of_liger_are_in_all_models_where_they_agree(settings, agrees):
+    s = settings()
+    write(s, paths={"packed": result(True)}, noise={}, **({} if agrees is None else {"liger": result(agrees)}))
+    config = verl_config.rl_config(s)
+    ours = verl_config.sft_overrides(s, "m", Path("r"), Path("d"), parity.decided(s))
+    warm_up = verl_config.resolved("sft_trainer_engine", ours)["model"]
+    assert config.actor_rollout_ref.model.use_liger == config.critic.model.use_liger == warm_up["use_liger"]
+    assert warm_up["use_liger"] == bool(agrees)
+    off = verl_config.rl_config(s, ["actor_rollout_ref.model.use_liger=False"])
+    assert not off.actor_rollout_ref.model.use_liger and not off.critic.model.use_liger
+
+
+@pytest.mark.parametrize("stack", ["cpu", "a100"])
+def test_other_stacks_do_not_have_liger(stack):
+    s = load_settings({"STACK": stack, "TASK": "gsm8k", "STAGE": "train", "N_GPUS": "1", "MODEL": "embedded"})
+    assert not parity.liger(s) and not any("liger" in each for each in verl_config.rl_overrides(s, "m", Path("r")))
+
+
 @pytest.mark.parametrize("name", current.PATHS)
 def test_all_trainers_take_the_pass(settings, name):
     s, path = settings(), current.PATHS[name]
     before = verl_config.rl_config(s).actor_rollout_ref.model
     assert before.use_fused_kernels and before.use_remove_padding  # the stack's best
+    assert not before.use_liger  # not compared
     write(s, paths={name: result(True)}, noise={"attention_dropout": 0.1})
     config = verl_config.rl_config(s)
     ours = verl_config.sft_overrides(s, "m", Path("r"), Path("d"), parity.decided(s))

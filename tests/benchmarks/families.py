@@ -1,9 +1,9 @@
 """Which pass of a stack computes the numbers of a family of models: the table of docs/GPU.md.
 
-    python -m tests.benchmarks.families [--out FILE.json] [NAME ...]       two minutes on one core
+    python -m tests.benchmarks.families [--out FILE.json] [NAME ...]       2 minutes on one core, 10 with liger-kernel
 
 Each config is made small and compared as before a training (verl_plugins/parity.py), with a critic too where
-there is one.
+there is one. liger-kernel and triton are in the packages of `current`.
 """
 
 import argparse
@@ -206,21 +206,22 @@ def compared(kind: str, values: dict) -> dict:
     )
     config.architectures = [names[kind]]
     with contextlib.redirect_stdout(io.StringIO()):
-        found = program.compared(config.to_dict(), current.PATHS, critic=False)
+        found = program.compared(config.to_dict(), current.PATHS, critic=False, liger=current.LIGER)
         taken = {name: current.PATHS[name] for name, result in found.get("paths", {}).items() if result["agrees"]}
         critic = program.compared(config.to_dict(), taken, critic=True) if taken else {}
     return found | {"critic": any(result["agrees"] for result in critic.get("paths", {}).values())}
 
 
 def row(name: str, found: dict) -> str:
-    """A row of the table: family, the pass taken, what came of the best, METHOD=ppo."""
+    """A row of the table: family, the pass taken, with liger-kernel or not, what came of the best, METHOD=ppo."""
     paths = found.get("paths", {})
     taken = next((path for path, result in paths.items() if result["agrees"]), "refused")
     first = next(iter(paths.values()), {})
     best = "right" if first.get("agrees") else first.get("failed", found.get("unknown", "")).partition(":")[0]
     best = f"{first['nats']:.2g} nats off" if "nats" in first and not first["agrees"] else best
+    liger = "yes" if found.get("liger", {}).get("agrees") else "no"
     critic = "yes" if found["critic"] else "no"
-    return f"| {name} | {'not compared' if 'unknown' in found else taken} | {best} | {critic} |"
+    return f"| {name} | {'not compared' if 'unknown' in found else taken} | {liger} | {best} | {critic} |"
 
 
 def main() -> None:
@@ -235,21 +236,19 @@ def main() -> None:
             [sys.executable, "-W", "ignore", "-m", "tests.benchmarks.families", *sys.argv[1:]],
             environment,
         )
-    import torch
-    import transformers
     import verl  # noqa: F401  (loads VERL_USE_EXTERNAL_MODULES)
 
     from verl_tasks.verl_plugins import parity as program
 
     program.start()
     results = {}
-    print("| family | pass | the best pass | `METHOD=ppo` |\n|---|---|---|---|")
+    print("| family | pass | liger-kernel | the best pass | `METHOD=ppo` |\n|---|---|---|---|---|")
     for name, (kind, values) in F.items():
         if not given.names or any(each in name for each in given.names):
             results[name] = compared(kind, values)
             print(row(name, results[name]), flush=True)
     if given.out:
-        versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+        versions = {name: parity.installed(name) for name in parity.PACKAGES}
         given.out.write_text(json.dumps(versions | {"families": results}, indent=1) + "\n")
     os._exit(0)
 

@@ -361,10 +361,16 @@ def numbers(s: Settings) -> Iterator[Finding]:
     if not right:
         text = f"no pass of STACK={s.STACK} computes what MODEL={s.MODEL} computes: {'; '.join(wrong)}"
         yield error("numbers", text, "take another MODEL")
-    elif wrong:
-        yield warning("numbers", "; ".join(wrong), f"trains by `{right}`, which {_said(results[right])}")
+        return
+    faster = found.get("liger", {})
+    taken = f"`{right}` with liger-kernel" if faster.get("agrees") else f"`{right}`"
+    said = _said(faster if faster.get("agrees") else results[right])
+    if wrong:
+        yield warning("numbers", "; ".join(wrong), f"trains by {taken}, which {said}")
     else:
-        yield ok("numbers", f"the pass `{right}` {_said(results[right])}")
+        yield ok("numbers", f"the pass {taken} {said}")
+    if faster and not faster["agrees"]:
+        yield warning("numbers", f"`{right}` with liger-kernel {_said(faster)}", "trains without it: a slower update")
 
 
 def _said(result: dict) -> str:

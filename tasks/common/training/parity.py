@@ -4,6 +4,8 @@ A stack's PATHS, best first, say how the trainers pass sequences through a model
 padded, log-probs by a fused head or from the logits. verl takes any model through any of them, and some come out wrong
 without a word: state of a recurrent layer leaks between packed sequences, a fused head leaves out what a model does to
 its logits. `play` compares each path with the plain model on a small copy (verl_plugins/parity.py), until one agrees.
+Where the stack has liger-kernel (LIGER), it compares that path with its kernels too: RMSNorm, SwiGLU and rotary
+positions in one kernel each. They are taken where they agree.
 """
 
 import functools
@@ -13,7 +15,7 @@ import os
 import subprocess
 import sys
 from dataclasses import dataclass, replace
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from verl_tasks.files import read_json, write_json
@@ -25,17 +27,25 @@ from verl_tasks.settings import Settings, artifacts, stack
 from verl_tasks.text import one_line
 
 PROGRAM = "verl_tasks.verl_plugins.parity"
-SECONDS = 300  # it takes 15
+SECONDS = 300  # it takes 30
 SOURCES = ("verl_plugins/parity.py", "verl_plugins/head.py", "models/small.py", "verl_plugins/varlen_attention.py")
+SOURCES += ("verl_plugins/interpreted.py",)
+PACKAGES = ("verl", "transformers", "torch", "triton", "liger-kernel")
 # On a CPU, whatever stack is played.
 MODULES = "verl_tasks.verl_plugins.cpu.verl_platform,verl_tasks.verl_plugins.patches"
 ENVIRONMENT = {"VERL_PLATFORM": "cpu", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 ENVIRONMENT |= {"VERL_USE_EXTERNAL_MODULES": f"{MODULES},verl_tasks.verl_plugins.varlen_attention"}
+ENVIRONMENT |= {"TRITON_INTERPRET": "1"}
 
 
 def paths(s: Settings) -> dict[str, dict]:
     """The stack's passes by name, best first; none where they are not compared."""
     return getattr(stack(s.STACK), "PATHS", {})
+
+
+def liger(s: Settings) -> bool:
+    """Whether the stack's list has liger-kernel."""
+    return getattr(stack(s.STACK), "LIGER", False)
 
 
 @dataclass(frozen=True)
@@ -45,6 +55,7 @@ class Pass:
     attention: str
     packed: bool  # into one row, without padding
     fused: bool  # log-probs by a fused head
+    liger: bool = False  # liger-kernel's kernels in the layers
     noise: tuple[str, ...] = ()  # what of the model's config is random in a pass, and is set to 0
 
 
@@ -54,20 +65,23 @@ def best(s: Settings) -> Pass | None:
 
 
 def decided(s: Settings) -> Pass | None:
-    """The pass to train with: the first that agreed when `play` compared them, else the stack's best; None where the
-    stack has none to choose."""
+    """The pass to train with: the first that agreed when `play` compared them, with liger-kernel if that agreed too;
+    else the stack's best, without it; None where the stack has none to choose."""
     chosen, config = best(s), _config(s)
     kept = read_json(_file(s, config)) if config else {}
     agreed = [Pass(**paths(s)[name]) for name, result in kept.get("paths", {}).items() if result["agrees"]]
-    return replace([*agreed, chosen][0], noise=tuple(kept.get("noise", ()))) if chosen else None
+    if not chosen:
+        return None
+    faster = kept.get("liger", {}).get("agrees", False)
+    return replace([*agreed, chosen][0], liger=faster, noise=tuple(kept.get("noise", ())))
 
 
 def play(s: Settings) -> dict:
     """Compare the stack's passes with the plain model, once for each config, version and method with a critic.
 
-    Returns ``paths``, of each one tried its result and whether it ``agrees``, and ``noise``, what of MODEL's config is
-    random in a pass and is turned off; or ``unknown`` or ``refused``, why none was compared; empty for a stack without
-    PATHS.
+    Returns ``paths``, of each one tried its result and whether it ``agrees``, ``liger``, the same of the last one with
+    liger-kernel, and ``noise``, what of MODEL's config is random in a pass and is turned off; or ``unknown`` or
+    ``refused``, why none was compared; empty for a stack without PATHS.
     """
     if not paths(s):
         return {}
@@ -75,8 +89,9 @@ def play(s: Settings) -> dict:
         return {"unknown": f"MODEL={s.MODEL} has no config.json here or in the hub's cache"}
     file = _file(s, config)
     if not file.is_file():
-        print("comparing the passes of the training with the plain model (15 s) ...", flush=True)
-        answer = _asked({"config": config, "paths": paths(s), "critic": s.METHOD == "ppo"})
+        print("comparing the passes of the training with the plain model (30 s) ...", flush=True)
+        request = {"config": config, "paths": paths(s), "liger": liger(s), "critic": s.METHOD == "ppo"}
+        answer = _asked(request)
         if "broken" in answer:
             return {"unknown": answer["broken"]}
         write_json(file, answer)
@@ -108,11 +123,19 @@ def _of_the_cache(model: str) -> Path | None:
 def _code() -> list:
     """What else a result depends on: our own code, and the packages."""
     own = [(PACKAGE / name).read_text() for name in SOURCES]
-    return own + [version(name) for name in ("verl", "transformers", "torch")]
+    return own + [installed(name) for name in PACKAGES]
+
+
+def installed(package: str) -> str | None:
+    """The version of ``package`` here, if it is here."""
+    try:
+        return version(package)
+    except PackageNotFoundError:  # an installation from before the list had it
+        return None
 
 
 def _file(s: Settings, config: dict) -> Path:
-    known = json.dumps([config, paths(s), s.METHOD == "ppo", _code()], sort_keys=True)
+    known = json.dumps([config, paths(s), liger(s), s.METHOD == "ppo", _code()], sort_keys=True)
     return artifacts() / "parity" / f"{hashlib.sha256(known.encode()).hexdigest()[:12]}.json"
 
 

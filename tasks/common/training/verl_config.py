@@ -25,6 +25,7 @@ from verl_tasks.training.parity import Pass
 PLUGINS = PACKAGE / "verl_plugins"
 
 TRAINED = ("actor_rollout_ref.actor.fsdp_config", "critic.fsdp")  # models with an optimizer
+POLICY = "actor_rollout_ref.model"
 ENGINES = ("actor", "ref", "critic", "engine", "optim")  # groups of verl's config with a file for each engine
 
 # No outputs/ folder of hydra's own; what it would log is in our log file.
@@ -244,7 +245,7 @@ def rl_overrides(s: Settings, model: Path | str, run_dir: Path, chosen: Pass | N
     ]
     own = [*stack(s.STACK).OVERRIDES, *stack(s.STACK).RL_OVERRIDES]
     chosen = chosen or parity.best(s)
-    own += [*_pass(chosen, "actor_rollout_ref.model"), *_pass(chosen, "critic.model", head=False)]
+    own += [*_pass(chosen, POLICY), *_pass(chosen, "critic.model", head=False)]
     own += getattr(stack(s.STACK), "lora_overrides", lambda s: [])(s)
     method_ = [*_truncated(s), *method(s.METHOD).overrides(s)]
     rollout += CORRECTIONS[s.ROLLOUT_CORRECTION]
@@ -261,10 +262,12 @@ def _pass(chosen: Pass | None, model: str, head: bool = True) -> list[str]:
     for a stack that has one way alone."""
     if not chosen:
         return []
+    # liger-kernel patches a whole process, so the critic has it where the policy has.
+    liger = chosen.liger if head else f"${{{POLICY}.use_liger}}"
     own = {"attn_implementation": chosen.attention} | dict.fromkeys(chosen.noise, 0.0)
     fused = [f"{model}.use_fused_kernels={chosen.fused}"] if head else []
     overridden = [f"+{model}.override_config.{name}={value}" for name, value in own.items()]
-    return [*overridden, f"{model}.use_remove_padding={chosen.packed}", *fused]
+    return [*overridden, f"{model}.use_remove_padding={chosen.packed}", f"{model}.use_liger={liger}", *fused]
 
 
 def critic_overrides(s: Settings, model: str) -> list[str]:

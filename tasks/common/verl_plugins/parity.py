@@ -1,13 +1,14 @@
 """Does a stack's pass compute what the plain model computes? `python -m verl_tasks.verl_plugins.parity`.
 
-Standard input: a JSON object with ``config`` (what config.json holds), ``paths`` (PATHS of a stack) and ``critic``,
-whether there is one (training/parity.py). The last line of standard output is what `compared` returns: of each path
-tried the largest error of a log-prob (nats), the relative error of the gradient and of the critic's values, or why it
-failed, up to the first that agrees.
+Standard input: a JSON object with ``config`` (what config.json holds), ``paths`` (PATHS of a stack), ``liger``,
+whether the stack has liger-kernel, and ``critic``, whether there is one (training/parity.py). The last line of standard
+output is what `compared` returns: of each path tried the largest error of a log-prob (nats), the relative error of the
+gradient and of the critic's values, or why it failed, up to the first that agrees; then the same of that path with
+liger-kernel.
 
 verl's own engine takes a small random model of that config, with all sequences in a pass as the path packs or pads
 them. transformers' eager model takes each sequence alone. Both are in float32 on the CPU, with a reference in place of
-the GPU's attention kernel.
+the GPU's attention kernel; triton's interpreter runs liger-kernel's.
 """
 
 import contextlib
@@ -19,6 +20,7 @@ import re
 import sys
 import tempfile
 import traceback
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -39,7 +41,7 @@ from verl.workers.utils.losses import sft_loss
 
 from verl_tasks.models.small import small
 from verl_tasks.text import one_line
-from verl_tasks.verl_plugins import varlen_attention
+from verl_tasks.verl_plugins import interpreted, varlen_attention
 from verl_tasks.verl_plugins.reference_attention import reference_kernel
 
 LENGTHS = (7, 13, 2, 16, 31, 5, 20, 9)
@@ -124,6 +126,7 @@ def engine(
             use_remove_padding=path["packed"],
             use_fused_kernels=path["fused"],
             fused_kernel_options={"impl_backend": "torch"},
+            use_liger=path.get("liger", False),
             model_type=role,
             lora_rank=rank,
             lora_alpha=2 * rank or 16,
@@ -149,8 +152,10 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 def of_engine(folder: Path, path: dict) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Log-probs of every token but each sequence's first, and the gradient of verl's SFT loss by parameter."""
     made, data = engine(FSDPEngineWithLMHead, folder, path), batch(sequences(), path)
-    with made.eval_mode():
-        log_probs = made.infer_batch(data)["model_output"]["log_probs"]
+    # As a reference model: made where the first has patched transformers' module.
+    reference = engine(FSDPEngineWithLMHead, folder, path)
+    with reference.eval_mode():
+        log_probs = reference.infer_batch(data)["model_output"]["log_probs"]
     with made.train_mode():
         made.forward_backward_batch(data, partial(sft_loss, None))
         found = {n: whole(p.grad).clone() for n, p in made.module.named_parameters() if p.grad is not None}
@@ -171,27 +176,34 @@ def of_plain(folder: Path) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     return log_probs.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-def of_critic(folder: Path, path: dict) -> float:
-    """The largest difference of a value, relative to the values' spread."""
+def of_critic(folder: Path, path: dict) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """The critic's value of every token, and its weights."""
     torch.manual_seed(0)
-    path, rows = path | {"fused": False}, sequences()  # it has another head
+    path = path | {"fused": False}  # it has another head
     made = engine(FSDPEngineWithValueHead, folder, path, role="value_model")
     with made.eval_mode():
-        found = torch.cat(list(made.infer_batch(batch(rows, path))["model_output"]["values"].unbind()))
+        values = torch.cat(list(made.infer_batch(batch(sequences(), path))["model_output"]["values"].unbind()))
+    return values.flatten(), {name: whole(value) for name, value in made.module.state_dict().items()}
+
+
+def of_plain_critic(folder: Path, weights: dict[str, torch.Tensor]) -> torch.Tensor:
+    """The values of transformers' eager model with those ``weights``, which sees one sequence at a time."""
     config = AutoConfig.from_pretrained(folder)
     config.num_labels, config.classifier_dropout, config.hidden_dropout = 1, 0.0, "0"
     plain = AutoModelForTokenClassification.from_config(config, dtype=torch.float32, attn_implementation="eager").eval()
-    plain.load_state_dict({name: whole(value) for name, value in made.module.state_dict().items()})
+    plain.load_state_dict(weights)
     with torch.no_grad():
-        alone = torch.cat([plain(input_ids=row[None], use_cache=False).logits[0, :, 0] for row in rows])
-    return float((found.flatten() - alone).abs().max() / alone.std())
+        return torch.cat([plain(input_ids=row[None], use_cache=False).logits[0, :, 0] for row in sequences()])
 
 
 def tried(folder: Path, path: dict, right: tuple, critic: bool) -> dict:
     """What came of ``path``: its errors, or ``failed``, in one line."""
-    forwards = {kind: kind.forward for kind in _classes(folder)}
     try:
-        log_probs, gradient = of_engine(folder, path)
+        if path.get("liger"):
+            _check_liger(folder)
+        with undone(folder):
+            log_probs, gradient = of_engine(folder, path)
+            values, weights = of_critic(folder, path) if critic else (None, {})
         want, want_gradient = right
         result = {"nats": float((log_probs - want).abs().max())}
         names = want_gradient.keys() & gradient.keys()
@@ -201,19 +213,38 @@ def tried(folder: Path, path: dict, right: tuple, critic: bool) -> dict:
         size = sum(float(g.double().square().sum()) for g in want_gradient.values())
         result["gradient"] = ((off + lost) / size) ** 0.5
         if critic:
-            result["values"] = of_critic(folder, path)
+            alone = of_plain_critic(folder, weights)
+            result["values"] = float((values - alone).abs().max() / alone.std())  # relative to their spread
     except Exception as error:
         return {"failed": _line(error)}
     finally:
-        for kind, forward in forwards.items():  # verl gives fused heads to the class
-            kind.forward = forward
         gc.collect()
     return result
 
 
-def _classes(folder: Path) -> set[type]:
+def _check_liger(folder: Path) -> None:
+    """Raise ValueError for a family without kernels, which verl would train without them and without a word."""
+    from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
+
+    kind = AutoConfig.from_pretrained(folder).model_type
+    if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise ValueError(f"liger-kernel has none for {kind}")
+
+
+@contextlib.contextmanager
+def undone(folder: Path) -> Iterator[None]:
+    """At the end transformers' classes and module of the model are as before: verl gives fused heads to the class, and
+    liger-kernel its kernels to the module, one also to torch."""
     names = json.loads((folder / "config.json").read_text()).get("architectures") or []
-    return {getattr(transformers, name) for name in names if hasattr(transformers, name)}
+    kinds = [getattr(transformers, name) for name in names if hasattr(transformers, name)]
+    spaces = [*kinds, *(sys.modules[kind.__module__] for kind in kinds), torch.nn.functional]
+    before = [dict(vars(space)) for space in spaces]
+    try:
+        yield
+    finally:
+        for space, kept in zip(spaces, before, strict=True):
+            for name in [name for name, value in vars(space).items() if kept.get(name) is not value]:
+                setattr(space, name, kept[name]) if name in kept else delattr(space, name)
 
 
 def agrees(result: dict) -> bool:
@@ -222,9 +253,10 @@ def agrees(result: dict) -> bool:
     return "failed" not in result and all(result[name] <= limits[name] for name in result)
 
 
-def compared(values: dict, paths: dict[str, dict], critic: bool) -> dict:
-    """Of each path tried its result and whether it ``agrees``, and the config's ``noise``; or ``unknown``, why the
-    model cannot be made small; or ``refused``, why there is no critic."""
+def compared(values: dict, paths: dict[str, dict], critic: bool, liger: bool = False) -> dict:
+    """Of each path tried its result and whether it ``agrees``, the config's ``noise``, and with ``liger`` what came of
+    the path with liger-kernel; or ``unknown``, why the model cannot be made small; or ``refused``, why there is no
+    critic."""
     with tempfile.TemporaryDirectory() as name:
         folder, found = Path(name), {}
         try:
@@ -241,7 +273,11 @@ def compared(values: dict, paths: dict[str, dict], critic: bool) -> dict:
             found[path] = result | {"agrees": agrees(result)}
             if agrees(result):
                 break
-    return {"paths": found, "noise": random}
+        faster = {}
+        if liger and found[path]["agrees"]:
+            result = tried(folder, paths[path] | {"liger": True}, right, critic)
+            faster = {"liger": result | {"agrees": agrees(result)}}
+    return {"paths": found, "noise": random} | faster
 
 
 def _line(error: Exception) -> str:
@@ -251,10 +287,12 @@ def _line(error: Exception) -> str:
 
 
 def start() -> None:
-    """A process group of this process alone, and the reference kernel."""
+    """A process group of this process alone, the reference kernel, and what triton's interpreter lacks."""
     os.environ |= {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
     torch.set_num_threads(1)
     varlen_attention.varlen_attn = reference_kernel
+    with contextlib.suppress(ImportError):  # without triton liger-kernel is not imported either, which is said
+        interpreted.complete()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
 
@@ -262,7 +300,7 @@ def main() -> None:
     request = json.load(sys.stdin)
     with contextlib.redirect_stdout(io.StringIO()):
         start()
-        found = compared(request["config"], request["paths"], request["critic"])
+        found = compared(request["config"], request["paths"], request["critic"], request["liger"])
     print(json.dumps(found), flush=True)
     os._exit(0)  # engines leave threads that end slowly
 

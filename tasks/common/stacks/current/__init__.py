@@ -30,6 +30,10 @@ PATHS = {
     "padded, eager": {"attention": "eager", "packed": False, "fused": False},
 }
 
+# RMSNorm, SwiGLU and rotary positions in one kernel each, where they too are right for MODEL. transformers' eager
+# layers start several small ones for each.
+LIGER = True
+
 STORAGE_UNITS = 8  # verl's default (trainer/config/transfer_queue)
 
 OVERRIDES: list[str] = []
