@@ -228,7 +228,7 @@ def _check_liger(folder: Path) -> None:
 
     kind = AutoConfig.from_pretrained(folder).model_type
     if kind not in MODEL_TYPE_TO_APPLY_LIGER_FN:
-        raise ValueError(f"liger-kernel has none for {kind}")
+        raise ValueError(f"liger-kernel has no kernels for {kind}")
 
 
 @contextlib.contextmanager
