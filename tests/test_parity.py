@@ -114,6 +114,8 @@ os._exit(sys.stdout.flush() or 0)
 def test_kernels_of_liger_are_left_out_where_they_are_missing_or_differ_or_raise(tmp_path):
     """In one process: what one choice patched is undone before the next."""
     (tmp_path / "liger_kernel/transformers").mkdir(parents=True)
+    for folder in ("", "transformers"):
+        (tmp_path / "liger_kernel" / folder / "__init__.py").touch()
     (tmp_path / "liger_kernel/ops.py").write_text("LigerFusedLinearScaledCrossEntropyFunction = None")
     (tmp_path / "liger_kernel/transformers/monkey_patch.py").write_text(LIGER)
     environment = os.environ | parity.ENVIRONMENT | {"PYTHONPATH": parity.PYTHON_PATH}
