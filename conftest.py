@@ -135,7 +135,7 @@ def embedded_model_unpacked_once(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def passes_are_compared_in_their_own_tests(request, monkeypatch):
-    """A comparison takes 15 seconds, and hundreds of tests look at a GPU stack; test_parity.py makes real ones."""
+    """A comparison takes 20 seconds, and hundreds of tests look at a GPU stack; test_parity.py makes real ones."""
     if request.path.name != "test_parity.py":
         from verl_tasks.training import parity
 
