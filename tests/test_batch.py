@@ -191,6 +191,15 @@ def test_no_character_makes_an_xlsx_unreadable(tmp_path, bad):
     assert (sheet["A3"].value, sheet["A3"].data_type) == ("=1+1", "s")
 
 
+def test_what_an_xlsx_cannot_hold_is_said(tmp_path, capsys):
+    write_table(tmp_path / "out.xlsx", [{"prompt": "a", "response": "x" * 32_767}])
+    assert capsys.readouterr().out == ""
+    write_table(tmp_path / "out.xlsx", [{"prompt": "a", "response": "x" * 32_768}])
+    said = "1 texts are cut at 32,767 characters, Excel's limit; a jsonl has them whole"
+    assert capsys.readouterr().out == f"  {tmp_path}/out.xlsx: {said}\n"
+    assert openpyxl.load_workbook(tmp_path / "out.xlsx").active["B2"].value == "x" * 32_767
+
+
 class Needs(Environment):
     """An environment that cannot play a row without its ground truth."""
 
