@@ -46,7 +46,8 @@ def note(run: Run, kind: str, s: Settings, start: str, arguments: Sequence[str] 
     if "round" not in run.identity and (why := anew(run, kind)):
         print(f"  {'train' if kind == 'rl' else kind} starts anew: {why}", flush=True)
         if "reward changed" in why and not s.multi_turn:
-            stored = (artifacts() / "eval" / s.TASK).glob("*/rollouts.jsonl")
+            before = why.rpartition(" ")[2]  # the run: other models' samples are not its own (sample.py, model_name)
+            stored = (artifacts() / "eval" / s.TASK).glob(f"{before}-step*/rollouts.jsonl")
             if newest := max(stored, key=lambda file: file.stat().st_mtime, default=None):
                 print(f"  without a training, `make rescore TASK={s.TASK} ROLLOUTS={newest}` scores its samples again")
     record(run.folder, kind, fingerprint(run.identity), s, start, list(arguments), base, run.identity)
