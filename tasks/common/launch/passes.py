@@ -119,15 +119,12 @@ def timed_update(model, length: int, said: int, dtype: torch.dtype) -> tuple[flo
     """
     sharded(model.float(), dtype)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
-    head = model.get_output_embeddings()
     large, small, took = (max(1, LEARNED // length), length), (1, FEW), {}
     for shape in (large, large, small, small):
         ids, kept = torch.randint(model.config.vocab_size, shape), min(said, shape[1])
         began = time.monotonic()
         with torch.autocast("cpu", dtype, enabled=dtype is not torch.float32):
-            hook = head.register_forward_pre_hook(lambda _, given, kept=kept: given[0][:, -kept:])
-            logits = model(input_ids=ids, use_cache=False).logits.flatten(0, 1)
-            hook.remove()
+            logits = model(input_ids=ids, use_cache=False, logits_to_keep=kept).logits.flatten(0, 1)
             with torch.no_grad():
                 (logits.softmax(-1) * logits).sum(-1) - logits.logsumexp(-1)
             torch.nn.functional.cross_entropy(logits, ids[:, -kept:].flatten()).backward()
