@@ -91,6 +91,9 @@ def test_a_setting_changes_what_reads_it(s):
         ({"LR": 1e-4}, (True, False)),
         ({"SAVE_FREQ": 3}, (True, True)),
         ({"SEED": 7}, (False, False)),  # other data
+        ({"TEST_SIZE": 16}, (True, True)),
+        ({"DEV_SIZE": 8}, (True, False)),  # on which it is validated
+        ({"TRAIN_SIZE": 32}, (True, False)),
     ):
         other = replace(s, **changes)
         if not other.data_is_made():

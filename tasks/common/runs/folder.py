@@ -159,14 +159,20 @@ def check_settings(run_dir: Path, values: dict) -> None:
         raise SettingsError(f"RUN={run_dir.name}: its settings.json has {error}") from None
 
 
+# What ends a response or an episode; an evaluation under another limit is one of the same prompts.
+LIMITS = ("MAX_RESPONSE_LENGTH", "MAX_TURNS", "MAX_TURN_LENGTH", "STEP_SECONDS")
+
+
 def settings_of(run: Run, s: Settings) -> Settings:
-    """The settings of ``run``'s training, with the evaluation settings and the GPUs of ``s``.
+    """The settings of ``run``'s training, with the evaluation settings, the GPUs and the given LIMITS of ``s``.
 
     With other data settings, test prompts could be among its training prompts. Unless they are given, an engine gets
     the GPUs of the training's, or the most of them that divide N_GPUS, and no less of their memory than by default.
     """
-    own = {f.name for f in fields(Settings)} - REPORTING - {"N_GPUS"}
-    own |= {name for name in ("TP", "GPU_MEMORY_UTILIZATION") if not os.environ.get(name)}
+    own = {f.name for f in fields(Settings)} - REPORTING - {"N_GPUS"} | {"TP", "GPU_MEMORY_UTILIZATION"}
+    own -= {name for name in ("TP", "GPU_MEMORY_UTILIZATION", *LIMITS) if os.environ.get(name)}
+    if run.settings.get("MAX_TURN_LENGTH") == run.settings.get("MAX_RESPONSE_LENGTH"):  # by default one follows
+        own -= {"MAX_TURN_LENGTH"} if os.environ.get("MAX_RESPONSE_LENGTH") else set()
     values = {name: value for name, value in run.settings.items() if name in own}
     check_settings(run.folder, values)
     merged = replace(s, **values | {"TASK": s.TASK})
