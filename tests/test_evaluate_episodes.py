@@ -16,7 +16,7 @@ import pytest
 from tasks.calculator.environment import TOOLS, Environment
 from tests import stub_evaluate
 from tests.helpers import ROOT, exported
-from verl_tasks.evaluation import episodes
+from verl_tasks.evaluation import episodes, sample, sampler
 from verl_tasks.evaluation.engine_pool import Hardware
 from verl_tasks.evaluation.engines import Request, Sampling, TurnRequest
 from verl_tasks.evaluation.episodes import Stage, play_all
@@ -202,6 +202,30 @@ def test_episodes_are_played_again_when_the_environment_changes(tmp_path):
     assert load(job, file, Scoring(None, None, "mark", Environment)) == (stored, [])
     kept, missing = load(job, file, Scoring(None, None, "changed", Environment))
     assert (kept, len(missing), file.read_text()) == ([], 1, "")
+
+
+def test_the_screen_counts_turns_before_an_episode_has_ended_and_claims_no_0(workplace, tmp_path):
+    model, rows = workplace.model("m", TABLE), str(workplace.artifacts / "data/calculator/test.parquet")
+    how = Sampling(2, False, 1.0, 1.0, 1024, 2048, 0)
+    job = Job(str(model), rows, 0, how, Hardware(), episode=Limits(1024, 2048, 512, 4, 60))
+    scoring, out = Scoring(None, None, "mark", Environment), tmp_path / "out/rollouts.jsonl"
+    tail = sample._Tail("m", out)
+    shown = [sample._progress([tail])]
+
+    class Watched(stub_evaluate.TableEngine):
+        def generate(self, requests, sampling):
+            shown.append(sample._progress([tail]))
+            for number, answer in enumerate(super().generate(requests, sampling)):
+                yield answer
+                if not (number or requests[0].turn):
+                    shown.append(sample._progress([tail]))
+
+    sampler.sample(Watched(str(model)), job, out, load(job, out, scoring)[1], scoring)
+    shown.append(sample._progress([tail]))
+    notes = [re.sub(r"[1-9]\d* tokens", "some tokens", progress.note) for progress in shown]
+    assert notes[:2] == [" starting the engine", " m, no answer has ended yet"]
+    assert set(notes[2:]) == {" m, some tokens/s"} and (shown[2].done, shown[-1].done) == (0, 6)
+    assert tail.tokens == sum(rollout.tokens for rollout in load(job, out, scoring)[0]) > 0
 
 
 def test_limits_count_for_episodes_alone(tmp_path):

@@ -35,6 +35,8 @@ from verl_tasks.rewards.episode import Limits
 from verl_tasks.rows import DataError, decoded, read_rows, tools_of
 from verl_tasks.settings import Command, Settings, SettingsError, code_digest, fingerprint, judge_settings
 
+TOKENS = "tokens.txt"  # beside the rollouts while they are sampled: the tokens of each answer of the engine, a line each
+
 
 @dataclass(frozen=True)
 class Job:
@@ -241,21 +243,22 @@ def samples(requests: list[Request], how: Sampling) -> int:
 
 
 class _Tail:
-    """Progress of a file of rollouts that another process writes: lines, and tokens per second since sampling began."""
+    """Progress of a file of rollouts that another process writes: lines, and tokens per second since sampling began.
+    Beside it the process counts the tokens of each answer: an episode has many before its line."""
 
     def __init__(self, label: str, path: Path):
         path.parent.mkdir(parents=True, exist_ok=True)
         self.label, self.file, self.tokens, self.started = label, path.open("a+b"), 0, 0.0
+        self.made = path.with_name(TOKENS).open("w+b")
         self.file.seek(0)
         self.lines, self.first = self.file.read().count(b"\n"), path.stat().st_mtime_ns
 
     def read(self) -> None:
-        """Count the lines written since the last call."""
+        """Count what was written since the last call."""
         if self.started or os.fstat(self.file.fileno()).st_mtime_ns != self.first:
             self.started = self.started or time.monotonic()
-            new = self.file.read()
-            self.lines += new.count(b"\n")
-            self.tokens += sum(map(int, re.findall(rb'"tokens": (\d+)', new)))  # in a text, its quotes are escaped
+            self.lines += self.file.read().count(b"\n")
+            self.tokens += sum(map(int, self.made.read().split()))
 
 
 def _progress(tails: list[_Tail]) -> Progress:
@@ -264,7 +267,7 @@ def _progress(tails: list[_Tail]) -> Progress:
     note = " starting the engine"
     if current := [tail for tail in tails if tail.started]:
         speed = current[-1].tokens / (time.monotonic() - current[-1].started + 0.1)
-        note = f" {current[-1].label}, {speed:.0f} tokens/s"
+        note = f" {current[-1].label}, {f'{speed:.0f} tokens/s' if speed else 'no answer has ended yet'}"
     return Progress(sum(tail.lines for tail in tails), note)
 
 
@@ -290,6 +293,8 @@ def sampled(jobs: dict[str, Job], root: Path, scoring: Scoring) -> tuple[dict[st
             watch=lambda: _progress(tails),
             environment={"VLLM_ENABLE_V1_MULTIPROCESSING": os.environ.get("EVAL_MULTIPROCESSING", "1")},
         )
+        for label in todo:
+            files[label].with_name(TOKENS).unlink(missing_ok=True)
         found = {label: load(job, files[label], scoring) for label, job in jobs.items()}
         if still := {label: len(missing) for label, (_, missing) in found.items() if missing}:
             raise StageFailed(f"sampling ended, but prompts are missing: {still}\n  log: {root}/sampling.log")
