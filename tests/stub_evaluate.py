@@ -34,7 +34,7 @@ class TableEngine:
 
             self.tokenizer = AutoTokenizer.from_pretrained(model)
 
-    def generate(self, requests, sampling):
+    def generate(self, requests, sampling, more=list):
         turns = isinstance(requests[0], engines.TurnRequest)
         if turns:
             self._asked([[r.index, r.mode, r.sample, r.turn] for r in requests])

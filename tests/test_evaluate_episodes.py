@@ -213,7 +213,7 @@ def test_the_screen_counts_turns_before_an_episode_has_ended_and_claims_no_0(wor
     shown = [sample._progress([tail])]
 
     class Watched(stub_evaluate.TableEngine):
-        def generate(self, requests, sampling):
+        def generate(self, requests, sampling, more=list):
             shown.append(sample._progress([tail]))
             for number, answer in enumerate(super().generate(requests, sampling)):
                 yield answer
@@ -279,7 +279,7 @@ class Engine:
     def __init__(self, tokenizer, turns: int):
         self.tokenizer, self.turns, self.asked, self.started = tokenizer, turns, [], time.monotonic()
 
-    def generate(self, requests, sampling):
+    def generate(self, requests, sampling, more=list):
         self.asked.append((time.monotonic() - self.started, [(r.index, r.turn) for r in requests]))
         time.sleep(self.SECONDS)
         for request in requests:
@@ -354,12 +354,30 @@ def test_a_step_that_hangs_ends_its_episode_alone(small_model):
 
 
 @pytest.mark.medium
+def test_an_episode_goes_on_while_the_long_turn_of_another_is_sampled(small_model):
+    class Long(Engine):
+        """The turn of episode 0 ends after all of the others have ended."""
+
+        def generate(self, requests, sampling, more=list):
+            yield from super().generate([each for each in requests if each.index], sampling)
+            while sum(turn == self.turns - 1 for _, batch in self.asked for index, turn in batch if index) < 3:
+                assert time.monotonic() < self.started + 20
+                time.sleep(0.01)
+                if joined := more():
+                    yield from super().generate(joined, sampling)
+            yield from super().generate([each for each in requests if not each.index], sampling)
+
+    _, found = played(small_model, [0.0] * 4, turns=3, engine=Long)
+    assert len(found) == 4 and found[-1][1].index == 0
+
+
+@pytest.mark.medium
 def test_who_is_answered_last_has_time_for_a_step_before_the_next_batch(small_model, monkeypatch):
     """The first to be answered asks again while the others are sampled; GRACE counts from the end of the batch."""
     monkeypatch.setattr(episodes, "GRACE", 0.25)
 
     class OneByOne(Engine):
-        def generate(self, requests, sampling):
+        def generate(self, requests, sampling, more=list):
             for found in super().generate(requests, sampling):
                 yield found
                 time.sleep(0.3)
@@ -370,7 +388,7 @@ def test_who_is_answered_last_has_time_for_a_step_before_the_next_batch(small_mo
 
 def test_an_engine_that_fails_ends_the_evaluation_with_its_error(small_model):
     class Dies(Engine):
-        def generate(self, requests, sampling):
+        def generate(self, requests, sampling, more=list):
             for found in super().generate(requests, sampling):
                 if len(self.asked) > 1:
                     raise RuntimeError("the engine died")

@@ -35,7 +35,7 @@ from verl_tasks.rewards.episode import Limits
 from verl_tasks.rows import DataError, decoded, read_rows, tools_of
 from verl_tasks.settings import Command, Settings, SettingsError, code_digest, fingerprint, judge_settings
 
-TOKENS = "tokens.txt"  # beside the rollouts while they are sampled: the tokens of each answer of the engine, a line each
+TOKENS = "tokens.txt"  # beside the rollouts while they are sampled: a line for each answer of the engine, its tokens
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from typing import TextIO
 from verl_tasks.evaluation import episodes
 from verl_tasks.evaluation.endpoint import EndpointEngine
 from verl_tasks.evaluation.engines import Request, Sampling
-from verl_tasks.evaluation.rollouts import Completion, Rollout, scored, to_line
+from verl_tasks.evaluation.rollouts import Rollout, scored, to_line
 from verl_tasks.evaluation.sample import TOKENS, Job, Scoring, load, samples
 from verl_tasks.files import read_json, write_json
 from verl_tasks.models.merge import base_model
@@ -26,8 +26,8 @@ class _Counted:
     def __init__(self, engine, file: TextIO):
         self.engine, self.file = engine, file
 
-    def generate(self, requests: list[Request], sampling: Sampling) -> Iterator[tuple[Request, list[Completion]]]:
-        for request, completions in self.engine.generate(requests, sampling):
+    def generate(self, requests: list[Request], sampling: Sampling, *more) -> Iterator:
+        for request, completions in self.engine.generate(requests, sampling, *more):
             print(sum(completion.tokens for completion in completions), file=self.file, flush=True)
             yield request, completions
 
