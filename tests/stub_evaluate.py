@@ -23,6 +23,7 @@ from verl_tasks.evaluation import engines, episodes, main, sample, sampler
 from verl_tasks.evaluation.rollouts import TOO_LONG, Completion
 from verl_tasks.models.chat_template import answer_ids
 from verl_tasks.rewards.answers import reward_function
+from verl_tasks.rewards.environment import Step
 
 
 class TableEngine:
@@ -96,6 +97,8 @@ class Environment(Calculator):
     def step(self, action):
         if action.text == "raise":
             raise ZeroDivisionError("the environment broke")
+        if action.text == "fail":
+            return Step(done=True, readable=False, broke=True)
         return super().step(action)
 
 

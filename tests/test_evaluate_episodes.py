@@ -166,6 +166,12 @@ def test_an_environment_that_raises_counts_as_a_reward_that_raises_and_long_prom
     assert all(index < 2 for batch in asked(model) for index, *_ in batch)
 
 
+def test_an_evaluation_says_how_many_episodes_failed_and_where_to_read_why(workplace):
+    model = workplace.model("m", [{"greedy": [RIGHT], "sampled": [[RIGHT], ["fail"]]}] * PROMPTS)
+    result = workplace.run("eval", f"m={model}")
+    assert result.returncode == 0 and "3 of 9 episodes failed: read programs-*.log" in result.stdout
+
+
 @pytest.mark.medium
 def test_probe_and_compare_play_episodes(workplace):
     better = [{"greedy": [CALL, RIGHT], "sampled": [[RIGHT], [CALL, RIGHT]]}] * PROMPTS

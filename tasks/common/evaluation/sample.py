@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from verl_tasks.ends import CUT, LENGTH, TURN_LENGTH
+from verl_tasks.ends import CUT, FAILED, LENGTH, TURN_LENGTH
 from verl_tasks.evaluation import endpoint
 from verl_tasks.evaluation.engine_pool import Hardware
 from verl_tasks.evaluation.engines import Request, Sampling
@@ -182,7 +182,8 @@ def endpoint_job(s: Settings, command: Command) -> Job:
 
 
 def report_errors(rollouts: list[Rollout]) -> int:
-    """Print the first five completions on which the reward raised; return how many there are."""
+    """Print the first five completions on which the reward raised, and how many episodes failed; return how many there
+    are of the first."""
     errors = [r for r in rollouts if r.error]
     for rollout in errors[:5]:
         print(f"  reward raised on prompt {rollout.index}, {rollout.mode} {rollout.sample}: {rollout.error}")
@@ -190,6 +191,9 @@ def report_errors(rollouts: list[Rollout]) -> int:
         print(f"  ... and on {len(errors) - 5} more")
     if errors:
         print("  the tracebacks of the first are in sampling.log, beside the folders of rollouts")
+    if failed := sum(rollout.finish_reason == FAILED for rollout in rollouts):
+        why = "read programs-*.log, of environments of other people sampling.log, beside the folders of rollouts"
+        print(f"  {failed} of {len(rollouts)} episodes failed: {why}")
     return len(errors)
 
 
