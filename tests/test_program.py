@@ -337,6 +337,21 @@ def test_a_programs_first_request_finds_built_what_it_needs(small_tokenizer, mad
     assert episode_of(small_tokenizer, made(body))[0].reward == 1, log_of()
 
 
+def test_a_client_that_an_import_makes_has_the_key_of_its_episode(small_tokenizer, tmp_path):
+    (tmp_path / "mine.py").write_text("from openai import OpenAI\nclient = OpenAI(max_retries=0)\n")
+    (tmp_path / "agent.py").write_text(
+        """
+import json, mine
+if __name__ == "__main__":
+    said = mine.client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "hi"}])
+    json.dump(float(said.choices[0].message.content == "5"), open("score.json", "w"))
+"""
+    )
+    for _ in range(2):
+        episode, asked = episode_of(small_tokenizer, environment_of(tmp_path / "agent.py"), "5")
+        assert (episode.reward, len(asked)) == (1.0, 1), log_of()
+
+
 def test_certificates_are_read_at_the_first_connection_and_a_missing_file_at_once(tmp_path):
     (tmp_path / "late.py").write_text(
         """

@@ -93,10 +93,11 @@ def load(file: str) -> None:
     """Import what the program ``file`` imports, that no fork has to; also what `openai` imports and builds with its
     first requests, which takes longer than many an episode."""
     sys.path.insert(0, os.path.dirname(file))
+    key = os.environ.pop("OPENAI_API_KEY")  # a client that an import makes must not keep it
     tried(lambda: runpy.run_path(file, run_name="loaded"))
     if openai := sys.modules.get("openai"):
         read_certificates_late()
-        tried(lambda: ask(openai))
+        tried(lambda: ask(openai, key))
     gc.freeze()  # its collector would copy the pages of a fork
 
 
@@ -108,13 +109,14 @@ def tried(act: Callable[[], object]) -> None:
         traceback.print_exc()
 
 
-def ask(openai) -> None:
-    """A request of each client of `openai`; the endpoint answers the starter's key with a call of ``TOOL``."""
+def ask(openai, key: str) -> None:
+    """A request of each client of `openai`; the endpoint answers the starter's ``key`` with a call of ``TOOL``."""
     said = {"model": "policy", "messages": [{"role": "user", "content": ""}], "tools": [TOOL]}
-    openai.OpenAI(max_retries=0, timeout=SECONDS).chat.completions.create(**said)
+    how = {"api_key": key, "max_retries": 0, "timeout": SECONDS}
+    openai.OpenAI(**how).chat.completions.create(**said)
 
     async def again() -> None:
-        await openai.AsyncOpenAI(max_retries=0, timeout=SECONDS).chat.completions.create(**said)
+        await openai.AsyncOpenAI(**how).chat.completions.create(**said)
 
     asyncio.run(again())
 
