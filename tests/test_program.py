@@ -352,27 +352,23 @@ if __name__ == "__main__":
         assert (episode.reward, len(asked)) == (1.0, 1), log_of()
 
 
-def test_certificates_are_read_at_the_first_connection_and_a_missing_file_at_once(tmp_path):
-    (tmp_path / "late.py").write_text(
+def test_certificates_are_read_once_for_all_clients(tmp_path):
+    (tmp_path / "once.py").write_text(
         """
-import ssl, _ssl, certifi
-from starter import read_certificates_late
-read_certificates_late()
-made = lambda: ssl.create_default_context(cafile=certifi.where())
-read = lambda context: _ssl._SSLContext.cert_store_stats(context)["x509_ca"]
-for first in (lambda c: c.wrap_bio(ssl.MemoryBIO(), ssl.MemoryBIO(), server_hostname="a"), ssl.SSLContext.get_ca_certs):
-    context = made()
-    assert read(context) == 0 and first(context) and read(context) > 50
-try:
-    ssl.create_default_context(cafile="/none")
-except FileNotFoundError:
-    print("refused")
+import ssl
+from openai import OpenAI
+from starter import read_certificates_once
+read_certificates_once()
+made, load = [], ssl.SSLContext.load_verify_locations
+ssl.SSLContext.load_verify_locations = lambda context, *given, **named: (made.append(1), load(context, *given, **named))
+clients = [OpenAI(api_key="a", base_url="http://a") for _ in range(3)]
+print(len(made))
 """
     )
     found = os.environ | {"PYTHONPATH": str(program.STARTER.parent)}
-    command = [sys.executable, tmp_path / "late.py"]
+    command = [sys.executable, tmp_path / "once.py"]
     told = subprocess.run(command, capture_output=True, text=True, timeout=60, env=found)
-    assert told.stdout == "refused\n", told.stderr
+    assert told.stdout == "1\n", told.stderr
 
 
 def test_strict_is_no_part_of_a_tool_that_the_model_reads():

@@ -17,9 +17,7 @@ import runpy
 import select
 import shutil
 import signal
-import ssl
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Iterator
 
@@ -96,7 +94,7 @@ def load(file: str) -> None:
     key = os.environ.pop("OPENAI_API_KEY")  # a client that an import makes must not keep it
     tried(lambda: runpy.run_path(file, run_name="loaded"))
     if openai := sys.modules.get("openai"):
-        read_certificates_late()
+        tried(read_certificates_once)
         tried(lambda: ask(openai, key))
     gc.freeze()  # its collector would copy the pages of a fork
 
@@ -121,29 +119,11 @@ def ask(openai, key: str) -> None:
     asyncio.run(again())
 
 
-def read_certificates_late() -> None:
-    """A TLS context reads a file of certificates at its first connection. Each client of `openai` makes a context, for
-    which the file is a third of an episode's work, and the endpoint has no TLS."""
-    read, lock = ssl.SSLContext.load_verify_locations, threading.Lock()
-
-    def later(context, cafile=None, capath=None, cadata=None) -> None:
-        if cadata or not (cafile and os.path.isfile(cafile)):
-            return read(context, cafile, capath, cadata)
-        context.unread = [*getattr(context, "unread", []), (cafile, capath)]
-
-    def first(act):
-        @functools.wraps(act)
-        def reads(context, *given, **named):
-            with lock:
-                for cafile, capath in context.__dict__.pop("unread", []):
-                    read(context, cafile, capath)
-            return act(context, *given, **named)
-
-        return reads
-
-    ssl.SSLContext.load_verify_locations = later
-    for name in ("wrap_socket", "wrap_bio", "get_ca_certs", "cert_store_stats"):
-        setattr(ssl.SSLContext, name, first(getattr(ssl.SSLContext, name)))
+def read_certificates_once() -> None:
+    """Each client of httpx reads a file of certificates, a third of an episode's work; the forks have what is read."""
+    for name in ("httpx", "httpx2"):  # which of them depends on the version of openai
+        if default := sys.modules.get(f"{name}._transports.default"):
+            default.create_ssl_context = functools.cache(default.create_ssl_context)
 
 
 def main(loaded: str, place: str) -> None:
