@@ -23,6 +23,7 @@ from verl_tasks.evaluation import engines, episodes, main, sample, sampler
 from verl_tasks.evaluation.rollouts import TOO_LONG, Completion
 from verl_tasks.models.chat_template import answer_ids
 from verl_tasks.rewards.answers import reward_function
+from verl_tasks.rewards.environment import Step
 
 
 class TableEngine:
@@ -34,7 +35,7 @@ class TableEngine:
 
             self.tokenizer = AutoTokenizer.from_pretrained(model)
 
-    def generate(self, requests, sampling):
+    def generate(self, requests, sampling, more=list):
         turns = isinstance(requests[0], engines.TurnRequest)
         if turns:
             self._asked([[r.index, r.mode, r.sample, r.turn] for r in requests])
@@ -96,6 +97,8 @@ class Environment(Calculator):
     def step(self, action):
         if action.text == "raise":
             raise ZeroDivisionError("the environment broke")
+        if action.text == "fail":
+            return Step(done=True, readable=False, broke=True)
         return super().step(action)
 
 

@@ -16,7 +16,7 @@ from verl_tasks.evaluation.batch import answers, paths, read_table, rl_rows, wri
 from verl_tasks.evaluation.rollouts import Rollout
 from verl_tasks.evaluation.sample import Scoring
 from verl_tasks.rewards.episode import refusal
-from verl_tasks.rows import DataError, chat, rl_row, rl_schema, write_parquet
+from verl_tasks.rows import DataError, chat, rl_row, rl_schema, tools_of, write_parquet
 from verl_tasks.settings import Command, SettingsError, load_settings
 
 
@@ -32,6 +32,7 @@ from verl_tasks.settings import Command, SettingsError, load_settings
         ("in.json", '["a"]', "row 0: must be an object"),
         ("in.json", '[{"prompt": "a"}, {"prompt": 5}]', "row 2, column prompt: must be text or a chat"),
         ("in.json", '[{"prompt": [{"role": "user"}]}]', "each message needs a text content"),
+        ("in.json", '[{"prompt": "a", "tools": ["f"]}]', "row 1, column tools: is not JSON"),
         ("in.json", "[{", "cannot be read"),
         ("in.jsonl", '{"prompt": "a"}\n{"pro', "line 2: is not JSON"),
         ("in.xlsx", "no zip", "cannot be read"),
@@ -96,6 +97,22 @@ def test_text_prompts_get_the_tasks_system_message_and_chats_stay():
     assert rows[0]["prompt"] == [*system, {"role": "user", "content": "a"}]
     assert json.loads(rows[0]["reward_model"]["ground_truth"]) == {"x": 1}
     assert rows[1]["prompt"] == chat and rows[1]["reward_model"]["ground_truth"] == ""
+
+
+@pytest.mark.parametrize("text", [False, True])
+def test_a_model_is_told_the_tools_of_a_row(text):
+    (tool,) = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}]
+    rows = [{"prompt": "a", "tools": json.dumps([tool]) if text else [tool]}, {"prompt": "b", "tools": ""}]
+    told, bare = map(tools_of, rl_rows(rows, "t", []))
+    assert told[0]["function"]["name"] == "f" and bare is None
+
+
+def test_the_sheets_that_are_not_read_are_named(tmp_path, capsys):
+    with pd.ExcelWriter(tmp_path / "in.xlsx") as book:
+        for name, prompts in {"one": ["a"], "two": ["b", "c"], "empty": []}.items():
+            pd.DataFrame({"prompt": prompts}).to_excel(book, sheet_name=name, index=False)
+    assert read_table(tmp_path / "in.xlsx") == [{"prompt": "a"}]
+    assert capsys.readouterr().out == f"  INPUT={tmp_path}/in.xlsx: the sheet one alone is read, not two\n"
 
 
 def rollout(index: int, response: str, reward: dict | None) -> Rollout:
@@ -189,6 +206,15 @@ def test_no_character_makes_an_xlsx_unreadable(tmp_path, bad):
     sheet = openpyxl.load_workbook(tmp_path / "out.xlsx").active
     assert sheet["B1"].value.startswith("name") and sheet["B2"].value.replace(bad, "").replace("?", "") == "xy"
     assert (sheet["A3"].value, sheet["A3"].data_type) == ("=1+1", "s")
+
+
+def test_what_an_xlsx_cannot_hold_is_said(tmp_path, capsys):
+    write_table(tmp_path / "out.xlsx", [{"prompt": "a", "response": "x" * 32_767}])
+    assert capsys.readouterr().out == ""
+    write_table(tmp_path / "out.xlsx", [{"prompt": "a", "response": "x" * 32_768}])
+    said = "1 texts are cut at 32,767 characters, Excel's limit; a jsonl has them whole"
+    assert capsys.readouterr().out == f"  {tmp_path}/out.xlsx: {said}\n"
+    assert openpyxl.load_workbook(tmp_path / "out.xlsx").active["B2"].value == "x" * 32_767
 
 
 class Needs(Environment):

@@ -41,7 +41,7 @@ class Engine:
     def __init__(self, model, tokenizer, shift: float = 0.0, answers=(CALL, ANSWER)):
         self.model, self.tokenizer, self.shift, self.answers = model, tokenizer, shift, answers
 
-    def generate(self, requests, sampling):
+    def generate(self, requests, sampling, more=list):
         from verl_tasks.verl_plugins.certify import trainer_log_probs
 
         for request in requests:

@@ -33,9 +33,12 @@ def files(folder: Path) -> set[str]:
 
 
 def test_of_one_task_its_own_folders_are_removed_and_named(artifacts, monkeypatch, capsys):
+    (artifacts / "trackio").mkdir()
+    for name in ("countdown.db", "countdown.lock", "countdown_2.db"):
+        (artifacts / "trackio" / name).touch()
     before = files(artifacts)
     result = make("clean", TASK="countdown", ARTIFACTS=str(artifacts))
-    own = [f"{name}/countdown" for name in clean.OF_A_TASK]
+    own = [*(f"{name}/countdown" for name in clean.OF_A_TASK), "trackio/countdown.db", "trackio/countdown.lock"]
     assert result.returncode == 0 and result.stdout.splitlines() == [f"removed {artifacts / name}" for name in own]
     assert files(artifacts) == {name for name in before if not name.startswith(tuple(own))}
     monkeypatch.setenv("ARTIFACTS", str(artifacts))

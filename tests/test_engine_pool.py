@@ -35,7 +35,7 @@ class Placed(Endless):
     def __init__(self, *arguments):
         self.arguments = arguments
 
-    def generate(self, requests: list, sampling):
+    def generate(self, requests: list, sampling, more=list):
         yield os.environ["CUDA_VISIBLE_DEVICES"], os.environ.get("SHARED_GPU"), self.arguments, len(requests)
 
 
@@ -86,13 +86,41 @@ def test_engines_that_share_a_gpu_divide_its_memory_and_the_requests(monkeypatch
     assert found == [("4", "2", (300, 1, 0.25, 1), count) for count in (2, 3)]
 
 
+class Joined(Endless):
+    """An engine that answers each request with its process, once another one has joined it."""
+
+    def generate(self, requests: list, sampling, more=list):
+        deadline = time.monotonic() + 20
+        found = [*requests]
+        while len(found) == len(requests):
+            assert time.monotonic() < deadline
+            found += more()
+        yield from ((request, os.getpid()) for request in found)
+
+
+@pytest.mark.medium
+def test_what_joins_an_episode_goes_to_the_engine_of_its_earlier_turns(monkeypatch):
+    monkeypatch.setattr(engine_pool, "SECONDS_TO_END", 0.5)
+    monkeypatch.setattr(engine_pool, "_serve", serve)
+    pool = engine_pool.EnginePool(Hardware(2), (Joined,))
+    first, then = ([engines.TurnRequest(n, "sampled", [], turn=turn) for n in range(3)] for turn in (0, 1))
+    joins = iter([[], then])
+    try:
+        answers = [*pool.generate(first, None, lambda: next(joins, []))]
+    finally:
+        pool.close()
+    assert sorted((request.turn, request.index) for request, _ in answers) == [(t, n) for t in (0, 1) for n in range(3)]
+    assert len({(request.index, process) for request, process in answers}) == 3
+    assert len({process for _, process in answers}) == 2
+
+
 @pytest.fixture
 def placed(monkeypatch) -> list[str]:
     """CUDA_VISIBLE_DEVICES of each process that a pool starts, which none does."""
     found: list[str] = []
     process = SimpleNamespace(start=lambda: found.append(os.environ["CUDA_VISIBLE_DEVICES"]))
     ends = type("Ends", (), {"close": lambda self: None, "recv": lambda self: None})()
-    monkeypatch.setattr(engine_pool, "wait", list)
+    monkeypatch.setattr(engine_pool, "wait", lambda connections, seconds: connections)
     spawn = SimpleNamespace(Pipe=lambda: (ends, ends), Process=lambda **_: process)
     monkeypatch.setattr(engine_pool.multiprocessing, "get_context", lambda kind: spawn)
     return found

@@ -19,6 +19,7 @@ from verl_tasks.evaluation import sample
 from verl_tasks.evaluation.engine_pool import Hardware
 from verl_tasks.evaluation.engines import Sampling
 from verl_tasks.evaluation.main import next_steps
+from verl_tasks.evaluation.probe import by_prompt
 from verl_tasks.evaluation.rollouts import Rollout, write_rollouts
 from verl_tasks.evaluation.sample import Job, Scoring, sampling
 from verl_tasks.evaluation.statistics import Estimate
@@ -297,6 +298,18 @@ def test_probe_gives_the_exact_signal_of_each_prompt_and_the_verdict(workplace):
     kept = [row["prompt"][0]["content"] for row in read_rows(folder / "signal.parquet")]
     assert kept == ["train 1", "train 2", "train 3"]
     assert f"TRAIN_FILE={folder}/signal.parquet" in result.stdout
+
+
+def test_a_reward_may_return_a_key_that_is_called_like_a_column_of_the_probe():
+    same = {"index": 1.0, "samples": 9.0, "variance": 9.0}
+    rewards = [{"score": i / 4, "acc": float(i > 2)} | same for i in range(4)]
+    rollouts = [
+        Rollout(i // 2, "sampled", i % 2, "", "stop", 1, 0.5, [], "t", "7", {}, reward)
+        for i, reward in enumerate(rewards)
+    ]
+    found = by_prompt(rollouts)
+    assert found[["samples", "accuracy", "score"]].to_numpy().tolist() == [[2, 0, 0.125], [2, 0.5, 0.625]]
+    assert found["variance"].tolist() == pytest.approx([1 / 64, 1 / 64])
 
 
 @pytest.mark.medium

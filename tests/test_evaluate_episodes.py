@@ -16,7 +16,7 @@ import pytest
 from tasks.calculator.environment import TOOLS, Environment
 from tests import stub_evaluate
 from tests.helpers import ROOT, exported
-from verl_tasks.evaluation import episodes
+from verl_tasks.evaluation import episodes, sample, sampler
 from verl_tasks.evaluation.engine_pool import Hardware
 from verl_tasks.evaluation.engines import Request, Sampling, TurnRequest
 from verl_tasks.evaluation.episodes import Stage, play_all
@@ -166,6 +166,12 @@ def test_an_environment_that_raises_counts_as_a_reward_that_raises_and_long_prom
     assert all(index < 2 for batch in asked(model) for index, *_ in batch)
 
 
+def test_an_evaluation_says_how_many_episodes_failed_and_where_to_read_why(workplace):
+    model = workplace.model("m", [{"greedy": [RIGHT], "sampled": [[RIGHT], ["fail"]]}] * PROMPTS)
+    result = workplace.run("eval", f"m={model}")
+    assert result.returncode == 0 and "3 of 9 episodes failed: read programs-*.log" in result.stdout
+
+
 @pytest.mark.medium
 def test_probe_and_compare_play_episodes(workplace):
     better = [{"greedy": [CALL, RIGHT], "sampled": [[RIGHT], [CALL, RIGHT]]}] * PROMPTS
@@ -202,6 +208,30 @@ def test_episodes_are_played_again_when_the_environment_changes(tmp_path):
     assert load(job, file, Scoring(None, None, "mark", Environment)) == (stored, [])
     kept, missing = load(job, file, Scoring(None, None, "changed", Environment))
     assert (kept, len(missing), file.read_text()) == ([], 1, "")
+
+
+def test_the_screen_counts_turns_before_an_episode_has_ended_and_claims_no_0(workplace, tmp_path):
+    model, rows = workplace.model("m", TABLE), str(workplace.artifacts / "data/calculator/test.parquet")
+    how = Sampling(2, False, 1.0, 1.0, 1024, 2048, 0)
+    job = Job(str(model), rows, 0, how, Hardware(), episode=Limits(1024, 2048, 512, 4, 60))
+    scoring, out = Scoring(None, None, "mark", Environment), tmp_path / "out/rollouts.jsonl"
+    tail = sample._Tail("m", out)
+    shown = [sample._progress([tail])]
+
+    class Watched(stub_evaluate.TableEngine):
+        def generate(self, requests, sampling, more=list):
+            shown.append(sample._progress([tail]))
+            for number, answer in enumerate(super().generate(requests, sampling)):
+                yield answer
+                if not (number or requests[0].turn):
+                    shown.append(sample._progress([tail]))
+
+    sampler.sample(Watched(str(model)), job, out, load(job, out, scoring)[1], scoring)
+    shown.append(sample._progress([tail]))
+    notes = [re.sub(r"[1-9]\d* tokens", "some tokens", progress.note) for progress in shown]
+    assert notes[:2] == [" starting the engine", " m, no answer has ended yet"]
+    assert set(notes[2:]) == {" m, some tokens/s"} and (shown[2].done, shown[-1].done) == (0, 6)
+    assert tail.tokens == sum(rollout.tokens for rollout in load(job, out, scoring)[0]) > 0
 
 
 def test_limits_count_for_episodes_alone(tmp_path):
@@ -255,7 +285,7 @@ class Engine:
     def __init__(self, tokenizer, turns: int):
         self.tokenizer, self.turns, self.asked, self.started = tokenizer, turns, [], time.monotonic()
 
-    def generate(self, requests, sampling):
+    def generate(self, requests, sampling, more=list):
         self.asked.append((time.monotonic() - self.started, [(r.index, r.turn) for r in requests]))
         time.sleep(self.SECONDS)
         for request in requests:
@@ -330,12 +360,30 @@ def test_a_step_that_hangs_ends_its_episode_alone(small_model):
 
 
 @pytest.mark.medium
+def test_an_episode_goes_on_while_the_long_turn_of_another_is_sampled(small_model):
+    class Long(Engine):
+        """The turn of episode 0 ends after all of the others have ended."""
+
+        def generate(self, requests, sampling, more=list):
+            yield from super().generate([each for each in requests if each.index], sampling)
+            while sum(turn == self.turns - 1 for _, batch in self.asked for index, turn in batch if index) < 3:
+                assert time.monotonic() < self.started + 20
+                time.sleep(0.01)
+                if joined := more():
+                    yield from super().generate(joined, sampling)
+            yield from super().generate([each for each in requests if not each.index], sampling)
+
+    _, found = played(small_model, [0.0] * 4, turns=3, engine=Long)
+    assert len(found) == 4 and found[-1][1].index == 0
+
+
+@pytest.mark.medium
 def test_who_is_answered_last_has_time_for_a_step_before_the_next_batch(small_model, monkeypatch):
     """The first to be answered asks again while the others are sampled; GRACE counts from the end of the batch."""
     monkeypatch.setattr(episodes, "GRACE", 0.25)
 
     class OneByOne(Engine):
-        def generate(self, requests, sampling):
+        def generate(self, requests, sampling, more=list):
             for found in super().generate(requests, sampling):
                 yield found
                 time.sleep(0.3)
@@ -346,7 +394,7 @@ def test_who_is_answered_last_has_time_for_a_step_before_the_next_batch(small_mo
 
 def test_an_engine_that_fails_ends_the_evaluation_with_its_error(small_model):
     class Dies(Engine):
-        def generate(self, requests, sampling):
+        def generate(self, requests, sampling, more=list):
             for found in super().generate(requests, sampling):
                 if len(self.asked) > 1:
                     raise RuntimeError("the engine died")

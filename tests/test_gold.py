@@ -52,9 +52,9 @@ def folder(tmp_path, monkeypatch) -> Path:
     return tmp_path / "data/countdown"
 
 
-def toy(s):
-    """Problems whose target is a sum; each fifth has a wrong demonstration, each seventh none."""
-    for number in range(1, 1000):
+def toy(s, last: int = 36):
+    """As many problems as SMALL takes. The target is a sum; each fifth has a wrong demonstration, each seventh none."""
+    for number in range(1, last + 1):
         made = example([number, 2000], number + 2000)
         if number % 7 == 0:
             yield replace(made, demonstration=None)
@@ -62,9 +62,15 @@ def toy(s):
             yield replace(made, demonstration=WRONG) if number % 5 == 0 else made
 
 
-def numbers(file: Path) -> set[int]:
+def numbers(file: Path) -> list[int]:
     """Of the rows of an RL file the numbers that ``toy`` counted."""
-    return {json.loads(row["reward_model"]["ground_truth"])["numbers"][0] for row in read_rows(file)}
+    return [json.loads(row["reward_model"]["ground_truth"])["numbers"][0] for row in read_rows(file)]
+
+
+def wrong_rows(folder: Path, side: str) -> list[str]:
+    """Those of a side of ``toy`` whose demonstration is wrong."""
+    rows = enumerate(numbers(folder / f"{side}.parquet"))
+    return [f"row {place}" for place, number in rows if number % 5 == 0 and number % 7]
 
 
 def test_rows_whose_demonstration_is_wrong_are_named(folder):
@@ -72,31 +78,33 @@ def test_rows_whose_demonstration_is_wrong_are_named(folder):
     # Of 1 to 36, 6 are divisible by 5 and not by 7, and 5 by 7.
     assert (entry["rows"], entry["demonstrations"], entry["right"]) == (36, 31, 25)
     assert len(entry["others"]) == 6 and "dropped" not in entry
-    assert {"place": "test: row 4", "reason": "score 0, acc 0, format 1"} in entry["others"]
+    wrong = {side: rows for side in ("test", "dev", "train") if (rows := wrong_rows(folder, side))}
+    expected = [f"{side}: {row}" for side, rows in wrong.items() for row in rows]
+    assert sorted(each["place"] for each in entry["others"]) == sorted(expected)
     assert len(numbers(folder / "train.parquet")) == 24  # a warning leaves nothing out
     said = describe(json.loads((folder / "manifest.json").read_text())).splitlines()[-1]
-    assert said.startswith(
-        "  gold check: 25 of 31 demonstrations get acc 1 (5 rows have none); the others: dev: row 1 ("
-    )
-    assert "; train: row 2, row 7, row 12, row 17 (" in said  # the numbers 15, 20, 25, 30
+    assert said.startswith("  gold check: 25 of 31 demonstrations get acc 1 (5 rows have none); the others: ")
+    assert len(wrong["train"]) > 1 and all(f"{side}: {', '.join(rows)} (" in said for side, rows in wrong.items())
 
 
 def test_drop_leaves_the_rows_out_of_all_files(folder):
     manifest = prepare(settings(GOLD="drop"), {"toy": toy})
     assert manifest["gold"]["dropped"] == 6 and manifest["gold"]["right"] == 25
-    assert manifest["rows"] == {"test": 7, "dev": 3, "train": 20, "sft": 16}
-    kept = set.union(*(numbers(folder / f"{side}.parquet") for side in ("test", "dev", "train")))
-    assert kept == {number for number in range(1, 37) if number % 5 or number % 7 == 0}
+    kept = {side: numbers(folder / f"{side}.parquet") for side in ("test", "dev", "train")}
+    taught = [number for number in kept["train"] if number % 7]
+    assert manifest["rows"] == {side: len(of_side) for side, of_side in kept.items()} | {"sft": len(taught)}
+    left = [number for number in range(1, 37) if number % 5 or number % 7 == 0]
+    assert sorted(itertools.chain(*kept.values())) == left
     assert all(row["messages"][-1]["content"] != WRONG for row in read_rows(folder / "sft.parquet"))
     assert "6 rows left out (GOLD=drop)" in describe(manifest) and not gold.failed(manifest, settings())
-    assert "TRAIN_SIZE=24: there are 20" in manifest["note"]
+    assert f"TRAIN_SIZE=24: there are {len(kept['train'])}" in manifest["note"]
 
 
 def test_error_writes_nothing_and_says_why_in_one_line(folder):
-    with pytest.raises(DataError, match=r"^GOLD=error: 25 of 31 demonstrations get acc 1.*; test: row 4 ") as error:
+    with pytest.raises(DataError, match=r"^GOLD=error: 25 of 31 demonstrations get acc 1.*; train: row \d+") as error:
         prepare(settings(GOLD="error"), {"toy": toy})
     assert "\n" not in str(error.value) and list(folder.glob("*")) == []
-    prepare(settings(GOLD="error"), {"toy": lambda s: (e for e in toy(s) if e.demonstration != WRONG)})
+    prepare(settings(GOLD="error"), {"toy": lambda s: (e for e in toy(s, 99) if e.demonstration != WRONG)})
     assert (folder / "train.parquet").exists()
 
 
@@ -110,12 +118,16 @@ def test_drop_makes_the_data_anew_when_the_reward_changes(task, file, monkeypatc
 
 
 def test_drop_does_not_write_an_empty_side(folder):
+    prepare(settings(), {"toy": toy})
+    tests = numbers(folder / "test.parquet")
+    before = {file.name: file.read_bytes() for file in folder.glob("*.parquet")}
+
     def all_tests_wrong(s):
-        return (replace(e, demonstration=WRONG) if place < 8 else e for place, e in enumerate(toy(s)))
+        return (replace(e, demonstration=WRONG) if e.ground_truth["numbers"][0] in tests else e for e in toy(s))
 
     with pytest.raises(DataError, match="GOLD=drop: leaves no test row; "):
         prepare(settings(GOLD="drop"), {"toy": all_tests_wrong})
-    assert list(folder.glob("*")) == []
+    assert {file.name: file.read_bytes() for file in folder.glob("*.parquet")} == before
 
 
 def test_a_row_of_a_file_is_named_by_its_line(folder, tmp_path, small_model):
@@ -284,11 +296,11 @@ def test_wrong_forms_on_which_the_reward_hangs_end_the_check(reward, short, monk
 
 def test_error_takes_no_reward_that_calls_a_wrong_form_right(folder, monkeypatch):
     def right(s):
-        return (e for e in toy(s) if e.demonstration != WRONG)
+        return (e for e in toy(s, 99) if e.demonstration and e.demonstration != WRONG)
 
     prepare(settings(GOLD="error"), {"toy": right})  # countdown's own wrong forms are not right
     monkeypatch.setattr("tasks.countdown.reward.wrong_forms", lambda text: [text + " "])
-    with pytest.raises(DataError, match=r"^GOLD=error: 30 of 30 .*; wrong forms that get it too: test: row 0"):
+    with pytest.raises(DataError, match=r"^GOLD=error: 36 of 36 .*; wrong forms that get it too: test: row 0"):
         prepare(settings(GOLD="error"), {"toy": right})
 
 
@@ -323,9 +335,9 @@ def test_every_episode_of_calculator_is_right(difficulty, folder):
 # ---- episodes: what they need, and calls that are repeated
 
 
-def stock(s, turns: int = 4):
-    """Sums of several calls; each third has one more."""
-    for number in range(1, 10_000):
+def stock(s, turns: int = 4, last: int = 45):
+    """As many sums of several calls as EPISODES takes; each third has one more."""
+    for number in range(1, last + 1):
         calls = [f"{number} + {step}" for step in range(turns - 1 + (number % 3 == 0))]
         shown = []
         for text in calls:
@@ -399,7 +411,7 @@ def test_calls_that_earn_more_each_time_are_named(folder, monkeypatch, step, sai
     monkeypatch.setattr(calculator_environment, "step", step)
     monkeypatch.delattr("tasks.calculator.environment.wrong_forms")
     s = settings("calculator", **EPISODES)
-    one_call = {"toy": lambda s: (e for e in stock(s, 2) if len(e.demonstration) == 3)}
+    one_call = {"toy": lambda s: (e for e in stock(s, 2, 99) if len(e.demonstration) == 3)}
     entry = prepare(s, one_call)["gold"]
     assert {each["form"] for each in entry["taken"]} == {said}
     assert gold.failed({"gold": entry}, s) and gold.said(entry).count(said) == 1

@@ -91,6 +91,9 @@ def test_a_setting_changes_what_reads_it(s):
         ({"LR": 1e-4}, (True, False)),
         ({"SAVE_FREQ": 3}, (True, True)),
         ({"SEED": 7}, (False, False)),  # other data
+        ({"TEST_SIZE": 16}, (True, True)),
+        ({"DEV_SIZE": 8}, (True, False)),  # on which it is validated
+        ({"TRAIN_SIZE": 32}, (True, False)),
     ):
         other = replace(s, **changes)
         if not other.data_is_made():
@@ -139,12 +142,14 @@ def test_a_line_says_what_starts_anew_and_why(s, code, capsys):
     assert begin("sft", s)[1] == f"  sft starts anew: demonstrations changed since {sft}\n"
     prepare(s, toy())
     code("reward.py")
-    for time, name in enumerate(("older", "newer")):
-        write_text(file := artifacts() / f"eval/countdown/{name}/rollouts.jsonl", "")
+    names = (f"{rl}-step1-0a", f"{rl}-step2-0b", "another-model-0c")  # from the oldest on
+    stored = [artifacts() / f"eval/countdown/{name}/rollouts.jsonl" for name in names]
+    for time, file in enumerate(stored):
+        write_text(file, "")
         os.utime(file, (time, time))
     out = begin("rl", replace(s, LR=1e-4))[1]
     assert f"  train starts anew: LR changed from {s.LR} to 0.0001, reward changed since {rl}\n" in out
-    assert f"`make rescore TASK=countdown ROLLOUTS={file}` scores its samples again" in out
+    assert f"`make rescore TASK=countdown ROLLOUTS={stored[1]}` scores its samples again" in out
 
 
 def test_a_named_run_is_not_refused_before_its_data_are_there(s):

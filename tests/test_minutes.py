@@ -1,4 +1,4 @@
-"""launch/minutes.py: stages take as long as the last time with the same sizes, else as two timed passes say. The
+"""launch/minutes.py: stages take as long as the last time with the same sizes, else as timed passes say. The
 progress line before a step and after one."""
 
 import json
@@ -41,7 +41,7 @@ def test_a_training_is_told_what_its_stages_took_with_the_same_sizes(tmp_path, m
     )
     passes = {"sft": 60.0, "train": 300.0, "eval": 30.0}
     said = told(5, STEPS="9", SFT_LOSS="0.1")
-    assert said == "  about 6.5 minutes, by two timed passes: sft at most 1.0, train 5.0, eval 0.5\n"
+    assert said == "  about 6.5 minutes, by timed passes: sft at most 1.0, train 5.0, eval 0.5\n"
     passes = {}
     assert "train 11.0" in told(660) and told(660, ROLLOUT_N="16") == ""
     s = load_settings(exported(ROOT / "tasks/countdown/train.sh", {"STACK": "cpu", "INIT": "sft"}))
@@ -62,37 +62,47 @@ def test_the_time_left_is_known_before_the_first_step_and_after_it(capsys):
     screen.close()
 
 
-def test_the_seconds_of_a_stage_follow_from_two_passes_and_the_lengths_of_demonstrations():
+def test_the_seconds_of_a_stage_follow_from_timed_passes_and_the_lengths_of_demonstrations():
     from verl_tasks.launch import passes
 
     variables = {"STACK": "cpu", "INIT": "sft", "SFT_STEPS": "4", "SFT_BATCH_SIZE": "8", "MICRO_BATCH_SIZE": "2"}
-    variables |= {"MAX_NEW_TOKENS": "100", "MAX_TURN_LENGTH": "80"}
+    variables |= {"MAX_NEW_TOKENS": "100", "MAX_TURN_LENGTH": "80", "MAX_RESPONSE_LENGTH": "90"}
     s = load_settings(exported(ROOT / "tasks/countdown/train.sh", variables))
     rows = passes.Lengths([30, 30, 30], [60, 80, 100], [24, 40, 56])
     model = replace(shapes_of("embedded"), layer=1, queries=0)  # an operation a token
 
-    def found(start: float, learn: float, sample: float, model=model, rows=rows, **changes) -> dict:
-        return passes.seconds(replace(s, **changes), model, rows, 10, start, learn, sample)
+    nothing = dict.fromkeys(passes.Timed.__dataclass_fields__, 0.0)
 
-    assert found(2, 0, 0) == {stage: 2 * starts for stage, starts in passes.STARTS.items()}
-    learned = found(0, 0.3, 0)
+    def found(model=model, rows=rows, timed: dict | None = None, **changes) -> dict:
+        return passes.seconds(replace(s, **changes), model, rows, 10, passes.Timed(**nothing | (timed or {})))
+
+    assert found(timed={"start": 2}) == {stage: 2 * starts for stage, starts in passes.STARTS.items()}
+    learn = {"learn": 0.3}
+    learned = found(timed=learn)
     assert learned["sft"] == pytest.approx(4 * 8 * (2 * 80 + 100) / 3 * 0.3)  # of two sequences the longer counts
-    shared = found(0, 0.3, 0, rows=replace(rows, common=30))
+    shared = found(timed=learn, rows=replace(rows, common=30))
     assert shared["sft"] == pytest.approx(4 * 8 * (30 + 30 + 50 + 100) / 3 * 0.3)  # what both begin with, once
-    step = (
-        30 * 0.1 + 8 * 10 * 0.1 + passes.UPDATE * 4 * (30 + 2 * 50) * 0.3
-    )  # read, heard, and two responses after their prompt
+    update = 4 * (30 + 2 * 50) * 0.3  # two responses after their prompt
+    step = 30 * 0.1 + 8 * 10 * 0.1 + update  # read, heard
     assert learned["train"] == pytest.approx(s.STEPS * 8 * step)
-    alone = found(0, 0.3, 0, replace(model, layer=0, queries=1))  # where attention is all, each stands alone
-    assert alone["train"] == pytest.approx(s.STEPS * passes.UPDATE * 8 * 8 * 2 * 80**2 * 0.3)
-    sampled = found(0, 0, 0.1)
+    alone = found(replace(model, layer=0, queries=1), timed=learn)  # where attention is all, each stands alone
+    assert alone["train"] == pytest.approx(s.STEPS * 8 * 8 * 2 * 80**2 * 0.3)
+    again = found(timed=learn, MINI_BATCH_SIZE=2, KL_COEF=0.1)  # log-probs before the step, and of the reference
+    assert again["train"] - learned["train"] == pytest.approx(s.STEPS * 8 * update * 2 / 3)
+    moved = found(timed={"weights": 0.5})
+    assert (moved["sft"], moved["train"]) == (4 * 4 * 0.5, s.STEPS * (64 / 2 + 1) * 0.5)  # a pass has two; the engine
+    assert found(timed={"optimize": 0.5}, MINI_BATCH_SIZE=2) == {"sft": 4 * 0.5, "train": s.STEPS * 4 * 0.5, "eval": 0}
+    sampled = found(timed={"sample": 0.1})
     assert sampled["sft"] == 0 and sampled["train"] == pytest.approx(s.STEPS * 64 * 40 * 0.1)
     assert sampled["eval"] == pytest.approx(10 * (2 + 1) * (80 + 40 + 40) * 0.1)
-    assert found(0, 0, 0.1, INIT="base")["eval"] == pytest.approx(10 * 3 * (80 + 40) * 0.1)
+    assert found(timed={"sample": 0.1}, INIT="base")["eval"] == pytest.approx(10 * 3 * (80 + 40) * 0.1)
+    last = found(timed={"decode": 0.64})  # of a step's last response, and of an evaluation's 64 at once
+    assert last["train"] == pytest.approx(s.STEPS * 90 * 0.64)
+    assert last["eval"] == pytest.approx(10 * 3 * (80 + 40 + 40) * 0.01)
 
 
 @pytest.mark.slow
-def test_two_passes_of_a_small_model_are_timed(small_model, tmp_path, monkeypatch):
+def test_passes_of_a_small_model_are_timed(small_model, tmp_path, monkeypatch):
     monkeypatch.setenv("ARTIFACTS", str(tmp_path))
     variables = SMALL | {"INIT": "sft", "MODEL": str(small_model)}
     assert make("data", **variables, ARTIFACTS=str(tmp_path)).returncode == 0
@@ -101,4 +111,4 @@ def test_two_passes_of_a_small_model_are_timed(small_model, tmp_path, monkeypatc
     found = minutes.timed(replace(s, STEPS=64))
     assert 0 < found["sft"] < found["train"] and minutes.timed(replace(s, STEPS=64, STACK="current")) == {}
     told = json.loads((s.runs_dir / ".passes.json").read_text())["passes"]
-    assert all(told[name] > 0 for name in ("start", "learn", "sample"))
+    assert all(told[name] > 0 for name in ("start", "weights", "optimize", "decode")) and len(told) == 6

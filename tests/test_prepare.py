@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from tasks.countdown import prepare_data as countdown
 from tests.helpers import exported
 from verl_tasks.data import prepare as prepare_module
 from verl_tasks.data.prepare import Examples, describe, distinct, prepare
@@ -129,16 +130,19 @@ def test_prepare_writes_the_files_and_a_manifest(folder):
 
 def test_prepare_fills_the_rows(folder):
     prepare(generated(), {"toy": toy})
-    for split, first in (("test", 0), ("dev", 6), ("train", 10)):
+    for split in ("test", "dev", "train"):
+        numbers = [int(prompt.split()[-1]) for prompt in prompts(folder / f"{split}.parquet")]
+        assert numbers == sorted(numbers)  # as they were made
         for index, row in enumerate(read_rows(folder / f"{split}.parquet")):
-            truth = {"target": first + index, "numbers": [first + index]}
-            assert row == rl_row("countdown", chat(f"say 5 {first + index}"), truth, split, index)
+            truth = {"target": numbers[index], "numbers": [numbers[index]]}
+            assert row == rl_row("countdown", chat(f"say 5 {numbers[index]}"), truth, split, index)
 
 
 def test_demonstrations_are_those_of_the_first_training_prompts_that_have_one(folder):
     prepare(generated(), {"toy": toy})
     rows = list(read_rows(folder / "sft.parquet"))
-    expected = [number for number in range(10, 30) if number % 3][:8]
+    training = [int(prompt.split()[-1]) for prompt in prompts(folder / "train.parquet")]
+    expected = [number for number in training if number % 3][:8]
     assert rows == [sft_row(chat(f"say 5 {number}"), f"<answer>{number}</answer>") for number in expected]
     assert {row["messages"][0]["content"] for row in rows} <= set(prompts(folder / "train.parquet"))
 
@@ -149,6 +153,23 @@ def test_prepare_is_reproducible_and_follows_the_seed(folder):
         prepare(generated(SEED=seed), {"toy": toy})
         contents.append([list(read_rows(folder / f"{name}.parquet")) for name in ("train", "test", "sft")])
     assert contents[0] == contents[1] != contents[2]
+
+
+@pytest.mark.parametrize(
+    ("name", "more", "changed"),
+    [("TEST_SIZE", 9, {"test"}), ("DEV_SIZE", 9, {"dev"}), ("TRAIN_SIZE", 40, {"train"}), ("SFT_SIZE", 11, {"sft"})],
+)
+@pytest.mark.parametrize("source", ["toy", "countdown"])
+def test_a_size_changes_its_own_side_alone_which_keeps_its_first_rows(folder, source, name, more, changed):
+    sources = {"toy": toy, "countdown": countdown.generate}
+    sides = []
+    for changes in ({}, {name: more}):
+        rows = prepare(generated(SOURCE=source, DIFFICULTY="easy", **changes), sources)["rows"]
+        sides.append({side: list(read_rows(folder / f"{side}.parquet")) for side in rows})
+    small, large = sides
+    assert {side for side in small if small[side] != large[side]} == changed
+    assert all(large[side][: len(small[side])] == small[side] for side in small)
+    assert {side: len(large[side]) for side in changed} == {side: more for side in changed}
 
 
 @pytest.mark.parametrize("changes", [{"SFT_SIZE": "0"}, {"SOURCE": "plain"}])

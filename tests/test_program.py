@@ -292,7 +292,7 @@ def test_a_program_that_hangs_is_ended_with_all_that_it_started(small_tokenizer,
     episode, _ = episode_of(small_tokenizer, made(body), "5", limits=replace(LIMITS, step_seconds=5))
     assert episode.ended == "step_timeout" and time.monotonic() - before < 20
     until_gone("1234")
-    assert not next(iter(program._STARTED.values())).inboxes  # no key is left
+    assert len(next(iter(program._STARTED.values())).inboxes) == 1  # no key is left but the starter's
 
 
 def test_limits_cut_an_episode_and_end_its_program(small_tokenizer, made):
@@ -329,6 +329,46 @@ def test_a_program_that_asks_for_nothing_is_done_before_the_answers(made):
 def test_a_program_that_hangs_without_a_model_is_no_score(made, monkeypatch):
     monkeypatch.setattr("verl_tasks.rewards.environment.WITHOUT_MODEL", 8)
     assert replayed(made("import time; ask(messages); time.sleep(99)"), ROW, ["5"]) == (0.0, 0, True)
+
+
+def test_a_programs_first_request_finds_built_what_it_needs(small_tokenizer, made):
+    """Most of an episode's processor time: the starter asks once by each client, which imports anyio's part."""
+    body = "import sys; end(float('anyio._backends._asyncio' in sys.modules))"
+    assert episode_of(small_tokenizer, made(body))[0].reward == 1, log_of()
+
+
+def test_a_client_that_an_import_makes_has_the_key_of_its_episode(small_tokenizer, tmp_path):
+    (tmp_path / "mine.py").write_text("from openai import OpenAI\nclient = OpenAI(max_retries=0)\n")
+    (tmp_path / "agent.py").write_text(
+        """
+import json, mine
+if __name__ == "__main__":
+    said = mine.client.chat.completions.create(model="policy", messages=[{"role": "user", "content": "hi"}])
+    json.dump(float(said.choices[0].message.content == "5"), open("score.json", "w"))
+"""
+    )
+    for _ in range(2):
+        episode, asked = episode_of(small_tokenizer, environment_of(tmp_path / "agent.py"), "5")
+        assert (episode.reward, len(asked)) == (1.0, 1), log_of()
+
+
+def test_certificates_are_read_once_for_all_clients(tmp_path):
+    (tmp_path / "once.py").write_text(
+        """
+import ssl
+from openai import OpenAI
+from starter import read_certificates_once
+read_certificates_once()
+made, load = [], ssl.SSLContext.load_verify_locations
+ssl.SSLContext.load_verify_locations = lambda context, *given, **named: (made.append(1), load(context, *given, **named))
+clients = [OpenAI(api_key="a", base_url="http://a") for _ in range(3)]
+print(len(made))
+"""
+    )
+    found = os.environ | {"PYTHONPATH": str(program.STARTER.parent)}
+    command = [sys.executable, tmp_path / "once.py"]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=60, env=found)
+    assert told.stdout == "1\n", told.stderr
 
 
 def test_strict_is_no_part_of_a_tool_that_the_model_reads():

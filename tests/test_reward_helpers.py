@@ -88,6 +88,8 @@ def scorer(result):
         ({"score": 10**400, "acc": 1.0}, "score"),
         ({"score": 1.0}, "`acc`"),
         ({"acc": 1.0}, "`score`"),
+        ({"score": 1.0, "acc": 1.0, "output": 1.0}, "verl itself writes `output`; give this key"),
+        ({"score": 1.0, "acc": 1.0, "reward": 1.0}, "verl itself writes `reward`"),
         (1.0, "must return a dict"),
         ([("score", 1.0), ("acc", 1.0)], "must return a dict"),
     ],

@@ -12,7 +12,7 @@ import pytest
 
 from tests.test_settings import VALUES
 from verl_tasks.digest import fingerprint
-from verl_tasks.evaluation.sample import model_name
+from verl_tasks.evaluation.sample import episode_limits, model_name, sampling
 from verl_tasks.launch import main
 from verl_tasks.launch.main import _locked
 from verl_tasks.launch.rounds import check_training
@@ -226,14 +226,43 @@ def test_a_model_that_no_run_started_from_stands_for_itself(settings):
 
 
 def test_a_value_that_the_run_does_not_take_is_told(settings, monkeypatch, capsys):
-    make_run(replace(settings, MAX_TURNS=1, RUN="mine"), "mine")
-    monkeypatch.setenv("GIVEN", "RUN MAX_TURNS N TASK")
-    for turns, told in ((3, "  the run's MAX_TURNS=1, not what is given"), (1, "")):
-        given = replace(settings, RUN="mine", MAX_TURNS=turns, N=7)
+    make_run(replace(settings, TEST_SIZE=9, RUN="mine"), "mine")
+    monkeypatch.setenv("GIVEN", "RUN TEST_SIZE N TASK")
+    for size, told in ((8, "  the run's TEST_SIZE=9, not what is given"), (9, "")):
+        given = replace(settings, RUN="mine", TEST_SIZE=size, N=7)
         job = main.about(main.Job("chat", given, load_settings(VALUES, Command), []))
-        assert (job.s.MAX_TURNS, job.s.N) == (1, 7)
+        assert (job.s.TEST_SIZE, job.s.N) == (9, 7)
         out = capsys.readouterr().out
         assert told in out if told else "not what is given" not in out
+
+
+@pytest.mark.parametrize("goal", ["chat", "eval"])
+@pytest.mark.parametrize(
+    ("given", "limits", "told"),
+    [
+        ({}, (64, 64, 2), ""),  # the run's, not today's of the task
+        ({"MAX_TURNS": 5}, (64, 64, 5), "MAX_TURNS=5 (trained with 2)"),
+        ({"MAX_TURNS": 2}, (64, 64, 2), ""),
+        ({"MAX_TURN_LENGTH": 48}, (64, 48, 2), "MAX_TURN_LENGTH=48 (trained with 64)"),
+        ({"MAX_RESPONSE_LENGTH": 256}, (256, 256, 2), "MAX_RESPONSE_LENGTH=256 (trained with 64)"),
+        ({"MAX_RESPONSE_LENGTH": 256, "MAX_TURN_LENGTH": 32}, (256, 32, 2), "MAX_TURN_LENGTH=32 (trained with 64)"),
+    ],
+)
+def test_the_limits_of_an_episode_are_those_given_with_a_run_and_a_line_says_so(
+    settings, monkeypatch, capsys, goal, given, limits, told
+):
+    own = {"MAX_RESPONSE_LENGTH": 64, "MAX_TURN_LENGTH": 64, "MAX_TURNS": 2, "MAX_NEW_TOKENS": 64}
+    make_run(replace(settings, RUN="mine", **own), "mine")
+    today = VALUES | {"RUN": "mine", "MAX_RESPONSE_LENGTH": "128", "MAX_NEW_TOKENS": "", "MAX_TURN_LENGTH": ""}
+    texts = {name: str(value) for name, value in given.items()}
+    for name, text in texts.items():
+        monkeypatch.setenv(name, text)
+    monkeypatch.setenv("GIVEN", " ".join(["RUN", *given]))
+    job = main.about(main.Job(goal, load_settings(today | texts), load_settings(VALUES, Command), []))
+    found = episode_limits(job.s, sampling(job.s))
+    assert (found.response_length, found.turn_length, found.turns) == limits
+    out = capsys.readouterr().out
+    assert ("  as given: " in out) == bool(told) and told in out and "not what is given" not in out
 
 
 def test_an_unknown_run_is_refused_with_those_there_are(settings):

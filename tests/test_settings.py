@@ -675,6 +675,30 @@ def test_only_what_code_does_changes_its_digest(tmp_path):
     assert digest("def f():\n    return 2\n") != before
 
 
+def test_a_changed_program_of_an_environment_changes_its_digest(tmp_path):
+    """environment.py does not import it; the program imports what stands beside it, as `python agent.py` does."""
+    environment, agent, beside = (tmp_path / name for name in ("environment.py", "agent.py", "shelf.py"))
+    environment.write_text(
+        'Environment = program.environment_of(Path(__file__).with_name("agent.py"), python="a/b.c")\n'
+    )
+    environment.with_name("agent.js").write_text("1")
+
+    def digest(text: str = "import shelf\n", helper: str = "x = 1\n") -> str:
+        agent.write_text(text)
+        beside.write_text(helper)
+        code_digest.cache_clear()
+        _digest.cache_clear()
+        return code_digest(environment)
+
+    before = digest()
+    assert digest("import shelf  # why\n") == before
+    assert len({before, digest("import shelf, json\n"), digest(helper="x = 2\n")}) == 3
+    environment.write_text('Environment = program.environment_of("node", Path(__file__).with_name("agent.js"))\n')
+    before = digest()
+    environment.with_name("agent.js").write_text("2")
+    assert digest() != before
+
+
 def test_another_training_file_is_another_run(tmp_path):
     file = tmp_path / "signal.parquet"
     file.write_bytes(b"one")

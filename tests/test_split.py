@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from verl_tasks.data.split import Form, Sizes, SplitError, choose, key, write_split
+from verl_tasks.data import split
+from verl_tasks.data.split import Form, Sizes, SplitError, choose, deal, key, write_split
 from verl_tasks.rows import Example, read_rows
 
 
@@ -220,3 +221,53 @@ def peak(count, folder):
 def test_a_row_takes_little_more_memory_than_its_text(tmp_path):
     few, many = peak(10_000, tmp_path), peak(60_000, tmp_path)
     assert (many - few) / 50_000 < 600  # bytes a row: its text has 270
+
+
+# ---- an endless source
+
+
+def dealt(given, test, dev, train, seed=1):
+    sides = deal(iter(given), FORM.identity, {"test": test, "dev": dev, "train": train}, seed)
+    assert [len(sides[name]) for name in ("test", "dev", "train")] == [test, dev, train]
+    return [prompts_of(sides[name]) for name in ("test", "dev", "train")]
+
+
+def prompts_of(side):
+    return [item.prompt for item in side]
+
+
+@settings(max_examples=200, database=None)
+@given(st.integers(0, 60), st.integers(0, 30), st.integers(0, 30), st.integers(0, 30), st.integers(0, 3))
+def test_sides_are_disjoint_and_no_size_moves_the_test_or_training_rows(count, test, dev, train, seed):
+    """Also where the source ends, and a side takes what others leave."""
+    if test + dev + train > count:
+        with pytest.raises(SplitError, match=f"^has only {count} different prompts$"):
+            dealt(items(count), test, dev, train, seed)
+        return
+    sides = dealt(items(count), test, dev, train, seed)
+    assert len({prompt for side in sides for prompt in side}) == test + dev + train
+    assert sides[0] == dealt(items(count), test, 0, 0, seed)[0]
+    assert sides[2] == dealt(items(count), 0, 0, train, seed)[2]
+    assert dealt(items(count), count, 0, 0, seed)[0][:test] == sides[0]
+    assert dealt(items(count), 0, 0, count, seed)[2][:train] == sides[2]
+
+
+def test_a_source_without_an_end_is_read_as_far_as_its_sides_need():
+    read = (row_of(f"prompt {number}") for number in range(10**9))
+    sides = dealt(read, 150, 50, 800)
+    assert prompts_number(next(read).prompt) < 1300
+    assert sides == dealt((row_of(f"prompt {number}") for number in range(5000)), 150, 50, 800)
+    assert sides != dealt(items(5000), 150, 50, 800, seed=2)
+    assert not {*sides[0], *sides[1]} & {*dealt(items(5000), 0, 0, 3000)[2]}  # nor with many more training rows
+
+
+def test_a_group_is_on_one_side_and_one_without_an_end_ends(monkeypatch):
+    identity = lambda item: (item.group, item.prompt)  # noqa: E731
+    given = [row_of(f"prompt {number}", group=f"group {number % 40}") for number in range(4000)]
+    sides = deal(iter(given), identity, {"test": 60, "dev": 20, "train": 300}, 1)
+    groups = [{item.group for item in side} for side in sides.values()]
+    assert all(groups) and sum(map(len, groups)) == len(set.union(*groups))
+    monkeypatch.setattr(split, "PATIENCE", 50)
+    endless = (row_of(f"prompt {number}", group="one") for number in range(10**9))
+    assert len(deal(endless, identity, {"test": 5, "dev": 2, "train": 9}, 1)["test"]) == 5
+    assert prompts_number(next(endless).prompt) <= 60

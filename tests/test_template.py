@@ -377,6 +377,16 @@ def test_a_new_task_of_expressions_cuts_no_number(record, rendered):
     assert example.ground_truth == {"target": 3, "numbers": [1, 2]}
 
 
+def test_an_answer_that_is_no_text_is_what_a_cell_of_csv_has_for_it(rendered):
+    chosen = {"reward": "exact", "source": "file"}.items()
+    home = next(rendered[name] for name in NAMES if NAMES[name].items() >= chosen)
+    for answer in (True, [1, "é"], {"a": None}, 3):
+        examples = []
+        for value in (answer, json.dumps(answer, ensure_ascii=False)):
+            examples += module_of(home, "prepare_data").from_record({"question": "q", "answer": value})
+        assert examples[0] == examples[1]
+
+
 @pytest.mark.parametrize("reward", sorted({c["reward"] for c in ACCEPTED if c["source"] == "generate"}))
 @pytest.mark.parametrize("stack", STACKS)
 def test_a_generator_makes_as_many_problems_as_its_defaults_ask_for(reward, stack, rendered):

@@ -92,3 +92,27 @@ def test_nothing_is_kept_of_an_aborted_request(engine):
     assert len(scheduler.held) == 1
     (output,) = run(engine)["stays"]
     assert len(output.outputs[0].token_ids) == LENGTH and not scheduler.held
+
+
+def test_what_is_held_is_no_object_for_each_token():
+    """The garbage collector visits each: with 300,000 tokens held it took most of the scheduler's time."""
+    import gc
+
+    from vllm.v1.engine import EngineCoreOutput
+    from vllm.v1.outputs import LogprobsLists
+
+    from verl_tasks.verl_plugins.whole_responses import Held
+
+    def output(token: int) -> EngineCoreOutput:
+        arrays = np.array([[token]], np.int32), np.array([[-0.5]], np.float32), np.array([1], np.int32)
+        return EngineCoreOutput(request_id="a", new_token_ids=[token], new_logprobs=LogprobsLists(*arrays))
+
+    held = Held(output(0))
+    gc.collect()
+    before = len(gc.get_objects())
+    for token in range(2000):
+        held.add(output(token))
+    assert len(gc.get_objects()) - before < 200
+    held.into(last := output(1))
+    assert last.new_token_ids == [*range(2000)]
+    assert last.new_logprobs.logprob_token_ids[:, 0].tolist() == [*range(2000)]

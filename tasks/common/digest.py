@@ -4,10 +4,13 @@ import ast
 import functools
 import hashlib
 import json
+import re
 from pathlib import Path
 
 from verl_tasks import PUBLIC
 from verl_tasks.places import PACKAGE, ROOT
+
+FILE = re.compile(r"[\w-]{1,80}(\.[\w-]{1,20}){1,3}")  # a file's name
 
 
 def fingerprint(values: dict, *files: Path) -> str:
@@ -27,7 +30,8 @@ def _digest(file: Path) -> bytes:
 
 @functools.cache
 def code_digest(program: Path) -> str:
-    """Digest of the code of ``program`` and of what it imports, without comments and docstrings.
+    """Digest of the code of ``program``, of what it imports, and of the program that an environment.py names, without
+    comments and docstrings.
 
     Of this package only the rooms data and rewards count; the others do not change data or rewards.
     """
@@ -37,6 +41,9 @@ def code_digest(program: Path) -> str:
         if file in seen or not file.is_file():
             continue
         seen.add(file)
+        if file.suffix != ".py":
+            digest.update(_digest(file))
+            continue
         try:
             tree = ast.parse(file.read_bytes())
         except (SyntaxError, ValueError):  # the error comes where it is run
@@ -52,7 +59,8 @@ def code_digest(program: Path) -> str:
 
 
 def imported(tree: ast.AST, file: Path) -> set[Path]:
-    """The files of the task, of the rooms data and rewards, and of rows and ends, that a syntax tree imports."""
+    """The files of the task, of the rooms data and rewards, and of rows and ends, that a syntax tree imports; those
+    beside it too that an environment.py names, as program.environment_of takes them."""
     names = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module == "verl_tasks":
@@ -65,4 +73,11 @@ def imported(tree: ast.AST, file: Path) -> set[Path]:
     files = {PACKAGE / f"{name.partition('.')[2].replace('.', '/')}.py" for name in names if name.startswith(common)}
     task = f"tasks.{file.parent.name}."
     files |= {ROOT / f"{name.replace('.', '/')}.py" for name in names if name.startswith(task)}
+    if PACKAGE not in file.parents:  # a program imports its neighbours by their names alone
+        beside = {f"{name}.py" for name in names if name.isidentifier()}
+        texts = {
+            node.value for node in ast.walk(tree) if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        }
+        beside |= set(filter(FILE.fullmatch, texts)) if file.name == "environment.py" else set()
+        files |= {file.with_name(name) for name in beside}
     return {each for each in files if each.is_file()}

@@ -192,7 +192,7 @@ class Settings:
     EVAL_SEED: int = variable("0", "seed of the engine in evaluation", _seed)
     # run
     RUN: str = variable("", "name of the run; empty: made from the settings", _name)
-    SAVE_FREQ: int = variable("20", "steps between checkpoints", positive)
+    SAVE_FREQ: int = variable("20", "RL steps between checkpoints; the warm-up has one every five minutes", positive)
     TEST_FREQ: int = variable("10", "steps between validations, each with a checkpoint; 0: none", _from_0)
     KEEP: int = variable("1", "best checkpoints to keep, besides the last", _from_0)
     PATIENCE: int = variable("0", "validations without gain that end the training; 0: never", _from_0)

@@ -100,7 +100,7 @@ COLUMNS = {"prompt": "{{ columns[0] }}", "answer": "{{ columns[1] }}"}  # FILL I
 def from_record(record: dict) -> list[prepare.Example]:
     """The examples of one record, perhaps none; a DataError gets the record's place put before."""
     found = records.conversation(record, COLUMNS)
-    return [example(found.messages, {{ "found.answer" if cookiecutter.reward == "json" else "str(found.answer)" }}, record.get("demonstration"))]
+    return [example(found.messages, {{ "found.answer" if cookiecutter.reward == "json" else "found.answer_text" }}, record.get("demonstration"))]
 {% endif %}
 
 

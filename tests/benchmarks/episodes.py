@@ -51,14 +51,19 @@ LEAST, MOST = 0.8, 1.3  # of the ratios
 
 
 class NeverEnds:
-    """An engine whose answers count as ended where they are stopped at their length; ``asked``: what each call asks."""
+    """An engine whose answers count as ended where they are stopped at their length; ``asked``: all that is."""
 
     def __init__(self, engine: VLLMEngine):
         self.engine, self.tokens, self.asked = engine, 0, []
 
-    def generate(self, requests, sampling):
-        self.asked.append(list(requests))
-        for request, completions in self.engine.generate(requests, sampling):
+    def generate(self, requests, sampling, more=list):
+        self.asked += requests
+
+        def joined() -> list[Request]:
+            self.asked += (found := more())
+            return found
+
+        for request, completions in self.engine.generate(requests, sampling, joined):
             self.tokens += sum(completion.tokens for completion in completions)
             yield request, [replace(completion, finish_reason="stop") for completion in completions]
 
@@ -130,10 +135,11 @@ def main() -> None:
     timed(lambda engine: episodes(engine, made=program))  # the `openai` package is loaded
     _, warm = timed(episodes)
     first = [[Request(row["extra_info"]["index"], "sampled", row["prompt"]) for row in rows]] * given.turns
+    waves = [[each for each in warm.asked if each.turn == turn] for turn in range(given.turns)]
     works = {
         "at_once": episodes,
         "single_turns": lambda engine: asked(engine, first),
-        "same_prompts": lambda engine: asked(engine, warm.asked),
+        "same_prompts": lambda engine: asked(engine, waves),
         "programs": lambda engine: episodes(engine, made=program),
         "slow_steps": lambda engine: episodes(engine, given.seconds),
     }

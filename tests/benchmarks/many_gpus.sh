@@ -34,7 +34,7 @@ start() { # FOLDER TARGET VARIABLE=value ...
 ours() { # many_gpus.py, with the variables of the stack
   ARTIFACTS=$OUT/work "$PYTHON" -m tests.benchmarks.many_gpus "$@"
 }
-EASY=(TASK=countdown SOURCE=generate DIFFICULTY=easy)
+EASY=(TASK=countdown INIT=base SOURCE=generate DIFFICULTY=easy)
 
 sp() { ours sp "$OUT/sp.json"; }
 engines() {

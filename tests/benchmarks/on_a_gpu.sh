@@ -24,7 +24,7 @@ LENGTHS=(MAX_PROMPT_LENGTH=128 MAX_RESPONSE_LENGTH=64)
 COUNTDOWN=(TASK=countdown "${EASY[@]}" "${LENGTHS[@]}" SFT_STEPS=8 SFT_BATCH_SIZE=64 LR=1e-5)
 SHORT=("${COUNTDOWN[@]}" TRAIN_SIZE=512 TEST_SIZE=64 STEPS=4 TRAIN_BATCH_SIZE=64 N=2)
 OTHER=("${EASY[@]}" SFT_BATCH_SIZE=32 TRAIN_SIZE=512 TEST_SIZE=64 STEPS=4 TRAIN_BATCH_SIZE=32 N=2)
-STEP=(TASK=countdown MODEL=embedded SOURCE=generate DIFFICULTY=easy TRAIN_BATCH_SIZE=128 MAX_PROMPT_LENGTH=256 MAX_RESPONSE_LENGTH=256)
+STEP=(TASK=countdown MODEL=embedded INIT=base SOURCE=generate DIFFICULTY=easy TRAIN_BATCH_SIZE=128 MAX_PROMPT_LENGTH=256 MAX_RESPONSE_LENGTH=256)
 
 learn() { # docs/RESULTS.md, Learning
   start all "${COUNTDOWN[@]}" TRAIN_SIZE=8192 TEST_SIZE=1024 STEPS=20 TRAIN_BATCH_SIZE=256 MINI_BATCH_SIZE=64 SAVE_FREQ=12
@@ -65,7 +65,7 @@ killed_and_resumed() { # AFTER_STEP STEPS VARIABLE=value ...
   start train "${same[@]}"
 }
 engines() { # several on one GPU
-  start data TASK=countdown MODEL=embedded "${EASY[@]:2}" TEST_SIZE=256 TRAIN_SIZE=512 SFT_SIZE=64 DEV_SIZE=0 TEST_FREQ=0 &&
+  start data TASK=countdown MODEL=embedded "${EASY[@]:2}" TEST_SIZE=256 TRAIN_SIZE=512 SFT_SIZE=64 SFT_BATCH_SIZE=32 DEV_SIZE=0 TEST_FREQ=0 &&
     MODEL=embedded "${PYTHON:-.venv/bin/python}" -m tests.benchmarks.many_gpus shared \
       "$ARTIFACTS/data/countdown/test.parquet" "$OUT/engines.json"
 }

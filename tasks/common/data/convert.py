@@ -1,7 +1,6 @@
 """Convert a data file to verl's parquet files: train, test and a manifest. See docs/DATA.md."""
 
 import argparse
-import json
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -32,8 +31,7 @@ def sft_example(record: Conversation) -> Example | None:
     """The answer is the last message to be learned; None where the conversation does not end with the assistant."""
     messages = record.messages
     if record.answer is not None:
-        text = record.answer if isinstance(record.answer, str) else json.dumps(record.answer, ensure_ascii=False)
-        messages = [*messages, {"role": "assistant", "content": text}]
+        messages = [*messages, {"role": "assistant", "content": record.answer_text}]
     learned = [i for i, m in enumerate(messages) if m["role"] == "assistant" and i not in record.context]
     if messages[-1]["role"] != "assistant" or not any(learned):
         return None

@@ -55,6 +55,11 @@ class Conversation:
         """ "dpo" (chosen and rejected), "rl" (a prompt and its answer) or "sft" (a conversation)."""
         return "dpo" if self.chosen is not None else "rl" if self.answer is not None else "sft"
 
+    @property
+    def answer_text(self) -> str:
+        """The answer as text, another value as JSON: what a cell of CSV has for it."""
+        return self.answer if isinstance(self.answer, str) else json.dumps(self.answer, ensure_ascii=False)
+
 
 def conversation(record: dict, columns: dict[str, str] | None = None) -> Conversation:
     """``record`` in the recognized form. ``columns`` names those of FIELDS that are called otherwise, and are in every

@@ -7,13 +7,13 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import chain, count, islice
+from itertools import chain, count
 from pathlib import Path
 
 from verl_tasks import errors
 from verl_tasks.data import gold
 from verl_tasks.data.records import HubRecords, HubUnreachable, Records, load
-from verl_tasks.data.split import Form, Sizes, SplitError, write_sides, write_split
+from verl_tasks.data.split import Form, Sizes, SplitError, deal, write_sides, write_split
 from verl_tasks.files import partial_of, read_json, sha256, write_json, write_text
 from verl_tasks.models.chat_template import LONGEST_TOKEN, demonstration_ids, prompt_ids
 from verl_tasks.models.find import resolve_model
@@ -39,8 +39,8 @@ from verl_tasks.text import one_line
 
 __all__ = ["DataError", "Example", "Examples", "distinct", "main", "posed", "too_long"]  # for tasks
 
-# A generator is read once: its first examples are the test set, the next the dev set, the next train. A source that can
-# be iterated again (``Examples``) is split by seed. None is a record without an example, which is counted.
+# A generator is read once, as far as its sides need it. A source that can be iterated again (``Examples``) is split by
+# seed. None is a record without an example, which is counted.
 Source = Callable[[Settings], Iterable[Example | None]]
 
 
@@ -269,7 +269,7 @@ def _finite(settings: Settings, examples: Iterable[Example | None], form: Form, 
 
 
 def _endless(settings: Settings, examples: Iterator[Example], form: Form, new: Path) -> tuple[dict, dict]:
-    """The first are the test set, the next the dev set, the next train. Returns as ``_finite``."""
+    """Deal as many as the sizes say. Returns as ``_finite``."""
     sizes = f"TEST_SIZE={settings.TEST_SIZE:g}, DEV_SIZE={settings.DEV_SIZE}, TRAIN_SIZE={settings.TRAIN_SIZE}"
     share = settings.TEST_SIZE if settings.TEST_SIZE < 1 else 0
     total = settings.MAX_SAMPLES or round(settings.TRAIN_SIZE / (1 - share))
@@ -283,12 +283,11 @@ def _endless(settings: Settings, examples: Iterator[Example], form: Form, new: P
     if test < 1 or train < 1:
         sizes = f"{sizes}, MAX_SAMPLES={settings.MAX_SAMPLES}"
         raise SplitError(f"a generator needs a number of prompts, {sizes} give none; set TEST_SIZE and TRAIN_SIZE")
-    examples = distinct(_counted(examples))
     counts = {"test": test, "dev": settings.DEV_SIZE, "train": train}
-    sides = {name: list(islice(examples, count)) for name, count in counts.items()}
-    if len(sides["train"]) < train:
-        there = sum(map(len, sides.values()))
-        raise SplitError(f"has only {there} different prompts for {sizes}; lower them, or take another source")
+    try:
+        sides = deal(distinct(_counted(examples)), form.identity, counts, settings.SEED)
+    except SplitError as error:
+        raise SplitError(f"{error} for {sizes}; lower them, or take another source") from error
     return write_sides(sides, new, form, any(map(needs_tools, chain(*sides.values())))), {}
 
 

@@ -1,7 +1,8 @@
 """Split rows by seed and write them to parquet.
 
 A row's key is a 64-bit digest of its prompt and the seed. The smallest keys are the test set, the next the dev set, the
-next train. So a row's side and order depend neither on its place in the source nor on other rows.
+next train. So a row's side and order depend neither on its place in the source nor on other rows. Of an endless source
+the key says the side, and the source the order (``deal``).
 """
 
 import hashlib
@@ -17,6 +18,8 @@ from verl_tasks.rows import DataError, Example, write_parquet
 
 PROMPT_BITS = 40  # the upper bits of a key identify the prompt, all 64 the row
 REST_BITS = 64 - PROMPT_BITS
+SHARES = {"test": 0.15, "dev": 0.05, "train": 0.8}  # of an endless source: near what tasks ask for, so little is unused
+PATIENCE = 100_000  # items in a row that no side needs; such a source is at its end
 
 
 @dataclass(frozen=True)
@@ -102,6 +105,31 @@ def _cut(keys: list[int], count: int) -> tuple[list[int], list[int]]:
     while 0 < count < len(keys) and keys[count - 1] >> REST_BITS == keys[count] >> REST_BITS:
         count += 1
     return keys[:count], keys[count:]
+
+
+def deal(items: Iterable[Example], identity: Callable[[Example], tuple[str, str]], sizes: dict[str, int], seed: int):
+    """The items of each side, "test", "dev" and "train", as many as ``sizes`` says. ``items``: distinct, maybe endless.
+
+    An item's key gives it to a side, by SHARES. A side takes the first of its own, so no other side's size moves them.
+    Where the items end before, a side that lacks some takes those that others leave. Test and train stay the same then,
+    too; of the dev set as much as can. Raises SplitError with the number of items where there are too few.
+    """
+    own: dict[str, list[Example]] = {name: [] for name in SHARES}
+    unneeded = 0
+    for item in items:
+        place = key(seed, identity(item)[0]) / 2**64
+        name = "test" if place < SHARES["test"] else "dev" if place < SHARES["test"] + SHARES["dev"] else "train"
+        unneeded = 0 if len(own[name]) < sizes[name] else unneeded + 1
+        own[name].append(item)
+        if unneeded >= PATIENCE or all(len(own[side]) >= sizes[side] for side in own):
+            break
+    line = [*own["test"], *own["dev"], *reversed(own["train"])]  # test grows from the left, train from the right
+    if len(line) < sum(sizes.values()):
+        raise SplitError(f"has only {len(line)} different prompts")
+    first, last = len(own["test"]), len(own["test"]) + len(own["dev"])
+    between = sorted(range(sizes["test"], len(line) - sizes["train"]), key=lambda place: not first <= place < last)
+    dev = [line[place] for place in between[: sizes["dev"]]]
+    return {"test": line[: sizes["test"]], "dev": dev, "train": line[::-1][: sizes["train"]]}
 
 
 def write_split(items: Iterable, folder: Path, form: Form, sizes: Sizes, seed: int) -> tuple[dict, dict]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from verl_tasks.data.records import Records
+from verl_tasks.data.records import Records, tool_schemas
 from verl_tasks.evaluation.chat import task_system
 from verl_tasks.evaluation.engines import window
 from verl_tasks.evaluation.rollouts import TOO_LONG, Rollout
@@ -18,10 +18,19 @@ from verl_tasks.rewards.episode import refusal
 from verl_tasks.rows import DataError, chat, messages_problem, rl_row, rl_schema, write_parquet
 from verl_tasks.settings import Command, Settings, SettingsError, artifacts, fingerprint
 
+
+def _xlsx_rows(path: Path) -> list[dict]:
+    """The rows of the first sheet, as texts. Says which other sheets have rows."""
+    first, *others = pd.read_excel(path, sheet_name=None, dtype=str, keep_default_na=False).items()
+    if left_out := [name for name, table in others if len(table)]:
+        print(f"  INPUT={path}: the sheet {first[0]} alone is read, not {', '.join(left_out)}")
+    return first[1].to_dict("records")
+
+
 READ = {
     **dict.fromkeys((".json", ".jsonl"), lambda path: list(Records(path))),
     ".csv": csv_rows,
-    ".xlsx": lambda path: pd.read_excel(path, dtype=str, keep_default_na=False).to_dict("records"),
+    ".xlsx": _xlsx_rows,
 }
 WRITE = (".xlsx", ".json", ".jsonl", ".csv")
 
@@ -49,7 +58,8 @@ def paths(command: Command) -> tuple[Path, Path]:
 
 
 def read_table(path: Path) -> list[dict]:
-    """The rows of ``path``, dicts with ``prompt`` and perhaps ``ground_truth``. Raises DataError for other files."""
+    """The rows of ``path``, dicts with ``prompt``, perhaps ``ground_truth`` and ``tools``. Raises DataError for other
+    files."""
     try:
         rows = READ[path.suffix.lower()](path)
     except Exception as error:
@@ -66,16 +76,22 @@ def read_table(path: Path) -> list[dict]:
         if problem:
             what = "is empty" if isinstance(prompt, str) else f"must be text or a chat: {problem}"
             raise DataError(f"INPUT={path}: row {number}, column prompt: {what}")
+        try:
+            tool_schemas(row.get("tools"))
+        except DataError as error:
+            raise DataError(f"INPUT={path}: row {number}, column tools: {error}") from error
     return rows
 
 
 def rl_rows(rows: list[dict], task: str, system: list[dict]) -> list[dict]:
-    """The table's rows as RL rows; a text prompt gets the task's system message. No ground truth: nothing to score."""
+    """The table's rows as RL rows; a text prompt gets the task's system message, a row the ``tools`` that it names. No
+    ground truth: nothing to score."""
     result = []
     for index, row in enumerate(rows):
         messages = row["prompt"] if isinstance(row["prompt"], list) else [*system, *chat(row["prompt"])]
         truth = row.get("ground_truth")
-        result.append(rl_row(task, messages, "" if truth is None else truth, "batch", index))
+        tools = tool_schemas(row.get("tools"))
+        result.append(rl_row(task, messages, "" if truth is None else truth, "batch", index, tools))
     return result
 
 

@@ -1,11 +1,15 @@
 """How many engines a machine has, and several as one: each in a process of its own, on GPUs of its own or shared."""
 
+import contextlib
 import multiprocessing
 import os
-from collections.abc import Iterable, Iterator
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from queue import SimpleQueue
 from unittest import mock
 
 from verl_tasks.evaluation import engines
@@ -16,6 +20,7 @@ from verl_tasks.settings import Settings, SettingsError
 from verl_tasks.visible_gpus import gpu_groups, named_gpus, visible_gpus
 
 SECONDS_TO_END = 20
+TICK = 0.02  # seconds between two looks for requests that join
 ENGINE_SAMPLES = 512  # one more engine on the same GPU is not worth its start with fewer
 MOST_SHARING = 4
 
@@ -90,11 +95,22 @@ class EnginePool:
         return all([*self._answers("load", [(model,)] * len(self.engines))])
 
     def generate(
-        self, requests: list[engines.Request], sampling: engines.Sampling
+        self,
+        requests: list[engines.Request],
+        sampling: engines.Sampling,
+        more: Callable[[], list[engines.Request]] = list,
     ) -> Iterator[tuple[engines.Request, list[Completion]]]:
         """As VLLMEngine.generate."""
-        count = len(self.engines)
-        yield from self._answers("generate", [(requests[number::count], sampling) for number in range(count)])
+
+        def shares(found: list[engines.Request]) -> list[tuple]:
+            of = [([], sampling) for _ in self.engines]
+            for number, request in enumerate(found):
+                # An episode stays with the engine that has its earlier turns in its cache.
+                turn = isinstance(request, engines.TurnRequest)
+                of[(request.index + request.sample if turn else number) % len(of)][0].append(request)
+            return of
+
+        yield from self._answers("generate", shares(requests), lambda: shares(found) if (found := more()) else [])
 
     def close(self) -> None:
         """End all. On a GPU the process of an engine of vLLM 0.24 may not end by itself once that is closed."""
@@ -106,18 +122,24 @@ class EnginePool:
                 process.kill()
                 process.join()
 
-    def _answers(self, name: str = "", arguments: Iterable[tuple] = ()) -> Iterator:
-        """What the engines answer to ``name``, as it comes. Where one has ended, all end, and EngineEnded is raised."""
-        running = {connection for connection, _ in self.engines}
+    def _answers(
+        self, name: str = "", arguments: Iterable[tuple] = (), more: Callable[[], Iterable[tuple]] = list
+    ) -> Iterator:
+        """What the engines answer to ``name``, as it comes; ``more`` is asked for further ``arguments`` meanwhile.
+        Where one has ended, all end, and EngineEnded is raised."""
+        unanswered = Counter(connection for connection, _ in self.engines)
         try:
             for (connection, _), own in zip(self.engines, arguments, strict=False):
                 connection.send((name, own))
-            while running:
-                for connection in wait([*running]):
+            while unanswered:
+                for connection in wait([*unanswered], TICK):
                     if (answer := connection.recv()) is None:
-                        running.discard(connection)
+                        unanswered -= Counter([connection])
                     else:
                         yield answer
+                for (connection, _), own in zip(self.engines, more(), strict=False):
+                    connection.send((name, own))
+                    unanswered[connection] += 1
         except (EOFError, OSError):
             for _, process in self.engines:
                 process.terminate()
@@ -126,13 +148,32 @@ class EnginePool:
 
 def _serve(connection: Connection, arguments: tuple) -> None:
     """The process of an engine: it answers until the other end of ``connection`` is closed."""
-    engine = engines.VLLMEngine(*arguments)
+    engine, asked = engines.VLLMEngine(*arguments), SimpleQueue()
+    # A thread reads, so that neither end waits for the other to read.
+    threading.Thread(target=_receive, args=(connection, asked), daemon=True).start()
     connection.send(None)
-    while True:
-        try:
-            name, own = connection.recv()
-        except EOFError:
-            return engine.close()
-        for answer in [engine.load(*own)] if name == "load" else engine.generate(*own):
+
+    def more() -> list[engines.Request]:
+        found = []
+        while not asked.empty():
+            if (message := asked.get()) is None:
+                asked.put(None)
+                break
+            found += message[1][0]
+            connection.send(None)  # its answers stand before the end of those that it joins
+        return found
+
+    while message := asked.get():
+        name, own = message
+        for answer in [engine.load(*own)] if name == "load" else engine.generate(*own, more):
             connection.send(answer)
         connection.send(None)
+    engine.close()
+
+
+def _receive(connection: Connection, asked: SimpleQueue) -> None:
+    """Put what comes from ``connection`` into ``asked``, and None at its end."""
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            asked.put(connection.recv())
+    asked.put(None)

@@ -1,7 +1,8 @@
 """vLLM's offline engine, as evaluation uses it."""
 
 import hashlib
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -210,41 +211,52 @@ class VLLMEngine:
         self.llm.reset_prefix_cache()
         return True
 
-    def generate(self, requests: list[Request], sampling: Sampling) -> Iterator[tuple[Request, list[Completion]]]:
-        """Each request with its completions, in the order in which they end. Decodes a response once, at its end, and
-        never the 20 alternatives to a token, as vLLM's own output does."""
+    def generate(
+        self, requests: list[Request], sampling: Sampling, more: Callable[[], list[Request]] = list
+    ) -> Iterator[tuple[Request, list[Completion]]]:
+        """Each request with its completions, in the order in which they end. ``more`` is asked between two tokens for
+        requests that join them. Decodes a response once, at its end, and never the 20 alternatives to a token, as
+        vLLM's own output does."""
+        engine, running, numbers = self.llm.llm_engine, {}, map(str, itertools.count())
+        while requests:
+            for request in requests:
+                ids = request_ids(self.tokenizer, request, sampling)
+                if ids is None:
+                    yield request, [SKIPPED]
+                    continue
+                running[number := next(numbers)] = request, opens_thinking(self.tokenizer, ids)
+                params, prompt = self._params(request, sampling), {"prompt_token_ids": ids}
+                engine.add_request(number, prompt, params, lora_request=self.adapter)
+            requests = []
+            while not requests and engine.has_unfinished_requests():
+                for output in engine.step():
+                    if output.finished:
+                        request, thinking = running.pop(output.request_id)
+                        yield request, [self._completion(request, one, thinking) for one in output.outputs]
+                requests = more()
+
+    def _params(self, request: Request, sampling: Sampling):
+        """vLLM's SamplingParams of ``request``."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
-        engine, running = self.llm.llm_engine, {}
-        for number, request in enumerate(requests):
-            ids = request_ids(self.tokenizer, request, sampling)
-            if ids is None:
-                yield request, [SKIPPED]
-                continue
-            running[str(number)] = request, opens_thinking(self.tokenizer, ids)
-            greedy, turn = request.mode == GREEDY, isinstance(request, TurnRequest)
-            stop = [*request.stop] if turn else []
-            params = SamplingParams(
-                n=1 if greedy or turn else sampling.n,
-                temperature=0.0 if greedy else sampling.temperature,
-                top_p=1.0 if greedy else sampling.top_p,
-                seed=request.seed(sampling.seed),
-                max_tokens=request.max_tokens if turn else sampling.max_tokens,
-                # One output with all n; the default returns each of the n separately, as it ends.
-                output_kind=RequestOutputKind.FINAL_ONLY,
-                logprobs=LOGPROBS,
-                stop=stop,
-                detokenize=bool(stop),
-            )
-            if hasattr(params, "flat_logprobs"):  # not in vLLM 0.11.0, which returns a dict of objects per token
-                params.flat_logprobs = True
-            engine.add_request(str(number), {"prompt_token_ids": ids}, params, lora_request=self.adapter)
-        while engine.has_unfinished_requests():
-            for output in engine.step():
-                if output.finished:
-                    request, thinking = running.pop(output.request_id)
-                    yield request, [self._completion(request, one, thinking) for one in output.outputs]
+        greedy, turn = request.mode == GREEDY, isinstance(request, TurnRequest)
+        stop = [*request.stop] if turn else []
+        params = SamplingParams(
+            n=1 if greedy or turn else sampling.n,
+            temperature=0.0 if greedy else sampling.temperature,
+            top_p=1.0 if greedy else sampling.top_p,
+            seed=request.seed(sampling.seed),
+            max_tokens=request.max_tokens if turn else sampling.max_tokens,
+            # One output with all n; the default returns each of the n separately, as it ends.
+            output_kind=RequestOutputKind.FINAL_ONLY,
+            logprobs=LOGPROBS,
+            stop=stop,
+            detokenize=bool(stop),
+        )
+        if hasattr(params, "flat_logprobs"):  # not in vLLM 0.11.0, which returns a dict of objects per token
+            params.flat_logprobs = True
+        return params
 
     def _completion(self, request: Request, one, thinking: bool) -> Completion:
         """``one`` of vLLM's outputs for ``request``."""

@@ -1,4 +1,4 @@
-"""Episodes of a multi-turn task: those that live ask for a turn, and the engine samples these turns as one batch."""
+"""Episodes of a multi-turn task: those that live ask for a turn, and the engine samples these turns together."""
 
 import asyncio
 import threading
@@ -19,19 +19,21 @@ GRACE = 0.1  # seconds that a batch waits for episodes whose environment is stil
 
 
 class Turns:
-    """Turns that episodes ask for, in batches for the engine. The episodes live in the event loop of another thread:
-    their environments work while the engine samples, and a slow one holds no other episode."""
+    """Turns that episodes ask for, for the engine. The episodes live in the event loop of another thread: their
+    environments work while the engine samples, and a slow one holds no other episode."""
 
     def __init__(self):
         self.changed = threading.Condition()
-        self.waiting: list[tuple[TurnRequest, asyncio.Future]] = []
+        self.waiting: list[TurnRequest] = []
+        self.futures: dict[tuple, asyncio.Future] = {}  # of those that wait or are sampled
         self.live, self.over, self.loop, self.playing = 0, False, None, None
 
     async def sampled(self, request: TurnRequest) -> Completion:
         """The turn that ``request`` asks for."""
         future = asyncio.get_running_loop().create_future()
         with self.changed:
-            self.waiting.append((request, future))
+            self.waiting.append(request)
+            self.futures[_key(request)] = future
             self.changed.notify()
         return await future
 
@@ -52,13 +54,22 @@ class Turns:
         if self.loop and not self.loop.is_closed():
             self.loop.call_soon_threadsafe(self.playing.cancel)
 
-    def batch(self) -> list[tuple[TurnRequest, asyncio.Future]]:
+    def batch(self) -> list[TurnRequest]:
         """The next turns to sample: of all live episodes, or of those that asked within GRACE. Empty at the end."""
         with self.changed:
             self.changed.wait_for(lambda: self.waiting or self.over)
             self.changed.wait_for(lambda: len(self.waiting) >= self.live or self.over, GRACE)
+        return self.more()
+
+    def more(self) -> list[TurnRequest]:
+        """Those that were asked for since: they join the ones that the engine samples."""
+        with self.changed:
             found, self.waiting = self.waiting, []
             return found
+
+    def answer(self, request: TurnRequest, completion: Completion) -> None:
+        """Give the episode of ``request`` its turn, from another thread."""
+        self.loop.call_soon_threadsafe(_settle, self.futures.pop(_key(request)), completion)
 
 
 def _key(request: TurnRequest) -> tuple[int, str, int]:
@@ -92,11 +103,10 @@ def play_all(stage: Stage, rows: list[dict], requests: list[Request], write: Cal
     thread.start()
     try:
         while asked := turns.batch():
-            futures = {_key(request): future for request, future in asked}
-            for request, (completion,) in stage.engine.generate([each for each, _ in asked], stage.sampling):
+            for request, (completion,) in stage.engine.generate(asked, stage.sampling, turns.more):
                 if turns.over:  # one failed
                     break
-                turns.loop.call_soon_threadsafe(_settle, futures[_key(request)], completion)
+                turns.answer(request, completion)
     except BaseException:
         turns.cancel()
         raise

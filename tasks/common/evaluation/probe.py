@@ -40,7 +40,8 @@ def by_prompt(rollouts: list[Rollout]) -> pd.DataFrame:
     """One row per prompt, from the scored samples: ``samples``, ``accuracy``, ``score``, its population
     ``variance``, ``entropy`` (nats), ``truncated``."""
     table = summary.by_prompt(rollouts)
-    rewards = pd.DataFrame({"index": r["index"], **r["reward"]} for r in summary.as_dicts(rollouts)).groupby("index")
+    scored = ((r["index"], r["reward"]["acc"], r["reward"]["score"]) for r in summary.as_dicts(rollouts))
+    rewards = pd.DataFrame(scored, columns=["index", "acc", "score"]).groupby("index")
     # By definition, equal scores give exactly 0.
     variance = rewards["score"].agg(lambda scores: np.var(scores) if np.ptp(scores) else 0.0)
     parts = {"samples": rewards.size(), "accuracy": rewards["acc"].mean(), "score": table["score"]}

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from verl_tasks.ends import CUT, LENGTH, TURN_LENGTH
+from verl_tasks.ends import CUT, FAILED, LENGTH, TURN_LENGTH
 from verl_tasks.evaluation import endpoint
 from verl_tasks.evaluation.engine_pool import Hardware
 from verl_tasks.evaluation.engines import Request, Sampling
@@ -34,6 +34,8 @@ from verl_tasks.rewards.environment import Environment
 from verl_tasks.rewards.episode import Limits
 from verl_tasks.rows import DataError, decoded, read_rows, tools_of
 from verl_tasks.settings import Command, Settings, SettingsError, code_digest, fingerprint, judge_settings
+
+TOKENS = "tokens.txt"  # beside the rollouts while they are sampled: a line for each answer of the engine, its tokens
 
 
 @dataclass(frozen=True)
@@ -180,7 +182,8 @@ def endpoint_job(s: Settings, command: Command) -> Job:
 
 
 def report_errors(rollouts: list[Rollout]) -> int:
-    """Print the first five completions on which the reward raised; return how many there are."""
+    """Print the first five completions on which the reward raised, and how many episodes failed; return how many there
+    are of the first."""
     errors = [r for r in rollouts if r.error]
     for rollout in errors[:5]:
         print(f"  reward raised on prompt {rollout.index}, {rollout.mode} {rollout.sample}: {rollout.error}")
@@ -188,6 +191,9 @@ def report_errors(rollouts: list[Rollout]) -> int:
         print(f"  ... and on {len(errors) - 5} more")
     if errors:
         print("  the tracebacks of the first are in sampling.log, beside the folders of rollouts")
+    if failed := sum(rollout.finish_reason == FAILED for rollout in rollouts):
+        why = "read programs-*.log, of environments of other people sampling.log, beside the folders of rollouts"
+        print(f"  {failed} of {len(rollouts)} episodes failed: {why}")
     return len(errors)
 
 
@@ -241,21 +247,22 @@ def samples(requests: list[Request], how: Sampling) -> int:
 
 
 class _Tail:
-    """Progress of a file of rollouts that another process writes: lines, and tokens per second since sampling began."""
+    """Progress of a file of rollouts that another process writes: lines, and tokens per second since sampling began.
+    Beside it the process counts the tokens of each answer: an episode has many before its line."""
 
     def __init__(self, label: str, path: Path):
         path.parent.mkdir(parents=True, exist_ok=True)
         self.label, self.file, self.tokens, self.started = label, path.open("a+b"), 0, 0.0
+        self.made = path.with_name(TOKENS).open("w+b")
         self.file.seek(0)
         self.lines, self.first = self.file.read().count(b"\n"), path.stat().st_mtime_ns
 
     def read(self) -> None:
-        """Count the lines written since the last call."""
+        """Count what was written since the last call."""
         if self.started or os.fstat(self.file.fileno()).st_mtime_ns != self.first:
             self.started = self.started or time.monotonic()
-            new = self.file.read()
-            self.lines += new.count(b"\n")
-            self.tokens += sum(map(int, re.findall(rb'"tokens": (\d+)', new)))  # in a text, its quotes are escaped
+            self.lines += self.file.read().count(b"\n")
+            self.tokens += sum(map(int, self.made.read().split()))
 
 
 def _progress(tails: list[_Tail]) -> Progress:
@@ -264,7 +271,7 @@ def _progress(tails: list[_Tail]) -> Progress:
     note = " starting the engine"
     if current := [tail for tail in tails if tail.started]:
         speed = current[-1].tokens / (time.monotonic() - current[-1].started + 0.1)
-        note = f" {current[-1].label}, {speed:.0f} tokens/s"
+        note = f" {current[-1].label}, {f'{speed:.0f} tokens/s' if speed else 'no answer has ended yet'}"
     return Progress(sum(tail.lines for tail in tails), note)
 
 
@@ -290,6 +297,8 @@ def sampled(jobs: dict[str, Job], root: Path, scoring: Scoring) -> tuple[dict[st
             watch=lambda: _progress(tails),
             environment={"VLLM_ENABLE_V1_MULTIPROCESSING": os.environ.get("EVAL_MULTIPROCESSING", "1")},
         )
+        for label in todo:
+            files[label].with_name(TOKENS).unlink(missing_ok=True)
         found = {label: load(job, files[label], scoring) for label, job in jobs.items()}
         if still := {label: len(missing) for label, (_, missing) in found.items() if missing}:
             raise StageFailed(f"sampling ended, but prompts are missing: {still}\n  log: {root}/sampling.log")

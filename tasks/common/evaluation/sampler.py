@@ -5,17 +5,31 @@ import json
 import os
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TextIO
 
 from verl_tasks.evaluation import episodes
 from verl_tasks.evaluation.endpoint import EndpointEngine
-from verl_tasks.evaluation.engines import Request
+from verl_tasks.evaluation.engines import Request, Sampling
 from verl_tasks.evaluation.rollouts import Rollout, scored, to_line
-from verl_tasks.evaluation.sample import Job, Scoring, load, samples
+from verl_tasks.evaluation.sample import TOKENS, Job, Scoring, load, samples
 from verl_tasks.files import read_json, write_json
 from verl_tasks.models.merge import base_model
 from verl_tasks.rows import read_rows
+
+
+class _Counted:
+    """``engine``, of whose answers ``file`` gets the tokens as they end: for the progress display."""
+
+    def __init__(self, engine, file: TextIO):
+        self.engine, self.file = engine, file
+
+    def generate(self, requests: list[Request], sampling: Sampling, *more) -> Iterator:
+        for request, completions in self.engine.generate(requests, sampling, *more):
+            print(sum(completion.tokens for completion in completions), file=self.file, flush=True)
+            yield request, completions
 
 
 def sample(engine, job: Job, out: Path, missing: list[Request], scoring: Scoring) -> None:
@@ -23,7 +37,9 @@ def sample(engine, job: Job, out: Path, missing: list[Request], scoring: Scoring
     rows = list(read_rows(Path(job.rows), job.limit or None))
     out.parent.mkdir(parents=True, exist_ok=True)
     out.touch()  # its time stamp tells the progress display that sampling begins
-    with out.open("a", encoding="utf-8") as file, ThreadPoolExecutor(job.sampling.n) as pool:
+    counts = out.with_name(TOKENS)
+    with out.open("a", encoding="utf-8") as file, counts.open("a") as made, ThreadPoolExecutor(job.sampling.n) as pool:
+        engine = _Counted(engine, made)
 
         def write(group: list[Rollout]) -> None:
             file.write("".join(map(to_line, group)))

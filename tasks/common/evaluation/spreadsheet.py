@@ -50,15 +50,18 @@ def _original(value):
 
 def write_xlsx(path: Path, table: pd.DataFrame, sheet: str) -> None:
     """Write ``table`` under a header, nothing for what is missing. A text is always a text, also when it begins with
-    ``=``."""
+    ``=``. Says how many texts are cut at Excel's limit."""
     from openpyxl import Workbook  # for this alone
     from openpyxl.styles import Alignment
 
     book = Workbook()
     page = book.active
     page.title, page.freeze_panes = sheet, "A2"
+    cut = 0
     for row in _rows(table):
-        page.append([None if value == "" else _in_xml(value) for value in row])
+        cells = [_in_xml(value) for value in row]
+        cut += sum(isinstance(cell, str) and len(cell) > MAX_CELL_CHARS for cell in cells)
+        page.append([cell[:MAX_CELL_CHARS] or None if isinstance(cell, str) else cell for cell in cells])
     for column in page.columns:
         texts = [cell for cell in column if isinstance(cell.value, str)]
         for cell in texts:
@@ -67,10 +70,12 @@ def write_xlsx(path: Path, table: pd.DataFrame, sheet: str) -> None:
         page.column_dimensions[column[0].column_letter].width = 50 if long_text else 14
     with written_beside(path) as partial:
         book.save(partial)
+    if cut:
+        print(f"  {path}: {cut} texts are cut at {MAX_CELL_CHARS:,} characters, Excel's limit; a jsonl has them whole")
 
 
 def _in_xml(value):
     """``value`` as Excel can hold it; a lone surrogate is no UTF-8."""
     if not isinstance(value, str):
         return value
-    return _NOT_XML.sub("", value)[:MAX_CELL_CHARS].encode("utf-8", "replace").decode()
+    return _NOT_XML.sub("", value).encode("utf-8", "replace").decode()

@@ -462,6 +462,11 @@ def about(job: Job) -> Job:
         given = [name for name in os.environ.get("GIVEN", "").split() if name in Settings.__dataclass_fields__]
         if own := [f"{name}={getattr(made, name)}" for name in given if getattr(made, name) != getattr(job.s, name)]:
             print(f"  the run's {', '.join(own)}, not what is given: an evaluation is as the training was")
+        then = run_used.settings
+        limits = [name for name in folder.LIMITS if os.environ.get(name) and then.get(name) != getattr(made, name)]
+        if limits:
+            taken = ", ".join(f"{name}={getattr(made, name)} (trained with {then.get(name)})" for name in limits)
+            print(f"  as given: {taken}")
         return replace(job, s=made, run=run_used)
     return job
 

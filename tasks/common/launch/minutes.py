@@ -1,4 +1,4 @@
-"""How long the stages of a training will take: as the last time here with the same task and sizes, else by two timed
+"""How long the stages of a training will take: as the last time here with the same task and sizes, else by timed
 passes (passes.py)."""
 
 import functools
@@ -31,7 +31,7 @@ def sizes_of(s: Settings) -> str:
 
 
 def timed(s: Settings) -> dict[str, float]:
-    """Seconds by stage, from two timed passes of MODEL; empty where they were never compared with a training (on a GPU,
+    """Seconds by stage, from timed passes of MODEL; empty where they were never compared with a training (on a GPU,
     with pairs, a critic or other models), and of a short one."""
     others = s.by_pairs or s.TEACHER or s.REWARD_MODEL or s.METHOD in ("ppo", "dapo") or s.SFT_SOURCE == "samples"
     if s.STACK != "cpu" or others or s.STEPS * s.TRAIN_BATCH_SIZE * s.ROLLOUT_N * s.MAX_RESPONSE_LENGTH < SHORT:
@@ -49,7 +49,7 @@ def told(s: Settings, anew: set[str]) -> dict[str, float]:
     took = read_json(s.runs_dir / ".minutes.json").get(sizes_of(s), {})
     how = "as the last time with these sizes"
     if anew - took.keys():
-        took, how = timed(s) | took, "by two timed passes"
+        took, how = timed(s) | took, "by timed passes"
     took = {name: took[name] for name in ("sft", "train", "eval") if name in anew & took.keys()}
     most = "at most " if s.SFT_LOSS and how.startswith("by") else ""  # the loss may end it before
     each = ", ".join(f"{name} {most * (name == 'sft')}{seconds / 60:.1f}" for name, seconds in took.items())

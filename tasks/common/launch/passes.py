@@ -1,18 +1,21 @@
-"""How long the stages of a first training take on a CPU: two small passes of MODEL, timed here, for each of its tokens.
+"""How long the stages of a first training take on a CPU, from small passes of MODEL that are timed here.
 
-`python -m verl_tasks.launch.passes MODEL FILE` writes the seconds by stage to FILE. The demonstrations say how long
-responses are: after a warm-up they are like them, without one up to their limit.
+`python -m verl_tasks.launch.passes MODEL FILE` writes the seconds by stage to FILE. The passes learn as the trainers do
+(FSDP2, master weights in float32, AdamW) and sample. The demonstrations say how long responses are: after a warm-up
+they are like them, without one up to their limit.
 """
 
 import math
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import islice, takewhile
 from pathlib import Path
 
 import psutil
 import torch
+from torch import distributed
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM
 
 from verl_tasks.data.prepare import load_tokenizer
@@ -24,11 +27,24 @@ from verl_tasks.settings import Settings, load_settings, stack
 
 ROWS = 64  # whose lengths are counted
 LEARNED = 512  # tokens of the pass that learns
+FEW = 8  # tokens of one that does little but move the weights
 DECODED = 8  # tokens of each sequence of the pass that samples
+AT_ONCE = 64  # sequences that an evaluation samples (evaluation/engines.py)
 # What a stage takes beside its work, in starts of this program, which imports and loads the same: an estimate.
-STARTS = {"sft": 7.0, "train": 9.0, "eval": 3.0}
-UPDATE = 1.4  # of a bare pass: an update of RL, with entropies and the optimizer; an estimate too
+STARTS = {"sft": 4.5, "train": 9.0, "eval": 3.0}
 FORWARD = 1 / 3  # of a forward and a backward pass
+
+
+@dataclass(frozen=True)
+class Timed:
+    """Seconds that were measured here."""
+
+    start: float  # of this program
+    weights: float  # a pass that learns, beside its operations: the weights are gathered, cast, and their gradients
+    learn: float  # an operation of it
+    optimize: float  # a step of the optimizer
+    decode: float  # a token of a sequence that is sampled alone
+    sample: float  # a token of each other one that is sampled with it
 
 
 @dataclass(frozen=True)
@@ -84,58 +100,92 @@ def update(model: Shapes, prompt: float, response: float, sequences: int) -> flo
     return min(operations(model, *way) for way in ways) / sequences
 
 
-def timed_update(model, length: int, said: int) -> float:
-    """Seconds for each operation of a forward and a backward pass over sequences of ``length`` tokens, ``said`` of them
-    in the loss: the CPU's trainers take the logits of these alone. The first pass warms up, and does not count."""
-    ids = torch.randint(model.config.vocab_size, (max(1, LEARNED // length), length))
-    for _ in range(2):
+def sharded(model, dtype: torch.dtype) -> None:
+    """``model`` in float32 as verl's trainers have it, which compute in ``dtype``."""
+    if not distributed.is_initialized():
+        distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    mesh = distributed.device_mesh.init_device_mesh("cpu", (1,))
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    layers = [part for part in model.modules() if type(part).__name__ in (model._no_split_modules or ())]
+    for part in (*layers, model):
+        fully_shard(part, mesh=mesh, mp_policy=policy)
+
+
+def timed_update(model, length: int, said: int, dtype: torch.dtype) -> tuple[float, float, float]:
+    """Seconds of a pass beside its operations, of each of these, and of a step of the optimizer.
+
+    The passes are over sequences of ``length`` tokens, ``said`` of them in the loss: the CPU's trainers take the logits
+    of these alone, their log-probs and entropies. The first of each kind warms up, and does not count.
+    """
+    sharded(model.float(), dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.0)
+    large, small, took = (max(1, LEARNED // length), length), (1, FEW), {}
+    for shape in (large, large, small, small):
+        ids, kept = torch.randint(model.config.vocab_size, shape), min(said, shape[1])
         began = time.monotonic()
-        logits = model(input_ids=ids, logits_to_keep=said).logits.flatten(0, 1)
-        torch.nn.functional.cross_entropy(logits, ids[:, -said:].flatten()).backward()
-        model.zero_grad()
-    return (time.monotonic() - began) / operations(shapes(model.config.to_dict()), *ids.shape)
+        with torch.autocast("cpu", dtype, enabled=dtype is not torch.float32):
+            logits = model(input_ids=ids, use_cache=False, logits_to_keep=kept).logits.flatten(0, 1)
+            with torch.no_grad():
+                (logits.softmax(-1) * logits).sum(-1) - logits.logsumexp(-1)
+            torch.nn.functional.cross_entropy(logits, ids[:, -kept:].flatten()).backward()
+        took[shape] = time.monotonic() - began
+        began = time.monotonic()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        took["step"] = time.monotonic() - began
+    work = operations(shapes(model.config.to_dict()), *large)
+    return min(took[small], took[large]), max(0.0, took[large] - took[small]) / work, took["step"]
 
 
 @torch.no_grad()
 def timed_sampling(model, sequences: int) -> float:
-    """Seconds for each token that ``sequences`` at a time sample."""
+    """Seconds in which ``sequences`` sample a token each."""
     ids, cache = torch.zeros(sequences, 1, dtype=torch.long), None
     for step in range(DECODED + 1):
         if step == 1:
             began = time.monotonic()
         cache = model(input_ids=ids, past_key_values=cache, use_cache=True).past_key_values
-    return (time.monotonic() - began) / (sequences * DECODED)
+    return (time.monotonic() - began) / DECODED
 
 
-def seconds(
-    s: Settings, model: Shapes, rows: Lengths, tested: int, start: float, learn: float, sample: float
-) -> dict[str, float]:
-    """By stage. ``tested``: prompts of the evaluation; ``start``: of this program, in seconds; ``learn``: for an
-    operation, ``sample``: for a token that is sampled."""
+def seconds(s: Settings, model: Shapes, rows: Lengths, tested: int, timed: Timed) -> dict[str, float]:
+    """By stage. ``tested``: prompts of the evaluation.
+
+    A step of RL samples until the last response ends. Among so many one is as long as the limit, whatever the mean: it
+    is sampled alone then. An evaluation begins another one where one ends.
+    """
     prompt, whole, said = map(mean, (rows.prompts, rows.whole, rows.said))
-    read, heard = (FORWARD * learn * tokens * model.layer for tokens in (prompt, whole - prompt - said))
-    warm = warm_up(model, rows, s.MICRO_BATCH_SIZE) * learn
-    learned = UPDATE * update(model, prompt, whole - prompt, min(s.MICRO_BATCH_SIZE, s.ROLLOUT_N)) * learn
-    step = s.TRAIN_BATCH_SIZE * (read + s.ROLLOUT_N * (heard + said * sample + learned))
+    read, heard = (FORWARD * timed.learn * tokens * model.layer for tokens in (prompt, whole - prompt - said))
+    warm = s.SFT_BATCH_SIZE * warm_up(model, rows, s.MICRO_BATCH_SIZE) * timed.learn
+    warm += math.ceil(s.SFT_BATCH_SIZE / s.MICRO_BATCH_SIZE) * timed.weights + timed.optimize
+    responses, updates = s.TRAIN_BATCH_SIZE * s.ROLLOUT_N, s.TRAIN_BATCH_SIZE // s.MINI_BATCH_SIZE
+    learned = responses * update(model, prompt, whole - prompt, min(s.MICRO_BATCH_SIZE, s.ROLLOUT_N)) * timed.learn
+    learned += math.ceil(responses / s.MICRO_BATCH_SIZE) * timed.weights
+    learned *= 1 + FORWARD * ((updates > 1) + (s.KL_COEF > 0))  # log-probs from before a step, and of the reference
+    sampled = s.TRAIN_BATCH_SIZE * read + responses * (heard + said * timed.sample)
+    sampled += s.MAX_RESPONSE_LENGTH * timed.decode
+    step = sampled + learned + updates * timed.optimize + timed.weights  # which the engine gets
     own = min(s.MAX_NEW_TOKENS, s.MAX_TURN_LENGTH)  # of MODEL itself, which has not learned to end
     answers = [own, said, *[said] * (s.INIT == "sft")]
-    samples = s.N + s.GREEDY
-    evaluated = tested * sum(read + samples * (heard + answer * sample) for answer in answers)
-    work = {"sft": s.SFT_STEPS * s.SFT_BATCH_SIZE * warm, "train": s.STEPS * step, "eval": evaluated}
-    return {stage: round(STARTS[stage] * start + work[stage], 1) for stage in work}
+    samples, token = s.N + s.GREEDY, timed.decode / AT_ONCE + timed.sample
+    evaluated = tested * sum(read + samples * (heard + answer * token) for answer in answers)
+    work = {"sft": s.SFT_STEPS * warm, "train": s.STEPS * step, "eval": evaluated}
+    return {stage: round(STARTS[stage] * timed.start + work[stage], 1) for stage in work}
 
 
 def main(name: str, file: str) -> None:
     s = load_settings()
     tokenizer = load_tokenizer(name)
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=getattr(torch, stack(s.STACK).DTYPE))
+    dtype = getattr(torch, stack(s.STACK).DTYPE)
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
     start, rows = time.time() - psutil.Process().create_time(), lengths(s, tokenizer)
-    learn = timed_update(model, round(mean(rows.whole)), round(mean(rows.said)))
-    sample = timed_sampling(model, s.TRAIN_BATCH_SIZE * s.ROLLOUT_N)
+    decode, together = timed_sampling(model, 1), timed_sampling(model, AT_ONCE)
+    learned = timed_update(model, round(mean(rows.whole)), round(mean(rows.said)), dtype)
+    timed = Timed(start, *learned, decode, max(0.0, together - decode) / (AT_ONCE - 1))
     tested = s.LIMIT or sum(1 for _ in parquet_rows(s.data_dir / "test.parquet"))
-    passes = {"start": start, "learn": learn, "sample": sample}
-    found = seconds(s, shapes(model.config.to_dict()), rows, tested, **passes)
-    write_json(Path(file), {"passes": passes, "seconds": found})
+    found = seconds(s, shapes(model.config.to_dict()), rows, tested, timed)
+    write_json(Path(file), {"passes": asdict(timed), "seconds": found})
 
 
 if __name__ == "__main__":

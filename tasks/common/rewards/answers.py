@@ -44,6 +44,11 @@ _SIGNS = (re.compile(r"\\(?:times|cdot|ast)(?![a-zA-Z])"), "*"), (re.compile(r"\
 _MARKUP = re.compile(r"\\[()\[\]]|\\[,!;: ]|\\(?:left|right|displaystyle|euro|pounds)(?![a-zA-Z])")
 
 
+# What verl writes beside a reward's keys (trainer/ppo/ray_trainer.py, _write_generations): of two of one name one is
+# lost, with `output` the response of a validation.
+VERLS = ("reward", "input", "output", "gts", "step", "uid")
+
+
 class RewardError(RuntimeError):
     """A reward function raised, or returned something that is not a score."""
 
@@ -123,7 +128,7 @@ def reward_function(compute_score: Callable[..., dict]) -> Callable[..., dict]:
 
     @functools.wraps(compute_score)
     def checked(data_source, solution_str, ground_truth, extra_info=None, **kwargs) -> dict:
-        where = f"reward of {data_source!r} on ground_truth={str(ground_truth)[:200]!r}"
+        where = f"reward of {str(data_source)!r} on ground_truth={str(ground_truth)[:200]!r}"
         try:
             known, variant = compute_score.__globals__.get("VARIANTS"), kwargs.get("variant")
             if known and variant and variant not in known:
@@ -136,6 +141,8 @@ def reward_function(compute_score: Callable[..., dict]) -> Callable[..., dict]:
             raise RewardError(f"{where}: compute_score raised {said(error)}") from error
         if not isinstance(result, dict) or not {"score", "acc"} <= result.keys():
             raise RewardError(f"{where}: compute_score must return a dict with `score` and `acc`, not {result!r}")
+        if taken := [key for key in VERLS if key in result]:
+            raise RewardError(f"{where}: verl itself writes `{taken[0]}`; give this key of the dict another name")
         numbers = {key: number(value) for key, value in result.items()}
         for key, value in result.items():
             if numbers[key] is None:

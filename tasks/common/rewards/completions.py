@@ -46,14 +46,13 @@ class Refused(ValueError):
 
 @dataclass(frozen=True)
 class Request:
-    """``messages`` and ``tools`` as chat_template.py takes them. ``stream``, ``usage``, ``log_probs``: of the reply."""
+    """``messages`` and ``tools`` as chat_template.py takes them. ``stream``, ``usage``: of the reply."""
 
     messages: list[dict]
     tools: list[dict]
     asked: Asked
     stream: bool = False
     usage: bool = False
-    log_probs: bool = False
 
 
 def read(body: bytes) -> Request:
@@ -86,8 +85,8 @@ def read(body: bytes) -> Request:
         raise Refused("max_tokens: must be a whole number above 0")
     options = given.get("stream_options", {})
     usage = isinstance(options, dict) and bool(options.get("include_usage"))
-    flags = bool(given.get("stream")), usage, bool(given.get("logprobs"))
-    return Request(_messages(given.get("messages")), tools, Asked(most, tuple(stop)), *flags)
+    asked = Asked(most, tuple(stop), bool(given.get("logprobs")))
+    return Request(_messages(given.get("messages")), tools, asked, bool(given.get("stream")), usage)
 
 
 def _messages(given) -> list[dict]:
@@ -151,9 +150,8 @@ def reply(turn: Turn, told: dict, request: Request) -> dict:
     """The completion with the message ``told``."""
     reason = "length" if turn.cut else "tool_calls" if told.get("tool_calls") else "stop"
     logprobs = None
-    if request.log_probs:
+    if request.asked.log_probs:
         logprobs = {"content": [_token(*piece) for piece in turn.pieces], "refusal": None}
-    tokens = len(turn.pieces)
     return {
         "id": f"chatcmpl-{uuid.uuid4().hex}",
         "object": "chat.completion",
@@ -162,8 +160,8 @@ def reply(turn: Turn, told: dict, request: Request) -> dict:
         "choices": [{"index": 0, "message": told, "logprobs": logprobs, "finish_reason": reason}],
         "usage": {
             "prompt_tokens": turn.prompt_tokens,
-            "completion_tokens": tokens,
-            "total_tokens": turn.prompt_tokens + tokens,
+            "completion_tokens": turn.tokens,
+            "total_tokens": turn.prompt_tokens + turn.tokens,
         },
     }
 

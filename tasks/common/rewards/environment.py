@@ -52,12 +52,14 @@ class Start:
 @dataclass(frozen=True)
 class Turn:
     """What the model said: its ``text``, which begins with the ``<think>`` that its prompt ended with. From the engine
-    also the ``prompt_tokens`` before it, and of each of its tokens the text and the log-prob (nats), ``pieces``; None
-    where the engine gives none. ``cut``: it ended at ``Asked.max_tokens``. ``refused``: why the engine was not asked.
+    also the ``prompt_tokens`` before it, its ``tokens``, and where ``Asked.log_probs`` of each the text and the
+    log-prob (nats), ``pieces``; None where the engine gives none. ``cut``: it ended at ``Asked.max_tokens``.
+    ``refused``: why the engine was not asked.
     """
 
     text: str = ""
     prompt_tokens: int = 0
+    tokens: int = 0
     pieces: list[tuple[str, float | None]] = field(default_factory=list)
     cut: bool = False
     refused: str = ""
@@ -65,10 +67,12 @@ class Turn:
 
 @dataclass(frozen=True)
 class Asked:
-    """How a program asks for a turn: ``max_tokens`` at most (0: the limits alone), up to the first of ``stop``."""
+    """How a program asks for a turn: ``max_tokens`` at most (0: the limits alone), up to the first of ``stop``, and
+    whether it reads ``log_probs``."""
 
     max_tokens: int = 0
     stop: tuple[str, ...] = ()
+    log_probs: bool = False
 
 
 @dataclass(frozen=True)

@@ -222,9 +222,15 @@ async def _turn(episode: Episode, found: Begun, tokenizer, sample: Sample, limit
         return TURN_LENGTH if most < left else LENGTH
     if not found.start.of_program:
         return await _follow(episode, found, tokenizer, limits, answer)
+    pieces = _pieces(tokenizer, sampled) if asked.log_probs else []
+    said = Turn(answer, len(context), len(sampled.ids), pieces, not stopped)
+    return await _follow(episode, found, tokenizer, limits, said)
+
+
+def _pieces(tokenizer, sampled: Sampled) -> list[tuple[str, float | None]]:
+    """The text of each token and its log-prob."""
     log_probs = sampled.log_probs or [None] * len(sampled.ids)
-    pieces = [(tokenizer.decode([token]), log_prob) for token, log_prob in zip(sampled.ids, log_probs, strict=True)]
-    return await _follow(episode, found, tokenizer, limits, Turn(answer, len(context), pieces, not stopped))
+    return [(tokenizer.decode([token]), log_prob) for token, log_prob in zip(sampled.ids, log_probs, strict=True)]
 
 
 async def _follow(episode: Episode, found: Begun, tokenizer, limits: Limits, said: str | Turn | None) -> str:

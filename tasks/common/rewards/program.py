@@ -26,6 +26,7 @@ from verl_tasks.places import PYTHON_PATH
 from verl_tasks.rewards import completions, container
 from verl_tasks.rewards.answers import RewardError, number, read_ground_truth
 from verl_tasks.rewards.environment import Environment, Start, Step, Turn
+from verl_tasks.rewards.tool_calls import render_calls
 from verl_tasks.rows import decoded, tools_of
 from verl_tasks.settings import artifacts
 
@@ -48,6 +49,14 @@ class Call:
 
     request: completions.Request
     reply: SimpleQueue = field(default_factory=SimpleQueue)
+
+
+class _OfStarter:
+    """The inbox of the starter, which asks before any episode (starter.ask): it is answered at once, with a call."""
+
+    def put(self, call: Call) -> None:
+        turn = Turn(render_calls([{"name": "tool", "arguments": {}}]))
+        call.reply.put((turn, completions.answer(turn, call.request)[0]))
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -125,7 +134,8 @@ class Endpoint:
     def __init__(self, command: tuple[str, ...], python: str, image: str, read: tuple[Path, ...]):
         self.image, self.read, self.runtime = image, read, container.runtime_of(image) if image else ""
         self.server = _Server(("127.0.0.1", 0), _Handler)
-        self.server.inboxes = self.inboxes = {}
+        key = secrets.token_urlsafe(24)
+        self.server.inboxes = self.inboxes = {key: _OfStarter()}
         self.address = f"http://127.0.0.1:{self.server.server_port}/v1"
         self.command, self.numbers, self.live, self.lock = command, itertools.count(1), {}, threading.Lock()
         self.logs = Path(os.environ.get("VERL_TASK_LOGS") or artifacts() / "programs")
@@ -142,7 +152,7 @@ class Endpoint:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env=self.environment,
+                env=self.environment | {"OPENAI_API_KEY": key},
                 cwd=self.logs,
                 start_new_session=True,
             )

@@ -6,7 +6,9 @@ it ends with its standard input, and removes their folders. Arguments: that prog
 too, or empty.
 """
 
+import asyncio
 import contextlib
+import functools
 import gc
 import json
 import os
@@ -17,9 +19,11 @@ import shutil
 import signal
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 FILE_BYTES = 2**30  # of a file that a program writes, its log too
+SECONDS = 30  # for the endpoint's answer to the starter
+TOOL = {"type": "function", "function": {"name": "tool", "description": "", "parameters": {"type": "object"}}}
 
 
 def run(request: dict, loaded: str) -> None:
@@ -84,16 +88,42 @@ def ended() -> Iterator[tuple[int, int]]:
 
 
 def load(file: str) -> None:
-    """Import what the program ``file`` imports, that no fork has to; also what `openai` imports with its first client,
-    which takes longer than many an episode."""
+    """Import what the program ``file`` imports, that no fork has to; also what `openai` imports and builds with its
+    first requests, which takes longer than many an episode."""
     sys.path.insert(0, os.path.dirname(file))
-    try:
-        runpy.run_path(file, run_name="loaded")
-        if openai := sys.modules.get("openai"):
-            openai.OpenAI(api_key="none", base_url="http://127.0.0.1:9").chat.completions  # noqa: B018
-    except BaseException:
-        traceback.print_exc()  # each program will say it too
+    key = os.environ.pop("OPENAI_API_KEY")  # a client that an import makes must not keep it
+    tried(lambda: runpy.run_path(file, run_name="loaded"))
+    if openai := sys.modules.get("openai"):
+        tried(read_certificates_once)
+        tried(lambda: ask(openai, key))
     gc.freeze()  # its collector would copy the pages of a fork
+
+
+def tried(act: Callable[[], object]) -> None:
+    """``act``; what it raises goes to the log, and each program will say it too."""
+    try:
+        act()
+    except BaseException:
+        traceback.print_exc()
+
+
+def ask(openai, key: str) -> None:
+    """A request of each client of `openai`; the endpoint answers the starter's ``key`` with a call of ``TOOL``."""
+    said = {"model": "policy", "messages": [{"role": "user", "content": ""}], "tools": [TOOL]}
+    how = {"api_key": key, "max_retries": 0, "timeout": SECONDS}
+    openai.OpenAI(**how).chat.completions.create(**said)
+
+    async def again() -> None:
+        await openai.AsyncOpenAI(**how).chat.completions.create(**said)
+
+    asyncio.run(again())
+
+
+def read_certificates_once() -> None:
+    """Each client of httpx reads a file of certificates, a third of an episode's work; the forks have what is read."""
+    for name in ("httpx", "httpx2"):  # which of them depends on the version of openai
+        if default := sys.modules.get(f"{name}._transports.default"):
+            default.create_ssl_context = functools.cache(default.create_ssl_context)
 
 
 def main(loaded: str, place: str) -> None:

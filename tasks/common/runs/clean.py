@@ -24,7 +24,8 @@ def folders(task: str) -> list[Path]:
     if task and not re.fullmatch(r"(?!\.)[A-Za-z0-9._-]{1,64}", task):
         raise SettingsError(f"TASK={task[:80]}: must be a plain name")
     names = [f"{name}/{task}" for name in OF_A_TASK] if task else [*OF_A_TASK, *SHARED]
-    return [path for name in names if (path := artifacts() / name).exists() or path.is_symlink()]
+    found = [path for name in names if (path := artifacts() / name).exists() or path.is_symlink()]
+    return [*found, *(sorted((artifacts() / "trackio").glob(f"{task}.*")) if task else ())]  # TASK.db, TASK.lock
 
 
 def check_idle(task: str) -> None:

@@ -46,7 +46,8 @@ def note(run: Run, kind: str, s: Settings, start: str, arguments: Sequence[str] 
     if "round" not in run.identity and (why := anew(run, kind)):
         print(f"  {'train' if kind == 'rl' else kind} starts anew: {why}", flush=True)
         if "reward changed" in why and not s.multi_turn:
-            stored = (artifacts() / "eval" / s.TASK).glob("*/rollouts.jsonl")
+            before = why.rpartition(" ")[2]  # the run: other models' samples are not its own (sample.py, model_name)
+            stored = (artifacts() / "eval" / s.TASK).glob(f"{before}-step*/rollouts.jsonl")
             if newest := max(stored, key=lambda file: file.stat().st_mtime, default=None):
                 print(f"  without a training, `make rescore TASK={s.TASK} ROLLOUTS={newest}` scores its samples again")
     record(run.folder, kind, fingerprint(run.identity), s, start, list(arguments), base, run.identity)
@@ -158,14 +159,20 @@ def check_settings(run_dir: Path, values: dict) -> None:
         raise SettingsError(f"RUN={run_dir.name}: its settings.json has {error}") from None
 
 
+# What ends a response or an episode; an evaluation under another limit is one of the same prompts.
+LIMITS = ("MAX_RESPONSE_LENGTH", "MAX_TURNS", "MAX_TURN_LENGTH", "STEP_SECONDS")
+
+
 def settings_of(run: Run, s: Settings) -> Settings:
-    """The settings of ``run``'s training, with the evaluation settings and the GPUs of ``s``.
+    """The settings of ``run``'s training, with the evaluation settings, the GPUs and the given LIMITS of ``s``.
 
     With other data settings, test prompts could be among its training prompts. Unless they are given, an engine gets
     the GPUs of the training's, or the most of them that divide N_GPUS, and no less of their memory than by default.
     """
-    own = {f.name for f in fields(Settings)} - REPORTING - {"N_GPUS"}
-    own |= {name for name in ("TP", "GPU_MEMORY_UTILIZATION") if not os.environ.get(name)}
+    own = {f.name for f in fields(Settings)} - REPORTING - {"N_GPUS"} | {"TP", "GPU_MEMORY_UTILIZATION"}
+    own -= {name for name in ("TP", "GPU_MEMORY_UTILIZATION", *LIMITS) if os.environ.get(name)}
+    if run.settings.get("MAX_TURN_LENGTH") == run.settings.get("MAX_RESPONSE_LENGTH"):  # by default one follows
+        own -= {"MAX_TURN_LENGTH"} if os.environ.get("MAX_RESPONSE_LENGTH") else set()
     values = {name: value for name, value in run.settings.items() if name in own}
     check_settings(run.folder, values)
     merged = replace(s, **values | {"TASK": s.TASK})

@@ -69,7 +69,7 @@ def _saved(s: Settings, key: str) -> list[str]:
     return [f"{key}.save_contents=[model,optimizer,extra]", f"+{key}.save_lora_only=True"]
 
 
-def _trainer(s: Settings, run_dir: Path, steps: int) -> list[str]:
+def _trainer(s: Settings, run_dir: Path, steps: int, save_freq: int) -> list[str]:
     """What the trainers of RL and SFT have in common."""
     return [
         f"trainer.total_training_steps={steps}",
@@ -79,7 +79,7 @@ def _trainer(s: Settings, run_dir: Path, steps: int) -> list[str]:
         f"trainer.experiment_name={quoted(run_dir.name)}",
         f"trainer.logger=[{','.join(['console', 'file', *tracking.loggers(s)])}]",
         f"trainer.default_local_dir={quoted(run_dir / 'checkpoints')}",
-        f"trainer.save_freq={s.SAVE_FREQ}",
+        f"trainer.save_freq={save_freq}",
     ]
 
 
@@ -234,7 +234,7 @@ def rl_overrides(s: Settings, model: Path | str, run_dir: Path, chosen: Pass | N
         f"actor_rollout_ref.rollout.agent.agent_loop_config_path={quoted(PLUGINS / 'agent_loops.yaml')}",
     ]
     trainer = [
-        *_trainer(s, run_dir, s.STEPS),
+        *_trainer(s, run_dir, s.STEPS, s.SAVE_FREQ),
         f"trainer.nnodes={s.NNODES}",
         f"trainer.rollout_data_dir={quoted(run_dir / 'rollouts')}",
         f"trainer.validation_data_dir={quoted(run_dir / 'validation')}",
@@ -296,7 +296,7 @@ def sft_overrides(
     model_ = [f"model.path={quoted(model)}", f"model.lora_rank={s.LORA_RANK}", f"model.lora_alpha={s.LORA_ALPHA}"]
     optim = [f"optim.lr={s.SFT_LR}", "optim.lr_scheduler_type=cosine", "optim.lr_warmup_steps_ratio=0.1"]
     trainer = [
-        *_trainer(s, run_dir, s.SFT_STEPS),
+        *_trainer(s, run_dir, s.SFT_STEPS, -1),  # verl_plugins/sft_steps.py saves by the clock
         f"trainer.seed={s.SEED}",
         "trainer.max_ckpt_to_keep=1",
         *_saved(s, "checkpoint"),

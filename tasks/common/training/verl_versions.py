@@ -62,6 +62,7 @@ def _rl_of_061(s: Settings) -> list[str]:
 
 def _sft_of_061(s: Settings) -> list[str]:
     return [
+        f"trainer.save_freq={s.SAVE_FREQ}",  # it has no sft_steps.py
         # With 1 it removes the checkpoint before it writes the next (fsdp_checkpoint_manager.py).
         "trainer.max_ckpt_to_keep=2",
         # A fixed number of sequences it takes by TensorDict.split, which torch 2.8 refuses for nested tensors.

@@ -45,8 +45,8 @@ class Recorded:
     def __init__(self, engine):
         self.engine, self.turns = engine, defaultdict(list)
 
-    def generate(self, requests: list[TurnRequest], sampling: Sampling) -> Iterator:
-        for request, completions in self.engine.generate(requests, sampling):
+    def generate(self, requests: list[TurnRequest], sampling: Sampling, *more) -> Iterator:
+        for request, completions in self.engine.generate(requests, sampling, *more):
             for found in completions:
                 stopped = found.finish_reason == "stop"
                 turn = Turn(list(request.ids), list(found.ids), list(found.log_probs), stopped)

@@ -1,4 +1,7 @@
-"""After a step of the warm-up, with verl 0.9.1: its end by SFT_LOSS, and the first checkpoint."""
+"""After a step of the warm-up, with verl 0.9.1: its end by SFT_LOSS, and checkpoints by the clock.
+
+A step takes a second where a checkpoint of 1.5B takes half a minute, so SAVE_FREQ counts no steps here.
+"""
 
 import torch
 from verl.trainer import sft_trainer
@@ -18,19 +21,21 @@ expect(
 
 
 def watch(trainer: sft_trainer.SFTTrainer, below: float) -> None:
-    """Let ``trainer`` end after the step by which the loss is ``learned``, and save as ``FirstSave`` says."""
-    train, every, first_save, losses = trainer.training_client.train_batch, trainer.save_freq, FirstSave(), []
+    """Let ``trainer`` end after the step by which the loss is ``learned``, and save as ``FirstSave`` says, again and
+    again."""
+    train, every, next_save, losses = trainer.training_client.train_batch, trainer.save_freq, FirstSave(), []
 
     def train_batch(data):
-        first_save.begin()
+        nonlocal next_save
+        next_save.begin()
         output = train(data=data)
         losses.append(_mean(trainer, float(tensordict_utils.get(output, "metrics")["loss"])) if below else 0.0)
-        step = trainer.resume_global_step + len(losses)
         if below and learned(losses, below):
-            trainer.total_training_steps = step
-        due = _mean(trainer, float(first_save.due())) > 0  # each process has its own clock
+            trainer.total_training_steps = trainer.resume_global_step + len(losses)
+        due = _mean(trainer, float(next_save.due())) > 0  # each process has its own clock
         trainer.save_freq = 1 if due else every
-        first_save.saved = first_save.saved or due or (every > 0 and step % every == 0)
+        if due:
+            next_save = FirstSave()
         return output
 
     trainer.training_client.train_batch = train_batch

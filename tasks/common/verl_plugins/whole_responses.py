@@ -13,12 +13,46 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.outputs import LogprobsLists, ModelRunnerOutput
 from vllm.v1.request import RequestStatus
 
 from verl_tasks.alive import beat
 
 PART = 16
+
+
+class Held:
+    """The tokens of a response since it was last returned. Their arrays are kept as bytes: three arrays a token are
+    millions of objects, and the garbage collector visits each."""
+
+    def __init__(self, first: EngineCoreOutput):
+        self.first = first  # has what no other has
+        self.tokens: list[int] = []
+        self.events: list = []
+        self.arrays = bytearray(), bytearray(), bytearray()
+        self.like: LogprobsLists | None = None  # the first log-probs: form and types of all
+
+    def add(self, output: EngineCoreOutput) -> None:
+        self.tokens += output.new_token_ids
+        self.events += output.events or ()
+        if (found := output.new_logprobs) is not None:
+            self.like = self.like or found
+            ids, logprobs, ranks = self.arrays
+            ids += found.logprob_token_ids.tobytes()
+            logprobs += found.logprobs.tobytes()
+            ranks += found.sampled_token_ranks.tobytes()
+
+    def into(self, last: EngineCoreOutput) -> None:
+        """Give ``last`` the tokens, log-probs and events of all, and what only the first has."""
+        last.new_token_ids, last.events = self.tokens, self.events or None
+        if self.like is not None:
+            whole = (
+                np.frombuffer(kept, form.dtype).reshape(-1, *form.shape[1:])
+                for kept, form in zip(self.arrays, self.like[:3], strict=True)
+            )
+            last.new_logprobs = LogprobsLists(*whole, None)
+        last.new_prompt_logprobs_tensors = self.first.new_prompt_logprobs_tensors
+        last.prefill_stats = self.first.prefill_stats
 
 
 class WholeResponses(AsyncScheduler):
@@ -27,7 +61,7 @@ class WholeResponses(AsyncScheduler):
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
         self.parts = os.environ.get("ASYNC", "off") != "off"  # an update interrupts responses
-        self.held: dict[str, list[EngineCoreOutput]] = {}  # by request: what is not returned yet
+        self.held: dict[str, Held] = {}  # by request: what is not returned yet
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -42,32 +76,25 @@ class WholeResponses(AsyncScheduler):
         self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus
     ) -> list[tuple[str, int]]:
         ended = super().finish_requests(request_ids, finished_status)
-        self.held = {name: outputs for name, outputs in self.held.items() if name in self.requests}
+        self.held = {name: held for name, held in self.held.items() if name in self.requests}
         return ended
 
     def _returns(self, output: EngineCoreOutput) -> bool:
         """Whether the caller gets ``output``, now with all that was held: it ends a response, or a PART, or the caller
         wants each."""
-        if output.finished:
-            _join([*self.held.pop(output.request_id, []), output])
-            return True
-        params = self.requests[output.request_id].sampling_params
-        if params is None or not (self.parts or params.output_kind == RequestOutputKind.FINAL_ONLY):
-            return True
-        held = self.held.setdefault(output.request_id, [])
-        held.append(output)
-        if not self.parts or sum(len(each.new_token_ids) for each in held) < PART:
-            return False
-        _join(self.held.pop(output.request_id))
+        held = self.held.get(output.request_id)
+        if not output.finished:
+            if held is None:
+                params = self.requests[output.request_id].sampling_params
+                if params is None or not (self.parts or params.output_kind == RequestOutputKind.FINAL_ONLY):
+                    return True
+                held = self.held[output.request_id] = Held(output)
+            held.add(output)
+            if not self.parts or len(held.tokens) < PART:
+                return False
+        elif held is not None:
+            held.add(output)
+        if held is not None:
+            held.into(output)
+            del self.held[output.request_id]
         return True
-
-
-def _join(parts: list[EngineCoreOutput]) -> None:
-    """Give the last of ``parts`` the tokens, log-probs and events of all, and what only the first has."""
-    first, last = parts[0], parts[-1]
-    last.new_token_ids = [token for part in parts for token in part.new_token_ids]
-    last.events = [event for part in parts for event in part.events or ()] or None
-    if found := [part.new_logprobs for part in parts if part.new_logprobs is not None]:
-        ids, logprobs, ranks = map(np.concatenate, zip(*(each[:3] for each in found), strict=True))
-        last.new_logprobs = found[0]._replace(logprob_token_ids=ids, logprobs=logprobs, sampled_token_ranks=ranks)
-    last.new_prompt_logprobs_tensors, last.prefill_stats = first.new_prompt_logprobs_tensors, first.prefill_stats

@@ -8,3 +8,6 @@ default ROLLOUT_N 8
 default MAX_TOKENS_PER_GPU 24576
 default MICRO_BATCH_SIZE 8
 default MAX_RESPONSE_LENGTH 2048 # it thinks before it answers
+default INIT base
+default STEPS 100
+default LR 1e-6

@@ -11,3 +11,5 @@ default MAX_TOKENS_PER_GPU 24576 # four of the longest sequences in a pass
 default MICRO_BATCH_SIZE 4 # the same in SFT on a100
 default MAX_PROMPT_LENGTH 1024 # its template and the numbers need less
 default MAX_RESPONSE_LENGTH 4096 # it thinks before it answers
+default INIT base
+default STEPS 100
