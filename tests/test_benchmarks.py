@@ -115,7 +115,7 @@ def test_a_run_on_a_gpu_that_cannot_be_made_is_refused(run, said, tmp_path):
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        (["--variants", "ours,typo"], "--variants typo: there are: ours, example, naive, by_token, trl"),
+        (["--variants", "ours,typo"], "--variants typo: there are: ours, example, naive, by_token, eager, trl"),
         (["--steps", "1"], "--steps 1: give 2 or more, the first is left out"),
     ],
 )

@@ -11,6 +11,7 @@ one after the other on the same GPUs. The first step of each is left out (compil
   padding is left out as it wants. The second runs with flash-attn, as it is meant to; its 32 sequences a pass
 - naive: sdpa with padding, eager rollouts, MICRO_BATCH_SIZE sequences a pass, verl's own trainer and agent loop
 - by_token: ours without whole responses (verl_plugins/whole_responses.py)
+- eager: ours without liger-kernel's kernels in the layers
 - trl: TRL's GRPOTrainer with vLLM in its process, on one GPU, with MINI_BATCH_SIZE=TRAIN_BATCH_SIZE (trl_grpo.py). Not
   among the default variants: only the newer stacks have that TRL
 
@@ -26,6 +27,7 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -52,6 +54,7 @@ VERLS_OWN = [
 ]
 # The same of what only one stack sets.
 OF_CURRENT = [
+    "actor_rollout_ref.model.use_liger=False",
     "actor_rollout_ref.rollout.max_num_seqs=256",
     "++actor_rollout_ref.rollout.engine_kwargs.vllm.max_cudagraph_capture_size=null",
     "++actor_rollout_ref.rollout.engine_kwargs.vllm.scheduler_cls=null",
@@ -89,6 +92,7 @@ def variants(s: Settings) -> dict[str, list[str]]:
     every = {"ours": [], "example": [*verls_own, *example], "naive": [*verls_own, *naive]}
     if newer:
         every["by_token"] = ["++actor_rollout_ref.rollout.engine_kwargs.vllm.scheduler_cls=null"]
+        every["eager"] = ["actor_rollout_ref.model.use_liger=False"]
     return {name: verl_versions.renamed(overrides, "ppo_trainer", s) for name, overrides in every.items()}
 
 
@@ -96,7 +100,9 @@ def train(s: Settings, model: str, out: Path, steps: int, extra: list[str]) -> d
     """Metrics by step of ``steps`` GRPO steps. Raises StageFailed when the training fails."""
     own = [f"trainer.total_training_steps={steps}", "trainer.save_freq=-1", "trainer.test_freq=-1"]
     arguments = [*extra, *own, "trainer.rollout_data_dir=null"]
-    plan = rl_plan(s, Run.read(out), model, parity.decided(s), arguments)
+    of_model = replace(s, MODEL=model)
+    parity.play(of_model)
+    plan = rl_plan(s, Run.read(out), model, parity.decided(of_model), arguments)
     return watched(plan.command, out, steps, plan.environment)
 
 
