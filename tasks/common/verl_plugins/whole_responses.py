@@ -46,11 +46,11 @@ class Held:
         """Give ``last`` the tokens, log-probs and events of all, and what only the first has."""
         last.new_token_ids, last.events = self.tokens, self.events or None
         if self.like is not None:
-            whole = (
+            ids, logprobs, ranks = (
                 np.frombuffer(kept, form.dtype).reshape(-1, *form.shape[1:])
                 for kept, form in zip(self.arrays, self.like[:3], strict=True)
             )
-            last.new_logprobs = LogprobsLists(*whole, None)
+            last.new_logprobs = self.like._replace(logprob_token_ids=ids, logprobs=logprobs, sampled_token_ranks=ranks)
         last.new_prompt_logprobs_tensors = self.first.new_prompt_logprobs_tensors
         last.prefill_stats = self.first.prefill_stats
 
