@@ -268,7 +268,9 @@ def visible(monkeypatch, tmp_path):
 
 
 def settings(monkeypatch, **changes):
-    environment = exported(ROOT / "tasks/countdown/train.sh", {"STACK": "current", "N_GPUS": "1", **changes})
+    environment = exported(
+        ROOT / "tasks/countdown/train.sh", {"STACK": "current", "N_GPUS": "1", "INIT": "base", **changes}
+    )
     return load_settings(environment)
 
 

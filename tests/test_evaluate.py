@@ -623,3 +623,11 @@ sys.meta_path.insert(0, Missing())
 import verl_tasks.evaluation.main
 """
     subprocess.run([PYTHON, "-c", code], check=True, cwd=ROOT)
+
+
+def test_a_key_that_not_every_reward_has_is_named(capsys):
+    rewards = [{"score": 1.0, "acc": 1.0, "many": 5.0}, {"score": 0.0, "acc": 0.0}, None]
+    rollouts = [Rollout(i, "sampled", 0, "", "stop", 1, 0.5, [], "t", "", {}, each) for i, each in enumerate(rewards)]
+    assert sample.report_errors(rollouts) == 0
+    assert capsys.readouterr().out == "  the reward's key many is in 1 of 2 responses; its mean is theirs alone\n"
+    assert sample.report_errors(rollouts[:1]) == 0 and capsys.readouterr().out == ""

@@ -400,7 +400,7 @@ def test_a_template_without_tools_is_named_where_rows_have_tools(tmp_path, small
 
 
 def test_too_few_rows_a_full_disk_and_a_small_gpu_are_errors(tmp_path, small_model):
-    large = {"TRAIN_BATCH_SIZE": "64", "GPU_MEMORY_UTILIZATION": "0.9"}
+    large = {"TRAIN_BATCH_SIZE": "64", "GPU_MEMORY_UTILIZATION": "0.9", "INIT": "base"}
     states = found(tmp_path, small_model, settings=large, command={"DISK": "100", "GPU": "a100-40g"}, count=4)
     assert states["rows"].state == "error" and "TRAIN_BATCH_SIZE=64" in states["rows"].text
     assert states["disk"].state == "error" and states["disk"].text == "checkpoints need about 193 GB, DISK=100"
@@ -485,7 +485,7 @@ def test_make_refuses_in_one_line_before_anything_is_made(tmp_path):
 @pytest.mark.medium
 def test_what_shows_before_anything_is_played_ends_it_at_once(small_model, tmp_path):
     source = folder_of(KINDS["qwen3"] | {"num_hidden_layers": 400}, small_model, tmp_path / "Large")
-    given = {"MODEL": str(source), "TEACHER": str(source), "METHOD": "distill", "N_GPUS": "4"}
+    given = {"MODEL": str(source), "TEACHER": str(source), "METHOD": "distill", "INIT": "base", "N_GPUS": "4"}
     given |= {"GPU": "h100", "DISK": "100"}
     result = make("rehearse", TASK="countdown", ARTIFACTS=str(tmp_path / "artifacts"), **given)
     assert result.returncode != 0 and "nothing was played; 4 errors" in result.stdout, result.stdout

@@ -10,7 +10,7 @@ default TRAIN_SIZE 8192 cpu=512                 # training prompts
 default TEST_SIZE 1024 cpu=128                  # held-out prompts
 default INIT sft                                # base: hard has almost no right samples to learn from
 default SFT_SIZE 8192 cpu=512                   # demonstrations of the warm-up
-default SFT_STEPS 64 cpu=4                      # steps of the warm-up; on a CPU few: RL is to learn the rest
+default SFT_STEPS 64 cpu=5                      # steps of the warm-up; on a CPU few: RL is to learn the rest
 default SFT_BATCH_SIZE 128 cpu=32               # demonstrations a step
 default SFT_LR 2e-5 cpu=3e-4                    # rate of the warm-up
 default STEPS 20 cpu=8                          # training steps

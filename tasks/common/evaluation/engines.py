@@ -22,6 +22,7 @@ EXTENSION_OF_CPU = "verl_tasks.verl_plugins.cpu.sampling.Sampling"
 EXTENSION_OF_0_11 = "verl_tasks.verl_plugins.verl_061.many_sequences.ManySequences"
 WINDOW = 4096  # tokens of a prompt in `make batch`, of a conversation in `make chat`
 LOGPROBS = 20  # vLLM's default limit (max_logprobs)
+CPU_SEQUENCES = 64  # that are sampled at once (docs/CPU.md)
 # A CUDA graph for each of these batch sizes. torch.compile (mode 3) would start later and sample no faster.
 GRAPHS = {
     "mode": 0,
@@ -156,7 +157,7 @@ class _Platform:
             # A part of a prompt samples a token for nothing: vLLM 0.30 on a CPU cannot take back what that drew
             # (gpu_model_runner.py:3723).
             # More sequences at once sample no faster on a CPU, and the first ones end later.
-            return cls(cpu_dtype(), EXTENSION_OF_CPU, CPU_BLOCK_SIZE, chunked_prefill=False, sequences=64)
+            return cls(cpu_dtype(), EXTENSION_OF_CPU, CPU_BLOCK_SIZE, chunked_prefill=False, sequences=CPU_SEQUENCES)
         if vllm.__version__.startswith("0.11.0"):  # graphs were never tried
             return cls("bfloat16", EXTENSION_OF_0_11)
         return cls("bfloat16", EXTENSION, graphs=GRAPHS)

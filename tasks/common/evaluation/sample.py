@@ -6,6 +6,7 @@ import os
 import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -182,8 +183,8 @@ def endpoint_job(s: Settings, command: Command) -> Job:
 
 
 def report_errors(rollouts: list[Rollout]) -> int:
-    """Print the first five completions on which the reward raised, and how many episodes failed; return how many there
-    are of the first."""
+    """Print the first five completions on which the reward raised, how many episodes failed, and which keys not every
+    reward has; return how many there are of the first."""
     errors = [r for r in rollouts if r.error]
     for rollout in errors[:5]:
         print(f"  reward raised on prompt {rollout.index}, {rollout.mode} {rollout.sample}: {rollout.error}")
@@ -194,6 +195,10 @@ def report_errors(rollouts: list[Rollout]) -> int:
     if failed := sum(rollout.finish_reason == FAILED for rollout in rollouts):
         why = "read programs-*.log, of environments of other people sampling.log, beside the folders of rollouts"
         print(f"  {failed} of {len(rollouts)} episodes failed: {why}")
+    rewards = [rollout.reward for rollout in rollouts if rollout.reward is not None]
+    for key, count in Counter(key for reward in rewards for key in reward).items():
+        if count < len(rewards):
+            print(f"  the reward's key {key} is in {count} of {len(rewards)} responses; its mean is theirs alone")
     return len(errors)
 
 

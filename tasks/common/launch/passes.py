@@ -19,6 +19,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoModelForCausalLM
 
 from verl_tasks.data.prepare import load_tokenizer
+from verl_tasks.evaluation.engines import CPU_SEQUENCES
 from verl_tasks.files import write_json
 from verl_tasks.machine.memory import Shapes, operations, shapes
 from verl_tasks.models.chat_template import demonstration_ids, prompt_ids
@@ -29,7 +30,6 @@ ROWS = 64  # whose lengths are counted
 LEARNED = 512  # tokens of the pass that learns
 FEW = 8  # tokens of one that does little but move the weights
 DECODED = 8  # tokens of each sequence of the pass that samples
-AT_ONCE = 64  # sequences that an evaluation samples (evaluation/engines.py)
 # What a stage takes beside its work, in starts of this program, which imports and loads the same: an estimate.
 STARTS = {"sft": 4.5, "train": 9.0, "eval": 3.0}
 FORWARD = 1 / 3  # of a forward and a backward pass
@@ -168,7 +168,7 @@ def seconds(s: Settings, model: Shapes, rows: Lengths, tested: int, timed: Timed
     step = sampled + learned + updates * timed.optimize + timed.weights  # which the engine gets
     own = min(s.MAX_NEW_TOKENS, s.MAX_TURN_LENGTH)  # of MODEL itself, which has not learned to end
     answers = [own, said, *[said] * (s.INIT == "sft")]
-    samples, token = s.N + s.GREEDY, timed.decode / AT_ONCE + timed.sample
+    samples, token = s.N + s.GREEDY, timed.decode / CPU_SEQUENCES + timed.sample
     evaluated = tested * sum(read + samples * (heard + answer * token) for answer in answers)
     work = {"sft": s.SFT_STEPS * warm, "train": s.STEPS * step, "eval": evaluated}
     return {stage: round(STARTS[stage] * timed.start + work[stage], 1) for stage in work}
@@ -180,9 +180,9 @@ def main(name: str, file: str) -> None:
     dtype = getattr(torch, stack(s.STACK).DTYPE)
     model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype)
     start, rows = time.time() - psutil.Process().create_time(), lengths(s, tokenizer)
-    decode, together = timed_sampling(model, 1), timed_sampling(model, AT_ONCE)
+    decode, together = timed_sampling(model, 1), timed_sampling(model, CPU_SEQUENCES)
     learned = timed_update(model, round(mean(rows.whole)), round(mean(rows.said)), dtype)
-    timed = Timed(start, *learned, decode, max(0.0, together - decode) / (AT_ONCE - 1))
+    timed = Timed(start, *learned, decode, max(0.0, together - decode) / (CPU_SEQUENCES - 1))
     tested = s.LIMIT or sum(1 for _ in parquet_rows(s.data_dir / "test.parquet"))
     found = seconds(s, shapes(model.config.to_dict()), rows, tested, timed)
     write_json(Path(file), {"passes": asdict(timed), "seconds": found})

@@ -43,30 +43,31 @@ def record(
 def note(run: Run, kind: str, s: Settings, start: str, arguments: Sequence[str] = (), base: str = "") -> None:
     """``record`` what this command's ``run`` is trained from. Says in a line why it is none of before, and what is
     known of a changed reward already."""
-    if "round" not in run.identity and (why := anew(run, kind)):
+    before, changed = ("", {}) if "round" in run.identity else anew(run, kind)
+    if before:
+        why = f"{', '.join(changed.values())} since {before}"
         print(f"  {'train' if kind == 'rl' else kind} starts anew: {why}", flush=True)
-        if "reward changed" in why and not s.multi_turn:
-            before = why.rpartition(" ")[2]  # the run: other models' samples are not its own (sample.py, model_name)
+        if "reward" in changed and not s.multi_turn:  # other models' samples are not its own (sample.py, model_name)
             stored = (artifacts() / "eval" / s.TASK).glob(f"{before}-step*/rollouts.jsonl")
             if newest := max(stored, key=lambda file: file.stat().st_mtime, default=None):
                 print(f"  without a training, `make rescore TASK={s.TASK} ROLLOUTS={newest}` scores its samples again")
     record(run.folder, kind, fingerprint(run.identity), s, start, list(arguments), base, run.identity)
 
 
-def anew(run: Run, kind: str) -> str:
-    """Why ``run``, which has no record yet, does not go on with the newest one of its ``kind``: the parts of its
-    identity that are others there. Empty where there is no such run."""
+def anew(run: Run, kind: str) -> tuple[str, dict[str, str]]:
+    """Why ``run``, which has no record yet, does not go on with the newest one of its ``kind``: that one's name, and in
+    words the parts of its identity that are others there, by their names. Empty where there is no such run."""
     records = {path: recorded(path) for path in all_runs(run.folder.parent.name) if path != run.folder}
     records = {path: made for path, made in records.items() if made["kind"] == kind and made.get("reads")}
     if run.record or not records:
-        return ""
+        return "", {}
     newest = max(records, key=lambda path: (path / "settings.json").stat().st_mtime)
-    then, said = records[newest]["reads"], []
+    then, said = records[newest]["reads"], {}
     for name in differing(then, run.identity):
         changed = f"from {then.get(name, 'unset')} to {run.identity.get(name, 'unset')}"
         values = one_line(changed, 80) if name.isupper() else ""
-        said.append(f"{name} changed {values}".rstrip())
-    return f"{', '.join(said)} since {newest.name}"
+        said[name] = f"{name} changed {values}".rstrip()
+    return newest.name, said
 
 
 def differing(then: dict, reads: dict) -> list[str]:

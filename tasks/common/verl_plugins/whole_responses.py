@@ -46,11 +46,11 @@ class Held:
         """Give ``last`` the tokens, log-probs and events of all, and what only the first has."""
         last.new_token_ids, last.events = self.tokens, self.events or None
         if self.like is not None:
-            whole = (
+            ids, logprobs, ranks = (
                 np.frombuffer(kept, form.dtype).reshape(-1, *form.shape[1:])
                 for kept, form in zip(self.arrays, self.like[:3], strict=True)
             )
-            last.new_logprobs = LogprobsLists(*whole, None)
+            last.new_logprobs = self.like._replace(logprob_token_ids=ids, logprobs=logprobs, sampled_token_ranks=ranks)
         last.new_prompt_logprobs_tensors = self.first.new_prompt_logprobs_tensors
         last.prefill_stats = self.first.prefill_stats
 
@@ -83,18 +83,14 @@ class WholeResponses(AsyncScheduler):
         """Whether the caller gets ``output``, now with all that was held: it ends a response, or a PART, or the caller
         wants each."""
         held = self.held.get(output.request_id)
-        if not output.finished:
-            if held is None:
-                params = self.requests[output.request_id].sampling_params
-                if params is None or not (self.parts or params.output_kind == RequestOutputKind.FINAL_ONLY):
-                    return True
-                held = self.held[output.request_id] = Held(output)
-            held.add(output)
-            if not self.parts or len(held.tokens) < PART:
-                return False
-        elif held is not None:
-            held.add(output)
-        if held is not None:
-            held.into(output)
-            del self.held[output.request_id]
+        if held is None:
+            params = self.requests[output.request_id].sampling_params if not output.finished else None
+            if params is None or not (self.parts or params.output_kind == RequestOutputKind.FINAL_ONLY):
+                return True
+            held = self.held[output.request_id] = Held(output)
+        held.add(output)
+        if not output.finished and not (self.parts and len(held.tokens) >= PART):
+            return False
+        held.into(output)
+        del self.held[output.request_id]
         return True
