@@ -116,3 +116,20 @@ def test_what_is_held_is_no_object_for_each_token():
     held.into(last := output(1))
     assert last.new_token_ids == [*range(2000)]
     assert last.new_logprobs.logprob_token_ids[:, 0].tolist() == [*range(2000)]
+
+
+def test_a_message_that_counts_as_sent_may_be_overwritten(tmp_path):
+    """vLLM 0.24 writes the next message over a long first part as soon as the last part, here a short one, is sent."""
+    import zmq
+
+    import verl_tasks.verl_plugins.whole_responses  # noqa: F401
+
+    with zmq.Context() as context, context.socket(zmq.PUSH) as sender, context.socket(zmq.PULL) as reader:
+        sender.linger = 0
+        sender.connect(f"ipc://{tmp_path}/outputs")
+        tokens = bytearray(100_000)
+        assert sender.send_multipart([tokens, b"log-probs"], copy=False, track=True).done
+        tokens[:] = b"1" * len(tokens)
+        reader.rcvtimeo = 10_000
+        reader.bind(f"ipc://{tmp_path}/outputs")
+        assert reader.recv_multipart()[0] == bytes(100_000)

@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterable
 
 import numpy as np
+import zmq
 from vllm.sampling_params import RequestOutputKind
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
@@ -19,6 +20,11 @@ from vllm.v1.request import RequestStatus
 from verl_tasks.alive import beat
 
 PART = 16
+
+# vLLM 0.24 (engine/core.py, process_output_sockets) takes a message for sent when its last part is, and writes the next
+# one over the first part. Many responses that end at once make that part so long that zmq would not copy it: the reader
+# then finds tokens of one message beside log-probs of another. The engine's sockets, made later, copy all parts.
+zmq.COPY_THRESHOLD = 1 << 30
 
 
 class Held:
