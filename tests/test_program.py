@@ -52,6 +52,9 @@ def main():
 TAIL = "\nif __name__ == '__main__':\n    main()\n"
 
 
+REAL_IMAGE = os.environ.get("AGENT_IMAGE", "")  # of a runtime here, with openai in it: tests of a real container
+
+
 @pytest.fixture(autouse=True)
 def here(tmp_path, monkeypatch):
     monkeypatch.setenv("ARTIFACTS", str(tmp_path / "artifacts"))
@@ -394,6 +397,7 @@ def docker(tmp_path, monkeypatch):
     binary.write_text(f'#!/bin/sh\nFAKE_DOCKER={folder} exec {sys.executable} {file} "$@"\n')
     binary.chmod(0o755)
     monkeypatch.setenv("PATH", f"{binary.parent}:{os.defpath}")
+    monkeypatch.setattr(container, "RUNTIMES", ("docker",))  # podman may be on PATH too
     monkeypatch.setenv("AGENT_IMAGE", "agents:1")
     return folder
 
@@ -458,6 +462,76 @@ def test_no_container_outlives_its_episode(small_tokenizer, made, docker):
     assert name in calls_of(docker, "run")[0]
 
 
+@pytest.fixture
+def real(monkeypatch):
+    monkeypatch.setenv("AGENT_IMAGE", REAL_IMAGE)
+
+
+in_real_container = pytest.mark.skipif(not REAL_IMAGE, reason="AGENT_IMAGE names no image of podman or docker")
+
+
+@in_real_container
+def test_a_program_in_a_real_container_has_its_tokens_and_nothing_else(small_tokenizer, made, real, tmp_path):
+    (tmp_path / "neighbour.py").write_text("answer = 5\n")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        body = f"""
+        import os, resource, socket, neighbour
+        def refused(act):
+            try:
+                act()
+            except OSError:
+                return True
+        memory = ["/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"]
+        status = dict(line.split(":\\t") for line in open("/proc/self/status") if ":\\t" in line)
+        checks = dict(
+            network=refused(lambda: socket.create_connection(("127.0.0.1", {other.getsockname()[1]}), 5)),
+            outside=refused(lambda: open({str(Path(__file__))!r})),
+            root=refused(lambda: open("/written", "w")),
+            task=refused(lambda: open({str(tmp_path / "written")!r}, "w")),
+            endpoint=refused(lambda: open("/endpoint/written", "w")),
+            tmp=open("/tmp/written", "w").write("x") == 1,
+            home=os.environ["HOME"] == os.getcwd() == "/episode",
+            user=os.getuid() == {os.getuid()},
+            capabilities=int(status["CapEff"], 16) == int(status["CapBnd"], 16) == 0,
+            privileges=status["NoNewPrivs"].strip() == "1",
+            processes=len([name for name in os.listdir("/proc") if name.isdigit()]) < 10,
+            memory=[open(file).read().strip() for file in memory if os.path.exists(file)] == [str(8 * 2**30)],
+            files=resource.getrlimit(resource.RLIMIT_FSIZE)[0] == 2**30,
+        )
+        print("not so:", [name for name, so in checks.items() if not so])
+        {AGENT.replace(chr(10), chr(10) + " " * 8)}
+        """
+        episode, asked = episode_of(small_tokenizer, made(body), CALL, "<answer>5</answer>")
+    assert (episode.reward, episode.ended, len(asked)) == (1.0, "stop", 2), log_of()
+    assert "not so: []" in log_of()
+    assert asked[1][0][: len(asked[0][0])] == asked[0][0] and len(episode.sequences) == 1
+
+
+HOSTILE = {
+    "processes": """
+        import os, time
+        for _ in range(2000):
+            try:
+                if not os.fork():
+                    time.sleep(1237)
+            except OSError:
+                end(1)
+                return
+        """,
+    "hangs": 'import subprocess, time; subprocess.Popen(["sleep", "1237"], start_new_session=True); time.sleep(1237)',
+}
+
+
+@in_real_container
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_nothing_is_left_of_a_hostile_program_in_a_real_container(small_tokenizer, made, real, kind):
+    limits = replace(LIMITS, step_seconds=20)
+    episode, _ = episode_of(small_tokenizer, made(HOSTILE[kind]), limits=limits)
+    assert episode.ended == {"processes": "stop", "hangs": "step_timeout"}[kind], log_of()
+    until_gone("1237")
+    until_gone(next(iter(program._STARTED.values())).socket.parent.name)  # of the runtime's commands
+
+
 def test_no_folder_is_left_of_a_process_that_was_killed(made, tmp_path, monkeypatch, docker):
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     monkeypatch.setattr("tempfile.tempdir", None)
@@ -478,7 +552,7 @@ def test_a_container_ends_with_the_endpoint(tmp_path):
     with socket.socket(socket.AF_UNIX) as endpoint:
         endpoint.bind(str(tmp_path / "socket"))
         endpoint.listen()
-        command = [sys.executable, container.INSIDE, tmp_path / "socket", str(port), "sleep", "1236"]
+        command = [sys.executable, container.INSIDE, tmp_path / "socket", str(port), "99", "sleep", "1236"]
         first = subprocess.Popen(command, start_new_session=True)
         life, _ = endpoint.accept()
         with pytest.raises(subprocess.TimeoutExpired):
@@ -492,7 +566,8 @@ def test_an_image_that_cannot_be_used_is_refused_in_one_line(made, docker, monke
     monkeypatch.setenv("AGENT_IMAGE", "agents:2")
     with pytest.raises(RewardError, match=r"^AGENT_IMAGE=agents:2: No such image; `docker image inspect agents:2`"):
         replayed(made("end(1)"), ROW, ["5"], spare=True)
-    monkeypatch.setenv("PATH", os.defpath)
+    monkeypatch.setenv("PATH", str(docker))
+    monkeypatch.setattr(container, "RUNTIMES", ("podman", "docker"))
     with pytest.raises(RewardError, match=r"^AGENT_IMAGE=agents:2: neither podman nor docker is on PATH; [^\n]*$"):
         container.runtime_of("agents:2")
     assert "TASK=calculator" in refused("data", TASK="calculator", AGENT_IMAGE="agents:1")
