@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -316,6 +317,89 @@ def test_any_command_is_a_program(small_tokenizer, tmp_path, monkeypatch):
     )
     episode, asked = episode_of(small_tokenizer, environment_of("sh", script), "5")
     assert (episode.reward, episode.ended, len(asked)) == (1.0, "stop", 1), log_of()
+
+
+@pytest.mark.skipif(not shutil.which("curl"), reason="no curl here")
+def test_an_agent_of_bash_and_curl(small_tokenizer, tmp_path):
+    script = tmp_path / "agent.sh"
+    script.write_text(
+        """
+said=$(curl -s "$OPENAI_BASE_URL/chat/completions" -H "Authorization: Bearer $OPENAI_API_KEY" \\
+    -d '{"model": "policy", "messages": [{"role": "user", "content": "Wie viel ist 2 + 3, \\u00fc \\ud83d?"}]}')
+grep -q '"content": "5"' <<< "$said" && echo 1 > score.json
+"""
+    )
+    episode, asked = episode_of(small_tokenizer, environment_of("bash", script), "5")
+    assert (episode.reward, episode.ended, len(asked)) == (1.0, "stop", 1), log_of()
+
+
+@pytest.mark.skipif(not shutil.which("node"), reason="no Node.js here")
+def test_an_agent_of_node_fetches_within_the_limit_of_memory(small_tokenizer, tmp_path):
+    script = tmp_path / "agent.mjs"
+    script.write_text(
+        """
+import { writeFileSync } from "node:fs";
+const headers = { Authorization: `Bearer ${process.env.OPENAI_API_KEY}`, "Content-Type": "application/json" };
+const body = JSON.stringify({ model: "policy", messages: [{ role: "user", content: "2 + 3?" }] });
+const found = await fetch(process.env.OPENAI_BASE_URL + "/chat/completions", { method: "POST", headers, body });
+const said = (await found.json()).choices[0].message.content;
+writeFileSync("score.json", said === "5" ? "1" : "0");
+"""
+    )
+    episode, asked = episode_of(small_tokenizer, environment_of("node", script), "5")
+    assert (episode.reward, episode.ended, len(asked)) == (1.0, "stop", 1), log_of()
+
+
+def test_what_an_import_prints_or_reads_is_not_of_the_starters_pipes(small_tokenizer, tmp_path):
+    (tmp_path / "agent.py").write_text(
+        """
+import json, os, sys
+print("imported", flush=True)
+print("kept")
+os.system("echo of a child")
+sys.stdin.read()
+if __name__ == "__main__":
+    json.dump(1, open("score.json", "w"))
+"""
+    )
+    for _ in range(2):
+        limits = replace(LIMITS, step_seconds=10)
+        episode, _ = episode_of(small_tokenizer, environment_of(tmp_path / "agent.py"), limits=limits)
+        assert (episode.reward, episode.ended) == (1.0, "stop"), log_of()
+    assert log_of().count("kept") == 3  # the import, and each program
+
+
+def test_what_is_nested_too_deep_is_refused_and_the_episode_goes_on(small_tokenizer, made):
+    body = """
+    import openai
+    deep = "[" * 900 + "]" * 900
+    function = {"name": "add", "arguments": '{"a": ' + deep + "}"}
+    calls = [{"id": "a", "type": "function", "function": function}]
+    called = [*messages, {"role": "assistant", "tool_calls": calls}, {"role": "tool", "content": ""}]
+    function = tool["function"] | {"parameters": {"type": "object", "enum": json.loads(deep[700:1100])}}
+    for how in ({"messages": called}, {"messages": messages, "tools": [tool | {"function": function}]}):
+        try:
+            client.chat.completions.create(model="policy", **how)
+        except openai.BadRequestError as error:
+            assert "64" in error.message, error
+        else:
+            raise AssertionError(how)
+    function = {"name": "add", "arguments": '{"a": ' + "[" * 9000 + "}"}
+    calls[0]["function"] = function
+    try:
+        ask(called)
+    except openai.BadRequestError:
+        end(float(ask(messages).message.content == "5"))
+    """
+    episode, asked = episode_of(small_tokenizer, made(body), "5")
+    assert (episode.reward, episode.ended, len(asked)) == (1.0, "stop", 1), log_of()
+
+
+def test_a_link_in_place_of_what_a_program_wrote_is_not_followed(small_tokenizer, made, tmp_path):
+    (secret := tmp_path / "secret").write_text("1")
+    body = f"import os; os.remove('log.txt'); os.symlink({str(secret)!r}, 'log.txt')"
+    body += f"; os.symlink({str(secret)!r}, 'score.json')"
+    assert episode_of(small_tokenizer, made(body, failed=-1.0))[0].reward == -1 and not log_of().endswith("1")
 
 
 def test_examples_and_demonstrations_are_played_without_a_model(made):

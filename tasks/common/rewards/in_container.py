@@ -1,8 +1,8 @@
 """The first process of a program's container: it starts the program, and passes what that sends to a port of the
 loopback on to the endpoint's socket. The container ends with the program, and with the endpoint.
 
-It runs alone, with the standard library: its Python is the image's, 3.8 or later. Arguments: socket, port, most bytes of a file
-that is written, command.
+It runs alone, with the standard library: its Python is the image's, 3.8 or later. Arguments: socket, port,
+most bytes of a file that is written, command.
 """
 
 import contextlib

@@ -35,7 +35,7 @@ __all__ = ["environment_of"]  # for tasks
 STARTER = Path(__file__).with_name("starter.py")
 # What a program gets of our environment variables: no key and no token.
 VARIABLES = ("PATH", "HOME", "LANG", "TMPDIR", "VERL_TASK_LOGS", "VERL_TASK_LAUNCH")
-MEMORY = 8 * 2**30  # of a program's address space
+MEMORY = 8 * 2**30  # of what each process of a program can write
 AT_ONCE, CONTAINERS = 16, 4  # programs of a process of ours, for each core: a container imports anew
 MAX_BODY = 16 * 2**20  # bytes of a request
 TOLD = 10_000  # bytes of a program's output in the log
@@ -238,8 +238,9 @@ class Live:
 
 
 def _bytes(file: Path, start: int, most: int) -> bytes:
-    """Up to ``most`` bytes of ``file``, of a program, from ``start``; a pipe in its place is not waited for."""
-    with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0) as found:
+    """Up to ``most`` bytes of ``file``, of a program, from ``start``; a pipe in its place is not
+    waited for, a link not followed: a container could name any file of ours."""
+    with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW), "rb", buffering=0) as found:
         found.seek(start)
         return found.read(most) or b""
 
