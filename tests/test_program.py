@@ -471,6 +471,22 @@ def test_a_body_that_is_no_request_is_refused():
             completions.read(body)
 
 
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        (5, "as OpenAI's"),
+        ([1], "as OpenAI's"),
+        ([{"content": "a"}], "as OpenAI's"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "as OpenAI's"),
+        ([{"role": "user", "content": "a", "tool_calls": [5]}], "as OpenAI's"),
+        ([{"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "{"}}]}], "must be an object"),
+    ],
+)
+def test_wrong_messages_are_refused_in_words_of_the_protocol(messages, said):
+    with pytest.raises(completions.Refused, match=f"^messages: .*{said}"):
+        completions.read(json.dumps({"model": "policy", "messages": messages}).encode())
+
+
 @pytest.fixture
 def docker(tmp_path, monkeypatch):
     """tests/fake_docker.py on PATH, and the folder of what it was called with."""

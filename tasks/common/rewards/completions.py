@@ -105,8 +105,10 @@ def _messages(given) -> list[dict]:
     """``given`` with what a template renders, and no more: role, content, the calls without their ids."""
     try:
         found = [message(**each) for each in given]
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
+    except ValueError as error:
         raise Refused(f"messages: {error}") from None
+    except (TypeError, KeyError, AttributeError):
+        raise Refused("messages: must be a list of messages as OpenAI's chat completions have them") from None
     if problem := messages_problem(found):
         raise Refused(f"messages: {problem}")
     return found
@@ -128,7 +130,7 @@ def message(role: str, content=None, tool_calls=None, **_) -> dict:
 def _object(arguments) -> dict:
     try:
         found = json.loads(arguments) if isinstance(arguments, str) else arguments
-    except RecursionError:
+    except (ValueError, RecursionError):
         found = None
     if not isinstance(found, dict) or not _shallow(found):
         raise ValueError(f"the arguments of a call must be an object of at most {DEEPEST} levels")
