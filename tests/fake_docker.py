@@ -34,7 +34,6 @@ def options() -> argparse.ArgumentParser:
         "--pids-limit",
         "--log-driver",
         "--user",
-        "--ulimit",
         "--workdir",
     ):
         found.add_argument(name, required=True)

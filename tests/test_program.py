@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -50,6 +51,9 @@ def main():
     messages = json.load(open("row.json"))["prompt"]
 """
 TAIL = "\nif __name__ == '__main__':\n    main()\n"
+
+
+REAL_IMAGE = os.environ.get("AGENT_IMAGE", "")  # of a runtime here, with openai in it: tests of a real container
 
 
 @pytest.fixture(autouse=True)
@@ -315,6 +319,89 @@ def test_any_command_is_a_program(small_tokenizer, tmp_path, monkeypatch):
     assert (episode.reward, episode.ended, len(asked)) == (1.0, "stop", 1), log_of()
 
 
+@pytest.mark.skipif(not shutil.which("curl"), reason="no curl here")
+def test_an_agent_of_bash_and_curl(small_tokenizer, tmp_path):
+    script = tmp_path / "agent.sh"
+    script.write_text(
+        """
+said=$(curl -s "$OPENAI_BASE_URL/chat/completions" -H "Authorization: Bearer $OPENAI_API_KEY" \\
+    -d '{"model": "policy", "messages": [{"role": "user", "content": "Wie viel ist 2 + 3, \\u00fc \\ud83d?"}]}')
+grep -q '"content": "5"' <<< "$said" && echo 1 > score.json
+"""
+    )
+    episode, asked = episode_of(small_tokenizer, environment_of("bash", script), "5")
+    assert (episode.reward, episode.ended, len(asked)) == (1.0, "stop", 1), log_of()
+
+
+@pytest.mark.skipif(not shutil.which("node"), reason="no Node.js here")
+def test_an_agent_of_node_fetches_within_the_limit_of_memory(small_tokenizer, tmp_path):
+    script = tmp_path / "agent.mjs"
+    script.write_text(
+        """
+import { writeFileSync } from "node:fs";
+const headers = { Authorization: `Bearer ${process.env.OPENAI_API_KEY}`, "Content-Type": "application/json" };
+const body = JSON.stringify({ model: "policy", messages: [{ role: "user", content: "2 + 3?" }] });
+const found = await fetch(process.env.OPENAI_BASE_URL + "/chat/completions", { method: "POST", headers, body });
+const said = (await found.json()).choices[0].message.content;
+writeFileSync("score.json", said === "5" ? "1" : "0");
+"""
+    )
+    episode, asked = episode_of(small_tokenizer, environment_of("node", script), "5")
+    assert (episode.reward, episode.ended, len(asked)) == (1.0, "stop", 1), log_of()
+
+
+def test_what_an_import_prints_or_reads_is_not_of_the_starters_pipes(small_tokenizer, tmp_path):
+    (tmp_path / "agent.py").write_text(
+        """
+import json, os, sys
+print("imported", flush=True)
+print("kept")
+os.system("echo of a child")
+sys.stdin.read()
+if __name__ == "__main__":
+    json.dump(1, open("score.json", "w"))
+"""
+    )
+    for _ in range(2):
+        limits = replace(LIMITS, step_seconds=10)
+        episode, _ = episode_of(small_tokenizer, environment_of(tmp_path / "agent.py"), limits=limits)
+        assert (episode.reward, episode.ended) == (1.0, "stop"), log_of()
+    assert log_of().count("kept") == 3  # the import, and each program
+
+
+def test_what_is_nested_too_deep_is_refused_and_the_episode_goes_on(small_tokenizer, made):
+    body = """
+    import openai
+    deep = "[" * 900 + "]" * 900
+    function = {"name": "add", "arguments": '{"a": ' + deep + "}"}
+    calls = [{"id": "a", "type": "function", "function": function}]
+    called = [*messages, {"role": "assistant", "tool_calls": calls}, {"role": "tool", "content": ""}]
+    function = tool["function"] | {"parameters": {"type": "object", "enum": json.loads(deep[700:1100])}}
+    for how in ({"messages": called}, {"messages": messages, "tools": [tool | {"function": function}]}):
+        try:
+            client.chat.completions.create(model="policy", **how)
+        except openai.BadRequestError as error:
+            assert "64" in error.message, error
+        else:
+            raise AssertionError(how)
+    function = {"name": "add", "arguments": '{"a": ' + "[" * 9000 + "}"}
+    calls[0]["function"] = function
+    try:
+        ask(called)
+    except openai.BadRequestError:
+        end(float(ask(messages).message.content == "5"))
+    """
+    episode, asked = episode_of(small_tokenizer, made(body), "5")
+    assert (episode.reward, episode.ended, len(asked)) == (1.0, "stop", 1), log_of()
+
+
+def test_a_link_in_place_of_what_a_program_wrote_is_not_followed(small_tokenizer, made, tmp_path):
+    (secret := tmp_path / "secret").write_text("1")
+    body = f"import os; os.remove('log.txt'); os.symlink({str(secret)!r}, 'log.txt')"
+    body += f"; os.symlink({str(secret)!r}, 'score.json')"
+    assert episode_of(small_tokenizer, made(body, failed=-1.0))[0].reward == -1 and not log_of().endswith("1")
+
+
 def test_examples_and_demonstrations_are_played_without_a_model(made):
     assert replayed(made(AGENT), ROW, [CALL, "<answer>5</answer>"]) == (1.0, 0, True)
     assert replayed(made(AGENT), ROW, ["<tool_call>{", "<answer>5</answer>"], spare=True)[1] == 1
@@ -384,6 +471,22 @@ def test_a_body_that_is_no_request_is_refused():
             completions.read(body)
 
 
+@pytest.mark.parametrize(
+    ("messages", "said"),
+    [
+        (5, "as OpenAI's"),
+        ([1], "as OpenAI's"),
+        ([{"content": "a"}], "as OpenAI's"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "as OpenAI's"),
+        ([{"role": "user", "content": "a", "tool_calls": [5]}], "as OpenAI's"),
+        ([{"role": "assistant", "tool_calls": [{"function": {"name": "a", "arguments": "{"}}]}], "must be an object"),
+    ],
+)
+def test_wrong_messages_are_refused_in_words_of_the_protocol(messages, said):
+    with pytest.raises(completions.Refused, match=f"^messages: .*{said}"):
+        completions.read(json.dumps({"model": "policy", "messages": messages}).encode())
+
+
 @pytest.fixture
 def docker(tmp_path, monkeypatch):
     """tests/fake_docker.py on PATH, and the folder of what it was called with."""
@@ -394,6 +497,7 @@ def docker(tmp_path, monkeypatch):
     binary.write_text(f'#!/bin/sh\nFAKE_DOCKER={folder} exec {sys.executable} {file} "$@"\n')
     binary.chmod(0o755)
     monkeypatch.setenv("PATH", f"{binary.parent}:{os.defpath}")
+    monkeypatch.setattr(container, "RUNTIMES", ("docker",))  # podman may be on PATH too
     monkeypatch.setenv("AGENT_IMAGE", "agents:1")
     return folder
 
@@ -458,6 +562,78 @@ def test_no_container_outlives_its_episode(small_tokenizer, made, docker):
     assert name in calls_of(docker, "run")[0]
 
 
+@pytest.fixture
+def real(monkeypatch):
+    monkeypatch.setenv("AGENT_IMAGE", REAL_IMAGE)
+
+
+in_real_container = pytest.mark.skipif(not REAL_IMAGE, reason="AGENT_IMAGE names no image of podman or docker")
+
+
+@in_real_container
+def test_a_program_in_a_real_container_has_its_tokens_and_nothing_else(small_tokenizer, made, real, tmp_path):
+    (tmp_path / "neighbour.py").write_text("answer = 5\n")
+    limited = not os.getuid() or Path("/sys/fs/cgroup/cgroup.controllers").exists()  # else podman cannot
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        body = f"""
+        import os, resource, socket, neighbour
+        def refused(act):
+            try:
+                act()
+            except OSError:
+                return True
+        memory = ["/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes"]
+        memory = [int(open(file).read()) for file in memory if {limited} and os.path.exists(file)]
+        status = dict(line.split(":\\t") for line in open("/proc/self/status") if ":\\t" in line)
+        checks = dict(
+            network=refused(lambda: socket.create_connection(("127.0.0.1", {other.getsockname()[1]}), 5)),
+            outside=refused(lambda: open({str(Path(__file__))!r})),
+            root=refused(lambda: open("/written", "w")),
+            task=refused(lambda: open({str(tmp_path / "written")!r}, "w")),
+            endpoint=refused(lambda: open("/endpoint/written", "w")),
+            tmp=open("/tmp/written", "w").write("x") == 1,
+            home=os.environ["HOME"] == os.getcwd() == "/episode",
+            user=os.getuid() == {os.getuid()},
+            capabilities=int(status["CapEff"], 16) == int(status["CapBnd"], 16) == 0,
+            privileges=status["NoNewPrivs"].strip() == "1",
+            processes=len([name for name in os.listdir("/proc") if name.isdigit()]) < 10,
+            memory=memory == [8 * 2**30][:{limited:d}],
+            files=resource.getrlimit(resource.RLIMIT_FSIZE)[0] == 2**30,
+        )
+        print("not so:", [name for name, so in checks.items() if not so])
+        {AGENT.replace(chr(10), chr(10) + " " * 8)}
+        """
+        episode, asked = episode_of(small_tokenizer, made(body), CALL, "<answer>5</answer>")
+    assert (episode.reward, episode.ended, len(asked)) == (1.0, "stop", 2), log_of()
+    assert "not so: []" in log_of()
+    assert asked[1][0][: len(asked[0][0])] == asked[0][0] and len(episode.sequences) == 1
+
+
+HOSTILE = {
+    "processes": """
+        import os, time
+        for _ in range(2000):
+            try:
+                if not os.fork():
+                    time.sleep(1237)
+            except OSError:
+                end(1)
+                return
+        """,
+    "hangs": 'import subprocess, time; subprocess.Popen(["sleep", "1237"], start_new_session=True); time.sleep(1237)',
+}
+
+
+@in_real_container
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_nothing_is_left_of_a_hostile_program_in_a_real_container(small_tokenizer, made, real, kind):
+    limits = replace(LIMITS, step_seconds=20)
+    episode, _ = episode_of(small_tokenizer, made(HOSTILE[kind]), limits=limits)
+    assert episode.ended == {"processes": "stop", "hangs": "step_timeout"}[kind], log_of()
+    until_gone("1237")
+    until_gone(next(iter(program._STARTED.values())).socket.parent.name)  # of the runtime's commands
+
+
 def test_no_folder_is_left_of_a_process_that_was_killed(made, tmp_path, monkeypatch, docker):
     monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
     monkeypatch.setattr("tempfile.tempdir", None)
@@ -478,7 +654,7 @@ def test_a_container_ends_with_the_endpoint(tmp_path):
     with socket.socket(socket.AF_UNIX) as endpoint:
         endpoint.bind(str(tmp_path / "socket"))
         endpoint.listen()
-        command = [sys.executable, container.INSIDE, tmp_path / "socket", str(port), "sleep", "1236"]
+        command = [sys.executable, container.INSIDE, tmp_path / "socket", str(port), "99", "sleep", "1236"]
         first = subprocess.Popen(command, start_new_session=True)
         life, _ = endpoint.accept()
         with pytest.raises(subprocess.TimeoutExpired):
@@ -492,7 +668,8 @@ def test_an_image_that_cannot_be_used_is_refused_in_one_line(made, docker, monke
     monkeypatch.setenv("AGENT_IMAGE", "agents:2")
     with pytest.raises(RewardError, match=r"^AGENT_IMAGE=agents:2: No such image; `docker image inspect agents:2`"):
         replayed(made("end(1)"), ROW, ["5"], spare=True)
-    monkeypatch.setenv("PATH", os.defpath)
+    monkeypatch.setenv("PATH", str(docker))
+    monkeypatch.setattr(container, "RUNTIMES", ("podman", "docker"))
     with pytest.raises(RewardError, match=r"^AGENT_IMAGE=agents:2: neither podman nor docker is on PATH; [^\n]*$"):
         container.runtime_of("agents:2")
     assert "TASK=calculator" in refused("data", TASK="calculator", AGENT_IMAGE="agents:1")

@@ -154,11 +154,13 @@ def main() -> None:
     median = {name: statistics.median(found) for name, found in seconds.items()}
     rates = {name: round(median[name] / median["at_once"], 3) for name in ("single_turns", "same_prompts")}
     of_programs = {name: round(median[name] / median["programs"], 3) for name in rates}
+    of_prompts = round(median["single_turns"] / median["same_prompts"], 3)
     slow = round(median["slow_steps"] / (median["at_once"] + given.turns * given.seconds), 3)
     for name, rate in rates.items():
         print(f"episodes / {name}, tokens per second: {rate:.3f}")
     for name, rate in of_programs.items():
         print(f"programs / {name}, tokens per second: {rate:.3f}")
+    print(f"same_prompts / single_turns, which no episode can exceed: {of_prompts:.3f}")
     print(f"programs: {given.episodes / median['programs']:.2f} episodes per second")
     print(f"steps of {given.seconds:g} s: all / the slowest episode: {slow:.3f}")
     if given.out:
@@ -178,6 +180,7 @@ def main() -> None:
                     "tokens": warm.tokens,
                     "rate_to": rates,
                     "programs_rate_to": of_programs,
+                    "same_prompts_rate_to_single_turns": of_prompts,
                     "slow_to_slowest_episode": slow,
                 },
                 indent=2,

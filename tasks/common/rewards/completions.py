@@ -16,6 +16,8 @@ from verl_tasks.rows import messages_problem
 
 MODEL = "policy"
 SAMPLING = {"temperature", "top_p", "seed", "user", "metadata", "store", "reasoning_effort", "safety_identifier"}
+SAMPLING |= {"prompt_cache_key", "prompt_cache_retention", "service_tier", "verbosity"}
+DEEPEST = 64  # of what stands in lists and objects of a request: a template renders them by recursion
 # Accepted with these values alone.
 ONLY = {
     "n": (1,),
@@ -68,6 +70,8 @@ def read(body: bytes) -> Request:
             raise Refused(f"{name}: only {json.dumps(ONLY[name][0])} is served, not {json.dumps(value)[:80]}")
         if name not in READ | SAMPLING | ONLY.keys():
             raise Refused(f"{name[:80]}: is not served")
+    if not _shallow(given):
+        raise Refused(f"the body has more than {DEEPEST} lists and objects in each other")
     if given.get("model") != MODEL:
         raise Refused(f"model: there is {MODEL!r} alone, not {str(given.get('model'))[:80]!r}")
     tools = given.get("tools", [])
@@ -89,12 +93,22 @@ def read(body: bytes) -> Request:
     return Request(_messages(given.get("messages")), tools, asked, bool(given.get("stream")), usage)
 
 
+def _shallow(value, levels: int = DEEPEST) -> bool:
+    """Whether lists and objects stand in each other at most ``levels`` times."""
+    if not isinstance(value, (dict, list)):
+        return True
+    inside = value.values() if isinstance(value, dict) else value
+    return levels > 0 and all(_shallow(each, levels - 1) for each in inside)
+
+
 def _messages(given) -> list[dict]:
     """``given`` with what a template renders, and no more: role, content, the calls without their ids."""
     try:
         found = [message(**each) for each in given]
-    except (TypeError, ValueError, KeyError, AttributeError) as error:
+    except ValueError as error:
         raise Refused(f"messages: {error}") from None
+    except (TypeError, KeyError, AttributeError):
+        raise Refused("messages: must be a list of messages as OpenAI's chat completions have them") from None
     if problem := messages_problem(found):
         raise Refused(f"messages: {problem}")
     return found
@@ -114,9 +128,12 @@ def message(role: str, content=None, tool_calls=None, **_) -> dict:
 
 
 def _object(arguments) -> dict:
-    found = json.loads(arguments) if isinstance(arguments, str) else arguments
-    if not isinstance(found, dict):
-        raise ValueError("the arguments of a call must be an object")
+    try:
+        found = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict) or not _shallow(found):
+        raise ValueError(f"the arguments of a call must be an object of at most {DEEPEST} levels")
     return found
 
 

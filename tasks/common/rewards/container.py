@@ -14,6 +14,7 @@ from verl_tasks.rewards.answers import RewardError
 from verl_tasks.rewards.starter import FILE_BYTES
 from verl_tasks.text import one_line
 
+RUNTIMES = "podman", "docker"
 INSIDE = Path(__file__).with_name("in_container.py")
 PORT = 8000  # of a container's loopback
 BASE_URL = f"http://127.0.0.1:{PORT}/v1"
@@ -21,13 +22,14 @@ MEMORY, PROCESSES = "8g", 512  # of a container; threads count
 SECONDS = 60  # for podman or docker to look for an image
 # What podman and docker read of our environment variables; the container gets none of them.
 VARIABLES = ("DOCKER_HOST", "DOCKER_CONTEXT", "DOCKER_CONFIG", "CONTAINER_HOST", "XDG_RUNTIME_DIR")
-VARIABLES += ("DBUS_SESSION_BUS_ADDRESS",)
+VARIABLES += ("DBUS_SESSION_BUS_ADDRESS", "CONTAINERS_CONF", "CONTAINERS_STORAGE_CONF", "XDG_CONFIG_HOME")
+VARIABLES += ("XDG_DATA_HOME",)
 
 
 def runtime_of(image: str) -> str:
     """podman, else docker: the path of the one that is on PATH. Raises RewardError where there is none, and where it
     does not have ``image``."""
-    found = shutil.which("podman") or shutil.which("docker")
+    found = next(filter(None, map(shutil.which, RUNTIMES)), None)
     if not found:
         raise RewardError(f"AGENT_IMAGE={image}: neither podman nor docker is on PATH; install one, or leave it out")
     name = Path(found).name
@@ -56,11 +58,13 @@ def command(
         *(runtime, "run", "--rm", "--pull", "never", "--name", folder.name),
         *("--network", "none", "--cap-drop", "ALL", "--security-opt", "no-new-privileges"),
         *("--security-opt", "label=disable"),  # SELinux would refuse the socket, whatever the label of its file
-        *("--memory", MEMORY, "--pids-limit", str(PROCESSES), "--ulimit", f"fsize={FILE_BYTES}"),
+        *("--memory", MEMORY, "--pids-limit", str(PROCESSES)),
         *("--read-only", "--tmpfs", "/tmp", "--log-driver", "none", "--user", ours, *rootless, "--workdir", "/episode"),
         *(word for mount in mounts for word in ("--mount", mount)),
         *("--env", "HOME=/episode", "--env", f"OPENAI_BASE_URL={BASE_URL}", "--env", "OPENAI_API_KEY"),
-        *("--entrypoint", "python3", image, "-I", "/in_container.py", f"/endpoint/{socket.name}", str(PORT)),
+        *("--entrypoint", "python3", image, "-I", "/in_container.py"),
+        # Its first process sets that limit: an --ulimit here would take the place of those in containers.conf.
+        *(f"/endpoint/{socket.name}", str(PORT), str(FILE_BYTES)),
         *(("python3", *program) if len(program) == 1 and program[0].endswith(".py") else program),
     ]
 

@@ -1,11 +1,13 @@
 """The first process of a program's container: it starts the program, and passes what that sends to a port of the
 loopback on to the endpoint's socket. The container ends with the program, and with the endpoint.
 
-It runs alone, with the standard library: its Python is the image's, 3.8 or later. Arguments: socket, port, command.
+It runs alone, with the standard library: its Python is the image's, 3.8 or later. Arguments: socket, port,
+most bytes of a file that is written, command.
 """
 
 import contextlib
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -50,12 +52,13 @@ def end_with(endpoint):
     os._exit(1)
 
 
-def main(path, port, *command):
+def main(path, port, most, *command):
     """Run ``command``; the process ends with its exit code."""
     signal.signal(signal.SIGTERM, lambda *_: os._exit(1))  # the first process of a container has no default of it
     listener = socket.create_server(("127.0.0.1", int(port)), backlog=128)
     threading.Thread(target=end_with, args=(connected(path),), daemon=True).start()
     threading.Thread(target=accept, args=(listener, path), daemon=True).start()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (int(most), int(most)))
     # docker may give a container the proxies of its client's configuration.
     environment = {name: value for name, value in os.environ.items() if not name.lower().endswith("_proxy")}
     code = subprocess.Popen(command, env=environment).wait()

@@ -35,8 +35,8 @@ __all__ = ["environment_of"]  # for tasks
 STARTER = Path(__file__).with_name("starter.py")
 # What a program gets of our environment variables: no key and no token.
 VARIABLES = ("PATH", "HOME", "LANG", "TMPDIR", "VERL_TASK_LOGS", "VERL_TASK_LAUNCH")
-MEMORY = 8 * 2**30  # of a program's address space
-AT_ONCE = 16 * (os.cpu_count() or 1)  # programs of a process of ours
+MEMORY = 8 * 2**30  # of what each process of a program can write
+AT_ONCE, CONTAINERS = 16, 4  # programs of a process of ours, for each core: a container imports anew
 MAX_BODY = 16 * 2**20  # bytes of a request
 TOLD = 10_000  # bytes of a program's output in the log
 MAX_SCORE = 4096  # bytes of score.json that are read
@@ -238,8 +238,9 @@ class Live:
 
 
 def _bytes(file: Path, start: int, most: int) -> bytes:
-    """Up to ``most`` bytes of ``file``, of a program, from ``start``; a pipe in its place is not waited for."""
-    with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0) as found:
+    """Up to ``most`` bytes of ``file``, of a program, from ``start``; a pipe in its place is not
+    waited for, a link not followed: a container could name any file of ours."""
+    with open(os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW), "rb", buffering=0) as found:
         found.seek(start)
         return found.read(most) or b""
 
@@ -264,9 +265,11 @@ def environment_of(*command: str | Path, python: str = sys.executable, failed: f
     score. Nothing is started before the first one. With AGENT_IMAGE the command runs in a container of that image, that
     reads the folder of each file given as a Path."""
 
+    most = (CONTAINERS if os.environ.get("AGENT_IMAGE") else AT_ONCE) * (os.cpu_count() or 1)
+
     class OfProgram:
         contained = True  # AGENT_IMAGE is heeded
-        at_once, patience = AT_ONCE, None  # seconds for a step; None: whoever plays it limits them
+        at_once, patience = most, None  # seconds for a step; None: whoever plays it limits them
 
         def reset(self, row: dict) -> Start:
             self.live = _endpoint(command, python).start(row)

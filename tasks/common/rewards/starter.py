@@ -37,7 +37,8 @@ def run(request: dict, loaded: str) -> None:
     os.dup2(log, 1)
     os.dup2(log, 2)
     if request["memory"]:
-        resource.setrlimit(resource.RLIMIT_AS, (request["memory"], request["memory"]))
+        # Of what it can write: Node.js reserves more addresses than it uses.
+        resource.setrlimit(resource.RLIMIT_DATA, (request["memory"], request["memory"]))
     resource.setrlimit(resource.RLIMIT_FSIZE, (FILE_BYTES, FILE_BYTES))
     os.environ.clear()
     os.environ.update(request["environment"])
@@ -128,10 +129,13 @@ def read_certificates_once() -> None:
 
 def main(loaded: str, place: str) -> None:
     """Serve standard input until its end."""
+    # What a program's imports print or read is not of our pipes.
+    requests, replies = os.dup(0), os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.dup2(2, 1)
     if loaded:
         load(loaded)
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
+        sys.stdout.flush()  # else each fork says it again
     wakes, wake = os.pipe()
     os.set_blocking(wake, False)
     os.set_blocking(wakes, False)
@@ -140,7 +144,7 @@ def main(loaded: str, place: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a terminal: whoever started us ends us
     live, waiting = {}, b""  # requests by the process that leads the program's group
     while True:
-        ready, _, _ = select.select([0, wakes], [], [])
+        ready, _, _ = select.select([requests, wakes], [], [])
         if wakes in ready:
             os.read(wakes, 4096)
             for leader, code in ended():
@@ -150,8 +154,8 @@ def main(loaded: str, place: str) -> None:
                 if code:
                     end_container(request)
                 print(json.dumps({"number": request["number"], "code": code}), file=replies, flush=True)
-        if 0 in ready:
-            new = os.read(0, 2**20)
+        if requests in ready:
+            new = os.read(requests, 2**20)
             if not new:
                 break
             *lines, waiting = (waiting + new).split(b"\n")
